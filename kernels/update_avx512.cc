@@ -1,0 +1,80 @@
+// The kernels with 16 lanes: AVX-512 F, BW, DQ, VL.
+#include <immintrin.h>
+
+#include "kernels/vector_update.h"
+
+namespace offload::kernels {
+namespace {
+
+struct Avx512 {
+  using Float = __m512;
+  static constexpr size_t kWidth = 16;
+
+  static Float Load(const float* from) { return _mm512_loadu_ps(from); }
+  static void Store(float* to, Float value) { _mm512_storeu_ps(to, value); }
+  static Float Broadcast(float value) { return _mm512_set1_ps(value); }
+  static Float Fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
+  static Float Sqrt(Float value) { return _mm512_sqrt_ps(value); }
+
+  static __m512i Widen(const uint16_t* from) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+  static Float LoadBFloat16(const uint16_t* from) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(Widen(from), 16));
+  }
+
+  static Float RoundToBFloat16(Float value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i biased = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    const __m512i rounded = _mm512_and_si512(biased, _mm512_set1_epi32(~0xFFFF));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    return _mm512_castsi512_ps(_mm512_mask_mov_epi32(rounded, is_nan, bits));
+  }
+
+  static Float Merge(const uint16_t* hi, const int16_t* lo, TieReader* ties) {
+    const __m256i lows = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lo));
+    __m512i bits = _mm512_add_epi32(_mm512_slli_epi32(Widen(hi), 16), _mm512_cvtepi16_epi32(lows));
+    const uint32_t candidates = _mm256_cmpeq_epi16_mask(lows, _mm256_set1_epi16(-32768));
+    if (candidates != 0) [[unlikely]] {
+      const auto went_down = static_cast<__mmask16>(TakeTies<Avx512>(candidates, ties));
+      bits = _mm512_mask_add_epi32(bits, went_down, bits, _mm512_set1_epi32(0x10000));
+    }
+    return _mm512_castsi512_ps(bits);
+  }
+
+  static void Split(Float master, uint16_t* hi, int16_t* lo, TieWriter* ties) {
+    const __m512i bits = _mm512_castps_si512(master);
+    const __m256i lows = _mm512_cvtepi32_epi16(bits);
+    __m512i highs = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x8000)), 16);
+    const __mmask16 candidates = _mm256_cmpeq_epi16_mask(lows, _mm256_set1_epi16(-32768));
+    if (candidates != 0) [[unlikely]] {
+      const __m512i exponent = _mm512_set1_epi32(0x7F800000);
+      const __mmask16 is_finite =
+          _mm512_mask_cmpneq_epi32_mask(candidates, _mm512_and_si512(bits, exponent), exponent);
+      const __mmask16 went_down =
+          _mm512_mask_testn_epi32_mask(is_finite, bits, _mm512_set1_epi32(0x10000));
+      highs = _mm512_mask_sub_epi32(highs, went_down, highs, _mm512_set1_epi32(1));
+      PutTies<Avx512>(candidates, went_down, ties);
+    }
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(hi), _mm512_cvtepi32_epi16(highs));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lo), lows);
+  }
+
+  static bool AnyNonFinite(const float* from) {
+    const __m512i exponent = _mm512_set1_epi32(0x7F800000);
+    const __m512i bits = _mm512_loadu_si512(from);
+    return _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, exponent), exponent) != 0;
+  }
+  static bool AnyNonFinite(const uint16_t* from) {
+    const __m256i exponent = _mm256_set1_epi16(0x7F80);
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm256_cmpeq_epi16_mask(_mm256_and_si256(bits, exponent), exponent) != 0;
+  }
+};
+
+}  // namespace
+
+constinit const Implementation kAvx512Implementation = VectorImplementation<Avx512>();
+
+}  // namespace offload::kernels

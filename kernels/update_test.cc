@@ -1,0 +1,333 @@
+#include "kernels/update.h"
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "base/random.h"
+#include "gtest/gtest.h"
+
+namespace offload::kernels {
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+uint16_t BFloat16Of(float value) { return std::bit_cast<uint32_t>(value) >> 16; }
+
+// Ordinary numbers for the most part; the rest is what breaks kernels.
+float AdversarialValue(Random* random) {
+  static const float kSpecial[] = {0.0f,
+                                   -0.0f,
+                                   kInfinity,
+                                   -kInfinity,
+                                   std::bit_cast<float>(0x7FC00000u),
+                                   std::bit_cast<float>(0xFFFF8000u),  // a NaN that ends in a tie
+                                   std::bit_cast<float>(0x7F812345u),  // a signalling NaN
+                                   1e-45f,
+                                   -1e-40f,
+                                   1.17549435e-38f,
+                                   3.4028235e38f,
+                                   -3.4028235e38f,
+                                   1e19f,
+                                   1e-20f,
+                                   std::bit_cast<float>(0x3F808000u),  // a tie that goes down
+                                   std::bit_cast<float>(0x3F818000u),  // a tie that goes up
+                                   std::bit_cast<float>(0x00008000u)};
+  const uint64_t kind = random->Below(8);
+  if (kind == 0) return kSpecial[random->Below(std::size(kSpecial))];
+  if (kind == 1) return std::bit_cast<float>(static_cast<uint32_t>(random->Next()));
+  return static_cast<float>(random->Unit() * 2 - 1);
+}
+
+struct Shape {
+  Dtype weight_dtype;
+  Dtype gradient_dtype;
+};
+constexpr Shape kShapes[] = {{Dtype::kFloat32, Dtype::kFloat32},
+                             {Dtype::kFloat32, Dtype::kBFloat16},
+                             {Dtype::kBFloat16, Dtype::kFloat32},
+                             {Dtype::kBFloat16, Dtype::kBFloat16}};
+
+// A whole tensor with its state, one element off alignment.
+class Tensor {
+ public:
+  Tensor(Shape shape, size_t count, Random* random)
+      : shape_(shape),
+        count_(count),
+        master_(count + 1),
+        hi_(count + 1),
+        lo_(count + 1),
+        exp_avg_(count + 1),
+        exp_avg_sq_(count + 1),
+        gradient_(count + 1),
+        gradient_bf16_(count + 1),
+        ties_(count / 8 + 1) {
+    for (size_t i = 1; i <= count; ++i) {
+      master_[i] = AdversarialValue(random);
+      exp_avg_[i] = AdversarialValue(random);
+      exp_avg_sq_[i] = std::abs(AdversarialValue(random));
+      gradient_[i] = AdversarialValue(random);
+      gradient_bf16_[i] = BFloat16Of(gradient_[i]);
+    }
+    TieWriter writer{ties_.data()};
+    Split(Isa::kReference, reinterpret_cast<const uint32_t*>(master_.data()) + 1, count,
+          hi_.data() + 1, lo_.data() + 1, &writer);
+  }
+
+  // Applies update(run) to the pieces that the cuts make; positions of the tie bits run through.
+  template <class Update>
+  void Apply(std::vector<size_t> cuts, float gradient_scale, const Update& update) {
+    std::vector<uint8_t> ties(ties_.size());
+    TieReader reader{ties_.data()};
+    TieWriter writer{ties.data()};
+    cuts.push_back(count_);
+    size_t begin = 0;
+    for (const size_t end : cuts) {
+      Run run = RunOf(begin, end);
+      run.ties_in = &reader;
+      run.ties_out = &writer;
+      run.gradient_scale = gradient_scale;
+      update(run);
+      begin = end;
+    }
+    ties_ = ties;
+  }
+
+  // Masters, moments: all bits, NaN being one value, because an instruction may pick either of two
+  // payloads.
+  std::vector<uint32_t> Bits() const {
+    std::vector<uint32_t> bits(count_);
+    if (shape_.weight_dtype == Dtype::kBFloat16) {
+      TieReader reader{ties_.data()};
+      Merge(Isa::kReference, hi_.data() + 1, lo_.data() + 1, count_, bits.data(), &reader);
+    } else {
+      for (size_t i = 0; i < count_; ++i) bits[i] = std::bit_cast<uint32_t>(master_[i + 1]);
+    }
+    for (size_t i = 1; i <= count_; ++i) bits.push_back(std::bit_cast<uint32_t>(exp_avg_[i]));
+    for (size_t i = 1; i <= count_; ++i) bits.push_back(std::bit_cast<uint32_t>(exp_avg_sq_[i]));
+    for (uint32_t& word : bits) {
+      if (std::isnan(std::bit_cast<float>(word))) word = 0x7FC00000;
+    }
+    return bits;
+  }
+
+ private:
+  Run RunOf(size_t begin, size_t end) {
+    const bool is_split = shape_.weight_dtype == Dtype::kBFloat16;
+    const bool is_half = shape_.gradient_dtype == Dtype::kBFloat16;
+    Run run;
+    run.count = end - begin;
+    run.begin = begin;
+    run.tensor_count = count_;
+    run.weight_dtype = shape_.weight_dtype;
+    run.weight = is_split ? static_cast<void*>(&hi_[1] + begin) : &master_[1] + begin;
+    run.residual = is_split ? &lo_[1] + begin : nullptr;
+    run.exp_avg = &exp_avg_[1] + begin;
+    run.exp_avg_sq = &exp_avg_sq_[1] + begin;
+    run.gradient_dtype = shape_.gradient_dtype;
+    run.gradient =
+        is_half ? static_cast<const void*>(&gradient_bf16_[1] + begin) : &gradient_[1] + begin;
+    return run;
+  }
+
+  Shape shape_;
+  size_t count_;
+  std::vector<float> master_;
+  std::vector<uint16_t> hi_;
+  std::vector<int16_t> lo_;
+  std::vector<float> exp_avg_, exp_avg_sq_, gradient_;
+  std::vector<uint16_t> gradient_bf16_;
+  std::vector<uint8_t> ties_;
+};
+
+std::vector<AdamWParameters> ManyAdamW() {
+  std::vector<AdamWParameters> many;
+  for (const AdamWFlavour flavour :
+       {AdamWFlavour::kFused, AdamWFlavour::kLerp, AdamWFlavour::kMulAdd}) {
+    for (const bool maximize : {false, true}) {
+      many.push_back({.step = 3, .flavour = flavour, .maximize = maximize});
+      many.push_back({.lr = 0.7,
+                      .beta1 = 0.3,
+                      .beta2 = 0.5,
+                      .eps = 0,
+                      .weight_decay = 0,
+                      .flavour = flavour,
+                      .maximize = maximize});
+    }
+  }
+  return many;
+}
+
+std::vector<SgdParameters> ManySgd() {
+  std::vector<SgdParameters> many;
+  for (const double weight_decay : {0.0, 0.1}) {
+    for (const bool maximize : {false, true}) {
+      many.push_back({.lr = 0.1, .weight_decay = weight_decay, .maximize = maximize});
+      for (const bool first : {false, true}) {
+        many.push_back({.momentum = 0.9,
+                        .dampening = 0.3,
+                        .weight_decay = weight_decay,
+                        .maximize = maximize,
+                        .first = first});
+        many.push_back({.momentum = 0.9,
+                        .weight_decay = weight_decay,
+                        .nesterov = true,
+                        .maximize = maximize,
+                        .first = first});
+      }
+    }
+  }
+  return many;
+}
+
+// Calls check(update), where update(isa, run) is one of the updates.
+template <class Check>
+void ForEveryUpdate(const Check& check) {
+  for (const AdamWParameters& parameters : ManyAdamW()) {
+    check([&](Isa isa, const Run& run) { UpdateAdamW(isa, parameters, run); });
+  }
+  for (const SgdParameters& parameters : ManySgd()) {
+    check([&](Isa isa, const Run& run) { UpdateSgd(isa, parameters, run); });
+  }
+}
+
+class UpdateTest : public testing::TestWithParam<Isa> {
+ protected:
+  void SetUp() override {
+    if (!IsSupported(GetParam())) GTEST_SKIP() << "this processor lacks " << IsaName(GetParam());
+  }
+};
+
+std::string ParameterName(const testing::TestParamInfo<Isa>& info) { return IsaName(info.param); }
+INSTANTIATE_TEST_SUITE_P(EveryIsa, UpdateTest,
+                         testing::Values(Isa::kReference, Isa::kAvx2, Isa::kAvx512), ParameterName);
+
+class VectorUpdateTest : public UpdateTest {};
+INSTANTIATE_TEST_SUITE_P(EveryVectorIsa, VectorUpdateTest,
+                         testing::Values(Isa::kAvx2, Isa::kAvx512), ParameterName);
+
+TEST_P(VectorUpdateTest, IsTheReferenceBitForBit) {
+  Random random(1);
+  for (const Shape shape : kShapes) {
+    for (const float scale : {1.0f, 0.37f}) {
+      for (const size_t count : {0, 1, 7, 8, 15, 16, 17, 31, 33, 67, 1003}) {
+        ForEveryUpdate([&](const auto& update) {
+          Tensor tensor(shape, count, &random);
+          Tensor expected = tensor;
+          for (int step = 0; step < 2; ++step) {
+            tensor.Apply({}, scale, [&](const auto& run) { update(GetParam(), run); });
+            expected.Apply({}, scale, [&](const auto& run) { update(Isa::kReference, run); });
+          }
+          ASSERT_EQ(tensor.Bits(), expected.Bits()) << count << " elements, scale " << scale;
+        });
+      }
+    }
+  }
+}
+
+TEST_P(UpdateTest, DoesNotDependOnWhereTheTensorIsCut) {
+  Random random(2);
+  for (size_t count = 0; count <= 67; ++count) {
+    const Shape shape = kShapes[count % std::size(kShapes)];
+    for (size_t cut = 0; cut <= count; ++cut) {
+      const AdamWParameters parameters{.step = 2};
+      const size_t second_cut = cut + random.Below(count - cut + 1);
+      Tensor whole(shape, count, &random);
+      Tensor parts = whole;
+      const auto update = [&](const auto& run) { UpdateAdamW(GetParam(), parameters, run); };
+      whole.Apply({}, 0.9f, update);
+      parts.Apply({cut, second_cut}, 0.9f, update);
+      ASSERT_EQ(parts.Bits(), whole.Bits()) << count << " cut at " << cut << ", " << second_cut;
+    }
+  }
+}
+
+TEST_P(UpdateTest, TheLastElementsOfATensorRoundInAnotherOrder) {
+  size_t differing_count = 0;
+  Random random(3);
+  for (int trial = 0; trial < 100; ++trial) {
+    float gradient[8], exp_avg[8] = {}, exp_avg_sq[8], other[8], weight[8] = {};
+    for (size_t i = 0; i < 8; ++i) {
+      gradient[i] = static_cast<float>(random.Unit());
+      other[i] = exp_avg_sq[i] = static_cast<float>(random.Unit());
+    }
+    kernels::Run run{
+        .count = 7, .begin = 8, .tensor_count = 15, .weight = weight, .exp_avg = exp_avg};
+    run.exp_avg_sq = exp_avg_sq;
+    run.gradient = gradient;
+    UpdateAdamW(GetParam(), {}, run);
+    run.tensor_count = 16;  // the same elements, no longer in the tail
+    run.exp_avg_sq = other;
+    UpdateAdamW(GetParam(), {}, run);
+    for (size_t i = 0; i < 7; ++i) {
+      differing_count += exp_avg_sq[i] != other[i];
+      EXPECT_NEAR(exp_avg_sq[i], other[i], 2e-7);
+    }
+  }
+  EXPECT_GT(differing_count, 0u);
+}
+
+TEST_P(UpdateTest, AHalfGradientIsScaledInItsOwnPrecision) {
+  const uint16_t gradient = 0x3F81;  // 1 + 2^-7
+  const float scale = 1.0f - 0x1p-9f;
+  float weight = 0;
+  kernels::Run run{
+      .count = 1, .tensor_count = 1, .weight = &weight, .gradient_dtype = Dtype::kBFloat16};
+  run.gradient = &gradient;
+  run.gradient_scale = scale;
+  UpdateSgd(GetParam(), {.lr = 1}, run);
+  // The product 1.00584... rounds to 1 + 2^-7 again.
+  EXPECT_EQ(weight, -(1.0f + 0x1p-7f));
+}
+
+TEST_P(UpdateTest, SubnormalNumbersAreKept) {
+  float weight = 0, gradient = 1e-40f;
+  kernels::Run run{.count = 1, .tensor_count = 1, .weight = &weight, .gradient = &gradient};
+  UpdateSgd(GetParam(), {.lr = 1}, run);
+  EXPECT_EQ(weight, -1e-40f);
+}
+
+TEST_P(UpdateTest, MaximizingIsMinimizingTheNegative) {
+  const float start[4] = {1, -2, 0.5f, 3}, gradient[4] = {0.1f, -0.2f, 5, -7};
+  float negative[4];
+  for (size_t i = 0; i < 4; ++i) negative[i] = -gradient[i];
+  std::vector<float> up(start, start + 4), down(start, start + 4);
+  kernels::Run run{.count = 4, .tensor_count = 4, .weight = up.data(), .gradient = gradient};
+  UpdateSgd(GetParam(), {.lr = 0.1, .maximize = true}, run);
+  run.weight = down.data();
+  run.gradient = negative;
+  UpdateSgd(GetParam(), {.lr = 0.1}, run);
+  EXPECT_EQ(up, down);
+  EXPECT_GT(up[0], start[0]);
+}
+
+TEST_P(UpdateTest, OneNonFiniteElementIsFoundAnywhere) {
+  std::vector<float> floats(300, 3.4028235e38f);
+  std::vector<uint16_t> halves(300, 0x7F7F);
+  const auto is_finite = [&](size_t begin) {
+    return std::pair(AllFinite(GetParam(), Dtype::kFloat32, floats.data() + begin, 300 - begin),
+                     AllFinite(GetParam(), Dtype::kBFloat16, halves.data() + begin, 300 - begin));
+  };
+  EXPECT_EQ(is_finite(0), std::pair(true, true));
+  for (const uint32_t bad : {0x7F800000u, 0xFF800000u, 0x7FC00000u, 0xFFFFFFFFu, 0x7F810000u}) {
+    for (size_t i = 1; i < 300; ++i) {
+      floats[i] = std::bit_cast<float>(bad);
+      halves[i] = static_cast<uint16_t>(bad >> 16);
+      ASSERT_EQ(is_finite(1), std::pair(false, false)) << i;
+      floats[i] = -0.0f;
+      halves[i] = 0x8000;
+    }
+  }
+  EXPECT_EQ(is_finite(1), std::pair(true, true));
+}
+
+TEST(BestIsaTest, IsSupportedAndNamed) {
+  EXPECT_TRUE(IsSupported(BestIsa()));
+  EXPECT_STREQ(IsaName(Isa::kAvx512), "avx512");
+}
+
+}  // namespace
+}  // namespace offload::kernels

@@ -1,0 +1,334 @@
+// The update kernels beside torch's own optimizers: the same bits, or the same up to torch's vector
+// square root.
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <iostream>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/update.h"
+
+namespace offload::kernels {
+namespace {
+
+using torch::Tensor;
+
+bool SameBits(const Tensor& a, const Tensor& b) {
+  return a.sizes() == b.sizes() && a.dtype() == b.dtype() &&
+         std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+// Normal numbers with every 50th element subnormal, zero, tiny or huge.
+Tensor RandomTensor(int64_t count, double scale) {
+  static const float kRare[] = {0.0f, -0.0f, 1e-40f, -3e-45f, 1e-20f, 1e18f, 1.17549435e-38f};
+  Tensor values = torch::randn({count}) * scale;
+  float* data = values.data_ptr<float>();
+  for (int64_t i = 0; i < count; i += 50) data[i] = kRare[(i / 50) % std::size(kRare)];
+  return values;
+}
+
+// A tensor under our update: fp32, or bf16 as two halves and tie bits.
+struct Offloaded {
+  explicit Offloaded(const Tensor& master, bool is_split)
+      : weight(master.clone()),
+        exp_avg(torch::zeros_like(master)),
+        exp_avg_sq(torch::zeros_like(master)),
+        is_split(is_split) {
+    if (!is_split) return;
+    const size_t count = master.numel();
+    residual.resize(count);
+    ties.resize(count / 8 + 1);
+    weight = torch::empty_like(master, torch::kBFloat16);
+    TieWriter writer{ties.data()};
+    Split(static_cast<const uint32_t*>(master.const_data_ptr()), count,
+          static_cast<uint16_t*>(weight.data_ptr()), residual.data(), &writer);
+  }
+
+  void Update(const Tensor& gradient, float scale, const std::function<void(const Run&)>& update) {
+    std::vector<uint8_t> new_ties(ties.size());
+    TieReader reader{ties.data()};
+    TieWriter writer{new_ties.data()};
+    Run run;
+    run.count = run.tensor_count = weight.numel();
+    run.weight_dtype = is_split ? Dtype::kBFloat16 : Dtype::kFloat32;
+    run.weight = weight.data_ptr();
+    run.residual = residual.data();
+    run.ties_in = &reader;
+    run.ties_out = &writer;
+    run.exp_avg = exp_avg.data_ptr<float>();
+    run.exp_avg_sq = exp_avg_sq.data_ptr<float>();
+    run.gradient_dtype = gradient.dtype() == torch::kBFloat16 ? Dtype::kBFloat16 : Dtype::kFloat32;
+    run.gradient = gradient.const_data_ptr();
+    run.gradient_scale = scale;
+    update(run);
+    ties = new_ties;
+    tie_count += writer.position;
+  }
+
+  Tensor Master() {
+    if (!is_split) return weight;
+    Tensor master = torch::empty_like(exp_avg);
+    TieReader reader{ties.data()};
+    Merge(static_cast<const uint16_t*>(weight.const_data_ptr()), residual.data(), weight.numel(),
+          static_cast<uint32_t*>(master.data_ptr()), &reader);
+    return master;
+  }
+
+  Tensor weight, exp_avg, exp_avg_sq;
+  bool is_split;
+  std::vector<int16_t> residual;
+  std::vector<uint8_t> ties;
+  size_t tie_count = 0;
+};
+
+// The same tensor under at::_fused_adamw_.
+struct Fused {
+  explicit Fused(const Tensor& master)
+      : weight(master.clone()),
+        exp_avg(torch::zeros_like(master)),
+        exp_avg_sq(torch::zeros_like(master)) {}
+
+  void Update(const AdamWParameters& p, const Tensor& gradient) {
+    const Tensor step = torch::tensor(static_cast<float>(p.step));
+    at::_fused_adamw_({weight}, {gradient}, {exp_avg}, {exp_avg_sq}, {}, {step}, p.lr, p.beta1,
+                      p.beta2, p.weight_decay, p.eps, /*amsgrad=*/false, p.maximize);
+  }
+
+  Tensor weight, exp_avg, exp_avg_sq;
+};
+
+std::vector<AdamWParameters> ManyAdamW() {
+  return {{},
+          {.lr = 0.05, .weight_decay = 0},
+          {.lr = 3e-4, .beta1 = 0.95, .beta2 = 0.95, .eps = 1e-6, .weight_decay = 0.1},
+          {.lr = 2e-3, .beta1 = 0.3, .beta2 = 0.4, .weight_decay = 0.5},
+          {.beta1 = 0.5, .maximize = true}};
+}
+
+void ExpectFusedBits(AdamWParameters parameters, int64_t count, int step_count) {
+  const Tensor start = RandomTensor(count, 0.02);
+  Offloaded ours(start, /*is_split=*/false);
+  Fused theirs(start);
+  for (parameters.step = 1; parameters.step <= step_count; ++parameters.step) {
+    const Tensor gradient = RandomTensor(count, 1e-3);
+    ours.Update(gradient, 1, [&](const auto& run) { UpdateAdamW(parameters, run); });
+    theirs.Update(parameters, gradient);
+    ASSERT_TRUE(SameBits(ours.exp_avg, theirs.exp_avg)) << count << ", step " << parameters.step;
+    ASSERT_TRUE(SameBits(ours.exp_avg_sq, theirs.exp_avg_sq)) << count;
+    ASSERT_TRUE(SameBits(ours.weight, theirs.weight)) << count;
+  }
+}
+
+TEST(KernelsTorchTest, FusedAdamWIsBitIdenticalOnAMillionElements) {
+  torch::manual_seed(1);
+  for (const AdamWParameters& parameters : ManyAdamW()) ExpectFusedBits(parameters, 1000003, 4);
+}
+
+TEST(KernelsTorchTest, FusedAdamWIsBitIdenticalForEveryLengthOfTail) {
+  torch::manual_seed(2);
+  for (const AdamWParameters& parameters : ManyAdamW()) {
+    for (int64_t count = 1; count < 42; ++count) ExpectFusedBits(parameters, count, 8);
+    for (int64_t count = 50000; count < 50008; ++count) ExpectFusedBits(parameters, count, 2);
+  }
+}
+
+TEST(KernelsTorchTest, SplitWeightsAreTheCastOfAnFp32MasterUnderFusedAdamW) {
+  torch::manual_seed(3);
+  const Tensor start = RandomTensor(500003, 0.02).to(torch::kBFloat16).to(torch::kFloat32);
+  Offloaded ours(start, /*is_split=*/true);
+  Fused theirs(start);
+  AdamWParameters parameters{.lr = 1e-2};
+  for (parameters.step = 1; parameters.step <= 8; ++parameters.step) {
+    const Tensor gradient = RandomTensor(start.numel(), 1e-3).to(torch::kBFloat16);
+    ours.Update(gradient, 1, [&](const auto& run) { UpdateAdamW(parameters, run); });
+    theirs.Update(parameters, gradient.to(torch::kFloat32));
+    ASSERT_TRUE(SameBits(ours.weight, theirs.weight.to(torch::kBFloat16))) << parameters.step;
+    ASSERT_TRUE(SameBits(ours.Master(), theirs.weight)) << parameters.step;
+    ASSERT_TRUE(SameBits(ours.exp_avg, theirs.exp_avg)) << parameters.step;
+    ASSERT_TRUE(SameBits(ours.exp_avg_sq, theirs.exp_avg_sq)) << parameters.step;
+  }
+  EXPECT_GT(ours.tie_count, 0u);
+}
+
+TEST(KernelsTorchTest, ClippingInTheUpdateIsMultiplyingTheGradientInPlace) {
+  torch::manual_seed(4);
+  const Tensor start = RandomTensor(100003, 0.02).to(torch::kBFloat16).to(torch::kFloat32);
+  for (const auto dtype : {torch::kFloat32, torch::kBFloat16}) {
+    Offloaded ours(start, dtype == torch::kBFloat16);
+    Fused theirs(start);
+    AdamWParameters parameters;
+    for (parameters.step = 1; parameters.step <= 3; ++parameters.step) {
+      const Tensor gradient = RandomTensor(start.numel(), 1e-3).to(dtype);
+      const Tensor coefficient = torch::tensor(0.3f / parameters.step).to(dtype);
+      ours.Update(gradient, coefficient.item<float>(),
+                  [&](const auto& run) { UpdateAdamW(parameters, run); });
+      theirs.Update(parameters, gradient.clone().mul_(coefficient).to(torch::kFloat32));
+      ASSERT_TRUE(SameBits(ours.Master(), theirs.weight)) << dtype;
+      ASSERT_TRUE(SameBits(ours.exp_avg_sq, theirs.exp_avg_sq)) << dtype;
+    }
+  }
+}
+
+TEST(KernelsTorchTest, TheHighHalfIsTorchsCastOfEveryKindOfFiniteValue) {
+  torch::manual_seed(5);
+  Tensor words = torch::randint(INT32_MIN, INT32_MAX, {1 << 20}, torch::kInt32);
+  int32_t* data = words.data_ptr<int32_t>();
+  for (int64_t i = 0; i < words.numel(); ++i) {
+    if (i % 2 == 0) data[i] = static_cast<int32_t>((data[i] & 0xFFFF0000u) | 0x8000);
+    if ((data[i] & 0x7F800000) == 0x7F800000) data[i] &= 0x80FFFFFF;
+  }
+  const Tensor master = words.view(torch::kFloat32);
+  Offloaded ours(master, /*is_split=*/true);
+  EXPECT_TRUE(SameBits(ours.weight, master.to(torch::kBFloat16)));
+  EXPECT_TRUE(SameBits(ours.Master(), master));
+}
+
+// One update of torch: changes the weight and the moments.
+using TorchStep = std::function<void(const AdamWParameters&, const Tensor& gradient, Fused*)>;
+
+// Compares the weights of one step, and returns how many differ. Only those may whose square root
+// torch's vector library rounds otherwise, and then by a few ulps of the update term and the
+// rounding of the sum.
+int64_t CountDifferences(const Tensor& decayed, const Tensor& exp_avg_sq, const Tensor& ours,
+                         const Tensor& theirs) {
+  const Tensor torch_root = exp_avg_sq.sqrt();
+  const float *root = torch_root.const_data_ptr<float>(),
+              *square = exp_avg_sq.const_data_ptr<float>(),
+              *start = decayed.const_data_ptr<float>(), *mine = ours.const_data_ptr<float>(),
+              *other = theirs.const_data_ptr<float>();
+  int64_t count = 0;
+  for (int64_t i = 0; i < ours.numel(); ++i) {
+    if (mine[i] == other[i]) continue;
+    ++count;
+    EXPECT_NE(root[i], std::sqrt(square[i])) << i << " " << mine[i] << " " << other[i];
+    const double update = std::abs(double{mine[i]} - start[i]);
+    const double largest = std::max(std::abs(mine[i]), std::abs(other[i]));
+    EXPECT_LE(std::abs(double{mine[i]} - other[i]), largest * 0x1p-23 + update * 0x1p-21) << i;
+  }
+  return count;
+}
+
+// Every step starts from the same weights, so that what differs is one step's doing. Returns the
+// fraction of the weights that did.
+double ExpectBitsUpToSquareRoot(AdamWParameters p, int64_t count, const TorchStep& step) {
+  Fused theirs(RandomTensor(count, 0.02));
+  Offloaded ours(theirs.weight, /*is_split=*/false);
+  int64_t difference_count = 0;
+  for (p.step = 1; p.step <= 5; ++p.step) {
+    ours.weight.copy_(theirs.weight);
+    const Tensor decayed = theirs.weight * (1 - p.lr * p.weight_decay);
+    const Tensor gradient = RandomTensor(count, 1e-3);
+    ours.Update(gradient, 1, [&](const auto& run) { UpdateAdamW(p, run); });
+    step(p, gradient, &theirs);
+    EXPECT_TRUE(SameBits(ours.exp_avg, theirs.exp_avg)) << p.step;
+    EXPECT_TRUE(SameBits(ours.exp_avg_sq, theirs.exp_avg_sq)) << p.step;
+    difference_count += CountDifferences(decayed, theirs.exp_avg_sq, ours.weight, theirs.weight);
+  }
+  const double fraction = static_cast<double>(difference_count) / (5.0 * count);
+  std::cout << count << " elements, lr " << p.lr << ": " << 100 * fraction
+            << " % of the weights differ in a step\n";
+  return fraction;
+}
+
+TEST(KernelsTorchTest, MulAddAdamWIsTheCppClassUpToItsSquareRoot) {
+  torch::manual_seed(6);
+  for (AdamWParameters parameters : ManyAdamW()) {
+    if (parameters.maximize) continue;  // the C++ class has none
+    parameters.flavour = AdamWFlavour::kMulAdd;
+    Tensor variable = torch::zeros({1000003}).requires_grad_();
+    torch::optim::AdamW optimizer({variable}, torch::optim::AdamWOptions(parameters.lr)
+                                                  .betas({parameters.beta1, parameters.beta2})
+                                                  .eps(parameters.eps)
+                                                  .weight_decay(parameters.weight_decay));
+    const auto step = [&](const AdamWParameters& p, const Tensor& gradient, Fused* theirs) {
+      variable.data().copy_(theirs->weight);
+      variable.mutable_grad() = gradient;
+      optimizer.step();
+      const auto& state = static_cast<torch::optim::AdamWParamState&>(
+          *optimizer.state().at(variable.unsafeGetTensorImpl()));
+      theirs->weight = variable.detach().clone();
+      theirs->exp_avg = state.exp_avg();
+      theirs->exp_avg_sq = state.exp_avg_sq();
+    };
+    EXPECT_LT(ExpectBitsUpToSquareRoot(parameters, variable.numel(), step), 0.1);
+  }
+}
+
+// What torch.optim.AdamW (foreach=False) does, by the same operators; its maximize negates the
+// gradient first.
+void LerpAdamW(const AdamWParameters& p, const Tensor& gradient, Fused* state) {
+  const Tensor g = p.maximize ? gradient.neg() : gradient;
+  const double step = static_cast<double>(p.step);
+  state->weight.mul_(1 - p.lr * p.weight_decay);
+  state->exp_avg.lerp_(g, 1 - p.beta1);
+  state->exp_avg_sq.mul_(p.beta2).addcmul_(g, g, 1 - p.beta2);
+  const double root = std::pow(1 - std::pow(p.beta2, step), 0.5);
+  const Tensor denominator = (state->exp_avg_sq.sqrt() / root).add_(p.eps);
+  state->weight.addcdiv_(state->exp_avg, denominator, -(p.lr / (1 - std::pow(p.beta1, step))));
+}
+
+TEST(KernelsTorchTest, LerpAdamWIsThePythonDefaultUpToItsSquareRoot) {
+  torch::manual_seed(7);
+  for (AdamWParameters parameters : ManyAdamW()) {
+    parameters.flavour = AdamWFlavour::kLerp;
+    for (const int64_t count : {1, 7, 13}) ExpectBitsUpToSquareRoot(parameters, count, LerpAdamW);
+    EXPECT_LT(ExpectBitsUpToSquareRoot(parameters, 100003, LerpAdamW), 0.1);
+  }
+}
+
+std::vector<SgdParameters> ManySgd() {
+  return {{.lr = 0.1},
+          {.lr = 0.1, .weight_decay = 0.01},
+          {.lr = 0.03, .momentum = 0.9},
+          {.lr = 0.03, .momentum = 0.9, .dampening = 0.3, .weight_decay = 0.1},
+          {.lr = 0.03, .momentum = 0.95, .nesterov = true},
+          {.lr = 0.03, .momentum = 0.95, .weight_decay = 1e-4, .nesterov = true}};
+}
+
+void ExpectSgdBits(SgdParameters parameters, int64_t count) {
+  Tensor theirs = RandomTensor(count, 0.02).requires_grad_();
+  Offloaded ours(theirs.detach(), /*is_split=*/false);
+  torch::optim::SGD optimizer({theirs}, torch::optim::SGDOptions(parameters.lr)
+                                            .momentum(parameters.momentum)
+                                            .dampening(parameters.dampening)
+                                            .weight_decay(parameters.weight_decay)
+                                            .nesterov(parameters.nesterov));
+  for (int step = 0; step < 4; ++step) {
+    parameters.first = step == 0;
+    const Tensor gradient = RandomTensor(count, 1e-2);
+    // The C++ class cannot maximize: it gets the negative gradient, as the Python one gives itself.
+    theirs.mutable_grad() = parameters.maximize ? gradient.neg() : gradient.clone();
+    ours.Update(gradient, 1, [&](const auto& run) { UpdateSgd(parameters, run); });
+    optimizer.step();
+    ASSERT_TRUE(SameBits(ours.weight, theirs.detach())) << count << ", step " << step;
+  }
+}
+
+TEST(KernelsTorchTest, SgdIsBitIdenticalToTheCppClass) {
+  torch::manual_seed(8);
+  for (SgdParameters parameters : ManySgd()) {
+    for (const bool maximize : {false, true}) {
+      parameters.maximize = maximize;
+      for (const int64_t count : {1, 5, 31, 40, 300007}) ExpectSgdBits(parameters, count);
+    }
+  }
+}
+
+TEST(KernelsTorchTest, AllFiniteIsTorchsIsfinite) {
+  for (const double value : {1.0, 3e38, 1e-45, double{INFINITY}, -double{INFINITY}, double{NAN}}) {
+    for (const auto dtype : {torch::kFloat32, torch::kBFloat16}) {
+      const Tensor values = torch::full({100}, value, dtype);
+      EXPECT_EQ(AllFinite(dtype == torch::kFloat32 ? Dtype::kFloat32 : Dtype::kBFloat16,
+                          values.const_data_ptr(), 100),
+                torch::isfinite(values).all().item<bool>())
+          << value;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace offload::kernels
