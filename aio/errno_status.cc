@@ -1,0 +1,71 @@
+#include "aio/errno_status.h"
+
+#include <cerrno>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+
+namespace offload::aio {
+namespace {
+
+absl::StatusCode CodeOf(int error_number, Device::Kind kind) {
+  if (kind == Device::Kind::kFlush) return absl::StatusCode::kDataLoss;
+  switch (error_number) {
+    case ENOSPC:
+    case EDQUOT:
+    case EFBIG:
+    case ENOMEM:
+    case ENOBUFS:
+      return absl::StatusCode::kResourceExhausted;
+    case EAGAIN:
+    case EBUSY:
+    case EINTR:
+      return absl::StatusCode::kUnavailable;
+    case EINVAL:
+    case EFAULT:
+      return absl::StatusCode::kInvalidArgument;
+    case ENOSYS:
+    case EOPNOTSUPP:
+      return absl::StatusCode::kUnimplemented;
+    case EPERM:
+    case EACCES:
+    case EROFS:
+      return absl::StatusCode::kPermissionDenied;
+    case EBADF:
+      return absl::StatusCode::kFailedPrecondition;
+    case ECANCELED:
+      return absl::StatusCode::kCancelled;
+    default:
+      return absl::StatusCode::kDataLoss;
+  }
+}
+
+bool IsFullFileSystem(int error_number) {
+  return error_number == ENOSPC || error_number == EDQUOT || error_number == EFBIG;
+}
+
+std::string Describe(Device::Kind kind, uint64_t offset_bytes, uint64_t size_bytes) {
+  if (kind == Device::Kind::kFlush) return "flush";
+  return absl::StrCat(kind == Device::Kind::kRead ? "read" : "write", " of ", size_bytes,
+                      " bytes at offset ", offset_bytes);
+}
+
+}  // namespace
+
+absl::Status IoErrorStatus(int error_number, Device::Kind kind, uint64_t offset_bytes,
+                           uint64_t size_bytes) {
+  const bool full = kind != Device::Kind::kFlush && IsFullFileSystem(error_number);
+  const absl::Status status = MakeError(
+      full ? ErrorId::kPoolFull : ErrorId::kIo,
+      absl::StrCat(Describe(kind, offset_bytes, size_bytes), ": ", ErrnoText(error_number)));
+  return absl::Status(CodeOf(error_number, kind), status.message());
+}
+
+absl::Status ShortTransferStatus(Device::Kind kind, uint64_t offset_bytes, uint64_t size_bytes,
+                                 uint64_t done_bytes) {
+  return MakeError(ErrorId::kIo, absl::StrCat(Describe(kind, offset_bytes, size_bytes),
+                                              " ended after ", done_bytes, " bytes"));
+}
+
+}  // namespace offload::aio

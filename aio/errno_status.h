@@ -1,0 +1,36 @@
+// aio/errno_status.h
+//
+// The one place where an errno of a transfer becomes a status. All texts carry OFD-1209 (OFD-1204
+// for a full file system); the code says what a caller can do:
+//
+//   errno                                  code
+//   EIO and all that are not named here    DATA_LOSS            these bytes cannot be had, or are
+//   not written ENOSPC EDQUOT EFBIG                    RESOURCE_EXHAUSTED   the file system is full
+//   ENOMEM ENOBUFS                         RESOURCE_EXHAUSTED   the kernel has no memory
+//   EAGAIN EBUSY EINTR                     UNAVAILABLE          after all retries
+//   EINVAL EFAULT                          INVALID_ARGUMENT     the kernel refuses the shape of the
+//   transfer ENOSYS EOPNOTSUPP                      UNIMPLEMENTED        the engine or file system
+//   cannot do this EPERM EACCES EROFS                     PERMISSION_DENIED EBADF
+//   FAILED_PRECONDITION ECANCELED                              CANCELLED any, for a flush DATA_LOSS
+//   nobody knows which writes are lost
+//
+// Thread safety: pure functions.
+#pragma once
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "aio/device.h"
+
+namespace offload::aio {
+
+// `error_number` is positive.
+absl::Status IoErrorStatus(int error_number, Device::Kind kind, uint64_t offset_bytes,
+                           uint64_t size_bytes);
+
+// A transfer that stopped at `done_bytes` without an error: the file is shorter than it was when it
+// was opened.
+absl::Status ShortTransferStatus(Device::Kind kind, uint64_t offset_bytes, uint64_t size_bytes,
+                                 uint64_t done_bytes);
+
+}  // namespace offload::aio

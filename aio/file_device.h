@@ -1,0 +1,46 @@
+// aio/file_device.h
+//
+// What the engines over a file descriptor have in common. Internal to aio/.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "aio/device.h"
+#include "base/unique_fd.h"
+
+namespace offload::aio {
+
+// A device over a file that it borrows until it is told to own it: so a probe that failed leaves
+// the file open.
+class FileDevice : public Device {
+ public:
+  const Geometry& geometry() const override { return geometry_; }
+  int event_fd() const override { return event_fd_.get(); }
+
+  // Closes `file`, the one that the device was made with, after the engine has stopped.
+  void Own(UniqueFd file) { owned_file_ = std::move(file); }
+
+ protected:
+  explicit FileDevice(const Geometry& geometry) : geometry_(geometry) {}
+
+  // Makes the (non-blocking) event descriptor readable, or not.
+  void SignalReady() override;
+  void ClearEvent();
+
+  const Geometry geometry_;
+  UniqueFd event_fd_;
+
+ private:
+  UniqueFd owned_file_;
+};
+
+// Both fail with the text of the call that was refused: "io_uring_setup: EPERM (...)". The file
+// must outlive the device.
+absl::StatusOr<std::unique_ptr<FileDevice>> MakeUringDevice(int fd, const Geometry& geometry,
+                                                            const OpenOptions& options);
+absl::StatusOr<std::unique_ptr<FileDevice>> MakeThreadDevice(int fd, const Geometry& geometry,
+                                                             const OpenOptions& options);
+
+}  // namespace offload::aio

@@ -1,0 +1,142 @@
+#include <fcntl.h>
+#include <spdlog/spdlog.h>
+#include <sys/stat.h>
+
+#include <atomic>
+#include <cerrno>
+#include <cstdlib>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "aio/device.h"
+#include "aio/file_device.h"
+#include "base/checked.h"
+#include "base/error.h"
+#include "base/mapped_region.h"
+#include "base/status_macros.h"
+#include "base/string_view.h"
+
+namespace offload::aio {
+namespace {
+
+using MakeDevice = absl::StatusOr<std::unique_ptr<FileDevice>> (*)(int, const Geometry&,
+                                                                   const OpenOptions&);
+
+constexpr uint32_t kSectorBytesMin = 512;
+
+// What the kernel says about direct I/O on this file; 4096 where it says nothing (before 6.1,
+// tmpfs).
+absl::StatusOr<Geometry> ReadGeometry(int fd) {
+  struct statx info = {};
+  if (::statx(fd, "", AT_EMPTY_PATH, STATX_TYPE | STATX_SIZE | STATX_DIOALIGN, &info) != 0) {
+    return absl::FailedPreconditionError(absl::StrCat("statx: ", ErrnoText(errno)));
+  }
+  if (!S_ISREG(info.stx_mode)) return absl::InvalidArgumentError("not a regular file");
+  Geometry geometry;
+  geometry.size_bytes = info.stx_size;
+  if ((info.stx_mask & STATX_DIOALIGN) == 0) return geometry;
+  if (info.stx_dio_offset_align == 0) {
+    return MakeError(ErrorId::kPoolNoDirectIo, "the file system refuses direct I/O on this file");
+  }
+  if (IsPowerOfTwo(info.stx_dio_offset_align) && IsPowerOfTwo(info.stx_dio_mem_align)) {
+    geometry.offset_alignment = std::max(kSectorBytesMin, info.stx_dio_offset_align);
+    geometry.memory_alignment = info.stx_dio_mem_align;
+  }
+  return geometry;
+}
+
+// One aligned read, because some engines are there and yet refuse to read. A bad sector is not the
+// engine's fault: whoever reads the file for its content will see it.
+absl::Status Probe(Device& device) {
+  const Geometry& geometry = device.geometry();
+  if (geometry.size_bytes < geometry.write_alignment()) return absl::OkStatus();
+  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion buffer,
+                           MappedRegion::Anonymous(geometry.write_alignment()));
+  absl::Status status;
+  const iovec piece = {buffer.data(), buffer.size()};
+  device.Read(0, {&piece, 1}, [&status](absl::Status outcome) { status = std::move(outcome); });
+  while (device.in_flight() > 0) device.Poll(/*wait=*/true);
+  if (absl::IsDataLoss(status)) return absl::OkStatus();
+  if (!status.ok()) return absl::Status(status.code(), absl::StrCat("probe: ", status.message()));
+  return status;
+}
+
+absl::StatusOr<std::unique_ptr<FileDevice>> MakeAndProbe(MakeDevice make, int fd,
+                                                         const Geometry& geometry,
+                                                         const OpenOptions& options) {
+  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<FileDevice> device, make(fd, geometry, options));
+  OFFLOAD_RETURN_IF_ERROR(Probe(*device));
+  return device;
+}
+
+absl::StatusOr<Engine> ChooseEngine(Engine engine) {
+  const char* name = std::getenv("OFFLOADD_IO");
+  if (engine != Engine::kAuto || name == nullptr || *name == '\0') return engine;
+  const std::string_view text = name;
+  if (text == "auto") return Engine::kAuto;
+  if (text == "uring") return Engine::kUring;
+  if (text == "threads") return Engine::kThreads;
+  return MakeError(ErrorId::kBadValue, absl::StrCat("OFFLOADD_IO=", name),
+                   "Use auto, uring or threads");
+}
+
+// "io_uring_setup: EPERM (...)" is what a container says; name the two usual causes.
+std::string ExplainRefusal(const absl::Status& status) {
+  std::string text(status.message());
+  if (text.starts_with("io_uring_setup: EPERM")) {
+    text += ", by a seccomp filter or by sysctl kernel.io_uring_disabled";
+  }
+  return text;
+}
+
+struct Choice {
+  std::unique_ptr<FileDevice> device;
+  std::string reason;
+};
+
+absl::StatusOr<Choice> MakeNamed(MakeDevice make, const char* name, int fd,
+                                 const Geometry& geometry, const OpenOptions& options) {
+  auto device = MakeAndProbe(make, fd, geometry, options);
+  if (device.ok()) return Choice{*std::move(device), "asked for by name"};
+  return MakeError(ErrorId::kEngineUnavailable,
+                   absl::StrCat("engine ", name, ": ", ExplainRefusal(device.status())));
+}
+
+absl::StatusOr<Choice> MakeBest(int fd, const Geometry& geometry, const OpenOptions& options) {
+  auto uring = MakeAndProbe(&MakeUringDevice, fd, geometry, options);
+  if (uring.ok()) return Choice{*std::move(uring), "probed with a read"};
+  auto threads = MakeAndProbe(&MakeThreadDevice, fd, geometry, options);
+  const std::string reason = ExplainRefusal(uring.status());
+  if (threads.ok()) return Choice{*std::move(threads), reason};
+  return MakeError(ErrorId::kEngineUnavailable,
+                   absl::StrCat("engine uring: ", reason,
+                                "; engine threads: ", ExplainRefusal(threads.status())),
+                   "Set nvme_path to a directory on an ext4 or xfs mount");
+}
+
+void LogOnce(const Choice& choice) {
+  static std::atomic<bool> logged{false};
+  if (logged.exchange(true)) return;
+  spdlog::info("I/O engine {} ({})", choice.device->engine(), choice.reason);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Device>> OpenDevice(int fd, const OpenOptions& options,
+                                                   std::string* reason) {
+  UniqueFd file(fd);
+  OFFLOAD_ASSIGN_OR_RETURN(const Geometry geometry, ReadGeometry(file.get()));
+  OFFLOAD_ASSIGN_OR_RETURN(const Engine engine, ChooseEngine(options.engine));
+  absl::StatusOr<Choice> choice =
+      engine == Engine::kUring ? MakeNamed(&MakeUringDevice, "uring", file.get(), geometry, options)
+      : engine == Engine::kThreads
+          ? MakeNamed(&MakeThreadDevice, "threads", file.get(), geometry, options)
+          : MakeBest(file.get(), geometry, options);
+  OFFLOAD_RETURN_IF_ERROR(choice.status());
+  choice->device->Own(std::move(file));
+  LogOnce(*choice);
+  if (reason != nullptr) *reason = choice->reason;
+  return std::unique_ptr<Device>(std::move(choice->device));
+}
+
+}  // namespace offload::aio
