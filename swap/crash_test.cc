@@ -1,0 +1,190 @@
+// Real processes, really killed: this binary runs itself as a writer, kills it at a named point or
+// at a random moment, and looks at what is left. The writer tells over a pipe what was
+// acknowledged, so the oracle outlives it.
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "base/random.h"
+#include "base/unique_fd.h"
+#include "swap/store_fixture.h"
+
+namespace offload::swap {
+namespace {
+
+constexpr uint64_t kEpochsMax = 400;
+constexpr int kPipeFd = 9;  // not standard output, where the log goes
+
+// Commits the script until it is killed; one number per acknowledged commit goes to standard
+// output.
+int RunWriter(const std::string& pool) {
+  auto store = Store::Open(pool, "job", QuickOptions());
+  const bool create = !store.ok() && absl::IsNotFound(store.status());
+  if (create) store = Store::Create(pool, SmallSpec(), QuickOptions());
+  if (!store.ok()) return 1;
+  bool published = !create;
+  while ((*store)->committed().sequence < kEpochsMax) {
+    if (!CommitScript(**store).ok()) return 2;
+    if (!published && !(*store)->Publish().ok()) return 3;
+    published = true;
+    const uint64_t acknowledged = (*store)->committed().sequence;
+    if (write(kPipeFd, &acknowledged, sizeof(acknowledged)) != sizeof(acknowledged)) return 4;
+  }
+  return 0;
+}
+
+class Writer {
+ public:
+  Writer(const std::string& pool, const std::string& fault_point) {
+    int ends[2];
+    EXPECT_EQ(pipe2(ends, O_CLOEXEC), 0);
+    from_child_.reset(ends[0]);
+    const UniqueFd to_parent(ends[1]);
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_adddup2(&actions, to_parent.get(), kPipeFd);
+    std::string self = "/proc/self/exe", flag = "--writer", where = pool,
+                fault = "OFFLOADD_FAULT_POINT=" + fault_point;
+    char* arguments[] = {self.data(), flag.data(), where.data(), nullptr};
+    char* environment[] = {fault.data(), nullptr};
+    char* const unarmed[] = {nullptr};
+    EXPECT_EQ(posix_spawn(&pid_, self.c_str(), &actions, nullptr, arguments,
+                          fault_point.empty() ? unarmed : environment),
+              0);
+    posix_spawn_file_actions_destroy(&actions);
+  }
+  ~Writer() {
+    if (pid_ > 0) Kill();
+  }
+  // Waits for one more acknowledgement; false when the writer has ended.
+  bool WaitForAcknowledgement() {
+    uint64_t sequence;
+    if (read(from_child_.get(), &sequence, sizeof(sequence)) != sizeof(sequence)) return false;
+    acknowledged_ = sequence;
+    return true;
+  }
+  void Kill() {
+    kill(pid_, SIGKILL);
+    Join();
+  }
+  // Reads what was acknowledged to the end and reaps.
+  int Join() {
+    while (WaitForAcknowledgement()) {
+    }
+    int status = 0;
+    waitpid(pid_, &status, 0);
+    pid_ = -1;
+    return status;
+  }
+  uint64_t acknowledged() const { return acknowledged_; }
+
+ private:
+  pid_t pid_ = -1;
+  UniqueFd from_child_;
+  uint64_t acknowledged_ = 0;
+};
+
+// A whole epoch is there: the last acknowledged one or the one in flight.
+void ExpectWholeEpoch(const std::string& pool, uint64_t acknowledged) {
+  const auto store = Store::Open(pool, "job", QuickOptions());
+  ASSERT_TRUE(store.ok()) << store.status();
+  const uint64_t found = (*store)->committed().sequence;
+  EXPECT_TRUE(found == acknowledged || found == acknowledged + 1)
+      << found << " after " << acknowledged;
+  EXPECT_EQ(CheckScript(**store, found), absl::OkStatus());
+  EXPECT_TRUE((*store)->repairs().size() <= 1) << "at most the second superblock is behind";
+}
+
+bool WasKilled(int status) { return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL; }
+
+TEST(CrashTest, AKillAtEachPointOfACommitLeavesAWholeEpoch) {
+  TemporaryPool pool;
+  uint64_t at_least = 0;
+  for (const char* point :
+       {"store.after_data_flush", "store.after_table", "store.after_first_superblock",
+        "store.after_superblocks", "store.after_commit"}) {
+    for (int count : {2, 3, 5}) {  // the store goes on from what the kill before left
+      Writer writer(pool.path(), absl::StrCat(point, ":", count));
+      EXPECT_TRUE(WasKilled(writer.Join())) << point;
+      EXPECT_GT(writer.acknowledged(), at_least) << point;
+      at_least = writer.acknowledged();
+      ExpectWholeEpoch(pool.path(), at_least);
+      if (testing::Test::HasFailure()) FAIL() << point << ":" << count;
+    }
+  }
+}
+
+TEST(CrashTest, AKillAtEachPointOfAFormatLeavesNoStoreOrAWholeOne) {
+  for (const char* point : {"store.format_allocated", "store.format_zeroed", "store.formatted",
+                            "store.after_data_flush", "store.after_superblocks",
+                            "store.before_publish", "store.after_rename"}) {
+    TemporaryPool pool;
+    Writer writer(pool.path(), absl::StrCat(point, ":1"));
+    EXPECT_TRUE(WasKilled(writer.Join())) << point;
+    EXPECT_EQ(pool.Files().size(), 1u) << point;
+    const auto store = Store::Open(pool.path(), "job", QuickOptions());
+    const bool named = std::strcmp(point, "store.after_rename") == 0;
+    EXPECT_EQ(store.ok(), named) << point << ": " << store.status();
+    if (store.ok()) {
+      EXPECT_EQ(CheckScript(**store, 1), absl::OkStatus());
+    } else {
+      EXPECT_TRUE(absl::IsNotFound(store.status())) << store.status();
+      // Waits, if it must, until the kernel has let go of the killed one's lock.
+      EXPECT_TRUE(Store::Create(pool.path(), SmallSpec(), QuickOptions()).ok());
+      EXPECT_TRUE(pool.Files().empty()) << point;
+    }
+  }
+}
+
+TEST(CrashTest, AKillAtARandomMomentLeavesAWholeEpoch) {
+  const uint64_t seed = static_cast<uint64_t>(getpid());
+  SCOPED_TRACE(absl::StrCat("seed ", seed));
+  Random random(seed);
+  TemporaryPool pool;
+  for (int kills = 0; kills < 15; ++kills) {
+    Writer writer(pool.path(), "");
+    for (uint64_t epochs = 1 + random.Below(5); epochs > 0; --epochs)
+      ASSERT_TRUE(writer.WaitForAcknowledgement());
+    usleep(static_cast<useconds_t>(
+        random.Below(4000)));  // any moment will do: what is checked does not depend on it
+    writer.Kill();
+    ExpectWholeEpoch(pool.path(), writer.acknowledged());
+    if (testing::Test::HasFailure()) FAIL() << "kill " << kills;
+  }
+}
+
+TEST(CrashTest, OfTwoThatOpenAtOnceOneWins) {
+  TemporaryPool pool;
+  {
+    auto store = Store::Create(pool.path(), SmallSpec(), QuickOptions());
+    ASSERT_TRUE(store.ok() && CommitScript(**store).ok() && (*store)->Publish().ok());
+  }
+  Writer first(pool.path(), "");
+  ASSERT_TRUE(first.WaitForAcknowledgement());
+  StoreOptions impatient = QuickOptions();
+  impatient.lock_timeout_seconds = 0.2;
+  const auto second = Store::Open(pool.path(), "job", impatient);
+  EXPECT_EQ(ErrorIdOf(second.status()), ErrorId::kStoreLocked) << second.status();
+  first.Kill();
+  ExpectWholeEpoch(pool.path(), first.acknowledged());
+}
+
+}  // namespace
+}  // namespace offload::swap
+
+int main(int argc, char** argv) {
+  if (argc == 3 && std::strcmp(argv[1], "--writer") == 0) return offload::swap::RunWriter(argv[2]);
+  testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

@@ -1,0 +1,197 @@
+// What can be said and done about a pool and its stores without opening one.
+
+#include <fcntl.h>
+#include <linux/magic.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "base/mapped_region.h"
+#include "base/posix_io.h"
+#include "base/status_macros.h"
+#include "base/string_view.h"
+#include "swap/pool_directory.h"
+#include "swap/recovery.h"
+#include "swap/store.h"
+
+namespace offload::swap {
+namespace {
+
+struct FileSystem {
+  uint64_t magic;
+  const char* name;
+  const char* refusal;  // null: fit for stores, as far as the name tells
+};
+
+constexpr const char* kInMemory = "holds files in memory";
+constexpr const char* kLayered = "layers files over others and may copy them on write";
+constexpr const char* kCopyOnWrite = "copies on write, so that preallocated space can run out";
+constexpr const char* kNetwork = "is on the network";
+constexpr FileSystem kFileSystems[] = {
+    {TMPFS_MAGIC, "tmpfs", kInMemory},
+    {RAMFS_MAGIC, "ramfs", kInMemory},
+    {OVERLAYFS_SUPER_MAGIC, "overlay", kLayered},
+    {BTRFS_SUPER_MAGIC, "btrfs", kCopyOnWrite},
+    {0x2FC12FC1, "zfs", kCopyOnWrite},
+    {0xCA451A4E, "bcachefs", kCopyOnWrite},
+    {NFS_SUPER_MAGIC, "nfs", kNetwork},
+    {SMB2_SUPER_MAGIC, "smb", kNetwork},
+    {CIFS_SUPER_MAGIC, "cifs", kNetwork},
+    {EXT4_SUPER_MAGIC, "ext4", nullptr},
+    {XFS_SUPER_MAGIC, "xfs", nullptr},
+    {FUSE_SUPER_MAGIC, "fuse", nullptr},
+};
+
+FileSystem FileSystemOf(int fd) {
+  struct statfs info;
+  if (fstatfs(fd, &info) != 0) return {0, "unknown", nullptr};
+  const auto magic = static_cast<uint64_t>(info.f_type);
+  for (const FileSystem& known : kFileSystems) {
+    if (known.magic == magic) return known;
+  }
+  return {magic, "other", nullptr};
+}
+
+// Opens an unnamed file with direct I/O, or one whose name is gone at once where unnamed ones are
+// unknown.
+UniqueFd OpenProbe(int directory) {
+  constexpr int kAccess = O_RDWR | O_DIRECT | O_CLOEXEC;
+  UniqueFd file(openat(directory, ".", kAccess | O_TMPFILE, 0600));
+  if (file.valid() || (errno != EOPNOTSUPP && errno != EISDIR && errno != EINVAL)) return file;
+  uint64_t token = 0;
+  if (getrandom(&token, sizeof(token), 0) != sizeof(token)) return file;
+  const std::string name = absl::StrCat(".offloadd-probe-", absl::Hex(token, absl::kZeroPad16));
+  file.reset(openat(directory, name.c_str(), kAccess | O_CREAT | O_EXCL | O_NOFOLLOW, 0600));
+  const int error = errno;
+  unlinkat(directory, name.c_str(), 0);  // EINVAL for O_DIRECT comes after the file was made
+  errno = error;
+  return file;
+}
+
+absl::Status ProbeDirectIo(int file, const std::string& where) {
+  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion written, MappedRegion::Anonymous(kPageBytes));
+  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion got, MappedRegion::Anonymous(kPageBytes));
+  std::memset(written.data(), 0xA5, kPageBytes);
+  const auto refuse = [&](ErrorId id, const char* call) {
+    return MakeError(
+        id, absl::StrCat(where, ": a direct ", call, " of 4096 bytes: ", ErrnoText(errno)));
+  };
+  if (pwrite(file, written.data(), kPageBytes, 0) != static_cast<ssize_t>(kPageBytes)) {
+    return refuse(errno == ENOSPC ? ErrorId::kPoolFull : ErrorId::kPoolNoDirectIo, "write");
+  }
+  errno = 0;
+  if (pread(file, got.data(), kPageBytes, 0) != static_cast<ssize_t>(kPageBytes))
+    return refuse(ErrorId::kPoolNoDirectIo, "read");
+  if (std::memcmp(written.data(), got.data(), kPageBytes) != 0) {
+    return MakeError(ErrorId::kIo,
+                     absl::StrCat(where, ": a direct read returned other bytes than were written"));
+  }
+  return absl::OkStatus();
+}
+
+// Reads a store file that may be in use. Direct reads, so that no cached page is older than the
+// drive.
+absl::StatusOr<RecoveredStore> Inspect(int file, const std::string& path, RecoveryDepth depth,
+                                       uint64_t* file_bytes) {
+  struct stat info;
+  if (fstat(file, &info) != 0)
+    return MakeError(ErrorId::kIo, absl::StrCat(path, ": ", ErrnoText(errno)));
+  *file_bytes = static_cast<uint64_t>(info.st_size);
+  const ReadPages read = [file](uint64_t offset_bytes, std::span<std::byte> bytes) {
+    return PreadFully(file, offset_bytes, bytes);
+  };
+  return Recover(path, *file_bytes, read, depth);
+}
+
+StoreSummary Summarize(const PoolDirectory& directory, const std::string& name) {
+  StoreSummary summary{.job = JobOfFileName(name), .path = directory.PathOf(name)};
+  const absl::StatusOr<UniqueFd> file = directory.OpenStoreFile(name, O_RDONLY);
+  if (!file.ok()) {
+    summary.damage = file.status();
+    return summary;
+  }
+  summary.in_use = flock(file->get(), LOCK_SH | LOCK_NB) != 0;
+  // The owner changes tables at any time; superblocks always show a whole commit.
+  const RecoveryDepth depth = summary.in_use ? RecoveryDepth::kSummary : RecoveryDepth::kWhole;
+  const absl::StatusOr<RecoveredStore> found =
+      Inspect(file->get(), summary.path, depth, &summary.file_bytes);
+  if (!found.ok()) {
+    summary.damage = found.status();
+    return summary;
+  }
+  summary.committed = found->committed;
+  summary.committed.blob.clear();
+  if (!found->repairs.empty()) {
+    summary.damage = absl::DataLossError(absl::StrCat(
+        "served from its twin: ", found->repairs.front(), " (", found->repairs.size(), " in all)"));
+  }
+  return summary;
+}
+
+}  // namespace
+
+absl::Status CheckPool(const std::string& pool) {
+  OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(pool));
+  const FileSystem system = FileSystemOf(directory.fd());
+  const std::string where = absl::StrCat(
+      "nvme_path ", pool, " (file system ", system.name,
+      system.name == std::string_view("other") ? absl::StrCat(" ", absl::Hex(system.magic)) : "",
+      ")");
+  if (system.refusal != nullptr)
+    return MakeError(ErrorId::kPoolNoDirectIo, absl::StrCat(where, " ", system.refusal));
+  if (faccessat(directory.fd(), ".", R_OK | W_OK | X_OK, AT_EACCESS) != 0) {
+    return MakeError(ErrorId::kPoolNotUsable, absl::StrCat(where, ": ", ErrnoText(errno)));
+  }
+  const UniqueFd probe = OpenProbe(directory.fd());
+  if (!probe.valid()) {
+    const ErrorId id = errno == EINVAL                      ? ErrorId::kPoolNoDirectIo
+                       : errno == ENOSPC || errno == EDQUOT ? ErrorId::kPoolFull
+                                                            : ErrorId::kPoolNotUsable;
+    return MakeError(id, absl::StrCat(where, ": a file cannot be made: ", ErrnoText(errno)));
+  }
+  return ProbeDirectIo(probe.get(), where);
+}
+
+absl::StatusOr<std::vector<StoreSummary>> ListStores(const std::string& pool) {
+  OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(pool));
+  OFFLOAD_ASSIGN_OR_RETURN(std::vector<std::string> names, directory.List());
+  std::sort(names.begin(), names.end());
+  std::vector<StoreSummary> stores;
+  for (const std::string& name : names) {
+    if (!JobOfFileName(name).empty()) stores.push_back(Summarize(directory, name));
+  }
+  return stores;
+}
+
+absl::Status RemoveStore(const std::string& pool, const std::string& job) {
+  if (!IsValidJobName(job))
+    return MakeError(ErrorId::kBadValue, absl::StrCat("job name '", job, "'"));
+  OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(pool));
+  const std::string name = StoreFileName(job);
+  OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd file, directory.OpenStoreFile(name, O_RDWR));
+  if (!TryLock(file.get())) {
+    return MakeError(ErrorId::kStoreLocked,
+                     absl::StrCat(directory.PathOf(name), " is held by ", LockHolder(file.get())));
+  }
+  if (unlinkat(directory.fd(), name.c_str(), 0) != 0) {
+    return MakeError(ErrorId::kPoolNotUsable,
+                     absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));
+  }
+  return directory.Sync();
+}
+
+uint64_t FormattedBytes(const StoreSpec& spec) {
+  const absl::StatusOr<Layout> layout = Layout::Make(spec);
+  return layout.ok() ? layout->file_bytes() : 0;
+}
+
+}  // namespace offload::swap

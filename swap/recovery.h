@@ -1,0 +1,62 @@
+// swap/recovery.h
+//
+// From the bytes of a store file to the state of its last committed epoch: a pure function of the
+// file's length and content, so that it can be tested, fuzzed and used by tools without a store, a
+// lock or a device. It writes nothing.
+//
+// Rules
+//   * The newest intact superblock names the commit. It was written only after its table was
+//   durable, so when that table cannot be
+//     read the store is damaged; an older commit is never taken instead, because its places may
+//     have been reused.
+//   * Everything but the extents exists twice; a damaged or unreadable copy is replaced by its twin
+//   and reported.
+//
+// Thread safety: pure functions (as far as `read` is).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mapped_region.h"
+#include "swap/format.h"
+#include "swap/layout.h"
+#include "swap/store.h"
+
+namespace offload::swap {
+
+// Reads whole pages; offset, address and length are multiples of 4096. A failure counts as damage
+// of those pages.
+using ReadPages = std::function<absl::Status(uint64_t offset_bytes, std::span<std::byte> bytes)>;
+
+enum class RecoveryDepth {
+  kSummary,  // header, spec and superblocks: may run beside the owner of the store
+  kWhole,    // table and blob too
+};
+
+struct RecoveredStore {
+  HeaderPage header{};
+  StoreSpec spec;
+  Layout layout;
+  SuperblockPage superblock{};
+  CommitInfo committed;  // blob only with kWhole
+
+  // Only with kWhole: the pages of the committed table copy, the better mirror of each.
+  MappedRegion table;
+  std::vector<uint32_t> table_page_crcs;
+  std::vector<uint32_t> repaired_table_pages;  // one of their mirrors is bad on disk
+
+  std::vector<std::string> repairs;  // what was bad and taken from its twin, for the log
+};
+
+// Errors: OFD-1206 (another version), OFD-1207 (damaged). `name` is what messages call the store.
+absl::StatusOr<RecoveredStore> Recover(std::string_view name, uint64_t file_bytes,
+                                       const ReadPages& read, RecoveryDepth depth);
+
+}  // namespace offload::swap

@@ -1,0 +1,52 @@
+// swap/scratch.h
+//
+// Space on the pool for bytes that need not survive a crash: weights while a model is being built,
+// and gradients that do not fit into memory. One unnamed file (O_TMPFILE), preallocated, gone with
+// the process. Checksums of what was written are kept in memory.
+//
+// Thread safety: one thread per Scratch.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "aio/device.h"
+
+namespace offload::swap {
+
+class Scratch {
+ public:
+  using Done = std::function<void(absl::Status)>;
+
+  static absl::StatusOr<std::unique_ptr<Scratch>> Create(const std::string& pool,
+                                                         const aio::OpenOptions& io);
+  ~Scratch();
+
+  // Makes room for at least `bytes` in all (blocking; only grows). OFD-1204 when the pool has no
+  // room.
+  absl::Status Reserve(uint64_t bytes);
+  uint64_t size_bytes() const;
+
+  // Transfers one chunk; offset, length and address are multiples of 4096. A read must begin and
+  // end where one write or a run of neighbouring writes did; `crc` of each written chunk is checked
+  // on the way back (OFD-1208 on a mismatch).
+  void Write(uint64_t offset_bytes, std::span<const std::byte> bytes, Done done);
+  void Read(uint64_t offset_bytes, std::span<std::byte> bytes, Done done);
+
+  size_t Poll(bool wait);
+  int event_fd() const;
+  const aio::Device& device() const;
+
+ private:
+  struct Impl;
+  explicit Scratch(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace offload::swap

@@ -1,0 +1,119 @@
+#include "swap/scratch.h"
+
+#include <gtest/gtest.h>
+#include <poll.h>
+#include <sys/statvfs.h>
+
+#include <cstring>
+#include <optional>
+
+#include "base/error.h"
+#include "base/random.h"
+#include "swap/store_fixture.h"
+
+namespace offload::swap {
+namespace {
+
+std::unique_ptr<Scratch> MustCreate(const TemporaryPool& pool) {
+  auto scratch = Scratch::Create(pool.path(), {});
+  EXPECT_TRUE(scratch.ok()) << scratch.status();
+  return scratch.ok() ? *std::move(scratch) : nullptr;
+}
+
+absl::Status Wait(Scratch& scratch, const std::function<void(Scratch::Done)>& start) {
+  std::optional<absl::Status> result;
+  start([&](absl::Status status) { result = status; });
+  while (!result) scratch.Poll(true);
+  return *result;
+}
+
+absl::Status Write(Scratch& scratch, uint64_t offset_bytes, std::span<const std::byte> bytes) {
+  return Wait(scratch,
+              [&](Scratch::Done done) { scratch.Write(offset_bytes, bytes, std::move(done)); });
+}
+absl::Status Read(Scratch& scratch, uint64_t offset_bytes, std::span<std::byte> bytes) {
+  return Wait(scratch,
+              [&](Scratch::Done done) { scratch.Read(offset_bytes, bytes, std::move(done)); });
+}
+
+TEST(ScratchTest, WhatWasWrittenComesBackAlsoAfterGrowing) {
+  TemporaryPool pool;
+  auto scratch = MustCreate(pool);
+  EXPECT_TRUE(pool.Files().empty()) << "the file has no name";
+  const MappedRegion written = Buffer(1 << 20), got = Buffer(1 << 20);
+  Random(1).Fill(written.span());
+  ASSERT_EQ(Write(*scratch, 0, written.span().first(8192)), absl::OkStatus());
+  ASSERT_EQ(Write(*scratch, 8192, written.span().subspan(8192, 4096)), absl::OkStatus());
+  const int event_fd = scratch->event_fd();
+  ASSERT_EQ(scratch->Reserve(4 << 20), absl::OkStatus());
+  EXPECT_EQ(scratch->event_fd(), event_fd);
+  EXPECT_EQ(scratch->size_bytes(), uint64_t{4} << 20);
+  ASSERT_EQ(scratch->Reserve(1 << 20), absl::OkStatus()) << "never shrinks";
+  EXPECT_EQ(scratch->size_bytes(), uint64_t{4} << 20);
+  ASSERT_EQ(Write(*scratch, 3 << 20, written.span()), absl::OkStatus());
+  ASSERT_EQ(Read(*scratch, 3 << 20, got.span()), absl::OkStatus());
+  EXPECT_EQ(std::memcmp(got.data(), written.data(), got.size()), 0);
+  ASSERT_EQ(Read(*scratch, 0, got.span().first(12288)), absl::OkStatus()) << "a run of two writes";
+  EXPECT_EQ(std::memcmp(got.data(), written.data(), 12288), 0);
+}
+
+TEST(ScratchTest, ReadsThatDoNotMatchWritesAreRefused) {
+  TemporaryPool pool;
+  auto scratch = MustCreate(pool);
+  const MappedRegion bytes = Buffer(16384);
+  ASSERT_TRUE(Write(*scratch, 0, bytes.span()).ok());
+  EXPECT_TRUE(absl::IsInvalidArgument(Read(*scratch, 0, bytes.span().first(4096))));
+  EXPECT_TRUE(absl::IsInvalidArgument(Read(*scratch, 4096, bytes.span().first(4096))));
+  EXPECT_TRUE(absl::IsInvalidArgument(Read(*scratch, 16384, bytes.span().first(4096))));
+  // A write into the middle of another makes the rest of that one unreadable.
+  ASSERT_TRUE(Write(*scratch, 4096, bytes.span().first(4096)).ok());
+  EXPECT_TRUE(absl::IsInvalidArgument(Read(*scratch, 0, bytes.span())));
+  EXPECT_TRUE(Read(*scratch, 4096, bytes.span().first(4096)).ok());
+}
+
+TEST(ScratchTest, BytesThatChangedDuringTheirWriteAreSeen) {
+  TemporaryPool pool;
+  auto scratch = MustCreate(pool);
+  const MappedRegion bytes = Buffer(4096);
+  std::optional<absl::Status> result;
+  scratch->Write(0, bytes.span(), [&](absl::Status status) { result = status; });
+  bytes.data()[7] =
+      std::byte{1};  // after its checksum was taken, before it went to the drive or not
+  while (!result) scratch->Poll(true);
+  ASSERT_TRUE(result->ok());
+  const absl::Status status = Read(*scratch, 0, bytes.span());
+  EXPECT_TRUE(status.ok() ? bytes.data()[7] == std::byte{0}
+                          : ErrorIdOf(status) == ErrorId::kChecksum)
+      << status;
+}
+
+TEST(ScratchTest, TheDescriptorTellsOfCompletions) {
+  TemporaryPool pool;
+  auto scratch = MustCreate(pool);
+  const MappedRegion bytes = Buffer(4096);
+  bool done = false;
+  scratch->Write(0, bytes.span(), [&](absl::Status) { done = true; });
+  scratch->Poll(false);
+  while (!done) {
+    pollfd waiting{scratch->event_fd(), POLLIN, 0};
+    ASSERT_EQ(poll(&waiting, 1, 10000), 1);
+    scratch->Poll(false);
+  }
+}
+
+TEST(ScratchTest, WhatDoesNotFitIsRefusedAndTheRestStays) {
+  TemporaryPool pool;
+  auto scratch = MustCreate(pool);
+  const MappedRegion bytes = Buffer(4096);
+  ASSERT_TRUE(Write(*scratch, 0, bytes.span()).ok());
+  struct statvfs info {};
+  ASSERT_EQ(statvfs(pool.path().c_str(), &info), 0);
+  const absl::Status status = scratch->Reserve(uint64_t{info.f_blocks} * info.f_frsize * 2);
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kPoolFull) << status;
+  EXPECT_TRUE(Read(*scratch, 0, bytes.span()).ok());
+  EXPECT_EQ(ErrorIdOf(Scratch::Create(pool.path() + "/missing", {}).status()),
+            ErrorId::kPoolMissing);
+}
+
+}  // namespace
+}  // namespace offload::swap

@@ -1,0 +1,229 @@
+// swap/store.h
+//
+// The crash-safe swap store of one job: one preallocated file of extents with two places each, a
+// checksummed extent table kept twice, and four superblocks written two at a time in turn.
+// swap/DESIGN.md has the format, a worked example and the crash table.
+//
+// Invariants
+//   * A write never touches the place that the last committed epoch refers to, so a crash at any
+//   moment leaves that epoch whole.
+//   * Nothing after Create() extends, renames or allocates: no ENOSPC at run time.
+//   * Every byte that is handed out has a checksum that binds (store, tensor, plane, index,
+//   sequence): a torn, misdirected or
+//     stale extent is seen. Verification is the caller's duty (Store::Verify), so that it can
+//     share a pass over the bytes.
+//   * The first failed flush or write makes the store failed: no commit succeeds any more; reads of
+//   committed data go on.
+//   * At most one process has a store open (flock on the descriptor that does the I/O).
+//
+// Words: `sequence` counts commits and is what checksums bind; `epoch` is the optimizer step that a
+// commit holds. They differ when weights are put without a step.
+//
+// Thread safety: one thread per Store, except Checksum and Stamp, which are values.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "aio/device.h"
+
+namespace offload::swap {
+
+// What a plane holds. The numbers are part of the format.
+enum class Plane : uint8_t {
+  kWeight = 0,    // working dtype: fp32 (the master itself) or bf16 (the high half of the master)
+  kResidual = 1,  // low half of the fp32 master, 2 bytes per element (bf16 models)
+  kExpAvg = 2,    // fp32; SGD: the momentum buffer
+  kExpAvgSq = 3,  // fp32
+  kTies = 4,  // 1 bit per element that needs one; written only for extents whose tie bits exceed
+              // Stamp::word (kernels/split.h)
+};
+inline constexpr int kPlaneCount = 5;
+
+struct PlaneSpec {
+  Plane plane;
+  uint32_t bits_per_element;
+  friend bool operator==(const PlaneSpec&, const PlaneSpec&) = default;
+};
+
+// A tensor as the store knows it: a bundle of small tensors is one tensor here
+// (proto/slab_layout.h).
+struct TensorSpec {
+  uint64_t element_count = 0;
+  std::vector<PlaneSpec>
+      planes;  // in the order in which they stand side by side on disk; at most kPlaneCount
+  friend bool operator==(const TensorSpec&, const TensorSpec&) = default;
+};
+
+struct StoreSpec {
+  std::string job;  // also the file name; see IsValidJobName
+  uint32_t extent_elements =
+      0;  // elements of one extent, the same for every plane, a multiple of 32768
+  std::vector<TensorSpec> tensors;
+  std::string catalogue;  // opaque to the store, immutable, checksummed: what the trainer calls its
+                          // tensors; ≤ 64 MiB
+};
+
+struct ExtentId {
+  uint32_t tensor = 0;
+  Plane plane = Plane::kWeight;
+  uint32_t index = 0;  // elements [index * extent_elements, …) of the tensor
+  friend bool operator==(const ExtentId&, const ExtentId&) = default;
+};
+
+// crc32c over the binding and the bytes of an extent (padding included), a piece at a time in
+// order, so that it can be taken tile by tile while the bytes are in cache.
+class Checksum {
+ public:
+  void Update(std::span<const std::byte> bytes);
+  uint32_t Finish() const;
+
+ private:
+  friend class Store;
+  explicit Checksum(uint32_t seed) : state_(seed) {}
+  uint32_t state_;
+};
+
+// What the table says of an extent's bytes.
+struct Stamp {
+  uint64_t sequence =
+      0;              // commit in which they were written; 0: never written, the bytes are zeros
+  uint64_t word = 0;  // given with the write, opaque to the store
+  uint32_t crc = 0;
+  uint32_t flags = 0;  // kFlag…, given with the write
+  bool never_written() const { return sequence == 0; }
+};
+inline constexpr uint32_t kFlagTiesPlane =
+    1;  // the extent's tie bits are in Plane::kTies, not in `word`
+
+struct ReadRequest {
+  ExtentId id;
+  std::byte* bytes;  // ExtentBytes(id) bytes, aligned to 4096
+};
+struct WriteRequest {
+  ExtentId id;
+  const std::byte* bytes;  // ExtentBytes(id) bytes, aligned to 4096
+  uint32_t crc;            // Checksum for (id, open_sequence()) over all of them
+  uint64_t word = 0;
+  uint32_t flags = 0;
+};
+
+struct CommitInfo {
+  uint64_t sequence = 0;
+  uint64_t epoch = 0;
+  std::string blob;  // the trainer's own state, ≤ 1 MiB
+};
+
+struct StoreOptions {
+  aio::OpenOptions io;
+  double lock_timeout_seconds = 30;  // how long to wait for a killed owner's writes to land
+  // Called during Create with bytes formatted and bytes in all; may be null.
+  std::function<void(uint64_t, uint64_t)> progress;
+  // Wraps the device, for tests (fault decorator); may be null.
+  std::function<std::unique_ptr<aio::Device>(std::unique_ptr<aio::Device>)> decorate;
+};
+
+class Store {
+ public:
+  using Done = std::function<void(absl::Status)>;
+
+  // Formats a store under a temporary name in `pool`: preallocates and writes every byte, so that
+  // it can never run out of space. It becomes a store of that job only with Publish(). Removes
+  // leftovers of killed formats of the same job. Blocking. Errors: OFD-1201…1204, 1205 (the job
+  // exists or is being built by another process), 1211.
+  static absl::StatusOr<std::unique_ptr<Store>> Create(const std::string& pool,
+                                                       const StoreSpec& spec,
+                                                       const StoreOptions& options);
+
+  // Opens the store of `job`, waits for the lock, recovers the last committed epoch. Blocking.
+  // Errors: NOT_FOUND without an id when there is none; OFD-1201…1203, 1205, 1206, 1207.
+  static absl::StatusOr<std::unique_ptr<Store>> Open(const std::string& pool,
+                                                     const std::string& job,
+                                                     const StoreOptions& options);
+
+  ~Store();  // drains I/O; an epoch that is not committed is lost
+  Store(const Store&) = delete;
+  Store& operator=(const Store&) = delete;
+
+  // Gives a created store its name: rename and directory fsync. Requires a first Commit. Blocking.
+  absl::Status Publish();
+
+  const StoreSpec& spec() const;
+  // Bytes of an extent on disk and in a buffer: its elements' bytes rounded up to 4096; the last
+  // extent of a tensor is shorter.
+  uint64_t ExtentBytes(const ExtentId& id) const;
+  uint32_t ExtentCount(uint32_t tensor) const;
+
+  // Reads extents, each as it was last written (in the open epoch, else as committed). Neighbours
+  // on disk become one transfer. `stamps` (as many as requests) is filled before this returns: the
+  // bytes are good only if … (Verify below). Never-written extents are filled with
+  // zeros. `done` runs once, when all have completed, with the first error.
+  void Read(std::span<const ReadRequest> requests, std::span<Stamp> stamps, Done done);
+
+  // Writes extents into the open epoch. The caller keeps bytes unchanged until `done`. An extent
+  // may be written again in the same epoch after its earlier write is done.
+  void Write(std::span<const WriteRequest> requests, Done done);
+
+  // Starts the checksum of an extent as written in `sequence`. Thread safe.
+  Checksum StartChecksum(const ExtentId& id, uint64_t sequence) const;
+  // True when `bytes` (whole extent) are those of `stamp`. Thread safe.
+  bool Verify(const ExtentId& id, const Stamp& stamp, std::span<const std::byte> bytes) const;
+
+  // The sequence that the next Commit will have; writes bind it. Thread safe between commits.
+  uint64_t open_sequence() const;
+  // What the table says now.
+  Stamp stamp(const ExtentId& id) const;
+
+  // Makes the open epoch durable: flush, table, flush, superblock pair, flush. Requires that no
+  // write is in flight; reads may be. Writes may begin again only after `done`. On failure the
+  // store is failed and the last committed epoch stands.
+  void Commit(uint64_t epoch, std::string blob, Done done);
+  const CommitInfo& committed() const;
+  bool has_uncommitted_writes() const;
+  bool failed() const;
+  // What Open found damaged and took from its twin, a line each. The twins on disk stay as they are
+  // until fsck.
+  const std::vector<std::string>& repairs() const;
+
+  // Runs completions; as Device::Poll.
+  size_t Poll(bool wait);
+  int event_fd() const;
+  const aio::Device& device() const;
+  const std::string& path() const;
+
+ private:
+  struct Impl;
+  explicit Store(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+// Letters, digits, '.', '_', '-', '#'; 1 to 128 bytes; not starting with '.'.
+bool IsValidJobName(std::string_view job);
+
+// Refuses a pool that cannot hold stores: OFD-1201, 1202, 1203. Probes with a real O_DIRECT write
+// and read of a temporary file.
+absl::Status CheckPool(const std::string& pool);
+
+// Bytes that Create would take; 0 for a spec that it would refuse.
+uint64_t FormattedBytes(const StoreSpec& spec);
+
+// What a tool can say of a store without its lock.
+struct StoreSummary {
+  std::string job, path;
+  uint64_t file_bytes = 0;
+  CommitInfo committed;  // blob left empty
+  bool in_use = false;   // another process has the lock
+  absl::Status damage;   // not OK: what is wrong with it
+};
+absl::StatusOr<std::vector<StoreSummary>> ListStores(const std::string& pool);
+// Removes a job's store. OFD-1205 while it is in use.
+absl::Status RemoveStore(const std::string& pool, const std::string& job);
+
+}  // namespace offload::swap

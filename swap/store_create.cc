@@ -1,0 +1,263 @@
+// Store::Create and Store::Publish: a store is formatted whole under a temporary name and then gets
+// its own.
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/crc32c.h"
+#include "base/error.h"
+#include "base/fault_point.h"
+#include "base/status_macros.h"
+#include "base/string_view.h"
+#include "swap/store_impl.h"
+
+namespace offload::swap {
+namespace {
+
+constexpr uint64_t kZeroBytes = uint64_t{1} << 20;
+constexpr size_t kZeroQueueDepth = 16;
+
+// A file under a temporary name, locked by us. The name goes with the object unless it is kept.
+class BuildingFile {
+ public:
+  BuildingFile(const PoolDirectory& directory, std::string name, UniqueFd fd)
+      : directory_(directory), name_(std::move(name)), fd_(std::move(fd)) {}
+  BuildingFile(BuildingFile&&) = default;
+  ~BuildingFile() {
+    if (!name_.empty()) unlinkat(directory_.fd(), name_.c_str(), 0);
+  }
+  int fd() const { return fd_.get(); }
+  UniqueFd TakeFd() { return std::move(fd_); }
+  std::string KeepName() { return std::exchange(name_, {}); }
+
+ private:
+  const PoolDirectory& directory_;
+  std::string name_;
+  UniqueFd fd_;
+};
+
+absl::Status Random(std::span<uint8_t> bytes) {
+  if (getrandom(bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()))
+    return absl::OkStatus();
+  return MakeError(ErrorId::kInternal, absl::StrCat("getrandom: ", ErrnoText(errno)));
+}
+
+// Opens, locks and thereby claims a new file. The directory must be locked, so that nobody sees the
+// file unlocked.
+absl::StatusOr<BuildingFile> OpenBuildingFile(const PoolDirectory& directory,
+                                              const std::string& job) {
+  std::array<uint8_t, sizeof(uint64_t)> token;
+  OFFLOAD_RETURN_IF_ERROR(Random(token));
+  const std::string name = BuildingFileName(job, std::bit_cast<uint64_t>(token));
+  constexpr int kAccess = O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_DIRECT;
+  UniqueFd fd(openat(directory.fd(), name.c_str(), kAccess, 0600));
+  if (!fd.valid()) {
+    return MakeError(errno == ENOSPC ? ErrorId::kPoolFull : ErrorId::kPoolNotUsable,
+                     absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));
+  }
+  BuildingFile file(directory, name, std::move(fd));
+  if (fchmod(file.fd(), 0600) != 0 || !TryLock(file.fd())) {  // the umask may have taken bits away
+    return MakeError(ErrorId::kPoolNotUsable,
+                     absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));
+  }
+  return file;
+}
+
+// Refuses a job that has a store or is being built. A format that was killed a moment ago may still
+// hold its lock, until its last writes have landed: that is waited for.
+absl::StatusOr<BuildingFile> MakeBuildingFile(const PoolDirectory& directory,
+                                              const std::string& job, double timeout_seconds) {
+  const auto deadline =
+      std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_seconds);
+  for (;; std::this_thread::sleep_for(kLockPause)) {
+    OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd lock, directory.Lock(timeout_seconds));
+    struct stat info;
+    const std::string published = StoreFileName(job);
+    if (fstatat(directory.fd(), published.c_str(), &info, AT_SYMLINK_NOFOLLOW) == 0) {
+      return MakeError(
+          ErrorId::kStoreLocked,
+          absl::StrCat("job '", job, "' already has a store, ", directory.PathOf(published)),
+          "Resume it, remove it with offloadctl rm, or choose another job name");
+    }
+    OFFLOAD_ASSIGN_OR_RETURN(const std::string alive, directory.RemoveLeftovers(job));
+    if (alive.empty()) return OpenBuildingFile(directory, job);
+    if (std::chrono::steady_clock::now() >= deadline) {
+      return MakeError(ErrorId::kStoreLocked,
+                       absl::StrCat("job '", job, "' is being built: ", alive));
+    }
+  }
+}
+
+absl::Status Allocate(const PoolDirectory& directory, const BuildingFile& file,
+                      uint64_t file_bytes) {
+  struct statvfs info {};
+  fstatvfs(directory.fd(), &info);
+  const uint64_t free_bytes = uint64_t{info.f_bavail} * info.f_frsize;
+  const auto refuse = [&](const std::string& why) {
+    return MakeError(ErrorId::kPoolFull,
+                     absl::StrCat(directory.PathOf(""), ": the store needs ", file_bytes,
+                                  " bytes, free are ", free_bytes, why));
+  };
+  if (file_bytes > free_bytes) return refuse("");
+  int result;
+  do {
+    result = fallocate(file.fd(), 0, 0, static_cast<off_t>(file_bytes));
+  } while (result != 0 && errno == EINTR);
+  if (result == 0) return absl::OkStatus();
+  if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG)
+    return refuse(absl::StrCat(": ", ErrnoText(errno)));
+  return MakeError(ErrorId::kPoolNotUsable,
+                   absl::StrCat(directory.PathOf(""), ": fallocate: ", ErrnoText(errno)),
+                   "Choose a file system that can reserve space, such as ext4 or xfs");
+}
+
+// Writes zeros over everything, so that no block is left whose first use would have to allocate or
+// convert anything.
+class ZeroFill {
+ public:
+  ZeroFill(aio::Device* device, uint64_t file_bytes,
+           const std::function<void(uint64_t, uint64_t)>& progress)
+      : device_(device), file_bytes_(file_bytes), progress_(progress) {}
+
+  absl::Status Run() {
+    OFFLOAD_ASSIGN_OR_RETURN(zeros_, MappedRegion::Anonymous(kZeroBytes));
+    while (done_bytes_ < file_bytes_ && status_.ok()) {
+      while (in_flight_ < kZeroQueueDepth && started_bytes_ < file_bytes_) StartOne();
+      device_->Poll(/*wait=*/true);
+    }
+    while (in_flight_ > 0) device_->Poll(/*wait=*/true);
+    return status_;
+  }
+
+ private:
+  void StartOne() {
+    const uint64_t size_bytes = std::min(kZeroBytes, file_bytes_ - started_bytes_);
+    const iovec memory{zeros_.data(), size_bytes};
+    ++in_flight_;
+    device_->Write(started_bytes_, {&memory, 1}, [this, size_bytes](absl::Status status) {
+      --in_flight_;
+      if (status_.ok()) status_ = std::move(status);
+      done_bytes_ += size_bytes;
+      if (progress_) progress_(done_bytes_, file_bytes_);
+    });
+    started_bytes_ += size_bytes;
+  }
+
+  aio::Device* const device_;
+  const uint64_t file_bytes_;
+  const std::function<void(uint64_t, uint64_t)>& progress_;
+  MappedRegion zeros_;
+  uint64_t started_bytes_ = 0, done_bytes_ = 0;
+  size_t in_flight_ = 0;
+  absl::Status status_;
+};
+
+absl::Status WritePages(aio::Device& device, uint64_t offset_bytes, std::span<std::byte> bytes) {
+  const iovec memory{bytes.data(), bytes.size()};
+  return RunToEnd(device, [&](aio::Device::Done done) {
+    device.Write(offset_bytes, {&memory, 1}, std::move(done));
+  });
+}
+
+absl::Status WriteSpecAndHeader(aio::Device& device, const StoreSpec& spec, const Layout& layout,
+                                const StoreUuid& uuid) {
+  const std::string encoded = EncodeSpec(spec);
+  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion bytes,
+                           MappedRegion::Anonymous(RoundUpToPage(encoded.size())));
+  std::memcpy(bytes.data(), encoded.data(), encoded.size());
+  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion page, MappedRegion::Anonymous(kPageBytes));
+  for (uint32_t copy = 0; copy < 2; ++copy) {
+    OFFLOAD_RETURN_IF_ERROR(
+        WritePages(device, Layout::SpecOffset(copy, encoded.size()), bytes.span()));
+    HeaderPage header{.uuid = uuid,
+                      .copy = copy,
+                      .spec_crc = Crc32c(0, encoded.data(), encoded.size()),
+                      .spec_bytes = encoded.size(),
+                      .file_bytes = layout.file_bytes()};
+    SealHeader(&header);
+    std::memcpy(page.data(), &header, sizeof(header));
+    OFFLOAD_RETURN_IF_ERROR(WritePages(device, Layout::HeaderOffset(copy), page.span()));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SyncFile(int fd, const std::string& path) {
+  if (fsync(fd) == 0) return absl::OkStatus();
+  return MakeError(ErrorId::kIo, absl::StrCat("fsync of ", path, ": ", ErrnoText(errno)));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, const StoreSpec& spec,
+                                                     const StoreOptions& options) {
+  OFFLOAD_ASSIGN_OR_RETURN(Layout layout, Layout::Make(spec));
+  OFFLOAD_RETURN_IF_ERROR(CheckPool(pool));
+  OFFLOAD_ASSIGN_OR_RETURN(PoolDirectory directory, PoolDirectory::Open(pool));
+  OFFLOAD_ASSIGN_OR_RETURN(BuildingFile file,
+                           MakeBuildingFile(directory, spec.job, options.lock_timeout_seconds));
+  OFFLOAD_RETURN_IF_ERROR(Allocate(directory, file, layout.file_bytes()));
+  FaultPoint("store.format_allocated");
+
+  const int fd = file.fd();
+  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> device,
+                           aio::OpenDevice(file.TakeFd().release(), options.io));
+  if (options.decorate) device = options.decorate(std::move(device));
+  OFFLOAD_RETURN_IF_ERROR(ZeroFill(device.get(), layout.file_bytes(), options.progress).Run());
+  FaultPoint("store.format_zeroed");
+  StoreUuid uuid;
+  OFFLOAD_RETURN_IF_ERROR(Random(uuid));
+  OFFLOAD_RETURN_IF_ERROR(WriteSpecAndHeader(*device, spec, layout, uuid));
+  OFFLOAD_RETURN_IF_ERROR(
+      RunToEnd(*device, [&](aio::Device::Done done) { device->Flush(std::move(done)); }));
+  // The flush above is one of data; this one is of all that fallocate changed, and of the new name.
+  OFFLOAD_RETURN_IF_ERROR(SyncFile(fd, directory.PathOf(spec.job)));
+  OFFLOAD_RETURN_IF_ERROR(directory.Sync());
+  FaultPoint("store.formatted");
+
+  OFFLOAD_ASSIGN_OR_RETURN(Wakeup wakeup, Wakeup::Make());
+  OFFLOAD_ASSIGN_OR_RETURN(MappedRegion table, MappedRegion::Anonymous(layout.table_bytes()));
+  auto impl = std::make_unique<Impl>(std::move(directory), spec, std::move(layout),
+                                     std::move(device), std::move(wakeup));
+  impl->building_name = file.KeepName();
+  impl->path = impl->directory.PathOf(StoreFileName(spec.job));
+  impl->uuid = uuid;
+  impl->table = std::move(table);
+  OFFLOAD_RETURN_IF_ERROR(impl->AllocateBuffers());
+  return std::unique_ptr<Store>(new Store(std::move(impl)));
+}
+
+absl::Status Store::Publish() {
+  Impl& store = *impl_;
+  if (store.building_name.empty())
+    return absl::FailedPreconditionError(absl::StrCat(store.path, " is published"));
+  if (store.committed.sequence == 0)
+    return absl::FailedPreconditionError(absl::StrCat(store.path, " has no commit to publish"));
+  if (store.failed) return store.FailedError();
+  FaultPoint("store.before_publish");
+  const std::string name = StoreFileName(store.spec.job);
+  if (renameat2(store.directory.fd(), store.building_name.c_str(), store.directory.fd(),
+                name.c_str(), RENAME_NOREPLACE) != 0) {
+    if (errno == EEXIST)
+      return MakeError(ErrorId::kStoreLocked,
+                       absl::StrCat("job '", store.spec.job, "' already has a store"));
+    return MakeError(ErrorId::kIo, absl::StrCat("rename to ", store.path, ": ", ErrnoText(errno)));
+  }
+  store.building_name.clear();
+  FaultPoint("store.after_rename");
+  return store.directory.Sync();
+}
+
+}  // namespace offload::swap

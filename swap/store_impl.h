@@ -1,0 +1,144 @@
+// swap/store_impl.h
+//
+// The inside of Store. Three files share it: store_create.cc and store_open.cc make one (blocking),
+// store.cc moves extents, store_commit.cc commits.
+//
+// The extent table in memory is the array of table pages that goes to disk: an entry is changed
+// where it stands, when the write of its extent has completed, and a commit sends the changed pages
+// from there. Each of the two table copies on disk has its own record of which pages it has not
+// seen yet.
+//
+// Which place a write takes needs no state of its own: an entry whose sequence is the open one is
+// being rewritten where it stands, any other belongs to a commit, so the write takes its other
+// place.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "aio/device.h"
+#include "base/mapped_region.h"
+#include "swap/format.h"
+#include "swap/layout.h"
+#include "swap/pool_directory.h"
+#include "swap/recovery.h"
+#include "swap/store.h"
+#include "swap/wakeup.h"
+
+namespace offload::swap {
+
+struct Store::Impl {
+  // One extent of a transfer. Sorted by offset before neighbours are joined.
+  struct Piece {
+    uint64_t offset_bytes;
+    iovec memory;
+    uint64_t entry;
+    TableEntry written;  // for writes: what the table says afterwards
+  };
+  // The requests of one call of Read or Write, until the last of their transfers has completed.
+  struct Batch {
+    std::vector<Piece> pieces;
+    size_t transfers_left = 0;
+    absl::Status status;
+    Done done;
+  };
+  struct OpenCommit {
+    SuperblockPage superblock;
+    std::string blob;
+    Done done;
+    size_t writes_left = 0;
+    absl::Status status;
+  };
+  using Step = void (Impl::*)();
+
+  Impl(PoolDirectory pool, StoreSpec store_spec, Layout store_layout,
+       std::unique_ptr<aio::Device> store_device, Wakeup store_wakeup);
+  ~Impl();
+  absl::Status AllocateBuffers();
+
+  // store.cc
+  void Read(std::span<const ReadRequest> requests, std::span<Stamp> stamps, Done done);
+  void Write(std::span<const WriteRequest> requests, Done done);
+  absl::Status CollectReads(std::span<const ReadRequest> requests, std::span<Stamp> stamps,
+                            std::vector<Piece>* pieces) const;
+  absl::Status CollectWrites(std::span<const WriteRequest> requests,
+                             std::vector<Piece>* pieces) const;
+  void StartTransfers(std::unique_ptr<Batch> batch, bool is_write);
+  void FinishTransfer(Batch* batch, size_t begin, size_t end, bool is_write, absl::Status status);
+  void SetEntry(uint64_t entry, const TableEntry& value);
+  // Runs `done` in the next Poll(), never at once.
+  void Defer(Done done, absl::Status status);
+  size_t Poll(bool wait);
+  bool Idle() const { return device->in_flight() == 0 && deferred.empty(); }
+
+  // store_commit.cc
+  void Commit(uint64_t epoch, std::string blob, Done done);
+  absl::Status CheckCommit(std::string_view blob) const;
+  void FlushData();
+  void WriteTableAndBlob();
+  void WriteTablePages(uint32_t begin_page, uint32_t end_page);
+  void FlushTable();
+  void WriteFirstSuperblock();
+  void WriteSecondSuperblock();
+  void FlushSuperblocks();
+  void FinishCommit();
+  void WriteSuperblock(uint32_t copy, Step next);
+  void AbandonCommit(absl::Status status);
+  // Continues the commit with `next`, or abandons it.
+  Done Then(Step next);
+  // One of several writes of a phase; FlushTable follows the last.
+  Done TableWriteDone();
+
+  // The first failed write or flush ends all writing: nobody knows any more what the drive holds.
+  void Fail(const absl::Status& status);
+  absl::Status FailedError() const;
+
+  uint64_t open_sequence() const { return committed.sequence + 1; }
+  TablePage* table_pages() const { return reinterpret_cast<TablePage*>(table.data()); }
+  TableEntry& entry(uint64_t index) const {
+    return table_pages()[index / kEntriesPerTablePage].entries[index % kEntriesPerTablePage];
+  }
+  Stamp StampOf(const TableEntry& entry) const {
+    return {entry.sequence, entry.word, entry.crc, entry.user_flags()};
+  }
+
+  PoolDirectory directory;
+  std::string path;
+  std::string building_name;  // not empty until published: removed when the store is destroyed
+  StoreSpec spec;
+  Layout layout;
+  StoreUuid uuid{};
+
+  SuperblockPage superblock{};  // of the last commit; sequence 0 before the first
+  CommitInfo committed;
+  MappedRegion table;
+  std::array<std::vector<uint32_t>, 2> page_crcs;  // of each copy as it is on disk
+  std::array<std::vector<uint8_t>, 2>
+      page_stale;  // 1: the copy on disk has not seen the last change
+  MappedRegion superblock_page;
+  MappedRegion blob_pages;
+
+  std::unique_ptr<OpenCommit> commit;  // null when none runs
+  size_t writes_in_flight = 0;
+  bool has_uncommitted_writes = false;
+  std::vector<std::string> repairs;
+  bool failed = false;
+  absl::Status failure;
+
+  std::deque<std::pair<Done, absl::Status>> deferred;
+  size_t callbacks_run = 0;
+  Wakeup wakeup;
+  std::unique_ptr<aio::Device> device;  // owns the descriptor and with it the lock; destroyed first
+};
+
+// Starts an operation and polls until it is done.
+absl::Status RunToEnd(aio::Device& device, const std::function<void(aio::Device::Done)>& start);
+
+}  // namespace offload::swap
