@@ -1,0 +1,297 @@
+#include "client/connect.h"
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+
+extern char** environ;
+
+namespace offload::client {
+namespace {
+
+constexpr int kStartTimeoutMilliseconds = 10'000;
+constexpr int kStartPollMilliseconds = 5;
+constexpr int kEndTimeoutMilliseconds = 120'000;
+
+absl::Status StartError(const std::string& what) { return MakeError(ErrorId::kDaemonStart, what); }
+
+std::string Variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? std::string() : std::string(value);
+}
+
+bool IsProgram(const std::string& path) {
+  struct stat status;
+  return ::stat(path.c_str(), &status) == 0 && S_ISREG(status.st_mode) &&
+         ::access(path.c_str(), X_OK) == 0;
+}
+
+std::string DirectoryOf(const std::string& path) { return path.substr(0, path.rfind('/')); }
+
+// The program, and the shared library if this code is in one (a Python package).
+std::vector<std::string> DirectoriesOfThisCode() {
+  std::vector<std::string> directories;
+  char program[4096];
+  const ssize_t length = ::readlink("/proc/self/exe", program, sizeof(program) - 1);
+  if (length > 0) directories.push_back(DirectoryOf(std::string(program, length)));
+  Dl_info library{};
+  if (::dladdr(reinterpret_cast<void*>(&FindDaemonBinary), &library) != 0 &&
+      library.dli_fname != nullptr && library.dli_fname[0] == '/') {
+    directories.push_back(DirectoryOf(library.dli_fname));
+  }
+  return directories;
+}
+
+// Private to this user; short, since socket paths are.
+absl::StatusOr<std::string> MakeDirectory() {
+  constexpr size_t kLongestName = sizeof("/offloadd-XXXXXX/offloadd.sock.control");
+  const std::string runtime = Variable("XDG_RUNTIME_DIR");
+  for (const std::string& parent : {runtime, std::string("/tmp")}) {
+    if (parent.empty() || parent.size() + kLongestName > proto::kSocketPathBytesMax) continue;
+    std::string directory = absl::StrCat(parent, "/offloadd-XXXXXX");
+    if (::mkdtemp(directory.data()) != nullptr) return directory;  // mode 0700
+  }
+  return StartError(
+      absl::StrCat("no directory for the daemon's socket can be made in /tmp: ", ErrnoText(errno)));
+}
+
+// Arguments as posix_spawn wants them; the strings outlive it.
+std::vector<char*> Pointers(std::vector<std::string>& texts) {
+  std::vector<char*> pointers;
+  for (std::string& text : texts) pointers.push_back(text.data());
+  pointers.push_back(nullptr);
+  return pointers;
+}
+
+// A preloaded attach library must not attach the daemon to itself.
+std::vector<std::string> EnvironmentForDaemon() {
+  std::vector<std::string> variables;
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    if (std::strncmp(*variable, "LD_PRELOAD=", 11) != 0) variables.emplace_back(*variable);
+  }
+  return variables;
+}
+
+// The calls can only fail for want of memory; then the daemon is not started.
+class SpawnSettings {
+ public:
+  SpawnSettings() {
+    ::posix_spawn_file_actions_init(&actions_);
+    ::posix_spawn_file_actions_addopen(&actions_, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
+    ::posix_spawn_file_actions_adddup2(&actions_, STDERR_FILENO, STDOUT_FILENO);
+    ::posix_spawn_file_actions_addclosefrom_np(&actions_, STDERR_FILENO + 1);
+    ::posix_spawnattr_init(&attributes_);
+    sigset_t signals;
+    ::sigemptyset(&signals);
+    ::posix_spawnattr_setsigmask(&attributes_, &signals);
+    ::sigfillset(&signals);
+    ::posix_spawnattr_setsigdefault(&attributes_, &signals);
+    ::posix_spawnattr_setpgroup(&attributes_, 0);
+    ::posix_spawnattr_setflags(
+        &attributes_, POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF | POSIX_SPAWN_SETPGROUP);
+  }
+  ~SpawnSettings() {
+    ::posix_spawn_file_actions_destroy(&actions_);
+    ::posix_spawnattr_destroy(&attributes_);
+  }
+  SpawnSettings(const SpawnSettings&) = delete;
+  SpawnSettings& operator=(const SpawnSettings&) = delete;
+
+  const posix_spawn_file_actions_t* actions() const { return &actions_; }
+  const posix_spawnattr_t* attributes() const { return &attributes_; }
+
+ private:
+  posix_spawn_file_actions_t actions_;
+  posix_spawnattr_t attributes_;
+};
+
+// The daemon's own sockets, should it have been killed, then the directory itself.
+void RemoveDirectory(const std::string& directory) {
+  for (const char* name : {"/offloadd.sock", "/control.sock", "/offloadd.sock.control"}) {
+    ::unlink(absl::StrCat(directory, name).c_str());
+  }
+  ::rmdir(directory.c_str());
+}
+
+std::vector<std::string> NodeSockets() {
+  std::vector<std::string> paths;
+  const std::string runtime = Variable("XDG_RUNTIME_DIR");
+  if (!runtime.empty()) paths.push_back(absl::StrCat(runtime, "/offloadd/offloadd.sock"));
+  paths.push_back("/run/offloadd/offloadd.sock");
+  return paths;
+}
+
+absl::StatusOr<Connection> Meet(UniqueFd socket) {
+  Connection connection{.socket = std::move(socket)};
+  OFFLOAD_ASSIGN_OR_RETURN(connection.welcome, proto::Greet(connection.socket.get()));
+  return connection;
+}
+
+absl::StatusOr<Connection> StartPrivate() {
+  OFFLOAD_ASSIGN_OR_RETURN(const std::string binary, FindDaemonBinary());
+  OFFLOAD_ASSIGN_OR_RETURN(PrivateDaemon daemon, PrivateDaemon::Start(binary));
+  OFFLOAD_ASSIGN_OR_RETURN(UniqueFd socket, daemon.ConnectWhenReady());
+  OFFLOAD_ASSIGN_OR_RETURN(Connection connection, Meet(std::move(socket)));
+  connection.private_daemon = std::move(daemon);
+  return connection;
+}
+
+}  // namespace
+
+absl::StatusOr<PrivateDaemon> PrivateDaemon::Start(const std::string& binary) {
+  PrivateDaemon daemon;
+  OFFLOAD_ASSIGN_OR_RETURN(daemon.directory_, MakeDirectory());
+  std::vector<std::string> arguments = {binary,         "--private",
+                                        "--socket",     daemon.socket_path(),
+                                        "--parent-pid", absl::StrCat(::getpid())};
+  std::vector<std::string> environment = EnvironmentForDaemon();
+  const SpawnSettings settings;
+  pid_t pid = -1;
+  const int error = ::posix_spawn(&pid, binary.c_str(), settings.actions(), settings.attributes(),
+                                  Pointers(arguments).data(), Pointers(environment).data());
+  if (error != 0) {
+    return StartError(absl::StrCat("\"", binary, "\" cannot be run: ", ErrnoText(error)));
+  }
+  daemon.pid_ = pid;
+  daemon.pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+  if (!daemon.pidfd_.valid()) {
+    return StartError(absl::StrCat("pidfd_open of process ", pid, ": ", ErrnoText(errno)));
+  }
+  return daemon;
+}
+
+PrivateDaemon::PrivateDaemon(PrivateDaemon&& other) noexcept
+    : pid_(std::exchange(other.pid_, -1)),
+      pidfd_(std::move(other.pidfd_)),
+      directory_(std::exchange(other.directory_, {})),
+      end_(std::exchange(other.end_, {})) {}
+
+PrivateDaemon& PrivateDaemon::operator=(PrivateDaemon&& other) noexcept {
+  if (this == &other) return *this;
+  WaitForEnd();
+  pid_ = std::exchange(other.pid_, -1);
+  pidfd_ = std::move(other.pidfd_);
+  directory_ = std::exchange(other.directory_, {});
+  end_ = std::exchange(other.end_, {});
+  return *this;
+}
+
+bool PrivateDaemon::HasEnded(int timeout_ms) {
+  if (!end_.empty()) return true;
+  pollfd ended{.fd = pidfd_.get(), .events = POLLIN};
+  int count = 0;
+  do {
+    count = ::poll(&ended, 1, timeout_ms);
+  } while (count < 0 && errno == EINTR);
+  if (count <= 0) return false;
+  int status = 0;
+  pid_t reaped = -1;
+  do {
+    reaped = ::waitpid(pid_, &status, 0);
+  } while (reaped < 0 && errno == EINTR);
+  if (reaped != pid_) {
+    end_ = "unknown: the trainer reaps its children itself";
+  } else if (WIFSIGNALED(status)) {
+    end_ = absl::StrCat("signal ", WTERMSIG(status), " (", ::strsignal(WTERMSIG(status)), ")");
+  } else {
+    end_ = absl::StrCat("exit status ", WEXITSTATUS(status));
+  }
+  return true;
+}
+
+std::string PrivateDaemon::DescribeEnd(int timeout_ms) {
+  return valid() && HasEnded(timeout_ms) ? end_ : std::string();
+}
+
+absl::StatusOr<UniqueFd> PrivateDaemon::ConnectWhenReady() {
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point deadline =
+      Clock::now() + std::chrono::milliseconds(kStartTimeoutMilliseconds);
+  for (;;) {
+    absl::StatusOr<UniqueFd> socket = proto::ConnectToDaemon(socket_path());
+    if (socket.ok()) return socket;
+    if (HasEnded(kStartPollMilliseconds)) {
+      return StartError(absl::StrCat("the private daemon ended at once: ", end_));
+    }
+    if (Clock::now() >= deadline) {
+      ::kill(pid_, SIGKILL);
+      return StartError(absl::StrCat("the private daemon did not listen within ",
+                                     kStartTimeoutMilliseconds / 1000, " s"));
+    }
+  }
+}
+
+void PrivateDaemon::WaitForEnd() {
+  if (valid() && !(pidfd_.valid() && HasEnded(kEndTimeoutMilliseconds))) {
+    ::kill(pid_, SIGKILL);  // ours and not reaped: the number cannot be another process's
+    ::waitpid(pid_, nullptr, 0);
+  }
+  if (!directory_.empty()) RemoveDirectory(directory_);
+  Forget();
+}
+
+void PrivateDaemon::Forget() {
+  pid_ = -1;
+  pidfd_.reset();
+  directory_.clear();
+}
+
+std::vector<std::string> DaemonBinaryCandidates() {
+  std::vector<std::string> candidates;
+  for (const std::string& directory : DirectoriesOfThisCode()) {
+    candidates.push_back(absl::StrCat(directory, "/offloadd"));
+    candidates.push_back(absl::StrCat(directory, "/../offloadd/offloadd"));
+  }
+  return candidates;
+}
+
+absl::StatusOr<std::string> FindDaemonBinary() {
+  const std::string chosen = Variable("OFFLOADD_BINARY");
+  if (!chosen.empty()) {
+    if (IsProgram(chosen)) return chosen;
+    return StartError(absl::StrCat("OFFLOADD_BINARY \"", chosen, "\" is no program"));
+  }
+  for (const std::string& candidate : DaemonBinaryCandidates()) {
+    if (IsProgram(candidate)) return candidate;
+  }
+  for (const absl::string_view directory : absl::StrSplit(Variable("PATH"), ':')) {
+    const std::string candidate = absl::StrCat(directory, "/offloadd");
+    if (!directory.empty() && IsProgram(candidate)) return candidate;
+  }
+  return StartError("the program offloadd was not found beside this one or on PATH");
+}
+
+absl::StatusOr<Connection> ConnectOrStart(const ConnectOptions& options) {
+  if (options.only_private) return StartPrivate();
+  const std::string chosen = Variable("OFFLOADD_SOCKET");
+  if (!chosen.empty()) {
+    // Said explicitly: an error, not a fallback.
+    OFFLOAD_ASSIGN_OR_RETURN(UniqueFd socket, proto::ConnectToDaemon(chosen));
+    return Meet(std::move(socket));
+  }
+  for (const std::string& path : NodeSockets()) {
+    absl::StatusOr<UniqueFd> socket = proto::ConnectToDaemon(path);
+    if (socket.ok()) return Meet(*std::move(socket));
+  }
+  if (options.allow_private) return StartPrivate();
+  return StartError("no daemon runs on this node and a private one is not allowed");
+}
+
+}  // namespace offload::client

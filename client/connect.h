@@ -1,0 +1,75 @@
+// client/connect.h
+//
+// Finds the node's daemon or starts a private one, and shakes hands.
+//
+// A private daemon runs in a process group of its own (Ctrl-C in the terminal ends the trainer; the
+// daemon sees that, commits what was put, and ends), with /dev/null as standard input and the
+// trainer's standard error for both outputs. It inherits no other descriptor and no LD_PRELOAD.
+//
+// Thread safety: one thread at a time.
+#pragma once
+
+#include <sys/types.h>
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/unique_fd.h"
+#include "client/session.h"
+#include "proto/handshake.h"
+
+namespace offload::client {
+
+// A child process with its directory; both are gone when the object is.
+class PrivateDaemon {
+ public:
+  // Starts `binary` in a fresh directory; it is not ready yet. OFD-1501.
+  static absl::StatusOr<PrivateDaemon> Start(const std::string& binary);
+
+  PrivateDaemon() = default;
+  PrivateDaemon(PrivateDaemon&& other) noexcept;
+  PrivateDaemon& operator=(PrivateDaemon&& other) noexcept;
+  ~PrivateDaemon() { WaitForEnd(); }
+
+  bool valid() const { return pid_ > 0; }
+  pid_t pid() const { return pid_; }
+  int pidfd() const { return pidfd_.get(); }
+  std::string socket_path() const { return directory_ + "/offloadd.sock"; }
+
+  // Tries to connect until the daemon accepts or has ended. OFD-1501.
+  absl::StatusOr<UniqueFd> ConnectWhenReady();
+
+  // How the process ended, waiting a moment for it: "exit status 1", "signal 9 (Killed)"; empty
+  // when it runs.
+  std::string DescribeEnd(int timeout_ms);
+
+  // Waits until it has drained and ended (its socket must be closed before), kills it after two
+  // minutes, removes the directory.
+  void WaitForEnd();
+  // In a forked child: forgets process and directory, which are the parent's.
+  void Forget();
+
+ private:
+  // True when it has ended within the time.
+  bool HasEnded(int timeout_ms);
+
+  pid_t pid_ = -1;
+  UniqueFd pidfd_;
+  std::string directory_;
+  std::string end_;  // how it ended; empty while it runs
+};
+
+struct Connection {
+  UniqueFd socket;
+  proto::Welcome welcome;
+  PrivateDaemon private_daemon;  // not valid() for the node's daemon
+};
+absl::StatusOr<Connection> ConnectOrStart(const ConnectOptions& options);
+
+// Where a private daemon's program is looked for, in order; PATH comes after these.
+std::vector<std::string> DaemonBinaryCandidates();
+absl::StatusOr<std::string> FindDaemonBinary();  // OFD-1501
+
+}  // namespace offload::client

@@ -1,0 +1,299 @@
+#include "client/control.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+
+namespace offload::client {
+namespace {
+
+namespace v1 = proto::v1;
+
+constexpr std::chrono::seconds kCallLimit{30};
+constexpr std::chrono::seconds kExplainLimit{5};
+// The transport may notice the daemon's end before the session does.
+constexpr absl::Duration kHealthGrace = absl::Seconds(1);
+
+// Bounds of one streamed message, far below kControlMessageBytesMax.
+constexpr size_t kTensorsPerMessage = 1024;
+constexpr size_t kTensorBytesPerMessage = 1 << 20;
+constexpr size_t kListEntriesPerMessage = 64 << 10;
+
+v1::Tensor ToMessage(const proto::Tensor& tensor) {
+  v1::Tensor message;
+  message.set_name(tensor.name);
+  message.mutable_shape()->Add(tensor.shape.begin(), tensor.shape.end());
+  message.set_dtype(tensor.dtype == proto::Dtype::kFloat32 ? v1::FLOAT32 : v1::BFLOAT16);
+  message.set_trainable(tensor.trainable);
+  return message;
+}
+
+v1::Group ToMessage(const Group& group) {
+  v1::Group message;
+  if (group.is_adamw) {
+    v1::AdamW& adamw = *message.mutable_adamw();
+    adamw.set_lr(group.adamw.lr);
+    adamw.set_beta1(group.adamw.beta1);
+    adamw.set_beta2(group.adamw.beta2);
+    adamw.set_eps(group.adamw.eps);
+    adamw.set_weight_decay(group.adamw.weight_decay);
+    adamw.set_flavour(group.adamw.flavour);
+  } else {
+    v1::Sgd& sgd = *message.mutable_sgd();
+    sgd.set_lr(group.sgd.lr);
+    sgd.set_momentum(group.sgd.momentum);
+    sgd.set_dampening(group.sgd.dampening);
+    sgd.set_weight_decay(group.sgd.weight_decay);
+    sgd.set_nesterov(group.sgd.nesterov);
+  }
+  return message;
+}
+
+// Appends entries [begin, begin + kListEntriesPerMessage) of a list, as far as there are any.
+template <typename List, typename Append>
+void AppendPart(const List& list, size_t begin, const Append& append) {
+  const size_t end = std::min(list.size(), begin + kListEntriesPerMessage);
+  for (size_t i = begin; i < end; ++i) append(list[i]);
+}
+
+v1::SealRequest SealHead(proto::OptimizerState optimizer, const proto::MemoryPlan& plan,
+                         uint64_t pins_offset) {
+  v1::SealRequest request;
+  request.set_optimizer_state(static_cast<uint32_t>(optimizer));
+  request.set_window_bytes(plan.window_bytes);
+  request.set_pipeline_blocks(plan.pipeline_blocks);
+  request.set_pipeline_gradients(plan.pipeline_gradients);
+  request.set_scratch_bytes(plan.scratch_bytes);
+  request.set_region_bytes(plan.region_bytes);
+  request.set_pins_offset(pins_offset);
+  return request;
+}
+
+void AppendLists(const proto::MemoryPlan& plan, size_t begin, v1::SealRequest& request) {
+  AppendPart(plan.weight_resident, begin,
+             [&](bool resident) { request.add_weight_resident(resident); });
+  AppendPart(plan.state_resident, begin,
+             [&](uint32_t extents) { request.add_state_resident(extents); });
+  AppendPart(plan.gradients, begin, [&](const proto::GradientPlacement& gradient) {
+    request.add_gradient_home(static_cast<uint32_t>(gradient.home));
+    request.add_gradient_offset(gradient.offset_bytes);
+  });
+}
+
+v1::StepRequest StepHead(const StepCommand& command) {
+  v1::StepRequest request;
+  request.set_step(command.step);
+  for (const Group& group : command.groups) *request.add_groups() = ToMessage(group);
+  request.set_has_trainer_state(command.has_trainer_state);
+  if (command.has_trainer_state) request.set_trainer_state(command.trainer_state);
+  return request;
+}
+
+void AppendUpdates(const StepCommand& command, size_t begin, v1::StepRequest& request) {
+  AppendPart(command.updates, begin, [&](const TensorUpdate& update) {
+    request.add_tensors(update.tensor);
+    request.add_group_of(update.group);
+    request.add_update_count(update.update_count);
+    request.add_gradient_scale(update.gradient_scale);
+  });
+}
+
+}  // namespace
+
+ControlClient::ControlClient(const std::string& path, const proto::Token& token,
+                             const Health* health)
+    : token_(token), health_(health) {
+  const std::shared_ptr<grpc::Channel> channel =
+      grpc::CreateCustomChannel(proto::ControlAddress(path), grpc::InsecureChannelCredentials(),
+                                proto::ControlChannelArguments());
+  stub_ = v1::Control::NewStub(channel);
+}
+
+absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
+  v1::OpenJobRequest request;
+  request.set_job(options.job);
+  request.set_pool(options.pool);
+  request.set_ram_bytes(options.ram_bytes);
+  request.set_io_engine(options.io_engine);
+  request.set_update_threads(options.update_threads);
+  v1::OpenJobReply reply;
+  OFFLOAD_RETURN_IF_ERROR(Run("OpenJob", std::nullopt, [&](grpc::ClientContext& context) {
+    return stub_->OpenJob(&context, request, &reply);
+  }));
+  return JobInfo{.exists = reply.exists(),
+                 .step = reply.step(),
+                 .trainer_state = reply.trainer_state(),
+                 .slab_bytes = reply.slab_bytes(),
+                 .region_bytes = reply.region_bytes(),
+                 .io_engine = reply.io_engine()};
+}
+
+absl::Status ControlClient::DeclareTensors(std::span<const proto::Tensor> tensors) {
+  v1::DeclareTensorsReply reply;
+  OFFLOAD_RETURN_IF_ERROR(Run("DeclareTensors", kCallLimit, [&](grpc::ClientContext& context) {
+    const auto writer = stub_->DeclareTensors(&context, &reply);
+    v1::DeclareTensorsRequest request;
+    size_t bytes = 0;
+    for (const proto::Tensor& tensor : tensors) {
+      *request.add_tensors() = ToMessage(tensor);
+      bytes += request.tensors(request.tensors_size() - 1).ByteSizeLong();
+      if (request.tensors_size() < static_cast<int>(kTensorsPerMessage) &&
+          bytes < kTensorBytesPerMessage) {
+        continue;
+      }
+      if (!writer->Write(request)) return writer->Finish();
+      request.Clear();
+      bytes = 0;
+    }
+    if (request.tensors_size() > 0) writer->Write(request);  // Finish() tells when it failed
+    writer->WritesDone();
+    return writer->Finish();
+  }));
+  if (reply.tensor_count() == tensors.size()) return absl::OkStatus();
+  return MakeError(ErrorId::kInternal, absl::StrCat("the daemon knows ", reply.tensor_count(),
+                                                    " tensors of ", tensors.size()));
+}
+
+absl::Status ControlClient::ReserveScratch(uint64_t bytes) {
+  v1::ReserveScratchRequest request;
+  request.set_bytes(bytes);
+  v1::Empty reply;
+  return Run("ReserveScratch", std::nullopt, [&](grpc::ClientContext& context) {
+    return stub_->ReserveScratch(&context, request, &reply);
+  });
+}
+
+absl::Status ControlClient::Seal(
+    proto::OptimizerState optimizer, const proto::MemoryPlan& plan, uint64_t pins_offset,
+    const std::function<void(uint64_t formatted, uint64_t total)>& progress) {
+  const size_t entries =
+      std::max({plan.weight_resident.size(), plan.state_resident.size(), plan.gradients.size()});
+  bool done = false;
+  OFFLOAD_RETURN_IF_ERROR(Run("Seal", std::nullopt, [&](grpc::ClientContext& context) {
+    const auto stream = stub_->Seal(&context);
+    v1::SealRequest request = SealHead(optimizer, plan, pins_offset);
+    for (size_t begin = 0; begin == 0 || begin < entries; begin += kListEntriesPerMessage) {
+      AppendLists(plan, begin, request);
+      if (!stream->Write(request)) return stream->Finish();
+      request.Clear();
+    }
+    stream->WritesDone();
+    v1::SealProgress message;
+    while (stream->Read(&message)) {
+      done = message.done();
+      if (progress) progress(message.bytes_formatted(), message.bytes_total());
+    }
+    return stream->Finish();
+  }));
+  if (done) return absl::OkStatus();
+  return MakeError(ErrorId::kInternal, "the daemon ended Seal before it was done");
+}
+
+absl::Status ControlClient::Publish(const std::string& trainer_state) {
+  v1::PublishRequest request;
+  request.set_trainer_state(trainer_state);
+  v1::Empty reply;
+  return Run("Publish", std::nullopt, [&](grpc::ClientContext& context) {
+    return stub_->Publish(&context, request, &reply);
+  });
+}
+
+absl::Status ControlClient::SetSchedule(std::span<const uint32_t> tensors) {
+  v1::Empty reply;
+  return Run("SetSchedule", kCallLimit, [&](grpc::ClientContext& context) {
+    const auto writer = stub_->SetSchedule(&context, &reply);
+    for (size_t begin = 0; begin == 0 || begin < tensors.size(); begin += kListEntriesPerMessage) {
+      v1::SetScheduleRequest request;
+      request.set_first(begin == 0);
+      AppendPart(tensors, begin, [&](uint32_t tensor) { request.add_tensors(tensor); });
+      if (!writer->Write(request)) return writer->Finish();
+    }
+    writer->WritesDone();
+    return writer->Finish();
+  });
+}
+
+absl::Status ControlClient::Step(const StepCommand& command) {
+  v1::StepReply reply;
+  return Run("Step", std::nullopt, [&](grpc::ClientContext& context) {
+    const auto writer = stub_->Step(&context, &reply);
+    v1::StepRequest request = StepHead(command);
+    for (size_t begin = 0; begin == 0 || begin < command.updates.size();
+         begin += kListEntriesPerMessage) {
+      AppendUpdates(command, begin, request);
+      if (!writer->Write(request)) return writer->Finish();
+      request.Clear();
+    }
+    writer->WritesDone();
+    return writer->Finish();
+  });
+}
+
+absl::StatusOr<uint64_t> ControlClient::WaitDurable() {
+  v1::WaitDurableReply reply;
+  OFFLOAD_RETURN_IF_ERROR(Run("WaitDurable", std::nullopt, [&](grpc::ClientContext& context) {
+    return stub_->WaitDurable(&context, v1::Empty(), &reply);
+  }));
+  return reply.durable_step();
+}
+
+absl::Status ControlClient::CloseJob() {
+  v1::Empty reply;
+  return Run("CloseJob", std::nullopt, [&](grpc::ClientContext& context) {
+    return stub_->CloseJob(&context, v1::Empty(), &reply);
+  });
+}
+
+absl::StatusOr<std::string> ControlClient::ExplainFailure(uint64_t tag) {
+  v1::ExplainFailureRequest request;
+  request.set_tag(tag);
+  v1::ExplainFailureReply reply;
+  OFFLOAD_RETURN_IF_ERROR(Run("ExplainFailure", kExplainLimit, [&](grpc::ClientContext& context) {
+    return stub_->ExplainFailure(&context, request, &reply);
+  }));
+  return reply.text();
+}
+
+void ControlClient::Cancel() {
+  absl::MutexLock lock(&mutex_);
+  cancelled_ = true;
+  for (grpc::ClientContext* context : running_) context->TryCancel();
+}
+
+absl::Status ControlClient::Run(const char* name, Limit limit,
+                                const std::function<grpc::Status(grpc::ClientContext&)>& call) {
+  if (!health_->ok()) return health_->status();
+  grpc::ClientContext context;
+  proto::AddToken(context, token_);
+  if (limit.has_value()) context.set_deadline(std::chrono::system_clock::now() + *limit);
+  {
+    absl::MutexLock lock(&mutex_);
+    if (cancelled_) return health_->status();
+    running_.insert(&context);
+  }
+  const grpc::Status status = call(context);
+  {
+    absl::MutexLock lock(&mutex_);
+    running_.erase(&context);
+  }
+  return Explain(name, status);
+}
+
+absl::Status ControlClient::Explain(const char* name, const grpc::Status& status) const {
+  absl::Status translated = proto::FromGrpc(status);
+  if (translated.ok() || ErrorIdOf(translated).has_value()) return translated;
+  if (status.error_code() == grpc::StatusCode::DEADLINE_EXCEEDED) {
+    return MakeError(ErrorId::kDaemonLost, absl::StrCat("the daemon did not answer ", name));
+  }
+  const absl::Time deadline = absl::Now() + kHealthGrace;
+  while (health_->ok() && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(5));
+  if (!health_->ok()) return health_->status();
+  return MakeError(ErrorId::kDaemonLost, absl::StrCat(name, " failed: ", status.error_message()));
+}
+
+}  // namespace offload::client

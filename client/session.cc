@@ -1,0 +1,223 @@
+#include "client/session.h"
+
+#include <sys/socket.h>
+
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "client/connect.h"
+#include "client/control.h"
+#include "client/health.h"
+#include "client/ring_client.h"
+#include "proto/handshake.h"
+#include "proto/shared_memory.h"
+
+namespace offload::client {
+namespace {
+
+// The socket of a dying process closes a moment before the process can be asked how it ended.
+constexpr int kEndGraceMilliseconds = 200;
+
+proto::SubmissionEntry Transfer(proto::RingOperation operation, uint64_t offset, uint64_t count,
+                                uint64_t region_offset) {
+  proto::SubmissionEntry entry{};
+  entry.operation = operation;
+  entry.element_offset = offset;
+  entry.element_count = count;
+  entry.region_offset = region_offset;
+  return entry;
+}
+
+}  // namespace
+
+// Order of members: the ring client's thread uses all the others, so it is the last to be made and
+// the first to end; the process is waited for after the socket is closed.
+struct Session::Impl {
+  PrivateDaemon private_daemon;
+  UniqueFd socket;
+  proto::Welcome welcome;
+  Health health;
+  std::unique_ptr<ControlClient> control;
+  std::unique_ptr<RingClient> rings;
+  size_t tensor_count = 0;
+
+  absl::Status Start(Connection connection);
+  absl::Status MapMemory(const JobInfo& info);
+  absl::Status DescribeEnd(const absl::Status& said);
+  void Close();
+
+  template <typename Call>
+  auto Timed(const Call& call) {
+    const int64_t begin = Clock::Real().NowNanoseconds();
+    auto result = call();
+    rings->AddWaitNanoseconds(Clock::Real().NowNanoseconds() - begin);
+    return result;
+  }
+};
+
+absl::Status Session::Impl::Start(Connection connection) {
+  private_daemon = std::move(connection.private_daemon);
+  socket = std::move(connection.socket);
+  welcome = std::move(connection.welcome);
+  control = std::make_unique<ControlClient>(welcome.control_path, welcome.token, &health);
+  RingClient::Options options{
+      .socket = socket.get(),
+      .pidfd = private_daemon.pidfd(),
+      .health = &health,
+      .describe_end = [this](const absl::Status& said) { return DescribeEnd(said); },
+      .on_failure = [this] { control->Cancel(); },
+      .explain = [this](uint64_t tag) { return control->ExplainFailure(tag); }};
+  OFFLOAD_ASSIGN_OR_RETURN(rings, RingClient::Start(std::move(options)));
+  return absl::OkStatus();
+}
+
+absl::Status Session::Impl::DescribeEnd(const absl::Status& said) {
+  if (ErrorIdOf(said) != ErrorId::kDaemonLost) return said;
+  const std::string end = private_daemon.DescribeEnd(kEndGraceMilliseconds);
+  std::string what = absl::StrCat("the daemon (process ", welcome.daemon_pid, ") is gone");
+  if (!end.empty()) absl::StrAppend(&what, ": ", end);
+  return MakeError(ErrorId::kDaemonLost, what);
+}
+
+absl::Status Session::Impl::MapMemory(const JobInfo& info) {
+  OFFLOAD_ASSIGN_OR_RETURN(proto::SessionMemory memory,
+                           proto::RequestMemory(socket.get(), welcome.token));
+  if (memory.slab_bytes != info.slab_bytes || memory.region_bytes != info.region_bytes) {
+    return MakeError(ErrorId::kProtocol, absl::StrCat("slab and region of ", memory.slab_bytes,
+                                                      " and ", memory.region_bytes, " bytes"));
+  }
+  OFFLOAD_ASSIGN_OR_RETURN(
+      MappedRegion slab,
+      proto::MapFromDaemon(memory.slab.get(), memory.slab_bytes, /*writable=*/false));
+  OFFLOAD_ASSIGN_OR_RETURN(
+      MappedRegion region,
+      proto::MapFromDaemon(memory.region.get(), memory.region_bytes, /*writable=*/true));
+  OFFLOAD_RETURN_IF_ERROR(proto::ConfirmMapped(socket.get()));
+  return rings->AttachMemory(std::move(slab), std::move(region), std::move(memory.doorbell));
+}
+
+void Session::Impl::Close() {
+  if (rings != nullptr) rings->Stop();
+  // A forked child keeps its copy of the socket open; a shutdown the daemon sees all the same.
+  if (socket.valid()) ::shutdown(socket.get(), SHUT_RDWR);
+  socket.reset();
+  private_daemon.WaitForEnd();
+}
+
+absl::StatusOr<std::unique_ptr<Session>> Session::Connect(const ConnectOptions& options) {
+  OFFLOAD_ASSIGN_OR_RETURN(Connection connection, ConnectOrStart(options));
+  auto impl = std::make_unique<Impl>();
+  OFFLOAD_RETURN_IF_ERROR(impl->Start(std::move(connection)));
+  return std::unique_ptr<Session>(new Session(std::move(impl)));
+}
+
+Session::Session(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Session::~Session() {
+  if (impl_->health.forked()) {
+    // Threads, locks and the daemon are the parent's: nothing of them may be touched here.
+    static_cast<void>(impl_.release());
+    return;
+  }
+  impl_->Close();
+}
+
+absl::StatusOr<JobInfo> Session::OpenJob(const JobOptions& options) {
+  OFFLOAD_ASSIGN_OR_RETURN(JobInfo info, impl_->control->OpenJob(options));
+  OFFLOAD_RETURN_IF_ERROR(impl_->MapMemory(info));
+  return info;
+}
+
+absl::Status Session::DeclareTensors(std::span<const proto::Tensor> tensors) {
+  OFFLOAD_RETURN_IF_ERROR(impl_->control->DeclareTensors(tensors));
+  impl_->tensor_count = tensors.size();
+  return absl::OkStatus();
+}
+
+absl::Status Session::ReserveScratch(uint64_t bytes) {
+  return impl_->control->ReserveScratch(bytes);
+}
+
+absl::Status Session::Seal(
+    proto::OptimizerState optimizer, const proto::MemoryPlan& plan, uint64_t pins_offset,
+    const std::function<void(uint64_t formatted, uint64_t total)>& progress) {
+  OFFLOAD_RETURN_IF_ERROR(impl_->control->Seal(optimizer, plan, pins_offset, progress));
+  return impl_->rings->AttachTensors(impl_->tensor_count, pins_offset);
+}
+
+absl::Status Session::Publish(const std::string& trainer_state) {
+  return impl_->control->Publish(trainer_state);
+}
+
+absl::Status Session::SetSchedule(std::span<const uint32_t> tensors) {
+  return impl_->control->SetSchedule(tensors);
+}
+
+absl::Status Session::Step(const StepCommand& command) {
+  return impl_->Timed([&] { return impl_->control->Step(command); });
+}
+
+absl::StatusOr<uint64_t> Session::WaitDurable() {
+  return impl_->Timed([&] { return impl_->control->WaitDurable(); });
+}
+
+absl::Status Session::CloseJob() { return impl_->control->CloseJob(); }
+
+absl::StatusOr<const std::byte*> Session::Acquire(uint32_t tensor) {
+  return impl_->rings->Acquire(tensor);
+}
+
+void Session::Release(uint32_t tensor) { impl_->rings->Release(tensor); }
+
+bool Session::Prefetch(uint32_t tensor) { return impl_->rings->Prefetch(tensor); }
+
+proto::TensorState Session::State(uint32_t tensor) const { return impl_->rings->State(tensor); }
+
+void Session::SetSchedulePosition(uint32_t position) {
+  impl_->rings->SetSchedulePosition(position);
+}
+
+Ticket Session::Put(uint32_t tensor, uint64_t element_offset, uint64_t element_count,
+                    uint64_t region_offset) {
+  proto::SubmissionEntry entry =
+      Transfer(proto::RingOperation::kPut, element_offset, element_count, region_offset);
+  entry.tensor = tensor;
+  return impl_->rings->Submit(entry);
+}
+
+Ticket Session::Get(uint32_t tensor, proto::RingPlane plane, uint64_t element_offset,
+                    uint64_t element_count, uint64_t region_offset) {
+  proto::SubmissionEntry entry =
+      Transfer(proto::RingOperation::kGet, element_offset, element_count, region_offset);
+  entry.tensor = tensor;
+  entry.plane = plane;
+  return impl_->rings->Submit(entry);
+}
+
+Ticket Session::ScratchWrite(uint64_t scratch_offset, uint64_t length_bytes,
+                             uint64_t region_offset) {
+  return impl_->rings->Submit(
+      Transfer(proto::RingOperation::kScratchWrite, scratch_offset, length_bytes, region_offset));
+}
+
+Ticket Session::ScratchRead(uint64_t scratch_offset, uint64_t length_bytes,
+                            uint64_t region_offset) {
+  return impl_->rings->Submit(
+      Transfer(proto::RingOperation::kScratchRead, scratch_offset, length_bytes, region_offset));
+}
+
+absl::Status Session::Wait(Ticket ticket) { return impl_->rings->Wait(ticket); }
+
+std::byte* Session::region() const { return impl_->rings->region(); }
+uint64_t Session::region_bytes() const { return impl_->rings->region_bytes(); }
+const proto::SlabHeader& Session::slab_header() const { return impl_->rings->slab_header(); }
+int Session::daemon_pid() const { return impl_->welcome.daemon_pid; }
+bool Session::daemon_is_private() const { return impl_->private_daemon.valid(); }
+absl::Status Session::health() const { return impl_->rings->status(); }
+double Session::wait_seconds() const { return impl_->rings->wait_seconds(); }
+
+}  // namespace offload::client

@@ -1,0 +1,100 @@
+#include "proto/shared_memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/error.h"
+#include "base/mapped_region.h"
+#include "gtest/gtest.h"
+
+namespace offload::proto {
+namespace {
+
+constexpr uint64_t kVirtualBytes = 1ull << 40;  // far beyond any memory
+
+SharedMemory Create(uint64_t size_bytes) {
+  absl::StatusOr<SharedMemory> memory = SharedMemory::Create("test", size_bytes);
+  EXPECT_TRUE(memory.ok()) << memory.status();
+  return *std::move(memory);
+}
+
+TEST(SharedMemoryTest, HasTheWholeSizeButOnlyThePagesThatWereAllocated) {
+  SharedMemory memory = Create(kVirtualBytes);
+  EXPECT_EQ(memory.size_bytes(), kVirtualBytes);
+  ASSERT_TRUE(memory.Allocate(0, 4096).ok());
+  ASSERT_TRUE(memory.Allocate(kVirtualBytes - 8192, 8192).ok());
+  const auto allocated = memory.AllocatedBytes();
+  ASSERT_TRUE(allocated.ok()) << allocated.status();
+  EXPECT_EQ(*allocated, 3u * 4096);
+  std::memset(memory.data() + kVirtualBytes - 8192, 1, 8192);
+}
+
+TEST(SharedMemoryTest, CanStillBeAllocatedAfterItWasSealed) {
+  SharedMemory memory = Create(1 << 20);
+  ASSERT_TRUE(memory.SealForWriting().ok());
+  const absl::Status status = memory.Allocate(4096, 65536);
+  ASSERT_TRUE(status.ok()) << status;
+  memory.data()[4096] = std::byte{7};  // the old map stays writable
+  EXPECT_EQ(*memory.AllocatedBytes(), 65536u);
+}
+
+TEST(SharedMemoryTest, NobodyCanResizePunchOrWriteWhatIsSealed) {
+  SharedMemory memory = Create(1 << 20);
+  ASSERT_TRUE(memory.Allocate(0, 8192).ok());
+  EXPECT_EQ(::ftruncate(memory.fd(), 4096), -1);
+  EXPECT_EQ(::ftruncate(memory.fd(), 2 << 20), -1);
+  ASSERT_TRUE(memory.SealForWriting().ok());
+  EXPECT_EQ(::fallocate(memory.fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, 4096), -1);
+  EXPECT_EQ(errno, EPERM);
+  EXPECT_EQ(::pwrite(memory.fd(), "x", 1, 0), -1);
+  EXPECT_EQ(::fcntl(memory.fd(), F_ADD_SEALS, F_SEAL_WRITE), -1);
+  EXPECT_FALSE(MapFromDaemon(memory.fd(), 1 << 20, /*writable=*/true).ok());
+}
+
+TEST(SharedMemoryTest, ARankThatMappedBeforeTheSealGoesOnWriting) {
+  SharedMemory memory = Create(1 << 20);
+  ASSERT_TRUE(memory.Allocate(0, 4096).ok());
+  const auto region = MapFromDaemon(memory.fd(), 1 << 20, /*writable=*/true);
+  ASSERT_TRUE(region.ok()) << region.status();
+  ASSERT_TRUE(memory.SealForWriting().ok());
+  region->data()[17] = std::byte{42};
+  EXPECT_EQ(memory.data()[17], std::byte{42});
+  const auto late = MapFromDaemon(memory.fd(), 1 << 20, /*writable=*/false);
+  ASSERT_TRUE(late.ok()) << late.status();
+  EXPECT_EQ(late->data()[17], std::byte{42});
+}
+
+TEST(SharedMemoryTest, RefusesRangesOutside) {
+  SharedMemory memory = Create(8192);
+  EXPECT_EQ(ErrorIdOf(memory.Allocate(4096, 8192)), ErrorId::kProtocol);
+  EXPECT_EQ(ErrorIdOf(memory.Allocate(UINT64_MAX, 1)), ErrorId::kProtocol);
+  EXPECT_EQ(ErrorIdOf(memory.Allocate(1, UINT64_MAX)), ErrorId::kProtocol);
+  EXPECT_TRUE(memory.Allocate(8192, 0).ok());
+}
+
+TEST(SharedMemoryTest, RefusesMoreThanTheMachineHasBeforeItTakesAnything) {
+  SharedMemory memory = Create(1ull << 45);
+  EXPECT_EQ(ErrorIdOf(memory.Allocate(0, 1ull << 45)), ErrorId::kSharedMemory);
+  EXPECT_EQ(*memory.AllocatedBytes(), 0u);
+}
+
+TEST(SharedMemoryTest, RefusesSizesThatNoFileHas) {
+  EXPECT_EQ(ErrorIdOf(SharedMemory::Create("test", 0).status()), ErrorId::kSharedMemory);
+  EXPECT_EQ(ErrorIdOf(SharedMemory::Create("test", UINT64_MAX).status()), ErrorId::kSharedMemory);
+  EXPECT_EQ(ErrorIdOf(SharedMemory::Create("test", 1ull << 63).status()), ErrorId::kSharedMemory);
+}
+
+TEST(MapFromDaemonTest, RefusesMemoryThatCouldShrinkOrHasAnotherSize) {
+  const UniqueFd unsealed(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  ASSERT_EQ(::ftruncate(unsealed.get(), 8192), 0);
+  EXPECT_EQ(ErrorIdOf(MapFromDaemon(unsealed.get(), 8192, true).status()), ErrorId::kProtocol);
+  SharedMemory memory = Create(8192);
+  EXPECT_EQ(ErrorIdOf(MapFromDaemon(memory.fd(), 4096, true).status()), ErrorId::kProtocol);
+}
+
+}  // namespace
+}  // namespace offload::proto

@@ -1,0 +1,200 @@
+#include "proto/submission_reader.h"
+
+#include <string>
+#include <string_view>
+
+#include "absl/strings/str_cat.h"
+#include "base/check.h"
+#include "base/checked.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+
+namespace offload::proto {
+namespace {
+
+constexpr uint64_t kScratchBytesMax = 16ull << 20;
+
+absl::Status Fault(std::string_view field, uint64_t value, std::string_view why) {
+  return MakeError(ErrorId::kProtocol, absl::StrCat("submission with ", std::string(field), " ",
+                                                    value, ": ", std::string(why)));
+}
+
+// Fields that an operation does not use are zero, so that a later version may give them a meaning.
+absl::Status ExpectZero(std::string_view field, uint64_t value) {
+  return value == 0 ? absl::OkStatus() : Fault(field, value, "must be 0");
+}
+
+absl::Status CheckNoTransfer(const SubmissionEntry& entry) {
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("plane", static_cast<uint32_t>(entry.plane)));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("element_offset", entry.element_offset));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("element_count", entry.element_count));
+  return ExpectZero("region_offset", entry.region_offset);
+}
+
+absl::Status CheckTensor(const SubmissionEntry& entry, const SubmissionLimits& limits) {
+  if (limits.catalogue == nullptr) return Fault("tensor", entry.tensor, "the job is not sealed");
+  if (entry.tensor >= limits.catalogue->tensors.size()) {
+    return Fault("tensor", entry.tensor,
+                 absl::StrCat("the job has ", limits.catalogue->tensors.size()));
+  }
+  return absl::OkStatus();
+}
+
+// The rank's buffer: page aligned, behind the rings, inside what is allocated.
+absl::Status CheckBuffer(uint64_t region_offset, uint64_t size_bytes,
+                         const SubmissionLimits& limits) {
+  if (!IsAligned(region_offset, kSectorBytes)) {
+    return Fault("region_offset", region_offset, "not a multiple of 4096");
+  }
+  if (region_offset < kRegionFixedBytes) {
+    return Fault("region_offset", region_offset, "the rings stand there");
+  }
+  if (!IsInside(region_offset, size_bytes, limits.region_bytes)) {
+    return Fault("region_offset", region_offset,
+                 absl::StrCat(size_bytes, " bytes there end outside the ", limits.region_bytes,
+                              " of the region"));
+  }
+  return absl::OkStatus();
+}
+
+// Bytes of one element in the plane; 0 when the tensor has no such plane.
+uint32_t PlaneElementBytes(const Tensor& tensor, RingPlane plane, OptimizerState optimizer) {
+  switch (plane) {
+    case RingPlane::kWeight:
+      return DtypeBytes(tensor.dtype);
+    case RingPlane::kResidual:
+      return tensor.trainable && tensor.dtype == Dtype::kBFloat16 ? 2 : 0;
+    case RingPlane::kExpAvg:
+      return tensor.trainable && optimizer != OptimizerState::kNone ? 4 : 0;
+    case RingPlane::kExpAvgSq:
+      return tensor.trainable && optimizer == OptimizerState::kAdam ? 4 : 0;
+    case RingPlane::kMaster:
+      return tensor.trainable ? 4 : 0;
+  }
+  return 0;
+}
+
+absl::Status CheckTransfer(const SubmissionEntry& entry, const SubmissionLimits& limits) {
+  OFFLOAD_RETURN_IF_ERROR(CheckTensor(entry, limits));
+  const Tensor& tensor = limits.catalogue->tensors[entry.tensor];
+  if (entry.operation == RingOperation::kPut && entry.plane != RingPlane::kWeight) {
+    return Fault("plane", static_cast<uint32_t>(entry.plane), "only weights can be put");
+  }
+  const uint64_t element_bytes = PlaneElementBytes(tensor, entry.plane, limits.optimizer);
+  if (element_bytes == 0) {
+    return Fault("plane", static_cast<uint32_t>(entry.plane),
+                 absl::StrCat("tensor ", entry.tensor, " has no such plane"));
+  }
+  if (!IsAligned(entry.element_offset, kExtentElements)) {
+    return Fault("element_offset", entry.element_offset, "not the beginning of an extent");
+  }
+  if (entry.element_count == 0 || entry.element_count > kExtentElements) {
+    return Fault("element_count", entry.element_count,
+                 absl::StrCat("between 1 and ", kExtentElements));
+  }
+  if (!IsInside(entry.element_offset, entry.element_count, tensor.element_count)) {
+    return Fault("element_offset", entry.element_offset,
+                 absl::StrCat(entry.element_count, " elements there end outside the ",
+                              tensor.element_count, " of tensor ", entry.tensor));
+  }
+  return CheckBuffer(entry.region_offset, entry.element_count * element_bytes, limits);
+}
+
+absl::Status CheckScratch(const SubmissionEntry& entry, const SubmissionLimits& limits) {
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("tensor", entry.tensor));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("plane", static_cast<uint32_t>(entry.plane)));
+  const uint64_t offset = entry.element_offset;
+  const uint64_t length = entry.element_count;
+  if (!IsAligned(offset, kSectorBytes)) {
+    return Fault("scratch offset", offset, "not a multiple of 4096");
+  }
+  if (length == 0 || length > kScratchBytesMax || !IsAligned(length, kSectorBytes)) {
+    return Fault("scratch length", length, "a multiple of 4096 up to 16 MiB");
+  }
+  if (!IsInside(offset, length, limits.scratch_bytes)) {
+    return Fault("scratch offset", offset,
+                 absl::StrCat(length, " bytes there end outside the ", limits.scratch_bytes,
+                              " of the scratch file"));
+  }
+  return CheckBuffer(entry.region_offset, length, limits);
+}
+
+}  // namespace
+
+absl::Status CheckSubmission(const SubmissionEntry& entry, const SubmissionLimits& limits) {
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("reserved0", entry.reserved0));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("reserved1", entry.reserved1));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("reserved2", entry.reserved2));
+  switch (entry.operation) {
+    case RingOperation::kNop:
+      OFFLOAD_RETURN_IF_ERROR(ExpectZero("tensor", entry.tensor));
+      return CheckNoTransfer(entry);
+    case RingOperation::kAcquire:
+    case RingOperation::kPrefetch:
+      OFFLOAD_RETURN_IF_ERROR(CheckTensor(entry, limits));
+      return CheckNoTransfer(entry);
+    case RingOperation::kPut:
+    case RingOperation::kGet:
+      return CheckTransfer(entry, limits);
+    case RingOperation::kScratchWrite:
+    case RingOperation::kScratchRead:
+      return CheckScratch(entry, limits);
+  }
+  return Fault("operation", static_cast<uint32_t>(entry.operation), "unknown");
+}
+
+uint64_t TransferBytes(const SubmissionEntry& entry, const SubmissionLimits& limits) {
+  switch (entry.operation) {
+    case RingOperation::kPut:
+    case RingOperation::kGet:
+      return entry.element_count * PlaneElementBytes(limits.catalogue->tensors[entry.tensor],
+                                                     entry.plane, limits.optimizer);
+    case RingOperation::kScratchWrite:
+    case RingOperation::kScratchRead:
+      return entry.element_count;
+    case RingOperation::kNop:
+    case RingOperation::kAcquire:
+    case RingOperation::kPrefetch:
+      return 0;
+  }
+  return 0;
+}
+
+SubmissionReader::SubmissionReader(std::byte* region)
+    : ring_(SubmissionEntriesOf(region), &HeaderOf(region)->submission_tail,
+            &HeaderOf(region)->submission_head) {}
+
+bool SubmissionReader::HasNext() const {
+  const std::optional<uint32_t> available = ring_.Available();
+  return !fault_.ok() || !available.has_value() || *available > 0;
+}
+
+absl::StatusOr<std::optional<SubmissionEntry>> SubmissionReader::Next() {
+  if (!fault_.ok()) return fault_;
+  absl::StatusOr<std::optional<SubmissionEntry>> next = TakeAndCheck();
+  if (!next.ok()) fault_ = next.status();
+  return next;
+}
+
+absl::StatusOr<std::optional<SubmissionEntry>> SubmissionReader::TakeAndCheck() {
+  const std::optional<uint32_t> available = ring_.Available();
+  if (!available.has_value()) {
+    return MakeError(ErrorId::kProtocol, "submission_tail claims more entries than the ring has");
+  }
+  if (*available == 0) return std::nullopt;
+  if (in_flight_ >= kInFlightMax) {
+    return Fault("in flight", in_flight_ + 1, absl::StrCat("at most ", kInFlightMax));
+  }
+  const SubmissionEntry entry = ring_.Take();
+  ring_.Publish();
+  OFFLOAD_RETURN_IF_ERROR(CheckSubmission(entry, limits_));
+  ++in_flight_;
+  return entry;
+}
+
+void SubmissionReader::CountCompletion() {
+  OFFLOAD_CHECK(in_flight_ > 0) << "a completion without submission";
+  --in_flight_;
+}
+
+}  // namespace offload::proto
