@@ -1,0 +1,259 @@
+#include "offloadd/control_service.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <future>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "offloadd/limits.h"
+#include "offloadd/version.h"
+#include "proto/grpc_status.h"
+#include "swap/store.h"
+
+namespace offload::daemon {
+namespace {
+
+namespace v1 = proto::v1;
+using proto::ToGrpc;
+
+// What a stream may bring in all: bounds the memory of a call.
+constexpr uint64_t kStreamBytesMax = 256ull << 20;
+constexpr auto kStatusPatience = std::chrono::milliseconds(500);
+
+absl::Status NoJob() { return MakeError(ErrorId::kProtocol, "a call before OpenJob"); }
+
+// Reads a client's whole stream.
+template <typename Message, typename Reader>
+absl::StatusOr<std::vector<Message>> ReadAll(Reader* reader) {
+  std::vector<Message> messages;
+  uint64_t bytes = 0;
+  Message message;
+  while (reader->Read(&message)) {
+    bytes += message.ByteSizeLong();
+    if (bytes > kStreamBytesMax)
+      return MakeError(ErrorId::kProtocol,
+                       absl::StrCat("a stream of more than ", kStreamBytesMax, " bytes"));
+    messages.push_back(std::move(message));
+    message.Clear();
+  }
+  return messages;
+}
+
+// Runs `work` on the session's loop with its job.
+template <typename Answer, typename Work>
+Answer OnJob(Session& session, Work work) {
+  return session.loop().Call<Answer>(
+      [&session, work = std::move(work)](std::function<void(Answer)> answer) mutable {
+        if (session.job() == nullptr) return answer(NoJob());
+        work(*session.job(), std::move(answer));
+      });
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<Session>> ControlService::SessionOf(
+    const grpc::ServerContext& context) const {
+  const std::optional<proto::Token> token = proto::TokenOf(context);
+  std::shared_ptr<Session> session = token.has_value() ? sessions_->FindByToken(*token) : nullptr;
+  if (session == nullptr) return MakeError(ErrorId::kRefused, "the call has no session's token");
+  return session;
+}
+
+grpc::Status ControlService::OpenJob(grpc::ServerContext* context,
+                                     const v1::OpenJobRequest* request, v1::OpenJobReply* reply) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  using Answer = absl::StatusOr<v1::OpenJobReply>;
+  const Answer answer = (*session)->loop().Call<Answer>(
+      [&](std::function<void(Answer)> done) { done((*session)->OpenJob(*request)); });
+  if (answer.ok()) *reply = *answer;
+  return ToGrpc(answer.status());
+}
+
+grpc::Status ControlService::DeclareTensors(grpc::ServerContext* context,
+                                            grpc::ServerReader<v1::DeclareTensorsRequest>* reader,
+                                            v1::DeclareTensorsReply* reply) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  const auto messages = ReadAll<v1::DeclareTensorsRequest>(reader);
+  if (!messages.ok()) return ToGrpc(messages.status());
+  uint64_t tensor_count = 0;
+  const auto status =
+      OnJob<absl::Status>(**session, [&](Job& job, std::function<void(absl::Status)> done) {
+        done(job.DeclareTensors(*messages, &tensor_count));
+      });
+  reply->set_tensor_count(tensor_count);
+  return ToGrpc(status);
+}
+
+grpc::Status ControlService::ReserveScratch(grpc::ServerContext* context,
+                                            const v1::ReserveScratchRequest* request, v1::Empty*) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  return ToGrpc(
+      OnJob<absl::Status>(**session, [&](Job& job, std::function<void(absl::Status)> done) {
+        done(job.ReserveScratch(request->bytes()));
+      }));
+}
+
+grpc::Status ControlService::Seal(
+    grpc::ServerContext* context,
+    grpc::ServerReaderWriter<v1::SealProgress, v1::SealRequest>* stream) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  const auto messages = ReadAll<v1::SealRequest>(stream);
+  if (!messages.ok()) return ToGrpc(messages.status());
+  // The loop formats and this thread waits for it, so the stream is the loop's to write meanwhile.
+  double reported_seconds = 0;
+  const Job::Progress progress = [&](uint64_t bytes_formatted, uint64_t bytes_total) {
+    const double now = Clock::Real().NowSeconds();
+    if (now - reported_seconds < 0.1) return;
+    reported_seconds = now;
+    (*session)->CheckRankWhileFormatting();
+    v1::SealProgress message;
+    message.set_bytes_formatted(bytes_formatted);
+    message.set_bytes_total(bytes_total);
+    stream->Write(message);
+  };
+  const auto status =
+      OnJob<absl::Status>(**session, [&](Job& job, std::function<void(absl::Status)> done) {
+        done(job.Seal(*messages, progress));
+      });
+  if (!status.ok()) return ToGrpc(status);
+  v1::SealProgress last;
+  last.set_done(true);
+  stream->Write(last);
+  return grpc::Status::OK;
+}
+
+grpc::Status ControlService::Publish(grpc::ServerContext* context,
+                                     const v1::PublishRequest* request, v1::Empty*) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  return ToGrpc(
+      OnJob<absl::Status>(**session, [&](Job& job, std::function<void(absl::Status)> done) {
+        job.Publish(request->trainer_state(), std::move(done));
+      }));
+}
+
+grpc::Status ControlService::SetSchedule(grpc::ServerContext* context,
+                                         grpc::ServerReader<v1::SetScheduleRequest>* reader,
+                                         v1::Empty*) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  const auto messages = ReadAll<v1::SetScheduleRequest>(reader);
+  if (!messages.ok()) return ToGrpc(messages.status());
+  std::vector<uint32_t> tensors;
+  for (const v1::SetScheduleRequest& message : *messages) {
+    if (message.first()) tensors.clear();
+    tensors.insert(tensors.end(), message.tensors().begin(), message.tensors().end());
+  }
+  return ToGrpc(OnJob<absl::Status>(
+      **session,
+      [&](Job& job, std::function<void(absl::Status)> done) { done(job.SetSchedule(tensors)); }));
+}
+
+grpc::Status ControlService::Step(grpc::ServerContext* context,
+                                  grpc::ServerReader<v1::StepRequest>* reader,
+                                  v1::StepReply* reply) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  auto messages = ReadAll<v1::StepRequest>(reader);
+  if (!messages.ok()) return ToGrpc(messages.status());
+  using Answer = absl::StatusOr<uint64_t>;
+  const Answer durable = OnJob<Answer>(**session, [&](Job& job, std::function<void(Answer)> done) {
+    job.Step(*std::move(messages), std::move(done));
+  });
+  if (durable.ok()) reply->set_durable_step(*durable);
+  return ToGrpc(durable.status());
+}
+
+grpc::Status ControlService::WaitDurable(grpc::ServerContext* context, const v1::Empty*,
+                                         v1::WaitDurableReply* reply) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  using Answer = absl::StatusOr<uint64_t>;
+  const Answer durable = OnJob<Answer>(**session, [](Job& job, std::function<void(Answer)> done) {
+    job.WaitDurable(std::move(done));
+  });
+  if (durable.ok()) reply->set_durable_step(*durable);
+  return ToGrpc(durable.status());
+}
+
+grpc::Status ControlService::ExplainFailure(grpc::ServerContext* context,
+                                            const v1::ExplainFailureRequest* request,
+                                            v1::ExplainFailureReply* reply) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  using Answer = absl::StatusOr<std::string>;
+  const Answer text = OnJob<Answer>(**session, [&](Job& job, std::function<void(Answer)> done) {
+    done(job.ExplainFailure(request->tag()));
+  });
+  if (text.ok()) reply->set_text(*text);
+  return ToGrpc(text.status());
+}
+
+grpc::Status ControlService::CloseJob(grpc::ServerContext* context, const v1::Empty*, v1::Empty*) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  return ToGrpc((*session)->loop().Call<absl::Status>(
+      [&](std::function<void(absl::Status)> done) { (*session)->CloseJob(std::move(done)); }));
+}
+
+grpc::Status ControlService::Status(grpc::ServerContext*, const v1::StatusRequest*,
+                                    v1::StatusReply* reply) {
+  reply->set_version(kVersion);
+  reply->set_pid(static_cast<uint32_t>(getpid()));
+  reply->set_uptime_seconds(Clock::Real().NowSeconds() - started_seconds_);
+  for (const std::shared_ptr<Session>& session : sessions_->All()) {
+    auto promise = std::make_shared<std::promise<std::optional<v1::JobStatus>>>();
+    std::future<std::optional<v1::JobStatus>> future = promise->get_future();
+    const bool posted = session->loop().Post([session, promise] {
+      std::optional<v1::JobStatus> status;
+      if (session->job() != nullptr) session->job()->FillStatus(&status.emplace());
+      promise->set_value(std::move(status));
+    });
+    // A loop that is formatting a store answers later; the others must not wait for it.
+    if (!posted) continue;
+    if (future.wait_for(kStatusPatience) == std::future_status::timeout) {
+      reply->add_jobs()->set_phase("busy");
+    } else if (std::optional<v1::JobStatus> status = future.get()) {
+      *reply->add_jobs() = *std::move(status);
+    } else {
+      continue;
+    }
+    reply->mutable_jobs(reply->jobs_size() - 1)
+        ->set_client_pid(static_cast<uint32_t>(session->client_pid()));
+  }
+  return grpc::Status::OK;
+}
+
+grpc::Status ControlService::ListJobs(grpc::ServerContext*, const v1::ListJobsRequest* request,
+                                      v1::ListJobsReply* reply) {
+  const absl::StatusOr<std::string> pool = ChoosePool(pools_, request->pool());
+  if (!pool.ok()) return ToGrpc(pool.status());
+  const absl::StatusOr<std::vector<swap::StoreSummary>> stores = swap::ListStores(*pool);
+  if (!stores.ok()) return ToGrpc(stores.status());
+  for (const swap::StoreSummary& store : *stores) {
+    v1::JobSummary* job = reply->add_jobs();
+    job->set_job(store.job);
+    job->set_file_bytes(store.file_bytes);
+    job->set_step(store.committed.epoch);
+    job->set_in_use(store.in_use);
+    if (!store.damage.ok()) job->set_damage(std::string(store.damage.message()));
+  }
+  return grpc::Status::OK;
+}
+
+grpc::Status ControlService::RemoveJob(grpc::ServerContext*, const v1::RemoveJobRequest* request,
+                                       v1::Empty*) {
+  const absl::StatusOr<std::string> pool = ChoosePool(pools_, request->pool());
+  if (!pool.ok()) return ToGrpc(pool.status());
+  return ToGrpc(swap::RemoveStore(*pool, request->job()));
+}
+
+}  // namespace offload::daemon

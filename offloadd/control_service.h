@@ -1,0 +1,70 @@
+// offloadd/control_service.h
+//
+// The gRPC service of proto/offload.proto: reads messages, finds the session of the token, lets its
+// loop work and waits for it.
+//
+// Thread safety: gRPC calls it from many threads; it owns nothing but the table's pointer.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "base/clock.h"
+#include "offloadd/session_table.h"
+#include "proto/offload.grpc.pb.h"
+
+namespace offload::daemon {
+
+class ControlService final : public proto::v1::Control::Service {
+ public:
+  // `sessions` outlives the service.
+  ControlService(SessionTable* sessions, PoolPolicy pools)
+      : sessions_(sessions),
+        pools_(std::move(pools)),
+        started_seconds_(Clock::Real().NowSeconds()) {}
+
+  grpc::Status OpenJob(grpc::ServerContext* context, const proto::v1::OpenJobRequest* request,
+                       proto::v1::OpenJobReply* reply) override;
+  grpc::Status DeclareTensors(grpc::ServerContext* context,
+                              grpc::ServerReader<proto::v1::DeclareTensorsRequest>* reader,
+                              proto::v1::DeclareTensorsReply* reply) override;
+  grpc::Status ReserveScratch(grpc::ServerContext* context,
+                              const proto::v1::ReserveScratchRequest* request,
+                              proto::v1::Empty* reply) override;
+  grpc::Status Seal(
+      grpc::ServerContext* context,
+      grpc::ServerReaderWriter<proto::v1::SealProgress, proto::v1::SealRequest>* stream) override;
+  grpc::Status Publish(grpc::ServerContext* context, const proto::v1::PublishRequest* request,
+                       proto::v1::Empty* reply) override;
+  grpc::Status SetSchedule(grpc::ServerContext* context,
+                           grpc::ServerReader<proto::v1::SetScheduleRequest>* reader,
+                           proto::v1::Empty* reply) override;
+  grpc::Status Step(grpc::ServerContext* context,
+                    grpc::ServerReader<proto::v1::StepRequest>* reader,
+                    proto::v1::StepReply* reply) override;
+  grpc::Status WaitDurable(grpc::ServerContext* context, const proto::v1::Empty* request,
+                           proto::v1::WaitDurableReply* reply) override;
+  grpc::Status ExplainFailure(grpc::ServerContext* context,
+                              const proto::v1::ExplainFailureRequest* request,
+                              proto::v1::ExplainFailureReply* reply) override;
+  grpc::Status CloseJob(grpc::ServerContext* context, const proto::v1::Empty* request,
+                        proto::v1::Empty* reply) override;
+  grpc::Status Status(grpc::ServerContext* context, const proto::v1::StatusRequest* request,
+                      proto::v1::StatusReply* reply) override;
+  grpc::Status ListJobs(grpc::ServerContext* context, const proto::v1::ListJobsRequest* request,
+                        proto::v1::ListJobsReply* reply) override;
+  grpc::Status RemoveJob(grpc::ServerContext* context, const proto::v1::RemoveJobRequest* request,
+                         proto::v1::Empty* reply) override;
+
+ private:
+  absl::StatusOr<std::shared_ptr<Session>> SessionOf(const grpc::ServerContext& context) const;
+
+  SessionTable* sessions_;
+  PoolPolicy pools_;
+  double started_seconds_;
+};
+
+}  // namespace offload::daemon

@@ -1,0 +1,173 @@
+#include "offloadd/daemon.h"
+
+#include <grpcpp/grpcpp.h>
+#include <grpcpp/resource_quota.h>
+#include <sys/signalfd.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <filesystem>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "base/string_view.h"
+#include "offloadd/control_service.h"
+#include "offloadd/limits.h"
+#include "proto/grpc_status.h"
+#include "spdlog/spdlog.h"
+
+namespace offload::daemon {
+
+Daemon::Daemon(DaemonOptions options, std::unique_ptr<EventLoop> loop)
+    : options_(std::move(options)),
+      control_path_(std::filesystem::path(options_.socket_path).parent_path() / "control.sock"),
+      loop_(std::move(loop)) {}
+
+Daemon::~Daemon() {
+  // No session is left, so nobody needs more than the answers that are on their way.
+  if (server_ != nullptr)
+    server_->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(50));
+  unlink(options_.socket_path.c_str());
+  unlink(control_path_.c_str());
+}
+
+absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Create(DaemonOptions options) {
+  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<EventLoop> loop, EventLoop::Create());
+  // The handshake socket first: it tells whether another daemon is there. The control socket is
+  // ours then.
+  OFFLOAD_ASSIGN_OR_RETURN(UniqueFd listener, proto::ListenForRanks(options.socket_path));
+  std::unique_ptr<Daemon> daemon(new Daemon(std::move(options), std::move(loop)));
+  daemon->listener_ = std::move(listener);
+  OFFLOAD_RETURN_IF_ERROR(daemon->WatchSignals());
+  OFFLOAD_RETURN_IF_ERROR(daemon->WatchParent());
+  OFFLOAD_RETURN_IF_ERROR(daemon->ServeControl());
+  daemon->loop_->Watch(daemon->listener_.get(), [raw = daemon.get()] { raw->Accept(); });
+  return daemon;
+}
+
+// Signals were blocked before the first thread began, so that they arrive here and nowhere else.
+absl::Status Daemon::WatchSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  if (!options_.is_private) sigaddset(&signals, SIGINT);
+  signals_.reset(signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK));
+  if (!signals_.valid()) return absl::InternalError("signalfd: " + ErrnoText(errno));
+  loop_->Watch(signals_.get(), [this] { HandleSignal(); });
+  return absl::OkStatus();
+}
+
+absl::Status Daemon::WatchParent() {
+  if (options_.parent_pid == 0) return absl::OkStatus();
+  parent_.reset(static_cast<int>(syscall(SYS_pidfd_open, options_.parent_pid, 0)));
+  if (!parent_.valid()) {
+    return MakeError(ErrorId::kDaemonStart,
+                     absl::StrCat("process ", options_.parent_pid, ": ", ErrnoText(errno)));
+  }
+  loop_->Watch(parent_.get(), [this] {
+    loop_->Unwatch(parent_.get());
+    parent_gone_ = true;
+    StopIfDone();
+  });
+  return absl::OkStatus();
+}
+
+absl::Status Daemon::ServeControl() {
+  service_ = std::make_unique<ControlService>(&sessions_, options_.pools);
+  unlink(control_path_.c_str());
+  grpc::ServerBuilder builder;
+  builder.SetMaxReceiveMessageSize(static_cast<int>(kLimits.message_bytes_max));
+  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, proto::kControlMetadataBytesMax);
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.SetSyncServerOption(grpc::ServerBuilder::NUM_CQS, 1);
+  builder.SetSyncServerOption(grpc::ServerBuilder::MIN_POLLERS, 1);
+  builder.SetSyncServerOption(grpc::ServerBuilder::MAX_POLLERS, 2);
+  grpc::ResourceQuota quota("control");
+  quota.SetMaxThreads(kLimits.call_threads_max);
+  builder.SetResourceQuota(quota);
+  builder.AddListeningPort(proto::ControlAddress(control_path_), grpc::InsecureServerCredentials());
+  builder.RegisterService(service_.get());
+  server_ = builder.BuildAndStart();
+  if (server_ == nullptr || chmod(control_path_.c_str(), 0600) != 0) {
+    return MakeError(ErrorId::kDaemonStart,
+                     absl::StrCat("the control socket ", control_path_, " cannot be served"));
+  }
+  return absl::OkStatus();
+}
+
+void Daemon::Run() { loop_->Run(); }
+
+// ---- Ranks -------------------------------------------------------------------------------------
+
+void Daemon::Accept() {
+  for (;;) {
+    absl::StatusOr<std::optional<UniqueFd>> socket = proto::AcceptRank(listener_.get());
+    if (!socket.ok()) return spdlog::warn("accept: {}", ToStd(socket.status().message()));
+    if (!socket->has_value()) return;
+    const int fd = (*socket)->get();
+    UniqueFd copy(dup(fd));  // to answer with when the session takes the socket along
+    const absl::Status status = Welcome(**std::move(socket));
+    if (status.ok()) continue;
+    spdlog::warn("a rank is refused: {}", ToStd(status.message()));
+    if (copy.valid()) proto::SendRefusal(copy.get(), status).IgnoreError();
+  }
+}
+
+absl::Status Daemon::Welcome(UniqueFd socket) {
+  OFFLOAD_ASSIGN_OR_RETURN(proto::Peer peer, proto::PeerOf(socket.get()));
+  OFFLOAD_RETURN_IF_ERROR(proto::CheckPeer(peer, {}));
+  if (sessions_.size() >= static_cast<size_t>(kLimits.sessions_max)) {
+    return MakeError(ErrorId::kRefused,
+                     absl::StrCat("the daemon has ", kLimits.sessions_max, " sessions already"));
+  }
+  Session::Options options{.id = next_session_++,
+                           .control_path = control_path_,
+                           .pools = options_.pools,
+                           .private_daemon = options_.is_private};
+  OFFLOAD_ASSIGN_OR_RETURN(
+      std::shared_ptr<Session> session,
+      Session::Create(std::move(socket), std::move(peer), std::move(options),
+                      [this](uint64_t id) { loop_->Post([this, id] { SessionEnded(id); }); }));
+  sessions_.Add(session);  // before it says the token to anybody
+  had_session_ = true;
+  session->Start();
+  return absl::OkStatus();
+}
+
+void Daemon::SessionEnded(uint64_t id) {
+  sessions_.Remove(id);
+  StopIfDone();
+}
+
+// ---- The end -----------------------------------------------------------------------------------
+
+void Daemon::HandleSignal() {
+  signalfd_siginfo info;
+  while (read(signals_.get(), &info, sizeof(info)) == sizeof(info)) {
+    if (shutting_down_) _exit(1);
+    spdlog::info("signal {}: draining {} sessions", info.ssi_signo, sessions_.size());
+    Shutdown();
+  }
+}
+
+void Daemon::Shutdown() {
+  shutting_down_ = true;
+  loop_->Unwatch(listener_.get());
+  listener_.reset();
+  for (const std::shared_ptr<Session>& session : sessions_.All()) session->Shutdown();
+  StopIfDone();
+}
+
+void Daemon::StopIfDone() {
+  if (sessions_.size() > 0) return;
+  const bool alone = options_.is_private && (had_session_ || parent_gone_);
+  if (shutting_down_ || alone) loop_->Stop();
+}
+
+}  // namespace offload::daemon

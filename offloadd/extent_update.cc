@@ -1,0 +1,250 @@
+#include "offloadd/extent_update.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/check.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+
+namespace offload::daemon {
+namespace {
+
+// Four planes and a gradient of so many elements stay in a core's own cache between verification,
+// update and checksum.
+constexpr uint32_t kTileElements = 16 * 1024;
+constexpr uint32_t kTieWordBits = 64;
+constexpr uint64_t kTieBytesMax = proto::kExtentElements / 8;
+
+uint32_t ElementBytes(int plane, proto::Dtype dtype) {
+  switch (kUpdatedPlanes[plane]) {
+    case swap::Plane::kWeight:
+      return proto::DtypeBytes(dtype);
+    case swap::Plane::kResidual:
+      return 2;
+    default:
+      return 4;
+  }
+}
+
+kernels::Dtype KernelDtype(proto::Dtype dtype) {
+  return dtype == proto::Dtype::kFloat32 ? kernels::Dtype::kFloat32 : kernels::Dtype::kBFloat16;
+}
+
+template <typename T>
+T* At(const PlaneMemory& plane, uint64_t element) {
+  return plane.bytes == nullptr ? nullptr : reinterpret_cast<T*>(plane.bytes) + element;
+}
+
+// Checksums of one plane before and after the update.
+struct PlaneChecksums {
+  std::optional<swap::Checksum> before, after;
+};
+
+// The pass over one extent.
+class Pass {
+ public:
+  explicit Pass(ExtentUpdate& update)
+      : update_(update), ties_in_(update.ties_in), ties_out_(update.elements) {
+    for (int plane = 0; plane < 4; ++plane) {
+      const PlaneMemory& memory = update.planes[plane];
+      if (memory.bytes == nullptr) continue;
+      const swap::ExtentId id = Id(plane);
+      checksums_[plane].after = update.store->StartChecksum(id, update.sequence);
+      if (memory.stamp.has_value() && !memory.stamp->never_written()) {
+        checksums_[plane].before = update.store->StartChecksum(id, memory.stamp->sequence);
+      }
+    }
+  }
+
+  void Run() {
+    for (uint32_t begin = 0; begin < update_.elements; begin += kTileElements) {
+      const uint32_t end = std::min(begin + kTileElements, update_.elements);
+      TakeChecksums(begin, end, /*before=*/true);
+      UpdateTile(begin, end);
+      TakeChecksums(begin, end, /*before=*/false);
+    }
+    Finish();
+  }
+
+ private:
+  swap::ExtentId Id(int plane) const {
+    return {update_.store_tensor, kUpdatedPlanes[plane], update_.index};
+  }
+
+  void TakeChecksums(uint32_t begin, uint32_t end, bool before) {
+    for (int plane = 0; plane < 4; ++plane) {
+      std::optional<swap::Checksum>& checksum =
+          before ? checksums_[plane].before : checksums_[plane].after;
+      if (!checksum.has_value()) continue;
+      const uint64_t element_bytes = ElementBytes(plane, update_.dtype);
+      // The last tile takes the padding along.
+      const uint64_t to =
+          end == update_.elements ? update_.planes[plane].size_bytes : end * element_bytes;
+      const uint64_t from = begin * element_bytes;
+      checksum->Update({update_.planes[plane].bytes + from, to - from});
+    }
+  }
+
+  void UpdateTile(uint32_t begin, uint32_t end) {
+    uint32_t position = begin;
+    while (position < end) {
+      const MemberUpdate* member = NextMember(position);
+      const uint32_t member_begin =
+          member == nullptr ? end : std::clamp<uint64_t>(Local(member->begin), position, end);
+      SkipTies(position, member_begin);
+      if (member_begin == end) return;
+      const auto run_end =
+          static_cast<uint32_t>(std::min<uint64_t>(Local(member->begin + member->count), end));
+      UpdateRun(*member, member_begin, run_end);
+      position = run_end;
+    }
+  }
+
+  // In elements of the extent. Members that began in an earlier extent begin here at 0.
+  uint64_t Local(uint64_t element) const {
+    return element < update_.begin ? 0 : element - update_.begin;
+  }
+
+  // The first member that ends after `position`; members are asked for in ascending order.
+  const MemberUpdate* NextMember(uint32_t position) {
+    while (next_member_ < update_.members.size()) {
+      const MemberUpdate& member = update_.members[next_member_];
+      if (member.begin + member.count > update_.begin + position) return &member;
+      ++next_member_;
+    }
+    return nullptr;
+  }
+
+  // Elements that are not updated keep their tie bits.
+  void SkipTies(uint32_t begin, uint32_t end) {
+    const int16_t* residual = At<int16_t>(update_.planes[1], 0);
+    if (residual == nullptr) return;
+    for (uint32_t i = begin; i < end; ++i) {
+      if (residual[i] == INT16_MIN) ties_out_.writer().Append(ties_in_.reader().Next());
+    }
+  }
+
+  void UpdateRun(const MemberUpdate& member, uint32_t begin, uint32_t end) {
+    kernels::Run run;
+    run.count = end - begin;
+    run.begin = update_.begin + begin - member.begin;
+    run.tensor_count = member.count;
+    run.weight_dtype = KernelDtype(update_.dtype);
+    run.gradient_dtype = run.weight_dtype;
+    const uint64_t weight_bytes = proto::DtypeBytes(update_.dtype);
+    run.weight = update_.planes[0].bytes + begin * weight_bytes;
+    run.residual = At<int16_t>(update_.planes[1], begin);
+    run.ties_in = &ties_in_.reader();
+    run.ties_out = &ties_out_.writer();
+    run.exp_avg = At<float>(update_.planes[2], begin);
+    run.exp_avg_sq = At<float>(update_.planes[3], begin);
+    run.gradient = member.gradient != nullptr ? member.gradient + run.begin * weight_bytes
+                                              : update_.spilled_gradient + begin * weight_bytes;
+    run.gradient_scale = member.gradient_scale;
+    if (member.is_adamw) {
+      kernels::UpdateAdamW(member.adamw, run);
+      return;
+    }
+    if (!member.has_momentum) run.exp_avg = nullptr;
+    run.exp_avg_sq = nullptr;
+    kernels::UpdateSgd(member.sgd, run);
+  }
+
+  void Finish() {
+    for (int plane = 0; plane < 4; ++plane) {
+      PlaneChecksums& checksums = checksums_[plane];
+      if (checksums.after.has_value()) update_.crc[plane] = checksums.after->Finish();
+      if (!checksums.before.has_value()) continue;
+      if (checksums.before->Finish() != update_.planes[plane].stamp->crc) {
+        update_.status.Update(ChecksumError(*update_.store, Id(plane)));
+      }
+    }
+    absl::StatusOr<TieBits> ties = ties_out_.Finish();
+    update_.status.Update(ties.status());
+    if (ties.ok()) update_.ties_out = *std::move(ties);
+  }
+
+  ExtentUpdate& update_;
+  std::array<PlaneChecksums, 4> checksums_;
+  TieSource ties_in_;
+  TieSink ties_out_;
+  size_t next_member_ = 0;
+};
+
+// A worker's own room for the tie bits of an extent before and after, zeros between two uses.
+struct ThreadTieBytes {
+  alignas(64) uint8_t before[kTieBytesMax] = {};
+  alignas(64) uint8_t after[kTieBytesMax] = {};
+};
+ThreadTieBytes& TieBytesOfThread() {
+  static thread_local ThreadTieBytes bytes;
+  return bytes;
+}
+
+}  // namespace
+
+TieSource::TieSource(const TieBits& ties) : word_bytes_(TieBytesOfThread().before) {
+  std::memcpy(word_bytes_, &ties.word, sizeof(ties.word));
+  reader_.bits =
+      ties.plane.has_value() ? reinterpret_cast<const uint8_t*>(ties.plane->data()) : word_bytes_;
+}
+
+TieSource::~TieSource() { std::memset(word_bytes_, 0, sizeof(uint64_t)); }
+
+TieSink::TieSink(uint32_t elements) : elements_(elements) {
+  writer_.bits = TieBytesOfThread().after;
+}
+
+TieSink::~TieSink() {
+  std::memset(writer_.bits, 0, std::min<uint64_t>(writer_.position / 8 + 1, kTieBytesMax));
+}
+
+absl::StatusOr<TieBits> TieSink::Finish() {
+  TieBits ties;
+  if (writer_.position <= kTieWordBits) {
+    std::memcpy(&ties.word, writer_.bits, sizeof(ties.word));
+    return ties;
+  }
+  OFFLOAD_ASSIGN_OR_RETURN(ties.plane,
+                           MappedRegion::Anonymous(proto::PaddedBytes((elements_ + 7) / 8)));
+  std::memcpy(ties.plane->data(), writer_.bits, (writer_.position + 7) / 8);
+  return ties;
+}
+
+absl::Status ChecksumError(const swap::Store& store, const swap::ExtentId& id) {
+  return MakeError(ErrorId::kChecksum,
+                   absl::StrCat("\"", store.path(), "\": extent ", id.index, " of plane ",
+                                static_cast<int>(id.plane), " of store tensor ", id.tensor,
+                                " does not have its checksum"));
+}
+
+void RunExtentUpdate(ExtentUpdate& update) {
+  if (update.ties_in.stamp.has_value()) {
+    const swap::ExtentId id{update.store_tensor, swap::Plane::kTies, update.index};
+    if (!update.store->Verify(id, *update.ties_in.stamp, update.ties_in.plane->span())) {
+      update.status = ChecksumError(*update.store, id);
+      return;
+    }
+  }
+  Pass(update).Run();
+}
+
+absl::StatusOr<TieBits> ClearResidual(std::span<int16_t> residual, uint64_t dropped_begin,
+                                      uint64_t dropped_end, const TieBits& in) {
+  TieSource source(in);
+  TieSink sink(static_cast<uint32_t>(residual.size()));
+  for (uint64_t i = 0; i < residual.size(); ++i) {
+    const bool dropped = i >= dropped_begin && i < dropped_end;
+    if (residual[i] == INT16_MIN) {
+      const bool bit = source.reader().Next();
+      if (!dropped) sink.writer().Append(bit);
+    }
+    if (dropped) residual[i] = 0;
+  }
+  return sink.Finish();
+}
+
+}  // namespace offload::daemon

@@ -1,0 +1,117 @@
+// offloadd/extent_update.h
+//
+// The work of one extent between its read and its write, in one pass over tiles that fit into a
+// core's cache: verify what came from the drive, update, take the checksums of what goes back.
+//
+// Thread safety: pure over its arguments; workers run it on memory that the loop lends them.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mapped_region.h"
+#include "kernels/update.h"
+#include "proto/slab_layout.h"
+#include "swap/store.h"
+
+namespace offload::daemon {
+
+// The planes of an extent in the order in which they stand on the drive. Also the order of the
+// arrays below.
+inline constexpr std::array<swap::Plane, 4> kUpdatedPlanes = {
+    swap::Plane::kWeight, swap::Plane::kResidual, swap::Plane::kExpAvg, swap::Plane::kExpAvgSq};
+
+// Where a plane of an extent is in memory; null when the tensor has no such plane.
+struct PlaneMemory {
+  std::byte* bytes = nullptr;
+  uint64_t size_bytes = 0;           // padded, as on the drive
+  std::optional<swap::Stamp> stamp;  // set when the bytes have just been read and must be verified
+};
+
+// The tie bits of an extent's residual (kernels/split.h): up to 64 in a word, more in memory.
+struct TieBits {
+  uint64_t word = 0;
+  std::optional<MappedRegion> plane;  // as on the drive, padded
+  std::optional<swap::Stamp> stamp;   // of `plane`, when it has just been read
+};
+
+// A member of the store tensor that this step updates.
+struct MemberUpdate {
+  uint64_t begin = 0;  // in elements of the store tensor
+  uint64_t count = 0;
+  bool is_adamw = true;
+  kernels::AdamWParameters adamw;
+  kernels::SgdParameters sgd;
+  bool has_momentum = false;  // SGD: the buffer exists and momentum is not 0
+  const std::byte* gradient =
+      nullptr;  // of its first element; null: the extent's bytes are in `spilled_gradient`
+  float gradient_scale = 1.0f;
+};
+
+struct ExtentUpdate {
+  const swap::Store* store = nullptr;
+  uint32_t store_tensor = 0;
+  uint32_t index = 0;
+  uint64_t begin = 0;  // first element of the extent in the store tensor
+  uint32_t elements = 0;
+  proto::Dtype dtype = proto::Dtype::kFloat32;
+  uint64_t sequence = 0;  // that the outputs are bound to
+  std::array<PlaneMemory, 4> planes;
+  TieBits ties_in;
+  const std::byte* spilled_gradient = nullptr;
+  std::span<const MemberUpdate> members;  // ascending, those that are updated
+
+  // Results.
+  std::array<uint32_t, 4> crc{};
+  TieBits ties_out;
+  absl::Status status;
+};
+
+// Fills the results. On a checksum mismatch `status` is OFD-1208 and the planes are worthless.
+void RunExtentUpdate(ExtentUpdate& update);
+
+// Copies the tie bits of elements [begin, end) that stay, dropping those of [dropped_begin,
+// dropped_end), whose residual becomes zero. Used when a member of a bundle is put.
+absl::StatusOr<TieBits> ClearResidual(std::span<int16_t> residual, uint64_t dropped_begin,
+                                      uint64_t dropped_end, const TieBits& in);
+
+// The bits as the kernels read them. Unverified planes may ask for more bits than there are: they
+// get zeros. One per thread at a time; outlived by `ties`.
+class TieSource {
+ public:
+  explicit TieSource(const TieBits& ties);
+  ~TieSource();
+  TieSource(const TieSource&) = delete;
+  TieSource& operator=(const TieSource&) = delete;
+  kernels::TieReader& reader() { return reader_; }
+
+ private:
+  uint8_t* word_bytes_;
+  kernels::TieReader reader_;
+};
+
+// Collects tie bits; more than 64 end up in a plane of memory. One per thread at a time.
+class TieSink {
+ public:
+  explicit TieSink(uint32_t elements);
+  ~TieSink();
+  TieSink(const TieSink&) = delete;
+  TieSink& operator=(const TieSink&) = delete;
+  kernels::TieWriter& writer() { return writer_; }
+  absl::StatusOr<TieBits> Finish();
+
+ private:
+  uint32_t elements_;
+  kernels::TieWriter writer_;
+};
+
+// OFD-1208 naming the extent.
+absl::Status ChecksumError(const swap::Store& store, const swap::ExtentId& id);
+
+}  // namespace offload::daemon

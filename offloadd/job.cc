@@ -1,0 +1,615 @@
+#include "offloadd/job.h"
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/byte_size.h"
+#include "base/check.h"
+#include "base/checked.h"
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/fault_point.h"
+#include "base/status_macros.h"
+#include "base/string_view.h"
+#include "offloadd/job_catalogue.h"
+#include "offloadd/limits.h"
+#include "offloadd/step_plan.h"
+#include "spdlog/spdlog.h"
+
+namespace offload::daemon {
+namespace {
+
+absl::Status WrongState(std::string_view what) { return MakeError(ErrorId::kProtocol, what); }
+
+absl::StatusOr<aio::Engine> ParseEngine(const std::string& text) {
+  if (text.empty() || text == "auto") return aio::Engine::kAuto;
+  if (text == "uring") return aio::Engine::kUring;
+  if (text == "threads") return aio::Engine::kThreads;
+  return MakeError(ErrorId::kBadValue,
+                   absl::StrCat("io_engine \"", text, "\" is none of auto, uring, threads"));
+}
+
+// Beside the trainer's own threads.
+uint32_t DefaultUpdateThreads() {
+  return std::clamp<uint32_t>(std::thread::hardware_concurrency() / 2, 1, 4);
+}
+
+}  // namespace
+
+absl::StatusOr<std::string> ChoosePool(const PoolPolicy& policy, const std::string& requested) {
+  const std::string& pool = requested.empty() ? policy.default_pool : requested;
+  if (pool.empty())
+    return MakeError(ErrorId::kBadValue, "no pool is given, and the daemon has no default one");
+  if (policy.allowed.empty()) return pool;
+  for (const std::string& allowed : policy.allowed) {
+    std::error_code error;
+    if (pool == allowed || std::filesystem::equivalent(pool, allowed, error)) return pool;
+  }
+  return MakeError(ErrorId::kRefused,
+                   absl::StrCat("pool \"", pool, "\" is not one of this daemon's: ",
+                                absl::StrJoin(policy.allowed, ", ")));
+}
+
+Job::Job(EventLoop* loop) : loop_(loop) {
+  context_.loop = loop;
+  context_.clock = &Clock::Real();
+  context_.complete = [this](uint64_t tag, absl::Status status, uint64_t value) {
+    Complete(tag, std::move(status), value);
+  };
+  context_.fail = [this](absl::Status status) { Fail(std::move(status)); };
+}
+
+Job::~Job() {
+  if (store_ != nullptr) loop_->Unwatch(store_->event_fd());
+  if (scratch_ != nullptr) loop_->Unwatch(scratch_->event_fd());
+  if (rings_.has_value()) loop_->Unwatch(rings_->doorbell().fd());
+  OFFLOAD_CHECK(context_.outstanding == 0) << context_.outstanding << " operations under way";
+}
+
+// ---- Opening -----------------------------------------------------------------------------------
+
+absl::StatusOr<std::unique_ptr<Job>> Job::Open(EventLoop* loop,
+                                               const proto::v1::OpenJobRequest& request,
+                                               const std::string& pool,
+                                               proto::v1::OpenJobReply* reply) {
+  std::unique_ptr<Job> job(new Job(loop));
+  job->name_ = request.job();
+  job->pool_ = pool;
+  if (!swap::IsValidJobName(request.job())) {
+    return MakeError(ErrorId::kBadValue, absl::StrCat("job name \"", request.job(), "\""),
+                     "Use letters, digits and . _ - #, at most 128, not beginning with a dot");
+  }
+  if (request.ram_bytes() > kLimits.ram_bytes_max ||
+      request.update_threads() > kLimits.update_threads_max) {
+    return MakeError(ErrorId::kBadValue,
+                     absl::StrCat("ram of ", request.ram_bytes(), " bytes with ",
+                                  request.update_threads(), " update threads"));
+  }
+  job->ram_bytes_ = AlignDown(request.ram_bytes(), proto::kSectorBytes);
+  OFFLOAD_ASSIGN_OR_RETURN(job->io_.engine, ParseEngine(request.io_engine()));
+  OFFLOAD_RETURN_IF_ERROR(swap::CheckPool(pool));
+  OFFLOAD_RETURN_IF_ERROR(job->OpenStore());
+  OFFLOAD_RETURN_IF_ERROR(job->MakeMemories());
+  const uint32_t threads =
+      request.update_threads() != 0 ? request.update_threads() : DefaultUpdateThreads();
+  job->workers_ = std::make_unique<WorkerPool>(threads, "update");
+  job->context_.workers = job->workers_.get();
+  reply->set_exists(job->exists_);
+  if (job->exists_) {
+    reply->set_step(job->store_->committed().epoch);
+    reply->set_trainer_state(job->store_->committed().blob);
+  }
+  reply->set_slab_bytes(job->slab_.size_bytes());
+  reply->set_region_bytes(job->region_.size_bytes());
+  reply->set_io_engine(job->io_engine_);
+  spdlog::info("job {}: pool {}, {}, ram {}, {} update threads, {}", job->name_, pool,
+               job->io_engine_, FormatBytes(job->ram_bytes_), threads,
+               job->exists_ ? absl::StrCat("resumed at step ", job->step_) : "new");
+  return job;
+}
+
+absl::Status Job::OpenStore() {
+  swap::StoreOptions options;
+  options.io = io_;
+  absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(pool_, name_, options);
+  if (store.ok()) {
+    store_ = *std::move(store);
+    context_.store = store_.get();
+    loop_->Watch(store_->event_fd(), [] {});  // the turn polls
+    exists_ = true;
+    step_ = store_->committed().epoch;
+    io_engine_ = std::string(store_->device().engine());
+    return absl::OkStatus();
+  }
+  if (!absl::IsNotFound(store.status()) || ErrorIdOf(store.status()).has_value())
+    return store.status();
+  // A new job: models are built through the scratch file, and it tells which engine there is.
+  OFFLOAD_RETURN_IF_ERROR(SetScratch());
+  io_engine_ = std::string(scratch_->device().engine());
+  return absl::OkStatus();
+}
+
+absl::Status Job::SetScratch() {
+  if (scratch_ != nullptr) return absl::OkStatus();
+  OFFLOAD_ASSIGN_OR_RETURN(scratch_, swap::Scratch::Create(pool_, io_));
+  context_.scratch = scratch_.get();
+  loop_->Watch(scratch_->event_fd(), [] {});
+  return absl::OkStatus();
+}
+
+absl::Status Job::MakeMemories() {
+  constexpr uint64_t kOpenRegionBytes = proto::kRegionFixedBytes + proto::kLoadingStagingBytes;
+  if (ram_bytes_ < kOpenRegionBytes + sizeof(proto::SlabHeader)) {
+    return MakeError(ErrorId::kBudgetTooSmall,
+                     absl::StrCat("ram of ", FormatBytes(ram_bytes_), " does not hold the ",
+                                  FormatBytes(kOpenRegionBytes), " of rings and staging"));
+  }
+  OFFLOAD_ASSIGN_OR_RETURN(slab_, proto::SharedMemory::Create("offloadd-slab", ram_bytes_));
+  OFFLOAD_ASSIGN_OR_RETURN(region_, proto::SharedMemory::Create("offloadd-region", ram_bytes_));
+  OFFLOAD_RETURN_IF_ERROR(slab_.Allocate(0, proto::PaddedBytes(sizeof(proto::SlabHeader))));
+  OFFLOAD_RETURN_IF_ERROR(slab_.SealForWriting());
+  OFFLOAD_RETURN_IF_ERROR(region_.Allocate(0, kOpenRegionBytes));
+  proto::InitializeSlab(slab_.data());
+  proto::InitializeRegion(region_.data());
+  context_.slab = slab_.data();
+  context_.region = region_.data();
+  context_.region_bytes = kOpenRegionBytes;
+  header()->durable_step.store(step_, std::memory_order_relaxed);
+  header()->updated_step.store(step_, std::memory_order_relaxed);
+  return absl::OkStatus();
+}
+
+void Job::AttachRings(proto::Doorbell doorbell) {
+  rings_.emplace(region_.data(), std::move(doorbell));
+  UpdateLimits();
+  loop_->Watch(rings_->doorbell().fd(), [this] {
+    if (!rings_.has_value() || rings_->doorbell().Drain()) return;
+    loop_->Unwatch(rings_->doorbell().fd());  // readable for ever; the socket tells the rest
+  });
+}
+
+// What a submission may name from now on.
+void Job::UpdateLimits() {
+  if (!rings_.has_value()) return;
+  rings_->submissions().SetLimits({.region_bytes = context_.region_bytes,
+                                   .scratch_bytes = scratch_bytes_,
+                                   .catalogue = sealed_ ? &context_.catalogue : nullptr,
+                                   .optimizer = context_.optimizer});
+}
+
+// ---- Sealing -----------------------------------------------------------------------------------
+
+absl::Status Job::DeclareTensors(const std::vector<proto::v1::DeclareTensorsRequest>& messages,
+                                 uint64_t* tensor_count) {
+  if (sealed_) return WrongState("DeclareTensors after Seal");
+  for (const proto::v1::DeclareTensorsRequest& message : messages) {
+    for (const proto::v1::Tensor& tensor : message.tensors()) {
+      if (declared_.size() >= proto::kTensorsMax) return WrongState("too many tensors");
+      OFFLOAD_ASSIGN_OR_RETURN(proto::Tensor declared, TensorFromMessage(tensor));
+      declared_.push_back(std::move(declared));
+    }
+  }
+  *tensor_count = declared_.size();
+  return absl::OkStatus();
+}
+
+absl::Status Job::ReserveScratch(uint64_t bytes) {
+  if (context_.failed()) return context_.failure;
+  OFFLOAD_RETURN_IF_ERROR(SetScratch());
+  OFFLOAD_RETURN_IF_ERROR(scratch_->Reserve(bytes));
+  scratch_bytes_ = std::max(scratch_bytes_, AlignDown(bytes, proto::kSectorBytes));
+  UpdateLimits();
+  return absl::OkStatus();
+}
+
+absl::Status Job::Seal(const std::vector<proto::v1::SealRequest>& messages,
+                       const Progress& progress) {
+  if (sealed_ || closing_) return WrongState("Seal for the second time");
+  OFFLOAD_ASSIGN_OR_RETURN(context_.catalogue, proto::BuildCatalogue(std::move(declared_)));
+  OFFLOAD_RETURN_IF_ERROR(ReadPlan(messages));
+  OFFLOAD_ASSIGN_OR_RETURN(
+      context_.layout,
+      proto::ComputeSlabLayout(context_.catalogue, context_.optimizer, context_.plan));
+  OFFLOAD_RETURN_IF_ERROR(CheckBudget());
+  if (exists_) OFFLOAD_RETURN_IF_ERROR(CompareCatalogue());
+  OFFLOAD_RETURN_IF_ERROR(ReserveMemory());
+  if (context_.plan.scratch_bytes > 0)
+    OFFLOAD_RETURN_IF_ERROR(ReserveScratch(context_.plan.scratch_bytes));
+  if (!exists_) OFFLOAD_RETURN_IF_ERROR(CreateStore(progress));
+  context_.published = exists_;
+  MakeParts();
+  sealed_ = true;
+  UpdateLimits();
+  UpdateHeader();
+  return absl::OkStatus();
+}
+
+absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) {
+  OFFLOAD_ASSIGN_OR_RETURN(SealedPlan sealed, PlanFromMessages(messages));
+  context_.optimizer = sealed.optimizer;
+  context_.plan = std::move(sealed.plan);
+  pins_offset_ = sealed.pins_offset;
+  const proto::Catalogue& catalogue = context_.catalogue;
+  const uint64_t pins_bytes = catalogue.tensors.size() * sizeof(proto::PinWord);
+  if (context_.plan.pipeline_blocks > kLimits.pipeline_blocks_max ||
+      context_.plan.region_bytes > ram_bytes_ ||
+      !IsAligned(context_.plan.region_bytes, proto::kSectorBytes) || !IsAligned(pins_offset_, 64) ||
+      pins_offset_ < proto::kRegionFixedBytes ||
+      !IsInside(pins_offset_, pins_bytes, context_.plan.region_bytes)) {
+    return WrongState(absl::StrCat("a plan with ", context_.plan.pipeline_blocks,
+                                   " pipeline blocks, a region of ", context_.plan.region_bytes,
+                                   " bytes and pins at ", pins_offset_));
+  }
+  for (size_t i = 0; i < catalogue.tensors.size() && i < context_.plan.gradients.size(); ++i) {
+    const bool bundled = catalogue.store_tensors[catalogue.placements[i].store_tensor].bundle;
+    if (bundled && context_.plan.gradients[i].home == proto::GradientHome::kScratch) {
+      return WrongState(absl::StrCat("a plan that spills the gradient of \"",
+                                     catalogue.tensors[i].name, "\", which is bundled"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Job::CheckBudget() const {
+  const uint64_t overhead_bytes = proto::OverheadBytes(context_.catalogue, context_.optimizer);
+  const std::optional<uint64_t> memories =
+      CheckedAdd(context_.layout.total_bytes, context_.plan.region_bytes);
+  const std::optional<uint64_t> sum =
+      memories.has_value() ? CheckedAdd(*memories, overhead_bytes) : std::nullopt;
+  if (sum.has_value() && *sum <= ram_bytes_) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kBudgetTooSmall,
+      absl::StrCat("the plan needs ", FormatBytes(context_.layout.total_bytes),
+                   " for weights and updates, ", FormatBytes(context_.plan.region_bytes),
+                   " for the rank and ", FormatBytes(overhead_bytes),
+                   " overhead, more than ram of ", FormatBytes(ram_bytes_)));
+}
+
+absl::Status Job::CompareCatalogue() const {
+  OFFLOAD_ASSIGN_OR_RETURN(const StoredCatalogue stored, DecodeCatalogue(store_->spec().catalogue));
+  OFFLOAD_RETURN_IF_ERROR(CompareWithStored(name_, stored, context_.catalogue, context_.optimizer));
+  if (MakeStoreSpec(name_, context_.catalogue, context_.optimizer).tensors !=
+      store_->spec().tensors) {
+    return MakeError(ErrorId::kStoreVersion,
+                     absl::StrCat("job \"", name_, "\" was laid out by other rules"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Job::CreateStore(const Progress& progress) {
+  swap::StoreOptions options;
+  options.io = io_;
+  options.progress = progress;
+  OFFLOAD_ASSIGN_OR_RETURN(
+      store_, swap::Store::Create(
+                  pool_, MakeStoreSpec(name_, context_.catalogue, context_.optimizer), options));
+  context_.store = store_.get();
+  loop_->Watch(store_->event_fd(), [] {});
+  return absl::OkStatus();
+}
+
+// All pages now, so that no step meets a page fault that allocates.
+absl::Status Job::ReserveMemory() {
+  OFFLOAD_RETURN_IF_ERROR(slab_.Allocate(0, context_.layout.total_bytes));
+  OFFLOAD_RETURN_IF_ERROR(region_.Allocate(0, context_.plan.region_bytes));
+  context_.region_bytes = context_.plan.region_bytes;
+#ifdef MADV_POPULATE_WRITE
+  madvise(slab_.data(), context_.layout.total_bytes, MADV_POPULATE_WRITE);
+  madvise(region_.data(), context_.plan.region_bytes, MADV_POPULATE_READ);
+#endif
+  return absl::OkStatus();
+}
+
+void Job::MakeParts() {
+  // The rank's map of the pins begins with zeros or with what it has pinned meanwhile: both are
+  // right.
+  context_.pins = reinterpret_cast<const proto::PinWord*>(region_.data() + pins_offset_);
+  cache_ = std::make_unique<WeightCache>(&context_, !exists_);
+  state_ = std::make_unique<ResidentState>(&context_);
+  executor_ = std::make_unique<UpdateExecutor>(
+      &context_, cache_.get(), state_.get(),
+      UpdateExecutor::Events{.on_updated =
+                                 [this](uint64_t step) {
+                                   header()->updated_step.store(step, std::memory_order_relaxed);
+                                 },
+                             .on_committed = [this](uint64_t step) { OnCommitted(step); }});
+  cache_->SetOnDemand([this](uint32_t store_tensor) { executor_->Demand(store_tensor); });
+  transfers_ = std::make_unique<Transfers>(&context_, cache_.get(), state_.get(), executor_.get());
+}
+
+// ---- Publishing --------------------------------------------------------------------------------
+
+void Job::Publish(const std::string& trainer_state, Done done) {
+  if (context_.failed()) return done(context_.failure);
+  if (!sealed_ || closing_ || publishing_)
+    return done(WrongState("Publish before Seal or for the second time"));
+  if (context_.published) return done(absl::OkStatus());
+  if (trainer_state.size() > kLimits.trainer_state_bytes_max)
+    return done(WrongState("a trainer state that is too large"));
+  if (!transfers_->idle()) return done(WrongState("Publish while puts are under way"));
+  publishing_ = true;
+  context_.commit_wanted = true;
+  transfers_->WriteBundles(
+      [this, trainer_state, done = std::move(done)](absl::Status status) mutable {
+        if (!status.ok()) return FinishPublish(std::move(done), trainer_state, std::move(status));
+        store_->Commit(0, trainer_state,
+                       context_.Counted([this, trainer_state,
+                                         done = std::move(done)](absl::Status committed) mutable {
+                         FinishPublish(std::move(done), trainer_state, std::move(committed));
+                       }));
+      });
+}
+
+void Job::FinishPublish(Done done, const std::string& trainer_state, absl::Status status) {
+  publishing_ = false;
+  context_.commit_wanted = false;
+  if (status.ok()) status = store_->Publish();
+  if (!status.ok()) {
+    Fail(status);
+    return done(status);
+  }
+  context_.published = true;
+  done(absl::OkStatus());
+}
+
+// ---- Steps -------------------------------------------------------------------------------------
+
+absl::Status Job::SetSchedule(const std::vector<uint32_t>& tensors) {
+  if (!sealed_) return WrongState("SetSchedule before Seal");
+  if (tensors.size() > kLimits.schedule_touches_max)
+    return WrongState("a schedule that is too long");
+  for (const uint32_t tensor : tensors) {
+    if (tensor >= context_.catalogue.tensors.size())
+      return WrongState(absl::StrCat("a schedule with tensor ", tensor));
+  }
+  cache_->SetSchedule(tensors);
+  executor_->Reorder();
+  return absl::OkStatus();
+}
+
+void Job::Step(std::vector<proto::v1::StepRequest> messages, StepDone done) {
+  if (context_.failed()) return done(context_.failure);
+  if (!context_.published || closing_)
+    return done(WrongState("Step before Publish or after Close"));
+  if (waiting_step_.has_value()) return done(WrongState("two steps at once"));
+  ReadRing();  // what came before the step belongs before it
+  waiting_step_ = WaitingStep{std::move(messages), std::move(done)};
+  if (executor_->busy()) return executor_->Hurry();
+  StartRecordedStep();
+}
+
+// Records the step that waits; the one before it is committed.
+void Job::StartRecordedStep() {
+  if (!waiting_step_.has_value()) return;
+  WaitingStep waiting = *std::exchange(waiting_step_, std::nullopt);
+  absl::StatusOr<StepPlan> plan = MakeStepPlan(waiting.messages, context_);
+  if (!plan.ok()) return waiting.done(plan.status());
+  if (plan->step != step_ + 1) {
+    return waiting.done(WrongState(absl::StrCat("step ", plan->step, " after step ", step_)));
+  }
+  step_ = plan->step;
+  cache_->SetPosition(rings_.has_value() ? rings_->schedule_position() : 0);
+  executor_->Begin(*std::move(plan));
+  waiting.done(store_->committed().epoch);
+}
+
+void Job::OnCommitted(uint64_t step) {
+  header()->durable_step.store(step, std::memory_order_relaxed);
+  const double now = context_.clock->NowSeconds();
+  if (last_commit_seconds_ > 0) seconds_per_step_ = now - last_commit_seconds_;
+  last_commit_seconds_ = now;
+  for (StepDone& waiter : std::exchange(durable_waiters_, {})) waiter(step);
+  StartRecordedStep();
+}
+
+void Job::WaitDurable(StepDone done) {
+  if (context_.failed()) return done(context_.failure);
+  if (!context_.published) return done(WrongState("WaitDurable before Publish"));
+  if (!executor_->busy() && !waiting_step_.has_value()) return done(store_->committed().epoch);
+  executor_->Hurry();
+  durable_waiters_.push_back(std::move(done));
+}
+
+// ---- The end -----------------------------------------------------------------------------------
+
+void Job::Close(Done done) {
+  closing_ = true;
+  if (drained_) return done(context_.failure);
+  close_waiters_.push_back(std::move(done));
+}
+
+void Job::RankGone() {
+  if (rank_gone_) return;
+  rank_gone_ = true;
+  closing_ = true;
+  context_.pins = nullptr;
+  if (rings_.has_value()) {
+    loop_->Unwatch(rings_->doorbell().fd());
+    rings_.reset();
+  }
+  if (cache_ != nullptr) cache_->DropWishes();
+}
+
+// Moves towards the end: updates and puts first, then a commit for what was put without a step.
+void Job::Drain() {
+  if (drained_) return;
+  if (sealed_ && !context_.failed()) {
+    executor_->Hurry();
+    if (publishing_ || executor_->busy() || waiting_step_.has_value() || !transfers_->idle())
+      return;
+    if (context_.published && context_.writes_in_flight == 0 && store_->has_uncommitted_writes())
+      return executor_->CommitPuts();
+  }
+  if (context_.outstanding > 0) return;
+  drained_ = true;
+  for (Done& waiter : std::exchange(close_waiters_, {})) waiter(context_.failure);
+}
+
+void Job::Fail(absl::Status status) {
+  OFFLOAD_CHECK(!status.ok());
+  if (context_.failed()) return;
+  spdlog::error("job {}: {}", name_, ToStd(status.message()));
+  context_.failure = status;
+  proto::PublishFailure(header(), status);
+  if (waiting_step_.has_value()) std::exchange(waiting_step_, std::nullopt)->done(status);
+  for (StepDone& waiter : std::exchange(durable_waiters_, {})) waiter(status);
+  if (cache_ != nullptr) cache_->FailWaiters();
+  if (transfers_ != nullptr) transfers_->FailQueued();
+}
+
+std::string Job::ExplainFailure(uint64_t tag) const {
+  for (auto text = failure_texts_.rbegin(); text != failure_texts_.rend(); ++text) {
+    if (text->first == tag) return text->second;
+  }
+  return context_.failed() ? std::string(context_.failure.message()) : "";
+}
+
+// ---- The ring ----------------------------------------------------------------------------------
+
+void Job::ReadRing() {
+  for (uint32_t i = 0; rings_.has_value() && i < kLimits.ring_entries_per_turn; ++i) {
+    absl::StatusOr<std::optional<proto::SubmissionEntry>> next = rings_->Next();
+    if (!next.ok()) {
+      Fail(next.status());  // also tells the rank why
+      loop_->Unwatch(rings_->doorbell().fd());
+      rings_.reset();
+      rank_at_fault_ = true;
+      return;
+    }
+    if (!next->has_value()) return;
+    Handle(**next);
+  }
+}
+
+void Job::Handle(const proto::SubmissionEntry& entry) {
+  if (context_.failed()) return Complete(entry.tag, context_.failure, 0);
+  switch (entry.operation) {
+    case proto::RingOperation::kNop:
+      return Complete(entry.tag, absl::OkStatus(), 0);
+    case proto::RingOperation::kAcquire:
+      return cache_->Acquire(entry.tensor, entry.tag);
+    case proto::RingOperation::kPrefetch:
+      cache_->Prefetch(entry.tensor);
+      return Complete(entry.tag, absl::OkStatus(), 0);
+    case proto::RingOperation::kPut:
+    case proto::RingOperation::kGet:
+      return transfers_->Add(entry);
+    case proto::RingOperation::kScratchWrite:
+      return ScratchWrite(entry);
+    case proto::RingOperation::kScratchRead:
+      return scratch_->Read(entry.element_offset,
+                            {region_.data() + entry.region_offset, entry.element_count},
+                            context_.Counted([this, tag = entry.tag](absl::Status status) {
+                              Complete(tag, std::move(status), 0);
+                            }));
+  }
+}
+
+// In pieces of half an extent of fp32, or a whole one of bf16: what is read back begins and ends at
+// extents.
+void Job::ScratchWrite(const proto::SubmissionEntry& entry) {
+  constexpr uint64_t kPieceBytes = uint64_t{proto::kExtentElements} * 2;
+  struct Pieces {
+    uint32_t left = 0;
+    absl::Status status;
+  };
+  auto pieces = std::make_shared<Pieces>();
+  pieces->left = static_cast<uint32_t>(CeilDivide(entry.element_count, kPieceBytes));
+  for (uint64_t begin = 0; begin < entry.element_count; begin += kPieceBytes) {
+    const uint64_t size_bytes = std::min(kPieceBytes, entry.element_count - begin);
+    scratch_->Write(entry.element_offset + begin,
+                    {region_.data() + entry.region_offset + begin, size_bytes},
+                    context_.Counted([this, pieces, tag = entry.tag](absl::Status status) {
+                      pieces->status.Update(status);
+                      if (--pieces->left == 0) Complete(tag, pieces->status, 0);
+                    }));
+  }
+}
+
+void Job::Complete(uint64_t tag, absl::Status status, uint64_t value) {
+  if (!rings_.has_value()) return;
+  if (!status.ok()) {
+    failure_texts_.emplace_back(tag, std::string(status.message()));
+    if (failure_texts_.size() > kLimits.failure_texts_max) failure_texts_.pop_front();
+  }
+  rings_->Complete(tag, value, status);
+}
+
+// ---- Turns -------------------------------------------------------------------------------------
+
+size_t Job::PollDevices() {
+  size_t count = 0;
+  if (store_ != nullptr) count += store_->Poll(false);
+  if (scratch_ != nullptr) count += scratch_->Poll(false);
+  return count;
+}
+
+int Job::Turn() {
+  if (drained_) return -1;
+  if (rings_.has_value()) rings_->Awake();
+  if (!closing_) ReadRing();
+  bool waiting = false;
+  size_t completions = PollDevices();
+  if (sealed_) {
+    if (rings_.has_value()) cache_->SetPosition(rings_->schedule_position());
+    // Transfers before updates: what they hold is held before an update could claim it.
+    waiting |= transfers_->Turn();
+    waiting |= cache_->Turn();
+    waiting |= executor_->Turn();
+    completions += PollDevices();  // hands what was started to the kernel
+  }
+  if (closing_) Drain();
+  UpdateHeader();
+  if (rings_.has_value()) rings_->Publish();
+  if (completions > 0) return 0;
+  if (rings_.has_value() && !closing_ && !rings_->PrepareToSleep()) return 0;
+  return waiting || closing_ ? kLimits.room_poll_ms : -1;
+}
+
+void Job::UpdateHeader() {
+  if (slab_.data() == nullptr) return;
+  uint64_t bytes_read = 0, bytes_written = 0;
+  for (const aio::Device* device : {store_ != nullptr ? &store_->device() : nullptr,
+                                    scratch_ != nullptr ? &scratch_->device() : nullptr}) {
+    if (device == nullptr) continue;
+    bytes_read += device->counters().read_bytes.load(std::memory_order_relaxed);
+    bytes_written += device->counters().written_bytes.load(std::memory_order_relaxed);
+  }
+  uint64_t resident_bytes = context_.region_bytes + proto::PaddedBytes(sizeof(proto::SlabHeader));
+  if (sealed_) {
+    resident_bytes +=
+        proto::PaddedBytes(context_.catalogue.tensors.size() * sizeof(proto::TensorWord)) +
+        cache_->resident_bytes() + state_->loaded_bytes() + executor_->buffer_bytes();
+  }
+  peak_bytes_ = std::max(peak_bytes_, resident_bytes);
+  proto::SlabHeader* words = header();
+  words->bytes_read.store(bytes_read, std::memory_order_relaxed);
+  words->bytes_written.store(bytes_written, std::memory_order_relaxed);
+  words->resident_bytes.store(resident_bytes, std::memory_order_relaxed);
+  words->peak_bytes.store(peak_bytes_, std::memory_order_relaxed);
+}
+
+void Job::FillStatus(proto::v1::JobStatus* status) const {
+  status->set_job(name_);
+  status->set_pool(pool_);
+  status->set_step(step_);
+  status->set_durable_step(header()->durable_step.load(std::memory_order_relaxed));
+  status->set_ram_bytes(ram_bytes_);
+  status->set_allocated_bytes(slab_.AllocatedBytes().value_or(0) +
+                              region_.AllocatedBytes().value_or(0));
+  status->set_resident_bytes(header()->resident_bytes.load(std::memory_order_relaxed));
+  status->set_bytes_read(header()->bytes_read.load(std::memory_order_relaxed));
+  status->set_bytes_written(header()->bytes_written.load(std::memory_order_relaxed));
+  status->set_io_engine(io_engine_);
+  status->set_phase(context_.failed()    ? "failed"
+                    : context_.published ? "training"
+                    : sealed_            ? "sealed"
+                                         : "open");
+  status->set_seconds_per_step(seconds_per_step_);
+}
+
+}  // namespace offload::daemon

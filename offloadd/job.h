@@ -1,0 +1,164 @@
+// offloadd/job.h
+//
+// A job from open to close: its store, its budget, its two memories, and the parts that work on
+// them.
+//
+//   OpenJob → DeclareTensors… → Seal → (Put… → Publish) → SetSchedule, Step, Step, … → Close
+//
+// Invariants
+//   * Everything that ram promises is reserved at Seal; after that the job allocates nothing but
+//   small bookkeeping.
+//   * Every call is answered once, also when the rank or the daemon goes away.
+//   * A job ends drained: no transfer or computation is under way, every recorded step is committed
+//   unless the job has failed.
+//
+// One session per job for now: the rank that opened it. Several will share context, store and slab,
+// and bring a region each.
+//
+// Thread safety: the loop's thread only. Blocking calls (Open, Seal, Publish) block the loop, which
+// serves nobody else.
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/worker_pool.h"
+#include "offloadd/event_loop.h"
+#include "offloadd/job_context.h"
+#include "offloadd/resident_state.h"
+#include "offloadd/transfers.h"
+#include "offloadd/update_executor.h"
+#include "offloadd/weight_cache.h"
+#include "proto/daemon_rings.h"
+#include "proto/offload.pb.h"
+#include "proto/shared_memory.h"
+
+namespace offload::daemon {
+
+// Where jobs may live.
+struct PoolPolicy {
+  std::string default_pool;          // for requests without one; may be empty
+  std::vector<std::string> allowed;  // empty: any
+};
+// The pool of a request; OFD-1002 without one, OFD-1504 when it is not allowed.
+absl::StatusOr<std::string> ChoosePool(const PoolPolicy& policy, const std::string& requested);
+
+class Job {
+ public:
+  using Done = std::function<void(absl::Status)>;
+  using StepDone = std::function<void(absl::StatusOr<uint64_t> durable_step)>;
+  using Progress = std::function<void(uint64_t bytes_formatted, uint64_t bytes_total)>;
+
+  // Opens the store of the job or finds that there is none, and makes the two memories. Blocking.
+  static absl::StatusOr<std::unique_ptr<Job>> Open(EventLoop* loop,
+                                                   const proto::v1::OpenJobRequest& request,
+                                                   const std::string& pool,
+                                                   proto::v1::OpenJobReply* reply);
+  ~Job();
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+
+  proto::SharedMemory& slab_memory() { return slab_; }
+  proto::SharedMemory& region_memory() { return region_; }
+  // The rank has mapped its memories: its rings are read from now on.
+  void AttachRings(proto::Doorbell doorbell);
+
+  absl::Status DeclareTensors(const std::vector<proto::v1::DeclareTensorsRequest>& messages,
+                              uint64_t* tensor_count);
+  absl::Status ReserveScratch(uint64_t bytes);
+  absl::Status Seal(const std::vector<proto::v1::SealRequest>& messages, const Progress& progress);
+  void Publish(const std::string& trainer_state, Done done);
+  absl::Status SetSchedule(const std::vector<uint32_t>& tensors);
+  void Step(std::vector<proto::v1::StepRequest> messages, StepDone done);
+  void WaitDurable(StepDone done);
+  // Drains, commits, and answers; the job does nothing any more.
+  void Close(Done done);
+  // The rank is gone: nothing is pinned, nobody is answered. Drains as Close().
+  void RankGone();
+  std::string ExplainFailure(uint64_t tag) const;
+
+  // Does what can be done now; returns how long the loop may sleep, as EventLoop::SetTurn says.
+  int Turn();
+  // True when nothing is under way any more after Close() or RankGone().
+  bool drained() const { return drained_; }
+  // True when the rank wrote nonsense into its ring: its session must end.
+  bool rank_at_fault() const { return rank_at_fault_; }
+  void FillStatus(proto::v1::JobStatus* status) const;
+
+ private:
+  explicit Job(EventLoop* loop);
+  absl::Status OpenStore();
+  absl::Status MakeMemories();
+  absl::Status SetScratch();
+  absl::Status ReadPlan(const std::vector<proto::v1::SealRequest>& messages);
+  absl::Status CheckBudget() const;
+  absl::Status CompareCatalogue() const;
+  absl::Status CreateStore(const Progress& progress);
+  absl::Status ReserveMemory();
+  void MakeParts();
+  void UpdateLimits();
+
+  void ReadRing();
+  void Handle(const proto::SubmissionEntry& entry);
+  void ScratchWrite(const proto::SubmissionEntry& entry);
+  void Complete(uint64_t tag, absl::Status status, uint64_t value);
+  void Fail(absl::Status status);
+  size_t PollDevices();
+  void StartRecordedStep();
+  void OnCommitted(uint64_t step);
+  void FinishPublish(Done done, const std::string& trainer_state, absl::Status status);
+  void Drain();
+  void UpdateHeader();
+  proto::SlabHeader* header() const { return reinterpret_cast<proto::SlabHeader*>(slab_.data()); }
+
+  EventLoop* loop_;
+  std::string name_, pool_;
+  uint64_t ram_bytes_ = 0;
+  aio::OpenOptions io_;
+  std::string io_engine_;
+  uint64_t pins_offset_ = 0;
+  uint64_t scratch_bytes_ = 0;  // that the rank may use
+  bool exists_ = false;         // a committed store of this name was there
+  bool sealed_ = false;
+  std::vector<proto::Tensor> declared_;
+
+  proto::SharedMemory slab_, region_;
+  std::unique_ptr<WorkerPool> workers_;
+  std::unique_ptr<swap::Store> store_;
+  std::unique_ptr<swap::Scratch> scratch_;
+  JobContext context_;
+  std::optional<proto::DaemonRings> rings_;
+  std::unique_ptr<WeightCache> cache_;
+  std::unique_ptr<ResidentState> state_;
+  std::unique_ptr<UpdateExecutor> executor_;
+  std::unique_ptr<Transfers> transfers_;
+
+  uint64_t step_ = 0;  // the last recorded one
+  struct WaitingStep {
+    std::vector<proto::v1::StepRequest> messages;
+    StepDone done;
+  };
+  std::optional<WaitingStep> waiting_step_;
+  std::vector<StepDone> durable_waiters_;
+  std::vector<Done> close_waiters_;
+  bool publishing_ = false;
+  bool closing_ = false;
+  bool rank_gone_ = false;
+  bool rank_at_fault_ = false;
+  bool drained_ = false;
+  std::deque<std::pair<uint64_t, std::string>> failure_texts_;
+  double last_commit_seconds_ = 0, seconds_per_step_ = 0;
+  uint64_t peak_bytes_ = 0;
+};
+
+}  // namespace offload::daemon

@@ -1,0 +1,107 @@
+// offloadd/job_context.h
+//
+// What the parts of a sealed job share: its store, its memory, where everything stands in it, and
+// the ways to compute off the loop, to answer the rank and to fail.
+//
+// Invariants
+//   * `outstanding` counts every transfer and computation whose callback has not run. Nothing of a
+//   job is freed while it is not 0.
+//   * After `failure` is set nothing new is started, and nothing more is committed.
+//
+// Thread safety: the loop's thread only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "base/clock.h"
+#include "base/worker_pool.h"
+#include "offloadd/event_loop.h"
+#include "proto/shm_abi.h"
+#include "proto/slab_layout.h"
+#include "swap/scratch.h"
+#include "swap/store.h"
+
+namespace offload::daemon {
+
+struct JobContext {
+  EventLoop* loop = nullptr;
+  WorkerPool* workers = nullptr;
+  const Clock* clock = nullptr;
+  swap::Store* store = nullptr;
+  swap::Scratch* scratch = nullptr;  // null until somebody needs one
+
+  proto::Catalogue catalogue;
+  proto::OptimizerState optimizer = proto::OptimizerState::kAdam;
+  proto::MemoryPlan plan;
+  proto::SlabLayout layout;
+
+  std::byte* slab = nullptr;
+  std::byte* region = nullptr;
+  uint64_t region_bytes = 0;
+  const proto::PinWord* pins = nullptr;  // null when there is no rank any more: nothing is pinned
+
+  bool published = false;      // the store has its name; before that the weights are being put
+  bool commit_wanted = false;  // no write may begin until the commit is done
+  uint32_t writes_in_flight = 0;
+  uint64_t outstanding = 0;
+  absl::Status failure;
+
+  // Answers an operation of the ring.
+  std::function<void(uint64_t tag, absl::Status status, uint64_t value)> complete;
+  // Makes the job failed; the first status stays.
+  std::function<void(absl::Status)> fail;
+
+  const proto::StoreTensor& store_tensor(uint32_t index) const {
+    return catalogue.store_tensors[index];
+  }
+  bool failed() const { return !failure.ok(); }
+
+  // Runs `work` on a worker and then `done` on the loop.
+  void Compute(std::function<void()> work, std::function<void()> done) {
+    ++outstanding;
+    workers->Post([this, work = std::move(work), done = std::move(done)]() mutable {
+      work();
+      loop->Post([this, done = std::move(done)] {
+        --outstanding;
+        done();
+      });
+    });
+  }
+
+  // Wraps a callback of store or scratch so that it is counted.
+  swap::Store::Done Counted(std::function<void(absl::Status)> done) {
+    ++outstanding;
+    return [this, done = std::move(done)](absl::Status status) {
+      --outstanding;
+      done(std::move(status));
+    };
+  }
+  swap::Store::Done CountedWrite(std::function<void(absl::Status)> done) {
+    ++writes_in_flight;
+    return Counted([this, done = std::move(done)](absl::Status status) {
+      --writes_in_flight;
+      done(std::move(status));
+    });
+  }
+};
+
+// Bytes of an element in a plane.
+inline uint64_t WeightBytes(const proto::StoreTensor& tensor, uint64_t elements) {
+  return elements * proto::DtypeBytes(tensor.dtype);
+}
+// Where extent `index` of a weight begins in its slot.
+inline uint64_t WeightExtentOffset(const proto::StoreTensor& tensor, uint32_t index) {
+  return WeightBytes(tensor, uint64_t{index} * proto::kExtentElements);
+}
+
+inline bool HasResidual(const proto::StoreTensor& tensor) {
+  return tensor.trainable && tensor.dtype == proto::Dtype::kBFloat16;
+}
+
+}  // namespace offload::daemon

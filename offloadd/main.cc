@@ -1,0 +1,97 @@
+// offloadd: the daemon.
+
+#include <sys/prctl.h>
+#include <sys/stat.h>
+
+#include <csignal>
+#include <cstdio>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "base/string_view.h"
+#include "offloadd/daemon.h"
+#include "offloadd/limits.h"
+#include "offloadd/version.h"
+#include "spdlog/sinks/stdout_sinks.h"
+#include "spdlog/spdlog.h"
+
+namespace offload::daemon {
+namespace {
+
+struct Flags {
+  DaemonOptions daemon;
+  std::string log_level;
+};
+
+void AddFlags(CLI::App& app, Flags& flags) {
+  app.add_flag("--private", flags.daemon.is_private,
+               "Serve the process that started this one, and end with it");
+  app.add_option("--socket", flags.daemon.socket_path,
+                 "Path of the socket that ranks connect to; control.sock is put beside it")
+      ->type_name("PATH")
+      ->required();
+  app.add_option("--parent-pid", flags.daemon.parent_pid,
+                 "The process that a private daemon serves")
+      ->type_name("N");
+  app.add_option("--pool", flags.daemon.pools.allowed,
+                 "A directory that jobs may live in; the first one is the default (repeatable)")
+      ->type_name("DIR");
+  app.add_option("--log-level", flags.log_level, "debug, info, warning or error")
+      ->check(CLI::IsMember({"debug", "info", "warning", "error"}));
+  app.set_version_flag("--version", std::string("offloadd ") + kVersion);
+}
+
+// A private daemon says what it chose and what goes wrong: it writes into the trainer's terminal.
+void SetUpLog(const Flags& flags) {
+  auto logger = spdlog::stderr_logger_mt("offloadd");
+  logger->set_pattern(flags.daemon.is_private ? "offloadd: %v"
+                                              : "%Y-%m-%d %H:%M:%S.%e offloadd[%P] %l: %v");
+  logger->set_level(spdlog::level::from_str(flags.log_level.empty() ? "info" : flags.log_level));
+  spdlog::set_default_logger(logger);
+}
+
+void SetUpProcess(bool is_private) {
+  umask(0077);
+  std::signal(SIGPIPE, SIG_IGN);
+  std::signal(SIGXFSZ, SIG_IGN);  // a write beyond a limit is an error, not the end
+  // The terminal's Ctrl-C is meant for the trainer; its end is ours, after draining.
+  if (is_private) {
+    setsid();
+    std::signal(SIGINT, SIG_IGN);
+    std::signal(SIGHUP, SIG_IGN);
+  }
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  if (!is_private) sigaddset(&signals, SIGINT);
+  sigprocmask(SIG_BLOCK, &signals, nullptr);
+}
+
+int Main(int argc, char** argv) {
+  CLI::App app("offloadd: keeps the state of training runs on NVMe and runs their optimizer");
+  Flags flags;
+  AddFlags(app, flags);
+  CLI11_PARSE(app, argc, argv);
+  if (!flags.daemon.pools.allowed.empty())
+    flags.daemon.pools.default_pool = flags.daemon.pools.allowed.front();
+  SetUpProcess(flags.daemon.is_private);
+  SetUpLog(flags);
+  spdlog::debug("limits: {} sessions, {} loads and {} transfers in flight, {} s for room",
+                kLimits.sessions_max, kLimits.loads_in_flight_max, kLimits.transfers_in_flight_max,
+                kLimits.room_timeout_seconds);
+  absl::StatusOr<std::unique_ptr<Daemon>> daemon = Daemon::Create(flags.daemon);
+  if (!daemon.ok()) {
+    std::fprintf(stderr, "offloadd: %s\n", std::string(daemon.status().message()).c_str());
+    return 1;
+  }
+  if (!flags.daemon.is_private) spdlog::info("listening at {}", flags.daemon.socket_path);
+  (*daemon)->Run();
+  return 0;
+}
+
+}  // namespace
+}  // namespace offload::daemon
+
+int main(int argc, char** argv) { return offload::daemon::Main(argc, argv); }

@@ -1,0 +1,93 @@
+// offloadd/session.h
+//
+// One connected rank: its handshake, its life, its job. Every session has a thread of its own with
+// an event loop, so that a job that waits for a drive, a lock or its rank stops no other job.
+//
+// Invariants
+//   * A session ends when its socket or its process ends, when it breaks the protocol, or when the
+//   daemon shuts down; then its job is
+//     drained, its store closed, its memory freed, in this order, and `ended` is called from the
+//     session's thread as its last act.
+//   * The token is bound to the socket and dies with it.
+//
+// Thread safety: token, loop, Shutdown and Status from any thread; job() on the session's loop
+// only.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/unique_fd.h"
+#include "offloadd/event_loop.h"
+#include "offloadd/job.h"
+#include "proto/handshake.h"
+
+namespace offload::daemon {
+
+class Session {
+ public:
+  struct Options {
+    uint64_t id = 0;
+    std::string control_path;
+    PoolPolicy pools;
+    bool private_daemon = false;
+  };
+
+  static absl::StatusOr<std::shared_ptr<Session>> Create(UniqueFd socket, proto::Peer peer,
+                                                         Options options,
+                                                         std::function<void(uint64_t id)> ended);
+  // Begins to listen to the rank; once, and after the session can be found by its token.
+  void Start();
+  ~Session();  // joins the thread
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+
+  uint64_t id() const { return options_.id; }
+  const proto::Token& token() const { return token_; }
+  EventLoop& loop() { return *loop_; }
+  pid_t client_pid() const { return peer_.pid; }
+
+  // Drains and ends.
+  void Shutdown();
+
+  // ---- On the loop.
+  // Null before OpenJob.
+  Job* job() { return job_.get(); }
+  absl::StatusOr<proto::v1::OpenJobReply> OpenJob(const proto::v1::OpenJobRequest& request);
+  // Drains the job and closes its store; the session stays, without a job that does anything.
+  void CloseJob(std::function<void(absl::Status)> done);
+  // Called while a store is being formatted, which the loop cannot interrupt: a private daemon
+  // whose rank is gone ends at once.
+  void CheckRankWhileFormatting() const;
+
+ private:
+  Session(UniqueFd socket, proto::Peer peer, Options options, std::unique_ptr<EventLoop> loop,
+          proto::Token token, std::function<void(uint64_t)> ended);
+  void Run();
+  int Turn();
+  void ReadSocket();
+  absl::Status Handle(const proto::RankMessage& message);
+  absl::Status SendMemory();
+  void End(std::string_view reason);
+
+  UniqueFd socket_;
+  proto::Peer peer_;
+  Options options_;
+  proto::Token token_;
+  std::function<void(uint64_t)> ended_;
+  std::unique_ptr<EventLoop> loop_;
+  std::unique_ptr<Job> job_;
+  std::optional<proto::Doorbell> doorbell_;  // ours, until the rank has mapped its memory
+  bool memory_sent_ = false;
+  bool ending_ = false;
+  std::thread thread_;
+};
+
+}  // namespace offload::daemon

@@ -1,0 +1,394 @@
+#include "offloadd/transfers.h"
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/check.h"
+#include "base/error.h"
+#include "kernels/split.h"
+#include "offloadd/limits.h"
+
+namespace offload::daemon {
+namespace {
+
+using proto::RingOperation;
+using proto::RingPlane;
+
+// The largest that a transfer needs: an fp32 plane of an extent, or both halves of its bf16
+// masters.
+constexpr uint64_t kBufferBytes = uint64_t{proto::kExtentElements} * 4;
+constexpr uint32_t kBuffersMax = 4;
+constexpr uint32_t kMergeElements = 1024;
+
+bool IsPut(const proto::SubmissionEntry& entry) { return entry.operation == RingOperation::kPut; }
+
+uint64_t PlaneElementBytes(const proto::StoreTensor& tensor, int plane) {
+  if (plane == 0) return proto::DtypeBytes(tensor.dtype);
+  return plane == 1 ? 2 : 4;
+}
+
+}  // namespace
+
+// ---- The queue ---------------------------------------------------------------------------------
+
+bool Transfers::Turn() {
+  if (context_->failed()) return false;
+  std::unordered_set<uint32_t> blocked;
+  bool waiting = false;
+  for (size_t i = 0; i < queue_.size() && in_flight_ < kLimits.transfers_in_flight_max;) {
+    const proto::SubmissionEntry entry = queue_[i];
+    const uint32_t store_tensor = context_->catalogue.placements[entry.tensor].store_tensor;
+    if (blocked.count(store_tensor) != 0 || !CanStart(entry)) {
+      blocked.insert(store_tensor);
+      waiting = true;
+      ++i;
+      // A long queue behind a few tensors that wait is not worth looking through in every turn.
+      if (blocked.size() >= kLimits.transfers_in_flight_max) break;
+      continue;
+    }
+    queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(i));
+    Start(entry);
+  }
+  return waiting;
+}
+
+bool Transfers::CanStart(const proto::SubmissionEntry& entry) {
+  const uint32_t store_tensor = context_->catalogue.placements[entry.tensor].store_tensor;
+  const proto::StoreTensor& tensor = context_->store_tensor(store_tensor);
+  if (executor_->Updating(store_tensor)) {
+    executor_->Demand(store_tensor);
+    return false;
+  }
+  if (IsPut(entry) && context_->commit_wanted) return false;
+  if (tensor.bundle && !cache_->loaded(store_tensor)) {
+    cache_->EnsureLoading(store_tensor);
+    return false;
+  }
+  if (cache_->loading(store_tensor) || buffers_in_use_ == kBuffersMax) return false;
+  const auto found = users_.find(store_tensor);
+  const Users users = found == users_.end() ? Users{} : found->second;
+  if (!IsPut(entry)) return users.puts == 0;
+  return users.gets == 0 && (!tensor.bundle || users.puts == 0);
+}
+
+void Transfers::FailQueued() {
+  for (const proto::SubmissionEntry& entry : std::exchange(queue_, {})) {
+    context_->complete(entry.tag, context_->failure, 0);
+  }
+}
+
+absl::StatusOr<MappedRegion> Transfers::TakeBuffer() {
+  ++buffers_in_use_;
+  if (free_buffers_.empty()) return MappedRegion::Anonymous(kBufferBytes);
+  MappedRegion buffer = std::move(free_buffers_.back());
+  free_buffers_.pop_back();
+  return buffer;
+}
+
+void Transfers::Start(const proto::SubmissionEntry& entry) {
+  auto transfer = std::make_shared<Transfer>();
+  const proto::Placement& placement = context_->catalogue.placements[entry.tensor];
+  const proto::StoreTensor& tensor = context_->store_tensor(placement.store_tensor);
+  transfer->entry = entry;
+  transfer->store_tensor = placement.store_tensor;
+  transfer->index = static_cast<uint32_t>(entry.element_offset / proto::kExtentElements);
+  transfer->begin = placement.element_offset;  // 0 unless bundled, and a bundle is one extent
+  transfer->count = entry.element_count;
+  transfer->elements = proto::ExtentElements(tensor.element_count, transfer->index);
+  transfer->sequence = context_->store->open_sequence();
+  ++in_flight_;
+  if (IsPut(entry))
+    ++context_->writes_in_flight;  // no commit from here on, the checksums bind the open sequence
+  Users& users = users_[placement.store_tensor];
+  ++(IsPut(entry) ? users.puts : users.gets);
+  cache_->Hold(placement.store_tensor);
+  const uint64_t whole =
+      tensor.bundle ? context_->catalogue.tensors[entry.tensor].element_count : transfer->elements;
+  if (IsPut(entry) && entry.element_count != whole) {
+    return Finish(transfer,
+                  MakeError(ErrorId::kProtocol,
+                            absl::StrCat("a put of ", entry.element_count, " elements of \"",
+                                         context_->catalogue.tensors[entry.tensor].name,
+                                         "\", whose extent has ", whole)));
+  }
+  PlacePlanes(transfer);
+}
+
+// ---- Where the planes are
+// ------------------------------------------------------------------------
+
+// Planes that a transfer has to have in memory before it can compute.
+bool Transfers::NeedsPlane(const Transfer& transfer, int plane) const {
+  const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
+  if (IsPut(transfer.entry)) return plane == 1 && transfer.writes_residual;
+  switch (transfer.entry.plane) {
+    case RingPlane::kWeight:
+      return plane == 0;
+    case RingPlane::kResidual:
+      return plane == 1;
+    case RingPlane::kExpAvg:
+      return plane == 2;
+    case RingPlane::kExpAvgSq:
+      return plane == 3;
+    case RingPlane::kMaster:
+      return plane == 0 || (plane == 1 && HasResidual(tensor));
+  }
+  return false;
+}
+
+void Transfers::PlacePlanes(const TransferPointer& transfer) {
+  const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
+  // A residual that was never written is zero on the drive, too.
+  const swap::ExtentId residual{transfer->store_tensor, swap::Plane::kResidual, transfer->index};
+  transfer->writes_residual = IsPut(transfer->entry) && HasResidual(tensor) &&
+                              !context_->store->stamp(residual).never_written();
+  const bool state_is_there = state_->Loaded(transfer->store_tensor, transfer->index);
+  if (cache_->loaded(transfer->store_tensor)) {
+    transfer->planes[0].bytes =
+        cache_->slot(transfer->store_tensor) + WeightExtentOffset(tensor, transfer->index);
+  }
+  if (state_is_there) {
+    const std::array<PlaneMemory, 4> state =
+        state_->Planes(transfer->store_tensor, transfer->index);
+    std::copy(state.begin() + 1, state.end(), transfer->planes.begin() + 1);
+  }
+  Read(transfer);
+}
+
+void Transfers::Read(const TransferPointer& transfer) {
+  const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
+  transfer->reads = 1;
+  uint64_t used_bytes = 0;
+  for (int plane = 0; plane < 4; ++plane) {
+    PlaneMemory& memory = transfer->planes[plane];
+    memory.size_bytes = proto::PaddedBytes(transfer->elements * PlaneElementBytes(tensor, plane));
+    if (!NeedsPlane(*transfer, plane) || memory.bytes != nullptr) continue;
+    if (!transfer->buffer.valid()) {
+      absl::StatusOr<MappedRegion> buffer = TakeBuffer();
+      if (!buffer.ok()) {
+        --buffers_in_use_;
+        transfer->status.Update(buffer.status());
+        break;
+      }
+      transfer->buffer = *std::move(buffer);
+    }
+    memory.bytes = transfer->buffer.data() + used_bytes;
+    used_bytes += memory.size_bytes;
+    // A put of a whole extent replaces its residual whatever it was.
+    if (IsPut(transfer->entry) && !tensor.bundle) continue;
+    const swap::ReadRequest request{
+        {transfer->store_tensor, kUpdatedPlanes[plane], transfer->index}, memory.bytes};
+    swap::Stamp stamp;
+    ++transfer->reads;
+    context_->store->Read(
+        {&request, 1}, {&stamp, 1},
+        context_->Counted([this, transfer](absl::Status status) { FinishRead(transfer, status); }));
+    memory.stamp = stamp;
+  }
+  ReadTies(transfer);
+  FinishRead(transfer, absl::OkStatus());
+}
+
+void Transfers::ReadTies(const TransferPointer& transfer) {
+  const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
+  const bool wanted = HasResidual(tensor) && (transfer->entry.plane == RingPlane::kMaster ||
+                                              (transfer->writes_residual && tensor.bundle));
+  if (!wanted) return;
+  const swap::Stamp stamp =
+      context_->store->stamp({transfer->store_tensor, swap::Plane::kResidual, transfer->index});
+  transfer->ties.word = stamp.word;
+  if ((stamp.flags & swap::kFlagTiesPlane) == 0) return;
+  const swap::ExtentId id{transfer->store_tensor, swap::Plane::kTies, transfer->index};
+  absl::StatusOr<MappedRegion> memory = MappedRegion::Anonymous(context_->store->ExtentBytes(id));
+  if (!memory.ok()) return transfer->status.Update(memory.status());
+  transfer->ties.plane = *std::move(memory);
+  const swap::ReadRequest request{id, transfer->ties.plane->data()};
+  swap::Stamp ties_stamp;
+  ++transfer->reads;
+  context_->store->Read(
+      {&request, 1}, {&ties_stamp, 1},
+      context_->Counted([this, transfer](absl::Status status) { FinishRead(transfer, status); }));
+  transfer->ties.stamp = ties_stamp;
+}
+
+void Transfers::FinishRead(const TransferPointer& transfer, const absl::Status& status) {
+  transfer->status.Update(status);
+  if (--transfer->reads > 0) return;
+  if (!transfer->status.ok()) context_->fail(transfer->status);
+  if (context_->failed()) return Finish(transfer, context_->failure);
+  Compute(transfer);
+}
+
+// ---- On a worker
+// ---------------------------------------------------------------------------------
+
+void Transfers::Compute(const TransferPointer& transfer) {
+  context_->Compute(
+      [this, transfer] {
+        Verify(*transfer);
+        if (!transfer->status.ok()) return;
+        IsPut(transfer->entry) ? ComputePut(*transfer) : ComputeGet(*transfer);
+      },
+      [this, transfer] {
+        if (!transfer->status.ok()) context_->fail(transfer->status);
+        if (context_->failed()) return Finish(transfer, context_->failure);
+        if (!IsPut(transfer->entry)) return Finish(transfer, absl::OkStatus());
+        Write(transfer);
+      });
+}
+
+void Transfers::Verify(Transfer& transfer) const {
+  for (int plane = 0; plane < 4; ++plane) {
+    const PlaneMemory& memory = transfer.planes[plane];
+    if (!memory.stamp.has_value()) continue;
+    const swap::ExtentId id{transfer.store_tensor, kUpdatedPlanes[plane], transfer.index};
+    if (!context_->store->Verify(id, *memory.stamp, {memory.bytes, memory.size_bytes})) {
+      transfer.status.Update(ChecksumError(*context_->store, id));
+    }
+  }
+  if (!transfer.ties.stamp.has_value()) return;
+  const swap::ExtentId id{transfer.store_tensor, swap::Plane::kTies, transfer.index};
+  if (!context_->store->Verify(id, *transfer.ties.stamp, transfer.ties.plane->span())) {
+    transfer.status.Update(ChecksumError(*context_->store, id));
+  }
+}
+
+void Transfers::ComputeGet(Transfer& transfer) const {
+  std::byte* to = context_->region + transfer.entry.region_offset;
+  const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
+  if (transfer.entry.plane == RingPlane::kMaster && HasResidual(tensor))
+    return MergeMaster(transfer, to);
+  for (int plane = 0; plane < 4; ++plane) {
+    if (!NeedsPlane(transfer, plane)) continue;
+    const uint64_t element_bytes = PlaneElementBytes(tensor, plane);
+    std::memcpy(to, transfer.planes[plane].bytes + transfer.begin * element_bytes,
+                transfer.count * element_bytes);
+  }
+}
+
+// Merges from the extent's beginning, because tie bits are counted from there.
+void Transfers::MergeMaster(Transfer& transfer, std::byte* to) const {
+  const auto* hi = reinterpret_cast<const uint16_t*>(transfer.planes[0].bytes);
+  const auto* lo = reinterpret_cast<const int16_t*>(transfer.planes[1].bytes);
+  TieSource ties(transfer.ties);
+  for (uint64_t i = 0; i < transfer.begin; ++i) {
+    if (lo[i] == INT16_MIN) ties.reader().Next();
+  }
+  alignas(64) uint32_t master[kMergeElements];
+  for (uint64_t done = 0; done < transfer.count; done += kMergeElements) {
+    const uint64_t count = std::min<uint64_t>(kMergeElements, transfer.count - done);
+    kernels::Merge(hi + transfer.begin + done, lo + transfer.begin + done, count, master,
+                   &ties.reader());
+    std::memcpy(to + done * sizeof(uint32_t), master, count * sizeof(uint32_t));
+  }
+}
+
+// Puts the rank's bytes into the slab, if the tensor is there, and takes the checksums of what is
+// to be written.
+void Transfers::ComputePut(Transfer& transfer) const {
+  const std::byte* from = context_->region + transfer.entry.region_offset;
+  const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
+  PlaneMemory& weight = transfer.planes[0];
+  if (weight.bytes != nullptr) {
+    std::memcpy(weight.bytes + WeightBytes(tensor, transfer.begin), from,
+                WeightBytes(tensor, transfer.count));
+  } else {
+    weight.bytes = const_cast<std::byte*>(from);
+  }
+  const swap::ExtentId weight_id{transfer.store_tensor, swap::Plane::kWeight, transfer.index};
+  swap::Checksum checksum = context_->store->StartChecksum(weight_id, transfer.sequence);
+  checksum.Update({weight.bytes, weight.size_bytes});
+  transfer.weight_crc = checksum.Finish();
+  if (!transfer.writes_residual) return;
+  const PlaneMemory& residual = transfer.planes[1];
+  auto* values = reinterpret_cast<int16_t*>(residual.bytes);
+  if (tensor.bundle) {
+    absl::StatusOr<TieBits> ties = ClearResidual({values, transfer.elements}, transfer.begin,
+                                                 transfer.begin + transfer.count, transfer.ties);
+    if (!ties.ok()) return transfer.status.Update(ties.status());
+    transfer.ties_out = *std::move(ties);
+  } else {
+    std::memset(residual.bytes, 0, residual.size_bytes);
+  }
+  const swap::ExtentId residual_id{transfer.store_tensor, swap::Plane::kResidual, transfer.index};
+  swap::Checksum residual_checksum = context_->store->StartChecksum(residual_id, transfer.sequence);
+  residual_checksum.Update({residual.bytes, residual.size_bytes});
+  transfer.residual_crc = residual_checksum.Finish();
+}
+
+// ---- The end
+// -------------------------------------------------------------------------------------
+
+void Transfers::Write(const TransferPointer& transfer) {
+  const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
+  // While a job is being built its bundles are assembled in the slab and written once, at the end.
+  if (tensor.bundle && !context_->published) return Finish(transfer, absl::OkStatus());
+  std::array<swap::WriteRequest, 3> requests;
+  size_t count = 0;
+  requests[count++] = {{transfer->store_tensor, swap::Plane::kWeight, transfer->index},
+                       transfer->planes[0].bytes,
+                       transfer->weight_crc};
+  if (transfer->writes_residual) {
+    const TieBits& ties = transfer->ties_out;
+    requests[count++] = {{transfer->store_tensor, swap::Plane::kResidual, transfer->index},
+                         transfer->planes[1].bytes,
+                         transfer->residual_crc,
+                         ties.word,
+                         ties.plane.has_value() ? swap::kFlagTiesPlane : 0};
+    if (ties.plane.has_value()) {
+      const swap::ExtentId id{transfer->store_tensor, swap::Plane::kTies, transfer->index};
+      swap::Checksum checksum = context_->store->StartChecksum(id, transfer->sequence);
+      checksum.Update(ties.plane->span());
+      requests[count++] = {id, ties.plane->data(), checksum.Finish()};
+    }
+  }
+  context_->store->Write({requests.data(), count},
+                         context_->CountedWrite([this, transfer](absl::Status status) {
+                           if (!status.ok()) context_->fail(status);
+                           Finish(transfer, status);
+                         }));
+}
+
+void Transfers::Finish(const TransferPointer& transfer, const absl::Status& status) {
+  --in_flight_;
+  if (IsPut(transfer->entry)) --context_->writes_in_flight;
+  cache_->Unhold(transfer->store_tensor);
+  Users& users = users_[transfer->store_tensor];
+  --(IsPut(transfer->entry) ? users.puts : users.gets);
+  if (users.puts == 0 && users.gets == 0) users_.erase(transfer->store_tensor);
+  if (transfer->buffer.valid()) {
+    --buffers_in_use_;
+    free_buffers_.push_back(std::move(transfer->buffer));
+  }
+  context_->complete(transfer->entry.tag, status, 0);
+}
+
+void Transfers::WriteBundles(std::function<void(absl::Status)> done) {
+  struct Progress {
+    uint32_t left = 1;
+    absl::Status status;
+    std::function<void(absl::Status)> done;
+  };
+  auto progress = std::make_shared<Progress>();
+  progress->done = std::move(done);
+  const auto finish = [progress](const absl::Status& status) {
+    progress->status.Update(status);
+    if (--progress->left == 0) progress->done(progress->status);
+  };
+  for (uint32_t i = 0; i < context_->catalogue.store_tensors.size(); ++i) {
+    if (!context_->store_tensor(i).bundle) continue;
+    const swap::ExtentId id{i, swap::Plane::kWeight, 0};
+    const std::byte* bytes = cache_->slot(i);
+    swap::Checksum checksum = context_->store->StartChecksum(id, context_->store->open_sequence());
+    checksum.Update({bytes, context_->store->ExtentBytes(id)});
+    const swap::WriteRequest request{id, bytes, checksum.Finish()};
+    ++progress->left;
+    context_->store->Write({&request, 1}, context_->CountedWrite(finish));
+  }
+  finish(absl::OkStatus());
+}
+
+}  // namespace offload::daemon

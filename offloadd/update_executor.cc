@@ -1,0 +1,333 @@
+#include "offloadd/update_executor.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "base/fault_point.h"
+#include "offloadd/limits.h"
+
+namespace offload::daemon {
+namespace {
+
+// Extents whose state lives in DRAM need no block, only writes that overlap.
+constexpr uint32_t kExtentsInFlightMin = 4;
+
+}  // namespace
+
+UpdateExecutor::UpdateExecutor(JobContext* context, WeightCache* cache, ResidentState* state,
+                               Events events)
+    : context_(context),
+      cache_(cache),
+      state_(state),
+      events_(std::move(events)),
+      pace_(kLimits.schedule_stall_seconds),
+      extents_in_flight_max_(std::max(context->plan.pipeline_blocks, kExtentsInFlightMin)),
+      gradient_offset_(proto::FullStateBytes(context->catalogue, context->optimizer)) {
+  const proto::SlabLayout& layout = context->layout;
+  for (uint32_t i = context->plan.pipeline_blocks; i > 0; --i) {
+    free_blocks_.push_back(context->slab + layout.pipeline_offset +
+                           (i - 1) * layout.pipeline_block_bytes);
+  }
+}
+
+uint64_t UpdateExecutor::buffer_bytes() const {
+  return (context_->plan.pipeline_blocks - free_blocks_.size()) *
+         context_->layout.pipeline_block_bytes;
+}
+
+// ---- A step ------------------------------------------------------------------------------------
+
+void UpdateExecutor::Begin(StepPlan plan) {
+  OFFLOAD_CHECK(!busy() && unfinished_.empty()) << "step " << plan.step;
+  step_ = plan.step;
+  trainer_state_ = std::move(plan.trainer_state);
+  hurry_ = false;
+  pace_.Begin(cache_->position(), context_->clock->NowSeconds());
+  std::vector<UpdateOrder::Task> order;
+  for (TaskPlan& task_plan : plan.tasks) {
+    const uint32_t store_tensor = task_plan.store_tensor;
+    cache_->MarkPending(task_plan.tensors);
+    order.push_back({store_tensor, cache_->NextUse(store_tensor)});
+    Task task;
+    task.extent_count = proto::ExtentCount(context_->store_tensor(store_tensor).element_count);
+    task.plan = std::move(task_plan);
+    unfinished_.emplace(store_tensor, std::move(task));
+  }
+  uncomputed_tasks_ = static_cast<uint32_t>(unfinished_.size());
+  order_.Reset(std::move(order));
+  if (uncomputed_tasks_ == 0) events_.on_updated(*step_);
+}
+
+void UpdateExecutor::CommitPuts() {
+  OFFLOAD_CHECK(!busy());
+  if (context_->store->has_uncommitted_writes() || context_->writes_in_flight > 0)
+    commit_puts_ = true;
+}
+
+void UpdateExecutor::Reorder() {
+  order_.Reorder([this](uint32_t store_tensor) { return cache_->NextUse(store_tensor); });
+}
+
+bool UpdateExecutor::Turn() {
+  if (context_->failed()) return false;
+  while (extents_in_flight_ < extents_in_flight_max_) {
+    for (auto task = started_.begin();
+         task != started_.end() && extents_in_flight_ < extents_in_flight_max_;) {
+      StartExtents(**task);
+      task = (*task)->next_extent == (*task)->extent_count ? started_.erase(task) : std::next(task);
+    }
+    if (!started_.empty() || !StartTask()) break;
+  }
+  if ((step_.has_value() && unfinished_.empty()) || commit_puts_) Commit();
+  return !order_.empty() && extents_in_flight_ < extents_in_flight_max_;
+}
+
+Readiness UpdateExecutor::Look(uint32_t store_tensor) {
+  const Task& task = unfinished_.at(store_tensor);
+  if (cache_->held(store_tensor) || cache_->loading(store_tensor)) return Readiness::kBusy;
+  for (const uint32_t tensor : task.plan.tensors) {
+    if (!cache_->Unused(tensor)) return Readiness::kBusy;
+  }
+  // The members that are not updated have to be there, too.
+  if (context_->store_tensor(store_tensor).bundle && !cache_->loaded(store_tensor)) {
+    cache_->EnsureLoading(store_tensor);
+    return Readiness::kBusy;
+  }
+  return cache_->HasSlot(store_tensor) ? Readiness::kReady : Readiness::kNeedsRoom;
+}
+
+bool UpdateExecutor::StartTask() {
+  if (order_.empty()) return false;
+  const bool polite = pace_.Polite(hurry_ || context_->pins == nullptr, cache_->has_schedule(),
+                                   cache_->position(), context_->clock->NowSeconds());
+  bool had_weights = true;
+  const std::optional<uint32_t> store_tensor = order_.Next(
+      polite, [this](uint32_t tensor) { return Look(tensor); },
+      [this, &had_weights](uint32_t tensor, std::optional<uint64_t> needed) {
+        had_weights = false;
+        // The rank has moved since the tasks were sorted; distances are compared from where it is
+        // now.
+        if (needed.has_value()) needed = cache_->NextUse(tensor);
+        return cache_->Claim(tensor, needed);
+      });
+  if (!store_tensor.has_value()) return false;
+  Task& task = unfinished_.at(*store_tensor);
+  if (!cache_->claimed(*store_tensor)) {
+    had_weights = cache_->loaded(*store_tensor);
+    cache_->Claim(*store_tensor, std::nullopt);
+  }
+  task.reads_weights = !had_weights;
+  started_.push_back(&task);
+  return true;
+}
+
+// ---- An extent ---------------------------------------------------------------------------------
+
+void UpdateExecutor::StartExtents(Task& task) {
+  while (task.next_extent < task.extent_count && extents_in_flight_ < extents_in_flight_max_) {
+    if (!StartExtent(task, task.next_extent)) break;
+    ++task.next_extent;
+  }
+}
+
+bool UpdateExecutor::NeedsBlock(const Task& task, uint32_t index) const {
+  if (task.plan.spilled) return true;
+  const uint32_t store_tensor = task.plan.store_tensor;
+  if (state_->Has(store_tensor, index)) return false;
+  return proto::StateBytes(context_->store_tensor(store_tensor), context_->optimizer, index) > 0;
+}
+
+bool UpdateExecutor::StartExtent(Task& task, uint32_t index) {
+  const bool needs_block = NeedsBlock(task, index);
+  if (needs_block && free_blocks_.empty()) return false;
+  const proto::StoreTensor& tensor = context_->store_tensor(task.plan.store_tensor);
+  auto extent = std::make_shared<Extent>();
+  extent->task = &task;
+  if (needs_block) {
+    extent->block = free_blocks_.back();
+    free_blocks_.pop_back();
+  }
+  ++extents_in_flight_;
+  ExtentUpdate& update = extent->update;
+  update.store = context_->store;
+  update.store_tensor = task.plan.store_tensor;
+  update.index = index;
+  update.begin = uint64_t{index} * proto::kExtentElements;
+  update.elements = proto::ExtentElements(tensor.element_count, index);
+  update.dtype = tensor.dtype;
+  update.sequence = context_->store->open_sequence();
+  update.members = task.plan.members;
+  PlacePlanes(*extent);
+  Read(extent);
+  return true;
+}
+
+void UpdateExecutor::PlacePlanes(Extent& extent) {
+  ExtentUpdate& update = extent.update;
+  const proto::StoreTensor& tensor = context_->store_tensor(update.store_tensor);
+  update.planes = state_->Has(update.store_tensor, update.index)
+                      ? state_->Planes(update.store_tensor, update.index)
+                      : StatePlanes(tensor, context_->optimizer, update.index, extent.block);
+  update.planes[0].bytes =
+      cache_->slot(update.store_tensor) + WeightExtentOffset(tensor, update.index);
+  update.planes[0].size_bytes = proto::PaddedBytes(WeightBytes(tensor, update.elements));
+}
+
+// Everything that is not in memory yet. The extra count keeps the extent from computing before all
+// reads are under way.
+void UpdateExecutor::Read(const std::shared_ptr<Extent>& extent) {
+  extent->transfers = 1;
+  ReadPlanes(extent);
+  ReadTies(extent);
+  ReadGradient(extent);
+  FinishRead(extent, absl::OkStatus());
+}
+
+void UpdateExecutor::ReadPlanes(const std::shared_ptr<Extent>& extent) {
+  ExtentUpdate& update = extent->update;
+  const bool state_is_there = state_->Loaded(update.store_tensor, update.index);
+  std::array<swap::ReadRequest, 4> requests;
+  std::array<int, 4> plane_of{};
+  size_t count = 0;
+  for (int plane = 0; plane < 4; ++plane) {
+    const bool there = plane == 0 ? !extent->task->reads_weights : state_is_there;
+    if (there || update.planes[plane].bytes == nullptr) continue;
+    requests[count] = {{update.store_tensor, kUpdatedPlanes[plane], update.index},
+                       update.planes[plane].bytes};
+    plane_of[count++] = plane;
+  }
+  if (count == 0) return;
+  std::array<swap::Stamp, 4> stamps;
+  ++extent->transfers;
+  context_->store->Read(
+      {requests.data(), count}, {stamps.data(), count},
+      context_->Counted([this, extent](absl::Status status) { FinishRead(extent, status); }));
+  for (size_t i = 0; i < count; ++i) update.planes[plane_of[i]].stamp = stamps[i];
+}
+
+void UpdateExecutor::ReadTies(const std::shared_ptr<Extent>& extent) {
+  ExtentUpdate& update = extent->update;
+  if (update.planes[1].bytes == nullptr) return;
+  const swap::Stamp stamp =
+      context_->store->stamp({update.store_tensor, swap::Plane::kResidual, update.index});
+  update.ties_in.word = stamp.word;
+  if ((stamp.flags & swap::kFlagTiesPlane) == 0) return;
+  const swap::ExtentId id{update.store_tensor, swap::Plane::kTies, update.index};
+  absl::StatusOr<MappedRegion> memory = MappedRegion::Anonymous(context_->store->ExtentBytes(id));
+  if (!memory.ok()) return extent->status.Update(memory.status());
+  update.ties_in.plane = *std::move(memory);
+  const swap::ReadRequest request{id, update.ties_in.plane->data()};
+  swap::Stamp ties_stamp;
+  ++extent->transfers;
+  context_->store->Read(
+      {&request, 1}, {&ties_stamp, 1},
+      context_->Counted([this, extent](absl::Status status) { FinishRead(extent, status); }));
+  update.ties_in.stamp = ties_stamp;
+}
+
+void UpdateExecutor::ReadGradient(const std::shared_ptr<Extent>& extent) {
+  if (!extent->task->plan.spilled) return;
+  const ExtentUpdate& update = extent->update;
+  const proto::StoreTensor& tensor = context_->store_tensor(update.store_tensor);
+  std::byte* gradient = extent->block + gradient_offset_;
+  extent->update.spilled_gradient = gradient;
+  ++extent->transfers;
+  context_->scratch->Read(
+      extent->task->plan.scratch_offset + WeightExtentOffset(tensor, update.index),
+      {gradient, proto::PaddedBytes(WeightBytes(tensor, update.elements))},
+      context_->Counted([this, extent](absl::Status status) { FinishRead(extent, status); }));
+}
+
+void UpdateExecutor::FinishRead(const std::shared_ptr<Extent>& extent, const absl::Status& status) {
+  extent->status.Update(status);
+  if (--extent->transfers > 0) return;
+  if (!extent->status.ok()) context_->fail(extent->status);
+  if (context_->failed()) return Release(*extent);
+  Compute(extent);
+}
+
+void UpdateExecutor::Compute(const std::shared_ptr<Extent>& extent) {
+  context_->Compute([extent] { RunExtentUpdate(extent->update); },
+                    [this, extent] { FinishCompute(extent); });
+}
+
+void UpdateExecutor::FinishCompute(const std::shared_ptr<Extent>& extent) {
+  const ExtentUpdate& update = extent->update;
+  if (!update.status.ok()) context_->fail(update.status);
+  if (context_->failed()) return Release(*extent);
+  if (state_->Has(update.store_tensor, update.index))
+    state_->SetLoaded(update.store_tensor, update.index);
+  Write(extent);
+  Task& task = *extent->task;
+  if (++task.computed < task.extent_count) return;
+  cache_->Updated(update.store_tensor);
+  cache_->Hold(update.store_tensor);  // until the last write
+  if (--uncomputed_tasks_ == 0) events_.on_updated(*step_);
+}
+
+void UpdateExecutor::Write(const std::shared_ptr<Extent>& extent) {
+  const ExtentUpdate& update = extent->update;
+  std::array<swap::WriteRequest, 5> requests;
+  size_t count = 0;
+  for (int plane = 0; plane < 4; ++plane) {
+    if (update.planes[plane].bytes == nullptr) continue;
+    swap::WriteRequest& request = requests[count++];
+    request = {{update.store_tensor, kUpdatedPlanes[plane], update.index},
+               update.planes[plane].bytes,
+               update.crc[plane]};
+    if (plane != 1) continue;
+    request.word = update.ties_out.word;
+    request.flags = update.ties_out.plane.has_value() ? swap::kFlagTiesPlane : 0;
+  }
+  if (update.ties_out.plane.has_value()) {
+    const swap::ExtentId id{update.store_tensor, swap::Plane::kTies, update.index};
+    swap::Checksum checksum = context_->store->StartChecksum(id, update.sequence);
+    checksum.Update(update.ties_out.plane->span());
+    requests[count++] = {id, update.ties_out.plane->data(), checksum.Finish()};
+  }
+  context_->store->Write(
+      {requests.data(), count},
+      context_->CountedWrite([this, extent](absl::Status status) { FinishWrite(extent, status); }));
+}
+
+void UpdateExecutor::FinishWrite(const std::shared_ptr<Extent>& extent,
+                                 const absl::Status& status) {
+  if (!status.ok()) context_->fail(status);
+  Release(*extent);
+  Task& task = *extent->task;
+  if (context_->failed() || ++task.written < task.extent_count) return;
+  const uint32_t store_tensor = task.plan.store_tensor;
+  cache_->Unhold(store_tensor);
+  unfinished_.erase(store_tensor);
+}
+
+void UpdateExecutor::Release(Extent& extent) {
+  if (extent.block != nullptr) free_blocks_.push_back(std::exchange(extent.block, nullptr));
+  --extents_in_flight_;
+}
+
+// ---- The commit --------------------------------------------------------------------------------
+
+void UpdateExecutor::Commit() {
+  if (committing_) return;
+  context_->commit_wanted = true;
+  if (context_->writes_in_flight > 0) return;
+  committing_ = true;
+  commit_puts_ = false;
+  const swap::CommitInfo& committed = context_->store->committed();
+  const uint64_t epoch = step_.value_or(committed.epoch);
+  std::string blob = trainer_state_.has_value() ? *std::move(trainer_state_) : committed.blob;
+  trainer_state_.reset();
+  FaultPoint("job.before_commit");
+  context_->store->Commit(epoch, std::move(blob),
+                          context_->Counted([this, epoch](absl::Status status) {
+                            committing_ = false;
+                            context_->commit_wanted = false;
+                            if (!status.ok()) return context_->fail(status);
+                            step_.reset();
+                            events_.on_committed(epoch);
+                          }));
+}
+
+}  // namespace offload::daemon

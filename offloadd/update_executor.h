@@ -1,0 +1,129 @@
+// offloadd/update_executor.h
+//
+// Runs a step: every extent of every updated tensor is read, updated in one pass by a worker, and
+// written to its other place; when all are written the epoch is committed. Runs ahead of the next
+// forward and shares its reads: updated weights stay in the window.
+//
+// Invariants
+//   * At most one step is recorded and not committed. A step begins after the commit of the one
+//   before it, so planes that live in
+//     DRAM are never changed while they are being written.
+//   * An extent is in one of: waiting for a buffer → reading → computing → writing → done; its
+//   buffers are its own from start to end.
+//   * A tensor is resident for its ranks when its last extent is computed; its slot stays where it
+//   is until its last write is done.
+//   * Nothing here waits for anything that waits for it: slots are taken before blocks, blocks come
+//   back by themselves, and a tensor
+//     that a rank waits for goes first and may evict whatever nobody uses.
+//
+// Thread safety: the loop's thread only; computations run on workers.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "offloadd/extent_update.h"
+#include "offloadd/job_context.h"
+#include "offloadd/resident_state.h"
+#include "offloadd/step_plan.h"
+#include "offloadd/update_order.h"
+#include "offloadd/weight_cache.h"
+
+namespace offload::daemon {
+
+class UpdateExecutor {
+ public:
+  // `on_updated` runs when all updates of a step are computed, `on_committed` when it is durable.
+  struct Events {
+    std::function<void(uint64_t step)> on_updated;
+    std::function<void(uint64_t step)> on_committed;
+  };
+  UpdateExecutor(JobContext* context, WeightCache* cache, ResidentState* state, Events events);
+
+  // Records a step. Requires that no other one is under way. Its tensors are pending from here on.
+  void Begin(StepPlan plan);
+  // Commits what was put without a step. Requires that no step is under way; does nothing when
+  // nothing was put.
+  void CommitPuts();
+
+  // True from Begin() to the commit.
+  bool busy() const { return step_.has_value() || committing_; }
+  // True when the tensor's update is not written yet.
+  bool Updating(uint32_t store_tensor) const { return unfinished_.count(store_tensor) != 0; }
+  // A rank or a transfer waits for this tensor.
+  void Demand(uint32_t store_tensor) { order_.Demand(store_tensor); }
+  // The schedule has changed.
+  void Reorder();
+  // Somebody waits for the whole step: do not wait for the forward.
+  void Hurry() { hurry_ = true; }
+
+  // Starts what can be started. True while it waits for room or for pins, which no message
+  // announces.
+  bool Turn();
+
+  uint64_t buffer_bytes() const;
+
+ private:
+  struct Task {
+    TaskPlan plan;
+    bool reads_weights = false;  // they were not in the slab
+    uint32_t extent_count = 0;
+    uint32_t next_extent = 0;  // to be started
+    uint32_t computed = 0;
+    uint32_t written = 0;
+  };
+  struct Extent {
+    Task* task = nullptr;
+    std::byte* block = nullptr;  // null: needs none
+    uint32_t transfers = 0;      // reads under way
+    ExtentUpdate update;
+    absl::Status status;
+  };
+
+  Readiness Look(uint32_t store_tensor);
+  bool StartTask();
+  void StartExtents(Task& task);
+  bool NeedsBlock(const Task& task, uint32_t index) const;
+  bool StartExtent(Task& task, uint32_t index);
+  void PlacePlanes(Extent& extent);
+  void Read(const std::shared_ptr<Extent>& extent);
+  void ReadPlanes(const std::shared_ptr<Extent>& extent);
+  void ReadTies(const std::shared_ptr<Extent>& extent);
+  void ReadGradient(const std::shared_ptr<Extent>& extent);
+  void FinishRead(const std::shared_ptr<Extent>& extent, const absl::Status& status);
+  void Compute(const std::shared_ptr<Extent>& extent);
+  void FinishCompute(const std::shared_ptr<Extent>& extent);
+  void Write(const std::shared_ptr<Extent>& extent);
+  void FinishWrite(const std::shared_ptr<Extent>& extent, const absl::Status& status);
+  void Release(Extent& extent);
+  void Commit();
+
+  JobContext* context_;
+  WeightCache* cache_;
+  ResidentState* state_;
+  Events events_;
+  UpdateOrder order_;
+  Pace pace_;
+
+  std::optional<uint64_t> step_;  // recorded and not committed
+  std::optional<std::string> trainer_state_;
+  bool hurry_ = false;
+  bool committing_ = false;
+  bool commit_puts_ = false;
+  std::unordered_map<uint32_t, Task> unfinished_;  // by store tensor: recorded and not all written
+  std::list<Task*> started_;                       // with extents to be started, in order
+  uint32_t uncomputed_tasks_ = 0;
+  uint32_t extents_in_flight_ = 0;
+  uint32_t extents_in_flight_max_ = 0;
+  uint64_t gradient_offset_ = 0;  // in a block
+  std::vector<std::byte*> free_blocks_;
+};
+
+}  // namespace offload::daemon
