@@ -1,0 +1,430 @@
+#include "zero3/planner.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <numeric>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/byte_size.h"
+#include "base/check.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "proto/shm_abi.h"
+
+namespace offload::zero3 {
+namespace {
+
+using proto::GradientHome;
+using proto::PaddedBytes;
+
+constexpr uint32_t kMinimalBlocks = 2, kGoodBlocks = 8;
+constexpr uint64_t kWindowSlots = 3;  // at least so many of the largest tensor
+constexpr uint64_t kGradientWindowSlots = 2, kGoodGradientWindowSlots = 8;
+// The window is meant to be this part of ram before weights become resident for good.
+constexpr uint64_t kWindowShareOfRam = 8;
+
+// Things of different sizes of which the first k, largest first, stay in memory for good, and the
+// others pass through a window of `slots` times the largest of them. Keeping a large thing may cost
+// less than a window that is made for it.
+class Ladder {
+ public:
+  Ladder(std::vector<uint32_t> ids, const std::vector<uint64_t>& bytes, uint64_t slots)
+      : ids_(std::move(ids)), slots_(slots) {
+    std::stable_sort(ids_.begin(), ids_.end(),
+                     [&](uint32_t a, uint32_t b) { return bytes[a] > bytes[b]; });
+    kept_bytes_.reserve(ids_.size() + 1);
+    kept_bytes_.push_back(0);
+    for (const uint32_t id : ids_) kept_bytes_.push_back(kept_bytes_.back() + bytes[id]);
+  }
+
+  size_t size() const { return ids_.size(); }
+  uint32_t id(size_t i) const { return ids_[i]; }
+  uint64_t kept_bytes(size_t k) const { return kept_bytes_[k]; }
+  uint64_t total_bytes() const { return kept_bytes_.back(); }
+  // Of the largest that is not kept.
+  uint64_t slot_bytes(size_t k) const {
+    return k < size() ? kept_bytes_[k + 1] - kept_bytes_[k] : 0;
+  }
+  uint64_t minimal_window(size_t k) const { return slots_ * slot_bytes(k); }
+  uint64_t window(size_t k, uint64_t wanted_bytes) const {
+    return std::max(minimal_window(k), std::min(wanted_bytes, total_bytes() - kept_bytes_[k]));
+  }
+  // The cheapest choice among the first `limit` + 1; of equal ones that which keeps most.
+  size_t Cheapest(size_t limit) const {
+    size_t best = 0;
+    for (size_t k = 1; k <= limit; ++k) {
+      if (Cost(k, 0) <= Cost(best, 0)) best = k;
+    }
+    return best;
+  }
+  uint64_t Cost(size_t k, uint64_t wanted_bytes) const {
+    return kept_bytes_[k] + window(k, wanted_bytes);
+  }
+  // The largest k in [first, limit] whose cost is within `available_bytes`.
+  std::optional<size_t> Largest(size_t first, size_t limit, uint64_t wanted_bytes,
+                                uint64_t available_bytes) const {
+    for (size_t k = limit + 1; k-- > first;) {
+      if (Cost(k, wanted_bytes) <= available_bytes) return k;
+    }
+    return std::nullopt;
+  }
+
+ private:
+  std::vector<uint32_t> ids_;
+  const uint64_t slots_;
+  std::vector<uint64_t> kept_bytes_;  // of the first k
+};
+
+// What does not depend on the budget.
+struct Needs {
+  explicit Needs(const PlanInput& input);
+
+  std::vector<uint64_t> slot_bytes;      // per store tensor: its weights
+  std::vector<uint64_t> gradient_bytes;  // per tensor, padded; 0 when frozen
+  Ladder weights, gradients;             // of tensors that are not bundled
+  uint64_t block_bytes = 0, block_gradient_bytes = 0;
+  uint64_t bundle_bytes = 0, bundle_gradient_bytes = 0;
+  uint64_t slab_fixed_bytes = 0, pins_bytes = 0, staging_bytes = 0, overhead_bytes = 0;
+
+  // Everything but weights and gradients of big tensors and the pipeline.
+  uint64_t fixed_bytes() const {
+    return slab_fixed_bytes + bundle_bytes + bundle_gradient_bytes + proto::kRegionFixedBytes +
+           pins_bytes + staging_bytes + overhead_bytes;
+  }
+  uint64_t Floor(bool spill) const {
+    const uint64_t common = fixed_bytes() + weights.Cost(weights.Cheapest(weights.size()), 0);
+    if (!spill) return common + gradients.total_bytes() + kMinimalBlocks * block_bytes;
+    return common + gradients.Cost(MinimalKeptGradients(), 0) +
+           kMinimalBlocks * (block_bytes + block_gradient_bytes);
+  }
+  // Spilling means that at least one gradient is not kept.
+  size_t MinimalKeptGradients() const { return gradients.Cheapest(gradients.size() - 1); }
+};
+
+std::vector<uint64_t> SlotBytes(const proto::Catalogue& catalogue) {
+  std::vector<uint64_t> bytes;
+  for (const proto::StoreTensor& tensor : catalogue.store_tensors)
+    bytes.push_back(proto::WeightSlotBytes(tensor));
+  return bytes;
+}
+std::vector<uint64_t> GradientBytes(const proto::Catalogue& catalogue) {
+  std::vector<uint64_t> bytes;
+  for (const proto::Tensor& tensor : catalogue.tensors) {
+    bytes.push_back(
+        tensor.trainable ? PaddedBytes(tensor.element_count * proto::DtypeBytes(tensor.dtype)) : 0);
+  }
+  return bytes;
+}
+std::vector<uint32_t> PagedWeights(const proto::Catalogue& catalogue) {
+  std::vector<uint32_t> ids;
+  for (uint32_t i = 0; i < catalogue.store_tensors.size(); ++i) {
+    if (!catalogue.store_tensors[i].bundle) ids.push_back(i);
+  }
+  return ids;
+}
+bool IsBundled(const proto::Catalogue& catalogue, uint32_t tensor) {
+  return catalogue.store_tensors[catalogue.placements[tensor].store_tensor].bundle;
+}
+std::vector<uint32_t> SpillableGradients(const proto::Catalogue& catalogue) {
+  std::vector<uint32_t> ids;
+  for (uint32_t i = 0; i < catalogue.tensors.size(); ++i) {
+    if (catalogue.tensors[i].trainable && !IsBundled(catalogue, i)) ids.push_back(i);
+  }
+  return ids;
+}
+
+Needs::Needs(const PlanInput& input)
+    : slot_bytes(SlotBytes(input.catalogue)),
+      gradient_bytes(GradientBytes(input.catalogue)),
+      weights(PagedWeights(input.catalogue), slot_bytes, kWindowSlots),
+      gradients(SpillableGradients(input.catalogue), gradient_bytes, kGradientWindowSlots) {
+  const proto::Catalogue& catalogue = input.catalogue;
+  block_bytes = proto::FullStateBytes(catalogue, input.optimizer);
+  slab_fixed_bytes = PaddedBytes(sizeof(proto::SlabHeader)) +
+                     PaddedBytes(catalogue.tensors.size() * sizeof(proto::TensorWord));
+  pins_bytes = PaddedBytes(catalogue.tensors.size() * sizeof(proto::PinWord));
+  staging_bytes = proto::kLoadingStagingBytes;
+  // The daemon counts in whole pages.
+  overhead_bytes = PaddedBytes(proto::OverheadBytes(catalogue, input.optimizer));
+  for (size_t i = 0; i < catalogue.store_tensors.size(); ++i) {
+    const proto::StoreTensor& tensor = catalogue.store_tensors[i];
+    if (tensor.bundle) bundle_bytes += slot_bytes[i];
+    if (!tensor.trainable) continue;
+    const uint64_t elements = proto::ExtentElements(tensor.element_count, 0);
+    block_gradient_bytes =
+        std::max(block_gradient_bytes, PaddedBytes(elements * proto::DtypeBytes(tensor.dtype)));
+  }
+  for (uint32_t i = 0; i < catalogue.tensors.size(); ++i) {
+    const proto::Tensor& tensor = catalogue.tensors[i];
+    staging_bytes = std::max(staging_bytes,
+                             PaddedBytes(tensor.element_count * proto::DtypeBytes(tensor.dtype)));
+    if (IsBundled(catalogue, i)) bundle_gradient_bytes += gradient_bytes[i];
+  }
+}
+
+// What the budget buys, in numbers; MakePlan turns it into places.
+struct Choice {
+  bool spill = false;
+  uint32_t blocks = kMinimalBlocks;
+  size_t kept_gradients = 0;
+  uint64_t gradient_window_bytes = 0;
+  size_t kept_weights = 0;
+  uint64_t window_bytes = 0;
+  uint64_t left_bytes = 0;  // for state
+};
+
+uint64_t DownToSector(uint64_t bytes) { return bytes / proto::kSectorBytes * proto::kSectorBytes; }
+
+// Spends up to `rest` on raising `value` to `wanted`, in units.
+uint64_t Raise(uint64_t wanted, uint64_t value, uint64_t unit_bytes, uint64_t& rest) {
+  if (unit_bytes == 0 || value >= wanted) return std::max(value, wanted);
+  const uint64_t units = std::min((wanted - value), rest / unit_bytes);
+  rest -= units * unit_bytes;
+  return value + units;
+}
+
+// More ram never buys less: things are bought in a fixed order, and nothing before what comes ahead
+// of it is complete; only the wished window grows with ram, by less than ram does.
+Choice Choose(const PlanInput& input, const Needs& needs) {
+  Choice choice;
+  const bool can_spill = needs.gradients.size() > 0;
+  choice.spill =
+      can_spill && (input.always_spill_gradients || input.ram_bytes < needs.Floor(false));
+  const uint64_t block_bytes = needs.block_bytes + (choice.spill ? needs.block_gradient_bytes : 0);
+  uint64_t rest = input.ram_bytes - needs.Floor(choice.spill);
+  choice.blocks = static_cast<uint32_t>(Raise(kGoodBlocks, kMinimalBlocks, block_bytes, rest));
+
+  // What comes before weights has all that is good for it.
+  bool complete = true;
+
+  const Ladder& gradients = needs.gradients;
+  choice.kept_gradients = gradients.size();
+  if (choice.spill) {
+    const size_t least = needs.MinimalKeptGradients();
+    rest += gradients.Cost(least, 0);
+    const bool keep_more = !input.always_spill_gradients && choice.blocks == kGoodBlocks;
+    const size_t most = keep_more ? gradients.size() - 1 : least;
+    const size_t kept = *gradients.Largest(least, most, 0, rest);
+    rest -= gradients.Cost(kept, 0);
+    choice.kept_gradients = kept;
+    const uint64_t slot_bytes = gradients.slot_bytes(kept);
+    const uint64_t slots = Raise(kGoodGradientWindowSlots, kGradientWindowSlots, slot_bytes, rest);
+    choice.gradient_window_bytes = slots * slot_bytes;
+    complete = input.always_spill_gradients && slots == kGoodGradientWindowSlots;
+  }
+
+  const Ladder& weights = needs.weights;
+  const size_t least = weights.Cheapest(weights.size());
+  const uint64_t wanted = DownToSector(input.ram_bytes / kWindowShareOfRam);
+  rest += weights.Cost(least, 0);
+  complete = complete && choice.blocks == kGoodBlocks;
+  const size_t most = complete ? weights.size() : least;
+  if (const std::optional<size_t> kept = weights.Largest(least, most, wanted, rest);
+      kept.has_value()) {
+    choice.kept_weights = *kept;
+    choice.window_bytes = weights.window(*kept, wanted);
+  } else {
+    choice.kept_weights = least;
+    choice.window_bytes = weights.window(least, DownToSector(rest - weights.kept_bytes(least)));
+  }
+  choice.left_bytes = rest - weights.kept_bytes(choice.kept_weights) - choice.window_bytes;
+  if (!complete || choice.kept_weights < weights.size()) choice.left_bytes = 0;
+  return choice;
+}
+
+void PlaceWeightsAndState(const PlanInput& input, const Needs& needs, const Choice& choice,
+                          Plan& plan) {
+  const proto::Catalogue& catalogue = input.catalogue;
+  proto::MemoryPlan& memory = plan.memory;
+  memory.weight_resident.assign(catalogue.store_tensors.size(), true);
+  for (size_t i = choice.kept_weights; i < needs.weights.size(); ++i)
+    memory.weight_resident[needs.weights.id(i)] = false;
+  memory.state_resident.assign(catalogue.store_tensors.size(), 0);
+  uint64_t left_bytes = choice.left_bytes;
+  for (size_t i = 0; i < catalogue.store_tensors.size(); ++i) {
+    const proto::StoreTensor& tensor = catalogue.store_tensors[i];
+    const uint32_t extents = proto::ExtentCount(tensor.element_count);
+    for (uint32_t extent = 0; tensor.trainable && extent < extents; ++extent) {
+      const uint64_t bytes = proto::StateBytes(tensor, input.optimizer, extent);
+      if (bytes > left_bytes) return;
+      left_bytes -= bytes;
+      plan.resident_state_bytes += bytes;
+      ++memory.state_resident[i];
+    }
+  }
+}
+
+// The region: fixed part, staging (where it is before there is a plan), pins, gradients or their
+// window.
+void PlaceRegion(const PlanInput& input, const Needs& needs, const Choice& choice, Plan& plan) {
+  proto::MemoryPlan& memory = plan.memory;
+  plan.staging_offset = proto::kRegionFixedBytes;
+  plan.staging_bytes = needs.staging_bytes;
+  plan.pins_offset = plan.staging_offset + plan.staging_bytes;
+  plan.gradient_window_offset = plan.pins_offset + needs.pins_bytes;
+  plan.gradient_window_bytes = choice.gradient_window_bytes;
+  uint64_t end = plan.gradient_window_offset + plan.gradient_window_bytes;
+  std::vector<bool> spilled(input.catalogue.tensors.size(), false);
+  for (size_t i = choice.kept_gradients; i < needs.gradients.size(); ++i)
+    spilled[needs.gradients.id(i)] = true;
+  memory.gradients.resize(input.catalogue.tensors.size());
+  for (size_t i = 0; i < input.catalogue.tensors.size(); ++i) {
+    if (!input.catalogue.tensors[i].trainable) continue;
+    uint64_t& place = spilled[i] ? memory.scratch_bytes : end;
+    memory.gradients[i] = {spilled[i] ? GradientHome::kScratch : GradientHome::kRegion, place};
+    place += needs.gradient_bytes[i];
+  }
+  memory.region_bytes = end;
+}
+
+void Count(const PlanInput& input, Plan& plan) {
+  const proto::Catalogue& catalogue = input.catalogue;
+  for (const proto::Tensor& tensor : catalogue.tensors) {
+    plan.parameter_count += tensor.element_count;
+    if (!tensor.trainable) continue;
+    plan.trainable_count += tensor.element_count;
+    plan.gradient_bytes += tensor.element_count * proto::DtypeBytes(tensor.dtype);
+  }
+  uint64_t read = 0, written = 0, further = 0;
+  for (size_t i = 0; i < catalogue.store_tensors.size(); ++i) {
+    const proto::StoreTensor& tensor = catalogue.store_tensors[i];
+    const uint64_t weight_bytes = proto::WeightSlotBytes(tensor);
+    const bool resident = plan.memory.weight_resident[i];
+    if (resident) plan.resident_weight_bytes += weight_bytes;
+    uint64_t state_bytes = 0, paged_state_bytes = 0, tie_bytes = 0;
+    for (uint32_t extent = 0; extent < proto::ExtentCount(tensor.element_count); ++extent) {
+      const uint64_t bytes = proto::StateBytes(tensor, input.optimizer, extent);
+      state_bytes += bytes;
+      if (extent >= plan.memory.state_resident[i]) paged_state_bytes += bytes;
+      if (tensor.trainable && tensor.dtype == proto::Dtype::kBFloat16) {
+        tie_bytes += PaddedBytes((proto::ExtentElements(tensor.element_count, extent) + 7) / 8);
+      }
+    }
+    plan.state_bytes += weight_bytes + state_bytes;
+    plan.store_bytes += 2 * (weight_bytes + state_bytes + tie_bytes);
+    // A paged weight is read with the update that the next forward shares, and once more for
+    // backward.
+    const uint64_t weight_reads = resident ? 0 : 2 * weight_bytes;
+    read += weight_reads + paged_state_bytes;
+    further += weight_reads;
+    if (tensor.trainable) written += weight_bytes + state_bytes;
+  }
+  for (size_t i = 0; i < catalogue.tensors.size(); ++i) {
+    if (plan.memory.gradients[i].home != GradientHome::kScratch) continue;
+    const uint64_t bytes = PaddedBytes(catalogue.tensors[i].element_count *
+                                       proto::DtypeBytes(catalogue.tensors[i].dtype));
+    read += bytes;
+    written += bytes;
+    further += 2 * bytes;
+  }
+  const double parameters = static_cast<double>(std::max<uint64_t>(plan.parameter_count, 1));
+  plan.read_bytes_per_parameter = read / parameters;
+  plan.write_bytes_per_parameter = written / parameters;
+  plan.bytes_per_further_micro_batch = further / parameters;
+}
+
+std::string Line(std::string_view item, uint64_t bytes, std::string_view note = "") {
+  char text[160];
+  std::snprintf(text, sizeof(text), "  %-34.*s %12s", static_cast<int>(item.size()), item.data(),
+                FormatBytes(bytes).c_str());
+  return absl::StrCat(text, note.empty() ? "" : "  ", std::string(note), "\n");
+}
+
+absl::Status TooSmall(const PlanInput& input, const Needs& needs, uint64_t floor,
+                      uint64_t floor_without_spilling) {
+  const bool spill = needs.gradients.size() > 0 && floor != floor_without_spilling;
+  const uint64_t weights = needs.weights.Cost(needs.weights.Cheapest(needs.weights.size()), 0);
+  const uint64_t gradients =
+      spill ? needs.gradients.Cost(needs.MinimalKeptGradients(), 0) : needs.gradients.total_bytes();
+  const uint64_t pipeline =
+      kMinimalBlocks * (needs.block_bytes + (spill ? needs.block_gradient_bytes : 0));
+  return MakeError(
+      ErrorId::kBudgetTooSmall,
+      absl::StrCat(
+          "ram is ", FormatBytes(input.ram_bytes), ", the least that trains this model is ",
+          FormatBytes(floor), " = weight window ", FormatBytes(weights), " + small tensors ",
+          FormatBytes(needs.bundle_bytes), " + gradients ",
+          FormatBytes(gradients + needs.bundle_gradient_bytes), spill ? " (spilled)" : "",
+          " + update pipeline ", FormatBytes(pipeline), " + staging ",
+          FormatBytes(needs.staging_bytes), " + rings and tables ",
+          FormatBytes(needs.slab_fixed_bytes + proto::kRegionFixedBytes + needs.pins_bytes),
+          " + overhead ", FormatBytes(needs.overhead_bytes), "; without spilling gradients it is ",
+          FormatBytes(floor_without_spilling)),
+      absl::StrCat("Set ram to at least ", floor, " bytes, or ", floor_without_spilling,
+                   " bytes to keep gradients in memory"));
+}
+
+}  // namespace
+
+absl::StatusOr<Plan> MakePlan(const PlanInput& input) {
+  const Needs needs(input);
+  const uint64_t floor_without_spilling = needs.Floor(false);
+  uint64_t floor = floor_without_spilling;
+  if (needs.gradients.size() > 0) {
+    floor = input.always_spill_gradients ? needs.Floor(true) : std::min(floor, needs.Floor(true));
+  }
+  if (input.ram_bytes < floor) return TooSmall(input, needs, floor, floor_without_spilling);
+
+  const Choice choice = Choose(input, needs);
+  Plan plan;
+  plan.floor_bytes = floor;
+  plan.floor_without_spilling_bytes = floor_without_spilling;
+  plan.gradients_spilled = choice.spill;
+  plan.overhead_bytes = needs.overhead_bytes;
+  plan.memory.window_bytes = choice.window_bytes;
+  plan.memory.pipeline_blocks = choice.blocks;
+  plan.memory.pipeline_gradients = choice.spill;
+  PlaceWeightsAndState(input, needs, choice, plan);
+  PlaceRegion(input, needs, choice, plan);
+  OFFLOAD_ASSIGN_OR_RETURN(plan.slab,
+                           proto::ComputeSlabLayout(input.catalogue, input.optimizer, plan.memory));
+  plan.total_bytes = plan.slab.total_bytes + plan.memory.region_bytes + plan.overhead_bytes;
+  OFFLOAD_CHECK(plan.total_bytes <= input.ram_bytes)
+      << plan.total_bytes << " of " << input.ram_bytes;
+  Count(input, plan);
+  return plan;
+}
+
+std::string DescribePlan(const PlanInput& input, const Plan& plan) {
+  const proto::MemoryPlan& memory = plan.memory;
+  uint64_t resident_gradients =
+      memory.region_bytes - plan.gradient_window_offset - plan.gradient_window_bytes;
+  const uint64_t tables = plan.slab.tensor_words_offset +
+                          PaddedBytes(input.catalogue.tensors.size() * sizeof(proto::TensorWord)) +
+                          proto::kRegionFixedBytes + plan.gradient_window_offset - plan.pins_offset;
+  std::string text =
+      absl::StrCat(FormatCount(plan.parameter_count), " parameters, ",
+                   FormatCount(plan.trainable_count), " of them trained; state ",
+                   FormatBytes(plan.state_bytes), ", gradients ", FormatBytes(plan.gradient_bytes),
+                   ", on the drive ", FormatDecimalBytes(plan.store_bytes), "\n");
+  absl::StrAppend(&text, "memory:\n");
+  absl::StrAppend(&text, Line("weights in memory for good", plan.resident_weight_bytes),
+                  Line("weight window", memory.window_bytes),
+                  Line("optimizer state in memory", plan.resident_state_bytes),
+                  Line("update pipeline", plan.slab.pipeline_block_bytes * memory.pipeline_blocks,
+                       absl::StrCat(memory.pipeline_blocks, " blocks")),
+                  Line("gradients in memory", resident_gradients));
+  if (plan.gradients_spilled) {
+    absl::StrAppend(&text, Line("window of spilled gradients", plan.gradient_window_bytes,
+                                absl::StrCat(FormatBytes(memory.scratch_bytes), " spill")));
+  }
+  absl::StrAppend(&text, Line("staging", plan.staging_bytes), Line("rings and tables", tables),
+                  Line("overhead", plan.overhead_bytes),
+                  Line("sum", plan.total_bytes, absl::StrCat("of ", FormatBytes(input.ram_bytes))));
+  char traffic[200];
+  std::snprintf(traffic, sizeof(traffic),
+                "traffic per parameter and step: %.2f B read, %.2f B written, %.2f B for each "
+                "further micro-batch\n",
+                plan.read_bytes_per_parameter, plan.write_bytes_per_parameter,
+                plan.bytes_per_further_micro_batch);
+  absl::StrAppend(&text, traffic, "least ram that trains: ", FormatBytes(plan.floor_bytes),
+                  "; without spilling gradients: ", FormatBytes(plan.floor_without_spilling_bytes),
+                  "\n");
+  return text;
+}
+
+}  // namespace offload::zero3

@@ -1,0 +1,64 @@
+// zero3/planner.h
+//
+// Decides, from tensors, optimizer and budget, where every plane lives, how big the weight window,
+// the update pipeline and the gradient accumulators are: a pure function, the same for attaching
+// and for `offloadctl plan`. What it promises is what the budget sum says: slab + region + overhead
+// ≤ ram, always.
+//
+// Order of spending: what must be (bundles, minimal window, minimal pipeline, region, overhead),
+// where gradients in DRAM come before spilling them through a window; a deeper pipeline; as many
+// gradients as fit when some are spilled; weights of whole tensors, the largest first (each saves
+// twice its bytes of reads per step), beside a window that grows with ram; state of leading
+// extents. More ram never means more predicted traffic.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "proto/slab_layout.h"
+
+namespace offload::zero3 {
+
+struct PlanInput {
+  proto::Catalogue catalogue;
+  proto::OptimizerState optimizer = proto::OptimizerState::kAdam;
+  uint64_t ram_bytes = 0;
+  bool always_spill_gradients = false;
+};
+
+struct Plan {
+  proto::MemoryPlan memory;
+  proto::SlabLayout slab;
+  // The region: fixed part, staging (at the same place before there is a plan), pins, window for
+  // spilled gradients, gradients.
+  uint64_t staging_offset = 0;  // one writable copy of the largest tensor, at least
+                                // kLoadingStagingBytes; used for loading, too
+  uint64_t staging_bytes = 0;
+  uint64_t pins_offset = 0;
+  uint64_t gradient_window_offset =
+      0;  // spilled gradients pass through here: at least twice the largest gradient
+  uint64_t gradient_window_bytes = 0;  // 0 when gradients stay in DRAM
+  uint64_t overhead_bytes = 0;
+  uint64_t total_bytes = 0;  // slab + region + overhead
+
+  uint64_t parameter_count = 0, trainable_count = 0;
+  uint64_t state_bytes = 0;     // weights, masters, moments: 12 per trainable parameter
+  uint64_t gradient_bytes = 0;  // in the gradients' dtype
+  uint64_t store_bytes = 0;     // on the drive, both places
+  uint64_t resident_weight_bytes = 0, resident_state_bytes = 0;
+  bool gradients_spilled = false;
+  // Predicted traffic of a step of one micro-batch, and of each further one, bytes per parameter.
+  double read_bytes_per_parameter = 0, write_bytes_per_parameter = 0,
+         bytes_per_further_micro_batch = 0;
+  // The smallest ram that runs, and the smallest that runs without spilling.
+  uint64_t floor_bytes = 0, floor_without_spilling_bytes = 0;
+};
+
+// OFD-1301 with the whole sum and both floors when ram is too small.
+absl::StatusOr<Plan> MakePlan(const PlanInput& input);
+
+// The sum as a table for people, one line per item, units MiB/GiB.
+std::string DescribePlan(const PlanInput& input, const Plan& plan);
+
+}  // namespace offload::zero3

@@ -1,0 +1,239 @@
+#include "zero3/planner.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "base/random.h"
+#include "proto/shm_abi.h"
+
+namespace offload::zero3 {
+namespace {
+
+using proto::Dtype;
+using proto::GradientHome;
+using proto::OptimizerState;
+
+constexpr uint64_t kMiB = 1 << 20;
+
+proto::Tensor MakeTensor(size_t number, int64_t elements, Dtype dtype, bool trainable = true) {
+  return {.name = absl::StrCat("t", number),
+          .shape = {elements},
+          .dtype = dtype,
+          .trainable = trainable};
+}
+
+PlanInput Input(std::vector<proto::Tensor> tensors,
+                OptimizerState optimizer = OptimizerState::kAdam) {
+  auto catalogue = proto::BuildCatalogue(std::move(tensors));
+  EXPECT_TRUE(catalogue.ok()) << catalogue.status();
+  return {.catalogue = *catalogue, .optimizer = optimizer};
+}
+
+// `count` equal tensors of `elements`.
+PlanInput Equal(size_t count, int64_t elements, Dtype dtype) {
+  std::vector<proto::Tensor> tensors;
+  for (size_t i = 0; i < count; ++i) tensors.push_back(MakeTensor(i, elements, dtype));
+  return Input(std::move(tensors));
+}
+
+Plan PlanFor(PlanInput& input, uint64_t ram_bytes) {
+  input.ram_bytes = ram_bytes;
+  auto plan = MakePlan(input);
+  EXPECT_TRUE(plan.ok()) << plan.status();
+  return plan.ok() ? *plan : Plan();
+}
+
+absl::Status Refusal(PlanInput& input, uint64_t ram_bytes) {
+  input.ram_bytes = ram_bytes;
+  return MakePlan(input).status();
+}
+
+double BytesPerStep(const Plan& plan) {
+  return plan.read_bytes_per_parameter + plan.write_bytes_per_parameter;
+}
+
+// What a plan promises, for any model and budget.
+void ExpectSound(const PlanInput& input, const Plan& plan) {
+  EXPECT_LE(plan.total_bytes, input.ram_bytes);
+  EXPECT_EQ(plan.total_bytes,
+            plan.slab.total_bytes + plan.memory.region_bytes + plan.overhead_bytes);
+  EXPECT_LE(plan.floor_bytes, input.ram_bytes);
+  EXPECT_GE(plan.memory.pipeline_blocks, 2u);
+  EXPECT_LE(plan.memory.pipeline_blocks, 8u);
+  EXPECT_GE(plan.staging_bytes, proto::kLoadingStagingBytes);
+  EXPECT_EQ(plan.staging_offset, proto::kRegionFixedBytes);
+  uint64_t largest_slot = 0, largest_spilled = 0;
+  for (size_t i = 0; i < input.catalogue.store_tensors.size(); ++i) {
+    if (!plan.memory.weight_resident[i]) {
+      largest_slot =
+          std::max(largest_slot, proto::WeightSlotBytes(input.catalogue.store_tensors[i]));
+    }
+  }
+  EXPECT_GE(plan.memory.window_bytes, 3 * largest_slot);
+  // Gradients in the region stand side by side behind the window for the spilled ones.
+  uint64_t region_end = plan.gradient_window_offset + plan.gradient_window_bytes, scratch_end = 0;
+  for (size_t i = 0; i < input.catalogue.tensors.size(); ++i) {
+    const proto::Tensor& tensor = input.catalogue.tensors[i];
+    const uint64_t bytes =
+        proto::PaddedBytes(tensor.element_count * proto::DtypeBytes(tensor.dtype));
+    EXPECT_GE(plan.staging_bytes, bytes);
+    const proto::GradientPlacement& gradient = plan.memory.gradients[i];
+    ASSERT_EQ(gradient.home == GradientHome::kNone, !tensor.trainable);
+    if (gradient.home == GradientHome::kNone) continue;
+    uint64_t& end = gradient.home == GradientHome::kRegion ? region_end : scratch_end;
+    ASSERT_EQ(gradient.offset_bytes, end);
+    end += bytes;
+    if (gradient.home == GradientHome::kScratch) {
+      EXPECT_GT(tensor.element_count, proto::kBundledElementsMax);
+      largest_spilled = std::max(largest_spilled, bytes);
+    }
+  }
+  EXPECT_EQ(region_end, plan.memory.region_bytes);
+  EXPECT_EQ(scratch_end, plan.memory.scratch_bytes);
+  EXPECT_EQ(plan.gradients_spilled, scratch_end > 0);
+  EXPECT_GE(plan.gradient_window_bytes, 2 * largest_spilled);
+  EXPECT_GE(plan.gradient_window_offset,
+            plan.pins_offset + input.catalogue.tensors.size() * sizeof(proto::PinWord));
+  EXPECT_EQ(plan.pins_offset, plan.staging_offset + plan.staging_bytes);
+}
+
+PlanInput RandomInput(Random& random) {
+  std::vector<proto::Tensor> tensors;
+  const size_t count = 1 + random.Below(30);
+  const int64_t sizes[] = {1, 7, 1000, 32768, 32769, 300000, 1 << 20, 3 << 20, 10000019};
+  for (size_t i = 0; i < count; ++i) {
+    tensors.push_back(MakeTensor(i, sizes[random.Below(9)],
+                                 random.OneIn(2) ? Dtype::kBFloat16 : Dtype::kFloat32,
+                                 !random.OneIn(5)));
+  }
+  const OptimizerState optimizers[] = {OptimizerState::kNone, OptimizerState::kMomentum,
+                                       OptimizerState::kAdam};
+  PlanInput input = Input(std::move(tensors), optimizers[random.Below(3)]);
+  input.always_spill_gradients = random.OneIn(4);
+  return input;
+}
+
+TEST(PlannerTest, SumIsWithinTheBudgetAndMoreRamNeverMeansMoreTraffic) {
+  Random random(7);
+  for (int model = 0; model < 60; ++model) {
+    PlanInput input = RandomInput(random);
+    const absl::Status refused = Refusal(input, 0);
+    ASSERT_EQ(ErrorIdOf(refused), ErrorId::kBudgetTooSmall) << refused;
+    const Plan rich = PlanFor(input, uint64_t{1} << 40);
+    ExpectSound(input, rich);
+    double last = 1e9;
+    for (int step = 0; step <= 40; ++step) {
+      const uint64_t span = rich.total_bytes + rich.total_bytes / 4 - rich.floor_bytes;
+      const Plan plan = PlanFor(input, rich.floor_bytes + span * step / 40);
+      ExpectSound(input, plan);
+      EXPECT_LE(BytesPerStep(plan), last + 1e-9) << "model " << model << " step " << step;
+      last = BytesPerStep(plan);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+TEST(PlannerTest, FloorsAreExact) {
+  Random random(8);
+  for (int model = 0; model < 60; ++model) {
+    PlanInput input = RandomInput(random);
+    const Plan rich = PlanFor(input, uint64_t{1} << 40);
+    ExpectSound(input, PlanFor(input, rich.floor_bytes));
+    EXPECT_EQ(ErrorIdOf(Refusal(input, rich.floor_bytes - 1)), ErrorId::kBudgetTooSmall);
+    if (input.always_spill_gradients) continue;
+    EXPECT_FALSE(PlanFor(input, rich.floor_without_spilling_bytes).gradients_spilled);
+    if (rich.floor_without_spilling_bytes > rich.floor_bytes) {
+      EXPECT_TRUE(PlanFor(input, rich.floor_without_spilling_bytes - 1).gradients_spilled);
+    }
+  }
+}
+
+TEST(PlannerTest, EnoughRamKeepsEverythingInMemory) {
+  PlanInput input = Equal(20, 1 << 20, Dtype::kBFloat16);
+  const Plan plan = PlanFor(input, uint64_t{1} << 40);
+  EXPECT_EQ(plan.memory.window_bytes, 0u);
+  EXPECT_EQ(plan.read_bytes_per_parameter, 0);
+  EXPECT_DOUBLE_EQ(plan.write_bytes_per_parameter, 12);
+  EXPECT_EQ(plan.resident_weight_bytes + plan.resident_state_bytes, plan.state_bytes);
+  EXPECT_EQ(plan.state_bytes, 20 * 12 * kMiB);
+}
+
+TEST(PlannerTest, PagedBf16ModelMovesTwentySixBytesPerParameter) {
+  PlanInput input = Equal(64, 1 << 20, Dtype::kBFloat16);
+  const Plan rich = PlanFor(input, uint64_t{1} << 40);
+  const Plan plan = PlanFor(input, rich.floor_without_spilling_bytes);
+  EXPECT_FALSE(plan.gradients_spilled);
+  EXPECT_DOUBLE_EQ(plan.read_bytes_per_parameter, 14);
+  EXPECT_DOUBLE_EQ(plan.write_bytes_per_parameter, 12);
+  EXPECT_DOUBLE_EQ(plan.bytes_per_further_micro_batch, 4);
+  EXPECT_EQ(plan.memory.window_bytes, 3 * 2 * kMiB);
+}
+
+TEST(PlannerTest, SpilledGradientsCostTheirBytesTwice) {
+  PlanInput input = Equal(64, 1 << 20, Dtype::kBFloat16);
+  const Plan plan = PlanFor(input, PlanFor(input, uint64_t{1} << 40).floor_bytes);
+  EXPECT_TRUE(plan.gradients_spilled);
+  EXPECT_EQ(plan.memory.scratch_bytes, 64 * 2 * kMiB);
+  EXPECT_EQ(plan.gradient_window_bytes, 2 * 2 * kMiB);
+  EXPECT_DOUBLE_EQ(plan.read_bytes_per_parameter, 16);
+  EXPECT_DOUBLE_EQ(plan.write_bytes_per_parameter, 14);
+}
+
+TEST(PlannerTest, OneHugeTensorIsKeptInsteadOfThreeTimesItsWindow) {
+  std::vector<proto::Tensor> tensors = {MakeTensor(0, 64 << 20, Dtype::kBFloat16)};
+  for (size_t i = 1; i < 30; ++i) tensors.push_back(MakeTensor(i, 1 << 20, Dtype::kBFloat16));
+  PlanInput input = Input(std::move(tensors));
+  const Plan plan = PlanFor(input, PlanFor(input, uint64_t{1} << 40).floor_bytes);
+  EXPECT_TRUE(plan.memory.weight_resident[0]);
+  EXPECT_EQ(plan.memory.window_bytes, 3 * 2 * kMiB);
+}
+
+TEST(PlannerTest, ForcedSpillingUsesTheRestForWeights) {
+  PlanInput input = Equal(16, 1 << 20, Dtype::kFloat32);
+  input.always_spill_gradients = true;
+  const Plan plan = PlanFor(input, 4096 * kMiB);
+  EXPECT_TRUE(plan.gradients_spilled);
+  EXPECT_EQ(plan.gradient_window_bytes, 8 * 4 * kMiB);
+  EXPECT_EQ(plan.resident_weight_bytes, 64 * kMiB);
+}
+
+TEST(PlannerTest, FrozenModelNeedsNoGradients) {
+  PlanInput input = Input(
+      {MakeTensor(0, 1 << 20, Dtype::kBFloat16, false), MakeTensor(1, 5, Dtype::kFloat32, false)});
+  const Plan plan = PlanFor(input, uint64_t{1} << 40);
+  EXPECT_EQ(plan.gradient_bytes, 0u);
+  EXPECT_EQ(plan.write_bytes_per_parameter, 0);
+  EXPECT_EQ(plan.trainable_count, 0u);
+}
+
+TEST(PlannerTest, RefusalShowsTheSumAndBothFloors) {
+  PlanInput input = Equal(64, 1 << 20, Dtype::kBFloat16);
+  const Plan rich = PlanFor(input, uint64_t{1} << 40);
+  const std::string text(Refusal(input, 8 * kMiB).message());
+  EXPECT_TRUE(absl::StrContains(text, "OFD-1301")) << text;
+  EXPECT_TRUE(absl::StrContains(text, absl::StrCat(rich.floor_bytes))) << text;
+  EXPECT_TRUE(absl::StrContains(text, absl::StrCat(rich.floor_without_spilling_bytes))) << text;
+  EXPECT_TRUE(absl::StrContains(text, "weight window 6.0 MiB")) << text;
+}
+
+TEST(PlannerTest, DescriptionHasTheSum) {
+  PlanInput input = Equal(64, 1 << 20, Dtype::kBFloat16);
+  const Plan plan = PlanFor(input, 256 * kMiB);
+  const std::string text = DescribePlan(input, plan);
+  EXPECT_TRUE(absl::StrContains(text, "of 256.0 MiB")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "8 blocks")) << text;
+}
+
+TEST(PlannerTest, HundredThousandTensorsArePlanned) {
+  PlanInput input = Equal(100000, 40000, Dtype::kBFloat16);
+  ExpectSound(input, PlanFor(input, 12000 * kMiB));
+}
+
+}  // namespace
+}  // namespace offload::zero3

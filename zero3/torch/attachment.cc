@@ -1,0 +1,193 @@
+#include "zero3/torch/attachment.h"
+
+#include <ATen/core/grad_mode.h>
+#include <sys/mman.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/byte_size.h"
+#include "base/check.h"
+#include "base/error.h"
+#include "proto/shm_abi.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload::zero3 {
+namespace {
+
+// Transfers that one call keeps in flight; the rings have room for a thousand.
+constexpr size_t kTransfersInFlight = 32;
+
+// Forward with gradients, and all of backward; evaluation is not part of a step.
+bool IsTraining() {
+  return c10::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() != -1;
+}
+
+}  // namespace
+
+// ---- Staging -----------------------------------------------------------------------------------
+
+Staging::Piece& Staging::Piece::operator=(Piece&& other) noexcept {
+  Reset();
+  staging_ = std::exchange(other.staging_, nullptr);
+  offset_ = other.offset_;
+  size_bytes_ = other.size_bytes_;
+  return *this;
+}
+
+void Staging::Piece::Reset() {
+  if (staging_ != nullptr) std::exchange(staging_, nullptr)->Return(offset_, size_bytes_);
+}
+
+Staging::Piece Staging::Take(uint64_t size_bytes) {
+  size_bytes = proto::PaddedBytes(std::max<uint64_t>(size_bytes, 1));
+  const std::thread::id self = std::this_thread::get_id();
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    const auto fits = std::find_if(free_.begin(), free_.end(),
+                                   [&](const auto& range) { return range.second >= size_bytes; });
+    if (fits != free_.end()) {
+      const auto [offset, range_bytes] = *fits;
+      free_.erase(fits);
+      if (range_bytes > size_bytes) free_[offset + size_bytes] = range_bytes - size_bytes;
+      holders_[offset] = self;
+      Piece piece;
+      piece.staging_ = this;
+      piece.offset_ = offset;
+      piece.size_bytes_ = size_bytes;
+      return piece;
+    }
+    const bool others_hold = std::any_of(holders_.begin(), holders_.end(),
+                                         [&](const auto& holder) { return holder.second != self; });
+    if (!others_hold) {
+      ThrowStatus(MakeError(ErrorId::kWindowExhausted,
+                            absl::StrCat("one operation writes several offloaded parameters, ",
+                                         FormatBytes(size_bytes),
+                                         " do not fit into the staging buffer beside the others"),
+                            "Write one parameter at a time"));
+    }
+    returned_.wait(lock);
+  }
+}
+
+void Staging::Grow(uint64_t end, uint64_t more_bytes) {
+  if (more_bytes > 0) Return(end, more_bytes);
+}
+
+void Staging::Return(uint64_t offset, uint64_t size_bytes) {
+  {
+    std::lock_guard lock(mutex_);
+    holders_.erase(offset);
+    const auto after = free_.upper_bound(offset);
+    if (after != free_.end() && offset + size_bytes == after->first) {
+      size_bytes += after->second;
+      free_.erase(after);
+    }
+    const auto next = free_.upper_bound(offset);
+    if (next != free_.begin() && std::prev(next)->first + std::prev(next)->second == offset) {
+      std::prev(next)->second += size_bytes;
+    } else {
+      free_[offset] = size_bytes;
+    }
+  }
+  returned_.notify_all();
+}
+
+std::byte* HomeRanges::Take(size_t size_bytes) {
+  size_bytes = proto::PaddedBytes(std::max<size_t>(size_bytes, 1));
+  std::lock_guard lock(mutex_);
+  if (left_bytes_ < size_bytes) {
+    const size_t chunk_bytes = std::max(kChunkBytes, size_bytes);
+    chunks_.push_back(ValueOrThrow(MappedRegion::Reserve(chunk_bytes), "address space"));
+    left_bytes_ = chunk_bytes;
+  }
+  MappedRegion& chunk = chunks_.back();
+  std::byte* const taken = chunk.data() + (chunk.size() - left_bytes_);
+  left_bytes_ -= size_bytes;
+  return taken;
+}
+
+// ---- Attachment --------------------------------------------------------------------------------
+
+Attachment::Attachment(std::unique_ptr<client::Session> session)
+    : session_(std::move(session)),
+      staging_(proto::kRegionFixedBytes, proto::kLoadingStagingBytes) {}
+
+void Attachment::SetPlan(PlanInput input, Plan plan) {
+  input_ = std::move(input);
+  plan_ = std::move(plan);
+  OFFLOAD_CHECK(plan_.staging_offset == proto::kRegionFixedBytes) << plan_.staging_offset;
+  staging_.Grow(plan_.staging_offset + proto::kLoadingStagingBytes,
+                plan_.staging_bytes - proto::kLoadingStagingBytes);
+  std::vector<uint64_t> slot_bytes;
+  uint64_t largest_bytes = 0;
+  for (const proto::Placement& placement : input_.catalogue.placements) {
+    const bool resident = plan_.memory.weight_resident[placement.store_tensor];
+    slot_bytes.push_back(
+        resident ? 0
+                 : proto::WeightSlotBytes(input_.catalogue.store_tensors[placement.store_tensor]));
+    largest_bytes = std::max(largest_bytes, slot_bytes.back());
+  }
+  // One slot is the tensor in use, the rest may be ahead of it.
+  schedule_ = std::make_unique<Schedule>(
+      std::move(slot_bytes),
+      plan_.memory.window_bytes - std::min(largest_bytes, plan_.memory.window_bytes));
+}
+
+void Attachment::Touch(uint32_t tensor) {
+  if (plan_.memory.weight_resident[input_.catalogue.placements[tensor].store_tensor]) return;
+  const bool training = IsTraining();
+  std::lock_guard lock(schedule_mutex_);
+  schedule_->SetRecording(training);
+  const uint32_t before = schedule_->position();
+  schedule_->Touch(tensor, [this](uint32_t next) { session_->Prefetch(next); });
+  if (schedule_->position() != before) session_->SetSchedulePosition(schedule_->position());
+}
+
+std::vector<uint32_t> Attachment::EndScheduleStep() {
+  std::vector<uint32_t> next;
+  std::lock_guard lock(schedule_mutex_);
+  if (schedule_->EndStep([&](uint32_t tensor) { next.push_back(tensor); })) {
+    ThrowIfError(session_->SetSchedule(schedule_->order()));
+  }
+  session_->SetSchedulePosition(0);
+  return next;
+}
+
+void Attachment::Prefetch(const std::vector<uint32_t>& tensors) {
+  for (const uint32_t tensor : tensors) session_->Prefetch(tensor);
+}
+
+void Attachment::PutWeight(uint32_t tensor, uint64_t region_offset) {
+  const uint64_t element_count = this->tensor(tensor).element_count;
+  const uint64_t element_bytes = proto::DtypeBytes(this->tensor(tensor).dtype);
+  std::vector<client::Ticket> tickets;
+  absl::Status failure;
+  const auto wait_for_all = [&] {
+    for (const client::Ticket ticket : tickets) failure.Update(session_->Wait(ticket));
+    tickets.clear();
+  };
+  for (uint64_t begin = 0; begin < element_count && failure.ok(); begin += proto::kExtentElements) {
+    const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
+    tickets.push_back(session_->Put(tensor, begin, count, region_offset + begin * element_bytes));
+    if (tickets.size() == kTransfersInFlight) wait_for_all();
+  }
+  wait_for_all();
+  ThrowIfError(failure, absl::StrCat("parameter '", this->tensor(tensor).name, "'"));
+}
+
+void Attachment::Close() {
+  if (session_ == nullptr) return;
+  const absl::Status closed = session_->CloseJob();
+  session_.reset();
+  ThrowIfError(closed);
+}
+
+absl::Status SessionEnded(const std::string& subject) {
+  return MakeError(ErrorId::kSessionEnded, absl::StrCat("the engine of ", subject, " is closed"),
+                   "Use the model while its offload::Engine lives");
+}
+
+}  // namespace offload::zero3

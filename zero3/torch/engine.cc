@@ -1,0 +1,176 @@
+// Options, and which engine Open() gives: the one that offloads, or with OFFLOADD_DISABLE=1 the one
+// that does not.
+
+#include <c10/util/Exception.h>
+#include <offload/torch.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string_view>
+#include <unordered_set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/byte_size.h"
+#include "base/error.h"
+#include "client/session.h"
+#include "zero3/torch/in_memory.h"
+#include "zero3/torch/offload_engine.h"
+#include "zero3/torch/optimizers.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload {
+namespace zero3 {
+namespace {
+
+std::string Environment(const char* name, std::string otherwise) {
+  const char* const value = std::getenv(name);
+  return value != nullptr && *value != '\0' ? value : otherwise;
+}
+
+bool IsDisabled() {
+  const char* const value = std::getenv("OFFLOADD_DISABLE");
+  return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
+}
+
+// Every parameter of the module once, in its order.
+std::vector<torch::optim::OptimizerParamGroup> OneGroup(torch::nn::Module& module) {
+  std::vector<at::Tensor> parameters;
+  std::unordered_set<const void*> seen;
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (parameter.defined() && seen.insert(parameter.unsafeGetTensorImpl()).second)
+      parameters.push_back(parameter);
+  }
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  groups.emplace_back(std::move(parameters));
+  return groups;
+}
+
+// The same arithmetic without a daemon.
+class InMemoryEngine final : public Engine {
+ public:
+  std::unique_ptr<torch::optim::Optimizer> AdamW(torch::nn::Module& module,
+                                                 torch::optim::AdamWOptions options,
+                                                 AdamWFlavour flavour) override {
+    return Keep(InMemoryAdamW(module, std::move(options), flavour), module);
+  }
+  std::unique_ptr<torch::optim::Optimizer> SGD(torch::nn::Module& module,
+                                               torch::optim::SGDOptions options) override {
+    return Keep(InMemorySGD(module, std::move(options)), module);
+  }
+  std::unique_ptr<torch::optim::Optimizer> AdamW(
+      torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
+      torch::optim::AdamWOptions defaults, AdamWFlavour flavour) override {
+    auto optimizer = InMemoryAdamW(module, std::move(defaults), flavour);
+    optimizer->param_groups().clear();
+    for (const auto& group : groups) optimizer->add_param_group(group);
+    return Keep(std::move(optimizer), module);
+  }
+  int64_t step() const override {
+    int64_t step = 0;
+    for (const at::Tensor& parameter : parameters_) {
+      if (const InMemoryState* state = StateOf(parameter)) step = std::max(step, state->step);
+    }
+    return step;
+  }
+  void WaitDurable() override {}
+  void SetTrainerState(std::string blob) override { trainer_state_ = std::move(blob); }
+  std::string TrainerState() const override { return trainer_state_; }
+  torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override {
+    const at::NoGradGuard no_grad;
+    if (plane == "weight") return parameter.detach().clone();
+    const InMemoryState* const state = StateOf(parameter);
+    if (plane == "master")
+      return (state != nullptr && state->master.defined() ? state->master : parameter)
+          .detach()
+          .to(at::kFloat)
+          .clone();
+    const at::Tensor moment = state == nullptr        ? at::Tensor()
+                              : plane == "exp_avg"    ? state->exp_avg
+                              : plane == "exp_avg_sq" ? state->exp_avg_sq
+                                                      : at::Tensor();
+    return moment.defined() ? moment.clone() : at::zeros(parameter.sizes(), at::kFloat);
+  }
+  Statistics statistics() const override { return {}; }
+  PlanSummary plan() const override {
+    PlanSummary summary;
+    for (const at::Tensor& parameter : parameters_) summary.parameters += parameter.numel();
+    summary.text = "OFFLOADD_DISABLE is set: everything is in memory\n";
+    return summary;
+  }
+
+ private:
+  std::unique_ptr<torch::optim::Optimizer> Keep(std::unique_ptr<torch::optim::Optimizer> optimizer,
+                                                torch::nn::Module& module) {
+    optimizer_ = dynamic_cast<const InMemoryOptimizer*>(optimizer.get());
+    parameters_ = module.parameters();
+    return optimizer;
+  }
+  const InMemoryState* StateOf(const at::Tensor& parameter) const {
+    return optimizer_ == nullptr ? nullptr : optimizer_->StateOf(parameter);
+  }
+
+  const InMemoryOptimizer* optimizer_ =
+      nullptr;  // the trainer's; it outlives the questions about it
+  std::vector<at::Tensor> parameters_;
+  std::string trainer_state_;
+};
+
+}  // namespace
+
+std::unique_ptr<torch::optim::Optimizer> OffloadEngine::AdamW(torch::nn::Module& module,
+                                                              torch::optim::AdamWOptions options,
+                                                              AdamWFlavour flavour) {
+  return AdamW(module, OneGroup(module), std::move(options), flavour);
+}
+
+std::unique_ptr<torch::optim::Optimizer> OffloadEngine::AdamW(
+    torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
+    torch::optim::AdamWOptions defaults, AdamWFlavour flavour) {
+  CheckOptions(defaults);
+  Attach(module, proto::OptimizerState::kAdam);
+  auto self = std::static_pointer_cast<OffloadEngine>(shared_from_this());
+  return MakeAdamW(std::move(self), std::move(groups), defaults, flavour);
+}
+
+std::unique_ptr<torch::optim::Optimizer> OffloadEngine::SGD(torch::nn::Module& module,
+                                                            torch::optim::SGDOptions options) {
+  CheckOptions(options);
+  Attach(module,
+         options.momentum() != 0 ? proto::OptimizerState::kMomentum : proto::OptimizerState::kNone);
+  auto self = std::static_pointer_cast<OffloadEngine>(shared_from_this());
+  return MakeSgd(std::move(self), OneGroup(module), options);
+}
+
+}  // namespace zero3
+
+Options Options::FromEnvironment() {
+  Options options;
+  options.nvme_path = zero3::Environment("OFFLOADD_POOL", options.nvme_path);
+  options.ram = zero3::Environment("OFFLOADD_RAM", options.ram);
+  options.job = zero3::Environment("OFFLOADD_JOB", options.job);
+  options.io = zero3::Environment("OFFLOADD_IO", options.io);
+  return options;
+}
+
+std::shared_ptr<Engine> Engine::Open(const Options& options) {
+  if (zero3::IsDisabled()) return std::make_shared<zero3::InMemoryEngine>();
+  if (options.nvme_path.empty())
+    zero3::ThrowStatus(MakeError(ErrorId::kPoolMissing, "nvme_path is not set"));
+  if (options.ram.empty())
+    zero3::ThrowStatus(
+        MakeError(ErrorId::kBadValue, "ram is not set", "Set ram to a size, for example \"8GiB\""));
+  const uint64_t ram_bytes = zero3::ValueOrThrow(ParseByteSize(options.ram));
+  auto session = zero3::ValueOrThrow(client::Session::Connect(client::ConnectOptions()));
+  client::JobOptions job;
+  job.job = options.job;
+  job.pool = options.nvme_path;
+  job.ram_bytes = ram_bytes;
+  job.io_engine = options.io;
+  job.update_threads = static_cast<uint32_t>(std::max(options.update_threads, 0));
+  client::JobInfo info = zero3::ValueOrThrow(session->OpenJob(job));
+  return std::make_shared<zero3::OffloadEngine>(options, ram_bytes, std::move(session),
+                                                std::move(info));
+}
+
+}  // namespace offload

@@ -1,0 +1,150 @@
+#include "zero3/torch/in_memory.h"
+
+#include <gtest/gtest.h>
+#include <offload/torch.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/utils.h>
+
+namespace offload::zero3 {
+namespace {
+
+using torch::Tensor;
+
+struct Parameters : torch::nn::Module {
+  explicit Parameters(at::ScalarType dtype) {
+    torch::manual_seed(5);
+    first = register_parameter("first", torch::randn({37, 11}).to(dtype));
+    second = register_parameter("second", torch::randn({1003}).to(dtype));
+    frozen = register_parameter("frozen", torch::randn({7}).to(dtype), /*requires_grad=*/false);
+    tied = register_parameter("tied", first);
+  }
+
+  // Different at every step, and the same for every optimizer that is compared.
+  void SetGradients(int64_t step) {
+    torch::manual_seed(static_cast<uint64_t>(100 + step));
+    for (Tensor* parameter : {&first, &second}) {
+      parameter->mutable_grad() = torch::randn(parameter->sizes()).to(parameter->scalar_type());
+    }
+  }
+
+  Tensor first, second, frozen, tied;
+};
+
+const InMemoryState& StateOf(const torch::optim::Optimizer& optimizer, const Tensor& parameter) {
+  return *dynamic_cast<const InMemoryOptimizer&>(optimizer).StateOf(parameter);
+}
+
+torch::optim::AdamWOptions AdamWOptions() {
+  return torch::optim::AdamWOptions(1e-2).weight_decay(0.1).betas({0.9, 0.95});
+}
+
+TEST(InMemoryTest, MulAddFlavourIsTorchsOwnClassBitForBit) {
+  Parameters ours(at::kFloat), theirs(at::kFloat);
+  auto optimizer = InMemoryAdamW(ours, AdamWOptions(), AdamWFlavour::kMulAdd);
+  torch::optim::AdamW reference(std::vector<Tensor>{theirs.first, theirs.second, theirs.frozen},
+                                AdamWOptions());
+  for (int64_t step = 0; step < 5; ++step) {
+    ours.SetGradients(step);
+    theirs.SetGradients(step);
+    optimizer->step();
+    reference.step();
+  }
+  EXPECT_TRUE(ours.first.equal(theirs.first));
+  EXPECT_TRUE(ours.second.equal(theirs.second));
+}
+
+TEST(InMemoryTest, FlavoursDifferByRoundingsOnly) {
+  std::vector<Tensor> results;
+  for (const auto flavour : {AdamWFlavour::kFused, AdamWFlavour::kLerp, AdamWFlavour::kMulAdd}) {
+    Parameters model(at::kFloat);
+    auto optimizer = InMemoryAdamW(model, AdamWOptions(), flavour);
+    for (int64_t step = 0; step < 3; ++step) {
+      model.SetGradients(step);
+      optimizer->step();
+    }
+    results.push_back(model.second.detach().clone());
+  }
+  EXPECT_TRUE(results[0].allclose(results[1], 1e-6, 1e-6));
+  EXPECT_TRUE(results[0].allclose(results[2], 1e-6, 1e-6));
+}
+
+TEST(InMemoryTest, SgdIsTorchsOwnClassBitForBit) {
+  for (const bool nesterov : {false, true}) {
+    Parameters ours(at::kFloat), theirs(at::kFloat);
+    const auto options =
+        torch::optim::SGDOptions(1e-2).momentum(0.9).weight_decay(0.1).nesterov(nesterov);
+    auto optimizer = InMemorySGD(ours, options);
+    torch::optim::SGD reference(std::vector<Tensor>{theirs.first, theirs.second, theirs.frozen},
+                                options);
+    for (int64_t step = 0; step < 4; ++step) {
+      ours.SetGradients(step);
+      theirs.SetGradients(step);
+      optimizer->step();
+      reference.step();
+    }
+    EXPECT_TRUE(ours.first.equal(theirs.first));
+    EXPECT_TRUE(ours.second.equal(theirs.second));
+  }
+}
+
+TEST(InMemoryTest, HalfPrecisionWeightIsTheCastOfAnFp32Master) {
+  Parameters half(at::kBFloat16), full(at::kBFloat16);
+  full.first.set_data(full.first.to(at::kFloat));
+  auto half_optimizer = InMemoryAdamW(half, AdamWOptions());
+  auto full_optimizer = InMemoryAdamW(full, AdamWOptions());
+  for (int64_t step = 0; step < 3; ++step) {
+    half.SetGradients(step);
+    full.SetGradients(step);
+    full.first.mutable_grad() = half.first.grad().to(at::kFloat);
+    half_optimizer->step();
+    full_optimizer->step();
+  }
+  const InMemoryState& state = StateOf(*half_optimizer, half.first);
+  EXPECT_TRUE(state.master.equal(full.first));
+  EXPECT_TRUE(state.exp_avg_sq.equal(StateOf(*full_optimizer, full.first).exp_avg_sq));
+  EXPECT_TRUE(half.first.equal(state.master.to(at::kBFloat16)));
+  EXPECT_FALSE(half.first.to(at::kFloat).equal(state.master)) << "the master holds more";
+}
+
+TEST(InMemoryTest, WrittenParameterBecomesItsMaster) {
+  Parameters model(at::kBFloat16);
+  auto optimizer = InMemoryAdamW(model, torch::optim::AdamWOptions(0.0).weight_decay(0));
+  model.SetGradients(0);
+  optimizer->step();
+  const Tensor exp_avg = StateOf(*optimizer, model.first).exp_avg.clone();
+  {
+    const at::NoGradGuard no_gradients;
+    model.first.fill_(2.5);
+  }
+  model.first.mutable_grad().zero_();
+  optimizer->step();
+  EXPECT_TRUE(model.first.eq(2.5).all().item<bool>());
+  EXPECT_TRUE(StateOf(*optimizer, model.first).exp_avg.allclose(exp_avg * 0.9f));
+}
+
+TEST(InMemoryTest, ParameterWithoutGradientIsSkippedAndTiedOneCountsOnce) {
+  Parameters model(at::kFloat);
+  const Tensor frozen = model.frozen.clone();
+  const Tensor second = model.second.detach().clone();
+  auto optimizer = InMemoryAdamW(model, AdamWOptions());
+  EXPECT_EQ(optimizer->param_groups().front().params().size(), 3u);
+  model.SetGradients(0);
+  model.second.mutable_grad().reset();
+  optimizer->step();
+  EXPECT_TRUE(model.frozen.equal(frozen));
+  EXPECT_TRUE(model.second.equal(second));
+  EXPECT_EQ(StateOf(*optimizer, model.first).step, 1);
+}
+
+TEST(InMemoryTest, AmsgradIsRefused) {
+  Parameters model(at::kFloat);
+  try {
+    InMemoryAdamW(model, AdamWOptions().amsgrad(true));
+    FAIL() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.id(), 1604);
+  }
+}
+
+}  // namespace
+}  // namespace offload::zero3

@@ -1,0 +1,159 @@
+// offload/torch.h: train a libtorch model that is bigger than memory, without changing the trainer.
+//
+//   offload::Options options;  // or Options::FromEnvironment()
+//   options.nvme_path = "/nvme0", options.ram = "8GiB", options.job = "llama-run-1";
+//   auto engine = offload::Engine::Open(options);
+//   auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-4));
+//
+// Open() connects to the node's daemon, else starts a private one that ends with us. AdamW()
+// attaches the model and gives a torch::optim::Optimizer, and the loop stays as it is:
+// model->forward(...), loss.backward(), torch::nn::utils::clip_grad_norm_, optimizer->step(),
+// optimizer->zero_grad(). Weights, masters and moments live on NVMe; every step is a checkpoint:
+// start the program again with the same job and it continues at engine->step().
+//
+// What is computed is what the trainer computes without us, bit for bit (fp32: torch's fused AdamW;
+// bf16: fp32 masters and moments, nearest-even cast). OFFLOADD_DISABLE=1 makes all of this a no-op
+// with the same arithmetic in memory, so that you can check it yourself.
+//
+// Errors are thrown as offload::Error, from the call or from the operator that met them; what()
+// begins with the identifier (OFD-nnnn) and ends with the way out.
+//
+// Thread safety: one engine per process, opened and closed on one thread; operators may run on any
+// thread.
+#pragma once
+
+#ifndef NDEBUG
+#error "compile with -DNDEBUG: a class layout in libtorch depends on it"
+#endif
+
+#include <torch/nn/module.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/sgd.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace offload {
+
+class Error : public std::runtime_error {
+ public:
+  Error(int id, const std::string& text) : std::runtime_error(text), id_(id) {}
+  int id() const { return id_; }  // 1203 for OFD-1203; 0 when there is none
+
+ private:
+  int id_;
+};
+
+struct Options {
+  std::string nvme_path;  // the pool: a directory on a drive with direct I/O
+  std::string
+      ram;  // the memory budget, "8GiB": what the daemon and this library hold never exceeds it
+  std::string job = "default";  // names the run in the pool; the same name resumes it
+  std::string io = "auto";      // auto | uring | threads
+  int update_threads = 0;       // of the daemon's optimizer; 0: half of the cores
+  // Bytes one gradient needs beside the accumulators are not counted, nor are activations and torch
+  // itself.
+  bool spill_gradients = false;  // keep gradients on NVMe even where memory could hold them (frees
+                                 // 2 or 4 bytes per parameter)
+
+  // OFFLOADD_POOL, OFFLOADD_RAM, OFFLOADD_JOB, OFFLOADD_IO.
+  static Options FromEnvironment();
+};
+
+// Which of torch's AdamW implementations the result is bit-equal to (the others differ in the last
+// bit of a square root).
+enum class AdamWFlavour { kFused, kLerp, kMulAdd };
+
+struct Statistics {
+  uint64_t bytes_read = 0, bytes_written = 0;  // by the daemon, since it started, on the drive
+  uint64_t resident_bytes = 0,
+           peak_bytes = 0;    // of shared memory holding tensors now, and at most; ≤ ram
+  uint64_t budget_bytes = 0;  // ram
+  int64_t durable_step = 0;   // the last committed epoch
+  double wait_seconds = 0;    // this process blocked on the daemon, in all
+};
+
+// What the planner decided, for printing. All in bytes.
+struct PlanSummary {
+  uint64_t parameters = 0, state_bytes = 0, gradient_bytes = 0, store_bytes = 0;
+  uint64_t window_bytes = 0, pipeline_bytes = 0, resident_bytes = 0, region_bytes = 0,
+           overhead_bytes = 0;
+  uint64_t total_bytes = 0;  // the sum, ≤ ram
+  bool gradients_spilled = false;
+  double read_bytes_per_parameter = 0, write_bytes_per_parameter = 0;  // predicted, one micro-batch
+  uint64_t floor_bytes = 0, floor_without_spilling_bytes = 0;
+  std::string text;  // a table of the above
+};
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  // Connects to the node's daemon (OFFLOADD_SOCKET, user socket, system socket), else starts a
+  // private one, and opens the job.
+  static std::shared_ptr<Engine> Open(const Options& options);
+  // Drains and commits what was stepped, then closes. A private daemon ends.
+  virtual ~Engine() = default;
+
+  // Attach the parameters of `module` and give the optimizer that runs in the daemon. One optimizer
+  // per engine. A new job takes its weights from the module; an existing one replaces the module's
+  // values by those of its last committed epoch. Parameters with requires_grad == false are paged,
+  // never updated; tied ones are one tensor. Later changes of param_groups() options (lr schedules)
+  // count at the next step().
+  virtual std::unique_ptr<torch::optim::Optimizer> AdamW(
+      torch::nn::Module& module, torch::optim::AdamWOptions options,
+      AdamWFlavour flavour = AdamWFlavour::kFused) = 0;
+  virtual std::unique_ptr<torch::optim::Optimizer> SGD(torch::nn::Module& module,
+                                                       torch::optim::SGDOptions options) = 0;
+  // The same for explicit groups (every managed parameter in exactly one group).
+  virtual std::unique_ptr<torch::optim::Optimizer> AdamW(
+      torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
+      torch::optim::AdamWOptions defaults, AdamWFlavour flavour = AdamWFlavour::kFused) = 0;
+
+  // Steps taken by this job, over all its runs; 0 for a new job.
+  virtual int64_t step() const = 0;
+  // Blocks until every step() that returned is durable.
+  virtual void WaitDurable() = 0;
+  // The trainer's own small state (RNG, data position; ≤ 1 MiB): handed over with the next step(),
+  // committed with its epoch, and given back after a resume.
+  virtual void SetTrainerState(std::string blob) = 0;
+  virtual std::string TrainerState() const = 0;
+
+  // A private copy of a parameter ("weight"), its fp32 master, or a moment ("exp_avg",
+  // "exp_avg_sq"; SGD: "exp_avg" is the momentum buffer), as of the last step() that returned. For
+  // checks, export and code that needs a raw pointer.
+  virtual torch::Tensor Gather(const torch::Tensor& parameter,
+                               const std::string& plane = "weight") = 0;
+
+  virtual Statistics statistics() const = 0;
+  virtual PlanSummary plan() const = 0;
+};
+
+// Builds a model that is larger than memory: while it lives, big tensors made on this thread go to
+// the pool as soon as the operation that fills them ends. Initialisation, casts and
+// module->to(dtype) inside it give the same bits as without.
+class InitGuard {
+ public:
+  explicit InitGuard(const std::shared_ptr<Engine>& engine);
+  ~InitGuard();
+  InitGuard(const InitGuard&) = delete;
+  InitGuard& operator=(const InitGuard&) = delete;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+// The in-memory trainer that everything above is compared with: fp32 parameters are updated by
+// at::_fused_adamw_ / torch's SGD; bf16 parameters by the same on fp32 masters and moments, then
+// cast back. Also what OFFLOADD_DISABLE=1 gives.
+std::unique_ptr<torch::optim::Optimizer> InMemoryAdamW(torch::nn::Module& module,
+                                                       torch::optim::AdamWOptions options,
+                                                       AdamWFlavour flavour = AdamWFlavour::kFused);
+std::unique_ptr<torch::optim::Optimizer> InMemorySGD(torch::nn::Module& module,
+                                                     torch::optim::SGDOptions options);
+
+}  // namespace offload

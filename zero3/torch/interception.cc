@@ -1,0 +1,255 @@
+// The fallback kernel of the dispatch key: what of an operator's arguments has to be in memory, and
+// the run itself.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string_view>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/container/inlined_vector.h"
+#include "absl/strings/match.h"
+#include "zero3/torch/record.h"
+
+namespace offload::zero3 {
+namespace {
+
+enum class Argument : uint8_t { kSkip, kRead, kWrite, kOverwrite };
+
+// What the schema of an operator says, worked out once.
+struct Verdict {
+  const c10::FunctionSchema* schema = nullptr;
+  bool pins = false;            // any argument but kSkip
+  bool allocates_only = false;  // makes a tensor without a value
+  Special special = Special::kNone;
+  std::vector<Argument> arguments;
+};
+
+// Operators that read or change metadata only, though their schema does not say so.
+bool ReadsNoData(std::string_view name) {
+  static const auto* const kNames =
+      new absl::flat_hash_set<std::string_view>{"aten::_has_compatible_shallow_copy_type",
+                                                "aten::set_data",
+                                                "aten::requires_grad_",
+                                                "aten::detach_",
+                                                "aten::retain_grad",
+                                                "aten::retains_grad",
+                                                "aten::_backward",
+                                                "aten::is_leaf",
+                                                "aten::output_nr",
+                                                "aten::_version",
+                                                "aten::size",
+                                                "aten::stride",
+                                                "aten::numel",
+                                                "aten::dim",
+                                                "aten::sym_size",
+                                                "aten::sym_stride",
+                                                "aten::sym_numel",
+                                                "aten::sym_storage_offset",
+                                                "aten::storage_offset",
+                                                "aten::is_same_size",
+                                                "aten::is_contiguous",
+                                                "aten::is_floating_point",
+                                                "aten::is_complex",
+                                                "aten::is_signed",
+                                                "aten::is_inference",
+                                                "aten::result_type",
+                                                "aten::can_cast",
+                                                "aten::is_set_to",
+                                                "aten::is_pinned",
+                                                "aten::record_stream",
+                                                "aten::set_",
+                                                "aten::resize_",
+                                                "aten::resize_as_",
+                                                "aten::as_strided_",
+                                                "aten::t_",
+                                                "aten::transpose_",
+                                                "aten::squeeze_",
+                                                "aten::unsqueeze_",
+                                                "aten::swapaxes_",
+                                                "aten::swapdims_",
+                                                "aten::rename_",
+                                                "aten::_fw_primal",
+                                                "aten::_is_zerotensor",
+                                                "aten::is_neg",
+                                                "aten::is_conj",
+                                                "aten::_debug_has_internal_overlap",
+                                                "aten::infer_size"};
+  // The CPU kernels of _foreach_* are loops over dispatched operators, which come here one by one:
+  // pinning the list would gather the whole model.
+  return kNames->contains(name) ||
+         absl::StartsWith(absl::string_view(name.data(), name.size()), "aten::_foreach_") ||
+         absl::StartsWith(absl::string_view(name.data(), name.size()), "aten::new_") ||
+         absl::EndsWith(absl::string_view(name.data(), name.size()), "_like");
+}
+
+// Operators that give every element of their first argument a value without looking at the old one.
+bool Overwrites(std::string_view name) {
+  static const auto* const kNames = new absl::flat_hash_set<std::string_view>{
+      "aten::zero_",       "aten::fill_",   "aten::copy_",        "aten::uniform_",
+      "aten::normal_",     "aten::random_", "aten::exponential_", "aten::bernoulli_",
+      "aten::log_normal_", "aten::cauchy_", "aten::geometric_"};
+  return kNames->contains(name);
+}
+
+Special SpecialOf(const c10::FunctionSchema& schema) {
+  const std::string_view name = schema.name(), overload = schema.overload_name();
+  if (name == "aten::norm" && overload == "Scalar") return Special::kNorm;
+  if (name == "aten::mul_") return Special::kMultiply;
+  if (name == "aten::zero_") return Special::kZero;
+  return Special::kNone;
+}
+
+std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
+  auto verdict = std::make_unique<Verdict>();
+  verdict->schema = &schema;
+  verdict->special = SpecialOf(schema);
+  verdict->allocates_only = absl::StartsWith(schema.name(), "aten::empty") ||
+                            absl::StartsWith(schema.name(), "aten::new_empty");
+  const bool reads_no_data = ReadsNoData(schema.name());
+  for (const c10::Argument& argument : schema.arguments()) {
+    const c10::AliasInfo* alias = argument.alias_info();
+    Argument use = Argument::kRead;
+    if (reads_no_data) {
+      use = Argument::kSkip;
+    } else if (alias != nullptr) {
+      // An alias that is not written belongs to a view: metadata only.
+      use = !alias->isWrite()           ? Argument::kSkip
+            : Overwrites(schema.name()) ? Argument::kOverwrite
+                                        : Argument::kWrite;
+    }
+    verdict->pins |= use != Argument::kSkip;
+    verdict->arguments.push_back(use);
+  }
+  return verdict;
+}
+
+// Verdicts by the address of the schema, which lives as long as its operator. Entries are only
+// added: readers take no lock.
+class VerdictTable {
+ public:
+  const Verdict& Find(const c10::FunctionSchema& schema) {
+    size_t at = Hash(&schema);
+    for (size_t probes = 0; probes < kEntries; ++probes, at = (at + 1) % kEntries) {
+      const Verdict* verdict = entries_[at].load(std::memory_order_acquire);
+      if (verdict == nullptr) break;
+      if (verdict->schema == &schema && verdict->arguments.size() == schema.arguments().size())
+        return *verdict;
+    }
+    return Add(schema);
+  }
+
+ private:
+  static constexpr size_t kEntries = 1 << 14;  // torch has some 3500 operators
+  static size_t Hash(const void* address) {
+    return (reinterpret_cast<uintptr_t>(address) >> 4) * 0x9e3779b97f4a7c15ull >> 50;
+  }
+
+  const Verdict& Add(const c10::FunctionSchema& schema) {
+    std::lock_guard lock(mutex_);
+    owned_.push_back(Judge(schema));
+    const Verdict* verdict = owned_.back().get();
+    size_t at = Hash(&schema);
+    for (size_t probes = 0; probes < kEntries; ++probes, at = (at + 1) % kEntries) {
+      if (entries_[at].load(std::memory_order_relaxed) != nullptr) continue;
+      entries_[at].store(verdict, std::memory_order_release);
+      break;
+    }
+    return *verdict;
+  }
+
+  std::array<std::atomic<const Verdict*>, kEntries> entries_{};
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Verdict>> owned_;
+};
+
+// The records of an operation, each once, with what is done to it in all.
+using Uses = absl::InlinedVector<std::pair<Record*, Access>, 4>;
+
+void AddUse(Uses& uses, Record* record, Access access) {
+  for (auto& [known, known_access] : uses) {
+    if (known != record) continue;
+    // Read and overwritten by one operation (copy_ onto itself): the old bytes count.
+    if (known_access != access) known_access = Access::kWrite;
+    return;
+  }
+  uses.emplace_back(record, access);
+}
+
+void Collect(const c10::IValue& value, Argument argument, Uses& uses) {
+  if (value.isTensor()) {
+    const at::Tensor& tensor = value.toTensor();
+    if (!tensor.defined()) return;
+    Record* record = Record::Of(tensor);
+    if (record == nullptr) return;
+    record->Learn(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    const bool overwrites = argument == Argument::kOverwrite && record->IsWhole(tensor);
+    AddUse(uses, record,
+           argument == Argument::kRead ? Access::kRead
+           : overwrites                ? Access::kOverwrite
+                                       : Access::kWrite);
+  } else if (value.isStorage()) {
+    if (Record* record = Record::Of(value.toStorage().unsafeGetStorageImpl())) {
+      AddUse(uses, record, argument == Argument::kRead ? Access::kRead : Access::kWrite);
+    }
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) Collect(element, argument, uses);
+  } else if (value.isTuple()) {
+    for (const c10::IValue& element : value.toTupleRef().elements())
+      Collect(element, argument, uses);
+  }
+}
+
+bool ServedByRecord(const Verdict& verdict, torch::jit::Stack* stack) {
+  const c10::IValue& first = torch::jit::peek(*stack, 0, verdict.arguments.size());
+  if (!first.isTensor() || !first.toTensor().defined()) return false;
+  Record* record = Record::Of(first.toTensor());
+  return record != nullptr && record->IsWhole(first.toTensor()) &&
+         record->Serve(verdict.special, stack);
+}
+
+void LearnStorages(const c10::IValue& value) {
+  if (value.isTensor() && value.toTensor().defined()) {
+    if (Record* record = Record::Of(value.toTensor())) {
+      record->Learn(
+          value.toTensor().unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    }
+  } else if (value.isList()) {
+    for (const c10::IValue& element : value.toListRef()) LearnStorages(element);
+  }
+}
+
+void LearnResults(size_t count, const torch::jit::Stack& stack) {
+  for (size_t i = 0; i < count; ++i) LearnStorages(torch::jit::peek(stack, i, count));
+}
+
+void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  static auto* const kVerdicts = new VerdictTable();
+  const Verdict& verdict = kVerdicts->Find(op.schema());
+  const c10::DispatchKeySet below =
+      keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kManagedKey);
+  if (verdict.special != Special::kNone && ServedByRecord(verdict, stack)) return;
+  Uses uses;
+  for (size_t i = 0; verdict.pins && i < verdict.arguments.size(); ++i) {
+    if (verdict.arguments[i] == Argument::kSkip) continue;
+    Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), verdict.arguments[i], uses);
+  }
+  Pins pins(verdict.allocates_only);
+  for (const auto& [record, access] : uses) pins.Add(record, access);
+  op.redispatchBoxed(below, stack);
+  if (pins.HasMoreThan(uses.size())) LearnResults(op.schema().returns().size(), *stack);
+  pins.Finish();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&RunManaged>());
+}
+
+}  // namespace offload::zero3

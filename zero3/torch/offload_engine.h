@@ -1,0 +1,87 @@
+// zero3/torch/offload_engine.h
+//
+// The engine behind offload::Engine: attaches a module's parameters to a job, steps, gathers.
+//
+// Thread safety: as offload::Engine.
+#pragma once
+
+#include <offload/torch.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "client/session.h"
+#include "zero3/torch/attachment.h"
+#include "zero3/torch/gradient.h"
+#include "zero3/torch/trainer_state.h"
+#include "zero3/torch/weight_record.h"
+
+namespace offload::zero3 {
+
+class OffloadEngine final : public Engine {
+ public:
+  OffloadEngine(const Options& options, uint64_t ram_bytes,
+                std::unique_ptr<client::Session> session, client::JobInfo job);
+  ~OffloadEngine() override;
+
+  std::unique_ptr<torch::optim::Optimizer> AdamW(torch::nn::Module& module,
+                                                 torch::optim::AdamWOptions options,
+                                                 AdamWFlavour flavour) override;
+  std::unique_ptr<torch::optim::Optimizer> SGD(torch::nn::Module& module,
+                                               torch::optim::SGDOptions options) override;
+  std::unique_ptr<torch::optim::Optimizer> AdamW(
+      torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
+      torch::optim::AdamWOptions defaults, AdamWFlavour flavour) override;
+  int64_t step() const override { return static_cast<int64_t>(step_); }
+  void WaitDurable() override;
+  void SetTrainerState(std::string blob) override;
+  std::string TrainerState() const override { return state_.trainer; }
+  torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override;
+  Statistics statistics() const override;
+  PlanSummary plan() const override;
+
+  // ---- For the optimizer ----
+  // Takes one optimizer step: `groups[i]` are the hyper-parameters of `param_groups[i]`. Nothing
+  // has changed when it throws.
+  void Step(std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+            std::vector<client::Group> groups);
+  proto::OptimizerState optimizer_state() const { return attachment_->input().optimizer; }
+
+  const std::shared_ptr<Attachment>& attachment() const { return attachment_; }
+  bool attached() const { return attached_; }
+
+ private:
+  // A parameter of the module, or several names and tensors of one.
+  struct Parameter {
+    std::string name;
+    at::Tensor tensor;                // the first
+    std::vector<at::Tensor> aliases;  // others over the same storage
+    bool trainable = false;
+  };
+
+  void Attach(torch::nn::Module& module, proto::OptimizerState optimizer);
+  static std::vector<Parameter> FindParameters(torch::nn::Module& module);
+  void Declare(const std::vector<Parameter>& parameters, proto::OptimizerState optimizer);
+  void TakeOver(const std::vector<Parameter>& parameters);
+  void LoadFrom(uint32_t id, const at::Tensor& parameter);
+  uint32_t IdOf(const at::Tensor& parameter) const;
+  Gradient* GradientOf(const at::Tensor& parameter) const;
+
+  const Options options_;
+  const uint64_t ram_bytes_;
+  const bool exists_;  // the job, when it was opened
+  const std::shared_ptr<Attachment> attachment_;
+  uint64_t step_;
+  struct TrainerState state_;
+  bool attached_ = false;
+  std::shared_ptr<GradientWindow> gradient_window_;
+  std::vector<WeightRecord*> weights_;  // by id; one reference each
+  std::vector<Gradient*> gradients_;    // by id, null when frozen; one reference each
+  std::unordered_map<const c10::TensorImpl*, uint32_t> ids_;  // of every attached tensor
+};
+
+}  // namespace offload::zero3

@@ -1,0 +1,61 @@
+#include "zero3/torch/trainer_state.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "base/error.h"
+
+namespace offload::zero3 {
+namespace {
+
+std::string Encode(const TrainerState& state) {
+  auto bytes = EncodeTrainerState(state);
+  EXPECT_TRUE(bytes.ok()) << bytes.status();
+  return bytes.ok() ? *bytes : "";
+}
+
+TEST(TrainerStateTest, ComesBackAsItWas) {
+  const TrainerState state = {.update_counts = {3, 3, 3, 0, 7, 7},
+                              .trainer = std::string("a\0b", 3)};
+  const auto back = DecodeTrainerState(Encode(state));
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->update_counts, state.update_counts);
+  EXPECT_EQ(back->trainer, state.trainer);
+}
+
+TEST(TrainerStateTest, NoBytesAreAStateWithoutTensors) {
+  const auto state = DecodeTrainerState("");
+  ASSERT_TRUE(state.ok());
+  EXPECT_TRUE(state->update_counts.empty());
+}
+
+TEST(TrainerStateTest, EqualCountsTakeNoRoom) {
+  EXPECT_LT(Encode({.update_counts = std::vector<uint64_t>(1000000, 5)}).size(), 64u);
+}
+
+TEST(TrainerStateTest, TooLongATrainerStateIsRefusedWithTheLimit) {
+  const auto bytes = EncodeTrainerState(
+      {.update_counts = {1}, .trainer = std::string(kTrainerStateBytesMax, 'x')});
+  EXPECT_EQ(ErrorIdOf(bytes.status()), ErrorId::kBadValue);
+}
+
+TEST(TrainerStateTest, EveryTruncationAndBitFlipIsRefusedOrHarmless) {
+  const std::string bytes = Encode({.update_counts = {1, 2, 3, 3}});
+  for (size_t length = 1; length < bytes.size(); ++length) {
+    EXPECT_EQ(ErrorIdOf(DecodeTrainerState(bytes.substr(0, length)).status()),
+              ErrorId::kStoreDamaged)
+        << length;
+  }
+  for (size_t bit = 0; bit < bytes.size() * 8; ++bit) {
+    std::string flipped = bytes;
+    flipped[bit / 8] ^= static_cast<char>(1 << bit % 8);
+    const auto state = DecodeTrainerState(flipped);
+    if (state.ok()) {
+      EXPECT_LE(state->update_counts.size(), 4u) << bit;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace offload::zero3
