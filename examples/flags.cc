@@ -1,0 +1,176 @@
+#include "examples/flags.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numbers>
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+#include "base/byte_size.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "examples/text_data.h"
+
+namespace offload::examples {
+namespace {
+
+constexpr double kFinalFraction = 0.1;  // of the peak learning rate
+
+// Counts the insertions, deletions and replacements that turn one word into the other.
+size_t EditDistance(std::string_view from, std::string_view to) {
+  std::vector<size_t> row(to.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 0; i < from.size(); ++i) {
+    size_t diagonal = std::exchange(row[0], i + 1);
+    for (size_t j = 0; j < to.size(); ++j) {
+      const size_t replaced = diagonal + (from[i] == to[j] ? 0 : 1);
+      diagonal = row[j + 1];
+      row[j + 1] = std::min({replaced, row[j] + 1, diagonal + 1});
+    }
+  }
+  return row.back();
+}
+
+absl::Status UnknownFlag(const CLI::App& app, const std::string& word) {
+  const std::string flag = word.substr(0, word.find('='));
+  std::string nearest;
+  size_t nearest_distance = flag.size() / 2 + 1;  // farther away is no suggestion
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& name : option->get_lnames()) {
+      const size_t distance = EditDistance(flag, "--" + name);
+      if (distance < nearest_distance) {
+        nearest_distance = distance;
+        nearest = "--" + name;
+      }
+    }
+  }
+  const std::string what = absl::StrCat("unknown flag ", flag);
+  if (nearest.empty()) return MakeError(ErrorId::kUnknownFlag, what);
+  return MakeError(ErrorId::kUnknownFlag, what,
+                   absl::StrCat("Did you mean ", nearest, "? --help lists all flags"));
+}
+
+// Flags whose text still has to become a value.
+struct Words {
+  std::string model = "llama";
+  std::string parameters = "10M";
+  std::string dtype = "fp32";
+  std::string optimizer = "adamw";
+  std::string offload = "off";
+};
+
+void DefineModel(CLI::App& app, Flags& flags, Words& words) {
+  app.add_option("--model", words.model, "llama or gpt2")->check(CLI::IsMember({"llama", "gpt2"}));
+  app.add_option("--params", words.parameters, "about how many parameters: 150M, 1.5B");
+  app.add_option("--kv-heads", flags.key_value_heads,
+                 "heads of keys and values; 0: as many as heads")
+      ->check(CLI::NonNegativeNumber);
+  app.add_flag("--tied", flags.tied_embedding, "use the embedding as output matrix (gpt2: always)");
+  app.add_option("--dtype", words.dtype, "of weights and gradients: fp32 or bf16")
+      ->check(CLI::IsMember({"fp32", "bf16"}));
+}
+
+void DefineTraining(CLI::App& app, Flags& flags, Words& words) {
+  app.add_option("--steps", flags.steps, "of the whole run, earlier ones of a resumed run included")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--micro-batches", flags.micro_batches, "whose gradients add up to one step")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--seq", flags.sequence_length, "tokens of one row")->check(CLI::PositiveNumber);
+  app.add_option("--batch", flags.batch_rows, "rows of one micro-batch")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--text", flags.text_paths, "files or folders to train on")->take_all();
+  app.add_option("--eval-every", flags.eval_every, "steps between evaluations; 0: at the end only")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--sample", flags.sample_bytes, "bytes of text to write at the end; 0: none")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--optimizer", words.optimizer, "adamw or sgd")
+      ->check(CLI::IsMember({"adamw", "sgd"}));
+  app.add_option("--lr", flags.learning_rate, "peak learning rate; 0: 1e-3 (adamw), 1e-2 (sgd)")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--warm-up", flags.warm_up_steps, "steps of rising rate; -1: a tenth of all")
+      ->check(CLI::Range(-1.0, 1e15));
+  app.add_option("--weight-decay", flags.weight_decay)->check(CLI::NonNegativeNumber);
+  app.add_option("--momentum", flags.momentum, "of sgd")->check(CLI::NonNegativeNumber);
+  app.add_option("--clip", flags.clip, "largest norm of the gradients; 0: no clipping")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--seed", flags.seed, "of weights, batches and the sample");
+}
+
+void DefineOffloading(CLI::App& app, Flags& flags, Words& words) {
+  app.add_option("--offload", words.offload, "on: weights and optimizer state on NVMe")
+      ->check(CLI::IsMember({"on", "off"}));
+  app.add_option("--ram", flags.ram, "memory budget of the offloaded state: 512MiB, 8GiB");
+  app.add_option("--nvme-path", flags.nvme_path, "folder on the drive; needed with --offload on");
+  app.add_option("--job", flags.job, "names the run; the same name resumes it");
+  app.add_option("--io", flags.io, "auto, uring or threads")
+      ->check(CLI::IsMember({"auto", "uring", "threads"}));
+}
+
+absl::Status ReadWords(const Words& words, Flags& flags) {
+  flags.model = words.model == "gpt2" ? ModelKind::kGpt2 : ModelKind::kLlama;
+  flags.precision = words.dtype == "bf16" ? Precision::kBFloat16 : Precision::kFloat32;
+  flags.optimizer = words.optimizer == "sgd" ? OptimizerKind::kSgd : OptimizerKind::kAdamW;
+  flags.offload = words.offload == "on";
+  OFFLOAD_ASSIGN_OR_RETURN(const uint64_t parameters, ParseCount(words.parameters));
+  flags.parameters = static_cast<int64_t>(std::min<uint64_t>(parameters, int64_t{1} << 50));
+  OFFLOAD_RETURN_IF_ERROR(ParseByteSize(flags.ram).status());
+  if (flags.offload && flags.nvme_path.empty()) {
+    return MakeError(ErrorId::kBadValue, "--offload on needs a folder on a drive",
+                     "Add --nvme-path DIR");
+  }
+  if (flags.learning_rate == 0) {
+    flags.learning_rate = flags.optimizer == OptimizerKind::kAdamW ? 1e-3 : 1e-2;
+  }
+  if (flags.text_paths.empty()) flags.text_paths.push_back(kDefaultTextFolder);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<Flags> ParseFlags(int argc, const char* const* argv) {
+  CLI::App app(
+      "Trains a language model on text, byte by byte. For example:\n"
+      "  train --model llama --params 10M --steps 200\n"
+      "  train --model llama --params 1B --dtype bf16 --offload on --nvme-path /nvme0 --ram 2GiB");
+  app.name("train");
+  app.option_defaults()->always_capture_default();
+  app.allow_extras();
+  Flags flags;
+  Words words;
+  DefineModel(app, flags, words);
+  DefineTraining(app, flags, words);
+  DefineOffloading(app, flags, words);
+  app.add_option("--threads", flags.threads, "of torch; 0: what it chooses")
+      ->check(CLI::NonNegativeNumber);
+  app.add_flag("--json", flags.json, "one JSON object per line on stdout, messages on stderr");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    flags.help = true;
+    flags.help_text = app.help();
+    return flags;
+  } catch (const CLI::ParseError& error) {
+    return MakeError(ErrorId::kBadValue, error.what(), "See --help");
+  }
+  if (const std::vector<std::string> extras = app.remaining(); !extras.empty()) {
+    return UnknownFlag(app, extras.front());
+  }
+  OFFLOAD_RETURN_IF_ERROR(ReadWords(words, flags));
+  return flags;
+}
+
+double LearningRate(const Flags& flags, int64_t step) {
+  const int64_t warm_up = flags.warm_up_steps >= 0 ? flags.warm_up_steps : flags.steps / 10;
+  if (step < warm_up) {
+    return flags.learning_rate * static_cast<double>(step + 1) / static_cast<double>(warm_up);
+  }
+  const int64_t last = std::max<int64_t>(flags.steps - 1 - warm_up, 1);
+  const double progress =
+      std::min(1.0, static_cast<double>(step - warm_up) / static_cast<double>(last));
+  const double cosine = 0.5 * (1.0 + std::cos(std::numbers::pi * progress));
+  return flags.learning_rate * (kFinalFraction + (1.0 - kFinalFraction) * cosine);
+}
+
+}  // namespace offload::examples

@@ -1,0 +1,60 @@
+#include "examples/report.h"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+namespace offload::examples {
+namespace {
+
+StepReport SomeStep() {
+  StepReport report;
+  report.step = 118;
+  report.steps = 2000;
+  report.loss = 2.1130000352859497;
+  report.grad_norm = 1.02;
+  report.tokens = 4000;
+  report.seconds = {.forward = 5, .backward = 12, .step = 3, .wait = 5};
+  report.bytes_read = 270'000'000'000;
+  report.bytes_written = 160'000'000'000;
+  return report;
+}
+
+TEST(ReportTest, LossKeepsAllItsDigits) {
+  std::ostringstream out;
+  Reporter(true, out).Step(SomeStep());
+  const auto line = nlohmann::json::parse(out.str());
+  EXPECT_EQ(line.at("event"), "step");
+  EXPECT_EQ(line.at("loss").get<double>(), SomeStep().loss);
+  EXPECT_EQ(line.at("seconds").at("wait").get<double>(), 5.0);
+  EXPECT_EQ(out.str().find('\n'), out.str().size() - 1) << "one object, one line";
+}
+
+TEST(ReportTest, StartLineHasTheFieldsThatProgramsReadFirst) {
+  std::ostringstream out;
+  StartReport report;
+  report.parameters = 5;
+  report.resumed_step = 3;
+  Reporter(true, out).Start(report);
+  const auto line = nlohmann::json::parse(out.str());
+  EXPECT_EQ(line.at("parameters"), 5);
+  EXPECT_EQ(line.at("resumed_step"), 3);
+  EXPECT_TRUE(line.contains("state_bytes"));
+  EXPECT_TRUE(line.contains("ram_bytes"));
+}
+
+TEST(ReportTest, ProgressLineSaysShareRateStallAndEta) {
+  EXPECT_EQ(ProgressLine(SomeStep()),
+            "step 118/2000 [ 5.9%] | 20.00 s | loss 2.1130 | norm 1.02 | 200 tok/s | stall 25% | "
+            "nvme 13.50r/8.00w GB/s | eta 10h27m");
+}
+
+TEST(ReportTest, SampleOfArbitraryBytesIsStillJson) {
+  std::ostringstream out;
+  Reporter(true, out).Sample(1, "a\xff\x1b\"\n");
+  EXPECT_EQ(nlohmann::json::parse(out.str()).at("text"), "a..\"\n");
+}
+
+}  // namespace
+}  // namespace offload::examples

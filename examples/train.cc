@@ -1,0 +1,285 @@
+// An ordinary libtorch trainer. Offloading is one call, in MakeOptimizer(): everything else is what
+// it would be without.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <offload/torch.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <chrono>
+#include <iostream>
+#include <numeric>
+#include <optional>
+
+#include "base/status_macros.h"
+#include "examples/amx_probe.h"
+#include "examples/flags.h"
+#include "examples/language_model.h"
+#include "examples/report.h"
+#include "examples/text_data.h"
+
+namespace offload::examples {
+namespace {
+
+constexpr int64_t kEvaluationBatches = 4;
+constexpr int64_t kPromptTokens = 32;
+constexpr double kSampleTemperature = 0.8;
+
+constexpr int kFailed = 1;
+constexpr int kUsageError = 2;
+
+class Stopwatch {
+ public:
+  // Seconds since the last call, or since construction.
+  double Lap() {
+    const auto now = std::chrono::steady_clock::now();
+    return std::chrono::duration<double>(now - std::exchange(last_, now)).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+};
+
+// The mean loss of one batch, [rows, length + 1] tokens row after row.
+torch::Tensor Loss(LanguageModel& model, std::vector<int64_t> batch, int64_t rows) {
+  const at::Tensor tokens =
+      torch::tensor(batch, at::kLong).view({rows, static_cast<int64_t>(batch.size()) / rows});
+  const int64_t length = tokens.size(1) - 1;
+  const at::Tensor logits = model.forward(tokens.narrow(1, 0, length));
+  return at::cross_entropy_loss(logits.reshape({rows * length, -1}).to(at::kFloat),
+                                tokens.narrow(1, 1, length).reshape({-1}));
+}
+
+std::shared_ptr<LanguageModel> NewModel(const Flags& flags, const ModelShape& shape) {
+  torch::manual_seed(flags.seed);
+  const std::shared_ptr<LanguageModel> model = MakeModel(shape);
+  if (flags.precision == Precision::kBFloat16) model->to(at::kBFloat16);
+  return model;
+}
+
+std::shared_ptr<Engine> OpenEngine(const Flags& flags) {
+  if (!flags.offload) return nullptr;
+  Options options = Options::FromEnvironment();
+  options.nvme_path = flags.nvme_path;
+  options.ram = flags.ram;
+  options.job = flags.job;
+  options.io = flags.io;
+  return Engine::Open(options);
+}
+
+// The only place where offloading differs from training in memory.
+std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(const Flags& flags, LanguageModel& model,
+                                                       Engine* engine) {
+  if (flags.optimizer == OptimizerKind::kSgd) {
+    const auto options = torch::optim::SGDOptions(flags.learning_rate)
+                             .momentum(flags.momentum)
+                             .weight_decay(flags.weight_decay);
+    return engine != nullptr ? engine->SGD(model, options) : InMemorySGD(model, options);
+  }
+  const auto options =
+      torch::optim::AdamWOptions(flags.learning_rate).weight_decay(flags.weight_decay);
+  return engine != nullptr ? engine->AdamW(model, options) : InMemoryAdamW(model, options);
+}
+
+// Bytes of weights (as fp32 masters) and optimizer state of the run in memory.
+uint64_t StateBytes(const Flags& flags, int64_t parameters) {
+  const bool has_one_plane = flags.optimizer == OptimizerKind::kSgd && flags.momentum == 0;
+  const uint64_t planes = flags.optimizer == OptimizerKind::kAdamW ? 3 : has_one_plane ? 1 : 2;
+  return planes * sizeof(float) * static_cast<uint64_t>(parameters);
+}
+
+class Trainer {
+ public:
+  Trainer(const Flags& flags, const ModelShape& shape, const TextData& data)
+      : flags_(flags),
+        shape_(shape),
+        data_(data),
+        engine_(OpenEngine(flags)),
+        model_(NewModel(flags, shape)),
+        optimizer_(MakeOptimizer(flags, *model_, engine_.get())),
+        reporter_(flags.json, std::cout) {}
+
+  void Run() {
+    int64_t step = engine_ != nullptr ? engine_->step() : 0;
+    ReportStart(step);
+    last_ = ReadStatistics();
+    while (step < flags_.steps) {
+      StepReport report = Step(step);
+      ReportStep(++step, report);
+      if (flags_.eval_every > 0 && step % flags_.eval_every == 0) {
+        reporter_.Evaluation(step, EvaluationLoss());
+      }
+    }
+    if (flags_.eval_every == 0 || step % flags_.eval_every != 0) {
+      reporter_.Evaluation(step, EvaluationLoss());
+    }
+    if (flags_.sample_bytes > 0) reporter_.Sample(step, Sample());
+    if (engine_ != nullptr) engine_->WaitDurable();
+    reporter_.End(step, ReadStatistics().durable_step);
+  }
+
+ private:
+  // Takes one optimizer step; `step` counts the steps before it.
+  StepReport Step(int64_t step) {
+    StepReport report;
+    Stopwatch stopwatch;
+    for (int64_t micro_batch = 0; micro_batch < flags_.micro_batches; ++micro_batch) {
+      const at::Tensor loss =
+          Loss(*model_, data_.TrainingBatch(flags_.seed, step, micro_batch, flags_.batch_rows),
+               flags_.batch_rows);
+      report.loss += loss.item<double>() / static_cast<double>(flags_.micro_batches);
+      report.seconds.forward += stopwatch.Lap();
+      (loss / static_cast<double>(flags_.micro_batches)).backward();
+      report.seconds.backward += stopwatch.Lap();
+    }
+    report.learning_rate = LearningRate(flags_, step);
+    for (auto& group : optimizer_->param_groups()) group.options().set_lr(report.learning_rate);
+    if (flags_.clip > 0) {
+      report.grad_norm = torch::nn::utils::clip_grad_norm_(model_->parameters(), flags_.clip);
+    }
+    optimizer_->step();
+    optimizer_->zero_grad();
+    report.seconds.step = stopwatch.Lap();
+    return report;
+  }
+
+  double EvaluationLoss() {
+    const at::NoGradGuard no_gradients;
+    double sum = 0;
+    for (int64_t index = 0; index < kEvaluationBatches; ++index) {
+      auto batch = data_.EvaluationBatch(index, kEvaluationBatches, flags_.batch_rows);
+      sum += Loss(*model_, std::move(batch), flags_.batch_rows).item<double>();
+    }
+    return sum / static_cast<double>(kEvaluationBatches);
+  }
+
+  // Continues a held-out prompt, one byte at a time; no cache of keys and values, to stay short.
+  std::string Sample() {
+    const at::NoGradGuard no_gradients;
+    std::vector<int64_t> tokens = data_.Prompt(std::min(kPromptTokens, flags_.sequence_length));
+    std::string text;
+    for (int64_t index = 0; index < flags_.sample_bytes; ++index) {
+      const int64_t count = static_cast<int64_t>(tokens.size());
+      const int64_t length = std::min(count, flags_.sequence_length);
+      const at::Tensor input =
+          torch::tensor(tokens, at::kLong).narrow(0, count - length, length).unsqueeze(0);
+      const at::Tensor logits = model_->forward(input).select(1, length - 1).select(0, 0);
+      const int64_t token = Choose(logits.to(at::kDouble) / kSampleTemperature, index);
+      tokens.push_back(token);
+      if (token == kEndOfText) break;
+      if (token < kBeginOfText) text.push_back(static_cast<char>(token));
+    }
+    return text;
+  }
+
+  // Draws a token with the probabilities of the logits; a pure function of seed and index.
+  int64_t Choose(const at::Tensor& logits, int64_t index) const {
+    const at::Tensor cumulative = at::softmax(logits, 0).cumsum(0);
+    const double draw =
+        static_cast<double>(Mix(flags_.seed, static_cast<uint64_t>(index)) >> 11) * 0x1p-53;
+    const int64_t token = at::sum(cumulative <= draw).item<int64_t>();
+    return std::min(token, logits.size(0) - 1);
+  }
+
+  Statistics ReadStatistics() const {
+    return engine_ != nullptr ? engine_->statistics() : Statistics();
+  }
+
+  void ReportStart(int64_t resumed_step) {
+    StartReport report;
+    report.model = Describe(shape_);
+    report.parameters = ParameterCount(shape_);
+    report.resumed_step = resumed_step;
+    report.steps = flags_.steps;
+    if (engine_ != nullptr) {
+      const PlanSummary plan = engine_->plan();
+      const double parameters = static_cast<double>(plan.parameters);
+      report.state_bytes = plan.state_bytes;
+      report.gradient_bytes = plan.gradient_bytes;
+      report.planned_read_bytes = plan.read_bytes_per_parameter * parameters;
+      report.planned_write_bytes = plan.write_bytes_per_parameter * parameters;
+      report.planned_memory_bytes = plan.total_bytes;
+      report.ram_bytes = engine_->statistics().budget_bytes;
+      std::cerr << plan.text << std::endl;
+    } else {
+      report.state_bytes = StateBytes(flags_, report.parameters);
+      report.gradient_bytes = static_cast<uint64_t>(report.parameters) *
+                              (flags_.precision == Precision::kBFloat16 ? 2 : 4);
+    }
+    reporter_.Start(report);
+  }
+
+  void ReportStep(int64_t step, StepReport& report) {
+    const Statistics now = ReadStatistics();
+    report.step = step;
+    report.steps = flags_.steps;
+    report.tokens = flags_.micro_batches * flags_.batch_rows * flags_.sequence_length;
+    report.seconds.wait = now.wait_seconds - last_.wait_seconds;
+    report.bytes_read = now.bytes_read - last_.bytes_read;
+    report.bytes_written = now.bytes_written - last_.bytes_written;
+    report.resident_bytes = now.resident_bytes;
+    report.peak_bytes = now.peak_bytes;
+    report.durable_epoch = now.durable_step;
+    last_ = now;
+    reporter_.Step(report);
+  }
+
+  const Flags& flags_;
+  const ModelShape& shape_;
+  const TextData& data_;
+  std::shared_ptr<Engine> engine_;  // null with --offload off
+  std::shared_ptr<LanguageModel> model_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  Reporter reporter_;
+  Statistics last_;
+};
+
+absl::Status Train(const Flags& flags) {
+  OFFLOAD_ASSIGN_OR_RETURN(const ModelShape shape,
+                           ShapeForParameters({.kind = flags.model,
+                                               .parameters = flags.parameters,
+                                               .key_value_heads = flags.key_value_heads,
+                                               .context = flags.sequence_length,
+                                               .tied_embedding = flags.tied_embedding}));
+  OFFLOAD_ASSIGN_OR_RETURN(std::vector<uint16_t> tokens, ReadTokens(flags.text_paths));
+  OFFLOAD_ASSIGN_OR_RETURN(const TextData data,
+                           TextData::Make(std::move(tokens), flags.sequence_length));
+  if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
+  Trainer(flags, shape, data).Run();
+  return absl::OkStatus();
+}
+
+void MultiplyInHalfPrecision() {
+  const at::Tensor matrix = at::ones({256, 256}, at::kBFloat16);
+  at::matmul(matrix, matrix);
+}
+
+int Main(int argc, char** argv) {
+  const absl::StatusOr<Flags> flags = ParseFlags(argc, argv);
+  if (!flags.ok()) {
+    std::cerr << flags.status().message() << std::endl;
+    return kUsageError;
+  }
+  if (flags->help) {
+    std::cout << flags->help_text;
+    return 0;
+  }
+  if (flags->precision == Precision::kBFloat16) AvoidBrokenAmx(argv, MultiplyInHalfPrecision);
+  try {
+    const absl::Status status = Train(*flags);
+    if (status.ok()) return 0;
+    std::cerr << status.message() << std::endl;
+  } catch (const c10::Error& error) {
+    std::cerr << error.what_without_backtrace() << std::endl;
+  } catch (const std::exception& error) {  // offload::Error among them: what() begins with OFD-nnnn
+    std::cerr << error.what() << std::endl;
+  }
+  return kFailed;
+}
+
+}  // namespace
+}  // namespace offload::examples
+
+int main(int argc, char** argv) { return offload::examples::Main(argc, argv); }
