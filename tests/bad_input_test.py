@@ -1,0 +1,144 @@
+"""What users get wrong and what machines refuse: each gives an identified error and an exit code, and damages nothing.
+
+usage: bad_input_test.py TRAIN OFFLOADD NO_URING
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+from trainer import Trainer
+
+TRAIN, OFFLOADD, NO_URING = (os.path.abspath(path) for path in sys.argv[1:4])
+MODEL = ["--params", "1M", "--steps", "2", "--seq", "16", "--batch", "1", "--threads", "1", "--sample", "0", "--seed", "3"]
+
+
+class BadInputTest(unittest.TestCase):
+    def setUp(self):
+        self.pool = tempfile.mkdtemp(prefix="bad-", dir=os.environ.get("TEST_TMPDIR"))
+        self.addCleanup(shutil.rmtree, self.pool, True)
+
+    def offloaded(self, *arguments, pool=None):
+        return [*MODEL, "--offload", "on", "--ram", "64MiB", "--nvme-path", pool or self.pool, "--job", "job", *arguments]
+
+    def run_trainer(self, arguments, environment=None, launcher=()):
+        run = Trainer(TRAIN, arguments, {"OFFLOADD_BINARY": OFFLOADD, **(environment or {})}, launcher)
+        run.code = run.wait()
+        return run
+
+    def refused(self, arguments, identifier, *texts, code=1, environment=None):
+        run = self.run_trainer(arguments, environment)
+        self.assertEqual(run.code, code, run.stderr)
+        for text in (identifier, *texts):
+            self.assertIn(text, run.stderr)
+        return run
+
+    def losses(self, run):
+        return [line["loss"] for line in run.steps()]
+
+    def test_unknown_flag_is_answered_with_a_suggestion(self):
+        self.refused(["--stpes", "3"], "OFD-1001", "--steps", code=2)
+
+    def test_missing_pool(self):
+        self.refused(self.offloaded(pool=self.pool + "/none"), "OFD-1201", "/none")
+
+    def test_pool_that_is_a_file(self):
+        path = os.path.join(self.pool, "file")
+        open(path, "w", encoding="utf-8").close()
+        self.refused(self.offloaded(pool=path), "OFD-1202", path)
+
+    def test_pool_in_memory(self):
+        if subprocess.run(["stat", "-f", "-c", "%T", "/dev/shm"], capture_output=True, text=True).stdout.strip() != "tmpfs":
+            self.skipTest("/dev/shm is no tmpfs here")
+        self.refused(self.offloaded(pool="/dev/shm"), "OFD-1203", "tmpfs")
+
+    def test_pool_on_a_drive_that_is_too_small(self):
+        if os.geteuid() != 0:
+            self.skipTest("needs root for a loop mount")
+        image, mount = os.path.join(self.pool, "image"), os.path.join(self.pool, "mount")
+        os.mkdir(mount)
+        with open(image, "wb") as file:
+            file.truncate(24 << 20)
+        if subprocess.run(["mkfs.ext4", "-q", "-F", image], check=False).returncode != 0 or subprocess.run(
+                ["mount", "-o", "loop", image, mount], capture_output=True, check=False).returncode != 0:
+            self.skipTest("no loop mount here")
+        try:
+            self.refused(self.offloaded(pool=mount), "OFD-1204")
+            self.assertEqual([name for name in os.listdir(mount) if name != "lost+found"], [])
+        finally:
+            subprocess.run(["umount", mount], check=True)
+
+    def test_budget_below_the_floor_shows_both_floors(self):
+        run = self.refused([*self.offloaded(), "--ram", "8MiB"], "OFD-1301", "floor")
+        self.assertEqual(os.listdir(self.pool), [])
+        self.assertGreaterEqual(run.stderr.count("MiB"), 3)
+
+    def test_job_that_is_open_elsewhere(self):
+        other = Trainer(TRAIN, self.offloaded("--steps", "100000"), {"OFFLOADD_BINARY": OFFLOADD})
+        try:
+            while (line := other.read_line()) is not None and line["event"] != "step":
+                pass
+            self.refused(self.offloaded(), "OFD-1205", environment={"OFFLOADD_LOCK_TIMEOUT": "1"})
+            self.assertEqual(other.read_line()["event"], "step")  # unharmed
+        finally:
+            other.kill("both")
+            other.wait()
+
+    def test_job_of_another_model_names_the_first_difference(self):
+        self.assertEqual(self.run_trainer(self.offloaded()).code, 0)
+        self.refused(self.offloaded("--params", "2M"), "OFD-1602", "model.")
+        self.refused(self.offloaded("--dtype", "bf16"), "OFD-1602")
+        self.assertEqual(self.run_trainer(self.offloaded("--steps", "3")).code, 0)  # the job is unharmed
+
+    def test_truncated_store(self):
+        self.assertEqual(self.run_trainer(self.offloaded()).code, 0)
+        path = self.store()
+        os.truncate(path, os.path.getsize(path) // 2)
+        self.refused(self.offloaded("--steps", "3"), "OFD-1207")
+
+    def test_flipped_bits_in_the_data_are_seen(self):
+        self.assertEqual(self.run_trainer(self.offloaded()).code, 0)
+        with open(self.store(), "r+b") as file:
+            size = os.path.getsize(self.store())
+            for offset in range(size // 3, size, 4096):  # metadata stands in front
+                file.seek(offset)
+                byte = file.read(1)[0]
+                file.seek(offset)
+                file.write(bytes([byte ^ 1]))
+        self.refused(self.offloaded("--steps", "3"), "OFD-1208")
+
+    def test_gradients_that_are_not_finite_stop_at_the_step(self):
+        self.refused(self.offloaded("--lr", "1e38", "--steps", "9", "--warm-up", "0"), "OFD-1701")
+        resumed = self.run_trainer(self.offloaded("--steps", "1"))  # the last epoch is intact
+        self.assertEqual(resumed.code, 0, resumed.stderr)
+        self.assertGreaterEqual(resumed.start()["resumed_step"], 1)
+
+    def test_without_io_uring_the_threads_take_over_and_say_so(self):
+        forbidden = self.run_trainer(self.offloaded(), launcher=[NO_URING])
+        self.assertEqual(forbidden.code, 0, forbidden.stderr)
+        self.assertIn("io_uring", forbidden.stderr)
+        self.assertIn("EPERM", forbidden.stderr)
+        plain = self.run_trainer(self.offloaded("--job", "plain"))
+        self.assertEqual(self.losses(forbidden), self.losses(plain))
+
+    def test_engine_by_name_is_never_replaced(self):
+        run = self.run_trainer(self.offloaded("--io", "uring"), launcher=[NO_URING])
+        self.assertEqual(run.code, 1)
+        self.assertIn("OFD-1211", run.stderr)
+
+    def test_small_memlock(self):
+        run = self.run_trainer(self.offloaded(), launcher=["prlimit", "--memlock=65536"])
+        self.assertEqual(run.code, 0, run.stderr)
+
+    def test_daemon_that_cannot_be_started(self):
+        self.refused(self.offloaded(), "OFD-1501", "/none", environment={"OFFLOADD_BINARY": "/none"})
+
+    def store(self):
+        return os.path.join(self.pool, "job.offload")
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0]], verbosity=2)

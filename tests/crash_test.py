@@ -1,0 +1,135 @@
+"""Kills trainers and daemons with SIGKILL at random moments and shows that every next run continues exactly.
+
+For every kill: the next run resumes at a whole epoch that is at most one step behind the last step whose line was printed, and each
+loss, before and after, equals the uninterrupted run's, in all digits. Kills also fall into format and construction.
+
+usage: crash_test.py TRAIN OFFLOADD [--kills N] [--seed S] [--dtype fp32|bf16] [--directory DIR]
+"""
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+
+from trainer import Trainer, wait_until_gone
+
+MODEL = ["--model", "llama", "--params", "1M", "--steps", "12", "--micro-batches", "2", "--seq", "32", "--batch", "2",
+         "--clip", "1.0", "--seed", "7", "--threads", "1", "--sample", "0"]
+
+
+class Failure(Exception):
+    pass
+
+
+def check(condition, text):
+    if not condition:
+        raise Failure(text)
+
+
+def reference_losses(train, dtype):
+    run = Trainer(train, [*MODEL, "--dtype", dtype, "--offload", "off"])
+    check(run.wait() == 0, f"the run in memory failed: {run.stderr}")
+    return {line["step"]: line["loss"] for line in run.steps()}
+
+
+def check_losses(run, reference):
+    for line in run.steps():
+        check(line["loss"] == reference[line["step"]],
+              f"step {line['step']}: loss {line['loss']!r}, uninterrupted {reference[line['step']]!r}")
+
+
+class Victim:
+    """Runs the job again and again, killing it, until enough kills have hit."""
+
+    def __init__(self, options, pool, reference):
+        self.options, self.pool, self.reference = options, pool, reference
+        self.random = random.Random(options.seed)
+        self.job_index = 0
+        self.printed = 0  # the last step whose line was seen
+        self.kills = {"trainer": 0, "daemon": 0, "both": 0}
+        self.before_first_step = 0
+        self.seconds = 3.0  # of a whole run, learnt
+
+    def arguments(self):
+        return [*MODEL, "--dtype", self.options.dtype, "--offload", "on", "--ram", "64MiB", "--nvme-path", self.pool,
+                "--job", f"job{self.job_index}"]
+
+    def environment(self):
+        return {"OFFLOADD_BINARY": self.options.offloadd}
+
+    def run_once(self):
+        who = self.random.choice(list(self.kills))
+        moment = self.random.uniform(0.0, self.seconds)
+        begin = time.monotonic()
+        run = Trainer(self.options.train, self.arguments(), self.environment())
+        daemons = []
+        timer = threading.Timer(moment, lambda: daemons.append(run.kill(who)))
+        timer.start()
+        code = run.wait()
+        timer.cancel()
+        timer.join()
+        for daemon in daemons:
+            check(daemon is None or wait_until_gone(daemon), "the daemon of a killed trainer did not end")
+        self.judge(run, code, who if daemons else None)
+        if code == 0:
+            self.seconds = time.monotonic() - begin
+            self.job_index += 1
+            self.printed = 0
+
+    def judge(self, run, code, killed):
+        check_losses(run, self.reference)
+        start = run.start()
+        if start is not None:
+            check(start["resumed_step"] >= self.printed - 1,
+                  f"resumed at {start['resumed_step']} although step {self.printed} had returned")
+        numbers = [line["step"] for line in run.steps()]
+        if numbers:
+            check(numbers == list(range(start["resumed_step"] + 1, numbers[-1] + 1)), f"steps {numbers} do not follow {start}")
+        self.printed = max([self.printed if start is None else start["resumed_step"], *numbers])
+        if killed is None:
+            check(code == 0, f"exit code {code} without a kill: {run.stderr}")
+        elif code != 0:
+            self.kills[killed] += 1
+            self.before_first_step += not numbers
+            if code > 0:
+                check("OFD-1801" in run.stderr or "OFD-1501" in run.stderr, f"the daemon was killed: {run.stderr}")
+
+    def total(self):
+        return sum(self.kills.values())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("train")
+    parser.add_argument("offloadd")
+    parser.add_argument("--kills", type=int, default=12)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--directory", default=os.environ.get("TEST_TMPDIR"))
+    options = parser.parse_args()
+    options.train, options.offloadd = os.path.abspath(options.train), os.path.abspath(options.offloadd)
+    pool = tempfile.mkdtemp(prefix="crash-", dir=options.directory)
+    try:
+        victim = Victim(options, pool, reference_losses(options.train, options.dtype))
+        while victim.total() < options.kills:
+            victim.run_once()
+        run = Trainer(options.train, victim.arguments(), victim.environment())  # what is left ends well
+        victim.judge(run, run.wait(), None)
+        leftovers = [name for name in os.listdir(pool) if "building" in name]
+        check(not leftovers, f"left behind: {leftovers}")
+    except Failure as failure:
+        print(f"FAILED (seed {options.seed}): {failure}")
+        return 1
+    finally:
+        shutil.rmtree(pool, ignore_errors=True)
+    print(f"{victim.total()} kills {victim.kills}, {victim.before_first_step} of them before the first step, "
+          f"{victim.job_index + 1} jobs: every loss equals the uninterrupted run's")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+#include "tools/command.h"
+
+#include <optional>
+
+#include "base/error.h"
+
+namespace offload::tools {
+
+ExitCode ExitCodeOf(const absl::Status& status) {
+  if (status.ok()) return kDone;
+  if (absl::IsDeadlineExceeded(status)) return kTimeout;
+  const std::optional<ErrorId> id = ErrorIdOf(status);
+  if (!id.has_value()) return absl::IsDataLoss(status) ? kDamaged : kFailed;
+  switch (*id) {
+    case ErrorId::kUnknownFlag:
+    case ErrorId::kBadValue:
+      return kUsage;
+    case ErrorId::kPoolFull:
+    case ErrorId::kPoolNoDirectIo:
+    case ErrorId::kBudgetTooSmall:
+      return kDoesNotFit;
+    case ErrorId::kDaemonStart:
+    case ErrorId::kDaemonLost:
+      return kUnreachable;
+    case ErrorId::kStoreDamaged:
+    case ErrorId::kChecksum:
+      return kDamaged;
+    default:
+      return kFailed;
+  }
+}
+
+}  // namespace offload::tools

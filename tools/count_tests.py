@@ -1,0 +1,88 @@
+"""Counts test cases of a Bazel run: prints "N passed, N failed, N skipped".
+
+Reads the build events (--build_event_json_file) for the targets that ran and their verdicts, and
+each target's test.xml for its cases. A target without cases in its XML counts as one; a target that failed
+although no case did (a crash after the last one, a time-out) adds one failure.
+
+Exit code 1 when anything failed.
+"""
+
+import json
+import sys
+import urllib.parse
+import xml.etree.ElementTree
+
+
+class Count:
+    def __init__(self, passed=0, failed=0, skipped=0):
+        self.passed, self.failed, self.skipped = passed, failed, skipped
+
+    def add(self, other):
+        self.passed += other.passed
+        self.failed += other.failed
+        self.skipped += other.skipped
+
+    def __str__(self):
+        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
+
+
+def count_cases(xml_path):
+    """Counts the cases of one test.xml; nothing when it is missing or not XML."""
+    count = Count()
+    try:
+        root = xml.etree.ElementTree.parse(xml_path).getroot()
+    except (OSError, xml.etree.ElementTree.ParseError):
+        return count
+    for case in root.iter("testcase"):
+        if case.find("failure") is not None or case.find("error") is not None:
+            count.failed += 1
+        elif case.find("skipped") is not None or case.get("result") == "skipped":
+            count.skipped += 1
+        elif case.get("status") != "notrun":  # left out by a filter
+            count.passed += 1
+    return count
+
+
+def read_events(lines):
+    """Returns {label: (verdict, [paths of test.xml])} for every test target of the run."""
+    verdicts, files = {}, {}
+    for line in lines:
+        event = json.loads(line)
+        if "testSummary" in event:
+            label = event["id"]["testSummary"]["label"]
+            verdicts[label] = event["testSummary"].get("overallStatus", "NO_STATUS")
+        if "testResult" in event:
+            label = event["id"]["testResult"]["label"]
+            for output in event["testResult"].get("testActionOutput", []):
+                if output.get("name") == "test.xml":
+                    path = urllib.parse.unquote(urllib.parse.urlparse(output["uri"]).path)
+                    files.setdefault(label, []).append(path)
+    return {label: (verdict, files.get(label, [])) for label, verdict in verdicts.items()}
+
+
+def count_target(verdict, xml_paths):
+    count = Count()
+    for path in xml_paths[-1:]:  # the last attempt decides
+        count.add(count_cases(path))
+    good = verdict in ("PASSED", "FLAKY")
+    if not good and count.failed == 0:
+        count.failed += 1
+    if good and count.passed + count.failed + count.skipped == 0:
+        count.passed += 1
+    return count
+
+
+def main(path):
+    total = Count()
+    with open(path, encoding="utf-8") as lines:
+        for label, (verdict, xml_paths) in sorted(read_events(lines).items()):
+            count = count_target(verdict, xml_paths)
+            total.add(count)
+            if count.failed > 0:
+                print(f"{label}: {count}")
+    print(total)
+    return 1 if total.failed > 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

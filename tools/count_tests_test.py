@@ -1,0 +1,57 @@
+"""Tests the counting of test cases."""
+
+import json
+import os
+import sys
+import tempfile
+import unittest
+
+sys.path.insert(0, os.path.dirname(os.path.realpath(__file__)))
+
+import count_tests  # noqa: E402  (needs the path above)
+
+XML = """<testsuites><testsuite name="A">
+<testcase name="passes" status="run" result="completed" />
+<testcase name="fails" status="run" result="completed"><failure message="no"/></testcase>
+<testcase name="skips" status="run" result="skipped"><skipped message="no drive"/></testcase>
+<testcase name="filtered" status="notrun" result="suppressed" />
+</testsuite></testsuites>"""
+
+
+class CountTestsTest(unittest.TestCase):
+    def write(self, text):
+        file = tempfile.NamedTemporaryFile("w", suffix=".xml", delete=False, dir=os.environ.get("TEST_TMPDIR"))
+        self.addCleanup(os.unlink, file.name)
+        with file:
+            file.write(text)
+        return file.name
+
+    def test_cases_are_counted_by_their_result(self):
+        self.assertEqual(str(count_tests.count_target("FAILED", [self.write(XML)])),
+                         "1 passed, 1 failed, 1 skipped")
+
+    def test_target_without_cases_counts_as_one(self):
+        self.assertEqual(str(count_tests.count_target("PASSED", [])), "1 passed, 0 failed, 0 skipped")
+        self.assertEqual(str(count_tests.count_target("FAILED_TO_BUILD", [])),
+                         "0 passed, 1 failed, 0 skipped")
+
+    def test_failed_target_without_failed_case_counts_as_failed(self):
+        good = self.write('<testsuite><testcase name="a" status="run"/></testsuite>')
+        self.assertEqual(str(count_tests.count_target("TIMEOUT", [good])), "1 passed, 1 failed, 0 skipped")
+        self.assertEqual(str(count_tests.count_target("FAILED", [self.write("<cut off")])),
+                         "0 passed, 1 failed, 0 skipped")
+
+    def test_events_lead_to_targets_and_files(self):
+        path = self.write(XML)
+        events = [
+            {"id": {"testResult": {"label": "//a:b"}},
+             "testResult": {"testActionOutput": [{"name": "test.log", "uri": "file:///x"},
+                                                 {"name": "test.xml", "uri": "file://" + path}]}},
+            {"id": {"testSummary": {"label": "//a:b"}}, "testSummary": {"overallStatus": "FAILED"}},
+            {"id": {"buildFinished": {}}},
+        ]
+        self.assertEqual(count_tests.read_events(map(json.dumps, events)), {"//a:b": ("FAILED", [path])})
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2)

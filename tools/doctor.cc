@@ -1,0 +1,340 @@
+// offloadctl doctor: what this machine can do, what falls back, and what to do about it.
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "aio/device.h"
+#include "base/byte_size.h"
+#include "base/error.h"
+#include "base/unique_fd.h"
+#include "kernels/isa.h"
+#include "swap/store.h"
+#include "tools/command.h"
+#include "tools/daemons.h"
+
+namespace offload::tools {
+namespace {
+
+constexpr double kDaemonTimeoutSeconds = 2;
+constexpr uint64_t kPinnableBytesWanted = uint64_t{1} << 30;
+constexpr uint64_t kDescriptorsWanted = 1024;
+
+enum class Grade { kOk, kWarn, kFail };
+
+const char* GradeName(Grade grade) {
+  return grade == Grade::kOk ? "OK" : grade == Grade::kWarn ? "WARN" : "FAIL";
+}
+
+struct Check {
+  std::string area, name;
+  Grade grade = Grade::kOk;
+  std::string detail;
+  std::string fix;    // "" when nothing is to be done
+  std::string error;  // "OFD-1203" when the finding has an identifier
+};
+
+std::string ReadFile(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+// "MemAvailable: 123 kB" of /proc/meminfo, in bytes; 0 when it is not there.
+uint64_t MemoryInfo(const std::string& key) {
+  std::istringstream lines(ReadFile("/proc/meminfo"));
+  for (std::string name; lines >> name;) {
+    uint64_t value_kib = 0;
+    if (lines >> value_kib; name == key + ":") return value_kib * 1024;
+    std::string rest;
+    std::getline(lines, rest);
+  }
+  return 0;
+}
+
+Check MemlockCheck() {
+  rlimit limit = {};
+  getrlimit(RLIMIT_MEMLOCK, &limit);
+  const bool unlimited = limit.rlim_cur == RLIM_INFINITY;
+  Check check = {"Limits", "memlock"};
+  check.detail = unlimited ? "unlimited" : FormatBytes(limit.rlim_cur);
+  if (!unlimited && limit.rlim_cur < kPinnableBytesWanted) {
+    check.grade = Grade::kWarn;
+    check.detail += ": memory stays unpinned (training on the CPU does not need it)";
+    check.fix = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit";
+  }
+  return check;
+}
+
+Check DescriptorCheck() {
+  rlimit limit = {};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  Check check = {"Limits", "nofile"};
+  check.detail = limit.rlim_cur == RLIM_INFINITY ? "unlimited" : absl::StrCat(limit.rlim_cur);
+  if (limit.rlim_cur < kDescriptorsWanted) {
+    check.grade = Grade::kWarn;
+    check.fix = absl::StrCat("ulimit -n ", kDescriptorsWanted);
+  }
+  return check;
+}
+
+Check MemoryCheck() {
+  const uint64_t available_bytes = MemoryInfo("MemAvailable");
+  Check check = {"Memory", "available"};
+  check.detail =
+      absl::StrCat(FormatBytes(available_bytes), " of ", FormatBytes(MemoryInfo("MemTotal")));
+  const std::string maximum = ReadFile("/sys/fs/cgroup/memory.max");
+  uint64_t limit_bytes = 0;
+  if (std::istringstream(maximum) >> limit_bytes) {
+    absl::StrAppend(&check.detail, ", control group limit ", FormatBytes(limit_bytes));
+  }
+  return check;
+}
+
+// Slab and regions are memfds: no /dev/shm is needed, but files must be allowed to be that large,
+// and sealing must be there.
+Check SharedMemoryCheck() {
+  Check check = {"Memory", "shared (memfd)"};
+  rlimit limit = {};
+  getrlimit(RLIMIT_FSIZE, &limit);
+  const bool unlimited = limit.rlim_cur == RLIM_INFINITY;
+  const UniqueFd file(memfd_create("offloadctl-doctor", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  const bool works = file.valid() && ftruncate(file.get(), 1 << 20) == 0 &&
+                     posix_fallocate(file.get(), 0, 1 << 20) == 0 &&
+                     fcntl(file.get(), F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK) == 0;
+  if (!works) {
+    check.grade = Grade::kFail;
+    check.detail = ErrnoText(errno);
+    check.error = "OFD-1302";
+    check.fix = "allow memfd_create and fallocate in the container's seccomp profile";
+    return check;
+  }
+  check.detail = unlimited ? "can be made and sealed, no size limit"
+                           : absl::StrCat("can be made and sealed, at most ",
+                                          FormatBytes(limit.rlim_cur), " (file size limit)");
+  if (!unlimited && limit.rlim_cur < MemoryInfo("MemTotal")) {
+    check.grade = Grade::kWarn;
+    check.fix = "ulimit -f unlimited";
+  }
+  return check;
+}
+
+// Probes with a real read, as the daemon does; a memfd will do, no drive is touched.
+Check EngineCheck() {
+  Check check = {"Engine", "io_uring"};
+  const int file = memfd_create("offloadctl-doctor", MFD_CLOEXEC);
+  if (file < 0 || ftruncate(file, 1 << 16) != 0) {
+    if (file >= 0) close(file);
+    check.grade = Grade::kWarn;
+    check.detail = absl::StrCat("cannot be tried: ", ErrnoText(errno));
+    return check;
+  }
+  std::string reason;
+  const auto device =
+      aio::OpenDevice(file, {.engine = aio::Engine::kAuto, .queue_depth = 8}, &reason);
+  if (!device.ok()) {
+    check.grade = Grade::kFail;
+    check.detail = std::string(device.status().message());
+    check.error = "OFD-1211";
+    return check;
+  }
+  check.detail = absl::StrCat("works (", reason, ")");
+  if ((*device)->engine() != "uring") {
+    check.grade = Grade::kWarn;
+    check.detail = absl::StrCat(reason, ": using ", std::string((*device)->engine()));
+    check.fix =
+        "unset OFFLOADD_IO, or allow the three io_uring system calls in the seccomp profile";
+  }
+  return check;
+}
+
+// AMX is only read from what the processor says: some virtual machines announce it and kill the
+// process that uses it, which a trainer has to try for itself.
+Check ProcessorCheck() {
+  Check check = {"CPU", "update kernel"};
+  const kernels::Isa isa = kernels::BestIsa();
+  const bool amx = ReadFile("/proc/cpuinfo").find(" amx_bf16") != std::string::npos;
+  check.detail = absl::StrCat(kernels::IsaName(isa), ", ", sysconf(_SC_NPROCESSORS_ONLN),
+                              " processors, AMX ", amx ? "announced (not tried)" : "not announced");
+  if (isa == kernels::Isa::kReference) {
+    check.grade = Grade::kWarn;
+    check.fix = "the update runs without vector instructions and may be slower than the drive";
+  }
+  return check;
+}
+
+// The file system and the device under a directory, of the longest mount point that leads to it.
+struct Mount {
+  std::string point, type, source;
+};
+std::optional<Mount> MountOf(const std::string& folder) {
+  struct stat info = {};
+  if (stat(folder.c_str(), &info) != 0) return std::nullopt;
+  const std::string device = absl::StrCat(major(info.st_dev), ":", minor(info.st_dev));
+  std::istringstream lines(ReadFile("/proc/self/mountinfo"));
+  std::optional<Mount> found;
+  for (std::string line; std::getline(lines, line);) {
+    // "36 35 98:0 /root /point options... - type source super-options"
+    std::istringstream words(line);
+    std::string id, parent, number, root, word;
+    Mount mount;
+    words >> id >> parent >> number >> root >> mount.point;
+    while (words >> word && word != "-") continue;
+    words >> mount.type >> mount.source;
+    if (number != device) continue;
+    if (!found.has_value() || mount.point.size() < found->point.size()) found = mount;
+  }
+  return found;
+}
+
+// What the file system says of direct I/O on a file there; "" when it says nothing.
+std::string AlignmentText(const std::string& pool) {
+  const UniqueFd file(open(pool.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+  struct statx info = {};
+  if (!file.valid() || statx(file.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) != 0) return "";
+  if ((info.stx_mask & STATX_DIOALIGN) == 0)
+    return ", direct I/O alignment unknown (kernel before 6.1)";
+  return absl::StrCat(", direct I/O align ", info.stx_dio_offset_align, " (memory ",
+                      info.stx_dio_mem_align, ")");
+}
+
+Check StorageCheck(const std::string& pool) {
+  Check check = {"Storage", pool};
+  if (const absl::Status status = swap::CheckPool(pool); !status.ok()) {
+    check.grade = Grade::kFail;
+    check.detail = std::string(status.message());
+    const std::optional<ErrorId> id = ErrorIdOf(status);
+    if (id.has_value()) check.error = absl::StrCat("OFD-", static_cast<int>(*id));
+    return check;
+  }
+  if (const std::optional<Mount> mount = MountOf(pool); mount.has_value()) {
+    check.detail = absl::StrCat(mount->type, " on ", mount->source, ", ");
+  }
+  struct statvfs space = {};
+  if (statvfs(pool.c_str(), &space) == 0) {
+    absl::StrAppend(&check.detail, FormatDecimalBytes(space.f_bavail * space.f_frsize), " free of ",
+                    FormatDecimalBytes(space.f_blocks * space.f_frsize));
+  }
+  check.detail += AlignmentText(pool);
+  return check;
+}
+
+std::vector<Check> DaemonChecks() {
+  std::vector<Check> checks;
+  for (const DaemonAddress& address : FindDaemons()) {
+    const auto reply = AskStatus(address.socket, kDaemonTimeoutSeconds);
+    // What a killed private daemon left in a temporary directory is no trouble.
+    if (!reply.ok() && address.is_private) continue;
+    Check check = {"Daemon", address.socket};
+    if (reply.ok()) {
+      check.detail =
+          absl::StrCat("v", reply->version(), ", up ", FormatDuration(reply->uptime_seconds()),
+                       ", jobs ", reply->jobs_size(), address.is_private ? " (private)" : "");
+    } else {
+      check.grade = Grade::kWarn;
+      check.detail = "does not answer";
+      check.error = "OFD-1501";
+      check.fix = "remove the socket if its daemon is gone";
+    }
+    checks.push_back(std::move(check));
+  }
+  if (checks.empty()) {
+    checks.push_back({"Daemon", "none", Grade::kOk, "a trainer starts a private one"});
+  }
+  return checks;
+}
+
+std::string Line(const Check& check) {
+  std::string line = absl::StrFormat("%-8s %-5s %-15s %s", check.area, GradeName(check.grade),
+                                     check.name, check.detail);
+  if (!check.fix.empty()) absl::StrAppend(&line, "  -> ", check.fix);
+  return line + "\n";
+}
+
+class DoctorCommand : public Command {
+ public:
+  const char* name() const override { return "doctor"; }
+  const char* summary() const override {
+    return "Checks what this machine can do and what falls back";
+  }
+  const char* examples() const override {
+    return "  offloadctl doctor --pool /nvme0\n  offloadctl doctor --strict --json\n";
+  }
+  void DefineFlags(CLI::App& app) override {
+    app.add_option("--pool", pools_, "a directory for stores; may be given more than once")
+        ->envname("OFFLOADD_POOL");
+    app.add_flag("--strict", strict_, "exit code 3 on warnings, too")
+        ->always_capture_default(false);
+  }
+
+  absl::StatusOr<Answer> Run() override {
+    std::vector<Check> checks = {MemlockCheck(), DescriptorCheck(), MemoryCheck(),
+                                 SharedMemoryCheck()};
+    for (const std::string& pool : pools_) checks.push_back(StorageCheck(pool));
+    checks.push_back(EngineCheck());
+    checks.push_back(ProcessorCheck());
+    for (Check& check : DaemonChecks()) checks.push_back(std::move(check));
+    return Judge(checks);
+  }
+
+ private:
+  Answer Judge(const std::vector<Check>& checks) const {
+    Answer answer;
+    answer.data["checks"] = Json::array();
+    std::string first_error;
+    size_t fails = 0, warnings = 0;
+    for (const Check& check : checks) {
+      answer.text += Line(check);
+      answer.data["checks"].push_back(
+          {{"area", check.area},
+           {"name", check.name},
+           {"grade", GradeName(check.grade)},
+           {"detail", check.detail},
+           {"fix", check.fix},
+           {"error", check.error.empty() ? Json(nullptr) : Json(check.error)}});
+      fails += check.grade == Grade::kFail ? 1 : 0;
+      warnings += check.grade == Grade::kWarn ? 1 : 0;
+      if (check.grade == Grade::kFail && first_error.empty()) first_error = check.error;
+    }
+    const bool failed = fails > 0 || (strict_ && warnings > 0);
+    const std::string next = NextCommand(first_error);
+    answer.data["fail"] = fails;
+    answer.data["warn"] = warnings;
+    answer.data["next"] = next;
+    absl::StrAppend(&answer.text, fails, " FAIL, ", warnings, " WARN.  Next: ", next, "\n");
+    answer.exit_code = failed ? kDoesNotFit : kDone;
+    return answer;
+  }
+
+  std::string NextCommand(const std::string& first_error) const {
+    if (!first_error.empty()) return "offloadctl explain " + first_error;
+    if (pools_.empty()) return "offloadctl doctor --pool DIR";
+    return absl::StrCat("offloadctl plan --params 1B --ram 4GiB --pool ", pools_.front());
+  }
+
+  std::vector<std::string> pools_;
+  bool strict_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> MakeDoctorCommand() { return std::make_unique<DoctorCommand>(); }
+
+}  // namespace offload::tools

@@ -1,0 +1,191 @@
+// offloadctl: what a machine can do, what a run would need, what runs, and what a pool holds.
+
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include <iostream>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "base/suggest.h"
+#include "base/version.h"
+#include "tools/command.h"
+
+namespace offload::tools {
+namespace {
+
+constexpr int kSchemaVersion = 1;
+
+std::vector<std::unique_ptr<Command>> AllCommands() {
+  std::vector<std::unique_ptr<Command>> commands;
+  commands.push_back(MakeDoctorCommand());
+  commands.push_back(MakePlanCommand());
+  commands.push_back(MakeStatusCommand());
+  commands.push_back(MakeListCommand());
+  commands.push_back(MakeRemoveCommand());
+  commands.push_back(MakeExplainCommand());
+  commands.push_back(MakeVersionCommand());
+  return commands;
+}
+
+// Prints answers and errors; with --json everything on stdout is one object.
+class Printer {
+ public:
+  explicit Printer(bool json) : json_(json) {}
+
+  int Print(const std::string& command, const absl::StatusOr<Answer>& answer) const {
+    if (!answer.ok()) return PrintError(command, answer.status());
+    if (json_) {
+      Json object = Header(command);
+      object.update(answer->data);
+      if (!answer->problem.ok()) object["error"] = ErrorObject(answer->problem);
+      std::cout << object.dump(2, ' ', false, Json::error_handler_t::replace) << std::endl;
+    } else {
+      std::cout << answer->text << std::flush;
+    }
+    if (!answer->problem.ok()) std::cerr << answer->problem.message() << std::endl;
+    if (!answer->advice.empty()) std::cerr << answer->advice << std::endl;
+    return answer->exit_code;
+  }
+
+  int PrintError(const std::string& command, const absl::Status& status) const {
+    if (json_) {
+      Json object = Header(command);
+      object["error"] = ErrorObject(status);
+      std::cout << object.dump(2, ' ', false, Json::error_handler_t::replace) << std::endl;
+    }
+    std::cerr << status.message() << std::endl;
+    return ExitCodeOf(status);
+  }
+
+ private:
+  static Json Header(const std::string& command) {
+    return {{"schema_version", kSchemaVersion}, {"command", command}};
+  }
+  static Json ErrorObject(const absl::Status& status) {
+    const std::optional<ErrorId> id = ErrorIdOf(status);
+    Json object;
+    object["id"] =
+        id.has_value() ? Json(absl::StrCat("OFD-", static_cast<int>(*id))) : Json(nullptr);
+    object["text"] = std::string(status.message());
+    object["exit_code"] = static_cast<int>(ExitCodeOf(status));
+    return object;
+  }
+
+  const bool json_;
+};
+
+// Turns what the parser did not know into an error with the nearest word that it does know.
+absl::Status UnknownWord(const CLI::App& app, const std::string& word) {
+  std::vector<std::string> known;
+  const bool is_flag = word.starts_with("-");
+  const std::string name = word.substr(0, word.find('='));
+  if (is_flag) {
+    for (const CLI::Option* option : app.get_options()) {
+      for (const std::string& long_name : option->get_lnames()) known.push_back("--" + long_name);
+    }
+  } else {
+    for (const CLI::App* command : app.get_subcommands({})) known.push_back(command->get_name());
+  }
+  const std::string nearest = NearestWord(name, known);
+  const std::string path =
+      app.get_parent() == nullptr ? "offloadctl" : absl::StrCat("offloadctl ", app.get_name());
+  const std::string help = absl::StrCat(path, " --help lists all");
+  return MakeError(is_flag ? ErrorId::kUnknownFlag : ErrorId::kBadValue,
+                   absl::StrCat(is_flag         ? "unknown flag "
+                                : known.empty() ? "unexpected argument "
+                                                : "unknown command ",
+                                name),
+                   nearest.empty() ? help : absl::StrCat("Did you mean ", nearest, "? ", help));
+}
+
+absl::Status FindUnknownWord(const CLI::App& app) {
+  for (const CLI::App* command : app.get_subcommands()) {
+    if (const std::vector<std::string> words = command->remaining(); !words.empty()) {
+      return UnknownWord(*command, words.front());
+    }
+  }
+  const std::vector<std::string> words = app.remaining();
+  return words.empty() ? absl::OkStatus() : UnknownWord(app, words.front());
+}
+
+struct CommandLine {
+  CommandLine()
+      : app(absl::StrCat("For example:\n"
+                         "  offloadctl doctor --pool /nvme0\n"
+                         "  offloadctl plan --params 8B --ram 32GiB --pool /nvme0\n"
+                         "  offloadctl status\n\n"
+                         "Looks after offloadd ",
+                         kVersion, " on this machine.")) {
+    app.name("offloadctl");
+    app.allow_extras();
+    app.require_subcommand(0, 1);
+    for (const std::unique_ptr<Command>& command : commands) {
+      CLI::App* child = app.add_subcommand(command->name(), command->summary());
+      child->allow_extras();
+      child->option_defaults()->always_capture_default();
+      child->add_flag("--json", json, "one JSON object on stdout")->always_capture_default(false);
+      command->DefineFlags(*child);
+    }
+  }
+
+  // Of the chosen command, or of the program; begins with examples.
+  std::string Help() {
+    for (const std::unique_ptr<Command>& command : commands) {
+      CLI::App* child = app.get_subcommand(command->name());
+      if (!child->parsed()) continue;
+      child->description(
+          absl::StrCat("For example:\n", command->examples(), "\n", command->summary(), "."));
+    }
+    return app.help();
+  }
+
+  bool json = false;
+  std::vector<std::unique_ptr<Command>> commands = AllCommands();
+  CLI::App app;
+};
+
+bool WantsJson(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) {
+    if (std::string_view(argv[i]) == "--json") return true;
+  }
+  return false;
+}
+
+int Main(int argc, char** argv) {
+  // Logs of the libraries are messages: they never mix with the data on stdout.
+  spdlog::set_default_logger(spdlog::stderr_logger_st("offloadctl"));
+  spdlog::set_level(spdlog::level::warn);
+
+  CommandLine line;
+  const Printer printer(WantsJson(argc, argv));
+  absl::Status parsed;
+  try {
+    line.app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    std::cout << line.Help();
+    return kDone;
+  } catch (const CLI::ParseError& error) {
+    parsed = MakeError(ErrorId::kBadValue, error.what(), "See offloadctl --help");
+  }
+  const auto chosen = line.app.get_subcommands();
+  const std::string name = chosen.empty() ? "" : chosen.front()->get_name();
+  // A mistyped flag explains a missing one, so it is named first.
+  if (absl::Status unknown = FindUnknownWord(line.app); !unknown.ok()) parsed = unknown;
+  if (!parsed.ok()) return printer.PrintError(name, parsed);
+  for (const std::unique_ptr<Command>& command : line.commands) {
+    if (command->name() == name) return printer.Print(name, command->Run());
+  }
+  return printer.PrintError(
+      "", MakeError(ErrorId::kBadValue, "no command is given", "See offloadctl --help"));
+}
+
+}  // namespace
+}  // namespace offload::tools
+
+int main(int argc, char** argv) { return offload::tools::Main(argc, argv); }

@@ -1,0 +1,369 @@
+// Runs the program as a user does: arguments in, standard output, standard error and exit code out.
+
+#include <grpcpp/grpcpp.h>
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/unique_fd.h"
+#include "proto/offload.grpc.pb.h"
+#include "swap/store.h"
+#include "zero3/safetensors.h"
+
+namespace offload::tools {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct Result {
+  int exit_code = -1;
+  std::string out, error;
+};
+
+std::string ReadFile(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+class OffloadctlTest : public ::testing::Test {
+ protected:
+  OffloadctlTest() {
+    std::string name =
+        absl::StrCat(std::getenv("TEST_TMPDIR") ? std::getenv("TEST_TMPDIR") : ".", "/ctl-XXXXXX");
+    folder_ = mkdtemp(name.data());
+    std::filesystem::create_directory(pool());
+  }
+  ~OffloadctlTest() override { std::filesystem::remove_all(folder_); }
+
+  std::string pool() const { return folder_ / "pool"; }
+
+  // `environment` is in front of the command, as in a shell.
+  Result Run(const std::string& arguments, const std::string& environment = "",
+             const std::string& program = "tools/offloadctl") const {
+    const std::string out = folder_ / "out", error = folder_ / "error";
+    const std::string command =
+        absl::StrCat("unset OFFLOADD_POOL OFFLOADD_RAM OFFLOADD_IO OFFLOADD_SOCKET; ", environment,
+                     " ", program, " ", arguments, " >'", out, "' 2>'", error, "'");
+    const int status = std::system(command.c_str());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, ReadFile(out), ReadFile(error)};
+  }
+
+  // The same with --json; fails the test unless stdout is one object that begins as promised.
+  Json RunJson(const std::string& command, const std::string& arguments, int exit_code) const {
+    const Result result = Run(absl::StrCat(command, " ", arguments, " --json"));
+    EXPECT_EQ(result.exit_code, exit_code) << result.error;
+    Json object = Json::parse(result.out, nullptr, /*allow_exceptions=*/false);
+    EXPECT_TRUE(object.is_object() && object.size() >= 2) << result.out;
+    if (!object.is_object() || object.size() < 2) return Json::object();
+    EXPECT_EQ(object.begin().key(), "schema_version");
+    EXPECT_EQ(std::next(object.begin()).key(), "command");
+    EXPECT_EQ(object["command"], command);
+    return object;
+  }
+
+  // Makes a store of one small tensor with one commit.
+  void MakeStore(const std::string& job) const {
+    swap::StoreSpec spec;
+    spec.job = job;
+    spec.extent_elements = 32768;
+    spec.tensors = {{.element_count = 1000, .planes = {{swap::Plane::kWeight, 32}}}};
+    auto store = swap::Store::Create(pool(), spec, {});
+    ASSERT_TRUE(store.ok()) << store.status();
+    absl::Status committed = absl::UnknownError("never called");
+    bool is_done = false;
+    (*store)->Commit(/*epoch=*/7, "", [&](absl::Status status) {
+      committed = status;
+      is_done = true;
+    });
+    while (!is_done) (*store)->Poll(/*wait=*/true);
+    ASSERT_TRUE(committed.ok()) << committed;
+    ASSERT_TRUE((*store)->Publish().ok());
+  }
+
+  std::filesystem::path folder_;
+};
+
+TEST_F(OffloadctlTest, HelpOfEveryCommandBeginsWithAnExample) {
+  for (const char* command : {"", "doctor", "plan", "status", "ls", "rm", "explain", "version"}) {
+    const Result result = Run(absl::StrCat(command, " --help"));
+    EXPECT_EQ(result.exit_code, 0) << command;
+    EXPECT_TRUE(result.out.starts_with(absl::StrCat("For example:\n  offloadctl ", command)))
+        << result.out;
+  }
+}
+
+TEST_F(OffloadctlTest, UnknownFlagsAndCommandsGetASuggestion) {
+  const Result flag = Run("plan --parms 1M");
+  EXPECT_EQ(flag.exit_code, 2);
+  EXPECT_TRUE(flag.error.starts_with("OFD-1001 unknown flag --parms. Did you mean --params?"))
+      << flag.error;
+  EXPECT_EQ(flag.out, "");
+  const Result command = Run("docter");
+  EXPECT_EQ(command.exit_code, 2);
+  EXPECT_NE(command.error.find("Did you mean doctor?"), std::string::npos) << command.error;
+  EXPECT_EQ(Run("").exit_code, 2);
+  EXPECT_EQ(Run("version superfluous").exit_code, 2);
+}
+
+TEST_F(OffloadctlTest, UsageErrorsAreJsonToo) {
+  EXPECT_EQ(RunJson("plan", "--parms 1M", 2)["error"]["id"], "OFD-1001");
+  EXPECT_EQ(RunJson("plan", "--params 1M --ram much", 2)["error"]["id"], "OFD-1002");
+}
+
+TEST_F(OffloadctlTest, ExplainKnowsEveryIdentifierThatItLists) {
+  const Json all = RunJson("explain", "", 0);
+  ASSERT_GT(all["errors"].size(), 20u);
+  const Json one = RunJson("explain", "ofd-1203", 0);
+  EXPECT_EQ(one["id"], "OFD-1203");
+  EXPECT_NE(one["fix"], "");
+  const Result near = Run("explain OFD-1293");
+  EXPECT_EQ(near.exit_code, 2);
+  EXPECT_NE(near.error.find("Did you mean OFD-1203?"), std::string::npos) << near.error;
+}
+
+TEST_F(OffloadctlTest, VersionNamesProtocolAndFormat) {
+  const Json version = RunJson("version", "", 0);
+  EXPECT_TRUE(version["protocol"].is_number_unsigned());
+  EXPECT_TRUE(version["store_format"].is_number_unsigned());
+  EXPECT_TRUE(Run("version").out.starts_with("offloadctl "));
+}
+
+TEST_F(OffloadctlTest, DoctorPassesAGoodPoolAndFailsABadOne) {
+  const Json good = RunJson("doctor", absl::StrCat("--pool ", pool()), 0);
+  EXPECT_EQ(good["fail"], 0);
+  const Json bad = RunJson("doctor", absl::StrCat("--pool ", pool(), "/missing"), 3);
+  EXPECT_EQ(bad["fail"], 1);
+  EXPECT_EQ(bad["next"], "offloadctl explain OFD-1201");
+  const Result text = Run(absl::StrCat("doctor --pool ", pool()));
+  EXPECT_NE(text.out.find("Storage  OK"), std::string::npos) << text.out;
+  EXPECT_NE(text.out.find("Next: offloadctl plan"), std::string::npos) << text.out;
+}
+
+TEST_F(OffloadctlTest, StrictDoctorFailsOnWarnings) {
+  EXPECT_EQ(Run("doctor", "OFFLOADD_IO=threads").exit_code, 0);
+  const Result strict = Run("doctor --strict", "OFFLOADD_IO=threads");
+  EXPECT_EQ(strict.exit_code, 3);
+  EXPECT_NE(strict.out.find("Engine   WARN"), std::string::npos) << strict.out;
+}
+
+TEST_F(OffloadctlTest, PlanAddsUpToTheBudget) {
+  const Json plan = RunJson(
+      "plan", "--params 100M --ram 512MiB --read-gbps 2 --write-gbps 1 --mixed-gbps 2.5", 0);
+  EXPECT_TRUE(plan["fits"].get<bool>());
+  const Json& memory = plan["memory"];
+  const uint64_t sum = memory["slab_bytes"].get<uint64_t>() +
+                       memory["region_bytes"].get<uint64_t>() +
+                       memory["overhead_bytes"].get<uint64_t>();
+  EXPECT_EQ(sum, memory["sum_bytes"].get<uint64_t>());
+  EXPECT_LE(sum, uint64_t{512} << 20);
+  EXPECT_GT(plan["per_step"]["seconds"]["serial"], plan["per_step"]["seconds"]["overlapped"]);
+  EXPECT_TRUE(plan["per_step"]["seconds"]["mixed"].is_number());
+}
+
+TEST_F(OffloadctlTest, PlanRefusesASmallBudgetWithBothFloors) {
+  const Json plan = RunJson("plan", "--params 100M --ram 1MiB", 3);
+  EXPECT_FALSE(plan["fits"].get<bool>());
+  EXPECT_EQ(plan["error"]["id"], "OFD-1301");
+  EXPECT_LT(plan["floor_bytes"], plan["floor_without_spilling_bytes"]);
+}
+
+TEST_F(OffloadctlTest, PlanReadsTheConfigurationOfACheckpoint) {
+  std::ofstream(folder_ / "config.json")
+      << R"({"model_type": "llama", "hidden_size": 512, "intermediate_size": 1376,
+            "num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 32000})";
+  const Json file = RunJson("plan", absl::StrCat(folder_.string(), "/config.json --ram 1GiB"), 0);
+  const Json folder =
+      RunJson("plan", absl::StrCat("--config ", folder_.string(), " --ram 1GiB"), 0);
+  EXPECT_EQ(file["parameters"], 51'747'328);
+  EXPECT_EQ(folder["parameters"], file["parameters"]);
+}
+
+TEST_F(OffloadctlTest, PlanReadsTheTensorsOfACheckpoint) {
+  const std::string path = folder_ / "model.safetensors";
+  const std::vector<zero3::FileTensor> tensors = {
+      {"weight", zero3::FileDtype::kBF16, {300, 200}},
+      {"bias", zero3::FileDtype::kF32, {7}},
+      {"positions", zero3::FileDtype::kI64, {64}},
+      {"layers.0.rotary_emb.inv_freq", zero3::FileDtype::kF32, {32}}};
+  auto writer = zero3::SafetensorsWriter::Create(path, tensors);
+  ASSERT_TRUE(writer.ok()) << writer.status();
+  for (const zero3::FileTensor& tensor : tensors) {
+    const std::vector<std::byte> zeros(*zero3::DataBytes(tensor));
+    ASSERT_TRUE((*writer)->Append(tensor.name, zeros).ok());
+  }
+  ASSERT_TRUE((*writer)->Commit().ok());
+  for (const std::string& model : {path, folder_.string(), "--safetensors " + path}) {
+    const Json plan = RunJson("plan", model + " --ram 1GiB", 0);
+    EXPECT_EQ(plan["parameters"], 300 * 200 + 7) << model;
+  }
+  std::filesystem::resize_file(path, 4096);
+  EXPECT_EQ(RunJson("plan", path + " --ram 1GiB", 1)["error"]["id"], "OFD-1401");
+}
+
+TEST_F(OffloadctlTest, PlanNeedsExactlyOneModelAndAWholeDrive) {
+  EXPECT_EQ(Run("plan --ram 1GiB").exit_code, 2);
+  EXPECT_EQ(Run("plan x.json --params 1M --ram 1GiB").exit_code, 2);
+  EXPECT_EQ(Run("plan /no/such/config.json --ram 1GiB").exit_code, 2);
+  EXPECT_EQ(Run("plan --params 1M --ram 1GiB --read-gbps 1").exit_code, 2);
+}
+
+TEST_F(OffloadctlTest, PlanMeasuresTheDriveOfAPoolAndLeavesNothingThere) {
+  const Json plan = RunJson("plan", absl::StrCat("--params 1M --ram 1GiB --pool ", pool()), 0);
+  EXPECT_EQ(plan["per_step"]["drive"]["source"], "measured");
+  EXPECT_GT(plan["per_step"]["seconds"]["mixed"], 0);
+  EXPECT_GT(plan["pool"]["free_bytes"], plan["store_bytes"]);
+  EXPECT_TRUE(std::filesystem::is_empty(pool()));
+}
+
+TEST_F(OffloadctlTest, PlanRefusesAPoolThatCannotHoldStores) {
+  EXPECT_EQ(RunJson("plan", "--params 1M --ram 1GiB --pool /dev/shm", 3)["error"]["id"],
+            "OFD-1203");
+  EXPECT_EQ(RunJson("plan", "--params 1M --ram 1GiB --pool /no/such", 1)["error"]["id"],
+            "OFD-1201");
+}
+
+TEST_F(OffloadctlTest, ListShowsWhatAPoolHolds) {
+  const Result empty = Run("ls " + pool());
+  EXPECT_EQ(empty.exit_code, 0) << empty.error;
+  EXPECT_EQ(empty.out, "");
+  MakeStore("run1");
+  const Json jobs = RunJson("ls", pool(), 0)["jobs"];
+  ASSERT_EQ(jobs.size(), 1u);
+  EXPECT_EQ(jobs[0]["job"], "run1");
+  EXPECT_EQ(jobs[0]["step"], 7);
+  EXPECT_EQ(jobs[0]["damage"], nullptr);
+  EXPECT_NE(Run("ls " + pool()).out.find("run1"), std::string::npos);
+  EXPECT_EQ(RunJson("ls", pool() + "/missing", 1)["error"]["id"], "OFD-1201");
+}
+
+TEST_F(OffloadctlTest, ListSaysWhichStoreIsDamaged) {
+  MakeStore("run1");
+  const std::string path = RunJson("ls", pool(), 0)["jobs"][0]["path"];
+  std::filesystem::resize_file(path, 4096);
+  EXPECT_NE(RunJson("ls", pool(), 6)["jobs"][0]["damage"], nullptr);
+}
+
+TEST_F(OffloadctlTest, RemoveIsADryRunUntilYes) {
+  MakeStore("run1");
+  EXPECT_FALSE(RunJson("rm", pool() + " run1", 0)["removed"].get<bool>());
+  EXPECT_EQ(RunJson("ls", pool(), 0)["jobs"].size(), 1u);
+  EXPECT_TRUE(RunJson("rm", pool() + " run1 --yes", 0)["removed"].get<bool>());
+  EXPECT_EQ(RunJson("ls", pool(), 0)["jobs"].size(), 0u);
+  EXPECT_EQ(Run("rm " + pool() + " run1 --yes").exit_code, 2);
+}
+
+TEST_F(OffloadctlTest, RemoveLeavesAStoreInUseAlone) {
+  MakeStore("run1");
+  const auto store = swap::Store::Open(pool(), "run1", {});
+  ASSERT_TRUE(store.ok()) << store.status();
+  EXPECT_EQ(RunJson("rm", pool() + " run1 --yes", 1)["error"]["id"], "OFD-1205");
+  EXPECT_TRUE(std::filesystem::exists((*store)->path()));
+}
+
+TEST_F(OffloadctlTest, IoBenchPrintsTheRatesOfADrive) {
+  const Result result =
+      Run(absl::StrCat("--path ", pool(), " --size 96MiB --seconds 0.05"), "", "tools/io_bench");
+  EXPECT_EQ(result.exit_code, 0) << result.error;
+  const Json rates = Json::parse(result.out, nullptr, /*allow_exceptions=*/false);
+  ASSERT_TRUE(rates.is_object()) << result.out;
+  for (const char* rate : {"read_gbps", "write_gbps", "mixed_gbps"}) EXPECT_GT(rates[rate], 0);
+  EXPECT_TRUE(std::filesystem::is_empty(pool()));
+  EXPECT_EQ(Run("--path /no/such", "", "tools/io_bench").exit_code, 1);
+}
+
+// Answers as a daemon with one job would; every answer has read a million bytes more.
+class FakeDaemon : public proto::v1::Control::Service {
+ public:
+  explicit FakeDaemon(const std::string& folder) {
+    grpc::ServerBuilder builder;
+    builder.AddListeningPort(absl::StrCat("unix:", folder, "/control.sock"),
+                             grpc::InsecureServerCredentials());
+    builder.RegisterService(this);
+    server_ = builder.BuildAndStart();
+    // The socket of ranks: that it is there is all that offloadctl looks for.
+    ranks_ = UniqueFd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+    sockaddr_un address = {.sun_family = AF_UNIX};
+    absl::StrCat(folder, "/offloadd.sock").copy(address.sun_path, sizeof(address.sun_path) - 1);
+    EXPECT_EQ(bind(ranks_.get(), reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  }
+  ~FakeDaemon() override { server_->Shutdown(); }
+
+ private:
+  grpc::Status Status(grpc::ServerContext*, const proto::v1::StatusRequest*,
+                      proto::v1::StatusReply* reply) override {
+    reply->set_version("9.9.9");
+    reply->set_uptime_seconds(8040);
+    proto::v1::JobStatus* job = reply->add_jobs();
+    job->set_job("train\x1b[31m");
+    job->set_step(118);
+    job->set_durable_step(117);
+    job->set_bytes_read(bytes_read_ += 1'000'000);
+    return grpc::Status::OK;
+  }
+
+  std::atomic<uint64_t> bytes_read_{0};
+  std::unique_ptr<grpc::Server> server_;
+  UniqueFd ranks_;
+};
+
+class StatusTest : public OffloadctlTest {
+ protected:
+  StatusTest() {
+    char name[] = "/tmp/ctl-XXXXXX";  // short: paths of sockets are limited
+    runtime_ = mkdtemp(name);
+    std::filesystem::create_directory(runtime_ / "offloadd-1");
+  }
+  ~StatusTest() override { std::filesystem::remove_all(runtime_); }
+
+  std::string socket() const { return runtime_ / "offloadd-1/offloadd.sock"; }
+
+  std::filesystem::path runtime_;
+};
+
+TEST_F(StatusTest, ShowsTheJobsOfADaemonAndTheirRates) {
+  FakeDaemon daemon(runtime_ / "offloadd-1");
+  const Json status = RunJson("status", absl::StrCat("--interval 0.01 --socket ", socket()), 0);
+  const Json& job = status["daemons"][0]["jobs"][0];
+  EXPECT_EQ(job["step"], 118);
+  EXPECT_EQ(job["durable_step"], 117);
+  EXPECT_GT(job["read_bytes_per_second"], 0);
+}
+
+TEST_F(StatusTest, FindsPrivateDaemonsUnderTheRuntimeDirectory) {
+  FakeDaemon daemon(runtime_ / "offloadd-1");
+  const Result result = Run("status --interval 0.01", "XDG_RUNTIME_DIR=" + runtime_.string());
+  EXPECT_EQ(result.exit_code, 0) << result.error;
+  EXPECT_NE(result.out.find(socket() + " (private)  v9.9.9"), std::string::npos) << result.out;
+  EXPECT_NE(result.out.find("up 2h14m"), std::string::npos) << result.out;
+}
+
+TEST_F(StatusTest, NamesOfOthersDoNotReachTheTerminalAsControlCodes) {
+  FakeDaemon daemon(runtime_ / "offloadd-1");
+  const Result result = Run(absl::StrCat("status --interval 0.01 --socket ", socket()));
+  EXPECT_NE(result.out.find("train?[31m"), std::string::npos) << result.out;
+  EXPECT_EQ(result.out.find('\x1b'), std::string::npos);
+}
+
+TEST_F(StatusTest, SaysThatNobodyAnswers) {
+  EXPECT_EQ(RunJson("status", absl::StrCat("--socket ", socket()), 4)["error"]["id"], "OFD-1501");
+}
+
+TEST_F(StatusTest, DoctorSeesTheDaemon) {
+  FakeDaemon daemon(runtime_ / "offloadd-1");
+  const Result result = Run("doctor", "XDG_RUNTIME_DIR=" + runtime_.string());
+  EXPECT_NE(result.out.find("v9.9.9, up 2h14m"), std::string::npos) << result.out;
+}
+
+}  // namespace
+}  // namespace offload::tools

@@ -1,0 +1,135 @@
+// offloadctl plan: what would live where, what a step would move, and how long the drive would
+// take, by the same planner that a trainer attaches with.
+
+#include <sys/statvfs.h>
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/byte_size.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "proto/slab_layout.h"
+#include "swap/store.h"
+#include "tools/command.h"
+#include "tools/drive_benchmark.h"
+#include "tools/plan_model.h"
+#include "tools/plan_report.h"
+#include "zero3/planner.h"
+
+namespace offload::tools {
+namespace {
+
+// Filling and three patterns: below three seconds in all.
+constexpr double kSecondsPerPattern = 0.6;
+constexpr uint64_t kQuickFileBytes = uint64_t{1} << 30;
+
+struct Flags {
+  ModelSource source;
+  std::string ram, pool;
+  std::string dtype = "bf16", optimizer = "adamw";
+  int64_t micro_batches = 1;
+  double read_gbps = 0, write_gbps = 0, mixed_gbps = 0;  // 0: not given
+};
+
+// Rates that are given go before rates that would have to be measured.
+absl::StatusOr<std::optional<Drive>> FindDrive(const Flags& flags) {
+  const bool both = flags.read_gbps > 0 && flags.write_gbps > 0;
+  const bool some = flags.read_gbps > 0 || flags.write_gbps > 0 || flags.mixed_gbps > 0;
+  if (both) {
+    return Drive{flags.read_gbps * 1e9, flags.write_gbps * 1e9, flags.mixed_gbps * 1e9, "given"};
+  }
+  if (some) {
+    return MakeError(ErrorId::kBadValue, "one rate does not describe a drive",
+                     "Give --read-gbps and --write-gbps, or --pool DIR to measure them");
+  }
+  if (flags.pool.empty()) return std::optional<Drive>();
+  OFFLOAD_ASSIGN_OR_RETURN(const DriveRates rates,
+                           MeasureDrive(flags.pool, {.file_bytes = kQuickFileBytes,
+                                                     .seconds_per_pattern = kSecondsPerPattern}));
+  return Drive{rates.read, rates.write, rates.mixed, "measured"};
+}
+
+class PlanCommand : public Command {
+ public:
+  const char* name() const override { return "plan"; }
+  const char* summary() const override {
+    return "Says what a model would need and how fast the drive would let it train";
+  }
+  const char* examples() const override {
+    return "  offloadctl plan --params 8B --ram 32GiB --pool /nvme0\n"
+           "  offloadctl plan /models/Llama-3.1-8B --ram 32GiB --read-gbps 6.8 --write-gbps 4.9\n";
+  }
+  void DefineFlags(CLI::App& app) override {
+    app.add_option("MODEL", flags_.source.model,
+                   "config.json of a Llama, a safetensors file, or the directory of either");
+    app.add_option("--config", flags_.source.config, "config.json, or the directory that holds it");
+    app.add_option("--safetensors", flags_.source.safetensors,
+                   "a checkpoint: all of its floating tensors are trained");
+    app.add_option("--params", flags_.source.parameters,
+                   "a Llama of about so many parameters: 150M, 8B");
+    app.add_option("--vocabulary", flags_.source.vocabulary, "tokens, with --params")
+        ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));
+    app.add_option("--ram", flags_.ram, "the memory budget: 512MiB, 32GiB")
+        ->required()
+        ->envname("OFFLOADD_RAM");
+    app.add_option("--dtype", flags_.dtype, "of weights and gradients: bf16 or fp32")
+        ->check(CLI::IsMember({"bf16", "fp32"}));
+    app.add_option("--optimizer", flags_.optimizer, "adamw, or sgd with momentum")
+        ->check(CLI::IsMember({"adamw", "sgd"}));
+    app.add_option("--micro-batches", flags_.micro_batches, "whose gradients add up to one step")
+        ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+    app.add_option("--pool", flags_.pool, "a directory for the store; its drive is measured")
+        ->envname("OFFLOADD_POOL");
+    for (const auto& [flag, rate] : {std::pair{"--read-gbps", &flags_.read_gbps},
+                                     std::pair{"--write-gbps", &flags_.write_gbps},
+                                     std::pair{"--mixed-gbps", &flags_.mixed_gbps}}) {
+      app.add_option(flag, *rate, "of the drive, in 1e9 bytes per second, instead of measuring")
+          ->check(CLI::Range(1e-6, 1e6));
+    }
+  }
+
+  absl::StatusOr<Answer> Run() override {
+    const bool is_half = flags_.dtype == "bf16";
+    OFFLOAD_ASSIGN_OR_RETURN(
+        PlanModel model,
+        ReadModel(flags_.source, is_half ? proto::Dtype::kBFloat16 : proto::Dtype::kFloat32));
+    PlanReport report;
+    report.model = absl::StrCat(model.description, ", ", flags_.dtype, ", ", flags_.optimizer);
+    report.micro_batches = flags_.micro_batches;
+    OFFLOAD_ASSIGN_OR_RETURN(report.input.ram_bytes, ParseByteSize(flags_.ram));
+    OFFLOAD_ASSIGN_OR_RETURN(report.input.catalogue,
+                             proto::BuildCatalogue(std::move(model.tensors)));
+    report.input.optimizer =
+        flags_.optimizer == "sgd" ? proto::OptimizerState::kMomentum : proto::OptimizerState::kAdam;
+    const absl::StatusOr<zero3::Plan> plan = zero3::MakePlan(report.input);
+    if (!plan.ok()) return ReportRefusal(report, plan.status());
+    OFFLOAD_RETURN_IF_ERROR(LookAtPool(report));
+    return ReportPlan(report, *plan);
+  }
+
+ private:
+  // After the budget is known to do: measuring takes seconds.
+  absl::Status LookAtPool(PlanReport& report) const {
+    report.pool = flags_.pool;
+    if (!flags_.pool.empty()) {
+      OFFLOAD_RETURN_IF_ERROR(swap::CheckPool(flags_.pool));
+      struct statvfs space = {};
+      if (statvfs(flags_.pool.c_str(), &space) == 0) {
+        report.free_bytes = space.f_bavail * space.f_frsize;
+      }
+    }
+    OFFLOAD_ASSIGN_OR_RETURN(report.drive, FindDrive(flags_));
+    return absl::OkStatus();
+  }
+
+  Flags flags_;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> MakePlanCommand() { return std::make_unique<PlanCommand>(); }
+
+}  // namespace offload::tools

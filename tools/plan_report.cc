@@ -1,0 +1,185 @@
+#include "tools/plan_report.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "base/byte_size.h"
+#include "base/error.h"
+
+namespace offload::tools {
+namespace {
+
+// Written bytes that a common drive of 1 TB is rated for; gives wear a scale.
+constexpr double kRatedBytes = 600e12;
+constexpr uint64_t kUnlimitedRam = uint64_t{1} << 60;
+
+uint64_t Rounded(double value) { return static_cast<uint64_t>(std::llround(value)); }
+std::string Traffic10(double bytes) { return FormatDecimalBytes(Rounded(bytes)); }
+
+// A value for --ram that is not below `bytes`.
+std::string RamFlag(uint64_t bytes) {
+  return absl::StrCat("--ram ", (bytes + (1 << 20) - 1) >> 20, "MiB");
+}
+
+std::string Seconds(double seconds) {
+  return absl::StrFormat(seconds < 10 ? "%.2f" : "%.0f", seconds);
+}
+
+// The next larger budget worth naming, and what it saves.
+struct Saving {
+  uint64_t ram_bytes = 0;
+  double bytes_per_step = 0;
+};
+std::optional<Saving> FindSaving(const PlanReport& report, const zero3::Plan& plan) {
+  zero3::PlanInput more = report.input;
+  more.ram_bytes =
+      plan.gradients_spilled ? plan.floor_without_spilling_bytes : 2 * report.input.ram_bytes;
+  const auto better = zero3::MakePlan(more);
+  if (!better.ok()) return std::nullopt;
+  const Traffic now = TrafficOf(plan, report.micro_batches);
+  const Traffic then = TrafficOf(*better, report.micro_batches);
+  const double saved = now.read_bytes + now.written_bytes - then.read_bytes - then.written_bytes;
+  if (saved < 0.01 * (now.read_bytes + now.written_bytes)) return std::nullopt;
+  return Saving{more.ram_bytes, saved};
+}
+
+Json Base(const PlanReport& report) {
+  return {{"model", report.model}, {"ram_bytes", report.input.ram_bytes}};
+}
+
+void AddMemory(const zero3::Plan& plan, Answer& answer) {
+  answer.data["parameters"] = plan.parameter_count;
+  answer.data["state_bytes"] = plan.state_bytes;
+  answer.data["gradient_bytes"] = plan.gradient_bytes;
+  answer.data["store_bytes"] = plan.store_bytes;
+  answer.data["scratch_bytes"] = plan.memory.scratch_bytes;
+  answer.data["memory"] = {{"sum_bytes", plan.total_bytes},
+                           {"slab_bytes", plan.slab.total_bytes},
+                           {"region_bytes", plan.memory.region_bytes},
+                           {"overhead_bytes", plan.overhead_bytes},
+                           {"window_bytes", plan.memory.window_bytes},
+                           {"pipeline_blocks", plan.memory.pipeline_blocks},
+                           {"resident_weight_bytes", plan.resident_weight_bytes},
+                           {"resident_state_bytes", plan.resident_state_bytes}};
+  answer.data["gradients_spilled"] = plan.gradients_spilled;
+  answer.data["floor_bytes"] = plan.floor_bytes;
+  answer.data["floor_without_spilling_bytes"] = plan.floor_without_spilling_bytes;
+}
+
+void AddSpace(const PlanReport& report, const zero3::Plan& plan, Answer& answer) {
+  if (report.pool.empty()) return;
+  const uint64_t needed_bytes = plan.store_bytes + plan.memory.scratch_bytes;
+  answer.data["pool"] = {{"path", report.pool}, {"free_bytes", report.free_bytes}};
+  const std::string sum =
+      absl::StrCat(FormatDecimalBytes(needed_bytes), " of ", FormatDecimalBytes(report.free_bytes),
+                   " free in ", report.pool);
+  const bool fits = needed_bytes <= report.free_bytes;
+  absl::StrAppend(&answer.text, "Drive     ", sum, fits ? "  fits\n" : "  DOES NOT FIT\n");
+  if (fits) return;
+  answer.data["fits"] = false;
+  answer.exit_code = kDoesNotFit;
+  answer.problem = MakeError(ErrorId::kPoolFull, absl::StrCat("the job needs ", sum));
+}
+
+void AddStep(const PlanReport& report, const zero3::Plan& plan, Answer& answer) {
+  const Traffic traffic = TrafficOf(plan, report.micro_batches);
+  Json step = {{"micro_batches", report.micro_batches},
+               {"read_bytes", Rounded(traffic.read_bytes)},
+               {"written_bytes", Rounded(traffic.written_bytes)}};
+  absl::StrAppend(&answer.text, "Per step  reads ", Traffic10(traffic.read_bytes), "  writes ",
+                  Traffic10(traffic.written_bytes));
+  if (report.micro_batches > 1) {
+    absl::StrAppend(&answer.text, "  (", report.micro_batches, " micro-batches)");
+  }
+  if (report.drive.has_value()) {
+    const Drive& drive = *report.drive;
+    const StepSeconds seconds = SecondsOf(traffic, drive);
+    step["drive"] = {
+        {"source", drive.source},
+        {"read_bytes_per_second", drive.read},
+        {"write_bytes_per_second", drive.write},
+        {"mixed_bytes_per_second", drive.mixed > 0 ? Json(drive.mixed) : Json(nullptr)}};
+    step["seconds"] = {{"overlapped", seconds.overlapped},
+                       {"serial", seconds.serial},
+                       {"mixed", seconds.mixed.has_value() ? Json(*seconds.mixed) : Json(nullptr)}};
+    absl::StrAppend(&answer.text,
+                    absl::StrFormat("  at %.2f r / %.2f w GB/s (%s): disk %s-%s s",
+                                    drive.read * 1e-9, drive.write * 1e-9, drive.source,
+                                    Seconds(seconds.overlapped), Seconds(seconds.serial)));
+    if (seconds.mixed.has_value()) {
+      absl::StrAppend(&answer.text, absl::StrFormat(", %s s at the mixed rate of %.2f GB/s",
+                                                    Seconds(*seconds.mixed), drive.mixed * 1e-9));
+    }
+  }
+  answer.text += "\n";
+  answer.data["per_step"] = std::move(step);
+  const double steps = kRatedBytes / std::max(traffic.written_bytes, 1.0);
+  absl::StrAppend(&answer.text, "Life      ", Traffic10(traffic.written_bytes),
+                  " written per step: a drive rated for 600 TB lasts ",
+                  FormatCount(Rounded(std::min(steps, 1e15))), " steps\n");
+}
+
+}  // namespace
+
+// A spilled gradient is read and written once in every micro-batch; weights are only read.
+Traffic TrafficOf(const zero3::Plan& plan, int64_t micro_batches) {
+  const double parameters = static_cast<double>(plan.parameter_count);
+  const double spilled = static_cast<double>(plan.memory.scratch_bytes);
+  const double further = plan.bytes_per_further_micro_batch * parameters;
+  const double more = static_cast<double>(micro_batches - 1);
+  return {plan.read_bytes_per_parameter * parameters + more * (further - spilled),
+          plan.write_bytes_per_parameter * parameters + more * spilled};
+}
+
+StepSeconds SecondsOf(const Traffic& traffic, const Drive& drive) {
+  const double read = traffic.read_bytes / drive.read;
+  const double written = traffic.written_bytes / drive.write;
+  StepSeconds seconds{std::max(read, written), read + written, std::nullopt};
+  if (drive.mixed > 0) seconds.mixed = (traffic.read_bytes + traffic.written_bytes) / drive.mixed;
+  return seconds;
+}
+
+Answer ReportPlan(const PlanReport& report, const zero3::Plan& plan) {
+  Answer answer;
+  answer.data = Base(report);
+  answer.data["fits"] = true;
+  answer.text =
+      absl::StrCat("Model     ", report.model, "\n", zero3::DescribePlan(report.input, plan));
+  AddMemory(plan, answer);
+  AddSpace(report, plan, answer);
+  AddStep(report, plan, answer);
+  if (const std::optional<Saving> saving = FindSaving(report, plan); saving.has_value()) {
+    answer.data["advice"] = {{"ram_bytes", saving->ram_bytes},
+                             {"saved_bytes_per_step", Rounded(saving->bytes_per_step)}};
+    absl::StrAppend(&answer.text, "Advice    ", RamFlag(saving->ram_bytes), " saves ",
+                    Traffic10(saving->bytes_per_step), " per step\n");
+  }
+  return answer;
+}
+
+// Both floors come from a plan with memory without end.
+Answer ReportRefusal(const PlanReport& report, const absl::Status& refusal) {
+  Answer answer;
+  answer.data = Base(report);
+  answer.data["fits"] = false;
+  answer.problem = refusal;
+  answer.exit_code = ExitCodeOf(refusal);
+  zero3::PlanInput endless = report.input;
+  endless.ram_bytes = kUnlimitedRam;
+  if (const auto plan = zero3::MakePlan(endless); plan.ok()) {
+    answer.data["parameters"] = plan->parameter_count;
+    answer.data["state_bytes"] = plan->state_bytes;
+    answer.data["gradient_bytes"] = plan->gradient_bytes;
+    answer.data["floor_bytes"] = plan->floor_bytes;
+    answer.data["floor_without_spilling_bytes"] = plan->floor_without_spilling_bytes;
+    answer.advice =
+        absl::StrCat("Next: offloadctl plan with ", RamFlag(plan->floor_bytes),
+                     " (gradients spilled) or ", RamFlag(plan->floor_without_spilling_bytes));
+  }
+  return answer;
+}
+
+}  // namespace offload::tools

@@ -1,0 +1,107 @@
+#include "tools/plan_report.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "base/error.h"
+#include "proto/slab_layout.h"
+#include "zero3/model_shapes.h"
+
+namespace offload::tools {
+namespace {
+
+constexpr uint64_t kMebibyte = uint64_t{1} << 20;
+
+PlanReport ReportFor(uint64_t parameters, uint64_t ram_bytes) {
+  PlanReport report;
+  const auto shape = zero3::LlamaShapeFor(parameters);
+  EXPECT_TRUE(shape.ok()) << shape.status();
+  report.model = zero3::Describe(*shape);
+  auto catalogue = proto::BuildCatalogue(zero3::LlamaTensors(*shape, proto::Dtype::kBFloat16));
+  EXPECT_TRUE(catalogue.ok()) << catalogue.status();
+  report.input.catalogue = *std::move(catalogue);
+  report.input.ram_bytes = ram_bytes;
+  return report;
+}
+
+zero3::Plan PlanFor(const PlanReport& report) {
+  auto plan = zero3::MakePlan(report.input);
+  EXPECT_TRUE(plan.ok()) << plan.status();
+  return *std::move(plan);
+}
+
+TEST(PlanReportTest, ADriveThatDoesBothAtOnceIsBoundedByTheSlowerDirection) {
+  const StepSeconds seconds =
+      SecondsOf({.read_bytes = 14e9, .written_bytes = 12e9}, {.read = 7e9, .write = 4e9});
+  EXPECT_DOUBLE_EQ(seconds.overlapped, 3);
+  EXPECT_DOUBLE_EQ(seconds.serial, 5);
+  EXPECT_FALSE(seconds.mixed.has_value());
+}
+
+TEST(PlanReportTest, TheMixedRateCountsBothDirections) {
+  const StepSeconds seconds = SecondsOf({.read_bytes = 14e9, .written_bytes = 12e9},
+                                        {.read = 7e9, .write = 4e9, .mixed = 6.5e9});
+  EXPECT_DOUBLE_EQ(seconds.mixed.value(), 4);
+}
+
+TEST(PlanReportTest, FurtherMicroBatchesOnlyReadWhileGradientsStayInMemory) {
+  const PlanReport report = ReportFor(50'000'000, 256 * kMebibyte);
+  const zero3::Plan plan = PlanFor(report);
+  ASSERT_FALSE(plan.gradients_spilled);
+  const Traffic one = TrafficOf(plan, 1), three = TrafficOf(plan, 3);
+  EXPECT_DOUBLE_EQ(three.written_bytes, one.written_bytes);
+  EXPECT_NEAR(three.read_bytes - one.read_bytes,
+              2 * plan.bytes_per_further_micro_batch * static_cast<double>(plan.parameter_count),
+              1);
+}
+
+TEST(PlanReportTest, SpilledGradientsAreReadAndWrittenInEveryMicroBatch) {
+  const PlanReport report = ReportFor(50'000'000, 80 * kMebibyte);
+  const zero3::Plan plan = PlanFor(report);
+  ASSERT_TRUE(plan.gradients_spilled);
+  const Traffic one = TrafficOf(plan, 1), two = TrafficOf(plan, 2);
+  EXPECT_DOUBLE_EQ(two.written_bytes - one.written_bytes,
+                   static_cast<double>(plan.memory.scratch_bytes));
+}
+
+TEST(PlanReportTest, AdviceNamesABudgetThatKeepsItsPromise) {
+  PlanReport report = ReportFor(50'000'000, 80 * kMebibyte);
+  const zero3::Plan plan = PlanFor(report);
+  const Answer answer = ReportPlan(report, plan);
+  ASSERT_TRUE(answer.data.contains("advice")) << answer.text;
+  report.input.ram_bytes = answer.data["advice"]["ram_bytes"].get<uint64_t>();
+  const zero3::Plan better = PlanFor(report);
+  const Traffic before = TrafficOf(plan, 1), after = TrafficOf(better, 1);
+  EXPECT_NEAR(before.read_bytes + before.written_bytes - after.read_bytes - after.written_bytes,
+              answer.data["advice"]["saved_bytes_per_step"].get<double>(), 2);
+}
+
+TEST(PlanReportTest, AFullDriveIsRefusedAfterTheSumsAreShown) {
+  PlanReport report = ReportFor(50'000'000, 256 * kMebibyte);
+  report.pool = "/nvme0";
+  report.free_bytes = kMebibyte;
+  const Answer answer = ReportPlan(report, PlanFor(report));
+  EXPECT_EQ(answer.exit_code, kDoesNotFit);
+  EXPECT_EQ(ErrorIdOf(answer.problem), ErrorId::kPoolFull);
+  EXPECT_FALSE(answer.data["fits"].get<bool>());
+  EXPECT_NE(answer.text.find("DOES NOT FIT"), std::string::npos);
+}
+
+TEST(PlanReportTest, ARefusalNamesFloorsThatRun) {
+  PlanReport report = ReportFor(50'000'000, kMebibyte);
+  const auto refused = zero3::MakePlan(report.input);
+  ASSERT_FALSE(refused.ok());
+  const Answer answer = ReportRefusal(report, refused.status());
+  EXPECT_EQ(answer.exit_code, kDoesNotFit);
+  for (const char* floor : {"floor_bytes", "floor_without_spilling_bytes"}) {
+    report.input.ram_bytes = answer.data[floor].get<uint64_t>();
+    EXPECT_TRUE(zero3::MakePlan(report.input).ok()) << floor;
+    --report.input.ram_bytes;
+    const auto below = zero3::MakePlan(report.input);
+    EXPECT_TRUE(!below.ok() || below->gradients_spilled) << floor;
+  }
+}
+
+}  // namespace
+}  // namespace offload::tools

@@ -1,0 +1,161 @@
+// offloadctl status: daemons, their jobs, and what these do.
+
+#include <chrono>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "base/byte_size.h"
+#include "base/clock.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "tools/command.h"
+#include "tools/daemons.h"
+
+namespace offload::tools {
+namespace {
+
+// What a daemon wrote may end on a terminal: only what can be printed goes there.
+std::string Printable(std::string text) {
+  for (char& byte : text) {
+    if (static_cast<unsigned char>(byte) < 0x20 || byte == 0x7f) byte = '?';
+  }
+  return text;
+}
+
+using Jobs = google::protobuf::RepeatedPtrField<proto::v1::JobStatus>;
+
+// Bytes per second between two answers; 0 for a job that was not there before.
+struct Rates {
+  double read = 0, written = 0;
+};
+Rates RatesOf(const Jobs& before, const proto::v1::JobStatus& job, double seconds) {
+  for (const proto::v1::JobStatus& earlier : before) {
+    if (earlier.job() != job.job() || earlier.pool() != job.pool()) continue;
+    if (earlier.bytes_read() > job.bytes_read() || earlier.bytes_written() > job.bytes_written())
+      break;
+    return {static_cast<double>(job.bytes_read() - earlier.bytes_read()) / seconds,
+            static_cast<double>(job.bytes_written() - earlier.bytes_written()) / seconds};
+  }
+  return {};
+}
+
+Json Describe(const proto::v1::JobStatus& job, const Rates& rates) {
+  return {{"job", job.job()},
+          {"pool", job.pool()},
+          {"phase", job.phase()},
+          {"client_pid", job.client_pid()},
+          {"step", job.step()},
+          {"durable_step", job.durable_step()},
+          {"seconds_per_step", job.seconds_per_step()},
+          {"ram_bytes", job.ram_bytes()},
+          {"allocated_bytes", job.allocated_bytes()},
+          {"resident_bytes", job.resident_bytes()},
+          {"bytes_read", job.bytes_read()},
+          {"bytes_written", job.bytes_written()},
+          {"read_bytes_per_second", rates.read},
+          {"written_bytes_per_second", rates.written},
+          {"io_engine", job.io_engine()}};
+}
+
+std::string Line(const proto::v1::JobStatus& job, const Rates& rates) {
+  return absl::StrFormat(
+      "job     %s  %s  pid %d  step %d committed %d  %.2f s/step  ram %s allocated of %s, %s "
+      "resident  nvme %.2fr/%.2fw GB/s, %s read %s written in all  %s  pool %s\n",
+      Printable(job.job()), Printable(job.phase()), job.client_pid(), job.step(),
+      job.durable_step(), job.seconds_per_step(), FormatBytes(job.allocated_bytes()),
+      FormatBytes(job.ram_bytes()), FormatBytes(job.resident_bytes()), rates.read * 1e-9,
+      rates.written * 1e-9, FormatDecimalBytes(job.bytes_read()),
+      FormatDecimalBytes(job.bytes_written()), Printable(job.io_engine()), Printable(job.pool()));
+}
+
+class StatusCommand : public Command {
+ public:
+  const char* name() const override { return "status"; }
+  const char* summary() const override { return "Shows daemons, jobs, residency and traffic"; }
+  const char* examples() const override {
+    return "  offloadctl status\n  offloadctl status --socket /run/offloadd/offloadd.sock --json\n";
+  }
+  void DefineFlags(CLI::App& app) override {
+    app.add_option("--socket", socket_, "of one daemon; none: all that this user can reach");
+    app.add_option("--timeout", timeout_seconds_, "seconds to wait for each daemon")
+        ->check(CLI::Range(0.01, 3600.0));
+    app.add_option("--interval", interval_seconds_, "over which rates are taken")
+        ->check(CLI::Range(0.01, 60.0));
+  }
+
+  absl::StatusOr<Answer> Run() override {
+    const std::vector<DaemonAddress> addresses =
+        socket_.empty() ? FindDaemons() : std::vector<DaemonAddress>{{socket_, false}};
+    Answer answer;
+    answer.data["daemons"] = Json::array();
+    absl::Status failure;
+    for (const DaemonAddress& address : addresses) {
+      const auto reply = AskTwice(address);
+      if (reply.ok()) {
+        Add(address, *reply, answer);
+      } else if (!absl::IsUnavailable(reply.status()) || !socket_.empty()) {
+        failure = reply.status();  // a socket that a dead daemon left is no news
+      }
+    }
+    if (answer.data["daemons"].empty() && failure.ok()) {
+      failure = MakeError(ErrorId::kDaemonStart, "no daemon is running",
+                          "A trainer starts a private one; offloadctl doctor checks this machine");
+    }
+    answer.exit_code = ExitCodeOf(failure);
+    answer.problem = failure;
+    return answer;
+  }
+
+ private:
+  struct TwoAnswers {
+    Jobs jobs_before;
+    proto::v1::StatusReply reply;
+    double seconds = 1;  // between the two
+  };
+
+  absl::StatusOr<TwoAnswers> AskTwice(const DaemonAddress& address) const {
+    OFFLOAD_ASSIGN_OR_RETURN(proto::v1::StatusReply first,
+                             AskStatus(address.socket, timeout_seconds_));
+    if (first.jobs().empty()) return TwoAnswers{.reply = std::move(first)};
+    const double begin = Clock::Real().NowSeconds();
+    std::this_thread::sleep_for(std::chrono::duration<double>(interval_seconds_));
+    TwoAnswers answers{.jobs_before = first.jobs()};
+    OFFLOAD_ASSIGN_OR_RETURN(answers.reply, AskStatus(address.socket, timeout_seconds_));
+    answers.seconds = Clock::Real().NowSeconds() - begin;
+    return answers;
+  }
+
+  static void Add(const DaemonAddress& address, const TwoAnswers& answers, Answer& answer) {
+    const proto::v1::StatusReply& reply = answers.reply;
+    Json daemon = {{"socket", address.socket},
+                   {"private", address.is_private},
+                   {"version", reply.version()},
+                   {"pid", reply.pid()},
+                   {"uptime_seconds", reply.uptime_seconds()},
+                   {"jobs", Json::array()}};
+    absl::StrAppend(&answer.text, "daemon  ", address.socket,
+                    address.is_private ? " (private)" : "", "  v", Printable(reply.version()),
+                    "  pid ", reply.pid(), "  up ", FormatDuration(reply.uptime_seconds()),
+                    "  jobs ", reply.jobs_size(), "\n");
+    for (const proto::v1::JobStatus& job : reply.jobs()) {
+      const Rates rates = RatesOf(answers.jobs_before, job, answers.seconds);
+      daemon["jobs"].push_back(Describe(job, rates));
+      absl::StrAppend(&answer.text, Line(job, rates));
+    }
+    answer.data["daemons"].push_back(std::move(daemon));
+  }
+
+  std::string socket_;
+  double timeout_seconds_ = 5;
+  double interval_seconds_ = 0.5;
+};
+
+}  // namespace
+
+std::unique_ptr<Command> MakeStatusCommand() { return std::make_unique<StatusCommand>(); }
+
+}  // namespace offload::tools

@@ -1,0 +1,303 @@
+"""Runs examples/train and looks at it from outside: its lines, its daemon's bytes, the memory of both.
+
+Used by tools/bench and tools/budget_check. Nothing is left behind: a run is ended with its daemon when the
+`with` block ends, however that happens.
+"""
+
+import collections
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+MIB = 1 << 20
+END_TIMEOUT_SECONDS = 30  # for a daemon that drains
+
+
+class RunFailed(Exception):
+    """The trainer did not do what was asked; the text says what it said."""
+
+
+def leave_nothing_behind():
+    """Makes a SIGTERM end the program as an exception does: through every `finally`."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def add_model_arguments(parser, params, steps):
+    """Adds the flags that describe a model and its run to an argument parser."""
+    parser.add_argument("--model", default="llama", choices=["llama", "gpt2"])
+    parser.add_argument("--params", default=params, help=f"parameters of the model (default {params})")
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
+    parser.add_argument("--seq", type=int, default=128, help="tokens of one row (default 128)")
+    parser.add_argument("--batch", type=int, default=2, help="rows of a micro-batch (default 2)")
+    parser.add_argument("--micro-batches", type=int, default=1, help="per optimizer step (default 1)")
+    parser.add_argument("--steps", type=int, default=steps, help=f"of one run (default {steps})")
+    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: what it chooses")
+    parser.add_argument("--nvme-path", help="a folder on the drive; build/ of this tree when left out")
+    parser.add_argument("--bin", default=os.path.join(ROOT, "bazel-bin"),
+                        help="where the built programs are; they are built first when this is left out")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
+
+
+def trainer_flags(options, steps, params=None):
+    """Returns the flags of a run of `steps` steps without its offloading."""
+    return ["--model", options.model, "--params", str(params or options.params), "--dtype", options.dtype,
+            "--seq", str(options.seq), "--batch", str(options.batch),
+            "--micro-batches", str(options.micro_batches), "--threads", str(options.threads),
+            "--steps", str(steps), "--sample", "0", "--clip", "1.0"]
+
+
+def program(options, path):
+    """Returns the path of a built program, or None when it is not there."""
+    found = os.path.join(options.bin, path)
+    return found if os.access(found, os.X_OK) else None
+
+
+def build(options, targets):
+    """Builds the targets, unless --bin names a folder of programs."""
+    if options.bin != os.path.join(ROOT, "bazel-bin"):
+        return
+    command = ["bazel", "build", "-c", "opt", *targets]
+    if subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode != 0:
+        raise RunFailed("the build failed: " + " ".join(command))
+
+
+@contextlib.contextmanager
+def scratch_folder(options):
+    """A new folder on the drive, removed with all that is in it at the end."""
+    parent = options.nvme_path or os.path.join(ROOT, "build")
+    if options.nvme_path is None:
+        os.makedirs(parent, exist_ok=True)
+    if not os.path.isdir(parent):
+        raise RunFailed(f"--nvme-path {parent} is not a directory")
+    folder = tempfile.mkdtemp(prefix="offloadd-scratch-", dir=parent)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def model_facts(options, params=None):
+    """Asks the trainer, with no step, for the sizes of a model: its line of the start."""
+    with TrainerRun(options, trainer_flags(options, 0, params)) as run:
+        for _ in run.steps():
+            pass
+        return run.start
+
+
+class TrainerRun:
+    """One run of the trainer, as a context manager. `start` is its first line."""
+
+    def __init__(self, options, flags):
+        train, daemon = program(options, "examples/train"), program(options, "offloadd/offloadd")
+        if train is None:
+            raise RunFailed(f"{options.bin}/examples/train is not built")
+        environment = dict(os.environ)
+        if daemon is not None:
+            environment.setdefault("OFFLOADD_BINARY", daemon)
+        self.start = {}
+        self._messages = collections.deque(maxlen=20)
+        self._process = subprocess.Popen([train, "--json", *flags], stdout=subprocess.PIPE,
+                                         stderr=subprocess.PIPE, text=True, env=environment)
+        self._reader = threading.Thread(target=self._keep_messages, daemon=True)
+        self._reader.start()
+        self._daemon = None
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        daemon = self.daemon()
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+        self._process.wait()
+        self._process.stdout.close()
+        end = time.monotonic() + END_TIMEOUT_SECONDS
+        while daemon is not None and os.path.exists(f"/proc/{daemon}") and time.monotonic() < end:
+            time.sleep(0.05)  # it drains, commits, and holds the store until then
+
+    def _keep_messages(self):
+        for line in self._process.stderr:
+            self._messages.append(line.rstrip())
+
+    def steps(self):
+        """Yields the line of every step; raises RunFailed when the run does not end well."""
+        for text in self._process.stdout:
+            line = json.loads(text)
+            if line["event"] == "start":
+                self.start = line
+                self.daemon()
+            elif line["event"] == "step":
+                yield line
+        self._process.wait()
+        self._reader.join(timeout=5)
+        if self._process.returncode != 0 or not self.start:
+            raise RunFailed(f"the trainer ended with code {self._process.returncode}:\n" +
+                            "\n".join(self._messages))
+
+    def trainer(self):
+        return self._process.pid
+
+    def daemon(self):
+        """Returns the process id of the run's private daemon, or None while there is none."""
+        if self._daemon is None:
+            self._daemon = child_named(self._process.pid, "offloadd")
+        return self._daemon
+
+    def processes(self):
+        return [pid for pid in (self.trainer(), self.daemon()) if pid is not None]
+
+    def daemon_bytes(self):
+        """Returns (read, written) that the kernel counted for the daemon, on drives; None without one."""
+        try:
+            with open(f"/proc/{self.daemon()}/io", encoding="utf-8") as file:
+                counters = dict(line.split(": ") for line in file)
+            return int(counters["read_bytes"]), int(counters["write_bytes"])
+        except (OSError, KeyError, ValueError):
+            return None
+
+
+def child_named(parent, name):
+    """Returns the process id of the parent's child with that name, or None."""
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{entry}/stat", encoding="utf-8") as file:
+                text = file.read()
+        except OSError:
+            continue
+        command, rest = text[text.index("(") + 1:text.rindex(")")], text[text.rindex(")") + 2:]
+        if command == name and int(rest.split()[1]) == parent:
+            return int(entry)
+    return None
+
+
+# ---- memory ------------------------------------------------------------------------------------------
+
+
+def proportional_bytes(pid):
+    """Returns the proportional set size of a process; 0 when it is gone."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="utf-8") as file:
+            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
+    except OSError:
+        return 0
+
+
+def memfd_blocks(pids):
+    """Returns {(device, inode): bytes of its blocks} of every memfd that one of the processes has open."""
+    blocks = {}
+    for pid in pids:
+        try:
+            numbers = os.listdir(f"/proc/{pid}/fd")
+        except OSError:
+            continue
+        for number in numbers:
+            path = f"/proc/{pid}/fd/{number}"
+            try:
+                if os.readlink(path).startswith("/memfd:"):
+                    info = os.stat(path)
+                    blocks[(info.st_dev, info.st_ino)] = info.st_blocks * 512
+            except OSError:
+                continue
+    return blocks
+
+
+MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ ([0-9a-f]+):([0-9a-f]+) (\d+)\s+(.*)$")
+
+
+def memfd_mapped_bytes(pids):
+    """Returns {(device, inode): proportional bytes of its mappings}, of all the processes together."""
+    mapped = collections.Counter()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/smaps", encoding="utf-8") as file:
+                lines = file.readlines()
+        except OSError:
+            continue
+        key = None
+        for line in lines:
+            if line.startswith("Pss:"):
+                if key is not None:
+                    mapped[key] += int(line.split()[1]) * 1024
+                continue
+            match = MAPPING.match(line) if line[0] in "0123456789abcdef" else None
+            if match is not None:
+                is_memfd = match[4].startswith("/memfd:")
+                key = (os.makedev(int(match[1], 16), int(match[2], 16)), int(match[3])) if is_memfd else None
+    return mapped
+
+
+def untouched_bytes(pids):
+    """Returns the bytes of memfd blocks that no process has in its page tables: allocated, yet in no PSS."""
+    mapped = memfd_mapped_bytes(pids)
+    return sum(max(0, bytes_ - mapped[key]) for key, bytes_ in memfd_blocks(pids).items())
+
+
+class MemoryWatch:
+    """Samples the memory of a run in a thread and keeps the peak since the last mark().
+
+    A sample is the proportional set size of trainer and daemon plus untouched memfd blocks. The latter only
+    shrink as pages are touched, and are looked at less often: what is stale counts too much, never too little.
+    """
+
+    SAMPLE_SECONDS = 0.05
+    UNTOUCHED_SECONDS = 0.5
+
+    def __init__(self, run):
+        self._run = run
+        self._lock = threading.Lock()
+        self._peak = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+
+    def mark(self):
+        """Returns the peak since the last mark, with one more sample of now, and begins anew."""
+        self._sample(untouched_bytes(self._run.processes()))
+        with self._lock:
+            peak, self._peak = self._peak, 0
+        return peak
+
+    def _sample(self, untouched):
+        sample = untouched + sum(map(proportional_bytes, self._run.processes()))
+        with self._lock:
+            self._peak = max(self._peak, sample)
+
+    def _watch(self):
+        untouched, last = 0, -1e9
+        while not self._stop.wait(self.SAMPLE_SECONDS):
+            if time.monotonic() - last > self.UNTOUCHED_SECONDS:
+                untouched, last = untouched_bytes(self._run.processes()), time.monotonic()
+            self._sample(untouched)
+
+
+def parse_size(text, whole_bytes):
+    """Reads "512MiB", "2G", or "25%" of `whole_bytes`, in whole MiB; raises RunFailed for anything else."""
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(%|[kmgt]?i?b?)\s*", text.lower())
+    try:
+        number = float(match[1])
+    except (TypeError, ValueError):
+        raise RunFailed(f'"{text}" is not a size: write 512MiB, 2GiB or 25%') from None
+    if match[2] == "%":
+        return int(whole_bytes * number / 100) // MIB * MIB
+    power = " kmgt".index(match[2][0]) if match[2] and match[2][0] in "kmgt" else 0
+    return int(number * (1024 if "i" in match[2] else 1000) ** power)

@@ -1,0 +1,165 @@
+"""Tests tools/bench and tools/budget_check with programs that behave like the trainer and its daemon."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+import unittest
+
+TOOLS = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, TOOLS)
+sys.dont_write_bytecode = True
+import trainer_run  # noqa: E402
+
+# Trains nothing: says the lines of a run whose every step takes a second in memory and 1.5 offloaded. The
+# offloaded one shares two memfds with a child called offloadd: MAPPED_MIB that both touch, and UNTOUCHED_MIB
+# that are allocated only.
+TRAINER = r'''#!PYTHON
+import json, mmap, os, shutil, subprocess, sys, time
+flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
+on = flags["--offload"] == "on" if "--offload" in flags else False
+parameters = int(float(flags["--params"].replace("M", "e6")))
+tiny = parameters < 1e6
+def say(**line): print(json.dumps(line), flush=True)
+touched, untouched = (0, 0) if tiny else (int(os.environ.get("MAPPED_MIB", 0)), int(os.environ.get("UNTOUCHED_MIB", 0)))
+resumed, keep = 0, []
+if on:
+    marker = os.path.join(flags["--nvme-path"], flags["--job"])
+    if os.path.exists(marker): resumed = int(open(marker).read())
+    open(marker, "w").write(flags["--steps"])
+    for mib in (touched, untouched):
+        fd = os.memfd_create("offloadd-test")
+        os.set_inheritable(fd, True)
+        if mib:
+            os.posix_fallocate(fd, 0, mib << 20)
+            keep.append(mmap.mmap(fd, mib << 20))
+    if touched:
+        for page in range(0, touched << 20, 4096): keep[0][page] = 1
+    child = subprocess.Popen([os.environ["OFFLOADD_BINARY"], "60"], close_fds=False)
+    time.sleep(0.05)
+say(event="start", model="fake", parameters=parameters, state_bytes=12 * parameters, gradient_bytes=2 * parameters,
+    ram_bytes=0, resumed_step=resumed, steps=int(flags["--steps"]),
+    planned={"read_bytes_per_step": 14 * parameters, "write_bytes_per_step": 12 * parameters, "memory_bytes": 0})
+if os.environ.get("TRAINER_FAILS"):
+    print("OFD-1301 memory budget is too small", file=sys.stderr)
+    sys.exit(1)
+grow = []
+for step in range(resumed + 1, int(flags["--steps"]) + 1):
+    time.sleep(float(os.environ.get("STEP_SECONDS", 0.01)))
+    if os.environ.get("GROWS") and on: grow.append(bytearray(os.urandom(1 << 20)) * 16)
+    say(event="step", step=step, loss=1.0, grad_norm=1.0, learning_rate=1e-3,
+        seconds={"forward": 0.25, "backward": 0.5, "step": 0.75 if on else 0.25, "wait": 0.25 if on else 0},
+        bytes_read=14 * parameters if on else 0, bytes_written=12 * parameters if on else 0,
+        resident_bytes=0, peak_bytes=0, durable_epoch=step)
+if on:
+    child.kill()
+    child.wait()
+say(event="end", step=int(flags["--steps"]), durable_epoch=int(flags["--steps"]))
+'''
+
+IO_BENCH = r'''#!PYTHON
+print('{"path":"x","engine":"uring","file_bytes":1,"read_gbps":2.0,"write_gbps":1.0,"mixed_gbps":2.6}')
+'''
+
+KERNEL = r'''#!/bin/sh
+echo "read, modify, write        1 threads     500 M elements/s   14.0 GB/s"
+echo "AdamW fp32                 1 threads     450 M elements/s   12.6 GB/s"
+echo "1 threads: torch 400 M elements/s, kernels (avx512) 440 M elements/s, ratio 1.100"
+'''
+
+
+class ScriptTest(unittest.TestCase):
+    def setUp(self):
+        self._folder = tempfile.TemporaryDirectory(dir=os.environ.get("TEST_TMPDIR"))
+        self.addCleanup(self._folder.cleanup)
+        self.bin = os.path.join(self._folder.name, "bin")
+        self.pool = os.path.join(self._folder.name, "pool")
+        os.mkdir(self.pool)
+        for path, text in {"examples/train": TRAINER, "tools/io_bench": IO_BENCH,
+                           "kernels/update_benchmark": KERNEL}.items():
+            self.write(path, text)
+        os.makedirs(os.path.join(self.bin, "offloadd"))
+        with open("/bin/sleep", "rb") as file:
+            self.write("offloadd/offloadd", file.read())
+
+    def write(self, path, content):
+        path = os.path.join(self.bin, path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content if isinstance(content, bytes) else content.replace("#!PYTHON", "#!" + sys.executable).encode())
+        os.chmod(path, stat.S_IRWXU)
+
+    def run_script(self, script, *arguments, **environment):
+        command = [sys.executable, os.path.join(TOOLS, script), "--bin", self.bin, "--nvme-path", self.pool, *arguments]
+        env = {key: value for key, value in os.environ.items() if key != "OFFLOADD_BINARY"}
+        result = subprocess.run(command, capture_output=True, text=True, check=False,
+                                env={**env, "PATH": "", **environment})
+        self.assertEqual(os.listdir(self.pool), [], "something was left behind")
+        return result
+
+    def run_json(self, script, *arguments, **environment):
+        result = self.run_script(script, "--json", *arguments, **environment)
+        self.assertIn(result.returncode, (0, 1), result.stderr)
+        return result.returncode, json.loads(result.stdout)
+
+
+class BenchTest(ScriptTest):
+    def test_compares_the_step_with_the_bound(self):
+        _, result = self.run_json("bench", "--params", "100M", "--steps", "4")
+        self.assertAlmostEqual(result["bound"]["io_seconds"], 26 * 100e6 / 2.6e9)
+        self.assertAlmostEqual(result["bound"]["bound_seconds"], 1.3)
+        self.assertAlmostEqual(result["bound"]["fraction"], 1.3 / 1.5)
+        self.assertAlmostEqual(result["bytes_per_parameter"]["read"], 14)
+        self.assertEqual(result["ram_bytes"], 333 << 20)
+        self.assertEqual(result["kernel"]["ratio_to_torch"], {"1": 1.1})
+        self.assertAlmostEqual(result["kernel"]["fraction_of_read_modify_write"]["AdamW fp32, 1 threads"], 0.9)
+
+    def test_prints_a_table(self):
+        result = self.run_script("bench", "--steps", "3", "--rounds", "1", "--no-kernels")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertIn("reached   0.867 of max(io, 1.3 x compute) = 1.30 s", result.stdout)
+
+    def test_repeats_what_the_trainer_said_when_it_fails(self):
+        result = self.run_script("bench", TRAINER_FAILS="1")
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("OFD-1301", result.stderr)
+
+    def test_refuses_what_it_cannot_use(self):
+        for arguments in (["--steps", "2"], ["--ram", "much"], ["--nvme-path", "/no/such/folder"], ["--unknown"]):
+            self.assertNotEqual(self.run_script("bench", *arguments).returncode, 0, arguments)
+
+
+class BudgetCheckTest(ScriptTest):
+    def check(self, *rams, **environment):
+        flags = [word for ram in rams for word in ("--ram", ram)]
+        code, result = self.run_json("budget_check", "--params", "1M", "--steps", "6", *flags,
+                                     STEP_SECONDS="0.2", **environment)
+        self.assertEqual(code, 0 if result["holds"] else 1)
+        return result["budgets"]
+
+    def test_counts_shared_pages_once_and_untouched_ones_too(self):
+        enough, too_little = self.check("128MiB", "64MiB", MAPPED_MIB="48", UNTOUCHED_MIB="40")
+        self.assertAlmostEqual(enough["beyond_tiny_bytes"] / trainer_run.MIB, 88, delta=6)
+        self.assertTrue(enough["holds"])
+        self.assertFalse(enough["grew"])
+        self.assertFalse(too_little["holds"])
+
+    def test_says_when_memory_grows(self):
+        self.assertTrue(self.check("512MiB", GROWS="1")[0]["grew"])
+
+
+class SizeTest(unittest.TestCase):
+    def test_reads_sizes_and_parts(self):
+        self.assertEqual(trainer_run.parse_size("25%", 401 << 20), 100 << 20)
+        self.assertEqual(trainer_run.parse_size("512MiB", 0), 512 << 20)
+        self.assertEqual(trainer_run.parse_size("2G", 0), 2_000_000_000)
+        self.assertEqual(trainer_run.parse_size("17", 0), 17)
+        for wrong in ("", "much", "1.2.3GiB", "-5MiB"):
+            with self.assertRaises(trainer_run.RunFailed):
+                trainer_run.parse_size(wrong, 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
