@@ -1,10 +1,12 @@
 #include "offloadd/job.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <thread>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/byte_size.h"
@@ -36,6 +38,18 @@ absl::StatusOr<aio::Engine> ParseEngine(const std::string& text) {
 // Beside the trainer's own threads.
 uint32_t DefaultUpdateThreads() {
   return std::clamp<uint32_t>(std::thread::hardware_concurrency() / 2, 1, 4);
+}
+
+// OFFLOADD_LOCK_TIMEOUT, in seconds: how long to wait for a job that is open elsewhere, or whose killed daemon still writes.
+swap::StoreOptions MakeStoreOptions(const aio::OpenOptions& io) {
+  swap::StoreOptions options;
+  options.io = io;
+  double seconds = 0;
+  const char* const text = std::getenv("OFFLOADD_LOCK_TIMEOUT");
+  if (text != nullptr && absl::SimpleAtod(text, &seconds) && seconds >= 0) {
+    options.lock_timeout_seconds = seconds;
+  }
+  return options;
 }
 
 }  // namespace
@@ -113,8 +127,7 @@ absl::StatusOr<std::unique_ptr<Job>> Job::Open(EventLoop* loop,
 }
 
 absl::Status Job::OpenStore() {
-  swap::StoreOptions options;
-  options.io = io_;
+  const swap::StoreOptions options = MakeStoreOptions(io_);
   absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(pool_, name_, options);
   if (store.ok()) {
     store_ = *std::move(store);
@@ -146,7 +159,8 @@ absl::Status Job::MakeMemories() {
   if (ram_bytes_ < kOpenRegionBytes + sizeof(proto::SlabHeader)) {
     return MakeError(ErrorId::kBudgetTooSmall,
                      absl::StrCat("ram of ", FormatBytes(ram_bytes_), " does not hold the ",
-                                  FormatBytes(kOpenRegionBytes), " of rings and staging"));
+                                  FormatBytes(kOpenRegionBytes), " of rings and staging"),
+                     "Raise ram: offloadctl plan shows the floors of a model");
   }
   OFFLOAD_ASSIGN_OR_RETURN(slab_, proto::SharedMemory::Create("offloadd-slab", ram_bytes_));
   OFFLOAD_ASSIGN_OR_RETURN(region_, proto::SharedMemory::Create("offloadd-region", ram_bytes_));
@@ -281,8 +295,7 @@ absl::Status Job::CompareCatalogue() const {
 }
 
 absl::Status Job::CreateStore(const Progress& progress) {
-  swap::StoreOptions options;
-  options.io = io_;
+  swap::StoreOptions options = MakeStoreOptions(io_);
   options.progress = progress;
   OFFLOAD_ASSIGN_OR_RETURN(
       store_, swap::Store::Create(

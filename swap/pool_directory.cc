@@ -156,8 +156,8 @@ absl::Status LockWithin(int fd, double timeout_seconds, const std::string& path)
       return MakeError(ErrorId::kStoreLocked, absl::StrCat(path, " is held by ", LockHolder(fd)));
     }
     if (!told)
-      spdlog::info("{} is held by {}: waiting, as old writes may still be landing", path,
-                   LockHolder(fd));
+      spdlog::warn("{} is held by {}: waiting up to {:.0f} s, as old writes may still be landing", path,
+                   LockHolder(fd), timeout_seconds);
     told = true;
     std::this_thread::sleep_for(kLockPause);
   }

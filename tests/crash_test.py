@@ -17,7 +17,7 @@ import time
 
 from trainer import Trainer, wait_until_gone
 
-MODEL = ["--model", "llama", "--params", "1M", "--steps", "12", "--micro-batches", "2", "--seq", "32", "--batch", "2",
+MODEL = ["--model", "llama", "--params", "4M", "--steps", "40", "--micro-batches", "2", "--seq", "32", "--batch", "2",
          "--clip", "1.0", "--seed", "7", "--threads", "1", "--sample", "0"]
 
 
@@ -55,7 +55,7 @@ class Victim:
         self.seconds = 3.0  # of a whole run, learnt
 
     def arguments(self):
-        return [*MODEL, "--dtype", self.options.dtype, "--offload", "on", "--ram", "64MiB", "--nvme-path", self.pool,
+        return [*MODEL, "--dtype", self.options.dtype, "--offload", "on", "--ram", "52MiB", "--nvme-path", self.pool,
                 "--job", f"job{self.job_index}"]
 
     def environment(self):

@@ -39,8 +39,10 @@ class Trainer:
         while self.read_line() is not None:
             pass
         code = self.process.wait()
+        self.process.stdout.close()
         self.messages.seek(0)
         self.stderr = self.messages.read().decode(errors="replace")
+        self.messages.close()
         return code
 
     def daemon(self):
