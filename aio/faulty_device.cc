@@ -18,6 +18,8 @@ bool Meets(FaultKind fault, Device::Kind kind) {
     case FaultKind::kReadError:
     case FaultKind::kShortRead:
     case FaultKind::kBitFlip:
+    case FaultKind::kMisdirectedRead:
+    case FaultKind::kStaleRead:
       return kind == Device::Kind::kRead;
     case FaultKind::kWriteError:
     case FaultKind::kNoSpace:
@@ -52,6 +54,14 @@ void ForEachSector(uint64_t offset_bytes, std::span<const iovec> pieces, uint64_
 
 }  // namespace
 
+std::string_view FaultName(FaultKind kind) {
+  static constexpr std::array<std::string_view, kFaultKindCount> kNames = {
+      "read error",        "short read", "bit flip",    "misdirected read",  "stale read",
+      "write error",       "no space",   "torn write",  "silent torn write", "lost write",
+      "misdirected write", "again",      "flush error", "power cut"};
+  return kNames[static_cast<size_t>(kind)];
+}
+
 FaultyDevice::FaultyDevice(std::unique_ptr<Device> behind, const Options& options)
     : behind_(std::move(behind)),
       options_(options),
@@ -62,6 +72,7 @@ FaultyDevice::FaultyDevice(std::unique_ptr<Device> behind, const Options& option
 void FaultyDevice::AddFault(const Fault& fault) {
   OFFLOAD_CHECK(fault.nth > 0);
   OFFLOAD_CHECK(fault.kind != FaultKind::kPowerCut || options_.remember_unflushed);
+  OFFLOAD_CHECK(fault.kind != FaultKind::kStaleRead || options_.remember_previous);
   faults_.push_back({fault});
 }
 
@@ -75,7 +86,10 @@ std::optional<FaultKind> FaultyDevice::MeetFault(Kind kind) {
         scripted.fault.persistent ? nth >= scripted.fault.nth : nth == scripted.fault.nth;
     if (due && !met.has_value()) met = scripted.fault.kind;
   }
-  if (met.has_value()) ++faults_met_;
+  if (met.has_value()) {
+    ++faults_met_;
+    ++faults_met_by_kind_[static_cast<size_t>(*met)];
+  }
   return met;
 }
 
@@ -120,7 +134,10 @@ absl::Status FaultyDevice::ExecuteRead(const Op& op, std::optional<FaultKind> fa
     OFFLOAD_RETURN_IF_ERROR(Behind(Kind::kRead, op.offset_bytes, Prefix(op.pieces, prefix_bytes)));
     return ShortTransferStatus(op.kind, op.offset_bytes, op.size_bytes, prefix_bytes);
   }
+  if (fault == FaultKind::kMisdirectedRead)
+    return Behind(Kind::kRead, ChooseOtherPlace(op), op.pieces);
   OFFLOAD_RETURN_IF_ERROR(Behind(Kind::kRead, op.offset_bytes, op.pieces));
+  if (fault == FaultKind::kStaleRead) ReadStale(op);
   if (fault == FaultKind::kBitFlip) {
     const iovec& piece = op.pieces[random_.Below(op.pieces.size())];
     const uint64_t bit = random_.Below(piece.iov_len * 8);
@@ -143,15 +160,25 @@ absl::Status FaultyDevice::ExecuteWrite(const Op& op, std::optional<FaultKind> f
     case FaultKind::kTornWriteSilent:
       OFFLOAD_RETURN_IF_ERROR(Land(op.offset_bytes, Prefix(op.pieces, ChoosePrefixBytes(op))));
       return *fault == FaultKind::kTornWrite ? io_error : absl::OkStatus();
-    case FaultKind::kMisdirectedWrite: {
-      const uint64_t places = (geometry().size_bytes - op.size_bytes) / sector_bytes_ + 1;
-      uint64_t place = random_.Below(places);
-      if (place * sector_bytes_ == op.offset_bytes) place = (place + 1) % places;
-      return Land(place * sector_bytes_, op.pieces);
-    }
+    case FaultKind::kMisdirectedWrite:
+      return Land(ChooseOtherPlace(op), op.pieces);
     default:
       return Land(op.offset_bytes, op.pieces);
   }
+}
+
+uint64_t FaultyDevice::ChooseOtherPlace(const Op& op) {
+  const uint64_t places = (geometry().size_bytes - op.size_bytes) / sector_bytes_ + 1;
+  uint64_t place = random_.Below(places);
+  if (place * sector_bytes_ == op.offset_bytes) place = (place + 1) % places;
+  return place * sector_bytes_;
+}
+
+void FaultyDevice::ReadStale(const Op& op) {
+  ForEachSector(op.offset_bytes, op.pieces, sector_bytes_, [&](uint64_t offset, std::byte* bytes) {
+    const auto found = previous_.find(offset);
+    if (found != previous_.end()) std::memcpy(bytes, found->second.data(), sector_bytes_);
+  });
 }
 
 // Of each sector the newest content that this flush covers becomes the flushed one.
@@ -179,19 +206,22 @@ absl::Status FaultyDevice::Land(uint64_t offset_bytes, std::span<const iovec> pi
   uint64_t size_bytes = 0;
   for (const iovec& piece : pieces) size_bytes += piece.iov_len;
   if (size_bytes == 0) return absl::OkStatus();
-  if (options_.remember_unflushed)
-    OFFLOAD_RETURN_IF_ERROR(RememberFlushed(offset_bytes, size_bytes));
+  if (options_.remember_unflushed || options_.remember_previous)
+    OFFLOAD_RETURN_IF_ERROR(RememberOld(offset_bytes, size_bytes));
   OFFLOAD_RETURN_IF_ERROR(Behind(Kind::kWrite, offset_bytes, pieces));
   ++executed_writes_;
   if (options_.remember_unflushed) RememberWritten(offset_bytes, pieces, executed_writes_);
   return absl::OkStatus();
 }
 
-absl::Status FaultyDevice::RememberFlushed(uint64_t offset_bytes, uint64_t size_bytes) {
-  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion old, MappedRegion::Anonymous(size_bytes));
-  const iovec piece = {old.data(), size_bytes};
+// What is there before a write: the flushed content if nothing unflushed is, and the previous one.
+absl::Status FaultyDevice::RememberOld(uint64_t offset_bytes, uint64_t size_bytes) {
+  OFFLOAD_ASSIGN_OR_RETURN(std::byte* const old, Scratch(size_bytes));
+  const iovec piece = {old, size_bytes};
   OFFLOAD_RETURN_IF_ERROR(Behind(Kind::kRead, offset_bytes, {&piece, 1}));
   ForEachSector(offset_bytes, {&piece, 1}, sector_bytes_, [&](uint64_t offset, std::byte* bytes) {
+    if (options_.remember_previous) previous_[offset].assign(bytes, bytes + sector_bytes_);
+    if (!options_.remember_unflushed) return;
     std::vector<Version>& versions = unflushed_[offset];
     if (versions.empty()) versions.push_back({0, {bytes, bytes + sector_bytes_}});
   });
@@ -211,20 +241,33 @@ void FaultyDevice::PowerCut(Survivors survivors) {
   is_cut_ = true;
   for (const Pending& pending : queue_.items()) {
     if (pending.op->kind != Kind::kWrite) continue;
-    OFFLOAD_CHECK_OK(RememberFlushed(pending.op->offset_bytes, pending.op->size_bytes));
+    OFFLOAD_CHECK_OK(RememberOld(pending.op->offset_bytes, pending.op->size_bytes));
     RememberWritten(pending.op->offset_bytes, pending.op->pieces, ++executed_writes_);
   }
-  absl::StatusOr<MappedRegion> sector = MappedRegion::Anonymous(sector_bytes_);
+  const absl::StatusOr<std::byte*> sector = Scratch(sector_bytes_);
   OFFLOAD_CHECK_OK(sector);
   for (const auto& [offset, versions] : unflushed_) {
     const size_t survivor = survivors == Survivors::kFlushedOnly ? 0
                             : survivors == Survivors::kAll       ? versions.size() - 1
                                                                  : random_.Below(versions.size());
-    std::memcpy(sector->data(), versions[survivor].bytes.data(), sector_bytes_);
-    const iovec piece = {sector->data(), sector_bytes_};
+    std::memcpy(*sector, versions[survivor].bytes.data(), sector_bytes_);
+    const iovec piece = {*sector, sector_bytes_};
     OFFLOAD_CHECK_OK(Behind(Kind::kWrite, offset, {&piece, 1}));
   }
   unflushed_.clear();
+}
+
+void FaultyDevice::RestorePower() {
+  OFFLOAD_CHECK(in_flight() == 0) << in_flight();
+  is_cut_ = false;
+}
+
+// Aligned memory that is kept: an operation of a simulator costs less than a map.
+absl::StatusOr<std::byte*> FaultyDevice::Scratch(uint64_t size_bytes) {
+  if (scratch_.size() < size_bytes) {
+    OFFLOAD_ASSIGN_OR_RETURN(scratch_, MappedRegion::Anonymous(size_bytes));
+  }
+  return scratch_.data();
 }
 
 uint64_t FaultyDevice::ChoosePrefixBytes(const Op& op) {

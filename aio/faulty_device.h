@@ -13,6 +13,9 @@
 //   kReadError            read    as before                         EIO: DATA_LOSS
 //   kShortRead            read    as before; a prefix was read      DATA_LOSS
 //   kBitFlip              read    as before; one bit read is wrong  OK
+//   kMisdirectedRead      read    as before; another place is read  OK
+//   kStaleRead            read    as before; each sector read is    OK
+//                                 what it was before its last write
 //   kWriteError           write   as before                         EIO: DATA_LOSS
 //   kNoSpace              write   as before                         ENOSPC: RESOURCE_EXHAUSTED
 //   kTornWrite            write   a prefix of it                    EIO: DATA_LOSS
@@ -28,14 +31,16 @@
 // clean. At a cut every sector that has unflushed writes holds its flushed content or that of any
 // one of them, each sector on its own; so do the sectors of writes in flight. Afterwards every
 // operation, pending ones included, completes with UNAVAILABLE, and the device behind holds what
-// survived.
+// survived. RestorePower() starts the drive again.
 //
 // Cost: two copies of all unflushed sectors. `remember_unflushed = false` spares it and forbids
-// PowerCut().
+// PowerCut(). One more of every sector ever written, with `remember_previous`, which kStaleRead
+// needs.
 //
 // Thread safety: as Device.
 #pragma once
 
+#include <array>
 #include <map>
 #include <memory>
 #include <optional>
@@ -43,6 +48,7 @@
 
 #include "aio/device.h"
 #include "aio/memory_device.h"
+#include "base/mapped_region.h"
 #include "base/random.h"
 
 namespace offload::aio {
@@ -51,6 +57,8 @@ enum class FaultKind {
   kReadError,
   kShortRead,
   kBitFlip,
+  kMisdirectedRead,
+  kStaleRead,
   kWriteError,
   kNoSpace,
   kTornWrite,
@@ -61,6 +69,10 @@ enum class FaultKind {
   kFlushError,
   kPowerCut,
 };
+inline constexpr size_t kFaultKindCount = static_cast<size_t>(FaultKind::kPowerCut) + 1;
+
+// "read error", "stale read", …
+std::string_view FaultName(FaultKind kind);
 
 struct Fault {
   FaultKind kind;
@@ -74,6 +86,7 @@ class FaultyDevice final : public Device {
     uint64_t seed = 1;      // of prefixes, bits, places and survivors
     bool reorders = false;  // operations complete in an order that the seed chooses
     bool remember_unflushed = true;
+    bool remember_previous = false;
   };
 
   // What a power cut keeps of each sector's unflushed contents.
@@ -87,6 +100,9 @@ class FaultyDevice final : public Device {
 
   // How often scripted faults were met: a loop over n ends when a run meets none.
   uint64_t faults_met() const { return faults_met_; }
+  uint64_t faults_met(FaultKind kind) const {
+    return faults_met_by_kind_[static_cast<size_t>(kind)];
+  }
 
   // Operations started so far, of all kinds.
   uint64_t started_count() const { return started_count_; }
@@ -94,6 +110,10 @@ class FaultyDevice final : public Device {
   // Cuts the power now. May be called in a callback. The second one changes nothing.
   void PowerCut(Survivors survivors = Survivors::kRandom);
   bool is_cut() const { return is_cut_; }
+
+  // Starts the drive again after a cut: what survived is durable, and nothing is unflushed.
+  // Requires that nothing is in flight. Scripted faults stay.
+  void RestorePower();
 
   size_t Poll(bool wait) override;
   int event_fd() const override { return -1; }
@@ -125,8 +145,11 @@ class FaultyDevice final : public Device {
   absl::Status ExecuteWrite(const Op& op, std::optional<FaultKind> fault);
   absl::Status ExecuteFlush(const Pending& pending);
   absl::Status Land(uint64_t offset_bytes, std::span<const iovec> pieces);
-  absl::Status RememberFlushed(uint64_t offset_bytes, uint64_t size_bytes);
+  absl::Status RememberOld(uint64_t offset_bytes, uint64_t size_bytes);
+  void ReadStale(const Op& op);
+  uint64_t ChooseOtherPlace(const Op& op);
   void RememberWritten(uint64_t offset_bytes, std::span<const iovec> pieces, uint64_t number);
+  absl::StatusOr<std::byte*> Scratch(uint64_t size_bytes);
   uint64_t ChoosePrefixBytes(const Op& op);
   std::vector<iovec> Prefix(std::span<const iovec> pieces, uint64_t size_bytes) const;
   absl::Status Behind(Kind kind, uint64_t offset_bytes, std::span<const iovec> pieces);
@@ -139,9 +162,12 @@ class FaultyDevice final : public Device {
   std::vector<ScriptedFault> faults_;
   std::map<uint64_t, std::vector<Version>>
       unflushed_;  // by sector offset; the flushed version comes first
+  MappedRegion scratch_;
   uint64_t executed_writes_ = 0;
   uint64_t doomed_until_ = 0;  // writes up to this number can never become durable
+  std::map<uint64_t, std::vector<std::byte>> previous_;  // by sector offset, with remember_previous
   uint64_t faults_met_ = 0;
+  std::array<uint64_t, kFaultKindCount> faults_met_by_kind_{};
   uint64_t started_count_ = 0;
   bool is_cut_ = false;
 };

@@ -143,6 +143,46 @@ TEST_F(FaultyDeviceTest, SilentFaultsAreSilentAndWrong) {
   EXPECT_EQ(flipped_bits, 1);
 }
 
+TEST_F(FaultyDeviceTest, MisdirectedReadIsThatOfAnotherPlace) {
+  ASSERT_EQ(Write(5, 'b'), absl::OkStatus());
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    device_->AddFault({FaultKind::kMisdirectedRead, 1});
+    EXPECT_EQ(Read(5), absl::OkStatus());
+    EXPECT_NE(std::memcmp(in_, out_, kBlockBytes), 0);
+    EXPECT_EQ(Read(5), absl::OkStatus());
+    EXPECT_EQ(std::memcmp(in_, out_, kBlockBytes), 0) << "once";
+  }
+  EXPECT_EQ(device_->faults_met(FaultKind::kMisdirectedRead), 20u);
+}
+
+TEST_F(FaultyDeviceTest, StaleReadIsWhatEachSectorWasBeforeItsLastWrite) {
+  auto memory = std::make_unique<MemoryDevice>(64 << 10);
+  memory_ = memory.get();
+  device_ = std::make_unique<FaultyDevice>(std::move(memory),
+                                           FaultyDevice::Options{.remember_previous = true});
+  ASSERT_EQ(Write(0, 'a'), absl::OkStatus());
+  ASSERT_EQ(Flush(), absl::OkStatus());
+  ASSERT_EQ(Write(0, 'b'), absl::OkStatus());
+  ASSERT_EQ(Flush(), absl::OkStatus());
+  device_->AddFault({FaultKind::kStaleRead, 1});
+  EXPECT_EQ(Read(0), absl::OkStatus());
+  EXPECT_EQ(static_cast<char>(in_[0]), 'a');
+  EXPECT_EQ(static_cast<char>(in_[kBlockBytes - 1]), 'a');
+  EXPECT_EQ(Read(0), absl::OkStatus());
+  EXPECT_EQ(static_cast<char>(in_[0]), 'b');
+}
+
+TEST_F(FaultyDeviceTest, WhatSurvivedACutIsDurableWhenThePowerIsBack) {
+  ASSERT_EQ(Write(0, 'a'), absl::OkStatus());
+  device_->PowerCut(FaultyDevice::Survivors::kAll);
+  device_->RestorePower();
+  EXPECT_EQ(Read(0), absl::OkStatus());
+  ASSERT_EQ(Write(1, 'b'), absl::OkStatus());
+  device_->PowerCut(FaultyDevice::Survivors::kFlushedOnly);
+  EXPECT_EQ(OnDrive(0), "aaaaaaaa");
+  EXPECT_EQ(OnDrive(1), "........");
+}
+
 TEST_F(FaultyDeviceTest, PowerCutKeepsWhatWasFlushed) {
   for (uint64_t seed = 0; seed < 50; ++seed) {
     Reset(seed);

@@ -93,7 +93,8 @@ std::string FormatThreeDigits(double value, std::string_view unit) {
 
 absl::StatusOr<uint64_t> ParseByteSize(std::string_view text) {
   if (const std::optional<uint64_t> bytes = Parse(text, kByteUnits)) return *bytes;
-  return MakeError(ErrorId::kBadValue, absl::StrCat("\"", ToAbsl(text), "\" is not a size in bytes"),
+  return MakeError(ErrorId::kBadValue,
+                   absl::StrCat("\"", ToAbsl(text), "\" is not a size in bytes"),
                    "Write a size such as 512MiB, 64GiB, 200G or 2T");
 }
 

@@ -49,8 +49,7 @@ const bool environment_read = [] {
 }  // namespace
 
 bool ArmFaultPoint(std::string_view text) {
-  const std::vector<std::string> parts =
-      absl::StrSplit(ToAbsl(text), ':');
+  const std::vector<std::string> parts = absl::StrSplit(ToAbsl(text), ':');
   if (parts.size() < 2 || parts.size() > 3 || parts[0].empty()) return false;
   uint64_t count = 0;
   if (!absl::SimpleAtoi(parts[1], &count) || count == 0) return false;

@@ -1,7 +1,8 @@
 // base/string_view.h
 //
-// Debian builds Abseil with a string_view of its own, which does not convert to and from the standard one by itself. Our
-// headers use std::string_view; these two cross over where Abseil is called.
+// Debian builds Abseil with a string_view of its own, which does not convert to and from the
+// standard one by itself. Our headers use std::string_view; these two cross over where Abseil is
+// called.
 //
 // Thread safety: pure functions.
 #pragma once

@@ -154,9 +154,12 @@ absl::StatusOr<std::optional<Received>> Receive(int socket, Descriptors policy) 
     header.msg_controllen = sizeof(control.bytes);
   }
   ssize_t size = 0;
+  // A peer that closed before it read our last message resets the connection. The kernel reports
+  // that once, ahead of what the peer sent before it closed.
+  int resets = 0;
   do {
     size = ::recvmsg(socket, &header, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
-  } while (size < 0 && errno == EINTR);
+  } while (size < 0 && (errno == EINTR || (errno == ECONNRESET && resets++ == 0)));
   if (size < 0 && errno == EAGAIN) return std::optional<Received>();
   if (size < 0) return SystemError(ErrorId::kSessionEnded, "receiving from the peer", errno);
   received->descriptors = TakeDescriptors(header);

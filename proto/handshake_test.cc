@@ -103,6 +103,15 @@ TEST_F(HandshakeTest, ARefusalArrivesWithCodeAndTextAlsoWhenTheDaemonHasClosed) 
   EXPECT_EQ(Greet(rank_.get()).status(), reason);
 }
 
+TEST_F(HandshakeTest, ARefusalArrivesAlsoWhenTheDaemonHasClosedWithoutReadingTheHello) {
+  const absl::Status reason = MakeError(ErrorId::kRefused, "user 5 may not");
+  HelloMessage hello;
+  SendRaw(&hello, sizeof(hello));
+  ASSERT_TRUE(SendRefusal(daemon_.get(), reason).ok());
+  daemon_.reset();
+  EXPECT_EQ(ReasonOfEnd(rank_.get()), reason);
+}
+
 TEST_F(HandshakeTest, TheReasonOfTheEndIsTheLastRefusalElseThatTheDaemonIsGone) {
   const absl::Status reason = MakeError(ErrorId::kProtocol, "tensor 9");
   ASSERT_TRUE(SendRefusal(daemon_.get(), reason).ok());

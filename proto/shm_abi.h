@@ -1,10 +1,12 @@
 // proto/shm_abi.h
 //
-// Every word of the two shared memories of a session: the job's slab (written by the daemon, read-only to ranks) and the rank's
-// region (written by the rank, read by the daemon after copying). proto/DESIGN.md explains the protocol.
+// Every word of the two shared memories of a session: the job's slab (written by the daemon,
+// read-only to ranks) and the rank's region (written by the rank, read by the daemon after
+// copying). proto/DESIGN.md explains the protocol.
 //
-// Rules: plain data with fixed offsets, little endian; one writer per word; sizes and offsets are agreed in messages and kept
-// privately, never read back from shared memory; the daemon copies an entry once, validates the copy, uses only the copy.
+// Rules: plain data with fixed offsets, little endian; one writer per word; sizes and offsets are
+// agreed in messages and kept privately, never read back from shared memory; the daemon copies an
+// entry once, validates the copy, uses only the copy.
 #pragma once
 
 #include <atomic>
@@ -16,20 +18,22 @@ namespace offload::proto {
 
 inline constexpr uint32_t kProtocolVersion = 1;
 
-// ---- The slab ----------------------------------------------------------------------------------------------------------------
+// ---- The slab
+// ----------------------------------------------------------------------------------------------------------------
 inline constexpr uint32_t kSlabMagic = 0x534c464f;  // "OFLS"
 
-// At offset 0 of the slab. The daemon writes; relaxed loads, except `failure`, which is published with release.
+// At offset 0 of the slab. The daemon writes; relaxed loads, except `failure`, which is published
+// with release.
 struct SlabHeader {
   uint32_t magic;
   uint32_t version;
-  std::atomic<uint64_t> bytes_read;      // from the drive, by this daemon for this job
+  std::atomic<uint64_t> bytes_read;  // from the drive, by this daemon for this job
   std::atomic<uint64_t> bytes_written;
   std::atomic<uint64_t> resident_bytes;  // of tensors and buffers in use in slab and region
   std::atomic<uint64_t> peak_bytes;
-  std::atomic<uint64_t> durable_step;    // the last committed epoch
-  std::atomic<uint64_t> updated_step;    // the last step all of whose updates are computed
-  std::atomic<uint32_t> failure;         // ≠ 0: the job has failed with this OFD number; text below
+  std::atomic<uint64_t> durable_step;  // the last committed epoch
+  std::atomic<uint64_t> updated_step;  // the last step all of whose updates are computed
+  std::atomic<uint32_t> failure;       // ≠ 0: the job has failed with this OFD number; text below
   char failure_text[1024];
 };
 static_assert(std::is_standard_layout_v<SlabHeader> && sizeof(SlabHeader) <= 4096);
@@ -37,20 +41,28 @@ static_assert(std::is_standard_layout_v<SlabHeader> && sizeof(SlabHeader) <= 409
 // Of the tensor words in every slab (SlabLayout::tensor_words_offset).
 inline constexpr uint64_t kTensorWordsOffset = 4096;
 
-// One word per tensor, at SlabLayout::tensor_words_offset: state in the low 8 bits, above it the slab offset of the weights / 64.
+// One word per tensor, at SlabLayout::tensor_words_offset: state in the low 8 bits, above it the
+// slab offset of the weights / 64.
 //   kAbsent    not in the slab: submit kAcquire.
-//   kResident  the bytes at the offset are the tensor's, and stay so while its pin word is not zero.
-//   kPending   an update (or a load) is outstanding: submit kAcquire, which completes when the tensor is resident again.
-// The daemon evicts in three moves: store kAbsent, look at the pin words of all ranks, and put kResident back if one is not zero.
-// A rank acquires in three moves: pin, load the word, use the bytes if kResident, else submit kAcquire *keeping the pin*. Both
-// use sequentially consistent operations on both words, so one of the two sees the other.
+//   kResident  the bytes at the offset are the tensor's, and stay so while its pin word is not
+//   zero. kPending   an update (or a load) is outstanding: submit kAcquire, which completes when
+//   the tensor is resident again.
+// The daemon evicts in three moves: store kAbsent, look at the pin words of all ranks, and put
+// kResident back if one is not zero. A rank acquires in three moves: pin, load the word, use the
+// bytes if kResident, else submit kAcquire *keeping the pin*. Both use sequentially consistent
+// operations on both words, so one of the two sees the other.
 enum TensorState : uint8_t { kAbsent = 0, kResident = 1, kPending = 2 };
 using TensorWord = std::atomic<uint64_t>;
-inline constexpr uint64_t MakeTensorWord(TensorState state, uint64_t offset_bytes) { return (offset_bytes / 64) << 8 | state; }
-inline constexpr TensorState StateOf(uint64_t word) { return static_cast<TensorState>(word & 0xff); }
+inline constexpr uint64_t MakeTensorWord(TensorState state, uint64_t offset_bytes) {
+  return (offset_bytes / 64) << 8 | state;
+}
+inline constexpr TensorState StateOf(uint64_t word) {
+  return static_cast<TensorState>(word & 0xff);
+}
 inline constexpr uint64_t OffsetOf(uint64_t word) { return (word >> 8) * 64; }
 
-// ---- The region --------------------------------------------------------------------------------------------------------------
+// ---- The region
+// --------------------------------------------------------------------------------------------------------------
 inline constexpr uint32_t kRegionMagic = 0x524c464f;  // "OFLR"
 inline constexpr uint32_t kSubmissionEntries = 1024;  // powers of two
 inline constexpr uint32_t kCompletionEntries = 2048;  // ≥ what a rank may have in flight
@@ -60,42 +72,58 @@ inline constexpr uint32_t kInFlightMax = 1024;        // submitted and not compl
 struct RegionHeader {
   uint32_t magic;
   uint32_t version;
-  alignas(64) std::atomic<uint32_t> submission_tail;  // rank, release: entries before it are written
-  alignas(64) std::atomic<uint32_t> submission_head;  // daemon, release: entries before it may be reused
+  alignas(
+      64) std::atomic<uint32_t> submission_tail;  // rank, release: entries before it are written
+  alignas(64)
+      std::atomic<uint32_t> submission_head;  // daemon, release: entries before it may be reused
   alignas(64) std::atomic<uint32_t> completion_tail;  // daemon, release
   alignas(64) std::atomic<uint32_t> completion_head;  // rank, release
-  // Set (seq_cst) by a side before it sleeps on its doorbell, after which it looks at the ring once more; the other side rings
-  // only when it finds the word set, and clears it.
+  // Set (seq_cst) by a side before it sleeps on its doorbell, after which it looks at the ring once
+  // more; the other side rings only when it finds the word set, and clears it.
   alignas(64) std::atomic<uint32_t> daemon_sleeping;
   alignas(64) std::atomic<uint32_t> rank_sleeping;
-  // Where the rank is in the schedule that it last sent (index of the next touch). A hint for eviction and update order.
+  // Where the rank is in the schedule that it last sent (index of the next touch). A hint for
+  // eviction and update order.
   alignas(64) std::atomic<uint32_t> schedule_position;
 };
 static_assert(std::is_standard_layout_v<RegionHeader> && sizeof(RegionHeader) <= 4096);
 
-// Pin words: one 32-bit count per tensor at the offset agreed in Seal (0 before). Written by the rank only.
+// Pin words: one 32-bit count per tensor at the offset agreed in Seal (0 before). Written by the
+// rank only.
 using PinWord = std::atomic<uint32_t>;
 
 enum class RingOperation : uint32_t {
   kNop = 0,
-  kAcquire = 1,       // tensor: completes when it is resident and up to date; the rank holds a pin. value: the tensor word
-  kPrefetch = 2,      // tensor: as kAcquire without pin, and only if that evicts nothing needed sooner; completes at once
-  kPut = 3,           // tensor, element_offset, element_count, region_offset: weights (working dtype) replace the stored ones; the master
-                      // becomes the value, residual zero, moments kept. Waits for a pending update. Completes when the bytes are taken
-  kGet = 4,           // as kPut with `plane`, the other way: bytes of a plane as of the last step; plane kMaster: fp32 masters
+  kAcquire = 1,   // tensor: completes when it is resident and up to date; the rank holds a pin.
+                  // value: the tensor word
+  kPrefetch = 2,  // tensor: as kAcquire without pin, and only if that evicts nothing needed sooner;
+                  // completes at once
+  kPut = 3,       // tensor, element_offset, element_count, region_offset: weights (working dtype)
+             // replace the stored ones; the master becomes the value, residual zero, moments kept.
+             // Waits for a pending update. Completes when the bytes are taken
+  kGet = 4,  // as kPut with `plane`, the other way: bytes of a plane as of the last step; plane
+             // kMaster: fp32 masters
   kScratchWrite = 5,  // scratch_offset, length_bytes, region_offset, all multiples of 4096
   kScratchRead = 6,
 };
-enum class RingPlane : uint32_t { kWeight = 0, kResidual = 1, kExpAvg = 2, kExpAvgSq = 3, kMaster = 16 };
+enum class RingPlane : uint32_t {
+  kWeight = 0,
+  kResidual = 1,
+  kExpAvg = 2,
+  kExpAvgSq = 3,
+  kMaster = 16
+};
 
 struct SubmissionEntry {
-  uint64_t tag;            // the rank's, returned with the completion
+  uint64_t tag;  // the rank's, returned with the completion
   RingOperation operation;
   uint32_t tensor;
   RingPlane plane;
-  uint32_t reserved0;      // 0
-  uint64_t element_offset; // kPut, kGet: multiple of kExtentElements; kScratch…: scratch offset in bytes
-  uint64_t element_count;  // kPut, kGet: ≤ kExtentElements, up to the tensor's end; kScratch…: length in bytes, ≤ 16 MiB
+  uint32_t reserved0;       // 0
+  uint64_t element_offset;  // kPut, kGet: multiple of kExtentElements; kScratch…: scratch offset in
+                            // bytes
+  uint64_t element_count;  // kPut, kGet: ≤ kExtentElements, up to the tensor's end; kScratch…:
+                           // length in bytes, ≤ 16 MiB
   uint64_t region_offset;  // multiple of 4096; the buffer ends inside the region
   uint64_t reserved1;      // 0
   uint64_t reserved2;      // 0
@@ -105,18 +133,21 @@ static_assert(std::is_trivially_copyable_v<SubmissionEntry> && sizeof(Submission
 struct CompletionEntry {
   uint64_t tag;
   uint64_t value;
-  int32_t code;    // absl::StatusCode; 0: done. The text is to be had by Control.ExplainFailure(tag)
-  int32_t error;   // OFD number, 0 when there is none
+  int32_t code;   // absl::StatusCode; 0: done. The text is to be had by Control.ExplainFailure(tag)
+  int32_t error;  // OFD number, 0 when there is none
   uint64_t reserved;
 };
 static_assert(std::is_trivially_copyable_v<CompletionEntry> && sizeof(CompletionEntry) == 32);
 
 // Offsets of the region's fixed part; the rest (pins, staging, gradients) is the planner's.
 inline constexpr uint64_t kSubmissionRingOffset = 4096;
-inline constexpr uint64_t kCompletionRingOffset = kSubmissionRingOffset + kSubmissionEntries * sizeof(SubmissionEntry);
-inline constexpr uint64_t kRegionFixedBytes = kCompletionRingOffset + kCompletionEntries * sizeof(CompletionEntry);
+inline constexpr uint64_t kCompletionRingOffset =
+    kSubmissionRingOffset + kSubmissionEntries * sizeof(SubmissionEntry);
+inline constexpr uint64_t kRegionFixedBytes =
+    kCompletionRingOffset + kCompletionEntries * sizeof(CompletionEntry);
 static_assert(kRegionFixedBytes % 4096 == 0);
-// Allocated at open, before there is a plan: staging for loading and building a model, right after the fixed part.
+// Allocated at open, before there is a plan: staging for loading and building a model, right after
+// the fixed part.
 inline constexpr uint64_t kLoadingStagingBytes = 8ull << 20;
 
 }  // namespace offload::proto

@@ -1,7 +1,8 @@
 // proto/slab_layout.h
 //
-// How a job's tensors become tensors of its store, and where everything stands in its shared memory. Client (planner) and daemon
-// compute the same from the same input, so only the input crosses the border: the client plans, the daemon checks the sums.
+// How a job's tensors become tensors of its store, and where everything stands in its shared
+// memory. Client (planner) and daemon compute the same from the same input, so only the input
+// crosses the border: the client plans, the daemon checks the sums.
 //
 // All functions are pure. Their input may come from a peer: they return errors, never overflow.
 #pragma once
@@ -15,9 +16,11 @@
 
 namespace offload::proto {
 
-// Elements of one extent. Part of every store's format, never depends on ram: bf16 512 KiB of weight, 3 MiB of state in all.
+// Elements of one extent. Part of every store's format, never depends on ram: bf16 512 KiB of
+// weight, 3 MiB of state in all.
 inline constexpr uint32_t kExtentElements = 256 * 1024;
-// A tensor of at most so many elements is put into a bundle with others of its kind; bundles are always resident.
+// A tensor of at most so many elements is put into a bundle with others of its kind; bundles are
+// always resident.
 inline constexpr uint32_t kBundledElementsMax = 32 * 1024;
 // Members of a bundle begin at multiples of this many elements.
 inline constexpr uint32_t kBundleAlignment = 64;
@@ -29,7 +32,11 @@ enum class Dtype : uint8_t { kFloat32 = 0, kBFloat16 = 1 };
 inline constexpr uint32_t DtypeBytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
 // What the optimizer keeps per element of a trainable tensor, beside the master.
-enum class OptimizerState : uint8_t { kNone = 0, kMomentum = 1 /* exp_avg */, kAdam = 2 /* exp_avg, exp_avg_sq */ };
+enum class OptimizerState : uint8_t {
+  kNone = 0,
+  kMomentum = 1 /* exp_avg */,
+  kAdam = 2 /* exp_avg, exp_avg_sq */
+};
 
 // A tensor as the trainer knows it. Its index in the list is its id in every message.
 struct Tensor {
@@ -40,7 +47,8 @@ struct Tensor {
   uint64_t element_count = 0;  // product of shape
 };
 
-// A tensor of the store: one big tensor, or a bundle of small ones of the same dtype and trainability.
+// A tensor of the store: one big tensor, or a bundle of small ones of the same dtype and
+// trainability.
 struct StoreTensor {
   Dtype dtype = Dtype::kFloat32;
   bool trainable = true;
@@ -56,7 +64,7 @@ struct Placement {
 
 struct Catalogue {
   std::vector<Tensor> tensors;
-  std::vector<Placement> placements;       // one per tensor
+  std::vector<Placement> placements;  // one per tensor
   std::vector<StoreTensor> store_tensors;
 };
 // Errors: OFD-1601 for duplicate names, zero elements, too many tensors or elements.
@@ -68,13 +76,18 @@ uint32_t ExtentElements(uint64_t element_count, uint32_t index);
 uint64_t PaddedBytes(uint64_t bytes);  // up to a multiple of kSectorBytes
 // Bytes of a store tensor's weights in the slab: its extents one after the other, the last padded.
 uint64_t WeightSlotBytes(const StoreTensor& tensor);
-// Bytes of the planes of one extent that only the update needs (residual, moments; 0 when not trainable), each padded, in the
-// order residual, exp_avg, exp_avg_sq.
+// Bytes of the planes of one extent that only the update needs (residual, moments; 0 when not
+// trainable), each padded, in the order residual, exp_avg, exp_avg_sq.
 uint64_t StateBytes(const StoreTensor& tensor, OptimizerState optimizer, uint32_t index);
-uint64_t FullStateBytes(const Catalogue& catalogue, OptimizerState optimizer);  // the largest StateBytes of any extent
+uint64_t FullStateBytes(const Catalogue& catalogue,
+                        OptimizerState optimizer);  // the largest StateBytes of any extent
 
 // Where a tensor's gradient accumulates.
-enum class GradientHome : uint8_t { kNone = 0, kRegion = 1 /* in the rank's region, at `offset_bytes` */, kScratch = 2 /* in the scratch file */ };
+enum class GradientHome : uint8_t {
+  kNone = 0,
+  kRegion = 1 /* in the rank's region, at `offset_bytes` */,
+  kScratch = 2 /* in the scratch file */
+};
 struct GradientPlacement {
   GradientHome home = GradientHome::kNone;
   uint64_t offset_bytes = 0;  // multiple of 4096
@@ -82,28 +95,32 @@ struct GradientPlacement {
 
 // What the planner decides (zero3/planner.h). All of it is checked again by the daemon.
 struct MemoryPlan {
-  uint64_t window_bytes = 0;             // for weights that are not resident for good
-  uint32_t pipeline_blocks = 0;          // updates in flight, one extent each
-  bool pipeline_gradients = false;       // a pipeline block has room for an extent's gradient, too (spilled gradients)
-  std::vector<bool> weight_resident;     // per store tensor; always true for bundles
-  std::vector<uint32_t> state_resident;  // per store tensor: so many leading extents keep their state planes in DRAM
+  uint64_t window_bytes = 0;     // for weights that are not resident for good
+  uint32_t pipeline_blocks = 0;  // updates in flight, one extent each
+  bool pipeline_gradients =
+      false;  // a pipeline block has room for an extent's gradient, too (spilled gradients)
+  std::vector<bool> weight_resident;  // per store tensor; always true for bundles
+  std::vector<uint32_t>
+      state_resident;  // per store tensor: so many leading extents keep their state planes in DRAM
   std::vector<GradientPlacement> gradients;  // per tensor
-  uint64_t scratch_bytes = 0;            // of the scratch file, for spilled gradients
-  uint64_t region_bytes = 0;             // of the rank's region, all of it
+  uint64_t scratch_bytes = 0;                // of the scratch file, for spilled gradients
+  uint64_t region_bytes = 0;                 // of the rank's region, all of it
 };
 
 // Offsets in the slab. Everything begins at a multiple of 4096.
 struct SlabLayout {
-  uint64_t tensor_words_offset = 0;                 // after the header: one 64-bit word per tensor (shm_abi.h)
-  std::vector<uint64_t> weight_offset;              // per store tensor; 0 when not resident for good
+  uint64_t tensor_words_offset = 0;     // after the header: one 64-bit word per tensor (shm_abi.h)
+  std::vector<uint64_t> weight_offset;  // per store tensor; 0 when not resident for good
   std::vector<std::vector<uint64_t>> state_offset;  // per store tensor, per resident extent
   uint64_t window_offset = 0, window_bytes = 0;
   uint64_t pipeline_offset = 0, pipeline_block_bytes = 0;
   uint64_t total_bytes = 0;
 };
-absl::StatusOr<SlabLayout> ComputeSlabLayout(const Catalogue& catalogue, OptimizerState optimizer, const MemoryPlan& plan);
+absl::StatusOr<SlabLayout> ComputeSlabLayout(const Catalogue& catalogue, OptimizerState optimizer,
+                                             const MemoryPlan& plan);
 
-// What neither slab nor region holds but ram pays for: heaps of daemon and client, extent table, rings. Stated, and tested.
+// What neither slab nor region holds but ram pays for: heaps of daemon and client, extent table,
+// rings. Stated, and tested.
 uint64_t OverheadBytes(const Catalogue& catalogue, OptimizerState optimizer);
 
 }  // namespace offload::proto
