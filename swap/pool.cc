@@ -130,7 +130,8 @@ StoreSummary Summarize(const PoolDirectory& directory, const std::string& name) 
   }
   summary.committed = found->committed;
   summary.committed.blob.clear();
-  if (!found->repairs.empty()) {
+  // Copies differ for a moment while the owner commits; it has judged them itself at its start.
+  if (!summary.in_use && !found->repairs.empty()) {
     summary.damage = absl::DataLossError(absl::StrCat(
         "served from its twin: ", found->repairs.front(), " (", found->repairs.size(), " in all)"));
   }

@@ -88,12 +88,13 @@ absl::StatusOr<std::vector<std::string>> PoolDirectory::List() const {
   return names;
 }
 
-absl::StatusOr<UniqueFd> PoolDirectory::Lock(double timeout_seconds) const {
+absl::StatusOr<UniqueFd> PoolDirectory::Lock(double timeout_seconds,
+                                             const std::function<bool()>& cancelled) const {
   UniqueFd own(openat(fd_.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!own.valid())
     return MakeError(ErrorId::kPoolNotUsable,
                      absl::StrCat("nvme_path ", pool_, ": ", ErrnoText(errno)));
-  OFFLOAD_RETURN_IF_ERROR(LockWithin(own.get(), timeout_seconds, pool_));
+  OFFLOAD_RETURN_IF_ERROR(LockWithin(own.get(), timeout_seconds, pool_, cancelled));
   return own;
 }
 
@@ -145,7 +146,13 @@ bool TryLock(int fd) {
   return result == 0;
 }
 
-absl::Status LockWithin(int fd, double timeout_seconds, const std::string& path) {
+absl::Status CheckWanted(const std::function<bool()>& cancelled) {
+  if (!cancelled || !cancelled()) return absl::OkStatus();
+  return MakeError(ErrorId::kSessionEnded, "the session ended before its job was open");
+}
+
+absl::Status LockWithin(int fd, double timeout_seconds, const std::string& path,
+                        const std::function<bool()>& cancelled) {
   const auto deadline =
       std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_seconds);
   bool told = false;
@@ -156,9 +163,10 @@ absl::Status LockWithin(int fd, double timeout_seconds, const std::string& path)
       return MakeError(ErrorId::kStoreLocked, absl::StrCat(path, " is held by ", LockHolder(fd)));
     }
     if (!told)
-      spdlog::warn("{} is held by {}: waiting up to {:.0f} s, as old writes may still be landing", path,
-                   LockHolder(fd), timeout_seconds);
+      spdlog::warn("{} is held by {}: waiting up to {:.0f} s, as old writes may still be landing",
+                   path, LockHolder(fd), timeout_seconds);
     told = true;
+    OFFLOAD_RETURN_IF_ERROR(CheckWanted(cancelled));
     std::this_thread::sleep_for(kLockPause);
   }
   return absl::OkStatus();

@@ -13,6 +13,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -37,9 +38,10 @@ class PoolDirectory {
   // Names of the directory, unsorted.
   absl::StatusOr<std::vector<std::string>> List() const;
 
-  // Takes the lock of the directory on a descriptor of its own; closing that releases it. OFD-1205
-  // after the timeout.
-  absl::StatusOr<UniqueFd> Lock(double timeout_seconds) const;
+  // Takes the lock of the directory on a descriptor of its own; closing that releases it. Errors as
+  // LockWithin().
+  absl::StatusOr<UniqueFd> Lock(double timeout_seconds,
+                                const std::function<bool()>& cancelled = nullptr) const;
 
   // Opens an existing store file and judges it: a regular file of this user, one link, no access
   // for others. NOT_FOUND without an identifier when there is none; OFD-1202, OFD-1203.
@@ -67,8 +69,11 @@ inline constexpr std::chrono::milliseconds kLockPause{50};
 // Takes the lock now; false when another has it.
 bool TryLock(int fd);
 // Takes the lock within the timeout, trying every 50 ms, and says in the log that it waits.
-// OFD-1205, with the holder.
-absl::Status LockWithin(int fd, double timeout_seconds, const std::string& path);
+// OFD-1205, with the holder; OFD-1802 as soon as `cancelled`, if there is one, says true.
+absl::Status LockWithin(int fd, double timeout_seconds, const std::string& path,
+                        const std::function<bool()>& cancelled = nullptr);
+// OFD-1802 when `cancelled`, if there is one, says true.
+absl::Status CheckWanted(const std::function<bool()>& cancelled);
 // "process 123", or "another process" when /proc/locks does not show it.
 std::string LockHolder(int fd);
 

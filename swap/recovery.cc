@@ -36,6 +36,8 @@ class Recovery {
   absl::Status FindHeader();
   absl::Status ReadSpec();
   absl::Status ChooseSuperblock();
+  absl::Status ReadSuperblocks();
+  absl::Status CheckOtherPair(uint32_t lower_copy, uint64_t newest_sequence) const;
   absl::Status ReadTable();
   absl::Status ReadBlob();
 
@@ -52,13 +54,18 @@ class Recovery {
     return offset_bytes <= file_bytes_ && size_bytes <= file_bytes_ - offset_bytes;
   }
 
-  // Takes the newer of the two mirrors of a page that are intact; copies it into `best`.
-  bool ChooseTablePage(uint32_t page_index, TablePage* best, const TablePage& twin);
+  // Takes the newer of the two mirrors of a page that are intact; copies it into `best`. When both
+  // are as new and differ, `tied` is set.
+  bool ChooseTablePage(uint32_t page_index, TablePage* best, const TablePage& twin, bool* tied);
+  bool HasRoot() const;
 
   const std::string_view name_;
   const uint64_t file_bytes_;
   const ReadPages& read_;
   RecoveredStore store_;
+  std::array<std::optional<SuperblockPage>, kSuperblockCount> superblocks_;  // the intact ones
+  std::array<std::string, kSuperblockCount> superblock_errors_;
+  std::array<bool, kSuperblockCount> superblock_zero_{};  // could be read, and was never written
 };
 
 bool Recovery::ReadOrZero(uint64_t offset_bytes, std::span<std::byte> bytes) {
@@ -144,37 +151,64 @@ absl::Status Recovery::ReadSpec() {
   return absl::OkStatus();
 }
 
-absl::Status Recovery::ChooseSuperblock() {
+// Twice, and the newer intact one counts: a read that goes wrong once must not hide a commit that
+// the next start would find again, when its places may have been reused.
+absl::Status Recovery::ReadSuperblocks() {
   OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion page, MappedRegion::Anonymous(kPageBytes));
-  std::array<std::optional<SuperblockPage>, kSuperblockCount> found;
-  std::array<std::string, kSuperblockCount> why;
-  const SuperblockPage* newest = nullptr;
-  for (uint32_t copy = 0; copy < kSuperblockCount; ++copy) {
-    Read(Layout::SuperblockOffset(copy), page.span());
+  for (uint32_t read = 0; read < 2 * kSuperblockCount; ++read) {
+    const uint32_t copy = read % kSuperblockCount;
+    const bool readable = Read(Layout::SuperblockOffset(copy), page.span());
     absl::StatusOr<SuperblockPage> decoded =
         DecodeSuperblock(page.span().first<kPageBytes>(), copy, store_.header.uuid);
     if (!decoded.ok()) {
-      why[copy] = std::string(decoded.status().message());
+      superblock_errors_[copy] = std::string(decoded.status().message());
+      superblock_zero_[copy] |=
+          readable && std::all_of(page.span().begin(), page.span().end(),
+                                  [](std::byte byte) { return byte == std::byte{0}; });
       continue;
     }
     if (decoded->table_page_count != store_.layout.table_page_count()) {
       return Damaged(absl::StrCat("superblock ", copy, " says ", decoded->table_page_count,
                                   " table pages, spec ", store_.layout.table_page_count()));
     }
-    found[copy] = *std::move(decoded);
-    if (newest == nullptr || found[copy]->sequence > newest->sequence) newest = &*found[copy];
+    std::optional<SuperblockPage>& found = superblocks_[copy];
+    if (!found || decoded->sequence > found->sequence) found = *std::move(decoded);
   }
-  if (newest == nullptr) return Damaged(absl::StrCat("no intact superblock (", why[0], ")"));
+  return absl::OkStatus();
+}
+
+// A commit makes its lower superblock durable before it touches the higher one, so a crash leaves
+// one of a pair intact. Where both are bad the drive has lost them, and nobody knows whether they
+// held a commit newer than the other pair's. (Before commit 2 the pair {0,1} has never been
+// written.)
+absl::Status Recovery::CheckOtherPair(uint32_t lower_copy, uint64_t newest_sequence) const {
+  if (superblocks_[lower_copy] || superblocks_[lower_copy + 1]) return absl::OkStatus();
+  if (newest_sequence == 1 && superblock_zero_[lower_copy + 1]) return absl::OkStatus();
+  return Damaged(absl::StrCat("neither superblock ", lower_copy, " (",
+                              superblock_errors_[lower_copy], ") nor ", lower_copy + 1, " (",
+                              superblock_errors_[lower_copy + 1], ") is intact"));
+}
+
+absl::Status Recovery::ChooseSuperblock() {
+  OFFLOAD_RETURN_IF_ERROR(ReadSuperblocks());
+  const SuperblockPage* newest = nullptr;
+  for (const std::optional<SuperblockPage>& found : superblocks_) {
+    if (found && (newest == nullptr || found->sequence > newest->sequence)) newest = &*found;
+  }
+  if (newest == nullptr)
+    return Damaged(absl::StrCat("no intact superblock (", superblock_errors_[0], ")"));
+  OFFLOAD_RETURN_IF_ERROR(CheckOtherPair((newest->copy & 2) ^ 2, newest->sequence));
   const uint32_t twin = newest->copy ^ 1;
-  if (!found[twin]) {
-    Repaired(absl::StrCat("superblock copy ", twin, ": ", why[twin]));
-  } else if (found[twin]->sequence != newest->sequence) {
-    Repaired(absl::StrCat("superblock copy ", twin, ": of sequence ", found[twin]->sequence));
-  } else if (IdentityCrc(*found[twin]) != IdentityCrc(*newest)) {
+  if (!superblocks_[twin]) {
+    Repaired(absl::StrCat("superblock copy ", twin, ": ", superblock_errors_[twin]));
+  } else if (superblocks_[twin]->sequence != newest->sequence) {
+    Repaired(
+        absl::StrCat("superblock copy ", twin, ": of sequence ", superblocks_[twin]->sequence));
+  } else if (IdentityCrc(*superblocks_[twin]) != IdentityCrc(*newest)) {
     return Damaged(
         absl::StrCat("two superblocks of sequence ", newest->sequence, " contradict each other"));
   }
-  for (const std::optional<SuperblockPage>& older : found) {
+  for (const std::optional<SuperblockPage>& older : superblocks_) {
     if (older && older->sequence + 1 == newest->sequence &&
         newest->parent_crc != IdentityCrc(*older)) {
       return Damaged(
@@ -182,12 +216,15 @@ absl::Status Recovery::ChooseSuperblock() {
     }
   }
   store_.superblock = *newest;
+  store_.superblock_twin_missing =
+      !superblocks_[twin] || superblocks_[twin]->sequence != newest->sequence;
   store_.committed.sequence = newest->sequence;
   store_.committed.epoch = newest->epoch;
   return absl::OkStatus();
 }
 
-bool Recovery::ChooseTablePage(uint32_t page_index, TablePage* best, const TablePage& twin) {
+bool Recovery::ChooseTablePage(uint32_t page_index, TablePage* best, const TablePage& twin,
+                               bool* tied) {
   const SuperblockPage& superblock = store_.superblock;
   const auto check = [&](const TablePage& page) {
     return CheckTablePage(page, store_.header.uuid, superblock.table_copy, page_index,
@@ -202,8 +239,13 @@ bool Recovery::ChooseTablePage(uint32_t page_index, TablePage* best, const Table
     Repaired(absl::StrCat("table page ", page_index, ", mirror ", take_twin ? 0 : 1, ": ",
                           error.ok() ? "a lost write" : error.message()));
   }
+  *tied = first.ok() && second.ok() && best->sequence == twin.sequence && best->crc != twin.crc;
   if (take_twin) std::memcpy(best, &twin, sizeof(twin));
   return true;
+}
+
+bool Recovery::HasRoot() const {
+  return RootCrc(store_.table_page_crcs) == store_.superblock.table_root_crc;
 }
 
 absl::Status Recovery::ReadTable() {
@@ -216,13 +258,22 @@ absl::Status Recovery::ReadTable() {
   Read(layout.TableOffset(table_copy, 1), mirror.span());
   auto* best = reinterpret_cast<TablePage*>(store_.table.data());
   const auto* twin = reinterpret_cast<const TablePage*>(mirror.data());
+  std::vector<uint32_t> tied_pages;
   for (uint32_t page = 0; page < layout.table_page_count(); ++page) {
-    if (!ChooseTablePage(page, &best[page], twin[page])) {
+    bool tied = false;
+    if (!ChooseTablePage(page, &best[page], twin[page], &tied)) {
       return Damaged(absl::StrCat("neither mirror of table page ", page, " is intact"));
     }
     store_.table_page_crcs.push_back(best[page].crc);
+    if (tied) tied_pages.push_back(page);
   }
-  if (RootCrc(store_.table_page_crcs) != store_.superblock.table_root_crc) {
+  // A commit that a crash abandoned had the sequence of the one that was made in its stead; a
+  // mirror that missed the second looks as new as its twin, and only the root tells which is right.
+  for (const uint32_t page : HasRoot() ? std::vector<uint32_t>{} : tied_pages) {
+    std::memcpy(&best[page], &twin[page], kPageBytes);
+    store_.table_page_crcs[page] = best[page].crc;
+  }
+  if (!HasRoot()) {
     return Damaged(absl::StrCat("the table is not that of sequence ", store_.superblock.sequence));
   }
   return absl::OkStatus();

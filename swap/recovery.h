@@ -52,6 +52,10 @@ struct RecoveredStore {
   std::vector<uint32_t> table_page_crcs;
   std::vector<uint32_t> repaired_table_pages;  // one of their mirrors is bad on disk
 
+  // The other superblock of the pair does not hold this commit. Until it does, one damaged page
+  // could make a commit that was already told to somebody disappear: Open writes it.
+  bool superblock_twin_missing = false;
+
   std::vector<std::string> repairs;  // what was bad and taken from its twin, for the log
 };
 

@@ -126,13 +126,36 @@ TEST_F(RecoveryTest, BothTwinsBadIsDamageAndNeverAnOlderCommit) {
   }
 }
 
-TEST_F(RecoveryTest, ATornSuperblockPairLeavesTheCommitBefore) {
-  for (int copy : {2, 3}) Flip(Layout::SuperblockOffset(copy) + 600, 0);
+TEST_F(RecoveryTest, ATornSuperblockLeavesTheCommitBefore) {
+  // As a crash leaves it: the lower copy is torn, the higher one still of commit 1.
+  const std::string kept = *image_;
+  Flip(Layout::SuperblockOffset(2) + 600, 0);
+  SuperblockPage page;
+  std::memcpy(&page, kept.data() + Layout::SuperblockOffset(0), sizeof(page));
+  page.sequence = 1, page.copy = 3, page.table_copy = 1;
+  SealSuperblock(&page);
+  std::memcpy(image_->data() + Layout::SuperblockOffset(3), &page, sizeof(page));
+  for (uint32_t copy : {0, 1}) {
+    std::memcpy(&page, kept.data() + Layout::SuperblockOffset(copy), sizeof(page));
+    SuperblockPage parent;
+    std::memcpy(&parent, image_->data() + Layout::SuperblockOffset(3), sizeof(parent));
+    page.parent_crc = IdentityCrc(parent);
+    SealSuperblock(&page);
+    std::memcpy(image_->data() + Layout::SuperblockOffset(copy), &page, sizeof(page));
+  }
   const absl::StatusOr<RecoveredStore> found = Run();
-  for (int copy : {2, 3}) Flip(Layout::SuperblockOffset(copy) + 600, 0);
+  *image_ = kept;
   ASSERT_TRUE(found.ok()) << found.status();
   EXPECT_EQ(found->committed.sequence, 2u);
   EXPECT_EQ(found->committed.blob, BlobOf(2));
+}
+
+TEST_F(RecoveryTest, ASuperblockPairOfWhichNoneIsIntactIsDamageAndNeverTheCommitBefore) {
+  for (int pair : {0, 2}) {
+    for (int copy : {pair, pair + 1}) Flip(Layout::SuperblockOffset(copy) + 600, 0);
+    ExpectDamaged();
+    for (int copy : {pair, pair + 1}) Flip(Layout::SuperblockOffset(copy) + 600, 0);
+  }
 }
 
 TEST_F(RecoveryTest, ALostWriteOfOneTableMirrorIsSeen) {
@@ -154,6 +177,25 @@ TEST_F(RecoveryTest, ALostWriteOfOneTableMirrorIsSeen) {
   ExpectDamaged();
   for (uint32_t mirror : {0, 1}) image_->replace(layout.TableOffset(1, mirror), kPageBytes, kept);
   EXPECT_TRUE(Run().ok());
+}
+
+TEST_F(RecoveryTest, OfTwoTableMirrorsOfOneSequenceTheOneThatHasTheRootIsTaken) {
+  // A commit that a crash abandoned left its page in one mirror; the write of the second is lost.
+  const std::string kept = *image_;
+  const Layout layout = *Layout::Make(SmallSpec());
+  for (uint32_t mirror : {0, 1}) {
+    const uint64_t at = layout.TableOffset(1, mirror);
+    TablePage page;
+    std::memcpy(&page, kept.data() + at, sizeof(page));
+    page.entries[0].word ^= 1;
+    SealTablePage(&page);
+    std::memcpy(image_->data() + at, &page, sizeof(page));
+    const absl::StatusOr<RecoveredStore> found = Run();
+    *image_ = kept;
+    ASSERT_TRUE(found.ok()) << found.status();
+    EXPECT_EQ(found->repaired_table_pages, std::vector<uint32_t>{0});
+    EXPECT_EQ(std::memcmp(found->table.data(), kept.data() + at, kPageBytes), 0);
+  }
 }
 
 TEST_F(RecoveryTest, UnreadablePagesCountAsDamagedOnes) {

@@ -22,6 +22,7 @@
 // Thread safety: one thread per Store, except Checksum and Stamp, which are values.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -126,6 +127,9 @@ struct StoreOptions {
   double lock_timeout_seconds = 30;  // how long to wait for a killed owner's writes to land
   // Called during Create with bytes formatted and bytes in all; may be null.
   std::function<void(uint64_t, uint64_t)> progress;
+  // Asked again and again while Create and Open wait or format; true: nobody wants the store any
+  // more, give up and leave nothing behind (OFD-1802). May be null.
+  std::function<bool()> cancelled;
   // Wraps the device, for tests (fault decorator); may be null.
   std::function<std::unique_ptr<aio::Device>(std::unique_ptr<aio::Device>)> decorate;
 };
@@ -142,11 +146,20 @@ class Store {
                                                        const StoreSpec& spec,
                                                        const StoreOptions& options);
 
-  // Opens the store of `job`, waits for the lock, recovers the last committed epoch. Blocking.
+  // Opens the store of `job`, waits for the lock, recovers the last committed epoch. Writes nothing
+  // but the other superblock of that commit, where a crash kept it from being written. Blocking.
   // Errors: NOT_FOUND without an id when there is none; OFD-1201…1203, 1205, 1206, 1207.
   static absl::StatusOr<std::unique_ptr<Store>> Open(const std::string& pool,
                                                      const std::string& job,
                                                      const StoreOptions& options);
+
+  // The same over a device of at least FormattedBytes(spec) bytes instead of a file of a pool, for
+  // simulators: no lock, no name, nothing to publish, and nothing that differs from one run to the
+  // next. CreateOn takes a device of zeros; OpenOn flushes it before it decides anything.
+  static absl::StatusOr<std::unique_ptr<Store>> CreateOn(std::unique_ptr<aio::Device> device,
+                                                         const StoreSpec& spec,
+                                                         const std::array<uint8_t, 16>& uuid);
+  static absl::StatusOr<std::unique_ptr<Store>> OpenOn(std::unique_ptr<aio::Device> device);
 
   ~Store();  // drains I/O; an epoch that is not committed is lost
   Store(const Store&) = delete;
@@ -181,15 +194,15 @@ class Store {
   // What the table says now.
   Stamp stamp(const ExtentId& id) const;
 
-  // Makes the open epoch durable: flush, table, flush, superblock pair, flush. Requires that no
-  // write is in flight; reads may be. Writes may begin again only after `done`. On failure the
-  // store is failed and the last committed epoch stands.
+  // Makes the open epoch durable: flush, table, flush, superblock, flush, its twin, flush. Requires
+  // that no write is in flight; reads may be. Writes may begin again only after `done`. On failure
+  // the store is failed and the last committed epoch stands.
   void Commit(uint64_t epoch, std::string blob, Done done);
   const CommitInfo& committed() const;
   bool has_uncommitted_writes() const;
   bool failed() const;
-  // What Open found damaged and took from its twin, a line each. The twins on disk stay as they are
-  // until fsck.
+  // What Open found damaged and took from its twin, a line each. On disk it has written only the
+  // superblock's twin.
   const std::vector<std::string>& repairs() const;
 
   // Runs completions; as Device::Poll.

@@ -1,4 +1,4 @@
-// Store::Commit: data flush, table and blob, flush, one superblock, the other, flush.
+// Store::Commit: data flush, table and blob, flush, one superblock, flush, the other, flush.
 
 #include <algorithm>
 #include <cstring>
@@ -119,13 +119,15 @@ void Store::Impl::FlushTable() {
   device->Flush(Then(&Impl::WriteFirstSuperblock));
 }
 
-// The lower copy comes first, so that a crash between the two leaves one whole superblock of either
-// commit.
+// The lower copy is durable before the higher one is touched, so that a crash never leaves both
+// bad: recovery knows a pair that is, for the loss that it is.
 void Store::Impl::WriteFirstSuperblock() {
   FaultPoint("store.after_table");
   WriteSuperblock(static_cast<uint32_t>(commit->superblock.sequence % 2) * 2,
-                  &Impl::WriteSecondSuperblock);
+                  &Impl::FlushFirstSuperblock);
 }
+
+void Store::Impl::FlushFirstSuperblock() { device->Flush(Then(&Impl::WriteSecondSuperblock)); }
 
 void Store::Impl::WriteSecondSuperblock() {
   FaultPoint("store.after_first_superblock");

@@ -79,11 +79,12 @@ absl::StatusOr<BuildingFile> OpenBuildingFile(const PoolDirectory& directory,
 // Refuses a job that has a store or is being built. A format that was killed a moment ago may still
 // hold its lock, until its last writes have landed: that is waited for.
 absl::StatusOr<BuildingFile> MakeBuildingFile(const PoolDirectory& directory,
-                                              const std::string& job, double timeout_seconds) {
-  const auto deadline =
-      std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_seconds);
+                                              const std::string& job, const StoreOptions& options) {
+  const auto deadline = std::chrono::steady_clock::now() +
+                        std::chrono::duration<double>(options.lock_timeout_seconds);
   for (;; std::this_thread::sleep_for(kLockPause)) {
-    OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd lock, directory.Lock(timeout_seconds));
+    OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd lock,
+                             directory.Lock(options.lock_timeout_seconds, options.cancelled));
     struct stat info;
     const std::string published = StoreFileName(job);
     if (fstatat(directory.fd(), published.c_str(), &info, AT_SYMLINK_NOFOLLOW) == 0) {
@@ -98,6 +99,7 @@ absl::StatusOr<BuildingFile> MakeBuildingFile(const PoolDirectory& directory,
       return MakeError(ErrorId::kStoreLocked,
                        absl::StrCat("job '", job, "' is being built: ", alive));
     }
+    OFFLOAD_RETURN_IF_ERROR(CheckWanted(options.cancelled));
   }
 }
 
@@ -128,15 +130,15 @@ absl::Status Allocate(const PoolDirectory& directory, const BuildingFile& file,
 // convert anything.
 class ZeroFill {
  public:
-  ZeroFill(aio::Device* device, uint64_t file_bytes,
-           const std::function<void(uint64_t, uint64_t)>& progress)
-      : device_(device), file_bytes_(file_bytes), progress_(progress) {}
+  ZeroFill(aio::Device* device, uint64_t file_bytes, const StoreOptions& options)
+      : device_(device), file_bytes_(file_bytes), options_(options) {}
 
   absl::Status Run() {
     OFFLOAD_ASSIGN_OR_RETURN(zeros_, MappedRegion::Anonymous(kZeroBytes));
     while (done_bytes_ < file_bytes_ && status_.ok()) {
       while (in_flight_ < kZeroQueueDepth && started_bytes_ < file_bytes_) StartOne();
       device_->Poll(/*wait=*/true);
+      status_.Update(CheckWanted(options_.cancelled));
     }
     while (in_flight_ > 0) device_->Poll(/*wait=*/true);
     return status_;
@@ -151,14 +153,14 @@ class ZeroFill {
       --in_flight_;
       if (status_.ok()) status_ = std::move(status);
       done_bytes_ += size_bytes;
-      if (progress_) progress_(done_bytes_, file_bytes_);
+      if (options_.progress) options_.progress(done_bytes_, file_bytes_);
     });
     started_bytes_ += size_bytes;
   }
 
   aio::Device* const device_;
   const uint64_t file_bytes_;
-  const std::function<void(uint64_t, uint64_t)>& progress_;
+  const StoreOptions& options_;
   MappedRegion zeros_;
   uint64_t started_bytes_ = 0, done_bytes_ = 0;
   size_t in_flight_ = 0;
@@ -206,8 +208,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
   OFFLOAD_ASSIGN_OR_RETURN(Layout layout, Layout::Make(spec));
   OFFLOAD_RETURN_IF_ERROR(CheckPool(pool));
   OFFLOAD_ASSIGN_OR_RETURN(PoolDirectory directory, PoolDirectory::Open(pool));
-  OFFLOAD_ASSIGN_OR_RETURN(BuildingFile file,
-                           MakeBuildingFile(directory, spec.job, options.lock_timeout_seconds));
+  OFFLOAD_ASSIGN_OR_RETURN(BuildingFile file, MakeBuildingFile(directory, spec.job, options));
   OFFLOAD_RETURN_IF_ERROR(Allocate(directory, file, layout.file_bytes()));
   FaultPoint("store.format_allocated");
 
@@ -215,7 +216,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> device,
                            aio::OpenDevice(file.TakeFd().release(), options.io));
   if (options.decorate) device = options.decorate(std::move(device));
-  OFFLOAD_RETURN_IF_ERROR(ZeroFill(device.get(), layout.file_bytes(), options.progress).Run());
+  OFFLOAD_RETURN_IF_ERROR(ZeroFill(device.get(), layout.file_bytes(), options).Run());
   FaultPoint("store.format_zeroed");
   StoreUuid uuid;
   OFFLOAD_RETURN_IF_ERROR(Random(uuid));
@@ -227,16 +228,45 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
   OFFLOAD_RETURN_IF_ERROR(directory.Sync());
   FaultPoint("store.formatted");
 
-  OFFLOAD_ASSIGN_OR_RETURN(Wakeup wakeup, Wakeup::Make());
-  OFFLOAD_ASSIGN_OR_RETURN(MappedRegion table, MappedRegion::Anonymous(layout.table_bytes()));
-  auto impl = std::make_unique<Impl>(std::move(directory), spec, std::move(layout),
-                                     std::move(device), std::move(wakeup));
+  const std::string path = directory.PathOf(StoreFileName(spec.job));
+  OFFLOAD_ASSIGN_OR_RETURN(
+      std::unique_ptr<Impl> impl,
+      Impl::OfFormat(std::move(directory), path, spec, std::move(layout), uuid, std::move(device)));
   impl->building_name = file.KeepName();
-  impl->path = impl->directory.PathOf(StoreFileName(spec.job));
-  impl->uuid = uuid;
-  impl->table = std::move(table);
   OFFLOAD_RETURN_IF_ERROR(impl->AllocateBuffers());
   return std::unique_ptr<Store>(new Store(std::move(impl)));
+}
+
+absl::StatusOr<std::unique_ptr<Store>> Store::CreateOn(std::unique_ptr<aio::Device> device,
+                                                       const StoreSpec& spec,
+                                                       const std::array<uint8_t, 16>& uuid) {
+  OFFLOAD_ASSIGN_OR_RETURN(Layout layout, Layout::Make(spec));
+  if (layout.file_bytes() > device->geometry().size_bytes) {
+    return MakeError(ErrorId::kPoolFull,
+                     absl::StrCat("the store needs ", layout.file_bytes(),
+                                  " bytes, the device has ", device->geometry().size_bytes));
+  }
+  OFFLOAD_RETURN_IF_ERROR(WriteSpecAndHeader(*device, spec, layout, uuid));
+  OFFLOAD_RETURN_IF_ERROR(
+      RunToEnd(*device, [&](aio::Device::Done done) { device->Flush(std::move(done)); }));
+  OFFLOAD_ASSIGN_OR_RETURN(
+      std::unique_ptr<Impl> impl,
+      Impl::OfFormat({}, "the device", spec, std::move(layout), uuid, std::move(device)));
+  OFFLOAD_RETURN_IF_ERROR(impl->AllocateBuffers());
+  return std::unique_ptr<Store>(new Store(std::move(impl)));
+}
+
+absl::StatusOr<std::unique_ptr<Store::Impl>> Store::Impl::OfFormat(
+    PoolDirectory&& pool, std::string path, const StoreSpec& spec, Layout layout,
+    const StoreUuid& uuid, std::unique_ptr<aio::Device> device) {
+  OFFLOAD_ASSIGN_OR_RETURN(Wakeup wakeup, Wakeup::Make());
+  OFFLOAD_ASSIGN_OR_RETURN(MappedRegion table, MappedRegion::Anonymous(layout.table_bytes()));
+  auto impl = std::make_unique<Impl>(std::move(pool), spec, std::move(layout), std::move(device),
+                                     std::move(wakeup));
+  impl->path = std::move(path);
+  impl->uuid = uuid;
+  impl->table = std::move(table);
+  return impl;
 }
 
 absl::Status Store::Publish() {

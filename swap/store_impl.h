@@ -63,6 +63,17 @@ struct Store::Impl {
   ~Impl();
   absl::Status AllocateBuffers();
 
+  // What every way to make a store ends with: over a formatted device without a commit (which
+  // leaves AllocateBuffers to the caller, and `pool` to it on failure), and over one that is
+  // recovered.
+  static absl::StatusOr<std::unique_ptr<Impl>> OfFormat(PoolDirectory&& pool, std::string path,
+                                                        const StoreSpec& spec, Layout layout,
+                                                        const StoreUuid& uuid,
+                                                        std::unique_ptr<aio::Device> device);
+  static absl::StatusOr<std::unique_ptr<Impl>> OfRecovery(PoolDirectory pool, std::string path,
+                                                          uint64_t file_bytes,
+                                                          std::unique_ptr<aio::Device> device);
+
   // store.cc
   void Read(std::span<const ReadRequest> requests, std::span<Stamp> stamps, Done done);
   void Write(std::span<const WriteRequest> requests, Done done);
@@ -86,6 +97,7 @@ struct Store::Impl {
   void WriteTablePages(uint32_t begin_page, uint32_t end_page);
   void FlushTable();
   void WriteFirstSuperblock();
+  void FlushFirstSuperblock();
   void WriteSecondSuperblock();
   void FlushSuperblocks();
   void FinishCommit();

@@ -260,7 +260,7 @@ TEST(StoreTest, ChecksumsBindStoreExtentAndSequence) {
 }
 
 TEST(StoreTest, FailedFlushFailsTheStoreForGoodAndKeepsTheLastEpoch) {
-  for (uint64_t nth = 1; nth <= 3; ++nth) {  // data, table, superblocks
+  for (uint64_t nth = 1; nth <= 4; ++nth) {  // data, table, either superblock
     TemporaryPool pool;
     MakeStore(pool, 2);
     aio::FaultyDevice* device = nullptr;
@@ -506,6 +506,52 @@ TEST(StoreTest, FormatReportsProgressUpToTheBytesItTakes) {
   EXPECT_EQ(last, total);
   EXPECT_EQ(total, FormattedBytes(SmallSpec()));
   EXPECT_EQ(std::filesystem::file_size(pool.path() + "/" + pool.Files()[0]), total);
+}
+
+// Between the two writes of a superblock pair the copies differ, and a listing may look just then.
+TEST(StoreTest, HalfWrittenPairIsDamageOnlyWhenNobodyIsWritingIt) {
+  TemporaryPool pool;
+  MakeStore(pool, 1);
+  auto owner = MustOpen(pool);
+  const bool odd = owner->committed().sequence % 2 == 1;
+  std::fstream file(pool.path() + "/job.offload", std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(static_cast<std::streamoff>(Layout::SuperblockOffset(odd ? 3 : 1) + 600));
+  file.put('x');
+  file.close();
+  const auto listed = ListStores(pool.path());
+  ASSERT_TRUE(listed.ok());
+  EXPECT_TRUE((*listed)[0].in_use);
+  EXPECT_TRUE((*listed)[0].damage.ok()) << (*listed)[0].damage;
+  EXPECT_EQ((*listed)[0].committed.epoch, EpochOf(1));
+  owner.reset();
+  EXPECT_FALSE((*ListStores(pool.path()))[0].damage.ok());
+}
+
+TEST(StoreTest, FormatThatNobodyWantsAnyMoreLeavesNothing) {
+  TemporaryPool pool;
+  StoreOptions options = QuickOptions();
+  bool begun = false;
+  options.progress = [&](uint64_t, uint64_t) { begun = true; };
+  options.cancelled = [&] { return begun; };
+  EXPECT_EQ(IdOf(Store::Create(pool.path(), SmallSpec(), options).status()),
+            ErrorId::kSessionEnded);
+  EXPECT_TRUE(begun);
+  EXPECT_TRUE(pool.Files().empty());
+}
+
+TEST(StoreTest, WaitForALockEndsWhenNobodyWantsTheStoreAnyMore) {
+  TemporaryPool pool;
+  auto owner = MustCreate(pool, SmallSpec(), QuickOptions());
+  StoreOptions options = QuickOptions();
+  options.lock_timeout_seconds = 1e9;
+  options.cancelled = [] { return true; };
+  EXPECT_EQ(IdOf(Store::Create(pool.path(), SmallSpec(), options).status()),
+            ErrorId::kSessionEnded);
+  owner.reset();
+  MakeStore(pool, 1);
+  auto opened = Store::Open(pool.path(), "job", QuickOptions());
+  ASSERT_TRUE(opened.ok()) << opened.status();
+  EXPECT_EQ(IdOf(Store::Open(pool.path(), "job", options).status()), ErrorId::kSessionEnded);
 }
 
 TEST(StoreTest, AnotherFormatVersionIsNamedAsSuch) {
