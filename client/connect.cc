@@ -20,6 +20,7 @@
 #include "absl/strings/str_split.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "client/leftovers.h"
 
 extern char** environ;
 
@@ -61,10 +62,11 @@ std::vector<std::string> DirectoriesOfThisCode() {
 
 // Private to this user; short, since socket paths are.
 absl::StatusOr<std::string> MakeDirectory() {
-  constexpr size_t kLongestName = sizeof("/offloadd-XXXXXX/offloadd.sock.control");
+  constexpr size_t kLongestName = sizeof("/offloadd-XXXXXX/offloadd.sock");
   const std::string runtime = Variable("XDG_RUNTIME_DIR");
   for (const std::string& parent : {runtime, std::string("/tmp")}) {
     if (parent.empty() || parent.size() + kLongestName > proto::kSocketPathBytesMax) continue;
+    RemoveLeftovers(parent);
     std::string directory = absl::StrCat(parent, "/offloadd-XXXXXX");
     if (::mkdtemp(directory.data()) != nullptr) return directory;  // mode 0700
   }
@@ -121,14 +123,6 @@ class SpawnSettings {
   posix_spawn_file_actions_t actions_;
   posix_spawnattr_t attributes_;
 };
-
-// The daemon's own sockets, should it have been killed, then the directory itself.
-void RemoveDirectory(const std::string& directory) {
-  for (const char* name : {"/offloadd.sock", "/control.sock", "/offloadd.sock.control"}) {
-    ::unlink(absl::StrCat(directory, name).c_str());
-  }
-  ::rmdir(directory.c_str());
-}
 
 std::vector<std::string> NodeSockets() {
   std::vector<std::string> paths;
@@ -243,7 +237,7 @@ void PrivateDaemon::WaitForEnd() {
     ::kill(pid_, SIGKILL);  // ours and not reaped: the number cannot be another process's
     ::waitpid(pid_, nullptr, 0);
   }
-  if (!directory_.empty()) RemoveDirectory(directory_);
+  if (!directory_.empty()) RemoveSocketDirectory(directory_);
   Forget();
 }
 

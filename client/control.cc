@@ -1,6 +1,7 @@
 #include "client/control.h"
 
 #include <algorithm>
+#include <filesystem>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -23,6 +24,13 @@ constexpr absl::Duration kHealthGrace = absl::Seconds(1);
 constexpr size_t kTensorsPerMessage = 1024;
 constexpr size_t kTensorBytesPerMessage = 1 << 20;
 constexpr size_t kListEntriesPerMessage = 64 << 10;
+
+// The daemon has a working directory of its own. Empty, for the daemon's default, stays empty.
+std::string AbsolutePath(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path absolute = std::filesystem::absolute(path, error);
+  return path.empty() || error ? path : absolute.string();
+}
 
 v1::Tensor ToMessage(const proto::Tensor& tensor) {
   v1::Tensor message;
@@ -117,7 +125,7 @@ ControlClient::ControlClient(const std::string& path, const proto::Token& token,
 absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
   v1::OpenJobRequest request;
   request.set_job(options.job);
-  request.set_pool(options.pool);
+  request.set_pool(AbsolutePath(options.pool));
   request.set_ram_bytes(options.ram_bytes);
   request.set_io_engine(options.io_engine);
   request.set_update_threads(options.update_threads);

@@ -1,13 +1,17 @@
 // client/session.h
 //
-// A rank's connection to the node's daemon: control calls, the mapped slab and region, and the rings. Knows nothing of torch.
+// A rank's connection to the node's daemon: control calls, the mapped slab and region, and the
+// rings. Knows nothing of torch.
 //
 // Invariants
-//   * A tensor that Acquire() returned stays where it is until Release(): the pin word is held from before the first look.
-//   * Every submitted operation is answered exactly once; when the daemon is gone, with OFD-1801, within a second.
+//   * A tensor that Acquire() returned stays where it is until Release(): the pin word is held from
+//   before the first look.
+//   * Every submitted operation is answered exactly once; when the daemon is gone, with OFD-1801,
+//   within a second.
 //   * After a fork the child's session is dead (OFD-1802); the parent's goes on.
 //
-// Thread safety: Acquire, Release, Prefetch, Submit and Wait may be called from any thread; the rest from one thread at a time.
+// Thread safety: Acquire, Release, Prefetch, Submit and Wait may be called from any thread; the
+// rest from one thread at a time.
 #pragma once
 
 #include <cstddef>
@@ -26,8 +30,9 @@
 namespace offload::client {
 
 struct ConnectOptions {
-  // Tried in order: OFFLOADD_SOCKET, $XDG_RUNTIME_DIR/offloadd/offloadd.sock, /run/offloadd/offloadd.sock; then a private daemon is
-  // started: OFFLOADD_BINARY, else `offloadd` beside the running program or in ../offloadd, else on PATH.
+  // Tried in order: OFFLOADD_SOCKET, $XDG_RUNTIME_DIR/offloadd/offloadd.sock,
+  // /run/offloadd/offloadd.sock; then a private daemon is started: OFFLOADD_BINARY, else `offloadd`
+  // beside the running program or in ../offloadd, else on PATH.
   bool allow_private = true;
   bool only_private = false;
 };
@@ -86,7 +91,8 @@ class Session {
   absl::StatusOr<JobInfo> OpenJob(const JobOptions& options);  // and maps slab and region
   absl::Status DeclareTensors(std::span<const proto::Tensor> tensors);
   absl::Status ReserveScratch(uint64_t bytes);
-  absl::Status Seal(proto::OptimizerState optimizer, const proto::MemoryPlan& plan, uint64_t pins_offset,
+  absl::Status Seal(proto::OptimizerState optimizer, const proto::MemoryPlan& plan,
+                    uint64_t pins_offset,
                     const std::function<void(uint64_t formatted, uint64_t total)>& progress);
   absl::Status Publish(const std::string& trainer_state);
   absl::Status SetSchedule(std::span<const uint32_t> tensors);
@@ -94,18 +100,23 @@ class Session {
   absl::StatusOr<uint64_t> WaitDurable();
   absl::Status CloseJob();
 
-  // Pins a tensor and blocks until it is resident and up to date; the pointer is into the slab (read-only) and good until as many
-  // Release() as Acquire(). Resident tensors cost no message. Requires Seal. Errors: OFD-1801, 1303, or what failed the job.
+  // Pins a tensor and blocks until it is resident and up to date; the pointer is into the slab
+  // (read-only) and good until as many Release() as Acquire(). Resident tensors cost no message.
+  // Requires Seal. Errors: OFD-1801, 1303, or what failed the job.
   absl::StatusOr<const std::byte*> Acquire(uint32_t tensor);
   void Release(uint32_t tensor);
-  // Asks for a tensor that will be needed; never blocks, never fails. False when it is resident or the ring has no room.
+  // Asks for a tensor that will be needed; never blocks, never fails. False when it is resident or
+  // the ring has no room.
   bool Prefetch(uint32_t tensor);
   proto::TensorState State(uint32_t tensor) const;
   void SetSchedulePosition(uint32_t position);
 
-  // Transfers between the region and the daemon (proto/shm_abi.h); buffers stay untouched until the ticket is waited for.
-  Ticket Put(uint32_t tensor, uint64_t element_offset, uint64_t element_count, uint64_t region_offset);
-  Ticket Get(uint32_t tensor, proto::RingPlane plane, uint64_t element_offset, uint64_t element_count, uint64_t region_offset);
+  // Transfers between the region and the daemon (proto/shm_abi.h); buffers stay untouched until the
+  // ticket is waited for.
+  Ticket Put(uint32_t tensor, uint64_t element_offset, uint64_t element_count,
+             uint64_t region_offset);
+  Ticket Get(uint32_t tensor, proto::RingPlane plane, uint64_t element_offset,
+             uint64_t element_count, uint64_t region_offset);
   Ticket ScratchWrite(uint64_t scratch_offset, uint64_t length_bytes, uint64_t region_offset);
   Ticket ScratchRead(uint64_t scratch_offset, uint64_t length_bytes, uint64_t region_offset);
   // Blocks until it is done. Every ticket must be waited for exactly once.
@@ -118,7 +129,8 @@ class Session {
   bool daemon_is_private() const;
   // OK, or why nothing works any more.
   absl::Status health() const;
-  double wait_seconds() const;  // that threads spent blocked in Acquire, Wait, Step and WaitDurable, in all
+  double wait_seconds()
+      const;  // that threads spent blocked in Acquire, Wait, Step and WaitDurable, in all
 
  private:
   struct Impl;

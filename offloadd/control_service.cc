@@ -3,14 +3,16 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <filesystem>
 #include <future>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "base/version.h"
 #include "offloadd/limits.h"
-#include "offloadd/version.h"
 #include "proto/grpc_status.h"
 #include "swap/store.h"
 
@@ -20,9 +22,10 @@ namespace {
 namespace v1 = proto::v1;
 using proto::ToGrpc;
 
-// What a stream may bring in all: bounds the memory of a call.
+// The memory that a stream may take in all.
 constexpr uint64_t kStreamBytesMax = 256ull << 20;
 constexpr auto kStatusPatience = std::chrono::milliseconds(500);
+constexpr auto kClaimPause = std::chrono::milliseconds(20);
 
 absl::Status NoJob() { return MakeError(ErrorId::kProtocol, "a call before OpenJob"); }
 
@@ -33,7 +36,7 @@ absl::StatusOr<std::vector<Message>> ReadAll(Reader* reader) {
   uint64_t bytes = 0;
   Message message;
   while (reader->Read(&message)) {
-    bytes += message.ByteSizeLong();
+    bytes += message.SpaceUsedLong();
     if (bytes > kStreamBytesMax)
       return MakeError(ErrorId::kProtocol,
                        absl::StrCat("a stream of more than ", kStreamBytesMax, " bytes"));
@@ -67,11 +70,36 @@ grpc::Status ControlService::OpenJob(grpc::ServerContext* context,
                                      const v1::OpenJobRequest* request, v1::OpenJobReply* reply) {
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
+  if (const absl::Status claimed = ClaimJob(*session, *request); !claimed.ok())
+    return ToGrpc(claimed);
   using Answer = absl::StatusOr<v1::OpenJobReply>;
   const Answer answer = (*session)->loop().Call<Answer>(
       [&](std::function<void(Answer)> done) { done((*session)->OpenJob(*request)); });
-  if (answer.ok()) *reply = *answer;
+  if (answer.ok()) {
+    *reply = *answer;
+  } else {
+    sessions_->DropClaim(*session);
+  }
   return ToGrpc(answer.status());
+}
+
+// A job that another session has open is refused at once instead of waiting for its lock. A rank
+// that has just closed its connection gets a moment to be noticed.
+absl::Status ControlService::ClaimJob(const std::shared_ptr<Session>& session,
+                                      const v1::OpenJobRequest& request) {
+  OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(pools_, request.pool()));
+  std::error_code error;
+  const std::string path = std::filesystem::canonical(pool, error).string();  // "" is refused later
+  const std::string job = absl::StrCat(path, "/", request.job());
+  const double deadline = Clock::Real().NowSeconds() + kLimits.holder_patience_seconds;
+  while (const std::optional<pid_t> holder = sessions_->Claim(session, job)) {
+    if (Clock::Real().NowSeconds() >= deadline) {
+      return MakeError(ErrorId::kStoreLocked, absl::StrCat("job \"", request.job(), "\" of ", pool,
+                                                           " is in use by process ", *holder));
+    }
+    std::this_thread::sleep_for(kClaimPause);
+  }
+  return absl::OkStatus();
 }
 
 grpc::Status ControlService::DeclareTensors(grpc::ServerContext* context,
@@ -113,7 +141,6 @@ grpc::Status ControlService::Seal(
     const double now = Clock::Real().NowSeconds();
     if (now - reported_seconds < 0.1) return;
     reported_seconds = now;
-    (*session)->CheckRankWhileFormatting();
     v1::SealProgress message;
     message.set_bytes_formatted(bytes_formatted);
     message.set_bytes_total(bytes_total);

@@ -61,6 +61,8 @@ class ControlService final : public proto::v1::Control::Service {
 
  private:
   absl::StatusOr<std::shared_ptr<Session>> SessionOf(const grpc::ServerContext& context) const;
+  absl::Status ClaimJob(const std::shared_ptr<Session>& session,
+                        const proto::v1::OpenJobRequest& request);
 
   SessionTable* sessions_;
   PoolPolicy pools_;

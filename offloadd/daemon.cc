@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <csignal>
@@ -14,6 +15,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
@@ -35,6 +37,10 @@ Daemon::~Daemon() {
     server_->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(50));
   unlink(options_.socket_path.c_str());
   unlink(control_path_.c_str());
+  // The client made the directory for us; it may have been killed.
+  if (options_.is_private) {
+    rmdir(std::filesystem::path(options_.socket_path).parent_path().c_str());
+  }
 }
 
 absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Create(DaemonOptions options) {
@@ -122,14 +128,18 @@ void Daemon::Accept() {
 absl::Status Daemon::Welcome(UniqueFd socket) {
   OFFLOAD_ASSIGN_OR_RETURN(proto::Peer peer, proto::PeerOf(socket.get()));
   OFFLOAD_RETURN_IF_ERROR(proto::CheckPeer(peer, {}));
+  // It ends with the process that started it, which nobody else should depend on.
+  if (options_.parent_pid != 0 && peer.pid != options_.parent_pid) {
+    return MakeError(ErrorId::kRefused,
+                     absl::StrCat("this is the private daemon of process ", options_.parent_pid));
+  }
+  if (shutting_down_) return MakeError(ErrorId::kRefused, "the daemon is shutting down");
   if (sessions_.size() >= static_cast<size_t>(kLimits.sessions_max)) {
     return MakeError(ErrorId::kRefused,
                      absl::StrCat("the daemon has ", kLimits.sessions_max, " sessions already"));
   }
-  Session::Options options{.id = next_session_++,
-                           .control_path = control_path_,
-                           .pools = options_.pools,
-                           .private_daemon = options_.is_private};
+  Session::Options options{
+      .id = next_session_++, .control_path = control_path_, .pools = options_.pools};
   OFFLOAD_ASSIGN_OR_RETURN(
       std::shared_ptr<Session> session,
       Session::Create(std::move(socket), std::move(peer), std::move(options),
@@ -158,16 +168,27 @@ void Daemon::HandleSignal() {
 
 void Daemon::Shutdown() {
   shutting_down_ = true;
-  loop_->Unwatch(listener_.get());
-  listener_.reset();
+  drain_deadline_seconds_ = Clock::Real().NowSeconds() + options_.drain_timeout_seconds;
+  loop_->SetTurn([this] { return CheckDrain(); });
   for (const std::shared_ptr<Session>& session : sessions_.All()) session->Shutdown();
   StopIfDone();
+}
+
+// A rank that is stopped while it uses a tensor can keep a step from ending for ever.
+int Daemon::CheckDrain() {
+  const double left_seconds = drain_deadline_seconds_ - Clock::Real().NowSeconds();
+  if (left_seconds > 0) return static_cast<int>(std::min(left_seconds, 60.0) * 1e3) + 1;
+  spdlog::error("{} sessions are not drained within {} s: ending as by a crash", sessions_.size(),
+                options_.drain_timeout_seconds);
+  _exit(1);
 }
 
 void Daemon::StopIfDone() {
   if (sessions_.size() > 0) return;
   const bool alone = options_.is_private && (had_session_ || parent_gone_);
-  if (shutting_down_ || alone) loop_->Stop();
+  if (!shutting_down_ && !alone) return;
+  shutting_down_ = true;  // who connects in this last moment is refused
+  loop_->Stop();
 }
 
 }  // namespace offload::daemon

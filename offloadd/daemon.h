@@ -7,8 +7,8 @@
 //   * A private daemon ends when its last rank is gone and drained, or when the process that
 //   started it ends without connecting.
 //   * After SIGTERM nobody is let in; jobs are drained and committed, then Run() returns. A second
-//   signal ends at once, which leaves
-//     the state of a crash: the last committed epoch.
+//   signal, or a job that is not drained in time, ends the process at once, which leaves the state
+//   of a crash: the last committed epoch.
 //
 // Thread safety: Run() on the main thread.
 #pragma once
@@ -22,6 +22,7 @@
 #include "absl/status/statusor.h"
 #include "base/unique_fd.h"
 #include "offloadd/event_loop.h"
+#include "offloadd/limits.h"
 #include "offloadd/session_table.h"
 
 namespace grpc {
@@ -37,6 +38,7 @@ struct DaemonOptions {
   bool is_private = false;
   pid_t parent_pid = 0;  // of a private daemon; 0: not watched
   PoolPolicy pools;
+  double drain_timeout_seconds = kLimits.drain_timeout_seconds;
 };
 
 class Daemon {
@@ -58,6 +60,7 @@ class Daemon {
   void SessionEnded(uint64_t id);
   void HandleSignal();
   void Shutdown();
+  int CheckDrain();
   void StopIfDone();
 
   DaemonOptions options_;
@@ -71,6 +74,7 @@ class Daemon {
   bool had_session_ = false;
   bool parent_gone_ = false;
   bool shutting_down_ = false;
+  double drain_deadline_seconds_ = 0;
 };
 
 }  // namespace offload::daemon

@@ -26,6 +26,7 @@ namespace offload::daemon {
 namespace {
 
 absl::Status WrongState(std::string_view what) { return MakeError(ErrorId::kProtocol, what); }
+absl::Status Closed() { return MakeError(ErrorId::kSessionEnded, "the job is being closed"); }
 
 absl::StatusOr<aio::Engine> ParseEngine(const std::string& text) {
   if (text.empty() || text == "auto") return aio::Engine::kAuto;
@@ -40,16 +41,12 @@ uint32_t DefaultUpdateThreads() {
   return std::clamp<uint32_t>(std::thread::hardware_concurrency() / 2, 1, 4);
 }
 
-// OFFLOADD_LOCK_TIMEOUT, in seconds: how long to wait for a job that is open elsewhere, or whose killed daemon still writes.
-swap::StoreOptions MakeStoreOptions(const aio::OpenOptions& io) {
-  swap::StoreOptions options;
-  options.io = io;
+// A number of seconds from the environment.
+double SecondsFrom(const char* variable, double otherwise) {
   double seconds = 0;
-  const char* const text = std::getenv("OFFLOADD_LOCK_TIMEOUT");
-  if (text != nullptr && absl::SimpleAtod(text, &seconds) && seconds >= 0) {
-    options.lock_timeout_seconds = seconds;
-  }
-  return options;
+  const char* const text = std::getenv(variable);
+  const bool is_good = text != nullptr && absl::SimpleAtod(text, &seconds) && seconds >= 0;
+  return is_good ? seconds : otherwise;
 }
 
 }  // namespace
@@ -71,6 +68,8 @@ absl::StatusOr<std::string> ChoosePool(const PoolPolicy& policy, const std::stri
 Job::Job(EventLoop* loop) : loop_(loop) {
   context_.loop = loop;
   context_.clock = &Clock::Real();
+  context_.room_timeout_seconds =
+      SecondsFrom("OFFLOADD_ROOM_TIMEOUT", kLimits.room_timeout_seconds);
   context_.complete = [this](uint64_t tag, absl::Status status, uint64_t value) {
     Complete(tag, std::move(status), value);
   };
@@ -89,8 +88,10 @@ Job::~Job() {
 absl::StatusOr<std::unique_ptr<Job>> Job::Open(EventLoop* loop,
                                                const proto::v1::OpenJobRequest& request,
                                                const std::string& pool,
+                                               std::function<bool()> cancelled,
                                                proto::v1::OpenJobReply* reply) {
   std::unique_ptr<Job> job(new Job(loop));
+  job->cancelled_ = std::move(cancelled);
   job->name_ = request.job();
   job->pool_ = pool;
   if (!swap::IsValidJobName(request.job())) {
@@ -126,8 +127,18 @@ absl::StatusOr<std::unique_ptr<Job>> Job::Open(EventLoop* loop,
   return job;
 }
 
+// OFFLOADD_LOCK_TIMEOUT: how long to wait for a job that is open elsewhere, or whose killed daemon
+// still writes.
+swap::StoreOptions Job::MakeStoreOptions() const {
+  swap::StoreOptions options;
+  options.io = io_;
+  options.lock_timeout_seconds = SecondsFrom("OFFLOADD_LOCK_TIMEOUT", options.lock_timeout_seconds);
+  options.cancelled = cancelled_;
+  return options;
+}
+
 absl::Status Job::OpenStore() {
-  const swap::StoreOptions options = MakeStoreOptions(io_);
+  const swap::StoreOptions options = MakeStoreOptions();
   absl::StatusOr<std::unique_ptr<swap::Store>> store = swap::Store::Open(pool_, name_, options);
   if (store.ok()) {
     store_ = *std::move(store);
@@ -213,6 +224,9 @@ absl::Status Job::DeclareTensors(const std::vector<proto::v1::DeclareTensorsRequ
 
 absl::Status Job::ReserveScratch(uint64_t bytes) {
   if (context_.failed()) return context_.failure;
+  if (bytes > kLimits.scratch_bytes_max) {
+    return MakeError(ErrorId::kBadValue, absl::StrCat("scratch space of ", bytes, " bytes"));
+  }
   OFFLOAD_RETURN_IF_ERROR(SetScratch());
   OFFLOAD_RETURN_IF_ERROR(scratch_->Reserve(bytes));
   scratch_bytes_ = std::max(scratch_bytes_, AlignDown(bytes, proto::kSectorBytes));
@@ -295,7 +309,7 @@ absl::Status Job::CompareCatalogue() const {
 }
 
 absl::Status Job::CreateStore(const Progress& progress) {
-  swap::StoreOptions options = MakeStoreOptions(io_);
+  swap::StoreOptions options = MakeStoreOptions();
   options.progress = progress;
   OFFLOAD_ASSIGN_OR_RETURN(
       store_, swap::Store::Create(
@@ -348,7 +362,8 @@ void Job::Publish(const std::string& trainer_state, Done done) {
   context_.commit_wanted = true;
   transfers_->WriteBundles(
       [this, trainer_state, done = std::move(done)](absl::Status status) mutable {
-        if (!status.ok()) return FinishPublish(std::move(done), trainer_state, std::move(status));
+        if (!status.ok() || context_.failed())
+          return FinishPublish(std::move(done), trainer_state, std::move(status));
         store_->Commit(0, trainer_state,
                        context_.Counted([this, trainer_state,
                                          done = std::move(done)](absl::Status committed) mutable {
@@ -360,6 +375,7 @@ void Job::Publish(const std::string& trainer_state, Done done) {
 void Job::FinishPublish(Done done, const std::string& trainer_state, absl::Status status) {
   publishing_ = false;
   context_.commit_wanted = false;
+  if (context_.failed()) status = context_.failure;
   if (status.ok()) status = store_->Publish();
   if (!status.ok()) {
     Fail(status);
@@ -389,7 +405,8 @@ void Job::Step(std::vector<proto::v1::StepRequest> messages, StepDone done) {
   if (!context_.published || closing_)
     return done(WrongState("Step before Publish or after Close"));
   if (waiting_step_.has_value()) return done(WrongState("two steps at once"));
-  ReadRing();  // what came before the step belongs before it
+  ReadRing(proto::kInFlightMax);  // what came before the step belongs before it
+  if (context_.failed()) return done(context_.failure);
   waiting_step_ = WaitingStep{std::move(messages), std::move(done)};
   if (executor_->busy()) return executor_->Hurry();
   StartRecordedStep();
@@ -459,6 +476,7 @@ void Job::Drain() {
   }
   if (context_.outstanding > 0) return;
   drained_ = true;
+  if (cache_ != nullptr) cache_->FailWaiters(Closed());
   for (Done& waiter : std::exchange(close_waiters_, {})) waiter(context_.failure);
 }
 
@@ -470,7 +488,7 @@ void Job::Fail(absl::Status status) {
   proto::PublishFailure(header(), status);
   if (waiting_step_.has_value()) std::exchange(waiting_step_, std::nullopt)->done(status);
   for (StepDone& waiter : std::exchange(durable_waiters_, {})) waiter(status);
-  if (cache_ != nullptr) cache_->FailWaiters();
+  if (cache_ != nullptr) cache_->FailWaiters(context_.failure);
   if (transfers_ != nullptr) transfers_->FailQueued();
 }
 
@@ -483,8 +501,8 @@ std::string Job::ExplainFailure(uint64_t tag) const {
 
 // ---- The ring ----------------------------------------------------------------------------------
 
-void Job::ReadRing() {
-  for (uint32_t i = 0; rings_.has_value() && i < kLimits.ring_entries_per_turn; ++i) {
+void Job::ReadRing(uint32_t entries_max) {
+  for (uint32_t i = 0; rings_.has_value() && i < entries_max; ++i) {
     absl::StatusOr<std::optional<proto::SubmissionEntry>> next = rings_->Next();
     if (!next.ok()) {
       Fail(next.status());  // also tells the rank why
@@ -500,6 +518,7 @@ void Job::ReadRing() {
 
 void Job::Handle(const proto::SubmissionEntry& entry) {
   if (context_.failed()) return Complete(entry.tag, context_.failure, 0);
+  if (closing_) return Complete(entry.tag, Closed(), 0);
   switch (entry.operation) {
     case proto::RingOperation::kNop:
       return Complete(entry.tag, absl::OkStatus(), 0);
@@ -562,9 +581,9 @@ size_t Job::PollDevices() {
 }
 
 int Job::Turn() {
-  if (drained_) return -1;
   if (rings_.has_value()) rings_->Awake();
-  if (!closing_) ReadRing();
+  ReadRing(kLimits.ring_entries_per_turn);
+  if (drained_) return SleepLimit(/*waiting=*/false, /*completions=*/0);
   bool waiting = false;
   size_t completions = PollDevices();
   if (sealed_) {
@@ -577,10 +596,15 @@ int Job::Turn() {
   }
   if (closing_) Drain();
   UpdateHeader();
+  return SleepLimit(waiting || (closing_ && !drained_), completions);
+}
+
+// Shows the rank what was done; how long the loop may sleep then.
+int Job::SleepLimit(bool waiting, size_t completions) {
   if (rings_.has_value()) rings_->Publish();
   if (completions > 0) return 0;
-  if (rings_.has_value() && !closing_ && !rings_->PrepareToSleep()) return 0;
-  return waiting || closing_ ? kLimits.room_poll_ms : -1;
+  if (rings_.has_value() && !rings_->PrepareToSleep()) return 0;
+  return waiting ? kLimits.room_poll_ms : -1;
 }
 
 void Job::UpdateHeader() {

@@ -60,9 +60,12 @@ class Job {
   using Progress = std::function<void(uint64_t bytes_formatted, uint64_t bytes_total)>;
 
   // Opens the store of the job or finds that there is none, and makes the two memories. Blocking.
+  // `cancelled` is asked while Open and Seal wait for a lock or format a store; true: nobody wants
+  // the job any more.
   static absl::StatusOr<std::unique_ptr<Job>> Open(EventLoop* loop,
                                                    const proto::v1::OpenJobRequest& request,
                                                    const std::string& pool,
+                                                   std::function<bool()> cancelled,
                                                    proto::v1::OpenJobReply* reply);
   ~Job();
   Job(const Job&) = delete;
@@ -81,8 +84,11 @@ class Job {
   absl::Status SetSchedule(const std::vector<uint32_t>& tensors);
   void Step(std::vector<proto::v1::StepRequest> messages, StepDone done);
   void WaitDurable(StepDone done);
-  // Drains, commits, and answers; the job does nothing any more.
+  // Drains, commits, and answers; the job does nothing any more, and what the rank still submits is
+  // answered with OFD-1802.
   void Close(Done done);
+  // The rank needs no tensor any more, whatever its pins say.
+  void IgnorePins() { context_.pins = nullptr; }
   // The rank is gone: nothing is pinned, nobody is answered. Drains as Close().
   void RankGone();
   std::string ExplainFailure(uint64_t tag) const;
@@ -97,6 +103,7 @@ class Job {
 
  private:
   explicit Job(EventLoop* loop);
+  swap::StoreOptions MakeStoreOptions() const;
   absl::Status OpenStore();
   absl::Status MakeMemories();
   absl::Status SetScratch();
@@ -108,7 +115,7 @@ class Job {
   void MakeParts();
   void UpdateLimits();
 
-  void ReadRing();
+  void ReadRing(uint32_t entries_max);
   void Handle(const proto::SubmissionEntry& entry);
   void ScratchWrite(const proto::SubmissionEntry& entry);
   void Complete(uint64_t tag, absl::Status status, uint64_t value);
@@ -118,6 +125,7 @@ class Job {
   void OnCommitted(uint64_t step);
   void FinishPublish(Done done, const std::string& trainer_state, absl::Status status);
   void Drain();
+  int SleepLimit(bool waiting, size_t completions);
   void UpdateHeader();
   proto::SlabHeader* header() const { return reinterpret_cast<proto::SlabHeader*>(slab_.data()); }
 
@@ -125,6 +133,7 @@ class Job {
   std::string name_, pool_;
   uint64_t ram_bytes_ = 0;
   aio::OpenOptions io_;
+  std::function<bool()> cancelled_;
   std::string io_engine_;
   uint64_t pins_offset_ = 0;
   uint64_t scratch_bytes_ = 0;  // that the rank may use

@@ -50,6 +50,7 @@ struct JobContext {
   bool commit_wanted = false;  // no write may begin until the commit is done
   uint32_t writes_in_flight = 0;
   uint64_t outstanding = 0;
+  double room_timeout_seconds = 0;  // after which an acquire that nothing can serve fails
   absl::Status failure;
 
   // Answers an operation of the ring.

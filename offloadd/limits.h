@@ -10,23 +10,24 @@ namespace offload::daemon {
 struct Limits {
   int sessions_max = 64;
   uint64_t message_bytes_max = 4ull << 20;  // of one control message
-  int handshake_timeout_ms = 30'000;
-  int call_threads_max = 128;             // of the control service
-  uint32_t ring_entries_per_turn = 64;    // read from one ring before others get their turn
-  uint32_t loads_in_flight_max = 32;      // extents being read for acquires and prefetches
-  uint32_t transfers_in_flight_max = 16;  // puts and gets being served
-  uint32_t wishes_max = 64;               // prefetches that wait for room
+  int call_threads_max = 128;               // of the control service
+  uint32_t ring_entries_per_turn = 64;      // read from one ring before others get their turn
+  uint32_t loads_in_flight_max = 32;        // extents being read for acquires and prefetches
+  uint32_t transfers_in_flight_max = 16;    // puts and gets being served
+  uint32_t wishes_max = 64;                 // prefetches that wait for room
   uint32_t pipeline_blocks_max = 4096;
   uint32_t update_threads_max = 64;
   uint64_t trainer_state_bytes_max = 1ull << 20;
-  uint64_t scratch_transfer_bytes_max = 16ull << 20;
+  uint64_t scratch_bytes_max = 1ull << 50;
   uint32_t schedule_touches_max = 1u << 24;
   uint32_t groups_max = 4096;
   uint32_t failure_texts_max = 256;  // kept for ExplainFailure
   uint64_t ram_bytes_max = 1ull << 46;
   int room_poll_ms = 1;                 // unpinning sends no message
   double schedule_stall_seconds = 0.2;  // after which the update stops waiting for the forward
-  double room_timeout_seconds = 30;     // after which an acquire that finds no room fails
+  double room_timeout_seconds = 30;     // after which an acquire that nothing can serve fails
+  double holder_patience_seconds = 1;   // for a job that another session of this daemon has open
+  double drain_timeout_seconds = 60;    // after SIGTERM; then the daemon ends as by a crash
 };
 
 inline constexpr Limits kLimits;

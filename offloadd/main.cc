@@ -1,6 +1,6 @@
 // offloadd: the daemon.
 
-#include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <csignal>
@@ -11,9 +11,9 @@
 
 #include "CLI/CLI.hpp"
 #include "base/string_view.h"
+#include "base/version.h"
 #include "offloadd/daemon.h"
 #include "offloadd/limits.h"
-#include "offloadd/version.h"
 #include "spdlog/sinks/stdout_sinks.h"
 #include "spdlog/spdlog.h"
 
@@ -38,6 +38,10 @@ void AddFlags(CLI::App& app, Flags& flags) {
   app.add_option("--pool", flags.daemon.pools.allowed,
                  "A directory that jobs may live in; the first one is the default (repeatable)")
       ->type_name("DIR");
+  app.add_option("--drain-timeout", flags.daemon.drain_timeout_seconds,
+                 "How long jobs may take to end after SIGTERM")
+      ->type_name("SECONDS")
+      ->check(CLI::NonNegativeNumber);
   app.add_option("--log-level", flags.log_level, "debug, info, warning or error")
       ->check(CLI::IsMember({"debug", "info", "warning", "error"}));
   app.set_version_flag("--version", std::string("offloadd ") + kVersion);
@@ -56,6 +60,11 @@ void SetUpProcess(bool is_private) {
   umask(0077);
   std::signal(SIGPIPE, SIG_IGN);
   std::signal(SIGXFSZ, SIG_IGN);  // a write beyond a limit is an error, not the end
+  // Sessions have a dozen descriptors each.
+  if (rlimit files; getrlimit(RLIMIT_NOFILE, &files) == 0) {
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+  }
   // The terminal's Ctrl-C is meant for the trainer; its end is ours, after draining.
   if (is_private) {
     setsid();

@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sys/prctl.h>
-#include <unistd.h>
 
 #include <utility>
 
@@ -62,7 +61,16 @@ int Session::Turn() {
   return timeout_ms;
 }
 
+// The loop may be busy with a lock or a format, so this is not its own view: the rank's process is
+// asked about.
+bool Session::IsLeaving() const {
+  if (leaving_.load(std::memory_order_acquire)) return true;
+  pollfd watched{.fd = peer_.pidfd.get(), .events = POLLIN};
+  return poll(&watched, 1, 0) > 0;
+}
+
 void Session::Shutdown() {
+  leaving_.store(true, std::memory_order_release);
   loop_->Post([this] {
     if (ending_) return;
     ending_ = true;
@@ -76,6 +84,7 @@ void Session::End(std::string_view reason) {
   loop_->Unwatch(peer_.pidfd.get());
   socket_.reset();  // a rank that is still there sees it
   ending_ = true;
+  leaving_.store(true, std::memory_order_release);
   if (job_ != nullptr) job_->RankGone();
 }
 
@@ -128,20 +137,23 @@ absl::StatusOr<proto::v1::OpenJobReply> Session::OpenJob(const proto::v1::OpenJo
   if (job_ != nullptr) return MakeError(ErrorId::kProtocol, "OpenJob for the second time");
   OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(options_.pools, request.pool()));
   proto::v1::OpenJobReply reply;
-  OFFLOAD_ASSIGN_OR_RETURN(job_, Job::Open(loop_.get(), request, pool, &reply));
+  OFFLOAD_ASSIGN_OR_RETURN(
+      job_, Job::Open(
+                loop_.get(), request, pool, [this] { return RankHasLeft(); }, &reply));
   return reply;
 }
 
 void Session::CloseJob(std::function<void(absl::Status)> done) {
+  leaving_.store(true, std::memory_order_release);
   if (job_ == nullptr) return done(absl::OkStatus());
+  job_->IgnorePins();
   job_->Close(std::move(done));
 }
 
-void Session::CheckRankWhileFormatting() const {
-  if (!options_.private_daemon) return;
-  pollfd watched{.fd = peer_.pidfd.get(), .events = POLLIN};
-  // Nothing is published, so nothing can be lost; the next format removes what is left.
-  if (poll(&watched, 1, 0) > 0) _exit(0);
+// Asked while the loop cannot look itself.
+bool Session::RankHasLeft() const {
+  pollfd watched{.fd = socket_.get(), .events = POLLRDHUP};
+  return IsLeaving() || poll(&watched, 1, 0) > 0;
 }
 
 }  // namespace offload::daemon

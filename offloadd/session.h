@@ -10,8 +10,8 @@
 //     session's thread as its last act.
 //   * The token is bound to the socket and dies with it.
 //
-// Thread safety: token, loop, Shutdown and Status from any thread; job() on the session's loop
-// only.
+// Thread safety: id, token, loop, client_pid, Shutdown and IsLeaving from any thread; the rest on
+// the session's loop only.
 #pragma once
 
 #include <atomic>
@@ -37,7 +37,6 @@ class Session {
     uint64_t id = 0;
     std::string control_path;
     PoolPolicy pools;
-    bool private_daemon = false;
   };
 
   static absl::StatusOr<std::shared_ptr<Session>> Create(UniqueFd socket, proto::Peer peer,
@@ -56,6 +55,9 @@ class Session {
 
   // Drains and ends.
   void Shutdown();
+  // True once nobody needs the job any more: the rank has closed it or is gone, or the daemon shuts
+  // down.
+  bool IsLeaving() const;
 
   // ---- On the loop.
   // Null before OpenJob.
@@ -63,9 +65,6 @@ class Session {
   absl::StatusOr<proto::v1::OpenJobReply> OpenJob(const proto::v1::OpenJobRequest& request);
   // Drains the job and closes its store; the session stays, without a job that does anything.
   void CloseJob(std::function<void(absl::Status)> done);
-  // Called while a store is being formatted, which the loop cannot interrupt: a private daemon
-  // whose rank is gone ends at once.
-  void CheckRankWhileFormatting() const;
 
  private:
   Session(UniqueFd socket, proto::Peer peer, Options options, std::unique_ptr<EventLoop> loop,
@@ -75,6 +74,7 @@ class Session {
   void ReadSocket();
   absl::Status Handle(const proto::RankMessage& message);
   absl::Status SendMemory();
+  bool RankHasLeft() const;
   void End(std::string_view reason);
 
   UniqueFd socket_;
@@ -87,6 +87,7 @@ class Session {
   std::optional<proto::Doorbell> doorbell_;  // ours, until the rank has mapped its memory
   bool memory_sent_ = false;
   bool ending_ = false;
+  std::atomic<bool> leaving_{false};
   std::thread thread_;
 };
 

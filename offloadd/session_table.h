@@ -1,6 +1,6 @@
 // offloadd/session_table.h
 //
-// The sessions of the daemon, found by number or by token.
+// The sessions of the daemon, found by number or by token, and which jobs they have open.
 //
 // Thread safety: all methods may be called from any thread.
 #pragma once
@@ -9,6 +9,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <vector>
 
 #include "offloadd/session.h"
@@ -28,7 +30,25 @@ class SessionTable {
     if (entry == sessions_.end()) return nullptr;
     std::shared_ptr<Session> session = std::move(entry->second);
     sessions_.erase(entry);
+    claims_.erase(id);
     return session;
+  }
+  // Gives `session` the claim of a job, named by anything that is the same for the same store, for
+  // as long as it lives. Otherwise returns the process of the session that has it. One that is
+  // leaving does not count: its store's lock is waited for.
+  std::optional<pid_t> Claim(const std::shared_ptr<Session>& session, const std::string& job) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [id, other] : sessions_) {
+      const auto claim = claims_.find(id);
+      if (claim == claims_.end() || claim->second != job || other == session) continue;
+      if (!other->IsLeaving()) return other->client_pid();
+    }
+    claims_[session->id()] = job;
+    return std::nullopt;
+  }
+  void DropClaim(const std::shared_ptr<Session>& session) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    claims_.erase(session->id());
   }
   // Compares with every token, each in constant time. Null when it is nobody's.
   std::shared_ptr<Session> FindByToken(const proto::Token& token) const {
@@ -53,6 +73,7 @@ class SessionTable {
  private:
   mutable std::mutex mutex_;
   std::map<uint64_t, std::shared_ptr<Session>> sessions_;  // guarded by mutex_
+  std::map<uint64_t, std::string> claims_;                 // by session; guarded by mutex_
 };
 
 }  // namespace offload::daemon

@@ -59,11 +59,11 @@ void WeightCache::AnswerWaiters(uint32_t store_tensor) {
   }
 }
 
-void WeightCache::FailWaiters() {
+void WeightCache::FailWaiters(const absl::Status& status) {
   for (State& state : states_) {
     for (const Waiter& waiter : std::exchange(state.waiters, {})) {
       --waiting_count_[waiter.tensor];
-      context_->complete(waiter.tag, context_->failure, 0);
+      context_->complete(waiter.tag, status, 0);
     }
     state.demanded = false;
   }
@@ -79,8 +79,8 @@ void WeightCache::Acquire(uint32_t tensor, uint64_t tag) {
   State& state = states_[store_tensor];
   state.waiters.push_back({tensor, tag});
   ++waiting_count_[tensor];
-  if (pending_[tensor]) return on_demand_(store_tensor);
-  if (state.phase == Phase::kAbsent) Demand(store_tensor);
+  if (pending_[tensor]) on_demand_(store_tensor);
+  if (pending_[tensor] || state.phase == Phase::kAbsent) Demand(store_tensor);
   if (state.phase == Phase::kLoading) {
     // Whatever else is being loaded can wait.
     const auto load = std::find(loads_.begin(), loads_.end(), store_tensor);
@@ -306,23 +306,27 @@ bool WeightCache::Turn() {
 // Tries all, in order: a big tensor that finds no room must not stop those that other threads wait
 // for.
 bool WeightCache::ServeDemands() {
+  bool waits_for_room = false;  // updates that wait for it are looked after by the executor
   for (size_t i = demands_.size(); i > 0; --i) {
     const uint32_t store_tensor = demands_.front();
     demands_.pop_front();
     State& state = states_[store_tensor];
-    const bool wanted = state.phase == Phase::kAbsent && !state.waiters.empty();
-    // A step that came meanwhile: the update brings the weights.
     const proto::StoreTensor& tensor = context_->store_tensor(store_tensor);
-    const bool updating = !tensor.bundle && AnyPending(tensor);
+    const bool updating = AnyPending(tensor);
+    const bool wanted = !state.waiters.empty() && (state.phase == Phase::kAbsent || updating);
+    // The update, perhaps one that came after the acquire, brings the weights of all but bundles.
     if (wanted && updating) on_demand_(store_tensor);
-    if (!wanted || updating || TryLoad(store_tensor, std::nullopt)) {
+    const bool loads = wanted && state.phase == Phase::kAbsent && (!updating || tensor.bundle) &&
+                       TryLoad(store_tensor, std::nullopt);
+    if (!wanted || (loads && !updating)) {
       state.demanded = false;
       continue;
     }
     demands_.push_back(store_tensor);
     CheckPatience(store_tensor);
+    waits_for_room |= !updating;
   }
-  return !demands_.empty();
+  return waits_for_room;
 }
 
 void WeightCache::CheckPatience(uint32_t store_tensor) {
@@ -330,14 +334,16 @@ void WeightCache::CheckPatience(uint32_t store_tensor) {
   const double now = context_->clock->NowSeconds();
   if (context_->outstanding > 0)
     state.waiting_since = now;  // what is in flight may still make room
-  if (now - state.waiting_since < kLimits.room_timeout_seconds) return;
+  if (now - state.waiting_since < context_->room_timeout_seconds) return;
   const proto::StoreTensor& tensor = context_->store_tensor(store_tensor);
   const absl::Status status =
       MakeError(ErrorId::kWindowExhausted,
-                absl::StrCat("no room for \"", context_->catalogue.tensors[tensor.members[0]].name,
-                             "\" (", FormatBytes(proto::WeightSlotBytes(tensor)),
+                absl::StrCat(AnyPending(tensor) ? "no room to update \"" : "no room for \"",
+                             context_->catalogue.tensors[tensor.members[0]].name, "\" (",
+                             FormatBytes(proto::WeightSlotBytes(tensor)),
                              ") in the weight window of ", FormatBytes(window_.size_bytes()), ": ",
                              FormatBytes(window_.occupied_bytes()), " are in use"));
+  state.waiting_since = now;  // of who comes next
   for (const Waiter& waiter : std::exchange(state.waiters, {})) {
     --waiting_count_[waiter.tensor];
     context_->complete(waiter.tag, status, 0);

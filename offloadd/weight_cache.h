@@ -85,8 +85,8 @@ class WeightCache {
 
   // Starts what can be started. True while somebody waits for room, which no message announces.
   bool Turn();
-  // Answers all waiters with the job's failure.
-  void FailWaiters();
+  // Answers all waiters with `status`.
+  void FailWaiters(const absl::Status& status);
   // Forgets the wishes of a rank that is gone.
   void DropWishes() { wishes_.clear(); }
 

@@ -1,4 +1,5 @@
-// Runs a program in a process tree that may not use io_uring, as default container profiles have it: EPERM from its system calls.
+// Runs a program in a process tree that may not use io_uring, as default container profiles have
+// it: EPERM from its system calls.
 //
 //   no_uring PROGRAM [ARGUMENT…]
 
@@ -25,7 +26,8 @@ int main(int argc, char** argv) {
       BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
   };
   const sock_fprog program = {sizeof(filter) / sizeof(filter[0]), filter};
-  if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) {
+  if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 ||
+      prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) {
     perror("seccomp");
     return 125;
   }

@@ -2,7 +2,10 @@
 // is compared, plane by plane and bit by bit, with the kernels run in memory over fp32 masters.
 
 #include <signal.h>
+#include <spawn.h>
 #include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -87,7 +90,7 @@ class Job {
 
   // Connects, opens, and for a new job puts the initial weights.
   void Open() {
-    auto session = client::Session::Connect({.only_private = true});
+    auto session = client::Session::Connect(connect_);
     ASSERT_TRUE(session.ok()) << session.status();
     session_ = *std::move(session);
     auto info = session_->OpenJob(
@@ -188,6 +191,9 @@ class Job {
     EXPECT_TRUE(status.ok()) << status;
     session_.reset();
   }
+
+  // Connects to the daemon of OFFLOADD_SOCKET instead of a private one.
+  void UseNodeDaemon() { connect_ = {.allow_private = false}; }
 
   // Ends the session without closing the job.
   void Leave() { session_.reset(); }
@@ -384,6 +390,7 @@ class Job {
   proto::Catalogue catalogue_;
   proto::MemoryPlan plan_;
   uint64_t staging_offset_ = 0, pins_offset_ = 0;
+  client::ConnectOptions connect_ = {.only_private = true};
   std::unique_ptr<client::Session> session_;
   client::JobInfo info_;
   uint64_t step_ = 0;
@@ -391,6 +398,64 @@ class Job {
   std::vector<References> history_;  // by step
   std::mt19937 random_{20240817};
   std::normal_distribution<float> normal_{0.0f, 0.1f};
+};
+
+// A variable of the environment for as long as the object lives.
+class ScopedVariable {
+ public:
+  ScopedVariable(const char* name, const std::string& value) : name_(name) {
+    setenv(name, value.c_str(), 1);
+  }
+  ~ScopedVariable() { unsetenv(name_); }
+  ScopedVariable(const ScopedVariable&) = delete;
+  ScopedVariable& operator=(const ScopedVariable&) = delete;
+
+ private:
+  const char* name_;
+};
+
+// A daemon for everybody on this machine, as an administrator starts it; killed with the object.
+class NodeDaemon {
+ public:
+  explicit NodeDaemon(const std::vector<std::string>& flags = {}) {
+    std::string directory = "/tmp/offloadd-node-XXXXXX";
+    directory_ = mkdtemp(directory.data());
+    std::vector<std::string> arguments = {getenv("OFFLOADD_BINARY"), "--socket", socket_path()};
+    arguments.insert(arguments.end(), flags.begin(), flags.end());
+    std::vector<char*> pointers;
+    for (std::string& argument : arguments) pointers.push_back(argument.data());
+    pointers.push_back(nullptr);
+    EXPECT_EQ(posix_spawn(&pid_, pointers[0], nullptr, nullptr, pointers.data(), environ), 0);
+    while (!std::filesystem::exists(directory_ + "/control.sock") &&
+           waitpid(pid_, nullptr, WNOHANG) == 0)
+      usleep(1000);
+    socket_ = std::make_unique<ScopedVariable>("OFFLOADD_SOCKET", socket_path());
+  }
+  ~NodeDaemon() {
+    if (pid_ > 0) {
+      kill(pid_, SIGKILL);
+      waitpid(pid_, nullptr, 0);
+    }
+    std::filesystem::remove_all(directory_);
+  }
+  NodeDaemon(const NodeDaemon&) = delete;
+  NodeDaemon& operator=(const NodeDaemon&) = delete;
+
+  // Sends SIGTERM and waits for the end: the exit status, or -1 for a signal.
+  int Terminate() {
+    kill(pid_, SIGTERM);
+    int status = 0;
+    EXPECT_EQ(waitpid(pid_, &status, 0), pid_);
+    pid_ = -1;
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  }
+
+ private:
+  std::string socket_path() const { return directory_ + "/offloadd.sock"; }
+
+  std::string directory_;
+  pid_t pid_ = -1;
+  std::unique_ptr<ScopedVariable> socket_;
 };
 
 class SpineTest : public testing::Test {
@@ -588,6 +653,138 @@ TEST_F(SpineTest, JobOfAnotherModelIsRefusedAndNamed) {
   const absl::Status status = other.SealOn(**session);
   EXPECT_EQ(ErrorIdOf(status), ErrorId::kOtherModel) << status;
   EXPECT_NE(status.message().find("attention"), absl::string_view::npos) << status;
+}
+
+// The window holds one big tensor: while the rank keeps it, no other can come.
+TEST_F(SpineTest, AcquireWithoutRoomFailsInsteadOfWaitingForEver) {
+  const ScopedVariable timeout("OFFLOADD_ROOM_TIMEOUT", "0.05");
+  Job job(pool_, "job", {.dtype = Dtype::kFloat32});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  ASSERT_TRUE(job.session().Acquire(0).ok());
+  absl::Status status = job.session().Acquire(2).status();
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kWindowExhausted) << status;
+  EXPECT_NE(status.message().find("attention"), absl::string_view::npos) << status;
+  job.session().Release(0);
+  ASSERT_TRUE(job.session().Acquire(2).ok());
+  job.session().Release(2);
+
+  // The same while the other one waits for its update.
+  ASSERT_TRUE(job.session().Acquire(0).ok());
+  job.Step();
+  status = job.session().Acquire(2).status();
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kWindowExhausted) << status;
+  job.session().Release(0);
+  ASSERT_NO_FATAL_FAILURE(job.Forward());
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Close();
+}
+
+TEST_F(SpineTest, ClosingAJobDoesNotWaitForPinsAndAnswersWhatComesAfterIt) {
+  Job job(pool_, "job", {.dtype = Dtype::kFloat32});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  ASSERT_TRUE(job.session().Acquire(0).ok());  // and never released
+  job.Step();
+  EXPECT_TRUE(job.session().CloseJob().ok());
+  const absl::Status status = job.session().Wait(
+      job.session().Get(2, proto::RingPlane::kWeight, 0, 1, proto::kRegionFixedBytes));
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kSessionEnded) << status;
+  job.Leave();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.info().step, 1u);
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Close();
+}
+
+TEST_F(SpineTest, NonsenseInTheRingEndsItsSessionAndAnswersAStepThatWaits) {
+  Job job(pool_, "job", {.dtype = Dtype::kFloat32});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  ASSERT_TRUE(job.session().Acquire(0).ok());  // keeps the first step from ending
+  job.Step();
+  reinterpret_cast<proto::RegionHeader*>(job.session().region())
+      ->submission_tail.fetch_add(1u << 20);
+  client::StepCommand command;
+  command.step = 2;
+  EXPECT_FALSE(job.session().Step(command).ok());
+  job.Leave();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.info().step, 0u);
+  job.ReturnToStep(0);
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Close();
+}
+
+TEST_F(SpineTest, NodeDaemonServesTwoJobsAndRefusesASecondRunOfOne) {
+  NodeDaemon node;
+  Job first(pool_, "first", {.dtype = Dtype::kFloat32});
+  Job second(pool_, "second", {.dtype = Dtype::kBFloat16, .spill = true});
+  for (Job* job : {&first, &second}) {
+    job->UseNodeDaemon();
+    ASSERT_NO_FATAL_FAILURE(job->Open());
+    EXPECT_FALSE(job->session().daemon_is_private());
+  }
+  EXPECT_EQ(first.session().daemon_pid(), second.session().daemon_pid());
+  for (int step = 0; step < 2; ++step) {
+    for (Job* job : {&first, &second}) {
+      ASSERT_NO_FATAL_FAILURE(job->Step());
+      ASSERT_NO_FATAL_FAILURE(job->Forward());
+    }
+  }
+  {
+    auto session = client::Session::Connect({.allow_private = false});
+    ASSERT_TRUE(session.ok()) << session.status();
+    // The folder by another name is the same folder.
+    const auto info =
+        (*session)->OpenJob({.job = "first", .pool = pool_ + "/.", .ram_bytes = kRamBytes});
+    EXPECT_EQ(ErrorIdOf(info.status()), ErrorId::kStoreLocked) << info.status();
+    EXPECT_NE(info.status().message().find(absl::StrCat("process ", getpid())),
+              absl::string_view::npos)
+        << info.status();
+  }
+  // A run that follows at once finds the job free, however the one before ended.
+  first.Leave();
+  second.Close();
+  for (Job* job : {&first, &second}) {
+    ASSERT_NO_FATAL_FAILURE(job->Open());
+    EXPECT_EQ(job->info().step, 2u);
+    ASSERT_NO_FATAL_FAILURE(job->ExpectEqual());
+    job->Close();
+  }
+  EXPECT_EQ(node.Terminate(), 0);
+}
+
+TEST_F(SpineTest, StoppedRankCannotKeepATerminatedDaemonAlive) {
+  Job job(pool_, "job", {.dtype = Dtype::kFloat32});
+  job.UseNodeDaemon();
+  {
+    NodeDaemon node({"--drain-timeout", "0.2"});
+    ASSERT_NO_FATAL_FAILURE(job.Open());
+    ASSERT_TRUE(job.session().Acquire(0).ok());  // used for ever, so that the step cannot end
+    job.Step();
+    EXPECT_EQ(node.Terminate(), 1);
+    EXPECT_EQ(ErrorIdOf(job.session().WaitDurable().status()), ErrorId::kDaemonLost);
+    job.Leave();
+  }
+  NodeDaemon node;
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.info().step, 0u);
+  job.ReturnToStep(0);
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Close();
+  EXPECT_EQ(node.Terminate(), 0);
+}
+
+TEST_F(SpineTest, PrivateDaemonServesNobodyButTheProcessThatStartedIt) {
+  NodeDaemon daemon({"--private", "--parent-pid", "1"});
+  const auto session = client::Session::Connect({.allow_private = false});
+  EXPECT_EQ(ErrorIdOf(session.status()), ErrorId::kRefused) << session.status();
+}
+
+TEST_F(SpineTest, ScratchSpaceBeyondAnyDriveIsRefused) {
+  auto session = client::Session::Connect({.only_private = true});
+  ASSERT_TRUE(session.ok()) << session.status();
+  ASSERT_TRUE((*session)->OpenJob({.job = "job", .pool = pool_, .ram_bytes = kRamBytes}).ok());
+  EXPECT_EQ(ErrorIdOf((*session)->ReserveScratch(~uint64_t{0})), ErrorId::kBadValue);
+  EXPECT_EQ(ErrorIdOf((*session)->ReserveScratch(uint64_t{1} << 49)), ErrorId::kPoolFull);
 }
 
 TEST_F(SpineTest, PlanBeyondTheBudgetIsRefused) {
