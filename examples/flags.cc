@@ -5,12 +5,13 @@
 #include <cmath>
 #include <map>
 #include <numbers>
-#include <numeric>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "base/suggest.h"
 #include "examples/text_data.h"
 
 namespace offload::examples {
@@ -18,34 +19,13 @@ namespace {
 
 constexpr double kFinalFraction = 0.1;  // of the peak learning rate
 
-// Counts the insertions, deletions and replacements that turn one word into the other.
-size_t EditDistance(std::string_view from, std::string_view to) {
-  std::vector<size_t> row(to.size() + 1);
-  std::iota(row.begin(), row.end(), size_t{0});
-  for (size_t i = 0; i < from.size(); ++i) {
-    size_t diagonal = std::exchange(row[0], i + 1);
-    for (size_t j = 0; j < to.size(); ++j) {
-      const size_t replaced = diagonal + (from[i] == to[j] ? 0 : 1);
-      diagonal = row[j + 1];
-      row[j + 1] = std::min({replaced, row[j] + 1, diagonal + 1});
-    }
-  }
-  return row.back();
-}
-
 absl::Status UnknownFlag(const CLI::App& app, const std::string& word) {
   const std::string flag = word.substr(0, word.find('='));
-  std::string nearest;
-  size_t nearest_distance = flag.size() / 2 + 1;  // farther away is no suggestion
+  std::vector<std::string> known;
   for (const CLI::Option* option : app.get_options()) {
-    for (const std::string& name : option->get_lnames()) {
-      const size_t distance = EditDistance(flag, "--" + name);
-      if (distance < nearest_distance) {
-        nearest_distance = distance;
-        nearest = "--" + name;
-      }
-    }
+    for (const std::string& name : option->get_lnames()) known.push_back("--" + name);
   }
+  const std::string nearest = NearestWord(flag, known);
   const std::string what = absl::StrCat("unknown flag ", flag);
   if (nearest.empty()) return MakeError(ErrorId::kUnknownFlag, what);
   return MakeError(ErrorId::kUnknownFlag, what,
@@ -59,17 +39,29 @@ struct Words {
   std::string dtype = "fp32";
   std::string optimizer = "adamw";
   std::string offload = "off";
+  std::string export_shard = "5GB";
 };
 
 void DefineModel(CLI::App& app, Flags& flags, Words& words) {
   app.add_option("--model", words.model, "llama or gpt2")->check(CLI::IsMember({"llama", "gpt2"}));
-  app.add_option("--params", words.parameters, "about how many parameters: 150M, 1.5B");
-  app.add_option("--kv-heads", flags.key_value_heads,
-                 "heads of keys and values; 0: as many as heads")
-      ->check(CLI::NonNegativeNumber);
-  app.add_flag("--tied", flags.tied_embedding, "use the embedding as output matrix (gpt2: always)");
+  auto* const parameters =
+      app.add_option("--params", words.parameters, "about how many parameters: 150M, 1.5B");
+  auto* const key_value_heads = app.add_option("--kv-heads", flags.key_value_heads,
+                                               "heads of keys and values; 0: as many as heads")
+                                    ->check(CLI::NonNegativeNumber);
+  auto* const tied = app.add_flag("--tied", flags.tied_embedding,
+                                  "use the embedding as output matrix (gpt2: always)");
   app.add_option("--dtype", words.dtype, "of weights and gradients: fp32 or bf16")
       ->check(CLI::IsMember({"fp32", "bf16"}));
+  app.add_option("--init-from", flags.init_from,
+                 "a Hugging Face folder of a llama, or its safetensors file: shape (config.json) "
+                 "and weights of a new run; a run that continues keeps its own weights")
+      ->excludes(parameters)
+      ->excludes(key_value_heads)
+      ->excludes(tied);
+  app.add_option("--export", flags.export_folder,
+                 "write the trained llama into this folder at the end, as --init-from reads it");
+  app.add_option("--export-shard", words.export_shard, "bytes of one of its files: 500MB, 5GB");
 }
 
 void DefineTraining(CLI::App& app, Flags& flags, Words& words) {
@@ -116,9 +108,14 @@ absl::Status ReadWords(const Words& words, Flags& flags) {
   OFFLOAD_ASSIGN_OR_RETURN(const uint64_t parameters, ParseCount(words.parameters));
   flags.parameters = static_cast<int64_t>(std::min<uint64_t>(parameters, int64_t{1} << 50));
   OFFLOAD_RETURN_IF_ERROR(ParseByteSize(flags.ram).status());
+  OFFLOAD_ASSIGN_OR_RETURN(flags.export_shard_bytes, ParseByteSize(words.export_shard));
   if (flags.offload && flags.nvme_path.empty()) {
     return MakeError(ErrorId::kBadValue, "--offload on needs a folder on a drive",
                      "Add --nvme-path DIR");
+  }
+  if (flags.model != ModelKind::kLlama && !(flags.init_from + flags.export_folder).empty()) {
+    return MakeError(ErrorId::kBadValue, "--init-from and --export know only llama, not gpt2",
+                     "Use --model llama");
   }
   if (flags.learning_rate == 0) {
     flags.learning_rate = flags.optimizer == OptimizerKind::kAdamW ? 1e-3 : 1e-2;

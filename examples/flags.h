@@ -35,6 +35,9 @@ struct Flags {
   std::vector<std::string> text_paths;
   int64_t eval_every = 0;     // 0: at the end only
   int64_t sample_bytes = 64;  // of the text written at the end
+  std::string init_from;      // a Hugging Face folder, or a safetensors file; empty: random weights
+  std::string export_folder;  // where the trained weights go at the end; empty: nowhere
+  uint64_t export_shard_bytes = 5'000'000'000;
 
   OptimizerKind optimizer = OptimizerKind::kAdamW;
   double learning_rate = 0;  // 0: 1e-3 for AdamW, 1e-2 for SGD

@@ -118,5 +118,18 @@ TEST(FlagsTest, LearningRateRisesThenFallsAlongACosine) {
   EXPECT_DOUBLE_EQ(LearningRate(flags, 0), 1.0) << "a single step has a rate";
 }
 
+TEST(FlagsTest, WeightsFromAFileBringTheirOwnShape) {
+  const auto flags = Parse({"--init-from", "/in", "--export", "/out", "--export-shard", "2MB"});
+  ASSERT_TRUE(flags.ok()) << flags.status();
+  EXPECT_EQ(flags->init_from, "/in");
+  EXPECT_EQ(flags->export_folder, "/out");
+  EXPECT_EQ(flags->export_shard_bytes, 2'000'000u);
+  for (const char* const other : {"--params=1M", "--kv-heads=2", "--tied"}) {
+    EXPECT_EQ(ErrorIdOf(Parse({"--init-from", "/in", other}).status()), ErrorId::kBadValue)
+        << other;
+  }
+  EXPECT_EQ(ErrorIdOf(Parse({"--model", "gpt2", "--export", "/out"}).status()), ErrorId::kBadValue);
+}
+
 }  // namespace
 }  // namespace offload::examples

@@ -9,8 +9,6 @@ namespace offload::examples {
 namespace {
 
 constexpr double kInitialDeviation = 0.02;
-constexpr double kEpsilon = 1e-5;
-constexpr double kRotaryBase = 10000.0;
 
 // A module that only gives its children a common name, as "model" in "model.layers.0".
 class Folder : public torch::nn::Module {
@@ -29,11 +27,13 @@ at::Tensor Rotate(const at::Tensor& input, const RotaryTable& rotary) {
 
 }  // namespace
 
-RmsNorm::RmsNorm(int64_t hidden) { weight_ = register_parameter("weight", torch::ones({hidden})); }
+RmsNorm::RmsNorm(int64_t hidden, double epsilon) : epsilon_(epsilon) {
+  weight_ = register_parameter("weight", torch::ones({hidden}));
+}
 
 torch::Tensor RmsNorm::forward(const torch::Tensor& input) {
   const at::Tensor wide = input.to(at::kFloat);
-  const at::Tensor scale = wide.square().mean(-1, /*keepdim=*/true).add(kEpsilon).rsqrt();
+  const at::Tensor scale = wide.square().mean(-1, /*keepdim=*/true).add(epsilon_).rsqrt();
   return weight_ * (wide * scale).to(input.scalar_type());
 }
 
@@ -85,10 +85,11 @@ torch::Tensor LlamaFeedForward::forward(const torch::Tensor& input) {
 }
 
 LlamaLayer::LlamaLayer(const ModelShape& shape) {
-  attention_norm_ = register_module("input_layernorm", std::make_shared<RmsNorm>(shape.hidden));
+  attention_norm_ = register_module("input_layernorm",
+                                    std::make_shared<RmsNorm>(shape.hidden, shape.norm_epsilon));
   attention_ = register_module("self_attn", std::make_shared<LlamaAttention>(shape));
-  feed_forward_norm_ =
-      register_module("post_attention_layernorm", std::make_shared<RmsNorm>(shape.hidden));
+  feed_forward_norm_ = register_module("post_attention_layernorm",
+                                       std::make_shared<RmsNorm>(shape.hidden, shape.norm_epsilon));
   feed_forward_ = register_module("mlp", std::make_shared<LlamaFeedForward>(shape));
 }
 
@@ -97,7 +98,8 @@ torch::Tensor LlamaLayer::forward(const torch::Tensor& input, const RotaryTable&
   return hidden + feed_forward_->forward(feed_forward_norm_->forward(hidden));
 }
 
-Llama::Llama(const ModelShape& shape) : head_size_(shape.hidden / shape.heads) {
+Llama::Llama(const ModelShape& shape)
+    : head_size_(shape.hidden / shape.heads), rotary_base_(shape.rotary_base) {
   const auto body = register_module("model", std::make_shared<Folder>());
   const auto embedding = body->register_module("embed_tokens", std::make_shared<Folder>());
   embedding_ =
@@ -111,7 +113,8 @@ Llama::Llama(const ModelShape& shape) : head_size_(shape.hidden / shape.heads) {
     layers_.push_back(
         layers->register_module(std::to_string(index), std::make_shared<LlamaLayer>(shape)));
   }
-  norm_ = body->register_module("norm", std::make_shared<RmsNorm>(shape.hidden));
+  norm_ =
+      body->register_module("norm", std::make_shared<RmsNorm>(shape.hidden, shape.norm_epsilon));
   if (!shape.tied_embedding) {
     head_ =
         register_module("lm_head", std::make_shared<Projection>(shape.hidden, shape.vocabulary));
@@ -130,7 +133,7 @@ const RotaryTable& Llama::Rotary(int64_t length) {
   if (rotary_.first.defined() && rotary_.first.size(0) == length) return rotary_;
   const at::NoGradGuard no_gradients;
   const at::Tensor exponents = at::arange(0, head_size_, 2, at::kFloat) / double(head_size_);
-  const at::Tensor frequencies = at::pow(kRotaryBase, -exponents);
+  const at::Tensor frequencies = at::pow(rotary_base_, -exponents);
   const at::Tensor angles = at::outer(at::arange(length, at::kFloat), frequencies);
   const at::Tensor both = at::cat({angles, angles}, -1);
   rotary_ = {both.cos(), both.sin()};

@@ -19,10 +19,11 @@ namespace offload::examples {
 // x / rms(x) * weight, the mean in fp32. Weight: [hidden].
 class RmsNorm : public torch::nn::Module {
  public:
-  explicit RmsNorm(int64_t hidden);
+  RmsNorm(int64_t hidden, double epsilon);
   torch::Tensor forward(const torch::Tensor& input);
 
  private:
+  const double epsilon_;
   torch::Tensor weight_;
 };
 
@@ -80,6 +81,7 @@ class Llama : public LanguageModel {
   const RotaryTable& Rotary(int64_t length);
 
   const int64_t head_size_;
+  const double rotary_base_;
   torch::Tensor embedding_;
   std::vector<std::shared_ptr<LlamaLayer>> layers_;
   std::shared_ptr<RmsNorm> norm_;

@@ -30,6 +30,8 @@ struct ModelShape {
   int64_t vocabulary = kVocabulary;
   int64_t context = 0;          // longest sequence; gpt2 has a learned vector for each position
   bool tied_embedding = false;  // the output matrix is the embedding (always so for gpt2)
+  double norm_epsilon = 1e-5;   // llama
+  double rotary_base = 10000;   // llama
 };
 
 // Counts every scalar that is trained; a tied matrix counts once.

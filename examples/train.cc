@@ -17,8 +17,10 @@
 #include "examples/amx_probe.h"
 #include "examples/flags.h"
 #include "examples/language_model.h"
+#include "examples/model_config.h"
 #include "examples/report.h"
 #include "examples/text_data.h"
+#include "zero3/hf_layout.h"
 
 namespace offload::examples {
 namespace {
@@ -52,21 +54,36 @@ torch::Tensor Loss(LanguageModel& model, std::vector<int64_t> batch, int64_t row
                                 tokens.narrow(1, 1, length).reshape({-1}));
 }
 
-std::shared_ptr<LanguageModel> NewModel(const Flags& flags, const ModelShape& shape) {
+// Old checkpoints of tied models hold the output matrix, too.
+LoadOptions LoadOptionsOf(const ModelShape& shape) {
+  return {.ignored = shape.tied_embedding ? std::vector<std::string>{"lm_head.weight"}
+                                          : std::vector<std::string>{}};
+}
+
+// With an engine the model is never whole in memory, not even while it is made.
+std::shared_ptr<LanguageModel> NewModel(const Flags& flags, const ModelShape& shape,
+                                        const std::shared_ptr<Engine>& engine) {
+  std::optional<InitGuard> guard;
+  if (engine != nullptr) guard.emplace(engine);
   torch::manual_seed(flags.seed);
   const std::shared_ptr<LanguageModel> model = MakeModel(shape);
   if (flags.precision == Precision::kBFloat16) model->to(at::kBFloat16);
+  if (engine == nullptr && !flags.init_from.empty()) {
+    LoadWeights(*model, flags.init_from, LoadOptionsOf(shape));
+  }
   return model;
 }
 
-std::shared_ptr<Engine> OpenEngine(const Flags& flags) {
+std::shared_ptr<Engine> OpenEngine(const Flags& flags, const ModelShape& shape) {
   if (!flags.offload) return nullptr;
   Options options = Options::FromEnvironment();
   options.nvme_path = flags.nvme_path;
   options.ram = flags.ram;
   options.job = flags.job;
   options.io = flags.io;
-  return Engine::Open(options);
+  std::shared_ptr<Engine> engine = Engine::Open(options);
+  if (!flags.init_from.empty()) engine->SetInitialWeights(flags.init_from, LoadOptionsOf(shape));
+  return engine;
 }
 
 // The only place where offloading differs from training in memory.
@@ -96,8 +113,8 @@ class Trainer {
       : flags_(flags),
         shape_(shape),
         data_(data),
-        engine_(OpenEngine(flags)),
-        model_(NewModel(flags, shape)),
+        engine_(OpenEngine(flags, shape)),
+        model_(NewModel(flags, shape, engine_)),
         optimizer_(MakeOptimizer(flags, *model_, engine_.get())),
         reporter_(flags.json, std::cout) {}
 
@@ -117,6 +134,7 @@ class Trainer {
     }
     if (flags_.sample_bytes > 0) reporter_.Sample(step, Sample());
     if (engine_ != nullptr) engine_->WaitDurable();
+    if (!flags_.export_folder.empty()) Export();
     reporter_.End(step, ReadStatistics().durable_step);
   }
 
@@ -183,6 +201,22 @@ class Trainer {
     return std::min(token, logits.size(0) - 1);
   }
 
+  // As transformers reads it.
+  void Export() {
+    const SaveOptions options{.shard_bytes = flags_.export_shard_bytes};
+    if (engine_ != nullptr) {
+      engine_->SaveWeights(flags_.export_folder, options);
+    } else {
+      SaveWeights(*model_, flags_.export_folder, options);
+    }
+    const bool is_half = flags_.precision == Precision::kBFloat16;
+    const absl::Status written =
+        zero3::WriteTextFile(flags_.export_folder + "/config.json",
+                             ModelConfigText(shape_, is_half ? "bfloat16" : "float32"));
+    if (!written.ok()) throw std::runtime_error(std::string(written.message()));
+    std::cerr << "exported to " << flags_.export_folder << std::endl;
+  }
+
   Statistics ReadStatistics() const {
     return engine_ != nullptr ? engine_->statistics() : Statistics();
   }
@@ -236,13 +270,20 @@ class Trainer {
   Statistics last_;
 };
 
+absl::StatusOr<ModelShape> ShapeOf(const Flags& flags) {
+  if (!flags.init_from.empty()) return ReadModelConfig(flags.init_from, flags.sequence_length);
+  return ShapeForParameters({.kind = flags.model,
+                             .parameters = flags.parameters,
+                             .key_value_heads = flags.key_value_heads,
+                             .context = flags.sequence_length,
+                             .tied_embedding = flags.tied_embedding});
+}
+
 absl::Status Train(const Flags& flags) {
-  OFFLOAD_ASSIGN_OR_RETURN(const ModelShape shape,
-                           ShapeForParameters({.kind = flags.model,
-                                               .parameters = flags.parameters,
-                                               .key_value_heads = flags.key_value_heads,
-                                               .context = flags.sequence_length,
-                                               .tied_embedding = flags.tied_embedding}));
+  if (!flags.export_folder.empty()) {
+    OFFLOAD_RETURN_IF_ERROR(zero3::CheckHoldsNoCheckpoint(flags.export_folder));
+  }
+  OFFLOAD_ASSIGN_OR_RETURN(const ModelShape shape, ShapeOf(flags));
   OFFLOAD_ASSIGN_OR_RETURN(std::vector<uint16_t> tokens, ReadTokens(flags.text_paths));
   OFFLOAD_ASSIGN_OR_RETURN(const TextData data,
                            TextData::Make(std::move(tokens), flags.sequence_length));

@@ -20,6 +20,7 @@
 #include "base/posix_io.h"
 #include "base/status_macros.h"
 #include "base/unique_fd.h"
+#include "zero3/file_errors.h"
 #include "zero3/strict_json.h"
 
 namespace offload::zero3 {
@@ -27,24 +28,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr uint64_t kMaximumIndexBytes = 100'000'000;
+constexpr uint64_t kMaximumTextBytes = 100'000'000;
 constexpr size_t kMaximumShards = 512;  // each is an open file
 constexpr std::string_view kExtension = ".safetensors";
 constexpr std::string_view kRotaryTable = "rotary_emb.inv_freq";
-
-absl::Status Malformed(const std::string& path, const std::string& what) {
-  return MakeError(ErrorId::kFileFormat, absl::StrCat(path, ": ", what));
-}
-
-absl::Status CannotRead(const std::string& path, int error_number) {
-  return MakeError(ErrorId::kFileRead,
-                   absl::StrCat(path, " cannot be read: ", ErrnoText(error_number)));
-}
-
-absl::Status CannotWrite(const std::string& path, int error_number) {
-  return MakeError(ErrorId::kFileWrite,
-                   absl::StrCat(path, " cannot be written: ", ErrnoText(error_number)));
-}
 
 bool IsPlainFileName(std::string_view name) {
   return name.size() > kExtension.size() && name.size() <= 255 && name.ends_with(kExtension) &&
@@ -122,29 +109,6 @@ class IndexHandler final : public StrictJsonHandler {
   std::set<std::string> top_keys_;
 };
 
-absl::StatusOr<std::string> ReadSmallFile(const std::string& path) {
-  const UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  struct stat status;
-  if (!file.valid() || ::fstat(file.get(), &status) != 0) return CannotRead(path, errno);
-  if (!S_ISREG(status.st_mode)) return Malformed(path, "is not a regular file");
-  const uint64_t size = static_cast<uint64_t>(status.st_size);
-  if (size > kMaximumIndexBytes) return Malformed(path, absl::StrCat("has ", size, " bytes"));
-  std::string text(size, '\0');
-  OFFLOAD_RETURN_IF_ERROR(
-      PreadFully(file.get(), 0, std::as_writable_bytes(std::span(text.data(), text.size()))));
-  return text;
-}
-
-absl::Status WriteSmallFile(const std::string& path, const std::string& text) {
-  const std::string temporary = absl::StrCat(path, ".partial-", ::getpid());
-  UniqueFd file(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
-  if (!file.valid()) return CannotWrite(path, errno);
-  OFFLOAD_RETURN_IF_ERROR(WriteFully(file.get(), std::as_bytes(std::span(text))));
-  if (::fsync(file.get()) != 0) return CannotWrite(path, errno);
-  if (::rename(temporary.c_str(), path.c_str()) != 0) return CannotWrite(path, errno);
-  return SyncFolder(fs::path(path).parent_path().string());
-}
-
 std::string ShapeText(const std::vector<uint64_t>& shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
 }
@@ -166,18 +130,6 @@ absl::Status CheckTensorFits(const FileEntry* entry, const WantedTensor& wanted)
   }
   return MakeError(ErrorId::kFileDtype,
                    absl::StrCat(name, " has the type ", std::string(FileDtypeName(dtype))));
-}
-
-absl::Status CheckFolderHasNoCheckpoint(const std::string& folder) {
-  std::error_code error;
-  for (fs::directory_iterator entry(folder, error); !error && entry != fs::directory_iterator();
-       entry.increment(error)) {
-    const std::string name = entry->path().filename().string();
-    if (name == kIndexFileName || (name.starts_with("model") && name.ends_with(kExtension))) {
-      return MakeError(ErrorId::kFileWrite, absl::StrCat(folder, " already holds ", name));
-    }
-  }
-  return error ? CannotWrite(folder, error.value()) : absl::OkStatus();
 }
 
 // Cuts the tensors, in their order, into shards of at most `shard_bytes`.
@@ -207,6 +159,42 @@ uint64_t ElementCount(const FileTensor& tensor) {
 
 }  // namespace
 
+absl::StatusOr<std::string> ReadTextFile(const std::string& path) {
+  const UniqueFd file(::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  struct stat status;
+  if (!file.valid() || ::fstat(file.get(), &status) != 0) return CannotRead(path, errno);
+  if (!S_ISREG(status.st_mode)) return Malformed(path, "is not a regular file");
+  const uint64_t size = static_cast<uint64_t>(status.st_size);
+  if (size > kMaximumTextBytes) return Malformed(path, absl::StrCat("has ", size, " bytes"));
+  std::string text(size, '\0');
+  OFFLOAD_RETURN_IF_ERROR(
+      PreadFully(file.get(), 0, std::as_writable_bytes(std::span(text.data(), text.size()))));
+  return text;
+}
+
+absl::Status WriteTextFile(const std::string& path, const std::string& text) {
+  const std::string temporary = absl::StrCat(path, ".partial-", ::getpid());
+  UniqueFd file(::open(temporary.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
+  if (!file.valid()) return CannotWrite(path, errno);
+  OFFLOAD_RETURN_IF_ERROR(WriteFully(file.get(), std::as_bytes(std::span(text))));
+  if (::fsync(file.get()) != 0) return CannotWrite(path, errno);
+  if (::rename(temporary.c_str(), path.c_str()) != 0) return CannotWrite(path, errno);
+  return SyncFolder(fs::path(path).parent_path().string());
+}
+
+absl::Status CheckHoldsNoCheckpoint(const std::string& folder) {
+  std::error_code error;
+  if (!fs::exists(folder, error)) return absl::OkStatus();
+  for (fs::directory_iterator entry(folder, error); !error && entry != fs::directory_iterator();
+       entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    if (name == kIndexFileName || (name.starts_with("model") && name.ends_with(kExtension))) {
+      return MakeError(ErrorId::kFileWrite, absl::StrCat(folder, " already holds ", name));
+    }
+  }
+  return error ? CannotWrite(folder, error.value()) : absl::OkStatus();
+}
+
 std::string ShardFileName(size_t index, size_t count) {
   if (count == 1) return kSingleFileName;
   return absl::StrFormat("model-%05d-of-%05d.safetensors", index + 1, count);
@@ -232,7 +220,7 @@ absl::StatusOr<HfCheckpoint> HfCheckpoint::Open(const std::string& path) {
     OFFLOAD_RETURN_IF_ERROR(checkpoint.AddShard((fs::path(path) / kSingleFileName).string()));
     return checkpoint;
   }
-  OFFLOAD_ASSIGN_OR_RETURN(const std::string json, ReadSmallFile(index_path));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::string json, ReadTextFile(index_path));
   OFFLOAD_ASSIGN_OR_RETURN(const HfIndex index, ParseIndex(json, index_path));
   std::set<std::string> files;
   for (const auto& [tensor, file] : index.file_by_tensor) files.insert(file);
@@ -322,7 +310,7 @@ absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> HfCheckpointWriter::Create(
   std::error_code error;
   fs::create_directories(folder, error);
   if (error) return CannotWrite(folder, error.value());
-  OFFLOAD_RETURN_IF_ERROR(CheckFolderHasNoCheckpoint(folder));
+  OFFLOAD_RETURN_IF_ERROR(CheckHoldsNoCheckpoint(folder));
   OFFLOAD_ASSIGN_OR_RETURN(std::vector<std::vector<FileTensor>> shards,
                            Cut(std::move(tensors), settings.shard_bytes));
   std::unique_ptr<HfCheckpointWriter> writer(new HfCheckpointWriter());
@@ -367,7 +355,7 @@ absl::Status HfCheckpointWriter::WriteIndex() const {
   for (const auto& [name, shard] : sorted) {
     map.push_back({name, ShardFileName(shard, shards_.size())});
   }
-  return WriteSmallFile((fs::path(folder_) / kIndexFileName).string(), index.dump(2) + "\n");
+  return WriteTextFile((fs::path(folder_) / kIndexFileName).string(), index.dump(2) + "\n");
 }
 
 }  // namespace offload::zero3

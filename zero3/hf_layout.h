@@ -72,6 +72,15 @@ class HfCheckpoint {
   std::unordered_map<std::string_view, Place> places_;  // views of names in shards_
 };
 
+// A small text file beside the tensors, such as config.json. Written durably under its name, or not
+// at all.
+absl::StatusOr<std::string> ReadTextFile(const std::string& path);
+absl::Status WriteTextFile(const std::string& path, const std::string& text);
+
+// OFD-1404 when a folder holds a checkpoint already, which the writer would refuse; a folder that
+// is not there is fine. Asked before long work whose result goes there.
+absl::Status CheckHoldsNoCheckpoint(const std::string& folder);
+
 // A tensor that a model wants from a checkpoint.
 struct WantedTensor {
   std::string name;

@@ -19,6 +19,7 @@
 #include "base/error.h"
 #include "base/posix_io.h"
 #include "base/status_macros.h"
+#include "zero3/file_errors.h"
 
 namespace offload::zero3 {
 namespace {
@@ -28,20 +29,6 @@ static_assert(std::endian::native == std::endian::little);
 constexpr uint64_t kLengthBytes = sizeof(uint64_t);
 constexpr uint64_t kDataAlignmentBytes = 4096;
 constexpr int kTemporaryNames = 100;
-
-absl::Status CannotRead(const std::string& path, int error_number) {
-  return MakeError(ErrorId::kFileRead,
-                   absl::StrCat(path, " cannot be read: ", ErrnoText(error_number)));
-}
-
-absl::Status CannotWrite(const std::string& path, int error_number) {
-  return MakeError(ErrorId::kFileWrite,
-                   absl::StrCat(path, " cannot be written: ", ErrnoText(error_number)));
-}
-
-absl::Status Malformed(const std::string& path, const std::string& what) {
-  return MakeError(ErrorId::kFileFormat, absl::StrCat(path, ": ", what));
-}
 
 // Orders tensors as files are laid out: widest type first, so that every tensor is aligned to its
 // width.

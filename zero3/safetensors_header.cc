@@ -9,6 +9,7 @@
 #include "base/checked.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "zero3/file_errors.h"
 #include "zero3/safetensors.h"
 #include "zero3/strict_json.h"
 
@@ -219,10 +220,6 @@ class HeaderHandler final : public StrictJsonHandler {
   uint64_t offsets_[2] = {0, 0};
   int offset_count_ = 0;
 };
-
-absl::Status Malformed(const std::string& path, const std::string& what) {
-  return MakeError(ErrorId::kFileFormat, absl::StrCat(path, ": ", what));
-}
 
 std::string Quoted(const FileEntry& entry) {
   return absl::StrCat("tensor \"", ShownName(entry.tensor.name), "\"");

@@ -91,6 +91,16 @@ class InMemoryEngine final : public Engine {
                                                       : at::Tensor();
     return moment.defined() ? moment.clone() : at::zeros(parameter.sizes(), at::kFloat);
   }
+  void SetInitialWeights(std::string path, LoadOptions options) override {
+    initial_weights_ = std::move(path);
+    initial_options_ = std::move(options);
+  }
+  void LoadWeights(const std::string& path, const LoadOptions& options) override {
+    offload::LoadWeights(AttachedModule(), path, options);
+  }
+  void SaveWeights(const std::string& folder, const SaveOptions& options) override {
+    offload::SaveWeights(AttachedModule(), folder, options);
+  }
   Statistics statistics() const override { return {}; }
   PlanSummary plan() const override {
     PlanSummary summary;
@@ -102,18 +112,27 @@ class InMemoryEngine final : public Engine {
  private:
   std::unique_ptr<torch::optim::Optimizer> Keep(std::unique_ptr<torch::optim::Optimizer> optimizer,
                                                 torch::nn::Module& module) {
+    if (!initial_weights_.empty()) offload::LoadWeights(module, initial_weights_, initial_options_);
     optimizer_ = dynamic_cast<const InMemoryOptimizer*>(optimizer.get());
+    module_ = &module;
     parameters_ = module.parameters();
     return optimizer;
+  }
+  torch::nn::Module& AttachedModule() const {
+    if (module_ == nullptr) ThrowStatus(NotAttached());
+    return *module_;
   }
   const InMemoryState* StateOf(const at::Tensor& parameter) const {
     return optimizer_ == nullptr ? nullptr : optimizer_->StateOf(parameter);
   }
 
   const InMemoryOptimizer* optimizer_ =
-      nullptr;  // the trainer's; it outlives the questions about it
+      nullptr;                           // the trainer's; it outlives the questions about it
+  torch::nn::Module* module_ = nullptr;  // likewise
   std::vector<at::Tensor> parameters_;
   std::string trainer_state_;
+  std::string initial_weights_;
+  LoadOptions initial_options_;
 };
 
 }  // namespace

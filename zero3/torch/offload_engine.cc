@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <span>
 #include <unordered_set>
 #include <utility>
 
@@ -165,17 +166,10 @@ void OffloadEngine::Declare(const std::vector<Parameter>& parameters,
   attachment_->SetPlan(std::move(input), std::move(plan));
 }
 
-// Puts a parameter's bytes block by block through the staging buffer.
-void OffloadEngine::LoadFrom(uint32_t id, const at::Tensor& parameter) {
+absl::Status OffloadEngine::StreamIn(uint32_t id, Fill fill) {
   const proto::Tensor& tensor = attachment_->tensor(id);
-  const std::string subject = absl::StrCat("parameter ", Key(tensor.name));
   const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
-  Record* const record = Record::Of(parameter);
-  auto* const born = dynamic_cast<BornRecord*>(record);
-  if (record != nullptr && born == nullptr) Unsupported(tensor.name, "belongs to another engine");
-  const auto* const source =
-      born == nullptr ? static_cast<const std::byte*>(parameter.const_data_ptr()) : nullptr;
   Staging::Piece piece = attachment_->staging().Take(
       std::min(kBlockBytes, proto::PaddedBytes(tensor.element_count * element_bytes)));
   const uint64_t blocks = std::max<uint64_t>(piece.size_bytes() / extent_bytes, 1);
@@ -190,23 +184,63 @@ void OffloadEngine::LoadFrom(uint32_t id, const at::Tensor& parameter) {
     if (tickets.size() == blocks) wait_for_oldest();
     const uint64_t count = std::min<uint64_t>(tensor.element_count - begin, proto::kExtentElements);
     const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
-    if (born != nullptr) {
-      failure.Update(born->ReadInto(begin * element_bytes, count * element_bytes, offset));
-    } else {
-      std::memcpy(attachment_->region() + offset, source + begin * element_bytes,
-                  count * element_bytes);
-    }
+    failure.Update(fill(begin, count, offset));
     if (failure.ok()) tickets.push_back(attachment_->session().Put(id, begin, count, offset));
   }
   while (!tickets.empty()) wait_for_oldest();
-  ThrowIfError(failure, subject);
+  return failure;
 }
 
-void OffloadEngine::TakeOver(const std::vector<Parameter>& parameters) {
+// From the module, where a new job finds its weights.
+void OffloadEngine::LoadFrom(uint32_t id, const at::Tensor& parameter) {
+  const proto::Tensor& tensor = attachment_->tensor(id);
+  const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
+  Record* const record = Record::Of(parameter);
+  auto* const born = dynamic_cast<BornRecord*>(record);
+  if (record != nullptr && born == nullptr) Unsupported(tensor.name, "belongs to another engine");
+  const auto* const source =
+      born == nullptr ? static_cast<const std::byte*>(parameter.const_data_ptr()) : nullptr;
+  const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) -> absl::Status {
+    if (born != nullptr)
+      return born->ReadInto(begin * element_bytes, count * element_bytes, offset);
+    std::memcpy(attachment_->region() + offset, source + begin * element_bytes,
+                count * element_bytes);
+    return absl::OkStatus();
+  };
+  ThrowIfError(StreamIn(id, fill), absl::StrCat("parameter ", Key(tensor.name)));
+}
+
+// From a file that fits.
+void OffloadEngine::LoadFrom(WeightFile& file) {
+  for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
+    const FileWeight& weight = file_weights_[at];
+    if (weight.ElementCount() == 0) continue;  // the daemon does not know it
+    OFFLOAD_CHECK(weight.name == attachment_->tensor(id).name) << weight.name;
+    const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
+      return file.Read(weight, begin, count, attachment_->region() + offset);
+    };
+    ThrowIfError(StreamIn(id, fill), absl::StrCat("parameter ", Key(weight.name)));
+    ++id;
+  }
+}
+
+std::optional<WeightFile> OffloadEngine::OpenInitialWeights() {
+  if (initial_weights_.empty()) return std::nullopt;
+  if (exists_) {
+    Log().info("job {} exists, at step {}: it keeps its weights, {} is not loaded", options_.job,
+               step_, initial_weights_);
+    return std::nullopt;
+  }
+  return ValueOrThrow(WeightFile::Open(initial_weights_, file_weights_, initial_options_),
+                      initial_weights_);
+}
+
+void OffloadEngine::TakeOver(const std::vector<Parameter>& parameters, WeightFile* initial) {
   const at::NoGradGuard no_grad;
+  if (initial != nullptr) LoadFrom(*initial);
   for (uint32_t id = 0; id < parameters.size(); ++id) {
     const Parameter& parameter = parameters[id];
-    if (!exists_) LoadFrom(id, parameter.tensor);
+    if (!exists_ && initial == nullptr) LoadFrom(id, parameter.tensor);
     std::vector<at::Tensor> tensors = parameter.aliases;
     tensors.push_back(parameter.tensor);
     for (at::Tensor& tensor : tensors) {
@@ -235,6 +269,9 @@ void OffloadEngine::Attach(torch::nn::Module& module, proto::OptimizerState opti
   const std::vector<Parameter> parameters = FindParameters(module);
   if (parameters.empty())
     ThrowStatus(MakeError(ErrorId::kUnsupportedModel, "the module has no parameters"));
+  file_weights_ = ValueOrThrow(FindFileWeights(module));
+  for (FileWeight& weight : file_weights_) weight.tensor.reset();
+  std::optional<WeightFile> initial = OpenInitialWeights();
   Declare(parameters, optimizer);
   const Plan& plan = attachment_->plan();
   if (plan.gradients_spilled)
@@ -246,7 +283,7 @@ void OffloadEngine::Attach(torch::nn::Module& module, proto::OptimizerState opti
                           absl::StrCat("the job has ", state_.update_counts.size(),
                                        " parameters, the model ", parameters.size())));
   }
-  TakeOver(parameters);
+  TakeOver(parameters, initial.has_value() ? &*initial : nullptr);
   BringHome(module);
   if (!exists_)
     ThrowIfError(attachment_->session().Publish(ValueOrThrow(EncodeTrainerState(state_))));
@@ -350,9 +387,21 @@ torch::Tensor OffloadEngine::Gather(const torch::Tensor& parameter, const std::s
   at::Tensor gathered = at::empty(parameter.sizes(), at::TensorOptions().dtype(info.dtype));
   auto* const target = static_cast<std::byte*>(gathered.mutable_data_ptr());
   const uint64_t element_bytes = gathered.element_size();
+  const auto drain = [&](uint64_t begin, uint64_t count, const std::byte* bytes) {
+    std::memcpy(target + begin * element_bytes, bytes, count * element_bytes);
+    return absl::OkStatus();
+  };
+  ThrowIfError(StreamOut(id, info.plane, element_bytes, drain),
+               absl::StrCat("parameter ", Key(tensor.name)));
+  return plane == "master" ? gathered.to(at::kFloat) : gathered;
+}
+
+absl::Status OffloadEngine::StreamOut(uint32_t id, proto::RingPlane plane, uint64_t element_bytes,
+                                      Drain drain) {
+  const uint64_t element_count = attachment_->tensor(id).element_count;
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
   Staging::Piece piece = attachment_->staging().Take(
-      std::min(kBlockBytes / 2, proto::PaddedBytes(tensor.element_count * element_bytes)));
+      std::min(kBlockBytes / 2, proto::PaddedBytes(element_count * element_bytes)));
   const uint64_t blocks = std::max<uint64_t>(piece.size_bytes() / extent_bytes, 1);
   struct Transfer {
     client::Ticket ticket;
@@ -365,20 +414,50 @@ torch::Tensor OffloadEngine::Gather(const torch::Tensor& parameter, const std::s
     transfers.pop_front();
     failure.Update(attachment_->session().Wait(done.ticket));
     if (failure.ok())
-      std::memcpy(target + done.begin * element_bytes, attachment_->region() + done.offset,
-                  done.count * element_bytes);
+      failure.Update(drain(done.begin, done.count, attachment_->region() + done.offset));
   };
-  for (uint64_t begin = 0, block = 0; begin < tensor.element_count && failure.ok();
+  for (uint64_t begin = 0, block = 0; begin < element_count && failure.ok();
        begin += proto::kExtentElements, ++block) {
     if (transfers.size() == blocks) take_oldest();
-    const uint64_t count = std::min<uint64_t>(tensor.element_count - begin, proto::kExtentElements);
+    const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
     const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
     transfers.push_back(
-        {attachment_->session().Get(id, info.plane, begin, count, offset), begin, count, offset});
+        {attachment_->session().Get(id, plane, begin, count, offset), begin, count, offset});
   }
   while (!transfers.empty()) take_oldest();
-  ThrowIfError(failure, absl::StrCat("parameter ", Key(tensor.name)));
-  return plane == "master" ? gathered.to(at::kFloat) : gathered;
+  return failure;
+}
+
+void OffloadEngine::SetInitialWeights(std::string path, LoadOptions options) {
+  initial_weights_ = std::move(path);
+  initial_options_ = std::move(options);
+}
+
+void OffloadEngine::LoadWeights(const std::string& path, const LoadOptions& options) {
+  if (!attached_) ThrowStatus(NotAttached());
+  WeightFile file = ValueOrThrow(WeightFile::Open(path, file_weights_, options), path);
+  LoadFrom(file);
+}
+
+void OffloadEngine::SaveWeights(const std::string& folder, const SaveOptions& options) {
+  if (!attached_) ThrowStatus(NotAttached());
+  auto writer = ValueOrThrow(CreateWeightFiles(folder, file_weights_, options), folder);
+  for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
+    const FileWeight& weight = file_weights_[at];
+    if (weight.ElementCount() == 0) continue;
+    const uint64_t element_bytes = c10::elementSize(weight.dtype);
+    const auto drain = [&](uint64_t, uint64_t count, const std::byte* bytes) {
+      return writer->Append(weight.name, std::span(bytes, count * element_bytes));
+    };
+    ThrowIfError(StreamOut(id++, proto::RingPlane::kWeight, element_bytes, drain),
+                 absl::StrCat("parameter ", Key(weight.name)));
+  }
+  ThrowIfError(writer->Commit(), folder);
+}
+
+absl::Status NotAttached() {
+  return MakeError(ErrorId::kBadValue, "the engine has no model yet",
+                   "Attach it with AdamW() or SGD() first");
 }
 
 Statistics OffloadEngine::statistics() const {

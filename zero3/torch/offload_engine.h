@@ -10,15 +10,18 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "client/session.h"
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/gradient.h"
 #include "zero3/torch/trainer_state.h"
 #include "zero3/torch/weight_record.h"
+#include "zero3/torch/weights_io.h"
 
 namespace offload::zero3 {
 
@@ -41,6 +44,9 @@ class OffloadEngine final : public Engine {
   void SetTrainerState(std::string blob) override;
   std::string TrainerState() const override { return state_.trainer; }
   torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override;
+  void SetInitialWeights(std::string path, LoadOptions options) override;
+  void LoadWeights(const std::string& path, const LoadOptions& options) override;
+  void SaveWeights(const std::string& folder, const SaveOptions& options) override;
   Statistics statistics() const override;
   PlanSummary plan() const override;
 
@@ -66,8 +72,20 @@ class OffloadEngine final : public Engine {
   void Attach(torch::nn::Module& module, proto::OptimizerState optimizer);
   static std::vector<Parameter> FindParameters(torch::nn::Module& module);
   void Declare(const std::vector<Parameter>& parameters, proto::OptimizerState optimizer);
-  void TakeOver(const std::vector<Parameter>& parameters);
+  void TakeOver(const std::vector<Parameter>& parameters, WeightFile* initial);
   void LoadFrom(uint32_t id, const at::Tensor& parameter);
+  void LoadFrom(WeightFile& file);
+  // What opens before anything of a new job is made; nothing when it takes the module's weights.
+  std::optional<WeightFile> OpenInitialWeights();
+
+  // Moves a tensor through the staging buffer, an extent at a time in order, several in flight.
+  // `fill` puts elements [begin, begin + count) of the weight at an offset of the region; `drain`
+  // takes them from memory that is lent for the call.
+  using Fill = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, uint64_t offset)>;
+  using Drain =
+      absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, const std::byte* bytes)>;
+  absl::Status StreamIn(uint32_t id, Fill fill);
+  absl::Status StreamOut(uint32_t id, proto::RingPlane plane, uint64_t element_bytes, Drain drain);
   uint32_t IdOf(const at::Tensor& parameter) const;
   Gradient* GradientOf(const at::Tensor& parameter) const;
 
@@ -78,10 +96,16 @@ class OffloadEngine final : public Engine {
   uint64_t step_;
   struct TrainerState state_;
   bool attached_ = false;
+  std::string initial_weights_;
+  LoadOptions initial_options_;
+  std::vector<FileWeight> file_weights_;  // of the attached module, without tensors
   std::shared_ptr<GradientWindow> gradient_window_;
   std::vector<WeightRecord*> weights_;  // by id; one reference each
   std::vector<Gradient*> gradients_;    // by id, null when frozen; one reference each
   std::unordered_map<const c10::TensorImpl*, uint32_t> ids_;  // of every attached tensor
 };
+
+// The error of a call that needs an attached module.
+absl::Status NotAttached();
 
 }  // namespace offload::zero3

@@ -36,6 +36,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace offload {
@@ -90,6 +91,18 @@ struct PlanSummary {
   std::string text;  // a table of the above
 };
 
+// Weights come from a safetensors file, or from a folder as Hugging Face lays it out. Its tensors
+// are the model's, exactly: same names (of module.named_parameters(); a tied weight under its first
+// name), same shapes. F32, BF16 and F16 become the model's type, rounded to the nearest, ties to
+// even, where it is narrower; a bf16 weight's fp32 master is the rounded value.
+struct LoadOptions {
+  std::vector<std::string> ignored;  // tensors that may be there and are not loaded
+};
+
+struct SaveOptions {
+  uint64_t shard_bytes = 5'000'000'000;  // of one file; there is an index when there are several
+};
+
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // Connects to the node's daemon (OFFLOADD_SOCKET, user socket, system socket), else starts a
@@ -128,9 +141,31 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual torch::Tensor Gather(const torch::Tensor& parameter,
                                const std::string& plane = "weight") = 0;
 
+  // Names the weights that a new job takes when it is attached, instead of the module's. They are
+  // checked before anything is made; a job that exists keeps its own, and that is said.
+  // OFD-1401 malformed, 1402 other names or shapes, 1403 other types, 1405 cannot be read: thrown
+  // by the call that attaches.
+  virtual void SetInitialWeights(std::string path, LoadOptions options) = 0;
+  // Replaces the weights of the attached module; moments and step stay. All of the file is checked
+  // before the first weight changes. Durable with the next step's epoch. Call between steps. When
+  // reading fails midway (OFD-1405, 1209) the last epoch is whole: open the job again.
+  virtual void LoadWeights(const std::string& path, const LoadOptions& options) = 0;
+  // Writes the weights as of the last step() that returned, in the model's type, into a folder that
+  // holds no checkpoint yet (OFD-1404). Names appear when all is durable.
+  virtual void SaveWeights(const std::string& folder, const SaveOptions& options) = 0;
+  void SetInitialWeights(std::string path) { SetInitialWeights(std::move(path), LoadOptions()); }
+  void LoadWeights(const std::string& path) { LoadWeights(path, LoadOptions()); }
+  void SaveWeights(const std::string& folder) { SaveWeights(folder, SaveOptions()); }
+
   virtual Statistics statistics() const = 0;
   virtual PlanSummary plan() const = 0;
 };
+
+// The same for a module in memory.
+void LoadWeights(torch::nn::Module& module, const std::string& path,
+                 const LoadOptions& options = LoadOptions());
+void SaveWeights(const torch::nn::Module& module, const std::string& folder,
+                 const SaveOptions& options = SaveOptions());
 
 // Builds a model that is larger than memory: while it lives, big tensors made on this thread go to
 // the pool as soon as the operation that fills them ends. Initialisation, casts and

@@ -1,0 +1,175 @@
+#include "zero3/torch/weights_io.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <map>
+#include <span>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/check.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "zero3/torch/record.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload {
+namespace zero3 {
+namespace {
+
+constexpr uint64_t kConversionElements = 64 * 1024;
+
+absl::StatusOr<FileDtype> FileDtypeOf(const std::string& name, at::ScalarType dtype) {
+  if (dtype == at::kFloat) return FileDtype::kF32;
+  if (dtype == at::kBFloat16) return FileDtype::kBF16;
+  if (dtype == at::kHalf) return FileDtype::kF16;
+  return MakeError(ErrorId::kUnsupportedModel,
+                   absl::StrCat("parameter '", name, "' has dtype ", c10::toString(dtype),
+                                ", files hold float32, bfloat16 and float16"));
+}
+
+// Of a type that CheckFits() lets pass.
+at::ScalarType ScalarTypeOf(FileDtype dtype) {
+  if (dtype == FileDtype::kF32) return at::kFloat;
+  if (dtype == FileDtype::kBF16) return at::kBFloat16;
+  OFFLOAD_CHECK(dtype == FileDtype::kF16) << FileDtypeName(dtype);
+  return at::kHalf;
+}
+
+std::vector<uint64_t> FileShape(const FileWeight& weight) {
+  return {weight.shape.begin(), weight.shape.end()};
+}
+
+// The bytes of a parameter in memory.
+absl::StatusOr<std::byte*> BytesOf(const FileWeight& weight) {
+  const std::string name = absl::StrCat("parameter '", weight.name, "'");
+  if (Record::Of(weight.tensor) != nullptr) {
+    return MakeError(ErrorId::kReleased, absl::StrCat(name, " is offloaded"),
+                     "Use LoadWeights and SaveWeights of its offload::Engine");
+  }
+  if (!weight.tensor.is_cpu() || !weight.tensor.is_contiguous()) {
+    return MakeError(ErrorId::kUnsupportedModel,
+                     absl::StrCat(name, " is not contiguous in the memory of the host"));
+  }
+  return static_cast<std::byte*>(const_cast<void*>(weight.tensor.const_data_ptr()));
+}
+
+}  // namespace
+
+uint64_t FileWeight::ElementCount() const {
+  uint64_t count = 1;
+  for (const int64_t size : shape) count *= static_cast<uint64_t>(size);
+  return count;
+}
+
+absl::StatusOr<std::vector<FileWeight>> FindFileWeights(const torch::nn::Module& module) {
+  std::vector<FileWeight> weights;
+  // Tied: the same view of the same memory.
+  std::map<std::tuple<const void*, int64_t, std::vector<int64_t>>, size_t> known;
+  for (const auto& item : module.named_parameters(/*recurse=*/true)) {
+    const at::Tensor& tensor = item.value();
+    if (!tensor.defined()) continue;
+    OFFLOAD_RETURN_IF_ERROR(FileDtypeOf(item.key(), tensor.scalar_type()).status());
+    const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+    const void* const memory = tensor.numel() == 0 ? static_cast<const void*>(impl)
+                                                   : impl->unsafe_storage().unsafeGetStorageImpl();
+    const auto [place, is_new] =
+        known.try_emplace({memory, tensor.storage_offset(), tensor.sizes().vec()}, weights.size());
+    if (is_new) {
+      weights.push_back({.name = item.key(),
+                         .shape = tensor.sizes().vec(),
+                         .dtype = tensor.scalar_type(),
+                         .tensor = tensor});
+    } else {
+      weights[place->second].other_names.push_back(item.key());
+    }
+  }
+  return weights;
+}
+
+WeightFile::WeightFile(HfCheckpoint checkpoint)
+    : checkpoint_(std::move(checkpoint)), buffer_(kConversionElements * sizeof(float)) {}
+
+absl::StatusOr<WeightFile> WeightFile::Open(const std::string& path,
+                                            const std::vector<FileWeight>& weights,
+                                            const LoadOptions& options) {
+  OFFLOAD_ASSIGN_OR_RETURN(HfCheckpoint checkpoint, HfCheckpoint::Open(path));
+  std::vector<WantedTensor> wanted;
+  std::vector<std::string> ignored = options.ignored;
+  for (const FileWeight& weight : weights) {
+    wanted.push_back({weight.name, FileShape(weight)});
+    ignored.insert(ignored.end(), weight.other_names.begin(), weight.other_names.end());
+  }
+  OFFLOAD_RETURN_IF_ERROR(CheckFits(checkpoint, wanted, ignored));
+  return WeightFile(std::move(checkpoint));
+}
+
+absl::Status WeightFile::Read(const FileWeight& weight, uint64_t first_element,
+                              uint64_t element_count, std::byte* target) {
+  const FileEntry* const entry = checkpoint_.Find(weight.name);
+  OFFLOAD_CHECK(entry != nullptr) << weight.name;
+  const at::ScalarType file_dtype = ScalarTypeOf(entry->tensor.dtype);
+  const uint64_t file_bytes = c10::elementSize(file_dtype);
+  const uint64_t own_bytes = c10::elementSize(weight.dtype);
+  if (file_dtype == weight.dtype) {
+    return checkpoint_.Read(weight.name, first_element * own_bytes,
+                            std::span(target, element_count * own_bytes));
+  }
+  const at::NoGradGuard no_grad;
+  for (uint64_t done = 0; done < element_count;) {
+    const uint64_t count = std::min(element_count - done, kConversionElements);
+    OFFLOAD_RETURN_IF_ERROR(checkpoint_.Read(weight.name, (first_element + done) * file_bytes,
+                                             std::span(buffer_.data(), count * file_bytes)));
+    const int64_t size = static_cast<int64_t>(count);
+    at::from_blob(target + done * own_bytes, {size}, weight.dtype)
+        .copy_(at::from_blob(buffer_.data(), {size}, file_dtype));
+    done += count;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
+    const std::string& folder, const std::vector<FileWeight>& weights, const SaveOptions& options) {
+  std::vector<FileTensor> tensors;
+  for (const FileWeight& weight : weights) {
+    OFFLOAD_ASSIGN_OR_RETURN(const FileDtype dtype, FileDtypeOf(weight.name, weight.dtype));
+    tensors.push_back({weight.name, dtype, FileShape(weight)});
+  }
+  return HfCheckpointWriter::Create(folder, std::move(tensors),
+                                    {.shard_bytes = options.shard_bytes});
+}
+
+}  // namespace zero3
+
+void LoadWeights(torch::nn::Module& module, const std::string& path, const LoadOptions& options) {
+  const auto weights = zero3::ValueOrThrow(zero3::FindFileWeights(module));
+  auto file = zero3::ValueOrThrow(zero3::WeightFile::Open(path, weights, options), path);
+  std::vector<std::byte*> targets;
+  for (const auto& weight : weights) targets.push_back(zero3::ValueOrThrow(zero3::BytesOf(weight)));
+  for (size_t index = 0; index < weights.size(); ++index) {
+    const zero3::FileWeight& weight = weights[index];
+    zero3::ThrowIfError(file.Read(weight, 0, weight.ElementCount(), targets[index]), path);
+    // As copy_() does: whoever keeps a master or a saved tensor sees the change.
+    weight.tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void SaveWeights(const torch::nn::Module& module, const std::string& folder,
+                 const SaveOptions& options) {
+  const auto weights = zero3::ValueOrThrow(zero3::FindFileWeights(module));
+  std::vector<const std::byte*> sources;
+  for (const auto& weight : weights) sources.push_back(zero3::ValueOrThrow(zero3::BytesOf(weight)));
+  auto writer = zero3::ValueOrThrow(zero3::CreateWeightFiles(folder, weights, options), folder);
+  for (size_t index = 0; index < weights.size(); ++index) {
+    const uint64_t size_bytes =
+        weights[index].ElementCount() * c10::elementSize(weights[index].dtype);
+    zero3::ThrowIfError(writer->Append(weights[index].name, std::span(sources[index], size_bytes)),
+                        folder);
+  }
+  zero3::ThrowIfError(writer->Commit(), folder);
+}
+
+}  // namespace offload

@@ -1,0 +1,70 @@
+// zero3/torch/weights_io.h
+//
+// Weights of a module in safetensors files: what they are called there, and their bytes in the
+// type of the model. Shared by the engine, whose weights are in the daemon, and by modules in
+// memory.
+//
+// A weight has the name that module.named_parameters() gives it first; under its other names
+// (tied weights) it is not written, and not looked at when a file has it.
+//
+// Invariants
+//   * A WeightFile that was opened fits the model: every name, shape and type has been checked.
+//   * Memory does not grow with the file: one buffer of a fixed size.
+//
+// Thread safety: one thread per object.
+#pragma once
+
+#include <offload/torch.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "zero3/hf_layout.h"
+
+namespace offload::zero3 {
+
+// A weight as files see it.
+struct FileWeight {
+  std::string name;
+  std::vector<std::string> other_names;
+  std::vector<int64_t> shape;
+  at::ScalarType dtype = at::kFloat;
+  at::Tensor tensor;  // undefined where the bytes are in the daemon
+
+  uint64_t ElementCount() const;
+};
+
+// The parameters of a module, a tied one once, those without elements included; with their
+// tensors. OFD-1601 for types other than float32, bfloat16 and float16.
+absl::StatusOr<std::vector<FileWeight>> FindFileWeights(const torch::nn::Module& module);
+
+// A checkpoint that is about to be loaded.
+class WeightFile {
+ public:
+  // Opens a folder or a file, and checks all of it against the weights, without reading data.
+  // OFD-1401, 1402, 1403, 1405.
+  static absl::StatusOr<WeightFile> Open(const std::string& path,
+                                         const std::vector<FileWeight>& weights,
+                                         const LoadOptions& options);
+
+  // Reads elements of a weight into memory, in the type of the model.
+  absl::Status Read(const FileWeight& weight, uint64_t first_element, uint64_t element_count,
+                    std::byte* target);
+
+ private:
+  explicit WeightFile(HfCheckpoint checkpoint);
+
+  HfCheckpoint checkpoint_;
+  std::vector<std::byte> buffer_;  // bytes of the file's type, before conversion
+};
+
+// Begins a checkpoint of these weights. OFD-1404.
+absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
+    const std::string& folder, const std::vector<FileWeight>& weights, const SaveOptions& options);
+
+}  // namespace offload::zero3
