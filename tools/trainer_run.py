@@ -1,6 +1,6 @@
 """Runs examples/train and looks at it from outside: its lines, its daemon's bytes, the memory of both.
 
-Used by tools/bench and tools/budget_check. Nothing is left behind: a run is ended with its daemon when the
+Used by tools/demo, tools/bench and tools/budget_check. Nothing is left behind: a run is ended with its daemon when the
 `with` block ends, however that happens.
 """
 
@@ -19,6 +19,9 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 MIB = 1 << 20
+COMPUTE_SLOWDOWN = 1.3  # of arithmetic beside streaming: a step cannot beat max(io, 1.3 x compute)
+SETTLING_STEPS = 2  # the first steps record the order and fill memory
+BYTES_IN_MEMORY = 16  # per parameter: weights, gradients, masters and moments of a run in memory
 END_TIMEOUT_SECONDS = 30  # for a daemon that drains
 
 
@@ -62,9 +65,11 @@ def program(options, path):
 
 
 def build(options, targets):
-    """Builds the targets, unless --bin names a folder of programs."""
+    """Installs what the build needs and builds the targets, unless --bin names a folder of programs."""
     if options.bin != os.path.join(ROOT, "bazel-bin"):
         return
+    if subprocess.run([os.path.join(ROOT, "tools/setup")], check=False).returncode != 0:
+        raise RunFailed("tools/setup did not succeed")
     command = ["bazel", "build", "-c", "opt", *targets]
     if subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode != 0:
         raise RunFailed("the build failed: " + " ".join(command))
@@ -85,6 +90,23 @@ def scratch_folder(options):
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def measure_drive(options, folder, seconds=1.5):
+    """Returns GB/s of reads, writes and a step's mix through our own I/O path; `seconds` for each of the three."""
+    io_bench = program(options, "tools/io_bench")
+    if io_bench is None:
+        raise RunFailed(f"{options.bin}/tools/io_bench is not built")
+    result = subprocess.run([io_bench, "--path", folder, "--seconds", str(seconds)],
+                            capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RunFailed("io_bench: " + result.stderr.strip())
+    return json.loads(result.stdout)
+
+
+def total_seconds(line):
+    """Of one step: forward, backward and step; `wait` is contained in them."""
+    return sum(line["seconds"][part] for part in ("forward", "backward", "step"))
+
+
 def model_facts(options, params=None):
     """Asks the trainer, with no step, for the sizes of a model: its line of the start."""
     with TrainerRun(options, trainer_flags(options, 0, params)) as run:
@@ -100,7 +122,8 @@ class TrainerRun:
         train, daemon = program(options, "examples/train"), program(options, "offloadd/offloadd")
         if train is None:
             raise RunFailed(f"{options.bin}/examples/train is not built")
-        environment = dict(os.environ)
+        # Torch's threads spin while they wait, by default, on the cores that daemon and neighbours need.
+        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
         if daemon is not None:
             environment.setdefault("OFFLOADD_BINARY", daemon)
         self.start = {}
@@ -146,6 +169,18 @@ class TrainerRun:
         if self._process.returncode != 0 or not self.start:
             raise RunFailed(f"the trainer ended with code {self._process.returncode}:\n" +
                             "\n".join(self._messages))
+
+    def kill(self):
+        """Kills trainer and daemon with SIGKILL; returns the lines of steps that were still on their way."""
+        for pid in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        lines = []
+        for text in self._process.stdout:
+            with contextlib.suppress(ValueError):  # the line it was writing
+                lines.append(json.loads(text))
+        self._process.wait()
+        return [line for line in lines if line["event"] == "step"]
 
     def trainer(self):
         return self._process.pid
@@ -255,8 +290,9 @@ class MemoryWatch:
     SAMPLE_SECONDS = 0.05
     UNTOUCHED_SECONDS = 0.5
 
-    def __init__(self, run):
+    def __init__(self, run, sample_seconds=SAMPLE_SECONDS):
         self._run = run
+        self._sample_seconds = sample_seconds
         self._lock = threading.Lock()
         self._peak = 0
         self._stop = threading.Event()
@@ -284,7 +320,7 @@ class MemoryWatch:
 
     def _watch(self):
         untouched, last = 0, -1e9
-        while not self._stop.wait(self.SAMPLE_SECONDS):
+        while not self._stop.wait(self._sample_seconds):
             if time.monotonic() - last > self.UNTOUCHED_SECONDS:
                 untouched, last = untouched_bytes(self._run.processes()), time.monotonic()
             self._sample(untouched)

@@ -1,4 +1,4 @@
-"""Tests tools/bench and tools/budget_check with programs that behave like the trainer and its daemon."""
+"""Tests tools/demo, tools/bench and tools/budget_check with programs that behave like the trainer and its daemon."""
 
 import json
 import os
@@ -28,7 +28,6 @@ resumed, keep = 0, []
 if on:
     marker = os.path.join(flags["--nvme-path"], flags["--job"])
     if os.path.exists(marker): resumed = int(open(marker).read())
-    open(marker, "w").write(flags["--steps"])
     for mib in (touched, untouched):
         fd = os.memfd_create("offloadd-test")
         os.set_inheritable(fd, True)
@@ -49,7 +48,9 @@ grow = []
 for step in range(resumed + 1, int(flags["--steps"]) + 1):
     time.sleep(float(os.environ.get("STEP_SECONDS", 0.01)))
     if os.environ.get("GROWS") and on: grow.append(bytearray(os.urandom(1 << 20)) * 16)
-    say(event="step", step=step, loss=1.0, grad_norm=1.0, learning_rate=1e-3,
+    if on: open(marker, "w").write(str(step))
+    wrong = on and str(step) == os.environ.get("WRONG_STEP")
+    say(event="step", step=step, loss=2.0 if wrong else 1.0 / step, grad_norm=1.0, learning_rate=1e-3,
         seconds={"forward": 0.25, "backward": 0.5, "step": 0.75 if on else 0.25, "wait": 0.25 if on else 0},
         bytes_read=14 * parameters if on else 0, bytes_written=12 * parameters if on else 0,
         resident_bytes=0, peak_bytes=0, durable_epoch=step)
@@ -129,6 +130,29 @@ class BenchTest(ScriptTest):
     def test_refuses_what_it_cannot_use(self):
         for arguments in (["--steps", "2"], ["--ram", "much"], ["--nvme-path", "/no/such/folder"], ["--unknown"]):
             self.assertNotEqual(self.run_script("bench", *arguments).returncode, 0, arguments)
+
+
+class DemoTest(ScriptTest):
+    def demo(self, **environment):
+        return self.run_script("demo", "--json", "--params", "1M", "--steps", "8", STEP_SECONDS="0.3", **environment)
+
+    def test_kills_in_the_middle_resumes_and_compares_every_loss(self):
+        run = self.demo()
+        self.assertEqual(run.returncode, 0, run.stderr)
+        result = json.loads(run.stdout)
+        self.assertGreaterEqual(result["killed_after_step"], 4)
+        self.assertLess(result["killed_after_step"], 8)
+        self.assertEqual(result["resumed_step"], result["killed_after_step"])
+        self.assertEqual((result["steps_compared"], result["losses_that_differ"]), (8, 0))
+        self.assertAlmostEqual(result["measured"]["bytes_read"], 14e6)
+        self.assertIn("SIGKILL to the trainer", run.stderr)
+        self.assertIn("All 8 losses are, to the last digit", run.stderr)
+
+    def test_fails_when_one_loss_differs(self):
+        run = self.demo(WRONG_STEP="7")
+        self.assertEqual(run.returncode, 1)
+        self.assertIn("NOT 0.14285714285714285", run.stderr)
+        self.assertIn("the runs differ: 1 of 8 losses", run.stderr)
 
 
 class BudgetCheckTest(ScriptTest):
