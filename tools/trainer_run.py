@@ -281,7 +281,7 @@ def untouched_bytes(pids):
 
 
 class MemoryWatch:
-    """Samples the memory of a run in a thread and keeps the peak since the last mark().
+    """Samples the memory of a run in a thread and keeps the peak, and the least, since the last mark().
 
     A sample is the proportional set size of trainer and daemon plus untouched memfd blocks. The latter only
     shrink as pages are touched, and are looked at less often: what is stale counts too much, never too little.
@@ -294,7 +294,7 @@ class MemoryWatch:
         self._run = run
         self._sample_seconds = sample_seconds
         self._lock = threading.Lock()
-        self._peak = 0
+        self._peak, self._least = 0, float("inf")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -308,15 +308,20 @@ class MemoryWatch:
 
     def mark(self):
         """Returns the peak since the last mark, with one more sample of now, and begins anew."""
+        return self.mark_range()[1]
+
+    def mark_range(self):
+        """The same, of the least and the peak."""
         self._sample(untouched_bytes(self._run.processes()))
         with self._lock:
-            peak, self._peak = self._peak, 0
-        return peak
+            least, peak = self._least, self._peak
+            self._peak, self._least = 0, float("inf")
+        return least, peak
 
     def _sample(self, untouched):
         sample = untouched + sum(map(proportional_bytes, self._run.processes()))
         with self._lock:
-            self._peak = max(self._peak, sample)
+            self._peak, self._least = max(self._peak, sample), min(self._least, sample)
 
     def _watch(self):
         untouched, last = 0, -1e9
