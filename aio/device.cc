@@ -6,6 +6,7 @@
 #include "absl/strings/str_format.h"
 #include "base/check.h"
 #include "base/checked.h"
+#include "base/clock.h"
 
 namespace offload::aio {
 namespace {
@@ -32,6 +33,7 @@ void Device::Submit(Kind kind, uint64_t offset_bytes, std::span<const iovec> pie
   op->offset_bytes = offset_bytes;
   op->pieces.assign(pieces.begin(), pieces.end());
   op->done = std::move(done);
+  op->called_at_nanoseconds = Clock::Real().NowNanoseconds();
   ++in_flight_;
   absl::Status status = draining_ ? absl::CancelledError("device is closing") : Check(*op);
   if (!status.ok()) {
@@ -76,20 +78,34 @@ absl::Status Device::Check(const Op& op) const {
   return absl::OkStatus();
 }
 
+void Device::CountCompleted(const Op& op, const absl::Status& status) {
+  const int64_t taken = Clock::Real().NowNanoseconds() - op.called_at_nanoseconds;
+  switch (op.kind) {
+    case Kind::kRead:
+      if (!status.ok()) return Count(counters_.read_errors, 1);
+      Count(counters_.reads, 1);
+      Count(counters_.read_bytes, op.size_bytes);
+      return counters_.read_latency.Add(taken);
+    case Kind::kWrite:
+      if (!status.ok()) return Count(counters_.write_errors, 1);
+      Count(counters_.writes, 1);
+      Count(counters_.written_bytes, op.size_bytes);
+      return counters_.write_latency.Add(taken);
+    case Kind::kFlush:
+      if (!status.ok()) return Count(counters_.flush_errors, 1);
+      Count(counters_.flushes, 1);
+      return counters_.flush_latency.Add(taken);
+  }
+}
+
 void Device::Complete(std::unique_ptr<Op> op, absl::Status status) {
+  CountCompleted(*op, status);
+  Finish(std::move(op), std::move(status));
+}
+
+void Device::Finish(std::unique_ptr<Op> op, absl::Status status) {
   OFFLOAD_CHECK(in_flight_ > 0);
   --in_flight_;
-  if (!status.ok()) {
-    Count(counters_.errors, 1);
-  } else if (op->kind == Kind::kRead) {
-    Count(counters_.reads, 1);
-    Count(counters_.read_bytes, op->size_bytes);
-  } else if (op->kind == Kind::kWrite) {
-    Count(counters_.writes, 1);
-    Count(counters_.written_bytes, op->size_bytes);
-  } else {
-    Count(counters_.flushes, 1);
-  }
   const Done done = std::move(op->done);
   op.reset();
   if (done) done(std::move(status));
@@ -97,7 +113,10 @@ void Device::Complete(std::unique_ptr<Op> op, absl::Status status) {
 
 size_t Device::CompleteRefused() {
   std::vector<Refused> refused = std::exchange(refused_, {});  // callbacks may be refused again
-  for (Refused& each : refused) Complete(std::move(each.op), std::move(each.status));
+  for (Refused& each : refused) {
+    Count(counters_.refusals, 1);
+    Finish(std::move(each.op), std::move(each.status));
+  }
   return refused.size();
 }
 

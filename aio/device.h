@@ -1,7 +1,7 @@
 // aio/device.h
 //
-// Reads and writes sectors of one file, asynchronously. The engines (io_uring, thread pool, memory)
-// stand behind it and differ only in how an operation reaches the kernel.
+// Reads and writes sectors of one file, asynchronously. The engines (io_uring, libaio, thread pool,
+// memory) stand behind it and differ only in how an operation reaches the kernel.
 //
 // Invariants
 //   * An operation's buffers belong to the device from the call until its callback has begun.
@@ -24,12 +24,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "aio/latency_histogram.h"
 
 namespace offload::aio {
 
@@ -45,13 +47,16 @@ struct Geometry {
   uint32_t write_alignment() const { return std::max<uint32_t>(4096, offset_alignment); }
 };
 
-// Operations and bytes that completed without error; `errors` are operations that completed with
-// one, refused ones included; `retries` are system calls that had to be repeated for the rest of a
-// transfer or after EAGAIN and EINTR.
+// Operations and bytes that completed without error, with the time from the call to the completion;
+// and one counter for each kind of trouble: operations that ended with an error, operations that
+// were refused by the checks, calls that had to be repeated after EAGAIN or EINTR, and calls that
+// moved fewer bytes than they were asked to. Wrong checksums are counted where they are seen.
 struct Counters {
   std::atomic<uint64_t> reads{0}, writes{0}, flushes{0};
   std::atomic<uint64_t> read_bytes{0}, written_bytes{0};
-  std::atomic<uint64_t> retries{0}, errors{0};
+  std::atomic<uint64_t> read_errors{0}, write_errors{0}, flush_errors{0};
+  std::atomic<uint64_t> refusals{0}, retries{0}, short_transfers{0};
+  LatencyHistogram read_latency, write_latency, flush_latency;
 };
 
 class Device {
@@ -83,7 +88,15 @@ class Device {
   virtual int event_fd() const = 0;
 
   virtual const Geometry& geometry() const = 0;
-  virtual std::string_view engine() const = 0;  // "uring", "threads", "memory"
+  virtual std::string_view engine() const = 0;  // "uring", "libaio", "threads", "memory"
+
+  // A hint that many transfers will use these bytes: an engine may keep their pages pinned, so that
+  // the kernel does not look them up for each. They must have their pages, and stay mapped where
+  // they are until the device is gone. Never fails, changes no result, and may block for some
+  // seconds where the limit of pinned memory is still used up by what was given back just now.
+  virtual void RegisterBuffer(std::span<std::byte> bytes) {}
+  virtual uint64_t registered_bytes() const { return 0; }
+
   size_t in_flight() const { return in_flight_; }
   const Counters& counters() const { return counters_; }
 
@@ -97,6 +110,7 @@ class Device {
     uint64_t size_bytes = 0;  // of all pieces
     std::vector<iovec> pieces;
     Done done;
+    int64_t called_at_nanoseconds = 0;
   };
   // Takes a checked operation. Must call Complete() for it exactly once, inside Poll().
   virtual void Start(std::unique_ptr<Op> op) = 0;
@@ -118,6 +132,8 @@ class Device {
  private:
   void Submit(Kind kind, uint64_t offset_bytes, std::span<const iovec> pieces, Done done);
   absl::Status Check(const Op& op) const;
+  void CountCompleted(const Op& op, const absl::Status& status);
+  void Finish(std::unique_ptr<Op> op, absl::Status status);
 
   struct Refused {
     std::unique_ptr<Op> op;
@@ -127,7 +143,12 @@ class Device {
   bool draining_ = false;
 };
 
-enum class Engine { kAuto, kUring, kThreads };
+enum class Engine { kAuto, kUring, kLibaio, kThreads };
+
+// "auto", "uring", "libaio", "threads": in flags, messages and the environment.
+std::string_view EngineName(Engine engine);
+std::optional<Engine> EngineOfName(std::string_view name);
+inline constexpr std::string_view kEngineNames = "auto, uring, libaio or threads";
 
 struct OpenOptions {
   Engine engine = Engine::kAuto;
@@ -136,11 +157,11 @@ struct OpenOptions {
 };
 
 // Opens a device over an open file (O_RDWR|O_DIRECT, regular, at its final size; the device
-// duplicates nothing and takes ownership of `fd`). kAuto probes io_uring, then threads; the choice
-// and its reason are logged once per process and are in `engine()` and `reason`. An engine asked
-// for by name that cannot be had is OFD-1211, never a fallback. The environment variable
-// OFFLOADD_IO=uring|threads is such a name where the options say kAuto. `fd` is closed also on
-// failure.
+// duplicates nothing and takes ownership of `fd`). kAuto probes io_uring, then libaio, then
+// threads; the choice and its reason are logged once per process and are in `engine()` and
+// `reason`. An engine asked for by name that cannot be had is OFD-1211, never a fallback. The
+// environment variable OFFLOADD_IO=uring|libaio|threads is such a name where the options say kAuto.
+// `fd` is closed also on failure.
 absl::StatusOr<std::unique_ptr<Device>> OpenDevice(int fd, const OpenOptions& options,
                                                    std::string* reason = nullptr);
 

@@ -1,5 +1,5 @@
-// Measures a Device as fio would: device_benchmark FILE uring|threads read|write [SECONDS]. The
-// file must have at least 64 MiB; `write` overwrites it. Transfers of 1 MiB, 16 in flight, one
+// Measures a Device as fio would: device_benchmark FILE uring|libaio|threads read|write [SECONDS].
+// The file must have at least 64 MiB; `write` overwrites it. Transfers of 1 MiB, 16 in flight, one
 // after the other through the file.
 
 #include <fcntl.h>
@@ -23,7 +23,7 @@ constexpr size_t kDepth = 16;
 
 int Run(const char* path, std::string_view engine, bool writes, double seconds) {
   OpenOptions options;
-  options.engine = engine == "uring" ? Engine::kUring : Engine::kThreads;
+  options.engine = EngineOfName(engine).value_or(Engine::kAuto);
   options.queue_depth = kDepth;
   options.thread_count = kDepth;
   auto device = OpenDevice(::open(path, O_RDWR | O_DIRECT | O_CLOEXEC), options);
@@ -62,7 +62,8 @@ int Run(const char* path, std::string_view engine, bool writes, double seconds) 
 
 int main(int argument_count, char** arguments) {
   if (argument_count < 4) {
-    std::fprintf(stderr, "usage: device_benchmark FILE uring|threads read|write [SECONDS]\n");
+    std::fprintf(stderr,
+                 "usage: device_benchmark FILE uring|libaio|threads read|write [SECONDS]\n");
     return 2;
   }
   const double seconds = argument_count > 4 ? std::atof(arguments[4]) : 4;

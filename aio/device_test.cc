@@ -2,8 +2,11 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <linux/capability.h>
 #include <poll.h>
 #include <sys/file.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -15,6 +18,8 @@
 #include <vector>
 
 #include "aio/memory_device.h"
+#include "aio/sector_4096_mount.h"
+#include "aio/test_file.h"
 #include "base/error.h"
 #include "base/mapped_region.h"
 #include "base/random.h"
@@ -26,45 +31,86 @@ namespace {
 constexpr uint64_t kFileBytes = 16 << 20;
 constexpr int kGuardMs = 60'000;  // a wake-up that never comes must fail the test, not hang it
 
-// A fresh file of zeros on a real file system, gone with the object; `fd` is for one device.
-struct TestFile {
-  TestFile() {
-    const char* folder = std::getenv("TEST_TMPDIR");
-    path = std::string(folder == nullptr ? "." : folder) + "/device_test_XXXXXX";
-    UniqueFd created(::mkstemp(path.data()));
-    EXPECT_TRUE(created.valid()) << ErrnoText(errno);
-    EXPECT_EQ(::posix_fallocate(created.get(), 0, kFileBytes), 0);
-  }
-  ~TestFile() { ::unlink(path.c_str()); }
-  int Open() const { return ::open(path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC); }
-  std::string path;
+enum class Kind {
+  kUring,
+  kLibaio,
+  kThreads,
+  kMemory,
+  kScrambledMemory,
+  kMemoryOf4KibSectors,
+  kUringOn4KibSectors,
+  kLibaioOn4KibSectors,
+  kThreadsOn4KibSectors
 };
 
-enum class Kind { kUring, kThreads, kMemory, kScrambledMemory };
+Engine EngineOf(Kind kind) {
+  switch (kind) {
+    case Kind::kUring:
+    case Kind::kUringOn4KibSectors:
+      return Engine::kUring;
+    case Kind::kLibaio:
+    case Kind::kLibaioOn4KibSectors:
+      return Engine::kLibaio;
+    default:
+      return Engine::kThreads;
+  }
+}
+
+bool IsMemlockSmall(size_t size_bytes) {
+  rlimit limit = {};
+  ::getrlimit(RLIMIT_MEMLOCK, &limit);
+  return ::geteuid() != 0 && limit.rlim_cur < size_bytes;
+}
+
+// Takes the capabilities of the calling thread away, where it has some.
+bool GiveUpRights() {
+  __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
+  __user_cap_data_struct none[2] = {};
+  return ::syscall(SYS_capset, &header, none) == 0;
+}
 
 class DeviceTest : public testing::TestWithParam<Kind> {
  protected:
   void SetUp() override {
-    if (GetParam() == Kind::kMemory) {
-      device_ = std::make_unique<MemoryDevice>(kFileBytes);
-    } else if (GetParam() == Kind::kScrambledMemory) {
-      device_ = std::make_unique<MemoryDevice>(kFileBytes, /*seed=*/7);
-    } else {
-      file_.emplace();
-      OpenOptions options;
-      options.engine = GetParam() == Kind::kUring ? Engine::kUring : Engine::kThreads;
-      options.queue_depth = 8;
-      options.thread_count = 4;
-      absl::StatusOr<std::unique_ptr<Device>> device = OpenDevice(file_->Open(), options);
-      if (GetParam() == Kind::kUring && ErrorIdOf(device.status()) == ErrorId::kEngineUnavailable) {
-        GTEST_SKIP() << device.status();
-      }
-      ASSERT_TRUE(device.ok()) << device.status();
-      device_ = *std::move(device);
-    }
     absl::StatusOr<MappedRegion> memory = MappedRegion::Anonymous(2 * kFileBytes);
     ASSERT_TRUE(memory.ok());
     memory_ = *std::move(memory);
+    switch (GetParam()) {
+      case Kind::kMemory:
+        device_ = std::make_unique<MemoryDevice>(kFileBytes);
+        break;
+      case Kind::kScrambledMemory:
+        device_ = std::make_unique<MemoryDevice>(kFileBytes, /*seed=*/7);
+        break;
+      case Kind::kMemoryOf4KibSectors:
+        device_ = std::make_unique<MemoryDevice>(kFileBytes, std::nullopt,
+                                                 /*offset_alignment=*/4096);
+        break;
+      case Kind::kUringOn4KibSectors:
+      case Kind::kLibaioOn4KibSectors:
+      case Kind::kThreadsOn4KibSectors: {
+        const absl::StatusOr<std::string>& folder = Sector4096Mount::Folder();
+        if (!folder.ok()) GTEST_SKIP() << folder.status();
+        OpenFile(*folder);
+        break;
+      }
+      default:
+        OpenFile("");
+    }
+  }
+
+  // Opens a device over a fresh file of its own.
+  void OpenFile(const std::string& folder) {
+    file_.emplace(kFileBytes, folder);
+    const OpenOptions options = {
+        .engine = EngineOf(GetParam()), .queue_depth = 8, .thread_count = 4};
+    absl::StatusOr<std::unique_ptr<Device>> device = OpenDevice(file_->Open(), options);
+    if (options.engine != Engine::kThreads &&
+        ErrorIdOf(device.status()) == ErrorId::kEngineUnavailable) {
+      GTEST_SKIP() << device.status();
+    }
+    ASSERT_TRUE(device.ok()) << device.status();
+    device_ = *std::move(device);
   }
 
   std::byte* out() { return memory_.data(); }
@@ -179,7 +225,9 @@ TEST_P(DeviceTest, RefusesWhatIsMisalignedOrOutsideInTheNextPoll) {
     EXPECT_EQ(device_->Poll(/*wait=*/true), 2u);
     EXPECT_EQ(calls, 2);
   }
-  EXPECT_EQ(device_->counters().errors, 2 * cases.size());
+  EXPECT_EQ(device_->counters().refusals, 2 * cases.size());
+  EXPECT_EQ(device_->counters().read_errors, 0u);
+  EXPECT_EQ(device_->counters().write_latency.count(), 0u);
   EXPECT_EQ(device_->counters().writes, 0u);
 }
 
@@ -195,6 +243,9 @@ TEST_P(DeviceTest, ReadBehindTheEndOfATruncatedFileIsDataLoss) {
     EXPECT_TRUE(absl::IsDataLoss(status)) << status;
     EXPECT_EQ(ErrorIdOf(status), ErrorId::kIo);
   }
+  EXPECT_EQ(device_->counters().read_errors, 3u);
+  EXPECT_EQ(device_->counters().write_errors, 0u);
+  EXPECT_GE(device_->counters().short_transfers, file_.has_value() ? 3u : 0u);
 }
 
 // The rest of a short transfer is found by the collecting part of Poll, after the submitting one.
@@ -287,13 +338,59 @@ TEST_P(DeviceTest, CountsOperationsAndBytes) {
   EXPECT_EQ(device_->counters().written_bytes, 12288u);
   EXPECT_EQ(device_->counters().reads, reads_of_probe + 1);
   EXPECT_EQ(device_->counters().flushes, 1u);
-  EXPECT_EQ(device_->counters().errors, 0u);
+  EXPECT_EQ(device_->counters().read_latency.count(), device_->counters().reads);
+  EXPECT_EQ(device_->counters().write_latency.count(), 1u);
+  EXPECT_EQ(device_->counters().flush_latency.count(), 1u);
+  EXPECT_EQ(device_->counters().read_errors + device_->counters().write_errors +
+                device_->counters().flush_errors + device_->counters().refusals,
+            0u);
+}
+
+// A hint changes no result, whatever part of it a transfer uses, and whatever it tells of.
+TEST_P(DeviceTest, RegisteredBuffersReadAndWriteTheSameBytes) {
+  Random(4).Fill({out(), kFileBytes});
+  const size_t half = kFileBytes / 2;
+  device_->RegisterBuffer({out(), half});
+  device_->RegisterBuffer({in(), half});
+  device_->RegisterBuffer({});
+  EXPECT_TRUE(device_->registered_bytes() == 0 || device_->registered_bytes() == 2 * half);
+  EXPECT_EQ(device_->registered_bytes() != 0,
+            device_->engine() == "uring" && !IsMemlockSmall(2 * half));
+  const std::pair<size_t, size_t> cases[] = {
+      {0, half}, {4096, 8192}, {half - 4096, 4096}, {half - 4096, 8192}, {half, 1 << 20}};
+  for (const auto& [at, size] : cases) {
+    ASSERT_EQ(Write(at, {{out() + at, size}}), absl::OkStatus()) << at;
+    ASSERT_EQ(Read(at, {{in() + at, size}}), absl::OkStatus()) << at;
+    EXPECT_EQ(std::memcmp(in() + at, out() + at, size), 0) << at << " " << size;
+  }
+}
+
+TEST_P(DeviceTest, BuffersBeyondTheLimitOfLockedMemoryAreUsedUnregistered) {
+  if (device_->engine() != "uring") GTEST_SKIP() << "only io_uring registers buffers";
+  // Root may lock what it likes: the thread that makes the ring goes without that right.
+  std::thread([&] {
+    ASSERT_TRUE(GiveUpRights());
+    rlimit before = {};
+    ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &before), 0);
+    const rlimit lower = {1 << 20, before.rlim_max};
+    ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &lower), 0);
+    auto device = OpenDevice(file_->Open(), {.engine = Engine::kUring});
+    ASSERT_TRUE(device.ok()) << device.status();
+    device_ = *std::move(device);
+    device_->RegisterBuffer({out(), kFileBytes});
+    EXPECT_EQ(device_->registered_bytes(), 0u);
+    EXPECT_EQ(Write(0, {{out(), 1 << 20}}), absl::OkStatus());
+    device_->RegisterBuffer({out(), 64 << 10});
+    EXPECT_EQ(device_->registered_bytes(), uint64_t{64} << 10) << "what fits is registered";
+    EXPECT_EQ(Read(0, {{in(), 1 << 20}}), absl::OkStatus());
+    ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &before), 0);
+  }).join();
 }
 
 TEST_P(DeviceTest, LockOnTheFileIsFreeAsSoonAsTheDeviceIsGone) {
   if (!file_.has_value()) GTEST_SKIP() << "no file behind this device";
   OpenOptions options;
-  options.engine = GetParam() == Kind::kUring ? Engine::kUring : Engine::kThreads;
+  options.engine = EngineOf(GetParam());
   for (int round = 0; round < 20; ++round) {
     const int fd = file_->Open();
     ASSERT_EQ(::flock(fd, LOCK_EX | LOCK_NB), 0) << "round " << round << ": " << ErrnoText(errno);
@@ -306,20 +403,51 @@ std::string NameOf(const testing::TestParamInfo<Kind>& info) {
   switch (info.param) {
     case Kind::kUring:
       return "Uring";
+    case Kind::kLibaio:
+      return "Libaio";
     case Kind::kThreads:
       return "Threads";
     case Kind::kMemory:
       return "Memory";
     case Kind::kScrambledMemory:
       return "ScrambledMemory";
+    case Kind::kMemoryOf4KibSectors:
+      return "MemoryOf4KibSectors";
+    case Kind::kUringOn4KibSectors:
+      return "UringOn4KibSectors";
+    case Kind::kLibaioOn4KibSectors:
+      return "LibaioOn4KibSectors";
+    case Kind::kThreadsOn4KibSectors:
+      return "ThreadsOn4KibSectors";
   }
   return "";
 }
 
 INSTANTIATE_TEST_SUITE_P(Engines, DeviceTest,
-                         testing::Values(Kind::kUring, Kind::kThreads, Kind::kMemory,
-                                         Kind::kScrambledMemory),
+                         testing::Values(Kind::kUring, Kind::kLibaio, Kind::kThreads, Kind::kMemory,
+                                         Kind::kScrambledMemory, Kind::kMemoryOf4KibSectors,
+                                         Kind::kUringOn4KibSectors, Kind::kLibaioOn4KibSectors,
+                                         Kind::kThreadsOn4KibSectors),
                          &NameOf);
+
+// A drive of 4 KiB sectors says so, and refuses less instead of reading, merging and writing back.
+TEST(Sector4096Test, FileTellsItsAlignmentsAndSmallerTransfersAreRefused) {
+  const absl::StatusOr<std::string>& folder = Sector4096Mount::Folder();
+  if (!folder.ok()) GTEST_SKIP() << folder.status();
+  TestFile file(kFileBytes, *folder);
+  auto device = OpenDevice(file.Open(), {});
+  ASSERT_TRUE(device.ok()) << device.status();
+  EXPECT_EQ((*device)->geometry().offset_alignment, 4096u);
+  EXPECT_LE((*device)->geometry().memory_alignment, 4096u);
+  EXPECT_EQ((*device)->geometry().write_alignment(), 4096u);
+  auto memory = MappedRegion::Anonymous(4096);
+  ASSERT_TRUE(memory.ok());
+  const iovec piece = {memory->data(), 512};
+  absl::Status status;
+  (*device)->Read(0, {&piece, 1}, [&](absl::Status outcome) { status = std::move(outcome); });
+  while ((*device)->in_flight() > 0) (*device)->Poll(/*wait=*/true);
+  EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
+}
 
 TEST(MemoryDeviceTest, SeedChangesTheOrderAndOnlyTheSeed) {
   const auto order_of = [](std::optional<uint64_t> seed) {
@@ -337,22 +465,33 @@ TEST(MemoryDeviceTest, SeedChangesTheOrderAndOnlyTheSeed) {
 }
 
 TEST(OpenDeviceTest, AutoFindsAnEngineAndSaysWhy) {
-  TestFile file;
+  TestFile file(kFileBytes);
   std::string reason;
   const auto device = OpenDevice(file.Open(), {}, &reason);
   ASSERT_TRUE(device.ok()) << device.status();
-  EXPECT_TRUE((*device)->engine() == "uring" || (*device)->engine() == "threads");
+  EXPECT_NE(EngineOfName((*device)->engine()), std::nullopt);
   EXPECT_FALSE(reason.empty());
   EXPECT_EQ((*device)->geometry().size_bytes, kFileBytes);
   EXPECT_GE((*device)->geometry().offset_alignment, 512u);
 }
 
+TEST(OpenDeviceTest, EveryEngineIsFoundByItsName) {
+  for (const Engine engine : {Engine::kAuto, Engine::kUring, Engine::kLibaio, Engine::kThreads}) {
+    EXPECT_EQ(EngineOfName(EngineName(engine)), engine);
+    EXPECT_NE(kEngineNames.find(EngineName(engine)), std::string_view::npos);
+  }
+  EXPECT_EQ(EngineOfName("URING"), std::nullopt);
+  EXPECT_EQ(EngineOfName(""), std::nullopt);
+}
+
 TEST(OpenDeviceTest, EnvironmentNamesTheEngine) {
-  TestFile file;
-  ::setenv("OFFLOADD_IO", "threads", 1);
-  const auto device = OpenDevice(file.Open(), {});
-  ASSERT_TRUE(device.ok()) << device.status();
-  EXPECT_EQ((*device)->engine(), "threads");
+  TestFile file(kFileBytes);
+  for (const char* name : {"libaio", "threads"}) {
+    ::setenv("OFFLOADD_IO", name, 1);
+    const auto device = OpenDevice(file.Open(), {});
+    ASSERT_TRUE(device.ok()) << device.status();
+    EXPECT_EQ((*device)->engine(), name);
+  }
   ::setenv("OFFLOADD_IO", "libfast", 1);
   EXPECT_EQ(ErrorIdOf(OpenDevice(file.Open(), {}).status()), ErrorId::kBadValue);
   ::unsetenv("OFFLOADD_IO");

@@ -3,16 +3,17 @@
 // The one place where an errno of a transfer becomes a status. All texts carry OFD-1209 (OFD-1204
 // for a full file system); the code says what a caller can do:
 //
-//   errno                                  code
-//   EIO and all that are not named here    DATA_LOSS            these bytes cannot be had, or are
-//   not written ENOSPC EDQUOT EFBIG                    RESOURCE_EXHAUSTED   the file system is full
-//   ENOMEM ENOBUFS                         RESOURCE_EXHAUSTED   the kernel has no memory
-//   EAGAIN EBUSY EINTR                     UNAVAILABLE          after all retries
-//   EINVAL EFAULT                          INVALID_ARGUMENT     the kernel refuses the shape of the
-//   transfer ENOSYS EOPNOTSUPP                      UNIMPLEMENTED        the engine or file system
-//   cannot do this EPERM EACCES EROFS                     PERMISSION_DENIED EBADF
-//   FAILED_PRECONDITION ECANCELED                              CANCELLED any, for a flush DATA_LOSS
-//   nobody knows which writes are lost
+//   errno                           code
+//   EIO and all not named here      DATA_LOSS            these bytes cannot be had, or not written
+//   ENOSPC EDQUOT EFBIG             RESOURCE_EXHAUSTED   the file system is full
+//   ENOMEM ENOBUFS                  RESOURCE_EXHAUSTED   the kernel has no memory
+//   EAGAIN EBUSY EINTR              UNAVAILABLE          after all retries
+//   EINVAL EFAULT                   INVALID_ARGUMENT     the kernel refuses the transfer's shape
+//   ENOSYS EOPNOTSUPP               UNIMPLEMENTED        engine or file system cannot do this
+//   EPERM EACCES EROFS              PERMISSION_DENIED
+//   EBADF                           FAILED_PRECONDITION
+//   ECANCELED                       CANCELLED
+//   any, for a flush                DATA_LOSS            nobody knows which writes are lost
 //
 // Thread safety: pure functions.
 #pragma once

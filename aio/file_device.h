@@ -3,11 +3,14 @@
 // What the engines over a file descriptor have in common. Internal to aio/.
 #pragma once
 
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/status/statusor.h"
 #include "aio/device.h"
+#include "aio/transfer.h"
 #include "base/unique_fd.h"
 
 namespace offload::aio {
@@ -25,6 +28,13 @@ class FileDevice : public Device {
  protected:
   explicit FileDevice(const Geometry& geometry) : geometry_(geometry) {}
 
+  // Transfer::Advance, counted. Thread safe.
+  std::optional<absl::Status> Advance(Transfer& transfer, int64_t result);
+
+  // The refusal of a call by the kernel; `error_number` is positive.
+  static absl::Status RefusalOf(std::string_view call, int error_number);
+  absl::Status MakeEvent();
+
   // Makes the (non-blocking) event descriptor readable, or not.
   void SignalReady() override;
   void ClearEvent();
@@ -36,10 +46,12 @@ class FileDevice : public Device {
   UniqueFd owned_file_;
 };
 
-// Both fail with the text of the call that was refused: "io_uring_setup: EPERM (...)". The file
+// All fail with the text of the call that was refused: "io_uring_setup: EPERM (...)". The file
 // must outlive the device.
 absl::StatusOr<std::unique_ptr<FileDevice>> MakeUringDevice(int fd, const Geometry& geometry,
                                                             const OpenOptions& options);
+absl::StatusOr<std::unique_ptr<FileDevice>> MakeLibaioDevice(int fd, const Geometry& geometry,
+                                                             const OpenOptions& options);
 absl::StatusOr<std::unique_ptr<FileDevice>> MakeThreadDevice(int fd, const Geometry& geometry,
                                                              const OpenOptions& options);
 

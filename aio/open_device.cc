@@ -72,12 +72,9 @@ absl::StatusOr<std::unique_ptr<FileDevice>> MakeAndProbe(MakeDevice make, int fd
 absl::StatusOr<Engine> ChooseEngine(Engine engine) {
   const char* name = std::getenv("OFFLOADD_IO");
   if (engine != Engine::kAuto || name == nullptr || *name == '\0') return engine;
-  const std::string_view text = name;
-  if (text == "auto") return Engine::kAuto;
-  if (text == "uring") return Engine::kUring;
-  if (text == "threads") return Engine::kThreads;
+  if (const std::optional<Engine> named = EngineOfName(name)) return *named;
   return MakeError(ErrorId::kBadValue, absl::StrCat("OFFLOADD_IO=", name),
-                   "Use auto, uring or threads");
+                   absl::StrCat("Use ", ToAbsl(kEngineNames)));
 }
 
 // "io_uring_setup: EPERM (...)" is what a container says; name the two usual causes.
@@ -94,23 +91,30 @@ struct Choice {
   std::string reason;
 };
 
-absl::StatusOr<Choice> MakeNamed(MakeDevice make, const char* name, int fd,
-                                 const Geometry& geometry, const OpenOptions& options) {
-  auto device = MakeAndProbe(make, fd, geometry, options);
-  if (device.ok()) return Choice{*std::move(device), "asked for by name"};
-  return MakeError(ErrorId::kEngineUnavailable,
-                   absl::StrCat("engine ", name, ": ", ExplainRefusal(device.status())));
-}
+// In the order of preference.
+constexpr struct {
+  Engine engine;
+  MakeDevice make;
+} kEngines[] = {{Engine::kUring, &MakeUringDevice},
+                {Engine::kLibaio, &MakeLibaioDevice},
+                {Engine::kThreads, &MakeThreadDevice}};
 
-absl::StatusOr<Choice> MakeBest(int fd, const Geometry& geometry, const OpenOptions& options) {
-  auto uring = MakeAndProbe(&MakeUringDevice, fd, geometry, options);
-  if (uring.ok()) return Choice{*std::move(uring), "probed with a read"};
-  auto threads = MakeAndProbe(&MakeThreadDevice, fd, geometry, options);
-  const std::string reason = ExplainRefusal(uring.status());
-  if (threads.ok()) return Choice{*std::move(threads), reason};
-  return MakeError(ErrorId::kEngineUnavailable,
-                   absl::StrCat("engine uring: ", reason,
-                                "; engine threads: ", ExplainRefusal(threads.status())),
+// Tries the engine, or all of them; the reason of a choice is what refused those before it.
+absl::StatusOr<Choice> Choose(Engine wanted, int fd, const Geometry& geometry,
+                              const OpenOptions& options) {
+  std::string refusals;
+  for (const auto& [engine, make] : kEngines) {
+    if (wanted != Engine::kAuto && engine != wanted) continue;
+    auto device = MakeAndProbe(make, fd, geometry, options);
+    if (device.ok()) {
+      if (wanted != Engine::kAuto) return Choice{*std::move(device), "asked for by name"};
+      return Choice{*std::move(device), refusals.empty() ? "probed with a read" : refusals};
+    }
+    absl::StrAppend(&refusals, refusals.empty() ? "" : "; ", "engine ", ToAbsl(EngineName(engine)),
+                    ": ", ExplainRefusal(device.status()));
+  }
+  if (wanted != Engine::kAuto) return MakeError(ErrorId::kEngineUnavailable, refusals);
+  return MakeError(ErrorId::kEngineUnavailable, refusals,
                    "Set nvme_path to a directory on an ext4 or xfs mount");
 }
 
@@ -122,21 +126,37 @@ void LogOnce(const Choice& choice) {
 
 }  // namespace
 
+std::string_view EngineName(Engine engine) {
+  switch (engine) {
+    case Engine::kAuto:
+      return "auto";
+    case Engine::kUring:
+      return "uring";
+    case Engine::kLibaio:
+      return "libaio";
+    case Engine::kThreads:
+      return "threads";
+  }
+  return "";
+}
+
+std::optional<Engine> EngineOfName(std::string_view name) {
+  for (const Engine engine : {Engine::kAuto, Engine::kUring, Engine::kLibaio, Engine::kThreads}) {
+    if (name == EngineName(engine)) return engine;
+  }
+  return std::nullopt;
+}
+
 absl::StatusOr<std::unique_ptr<Device>> OpenDevice(int fd, const OpenOptions& options,
                                                    std::string* reason) {
   UniqueFd file(fd);
   OFFLOAD_ASSIGN_OR_RETURN(const Geometry geometry, ReadGeometry(file.get()));
   OFFLOAD_ASSIGN_OR_RETURN(const Engine engine, ChooseEngine(options.engine));
-  absl::StatusOr<Choice> choice =
-      engine == Engine::kUring ? MakeNamed(&MakeUringDevice, "uring", file.get(), geometry, options)
-      : engine == Engine::kThreads
-          ? MakeNamed(&MakeThreadDevice, "threads", file.get(), geometry, options)
-          : MakeBest(file.get(), geometry, options);
-  OFFLOAD_RETURN_IF_ERROR(choice.status());
-  choice->device->Own(std::move(file));
-  LogOnce(*choice);
-  if (reason != nullptr) *reason = choice->reason;
-  return std::unique_ptr<Device>(std::move(choice->device));
+  OFFLOAD_ASSIGN_OR_RETURN(Choice choice, Choose(engine, file.get(), geometry, options));
+  choice.device->Own(std::move(file));
+  LogOnce(choice);
+  if (reason != nullptr) *reason = choice.reason;
+  return std::unique_ptr<Device>(std::move(choice.device));
 }
 
 }  // namespace offload::aio

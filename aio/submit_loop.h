@@ -3,12 +3,14 @@
 // Hands all queued entries of a submission ring to the kernel, whatever the kernel answers. A pure
 // template, so that a scripted kernel can test every answer.
 //
-//   answer                                          what is done
-//   > 0 (possibly fewer than queued)                counted; on with the rest
-//   -EINTR                                          the same again
-//   0, -EAGAIN, -EBUSY, -ENOMEM                     completions are reaped, which frees what the
-//   kernel lacks; then again 64 of the last two kinds without any progress   that error (EIO for 0)
-//   anything else                                   that error
+//   answer                              what is done
+//   > 0 (possibly fewer than queued)    counted; on with the rest
+//   -EINTR                              the same again
+//   0, -EAGAIN, -EBUSY, -ENOMEM         completions are reaped, which frees what the kernel lacks;
+//                                       then again
+//   64 of the last two kinds without    that error (EIO for 0)
+//   any progress
+//   anything else                       that error
 //
 // After an error some entries may have been taken and the rest still stand in the ring; `submitted`
 // says how many were taken.

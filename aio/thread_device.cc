@@ -1,7 +1,6 @@
 // The thread engine: blocking preadv, pwritev and fdatasync on a few threads. Needs nothing of the
 // kernel, and is the reference that the other engines are tested against.
 
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -10,11 +9,8 @@
 #include <mutex>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "aio/file_device.h"
 #include "aio/transfer.h"
-#include "base/check.h"
-#include "base/error.h"
 #include "base/status_macros.h"
 #include "base/worker_pool.h"
 
@@ -31,9 +27,9 @@ class ThreadDevice final : public FileDevice {
         pool_(std::clamp<uint32_t>(options.thread_count, 1, kThreadCountMax), "offload-io") {}
   ~ThreadDevice() override { Drain(); }
 
-  absl::Status Init();
+  using FileDevice::MakeEvent;
   size_t Poll(bool wait) override;
-  std::string_view engine() const override { return "threads"; }
+  std::string_view engine() const override { return EngineName(Engine::kThreads); }
 
  protected:
   void Start(std::unique_ptr<Op> op) override;
@@ -55,24 +51,15 @@ class ThreadDevice final : public FileDevice {
   WorkerPool pool_;                 // last: its threads use the members above
 };
 
-absl::Status ThreadDevice::Init() {
-  event_fd_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (event_fd_.valid()) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat("eventfd: ", ErrnoText(errno)));
-}
-
 void ThreadDevice::Start(std::unique_ptr<Op> op) {
   // std::function copies what it holds, hence the bare pointer; a pool runs all that was posted.
   pool_.Post([this, raw = op.release()] { Run(std::unique_ptr<Op>(raw)); });
 }
 
 void ThreadDevice::Run(std::unique_ptr<Op> op) {
-  Transfer transfer(op->kind, op->offset_bytes, std::move(op->pieces), geometry_.offset_alignment);
-  std::optional<absl::Status> outcome = transfer.Advance(Call(transfer));
-  while (!outcome.has_value()) {
-    counters_.retries.fetch_add(1, std::memory_order_relaxed);
-    outcome = transfer.Advance(Call(transfer));
-  }
+  Transfer transfer(op->kind, op->offset_bytes, op->pieces, geometry_.offset_alignment);
+  std::optional<absl::Status> outcome;
+  while (!outcome.has_value()) outcome = Advance(transfer, Call(transfer));
   // Under the lock, because with the last completion the owner may destroy the device.
   std::lock_guard lock(mutex_);
   finished_.push_back({std::move(op), *std::move(outcome)});
@@ -118,7 +105,7 @@ std::vector<ThreadDevice::Finished> ThreadDevice::TakeFinished(bool wait) {
 absl::StatusOr<std::unique_ptr<FileDevice>> MakeThreadDevice(int fd, const Geometry& geometry,
                                                              const OpenOptions& options) {
   auto device = std::make_unique<ThreadDevice>(fd, geometry, options);
-  OFFLOAD_RETURN_IF_ERROR(device->Init());
+  OFFLOAD_RETURN_IF_ERROR(device->MakeEvent());
   return device;
 }
 

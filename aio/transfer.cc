@@ -8,14 +8,26 @@
 #include "base/checked.h"
 
 namespace offload::aio {
+namespace {
 
-Transfer::Transfer(Device::Kind kind, uint64_t offset_bytes, std::vector<iovec> pieces,
+std::byte* EndOf(const iovec& piece) {
+  return static_cast<std::byte*>(piece.iov_base) + piece.iov_len;
+}
+
+}  // namespace
+
+Transfer::Transfer(Device::Kind kind, uint64_t offset_bytes, const std::vector<iovec>& pieces,
                    uint32_t offset_alignment)
-    : kind_(kind),
-      offset_bytes_(offset_bytes),
-      offset_alignment_(offset_alignment),
-      pieces_(std::move(pieces)) {
-  for (const iovec& piece : pieces_) size_bytes_ += piece.iov_len;
+    : kind_(kind), offset_bytes_(offset_bytes), offset_alignment_(offset_alignment) {
+  pieces_.reserve(pieces.size());
+  for (const iovec& piece : pieces) {
+    size_bytes_ += piece.iov_len;
+    if (!pieces_.empty() && EndOf(pieces_.back()) == piece.iov_base) {
+      pieces_.back().iov_len += piece.iov_len;
+    } else {
+      pieces_.push_back(piece);
+    }
+  }
 }
 
 std::optional<absl::Status> Transfer::Advance(int64_t result) {

@@ -1,14 +1,15 @@
 // aio/transfer.h
 //
 // One operation on its way through system calls: what is left of it, and what a call's result
-// means. Pure; both engines of the kernel drive it, so that their rules are the same.
+// means. Pure; all engines of the kernel drive it, so that their rules are the same.
 //
 //   result of a call            meaning
 //   -EAGAIN, -EINTR             the same again, at most kRetriesMax times in a row; then that error
 //   other negative              that error
 //   0 for a read or write       the file ended: DATA_LOSS
-//   fewer bytes than asked      go on behind them; inside a sector, where direct I/O cannot go on,
-//   the file ended: DATA_LOSS all                         done
+//   fewer bytes than asked      go on behind them; inside a sector, where direct I/O cannot go
+//                               on, the file ended: DATA_LOSS
+//   all                         done
 //
 // Thread safety: none.
 #pragma once
@@ -29,12 +30,13 @@ class Transfer {
  public:
   static constexpr uint32_t kRetriesMax = 64;
 
-  // `pieces` are those of a checked operation; empty for a flush.
-  Transfer(Device::Kind kind, uint64_t offset_bytes, std::vector<iovec> pieces,
+  // `pieces` are those of a checked operation; empty for a flush. Neighbours in memory become one.
+  Transfer(Device::Kind kind, uint64_t offset_bytes, const std::vector<iovec>& pieces,
            uint32_t offset_alignment);
 
   Device::Kind kind() const { return kind_; }
   uint64_t offset_bytes() const { return offset_bytes_ + done_bytes_; }
+  uint64_t left_bytes() const { return size_bytes_ - done_bytes_; }
   // What is still to be transferred. Stays where it is until Advance().
   std::span<const iovec> pieces() const { return std::span(pieces_).subspan(first_piece_); }
 

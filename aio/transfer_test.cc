@@ -33,6 +33,14 @@ TEST(TransferTest, ShortCountGoesOnInsideAPieceAndAtABorder) {
   EXPECT_EQ(transfer.Advance(8192), absl::OkStatus());
 }
 
+TEST(TransferTest, NeighboursInMemoryBecomeOnePiece) {
+  Transfer transfer(Kind::kWrite, 0,
+                    {{buffer, 4096}, {buffer + 4096, 4096}, {buffer + 12288, 4096}}, 512);
+  ASSERT_EQ(transfer.pieces().size(), 2u);
+  EXPECT_EQ(transfer.pieces()[0].iov_len, 8192u);
+  EXPECT_EQ(transfer.Advance(12288), absl::OkStatus());
+}
+
 TEST(TransferTest, EndOfFileIsDataLoss) {
   for (const int64_t result : {0, 100}) {
     Transfer transfer = MakeRead();

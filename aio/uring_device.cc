@@ -1,11 +1,7 @@
-// The io_uring engine: one ring, one fixed file, no polling.
-//
-// Completions wake the registered eventfd. COOP_TASKRUN is used where the kernel has it;
-// SINGLE_ISSUER and DEFER_TASKRUN are not, because they tie the ring to the thread that made it,
-// and a device may be opened, used and closed on three threads one after the other (DESIGN.md).
+// The io_uring engine: one restricted ring (uring_ring.h), one fixed file, no polling. Completions
+// wake the registered eventfd.
 
 #include <liburing.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,13 +9,12 @@
 #include <deque>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "aio/errno_status.h"
 #include "aio/file_device.h"
 #include "aio/submit_loop.h"
 #include "aio/transfer.h"
+#include "aio/uring_ring.h"
 #include "base/check.h"
-#include "base/error.h"
 #include "base/status_macros.h"
 
 namespace offload::aio {
@@ -29,20 +24,19 @@ constexpr uint32_t kQueueDepthMax = 4096;
 constexpr size_t kCallBytesMax = size_t{1} << 30;  // one call's length is an unsigned int
 constexpr unsigned kFixedFileIndex = 0;
 
-absl::Status RefusalOf(const char* call, int rc) {
-  return absl::FailedPreconditionError(absl::StrCat(call, ": ", ErrnoText(-rc)));
-}
-
 class UringDevice final : public FileDevice {
  public:
   UringDevice(const Geometry& geometry, const OpenOptions& options)
       : FileDevice(geometry),
         queue_depth_(std::clamp<uint32_t>(options.queue_depth, 1, kQueueDepthMax)) {}
-  ~UringDevice() override;
+  // A buffer is free only after its completion, hence the drain before the ring goes.
+  ~UringDevice() override { Drain(); }
 
   absl::Status Init(int fd);
   size_t Poll(bool wait) override;
-  std::string_view engine() const override { return "uring"; }
+  std::string_view engine() const override { return EngineName(Engine::kUring); }
+  void RegisterBuffer(std::span<std::byte> bytes) override { ring_.RegisterBuffer(bytes); }
+  uint64_t registered_bytes() const override { return ring_.registered_bytes(); }
 
  protected:
   void Start(std::unique_ptr<Op> op) override;
@@ -54,10 +48,10 @@ class UringDevice final : public FileDevice {
     absl::Status outcome;
   };
 
-  absl::Status Restrict();
   void SubmitWaiting();
   void PrepareWaiting();
   void Prepare(io_uring_sqe* sqe, Request* request);
+  void PrepareOnePiece(io_uring_sqe* sqe, const Transfer& transfer);
   void Fail(int error_number, uint64_t taken);
   bool Reap();
   void HandleResult(std::unique_ptr<Request> request, int result);
@@ -65,10 +59,9 @@ class UringDevice final : public FileDevice {
   size_t RunReady();
 
   const uint32_t queue_depth_;
-  io_uring ring_{};
-  bool ring_exists_ = false;
-  uint32_t in_kernel_ =
-      0;  // requests that the ring has or will get; at most queue_depth_, so the CQ cannot overflow
+  UringRing ring_;
+  // Requests that the ring has or will get; at most queue_depth_, so the CQ cannot overflow.
+  uint32_t in_kernel_ = 0;
   std::deque<Request*> prepared_;                 // stand in the SQ, not yet taken; in order
   std::deque<std::unique_ptr<Request>> waiting_;  // have no place in the ring yet
   std::deque<std::unique_ptr<Request>> ready_;    // have their outcome; the callback has not run
@@ -76,51 +69,12 @@ class UringDevice final : public FileDevice {
 };
 
 absl::Status UringDevice::Init(int fd) {
-  event_fd_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!event_fd_.valid()) return RefusalOf("eventfd", -errno);
-  int rc = io_uring_queue_init(queue_depth_, &ring_,
-                               IORING_SETUP_R_DISABLED | IORING_SETUP_COOP_TASKRUN);
-  if (rc == -EINVAL) rc = io_uring_queue_init(queue_depth_, &ring_, IORING_SETUP_R_DISABLED);
-  if (rc < 0) return RefusalOf("io_uring_setup", rc);
-  ring_exists_ = true;
-  rc = io_uring_register_files(&ring_, &fd, 1);
-  if (rc < 0) return RefusalOf("io_uring_register(FILES)", rc);
-  rc = io_uring_register_eventfd(&ring_, event_fd_.get());
-  if (rc < 0) return RefusalOf("io_uring_register(EVENTFD)", rc);
-  return Restrict();
-}
-
-// From here on the ring can do nothing but transfers and flushes of the one registered file.
-absl::Status UringDevice::Restrict() {
-  io_uring_restriction allowed[7] = {};
-  const uint8_t operations[] = {IORING_OP_READ, IORING_OP_READV, IORING_OP_WRITE, IORING_OP_WRITEV,
-                                IORING_OP_FSYNC};
-  size_t count = 0;
-  for (const uint8_t operation : operations) {
-    allowed[count].opcode = IORING_RESTRICTION_SQE_OP;
-    allowed[count++].sqe_op = operation;
-  }
-  allowed[count].opcode = IORING_RESTRICTION_SQE_FLAGS_REQUIRED;
-  allowed[count++].sqe_flags = IOSQE_FIXED_FILE;
-  allowed[count].opcode = IORING_RESTRICTION_REGISTER_OP;
-  allowed[count++].register_op = IORING_UNREGISTER_FILES;
-  int rc = io_uring_register_restrictions(&ring_, allowed, count);
-  if (rc < 0) return RefusalOf("io_uring_register(RESTRICTIONS)", rc);
-  rc = io_uring_enable_rings(&ring_);
-  return rc < 0 ? RefusalOf("io_uring_register(ENABLE_RINGS)", rc) : absl::OkStatus();
-}
-
-// A buffer is free only after its completion, hence the drain before the ring goes.
-UringDevice::~UringDevice() {
-  Drain();
-  if (!ring_exists_) return;
-  io_uring_unregister_files(
-      &ring_);  // now; the ring itself is torn down later, and a lock on the file would linger
-  io_uring_queue_exit(&ring_);
+  OFFLOAD_RETURN_IF_ERROR(MakeEvent());
+  return ring_.Init(fd, event_fd_.get(), queue_depth_);
 }
 
 void UringDevice::Start(std::unique_ptr<Op> op) {
-  Transfer transfer(op->kind, op->offset_bytes, std::move(op->pieces), geometry_.offset_alignment);
+  Transfer transfer(op->kind, op->offset_bytes, op->pieces, geometry_.offset_alignment);
   waiting_.push_back(std::make_unique<Request>(Request{std::move(op), std::move(transfer), {}}));
 }
 
@@ -143,8 +97,8 @@ void UringDevice::SubmitWaiting() {
   while (failed_errno_ == 0 && !waiting_.empty() && in_kernel_ < queue_depth_) {
     PrepareWaiting();
     const SubmitResult result =
-        SubmitAll([this] { return io_uring_sq_ready(&ring_); },
-                  [this] { return io_uring_submit(&ring_); }, [this] { return Reap(); },
+        SubmitAll([this] { return io_uring_sq_ready(ring_.get()); },
+                  [this] { return io_uring_submit(ring_.get()); }, [this] { return Reap(); },
                   [](int stalls) { ::usleep(static_cast<useconds_t>(stalls) * 10); });
     if (result.error != 0) return Fail(result.error, result.submitted);
     prepared_.clear();
@@ -160,7 +114,7 @@ void UringDevice::SubmitWaiting() {
 
 void UringDevice::PrepareWaiting() {
   while (!waiting_.empty() && in_kernel_ < queue_depth_) {
-    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+    io_uring_sqe* sqe = io_uring_get_sqe(ring_.get());
     if (sqe == nullptr) return;
     Request* request = waiting_.front().release();  // the kernel's, until its completion
     waiting_.pop_front();
@@ -177,12 +131,7 @@ void UringDevice::Prepare(io_uring_sqe* sqe, Request* request) {
   if (transfer.kind() == Kind::kFlush) {
     io_uring_prep_fsync(sqe, kFixedFileIndex, IORING_FSYNC_DATASYNC);
   } else if (pieces.size() == 1) {
-    const auto length = static_cast<unsigned>(std::min(pieces[0].iov_len, kCallBytesMax));
-    if (transfer.kind() == Kind::kRead) {
-      io_uring_prep_read(sqe, kFixedFileIndex, pieces[0].iov_base, length, offset);
-    } else {
-      io_uring_prep_write(sqe, kFixedFileIndex, pieces[0].iov_base, length, offset);
-    }
+    PrepareOnePiece(sqe, transfer);
   } else if (transfer.kind() == Kind::kRead) {
     io_uring_prep_readv(sqe, kFixedFileIndex, pieces.data(), static_cast<unsigned>(pieces.size()),
                         offset);
@@ -192,6 +141,21 @@ void UringDevice::Prepare(io_uring_sqe* sqe, Request* request) {
   }
   io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
   io_uring_sqe_set_data(sqe, request);
+}
+
+void UringDevice::PrepareOnePiece(io_uring_sqe* sqe, const Transfer& transfer) {
+  void* const data = transfer.pieces()[0].iov_base;
+  const size_t size_bytes = std::min(transfer.pieces()[0].iov_len, kCallBytesMax);
+  const auto length = static_cast<unsigned>(size_bytes);
+  const uint64_t offset = transfer.offset_bytes();
+  const bool reads = transfer.kind() == Kind::kRead;
+  if (const std::optional<uint16_t> slot = ring_.SlotOf(data, size_bytes)) {
+    reads ? io_uring_prep_read_fixed(sqe, kFixedFileIndex, data, length, offset, *slot)
+          : io_uring_prep_write_fixed(sqe, kFixedFileIndex, data, length, offset, *slot);
+  } else {
+    reads ? io_uring_prep_read(sqe, kFixedFileIndex, data, length, offset)
+          : io_uring_prep_write(sqe, kFixedFileIndex, data, length, offset);
+  }
 }
 
 // The first `taken` of the prepared requests are the kernel's and will complete; the others never
@@ -212,10 +176,10 @@ void UringDevice::Fail(int error_number, uint64_t taken) {
 bool UringDevice::Reap() {
   bool any = false;
   io_uring_cqe* cqe = nullptr;
-  while (io_uring_peek_cqe(&ring_, &cqe) == 0) {
+  while (io_uring_peek_cqe(ring_.get(), &cqe) == 0) {
     std::unique_ptr<Request> request(static_cast<Request*>(io_uring_cqe_get_data(cqe)));
     const int result = cqe->res;
-    io_uring_cqe_seen(&ring_, cqe);
+    io_uring_cqe_seen(ring_.get(), cqe);
     --in_kernel_;
     HandleResult(std::move(request), result);
     any = true;
@@ -224,12 +188,11 @@ bool UringDevice::Reap() {
 }
 
 void UringDevice::HandleResult(std::unique_ptr<Request> request, int result) {
-  if (std::optional<absl::Status> outcome = request->transfer.Advance(result)) {
+  if (std::optional<absl::Status> outcome = Advance(request->transfer, result)) {
     request->outcome = *std::move(outcome);
     ready_.push_back(std::move(request));
     return;
   }
-  counters_.retries.fetch_add(1, std::memory_order_relaxed);
   waiting_.push_front(std::move(request));
 }
 
@@ -237,7 +200,7 @@ void UringDevice::HandleResult(std::unique_ptr<Request> request, int result) {
 void UringDevice::WaitForCompletion() {
   OFFLOAD_CHECK(in_kernel_ > 0) << in_flight_ << " in flight, " << waiting_.size() << " waiting";
   io_uring_cqe* cqe = nullptr;  // set only on 0
-  const int rc = io_uring_wait_cqe(&ring_, &cqe);
+  const int rc = io_uring_wait_cqe(ring_.get(), &cqe);
   if (rc < 0 && rc != -EINTR) ::usleep(1000);
   Reap();
 }

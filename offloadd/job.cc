@@ -29,11 +29,10 @@ absl::Status WrongState(std::string_view what) { return MakeError(ErrorId::kProt
 absl::Status Closed() { return MakeError(ErrorId::kSessionEnded, "the job is being closed"); }
 
 absl::StatusOr<aio::Engine> ParseEngine(const std::string& text) {
-  if (text.empty() || text == "auto") return aio::Engine::kAuto;
-  if (text == "uring") return aio::Engine::kUring;
-  if (text == "threads") return aio::Engine::kThreads;
-  return MakeError(ErrorId::kBadValue,
-                   absl::StrCat("io_engine \"", text, "\" is none of auto, uring, threads"));
+  if (text.empty()) return aio::Engine::kAuto;
+  if (const std::optional<aio::Engine> engine = aio::EngineOfName(text)) return *engine;
+  return MakeError(ErrorId::kBadValue, absl::StrCat("io_engine \"", text, "\""),
+                   absl::StrCat("Use ", ToAbsl(aio::kEngineNames)));
 }
 
 // Beside the trainer's own threads.

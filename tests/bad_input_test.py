@@ -123,9 +123,10 @@ class BadInputTest(unittest.TestCase):
         self.assertEqual(resumed.code, 0, resumed.stderr)
         self.assertGreaterEqual(resumed.start()["resumed_step"], 1)
 
-    def test_without_io_uring_the_threads_take_over_and_say_so(self):
+    def test_without_io_uring_libaio_takes_over_and_says_so(self):
         forbidden = self.run_trainer(self.offloaded(), launcher=[NO_URING])
         self.assertEqual(forbidden.code, 0, forbidden.stderr)
+        self.assertIn("I/O engine libaio", forbidden.stderr)
         self.assertIn("io_uring", forbidden.stderr)
         self.assertIn("EPERM", forbidden.stderr)
         plain = self.run_trainer(self.offloaded("--job", "plain"))

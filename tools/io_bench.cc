@@ -23,6 +23,7 @@ int Main(int argc, char** argv) {
   std::string path = ".", size = "1GiB";
   const std::map<std::string, aio::Engine> engines = {{"auto", aio::Engine::kAuto},
                                                       {"uring", aio::Engine::kUring},
+                                                      {"libaio", aio::Engine::kLibaio},
                                                       {"threads", aio::Engine::kThreads}};
   CLI::App app(
       "For example:\n  io_bench --path /nvme0 --seconds 5\n\n"
@@ -33,7 +34,7 @@ int Main(int argc, char** argv) {
   app.add_option("--size", size, "of the scratch file");
   app.add_option("--seconds", options.seconds_per_pattern, "of each of the three patterns")
       ->check(CLI::Range(0.05, 600.0));
-  app.add_option("--io", options.engine, "auto, uring or threads")
+  app.add_option("--io", options.engine, std::string(aio::kEngineNames))
       ->transform(CLI::CheckedTransformer(engines));
   CLI11_PARSE(app, argc, argv);
 

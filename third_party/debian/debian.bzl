@@ -18,7 +18,7 @@ _LIBRARIES = {
     "grpc": ["-lgrpc++", "-lgrpc", "-lgpr", "-lprotobuf"],
     "spdlog": ["-lspdlog", "-lfmt"],
     "uring": ["-l:liburing.a"],
-    "aio": ["-laio"],
+    "aio": ["-l:libaio.a"],
     "gtest": ["-lgtest", "-lpthread"],
     "gtest_main": ["-lgtest_main", "-lgtest", "-lpthread"],
     "gmock": ["-lgmock", "-lgtest", "-lpthread"],

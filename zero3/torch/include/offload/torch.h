@@ -55,7 +55,7 @@ struct Options {
   std::string
       ram;  // the memory budget, "8GiB": what the daemon and this library hold never exceeds it
   std::string job = "default";  // names the run in the pool; the same name resumes it
-  std::string io = "auto";      // auto | uring | threads
+  std::string io = "auto";      // auto | uring | libaio | threads
   int update_threads = 0;       // of the daemon's optimizer; 0: half of the cores
   // Bytes one gradient needs beside the accumulators are not counted, nor are activations and torch
   // itself.

@@ -1,0 +1,138 @@
+#include "aio/uring_ring.h"
+
+#include <gtest/gtest.h>
+#include <sys/eventfd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "aio/test_file.h"
+#include "base/mapped_region.h"
+#include "base/unique_fd.h"
+
+namespace offload::aio {
+namespace {
+
+constexpr uint64_t kFileBytes = 1 << 20;
+
+// Uses the ring past UringRing, as code that went astray would.
+class UringRingTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    absl::Status status = ring_.Init(fd_.get(), event_.get(), 8);
+    if (!status.ok()) GTEST_SKIP() << status;
+    absl::StatusOr<MappedRegion> memory = MappedRegion::Anonymous(1 << 20);
+    ASSERT_TRUE(memory.ok());
+    memory_ = *std::move(memory);
+  }
+
+  // The result of one operation.
+  int Run(const std::function<void(io_uring_sqe*)>& prepare) {
+    io_uring_sqe* const sqe = io_uring_get_sqe(ring_.get());
+    prepare(sqe);
+    EXPECT_EQ(io_uring_submit(ring_.get()), 1);
+    io_uring_cqe* cqe = nullptr;
+    EXPECT_EQ(io_uring_wait_cqe(ring_.get(), &cqe), 0);
+    const int result = cqe->res;
+    io_uring_cqe_seen(ring_.get(), cqe);
+    return result;
+  }
+
+  TestFile file_{kFileBytes};
+  UniqueFd fd_{file_.Open()};
+  UniqueFd event_{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+  MappedRegion memory_;
+  UringRing ring_;
+};
+
+TEST_F(UringRingTest, TransfersAndFlushesOfTheRegisteredFileWork) {
+  const auto fixed = [](io_uring_sqe* sqe) { io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE); };
+  EXPECT_EQ(Run([&](io_uring_sqe* sqe) {
+              io_uring_prep_write(sqe, 0, memory_.data(), 4096, 0);
+              fixed(sqe);
+            }),
+            4096);
+  EXPECT_EQ(Run([&](io_uring_sqe* sqe) {
+              io_uring_prep_read(sqe, 0, memory_.data(), 4096, 0);
+              fixed(sqe);
+            }),
+            4096);
+  EXPECT_EQ(Run([&](io_uring_sqe* sqe) {
+              io_uring_prep_fsync(sqe, 0, IORING_FSYNC_DATASYNC);
+              fixed(sqe);
+            }),
+            0);
+}
+
+TEST_F(UringRingTest, OtherFilesAreRefused) {
+  std::memset(memory_.data(), 7, 4096);
+  for (const int fd : {fd_.get(), event_.get(), 2}) {
+    EXPECT_EQ(
+        Run([&](io_uring_sqe* sqe) { io_uring_prep_write(sqe, fd, memory_.data(), 4096, 0); }),
+        -EACCES);
+  }
+  EXPECT_EQ(::pread(fd_.get(), memory_.data() + 8192, 4096, 0), 4096);
+  EXPECT_NE(std::memcmp(memory_.data(), memory_.data() + 8192, 4096), 0);
+}
+
+TEST_F(UringRingTest, OtherOperationsAreRefused) {
+  const auto with_fixed_file = [](const std::function<void(io_uring_sqe*)>& prepare) {
+    return [prepare](io_uring_sqe* sqe) {
+      prepare(sqe);
+      io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
+    };
+  };
+  const std::function<void(io_uring_sqe*)> operations[] = {
+      [](io_uring_sqe* sqe) { io_uring_prep_nop(sqe); },
+      [](io_uring_sqe* sqe) { io_uring_prep_openat(sqe, AT_FDCWD, "/etc/passwd", O_RDONLY, 0); },
+      [](io_uring_sqe* sqe) { io_uring_prep_fallocate(sqe, 0, 0, 0, 4096); },
+      [](io_uring_sqe* sqe) { io_uring_prep_unlink(sqe, "/nowhere", 0); },
+      [](io_uring_sqe* sqe) { io_uring_prep_socket(sqe, 1, 1, 0, 0); },
+      [](io_uring_sqe* sqe) { io_uring_prep_close(sqe, 2); },
+  };
+  for (const auto& operation : operations) {
+    EXPECT_EQ(Run(operation), -EACCES);
+    EXPECT_EQ(Run(with_fixed_file(operation)), -EACCES);
+  }
+}
+
+TEST_F(UringRingTest, OtherRegistrationsAreRefused) {
+  const int fd = fd_.get();
+  EXPECT_EQ(io_uring_register_files_update(ring_.get(), 0, &fd, 1), -EACCES);
+  EXPECT_EQ(io_uring_register_eventfd(ring_.get(), fd), -EACCES);
+  EXPECT_EQ(io_uring_register_personality(ring_.get()), -EACCES);
+  EXPECT_EQ(io_uring_unregister_buffers(ring_.get()), -EACCES);
+  const iovec piece = {memory_.data(), 4096};
+  EXPECT_EQ(io_uring_register_buffers(ring_.get(), &piece, 1), -EACCES);
+}
+
+TEST_F(UringRingTest, RegisteredBuffersAreFoundByTheBytesInside) {
+  const std::span<std::byte> buffer = memory_.span().first(64 << 10);
+  ring_.RegisterBuffer(buffer);
+  if (ring_.registered_bytes() == 0) GTEST_SKIP() << "no buffers can be registered here";
+  EXPECT_EQ(ring_.registered_bytes(), buffer.size());
+  EXPECT_EQ(ring_.SlotOf(buffer.data(), buffer.size()), 0);
+  EXPECT_EQ(ring_.SlotOf(buffer.data() + 4096, 4096), 0);
+  EXPECT_EQ(ring_.SlotOf(buffer.data() + 4096, buffer.size()), std::nullopt);
+  EXPECT_EQ(ring_.SlotOf(buffer.data() + buffer.size(), 1), std::nullopt);
+  EXPECT_EQ(Run([&](io_uring_sqe* sqe) {
+              io_uring_prep_read_fixed(sqe, 0, buffer.data() + 4096, 4096, 0, 0);
+              io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
+            }),
+            4096);
+}
+
+TEST_F(UringRingTest, MoreBuffersThanSlotsAreLeftOut) {
+  for (uint32_t i = 0; i < UringRing::kBufferSlots + 4; ++i) {
+    ring_.RegisterBuffer(memory_.span().subspan(i * 4096, 4096));
+  }
+  EXPECT_LE(ring_.registered_bytes(), uint64_t{UringRing::kBufferSlots} * 4096);
+  EXPECT_EQ(ring_.SlotOf(memory_.data() + uint64_t{UringRing::kBufferSlots} * 4096, 4096),
+            std::nullopt);
+}
+
+}  // namespace
+}  // namespace offload::aio
