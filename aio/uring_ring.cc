@@ -31,19 +31,14 @@ bool FitsMemlock(size_t size_bytes) {
 absl::Status UringRing::Init(int fd, int event_fd, uint32_t queue_depth) {
   int rc =
       io_uring_queue_init(queue_depth, &ring_, IORING_SETUP_R_DISABLED | IORING_SETUP_COOP_TASKRUN);
-  const bool cooperative = rc >= 0;
   if (rc == -EINVAL) rc = io_uring_queue_init(queue_depth, &ring_, IORING_SETUP_R_DISABLED);
   OFFLOAD_RETURN_IF_ERROR(CheckCall("io_uring_setup", rc));
   exists_ = true;
-  if (cooperative) features_.push_back("COOP_TASKRUN");
   OFFLOAD_RETURN_IF_ERROR(
       CheckCall("io_uring_register(FILES)", io_uring_register_files(&ring_, &fd, 1)));
   OFFLOAD_RETURN_IF_ERROR(
       CheckCall("io_uring_register(EVENTFD)", io_uring_register_eventfd(&ring_, event_fd)));
-  if (io_uring_register_buffers_sparse(&ring_, kBufferSlots) == 0) {
-    slot_count_ = kBufferSlots;
-    features_.push_back("registered buffers");
-  }
+  if (io_uring_register_buffers_sparse(&ring_, kBufferSlots) == 0) slot_count_ = kBufferSlots;
   return Restrict();
 }
 

@@ -18,7 +18,6 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -51,8 +50,6 @@ class UringRing {
   uint64_t registered_bytes() const { return registered_bytes_; }
 
   io_uring* get() { return &ring_; }
-  // What the kernel gave beyond the least: "COOP_TASKRUN", "registered buffers".
-  const std::vector<std::string>& features() const { return features_; }
 
  private:
   absl::Status Restrict();
@@ -64,7 +61,6 @@ class UringRing {
   std::vector<std::span<std::byte>> buffers_;  // by slot
   uint64_t registered_bytes_ = 0;
   double seconds_waited_ = 0;
-  std::vector<std::string> features_;
 };
 
 }  // namespace offload::aio

@@ -23,8 +23,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "aio/device.h"
+#include "aio/probe.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "base/unique_fd.h"
 #include "kernels/isa.h"
 #include "swap/store.h"
@@ -69,13 +71,14 @@ uint64_t MemoryInfo(const std::string& key) {
   return 0;
 }
 
-Check MemlockCheck() {
-  rlimit limit = {};
-  getrlimit(RLIMIT_MEMLOCK, &limit);
-  const bool unlimited = limit.rlim_cur == RLIM_INFINITY;
+Check MemlockCheck(const aio::Capabilities& capabilities) {
+  const std::optional<uint64_t> limit_bytes = capabilities.memlock_bytes;
   Check check = {"Limits", "memlock"};
-  check.detail = unlimited ? "unlimited" : FormatBytes(limit.rlim_cur);
-  if (!unlimited && limit.rlim_cur < kPinnableBytesWanted) {
+  check.detail = limit_bytes.has_value() ? FormatBytes(*limit_bytes) : "unlimited";
+  if (!limit_bytes.has_value()) return check;
+  if (capabilities.ignores_memlock) {
+    check.detail += ", which does not bind this user (CAP_IPC_LOCK)";
+  } else if (*limit_bytes < kPinnableBytesWanted) {
     check.grade = Grade::kWarn;
     check.detail += ": memory stays unpinned (training on the CPU does not need it)";
     check.fix = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit";
@@ -136,33 +139,63 @@ Check SharedMemoryCheck() {
   return check;
 }
 
-// Probes with a real read, as the daemon does; a memfd will do, no drive is touched.
-Check EngineCheck() {
-  Check check = {"Engine", "io_uring"};
-  const int file = memfd_create("offloadctl-doctor", MFD_CLOEXEC);
-  if (file < 0 || ftruncate(file, 1 << 16) != 0) {
-    if (file >= 0) close(file);
-    check.grade = Grade::kWarn;
-    check.detail = absl::StrCat("cannot be tried: ", ErrnoText(errno));
+Check KernelCheck(const aio::Capabilities& capabilities) {
+  Check check = {"Kernel", capabilities.kernel_release};
+  check.detail = capabilities.has_seccomp_filter ? "with a seccomp filter" : "no seccomp filter";
+  if (capabilities.uring_disabled != 0) {
+    absl::StrAppend(&check.detail, ", kernel.io_uring_disabled = ", capabilities.uring_disabled);
+  }
+  absl::StrAppend(&check.detail, ", ", capabilities.aio_requests_free, " libaio requests free");
+  return check;
+}
+
+// An engine that is refused matters only where no better one works.
+Check EngineCheck(const aio::EngineCapability& capability, bool better_one_works) {
+  const bool is_uring = capability.engine == aio::Engine::kUring;
+  const std::string name(aio::EngineName(capability.engine));
+  Check check = {"Engine", is_uring ? "io_uring" : name};
+  if (capability.status.ok()) {
+    check.detail = "works: a write was read back";
+    if (is_uring) {
+      check.detail += capability.registers_buffers ? ", buffers can be registered"
+                                                   : ", buffers cannot be registered";
+    }
     return check;
   }
-  std::string reason;
-  const auto device =
-      aio::OpenDevice(file, {.engine = aio::Engine::kAuto, .queue_depth = 8}, &reason);
-  if (!device.ok()) {
+  check.detail = std::string(capability.status.message());
+  if (better_one_works) return check;
+  check.grade = Grade::kWarn;
+  if (is_uring) check.fix = "allow the three io_uring system calls in the seccomp profile";
+  return check;
+}
+
+// The environment's choice, where there is one.
+std::optional<Check> ChosenEngineCheck() {
+  const char* const variable = std::getenv("OFFLOADD_IO");
+  const std::string name = variable == nullptr ? "" : variable;
+  if (name.empty() || name == "auto" || name == "uring") return std::nullopt;
+  Check check = {"Engine", "OFFLOADD_IO", Grade::kWarn, "using " + name, "unset OFFLOADD_IO"};
+  if (!aio::EngineOfName(name).has_value()) {
     check.grade = Grade::kFail;
-    check.detail = std::string(device.status().message());
-    check.error = "OFD-1211";
-    return check;
-  }
-  check.detail = absl::StrCat("works (", reason, ")");
-  if ((*device)->engine() != "uring") {
-    check.grade = Grade::kWarn;
-    check.detail = absl::StrCat(reason, ": using ", std::string((*device)->engine()));
-    check.fix =
-        "unset OFFLOADD_IO, or allow the three io_uring system calls in the seccomp profile";
+    check.detail = absl::StrCat(name, " is no engine");
+    check.error = absl::StrCat("OFD-", static_cast<int>(ErrorId::kBadValue));
   }
   return check;
+}
+
+std::vector<Check> EngineChecks(const aio::Capabilities& capabilities) {
+  std::vector<Check> checks;
+  bool works = false;
+  for (const aio::EngineCapability& capability : capabilities.engines) {
+    checks.push_back(EngineCheck(capability, works));
+    works |= capability.status.ok();
+  }
+  if (!works) {
+    checks.back().grade = Grade::kFail;
+    checks.back().error = absl::StrCat("OFD-", static_cast<int>(ErrorId::kEngineUnavailable));
+  }
+  if (std::optional<Check> chosen = ChosenEngineCheck()) checks.push_back(*std::move(chosen));
+  return checks;
 }
 
 // AMX is only read from what the processor says: some virtual machines announce it and kill the
@@ -204,18 +237,15 @@ std::optional<Mount> MountOf(const std::string& folder) {
   return found;
 }
 
-// What the file system says of direct I/O on a file there; "" when it says nothing.
-std::string AlignmentText(const std::string& pool) {
-  const UniqueFd file(open(pool.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
-  struct statx info = {};
-  if (!file.valid() || statx(file.get(), "", AT_EMPTY_PATH, STATX_DIOALIGN, &info) != 0) return "";
-  if ((info.stx_mask & STATX_DIOALIGN) == 0)
-    return ", direct I/O alignment unknown (kernel before 6.1)";
-  return absl::StrCat(", direct I/O align ", info.stx_dio_offset_align, " (memory ",
-                      info.stx_dio_mem_align, ")");
+std::string AlignmentText(const aio::Capabilities& capabilities) {
+  if (!capabilities.geometry_is_known)
+    return ", direct I/O alignment unknown (kernel before 6.1): 4096 is used";
+  return absl::StrCat(", direct I/O align ", capabilities.geometry.offset_alignment, " (memory ",
+                      capabilities.geometry.memory_alignment, ")");
 }
 
-Check StorageCheck(const std::string& pool) {
+// Fills `capabilities` where a file in the pool could be tried.
+Check StorageCheck(const std::string& pool, std::optional<aio::Capabilities>* capabilities) {
   Check check = {"Storage", pool};
   if (const absl::Status status = swap::CheckPool(pool); !status.ok()) {
     check.grade = Grade::kFail;
@@ -232,7 +262,10 @@ Check StorageCheck(const std::string& pool) {
     absl::StrAppend(&check.detail, FormatDecimalBytes(space.f_bavail * space.f_frsize), " free of ",
                     FormatDecimalBytes(space.f_blocks * space.f_frsize));
   }
-  check.detail += AlignmentText(pool);
+  if (absl::StatusOr<aio::Capabilities> found = aio::ProbeCapabilities(pool); found.ok()) {
+    check.detail += AlignmentText(*found);
+    *capabilities = *std::move(found);
+  }
   return check;
 }
 
@@ -285,10 +318,16 @@ class DoctorCommand : public Command {
   }
 
   absl::StatusOr<Answer> Run() override {
-    std::vector<Check> checks = {MemlockCheck(), DescriptorCheck(), MemoryCheck(),
-                                 SharedMemoryCheck()};
-    for (const std::string& pool : pools_) checks.push_back(StorageCheck(pool));
-    checks.push_back(EngineCheck());
+    std::vector<Check> storage;
+    std::optional<aio::Capabilities> capabilities;  // of the last pool, else of memory
+    for (const std::string& pool : pools_) storage.push_back(StorageCheck(pool, &capabilities));
+    if (!capabilities.has_value()) {
+      OFFLOAD_ASSIGN_OR_RETURN(capabilities, aio::ProbeCapabilities(""));
+    }
+    std::vector<Check> checks = {KernelCheck(*capabilities), MemlockCheck(*capabilities),
+                                 DescriptorCheck(), MemoryCheck(), SharedMemoryCheck()};
+    for (Check& check : storage) checks.push_back(std::move(check));
+    for (Check& check : EngineChecks(*capabilities)) checks.push_back(std::move(check));
     checks.push_back(ProcessorCheck());
     for (Check& check : DaemonChecks()) checks.push_back(std::move(check));
     return Judge(checks);
