@@ -155,13 +155,22 @@ absl::Status FaultyDevice::ExecuteWrite(const Op& op, std::optional<FaultKind> f
     case FaultKind::kNoSpace:
       return IoErrorStatus(ENOSPC, op.kind, op.offset_bytes, op.size_bytes);
     case FaultKind::kLostWrite:
+      damaged_.push_back({op.offset_bytes, op.size_bytes});
       return absl::OkStatus();
     case FaultKind::kTornWrite:
-    case FaultKind::kTornWriteSilent:
-      OFFLOAD_RETURN_IF_ERROR(Land(op.offset_bytes, Prefix(op.pieces, ChoosePrefixBytes(op))));
-      return *fault == FaultKind::kTornWrite ? io_error : absl::OkStatus();
-    case FaultKind::kMisdirectedWrite:
-      return Land(ChooseOtherPlace(op), op.pieces);
+    case FaultKind::kTornWriteSilent: {
+      const uint64_t prefix_bytes = ChoosePrefixBytes(op);
+      OFFLOAD_RETURN_IF_ERROR(Land(op.offset_bytes, Prefix(op.pieces, prefix_bytes)));
+      if (*fault == FaultKind::kTornWrite) return io_error;
+      damaged_.push_back({op.offset_bytes + prefix_bytes, op.size_bytes - prefix_bytes});
+      return absl::OkStatus();
+    }
+    case FaultKind::kMisdirectedWrite: {
+      const uint64_t other_offset_bytes = ChooseOtherPlace(op);
+      damaged_.push_back({op.offset_bytes, op.size_bytes});
+      damaged_.push_back({other_offset_bytes, op.size_bytes});
+      return Land(other_offset_bytes, op.pieces);
+    }
     default:
       return Land(op.offset_bytes, op.pieces);
   }

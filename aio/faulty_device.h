@@ -9,22 +9,24 @@
 // persistent one meets all later ones too. `prefix` is a random number of whole sectors, at least
 // none, fewer than all. Of several faults that are due, the first added wins.
 //
-//   kind                  class   the drive then holds              the caller gets
-//   kReadError            read    as before                         EIO: DATA_LOSS
-//   kShortRead            read    as before; a prefix was read      DATA_LOSS
-//   kBitFlip              read    as before; one bit read is wrong  OK
-//   kMisdirectedRead      read    as before; another place is read  OK
-//   kStaleRead            read    as before; each sector read is    OK
-//                                 what it was before its last write
-//   kWriteError           write   as before                         EIO: DATA_LOSS
-//   kNoSpace              write   as before                         ENOSPC: RESOURCE_EXHAUSTED
-//   kTornWrite            write   a prefix of it                    EIO: DATA_LOSS
-//   kTornWriteSilent      write   a prefix of it                    OK
-//   kLostWrite            write   as before                         OK
-//   kMisdirectedWrite     write   it, at another place              OK
-//   kAgain                any     as before                         UNAVAILABLE, as after all
-//   retries kFlushError           flush   unflushed writes become doomed    DATA_LOSS kPowerCut any
-//   PowerCut(), operation in flight   UNAVAILABLE
+// clang-format off
+//   kind               class  the drive then holds              the caller gets
+//   kReadError         read   as before                         EIO: DATA_LOSS
+//   kShortRead         read   as before; a prefix was read      DATA_LOSS
+//   kBitFlip           read   as before; one bit read is wrong  OK
+//   kMisdirectedRead   read   as before; another place is read  OK
+//   kStaleRead         read   as before; each sector read is    OK
+//                             what it was before its last write
+//   kWriteError        write  as before                         EIO: DATA_LOSS
+//   kNoSpace           write  as before                         ENOSPC: RESOURCE_EXHAUSTED
+//   kTornWrite         write  a prefix of it                    EIO: DATA_LOSS
+//   kTornWriteSilent   write  a prefix of it                    OK
+//   kLostWrite         write  as before                         OK
+//   kMisdirectedWrite  write  it, at another place              OK
+//   kAgain             any    as before                         EAGAIN after all retries: UNAVAILABLE
+//   kFlushError        flush  unflushed writes become doomed    EIO: DATA_LOSS
+//   kPowerCut          any    PowerCut(), operation in flight   UNAVAILABLE
+// clang-format on
 //
 // Power cuts. A write is unflushed from its completion until a Flush that was called after its
 // completion succeeds; a doomed one (its flush failed) for ever, as the kernel marks such pages
@@ -80,6 +82,14 @@ struct Fault {
   bool persistent = false;
 };
 
+struct ByteRange {
+  uint64_t offset_bytes, size_bytes;
+  bool Overlaps(const ByteRange& other) const {
+    return offset_bytes < other.offset_bytes + other.size_bytes &&
+           other.offset_bytes < offset_bytes + size_bytes;
+  }
+};
+
 class FaultyDevice final : public Device {
  public:
   struct Options {
@@ -103,6 +113,10 @@ class FaultyDevice final : public Device {
   uint64_t faults_met(FaultKind kind) const {
     return faults_met_by_kind_[static_cast<size_t>(kind)];
   }
+
+  // What writes that were answered with OK have left wrong, all of them so far: a judge excuses the
+  // loss of these bytes and of no others.
+  const std::vector<ByteRange>& damaged() const { return damaged_; }
 
   // Operations started so far, of all kinds.
   uint64_t started_count() const { return started_count_; }
@@ -169,6 +183,7 @@ class FaultyDevice final : public Device {
   uint64_t faults_met_ = 0;
   std::array<uint64_t, kFaultKindCount> faults_met_by_kind_{};
   uint64_t started_count_ = 0;
+  std::vector<ByteRange> damaged_;
   bool is_cut_ = false;
 };
 

@@ -11,13 +11,13 @@
 #include "absl/strings/str_cat.h"
 #include "aio/memory_device.h"
 #include "base/check.h"
-#include "base/crc32c.h"
 #include "base/error.h"
 #include "base/random.h"
 #include "base/string_view.h"
 #include "swap/format.h"
 #include "swap/layout.h"
 #include "swap/store.h"
+#include "swap/traced_device.h"
 
 namespace offload::swap {
 namespace {
@@ -27,55 +27,8 @@ using aio::FaultKind;
 // What a store that completes nothing any more would need for ever.
 constexpr int kPollsMax = 100000;
 constexpr size_t kBatchExtentsMax = 6;
-
-class Trace {
- public:
-  void Add(uint64_t value) {
-    hash_ ^= value;
-    hash_ = SplitMix64(hash_);
-  }
-  uint64_t hash() const { return hash_; }
-
- private:
-  uint64_t hash_ = 0;
-};
-
-// Stands between the store, which owns its device, and the drive, which outlives it; writes down
-// what passes.
-class TracedDevice final : public aio::Device {
- public:
-  TracedDevice(aio::Device* behind, Trace* trace) : behind_(*behind), trace_(*trace) {}
-  ~TracedDevice() override { Drain(); }
-  size_t Poll(bool wait) override {
-    const size_t refused = CompleteRefused();
-    return refused + behind_.Poll(wait);
-  }
-  int event_fd() const override { return -1; }
-  const aio::Geometry& geometry() const override { return behind_.geometry(); }
-  std::string_view engine() const override { return behind_.engine(); }
-
- protected:
-  void Start(std::unique_ptr<Op> owned) override {
-    Op* const op = owned.release();
-    trace_.Add(static_cast<uint64_t>(op->kind) << 60 | op->offset_bytes);
-    if (op->kind == Kind::kWrite) AddBytes(*op);
-    Done done = [this, op](absl::Status status) {
-      trace_.Add(static_cast<uint64_t>(status.code()));
-      if (op->kind == Kind::kRead && status.ok()) AddBytes(*op);
-      Complete(std::unique_ptr<Op>(op), std::move(status));
-    };
-    if (op->kind == Kind::kFlush) return behind_.Flush(std::move(done));
-    op->kind == Kind::kRead ? behind_.Read(op->offset_bytes, op->pieces, std::move(done))
-                            : behind_.Write(op->offset_bytes, op->pieces, std::move(done));
-  }
-
- private:
-  void AddBytes(const Op& op) {
-    for (const iovec& piece : op.pieces) trace_.Add(Crc32c(0, piece.iov_base, piece.iov_len));
-  }
-  aio::Device& behind_;
-  Trace& trace_;
-};
+// Of the script of a loop over the n-th fault: each opening reads everything.
+constexpr uint64_t kOperationsPerOpening = 80;
 
 struct AlignedFree {
   void operator()(std::byte* bytes) const { std::free(bytes); }
@@ -150,6 +103,7 @@ class Simulation {
   void AddOpeningFault();
   void JudgeFound();
   void Close(aio::FaultyDevice::Survivors survivors);
+  void CloseAndReopen();
   void Crash();
   bool MayRefuseToOpen() const;
 
@@ -170,6 +124,7 @@ class Simulation {
                    bool excused);
   void JudgeError(const absl::Status& status, std::initializer_list<FaultKind> causes);
   bool DamageDone() const;
+  bool IsDamaged(const void* buffer) const;
   uint64_t Met(std::initializer_list<FaultKind> kinds) const;
   void Violate(std::string what);
   template <typename Condition>
@@ -184,6 +139,7 @@ class Simulation {
   Random random_;
   const StoreSpec spec_;
   Trace trace_;
+  ReadPlaces places_;  // of the extents of the last Read()
   std::unique_ptr<aio::FaultyDevice> drive_;
   aio::MemoryDevice* memory_ = nullptr;
   std::unique_ptr<Store> store_;
@@ -198,13 +154,17 @@ class Simulation {
   std::vector<std::unique_ptr<PendingWrite>> pending_;
   bool closing_ = false, ended_ = false;
   uint64_t cuts_left_ = 0;
-  bool damage_chosen_ = false, rotten_ = false;
+  bool damage_chosen_ = false;
+  std::optional<uint64_t> rotten_offset_;
   std::optional<aio::Fault> opening_fault_;
+  uint64_t faults_met_before_opening_ = 0;
 };
 
 Simulation::Simulation(const SimulationOptions& options)
     : options_(options), random_(options.seed), spec_(ChooseSpec(random_)) {
-  auto memory = std::make_unique<aio::MemoryDevice>(FormattedBytes(spec_));
+  const uint32_t sector_bytes = random_.OneIn(4) ? 512 : 4096;
+  auto memory = std::make_unique<aio::MemoryDevice>(FormattedBytes(spec_), std::nullopt,
+                                                    sector_bytes, sector_bytes);
   memory_ = memory.get();
   drive_ = std::make_unique<aio::FaultyDevice>(
       std::move(memory),
@@ -225,9 +185,16 @@ uint64_t Simulation::Met(std::initializer_list<FaultKind> kinds) const {
   return met;
 }
 
-bool Simulation::DamageDone() const {
-  return rotten_ || Met({FaultKind::kTornWriteSilent, FaultKind::kLostWrite,
-                         FaultKind::kMisdirectedWrite}) > 0;
+bool Simulation::DamageDone() const { return rotten_offset_ || !drive_->damaged().empty(); }
+
+// Whether the drive has spoilt what was read into the buffer.
+bool Simulation::IsDamaged(const void* buffer) const {
+  const auto found = places_.find(buffer);
+  if (found == places_.end()) return false;  // never written: nothing was read
+  const aio::ByteRange& place = found->second;
+  if (rotten_offset_ && place.Overlaps({*rotten_offset_, 1})) return true;
+  return std::any_of(drive_->damaged().begin(), drive_->damaged().end(),
+                     [&](const aio::ByteRange& range) { return place.Overlaps(range); });
 }
 
 // A drive must have given cause for an error, and the store its code.
@@ -262,7 +229,8 @@ AlignedBytes Simulation::MakeBytes(size_t extent, uint64_t key) {
 void Simulation::Format() {
   StoreUuid uuid;
   random_.Fill(std::as_writable_bytes(std::span(uuid)));
-  auto store = Store::CreateOn(std::make_unique<TracedDevice>(drive_.get(), &trace_), spec_, uuid);
+  auto store =
+      Store::CreateOn(std::make_unique<TracedDevice>(drive_.get(), &trace_, &places_), spec_, uuid);
   if (!store.ok()) return Violate(absl::StrCat("format: ", store.status().ToString()));
   store_ = *std::move(store);
   for (uint32_t tensor = 0; tensor < spec_.tensors.size(); ++tensor) {
@@ -368,13 +336,14 @@ void Simulation::Read(std::span<const size_t> extents) {
   std::vector<Stamp> stamps(extents.size());
   std::optional<absl::Status> status;
   ++result_.reads;
+  places_.clear();
   store_->Read(requests, stamps, [&](absl::Status outcome) { status = std::move(outcome); });
   PollUntil([&] { return status.has_value(); });
   JudgeError(*status, {FaultKind::kReadError, FaultKind::kShortRead, FaultKind::kAgain});
   if (!status->ok()) return;
   for (size_t i = 0; i < extents.size(); ++i) {
-    const bool excused =
-        DamageDone() || uncertain_[extents[i]] != 0 || Met(silent_kinds) != silent_before;
+    const bool excused = IsDamaged(buffers[i].get()) || uncertain_[extents[i]] != 0 ||
+                         Met(silent_kinds) != silent_before;
     JudgeExtent(extents[i], stamps[i], {buffers[i].get(), sizes_[extents[i]]}, excused);
   }
 }
@@ -448,7 +417,7 @@ void Simulation::Rot() {
                               ? random_.Below(head_bytes)
                               : layout.PlaceOffset(0) + random_.Below(2 * layout.place_bytes());
   bytes[offset] ^= std::byte(1 << random_.Below(8));
-  rotten_ = true;
+  rotten_offset_ = offset;
   ++result_.rotten_bits;
 }
 
@@ -460,6 +429,14 @@ void Simulation::Close(aio::FaultyDevice::Survivors survivors) {
   pending_.clear();
   drive_->RestorePower();
   drive_->ClearFaults();
+}
+
+// In order, and without the drive's noticing: what was written stays, faults stay armed.
+void Simulation::CloseAndReopen() {
+  DrainWrites();
+  store_.reset();
+  next_.reset();
+  Reopen();
 }
 
 // A killed process leaves what it had handed to the kernel; a power cut any part of what had not
@@ -491,6 +468,7 @@ void Simulation::AddOpeningFault() {
 }
 
 bool Simulation::MayRefuseToOpen() const {
+  if (options_.fault) return drive_->faults_met() > faults_met_before_opening_;
   if (drive_->faults_met(FaultKind::kMisdirectedWrite) > 0) return true;
   // A single read that fails is made good by the twin; a flush has none.
   return opening_fault_ &&
@@ -499,7 +477,7 @@ bool Simulation::MayRefuseToOpen() const {
 
 absl::StatusOr<std::unique_ptr<Store>> Simulation::OpenWithoutWriting() {
   const uint64_t writes_before = memory_->counters().writes;
-  auto store = Store::OpenOn(std::make_unique<TracedDevice>(drive_.get(), &trace_));
+  auto store = Store::OpenOn(std::make_unique<TracedDevice>(drive_.get(), &trace_, &places_));
   const bool interrupted = drive_->is_cut();  // the drive itself writes down what survives
   if (memory_->counters().writes > writes_before + 1 && !interrupted)
     Violate("opening has written more than a superblock");
@@ -511,6 +489,7 @@ void Simulation::Reopen() {
   ++result_.reopenings;
   std::fill(busy_.begin(), busy_.end(), 0);
   std::fill(uncertain_.begin(), uncertain_.end(), 0);
+  faults_met_before_opening_ = drive_->faults_met();
   auto store = OpenWithoutWriting();
   if (!store.ok()) {
     ++result_.refusals_to_open;
@@ -518,7 +497,7 @@ void Simulation::Reopen() {
     if (!MayRefuseToOpen() || (id && id != ErrorId::kStoreDamaged && id != ErrorId::kIo) ||
         (!id && !absl::IsUnavailable(store.status()) && !absl::IsDataLoss(store.status())))
       return Violate(absl::StrCat("refused to open: ", store.status().ToString()));
-    if (!opening_fault_) {  // the end of this store
+    if (!opening_fault_ && !options_.fault) {  // the end of this store
       ended_ = true;
       return;
     }
@@ -526,7 +505,7 @@ void Simulation::Reopen() {
     Close(aio::FaultyDevice::Survivors::kAll);
     return Reopen();
   }
-  drive_->ClearFaults();
+  if (!options_.fault) drive_->ClearFaults();
   opening_fault_.reset();
   store_ = *std::move(store);
   JudgeFound();
@@ -554,6 +533,7 @@ void Simulation::Step() {
   ++result_.operations;
   const bool plain = !options_.faults;
   if (!plain && store_->failed() && random_.OneIn(4)) return Crash();
+  if (plain && result_.operations % kOperationsPerOpening == 0) return CloseAndReopen();
   const uint64_t roll = random_.Below(100);
   if (roll < 45) {
     StartWrite();

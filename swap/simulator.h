@@ -6,25 +6,32 @@
 //
 // The fault model
 //
+// clang-format off
 //   fault                        how often           what the store may do
 //   read error, short read,      any, once or for    fail that read; refuse to open while it lasts
 //   again                        ever until reopened
 //   bit flip, misdirected and    any, one read each  hand out bytes that do not match their stamp;
 //   stale read                                       open as if nothing had happened
-//   write error, no space,       any, once or for    fail the write and every later commit: the
-//   epoch torn write, flush error      ever until reopened is lost, verified reads go on silent
-//   torn write, lost      one in a run, it    lose that extent until it is written again, and
-//   write, a bit rotten at rest  stays               say so; open and commit as if nothing had
-//   happened misdirected write            one in a run, it    as above; or refuse to open, for
-//   twins are lost
-//                                stays               together when one write covers both
+//   write error, no space,       any, once or for    fail the write and every later commit: the open
+//   torn write, flush error      ever until reopened epoch is lost, verified reads go on
+//   silent torn write, lost      one in a run, it    lose the extents that stand there until they are
+//   write, a bit rotten at rest  stays               written again, and say so; open and commit as if
+//                                                    nothing had happened
+//   misdirected write            one in a run, it    as above, here and there; or refuse to open, for
+//                                stays               twins are lost together when one write covers both
 //   kill, power cut              0 to 3 cuts in a    lose what was not committed
 //                                run, kills besides
+// clang-format on
+//
+// The store over a device asks no clock and takes no lock, so the order of the drive's completions,
+// which the seed chooses, is all the time there is.
 //
 // What always holds
 //   * After any reopening the store equals, whole, the last acknowledged commit or the one that was
 //     being made: extents, stamps, epoch and blob.
-//   * Bytes that Verify() accepts are the bytes that were written last.
+//   * Bytes that Verify() accepts are the bytes that were written last; those that it rejects stand
+//     where the drive has done damage, were read by a read that it spoilt, or belong to a rewrite
+//     that failed halfway.
 //   * Every call completes, and every error has the code of the table in aio/faulty_device.h or is
 //     OFD-1207 or OFD-1210.
 //   * Opening writes nothing but a superblock whose twin names the commit, and may be interrupted
@@ -46,8 +53,9 @@ struct SimulationOptions {
   uint64_t seed = 1;
   uint32_t operation_count = 0;  // 0: 200 to 1000, as the seed says
   bool faults = true;            // faults and crashes that the seed chooses
-  // For loops over the n-th operation: given to the drive before the first operation. The run then
-  // ends when the store has failed, after a reopening that finds no fault.
+  // For loops over the n-th operation: given to the drive before the first operation. The script
+  // then reopens the store now and then, the fault still armed, and ends when the store has failed,
+  // after a reopening that finds no fault.
   std::optional<aio::Fault> fault;
 };
 
