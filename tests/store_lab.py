@@ -106,6 +106,53 @@ def kill(process):
     process.stdout.close()
 
 
+class Throttle:
+    """A cgroup whose processes write to the drive under `path` at so many bytes a second. Skips where there is no such thing."""
+
+    ROOT = "/sys/fs/cgroup/blkio"
+
+    def __init__(self, path, bytes_per_second):
+        self.path, self.bytes_per_second = path, bytes_per_second
+        self.group = os.path.join(self.ROOT, f"offloadd-test-{os.getpid()}")
+
+    @staticmethod
+    def drive_of(path):
+        """major:minor of the whole drive: the throttle knows no partitions."""
+        device = os.stat(path).st_dev
+        folder = os.path.realpath(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+        if os.path.exists(os.path.join(folder, "partition")):
+            folder = os.path.dirname(folder)
+        with open(os.path.join(folder, "dev"), encoding="utf-8") as number:
+            return number.read().strip()
+
+    def __enter__(self):
+        try:
+            os.mkdir(self.group)
+        except OSError as refused:
+            raise Skip(f"no blkio throttle: {refused}") from None
+        try:
+            with open(os.path.join(self.group, "blkio.throttle.write_bps_device"), "w", encoding="utf-8") as limit:
+                limit.write(f"{self.drive_of(self.path)} {self.bytes_per_second}")
+        except OSError as refused:
+            os.rmdir(self.group)
+            raise Skip(f"no blkio throttle: {refused}") from None
+        return self
+
+    def __exit__(self, *unused):
+        deadline = time.monotonic() + 30
+        while True:  # busy until the last killed process is gone
+            try:
+                return os.rmdir(self.group)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+    def launcher(self):
+        """What a command begins with to run under the throttle."""
+        return ["sh", "-c", f'echo $$ > {self.group}/cgroup.procs && exec "$@"', "sh"]
+
+
 def loop_devices():
     return set(run("losetup", "-n", "-O", "NAME,BACK-FILE").splitlines())
 
