@@ -22,11 +22,6 @@ namespace {
 // Longer transfers gain nothing and would keep the pieces of a thread engine on one thread.
 constexpr uint64_t kTransferBytesMax = uint64_t{16} << 20;
 
-std::string NameOf(const ExtentId& id) {
-  return absl::StrCat("tensor ", id.tensor, ", plane ", static_cast<int>(id.plane), ", index ",
-                      id.index);
-}
-
 absl::Status UnknownExtent(const ExtentId& id) {
   return absl::InvalidArgumentError(absl::StrCat("the store has no extent ", NameOf(id)));
 }
@@ -37,6 +32,16 @@ bool AllZero(std::span<const std::byte> bytes) {
 }
 
 }  // namespace
+
+std::string NameOf(const ExtentId& id) {
+  static constexpr std::array<const char*, kPlaneCount> kNames = {"weight", "residual", "exp_avg",
+                                                                  "exp_avg_sq", "ties"};
+  const auto plane = static_cast<size_t>(id.plane);
+  return absl::StrCat(
+      "tensor ", id.tensor, ", plane ",
+      plane < kNames.size() ? std::string(kNames[plane]) : absl::StrCat("number ", plane),
+      ", index ", id.index);
+}
 
 void Checksum::Update(std::span<const std::byte> bytes) {
   state_ = Crc32c(state_, bytes.data(), bytes.size());

@@ -79,6 +79,9 @@ struct ExtentId {
   friend bool operator==(const ExtentId&, const ExtentId&) = default;
 };
 
+// "tensor 3, plane exp_avg, index 17", for messages.
+std::string NameOf(const ExtentId& id);
+
 // crc32c over the binding and the bytes of an extent (padding included), a piece at a time in
 // order, so that it can be taken tile by tile while the bytes are in cache.
 class Checksum {

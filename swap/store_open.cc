@@ -1,46 +1,17 @@
-// Store::Open: lock, make durable what a dead owner had written, recover.
+// Store::Open: recover over the locked device, and make the commit that was found safe.
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <cerrno>
 #include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
-#include "base/string_view.h"
 #include "spdlog/spdlog.h"
+#include "swap/store_files.h"
 #include "swap/store_impl.h"
 
 namespace offload::swap {
 namespace {
-
-// While we waited for the lock the file may have been removed, and another may have taken its name.
-absl::StatusOr<uint64_t> CheckStillNamed(const PoolDirectory& directory, const std::string& name,
-                                         int fd) {
-  struct stat ours {
-  }, named{};
-  if (fstat(fd, &ours) != 0)
-    return MakeError(ErrorId::kIo, absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));
-  const bool found = fstatat(directory.fd(), name.c_str(), &named, AT_SYMLINK_NOFOLLOW) == 0;
-  if (!found || ours.st_ino != named.st_ino || ours.st_dev != named.st_dev) {
-    return absl::NotFoundError(
-        absl::StrCat("store ", directory.PathOf(name), " was removed while it was being opened"));
-  }
-  return static_cast<uint64_t>(ours.st_size);
-}
-
-// Nothing may be decided on bytes that a dead owner had not flushed: a power cut could still take
-// them back.
-absl::Status SyncFileAndDirectory(const PoolDirectory& directory, const std::string& name, int fd) {
-  if (fsync(fd) != 0)
-    return MakeError(ErrorId::kIo,
-                     absl::StrCat("fsync of ", directory.PathOf(name), ": ", ErrnoText(errno)));
-  return directory.Sync();
-}
 
 absl::Status Flush(aio::Device& device) {
   return RunToEnd(device, [&](aio::Device::Done done) { device.Flush(std::move(done)); });
@@ -68,39 +39,17 @@ ReadPages ReadsFrom(aio::Device* device) {
   };
 }
 
-absl::Status ClearLeftovers(const PoolDirectory& directory, const std::string& job,
-                            const StoreOptions& options) {
-  OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd lock,
-                           directory.Lock(options.lock_timeout_seconds, options.cancelled));
-  return directory.RemoveLeftovers(job).status();
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Store>> Store::Open(const std::string& pool, const std::string& job,
                                                    const StoreOptions& options) {
-  if (!IsValidJobName(job))
-    return MakeError(ErrorId::kBadValue, absl::StrCat("job name '", job, "'"));
-  OFFLOAD_RETURN_IF_ERROR(CheckPool(pool));
-  OFFLOAD_ASSIGN_OR_RETURN(PoolDirectory directory, PoolDirectory::Open(pool));
-  OFFLOAD_RETURN_IF_ERROR(ClearLeftovers(directory, job, options));
-  const std::string name = StoreFileName(job);
-  const std::string path = directory.PathOf(name);
-  OFFLOAD_ASSIGN_OR_RETURN(UniqueFd file, directory.OpenStoreFile(name, O_RDWR));
-  OFFLOAD_RETURN_IF_ERROR(
-      LockWithin(file.get(), options.lock_timeout_seconds, path, options.cancelled));
-  OFFLOAD_ASSIGN_OR_RETURN(const uint64_t file_bytes, CheckStillNamed(directory, name, file.get()));
-  OFFLOAD_RETURN_IF_ERROR(SyncFileAndDirectory(directory, name, file.get()));
-
-  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> device,
-                           aio::OpenDevice(file.release(), options.io));
-  if (options.decorate) device = options.decorate(std::move(device));
-  OFFLOAD_ASSIGN_OR_RETURN(
-      std::unique_ptr<Impl> impl,
-      Impl::OfRecovery(std::move(directory), path, file_bytes, std::move(device)));
+  OFFLOAD_ASSIGN_OR_RETURN(OpenedFiles files, OpenStoreFiles(pool, job, options));
+  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
+                           Impl::OfRecovery(std::move(files.directory), files.path,
+                                            files.size_bytes, std::move(files.device)));
   if (impl->spec.job != job) {
     return MakeError(ErrorId::kStoreDamaged,
-                     absl::StrCat(path, " is the store of job '", impl->spec.job, "'"),
+                     absl::StrCat(files.path, " is the store of job '", impl->spec.job, "'"),
                      "Give the file the name of its job again");
   }
   return std::unique_ptr<Store>(new Store(std::move(impl)));

@@ -28,6 +28,7 @@ std::vector<std::unique_ptr<Command>> AllCommands() {
   commands.push_back(MakeStatusCommand());
   commands.push_back(MakeListCommand());
   commands.push_back(MakeRemoveCommand());
+  commands.push_back(MakeFsckCommand());
   commands.push_back(MakeExplainCommand());
   commands.push_back(MakeVersionCommand());
   return commands;

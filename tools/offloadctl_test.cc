@@ -95,7 +95,8 @@ class OffloadctlTest : public ::testing::Test {
 };
 
 TEST_F(OffloadctlTest, HelpOfEveryCommandBeginsWithAnExample) {
-  for (const char* command : {"", "doctor", "plan", "status", "ls", "rm", "explain", "version"}) {
+  for (const char* command :
+       {"", "doctor", "plan", "status", "ls", "rm", "fsck", "explain", "version"}) {
     const Result result = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(result.exit_code, 0) << command;
     EXPECT_TRUE(result.out.starts_with(absl::StrCat("For example:\n  offloadctl ", command)))
@@ -261,6 +262,24 @@ TEST_F(OffloadctlTest, RemoveIsADryRunUntilYes) {
   EXPECT_TRUE(RunJson("rm", pool() + " run1 --yes", 0)["removed"].get<bool>());
   EXPECT_EQ(RunJson("ls", pool(), 0)["jobs"].size(), 0u);
   EXPECT_EQ(Run("rm " + pool() + " run1 --yes").exit_code, 2);
+}
+
+TEST_F(OffloadctlTest, FsckReadsAStoreAndRepairsACopyFromItsTwin) {
+  MakeStore("run1");
+  const std::string arguments = pool() + " run1";
+  EXPECT_TRUE(RunJson("fsck", arguments, 0)["clean"].get<bool>());
+  {
+    std::fstream file(pool() + "/run1.offload", std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(4096 + 100);  // the second header
+    file.put('x');
+  }
+  const Json damaged = RunJson("fsck", arguments, 6);
+  ASSERT_EQ(damaged["findings"].size(), 1u);
+  EXPECT_FALSE(damaged["findings"][0]["lost"].get<bool>());
+  EXPECT_NE(Run("fsck " + arguments).error.find("--repair"), std::string::npos);
+  EXPECT_TRUE(RunJson("fsck", arguments + " --repair", 0)["findings"][0]["repaired"].get<bool>());
+  EXPECT_TRUE(RunJson("fsck", arguments, 0)["clean"].get<bool>());
+  EXPECT_EQ(Run("fsck " + pool() + " run2").exit_code, 2);
 }
 
 TEST_F(OffloadctlTest, RemoveLeavesAStoreInUseAlone) {

@@ -1,0 +1,301 @@
+#include "swap/fsck.h"
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/crc32c.h"
+#include "base/error.h"
+#include "base/mapped_region.h"
+#include "base/status_macros.h"
+#include "base/string_view.h"
+#include "swap/recovery.h"
+#include "swap/repeated_read.h"
+#include "swap/store_files.h"
+#include "swap/store_impl.h"
+
+namespace offload::swap {
+namespace {
+
+using Part = FsckFinding::Part;
+
+constexpr uint64_t kReadBytesMax = uint64_t{1} << 20;  // of copies that are compared
+constexpr size_t kReadsInFlight = 8;                   // of extents
+
+ReadPages ReadsFrom(aio::Device* device) {
+  return [device](uint64_t offset_bytes, std::span<std::byte> bytes) {
+    return RunToEnd(*device, [&](aio::Device::Done done) {
+      ReadAgain(device, offset_bytes, bytes, nullptr, kReadTriesMax, std::move(done));
+    });
+  };
+}
+
+class Fsck {
+ public:
+  Fsck(aio::Device* device, const FsckOptions& options, FsckReport* report)
+      : device_(device), options_(options), report_(report), read_(ReadsFrom(device)) {}
+
+  absl::Status Run();
+
+ private:
+  // What stands at `offset_bytes` must be `expected`; a copy that differs is a finding.
+  absl::Status CheckCopy(Part part, std::string_view name, uint64_t offset_bytes,
+                         std::span<const std::byte> expected);
+  absl::Status Rewrite(uint64_t offset_bytes, std::span<const std::byte> expected);
+  absl::Status CheckHeaders();
+  absl::Status CheckSuperblocks();
+  absl::Status CheckSpecs();
+  absl::Status CheckTable();
+  absl::Status CheckState();
+  absl::Status CheckExtents();
+  void CheckExtent(const ExtentId& id, MappedRegion* buffer);
+  const TableEntry& entry(uint64_t index) const;
+
+  template <typename Visit>  // (const ExtentId&, const Layout::Where&)
+  void ForEachExtent(Visit visit) const {
+    for (uint32_t tensor = 0; tensor < found_.layout.tensors().size(); ++tensor) {
+      for (uint32_t index = 0; index < found_.layout.tensors()[tensor].index_count; ++index) {
+        for (const PlaneSpec& plane : found_.spec.tensors[tensor].planes) {
+          const ExtentId id{tensor, plane.plane, index};
+          Layout::Where where;
+          if (found_.layout.Find(id, &where)) visit(id, where);
+        }
+      }
+    }
+  }
+
+  aio::Device* const device_;
+  const FsckOptions& options_;
+  FsckReport* const report_;
+  const ReadPages read_;
+  RecoveredStore found_;
+  uint64_t written_bytes_ = 0;  // of all extents that were ever written
+  size_t reads_in_flight_ = 0;
+};
+
+absl::Status Fsck::Run() {
+  absl::StatusOr<RecoveredStore> found =
+      Recover(report_->path, report_->file_bytes, read_, RecoveryDepth::kWhole);
+  if (!found.ok()) {
+    if (ErrorIdOf(found.status()) != ErrorId::kStoreDamaged) return found.status();
+    report_->findings.push_back({Part::kStore, std::string(found.status().message())});
+    return absl::OkStatus();
+  }
+  found_ = *std::move(found);
+  report_->job = found_.spec.job;
+  report_->committed = found_.committed;
+  report_->committed.blob.clear();
+  OFFLOAD_RETURN_IF_ERROR(CheckHeaders());
+  OFFLOAD_RETURN_IF_ERROR(CheckSuperblocks());
+  OFFLOAD_RETURN_IF_ERROR(CheckSpecs());
+  OFFLOAD_RETURN_IF_ERROR(CheckTable());
+  OFFLOAD_RETURN_IF_ERROR(CheckState());
+  return CheckExtents();
+}
+
+absl::Status Fsck::CheckCopy(Part part, std::string_view name, uint64_t offset_bytes,
+                             std::span<const std::byte> expected) {
+  ++report_->copies_checked;
+  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion got,
+                           MappedRegion::Anonymous(RoundUpToPage(expected.size())));
+  const absl::Status status = read_(offset_bytes, got.span());
+  if (status.ok() && std::memcmp(got.data(), expected.data(), expected.size()) == 0) {
+    return absl::OkStatus();
+  }
+  FsckFinding finding{part, absl::StrCat(ToAbsl(name), ": ",
+                                         status.ok() ? "differs from its twin" : status.message())};
+  finding.has_twin = true;
+  if (options_.repair) {
+    OFFLOAD_RETURN_IF_ERROR(Rewrite(offset_bytes, expected));
+    finding.repaired = read_(offset_bytes, got.span()).ok() &&
+                       std::memcmp(got.data(), expected.data(), expected.size()) == 0;
+  }
+  report_->findings.push_back(std::move(finding));
+  return absl::OkStatus();
+}
+
+// Durable at once, so that a crash never meets two copies that are being rewritten.
+absl::Status Fsck::Rewrite(uint64_t offset_bytes, std::span<const std::byte> expected) {
+  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion bytes,
+                           MappedRegion::Anonymous(RoundUpToPage(expected.size())));
+  std::memcpy(bytes.data(), expected.data(), expected.size());
+  const iovec memory{bytes.data(), bytes.size()};
+  OFFLOAD_RETURN_IF_ERROR(RunToEnd(*device_, [&](aio::Device::Done done) {
+    device_->Write(offset_bytes, {&memory, 1}, std::move(done));
+  }));
+  return RunToEnd(*device_, [&](aio::Device::Done done) { device_->Flush(std::move(done)); });
+}
+
+template <typename Page>
+std::span<const std::byte> BytesOf(const Page& page) {
+  return std::as_bytes(std::span(&page, 1));
+}
+
+absl::Status Fsck::CheckHeaders() {
+  for (uint32_t copy = 0; copy < 2; ++copy) {
+    HeaderPage expected = found_.header;
+    expected.copy = copy;
+    SealHeader(&expected);
+    OFFLOAD_RETURN_IF_ERROR(CheckCopy(Part::kHeader, absl::StrCat("header copy ", copy),
+                                      Layout::HeaderOffset(copy), BytesOf(expected)));
+  }
+  return absl::OkStatus();
+}
+
+// Both copies of a pair hold its newer intact one. (The pair of even sequences is empty before the
+// second commit.)
+absl::Status Fsck::CheckSuperblocks() {
+  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion page, MappedRegion::Anonymous(kPageBytes));
+  for (uint32_t lower = 0; lower < kSuperblockCount; lower += 2) {
+    std::optional<SuperblockPage> newest;
+    for (uint32_t copy = lower; copy < lower + 2; ++copy) {
+      if (!read_(Layout::SuperblockOffset(copy), page.span()).ok()) continue;
+      const absl::StatusOr<SuperblockPage> decoded =
+          DecodeSuperblock(page.span().first<kPageBytes>(), copy, found_.header.uuid);
+      if (decoded.ok() && (!newest || decoded->sequence > newest->sequence)) newest = *decoded;
+    }
+    if (!newest) continue;  // recovery has said that it may be so
+    for (uint32_t copy = lower; copy < lower + 2; ++copy) {
+      newest->copy = copy;
+      SealSuperblock(&*newest);
+      OFFLOAD_RETURN_IF_ERROR(CheckCopy(Part::kSuperblock, absl::StrCat("superblock copy ", copy),
+                                        Layout::SuperblockOffset(copy), BytesOf(*newest)));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Fsck::CheckSpecs() {
+  std::string expected = EncodeSpec(found_.spec);
+  const uint64_t spec_bytes = expected.size();
+  expected.resize(RoundUpToPage(spec_bytes));
+  for (uint32_t copy = 0; copy < 2; ++copy) {
+    OFFLOAD_RETURN_IF_ERROR(CheckCopy(Part::kSpec, absl::StrCat("spec copy ", copy),
+                                      Layout::SpecOffset(copy, spec_bytes),
+                                      std::as_bytes(std::span(expected))));
+  }
+  return absl::OkStatus();
+}
+
+// Only the table copy of the last commit: the other one is the next commit's to write.
+absl::Status Fsck::CheckTable() {
+  const uint32_t table_copy = found_.superblock.table_copy;
+  for (uint32_t mirror = 0; mirror < 2; ++mirror) {
+    for (uint32_t page = 0; page < found_.layout.table_page_count(); ++page) {
+      const uint64_t at = uint64_t{page} * kPageBytes;
+      OFFLOAD_RETURN_IF_ERROR(CheckCopy(Part::kTable,
+                                        absl::StrCat("table page ", page, ", mirror ", mirror),
+                                        found_.layout.TableOffset(table_copy, mirror) + at,
+                                        found_.table.span().subspan(at, kPageBytes)));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Fsck::CheckState() {
+  std::string expected = found_.committed.blob;
+  if (expected.empty()) return absl::OkStatus();
+  expected.resize(RoundUpToPage(expected.size()));
+  for (uint32_t mirror = 0; mirror < 2; ++mirror) {
+    OFFLOAD_RETURN_IF_ERROR(CheckCopy(Part::kState,
+                                      absl::StrCat("trainer's state, mirror ", mirror),
+                                      found_.layout.BlobOffset(found_.superblock.blob_area, mirror),
+                                      std::as_bytes(std::span(expected))));
+  }
+  return absl::OkStatus();
+}
+
+const TableEntry& Fsck::entry(uint64_t index) const {
+  const auto* pages = reinterpret_cast<const TablePage*>(found_.table.data());
+  return pages[index / kEntriesPerTablePage].entries[index % kEntriesPerTablePage];
+}
+
+absl::Status Fsck::CheckExtents() {
+  uint64_t size_bytes_max = 0;
+  ForEachExtent([&](const ExtentId&, const Layout::Where& where) {
+    size_bytes_max = std::max(size_bytes_max, where.size_bytes);
+    if (entry(where.entry).sequence != 0) written_bytes_ += where.size_bytes;
+  });
+  std::vector<MappedRegion> buffers;
+  for (size_t i = 0; i < kReadsInFlight && size_bytes_max > 0; ++i) {
+    OFFLOAD_ASSIGN_OR_RETURN(MappedRegion buffer, MappedRegion::Anonymous(size_bytes_max));
+    buffers.push_back(std::move(buffer));
+  }
+  size_t next = 0;
+  absl::Status wanted;
+  ForEachExtent([&](const ExtentId& id, const Layout::Where&) {
+    wanted.Update(CheckWanted(options_.store.cancelled));
+    if (!wanted.ok()) return;
+    CheckExtent(id, &buffers[next++ % kReadsInFlight]);
+    // Buffers are used in turn, so all reads of a round end before the next begins.
+    while (next % kReadsInFlight == 0 && reads_in_flight_ > 0) device_->Poll(/*wait=*/true);
+  });
+  while (reads_in_flight_ > 0) device_->Poll(/*wait=*/true);
+  return wanted;
+}
+
+void Fsck::CheckExtent(const ExtentId& id, MappedRegion* buffer) {
+  Layout::Where where;
+  if (!found_.layout.Find(id, &where)) return;
+  const TableEntry& written = entry(where.entry);
+  if (written.sequence == 0) {
+    ++report_->extents_never_written;
+    return;
+  }
+  const uint32_t seed = ExtentSeed(found_.header.uuid, id, written.sequence);
+  const auto is_good = [seed, crc = written.crc](std::span<const std::byte> bytes) {
+    return Crc32c(seed, bytes.data(), bytes.size()) == crc;
+  };
+  ++reads_in_flight_;
+  ReadAgain(device_, found_.layout.PlaceOffset(written.place()) + where.area_offset_bytes,
+            buffer->span().first(where.size_bytes), is_good, kReadTriesMax,
+            [this, id, where](absl::Status status) {
+              --reads_in_flight_;
+              ++report_->extents_checked;
+              report_->extent_bytes_read += where.size_bytes;
+              if (!status.ok()) {
+                report_->findings.push_back(
+                    {Part::kExtent, absl::StrCat(NameOf(id), ": ", status.message())});
+              }
+              if (options_.store.progress) {
+                options_.store.progress(report_->extent_bytes_read, written_bytes_);
+              }
+            });
+}
+
+}  // namespace
+
+bool FsckReport::has_loss() const {
+  return std::any_of(findings.begin(), findings.end(),
+                     [](const FsckFinding& finding) { return !finding.has_twin; });
+}
+
+bool FsckReport::has_open_repairs() const {
+  return std::any_of(findings.begin(), findings.end(), [](const FsckFinding& finding) {
+    return finding.has_twin && !finding.repaired;
+  });
+}
+
+absl::StatusOr<FsckReport> CheckStore(const std::string& pool, const std::string& job,
+                                      const FsckOptions& options) {
+  OFFLOAD_ASSIGN_OR_RETURN(OpenedFiles files, OpenStoreFiles(pool, job, options.store));
+  FsckReport report{.job = job, .path = files.path, .file_bytes = files.size_bytes};
+  OFFLOAD_RETURN_IF_ERROR(Fsck(files.device.get(), options, &report).Run());
+  if (report.job != job) {
+    report.findings.push_back(
+        {Part::kStore, absl::StrCat("the file is the store of job '", report.job,
+                                    "': give it the name of its job again")});
+  }
+  return report;
+}
+
+absl::StatusOr<FsckReport> CheckDevice(aio::Device* device, const std::string& name,
+                                       const FsckOptions& options) {
+  FsckReport report{.path = name, .file_bytes = device->geometry().size_bytes};
+  OFFLOAD_RETURN_IF_ERROR(Fsck(device, options, &report).Run());
+  return report;
+}
+
+}  // namespace offload::swap

@@ -1,0 +1,214 @@
+#include "swap/fsck.h"
+
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "aio/faulty_device.h"
+#include "aio/memory_device.h"
+#include "base/error.h"
+#include "swap/format.h"
+#include "swap/layout.h"
+#include "swap/store_fixture.h"
+
+namespace offload::swap {
+namespace {
+
+using Part = FsckFinding::Part;
+
+// A store in memory after three commits of the script, with its bytes to spoil.
+class FsckTest : public testing::Test {
+ protected:
+  FsckTest() : layout_(*Layout::Make(SmallSpec())), device_(layout_.file_bytes()) {
+    const absl::StatusOr<std::unique_ptr<Store>> store =
+        Store::CreateOn(std::make_unique<Borrowed>(&device_), SmallSpec(), {1, 2, 3});
+    EXPECT_TRUE(store.ok()) << store.status();
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(CommitScript(**store), absl::OkStatus());
+  }
+
+  // Hands all operations on, so that the bytes outlive a store.
+  class Borrowed final : public aio::Device {
+   public:
+    explicit Borrowed(aio::Device* behind) : behind_(behind) {}
+    ~Borrowed() override { Drain(); }
+    size_t Poll(bool wait) override {
+      const size_t refused = CompleteRefused();
+      return refused + behind_->Poll(wait && refused == 0);
+    }
+    int event_fd() const override { return -1; }
+    const aio::Geometry& geometry() const override { return behind_->geometry(); }
+    std::string_view engine() const override { return behind_->engine(); }
+
+   protected:
+    void Start(std::unique_ptr<Op> op) override {
+      Op* const raw = op.release();
+      auto done = [this, raw](absl::Status status) {
+        Complete(std::unique_ptr<Op>(raw), std::move(status));
+      };
+      if (raw->kind == Kind::kFlush) return behind_->Flush(done);
+      raw->kind == Kind::kRead ? behind_->Read(raw->offset_bytes, raw->pieces, done)
+                               : behind_->Write(raw->offset_bytes, raw->pieces, done);
+    }
+
+   private:
+    aio::Device* const behind_;
+  };
+
+  FsckReport Check(bool repair = false) { return CheckOn(&device_, repair); }
+  static FsckReport CheckOn(aio::Device* device, bool repair = false) {
+    FsckOptions options;
+    options.repair = repair;
+    absl::StatusOr<FsckReport> report = CheckDevice(device, "the store", options);
+    EXPECT_TRUE(report.ok()) << report.status();
+    return report.ok() ? *std::move(report) : FsckReport{};
+  }
+  void Flip(uint64_t offset_bytes) { device_.bytes()[offset_bytes] ^= std::byte{4}; }
+  std::string Bytes() {
+    return {reinterpret_cast<const char*>(device_.bytes().data()), device_.bytes().size()};
+  }
+  // Where the last commit has an extent.
+  uint64_t OffsetOf(const ExtentId& id) {
+    const absl::StatusOr<std::unique_ptr<Store>> store =
+        Store::OpenOn(std::make_unique<Borrowed>(&device_));
+    EXPECT_TRUE(store.ok()) << store.status();
+    const MappedRegion bytes = Buffer((*store)->ExtentBytes(id));
+    Stamp stamp;
+    EXPECT_EQ(ReadNow(**store, id, bytes.span(), &stamp), absl::OkStatus());
+    const size_t at = Bytes().find({reinterpret_cast<const char*>(bytes.data()), bytes.size()});
+    EXPECT_NE(at, std::string::npos);
+    return at;
+  }
+
+  const Layout layout_;
+  aio::MemoryDevice device_;
+};
+
+TEST_F(FsckTest, AWholeStoreIsCleanAndEverythingWasLookedAt) {
+  const FsckReport report = Check();
+  EXPECT_TRUE(report.is_clean()) << report.findings.front().what;
+  EXPECT_EQ(report.job, "job");
+  EXPECT_EQ(report.committed.sequence, 3u);
+  EXPECT_EQ(report.copies_checked, 2u + kSuperblockCount + 2 + 2 * layout_.table_page_count() + 2);
+  EXPECT_EQ(report.extents_checked + report.extents_never_written, layout_.entry_count());
+  EXPECT_GT(report.extents_checked, 0u);
+}
+
+TEST_F(FsckTest, ADamagedCopyIsFoundKeptWithoutRepairAndTakenFromItsTwinWithIt) {
+  const uint64_t spec_bytes = EncodeSpec(SmallSpec()).size();
+  const struct {
+    uint64_t offset_bytes;
+    Part part;
+  } copies[] = {{Layout::HeaderOffset(0), Part::kHeader},
+                {Layout::HeaderOffset(1), Part::kHeader},
+                {Layout::SuperblockOffset(0), Part::kSuperblock},
+                {Layout::SuperblockOffset(1), Part::kSuperblock},
+                {Layout::SuperblockOffset(2), Part::kSuperblock},
+                {Layout::SuperblockOffset(3), Part::kSuperblock},
+                {Layout::SpecOffset(0, spec_bytes), Part::kSpec},
+                {Layout::SpecOffset(1, spec_bytes), Part::kSpec},
+                {layout_.TableOffset(1, 0), Part::kTable},
+                {layout_.TableOffset(1, 1), Part::kTable},
+                {layout_.BlobOffset(1, 0), Part::kState},
+                {layout_.BlobOffset(1, 1), Part::kState}};
+  const std::string whole = Bytes();
+  for (const auto& copy : copies) {
+    SCOPED_TRACE(copy.offset_bytes);
+    Flip(copy.offset_bytes + 9);
+    const std::string damaged = Bytes();
+    const FsckReport found = Check();
+    EXPECT_EQ(Bytes(), damaged);
+    ASSERT_EQ(found.findings.size(), 1u);
+    EXPECT_EQ(found.findings[0].part, copy.part);
+    EXPECT_TRUE(found.has_open_repairs());
+    EXPECT_FALSE(found.has_loss());
+    const FsckReport repaired = Check(/*repair=*/true);
+    EXPECT_EQ(repaired.findings.size(), 1u);
+    EXPECT_FALSE(repaired.has_open_repairs());
+    EXPECT_EQ(Bytes(), whole);
+    EXPECT_TRUE(Check().is_clean());
+  }
+}
+
+TEST_F(FsckTest, ALostExtentIsNamedAndNeverWritten) {
+  const ExtentId id{0, Plane::kExpAvg, 1};
+  Flip(OffsetOf(id) + 77);
+  const std::string damaged = Bytes();
+  const FsckReport report = Check(/*repair=*/true);
+  EXPECT_EQ(Bytes(), damaged);
+  ASSERT_EQ(report.findings.size(), 1u);
+  EXPECT_EQ(report.findings[0].part, Part::kExtent);
+  EXPECT_NE(report.findings[0].what.find("tensor 0, plane exp_avg, index 1"), std::string::npos);
+  EXPECT_TRUE(report.has_loss());
+  EXPECT_FALSE(report.has_open_repairs());
+}
+
+TEST_F(FsckTest, AStoreThatRecoveryRefusesIsOneFindingAndIsNotTouched) {
+  for (uint32_t mirror = 0; mirror < 2; ++mirror) Flip(layout_.TableOffset(1, mirror) + 100);
+  Flip(Layout::HeaderOffset(1) + 20);  // could be repaired, and yet is not
+  const std::string damaged = Bytes();
+  const FsckReport report = Check(/*repair=*/true);
+  EXPECT_EQ(Bytes(), damaged);
+  ASSERT_EQ(report.findings.size(), 1u);
+  EXPECT_EQ(report.findings[0].part, Part::kStore);
+  EXPECT_TRUE(report.has_loss());
+}
+
+TEST_F(FsckTest, AReadThatFailsOnceOrReturnsAWrongBitOnceIsNoFinding) {
+  for (const aio::FaultKind kind :
+       {aio::FaultKind::kReadError, aio::FaultKind::kBitFlip, aio::FaultKind::kMisdirectedRead}) {
+    uint64_t met = 1;
+    for (uint64_t nth = 1; met > 0; ++nth) {
+      aio::FaultyDevice faulty(std::make_unique<Borrowed>(&device_), {.seed = nth});
+      faulty.AddFault({kind, nth});
+      const FsckReport report = CheckOn(&faulty);
+      // A copy that was read once with a wrong bit looks damaged; nothing is ever lost.
+      EXPECT_FALSE(report.has_loss()) << nth;
+      if (kind == aio::FaultKind::kReadError) {
+        EXPECT_TRUE(report.is_clean()) << nth << ": " << report.findings.front().what;
+      }
+      met = faulty.faults_met();
+    }
+  }
+}
+
+TEST_F(FsckTest, ASectorThatCannotBeReadIsNamed) {
+  const ExtentId id{0, Plane::kExpAvgSq, 0};
+  const uint64_t at = OffsetOf(id);
+  // The drive ends in the middle of the extent.
+  const std::string whole = Bytes();
+  device_.Truncate(at + 5 * kPageBytes + 100);
+  const FsckReport report = CheckOn(&device_);
+  ASSERT_FALSE(report.is_clean());
+  bool named = false;
+  for (const FsckFinding& finding : report.findings) {
+    named |= finding.what.find(absl::StrCat("tensor 0, plane exp_avg_sq, index 0: cannot be read "
+                                            "at byte ",
+                                            at + 5 * kPageBytes)) != std::string::npos;
+  }
+  EXPECT_TRUE(named) << report.findings.front().what;
+}
+
+TEST(FsckFileTest, LooksAtClosedStoresOnlyAndNamesTheHolder) {
+  TemporaryPool pool;
+  auto store = Store::Create(pool.path(), SmallSpec(), QuickOptions());
+  ASSERT_TRUE(store.ok()) << store.status();
+  ASSERT_EQ(CommitScript(**store), absl::OkStatus());
+  ASSERT_EQ((*store)->Publish(), absl::OkStatus());
+  const auto held = CheckStore(pool.path(), "job", {});
+  EXPECT_EQ(ErrorIdOf(held.status()), ErrorId::kStoreLocked);
+  EXPECT_NE(held.status().message().find(absl::StrCat("process ", getpid())), std::string::npos)
+      << held.status();
+  store->reset();
+  const auto closed = CheckStore(pool.path(), "job", {});
+  ASSERT_TRUE(closed.ok()) << closed.status();
+  EXPECT_TRUE(closed->is_clean());
+  EXPECT_EQ(closed->committed.epoch, EpochOf(1));
+  EXPECT_TRUE(absl::IsNotFound(CheckStore(pool.path(), "other", {}).status()));
+}
+
+}  // namespace
+}  // namespace offload::swap
