@@ -14,6 +14,7 @@
 #include "base/version.h"
 #include "offloadd/daemon.h"
 #include "offloadd/limits.h"
+#include "offloadd/sandbox.h"
 #include "spdlog/sinks/stdout_sinks.h"
 #include "spdlog/spdlog.h"
 
@@ -23,6 +24,7 @@ namespace {
 struct Flags {
   DaemonOptions daemon;
   std::string log_level;
+  std::string sandbox = "on";
 };
 
 void AddFlags(CLI::App& app, Flags& flags) {
@@ -42,6 +44,12 @@ void AddFlags(CLI::App& app, Flags& flags) {
                  "How long jobs may take to end after SIGTERM")
       ->type_name("SECONDS")
       ->check(CLI::NonNegativeNumber);
+  app.add_option(
+         "--sandbox", flags.sandbox,
+         "on: no capabilities, and only the system calls that serving takes; strict: another "
+         "one ends the daemon; off: for debuggers")
+      ->envname("OFFLOADD_SANDBOX")
+      ->check(CLI::IsMember({"off", "on", "strict"}));
   app.add_option("--log-level", flags.log_level, "debug, info, warning or error")
       ->check(CLI::IsMember({"debug", "info", "warning", "error"}));
   app.set_version_flag("--version", std::string("offloadd ") + kVersion);
@@ -78,6 +86,14 @@ void SetUpProcess(bool is_private) {
   sigprocmask(SIG_BLOCK, &signals, nullptr);
 }
 
+// A container may have taken away what a part of the sandbox needs: the daemon runs without that
+// part and says so, unless it was told to be strict.
+bool InForce(SandboxMode mode, const absl::Status& status) {
+  if (status.ok()) return true;
+  spdlog::warn("the sandbox is not complete: {}", ToStd(status.message()));
+  return mode != SandboxMode::kStrict;
+}
+
 int Main(int argc, char** argv) {
   CLI::App app("offloadd: keeps the state of training runs on NVMe and runs their optimizer");
   Flags flags;
@@ -90,11 +106,14 @@ int Main(int argc, char** argv) {
   spdlog::debug("limits: {} sessions, {} loads and {} transfers in flight, {} s for room",
                 kLimits.sessions_max, kLimits.loads_in_flight_max, kLimits.transfers_in_flight_max,
                 kLimits.room_timeout_seconds);
+  const SandboxMode sandbox = *ParseSandboxMode(flags.sandbox);
+  if (sandbox != SandboxMode::kOff && !InForce(sandbox, DropPrivileges())) return 1;
   absl::StatusOr<std::unique_ptr<Daemon>> daemon = Daemon::Create(flags.daemon);
   if (!daemon.ok()) {
     std::fprintf(stderr, "offloadd: %s\n", std::string(daemon.status().message()).c_str());
     return 1;
   }
+  if (sandbox != SandboxMode::kOff && !InForce(sandbox, RestrictSystemCalls(sandbox))) return 1;
   if (!flags.daemon.is_private) spdlog::info("listening at {}", flags.daemon.socket_path);
   (*daemon)->Run();
   return 0;

@@ -26,6 +26,7 @@ _LIBRARIES = {
     "cli11": [],
     "json": [],
     "fuse3": ["-lfuse3"],
+    "seccomp": ["-lseccomp"],
 }
 
 # These must be on the compiler's command line for the library to be used as Debian built it.
