@@ -22,29 +22,49 @@ namespace {
 namespace v1 = proto::v1;
 using proto::ToGrpc;
 
-// The memory that a stream may take in all.
-constexpr uint64_t kStreamBytesMax = 256ull << 20;
 constexpr auto kStatusPatience = std::chrono::milliseconds(500);
 constexpr auto kClaimPause = std::chrono::milliseconds(20);
 
 absl::Status NoJob() { return MakeError(ErrorId::kProtocol, "a call before OpenJob"); }
 
-// Reads a client's whole stream.
-template <typename Message, typename Reader>
-absl::StatusOr<std::vector<Message>> ReadAll(Reader* reader) {
-  std::vector<Message> messages;
-  uint64_t bytes = 0;
-  Message message;
-  while (reader->Read(&message)) {
-    bytes += message.SpaceUsedLong();
-    if (bytes > kStreamBytesMax)
-      return MakeError(ErrorId::kProtocol,
-                       absl::StrCat("a stream of more than ", kStreamBytesMax, " bytes"));
-    messages.push_back(std::move(message));
-    message.Clear();
+// What a client streamed, counted against its session for as long as it is kept.
+template <typename Message>
+class Stream {
+ public:
+  // Reads all of it.
+  template <typename Reader>
+  static absl::StatusOr<Stream> Read(Reader* reader, std::shared_ptr<Session> session) {
+    Stream stream(std::move(session));
+    Message message;
+    while (reader->Read(&message)) {
+      const uint64_t bytes = message.SpaceUsedLong();
+      if (!stream.session_->TakeStreamMemory(bytes)) {
+        return MakeError(ErrorId::kProtocol,
+                         absl::StrCat("streams of more than ", kLimits.stream_bytes_max, " bytes"));
+      }
+      stream.bytes_ += bytes;
+      stream.messages_.push_back(std::move(message));
+      message.Clear();
+    }
+    return stream;
   }
-  return messages;
-}
+  Stream(Stream&& other) noexcept
+      : session_(std::move(other.session_)),
+        messages_(std::move(other.messages_)),
+        bytes_(std::exchange(other.bytes_, 0)) {}
+  ~Stream() {
+    if (session_ != nullptr) session_->ReturnStreamMemory(bytes_);
+  }
+
+  std::vector<Message>& messages() { return messages_; }
+
+ private:
+  explicit Stream(std::shared_ptr<Session> session) : session_(std::move(session)) {}
+
+  std::shared_ptr<Session> session_;
+  std::vector<Message> messages_;
+  uint64_t bytes_ = 0;
+};
 
 // Runs `work` on the session's loop with its job.
 template <typename Answer, typename Work>
@@ -63,18 +83,34 @@ absl::StatusOr<std::shared_ptr<Session>> ControlService::SessionOf(
   const std::optional<proto::Token> token = proto::TokenOf(context);
   std::shared_ptr<Session> session = token.has_value() ? sessions_->FindByToken(*token) : nullptr;
   if (session == nullptr) return MakeError(ErrorId::kRefused, "the call has no session's token");
-  return session;
+  if (!session->BeginCall()) {
+    return MakeError(ErrorId::kRefused,
+                     absl::StrCat("the session has ", kLimits.calls_per_session_max,
+                                  " calls under way already"));
+  }
+  Session* const raw = session.get();
+  return std::shared_ptr<Session>(raw, [session = std::move(session)](Session*) mutable {
+    session->EndCall();
+    session.reset();
+  });
 }
 
-grpc::Status ControlService::OpenJob(grpc::ServerContext* context,
-                                     const v1::OpenJobRequest* request, v1::OpenJobReply* reply) {
+absl::Status ControlService::CheckServesTools() const {
+  if (serves_tools_) return absl::OkStatus();
+  return MakeError(ErrorId::kRefused, "only the daemon's own user may ask for this");
+}
+
+grpc::Status ControlService::OpenJob(grpc::ServerContext* context, const v1::OpenJobRequest* asked,
+                                     v1::OpenJobReply* reply) {
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
-  if (const absl::Status claimed = ClaimJob(*session, *request); !claimed.ok())
+  v1::OpenJobRequest request = *asked;
+  request.set_job((*session)->StoredName(asked->job()));
+  if (const absl::Status claimed = ClaimJob(*session, request); !claimed.ok())
     return ToGrpc(claimed);
   using Answer = absl::StatusOr<v1::OpenJobReply>;
   const Answer answer = (*session)->loop().Call<Answer>(
-      [&](std::function<void(Answer)> done) { done((*session)->OpenJob(*request)); });
+      [&](std::function<void(Answer)> done) { done((*session)->OpenJob(request)); });
   if (answer.ok()) {
     *reply = *answer;
   } else {
@@ -107,12 +143,12 @@ grpc::Status ControlService::DeclareTensors(grpc::ServerContext* context,
                                             v1::DeclareTensorsReply* reply) {
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
-  const auto messages = ReadAll<v1::DeclareTensorsRequest>(reader);
+  auto messages = Stream<v1::DeclareTensorsRequest>::Read(reader, *session);
   if (!messages.ok()) return ToGrpc(messages.status());
   uint64_t tensor_count = 0;
   const auto status =
       OnJob<absl::Status>(**session, [&](Job& job, std::function<void(absl::Status)> done) {
-        done(job.DeclareTensors(*messages, &tensor_count));
+        done(job.DeclareTensors(messages->messages(), &tensor_count));
       });
   reply->set_tensor_count(tensor_count);
   return ToGrpc(status);
@@ -133,7 +169,7 @@ grpc::Status ControlService::Seal(
     grpc::ServerReaderWriter<v1::SealProgress, v1::SealRequest>* stream) {
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
-  const auto messages = ReadAll<v1::SealRequest>(stream);
+  auto messages = Stream<v1::SealRequest>::Read(stream, *session);
   if (!messages.ok()) return ToGrpc(messages.status());
   // The loop formats and this thread waits for it, so the stream is the loop's to write meanwhile.
   double reported_seconds = 0;
@@ -148,7 +184,7 @@ grpc::Status ControlService::Seal(
   };
   const auto status =
       OnJob<absl::Status>(**session, [&](Job& job, std::function<void(absl::Status)> done) {
-        done(job.Seal(*messages, progress));
+        done(job.Seal(messages->messages(), progress));
       });
   if (!status.ok()) return ToGrpc(status);
   v1::SealProgress last;
@@ -172,10 +208,10 @@ grpc::Status ControlService::SetSchedule(grpc::ServerContext* context,
                                          v1::Empty*) {
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
-  const auto messages = ReadAll<v1::SetScheduleRequest>(reader);
+  auto messages = Stream<v1::SetScheduleRequest>::Read(reader, *session);
   if (!messages.ok()) return ToGrpc(messages.status());
   std::vector<uint32_t> tensors;
-  for (const v1::SetScheduleRequest& message : *messages) {
+  for (const v1::SetScheduleRequest& message : messages->messages()) {
     if (message.first()) tensors.clear();
     tensors.insert(tensors.end(), message.tensors().begin(), message.tensors().end());
   }
@@ -189,11 +225,11 @@ grpc::Status ControlService::Step(grpc::ServerContext* context,
                                   v1::StepReply* reply) {
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
-  auto messages = ReadAll<v1::StepRequest>(reader);
+  auto messages = Stream<v1::StepRequest>::Read(reader, *session);
   if (!messages.ok()) return ToGrpc(messages.status());
   using Answer = absl::StatusOr<uint64_t>;
   const Answer durable = OnJob<Answer>(**session, [&](Job& job, std::function<void(Answer)> done) {
-    job.Step(*std::move(messages), std::move(done));
+    job.Step(std::move(messages->messages()), std::move(done));
   });
   if (durable.ok()) reply->set_durable_step(*durable);
   return ToGrpc(durable.status());
@@ -233,6 +269,7 @@ grpc::Status ControlService::CloseJob(grpc::ServerContext* context, const v1::Em
 
 grpc::Status ControlService::Status(grpc::ServerContext*, const v1::StatusRequest*,
                                     v1::StatusReply* reply) {
+  if (const absl::Status status = CheckServesTools(); !status.ok()) return ToGrpc(status);
   reply->set_version(kVersion);
   reply->set_pid(static_cast<uint32_t>(getpid()));
   reply->set_uptime_seconds(Clock::Real().NowSeconds() - started_seconds_);
@@ -261,6 +298,7 @@ grpc::Status ControlService::Status(grpc::ServerContext*, const v1::StatusReques
 
 grpc::Status ControlService::ListJobs(grpc::ServerContext*, const v1::ListJobsRequest* request,
                                       v1::ListJobsReply* reply) {
+  if (const absl::Status status = CheckServesTools(); !status.ok()) return ToGrpc(status);
   const absl::StatusOr<std::string> pool = ChoosePool(pools_, request->pool());
   if (!pool.ok()) return ToGrpc(pool.status());
   const absl::StatusOr<std::vector<swap::StoreSummary>> stores = swap::ListStores(*pool);
@@ -278,6 +316,7 @@ grpc::Status ControlService::ListJobs(grpc::ServerContext*, const v1::ListJobsRe
 
 grpc::Status ControlService::RemoveJob(grpc::ServerContext*, const v1::RemoveJobRequest* request,
                                        v1::Empty*) {
+  if (const absl::Status status = CheckServesTools(); !status.ok()) return ToGrpc(status);
   const absl::StatusOr<std::string> pool = ChoosePool(pools_, request->pool());
   if (!pool.ok()) return ToGrpc(pool.status());
   return ToGrpc(swap::RemoveStore(*pool, request->job()));

@@ -21,9 +21,11 @@ namespace offload::daemon {
 class ControlService final : public proto::v1::Control::Service {
  public:
   // `sessions` outlives the service.
-  ControlService(SessionTable* sessions, PoolPolicy pools)
+  // `serves_tools`: answers calls that need no session, too.
+  ControlService(SessionTable* sessions, PoolPolicy pools, bool serves_tools)
       : sessions_(sessions),
         pools_(std::move(pools)),
+        serves_tools_(serves_tools),
         started_seconds_(Clock::Real().NowSeconds()) {}
 
   grpc::Status OpenJob(grpc::ServerContext* context, const proto::v1::OpenJobRequest* request,
@@ -60,12 +62,15 @@ class ControlService final : public proto::v1::Control::Service {
                          proto::v1::Empty* reply) override;
 
  private:
+  // The session of the call's token. One call of it ends with the last copy of the pointer.
   absl::StatusOr<std::shared_ptr<Session>> SessionOf(const grpc::ServerContext& context) const;
+  absl::Status CheckServesTools() const;
   absl::Status ClaimJob(const std::shared_ptr<Session>& session,
                         const proto::v1::OpenJobRequest& request);
 
   SessionTable* sessions_;
   PoolPolicy pools_;
+  bool serves_tools_;
   double started_seconds_;
 };
 

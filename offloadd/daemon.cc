@@ -12,6 +12,7 @@
 #include <chrono>
 #include <csignal>
 #include <filesystem>
+#include <functional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -29,14 +30,19 @@ namespace offload::daemon {
 Daemon::Daemon(DaemonOptions options, std::unique_ptr<EventLoop> loop)
     : options_(std::move(options)),
       control_path_(std::filesystem::path(options_.socket_path).parent_path() / "control.sock"),
+      ranks_path_(std::filesystem::path(options_.socket_path).parent_path() / "ranks.sock"),
       loop_(std::move(loop)) {}
 
 Daemon::~Daemon() {
   // No session is left, so nobody needs more than the answers that are on their way.
-  if (server_ != nullptr)
-    server_->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(50));
+  for (const std::unique_ptr<grpc::Server>& server :
+       {std::cref(server_), std::cref(ranks_server_)}) {
+    if (server != nullptr)
+      server->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(50));
+  }
   unlink(options_.socket_path.c_str());
   unlink(control_path_.c_str());
+  if (options_.peers.admits_others()) unlink(ranks_path_.c_str());
   // The client made the directory for us; it may have been killed.
   if (options_.is_private) {
     rmdir(std::filesystem::path(options_.socket_path).parent_path().c_str());
@@ -44,15 +50,22 @@ Daemon::~Daemon() {
 }
 
 absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Create(DaemonOptions options) {
+  const bool admits_others = options.peers.admits_others();
+  if (admits_others && (options.is_private || options.pools.allowed.empty())) {
+    return MakeError(ErrorId::kBadValue,
+                     "other users are admitted by a node daemon that names its pools",
+                     "Add --pool, and leave --private out");
+  }
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<EventLoop> loop, EventLoop::Create());
   // The handshake socket first: it tells whether another daemon is there. The control socket is
   // ours then.
-  OFFLOAD_ASSIGN_OR_RETURN(UniqueFd listener, proto::ListenForRanks(options.socket_path));
+  OFFLOAD_ASSIGN_OR_RETURN(UniqueFd listener,
+                           proto::ListenForRanks(options.socket_path, admits_others ? 0666 : 0600));
   std::unique_ptr<Daemon> daemon(new Daemon(std::move(options), std::move(loop)));
   daemon->listener_ = std::move(listener);
   OFFLOAD_RETURN_IF_ERROR(daemon->WatchSignals());
   OFFLOAD_RETURN_IF_ERROR(daemon->WatchParent());
-  OFFLOAD_RETURN_IF_ERROR(daemon->ServeControl());
+  OFFLOAD_RETURN_IF_ERROR(daemon->ServeControls());
   daemon->loop_->Watch(daemon->listener_.get(), [raw = daemon.get()] { raw->Accept(); });
   return daemon;
 }
@@ -84,9 +97,10 @@ absl::Status Daemon::WatchParent() {
   return absl::OkStatus();
 }
 
-absl::Status Daemon::ServeControl() {
-  service_ = std::make_unique<ControlService>(&sessions_, options_.pools);
-  unlink(control_path_.c_str());
+absl::StatusOr<std::unique_ptr<grpc::Server>> Daemon::ServeControl(const std::string& path,
+                                                                   mode_t mode,
+                                                                   ControlService* service) {
+  unlink(path.c_str());
   grpc::ServerBuilder builder;
   builder.SetMaxReceiveMessageSize(static_cast<int>(kLimits.message_bytes_max));
   builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, proto::kControlMetadataBytesMax);
@@ -97,19 +111,40 @@ absl::Status Daemon::ServeControl() {
   grpc::ResourceQuota quota("control");
   quota.SetMaxThreads(kLimits.call_threads_max);
   builder.SetResourceQuota(quota);
-  builder.AddListeningPort(proto::ControlAddress(control_path_), grpc::InsecureServerCredentials());
-  builder.RegisterService(service_.get());
-  server_ = builder.BuildAndStart();
-  if (server_ == nullptr || chmod(control_path_.c_str(), 0600) != 0) {
-    return MakeError(ErrorId::kDaemonStart,
-                     absl::StrCat("the control socket ", control_path_, " cannot be served"));
-  }
+  builder.AddListeningPort(proto::ControlAddress(path), grpc::InsecureServerCredentials());
+  builder.RegisterService(service);
+  std::unique_ptr<grpc::Server> server = builder.BuildAndStart();
+  // Made under our umask, so that it never had more rights than these.
+  if (server != nullptr && chmod(path.c_str(), mode) == 0) return server;
+  return MakeError(ErrorId::kDaemonStart,
+                   absl::StrCat("the control socket ", path, " cannot be served"));
+}
+
+absl::Status Daemon::ServeControls() {
+  service_ = std::make_unique<ControlService>(&sessions_, options_.pools, /*serves_tools=*/true);
+  OFFLOAD_ASSIGN_OR_RETURN(server_, ServeControl(control_path_, 0600, service_.get()));
+  if (!options_.peers.admits_others()) return absl::OkStatus();
+  ranks_service_ =
+      std::make_unique<ControlService>(&sessions_, options_.pools, /*serves_tools=*/false);
+  OFFLOAD_ASSIGN_OR_RETURN(ranks_server_, ServeControl(ranks_path_, 0666, ranks_service_.get()));
   return absl::OkStatus();
 }
 
 void Daemon::Run() { loop_->Run(); }
 
 // ---- Ranks -------------------------------------------------------------------------------------
+
+// Whoever is refused often must not fill the log.
+void Daemon::LogRefusal(const absl::Status& status) {
+  constexpr int kPerSecond = 5;
+  const double now = Clock::Real().NowSeconds();
+  if (now - refusals_since_seconds_ >= 1) {
+    if (refusals_ > kPerSecond) spdlog::warn("{} more were refused", refusals_ - kPerSecond);
+    refusals_since_seconds_ = now;
+    refusals_ = 0;
+  }
+  if (++refusals_ <= kPerSecond) spdlog::warn("a rank is refused: {}", ToStd(status.message()));
+}
 
 void Daemon::Accept() {
   for (;;) {
@@ -120,14 +155,14 @@ void Daemon::Accept() {
     UniqueFd copy(dup(fd));  // to answer with when the session takes the socket along
     const absl::Status status = Welcome(**std::move(socket));
     if (status.ok()) continue;
-    spdlog::warn("a rank is refused: {}", ToStd(status.message()));
+    LogRefusal(status);
     if (copy.valid()) proto::SendRefusal(copy.get(), status).IgnoreError();
   }
 }
 
 absl::Status Daemon::Welcome(UniqueFd socket) {
   OFFLOAD_ASSIGN_OR_RETURN(proto::Peer peer, proto::PeerOf(socket.get()));
-  OFFLOAD_RETURN_IF_ERROR(proto::CheckPeer(peer, {}));
+  OFFLOAD_RETURN_IF_ERROR(proto::CheckPeer(peer, options_.peers));
   // It ends with the process that started it, which nobody else should depend on.
   if (options_.parent_pid != 0 && peer.pid != options_.parent_pid) {
     return MakeError(ErrorId::kRefused,
@@ -138,8 +173,17 @@ absl::Status Daemon::Welcome(UniqueFd socket) {
     return MakeError(ErrorId::kRefused,
                      absl::StrCat("the daemon has ", kLimits.sessions_max, " sessions already"));
   }
-  Session::Options options{
-      .id = next_session_++, .control_path = control_path_, .pools = options_.pools};
+  const bool trusted = proto::IsTrusted(peer);
+  if (sessions_.CountOfProcess(peer.pid) >= static_cast<size_t>(kLimits.sessions_per_process_max) ||
+      (!trusted && sessions_.CountOfUser(peer.uid) >=
+                       static_cast<size_t>(kLimits.sessions_per_other_user_max))) {
+    return MakeError(ErrorId::kRefused, absl::StrCat("process ", peer.pid, " of user ", peer.uid,
+                                                     " has as many sessions as it may have"));
+  }
+  Session::Options options{.id = next_session_++,
+                           .control_path = trusted ? control_path_ : ranks_path_,
+                           .pools = options_.pools,
+                           .handshake_timeout_seconds = options_.handshake_timeout_seconds};
   OFFLOAD_ASSIGN_OR_RETURN(
       std::shared_ptr<Session> session,
       Session::Create(std::move(socket), std::move(peer), std::move(options),

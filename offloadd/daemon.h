@@ -24,6 +24,7 @@
 #include "offloadd/event_loop.h"
 #include "offloadd/limits.h"
 #include "offloadd/session_table.h"
+#include "proto/handshake.h"
 
 namespace grpc {
 class Server;
@@ -35,9 +36,13 @@ class ControlService;
 
 struct DaemonOptions {
   std::string socket_path;  // of the handshake; control.sock is put beside it
+  // Beside the daemon's own user and root. Those others get a control socket of their own,
+  // ranks.sock, which answers their sessions only, and must live in one of the pools.
+  proto::PeerPolicy peers;
   bool is_private = false;
   pid_t parent_pid = 0;  // of a private daemon; 0: not watched
   PoolPolicy pools;
+  double handshake_timeout_seconds = kLimits.handshake_timeout_seconds;
   double drain_timeout_seconds = kLimits.drain_timeout_seconds;
 };
 
@@ -54,7 +59,11 @@ class Daemon {
   absl::Status WatchSignals();
   absl::Status WatchParent();
   absl::Status Listen();
-  absl::Status ServeControl();
+  // Serves `service` at a socket of its own.
+  absl::StatusOr<std::unique_ptr<grpc::Server>> ServeControl(const std::string& path, mode_t mode,
+                                                             ControlService* service);
+  absl::Status ServeControls();
+  void LogRefusal(const absl::Status& status);
   void Accept();
   absl::Status Welcome(UniqueFd socket);
   void SessionEnded(uint64_t id);
@@ -64,17 +73,19 @@ class Daemon {
   void StopIfDone();
 
   DaemonOptions options_;
-  std::string control_path_;
+  std::string control_path_, ranks_path_;
   std::unique_ptr<EventLoop> loop_;
   UniqueFd listener_, signals_, parent_;
   SessionTable sessions_;
-  std::unique_ptr<ControlService> service_;
-  std::unique_ptr<grpc::Server> server_;
+  std::unique_ptr<ControlService> service_, ranks_service_;
+  std::unique_ptr<grpc::Server> server_, ranks_server_;  // the second one for others, if any
   uint64_t next_session_ = 1;
   bool had_session_ = false;
   bool parent_gone_ = false;
   bool shutting_down_ = false;
   double drain_deadline_seconds_ = 0;
+  double refusals_since_seconds_ = 0;
+  int refusals_ = 0;
 };
 
 }  // namespace offload::daemon

@@ -236,6 +236,8 @@ absl::Status Job::ReserveScratch(uint64_t bytes) {
 absl::Status Job::Seal(const std::vector<proto::v1::SealRequest>& messages,
                        const Progress& progress) {
   if (sealed_ || closing_) return WrongState("Seal for the second time");
+  // Until then the rank could take away pages that are reserved here.
+  if (!rings_.has_value()) return WrongState("Seal before the memory is mapped");
   OFFLOAD_ASSIGN_OR_RETURN(context_.catalogue, proto::BuildCatalogue(std::move(declared_)));
   OFFLOAD_RETURN_IF_ERROR(ReadPlan(messages));
   OFFLOAD_ASSIGN_OR_RETURN(

@@ -8,13 +8,17 @@
 namespace offload::daemon {
 
 struct Limits {
-  int sessions_max = 64;
-  uint64_t message_bytes_max = 4ull << 20;  // of one control message
-  int call_threads_max = 128;               // of the control service
-  uint32_t ring_entries_per_turn = 64;      // read from one ring before others get their turn
-  uint32_t loads_in_flight_max = 32;        // extents being read for acquires and prefetches
-  uint32_t transfers_in_flight_max = 16;    // puts and gets being served
-  uint32_t wishes_max = 64;                 // prefetches that wait for room
+  int sessions_max = 128;
+  int sessions_per_process_max = 16;
+  int sessions_per_other_user_max = 32;      // a user that the daemon was told to admit
+  int calls_per_session_max = 8;             // control calls at a time
+  uint64_t stream_bytes_max = 256ull << 20;  // memory of a session's streams of control messages
+  uint64_t message_bytes_max = 4ull << 20;   // of one control message
+  int call_threads_max = 1100;  // of the control service: calls_per_session_max for all, and some
+  uint32_t ring_entries_per_turn = 64;    // read from one ring before others get their turn
+  uint32_t loads_in_flight_max = 32;      // extents being read for acquires and prefetches
+  uint32_t transfers_in_flight_max = 16;  // puts and gets being served
+  uint32_t wishes_max = 64;               // prefetches that wait for room
   uint32_t pipeline_blocks_max = 4096;
   uint32_t update_threads_max = 64;
   uint64_t trainer_state_bytes_max = 1ull << 20;
@@ -23,11 +27,12 @@ struct Limits {
   uint32_t groups_max = 4096;
   uint32_t failure_texts_max = 256;  // kept for ExplainFailure
   uint64_t ram_bytes_max = 1ull << 46;
-  int room_poll_ms = 1;                 // unpinning sends no message
-  double schedule_stall_seconds = 0.2;  // after which the update stops waiting for the forward
-  double room_timeout_seconds = 30;     // after which an acquire that nothing can serve fails
-  double holder_patience_seconds = 1;   // for a job that another session of this daemon has open
-  double drain_timeout_seconds = 60;    // after SIGTERM; then the daemon ends as by a crash
+  int room_poll_ms = 1;                   // unpinning sends no message
+  double schedule_stall_seconds = 0.2;    // after which the update stops waiting for the forward
+  double room_timeout_seconds = 30;       // after which an acquire that nothing can serve fails
+  double holder_patience_seconds = 1;     // for a job that another session of this daemon has open
+  double handshake_timeout_seconds = 30;  // for Hello, and for Mapped after the memory was sent
+  double drain_timeout_seconds = 60;      // after SIGTERM; then the daemon ends as by a crash
 };
 
 inline constexpr Limits kLimits;

@@ -40,6 +40,16 @@ void AddFlags(CLI::App& app, Flags& flags) {
   app.add_option("--pool", flags.daemon.pools.allowed,
                  "A directory that jobs may live in; the first one is the default (repeatable)")
       ->type_name("DIR");
+  app.add_option("--allow-uid", flags.daemon.peers.uids,
+                 "A user whose trainers are admitted, beside this daemon's own (repeatable)")
+      ->type_name("N");
+  app.add_option("--allow-gid", flags.daemon.peers.gids,
+                 "A group whose members' trainers are admitted (repeatable)")
+      ->type_name("N");
+  app.add_option("--handshake-timeout", flags.daemon.handshake_timeout_seconds,
+                 "How long a client may take with its part of the handshake")
+      ->type_name("SECONDS")
+      ->check(CLI::PositiveNumber);
   app.add_option("--drain-timeout", flags.daemon.drain_timeout_seconds,
                  "How long jobs may take to end after SIGTERM")
       ->type_name("SECONDS")

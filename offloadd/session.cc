@@ -3,12 +3,16 @@
 #include <poll.h>
 #include <sys/prctl.h>
 
+#include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "spdlog/spdlog.h"
+#include "swap/store.h"
 
 namespace offload::daemon {
 
@@ -42,6 +46,7 @@ Session::~Session() {
 
 void Session::Run() {
   prctl(PR_SET_NAME, "session");
+  handshake_deadline_seconds_ = Clock::Real().NowSeconds() + options_.handshake_timeout_seconds;
   loop_->Watch(socket_.get(), [this] { ReadSocket(); });
   loop_->Watch(peer_.pidfd.get(), [this] { End("the process has ended"); });
   loop_->SetTurn([this] { return Turn(); });
@@ -52,13 +57,50 @@ void Session::Run() {
 }
 
 int Session::Turn() {
-  const int timeout_ms = job_ != nullptr ? job_->Turn() : -1;
-  if (job_ != nullptr && job_->rank_at_fault()) End("it broke the protocol");
+  int timeout_ms = WatchHandshake(job_ != nullptr ? job_->Turn() : -1);
+  if (!ending_ && job_ != nullptr && job_->rank_at_fault()) {
+    End("it broke the protocol");
+    timeout_ms = 0;  // nothing else would make the job's next turn, which drains it
+  }
   if (ending_ && (job_ == nullptr || job_->drained())) {
     loop_->Stop();
     return 0;
   }
   return timeout_ms;
+}
+
+int Session::WatchHandshake(int timeout_ms) {
+  if (handshake_deadline_seconds_ == 0 || ending_) return timeout_ms;
+  const double left_seconds = handshake_deadline_seconds_ - Clock::Real().NowSeconds();
+  if (left_seconds > 0) {
+    const int left_ms = static_cast<int>(std::min(left_seconds, 60.0) * 1e3) + 1;
+    return timeout_ms < 0 ? left_ms : std::min(timeout_ms, left_ms);
+  }
+  proto::SendRefusal(
+      socket_.get(),
+      MakeError(ErrorId::kRefused, absl::StrCat("no handshake message came within ",
+                                                options_.handshake_timeout_seconds, " s")))
+      .IgnoreError();
+  End("it is too slow with the handshake");
+  return 0;
+}
+
+std::string Session::StoredName(const std::string& name) const {
+  // A bad name stays one.
+  if (proto::IsTrusted(peer_) || !swap::IsValidJobName(name)) return name;
+  return absl::StrCat("u", peer_.uid, ".", name);
+}
+
+bool Session::BeginCall() {
+  if (calls_.fetch_add(1) < kLimits.calls_per_session_max) return true;
+  EndCall();
+  return false;
+}
+
+bool Session::TakeStreamMemory(uint64_t bytes) {
+  if (stream_bytes_.fetch_add(bytes) + bytes <= kLimits.stream_bytes_max) return true;
+  ReturnStreamMemory(bytes);
+  return false;
 }
 
 // The loop may be busy with a lock or a format, so this is not its own view: the rank's process is
@@ -106,6 +148,9 @@ void Session::ReadSocket() {
 
 absl::Status Session::Handle(const proto::RankMessage& message) {
   if (std::holds_alternative<proto::HelloMessage>(message)) {
+    if (greeted_) return MakeError(ErrorId::kProtocol, "Hello for the second time");
+    greeted_ = true;
+    handshake_deadline_seconds_ = 0;
     return proto::SendWelcome(socket_.get(), options_.id, token_, options_.control_path);
   }
   if (const auto* map = std::get_if<proto::MapMessage>(&message)) {
@@ -114,6 +159,7 @@ absl::Status Session::Handle(const proto::RankMessage& message) {
     return SendMemory();
   }
   if (!doorbell_.has_value()) return MakeError(ErrorId::kProtocol, "Mapped before Memory");
+  handshake_deadline_seconds_ = 0;
   OFFLOAD_RETURN_IF_ERROR(job_->region_memory().SealForWriting());
   job_->AttachRings(*std::exchange(doorbell_, std::nullopt));
   return proto::SendReady(socket_.get());
@@ -124,6 +170,7 @@ absl::Status Session::SendMemory() {
     return MakeError(ErrorId::kProtocol, "Map before OpenJob or for the second time");
   OFFLOAD_ASSIGN_OR_RETURN(auto bells, proto::Doorbell::CreatePair());
   memory_sent_ = true;
+  handshake_deadline_seconds_ = Clock::Real().NowSeconds() + options_.handshake_timeout_seconds;
   doorbell_ = std::move(bells.first);
   return proto::SendMemory(socket_.get(), job_->slab_memory().fd(),
                            job_->slab_memory().size_bytes(), job_->region_memory().fd(),

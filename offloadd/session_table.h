@@ -5,6 +5,7 @@
 // Thread safety: all methods may be called from any thread.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -65,12 +66,26 @@ class SessionTable {
     for (const auto& [id, session] : sessions_) all.push_back(session);
     return all;
   }
+  size_t CountOfProcess(pid_t pid) const {
+    return Count([pid](const Session& session) { return session.peer().pid == pid; });
+  }
+  size_t CountOfUser(uid_t uid) const {
+    return Count([uid](const Session& session) { return session.peer().uid == uid; });
+  }
   size_t size() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return sessions_.size();
   }
 
  private:
+  template <typename Predicate>
+  size_t Count(Predicate holds) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return static_cast<size_t>(
+        std::count_if(sessions_.begin(), sessions_.end(),
+                      [&](const auto& entry) { return holds(*entry.second); }));
+  }
+
   mutable std::mutex mutex_;
   std::map<uint64_t, std::shared_ptr<Session>> sessions_;  // guarded by mutex_
   std::map<uint64_t, std::string> claims_;                 // by session; guarded by mutex_

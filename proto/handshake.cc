@@ -245,6 +245,32 @@ absl::Status RemoveDeadSocket(const std::string& path) {
   return absl::OkStatus();
 }
 
+absl::Status CheckDirectory(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  const std::string directory = slash == std::string::npos ? "." : path.substr(0, slash + 1);
+  struct stat status;
+  if (::stat(directory.c_str(), &status) != 0) {
+    return SystemError(ErrorId::kBadValue, absl::StrCat("socket \"", path, "\""), errno);
+  }
+  const bool others_write = (status.st_mode & (S_IWGRP | S_IWOTH)) != 0;
+  const bool owner_is_trusted = status.st_uid == 0 || status.st_uid == ::geteuid();
+  if (owner_is_trusted && (!others_write || (status.st_mode & S_ISVTX) != 0))
+    return absl::OkStatus();
+  return MakeError(ErrorId::kBadValue,
+                   absl::StrCat("socket \"", path, "\": other users may write to its directory"),
+                   "Choose a directory that only this user may write to");
+}
+
+// Empty where the kernel does not tell (before Linux 4.13).
+std::vector<gid_t> GroupsOf(int socket) {
+  std::vector<gid_t> groups(1u << 16);  // NGROUPS_MAX
+  socklen_t length = static_cast<socklen_t>(groups.size() * sizeof(gid_t));
+  if (::getsockopt(socket, SOL_SOCKET, SO_PEERGROUPS, groups.data(), &length) != 0) length = 0;
+  groups.resize(length / sizeof(gid_t));
+  groups.shrink_to_fit();
+  return groups;
+}
+
 int PidfdOf(int socket, pid_t pid) {
   int pidfd = -1;
   socklen_t length = sizeof(pidfd);
@@ -299,14 +325,20 @@ std::optional<Token> ParseToken(std::string_view text) {
   return token;
 }
 
-absl::StatusOr<UniqueFd> ListenForRanks(const std::string& path) {
+absl::StatusOr<UniqueFd> ListenForRanks(const std::string& path, mode_t mode) {
   OFFLOAD_ASSIGN_OR_RETURN(const sockaddr_un address, AddressOf(path));
+  OFFLOAD_RETURN_IF_ERROR(CheckDirectory(path));
   OFFLOAD_RETURN_IF_ERROR(RemoveDeadSocket(path));
   UniqueFd fd(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!fd.valid()) return SystemError(ErrorId::kInternal, "socket", errno);
-  // The mode of the inode, so that the file never exists with more rights.
-  ::fchmod(fd.get(), 0660);
-  if (::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) != 0) {
+  // The mode of the inode, so that the file never exists with other rights.
+  ::fchmod(fd.get(), mode);
+  const mode_t umask_before = ::umask(0);
+  const int bound = ::bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address));
+  const int bind_error = errno;
+  ::umask(umask_before);
+  errno = bind_error;
+  if (bound != 0) {
     return SystemError(ErrorId::kBadValue, absl::StrCat("binding socket \"", path, "\""), errno);
   }
   if (::listen(fd.get(), kListenBacklog) != 0) {
@@ -332,6 +364,7 @@ absl::StatusOr<Peer> PeerOf(int socket) {
     return SystemError(ErrorId::kRefused, "SO_PEERCRED", errno);
   }
   Peer peer{.pid = credentials.pid, .uid = credentials.uid, .gid = credentials.gid};
+  peer.groups = GroupsOf(socket);
   peer.pidfd.reset(PidfdOf(socket, credentials.pid));
   if (!peer.pidfd.valid()) {
     return MakeError(ErrorId::kRefused,
@@ -340,10 +373,16 @@ absl::StatusOr<Peer> PeerOf(int socket) {
   return peer;
 }
 
+bool IsTrusted(const Peer& peer) { return peer.uid == 0 || peer.uid == ::geteuid(); }
+
 absl::Status CheckPeer(const Peer& peer, const PeerPolicy& policy) {
-  if (peer.uid == 0 || peer.uid == ::geteuid() ||
-      std::find(policy.uids.begin(), policy.uids.end(), peer.uid) != policy.uids.end()) {
+  const auto has = [](const auto& ids, auto id) {
+    return std::find(ids.begin(), ids.end(), id) != ids.end();
+  };
+  if (IsTrusted(peer) || has(policy.uids, peer.uid) || has(policy.gids, peer.gid))
     return absl::OkStatus();
+  for (const gid_t group : peer.groups) {
+    if (has(policy.gids, group)) return absl::OkStatus();
   }
   return MakeError(ErrorId::kRefused, absl::StrCat("user ", peer.uid, " may not use this daemon"));
 }

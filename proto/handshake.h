@@ -115,9 +115,10 @@ std::optional<Token> ParseToken(std::string_view text);
 
 // ---- Daemon: never blocks
 // ----------------------------------------------------------------------------------------------------
-// Binds and listens at `path` (mode 0660 less the umask, non-blocking). A socket file that nobody
-// listens at is replaced; one that somebody listens at is OFD-1205.
-absl::StatusOr<UniqueFd> ListenForRanks(const std::string& path);
+// Binds and listens at `path`, non-blocking. A socket file that nobody listens at is replaced; one
+// that somebody listens at is OFD-1205. OFD-1002 when somebody else could replace the file: its
+// directory must be this user's or root's, and writable by nobody else unless it is sticky.
+absl::StatusOr<UniqueFd> ListenForRanks(const std::string& path, mode_t mode = 0600);
 
 // Accepts one connection (CLOEXEC, non-blocking); missing when none waits.
 absl::StatusOr<std::optional<UniqueFd>> AcceptRank(int listener);
@@ -127,7 +128,8 @@ struct Peer {
   pid_t pid = 0;
   uid_t uid = 0;
   gid_t gid = 0;
-  UniqueFd pidfd;  // readable when the process has ended
+  std::vector<gid_t> groups;  // the supplementary ones
+  UniqueFd pidfd;             // readable when the process has ended
 };
 // OFD-1504 when the process cannot be identified or has ended.
 absl::StatusOr<Peer> PeerOf(int socket);
@@ -135,7 +137,11 @@ absl::StatusOr<Peer> PeerOf(int socket);
 // Root and the daemon's own user are always welcome.
 struct PeerPolicy {
   std::vector<uid_t> uids;
+  std::vector<gid_t> gids;  // primary or supplementary
+  bool admits_others() const { return !uids.empty() || !gids.empty(); }
 };
+// Root or the daemon's own user: may do with all jobs whatever the daemon may.
+bool IsTrusted(const Peer& peer);
 absl::Status CheckPeer(const Peer& peer, const PeerPolicy& policy);  // OFD-1504
 
 using RankMessage = std::variant<HelloMessage, MapMessage, MappedMessage>;

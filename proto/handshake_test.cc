@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -209,6 +210,35 @@ TEST(PeerPolicyTest, AdmitsRootTheOwnUserAndThoseThatAreListed) {
   EXPECT_TRUE(CheckPeer(peer(::geteuid()), {}).ok());
   EXPECT_EQ(ErrorIdOf(CheckPeer(peer(stranger), {})), ErrorId::kRefused);
   EXPECT_TRUE(CheckPeer(peer(stranger), {.uids = {stranger}}).ok());
+}
+
+TEST_F(HandshakeTest, MembersOfAnAdmittedGroupAreWelcome) {
+  Peer peer;
+  peer.uid = ::geteuid() + 4711;
+  peer.gid = 100;
+  peer.groups = {7, 101};
+  const auto check = [&](gid_t group) { return CheckPeer(peer, {.gids = {group}}); };
+  EXPECT_TRUE(check(100).ok());
+  EXPECT_TRUE(check(101).ok());
+  EXPECT_EQ(ErrorIdOf(check(102)), ErrorId::kRefused);
+  EXPECT_FALSE(IsTrusted(peer));
+}
+
+TEST_F(HandshakeTest, ASocketThatOthersCouldReplaceIsRefused) {
+  ASSERT_EQ(::chmod(directory_.c_str(), 0770), 0);
+  EXPECT_EQ(ErrorIdOf(ListenForRanks(path_).status()), ErrorId::kBadValue);
+  ASSERT_EQ(::chmod(directory_.c_str(), 01777), 0);  // as /tmp is
+  EXPECT_TRUE(ListenForRanks(path_).ok());
+}
+
+TEST_F(HandshakeTest, TheSocketHasTheModeThatWasAskedFor) {
+  struct stat info;
+  for (const mode_t mode : {0600, 0666}) {
+    const auto listener = ListenForRanks(path_, mode);
+    ASSERT_TRUE(listener.ok()) << listener.status();
+    ASSERT_EQ(::stat(path_.c_str(), &info), 0);
+    EXPECT_EQ(info.st_mode & 0777, mode);
+  }
 }
 
 TEST(TokenTest, TextsComeBackAndOthersAreRefused) {
