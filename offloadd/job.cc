@@ -17,6 +17,7 @@
 #include "base/fault_point.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
+#include "offloadd/device_status.h"
 #include "offloadd/job_catalogue.h"
 #include "offloadd/limits.h"
 #include "offloadd/step_plan.h"
@@ -333,6 +334,7 @@ absl::Status Job::ReserveMemory() {
 }
 
 void Job::MakeParts() {
+  store_->RegisterBuffer({slab_.data(), context_.layout.total_bytes});  // it has its pages by now
   // The rank's map of the pins begins with zeros or with what it has pinned meanwhile: both are
   // right.
   context_.pins = reinterpret_cast<const proto::PinWord*>(region_.data() + pins_offset_);
@@ -648,6 +650,8 @@ void Job::FillStatus(proto::v1::JobStatus* status) const {
                     : sealed_            ? "sealed"
                                          : "open");
   status->set_seconds_per_step(seconds_per_step_);
+  if (store_ != nullptr) *status->add_devices() = DescribeDevice("store", store_->device());
+  if (scratch_ != nullptr) *status->add_devices() = DescribeDevice("scratch", scratch_->device());
 }
 
 }  // namespace offload::daemon

@@ -283,6 +283,7 @@ const std::vector<std::string>& Store::repairs() const { return impl_->repairs; 
 size_t Store::Poll(bool wait) { return impl_->Poll(wait); }
 int Store::event_fd() const { return impl_->wakeup.fd(); }
 const aio::Device& Store::device() const { return *impl_->device; }
+void Store::RegisterBuffer(std::span<std::byte> bytes) { impl_->device->RegisterBuffer(bytes); }
 const std::string& Store::path() const { return impl_->path; }
 
 }  // namespace offload::swap

@@ -212,6 +212,8 @@ class Store {
   size_t Poll(bool wait);
   int event_fd() const;
   const aio::Device& device() const;
+  // Device::RegisterBuffer.
+  void RegisterBuffer(std::span<std::byte> bytes);
   const std::string& path() const;
 
  private:

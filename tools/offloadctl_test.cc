@@ -328,6 +328,11 @@ class FakeDaemon : public proto::v1::Control::Service {
     job->set_step(118);
     job->set_durable_step(117);
     job->set_bytes_read(bytes_read_ += 1'000'000);
+    proto::v1::DeviceStatus* device = job->add_devices();
+    device->set_file("store");
+    device->mutable_read()->set_count(42);
+    device->mutable_read()->set_p99_seconds(0.012);
+    device->mutable_write()->set_errors(3);
     return grpc::Status::OK;
   }
 
@@ -357,6 +362,13 @@ TEST_F(StatusTest, ShowsTheJobsOfADaemonAndTheirRates) {
   EXPECT_EQ(job["step"], 118);
   EXPECT_EQ(job["durable_step"], 117);
   EXPECT_GT(job["read_bytes_per_second"], 0);
+  ASSERT_EQ(job["devices"].size(), 1u);
+  EXPECT_EQ(job["devices"][0]["read"]["count"], 42);
+  EXPECT_EQ(job["devices"][0]["read"]["p99_seconds"], 0.012);
+  EXPECT_EQ(job["devices"][0]["write"]["errors"], 3);
+  const Result text = Run(absl::StrCat("status --interval 0.01 --socket ", socket()));
+  EXPECT_NE(text.out.find("reads 42 (p50 0 ms, p99 12 ms"), std::string::npos) << text.out;
+  EXPECT_NE(text.out.find("errors 0r/3w/0f"), std::string::npos) << text.out;
 }
 
 TEST_F(StatusTest, FindsPrivateDaemonsUnderTheRuntimeDirectory) {

@@ -43,6 +43,50 @@ Rates RatesOf(const Jobs& before, const proto::v1::JobStatus& job, double second
   return {};
 }
 
+Json Describe(const proto::v1::OperationStatus& operation) {
+  return {{"count", operation.count()},
+          {"bytes", operation.bytes()},
+          {"errors", operation.errors()},
+          {"p50_seconds", operation.p50_seconds()},
+          {"p99_seconds", operation.p99_seconds()},
+          {"max_seconds", operation.max_seconds()}};
+}
+
+Json DescribeDevices(const proto::v1::JobStatus& job) {
+  Json devices = Json::array();
+  for (const proto::v1::DeviceStatus& device : job.devices()) {
+    devices.push_back({{"file", device.file()},
+                       {"engine", device.engine()},
+                       {"read", Describe(device.read())},
+                       {"write", Describe(device.write())},
+                       {"flush", Describe(device.flush())},
+                       {"refusals", device.refusals()},
+                       {"retries", device.retries()},
+                       {"short_transfers", device.short_transfers()},
+                       {"registered_bytes", device.registered_bytes()}});
+  }
+  return devices;
+}
+
+std::string OperationText(const char* name, const proto::v1::OperationStatus& operation) {
+  std::string text = absl::StrFormat("%s %d", name, operation.count());
+  if (operation.count() > 0) {
+    absl::StrAppendFormat(&text, " (p50 %.2g ms, p99 %.2g ms, max %.2g ms)",
+                          operation.p50_seconds() * 1e3, operation.p99_seconds() * 1e3,
+                          operation.max_seconds() * 1e3);
+  }
+  return text;
+}
+
+std::string Line(const proto::v1::DeviceStatus& device) {
+  return absl::StrFormat(
+      "  %-8s %s  %s  %s  errors %dr/%dw/%df  %d refused, %d repeated, %d short  %s registered\n",
+      Printable(device.file()), OperationText("reads", device.read()),
+      OperationText("writes", device.write()), OperationText("flushes", device.flush()),
+      device.read().errors(), device.write().errors(), device.flush().errors(), device.refusals(),
+      device.retries(), device.short_transfers(), FormatBytes(device.registered_bytes()));
+}
+
 Json Describe(const proto::v1::JobStatus& job, const Rates& rates) {
   return {{"job", job.job()},
           {"pool", job.pool()},
@@ -58,7 +102,8 @@ Json Describe(const proto::v1::JobStatus& job, const Rates& rates) {
           {"bytes_written", job.bytes_written()},
           {"read_bytes_per_second", rates.read},
           {"written_bytes_per_second", rates.written},
-          {"io_engine", job.io_engine()}};
+          {"io_engine", job.io_engine()},
+          {"devices", DescribeDevices(job)}};
 }
 
 std::string Line(const proto::v1::JobStatus& job, const Rates& rates) {
@@ -145,6 +190,7 @@ class StatusCommand : public Command {
       const Rates rates = RatesOf(answers.jobs_before, job, answers.seconds);
       daemon["jobs"].push_back(Describe(job, rates));
       absl::StrAppend(&answer.text, Line(job, rates));
+      for (const proto::v1::DeviceStatus& device : job.devices()) answer.text += Line(device);
     }
     answer.data["daemons"].push_back(std::move(daemon));
   }

@@ -1,0 +1,44 @@
+#include "offloadd/device_status.h"
+
+#include <atomic>
+#include <cstdint>
+
+namespace offload::daemon {
+namespace {
+
+uint64_t Get(const std::atomic<uint64_t>& counter) {
+  return counter.load(std::memory_order_relaxed);  // counters order nothing
+}
+
+void Describe(const std::atomic<uint64_t>& count, uint64_t bytes,
+              const std::atomic<uint64_t>& errors, const aio::LatencyHistogram& latency,
+              proto::v1::OperationStatus* status) {
+  status->set_count(Get(count));
+  status->set_bytes(bytes);
+  status->set_errors(Get(errors));
+  status->set_p50_seconds(latency.QuantileSeconds(0.5));
+  status->set_p99_seconds(latency.QuantileSeconds(0.99));
+  status->set_max_seconds(latency.QuantileSeconds(1));
+}
+
+}  // namespace
+
+proto::v1::DeviceStatus DescribeDevice(const std::string& file, const aio::Device& device) {
+  const aio::Counters& counters = device.counters();
+  proto::v1::DeviceStatus status;
+  status.set_file(file);
+  status.set_engine(std::string(device.engine()));
+  Describe(counters.reads, Get(counters.read_bytes), counters.read_errors, counters.read_latency,
+           status.mutable_read());
+  Describe(counters.writes, Get(counters.written_bytes), counters.write_errors,
+           counters.write_latency, status.mutable_write());
+  Describe(counters.flushes, 0, counters.flush_errors, counters.flush_latency,
+           status.mutable_flush());
+  status.set_refusals(Get(counters.refusals));
+  status.set_retries(Get(counters.retries));
+  status.set_short_transfers(Get(counters.short_transfers));
+  status.set_registered_bytes(device.registered_bytes());
+  return status;
+}
+
+}  // namespace offload::daemon
