@@ -212,7 +212,7 @@ TEST(PeerPolicyTest, AdmitsRootTheOwnUserAndThoseThatAreListed) {
   EXPECT_TRUE(CheckPeer(peer(stranger), {.uids = {stranger}}).ok());
 }
 
-TEST_F(HandshakeTest, MembersOfAnAdmittedGroupAreWelcome) {
+TEST(PeerPolicyTest, MembersOfAnAdmittedGroupAreWelcome) {
   Peer peer;
   peer.uid = ::geteuid() + 4711;
   peer.gid = 100;
