@@ -154,10 +154,8 @@ absl::Status CheckPool(const std::string& pool) {
   }
   const UniqueFd probe = OpenProbe(directory.fd());
   if (!probe.valid()) {
-    const ErrorId id = errno == EINVAL                      ? ErrorId::kPoolNoDirectIo
-                       : errno == ENOSPC || errno == EDQUOT ? ErrorId::kPoolFull
-                                                            : ErrorId::kPoolNotUsable;
-    return MakeError(id, absl::StrCat(where, ": a file cannot be made: ", ErrnoText(errno)));
+    return MakeError(RefusalId(errno),
+                     absl::StrCat(where, ": a file cannot be made: ", ErrnoText(errno)));
   }
   return ProbeDirectIo(probe.get(), where);
 }

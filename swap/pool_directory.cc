@@ -57,13 +57,28 @@ bool IsBuildingFileName(std::string_view job, std::string_view name) {
                      [](char c) { return absl::ascii_isxdigit(static_cast<unsigned char>(c)); });
 }
 
+ErrorId RefusalId(int error_number) {
+  switch (error_number) {
+    case EMFILE:
+    case ENFILE:
+      return ErrorId::kOpenFiles;
+    case ENOSPC:
+    case EDQUOT:
+      return ErrorId::kPoolFull;
+    case EINVAL:
+      return ErrorId::kPoolNoDirectIo;
+    default:
+      return ErrorId::kPoolNotUsable;
+  }
+}
+
 absl::StatusOr<PoolDirectory> PoolDirectory::Open(const std::string& pool) {
   PoolDirectory directory;
   directory.pool_ = pool;
   directory.fd_.reset(open(pool.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (directory.fd_.valid()) return directory;
   const std::string what = absl::StrCat("nvme_path ", pool, ": ", ErrnoText(errno));
-  return MakeError(errno == ENOENT ? ErrorId::kPoolMissing : ErrorId::kPoolNotUsable, what);
+  return MakeError(errno == ENOENT ? ErrorId::kPoolMissing : RefusalId(errno), what);
 }
 
 std::string PoolDirectory::PathOf(std::string_view name) const {
@@ -80,8 +95,7 @@ absl::StatusOr<std::vector<std::string>> PoolDirectory::List() const {
   const std::unique_ptr<DIR, int (*)(DIR*)> stream(own.valid() ? fdopendir(own.get()) : nullptr,
                                                    closedir);
   if (stream == nullptr)
-    return MakeError(ErrorId::kPoolNotUsable,
-                     absl::StrCat("nvme_path ", pool_, ": ", ErrnoText(errno)));
+    return MakeError(RefusalId(errno), absl::StrCat("nvme_path ", pool_, ": ", ErrnoText(errno)));
   [[maybe_unused]] const int owned_by_stream = own.release();
   std::vector<std::string> names;
   while (const dirent* entry = readdir(stream.get())) names.emplace_back(entry->d_name);
@@ -92,8 +106,7 @@ absl::StatusOr<UniqueFd> PoolDirectory::Lock(double timeout_seconds,
                                              const std::function<bool()>& cancelled) const {
   UniqueFd own(openat(fd_.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (!own.valid())
-    return MakeError(ErrorId::kPoolNotUsable,
-                     absl::StrCat("nvme_path ", pool_, ": ", ErrnoText(errno)));
+    return MakeError(RefusalId(errno), absl::StrCat("nvme_path ", pool_, ": ", ErrnoText(errno)));
   OFFLOAD_RETURN_IF_ERROR(LockWithin(own.get(), timeout_seconds, pool_, cancelled));
   return own;
 }
@@ -104,7 +117,7 @@ absl::StatusOr<UniqueFd> PoolDirectory::OpenStoreFile(const std::string& name, i
   if (!file.valid()) {
     const std::string what = absl::StrCat(PathOf(name), ": ", ErrnoText(errno));
     if (errno == ENOENT) return absl::NotFoundError(absl::StrCat("no store ", what));
-    return MakeError(errno == EINVAL ? ErrorId::kPoolNoDirectIo : ErrorId::kPoolNotUsable, what);
+    return MakeError(RefusalId(errno), what);
   }
   struct stat info;
   if (fstat(file.get(), &info) != 0)

@@ -20,6 +20,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "base/error.h"
 #include "base/unique_fd.h"
 
 namespace offload::swap {
@@ -55,6 +56,9 @@ class PoolDirectory {
   std::string pool_;
   UniqueFd fd_;
 };
+
+// Why a file of a pool could not be opened, by errno: OFD-1202, OFD-1203, OFD-1204 or OFD-1218.
+ErrorId RefusalId(int error_number);
 
 // "JOB.offload", and its inverse: "" when the name is not that of a published store.
 std::string StoreFileName(std::string_view job);

@@ -104,7 +104,7 @@ absl::Status Scratch::Impl::Reserve(uint64_t bytes) {
   OFFLOAD_RETURN_IF_ERROR(Allocate(bytes));
   UniqueFd duplicate(fcntl(file.get(), F_DUPFD_CLOEXEC, 0));
   if (!duplicate.valid())
-    return MakeError(ErrorId::kInternal, absl::StrCat("dup: ", ErrnoText(errno)));
+    return MakeError(RefusalId(errno), absl::StrCat("dup: ", ErrnoText(errno)));
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> grown,
                            aio::OpenDevice(duplicate.release(), io));
   Close();
@@ -201,7 +201,7 @@ absl::StatusOr<std::unique_ptr<Scratch>> Scratch::Create(const std::string& pool
   UniqueFd file(
       openat(directory.fd(), ".", O_TMPFILE | O_RDWR | O_DIRECT | O_CLOEXEC | O_EXCL, 0600));
   if (!file.valid()) {
-    return MakeError(ErrorId::kPoolNotUsable,
+    return MakeError(RefusalId(errno),
                      absl::StrCat(directory.PathOf(""), ": an unnamed file: ", ErrnoText(errno)));
   }
   OFFLOAD_ASSIGN_OR_RETURN(Wakeup wakeup, Wakeup::Make());

@@ -65,7 +65,7 @@ absl::StatusOr<BuildingFile> OpenBuildingFile(const PoolDirectory& directory,
   constexpr int kAccess = O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_DIRECT;
   UniqueFd fd(openat(directory.fd(), name.c_str(), kAccess, 0600));
   if (!fd.valid()) {
-    return MakeError(errno == ENOSPC ? ErrorId::kPoolFull : ErrorId::kPoolNotUsable,
+    return MakeError(RefusalId(errno),
                      absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));
   }
   BuildingFile file(directory, name, std::move(fd));

@@ -13,7 +13,9 @@ namespace offload::swap {
 namespace {
 
 absl::Status SystemError(const char* call) {
-  return absl::InternalError(std::string(call) + ": " + ErrnoText(errno));
+  const std::string what = std::string(call) + ": " + ErrnoText(errno);
+  if (errno == EMFILE || errno == ENFILE) return MakeError(ErrorId::kOpenFiles, what);
+  return absl::InternalError(what);
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <csignal>
 #include <cstdio>
 #include <fstream>
 #include <string>
@@ -26,6 +27,7 @@
 #include "base/unique_fd.h"
 #include "nlohmann/json.hpp"
 #include "spdlog/spdlog.h"
+#include "swap/fsck.h"
 #include "swap/store_fixture.h"
 
 namespace offload::swap {
@@ -105,6 +107,13 @@ absl::Status Write(const Options& options, nlohmann::ordered_json* result) {
   return absl::OkStatus();
 }
 
+// After an opening nothing is left to repair.
+absl::Status CheckCopies(const Options& options) {
+  OFFLOAD_ASSIGN_OR_RETURN(const FsckReport report, CheckStore(options.pool, "job", {}));
+  if (report.is_clean()) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat("fsck: ", report.findings[0].what));
+}
+
 absl::Status Check(const Options& options, nlohmann::ordered_json* result) {
   const Oracle::Words words = Oracle::Read(options.oracle);
   const Clock& clock = Clock::Real();
@@ -115,7 +124,7 @@ absl::Status Check(const Options& options, nlohmann::ordered_json* result) {
   (*result)["found"] = 0;
   if (absl::IsNotFound(opened.status()) && words.acked == 0) return absl::OkStatus();
   OFFLOAD_RETURN_IF_ERROR(opened.status());
-  const std::unique_ptr<Store> store = *std::move(opened);
+  std::unique_ptr<Store> store = *std::move(opened);
   const uint64_t found = store->committed().sequence;
   (*result)["found"] = found;
   (*result)["engine"] = std::string(store->device().engine());
@@ -123,7 +132,9 @@ absl::Status Check(const Options& options, nlohmann::ordered_json* result) {
     return absl::InternalError(absl::StrCat("found commit ", found, ", acknowledged ", words.acked,
                                             ", begun ", words.pending));
   }
-  return CheckScript(*store, found);
+  OFFLOAD_RETURN_IF_ERROR(CheckScript(*store, found));
+  store.reset();
+  return CheckCopies(options);
 }
 
 int Main(int argc, char** argv) {
@@ -140,6 +151,7 @@ int Main(int argc, char** argv) {
   write->add_option("--epochs", options.epochs);
   write->add_flag("--pause", options.pause);
   CLI11_PARSE(app, argc, argv);
+  std::signal(SIGXFSZ, SIG_IGN);          // as the daemon: a write beyond a limit is an error
   spdlog::set_level(spdlog::level::off);  // standard output is for the result
 
   nlohmann::ordered_json result;
