@@ -15,6 +15,7 @@
 #include "base/random.h"
 #include "base/string_view.h"
 #include "swap/format.h"
+#include "swap/fsck.h"
 #include "swap/layout.h"
 #include "swap/store.h"
 #include "swap/traced_device.h"
@@ -118,6 +119,7 @@ class Simulation {
   void AddFault();
   void Rot();
   void AfterTheScript();
+  void CheckCopies();
 
   // Judging.
   void JudgeExtent(size_t extent, const Stamp& stamp, std::span<const std::byte> bytes,
@@ -552,6 +554,15 @@ void Simulation::Step() {
   }
 }
 
+// Whatever has happened, an opened store has nothing left to repair.
+void Simulation::CheckCopies() {
+  if (DamageDone()) return;
+  store_.reset();
+  const absl::StatusOr<FsckReport> report = CheckDevice(drive_.get(), "the device", {});
+  if (!report.ok()) return Violate(absl::StrCat("fsck: ", report.status().ToString()));
+  if (!report->is_clean()) Violate(absl::StrCat("fsck: ", report->findings[0].what));
+}
+
 // What is left is a store like any other: it commits, and has committed when it is opened again.
 void Simulation::AfterTheScript() {
   if (options_.fault && store_->failed()) {
@@ -561,7 +572,8 @@ void Simulation::AfterTheScript() {
   for (int round = 0; round < 2 && !ended_; ++round) {
     Close(aio::FaultyDevice::Survivors::kAll);
     Reopen();
-    if (ended_ || round == 1) return;
+    if (ended_) return;
+    if (round == 1) return CheckCopies();
     StartWrite();
     Commit(/*may_crash=*/false);
     if (next_) Violate("the store that was opened last does not commit");

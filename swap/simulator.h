@@ -34,6 +34,7 @@
 //     that failed halfway.
 //   * Every call completes, and every error has the code of the table in aio/faulty_device.h or is
 //     OFD-1207 or OFD-1210.
+//   * At the end fsck finds nothing to say, unless the drive has done damage.
 //   * Opening writes nothing but a superblock whose twin names the commit, and may be interrupted
 //     anywhere and done again.
 //

@@ -134,6 +134,8 @@ absl::Status Check(const Options& options, nlohmann::ordered_json* result) {
   }
   OFFLOAD_RETURN_IF_ERROR(CheckScript(*store, found));
   store.reset();
+  // Somebody has seen it: from now on it must be there as if it had been acknowledged.
+  if (found != words.acked) OFFLOAD_RETURN_IF_ERROR(Oracle(options.oracle).Note("acked", found));
   return CheckCopies(options);
 }
 
