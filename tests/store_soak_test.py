@@ -16,12 +16,22 @@ from store_lab import Job, Scratch, Skip, Throttle, check, kill, main
 BYTES_PER_SECOND = 16 << 20
 WARM_UP_EPOCHS = 50  # the allocator has then seen everything that there is
 GROWTH_MAX = 0.01
+SAMPLES = 100
 LATE_PAGES_BYTES = 64 << 10  # of an allocator and libraries of few MiB: less than that is no leak
 
 
 def resident_bytes(pid):
-    with open(f"/proc/{pid}/smaps_rollup", encoding="utf-8") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
+    """The least of some seconds: what an epoch under way has mapped comes and goes."""
+
+    def now():
+        with open(f"/proc/{pid}/smaps_rollup", encoding="utf-8") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Rss:"))
+
+    samples = []
+    for _ in range(SAMPLES):
+        samples.append(now())
+        time.sleep(0.02)
+    return min(samples)
 
 
 def descriptors(pid):
@@ -51,7 +61,7 @@ class Soak:
 
     def kill_one(self):
         writer = self.victim.start("--epochs", "1000000")
-        time.sleep(self.dice.uniform(0, 0.5))
+        time.sleep(self.dice.uniform(0, self.dice.choice((0.3, 2.0))))
         check(writer.poll() is None, "the writer has ended by itself")
         kill(writer)
         self.victim.check("--lock-timeout", "60")
