@@ -5,6 +5,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/error.h"
@@ -30,6 +32,13 @@ std::string AbsolutePath(const std::string& path) {
   std::error_code error;
   const std::filesystem::path absolute = std::filesystem::absolute(path, error);
   return path.empty() || error ? path : absolute.string();
+}
+
+// Of several pools, each.
+std::string AbsolutePools(const std::string& pool) {
+  std::vector<std::string> pools = absl::StrSplit(pool, ',');
+  for (std::string& each : pools) each = AbsolutePath(each);
+  return absl::StrJoin(pools, ",");
 }
 
 v1::Tensor ToMessage(const proto::Tensor& tensor) {
@@ -125,7 +134,7 @@ ControlClient::ControlClient(const std::string& path, const proto::Token& token,
 absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
   v1::OpenJobRequest request;
   request.set_job(options.job);
-  request.set_pool(AbsolutePath(options.pool));
+  request.set_pool(AbsolutePools(options.pool));
   request.set_ram_bytes(options.ram_bytes);
   request.set_io_engine(options.io_engine);
   request.set_update_threads(options.update_threads);

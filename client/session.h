@@ -38,7 +38,8 @@ struct ConnectOptions {
 };
 
 struct JobOptions {
-  std::string job, pool;
+  std::string job;
+  std::string pool;  // a directory, or several over which the store is striped: "/nvme0,/nvme1"
   uint64_t ram_bytes = 0;
   std::string io_engine = "auto";
   uint32_t update_threads = 0;

@@ -94,7 +94,8 @@ void DefineOffloading(CLI::App& app, Flags& flags, Words& words) {
   app.add_option("--offload", words.offload, "on: weights and optimizer state on NVMe")
       ->check(CLI::IsMember({"on", "off"}));
   app.add_option("--ram", flags.ram, "memory budget of the offloaded state: 512MiB, 8GiB");
-  app.add_option("--nvme-path", flags.nvme_path, "folder on the drive; needed with --offload on");
+  app.add_option("--nvme-path", flags.nvme_path,
+                 "folder on the drive, or several with commas between; needed with --offload on");
   app.add_option("--job", flags.job, "names the run; the same name resumes it");
   app.add_option("--io", flags.io, "auto, uring, libaio or threads")
       ->check(CLI::IsMember({"auto", "uring", "libaio", "threads"}));

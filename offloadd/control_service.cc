@@ -124,8 +124,9 @@ grpc::Status ControlService::OpenJob(grpc::ServerContext* context, const v1::Ope
 absl::Status ControlService::ClaimJob(const std::shared_ptr<Session>& session,
                                       const v1::OpenJobRequest& request) {
   OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(pools_, request.pool()));
-  std::error_code error;
-  const std::string path = std::filesystem::canonical(pool, error).string();  // "" is refused later
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(pool));
+  std::error_code error;  // "" is refused later
+  const std::string path = std::filesystem::canonical(pools.front(), error).string();
   const std::string job = absl::StrCat(path, "/", request.job());
   const double deadline = Clock::Real().NowSeconds() + kLimits.holder_patience_seconds;
   while (const std::optional<pid_t> holder = sessions_->Claim(session, job)) {

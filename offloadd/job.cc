@@ -1,9 +1,11 @@
 #include "offloadd/job.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <thread>
 
 #include "absl/strings/numbers.h"
@@ -36,17 +38,43 @@ absl::StatusOr<aio::Engine> ParseEngine(const std::string& text) {
                    absl::StrCat("Use ", ToAbsl(aio::kEngineNames)));
 }
 
+constexpr double kNeverSeconds = std::numeric_limits<double>::infinity();
+
 // Beside the trainer's own threads.
 uint32_t DefaultUpdateThreads() {
   return std::clamp<uint32_t>(std::thread::hardware_concurrency() / 2, 1, 4);
 }
 
-// A number of seconds from the environment.
-double SecondsFrom(const char* variable, double otherwise) {
-  double seconds = 0;
+// A number, not below zero, from the environment: seconds, or bytes per second.
+double NumberFrom(const char* variable, double otherwise) {
+  double number = 0;
   const char* const text = std::getenv(variable);
-  const bool is_good = text != nullptr && absl::SimpleAtod(text, &seconds) && seconds >= 0;
-  return is_good ? seconds : otherwise;
+  const bool is_good = text != nullptr && absl::SimpleAtod(text, &number) && number >= 0;
+  return is_good ? number : otherwise;
+}
+
+void FillErrors(const swap::ErrorCounts& counts, proto::v1::StoreErrors* errors) {
+  errors->set_checksum_mismatches(counts.checksum_mismatches);
+  errors->set_read_errors(counts.read_errors);
+  errors->set_write_errors(counts.write_errors);
+  errors->set_flush_errors(counts.flush_errors);
+  errors->set_lost_extents(counts.lost_extents);
+  errors->set_repaired_copies(counts.repaired_copies);
+}
+
+void FillScrub(const swap::Scrubber& scrubber, proto::v1::ScrubStatus* scrub) {
+  scrub->set_passes(scrubber.counts().passes);
+  scrub->set_extents(scrubber.counts().extents);
+  scrub->set_bytes(scrubber.counts().bytes);
+  scrub->set_bad_extents(scrubber.counts().bad_extents);
+  for (const std::string& name : scrubber.bad_names()) scrub->add_bad_names(name);
+}
+
+bool IsAllowed(const PoolPolicy& policy, const std::string& pool) {
+  return std::any_of(policy.allowed.begin(), policy.allowed.end(), [&](const std::string& allowed) {
+    std::error_code error;
+    return pool == allowed || std::filesystem::equivalent(pool, allowed, error);
+  });
 }
 
 }  // namespace
@@ -56,20 +84,20 @@ absl::StatusOr<std::string> ChoosePool(const PoolPolicy& policy, const std::stri
   if (pool.empty())
     return MakeError(ErrorId::kBadValue, "no pool is given, and the daemon has no default one");
   if (policy.allowed.empty()) return pool;
-  for (const std::string& allowed : policy.allowed) {
-    std::error_code error;
-    if (pool == allowed || std::filesystem::equivalent(pool, allowed, error)) return pool;
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> wanted, swap::SplitPools(pool));
+  for (const std::string& each : wanted) {
+    if (IsAllowed(policy, each)) continue;
+    return MakeError(ErrorId::kRefused,
+                     absl::StrCat("pool \"", each, "\" is not one of this daemon's: ",
+                                  absl::StrJoin(policy.allowed, ", ")));
   }
-  return MakeError(ErrorId::kRefused,
-                   absl::StrCat("pool \"", pool, "\" is not one of this daemon's: ",
-                                absl::StrJoin(policy.allowed, ", ")));
+  return pool;
 }
 
 Job::Job(EventLoop* loop) : loop_(loop) {
   context_.loop = loop;
   context_.clock = &Clock::Real();
-  context_.room_timeout_seconds =
-      SecondsFrom("OFFLOADD_ROOM_TIMEOUT", kLimits.room_timeout_seconds);
+  context_.room_timeout_seconds = NumberFrom("OFFLOADD_ROOM_TIMEOUT", kLimits.room_timeout_seconds);
   context_.complete = [this](uint64_t tag, absl::Status status, uint64_t value) {
     Complete(tag, std::move(status), value);
   };
@@ -132,7 +160,7 @@ absl::StatusOr<std::unique_ptr<Job>> Job::Open(EventLoop* loop,
 swap::StoreOptions Job::MakeStoreOptions() const {
   swap::StoreOptions options;
   options.io = io_;
-  options.lock_timeout_seconds = SecondsFrom("OFFLOADD_LOCK_TIMEOUT", options.lock_timeout_seconds);
+  options.lock_timeout_seconds = NumberFrom("OFFLOADD_LOCK_TIMEOUT", options.lock_timeout_seconds);
   options.cancelled = cancelled_;
   return options;
 }
@@ -159,7 +187,8 @@ absl::Status Job::OpenStore() {
 
 absl::Status Job::SetScratch() {
   if (scratch_ != nullptr) return absl::OkStatus();
-  OFFLOAD_ASSIGN_OR_RETURN(scratch_, swap::Scratch::Create(pool_, io_));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(pool_));
+  OFFLOAD_ASSIGN_OR_RETURN(scratch_, swap::Scratch::Create(pools.front(), io_));
   context_.scratch = scratch_.get();
   loop_->Watch(scratch_->event_fd(), [] {});
   return absl::OkStatus();
@@ -252,6 +281,7 @@ absl::Status Job::Seal(const std::vector<proto::v1::SealRequest>& messages,
   if (!exists_) OFFLOAD_RETURN_IF_ERROR(CreateStore(progress));
   context_.published = exists_;
   MakeParts();
+  if (context_.published) MakeScrubber();
   sealed_ = true;
   UpdateLimits();
   UpdateHeader();
@@ -351,6 +381,18 @@ void Job::MakeParts() {
   transfers_ = std::make_unique<Transfers>(&context_, cache_.get(), state_.get(), executor_.get());
 }
 
+// OFFLOADD_SCRUB: bytes per second that are read back in the background, from the beginning; 0:
+// none.
+void Job::MakeScrubber() {
+  swap::ScrubberOptions options;
+  if (std::getenv("OFFLOADD_SCRUB") == nullptr) options.delay_seconds = kLimits.scrub_delay_seconds;
+  options.bytes_per_second = NumberFrom("OFFLOADD_SCRUB", kLimits.scrub_bytes_per_second);
+  options.compute = [this](std::function<void()> work, std::function<void()> done) {
+    context_.Compute(std::move(work), std::move(done));
+  };
+  scrubber_ = std::make_unique<swap::Scrubber>(store_.get(), std::move(options));
+}
+
 // ---- Publishing --------------------------------------------------------------------------------
 
 void Job::Publish(const std::string& trainer_state, Done done) {
@@ -385,6 +427,7 @@ void Job::FinishPublish(Done done, const std::string& trainer_state, absl::Statu
     return done(status);
   }
   context_.published = true;
+  MakeScrubber();
   done(absl::OkStatus());
 }
 
@@ -477,7 +520,8 @@ void Job::Drain() {
     if (context_.published && context_.writes_in_flight == 0 && store_->has_uncommitted_writes())
       return executor_->CommitPuts();
   }
-  if (context_.outstanding > 0) return;
+  if (scrubber_ != nullptr) scrubber_->Stop();
+  if (context_.outstanding > 0 || (scrubber_ != nullptr && !scrubber_->idle())) return;
   drained_ = true;
   if (cache_ != nullptr) cache_->FailWaiters(Closed());
   for (Done& waiter : std::exchange(close_waiters_, {})) waiter(context_.failure);
@@ -586,8 +630,9 @@ size_t Job::PollDevices() {
 int Job::Turn() {
   if (rings_.has_value()) rings_->Awake();
   ReadRing(kLimits.ring_entries_per_turn);
-  if (drained_) return SleepLimit(/*waiting=*/false, /*completions=*/0);
+  if (drained_) return SleepLimit(/*waiting=*/false, /*completions=*/0, kNeverSeconds);
   bool waiting = false;
+  double scrub_seconds = kNeverSeconds;
   size_t completions = PollDevices();
   if (sealed_) {
     if (rings_.has_value()) cache_->SetPosition(rings_->schedule_position());
@@ -595,19 +640,21 @@ int Job::Turn() {
     waiting |= transfers_->Turn();
     waiting |= cache_->Turn();
     waiting |= executor_->Turn();
+    if (scrubber_ != nullptr) scrub_seconds = scrubber_->Turn(context_.clock->NowSeconds());
     completions += PollDevices();  // hands what was started to the kernel
   }
   if (closing_) Drain();
   UpdateHeader();
-  return SleepLimit(waiting || (closing_ && !drained_), completions);
+  return SleepLimit(waiting || (closing_ && !drained_), completions, scrub_seconds);
 }
 
 // Shows the rank what was done; how long the loop may sleep then.
-int Job::SleepLimit(bool waiting, size_t completions) {
+int Job::SleepLimit(bool waiting, size_t completions, double scrub_seconds) {
   if (rings_.has_value()) rings_->Publish();
   if (completions > 0) return 0;
   if (rings_.has_value() && !rings_->PrepareToSleep()) return 0;
-  return waiting ? kLimits.room_poll_ms : -1;
+  if (waiting) return kLimits.room_poll_ms;
+  return std::isinf(scrub_seconds) ? -1 : static_cast<int>(std::min(scrub_seconds, 60.0) * 1e3) + 1;
 }
 
 void Job::UpdateHeader() {
@@ -652,6 +699,8 @@ void Job::FillStatus(proto::v1::JobStatus* status) const {
   status->set_seconds_per_step(seconds_per_step_);
   if (store_ != nullptr) *status->add_devices() = DescribeDevice("store", store_->device());
   if (scratch_ != nullptr) *status->add_devices() = DescribeDevice("scratch", scratch_->device());
+  if (store_ != nullptr) FillErrors(store_->error_counts(), status->mutable_store_errors());
+  if (scrubber_ != nullptr) FillScrub(*scrubber_, status->mutable_scrub());
 }
 
 }  // namespace offload::daemon

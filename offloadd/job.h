@@ -42,6 +42,7 @@
 #include "proto/daemon_rings.h"
 #include "proto/offload.pb.h"
 #include "proto/shared_memory.h"
+#include "swap/scrubber.h"
 
 namespace offload::daemon {
 
@@ -50,7 +51,7 @@ struct PoolPolicy {
   std::string default_pool;          // for requests without one; may be empty
   std::vector<std::string> allowed;  // empty: any
 };
-// The pool of a request; OFD-1002 without one, OFD-1504 when it is not allowed.
+// The pool of a request, or its pools; OFD-1002 without one, OFD-1504 when one is not allowed.
 absl::StatusOr<std::string> ChoosePool(const PoolPolicy& policy, const std::string& requested);
 
 class Job {
@@ -113,6 +114,7 @@ class Job {
   absl::Status CreateStore(const Progress& progress);
   absl::Status ReserveMemory();
   void MakeParts();
+  void MakeScrubber();
   void UpdateLimits();
 
   void ReadRing(uint32_t entries_max);
@@ -125,7 +127,7 @@ class Job {
   void OnCommitted(uint64_t step);
   void FinishPublish(Done done, const std::string& trainer_state, absl::Status status);
   void Drain();
-  int SleepLimit(bool waiting, size_t completions);
+  int SleepLimit(bool waiting, size_t completions, double scrub_seconds);
   void UpdateHeader();
   proto::SlabHeader* header() const { return reinterpret_cast<proto::SlabHeader*>(slab_.data()); }
 
@@ -151,6 +153,7 @@ class Job {
   std::unique_ptr<ResidentState> state_;
   std::unique_ptr<UpdateExecutor> executor_;
   std::unique_ptr<Transfers> transfers_;
+  std::unique_ptr<swap::Scrubber> scrubber_;  // when the job has a committed store
 
   uint64_t step_ = 0;  // the last recorded one
   struct WaitingStep {

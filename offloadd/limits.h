@@ -32,6 +32,8 @@ struct Limits {
   double room_timeout_seconds = 30;       // after which an acquire that nothing can serve fails
   double holder_patience_seconds = 1;     // for a job that another session of this daemon has open
   double handshake_timeout_seconds = 30;  // for Hello, and for Mapped after the memory was sent
+  double scrub_bytes_per_second = 16e6;   // read back in the background, of each job
+  double scrub_delay_seconds = 60;        // before that begins
   double drain_timeout_seconds = 60;      // after SIGTERM; then the daemon ends as by a crash
 };
 

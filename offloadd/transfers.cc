@@ -217,9 +217,27 @@ void Transfers::ReadTies(const TransferPointer& transfer) {
 void Transfers::FinishRead(const TransferPointer& transfer, const absl::Status& status) {
   transfer->status.Update(status);
   if (--transfer->reads > 0) return;
-  if (!transfer->status.ok()) context_->fail(transfer->status);
   if (context_->failed()) return Finish(transfer, context_->failure);
+  if (!transfer->status.ok()) return FailOne(transfer);
   Compute(transfer);
+}
+
+// A get that meets a lost extent costs nobody else anything; a put leaves its tensor half replaced.
+void Transfers::FailOne(const TransferPointer& transfer) {
+  if (IsPut(transfer->entry)) context_->fail(transfer->status);
+  Finish(transfer, transfer->status);
+}
+
+void Transfers::ReadAgain(const TransferPointer& transfer) {
+  const auto wrong = std::exchange(transfer->wrong, {});
+  transfer->reads = 1;
+  for (const auto& [request, stamp] : wrong) {
+    ++transfer->reads;
+    context_->store->ReadAgain(
+        request, stamp,
+        context_->Counted([this, transfer](absl::Status status) { FinishRead(transfer, status); }));
+  }
+  FinishRead(transfer, absl::OkStatus());
 }
 
 // ---- On a worker
@@ -229,12 +247,13 @@ void Transfers::Compute(const TransferPointer& transfer) {
   context_->Compute(
       [this, transfer] {
         Verify(*transfer);
-        if (!transfer->status.ok()) return;
+        if (!transfer->wrong.empty()) return;
         IsPut(transfer->entry) ? ComputePut(*transfer) : ComputeGet(*transfer);
       },
       [this, transfer] {
-        if (!transfer->status.ok()) context_->fail(transfer->status);
         if (context_->failed()) return Finish(transfer, context_->failure);
+        if (!transfer->wrong.empty()) return ReadAgain(transfer);
+        if (!transfer->status.ok()) return FailOne(transfer);
         if (!IsPut(transfer->entry)) return Finish(transfer, absl::OkStatus());
         Write(transfer);
       });
@@ -246,13 +265,13 @@ void Transfers::Verify(Transfer& transfer) const {
     if (!memory.stamp.has_value()) continue;
     const swap::ExtentId id{transfer.store_tensor, kUpdatedPlanes[plane], transfer.index};
     if (!context_->store->Verify(id, *memory.stamp, {memory.bytes, memory.size_bytes})) {
-      transfer.status.Update(ChecksumError(*context_->store, id));
+      transfer.wrong.push_back({{id, memory.bytes}, *memory.stamp});
     }
   }
   if (!transfer.ties.stamp.has_value()) return;
   const swap::ExtentId id{transfer.store_tensor, swap::Plane::kTies, transfer.index};
   if (!context_->store->Verify(id, *transfer.ties.stamp, transfer.ties.plane->span())) {
-    transfer.status.Update(ChecksumError(*context_->store, id));
+    transfer.wrong.push_back({{id, transfer.ties.plane->data()}, *transfer.ties.stamp});
   }
 }
 

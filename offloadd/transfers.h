@@ -57,6 +57,7 @@ class Transfers {
     std::array<PlaneMemory, 4> planes;  // that are needed, wherever they are
     TieBits ties;
     uint32_t reads = 0;
+    std::vector<std::pair<swap::ReadRequest, swap::Stamp>> wrong;  // not the bytes of their stamps
     absl::Status status;
     // Results of a put.
     uint32_t weight_crc = 0, residual_crc = 0;
@@ -78,6 +79,8 @@ class Transfers {
   void FinishRead(const TransferPointer& transfer, const absl::Status& status);
   void Compute(const TransferPointer& transfer);
   void Verify(Transfer& transfer) const;
+  void ReadAgain(const TransferPointer& transfer);
+  void FailOne(const TransferPointer& transfer);
   void ComputeGet(Transfer& transfer) const;
   void MergeMaster(Transfer& transfer, std::byte* to) const;
   void ComputePut(Transfer& transfer) const;

@@ -268,9 +268,12 @@ void WeightCache::IssueExtent(uint32_t store_tensor, uint32_t index) {
         [this, id, bytes, size_bytes, stamp, good] {
           *good = context_->store->Verify(id, *stamp, {bytes, size_bytes});
         },
-        [this, store_tensor, id, good] {
-          FinishExtent(store_tensor,
-                       *good ? absl::OkStatus() : ChecksumError(*context_->store, id));
+        [this, store_tensor, id, bytes, stamp, good] {
+          if (*good) return FinishExtent(store_tensor, absl::OkStatus());
+          context_->store->ReadAgain({id, bytes}, *stamp,
+                                     context_->Counted([this, store_tensor](absl::Status status) {
+                                       FinishExtent(store_tensor, status);
+                                     }));
         });
   };
   context_->store->Read({&request, 1}, {stamp.get(), 1}, context_->Counted(std::move(done)));

@@ -6,11 +6,13 @@
 #include <gtest/gtest.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/file.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -42,6 +44,15 @@ int RunWriter(const std::string& pool) {
     if (write(kPipeFd, &acknowledged, sizeof(acknowledged)) != sizeof(acknowledged)) return 4;
   }
   return 0;
+}
+
+int RunOpener(const std::string& pool) {
+  StoreOptions options = QuickOptions();
+  options.lock_timeout_seconds = 0;
+  const auto store = Store::Open(pool, "job", options);
+  if (!store.ok() && ErrorIdOf(store.status()) != ErrorId::kStoreLocked) return 1;
+  if (write(kPipeFd, store.ok() ? "y" : "n", 1) != 1) return 1;
+  for (;;) pause();
 }
 
 class Writer {
@@ -93,6 +104,40 @@ class Writer {
   pid_t pid_ = -1;
   UniqueFd from_child_;
   uint64_t acknowledged_ = 0;
+};
+
+// A process that tries to open the store at once, says whether it has, and holds it until it is
+// killed.
+class Opener {
+ public:
+  explicit Opener(const std::string& pool) {
+    int ends[2];
+    EXPECT_EQ(pipe2(ends, O_CLOEXEC), 0);
+    from_child_.reset(ends[0]);
+    const UniqueFd to_parent(ends[1]);
+    posix_spawn_file_actions_t actions;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawn_file_actions_adddup2(&actions, to_parent.get(), kPipeFd);
+    std::string self = "/proc/self/exe", flag = "--opener", where = pool;
+    char* arguments[] = {self.data(), flag.data(), where.data(), nullptr};
+    char* const environment[] = {nullptr};
+    EXPECT_EQ(posix_spawn(&pid_, self.c_str(), &actions, nullptr, arguments, environment), 0);
+    posix_spawn_file_actions_destroy(&actions);
+  }
+  ~Opener() {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  // True when it owns the store; waits for its answer.
+  bool Outcome() {
+    char answer = 0;
+    EXPECT_EQ(read(from_child_.get(), &answer, 1), 1);
+    return answer == 'y';
+  }
+
+ private:
+  pid_t pid_ = -1;
+  UniqueFd from_child_;
 };
 
 // A whole epoch is there: the last acknowledged one or the one in flight.
@@ -147,6 +192,84 @@ TEST(CrashTest, AKillAtEachPointOfAFormatLeavesNoStoreOrAWholeOne) {
   }
 }
 
+// Over two pools, at each point and each time it is reached.
+TEST(CrashTest, AKillDuringAFormatOverTwoPoolsLeavesNoStoreOrAWholeOne) {
+  for (const char* point :
+       {"store.member_page:1", "store.members_made:1", "store.format_allocated:1",
+        "store.format_zeroed:1", "store.formatted:1", "store.before_publish:1",
+        "store.after_member_rename:1", "store.after_member_rename:2", "store.after_rename:1"}) {
+    TemporaryPool first, second, third;
+    const std::string pools = absl::StrCat(first.path(), ",", second.path(), ",", third.path());
+    Writer writer(pools, point);
+    EXPECT_TRUE(WasKilled(writer.Join())) << point;
+    const auto store = Store::Open(pools, "job", QuickOptions());
+    const bool named = std::strcmp(point, "store.after_rename:1") == 0;
+    EXPECT_EQ(store.ok(), named) << point << ": " << store.status();
+    if (store.ok()) {
+      EXPECT_EQ(CheckScript(**store, 1), absl::OkStatus());
+      continue;
+    }
+    EXPECT_TRUE(absl::IsNotFound(store.status()) && !ErrorIdOf(store.status()).has_value())
+        << point << ": " << store.status();
+    EXPECT_TRUE(Store::Create(pools, SmallSpec(), QuickOptions()).ok()) << point;
+    EXPECT_TRUE(first.Files().empty() && second.Files().empty() && third.Files().empty()) << point;
+  }
+}
+
+TEST(CrashTest, WhatAKilledFormatLeftInAPoolThatIsGoneIsRemovedWhenItIsBack) {
+  TemporaryPool first, second;
+  const std::string pools = absl::StrCat(first.path(), ",", second.path());
+  {
+    Writer writer(pools, "store.after_member_rename:1");
+    EXPECT_TRUE(WasKilled(writer.Join()));
+  }
+  const std::string away = second.path() + ".away";
+  std::filesystem::rename(second.path(), away);
+  // Create waits, if it must, until the kernel has let go of the killed one's lock.
+  EXPECT_TRUE(Store::Create(first.path(), SmallSpec(), QuickOptions()).ok());
+  ASSERT_EQ(first.Files().size(), 1u) << "what leads to the rest is kept";
+  EXPECT_EQ(std::filesystem::file_size(first.path() + "/" + first.Files()[0]), 8192u);
+  std::filesystem::rename(away, second.path());
+  EXPECT_TRUE(absl::IsNotFound(Store::Open(pools, "job", QuickOptions()).status()));
+  EXPECT_TRUE(first.Files().empty() && second.Files().empty());
+}
+
+TEST(CrashTest, AKillAtARandomMomentOverTwoPoolsLeavesAWholeEpoch) {
+  const uint64_t seed = static_cast<uint64_t>(getpid()) + 1;
+  SCOPED_TRACE(absl::StrCat("seed ", seed));
+  Random random(seed);
+  TemporaryPool first, second;
+  const std::string pools = absl::StrCat(first.path(), ",", second.path());
+  for (int kills = 0; kills < 8; ++kills) {
+    Writer writer(pools, "");
+    for (uint64_t epochs = 1 + random.Below(4); epochs > 0; --epochs)
+      ASSERT_TRUE(writer.WaitForAcknowledgement());
+    usleep(static_cast<useconds_t>(random.Below(4000)));
+    writer.Kill();
+    ExpectWholeEpoch(pools, writer.acknowledged());
+    if (testing::Test::HasFailure()) FAIL() << "kill " << kills;
+  }
+}
+
+// reliability.md, P11: whoever starts at the same moment, exactly one owns the store.
+TEST(CrashTest, OfAHundredDoubleStartsExactlyOneOwnsTheStore) {
+  TemporaryPool pool;
+  {
+    auto store = Store::Create(pool.path(), SmallSpec(), QuickOptions());
+    ASSERT_TRUE(store.ok() && CommitScript(**store).ok() && (*store)->Publish().ok());
+  }
+  const std::string path = pool.path() + "/job.offload";
+  for (int start = 0; start < 100; ++start) {
+    {  // the kernel lets go of a killed one's lock only when its ring is gone
+      const UniqueFd file(open(path.c_str(), O_RDWR | O_CLOEXEC));
+      ASSERT_EQ(flock(file.get(), LOCK_EX), 0);
+    }
+    Opener first(pool.path()), second(pool.path());
+    const bool first_owns = first.Outcome(), second_owns = second.Outcome();
+    ASSERT_NE(first_owns, second_owns) << "start " << start;
+  }
+}
+
 TEST(CrashTest, AKillAtARandomMomentLeavesAWholeEpoch) {
   const uint64_t seed = static_cast<uint64_t>(getpid());
   SCOPED_TRACE(absl::StrCat("seed ", seed));
@@ -185,6 +308,7 @@ TEST(CrashTest, OfTwoThatOpenAtOnceOneWins) {
 
 int main(int argc, char** argv) {
   if (argc == 3 && std::strcmp(argv[1], "--writer") == 0) return offload::swap::RunWriter(argv[2]);
+  if (argc == 3 && std::strcmp(argv[1], "--opener") == 0) return offload::swap::RunOpener(argv[2]);
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

@@ -280,7 +280,8 @@ bool FsckReport::has_open_repairs() const {
 
 absl::StatusOr<FsckReport> CheckStore(const std::string& pool, const std::string& job,
                                       const FsckOptions& options) {
-  OFFLOAD_ASSIGN_OR_RETURN(OpenedFiles files, OpenStoreFiles(pool, job, options.store));
+  OFFLOAD_ASSIGN_OR_RETURN(OpenedFiles files,
+                           OpenStoreFiles(pool, job, options.store, /*counts_as_opening=*/false));
   FsckReport report{.job = job, .path = files.path, .file_bytes = files.size_bytes};
   OFFLOAD_RETURN_IF_ERROR(Fsck(files.device.get(), options, &report).Run());
   if (report.job != job) {

@@ -25,38 +25,10 @@ class FsckTest : public testing::Test {
  protected:
   FsckTest() : layout_(*Layout::Make(SmallSpec())), device_(layout_.file_bytes()) {
     const absl::StatusOr<std::unique_ptr<Store>> store =
-        Store::CreateOn(std::make_unique<Borrowed>(&device_), SmallSpec(), {1, 2, 3});
+        Store::CreateOn(std::make_unique<BorrowedDevice>(&device_), SmallSpec(), {1, 2, 3});
     EXPECT_TRUE(store.ok()) << store.status();
     for (int i = 0; i < 3; ++i) EXPECT_EQ(CommitScript(**store), absl::OkStatus());
   }
-
-  // Hands all operations on, so that the bytes outlive a store.
-  class Borrowed final : public aio::Device {
-   public:
-    explicit Borrowed(aio::Device* behind) : behind_(behind) {}
-    ~Borrowed() override { Drain(); }
-    size_t Poll(bool wait) override {
-      const size_t refused = CompleteRefused();
-      return refused + behind_->Poll(wait && refused == 0);
-    }
-    int event_fd() const override { return -1; }
-    const aio::Geometry& geometry() const override { return behind_->geometry(); }
-    std::string_view engine() const override { return behind_->engine(); }
-
-   protected:
-    void Start(std::unique_ptr<Op> op) override {
-      Op* const raw = op.release();
-      auto done = [this, raw](absl::Status status) {
-        Complete(std::unique_ptr<Op>(raw), std::move(status));
-      };
-      if (raw->kind == Kind::kFlush) return behind_->Flush(done);
-      raw->kind == Kind::kRead ? behind_->Read(raw->offset_bytes, raw->pieces, done)
-                               : behind_->Write(raw->offset_bytes, raw->pieces, done);
-    }
-
-   private:
-    aio::Device* const behind_;
-  };
 
   FsckReport Check(bool repair = false) { return CheckOn(&device_, repair); }
   static FsckReport CheckOn(aio::Device* device, bool repair = false) {
@@ -73,7 +45,7 @@ class FsckTest : public testing::Test {
   // Where the last commit has an extent.
   uint64_t OffsetOf(const ExtentId& id) {
     const absl::StatusOr<std::unique_ptr<Store>> store =
-        Store::OpenOn(std::make_unique<Borrowed>(&device_));
+        Store::OpenOn(std::make_unique<BorrowedDevice>(&device_));
     EXPECT_TRUE(store.ok()) << store.status();
     const MappedRegion bytes = Buffer((*store)->ExtentBytes(id));
     Stamp stamp;
@@ -162,7 +134,7 @@ TEST_F(FsckTest, AReadThatFailsOnceOrReturnsAWrongBitOnceIsNoFinding) {
        {aio::FaultKind::kReadError, aio::FaultKind::kBitFlip, aio::FaultKind::kMisdirectedRead}) {
     uint64_t met = 1;
     for (uint64_t nth = 1; met > 0; ++nth) {
-      aio::FaultyDevice faulty(std::make_unique<Borrowed>(&device_), {.seed = nth});
+      aio::FaultyDevice faulty(std::make_unique<BorrowedDevice>(&device_), {.seed = nth});
       faulty.AddFault({kind, nth});
       const FsckReport report = CheckOn(&faulty);
       // A copy that was read once with a wrong bit looks damaged; nothing is ever lost.

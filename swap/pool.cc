@@ -11,14 +11,17 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "base/error.h"
 #include "base/mapped_region.h"
 #include "base/posix_io.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
+#include "swap/member_files.h"
 #include "swap/pool_directory.h"
 #include "swap/recovery.h"
 #include "swap/store.h"
@@ -100,16 +103,24 @@ absl::Status ProbeDirectIo(int file, const std::string& where) {
 
 // Reads a store file that may be in use. Direct reads, so that no cached page is older than the
 // drive.
-absl::StatusOr<RecoveredStore> Inspect(int file, const std::string& path, RecoveryDepth depth,
-                                       uint64_t* file_bytes) {
+absl::StatusOr<RecoveredStore> Inspect(int file, RecoveryDepth depth, StoreSummary* summary) {
   struct stat info;
   if (fstat(file, &info) != 0)
-    return MakeError(ErrorId::kIo, absl::StrCat(path, ": ", ErrnoText(errno)));
-  *file_bytes = static_cast<uint64_t>(info.st_size);
-  const ReadPages read = [file](uint64_t offset_bytes, std::span<std::byte> bytes) {
-    return PreadFully(file, offset_bytes, bytes);
+    return MakeError(ErrorId::kIo, absl::StrCat(summary->path, ": ", ErrnoText(errno)));
+  summary->file_bytes = static_cast<uint64_t>(info.st_size);
+  OFFLOAD_ASSIGN_OR_RETURN(const std::optional<MemberPage> page,
+                           ReadMemberPage(file, summary->path));
+  if (page) {
+    summary->file_bytes = page->store_bytes;
+    summary->pools = PathsOf(*page);
+    OFFLOAD_RETURN_IF_ERROR(FindMembers(summary->job, *page));
+  }
+  // All that is read here lies on member 0, behind its page.
+  const uint64_t skipped_bytes = page ? kMemberHeadBytes : 0;
+  const ReadPages read = [file, skipped_bytes](uint64_t offset_bytes, std::span<std::byte> bytes) {
+    return PreadFully(file, skipped_bytes + offset_bytes, bytes);
   };
-  return Recover(path, *file_bytes, read, depth);
+  return Recover(summary->path, summary->file_bytes, read, depth);
 }
 
 StoreSummary Summarize(const PoolDirectory& directory, const std::string& name) {
@@ -122,8 +133,7 @@ StoreSummary Summarize(const PoolDirectory& directory, const std::string& name) 
   summary.in_use = flock(file->get(), LOCK_SH | LOCK_NB) != 0;
   // The owner changes tables at any time; superblocks always show a whole commit.
   const RecoveryDepth depth = summary.in_use ? RecoveryDepth::kSummary : RecoveryDepth::kWhole;
-  const absl::StatusOr<RecoveredStore> found =
-      Inspect(file->get(), summary.path, depth, &summary.file_bytes);
+  const absl::StatusOr<RecoveredStore> found = Inspect(file->get(), depth, &summary);
   if (!found.ok()) {
     summary.damage = found.status();
     return summary;
@@ -138,9 +148,7 @@ StoreSummary Summarize(const PoolDirectory& directory, const std::string& name) 
   return summary;
 }
 
-}  // namespace
-
-absl::Status CheckPool(const std::string& pool) {
+absl::Status CheckOnePool(const std::string& pool) {
   OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(pool));
   const FileSystem system = FileSystemOf(directory.fd());
   const std::string where = absl::StrCat(
@@ -160,13 +168,37 @@ absl::Status CheckPool(const std::string& pool) {
   return ProbeDirectIo(probe.get(), where);
 }
 
+}  // namespace
+
+absl::StatusOr<std::vector<std::string>> SplitPools(std::string_view pool) {
+  std::vector<std::string> pools = absl::StrSplit(ToAbsl(pool), ',');
+  for (size_t i = 0; i < pools.size(); ++i) {
+    const bool repeated =
+        std::find(pools.begin(), pools.begin() + i, pools[i]) != pools.begin() + i;
+    if (pools.size() > 1 && (pools[i].empty() || repeated)) {
+      return MakeError(ErrorId::kBadValue,
+                       absl::StrCat("pools \"", ToAbsl(pool), "\": each is named once"));
+    }
+  }
+  return pools;
+}
+
+absl::Status CheckPool(const std::string& pool) {
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(pool));
+  for (const std::string& each : pools) OFFLOAD_RETURN_IF_ERROR(CheckOnePool(each));
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::vector<StoreSummary>> ListStores(const std::string& pool) {
-  OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(pool));
-  OFFLOAD_ASSIGN_OR_RETURN(std::vector<std::string> names, directory.List());
-  std::sort(names.begin(), names.end());
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(pool));
   std::vector<StoreSummary> stores;
-  for (const std::string& name : names) {
-    if (!JobOfFileName(name).empty()) stores.push_back(Summarize(directory, name));
+  for (const std::string& each : pools) {
+    OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(each));
+    OFFLOAD_ASSIGN_OR_RETURN(std::vector<std::string> names, directory.List());
+    std::sort(names.begin(), names.end());
+    for (const std::string& name : names) {
+      if (!JobOfFileName(name).empty()) stores.push_back(Summarize(directory, name));
+    }
   }
   return stores;
 }
@@ -174,13 +206,18 @@ absl::StatusOr<std::vector<StoreSummary>> ListStores(const std::string& pool) {
 absl::Status RemoveStore(const std::string& pool, const std::string& job) {
   if (!IsValidJobName(job))
     return MakeError(ErrorId::kBadValue, absl::StrCat("job name '", job, "'"));
-  OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(pool));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(pool));
+  OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(pools.front()));
   const std::string name = StoreFileName(job);
   OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd file, directory.OpenStoreFile(name, O_RDWR));
   if (!TryLock(file.get())) {
     return MakeError(ErrorId::kStoreLocked,
                      absl::StrCat(directory.PathOf(name), " is held by ", LockHolder(file.get())));
   }
+  // Members first: as long as the main file stands, what is left can be found and removed again.
+  OFFLOAD_ASSIGN_OR_RETURN(const std::optional<MemberPage> page,
+                           ReadMemberPage(file.get(), directory.PathOf(name)));
+  if (page) OFFLOAD_RETURN_IF_ERROR(RemoveMembers(job, *page));
   if (unlinkat(directory.fd(), name.c_str(), 0) != 0) {
     return MakeError(ErrorId::kPoolNotUsable,
                      absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));

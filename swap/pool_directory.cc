@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <fstream>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -23,6 +24,7 @@
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "spdlog/spdlog.h"
+#include "swap/member_files.h"
 #include "swap/store.h"
 
 namespace offload::swap {
@@ -31,6 +33,15 @@ namespace {
 constexpr std::string_view kSuffix = ".offload";
 constexpr std::string_view kBuilding = ".building-";
 constexpr size_t kTokenDigits = 16;
+
+// False when some could not be reached; the file then keeps no more space than its page takes.
+bool RemoveMembersOf(std::string_view job, const std::string& name, int file) {
+  const absl::StatusOr<std::optional<MemberPage>> page = ReadMemberPage(file, name);
+  if (!page.ok() || !page->has_value() || RemoveLeftoverMembers(job, name, **page)) return true;
+  if (ftruncate(file, static_cast<off_t>(kMemberHeadBytes)) != 0)
+    spdlog::warn("{}: ftruncate: {}", name, ErrnoText(errno));
+  return false;
+}
 
 }  // namespace
 
@@ -140,10 +151,12 @@ absl::StatusOr<std::string> PoolDirectory::RemoveLeftovers(std::string_view job)
   for (const std::string& name : names) {
     if (!IsBuildingFileName(job, name)) continue;
     const UniqueFd file(
-        openat(fd_.get(), name.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+        openat(fd_.get(), name.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
     if (!file.valid()) continue;  // gone meanwhile, or not ours
     if (!TryLock(file.get())) {
       alive = absl::StrCat(PathOf(name), " (", LockHolder(file.get()), ")");
+    } else if (!RemoveMembersOf(job, name, file.get())) {
+      continue;  // it is what leads to them, once their pool is back
     } else if (unlinkat(fd_.get(), name.c_str(), 0) == 0) {
       spdlog::info("removed {}, left by a format that did not finish", PathOf(name));
     }

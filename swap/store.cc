@@ -65,6 +65,7 @@ Store::Impl::Impl(PoolDirectory pool, StoreSpec store_spec, Layout store_layout,
 
 Store::Impl::~Impl() {
   while (!Idle()) Poll(/*wait=*/true);
+  building_members.reset();  // before the main file, from which a start would find them
   if (!building_name.empty()) unlinkat(directory.fd(), building_name.c_str(), 0);
   wakeup.Forget(device->event_fd());
 }
@@ -189,6 +190,12 @@ void Store::Impl::FinishTransfer(Batch* batch, size_t begin, size_t end, bool is
         SetEntry(batch->pieces[i].entry, batch->pieces[i].written);
     }
   }
+  // A drive's bad moment, or a bad sector of one of several extents.
+  if (!is_write && absl::IsDataLoss(status)) return Reread(batch, begin, end);
+  FinishPart(batch, std::move(status));
+}
+
+void Store::Impl::FinishPart(Batch* batch, absl::Status status) {
   if (batch->status.ok()) batch->status = std::move(status);
   if (--batch->transfers_left > 0) return;
   const std::unique_ptr<Batch> finished(batch);
@@ -279,6 +286,18 @@ const CommitInfo& Store::committed() const { return impl_->committed; }
 bool Store::has_uncommitted_writes() const { return impl_->has_uncommitted_writes; }
 bool Store::failed() const { return impl_->failed; }
 const std::vector<std::string>& Store::repairs() const { return impl_->repairs; }
+void Store::ReadAgain(const ReadRequest& request, const Stamp& stamp, Done done) {
+  impl_->ReadAgain(request, stamp, std::move(done));
+}
+ErrorCounts Store::error_counts() const {
+  const aio::Counters& counters = impl_->device->counters();
+  return {.checksum_mismatches = impl_->checksum_mismatches,
+          .read_errors = counters.read_errors.load(std::memory_order_relaxed),
+          .write_errors = counters.write_errors.load(std::memory_order_relaxed),
+          .flush_errors = counters.flush_errors.load(std::memory_order_relaxed),
+          .lost_extents = impl_->lost_extents,
+          .repaired_copies = impl_->repairs.size()};
+}
 
 size_t Store::Poll(bool wait) { return impl_->Poll(wait); }
 int Store::event_fd() const { return impl_->wakeup.fd(); }

@@ -125,6 +125,14 @@ struct CommitInfo {
   std::string blob;  // the trainer's own state, ≤ 1 MiB
 };
 
+// What went wrong since the store was opened, one count per kind.
+struct ErrorCounts {
+  uint64_t checksum_mismatches = 0;  // reads that returned other bytes than were written
+  uint64_t read_errors = 0, write_errors = 0, flush_errors = 0;  // of the drive
+  uint64_t lost_extents = 0;     // reads that stayed wrong, however often they were tried
+  uint64_t repaired_copies = 0;  // taken from their twin when the store was opened
+};
+
 struct StoreOptions {
   aio::OpenOptions io;
   double lock_timeout_seconds = 30;  // how long to wait for a killed owner's writes to land
@@ -133,6 +141,8 @@ struct StoreOptions {
   // Asked again and again while Create and Open wait or format; true: nobody wants the store any
   // more, give up and leave nothing behind (OFD-1802). May be null.
   std::function<bool()> cancelled;
+  // Of a store that is made over several pools, for tests and simulators; empty: measured.
+  std::vector<uint32_t> stripe_weights;
   // Wraps the device, for tests (fault decorator); may be null.
   std::function<std::unique_ptr<aio::Device>(std::unique_ptr<aio::Device>)> decorate;
 };
@@ -141,6 +151,9 @@ class Store {
  public:
   using Done = std::function<void(absl::Status)>;
 
+  // `pool` may name several, separated by commas: the store is striped over them by their measured
+  // bandwidth (SplitPools).
+  //
   // Formats a store under a temporary name in `pool`: preallocates and writes every byte, so that
   // it can never run out of space. It becomes a store of that job only with Publish(). Removes
   // leftovers of killed formats of the same job. Blocking. Errors: OFD-1201…1204, 1205 (the job
@@ -151,7 +164,7 @@ class Store {
 
   // Opens the store of `job`, waits for the lock, recovers the last committed epoch. Writes nothing
   // but the other superblock of that commit, where a crash kept it from being written. Blocking.
-  // Errors: NOT_FOUND without an id when there is none; OFD-1201…1203, 1205, 1206, 1207.
+  // Errors: NOT_FOUND without an id when there is none; OFD-1201…1203, 1205, 1206, 1207, 1212.
   static absl::StatusOr<std::unique_ptr<Store>> Open(const std::string& pool,
                                                      const std::string& job,
                                                      const StoreOptions& options);
@@ -178,9 +191,11 @@ class Store {
   uint32_t ExtentCount(uint32_t tensor) const;
 
   // Reads extents, each as it was last written (in the open epoch, else as committed). Neighbours
-  // on disk become one transfer. `stamps` (as many as requests) is filled before this returns: the
-  // bytes are good only if … (Verify below). Never-written extents are filled with
-  // zeros. `done` runs once, when all have completed, with the first error.
+  // on disk become one transfer. One that fails is tried again, extent by extent, at most three
+  // times in all; then OFD-1209 names the extent and the bad sector, and others go on. `stamps` (as
+  // many as requests) is filled before this returns: the bytes are good only if … (Verify below).
+  // Never-written extents are filled with zeros. `done` runs once, when all have completed, with
+  // the first error.
   void Read(std::span<const ReadRequest> requests, std::span<Stamp> stamps, Done done);
 
   // Writes extents into the open epoch. The caller keeps bytes unchanged until `done`. An extent
@@ -191,6 +206,11 @@ class Store {
   Checksum StartChecksum(const ExtentId& id, uint64_t sequence) const;
   // True when `bytes` (whole extent) are those of `stamp`. Thread safe.
   bool Verify(const ExtentId& id, const Stamp& stamp, std::span<const std::byte> bytes) const;
+
+  // For an extent whose bytes came with `stamp` and do not match it: reads it again, at most three
+  // times in all, until they do. OFD-1208, with the extent's name, when they never do;
+  // FAILED_PRECONDITION when it has been written meanwhile.
+  void ReadAgain(const ReadRequest& request, const Stamp& stamp, Done done);
 
   // The sequence that the next Commit will have; writes bind it. Thread safe between commits.
   uint64_t open_sequence() const;
@@ -207,6 +227,7 @@ class Store {
   // What Open found damaged and took from its twin, a line each. On disk it has written only the
   // superblock's twin.
   const std::vector<std::string>& repairs() const;
+  ErrorCounts error_counts() const;
 
   // Runs completions; as Device::Poll.
   size_t Poll(bool wait);
@@ -225,8 +246,13 @@ class Store {
 // Letters, digits, '.', '_', '-', '#'; 1 to 128 bytes; not starting with '.'.
 bool IsValidJobName(std::string_view job);
 
+// A pool is a directory; several, separated by commas, hold a store together ("/nvme0,/nvme1"). The
+// first has the store's file, the others have a member of it each. OFD-1002 for an empty or
+// repeated one.
+absl::StatusOr<std::vector<std::string>> SplitPools(std::string_view pool);
+
 // Refuses a pool that cannot hold stores: OFD-1201, 1202, 1203. Probes with a real O_DIRECT write
-// and read of a temporary file.
+// and read of a temporary file. Of several, each.
 absl::Status CheckPool(const std::string& pool);
 
 // Bytes that Create would take; 0 for a spec that it would refuse.
@@ -235,13 +261,16 @@ uint64_t FormattedBytes(const StoreSpec& spec);
 // What a tool can say of a store without its lock.
 struct StoreSummary {
   std::string job, path;
-  uint64_t file_bytes = 0;
-  CommitInfo committed;  // blob left empty
-  bool in_use = false;   // another process has the lock
-  absl::Status damage;   // not OK: what is wrong with it
+  std::vector<std::string> pools;  // of a store over several, as they were when it was made
+  uint64_t file_bytes = 0;         // of all members
+  CommitInfo committed;            // blob left empty
+  bool in_use = false;             // another process has the lock
+  absl::Status damage;             // not OK: what is wrong with it
 };
+// Those whose file is in one of the pools.
 absl::StatusOr<std::vector<StoreSummary>> ListStores(const std::string& pool);
-// Removes a job's store. OFD-1205 while it is in use.
+// Removes a job's store, from all its pools. OFD-1205 while it is in use, OFD-1212 when one of the
+// pools is not there.
 absl::Status RemoveStore(const std::string& pool, const std::string& job);
 
 }  // namespace offload::swap

@@ -5,7 +5,6 @@
 #include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,6 +21,9 @@
 #include "base/fault_point.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
+#include "swap/building_file.h"
+#include "swap/building_members.h"
+#include "swap/member_files.h"
 #include "swap/store_impl.h"
 
 namespace offload::swap {
@@ -29,25 +31,6 @@ namespace {
 
 constexpr uint64_t kZeroBytes = uint64_t{1} << 20;
 constexpr size_t kZeroQueueDepth = 16;
-
-// A file under a temporary name, locked by us. The name goes with the object unless it is kept.
-class BuildingFile {
- public:
-  BuildingFile(const PoolDirectory& directory, std::string name, UniqueFd fd)
-      : directory_(directory), name_(std::move(name)), fd_(std::move(fd)) {}
-  BuildingFile(BuildingFile&&) = default;
-  ~BuildingFile() {
-    if (!name_.empty()) unlinkat(directory_.fd(), name_.c_str(), 0);
-  }
-  int fd() const { return fd_.get(); }
-  UniqueFd TakeFd() { return std::move(fd_); }
-  std::string KeepName() { return std::exchange(name_, {}); }
-
- private:
-  const PoolDirectory& directory_;
-  std::string name_;
-  UniqueFd fd_;
-};
 
 absl::Status Random(std::span<uint8_t> bytes) {
   if (getrandom(bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()))
@@ -61,19 +44,7 @@ absl::StatusOr<BuildingFile> OpenBuildingFile(const PoolDirectory& directory,
                                               const std::string& job) {
   std::array<uint8_t, sizeof(uint64_t)> token;
   OFFLOAD_RETURN_IF_ERROR(Random(token));
-  const std::string name = BuildingFileName(job, std::bit_cast<uint64_t>(token));
-  constexpr int kAccess = O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC | O_DIRECT;
-  UniqueFd fd(openat(directory.fd(), name.c_str(), kAccess, 0600));
-  if (!fd.valid()) {
-    return MakeError(RefusalId(errno),
-                     absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));
-  }
-  BuildingFile file(directory, name, std::move(fd));
-  if (fchmod(file.fd(), 0600) != 0 || !TryLock(file.fd())) {  // the umask may have taken bits away
-    return MakeError(ErrorId::kPoolNotUsable,
-                     absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));
-  }
-  return file;
+  return BuildingFile::Make(directory, BuildingFileName(job, std::bit_cast<uint64_t>(token)));
 }
 
 // Refuses a job that has a store or is being built. A format that was killed a moment ago may still
@@ -101,29 +72,6 @@ absl::StatusOr<BuildingFile> MakeBuildingFile(const PoolDirectory& directory,
     }
     OFFLOAD_RETURN_IF_ERROR(CheckWanted(options.cancelled));
   }
-}
-
-absl::Status Allocate(const PoolDirectory& directory, const BuildingFile& file,
-                      uint64_t file_bytes) {
-  struct statvfs info {};
-  fstatvfs(directory.fd(), &info);
-  const uint64_t free_bytes = uint64_t{info.f_bavail} * info.f_frsize;
-  const auto refuse = [&](const std::string& why) {
-    return MakeError(ErrorId::kPoolFull,
-                     absl::StrCat(directory.PathOf(""), ": the store needs ", file_bytes,
-                                  " bytes, free are ", free_bytes, why));
-  };
-  if (file_bytes > free_bytes) return refuse("");
-  int result;
-  do {
-    result = fallocate(file.fd(), 0, 0, static_cast<off_t>(file_bytes));
-  } while (result != 0 && errno == EINTR);
-  if (result == 0) return absl::OkStatus();
-  if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG)
-    return refuse(absl::StrCat(": ", ErrnoText(errno)));
-  return MakeError(ErrorId::kPoolNotUsable,
-                   absl::StrCat(directory.PathOf(""), ": fallocate: ", ErrnoText(errno)),
-                   "Choose a file system that can reserve space, such as ext4 or xfs");
 }
 
 // Writes zeros over everything, so that no block is left whose first use would have to allocate or
@@ -196,6 +144,17 @@ absl::Status WriteSpecAndHeader(aio::Device& device, const StoreSpec& spec, cons
   return absl::OkStatus();
 }
 
+// Reserves the space of the one file, or of those in several pools, which are returned then.
+absl::StatusOr<std::unique_ptr<BuildingMembers>> ReserveFiles(const BuildingMembers::Plan& plan,
+                                                              const PoolDirectory& directory,
+                                                              const BuildingFile& file,
+                                                              const StoreOptions& options) {
+  if (plan.pools.size() > 1) return BuildingMembers::Make(plan, directory, file, options);
+  OFFLOAD_RETURN_IF_ERROR(CheckNoStrayMembers(plan.pools, plan.job));
+  OFFLOAD_RETURN_IF_ERROR(Allocate(directory, file.fd(), plan.store_bytes));
+  return nullptr;
+}
+
 absl::Status SyncFile(int fd, const std::string& path) {
   if (fsync(fd) == 0) return absl::OkStatus();
   return MakeError(ErrorId::kIo, absl::StrCat("fsync of ", path, ": ", ErrnoText(errno)));
@@ -207,24 +166,31 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
                                                      const StoreOptions& options) {
   OFFLOAD_ASSIGN_OR_RETURN(Layout layout, Layout::Make(spec));
   OFFLOAD_RETURN_IF_ERROR(CheckPool(pool));
-  OFFLOAD_ASSIGN_OR_RETURN(PoolDirectory directory, PoolDirectory::Open(pool));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(pool));
+  OFFLOAD_ASSIGN_OR_RETURN(PoolDirectory directory, PoolDirectory::Open(pools.front()));
+  StoreUuid uuid;
+  OFFLOAD_RETURN_IF_ERROR(Random(uuid));
   OFFLOAD_ASSIGN_OR_RETURN(BuildingFile file, MakeBuildingFile(directory, spec.job, options));
-  OFFLOAD_RETURN_IF_ERROR(Allocate(directory, file, layout.file_bytes()));
+  OFFLOAD_ASSIGN_OR_RETURN(
+      std::unique_ptr<BuildingMembers> members,
+      ReserveFiles({pools, spec.job, uuid, layout.PlaceOffset(0), layout.file_bytes()}, directory,
+                   file, options));
   FaultPoint("store.format_allocated");
 
   const int fd = file.fd();
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> device,
-                           aio::OpenDevice(file.TakeFd().release(), options.io));
+                           members != nullptr
+                               ? members->Compose(file.TakeFd(), options)
+                               : aio::OpenDevice(file.TakeFd().release(), options.io));
   if (options.decorate) device = options.decorate(std::move(device));
   OFFLOAD_RETURN_IF_ERROR(ZeroFill(device.get(), layout.file_bytes(), options).Run());
   FaultPoint("store.format_zeroed");
-  StoreUuid uuid;
-  OFFLOAD_RETURN_IF_ERROR(Random(uuid));
   OFFLOAD_RETURN_IF_ERROR(WriteSpecAndHeader(*device, spec, layout, uuid));
   OFFLOAD_RETURN_IF_ERROR(
       RunToEnd(*device, [&](aio::Device::Done done) { device->Flush(std::move(done)); }));
   // The flush above is one of data; this one is of all that fallocate changed, and of the new name.
   OFFLOAD_RETURN_IF_ERROR(SyncFile(fd, directory.PathOf(spec.job)));
+  if (members != nullptr) OFFLOAD_RETURN_IF_ERROR(members->Sync());
   OFFLOAD_RETURN_IF_ERROR(directory.Sync());
   FaultPoint("store.formatted");
 
@@ -233,6 +199,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
       std::unique_ptr<Impl> impl,
       Impl::OfFormat(std::move(directory), path, spec, std::move(layout), uuid, std::move(device)));
   impl->building_name = file.KeepName();
+  impl->building_members = std::move(members);
   OFFLOAD_RETURN_IF_ERROR(impl->AllocateBuffers());
   return std::unique_ptr<Store>(new Store(std::move(impl)));
 }
@@ -277,6 +244,7 @@ absl::Status Store::Publish() {
     return absl::FailedPreconditionError(absl::StrCat(store.path, " has no commit to publish"));
   if (store.failed) return store.FailedError();
   FaultPoint("store.before_publish");
+  if (store.building_members != nullptr) OFFLOAD_RETURN_IF_ERROR(store.building_members->Publish());
   const std::string name = StoreFileName(store.spec.job);
   if (renameat2(store.directory.fd(), store.building_name.c_str(), store.directory.fd(),
                 name.c_str(), RENAME_NOREPLACE) != 0) {
@@ -286,6 +254,7 @@ absl::Status Store::Publish() {
     return MakeError(ErrorId::kIo, absl::StrCat("rename to ", store.path, ": ", ErrnoText(errno)));
   }
   store.building_name.clear();
+  if (store.building_members != nullptr) store.building_members->Keep();
   FaultPoint("store.after_rename");
   return store.directory.Sync();
 }

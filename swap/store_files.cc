@@ -5,11 +5,14 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "swap/member_files.h"
+#include "swap/striped_device.h"
 
 namespace offload::swap {
 namespace {
@@ -36,31 +39,77 @@ absl::Status SyncFileAndDirectory(const PoolDirectory& directory, const std::str
   return directory.Sync();
 }
 
-absl::Status ClearLeftovers(const PoolDirectory& directory, const std::string& job,
-                            const StoreOptions& options) {
+// Returns what RemoveLeftovers does.
+absl::StatusOr<std::string> ClearLeftovers(const PoolDirectory& directory, const std::string& job,
+                                           const StoreOptions& options) {
   OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd lock,
                            directory.Lock(options.lock_timeout_seconds, options.cancelled));
-  return directory.RemoveLeftovers(job).status();
+  return directory.RemoveLeftovers(job);
+}
+
+absl::Status CheckMainSize(int fd, const std::string& path, const StripeMap& map,
+                           const MemberPage& page) {
+  struct stat info {};
+  const uint64_t expected_bytes = kMemberHeadBytes + map.MemberBytes(0, page.store_bytes);
+  if (fstat(fd, &info) == 0 && static_cast<uint64_t>(info.st_size) >= expected_bytes)
+    return absl::OkStatus();
+  return MakeError(ErrorId::kStoreDamaged,
+                   absl::StrCat(path, " has ", info.st_size, " of its ", expected_bytes, " bytes"));
+}
+
+absl::StatusOr<std::unique_ptr<aio::Device>> OpenStriped(
+    const std::vector<std::string>& pools, const std::string& job, const std::string& path,
+    UniqueFd main, MemberPage* page, const StoreOptions& options, bool counts_as_opening) {
+  OFFLOAD_ASSIGN_OR_RETURN(StripeMap map, StripeMap::Make(NumbersOf(*page)));
+  OFFLOAD_RETURN_IF_ERROR(CheckMainSize(main.get(), path, map, *page));
+  OFFLOAD_ASSIGN_OR_RETURN(std::vector<MemberFile> files, OpenMembers(pools, job, *page, options));
+  if (counts_as_opening) OFFLOAD_RETURN_IF_ERROR(RaiseAge(main.get(), path, page, &files));
+  std::vector<StripeMember> members;
+  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> first,
+                           aio::OpenDevice(main.release(), options.io));
+  members.push_back({std::move(first), pools.front(), kMemberHeadBytes});
+  for (MemberFile& file : files) {
+    OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> device,
+                             aio::OpenDevice(file.fd.release(), options.io));
+    members.push_back({std::move(device), pools[members.size()], kMemberHeadBytes});
+  }
+  return StripedDevice::Make(std::move(members), std::move(map), page->store_bytes);
 }
 
 }  // namespace
 
 absl::StatusOr<OpenedFiles> OpenStoreFiles(const std::string& pool, const std::string& job,
-                                           const StoreOptions& options) {
+                                           const StoreOptions& options, bool counts_as_opening) {
   if (!IsValidJobName(job))
     return MakeError(ErrorId::kBadValue, absl::StrCat("job name '", job, "'"));
   OFFLOAD_RETURN_IF_ERROR(CheckPool(pool));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(pool));
   OpenedFiles opened;
-  OFFLOAD_ASSIGN_OR_RETURN(opened.directory, PoolDirectory::Open(pool));
-  OFFLOAD_RETURN_IF_ERROR(ClearLeftovers(opened.directory, job, options));
+  OFFLOAD_ASSIGN_OR_RETURN(opened.directory, PoolDirectory::Open(pools.front()));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::string alive, ClearLeftovers(opened.directory, job, options));
   const std::string name = StoreFileName(job);
   opened.path = opened.directory.PathOf(name);
-  OFFLOAD_ASSIGN_OR_RETURN(UniqueFd file, opened.directory.OpenStoreFile(name, O_RDWR));
+  absl::StatusOr<UniqueFd> file = opened.directory.OpenStoreFile(name, O_RDWR);
+  // Pools in another order, or a first one that is not mounted, must not look like a new job.
+  // (While a format is alive, or a killed one's last writes land, members are where they should
+  // be.)
+  if (absl::IsNotFound(file.status()) && alive.empty())
+    OFFLOAD_RETURN_IF_ERROR(CheckNoStrayMembers(pools, job));
+  OFFLOAD_RETURN_IF_ERROR(file.status());
   OFFLOAD_RETURN_IF_ERROR(
-      LockWithin(file.get(), options.lock_timeout_seconds, opened.path, options.cancelled));
-  OFFLOAD_ASSIGN_OR_RETURN(opened.size_bytes, CheckStillNamed(opened.directory, name, file.get()));
-  OFFLOAD_RETURN_IF_ERROR(SyncFileAndDirectory(opened.directory, name, file.get()));
-  OFFLOAD_ASSIGN_OR_RETURN(opened.device, aio::OpenDevice(file.release(), options.io));
+      LockWithin(file->get(), options.lock_timeout_seconds, opened.path, options.cancelled));
+  OFFLOAD_ASSIGN_OR_RETURN(opened.size_bytes, CheckStillNamed(opened.directory, name, file->get()));
+  OFFLOAD_RETURN_IF_ERROR(SyncFileAndDirectory(opened.directory, name, file->get()));
+  OFFLOAD_ASSIGN_OR_RETURN(std::optional<MemberPage> page,
+                           ReadMemberPage(file->get(), opened.path));
+  OFFLOAD_RETURN_IF_ERROR(CheckPoolsOf(pools, job, page));
+  if (page) {
+    opened.size_bytes = page->store_bytes;
+    OFFLOAD_ASSIGN_OR_RETURN(opened.device, OpenStriped(pools, job, opened.path, *std::move(file),
+                                                        &*page, options, counts_as_opening));
+  } else {
+    OFFLOAD_ASSIGN_OR_RETURN(opened.device, aio::OpenDevice(file->release(), options.io));
+  }
   if (options.decorate) opened.device = options.decorate(std::move(opened.device));
   return opened;
 }

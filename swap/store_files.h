@@ -31,6 +31,6 @@ struct OpenedFiles {
 // Judges, locks and makes durable the file of `job`; removes what killed formats of it left.
 // Blocking. Errors as Store::Open, up to recovery.
 absl::StatusOr<OpenedFiles> OpenStoreFiles(const std::string& pool, const std::string& job,
-                                           const StoreOptions& options);
+                                           const StoreOptions& options, bool counts_as_opening);
 
 }  // namespace offload::swap

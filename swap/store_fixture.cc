@@ -5,6 +5,7 @@
 #include <cstring>
 #include <filesystem>
 #include <optional>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
@@ -90,6 +91,21 @@ absl::Status RunNow(Store& store, const std::function<void(Store::Done)>& start)
 }
 
 }  // namespace
+
+size_t BorrowedDevice::Poll(bool wait) {
+  const size_t refused = CompleteRefused();
+  return refused + behind_->Poll(wait && refused == 0);
+}
+
+void BorrowedDevice::Start(std::unique_ptr<Op> op) {
+  Op* const raw = op.release();
+  auto done = [this, raw](absl::Status status) {
+    Complete(std::unique_ptr<Op>(raw), std::move(status));
+  };
+  if (raw->kind == Kind::kFlush) return behind_->Flush(done);
+  raw->kind == Kind::kRead ? behind_->Read(raw->offset_bytes, raw->pieces, done)
+                           : behind_->Write(raw->offset_bytes, raw->pieces, done);
+}
 
 bool IsWrittenIn(const ExtentId& id, uint64_t sequence) { return Hash(id, sequence) % 3 != 0; }
 

@@ -8,10 +8,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "aio/device.h"
 #include "base/mapped_region.h"
 #include "swap/store.h"
 
@@ -38,6 +40,23 @@ StoreOptions QuickOptions();
 std::vector<ExtentId> AllExtents(const Store& store);
 
 MappedRegion Buffer(uint64_t size_bytes);
+
+// Hands all operations on, so that the bytes outlive a store over it.
+class BorrowedDevice final : public aio::Device {
+ public:
+  explicit BorrowedDevice(aio::Device* behind) : behind_(behind) {}
+  ~BorrowedDevice() override { Drain(); }
+  size_t Poll(bool wait) override;
+  int event_fd() const override { return -1; }
+  const aio::Geometry& geometry() const override { return behind_->geometry(); }
+  std::string_view engine() const override { return behind_->engine(); }
+
+ protected:
+  void Start(std::unique_ptr<Op> op) override;
+
+ private:
+  aio::Device* const behind_;
+};
 
 // Whether the script writes the extent in that commit (about two in three), and the bytes it then
 // has.

@@ -1,7 +1,7 @@
 // swap/store_impl.h
 //
-// The inside of Store. Three files share it: store_create.cc and store_open.cc make one (blocking),
-// store.cc moves extents, store_commit.cc commits.
+// The inside of Store. Its files share it: store_create.cc and store_open.cc make one (blocking),
+// store.cc moves extents, store_reread.cc reads again what went wrong, store_commit.cc commits.
 //
 // The extent table in memory is the array of table pages that goes to disk: an entry is changed
 // where it stands, when the write of its extent has completed, and a commit sends the changed pages
@@ -25,6 +25,7 @@
 #include "absl/status/statusor.h"
 #include "aio/device.h"
 #include "base/mapped_region.h"
+#include "swap/building_members.h"
 #include "swap/format.h"
 #include "swap/layout.h"
 #include "swap/pool_directory.h"
@@ -41,6 +42,7 @@ struct Store::Impl {
     iovec memory;
     uint64_t entry;
     TableEntry written;  // for writes: what the table says afterwards
+    ExtentId id{};       // for reads: what an error names
   };
   // The requests of one call of Read or Write, until the last of their transfers has completed.
   struct Batch {
@@ -83,7 +85,14 @@ struct Store::Impl {
                              std::vector<Piece>* pieces) const;
   void StartTransfers(std::unique_ptr<Batch> batch, bool is_write);
   void FinishTransfer(Batch* batch, size_t begin, size_t end, bool is_write, absl::Status status);
+  void FinishPart(Batch* batch, absl::Status status);
   void SetEntry(uint64_t entry, const TableEntry& value);
+
+  // store_reread.cc
+  // Reads the extents of a failed transfer again, each on its own.
+  void Reread(Batch* batch, size_t begin, size_t end);
+  void ReadAgain(const ReadRequest& request, const Stamp& stamp, Done done);
+
   // Runs `done` in the next Poll(), never at once.
   void Defer(Done done, absl::Status status);
   size_t Poll(bool wait);
@@ -124,6 +133,7 @@ struct Store::Impl {
   PoolDirectory directory;
   std::string path;
   std::string building_name;  // not empty until published: removed when the store is destroyed
+  std::unique_ptr<BuildingMembers> building_members;  // of a store over several pools, likewise
   StoreSpec spec;
   Layout layout;
   StoreUuid uuid{};
@@ -143,6 +153,7 @@ struct Store::Impl {
   std::vector<std::string> repairs;
   bool failed = false;
   absl::Status failure;
+  uint64_t checksum_mismatches = 0, lost_extents = 0;
 
   std::deque<std::pair<Done, absl::Status>> deferred;
   size_t callbacks_run = 0;

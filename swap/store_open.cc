@@ -43,7 +43,8 @@ ReadPages ReadsFrom(aio::Device* device) {
 
 absl::StatusOr<std::unique_ptr<Store>> Store::Open(const std::string& pool, const std::string& job,
                                                    const StoreOptions& options) {
-  OFFLOAD_ASSIGN_OR_RETURN(OpenedFiles files, OpenStoreFiles(pool, job, options));
+  OFFLOAD_ASSIGN_OR_RETURN(OpenedFiles files,
+                           OpenStoreFiles(pool, job, options, /*counts_as_opening=*/true));
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
                            Impl::OfRecovery(std::move(files.directory), files.path,
                                             files.size_bytes, std::move(files.device)));

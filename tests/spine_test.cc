@@ -1,9 +1,11 @@
 // The spine: the real daemon, started by client::Session, takes steps over every kind of plan and
 // is compared, plane by plane and bit by bit, with the kernels run in memory over fp32 masters.
 
+#include <fcntl.h>
 #include <signal.h>
 #include <spawn.h>
 #include <stdlib.h>
+#include <sys/ioctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -540,6 +542,47 @@ TEST_F(SpineTest, BFloat16AdamWOverThreads) {
   TrainAndResume({.dtype = Dtype::kBFloat16, .io_engine = "threads"});
 }
 
+TEST_F(SpineTest, BFloat16AdamWOverTwoPools) {
+  const std::string first = pool_ + "/a", second = pool_ + "/b";
+  std::filesystem::create_directories(first);
+  std::filesystem::create_directories(second);
+  pool_ = absl::StrCat(first, ",", second);
+  TrainAndResume({.dtype = Dtype::kBFloat16});
+  EXPECT_TRUE(std::filesystem::exists(second + "/job.offload.member-1"));
+  auto session = client::Session::Connect({.only_private = true});
+  ASSERT_TRUE(session.ok()) << session.status();
+  const absl::Status alone =
+      (*session)->OpenJob({.job = "job", .pool = first, .ram_bytes = kRamBytes}).status();
+  EXPECT_EQ(ErrorIdOf(alone), ErrorId::kPoolsDiffer) << alone;
+  EXPECT_NE(alone.message().find(second), absl::string_view::npos) << alone;
+  pool_ = std::filesystem::path(first).parent_path();
+}
+
+// A model that has grown: the first parameter that the job does not have is named, with the way
+// out.
+TEST_F(SpineTest, AModelThatHasGrownIsRefusedAndTheFirstDifferenceNamed) {
+  Job job(pool_, "job", {.dtype = Dtype::kFloat32});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  job.Close();
+  const std::vector<proto::Tensor> declared = job.catalogue().tensors;
+  for (const bool larger : {false, true}) {
+    auto session = client::Session::Connect({.only_private = true});
+    ASSERT_TRUE(session.ok()) << session.status();
+    ASSERT_TRUE((*session)->OpenJob({.job = "job", .pool = pool_, .ram_bytes = kRamBytes}).ok());
+    std::vector<proto::Tensor> tensors = declared;
+    if (larger) {
+      tensors[5].shape = {80001};
+    } else {
+      tensors.push_back({.name = "adapter", .shape = {8}, .trainable = true});
+    }
+    ASSERT_TRUE((*session)->DeclareTensors(tensors).ok());
+    const absl::Status status = job.SealOn(**session);
+    EXPECT_EQ(ErrorIdOf(status), ErrorId::kOtherModel) << status;
+    EXPECT_NE(status.message().find(larger ? "mlp" : "adapter"), absl::string_view::npos) << status;
+    EXPECT_NE(status.message().find("Choose another job name"), absl::string_view::npos) << status;
+  }
+}
+
 TEST_F(SpineTest, KilledDaemonResumesAtAWholeStep) {
   Job job(pool_, "job", {.dtype = Dtype::kBFloat16, .state_resident = 1});
   ASSERT_NO_FATAL_FAILURE(job.Open());
@@ -582,6 +625,63 @@ TEST_F(SpineTest, TerminatedDaemonCommitsWhatWasRecorded) {
   EXPECT_EQ(job.info().step, 2u);
   ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
   job.Close();
+}
+
+// A file system of its own, whose drive can be made to fail; needs root.
+class FailingDrive {
+ public:
+  explicit FailingDrive(std::string folder) : folder_(std::move(folder)) {
+    std::filesystem::create_directories(path());
+    const std::string make =
+        absl::StrCat("cd '", folder_, "' && truncate -s 192M image && mkfs.ext4 -q -F image && ",
+                     "mount -o loop image mount");
+    mounted_ = geteuid() == 0 && system(absl::StrCat("(", make, ") >/dev/null 2>&1").c_str()) == 0;
+  }
+  ~FailingDrive() {
+    if (mounted_ && system(absl::StrCat("umount '", path(), "'").c_str()) != 0)
+      ADD_FAILURE() << "umount " << path();
+  }
+  bool mounted() const { return mounted_; }
+  std::string path() const { return folder_ + "/mount"; }
+  // From now on every write, flush and read is EIO. False when the kernel cannot.
+  bool Fail() const {
+    constexpr unsigned long kShutdown = _IOR('X', 125, uint32_t);
+    uint32_t without_log = 2;
+    const int directory = open(path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const bool failed = ioctl(directory, kShutdown, &without_log) == 0;
+    close(directory);
+    return failed;
+  }
+
+ private:
+  const std::string folder_;
+  bool mounted_ = false;
+};
+
+TEST_F(SpineTest, ADriveThatFailsIsToldAtTheNextStepAndNothingIsAcknowledgedAnyMore) {
+  const FailingDrive drive(pool_);
+  if (!drive.mounted()) GTEST_SKIP() << "a loop file system cannot be mounted (needs root)";
+  Job job(drive.path(), "job", {.dtype = Dtype::kFloat32});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  job.Step();
+  ASSERT_TRUE(job.session().WaitDurable().ok());
+  if (!drive.Fail()) {
+    job.Leave();
+    GTEST_SKIP() << "the kernel cannot shut a file system down";
+  }
+  client::StepCommand command;
+  absl::Status status;
+  for (uint64_t step = 2; status.ok() && step < 5; ++step) {
+    command.step = step;
+    status = job.session().Step(command);
+    if (status.ok()) status = job.session().WaitDurable().status();
+  }
+  EXPECT_TRUE(absl::IsDataLoss(status)) << status;
+  EXPECT_TRUE(ErrorIdOf(status) == ErrorId::kStoreFailed || ErrorIdOf(status) == ErrorId::kIo)
+      << status;
+  EXPECT_EQ(ErrorIdOf(job.session().Step(command)), ErrorIdOf(status)) << "and stays so";
+  EXPECT_EQ(kill(job.session().daemon_pid(), 0), 0) << "the daemon lives";
+  job.Leave();
 }
 
 TEST_F(SpineTest, FlippedBitIsSeenAndStopsTheJob) {

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "base/byte_size.h"
 #include "base/error.h"
 #include "base/status_macros.h"
@@ -20,6 +21,7 @@ Json Describe(const swap::StoreSummary& store) {
   return {
       {"job", store.job},
       {"path", store.path},
+      {"pools", store.pools},
       {"file_bytes", store.file_bytes},
       {"step", store.committed.epoch},
       {"in_use", store.in_use},
@@ -28,7 +30,9 @@ Json Describe(const swap::StoreSummary& store) {
 
 std::string StateText(const swap::StoreSummary& store) {
   if (!store.damage.ok()) return absl::StrCat("damaged: ", store.damage.message());
-  return store.in_use ? "in use" : "idle";
+  const std::string where =
+      store.pools.empty() ? "" : absl::StrCat(", over ", absl::StrJoin(store.pools, ","));
+  return absl::StrCat(store.in_use ? "in use" : "idle", where);
 }
 
 class ListCommand : public Command {

@@ -46,10 +46,18 @@ absl::StatusOr<std::optional<Drive>> FindDrive(const Flags& flags) {
                      "Give --read-gbps and --write-gbps, or --pool DIR to measure them");
   }
   if (flags.pool.empty()) return std::optional<Drive>();
-  OFFLOAD_ASSIGN_OR_RETURN(const DriveRates rates,
-                           MeasureDrive(flags.pool, {.file_bytes = kQuickFileBytes,
-                                                     .seconds_per_pattern = kSecondsPerPattern}));
-  return Drive{rates.read, rates.write, rates.mixed, "measured"};
+  // Several pools work side by side: their rates add up, unless they share a drive.
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(flags.pool));
+  Drive drive{0, 0, 0, pools.size() > 1 ? "measured one by one, added" : "measured"};
+  for (const std::string& pool : pools) {
+    OFFLOAD_ASSIGN_OR_RETURN(const DriveRates rates,
+                             MeasureDrive(pool, {.file_bytes = kQuickFileBytes,
+                                                 .seconds_per_pattern = kSecondsPerPattern}));
+    drive.read += rates.read;
+    drive.write += rates.write;
+    drive.mixed += rates.mixed;
+  }
+  return drive;
 }
 
 class PlanCommand : public Command {
@@ -116,9 +124,11 @@ class PlanCommand : public Command {
     report.pool = flags_.pool;
     if (!flags_.pool.empty()) {
       OFFLOAD_RETURN_IF_ERROR(swap::CheckPool(flags_.pool));
-      struct statvfs space = {};
-      if (statvfs(flags_.pool.c_str(), &space) == 0) {
-        report.free_bytes = space.f_bavail * space.f_frsize;
+      OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(flags_.pool));
+      for (const std::string& pool : pools) {
+        struct statvfs space = {};
+        if (statvfs(pool.c_str(), &space) == 0)
+          report.free_bytes += space.f_bavail * space.f_frsize;
       }
     }
     OFFLOAD_ASSIGN_OR_RETURN(report.drive, FindDrive(flags_));

@@ -87,6 +87,28 @@ std::string Line(const proto::v1::DeviceStatus& device) {
       device.retries(), device.short_transfers(), FormatBytes(device.registered_bytes()));
 }
 
+// One count per kind.
+Json DescribeErrors(const proto::v1::JobStatus& job) {
+  const proto::v1::StoreErrors& errors = job.store_errors();
+  return {{"checksum_mismatches", errors.checksum_mismatches()},
+          {"read_errors", errors.read_errors()},
+          {"write_errors", errors.write_errors()},
+          {"flush_errors", errors.flush_errors()},
+          {"lost_extents", errors.lost_extents()},
+          {"repaired_copies", errors.repaired_copies()},
+          {"found_by_scrubber", job.scrub().bad_extents()}};
+}
+
+Json DescribeScrub(const proto::v1::ScrubStatus& scrub) {
+  Json names = Json::array();
+  for (const std::string& name : scrub.bad_names()) names.push_back(name);
+  return {{"passes", scrub.passes()},
+          {"extents", scrub.extents()},
+          {"bytes", scrub.bytes()},
+          {"bad_extents", scrub.bad_extents()},
+          {"bad_names", std::move(names)}};
+}
+
 Json Describe(const proto::v1::JobStatus& job, const Rates& rates) {
   return {{"job", job.job()},
           {"pool", job.pool()},
@@ -103,7 +125,23 @@ Json Describe(const proto::v1::JobStatus& job, const Rates& rates) {
           {"read_bytes_per_second", rates.read},
           {"written_bytes_per_second", rates.written},
           {"io_engine", job.io_engine()},
-          {"devices", DescribeDevices(job)}};
+          {"devices", DescribeDevices(job)},
+          {"errors", DescribeErrors(job)},
+          {"scrub", DescribeScrub(job.scrub())}};
+}
+
+// Empty for a job without a word of bad news.
+std::string ErrorLine(const proto::v1::JobStatus& job) {
+  std::string counts;
+  for (const auto& [kind, count] : DescribeErrors(job).items()) {
+    if (count.get<uint64_t>() > 0) absl::StrAppend(&counts, "  ", kind, " ", count.get<uint64_t>());
+  }
+  if (counts.empty()) return "";
+  std::string line = absl::StrCat("errors  ", Printable(job.job()), counts, "\n");
+  for (const std::string& name : job.scrub().bad_names()) {
+    absl::StrAppend(&line, "lost    ", Printable(job.job()), "  ", Printable(name), "\n");
+  }
+  return line;
 }
 
 std::string Line(const proto::v1::JobStatus& job, const Rates& rates) {
@@ -192,12 +230,15 @@ class StatusCommand : public Command {
       absl::StrAppend(&answer.text, Line(job, rates));
       for (const proto::v1::DeviceStatus& device : job.devices()) answer.text += Line(device);
     }
-    answer.data["daemons"].push_back(std::move(daemon));
-  }
 
-  std::string socket_;
-  double timeout_seconds_ = 5;
-  double interval_seconds_ = 0.5;
+    absl::StrAppend(&answer.text, Line(job, rates), ErrorLine(job));
+  }
+  answer.data["daemons"].push_back(std::move(daemon));
+}
+
+std::string socket_;
+double timeout_seconds_ = 5;
+double interval_seconds_ = 0.5;
 };
 
 }  // namespace

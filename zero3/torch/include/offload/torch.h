@@ -51,7 +51,9 @@ class Error : public std::runtime_error {
 };
 
 struct Options {
-  std::string nvme_path;  // the pool: a directory on a drive with direct I/O
+  // The pool: a directory on a drive with direct I/O, or several on several drives, over which the
+  // state is striped by their speed: "/nvme0,/nvme1".
+  std::string nvme_path;
   std::string
       ram;  // the memory budget, "8GiB": what the daemon and this library hold never exceeds it
   std::string job = "default";  // names the run in the pool; the same name resumes it

@@ -1,0 +1,50 @@
+// swap/building_file.h
+//
+// A file that is being formatted: under a temporary name, locked by us, gone with the object unless
+// its name is kept. Internal to swap/.
+//
+// Thread safety: none.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/unique_fd.h"
+#include "swap/pool_directory.h"
+
+namespace offload::swap {
+
+class BuildingFile {
+ public:
+  // Makes and locks `name`. OFD-1202, OFD-1204. The directory must outlive the object.
+  static absl::StatusOr<BuildingFile> Make(const PoolDirectory& directory, std::string name);
+  BuildingFile(BuildingFile&& other) noexcept
+      : directory_(other.directory_),
+        name_(std::exchange(other.name_, {})),
+        fd_(std::move(other.fd_)) {}
+  ~BuildingFile();
+
+  int fd() const { return fd_.get(); }
+  const std::string& name() const { return name_; }
+  UniqueFd TakeFd() { return std::move(fd_); }
+  std::string KeepName() { return std::exchange(name_, {}); }
+  // Follows a rename.
+  void Rename(std::string name) { name_ = std::move(name); }
+
+ private:
+  BuildingFile(const PoolDirectory& directory, std::string name, UniqueFd fd)
+      : directory_(&directory), name_(std::move(name)), fd_(std::move(fd)) {}
+
+  const PoolDirectory* directory_;
+  std::string name_;
+  UniqueFd fd_;
+};
+
+// Reserves the space of a file, whole or not at all. OFD-1204 with what is needed and what is free;
+// OFD-1202 where space cannot be reserved.
+absl::Status Allocate(const PoolDirectory& directory, int fd, uint64_t file_bytes);
+
+}  // namespace offload::swap
