@@ -180,10 +180,11 @@ absl::Status Recovery::ReadSuperblocks() {
 // A commit makes its lower superblock durable before it touches the higher one, so a crash leaves
 // one of a pair intact. Where both are bad the drive has lost them, and nobody knows whether they
 // held a commit newer than the other pair's. (Before commit 2 the pair {0,1} has never been
-// written.)
+// written: zeros in either say so, for the other may be torn, or a bit of it have rotted.)
 absl::Status Recovery::CheckOtherPair(uint32_t lower_copy, uint64_t newest_sequence) const {
   if (superblocks_[lower_copy] || superblocks_[lower_copy + 1]) return absl::OkStatus();
-  if (newest_sequence == 1 && superblock_zero_[lower_copy + 1]) return absl::OkStatus();
+  const bool never_written = superblock_zero_[lower_copy] || superblock_zero_[lower_copy + 1];
+  if (newest_sequence == 1 && never_written) return absl::OkStatus();
   return Damaged(absl::StrCat("neither superblock ", lower_copy, " (",
                               superblock_errors_[lower_copy], ") nor ", lower_copy + 1, " (",
                               superblock_errors_[lower_copy + 1], ") is intact"));

@@ -9,6 +9,7 @@
 #include "aio/memory_device.h"
 #include "base/error.h"
 #include "spdlog/spdlog.h"
+#include "swap/layout.h"
 #include "swap/store_fixture.h"
 
 namespace offload::swap {
@@ -132,6 +133,23 @@ TEST_F(MemoryStoreTest, RecoveryInterruptedAtEveryOperationAndRunAgainGivesTheSa
     }
   }
   EXPECT_GT(interruptions, 200u);
+}
+
+TEST_F(MemoryStoreTest, ABitThatRotsInASuperblockThatWasNeverWrittenLosesNothing) {
+  std::vector<std::byte> image;
+  {
+    auto store = Store::CreateOn(Drive(1, {}), SmallSpec(), kUuid);
+    ASSERT_TRUE(store.ok() && CommitScript(**store).ok());
+    image = Image();
+  }
+  for (const uint32_t copy : {0, 1}) {
+    std::vector<std::byte> rotten = image;
+    rotten[Layout::SuperblockOffset(copy) + 77] ^= std::byte{4};
+    auto store = Store::OpenOn(Drive(1, rotten));
+    ASSERT_TRUE(store.ok()) << copy << ": " << store.status();
+    EXPECT_EQ(CheckScript(**store, 1), absl::OkStatus());
+    EXPECT_EQ(CommitScript(**store), absl::OkStatus());
+  }
 }
 
 TEST_F(MemoryStoreTest, RecoveryWritesNothingButTheTwinOfTheSuperblockThatItChose) {
