@@ -102,7 +102,7 @@ TEST_F(CorruptionTest, ASilentFaultOfAnyWriteOfACommitNeverVerifies) {
                                     aio::FaultKind::kTornWriteSilent}) {
     uint64_t met = 1;
     for (uint64_t nth = 1; met > 0; ++nth) {
-      SCOPED_TRACE(absl::StrCat(aio::FaultName(kind), " ", nth));
+      SCOPED_TRACE(absl::StrCat(std::string(aio::FaultName(kind)), " ", nth));
       store_.reset();
       std::copy(kept.begin(), kept.end(), memory_.bytes().begin());
       aio::FaultyDevice faulty(std::make_unique<BorrowedDevice>(&memory_),

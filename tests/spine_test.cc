@@ -558,29 +558,21 @@ TEST_F(SpineTest, BFloat16AdamWOverTwoPools) {
   pool_ = std::filesystem::path(first).parent_path();
 }
 
-// A model that has grown: the first parameter that the job does not have is named, with the way
-// out.
+// A model with a larger tensor: it is named, with the way out. (Job catalogues compare the rest.)
 TEST_F(SpineTest, AModelThatHasGrownIsRefusedAndTheFirstDifferenceNamed) {
   Job job(pool_, "job", {.dtype = Dtype::kFloat32});
   ASSERT_NO_FATAL_FAILURE(job.Open());
   job.Close();
-  const std::vector<proto::Tensor> declared = job.catalogue().tensors;
-  for (const bool larger : {false, true}) {
-    auto session = client::Session::Connect({.only_private = true});
-    ASSERT_TRUE(session.ok()) << session.status();
-    ASSERT_TRUE((*session)->OpenJob({.job = "job", .pool = pool_, .ram_bytes = kRamBytes}).ok());
-    std::vector<proto::Tensor> tensors = declared;
-    if (larger) {
-      tensors[5].shape = {80001};
-    } else {
-      tensors.push_back({.name = "adapter", .shape = {8}, .trainable = true});
-    }
-    ASSERT_TRUE((*session)->DeclareTensors(tensors).ok());
-    const absl::Status status = job.SealOn(**session);
-    EXPECT_EQ(ErrorIdOf(status), ErrorId::kOtherModel) << status;
-    EXPECT_NE(status.message().find(larger ? "mlp" : "adapter"), absl::string_view::npos) << status;
-    EXPECT_NE(status.message().find("Choose another job name"), absl::string_view::npos) << status;
-  }
+  auto session = client::Session::Connect({.only_private = true});
+  ASSERT_TRUE(session.ok()) << session.status();
+  ASSERT_TRUE((*session)->OpenJob({.job = "job", .pool = pool_, .ram_bytes = kRamBytes}).ok());
+  std::vector<proto::Tensor> tensors = job.catalogue().tensors;
+  tensors[5].shape = {80001};
+  ASSERT_TRUE((*session)->DeclareTensors(tensors).ok());
+  const absl::Status status = job.SealOn(**session);
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kOtherModel) << status;
+  EXPECT_NE(status.message().find("mlp"), absl::string_view::npos) << status;
+  EXPECT_NE(status.message().find("Choose another job name"), absl::string_view::npos) << status;
 }
 
 TEST_F(SpineTest, KilledDaemonResumesAtAWholeStep) {
