@@ -227,18 +227,15 @@ class StatusCommand : public Command {
     for (const proto::v1::JobStatus& job : reply.jobs()) {
       const Rates rates = RatesOf(answers.jobs_before, job, answers.seconds);
       daemon["jobs"].push_back(Describe(job, rates));
-      absl::StrAppend(&answer.text, Line(job, rates));
+      absl::StrAppend(&answer.text, Line(job, rates), ErrorLine(job));
       for (const proto::v1::DeviceStatus& device : job.devices()) answer.text += Line(device);
     }
-
-    absl::StrAppend(&answer.text, Line(job, rates), ErrorLine(job));
+    answer.data["daemons"].push_back(std::move(daemon));
   }
-  answer.data["daemons"].push_back(std::move(daemon));
-}
 
-std::string socket_;
-double timeout_seconds_ = 5;
-double interval_seconds_ = 0.5;
+  std::string socket_;
+  double timeout_seconds_ = 5;
+  double interval_seconds_ = 0.5;
 };
 
 }  // namespace
