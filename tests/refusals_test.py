@@ -17,18 +17,26 @@ import sys
 from store_lab import Scratch, check, main
 
 NOBODY = 65534
-SETPRIV = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+OTHER_USER = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+NO_PRIVILEGES = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 LOADER_FAILED = 127  # not even the libraries could be opened: no matter of ours
 REFUSALS = {"files of at most 1 MiB": ["OFD-1204"], "descriptors": ["OFD-1218", "OFD-1211"]}
 
 
-def conditions(no_uring):
+def may_be_used_by_others(folder):
+    return subprocess.run([*OTHER_USER, "test", "-w", folder], check=False).returncode == 0
+
+
+def conditions(no_uring, folder):
+    little = ["prlimit", "--memlock=65536"]
     yield "no io_uring (seccomp)", [no_uring]
     yield "few descriptors (64)", ["prlimit", "--nofile=64"]
-    if os.geteuid() == 0:
-        yield "uid 65534, 64 KiB lockable", ["prlimit", "--memlock=65536", *SETPRIV]
-    else:
-        yield "64 KiB lockable", ["prlimit", "--memlock=65536"]
+    if os.geteuid() != 0:
+        yield "64 KiB lockable", little
+    elif may_be_used_by_others(folder):
+        yield "uid 65534, 64 KiB lockable", [*little, *OTHER_USER]
+    else:  # it is in the home of root
+        yield "uid 0 unprivileged, 64 KiB", [*little, *NO_PRIVILEGES]
 
 
 def count(text, what):
@@ -81,8 +89,10 @@ def test(options):
     with Scratch("refusals-", options.directory) as folder:
         os.chmod(folder, 0o777)  # for the other user
         refusals = Refusals(options, folder)
-        for condition, launcher in conditions(options.no_uring):
-            refusals.writer(condition, [word for word in launcher if word not in SETPRIV], [])
+        for condition, launcher in conditions(options.no_uring, folder):
+            # Not as the other user, who may not see the libraries of a dynamically linked program.
+            is_other = launcher[-len(OTHER_USER):] == OTHER_USER
+            refusals.writer(condition, launcher[:-len(OTHER_USER)] if is_other else launcher, [])
             for suite in options.suites:
                 refusals.suite(condition, launcher, os.path.abspath(suite))
         refusals.writer("files of at most 1 MiB", ["prlimit", f"--fsize={1 << 20}"], REFUSALS["files of at most 1 MiB"])
