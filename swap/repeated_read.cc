@@ -26,19 +26,17 @@ void Start(aio::Device* device, uint64_t offset_bytes, std::span<std::byte> byte
 }
 
 // The range cannot be read as a whole: halves it until one page is left.
-void FindBadPage(std::shared_ptr<Attempt> attempt, uint64_t begin_bytes, uint64_t size_bytes,
-                 absl::Status seen) {
+void FindBadPage(std::shared_ptr<Attempt> attempt, uint64_t begin_bytes, uint64_t size_bytes) {
   if (size_bytes <= kPageBytes) {
-    return attempt->done(absl::DataLossError(absl::StrCat("cannot be read at byte ",
-                                                          attempt->offset_bytes + begin_bytes,
-                                                          " of the file: ", seen.message())));
+    return attempt->done(absl::DataLossError(
+        absl::StrCat("cannot be read at byte ", attempt->offset_bytes + begin_bytes)));
   }
   const uint64_t half_bytes = RoundUpToPage(size_bytes / 2);
   Start(attempt->device, attempt->offset_bytes + begin_bytes,
         attempt->bytes.subspan(begin_bytes, half_bytes),
-        [attempt, begin_bytes, size_bytes, half_bytes, seen](absl::Status status) {
-          if (!status.ok()) return FindBadPage(attempt, begin_bytes, half_bytes, status);
-          FindBadPage(attempt, begin_bytes + half_bytes, size_bytes - half_bytes, seen);
+        [attempt, begin_bytes, size_bytes, half_bytes](absl::Status status) {
+          if (!status.ok()) return FindBadPage(attempt, begin_bytes, half_bytes);
+          FindBadPage(attempt, begin_bytes + half_bytes, size_bytes - half_bytes);
         });
 }
 
@@ -54,7 +52,7 @@ void TryOnce(std::shared_ptr<Attempt> attempt) {
       return attempt->done(absl::DataLossError(
           absl::StrCat("other bytes than were written, in ", kReadTriesMax, " reads")));
     }
-    FindBadPage(attempt, 0, attempt->bytes.size(), status);
+    FindBadPage(attempt, 0, attempt->bytes.size());
   });
 }
 

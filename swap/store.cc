@@ -96,7 +96,8 @@ absl::Status Store::Impl::CollectReads(std::span<const ReadRequest> requests,
     pieces->push_back({layout.PlaceOffset(found.place()) + where.area_offset_bytes,
                        {requests[i].bytes, where.size_bytes},
                        where.entry,
-                       {}});
+                       {},
+                       requests[i].id});
   }
   return absl::OkStatus();
 }

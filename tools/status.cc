@@ -132,8 +132,9 @@ Json Describe(const proto::v1::JobStatus& job, const Rates& rates) {
 
 // Empty for a job without a word of bad news.
 std::string ErrorLine(const proto::v1::JobStatus& job) {
+  const Json errors = DescribeErrors(job);
   std::string counts;
-  for (const auto& [kind, count] : DescribeErrors(job).items()) {
+  for (const auto& [kind, count] : errors.items()) {
     if (count.get<uint64_t>() > 0) absl::StrAppend(&counts, "  ", kind, " ", count.get<uint64_t>());
   }
   if (counts.empty()) return "";
@@ -229,6 +230,7 @@ class StatusCommand : public Command {
       daemon["jobs"].push_back(Describe(job, rates));
       absl::StrAppend(&answer.text, Line(job, rates), ErrorLine(job));
       for (const proto::v1::DeviceStatus& device : job.devices()) answer.text += Line(device);
+      answer.text += ErrorLine(job);
     }
     answer.data["daemons"].push_back(std::move(daemon));
   }
