@@ -230,7 +230,6 @@ class StatusCommand : public Command {
       daemon["jobs"].push_back(Describe(job, rates));
       absl::StrAppend(&answer.text, Line(job, rates), ErrorLine(job));
       for (const proto::v1::DeviceStatus& device : job.devices()) answer.text += Line(device);
-      answer.text += ErrorLine(job);
     }
     answer.data["daemons"].push_back(std::move(daemon));
   }
