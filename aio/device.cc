@@ -111,6 +111,10 @@ void Device::Finish(std::unique_ptr<Op> op, absl::Status status) {
   if (done) done(std::move(status));
 }
 
+absl::Status Device::Resize(uint64_t) {
+  return absl::UnimplementedError("the device has a fixed length");
+}
+
 size_t Device::CompleteRefused() {
   std::vector<Refused> refused = std::exchange(refused_, {});  // callbacks may be refused again
   for (Refused& each : refused) {

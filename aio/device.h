@@ -87,6 +87,11 @@ class Device {
   // completes only in Poll.
   virtual int event_fd() const = 0;
 
+  // Makes the file longer, its space reserved, or shorter; geometry() follows. Nothing may be in
+  // flight behind the new end. Blocking, but writes no data. OFD-1204 when there is no room, with
+  // the file as long as it was; UNIMPLEMENTED for a device whose length is fixed.
+  virtual absl::Status Resize(uint64_t size_bytes);
+
   virtual const Geometry& geometry() const = 0;
   virtual std::string_view engine() const = 0;  // "uring", "libaio", "threads", "memory"
 

@@ -131,6 +131,7 @@ class FaultyDevice final : public Device {
 
   size_t Poll(bool wait) override;
   int event_fd() const override { return -1; }
+  absl::Status Resize(uint64_t size_bytes) override { return behind_->Resize(size_bytes); }
   const Geometry& geometry() const override { return behind_->geometry(); }
   std::string_view engine() const override { return behind_->engine(); }
   Device& behind() { return *behind_; }

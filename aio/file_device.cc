@@ -1,6 +1,9 @@
 #include "aio/file_device.h"
 
+#include <fcntl.h>
 #include <sys/eventfd.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <string>
@@ -29,6 +32,34 @@ std::optional<absl::Status> FileDevice::Advance(Transfer& transfer, int64_t resu
     counters_.short_transfers.fetch_add(1, std::memory_order_relaxed);
   }
   return transfer.Advance(result);
+}
+
+absl::Status FileDevice::Resize(uint64_t size_bytes) {
+  const int fd = owned_file_.get();
+  const uint64_t old_bytes = geometry_.size_bytes;
+  int result = 0;
+  if (size_bytes > old_bytes) {
+    do {
+      result = ::fallocate(fd, 0, static_cast<off_t>(old_bytes),
+                           static_cast<off_t>(size_bytes - old_bytes));
+    } while (result != 0 && errno == EINTR);
+  } else {
+    result = ::ftruncate(fd, static_cast<off_t>(size_bytes));
+  }
+  if (result == 0) {
+    geometry_.size_bytes = size_bytes;
+    return absl::OkStatus();
+  }
+  const int error = errno;
+  // A refused allocation may have taken part of the space.
+  [[maybe_unused]] const int truncated = ::ftruncate(fd, static_cast<off_t>(old_bytes));
+  struct statvfs info {};
+  ::fstatvfs(fd, &info);
+  const bool full = error == ENOSPC || error == EDQUOT || error == EFBIG;
+  return MakeError(
+      full ? ErrorId::kPoolFull : ErrorId::kIo,
+      absl::StrCat("a file of ", old_bytes, " bytes cannot become one of ", size_bytes,
+                   ", free are ", uint64_t{info.f_bavail} * info.f_frsize, ": ", ErrnoText(error)));
 }
 
 void FileDevice::SignalReady() {

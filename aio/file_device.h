@@ -22,6 +22,8 @@ class FileDevice : public Device {
   const Geometry& geometry() const override { return geometry_; }
   int event_fd() const override { return event_fd_.get(); }
 
+  absl::Status Resize(uint64_t size_bytes) override;
+
   // Closes `file`, the one that the device was made with, after the engine has stopped.
   void Own(UniqueFd file) { owned_file_ = std::move(file); }
 
@@ -39,7 +41,7 @@ class FileDevice : public Device {
   void SignalReady() override;
   void ClearEvent();
 
-  const Geometry geometry_;
+  Geometry geometry_;
   UniqueFd event_fd_;
 
  private:

@@ -138,6 +138,8 @@ absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
   request.set_ram_bytes(options.ram_bytes);
   request.set_io_engine(options.io_engine);
   request.set_update_threads(options.update_threads);
+  request.set_durability(options.durability);
+  request.set_generations(options.generations);
   v1::OpenJobReply reply;
   OFFLOAD_RETURN_IF_ERROR(Run("OpenJob", std::nullopt, [&](grpc::ClientContext& context) {
     return stub_->OpenJob(&context, request, &reply);

@@ -43,6 +43,10 @@ struct JobOptions {
   uint64_t ram_bytes = 0;
   std::string io_engine = "auto";
   uint32_t update_threads = 0;
+  // "step": every step is committed. "checkpoint:N": those whose number is a multiple of N, and
+  // what there is at WaitDurable and at the end; after a crash the job resumes at the last of them.
+  std::string durability = "step";
+  uint32_t generations = 0;  // spare ones that a new store is formatted with, for snapshots
 };
 struct JobInfo {
   bool exists = false;

@@ -97,6 +97,10 @@ void DefineOffloading(CLI::App& app, Flags& flags, Words& words) {
   app.add_option("--nvme-path", flags.nvme_path,
                  "folder on the drive, or several with commas between; needed with --offload on");
   app.add_option("--job", flags.job, "names the run; the same name resumes it");
+  app.add_option("--durability", flags.durability,
+                 "step: every step is committed; checkpoint:N: every Nth");
+  app.add_option("--generations", flags.generations, "spare ones of a new job, for snapshots")
+      ->check(CLI::Range(0, 14));
   app.add_option("--io", flags.io, "auto, uring, libaio or threads")
       ->check(CLI::IsMember({"auto", "uring", "libaio", "threads"}));
 }

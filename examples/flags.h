@@ -51,6 +51,8 @@ struct Flags {
   std::string nvme_path;
   std::string job = "default";
   std::string io = "auto";
+  std::string durability = "step";
+  int64_t generations = 0;
 
   int64_t threads = 0;  // 0: what torch chooses
   bool json = false;

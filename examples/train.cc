@@ -81,6 +81,8 @@ std::shared_ptr<Engine> OpenEngine(const Flags& flags, const ModelShape& shape) 
   options.ram = flags.ram;
   options.job = flags.job;
   options.io = flags.io;
+  options.durability = flags.durability;
+  options.generations = static_cast<int>(flags.generations);
   std::shared_ptr<Engine> engine = Engine::Open(options);
   if (!flags.init_from.empty()) engine->SetInitialWeights(flags.init_from, LoadOptionsOf(shape));
   return engine;

@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <filesystem>
 #include <future>
@@ -23,6 +24,7 @@ namespace v1 = proto::v1;
 using proto::ToGrpc;
 
 constexpr auto kStatusPatience = std::chrono::milliseconds(500);
+constexpr auto kProgressPause = std::chrono::milliseconds(200);
 constexpr auto kClaimPause = std::chrono::milliseconds(20);
 
 absl::Status NoJob() { return MakeError(ErrorId::kProtocol, "a call before OpenJob"); }
@@ -65,6 +67,13 @@ class Stream {
   std::vector<Message> messages_;
   uint64_t bytes_ = 0;
 };
+
+// What a job is claimed by: the same for the same store. A pool that is not there is refused later.
+absl::StatusOr<std::string> ClaimOf(const std::string& pool, const std::string& job) {
+  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(pool));
+  std::error_code error;
+  return absl::StrCat(std::filesystem::canonical(pools.front(), error).string(), "/", job);
+}
 
 // Runs `work` on the session's loop with its job.
 template <typename Answer, typename Work>
@@ -124,10 +133,7 @@ grpc::Status ControlService::OpenJob(grpc::ServerContext* context, const v1::Ope
 absl::Status ControlService::ClaimJob(const std::shared_ptr<Session>& session,
                                       const v1::OpenJobRequest& request) {
   OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(pools_, request.pool()));
-  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(pool));
-  std::error_code error;  // "" is refused later
-  const std::string path = std::filesystem::canonical(pools.front(), error).string();
-  const std::string job = absl::StrCat(path, "/", request.job());
+  OFFLOAD_ASSIGN_OR_RETURN(const std::string job, ClaimOf(pool, request.job()));
   const double deadline = Clock::Real().NowSeconds() + kLimits.holder_patience_seconds;
   while (const std::optional<pid_t> holder = sessions_->Claim(session, job)) {
     if (Clock::Real().NowSeconds() >= deadline) {
@@ -321,6 +327,65 @@ grpc::Status ControlService::RemoveJob(grpc::ServerContext*, const v1::RemoveJob
   const absl::StatusOr<std::string> pool = ChoosePool(pools_, request->pool());
   if (!pool.ok()) return ToGrpc(pool.status());
   return ToGrpc(swap::RemoveStore(*pool, request->job()));
+}
+
+absl::StatusOr<std::shared_ptr<Session>> ControlService::SessionOfJob(
+    const std::string& requested_pool, const std::string& job) const {
+  OFFLOAD_RETURN_IF_ERROR(CheckServesTools());
+  OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(pools_, requested_pool));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::string claim, ClaimOf(pool, job));
+  std::shared_ptr<Session> session = sessions_->FindByClaim(claim);
+  if (session != nullptr) return session;
+  return MakeError(ErrorId::kSnapshot,
+                   absl::StrCat("job ", job, " of ", pool, " is not open in this daemon"));
+}
+
+grpc::Status ControlService::CreateSnapshot(
+    grpc::ServerContext*, const v1::CreateSnapshotRequest* request,
+    grpc::ServerWriter<v1::CreateSnapshotProgress>* writer) {
+  const auto session = SessionOfJob(request->pool(), request->job());
+  if (!session.ok()) return ToGrpc(session.status());
+  // The loop must not wait for a reader: it leaves the numbers here, and this thread sends them.
+  struct Shared {
+    std::atomic<uint64_t> bytes_formatted{0}, bytes_total{0};
+    std::promise<absl::StatusOr<uint64_t>> answer;
+  };
+  auto shared = std::make_shared<Shared>();
+  std::future<absl::StatusOr<uint64_t>> answer = shared->answer.get_future();
+  const bool posted = (*session)->loop().Post([session = *session, shared, request = *request] {
+    if (session->job() == nullptr) return shared->answer.set_value(NoJob());
+    session->job()->CreateSnapshot(
+        request.name(), request.may_grow(),
+        [shared](uint64_t bytes_formatted, uint64_t bytes_total) {
+          shared->bytes_total = bytes_total;
+          shared->bytes_formatted = bytes_formatted;
+        },
+        [shared](absl::StatusOr<uint64_t> step) { shared->answer.set_value(std::move(step)); });
+  });
+  if (!posted) return ToGrpc(MakeError(ErrorId::kSessionEnded, "the session is closed"));
+  v1::CreateSnapshotProgress message;
+  while (answer.wait_for(kProgressPause) == std::future_status::timeout) {
+    if (shared->bytes_total == 0) continue;
+    message.set_bytes_formatted(shared->bytes_formatted);
+    message.set_bytes_total(shared->bytes_total);
+    writer->Write(message);
+  }
+  const absl::StatusOr<uint64_t> step = answer.get();
+  if (!step.ok()) return ToGrpc(step.status());
+  message.set_done(true);
+  message.set_step(*step);
+  writer->Write(message);
+  return grpc::Status::OK;
+}
+
+grpc::Status ControlService::DeleteSnapshot(grpc::ServerContext*,
+                                            const v1::DeleteSnapshotRequest* request, v1::Empty*) {
+  const auto session = SessionOfJob(request->pool(), request->job());
+  if (!session.ok()) return ToGrpc(session.status());
+  using Answer = absl::StatusOr<uint64_t>;
+  return ToGrpc(OnJob<Answer>(**session, [&](Job& job, std::function<void(Answer)> done) {
+                  job.DeleteSnapshot(request->name(), std::move(done));
+                }).status());
 }
 
 }  // namespace offload::daemon

@@ -60,11 +60,20 @@ class ControlService final : public proto::v1::Control::Service {
                         proto::v1::ListJobsReply* reply) override;
   grpc::Status RemoveJob(grpc::ServerContext* context, const proto::v1::RemoveJobRequest* request,
                          proto::v1::Empty* reply) override;
+  grpc::Status CreateSnapshot(
+      grpc::ServerContext* context, const proto::v1::CreateSnapshotRequest* request,
+      grpc::ServerWriter<proto::v1::CreateSnapshotProgress>* writer) override;
+  grpc::Status DeleteSnapshot(grpc::ServerContext* context,
+                              const proto::v1::DeleteSnapshotRequest* request,
+                              proto::v1::Empty* reply) override;
 
  private:
   // The session of the call's token. One call of it ends with the last copy of the pointer.
   absl::StatusOr<std::shared_ptr<Session>> SessionOf(const grpc::ServerContext& context) const;
   absl::Status CheckServesTools() const;
+  // Of the job that is open here; OFD-1216 when it is not.
+  absl::StatusOr<std::shared_ptr<Session>> SessionOfJob(const std::string& requested_pool,
+                                                        const std::string& job) const;
   absl::Status ClaimJob(const std::shared_ptr<Session>& session,
                         const proto::v1::OpenJobRequest& request);
 

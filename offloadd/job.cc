@@ -40,6 +40,18 @@ absl::StatusOr<aio::Engine> ParseEngine(const std::string& text) {
 
 constexpr double kNeverSeconds = std::numeric_limits<double>::infinity();
 
+// Steps from one commit to the next.
+absl::StatusOr<uint64_t> ParseDurability(const std::string& text) {
+  if (text.empty() || text == "step") return 1;
+  constexpr std::string_view kCheckpoint = "checkpoint:";
+  uint64_t steps = 0;
+  if (std::string_view(text).starts_with(kCheckpoint) &&
+      absl::SimpleAtoi(text.substr(kCheckpoint.size()), &steps) && steps > 0)
+    return steps;
+  return MakeError(ErrorId::kBadValue, absl::StrCat("durability \"", text, "\""),
+                   "Use step, or checkpoint:N for a commit after every N steps");
+}
+
 // Beside the trainer's own threads.
 uint32_t DefaultUpdateThreads() {
   return std::clamp<uint32_t>(std::thread::hardware_concurrency() / 2, 1, 4);
@@ -134,6 +146,12 @@ absl::StatusOr<std::unique_ptr<Job>> Job::Open(EventLoop* loop,
   }
   job->ram_bytes_ = AlignDown(request.ram_bytes(), proto::kSectorBytes);
   OFFLOAD_ASSIGN_OR_RETURN(job->io_.engine, ParseEngine(request.io_engine()));
+  OFFLOAD_ASSIGN_OR_RETURN(job->context_.checkpoint_steps, ParseDurability(request.durability()));
+  if (request.generations() > swap::kGenerationsMax) {
+    return MakeError(ErrorId::kBadValue, absl::StrCat(request.generations(), " spare generations; ",
+                                                      "at most ", swap::kGenerationsMax));
+  }
+  job->generations_ = request.generations();
   OFFLOAD_RETURN_IF_ERROR(swap::CheckPool(pool));
   OFFLOAD_RETURN_IF_ERROR(job->OpenStore());
   OFFLOAD_RETURN_IF_ERROR(job->MakeMemories());
@@ -343,6 +361,7 @@ absl::Status Job::CompareCatalogue() const {
 absl::Status Job::CreateStore(const Progress& progress) {
   swap::StoreOptions options = MakeStoreOptions();
   options.progress = progress;
+  options.generations = generations_;
   OFFLOAD_ASSIGN_OR_RETURN(
       store_, swap::Store::Create(
                   pool_, MakeStoreSpec(name_, context_.catalogue, context_.optimizer), options));
@@ -376,6 +395,7 @@ void Job::MakeParts() {
                                  [this](uint64_t step) {
                                    header()->updated_step.store(step, std::memory_order_relaxed);
                                  },
+                             .on_written = [this](uint64_t) { OnStepDone(); },
                              .on_committed = [this](uint64_t step) { OnCommitted(step); }});
   cache_->SetOnDemand([this](uint32_t store_tensor) { executor_->Demand(store_tensor); });
   transfers_ = std::make_unique<Transfers>(&context_, cache_.get(), state_.get(), executor_.get());
@@ -460,7 +480,9 @@ void Job::Step(std::vector<proto::v1::StepRequest> messages, StepDone done) {
 
 // Records the step that waits; the one before it is committed.
 void Job::StartRecordedStep() {
-  if (!waiting_step_.has_value()) return;
+  if (!waiting_step_.has_value() || executor_->busy()) return;
+  // Between two steps it is the turn of a change of snapshots.
+  if (!changes_.empty() && !NeedsGrowth(changes_.front())) return;
   WaitingStep waiting = *std::exchange(waiting_step_, std::nullopt);
   absl::StatusOr<StepPlan> plan = MakeStepPlan(waiting.messages, context_);
   if (!plan.ok()) return waiting.done(plan.status());
@@ -470,23 +492,31 @@ void Job::StartRecordedStep() {
   step_ = plan->step;
   cache_->SetPosition(rings_.has_value() ? rings_->schedule_position() : 0);
   executor_->Begin(*std::move(plan));
+  if (!durable_waiters_.empty()) executor_->CommitSoon();
   waiting.done(store_->committed().epoch);
 }
 
 void Job::OnCommitted(uint64_t step) {
   header()->durable_step.store(step, std::memory_order_relaxed);
-  const double now = context_.clock->NowSeconds();
-  if (last_commit_seconds_ > 0) seconds_per_step_ = now - last_commit_seconds_;
-  last_commit_seconds_ = now;
   for (StepDone& waiter : std::exchange(durable_waiters_, {})) waiter(step);
+  OnStepDone();
+}
+
+// A step is committed, or written and part of an interval.
+void Job::OnStepDone() {
+  const double now = context_.clock->NowSeconds();
+  if (last_step_seconds_ > 0) seconds_per_step_ = now - last_step_seconds_;
+  last_step_seconds_ = now;
   StartRecordedStep();
 }
 
 void Job::WaitDurable(StepDone done) {
   if (context_.failed()) return done(context_.failure);
   if (!context_.published) return done(WrongState("WaitDurable before Publish"));
-  if (!executor_->busy() && !waiting_step_.has_value()) return done(store_->committed().epoch);
+  if (!executor_->busy() && !waiting_step_.has_value() && store_->committed().epoch == step_)
+    return done(step_);
   executor_->Hurry();
+  executor_->CommitSoon();
   durable_waiters_.push_back(std::move(done));
 }
 
@@ -517,8 +547,8 @@ void Job::Drain() {
     executor_->Hurry();
     if (publishing_ || executor_->busy() || waiting_step_.has_value() || !transfers_->idle())
       return;
-    if (context_.published && context_.writes_in_flight == 0 && store_->has_uncommitted_writes())
-      return executor_->CommitPuts();
+    if (context_.published && context_.writes_in_flight == 0 && executor_->HasUncommitted())
+      return executor_->CommitSoon();
   }
   if (scrubber_ != nullptr) scrubber_->Stop();
   if (context_.outstanding > 0 || (scrubber_ != nullptr && !scrubber_->idle())) return;
@@ -643,9 +673,11 @@ int Job::Turn() {
     if (scrubber_ != nullptr) scrub_seconds = scrubber_->Turn(context_.clock->NowSeconds());
     completions += PollDevices();  // hands what was started to the kernel
   }
+  RunChanges();
   if (closing_) Drain();
   UpdateHeader();
-  return SleepLimit(waiting || (closing_ && !drained_), completions, scrub_seconds);
+  return SleepLimit(waiting || !changes_.empty() || (closing_ && !drained_), completions,
+                    scrub_seconds);
 }
 
 // Shows the rank what was done; how long the loop may sleep then.

@@ -11,6 +11,7 @@
 //   * Every call is answered once, also when the rank or the daemon goes away.
 //   * A job ends drained: no transfer or computation is under way, every recorded step is committed
 //   unless the job has failed.
+//   * A snapshot is made or deleted between two steps, when everything is committed.
 //
 // One session per job for now: the rank that opened it. Several will share context, store and slab,
 // and bring a region each.
@@ -94,6 +95,14 @@ class Job {
   void RankGone();
   std::string ExplainFailure(uint64_t tag) const;
 
+  // Names the next commit, at the end of the step that is under way or at once; answers with the
+  // step that the snapshot holds. When no spare generation is free the store grows by one first,
+  // or, unless `may_grow`, the answer is OFD-1216. The job goes on meanwhile. `progress` tells of
+  // the growth, on the loop.
+  void CreateSnapshot(const std::string& name, bool may_grow, Progress progress, StepDone done);
+  // Answers with the step that is committed.
+  void DeleteSnapshot(const std::string& name, StepDone done);
+
   // Does what can be done now; returns how long the loop may sleep, as EventLoop::SetTurn says.
   int Turn();
   // True when nothing is under way any more after Close() or RankGone().
@@ -103,6 +112,15 @@ class Job {
   void FillStatus(proto::v1::JobStatus* status) const;
 
  private:
+  struct SnapshotChange {
+    bool creates = false;  // else deletes
+    std::string name;
+    bool may_grow = false;
+    Progress progress;
+    StepDone done;
+    bool under_way = false;  // in the store
+  };
+
   explicit Job(EventLoop* loop);
   swap::StoreOptions MakeStoreOptions() const;
   absl::Status OpenStore();
@@ -125,6 +143,12 @@ class Job {
   size_t PollDevices();
   void StartRecordedStep();
   void OnCommitted(uint64_t step);
+  void OnStepDone();
+  void AddChange(SnapshotChange change);
+  void RunChanges();
+  bool NeedsGrowth(const SnapshotChange& change) const;
+  void GrowFor(SnapshotChange& change);
+  void FinishChange(absl::Status status);
   void FinishPublish(Done done, const std::string& trainer_state, absl::Status status);
   void Drain();
   int SleepLimit(bool waiting, size_t completions, double scrub_seconds);
@@ -139,6 +163,7 @@ class Job {
   std::string io_engine_;
   uint64_t pins_offset_ = 0;
   uint64_t scratch_bytes_ = 0;  // that the rank may use
+  uint32_t generations_ = 0;    // spare ones of a new store
   bool exists_ = false;         // a committed store of this name was there
   bool sealed_ = false;
   std::vector<proto::Tensor> declared_;
@@ -162,6 +187,7 @@ class Job {
   };
   std::optional<WaitingStep> waiting_step_;
   std::vector<StepDone> durable_waiters_;
+  std::deque<SnapshotChange> changes_;  // one at a time
   std::vector<Done> close_waiters_;
   bool publishing_ = false;
   bool closing_ = false;
@@ -169,7 +195,7 @@ class Job {
   bool rank_at_fault_ = false;
   bool drained_ = false;
   std::deque<std::pair<uint64_t, std::string>> failure_texts_;
-  double last_commit_seconds_ = 0, seconds_per_step_ = 0;
+  double last_step_seconds_ = 0, seconds_per_step_ = 0;
   uint64_t peak_bytes_ = 0;
 };
 

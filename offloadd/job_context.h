@@ -46,8 +46,9 @@ struct JobContext {
   uint64_t region_bytes = 0;
   const proto::PinWord* pins = nullptr;  // null when there is no rank any more: nothing is pinned
 
-  bool published = false;      // the store has its name; before that the weights are being put
-  bool commit_wanted = false;  // no write may begin until the commit is done
+  uint64_t checkpoint_steps = 1;  // every step whose number is a multiple of it is committed
+  bool published = false;         // the store has its name; before that the weights are being put
+  bool commit_wanted = false;     // no write may begin until the commit is done
   uint32_t writes_in_flight = 0;
   uint64_t outstanding = 0;
   double room_timeout_seconds = 0;  // after which an acquire that nothing can serve fails

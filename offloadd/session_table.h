@@ -51,6 +51,15 @@ class SessionTable {
     std::lock_guard<std::mutex> lock(mutex_);
     claims_.erase(session->id());
   }
+  // The session that has the claim of a job; null when there is none.
+  std::shared_ptr<Session> FindByClaim(const std::string& job) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [id, claimed] : claims_) {
+      const auto session = sessions_.find(id);
+      if (claimed == job && session != sessions_.end()) return session->second;
+    }
+    return nullptr;
+  }
   // Compares with every token, each in constant time. Null when it is nobody's.
   std::shared_ptr<Session> FindByToken(const proto::Token& token) const {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -41,7 +41,7 @@ uint64_t UpdateExecutor::buffer_bytes() const {
 void UpdateExecutor::Begin(StepPlan plan) {
   OFFLOAD_CHECK(!busy() && unfinished_.empty()) << "step " << plan.step;
   step_ = plan.step;
-  trainer_state_ = std::move(plan.trainer_state);
+  if (plan.trainer_state.has_value()) trainer_state_ = std::move(plan.trainer_state);
   hurry_ = false;
   pace_.Begin(cache_->position(), context_->clock->NowSeconds());
   std::vector<UpdateOrder::Task> order;
@@ -59,10 +59,13 @@ void UpdateExecutor::Begin(StepPlan plan) {
   if (uncomputed_tasks_ == 0) events_.on_updated(*step_);
 }
 
-void UpdateExecutor::CommitPuts() {
-  OFFLOAD_CHECK(!busy());
-  if (context_->store->has_uncommitted_writes() || context_->writes_in_flight > 0)
-    commit_puts_ = true;
+bool UpdateExecutor::HasUncommitted() const {
+  return written_step_.has_value() || context_->store->has_uncommitted_writes() ||
+         context_->writes_in_flight > 0;
+}
+
+void UpdateExecutor::CommitSoon() {
+  if (busy() || HasUncommitted()) commit_asked_ = true;
 }
 
 void UpdateExecutor::Reorder() {
@@ -79,7 +82,7 @@ bool UpdateExecutor::Turn() {
     }
     if (!started_.empty() || !StartTask()) break;
   }
-  if ((step_.has_value() && unfinished_.empty()) || commit_puts_) Commit();
+  if (step_.has_value() ? unfinished_.empty() : commit_asked_) FinishStep();
   return !order_.empty() && extents_in_flight_ < extents_in_flight_max_;
 }
 
@@ -309,14 +312,22 @@ void UpdateExecutor::Release(Extent& extent) {
 
 // ---- The commit --------------------------------------------------------------------------------
 
+// After the last write of a step, or when a commit is asked for without one.
+void UpdateExecutor::FinishStep() {
+  if (!step_.has_value() || commit_asked_ || *step_ % context_->checkpoint_steps == 0)
+    return Commit();
+  written_step_ = *std::exchange(step_, std::nullopt);
+  events_.on_written(*written_step_);
+}
+
 void UpdateExecutor::Commit() {
   if (committing_) return;
   context_->commit_wanted = true;
   if (context_->writes_in_flight > 0) return;
   committing_ = true;
-  commit_puts_ = false;
+  commit_asked_ = false;
   const swap::CommitInfo& committed = context_->store->committed();
-  const uint64_t epoch = step_.value_or(committed.epoch);
+  const uint64_t epoch = step_.value_or(written_step_.value_or(committed.epoch));
   std::string blob = trainer_state_.has_value() ? *std::move(trainer_state_) : committed.blob;
   trainer_state_.reset();
   FaultPoint("job.before_commit");
@@ -325,7 +336,9 @@ void UpdateExecutor::Commit() {
                             committing_ = false;
                             context_->commit_wanted = false;
                             if (!status.ok()) return context_->fail(status);
+                            commit_asked_ = false;  // who asked meanwhile has what there was
                             step_.reset();
+                            written_step_.reset();
                             events_.on_committed(epoch);
                           }));
 }

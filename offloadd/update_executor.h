@@ -1,12 +1,13 @@
 // offloadd/update_executor.h
 //
 // Runs a step: every extent of every updated tensor is read, updated in one pass by a worker, and
-// written to its other place; when all are written the epoch is committed. Runs ahead of the next
+// written to its other place; when all are written the epoch is committed, or, in an interval of
+// steps that end in one checkpoint, left to be rewritten by the next step. Runs ahead of the next
 // forward and shares its reads: updated weights stay in the window.
 //
 // Invariants
-//   * At most one step is recorded and not committed. A step begins after the commit of the one
-//   before it, so planes that live in
+//   * At most one step is recorded and not written. A step begins after the commit of the one
+//   before it, or after its last write inside an interval, so planes that live in
 //     DRAM are never changed while they are being written.
 //   * An extent is in one of: waiting for a buffer → reading → computing → writing → done; its
 //   buffers are its own from start to end.
@@ -40,20 +41,25 @@ namespace offload::daemon {
 
 class UpdateExecutor {
  public:
-  // `on_updated` runs when all updates of a step are computed, `on_committed` when it is durable.
+  // `on_updated` runs when all updates of a step are computed, `on_written` when it is written
+  // and waits for the checkpoint of its interval, `on_committed` when it is durable.
   struct Events {
     std::function<void(uint64_t step)> on_updated;
+    std::function<void(uint64_t step)> on_written;
     std::function<void(uint64_t step)> on_committed;
   };
   UpdateExecutor(JobContext* context, WeightCache* cache, ResidentState* state, Events events);
 
   // Records a step. Requires that no other one is under way. Its tensors are pending from here on.
   void Begin(StepPlan plan);
-  // Commits what was put without a step. Requires that no step is under way; does nothing when
-  // nothing was put.
-  void CommitPuts();
+  // Commits what was written or put since the last commit, without waiting for the end of the
+  // interval: together with the step that is under way, else at once. Does nothing when there is
+  // nothing.
+  void CommitSoon();
+  // True when a step is written, or something put, that is not committed.
+  bool HasUncommitted() const;
 
-  // True from Begin() to the commit.
+  // True from Begin() to the commit, or to the last write of a step inside an interval.
   bool busy() const { return step_.has_value() || committing_; }
   // True when the tensor's update is not written yet.
   bool Updating(uint32_t store_tensor) const { return unfinished_.count(store_tensor) != 0; }
@@ -103,6 +109,7 @@ class UpdateExecutor {
   void Write(const std::shared_ptr<Extent>& extent);
   void FinishWrite(const std::shared_ptr<Extent>& extent, const absl::Status& status);
   void Release(Extent& extent);
+  void FinishStep();
   void Commit();
 
   JobContext* context_;
@@ -112,11 +119,12 @@ class UpdateExecutor {
   UpdateOrder order_;
   Pace pace_;
 
-  std::optional<uint64_t> step_;  // recorded and not committed
-  std::optional<std::string> trainer_state_;
+  std::optional<uint64_t> step_;              // recorded and not finished
+  std::optional<uint64_t> written_step_;      // the last one of the interval that is finished
+  std::optional<std::string> trainer_state_;  // of the last step since the commit that had one
   bool hurry_ = false;
   bool committing_ = false;
-  bool commit_puts_ = false;
+  bool commit_asked_ = false;
   std::unordered_map<uint32_t, Task> unfinished_;  // by store tensor: recorded and not all written
   std::list<Task*> started_;                       // with extents to be started, in order
   uint32_t uncomputed_tasks_ = 0;

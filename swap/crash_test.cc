@@ -13,6 +13,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -57,7 +59,7 @@ int RunOpener(const std::string& pool) {
 
 class Writer {
  public:
-  Writer(const std::string& pool, const std::string& fault_point) {
+  Writer(const std::string& pool, const std::string& fault_point, std::string flag = "--writer") {
     int ends[2];
     EXPECT_EQ(pipe2(ends, O_CLOEXEC), 0);
     from_child_.reset(ends[0]);
@@ -65,7 +67,7 @@ class Writer {
     posix_spawn_file_actions_t actions;
     posix_spawn_file_actions_init(&actions);
     posix_spawn_file_actions_adddup2(&actions, to_parent.get(), kPipeFd);
-    std::string self = "/proc/self/exe", flag = "--writer", where = pool,
+    std::string self = "/proc/self/exe", where = pool,
                 fault = "OFFLOADD_FAULT_POINT=" + fault_point;
     char* arguments[] = {self.data(), flag.data(), where.data(), nullptr};
     char* environment[] = {fault.data(), nullptr};
@@ -151,6 +153,22 @@ void ExpectWholeEpoch(const std::string& pool, uint64_t acknowledged) {
   EXPECT_TRUE((*store)->repairs().size() <= 1) << "at most the second superblock is behind";
 }
 
+// Makes a snapshot of the first commit, growing for it, and deletes it after another commit.
+int RunKeeper(const std::string& pool) {
+  const auto store = Store::Open(pool, "job", QuickOptions());
+  if (!store.ok()) return 1;
+  const auto run = [&](const std::function<void(Store::Done)>& start) {
+    std::optional<absl::Status> result;
+    start([&](absl::Status status) { result = std::move(status); });
+    while (!result) (*store)->Poll(/*wait=*/true);
+    return result->ok();
+  };
+  const bool kept = run([&](auto done) { (*store)->Grow(nullptr, std::move(done)); }) &&
+                    run([&](auto done) { (*store)->CreateSnapshot("kept", 1, std::move(done)); }) &&
+                    CommitScript(**store).ok();
+  return kept && run([&](auto done) { (*store)->DeleteSnapshot("kept", std::move(done)); }) ? 0 : 2;
+}
+
 bool WasKilled(int status) { return WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL; }
 
 TEST(CrashTest, AKillAtEachPointOfACommitLeavesAWholeEpoch) {
@@ -189,6 +207,39 @@ TEST(CrashTest, AKillAtEachPointOfAFormatLeavesNoStoreOrAWholeOne) {
       EXPECT_TRUE(Store::Create(pool.path(), SmallSpec(), QuickOptions()).ok());
       EXPECT_TRUE(pool.Files().empty()) << point;
     }
+  }
+}
+
+TEST(CrashTest, AKillWhileASnapshotIsMadeOrDeletedLeavesTheStateBeforeOrAfter) {
+  // Of the three commits: that of the snapshot, that of the script, that of its deletion.
+  for (const char* point :
+       {"store.growth_allocated:1", "store.growth_formatted:1", "store.after_snapshot_table:1",
+        "store.after_table:1", "store.after_first_superblock:1", "store.after_commit:1",
+        "store.after_data_flush:2", "store.after_first_superblock:2", "store.after_table:3",
+        "store.after_first_superblock:3", "store.after_commit:3"}) {
+    TemporaryPool pool;
+    {
+      auto store = Store::Create(pool.path(), SmallSpec(), QuickOptions());
+      ASSERT_TRUE(store.ok() && CommitScript(**store).ok() && (*store)->Publish().ok());
+    }
+    const std::string path = pool.path() + "/job.offload";
+    const uint64_t before = std::filesystem::file_size(path);
+    Writer keeper(pool.path(), point, "--keeper");
+    EXPECT_TRUE(WasKilled(keeper.Join())) << point;
+    auto store = Store::Open(pool.path(), "job", QuickOptions());
+    ASSERT_TRUE(store.ok()) << point << ": " << store.status();
+    const uint64_t sequence = (*store)->committed().sequence;
+    EXPECT_EQ(std::filesystem::file_size(path),
+              before + (*store)->generation_count() * (*store)->generation_bytes())
+        << point;
+    EXPECT_EQ((*store)->snapshots().size(), sequence == 2 || sequence == 3 ? 1u : 0u) << point;
+    if (sequence == 1) {
+      EXPECT_EQ(CheckScript(**store, 1), absl::OkStatus()) << point;
+    }
+    if ((*store)->snapshots().empty()) continue;
+    auto kept = Store::OpenSnapshot(pool.path(), "job", "kept", QuickOptions());
+    ASSERT_TRUE(kept.ok()) << point << ": " << kept.status();
+    EXPECT_EQ(CheckScript(**kept, 1), absl::OkStatus()) << point;
   }
 }
 
@@ -309,6 +360,7 @@ TEST(CrashTest, OfTwoThatOpenAtOnceOneWins) {
 int main(int argc, char** argv) {
   if (argc == 3 && std::strcmp(argv[1], "--writer") == 0) return offload::swap::RunWriter(argv[2]);
   if (argc == 3 && std::strcmp(argv[1], "--opener") == 0) return offload::swap::RunOpener(argv[2]);
+  if (argc == 3 && std::strcmp(argv[1], "--keeper") == 0) return offload::swap::RunKeeper(argv[2]);
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

@@ -76,6 +76,25 @@ absl::StatusOr<TensorSpec> DecodeTensor(Cursor* cursor) {
   return tensor;
 }
 
+// A record is free and blank, or names a commit that is older than the one that lists it, by a name
+// of its own.
+bool IsGoodSnapshot(const SuperblockPage& page, uint32_t number) {
+  const SnapshotRecord& record = page.snapshots[number];
+  if (!record.in_use()) {
+    constexpr SnapshotRecord kFree{};
+    return std::memcmp(&record, &kFree, sizeof(record)) == 0;
+  }
+  const std::string_view name = record.name_view();
+  for (uint32_t other = 0; other < number; ++other) {
+    if (page.snapshots[other].in_use() && page.snapshots[other].name_view() == name) return false;
+  }
+  return number < page.generation_count && record.sequence < page.sequence &&
+         record.blob_bytes <= Limits::kBlobBytesMax && record.lost <= 1 &&
+         IsValidSnapshotName(name) &&
+         std::all_of(record.name + name.size(), std::end(record.name),
+                     [](char byte) { return byte == 0; });
+}
+
 }  // namespace
 
 void SealHeader(HeaderPage* page) {
@@ -120,15 +139,19 @@ absl::StatusOr<SuperblockPage> DecodeSuperblock(ConstPageBytes bytes, uint32_t c
   if (page.sequence == 0 || page.sequence % 2 != copy / 2) {
     return Damaged(absl::StrCat("superblock sequence ", page.sequence, " at copy ", copy));
   }
-  if (page.table_copy > 1 || page.blob_area > 1 || page.blob_bytes > Limits::kBlobBytesMax ||
-      !AllZero(page.zeros)) {
+  if (page.generation_count > kGenerationsMax || page.reserved != 0 || page.table_copy > 1 ||
+      page.blob_area > 1 || page.blob_bytes > Limits::kBlobBytesMax || !AllZero(page.zeros)) {
     return Damaged("superblock fields");
+  }
+  for (uint32_t number = 0; number < kGenerationsMax; ++number) {
+    if (!IsGoodSnapshot(page, number)) return Damaged(absl::StrCat("snapshot record ", number));
   }
   return page;
 }
 
 absl::Status CheckTablePage(const TablePage& page, const StoreUuid& uuid, uint32_t copy,
-                            uint32_t page_index, uint64_t sequence, uint64_t entry_count) {
+                            uint32_t page_index, uint64_t sequence, uint64_t entry_count,
+                            uint32_t place_count) {
   if (page.magic != TablePage::kMagic) return Damaged("not a table page");
   if (page.crc != PageCrc(&page, offsetof(TablePage, crc))) return Damaged("table page checksum");
   if (page.uuid != uuid) return Damaged("table page of another store");
@@ -141,10 +164,11 @@ absl::Status CheckTablePage(const TablePage& page, const StoreUuid& uuid, uint32
   for (uint32_t i = 0; i < kEntriesPerTablePage; ++i) {
     const TableEntry& entry = page.entries[i];
     const bool unused = first_entry + i >= entry_count;
-    const uint32_t known_flags = TableEntry::kUserFlagsMask | TableEntry::kPlaceBit;
+    const uint32_t known_flags = TableEntry::kUserFlagsMask | ~0u << TableEntry::kPlaceShift;
     const bool blank = entry.word == 0 && entry.crc == 0 && entry.flags == 0;
     if (entry.sequence > page.sequence || (entry.flags & ~known_flags) != 0 ||
-        (entry.sequence == 0 && !blank) || (unused && entry.sequence != 0)) {
+        entry.place() >= place_count || (entry.sequence == 0 && !blank) ||
+        (unused && entry.sequence != 0)) {
       return Damaged(absl::StrCat("table entry ", first_entry + i));
     }
   }

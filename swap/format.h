@@ -32,7 +32,7 @@ namespace offload::swap {
 static_assert(std::endian::native == std::endian::little, "the format is little endian");
 
 inline constexpr uint64_t kPageBytes = 4096;
-inline constexpr uint32_t kFormatVersion = 1;
+inline constexpr uint32_t kFormatVersion = 2;
 inline constexpr uint32_t kSuperblockCount = 4;
 inline constexpr uint64_t kSpecAreaOffset = (2 + kSuperblockCount) * kPageBytes;
 
@@ -58,11 +58,26 @@ struct HeaderPage {
   uint32_t copy;      // 0 or 1
   uint32_t spec_crc;  // of the spec section, which follows the superblocks, twice
   uint64_t spec_bytes;
-  uint64_t file_bytes;
+  uint64_t file_bytes;  // without spare generations
   uint8_t zeros[kPageBytes - 56];
 };
 static_assert(sizeof(HeaderPage) == kPageBytes && std::is_trivially_copyable_v<HeaderPage>);
 static_assert(offsetof(HeaderPage, file_bytes) == 48);
+
+// Names a commit that is kept: a snapshot. The record's number says where its table and blob are.
+struct SnapshotRecord {
+  uint64_t sequence;  // of the commit that it names; 0: the record is free
+  uint64_t epoch;
+  int64_t created_unix_seconds;
+  uint32_t table_root_crc;
+  uint32_t blob_bytes;
+  uint32_t blob_crc;
+  uint32_t lost;  // 1: its table was found damaged, and its places are no longer kept
+  char name[kSnapshotNameBytesMax];  // zeros behind it
+  bool in_use() const { return sequence != 0; }
+  std::string_view name_view() const { return {name, strnlen(name, sizeof(name))}; }
+};
+static_assert(sizeof(SnapshotRecord) == 104 && std::is_trivially_copyable_v<SnapshotRecord>);
 
 // Names a commit. Copies {0,1} hold even sequences, {2,3} odd ones.
 struct SuperblockPage {
@@ -79,23 +94,28 @@ struct SuperblockPage {
   uint32_t blob_area;
   uint32_t blob_bytes;
   uint32_t blob_crc;
-  uint8_t zeros[kPageBytes - 80];
+  uint32_t generation_count;  // spare generations that the file has
+  uint32_t reserved;
+  SnapshotRecord snapshots[kGenerationsMax];
+  uint8_t zeros[kPageBytes - 88 - kGenerationsMax * sizeof(SnapshotRecord)];
 };
 static_assert(sizeof(SuperblockPage) == kPageBytes && std::is_trivially_copyable_v<SuperblockPage>);
-static_assert(offsetof(SuperblockPage, blob_crc) == 76);
+static_assert(offsetof(SuperblockPage, snapshots) == 88);
 
 // What is known of one extent.
 struct TableEntry {
-  static constexpr uint32_t kPlaceBit = 1u << 31;
+  static constexpr uint32_t kPlaceShift = 28;
   static constexpr uint32_t kUserFlagsMask = 0xFFFF;
   uint64_t sequence;  // 0: never written
   uint64_t word;
   uint32_t crc;
-  uint32_t flags;  // of the writer, and kPlaceBit
-  uint32_t place() const { return flags >> 31; }
+  uint32_t flags;  // of the writer, and in the upper four bits the place
+  uint32_t place() const { return flags >> kPlaceShift; }
   uint32_t user_flags() const { return flags & kUserFlagsMask; }
 };
 static_assert(sizeof(TableEntry) == 24 && std::is_trivially_copyable_v<TableEntry>);
+
+static_assert(2 + kGenerationsMax <= 1u << (32 - TableEntry::kPlaceShift));
 
 inline constexpr uint32_t kEntriesPerTablePage = 169;
 
@@ -103,7 +123,7 @@ struct TablePage {
   static constexpr uint32_t kMagic = 0x4C425446;  // "FTBL"
   uint32_t magic;
   uint32_t crc;
-  uint32_t copy;      // 0 or 1; the two mirrors of a copy are equal byte by byte
+  uint32_t copy;      // 0 or 1, or 2 + the number of a snapshot; two mirrors are equal byte by byte
   uint32_t page;      // index in the copy
   uint64_t sequence;  // of the commit that wrote the page
   StoreUuid uuid;
@@ -125,9 +145,11 @@ absl::StatusOr<HeaderPage> DecodeHeader(ConstPageBytes bytes, uint32_t copy);
 absl::StatusOr<SuperblockPage> DecodeSuperblock(ConstPageBytes bytes, uint32_t copy,
                                                 const StoreUuid& uuid);
 // OK when the page is what commit `sequence` or one before it wrote as page `page` of table copy
-// `copy`. The last page of a table has entries that no extent has: they are zero.
+// `copy` of a store with so many places. The last page of a table has entries that no extent has:
+// they are zero.
 absl::Status CheckTablePage(const TablePage& page, const StoreUuid& uuid, uint32_t copy,
-                            uint32_t page_index, uint64_t sequence, uint64_t entry_count);
+                            uint32_t page_index, uint64_t sequence, uint64_t entry_count,
+                            uint32_t place_count);
 
 // What the four superblocks of one history have in common: the same for both copies of a commit.
 uint32_t IdentityCrc(const SuperblockPage& page);

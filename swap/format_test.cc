@@ -46,7 +46,7 @@ SuperblockPage GoodSuperblock() {
 TablePage GoodTablePage() {
   TablePage page{.copy = 1, .page = 2, .sequence = 11, .uuid = kUuid};
   for (TableEntry& entry : page.entries)
-    entry = {11, 77, 0xABCD, TableEntry::kPlaceBit | kFlagTiesPlane};
+    entry = {11, 77, 0xABCD, 1u << TableEntry::kPlaceShift | kFlagTiesPlane};
   SealTablePage(&page);
   return page;
 }
@@ -64,7 +64,7 @@ StoreSpec TwoTensors() {
 TEST(FormatTest, PagesComeBackAsTheyWere) {
   EXPECT_EQ(DecodeHeader(BytesOf(GoodHeader()), 1)->spec_bytes, 100u);
   EXPECT_EQ(DecodeSuperblock(BytesOf(GoodSuperblock()), 3, kUuid)->epoch, 5u);
-  EXPECT_TRUE(CheckTablePage(GoodTablePage(), kUuid, 1, 2, 11, kManyEntries).ok());
+  EXPECT_TRUE(CheckTablePage(GoodTablePage(), kUuid, 1, 2, 11, kManyEntries, 2).ok());
 }
 
 TEST(FormatTest, EveryFlippedBitOfEveryPageIsDetected) {
@@ -75,7 +75,7 @@ TEST(FormatTest, EveryFlippedBitOfEveryPageIsDetected) {
     FlipBit(&header, bit), FlipBit(&superblock, bit), FlipBit(&table, bit);
     EXPECT_FALSE(DecodeHeader(BytesOf(header), 1).ok()) << bit;
     EXPECT_FALSE(DecodeSuperblock(BytesOf(superblock), 3, kUuid).ok()) << bit;
-    EXPECT_FALSE(CheckTablePage(table, kUuid, 1, 2, 11, kManyEntries).ok()) << bit;
+    EXPECT_FALSE(CheckTablePage(table, kUuid, 1, 2, 11, kManyEntries, 2).ok()) << bit;
     FlipBit(&header, bit), FlipBit(&superblock, bit), FlipBit(&table, bit);
   }
 }
@@ -85,12 +85,12 @@ TEST(FormatTest, MisplacedForeignAndFuturePagesAreRefused) {
   for (uint32_t copy : {0, 1, 2})
     EXPECT_FALSE(DecodeSuperblock(BytesOf(GoodSuperblock()), copy, kUuid).ok());
   EXPECT_FALSE(DecodeSuperblock(BytesOf(GoodSuperblock()), 3, kOtherUuid).ok());
-  EXPECT_FALSE(CheckTablePage(GoodTablePage(), kOtherUuid, 1, 2, 11, kManyEntries).ok());
-  EXPECT_FALSE(CheckTablePage(GoodTablePage(), kUuid, 0, 2, 11, kManyEntries).ok());
-  EXPECT_FALSE(CheckTablePage(GoodTablePage(), kUuid, 1, 1, 11, kManyEntries).ok());
-  EXPECT_FALSE(CheckTablePage(GoodTablePage(), kUuid, 1, 2, 10, kManyEntries).ok())
+  EXPECT_FALSE(CheckTablePage(GoodTablePage(), kOtherUuid, 1, 2, 11, kManyEntries, 2).ok());
+  EXPECT_FALSE(CheckTablePage(GoodTablePage(), kUuid, 0, 2, 11, kManyEntries, 2).ok());
+  EXPECT_FALSE(CheckTablePage(GoodTablePage(), kUuid, 1, 1, 11, kManyEntries, 2).ok());
+  EXPECT_FALSE(CheckTablePage(GoodTablePage(), kUuid, 1, 2, 10, kManyEntries, 2).ok())
       << "of a later commit";
-  EXPECT_FALSE(CheckTablePage(GoodTablePage(), kUuid, 1, 2, 11, kManyEntries - 1).ok())
+  EXPECT_FALSE(CheckTablePage(GoodTablePage(), kUuid, 1, 2, 11, kManyEntries - 1, 2).ok())
       << "an entry that no extent has";
 }
 
@@ -109,11 +109,13 @@ TEST(FormatTest, PagesWithAGoodChecksumAndBadFieldsAreRefused) {
   EXPECT_FALSE(superblock([](SuperblockPage* page) { page->blob_area = 2; }));
   EXPECT_FALSE(superblock([](SuperblockPage* page) { page->blob_bytes = (1 << 20) + 1; }));
   EXPECT_FALSE(superblock([](SuperblockPage* page) { page->zeros[100] = 1; }));
+  EXPECT_FALSE(superblock([](SuperblockPage* page) { page->generation_count = 15; }));
+  EXPECT_FALSE(superblock([](SuperblockPage* page) { page->reserved = 1; }));
   const auto entry = [](void (*spoil)(TableEntry*)) {
     TablePage page = GoodTablePage();
     spoil(&page.entries[168]);
     SealTablePage(&page);
-    return CheckTablePage(page, kUuid, 1, 2, 11, kManyEntries).ok();
+    return CheckTablePage(page, kUuid, 1, 2, 11, kManyEntries, 2).ok();
   };
   EXPECT_TRUE(entry([](TableEntry* e) { *e = {}; }));
   EXPECT_FALSE(entry([](TableEntry* e) { e->sequence = 12; }));
@@ -175,6 +177,10 @@ TEST(FormatTest, TheWorkedExampleOfTheDesignPage) {
   EXPECT_EQ(layout.PlaceOffset(0), 4243456u);
   EXPECT_EQ(layout.PlaceOffset(1), 4489216u);
   EXPECT_EQ(layout.file_bytes(), 4734976u);
+  EXPECT_EQ(layout.SnapshotTableOffset(0, 1), 4739072u);
+  EXPECT_EQ(layout.SnapshotBlobOffset(0, 0), 4743168u);
+  EXPECT_EQ(layout.PlaceOffset(2), 6840320u);
+  EXPECT_EQ(layout.file_bytes(1), 7086080u);
   EXPECT_EQ(layout.ExtentBytes({0, Plane::kWeight, 1}), 16384u);
   EXPECT_EQ(layout.ExtentBytes({0, Plane::kExpAvg, 1}), 32768u);
 
@@ -183,7 +189,7 @@ TEST(FormatTest, TheWorkedExampleOfTheDesignPage) {
   HeaderPage header{
       .uuid = uuid, .copy = 0, .spec_crc = 0x8453e370, .spec_bytes = 55, .file_bytes = 4734976};
   SealHeader(&header);
-  EXPECT_EQ(header.prefix.crc, 0x1800cdeau);
+  EXPECT_EQ(header.prefix.crc, 0x8db696feu);
   SuperblockPage superblock{.uuid = uuid,
                             .copy = 2,
                             .sequence = 1,
@@ -191,10 +197,60 @@ TEST(FormatTest, TheWorkedExampleOfTheDesignPage) {
                             .table_copy = 1,
                             .table_root_crc = 0x11223344,
                             .table_page_count = 1,
-                            .blob_area = 1};
+                            .blob_area = 1,
+                            .generation_count = 1};
   SealSuperblock(&superblock);
-  EXPECT_EQ(superblock.prefix.crc, 0x524ee591u);
+  EXPECT_EQ(superblock.prefix.crc, 0x004e80e0u);
   EXPECT_EQ(ExtentSeed(uuid, {0, Plane::kExpAvg, 1}, 1), 0x0e0475e1u);
+
+  superblock.copy = 0;
+  superblock.parent_crc = IdentityCrc(superblock);
+  superblock.sequence = 2;
+  superblock.table_copy = superblock.blob_area = 0;
+  superblock.snapshots[0] = {.sequence = 1,
+                             .epoch = 1,
+                             .created_unix_seconds = 1'800'000'000,
+                             .table_root_crc = 0x55667788,
+                             .name = "best"};
+  SealSuperblock(&superblock);
+  EXPECT_TRUE(DecodeSuperblock(BytesOf(superblock), 0, uuid).ok());
+  EXPECT_EQ(offsetof(SuperblockPage, snapshots), 0x58u);
+  EXPECT_EQ(superblock.prefix.crc, 0xc9e9da0eu);
+}
+
+TEST(FormatTest, SnapshotRecordsWithBadFieldsAreRefused) {
+  const auto record = [](void (*spoil)(SnapshotRecord*)) {
+    SuperblockPage page = GoodSuperblock();
+    page.generation_count = 2;
+    for (SnapshotRecord* each : {&page.snapshots[0], &page.snapshots[1]}) {
+      *each = {.sequence = 10, .epoch = 4, .created_unix_seconds = 1, .name = "one"};
+      if (each != page.snapshots) each->name[0] = 't';
+    }
+    spoil(page.snapshots);
+    SealSuperblock(&page);
+    return DecodeSuperblock(BytesOf(page), 3, kUuid).ok();
+  };
+  EXPECT_TRUE(record([](SnapshotRecord*) {}));
+  EXPECT_TRUE(record([](SnapshotRecord* r) { r[0] = {}; }));
+  EXPECT_TRUE(record([](SnapshotRecord* r) { r->lost = 1; }));
+  EXPECT_FALSE(record([](SnapshotRecord* r) { r->lost = 2; }));
+  EXPECT_FALSE(record([](SnapshotRecord* r) { r->sequence = 0; })) << "free, and not blank";
+  EXPECT_FALSE(record([](SnapshotRecord* r) { r->sequence = 11; })) << "of the commit itself";
+  EXPECT_FALSE(record([](SnapshotRecord* r) { r->blob_bytes = (1 << 20) + 1; }));
+  EXPECT_FALSE(record([](SnapshotRecord* r) { r->name[0] = 0; }));
+  EXPECT_FALSE(record([](SnapshotRecord* r) { r->name[0] = '/'; }));
+  EXPECT_FALSE(record([](SnapshotRecord* r) { r->name[0] = 't'; })) << "the other's name";
+  EXPECT_FALSE(record([](SnapshotRecord* r) { r->name[5] = 'x'; })) << "after the end of the name";
+  EXPECT_FALSE(record([](SnapshotRecord* r) { r[2] = r[0], r[2].name[0] = 'z'; }))
+      << "no such generation";
+}
+
+TEST(FormatTest, PlacesThatTheStoreDoesNotHaveAreRefused) {
+  TablePage page = GoodTablePage();
+  page.entries[0].flags = 2u << TableEntry::kPlaceShift;
+  SealTablePage(&page);
+  EXPECT_FALSE(CheckTablePage(page, kUuid, 1, 2, 11, kManyEntries, 2).ok());
+  EXPECT_TRUE(CheckTablePage(page, kUuid, 1, 2, 11, kManyEntries, 3).ok());
 }
 
 TEST(LayoutTest, ExtentsTileBothPlacesWithoutGapOrOverlap) {
@@ -218,6 +274,11 @@ TEST(LayoutTest, ExtentsTileBothPlacesWithoutGapOrOverlap) {
   EXPECT_EQ(entry, layout.entry_count());
   EXPECT_EQ(layout.PlaceOffset(1), layout.PlaceOffset(0) + at);
   EXPECT_EQ(layout.file_bytes(), layout.PlaceOffset(1) + at);
+  EXPECT_EQ(layout.SnapshotTableOffset(0, 0), layout.file_bytes());
+  EXPECT_EQ(layout.PlaceOffset(2),
+            layout.file_bytes() + 2 * (layout.table_bytes() + Limits::kBlobBytesMax));
+  EXPECT_EQ(layout.file_bytes(1), layout.PlaceOffset(2) + at);
+  EXPECT_EQ(layout.SnapshotTableOffset(1, 0), layout.file_bytes(1));
   EXPECT_EQ(layout.ExtentBytes({0, Plane::kWeight, 3}), 4096u) << "1696 elements of 2 bytes";
   EXPECT_EQ(layout.TableOffset(0, 0), Layout::SpecOffset(1, EncodeSpec(spec).size()) + kPageBytes);
 }

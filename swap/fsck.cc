@@ -50,6 +50,8 @@ class Fsck {
   absl::Status CheckTable();
   absl::Status CheckState();
   absl::Status CheckExtents();
+  absl::Status CheckSnapshots();
+  absl::Status CheckSnapshot(uint32_t number, const std::string& name);
   void CheckExtent(const ExtentId& id, MappedRegion* buffer);
   const TableEntry& entry(uint64_t index) const;
 
@@ -92,7 +94,8 @@ absl::Status Fsck::Run() {
   OFFLOAD_RETURN_IF_ERROR(CheckSpecs());
   OFFLOAD_RETURN_IF_ERROR(CheckTable());
   OFFLOAD_RETURN_IF_ERROR(CheckState());
-  return CheckExtents();
+  OFFLOAD_RETURN_IF_ERROR(CheckExtents());
+  return CheckSnapshots();
 }
 
 absl::Status Fsck::CheckCopy(Part part, std::string_view name, uint64_t offset_bytes,
@@ -234,6 +237,49 @@ absl::Status Fsck::CheckExtents() {
   });
   while (reads_in_flight_ > 0) device_->Poll(/*wait=*/true);
   return wanted;
+}
+
+absl::Status Fsck::CheckSnapshots() {
+  for (uint32_t number = 0; number < kGenerationsMax; ++number) {
+    const std::optional<SnapshotInfo> snapshot = found_.snapshots[number];
+    if (!snapshot) continue;
+    if (snapshot->damage.ok()) {
+      OFFLOAD_RETURN_IF_ERROR(CheckSnapshot(number, snapshot->name));
+    } else {
+      report_->findings.push_back({Part::kTable, std::string(snapshot->damage.message())});
+    }
+  }
+  return absl::OkStatus();
+}
+
+// As the last commit: both mirrors of its table and of its blob, and every extent.
+absl::Status Fsck::CheckSnapshot(uint32_t number, const std::string& name) {
+  absl::StatusOr<RecoveredStore> snapshot =
+      RecoverSnapshot(report_->path, report_->file_bytes, read_, name);
+  if (!snapshot.ok()) {
+    report_->findings.push_back(
+        {Part::kState, absl::StrCat("snapshot ", name, ": ", snapshot.status().message())});
+    return absl::OkStatus();
+  }
+  std::string blob = snapshot->committed.blob;
+  blob.resize(RoundUpToPage(blob.size()));
+  for (uint32_t mirror = 0; mirror < 2; ++mirror) {
+    for (uint32_t page = 0; page < found_.layout.table_page_count(); ++page) {
+      const uint64_t at = uint64_t{page} * kPageBytes;
+      OFFLOAD_RETURN_IF_ERROR(CheckCopy(
+          Part::kTable, absl::StrCat("snapshot ", name, ", table page ", page, ", mirror ", mirror),
+          found_.layout.SnapshotTableOffset(number, mirror) + at,
+          snapshot->table.span().subspan(at, kPageBytes)));
+    }
+    if (blob.empty()) continue;
+    OFFLOAD_RETURN_IF_ERROR(CheckCopy(
+        Part::kState, absl::StrCat("snapshot ", name, ", trainer's state, mirror ", mirror),
+        found_.layout.SnapshotBlobOffset(number, mirror), std::as_bytes(std::span(blob))));
+  }
+  std::swap(found_.table, snapshot->table);
+  const absl::Status status = CheckExtents();
+  std::swap(found_.table, snapshot->table);
+  return status;
 }
 
 void Fsck::CheckExtent(const ExtentId& id, MappedRegion* buffer) {

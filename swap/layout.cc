@@ -85,6 +85,10 @@ bool IsValidJobName(std::string_view job) {
   });
 }
 
+bool IsValidSnapshotName(std::string_view name) {
+  return IsValidJobName(name) && name.size() <= kSnapshotNameBytesMax;
+}
+
 absl::Status ValidateSpec(const StoreSpec& spec) {
   if (!IsValidJobName(spec.job))
     return MakeError(ErrorId::kBadValue, absl::StrCat("job name '", spec.job, "'"));
@@ -121,7 +125,7 @@ absl::StatusOr<Layout> Layout::Make(const StoreSpec& spec) {
     at.base_bytes = static_cast<uint64_t>(place_bytes);
     layout.entry_count_ += uint64_t{at.index_count} * at.plane_count;
     place_bytes += TensorBytes(at);
-    if (layout.entry_count_ > Limits::kExtentsMax || place_bytes > Limits::kFileBytesMax / 4) {
+    if (layout.entry_count_ > Limits::kExtentsMax || place_bytes > Limits::kFileBytesMax / 32) {
       return MakeError(ErrorId::kBadValue,
                        absl::StrCat("store has too many extents: ", layout.entry_count_, " of ",
                                     spec.extent_elements, " elements"));

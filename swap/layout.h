@@ -11,6 +11,8 @@
 //   indexes side by side in a tensor,
 //     tensors side by side in the area of the place: a whole step reads and writes two ascending
 //     streams.
+//   * Spare generations stand behind everything else, each with the table and the blob of one
+//   snapshot and one more place: a store that grows by one moves nothing.
 //   * Table entries stand in the same order as the extents, so that what is written together is
 //   dirty together.
 //
@@ -61,7 +63,7 @@ struct TensorLayout {
 
 class Layout {
  public:
-  // Where an extent stands: its table entry, its length, and its offset from the start of either
+  // Where an extent stands: its table entry, its length, and its offset from the start of any
   // place's area.
   struct Where {
     uint64_t entry = 0;
@@ -79,7 +81,12 @@ class Layout {
   uint64_t entry_count() const { return entry_count_; }
   uint32_t table_page_count() const { return table_page_count_; }
   uint64_t table_bytes() const { return uint64_t{table_page_count_} * kPageBytes; }
-  uint64_t file_bytes() const { return file_bytes_; }
+  uint64_t file_bytes(uint32_t generation_count = 0) const {
+    return file_bytes_ + generation_count * generation_bytes();
+  }
+  uint64_t generation_bytes() const {
+    return 2 * (table_bytes() + Limits::kBlobBytesMax) + place_bytes_;
+  }
   uint64_t place_bytes() const { return place_bytes_; }
   const std::vector<TensorLayout>& tensors() const { return tensors_; }
 
@@ -94,7 +101,16 @@ class Layout {
   uint64_t BlobOffset(uint32_t area, uint32_t mirror) const {
     return blob_offset_bytes_ + (area * 2 + mirror) * Limits::kBlobBytesMax;
   }
-  uint64_t PlaceOffset(uint32_t place) const { return data_offset_bytes_ + place * place_bytes_; }
+  uint64_t PlaceOffset(uint32_t place) const {
+    return place < 2 ? data_offset_bytes_ + place * place_bytes_ : SnapshotBlobOffset(place - 2, 2);
+  }
+  // Of the record with this number in the superblock.
+  uint64_t SnapshotTableOffset(uint32_t number, uint32_t mirror) const {
+    return file_bytes(number) + mirror * table_bytes();
+  }
+  uint64_t SnapshotBlobOffset(uint32_t number, uint32_t mirror) const {
+    return file_bytes(number) + 2 * table_bytes() + mirror * Limits::kBlobBytesMax;
+  }
 
  private:
   std::vector<TensorLayout> tensors_;

@@ -140,6 +140,12 @@ StoreSummary Summarize(const PoolDirectory& directory, const std::string& name) 
   }
   summary.committed = found->committed;
   summary.committed.blob.clear();
+  for (const std::optional<SnapshotInfo>& snapshot : found->snapshots) {
+    if (snapshot) summary.snapshots.push_back(*snapshot);
+  }
+  summary.generation_count = found->superblock.generation_count;
+  summary.generation_bytes = found->layout.generation_bytes();
+  summary.state_bytes = found->layout.place_bytes();
   // Copies differ for a moment while the owner commits; it has judged them itself at its start.
   if (!summary.in_use && !found->repairs.empty()) {
     summary.damage = absl::DataLossError(absl::StrCat(
@@ -225,9 +231,9 @@ absl::Status RemoveStore(const std::string& pool, const std::string& job) {
   return directory.Sync();
 }
 
-uint64_t FormattedBytes(const StoreSpec& spec) {
+uint64_t FormattedBytes(const StoreSpec& spec, uint32_t generations) {
   const absl::StatusOr<Layout> layout = Layout::Make(spec);
-  return layout.ok() ? layout->file_bytes() : 0;
+  return layout.ok() ? layout->file_bytes(generations) : 0;
 }
 
 }  // namespace offload::swap

@@ -25,21 +25,55 @@ class Recovery {
     OFFLOAD_RETURN_IF_ERROR(FindHeader());
     OFFLOAD_RETURN_IF_ERROR(ReadSpec());
     OFFLOAD_RETURN_IF_ERROR(ChooseSuperblock());
+    ListSnapshots();
     if (depth == RecoveryDepth::kWhole) {
       OFFLOAD_RETURN_IF_ERROR(ReadTable());
       OFFLOAD_RETURN_IF_ERROR(ReadBlob());
+      OFFLOAD_RETURN_IF_ERROR(ReadSnapshotPlaces());
     }
     return std::move(store_);
   }
 
+  absl::StatusOr<RecoveredStore> RunSnapshot(std::string_view snapshot) {
+    OFFLOAD_RETURN_IF_ERROR(FindHeader());
+    OFFLOAD_RETURN_IF_ERROR(ReadSpec());
+    OFFLOAD_RETURN_IF_ERROR(ChooseSuperblock());
+    ListSnapshots();
+    OFFLOAD_RETURN_IF_ERROR(ReadSnapshot(snapshot));
+    return std::move(store_);
+  }
+
  private:
+  // A table on disk, and what of it is read.
+  struct TableAddress {
+    std::string_view name;  // "" for the last commit's; else how messages begin
+    uint32_t copy = 0;
+    uint64_t sequence = 0;
+    uint32_t root_crc = 0;
+    std::array<uint64_t, 2> offsets_bytes{};  // of the two mirrors
+  };
+  struct LoadedTable {
+    MappedRegion pages;  // the better mirror of each
+    std::vector<uint32_t> page_crcs;
+    std::vector<std::pair<uint32_t, uint32_t>> repaired_pages;  // page, and the mirror that is bad
+    std::vector<uint32_t> tied_pages;  // both mirrors are intact and as new, and differ
+  };
+
   absl::Status FindHeader();
   absl::Status ReadSpec();
   absl::Status ChooseSuperblock();
   absl::Status ReadSuperblocks();
   absl::Status CheckOtherPair(uint32_t lower_copy, uint64_t newest_sequence) const;
   absl::Status ReadTable();
+  absl::Status LoadTable(const TableAddress& address, LoadedTable* loaded);
   absl::Status ReadBlob();
+  absl::Status LoadBlob(uint64_t sequence, uint32_t blob_bytes, uint32_t blob_crc,
+                        const std::array<uint64_t, 2>& offsets_bytes);
+  void ListSnapshots();
+  absl::Status SnapshotLost(const SnapshotRecord& record) const;
+  absl::Status LoadSnapshotTable(uint32_t number, LoadedTable* loaded);
+  absl::Status ReadSnapshotPlaces();
+  absl::Status ReadSnapshot(std::string_view snapshot);
 
   absl::Status Damaged(std::string_view what) const {
     return MakeError(ErrorId::kStoreDamaged, absl::StrCat(ToAbsl(name_), ": ", ToAbsl(what)));
@@ -54,10 +88,10 @@ class Recovery {
     return offset_bytes <= file_bytes_ && size_bytes <= file_bytes_ - offset_bytes;
   }
 
-  // Takes the newer of the two mirrors of a page that are intact; copies it into `best`. When both
-  // are as new and differ, `tied` is set.
-  bool ChooseTablePage(uint32_t page_index, TablePage* best, const TablePage& twin, bool* tied);
-  bool HasRoot() const;
+  // Takes the newer of the two mirrors of a page that are intact; copies it into `best`. False when
+  // neither is.
+  bool ChooseTablePage(const TableAddress& address, uint32_t page_index, TablePage* best,
+                       const TablePage& twin, LoadedTable* loaded);
 
   const std::string_view name_;
   const uint64_t file_bytes_;
@@ -216,6 +250,10 @@ absl::Status Recovery::ChooseSuperblock() {
           absl::StrCat("sequence ", newest->sequence, " does not follow from ", older->sequence));
     }
   }
+  if (store_.layout.file_bytes(newest->generation_count) > file_bytes_) {
+    return Damaged(absl::StrCat("the file has ", file_bytes_, " of its ",
+                                store_.layout.file_bytes(newest->generation_count), " bytes"));
+  }
   store_.superblock = *newest;
   store_.superblock_twin_missing =
       !superblocks_[twin] || superblocks_[twin]->sequence != newest->sequence;
@@ -224,71 +262,93 @@ absl::Status Recovery::ChooseSuperblock() {
   return absl::OkStatus();
 }
 
-bool Recovery::ChooseTablePage(uint32_t page_index, TablePage* best, const TablePage& twin,
-                               bool* tied) {
-  const SuperblockPage& superblock = store_.superblock;
+bool Recovery::ChooseTablePage(const TableAddress& address, uint32_t page_index, TablePage* best,
+                               const TablePage& twin, LoadedTable* loaded) {
   const auto check = [&](const TablePage& page) {
-    return CheckTablePage(page, store_.header.uuid, superblock.table_copy, page_index,
-                          superblock.sequence, store_.layout.entry_count());
+    return CheckTablePage(page, store_.header.uuid, address.copy, page_index, address.sequence,
+                          store_.layout.entry_count(), 2 + store_.superblock.generation_count);
   };
   const absl::Status first = check(*best), second = check(twin);
   if (!first.ok() && !second.ok()) return false;
   const bool take_twin = !first.ok() || (second.ok() && twin.sequence > best->sequence);
   if (!first.ok() || !second.ok() || best->crc != twin.crc) {
-    store_.repaired_table_pages.push_back(page_index);
+    const uint32_t bad_mirror = take_twin ? 0 : 1;
+    loaded->repaired_pages.emplace_back(page_index, bad_mirror);
     const absl::Status& error = take_twin ? first : second;
-    Repaired(absl::StrCat("table page ", page_index, ", mirror ", take_twin ? 0 : 1, ": ",
-                          error.ok() ? "a lost write" : error.message()));
+    Repaired(absl::StrCat(ToAbsl(address.name), "table page ", page_index, ", mirror ", bad_mirror,
+                          ": ", error.ok() ? "a lost write" : error.message()));
   }
-  *tied = first.ok() && second.ok() && best->sequence == twin.sequence && best->crc != twin.crc;
+  const bool tied =
+      first.ok() && second.ok() && best->sequence == twin.sequence && best->crc != twin.crc;
+  if (tied) loaded->tied_pages.push_back(page_index);
   if (take_twin) std::memcpy(best, &twin, sizeof(twin));
   return true;
 }
 
-bool Recovery::HasRoot() const {
-  return RootCrc(store_.table_page_crcs) == store_.superblock.table_root_crc;
+absl::Status Recovery::LoadTable(const TableAddress& address, LoadedTable* loaded) {
+  const Layout& layout = store_.layout;
+  OFFLOAD_ASSIGN_OR_RETURN(loaded->pages, MappedRegion::Anonymous(layout.table_bytes()));
+  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion mirror,
+                           MappedRegion::Anonymous(layout.table_bytes()));
+  Read(address.offsets_bytes[0], loaded->pages.span());
+  Read(address.offsets_bytes[1], mirror.span());
+  auto* best = reinterpret_cast<TablePage*>(loaded->pages.data());
+  const auto* twin = reinterpret_cast<const TablePage*>(mirror.data());
+  for (uint32_t page = 0; page < layout.table_page_count(); ++page) {
+    if (!ChooseTablePage(address, page, &best[page], twin[page], loaded)) {
+      return Damaged(
+          absl::StrCat(ToAbsl(address.name), "neither mirror of table page ", page, " is intact"));
+    }
+    loaded->page_crcs.push_back(best[page].crc);
+  }
+  const auto has_root = [&] { return RootCrc(loaded->page_crcs) == address.root_crc; };
+  // A commit that a crash abandoned had the sequence of the one that was made in its stead; a
+  // mirror that missed the second looks as new as its twin, and only the root tells which is right.
+  for (const uint32_t page : has_root() ? std::vector<uint32_t>{} : loaded->tied_pages) {
+    std::memcpy(&best[page], &twin[page], kPageBytes);
+    loaded->page_crcs[page] = best[page].crc;
+    for (auto& [repaired, bad_mirror] : loaded->repaired_pages) {
+      if (repaired == page) bad_mirror = 0;
+    }
+  }
+  if (has_root()) return absl::OkStatus();
+  return Damaged(
+      absl::StrCat(ToAbsl(address.name), "the table is not that of sequence ", address.sequence));
 }
 
 absl::Status Recovery::ReadTable() {
-  const Layout& layout = store_.layout;
-  const uint32_t table_copy = store_.superblock.table_copy;
-  OFFLOAD_ASSIGN_OR_RETURN(store_.table, MappedRegion::Anonymous(layout.table_bytes()));
-  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion mirror,
-                           MappedRegion::Anonymous(layout.table_bytes()));
-  Read(layout.TableOffset(table_copy, 0), store_.table.span());
-  Read(layout.TableOffset(table_copy, 1), mirror.span());
-  auto* best = reinterpret_cast<TablePage*>(store_.table.data());
-  const auto* twin = reinterpret_cast<const TablePage*>(mirror.data());
-  std::vector<uint32_t> tied_pages;
-  for (uint32_t page = 0; page < layout.table_page_count(); ++page) {
-    bool tied = false;
-    if (!ChooseTablePage(page, &best[page], twin[page], &tied)) {
-      return Damaged(absl::StrCat("neither mirror of table page ", page, " is intact"));
-    }
-    store_.table_page_crcs.push_back(best[page].crc);
-    if (tied) tied_pages.push_back(page);
-  }
-  // A commit that a crash abandoned had the sequence of the one that was made in its stead; a
-  // mirror that missed the second looks as new as its twin, and only the root tells which is right.
-  for (const uint32_t page : HasRoot() ? std::vector<uint32_t>{} : tied_pages) {
-    std::memcpy(&best[page], &twin[page], kPageBytes);
-    store_.table_page_crcs[page] = best[page].crc;
-  }
-  if (!HasRoot()) {
-    return Damaged(absl::StrCat("the table is not that of sequence ", store_.superblock.sequence));
-  }
+  const SuperblockPage& superblock = store_.superblock;
+  const uint32_t copy = superblock.table_copy;
+  LoadedTable loaded;
+  OFFLOAD_RETURN_IF_ERROR(LoadTable(
+      {.copy = copy,
+       .sequence = superblock.sequence,
+       .root_crc = superblock.table_root_crc,
+       .offsets_bytes = {store_.layout.TableOffset(copy, 0), store_.layout.TableOffset(copy, 1)}},
+      &loaded));
+  store_.table = std::move(loaded.pages);
+  store_.table_page_crcs = std::move(loaded.page_crcs);
+  for (const auto& [page, mirror] : loaded.repaired_pages)
+    store_.repaired_table_pages.push_back(page);
   return absl::OkStatus();
 }
 
 absl::Status Recovery::ReadBlob() {
   const SuperblockPage& superblock = store_.superblock;
-  if (superblock.blob_bytes == 0) return absl::OkStatus();
+  const uint32_t area = superblock.blob_area;
+  return LoadBlob(superblock.sequence, superblock.blob_bytes, superblock.blob_crc,
+                  {store_.layout.BlobOffset(area, 0), store_.layout.BlobOffset(area, 1)});
+}
+
+absl::Status Recovery::LoadBlob(uint64_t sequence, uint32_t blob_bytes, uint32_t blob_crc,
+                                const std::array<uint64_t, 2>& offsets_bytes) {
+  if (blob_bytes == 0) return absl::OkStatus();
   OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion bytes,
-                           MappedRegion::Anonymous(RoundUpToPage(superblock.blob_bytes)));
-  const std::string_view blob(reinterpret_cast<const char*>(bytes.data()), superblock.blob_bytes);
+                           MappedRegion::Anonymous(RoundUpToPage(blob_bytes)));
+  const std::string_view blob(reinterpret_cast<const char*>(bytes.data()), blob_bytes);
   for (uint32_t mirror = 0; mirror < 2; ++mirror) {
-    Read(store_.layout.BlobOffset(superblock.blob_area, mirror), bytes.span());
-    if (BlobCrc(store_.header.uuid, superblock.sequence, blob) == superblock.blob_crc) {
+    Read(offsets_bytes[mirror], bytes.span());
+    if (BlobCrc(store_.header.uuid, sequence, blob) == blob_crc) {
       store_.committed.blob = blob;
       return absl::OkStatus();
     }
@@ -297,11 +357,105 @@ absl::Status Recovery::ReadBlob() {
   return Damaged("neither mirror of the trainer's state is intact");
 }
 
+// ---- Snapshots ---------------------------------------------------------------------------------
+
+void Recovery::ListSnapshots() {
+  for (uint32_t number = 0; number < kGenerationsMax; ++number) {
+    const SnapshotRecord& record = store_.superblock.snapshots[number];
+    if (!record.in_use()) continue;
+    store_.snapshots[number] = {std::string(record.name_view()), record.sequence, record.epoch,
+                                record.created_unix_seconds,
+                                record.lost != 0 ? SnapshotLost(record) : absl::OkStatus()};
+  }
+}
+
+absl::Status Recovery::SnapshotLost(const SnapshotRecord& record) const {
+  return MakeError(ErrorId::kSnapshot,
+                   absl::StrCat(ToAbsl(name_), ": snapshot ", ToAbsl(record.name_view()),
+                                " is lost: both ", "copies of its table were damaged"));
+}
+
+absl::Status Recovery::LoadSnapshotTable(uint32_t number, LoadedTable* loaded) {
+  const SnapshotRecord& record = store_.superblock.snapshots[number];
+  const std::string label = absl::StrCat("snapshot ", ToAbsl(record.name_view()), ", ");
+  return LoadTable({.name = label,
+                    .copy = 2 + number,
+                    .sequence = record.sequence,
+                    .root_crc = record.table_root_crc,
+                    .offsets_bytes = {store_.layout.SnapshotTableOffset(number, 0),
+                                      store_.layout.SnapshotTableOffset(number, 1)}},
+                   loaded);
+}
+
+// Where the extents of every snapshot stand, so that nothing is written there.
+absl::Status Recovery::ReadSnapshotPlaces() {
+  for (uint32_t number = 0; number < kGenerationsMax; ++number) {
+    std::optional<SnapshotInfo>& snapshot = store_.snapshots[number];
+    if (!snapshot || !snapshot->damage.ok()) continue;
+    LoadedTable loaded;
+    absl::Status status = LoadSnapshotTable(number, &loaded);
+    if (absl::IsDataLoss(status)) {  // what is lost stays lost: not for a read that fails once
+      loaded = {};
+      status = LoadSnapshotTable(number, &loaded);
+    }
+    if (absl::IsDataLoss(status)) {
+      snapshot->damage = SnapshotLost(store_.superblock.snapshots[number]);
+      Repaired(absl::StrCat("nothing: ", status.message()));
+      continue;
+    }
+    OFFLOAD_RETURN_IF_ERROR(status);
+    const auto* pages = reinterpret_cast<const TablePage*>(loaded.pages.data());
+    store_.snapshot_places[number] = PlacesOf(pages, store_.layout.entry_count());
+    for (const auto& [page, mirror] : loaded.repaired_pages) {
+      PageRepair repair{store_.layout.SnapshotTableOffset(number, mirror) + page * kPageBytes, {}};
+      OFFLOAD_ASSIGN_OR_RETURN(repair.page, MappedRegion::Anonymous(kPageBytes));
+      std::memcpy(repair.page.data(), &pages[page], kPageBytes);
+      store_.snapshot_repairs.push_back(std::move(repair));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Recovery::ReadSnapshot(std::string_view snapshot) {
+  uint32_t number = 0;
+  while (number < kGenerationsMax &&
+         (!store_.snapshots[number] || store_.snapshots[number]->name != snapshot))
+    ++number;
+  if (number == kGenerationsMax) {
+    return MakeError(ErrorId::kSnapshot,
+                     absl::StrCat(ToAbsl(name_), " has no snapshot ", ToAbsl(snapshot)));
+  }
+  OFFLOAD_RETURN_IF_ERROR(store_.snapshots[number]->damage);
+  LoadedTable loaded;
+  OFFLOAD_RETURN_IF_ERROR(LoadSnapshotTable(number, &loaded));
+  store_.table = std::move(loaded.pages);
+  const SnapshotRecord& record = store_.superblock.snapshots[number];
+  store_.committed.sequence = record.sequence;
+  store_.committed.epoch = record.epoch;
+  return LoadBlob(
+      record.sequence, record.blob_bytes, record.blob_crc,
+      {store_.layout.SnapshotBlobOffset(number, 0), store_.layout.SnapshotBlobOffset(number, 1)});
+}
+
 }  // namespace
 
 absl::StatusOr<RecoveredStore> Recover(std::string_view name, uint64_t file_bytes,
                                        const ReadPages& read, RecoveryDepth depth) {
   return Recovery(name, file_bytes, read).Run(depth);
+}
+
+absl::StatusOr<RecoveredStore> RecoverSnapshot(std::string_view name, uint64_t file_bytes,
+                                               const ReadPages& read, std::string_view snapshot) {
+  return Recovery(name, file_bytes, read).RunSnapshot(snapshot);
+}
+
+std::vector<uint8_t> PlacesOf(const TablePage* pages, uint64_t entry_count) {
+  std::vector<uint8_t> places(entry_count);
+  for (uint64_t i = 0; i < entry_count; ++i) {
+    const TableEntry& entry = pages[i / kEntriesPerTablePage].entries[i % kEntriesPerTablePage];
+    places[i] = entry.sequence == 0 ? kNoPlace : static_cast<uint8_t>(entry.place());
+  }
+  return places;
 }
 
 }  // namespace offload::swap

@@ -11,12 +11,15 @@
 //     have been reused.
 //   * Everything but the extents exists twice; a damaged or unreadable copy is replaced by its twin
 //   and reported.
+//   * A snapshot whose table cannot be read is lost, and said to be; the last commit is not.
 //
 // Thread safety: pure functions (as far as `read` is).
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -40,6 +43,12 @@ enum class RecoveryDepth {
   kWhole,    // table and blob too
 };
 
+// A page that is bad on disk, as it should be there.
+struct PageRepair {
+  uint64_t offset_bytes = 0;
+  MappedRegion page;
+};
+
 struct RecoveredStore {
   HeaderPage header{};
   StoreSpec spec;
@@ -52,6 +61,12 @@ struct RecoveredStore {
   std::vector<uint32_t> table_page_crcs;
   std::vector<uint32_t> repaired_table_pages;  // one of their mirrors is bad on disk
 
+  // By number of the record. With kSummary only what the superblock says; with kWhole also where
+  // each extent of an intact snapshot stands, kNoPlace for those that were never written.
+  std::array<std::optional<SnapshotInfo>, kGenerationsMax> snapshots;
+  std::array<std::vector<uint8_t>, kGenerationsMax> snapshot_places;
+  std::vector<PageRepair> snapshot_repairs;
+
   // The other superblock of the pair does not hold this commit. Until it does, one damaged page
   // could make a commit that was already told to somebody disappear: Open writes it.
   bool superblock_twin_missing = false;
@@ -59,8 +74,16 @@ struct RecoveredStore {
   std::vector<std::string> repairs;  // what was bad and taken from its twin, for the log
 };
 
+inline constexpr uint8_t kNoPlace = 0xFF;
+// The place of every entry of a table, as in RecoveredStore::snapshot_places.
+std::vector<uint8_t> PlacesOf(const TablePage* pages, uint64_t entry_count);
+
 // Errors: OFD-1206 (another version), OFD-1207 (damaged). `name` is what messages call the store.
 absl::StatusOr<RecoveredStore> Recover(std::string_view name, uint64_t file_bytes,
                                        const ReadPages& read, RecoveryDepth depth);
+// What a snapshot holds: `table` and `committed` are its own. May run beside the owner of the
+// store. Errors also: OFD-1216 (no such snapshot, or it is lost).
+absl::StatusOr<RecoveredStore> RecoverSnapshot(std::string_view name, uint64_t file_bytes,
+                                               const ReadPages& read, std::string_view snapshot);
 
 }  // namespace offload::swap

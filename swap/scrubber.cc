@@ -30,7 +30,8 @@ double Scrubber::Turn(double now_seconds) {
   ExtentId id;
   while (Next(&id)) {
     stamp_ = store_->stamp(id);
-    if (stamp_.never_written()) continue;
+    // What is not committed may be rewritten where it stands at any moment.
+    if (stamp_.never_written() || stamp_.sequence == store_->open_sequence()) continue;
     allowed_at_seconds_ =
         now_seconds + static_cast<double>(store_->ExtentBytes(id)) / options_.bytes_per_second;
     Read(id);

@@ -6,6 +6,8 @@
 // Invariants
 //   * Writes nothing, and holds back nobody: one read at a time, no more bytes than the rate
 //   allows.
+//   * An extent of the open epoch is left out: it may be rewritten in place. Snapshots are fsck's
+//   to read.
 //   * An extent that was written while it was read is not judged: what its reader may have seen is
 //   neither the old bytes nor the new ones.
 //   * Its buffer exists only while a pass runs.

@@ -3,7 +3,10 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <map>
 #include <memory>
+#include <set>
 #include <span>
 #include <utility>
 #include <vector>
@@ -30,6 +33,8 @@ constexpr int kPollsMax = 100000;
 constexpr size_t kBatchExtentsMax = 6;
 // Of the script of a loop over the n-th fault: each opening reads everything.
 constexpr uint64_t kOperationsPerOpening = 80;
+constexpr uint32_t kSpareGenerationsMax = 2;
+constexpr int64_t kUnixSeconds = 1'800'000'000;  // no clock
 
 struct AlignedFree {
   void operator()(std::byte* bytes) const { std::free(bytes); }
@@ -62,6 +67,8 @@ bool SameStamp(const Stamp& a, const Stamp& b) {
 struct State {
   CommitInfo commit;
   std::vector<Content> extents;
+  uint32_t generations = 0;
+  std::map<std::string, std::shared_ptr<const State>> snapshots;
 };
 
 struct PendingWrite {
@@ -116,14 +123,18 @@ class Simulation {
   void ReadSome();
   void ReadAll();
   void Commit(bool may_crash);
+  void RunCommit(State next, bool may_crash, const std::function<void(Store::Done)>& start);
+  void ChangeSnapshots(bool may_crash);
+  void Grow(bool may_crash);
+  void JudgeSnapshots();
   void AddFault();
   void Rot();
   void AfterTheScript();
   void CheckCopies();
 
   // Judging.
-  void JudgeExtent(size_t extent, const Stamp& stamp, std::span<const std::byte> bytes,
-                   bool excused);
+  void JudgeExtent(const Store& store, const State& state, size_t extent, const Stamp& stamp,
+                   std::span<const std::byte> bytes, bool excused);
   void JudgeError(const absl::Status& status, std::initializer_list<FaultKind> causes);
   bool DamageDone() const;
   bool IsDamaged(const void* buffer) const;
@@ -154,6 +165,8 @@ class Simulation {
   std::vector<uint8_t> busy_;
   std::vector<uint8_t> uncertain_;  // a rewrite in the same epoch has failed halfway
   std::vector<std::unique_ptr<PendingWrite>> pending_;
+  uint64_t snapshots_named_ = 0;
+  std::set<std::string> lost_snapshots_;  // could not be read at an opening: no longer kept
   bool closing_ = false, ended_ = false;
   uint64_t cuts_left_ = 0;
   bool damage_chosen_ = false;
@@ -165,8 +178,8 @@ class Simulation {
 Simulation::Simulation(const SimulationOptions& options)
     : options_(options), random_(options.seed), spec_(ChooseSpec(random_)) {
   const uint32_t sector_bytes = random_.OneIn(4) ? 512 : 4096;
-  auto memory = std::make_unique<aio::MemoryDevice>(FormattedBytes(spec_), std::nullopt,
-                                                    sector_bytes, sector_bytes);
+  auto memory = std::make_unique<aio::MemoryDevice>(FormattedBytes(spec_, kSpareGenerationsMax),
+                                                    std::nullopt, sector_bytes, sector_bytes);
   memory_ = memory.get();
   drive_ = std::make_unique<aio::FaultyDevice>(
       std::move(memory),
@@ -231,8 +244,9 @@ AlignedBytes Simulation::MakeBytes(size_t extent, uint64_t key) {
 void Simulation::Format() {
   StoreUuid uuid;
   random_.Fill(std::as_writable_bytes(std::span(uuid)));
-  auto store =
-      Store::CreateOn(std::make_unique<TracedDevice>(drive_.get(), &trace_, &places_), spec_, uuid);
+  open_.generations = static_cast<uint32_t>(random_.Below(kSpareGenerationsMax + 1));
+  auto store = Store::CreateOn(std::make_unique<TracedDevice>(drive_.get(), &trace_, &places_),
+                               spec_, uuid, open_.generations);
   if (!store.ok()) return Violate(absl::StrCat("format: ", store.status().ToString()));
   store_ = *std::move(store);
   for (uint32_t tensor = 0; tensor < spec_.tensors.size(); ++tensor) {
@@ -308,15 +322,15 @@ void Simulation::FinishWrite(PendingWrite* write, const absl::Status& status) {
   std::erase_if(pending_, [&](const auto& each) { return each.get() == write; });
 }
 
-void Simulation::JudgeExtent(size_t extent, const Stamp& stamp, std::span<const std::byte> bytes,
-                             bool excused) {
-  const Content& expected = open_.extents[extent];
+void Simulation::JudgeExtent(const Store& store, const State& state, size_t extent,
+                             const Stamp& stamp, std::span<const std::byte> bytes, bool excused) {
+  const Content& expected = state.extents[extent];
   if (!SameStamp(stamp, expected.stamp))
     return Violate(absl::StrCat("extent ", extent, " has the stamp of sequence ", stamp.sequence,
                                 ", not that of ", expected.stamp.sequence));
   const AlignedBytes right = MakeBytes(extent, expected.key);
   const bool same = std::memcmp(right.get(), bytes.data(), bytes.size()) == 0;
-  const bool verified = store_->Verify(ids_[extent], stamp, bytes);
+  const bool verified = store.Verify(ids_[extent], stamp, bytes);
   trace_.Add(verified);
   if (verified && !same) Violate(absl::StrCat("wrong bytes of extent ", extent, " are accepted"));
   if (verified) return;
@@ -346,7 +360,8 @@ void Simulation::Read(std::span<const size_t> extents) {
   for (size_t i = 0; i < extents.size(); ++i) {
     const bool excused = IsDamaged(buffers[i].get()) || uncertain_[extents[i]] != 0 ||
                          Met(silent_kinds) != silent_before;
-    JudgeExtent(extents[i], stamps[i], {buffers[i].get(), sizes_[extents[i]]}, excused);
+    JudgeExtent(*store_, open_, extents[i], stamps[i], {buffers[i].get(), sizes_[extents[i]]},
+                excused);
   }
 }
 
@@ -361,17 +376,23 @@ void Simulation::ReadAll() {
 
 void Simulation::Commit(bool may_crash) {
   DrainWrites();
-  const bool was_failed = store_->failed();
   State next = open_;
   next.commit = {store_->open_sequence(), random_.Next(), {}};
   next.commit.blob.resize(random_.OneIn(30) ? random_.Below(100000) : random_.Below(3) * 2500);
   random_.Fill(std::as_writable_bytes(std::span(next.commit.blob)));
-  if (!was_failed) next_ = next;
+  const CommitInfo commit = next.commit;
+  RunCommit(std::move(next), may_crash,
+            [&](Store::Done done) { store_->Commit(commit.epoch, commit.blob, std::move(done)); });
+}
+
+void Simulation::RunCommit(State next, bool may_crash,
+                           const std::function<void(Store::Done)>& start) {
+  const bool was_failed = store_->failed();
+  if (!was_failed) next_ = std::move(next);
   ++result_.commits;
   // Outlives this call when there is a crash.
   auto outcome = std::make_shared<std::optional<absl::Status>>();
-  store_->Commit(next.commit.epoch, next.commit.blob,
-                 [outcome](absl::Status done) { *outcome = std::move(done); });
+  start([outcome](absl::Status done) { *outcome = std::move(done); });
   if (may_crash) {
     for (uint64_t polls = random_.Below(12); polls > 0 && !*outcome; --polls) store_->Poll(false);
     if (!*outcome) return Crash();
@@ -386,6 +407,86 @@ void Simulation::Commit(bool may_crash) {
     next_.reset();
   } else if (ErrorIdOf(**outcome) != ErrorId::kStoreFailed || !store_->failed()) {
     Violate(absl::StrCat("a failed commit: ", (*outcome)->ToString()));
+  }
+}
+
+// Makes or deletes a snapshot of the last commit, or makes room for one.
+void Simulation::ChangeSnapshots(bool may_crash) {
+  DrainWrites();
+  if (store_->has_uncommitted_writes()) Commit(/*may_crash=*/false);
+  if (ended_) return;
+  const bool full = open_.snapshots.size() == open_.generations;
+  if (full && open_.generations < kSpareGenerationsMax && random_.OneIn(8)) return Grow(may_crash);
+  if (full && open_.snapshots.empty()) return;
+  State next = open_;
+  next.commit.sequence = store_->open_sequence();
+  std::string name;
+  if (full || (!open_.snapshots.empty() && random_.OneIn(3))) {
+    name = std::next(open_.snapshots.begin(),
+                     static_cast<ptrdiff_t>(random_.Below(open_.snapshots.size())))
+               ->first;
+    next.snapshots.erase(name);
+    return RunCommit(std::move(next), may_crash,
+                     [&](Store::Done done) { store_->DeleteSnapshot(name, std::move(done)); });
+  }
+  name = absl::StrCat("s", ++snapshots_named_);
+  auto kept = std::make_shared<State>(open_);
+  kept->snapshots.clear();
+  next.snapshots[name] = std::move(kept);
+  ++result_.snapshots;
+  RunCommit(std::move(next), may_crash,
+            [&](Store::Done done) { store_->CreateSnapshot(name, kUnixSeconds, std::move(done)); });
+}
+
+void Simulation::Grow(bool may_crash) {
+  auto outcome = std::make_shared<std::optional<absl::Status>>();
+  store_->Grow(nullptr, [outcome](absl::Status done) { *outcome = std::move(done); });
+  for (uint64_t polls = random_.Below(12); may_crash && polls > 0 && !*outcome; --polls)
+    store_->Poll(false);
+  if (may_crash && !*outcome) return Crash();
+  if (random_.OneIn(3)) ReadSome();
+  PollUntil([&] { return outcome->has_value(); });
+  JudgeError(**outcome, {FaultKind::kWriteError, FaultKind::kNoSpace, FaultKind::kTornWrite,
+                         FaultKind::kAgain, FaultKind::kFlushError});
+  if (!(*outcome)->ok()) return;
+  ++open_.generations;
+  ++result_.growths;
+}
+
+// Opens every snapshot as a reader does, and compares it with what was kept.
+void Simulation::JudgeSnapshots() {
+  if (store_->generation_count() != open_.generations ||
+      store_->snapshots().size() != open_.snapshots.size())
+    return Violate(absl::StrCat("found ", store_->snapshots().size(), " snapshots in ",
+                                store_->generation_count(), " generations"));
+  for (const auto& [name, kept] : open_.snapshots) {
+    const bool lost = lost_snapshots_.count(name) != 0;
+    const uint64_t faults_before = drive_->faults_met();
+    auto opened = Store::OpenSnapshotOn(
+        std::make_unique<TracedDevice>(drive_.get(), &trace_, &places_), name);
+    trace_.Add(static_cast<uint64_t>(opened.status().code()));
+    if (!opened.ok()) {
+      if (!lost && !DamageDone() && drive_->faults_met() == faults_before)
+        Violate(absl::StrCat("a lost snapshot: ", opened.status().ToString()));
+      continue;
+    }
+    const CommitInfo& found = (*opened)->committed();
+    if (found.sequence != kept->commit.sequence || found.epoch != kept->commit.epoch ||
+        found.blob != kept->commit.blob)
+      return Violate(absl::StrCat("snapshot ", name, " has another commit"));
+    for (size_t extent = 0; extent < ids_.size(); ++extent) {
+      const AlignedBytes bytes = Allocate(sizes_[extent]);
+      const ReadRequest request{ids_[extent], bytes.get()};
+      Stamp stamp;
+      std::optional<absl::Status> status;
+      (*opened)->Read({&request, 1}, {&stamp, 1}, [&](absl::Status done) { status = done; });
+      while (!status) (*opened)->Poll(/*wait=*/false);
+      JudgeError(*status, {FaultKind::kReadError, FaultKind::kShortRead, FaultKind::kAgain});
+      if (!status->ok()) continue;
+      const bool excused = lost || IsDamaged(bytes.get()) || drive_->faults_met() != faults_before;
+      JudgeExtent(**opened, *kept, extent, stamp, {bytes.get(), sizes_[extent]}, excused);
+    }
+    ++result_.snapshots_read;
   }
 }
 
@@ -415,7 +516,10 @@ void Simulation::Rot() {
   const Layout layout = *Layout::Make(spec_);
   const std::span<std::byte> bytes = memory_->bytes();
   const uint64_t head_bytes = layout.BlobOffset(0, 0);
-  const uint64_t offset = random_.OneIn(2)
+  const uint64_t generations_bytes = layout.file_bytes(open_.generations) - layout.file_bytes();
+  const uint64_t offset = generations_bytes > 0 && random_.OneIn(4)
+                              ? layout.file_bytes() + random_.Below(generations_bytes)
+                          : random_.OneIn(2)
                               ? random_.Below(head_bytes)
                               : layout.PlaceOffset(0) + random_.Below(2 * layout.place_bytes());
   bytes[offset] ^= std::byte(1 << random_.Below(8));
@@ -508,8 +612,15 @@ void Simulation::Reopen() {
     return Reopen();
   }
   if (!options_.fault) drive_->ClearFaults();
-  opening_fault_.reset();
   store_ = *std::move(store);
+  for (const SnapshotInfo& snapshot : store_->snapshots()) {
+    if (snapshot.damage.ok()) continue;
+    if (!opening_fault_ && !options_.fault && !DamageDone() &&
+        lost_snapshots_.count(snapshot.name) == 0)
+      Violate(absl::StrCat("a lost snapshot: ", snapshot.name));
+    lost_snapshots_.insert(snapshot.name);
+  }
+  opening_fault_.reset();
   JudgeFound();
 }
 
@@ -529,6 +640,7 @@ void Simulation::JudgeFound() {
   if (found.epoch != committed_.commit.epoch || found.blob != committed_.commit.blob)
     return Violate("epoch or blob is not that of the sequence");
   ReadAll();
+  JudgeSnapshots();
 }
 
 void Simulation::Step() {
@@ -545,6 +657,8 @@ void Simulation::Step() {
     store_->Poll(/*wait=*/false);
   } else if (roll < 80) {
     DrainWrites();
+  } else if (roll < 83) {
+    ChangeSnapshots(/*may_crash=*/!plain && random_.OneIn(6));
   } else if (roll < 93 || plain) {
     Commit(/*may_crash=*/!plain && random_.OneIn(8));
   } else if (roll < 95) {
@@ -556,7 +670,7 @@ void Simulation::Step() {
 
 // Whatever has happened, an opened store has nothing left to repair.
 void Simulation::CheckCopies() {
-  if (DamageDone()) return;
+  if (DamageDone() || !lost_snapshots_.empty()) return;
   store_.reset();
   const absl::StatusOr<FsckReport> report = CheckDevice(drive_.get(), "the device", {});
   if (!report.ok()) return Violate(absl::StrCat("fsck: ", report.status().ToString()));
@@ -610,6 +724,9 @@ void SimulationResult::Add(const SimulationResult& other) {
   reads += other.reads;
   commits += other.commits;
   reopenings += other.reopenings;
+  snapshots += other.snapshots;
+  snapshots_read += other.snapshots_read;
+  growths += other.growths;
   kills += other.kills;
   power_cuts += other.power_cuts;
   next_epochs_found += other.next_epochs_found;

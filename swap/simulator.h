@@ -8,7 +8,9 @@
 //
 // clang-format off
 //   fault                        how often           what the store may do
-//   read error, short read,      any, once or for    fail that read; refuse to open while it lasts
+//   read error, short read,      any, once or for    fail that read; refuse to open while it lasts,
+//                                                    or lose a snapshot whose table it keeps from
+//                                                    being read, and say so
 //   again                        ever until reopened
 //   bit flip, misdirected and    any, one read each  hand out bytes that do not match their stamp;
 //   stale read                                       open as if nothing had happened
@@ -29,6 +31,8 @@
 // What always holds
 //   * After any reopening the store equals, whole, the last acknowledged commit or the one that was
 //     being made: extents, stamps, epoch and blob.
+//   * So do the snapshots that this commit lists, each with the state that it names. Only what the
+//     table above says may cost one.
 //   * Bytes that Verify() accepts are the bytes that were written last; those that it rejects stand
 //     where the drive has done damage, were read by a read that it spoilt, or belong to a rewrite
 //     that failed halfway.
@@ -65,6 +69,8 @@ struct SimulationResult {
   uint64_t trace_hash = 0;  // over every operation of the drive, its bytes, and every outcome
   uint64_t operations = 0, device_operations = 0;
   uint64_t writes = 0, reads = 0, commits = 0, reopenings = 0;
+  uint64_t snapshots = 0, growths = 0;  // made
+  uint64_t snapshots_read = 0;          // whole, after a reopening
   uint64_t kills = 0, power_cuts = 0;
   uint64_t next_epochs_found = 0;  // reopenings that found the commit that was being made
   uint64_t mismatches_seen = 0;    // extents whose bytes did not match their stamp, after a fault

@@ -48,6 +48,8 @@ TEST_P(SimulatorTest, EverySeedHoldsTwiceWithTheSameTraceAndMeetsEveryClassOfFau
   EXPECT_GT(sum.kills, 0u);
   EXPECT_GT(sum.next_epochs_found, 0u);
   EXPECT_GT(sum.mismatches_seen, 0u);
+  EXPECT_GT(sum.growths, 0u);
+  EXPECT_GT(sum.snapshots_read, 100u);
 }
 INSTANTIATE_TEST_SUITE_P(Seeds, SimulatorTest, testing::Range<uint64_t>(1, 2001, 250));
 

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -64,6 +65,7 @@ Store::Impl::Impl(PoolDirectory pool, StoreSpec store_spec, Layout store_layout,
       device(std::move(store_device)) {}
 
 Store::Impl::~Impl() {
+  CancelGrowth();
   while (!Idle()) Poll(/*wait=*/true);
   building_members.reset();  // before the main file, from which a start would find them
   if (!building_name.empty()) unlinkat(directory.fd(), building_name.c_str(), 0);
@@ -105,6 +107,7 @@ absl::Status Store::Impl::CollectReads(std::span<const ReadRequest> requests,
 absl::Status Store::Impl::CollectWrites(std::span<const WriteRequest> requests,
                                         std::vector<Piece>* pieces) const {
   if (failed) return FailedError();
+  if (read_only) return absl::FailedPreconditionError(absl::StrCat(path, " is open to be read"));
   if (commit != nullptr) return absl::FailedPreconditionError("a write while a commit runs");
   for (const WriteRequest& request : requests) {
     Layout::Where where;
@@ -113,18 +116,27 @@ absl::Status Store::Impl::CollectWrites(std::span<const WriteRequest> requests,
       return absl::InvalidArgumentError(
           absl::StrCat("flags ", request.flags, " of ", NameOf(request.id)));
     }
-    const TableEntry& found = entry(where.entry);
-    const uint32_t place = found.sequence == 0                 ? 0
-                           : found.sequence == open_sequence() ? found.place()
-                                                               : found.place() ^ 1;
+    const uint32_t place = ChoosePlace(where.entry);
     const TableEntry written{open_sequence(), request.word, request.crc,
-                             request.flags | (place != 0 ? TableEntry::kPlaceBit : 0)};
+                             request.flags | place << TableEntry::kPlaceShift};
     pieces->push_back({layout.PlaceOffset(place) + where.area_offset_bytes,
                        {const_cast<std::byte*>(request.bytes), where.size_bytes},
                        where.entry,
                        written});
   }
   return absl::OkStatus();
+}
+
+uint32_t Store::Impl::ChoosePlace(uint64_t index) const {
+  const TableEntry& found = entry(index);
+  if (found.sequence == open_sequence()) return found.place();
+  uint32_t taken = found.sequence == 0 ? 0 : 1u << found.place();
+  for (const std::vector<uint8_t>& places : snapshot_places) {
+    if (!places.empty() && places[index] != kNoPlace) taken |= 1u << places[index];
+  }
+  const auto place = static_cast<uint32_t>(std::countr_one(taken));
+  OFFLOAD_CHECK(place < 2 + generation_count) << "entry " << index << ", taken " << taken;
+  return place;
 }
 
 void Store::Impl::Read(std::span<const ReadRequest> requests, std::span<Stamp> stamps, Done done) {
@@ -283,6 +295,19 @@ Stamp Store::stamp(const ExtentId& id) const {
 void Store::Commit(uint64_t epoch, std::string blob, Done done) {
   impl_->Commit(epoch, std::move(blob), std::move(done));
 }
+void Store::CreateSnapshot(const std::string& name, int64_t unix_seconds, Done done) {
+  impl_->CreateSnapshot(name, unix_seconds, std::move(done));
+}
+void Store::DeleteSnapshot(const std::string& name, Done done) {
+  impl_->DeleteSnapshot(name, std::move(done));
+}
+const std::vector<SnapshotInfo>& Store::snapshots() const { return impl_->snapshots; }
+uint32_t Store::generation_count() const { return impl_->generation_count; }
+uint64_t Store::generation_bytes() const { return impl_->layout.generation_bytes(); }
+void Store::Grow(std::function<void(uint64_t, uint64_t)> progress, Done done) {
+  impl_->Grow(std::move(progress), std::move(done));
+}
+void Store::CancelGrowth() { impl_->CancelGrowth(); }
 const CommitInfo& Store::committed() const { return impl_->committed; }
 bool Store::has_uncommitted_writes() const { return impl_->has_uncommitted_writes; }
 bool Store::failed() const { return impl_->failed; }

@@ -1,13 +1,14 @@
 // swap/store.h
 //
-// The crash-safe swap store of one job: one preallocated file of extents with two places each, a
-// checksummed extent table kept twice, and four superblocks written two at a time in turn.
+// The crash-safe swap store of one job: one preallocated file of extents with two places each, and
+// one more for every spare generation; a checksummed extent table kept twice, and four superblocks
+// written two at a time in turn.
 // swap/DESIGN.md has the format, a worked example and the crash table.
 //
 // Invariants
-//   * A write never touches the place that the last committed epoch refers to, so a crash at any
-//   moment leaves that epoch whole.
-//   * Nothing after Create() extends, renames or allocates: no ENOSPC at run time.
+//   * A write never touches a place that the last committed epoch or a snapshot refers to, so a
+//   crash at any moment leaves them whole.
+//   * Nothing after Create() but Grow() extends, renames or allocates: no ENOSPC at run time.
 //   * Every byte that is handed out has a checksum that binds (store, tensor, plane, index,
 //   sequence): a torn, misdirected or
 //     stale extent is seen. Verification is the caller's duty (Store::Verify), so that it can
@@ -18,6 +19,10 @@
 //
 // Words: `sequence` counts commits and is what checksums bind; `epoch` is the optimizer step that a
 // commit holds. They differ when weights are put without a step.
+//
+// A snapshot is a name for a committed epoch whose extents, table and blob are kept. It lives in a
+// spare generation, of which a store is formatted with some or grows more; making and deleting one
+// are commits of their own, so a crash leaves either state whole.
 //
 // Thread safety: one thread per Store, except Checksum and Stamp, which are values.
 #pragma once
@@ -133,8 +138,20 @@ struct ErrorCounts {
   uint64_t repaired_copies = 0;  // taken from their twin when the store was opened
 };
 
+inline constexpr uint32_t kGenerationsMax = 14;  // spare ones, and so snapshots, of a store
+inline constexpr size_t kSnapshotNameBytesMax = 64;
+
+struct SnapshotInfo {
+  std::string name;
+  uint64_t sequence = 0;  // of the commit that it names
+  uint64_t epoch = 0;
+  int64_t created_unix_seconds = 0;
+  absl::Status damage;  // not OK: its table is lost, and nothing of it can be read
+};
+
 struct StoreOptions {
   aio::OpenOptions io;
+  uint32_t generations = 0;          // spare ones that Create formats
   double lock_timeout_seconds = 30;  // how long to wait for a killed owner's writes to land
   // Called during Create with bytes formatted and bytes in all; may be null.
   std::function<void(uint64_t, uint64_t)> progress;
@@ -169,13 +186,26 @@ class Store {
                                                      const std::string& job,
                                                      const StoreOptions& options);
 
-  // The same over a device of at least FormattedBytes(spec) bytes instead of a file of a pool, for
-  // simulators: no lock, no name, nothing to publish, and nothing that differs from one run to the
-  // next. CreateOn takes a device of zeros; OpenOn flushes it before it decides anything.
+  // Opens what a snapshot holds, to be read: committed() is what it names, and every write is
+  // refused. Takes no lock and may run beside the owner of the store, who may delete the snapshot
+  // meanwhile: then bytes do not match their stamps. (A store over several pools is locked, as by
+  // Open.) Blocking. Errors as Open, and OFD-1216.
+  static absl::StatusOr<std::unique_ptr<Store>> OpenSnapshot(const std::string& pool,
+                                                             const std::string& job,
+                                                             const std::string& snapshot,
+                                                             const StoreOptions& options);
+
+  // The same over a device of at least FormattedBytes(spec, generations) bytes instead of a file of
+  // a pool, for simulators: no lock, no name, nothing to publish, and nothing that differs from one
+  // run to the next. CreateOn takes a device of zeros; OpenOn flushes it before it decides
+  // anything.
   static absl::StatusOr<std::unique_ptr<Store>> CreateOn(std::unique_ptr<aio::Device> device,
                                                          const StoreSpec& spec,
-                                                         const std::array<uint8_t, 16>& uuid);
+                                                         const std::array<uint8_t, 16>& uuid,
+                                                         uint32_t generations = 0);
   static absl::StatusOr<std::unique_ptr<Store>> OpenOn(std::unique_ptr<aio::Device> device);
+  static absl::StatusOr<std::unique_ptr<Store>> OpenSnapshotOn(std::unique_ptr<aio::Device> device,
+                                                               const std::string& snapshot);
 
   ~Store();  // drains I/O; an epoch that is not committed is lost
   Store(const Store&) = delete;
@@ -222,6 +252,27 @@ class Store {
   // the store is failed and the last committed epoch stands.
   void Commit(uint64_t epoch, std::string blob, Done done);
   const CommitInfo& committed() const;
+
+  // Names the last commit, so that its state is kept: a commit of its own, of the same epoch and
+  // blob, that writes the table and the blob once more and no extent. Requires that nothing is
+  // written since the last commit or in flight. OFD-1216: the name is taken or cannot be one, or
+  // no generation is free.
+  void CreateSnapshot(const std::string& name, int64_t unix_seconds, Done done);
+  // Gives a snapshot's generation free, by a commit of its own. Requires as CreateSnapshot.
+  // OFD-1216: there is none of that name.
+  void DeleteSnapshot(const std::string& name, Done done);
+  const std::vector<SnapshotInfo>& snapshots() const;
+  uint32_t generation_count() const;  // spare ones
+  bool has_free_generation() const { return snapshots().size() < generation_count(); }
+
+  // Makes the file longer by one spare generation and writes zeros there. Reads, writes and commits
+  // may go on meanwhile; the next commit names the new length, and until then a crash leaves the
+  // old one. When there is no room (OFD-1204, with the numbers), nothing is left behind and the
+  // store goes on as it was. `progress` as in StoreOptions; may be null.
+  void Grow(std::function<void(uint64_t, uint64_t)> progress, Done done);
+  // Ends a growth that is under way: `done` gets CANCELLED, and the file has its old length.
+  void CancelGrowth();
+  uint64_t generation_bytes() const;  // by which Grow makes the file longer
   bool has_uncommitted_writes() const;
   bool failed() const;
   // What Open found damaged and took from its twin, a line each. On disk it has written only the
@@ -243,6 +294,9 @@ class Store {
   std::unique_ptr<Impl> impl_;
 };
 
+// As IsValidJobName, and at most kSnapshotNameBytesMax long.
+bool IsValidSnapshotName(std::string_view name);
+
 // Letters, digits, '.', '_', '-', '#'; 1 to 128 bytes; not starting with '.'.
 bool IsValidJobName(std::string_view job);
 
@@ -256,7 +310,7 @@ absl::StatusOr<std::vector<std::string>> SplitPools(std::string_view pool);
 absl::Status CheckPool(const std::string& pool);
 
 // Bytes that Create would take; 0 for a spec that it would refuse.
-uint64_t FormattedBytes(const StoreSpec& spec);
+uint64_t FormattedBytes(const StoreSpec& spec, uint32_t generations = 0);
 
 // What a tool can say of a store without its lock.
 struct StoreSummary {
@@ -264,8 +318,12 @@ struct StoreSummary {
   std::vector<std::string> pools;  // of a store over several, as they were when it was made
   uint64_t file_bytes = 0;         // of all members
   CommitInfo committed;            // blob left empty
-  bool in_use = false;             // another process has the lock
-  absl::Status damage;             // not OK: what is wrong with it
+  std::vector<SnapshotInfo> snapshots;
+  uint32_t generation_count = 0;
+  uint64_t generation_bytes = 0;  // by which a spare generation makes the file longer
+  uint64_t state_bytes = 0;       // of all extents once: what a copy of one epoch moves
+  bool in_use = false;            // another process has the lock
+  absl::Status damage;            // not OK: what is wrong with it
 };
 // Those whose file is in one of the pools.
 absl::StatusOr<std::vector<StoreSummary>> ListStores(const std::string& pool);

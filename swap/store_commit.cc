@@ -19,6 +19,7 @@ constexpr uint32_t kTablePagesPerWrite = 256;  // 1 MiB
 
 absl::Status Store::Impl::CheckCommit(std::string_view blob) const {
   if (failed) return FailedError();
+  if (read_only) return absl::FailedPreconditionError(absl::StrCat(path, " is open to be read"));
   if (commit != nullptr) return absl::FailedPreconditionError("a commit while another runs");
   if (writes_in_flight > 0)
     return absl::FailedPreconditionError(
@@ -34,9 +35,15 @@ absl::Status Store::Impl::CheckCommit(std::string_view blob) const {
 void Store::Impl::Commit(uint64_t epoch, std::string blob, Done done) {
   if (absl::Status status = CheckCommit(blob); !status.ok())
     return Defer(std::move(done), std::move(status));
-  commit = std::make_unique<OpenCommit>();
+  commit = MakeCommit(epoch, std::move(blob), std::move(done));
+  FlushData();
+}
+
+std::unique_ptr<Store::Impl::OpenCommit> Store::Impl::MakeCommit(uint64_t epoch, std::string blob,
+                                                                 Done done) const {
+  auto made = std::make_unique<OpenCommit>();
   const uint64_t sequence = open_sequence();
-  commit->superblock = {
+  made->superblock = {
       .uuid = uuid,
       .parent_crc = superblock.sequence == 0 ? 0 : IdentityCrc(superblock),
       .sequence = sequence,
@@ -46,10 +53,16 @@ void Store::Impl::Commit(uint64_t epoch, std::string blob, Done done) {
       .blob_area = static_cast<uint32_t>(sequence % 2),
       .blob_bytes = static_cast<uint32_t>(blob.size()),
       .blob_crc = blob.empty() ? 0 : BlobCrc(uuid, sequence, blob),
+      .generation_count = generation_count,
   };
-  commit->blob = std::move(blob);
-  commit->done = std::move(done);
-  FlushData();
+  for (const SnapshotInfo& snapshot : snapshots) {
+    const uint32_t number = *FindSnapshot(snapshot.name);
+    made->superblock.snapshots[number] = superblock.snapshots[number];
+    made->superblock.snapshots[number].lost = !snapshot.damage.ok();
+  }
+  made->blob = std::move(blob);
+  made->done = std::move(done);
+  return made;
 }
 
 Store::Done Store::Impl::Then(Step next) {
@@ -74,17 +87,29 @@ void Store::Impl::WriteTableAndBlob() {
     WriteTablePages(begin, end);
   }
   commit->superblock.table_root_crc = RootCrc(page_crcs[copy]);
-  if (!commit->blob.empty()) {
-    const size_t padded_bytes = RoundUpToPage(commit->blob.size());
-    std::memcpy(blob_pages.data(), commit->blob.data(), commit->blob.size());
-    std::memset(blob_pages.data() + commit->blob.size(), 0, padded_bytes - commit->blob.size());
-    const iovec memory{blob_pages.data(), padded_bytes};
-    for (uint32_t mirror = 0; mirror < 2; ++mirror) {
-      device->Write(layout.BlobOffset(commit->superblock.blob_area, mirror), {&memory, 1},
-                    TableWriteDone());
-    }
-  }
+  WriteBlob();
+  WriteSnapshotRepairs();
   if (--commit->writes_left == 0) FlushTable();
+}
+
+void Store::Impl::WriteBlob() {
+  if (commit->blob.empty()) return;
+  const size_t padded_bytes = RoundUpToPage(commit->blob.size());
+  std::memcpy(blob_pages.data(), commit->blob.data(), commit->blob.size());
+  std::memset(blob_pages.data() + commit->blob.size(), 0, padded_bytes - commit->blob.size());
+  const iovec memory{blob_pages.data(), padded_bytes};
+  for (uint32_t mirror = 0; mirror < 2; ++mirror) {
+    device->Write(layout.BlobOffset(commit->superblock.blob_area, mirror), {&memory, 1},
+                  TableWriteDone());
+  }
+}
+
+// Pages of a snapshot's table that were bad in one mirror get back what their twins say.
+void Store::Impl::WriteSnapshotRepairs() {
+  for (PageRepair& repair : snapshot_repairs) {
+    const iovec memory{repair.page.data(), kPageBytes};
+    device->Write(repair.offset_bytes, {&memory, 1}, TableWriteDone());
+  }
 }
 
 void Store::Impl::WriteTablePages(uint32_t begin_page, uint32_t end_page) {
@@ -156,6 +181,14 @@ void Store::Impl::FinishCommit() {
   superblock = finished->superblock;
   committed = {superblock.sequence, superblock.epoch, std::move(finished->blob)};
   has_uncommitted_writes = false;
+  snapshot_repairs.clear();
+  for (uint32_t number = 0; number < kGenerationsMax; ++number) {
+    if (!superblock.snapshots[number].in_use()) snapshot_places[number].clear();
+  }
+  if (finished->created_snapshot) {
+    snapshot_places[*finished->created_snapshot] = PlacesOf(table_pages(), layout.entry_count());
+  }
+  ListSnapshots();
   ++callbacks_run;
   finished->done(absl::OkStatus());
 }

@@ -155,6 +155,12 @@ absl::StatusOr<std::unique_ptr<BuildingMembers>> ReserveFiles(const BuildingMemb
   return nullptr;
 }
 
+absl::Status CheckGenerations(uint32_t generations) {
+  if (generations <= kGenerationsMax) return absl::OkStatus();
+  return MakeError(ErrorId::kBadValue, absl::StrCat(generations, " spare generations; at most ",
+                                                    kGenerationsMax, " are possible"));
+}
+
 absl::Status SyncFile(int fd, const std::string& path) {
   if (fsync(fd) == 0) return absl::OkStatus();
   return MakeError(ErrorId::kIo, absl::StrCat("fsync of ", path, ": ", ErrnoText(errno)));
@@ -165,16 +171,17 @@ absl::Status SyncFile(int fd, const std::string& path) {
 absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, const StoreSpec& spec,
                                                      const StoreOptions& options) {
   OFFLOAD_ASSIGN_OR_RETURN(Layout layout, Layout::Make(spec));
+  OFFLOAD_RETURN_IF_ERROR(CheckGenerations(options.generations));
+  const uint64_t file_bytes = layout.file_bytes(options.generations);
   OFFLOAD_RETURN_IF_ERROR(CheckPool(pool));
   OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(pool));
   OFFLOAD_ASSIGN_OR_RETURN(PoolDirectory directory, PoolDirectory::Open(pools.front()));
   StoreUuid uuid;
   OFFLOAD_RETURN_IF_ERROR(Random(uuid));
   OFFLOAD_ASSIGN_OR_RETURN(BuildingFile file, MakeBuildingFile(directory, spec.job, options));
-  OFFLOAD_ASSIGN_OR_RETURN(
-      std::unique_ptr<BuildingMembers> members,
-      ReserveFiles({pools, spec.job, uuid, layout.PlaceOffset(0), layout.file_bytes()}, directory,
-                   file, options));
+  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<BuildingMembers> members,
+                           ReserveFiles({pools, spec.job, uuid, layout.PlaceOffset(0), file_bytes},
+                                        directory, file, options));
   FaultPoint("store.format_allocated");
 
   const int fd = file.fd();
@@ -183,7 +190,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
                                ? members->Compose(file.TakeFd(), options)
                                : aio::OpenDevice(file.TakeFd().release(), options.io));
   if (options.decorate) device = options.decorate(std::move(device));
-  OFFLOAD_RETURN_IF_ERROR(ZeroFill(device.get(), layout.file_bytes(), options).Run());
+  OFFLOAD_RETURN_IF_ERROR(ZeroFill(device.get(), file_bytes, options).Run());
   FaultPoint("store.format_zeroed");
   OFFLOAD_RETURN_IF_ERROR(WriteSpecAndHeader(*device, spec, layout, uuid));
   OFFLOAD_RETURN_IF_ERROR(
@@ -195,9 +202,9 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
   FaultPoint("store.formatted");
 
   const std::string path = directory.PathOf(StoreFileName(spec.job));
-  OFFLOAD_ASSIGN_OR_RETURN(
-      std::unique_ptr<Impl> impl,
-      Impl::OfFormat(std::move(directory), path, spec, std::move(layout), uuid, std::move(device)));
+  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
+                           Impl::OfFormat(std::move(directory), path, spec, std::move(layout), uuid,
+                                          options.generations, std::move(device)));
   impl->building_name = file.KeepName();
   impl->building_members = std::move(members);
   OFFLOAD_RETURN_IF_ERROR(impl->AllocateBuffers());
@@ -206,32 +213,35 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
 
 absl::StatusOr<std::unique_ptr<Store>> Store::CreateOn(std::unique_ptr<aio::Device> device,
                                                        const StoreSpec& spec,
-                                                       const std::array<uint8_t, 16>& uuid) {
+                                                       const std::array<uint8_t, 16>& uuid,
+                                                       uint32_t generations) {
   OFFLOAD_ASSIGN_OR_RETURN(Layout layout, Layout::Make(spec));
-  if (layout.file_bytes() > device->geometry().size_bytes) {
+  OFFLOAD_RETURN_IF_ERROR(CheckGenerations(generations));
+  if (layout.file_bytes(generations) > device->geometry().size_bytes) {
     return MakeError(ErrorId::kPoolFull,
-                     absl::StrCat("the store needs ", layout.file_bytes(),
+                     absl::StrCat("the store needs ", layout.file_bytes(generations),
                                   " bytes, the device has ", device->geometry().size_bytes));
   }
   OFFLOAD_RETURN_IF_ERROR(WriteSpecAndHeader(*device, spec, layout, uuid));
   OFFLOAD_RETURN_IF_ERROR(
       RunToEnd(*device, [&](aio::Device::Done done) { device->Flush(std::move(done)); }));
-  OFFLOAD_ASSIGN_OR_RETURN(
-      std::unique_ptr<Impl> impl,
-      Impl::OfFormat({}, "the device", spec, std::move(layout), uuid, std::move(device)));
+  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
+                           Impl::OfFormat({}, "the device", spec, std::move(layout), uuid,
+                                          generations, std::move(device)));
   OFFLOAD_RETURN_IF_ERROR(impl->AllocateBuffers());
   return std::unique_ptr<Store>(new Store(std::move(impl)));
 }
 
 absl::StatusOr<std::unique_ptr<Store::Impl>> Store::Impl::OfFormat(
     PoolDirectory&& pool, std::string path, const StoreSpec& spec, Layout layout,
-    const StoreUuid& uuid, std::unique_ptr<aio::Device> device) {
+    const StoreUuid& uuid, uint32_t generations, std::unique_ptr<aio::Device> device) {
   OFFLOAD_ASSIGN_OR_RETURN(Wakeup wakeup, Wakeup::Make());
   OFFLOAD_ASSIGN_OR_RETURN(MappedRegion table, MappedRegion::Anonymous(layout.table_bytes()));
   auto impl = std::make_unique<Impl>(std::move(pool), spec, std::move(layout), std::move(device),
                                      std::move(wakeup));
   impl->path = std::move(path);
   impl->uuid = uuid;
+  impl->generation_count = generations;
   impl->table = std::move(table);
   return impl;
 }

@@ -114,4 +114,23 @@ absl::StatusOr<OpenedFiles> OpenStoreFiles(const std::string& pool, const std::s
   return opened;
 }
 
+absl::StatusOr<OpenedFiles> OpenStoreFileToRead(const std::string& pool, const std::string& job,
+                                                const StoreOptions& options) {
+  if (!IsValidJobName(job))
+    return MakeError(ErrorId::kBadValue, absl::StrCat("job name '", job, "'"));
+  OFFLOAD_RETURN_IF_ERROR(CheckPool(pool));
+  OpenedFiles opened;
+  OFFLOAD_ASSIGN_OR_RETURN(opened.directory, PoolDirectory::Open(pool));
+  const std::string name = StoreFileName(job);
+  opened.path = opened.directory.PathOf(name);
+  OFFLOAD_ASSIGN_OR_RETURN(UniqueFd file, opened.directory.OpenStoreFile(name, O_RDWR));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::optional<MemberPage> page,
+                           ReadMemberPage(file.get(), opened.path));
+  OFFLOAD_RETURN_IF_ERROR(CheckPoolsOf({pool}, job, page));
+  OFFLOAD_ASSIGN_OR_RETURN(opened.device, aio::OpenDevice(file.release(), options.io));
+  if (options.decorate) opened.device = options.decorate(std::move(opened.device));
+  opened.size_bytes = opened.device->geometry().size_bytes;
+  return opened;
+}
+
 }  // namespace offload::swap

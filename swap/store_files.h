@@ -33,4 +33,9 @@ struct OpenedFiles {
 absl::StatusOr<OpenedFiles> OpenStoreFiles(const std::string& pool, const std::string& job,
                                            const StoreOptions& options, bool counts_as_opening);
 
+// Without a lock, beside the owner of the store, for what its owner does not change. A store over
+// several pools cannot be opened so: OFD-1212.
+absl::StatusOr<OpenedFiles> OpenStoreFileToRead(const std::string& pool, const std::string& job,
+                                                const StoreOptions& options);
+
 }  // namespace offload::swap

@@ -1,22 +1,26 @@
 // swap/store_impl.h
 //
 // The inside of Store. Its files share it: store_create.cc and store_open.cc make one (blocking),
-// store.cc moves extents, store_reread.cc reads again what went wrong, store_commit.cc commits.
+// store.cc moves extents, store_reread.cc reads again what went wrong, store_commit.cc commits,
+// store_snapshot.cc keeps commits and makes room for that.
 //
 // The extent table in memory is the array of table pages that goes to disk: an entry is changed
 // where it stands, when the write of its extent has completed, and a commit sends the changed pages
 // from there. Each of the two table copies on disk has its own record of which pages it has not
 // seen yet.
 //
-// Which place a write takes needs no state of its own: an entry whose sequence is the open one is
-// being rewritten where it stands, any other belongs to a commit, so the write takes its other
-// place.
+// Which place a write takes follows from the table and from those of the snapshots: an entry whose
+// sequence is the open one is being rewritten where it stands; any other belongs to a commit, so
+// the write takes the first place where neither it nor a snapshot of it stands. There always is
+// one: there are two places more than spare generations, and a generation for each snapshot.
 #pragma once
 
 #include <array>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -54,9 +58,20 @@ struct Store::Impl {
   struct OpenCommit {
     SuperblockPage superblock;
     std::string blob;
+    std::optional<uint32_t> created_snapshot;  // the number of its record
     Done done;
     size_t writes_left = 0;
     absl::Status status;
+  };
+  // Zeros on their way to the end of the file.
+  struct Growth {
+    uint64_t old_bytes = 0, new_bytes = 0;
+    uint64_t started_bytes = 0, done_bytes = 0;  // offsets in the file
+    size_t in_flight = 0;
+    MappedRegion zeros;
+    absl::Status status;
+    std::function<void(uint64_t, uint64_t)> progress;
+    Done done;
   };
   using Step = void (Impl::*)();
 
@@ -70,10 +85,15 @@ struct Store::Impl {
   // recovered.
   static absl::StatusOr<std::unique_ptr<Impl>> OfFormat(PoolDirectory&& pool, std::string path,
                                                         const StoreSpec& spec, Layout layout,
-                                                        const StoreUuid& uuid,
+                                                        const StoreUuid& uuid, uint32_t generations,
                                                         std::unique_ptr<aio::Device> device);
   static absl::StatusOr<std::unique_ptr<Impl>> OfRecovery(PoolDirectory pool, std::string path,
                                                           uint64_t file_bytes,
+                                                          std::unique_ptr<aio::Device> device);
+  absl::Status CutOffUnfinishedGrowth();
+  // Over what a snapshot holds, to be read.
+  static absl::StatusOr<std::unique_ptr<Impl>> OfSnapshot(std::string path, uint64_t file_bytes,
+                                                          const std::string& snapshot,
                                                           std::unique_ptr<aio::Device> device);
 
   // store.cc
@@ -83,6 +103,7 @@ struct Store::Impl {
                             std::vector<Piece>* pieces) const;
   absl::Status CollectWrites(std::span<const WriteRequest> requests,
                              std::vector<Piece>* pieces) const;
+  uint32_t ChoosePlace(uint64_t index) const;
   void StartTransfers(std::unique_ptr<Batch> batch, bool is_write);
   void FinishTransfer(Batch* batch, size_t begin, size_t end, bool is_write, absl::Status status);
   void FinishPart(Batch* batch, absl::Status status);
@@ -97,13 +118,18 @@ struct Store::Impl {
   void Defer(Done done, absl::Status status);
   size_t Poll(bool wait);
   bool Idle() const { return device->in_flight() == 0 && deferred.empty(); }
+  void CancelGrowth();
 
   // store_commit.cc
   void Commit(uint64_t epoch, std::string blob, Done done);
   absl::Status CheckCommit(std::string_view blob) const;
+  // What every commit begins with: it has all but the root of its table.
+  std::unique_ptr<OpenCommit> MakeCommit(uint64_t epoch, std::string blob, Done done) const;
   void FlushData();
   void WriteTableAndBlob();
   void WriteTablePages(uint32_t begin_page, uint32_t end_page);
+  void WriteBlob();
+  void WriteSnapshotRepairs();
   void FlushTable();
   void WriteFirstSuperblock();
   void FlushFirstSuperblock();
@@ -116,6 +142,19 @@ struct Store::Impl {
   Done Then(Step next);
   // One of several writes of a phase; FlushTable follows the last.
   Done TableWriteDone();
+
+  // store_snapshot.cc
+  void CreateSnapshot(const std::string& name, int64_t unix_seconds, Done done);
+  void DeleteSnapshot(const std::string& name, Done done);
+  absl::Status CheckSnapshotChange(const std::string& name) const;
+  std::optional<uint32_t> FindSnapshot(std::string_view name) const;
+  void SealTableForSnapshot(uint32_t number);
+  void WriteSnapshotTable();
+  void FinishSnapshotTable();
+  void ListSnapshots();
+  void Grow(std::function<void(uint64_t, uint64_t)> progress, Done done);
+  void GrowOn();
+  void FinishGrowth(absl::Status status);
 
   // The first failed write or flush ends all writing: nobody knows any more what the drive holds.
   void Fail(const absl::Status& status);
@@ -151,6 +190,14 @@ struct Store::Impl {
   size_t writes_in_flight = 0;
   bool has_uncommitted_writes = false;
   std::vector<std::string> repairs;
+
+  uint32_t generation_count = 0;  // that the file has; the next commit names it
+  std::array<std::vector<uint8_t>, kGenerationsMax> snapshot_places;  // as RecoveredStore
+  std::vector<SnapshotInfo> snapshots;                                // by record
+  std::vector<PageRepair> snapshot_repairs;  // written with the next commit
+  std::unique_ptr<Growth> growth;            // null when none is under way
+  bool read_only = false;
+
   bool failed = false;
   absl::Status failure;
   uint64_t checksum_mismatches = 0, lost_extents = 0;

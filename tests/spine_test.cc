@@ -54,6 +54,8 @@ struct Variant {
   bool spill = false;  // gradients of big tensors
   bool schedule = true;
   std::string io_engine = "auto";
+  std::string durability = "step";
+  uint32_t generations = 0;
 };
 
 struct TensorShape {
@@ -95,8 +97,12 @@ class Job {
     auto session = client::Session::Connect(connect_);
     ASSERT_TRUE(session.ok()) << session.status();
     session_ = *std::move(session);
-    auto info = session_->OpenJob(
-        {.job = name_, .pool = pool_, .ram_bytes = kRamBytes, .io_engine = variant_.io_engine});
+    auto info = session_->OpenJob({.job = name_,
+                                   .pool = pool_,
+                                   .ram_bytes = kRamBytes,
+                                   .io_engine = variant_.io_engine,
+                                   .durability = variant_.durability,
+                                   .generations = variant_.generations});
     ASSERT_TRUE(info.ok()) << info.status();
     info_ = *info;
     ASSERT_TRUE(session_->DeclareTensors(catalogue_.tensors).ok());
@@ -215,6 +221,12 @@ class Job {
     step_ = step;
     history_.resize(step + 1);
     references_ = history_.back();
+  }
+
+  // Knows what the other one knows: for a job that was made of it.
+  void Follow(const Job& other) {
+    history_ = other.history_;
+    references_ = other.references_;
   }
 
   void ChangeWeights(uint32_t tensor, float by) {
@@ -593,6 +605,112 @@ TEST_F(SpineTest, KilledDaemonResumesAtAWholeStep) {
     ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
   }
   job.Close();
+}
+
+// Runs offloadctl; its exit code.
+int Offloadctl(const std::string& arguments) {
+  const std::string binary = getenv("OFFLOADCTL_BINARY");
+  const int status = std::system(absl::StrCat(binary, " ", arguments).c_str());
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+TEST_F(SpineTest, ForkOfASnapshotEqualsTheStateThatItKept) {
+  Job job(pool_, "job", {.dtype = Dtype::kBFloat16, .state_resident = 1});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  job.Step();
+  job.Step();
+  const std::string snapshot = absl::StrCat("snapshot create ", pool_, " job");
+  EXPECT_EQ(Offloadctl(absl::StrCat(snapshot, " kept")), 0) << "says what it would take";
+  ASSERT_EQ(Offloadctl(absl::StrCat(snapshot, " kept --yes")), 0) << "grows, beside the run";
+  EXPECT_NE(Offloadctl(absl::StrCat(snapshot, " kept --yes")), 0) << "the name is taken";
+  for (int i = 0; i < 3; ++i) job.Step();
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  const std::string fork = absl::StrCat("snapshot fork ", pool_, " job kept --yes --as ");
+  ASSERT_EQ(Offloadctl(fork + "early"), 0) << "beside the run";
+  job.Step();
+  job.Close();
+  ASSERT_EQ(Offloadctl(fork + "late"), 0);
+  ASSERT_EQ(Offloadctl(absl::StrCat("snapshot fork ", pool_, " job --yes --as last")), 0);
+
+  const std::pair<const char*, uint64_t> forks[] = {{"early", 2}, {"late", 2}, {"last", 6}};
+  for (const auto& [name, step] : forks) {
+    Job copy(pool_, name, {.dtype = Dtype::kBFloat16, .state_resident = 1});
+    copy.Follow(job);
+    ASSERT_NO_FATAL_FAILURE(copy.Open());
+    EXPECT_EQ(copy.info().step, step);
+    EXPECT_EQ(copy.info().trainer_state, absl::StrCat("after ", step));
+    copy.ReturnToStep(step);
+    ASSERT_NO_FATAL_FAILURE(copy.ExpectEqual()) << name;
+    copy.Step();
+    ASSERT_NO_FATAL_FAILURE(copy.ExpectEqual()) << name;
+    copy.Close();
+  }
+  EXPECT_EQ(Offloadctl(absl::StrCat("snapshot rm ", pool_, " job kept --yes")), 0);
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.info().step, 6u);
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  EXPECT_EQ(Offloadctl(absl::StrCat(snapshot, " again")), 0) << "in the generation that is free";
+  EXPECT_EQ(Offloadctl(absl::StrCat("snapshot rm ", pool_, " job again --yes")), 0);
+  job.Close();
+}
+
+TEST_F(SpineTest, CheckpointIntervalIsWhatAKilledDaemonLeaves) {
+  Job job(pool_, "job",
+          {.dtype = Dtype::kBFloat16, .state_resident = 1, .durability = "checkpoint:3"});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  for (int i = 0; i < 5; ++i) job.Step();
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual()) << "what is not committed is read all the same";
+  EXPECT_EQ(job.session().slab_header().durable_step.load(), 3u);
+  job.KillDaemon();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.info().step, 3u);
+  EXPECT_EQ(job.info().trainer_state, "after 3");
+  job.ReturnToStep(3);
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Step();
+  const auto durable = job.session().WaitDurable();
+  ASSERT_TRUE(durable.ok()) << durable.status();
+  EXPECT_EQ(*durable, 4u) << "whoever asks gets a commit inside an interval";
+  job.Step();
+  job.KillDaemon();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.info().step, 4u);
+  job.ReturnToStep(4);
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Step();
+  job.Close();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.info().step, 5u) << "the end is a checkpoint, too";
+  EXPECT_EQ(job.info().trainer_state, "after 5");
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Close();
+}
+
+TEST_F(SpineTest, SnapshotInsideAnIntervalNamesTheStepThatItFinds) {
+  Job job(pool_, "job",
+          {.dtype = Dtype::kFloat32, .durability = "checkpoint:1000", .generations = 1});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  job.Step();
+  job.Step();
+  ASSERT_EQ(Offloadctl(absl::StrCat("snapshot create ", pool_, " job two")), 0);
+  EXPECT_EQ(job.session().slab_header().durable_step.load(), 2u);
+  job.Step();
+  job.KillDaemon();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.info().step, 2u);
+  job.ReturnToStep(2);
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Close();
+}
+
+TEST_F(SpineTest, DurabilityThatIsNoneIsRefused) {
+  for (const char* durability : {"checkpoint", "checkpoint:0", "checkpoint:x", "never"}) {
+    auto session = client::Session::Connect({});
+    ASSERT_TRUE(session.ok()) << session.status();
+    const auto info = (*session)->OpenJob(
+        {.job = "job", .pool = pool_, .ram_bytes = kRamBytes, .durability = durability});
+    EXPECT_EQ(ErrorIdOf(info.status()), ErrorId::kBadValue) << durability << info.status();
+  }
 }
 
 TEST_F(SpineTest, GoneRankLeavesItsRecordedStepCommitted) {

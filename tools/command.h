@@ -52,12 +52,13 @@ class Command {
   virtual absl::StatusOr<Answer> Run() = 0;
 };
 
-std::unique_ptr<Command> MakeDoctorCommand();   // doctor.cc
-std::unique_ptr<Command> MakePlanCommand();     // plan.cc
-std::unique_ptr<Command> MakeStatusCommand();   // status.cc
-std::unique_ptr<Command> MakeListCommand();     // jobs.cc
-std::unique_ptr<Command> MakeRemoveCommand();   // jobs.cc
-std::unique_ptr<Command> MakeFsckCommand();     // fsck.cc
+std::unique_ptr<Command> MakeDoctorCommand();  // doctor.cc
+std::unique_ptr<Command> MakePlanCommand();    // plan.cc
+std::unique_ptr<Command> MakeStatusCommand();  // status.cc
+std::unique_ptr<Command> MakeListCommand();    // jobs.cc
+std::unique_ptr<Command> MakeRemoveCommand();  // jobs.cc
+std::unique_ptr<Command> MakeFsckCommand();    // fsck.cc
+std::unique_ptr<Command> MakeSnapshotCommand();
 std::unique_ptr<Command> MakeExplainCommand();  // explain.cc
 std::unique_ptr<Command> MakeVersionCommand();  // explain.cc
 

@@ -11,7 +11,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "proto/grpc_status.h"
 #include "proto/offload.grpc.pb.h"
 
@@ -21,6 +24,7 @@ namespace {
 constexpr char kRankSocket[] = "offloadd.sock";
 constexpr char kControlSocket[] = "control.sock";
 constexpr size_t kDaemonsMax = 256;
+constexpr double kAnswerSeconds = 5;
 
 std::string Environment(const char* name) {
   const char* value = std::getenv(name);
@@ -74,8 +78,21 @@ std::vector<DaemonAddress> FindDaemons() {
   return found;
 }
 
-absl::StatusOr<proto::v1::StatusReply> AskStatus(const std::string& socket,
-                                                 double timeout_seconds) {
+namespace {
+
+// The daemon has a working directory of its own.
+std::string AbsolutePools(const std::string& pool) {
+  std::vector<std::string> pools = absl::StrSplit(pool, ',');
+  for (std::string& each : pools) each = std::filesystem::absolute(each);
+  return absl::StrJoin(pools, ",");
+}
+
+struct Connection {
+  std::string path;  // of the control socket
+  std::unique_ptr<proto::v1::Control::Stub> stub;
+};
+
+absl::StatusOr<Connection> Connect(const std::string& socket) {
   const std::filesystem::path path = std::filesystem::absolute(socket);
   const std::string control = path.parent_path() / kControlSocket;
   if (control.size() > proto::kSocketPathBytesMax) {
@@ -85,15 +102,74 @@ absl::StatusOr<proto::v1::StatusReply> AskStatus(const std::string& socket,
   const auto channel =
       grpc::CreateCustomChannel(proto::ControlAddress(control), grpc::InsecureChannelCredentials(),
                                 proto::ControlChannelArguments());
-  const auto stub = proto::v1::Control::NewStub(channel);
+  return Connection{control, proto::v1::Control::NewStub(channel)};
+}
+
+// A daemon that does not answer is described by where it should have.
+absl::Status Judge(const Connection& connection, const grpc::Status& said) {
+  const absl::Status status = proto::FromGrpc(said);
+  return absl::IsUnavailable(status) ? NoAnswer(connection.path, status) : status;
+}
+
+}  // namespace
+
+absl::StatusOr<proto::v1::StatusReply> AskStatus(const std::string& socket,
+                                                 double timeout_seconds) {
+  OFFLOAD_ASSIGN_OR_RETURN(const Connection connection, Connect(socket));
   grpc::ClientContext context;
   context.set_deadline(std::chrono::system_clock::now() +
                        std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1e3)));
   proto::v1::StatusReply reply;
-  const absl::Status status =
-      proto::FromGrpc(stub->Status(&context, proto::v1::StatusRequest(), &reply));
-  if (status.ok()) return reply;
-  return absl::IsUnavailable(status) ? NoAnswer(control, status) : status;
+  OFFLOAD_RETURN_IF_ERROR(
+      Judge(connection, connection.stub->Status(&context, proto::v1::StatusRequest(), &reply)));
+  return reply;
+}
+
+absl::StatusOr<std::string> FindDaemonOf(const std::string& pool, const std::string& job) {
+  for (const DaemonAddress& address : FindDaemons()) {
+    const auto reply = AskStatus(address.socket, kAnswerSeconds);
+    if (!reply.ok()) continue;
+    for (const proto::v1::JobStatus& known : reply->jobs()) {
+      std::error_code error;
+      const bool same_pool = known.pool() == AbsolutePools(pool) ||
+                             std::filesystem::equivalent(known.pool(), pool, error);
+      if (known.job() == job && same_pool) return address.socket;
+    }
+  }
+  return MakeError(ErrorId::kStoreLocked,
+                   absl::StrCat("job ", job, " of ", pool, " is in use, and no daemon that this ",
+                                "user can reach has it"),
+                   "Name its daemon in OFFLOADD_SOCKET, or wait until the run ends");
+}
+
+absl::StatusOr<uint64_t> AskCreateSnapshot(
+    const std::string& socket, const SnapshotName& snapshot, bool may_grow,
+    const std::function<void(uint64_t, uint64_t)>& progress) {
+  OFFLOAD_ASSIGN_OR_RETURN(const Connection connection, Connect(socket));
+  grpc::ClientContext context;  // no deadline: growing takes as long as it takes
+  proto::v1::CreateSnapshotRequest request;
+  request.set_pool(AbsolutePools(snapshot.pool));
+  request.set_job(snapshot.job);
+  request.set_name(snapshot.name);
+  request.set_may_grow(may_grow);
+  const auto reader = connection.stub->CreateSnapshot(&context, request);
+  proto::v1::CreateSnapshotProgress message;
+  while (reader->Read(&message)) {
+    if (!message.done()) progress(message.bytes_formatted(), message.bytes_total());
+  }
+  OFFLOAD_RETURN_IF_ERROR(Judge(connection, reader->Finish()));
+  return message.step();
+}
+
+absl::Status AskDeleteSnapshot(const std::string& socket, const SnapshotName& snapshot) {
+  OFFLOAD_ASSIGN_OR_RETURN(const Connection connection, Connect(socket));
+  grpc::ClientContext context;
+  proto::v1::DeleteSnapshotRequest request;
+  request.set_pool(AbsolutePools(snapshot.pool));
+  request.set_job(snapshot.job);
+  request.set_name(snapshot.name);
+  proto::v1::Empty reply;
+  return Judge(connection, connection.stub->DeleteSnapshot(&context, request, &reply));
 }
 
 std::string FormatDuration(double seconds) {

@@ -1,6 +1,7 @@
 // tools/daemons.h
 //
-// Finds the daemons that this user can reach, and asks them how they are.
+// Finds the daemons that this user can reach, asks them how they are, and has them make and delete
+// snapshots of jobs that they have open.
 //
 // A daemon's sockets lie in one directory: offloadd.sock, at which ranks introduce themselves, and
 // control.sock, the gRPC service. Asking for the status takes no session.
@@ -8,6 +9,7 @@
 // Thread safety: all functions may be called from any thread.
 #pragma once
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -29,6 +31,19 @@ std::vector<DaemonAddress> FindDaemons();
 // OFD-1501 when nothing answers at the control socket beside `socket` (or at it, if that is its
 // name).
 absl::StatusOr<proto::v1::StatusReply> AskStatus(const std::string& socket, double timeout_seconds);
+
+// The socket of the daemon that has a job open; OFD-1205 when none of those that answer has it.
+absl::StatusOr<std::string> FindDaemonOf(const std::string& pool, const std::string& job);
+
+struct SnapshotName {
+  std::string pool, job, name;
+};
+// Blocks until the snapshot is made, at the job's next commit; returns the step that it holds.
+// `progress` tells of a growth that is needed first.
+absl::StatusOr<uint64_t> AskCreateSnapshot(const std::string& socket, const SnapshotName& snapshot,
+                                           bool may_grow,
+                                           const std::function<void(uint64_t, uint64_t)>& progress);
+absl::Status AskDeleteSnapshot(const std::string& socket, const SnapshotName& snapshot);
 
 // "2h14m", "3m07s", "12s".
 std::string FormatDuration(double seconds);

@@ -96,12 +96,40 @@ class OffloadctlTest : public ::testing::Test {
 
 TEST_F(OffloadctlTest, HelpOfEveryCommandBeginsWithAnExample) {
   for (const char* command :
-       {"", "doctor", "plan", "status", "ls", "rm", "fsck", "explain", "version"}) {
+       {"", "doctor", "plan", "status", "ls", "rm", "fsck", "snapshot", "explain", "version"}) {
     const Result result = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(result.exit_code, 0) << command;
     EXPECT_TRUE(result.out.starts_with(absl::StrCat("For example:\n  offloadctl ", command)))
         << result.out;
   }
+}
+
+TEST_F(OffloadctlTest, SnapshotSaysWhatItWouldTakeAndDoesItWithYes) {
+  MakeStore("run1");
+  const std::string where = pool() + " run1 ";
+  const Json would = RunJson("snapshot", "create " + where + "best", 0);
+  EXPECT_EQ(would["created"], false);
+  EXPECT_GT(would["grows_by_bytes"], 0);
+  EXPECT_EQ(RunJson("snapshot", "ls " + where, 0)["snapshots"].size(), 0u);
+  EXPECT_EQ(RunJson("snapshot", "create " + where + "best --yes", 0)["step"], 7);
+  EXPECT_EQ(RunJson("snapshot", "create " + where + "best --yes", 1)["error"]["id"], "OFD-1216");
+  const Json listed = RunJson("snapshot", "ls " + where, 0);
+  ASSERT_EQ(listed["snapshots"].size(), 1u);
+  EXPECT_EQ(listed["snapshots"][0]["name"], "best");
+  EXPECT_EQ(listed["snapshots"][0]["step"], 7);
+  EXPECT_EQ(RunJson("snapshot", "fork " + where + "best --as run2", 0)["forked"], false);
+  EXPECT_EQ(RunJson("ls", pool(), 0)["jobs"].size(), 1u);
+  const Json forked = RunJson("snapshot", "fork " + where + "best --as run2 --yes", 0);
+  EXPECT_EQ(forked["step"], 7);
+  const Json jobs = RunJson("ls", pool(), 0);
+  ASSERT_EQ(jobs["jobs"].size(), 2u);
+  EXPECT_EQ(jobs["jobs"][1]["step"], 7);
+  EXPECT_EQ(jobs["jobs"][1]["file_bytes"], forked["file_bytes"]);
+  EXPECT_EQ(RunJson("snapshot", "rm " + where + "best", 0)["removed"], false);
+  EXPECT_EQ(RunJson("snapshot", "rm " + where + "best --yes", 0)["removed"], true);
+  EXPECT_EQ(RunJson("snapshot", "ls " + where, 0)["snapshots"].size(), 0u);
+  EXPECT_NE(Run("snapshot rm " + where + "best --yes").exit_code, 0);
+  EXPECT_EQ(Run("snapshot fork " + where + " --yes").exit_code, 2) << "needs --as";
 }
 
 TEST_F(OffloadctlTest, UnknownFlagsAndCommandsGetASuggestion) {

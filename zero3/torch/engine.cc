@@ -186,6 +186,8 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
   job.pool = options.nvme_path;
   job.ram_bytes = ram_bytes;
   job.io_engine = options.io;
+  job.durability = options.durability;
+  job.generations = static_cast<uint32_t>(std::max(options.generations, 0));
   job.update_threads = static_cast<uint32_t>(std::max(options.update_threads, 0));
   client::JobInfo info = zero3::ValueOrThrow(session->OpenJob(job));
   return std::make_shared<zero3::OffloadEngine>(options, ram_bytes, std::move(session),

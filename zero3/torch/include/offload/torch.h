@@ -56,9 +56,11 @@ struct Options {
   std::string nvme_path;
   std::string
       ram;  // the memory budget, "8GiB": what the daemon and this library hold never exceeds it
-  std::string job = "default";  // names the run in the pool; the same name resumes it
-  std::string io = "auto";      // auto | uring | libaio | threads
-  int update_threads = 0;       // of the daemon's optimizer; 0: half of the cores
+  std::string job = "default";      // names the run in the pool; the same name resumes it
+  std::string io = "auto";          // auto | uring | libaio | threads
+  std::string durability = "step";  // or "checkpoint:N": a commit after every N steps only
+  int generations = 0;              // spare ones of a new store: so many snapshots need no growth
+  int update_threads = 0;           // of the daemon's optimizer; 0: half of the cores
   // Bytes one gradient needs beside the accumulators are not counted, nor are activations and torch
   // itself.
   bool spill_gradients = false;  // keep gradients on NVMe even where memory could hold them (frees
