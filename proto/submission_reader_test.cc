@@ -114,6 +114,12 @@ TEST_F(CheckSubmissionTest, RefusesPlanesThatATensorDoesNotHave) {
   ExpectFault(get(2, RingPlane::kExpAvg), "plane");
   ExpectFault(get(2, RingPlane::kMaster), "plane");
   ExpectFault(get(0, static_cast<RingPlane>(4)), "plane 4");
+  ExpectAccepted(get(0, RingPlane::kResidual));
+  ExpectFault(get(2, RingPlane::kResidual), "plane");
+  ExpectAccepted(get(0, RingPlane::kExpAvgSq));
+  ExpectFault(get(2, RingPlane::kExpAvgSq), "plane");
+  limits_.optimizer = OptimizerState::kNone;
+  ExpectFault(get(0, RingPlane::kExpAvg), "plane");
   limits_.optimizer = OptimizerState::kMomentum;
   ExpectAccepted(get(0, RingPlane::kExpAvg));
   ExpectFault(get(0, RingPlane::kExpAvgSq), "plane");
@@ -164,7 +170,24 @@ TEST_F(CheckSubmissionTest, CountsTheBytesOfATransfer) {
       TransferBytes(Entry(RingOperation::kGet, 0, 0, 100, kBuffer, RingPlane::kMaster), limits_),
       400u);
   EXPECT_EQ(TransferBytes(Entry(RingOperation::kScratchRead, 0, 0, 8192, kBuffer), limits_), 8192u);
-  EXPECT_EQ(TransferBytes(Entry(RingOperation::kAcquire), limits_), 0u);
+  EXPECT_EQ(TransferBytes(Entry(RingOperation::kScratchWrite, 0, 0, 4096, kBuffer), limits_),
+            4096u);
+  for (const RingOperation operation : {RingOperation::kAcquire, RingOperation::kNop,
+                                        RingOperation::kPrefetch, static_cast<RingOperation>(99)})
+    EXPECT_EQ(TransferBytes(Entry(operation), limits_), 0u);
+}
+
+// Numbers that a rank was not given: none passes, however many are tried.
+TEST_F(CheckSubmissionTest, AMillionForeignTensorsAreRefused) {
+  std::mt19937_64 random(4711);
+  uint32_t accepted = 0;
+  for (int i = 0; i < 1'000'000; ++i) {
+    SubmissionEntry entry = Entry(RingOperation::kGet, 0, 0, 1, kBuffer);
+    const auto range = UINT32_MAX - static_cast<uint32_t>(catalogue_.tensors.size());
+    entry.tensor = static_cast<uint32_t>(catalogue_.tensors.size() + random() % range);
+    accepted += CheckSubmission(entry, limits_).ok() ? 1 : 0;
+  }
+  EXPECT_EQ(accepted, 0u);
 }
 
 class SubmissionReaderTest : public testing::Test {
@@ -223,6 +246,7 @@ TEST_F(SubmissionReaderTest, AFaultStays) {
 
 TEST_F(SubmissionReaderTest, ACursorThatClaimsTooMuchIsAFault) {
   header()->submission_tail = kSubmissionEntries + 1;
+  EXPECT_TRUE(reader_->HasNext());
   EXPECT_EQ(ErrorIdOf(reader_->Next().status()), ErrorId::kProtocol);
 }
 
