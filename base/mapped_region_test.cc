@@ -1,6 +1,7 @@
 #include "base/mapped_region.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include "base/unique_fd.h"
 
@@ -29,6 +30,25 @@ TEST(MappedRegionTest, TwoMapsOfOneMemfdShareTheirBytes) {
   ASSERT_TRUE(writer.ok() && reader.ok());
   writer->data()[4096] = std::byte{9};
   EXPECT_EQ(reader->data()[0], std::byte{9});
+}
+
+TEST(MappedRegionTest, ALargeMapBeginsAtAHugePageAndKeepsItsBytesInOne) {
+  constexpr size_t kSizeBytes = 3 * kHugePageBytes + 4096;
+  UniqueFd fd(::memfd_create("mapped_region_test", MFD_CLOEXEC));
+  ASSERT_EQ(::ftruncate(fd.get(), kSizeBytes), 0);
+  auto region = MappedRegion::Map(fd.get(), 0, kSizeBytes, PROT_READ | PROT_WRITE, MAP_SHARED);
+  ASSERT_TRUE(region.ok()) << region.status();
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(region->data()) % kHugePageBytes, 0u);
+  region->data()[kHugePageBytes + 5] = std::byte{9};
+
+  const size_t huge_bytes = region->UseHugePages(4096, 2 * kHugePageBytes);
+  EXPECT_EQ(region->data()[kHugePageBytes + 5], std::byte{9});
+  EXPECT_EQ(region->data()[kHugePageBytes + 6], std::byte{0});
+  struct stat status;
+  ASSERT_EQ(::fstat(fd.get(), &status), 0);
+  if (huge_bytes == 0) GTEST_SKIP() << "this kernel gives no huge pages";
+  EXPECT_EQ(huge_bytes, kHugePageBytes);  // the only whole one inside
+  EXPECT_EQ(static_cast<size_t>(status.st_blocks) * 512, kHugePageBytes);
 }
 
 TEST(MappedRegionTest, MoveKeepsTheMapAndDestructionUnmapsIt) {

@@ -94,6 +94,7 @@ absl::Status SharedMemory::Allocate(uint64_t offset_bytes, uint64_t length_bytes
         ErrorId::kSharedMemory,
         absl::StrCat("reserving ", length_bytes, " bytes of memory, available are ", *available));
   }
+  map_.UseHugePages(offset_bytes, length_bytes);
   int result = 0;
   do {
     result =

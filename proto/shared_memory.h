@@ -35,8 +35,9 @@ class SharedMemory {
   SharedMemory(SharedMemory&&) = default;
   SharedMemory& operator=(SharedMemory&&) = default;
 
-  // Reserves zeroed pages for [offset, offset + length); again for pages that are there does
-  // nothing. OFD-1302 when the kernel has no memory, OFD-1503 when the range is not inside.
+  // Reserves zeroed pages for [offset, offset + length), huge ones where the kernel gives them;
+  // again for pages that are there does nothing. OFD-1302 when the kernel has no memory, OFD-1503
+  // when the range is not inside.
   absl::Status Allocate(uint64_t offset_bytes, uint64_t length_bytes);
 
   absl::Status SealForWriting();

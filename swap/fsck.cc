@@ -21,7 +21,6 @@ namespace {
 
 using Part = FsckFinding::Part;
 
-constexpr uint64_t kReadBytesMax = uint64_t{1} << 20;  // of copies that are compared
 constexpr size_t kReadsInFlight = 8;                   // of extents
 
 ReadPages ReadsFrom(aio::Device* device) {

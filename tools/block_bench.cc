@@ -18,11 +18,11 @@
 #include "base/check.h"
 #include "base/clock.h"
 #include "base/error.h"
-#include "base/mapped_region.h"
 #include "base/random.h"
 #include "base/status_macros.h"
 #include "base/unique_fd.h"
 #include "base/worker_pool.h"
+#include "proto/shared_memory.h"
 #include "swap/store.h"
 
 namespace offload::tools {
@@ -266,7 +266,8 @@ absl::StatusOr<UniqueFd> MakeScratchFile(const BlockBenchOptions& options) {
 
 struct BlockBench::Impl {
   BlockBenchOptions options;
-  MappedRegion buffers;
+  proto::SharedMemory memory;  // as the daemon's slab
+  std::span<std::byte> buffers;
   std::unique_ptr<Worker> worker;
   std::unique_ptr<swap::Store> store;  // never published: its file goes with it
   std::unique_ptr<aio::Device> device;
@@ -274,15 +275,18 @@ struct BlockBench::Impl {
 
   uint64_t block_count() const { return options.data_bytes / options.block_bytes; }
   absl::StatusOr<double> RunOn(Target& target, Pattern pattern, double seconds) {
-    return Run(target, pattern, block_count(), options.block_bytes).For(seconds, buffers.span());
+    return Run(target, pattern, block_count(), options.block_bytes).For(seconds, buffers);
   }
   absl::Status Open();
   absl::Status Fill();
 };
 
 absl::Status BlockBench::Impl::Open() {
-  OFFLOAD_ASSIGN_OR_RETURN(buffers, MappedRegion::Anonymous(options.depth * options.block_bytes));
-  Random(/*seed=*/1).Fill(buffers.span());  // drives may compress, or leave zeros out
+  const uint64_t buffers_bytes = options.depth * options.block_bytes;
+  OFFLOAD_ASSIGN_OR_RETURN(memory, proto::SharedMemory::Create("block_bench", buffers_bytes));
+  OFFLOAD_RETURN_IF_ERROR(memory.Allocate(0, buffers_bytes));
+  buffers = {memory.data(), buffers_bytes};
+  Random(/*seed=*/1).Fill(buffers);  // drives may compress, or leave zeros out
   if (options.checksums_on_thread) worker = std::make_unique<Worker>();
   const aio::OpenOptions io = {
       .engine = options.engine, .queue_depth = options.depth, .thread_count = options.depth};
@@ -290,8 +294,8 @@ absl::Status BlockBench::Impl::Open() {
   OFFLOAD_ASSIGN_OR_RETURN(UniqueFd file, MakeScratchFile(options));
   OFFLOAD_ASSIGN_OR_RETURN(device, aio::OpenDevice(file.release(), io));
   if (!options.registers_buffers) return absl::OkStatus();
-  store->RegisterBuffer(buffers.span());
-  device->RegisterBuffer(buffers.span());
+  store->RegisterBuffer(buffers);
+  device->RegisterBuffer(buffers);
   return absl::OkStatus();
 }
 

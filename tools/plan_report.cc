@@ -25,7 +25,7 @@ std::string RamFlag(uint64_t bytes) {
 }
 
 std::string Seconds(double seconds) {
-  return absl::StrFormat(seconds < 10 ? "%.2f" : "%.0f", seconds);
+  return absl::StrFormat("%.*f", seconds < 10 ? 2 : 0, seconds);
 }
 
 // The next larger budget worth naming, and what it saves.
