@@ -13,6 +13,7 @@
 
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "offloadd/pool_policy.h"
 #include "offloadd/session_table.h"
 #include "proto/offload.grpc.pb.h"
 

@@ -23,6 +23,7 @@
 #include "base/unique_fd.h"
 #include "offloadd/event_loop.h"
 #include "offloadd/limits.h"
+#include "offloadd/pool_policy.h"
 #include "offloadd/session_table.h"
 #include "proto/handshake.h"
 

@@ -47,14 +47,6 @@
 
 namespace offload::daemon {
 
-// Where jobs may live.
-struct PoolPolicy {
-  std::string default_pool;          // for requests without one; may be empty
-  std::vector<std::string> allowed;  // empty: any
-};
-// The pool of a request, or its pools; OFD-1002 without one, OFD-1504 when one is not allowed.
-absl::StatusOr<std::string> ChoosePool(const PoolPolicy& policy, const std::string& requested);
-
 class Job {
  public:
   using Done = std::function<void(absl::Status)>;

@@ -30,6 +30,7 @@
 #include "offloadd/event_loop.h"
 #include "offloadd/job.h"
 #include "offloadd/limits.h"
+#include "offloadd/pool_policy.h"
 #include "proto/handshake.h"
 
 namespace offload::daemon {

@@ -1,0 +1,20 @@
+// offloadd/environment.h
+//
+// Numbers from the environment: what operators may change without another flag.
+#pragma once
+
+#include <cstdlib>
+
+#include "absl/strings/numbers.h"
+
+namespace offload::daemon {
+
+// A number, not below zero, from the environment: seconds, or bytes per second.
+inline double NumberFrom(const char* variable, double otherwise) {
+  double number = 0;
+  const char* const text = std::getenv(variable);
+  const bool is_good = text != nullptr && absl::SimpleAtod(text, &number) && number >= 0;
+  return is_good ? number : otherwise;
+}
+
+}  // namespace offload::daemon
