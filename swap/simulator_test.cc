@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "aio/memory_device.h"
 #include "base/error.h"
 #include "spdlog/spdlog.h"
 #include "swap/layout.h"
 #include "swap/store_fixture.h"
+#include "swap/traced_device.h"
 
 namespace offload::swap {
 namespace {
@@ -82,14 +84,16 @@ class MemoryStoreTest : public testing::Test {
  protected:
   static constexpr std::array<uint8_t, 16> kUuid = {1, 2, 3};
 
-  std::unique_ptr<aio::FaultyDevice> Drive(uint64_t seed, const std::vector<std::byte>& image) {
+  // A drive that outlives its store, so that what is left on it can be seen; until the next one.
+  std::unique_ptr<aio::Device> Drive(uint64_t seed, const std::vector<std::byte>& image,
+                                     std::optional<aio::Fault> fault = std::nullopt) {
     auto memory = std::make_unique<aio::MemoryDevice>(FormattedBytes(SmallSpec()));
     memory_ = memory.get();
     if (!image.empty()) std::copy(image.begin(), image.end(), memory->bytes().begin());
-    auto drive = std::make_unique<aio::FaultyDevice>(std::move(memory),
-                                                     aio::FaultyDevice::Options{.seed = seed});
-    drive_ = drive.get();
-    return drive;
+    drive_ = std::make_unique<aio::FaultyDevice>(std::move(memory),
+                                                 aio::FaultyDevice::Options{.seed = seed});
+    if (fault) drive_->AddFault(*fault);
+    return std::make_unique<TracedDevice>(drive_.get(), &trace_, &places_);
   }
   std::vector<std::byte> Image() const {
     return {memory_->bytes().begin(), memory_->bytes().end()};
@@ -106,7 +110,9 @@ class MemoryStoreTest : public testing::Test {
   }
 
   aio::MemoryDevice* memory_ = nullptr;
-  aio::FaultyDevice* drive_ = nullptr;
+  std::unique_ptr<aio::FaultyDevice> drive_;
+  Trace trace_;
+  ReadPlaces places_;
 };
 
 TEST_F(MemoryStoreTest, RecoveryInterruptedAtEveryOperationAndRunAgainGivesTheSameState) {
@@ -114,15 +120,16 @@ TEST_F(MemoryStoreTest, RecoveryInterruptedAtEveryOperationAndRunAgainGivesTheSa
   bool last = false;
   for (uint64_t crash = 1; !last; ++crash) {
     const std::vector<std::byte> image = CrashedImage(crash, &last);
-    auto whole = Store::OpenOn(Drive(1, image));
-    ASSERT_TRUE(whole.ok()) << whole.status();
-    const uint64_t sequence = (*whole)->committed().sequence;
-    ASSERT_EQ(CheckScript(**whole, sequence), absl::OkStatus());
+    uint64_t sequence = 0;
+    {
+      auto whole = Store::OpenOn(Drive(1, image));
+      ASSERT_TRUE(whole.ok()) << whole.status();
+      sequence = (*whole)->committed().sequence;
+      ASSERT_EQ(CheckScript(**whole, sequence), absl::OkStatus());
+    }
     for (uint64_t nth = 1;; ++nth) {
-      auto device = Drive(nth, image);
-      device->AddFault({FaultKind::kPowerCut, nth});
       {
-        auto cut = Store::OpenOn(std::move(device));
+        auto cut = Store::OpenOn(Drive(nth, image, aio::Fault{FaultKind::kPowerCut, nth}));
         if (cut.ok() && !drive_->is_cut()) break;  // the recovery has fewer operations
         EXPECT_FALSE(cut.ok()) << "crash " << crash << ", cut " << nth;
         ++interruptions;
@@ -159,8 +166,8 @@ TEST_F(MemoryStoreTest, RecoveryWritesNothingButTheTwinOfTheSuperblockThatItChos
   uint64_t twins = 0;
   for (uint64_t crash = 1; !last; ++crash) {
     const std::vector<std::byte> image = CrashedImage(crash, &last);
-    auto first = Store::OpenOn(Drive(1, image));
-    ASSERT_TRUE(first.ok()) << first.status();
+    const absl::Status first = Store::OpenOn(Drive(1, image)).status();
+    ASSERT_TRUE(first.ok()) << first;
     const uint64_t written = memory_->counters().writes;
     EXPECT_LE(written, last ? 0u : 1u) << "crash " << crash;
     twins += written;
@@ -176,9 +183,8 @@ TEST_F(MemoryStoreTest, AFaultAtEveryOperationOfAFormatIsAnErrorOrNoFault) {
                                FaultKind::kAgain, FaultKind::kFlushError, FaultKind::kPowerCut}) {
     for (const bool persistent : {false, true}) {
       for (uint64_t nth = 1;; ++nth) {
-        auto device = Drive(nth, {});
-        device->AddFault({kind, nth, persistent});
-        auto store = Store::CreateOn(std::move(device), SmallSpec(), kUuid);
+        auto store =
+            Store::CreateOn(Drive(nth, {}, aio::Fault{kind, nth, persistent}), SmallSpec(), kUuid);
         if (store.ok()) {
           EXPECT_EQ(drive_->faults_met(), 0u) << aio::FaultName(kind) << " at " << nth;
           break;
