@@ -1,4 +1,4 @@
-"""Tests tools/drive_bench with its real program and, where there is one, fio: usage: drive_bench_test.py BLOCK_BENCH"""
+"""Tests tools/drive_bench with its real program and, where there is one, fio: usage: drive_bench_test.py BLOCK_BENCH STEP_BENCH OFFLOADD"""
 
 import json
 import os
@@ -9,15 +9,16 @@ import tempfile
 import unittest
 
 TOOLS = os.path.dirname(os.path.abspath(__file__))
-BLOCK_BENCH = os.path.abspath(sys.argv.pop(1))
+PROGRAMS = {name: os.path.abspath(sys.argv.pop(1)) for name in ("tools/block_bench", "tools/step_bench", "offloadd/offloadd")}
 
 
 class DriveBenchTest(unittest.TestCase):
     def setUp(self):
         self.folder = tempfile.mkdtemp(dir=os.environ.get("TEST_TMPDIR"))
         self.addCleanup(shutil.rmtree, self.folder, ignore_errors=True)
-        os.makedirs(os.path.join(self.folder, "bin/tools"))
-        os.symlink(BLOCK_BENCH, os.path.join(self.folder, "bin/tools/block_bench"))
+        for name, path in PROGRAMS.items():
+            os.makedirs(os.path.dirname(os.path.join(self.folder, "bin", name)), exist_ok=True)
+            os.symlink(path, os.path.join(self.folder, "bin", name))
         self.pool = os.path.join(self.folder, "pool")
         os.mkdir(self.pool)
 
@@ -29,7 +30,11 @@ class DriveBenchTest(unittest.TestCase):
     def test_every_pattern_has_a_row_and_nothing_is_left(self):
         run = self.run_bench("--engines", "threads,libaio", "--blocks", "64KiB", "--json")
         self.assertEqual(run.returncode, 0, run.stderr)
-        rows = json.loads(run.stdout)["rows"]
+        answer = json.loads(run.stdout)
+        rows = answer["rows"]
+        self.assertEqual([(row["engine"], row["pattern"]) for row in answer["daemon_rows"]], [(row["engine"], row["pattern"]) for row in rows])
+        for row in answer["daemon_rows"]:
+            self.assertGreater(row["daemon_gbps"], 0)
         self.assertEqual([(row["engine"], row["pattern"]) for row in rows],
                          [(engine, pattern) for engine in ("threads", "libaio") for pattern in ("read", "write", "mixed")])
         for row in rows:
