@@ -16,13 +16,6 @@ namespace {
 
 constexpr uint64_t kBatchBytes = uint64_t{32} << 20;
 
-absl::Status RunNow(Store& store, const std::function<void(Store::Done)>& start) {
-  std::optional<absl::Status> result;
-  start([&result](absl::Status status) { result = std::move(status); });
-  while (!result) store.Poll(/*wait=*/true);
-  return *result;
-}
-
 // The extents that have been written, as they stand on disk.
 std::vector<ExtentId> WrittenExtents(const Store& store) {
   std::vector<ExtentId> ids;
@@ -72,7 +65,7 @@ class Copy {
     }
     std::vector<Stamp> stamps(ids.size());
     OFFLOAD_RETURN_IF_ERROR(
-        RunNow(source_, [&](Store::Done done) { source_.Read(reads, stamps, std::move(done)); }));
+        RunToEnd(source_, [&](Store::Done done) { source_.Read(reads, stamps, std::move(done)); }));
     std::vector<WriteRequest> writes;
     for (size_t i = 0; i < ids.size(); ++i) {
       const std::span<const std::byte> bytes(reads[i].bytes, source_.ExtentBytes(ids[i]));
@@ -82,7 +75,7 @@ class Copy {
       writes.push_back(
           {ids[i], reads[i].bytes, checksum.Finish(), stamps[i].word, stamps[i].flags});
     }
-    return RunNow(target_, [&](Store::Done done) { target_.Write(writes, std::move(done)); });
+    return RunToEnd(target_, [&](Store::Done done) { target_.Write(writes, std::move(done)); });
   }
 
   absl::Status Damaged(const ExtentId& id) const {
@@ -124,7 +117,7 @@ absl::Status Fork(Store& source, const std::string& pool, const std::string& job
   OFFLOAD_RETURN_IF_ERROR(Copy(&source, target.get(), options).Run());
   FaultPoint("fork.copied");
   const CommitInfo& committed = source.committed();
-  OFFLOAD_RETURN_IF_ERROR(RunNow(*target, [&](Store::Done done) {
+  OFFLOAD_RETURN_IF_ERROR(RunToEnd(*target, [&](Store::Done done) {
     target->Commit(committed.epoch, committed.blob, std::move(done));
   }));
   return target->Publish();

@@ -21,7 +21,7 @@ namespace {
 
 using Part = FsckFinding::Part;
 
-constexpr size_t kReadsInFlight = 8;                   // of extents
+constexpr size_t kReadsInFlight = 8;  // of extents
 
 ReadPages ReadsFrom(aio::Device* device) {
   return [device](uint64_t offset_bytes, std::span<std::byte> bytes) {

@@ -115,7 +115,8 @@ absl::StatusOr<RecoveredStore> Inspect(int file, RecoveryDepth depth, StoreSumma
     summary->pools = PathsOf(*page);
     OFFLOAD_RETURN_IF_ERROR(FindMembers(summary->job, *page));
   }
-  // All that is read here lies on member 0, behind its page.
+  // All of the last commit lies on member 0, behind its page; tables of snapshots do not.
+  if (page && depth == RecoveryDepth::kWhole) depth = RecoveryDepth::kCommit;
   const uint64_t skipped_bytes = page ? kMemberHeadBytes : 0;
   const ReadPages read = [file, skipped_bytes](uint64_t offset_bytes, std::span<std::byte> bytes) {
     return PreadFully(file, skipped_bytes + offset_bytes, bytes);

@@ -26,11 +26,10 @@ class Recovery {
     OFFLOAD_RETURN_IF_ERROR(ReadSpec());
     OFFLOAD_RETURN_IF_ERROR(ChooseSuperblock());
     ListSnapshots();
-    if (depth == RecoveryDepth::kWhole) {
-      OFFLOAD_RETURN_IF_ERROR(ReadTable());
-      OFFLOAD_RETURN_IF_ERROR(ReadBlob());
-      OFFLOAD_RETURN_IF_ERROR(ReadSnapshotPlaces());
-    }
+    if (depth == RecoveryDepth::kSummary) return std::move(store_);
+    OFFLOAD_RETURN_IF_ERROR(ReadTable());
+    OFFLOAD_RETURN_IF_ERROR(ReadBlob());
+    if (depth == RecoveryDepth::kWhole) OFFLOAD_RETURN_IF_ERROR(ReadSnapshotPlaces());
     return std::move(store_);
   }
 

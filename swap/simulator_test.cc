@@ -12,7 +12,6 @@
 #include "spdlog/spdlog.h"
 #include "swap/layout.h"
 #include "swap/store_fixture.h"
-#include "swap/traced_device.h"
 
 namespace offload::swap {
 namespace {
@@ -101,7 +100,7 @@ class MemoryStoreTest : public testing::Test {
     drive_ = std::make_unique<aio::FaultyDevice>(std::move(memory),
                                                  aio::FaultyDevice::Options{.seed = seed});
     if (fault) drive_->AddFault(*fault);
-    return std::make_unique<TracedDevice>(drive_.get(), &trace_, &places_);
+    return std::make_unique<BorrowedDevice>(drive_.get());
   }
   std::vector<std::byte> Image() const {
     return {memory_->bytes().begin(), memory_->bytes().end()};
@@ -119,8 +118,6 @@ class MemoryStoreTest : public testing::Test {
 
   aio::MemoryDevice* memory_ = nullptr;
   std::unique_ptr<aio::FaultyDevice> drive_;
-  Trace trace_;
-  ReadPlaces places_;
 };
 
 TEST_F(MemoryStoreTest, RecoveryInterruptedAtEveryOperationAndRunAgainGivesTheSameState) {

@@ -46,20 +46,15 @@ Contents ContentsOf(Store& store) {
   return contents;
 }
 
-absl::Status Now(Store& store, const std::function<void(Store::Done)>& start) {
-  std::optional<absl::Status> result;
-  start([&](absl::Status status) { result = std::move(status); });
-  while (!result) store.Poll(/*wait=*/true);
-  return *result;
-}
 absl::Status CreateNow(Store& store, const std::string& name) {
-  return Now(store, [&](Store::Done done) { store.CreateSnapshot(name, kTime, std::move(done)); });
+  return RunToEnd(store,
+                  [&](Store::Done done) { store.CreateSnapshot(name, kTime, std::move(done)); });
 }
 absl::Status DeleteNow(Store& store, const std::string& name) {
-  return Now(store, [&](Store::Done done) { store.DeleteSnapshot(name, std::move(done)); });
+  return RunToEnd(store, [&](Store::Done done) { store.DeleteSnapshot(name, std::move(done)); });
 }
 absl::Status GrowNow(Store& store) {
-  return Now(store, [&](Store::Done done) { store.Grow(nullptr, std::move(done)); });
+  return RunToEnd(store, [&](Store::Done done) { store.Grow(nullptr, std::move(done)); });
 }
 
 // A published store with so many spare generations, after `commits` commits.

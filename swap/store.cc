@@ -56,6 +56,13 @@ absl::Status RunToEnd(aio::Device& device, const std::function<void(aio::Device:
   return *result;
 }
 
+absl::Status RunToEnd(Store& store, const std::function<void(Store::Done)>& start) {
+  std::optional<absl::Status> result;
+  start([&result](absl::Status status) { result = std::move(status); });
+  while (!result) store.Poll(/*wait=*/true);
+  return *result;
+}
+
 Store::Impl::Impl(PoolDirectory pool, StoreSpec store_spec, Layout store_layout,
                   std::unique_ptr<aio::Device> store_device, Wakeup store_wakeup)
     : directory(std::move(pool)),

@@ -294,6 +294,9 @@ class Store {
   std::unique_ptr<Impl> impl_;
 };
 
+// Starts an operation of the store and polls until it is done.
+absl::Status RunToEnd(Store& store, const std::function<void(Store::Done)>& start);
+
 // As IsValidJobName, and at most kSnapshotNameBytesMax long.
 bool IsValidSnapshotName(std::string_view name);
 

@@ -83,13 +83,6 @@ uint64_t LastWritten(const ExtentId& id, uint64_t sequence) {
   return sequence;
 }
 
-absl::Status RunNow(Store& store, const std::function<void(Store::Done)>& start) {
-  std::optional<absl::Status> result;
-  start([&](absl::Status status) { result = status; });
-  while (!result) store.Poll(/*wait=*/true);
-  return *result;
-}
-
 }  // namespace
 
 size_t BorrowedDevice::Poll(bool wait) {
@@ -122,16 +115,16 @@ std::string BlobOf(uint64_t sequence) {
 uint64_t EpochOf(uint64_t sequence) { return 100 + sequence; }
 
 absl::Status WriteNow(Store& store, std::span<const WriteRequest> requests) {
-  return RunNow(store, [&](Store::Done done) { store.Write(requests, std::move(done)); });
+  return RunToEnd(store, [&](Store::Done done) { store.Write(requests, std::move(done)); });
 }
 
 absl::Status CommitNow(Store& store, uint64_t epoch, const std::string& blob) {
-  return RunNow(store, [&](Store::Done done) { store.Commit(epoch, blob, std::move(done)); });
+  return RunToEnd(store, [&](Store::Done done) { store.Commit(epoch, blob, std::move(done)); });
 }
 
 absl::Status ReadNow(Store& store, const ExtentId& id, std::span<std::byte> bytes, Stamp* stamp) {
   const ReadRequest request{id, bytes.data()};
-  return RunNow(store, [&](Store::Done done) {
+  return RunToEnd(store, [&](Store::Done done) {
     store.Read({&request, 1}, {stamp, 1}, std::move(done));
   });
 }

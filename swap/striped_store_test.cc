@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/unique_fd.h"
+#include "swap/fork.h"
 #include "swap/fsck.h"
 #include "swap/member_page.h"
 #include "swap/store_fixture.h"
@@ -95,6 +96,41 @@ TEST_F(StripedStoreTest, ListKnowsThePoolsAndRemoveClearsAllOfThem) {
   EXPECT_EQ(RemoveStore(first_.path(), "job"), absl::OkStatus());
   EXPECT_TRUE(first_.Files().empty());
   EXPECT_TRUE(second_.Files().empty());
+}
+
+TEST_F(StripedStoreTest, KeepsSnapshotsInSpareGenerationsAndForksThemAndCannotGrow) {
+  StoreOptions options = Options();
+  options.generations = 1;
+  const auto snapshot = [](Store& store, const std::string& name) {
+    return RunToEnd(store,
+                    [&](Store::Done done) { store.CreateSnapshot(name, 0, std::move(done)); });
+  };
+  {
+    auto store = Store::Create(Pools(), SmallSpec(), options);
+    ASSERT_TRUE(store.ok()) << store.status();
+    ASSERT_EQ(CommitScript(**store), absl::OkStatus());
+    ASSERT_EQ((*store)->Publish(), absl::OkStatus());
+    ASSERT_EQ(snapshot(**store, "kept"), absl::OkStatus());
+    EXPECT_EQ(ErrorIdOf(RunToEnd(
+                  **store, [&](Store::Done done) { (*store)->Grow(nullptr, std::move(done)); })),
+              ErrorId::kSnapshot);
+    EXPECT_FALSE((*store)->failed());
+    EXPECT_EQ(ErrorIdOf(snapshot(**store, "another")), ErrorId::kSnapshot);
+    ASSERT_EQ(CommitScript(**store), absl::OkStatus());
+  }
+  const auto stores = ListStores(first_.path());
+  ASSERT_TRUE(stores.ok() && stores->size() == 1);
+  EXPECT_EQ(stores->front().damage, absl::OkStatus());
+  ASSERT_EQ(stores->front().snapshots.size(), 1u);
+  EXPECT_EQ(stores->front().snapshots[0].damage, absl::OkStatus());
+
+  auto kept = Store::OpenSnapshot(Pools(), "job", "kept", Options());
+  ASSERT_TRUE(kept.ok()) << kept.status();
+  EXPECT_EQ(CheckScript(**kept, 1), absl::OkStatus());
+  ASSERT_EQ(Fork(**kept, first_.path(), "fork", QuickOptions()), absl::OkStatus());
+  auto fork = Store::Open(first_.path(), "fork", QuickOptions());
+  ASSERT_TRUE(fork.ok()) << fork.status();
+  EXPECT_EQ((*fork)->committed().epoch, EpochOf(1));
 }
 
 TEST_F(StripedStoreTest, AMissingPoolIsNamedAndNothingIsMadeInItsPlace) {

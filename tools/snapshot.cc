@@ -51,13 +51,6 @@ std::function<void(uint64_t, uint64_t)> ProgressLine() {
   };
 }
 
-absl::Status RunNow(swap::Store& store, const std::function<void(swap::Store::Done)>& start) {
-  std::optional<absl::Status> result;
-  start([&result](absl::Status status) { result = std::move(status); });
-  while (!result) store.Poll(/*wait=*/true);
-  return *result;
-}
-
 class SnapshotCommand : public Command {
  public:
   const char* name() const override { return "snapshot"; }
@@ -186,10 +179,10 @@ class SnapshotCommand : public Command {
     OFFLOAD_ASSIGN_OR_RETURN(const std::unique_ptr<swap::Store> store,
                              swap::Store::Open(pool_, job_, {}));
     if (!store->has_free_generation()) {
-      OFFLOAD_RETURN_IF_ERROR(RunNow(
+      OFFLOAD_RETURN_IF_ERROR(RunToEnd(
           *store, [&](swap::Store::Done done) { store->Grow(ProgressLine(), std::move(done)); }));
     }
-    OFFLOAD_RETURN_IF_ERROR(RunNow(*store, [&](swap::Store::Done done) {
+    OFFLOAD_RETURN_IF_ERROR(RunToEnd(*store, [&](swap::Store::Done done) {
       store->CreateSnapshot(snapshot_, std::time(nullptr), std::move(done));
     }));
     return store->committed().epoch;
@@ -216,7 +209,7 @@ class SnapshotCommand : public Command {
   absl::Status RemoveInStore() const {
     OFFLOAD_ASSIGN_OR_RETURN(const std::unique_ptr<swap::Store> store,
                              swap::Store::Open(pool_, job_, {}));
-    return RunNow(
+    return RunToEnd(
         *store, [&](swap::Store::Done done) { store->DeleteSnapshot(snapshot_, std::move(done)); });
   }
 
