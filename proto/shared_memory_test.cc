@@ -77,8 +77,9 @@ TEST(SharedMemoryTest, RefusesRangesOutside) {
 }
 
 TEST(SharedMemoryTest, RefusesMoreThanTheMachineHasBeforeItTakesAnything) {
-  SharedMemory memory = Create(1ull << 45);
-  EXPECT_EQ(ErrorIdOf(memory.Allocate(0, 1ull << 45)), ErrorId::kSharedMemory);
+  const auto bytes = 2 * static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * 4096;
+  SharedMemory memory = Create(bytes);
+  EXPECT_EQ(ErrorIdOf(memory.Allocate(0, bytes)), ErrorId::kSharedMemory);
   EXPECT_EQ(*memory.AllocatedBytes(), 0u);
 }
 
