@@ -105,9 +105,12 @@ Outcome FlipEntries(const Options& options) {
     std::atomic<bool> stop{false};
     std::thread submitter([&] {
       while (!stop.load()) {
+        // No more at a time than a rank may have: it is the entries that are to be judged.
         const uint32_t head = rank->header()->submission_head.load();
-        rank->header()->submission_tail.store(head + proto::kSubmissionEntries / 2);
-        rank->header()->completion_head.store(rank->header()->completion_tail.load());
+        const uint32_t completed = rank->header()->completion_tail.load();
+        if (head - completed <= proto::kInFlightMax / 2)
+          rank->header()->submission_tail.store(head + proto::kInFlightMax / 2);
+        rank->header()->completion_head.store(completed);
         rank->RingBell();
         std::this_thread::yield();
       }
@@ -117,7 +120,7 @@ Outcome FlipEntries(const Options& options) {
       SubmissionEntry entry = i < calm ? RawRank::GoodEntry(i) : RandomEntry(random);
       entry.region_offset += i < calm ? (random() % 64) * 4096 : 0;
       proto::StoreOnce(&rank->entries()[random() % proto::kSubmissionEntries], entry);
-      if (i % 4096 == 0 && !rank->IsAlive()) break;
+      if (i % 512 == 0 && !rank->IsAlive()) break;
     }
     stop = true;
     submitter.join();
