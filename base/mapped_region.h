@@ -47,10 +47,9 @@ class MappedRegion {
   size_t size() const { return size_bytes_; }
   std::span<std::byte> span() const { return {data_, size_bytes_}; }
 
-  // Gives the whole huge pages inside [offset, offset + size) of a memfd's map one page each
-  // instead of 512 (Linux 6.1 and newer), so that a drive is told of one piece of memory; contents
-  // stay. A hint: returns the bytes that got one, and the rest is as it was. Blocks while it
-  // allocates.
+  // Gives the whole huge pages inside [offset, offset + size) of memory one page each instead of
+  // 512 (Linux 6.1 and newer), so that a drive is told of one piece of memory; contents stay. A
+  // hint: returns the bytes that got one, and the rest is as it was. Blocks while it allocates.
   size_t UseHugePages(size_t offset_bytes, size_t size_bytes);
 
   // Unmaps now. Does nothing when there is nothing mapped.

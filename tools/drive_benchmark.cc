@@ -197,9 +197,10 @@ absl::StatusOr<DriveRates> MeasureDrive(const std::string& pool,
   OFFLOAD_ASSIGN_OR_RETURN(
       const std::unique_ptr<aio::Device> device,
       aio::OpenDevice(file.release(), {.engine = options.engine, .queue_depth = 8 * kDepth}));
-  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion memory,
-                           MappedRegion::Anonymous(2 * kDepth * kExtentBytes));
+  OFFLOAD_ASSIGN_OR_RETURN(MappedRegion memory, MappedRegion::Anonymous(2 * kDepth * kExtentBytes));
+  memory.UseHugePages(0, memory.size());   // as the daemon's slab
   Random(/*seed=*/1).Fill(memory.span());  // drives may compress, or leave zeros out
+  device->RegisterBuffer(memory.span());
 
   // Unwritten blocks are read without the drive, and are slower to write: only what is filled
   // counts.
