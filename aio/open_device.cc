@@ -29,7 +29,7 @@ constexpr uint32_t kSectorBytesMin = 512;
 absl::StatusOr<Geometry> ReadGeometry(int fd) {
   struct statx info = {};
   if (::statx(fd, "", AT_EMPTY_PATH, STATX_TYPE | STATX_SIZE | STATX_DIOALIGN, &info) != 0) {
-    return absl::FailedPreconditionError(absl::StrCat("statx: ", ErrnoText(errno)));
+    return MakeError(ErrorId::kIo, absl::StrCat("statx: ", ErrnoText(errno)));
   }
   if (!S_ISREG(info.stx_mode)) return absl::InvalidArgumentError("not a regular file");
   Geometry geometry;

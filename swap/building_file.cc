@@ -27,8 +27,9 @@ absl::StatusOr<BuildingFile> BuildingFile::Make(const PoolDirectory& directory, 
   return file;
 }
 
-BuildingFile::~BuildingFile() {
-  if (!name_.empty()) unlinkat(directory_->fd(), name_.c_str(), 0);
+bool BuildingFile::Remove() {
+  if (name_.empty()) return true;
+  return unlinkat(directory_fd_, KeepName().c_str(), 0) == 0 || errno == ENOENT;
 }
 
 absl::Status Allocate(const PoolDirectory& directory, int fd, uint64_t file_bytes) {

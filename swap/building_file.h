@@ -19,26 +19,29 @@ namespace offload::swap {
 
 class BuildingFile {
  public:
-  // Makes and locks `name`. OFD-1202, OFD-1204. The directory must outlive the object.
+  // Makes and locks `name`. OFD-1202, OFD-1204. The descriptor of the directory must outlive the
+  // object.
   static absl::StatusOr<BuildingFile> Make(const PoolDirectory& directory, std::string name);
   BuildingFile(BuildingFile&& other) noexcept
-      : directory_(other.directory_),
+      : directory_fd_(other.directory_fd_),
         name_(std::exchange(other.name_, {})),
         fd_(std::move(other.fd_)) {}
-  ~BuildingFile();
+  ~BuildingFile() { Remove(); }
 
   int fd() const { return fd_.get(); }
   const std::string& name() const { return name_; }
   UniqueFd TakeFd() { return std::move(fd_); }
   std::string KeepName() { return std::exchange(name_, {}); }
+  // Removes the file now; false when it is still there.
+  bool Remove();
   // Follows a rename.
   void Rename(std::string name) { name_ = std::move(name); }
 
  private:
   BuildingFile(const PoolDirectory& directory, std::string name, UniqueFd fd)
-      : directory_(&directory), name_(std::move(name)), fd_(std::move(fd)) {}
+      : directory_fd_(directory.fd()), name_(std::move(name)), fd_(std::move(fd)) {}
 
-  const PoolDirectory* directory_;
+  int directory_fd_;
   std::string name_;
   UniqueFd fd_;
 };

@@ -33,8 +33,8 @@ absl::Status SyncFile(int fd, const std::string& path) {
   return MakeError(ErrorId::kIo, absl::StrCat("fsync of ", path, ": ", ErrnoText(errno)));
 }
 
-// Bytes per second of writes to the first `size_bytes` of an allocated file, until they are
-// durable.
+// Bytes per second of writes of `size_bytes` to an allocated file, until they are durable. Behind
+// the member page: a kill must still find it.
 absl::StatusOr<double> MeasureWrites(int fd, uint64_t size_bytes, const aio::OpenOptions& io) {
   UniqueFd copy(fcntl(fd, F_DUPFD_CLOEXEC, 0));
   if (!copy.valid()) return MakeError(RefusalId(errno), absl::StrCat("dup: ", ErrnoText(errno)));
@@ -45,7 +45,8 @@ absl::StatusOr<double> MeasureWrites(int fd, uint64_t size_bytes, const aio::Ope
   absl::Status status;
   for (uint64_t at = 0; at < size_bytes && status.ok(); at += kMeasuredUnitBytes) {
     const iovec memory{zeros.data(), std::min(kMeasuredUnitBytes, size_bytes - at)};
-    device->Write(at, {&memory, 1}, [&](absl::Status done) { status.Update(done); });
+    device->Write(kMemberHeadBytes + at, {&memory, 1},
+                  [&](absl::Status done) { status.Update(done); });
     while (device->in_flight() >= kMeasuredDepth) device->Poll(/*wait=*/true);
   }
   while (device->in_flight() > 0) device->Poll(/*wait=*/true);
@@ -59,14 +60,15 @@ absl::StatusOr<double> MeasureWrites(int fd, uint64_t size_bytes, const aio::Ope
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<BuildingMembers>> BuildingMembers::Make(
-    const Plan& plan, const PoolDirectory& main_directory, const BuildingFile& main,
+    const Plan& plan, const PoolDirectory& main_directory, BuildingFile* main_file,
     const StoreOptions& options) {
+  const BuildingFile& main = *main_file;
   if (plan.pools.size() > kMembersMax) {
     return MakeError(ErrorId::kBadValue, absl::StrCat(plan.pools.size(), " pools; at most ",
                                                       kMembersMax, " are possible"));
   }
   OFFLOAD_RETURN_IF_ERROR(CheckNoStrayMembers(plan.pools, plan.job));
-  std::unique_ptr<BuildingMembers> building(new BuildingMembers(plan));
+  std::unique_ptr<BuildingMembers> building(new BuildingMembers(plan, main_file));
   const std::string main_path = main_directory.PathOf(main.name());
   building->page_ = {.uuid = plan.uuid,
                      .age = 1,
@@ -93,6 +95,12 @@ absl::StatusOr<std::unique_ptr<BuildingMembers>> BuildingMembers::Make(
   OFFLOAD_RETURN_IF_ERROR(building->WritePages(main_path, main.fd()));
   FaultPoint("store.members_made");
   return building;
+}
+
+BuildingMembers::~BuildingMembers() {
+  bool removed_all = true;
+  for (Member& member : members_) removed_all &= member.file == nullptr || member.file->Remove();
+  if (!removed_all) main_file_->KeepName();
 }
 
 // Durable before any other file exists: it is how the next start finds them.
@@ -125,13 +133,12 @@ absl::StatusOr<std::vector<uint32_t>> BuildingMembers::Measure(const PoolDirecto
                                                                const StoreOptions& options) const {
   // A small store need not write more than itself.
   const uint64_t size_bytes =
-      kMemberHeadBytes +
       std::min(kMeasuredBytes, RoundUpToPage(plan_.store_bytes / plan_.pools.size()));
   std::vector<double> bandwidths;
   for (size_t index = 0; index < plan_.pools.size(); ++index) {
     const PoolDirectory& directory = index == 0 ? main_directory : members_[index - 1].directory;
     const int fd = index == 0 ? main_fd : members_[index - 1].fd;
-    OFFLOAD_RETURN_IF_ERROR(Allocate(directory, fd, size_bytes));
+    OFFLOAD_RETURN_IF_ERROR(Allocate(directory, fd, kMemberHeadBytes + size_bytes));
     OFFLOAD_ASSIGN_OR_RETURN(const double bandwidth, MeasureWrites(fd, size_bytes, options.io));
     bandwidths.push_back(bandwidth);
     OFFLOAD_RETURN_IF_ERROR(CheckWanted(options.cancelled));

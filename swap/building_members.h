@@ -4,7 +4,8 @@
 // stripe map for good, reserves every member, and gives the members their names.
 //
 // A kill at any moment leaves a main file under its building name, from which the next start finds
-// and removes everything else; or a whole store. An error leaves nothing.
+// and removes everything else; or a whole store. An error leaves nothing, or, where a member cannot
+// be removed, the main file for the next start.
 //
 // Internal to swap/. Thread safety: none.
 #pragma once
@@ -33,12 +34,13 @@ class BuildingMembers {
     uint64_t store_bytes;  // of the whole store
   };
 
-  // `main` is member 0's file, locked, under its building name, in the first pool. Reserves all
-  // members, that one too. OFD-1204 names the pool that is too small.
+  // `main_file` is member 0's, locked, under its building name, in the first pool, and outlives the
+  // object. Reserves all members, that one too. OFD-1204 names the pool that is too small.
   static absl::StatusOr<std::unique_ptr<BuildingMembers>> Make(const Plan& plan,
                                                                const PoolDirectory& main_directory,
-                                                               const BuildingFile& main,
+                                                               BuildingFile* main_file,
                                                                const StoreOptions& options);
+  ~BuildingMembers();
 
   // One device over all members; takes over their descriptors and with them the locks.
   absl::StatusOr<std::unique_ptr<aio::Device>> Compose(UniqueFd main, const StoreOptions& options);
@@ -57,7 +59,8 @@ class BuildingMembers {
     std::string path;
   };
 
-  explicit BuildingMembers(Plan plan) : plan_(std::move(plan)) {}
+  BuildingMembers(Plan plan, BuildingFile* main_file)
+      : plan_(std::move(plan)), main_file_(main_file) {}
   absl::Status WriteFirstPage(const PoolDirectory& directory, const BuildingFile& main);
   absl::Status MakeFiles(const BuildingFile& main);
   absl::StatusOr<std::vector<uint32_t>> Measure(const PoolDirectory& main_directory, int main_fd,
@@ -66,6 +69,7 @@ class BuildingMembers {
   absl::Status WritePages(const std::string& main_path, int main_fd);
 
   Plan plan_;
+  BuildingFile* const main_file_;
   MemberPage page_{};
   std::deque<Member> members_;  // 1, 2, …; stays where it is: files know their directories
 };

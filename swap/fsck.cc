@@ -256,6 +256,7 @@ absl::Status Fsck::CheckSnapshot(uint32_t number, const std::string& name) {
   absl::StatusOr<RecoveredStore> snapshot =
       RecoverSnapshot(report_->path, report_->file_bytes, read_, name);
   if (!snapshot.ok()) {
+    if (!ErrorIdOf(snapshot.status())) return snapshot.status();
     report_->findings.push_back(
         {Part::kState, absl::StrCat("snapshot ", name, ": ", snapshot.status().message())});
     return absl::OkStatus();

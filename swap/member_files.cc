@@ -103,16 +103,42 @@ absl::StatusOr<MemberFile> OpenMember(const std::string& pool, const std::string
   return member;
 }
 
-// Opens a member's file without waiting for anything; an invalid descriptor when it has no such
-// name.
-UniqueFd OpenQuietly(const PoolDirectory& directory, const std::string& name) {
-  return UniqueFd(
+// Opens a member's file without waiting for anything; an invalid descriptor when there is none.
+// That one is there and cannot be opened is an error: whoever took it for gone would lose its
+// space.
+absl::StatusOr<UniqueFd> OpenQuietly(const PoolDirectory& directory, const std::string& name) {
+  UniqueFd file(
       openat(directory.fd(), name.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+  if (file.valid() || errno == ENOENT) return file;
+  return MakeError(RefusalId(errno), absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));
 }
 
-bool IsOf(int fd, const std::string& path, const StoreUuid& uuid) {
-  const absl::StatusOr<std::optional<MemberPage>> page = ReadMemberPage(fd, path);
-  return page.ok() && page->has_value() && (*page)->uuid == uuid;
+// The same, of the store `uuid` only.
+absl::StatusOr<UniqueFd> OpenOwn(const PoolDirectory& directory, const std::string& name,
+                                 const StoreUuid& uuid) {
+  OFFLOAD_ASSIGN_OR_RETURN(UniqueFd file, OpenQuietly(directory, name));
+  if (!file.valid()) return file;
+  OFFLOAD_ASSIGN_OR_RETURN(const std::optional<MemberPage> page,
+                           ReadMemberPage(file.get(), directory.PathOf(name)));
+  if (!page || page->uuid != uuid) file.reset();
+  return file;
+}
+
+absl::Status Unlink(const PoolDirectory& directory, const std::string& name) {
+  if (unlinkat(directory.fd(), name.c_str(), 0) == 0 || errno == ENOENT) return absl::OkStatus();
+  return MakeError(ErrorId::kPoolNotUsable,
+                   absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));
+}
+
+// The files of one member that a format of `main_building_name` left, under either name.
+absl::Status RemoveLeftoverMember(const std::string& pool, std::string_view job, uint32_t index,
+                                  std::string_view main_building_name, const StoreUuid& uuid) {
+  OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(pool));
+  OFFLOAD_RETURN_IF_ERROR(Unlink(directory, MemberBuildingName(job, index, main_building_name)));
+  const std::string name = MemberFileName(job, index);
+  OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd file, OpenOwn(directory, name, uuid));
+  if (file.valid()) OFFLOAD_RETURN_IF_ERROR(Unlink(directory, name));
+  return directory.Sync();
 }
 
 }  // namespace
@@ -133,14 +159,24 @@ absl::StatusOr<std::optional<MemberPage>> ReadMemberPage(int fd, const std::stri
   OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion bytes, MappedRegion::Anonymous(kPageBytes));
   std::optional<MemberPage> found;
   bool other_version = false;
+  uint32_t unreadable_copies = 0;
+  absl::Status failure;
   for (uint32_t copy = 0; copy < kMemberPageCopies; ++copy) {
-    if (!PreadFully(fd, copy * kPageBytes, bytes.span()).ok()) continue;
+    const absl::Status read = PreadFully(fd, copy * kPageBytes, bytes.span());
+    if (!read.ok()) {
+      // A file that ends here has no member page.
+      unreadable_copies += !absl::IsDataLoss(read);
+      failure.Update(read);
+      continue;
+    }
     const absl::StatusOr<MemberPage> page =
         DecodeMemberPage(bytes.span().first<kPageBytes>(), copy);
     other_version |= absl::IsFailedPrecondition(page.status());
     if (page.ok() && (!found || page->revision > found->revision)) found = *page;
   }
   if (!found && other_version) return MakeError(ErrorId::kStoreVersion, path);
+  if (unreadable_copies == kMemberPageCopies)
+    return MakeError(ErrorId::kIo, absl::StrCat(path, ": ", failure.message()));
   return found;
 }
 
@@ -151,7 +187,8 @@ absl::Status WriteMemberPage(int fd, const std::string& path, MemberPage* page) 
     page->copy = copy;
     SealMemberPage(page);
     std::memcpy(bytes.data(), page, sizeof(*page));
-    OFFLOAD_RETURN_IF_ERROR(PwriteFully(fd, copy * kPageBytes, bytes.span()));
+    if (absl::Status status = PwriteFully(fd, copy * kPageBytes, bytes.span()); !status.ok())
+      return MakeError(ErrorId::kIo, absl::StrCat(path, ": ", status.message()));
     if (fdatasync(fd) != 0)
       return MakeError(ErrorId::kIo, absl::StrCat("fdatasync of ", path, ": ", ErrnoText(errno)));
   }
@@ -211,7 +248,7 @@ absl::Status CheckNoStrayMembers(const std::vector<std::string>& pools, const st
     OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(pool));
     for (uint32_t index = 1; index < kMembersMax; ++index) {
       const std::string name = MemberFileName(job, index);
-      const UniqueFd file = OpenQuietly(directory, name);
+      OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd file, OpenQuietly(directory, name));
       if (!file.valid()) continue;
       const std::string path = directory.PathOf(name);
       OFFLOAD_ASSIGN_OR_RETURN(const std::optional<MemberPage> page,
@@ -230,21 +267,12 @@ bool RemoveLeftoverMembers(std::string_view job, std::string_view main_building_
   const std::vector<std::string> pools = PathsOf(main_page);
   bool reached_all = true;
   for (uint32_t index = 1; index < pools.size(); ++index) {
-    const absl::StatusOr<PoolDirectory> directory = PoolDirectory::Open(pools[index]);
-    if (!directory.ok()) {
-      spdlog::warn("what a format left in {} cannot be removed: {}", pools[index],
-                   ToStd(directory.status().message()));
-      reached_all = false;
-      continue;
-    }
-    const std::string building = MemberBuildingName(job, index, main_building_name);
-    unlinkat(directory->fd(), building.c_str(), 0);
-    const std::string name = MemberFileName(job, index);
-    const UniqueFd file = OpenQuietly(*directory, name);
-    if (file.valid() && IsOf(file.get(), directory->PathOf(name), main_page.uuid)) {
-      unlinkat(directory->fd(), name.c_str(), 0);
-    }
-    reached_all &= directory->Sync().ok();
+    const absl::Status status =
+        RemoveLeftoverMember(pools[index], job, index, main_building_name, main_page.uuid);
+    if (status.ok()) continue;
+    spdlog::warn("what a format left in {} cannot be removed: {}", pools[index],
+                 ToStd(status.message()));
+    reached_all = false;
   }
   return reached_all;
 }
@@ -257,15 +285,11 @@ absl::Status RemoveMembers(std::string_view job, const MemberPage& main_page) {
       return Differs(absl::StrCat("pool ", pools[index], ": ", directory.status().message()),
                      main_page);
     }
-    const std::string name = MemberFileName(job, index), path = directory->PathOf(name);
-    const UniqueFd file = OpenQuietly(*directory, name);
-    if (!file.valid() || !IsOf(file.get(), path, main_page.uuid)) continue;
-    if (!TryLock(file.get())) {
-      return MakeError(ErrorId::kStoreLocked,
-                       absl::StrCat(path, " is held by ", LockHolder(file.get())));
-    }
-    if (unlinkat(directory->fd(), name.c_str(), 0) != 0)
-      return MakeError(ErrorId::kPoolNotUsable, absl::StrCat(path, ": ", ErrnoText(errno)));
+    const std::string name = MemberFileName(job, index);
+    OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd file, OpenOwn(*directory, name, main_page.uuid));
+    if (!file.valid()) continue;
+    OFFLOAD_RETURN_IF_ERROR(LockWithin(file.get(), /*timeout_seconds=*/0, directory->PathOf(name)));
+    OFFLOAD_RETURN_IF_ERROR(Unlink(*directory, name));
     OFFLOAD_RETURN_IF_ERROR(directory->Sync());
   }
   return absl::OkStatus();
@@ -278,8 +302,8 @@ absl::Status FindMembers(std::string_view job, const MemberPage& main_page) {
     if (!directory.ok())
       return Differs(absl::StrCat("pool ", pools[index], " is not there"), main_page);
     const std::string name = MemberFileName(job, index);
-    const UniqueFd file = OpenQuietly(*directory, name);
-    if (!file.valid() || !IsOf(file.get(), directory->PathOf(name), main_page.uuid)) {
+    OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd file, OpenOwn(*directory, name, main_page.uuid));
+    if (!file.valid()) {
       return Differs(absl::StrCat("pool ", pools[index], " does not hold this store's ", name),
                      main_page);
     }

@@ -84,16 +84,15 @@ absl::Status ProbeDirectIo(int file, const std::string& where) {
   OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion written, MappedRegion::Anonymous(kPageBytes));
   OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion got, MappedRegion::Anonymous(kPageBytes));
   std::memset(written.data(), 0xA5, kPageBytes);
-  const auto refuse = [&](ErrorId id, const char* call) {
-    return MakeError(
-        id, absl::StrCat(where, ": a direct ", call, " of 4096 bytes: ", ErrnoText(errno)));
+  const auto refuse = [&](ErrorId id, const absl::Status& status) {
+    return MakeError(id, absl::StrCat(where, ": direct I/O: ", status.message()));
   };
-  if (pwrite(file, written.data(), kPageBytes, 0) != static_cast<ssize_t>(kPageBytes)) {
-    return refuse(errno == ENOSPC ? ErrorId::kPoolFull : ErrorId::kPoolNoDirectIo, "write");
+  if (const absl::Status status = PwriteFully(file, 0, written.span()); !status.ok()) {
+    const bool full = absl::IsResourceExhausted(status);
+    return refuse(full ? ErrorId::kPoolFull : ErrorId::kPoolNoDirectIo, status);
   }
-  errno = 0;
-  if (pread(file, got.data(), kPageBytes, 0) != static_cast<ssize_t>(kPageBytes))
-    return refuse(ErrorId::kPoolNoDirectIo, "read");
+  if (const absl::Status status = PreadFully(file, 0, got.span()); !status.ok())
+    return refuse(ErrorId::kPoolNoDirectIo, status);
   if (std::memcmp(written.data(), got.data(), kPageBytes) != 0) {
     return MakeError(ErrorId::kIo,
                      absl::StrCat(where, ": a direct read returned other bytes than were written"));
@@ -114,9 +113,9 @@ absl::StatusOr<RecoveredStore> Inspect(int file, RecoveryDepth depth, StoreSumma
     summary->file_bytes = page->store_bytes;
     summary->pools = PathsOf(*page);
     OFFLOAD_RETURN_IF_ERROR(FindMembers(summary->job, *page));
+    // The head lies on member 0, behind its page; the tables of snapshots lie elsewhere.
+    if (depth == RecoveryDepth::kWhole) depth = RecoveryDepth::kCommit;
   }
-  // All of the last commit lies on member 0, behind its page; tables of snapshots do not.
-  if (page && depth == RecoveryDepth::kWhole) depth = RecoveryDepth::kCommit;
   const uint64_t skipped_bytes = page ? kMemberHeadBytes : 0;
   const ReadPages read = [file, skipped_bytes](uint64_t offset_bytes, std::span<std::byte> bytes) {
     return PreadFully(file, skipped_bytes + offset_bytes, bytes);

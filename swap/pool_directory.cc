@@ -34,10 +34,13 @@ constexpr std::string_view kSuffix = ".offload";
 constexpr std::string_view kBuilding = ".building-";
 constexpr size_t kTokenDigits = 16;
 
-// False when some could not be reached; the file then keeps no more space than its page takes.
+// False when some could not be reached, or nobody knows of which there are; the file then keeps no
+// more space than its page takes.
 bool RemoveMembersOf(std::string_view job, const std::string& name, int file) {
   const absl::StatusOr<std::optional<MemberPage>> page = ReadMemberPage(file, name);
-  if (!page.ok() || !page->has_value() || RemoveLeftoverMembers(job, name, **page)) return true;
+  const bool has_none =
+      page.ok() ? !page->has_value() : ErrorIdOf(page.status()) == ErrorId::kStoreVersion;
+  if (has_none || (page.ok() && RemoveLeftoverMembers(job, name, **page))) return true;
   if (ftruncate(file, static_cast<off_t>(kMemberHeadBytes)) != 0)
     spdlog::warn("{}: ftruncate: {}", name, ErrnoText(errno));
   return false;
@@ -109,7 +112,10 @@ absl::StatusOr<std::vector<std::string>> PoolDirectory::List() const {
     return MakeError(RefusalId(errno), absl::StrCat("nvme_path ", pool_, ": ", ErrnoText(errno)));
   [[maybe_unused]] const int owned_by_stream = own.release();
   std::vector<std::string> names;
+  errno = 0;
   while (const dirent* entry = readdir(stream.get())) names.emplace_back(entry->d_name);
+  if (errno != 0)
+    return MakeError(ErrorId::kIo, absl::StrCat("nvme_path ", pool_, ": ", ErrnoText(errno)));
   return names;
 }
 

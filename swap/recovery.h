@@ -40,8 +40,8 @@ using ReadPages = std::function<absl::Status(uint64_t offset_bytes, std::span<st
 
 enum class RecoveryDepth {
   kSummary,  // header, spec and superblocks: may run beside the owner of the store
-  kCommit,   // table and blob too: all of the last commit but its extents
-  kWhole,    // and the tables of its snapshots
+  kCommit,   // table and blob of the last commit too: what the head of a striped store holds
+  kWhole,    // and the tables of snapshots
 };
 
 // A page that is bad on disk, as it should be there.
@@ -55,14 +55,14 @@ struct RecoveredStore {
   StoreSpec spec;
   Layout layout;
   SuperblockPage superblock{};
-  CommitInfo committed;  // no blob with kSummary
+  CommitInfo committed;  // blob not with kSummary
 
   // Not with kSummary: the pages of the committed table copy, the better mirror of each.
   MappedRegion table;
   std::vector<uint32_t> table_page_crcs;
   std::vector<uint32_t> repaired_table_pages;  // one of their mirrors is bad on disk
 
-  // By number of the record, as the superblock says; with kWhole also where
+  // By number of the record. Without kWhole only what the superblock says; with it also where
   // each extent of an intact snapshot stands, kNoPlace for those that were never written.
   std::array<std::optional<SnapshotInfo>, kGenerationsMax> snapshots;
   std::array<std::vector<uint8_t>, kGenerationsMax> snapshot_places;

@@ -107,10 +107,11 @@ absl::Status Scratch::Impl::Reserve(uint64_t bytes) {
     return MakeError(RefusalId(errno), absl::StrCat("dup: ", ErrnoText(errno)));
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> grown,
                            aio::OpenDevice(duplicate.release(), io));
+  OFFLOAD_RETURN_IF_ERROR(wakeup.Watch(grown->event_fd()));
   Close();
   device = std::move(grown);
   size_bytes = bytes;
-  return wakeup.Watch(device->event_fd());
+  return absl::OkStatus();
 }
 
 void Scratch::Impl::Forget(uint64_t offset_bytes, uint64_t size) {

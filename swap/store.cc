@@ -1,7 +1,5 @@
 #include "swap/store.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -75,7 +73,7 @@ Store::Impl::~Impl() {
   CancelGrowth();
   while (!Idle()) Poll(/*wait=*/true);
   building_members.reset();  // before the main file, from which a start would find them
-  if (!building_name.empty()) unlinkat(directory.fd(), building_name.c_str(), 0);
+  building_file.reset();
   wakeup.Forget(device->event_fd());
 }
 

@@ -64,6 +64,10 @@ absl::StatusOr<BuildingFile> MakeBuildingFile(const PoolDirectory& directory,
           absl::StrCat("job '", job, "' already has a store, ", directory.PathOf(published)),
           "Resume it, remove it with offloadctl rm, or choose another job name");
     }
+    if (errno != ENOENT) {
+      return MakeError(RefusalId(errno),
+                       absl::StrCat(directory.PathOf(published), ": ", ErrnoText(errno)));
+    }
     OFFLOAD_ASSIGN_OR_RETURN(const std::string alive, directory.RemoveLeftovers(job));
     if (alive.empty()) return OpenBuildingFile(directory, job);
     if (std::chrono::steady_clock::now() >= deadline) {
@@ -147,11 +151,11 @@ absl::Status WriteSpecAndHeader(aio::Device& device, const StoreSpec& spec, cons
 // Reserves the space of the one file, or of those in several pools, which are returned then.
 absl::StatusOr<std::unique_ptr<BuildingMembers>> ReserveFiles(const BuildingMembers::Plan& plan,
                                                               const PoolDirectory& directory,
-                                                              const BuildingFile& file,
+                                                              BuildingFile* file,
                                                               const StoreOptions& options) {
   if (plan.pools.size() > 1) return BuildingMembers::Make(plan, directory, file, options);
   OFFLOAD_RETURN_IF_ERROR(CheckNoStrayMembers(plan.pools, plan.job));
-  OFFLOAD_RETURN_IF_ERROR(Allocate(directory, file.fd(), plan.store_bytes));
+  OFFLOAD_RETURN_IF_ERROR(Allocate(directory, file->fd(), plan.store_bytes));
   return nullptr;
 }
 
@@ -178,17 +182,18 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
   OFFLOAD_ASSIGN_OR_RETURN(PoolDirectory directory, PoolDirectory::Open(pools.front()));
   StoreUuid uuid;
   OFFLOAD_RETURN_IF_ERROR(Random(uuid));
-  OFFLOAD_ASSIGN_OR_RETURN(BuildingFile file, MakeBuildingFile(directory, spec.job, options));
+  OFFLOAD_ASSIGN_OR_RETURN(BuildingFile made, MakeBuildingFile(directory, spec.job, options));
+  auto file = std::make_unique<BuildingFile>(std::move(made));
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<BuildingMembers> members,
                            ReserveFiles({pools, spec.job, uuid, layout.PlaceOffset(0), file_bytes},
-                                        directory, file, options));
+                                        directory, file.get(), options));
   FaultPoint("store.format_allocated");
 
-  const int fd = file.fd();
+  const int fd = file->fd();
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> device,
                            members != nullptr
-                               ? members->Compose(file.TakeFd(), options)
-                               : aio::OpenDevice(file.TakeFd().release(), options.io));
+                               ? members->Compose(file->TakeFd(), options)
+                               : aio::OpenDevice(file->TakeFd().release(), options.io));
   if (options.decorate) device = options.decorate(std::move(device));
   OFFLOAD_RETURN_IF_ERROR(ZeroFill(device.get(), file_bytes, options).Run());
   FaultPoint("store.format_zeroed");
@@ -205,7 +210,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
                            Impl::OfFormat(std::move(directory), path, spec, std::move(layout), uuid,
                                           options.generations, std::move(device)));
-  impl->building_name = file.KeepName();
+  impl->building_file = std::move(file);
   impl->building_members = std::move(members);
   OFFLOAD_RETURN_IF_ERROR(impl->AllocateBuffers());
   return std::unique_ptr<Store>(new Store(std::move(impl)));
@@ -248,7 +253,7 @@ absl::StatusOr<std::unique_ptr<Store::Impl>> Store::Impl::OfFormat(
 
 absl::Status Store::Publish() {
   Impl& store = *impl_;
-  if (store.building_name.empty())
+  if (store.building_file == nullptr)
     return absl::FailedPreconditionError(absl::StrCat(store.path, " is published"));
   if (store.committed.sequence == 0)
     return absl::FailedPreconditionError(absl::StrCat(store.path, " has no commit to publish"));
@@ -256,15 +261,17 @@ absl::Status Store::Publish() {
   FaultPoint("store.before_publish");
   if (store.building_members != nullptr) OFFLOAD_RETURN_IF_ERROR(store.building_members->Publish());
   const std::string name = StoreFileName(store.spec.job);
-  if (renameat2(store.directory.fd(), store.building_name.c_str(), store.directory.fd(),
+  if (renameat2(store.directory.fd(), store.building_file->name().c_str(), store.directory.fd(),
                 name.c_str(), RENAME_NOREPLACE) != 0) {
     if (errno == EEXIST)
       return MakeError(ErrorId::kStoreLocked,
                        absl::StrCat("job '", store.spec.job, "' already has a store"));
     return MakeError(ErrorId::kIo, absl::StrCat("rename to ", store.path, ": ", ErrnoText(errno)));
   }
-  store.building_name.clear();
   if (store.building_members != nullptr) store.building_members->Keep();
+  store.building_file->KeepName();
+  store.building_members.reset();
+  store.building_file.reset();
   FaultPoint("store.after_rename");
   return store.directory.Sync();
 }

@@ -25,6 +25,8 @@ absl::StatusOr<uint64_t> CheckStillNamed(const PoolDirectory& directory, const s
   if (fstat(fd, &ours) != 0)
     return MakeError(ErrorId::kIo, absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));
   const bool found = fstatat(directory.fd(), name.c_str(), &named, AT_SYMLINK_NOFOLLOW) == 0;
+  if (!found && errno != ENOENT)
+    return MakeError(ErrorId::kIo, absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));
   if (!found || ours.st_ino != named.st_ino || ours.st_dev != named.st_dev) {
     return absl::NotFoundError(
         absl::StrCat("store ", directory.PathOf(name), " was removed while it was being opened"));
@@ -51,8 +53,9 @@ absl::Status CheckMainSize(int fd, const std::string& path, const StripeMap& map
                            const MemberPage& page) {
   struct stat info {};
   const uint64_t expected_bytes = kMemberHeadBytes + map.MemberBytes(0, page.store_bytes);
-  if (fstat(fd, &info) == 0 && static_cast<uint64_t>(info.st_size) >= expected_bytes)
-    return absl::OkStatus();
+  if (fstat(fd, &info) != 0)
+    return MakeError(ErrorId::kIo, absl::StrCat(path, ": ", ErrnoText(errno)));
+  if (static_cast<uint64_t>(info.st_size) >= expected_bytes) return absl::OkStatus();
   return MakeError(ErrorId::kStoreDamaged,
                    absl::StrCat(path, " has ", info.st_size, " of its ", expected_bytes, " bytes"));
 }

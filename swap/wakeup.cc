@@ -15,7 +15,7 @@ namespace {
 absl::Status SystemError(const char* call) {
   const std::string what = std::string(call) + ": " + ErrnoText(errno);
   if (errno == EMFILE || errno == ENFILE) return MakeError(ErrorId::kOpenFiles, what);
-  return absl::InternalError(what);
+  return MakeError(ErrorId::kInternal, what);
 }
 
 }  // namespace
