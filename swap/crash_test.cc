@@ -57,6 +57,32 @@ int RunOpener(const std::string& pool) {
   for (;;) pause();
 }
 
+// Of a child: nothing but `fault`, if it is not empty, and where coverage is counted.
+std::vector<std::string> EnvironmentOf(const std::string& fault) {
+  std::vector<std::string> environment;
+  if (!fault.empty()) environment.push_back("OFFLOADD_FAULT_POINT=" + fault);
+  if (const char* profile = std::getenv("LLVM_PROFILE_FILE"))
+    environment.push_back(std::string("LLVM_PROFILE_FILE=") + profile);
+  return environment;
+}
+
+// Runs this program anew with `flag` and `pool`, and `to_parent` as kPipeFd.
+pid_t Spawn(std::string flag, std::string pool, const std::string& fault, int to_parent) {
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_adddup2(&actions, to_parent, kPipeFd);
+  std::string self = "/proc/self/exe";
+  char* arguments[] = {self.data(), flag.data(), pool.data(), nullptr};
+  std::vector<std::string> environment = EnvironmentOf(fault);
+  std::vector<char*> pointers;
+  for (std::string& each : environment) pointers.push_back(each.data());
+  pointers.push_back(nullptr);
+  pid_t pid = -1;
+  EXPECT_EQ(posix_spawn(&pid, self.c_str(), &actions, nullptr, arguments, pointers.data()), 0);
+  posix_spawn_file_actions_destroy(&actions);
+  return pid;
+}
+
 class Writer {
  public:
   Writer(const std::string& pool, const std::string& fault_point, std::string flag = "--writer") {
@@ -64,18 +90,7 @@ class Writer {
     EXPECT_EQ(pipe2(ends, O_CLOEXEC), 0);
     from_child_.reset(ends[0]);
     const UniqueFd to_parent(ends[1]);
-    posix_spawn_file_actions_t actions;
-    posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_adddup2(&actions, to_parent.get(), kPipeFd);
-    std::string self = "/proc/self/exe", where = pool,
-                fault = "OFFLOADD_FAULT_POINT=" + fault_point;
-    char* arguments[] = {self.data(), flag.data(), where.data(), nullptr};
-    char* environment[] = {fault.data(), nullptr};
-    char* const unarmed[] = {nullptr};
-    EXPECT_EQ(posix_spawn(&pid_, self.c_str(), &actions, nullptr, arguments,
-                          fault_point.empty() ? unarmed : environment),
-              0);
-    posix_spawn_file_actions_destroy(&actions);
+    pid_ = Spawn(std::move(flag), pool, fault_point, to_parent.get());
   }
   ~Writer() {
     if (pid_ > 0) Kill();
@@ -117,14 +132,7 @@ class Opener {
     EXPECT_EQ(pipe2(ends, O_CLOEXEC), 0);
     from_child_.reset(ends[0]);
     const UniqueFd to_parent(ends[1]);
-    posix_spawn_file_actions_t actions;
-    posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_adddup2(&actions, to_parent.get(), kPipeFd);
-    std::string self = "/proc/self/exe", flag = "--opener", where = pool;
-    char* arguments[] = {self.data(), flag.data(), where.data(), nullptr};
-    char* const environment[] = {nullptr};
-    EXPECT_EQ(posix_spawn(&pid_, self.c_str(), &actions, nullptr, arguments, environment), 0);
-    posix_spawn_file_actions_destroy(&actions);
+    pid_ = Spawn("--opener", pool, /*fault=*/"", to_parent.get());
   }
   ~Opener() {
     kill(pid_, SIGKILL);

@@ -111,6 +111,19 @@ TEST(FormatTest, PagesWithAGoodChecksumAndBadFieldsAreRefused) {
   EXPECT_FALSE(superblock([](SuperblockPage* page) { page->zeros[100] = 1; }));
   EXPECT_FALSE(superblock([](SuperblockPage* page) { page->generation_count = 15; }));
   EXPECT_FALSE(superblock([](SuperblockPage* page) { page->reserved = 1; }));
+  SuperblockPage never = GoodSuperblock();
+  never.copy = never.sequence = 0;
+  SealSuperblock(&never);
+  EXPECT_FALSE(DecodeSuperblock(BytesOf(never), 0, kUuid).ok()) << "commits count from 1";
+  HeaderPage header = GoodHeader();
+  header.zeros[0] = 1;
+  SealHeader(&header);
+  EXPECT_FALSE(DecodeHeader(BytesOf(header), 1).ok());
+  TablePage table = GoodTablePage();
+  table.sequence = 0;
+  for (TableEntry& each : table.entries) each = {};
+  SealTablePage(&table);
+  EXPECT_FALSE(CheckTablePage(table, kUuid, 1, 2, 11, kManyEntries, 2).ok());
   const auto entry = [](void (*spoil)(TableEntry*)) {
     TablePage page = GoodTablePage();
     spoil(&page.entries[168]);
@@ -121,7 +134,50 @@ TEST(FormatTest, PagesWithAGoodChecksumAndBadFieldsAreRefused) {
   EXPECT_FALSE(entry([](TableEntry* e) { e->sequence = 12; }));
   EXPECT_FALSE(entry([](TableEntry* e) { e->sequence = 0; }))
       << "never written, yet it has a checksum";
+  EXPECT_FALSE(entry([](TableEntry* e) { *e = {.word = 1}; }));
+  EXPECT_FALSE(entry([](TableEntry* e) { *e = {.crc = 1}; }));
+  EXPECT_FALSE(entry([](TableEntry* e) { *e = {.flags = kFlagTiesPlane}; }));
   EXPECT_FALSE(entry([](TableEntry* e) { e->flags |= 1 << 20; }));
+}
+
+TEST(FormatTest, AnotherVersionOfAHeaderIsToldAndOneOfASuperblockIsDamage) {
+  const auto reseal = [](auto* page) {
+    page->prefix.version += 1;
+    const auto* bytes = reinterpret_cast<const char*>(page);
+    const size_t at = offsetof(PagePrefix, crc), after = at + sizeof(uint32_t);
+    page->prefix.crc = Crc32c(Crc32c(0, bytes, at), bytes + after, kPageBytes - after);
+  };
+  HeaderPage header = GoodHeader();
+  reseal(&header);
+  EXPECT_TRUE(absl::IsFailedPrecondition(DecodeHeader(BytesOf(header), 1).status()));
+  SuperblockPage superblock = GoodSuperblock();
+  reseal(&superblock);
+  EXPECT_TRUE(absl::IsDataLoss(DecodeSuperblock(BytesOf(superblock), 3, kUuid).status()));
+}
+
+TEST(FormatTest, SpecsOfMorePlanesOrOthersThanThereAreAreRefused) {
+  const StoreSpec spec = TwoTensors();
+  const std::string good = EncodeSpec(spec);
+  const size_t plane_count_at = 20 + spec.job.size() + sizeof(uint64_t);
+  for (const size_t at : {plane_count_at, plane_count_at + sizeof(uint32_t)}) {
+    std::string bad = good;
+    bad[at] = kPlaneCount + 1;
+    EXPECT_TRUE(absl::IsDataLoss(DecodeSpec(bad).status())) << at;
+  }
+}
+
+TEST(FormatTest, SpecsAndExtentsAreTheSameOnlyInAllTheirParts) {
+  const ExtentId id{1, Plane::kExpAvg, 2};
+  EXPECT_EQ(id, (ExtentId{1, Plane::kExpAvg, 2}));
+  EXPECT_NE(id, (ExtentId{0, Plane::kExpAvg, 2}));
+  EXPECT_NE(id, (ExtentId{1, Plane::kWeight, 2}));
+  EXPECT_NE(id, (ExtentId{1, Plane::kExpAvg, 3}));
+  const TensorSpec tensor{5, {{Plane::kWeight, 16}}};
+  EXPECT_EQ(tensor, (TensorSpec{5, {{Plane::kWeight, 16}}}));
+  EXPECT_NE(tensor, (TensorSpec{6, {{Plane::kWeight, 16}}}));
+  EXPECT_NE(tensor, (TensorSpec{5, {{Plane::kWeight, 32}}}));
+  EXPECT_NE(tensor, (TensorSpec{5, {{Plane::kExpAvg, 16}}}));
+  EXPECT_NE(tensor, (TensorSpec{5, {}}));
 }
 
 TEST(FormatTest, IdentityIsThatOfBothCopies) {
@@ -292,6 +348,18 @@ TEST(LayoutTest, RefusesSpecsOutsideTheLimits) {
   EXPECT_TRUE(refused([](StoreSpec* spec) { spec->job = "../x"; }));
   EXPECT_TRUE(refused([](StoreSpec* spec) { spec->extent_elements = 0; }));
   EXPECT_TRUE(refused([](StoreSpec* spec) { spec->extent_elements = 32769; }));
+  EXPECT_TRUE(refused([](StoreSpec* spec) {
+    spec->extent_elements = static_cast<uint32_t>(Limits::kExtentElementsMax + 32768);
+  }));
+  EXPECT_TRUE(
+      refused([](StoreSpec* spec) { spec->catalogue.resize(Limits::kCatalogueBytesMax + 1); }));
+  EXPECT_TRUE(refused([](StoreSpec* spec) {
+    spec->tensors[1].planes.assign(kPlaneCount + 1, {Plane::kWeight, 32});
+  }));
+  EXPECT_TRUE(refused([](StoreSpec* spec) { spec->tensors[0].planes[0].bits_per_element = 0; }));
+  EXPECT_TRUE(refused([](StoreSpec* spec) {
+    spec->tensors.assign(3, {Limits::kElementsMax, {{Plane::kWeight, 64}}});
+  })) << "more bytes than a file may have";
   EXPECT_TRUE(refused([](StoreSpec* spec) { spec->tensors[0].planes.clear(); }));
   EXPECT_TRUE(refused([](StoreSpec* spec) {
     spec->tensors[0].planes.push_back({Plane::kResidual, 16});

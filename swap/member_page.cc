@@ -59,7 +59,7 @@ std::vector<std::string> PathsOf(const MemberPage& page) {
   for (const char* at = page.paths; at < end && *at != 0;) {
     const char* const stop = std::find(at, end, '\0');
     paths.emplace_back(at, stop);
-    at = stop == end ? end : stop + 1;
+    at = stop + 1;  // the last byte of a page that was accepted is zero
   }
   return paths;
 }

@@ -26,7 +26,7 @@ double Scrubber::Turn(double now_seconds) {
   if (!begun_) allowed_at_seconds_ = now_seconds + options_.delay_seconds;
   begun_ = true;
   if (now_seconds < allowed_at_seconds_) return allowed_at_seconds_ - now_seconds;
-  if (!in_pass_ && !BeginPass(now_seconds)) return kNever;
+  if (!in_pass_ && !BeginPass(now_seconds)) return options_.pause_seconds;
   ExtentId id;
   while (Next(&id)) {
     stamp_ = store_->stamp(id);
