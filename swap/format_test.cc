@@ -358,7 +358,8 @@ TEST(LayoutTest, RefusesSpecsOutsideTheLimits) {
   }));
   EXPECT_TRUE(refused([](StoreSpec* spec) { spec->tensors[0].planes[0].bits_per_element = 0; }));
   EXPECT_TRUE(refused([](StoreSpec* spec) {
-    spec->tensors.assign(3, {Limits::kElementsMax, {{Plane::kWeight, 64}}});
+    spec->extent_elements = Limits::kExtentElementsMax;
+    spec->tensors.assign(80, {Limits::kElementsMax, {{Plane::kWeight, 64}}});
   })) << "more bytes than a file may have";
   EXPECT_TRUE(refused([](StoreSpec* spec) { spec->tensors[0].planes.clear(); }));
   EXPECT_TRUE(refused([](StoreSpec* spec) {
@@ -375,6 +376,12 @@ TEST(LayoutTest, RefusesSpecsOutsideTheLimits) {
   EXPECT_TRUE(
       refused([](StoreSpec* spec) { spec->tensors.resize((1 << 20) + 1, spec->tensors[1]); }));
   EXPECT_FALSE(refused([](StoreSpec* spec) { spec->tensors.clear(); })) << "no tensors is fine";
+  StoreSpec empty = TwoTensors();
+  empty.tensors[0].element_count = 0;
+  const absl::StatusOr<Layout> layout = Layout::Make(empty);
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  EXPECT_EQ(layout->tensors()[0].index_count, 0u);
+  EXPECT_EQ(layout->entry_count(), 1u) << "of the other tensor";
 }
 
 }  // namespace

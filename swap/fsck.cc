@@ -51,7 +51,7 @@ class Fsck {
   absl::Status CheckExtents();
   absl::Status CheckSnapshots();
   absl::Status CheckSnapshot(uint32_t number, const std::string& name);
-  void CheckExtent(const ExtentId& id, MappedRegion* buffer);
+  void CheckExtent(const ExtentId& id, const Layout::Where& where, MappedRegion* buffer);
   const TableEntry& entry(uint64_t index) const;
 
   template <typename Visit>  // (const ExtentId&, const Layout::Where&)
@@ -227,10 +227,10 @@ absl::Status Fsck::CheckExtents() {
   }
   size_t next = 0;
   absl::Status wanted;
-  ForEachExtent([&](const ExtentId& id, const Layout::Where&) {
+  ForEachExtent([&](const ExtentId& id, const Layout::Where& where) {
     wanted.Update(CheckWanted(options_.store.cancelled));
     if (!wanted.ok()) return;
-    CheckExtent(id, &buffers[next++ % kReadsInFlight]);
+    CheckExtent(id, where, &buffers[next++ % kReadsInFlight]);
     // Buffers are used in turn, so all reads of a round end before the next begins.
     while (next % kReadsInFlight == 0 && reads_in_flight_ > 0) device_->Poll(/*wait=*/true);
   });
@@ -282,9 +282,7 @@ absl::Status Fsck::CheckSnapshot(uint32_t number, const std::string& name) {
   return status;
 }
 
-void Fsck::CheckExtent(const ExtentId& id, MappedRegion* buffer) {
-  Layout::Where where;
-  if (!found_.layout.Find(id, &where)) return;
+void Fsck::CheckExtent(const ExtentId& id, const Layout::Where& where, MappedRegion* buffer) {
   const TableEntry& written = entry(where.entry);
   if (written.sequence == 0) {
     ++report_->extents_never_written;

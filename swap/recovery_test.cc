@@ -5,9 +5,12 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/crc32c.h"
 #include "base/error.h"
 #include "base/random.h"
 #include "swap/store_fixture.h"
@@ -262,6 +265,98 @@ TEST_F(RecoveryTest, RandomDamageNeverCrashesAndNeverInventsACommit) {
     }
   }
   *image_ = kept;
+}
+
+// Pages whose checksums are right and that contradict each other, or the file.
+class ContradictionTest : public RecoveryTest {
+ protected:
+  ContradictionTest() : saved_(*image_) {}
+  ~ContradictionTest() override { *image_ = saved_; }
+
+  template <typename Page>
+  Page At(uint64_t offset_bytes) const {
+    Page page;
+    std::memcpy(&page, image_->data() + offset_bytes, sizeof(page));
+    return page;
+  }
+  void Put(uint64_t offset_bytes, const void* bytes, size_t size_bytes) {
+    std::memcpy(image_->data() + offset_bytes, bytes, size_bytes);
+  }
+  void EditHeader(uint32_t copy, const std::function<void(HeaderPage*)>& edit) {
+    auto page = At<HeaderPage>(Layout::HeaderOffset(copy));
+    edit(&page);
+    SealHeader(&page);
+    Put(Layout::HeaderOffset(copy), &page, sizeof(page));
+  }
+  void EditSuperblock(uint32_t copy, const std::function<void(SuperblockPage*)>& edit) {
+    auto page = At<SuperblockPage>(Layout::SuperblockOffset(copy));
+    edit(&page);
+    SealSuperblock(&page);
+    Put(Layout::SuperblockOffset(copy), &page, sizeof(page));
+  }
+  // Puts another spec in place of both copies, under headers that name it.
+  void PutSpec(std::string spec) {
+    for (const uint32_t copy : {0, 1}) {
+      EditHeader(copy, [&](HeaderPage* page) {
+        page->spec_bytes = spec.size();
+        page->spec_crc = Crc32c(0, spec.data(), spec.size());
+      });
+      Put(Layout::SpecOffset(copy, spec.size()), spec.data(), spec.size());
+    }
+  }
+  void ExpectDamagedAndRestore(std::string_view why) {
+    const absl::Status status = Run().status();
+    EXPECT_EQ(ErrorIdOf(status), ErrorId::kStoreDamaged) << why;
+    EXPECT_TRUE(absl::StrContains(status.message(), std::string(why))) << status;
+    *image_ = saved_;
+  }
+
+  const std::string saved_;
+};
+
+TEST_F(ContradictionTest, HeadersThatDifferAreRefused) {
+  EditHeader(1, [](HeaderPage* page) { page->uuid[0] ^= 1; });
+  ExpectDamagedAndRestore("contradict");
+  EditHeader(1, [](HeaderPage* page) { page->spec_crc ^= 1; });
+  ExpectDamagedAndRestore("contradict");
+  EditHeader(1, [](HeaderPage* page) { page->spec_bytes += 1; });
+  ExpectDamagedAndRestore("contradict");
+  EditHeader(1, [](HeaderPage* page) { page->file_bytes -= kPageBytes; });
+  ExpectDamagedAndRestore("contradict");
+}
+
+TEST_F(ContradictionTest, ImpossibleSpecsAreRefused) {
+  for (const uint64_t spec_bytes :
+       {uint64_t{0}, uint64_t{image_->size() / 2}, uint64_t{image_->size()}, UINT64_MAX}) {
+    for (const uint32_t copy : {0, 1})
+      EditHeader(copy, [&](HeaderPage* page) { page->spec_bytes = spec_bytes; });
+    ExpectDamagedAndRestore("impossible spec length");
+  }
+  PutSpec("no spec at all");
+  ExpectDamagedAndRestore("spec section");
+  StoreSpec spec = SmallSpec();
+  spec.tensors[1].element_count = Limits::kElementsMax;
+  PutSpec(EncodeSpec(spec));
+  ExpectDamagedAndRestore("too many extents");
+  spec.tensors[1].element_count = 1;
+  spec.tensors[2].element_count = 70000;
+  PutSpec(EncodeSpec(spec));
+  ExpectDamagedAndRestore("header says");
+}
+
+TEST_F(ContradictionTest, SuperblocksThatDoNotFitTheFileAreRefused) {
+  // Three commits: the third in 2 and 3, the second in 0 and 1.
+  for (const uint32_t copy : {2, 3})
+    EditSuperblock(copy, [](SuperblockPage* page) { page->table_page_count = 2; });
+  ExpectDamagedAndRestore("table pages");
+  for (const uint32_t copy : {2, 3})
+    EditSuperblock(copy, [](SuperblockPage* page) { page->generation_count = 3; });
+  ExpectDamagedAndRestore("the file has");
+  // The first commit, were the other pair neither empty nor intact.
+  for (const uint32_t copy : {2, 3})
+    EditSuperblock(copy, [](SuperblockPage* page) { page->sequence = 1; });
+  for (const uint32_t copy : {0, 1}) Flip(Layout::SuperblockOffset(copy) + 1000, 3);
+  ExpectDamagedAndRestore("neither superblock");
 }
 
 }  // namespace

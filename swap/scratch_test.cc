@@ -115,5 +115,46 @@ TEST(ScratchTest, WhatDoesNotFitIsRefusedAndTheRestStays) {
             ErrorId::kPoolMissing);
 }
 
+TEST(ScratchTest, RefusedTransfersAreToldAndRecordNothing) {
+  TemporaryPool pool;
+  auto scratch = MustCreate(pool);
+  const MappedRegion bytes = Buffer(8192);
+  EXPECT_TRUE(absl::IsInvalidArgument(Write(*scratch, 0, {})));
+  EXPECT_TRUE(absl::IsInvalidArgument(Write(*scratch, 100, bytes.span().first(4096))));
+  EXPECT_FALSE(Read(*scratch, 100, bytes.span().first(4096)).ok()) << "it was not written";
+  ASSERT_EQ(Write(*scratch, 0, bytes.span().first(4096)), absl::OkStatus());
+  EXPECT_TRUE(absl::IsInvalidArgument(Read(*scratch, 0, bytes.span().subspan(1, 4096))))
+      << "memory that is not aligned";
+  // Two that end at once end in one Poll.
+  int refused = 0;
+  for (int i = 0; i < 2; ++i)
+    scratch->Write(0, {}, [&](absl::Status status) { refused += !status.ok(); });
+  EXPECT_EQ(scratch->Poll(/*wait=*/true), 2u);
+  EXPECT_EQ(refused, 2);
+}
+
+TEST(ScratchTest, NeighboursKeepTheirChecksumsAndAreReadOneByOne) {
+  TemporaryPool pool;
+  auto scratch = MustCreate(pool);
+  const MappedRegion bytes = Buffer(4096);
+  for (const uint64_t offset : {0, 4096, 16384})
+    ASSERT_EQ(Write(*scratch, offset, bytes.span()), absl::OkStatus());
+  EXPECT_EQ(Read(*scratch, 0, bytes.span()), absl::OkStatus());
+  ASSERT_EQ(Write(*scratch, 4096, bytes.span()), absl::OkStatus());
+  EXPECT_EQ(Read(*scratch, 0, bytes.span()), absl::OkStatus());
+  EXPECT_EQ(Read(*scratch, 16384, bytes.span()), absl::OkStatus());
+}
+
+TEST(ScratchTest, WhatIsUnderWayIsToldBeforeTheSpaceGoes) {
+  TemporaryPool pool;
+  const MappedRegion bytes = Buffer(4096);
+  std::vector<absl::Status> told;
+  auto scratch = MustCreate(pool);
+  scratch->Write(0, bytes.span(), [&](absl::Status status) { told.push_back(status); });
+  scratch->Write(0, {}, [&](absl::Status status) { told.push_back(status); });
+  scratch.reset();
+  EXPECT_EQ(told.size(), 2u);
+}
+
 }  // namespace
 }  // namespace offload::swap

@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "swap/layout.h"
 #include "swap/store_fixture.h"
+#include "swap/syscall_faults.h"
 
 namespace offload::swap {
 namespace {
@@ -179,6 +180,64 @@ TEST_F(ScrubberTest, ReadAgainReturnsTheRightBytesOrTheName) {
   const absl::Status lost = again();
   EXPECT_EQ(ErrorIdOf(lost), ErrorId::kChecksum);
   EXPECT_NE(lost.message().find("tensor 0, plane exp_avg, index 0"), std::string::npos) << lost;
+}
+
+TEST_F(ScrubberTest, ReadsNothingOnceItIsStoppedOrWhereThereIsNothing) {
+  Scrubber scrubber(store_.get(), {.bytes_per_second = 1e6});
+  scrubber.Stop();
+  EXPECT_TRUE(std::isinf(scrubber.Turn(now_seconds_)));
+  EXPECT_TRUE(scrubber.idle());
+  StoreSpec empty = SmallSpec();
+  empty.tensors.clear();
+  const auto store =
+      Store::CreateOn(std::make_unique<aio::MemoryDevice>(FormattedBytes(empty)), empty, {2});
+  ASSERT_TRUE(store.ok()) << store.status();
+  Scrubber of_nothing(store->get(), {.bytes_per_second = 1e6});
+  EXPECT_TRUE(std::isinf(of_nothing.Turn(now_seconds_)));
+}
+
+TEST_F(ScrubberTest, ComparesWhereItIsToldTo) {
+  std::vector<std::function<void()>> works, dones;
+  Scrubber scrubber(store_.get(),
+                    {.bytes_per_second = 1e9,
+                     .compute = [&](std::function<void()> work, std::function<void()> done) {
+                       works.push_back(std::move(work));
+                       dones.push_back(std::move(done));
+                     }});
+  scrubber.Turn(now_seconds_);
+  while (works.empty()) store_->Poll(/*wait=*/true);
+  EXPECT_FALSE(scrubber.idle());
+  works.front()();
+  dones.front()();
+  EXPECT_TRUE(scrubber.idle());
+  EXPECT_EQ(scrubber.counts().extents, 1u);
+  EXPECT_EQ(scrubber.counts().bad_extents, 0u);
+}
+
+TEST_F(ScrubberTest, LeavesOutWhatIsNotCommitted) {
+  const uint64_t written = WrittenExtents();
+  const uint64_t sequence = store_->open_sequence();
+  ASSERT_EQ(WriteScript(*store_), absl::OkStatus());
+  uint64_t open = 0;
+  for (const ExtentId& id : AllExtents(*store_)) open += store_->stamp(id).sequence == sequence;
+  ASSERT_GT(open, 0u);
+  Scrubber scrubber(store_.get(), {.bytes_per_second = 1e9});
+  RunPass(scrubber);
+  EXPECT_LE(scrubber.counts().extents, written - open + (WrittenExtents() - written));
+  EXPECT_EQ(scrubber.counts().extents, WrittenExtents() - open);
+}
+
+TEST_F(ScrubberTest, WithoutMemoryItComesBackAfterItsPause) {
+  Scrubber scrubber(store_.get(), {.bytes_per_second = 1e9, .pause_seconds = 50});
+  SyscallFaults faults(SyscallFault::kExhausted, 1);
+  faults.Arm();
+  const double wait_seconds = scrubber.Turn(now_seconds_);
+  faults.Disarm();
+  EXPECT_EQ(faults.failed_call(), "mmap");
+  EXPECT_EQ(wait_seconds, 50);
+  now_seconds_ += wait_seconds;
+  RunPass(scrubber);
+  EXPECT_EQ(scrubber.counts().extents, WrittenExtents());
 }
 
 }  // namespace

@@ -150,5 +150,26 @@ TEST(StripedDeviceTest, AFailedFlushOfAnyMemberFailsTheStoreOverIt) {
   }
 }
 
+TEST(StripedDeviceTest, RefusesAnotherNumberOfMembersThanItsMapHas) {
+  std::vector<StripeMember> members;
+  members.push_back({std::make_unique<aio::MemoryDevice>(8192), "a", 0});
+  EXPECT_TRUE(absl::IsInvalidArgument(
+      StripedDevice::Make(std::move(members), *StripeMap::Make({0, 4096, {1, 1}}), 8192).status()));
+  EXPECT_TRUE(absl::IsInvalidArgument(
+      StripeMap::Make({kStripedBytesMax + kPageBytes, 4096, {1, 1}}).status()));
+}
+
+TEST(StripedDeviceTest, TheFirstOfTwoErrorsIsTheTransfersAndMembersSumUpWhatTheyRegister) {
+  const Parts parts = MakeParts({0, 4096, {1, 1}}, 4096 * 4);
+  for (aio::FaultyDevice* member : parts.members) member->AddFault({aio::FaultKind::kFlushError});
+  const absl::Status status =
+      RunNow(*parts.device, [&](auto done) { parts.device->Flush(std::move(done)); });
+  EXPECT_TRUE(absl::StrContains(status.message(), "pool0: ")) << status;
+  EXPECT_FALSE(absl::StrContains(status.message(), "pool1: ")) << status;
+  const MappedRegion memory = Buffer(4096);
+  parts.device->RegisterBuffer(memory.span());
+  EXPECT_EQ(parts.device->registered_bytes(), 0u) << "memory needs no registration";
+}
+
 }  // namespace
 }  // namespace offload::swap

@@ -7,6 +7,8 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
+#include <functional>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -330,6 +332,98 @@ TEST_F(StripedStoreTest, APoolThatIsTooSmallIsNamedAndNothingIsLeftInAnyPool) {
     }
   }
   EXPECT_TRUE(Store::Create(small.path(), SmallSpec(), Options()).ok()) << "what fits still does";
+}
+
+// Rewrites both copies of a file's member page, under good checksums.
+void EditPage(const std::string& path, const std::function<void(MemberPage*)>& edit) {
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  for (uint32_t copy = 0; copy < kMemberPageCopies; ++copy) {
+    MemberPage page;
+    file.seekg(copy * kPageBytes);
+    file.read(reinterpret_cast<char*>(&page), sizeof(page));
+    edit(&page);
+    if (page.prefix.magic != 0) SealMemberPage(&page);
+    file.seekp(copy * kPageBytes);
+    file.write(reinterpret_cast<const char*>(&page), sizeof(page));
+  }
+  EXPECT_TRUE(file.good());
+}
+
+TEST_F(StripedStoreTest, MemberPagesThatContradictTheStoresAreRefused) {
+  MakeStore(Pools(), 1);
+  const auto refusal = [&](const std::string& path, const std::function<void(MemberPage*)>& edit) {
+    const std::string saved = path + ".saved";
+    fs::copy_file(path, saved);
+    EditPage(path, edit);
+    const absl::Status status = OpenStatus(Pools());
+    fs::rename(saved, path);
+    fs::permissions(path, fs::perms::owner_read | fs::perms::owner_write);
+    return ErrorIdOf(status);
+  };
+  EXPECT_EQ(refusal(Member(), [](MemberPage* page) { *page = {}; }), ErrorId::kStoreDamaged);
+  EXPECT_EQ(refusal(Member(), [](MemberPage* page) { page->uuid[3] ^= 1; }), ErrorId::kPoolsDiffer);
+  EXPECT_EQ(refusal(Member(),
+                    [](MemberPage* page) {
+                      page->member_count = 3;
+                      page->weights[2] = 1;
+                      std::vector<std::string> paths = PathsOf(*page);
+                      paths.push_back("/third");
+                      EXPECT_EQ(SetPaths(paths, page), absl::OkStatus());
+                    }),
+            ErrorId::kPoolsDiffer);
+  EXPECT_EQ(refusal(Member(), [](MemberPage* page) { page->age += 1; }), ErrorId::kPoolsDiffer);
+  EXPECT_EQ(refusal(Main(),
+                    [](MemberPage* page) {
+                      page->opening = 1;
+                      page->age += 2;
+                    }),
+            ErrorId::kPoolsDiffer);
+  EXPECT_EQ(refusal(Main(), [](MemberPage* page) { page->member = 1; }), ErrorId::kPoolsDiffer);
+  EXPECT_EQ(refusal(Member(), [](MemberPage* page) { page->weights[1] = 3; }),
+            ErrorId::kStoreDamaged);
+  EXPECT_EQ(refusal(Member(), [](MemberPage* page) { page->head_bytes += kPageBytes; }),
+            ErrorId::kStoreDamaged);
+  EXPECT_EQ(refusal(Member(), [](MemberPage* page) { page->unit_bytes *= 2; }),
+            ErrorId::kStoreDamaged);
+  EXPECT_EQ(refusal(Member(), [](MemberPage* page) { page->store_bytes -= kPageBytes; }),
+            ErrorId::kStoreDamaged);
+  const auto store = Store::Open(Pools(), "job", Options());
+  ASSERT_TRUE(store.ok()) << store.status();
+  EXPECT_EQ(CheckScript(**store, 1), absl::OkStatus());
+}
+
+TEST_F(StripedStoreTest, AMainFileThatWasCutOffIsDamaged) {
+  MakeStore(Pools(), 1);
+  fs::resize_file(Main(), fs::file_size(Main()) / 2);
+  EXPECT_EQ(ErrorIdOf(OpenStatus(Pools())), ErrorId::kStoreDamaged);
+}
+
+TEST_F(StripedStoreTest, RemoveLeavesFilesOfOthersThatStandInAMembersPlace) {
+  for (const bool is_member : {false, true}) {
+    MakeStore(Pools(), 1);
+    EditPage(Member(), [&](MemberPage* page) {
+      page->uuid[0] ^= 1;
+      if (!is_member) *page = {};
+    });
+    EXPECT_EQ(RemoveStore(Pools(), "job"), absl::OkStatus());
+    EXPECT_TRUE(first_.Files().empty());
+    EXPECT_EQ(second_.Files(), std::vector<std::string>{"job.offload.member-1"});
+    // And nothing is made over it.
+    EXPECT_EQ(ErrorIdOf(Store::Create(Pools(), SmallSpec(), Options()).status()),
+              ErrorId::kPoolsDiffer);
+    fs::remove(Member());
+  }
+}
+
+TEST_F(StripedStoreTest, MoreThanSixteenPoolsAreRefused) {
+  std::string pools;
+  for (int i = 0; i <= 16; ++i) {
+    const std::string pool = absl::StrCat(first_.path(), "/", i);
+    fs::create_directory(pool);
+    absl::StrAppend(&pools, i == 0 ? "" : ",", pool);
+  }
+  EXPECT_EQ(ErrorIdOf(Store::Create(pools, SmallSpec(), Options()).status()), ErrorId::kBadValue);
+  EXPECT_TRUE(fs::is_empty(first_.path() + "/0"));
 }
 
 }  // namespace

@@ -52,9 +52,15 @@ bool OpenFails(const char* call, int flags) {
   const bool unnamed = (flags & O_TMPFILE) == O_TMPFILE, makes = unnamed || (flags & O_CREAT) != 0;
   return SyscallFaults::Fails(call, {.broken = EIO,
                                      .exhausted = EMFILE,
-                                     .full = makes ? ENOSPC : 0,
-                                     .refused = unnamed ? EOPNOTSUPP : EACCES,
-                                     .gone = makes ? 0 : ENOENT});
+                                     .full = unnamed ? ENOSPC
+                                             : makes ? EDQUOT
+                                                     : 0,
+                                     .refused = unnamed ? EOPNOTSUPP
+                                                : makes ? EINVAL
+                                                        : EACCES,
+                                     .gone = unnamed ? EISDIR
+                                             : makes ? 0
+                                                     : ENOENT});
 }
 
 // The third argument, which only an open that makes a file has.
@@ -151,11 +157,9 @@ OFFLOAD_FAULTY_CALL(int, -1, fchmod, (int fd, mode_t mode) noexcept, (fd, mode),
                     {.broken = EIO, .refused = EPERM})
 OFFLOAD_FAULTY_CALL(int, -1, flock, (int fd, int operation) noexcept, (fd, operation),
                     {.exhausted = ENOLCK, .interrupted = EINTR, .busy = EWOULDBLOCK})
-OFFLOAD_FAULTY_CALL(int, -1, fsync, (int fd), (fd), {.broken = EIO, .full = ENOSPC})
-OFFLOAD_FAULTY_CALL(int, -1, fdatasync, (int fd), (fd), {.broken = EIO, .full = ENOSPC})
 OFFLOAD_FAULTY_CALL(int, -1, fallocate, (int fd, int mode, off_t offset, off_t size),
                     (fd, mode, offset, size),
-                    {.broken = EIO, .full = ENOSPC, .interrupted = EINTR, .refused = EOPNOTSUPP})
+                    {.broken = EIO, .full = EDQUOT, .interrupted = EINTR, .refused = EOPNOTSUPP})
 OFFLOAD_FAULTY_CALL(int, -1, ftruncate, (int fd, off_t size) noexcept, (fd, size), {.broken = EIO})
 OFFLOAD_FAULTY_CALL(ssize_t, -1, getrandom, (void* bytes, size_t size, unsigned flags),
                     (bytes, size, flags), {.broken = ENOSYS})
@@ -176,9 +180,17 @@ OFFLOAD_FAULTY_CALL(DIR*, nullptr, fdopendir, (int fd), (fd), {.exhausted = ENOM
 OFFLOAD_FAULTY_CALL(struct dirent*, nullptr, readdir, (DIR * stream), (stream), {.broken = EIO})
 OFFLOAD_FAULTY_CALL(int, -1, epoll_create1, (int flags) noexcept, (flags), {.exhausted = EMFILE})
 OFFLOAD_FAULTY_CALL(int, -1, eventfd, (unsigned count, int flags) noexcept, (count, flags),
-                    {.exhausted = EMFILE})
+                    {.exhausted = ENFILE})
 
 #undef OFFLOAD_FAULTY_CALL
+
+int fsync(int fd) {
+  return SyscallFaults::Fails("fsync", {.broken = EIO, .full = ENOSPC}) ? -1 : 0;
+}
+
+int fdatasync(int fd) {
+  return SyscallFaults::Fails("fdatasync", {.broken = EIO, .full = ENOSPC}) ? -1 : 0;
+}
 
 int epoll_ctl(int epoll, int operation, int fd, epoll_event* event) noexcept {
   if (operation == EPOLL_CTL_ADD && SyscallFaults::Fails("epoll_ctl", {.exhausted = ENOSPC}))

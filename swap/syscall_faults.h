@@ -11,6 +11,8 @@
 //
 // Only calls that swap, and what it stands on, makes on the thread that armed: transfers of an I/O
 // engine have faults of their own (aio/faulty_device.h). close, munmap and the like never fail.
+// fsync and fdatasync do nothing when they succeed: nobody cuts the power here, and there are
+// thousands of them.
 //
 // Thread safety: an object belongs to the thread that made it; at most one is armed per thread.
 #pragma once
