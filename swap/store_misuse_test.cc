@@ -33,13 +33,6 @@ std::unique_ptr<Store> OnMemory(uint32_t generations = 0) {
   return *std::move(store);
 }
 
-absl::Status Now(Store& store, const std::function<void(Store::Done)>& start) {
-  std::optional<absl::Status> result;
-  start([&](absl::Status status) { result = std::move(status); });
-  while (!result) store.Poll(/*wait=*/true);
-  return *result;
-}
-
 void MakeJob(const std::string& pool, const std::string& job) {
   const auto store = Store::Create(pool, SmallSpec(job), QuickOptions());
   ASSERT_TRUE(store.ok()) << store.status();
@@ -69,10 +62,10 @@ TEST(StoreMisuseTest, EveryReadHasAStampAndAReadOfNothingEnds) {
   const auto store = OnMemory();
   const MappedRegion bytes = Buffer(store->ExtentBytes({}));
   const ReadRequest request{{}, bytes.data()};
-  EXPECT_TRUE(absl::IsInvalidArgument(Now(*store, [&](Store::Done done) {
+  EXPECT_TRUE(absl::IsInvalidArgument(RunToEnd(*store, [&](Store::Done done) {
     store->Read({&request, 1}, {}, std::move(done));
   })));
-  EXPECT_EQ(Now(*store, [&](Store::Done done) { store->Read({}, {}, std::move(done)); }),
+  EXPECT_EQ(RunToEnd(*store, [&](Store::Done done) { store->Read({}, {}, std::move(done)); }),
             absl::OkStatus());
   EXPECT_EQ(WriteNow(*store, {}), absl::OkStatus());
 }
@@ -99,7 +92,7 @@ TEST(StoreMisuseTest, ReadAgainIsForAnExtentThatIsAsItsStampSays) {
   const MappedRegion bytes = Buffer(store->ExtentBytes(*written));
   const Stamp stamp = store->stamp(*written);
   const auto again = [&](const ExtentId& id, const Stamp& of) {
-    return Now(*store, [&](Store::Done done) {
+    return RunToEnd(*store, [&](Store::Done done) {
       store->ReadAgain({id, bytes.data()}, of, std::move(done));
     });
   };
@@ -124,13 +117,14 @@ TEST(StoreMisuseTest, ADeviceThatIsTooShortHoldsNoStoreAndOneOfFixedLengthCannot
   const auto create_snapshot = [&](Store::Done done) {
     store->CreateSnapshot("one", 1, std::move(done));
   };
-  EXPECT_TRUE(absl::IsFailedPrecondition(Now(*store, create_snapshot))) << "nothing is committed";
+  EXPECT_TRUE(absl::IsFailedPrecondition(RunToEnd(*store, create_snapshot)))
+      << "nothing is committed";
   ASSERT_EQ(CommitScript(*store), absl::OkStatus());
   const absl::Status grown =
-      Now(*store, [&](Store::Done done) { store->Grow(nullptr, std::move(done)); });
+      RunToEnd(*store, [&](Store::Done done) { store->Grow(nullptr, std::move(done)); });
   EXPECT_EQ(ErrorIdOf(grown), ErrorId::kSnapshot) << grown;
   EXPECT_FALSE(store->failed());
-  EXPECT_EQ(Now(*store, create_snapshot), absl::OkStatus());
+  EXPECT_EQ(RunToEnd(*store, create_snapshot), absl::OkStatus());
   EXPECT_EQ(FormattedBytes(StoreSpec{}), 0u);
 }
 
