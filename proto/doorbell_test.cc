@@ -4,8 +4,11 @@
 #include <poll.h>
 
 #include <atomic>
+#include <cerrno>
 #include <thread>
 
+#include "absl/status/status.h"
+#include "base/failing_call.h"
 #include "gtest/gtest.h"
 
 namespace offload::proto {
@@ -46,6 +49,29 @@ TEST(DoorbellTest, TheEndOfTheOtherSideIsToldAndRaisesNoSignal) {
   EXPECT_TRUE(IsReadable(pair->first));
   EXPECT_FALSE(pair->first.Drain());
   pair->first.Ring();
+}
+
+TEST(DoorbellTest, InterruptedCallsAreMadeAgainAndAnErrorIsTheEnd) {
+  auto pair = Doorbell::CreatePair();
+  ASSERT_TRUE(pair.ok()) << pair.status();
+  {
+    const FailingCall failing("send", EINTR, {.times = 3});
+    pair->first.Ring();
+    EXPECT_EQ(failing.failures(), 3);
+  }
+  EXPECT_TRUE(IsReadable(pair->second));
+  {
+    const FailingCall failing("recv", EINTR, {.times = 3});
+    EXPECT_TRUE(pair->second.Drain());
+    EXPECT_EQ(failing.failures(), 3);
+  }
+  const FailingCall failing("recv", ECONNRESET);
+  EXPECT_FALSE(pair->second.Drain());
+}
+
+TEST(DoorbellTest, WithoutDescriptorsThereIsNoBell) {
+  const FailingCall failing("socketpair", EMFILE);
+  EXPECT_TRUE(absl::IsResourceExhausted(Doorbell::CreatePair().status()));
 }
 
 // A lost wake-up would leave the consumer asleep for ever with work in sight.

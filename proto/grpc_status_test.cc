@@ -26,5 +26,10 @@ TEST(GrpcStatusTest, LongTextsAreCutAtACharacter) {
   EXPECT_EQ(cut.size() % 2, 1u);  // x and whole characters of two bytes
 }
 
+TEST(GrpcStatusTest, ATextWithoutAnyCharacterIsCutToNothing) {
+  const std::string text(static_cast<size_t>(kControlMetadataBytesMax), '\x80');
+  EXPECT_EQ(FromGrpc(ToGrpc(absl::InternalError(text))).message(), "");
+}
+
 }  // namespace
 }  // namespace offload::proto

@@ -8,7 +8,9 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "base/failing_call.h"
 #include "base/mapped_region.h"
+#include "base/unique_fd.h"
 #include "gtest/gtest.h"
 
 namespace offload::proto {
@@ -95,6 +97,57 @@ TEST(MapFromDaemonTest, RefusesMemoryThatCouldShrinkOrHasAnotherSize) {
   EXPECT_EQ(ErrorIdOf(MapFromDaemon(unsealed.get(), 8192, true).status()), ErrorId::kProtocol);
   SharedMemory memory = Create(8192);
   EXPECT_EQ(ErrorIdOf(MapFromDaemon(memory.fd(), 4096, true).status()), ErrorId::kProtocol);
+}
+
+TEST(MapFromDaemonTest, RefusesWhatIsNoMemoryAndWhatIsEmpty) {
+  EXPECT_EQ(ErrorIdOf(MapFromDaemon(-1, 4096, true).status()), ErrorId::kSharedMemory);
+  int pipe_fds[2];
+  ASSERT_EQ(::pipe(pipe_fds), 0);
+  const UniqueFd in(pipe_fds[0]), out(pipe_fds[1]);
+  EXPECT_EQ(ErrorIdOf(MapFromDaemon(in.get(), 4096, true).status()), ErrorId::kProtocol);
+  const UniqueFd empty(::memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  ASSERT_EQ(::fcntl(empty.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
+  EXPECT_EQ(ErrorIdOf(MapFromDaemon(empty.get(), 0, true).status()), ErrorId::kProtocol);
+}
+
+// ---- System calls that fail --------------------------------------------------------------------
+
+TEST(SharedMemoryFailureTest, EveryCallOfCreateIsChecked) {
+  for (const char* call : {"memfd_create", "ftruncate", "fcntl", "madvise"}) {
+    const FailingCall failing(call, ENOMEM);
+    EXPECT_EQ(ErrorIdOf(SharedMemory::Create("test", 8192).status()), ErrorId::kSharedMemory)
+        << call;
+    EXPECT_EQ(failing.failures(), 1) << call;
+  }
+  EXPECT_EQ(ErrorIdOf(SharedMemory::Create("test", 1ull << 62).status()), ErrorId::kSharedMemory)
+      << "more than an address space";
+}
+
+TEST(SharedMemoryFailureTest, AKernelThatKnowsNoSealAgainstExecutionMakesMemoryWithoutIt) {
+  const FailingCall failing("memfd_create", EINVAL);
+  EXPECT_TRUE(SharedMemory::Create("test", 8192).ok());
+  EXPECT_EQ(failing.failures(), 1);
+}
+
+TEST(SharedMemoryFailureTest, AllocatingIsTriedAgainWhenInterruptedAndToldWhenThereIsNoRoom) {
+  SharedMemory memory = Create(8192);
+  {
+    const FailingCall failing("fallocate", EINTR, {.times = 3});
+    EXPECT_TRUE(memory.Allocate(0, 4096).ok());
+    EXPECT_EQ(failing.failures(), 3);
+  }
+  const FailingCall failing("fallocate", ENOSPC);
+  EXPECT_EQ(ErrorIdOf(memory.Allocate(4096, 4096)), ErrorId::kSharedMemory);
+}
+
+TEST(SharedMemoryFailureTest, WhatCannotBeSealedOrMeasuredIsTold) {
+  SharedMemory memory = Create(8192);
+  {
+    const FailingCall failing("fcntl", EPERM);
+    EXPECT_EQ(ErrorIdOf(memory.SealForWriting()), ErrorId::kSharedMemory);
+  }
+  const FailingCall failing("fstat", EIO);
+  EXPECT_EQ(ErrorIdOf(memory.AllocatedBytes().status()), ErrorId::kSharedMemory);
 }
 
 }  // namespace

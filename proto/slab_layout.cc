@@ -114,10 +114,8 @@ class SlabCursor {
   // Returns the offset of the piece; meaningless after an overflow.
   uint64_t Take(uint64_t size_bytes) {
     const uint64_t begin = end_bytes_.value_or(0);
-    const std::optional<uint64_t> padded = CheckedAlignUp(size_bytes, kSectorBytes);
-    if (end_bytes_.has_value()) {
-      end_bytes_ = padded.has_value() ? CheckedAdd(begin, *padded) : std::nullopt;
-    }
+    // The window is aligned already and everything else is bounded: no overflow in the padding.
+    if (end_bytes_.has_value()) end_bytes_ = CheckedAdd(begin, PaddedBytes(size_bytes));
     return begin;
   }
   std::optional<uint64_t> end_bytes() const { return end_bytes_; }

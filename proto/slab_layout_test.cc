@@ -101,6 +101,7 @@ TEST(BuildCatalogueTest, RefusesWhatCannotBeStored) {
   EXPECT_EQ(error({MakeTensor("a", {-1})}), ErrorId::kUnsupportedModel);
   EXPECT_EQ(error({MakeTensor("a", {kHuge, kHuge, kHuge})}), ErrorId::kUnsupportedModel);
   EXPECT_EQ(error({MakeTensor("a", {kHuge})}), ErrorId::kUnsupportedModel);
+  EXPECT_EQ(error({MakeTensor("a", {4, kHuge})}), ErrorId::kUnsupportedModel);
   EXPECT_EQ(error({MakeTensor("a", {int64_t{kElementsMax}}), MakeTensor("b", {1})}),
             ErrorId::kUnsupportedModel);
   EXPECT_EQ(error({MakeTensor("a", {1}, static_cast<Dtype>(7))}), ErrorId::kUnsupportedModel);
@@ -108,6 +109,12 @@ TEST(BuildCatalogueTest, RefusesWhatCannotBeStored) {
   contradictory.element_count = 4;
   EXPECT_EQ(error({contradictory}), ErrorId::kUnsupportedModel);
   EXPECT_EQ(error(std::vector<Tensor>(kTensorsMax + 1)), ErrorId::kUnsupportedModel);
+}
+
+TEST(BuildCatalogueTest, AcceptsACountThatAgreesWithTheShape) {
+  Tensor counted = MakeTensor("a", {3, 2});
+  counted.element_count = 6;
+  EXPECT_TRUE(BuildCatalogue({counted}).ok());
 }
 
 TEST(BuildCatalogueTest, AcceptsTheLargestModel) {
@@ -272,6 +279,24 @@ TEST_F(RefusedPlanTest, SpilledGradientWithoutRoomInThePipeline) {
   plan_.gradients[1] = {.home = GradientHome::kScratch, .offset_bytes = 0};
   plan_.scratch_bytes = 1ull << 30;
   plan_.pipeline_blocks = 1;
+  ExpectRefused();
+}
+TEST_F(RefusedPlanTest, SpilledGradientWithoutPipeline) {
+  plan_.gradients[1] = {.home = GradientHome::kScratch, .offset_bytes = 0};
+  plan_.scratch_bytes = 1ull << 30;
+  plan_.pipeline_gradients = true;
+  ExpectRefused();
+}
+TEST_F(RefusedPlanTest, RegionThatDoesNotHoldTheRings) {
+  plan_.region_bytes = kRegionFixedBytes - kSectorBytes;
+  ExpectRefused();
+}
+TEST_F(RefusedPlanTest, FrozenTensorWithGradient) {
+  catalogue_ = Build({MakeTensor("frozen", {100}, Dtype::kBFloat16, /*trainable=*/false)});
+  plan_ = ResidentPlan(catalogue_);
+  ASSERT_TRUE(ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_).ok());
+  plan_.region_bytes += kSectorBytes;
+  plan_.gradients[0] = {.home = GradientHome::kRegion, .offset_bytes = kRegionFixedBytes};
   ExpectRefused();
 }
 

@@ -91,6 +91,7 @@ TEST_F(CheckSubmissionTest, RefusesReservedAndUnusedFields) {
   entry.reserved2 = kHuge;
   ExpectFault(entry, "reserved2");
   ExpectFault(Entry(RingOperation::kNop, 1), "tensor");
+  ExpectFault(Entry(RingOperation::kAcquire, 1, 0, 0, 0, RingPlane::kMaster), "plane");
   ExpectFault(Entry(RingOperation::kAcquire, 1, 5), "element_offset");
   ExpectFault(Entry(RingOperation::kAcquire, 1, 0, 5), "element_count");
   ExpectFault(Entry(RingOperation::kPrefetch, 1, 0, 0, 4096), "region_offset");
@@ -260,6 +261,10 @@ TEST_F(SubmissionReaderTest, MoreInFlightThanAllowedIsAFault) {
   EXPECT_TRUE(reader_->Next().ok());
   Submit(Entry(RingOperation::kNop));
   EXPECT_EQ(ErrorIdOf(reader_->Next().status()), ErrorId::kProtocol);
+}
+
+TEST_F(SubmissionReaderTest, ACompletionWithoutSubmissionIsOurOwnMistake) {
+  EXPECT_DEATH(reader_->CountCompletion(), "a completion without submission");
 }
 
 // The rank flips entries between a good and bad form while they are read: what passes is the good
