@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/epoll.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/signalfd.h>
@@ -82,6 +83,10 @@ OFFLOAD_FAILING_CALL(int, connect, (int fd, const sockaddr* address, socklen_t l
                      (fd, address, length))
 OFFLOAD_FAILING_CALL(int, dup, (int fd) noexcept, (fd))
 OFFLOAD_FAILING_CALL(int, epoll_create1, (int flags) noexcept, (flags))
+OFFLOAD_FAILING_CALL(int, epoll_ctl,
+                     (int epoll, int operation, int fd, epoll_event* event) noexcept,
+                     (epoll, operation, fd, event))
+OFFLOAD_FAILING_CALL(int, eventfd, (unsigned count, int flags) noexcept, (count, flags))
 OFFLOAD_FAILING_CALL(int, fallocate, (int fd, int mode, off_t offset, off_t size),
                      (fd, mode, offset, size))
 OFFLOAD_FAILING_CALL(int, fstat, (int fd, struct stat* info) noexcept, (fd, info))

@@ -135,14 +135,15 @@ absl::Status ControlService::ClaimJob(const std::shared_ptr<Session>& session,
   OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(pools_, request.pool()));
   OFFLOAD_ASSIGN_OR_RETURN(const std::string job, ClaimOf(pool, request.job()));
   const double deadline = Clock::Real().NowSeconds() + kLimits.holder_patience_seconds;
-  while (const std::optional<pid_t> holder = sessions_->Claim(session, job)) {
+  for (;;) {
+    OFFLOAD_ASSIGN_OR_RETURN(const std::optional<pid_t> holder, sessions_->Claim(session, job));
+    if (!holder.has_value()) return absl::OkStatus();
     if (Clock::Real().NowSeconds() >= deadline) {
       return MakeError(ErrorId::kStoreLocked, absl::StrCat("job \"", request.job(), "\" of ", pool,
                                                            " is in use by process ", *holder));
     }
     std::this_thread::sleep_for(kClaimPause);
   }
-  return absl::OkStatus();
 }
 
 grpc::Status ControlService::DeclareTensors(grpc::ServerContext* context,

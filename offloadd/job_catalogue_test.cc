@@ -64,6 +64,8 @@ TEST(JobCatalogueTest, MissingAndAdditionalParametersAreNamed) {
 
 TEST(JobCatalogueTest, OtherOptimizerIsRefused) {
   ExpectRefusal(Compare(Tensors(), OptimizerState::kMomentum), "SGD with momentum");
+  ExpectRefusal(Compare(Tensors(), OptimizerState::kNone),
+                "the trainer has an optimizer without state");
 }
 
 TEST(JobCatalogueTest, DamagedListIsDataLoss) {
@@ -113,6 +115,24 @@ TEST(JobCatalogueTest, NonsensePlansAreViolations) {
   messages[0].add_gradient_offset(0);
   messages[0].set_gradient_home(0, 9);
   EXPECT_EQ(ErrorIdOf(PlanFromMessages(messages).status()), ErrorId::kProtocol);
+}
+
+TEST(JobCatalogueTest, ATensorOfAnotherDtypeIsRefusedAsMessageAndInAStore) {
+  proto::v1::DeclareTensorsRequest message;
+  message.add_tensors()->set_name("weight");
+  message.mutable_tensors(0)->set_dtype(static_cast<proto::v1::Dtype>(2));
+  const absl::Status refused = TensorFromMessage(message.tensors(0)).status();
+  EXPECT_EQ(ErrorIdOf(refused), ErrorId::kUnsupportedModel) << refused;
+  EXPECT_NE(refused.message().find("\"weight\" has the unknown dtype 2"), absl::string_view::npos);
+  std::string stored(1, '\0');
+  message.AppendToString(&stored);
+  EXPECT_EQ(ErrorIdOf(DecodeCatalogue(stored).status()), ErrorId::kUnsupportedModel);
+}
+
+TEST(JobCatalogueTest, APlanForMoreTensorsThanAnyJobHasIsRefusedBeforeItIsKept) {
+  proto::v1::SealRequest message;
+  for (uint32_t i = 0; i <= proto::kTensorsMax; ++i) message.add_weight_resident(false);
+  EXPECT_EQ(ErrorIdOf(PlanFromMessages({message}).status()), ErrorId::kProtocol);
 }
 
 }  // namespace

@@ -33,6 +33,8 @@ TEST_F(PoolPolicyTest, EveryPoolOfAStripedJobHasToBeOnTheList) {
   EXPECT_EQ(ChoosePool(policy, striped).value(), striped);
   EXPECT_EQ(ErrorIdOf(ChoosePool(policy, Folder("a") + "," + Folder("c")).status()),
             ErrorId::kRefused);
+  EXPECT_EQ(ErrorIdOf(ChoosePool(policy, Folder("a") + "," + Folder("a")).status()),
+            ErrorId::kBadValue);
   EXPECT_EQ(ErrorIdOf(ChoosePool(policy, Folder("c")).status()), ErrorId::kRefused);
 }
 

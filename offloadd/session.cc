@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/check.h"
 #include "base/clock.h"
 #include "base/error.h"
 #include "base/status_macros.h"
@@ -181,7 +182,7 @@ absl::Status Session::SendMemory() {
 
 absl::StatusOr<proto::v1::OpenJobReply> Session::OpenJob(const proto::v1::OpenJobRequest& request) {
   if (ending_) return MakeError(ErrorId::kSessionEnded, "the session ends");
-  if (job_ != nullptr) return MakeError(ErrorId::kProtocol, "OpenJob for the second time");
+  OFFLOAD_CHECK(job_ == nullptr) << "a session that claimed two jobs";
   OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(options_.pools, request.pool()));
   proto::v1::OpenJobReply reply;
   OFFLOAD_ASSIGN_OR_RETURN(

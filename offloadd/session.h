@@ -76,6 +76,7 @@ class Session {
   // ---- On the loop.
   // Null before OpenJob.
   Job* job() { return job_.get(); }
+  // Once, for the job that the session has claimed; again only after an error.
   absl::StatusOr<proto::v1::OpenJobReply> OpenJob(const proto::v1::OpenJobRequest& request);
   // Drains the job and closes its store; the session stays, without a job that does anything.
   void CloseJob(std::function<void(absl::Status)> done);

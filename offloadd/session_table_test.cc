@@ -1,0 +1,70 @@
+#include "offloadd/session_table.h"
+
+#include <unistd.h>
+
+#include "base/error.h"
+#include "gtest/gtest.h"
+#include "offloadd/session_fixture.h"
+
+namespace offload::daemon {
+namespace {
+
+class SessionTableTest : public testing::Test {
+ protected:
+  SessionTableTest() {
+    table_.Add(first_.get());
+    table_.Add(second_.get());
+  }
+
+  SessionTable table_;
+  SessionFixture first_{{.id = 1}};
+  SessionFixture second_{{.id = 2}, [](proto::Peer& peer) { peer.uid += 1; }};
+};
+
+TEST_F(SessionTableTest, SessionsAreFoundByTokenAndCountedByProcessAndUser) {
+  EXPECT_EQ(table_.size(), 2u);
+  EXPECT_EQ(table_.All().size(), 2u);
+  EXPECT_EQ(table_.FindByToken(second_->token()), second_.get());
+  EXPECT_EQ(table_.FindByToken(proto::Token{}), nullptr);
+  EXPECT_EQ(table_.CountOfProcess(getpid()), 2u);
+  EXPECT_EQ(table_.CountOfProcess(getpid() + 1), 0u);
+  EXPECT_EQ(table_.CountOfUser(second_->peer().uid), 1u);
+}
+
+TEST_F(SessionTableTest, OneThatWasRemovedIsNotFoundAndCannotBeRemovedAgain) {
+  EXPECT_EQ(table_.Remove(1), first_.get());
+  EXPECT_EQ(table_.Remove(1), nullptr);
+  EXPECT_EQ(table_.FindByToken(first_->token()), nullptr);
+  EXPECT_EQ(ErrorIdOf(table_.Claim(first_.get(), "pool/job").status()), ErrorId::kSessionEnded);
+}
+
+TEST_F(SessionTableTest, AClaimedJobIsAnothersUntilItsClaimIsDroppedOrItsSessionRemoved) {
+  ASSERT_EQ(table_.Claim(first_.get(), "pool/job").value(), std::nullopt);
+  EXPECT_EQ(table_.FindByClaim("pool/job"), first_.get());
+  EXPECT_EQ(table_.FindByClaim("pool/other"), nullptr);
+  EXPECT_EQ(table_.Claim(second_.get(), "pool/job").value(), getpid());
+  table_.DropClaim(first_.get());
+  EXPECT_EQ(table_.FindByClaim("pool/job"), nullptr);
+  EXPECT_EQ(table_.Claim(second_.get(), "pool/job").value(), std::nullopt);
+  table_.Remove(2);
+  EXPECT_EQ(table_.Claim(first_.get(), "pool/job").value(), std::nullopt);
+}
+
+TEST_F(SessionTableTest, ASessionClaimsOneJobAndKeepsItWhenItAsksForAnother) {
+  ASSERT_EQ(table_.Claim(first_.get(), "pool/job").value(), std::nullopt);
+  EXPECT_EQ(ErrorIdOf(table_.Claim(first_.get(), "pool/other").status()), ErrorId::kProtocol);
+  EXPECT_EQ(table_.FindByClaim("pool/job"), first_.get());
+  EXPECT_EQ(table_.Claim(second_.get(), "pool/other").value(), std::nullopt);
+}
+
+// One that has closed its job may stay connected for long.
+TEST_F(SessionTableTest, AJobIsFoundAtItsNewSessionAlsoWhileTheOneBeforeIsLeaving) {
+  ASSERT_EQ(table_.Claim(first_.get(), "pool/job").value(), std::nullopt);
+  first_->Shutdown();
+  EXPECT_EQ(table_.FindByClaim("pool/job"), nullptr);
+  ASSERT_EQ(table_.Claim(second_.get(), "pool/job").value(), std::nullopt);
+  EXPECT_EQ(table_.FindByClaim("pool/job"), second_.get());
+}
+
+}  // namespace
+}  // namespace offload::daemon

@@ -1,0 +1,176 @@
+#include "offloadd/step_plan.h"
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "gtest/gtest.h"
+#include "offloadd/limits.h"
+
+namespace offload::daemon {
+namespace {
+
+using proto::v1::StepRequest;
+
+constexpr uint64_t kGradientOffset = 1 << 20;
+
+// Two bundled tensors, a frozen one, and a large one whose gradient is spilled.
+enum Tensor : uint32_t { kBias, kFrozen, kScale, kWeight };
+
+class StepPlanTest : public testing::Test {
+ protected:
+  StepPlanTest() : region_(kGradientOffset + 8192) {
+    context_.catalogue =
+        *proto::BuildCatalogue({{.name = "bias", .shape = {10}},
+                                {.name = "frozen", .shape = {9}, .trainable = false},
+                                {.name = "scale", .shape = {20}},
+                                {.name = "weight", .shape = {70000}}});
+    context_.plan.gradients = {
+        {.home = proto::GradientHome::kRegion, .offset_bytes = kGradientOffset},
+        {},
+        {.home = proto::GradientHome::kRegion, .offset_bytes = kGradientOffset + 4096},
+        {.home = proto::GradientHome::kScratch, .offset_bytes = 8192}};
+    context_.region = region_.data();
+  }
+  static void AddTensor(StepRequest& message, uint32_t tensor, uint32_t group = 0,
+                        uint64_t update_count = 1) {
+    message.add_tensors(tensor);
+    message.add_group_of(group);
+    message.add_update_count(update_count);
+    message.add_gradient_scale(0.5f);
+  }
+  // A step of all trainable tensors, the members of the bundle not in their order.
+  static StepRequest Good() {
+    StepRequest message;
+    message.set_step(3);
+    message.add_groups()->mutable_adamw()->set_lr(0.5);
+    AddTensor(message, kScale);
+    AddTensor(message, kWeight, 0, 7);
+    AddTensor(message, kBias);
+    return message;
+  }
+  absl::StatusOr<StepPlan> Plan(const std::vector<StepRequest>& messages) const {
+    return MakeStepPlan(messages, context_);
+  }
+  // A good step that `spoil` has changed is refused, and the text tells why.
+  void ExpectRefused(const std::function<void(StepRequest&)>& spoil, const std::string& text,
+                     ErrorId id = ErrorId::kProtocol) const {
+    StepRequest message = Good();
+    spoil(message);
+    const absl::Status status = Plan({message}).status();
+    EXPECT_EQ(ErrorIdOf(status), id) << status << " for " << text;
+    EXPECT_NE(status.message().find(text), absl::string_view::npos) << status << " for " << text;
+  }
+
+  std::vector<std::byte> region_;
+  JobContext context_;
+};
+
+TEST_F(StepPlanTest, TensorsAreGatheredInTheirStoreTensorsAndSortedByPlace) {
+  StepRequest first = Good(), second;
+  first.set_has_trainer_state(true);
+  first.set_trainer_state("here");
+  const auto plan = Plan({first, second});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->step, 3u);
+  EXPECT_EQ(plan->trainer_state, "here");
+  ASSERT_EQ(plan->tasks.size(), 2u);
+  const TaskPlan& bundle = plan->tasks[0];
+  EXPECT_EQ(bundle.tensors, (std::vector<uint32_t>{kBias, kScale}));
+  EXPECT_EQ(bundle.members[0].gradient, region_.data() + kGradientOffset);
+  EXPECT_TRUE(bundle.members[0].is_adamw);
+  EXPECT_TRUE(bundle.members[0].sgd.first);
+  EXPECT_FALSE(bundle.spilled);
+  const TaskPlan& weight = plan->tasks[1];
+  EXPECT_TRUE(weight.spilled);
+  EXPECT_EQ(weight.scratch_offset, 8192u);
+  EXPECT_EQ(weight.members[0].adamw.step, 7);
+  EXPECT_EQ(weight.members[0].gradient_scale, 0.5f);
+}
+
+TEST_F(StepPlanTest, AStepMayUpdateNothingAndKeepTheTrainersState) {
+  const auto plan = Plan({StepRequest()});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_TRUE(plan->tasks.empty());
+  EXPECT_FALSE(plan->trainer_state.has_value());
+}
+
+TEST_F(StepPlanTest, ListsThatDoNotFitTogetherAreRefused) {
+  EXPECT_EQ(ErrorIdOf(Plan({}).status()), ErrorId::kProtocol);
+  const std::string differ = "lists differ in length";
+  ExpectRefused([](StepRequest& step) { step.add_tensors(kBias); }, differ);
+  ExpectRefused([](StepRequest& step) { step.add_group_of(0); }, differ);
+  ExpectRefused([](StepRequest& step) { step.add_update_count(1); }, differ);
+  ExpectRefused([](StepRequest& step) { step.add_gradient_scale(1); }, differ);
+}
+
+TEST_F(StepPlanTest, TensorsThatCannotBeUpdatedAreRefused) {
+  ExpectRefused([](StepRequest& step) { AddTensor(step, 4); }, "tensor 4");
+  ExpectRefused([](StepRequest& step) { step.set_group_of(1, 1); }, "group 1");
+  ExpectRefused([](StepRequest& step) { step.set_update_count(1, 0); }, "update 0");
+  constexpr uint64_t kMostUpdates = uint64_t{1} << 53;  // a double counts so far
+  ExpectRefused([](StepRequest& step) { step.set_update_count(1, kMostUpdates + 1); }, "update 9");
+  ExpectRefused([](StepRequest& step) { AddTensor(step, kFrozen); }, "frozen");
+  ExpectRefused([](StepRequest& step) { AddTensor(step, kBias); }, "named twice");
+  StepRequest most = Good();
+  most.set_update_count(1, kMostUpdates);
+  EXPECT_TRUE(Plan({most}).ok());
+}
+
+TEST_F(StepPlanTest, ATensorNamedInTwoMessagesIsRefused) {
+  StepRequest second;
+  AddTensor(second, kBias);
+  EXPECT_EQ(ErrorIdOf(Plan({Good(), second}).status()), ErrorId::kProtocol);
+}
+
+TEST_F(StepPlanTest, HyperparametersThatAreNoNumbersAreRefused) {
+  for (const double wrong : {std::nan(""), std::numeric_limits<double>::infinity()}) {
+    ExpectRefused(
+        [=](StepRequest& step) { step.mutable_groups(0)->mutable_adamw()->set_eps(wrong); },
+        "AdamW with");
+    ExpectRefused(
+        [=](StepRequest& step) { step.mutable_groups(0)->mutable_sgd()->set_dampening(wrong); },
+        "SGD with");
+  }
+  ExpectRefused([](StepRequest& step) { step.mutable_groups(0)->mutable_adamw()->set_flavour(3); },
+                "flavour 3");
+  ExpectRefused([](StepRequest& step) { step.mutable_groups(0)->Clear(); }, "without optimizer");
+}
+
+TEST_F(StepPlanTest, AnOptimizerNeedsTheStateThatTheJobWasSealedWith) {
+  const auto with_momentum = [](StepRequest& step) {
+    step.mutable_groups(0)->mutable_sgd()->set_momentum(0.9);
+  };
+  context_.optimizer = proto::OptimizerState::kMomentum;
+  ExpectRefused([](StepRequest&) {}, "two moments", ErrorId::kUnsupportedOptimizer);
+  StepRequest sgd = Good();
+  with_momentum(sgd);
+  auto plan = Plan({sgd});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_TRUE(plan->tasks[0].members[0].has_momentum);
+  context_.optimizer = proto::OptimizerState::kNone;
+  ExpectRefused(with_momentum, "needs a buffer", ErrorId::kUnsupportedOptimizer);
+  sgd.mutable_groups(0)->mutable_sgd()->set_momentum(0);
+  plan = Plan({sgd});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_FALSE(plan->tasks[0].members[0].has_momentum);
+}
+
+TEST_F(StepPlanTest, MoreThanTheLimitsIsRefused) {
+  ExpectRefused(
+      [](StepRequest& step) {
+        while (step.groups_size() <= static_cast<int>(kLimits.groups_max)) step.add_groups();
+      },
+      "4097 groups");
+  ExpectRefused(
+      [](StepRequest& step) {
+        step.set_trainer_state(std::string(kLimits.trainer_state_bytes_max + 1, 'x'));
+      },
+      "a trainer state of 1048577 bytes");
+}
+
+}  // namespace
+}  // namespace offload::daemon
