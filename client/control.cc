@@ -108,6 +108,7 @@ v1::StepRequest StepHead(const StepCommand& command) {
   for (const Group& group : command.groups) *request.add_groups() = ToMessage(group);
   request.set_has_trainer_state(command.has_trainer_state);
   if (command.has_trainer_state) request.set_trainer_state(command.trainer_state);
+  request.set_tensor_count(static_cast<uint32_t>(command.updates.size()));
   return request;
 }
 

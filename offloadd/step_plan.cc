@@ -158,6 +158,11 @@ absl::StatusOr<StepPlan> MakeStepPlan(const std::vector<proto::v1::StepRequest>&
   for (const proto::v1::StepRequest& message : messages) {
     OFFLOAD_RETURN_IF_ERROR(AddTensors(message, groups, context, seen, tasks));
   }
+  const auto named = std::count(seen.begin(), seen.end(), true);
+  if (named != static_cast<int64_t>(first.tensor_count())) {
+    return Violation(
+        absl::StrCat("a step of ", first.tensor_count(), " tensors that names ", named));
+  }
   for (auto& [store_tensor, task] : tasks) {
     SortMembers(task, context.catalogue);
     plan.tasks.push_back(std::move(task));

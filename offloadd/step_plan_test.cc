@@ -50,6 +50,7 @@ class StepPlanTest : public testing::Test {
     AddTensor(message, kScale);
     AddTensor(message, kWeight, 0, 7);
     AddTensor(message, kBias);
+    message.set_tensor_count(3);
     return message;
   }
   absl::StatusOr<StepPlan> Plan(const std::vector<StepRequest>& messages) const {
@@ -124,6 +125,19 @@ TEST_F(StepPlanTest, ATensorNamedInTwoMessagesIsRefused) {
   StepRequest second;
   AddTensor(second, kBias);
   EXPECT_EQ(ErrorIdOf(Plan({Good(), second}).status()), ErrorId::kProtocol);
+}
+
+// A rank is killed between two messages: the daemon sees the end of the stream.
+TEST_F(StepPlanTest, AListThatEndsEarlyIsNoStep) {
+  StepRequest first = Good(), rest;
+  first.set_tensor_count(4);
+  EXPECT_EQ(ErrorIdOf(Plan({first}).status()), ErrorId::kProtocol);
+  context_.catalogue = *proto::BuildCatalogue({{.name = "bias", .shape = {10}},
+                                               {.name = "more", .shape = {9}},
+                                               {.name = "scale", .shape = {20}},
+                                               {.name = "weight", .shape = {70000}}});
+  AddTensor(rest, 1);
+  EXPECT_TRUE(Plan({first, rest}).ok());
 }
 
 TEST_F(StepPlanTest, HyperparametersThatAreNoNumbersAreRefused) {
