@@ -13,6 +13,7 @@
 #include <csignal>
 #include <filesystem>
 #include <functional>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -26,6 +27,11 @@
 #include "spdlog/spdlog.h"
 
 namespace offload::daemon {
+namespace {
+
+constexpr auto kAcceptPause = std::chrono::milliseconds(10);
+
+}  // namespace
 
 Daemon::Daemon(DaemonOptions options, std::unique_ptr<EventLoop> loop)
     : options_(std::move(options)),
@@ -149,7 +155,11 @@ void Daemon::LogRefusal(const absl::Status& status) {
 void Daemon::Accept() {
   for (;;) {
     absl::StatusOr<std::optional<UniqueFd>> socket = proto::AcceptRank(listener_.get());
-    if (!socket.ok()) return spdlog::warn("accept: {}", ToStd(socket.status().message()));
+    if (!socket.ok()) {
+      // Out of descriptors: who connects still waits, and this is called again at once.
+      LogRefusal(socket.status());
+      return std::this_thread::sleep_for(kAcceptPause);
+    }
     if (!socket->has_value()) return;
     const int fd = (*socket)->get();
     UniqueFd copy(dup(fd));  // to answer with when the session takes the socket along
