@@ -1,7 +1,9 @@
 #include "offloadd/sandbox.h"
 
 #include <fcntl.h>
+#include <seccomp.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/ptrace.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -16,7 +18,9 @@
 #include <functional>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "absl/status/status.h"
 #include "gtest/gtest.h"
 
 namespace offload::daemon {
@@ -159,6 +163,55 @@ TEST(SandboxTest, AStrictSandboxEndsTheProcess) {
   ASSERT_TRUE(WIFSIGNALED(status)) << status;
   EXPECT_EQ(WTERMSIG(status), SIGSYS);
   EXPECT_EQ(InSandbox(SandboxMode::kStrict, [] { return true; }), 0);
+}
+
+// ---- What a container may have taken away ------------------------------------------------------
+
+struct Forbidden {
+  int call;
+  std::vector<scmp_arg_cmp> conditions;
+};
+
+// Whether `as_expected` holds in a process to which those calls are forbidden.
+bool HoldsWithout(const std::vector<Forbidden>& calls, const std::function<bool()>& as_expected) {
+  const pid_t child = fork();
+  if (child == 0) {
+    scmp_filter_ctx filter = seccomp_init(SCMP_ACT_ALLOW);
+    for (const Forbidden& each : calls) {
+      if (seccomp_rule_add_array(filter, SCMP_ACT_ERRNO(EPERM), each.call,
+                                 static_cast<unsigned>(each.conditions.size()),
+                                 each.conditions.data()) != 0)
+        _exit(kNoSandbox);
+    }
+    if (seccomp_load(filter) != 0) _exit(kNoSandbox);
+    _exit(as_expected() ? kAsExpected : kNotAsExpected);
+  }
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  return status == 0;
+}
+
+bool Tells(const absl::Status& status, const std::string& what) {
+  return !status.ok() && status.message().find(what) != absl::string_view::npos;
+}
+
+TEST(SandboxTest, PrivilegesThatCannotBeDroppedAreTold) {
+  EXPECT_TRUE(
+      HoldsWithout({{SCMP_SYS(capset), {}}}, [] { return Tells(DropPrivileges(), "capset"); }));
+  EXPECT_TRUE(HoldsWithout({{SCMP_SYS(prctl), {SCMP_A0(SCMP_CMP_EQ, PR_SET_NO_NEW_PRIVS)}}},
+                           [] { return Tells(DropPrivileges(), "PR_SET_NO_NEW_PRIVS"); }));
+}
+
+TEST(SandboxTest, AFilterThatCannotBeLoadedIsTold) {
+  EXPECT_TRUE(HoldsWithout(
+      {{SCMP_SYS(seccomp), {}}, {SCMP_SYS(prctl), {SCMP_A0(SCMP_CMP_EQ, PR_SET_SECCOMP)}}},
+      [] { return Tells(RestrictSystemCalls(SandboxMode::kOn), "seccomp"); }));
+}
+
+TEST(SandboxTest, LimitsThatCannotBeChangedOrReadStayAsTheyAre) {
+  EXPECT_TRUE(HoldsWithout({{SCMP_SYS(prlimit64), {}}}, [] { return DropPrivileges().ok(); }));
+  EXPECT_TRUE(HoldsWithout({{SCMP_SYS(prlimit64), {SCMP_A2(SCMP_CMP_NE, 0)}}},
+                           [] { return DropPrivileges().ok(); }));
 }
 
 TEST(SandboxTest, ModesHaveNames) {

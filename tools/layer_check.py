@@ -35,7 +35,7 @@ RESTRICTED = {
     "c10/": r"(zero3/torch|examples)/|tests/.*torch|kernels/.*torch.*_test\.cc",
     "offload/torch": r"(zero3/torch|examples)/|tests/",
     "liburing.h": r"aio/uring_",
-    "seccomp.h": r"offloadd/sandbox\.cc",
+    "seccomp.h": r"offloadd/sandbox(_test)?\.cc",
     "cuda": r"kernels/.*\.cu|client/pin_cuda\.cc",
 }
 

@@ -1,0 +1,429 @@
+// tests/spine_fixture.h
+//
+// A trainer's job at the real daemon beside the same one in memory: it takes steps over any kind of
+// plan and compares, plane by plane and bit by bit, with the kernels run over fp32 masters.
+//
+// Thread safety: one thread.
+#pragma once
+
+#include <signal.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "client/session.h"
+#include "gtest/gtest.h"
+#include "kernels/update.h"
+#include "proto/shm_abi.h"
+#include "proto/slab_layout.h"
+
+namespace offload {
+
+using proto::Dtype;
+using proto::OptimizerState;
+
+constexpr uint64_t kRamBytes = 128ull << 20;
+
+// The bf16 that a trainer casts to: nearest, ties to even. Finite values only.
+inline uint16_t ToBFloat16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline float FromBFloat16(uint16_t value) { return std::bit_cast<float>(uint32_t{value} << 16); }
+
+struct Variant {
+  Dtype dtype = Dtype::kFloat32;
+  OptimizerState optimizer = OptimizerState::kAdam;
+  double momentum = 0;  // of SGD
+  uint32_t pipeline_blocks = 2;
+  uint32_t state_resident = 0;  // leading extents of every tensor
+  bool weights_resident = false;
+  bool spill = false;  // gradients of big tensors
+  bool schedule = true;
+  std::string io_engine = "auto";
+  std::string durability = "step";
+  uint32_t generations = 0;
+};
+
+struct TensorShape {
+  const char* name;
+  std::vector<int64_t> shape;
+  bool trainable;
+};
+// Two extents with a tail, odd lengths, bundled ones, frozen ones.
+inline const TensorShape kShapes[] = {
+    {"embedding", {300, 1001}, true}, {"norm.weight", {333}, true}, {"attention", {256, 390}, true},
+    {"norm.bias", {5}, true},         {"frozen", {35000}, false},   {"mlp", {70001}, true},
+    {"frozen.bias", {77}, false},     {"head", {3, 16384}, true},   {"scale", {32768}, true},
+};
+
+// A tensor as a trainer in memory has it: fp32 master and moments.
+struct Reference {
+  std::vector<float> master, exp_avg, exp_avg_sq;
+  uint64_t update_count = 0;
+};
+using References = std::vector<Reference>;
+
+class Job {
+ public:
+  Job(std::string pool, std::string name, Variant variant)
+      : pool_(std::move(pool)), name_(std::move(name)), variant_(std::move(variant)) {
+    std::vector<proto::Tensor> tensors;
+    for (const TensorShape& shape : kShapes) {
+      tensors.push_back({.name = shape.name,
+                         .shape = shape.shape,
+                         .dtype = variant_.dtype,
+                         .trainable = shape.trainable});
+    }
+    catalogue_ = *proto::BuildCatalogue(std::move(tensors));
+    MakePlan();
+  }
+
+  // Connects, opens, and for a new job puts the initial weights.
+  void Open() {
+    auto session = client::Session::Connect(connect_);
+    ASSERT_TRUE(session.ok()) << session.status();
+    session_ = *std::move(session);
+    auto info = session_->OpenJob({.job = name_,
+                                   .pool = pool_,
+                                   .ram_bytes = kRamBytes,
+                                   .io_engine = variant_.io_engine,
+                                   .durability = variant_.durability,
+                                   .generations = variant_.generations});
+    ASSERT_TRUE(info.ok()) << info.status();
+    info_ = *info;
+    ASSERT_TRUE(session_->DeclareTensors(catalogue_.tensors).ok());
+    const absl::Status sealed = session_->Seal(variant_.optimizer, plan_, pins_offset_, nullptr);
+    ASSERT_TRUE(sealed.ok()) << sealed;
+    step_ = info_.step;
+    if (info_.exists) return;
+    references_ = InitialWeights();
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) Put(tensor);
+    const absl::Status published = session_->Publish("begin");
+    ASSERT_TRUE(published.ok()) << published;
+    history_ = {references_};
+  }
+
+  // Takes the working bytes of a tensor from its reference.
+  void Put(uint32_t tensor) {
+    const uint64_t element_bytes = proto::DtypeBytes(variant_.dtype);
+    const std::vector<std::byte> bytes = WorkingBytes(tensor);
+    for (uint64_t begin = 0; begin < count(tensor); begin += proto::kExtentElements) {
+      const uint64_t elements = std::min<uint64_t>(proto::kExtentElements, count(tensor) - begin);
+      std::memcpy(session_->region() + staging_offset_, bytes.data() + begin * element_bytes,
+                  elements * element_bytes);
+      const absl::Status status =
+          session_->Wait(session_->Put(tensor, begin, elements, staging_offset_));
+      ASSERT_TRUE(status.ok()) << status;
+    }
+  }
+
+  // One step with random gradients; the reference takes it, too. `skipped` tensors have none.
+  void Step(const std::vector<uint32_t>& skipped = {}) {
+    client::StepCommand command;
+    command.step = ++step_;
+    command.groups = {Group(1e-2), Group(3e-2)};
+    command.has_trainer_state = true;
+    command.trainer_state = absl::StrCat("after ", step_);
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
+      if (!catalogue_.tensors[tensor].trainable ||
+          std::count(skipped.begin(), skipped.end(), tensor) != 0)
+        continue;
+      const float scale = tensor % 2 == 0 ? 1.0f : 0.37f;
+      const uint32_t group = tensor % 3 == 0 ? 1 : 0;
+      const std::vector<std::byte> gradient = Gradient(tensor);
+      HandOver(tensor, gradient);
+      Update(tensor, command.groups[group], gradient, scale);
+      command.updates.push_back({tensor, group, references_[tensor].update_count, scale});
+    }
+    const absl::Status status = session_->Step(command);
+    ASSERT_TRUE(status.ok()) << status;
+    history_.push_back(references_);
+  }
+
+  // Touches every tensor in the order of a forward and checks its bytes.
+  void Forward() {
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
+      session_->SetSchedulePosition(tensor);
+      if (tensor + 1 < catalogue_.tensors.size()) session_->Prefetch(tensor + 1);
+      auto bytes = session_->Acquire(tensor);
+      ASSERT_TRUE(bytes.ok()) << bytes.status();
+      const std::vector<std::byte> expected = WorkingBytes(tensor);
+      EXPECT_EQ(std::memcmp(*bytes, expected.data(), expected.size()), 0)
+          << catalogue_.tensors[tensor].name;
+      session_->Release(tensor);
+    }
+    session_->SetSchedulePosition(0);
+  }
+
+  void SetSchedule() {
+    std::vector<uint32_t> touches;
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor)
+      touches.push_back(tensor);
+    for (uint32_t tensor = catalogue_.tensors.size(); tensor > 0; --tensor)
+      touches.push_back(tensor - 1);
+    ASSERT_TRUE(session_->SetSchedule(touches).ok());
+  }
+
+  // Compares every plane of every tensor.
+  void ExpectEqual() {
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
+      SCOPED_TRACE(catalogue_.tensors[tensor].name);
+      ExpectPlane(tensor, proto::RingPlane::kWeight, WorkingBytes(tensor));
+      if (!catalogue_.tensors[tensor].trainable) continue;
+      ExpectPlane(tensor, proto::RingPlane::kMaster, BytesOf(references_[tensor].master));
+      if (variant_.optimizer != OptimizerState::kNone) {
+        ExpectPlane(tensor, proto::RingPlane::kExpAvg, BytesOf(references_[tensor].exp_avg));
+      }
+      if (variant_.optimizer == OptimizerState::kAdam) {
+        ExpectPlane(tensor, proto::RingPlane::kExpAvgSq, BytesOf(references_[tensor].exp_avg_sq));
+      }
+    }
+  }
+
+  void Close() {
+    const absl::Status status = session_->CloseJob();
+    EXPECT_TRUE(status.ok()) << status;
+    session_.reset();
+  }
+
+  // Connects to the daemon of OFFLOADD_SOCKET instead of a private one.
+  void UseNodeDaemon() { connect_ = {.allow_private = false}; }
+
+  // Ends the session without closing the job.
+  void Leave() { session_.reset(); }
+
+  absl::Status SealOn(client::Session& session) {
+    return session.Seal(variant_.optimizer, plan_, pins_offset_, nullptr);
+  }
+
+  void KillDaemon() {
+    ASSERT_EQ(kill(session_->daemon_pid(), SIGKILL), 0);
+    session_.reset();
+  }
+
+  // After a resume: the state in memory is the one of that step.
+  void ReturnToStep(uint64_t step) {
+    ASSERT_LT(step, history_.size());
+    step_ = step;
+    history_.resize(step + 1);
+    references_ = history_.back();
+  }
+
+  // Knows what the other one knows: for a job that was made of it.
+  void Follow(const Job& other) {
+    history_ = other.history_;
+    references_ = other.references_;
+  }
+
+  void ChangeWeights(uint32_t tensor, float by) {
+    for (float& value : references_[tensor].master) {
+      value = variant_.dtype == Dtype::kFloat32 ? value + by : FromBFloat16(ToBFloat16(value + by));
+    }
+    history_.back() = references_;
+  }
+
+  client::Session& session() { return *session_; }
+  const client::JobInfo& info() const { return info_; }
+  uint64_t step() const { return step_; }
+  const proto::Catalogue& catalogue() const { return catalogue_; }
+
+ private:
+  uint64_t count(uint32_t tensor) const { return catalogue_.tensors[tensor].element_count; }
+
+  void MakePlan() {
+    plan_.pipeline_blocks = variant_.pipeline_blocks;
+    plan_.pipeline_gradients = variant_.spill;
+    uint64_t largest_slot = 0;
+    for (const proto::StoreTensor& tensor : catalogue_.store_tensors) {
+      plan_.weight_resident.push_back(tensor.bundle || variant_.weights_resident);
+      const uint32_t extents = proto::ExtentCount(tensor.element_count);
+      plan_.state_resident.push_back(tensor.trainable ? std::min(extents, variant_.state_resident)
+                                                      : 0);
+      largest_slot = std::max(largest_slot, proto::WeightSlotBytes(tensor));
+    }
+    plan_.window_bytes =
+        variant_.weights_resident ? 0 : largest_slot + 65536;  // far smaller than the model
+    staging_offset_ = proto::kRegionFixedBytes;
+    pins_offset_ = staging_offset_ + proto::kLoadingStagingBytes;
+    uint64_t end = pins_offset_ + 4096;
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
+      proto::GradientPlacement placement;
+      const uint64_t bytes = proto::PaddedBytes(count(tensor) * proto::DtypeBytes(variant_.dtype));
+      const bool bundled =
+          catalogue_.store_tensors[catalogue_.placements[tensor].store_tensor].bundle;
+      if (catalogue_.tensors[tensor].trainable) {
+        const bool spilled = variant_.spill && !bundled;
+        placement.home = spilled ? proto::GradientHome::kScratch : proto::GradientHome::kRegion;
+        uint64_t& cursor = spilled ? plan_.scratch_bytes : end;
+        placement.offset_bytes = cursor;
+        cursor += bytes;
+      }
+      plan_.gradients.push_back(placement);
+    }
+    plan_.region_bytes = end;
+  }
+
+  References InitialWeights() {
+    References references;
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
+      Reference reference;
+      reference.master.resize(count(tensor));
+      for (float& value : reference.master) {
+        value = normal_(random_);
+        if (variant_.dtype == Dtype::kBFloat16) value = FromBFloat16(ToBFloat16(value));
+      }
+      reference.exp_avg.resize(count(tensor), 0);
+      reference.exp_avg_sq.resize(count(tensor), 0);
+      references.push_back(std::move(reference));
+    }
+    return references;
+  }
+
+  std::vector<std::byte> BytesOf(const std::vector<float>& values) const {
+    std::vector<std::byte> bytes(values.size() * sizeof(float));
+    std::memcpy(bytes.data(), values.data(), bytes.size());
+    return bytes;
+  }
+
+  std::vector<std::byte> CastBytes(const std::vector<float>& values) const {
+    if (variant_.dtype == Dtype::kFloat32) return BytesOf(values);
+    std::vector<std::byte> bytes(values.size() * 2);
+    for (size_t i = 0; i < values.size(); ++i) {
+      const uint16_t cast = ToBFloat16(values[i]);
+      std::memcpy(bytes.data() + 2 * i, &cast, 2);
+    }
+    return bytes;
+  }
+  std::vector<std::byte> WorkingBytes(uint32_t tensor) const {
+    return CastBytes(references_[tensor].master);
+  }
+
+  std::vector<std::byte> Gradient(uint32_t tensor) {
+    std::vector<float> values(count(tensor));
+    for (float& value : values) value = normal_(random_);
+    return CastBytes(values);
+  }
+
+  void HandOver(uint32_t tensor, const std::vector<std::byte>& gradient) {
+    const proto::GradientPlacement& placement = plan_.gradients[tensor];
+    // The update of the step before may still be reading the gradient: a tensor that is not pending
+    // any more has taken it.
+    if (session_->State(tensor) == proto::kPending) {
+      ASSERT_TRUE(session_->Acquire(tensor).ok());
+      session_->Release(tensor);
+    }
+    if (placement.home == proto::GradientHome::kRegion) {
+      std::memcpy(session_->region() + placement.offset_bytes, gradient.data(), gradient.size());
+      return;
+    }
+    const uint64_t bytes = proto::PaddedBytes(gradient.size());
+    std::memcpy(session_->region() + staging_offset_, gradient.data(), gradient.size());
+    const absl::Status status =
+        session_->Wait(session_->ScratchWrite(placement.offset_bytes, bytes, staging_offset_));
+    ASSERT_TRUE(status.ok()) << status;
+  }
+
+  client::Group Group(double lr) const {
+    client::Group group;
+    group.is_adamw = variant_.optimizer == OptimizerState::kAdam;
+    group.adamw = {
+        .lr = lr, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .flavour = 0};
+    group.sgd = {.lr = lr,
+                 .momentum = variant_.momentum,
+                 .dampening = 0,
+                 .weight_decay = 0.01,
+                 .nesterov = false};
+    return group;
+  }
+
+  void Update(uint32_t tensor, const client::Group& group, const std::vector<std::byte>& gradient,
+              float scale) {
+    Reference& reference = references_[tensor];
+    ++reference.update_count;
+    kernels::Run run;
+    run.count = run.tensor_count = reference.master.size();
+    run.weight_dtype = kernels::Dtype::kFloat32;
+    run.weight = reference.master.data();
+    run.exp_avg = reference.exp_avg.data();
+    run.exp_avg_sq = reference.exp_avg_sq.data();
+    run.gradient_dtype =
+        variant_.dtype == Dtype::kFloat32 ? kernels::Dtype::kFloat32 : kernels::Dtype::kBFloat16;
+    run.gradient = gradient.data();
+    run.gradient_scale = scale;
+    if (group.is_adamw) {
+      kernels::AdamWParameters parameters;
+      parameters.lr = group.adamw.lr;
+      parameters.beta1 = group.adamw.beta1;
+      parameters.beta2 = group.adamw.beta2;
+      parameters.eps = group.adamw.eps;
+      parameters.weight_decay = group.adamw.weight_decay;
+      parameters.step = static_cast<int64_t>(reference.update_count);
+      return kernels::UpdateAdamW(parameters, run);
+    }
+    run.exp_avg_sq = nullptr;
+    if (variant_.momentum == 0) run.exp_avg = nullptr;
+    kernels::SgdParameters parameters;
+    parameters.lr = group.sgd.lr;
+    parameters.momentum = group.sgd.momentum;
+    parameters.weight_decay = group.sgd.weight_decay;
+    parameters.first = reference.update_count == 1;
+    kernels::UpdateSgd(parameters, run);
+  }
+
+  void ExpectPlane(uint32_t tensor, proto::RingPlane plane,
+                   const std::vector<std::byte>& expected) {
+    const uint64_t element_bytes = expected.size() / count(tensor);
+    for (uint64_t begin = 0; begin < count(tensor); begin += proto::kExtentElements) {
+      const uint64_t elements = std::min<uint64_t>(proto::kExtentElements, count(tensor) - begin);
+      const absl::Status status =
+          session_->Wait(session_->Get(tensor, plane, begin, elements, staging_offset_));
+      ASSERT_TRUE(status.ok()) << status;
+      EXPECT_EQ(std::memcmp(session_->region() + staging_offset_,
+                            expected.data() + begin * element_bytes, elements * element_bytes),
+                0)
+          << "plane " << static_cast<int>(plane) << " from element " << begin;
+    }
+  }
+
+  std::string pool_, name_;
+  Variant variant_;
+  proto::Catalogue catalogue_;
+  proto::MemoryPlan plan_;
+  uint64_t staging_offset_ = 0, pins_offset_ = 0;
+  client::ConnectOptions connect_ = {.only_private = true};
+  std::unique_ptr<client::Session> session_;
+  client::JobInfo info_;
+  uint64_t step_ = 0;
+  References references_;
+  std::vector<References> history_;  // by step
+  std::mt19937 random_{20240817};
+  std::normal_distribution<float> normal_{0.0f, 0.1f};
+};
+
+class SpineFixture : public testing::Test {
+ protected:
+  void SetUp() override {
+    const char* base = getenv("TEST_TMPDIR");
+    ASSERT_NE(base, nullptr);
+    pool_ = absl::StrCat(base, "/", testing::UnitTest::GetInstance()->current_test_info()->name());
+    std::filesystem::create_directories(pool_);
+    const char* binary = getenv("OFFLOADD_BINARY");
+    ASSERT_NE(binary, nullptr);
+    setenv("OFFLOADD_BINARY", std::filesystem::absolute(binary).c_str(), 1);
+  }
+  void TearDown() override { std::filesystem::remove_all(pool_); }
+
+  std::string pool_;
+};
+
+}  // namespace offload
