@@ -19,103 +19,15 @@
 #include "offloadd/limits.h"
 #include "proto/ring.h"
 #include "tests/in_process_daemon.h"
+#include "tests/rank_calls.h"
 #include "tests/raw_rank.h"
 
 namespace offload::tests {
 namespace {
 
-namespace v1 = proto::v1;
 using daemon::kLimits;
-using Stub = v1::Control::Stub;
 
 [[maybe_unused]] const bool termination_is_blocked = BlockTermination();
-
-// ---- Calls -------------------------------------------------------------------------------------
-
-// Calls without a stream of requests, and with one that is `messages`.
-template <typename Request, typename Reply>
-absl::Status Call(Stub& stub,
-                  grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Reply*),
-                  grpc::ClientContext& context, const Request& request, Reply* reply) {
-  return proto::FromGrpc((stub.*method)(&context, request, reply));
-}
-template <typename Request, typename Reply>
-absl::Status CallWith(
-    const std::vector<Request>& messages, grpc::ClientContext& context, Reply* reply,
-    const std::function<std::unique_ptr<grpc::ClientWriter<Request>>(grpc::ClientContext*, Reply*)>&
-        begin) {
-  const auto writer = begin(&context, reply);
-  for (const Request& message : messages) {
-    if (!writer->Write(message)) break;
-  }
-  writer->WritesDone();
-  return proto::FromGrpc(writer->Finish());
-}
-
-absl::Status DeclareTensors(Stub& stub, grpc::ClientContext& context,
-                            const std::vector<v1::DeclareTensorsRequest>& messages) {
-  v1::DeclareTensorsReply reply;
-  return CallWith<v1::DeclareTensorsRequest, v1::DeclareTensorsReply>(
-      messages, context, &reply,
-      [&](auto* begun, auto* answer) { return stub.DeclareTensors(begun, answer); });
-}
-absl::Status SetSchedule(Stub& stub, grpc::ClientContext& context,
-                         const std::vector<v1::SetScheduleRequest>& messages) {
-  v1::Empty reply;
-  return CallWith<v1::SetScheduleRequest, v1::Empty>(
-      messages, context, &reply,
-      [&](auto* begun, auto* answer) { return stub.SetSchedule(begun, answer); });
-}
-absl::Status Step(Stub& stub, grpc::ClientContext& context,
-                  const std::vector<v1::StepRequest>& messages) {
-  v1::StepReply reply;
-  return CallWith<v1::StepRequest, v1::StepReply>(
-      messages, context, &reply,
-      [&](auto* begun, auto* answer) { return stub.Step(begun, answer); });
-}
-absl::Status Seal(Stub& stub, grpc::ClientContext& context,
-                  const std::vector<v1::SealRequest>& messages) {
-  const auto stream = stub.Seal(&context);
-  for (const v1::SealRequest& message : messages) {
-    if (!stream->Write(message)) break;
-  }
-  stream->WritesDone();
-  v1::SealProgress progress;
-  while (stream->Read(&progress)) continue;
-  return proto::FromGrpc(stream->Finish());
-}
-absl::Status OpenJob(Stub& stub, grpc::ClientContext& context, const v1::OpenJobRequest& request) {
-  v1::OpenJobReply reply;
-  return Call(stub, &Stub::OpenJob, context, request, &reply);
-}
-absl::Status ReserveScratch(Stub& stub, grpc::ClientContext& context, uint64_t bytes) {
-  v1::ReserveScratchRequest request;
-  request.set_bytes(bytes);
-  v1::Empty reply;
-  return Call(stub, &Stub::ReserveScratch, context, request, &reply);
-}
-absl::Status Publish(Stub& stub, grpc::ClientContext& context, const std::string& state) {
-  v1::PublishRequest request;
-  request.set_trainer_state(state);
-  v1::Empty reply;
-  return Call(stub, &Stub::Publish, context, request, &reply);
-}
-absl::Status WaitDurable(Stub& stub, grpc::ClientContext& context) {
-  v1::WaitDurableReply reply;
-  return Call(stub, &Stub::WaitDurable, context, v1::Empty(), &reply);
-}
-absl::StatusOr<std::string> ExplainFailure(Stub& stub, grpc::ClientContext& context, uint64_t tag) {
-  v1::ExplainFailureRequest request;
-  request.set_tag(tag);
-  v1::ExplainFailureReply reply;
-  const absl::Status status = Call(stub, &Stub::ExplainFailure, context, request, &reply);
-  if (!status.ok()) return status;
-  return reply.text();
-}
-absl::Status CloseJob(Stub& stub, grpc::ClientContext& context) {
-  v1::Empty reply;
-  return Call(stub, &Stub::CloseJob, context, v1::Empty(), &reply);
-}
 
 using AnyCall = std::function<absl::Status(Stub&, grpc::ClientContext&)>;
 
