@@ -171,7 +171,7 @@ struct Store::Impl {
 
   PoolDirectory directory;
   std::string path;
-  std::unique_ptr<BuildingFile> building_file;  // until published: removed with the store
+  std::unique_ptr<BuildingFile> building_file;        // until published: removed with the store
   std::unique_ptr<BuildingMembers> building_members;  // of a store over several pools, likewise
   StoreSpec spec;
   Layout layout;
