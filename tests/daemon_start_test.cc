@@ -272,6 +272,14 @@ TEST_F(DaemonStartTest, APrivateDaemonEndsWithItsParentAndRemovesItsFolder) {
   EXPECT_FALSE(std::filesystem::exists(directory_));
 }
 
+TEST_F(DaemonStartTest, APrivateDaemonThatNobodyUsedEndsWithASignal) {
+  DaemonOptions options = Options();
+  options.is_private = true;
+  StartDaemon(std::move(options));
+  StopDaemon();
+  EXPECT_FALSE(std::filesystem::exists(directory_));
+}
+
 TEST_F(DaemonStartTest, APrivateDaemonEndsWithItsLastSession) {
   DaemonOptions options = Options();
   options.is_private = true;
