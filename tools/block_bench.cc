@@ -16,8 +16,10 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/check.h"
+#include "base/checked.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/mapped_region.h"
 #include "base/random.h"
 #include "base/status_macros.h"
 #include "base/unique_fd.h"
@@ -31,6 +33,8 @@ namespace {
 constexpr uint64_t kBlockBytesMin = 4096, kBlockBytesMax = 16 << 20;
 constexpr uint32_t kExtentElementsMin = 32768;
 constexpr uint64_t kReadsPerExtraRead = 6;
+// Of the store beside those on their way to or from the drive: blocks whose checksum is taken.
+constexpr uint64_t kChecksumBlocks = 4;
 
 // What comes back from the thread is run on the polling one.
 class Worker {
@@ -274,15 +278,18 @@ struct BlockBench::Impl {
   bool second_half = false;
 
   uint64_t block_count() const { return options.data_bytes / options.block_bytes; }
-  absl::StatusOr<double> RunOn(Target& target, Pattern pattern, double seconds) {
-    return Run(target, pattern, block_count(), options.block_bytes).For(seconds, buffers);
+  absl::StatusOr<double> RunOn(Target& target, Pattern pattern, double seconds,
+                               uint64_t blocks_under_way) {
+    return Run(target, pattern, block_count(), options.block_bytes)
+        .For(seconds, buffers.first(blocks_under_way * options.block_bytes));
   }
   absl::Status Open();
   absl::Status Fill();
 };
 
 absl::Status BlockBench::Impl::Open() {
-  const uint64_t buffers_bytes = options.depth * options.block_bytes;
+  const uint64_t buffers_bytes =
+      AlignUp((options.depth + kChecksumBlocks) * options.block_bytes, kHugePageBytes);
   OFFLOAD_ASSIGN_OR_RETURN(memory, proto::SharedMemory::Create("block_bench", buffers_bytes));
   OFFLOAD_RETURN_IF_ERROR(memory.Allocate(0, buffers_bytes));
   buffers = {memory.data(), buffers_bytes};
@@ -348,13 +355,14 @@ absl::StatusOr<std::unique_ptr<BlockBench>> BlockBench::Make(const BlockBenchOpt
 
 absl::StatusOr<double> BlockBench::RunStore(Pattern pattern, double seconds) {
   StoreTarget target(impl_->store.get(), impl_->worker.get(), impl_->options.block_bytes);
-  return impl_->RunOn(target, pattern, seconds);
+  const uint64_t extra = impl_->worker != nullptr ? kChecksumBlocks : 0;
+  return impl_->RunOn(target, pattern, seconds, impl_->options.depth + extra);
 }
 
 absl::StatusOr<double> BlockBench::RunDevice(Pattern pattern, double seconds) {
   DeviceTarget target(impl_->device.get(), impl_->options.block_bytes, impl_->options.data_bytes,
                       &impl_->second_half);
-  return impl_->RunOn(target, pattern, seconds);
+  return impl_->RunOn(target, pattern, seconds, impl_->options.depth);
 }
 
 std::string BlockBench::engine() const { return std::string(impl_->device->engine()); }

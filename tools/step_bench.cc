@@ -88,10 +88,13 @@ class StepBench {
     return session_->WaitDurable().status();
   }
 
-  absl::Status Touch() {
-    for (uint32_t position = 0; position < touches_.size(); ++position) {
+  // `goes_on`: the next round follows at once, and is read ahead.
+  absl::Status Touch(bool goes_on) {
+    const auto size = static_cast<uint32_t>(touches_.size());
+    for (uint32_t position = 0; position < size; ++position) {
       session_->SetSchedulePosition(position);
-      if (position + ahead_ < touches_.size()) session_->Prefetch(touches_[position + ahead_]);
+      if (goes_on || position + ahead_ < size)
+        session_->Prefetch(touches_[(position + ahead_) % size]);
       OFFLOAD_RETURN_IF_ERROR(session_->Acquire(touches_[position]).status());
       session_->Release(touches_[position]);
     }
@@ -100,7 +103,7 @@ class StepBench {
   }
 
   absl::Status Step() {
-    OFFLOAD_RETURN_IF_ERROR(Touch());
+    OFFLOAD_RETURN_IF_ERROR(Touch(/*goes_on=*/false));
     client::StepCommand command{.step = ++step_,
                                 .groups = {{.adamw = {1e-3, 0.9, 0.95, 1e-8, 0.1, 0}}}};
     for (uint32_t i = 0; i < count_; ++i) command.updates.push_back({i, 0, step_, 1.0f});
@@ -130,7 +133,9 @@ class StepBench {
     const double begin = Clock::Real().NowSeconds();
     const uint64_t bytes_before = Bytes();
     do {
-      OFFLOAD_RETURN_IF_ERROR(pattern == "read" ? Touch() : pattern == "write" ? Put() : Step());
+      OFFLOAD_RETURN_IF_ERROR(pattern == "read"    ? Touch(/*goes_on=*/true)
+                                 : pattern == "write" ? Put()
+                                                   : Step());
     } while (Clock::Real().NowSeconds() - begin < seconds);
     if (pattern == "mixed") OFFLOAD_RETURN_IF_ERROR(session_->WaitDurable().status());
     return static_cast<double>(Bytes() - bytes_before) / (Clock::Real().NowSeconds() - begin);
