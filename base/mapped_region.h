@@ -49,7 +49,8 @@ class MappedRegion {
 
   // Gives the whole huge pages inside [offset, offset + size) of memory one page each instead of
   // 512 (Linux 6.1 and newer), so that a drive is told of one piece of memory; contents stay. A
-  // hint: returns the bytes that got one, and the rest is as it was. Blocks while it allocates.
+  // hint: returns the bytes that got one, and the rest is as it was. Private memory must have been
+  // written before. Blocks while it allocates.
   size_t UseHugePages(size_t offset_bytes, size_t size_bytes);
 
   // Unmaps now. Does nothing when there is nothing mapped.

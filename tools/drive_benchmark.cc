@@ -198,8 +198,8 @@ absl::StatusOr<DriveRates> MeasureDrive(const std::string& pool,
       const std::unique_ptr<aio::Device> device,
       aio::OpenDevice(file.release(), {.engine = options.engine, .queue_depth = 8 * kDepth}));
   OFFLOAD_ASSIGN_OR_RETURN(MappedRegion memory, MappedRegion::Anonymous(2 * kDepth * kExtentBytes));
-  memory.UseHugePages(0, memory.size());   // as the daemon's slab
   Random(/*seed=*/1).Fill(memory.span());  // drives may compress, or leave zeros out
+  memory.UseHugePages(0, memory.size());   // as the daemon's slab
   device->RegisterBuffer(memory.span());
 
   // Unwritten blocks are read without the drive, and are slower to write: only what is filled
