@@ -16,6 +16,7 @@
 #include "gtest/gtest.h"
 #include "offloadd/session.h"
 #include "proto/handshake.h"
+#include "spdlog/spdlog.h"
 
 namespace offload::daemon {
 
@@ -45,6 +46,7 @@ class SessionFixture {
   SessionFixture& operator=(const SessionFixture&) = delete;
 
   void Start() {
+    spdlog::default_logger_raw();  // is made by whoever asks first: before there are two threads
     started_ = true;
     session_->Start();
   }
