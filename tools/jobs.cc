@@ -1,5 +1,7 @@
 // offloadctl ls and rm: the stores of a pool, without a daemon.
 
+#include "tools/jobs.h"
+
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -84,7 +86,7 @@ class RemoveCommand : public Command {
   }
 
   absl::StatusOr<Answer> Run() override {
-    OFFLOAD_ASSIGN_OR_RETURN(const swap::StoreSummary store, Find());
+    OFFLOAD_ASSIGN_OR_RETURN(const swap::StoreSummary store, FindJob(pool_, job_));
     if (store.in_use) {
       return MakeError(ErrorId::kStoreLocked, absl::StrCat(store.path, " is in use"));
     }
@@ -104,20 +106,20 @@ class RemoveCommand : public Command {
   }
 
  private:
-  absl::StatusOr<swap::StoreSummary> Find() const {
-    OFFLOAD_ASSIGN_OR_RETURN(std::vector<swap::StoreSummary> stores, swap::ListStores(pool_));
-    for (swap::StoreSummary& store : stores) {
-      if (store.job == job_) return std::move(store);
-    }
-    return MakeError(ErrorId::kBadValue, absl::StrCat("pool ", pool_, " holds no job ", job_),
-                     absl::StrCat("offloadctl ls ", pool_, " lists the jobs"));
-  }
-
   std::string pool_, job_;
   bool yes_ = false;
 };
 
 }  // namespace
+
+absl::StatusOr<swap::StoreSummary> FindJob(const std::string& pool, const std::string& job) {
+  OFFLOAD_ASSIGN_OR_RETURN(std::vector<swap::StoreSummary> stores, swap::ListStores(pool));
+  for (swap::StoreSummary& store : stores) {
+    if (store.job == job) return std::move(store);
+  }
+  return MakeError(ErrorId::kBadValue, absl::StrCat("pool ", pool, " holds no job ", job),
+                   absl::StrCat("offloadctl ls ", pool, " lists the jobs"));
+}
 
 std::unique_ptr<Command> MakeListCommand() { return std::make_unique<ListCommand>(); }
 std::unique_ptr<Command> MakeRemoveCommand() { return std::make_unique<RemoveCommand>(); }

@@ -21,6 +21,7 @@
 #include "swap/store.h"
 #include "tools/command.h"
 #include "tools/daemons.h"
+#include "tools/jobs.h"
 
 namespace offload::tools {
 namespace {
@@ -55,7 +56,7 @@ class SnapshotCommand : public Command {
  public:
   const char* name() const override { return "snapshot"; }
   const char* summary() const override {
-    return "Keeps states of a job: create, ls, rm; fork makes a new job of one. Without --yes only "
+    return "Keeps states of a job: create, ls, rm; fork makes a new job of one; without --yes only "
            "says what would take space or be deleted";
   }
   const char* examples() const override {
@@ -79,7 +80,7 @@ class SnapshotCommand : public Command {
   }
 
   absl::StatusOr<Answer> Run() override {
-    OFFLOAD_ASSIGN_OR_RETURN(store_, Find());
+    OFFLOAD_ASSIGN_OR_RETURN(store_, FindJob(pool_, job_));
     OFFLOAD_RETURN_IF_ERROR(CheckArguments());
     if (action_ == "ls") return List();
     if (action_ == "create") return Create();
@@ -88,15 +89,6 @@ class SnapshotCommand : public Command {
   }
 
  private:
-  absl::StatusOr<swap::StoreSummary> Find() const {
-    OFFLOAD_ASSIGN_OR_RETURN(std::vector<swap::StoreSummary> stores, swap::ListStores(pool_));
-    for (swap::StoreSummary& store : stores) {
-      if (store.job == job_) return std::move(store);
-    }
-    return MakeError(ErrorId::kBadValue, absl::StrCat("pool ", pool_, " holds no job ", job_),
-                     absl::StrCat("offloadctl ls ", pool_, " lists the jobs"));
-  }
-
   absl::Status CheckArguments() const {
     if (action_ != "ls" && action_ != "fork" && snapshot_.empty()) {
       return MakeError(ErrorId::kBadValue,

@@ -1,0 +1,16 @@
+// tools/jobs.h
+//
+// What the commands for a job's store have in common.
+#pragma once
+
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "swap/store.h"
+
+namespace offload::tools {
+
+// The store of a job, open or not. OFD-1002 when the pool holds none of that name.
+absl::StatusOr<swap::StoreSummary> FindJob(const std::string& pool, const std::string& job);
+
+}  // namespace offload::tools
