@@ -1,16 +1,14 @@
 #include "client/control.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "proto/pool_path.h"
 
 namespace offload::client {
 namespace {
@@ -26,20 +24,6 @@ constexpr absl::Duration kHealthGrace = absl::Seconds(1);
 constexpr size_t kTensorsPerMessage = 1024;
 constexpr size_t kTensorBytesPerMessage = 1 << 20;
 constexpr size_t kListEntriesPerMessage = 64 << 10;
-
-// The daemon has a working directory of its own. Empty, for the daemon's default, stays empty.
-std::string AbsolutePath(const std::string& path) {
-  std::error_code error;
-  const std::filesystem::path absolute = std::filesystem::absolute(path, error);
-  return path.empty() || error ? path : absolute.string();
-}
-
-// Of several pools, each.
-std::string AbsolutePools(const std::string& pool) {
-  std::vector<std::string> pools = absl::StrSplit(pool, ',');
-  for (std::string& each : pools) each = AbsolutePath(each);
-  return absl::StrJoin(pools, ",");
-}
 
 v1::Tensor ToMessage(const proto::Tensor& tensor) {
   v1::Tensor message;
@@ -135,7 +119,7 @@ ControlClient::ControlClient(const std::string& path, const proto::Token& token,
 absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
   v1::OpenJobRequest request;
   request.set_job(options.job);
-  request.set_pool(AbsolutePools(options.pool));
+  request.set_pool(proto::AbsolutePools(options.pool));
   request.set_ram_bytes(options.ram_bytes);
   request.set_io_engine(options.io_engine);
   request.set_update_threads(options.update_threads);

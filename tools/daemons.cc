@@ -11,12 +11,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/strings/str_join.h"
-#include "absl/strings/str_split.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "proto/grpc_status.h"
 #include "proto/offload.grpc.pb.h"
+#include "proto/pool_path.h"
 
 namespace offload::tools {
 namespace {
@@ -80,13 +79,6 @@ std::vector<DaemonAddress> FindDaemons() {
 
 namespace {
 
-// The daemon has a working directory of its own.
-std::string AbsolutePools(const std::string& pool) {
-  std::vector<std::string> pools = absl::StrSplit(pool, ',');
-  for (std::string& each : pools) each = std::filesystem::absolute(each);
-  return absl::StrJoin(pools, ",");
-}
-
 struct Connection {
   std::string path;  // of the control socket
   std::unique_ptr<proto::v1::Control::Stub> stub;
@@ -131,7 +123,7 @@ absl::StatusOr<std::string> FindDaemonOf(const std::string& pool, const std::str
     if (!reply.ok()) continue;
     for (const proto::v1::JobStatus& known : reply->jobs()) {
       std::error_code error;
-      const bool same_pool = known.pool() == AbsolutePools(pool) ||
+      const bool same_pool = known.pool() == proto::AbsolutePools(pool) ||
                              std::filesystem::equivalent(known.pool(), pool, error);
       if (known.job() == job && same_pool) return address.socket;
     }
@@ -148,7 +140,7 @@ absl::StatusOr<uint64_t> AskCreateSnapshot(
   OFFLOAD_ASSIGN_OR_RETURN(const Connection connection, Connect(socket));
   grpc::ClientContext context;  // no deadline: growing takes as long as it takes
   proto::v1::CreateSnapshotRequest request;
-  request.set_pool(AbsolutePools(snapshot.pool));
+  request.set_pool(proto::AbsolutePools(snapshot.pool));
   request.set_job(snapshot.job);
   request.set_name(snapshot.name);
   request.set_may_grow(may_grow);
@@ -165,7 +157,7 @@ absl::Status AskDeleteSnapshot(const std::string& socket, const SnapshotName& sn
   OFFLOAD_ASSIGN_OR_RETURN(const Connection connection, Connect(socket));
   grpc::ClientContext context;
   proto::v1::DeleteSnapshotRequest request;
-  request.set_pool(AbsolutePools(snapshot.pool));
+  request.set_pool(proto::AbsolutePools(snapshot.pool));
   request.set_job(snapshot.job);
   request.set_name(snapshot.name);
   proto::v1::Empty reply;
