@@ -37,10 +37,8 @@ void Job::AddChange(SnapshotChange change) {
                                    absl::StrCat("job ", name_, " has a snapshot ", change.name)));
     }
   }
-  if (!swap::IsValidSnapshotName(change.name)) {
-    return change.done(
-        MakeError(ErrorId::kSnapshot, absl::StrCat("snapshot name \"", change.name, "\"")));
-  }
+  if (absl::Status status = swap::CheckSnapshotName(change.name); !status.ok())
+    return change.done(std::move(status));
   changes_.push_back(std::move(change));
   RunChanges();
 }

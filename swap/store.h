@@ -299,6 +299,8 @@ absl::Status RunToEnd(Store& store, const std::function<void(Store::Done)>& star
 
 // As IsValidJobName, and at most kSnapshotNameBytesMax long.
 bool IsValidSnapshotName(std::string_view name);
+// OFD-1216, with what a name may be.
+absl::Status CheckSnapshotName(const std::string& name);
 
 // Letters, digits, '.', '_', '-', '#'; 1 to 128 bytes; not starting with '.'.
 bool IsValidJobName(std::string_view job);

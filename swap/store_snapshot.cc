@@ -20,6 +20,13 @@ constexpr size_t kZerosInFlightMax = 4;  // beside the reads and writes of a tra
 
 }  // namespace
 
+absl::Status CheckSnapshotName(const std::string& name) {
+  if (IsValidSnapshotName(name)) return absl::OkStatus();
+  return MakeError(ErrorId::kSnapshot, absl::StrCat("snapshot name '", name, "'"),
+                   absl::StrCat("Use letters, digits and . _ - #, at most ", kSnapshotNameBytesMax,
+                                ", not beginning with a dot"));
+}
+
 std::optional<uint32_t> Store::Impl::FindSnapshot(std::string_view name) const {
   for (uint32_t number = 0; number < kGenerationsMax; ++number) {
     const SnapshotRecord& record = superblock.snapshots[number];
@@ -34,10 +41,7 @@ absl::Status Store::Impl::CheckSnapshotChange(const std::string& name) const {
     return absl::FailedPreconditionError("a change of snapshots with writes that are uncommitted");
   if (committed.sequence == 0)
     return absl::FailedPreconditionError("a change of snapshots before the first commit");
-  if (IsValidSnapshotName(name)) return absl::OkStatus();
-  return MakeError(ErrorId::kSnapshot, absl::StrCat("snapshot name '", name, "'"),
-                   absl::StrCat("Use letters, digits and . _ - #, at most ", kSnapshotNameBytesMax,
-                                ", not beginning with a dot"));
+  return CheckSnapshotName(name);
 }
 
 void Store::Impl::CreateSnapshot(const std::string& name, int64_t unix_seconds, Done done) {

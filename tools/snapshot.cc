@@ -96,10 +96,7 @@ class SnapshotCommand : public Command {
     }
     if (action_ == "fork" && fork_job_.empty())
       return MakeError(ErrorId::kBadValue, "snapshot fork needs --as, the new job's name");
-    if (action_ == "create" && !swap::IsValidSnapshotName(snapshot_)) {
-      return MakeError(ErrorId::kSnapshot, absl::StrCat("snapshot name '", snapshot_, "'"),
-                       "Use letters, digits and . _ - #, at most 64, not beginning with a dot");
-    }
+    if (action_ == "create") OFFLOAD_RETURN_IF_ERROR(swap::CheckSnapshotName(snapshot_));
     if (action_ == "create" && FindSnapshot().ok()) {
       return MakeError(ErrorId::kSnapshot,
                        absl::StrCat("job ", job_, " has a snapshot ", snapshot_));
