@@ -19,7 +19,6 @@
 #include "spdlog/spdlog.h"
 #include "swap/member_files.h"
 #include "swap/store_impl.h"
-#include "swap/striped_device.h"
 
 namespace offload::swap {
 namespace {
@@ -27,11 +26,6 @@ namespace {
 constexpr uint64_t kMeasuredBytes = uint64_t{64} << 20;  // of each pool
 constexpr uint64_t kMeasuredUnitBytes = uint64_t{1} << 20;
 constexpr int kMeasuredDepth = 8;
-
-absl::Status SyncFile(int fd, const std::string& path) {
-  if (fsync(fd) == 0) return absl::OkStatus();
-  return MakeError(ErrorId::kIo, absl::StrCat("fsync of ", path, ": ", ErrnoText(errno)));
-}
 
 // Bytes per second of writes of `size_bytes` to an allocated file, until they are durable. Behind
 // the member page: a kill must still find it.
@@ -51,8 +45,7 @@ absl::StatusOr<double> MeasureWrites(int fd, uint64_t size_bytes, const aio::Ope
   }
   while (device->in_flight() > 0) device->Poll(/*wait=*/true);
   OFFLOAD_RETURN_IF_ERROR(status);
-  OFFLOAD_RETURN_IF_ERROR(
-      RunToEnd(*device, [&](aio::Device::Done done) { device->Flush(std::move(done)); }));
+  OFFLOAD_RETURN_IF_ERROR(FlushToEnd(*device));
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
   return static_cast<double>(size_bytes) / std::max(seconds.count(), 1e-9);
 }
@@ -181,17 +174,10 @@ absl::Status BuildingMembers::WritePages(const std::string& main_path, int main_
 
 absl::StatusOr<std::unique_ptr<aio::Device>> BuildingMembers::Compose(UniqueFd main,
                                                                       const StoreOptions& options) {
-  std::vector<StripeMember> members;
-  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> first,
-                           aio::OpenDevice(main.release(), options.io));
-  members.push_back({std::move(first), plan_.pools[0], kMemberHeadBytes});
-  for (Member& member : members_) {
-    OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> device,
-                             aio::OpenDevice(member.file->TakeFd().release(), options.io));
-    members.push_back({std::move(device), plan_.pools[members.size()], kMemberHeadBytes});
-  }
-  OFFLOAD_ASSIGN_OR_RETURN(StripeMap map, StripeMap::Make(NumbersOf(page_)));
-  return StripedDevice::Make(std::move(members), std::move(map), plan_.store_bytes);
+  std::vector<UniqueFd> files;
+  files.push_back(std::move(main));
+  for (Member& member : members_) files.push_back(member.file->TakeFd());
+  return OpenStripedDevice(page_, plan_.pools, std::move(files), options.io);
 }
 
 absl::Status BuildingMembers::Sync() const {

@@ -123,11 +123,8 @@ absl::Status Fsck::Rewrite(uint64_t offset_bytes, std::span<const std::byte> exp
   OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion bytes,
                            MappedRegion::Anonymous(RoundUpToPage(expected.size())));
   std::memcpy(bytes.data(), expected.data(), expected.size());
-  const iovec memory{bytes.data(), bytes.size()};
-  OFFLOAD_RETURN_IF_ERROR(RunToEnd(*device_, [&](aio::Device::Done done) {
-    device_->Write(offset_bytes, {&memory, 1}, std::move(done));
-  }));
-  return RunToEnd(*device_, [&](aio::Device::Done done) { device_->Flush(std::move(done)); });
+  OFFLOAD_RETURN_IF_ERROR(WriteToEnd(*device_, offset_bytes, bytes.span()));
+  return FlushToEnd(*device_);
 }
 
 template <typename Page>

@@ -16,6 +16,7 @@
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "spdlog/spdlog.h"
+#include "swap/striped_device.h"
 
 namespace offload::swap {
 namespace {
@@ -27,11 +28,6 @@ absl::Status Differs(std::string_view what, const MemberPage& main_page) {
       ErrorId::kPoolsDiffer, what,
       absl::StrCat("The job was made over ", JoinPools(PathsOf(main_page)),
                    ": name its pools in that order, each with its own file, all of one time"));
-}
-
-absl::Status SyncFile(int fd, const std::string& path) {
-  if (fsync(fd) == 0) return absl::OkStatus();
-  return MakeError(ErrorId::kIo, absl::StrCat("fsync of ", path, ": ", ErrnoText(errno)));
 }
 
 absl::Status CheckMember(const MemberFile& member, const std::optional<MemberPage>& page,
@@ -309,6 +305,19 @@ absl::Status FindMembers(std::string_view job, const MemberPage& main_page) {
     }
   }
   return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<aio::Device>> OpenStripedDevice(
+    const MemberPage& page, const std::vector<std::string>& pools, std::vector<UniqueFd> files,
+    const aio::OpenOptions& io) {
+  std::vector<StripeMember> members;
+  for (UniqueFd& file : files) {
+    OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> device,
+                             aio::OpenDevice(file.release(), io));
+    members.push_back({std::move(device), pools[members.size()], kMemberHeadBytes});
+  }
+  OFFLOAD_ASSIGN_OR_RETURN(StripeMap map, StripeMap::Make(NumbersOf(page)));
+  return StripedDevice::Make(std::move(members), std::move(map), page.store_bytes);
 }
 
 }  // namespace offload::swap

@@ -70,4 +70,10 @@ absl::Status RemoveMembers(std::string_view job, const MemberPage& main_page);
 // OK when all members stand where the main page says, without a look at their locks.
 absl::Status FindMembers(std::string_view job, const MemberPage& main_page);
 
+// One device over the files of a store's members, in their order, which it closes. `page` is that
+// of any of them.
+absl::StatusOr<std::unique_ptr<aio::Device>> OpenStripedDevice(
+    const MemberPage& page, const std::vector<std::string>& pools, std::vector<UniqueFd> files,
+    const aio::OpenOptions& io);
+
 }  // namespace offload::swap

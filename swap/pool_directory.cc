@@ -48,6 +48,11 @@ bool RemoveMembersOf(std::string_view job, const std::string& name, int file) {
 
 }  // namespace
 
+absl::Status SyncFile(int fd, const std::string& path) {
+  if (fsync(fd) == 0) return absl::OkStatus();
+  return MakeError(ErrorId::kIo, absl::StrCat("fsync of ", path, ": ", ErrnoText(errno)));
+}
+
 std::string StoreFileName(std::string_view job) {
   return absl::StrCat(ToAbsl(job), ToAbsl(kSuffix));
 }

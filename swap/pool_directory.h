@@ -60,6 +60,9 @@ class PoolDirectory {
 // Why a file of a pool could not be opened, by errno: OFD-1202, OFD-1203, OFD-1204 or OFD-1218.
 ErrorId RefusalId(int error_number);
 
+// Makes a file's bytes and length durable; `path` is what an error names. OFD-1209.
+absl::Status SyncFile(int fd, const std::string& path);
+
 // "JOB.offload", and its inverse: "" when the name is not that of a published store.
 std::string StoreFileName(std::string_view job);
 std::string JobOfFileName(std::string_view name);

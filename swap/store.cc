@@ -54,6 +54,17 @@ absl::Status RunToEnd(aio::Device& device, const std::function<void(aio::Device:
   return *result;
 }
 
+absl::Status FlushToEnd(aio::Device& device) {
+  return RunToEnd(device, [&](aio::Device::Done done) { device.Flush(std::move(done)); });
+}
+
+absl::Status WriteToEnd(aio::Device& device, uint64_t offset_bytes, std::span<std::byte> bytes) {
+  const iovec memory{bytes.data(), bytes.size()};
+  return RunToEnd(device, [&](aio::Device::Done done) {
+    device.Write(offset_bytes, {&memory, 1}, std::move(done));
+  });
+}
+
 absl::Status RunToEnd(Store& store, const std::function<void(Store::Done)>& start) {
   std::optional<absl::Status> result;
   start([&result](absl::Status status) { result = std::move(status); });

@@ -119,13 +119,6 @@ class ZeroFill {
   absl::Status status_;
 };
 
-absl::Status WritePages(aio::Device& device, uint64_t offset_bytes, std::span<std::byte> bytes) {
-  const iovec memory{bytes.data(), bytes.size()};
-  return RunToEnd(device, [&](aio::Device::Done done) {
-    device.Write(offset_bytes, {&memory, 1}, std::move(done));
-  });
-}
-
 absl::Status WriteSpecAndHeader(aio::Device& device, const StoreSpec& spec, const Layout& layout,
                                 const StoreUuid& uuid) {
   const std::string encoded = EncodeSpec(spec);
@@ -135,7 +128,7 @@ absl::Status WriteSpecAndHeader(aio::Device& device, const StoreSpec& spec, cons
   OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion page, MappedRegion::Anonymous(kPageBytes));
   for (uint32_t copy = 0; copy < 2; ++copy) {
     OFFLOAD_RETURN_IF_ERROR(
-        WritePages(device, Layout::SpecOffset(copy, encoded.size()), bytes.span()));
+        WriteToEnd(device, Layout::SpecOffset(copy, encoded.size()), bytes.span()));
     HeaderPage header{.uuid = uuid,
                       .copy = copy,
                       .spec_crc = Crc32c(0, encoded.data(), encoded.size()),
@@ -143,7 +136,7 @@ absl::Status WriteSpecAndHeader(aio::Device& device, const StoreSpec& spec, cons
                       .file_bytes = layout.file_bytes()};
     SealHeader(&header);
     std::memcpy(page.data(), &header, sizeof(header));
-    OFFLOAD_RETURN_IF_ERROR(WritePages(device, Layout::HeaderOffset(copy), page.span()));
+    OFFLOAD_RETURN_IF_ERROR(WriteToEnd(device, Layout::HeaderOffset(copy), page.span()));
   }
   return absl::OkStatus();
 }
@@ -163,11 +156,6 @@ absl::Status CheckGenerations(uint32_t generations) {
   if (generations <= kGenerationsMax) return absl::OkStatus();
   return MakeError(ErrorId::kBadValue, absl::StrCat(generations, " spare generations; at most ",
                                                     kGenerationsMax, " are possible"));
-}
-
-absl::Status SyncFile(int fd, const std::string& path) {
-  if (fsync(fd) == 0) return absl::OkStatus();
-  return MakeError(ErrorId::kIo, absl::StrCat("fsync of ", path, ": ", ErrnoText(errno)));
 }
 
 }  // namespace
@@ -198,8 +186,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
   OFFLOAD_RETURN_IF_ERROR(ZeroFill(device.get(), file_bytes, options).Run());
   FaultPoint("store.format_zeroed");
   OFFLOAD_RETURN_IF_ERROR(WriteSpecAndHeader(*device, spec, layout, uuid));
-  OFFLOAD_RETURN_IF_ERROR(
-      RunToEnd(*device, [&](aio::Device::Done done) { device->Flush(std::move(done)); }));
+  OFFLOAD_RETURN_IF_ERROR(FlushToEnd(*device));
   // The flush above is one of data; this one is of all that fallocate changed, and of the new name.
   OFFLOAD_RETURN_IF_ERROR(SyncFile(fd, directory.PathOf(spec.job)));
   if (members != nullptr) OFFLOAD_RETURN_IF_ERROR(members->Sync());
@@ -228,8 +215,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::CreateOn(std::unique_ptr<aio::Devi
                                   " bytes, the device has ", device->geometry().size_bytes));
   }
   OFFLOAD_RETURN_IF_ERROR(WriteSpecAndHeader(*device, spec, layout, uuid));
-  OFFLOAD_RETURN_IF_ERROR(
-      RunToEnd(*device, [&](aio::Device::Done done) { device->Flush(std::move(done)); }));
+  OFFLOAD_RETURN_IF_ERROR(FlushToEnd(*device));
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
                            Impl::OfFormat({}, "the device", spec, std::move(layout), uuid,
                                           generations, std::move(device)));

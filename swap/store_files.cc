@@ -12,7 +12,6 @@
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "swap/member_files.h"
-#include "swap/striped_device.h"
 
 namespace offload::swap {
 namespace {
@@ -35,9 +34,7 @@ absl::StatusOr<uint64_t> CheckStillNamed(const PoolDirectory& directory, const s
 }
 
 absl::Status SyncFileAndDirectory(const PoolDirectory& directory, const std::string& name, int fd) {
-  if (fsync(fd) != 0)
-    return MakeError(ErrorId::kIo,
-                     absl::StrCat("fsync of ", directory.PathOf(name), ": ", ErrnoText(errno)));
+  OFFLOAD_RETURN_IF_ERROR(SyncFile(fd, directory.PathOf(name)));
   return directory.Sync();
 }
 
@@ -63,20 +60,14 @@ absl::Status CheckMainSize(int fd, const std::string& path, const StripeMap& map
 absl::StatusOr<std::unique_ptr<aio::Device>> OpenStriped(
     const std::vector<std::string>& pools, const std::string& job, const std::string& path,
     UniqueFd main, MemberPage* page, const StoreOptions& options, bool counts_as_opening) {
-  OFFLOAD_ASSIGN_OR_RETURN(StripeMap map, StripeMap::Make(NumbersOf(*page)));
+  OFFLOAD_ASSIGN_OR_RETURN(const StripeMap map, StripeMap::Make(NumbersOf(*page)));
   OFFLOAD_RETURN_IF_ERROR(CheckMainSize(main.get(), path, map, *page));
   OFFLOAD_ASSIGN_OR_RETURN(std::vector<MemberFile> files, OpenMembers(pools, job, *page, options));
   if (counts_as_opening) OFFLOAD_RETURN_IF_ERROR(RaiseAge(main.get(), path, page, &files));
-  std::vector<StripeMember> members;
-  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> first,
-                           aio::OpenDevice(main.release(), options.io));
-  members.push_back({std::move(first), pools.front(), kMemberHeadBytes});
-  for (MemberFile& file : files) {
-    OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> device,
-                             aio::OpenDevice(file.fd.release(), options.io));
-    members.push_back({std::move(device), pools[members.size()], kMemberHeadBytes});
-  }
-  return StripedDevice::Make(std::move(members), std::move(map), page->store_bytes);
+  std::vector<UniqueFd> descriptors;
+  descriptors.push_back(std::move(main));
+  for (MemberFile& file : files) descriptors.push_back(std::move(file.fd));
+  return OpenStripedDevice(*page, pools, std::move(descriptors), options.io);
 }
 
 }  // namespace

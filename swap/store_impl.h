@@ -21,6 +21,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -210,5 +211,8 @@ struct Store::Impl {
 
 // Starts an operation and polls until it is done.
 absl::Status RunToEnd(aio::Device& device, const std::function<void(aio::Device::Done)>& start);
+absl::Status FlushToEnd(aio::Device& device);
+// Whole pages, in memory that the device takes.
+absl::Status WriteToEnd(aio::Device& device, uint64_t offset_bytes, std::span<std::byte> bytes);
 
 }  // namespace offload::swap

@@ -13,21 +13,15 @@
 namespace offload::swap {
 namespace {
 
-absl::Status Flush(aio::Device& device) {
-  return RunToEnd(device, [&](aio::Device::Done done) { device.Flush(std::move(done)); });
-}
-
 // Makes the commit that was found as safe as one that was acknowledged.
 absl::Status WriteSuperblockTwin(aio::Device& device, SuperblockPage superblock) {
   superblock.copy ^= 1;
   SealSuperblock(&superblock);
   OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion page, MappedRegion::Anonymous(kPageBytes));
   std::memcpy(page.data(), &superblock, kPageBytes);
-  const iovec memory{page.data(), kPageBytes};
-  OFFLOAD_RETURN_IF_ERROR(RunToEnd(device, [&](aio::Device::Done done) {
-    device.Write(Layout::SuperblockOffset(superblock.copy), {&memory, 1}, std::move(done));
-  }));
-  return Flush(device);
+  OFFLOAD_RETURN_IF_ERROR(
+      WriteToEnd(device, Layout::SuperblockOffset(superblock.copy), page.span()));
+  return FlushToEnd(device);
 }
 
 ReadPages ReadsFrom(aio::Device* device) {
@@ -108,7 +102,7 @@ absl::StatusOr<std::unique_ptr<Store::Impl>> Store::Impl::OfSnapshot(
 }
 
 absl::StatusOr<std::unique_ptr<Store>> Store::OpenOn(std::unique_ptr<aio::Device> device) {
-  OFFLOAD_RETURN_IF_ERROR(Flush(*device));
+  OFFLOAD_RETURN_IF_ERROR(FlushToEnd(*device));
   const uint64_t file_bytes = device->geometry().size_bytes;
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
                            Impl::OfRecovery({}, "the device", file_bytes, std::move(device)));
