@@ -16,18 +16,14 @@
 #include "offloadd/limits.h"
 
 namespace offload::daemon {
-namespace {
-
-absl::Status WrongState(std::string_view what) { return MakeError(ErrorId::kProtocol, what); }
-
-}  // namespace
 
 absl::Status Job::DeclareTensors(const std::vector<proto::v1::DeclareTensorsRequest>& messages,
                                  uint64_t* tensor_count) {
-  if (sealed_) return WrongState("DeclareTensors after Seal");
+  if (sealed_) return MakeError(ErrorId::kProtocol, "DeclareTensors after Seal");
   for (const proto::v1::DeclareTensorsRequest& message : messages) {
     for (const proto::v1::Tensor& tensor : message.tensors()) {
-      if (declared_.size() >= proto::kTensorsMax) return WrongState("too many tensors");
+      if (declared_.size() >= proto::kTensorsMax)
+        return MakeError(ErrorId::kProtocol, "too many tensors");
       OFFLOAD_ASSIGN_OR_RETURN(proto::Tensor declared, TensorFromMessage(tensor));
       declared_.push_back(std::move(declared));
     }
@@ -50,9 +46,9 @@ absl::Status Job::ReserveScratch(uint64_t bytes) {
 
 absl::Status Job::Seal(const std::vector<proto::v1::SealRequest>& messages,
                        const Progress& progress) {
-  if (sealed_ || closing_) return WrongState("Seal for the second time");
+  if (sealed_ || closing_) return MakeError(ErrorId::kProtocol, "Seal for the second time");
   // Until then the rank could take away pages that are reserved here.
-  if (!rings_.has_value()) return WrongState("Seal before the memory is mapped");
+  if (!rings_.has_value()) return MakeError(ErrorId::kProtocol, "Seal before the memory is mapped");
   OFFLOAD_ASSIGN_OR_RETURN(context_.catalogue, proto::BuildCatalogue(std::move(declared_)));
   OFFLOAD_RETURN_IF_ERROR(ReadPlan(messages));
   OFFLOAD_ASSIGN_OR_RETURN(
@@ -85,15 +81,17 @@ absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) 
       !IsAligned(context_.plan.region_bytes, proto::kSectorBytes) || !IsAligned(pins_offset_, 64) ||
       pins_offset_ < proto::kRegionFixedBytes ||
       !IsInside(pins_offset_, pins_bytes, context_.plan.region_bytes)) {
-    return WrongState(absl::StrCat("a plan with ", context_.plan.pipeline_blocks,
-                                   " pipeline blocks, a region of ", context_.plan.region_bytes,
-                                   " bytes and pins at ", pins_offset_));
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("a plan with ", context_.plan.pipeline_blocks,
+                                  " pipeline blocks, a region of ", context_.plan.region_bytes,
+                                  " bytes and pins at ", pins_offset_));
   }
   for (size_t i = 0; i < catalogue.tensors.size() && i < context_.plan.gradients.size(); ++i) {
     const bool bundled = catalogue.store_tensors[catalogue.placements[i].store_tensor].bundle;
     if (bundled && context_.plan.gradients[i].home == proto::GradientHome::kScratch) {
-      return WrongState(absl::StrCat("a plan that spills the gradient of \"",
-                                     catalogue.tensors[i].name, "\", which is bundled"));
+      return MakeError(ErrorId::kProtocol,
+                       absl::StrCat("a plan that spills the gradient of \"",
+                                    catalogue.tensors[i].name, "\", which is bundled"));
     }
   }
   return absl::OkStatus();
