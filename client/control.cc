@@ -72,6 +72,9 @@ v1::SealRequest SealHead(proto::OptimizerState optimizer, const proto::MemoryPla
   request.set_scratch_bytes(plan.scratch_bytes);
   request.set_region_bytes(plan.region_bytes);
   request.set_pins_offset(pins_offset);
+  request.set_world_size(plan.world_size);
+  request.set_other_region_bytes(plan.other_region_bytes);
+  request.set_sum_blocks(plan.sum_blocks);
   return request;
 }
 
