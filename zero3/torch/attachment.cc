@@ -111,8 +111,9 @@ std::byte* HomeRanges::Take(size_t size_bytes) {
 
 // ---- Attachment --------------------------------------------------------------------------------
 
-Attachment::Attachment(std::unique_ptr<client::Session> session)
+Attachment::Attachment(std::unique_ptr<client::Session> session, uint32_t rank)
     : session_(std::move(session)),
+      rank_(rank),
       staging_(proto::kRegionFixedBytes, proto::kLoadingStagingBytes) {}
 
 void Attachment::SetPlan(PlanInput input, Plan plan) {

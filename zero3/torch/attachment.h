@@ -81,9 +81,10 @@ class HomeRanges {
 
 class Attachment : public std::enable_shared_from_this<Attachment> {
  public:
-  explicit Attachment(std::unique_ptr<client::Session> session);
+  explicit Attachment(std::unique_ptr<client::Session> session, uint32_t rank = 0);
 
   client::Session& session() { return *session_; }
+  uint32_t rank() const { return rank_; }
   std::byte* region() const { return session_->region(); }
   Staging& staging() { return staging_; }
   HomeRanges& homes() { return homes_; }
@@ -108,6 +109,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
  private:
   std::unique_ptr<client::Session> session_;
+  const uint32_t rank_;
   Staging staging_;
   HomeRanges homes_;
   PlanInput input_;

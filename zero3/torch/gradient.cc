@@ -285,12 +285,17 @@ void Gradient::AfterAccumulation() {
   StartWriting();
 }
 
-void Gradient::AdoptStolen(const at::Tensor& stolen) {
-  if (stolen.sizes() != parameter_.sizes() || stolen.layout() != at::kStrided ||
-      stolen.scalar_type() != parameter_.scalar_type()) {
-    ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
-                          absl::StrCat(subject_, " is sparse or of another shape or type")));
+void Gradient::CheckFits(const at::Tensor& value) const {
+  if (value.sizes() == parameter_.sizes() && value.layout() == at::kStrided &&
+      value.scalar_type() == parameter_.scalar_type()) {
+    return;
   }
+  ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
+                        absl::StrCat(subject_, " is sparse or of another shape or type")));
+}
+
+void Gradient::AdoptStolen(const at::Tensor& stolen) {
+  CheckFits(stolen);
   LeaveTensorToOthers();
   {
     const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);

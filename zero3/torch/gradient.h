@@ -58,7 +58,7 @@ class GradientWindow {
   std::vector<Gradient*> users_;  // with a slot, least recently taken first
 };
 
-class Gradient final : public Record {
+class Gradient : public Record {
  public:
   // `window` is null for gradients that stay in the region.
   Gradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<GradientWindow> window,
@@ -68,19 +68,19 @@ class Gradient final : public Record {
   const at::Tensor& tensor() const { return tensor_; }
   // The parameter's AccumulateGrad has run: what it left in `.grad` becomes the accumulator's (its
   // own buffer is dropped), and a spilled gradient starts its way to the drive.
-  void AfterAccumulation();
+  virtual void AfterAccumulation();
   // Watches the parameter's accumulation from now on.
-  void Watch();
+  virtual void Watch();
 
   // ---- The step; on one thread ----
   // Makes the accumulator hold `.grad`, false when there is none. Starts writing a spilled one.
   // Throws OFD-1701 when it is not finite.
-  bool PrepareStep();
+  virtual bool PrepareStep();
   // Waits until a spilled gradient is written.
-  void FinishWriting();
+  virtual void FinishWriting();
   float scale() const { return scale_; }
   // The daemon has taken the step: the accumulator belongs to the update until it is done.
-  void BeginUpdate();
+  virtual void BeginUpdate();
 
   void Pin(Access access) override;
   void Unpin() override;
@@ -90,32 +90,25 @@ class Gradient final : public Record {
 
   const at::Tensor& parameter() const { return parameter_; }
 
- private:
-  friend class GradientWindow;
+ protected:
   using Lock = std::unique_lock<std::mutex>;
 
   ~Gradient() override = default;
   std::mutex& mutex() { return window_ != nullptr ? window_->mutex() : mutex_; }
   bool spilled() const { return window_ != nullptr; }
   bool busy() const { return updating_ || zero_ || scale_ != 1.0f; }
-  std::byte* bytes() const { return attachment_->region() + *place_; }
+  virtual std::byte* bytes() const { return attachment_->region() + *place_; }
   // A plain tensor over the bytes in memory.
   at::Tensor Plain() const;
   void CheckOpen() const;
   void WaitForUpdate();
   void Load(Access access, Lock& lock);  // place_ is set after it
-  void Settle(Access access);            // the bytes are the value after it
-  void Changed();                        // the bytes are
-  void ShowBytes();                      // the storage's pointer and whether it throws
+  virtual void ShowBytes();              // the storage's pointer and whether it throws
+  void CheckFits(const at::Tensor& value) const;
   void AdoptStolen(const at::Tensor& stolen);
   void LeaveTensorToOthers();
-  at::Tensor Norm(double p);
-  void NoteFinite();
+  virtual at::Tensor Norm(double p);
   bool IsFinite();
-  void StartWriting();
-  void FinishWritingLocked();
-  void MoveScratch(bool write);
-  void Evict();
 
   const std::shared_ptr<Attachment> attachment_;
   const std::shared_ptr<GradientWindow> window_;
@@ -133,6 +126,17 @@ class Gradient final : public Record {
   std::vector<client::Ticket> writes_;
   std::vector<std::pair<double, at::Tensor>> norms_;  // of the value
   std::optional<bool> finite_;
+
+ private:
+  friend class GradientWindow;
+
+  void Settle(Access access);  // the bytes are the value after it
+  void Changed();              // the bytes are
+  void NoteFinite();
+  void StartWriting();
+  void FinishWritingLocked();
+  void MoveScratch(bool write);
+  void Evict();
 };
 
 }  // namespace offload::zero3

@@ -250,6 +250,15 @@ std::optional<float> GradientStream::WaitForNorm(uint32_t tensor) {
 
 // ---- The step ----------------------------------------------------------------------------------
 
+absl::Status GradientStream::EnterStep() {
+  absl::MutexLock order(&order_mutex_);
+  {
+    absl::MutexLock lock(&mutex_);
+    if (begun_) return absl::OkStatus();
+  }
+  return BeginGeneration();
+}
+
 uint32_t GradientStream::passes() const {
   absl::MutexLock lock(&mutex_);
   return passes_;

@@ -110,6 +110,8 @@ class GradientStream {
   absl::StatusOr<float> Norm(uint32_t tensor);
 
   // ---- The step ----
+  // Begins the generation of a rank that has made no pass: now it can look.
+  absl::Status EnterStep();
   uint32_t passes() const;
   uint64_t step() const;
   // The daemon has taken the step.
