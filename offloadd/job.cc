@@ -155,7 +155,13 @@ absl::Status Job::OpenStore() {
 absl::Status Job::SetScratch() {
   if (scratch_ != nullptr) return absl::OkStatus();
   OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(pool_));
-  OFFLOAD_ASSIGN_OR_RETURN(scratch_, swap::Scratch::Create(pools.front(), io_));
+  swap::ScratchOptions options{.io = io_};
+  options.compute = [this](std::function<void()> work, std::function<void()> done) {
+    if (workers_ != nullptr) return context_.Compute(std::move(work), std::move(done));
+    work();
+    done();
+  };
+  OFFLOAD_ASSIGN_OR_RETURN(scratch_, swap::Scratch::Create(pools, std::move(options)));
   context_.scratch = scratch_.get();
   loop_->Watch(scratch_->event_fd(), [] {});
   return absl::OkStatus();
