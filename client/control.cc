@@ -96,7 +96,6 @@ v1::StepRequest StepHead(const StepCommand& command) {
   request.set_has_trainer_state(command.has_trainer_state);
   if (command.has_trainer_state) request.set_trainer_state(command.trainer_state);
   request.set_tensor_count(static_cast<uint32_t>(command.updates.size()));
-  request.set_passes(command.passes);
   return request;
 }
 
@@ -106,8 +105,6 @@ void AppendUpdates(const StepCommand& command, size_t begin, v1::StepRequest& re
     request.add_group_of(update.group);
     request.add_update_count(update.update_count);
     request.add_gradient_scale(update.gradient_scale);
-    request.add_own_gradient_offset(update.own_gradient_offset);
-    request.add_own_gradient_crc(update.own_gradient_crc);
   });
 }
 

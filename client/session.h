@@ -74,16 +74,11 @@ struct TensorUpdate {
   uint32_t group = 0;
   uint64_t update_count = 1;    // of this tensor, 1 at its first update
   float gradient_scale = 1.0f;  // multiplies the gradient first
-  // With several ranks, when the trainer has written the gradient: where it is in the region, and
-  // the crc32c of its bytes. 0: the daemon's sum is the gradient.
-  uint64_t own_gradient_offset = 0;
-  uint32_t own_gradient_crc = 0;
 };
 struct StepCommand {
   uint64_t step = 0;
   std::vector<Group> groups;
   std::vector<TensorUpdate> updates;  // tensors that have a gradient, in any order
-  uint32_t passes = 0;                // backward passes of this rank, with several ranks
   bool has_trainer_state = false;
   std::string trainer_state;
 };

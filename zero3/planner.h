@@ -39,7 +39,6 @@ struct Plan {
   uint64_t gradient_window_offset =
       0;  // spilled gradients pass through here: at least twice the largest gradient
   uint64_t gradient_window_bytes = 0;  // 0 when gradients stay in DRAM
-  uint64_t ring_offset = 0, ring_bytes = 0;  // with several ranks: gradients on their way
   uint64_t overhead_bytes = 0;
   uint64_t total_bytes = 0;  // slab + region + overhead
 

@@ -111,9 +111,11 @@ std::byte* HomeRanges::Take(size_t size_bytes) {
 
 // ---- Attachment --------------------------------------------------------------------------------
 
-Attachment::Attachment(std::unique_ptr<client::Session> session, uint32_t rank)
+Attachment::Attachment(std::unique_ptr<client::Session> session, uint32_t rank,
+                       uint32_t world_size)
     : session_(std::move(session)),
       rank_(rank),
+      world_size_(world_size),
       staging_(proto::kRegionFixedBytes, proto::kLoadingStagingBytes) {}
 
 void Attachment::SetPlan(PlanInput input, Plan plan) {
@@ -170,11 +172,14 @@ void Attachment::PutWeight(uint32_t tensor, uint64_t region_offset) {
     for (const client::Ticket ticket : tickets) failure.Update(session_->Wait(ticket));
     tickets.clear();
   };
-  for (uint64_t begin = 0; begin < element_count && failure.ok(); begin += proto::kExtentElements) {
+  const uint64_t put_count = rank_ == 0 ? element_count : 0;
+  for (uint64_t begin = 0; begin < put_count && failure.ok(); begin += proto::kExtentElements) {
     const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
     tickets.push_back(session_->Put(tensor, begin, count, region_offset + begin * element_bytes));
     if (tickets.size() == kTransfersInFlight) wait_for_all();
   }
+  // The daemon pairs this with the same of the other ranks: nobody reads the old bytes any more.
+  if (world_size_ > 1) tickets.push_back(session_->Put(tensor, 0, 0, 0));
   wait_for_all();
   ThrowIfError(failure, absl::StrCat("parameter '", this->tensor(tensor).name, "'"));
 }

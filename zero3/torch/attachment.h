@@ -81,10 +81,12 @@ class HomeRanges {
 
 class Attachment : public std::enable_shared_from_this<Attachment> {
  public:
-  explicit Attachment(std::unique_ptr<client::Session> session, uint32_t rank = 0);
+  explicit Attachment(std::unique_ptr<client::Session> session, uint32_t rank = 0,
+                      uint32_t world_size = 1);
 
   client::Session& session() { return *session_; }
   uint32_t rank() const { return rank_; }
+  uint32_t world_size() const { return world_size_; }
   std::byte* region() const { return session_->region(); }
   Staging& staging() { return staging_; }
   HomeRanges& homes() { return homes_; }
@@ -102,14 +104,15 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::vector<uint32_t> EndScheduleStep();
   void Prefetch(const std::vector<uint32_t>& tensors);
 
-  // Moves a weight between the region and the daemon, in the daemon's blocks. Blocks; throws.
+  // What an operation has written in place, at `region_offset`, replaces the weight. With several
+  // ranks all write, and the first rank's bytes count. Blocks; throws.
   void PutWeight(uint32_t tensor, uint64_t region_offset);
 
   void Close();
 
  private:
   std::unique_ptr<client::Session> session_;
-  const uint32_t rank_;
+  const uint32_t rank_, world_size_;
   Staging staging_;
   HomeRanges homes_;
   PlanInput input_;

@@ -78,7 +78,8 @@ class Gradient : public Record {
   virtual bool PrepareStep();
   // Waits until a spilled gradient is written.
   virtual void FinishWriting();
-  float scale() const { return scale_; }
+  // What the step says of it.
+  virtual void Describe(client::TensorUpdate& update) const { update.gradient_scale = scale_; }
   // The daemon has taken the step: the accumulator belongs to the update until it is done.
   virtual void BeginUpdate();
 

@@ -13,6 +13,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/byte_size.h"
@@ -20,6 +21,7 @@
 #include "base/error.h"
 #include "proto/shm_abi.h"
 #include "zero3/torch/born_record.h"
+#include "zero3/torch/summed_gradient.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -85,12 +87,13 @@ OffloadEngine::OffloadEngine(const Options& options, uint64_t ram_bytes,
     : options_(options),
       ram_bytes_(ram_bytes),
       exists_(job.exists),
-      attachment_(std::make_shared<Attachment>(std::move(session))),
+      attachment_(std::make_shared<Attachment>(std::move(session), job.rank, job.world_size)),
       step_(job.step),
       state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))) {}
 
 OffloadEngine::~OffloadEngine() {
   try {
+    if (sums_ != nullptr) sums_->Close();
     for (Gradient* gradient : gradients_) {
       if (gradient == nullptr) continue;
       gradient->Close();
@@ -237,10 +240,10 @@ std::optional<WeightFile> OffloadEngine::OpenInitialWeights() {
 
 void OffloadEngine::TakeOver(const std::vector<Parameter>& parameters, WeightFile* initial) {
   const at::NoGradGuard no_grad;
-  if (initial != nullptr) LoadFrom(*initial);
+  if (initial != nullptr && rank() == 0) LoadFrom(*initial);
   for (uint32_t id = 0; id < parameters.size(); ++id) {
     const Parameter& parameter = parameters[id];
-    if (!exists_ && initial == nullptr) LoadFrom(id, parameter.tensor);
+    if (!exists_ && initial == nullptr && rank() == 0) LoadFrom(id, parameter.tensor);
     std::vector<at::Tensor> tensors = parameter.aliases;
     tensors.push_back(parameter.tensor);
     for (at::Tensor& tensor : tensors) {
@@ -253,12 +256,18 @@ void OffloadEngine::TakeOver(const std::vector<Parameter>& parameters, WeightFil
     record->Manage(parameter.tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     gradients_.push_back(nullptr);
     if (!parameter.trainable) continue;
-    const bool spilled =
-        attachment_->plan().memory.gradients[id].home == proto::GradientHome::kScratch;
-    gradients_.back() =
-        new Gradient(attachment_, spilled ? gradient_window_ : nullptr, id, parameter.tensor);
+    gradients_.back() = MakeGradient(id, parameter.tensor);
     gradients_.back()->Watch();
   }
+}
+
+Gradient* OffloadEngine::MakeGradient(uint32_t id, const at::Tensor& parameter) {
+  const proto::GradientHome home = attachment_->plan().memory.gradients[id].home;
+  const bool spilled =
+      home == proto::GradientHome::kScratch || home == proto::GradientHome::kSlabScratch;
+  auto window = spilled ? gradient_window_ : nullptr;
+  if (sums_ == nullptr) return new Gradient(attachment_, std::move(window), id, parameter);
+  return new SummedGradient(attachment_, std::move(window), sums_, id, parameter);
 }
 
 void OffloadEngine::Attach(torch::nn::Module& module, proto::OptimizerState optimizer) {
@@ -283,6 +292,8 @@ void OffloadEngine::Attach(torch::nn::Module& module, proto::OptimizerState opti
                           absl::StrCat("the job has ", state_.update_counts.size(),
                                        " parameters, the model ", parameters.size())));
   }
+  if (plan.memory.world_size > 1)
+    sums_ = std::make_shared<GradientSums>(attachment_, /*step=*/step_ + 1);
   TakeOver(parameters, initial.has_value() ? &*initial : nullptr);
   BringHome(module);
   if (!exists_)
@@ -309,6 +320,13 @@ Gradient* OffloadEngine::GradientOf(const at::Tensor& parameter) const {
   return gradients_[id];
 }
 
+bool OffloadEngine::MayHaveGradient(const at::Tensor& parameter) const {
+  if (parameter.numel() == 0) return false;
+  if (parameter.grad().defined()) return true;
+  const auto known = ids_.find(parameter.unsafeGetTensorImpl());
+  return sums_ != nullptr && known != ids_.end() && gradients_[known->second] != nullptr;
+}
+
 void OffloadEngine::Step(std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                          std::vector<client::Group> groups) {
   CheckWhole();
@@ -318,12 +336,13 @@ void OffloadEngine::Step(std::vector<torch::optim::OptimizerParamGroup>& param_g
   std::vector<uint32_t> stepped;
   for (uint32_t group = 0; group < param_groups.size(); ++group) {
     for (const at::Tensor& parameter : param_groups[group].params()) {
-      if (!parameter.grad().defined() || parameter.numel() == 0) continue;
+      if (!MayHaveGradient(parameter)) continue;
       Gradient* const gradient = GradientOf(parameter);
-      gradient->PrepareStep();
+      if (!gradient->PrepareStep()) continue;
       const uint32_t id = ids_.at(parameter.unsafeGetTensorImpl());
       stepped.push_back(id);
-      command.updates.push_back({id, group, state_.update_counts[id] + 1, gradient->scale()});
+      command.updates.push_back({id, group, state_.update_counts[id] + 1});
+      gradient->Describe(command.updates.back());
     }
   }
   struct TrainerState next = state_;
@@ -332,8 +351,10 @@ void OffloadEngine::Step(std::vector<torch::optim::OptimizerParamGroup>& param_g
   command.trainer_state = ValueOrThrow(EncodeTrainerState(next));
   for (const uint32_t id : stepped) gradients_[id]->FinishWriting();
 
+  if (sums_ != nullptr) command.passes = sums_->stream().passes();
   const std::vector<uint32_t> ahead = attachment_->EndScheduleStep();
   ThrowIfError(attachment_->session().Step(command));
+  if (sums_ != nullptr) ThrowIfError(sums_->stream().Stepped());
   state_ = std::move(next);
   ++step_;
   for (const uint32_t id : stepped) gradients_[id]->BeginUpdate();
@@ -434,8 +455,30 @@ void OffloadEngine::SetInitialWeights(std::string path, LoadOptions options) {
   initial_options_ = std::move(options);
 }
 
+std::vector<std::string> OffloadEngine::Exchange(std::string blob) {
+  if (world_size() == 1) return {std::move(blob)};
+  return ValueOrThrow(attachment_->session().Exchange(std::move(blob)));
+}
+
+// The others wait, first until nobody uses a weight any more, then for what became of it.
 void OffloadEngine::LoadWeights(const std::string& path, const LoadOptions& options) {
   if (!attached_) ThrowStatus(NotAttached());
+  if (world_size() == 1) return LoadAlone(path, options);
+  Exchange("");
+  std::string failure;
+  if (rank() == 0) {
+    try {
+      LoadAlone(path, options);
+    } catch (const std::exception& error) {
+      failure = absl::StrCat(half_loaded_ ? "1" : "0", error.what());
+    }
+  }
+  failure = Exchange(std::move(failure)).front();
+  half_loaded_ = absl::StartsWith(failure, "1");
+  if (!failure.empty()) ThrowStatus(absl::AbortedError(failure.substr(1)));
+}
+
+void OffloadEngine::LoadAlone(const std::string& path, const LoadOptions& options) {
   WeightFile file = ValueOrThrow(WeightFile::Open(path, file_weights_, options), path);
   half_loaded_ = true;
   LoadFrom(file);

@@ -19,6 +19,7 @@
 #include "client/session.h"
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/gradient.h"
+#include "zero3/torch/gradient_sums.h"
 #include "zero3/torch/trainer_state.h"
 #include "zero3/torch/weight_record.h"
 #include "zero3/torch/weights_io.h"
@@ -39,6 +40,9 @@ class OffloadEngine final : public Engine {
   std::unique_ptr<torch::optim::Optimizer> AdamW(
       torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
       torch::optim::AdamWOptions defaults, AdamWFlavour flavour) override;
+  int rank() const override { return static_cast<int>(attachment_->rank()); }
+  int world_size() const override { return static_cast<int>(attachment_->world_size()); }
+  std::vector<std::string> Exchange(std::string blob) override;
   int64_t step() const override { return static_cast<int64_t>(step_); }
   void WaitDurable() override;
   void SetTrainerState(std::string blob) override;
@@ -75,6 +79,7 @@ class OffloadEngine final : public Engine {
   void TakeOver(const std::vector<Parameter>& parameters, WeightFile* initial);
   void LoadFrom(uint32_t id, const at::Tensor& parameter);
   void LoadFrom(WeightFile& file);
+  void LoadAlone(const std::string& path, const LoadOptions& options);
   // What opens before anything of a new job is made; nothing when it takes the module's weights.
   std::optional<WeightFile> OpenInitialWeights();
   // OFD-1406 after a load that has failed midway.
@@ -90,6 +95,9 @@ class OffloadEngine final : public Engine {
   absl::Status StreamOut(uint32_t id, proto::RingPlane plane, uint64_t element_bytes, Drain drain);
   uint32_t IdOf(const at::Tensor& parameter) const;
   Gradient* GradientOf(const at::Tensor& parameter) const;
+  Gradient* MakeGradient(uint32_t id, const at::Tensor& parameter);
+  // Whether the step has to do with a parameter's gradient, defined here or only in other ranks.
+  bool MayHaveGradient(const at::Tensor& parameter) const;
 
   const Options options_;
   const uint64_t ram_bytes_;
@@ -103,6 +111,7 @@ class OffloadEngine final : public Engine {
   bool half_loaded_ = false;
   std::vector<FileWeight> file_weights_;  // of the attached module, without tensors
   std::shared_ptr<GradientWindow> gradient_window_;
+  std::shared_ptr<GradientSums> sums_;  // with several ranks
   std::vector<WeightRecord*> weights_;  // by id; one reference each
   std::vector<Gradient*> gradients_;    // by id, null when frozen; one reference each
   std::unordered_map<const c10::TensorImpl*, uint32_t> ids_;  // of every attached tensor

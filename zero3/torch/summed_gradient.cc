@@ -312,8 +312,11 @@ bool SummedGradient::PrepareStep() {
   return true;
 }
 
-uint32_t SummedGradient::OwnChecksum() const {
-  return Crc32c(0, attachment_->region() + own_.value(), size_bytes_);
+void SummedGradient::Describe(client::TensorUpdate& update) const {
+  Gradient::Describe(update);
+  if (!own_.has_value()) return;
+  update.own_gradient_offset = *own_;
+  update.own_gradient_crc = Crc32c(0, attachment_->region() + *own_, size_bytes_);
 }
 
 void SummedGradient::BeginUpdate() {

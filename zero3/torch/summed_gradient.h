@@ -38,13 +38,10 @@ class SummedGradient final : public Gradient {
   void AfterAccumulation() override;
   bool PrepareStep() override;
   void FinishWriting() override {}
+  void Describe(client::TensorUpdate& update) const override;
   void BeginUpdate() override;
   void Pin(Access access) override;
   void Unpin() override;
-
-  // For the step: the piece that stands for the sum, when the trainer has written one.
-  std::optional<uint64_t> own_offset() const { return own_; }
-  uint32_t OwnChecksum() const;
 
   // ---- For GradientSums ----
   // Zeroed since this generation gave it something.

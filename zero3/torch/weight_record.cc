@@ -60,6 +60,12 @@ void WeightRecord::Pin(Access access) {
 }
 
 std::byte* WeightRecord::FetchForWriting(Access access) {
+  if (access == Access::kWrite && attachment_->rank() > 0) {
+    ThrowStatus(MakeError(
+        ErrorId::kWeightOfRanks,
+        absl::StrCat(subject_, " is changed in place by rank ", attachment_->rank(),
+                     ", and every rank would apply the change")));
+  }
   Staging::Piece piece = attachment_->staging().Take(size_bytes_);
   std::byte* const copy = attachment_->region() + piece.region_offset();
   if (access == Access::kWrite) {

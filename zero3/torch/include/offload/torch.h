@@ -68,6 +68,16 @@ struct Options {
   bool spill_gradients = false;  // keep gradients on NVMe even where memory could hold them (frees
                                  // 2 or 4 bytes per parameter)
 
+  // Several processes that train one model. By default they are what the launcher says (torchrun,
+  // mpirun, srun), else there is one; values that are set here count instead, all of them together.
+  int rank = -1, world_size = 0, local_rank = -1, local_world_size = 0;
+  std::string run_id = "auto";  // of the launch, restarts included: equal in all its ranks
+  // Of the ranks' gradients; false: their sum, for trainers that divide losses by all micro-batches.
+  bool gradient_average = true;
+  // stream: added up by the daemon, in the order of micro-batches and ranks. reduced_by_trainer: the
+  // trainer makes them equal in all ranks (DistributedDataParallel), which is checked at every step.
+  std::string gradients = "stream";
+
   // OFFLOADD_POOL, OFFLOADD_RAM, OFFLOADD_JOB, OFFLOADD_IO.
   static Options FromEnvironment();
 };
@@ -133,12 +143,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
       torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
       torch::optim::AdamWOptions defaults, AdamWFlavour flavour = AdamWFlavour::kFused) = 0;
 
+  // Where this process stands among the ranks that train the model: 0 of 1 when it is alone.
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+  // Gives every rank what each has said (≤ 1 MiB), in the order of ranks. All ranks call it.
+  virtual std::vector<std::string> Exchange(std::string blob) = 0;
+
   // Steps taken by this job, over all its runs; 0 for a new job.
   virtual int64_t step() const = 0;
   // Blocks until every step() that returned is durable. Makes nothing else durable.
   virtual void WaitDurable() = 0;
-  // The trainer's own small state (RNG, data position; ≤ 1 MiB): handed over with the next step(),
-  // committed with its epoch, and given back after a resume.
+  // The trainer's own small state (RNG, data position; ≤ 1 MiB, with N ranks each a part of it):
+  // handed over with the next step(), committed with its epoch, and given back after a resume. Each
+  // rank has its own; one that the run before did not have gets none.
   virtual void SetTrainerState(std::string blob) = 0;
   virtual std::string TrainerState() const = 0;
 
@@ -157,10 +174,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // before the first weight changes. Durable as a whole when it returns, under the present step();
   // until then the last epoch is the one before, whole, whoever is killed. Call between steps. When
   // it fails midway (OFD-1405, 1209) so it stays: load again, or open the job again; step() and
-  // SaveWeights() are refused until then (OFD-1406).
+  // SaveWeights() are refused until then (OFD-1406). All ranks call it; the first reads the file.
   virtual void LoadWeights(const std::string& path, const LoadOptions& options) = 0;
   // Writes the weights as of the last step() that returned, in the model's type, into a folder that
-  // holds no checkpoint yet (OFD-1404). Names appear when all is durable.
+  // holds no checkpoint yet (OFD-1404). Names appear when all is durable. One rank calls it.
   virtual void SaveWeights(const std::string& folder, const SaveOptions& options) = 0;
   void SetInitialWeights(std::string path) { SetInitialWeights(std::move(path), LoadOptions()); }
   void LoadWeights(const std::string& path) { LoadWeights(path, LoadOptions()); }
