@@ -22,6 +22,7 @@
 #include "absl/status/statusor.h"
 #include "base/unique_fd.h"
 #include "offloadd/event_loop.h"
+#include "offloadd/job_table.h"
 #include "offloadd/limits.h"
 #include "offloadd/pool_policy.h"
 #include "offloadd/session_table.h"
@@ -77,6 +78,7 @@ class Daemon {
   std::string control_path_, ranks_path_;
   std::unique_ptr<EventLoop> loop_;
   UniqueFd listener_, signals_, parent_;
+  JobTable jobs_;
   SessionTable sessions_;
   std::unique_ptr<ControlService> service_, ranks_service_;
   std::unique_ptr<grpc::Server> server_, ranks_server_;  // the second one for others, if any

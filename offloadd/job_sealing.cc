@@ -1,8 +1,11 @@
 // Job's sealing: from the tensors and the plan that a rank declares to a store, reserved memory and
 // the parts that work on them.
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdlib>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -17,9 +20,10 @@
 
 namespace offload::daemon {
 
-absl::Status Job::DeclareTensors(const std::vector<proto::v1::DeclareTensorsRequest>& messages,
+absl::Status Job::DeclareTensors(Rank&,
+                                 const std::vector<proto::v1::DeclareTensorsRequest>& messages,
                                  uint64_t* tensor_count) {
-  if (sealed_) return MakeError(ErrorId::kProtocol, "DeclareTensors after Seal");
+  OFFLOAD_RETURN_IF_ERROR(Check(JobCall::kDeclareTensors));
   for (const proto::v1::DeclareTensorsRequest& message : messages) {
     for (const proto::v1::Tensor& tensor : message.tensors()) {
       if (declared_.size() >= proto::kTensorsMax)
@@ -32,41 +36,95 @@ absl::Status Job::DeclareTensors(const std::vector<proto::v1::DeclareTensorsRequ
   return absl::OkStatus();
 }
 
-absl::Status Job::ReserveScratch(uint64_t bytes) {
-  if (context_.failed()) return context_.failure;
+void Job::ReserveScratch(uint64_t bytes, Done done) {
+  if (context_.failed()) return done(context_.failure);
+  if (absl::Status status = Check(JobCall::kReserveScratch); !status.ok())
+    return done(std::move(status));
   if (bytes > kLimits.scratch_bytes_max) {
-    return MakeError(ErrorId::kBadValue, absl::StrCat("scratch space of ", bytes, " bytes"));
+    return done(MakeError(ErrorId::kBadValue, absl::StrCat("scratch space of ", bytes, " bytes")));
   }
-  OFFLOAD_RETURN_IF_ERROR(SetScratch());
-  OFFLOAD_RETURN_IF_ERROR(scratch_->Reserve(bytes));
-  scratch_bytes_ = std::max(scratch_bytes_, AlignDown(bytes, proto::kSectorBytes));
-  UpdateLimits();
-  return absl::OkStatus();
+  auto made = std::make_shared<Made>();
+  OffLoop([this, bytes, made] { made->status = MakeScratch(bytes, *made); },
+          [this, bytes, made, done = std::move(done)] {
+            TakeOver(*made);
+            if (!made->status.ok()) return done(made->status);
+            scratch_bytes_ = std::max(scratch_bytes_, AlignDown(bytes, proto::kSectorBytes));
+            UpdateLimits();
+            done(absl::OkStatus());
+          });
 }
 
-absl::Status Job::Seal(const std::vector<proto::v1::SealRequest>& messages,
-                       const Progress& progress) {
-  if (sealed_ || closing_) return MakeError(ErrorId::kProtocol, "Seal for the second time");
+void Job::Seal(Rank& rank, const std::vector<proto::v1::SealRequest>& messages, Progress progress,
+               Done done) {
+  absl::Status status = context_.failure;
+  status.Update(Check(JobCall::kSeal));
   // Until then the rank could take away pages that are reserved here.
-  if (!rings_.has_value()) return MakeError(ErrorId::kProtocol, "Seal before the memory is mapped");
-  OFFLOAD_ASSIGN_OR_RETURN(context_.catalogue, proto::BuildCatalogue(std::move(declared_)));
+  if (status.ok() && rank.rings() == nullptr)
+    status = MakeError(ErrorId::kProtocol, "Seal before the memory is mapped");
+  if (status.ok()) status = PrepareSeal(messages);
+  if (!status.ok()) return done(std::move(status));
+  SetPhase(JobPhase::kSealing);
+  auto made = std::make_shared<Made>();
+  OffLoop([this, made, progress = std::move(progress)] { MakeWhatIsSealed(progress, *made); },
+          [this, made, done = std::move(done)] { FinishSeal(*made, done); });
+}
+
+// Everything that can be told from the messages.
+absl::Status Job::PrepareSeal(const std::vector<proto::v1::SealRequest>& messages) {
+  OFFLOAD_ASSIGN_OR_RETURN(context_.catalogue, proto::BuildCatalogue(std::exchange(declared_, {})));
   OFFLOAD_RETURN_IF_ERROR(ReadPlan(messages));
   OFFLOAD_ASSIGN_OR_RETURN(
       context_.layout,
       proto::ComputeSlabLayout(context_.catalogue, context_.optimizer, context_.plan));
   OFFLOAD_RETURN_IF_ERROR(CheckBudget());
-  if (exists_) OFFLOAD_RETURN_IF_ERROR(CompareCatalogue());
-  OFFLOAD_RETURN_IF_ERROR(ReserveMemory());
-  if (context_.plan.scratch_bytes > 0)
-    OFFLOAD_RETURN_IF_ERROR(ReserveScratch(context_.plan.scratch_bytes));
-  if (!exists_) OFFLOAD_RETURN_IF_ERROR(CreateStore(progress));
-  context_.published = exists_;
+  return store_existed_ ? CompareCatalogue() : absl::OkStatus();
+}
+
+// Off the loop. All pages now, so that no step meets a page fault that allocates.
+void Job::MakeWhatIsSealed(const Progress& progress, Made& made) {
+  const auto make = [&]() -> absl::Status {
+    OFFLOAD_RETURN_IF_ERROR(slab_.Allocate(0, context_.layout.total_bytes));
+    OFFLOAD_RETURN_IF_ERROR(ranks_.front()->region().Allocate(0, context_.plan.region_bytes));
+#ifdef MADV_POPULATE_WRITE
+    madvise(slab_.data(), context_.layout.total_bytes, MADV_POPULATE_WRITE);
+    madvise(ranks_.front()->region().data(), context_.plan.region_bytes, MADV_POPULATE_READ);
+#endif
+    if (context_.plan.scratch_bytes > 0)
+      OFFLOAD_RETURN_IF_ERROR(MakeScratch(context_.plan.scratch_bytes, made));
+    if (store_existed_) return absl::OkStatus();
+    swap::StoreOptions options = MakeStoreOptions();
+    options.progress = progress;
+    options.generations = generations_;
+    OFFLOAD_ASSIGN_OR_RETURN(
+        made.store,
+        swap::Store::Create(identity_.pool,
+                            MakeStoreSpec(identity_.name, context_.catalogue, context_.optimizer),
+                            options));
+    return absl::OkStatus();
+  };
+  made.status = make();
+}
+
+void Job::FinishSeal(Made& made, const Done& done) {
+  if (IsClosing(phase())) return done(MakeError(ErrorId::kSessionEnded, "the job is being closed"));
+  TakeOver(made);
+  if (!made.status.ok()) {
+    SetPhase(JobPhase::kOpen);
+    return done(made.status);
+  }
+  scratch_bytes_ = std::max(scratch_bytes_, context_.plan.scratch_bytes);
+  RankMemory& memory = context_.ranks.front();
+  memory.region_bytes = context_.plan.region_bytes;
+  // The rank's map of the pins begins with zeros or with what it has pinned meanwhile: both are
+  // right.
+  memory.pins = reinterpret_cast<const proto::PinWord*>(memory.region + pins_offset_);
+  context_.published = store_existed_;
   MakeParts();
   if (context_.published) MakeScrubber();
-  sealed_ = true;
+  SetPhase(store_existed_ ? JobPhase::kTraining : JobPhase::kSealed);
   UpdateLimits();
   UpdateHeader();
-  return absl::OkStatus();
+  done(absl::OkStatus());
 }
 
 absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) {
@@ -114,45 +172,19 @@ absl::Status Job::CheckBudget() const {
 
 absl::Status Job::CompareCatalogue() const {
   OFFLOAD_ASSIGN_OR_RETURN(const StoredCatalogue stored, DecodeCatalogue(store_->spec().catalogue));
-  OFFLOAD_RETURN_IF_ERROR(CompareWithStored(name_, stored, context_.catalogue, context_.optimizer));
-  if (MakeStoreSpec(name_, context_.catalogue, context_.optimizer).tensors !=
+  OFFLOAD_RETURN_IF_ERROR(
+      CompareWithStored(identity_.name, stored, context_.catalogue, context_.optimizer));
+  if (MakeStoreSpec(identity_.name, context_.catalogue, context_.optimizer).tensors !=
       store_->spec().tensors) {
     return MakeError(ErrorId::kStoreVersion,
-                     absl::StrCat("job \"", name_, "\" was laid out by other rules"));
+                     absl::StrCat("job \"", identity_.name, "\" was laid out by other rules"));
   }
-  return absl::OkStatus();
-}
-
-absl::Status Job::CreateStore(const Progress& progress) {
-  swap::StoreOptions options = MakeStoreOptions();
-  options.progress = progress;
-  options.generations = generations_;
-  OFFLOAD_ASSIGN_OR_RETURN(
-      store_, swap::Store::Create(
-                  pool_, MakeStoreSpec(name_, context_.catalogue, context_.optimizer), options));
-  context_.store = store_.get();
-  loop_->Watch(store_->event_fd(), [] {});
-  return absl::OkStatus();
-}
-
-// All pages now, so that no step meets a page fault that allocates.
-absl::Status Job::ReserveMemory() {
-  OFFLOAD_RETURN_IF_ERROR(slab_.Allocate(0, context_.layout.total_bytes));
-  OFFLOAD_RETURN_IF_ERROR(region_.Allocate(0, context_.plan.region_bytes));
-  context_.region_bytes = context_.plan.region_bytes;
-#ifdef MADV_POPULATE_WRITE
-  madvise(slab_.data(), context_.layout.total_bytes, MADV_POPULATE_WRITE);
-  madvise(region_.data(), context_.plan.region_bytes, MADV_POPULATE_READ);
-#endif
   return absl::OkStatus();
 }
 
 void Job::MakeParts() {
   store_->RegisterBuffer({slab_.data(), context_.layout.total_bytes});  // it has its pages by now
-  // The rank's map of the pins begins with zeros or with what it has pinned meanwhile: both are
-  // right.
-  context_.pins = reinterpret_cast<const proto::PinWord*>(region_.data() + pins_offset_);
-  cache_ = std::make_unique<WeightCache>(&context_, !exists_);
+  cache_ = std::make_unique<WeightCache>(&context_, !store_existed_);
   state_ = std::make_unique<ResidentState>(&context_);
   executor_ = std::make_unique<UpdateExecutor>(
       &context_, cache_.get(), state_.get(),

@@ -39,7 +39,8 @@ bool Transfers::Turn() {
   std::unordered_set<uint32_t> blocked;
   bool waiting = false;
   for (size_t i = 0; i < queue_.size() && in_flight_ < kLimits.transfers_in_flight_max;) {
-    const proto::SubmissionEntry entry = queue_[i];
+    const Request request = queue_[i];
+    const proto::SubmissionEntry& entry = request.entry;
     const uint32_t store_tensor = context_->catalogue.placements[entry.tensor].store_tensor;
     if (blocked.count(store_tensor) != 0 || !CanStart(entry)) {
       blocked.insert(store_tensor);
@@ -50,7 +51,7 @@ bool Transfers::Turn() {
       continue;
     }
     queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(i));
-    Start(entry);
+    Start(request);
   }
   return waiting;
 }
@@ -75,8 +76,8 @@ bool Transfers::CanStart(const proto::SubmissionEntry& entry) {
 }
 
 void Transfers::FailQueued() {
-  for (const proto::SubmissionEntry& entry : std::exchange(queue_, {})) {
-    context_->complete(entry.tag, context_->failure, 0);
+  for (const Request& request : std::exchange(queue_, {})) {
+    context_->complete(request.rank, request.entry.tag, context_->failure, 0);
   }
 }
 
@@ -88,10 +89,12 @@ absl::StatusOr<MappedRegion> Transfers::TakeBuffer() {
   return buffer;
 }
 
-void Transfers::Start(const proto::SubmissionEntry& entry) {
+void Transfers::Start(const Request& request) {
+  const proto::SubmissionEntry& entry = request.entry;
   auto transfer = std::make_shared<Transfer>();
   const proto::Placement& placement = context_->catalogue.placements[entry.tensor];
   const proto::StoreTensor& tensor = context_->store_tensor(placement.store_tensor);
+  transfer->rank = request.rank;
   transfer->entry = entry;
   transfer->store_tensor = placement.store_tensor;
   transfer->index = static_cast<uint32_t>(entry.element_offset / proto::kExtentElements);
@@ -276,7 +279,7 @@ void Transfers::Verify(Transfer& transfer) const {
 }
 
 void Transfers::ComputeGet(Transfer& transfer) const {
-  std::byte* to = context_->region + transfer.entry.region_offset;
+  std::byte* to = context_->ranks[transfer.rank].region + transfer.entry.region_offset;
   const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
   if (transfer.entry.plane == RingPlane::kMaster && HasResidual(tensor))
     return MergeMaster(transfer, to);
@@ -308,7 +311,7 @@ void Transfers::MergeMaster(Transfer& transfer, std::byte* to) const {
 // Puts the rank's bytes into the slab, if the tensor is there, and takes the checksums of what is
 // to be written.
 void Transfers::ComputePut(Transfer& transfer) const {
-  const std::byte* from = context_->region + transfer.entry.region_offset;
+  const std::byte* from = context_->ranks[transfer.rank].region + transfer.entry.region_offset;
   const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
   PlaneMemory& weight = transfer.planes[0];
   if (weight.bytes != nullptr) {
@@ -382,7 +385,7 @@ void Transfers::Finish(const TransferPointer& transfer, const absl::Status& stat
     --buffers_in_use_;
     free_buffers_.push_back(std::move(transfer->buffer));
   }
-  context_->complete(transfer->entry.tag, status, 0);
+  context_->complete(transfer->rank, transfer->entry.tag, status, 0);
 }
 
 void Transfers::WriteBundles(std::function<void(absl::Status)> done) {

@@ -1,7 +1,7 @@
 // offloadd/transfers.h
 //
-// Serves puts, gets and scratch transfers of the rank's ring: bytes between its region and the
-// planes of a tensor.
+// Serves puts and gets of the ranks' rings: bytes between a rank's region and the planes of a
+// tensor.
 //
 // Invariants
 //   * Transfers of one tensor run in the order in which they came; a put runs alone, and none while
@@ -34,7 +34,7 @@ class Transfers {
       : context_(context), cache_(cache), state_(state), executor_(executor) {}
 
   // Takes a checked kPut or kGet.
-  void Add(const proto::SubmissionEntry& entry) { queue_.push_back(entry); }
+  void Add(uint32_t rank, const proto::SubmissionEntry& entry) { queue_.push_back({rank, entry}); }
   // Starts what can be started. True while something waits for pins or updates.
   bool Turn();
   // Answers all that have not begun with the job's failure.
@@ -45,9 +45,14 @@ class Transfers {
   void WriteBundles(std::function<void(absl::Status)> done);
 
  private:
+  struct Request {
+    uint32_t rank;
+    proto::SubmissionEntry entry;
+  };
   // A transfer under way. Its extent is a whole one of the store; the rank's elements are [begin,
   // begin + count) of it.
   struct Transfer {
+    uint32_t rank = 0;
     proto::SubmissionEntry entry;
     uint32_t store_tensor = 0;
     uint32_t index = 0;
@@ -71,7 +76,7 @@ class Transfers {
   };
 
   bool CanStart(const proto::SubmissionEntry& entry);
-  void Start(const proto::SubmissionEntry& entry);
+  void Start(const Request& request);
   void PlacePlanes(const TransferPointer& transfer);
   bool NeedsPlane(const Transfer& transfer, int plane) const;
   void Read(const TransferPointer& transfer);
@@ -92,7 +97,7 @@ class Transfers {
   WeightCache* cache_;
   ResidentState* state_;
   UpdateExecutor* executor_;
-  std::deque<proto::SubmissionEntry> queue_;
+  std::deque<Request> queue_;
   std::unordered_map<uint32_t, Users> users_;  // by store tensor
   uint32_t in_flight_ = 0;
   uint32_t buffers_in_use_ = 0;

@@ -43,8 +43,9 @@ void WeightCache::StoreWord(uint32_t tensor, proto::TensorState state) const {
   Word(tensor).store(proto::MakeTensorWord(state, offset), std::memory_order_seq_cst);
 }
 
-void WeightCache::Answer(uint32_t tensor, uint64_t tag) const {
-  context_->complete(tag, absl::OkStatus(), Word(tensor).load(std::memory_order_relaxed));
+void WeightCache::Answer(const Waiter& waiter) const {
+  context_->complete(waiter.rank, waiter.tag, absl::OkStatus(),
+                     Word(waiter.tensor).load(std::memory_order_relaxed));
 }
 
 void WeightCache::AnswerWaiters(uint32_t store_tensor) {
@@ -55,7 +56,7 @@ void WeightCache::AnswerWaiters(uint32_t store_tensor) {
       continue;
     }
     --waiting_count_[waiter.tensor];
-    Answer(waiter.tensor, waiter.tag);
+    Answer(waiter);
   }
 }
 
@@ -63,7 +64,7 @@ void WeightCache::FailWaiters(const absl::Status& status) {
   for (State& state : states_) {
     for (const Waiter& waiter : std::exchange(state.waiters, {})) {
       --waiting_count_[waiter.tensor];
-      context_->complete(waiter.tag, status, 0);
+      context_->complete(waiter.rank, waiter.tag, status, 0);
     }
     state.demanded = false;
   }
@@ -73,11 +74,11 @@ void WeightCache::FailWaiters(const absl::Status& status) {
 
 // ---- Ranks -------------------------------------------------------------------------------------
 
-void WeightCache::Acquire(uint32_t tensor, uint64_t tag) {
+void WeightCache::Acquire(uint32_t rank, uint32_t tensor, uint64_t tag) {
   const uint32_t store_tensor = context_->catalogue.placements[tensor].store_tensor;
-  if (!pending_[tensor] && loaded(store_tensor)) return Answer(tensor, tag);
+  if (!pending_[tensor] && loaded(store_tensor)) return Answer({rank, tensor, tag});
   State& state = states_[store_tensor];
-  state.waiters.push_back({tensor, tag});
+  state.waiters.push_back({rank, tensor, tag});
   ++waiting_count_[tensor];
   if (pending_[tensor]) on_demand_(store_tensor);
   if (pending_[tensor] || state.phase == Phase::kAbsent) Demand(store_tensor);
@@ -127,8 +128,7 @@ void WeightCache::MarkPending(std::span<const uint32_t> tensors) {
 }
 
 bool WeightCache::Unused(uint32_t tensor) const {
-  if (context_->pins == nullptr) return true;
-  return context_->pins[tensor].load(std::memory_order_seq_cst) <= waiting_count_[tensor];
+  return context_->Pins(tensor) <= waiting_count_[tensor];
 }
 
 bool WeightCache::HasSlot(uint32_t store_tensor) const {
@@ -163,10 +163,8 @@ void WeightCache::Updated(uint32_t store_tensor) {
 // ---- Room --------------------------------------------------------------------------------------
 
 bool WeightCache::Pinned(const proto::StoreTensor& tensor) const {
-  if (context_->pins == nullptr) return false;
-  return std::any_of(tensor.members.begin(), tensor.members.end(), [this](uint32_t member) {
-    return context_->pins[member].load(std::memory_order_seq_cst) != 0;
-  });
+  return std::any_of(tensor.members.begin(), tensor.members.end(),
+                     [this](uint32_t member) { return context_->Pins(member) != 0; });
 }
 
 bool WeightCache::AnyPending(const proto::StoreTensor& tensor) const {
@@ -349,7 +347,7 @@ void WeightCache::CheckPatience(uint32_t store_tensor) {
   state.waiting_since = now;  // of who comes next
   for (const Waiter& waiter : std::exchange(state.waiters, {})) {
     --waiting_count_[waiter.tensor];
-    context_->complete(waiter.tag, status, 0);
+    context_->complete(waiter.rank, waiter.tag, status, 0);
   }
 }
 

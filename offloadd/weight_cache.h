@@ -36,7 +36,7 @@ class WeightCache {
   WeightCache(JobContext* context, bool new_store);
 
   // ---- Ranks.
-  void Acquire(uint32_t tensor, uint64_t tag);
+  void Acquire(uint32_t rank, uint32_t tensor, uint64_t tag);
   void Prefetch(uint32_t tensor);
   void SetSchedule(std::span<const uint32_t> tensors);
   void SetPosition(uint32_t position) { position_ = position; }
@@ -95,6 +95,7 @@ class WeightCache {
  private:
   enum class Phase : uint8_t { kAbsent, kLoading, kLoaded, kClaimed };
   struct Waiter {
+    uint32_t rank;
     uint32_t tensor;
     uint64_t tag;
   };
@@ -113,7 +114,7 @@ class WeightCache {
 
   std::atomic<uint64_t>& Word(uint32_t tensor) const;
   void StoreWord(uint32_t tensor, proto::TensorState state) const;
-  void Answer(uint32_t tensor, uint64_t tag) const;
+  void Answer(const Waiter& waiter) const;
   void AnswerWaiters(uint32_t store_tensor);
   void Demand(uint32_t store_tensor);
   bool Pinned(const proto::StoreTensor& tensor) const;
