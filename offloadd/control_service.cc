@@ -75,6 +75,14 @@ absl::StatusOr<std::string> StoreOf(const std::string& pool, const std::string& 
   return absl::StrCat(std::filesystem::canonical(pools.front(), error).string(), "/", job);
 }
 
+// Why a job that has ranks is not one's own.
+std::string DescribeLaunches(const Job& job, const JobIdentity& ours) {
+  const std::string& other = job.identity().run_id;
+  if (job.identity().user != ours.user) return " of another user";
+  if (other.empty() || ours.run_id.empty()) return "";
+  return absl::StrCat(" of launch ", other, ", not of ", ours.run_id);
+}
+
 // Runs `work` on the loop of the session's job, with the session's rank of it.
 template <typename Answer, typename Work>
 Answer OnJob(Session& session, Work work) {
@@ -118,17 +126,23 @@ grpc::Status ControlService::OpenJob(grpc::ServerContext* context, const v1::Ope
   if (!session.ok()) return ToGrpc(session.status());
   v1::OpenJobRequest request = *asked;
   request.set_job((*session)->StoredName(asked->job()));
-  const absl::StatusOr<std::shared_ptr<Job>> job = TakeJob(**session, request);
-  if (!job.ok()) return ToGrpc(job.status());
-  if (absl::Status joined = (*session)->JoinJob(*job); !joined.ok()) return ToGrpc(joined);
+  // A rank that waits for others asks again and again.
+  std::shared_ptr<Job> job = (*session)->job();
+  if (job == nullptr) {
+    absl::StatusOr<std::shared_ptr<Job>> taken = TakeJob(**session, request);
+    if (!taken.ok()) return ToGrpc(taken.status());
+    job = *std::move(taken);
+    if (absl::Status joined = (*session)->JoinJob(job); !joined.ok()) return ToGrpc(joined);
+  }
   using Answer = absl::StatusOr<v1::OpenJobReply>;
-  const Answer answer = (*job)->loop().Call<Answer>([&](std::function<void(Answer)> done) {
-    if ((*session)->IsLeaving()) return done(MakeError(ErrorId::kSessionEnded, "the session ends"));
-    (*job)->OpenJob((*session)->MemberOf(0), request, std::move(done));
+  const Answer answer = job->loop().Call<Answer>([&](std::function<void(Answer)> done) {
+    if ((*session)->IsLeaving())
+      return done(MakeError(ErrorId::kSessionEnded, "the session ends"));
+    job->OpenJob((*session)->MemberOfJob(), request, std::move(done));
   });
   if (answer.ok()) {
     *reply = *answer;
-  } else {
+  } else if (!job->HasMember((*session)->id())) {
     (*session)->DropJob();
   }
   return ToGrpc(answer.status());
@@ -145,15 +159,18 @@ absl::StatusOr<std::shared_ptr<Job>> ControlService::TakeJob(const Session& sess
                              .name = request.job(),
                              .pool = pool,
                              .store = store,
+                             .run_id = request.world().world_size() > 1 ? request.world().run_id()
+                                                                       : std::string(),
                              .pid = session.client_pid()};
   const double deadline = Clock::Real().NowSeconds() + kLimits.holder_patience_seconds;
   for (;;) {
     OFFLOAD_ASSIGN_OR_RETURN(JobTable::Claim claim, jobs_->Take(identity));
     if (claim.is_ours) return std::move(claim.job);
     if (Clock::Real().NowSeconds() >= deadline) {
-      return MakeError(ErrorId::kStoreLocked,
-                       absl::StrCat("job \"", request.job(), "\" of ", pool,
-                                    " is in use by process ", claim.job->identity().pid));
+      return MakeError(
+          ErrorId::kStoreLocked,
+          absl::StrCat("job \"", request.job(), "\" of ", pool, " is in use by process ",
+                       claim.job->identity().pid, DescribeLaunches(*claim.job, identity)));
     }
     std::this_thread::sleep_for(kClaimPause);
   }
@@ -205,7 +222,7 @@ grpc::Status ControlService::Seal(
   };
   const auto status = OnJob<absl::Status>(
       **session, [&](Job& job, Rank& rank, std::function<void(absl::Status)> done) {
-        job.Seal(rank, messages->messages(), progress, std::move(done));
+        job.Seal(rank, std::move(messages->messages()), progress, std::move(done));
       });
   if (!status.ok()) return ToGrpc(status);
   v1::SealProgress last;
@@ -282,6 +299,21 @@ grpc::Status ControlService::ExplainFailure(grpc::ServerContext* context,
       });
   if (text.ok()) reply->set_text(*text);
   return ToGrpc(text.status());
+}
+
+grpc::Status ControlService::Exchange(grpc::ServerContext* context,
+                                      const v1::ExchangeRequest* request,
+                                      v1::ExchangeReply* reply) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  using Answer = absl::StatusOr<std::vector<std::string>>;
+  Answer said =
+      OnJob<Answer>(**session, [&](Job& job, Rank& rank, std::function<void(Answer)> done) {
+        job.Exchange(rank, *request, std::move(done));
+      });
+  if (!said.ok()) return ToGrpc(said.status());
+  for (std::string& data : *said) reply->add_data(std::move(data));
+  return grpc::Status::OK;
 }
 
 grpc::Status ControlService::CloseJob(grpc::ServerContext* context, const v1::Empty*, v1::Empty*) {

@@ -55,6 +55,8 @@ class ControlService final : public proto::v1::Control::Service {
   grpc::Status ExplainFailure(grpc::ServerContext* context,
                               const proto::v1::ExplainFailureRequest* request,
                               proto::v1::ExplainFailureReply* reply) override;
+  grpc::Status Exchange(grpc::ServerContext* context, const proto::v1::ExchangeRequest* request,
+                        proto::v1::ExchangeReply* reply) override;
   grpc::Status CloseJob(grpc::ServerContext* context, const proto::v1::Empty* request,
                         proto::v1::Empty* reply) override;
   grpc::Status Status(grpc::ServerContext* context, const proto::v1::StatusRequest* request,

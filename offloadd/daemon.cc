@@ -175,7 +175,7 @@ absl::Status Daemon::Welcome(UniqueFd socket) {
   OFFLOAD_ASSIGN_OR_RETURN(proto::Peer peer, proto::PeerOf(socket.get()));
   OFFLOAD_RETURN_IF_ERROR(proto::CheckPeer(peer, options_.peers));
   // It ends with the process that started it, which nobody else should depend on.
-  if (options_.parent_pid != 0 && peer.pid != options_.parent_pid) {
+  if (options_.parent_pid != 0 && options_.rank_count == 1 && peer.pid != options_.parent_pid) {
     return MakeError(ErrorId::kRefused,
                      absl::StrCat("this is the private daemon of process ", options_.parent_pid));
   }
@@ -200,7 +200,7 @@ absl::Status Daemon::Welcome(UniqueFd socket) {
       Session::Create(std::move(socket), std::move(peer), std::move(options),
                       [this](uint64_t id) { loop_->Post([this, id] { SessionEnded(id); }); }));
   sessions_.Add(session);  // before it says the token to anybody
-  had_session_ = true;
+  ++sessions_had_;
   session->Start();
   return absl::OkStatus();
 }
@@ -240,7 +240,7 @@ int Daemon::CheckDrain() {
 
 void Daemon::StopIfDone() {
   if (sessions_.size() > 0) return;
-  const bool alone = options_.is_private && (had_session_ || parent_gone_);
+  const bool alone = options_.is_private && (sessions_had_ >= options_.rank_count || parent_gone_);
   if (!shutting_down_ && !alone) return;
   shutting_down_ = true;  // who connects in this last moment is refused
   loop_->Stop();

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <future>
 #include <limits>
 
 #include "absl/strings/str_cat.h"
@@ -15,6 +16,7 @@
 #include "offloadd/environment.h"
 #include "offloadd/limits.h"
 #include "offloadd/step_plan.h"
+#include "offloadd/trainer_states.h"
 #include "spdlog/spdlog.h"
 
 namespace offload::daemon {
@@ -52,6 +54,9 @@ Job::Job(JobIdentity identity, std::unique_ptr<EventLoop> loop)
 }
 
 Job::~Job() {
+  std::promise<void> drained;
+  loop_->Post([&] { Shutdown([&drained] { drained.set_value(); }); });
+  drained.get_future().wait();
   loop_->Stop();
   thread_.join();
   OFFLOAD_CHECK(context_.outstanding == 0 && !OffLoopIsBusy())
@@ -63,35 +68,24 @@ void Job::SetPhase(JobPhase phase) {
   phase_.store(phase, std::memory_order_release);
 }
 
-absl::Status Job::Check(JobCall call) const { return CheckAllowed(call, phase()); }
+absl::Status Job::Check(JobCall call) const {
+  if (context_.failed()) return context_.failure;
+  return end_reason_.ok() ? CheckAllowed(call, phase()) : end_reason_;
+}
 
-Rank* Job::FindRank(uint64_t session) {
-  for (const std::unique_ptr<Rank>& rank : ranks_) {
-    if (rank != nullptr && rank->session() == session) return rank.get();
-  }
-  return nullptr;
+absl::Status Job::Ending() const {
+  if (context_.failed()) return context_.failure;
+  return end_reason_.ok() ? Closed() : end_reason_;
 }
 
 void Job::BeginClosing() {
   cancelled_ = true;
   leaving_.store(true, std::memory_order_release);
-  if (!IsClosing(phase())) SetPhase(JobPhase::kClosing);
-}
-
-void Job::Close(Rank& rank, Done done) {
-  context_.ranks[rank.number()].pins = nullptr;
-  BeginClosing();
-  if (phase() == JobPhase::kDrained) return done(context_.failure);
-  close_waiters_.push_back(std::move(done));
-}
-
-void Job::Leave(uint64_t session, std::function<void()> done) {
-  Rank* const rank = FindRank(session);
-  if (rank == nullptr) return done();
-  context_.ranks[rank->number()].pins = nullptr;
-  DetachRings(*rank);
-  if (cache_ != nullptr) cache_->DropWishes();
-  Shutdown(std::move(done));
+  if (IsClosing(phase())) return;
+  const bool is_sealing = phase() == JobPhase::kSealing;
+  SetPhase(JobPhase::kClosing);
+  AnswerWaiting(Ending());
+  if (!is_sealing) AnswerSeal(Ending());  // else off the loop it is still told how it goes
 }
 
 void Job::Shutdown(std::function<void()> done) {
@@ -105,7 +99,7 @@ void Job::Drain() {
   if (phase() != JobPhase::kClosing || OffLoopIsBusy()) return;
   if (IsSealed() && !context_.failed()) {
     executor_->Hurry();
-    if (executor_->busy() || waiting_step_.has_value() || !transfers_->idle()) return;
+    if (executor_->busy() || StepIsReady() || !transfers_->idle()) return;
     if (context_.published && context_.writes_in_flight == 0 && executor_->HasUncommitted())
       return executor_->CommitSoon();
   }
@@ -117,7 +111,7 @@ void Job::Drain() {
 // Closes the store, so that whoever waits for its lock has it.
 void Job::FinishDraining() {
   SetPhase(JobPhase::kDrained);
-  if (cache_ != nullptr) cache_->FailWaiters(Closed());
+  if (cache_ != nullptr) cache_->FailWaiters(Ending());
   if (store_ != nullptr) loop_->Unwatch(store_->event_fd());
   if (scratch_ != nullptr) loop_->Unwatch(scratch_->event_fd());
   context_.store = nullptr;
@@ -125,6 +119,7 @@ void Job::FinishDraining() {
   scrubber_.reset();
   store_.reset();
   scratch_.reset();
+  for (StepDone& waiter : std::exchange(durable_waiters_, {})) waiter(Ending());
   for (Done& waiter : std::exchange(close_waiters_, {})) waiter(context_.failure);
   for (std::function<void()>& waiter : std::exchange(leave_waiters_, {})) waiter();
 }
@@ -135,37 +130,44 @@ void Job::Fail(absl::Status status) {
   spdlog::error("job {}: {}", identity_.name, ToStd(status.message()));
   context_.failure = status;
   proto::PublishFailure(header(), status);
-  if (waiting_step_.has_value()) std::exchange(waiting_step_, std::nullopt)->done(status);
+  if (gate_.has_value()) gate_->Clear();
+  AnswerStep(status);
+  AnswerWaiting(status);
   for (StepDone& waiter : std::exchange(durable_waiters_, {})) waiter(status);
   if (cache_ != nullptr) cache_->FailWaiters(context_.failure);
-  if (transfers_ != nullptr) transfers_->FailQueued();
+  if (transfers_ != nullptr) transfers_->FailQueued(context_.failure);
 }
 
 // ---- Publishing --------------------------------------------------------------------------------
 
-void Job::Publish(Rank&, const std::string& trainer_state, Done done) {
-  if (context_.failed()) return done(context_.failure);
-  if (absl::Status status = Check(JobCall::kPublish); !status.ok()) return done(std::move(status));
+// Every rank's state is part of the first commit, as of every other.
+void Job::Publish(Rank& rank, const std::string& trainer_state, Done done) {
+  absl::Status status = Check(JobCall::kPublish);
+  if (status.ok()) status = CheckAllAreHere();
+  if (!status.ok()) return done(std::move(status));
   if (phase() == JobPhase::kTraining) return done(absl::OkStatus());
-  if (trainer_state.size() > kLimits.trainer_state_bytes_max)
+  if (rank.calls.publish != nullptr) return done(WrongState("Publish for the second time"));
+  if (trainer_state.size() > TrainerStateBytesMax(world_size(), kLimits.trainer_state_bytes_max))
     return done(WrongState("a trainer state that is too large"));
   if (!transfers_->idle()) return done(WrongState("Publish while puts are under way"));
+  trainer_states_[rank.number()] = trainer_state;
+  rank.calls.publish = std::move(done);
+  if (All([](const Rank& each) { return each.calls.publish != nullptr; })) StartPublishing();
+}
+
+void Job::StartPublishing() {
   SetPhase(JobPhase::kPublishing);
   context_.commit_wanted = true;
-  transfers_->WriteBundles(
-      [this, trainer_state, done = std::move(done)](absl::Status status) mutable {
-        if (!status.ok() || context_.failed())
-          return FinishPublish(trainer_state, std::move(status), done);
-        store_->Commit(
-            0, trainer_state,
-            context_.Counted([this, trainer_state, done = std::move(done)](absl::Status committed) {
-              FinishPublish(trainer_state, std::move(committed), done);
-            }));
-      });
+  transfers_->WriteBundles([this](absl::Status status) {
+    if (!status.ok() || context_.failed()) return FinishPublish(std::move(status));
+    store_->Commit(0, EncodeTrainerStates(trainer_states_),
+                   context_.Counted(
+                       [this](absl::Status committed) { FinishPublish(std::move(committed)); }));
+  });
 }
 
 // The store gets its name off the loop.
-void Job::FinishPublish(const std::string&, absl::Status status, const Done& done) {
+void Job::FinishPublish(absl::Status status) {
   context_.commit_wanted = false;
   if (context_.failed()) status = context_.failure;
   auto named = std::make_shared<absl::Status>(std::move(status));
@@ -173,20 +175,28 @@ void Job::FinishPublish(const std::string&, absl::Status status, const Done& don
       [this, named] {
         if (named->ok()) *named = store_->Publish();
       },
-      [this, named, done] {
+      [this, named] {
         if (!named->ok()) Fail(*named);
         if (phase() == JobPhase::kPublishing)
           SetPhase(named->ok() ? JobPhase::kTraining : JobPhase::kSealed);
-        if (!named->ok()) return done(*named);
+        if (!named->ok()) return AnswerPublish(*named);
         context_.published = true;
         if (!IsClosing(phase())) MakeScrubber();
-        done(absl::OkStatus());
+        AnswerPublish(absl::OkStatus());
       });
+}
+
+void Job::AnswerPublish(const absl::Status& status) {
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank == nullptr || rank->calls.publish == nullptr) continue;
+    std::exchange(rank->calls.publish, nullptr)(status);
+  }
 }
 
 // ---- Steps -------------------------------------------------------------------------------------
 
-absl::Status Job::SetSchedule(Rank&, const std::vector<uint32_t>& tensors) {
+// The first rank's counts: the others go the same way, each at its own place.
+absl::Status Job::SetSchedule(Rank& rank, const std::vector<uint32_t>& tensors) {
   if (absl::Status status = Check(JobCall::kSetSchedule); !status.ok()) return status;
   if (tensors.size() > kLimits.schedule_touches_max)
     return WrongState("a schedule that is too long");
@@ -194,15 +204,16 @@ absl::Status Job::SetSchedule(Rank&, const std::vector<uint32_t>& tensors) {
     if (tensor >= context_.catalogue.tensors.size())
       return WrongState(absl::StrCat("a schedule with tensor ", tensor));
   }
+  if (rank.number() != 0) return absl::OkStatus();
   cache_->SetSchedule(tensors);
   executor_->Reorder();
   return absl::OkStatus();
 }
 
 void Job::Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done) {
-  if (context_.failed()) return done(context_.failure);
-  if (absl::Status status = Check(JobCall::kStep); !status.ok()) return done(std::move(status));
-  if (waiting_step_.has_value()) return done(WrongState("two steps at once"));
+  absl::Status status = Check(JobCall::kStep);
+  if (status.ok()) status = CheckAllAreHere();
+  if (!status.ok()) return done(std::move(status));
   if (OffLoopIsBusy()) {
     // The ring is read after it, and what came before the step belongs before it.
     return OffLoop(nullptr, [this, &rank, messages = std::move(messages), done = std::move(done)] {
@@ -210,28 +221,64 @@ void Job::Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDon
     });
   }
   ReadRing(rank, proto::kInFlightMax);
-  if (context_.failed()) return done(context_.failure);
-  waiting_step_ = WaitingStep{std::move(messages), std::move(done)};
+  if (context_.failed() || !end_reason_.ok()) return done(Ending());
+  std::optional<std::string> trainer_state;
+  if (!messages.empty() && messages.front().has_trainer_state())
+    trainer_state = messages.front().trainer_state();
+  if (trainer_state.has_value() &&
+      trainer_state->size() > TrainerStateBytesMax(world_size(), kLimits.trainer_state_bytes_max)) {
+    return done(WrongState(absl::StrCat("a trainer state of ", trainer_state->size(), " bytes")));
+  }
+  const uint64_t step = messages.empty() ? 0 : messages.front().step();
+  if (status = gate_->Add(rank.number(), std::move(messages)); !status.ok())
+    return done(std::move(status));
+  rank.step = step;
+  rank.trainer_state = std::move(trainer_state);
+  rank.calls.step = std::move(done);
+  UpdateMemory(rank);
+  if (!gate_->IsComplete()) return;
   if (executor_->busy()) return executor_->Hurry();
   StartRecordedStep();
 }
 
 // Records the step that waits; the one before it is committed.
 void Job::StartRecordedStep() {
-  if (!waiting_step_.has_value() || executor_->busy()) return;
+  if (!StepIsReady() || executor_->busy()) return;
   // Between two steps it is the turn of a change of snapshots.
   if (!changes_.empty() && !NeedsGrowth(changes_.front())) return;
-  WaitingStep waiting = *std::exchange(waiting_step_, std::nullopt);
-  absl::StatusOr<StepPlan> plan = MakeStepPlan(waiting.messages, context_);
-  if (!plan.ok()) return waiting.done(plan.status());
-  if (plan->step != step_ + 1) {
-    return waiting.done(WrongState(absl::StrCat("step ", plan->step, " after step ", step_)));
-  }
+  const absl::StatusOr<StepMessages> messages = gate_->Take();
+  absl::StatusOr<StepPlan> plan = messages.status();
+  if (messages.ok()) plan = MakeStepPlan(*messages, context_);
+  if (plan.ok() && plan->step != step_ + 1)
+    plan = WrongState(absl::StrCat("step ", plan->step, " after step ", step_));
+  if (!plan.ok()) return AnswerStep(plan.status());
   step_ = plan->step;
+  plan->trainer_state = TakeTrainerStates();
   TakePositions();
   executor_->Begin(*std::move(plan));
   if (!durable_waiters_.empty()) executor_->CommitSoon();
-  waiting.done(store_->committed().epoch);
+  AnswerStep(store_->committed().epoch);
+}
+
+// What is committed with the step that begins; missing when no rank gave anything new.
+std::optional<std::string> Job::TakeTrainerStates() {
+  bool has_news = false;
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (!rank->trainer_state.has_value()) continue;
+    trainer_states_[rank->number()] = *std::exchange(rank->trainer_state, std::nullopt);
+    has_news = true;
+  }
+  if (!has_news) return std::nullopt;
+  return EncodeTrainerStates(trainer_states_);
+}
+
+void Job::AnswerStep(const absl::StatusOr<uint64_t>& durable_step) {
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank == nullptr || rank->calls.step == nullptr) continue;
+    const StepDone done = std::exchange(rank->calls.step, nullptr);
+    UpdateMemory(*rank);
+    done(durable_step);
+  }
 }
 
 void Job::OnCommitted(uint64_t step) {
@@ -249,10 +296,9 @@ void Job::OnStepDone() {
 }
 
 void Job::WaitDurable(StepDone done) {
-  if (context_.failed()) return done(context_.failure);
   if (absl::Status status = Check(JobCall::kWaitDurable); !status.ok())
     return done(std::move(status));
-  if (!executor_->busy() && !waiting_step_.has_value() && store_->committed().epoch == step_)
+  if (!executor_->busy() && !StepIsReady() && store_->committed().epoch == step_)
     return done(step_);
   executor_->Hurry();
   executor_->CommitSoon();
@@ -270,6 +316,7 @@ absl::Status Job::Map(Rank& rank, proto::Doorbell doorbell) {
   if (absl::Status status = Check(JobCall::kMap); !status.ok()) return status;
   if (absl::Status status = rank.region().SealForWriting(); !status.ok()) return status;
   rank.AttachRings(std::move(doorbell));
+  rank.state = Rank::State::kMapped;
   UpdateLimits();
   loop_->Watch(rank.rings()->doorbell().fd(), [this, &rank] {
     if (rank.rings() == nullptr || rank.rings()->doorbell().Drain()) return;
@@ -287,32 +334,41 @@ void Job::DetachRings(Rank& rank) {
 // What submissions may name from now on.
 void Job::UpdateLimits() {
   for (const std::unique_ptr<Rank>& rank : ranks_) {
-    if (rank->rings() == nullptr) continue;
+    if (rank == nullptr || rank->rings() == nullptr) continue;
     rank->rings()->submissions().SetLimits(
         {.region_bytes = context_.ranks[rank->number()].region_bytes,
          .scratch_bytes = scratch_bytes_,
          .catalogue = IsSealed() ? &context_.catalogue : nullptr,
-         .optimizer = context_.optimizer});
+         .optimizer = context_.optimizer,
+         .has_several_ranks = world_size() > 1});
   }
 }
 
 void Job::ReadRing(Rank& rank, uint32_t entries_max) {
   for (uint32_t i = 0; rank.rings() != nullptr && i < entries_max; ++i) {
     absl::StatusOr<std::optional<proto::SubmissionEntry>> next = rank.rings()->Next();
-    if (!next.ok()) {
-      Fail(next.status());  // also tells the rank why
-      DetachRings(rank);
-      rank.EndSession();
-      return;
-    }
+    if (!next.ok()) return BreakOff(rank, next.status());
     if (!next->has_value()) return;
     Handle(rank, **next);
   }
 }
 
+// The rank wrote nonsense.
+void Job::BreakOff(Rank& rank, const absl::Status& fault) {
+  if (world_size() == 1) {
+    Fail(fault);  // also tells the rank why
+  } else {
+    EndBecause(MakeError(ErrorId::kRankLost,
+                         absl::StrCat(NameOf(rank), " has broken the protocol: ",
+                                      fault.message())));
+  }
+  DetachRings(rank);
+  rank.EndSession();
+}
+
 void Job::Handle(Rank& rank, const proto::SubmissionEntry& entry) {
-  if (context_.failed()) return rank.Complete(entry.tag, context_.failure, 0);
-  if (IsClosing(phase())) return rank.Complete(entry.tag, Closed(), 0);
+  if (context_.failed() || IsClosing(phase()) || !rank.is_here())
+    return rank.Complete(entry.tag, Ending(), 0);
   switch (entry.operation) {
     case proto::RingOperation::kNop:
       return rank.Complete(entry.tag, absl::OkStatus(), 0);
@@ -372,16 +428,22 @@ size_t Job::PollDevices() {
   return count;
 }
 
+// The last rank's position is the one that updates are paced by.
 void Job::TakePositions() {
+  std::vector<WeightCache::Position> positions;
   for (const std::unique_ptr<Rank>& rank : ranks_) {
-    if (rank->rings() != nullptr) cache_->SetPosition(rank->position());
+    if (rank->rings() != nullptr && rank->is_here())
+      positions.push_back({rank->number(), rank->step, rank->position()});
   }
+  if (!positions.empty()) cache_->SetPositions(positions);
 }
 
 int Job::Turn() {
   StartOffLoop();
+  if (world_size() > 1) WatchRanks();
   if (OffLoopIsBusy()) return TurnOffLoop();
   for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank == nullptr) continue;
     if (rank->rings() != nullptr) rank->rings()->Awake();
     ReadRing(*rank, kLimits.ring_entries_per_turn);
   }
@@ -410,22 +472,23 @@ int Job::Turn() {
 int Job::TurnOffLoop() {
   const size_t completions = off_loop_running_ ? 0 : PollDevices();
   for (const std::unique_ptr<Rank>& rank : ranks_) {
-    if (rank->rings() != nullptr) rank->rings()->Publish();
+    if (rank != nullptr && rank->rings() != nullptr) rank->rings()->Publish();
   }
-  return completions > 0 ? 0 : -1;
+  return completions > 0 ? 0 : LateRankMilliseconds(-1);
 }
 
 // Shows the ranks what was done; how long the loop may sleep then.
 int Job::SleepLimit(bool waiting, size_t completions, double scrub_seconds) {
   for (const std::unique_ptr<Rank>& rank : ranks_) {
-    if (rank->rings() != nullptr) rank->rings()->Publish();
+    if (rank != nullptr && rank->rings() != nullptr) rank->rings()->Publish();
   }
   if (completions > 0 || OffLoopIsBusy()) return 0;
   for (const std::unique_ptr<Rank>& rank : ranks_) {
-    if (rank->rings() != nullptr && !rank->rings()->PrepareToSleep()) return 0;
+    if (rank != nullptr && rank->rings() != nullptr && !rank->rings()->PrepareToSleep()) return 0;
   }
   if (waiting) return kLimits.room_poll_ms;
-  return std::isinf(scrub_seconds) ? -1 : static_cast<int>(std::min(scrub_seconds, 60.0) * 1e3) + 1;
+  if (std::isinf(scrub_seconds)) return LateRankMilliseconds(-1);
+  return LateRankMilliseconds(static_cast<int>(std::min(scrub_seconds, 60.0) * 1e3) + 1);
 }
 
 }  // namespace offload::daemon

@@ -5,6 +5,12 @@
 //
 //   OpenJob → DeclareTensors… → Seal → (Put… → Publish) → SetSchedule, Step, Step, … → Close
 //
+// Several ranks of one launch share it: each of these calls waits until all have called it, and
+// what they ask for has to agree (Membership, agreement.h, StepGate); the first difference is told
+// to all of them, by name. The job ends drained when all have closed it. When one is lost the job
+// ends, too: a step that all had called for is finished and committed, one that they had not is
+// dropped whole, and the others are told which rank it was.
+//
 // Invariants
 //   * Everything that ram promises is reserved at Seal; after that the job allocates nothing but
 //   small bookkeeping.
@@ -39,8 +45,10 @@
 #include "offloadd/event_loop.h"
 #include "offloadd/job_context.h"
 #include "offloadd/job_phase.h"
+#include "offloadd/membership.h"
 #include "offloadd/rank.h"
 #include "offloadd/resident_state.h"
+#include "offloadd/step_gate.h"
 #include "offloadd/transfers.h"
 #include "offloadd/update_executor.h"
 #include "offloadd/weight_cache.h"
@@ -64,7 +72,8 @@ class Job {
  public:
   using Done = std::function<void(absl::Status)>;
   using StepDone = std::function<void(absl::StatusOr<uint64_t> durable_step)>;
-  using OpenDone = std::function<void(absl::StatusOr<proto::v1::OpenJobReply>)>;
+  using OpenDone = Rank::OpenDone;
+  using ExchangeDone = Rank::ExchangeDone;
   using Progress = std::function<void(uint64_t bytes_formatted, uint64_t bytes_total)>;
 
   // A job without ranks, its loop running. Nothing is looked at yet.
@@ -80,23 +89,28 @@ class Job {
   // be opened, or the daemon shuts down. Another one of this name may wait for its store.
   bool IsLeaving() const { return leaving_.load(std::memory_order_acquire); }
   JobPhase phase() const { return phase_.load(std::memory_order_acquire); }
+  // True when the session has a rank here, or is on the way to one. Asks the loop.
+  bool HasMember(uint64_t session);
 
   // ---- On the loop: who comes and goes.
 
-  // Opens the store of the job or finds that there is none, and makes the memories. After an error
-  // the member is no rank of the job.
+  // Opens the store of the job or finds that there is none, makes the memories, and waits for the
+  // other ranks of the launch; when that takes long, the reply names them, and the call has to be
+  // made again. After an error the member is no rank of the job.
   void OpenJob(Rank::Member member, const proto::v1::OpenJobRequest& request, OpenDone done);
   // Null when the session has no rank here.
   Rank* FindRank(uint64_t session);
   proto::SharedMemory& slab_memory() { return slab_; }
   // The rank has mapped its memories: its rings are read from now on.
   absl::Status Map(Rank& rank, proto::Doorbell doorbell);
-  // Drains, commits, and answers; the job does nothing any more, and what the rank still submits is
-  // answered with OFD-1802. What the rank has pinned is waited for no more.
+  // The rank is ready with the job: what it still submits is answered with OFD-1802, what it has
+  // pinned is waited for no more. Answers when everything that is recorded is committed; the last
+  // rank's job is drained then and does nothing any more.
   void Close(Rank& rank, Done done);
-  // The rank's process or connection is gone: it is answered no more. `done` runs when its session
-  // may end: at once when there is no such rank, else when the job is drained.
-  void Leave(uint64_t session, std::function<void()> done);
+  // The rank's process or connection is gone, `how` says it: it is answered no more. `done` runs
+  // when its session may end: at once when there is no such rank or there are others, else when the
+  // job is drained.
+  void Leave(uint64_t session, const std::string& how, std::function<void()> done);
   // The daemon ends: as Close(), but pins count. `done` runs when the job is drained.
   void Shutdown(std::function<void()> done);
 
@@ -106,12 +120,13 @@ class Job {
                               uint64_t* tensor_count);
   void ReserveScratch(uint64_t bytes, Done done);
   // `progress` is called on another thread, before `done`.
-  void Seal(Rank& rank, const std::vector<proto::v1::SealRequest>& messages, Progress progress,
-            Done done);
+  void Seal(Rank& rank, std::vector<proto::v1::SealRequest> messages, Progress progress, Done done);
   void Publish(Rank& rank, const std::string& trainer_state, Done done);
   absl::Status SetSchedule(Rank& rank, const std::vector<uint32_t>& tensors);
   void Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done);
   void WaitDurable(StepDone done);
+  // Gives every rank what every rank said.
+  void Exchange(Rank& rank, const proto::v1::ExchangeRequest& request, ExchangeDone done);
   std::string ExplainFailure(const Rank& rank, uint64_t tag) const;
 
   // ---- On the loop: calls of tools.
@@ -145,6 +160,8 @@ class Job {
   Job(JobIdentity identity, std::unique_ptr<EventLoop> loop);
   void SetPhase(JobPhase phase);
   absl::Status Check(JobCall call) const;
+  // Why the job does nothing any more.
+  absl::Status Ending() const;
 
   // ---- Off the loop.
   // Runs `work` there, from a turn on in which nothing is under way, and then `done` on the loop;
@@ -157,36 +174,75 @@ class Job {
 
   // ---- Opening and sealing.
   absl::Status ReadOptions(const proto::v1::OpenJobRequest& request);
+  absl::Status AddRank(Rank::Member member, const proto::v1::OpenJobRequest& request, Rank** added);
+  bool OpeningIsDone() const;
   swap::StoreOptions MakeStoreOptions() const;
-  void OpenStore(Rank& rank, Made& made) const;
+  void OpenStore(Made& made) const;
   absl::Status MakeSlab(Made& made) const;
   absl::Status MakeScratch(uint64_t bytes, Made& made) const;
-  void FinishOpening(Rank& rank, Made& made, const OpenDone& done);
+  void FinishOpening(Made& made);
+  void GiveUpOpening(const absl::Status& status);
+  void AnswerOpening();
+  void WatchJoining();
   proto::v1::OpenJobReply OpenReply(const Rank& rank) const;
+  void StartSealing();
+  absl::Status CompareRanks() const;
   absl::Status PrepareSeal(const std::vector<proto::v1::SealRequest>& messages);
   absl::Status ReadPlan(const std::vector<proto::v1::SealRequest>& messages);
+  uint64_t RegionBytes(uint32_t rank) const;
+  bool IsGoodRegion(uint64_t region_bytes, uint64_t pins_bytes) const;
   absl::Status CheckBudget() const;
   absl::Status CompareCatalogue() const;
-  void MakeWhatIsSealed(const Progress& progress, Made& made);
-  void FinishSeal(Made& made, const Done& done);
+  void MakeWhatIsSealed(Made& made);
+  absl::Status ReserveRegion(Rank& rank, uint64_t bytes) const;
+  void FinishSeal(Made& made);
+  void AnswerSeal(const absl::Status& status);
   void MakeParts();
   void MakeScrubber();
   void UpdateLimits();
 
   // ---- Rings.
   void ReadRing(Rank& rank, uint32_t entries_max);
+  void BreakOff(Rank& rank, const absl::Status& fault);
   void Handle(Rank& rank, const proto::SubmissionEntry& entry);
   void ScratchWrite(Rank& rank, const proto::SubmissionEntry& entry);
   void DetachRings(Rank& rank);
   std::byte* RegionOf(const Rank& rank) const { return context_.ranks[rank.number()].region; }
 
+  // ---- Several ranks.
+  uint32_t world_size() const { return membership_.world_size(); }
+  bool All(bool (*holds)(const Rank& rank)) const;
+  // "rank 2 (process 4711)".
+  static std::string NameOf(const Rank& rank);
+  struct Wait {
+    std::string what;               // that some have called
+    std::vector<uint32_t> missing;  // who have not
+    friend bool operator==(const Wait&, const Wait&) = default;
+  };
+  std::optional<Wait> FindWait() const;
+  void WatchRanks();
+  int LateRankMilliseconds(int sleep_ms) const;
+  void AnswerExchange();
+  // OFD-1802 naming a rank that has closed the job already.
+  absl::Status CheckAllAreHere() const;
+  // Answers the calls that wait for ranks that will not make them.
+  void AnswerWaiting(const absl::Status& status);
+  // Ends the job since a rank is gone or at fault.
+  void EndBecause(const absl::Status& reason);
+  void UpdateMemory(const Rank& rank);
+
   // ---- Steps and the end.
   void Fail(absl::Status status);
   size_t PollDevices();
+  bool StepIsReady() const { return gate_.has_value() && gate_->IsComplete(); }
   void StartRecordedStep();
+  void AnswerStep(const absl::StatusOr<uint64_t>& durable_step);
+  std::optional<std::string> TakeTrainerStates();
   void OnCommitted(uint64_t step);
   void OnStepDone();
-  void FinishPublish(const std::string& trainer_state, absl::Status status, const Done& done);
+  void StartPublishing();
+  void FinishPublish(absl::Status status);
+  void AnswerPublish(const absl::Status& status);
   void BeginClosing();
   void Drain();
   void FinishDraining();
@@ -219,10 +275,15 @@ class Job {
   uint64_t scratch_bytes_ = 0;  // that ranks may use
   uint32_t generations_ = 0;    // spare ones of a new store
   bool store_existed_ = false;
-  std::vector<proto::Tensor> declared_;
 
   proto::SharedMemory slab_;
+  Membership membership_;
   std::vector<std::unique_ptr<Rank>> ranks_;  // by number; null: not there yet
+  bool opened_ = false;                       // the store has been looked for
+  double join_deadline_seconds_ = 0;
+  absl::Status end_reason_;  // a rank is gone or at fault: the others are told
+  std::vector<Progress> seal_progress_;
+  std::vector<std::string> trainer_states_;  // by rank, as they will be committed
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<swap::Store> store_;
   std::unique_ptr<swap::Scratch> scratch_;
@@ -234,11 +295,9 @@ class Job {
   std::unique_ptr<swap::Scrubber> scrubber_;  // when the job has a committed store
 
   uint64_t step_ = 0;  // the last recorded one
-  struct WaitingStep {
-    std::vector<proto::v1::StepRequest> messages;
-    StepDone done;
-  };
-  std::optional<WaitingStep> waiting_step_;
+  std::optional<StepGate> gate_;  // once it is sealed
+  std::optional<Wait> wait_;  // for late ranks
+  double wait_report_seconds_ = 0;
   std::vector<StepDone> durable_waiters_;
   std::deque<SnapshotChange> changes_;  // one at a time
   std::vector<Done> close_waiters_;

@@ -37,6 +37,9 @@ struct RankMemory {
   std::byte* region = nullptr;
   uint64_t region_bytes = 0;             // that have pages
   const proto::PinWord* pins = nullptr;  // null without a rank: it uses nothing
+  bool is_here = false;                  // neither gone nor ready with the job
+  bool is_stepping = false;              // has called Step, or Exchange, and waits for the others
+  bool is_exchanging = false;
 };
 
 struct JobContext {

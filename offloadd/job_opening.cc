@@ -15,6 +15,7 @@
 #include "offloadd/environment.h"
 #include "offloadd/job.h"
 #include "offloadd/limits.h"
+#include "offloadd/trainer_states.h"
 #include "spdlog/spdlog.h"
 
 namespace offload::daemon {
@@ -72,22 +73,62 @@ absl::Status Job::ReadOptions(const proto::v1::OpenJobRequest& request) {
   return swap::CheckPool(identity_.pool);
 }
 
+// The first rank of a launch opens the store; the others only get a region each.
 void Job::OpenJob(Rank::Member member, const proto::v1::OpenJobRequest& request, OpenDone done) {
-  if (phase() != JobPhase::kOpening || !ranks_.empty()) {
-    return done(MakeError(
-        ErrorId::kStoreLocked,
-        absl::StrCat("job \"", identity_.name, "\" is opened by process ", identity_.pid)));
+  Rank* known = FindRank(member.session);
+  if (known == nullptr) {
+    const absl::Status status = AddRank(std::move(member), request, &known);
+    if (!status.ok()) return done(status);
+  } else if (known->is_open || known->calls.open != nullptr) {
+    return done(MakeError(ErrorId::kProtocol, "OpenJob for the second time"));
   }
-  if (absl::Status status = ReadOptions(request); !status.ok()) {
-    BeginClosing();
-    return done(std::move(status));
+  known->calls.open = std::move(done);
+  known->calls.open_since_seconds = context_.clock->NowSeconds();
+  AnswerOpening();
+}
+
+absl::Status Job::AddRank(Rank::Member member, const proto::v1::OpenJobRequest& request,
+                          Rank** added) {
+  if (!end_reason_.ok()) return end_reason_;
+  if (phase() != JobPhase::kOpening) {
+    return MakeError(ErrorId::kStoreLocked,
+                     absl::StrCat("job \"", identity_.name, "\" runs without this rank, process ",
+                                  identity_.pid, " has opened it"));
   }
-  ranks_.push_back(std::make_unique<Rank>(std::move(member)));
-  context_.ranks.resize(ranks_.size());
-  Rank& rank = *ranks_.back();
-  auto made = std::make_shared<Made>();
-  OffLoop([this, &rank, made] { OpenStore(rank, *made); },
-          [this, &rank, made, done = std::move(done)] { FinishOpening(rank, *made, done); });
+  const bool is_first = world_size() == 0;
+  absl::StatusOr<proto::v1::World> world = WorldOf(request);
+  absl::Status status = world.status();
+  if (status.ok() && is_first) status = ReadOptions(request);
+  if (status.ok()) status = membership_.Add(*world, request, member.pid);
+  if (!status.ok()) {
+    if (is_first) BeginClosing();
+    return status;
+  }
+  if (is_first) {
+    ranks_.resize(world_size());
+    context_.ranks.resize(world_size());
+    join_deadline_seconds_ = context_.clock->NowSeconds() +
+                             NumberFrom("OFFLOADD_JOIN_TIMEOUT", kLimits.join_timeout_seconds);
+    auto made = std::make_shared<Made>();
+    OffLoop([this, made] { OpenStore(*made); }, [this, made] { FinishOpening(*made); });
+  }
+  member.number = world->rank();
+  std::unique_ptr<Rank>& rank = ranks_[member.number];
+  rank = std::make_unique<Rank>(std::move(member));
+  *added = rank.get();
+  auto made = std::make_shared<absl::Status>();
+  OffLoop(
+      [this, made, raw = rank.get()] {
+        if (!cancelled_) *made = raw->MakeRegion(ram_bytes_);
+      },
+          [this, made, raw = rank.get()] {
+            if (!made->ok()) return GiveUpOpening(*made);
+            context_.ranks[raw->number()] = {.region = raw->region().data(),
+                                             .region_bytes = kOpenRegionBytes};
+            UpdateMemory(*raw);
+            AnswerOpening();
+          });
+  return absl::OkStatus();
 }
 
 // ---- Off the loop ------------------------------------------------------------------------------
@@ -102,7 +143,7 @@ swap::StoreOptions Job::MakeStoreOptions() const {
   return options;
 }
 
-void Job::OpenStore(Rank& rank, Made& made) const {
+void Job::OpenStore(Made& made) const {
   absl::StatusOr<std::unique_ptr<swap::Store>> store =
       swap::Store::Open(identity_.pool, identity_.name, MakeStoreOptions());
   if (store.ok()) {
@@ -114,7 +155,6 @@ void Job::OpenStore(Rank& rank, Made& made) const {
     made.status = store.status();
   }
   if (made.status.ok()) made.status = MakeSlab(made);
-  if (made.status.ok()) made.status = rank.MakeRegion(ram_bytes_);
 }
 
 absl::Status Job::MakeSlab(Made& made) const {
@@ -183,41 +223,83 @@ void Job::TakeOver(Made& made) {
 
 // ---- Back on the loop --------------------------------------------------------------------------
 
-void Job::FinishOpening(Rank& rank, Made& made, const OpenDone& done) {
-  if (made.status.ok() && phase() != JobPhase::kOpening)
-    made.status = MakeError(ErrorId::kSessionEnded, "the job is being closed");
-  if (!made.status.ok()) {
-    ranks_.clear();
-    context_.ranks.clear();
-    BeginClosing();
-    return done(made.status);
-  }
+void Job::FinishOpening(Made& made) {
+  if (IsClosing(phase())) return;
+  if (!made.status.ok()) return GiveUpOpening(made.status);
   TakeOver(made);
   slab_ = std::move(made.slab);
   context_.slab = slab_.data();
-  context_.ranks[rank.number()] = {.region = rank.region().data(),
-                                   .region_bytes = kOpenRegionBytes};
   store_existed_ = store_ != nullptr;
-  if (store_existed_) step_ = store_->committed().epoch;
+  trainer_states_.resize(world_size());
+  if (store_existed_) {
+    step_ = store_->committed().epoch;
+    const std::vector<std::string> states = DecodeTrainerStates(store_->committed().blob);
+    for (uint32_t rank = 0; rank < std::min<size_t>(world_size(), states.size()); ++rank)
+      trainer_states_[rank] = states[rank];
+  }
   io_engine_ = store_existed_ ? store_->device().engine() : scratch_->device().engine();
   header()->durable_step.store(step_, std::memory_order_relaxed);
   header()->updated_step.store(step_, std::memory_order_relaxed);
   workers_ = std::make_unique<WorkerPool>(update_threads_, "update");
   context_.workers = workers_.get();
-  SetPhase(JobPhase::kOpen);
-  spdlog::info("job {}: pool {}, {}, ram {}, {} update threads, {}", identity_.name, identity_.pool,
-               io_engine_, FormatBytes(ram_bytes_), update_threads_,
-               store_existed_ ? absl::StrCat("resumed at step ", step_) : "new");
-  done(OpenReply(rank));
+  opened_ = true;
+  spdlog::info("job {}: pool {}, {}, ram {}, {} update threads, {}{}", identity_.name,
+               identity_.pool, io_engine_, FormatBytes(ram_bytes_), update_threads_,
+               store_existed_ ? absl::StrCat("resumed at step ", step_) : "new",
+               world_size() > 1 ? absl::StrCat(", ", world_size(), " ranks") : "");
+}
+
+// Nobody is a rank of a job that could not be opened; their memories stay as long as the others'.
+void Job::GiveUpOpening(const absl::Status& status) {
+  if (end_reason_.ok()) end_reason_ = status;
+  BeginClosing();
+}
+
+bool Job::OpeningIsDone() const {
+  return opened_ && membership_.IsComplete() &&
+         std::all_of(context_.ranks.begin(), context_.ranks.end(),
+                     [](const RankMemory& memory) { return memory.region != nullptr; });
+}
+
+// Everybody at once, when everything is there.
+void Job::AnswerOpening() {
+  if (phase() == JobPhase::kOpening && OpeningIsDone()) SetPhase(JobPhase::kOpen);
+  if (phase() == JobPhase::kOpening || IsClosing(phase())) return;
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank->calls.open == nullptr) continue;
+    rank->is_open = true;
+    std::exchange(rank->calls.open, nullptr)(OpenReply(*rank));
+  }
+}
+
+// Names to those who wait the ranks that are missing, again and again, and gives up in the end.
+void Job::WatchJoining() {
+  if (phase() != JobPhase::kOpening || world_size() < 2 || membership_.IsComplete()) return;
+  const double now = context_.clock->NowSeconds();
+  if (now >= join_deadline_seconds_) {
+    return GiveUpOpening(MakeError(
+        ErrorId::kRankMissing, absl::StrCat("job \"", identity_.name, "\" waited in vain for ",
+                                            membership_.DescribeMissing())));
+  }
+  proto::v1::OpenJobReply reply;
+  for (const uint32_t missing : membership_.Missing()) reply.add_missing_ranks(missing);
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank == nullptr || rank->calls.open == nullptr ||
+        now < rank->calls.open_since_seconds + kLimits.rank_report_seconds)
+      continue;
+    std::exchange(rank->calls.open, nullptr)(reply);
+  }
 }
 
 proto::v1::OpenJobReply Job::OpenReply(const Rank& rank) const {
   proto::v1::OpenJobReply reply;
   reply.set_exists(store_existed_);
   if (store_existed_) {
+    const ResumedState state =
+        StateOfRank(DecodeTrainerStates(store_->committed().blob), rank.number());
     reply.set_step(step_);
-    reply.set_trainer_state(store_->committed().blob);
-    reply.set_trainer_state_is_own(true);
+    reply.set_trainer_state(state.state);
+    reply.set_trainer_state_is_own(state.is_own);
   }
   reply.set_slab_bytes(slab_.size_bytes());
   reply.set_region_bytes(rank.region().size_bytes());

@@ -25,12 +25,17 @@ void FillScrub(const swap::Scrubber& scrubber, proto::v1::ScrubStatus* scrub) {
   for (const std::string& name : scrubber.bad_names()) scrub->add_bad_names(name);
 }
 
-void FillRank(Rank& rank, uint64_t step, proto::v1::RankStatus* status) {
+std::string NameOf(Rank::State state) {
+  constexpr const char* kNames[] = {"joined", "mapped", "left", "lost"};
+  return kNames[static_cast<int>(state)];
+}
+
+void FillRank(Rank& rank, proto::v1::RankStatus* status) {
   status->set_rank(rank.number());
   status->set_pid(static_cast<uint32_t>(rank.pid()));
-  status->set_step(step);
+  status->set_phase(NameOf(rank.state));
+  status->set_step(rank.step);
   status->set_position(rank.position());
-  status->set_phase(rank.rings() == nullptr ? "joined" : "mapped");
 }
 
 }  // namespace
@@ -70,8 +75,9 @@ void Job::FillStatus(proto::v1::JobStatus* status) const {
   status->set_ram_bytes(ram_bytes_);
   uint64_t allocated_bytes = slab_.AllocatedBytes().value_or(0);
   for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank == nullptr) continue;
     allocated_bytes += rank->region().AllocatedBytes().value_or(0);
-    FillRank(*rank, step_, status->add_ranks());
+    FillRank(*rank, status->add_ranks());
   }
   status->set_allocated_bytes(allocated_bytes);
   status->set_resident_bytes(header()->resident_bytes.load(std::memory_order_relaxed));

@@ -3,6 +3,8 @@
 // One process of a job: its number, its region, its rings, and what was said to it. What ranks
 // share is their job's.
 //
+//   kJoined → kMapped → kLeft (it has closed the job) or kLost
+//
 // Invariants
 //   * A rank's memory stays where it is until the job is drained: the store may be reading it after
 //   the process is gone.
@@ -19,11 +21,15 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "proto/daemon_rings.h"
+#include "proto/offload.pb.h"
 #include "proto/shared_memory.h"
 #include "proto/shm_abi.h"
+#include "proto/slab_layout.h"
 
 namespace offload::daemon {
 
@@ -40,6 +46,22 @@ class Rank {
     std::function<void()> end_session;  // the rank has broken the protocol; any thread
   };
 
+  enum class State : uint8_t { kJoined, kMapped, kLeft, kLost };
+  using Done = std::function<void(absl::Status)>;
+  using OpenDone = std::function<void(absl::StatusOr<proto::v1::OpenJobReply>)>;
+  using StepDone = std::function<void(absl::StatusOr<uint64_t> durable_step)>;
+  using ExchangeDone = std::function<void(absl::StatusOr<std::vector<std::string>>)>;
+
+  // Calls that wait for other ranks; empty when there is none.
+  struct Calls {
+    OpenDone open;
+    double open_since_seconds = 0;
+    Done seal;
+    Done publish;
+    StepDone step;
+    ExchangeDone exchange;
+  };
+
   explicit Rank(Member member) : member_(std::move(member)) {}
   Rank(const Rank&) = delete;
   Rank& operator=(const Rank&) = delete;
@@ -47,6 +69,21 @@ class Rank {
   uint32_t number() const { return member_.number; }
   uint64_t session() const { return member_.session; }
   pid_t pid() const { return member_.pid; }
+
+  State state = State::kJoined;
+  bool is_open = false;       // OpenJob has been answered
+  bool is_connected = true;   // its session has not ended
+  Calls calls;
+  // True while the others may count on it.
+  bool is_here() const { return state == State::kJoined || state == State::kMapped; }
+
+  // What it said, kept until all have said it.
+  std::vector<proto::Tensor> declared;
+  std::vector<proto::v1::SealRequest> plan;
+  std::string exchanged;
+  uint64_t exchange_number = 0;
+  std::optional<std::string> trainer_state;  // with a step that is not recorded yet
+  uint64_t step = 0;                         // the last one that it has called for
 
   // `address_bytes` of address space, of which kOpenRegionBytes have pages.
   absl::Status MakeRegion(uint64_t address_bytes);

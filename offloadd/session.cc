@@ -117,10 +117,9 @@ void Session::DropJob() {
   job = std::exchange(job_, nullptr);
 }
 
-Rank::Member Session::MemberOf(uint32_t number) {
+Rank::Member Session::MemberOfJob() {
   return {.session = id(),
           .pid = client_pid(),
-          .number = number,
           // The job calls it only while the session waits for the job.
           .end_session = [this] {
             loop_->Post([this] {
@@ -160,7 +159,9 @@ void Session::End(std::string_view reason) {
   loop_->Unwatch(socket_.get());
   loop_->Unwatch(peer_.pidfd.get());
   socket_.reset();  // a rank that is still there sees it
-  LeaveJob([id = id()](Job& job, std::function<void()> done) { job.Leave(id, std::move(done)); });
+  LeaveJob([id = id(), how = std::string(reason)](Job& job, std::function<void()> done) {
+    job.Leave(id, how, std::move(done));
+  });
 }
 
 // ---- The handshake -----------------------------------------------------------------------------

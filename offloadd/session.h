@@ -75,8 +75,8 @@ class Session {
   absl::Status JoinJob(std::shared_ptr<Job> job);
   // The job could not be opened.
   void DropJob();
-  // What it is to its job, as rank `number`.
-  Rank::Member MemberOf(uint32_t number);
+  // What it is to its job, which gives it a number.
+  Rank::Member MemberOfJob();
 
   // Drains and ends.
   void Shutdown();

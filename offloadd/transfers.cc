@@ -32,7 +32,67 @@ uint64_t PlaneElementBytes(const proto::StoreTensor& tensor, int plane) {
 
 }  // namespace
 
+// ---- Several ranks -----------------------------------------------------------------------------
+
+bool Transfers::IsFollow(const proto::SubmissionEntry& entry) const {
+  return IsPut(entry) && entry.element_count == 0;
+}
+
+Transfers::Follows& Transfers::FollowsOf(uint32_t tensor) {
+  Follows& follows = follows_[tensor];
+  follows.counts.resize(context_->ranks.size(), 0);
+  return follows;
+}
+
+// Before the job is published only the first rank puts, and nobody reads.
+void Transfers::Follow(uint32_t rank, const proto::SubmissionEntry& entry) {
+  Follows& follows = FollowsOf(entry.tensor);
+  const uint64_t sequence = ++follows.counts[rank];
+  if (!context_->published || sequence <= follows.ended)
+    return context_->complete(rank, entry.tag, absl::OkStatus(), 0);
+  follows.waiters.push_back({rank, entry.tag, sequence});
+}
+
+// All puts of the sequence are done.
+void Transfers::EndSequence(const Request& request) {
+  Follows& follows = FollowsOf(request.entry.tensor);
+  ++follows.ended;
+  // Who waited in an exchange instead has seen it, too.
+  for (uint64_t& count : follows.counts) count = std::max(count, follows.ended);
+  std::erase_if(follows.waiters, [&](const Follows::Waiter& waiter) {
+    if (waiter.sequence > follows.ended) return false;
+    context_->complete(waiter.rank, waiter.tag, absl::OkStatus(), 0);
+    return true;
+  });
+  context_->complete(request.rank, request.entry.tag, absl::OkStatus(), 0);
+}
+
+absl::StatusOr<bool> Transfers::IsFollowed(const Request& request) {
+  if (context_->ranks.size() == 1 || !context_->published) return true;
+  const Follows& follows = FollowsOf(request.entry.tensor);
+  for (uint32_t rank = 1; rank < context_->ranks.size(); ++rank) {
+    const RankMemory& other = context_->ranks[rank];
+    if (follows.counts[rank] > follows.ended || other.is_exchanging || !other.is_here) continue;
+    if (!other.is_stepping) return false;
+    return MakeError(
+        ErrorId::kRanksDiffer,
+        absl::StrCat("rank 0 writes \"", context_->catalogue.tensors[request.entry.tensor].name,
+                     "\" in place while rank ", rank, " takes a step without having done so"));
+  }
+  return true;
+}
+
 // ---- The queue ---------------------------------------------------------------------------------
+
+void Transfers::Add(uint32_t rank, const proto::SubmissionEntry& entry) {
+  if (rank != 0 && IsFollow(entry)) return Follow(rank, entry);
+  if (rank != 0 && IsPut(entry)) {
+    return context_->complete(
+        rank, entry.tag,
+        MakeError(ErrorId::kProtocol, absl::StrCat("rank ", rank, " puts; only the first may")), 0);
+  }
+  queue_.push_back({rank, entry});
+}
 
 bool Transfers::Turn() {
   if (context_->failed()) return false;
@@ -42,7 +102,14 @@ bool Transfers::Turn() {
     const Request request = queue_[i];
     const proto::SubmissionEntry& entry = request.entry;
     const uint32_t store_tensor = context_->catalogue.placements[entry.tensor].store_tensor;
-    if (blocked.count(store_tensor) != 0 || !CanStart(entry)) {
+    absl::StatusOr<bool> can_start = blocked.count(store_tensor) == 0;
+    if (*can_start && IsPut(entry)) can_start = IsFollowed(request);
+    if (!can_start.ok()) {
+      queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(i));
+      context_->complete(request.rank, entry.tag, can_start.status(), 0);
+      continue;
+    }
+    if (!*can_start || !CanStart(entry)) {
       blocked.insert(store_tensor);
       waiting = true;
       ++i;
@@ -51,7 +118,7 @@ bool Transfers::Turn() {
       continue;
     }
     queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(i));
-    Start(request);
+    IsFollow(entry) ? EndSequence(request) : Start(request);
   }
   return waiting;
 }
@@ -71,13 +138,17 @@ bool Transfers::CanStart(const proto::SubmissionEntry& entry) {
   if (cache_->loading(store_tensor) || buffers_in_use_ == kBuffersMax) return false;
   const auto found = users_.find(store_tensor);
   const Users users = found == users_.end() ? Users{} : found->second;
-  if (!IsPut(entry)) return users.puts == 0;
+  if (!IsPut(entry) || IsFollow(entry)) return users.puts == 0;
   return users.gets == 0 && (!tensor.bundle || users.puts == 0);
 }
 
-void Transfers::FailQueued() {
+void Transfers::FailQueued(const absl::Status& status) {
+  for (auto& [tensor, follows] : follows_) {
+    for (const Follows::Waiter& waiter : std::exchange(follows.waiters, {}))
+      context_->complete(waiter.rank, waiter.tag, status, 0);
+  }
   for (const Request& request : std::exchange(queue_, {})) {
-    context_->complete(request.rank, request.entry.tag, context_->failure, 0);
+    context_->complete(request.rank, request.entry.tag, status, 0);
   }
 }
 

@@ -9,6 +9,10 @@
 //   * A put becomes part of the open epoch: the master is the written value, the residual zero, the
 //   moments stay.
 //   * Everything that the drive gave is verified before it reaches the rank.
+//   * Of several ranks the first one's puts count. They come in sequences, each ended by a put of no
+//   elements, and the k-th sequence of a tensor begins when every other rank has put no elements of
+//   it for the k-th time (it follows: it does not read the old bytes any more), or waits in an
+//   exchange; those are answered when the sequence has ended.
 //
 // Thread safety: the loop's thread only; computations run on workers.
 #pragma once
@@ -34,11 +38,11 @@ class Transfers {
       : context_(context), cache_(cache), state_(state), executor_(executor) {}
 
   // Takes a checked kPut or kGet.
-  void Add(uint32_t rank, const proto::SubmissionEntry& entry) { queue_.push_back({rank, entry}); }
+  void Add(uint32_t rank, const proto::SubmissionEntry& entry);
   // Starts what can be started. True while something waits for pins or updates.
   bool Turn();
-  // Answers all that have not begun with the job's failure.
-  void FailQueued();
+  // Answers all that have not begun with why the job ends.
+  void FailQueued(const absl::Status& status);
   bool idle() const { return queue_.empty() && in_flight_ == 0; }
 
   // Writes all bundles into the open epoch of a store that is not published. `done` runs once.
@@ -74,7 +78,24 @@ class Transfers {
   struct Users {
     uint32_t puts = 0, gets = 0;
   };
+  // Of a tensor that several ranks have overwritten: how often, and whose calls wait for the first.
+  struct Follows {
+    struct Waiter {
+      uint32_t rank;
+      uint64_t tag;
+      uint64_t sequence;
+    };
+    uint64_t ended = 0;            // sequences of the first rank
+    std::vector<uint64_t> counts;  // per rank
+    std::vector<Waiter> waiters;
+  };
 
+  bool IsFollow(const proto::SubmissionEntry& entry) const;
+  Follows& FollowsOf(uint32_t tensor);
+  void Follow(uint32_t rank, const proto::SubmissionEntry& entry);
+  void EndSequence(const Request& request);
+  // True when no other rank reads the old bytes any more; the reason when one never will say so.
+  absl::StatusOr<bool> IsFollowed(const Request& request);
   bool CanStart(const proto::SubmissionEntry& entry);
   void Start(const Request& request);
   void PlacePlanes(const TransferPointer& transfer);
@@ -99,6 +120,7 @@ class Transfers {
   UpdateExecutor* executor_;
   std::deque<Request> queue_;
   std::unordered_map<uint32_t, Users> users_;  // by store tensor
+  std::unordered_map<uint32_t, Follows> follows_;  // by tensor
   uint32_t in_flight_ = 0;
   uint32_t buffers_in_use_ = 0;
   std::vector<MappedRegion> free_buffers_;

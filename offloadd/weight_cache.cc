@@ -118,6 +118,21 @@ void WeightCache::SetSchedule(std::span<const uint32_t> tensors) {
   order_ = UseOrder(touches, static_cast<uint32_t>(states_.size()));
 }
 
+void WeightCache::SetPositions(std::span<const Position> positions) {
+  positions_.assign(positions.begin(), positions.end());
+  last_ = *std::min_element(positions.begin(), positions.end(),
+                            [](const Position& a, const Position& b) {
+                              return std::pair(a.step, a.touch) < std::pair(b.step, b.touch);
+                            });
+}
+
+uint64_t WeightCache::NextUse(uint32_t store_tensor) const {
+  uint64_t nearest = kNeverUsed;
+  for (const Position& position : positions_)
+    nearest = std::min(nearest, order_.NextUse(store_tensor, position.touch));
+  return nearest;
+}
+
 // ---- The update --------------------------------------------------------------------------------
 
 void WeightCache::MarkPending(std::span<const uint32_t> tensors) {
@@ -304,9 +319,18 @@ bool WeightCache::Turn() {
   return demands_wait || wishes_wait;
 }
 
+void WeightCache::PutLastRankFirst() {
+  std::stable_partition(demands_.begin(), demands_.end(), [this](uint32_t store_tensor) {
+    const std::vector<Waiter>& waiters = states_[store_tensor].waiters;
+    return std::any_of(waiters.begin(), waiters.end(),
+                       [this](const Waiter& waiter) { return waiter.rank == last_.rank; });
+  });
+}
+
 // Tries all, in order: a big tensor that finds no room must not stop those that other threads wait
 // for.
 bool WeightCache::ServeDemands() {
+  if (positions_.size() > 1) PutLastRankFirst();
   bool waits_for_room = false;  // updates that wait for it are looked after by the executor
   for (size_t i = demands_.size(); i > 0; --i) {
     const uint32_t store_tensor = demands_.front();

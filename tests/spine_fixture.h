@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/crc32c.h"
 #include "client/session.h"
 #include "gtest/gtest.h"
 #include "kernels/update.h"
@@ -52,6 +53,8 @@ struct Variant {
   std::string io_engine = "auto";
   std::string durability = "step";
   uint32_t generations = 0;
+  // Of several ranks: every one has the whole gradient, as if the trainer had reduced it.
+  client::World world;
 };
 
 struct TensorShape {
@@ -85,6 +88,7 @@ class Job {
                          .trainable = shape.trainable});
     }
     catalogue_ = *proto::BuildCatalogue(std::move(tensors));
+    connect_.world = variant_.world;
     MakePlan();
   }
 
@@ -93,12 +97,7 @@ class Job {
     auto session = client::Session::Connect(connect_);
     ASSERT_TRUE(session.ok()) << session.status();
     session_ = *std::move(session);
-    auto info = session_->OpenJob({.job = name_,
-                                   .pool = pool_,
-                                   .ram_bytes = kRamBytes,
-                                   .io_engine = variant_.io_engine,
-                                   .durability = variant_.durability,
-                                   .generations = variant_.generations});
+    auto info = session_->OpenJob(Options());
     ASSERT_TRUE(info.ok()) << info.status();
     info_ = *info;
     ASSERT_TRUE(session_->DeclareTensors(catalogue_.tensors).ok());
@@ -107,10 +106,23 @@ class Job {
     step_ = info_.step;
     if (info_.exists) return;
     references_ = InitialWeights();
-    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) Put(tensor);
-    const absl::Status published = session_->Publish("begin");
+    if (rank() == 0) {
+      for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) Put(tensor);
+    }
+    const absl::Status published = session_->Publish(StateOfRank("begin"));
     ASSERT_TRUE(published.ok()) << published;
     history_ = {references_};
+  }
+
+  client::JobOptions Options() const {
+    return {.job = name_,
+            .pool = pool_,
+            .ram_bytes = kRamBytes,
+            .io_engine = variant_.io_engine,
+            .durability = variant_.durability,
+            .generations = variant_.generations,
+            .world = variant_.world,
+            .gradients_reduced = variant_.world.world_size > 1};
   }
 
   // Takes the working bytes of a tensor from its reference.
@@ -133,7 +145,7 @@ class Job {
     command.step = ++step_;
     command.groups = {Group(1e-2), Group(3e-2)};
     command.has_trainer_state = true;
-    command.trainer_state = absl::StrCat("after ", step_);
+    command.trainer_state = StateOfRank(absl::StrCat("after ", step_));
     for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
       if (!catalogue_.tensors[tensor].trainable ||
           std::count(skipped.begin(), skipped.end(), tensor) != 0)
@@ -144,6 +156,10 @@ class Job {
       HandOver(tensor, gradient);
       Update(tensor, command.groups[group], gradient, scale);
       command.updates.push_back({tensor, group, references_[tensor].update_count, scale});
+      if (variant_.world.world_size > 1) {
+        command.updates.back().own_gradient_crc =
+            Crc32c(0, gradient.data(), gradient.size());
+      }
     }
     const absl::Status status = session_->Step(command);
     ASSERT_TRUE(status.ok()) << status;
@@ -197,7 +213,7 @@ class Job {
   }
 
   // Connects to the daemon of OFFLOADD_SOCKET instead of a private one.
-  void UseNodeDaemon() { connect_ = {.allow_private = false}; }
+  void UseNodeDaemon() { connect_ = {.allow_private = false, .world = variant_.world}; }
 
   // Ends the session without closing the job.
   void Leave() { session_.reset(); }
@@ -232,6 +248,11 @@ class Job {
     history_.back() = references_;
   }
 
+  uint32_t rank() const { return variant_.world.rank; }
+  // What the trainer keeps: of every rank its own.
+  std::string StateOfRank(const std::string& state) const {
+    return variant_.world.world_size == 1 ? state : absl::StrCat(state, " in rank ", rank());
+  }
   client::Session& session() { return *session_; }
   const client::JobInfo& info() const { return info_; }
   uint64_t step() const { return step_; }
@@ -271,6 +292,8 @@ class Job {
       plan_.gradients.push_back(placement);
     }
     plan_.region_bytes = end;
+    plan_.world_size = variant_.world.world_size;
+    if (plan_.world_size > 1) plan_.other_region_bytes = end;
   }
 
   References InitialWeights() {
