@@ -128,8 +128,8 @@ void SayWait(const JobOptions& options, const v1::OpenJobReply& reply) {
 }
 
 void AppendUpdates(const StepCommand& command, size_t begin, v1::StepRequest& request) {
-  const bool has_own = std::any_of(
-      command.updates.begin(), command.updates.end(), [](const TensorUpdate& update) {
+  const bool has_own =
+      std::any_of(command.updates.begin(), command.updates.end(), [](const TensorUpdate& update) {
         return update.own_gradient_offset != 0 || update.own_gradient_crc != 0;
       });
   AppendPart(command.updates, begin, [&](const TensorUpdate& update) {
@@ -291,7 +291,7 @@ absl::StatusOr<uint64_t> ControlClient::WaitDurable() {
 }
 
 absl::StatusOr<std::vector<std::string>> ControlClient::Exchange(const std::string& data,
-                                                                  uint64_t number) {
+                                                                 uint64_t number) {
   v1::ExchangeRequest request;
   request.set_data(data);
   request.set_number(number);
@@ -300,6 +300,13 @@ absl::StatusOr<std::vector<std::string>> ControlClient::Exchange(const std::stri
     return stub_->Exchange(&context, request, &reply);
   }));
   return std::vector<std::string>(reply.data().begin(), reply.data().end());
+}
+
+absl::Status ControlClient::EndLoad() {
+  v1::Empty reply;
+  return Run("EndLoad", std::nullopt, [&](grpc::ClientContext& context) {
+    return stub_->EndLoad(&context, v1::Empty(), &reply);
+  });
 }
 
 absl::Status ControlClient::CloseJob() {

@@ -157,6 +157,10 @@ absl::Status Session::Publish(const std::string& trainer_state) {
   return impl_->control->Publish(trainer_state);
 }
 
+absl::Status Session::EndLoad() {
+  return impl_->Timed([&] { return impl_->control->EndLoad(); });
+}
+
 absl::Status Session::SetSchedule(std::span<const uint32_t> tensors) {
   return impl_->control->SetSchedule(tensors);
 }
@@ -170,7 +174,8 @@ absl::StatusOr<uint64_t> Session::WaitDurable() {
 }
 
 absl::StatusOr<std::vector<std::string>> Session::Exchange(const std::string& data) {
-  return impl_->Timed([&] { return impl_->control->Exchange(data, impl_->exchanges.fetch_add(1)); });
+  return impl_->Timed(
+      [&] { return impl_->control->Exchange(data, impl_->exchanges.fetch_add(1)); });
 }
 
 const World& Session::world() const { return impl_->world; }

@@ -86,13 +86,14 @@ std::string DescribeLaunches(const Job& job, const JobIdentity& ours) {
 // Runs `work` on the loop of the session's job, with the session's rank of it.
 template <typename Answer, typename Work>
 Answer OnJob(Session& session, Work work) {
+  const absl::Status ended = MakeError(ErrorId::kSessionEnded, "the session is closed");
   const std::shared_ptr<Job> job = session.job();
-  if (job == nullptr) return NoJob();
-  return job->loop().Call<Answer>([&job = *job, id = session.id(), work = std::move(work)](
-                                      std::function<void(Answer)> answer) mutable {
-    Rank* const rank = job.FindRank(id);
+  if (job == nullptr) return session.IsLeaving() ? ended : NoJob();
+  return job->loop().Call<Answer>([&](std::function<void(Answer)> answer) {
+    if (session.IsLeaving()) return answer(ended);
+    Rank* const rank = job->FindRank(session.id());
     if (rank == nullptr) return answer(NoJob());
-    work(job, *rank, std::move(answer));
+    work(*job, *rank, std::move(answer));
   });
 }
 
@@ -136,8 +137,7 @@ grpc::Status ControlService::OpenJob(grpc::ServerContext* context, const v1::Ope
   }
   using Answer = absl::StatusOr<v1::OpenJobReply>;
   const Answer answer = job->loop().Call<Answer>([&](std::function<void(Answer)> done) {
-    if ((*session)->IsLeaving())
-      return done(MakeError(ErrorId::kSessionEnded, "the session ends"));
+    if ((*session)->IsLeaving()) return done(MakeError(ErrorId::kSessionEnded, "the session ends"));
     job->OpenJob((*session)->MemberOfJob(), request, std::move(done));
   });
   if (answer.ok()) {
@@ -155,13 +155,13 @@ absl::StatusOr<std::shared_ptr<Job>> ControlService::TakeJob(const Session& sess
   if (session.job() != nullptr) return MakeError(ErrorId::kProtocol, "OpenJob for the second time");
   OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(pools_, request.pool()));
   OFFLOAD_ASSIGN_OR_RETURN(const std::string store, StoreOf(pool, request.job()));
-  const JobIdentity identity{.user = session.peer().uid,
-                             .name = request.job(),
-                             .pool = pool,
-                             .store = store,
-                             .run_id = request.world().world_size() > 1 ? request.world().run_id()
-                                                                       : std::string(),
-                             .pid = session.client_pid()};
+  const JobIdentity identity{
+      .user = session.peer().uid,
+      .name = request.job(),
+      .pool = pool,
+      .store = store,
+      .run_id = request.world().world_size() > 1 ? request.world().run_id() : std::string(),
+      .pid = session.client_pid()};
   const double deadline = Clock::Real().NowSeconds() + kLimits.holder_patience_seconds;
   for (;;) {
     OFFLOAD_ASSIGN_OR_RETURN(JobTable::Claim claim, jobs_->Take(identity));
@@ -238,6 +238,15 @@ grpc::Status ControlService::Publish(grpc::ServerContext* context,
   return ToGrpc(OnJob<absl::Status>(
       **session, [&](Job& job, Rank& rank, std::function<void(absl::Status)> done) {
         job.Publish(rank, request->trainer_state(), std::move(done));
+      }));
+}
+
+grpc::Status ControlService::EndLoad(grpc::ServerContext* context, const v1::Empty*, v1::Empty*) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  return ToGrpc(
+      OnJob<absl::Status>(**session, [](Job& job, Rank&, std::function<void(absl::Status)> done) {
+        job.EndLoad(std::move(done));
       }));
 }
 

@@ -94,7 +94,8 @@ void Job::Shutdown(std::function<void()> done) {
   leave_waiters_.push_back(std::move(done));
 }
 
-// Moves towards the end: updates and puts first, then a commit for what was put without a step.
+// Moves towards the end: updates first, then a commit of steps that wait for one. Unsettled puts go
+// with the open epoch.
 void Job::Drain() {
   if (phase() != JobPhase::kClosing || OffLoopIsBusy()) return;
   if (IsSealed() && !context_.failed()) {
@@ -160,9 +161,9 @@ void Job::StartPublishing() {
   context_.commit_wanted = true;
   transfers_->WriteBundles([this](absl::Status status) {
     if (!status.ok() || context_.failed()) return FinishPublish(std::move(status));
-    store_->Commit(0, EncodeTrainerStates(trainer_states_),
-                   context_.Counted(
-                       [this](absl::Status committed) { FinishPublish(std::move(committed)); }));
+    store_->Commit(
+        0, EncodeTrainerStates(trainer_states_),
+        context_.Counted([this](absl::Status committed) { FinishPublish(std::move(committed)); }));
   });
 }
 
@@ -191,6 +192,17 @@ void Job::AnswerPublish(const absl::Status& status) {
     if (rank == nullptr || rank->calls.publish == nullptr) continue;
     std::exchange(rank->calls.publish, nullptr)(status);
   }
+}
+
+void Job::EndLoad(Done done) {
+  if (absl::Status status = Check(JobCall::kEndLoad); !status.ok()) return done(std::move(status));
+  if (StepIsReady() || transfers_->putting())
+    return done(WrongState("EndLoad while a step or puts are under way"));
+  const bool loaded = std::exchange(context_.unsettled_puts, false);
+  if (!loaded || !executor_->HasUncommitted()) return done(absl::OkStatus());
+  executor_->CommitSoon();
+  durable_waiters_.push_back(
+      [done = std::move(done)](const absl::StatusOr<uint64_t>& step) { done(step.status()); });
 }
 
 // ---- Steps -------------------------------------------------------------------------------------
@@ -244,6 +256,7 @@ void Job::Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDon
 // Records the step that waits; the one before it is committed.
 void Job::StartRecordedStep() {
   if (!StepIsReady() || executor_->busy()) return;
+  if (transfers_->putting()) return;  // they came before it
   // Between two steps it is the turn of a change of snapshots.
   if (!changes_.empty() && !NeedsGrowth(changes_.front())) return;
   const absl::StatusOr<StepMessages> messages = gate_->Take();
@@ -358,9 +371,9 @@ void Job::BreakOff(Rank& rank, const absl::Status& fault) {
   if (world_size() == 1) {
     Fail(fault);  // also tells the rank why
   } else {
-    EndBecause(MakeError(ErrorId::kRankLost,
-                         absl::StrCat(NameOf(rank), " has broken the protocol: ",
-                                      fault.message())));
+    EndBecause(
+        MakeError(ErrorId::kRankLost,
+                  absl::StrCat(NameOf(rank), " has broken the protocol: ", fault.message())));
   }
   DetachRings(rank);
   rank.EndSession();
@@ -456,6 +469,7 @@ int Job::Turn() {
     TakePositions();
     // Transfers before updates: what they hold is held before an update could claim it.
     waiting |= transfers_->Turn();
+    StartRecordedStep();
     waiting |= cache_->Turn();
     waiting |= executor_->Turn();
     if (scrubber_ != nullptr) scrub_seconds = scrubber_->Turn(context_.clock->NowSeconds());

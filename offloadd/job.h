@@ -11,13 +11,18 @@
 // ends, too: a step that all had called for is finished and committed, one that they had not is
 // dropped whole, and the others are told which rank it was.
 //
+// Between steps the (first) rank may put weights; the next Step makes them part of its epoch,
+// EndLoad part of the present one.
+//
 // Invariants
 //   * Everything that ram promises is reserved at Seal; after that the job allocates nothing but
 //   small bookkeeping.
 //   * Every call is answered once, also when its rank or the daemon goes away.
 //   * A job ends drained: no transfer or computation is under way, every recorded step is committed
 //   unless the job has failed, the store is closed. Its memories stay until the object goes.
-//   * A snapshot is made or deleted between two steps, when everything is committed.
+//   * Only a step or the end of a load makes puts durable. What was put since is in no commit and
+//   in no snapshot, and is gone when the job ends, however it ends.
+//   * A snapshot is made or deleted between two steps, when all of them are committed.
 //   * What takes long without needing the loop (opening, formatting, reserving) runs on a thread of
 //   the job's own. Nothing is under way in store or scratch file then, no ring is read and nobody
 //   polls; the loop goes on answering calls.
@@ -122,6 +127,9 @@ class Job {
   // `progress` is called on another thread, before `done`.
   void Seal(Rank& rank, std::vector<proto::v1::SealRequest> messages, Progress progress, Done done);
   void Publish(Rank& rank, const std::string& trainer_state, Done done);
+  // Commits what was put since the last step, as a whole, under the epoch that there is. The puts
+  // are answered before.
+  void EndLoad(Done done);
   absl::Status SetSchedule(Rank& rank, const std::vector<uint32_t>& tensors);
   void Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done);
   void WaitDurable(StepDone done);
@@ -177,9 +185,9 @@ class Job {
   absl::Status AddRank(Rank::Member member, const proto::v1::OpenJobRequest& request, Rank** added);
   bool OpeningIsDone() const;
   swap::StoreOptions MakeStoreOptions() const;
-  void OpenStore(Made& made) const;
+  void OpenStore(Made& made);
   absl::Status MakeSlab(Made& made) const;
-  absl::Status MakeScratch(uint64_t bytes, Made& made) const;
+  absl::Status MakeScratch(uint64_t bytes, Made& made);
   void FinishOpening(Made& made);
   void GiveUpOpening(const absl::Status& status);
   void AnswerOpening();
@@ -294,9 +302,9 @@ class Job {
   std::unique_ptr<Transfers> transfers_;
   std::unique_ptr<swap::Scrubber> scrubber_;  // when the job has a committed store
 
-  uint64_t step_ = 0;  // the last recorded one
+  uint64_t step_ = 0;             // the last recorded one
   std::optional<StepGate> gate_;  // once it is sealed
-  std::optional<Wait> wait_;  // for late ranks
+  std::optional<Wait> wait_;      // for late ranks
   double wait_report_seconds_ = 0;
   std::vector<StepDone> durable_waiters_;
   std::deque<SnapshotChange> changes_;  // one at a time

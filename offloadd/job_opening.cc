@@ -121,13 +121,13 @@ absl::Status Job::AddRank(Rank::Member member, const proto::v1::OpenJobRequest& 
       [this, made, raw = rank.get()] {
         if (!cancelled_) *made = raw->MakeRegion(ram_bytes_);
       },
-          [this, made, raw = rank.get()] {
-            if (!made->ok()) return GiveUpOpening(*made);
-            context_.ranks[raw->number()] = {.region = raw->region().data(),
-                                             .region_bytes = kOpenRegionBytes};
-            UpdateMemory(*raw);
-            AnswerOpening();
-          });
+      [this, made, raw = rank.get()] {
+        if (!made->ok()) return GiveUpOpening(*made);
+        context_.ranks[raw->number()] = {.region = raw->region().data(),
+                                         .region_bytes = kOpenRegionBytes};
+        UpdateMemory(*raw);
+        AnswerOpening();
+      });
   return absl::OkStatus();
 }
 
@@ -143,7 +143,7 @@ swap::StoreOptions Job::MakeStoreOptions() const {
   return options;
 }
 
-void Job::OpenStore(Made& made) const {
+void Job::OpenStore(Made& made) {
   absl::StatusOr<std::unique_ptr<swap::Store>> store =
       swap::Store::Open(identity_.pool, identity_.name, MakeStoreOptions());
   if (store.ok()) {
@@ -172,11 +172,15 @@ absl::Status Job::MakeSlab(Made& made) const {
 }
 
 // At least so many bytes of it.
-absl::Status Job::MakeScratch(uint64_t bytes, Made& made) const {
+absl::Status Job::MakeScratch(uint64_t bytes, Made& made) {
   if (scratch_ == nullptr && made.scratch == nullptr) {
     OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools,
                              swap::SplitPools(identity_.pool));
-    OFFLOAD_ASSIGN_OR_RETURN(made.scratch, swap::Scratch::Create(pools.front(), io_));
+    swap::ScratchOptions options{.io = io_};
+    options.compute = [this](std::function<void()> work, std::function<void()> done) {
+      context_.Compute(std::move(work), std::move(done));
+    };
+    OFFLOAD_ASSIGN_OR_RETURN(made.scratch, swap::Scratch::Create(pools, std::move(options)));
   }
   swap::Scratch& scratch = made.scratch != nullptr ? *made.scratch : *scratch_;
   return bytes > 0 ? scratch.Reserve(bytes) : absl::OkStatus();
@@ -277,9 +281,9 @@ void Job::WatchJoining() {
   if (phase() != JobPhase::kOpening || world_size() < 2 || membership_.IsComplete()) return;
   const double now = context_.clock->NowSeconds();
   if (now >= join_deadline_seconds_) {
-    return GiveUpOpening(MakeError(
-        ErrorId::kRankMissing, absl::StrCat("job \"", identity_.name, "\" waited in vain for ",
-                                            membership_.DescribeMissing())));
+    return GiveUpOpening(MakeError(ErrorId::kRankMissing,
+                                   absl::StrCat("job \"", identity_.name, "\" waited in vain for ",
+                                                membership_.DescribeMissing())));
   }
   proto::v1::OpenJobReply reply;
   for (const uint32_t missing : membership_.Missing()) reply.add_missing_ranks(missing);

@@ -30,6 +30,7 @@ constexpr CallRow kCalls[kJobCalls] = {
     {"Seal", Bit(JobPhase::kOpen), "OpenJob", "Seal"},
     // Of an existing job: it has nothing to commit.
     {"Publish", Bit(JobPhase::kSealed) | Bit(JobPhase::kTraining), "Seal", "Publish"},
+    {"EndLoad", Bit(JobPhase::kTraining), "Publish", ""},
     {"SetSchedule", kWhileSealed, "Seal", ""},
     {"Step", Bit(JobPhase::kTraining), "Publish", ""},
     {"WaitDurable", Bit(JobPhase::kTraining), "Publish", ""},

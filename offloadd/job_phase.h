@@ -40,12 +40,13 @@ enum class JobCall : uint8_t {
   kReserveScratch,
   kSeal,
   kPublish,
+  kEndLoad,
   kSetSchedule,
   kStep,
   kWaitDurable,
   kExchange,
 };
-inline constexpr int kJobCalls = 9;
+inline constexpr int kJobCalls = 10;
 std::string_view NameOf(JobCall call);
 
 // OFD-1503 "Step before Publish", "DeclareTensors after Seal", "Seal for the second time", "Step

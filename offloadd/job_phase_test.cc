@@ -37,6 +37,7 @@ TEST(JobPhaseTest, EveryCallHasItsPhases) {
   EXPECT_EQ(AllowedPhases(JobCall::kReserveScratch), living);
   EXPECT_EQ(AllowedPhases(JobCall::kSeal), std::set{kOpen});
   EXPECT_EQ(AllowedPhases(JobCall::kPublish), (std::set{kSealed, kTraining}));
+  EXPECT_EQ(AllowedPhases(JobCall::kEndLoad), std::set{kTraining});
   EXPECT_EQ(AllowedPhases(JobCall::kSetSchedule), sealed);
   EXPECT_EQ(AllowedPhases(JobCall::kStep), std::set{kTraining});
   EXPECT_EQ(AllowedPhases(JobCall::kWaitDurable), std::set{kTraining});

@@ -7,11 +7,12 @@
 //   * Transfers of one tensor run in the order in which they came; a put runs alone, and none while
 //   the tensor's update is pending.
 //   * A put becomes part of the open epoch: the master is the written value, the residual zero, the
-//   moments stay.
+//   moments stay. It is unsettled until the next step or the end of a load, and dropped if neither
+//   comes; so it begins only after the commit of every step before it, which has nothing of it.
 //   * Everything that the drive gave is verified before it reaches the rank.
-//   * Of several ranks the first one's puts count. They come in sequences, each ended by a put of no
-//   elements, and the k-th sequence of a tensor begins when every other rank has put no elements of
-//   it for the k-th time (it follows: it does not read the old bytes any more), or waits in an
+//   * Of several ranks the first one's puts count. They come in sequences, each ended by a put of
+//   no elements, and the k-th sequence of a tensor begins when every other rank has put no elements
+//   of it for the k-th time (it follows: it does not read the old bytes any more), or waits in an
 //   exchange; those are answered when the sequence has ended.
 //
 // Thread safety: the loop's thread only; computations run on workers.
@@ -44,6 +45,8 @@ class Transfers {
   // Answers all that have not begun with why the job ends.
   void FailQueued(const absl::Status& status);
   bool idle() const { return queue_.empty() && in_flight_ == 0; }
+  // True while a put waits or is under way.
+  bool putting() const { return puts_ > 0; }
 
   // Writes all bundles into the open epoch of a store that is not published. `done` runs once.
   void WriteBundles(std::function<void(absl::Status)> done);
@@ -97,6 +100,7 @@ class Transfers {
   // True when no other rank reads the old bytes any more; the reason when one never will say so.
   absl::StatusOr<bool> IsFollowed(const Request& request);
   bool CanStart(const proto::SubmissionEntry& entry);
+  bool CanPut();
   void Start(const Request& request);
   void PlacePlanes(const TransferPointer& transfer);
   bool NeedsPlane(const Transfer& transfer, int plane) const;
@@ -119,9 +123,10 @@ class Transfers {
   ResidentState* state_;
   UpdateExecutor* executor_;
   std::deque<Request> queue_;
-  std::unordered_map<uint32_t, Users> users_;  // by store tensor
+  std::unordered_map<uint32_t, Users> users_;      // by store tensor
   std::unordered_map<uint32_t, Follows> follows_;  // by tensor
   uint32_t in_flight_ = 0;
+  uint32_t puts_ = 0;  // queued and in flight
   uint32_t buffers_in_use_ = 0;
   std::vector<MappedRegion> free_buffers_;
 };

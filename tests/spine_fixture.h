@@ -157,8 +157,7 @@ class Job {
       Update(tensor, command.groups[group], gradient, scale);
       command.updates.push_back({tensor, group, references_[tensor].update_count, scale});
       if (variant_.world.world_size > 1) {
-        command.updates.back().own_gradient_crc =
-            Crc32c(0, gradient.data(), gradient.size());
+        command.updates.back().own_gradient_crc = Crc32c(0, gradient.data(), gradient.size());
       }
     }
     const absl::Status status = session_->Step(command);
@@ -241,10 +240,18 @@ class Job {
     references_ = other.references_;
   }
 
+  // What a Put() then takes; part of the history with the next step, or at the end of a load.
   void ChangeWeights(uint32_t tensor, float by) {
     for (float& value : references_[tensor].master) {
       value = variant_.dtype == Dtype::kFloat32 ? value + by : FromBFloat16(ToBFloat16(value + by));
     }
+  }
+  void SetWeights(uint32_t tensor, std::vector<float> values) {
+    references_[tensor].master = std::move(values);
+  }
+  void EndLoad() {
+    const absl::Status status = session_->EndLoad();
+    ASSERT_TRUE(status.ok()) << status;
     history_.back() = references_;
   }
 
