@@ -41,6 +41,9 @@ void FillRank(Rank& rank, proto::v1::RankStatus* status) {
 }  // namespace
 
 void Job::UpdateHeader() {
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank != nullptr) FillRank(*rank, status->add_ranks());
+  }
   if (slab_.data() == nullptr) return;
   uint64_t bytes_read = 0, bytes_written = 0;
   for (const aio::Device* device : {store_ != nullptr ? &store_->device() : nullptr,
@@ -69,6 +72,9 @@ void Job::FillStatus(proto::v1::JobStatus* status) const {
   status->set_pool(identity_.pool);
   status->set_client_pid(static_cast<uint32_t>(identity_.pid));
   status->set_phase(std::string(context_.failed() ? "failed" : NameOf(phase())));
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank != nullptr) FillRank(*rank, status->add_ranks());
+  }
   if (slab_.data() == nullptr) return;
   status->set_step(step_);
   status->set_durable_step(header()->durable_step.load(std::memory_order_relaxed));
@@ -77,7 +83,6 @@ void Job::FillStatus(proto::v1::JobStatus* status) const {
   for (const std::unique_ptr<Rank>& rank : ranks_) {
     if (rank == nullptr) continue;
     allocated_bytes += rank->region().AllocatedBytes().value_or(0);
-    FillRank(*rank, status->add_ranks());
   }
   status->set_allocated_bytes(allocated_bytes);
   status->set_resident_bytes(header()->resident_bytes.load(std::memory_order_relaxed));

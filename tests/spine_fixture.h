@@ -142,27 +142,27 @@ class Job {
   // One step with random gradients; the reference takes it, too. `skipped` tensors have none.
   void Step(const std::vector<uint32_t>& skipped = {}) {
     client::StepCommand command;
-    command.step = ++step_;
-    command.groups = {Group(1e-2), Group(3e-2)};
-    command.has_trainer_state = true;
-    command.trainer_state = StateOfRank(absl::StrCat("after ", step_));
-    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
-      if (!catalogue_.tensors[tensor].trainable ||
-          std::count(skipped.begin(), skipped.end(), tensor) != 0)
-        continue;
-      const float scale = tensor % 2 == 0 ? 1.0f : 0.37f;
-      const uint32_t group = tensor % 3 == 0 ? 1 : 0;
-      const std::vector<std::byte> gradient = Gradient(tensor);
-      HandOver(tensor, gradient);
-      Update(tensor, command.groups[group], gradient, scale);
-      command.updates.push_back({tensor, group, references_[tensor].update_count, scale});
-      if (variant_.world.world_size > 1) {
-        command.updates.back().own_gradient_crc = Crc32c(0, gradient.data(), gradient.size());
-      }
-    }
+    ASSERT_TRUE(MakeStep(skipped, true, &command).ok());
     const absl::Status status = session_->Step(command);
     ASSERT_TRUE(status.ok()) << status;
     history_.push_back(references_);
+  }
+  // The same, with gradients that depend on nothing but the number of the step.
+  absl::Status NumberedStep() {
+    client::StepCommand command;
+    SeedByStep();
+    const absl::Status handed_over = MakeStep({}, true, &command);
+    return handed_over.ok() ? session_->Step(command) : handed_over;
+  }
+  // Takes numbered steps of a new job in memory only, as far as `step`.
+  void SkipTo(uint64_t step) {
+    if (references_.empty()) references_ = InitialWeights();
+    while (step_ < step) {
+      client::StepCommand command;
+      SeedByStep();
+      ASSERT_TRUE(MakeStep({}, false, &command).ok());
+    }
+    history_ = {references_};
   }
 
   // Touches every tensor in the order of a forward and checks its bytes.
@@ -264,6 +264,8 @@ class Job {
   const client::JobInfo& info() const { return info_; }
   uint64_t step() const { return step_; }
   const proto::Catalogue& catalogue() const { return catalogue_; }
+  const proto::MemoryPlan& plan() const { return plan_; }
+  uint64_t pins_offset() const { return pins_offset_; }
 
  private:
   uint64_t count(uint32_t tensor) const { return catalogue_.tensors[tensor].element_count; }
@@ -344,23 +346,51 @@ class Job {
     return CastBytes(values);
   }
 
-  void HandOver(uint32_t tensor, const std::vector<std::byte>& gradient) {
+  absl::Status HandOver(uint32_t tensor, const std::vector<std::byte>& gradient) {
     const proto::GradientPlacement& placement = plan_.gradients[tensor];
     // The update of the step before may still be reading the gradient: a tensor that is not pending
     // any more has taken it.
     if (session_->State(tensor) == proto::kPending) {
-      ASSERT_TRUE(session_->Acquire(tensor).ok());
+      if (const auto acquired = session_->Acquire(tensor); !acquired.ok()) return acquired.status();
       session_->Release(tensor);
     }
     if (placement.home == proto::GradientHome::kRegion) {
       std::memcpy(session_->region() + placement.offset_bytes, gradient.data(), gradient.size());
-      return;
+      return absl::OkStatus();
     }
     const uint64_t bytes = proto::PaddedBytes(gradient.size());
     std::memcpy(session_->region() + staging_offset_, gradient.data(), gradient.size());
-    const absl::Status status =
-        session_->Wait(session_->ScratchWrite(placement.offset_bytes, bytes, staging_offset_));
-    ASSERT_TRUE(status.ok()) << status;
+    return session_->Wait(session_->ScratchWrite(placement.offset_bytes, bytes, staging_offset_));
+  }
+
+  void SeedByStep() {
+    random_.seed(static_cast<uint32_t>(step_ + 1));
+    normal_.reset();
+  }
+
+  absl::Status MakeStep(const std::vector<uint32_t>& skipped, bool hands_over,
+                        client::StepCommand* command) {
+    command->step = ++step_;
+    command->groups = {Group(1e-2), Group(3e-2)};
+    command->has_trainer_state = true;
+    command->trainer_state = StateOfRank(absl::StrCat("after ", step_));
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
+      if (!catalogue_.tensors[tensor].trainable ||
+          std::count(skipped.begin(), skipped.end(), tensor) != 0)
+        continue;
+      const float scale = tensor % 2 == 0 ? 1.0f : 0.37f;
+      const uint32_t group = tensor % 3 == 0 ? 1 : 0;
+      const std::vector<std::byte> gradient = Gradient(tensor);
+      if (hands_over) {
+        if (const absl::Status status = HandOver(tensor, gradient); !status.ok()) return status;
+      }
+      Update(tensor, command->groups[group], gradient, scale);
+      command->updates.push_back({tensor, group, references_[tensor].update_count, scale});
+      if (variant_.world.world_size > 1) {
+        command->updates.back().own_gradient_crc = Crc32c(0, gradient.data(), gradient.size());
+      }
+    }
+    return absl::OkStatus();
   }
 
   client::Group Group(double lr) const {
