@@ -78,13 +78,14 @@ absl::StatusOr<std::string> StoreOf(const std::string& pool, const std::string& 
 // Runs `work` on the loop of the session's job, with the session's rank of it.
 template <typename Answer, typename Work>
 Answer OnJob(Session& session, Work work) {
+  const absl::Status ended = MakeError(ErrorId::kSessionEnded, "the session is closed");
   const std::shared_ptr<Job> job = session.job();
-  if (job == nullptr) return NoJob();
-  return job->loop().Call<Answer>([&job = *job, id = session.id(), work = std::move(work)](
-                                      std::function<void(Answer)> answer) mutable {
-    Rank* const rank = job.FindRank(id);
+  if (job == nullptr) return session.IsLeaving() ? ended : NoJob();
+  return job->loop().Call<Answer>([&](std::function<void(Answer)> answer) {
+    if (session.IsLeaving()) return answer(ended);
+    Rank* const rank = job->FindRank(session.id());
     if (rank == nullptr) return answer(NoJob());
-    work(job, *rank, std::move(answer));
+    work(*job, *rank, std::move(answer));
   });
 }
 
