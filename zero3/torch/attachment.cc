@@ -111,11 +111,8 @@ std::byte* HomeRanges::Take(size_t size_bytes) {
 
 // ---- Attachment --------------------------------------------------------------------------------
 
-Attachment::Attachment(std::unique_ptr<client::Session> session, uint32_t rank,
-                       uint32_t world_size)
+Attachment::Attachment(std::unique_ptr<client::Session> session)
     : session_(std::move(session)),
-      rank_(rank),
-      world_size_(world_size),
       staging_(proto::kRegionFixedBytes, proto::kLoadingStagingBytes) {}
 
 void Attachment::SetPlan(PlanInput input, Plan plan) {
@@ -124,6 +121,7 @@ void Attachment::SetPlan(PlanInput input, Plan plan) {
   OFFLOAD_CHECK(plan_.staging_offset == proto::kRegionFixedBytes) << plan_.staging_offset;
   staging_.Grow(plan_.staging_offset + proto::kLoadingStagingBytes,
                 plan_.staging_bytes - proto::kLoadingStagingBytes);
+  if (rank() == 0) staging_.Grow(plan_.first_staging_offset, plan_.first_staging_bytes);
   std::vector<uint64_t> slot_bytes;
   uint64_t largest_bytes = 0;
   for (const proto::Placement& placement : input_.catalogue.placements) {
@@ -172,14 +170,13 @@ void Attachment::PutWeight(uint32_t tensor, uint64_t region_offset) {
     for (const client::Ticket ticket : tickets) failure.Update(session_->Wait(ticket));
     tickets.clear();
   };
-  const uint64_t put_count = rank_ == 0 ? element_count : 0;
+  const uint64_t put_count = rank() == 0 ? element_count : 0;
   for (uint64_t begin = 0; begin < put_count && failure.ok(); begin += proto::kExtentElements) {
     const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
     tickets.push_back(session_->Put(tensor, begin, count, region_offset + begin * element_bytes));
     if (tickets.size() == kTransfersInFlight) wait_for_all();
   }
-  // The daemon pairs this with the same of the other ranks: nobody reads the old bytes any more.
-  if (world_size_ > 1) tickets.push_back(session_->Put(tensor, 0, 0, 0));
+  if (world_size() > 1) tickets.push_back(session_->FollowPut(tensor));
   wait_for_all();
   ThrowIfError(failure, absl::StrCat("parameter '", this->tensor(tensor).name, "'"));
 }

@@ -81,12 +81,11 @@ class HomeRanges {
 
 class Attachment : public std::enable_shared_from_this<Attachment> {
  public:
-  explicit Attachment(std::unique_ptr<client::Session> session, uint32_t rank = 0,
-                      uint32_t world_size = 1);
+  explicit Attachment(std::unique_ptr<client::Session> session);
 
   client::Session& session() { return *session_; }
-  uint32_t rank() const { return rank_; }
-  uint32_t world_size() const { return world_size_; }
+  uint32_t rank() const { return session_->world().rank; }
+  uint32_t world_size() const { return session_->world().world_size; }
   std::byte* region() const { return session_->region(); }
   Staging& staging() { return staging_; }
   HomeRanges& homes() { return homes_; }
@@ -112,7 +111,6 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
  private:
   std::unique_ptr<client::Session> session_;
-  const uint32_t rank_, world_size_;
   Staging staging_;
   HomeRanges homes_;
   PlanInput input_;

@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 #include <offload/torch.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "client/rank_environment.h"
 #include "client/session.h"
 #include "zero3/torch/in_memory.h"
 #include "zero3/torch/offload_engine.h"
@@ -31,6 +33,29 @@ std::string Environment(const char* name, std::string otherwise) {
 bool IsDisabled() {
   const char* const value = std::getenv("OFFLOADD_DISABLE");
   return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
+}
+
+// What the options say, else the launcher.
+client::World WorldOf(const Options& options) {
+  if (options.gradients != "stream" && options.gradients != "reduced_by_trainer") {
+    ThrowStatus(MakeError(ErrorId::kBadValue,
+                          absl::StrCat("gradients is \"", options.gradients, "\""),
+                          "Set it to \"stream\" or \"reduced_by_trainer\""));
+  }
+  client::World world =
+      ValueOrThrow(client::WorldFromEnvironment(client::EnvironmentOfProcess(), ::getppid()));
+  if (options.world_size != 0) {
+    world.rank = static_cast<uint32_t>(options.rank);
+    world.world_size = static_cast<uint32_t>(options.world_size);
+    world.local_rank =
+        static_cast<uint32_t>(options.local_rank < 0 ? options.rank : options.local_rank);
+    world.local_world_size = static_cast<uint32_t>(
+        options.local_world_size == 0 ? options.world_size : options.local_world_size);
+    world.launcher = "options";
+  }
+  if (options.run_id != "auto") world.run_id = options.run_id;
+  ThrowIfError(client::CheckWorld(world));
+  return world;
 }
 
 // Every parameter of the module once, in its order.
@@ -176,15 +201,25 @@ Options Options::FromEnvironment() {
 }
 
 std::shared_ptr<Engine> Engine::Open(const Options& options) {
-  if (zero3::IsDisabled()) return std::make_shared<zero3::InMemoryEngine>();
+  if (zero3::IsDisabled()) {
+    if (zero3::WorldOf(options).world_size > 1)
+      zero3::ThrowStatus(MakeError(ErrorId::kBadValue, "OFFLOADD_DISABLE is set for several ranks",
+                                   "Compare with one process that takes all micro-batches"));
+    return std::make_shared<zero3::InMemoryEngine>();
+  }
   if (options.nvme_path.empty())
     zero3::ThrowStatus(MakeError(ErrorId::kPoolMissing, "nvme_path is not set"));
   if (options.ram.empty())
     zero3::ThrowStatus(
         MakeError(ErrorId::kBadValue, "ram is not set", "Set ram to a size, for example \"8GiB\""));
   const uint64_t ram_bytes = zero3::ValueOrThrow(ParseByteSize(options.ram));
-  auto session = zero3::ValueOrThrow(client::Session::Connect(client::ConnectOptions()));
+  const client::World world = zero3::WorldOf(options);
+  auto session =
+      zero3::ValueOrThrow(client::Session::Connect(client::ConnectOptions{.world = world}));
   client::JobOptions job;
+  job.world = world;
+  job.gradient_sum = !options.gradient_average;
+  job.gradients_reduced = options.gradients == "reduced_by_trainer";
   job.job = options.job;
   job.pool = options.nvme_path;
   job.ram_bytes = ram_bytes;

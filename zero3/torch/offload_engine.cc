@@ -87,9 +87,12 @@ OffloadEngine::OffloadEngine(const Options& options, uint64_t ram_bytes,
     : options_(options),
       ram_bytes_(ram_bytes),
       exists_(job.exists),
-      attachment_(std::make_shared<Attachment>(std::move(session), job.rank, job.world_size)),
+      attachment_(std::make_shared<Attachment>(std::move(session))),
       step_(job.step),
-      state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))) {}
+      state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))) {
+  // How often tensors were updated is the same in all ranks, what the trainer keeps is not.
+  if (!job.trainer_state_is_own) state_.trainer.clear();
+}
 
 OffloadEngine::~OffloadEngine() {
   try {
@@ -161,7 +164,8 @@ void OffloadEngine::Declare(const std::vector<Parameter>& parameters,
   PlanInput input = {.catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors))),
                      .optimizer = optimizer,
                      .ram_bytes = ram_bytes_,
-                     .always_spill_gradients = options_.spill_gradients};
+                     .always_spill_gradients = options_.spill_gradients,
+                     .world_size = options_.gradients == "stream" ? attachment_->world_size() : 1};
   Plan plan = ValueOrThrow(MakePlan(input));
   client::Session& session = attachment_->session();
   ThrowIfError(session.DeclareTensors(input.catalogue.tensors));
@@ -457,7 +461,7 @@ void OffloadEngine::SetInitialWeights(std::string path, LoadOptions options) {
 
 std::vector<std::string> OffloadEngine::Exchange(std::string blob) {
   if (world_size() == 1) return {std::move(blob)};
-  return ValueOrThrow(attachment_->session().Exchange(std::move(blob)));
+  return ValueOrThrow(attachment_->session().Exchange(blob));
 }
 
 // The others wait, first until nobody uses a weight any more, then for what became of it.
