@@ -15,8 +15,7 @@
 #include "base/error.h"
 #include "client/session.h"
 #include "zero3/torch/in_memory.h"
-#include "zero3/torch/offload_engine.h"
-#include "zero3/torch/optimizers.h"
+#include "zero3/torch/module_engine.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload {
@@ -31,19 +30,6 @@ std::string Environment(const char* name, std::string otherwise) {
 bool IsDisabled() {
   const char* const value = std::getenv("OFFLOADD_DISABLE");
   return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
-}
-
-// Every parameter of the module once, in its order.
-std::vector<torch::optim::OptimizerParamGroup> OneGroup(torch::nn::Module& module) {
-  std::vector<at::Tensor> parameters;
-  std::unordered_set<const void*> seen;
-  for (const at::Tensor& parameter : module.parameters()) {
-    if (parameter.defined() && seen.insert(parameter.unsafeGetTensorImpl()).second)
-      parameters.push_back(parameter);
-  }
-  std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(std::move(parameters));
-  return groups;
 }
 
 // The same arithmetic without a daemon.
@@ -137,30 +123,6 @@ class InMemoryEngine final : public Engine {
 
 }  // namespace
 
-std::unique_ptr<torch::optim::Optimizer> OffloadEngine::AdamW(torch::nn::Module& module,
-                                                              torch::optim::AdamWOptions options,
-                                                              AdamWFlavour flavour) {
-  return AdamW(module, OneGroup(module), std::move(options), flavour);
-}
-
-std::unique_ptr<torch::optim::Optimizer> OffloadEngine::AdamW(
-    torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
-    torch::optim::AdamWOptions defaults, AdamWFlavour flavour) {
-  CheckOptions(defaults);
-  Attach(module, proto::OptimizerState::kAdam);
-  auto self = std::static_pointer_cast<OffloadEngine>(shared_from_this());
-  return MakeAdamW(std::move(self), std::move(groups), defaults, flavour);
-}
-
-std::unique_ptr<torch::optim::Optimizer> OffloadEngine::SGD(torch::nn::Module& module,
-                                                            torch::optim::SGDOptions options) {
-  CheckOptions(options);
-  Attach(module,
-         options.momentum() != 0 ? proto::OptimizerState::kMomentum : proto::OptimizerState::kNone);
-  auto self = std::static_pointer_cast<OffloadEngine>(shared_from_this());
-  return MakeSgd(std::move(self), OneGroup(module), options);
-}
-
 }  // namespace zero3
 
 Options Options::FromEnvironment() {
@@ -190,8 +152,8 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
   job.generations = static_cast<uint32_t>(std::max(options.generations, 0));
   job.update_threads = static_cast<uint32_t>(std::max(options.update_threads, 0));
   client::JobInfo info = zero3::ValueOrThrow(session->OpenJob(job));
-  return std::make_shared<zero3::OffloadEngine>(options, ram_bytes, std::move(session),
-                                                std::move(info));
+  return std::make_shared<zero3::ModuleEngine>(std::make_shared<zero3::TensorEngine>(
+      options, ram_bytes, std::move(session), std::move(info)));
 }
 
 }  // namespace offload
