@@ -17,8 +17,7 @@
 #include "client/rank_environment.h"
 #include "client/session.h"
 #include "zero3/torch/in_memory.h"
-#include "zero3/torch/offload_engine.h"
-#include "zero3/torch/optimizers.h"
+#include "zero3/torch/module_engine.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload {
@@ -45,30 +44,18 @@ client::World WorldOf(const Options& options) {
   client::World world =
       ValueOrThrow(client::WorldFromEnvironment(client::EnvironmentOfProcess(), ::getppid()));
   if (options.world_size != 0) {
+    const auto given = [](int value, int otherwise, int none) {
+      return static_cast<uint32_t>(value == none ? otherwise : value);
+    };
     world.rank = static_cast<uint32_t>(options.rank);
     world.world_size = static_cast<uint32_t>(options.world_size);
-    world.local_rank =
-        static_cast<uint32_t>(options.local_rank < 0 ? options.rank : options.local_rank);
-    world.local_world_size = static_cast<uint32_t>(
-        options.local_world_size == 0 ? options.world_size : options.local_world_size);
+    world.local_rank = given(options.local_rank, options.rank, -1);
+    world.local_world_size = given(options.local_world_size, options.world_size, 0);
     world.launcher = "options";
   }
   if (options.run_id != "auto") world.run_id = options.run_id;
   ThrowIfError(client::CheckWorld(world));
   return world;
-}
-
-// Every parameter of the module once, in its order.
-std::vector<torch::optim::OptimizerParamGroup> OneGroup(torch::nn::Module& module) {
-  std::vector<at::Tensor> parameters;
-  std::unordered_set<const void*> seen;
-  for (const at::Tensor& parameter : module.parameters()) {
-    if (parameter.defined() && seen.insert(parameter.unsafeGetTensorImpl()).second)
-      parameters.push_back(parameter);
-  }
-  std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(std::move(parameters));
-  return groups;
 }
 
 // The same arithmetic without a daemon.
@@ -165,30 +152,6 @@ class InMemoryEngine final : public Engine {
 
 }  // namespace
 
-std::unique_ptr<torch::optim::Optimizer> OffloadEngine::AdamW(torch::nn::Module& module,
-                                                              torch::optim::AdamWOptions options,
-                                                              AdamWFlavour flavour) {
-  return AdamW(module, OneGroup(module), std::move(options), flavour);
-}
-
-std::unique_ptr<torch::optim::Optimizer> OffloadEngine::AdamW(
-    torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
-    torch::optim::AdamWOptions defaults, AdamWFlavour flavour) {
-  CheckOptions(defaults);
-  Attach(module, proto::OptimizerState::kAdam);
-  auto self = std::static_pointer_cast<OffloadEngine>(shared_from_this());
-  return MakeAdamW(std::move(self), std::move(groups), defaults, flavour);
-}
-
-std::unique_ptr<torch::optim::Optimizer> OffloadEngine::SGD(torch::nn::Module& module,
-                                                            torch::optim::SGDOptions options) {
-  CheckOptions(options);
-  Attach(module,
-         options.momentum() != 0 ? proto::OptimizerState::kMomentum : proto::OptimizerState::kNone);
-  auto self = std::static_pointer_cast<OffloadEngine>(shared_from_this());
-  return MakeSgd(std::move(self), OneGroup(module), options);
-}
-
 }  // namespace zero3
 
 Options Options::FromEnvironment() {
@@ -201,11 +164,11 @@ Options Options::FromEnvironment() {
 }
 
 std::shared_ptr<Engine> Engine::Open(const Options& options) {
+  const client::World world = zero3::WorldOf(options);
   if (zero3::IsDisabled()) {
-    if (zero3::WorldOf(options).world_size > 1)
-      zero3::ThrowStatus(MakeError(ErrorId::kBadValue, "OFFLOADD_DISABLE is set for several ranks",
-                                   "Compare with one process that takes all micro-batches"));
-    return std::make_shared<zero3::InMemoryEngine>();
+    if (world.world_size == 1) return std::make_shared<zero3::InMemoryEngine>();
+    zero3::ThrowStatus(MakeError(ErrorId::kBadValue, "OFFLOADD_DISABLE is set for several ranks",
+                                 "Compare with one process that takes all micro-batches"));
   }
   if (options.nvme_path.empty())
     zero3::ThrowStatus(MakeError(ErrorId::kPoolMissing, "nvme_path is not set"));
@@ -213,9 +176,9 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
     zero3::ThrowStatus(
         MakeError(ErrorId::kBadValue, "ram is not set", "Set ram to a size, for example \"8GiB\""));
   const uint64_t ram_bytes = zero3::ValueOrThrow(ParseByteSize(options.ram));
-  const client::World world = zero3::WorldOf(options);
-  auto session =
-      zero3::ValueOrThrow(client::Session::Connect(client::ConnectOptions{.world = world}));
+  client::ConnectOptions connect;
+  connect.world = world;
+  auto session = zero3::ValueOrThrow(client::Session::Connect(connect));
   client::JobOptions job;
   job.world = world;
   job.gradient_sum = !options.gradient_average;
@@ -228,8 +191,8 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
   job.generations = static_cast<uint32_t>(std::max(options.generations, 0));
   job.update_threads = static_cast<uint32_t>(std::max(options.update_threads, 0));
   client::JobInfo info = zero3::ValueOrThrow(session->OpenJob(job));
-  return std::make_shared<zero3::OffloadEngine>(options, ram_bytes, std::move(session),
-                                                std::move(info));
+  return std::make_shared<zero3::ModuleEngine>(std::make_shared<zero3::TensorEngine>(
+      options, ram_bytes, std::move(session), std::move(info)));
 }
 
 }  // namespace offload

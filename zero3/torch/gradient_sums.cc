@@ -129,7 +129,7 @@ bool GradientSums::HasZeroed() {
 
 absl::Status GradientSums::LetGoOfSums() {
   for (SummedGradient* gradient : gradients_) {
-    if (gradient != nullptr) gradient->LetGo();
+    if (gradient != nullptr) gradient->LetGoOfSum();
   }
   return absl::OkStatus();
 }

@@ -8,9 +8,13 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <iterator>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/crc32c.h"
@@ -65,6 +69,7 @@ void SummedGradient::BeforeAccumulation() {
     if (closed_) return;
   }
   sums_->EnterBackward();
+  std::lock_guard accumulation(accumulation_mutex());
   at::Tensor& grad = parameter_.mutable_grad();
   start_ = proto::GradientStart::kNothing;
   taken_away_ = grad.defined();
@@ -125,7 +130,7 @@ bool SummedGradient::IsZeroed() {
   return given_ && (zero_ || !parameter_.grad().defined());
 }
 
-void SummedGradient::LetGo() {
+void SummedGradient::LetGoOfSum() {
   for (const auto& hook : accumulation_->post_hooks()) {
     if (dynamic_cast<const torch::autograd::utils::LambdaPostHook*>(hook.get()) == nullptr)
       continue;
@@ -135,18 +140,19 @@ void SummedGradient::LetGo() {
   const bool goes_on = parameter_.grad().is_same(tensor_);
   if (!goes_on) LeaveTensorToOthers();
   Lock lock(mutex());
+  WaitWhileMoving(lock);
   if (!goes_on) zero_ = true;
   if (zero_) {
     scale_ = 1.0f;
-    DropOwn();
+    DropOwn(lock);
   }
   given_ = false;
   DropCopies();
 }
 
-void SummedGradient::DropOwn() {
+void SummedGradient::DropOwn(Lock& lock) {
   if (!own_.has_value()) return;
-  WaitForUpdate();
+  WaitForUpdate(lock);
   sums_->stream().ring().Return(*std::exchange(own_, std::nullopt), size_bytes_);
 }
 
@@ -154,8 +160,8 @@ void SummedGradient::DropOwn() {
 void SummedGradient::DropCopies() {
   norms_.clear();
   finite_.reset();
-  if (!spilled() || !place_.has_value() || pins_ > 0) return;
-  window_->Leave(this, *place_, proto::PaddedBytes(size_bytes_));
+  if (!spilled() || !place_.has_value() || uses_ > 0) return;
+  window_->Leave(this, *place_, size_bytes_);
   place_.reset();
 }
 
@@ -173,93 +179,101 @@ std::byte* SummedGradient::bytes() const {
 
 void SummedGradient::ShowBytes() {
   if (pins_ > 0) {
-    PointTo(bytes(), /*throws=*/false);
+    swap_.PointTo(bytes(), /*throws=*/false);
   } else {
-    PointHome();
+    swap_.PointHome();
   }
 }
 
-bool SummedGradient::NeedsSum() {
-  Lock lock(mutex());
-  CheckOpen();
-  return !own_.has_value() && !zero_;
+void SummedGradient::BeforePin() {
+  {
+    Lock lock(mutex());
+    WaitWhileMoving(lock);
+    CheckOpen();
+    if (own_.has_value() || zero_) return;
+  }
+  ThrowIfError(sums_->stream().Look(tensor_id_).status(), subject_);
+}
+
+void SummedGradient::Bring(Access access, Lock& lock) {
+  if (access == Access::kRead) {
+    BringForReading(lock);
+  } else {
+    BringForWriting(access, lock);
+  }
+}
+
+void SummedGradient::BringForReading(Lock& lock) {
+  if (!zero_ && !own_.has_value()) LoadSum(lock);
+  if (!zero_ && scale_ == 1.0f) return;
+  c10::DataPtr copy = c10::GetCPUAllocator()->allocate(size_bytes_);
+  Alone(lock, [&] { CopyTo(static_cast<std::byte*>(copy.get())); });
+  settled_ = std::move(copy);
+}
+
+void SummedGradient::BringForWriting(Access access, Lock& lock) {
+  WaitForOtherUses(lock);
+  const bool overwrites = access == Access::kOverwrite;
+  const bool was_own = own_.has_value();
+  if (was_own) WaitForUpdate(lock);
+  if (!was_own && !zero_ && !overwrites) LoadSum(lock);
+  const bool is_value = was_own && !zero_ && scale_ == 1.0f;
+  Alone(lock, [&] {
+    const uint64_t piece =
+        was_own ? *own_ : ValueOrThrow(sums_->stream().ring().Take(size_bytes_), subject_);
+    if (!overwrites && !is_value) CopyTo(attachment_->region() + piece);
+    own_ = piece;
+  });
+  replaced_ = std::move(settled_);  // this thread's reads may still use it
+  zero_ = false;
+  scale_ = 1.0f;
+  norms_.clear();
+  finite_.reset();
+  if (pins_ > 0) ShowBytes();
+}
+
+// An operation that reads may call one that writes: its own uses may be there.
+void SummedGradient::WaitForOtherUses(Lock& lock) {
+  while (uses_ > Pins::CountOwn(this)) {
+    std::vector<WaitGraph::Thread> others;
+    std::copy_if(holders_.begin(), holders_.end(), std::back_inserter(others),
+                 [](WaitGraph::Thread holder) { return holder != std::this_thread::get_id(); });
+    if (others.empty()) {
+      changed().WaitForOthers(lock);  // an accelerator
+    } else if (!changed().Wait(lock, WaitGraph::Needs::kAllHolders, others)) {
+      ThrowStatus(MakeError(
+          ErrorId::kWindowExhausted,
+          absl::StrCat(subject_, " is read by an operation that waits for one of this thread"),
+          "Let one thread at a time write gradients"));
+    }
+  }
 }
 
 void SummedGradient::LoadSum(Lock& lock) {
-  if (spilled() && !place_.has_value()) {
-    on_drive_ = true;  // the daemon has written it
-    Load(Access::kRead, lock);
-  }
+  if (!spilled() || place_.has_value()) return;
+  on_drive_ = true;  // the daemon has written it
+  Load(Access::kRead, lock);
 }
 
-void SummedGradient::MakeCopy(std::byte* target) {
+// bytes() may be the target itself.
+void SummedGradient::CopyTo(std::byte* target) const {
   if (zero_) {
     std::memset(target, 0, size_bytes_);
     return;
   }
-  std::memcpy(target, bytes(), size_bytes_);
+  if (settled_) {
+    std::memcpy(target, settled_.get(), size_bytes_);
+    return;
+  }
+  if (target != bytes()) std::memcpy(target, bytes(), size_bytes_);
   if (scale_ == 1.0f) return;
   at::from_blob(target, parameter_.sizes(), at::TensorOptions().dtype(parameter_.scalar_type()))
       .mul_(at::scalar_tensor(scale_));
 }
 
-void SummedGradient::Pin(Access access) {
-  const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
-  const c10::AutoGradMode no_grad(false);
-  if (NeedsSum()) ThrowIfError(sums_->stream().Look(tensor_id_).status(), subject_);
-  Lock lock(mutex());
-  CheckOpen();
-  if (access == Access::kRead) {
-    PinForReading(lock);
-  } else {
-    PinForWriting(access, lock);
-  }
-  ++pins_;
-  ShowBytes();
-}
-
-void SummedGradient::PinForReading(Lock& lock) {
-  if (pins_ > 0) return;
-  if (!zero_ && !own_.has_value()) LoadSum(lock);
-  if (!zero_ && scale_ == 1.0f) return;
-  c10::DataPtr copy = c10::GetCPUAllocator()->allocate(size_bytes_);
-  MakeCopy(static_cast<std::byte*>(copy.get()));
-  settled_ = std::move(copy);
-}
-
-void SummedGradient::PinForWriting(Access access, Lock& lock) {
-  // An operation that reads may call one that writes: its pins may be there.
-  unpinned_.wait(lock, [this] { return pins_ == Pins::CountOwn(this); });
-  const bool overwrites = access == Access::kOverwrite;
-  if (own_.has_value()) {
-    WaitForUpdate();
-    if (!overwrites && !settled_ && (zero_ || scale_ != 1.0f))
-      MakeCopy(attachment_->region() + *own_);
-  } else {
-    if (!zero_ && !overwrites) LoadSum(lock);
-    const uint64_t piece = ValueOrThrow(sums_->stream().ring().Take(size_bytes_), subject_);
-    if (!overwrites) MakeCopy(attachment_->region() + piece);
-    own_ = piece;
-  }
-  if (settled_) {
-    if (!overwrites) std::memcpy(attachment_->region() + *own_, settled_.get(), size_bytes_);
-    replaced_ = std::move(settled_);  // this thread's reads may still use it
-  }
-  zero_ = false;
-  scale_ = 1.0f;
-  norms_.clear();
-  finite_.reset();
-}
-
-void SummedGradient::Unpin() {
-  Lock lock(mutex());
-  if (--pins_ == 0) {
-    settled_.clear();
-    replaced_.clear();
-  }
-  ShowBytes();
-  unpinned_.notify_all();
-  if (spilled() && pins_ == 0) window_->NotifyUnpinned();
+void SummedGradient::Rest() {
+  settled_.clear();
+  replaced_.clear();
 }
 
 // ---- Norms -------------------------------------------------------------------------------------
@@ -268,6 +282,7 @@ at::Tensor SummedGradient::Norm(double p) {
   bool of_sum = false;
   {
     Lock lock(mutex());
+    WaitWhileMoving(lock);
     CheckOpen();
     if (zero_ && p > 0) return at::zeros({}, parameter_.scalar_type());
     of_sum = p == 2.0 && !zero_ && !own_.has_value() && scale_ == 1.0f;

@@ -13,7 +13,7 @@
 //   the step compares. Nothing can be accumulated onto it.
 //   * A read while a factor or zeros are remembered sees a copy that goes with the read.
 //
-// Thread safety: as Record.
+// Thread safety: as Gradient.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -40,14 +40,12 @@ class SummedGradient final : public Gradient {
   void FinishWriting() override {}
   void Describe(client::TensorUpdate& update) const override;
   void BeginUpdate() override;
-  void Pin(Access access) override;
-  void Unpin() override;
 
   // ---- For GradientSums ----
   // Zeroed since this generation gave it something.
   bool IsZeroed();
   // The sum changes from now on.
-  void LetGo();
+  void LetGoOfSum();
   // Another rank's part is in the sum, and `.grad` is defined, though this rank's pass gave none.
   void NoteExisting();
   // torch's 2-norm of the sum itself; nothing when it is not `.grad`.
@@ -55,23 +53,26 @@ class SummedGradient final : public Gradient {
 
  private:
   ~SummedGradient() override = default;
-  const std::byte* SumBytes() const;  // in memory
   std::byte* bytes() const override;
   void ShowBytes() override;
   at::Tensor Norm(double p) override;
+  void BeforePin() override;
+  void Bring(Access access, Lock& lock) override;
+  void Rest() override;
 
-  bool NeedsSum();
-  // mutex() held by `lock`.
-  void PinForReading(Lock& lock);
-  void PinForWriting(Access access, Lock& lock);
+  // mutex() held.
+  const std::byte* SumBytes() const;  // in memory
+  void BringForReading(Lock& lock);
+  void BringForWriting(Access access, Lock& lock);
+  void WaitForOtherUses(Lock& lock);
   void LoadSum(Lock& lock);
-  void MakeCopy(std::byte* target);  // of the value
+  void DropOwn(Lock& lock);
   void DropCopies();
-  void DropOwn();
   void CheckAccumulates() const;
+  // Without the lock: the value.
+  void CopyTo(std::byte* target) const;
 
   const std::shared_ptr<GradientSums> sums_;
-  std::condition_variable unpinned_;
   std::optional<uint64_t> own_;  // region offset
   c10::DataPtr settled_;         // the value, while reads use it and the bytes are not the value
   c10::DataPtr replaced_;        // what was settled_ before the reading operation wrote
