@@ -31,7 +31,7 @@ double BestNanoseconds(const std::function<void()>& pass) {
 
 template <class T>
 void Report(Dtype dtype, const char* name) {
-  std::vector<std::vector<T>> parts(4, std::vector<T>(kCount, T{0x3C}));
+  std::vector<std::vector<T>> parts(4, std::vector<T>(kCount, T{0x3C3C}));
   std::vector<T> sum(kCount);
   std::printf("%s: copy %.2f", name, BestNanoseconds([&] {
                 std::memcpy(sum.data(), parts[0].data(), kCount * sizeof(T));

@@ -336,9 +336,10 @@ Tensor RareTensor(int64_t count, torch::Dtype dtype, bool with_nan) {
   static const float kRare[] = {0.0f,   -0.0f, 1e-40f,     -3e-45f,  1.17549435e-38f, 3e38f,
                                 -3e38f, 1.0f,  1.0078125f, INFINITY, -INFINITY,       NAN};
   Tensor values = torch::randn({count});
-  float* data = values.data_ptr<float>();
+  const Tensor chosen =
+      torch::randint(static_cast<int64_t>(std::size(kRare)) - (with_nan ? 0 : 3), {count});
   for (int64_t i = 0; i < count; i += 3) {
-    data[i] = kRare[torch::randint(std::size(kRare) - (with_nan ? 0 : 3), {1}).item<int64_t>()];
+    values.data_ptr<float>()[i] = kRare[chosen.const_data_ptr<int64_t>()[i]];
   }
   return values.to(dtype);
 }
