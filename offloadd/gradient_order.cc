@@ -326,6 +326,16 @@ void GradientOrder::Step(uint32_t rank) {
   Advance();
 }
 
+void GradientOrder::CancelStep() {
+  for (uint32_t i = 0; i < ranks_.size(); ++i) {
+    if (!std::exchange(ranks_[i].steps, false)) continue;
+    // A rank that stepped without it has let go of the sums before, and has seen these.
+    while (FindRound(ranks_[i].round + 1) != nullptr) ++ranks_[i].round;
+    Stand& stand = StandOf(i);
+    stand.entered = stand.closed = true;
+  }
+}
+
 // ---- What was done -----------------------------------------------------------------------------
 
 void GradientOrder::Added(uint32_t tensor, uint32_t extent, bool finite) {
@@ -357,8 +367,27 @@ void GradientOrder::BeginNextStep(std::span<const uint32_t> updated) {
 }
 
 void GradientOrder::UpdateComputed(uint32_t tensor) {
-  tensors_[tensor].update_pending = false;
+  tensors_[tensor].update_pending = tensors_[tensor].update_wanted = false;
   AdvanceTensor(tensor);
+}
+
+std::vector<GradientOrder::Ticket> GradientOrder::TakeTickets() {
+  std::vector<Ticket> tickets;
+  for (const auto& [extent, parts] : parts_) {
+    for (const Part& part : parts) tickets.push_back(part.ticket);
+  }
+  for (const std::vector<Wait>* waits : {&ends_, &looks_}) {
+    for (const Wait& wait : *waits) tickets.push_back(wait.ticket);
+  }
+  for (const Addition& addition : additions_)
+    tickets.insert(tickets.end(), addition.parts.begin(), addition.parts.end());
+  for (const Answer& answer : answers_) tickets.push_back(answer.ticket);
+  parts_.clear();
+  ends_.clear();
+  looks_.clear();
+  additions_.clear();
+  answers_.clear();
+  return tickets;
 }
 
 // ---- What is known -----------------------------------------------------------------------------
@@ -377,10 +406,6 @@ bool GradientOrder::IsSettled() const {
 uint64_t GradientOrder::word(uint32_t tensor) const {
   const Tensor& t = tensors_[tensor];
   return proto::MakeGradientWord(t.bits, t.step, t.norm_bits);
-}
-
-bool GradientOrder::WaitsForUpdate(uint32_t tensor) const {
-  return tensors_[tensor].update_pending && tensors_[tensor].unsettled > 0;
 }
 
 void GradientOrder::SetBits(uint32_t tensor, uint8_t bits) {
@@ -450,7 +475,11 @@ void GradientOrder::AdvanceExtent(uint32_t tensor, uint32_t extent) {
   Tensor& t = tensors_[tensor];
   Extent& e = extents_[t.first_extent + extent];
   const auto parts = parts_.find(t.first_extent + extent);
-  if (parts == parts_.end() || e.adding > 0 || t.update_pending) return;
+  if (parts == parts_.end() || e.adding > 0) return;
+  if (t.update_pending) {
+    if (!std::exchange(t.update_wanted, true)) wanted_.push_back(tensor);
+    return;
+  }
   Addition addition{.tensor = tensor, .extent = extent};
   std::vector<Part>& waiting = parts->second;
   // A sweep stays within a round: the next one may begin anew.

@@ -77,6 +77,9 @@ class GradientOrder {
   // The rank steps: it adds nothing more.
   void Step(uint32_t rank);
 
+  // The step is refused. Ranks stand as after a look, and begin anew or go on.
+  void CancelStep();
+
   // ---- What was done.
   // An addition that TakeAdditions() gave. `finite`: its new sum is.
   void Added(uint32_t tensor, uint32_t extent, bool finite);
@@ -88,6 +91,10 @@ class GradientOrder {
   // ---- What is to be done. Each is handed out once.
   std::vector<Addition> TakeAdditions() { return std::exchange(additions_, {}); }
   std::vector<Answer> TakeAnswers() { return std::exchange(answers_, {}); }
+  // Tensors whose parts wait for nothing but the update of the step before.
+  std::vector<uint32_t> TakeWanted() { return std::exchange(wanted_, {}); }
+  // Everybody who waits for anything: nothing more will be added.
+  std::vector<Ticket> TakeTickets();
   // Tensors whose words are others than before.
   std::vector<uint32_t> TakeChanged();
 
@@ -100,9 +107,6 @@ class GradientOrder {
   // The tensor has been given a gradient by some rank, now or in an earlier step.
   bool HasSum(uint32_t tensor) const { return tensors_[tensor].beginning != 0; }
   bool IsFinite(uint32_t tensor) const { return tensors_[tensor].finite; }
-  bool UpdatePending(uint32_t tensor) const { return tensors_[tensor].update_pending; }
-  // Parts wait for the update of this tensor.
-  bool WaitsForUpdate(uint32_t tensor) const;
 
  private:
   // Where a part stands in the chain of its extent.
@@ -130,7 +134,7 @@ class GradientOrder {
     uint8_t bits = 0;        // GradientBits
     uint32_t norm_bits = 0;
     bool finite = true;
-    bool update_pending = false;
+    bool update_pending = false, update_wanted = false;
     // The first part of the beginning.
     struct {
       uint64_t beginning = 0;
@@ -215,7 +219,7 @@ class GradientOrder {
   std::vector<Wait> ends_, looks_;
   std::vector<Addition> additions_;
   std::vector<Answer> answers_;
-  std::vector<uint32_t> changed_;
+  std::vector<uint32_t> wanted_, changed_;
   absl::Status fault_;
 };
 

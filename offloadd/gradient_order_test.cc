@@ -150,7 +150,7 @@ TEST_F(GradientOrderTest, ASumIsNotTouchedWhileItsUpdateReadsIt) {
   Begin({0, 1, 2}, 2);
   EXPECT_TRUE(Give(0, 0, 0).ok());
   EXPECT_EQ(Add(), "");
-  EXPECT_TRUE(order_.WaitsForUpdate(0));
+  EXPECT_EQ(order_.TakeWanted(), std::vector<uint32_t>{0});
   order_.UpdateComputed(0);
   EXPECT_EQ(Add(), "0.0;");
 }
@@ -309,6 +309,32 @@ TEST_F(GradientOrderTest, ANormIsOfASumThatIsFinal) {
   order_.PublishNorm(0, 5);
   EXPECT_EQ(proto::GradientNormOf(order_.word(0)), 5u);
   EXPECT_EQ(order_.TakeChanged(), std::vector<uint32_t>{0});
+}
+
+TEST_F(GradientOrderTest, ARefusedStepLetsRanksGoOnOrBeginAnew) {
+  Begin({0, 1});
+  EXPECT_TRUE(Give(1, 0, 0).ok());
+  EXPECT_TRUE(End(1, 0).ok());
+  for (const uint32_t rank : {0, 1, 2}) order_.Step(rank);
+  EXPECT_EQ(Add(), "0.1;");
+  ASSERT_TRUE(order_.IsSettled());
+  order_.CancelStep();
+  EXPECT_FALSE(order_.IsSettled());
+  Begin({0, 1, 2});
+  EXPECT_TRUE(Give(2, 0, 0).ok());
+  for (const uint32_t rank : {0, 1, 2}) order_.Step(rank);
+  const std::vector<GradientOrder::Addition> due = order_.TakeAdditions();
+  ASSERT_EQ(due.size(), 1u);
+  EXPECT_EQ(due[0].start, GradientStart::kNothing);
+}
+
+TEST_F(GradientOrderTest, WhoeverWaitsIsKnown) {
+  Begin({0, 1});
+  EXPECT_TRUE(Give(0, 0, 0).ok());
+  EXPECT_TRUE(End(0, 0, /*waits=*/true).ok());
+  EXPECT_TRUE(Look(1, 0, 0).ok());
+  EXPECT_EQ(order_.TakeTickets().size(), 3u);
+  EXPECT_TRUE(order_.TakeTickets().empty());
 }
 
 TEST_F(GradientOrderTest, RanksThatBreakTheOrderAreNamed) {
