@@ -37,26 +37,31 @@ uint64_t SizeBytes(uint64_t elements, proto::Dtype dtype) {
 
 }  // namespace
 
-GradientSum::GradientSum(JobContext* context, uint64_t step, Events events)
+GradientSum::GradientSum(JobContext* context, uint64_t step, UpdateWanted update_wanted)
     : context_(context),
-      events_(std::move(events)),
+      update_wanted_(std::move(update_wanted)),
       factor_(context->gradient_sum ? 1.0f : 1.0f / static_cast<float>(context->plan.world_size)),
       order_(&context->catalogue, context->plan.world_size, step) {
   for (uint32_t i = context->plan.sum_blocks; i > 0; --i) {
     free_blocks_.push_back(context->slab + context->layout.sum_blocks_offset +
                            (i - 1) * context->layout.sum_block_bytes);
   }
+  sum_bytes_ = proto::PaddedBytes(context->catalogue.tensors.size() * sizeof(proto::GradientWord));
   uint32_t extents = 0;
   for (size_t i = 0; i < context->catalogue.tensors.size(); ++i) {
+    const proto::Tensor& tensor = context->catalogue.tensors[i];
+    const GradientHome home = context->plan.gradients[i].home;
     first_extent_.push_back(extents);
-    if (context->plan.gradients[i].home == GradientHome::kSlabScratch)
-      extents += proto::ExtentCount(context->catalogue.tensors[i].element_count);
+    if (home == GradientHome::kSlab)
+      sum_bytes_ += proto::PaddedBytes(SizeBytes(tensor.element_count, tensor.dtype));
+    if (home == GradientHome::kSlabScratch) extents += proto::ExtentCount(tensor.element_count);
   }
   written_.resize(extents, false);
 }
 
-uint64_t GradientSum::buffer_bytes() const {
-  return (context_->plan.sum_blocks - free_blocks_.size()) * context_->layout.sum_block_bytes;
+uint64_t GradientSum::resident_bytes() const {
+  const uint64_t blocks = context_->plan.sum_blocks - free_blocks_.size();
+  return sum_bytes_ + blocks * context_->layout.sum_block_bytes;
 }
 
 // ---- What ranks say ----------------------------------------------------------------------------
@@ -78,7 +83,7 @@ absl::Status GradientSum::Submit(uint32_t rank, const proto::SubmissionEntry& en
   switch (entry.operation) {
     case RingOperation::kBeginGradients: {
       absl::Status status = order_.Begin(rank, entry.element_offset);
-      if (status.ok()) Answer(ticket, 0);
+      if (status.ok()) Answer(ticket);
       return status;
     }
     case RingOperation::kGradient:
@@ -91,7 +96,7 @@ absl::Status GradientSum::Submit(uint32_t rank, const proto::SubmissionEntry& en
       return order_.Look(entry.tensor, entry.pass, ticket);
     case RingOperation::kPublishNorm:
       order_.PublishNorm(entry.tensor, static_cast<uint32_t>(entry.element_offset));
-      Answer(ticket, 0);
+      Answer(ticket);
       return absl::OkStatus();
     default:
       break;
@@ -106,13 +111,11 @@ void GradientSum::Step(uint32_t rank) {
 }
 
 void GradientSum::CancelStep() {
-  settled_ = false;
   order_.CancelStep();
   Flush();
 }
 
 void GradientSum::BeginNextStep(std::span<const uint32_t> updated) {
-  settled_ = false;
   order_.BeginNextStep(updated);
 }
 
@@ -122,12 +125,14 @@ void GradientSum::UpdateComputed(std::span<const uint32_t> tensors) {
 }
 
 // The ones that are on their way answer when they come back.
-void GradientSum::FailQueued() {
+void GradientSum::FailQueued(const absl::Status& status) {
   for (const SweepPointer& sweep : std::exchange(for_blocks_, {})) {
     --under_way_;
-    AnswerParts(*sweep);
+    for (const GradientOrder::Ticket& part : sweep->addition.parts)
+      context_->complete(part.rank, part.tag, status, 0);
   }
-  for (const GradientOrder::Ticket& ticket : order_.TakeTickets()) Answer(ticket, 0);
+  for (const GradientOrder::Ticket& ticket : order_.TakeTickets())
+    context_->complete(ticket.rank, ticket.tag, status, 0);
 }
 
 void GradientSum::Answer(const GradientOrder::Ticket& ticket, uint64_t value) {
@@ -135,7 +140,7 @@ void GradientSum::Answer(const GradientOrder::Ticket& ticket, uint64_t value) {
 }
 
 void GradientSum::AnswerParts(Sweep& sweep) {
-  for (const GradientOrder::Ticket& part : sweep.addition.parts) Answer(part, 0);
+  for (const GradientOrder::Ticket& part : sweep.addition.parts) Answer(part);
   sweep.addition.parts.clear();
 }
 
@@ -160,17 +165,14 @@ void GradientSum::Flush() {
     StartSpilled();
   }
   flushing_ = false;
-  if (context_->failed()) return FailQueued();  // also what the order gave meanwhile
+  if (context_->failed())
+    return FailQueued(context_->failure);  // also what the order gave meanwhile
   if (!order_.fault().ok()) return context_->fail(order_.fault());
   StoreWords();
   for (const GradientOrder::Answer& answer : order_.TakeAnswers())
     Answer(answer.ticket, answer.value);
   for (const uint32_t tensor : order_.TakeWanted())
-    events_.on_update_wanted(context_->catalogue.placements[tensor].store_tensor);
-  if (!settled_ && order_.IsSettled()) {
-    settled_ = true;
-    events_.on_settled();
-  }
+    update_wanted_(context_->catalogue.placements[tensor].store_tensor);
 }
 
 GradientSum::SweepPointer GradientSum::MakeSweep(GradientOrder::Addition addition) const {

@@ -32,14 +32,10 @@ namespace offload::daemon {
 
 class GradientSum {
  public:
-  struct Events {
-    // Every rank steps and all is added: the step can be taken or refused. Once per step.
-    std::function<void()> on_settled;
-    // Parts wait for the update of this store tensor.
-    std::function<void(uint32_t store_tensor)> on_update_wanted;
-  };
+  // Called when parts wait for the update of a store tensor.
+  using UpdateWanted = std::function<void(uint32_t store_tensor)>;
   // Collects for the step after `step`. The context outlives the object, and is sealed.
-  GradientSum(JobContext* context, uint64_t step, Events events);
+  GradientSum(JobContext* context, uint64_t step, UpdateWanted update_wanted);
 
   // True for the operations that Handle() takes.
   static bool Takes(proto::RingOperation operation);
@@ -48,6 +44,7 @@ class GradientSum {
   void Handle(uint32_t rank, const proto::SubmissionEntry& entry);
   // The rank has called for the step. Its ring has been read up to there.
   void Step(uint32_t rank);
+  // Every rank steps and everything is added: the step can be taken or refused.
   bool IsSettled() const { return order_.IsSettled(); }
   // The step is refused: ranks may go on as after a look.
   void CancelStep();
@@ -59,10 +56,11 @@ class GradientSum {
   bool HasSum(uint32_t tensor) const { return order_.HasSum(tensor); }
   bool IsFinite(uint32_t tensor) const { return order_.IsFinite(tensor); }
 
-  // The job has failed.
-  void FailQueued();
+  // Answers everything that has not begun; nothing more may be handled.
+  void FailQueued(const absl::Status& status);
   bool idle() const { return under_way_ == 0; }
-  uint64_t buffer_bytes() const;
+  // Sums, their words, and blocks in use.
+  uint64_t resident_bytes() const;
 
  private:
   // An addition on its way.
@@ -88,17 +86,17 @@ class GradientSum {
   void FinishCompute(const SweepPointer& sweep);
   void Finish(const SweepPointer& sweep, const absl::Status& status);
   void AnswerParts(Sweep& sweep);
-  void Answer(const GradientOrder::Ticket& ticket, uint64_t value);
+  void Answer(const GradientOrder::Ticket& ticket, uint64_t value = 0);
   void StoreWords();
   proto::GradientWord* word(uint32_t tensor) const;
   void Add(Sweep& sweep) const;  // on a worker
 
   JobContext* const context_;
-  const Events events_;
+  const UpdateWanted update_wanted_;
   const float factor_;
   GradientOrder order_;
-  bool settled_ = false;  // and told
   bool flushing_ = false;
+  uint64_t sum_bytes_ = 0;
   uint64_t under_way_ = 0;               // sweeps
   std::deque<SweepPointer> for_blocks_;  // spilled ones that wait
   std::vector<std::byte*> free_blocks_;

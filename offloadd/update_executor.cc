@@ -104,7 +104,7 @@ Readiness UpdateExecutor::Look(uint32_t store_tensor) {
 
 bool UpdateExecutor::StartTask() {
   if (order_.empty()) return false;
-  const bool polite = pace_.Polite(hurry_ || context_->pins == nullptr, cache_->has_schedule(),
+  const bool polite = pace_.Polite(hurry_ || !context_->HasPins(), cache_->has_schedule(),
                                    cache_->position(), context_->clock->NowSeconds());
   bool had_weights = true;
   const std::optional<uint32_t> store_tensor = order_.Next(
@@ -268,6 +268,7 @@ void UpdateExecutor::FinishCompute(const std::shared_ptr<Extent>& extent) {
   if (++task.computed < task.extent_count) return;
   cache_->Updated(update.store_tensor);
   cache_->Hold(update.store_tensor);  // until the last write
+  events_.on_computed(task.plan.tensors);
   if (--uncomputed_tasks_ == 0) events_.on_updated(*step_);
 }
 

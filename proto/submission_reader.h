@@ -37,6 +37,8 @@ struct SubmissionLimits {
   // Null until Seal: operations on tensors are faults before. Outlives the reader.
   const Catalogue* catalogue = nullptr;
   OptimizerState optimizer = OptimizerState::kNone;
+  // Puts of no elements end and follow sequences of them (offloadd/transfers.h).
+  bool has_several_ranks = false;
   // The daemon adds up the gradients of several ranks; else operations on them are faults.
   bool adds_gradients = false;
 };
