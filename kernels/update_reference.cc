@@ -108,7 +108,7 @@ size_t CountBeforeTail(const Run& run) {
   return std::min<uint64_t>(run.count, tail_begin - run.begin);
 }
 
-constinit const Implementation kReferenceImplementation = {AdamW, Sgd, SplitReference,
-                                                           MergeReference, AllFiniteReference};
+constinit const Implementation kReferenceImplementation = {
+    AdamW, Sgd, SplitReference, MergeReference, AllFiniteReference, AddPartsReference};
 
 }  // namespace offload::kernels

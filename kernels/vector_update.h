@@ -21,6 +21,7 @@
 #include <cstring>
 
 #include "kernels/implementation.h"
+#include "kernels/vector_sum.h"
 
 namespace offload::kernels {
 
@@ -303,7 +304,8 @@ bool VectorAllFinite(Dtype dtype, const void* values, size_t count) {
 
 template <class V>
 constexpr Implementation VectorImplementation() {
-  return {VectorAdamW<V>, VectorSgd<V>, VectorSplit<V>, VectorMerge<V>, VectorAllFinite<V>};
+  return {VectorAdamW<V>, VectorSgd<V>, VectorSplit<V>, VectorMerge<V>, VectorAllFinite<V>,
+          VectorAddParts<V>};
 }
 
 // Of the candidates (lanes whose lo is -32768), the lanes whose tie went down.
