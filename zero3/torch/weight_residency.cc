@@ -134,9 +134,11 @@ std::byte* WeightResidency::FetchForReading() {
 std::byte* WeightResidency::MakePrivate(Access access) {
   if (access == Access::kWrite) {
     ThrowStatus(MakeError(
-        ErrorId::kWeightOfRanks,
+        ErrorId::kGradientOfRanks,
         absl::StrCat(subject_, " is changed in place by rank ", attachment_->rank(),
-                     ", and every rank would apply the change")));
+                     ", and every rank would apply the change"),
+        "Compute the new value into a tensor of its own, and copy_() it in every rank: the first "
+        "rank's counts"));
   }
   private_ = c10::GetCPUAllocator()->allocate(size_bytes_);
   if (std::exchange(acquired_, false)) attachment_->session().Release(tensor_);
