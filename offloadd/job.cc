@@ -301,6 +301,7 @@ void Job::StartRecordedStep() {
   }
   if (!plan.ok()) {
     if (gradients_ != nullptr) gradients_->CancelStep();
+    for (const std::unique_ptr<Rank>& rank : ranks_) rank->trainer_state.reset();
     return AnswerStep(plan.status());
   }
   step_ = plan->step;
@@ -413,7 +414,7 @@ void Job::BreakOff(Rank& rank, const absl::Status& fault) {
   } else {
     EndBecause(
         MakeError(ErrorId::kRankLost,
-                  absl::StrCat(NameOf(rank), " has broken the protocol: ", fault.message())));
+                  absl::StrCat(Describe(rank), " has broken the protocol: ", fault.message())));
   }
   DetachRings(rank);
   rank.EndSession();
