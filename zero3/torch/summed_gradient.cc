@@ -146,6 +146,7 @@ void SummedGradient::LetGoOfSum() {
     scale_ = 1.0f;
     DropOwn(lock);
   }
+  if (!own_.has_value()) updating_ = false;  // the daemon keeps the order
   given_ = false;
   DropCopies();
 }

@@ -1,5 +1,6 @@
 #include "zero3/torch/weight_residency.h"
 
+#include <c10/core/CPUAllocator.h>
 #include <algorithm>
 #include <cstring>
 #include <utility>
