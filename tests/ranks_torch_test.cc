@@ -11,6 +11,8 @@
 #include <spawn.h>
 #include <stdlib.h>
 #include <sys/wait.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/nn/functional.h>
 #include <torch/nn/modules.h>
 #include <torch/nn/utils/clip_grad.h>
@@ -19,12 +21,15 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iostream>
+#include <limits>
 #include <map>
 #include <memory>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -107,6 +112,19 @@ class Run {
   }
 
   int ranks() const { return ranks_; }
+  // Whether this process does what only one rank does: true for the one that is all of them.
+  bool Is(int rank) const { return alone_ || engine->rank() == rank; }
+  // Takes a step that the daemon refuses, in all ranks; in memory nobody looks, so there is none.
+  void RefusedStep(int id) {
+    if (alone_) return;
+    try {
+      optimizer->step();
+    } catch (const Error& error) {
+      if (error.id() == id) return;
+      throw;
+    }
+    throw std::runtime_error("the step was taken");
+  }
   // Micro-batch `pass` of the step, of every rank. `takes_part` and `detour`: of a rank.
   using OfRank = std::function<bool(int rank)>;
   void Backward(int64_t step, int64_t pass, const OfRank& detour = Never,
@@ -126,6 +144,12 @@ class Run {
     const Tensor logits = model->forward(tokens.slice(1, 0, 8), detour);
     return nn::functional::cross_entropy(logits.to(at::kFloat).view({-1, kTokens}),
                                          tokens.slice(1, 1, 9).reshape({-1}));
+  }
+  std::string folder() const { return options_.nvme_path + "/" + options_.job + ".files"; }
+  std::string EmptyFolder() const {
+    std::filesystem::remove_all(folder());
+    std::filesystem::create_directories(folder());
+    return folder();
   }
   void Clip(double norm) {
     log.Add("norm", torch::tensor(nn::utils::clip_grad_norm_(model->parameters(), norm)));
@@ -233,6 +257,14 @@ void SkippedSteps(Run& run) {
   run.Clip(0.2);
   run.optimizer->step();
   run.optimizer->zero_grad();
+  run.Backward(1, 0);
+  if (run.Is(run.ranks() - 1)) {  // a loss that is not finite, in one rank
+    (run.Loss(5, false) * std::numeric_limits<double>::quiet_NaN()).backward();
+  }
+  run.RefusedStep(1701);
+  run.optimizer->zero_grad();
+  run.Backward(2, 0);
+  run.optimizer->step();
 }
 
 // Somebody keeps gradients, of which plain torch says that they are theirs.
@@ -272,13 +304,102 @@ void Written(Run& run) {
   run.optimizer->step();
 }
 
+// One rank writes a checkpoint, all load it.
+void Files(Run& run) {
+  run.Backward(0, 0);
+  run.optimizer->step();
+  run.optimizer->zero_grad();
+  if (run.Is(run.ranks() - 1)) run.engine->SaveWeights(run.EmptyFolder());
+  run.Backward(1, 0);
+  run.optimizer->step();
+  run.optimizer->zero_grad();
+  run.engine->LoadWeights(run.folder());
+  run.LogWeights();
+  run.Backward(2, 0);
+  run.optimizer->step();
+}
+
+// ---- What is refused ----
+
+void EditedByOneRank(Run& run) {
+  run.Backward(0, 0);
+  const torch::NoGradGuard no_grad;
+  if (run.Is(1)) run.model->up->weight.grad().add_(0.01);
+  run.optimizer->step();
+}
+
+void ChangedInPlaceByOtherRanks(Run& run) {
+  const torch::NoGradGuard no_grad;
+  run.model->up->weight.mul_(0.5);
+}
+
+void AddedToClipped(Run& run) {
+  run.Backward(0, 0);
+  run.Clip(0.01);
+  run.optimizer->step();
+  run.Backward(1, 0);
+}
+
+void DifferentialGradient(Run& run) {
+  run.Loss(1, false).backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+}
+
+void ReadAmidBackward(Run& run) {
+  run.model->down->weight.register_hook(
+      [&](const Tensor&) { run.model->norm->weight.grad().sum(); });
+  run.Backward(0, 0);
+  run.Backward(0, 1);
+}
+
+// What torch's reducer hangs into the graph.
+void ReducedByTrainerToo(Run& run) {
+  torch::autograd::impl::grad_accumulator(run.model->up->weight)
+      ->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+          [](const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
+            return outputs;
+          }));
+  run.Backward(0, 0);
+}
+
+// ---- A run after another, with more ranks ----
+
+std::string StateOf(int rank) { return "the state of rank " + std::to_string(rank); }
+
+void KeepsTrainerState(Run& run) {
+  run.engine->SetTrainerState(StateOf(run.engine->rank()));
+  run.Backward(0, 0);
+  run.optimizer->step();
+}
+
+void FindsTrainerState(Run& run) {
+  const int rank = run.engine->rank();
+  const std::string expected = rank < 2 ? StateOf(rank) : "";
+  if (run.engine->TrainerState() != expected || run.engine->step() != 1) {
+    throw std::runtime_error("rank " + std::to_string(rank) + " finds " +
+                             run.engine->TrainerState());
+  }
+}
+
 struct Scenario {
   const char* name;
   void (*run)(Run&);
 };
 constexpr Scenario kScenarios[] = {
-    {"Ordinary", Ordinary},         {"UnevenPaths", UnevenPaths},     {"NeverZeroed", NeverZeroed},
-    {"SkippedSteps", SkippedSteps}, {"KeptGradients", KeptGradients}, {"Written", Written},
+    {"Ordinary", Ordinary},
+    {"UnevenPaths", UnevenPaths},
+    {"NeverZeroed", NeverZeroed},
+    {"SkippedSteps", SkippedSteps},
+    {"KeptGradients", KeptGradients},
+    {"Written", Written},
+    {"Files", Files},
+    {"EditedByOneRank", EditedByOneRank},
+    {"ChangedInPlaceByOtherRanks", ChangedInPlaceByOtherRanks},
+    {"AddedToClipped", AddedToClipped},
+    {"DifferentialGradient", DifferentialGradient},
+    {"ReadAmidBackward", ReadAmidBackward},
+    {"ReducedByTrainerToo", ReducedByTrainerToo},
+    {"KeepsTrainerState", KeepsTrainerState},
+    {"FindsTrainerState", FindsTrainerState},
 };
 
 // ---- Processes ---------------------------------------------------------------------------------
@@ -293,7 +414,12 @@ Options OptionsFor(const std::string& job) {
   options.nvme_path = Folder();
   options.ram = "256MiB";
   options.job = job;
+  options.spill_gradients = job.find("Spilled") != std::string::npos;
   return options;
+}
+
+std::string PathOf(const std::string& job, int rank) {
+  return Folder() + "/" + job + "." + std::to_string(rank);
 }
 
 at::ScalarType DtypeOf(const std::string& word) {
@@ -303,6 +429,7 @@ at::ScalarType DtypeOf(const std::string& word) {
 // A child: what it shows goes into a file, the reason for an end before that to stderr.
 int BeARank(const std::string& scenario, int ranks, const std::string& dtype,
             const std::string& path, const std::string& job) {
+  std::string failure;
   try {
     Run run(ranks, DtypeOf(dtype), OptionsFor(job));
     for (const Scenario& each : kScenarios) {
@@ -313,17 +440,14 @@ int BeARank(const std::string& scenario, int ranks, const std::string& dtype,
     run.engine->Exchange("");  // nobody closes while others still look
     return 0;
   } catch (const c10::Error& error) {
-    std::cerr << error.what_without_backtrace() << std::endl;
+    failure = error.what_without_backtrace();
   } catch (const std::exception& error) {
-    std::cerr << error.what() << std::endl;
+    failure = error.what();
   }
+  std::cerr << failure << std::endl;
+  std::ofstream(path + ".failure") << failure;
   return 1;
 }
-
-struct Process {
-  pid_t pid = 0;
-  int status = -1;
-};
 
 std::vector<int> RunRanks(const std::string& scenario, int ranks, const std::string& dtype,
                           const std::string& job) {
@@ -337,7 +461,7 @@ std::vector<int> RunRanks(const std::string& scenario, int ranks, const std::str
     setenv("RANKS_TEST_SCENARIO", scenario.c_str(), 1);
     setenv("RANKS_TEST_DTYPE", dtype.c_str(), 1);
     setenv("RANKS_TEST_JOB", job.c_str(), 1);
-    setenv("RANKS_TEST_PATH", (Folder() + "/" + job + "." + std::to_string(rank)).c_str(), 1);
+    setenv("RANKS_TEST_PATH", PathOf(job, rank).c_str(), 1);
     setenv("OFFLOADD_DISABLE", "0", 1);
     char program[] = "/proc/self/exe";
     char* arguments[] = {program, nullptr};
@@ -385,19 +509,23 @@ struct Case {
   const char* scenario;
   int ranks;
   const char* dtype;
+  bool spills = false;
+  std::string Job() const {
+    return std::string(scenario) + std::to_string(ranks) + dtype + (spills ? "Spilled" : "");
+  }
 };
 
 class RanksTest : public ::testing::TestWithParam<Case> {};
 
 TEST_P(RanksTest, ComputeWhatOneProcessDoes) {
   const auto [scenario, ranks, dtype] = GetParam();
-  const std::string job = std::string(scenario) + std::to_string(ranks) + dtype;
+  const std::string job = GetParam().Job();
   const std::vector<int> codes = RunRanks(scenario, ranks, dtype, job);
   ASSERT_EQ(codes, std::vector<int>(ranks, 0));
   const Log reference = RunAlone(scenario, ranks, dtype);
   for (int rank = 0; rank < ranks; ++rank) {
     SCOPED_TRACE(rank);
-    ExpectEqual(reference, Log::Load(Folder() + "/" + job + "." + std::to_string(rank)));
+    ExpectEqual(reference, Log::Load(PathOf(job, rank)));
   }
 }
 
@@ -407,10 +535,43 @@ INSTANTIATE_TEST_SUITE_P(
                       Case{"Ordinary", 3, "fp32"}, Case{"Ordinary", 4, "fp32"},
                       Case{"UnevenPaths", 2, "fp32"}, Case{"UnevenPaths", 3, "bf16"},
                       Case{"NeverZeroed", 2, "bf16"}, Case{"SkippedSteps", 2, "fp32"},
-                      Case{"KeptGradients", 2, "fp32"}, Case{"Written", 2, "bf16"}),
-    [](const auto& info) {
-      return std::string(info.param.scenario) + std::to_string(info.param.ranks) + info.param.dtype;
-    });
+                      Case{"KeptGradients", 2, "fp32"}, Case{"Written", 2, "bf16"},
+                      Case{"Files", 2, "fp32"}, Case{"Ordinary", 2, "fp32", /*spills=*/true},
+                      Case{"Written", 2, "bf16", true}),
+    [](const auto& info) { return info.param.Job(); });
+
+struct Refusal {
+  const char* scenario;
+  int rank;          // who says why
+  const char* text;  // what it says
+};
+
+class RefusalTest : public ::testing::TestWithParam<Refusal> {};
+
+TEST_P(RefusalTest, EndsAllRanksWithTheReason) {
+  const auto [scenario, rank, text] = GetParam();
+  const std::vector<int> codes = RunRanks(scenario, 2, "fp32", scenario);
+  EXPECT_EQ(codes, (std::vector<int>{1, 1}));
+  std::stringstream said;
+  said << std::ifstream(PathOf(scenario, rank) + ".failure").rdbuf();
+  EXPECT_NE(said.str().find(text), std::string::npos) << said.str();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, RefusalTest,
+    ::testing::Values(Refusal{"EditedByOneRank", 0, "up.weight"},
+                      Refusal{"ChangedInPlaceByOtherRanks", 1,
+                              "OFD-1605 parameter 'up.weight' is changed"},
+                      Refusal{"AddedToClipped", 0, "call zero_grad() before the next"},
+                      Refusal{"DifferentialGradient", 0, "create_graph"},
+                      Refusal{"ReadAmidBackward", 0, "while backward runs"},
+                      Refusal{"ReducedByTrainerToo", 0, "DistributedDataParallel"}),
+    [](const auto& info) { return info.param.scenario; });
+
+TEST(RanksTrainerStateTest, IsOfEachRankAndEmptyForNewOnes) {
+  EXPECT_EQ(RunRanks("KeepsTrainerState", 2, "fp32", "state"), std::vector<int>(2, 0));
+  EXPECT_EQ(RunRanks("FindsTrainerState", 3, "fp32", "state"), std::vector<int>(3, 0));
+}
 
 }  // namespace
 
