@@ -118,7 +118,9 @@ class Trainer {
         engine_(OpenEngine(flags, shape)),
         model_(NewModel(flags, shape, engine_)),
         optimizer_(MakeOptimizer(flags, *model_, engine_.get())),
-        reporter_(flags.json, std::cout) {}
+        reporter_(flags.json, std::cout) {
+    if (engine_ != nullptr) engine_->Seal();  // what there is to refuse is refused here
+  }
 
   void Run() {
     int64_t step = engine_ != nullptr ? engine_->step() : 0;

@@ -37,10 +37,10 @@ class OffloadOptimizer : public torch::optim::Optimizer {
       const at::AutoGradMode grad(true);
       loss = closure();
     }
-    std::vector<client::Group> groups;
+    std::vector<GroupUpdate> updates;
     for (const OptimizerParamGroup& group : param_groups())
-      groups.push_back(GroupOf(group.options()));
-    engine_->Step(param_groups(), std::move(groups));
+      updates.push_back({GroupOf(group.options()), group.params()});
+    engine_->Step(updates);
     return loss;
   }
 
@@ -48,13 +48,13 @@ class OffloadOptimizer : public torch::optim::Optimizer {
   void load(torch::serialize::InputArchive&) override { Refuse(); }
 
  protected:
-  OffloadOptimizer(std::shared_ptr<OffloadEngine> engine,
+  OffloadOptimizer(std::shared_ptr<TensorEngine> engine,
                    const std::vector<OptimizerParamGroup>& groups,
                    std::unique_ptr<OptimizerOptions> defaults)
       : Optimizer(groups, std::move(defaults)), engine_(std::move(engine)) {}
 
   virtual client::Group GroupOf(const OptimizerOptions& options) const = 0;
-  const std::shared_ptr<OffloadEngine> engine_;
+  const std::shared_ptr<TensorEngine> engine_;
 
  private:
   [[noreturn]] static void Refuse() {
@@ -67,7 +67,7 @@ class OffloadOptimizer : public torch::optim::Optimizer {
 
 class OffloadAdamW final : public OffloadOptimizer {
  public:
-  OffloadAdamW(std::shared_ptr<OffloadEngine> engine,
+  OffloadAdamW(std::shared_ptr<TensorEngine> engine,
                const std::vector<OptimizerParamGroup>& groups, const AdamWOptions& defaults,
                AdamWFlavour flavour)
       : OffloadOptimizer(std::move(engine), groups, std::make_unique<AdamWOptions>(defaults)),
@@ -93,7 +93,7 @@ class OffloadAdamW final : public OffloadOptimizer {
 
 class OffloadSgd final : public OffloadOptimizer {
  public:
-  OffloadSgd(std::shared_ptr<OffloadEngine> engine, const std::vector<OptimizerParamGroup>& groups,
+  OffloadSgd(std::shared_ptr<TensorEngine> engine, const std::vector<OptimizerParamGroup>& groups,
              const SGDOptions& defaults)
       : OffloadOptimizer(std::move(engine), groups, std::make_unique<SGDOptions>(defaults)) {}
 
@@ -149,7 +149,7 @@ void CheckOptions(const SGDOptions& options) {
           "nesterov with dampening", options.dampening());
 }
 
-std::unique_ptr<torch::optim::Optimizer> MakeAdamW(std::shared_ptr<OffloadEngine> engine,
+std::unique_ptr<torch::optim::Optimizer> MakeAdamW(std::shared_ptr<TensorEngine> engine,
                                                    std::vector<OptimizerParamGroup> groups,
                                                    const AdamWOptions& defaults,
                                                    AdamWFlavour flavour) {
@@ -157,7 +157,7 @@ std::unique_ptr<torch::optim::Optimizer> MakeAdamW(std::shared_ptr<OffloadEngine
   return std::make_unique<OffloadAdamW>(std::move(engine), groups, defaults, flavour);
 }
 
-std::unique_ptr<torch::optim::Optimizer> MakeSgd(std::shared_ptr<OffloadEngine> engine,
+std::unique_ptr<torch::optim::Optimizer> MakeSgd(std::shared_ptr<TensorEngine> engine,
                                                  std::vector<OptimizerParamGroup> groups,
                                                  const SGDOptions& defaults) {
   CheckGroups(groups);

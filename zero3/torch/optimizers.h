@@ -11,7 +11,7 @@
 #include <memory>
 #include <vector>
 
-#include "zero3/torch/offload_engine.h"
+#include "zero3/torch/tensor_engine.h"
 
 namespace offload::zero3 {
 
@@ -20,10 +20,10 @@ void CheckOptions(const torch::optim::AdamWOptions& options);
 void CheckOptions(const torch::optim::SGDOptions& options);
 
 std::unique_ptr<torch::optim::Optimizer> MakeAdamW(
-    std::shared_ptr<OffloadEngine> engine, std::vector<torch::optim::OptimizerParamGroup> groups,
+    std::shared_ptr<TensorEngine> engine, std::vector<torch::optim::OptimizerParamGroup> groups,
     const torch::optim::AdamWOptions& defaults, AdamWFlavour flavour);
 std::unique_ptr<torch::optim::Optimizer> MakeSgd(
-    std::shared_ptr<OffloadEngine> engine, std::vector<torch::optim::OptimizerParamGroup> groups,
+    std::shared_ptr<TensorEngine> engine, std::vector<torch::optim::OptimizerParamGroup> groups,
     const torch::optim::SGDOptions& defaults);
 
 }  // namespace offload::zero3

@@ -1,4 +1,4 @@
-#include "zero3/torch/offload_engine.h"
+#include "zero3/torch/tensor_engine.h"
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
@@ -6,6 +6,7 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -19,7 +20,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "proto/shm_abi.h"
-#include "zero3/torch/born_record.h"
+#include "zero3/torch/born_residency.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -58,6 +59,24 @@ void CheckSupported(const std::string& name, const at::Tensor& tensor) {
 
 std::string Key(const std::string& text) { return absl::StrCat("'", text, "'"); }
 
+// Of a tensor over the storage of one that is known.
+void CheckShared(const NamedTensor& named, const std::string& first_name, at::IntArrayRef sizes,
+                 bool same_type, bool first_trains) {
+  if (named.tensor.sizes() != sizes || !same_type) {
+    Unsupported(named.name, absl::StrCat("shares the memory of parameter ", Key(first_name),
+                                         " with another shape or type"));
+  }
+  if (named.tensor.requires_grad() && first_trains) {
+    Unsupported(named.name,
+                absl::StrCat("shares the memory of parameter ", Key(first_name),
+                             " but has a gradient of its own: register the same tensor twice"));
+  }
+}
+
+proto::Dtype DtypeOf(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kFloat ? proto::Dtype::kFloat32 : proto::Dtype::kBFloat16;
+}
+
 // Tells on stderr how far a format is, when it takes long.
 class Progress {
  public:
@@ -80,23 +99,26 @@ struct PlaneInfo {
 
 }  // namespace
 
-OffloadEngine::OffloadEngine(const Options& options, uint64_t ram_bytes,
+TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
                              std::unique_ptr<client::Session> session, client::JobInfo job)
     : options_(options),
       ram_bytes_(ram_bytes),
       exists_(job.exists),
       attachment_(std::make_shared<Attachment>(std::move(session))),
       step_(job.step),
-      state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))) {}
+      state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))) {
+  attachment_->SetSealing([this] { MakeStore(); });
+}
 
-OffloadEngine::~OffloadEngine() {
+TensorEngine::~TensorEngine() {
+  attachment_->SetSealing(nullptr);
   try {
     for (Gradient* gradient : gradients_) {
       if (gradient == nullptr) continue;
       gradient->Close();
       gradient->Unreference();
     }
-    for (WeightRecord* weight : weights_) {
+    for (WeightResidency* weight : weights_) {
       weight->Close();
       weight->Unreference();
     }
@@ -108,33 +130,51 @@ OffloadEngine::~OffloadEngine() {
 
 // ---- Attach ------------------------------------------------------------------------------------
 
-std::vector<OffloadEngine::Parameter> OffloadEngine::FindParameters(torch::nn::Module& module) {
+void TensorEngine::CheckFree(const NamedTensor& named) const {
+  Residency* const residency = Residency::Of(named.tensor);
+  if (residency == nullptr) return;
+  if (const auto* born = dynamic_cast<const BornResidency*>(residency)) {
+    if (born->attachment() != attachment_.get())
+      Unsupported(named.name, "was constructed for another engine");
+    return;
+  }
+  auto* const weight = dynamic_cast<WeightResidency*>(residency);
+  if (weight == nullptr || !weight->closed()) Unsupported(named.name, "belongs to another engine");
+  if (!exists_ && initial_weights_.empty()) {
+    Unsupported(named.name,
+                "has its values in the job of an engine that is closed, a new job cannot begin "
+                "with them: give it a model in memory");
+  }
+}
+
+// Several of one storage become one.
+std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
+    std::span<const NamedTensor> tensors) const {
   std::vector<Parameter> parameters;
   std::unordered_map<const void*, size_t> by_storage;
   std::unordered_set<const void*> seen;
-  for (const auto& item : module.named_parameters(/*recurse=*/true)) {
-    const at::Tensor& tensor = item.value();
+  for (const NamedTensor& named : tensors) {
+    const at::Tensor& tensor = named.tensor;
     if (!tensor.defined() || tensor.numel() == 0 ||
-        !seen.insert(tensor.unsafeGetTensorImpl()).second)
+        !seen.insert(tensor.unsafeGetTensorImpl()).second ||
+        ids_.contains(tensor.unsafeGetTensorImpl()))
       continue;
-    CheckSupported(item.key(), tensor);
+    CheckSupported(named.name, tensor);
+    if (const WeightResidency* const weight = Own(tensor)) {
+      const proto::Tensor& known = declared_[weight->tensor()];
+      CheckShared(named, known.name, known.shape, DtypeOf(tensor) == known.dtype, known.trainable);
+      continue;
+    }
+    CheckFree(named);
     const void* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     const auto [known, is_new] = by_storage.emplace(storage, parameters.size());
     if (is_new) {
-      parameters.push_back({item.key(), tensor, {}, tensor.requires_grad()});
+      parameters.push_back({named.name, tensor, {}, tensor.requires_grad()});
       continue;
     }
     Parameter& first = parameters[known->second];
-    if (tensor.sizes() != first.tensor.sizes() ||
-        tensor.scalar_type() != first.tensor.scalar_type()) {
-      Unsupported(item.key(), absl::StrCat("shares the memory of parameter ", Key(first.name),
-                                           " with another shape or type"));
-    }
-    if (tensor.requires_grad() && first.trainable) {
-      Unsupported(item.key(),
-                  absl::StrCat("shares the memory of parameter ", Key(first.name),
-                               " but has a gradient of its own: register the same tensor twice"));
-    }
+    CheckShared(named, first.name, first.tensor.sizes(), DtypeOf(tensor) == DtypeOf(first.tensor),
+                first.trainable);
     // The one with the gradient stands for all.
     first.aliases.push_back(tensor);
     if (tensor.requires_grad()) std::swap(first.tensor, first.aliases.back());
@@ -143,30 +183,171 @@ std::vector<OffloadEngine::Parameter> OffloadEngine::FindParameters(torch::nn::M
   return parameters;
 }
 
-void OffloadEngine::Declare(const std::vector<Parameter>& parameters,
-                            proto::OptimizerState optimizer) {
-  std::vector<proto::Tensor> tensors;
-  for (const Parameter& parameter : parameters) {
+WeightResidency* TensorEngine::Own(const at::Tensor& tensor) const {
+  auto* const weight = dynamic_cast<WeightResidency*>(Residency::Of(tensor));
+  return weight != nullptr && weight->attachment() == attachment_.get() ? weight : nullptr;
+}
+
+PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
+                                    proto::OptimizerState optimizer) const {
+  std::vector<proto::Tensor> tensors = declared_;
+  for (const Parameter& parameter : more) {
     tensors.push_back({.name = parameter.name,
                        .shape = parameter.tensor.sizes().vec(),
-                       .dtype = parameter.tensor.scalar_type() == at::kFloat
-                                    ? proto::Dtype::kFloat32
-                                    : proto::Dtype::kBFloat16,
+                       .dtype = DtypeOf(parameter.tensor),
                        .trainable = parameter.trainable,
                        .element_count = static_cast<uint64_t>(parameter.tensor.numel())});
   }
-  PlanInput input = {.catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors))),
-                     .optimizer = optimizer,
-                     .ram_bytes = ram_bytes_,
-                     .always_spill_gradients = options_.spill_gradients};
+  return {.catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors))),
+          .optimizer = optimizer,
+          .ram_bytes = ram_bytes_,
+          .always_spill_gradients = options_.spill_gradients};
+}
+
+bool TensorEngine::Attach(std::span<const NamedTensor> tensors, proto::OptimizerState optimizer) {
+  std::vector<Parameter> parameters = FindNew(tensors);
+  if (parameters.empty() && declared_.empty())
+    ThrowStatus(MakeError(ErrorId::kUnsupportedModel, "the module has no parameters"));
+  if (!declared_.empty() && optimizer != optimizer_) {
+    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
+                          "the job has an optimizer that keeps other moments",
+                          "Use optimizers of one kind for all parts of a job, or a job for each"));
+  }
+  if (!parameters.empty() && attached_.sealed) {
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedModel,
+        absl::StrCat("parameter ", Key(parameters.front().name),
+                     " is attached after the store of job ", Key(options_.job), " was made"),
+        "Attach all modules of a job before the first operation on one of them, or open an engine "
+        "with a job of its own"));
+  }
+  PlanInput input = DescribeJob(parameters, optimizer);
+  if (!parameters.empty()) ThrowIfError(MakePlan(input).status());
+  NameForFiles(tensors);
+  if (!parameters.empty()) {
+    declared_ = std::move(input.catalogue.tensors);
+    optimizer_ = optimizer;
+  }
+  const bool has_new = !parameters.empty();
+  for (Parameter& parameter : parameters) Adopt(std::move(parameter));
+  MarkAliases(tensors);
+  return has_new;
+}
+
+void TensorEngine::Adopt(Parameter parameter) {
+  const at::NoGradGuard no_grad;
+  const auto id = static_cast<uint32_t>(weights_.size());
+  parameter.aliases.push_back(parameter.tensor);
+  for (at::Tensor& tensor : parameter.aliases) Mark(tensor, id);
+  const size_t size_bytes = parameter.tensor.numel() * parameter.tensor.element_size();
+  weights_.push_back(new WeightResidency(attachment_, id, parameter.name,
+                                         parameter.tensor.device(), size_bytes));
+  weights_.back()->Adopt(
+      parameter.tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  gradients_.push_back(nullptr);
+  attached_.trained.push_back(parameter.trainable ? parameter.tensor : at::Tensor());
+}
+
+void TensorEngine::Mark(at::Tensor tensor, uint32_t id) {
+  if (!tensor.key_set().has(kManagedKey)) tensor.set_data(WithManagedKey(tensor));
+  ids_[tensor.unsafeGetTensorImpl()] = id;
+}
+
+// Files see the tensors as they are attached, under all their names.
+void TensorEngine::NameForFiles(std::span<const NamedTensor> tensors) {
+  if (attached_.sealed) return;
+  std::vector<NamedTensor> names = attached_.names;
+  std::unordered_set<std::string> known;
+  for (const NamedTensor& named : names) known.insert(named.name);
+  for (const NamedTensor& named : tensors) {
+    if (named.tensor.defined() && known.insert(named.name).second) names.push_back(named);
+  }
+  file_weights_ = ValueOrThrow(FindFileWeights(names));
+  for (FileWeight& weight : file_weights_) weight.tensor.reset();
+  attached_.names = std::move(names);
+}
+
+// Tensors of this list over storages that an earlier one brought.
+void TensorEngine::MarkAliases(std::span<const NamedTensor> tensors) {
+  const at::NoGradGuard no_grad;
+  for (const NamedTensor& named : tensors) {
+    if (!named.tensor.defined() || ids_.contains(named.tensor.unsafeGetTensorImpl())) continue;
+    if (const WeightResidency* const weight = Own(named.tensor))
+      Mark(named.tensor, weight->tensor());
+  }
+}
+
+// ---- The store ---------------------------------------------------------------------------------
+
+void TensorEngine::Seal() {
+  RequireAttached();
+  attachment_->EnsureSealed();
+}
+
+void TensorEngine::RequireAttached() const {
+  if (declared_.empty()) ThrowStatus(NotAttached());
+}
+
+// Runs where the first operator happens to be: what it makes is of ordinary mode nevertheless.
+void TensorEngine::MakeStore() {
+  if (store_failure_) std::rethrow_exception(store_failure_);
+  const c10::InferenceMode ordinary(false);
+  const at::NoGradGuard no_grad;
+  std::optional<WeightFile> initial = OpenInitialWeights();
+  try {
+    Declare();
+    StartWeights(initial.has_value() ? &*initial : nullptr);
+    WatchGradients();
+    BringHome(attachment_.get());
+    if (!exists_)
+      ThrowIfError(attachment_->session().Publish(ValueOrThrow(EncodeTrainerState(state_))));
+  } catch (...) {
+    store_failure_ = std::current_exception();  // the daemon takes a declaration once
+    throw;
+  }
+  attached_ = {.sealed = true};
+  malloc_trim(0);  // the model's own bytes go back to the kernel
+}
+
+void TensorEngine::Declare() {
+  PlanInput input = DescribeJob({}, optimizer_);
   Plan plan = ValueOrThrow(MakePlan(input));
   client::Session& session = attachment_->session();
   ThrowIfError(session.DeclareTensors(input.catalogue.tensors));
-  ThrowIfError(session.Seal(optimizer, plan.memory, plan.pins_offset, Progress()));
+  ThrowIfError(session.Seal(optimizer_, plan.memory, plan.pins_offset, Progress()));
   attachment_->SetPlan(std::move(input), std::move(plan));
+  const size_t count = declared_.size();
+  if (!exists_ || state_.update_counts.empty()) state_.update_counts.assign(count, 0);
+  if (state_.update_counts.size() != count) {
+    ThrowStatus(MakeError(ErrorId::kOtherModel,
+                          absl::StrCat("the job has ", state_.update_counts.size(),
+                                       " parameters, the model ", count)));
+  }
 }
 
-absl::Status OffloadEngine::StreamIn(uint32_t id, Fill fill) {
+void TensorEngine::StartWeights(WeightFile* initial) {
+  if (initial != nullptr) LoadFrom(*initial);
+  for (uint32_t id = 0; id < weights_.size(); ++id) {
+    if (!exists_ && initial == nullptr) LoadInitial(id);
+    weights_[id]->Start();
+  }
+}
+
+void TensorEngine::WatchGradients() {
+  const Plan& plan = attachment_->plan();
+  if (plan.gradients_spilled)
+    gradient_window_ =
+        std::make_shared<GradientWindow>(plan.gradient_window_offset, plan.gradient_window_bytes);
+  for (uint32_t id = 0; id < weights_.size(); ++id) {
+    if (!attached_.trained[id].defined()) continue;
+    const bool spilled = plan.memory.gradients[id].home == proto::GradientHome::kScratch;
+    gradients_[id] =
+        new Gradient(attachment_, spilled ? gradient_window_ : nullptr, id, attached_.trained[id]);
+    gradients_[id]->Watch();
+  }
+}
+
+absl::Status TensorEngine::StreamIn(uint32_t id, Fill fill) {
   const proto::Tensor& tensor = attachment_->tensor(id);
   const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
@@ -191,27 +372,17 @@ absl::Status OffloadEngine::StreamIn(uint32_t id, Fill fill) {
   return failure;
 }
 
-// From the module, where a new job finds its weights.
-void OffloadEngine::LoadFrom(uint32_t id, const at::Tensor& parameter) {
-  const proto::Tensor& tensor = attachment_->tensor(id);
-  const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
-  Record* const record = Record::Of(parameter);
-  auto* const born = dynamic_cast<BornRecord*>(record);
-  if (record != nullptr && born == nullptr) Unsupported(tensor.name, "belongs to another engine");
-  const auto* const source =
-      born == nullptr ? static_cast<const std::byte*>(parameter.const_data_ptr()) : nullptr;
-  const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) -> absl::Status {
-    if (born != nullptr)
-      return born->ReadInto(begin * element_bytes, count * element_bytes, offset);
-    std::memcpy(attachment_->region() + offset, source + begin * element_bytes,
-                count * element_bytes);
-    return absl::OkStatus();
+// From what the tensors held, where a new job finds its weights.
+void TensorEngine::LoadInitial(uint32_t id) {
+  const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(id).dtype);
+  const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
+    return weights_[id]->ReadInitial(begin * element_bytes, count * element_bytes, offset);
   };
-  ThrowIfError(StreamIn(id, fill), absl::StrCat("parameter ", Key(tensor.name)));
+  ThrowIfError(StreamIn(id, fill), absl::StrCat("parameter ", Key(weights_[id]->name())));
 }
 
 // From a file that fits.
-void OffloadEngine::LoadFrom(WeightFile& file) {
+void TensorEngine::LoadFrom(WeightFile& file) {
   for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
     const FileWeight& weight = file_weights_[at];
     if (weight.ElementCount() == 0) continue;  // the daemon does not know it
@@ -224,7 +395,7 @@ void OffloadEngine::LoadFrom(WeightFile& file) {
   }
 }
 
-std::optional<WeightFile> OffloadEngine::OpenInitialWeights() {
+std::optional<WeightFile> TensorEngine::OpenInitialWeights() {
   if (initial_weights_.empty()) return std::nullopt;
   if (exists_) {
     Log().info("job {} exists, at step {}: it keeps its weights, {} is not loaded", options_.job,
@@ -235,71 +406,15 @@ std::optional<WeightFile> OffloadEngine::OpenInitialWeights() {
                       initial_weights_);
 }
 
-void OffloadEngine::TakeOver(const std::vector<Parameter>& parameters, WeightFile* initial) {
-  const at::NoGradGuard no_grad;
-  if (initial != nullptr) LoadFrom(*initial);
-  for (uint32_t id = 0; id < parameters.size(); ++id) {
-    const Parameter& parameter = parameters[id];
-    if (!exists_ && initial == nullptr) LoadFrom(id, parameter.tensor);
-    std::vector<at::Tensor> tensors = parameter.aliases;
-    tensors.push_back(parameter.tensor);
-    for (at::Tensor& tensor : tensors) {
-      if (!tensor.key_set().has(kManagedKey)) tensor.set_data(WithManagedKey(tensor));
-      ids_[tensor.unsafeGetTensorImpl()] = id;
-    }
-    const size_t size_bytes = parameter.tensor.numel() * parameter.tensor.element_size();
-    auto* record = new WeightRecord(attachment_, id, size_bytes);
-    weights_.push_back(record);
-    record->Manage(parameter.tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-    gradients_.push_back(nullptr);
-    if (!parameter.trainable) continue;
-    const bool spilled =
-        attachment_->plan().memory.gradients[id].home == proto::GradientHome::kScratch;
-    gradients_.back() =
-        new Gradient(attachment_, spilled ? gradient_window_ : nullptr, id, parameter.tensor);
-    gradients_.back()->Watch();
-  }
-}
-
-void OffloadEngine::Attach(torch::nn::Module& module, proto::OptimizerState optimizer) {
-  if (attached_)
-    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer, "this engine has an optimizer already",
-                          "Open one engine per model"));
-  EndConstruction();
-  const std::vector<Parameter> parameters = FindParameters(module);
-  if (parameters.empty())
-    ThrowStatus(MakeError(ErrorId::kUnsupportedModel, "the module has no parameters"));
-  file_weights_ = ValueOrThrow(FindFileWeights(module));
-  for (FileWeight& weight : file_weights_) weight.tensor.reset();
-  std::optional<WeightFile> initial = OpenInitialWeights();
-  Declare(parameters, optimizer);
-  const Plan& plan = attachment_->plan();
-  if (plan.gradients_spilled)
-    gradient_window_ =
-        std::make_shared<GradientWindow>(plan.gradient_window_offset, plan.gradient_window_bytes);
-  if (!exists_ || state_.update_counts.empty()) state_.update_counts.assign(parameters.size(), 0);
-  if (state_.update_counts.size() != parameters.size()) {
-    ThrowStatus(MakeError(ErrorId::kOtherModel,
-                          absl::StrCat("the job has ", state_.update_counts.size(),
-                                       " parameters, the model ", parameters.size())));
-  }
-  TakeOver(parameters, initial.has_value() ? &*initial : nullptr);
-  BringHome(module);
-  if (!exists_)
-    ThrowIfError(attachment_->session().Publish(ValueOrThrow(EncodeTrainerState(state_))));
-  attached_ = true;
-  malloc_trim(0);  // the model's own bytes go back to the kernel
-}
-
 // ---- The step ----------------------------------------------------------------------------------
 
-Gradient* OffloadEngine::GradientOf(const at::Tensor& parameter) const {
+Gradient* TensorEngine::GradientOf(const at::Tensor& parameter) const {
   const auto known = ids_.find(parameter.unsafeGetTensorImpl());
   if (known == ids_.end())
     Unsupported("?", absl::StrCat("of shape [", absl::StrJoin(parameter.sizes(), ", "),
                                   "] was not in the module when it was attached"));
   const uint32_t id = known->second;
-  if (Record::Of(parameter) != weights_[id]) {
+  if (Residency::Of(parameter) != weights_[id]) {
     Unsupported(weights_[id]->name(),
                 "has another storage than when it was attached (set_data, or a cast): attach after "
                 "such changes");
@@ -309,14 +424,14 @@ Gradient* OffloadEngine::GradientOf(const at::Tensor& parameter) const {
   return gradients_[id];
 }
 
-void OffloadEngine::Step(std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                         std::vector<client::Group> groups) {
+void TensorEngine::Step(std::span<const GroupUpdate> updates) {
+  Seal();
   client::StepCommand command;
   command.step = step_ + 1;
-  command.groups = std::move(groups);
   std::vector<uint32_t> stepped;
-  for (uint32_t group = 0; group < param_groups.size(); ++group) {
-    for (const at::Tensor& parameter : param_groups[group].params()) {
+  for (uint32_t group = 0; group < updates.size(); ++group) {
+    command.groups.push_back(updates[group].group);
+    for (const at::Tensor& parameter : updates[group].tensors) {
       if (!parameter.grad().defined() || parameter.numel() == 0) continue;
       Gradient* const gradient = GradientOf(parameter);
       gradient->PrepareStep();
@@ -331,7 +446,8 @@ void OffloadEngine::Step(std::vector<torch::optim::OptimizerParamGroup>& param_g
   command.trainer_state = ValueOrThrow(EncodeTrainerState(next));
   for (const uint32_t id : stepped) gradients_[id]->FinishWriting();
 
-  const std::vector<uint32_t> ahead = attachment_->EndScheduleStep();
+  std::vector<uint32_t> ahead;
+  if (EndsRound(updates)) ahead = attachment_->EndScheduleStep();
   ThrowIfError(attachment_->session().Step(command));
   state_ = std::move(next);
   ++step_;
@@ -339,21 +455,40 @@ void OffloadEngine::Step(std::vector<torch::optim::OptimizerParamGroup>& param_g
   attachment_->Prefetch(ahead);
 }
 
+// Several optimizers take turns: a round of the schedule ends with the step of one of them, and
+// with that of another when this one steps no more.
+bool TensorEngine::EndsRound(std::span<const GroupUpdate> updates) {
+  constexpr int kStepsOfARoundMax = 64;
+  const auto first = std::find_if(updates.begin(), updates.end(),
+                                  [](const GroupUpdate& update) { return !update.tensors.empty(); });
+  const void* const optimizer =
+      first == updates.end() ? nullptr : first->tensors.front().unsafeGetTensorImpl();
+  if (optimizer != round_ends_with_ && ++steps_of_round_ < kStepsOfARoundMax &&
+      round_ends_with_ != nullptr)
+    return false;
+  round_ends_with_ = optimizer;
+  steps_of_round_ = 0;
+  return true;
+}
+
 // ---- The rest ----------------------------------------------------------------------------------
 
-void OffloadEngine::WaitDurable() { ValueOrThrow(attachment_->session().WaitDurable()); }
+void TensorEngine::WaitDurable() {
+  if (!declared_.empty()) Seal();
+  ValueOrThrow(attachment_->session().WaitDurable());
+}
 
-void OffloadEngine::SetTrainerState(std::string blob) {
+void TensorEngine::SetTrainerState(std::string blob) {
   struct TrainerState next = state_;
   next.trainer = std::move(blob);
   ValueOrThrow(EncodeTrainerState(next));  // refuses what is too long here, not at the step
   state_ = std::move(next);
 }
 
-uint32_t OffloadEngine::IdOf(const at::Tensor& parameter) const {
+uint32_t TensorEngine::IdOf(const at::Tensor& parameter) const {
   const auto known = ids_.find(parameter.unsafeGetTensorImpl());
   if (known != ids_.end()) return known->second;
-  if (auto* weight = dynamic_cast<WeightRecord*>(Record::Of(parameter));
+  if (const WeightResidency* const weight = Own(parameter);
       weight != nullptr && weight->IsWhole(parameter))
     return weight->tensor();
   ThrowStatus(MakeError(ErrorId::kBadValue,
@@ -361,8 +496,9 @@ uint32_t OffloadEngine::IdOf(const at::Tensor& parameter) const {
                                      "] is not an attached parameter")));
 }
 
-torch::Tensor OffloadEngine::Gather(const torch::Tensor& parameter, const std::string& plane) {
+at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& plane) {
   const uint32_t id = IdOf(parameter);
+  Seal();
   const proto::Tensor& tensor = attachment_->tensor(id);
   const at::ScalarType own = parameter.scalar_type();
   // An fp32 weight is its own master, and so is a frozen one.
@@ -373,10 +509,10 @@ torch::Tensor OffloadEngine::Gather(const torch::Tensor& parameter, const std::s
   } else if (plane == "master") {
     info = {proto::RingPlane::kMaster, at::kFloat};
   } else if (plane == "exp_avg" && tensor.trainable &&
-             optimizer_state() != proto::OptimizerState::kNone) {
+             optimizer_ != proto::OptimizerState::kNone) {
     info = {proto::RingPlane::kExpAvg, at::kFloat};
   } else if (plane == "exp_avg_sq" && tensor.trainable &&
-             optimizer_state() == proto::OptimizerState::kAdam) {
+             optimizer_ == proto::OptimizerState::kAdam) {
     info = {proto::RingPlane::kExpAvgSq, at::kFloat};
   } else {
     ThrowStatus(
@@ -396,7 +532,7 @@ torch::Tensor OffloadEngine::Gather(const torch::Tensor& parameter, const std::s
   return plane == "master" ? gathered.to(at::kFloat) : gathered;
 }
 
-absl::Status OffloadEngine::StreamOut(uint32_t id, proto::RingPlane plane, uint64_t element_bytes,
+absl::Status TensorEngine::StreamOut(uint32_t id, proto::RingPlane plane, uint64_t element_bytes,
                                       Drain drain) {
   const uint64_t element_count = attachment_->tensor(id).element_count;
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
@@ -428,19 +564,19 @@ absl::Status OffloadEngine::StreamOut(uint32_t id, proto::RingPlane plane, uint6
   return failure;
 }
 
-void OffloadEngine::SetInitialWeights(std::string path, LoadOptions options) {
+void TensorEngine::SetInitialWeights(std::string path, LoadOptions options) {
   initial_weights_ = std::move(path);
   initial_options_ = std::move(options);
 }
 
-void OffloadEngine::LoadWeights(const std::string& path, const LoadOptions& options) {
-  if (!attached_) ThrowStatus(NotAttached());
+void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& options) {
+  Seal();
   WeightFile file = ValueOrThrow(WeightFile::Open(path, file_weights_, options), path);
   LoadFrom(file);
 }
 
-void OffloadEngine::SaveWeights(const std::string& folder, const SaveOptions& options) {
-  if (!attached_) ThrowStatus(NotAttached());
+void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& options) {
+  Seal();
   auto writer = ValueOrThrow(CreateWeightFiles(folder, file_weights_, options), folder);
   for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
     const FileWeight& weight = file_weights_[at];
@@ -460,7 +596,7 @@ absl::Status NotAttached() {
                    "Attach it with AdamW() or SGD() first");
 }
 
-Statistics OffloadEngine::statistics() const {
+Statistics TensorEngine::statistics() const {
   const proto::SlabHeader& header = attachment_->session().slab_header();
   Statistics statistics;
   statistics.bytes_read = header.bytes_read.load(std::memory_order_relaxed);
@@ -474,10 +610,11 @@ Statistics OffloadEngine::statistics() const {
   return statistics;
 }
 
-PlanSummary OffloadEngine::plan() const {
-  const Plan& plan = attachment_->plan();
+PlanSummary TensorEngine::plan() {
   PlanSummary summary;
-  if (!attached_) return summary;
+  if (declared_.empty()) return summary;
+  Seal();
+  const Plan& plan = attachment_->plan();
   summary.parameters = plan.parameter_count;
   summary.state_bytes = plan.state_bytes;
   summary.gradient_bytes = plan.gradient_bytes;
