@@ -121,7 +121,8 @@ enum class RingOperation : uint32_t {
                   // completes at once
   kPut = 3,       // tensor, element_offset, element_count, region_offset: weights (working dtype)
              // replace the stored ones; the master becomes the value, residual zero, moments kept.
-             // Waits for a pending update. Completes when the bytes are taken
+             // Waits for the commit of the last step. Completes when the bytes are taken; durable
+             // with the next Step or EndLoad (offload.proto), else dropped when the job ends
   kGet = 4,  // as kPut with `plane`, the other way: bytes of a plane as of the last step; plane
              // kMaster: fp32 masters
   kScratchWrite = 5,  // scratch_offset, length_bytes, region_offset, all multiples of 4096

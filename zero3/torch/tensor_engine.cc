@@ -426,6 +426,7 @@ Gradient* TensorEngine::GradientOf(const at::Tensor& parameter) const {
 
 void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   Seal();
+  CheckWhole();
   client::StepCommand command;
   command.step = step_ + 1;
   std::vector<uint32_t> stepped;
@@ -572,11 +573,21 @@ void TensorEngine::SetInitialWeights(std::string path, LoadOptions options) {
 void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& options) {
   Seal();
   WeightFile file = ValueOrThrow(WeightFile::Open(path, file_weights_, options), path);
+  half_loaded_ = true;
   LoadFrom(file);
+  ThrowIfError(attachment_->session().EndLoad(), path);
+  half_loaded_ = false;
+}
+
+// The daemon drops half a load by itself, unless a step would make it part of its epoch.
+void TensorEngine::CheckWhole() const {
+  if (half_loaded_)
+    ThrowStatus(MakeError(ErrorId::kHalfLoaded, absl::StrCat("job ", options_.job)));
 }
 
 void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& options) {
   Seal();
+  CheckWhole();
   auto writer = ValueOrThrow(CreateWeightFiles(folder, file_weights_, options), folder);
   for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
     const FileWeight& weight = file_weights_[at];

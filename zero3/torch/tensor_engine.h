@@ -107,6 +107,8 @@ class TensorEngine {
   // What opens before anything of a new job is made; nothing when it takes the tensors' values.
   std::optional<WeightFile> OpenInitialWeights();
   void RequireAttached() const;
+  // OFD-1406 after a load that has failed midway.
+  void CheckWhole() const;
 
   // Moves a tensor through the staging buffer, an extent at a time in order, several in flight.
   // `fill` puts elements [begin, begin + count) of the weight at an offset of the region; `drain`
@@ -127,6 +129,7 @@ class TensorEngine {
   uint64_t step_;
   struct TrainerState state_;
   proto::OptimizerState optimizer_ = proto::OptimizerState::kNone;
+  bool half_loaded_ = false;
   std::string initial_weights_;
   LoadOptions initial_options_;
   std::vector<proto::Tensor> declared_;  // by id
