@@ -135,6 +135,7 @@ class Trainer {
         model_(NewModel(flags, shape, engine_)),
         optimizer_(MakeOptimizer(flags, *model_, engine_.get())),
         reporter_(flags.json, rank_ == 0 ? std::cout : silence_) {
+    if (engine_ != nullptr) engine_->Seal();  // what there is to refuse is refused here
     if (flags.as_ranks > 1) ScaleGradients(1.0 / static_cast<double>(flags.as_ranks));
   }
 

@@ -561,7 +561,7 @@ INSTANTIATE_TEST_SUITE_P(
     All, RefusalTest,
     ::testing::Values(Refusal{"EditedByOneRank", 0, "up.weight"},
                       Refusal{"ChangedInPlaceByOtherRanks", 1,
-                              "OFD-1605 parameter 'up.weight' is changed"},
+                              "OFD-1606 parameter 'up.weight' is changed"},
                       Refusal{"AddedToClipped", 0, "call zero_grad() before the next"},
                       Refusal{"DifferentialGradient", 0, "create_graph"},
                       Refusal{"ReadAmidBackward", 0, "while backward runs"},

@@ -69,11 +69,11 @@ Staging::Piece Staging::Take(uint64_t size_bytes) {
     std::vector<std::thread::id> holders;
     for (const auto& [offset, holder] : holders_) holders.push_back(holder);
     if (returned_.Wait(lock, WaitGraph::Needs::kAnyHolder, holders)) continue;
-    ThrowStatus(MakeError(ErrorId::kWindowExhausted,
-                          absl::StrCat("an operation writes several offloaded parameters, ",
-                                       FormatBytes(size_bytes),
-                                       " do not fit into the staging buffer beside the others"),
-                          "Write one parameter at a time, in one thread at a time"));
+    ThrowStatus(MakeError(
+        ErrorId::kWindowExhausted,
+        absl::StrCat("an operation writes several offloaded parameters, ", FormatBytes(size_bytes),
+                     " do not fit into the staging buffer beside the others"),
+        "Write one parameter at a time, in one thread at a time"));
   }
 }
 
@@ -92,13 +92,17 @@ void Staging::Return(uint64_t offset, uint64_t size_bytes) {
 
 // ---- Room in the scratch file ------------------------------------------------------------------
 
-ScratchSpace::ScratchSpace() : free_(proto::kSectorBytes) {}
+ScratchSpace::ScratchSpace(uint32_t rank, uint32_t world_size)
+    : rank_(rank),
+      world_size_(world_size),
+      free_(world_size == 1 ? proto::kSectorBytes : kStripeBytes) {}
 
 uint64_t ScratchSpace::Take(client::Session& session, uint64_t size_bytes) {
   std::lock_guard lock(mutex_);
   if (const std::optional<uint64_t> offset = free_.Take(size_bytes)) return *offset;
-  const uint64_t more_bytes = std::max(proto::PaddedBytes(size_bytes), kReserveStepBytes);
-  ThrowIfError(session.ReserveScratch(reserved_bytes_ + more_bytes));
+  const uint64_t stripes = (size_bytes + kStripeBytes - 1) / kStripeBytes;
+  const uint64_t more_bytes = std::max(stripes * kStripeBytes, kReserveStepBytes);
+  ThrowIfError(session.ReserveScratch((reserved_bytes_ + more_bytes) * world_size_));
   free_.Add(reserved_bytes_, more_bytes);
   reserved_bytes_ += more_bytes;
   return *free_.Take(size_bytes);
@@ -107,6 +111,11 @@ uint64_t ScratchSpace::Take(client::Session& session, uint64_t size_bytes) {
 void ScratchSpace::Return(uint64_t offset, uint64_t size_bytes) {
   std::lock_guard lock(mutex_);
   free_.Return(offset, size_bytes);
+}
+
+uint64_t ScratchSpace::InFile(uint64_t offset) const {
+  if (world_size_ == 1) return offset;
+  return (offset / kStripeBytes * world_size_ + rank_) * kStripeBytes + offset % kStripeBytes;
 }
 
 // ---- Address space -----------------------------------------------------------------------------
@@ -130,7 +139,8 @@ std::byte* HomeRanges::Take(size_t size_bytes) {
 Attachment::Attachment(std::unique_ptr<client::Session> session)
     : session_(std::move(session)),
       world_(session_->world()),
-      staging_(proto::kRegionFixedBytes, proto::kLoadingStagingBytes) {}
+      staging_(proto::kRegionFixedBytes, proto::kLoadingStagingBytes),
+      scratch_(world_.rank, world_.world_size) {}
 
 client::Session& Attachment::session() {
   if (session_ == nullptr) ThrowStatus(SessionEnded("this model"));

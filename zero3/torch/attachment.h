@@ -71,14 +71,21 @@ class Staging {
   std::map<uint64_t, std::thread::id> holders_;  // of lent pieces
 };
 
-// Room in the scratch file before there is a plan; freed room is used again.
+// A rank's room in the scratch file before there is a plan; freed room is used again. The ranks of a
+// job have the file in common: of N, each has every N-th stripe.
 class ScratchSpace {
  public:
-  ScratchSpace();
+  static constexpr uint64_t kStripeBytes = 512 << 10;
+
+  ScratchSpace(uint32_t rank, uint32_t world_size);
   uint64_t Take(client::Session& session, uint64_t size_bytes);  // throws OFD-1204
   void Return(uint64_t offset, uint64_t size_bytes);
+  // Where in the file a piece of what Take() gave is, that begins at a multiple of kStripeBytes in
+  // it and is not longer.
+  uint64_t InFile(uint64_t offset) const;
 
  private:
+  const uint32_t rank_, world_size_;
   std::mutex mutex_;
   RangeAllocator free_;
   uint64_t reserved_bytes_ = 0;

@@ -23,6 +23,7 @@ namespace {
 
 // A read has to begin and end where writes did: this divides every extent, of either dtype.
 constexpr uint64_t kTransferBytes = uint64_t{proto::kExtentElements} * 2;
+static_assert(ScratchSpace::kStripeBytes == kTransferBytes);
 constexpr uint64_t kMoveBytes = 4ull << 20;  // of staging
 constexpr uint8_t kAllocatorPriority = 200;
 
@@ -74,6 +75,11 @@ class BornAllocator final : public c10::Allocator {
   void copy_data(void* target, const void* source, std::size_t count) const override {
     std::memcpy(target, source, count);
   }
+  // For tensors that are to have bytes, also on a thread that constructs.
+  c10::DataPtr AllocateOrdinary(size_t size_bytes) const {
+    c10::Allocator* const current = c10::GetCPUAllocator();
+    return (current == this ? ordinary_.load() : current)->allocate(size_bytes);
+  }
 
  private:
   std::mutex mutex_;
@@ -87,7 +93,7 @@ class BornAllocator final : public c10::Allocator {
 
 BornResidency::BornResidency(std::shared_ptr<Attachment> attachment, size_t size_bytes)
     : Residency("", absl::StrCat("a tensor of ", size_bytes, " bytes that is being constructed"),
-             c10::kCPU, size_bytes, attachment->homes().Take(size_bytes)),
+                c10::kCPU, size_bytes, attachment->homes().Take(size_bytes)),
       attachment_(std::move(attachment)) {
   std::lock_guard lock(RegistryMutex());
   Registry().insert(this);
@@ -157,7 +163,8 @@ void BornResidency::Move(bool write) {
     std::vector<client::Ticket> tickets;
     for (uint64_t at = 0; at < length; at += kTransferBytes) {
       const uint64_t count = std::min(kTransferBytes, length - at);
-      const uint64_t scratch = place_ + begin + at, region = piece.region_offset() + at;
+      const uint64_t scratch = attachment_->scratch().InFile(place_ + begin + at);
+      const uint64_t region = piece.region_offset() + at;
       tickets.push_back(write ? session.ScratchWrite(scratch, count, region)
                               : session.ScratchRead(scratch, count, region));
     }
@@ -180,15 +187,22 @@ absl::Status BornResidency::ReadInto(uint64_t begin, uint64_t length, uint64_t r
     return absl::OkStatus();
   }
   client::Session& session = attachment_->session();
-  return session.Wait(
-      session.ScratchRead(place_ + begin, proto::PaddedBytes(length), region_offset));
+  std::vector<client::Ticket> tickets;
+  for (uint64_t at = 0; at < length; at += kTransferBytes) {
+    tickets.push_back(session.ScratchRead(attachment_->scratch().InFile(place_ + begin + at),
+                                          proto::PaddedBytes(std::min(kTransferBytes, length - at)),
+                                          region_offset + at));
+  }
+  absl::Status failure;
+  for (const client::Ticket ticket : tickets) failure.Update(session.Wait(ticket));
+  return failure;
 }
 
 void BornResidency::BringHome() {
   const auto storage = swap_.Lock();
   if (!storage) return;
   std::lock_guard lock(mutex_);
-  c10::DataPtr ordinary = c10::GetCPUAllocator()->allocate(size_bytes_);
+  c10::DataPtr ordinary = BornAllocator::OfProcess().AllocateOrdinary(size_bytes_);
   if (has_value_ || bytes_.valid()) {
     if (!bytes_.valid()) {
       bytes_ = ValueOrThrow(MappedRegion::Anonymous(proto::PaddedBytes(size_bytes_)), subject_);

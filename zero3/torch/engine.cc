@@ -16,9 +16,11 @@
 #include "base/error.h"
 #include "client/rank_environment.h"
 #include "client/session.h"
+#include "zero3/hf_layout.h"
 #include "zero3/torch/in_memory.h"
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/weights_io.h"
 
 namespace offload {
 namespace zero3 {
@@ -64,29 +66,33 @@ class InMemoryEngine final : public Engine {
   std::unique_ptr<torch::optim::Optimizer> AdamW(torch::nn::Module& module,
                                                  torch::optim::AdamWOptions options,
                                                  AdamWFlavour flavour) override {
-    return Keep(InMemoryAdamW(module, std::move(options), flavour), module);
+    return AdamW(module, modules_.FreeParameters(module), std::move(options), flavour);
   }
   std::unique_ptr<torch::optim::Optimizer> SGD(torch::nn::Module& module,
                                                torch::optim::SGDOptions options) override {
-    return Keep(InMemorySGD(module, std::move(options)), module);
+    return Keep(InMemorySGD(module, std::move(options)), module, modules_.FreeParameters(module));
   }
-  std::unique_ptr<torch::optim::Optimizer> AdamW(
-      torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
-      torch::optim::AdamWOptions defaults, AdamWFlavour flavour) override {
-    auto optimizer = InMemoryAdamW(module, std::move(defaults), flavour);
-    optimizer->param_groups().clear();
-    for (const auto& group : groups) optimizer->add_param_group(group);
-    return Keep(std::move(optimizer), module);
+  std::unique_ptr<torch::optim::Optimizer> AdamW(torch::nn::Module& module, ParameterGroups groups,
+                                                 torch::optim::AdamWOptions defaults,
+                                                 AdamWFlavour flavour) override {
+    return Keep(InMemoryAdamW(module, std::move(defaults), flavour), module, groups);
   }
+  void Seal() override {}
   int rank() const override { return 0; }
   int world_size() const override { return 1; }
   std::vector<std::string> Exchange(std::string blob) override { return {std::move(blob)}; }
+  // Every optimizer's steps are steps of the job.
   int64_t step() const override {
-    int64_t step = 0;
-    for (const at::Tensor& parameter : parameters_) {
-      if (const InMemoryState* state = StateOf(parameter)) step = std::max(step, state->step);
+    int64_t steps = 0;
+    for (const InMemoryOptimizer* optimizer : optimizers_) {
+      int64_t most = 0;
+      for (const at::Tensor& parameter : parameters_) {
+        if (const InMemoryState* state = optimizer->StateOf(parameter))
+          most = std::max(most, state->step);
+      }
+      steps += most;
     }
-    return step;
+    return steps;
   }
   void WaitDurable() override {}
   void SetTrainerState(std::string blob) override { trainer_state_ = std::move(blob); }
@@ -111,10 +117,10 @@ class InMemoryEngine final : public Engine {
     initial_options_ = std::move(options);
   }
   void LoadWeights(const std::string& path, const LoadOptions& options) override {
-    offload::LoadWeights(AttachedModule(), path, options);
+    LoadIntoMemory(AttachedWeights(), path, options);
   }
   void SaveWeights(const std::string& folder, const SaveOptions& options) override {
-    offload::SaveWeights(AttachedModule(), folder, options);
+    SaveFromMemory(AttachedWeights(), folder, options);
   }
   Statistics statistics() const override { return {}; }
   PlanSummary plan() const override {
@@ -125,26 +131,56 @@ class InMemoryEngine final : public Engine {
   }
 
  private:
+  // Gives the optimizer its groups and remembers both.
   std::unique_ptr<torch::optim::Optimizer> Keep(std::unique_ptr<torch::optim::Optimizer> optimizer,
-                                                torch::nn::Module& module) {
-    if (!initial_weights_.empty()) offload::LoadWeights(module, initial_weights_, initial_options_);
-    optimizer_ = dynamic_cast<const InMemoryOptimizer*>(optimizer.get());
-    module_ = &module;
-    parameters_ = module.parameters();
+                                                torch::nn::Module& module,
+                                                const ParameterGroups& groups) {
+    modules_.CheckFree(groups);
+    optimizer->param_groups().clear();
+    for (const auto& group : groups) optimizer->add_param_group(group);
+    const std::vector<NamedTensor> names = modules_.Names(module);
+    bool has_new = false;
+    for (const NamedTensor& named : names) {
+      if (!named.tensor.defined() || !known_.insert(named.tensor.unsafeGetTensorImpl()).second)
+        continue;
+      parameters_.push_back(named.tensor);
+      has_new = true;
+    }
+    if (has_new) {
+      if (!initial_weights_.empty()) LoadInitial(names);
+      names_.insert(names_.end(), names.begin(), names.end());
+    }
+    modules_.Add(has_new);
+    modules_.Claim(groups);
+    optimizers_.push_back(dynamic_cast<const InMemoryOptimizer*>(optimizer.get()));
     return optimizer;
   }
-  torch::nn::Module& AttachedModule() const {
-    if (module_ == nullptr) ThrowStatus(NotAttached());
-    return *module_;
+  // What the file has for this module; the others take theirs when they are attached.
+  void LoadInitial(const std::vector<NamedTensor>& names) const {
+    const std::vector<FileWeight> weights = ValueOrThrow(FindFileWeights(names));
+    LoadOptions options = initial_options_;
+    for (const std::string& name : ValueOrThrow(HfCheckpoint::Open(initial_weights_)).Names()) {
+      if (ModuleList::NumberOf(name) != ModuleList::NumberOf(names.front().name))
+        options.ignored.push_back(name);
+    }
+    LoadIntoMemory(weights, initial_weights_, options);
+  }
+  std::vector<FileWeight> AttachedWeights() const {
+    if (names_.empty()) ThrowStatus(NotAttached());
+    return ValueOrThrow(FindFileWeights(names_));
   }
   const InMemoryState* StateOf(const at::Tensor& parameter) const {
-    return optimizer_ == nullptr ? nullptr : optimizer_->StateOf(parameter);
+    for (const InMemoryOptimizer* optimizer : optimizers_) {
+      if (const InMemoryState* state = optimizer->StateOf(parameter)) return state;
+    }
+    return nullptr;
   }
 
-  const InMemoryOptimizer* optimizer_ =
-      nullptr;                           // the trainer's; it outlives the questions about it
-  torch::nn::Module* module_ = nullptr;  // likewise
-  std::vector<at::Tensor> parameters_;
+  ModuleList modules_;
+  std::vector<const InMemoryOptimizer*> optimizers_;  // the trainer's; they outlive the questions
+  std::vector<NamedTensor> names_;
+  std::vector<at::Tensor> parameters_;  // each once
+  std::unordered_set<const void*> known_;
   std::string trainer_state_;
   std::string initial_weights_;
   LoadOptions initial_options_;

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
@@ -15,6 +16,15 @@ namespace offload::zero3 {
 
 std::vector<NamedTensor> ModuleList::Names(const torch::nn::Module& module) const {
   return NamedParameters(module, count_ == 0 ? "" : absl::StrCat(count_, "/"));
+}
+
+int ModuleList::NumberOf(std::string_view name) {
+  const size_t slash = name.find('/');
+  int number = 0;
+  if (slash == std::string_view::npos ||
+      !absl::SimpleAtoi(absl::string_view(name.data(), slash), &number))
+    return 0;
+  return number;
 }
 
 ParameterGroups ModuleList::FreeParameters(const torch::nn::Module& module) const {
@@ -67,7 +77,6 @@ void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& grou
   modules_.CheckFree(groups);
   modules_.Add(tensors_->Attach(modules_.Names(module), optimizer));
   modules_.Claim(groups);
-  tensors_->Seal();
 }
 
 std::unique_ptr<torch::optim::Optimizer> ModuleEngine::AdamW(torch::nn::Module& module,

@@ -15,7 +15,9 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "zero3/torch/tensor_engine.h"
@@ -30,6 +32,8 @@ class ModuleList {
  public:
   // The parameters of a module under the names that they have in the job.
   std::vector<NamedTensor> Names(const torch::nn::Module& module) const;
+  // Which module a name belongs to: 0 for the first.
+  static int NumberOf(std::string_view name);
   // They are attached; `has_new` when some were not before.
   void Add(bool has_new) { count_ += has_new ? 1 : 0; }
 
@@ -56,6 +60,7 @@ class ModuleEngine final : public Engine {
   std::unique_ptr<torch::optim::Optimizer> AdamW(torch::nn::Module& module, ParameterGroups groups,
                                                  torch::optim::AdamWOptions defaults,
                                                  AdamWFlavour flavour) override;
+  void Seal() override { tensors_->Seal(); }
   int rank() const override { return static_cast<int>(tensors_->attachment()->rank()); }
   int world_size() const override { return static_cast<int>(tensors_->attachment()->world_size()); }
   std::vector<std::string> Exchange(std::string blob) override {

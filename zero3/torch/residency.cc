@@ -60,7 +60,11 @@ thread_local Pins* Pins::top_ = nullptr;
 
 void Pins::Add(Residency* residency, Access access) {
   residency->Pin(access);
-  AddPinned(residency);
+  residency->Reference();
+  // Those that write unpin last: the daemon may need the memory of the others to take what they
+  // put back.
+  residencies_.insert(access == Access::kRead ? residencies_.end() : residencies_.begin(),
+                      residency);
 }
 
 void Pins::AddPinned(Residency* residency) {

@@ -6,6 +6,7 @@
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <deque>
@@ -218,7 +219,7 @@ bool TensorEngine::Attach(std::span<const NamedTensor> tensors, proto::Optimizer
                           "the job has an optimizer that keeps other moments",
                           "Use optimizers of one kind for all parts of a job, or a job for each"));
   }
-  if (!parameters.empty() && attachment_->sealed()) {
+  if (!parameters.empty() && attached_.sealed) {
     ThrowStatus(MakeError(
         ErrorId::kUnsupportedModel,
         absl::StrCat("parameter ", Key(parameters.front().name),
@@ -226,16 +227,17 @@ bool TensorEngine::Attach(std::span<const NamedTensor> tensors, proto::Optimizer
         "Attach all modules of a job before the first operation on one of them, or open an engine "
         "with a job of its own"));
   }
+  PlanInput input = DescribeJob(parameters, optimizer);
+  if (!parameters.empty()) ThrowIfError(MakePlan(input).status());
+  NameForFiles(tensors);
   if (!parameters.empty()) {
-    PlanInput input = DescribeJob(parameters, optimizer);
-    ThrowIfError(MakePlan(input).status());
     declared_ = std::move(input.catalogue.tensors);
     optimizer_ = optimizer;
   }
-  const bool is_new = !parameters.empty();
+  const bool has_new = !parameters.empty();
   for (Parameter& parameter : parameters) Adopt(std::move(parameter));
-  AddNames(tensors);
-  return is_new;
+  MarkAliases(tensors);
+  return has_new;
 }
 
 void TensorEngine::Adopt(Parameter parameter) {
@@ -249,7 +251,7 @@ void TensorEngine::Adopt(Parameter parameter) {
   weights_.back()->Adopt(
       parameter.tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   gradients_.push_back(nullptr);
-  trained_.push_back(parameter.trainable ? parameter.tensor : at::Tensor());
+  attached_.trained.push_back(parameter.trainable ? parameter.tensor : at::Tensor());
 }
 
 void TensorEngine::Mark(at::Tensor tensor, uint32_t id) {
@@ -257,17 +259,27 @@ void TensorEngine::Mark(at::Tensor tensor, uint32_t id) {
   ids_[tensor.unsafeGetTensorImpl()] = id;
 }
 
-// Other names and tensors of what the job has, for files and for the step.
-void TensorEngine::AddNames(std::span<const NamedTensor> tensors) {
-  const at::NoGradGuard no_grad;
+// Files see the tensors as they are attached, under all their names.
+void TensorEngine::NameForFiles(std::span<const NamedTensor> tensors) {
+  if (attached_.sealed) return;
+  std::vector<NamedTensor> names = attached_.names;
   std::unordered_set<std::string> known;
-  for (const NamedTensor& named : names_) known.insert(named.name);
+  for (const NamedTensor& named : names) known.insert(named.name);
   for (const NamedTensor& named : tensors) {
-    if (!named.tensor.defined()) continue;
-    if (const WeightResidency* const weight = Own(named.tensor);
-        weight != nullptr && !ids_.contains(named.tensor.unsafeGetTensorImpl()))
+    if (named.tensor.defined() && known.insert(named.name).second) names.push_back(named);
+  }
+  file_weights_ = ValueOrThrow(FindFileWeights(names));
+  for (FileWeight& weight : file_weights_) weight.tensor.reset();
+  attached_.names = std::move(names);
+}
+
+// Tensors of this list over storages that an earlier one brought.
+void TensorEngine::MarkAliases(std::span<const NamedTensor> tensors) {
+  const at::NoGradGuard no_grad;
+  for (const NamedTensor& named : tensors) {
+    if (!named.tensor.defined() || ids_.contains(named.tensor.unsafeGetTensorImpl())) continue;
+    if (const WeightResidency* const weight = Own(named.tensor))
       Mark(named.tensor, weight->tensor());
-    if (!attachment_->sealed() && known.insert(named.name).second) names_.push_back(named);
   }
 }
 
@@ -287,8 +299,6 @@ void TensorEngine::MakeStore() {
   if (store_failure_) std::rethrow_exception(store_failure_);
   const c10::InferenceMode ordinary(false);
   const at::NoGradGuard no_grad;
-  file_weights_ = ValueOrThrow(FindFileWeights(names_));
-  for (FileWeight& weight : file_weights_) weight.tensor.reset();
   std::optional<WeightFile> initial = OpenInitialWeights();
   try {
     Declare();
@@ -301,8 +311,7 @@ void TensorEngine::MakeStore() {
     store_failure_ = std::current_exception();  // the daemon takes a declaration once
     throw;
   }
-  names_.clear();
-  trained_.clear();
+  attached_ = {.sealed = true};
   malloc_trim(0);  // the model's own bytes go back to the kernel
 }
 
@@ -340,7 +349,7 @@ void TensorEngine::WatchGradients() {
   if (plan.memory.world_size > 1)
     sums_ = std::make_shared<GradientSums>(attachment_, /*step=*/step_ + 1);
   for (uint32_t id = 0; id < weights_.size(); ++id) {
-    if (!trained_[id].defined()) continue;
+    if (!attached_.trained[id].defined()) continue;
     gradients_[id] = MakeGradient(id);
     gradients_[id]->Watch();
   }
@@ -351,8 +360,9 @@ Gradient* TensorEngine::MakeGradient(uint32_t id) {
   const bool spilled =
       home == proto::GradientHome::kScratch || home == proto::GradientHome::kSlabScratch;
   auto window = spilled ? gradient_window_ : nullptr;
-  if (sums_ == nullptr) return new Gradient(attachment_, std::move(window), id, trained_[id]);
-  return new SummedGradient(attachment_, std::move(window), sums_, id, trained_[id]);
+  const at::Tensor& parameter = attached_.trained[id];
+  if (sums_ == nullptr) return new Gradient(attachment_, std::move(window), id, parameter);
+  return new SummedGradient(attachment_, std::move(window), sums_, id, parameter);
 }
 
 absl::Status TensorEngine::StreamIn(uint32_t id, Fill fill) {
@@ -464,13 +474,30 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   for (const uint32_t id : stepped) gradients_[id]->FinishWriting();
 
   if (sums_ != nullptr) command.passes = sums_->stream().passes();
-  const std::vector<uint32_t> ahead = attachment_->EndScheduleStep();
+  std::vector<uint32_t> ahead;
+  if (EndsRound(updates)) ahead = attachment_->EndScheduleStep();
   ThrowIfError(attachment_->session().Step(command));
   if (sums_ != nullptr) ThrowIfError(sums_->stream().Stepped());
   state_ = std::move(next);
   ++step_;
   for (const uint32_t id : stepped) gradients_[id]->BeginUpdate();
   attachment_->Prefetch(ahead);
+}
+
+// Several optimizers take turns: a round of the schedule ends with the step of one of them, and
+// with that of another when this one steps no more.
+bool TensorEngine::EndsRound(std::span<const GroupUpdate> updates) {
+  constexpr int kStepsOfARoundMax = 64;
+  const auto first = std::find_if(updates.begin(), updates.end(),
+                                  [](const GroupUpdate& update) { return !update.tensors.empty(); });
+  const void* const optimizer =
+      first == updates.end() ? nullptr : first->tensors.front().unsafeGetTensorImpl();
+  if (optimizer != round_ends_with_ && ++steps_of_round_ < kStepsOfARoundMax &&
+      round_ends_with_ != nullptr)
+    return false;
+  round_ends_with_ = optimizer;
+  steps_of_round_ = 0;
+  return true;
 }
 
 // ---- The rest ----------------------------------------------------------------------------------

@@ -99,7 +99,8 @@ class TensorEngine {
   WeightResidency* Own(const at::Tensor& tensor) const;
   void Adopt(Parameter parameter);
   void Mark(at::Tensor tensor, uint32_t id);
-  void AddNames(std::span<const NamedTensor> tensors);
+  void NameForFiles(std::span<const NamedTensor> tensors);
+  void MarkAliases(std::span<const NamedTensor> tensors);
   void MakeStore();
   void Declare();
   void StartWeights(WeightFile* initial);
@@ -121,6 +122,7 @@ class TensorEngine {
       absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, const std::byte* bytes)>;
   absl::Status StreamIn(uint32_t id, Fill fill);
   absl::Status StreamOut(uint32_t id, proto::RingPlane plane, uint64_t element_bytes, Drain drain);
+  bool EndsRound(std::span<const GroupUpdate> updates);
   uint32_t IdOf(const at::Tensor& parameter) const;
   Gradient* GradientOf(const at::Tensor& parameter) const;
   Gradient* MakeGradient(uint32_t id);
@@ -134,16 +136,21 @@ class TensorEngine {
   uint64_t step_;
   struct TrainerState state_;
   proto::OptimizerState optimizer_ = proto::OptimizerState::kNone;
+  bool half_loaded_ = false;
   std::string initial_weights_;
   LoadOptions initial_options_;
-  bool half_loaded_ = false;
-  std::vector<proto::Tensor> declared_;                       // by id
-  std::vector<NamedTensor> names_;                            // of all tensors, until the seal
-  std::vector<at::Tensor> trained_;                           // by id, until the seal
+  std::vector<proto::Tensor> declared_;  // by id
+  struct {
+    bool sealed = false;
+    std::vector<NamedTensor> names;   // of all tensors
+    std::vector<at::Tensor> trained;  // by id, undefined when frozen
+  } attached_;                        // empty after the seal
   std::unordered_map<const c10::TensorImpl*, uint32_t> ids_;  // of every attached tensor
   std::exception_ptr store_failure_;
   std::vector<FileWeight> file_weights_;  // of the job, without tensors
   std::shared_ptr<GradientWindow> gradient_window_;
+  const void* round_ends_with_ = nullptr;  // the first tensor of an optimizer
+  int steps_of_round_ = 0;
   std::shared_ptr<GradientSums> sums_;     // with several ranks
   std::vector<WeightResidency*> weights_;  // by id; one reference each
   std::vector<Gradient*> gradients_;       // by id, null when frozen; one reference each

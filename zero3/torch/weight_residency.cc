@@ -1,6 +1,7 @@
 #include "zero3/torch/weight_residency.h"
 
 #include <c10/core/CPUAllocator.h>
+
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -135,11 +136,9 @@ std::byte* WeightResidency::FetchForReading() {
 std::byte* WeightResidency::MakePrivate(Access access) {
   if (access == Access::kWrite) {
     ThrowStatus(MakeError(
-        ErrorId::kGradientOfRanks,
+        ErrorId::kWeightOfRanks,
         absl::StrCat(subject_, " is changed in place by rank ", attachment_->rank(),
-                     ", and every rank would apply the change"),
-        "Compute the new value into a tensor of its own, and copy_() it in every rank: the first "
-        "rank's counts"));
+                     ", and every rank would apply the change")));
   }
   private_ = c10::GetCPUAllocator()->allocate(size_bytes_);
   if (std::exchange(acquired_, false)) attachment_->session().Release(tensor_);

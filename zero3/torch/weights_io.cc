@@ -149,34 +149,44 @@ absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
                                     {.shard_bytes = options.shard_bytes});
 }
 
-}  // namespace zero3
-
-void LoadWeights(torch::nn::Module& module, const std::string& path, const LoadOptions& options) {
-  const auto weights = zero3::ValueOrThrow(zero3::FindFileWeights(zero3::NamedParameters(module)));
-  auto file = zero3::ValueOrThrow(zero3::WeightFile::Open(path, weights, options), path);
+void LoadIntoMemory(const std::vector<FileWeight>& weights, const std::string& path,
+                    const LoadOptions& options) {
+  auto file = ValueOrThrow(WeightFile::Open(path, weights, options), path);
   std::vector<std::byte*> targets;
-  for (const auto& weight : weights) targets.push_back(zero3::ValueOrThrow(zero3::BytesOf(weight)));
+  for (const auto& weight : weights) targets.push_back(ValueOrThrow(BytesOf(weight)));
   for (size_t index = 0; index < weights.size(); ++index) {
-    const zero3::FileWeight& weight = weights[index];
-    zero3::ThrowIfError(file.Read(weight, 0, weight.ElementCount(), targets[index]), path);
+    const FileWeight& weight = weights[index];
+    ThrowIfError(file.Read(weight, 0, weight.ElementCount(), targets[index]), path);
     // As copy_() does: whoever keeps a master or a saved tensor sees the change.
     weight.tensor.unsafeGetTensorImpl()->bump_version();
   }
 }
 
-void SaveWeights(const torch::nn::Module& module, const std::string& folder,
-                 const SaveOptions& options) {
-  const auto weights = zero3::ValueOrThrow(zero3::FindFileWeights(zero3::NamedParameters(module)));
+void SaveFromMemory(const std::vector<FileWeight>& weights, const std::string& folder,
+                    const SaveOptions& options) {
   std::vector<const std::byte*> sources;
-  for (const auto& weight : weights) sources.push_back(zero3::ValueOrThrow(zero3::BytesOf(weight)));
-  auto writer = zero3::ValueOrThrow(zero3::CreateWeightFiles(folder, weights, options), folder);
+  for (const auto& weight : weights) sources.push_back(ValueOrThrow(BytesOf(weight)));
+  auto writer = ValueOrThrow(CreateWeightFiles(folder, weights, options), folder);
   for (size_t index = 0; index < weights.size(); ++index) {
     const uint64_t size_bytes =
         weights[index].ElementCount() * c10::elementSize(weights[index].dtype);
-    zero3::ThrowIfError(writer->Append(weights[index].name, std::span(sources[index], size_bytes)),
+    ThrowIfError(writer->Append(weights[index].name, std::span(sources[index], size_bytes)),
                         folder);
   }
-  zero3::ThrowIfError(writer->Commit(), folder);
+  ThrowIfError(writer->Commit(), folder);
+}
+
+}  // namespace zero3
+
+void LoadWeights(torch::nn::Module& module, const std::string& path, const LoadOptions& options) {
+  zero3::LoadIntoMemory(
+      zero3::ValueOrThrow(zero3::FindFileWeights(zero3::NamedParameters(module))), path, options);
+}
+
+void SaveWeights(const torch::nn::Module& module, const std::string& folder,
+                 const SaveOptions& options) {
+  zero3::SaveFromMemory(
+      zero3::ValueOrThrow(zero3::FindFileWeights(zero3::NamedParameters(module))), folder, options);
 }
 
 }  // namespace offload

@@ -78,4 +78,10 @@ class WeightFile {
 absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
     const std::string& folder, const std::vector<FileWeight>& weights, const SaveOptions& options);
 
+// Weights in memory, from and to files; throw offload::Error.
+void LoadIntoMemory(const std::vector<FileWeight>& weights, const std::string& path,
+                    const LoadOptions& options);
+void SaveFromMemory(const std::vector<FileWeight>& weights, const std::string& folder,
+                    const SaveOptions& options);
+
 }  // namespace offload::zero3

@@ -20,8 +20,13 @@
 // Errors are thrown as offload::Error, from the call or from the operator that met them; what()
 // begins with the identifier (OFD-nnnn) and ends with the way out.
 //
-// Thread safety: one engine per process, opened and closed on one thread; operators may run on any
-// thread.
+// Several models: each may have an engine with a job of its own, side by side, on one thread or
+// several; or several modules are parts of one job, with an optimizer each (a GAN):
+//
+//   auto optimizer_g = engine->AdamW(*generator, options), optimizer_d = engine->AdamW(*critic, …);
+//
+// Thread safety: an engine and its optimizers belong to one thread at a time; operators, forward
+// and backward may run on any, several at once.
 #pragma once
 
 #ifndef NDEBUG
@@ -128,20 +133,31 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // A private daemon ends.
   virtual ~Engine() = default;
 
-  // Attach the parameters of `module` and give the optimizer that runs in the daemon. One optimizer
-  // per engine. A new job takes its weights from the module; an existing one replaces the module's
-  // values by those of its last committed epoch. Parameters with requires_grad == false are paged,
-  // never updated; tied ones are one tensor. Later changes of param_groups() options (lr schedules)
-  // count at the next step().
+  // Attach the parameters of `module` and give the optimizer that runs in the daemon. A new job
+  // takes its weights from the module; an existing one replaces the module's values by those of its
+  // last committed epoch. Parameters with requires_grad == false are paged, never updated; tied ones
+  // are one tensor. Later changes of param_groups() options (lr schedules) count at the next step().
+  //
+  // Further calls add modules to the job, always in the same order: tensors of the first have their
+  // names in the module, those of the n-th further one begin with "n/". What an optimizer already
+  // has, also through another module, is left to it; optimizers of one job are of one kind, and the
+  // step of each is a step of the job. All modules have to be there before the job's store is made:
+  // by Seal(), or by the first operator that touches a parameter, step(), Gather(), plan(),
+  // LoadWeights() or SaveWeights(). A module that comes later is refused (OFD-1601).
   virtual std::unique_ptr<torch::optim::Optimizer> AdamW(
       torch::nn::Module& module, torch::optim::AdamWOptions options,
       AdamWFlavour flavour = AdamWFlavour::kFused) = 0;
   virtual std::unique_ptr<torch::optim::Optimizer> SGD(torch::nn::Module& module,
                                                        torch::optim::SGDOptions options) = 0;
-  // The same for explicit groups (every managed parameter in exactly one group).
+  // The same for explicit groups. Parameters of the module that are in none are not updated, unless
+  // a later call gives them an optimizer; one that has an optimizer is refused (OFD-1002).
   virtual std::unique_ptr<torch::optim::Optimizer> AdamW(
       torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
       torch::optim::AdamWOptions defaults, AdamWFlavour flavour = AdamWFlavour::kFused) = 0;
+
+  // Makes the store of a new job, or opens that of an existing one, for all modules attached so far.
+  // Without it the first use does, and throws what there is to throw.
+  virtual void Seal() = 0;
 
   // Where this process stands among the ranks that train the model: 0 of 1 when it is alone.
   virtual int rank() const = 0;
@@ -165,12 +181,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual torch::Tensor Gather(const torch::Tensor& parameter,
                                const std::string& plane = "weight") = 0;
 
-  // Names the weights that a new job takes when it is attached, instead of the module's. They are
+  // Names the weights that a new job takes when it is made, instead of the module's. They are
   // checked before anything is made; a job that exists keeps its own, and that is said.
   // OFD-1401 malformed, 1402 other names or shapes, 1403 other types, 1405 cannot be read: thrown
-  // by the call that attaches.
+  // by Seal(), or by the first use.
   virtual void SetInitialWeights(std::string path, LoadOptions options) = 0;
-  // Replaces the weights of the attached module; moments and step stay. All of the file is checked
+  // Replaces the weights of the attached modules; moments and step stay. All of the file is checked
   // before the first weight changes. Durable as a whole when it returns, under the present step();
   // until then the last epoch is the one before, whole, whoever is killed. Call between steps. When
   // it fails midway (OFD-1405, 1209) so it stays: load again, or open the job again; step() and
