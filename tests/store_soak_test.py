@@ -18,8 +18,8 @@ import time
 from store_lab import Job, Scratch, Skip, Throttle, check, kill, main
 
 BYTES_PER_SECOND = 16 << 20
-WARM_UP_EPOCHS = 50  # the allocator has then seen everything that there is
-GROWTH_MAX_BYTES = 64 << 10  # late pages of an allocator; 1 % of what such a process has resident, however long it works
+WARM_UP_EPOCHS = 50  # and a quarter of the time: the allocator reaches its level after some hundred
+GROWTH_MAX_BYTES = 48 << 10  # in the rest of the time, however long: late pages of an allocator
 
 
 def throttled(stack, folder):
@@ -52,6 +52,12 @@ class Soak:
         self.victim.check("--lock-timeout", "60")
         self.counts["kills"] += 1
 
+    def kill_for(self, seconds, undisturbed):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            self.kill_one()
+            check(undisturbed.poll() is None, "the undisturbed writer has ended")
+
     def report(self):
         with open(self.reports, encoding="utf-8") as report:
             return json.load(report)
@@ -62,10 +68,9 @@ class Soak:
             while self.steady.acked() <= WARM_UP_EPOCHS:
                 check(process.poll() is None, "the undisturbed writer has ended")
                 time.sleep(0.05)
-            first, deadline = self.report(), time.monotonic() + seconds
-            while time.monotonic() < deadline:
-                self.kill_one()
-                check(process.poll() is None, "the undisturbed writer has ended")
+            self.kill_for(seconds / 4, process)
+            first = self.report()
+            self.kill_for(seconds * 3 / 4, process)
             last = self.report()
         finally:
             kill(process)
