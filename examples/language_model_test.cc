@@ -7,6 +7,7 @@
 #include <torch/utils.h>
 
 #include "examples/text_data.h"
+#include "zero3/model_shapes.h"
 
 namespace offload::examples {
 namespace {
@@ -20,7 +21,7 @@ ModelShape Small(ModelKind kind) {
 torch::Tensor Loss(LanguageModel& model, const torch::Tensor& tokens) {
   const int64_t length = tokens.size(1) - 1;
   const at::Tensor logits = model.forward(tokens.narrow(1, 0, length)).to(at::kFloat);
-  return at::cross_entropy_loss(logits.reshape({-1, kVocabulary}),
+  return at::cross_entropy_loss(logits.reshape({-1, zero3::kByteVocabulary}),
                                 tokens.narrow(1, 1, length).reshape({-1}));
 }
 
