@@ -13,7 +13,8 @@ namespace offload::examples {
 namespace {
 
 ModelShape Small(ModelKind kind) {
-  ShapeRequest request{.kind = kind, .parameters = 60'000, .key_value_heads = 1, .context = 24};
+  zero3::ShapeRequest request{
+      .kind = kind, .parameters = 60'000, .key_value_heads = 1, .context = 24};
   if (kind == ModelKind::kGpt2) request.key_value_heads = 0;
   return *ShapeForParameters(request);
 }
@@ -34,8 +35,10 @@ class LanguageModelTest : public ::testing::TestWithParam<ModelKind> {};
 TEST_P(LanguageModelTest, HasAsManyParametersAsItsShapeSays) {
   const ModelShape shape = Small(GetParam());
   const auto model = MakeModel(shape);
-  int64_t count = 0;
-  for (const torch::Tensor& parameter : model->parameters()) count += parameter.numel();
+  uint64_t count = 0;
+  for (const torch::Tensor& parameter : model->parameters()) {
+    count += static_cast<uint64_t>(parameter.numel());
+  }
   EXPECT_EQ(count, ParameterCount(shape));
 }
 
