@@ -100,6 +100,8 @@ OFFLOAD_FAILING_CALL(int, listen, (int fd, int backlog) noexcept, (fd, backlog))
 OFFLOAD_FAILING_CALL(int, madvise, (void* address, size_t size, int advice) noexcept,
                      (address, size, advice))
 OFFLOAD_FAILING_CALL(int, memfd_create, (const char* name, unsigned flags) noexcept, (name, flags))
+OFFLOAD_FAILING_CALL(ssize_t, pread, (int fd, void* bytes, size_t size, off_t offset),
+                     (fd, bytes, size, offset))
 OFFLOAD_FAILING_CALL(ssize_t, recv, (int fd, void* bytes, size_t size, int flags),
                      (fd, bytes, size, flags))
 OFFLOAD_FAILING_CALL(ssize_t, recvmsg, (int fd, msghdr* message, int flags), (fd, message, flags))

@@ -246,6 +246,13 @@ absl::StatusOr<uint64_t> ControlClient::WaitDurable() {
   return reply.durable_step();
 }
 
+absl::Status ControlClient::EndLoad() {
+  v1::Empty reply;
+  return Run("EndLoad", std::nullopt, [&](grpc::ClientContext& context) {
+    return stub_->EndLoad(&context, v1::Empty(), &reply);
+  });
+}
+
 absl::Status ControlClient::CloseJob() {
   v1::Empty reply;
   return Run("CloseJob", std::nullopt, [&](grpc::ClientContext& context) {

@@ -42,6 +42,7 @@ class ControlClient {
                     uint64_t pins_offset,
                     const std::function<void(uint64_t formatted, uint64_t total)>& progress);
   absl::Status Publish(const std::string& trainer_state);
+  absl::Status EndLoad();
   absl::Status SetSchedule(std::span<const uint32_t> tensors);
   absl::Status Step(const StepCommand& command);
   absl::StatusOr<uint64_t> WaitDurable();

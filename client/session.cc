@@ -153,6 +153,10 @@ absl::Status Session::Publish(const std::string& trainer_state) {
   return impl_->control->Publish(trainer_state);
 }
 
+absl::Status Session::EndLoad() {
+  return impl_->Timed([&] { return impl_->control->EndLoad(); });
+}
+
 absl::Status Session::SetSchedule(std::span<const uint32_t> tensors) {
   return impl_->control->SetSchedule(tensors);
 }

@@ -100,6 +100,10 @@ class Session {
                     uint64_t pins_offset,
                     const std::function<void(uint64_t formatted, uint64_t total)>& progress);
   absl::Status Publish(const std::string& trainer_state);
+  // Makes the puts since the last step durable, all or none, under the step that there is. Without
+  // it they are durable with the next step, and dropped when the job ends before one. Every put is
+  // waited for before.
+  absl::Status EndLoad();
   absl::Status SetSchedule(std::span<const uint32_t> tensors);
   absl::Status Step(const StepCommand& command);
   absl::StatusOr<uint64_t> WaitDurable();

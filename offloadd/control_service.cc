@@ -211,6 +211,14 @@ grpc::Status ControlService::Publish(grpc::ServerContext* context,
       }));
 }
 
+grpc::Status ControlService::EndLoad(grpc::ServerContext* context, const v1::Empty*, v1::Empty*) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  return ToGrpc(OnJob<absl::Status>(
+      **session,
+      [](Job& job, std::function<void(absl::Status)> done) { job.EndLoad(std::move(done)); }));
+}
+
 grpc::Status ControlService::SetSchedule(grpc::ServerContext* context,
                                          grpc::ServerReader<v1::SetScheduleRequest>* reader,
                                          v1::Empty*) {

@@ -42,6 +42,8 @@ class ControlService final : public proto::v1::Control::Service {
       grpc::ServerReaderWriter<proto::v1::SealProgress, proto::v1::SealRequest>* stream) override;
   grpc::Status Publish(grpc::ServerContext* context, const proto::v1::PublishRequest* request,
                        proto::v1::Empty* reply) override;
+  grpc::Status EndLoad(grpc::ServerContext* context, const proto::v1::Empty* request,
+                       proto::v1::Empty* reply) override;
   grpc::Status SetSchedule(grpc::ServerContext* context,
                            grpc::ServerReader<proto::v1::SetScheduleRequest>* reader,
                            proto::v1::Empty* reply) override;

@@ -155,7 +155,13 @@ absl::Status Job::OpenStore() {
 absl::Status Job::SetScratch() {
   if (scratch_ != nullptr) return absl::OkStatus();
   OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(pool_));
-  OFFLOAD_ASSIGN_OR_RETURN(scratch_, swap::Scratch::Create(pools.front(), io_));
+  swap::ScratchOptions options{.io = io_};
+  options.compute = [this](std::function<void()> work, std::function<void()> done) {
+    if (workers_ != nullptr) return context_.Compute(std::move(work), std::move(done));
+    work();
+    done();
+  };
+  OFFLOAD_ASSIGN_OR_RETURN(scratch_, swap::Scratch::Create(pools, std::move(options)));
   context_.scratch = scratch_.get();
   loop_->Watch(scratch_->event_fd(), [] {});
   return absl::OkStatus();
@@ -240,6 +246,19 @@ void Job::FinishPublish(Done done, const std::string& trainer_state, absl::Statu
   done(absl::OkStatus());
 }
 
+void Job::EndLoad(Done done) {
+  if (context_.failed()) return done(context_.failure);
+  if (!context_.published || closing_)
+    return done(WrongState("EndLoad before Publish or after Close"));
+  if (waiting_step_.has_value() || transfers_->putting())
+    return done(WrongState("EndLoad while a step or puts are under way"));
+  const bool loaded = std::exchange(context_.unsettled_puts, false);
+  if (!loaded || !executor_->HasUncommitted()) return done(absl::OkStatus());
+  executor_->CommitSoon();
+  durable_waiters_.push_back(
+      [done = std::move(done)](const absl::StatusOr<uint64_t>& step) { done(step.status()); });
+}
+
 // ---- Steps -------------------------------------------------------------------------------------
 
 absl::Status Job::SetSchedule(const std::vector<uint32_t>& tensors) {
@@ -270,6 +289,7 @@ void Job::Step(std::vector<proto::v1::StepRequest> messages, StepDone done) {
 // Records the step that waits; the one before it is committed.
 void Job::StartRecordedStep() {
   if (!waiting_step_.has_value() || executor_->busy()) return;
+  if (transfers_->putting()) return;  // they came before it
   // Between two steps it is the turn of a change of snapshots.
   if (!changes_.empty() && !NeedsGrowth(changes_.front())) return;
   WaitingStep waiting = *std::exchange(waiting_step_, std::nullopt);
@@ -329,7 +349,8 @@ void Job::RankGone() {
   if (cache_ != nullptr) cache_->DropWishes();
 }
 
-// Moves towards the end: updates and puts first, then a commit for what was put without a step.
+// Moves towards the end: updates first, then a commit of steps that wait for one. Unsettled puts go
+// with the open epoch.
 void Job::Drain() {
   if (drained_) return;
   if (sealed_ && !context_.failed()) {
@@ -457,6 +478,7 @@ int Job::Turn() {
     if (rings_.has_value()) cache_->SetPosition(rings_->schedule_position());
     // Transfers before updates: what they hold is held before an update could claim it.
     waiting |= transfers_->Turn();
+    StartRecordedStep();
     waiting |= cache_->Turn();
     waiting |= executor_->Turn();
     if (scrubber_ != nullptr) scrub_seconds = scrubber_->Turn(context_.clock->NowSeconds());

@@ -5,13 +5,18 @@
 //
 //   OpenJob → DeclareTensors… → Seal → (Put… → Publish) → SetSchedule, Step, Step, … → Close
 //
+// Between steps the rank may put weights; the next Step makes them part of its epoch, EndLoad part
+// of the present one.
+//
 // Invariants
 //   * Everything that ram promises is reserved at Seal; after that the job allocates nothing but
 //   small bookkeeping.
 //   * Every call is answered once, also when the rank or the daemon goes away.
 //   * A job ends drained: no transfer or computation is under way, every recorded step is committed
 //   unless the job has failed.
-//   * A snapshot is made or deleted between two steps, when everything is committed.
+//   * Only a step or the end of a load makes puts durable. What was put since is in no commit and
+//   in no snapshot, and is gone when the job ends, however it ends.
+//   * A snapshot is made or deleted between two steps, when all of them are committed.
 //
 // One session per job for now: the rank that opened it. Several will share context, store and slab,
 // and bring a region each.
@@ -75,6 +80,9 @@ class Job {
   absl::Status ReserveScratch(uint64_t bytes);
   absl::Status Seal(const std::vector<proto::v1::SealRequest>& messages, const Progress& progress);
   void Publish(const std::string& trainer_state, Done done);
+  // Commits what was put since the last step, as a whole, under the epoch that there is. The puts
+  // are answered before.
+  void EndLoad(Done done);
   absl::Status SetSchedule(const std::vector<uint32_t>& tensors);
   void Step(std::vector<proto::v1::StepRequest> messages, StepDone done);
   void WaitDurable(StepDone done);

@@ -49,6 +49,10 @@ struct JobContext {
   uint64_t checkpoint_steps = 1;  // every step whose number is a multiple of it is committed
   bool published = false;         // the store has its name; before that the weights are being put
   bool commit_wanted = false;     // no write may begin until the commit is done
+  // Puts lie in the open epoch that no step and no end of a load has made part of it: nothing is
+  // committed while it is so. All steps are committed then.
+  bool unsettled_puts = false;
+  bool changing_snapshots = false;  // or about to: no put begins, and nothing is committed
   uint32_t writes_in_flight = 0;
   uint64_t outstanding = 0;
   double room_timeout_seconds = 0;  // after which an acquire that nothing can serve fails

@@ -60,14 +60,14 @@ void Job::RunChanges() {
     return;
   }
   if (NeedsGrowth(change)) return GrowFor(change);
-  if (executor_->busy() || executor_->HasUncommitted()) {
+  context_.changing_snapshots = !executor_->busy() && !executor_->HasUncommitted();
+  if (!context_.changing_snapshots) {
     executor_->Hurry();
     return executor_->CommitSoon();
   }
+  if (context_.writes_in_flight > 0) return;  // of puts; the change leaves out what they wrote
   change.under_way = true;
-  context_.commit_wanted = true;  // no put may begin
   auto done = context_.Counted([this](absl::Status status) {
-    context_.commit_wanted = false;
     if (store_->failed()) Fail(status);
     FinishChange(std::move(status));
   });
@@ -96,6 +96,7 @@ void Job::GrowFor(SnapshotChange& change) {
 void Job::FinishChange(absl::Status status) {
   const SnapshotChange change = std::move(changes_.front());
   changes_.pop_front();
+  context_.changing_snapshots = false;
   if (status.ok()) {
     change.done(store_->committed().epoch);
   } else {

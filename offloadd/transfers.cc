@@ -34,6 +34,11 @@ uint64_t PlaneElementBytes(const proto::StoreTensor& tensor, int plane) {
 
 // ---- The queue ---------------------------------------------------------------------------------
 
+void Transfers::Add(const proto::SubmissionEntry& entry) {
+  puts_ += IsPut(entry);
+  queue_.push_back(entry);
+}
+
 bool Transfers::Turn() {
   if (context_->failed()) return false;
   std::unordered_set<uint32_t> blocked;
@@ -62,7 +67,7 @@ bool Transfers::CanStart(const proto::SubmissionEntry& entry) {
     executor_->Demand(store_tensor);
     return false;
   }
-  if (IsPut(entry) && context_->commit_wanted) return false;
+  if (IsPut(entry) && !CanPut()) return false;
   if (tensor.bundle && !cache_->loaded(store_tensor)) {
     cache_->EnsureLoading(store_tensor);
     return false;
@@ -74,8 +79,20 @@ bool Transfers::CanStart(const proto::SubmissionEntry& entry) {
   return users.gets == 0 && (!tensor.bundle || users.puts == 0);
 }
 
+// While a job is being built its puts are those of epoch 0. Later the last step has to be committed
+// first, so that neither its commit has something of the put nor the put takes the step along when
+// it is dropped.
+bool Transfers::CanPut() {
+  if (context_->commit_wanted || context_->changing_snapshots) return false;
+  if (!context_->published || (!executor_->busy() && !executor_->HasUncommitted())) return true;
+  executor_->Hurry();
+  executor_->CommitSoon();
+  return false;
+}
+
 void Transfers::FailQueued() {
   for (const proto::SubmissionEntry& entry : std::exchange(queue_, {})) {
+    puts_ -= IsPut(entry);
     context_->complete(entry.tag, context_->failure, 0);
   }
 }
@@ -100,8 +117,10 @@ void Transfers::Start(const proto::SubmissionEntry& entry) {
   transfer->elements = proto::ExtentElements(tensor.element_count, transfer->index);
   transfer->sequence = context_->store->open_sequence();
   ++in_flight_;
-  if (IsPut(entry))
+  if (IsPut(entry)) {
     ++context_->writes_in_flight;  // no commit from here on, the checksums bind the open sequence
+    context_->unsettled_puts = context_->published;
+  }
   Users& users = users_[placement.store_tensor];
   ++(IsPut(entry) ? users.puts : users.gets);
   cache_->Hold(placement.store_tensor);
@@ -346,22 +365,29 @@ void Transfers::Write(const TransferPointer& transfer) {
   // While a job is being built its bundles are assembled in the slab and written once, at the end.
   if (tensor.bundle && !context_->published) return Finish(transfer, absl::OkStatus());
   std::array<swap::WriteRequest, 3> requests;
+  for (swap::WriteRequest& request : requests) request.tentative = context_->published;
   size_t count = 0;
-  requests[count++] = {{transfer->store_tensor, swap::Plane::kWeight, transfer->index},
-                       transfer->planes[0].bytes,
-                       transfer->weight_crc};
+  const auto add = [&](const swap::ExtentId& id, const std::byte* bytes, uint32_t crc) {
+    swap::WriteRequest& request = requests[count++];
+    request.id = id;
+    request.bytes = bytes;
+    request.crc = crc;
+    return &request;
+  };
+  add({transfer->store_tensor, swap::Plane::kWeight, transfer->index}, transfer->planes[0].bytes,
+      transfer->weight_crc);
   if (transfer->writes_residual) {
     const TieBits& ties = transfer->ties_out;
-    requests[count++] = {{transfer->store_tensor, swap::Plane::kResidual, transfer->index},
-                         transfer->planes[1].bytes,
-                         transfer->residual_crc,
-                         ties.word,
-                         ties.plane.has_value() ? swap::kFlagTiesPlane : 0};
+    swap::WriteRequest* const residual =
+        add({transfer->store_tensor, swap::Plane::kResidual, transfer->index},
+            transfer->planes[1].bytes, transfer->residual_crc);
+    residual->word = ties.word;
+    residual->flags = ties.plane.has_value() ? swap::kFlagTiesPlane : 0;
     if (ties.plane.has_value()) {
       const swap::ExtentId id{transfer->store_tensor, swap::Plane::kTies, transfer->index};
       swap::Checksum checksum = context_->store->StartChecksum(id, transfer->sequence);
       checksum.Update(ties.plane->span());
-      requests[count++] = {id, ties.plane->data(), checksum.Finish()};
+      add(id, ties.plane->data(), checksum.Finish());
     }
   }
   context_->store->Write({requests.data(), count},
@@ -373,7 +399,10 @@ void Transfers::Write(const TransferPointer& transfer) {
 
 void Transfers::Finish(const TransferPointer& transfer, const absl::Status& status) {
   --in_flight_;
-  if (IsPut(transfer->entry)) --context_->writes_in_flight;
+  if (IsPut(transfer->entry)) {
+    --puts_;
+    --context_->writes_in_flight;
+  }
   cache_->Unhold(transfer->store_tensor);
   Users& users = users_[transfer->store_tensor];
   --(IsPut(transfer->entry) ? users.puts : users.gets);

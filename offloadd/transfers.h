@@ -7,7 +7,8 @@
 //   * Transfers of one tensor run in the order in which they came; a put runs alone, and none while
 //   the tensor's update is pending.
 //   * A put becomes part of the open epoch: the master is the written value, the residual zero, the
-//   moments stay.
+//   moments stay. It is unsettled until the next step or the end of a load, and dropped if neither
+//   comes; so it begins only after the commit of every step before it, which has nothing of it.
 //   * Everything that the drive gave is verified before it reaches the rank.
 //
 // Thread safety: the loop's thread only; computations run on workers.
@@ -34,12 +35,14 @@ class Transfers {
       : context_(context), cache_(cache), state_(state), executor_(executor) {}
 
   // Takes a checked kPut or kGet.
-  void Add(const proto::SubmissionEntry& entry) { queue_.push_back(entry); }
+  void Add(const proto::SubmissionEntry& entry);
   // Starts what can be started. True while something waits for pins or updates.
   bool Turn();
   // Answers all that have not begun with the job's failure.
   void FailQueued();
   bool idle() const { return queue_.empty() && in_flight_ == 0; }
+  // True while a put waits or is under way.
+  bool putting() const { return puts_ > 0; }
 
   // Writes all bundles into the open epoch of a store that is not published. `done` runs once.
   void WriteBundles(std::function<void(absl::Status)> done);
@@ -71,6 +74,7 @@ class Transfers {
   };
 
   bool CanStart(const proto::SubmissionEntry& entry);
+  bool CanPut();
   void Start(const proto::SubmissionEntry& entry);
   void PlacePlanes(const TransferPointer& transfer);
   bool NeedsPlane(const Transfer& transfer, int plane) const;
@@ -95,6 +99,7 @@ class Transfers {
   std::deque<proto::SubmissionEntry> queue_;
   std::unordered_map<uint32_t, Users> users_;  // by store tensor
   uint32_t in_flight_ = 0;
+  uint32_t puts_ = 0;  // queued and in flight
   uint32_t buffers_in_use_ = 0;
   std::vector<MappedRegion> free_buffers_;
 };

@@ -41,6 +41,7 @@ uint64_t UpdateExecutor::buffer_bytes() const {
 void UpdateExecutor::Begin(StepPlan plan) {
   OFFLOAD_CHECK(!busy() && unfinished_.empty()) << "step " << plan.step;
   step_ = plan.step;
+  context_->unsettled_puts = false;
   if (plan.trainer_state.has_value()) trainer_state_ = std::move(plan.trainer_state);
   hurry_ = false;
   pace_.Begin(cache_->position(), context_->clock->NowSeconds());
@@ -60,6 +61,7 @@ void UpdateExecutor::Begin(StepPlan plan) {
 }
 
 bool UpdateExecutor::HasUncommitted() const {
+  if (context_->unsettled_puts) return false;
   return written_step_.has_value() || context_->store->has_uncommitted_writes() ||
          context_->writes_in_flight > 0;
 }
@@ -312,7 +314,8 @@ void UpdateExecutor::Release(Extent& extent) {
 
 // ---- The commit --------------------------------------------------------------------------------
 
-// After the last write of a step, or when a commit is asked for without one.
+// After the last write of a step, or when a commit is asked for without one. (Puts that begin while
+// one is asked for would come into it, so none does.)
 void UpdateExecutor::FinishStep() {
   if (!step_.has_value() || commit_asked_ || *step_ % context_->checkpoint_steps == 0)
     return Commit();
@@ -321,7 +324,7 @@ void UpdateExecutor::FinishStep() {
 }
 
 void UpdateExecutor::Commit() {
-  if (committing_) return;
+  if (committing_ || context_->changing_snapshots) return;
   context_->commit_wanted = true;
   if (context_->writes_in_flight > 0) return;
   committing_ = true;

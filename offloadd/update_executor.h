@@ -50,13 +50,14 @@ class UpdateExecutor {
   };
   UpdateExecutor(JobContext* context, WeightCache* cache, ResidentState* state, Events events);
 
-  // Records a step. Requires that no other one is under way. Its tensors are pending from here on.
+  // Records a step. Requires that no other one is under way. Its tensors are pending from here on,
+  // and what was put before it is part of its epoch.
   void Begin(StepPlan plan);
-  // Commits what was written or put since the last commit, without waiting for the end of the
-  // interval: together with the step that is under way, else at once. Does nothing when there is
-  // nothing.
+  // Commits what HasUncommitted() means, without waiting for the end of the interval: together with
+  // the step that is under way, else at once. Does nothing when there is nothing.
   void CommitSoon();
-  // True when a step is written, or something put, that is not committed.
+  // True when a step is written, or puts are settled, that are not committed. Unsettled puts do not
+  // count, and while there are any nothing else does.
   bool HasUncommitted() const;
 
   // True from Begin() to the commit, or to the last write of a step inside an interval.

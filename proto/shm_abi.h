@@ -16,7 +16,7 @@
 
 namespace offload::proto {
 
-inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr uint32_t kProtocolVersion = 2;
 
 // ---- The slab
 // ----------------------------------------------------------------------------------------------------------------
@@ -61,6 +61,27 @@ inline constexpr TensorState StateOf(uint64_t word) {
 }
 inline constexpr uint64_t OffsetOf(uint64_t word) { return (word >> 8) * 64; }
 
+// With several ranks, one word per tensor at SlabLayout::gradient_words_offset, written by the
+// daemon (release): bits in the low 8, the number of the step (modulo 2^24) above them, torch's
+// 2-norm of the sum as the bits of an fp32 number in the upper half.
+enum GradientBits : uint8_t {
+  kGradientExists = 1,  // some rank has delivered a part for this step
+  kGradientFinal = 2,   // no rank adds to it any more
+  kGradientFinite = 4,  // when final: no NaN, no infinity
+  kGradientNorm = 8,    // the upper half is valid
+};
+using GradientWord = std::atomic<uint64_t>;
+inline constexpr uint64_t MakeGradientWord(uint8_t bits, uint64_t step, uint32_t norm_bits) {
+  return uint64_t{norm_bits} << 32 | (step & 0xffffff) << 8 | bits;
+}
+inline constexpr uint8_t GradientBitsOf(uint64_t word) { return static_cast<uint8_t>(word); }
+inline constexpr uint32_t GradientStepOf(uint64_t word) {
+  return static_cast<uint32_t>(word >> 8) & 0xffffff;
+}
+inline constexpr uint32_t GradientNormOf(uint64_t word) {
+  return static_cast<uint32_t>(word >> 32);
+}
+
 // ---- The region
 // --------------------------------------------------------------------------------------------------------------
 inline constexpr uint32_t kRegionMagic = 0x524c464f;  // "OFLR"
@@ -100,11 +121,32 @@ enum class RingOperation : uint32_t {
                   // completes at once
   kPut = 3,       // tensor, element_offset, element_count, region_offset: weights (working dtype)
              // replace the stored ones; the master becomes the value, residual zero, moments kept.
-             // Waits for a pending update. Completes when the bytes are taken
+             // Waits for the commit of the last step. Completes when the bytes are taken; durable
+             // with the next Step or EndLoad (offload.proto), else dropped when the job ends
   kGet = 4,  // as kPut with `plane`, the other way: bytes of a plane as of the last step; plane
              // kMaster: fp32 masters
   kScratchWrite = 5,  // scratch_offset, length_bytes, region_offset, all multiples of 4096
   kScratchRead = 6,
+  // With several ranks, the sum of a tensor's gradient is the daemon's (proto/DESIGN.md, "Gradients
+  // of several ranks").
+  kBeginGradients = 7,  // element_offset: the number of the step that begins. The rank has let go
+                        // of the sums of the step before; completes at once
+  kGradient = 8,  // tensor, pass, start, element_offset, element_count, region_offset: a part of
+                  // the rank's gradient of backward pass `pass`. Completes when it has been added
+  kEndPass = 9,  // pass, start = 1: wait. The rank's backward pass has ended: what it has not
+                 // delivered for this pass does not exist. Completes at once, or, with wait, when
+                 // every other rank has ended the pass, too, or has no more passes
+  kAwaitGradient = 10,  // tensor, pass: the passes that the rank has made. The rank looks: it makes
+                        // no further pass before it has an answer. Completes when no rank adds to
+                        // the sum any more. value: the gradient word
+  kPublishNorm = 11,  // tensor, element_offset: the bits of torch's 2-norm of the sum, as fp32.
+                      // Completes at once
+};
+// kGradient: what the gradient of a step begins with.
+enum class GradientStart : uint32_t {
+  kNothing = 0,   // with the first part (`.grad` was not defined)
+  kZeros = 1,     // with zeros, to which the first part is added (zero_() was called)
+  kPrevious = 2,  // with the sum of the step before (nothing was called)
 };
 enum class RingPlane : uint32_t {
   kWeight = 0,
@@ -119,13 +161,14 @@ struct SubmissionEntry {
   RingOperation operation;
   uint32_t tensor;
   RingPlane plane;
-  uint32_t reserved0;       // 0
+  uint32_t pass;            // kGradient, kEndPass, kAwaitGradient: counted from 0 in every step
   uint64_t element_offset;  // kPut, kGet: multiple of kExtentElements; kScratch…: scratch offset in
                             // bytes
   uint64_t element_count;  // kPut, kGet: ≤ kExtentElements, up to the tensor's end; kScratch…:
                            // length in bytes, ≤ 16 MiB
   uint64_t region_offset;  // multiple of 4096; the buffer ends inside the region
-  uint64_t reserved1;      // 0
+  GradientStart start;     // kGradient; kEndPass: 1 to wait
+  uint32_t reserved1;      // 0
   uint64_t reserved2;      // 0
 };
 static_assert(std::is_trivially_copyable_v<SubmissionEntry> && sizeof(SubmissionEntry) == 64);

@@ -86,7 +86,10 @@ uint64_t FullStateBytes(const Catalogue& catalogue,
 enum class GradientHome : uint8_t {
   kNone = 0,
   kRegion = 1 /* in the rank's region, at `offset_bytes` */,
-  kScratch = 2 /* in the scratch file */
+  kScratch = 2 /* in the scratch file */,
+  kSlab =
+      3 /* with several ranks: in the slab, added up by the daemon, at SlabLayout::sum_offset */,
+  kSlabScratch = 4 /* likewise, in the scratch file at `offset_bytes` */
 };
 struct GradientPlacement {
   GradientHome home = GradientHome::kNone;
@@ -105,6 +108,10 @@ struct MemoryPlan {
   std::vector<GradientPlacement> gradients;  // per tensor
   uint64_t scratch_bytes = 0;                // of the scratch file, for spilled gradients
   uint64_t region_bytes = 0;                 // of the rank's region, all of it
+  uint32_t world_size = 1;                   // ranks of the job on this node
+  uint64_t other_region_bytes =
+      0;                    // of the regions of the ranks after the first, when there are any
+  uint32_t sum_blocks = 0;  // for sums in the scratch file: extents being added to at a time
 };
 
 // Offsets in the slab. Everything begins at a multiple of 4096.
@@ -114,6 +121,10 @@ struct SlabLayout {
   std::vector<std::vector<uint64_t>> state_offset;  // per store tensor, per resident extent
   uint64_t window_offset = 0, window_bytes = 0;
   uint64_t pipeline_offset = 0, pipeline_block_bytes = 0;
+  // With several ranks only; 0 otherwise.
+  uint64_t gradient_words_offset = 0;  // one 64-bit word per tensor (shm_abi.h)
+  std::vector<uint64_t> sum_offset;    // per tensor; 0 unless its gradient's home is kSlab
+  uint64_t sum_blocks_offset = 0, sum_block_bytes = 0;
   uint64_t total_bytes = 0;
 };
 absl::StatusOr<SlabLayout> ComputeSlabLayout(const Catalogue& catalogue, OptimizerState optimizer,

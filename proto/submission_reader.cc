@@ -122,7 +122,8 @@ absl::Status CheckScratch(const SubmissionEntry& entry, const SubmissionLimits& 
 }  // namespace
 
 absl::Status CheckSubmission(const SubmissionEntry& entry, const SubmissionLimits& limits) {
-  OFFLOAD_RETURN_IF_ERROR(ExpectZero("reserved0", entry.reserved0));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("pass", entry.pass));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("start", static_cast<uint32_t>(entry.start)));
   OFFLOAD_RETURN_IF_ERROR(ExpectZero("reserved1", entry.reserved1));
   OFFLOAD_RETURN_IF_ERROR(ExpectZero("reserved2", entry.reserved2));
   switch (entry.operation) {
@@ -139,6 +140,12 @@ absl::Status CheckSubmission(const SubmissionEntry& entry, const SubmissionLimit
     case RingOperation::kScratchWrite:
     case RingOperation::kScratchRead:
       return CheckScratch(entry, limits);
+    case RingOperation::kBeginGradients:
+    case RingOperation::kGradient:
+    case RingOperation::kEndPass:
+    case RingOperation::kAwaitGradient:
+    case RingOperation::kPublishNorm:
+      break;
   }
   return Fault("operation", static_cast<uint32_t>(entry.operation), "unknown");
 }
@@ -155,9 +162,9 @@ uint64_t TransferBytes(const SubmissionEntry& entry, const SubmissionLimits& lim
     case RingOperation::kNop:
     case RingOperation::kAcquire:
     case RingOperation::kPrefetch:
+    default:
       return 0;
   }
-  return 0;
 }
 
 SubmissionReader::SubmissionReader(std::byte* region)

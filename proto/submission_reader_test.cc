@@ -82,8 +82,8 @@ TEST_F(CheckSubmissionTest, RefusesUnknownOperations) {
 
 TEST_F(CheckSubmissionTest, RefusesReservedAndUnusedFields) {
   SubmissionEntry entry = Entry(RingOperation::kAcquire, 1);
-  entry.reserved0 = 1;
-  ExpectFault(entry, "reserved0");
+  entry.pass = 1;
+  ExpectFault(entry, "pass");
   entry = Entry(RingOperation::kAcquire, 1);
   entry.reserved1 = 1;
   ExpectFault(entry, "reserved1");

@@ -9,6 +9,7 @@
 #include <deque>
 #include <iterator>
 #include <map>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -20,6 +21,8 @@
 #include "swap/format.h"
 #include "swap/pool_directory.h"
 #include "swap/store.h"
+#include "swap/stripe_map.h"
+#include "swap/striped_device.h"
 #include "swap/wakeup.h"
 
 namespace offload::swap {
@@ -40,16 +43,32 @@ struct Scratch::Impl {
     uint32_t crc;
   };
 
-  Impl(PoolDirectory pool_directory, UniqueFd unnamed_file, aio::OpenOptions options,
+  // A file without a name, in one of the pools.
+  struct Member {
+    PoolDirectory directory;
+    UniqueFd file;  // the device has a duplicate, so that it can be replaced when the file grows
+  };
+  // A write that completes when its bytes are on their way and its checksum is taken.
+  struct Written {
+    int left = 2;
+    Chunk chunk;
+    absl::Status status;
+    Done done;
+  };
+
+  Impl(std::vector<Member> unnamed_files, StripeMap stripe_map, ScratchOptions scratch_options,
        Wakeup scratch_wakeup)
-      : directory(std::move(pool_directory)),
-        file(std::move(unnamed_file)),
-        io(options),
+      : members(std::move(unnamed_files)),
+        map(std::move(stripe_map)),
+        options(std::move(scratch_options)),
         wakeup(std::move(scratch_wakeup)) {}
   ~Impl() { Close(); }
 
   absl::Status Reserve(uint64_t bytes);
-  absl::Status Allocate(uint64_t bytes);
+  // Makes a member's file hold its part of the first `bytes` bytes.
+  absl::Status Allocate(uint32_t member, uint64_t bytes);
+  absl::StatusOr<std::unique_ptr<aio::Device>> OpenMember(const Member& member) const;
+  absl::StatusOr<std::unique_ptr<aio::Device>> OpenMembers(uint64_t bytes) const;
   // Runs everything that is under way and gives the device up.
   void Close();
   void Write(uint64_t offset_bytes, std::span<const std::byte> bytes, Done done);
@@ -61,12 +80,16 @@ struct Scratch::Impl {
                                                    uint64_t size_bytes) const;
   absl::Status Verify(uint64_t offset_bytes, std::span<const std::byte> bytes,
                       std::span<const std::pair<uint64_t, Chunk>> expected) const;
+  void FinishWrite(uint64_t offset_bytes, Written& written, const absl::Status& status);
+  void Compute(std::function<void()> work, std::function<void()> done) const;
+  // The pools as messages name them.
+  std::string Name() const;
   void Defer(Done done, absl::Status status);
   size_t Poll(bool wait);
 
-  PoolDirectory directory;
-  UniqueFd file;  // the device has a duplicate, so that it can be replaced when the file grows
-  const aio::OpenOptions io;
+  std::vector<Member> members;
+  const StripeMap map;
+  const ScratchOptions options;
   uint64_t size_bytes = 0;
   std::map<uint64_t, Chunk> chunks;  // by offset; disjoint
   std::deque<std::pair<Done, absl::Status>> deferred;
@@ -81,32 +104,58 @@ void Scratch::Impl::Close() {
   device.reset();
 }
 
-absl::Status Scratch::Impl::Allocate(uint64_t bytes) {
+std::string Scratch::Impl::Name() const {
+  std::string name;
+  for (const Member& member : members)
+    absl::StrAppend(&name, name.empty() ? "" : ",", member.directory.PathOf(""));
+  return name;
+}
+
+absl::Status Scratch::Impl::Allocate(uint32_t member, uint64_t bytes) {
+  const int file = members[member].file.get();
+  const uint64_t before_bytes = map.MemberBytes(member, size_bytes);
+  const uint64_t member_bytes = map.MemberBytes(member, bytes);
+  if (member_bytes <= before_bytes) return absl::OkStatus();
   int result;
   do {
-    result = fallocate(file.get(), 0, 0, static_cast<off_t>(bytes));
+    result = fallocate(file, 0, 0, static_cast<off_t>(member_bytes));
   } while (result != 0 && errno == EINTR);
   if (result == 0) return absl::OkStatus();
   const int error = errno;
   // A refused allocation may have taken part of the space.
-  [[maybe_unused]] const int truncated = ftruncate(file.get(), static_cast<off_t>(size_bytes));
+  [[maybe_unused]] const int truncated = ftruncate(file, static_cast<off_t>(before_bytes));
   struct statvfs info {};
-  fstatvfs(file.get(), &info);
+  fstatvfs(file, &info);
   return MakeError(ErrorId::kPoolFull,
-                   absl::StrCat(directory.PathOf(""), ": scratch space needs ", bytes - size_bytes,
-                                " bytes more, free are ", uint64_t{info.f_bavail} * info.f_frsize,
-                                ": ", ErrnoText(error)));
+                   absl::StrCat(members[member].directory.PathOf(""), ": scratch space needs ",
+                                member_bytes - before_bytes, " bytes more, free are ",
+                                uint64_t{info.f_bavail} * info.f_frsize, ": ", ErrnoText(error)));
+}
+
+absl::StatusOr<std::unique_ptr<aio::Device>> Scratch::Impl::OpenMember(const Member& member) const {
+  UniqueFd duplicate(fcntl(member.file.get(), F_DUPFD_CLOEXEC, 0));
+  if (!duplicate.valid())
+    return MakeError(RefusalId(errno), absl::StrCat("dup: ", ErrnoText(errno)));
+  return aio::OpenDevice(duplicate.release(), options.io);
+}
+
+absl::StatusOr<std::unique_ptr<aio::Device>> Scratch::Impl::OpenMembers(uint64_t bytes) const {
+  if (members.size() == 1) return OpenMember(members.front());
+  std::vector<StripeMember> opened;
+  for (const Member& member : members) {
+    OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> device, OpenMember(member));
+    opened.push_back(
+        {.device = std::move(device), .name = member.directory.PathOf(""), .offset_bytes = 0});
+  }
+  return StripedDevice::Make(std::move(opened), map, bytes);
 }
 
 absl::Status Scratch::Impl::Reserve(uint64_t bytes) {
-  bytes = RoundUpToPage(std::max(bytes, kFirstBytes));
+  bytes = RoundUpToPage(std::max(bytes, kFirstBytes * members.size()));
   if (bytes <= size_bytes) return absl::OkStatus();
-  OFFLOAD_RETURN_IF_ERROR(Allocate(bytes));
-  UniqueFd duplicate(fcntl(file.get(), F_DUPFD_CLOEXEC, 0));
-  if (!duplicate.valid())
-    return MakeError(RefusalId(errno), absl::StrCat("dup: ", ErrnoText(errno)));
-  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> grown,
-                           aio::OpenDevice(duplicate.release(), io));
+  for (uint32_t member = 0; member < members.size(); ++member)
+    OFFLOAD_RETURN_IF_ERROR(Allocate(member, bytes));
+  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> grown, OpenMembers(bytes));
   OFFLOAD_RETURN_IF_ERROR(wakeup.Watch(grown->event_fd()));
   Close();
   device = std::move(grown);
@@ -140,13 +189,29 @@ void Scratch::Impl::Write(uint64_t offset_bytes, std::span<const std::byte> byte
   if (bytes.empty())
     return Defer(std::move(done), absl::InvalidArgumentError("an empty scratch write"));
   Forget(offset_bytes, bytes.size());
-  const Chunk chunk{bytes.size(), ChunkCrc(offset_bytes, bytes)};
+  const auto written = std::make_shared<Written>();
+  written->chunk.size_bytes = bytes.size();
+  written->done = std::move(done);
   const iovec memory{const_cast<std::byte*>(bytes.data()), bytes.size()};
-  device->Write(offset_bytes, {&memory, 1},
-                [this, offset_bytes, chunk, done = std::move(done)](absl::Status status) {
-                  if (status.ok()) chunks[offset_bytes] = chunk;
-                  done(std::move(status));
-                });
+  device->Write(offset_bytes, {&memory, 1}, [this, offset_bytes, written](absl::Status status) {
+    FinishWrite(offset_bytes, *written, status);
+  });
+  Compute([written, offset_bytes, bytes] { written->chunk.crc = ChunkCrc(offset_bytes, bytes); },
+          [this, offset_bytes, written] { FinishWrite(offset_bytes, *written, absl::OkStatus()); });
+}
+
+void Scratch::Impl::FinishWrite(uint64_t offset_bytes, Written& written,
+                                const absl::Status& status) {
+  written.status.Update(status);
+  if (--written.left > 0) return;
+  if (written.status.ok()) chunks[offset_bytes] = written.chunk;
+  std::exchange(written.done, nullptr)(written.status);
+}
+
+void Scratch::Impl::Compute(std::function<void()> work, std::function<void()> done) const {
+  if (options.compute) return options.compute(std::move(work), std::move(done));
+  work();
+  done();
 }
 
 void Scratch::Impl::Read(uint64_t offset_bytes, std::span<std::byte> bytes, Done done) {
@@ -160,7 +225,11 @@ void Scratch::Impl::Read(uint64_t offset_bytes, std::span<std::byte> bytes, Done
   device->Read(offset_bytes, {&memory, 1},
                [this, offset_bytes, bytes, expected = std::move(expected),
                 done = std::move(done)](absl::Status status) {
-                 done(status.ok() ? Verify(offset_bytes, bytes, expected) : std::move(status));
+                 if (!status.ok()) return done(std::move(status));
+                 const auto verdict = std::make_shared<absl::Status>();
+                 Compute([this, verdict, offset_bytes, bytes,
+                          expected] { *verdict = Verify(offset_bytes, bytes, expected); },
+                         [verdict, done] { done(*verdict); });
                });
 }
 
@@ -171,8 +240,8 @@ absl::Status Scratch::Impl::Verify(uint64_t offset_bytes, std::span<const std::b
         chunk.crc)
       continue;
     return MakeError(ErrorId::kChecksum,
-                     absl::StrCat("scratch space of ", directory.PathOf(""), " at ", chunk_offset,
-                                  ", ", chunk.size_bytes, " bytes"));
+                     absl::StrCat("scratch space of ", Name(), " at ", chunk_offset, ", ",
+                                  chunk.size_bytes, " bytes"));
   }
   return absl::OkStatus();
 }
@@ -195,18 +264,26 @@ size_t Scratch::Impl::Poll(bool wait) {
   return count + device->Poll(wait && count == 0);
 }
 
-absl::StatusOr<std::unique_ptr<Scratch>> Scratch::Create(const std::string& pool,
-                                                         const aio::OpenOptions& io) {
-  OFFLOAD_RETURN_IF_ERROR(CheckPool(pool));
-  OFFLOAD_ASSIGN_OR_RETURN(PoolDirectory directory, PoolDirectory::Open(pool));
-  UniqueFd file(
-      openat(directory.fd(), ".", O_TMPFILE | O_RDWR | O_DIRECT | O_CLOEXEC | O_EXCL, 0600));
-  if (!file.valid()) {
-    return MakeError(RefusalId(errno),
-                     absl::StrCat(directory.PathOf(""), ": an unnamed file: ", ErrnoText(errno)));
+absl::StatusOr<std::unique_ptr<Scratch>> Scratch::Create(const std::vector<std::string>& pools,
+                                                         ScratchOptions options) {
+  std::vector<Impl::Member> members;
+  for (const std::string& pool : pools) {
+    OFFLOAD_RETURN_IF_ERROR(CheckPool(pool));
+    OFFLOAD_ASSIGN_OR_RETURN(PoolDirectory directory, PoolDirectory::Open(pool));
+    UniqueFd file(
+        openat(directory.fd(), ".", O_TMPFILE | O_RDWR | O_DIRECT | O_CLOEXEC | O_EXCL, 0600));
+    if (!file.valid()) {
+      return MakeError(RefusalId(errno),
+                       absl::StrCat(directory.PathOf(""), ": an unnamed file: ", ErrnoText(errno)));
+    }
+    members.push_back({std::move(directory), std::move(file)});
   }
+  OFFLOAD_ASSIGN_OR_RETURN(
+      StripeMap map,
+      StripeMap::Make({.head_bytes = 0, .weights = std::vector<uint32_t>(pools.size(), 1)}));
   OFFLOAD_ASSIGN_OR_RETURN(Wakeup wakeup, Wakeup::Make());
-  auto impl = std::make_unique<Impl>(std::move(directory), std::move(file), io, std::move(wakeup));
+  auto impl = std::make_unique<Impl>(std::move(members), std::move(map), std::move(options),
+                                     std::move(wakeup));
   OFFLOAD_RETURN_IF_ERROR(impl->Reserve(kFirstBytes));
   return std::unique_ptr<Scratch>(new Scratch(std::move(impl)));
 }

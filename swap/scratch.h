@@ -1,10 +1,12 @@
 // swap/scratch.h
 //
 // Space on the pool for bytes that need not survive a crash: weights while a model is being built,
-// and gradients that do not fit into memory. One unnamed file (O_TMPFILE), preallocated, gone with
-// the process. Checksums of what was written are kept in memory.
+// and gradients that do not fit into memory. One unnamed file (O_TMPFILE) in each pool,
+// preallocated, gone with the process; the bytes go round the pools in stripe units, so that all
+// drives work. Checksums of what was written are kept in memory.
 //
-// Thread safety: one thread per Scratch.
+// Thread safety: one thread per Scratch; checksums are taken wherever ScratchOptions::compute runs
+// them.
 #pragma once
 
 #include <cstddef>
@@ -13,6 +15,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -20,12 +23,21 @@
 
 namespace offload::swap {
 
+struct ScratchOptions {
+  aio::OpenOptions io;
+  // Runs `work` anywhere and then `done` on the scratch's thread. Without it checksums are taken on
+  // that thread, in the call that starts or completes a transfer.
+  std::function<void(std::function<void()> work, std::function<void()> done)> compute;
+};
+
 class Scratch {
  public:
   using Done = std::function<void(absl::Status)>;
 
-  static absl::StatusOr<std::unique_ptr<Scratch>> Create(const std::string& pool,
-                                                         const aio::OpenOptions& io);
+  // In one pool or striped over several.
+  static absl::StatusOr<std::unique_ptr<Scratch>> Create(const std::vector<std::string>& pools,
+                                                         ScratchOptions options);
+  // No transfer or computation may be under way.
   ~Scratch();
 
   // Makes room for at least `bytes` in all (blocking; only grows). OFD-1204 when the pool has no

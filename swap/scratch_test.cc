@@ -15,7 +15,7 @@ namespace offload::swap {
 namespace {
 
 std::unique_ptr<Scratch> MustCreate(const TemporaryPool& pool) {
-  auto scratch = Scratch::Create(pool.path(), {});
+  auto scratch = Scratch::Create({pool.path()}, {});
   EXPECT_TRUE(scratch.ok()) << scratch.status();
   return scratch.ok() ? *std::move(scratch) : nullptr;
 }
@@ -111,7 +111,7 @@ TEST(ScratchTest, WhatDoesNotFitIsRefusedAndTheRestStays) {
   const absl::Status status = scratch->Reserve(uint64_t{info.f_blocks} * info.f_frsize * 2);
   EXPECT_EQ(ErrorIdOf(status), ErrorId::kPoolFull) << status;
   EXPECT_TRUE(Read(*scratch, 0, bytes.span()).ok());
-  EXPECT_EQ(ErrorIdOf(Scratch::Create(pool.path() + "/missing", {}).status()),
+  EXPECT_EQ(ErrorIdOf(Scratch::Create({pool.path() + "/missing"}, {}).status()),
             ErrorId::kPoolMissing);
 }
 
@@ -143,6 +143,66 @@ TEST(ScratchTest, NeighboursKeepTheirChecksumsAndAreReadOneByOne) {
   ASSERT_EQ(Write(*scratch, 4096, bytes.span()), absl::OkStatus());
   EXPECT_EQ(Read(*scratch, 0, bytes.span()), absl::OkStatus());
   EXPECT_EQ(Read(*scratch, 16384, bytes.span()), absl::OkStatus());
+}
+
+TEST(ScratchTest, GoesRoundAllPools) {
+  const TemporaryPool first, second, third;
+  auto scratch = Scratch::Create({first.path(), second.path(), third.path()}, {});
+  ASSERT_TRUE(scratch.ok()) << scratch.status();
+  ASSERT_EQ((*scratch)->Reserve(uint64_t{6} << 20), absl::OkStatus());
+  const MappedRegion written = Buffer(5 << 20), got = Buffer(5 << 20);
+  Random(2).Fill(written.span());
+  ASSERT_EQ(Write(**scratch, 1 << 19, written.span()), absl::OkStatus());
+  EXPECT_EQ((*scratch)->device().counters().written_bytes.load(), uint64_t{5} << 20);
+  ASSERT_EQ((*scratch)->Reserve(uint64_t{20} << 20), absl::OkStatus()) << "and keeps what it has";
+  ASSERT_EQ(Read(**scratch, 1 << 19, got.span()), absl::OkStatus());
+  EXPECT_EQ(std::memcmp(got.data(), written.data(), got.size()), 0);
+  const absl::Status missing =
+      Scratch::Create({first.path(), second.path() + "/missing"}, {}).status();
+  EXPECT_EQ(ErrorIdOf(missing), ErrorId::kPoolMissing) << missing;
+}
+
+// A transfer whose checksum is taken elsewhere ends when both are done, whichever is first.
+TEST(ScratchTest, ChecksumsTakenElsewhereAreWaitedFor) {
+  TemporaryPool pool;
+  std::vector<std::pair<std::function<void()>, std::function<void()>>> computations;
+  ScratchOptions options;
+  options.compute = [&](std::function<void()> work, std::function<void()> done) {
+    computations.emplace_back(std::move(work), std::move(done));
+  };
+  auto scratch = Scratch::Create({pool.path()}, options);
+  ASSERT_TRUE(scratch.ok()) << scratch.status();
+  const auto compute = [&] {
+    ASSERT_EQ(computations.size(), 1u);
+    const auto [work, done] = std::move(computations.front());
+    computations.clear();
+    work();
+    done();
+  };
+  MappedRegion bytes = Buffer(4096);
+  std::optional<absl::Status> result;
+  const auto note = [&](absl::Status status) { result = status; };
+  (*scratch)->Write(0, bytes.span(), note);
+  while ((*scratch)->Poll(true) == 0) {
+  }
+  EXPECT_FALSE(result.has_value()) << "the checksum is missing";
+  compute();
+  ASSERT_EQ(result, absl::OkStatus());
+  (*scratch)->Write(4096, bytes.span(), note);
+  result.reset();
+  compute();
+  EXPECT_FALSE(result.has_value()) << "the bytes are on their way";
+  while (!result) (*scratch)->Poll(true);
+  ASSERT_EQ(result, absl::OkStatus());
+  result.reset();
+  (*scratch)->Read(0, bytes.span(), note);
+  while ((*scratch)->Poll(true) == 0) {
+  }
+  EXPECT_FALSE(result.has_value()) << "the bytes are not verified";
+  bytes.data()[9] ^= std::byte{1};
+  compute();
+  ASSERT_TRUE(result.has_value());
+  EXPECT_EQ(ErrorIdOf(*result), ErrorId::kChecksum) << *result;
 }
 
 TEST(ScratchTest, WhatIsUnderWayIsToldBeforeTheSpaceGoes) {

@@ -84,7 +84,9 @@ class Simulation {
   void ReadSome();
   void ReadAll();
   void Commit(bool may_crash);
-  void RunCommit(State next, bool may_crash, const std::function<void(Store::Done)>& start);
+  // `keeps_open`: what is written since the last commit stays open.
+  void RunCommit(State next, bool keeps_open, bool may_crash,
+                 const std::function<void(Store::Done)>& start);
   void ChangeSnapshots(bool may_crash);
   void Grow(bool may_crash);
   void JudgeSnapshots();
@@ -125,6 +127,7 @@ class Simulation {
   std::optional<State> next_;  // a commit that was begun and has not been acknowledged
   std::vector<uint8_t> busy_;
   std::vector<uint8_t> uncertain_;  // a rewrite in the same epoch has failed halfway
+  bool tentative_ = false;          // as all writes of the open epoch are so far
   std::vector<std::unique_ptr<PendingWrite>> pending_;
   uint64_t snapshots_named_ = 0;
   std::set<std::string> lost_snapshots_;  // could not be read at an opening: no longer kept

@@ -89,6 +89,8 @@ void Simulation::StartWrite() {
   auto write = std::make_unique<PendingWrite>();
   std::vector<WriteRequest> requests;
   const uint64_t sequence = store_->open_sequence();
+  tentative_ =
+      store_->has_uncommitted_writes() ? tentative_ && !random_.OneIn(8) : random_.OneIn(3);
   for (const size_t extent : extents) {
     Content content{.key = random_.Next() | 1};
     write->buffers.push_back(MakeBytes(extent, content.key));
@@ -97,7 +99,7 @@ void Simulation::StartWrite() {
     content.stamp = {sequence, random_.Next(), checksum.Finish(),
                      static_cast<uint32_t>(random_.Below(2))};
     requests.push_back({ids_[extent], write->buffers.back().get(), content.stamp.crc,
-                        content.stamp.word, content.stamp.flags});
+                        content.stamp.word, content.stamp.flags, tentative_});
     write->extents.push_back(extent);
     write->contents.push_back(content);
     busy_[extent] = 1;
@@ -120,7 +122,7 @@ void Simulation::FinishWrite(PendingWrite* write, const absl::Status& status) {
       old = write->contents[i];
     } else if (status.ok() || !SameStamp(now, old.stamp)) {
       Violate(absl::StrCat("the stamp of extent ", extent, " after a write"));
-    } else if (old.stamp.sequence == store_->open_sequence()) {
+    } else if (!SameStamp(old.stamp, committed_.extents[extent].stamp)) {
       uncertain_[extent] = 1;
     }
   }
@@ -188,11 +190,11 @@ void Simulation::Commit(bool may_crash) {
   next.commit.blob.resize(random_.OneIn(30) ? random_.Below(100000) : random_.Below(3) * 2500);
   random_.Fill(std::as_writable_bytes(std::span(next.commit.blob)));
   const CommitInfo commit = next.commit;
-  RunCommit(std::move(next), may_crash,
+  RunCommit(std::move(next), /*keeps_open=*/false, may_crash,
             [&](Store::Done done) { store_->Commit(commit.epoch, commit.blob, std::move(done)); });
 }
 
-void Simulation::RunCommit(State next, bool may_crash,
+void Simulation::RunCommit(State next, bool keeps_open, bool may_crash,
                            const std::function<void(Store::Done)>& start) {
   const bool was_failed = store_->failed();
   if (!was_failed) next_ = std::move(next);
@@ -210,8 +212,11 @@ void Simulation::RunCommit(State next, bool may_crash,
                          FaultKind::kAgain, FaultKind::kFlushError});
   if ((*outcome)->ok()) {
     if (was_failed) Violate("a failed store has committed");
-    committed_ = open_ = *std::move(next_);
+    committed_ = *std::move(next_);
     next_.reset();
+    std::vector<Content> written = std::move(open_.extents);
+    open_ = committed_;
+    if (keeps_open) open_.extents = std::move(written);
   } else if (ErrorIdOf(**outcome) != ErrorId::kStoreFailed || !store_->failed()) {
     Violate(absl::StrCat("a failed commit: ", (*outcome)->ToString()));
   }
@@ -220,12 +225,15 @@ void Simulation::RunCommit(State next, bool may_crash,
 // Makes or deletes a snapshot of the last commit, or makes room for one.
 void Simulation::ChangeSnapshots(bool may_crash) {
   DrainWrites();
-  if (store_->has_uncommitted_writes()) Commit(/*may_crash=*/false);
+  if (store_->has_uncommitted_writes() && !tentative_) Commit(/*may_crash=*/false);
   if (ended_) return;
   const bool full = open_.snapshots.size() == open_.generations;
   if (full && open_.generations < kSpareGenerationsMax && random_.OneIn(8)) return Grow(may_crash);
   if (full && open_.snapshots.empty()) return;
   State next = open_;
+  next.extents = committed_.extents;
+  auto kept = std::make_shared<State>(next);
+  kept->snapshots.clear();
   next.commit.sequence = store_->open_sequence();
   std::string name;
   if (full || (!open_.snapshots.empty() && random_.OneIn(3))) {
@@ -233,15 +241,13 @@ void Simulation::ChangeSnapshots(bool may_crash) {
                      static_cast<ptrdiff_t>(random_.Below(open_.snapshots.size())))
                ->first;
     next.snapshots.erase(name);
-    return RunCommit(std::move(next), may_crash,
+    return RunCommit(std::move(next), /*keeps_open=*/true, may_crash,
                      [&](Store::Done done) { store_->DeleteSnapshot(name, std::move(done)); });
   }
   name = absl::StrCat("s", ++snapshots_named_);
-  auto kept = std::make_shared<State>(open_);
-  kept->snapshots.clear();
   next.snapshots[name] = std::move(kept);
   ++result_.snapshots;
-  RunCommit(std::move(next), may_crash,
+  RunCommit(std::move(next), /*keeps_open=*/true, may_crash,
             [&](Store::Done done) { store_->CreateSnapshot(name, kUnixSeconds, std::move(done)); });
 }
 

@@ -158,6 +158,59 @@ TEST(SnapshotTest, RefusesBadNamesTakenOnesAndAnOpenEpoch) {
   EXPECT_FALSE(store->failed());
 }
 
+// Writes every extent with bytes of their own.
+void WriteTentatively(Store& store, uint64_t key) {
+  for (const ExtentId& id : AllExtents(store)) {
+    const MappedRegion bytes = Buffer(store.ExtentBytes(id));
+    Random(key + id.tensor).Fill(bytes.span());
+    Checksum checksum = store.StartChecksum(id, store.open_sequence());
+    checksum.Update(bytes.span());
+    const WriteRequest request{
+        .id = id, .bytes = bytes.data(), .crc = checksum.Finish(), .tentative = true};
+    ASSERT_EQ(WriteNow(store, {&request, 1}), absl::OkStatus());
+  }
+}
+
+TEST(SnapshotTest, LeavesTentativeWritesOutAndOpen) {
+  TemporaryPool pool;
+  auto store = MakeStore(pool, 3, 2);
+  const Contents committed = ContentsOf(*store);
+  for (const char* name : {"a", "b", "c"}) {  // the last one takes the last generation
+    WriteTentatively(*store, name[0]);
+    const Contents open = ContentsOf(*store);
+    ASSERT_EQ(CreateNow(*store, name), absl::OkStatus());
+    EXPECT_EQ(ContentsOf(*store), open);
+    EXPECT_TRUE(store->has_uncommitted_writes());
+    EXPECT_EQ(SnapshotOf(pool, name), committed);
+  }
+  ASSERT_EQ(DeleteNow(*store, "b"), absl::OkStatus());
+  WriteTentatively(*store, 1);
+  store.reset();
+  store = MustOpen(pool);
+  EXPECT_EQ(ContentsOf(*store), committed) << "no commit has taken them";
+  EXPECT_EQ(SnapshotOf(pool, "a"), committed);
+}
+
+TEST(SnapshotTest, TheNextCommitTakesTentativeWritesThatASnapshotHasLeftOut) {
+  TemporaryPool pool;
+  auto store = MakeStore(pool, 2, 2);
+  const Contents before = ContentsOf(*store);
+  WriteTentatively(*store, 1);
+  ASSERT_EQ(CreateNow(*store, "a"), absl::OkStatus());
+  ASSERT_EQ(CreateNow(*store, "b"), absl::OkStatus());
+  ASSERT_EQ(CommitNow(*store, before.epoch, before.blob), absl::OkStatus());
+  const Contents after = ContentsOf(*store);
+  EXPECT_NE(after, before);
+  EXPECT_FALSE(store->has_uncommitted_writes());
+  store.reset();
+  store = MustOpen(pool);
+  EXPECT_EQ(ContentsOf(*store), after);
+  EXPECT_EQ(SnapshotOf(pool, "a"), before);
+  EXPECT_EQ(SnapshotOf(pool, "b"), before);
+  for (int i = 0; i < 3; ++i) ASSERT_TRUE(CommitScript(*store).ok());
+  EXPECT_EQ(SnapshotOf(pool, "a"), before);
+}
+
 TEST(SnapshotTest, TheMostGenerationsAreAsManySnapshots) {
   TemporaryPool pool;
   auto store = MakeStore(pool, kGenerationsMax);

@@ -105,7 +105,7 @@ absl::Status Store::Impl::CollectReads(std::span<const ReadRequest> requests,
   for (size_t i = 0; i < requests.size(); ++i) {
     Layout::Where where;
     if (!layout.Find(requests[i].id, &where)) return UnknownExtent(requests[i].id);
-    const TableEntry& found = entry(where.entry);
+    const TableEntry& found = CurrentEntry(where.entry);
     stamps[i] = StampOf(found);
     if (stamps[i].never_written()) {
       std::memset(requests[i].bytes, 0, where.size_bytes);
@@ -138,14 +138,16 @@ absl::Status Store::Impl::CollectWrites(std::span<const WriteRequest> requests,
     pieces->push_back({layout.PlaceOffset(place) + where.area_offset_bytes,
                        {const_cast<std::byte*>(request.bytes), where.size_bytes},
                        where.entry,
-                       written});
+                       written,
+                       request.id,
+                       request.tentative});
   }
   return absl::OkStatus();
 }
 
 uint32_t Store::Impl::ChoosePlace(uint64_t index) const {
   const TableEntry& found = entry(index);
-  if (found.sequence == open_sequence()) return found.place();
+  if (found.sequence == open_sequence() || tentative.contains(index)) return found.place();
   uint32_t taken = found.sequence == 0 ? 0 : 1u << found.place();
   for (const std::vector<uint8_t>& places : snapshot_places) {
     if (!places.empty() && places[index] != kNoPlace) taken |= 1u << places[index];
@@ -171,6 +173,8 @@ void Store::Impl::Write(std::span<const WriteRequest> requests, Done done) {
   if (!status.ok() || batch->pieces.empty()) return Defer(std::move(done), std::move(status));
   batch->done = std::move(done);
   has_uncommitted_writes = true;
+  has_firm_writes |= std::any_of(requests.begin(), requests.end(),
+                                 [](const WriteRequest& request) { return !request.tentative; });
   StartTransfers(std::move(batch), /*is_write=*/true);
 }
 
@@ -215,8 +219,11 @@ void Store::Impl::FinishTransfer(Batch* batch, size_t begin, size_t end, bool is
     } else {
       // Only now: a write that fails leaves its extent as it was, and the table never tells of
       // bytes that may not be there.
-      for (size_t i = begin; i < end; ++i)
-        SetEntry(batch->pieces[i].entry, batch->pieces[i].written);
+      for (size_t i = begin; i < end; ++i) {
+        const Piece& piece = batch->pieces[i];
+        if (piece.tentative) tentative.try_emplace(piece.entry, entry(piece.entry));
+        SetEntry(piece.entry, piece.written);
+      }
     }
   }
   // A drive's bad moment, or a bad sector of one of several extents.
@@ -235,6 +242,12 @@ void Store::Impl::FinishPart(Batch* batch, absl::Status status) {
 void Store::Impl::SetEntry(uint64_t index, const TableEntry& value) {
   entry(index) = value;
   for (auto& stale : page_stale) stale[index / kEntriesPerTablePage] = 1;
+}
+
+const TableEntry& Store::Impl::CurrentEntry(uint64_t index) const {
+  if (commit == nullptr || !commit->keeps_tentative) return entry(index);
+  const auto found = tentative.find(index);
+  return found == tentative.end() ? entry(index) : found->second;
 }
 
 void Store::Impl::Defer(Done done, absl::Status status) {
@@ -305,7 +318,8 @@ uint64_t Store::open_sequence() const { return impl_->open_sequence(); }
 
 Stamp Store::stamp(const ExtentId& id) const {
   Layout::Where where;
-  return impl_->layout.Find(id, &where) ? impl_->StampOf(impl_->entry(where.entry)) : Stamp{};
+  return impl_->layout.Find(id, &where) ? impl_->StampOf(impl_->CurrentEntry(where.entry))
+                                        : Stamp{};
 }
 
 void Store::Commit(uint64_t epoch, std::string blob, Done done) {

@@ -122,6 +122,9 @@ struct WriteRequest {
   uint32_t crc;            // Checksum for (id, open_sequence()) over all of them
   uint64_t word = 0;
   uint32_t flags = 0;
+  // Not yet meant to last: the next Commit takes it like any other write, but a change of snapshots
+  // leaves it out, and open as it was.
+  bool tentative = false;
 };
 
 struct CommitInfo {
@@ -254,9 +257,9 @@ class Store {
   const CommitInfo& committed() const;
 
   // Names the last commit, so that its state is kept: a commit of its own, of the same epoch and
-  // blob, that writes the table and the blob once more and no extent. Requires that nothing is
-  // written since the last commit or in flight. OFD-1216: the name is taken or cannot be one, or
-  // no generation is free.
+  // blob, that writes the table and the blob once more and no extent. Requires that nothing but
+  // tentative writes came since the last commit, and that none is in flight. OFD-1216: the name is
+  // taken or cannot be one, or no generation is free.
   void CreateSnapshot(const std::string& name, int64_t unix_seconds, Done done);
   // Gives a snapshot's generation free, by a commit of its own. Requires as CreateSnapshot.
   // OFD-1216: there is none of that name.

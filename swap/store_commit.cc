@@ -180,7 +180,6 @@ void Store::Impl::FinishCommit() {
   const std::unique_ptr<OpenCommit> finished = std::move(commit);
   superblock = finished->superblock;
   committed = {superblock.sequence, superblock.epoch, std::move(finished->blob)};
-  has_uncommitted_writes = false;
   snapshot_repairs.clear();
   for (uint32_t number = 0; number < kGenerationsMax; ++number) {
     if (!superblock.snapshots[number].in_use()) snapshot_places[number].clear();
@@ -188,6 +187,9 @@ void Store::Impl::FinishCommit() {
   if (finished->created_snapshot) {
     snapshot_places[*finished->created_snapshot] = PlacesOf(table_pages(), layout.entry_count());
   }
+  finished->keeps_tentative ? ExchangeTentative() : tentative.clear();
+  has_uncommitted_writes = !tentative.empty();
+  has_firm_writes = false;
   ListSnapshots();
   ++callbacks_run;
   finished->done(absl::OkStatus());
@@ -196,6 +198,7 @@ void Store::Impl::FinishCommit() {
 void Store::Impl::AbandonCommit(absl::Status status) {
   Fail(status);
   const std::unique_ptr<OpenCommit> abandoned = std::move(commit);
+  if (abandoned->keeps_tentative) ExchangeTentative();
   ++callbacks_run;
   abandoned->done(FailedError());
 }

@@ -13,6 +13,10 @@
 // sequence is the open one is being rewritten where it stands; any other belongs to a commit, so
 // the write takes the first place where neither it nor a snapshot of it stands. There always is
 // one: there are two places more than spare generations, and a generation for each snapshot.
+//
+// Tentative writes are entries of the table like all others; beside it stands what the last commit
+// says of each. While a change of snapshots commits the two are exchanged, so that the table is the
+// committed one, and reads look beside it. Their sequence may be older than the open one then.
 #pragma once
 
 #include <array>
@@ -24,6 +28,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -46,8 +51,9 @@ struct Store::Impl {
     uint64_t offset_bytes;
     iovec memory;
     uint64_t entry;
-    TableEntry written;  // for writes: what the table says afterwards
-    ExtentId id{};       // for reads: what an error names
+    TableEntry written;      // for writes: what the table says afterwards
+    ExtentId id{};           // for reads: what an error names
+    bool tentative = false;  // for writes
   };
   // The requests of one call of Read or Write, until the last of their transfers has completed.
   struct Batch {
@@ -60,6 +66,7 @@ struct Store::Impl {
     SuperblockPage superblock;
     std::string blob;
     std::optional<uint32_t> created_snapshot;  // the number of its record
+    bool keeps_tentative = false;              // a change of snapshots
     Done done;
     size_t writes_left = 0;
     absl::Status status;
@@ -109,6 +116,9 @@ struct Store::Impl {
   void FinishTransfer(Batch* batch, size_t begin, size_t end, bool is_write, absl::Status status);
   void FinishPart(Batch* batch, absl::Status status);
   void SetEntry(uint64_t entry, const TableEntry& value);
+  // What the table says of an extent as it was last written, also while a change of snapshots
+  // commits.
+  const TableEntry& CurrentEntry(uint64_t index) const;
 
   // store_reread.cc
   // Reads the extents of a failed transfer again, each on its own.
@@ -148,6 +158,8 @@ struct Store::Impl {
   void CreateSnapshot(const std::string& name, int64_t unix_seconds, Done done);
   void DeleteSnapshot(const std::string& name, Done done);
   absl::Status CheckSnapshotChange(const std::string& name) const;
+  void BeginSnapshotChange(Done done);
+  void ExchangeTentative();
   std::optional<uint32_t> FindSnapshot(std::string_view name) const;
   void SealTableForSnapshot(uint32_t number);
   void WriteSnapshotTable();
@@ -190,6 +202,8 @@ struct Store::Impl {
   std::unique_ptr<OpenCommit> commit;  // null when none runs
   size_t writes_in_flight = 0;
   bool has_uncommitted_writes = false;
+  bool has_firm_writes = false;                        // uncommitted ones that are not tentative
+  std::unordered_map<uint64_t, TableEntry> tentative;  // by entry: what the last commit says of it
   std::vector<std::string> repairs;
 
   uint32_t generation_count = 0;  // that the file has; the next commit names it

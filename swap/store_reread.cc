@@ -33,7 +33,8 @@ void Store::Impl::ReadAgain(const ReadRequest& request, const Stamp& stamp, Done
     return Defer(std::move(done), absl::InvalidArgumentError(NameOf(request.id)));
   }
   const auto is_current = [this, index = where.entry, stamp] {
-    return entry(index).sequence == stamp.sequence && entry(index).crc == stamp.crc;
+    const TableEntry& current = CurrentEntry(index);
+    return current.sequence == stamp.sequence && current.crc == stamp.crc;
   };
   if (!is_current()) {
     return Defer(std::move(done), absl::FailedPreconditionError(absl::StrCat(
@@ -45,7 +46,7 @@ void Store::Impl::ReadAgain(const ReadRequest& request, const Stamp& stamp, Done
     return Crc32c(seed, bytes.data(), bytes.size()) == crc;
   };
   offload::swap::ReadAgain(
-      device.get(), layout.PlaceOffset(entry(where.entry).place()) + where.area_offset_bytes,
+      device.get(), layout.PlaceOffset(CurrentEntry(where.entry).place()) + where.area_offset_bytes,
       {request.bytes, where.size_bytes}, is_good, kReadTriesMax - 1,
       [this, id = request.id, is_current, done = std::move(done)](absl::Status status) {
         ++callbacks_run;

@@ -37,11 +37,26 @@ std::optional<uint32_t> Store::Impl::FindSnapshot(std::string_view name) const {
 
 absl::Status Store::Impl::CheckSnapshotChange(const std::string& name) const {
   OFFLOAD_RETURN_IF_ERROR(CheckCommit(committed.blob));
-  if (has_uncommitted_writes)
+  if (has_firm_writes)
     return absl::FailedPreconditionError("a change of snapshots with writes that are uncommitted");
   if (committed.sequence == 0)
     return absl::FailedPreconditionError("a change of snapshots before the first commit");
   return CheckSnapshotName(name);
+}
+
+void Store::Impl::BeginSnapshotChange(Done done) {
+  commit = MakeCommit(committed.epoch, committed.blob, std::move(done));
+  ExchangeTentative();
+  commit->keeps_tentative = true;
+}
+
+// Between the table and beside it.
+void Store::Impl::ExchangeTentative() {
+  for (auto& [index, other] : tentative) {
+    const TableEntry in_table = entry(index);
+    SetEntry(index, other);
+    other = in_table;
+  }
 }
 
 void Store::Impl::CreateSnapshot(const std::string& name, int64_t unix_seconds, Done done) {
@@ -56,7 +71,7 @@ void Store::Impl::CreateSnapshot(const std::string& name, int64_t unix_seconds, 
                                     generation_count, " spare generations: none is free"));
   }
   if (!status.ok()) return Defer(std::move(done), std::move(status));
-  commit = MakeCommit(committed.epoch, committed.blob, std::move(done));
+  BeginSnapshotChange(std::move(done));
   commit->created_snapshot = number;
   SealTableForSnapshot(number);
   SnapshotRecord& record = commit->superblock.snapshots[number];
@@ -121,7 +136,7 @@ void Store::Impl::DeleteSnapshot(const std::string& name, Done done) {
   if (status.ok() && !number)
     status = MakeError(ErrorId::kSnapshot, absl::StrCat(path, " has no snapshot ", name));
   if (!status.ok()) return Defer(std::move(done), std::move(status));
-  commit = MakeCommit(committed.epoch, committed.blob, std::move(done));
+  BeginSnapshotChange(std::move(done));
   commit->superblock.snapshots[*number] = {};
   FlushData();
 }

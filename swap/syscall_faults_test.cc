@@ -462,7 +462,7 @@ TEST(SyscallFaultScratchTest, ScratchThatCannotGrowKeepsWhatItHoldsAndStaysUsabl
       [&](SyscallFaults& faults) -> absl::Status {
         faults.Arm();
         OFFLOAD_ASSIGN_OR_RETURN(const std::unique_ptr<Scratch> scratch,
-                                 Scratch::Create(pool.path(), io));
+                                 Scratch::Create({pool.path()}, {.io = io}));
         const auto write = [&](Scratch::Done done) {
           scratch->Write(0, bytes.span(), std::move(done));
         };

@@ -40,6 +40,7 @@ const std::pair<const char*, AnyCall> kJobCalls[] = {
     {"SetSchedule", [](auto& stub, auto& context) { return SetSchedule(stub, context, {}); }},
     {"Step", [](auto& stub, auto& context) { return Step(stub, context, {}); }},
     {"WaitDurable", [](auto& stub, auto& context) { return WaitDurable(stub, context); }},
+    {"EndLoad", [](auto& stub, auto& context) { return EndLoad(stub, context); }},
     {"ExplainFailure",
      [](auto& stub, auto& context) { return ExplainFailure(stub, context, 1).status(); }},
 };
@@ -152,7 +153,7 @@ TEST_F(BorderTest, MemoryIsSentOnce) {
 TEST_F(BorderTest, AJobIsSealedAfterItsMemoryIsMappedAndOnce) {
   RawRank rank = Opened();
   ExpectError(rank.Seal(), ErrorId::kProtocol, "before the memory is mapped");
-  for (const char* name : {"Publish", "SetSchedule", "Step", "WaitDurable"}) {
+  for (const char* name : {"Publish", "SetSchedule", "Step", "WaitDurable", "EndLoad"}) {
     for (const auto& [called, call] : kJobCalls) {
       if (std::string(called) == name) ExpectError(Ask(rank, call), ErrorId::kProtocol, name);
     }
@@ -167,6 +168,7 @@ TEST_F(BorderTest, WhatIsDoneOnceIsRefusedAfterIt) {
   ExpectError(Ask(rank, kJobCalls[2].second), ErrorId::kProtocol, "Seal for the second time");
   ASSERT_TRUE(Ask(rank, CloseJob).ok());
   ExpectError(Ask(rank, kJobCalls[3].second), ErrorId::kProtocol, "Publish");
+  ExpectError(Ask(rank, EndLoad), ErrorId::kProtocol, "EndLoad");
 }
 
 TEST_F(BorderTest, StepsComeInTheirOrderAndNotTwice) {

@@ -91,6 +91,10 @@ inline absl::Status Publish(Stub& stub, grpc::ClientContext& context, const std:
   v1::Empty reply;
   return Call(stub, &Stub::Publish, context, request, &reply);
 }
+inline absl::Status EndLoad(Stub& stub, grpc::ClientContext& context) {
+  v1::Empty reply;
+  return Call(stub, &Stub::EndLoad, context, v1::Empty(), &reply);
+}
 inline absl::Status WaitDurable(Stub& stub, grpc::ClientContext& context) {
   v1::WaitDurableReply reply;
   return Call(stub, &Stub::WaitDurable, context, v1::Empty(), &reply);

@@ -225,10 +225,18 @@ class Job {
     references_ = other.references_;
   }
 
+  // What a Put() then takes; part of the history with the next step, or at the end of a load.
   void ChangeWeights(uint32_t tensor, float by) {
     for (float& value : references_[tensor].master) {
       value = variant_.dtype == Dtype::kFloat32 ? value + by : FromBFloat16(ToBFloat16(value + by));
     }
+  }
+  void SetWeights(uint32_t tensor, std::vector<float> values) {
+    references_[tensor].master = std::move(values);
+  }
+  void EndLoad() {
+    const absl::Status status = session_->EndLoad();
+    ASSERT_TRUE(status.ok()) << status;
     history_.back() = references_;
   }
 

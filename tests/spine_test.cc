@@ -261,7 +261,8 @@ TEST_F(SpineTest, PutBetweenStepsReplacesTheMasterAndKeepsTheMoments) {
     job.ChangeWeights(3, -0.5f);
     job.Put(0);
     job.Put(3);
-    job.Close();  // commits what was put without a step
+    job.EndLoad();
+    job.Close();
     ASSERT_NO_FATAL_FAILURE(job.Open());
     EXPECT_EQ(job.info().step, 2u);
     ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());

@@ -8,12 +8,15 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include <cerrno>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <iterator>
 #include <memory>
 #include <string>
+
+#include "base/failing_call.h"
 
 namespace offload {
 namespace {
@@ -98,7 +101,7 @@ class WeightsIoTest : public testing::TestWithParam<at::ScalarType> {
   std::string root_;
 };
 
-TEST_P(WeightsIoTest, LoadInTheMiddleKeepsMomentsAndIsDurableWithTheNextStep) {
+TEST_P(WeightsIoTest, LoadInTheMiddleKeepsMoments) {
   const std::string other = OtherWeights(at::kFloat);
   for (const bool offloaded : {true, false}) {
     const std::string name = root_ + (offloaded ? "/on" : "/off");
@@ -124,6 +127,56 @@ TEST_P(WeightsIoTest, LoadInTheMiddleKeepsMomentsAndIsDurableWithTheNextStep) {
   });
   EXPECT_TRUE(FileText(root_ + "/on-stepped/model.safetensors") ==
               FileText(root_ + "/again/model.safetensors"));
+}
+
+TEST_P(WeightsIoTest, LoadIsDurableWhenItReturns) {
+  const std::string other = OtherWeights(GetParam());
+  With(true, [&](Run& run) {
+    run.Step();
+    run.engine->LoadWeights(other);
+    const at::NoGradGuard no_grad;
+    run.model->middle->bias.fill_(7);  // and what is written by hand is not
+  });
+  With(true, [&](Run& run) {
+    EXPECT_EQ(run.engine->step(), 1);
+    run.engine->SaveWeights(root_ + "/found");
+  });
+  EXPECT_TRUE(FileText(root_ + "/found/model.safetensors") ==
+              FileText(other + "/model.safetensors"));
+}
+
+TEST_P(WeightsIoTest, LoadThatFailsMidwayIsDroppedAndNoStepMakesItDurable) {
+  const std::string other = OtherWeights(GetParam());
+  const auto expect = [](int id, const std::function<void()>& call) {
+    try {
+      call();
+      ADD_FAILURE() << "no OFD-" << id;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.id(), id) << error.what();
+    }
+  };
+  const auto fail_to_load = [&](Run& run) {
+    const FailingCall failing("pread", EIO, {.after = 8});  // the header, and some extents
+    expect(1405, [&] { run.engine->LoadWeights(other); });
+    EXPECT_EQ(failing.failures(), 1);
+  };
+  With(true, [&](Run& run) {
+    run.Step();
+    run.engine->SaveWeights(root_ + "/before");
+    fail_to_load(run);
+    expect(1406, [&] { run.Step(); });
+    expect(1406, [&] { run.engine->SaveWeights(root_ + "/half"); });
+  });
+  With(true, [&](Run& run) {
+    EXPECT_EQ(run.engine->step(), 1);
+    run.engine->SaveWeights(root_ + "/after");
+    fail_to_load(run);
+    run.engine->LoadWeights(other);  // a whole one makes it good
+    run.Step();
+    EXPECT_EQ(run.engine->step(), 2);
+  });
+  EXPECT_TRUE(FileText(root_ + "/before/model.safetensors") ==
+              FileText(root_ + "/after/model.safetensors"));
 }
 
 TEST_P(WeightsIoTest, FileThatDoesNotFitChangesNothing) {

@@ -311,6 +311,7 @@ Gradient* OffloadEngine::GradientOf(const at::Tensor& parameter) const {
 
 void OffloadEngine::Step(std::vector<torch::optim::OptimizerParamGroup>& param_groups,
                          std::vector<client::Group> groups) {
+  CheckWhole();
   client::StepCommand command;
   command.step = step_ + 1;
   command.groups = std::move(groups);
@@ -436,11 +437,21 @@ void OffloadEngine::SetInitialWeights(std::string path, LoadOptions options) {
 void OffloadEngine::LoadWeights(const std::string& path, const LoadOptions& options) {
   if (!attached_) ThrowStatus(NotAttached());
   WeightFile file = ValueOrThrow(WeightFile::Open(path, file_weights_, options), path);
+  half_loaded_ = true;
   LoadFrom(file);
+  ThrowIfError(attachment_->session().EndLoad(), path);
+  half_loaded_ = false;
+}
+
+// The daemon drops half a load by itself, unless a step would make it part of its epoch.
+void OffloadEngine::CheckWhole() const {
+  if (half_loaded_)
+    ThrowStatus(MakeError(ErrorId::kHalfLoaded, absl::StrCat("job ", options_.job)));
 }
 
 void OffloadEngine::SaveWeights(const std::string& folder, const SaveOptions& options) {
   if (!attached_) ThrowStatus(NotAttached());
+  CheckWhole();
   auto writer = ValueOrThrow(CreateWeightFiles(folder, file_weights_, options), folder);
   for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
     const FileWeight& weight = file_weights_[at];

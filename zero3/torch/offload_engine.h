@@ -77,6 +77,8 @@ class OffloadEngine final : public Engine {
   void LoadFrom(WeightFile& file);
   // What opens before anything of a new job is made; nothing when it takes the module's weights.
   std::optional<WeightFile> OpenInitialWeights();
+  // OFD-1406 after a load that has failed midway.
+  void CheckWhole() const;
 
   // Moves a tensor through the staging buffer, an extent at a time in order, several in flight.
   // `fill` puts elements [begin, begin + count) of the weight at an offset of the region; `drain`
@@ -98,6 +100,7 @@ class OffloadEngine final : public Engine {
   bool attached_ = false;
   std::string initial_weights_;
   LoadOptions initial_options_;
+  bool half_loaded_ = false;
   std::vector<FileWeight> file_weights_;  // of the attached module, without tensors
   std::shared_ptr<GradientWindow> gradient_window_;
   std::vector<WeightRecord*> weights_;  // by id; one reference each

@@ -147,7 +147,10 @@ thread_local Pins* Pins::top_ = nullptr;
 
 void Pins::Add(Record* record, Access access) {
   record->Pin(access);
-  AddPinned(record);
+  record->Reference();
+  // Those that write unpin last: the daemon may need the memory of the others to take what they
+  // put back.
+  records_.insert(access == Access::kRead ? records_.end() : records_.begin(), record);
 }
 
 void Pins::AddPinned(Record* record) {

@@ -9,7 +9,9 @@
 // attaches the model and gives a torch::optim::Optimizer, and the loop stays as it is:
 // model->forward(...), loss.backward(), torch::nn::utils::clip_grad_norm_, optimizer->step(),
 // optimizer->zero_grad(). Weights, masters and moments live on NVMe; every step is a checkpoint:
-// start the program again with the same job and it continues at engine->step().
+// start the program again with the same job and it continues at engine->step(). What the trainer
+// itself writes into weights (copy_(), init_) is durable with the next step(): closed, killed or
+// snapshotted before it, the job holds the last epoch without any of it.
 //
 // What is computed is what the trainer computes without us, bit for bit (fp32: torch's fused AdamW;
 // bf16: fp32 masters and moments, nearest-even cast). OFFLOADD_DISABLE=1 makes all of this a no-op
@@ -112,7 +114,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Connects to the node's daemon (OFFLOADD_SOCKET, user socket, system socket), else starts a
   // private one, and opens the job.
   static std::shared_ptr<Engine> Open(const Options& options);
-  // Drains and commits what was stepped, then closes. A private daemon ends.
+  // Drains and commits what was stepped, then closes. Weights that were written since are dropped.
+  // A private daemon ends.
   virtual ~Engine() = default;
 
   // Attach the parameters of `module` and give the optimizer that runs in the daemon. One optimizer
@@ -132,7 +135,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Steps taken by this job, over all its runs; 0 for a new job.
   virtual int64_t step() const = 0;
-  // Blocks until every step() that returned is durable.
+  // Blocks until every step() that returned is durable. Makes nothing else durable.
   virtual void WaitDurable() = 0;
   // The trainer's own small state (RNG, data position; ≤ 1 MiB): handed over with the next step(),
   // committed with its epoch, and given back after a resume.
@@ -151,8 +154,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // by the call that attaches.
   virtual void SetInitialWeights(std::string path, LoadOptions options) = 0;
   // Replaces the weights of the attached module; moments and step stay. All of the file is checked
-  // before the first weight changes. Durable with the next step's epoch. Call between steps. When
-  // reading fails midway (OFD-1405, 1209) the last epoch is whole: open the job again.
+  // before the first weight changes. Durable as a whole when it returns, under the present step();
+  // until then the last epoch is the one before, whole, whoever is killed. Call between steps. When
+  // it fails midway (OFD-1405, 1209) so it stays: load again, or open the job again; step() and
+  // SaveWeights() are refused until then (OFD-1406).
   virtual void LoadWeights(const std::string& path, const LoadOptions& options) = 0;
   // Writes the weights as of the last step() that returned, in the model's type, into a folder that
   // holds no checkpoint yet (OFD-1404). Names appear when all is durable.
