@@ -10,7 +10,7 @@
 //
 // Invariants
 //   * The queue has taken and is offered at most `queue_depth` transfers together.
-//   * An operation is in exactly one of the four places above.
+//   * An operation is in exactly one of these states until its callback begins.
 //   * Callbacks run when everything that had completed has been collected, never between two
 //   attempts to submit.
 //
