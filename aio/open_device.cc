@@ -11,6 +11,8 @@
 #include "absl/strings/str_cat.h"
 #include "aio/device.h"
 #include "aio/file_device.h"
+#include "aio/kernel_queue.h"
+#include "aio/queue_device.h"
 #include "base/checked.h"
 #include "base/error.h"
 #include "base/mapped_region.h"
@@ -89,6 +91,12 @@ std::string ExplainRefusal(const absl::Status& status) {
   return text;
 }
 
+template <MakeKernelQueue& make_queue>
+absl::StatusOr<std::unique_ptr<FileDevice>> Make(int fd, const Geometry& geometry,
+                                                 const OpenOptions& options) {
+  return QueueDevice::Make(make_queue, fd, geometry, options);
+}
+
 struct Choice {
   std::unique_ptr<FileDevice> device;
   std::string reason;
@@ -99,8 +107,8 @@ struct Choice {
 constexpr struct {
   Engine engine;
   MakeDevice make;
-} kEngines[] = {{Engine::kUring, &MakeUringDevice},
-                {Engine::kLibaio, &MakeLibaioDevice},
+} kEngines[] = {{Engine::kUring, &Make<MakeUringQueue>},
+                {Engine::kLibaio, &Make<MakeLibaioQueue>},
                 {Engine::kThreads, &MakeThreadDevice}};
 
 // Tries the engine, or all of them; the reason of a choice is what refused those before it.

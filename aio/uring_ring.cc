@@ -7,8 +7,7 @@
 #include <atomic>
 #include <cerrno>
 
-#include "absl/strings/str_cat.h"
-#include "base/error.h"
+#include "aio/errno_status.h"
 #include "base/status_macros.h"
 
 namespace offload::aio {
@@ -19,11 +18,6 @@ constexpr double kPauseSeconds = 0.005;
 // Some ring has waited in vain: the memory is not late but in use, and the next rings of this
 // process need not find that out again. Until one of them could be made.
 std::atomic<bool> memory_is_in_use{false};
-
-absl::Status CheckCall(const char* call, int rc) {
-  if (rc >= 0) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(call, ": ", ErrnoText(-rc)));
-}
 
 // False when waiting for others to unpin their pages cannot help.
 bool FitsMemlock(size_t size_bytes) {
@@ -36,12 +30,12 @@ bool FitsMemlock(size_t size_bytes) {
 absl::Status UringRing::Init(int fd, int event_fd, uint32_t queue_depth) {
   int rc = Setup(queue_depth, IORING_SETUP_R_DISABLED | IORING_SETUP_COOP_TASKRUN);
   if (rc == -EINVAL) rc = Setup(queue_depth, IORING_SETUP_R_DISABLED);
-  OFFLOAD_RETURN_IF_ERROR(CheckCall("io_uring_setup", rc));
+  OFFLOAD_RETURN_IF_ERROR(CallStatus("io_uring_setup", rc));
   exists_ = true;
   OFFLOAD_RETURN_IF_ERROR(
-      CheckCall("io_uring_register(FILES)", io_uring_register_files(&ring_, &fd, 1)));
+      CallStatus("io_uring_register(FILES)", io_uring_register_files(&ring_, &fd, 1)));
   OFFLOAD_RETURN_IF_ERROR(
-      CheckCall("io_uring_register(EVENTFD)", io_uring_register_eventfd(&ring_, event_fd)));
+      CallStatus("io_uring_register(EVENTFD)", io_uring_register_eventfd(&ring_, event_fd)));
   if (io_uring_register_buffers_sparse(&ring_, kBufferSlots) == 0) slot_count_ = kBufferSlots;
   return Restrict();
 }
@@ -83,8 +77,8 @@ absl::Status UringRing::Restrict() {
   }
   const int rc =
       io_uring_register_restrictions(&ring_, allowed.data(), static_cast<unsigned>(allowed.size()));
-  OFFLOAD_RETURN_IF_ERROR(CheckCall("io_uring_register(RESTRICTIONS)", rc));
-  return CheckCall("io_uring_register(ENABLE_RINGS)", io_uring_enable_rings(&ring_));
+  OFFLOAD_RETURN_IF_ERROR(CallStatus("io_uring_register(RESTRICTIONS)", rc));
+  return CallStatus("io_uring_register(ENABLE_RINGS)", io_uring_enable_rings(&ring_));
 }
 
 // The file is unregistered now; the ring itself is torn down later, and a lock on the file would

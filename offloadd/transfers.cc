@@ -136,8 +136,7 @@ void Transfers::Start(const proto::SubmissionEntry& entry) {
   PlacePlanes(transfer);
 }
 
-// ---- Where the planes are
-// ------------------------------------------------------------------------
+// ---- Where the planes are -----------------------------------------------------------------------
 
 // Planes that a transfer has to have in memory before it can compute.
 bool Transfers::NeedsPlane(const Transfer& transfer, int plane) const {
@@ -259,8 +258,7 @@ void Transfers::ReadAgain(const TransferPointer& transfer) {
   FinishRead(transfer, absl::OkStatus());
 }
 
-// ---- On a worker
-// ---------------------------------------------------------------------------------
+// ---- On a worker --------------------------------------------------------------------------------
 
 void Transfers::Compute(const TransferPointer& transfer) {
   context_->Compute(
@@ -357,8 +355,7 @@ void Transfers::ComputePut(Transfer& transfer) const {
   transfer.residual_crc = residual_checksum.Finish();
 }
 
-// ---- The end
-// -------------------------------------------------------------------------------------
+// ---- The end ------------------------------------------------------------------------------------
 
 void Transfers::Write(const TransferPointer& transfer) {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);

@@ -50,9 +50,9 @@ absl::StatusOr<std::optional<Drive>> FindDrive(const Flags& flags) {
   OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(flags.pool));
   Drive drive{0, 0, 0, pools.size() > 1 ? "measured one by one, added" : "measured"};
   for (const std::string& pool : pools) {
-    OFFLOAD_ASSIGN_OR_RETURN(const DriveRates rates,
-                             MeasureDrive(pool, {.file_bytes = kQuickFileBytes,
-                                                 .seconds_per_pattern = kSecondsPerPattern}));
+    OFFLOAD_ASSIGN_OR_RETURN(
+        const DriveRates rates,
+        MeasureDrive({.pool = pool, .file_bytes = kQuickFileBytes}, kSecondsPerPattern));
     drive.read += rates.read;
     drive.write += rates.write;
     drive.mixed += rates.mixed;
