@@ -5,6 +5,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -147,14 +148,96 @@ absl::StatusOr<Connection> StartPrivate() {
   return connection;
 }
 
+// Nobody else may have made it, or may look into it.
+absl::StatusOr<UniqueFd> OpenOwnDirectory(const std::string& directory) {
+  if (::mkdir(directory.c_str(), 0700) != 0 && errno != EEXIST)
+    return StartError(absl::StrCat(directory, " cannot be made: ", ErrnoText(errno)));
+  UniqueFd opened(
+      ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  struct stat status = {};
+  if (!opened.valid() || ::fstat(opened.get(), &status) != 0) {
+    if (errno == ENOENT) return UniqueFd();  // a daemon has just ended: again
+    return StartError(absl::StrCat(directory, ": ", ErrnoText(errno)));
+  }
+  if (status.st_uid != ::geteuid() || (status.st_mode & 077) != 0) {
+    return StartError(
+        absl::StrCat(directory, ", where ranks meet, is another user's or open to others"));
+  }
+  return opened;
+}
+
+// False when the directory has another one's lock, or has been removed meanwhile.
+bool LockDirectory(const UniqueFd& opened, const std::string& directory) {
+  struct stat ours = {}, there = {};
+  return ::flock(opened.get(), LOCK_EX | LOCK_NB) == 0 && ::fstat(opened.get(), &ours) == 0 &&
+         ::stat(directory.c_str(), &there) == 0 && ours.st_ino == there.st_ino &&
+         ours.st_dev == there.st_dev;
+}
+
+absl::StatusOr<Connection> StartShared(const std::string& directory, const World& world) {
+  OFFLOAD_ASSIGN_OR_RETURN(const std::string binary, FindDaemonBinary());
+  OFFLOAD_ASSIGN_OR_RETURN(PrivateDaemon daemon,
+                           PrivateDaemon::StartShared(binary, directory, world.world_size));
+  OFFLOAD_ASSIGN_OR_RETURN(UniqueFd socket, daemon.ConnectWhenReady());
+  OFFLOAD_ASSIGN_OR_RETURN(Connection connection, Meet(std::move(socket)));
+  connection.private_daemon = std::move(daemon);
+  return connection;
+}
+
+// Whoever has the lock starts the daemon; who has not waits until one listens, or the lock is free.
+absl::StatusOr<Connection> FindOrStartShared(const World& world) {
+  const std::string directory = RanksDirectory(world.run_id);
+  const std::string socket_path = directory + "/offloadd.sock";
+  if (socket_path.size() > proto::kSocketPathBytesMax)
+    return StartError(absl::StrCat("the path of the socket is too long: ", socket_path));
+  const auto deadline =
+      std::chrono::steady_clock::now() + 3 * std::chrono::milliseconds(kStartTimeoutMilliseconds);
+  while (std::chrono::steady_clock::now() < deadline) {
+    OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd opened, OpenOwnDirectory(directory));
+    const bool is_ours = opened.valid() && LockDirectory(opened, directory);
+    // With the lock, too: somebody may have started it just before.
+    absl::StatusOr<UniqueFd> socket = proto::ConnectToDaemon(socket_path);
+    if (socket.ok()) return Meet(*std::move(socket));
+    if (is_ours) return StartShared(directory, world);
+    ::poll(nullptr, 0, kStartPollMilliseconds);
+  }
+  return StartError(absl::StrCat("rank ", world.rank, " finds no daemon of its launch in ",
+                                 directory, ", and another rank is starting one there"));
+}
+
 }  // namespace
+
+std::string RanksDirectory(const std::string& run_id) {
+  uint64_t hash = 14695981039346656037u;  // FNV-1a: the same in every process
+  for (const unsigned char letter : run_id) hash = (hash ^ letter) * 1099511628211u;
+  const std::string runtime = Variable("XDG_RUNTIME_DIR");
+  return absl::StrCat(runtime.empty() ? "/tmp" : runtime, "/offloadd-ranks-", ::geteuid(), "-",
+                      absl::Hex(hash, absl::kZeroPad16));
+}
 
 absl::StatusOr<PrivateDaemon> PrivateDaemon::Start(const std::string& binary) {
   PrivateDaemon daemon;
   OFFLOAD_ASSIGN_OR_RETURN(daemon.directory_, MakeDirectory());
+  OFFLOAD_RETURN_IF_ERROR(daemon.Spawn(binary, {}));
+  return daemon;
+}
+
+absl::StatusOr<PrivateDaemon> PrivateDaemon::StartShared(const std::string& binary,
+                                                         const std::string& directory,
+                                                         uint32_t rank_count) {
+  PrivateDaemon daemon;
+  daemon.is_shared_ = true;
+  daemon.directory_ = directory;
+  OFFLOAD_RETURN_IF_ERROR(daemon.Spawn(binary, {"--ranks", absl::StrCat(rank_count)}));
+  return daemon;
+}
+
+absl::Status PrivateDaemon::Spawn(const std::string& binary,
+                                  const std::vector<std::string>& more_arguments) {
   std::vector<std::string> arguments = {binary,         "--private",
-                                        "--socket",     daemon.socket_path(),
+                                        "--socket",     socket_path(),
                                         "--parent-pid", absl::StrCat(::getpid())};
+  arguments.insert(arguments.end(), more_arguments.begin(), more_arguments.end());
   std::vector<std::string> environment = EnvironmentForDaemon();
   const SpawnSettings settings;
   pid_t pid = -1;
@@ -163,16 +246,17 @@ absl::StatusOr<PrivateDaemon> PrivateDaemon::Start(const std::string& binary) {
   if (error != 0) {
     return StartError(absl::StrCat("\"", binary, "\" cannot be run: ", ErrnoText(error)));
   }
-  daemon.pid_ = pid;
-  daemon.pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
-  if (!daemon.pidfd_.valid()) {
+  pid_ = pid;
+  pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+  if (!pidfd_.valid()) {
     return StartError(absl::StrCat("pidfd_open of process ", pid, ": ", ErrnoText(errno)));
   }
-  return daemon;
+  return absl::OkStatus();
 }
 
 PrivateDaemon::PrivateDaemon(PrivateDaemon&& other) noexcept
-    : pid_(std::exchange(other.pid_, -1)),
+    : is_shared_(other.is_shared_),
+      pid_(std::exchange(other.pid_, -1)),
       pidfd_(std::move(other.pidfd_)),
       directory_(std::exchange(other.directory_, {})),
       end_(std::exchange(other.end_, {})) {}
@@ -180,6 +264,7 @@ PrivateDaemon::PrivateDaemon(PrivateDaemon&& other) noexcept
 PrivateDaemon& PrivateDaemon::operator=(PrivateDaemon&& other) noexcept {
   if (this == &other) return *this;
   WaitForEnd();
+  is_shared_ = other.is_shared_;
   pid_ = std::exchange(other.pid_, -1);
   pidfd_ = std::move(other.pidfd_);
   directory_ = std::exchange(other.directory_, {});
@@ -233,6 +318,7 @@ absl::StatusOr<UniqueFd> PrivateDaemon::ConnectWhenReady() {
 }
 
 void PrivateDaemon::WaitForEnd() {
+  if (is_shared_) return Forget();
   if (valid() && !(pidfd_.valid() && HasEnded(kEndTimeoutMilliseconds))) {
     ::kill(pid_, SIGKILL);  // ours and not reaped: the number cannot be another process's
     ::waitpid(pid_, nullptr, 0);
@@ -273,7 +359,11 @@ absl::StatusOr<std::string> FindDaemonBinary() {
 }
 
 absl::StatusOr<Connection> ConnectOrStart(const ConnectOptions& options) {
-  if (options.only_private) return StartPrivate();
+  const bool has_ranks = options.world.world_size > 1;
+  const auto start = [&] {
+    return has_ranks ? FindOrStartShared(options.world) : StartPrivate();
+  };
+  if (options.only_private) return start();
   const std::string chosen = Variable("OFFLOADD_SOCKET");
   if (!chosen.empty()) {
     // Said explicitly: an error, not a fallback.
@@ -284,7 +374,7 @@ absl::StatusOr<Connection> ConnectOrStart(const ConnectOptions& options) {
     absl::StatusOr<UniqueFd> socket = proto::ConnectToDaemon(path);
     if (socket.ok()) return Meet(*std::move(socket));
   }
-  if (options.allow_private) return StartPrivate();
+  if (options.allow_private) return start();
   return StartError("no daemon runs on this node and a private one is not allowed");
 }
 

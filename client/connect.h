@@ -6,6 +6,10 @@
 // daemon sees that, commits what was put, and ends), with /dev/null as standard input and the
 // trainer's standard error for both outputs. It inherits no other descriptor and no LD_PRELOAD.
 //
+// The ranks of a launch share one private daemon, in a folder that is named by user and launch:
+// whoever has the lock on the folder starts it there, the others connect. It is the launch's then:
+// it ends with its last rank, and the one that started it does not wait for it.
+//
 // Thread safety: one thread at a time.
 #pragma once
 
@@ -27,6 +31,10 @@ class PrivateDaemon {
  public:
   // Starts `binary` in a fresh directory; it is not ready yet. OFD-1501.
   static absl::StatusOr<PrivateDaemon> Start(const std::string& binary);
+  // Starts it in `directory` for so many ranks.
+  static absl::StatusOr<PrivateDaemon> StartShared(const std::string& binary,
+                                                   const std::string& directory,
+                                                   uint32_t rank_count);
 
   PrivateDaemon() = default;
   PrivateDaemon(PrivateDaemon&& other) noexcept;
@@ -46,15 +54,17 @@ class PrivateDaemon {
   std::string DescribeEnd(int timeout_ms);
 
   // Waits until it has drained and ended (its socket must be closed before), kills it after two
-  // minutes, removes the directory.
+  // minutes, removes the directory. One that is shared is left to the other ranks.
   void WaitForEnd();
   // In a forked child: forgets process and directory, which are the parent's.
   void Forget();
 
  private:
+  absl::Status Spawn(const std::string& binary, const std::vector<std::string>& more_arguments);
   // True when it has ended within the time.
   bool HasEnded(int timeout_ms);
 
+  bool is_shared_ = false;
   pid_t pid_ = -1;
   UniqueFd pidfd_;
   std::string directory_;
@@ -67,6 +77,9 @@ struct Connection {
   PrivateDaemon private_daemon;  // not valid() for the node's daemon
 };
 absl::StatusOr<Connection> ConnectOrStart(const ConnectOptions& options);
+
+// Where the ranks of a launch meet, in $XDG_RUNTIME_DIR or /tmp.
+std::string RanksDirectory(const std::string& run_id);
 
 // Where a private daemon's program is looked for, in order; PATH comes after these.
 std::vector<std::string> DaemonBinaryCandidates();

@@ -1,13 +1,16 @@
 #include "client/control.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "base/version.h"
 #include "proto/pool_path.h"
 
 namespace offload::client {
@@ -72,6 +75,9 @@ v1::SealRequest SealHead(proto::OptimizerState optimizer, const proto::MemoryPla
   request.set_scratch_bytes(plan.scratch_bytes);
   request.set_region_bytes(plan.region_bytes);
   request.set_pins_offset(pins_offset);
+  request.set_world_size(plan.world_size);
+  request.set_other_region_bytes(plan.other_region_bytes);
+  request.set_sum_blocks(plan.sum_blocks);
   return request;
 }
 
@@ -93,15 +99,47 @@ v1::StepRequest StepHead(const StepCommand& command) {
   request.set_has_trainer_state(command.has_trainer_state);
   if (command.has_trainer_state) request.set_trainer_state(command.trainer_state);
   request.set_tensor_count(static_cast<uint32_t>(command.updates.size()));
+  request.set_passes(command.passes);
   return request;
 }
 
+// One rank says nothing of worlds.
+void SetWorld(const JobOptions& options, v1::OpenJobRequest& request) {
+  if (options.world.world_size == 1) return;
+  v1::World& world = *request.mutable_world();
+  world.set_run_id(options.world.run_id);
+  world.set_rank(options.world.rank);
+  world.set_world_size(options.world.world_size);
+  world.set_local_rank(options.world.local_rank);
+  world.set_local_world_size(options.world.local_world_size);
+  world.set_launcher(options.world.launcher);
+  world.set_library_version(kVersion);
+  world.set_gradient_sum(options.gradient_sum);
+  world.set_gradients_reduced(options.gradients_reduced);
+}
+
+void SayWait(const JobOptions& options, const v1::OpenJobReply& reply) {
+  const std::string text =
+      absl::StrCat("rank ", options.world.rank, " waits for ",
+                   reply.missing_ranks_size() == 1 ? "rank " : "ranks ",
+                   absl::StrJoin(reply.missing_ranks(), ", "), " of ", options.world.world_size);
+  if (options.on_wait) return options.on_wait(text);
+  std::fprintf(stderr, "offload: %s\n", text.c_str());
+}
+
 void AppendUpdates(const StepCommand& command, size_t begin, v1::StepRequest& request) {
+  const bool has_own =
+      std::any_of(command.updates.begin(), command.updates.end(), [](const TensorUpdate& update) {
+        return update.own_gradient_offset != 0 || update.own_gradient_crc != 0;
+      });
   AppendPart(command.updates, begin, [&](const TensorUpdate& update) {
     request.add_tensors(update.tensor);
     request.add_group_of(update.group);
     request.add_update_count(update.update_count);
     request.add_gradient_scale(update.gradient_scale);
+    if (!has_own) return;
+    request.add_own_gradient_offset(update.own_gradient_offset);
+    request.add_own_gradient_crc(update.own_gradient_crc);
   });
 }
 
@@ -125,13 +163,19 @@ absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
   request.set_update_threads(options.update_threads);
   request.set_durability(options.durability);
   request.set_generations(options.generations);
+  SetWorld(options, request);
   v1::OpenJobReply reply;
-  OFFLOAD_RETURN_IF_ERROR(Run("OpenJob", std::nullopt, [&](grpc::ClientContext& context) {
-    return stub_->OpenJob(&context, request, &reply);
-  }));
+  for (;;) {
+    OFFLOAD_RETURN_IF_ERROR(Run("OpenJob", std::nullopt, [&](grpc::ClientContext& context) {
+      return stub_->OpenJob(&context, request, &reply);
+    }));
+    if (reply.missing_ranks_size() == 0) break;
+    SayWait(options, reply);
+  }
   return JobInfo{.exists = reply.exists(),
                  .step = reply.step(),
                  .trainer_state = reply.trainer_state(),
+                 .trainer_state_is_own = reply.trainer_state_is_own(),
                  .slab_bytes = reply.slab_bytes(),
                  .region_bytes = reply.region_bytes(),
                  .io_engine = reply.io_engine()};
@@ -244,6 +288,18 @@ absl::StatusOr<uint64_t> ControlClient::WaitDurable() {
     return stub_->WaitDurable(&context, v1::Empty(), &reply);
   }));
   return reply.durable_step();
+}
+
+absl::StatusOr<std::vector<std::string>> ControlClient::Exchange(const std::string& data,
+                                                                 uint64_t number) {
+  v1::ExchangeRequest request;
+  request.set_data(data);
+  request.set_number(number);
+  v1::ExchangeReply reply;
+  OFFLOAD_RETURN_IF_ERROR(Run("Exchange", std::nullopt, [&](grpc::ClientContext& context) {
+    return stub_->Exchange(&context, request, &reply);
+  }));
+  return std::vector<std::string>(reply.data().begin(), reply.data().end());
 }
 
 absl::Status ControlClient::EndLoad() {

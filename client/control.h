@@ -16,6 +16,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/container/flat_hash_set.h"
@@ -46,6 +47,7 @@ class ControlClient {
   absl::Status SetSchedule(std::span<const uint32_t> tensors);
   absl::Status Step(const StepCommand& command);
   absl::StatusOr<uint64_t> WaitDurable();
+  absl::StatusOr<std::vector<std::string>> Exchange(const std::string& data, uint64_t number);
   absl::Status CloseJob();
   // The text of a failed operation.
   absl::StatusOr<std::string> ExplainFailure(uint64_t tag);

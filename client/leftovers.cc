@@ -21,10 +21,13 @@ namespace offload::client {
 namespace {
 
 constexpr std::string_view kPrefix = "offloadd-";
+constexpr std::string_view kRanksPrefix = "offloadd-ranks-";
 constexpr size_t kRandomLetters = 6;
 constexpr char kSocketName[] = "/offloadd.sock";
 
+// A private daemon's, or that of the ranks of a launch.
 bool HasOurName(const std::string& name) {
+  if (name.starts_with(kRanksPrefix)) return true;
   return name.starts_with(kPrefix) && name.size() == kPrefix.size() + kRandomLetters &&
          std::all_of(name.begin() + kPrefix.size(), name.end(),
                      [](unsigned char letter) { return std::isalnum(letter) != 0; });

@@ -2,6 +2,7 @@
 
 #include <sys/socket.h>
 
+#include <atomic>
 #include <optional>
 #include <utility>
 
@@ -44,6 +45,8 @@ struct Session::Impl {
   std::unique_ptr<ControlClient> control;
   std::unique_ptr<RingClient> rings;
   size_t tensor_count = 0;
+  World world;
+  std::atomic<uint64_t> exchanges{0};
 
   absl::Status Start(Connection connection);
   absl::Status MapMemory(const JobInfo& info);
@@ -127,6 +130,7 @@ Session::~Session() {
 }
 
 absl::StatusOr<JobInfo> Session::OpenJob(const JobOptions& options) {
+  impl_->world = options.world;
   OFFLOAD_ASSIGN_OR_RETURN(JobInfo info, impl_->control->OpenJob(options));
   OFFLOAD_RETURN_IF_ERROR(impl_->MapMemory(info));
   return info;
@@ -169,6 +173,13 @@ absl::StatusOr<uint64_t> Session::WaitDurable() {
   return impl_->Timed([&] { return impl_->control->WaitDurable(); });
 }
 
+absl::StatusOr<std::vector<std::string>> Session::Exchange(const std::string& data) {
+  return impl_->Timed(
+      [&] { return impl_->control->Exchange(data, impl_->exchanges.fetch_add(1)); });
+}
+
+const World& Session::world() const { return impl_->world; }
+
 absl::Status Session::CloseJob() { return impl_->control->CloseJob(); }
 
 absl::StatusOr<const std::byte*> Session::Acquire(uint32_t tensor) {
@@ -192,6 +203,8 @@ Ticket Session::Put(uint32_t tensor, uint64_t element_offset, uint64_t element_c
   entry.tensor = tensor;
   return impl_->rings->Submit(entry);
 }
+
+Ticket Session::FollowPut(uint32_t tensor) { return Put(tensor, 0, 0, 0); }
 
 Ticket Session::Get(uint32_t tensor, proto::RingPlane plane, uint64_t element_offset,
                     uint64_t element_count, uint64_t region_offset) {

@@ -24,6 +24,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "client/rank_environment.h"
 #include "proto/shm_abi.h"
 #include "proto/slab_layout.h"
 
@@ -35,6 +36,8 @@ struct ConnectOptions {
   // beside the running program or in ../offloadd, else on PATH.
   bool allow_private = true;
   bool only_private = false;
+  // Of several ranks, which share a private daemon: the first one starts it, the others find it.
+  World world;
 };
 
 struct JobOptions {
@@ -47,11 +50,19 @@ struct JobOptions {
   // what there is at WaitDurable and at the end; after a crash the job resumes at the last of them.
   std::string durability = "step";
   uint32_t generations = 0;  // spare ones that a new store is formatted with, for snapshots
+  // Where this rank stands; what follows is for several ranks only. Nearly all calls wait until all
+  // ranks have made them.
+  World world;
+  bool gradient_sum = false;       // parts are added as they are, not averaged
+  bool gradients_reduced = false;  // by the trainer: every rank has the whole gradient
+  // Says whom OpenJob() waits for; none: standard error.
+  std::function<void(const std::string& text)> on_wait;
 };
 struct JobInfo {
   bool exists = false;
   uint64_t step = 0;
   std::string trainer_state;
+  bool trainer_state_is_own = true;  // else the first rank's, of a run with fewer ranks
   uint64_t slab_bytes = 0, region_bytes = 0;
   std::string io_engine;
 };
@@ -74,6 +85,10 @@ struct TensorUpdate {
   uint32_t group = 0;
   uint64_t update_count = 1;    // of this tensor, 1 at its first update
   float gradient_scale = 1.0f;  // multiplies the gradient first
+  // With several ranks, for a gradient that every rank has whole: where it is in the region, if the
+  // trainer has written it instead of the sum, and the crc32c of its bytes.
+  uint64_t own_gradient_offset = 0;
+  uint32_t own_gradient_crc = 0;
 };
 struct StepCommand {
   uint64_t step = 0;
@@ -81,6 +96,7 @@ struct StepCommand {
   std::vector<TensorUpdate> updates;  // tensors that have a gradient, in any order
   bool has_trainer_state = false;
   std::string trainer_state;
+  uint32_t passes = 0;  // with several ranks: backward passes that this one has made
 };
 
 using Ticket = uint64_t;  // never 0
@@ -107,7 +123,11 @@ class Session {
   absl::Status SetSchedule(std::span<const uint32_t> tensors);
   absl::Status Step(const StepCommand& command);
   absl::StatusOr<uint64_t> WaitDurable();
+  // Gives every rank what every rank said, at most 1 MiB each, in the order of ranks. Returns when
+  // all have called.
+  absl::StatusOr<std::vector<std::string>> Exchange(const std::string& data);
   absl::Status CloseJob();
+  const World& world() const;  // as OpenJob() was told
 
   // Pins a tensor and blocks until it is resident and up to date; the pointer is into the slab
   // (read-only) and good until as many Release() as Acquire(). Resident tensors cost no message.
@@ -124,6 +144,9 @@ class Session {
   // ticket is waited for.
   Ticket Put(uint32_t tensor, uint64_t element_offset, uint64_t element_count,
              uint64_t region_offset);
+  // With several ranks: the first one ends the puts that overwrite a tensor with it; the others say
+  // with it that they overwrite it, too, and read it no more. Theirs is done when the first's is.
+  Ticket FollowPut(uint32_t tensor);
   Ticket Get(uint32_t tensor, proto::RingPlane plane, uint64_t element_offset,
              uint64_t element_count, uint64_t region_offset);
   Ticket ScratchWrite(uint64_t scratch_offset, uint64_t length_bytes, uint64_t region_offset);

@@ -91,6 +91,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (!layout.ok()) return 0;
   OFFLOAD_CHECK(layout->window_offset + layout->window_bytes <= layout->total_bytes);
   JobContext context;
+  context.ranks.resize(1);
   context.catalogue = *std::move(catalogue);
   context.optimizer = sealed->optimizer;
   context.plan = std::move(sealed->plan);

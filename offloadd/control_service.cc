@@ -68,21 +68,33 @@ class Stream {
   uint64_t bytes_ = 0;
 };
 
-// What a job is claimed by: the same for the same store. A pool that is not there is refused later.
-absl::StatusOr<std::string> ClaimOf(const std::string& pool, const std::string& job) {
+// The same for the same store. A pool that is not there is refused later.
+absl::StatusOr<std::string> StoreOf(const std::string& pool, const std::string& job) {
   OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(pool));
   std::error_code error;
   return absl::StrCat(std::filesystem::canonical(pools.front(), error).string(), "/", job);
 }
 
-// Runs `work` on the session's loop with its job.
+// Why a job that has ranks is not one's own.
+std::string DescribeLaunches(const Job& job, const JobIdentity& ours) {
+  const std::string& other = job.identity().run_id;
+  if (job.identity().user != ours.user) return " of another user";
+  if (other.empty() || ours.run_id.empty()) return "";
+  return absl::StrCat(" of launch ", other, ", not of ", ours.run_id);
+}
+
+// Runs `work` on the loop of the session's job, with the session's rank of it.
 template <typename Answer, typename Work>
 Answer OnJob(Session& session, Work work) {
-  return session.loop().Call<Answer>(
-      [&session, work = std::move(work)](std::function<void(Answer)> answer) mutable {
-        if (session.job() == nullptr) return answer(NoJob());
-        work(*session.job(), std::move(answer));
-      });
+  const absl::Status ended = MakeError(ErrorId::kSessionEnded, "the session is closed");
+  const std::shared_ptr<Job> job = session.job();
+  if (job == nullptr) return session.IsLeaving() ? ended : NoJob();
+  return job->loop().Call<Answer>([&](std::function<void(Answer)> answer) {
+    if (session.IsLeaving()) return answer(ended);
+    Rank* const rank = job->FindRank(session.id());
+    if (rank == nullptr) return answer(NoJob());
+    work(*job, *rank, std::move(answer));
+  });
 }
 
 }  // namespace
@@ -115,32 +127,50 @@ grpc::Status ControlService::OpenJob(grpc::ServerContext* context, const v1::Ope
   if (!session.ok()) return ToGrpc(session.status());
   v1::OpenJobRequest request = *asked;
   request.set_job((*session)->StoredName(asked->job()));
-  if (const absl::Status claimed = ClaimJob(*session, request); !claimed.ok())
-    return ToGrpc(claimed);
+  // A rank that waits for others asks again and again.
+  std::shared_ptr<Job> job = (*session)->job();
+  if (job == nullptr) {
+    absl::StatusOr<std::shared_ptr<Job>> taken = TakeJob(**session, request);
+    if (!taken.ok()) return ToGrpc(taken.status());
+    job = *std::move(taken);
+    if (absl::Status joined = (*session)->JoinJob(job); !joined.ok()) return ToGrpc(joined);
+  }
   using Answer = absl::StatusOr<v1::OpenJobReply>;
-  const Answer answer = (*session)->loop().Call<Answer>(
-      [&](std::function<void(Answer)> done) { done((*session)->OpenJob(request)); });
+  const Answer answer = job->loop().Call<Answer>([&](std::function<void(Answer)> done) {
+    if ((*session)->IsLeaving()) return done(MakeError(ErrorId::kSessionEnded, "the session ends"));
+    job->OpenJob((*session)->MemberOfJob(), request, std::move(done));
+  });
   if (answer.ok()) {
     *reply = *answer;
-  } else {
-    sessions_->DropClaim(*session);
+  } else if (!job->HasMember((*session)->id())) {
+    (*session)->DropJob();
   }
   return ToGrpc(answer.status());
 }
 
-// A job that another session has open is refused at once instead of waiting for its lock. A rank
-// that has just closed its connection gets a moment to be noticed.
-absl::Status ControlService::ClaimJob(const std::shared_ptr<Session>& session,
-                                      const v1::OpenJobRequest& request) {
+// A job that somebody else has open is refused at once instead of waiting for its lock. A rank that
+// has just closed its connection gets a moment to be noticed.
+absl::StatusOr<std::shared_ptr<Job>> ControlService::TakeJob(const Session& session,
+                                                             const v1::OpenJobRequest& request) {
+  if (session.job() != nullptr) return MakeError(ErrorId::kProtocol, "OpenJob for the second time");
   OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(pools_, request.pool()));
-  OFFLOAD_ASSIGN_OR_RETURN(const std::string job, ClaimOf(pool, request.job()));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::string store, StoreOf(pool, request.job()));
+  const JobIdentity identity{
+      .user = session.peer().uid,
+      .name = request.job(),
+      .pool = pool,
+      .store = store,
+      .run_id = request.world().world_size() > 1 ? request.world().run_id() : std::string(),
+      .pid = session.client_pid()};
   const double deadline = Clock::Real().NowSeconds() + kLimits.holder_patience_seconds;
   for (;;) {
-    OFFLOAD_ASSIGN_OR_RETURN(const std::optional<pid_t> holder, sessions_->Claim(session, job));
-    if (!holder.has_value()) return absl::OkStatus();
+    OFFLOAD_ASSIGN_OR_RETURN(JobTable::Claim claim, jobs_->Take(identity));
+    if (claim.is_ours) return std::move(claim.job);
     if (Clock::Real().NowSeconds() >= deadline) {
-      return MakeError(ErrorId::kStoreLocked, absl::StrCat("job \"", request.job(), "\" of ", pool,
-                                                           " is in use by process ", *holder));
+      return MakeError(
+          ErrorId::kStoreLocked,
+          absl::StrCat("job \"", request.job(), "\" of ", pool, " is in use by process ",
+                       claim.job->identity().pid, DescribeLaunches(*claim.job, identity)));
     }
     std::this_thread::sleep_for(kClaimPause);
   }
@@ -154,9 +184,9 @@ grpc::Status ControlService::DeclareTensors(grpc::ServerContext* context,
   auto messages = Stream<v1::DeclareTensorsRequest>::Read(reader, *session);
   if (!messages.ok()) return ToGrpc(messages.status());
   uint64_t tensor_count = 0;
-  const auto status =
-      OnJob<absl::Status>(**session, [&](Job& job, std::function<void(absl::Status)> done) {
-        done(job.DeclareTensors(messages->messages(), &tensor_count));
+  const auto status = OnJob<absl::Status>(
+      **session, [&](Job& job, Rank& rank, std::function<void(absl::Status)> done) {
+        done(job.DeclareTensors(rank, messages->messages(), &tensor_count));
       });
   reply->set_tensor_count(tensor_count);
   return ToGrpc(status);
@@ -167,8 +197,8 @@ grpc::Status ControlService::ReserveScratch(grpc::ServerContext* context,
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
   return ToGrpc(
-      OnJob<absl::Status>(**session, [&](Job& job, std::function<void(absl::Status)> done) {
-        done(job.ReserveScratch(request->bytes()));
+      OnJob<absl::Status>(**session, [&](Job& job, Rank&, std::function<void(absl::Status)> done) {
+        job.ReserveScratch(request->bytes(), std::move(done));
       }));
 }
 
@@ -179,7 +209,7 @@ grpc::Status ControlService::Seal(
   if (!session.ok()) return ToGrpc(session.status());
   auto messages = Stream<v1::SealRequest>::Read(stream, *session);
   if (!messages.ok()) return ToGrpc(messages.status());
-  // The loop formats and this thread waits for it, so the stream is the loop's to write meanwhile.
+  // This thread waits for the one that formats, so the stream is that one's to write meanwhile.
   double reported_seconds = 0;
   const Job::Progress progress = [&](uint64_t bytes_formatted, uint64_t bytes_total) {
     const double now = Clock::Real().NowSeconds();
@@ -190,9 +220,9 @@ grpc::Status ControlService::Seal(
     message.set_bytes_total(bytes_total);
     stream->Write(message);
   };
-  const auto status =
-      OnJob<absl::Status>(**session, [&](Job& job, std::function<void(absl::Status)> done) {
-        done(job.Seal(messages->messages(), progress));
+  const auto status = OnJob<absl::Status>(
+      **session, [&](Job& job, Rank& rank, std::function<void(absl::Status)> done) {
+        job.Seal(rank, std::move(messages->messages()), progress, std::move(done));
       });
   if (!status.ok()) return ToGrpc(status);
   v1::SealProgress last;
@@ -205,18 +235,19 @@ grpc::Status ControlService::Publish(grpc::ServerContext* context,
                                      const v1::PublishRequest* request, v1::Empty*) {
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
-  return ToGrpc(
-      OnJob<absl::Status>(**session, [&](Job& job, std::function<void(absl::Status)> done) {
-        job.Publish(request->trainer_state(), std::move(done));
+  return ToGrpc(OnJob<absl::Status>(
+      **session, [&](Job& job, Rank& rank, std::function<void(absl::Status)> done) {
+        job.Publish(rank, request->trainer_state(), std::move(done));
       }));
 }
 
 grpc::Status ControlService::EndLoad(grpc::ServerContext* context, const v1::Empty*, v1::Empty*) {
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
-  return ToGrpc(OnJob<absl::Status>(
-      **session,
-      [](Job& job, std::function<void(absl::Status)> done) { job.EndLoad(std::move(done)); }));
+  return ToGrpc(
+      OnJob<absl::Status>(**session, [](Job& job, Rank&, std::function<void(absl::Status)> done) {
+        job.EndLoad(std::move(done));
+      }));
 }
 
 grpc::Status ControlService::SetSchedule(grpc::ServerContext* context,
@@ -232,8 +263,9 @@ grpc::Status ControlService::SetSchedule(grpc::ServerContext* context,
     tensors.insert(tensors.end(), message.tensors().begin(), message.tensors().end());
   }
   return ToGrpc(OnJob<absl::Status>(
-      **session,
-      [&](Job& job, std::function<void(absl::Status)> done) { done(job.SetSchedule(tensors)); }));
+      **session, [&](Job& job, Rank& rank, const std::function<void(absl::Status)>& done) {
+        done(job.SetSchedule(rank, tensors));
+      }));
 }
 
 grpc::Status ControlService::Step(grpc::ServerContext* context,
@@ -244,9 +276,10 @@ grpc::Status ControlService::Step(grpc::ServerContext* context,
   auto messages = Stream<v1::StepRequest>::Read(reader, *session);
   if (!messages.ok()) return ToGrpc(messages.status());
   using Answer = absl::StatusOr<uint64_t>;
-  const Answer durable = OnJob<Answer>(**session, [&](Job& job, std::function<void(Answer)> done) {
-    job.Step(std::move(messages->messages()), std::move(done));
-  });
+  const Answer durable =
+      OnJob<Answer>(**session, [&](Job& job, Rank& rank, std::function<void(Answer)> done) {
+        job.Step(rank, std::move(messages->messages()), std::move(done));
+      });
   if (durable.ok()) reply->set_durable_step(*durable);
   return ToGrpc(durable.status());
 }
@@ -256,9 +289,9 @@ grpc::Status ControlService::WaitDurable(grpc::ServerContext* context, const v1:
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
   using Answer = absl::StatusOr<uint64_t>;
-  const Answer durable = OnJob<Answer>(**session, [](Job& job, std::function<void(Answer)> done) {
-    job.WaitDurable(std::move(done));
-  });
+  const Answer durable = OnJob<Answer>(
+      **session,
+      [](Job& job, Rank&, std::function<void(Answer)> done) { job.WaitDurable(std::move(done)); });
   if (durable.ok()) reply->set_durable_step(*durable);
   return ToGrpc(durable.status());
 }
@@ -269,18 +302,37 @@ grpc::Status ControlService::ExplainFailure(grpc::ServerContext* context,
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
   using Answer = absl::StatusOr<std::string>;
-  const Answer text = OnJob<Answer>(**session, [&](Job& job, std::function<void(Answer)> done) {
-    done(job.ExplainFailure(request->tag()));
-  });
+  const Answer text =
+      OnJob<Answer>(**session, [&](Job& job, Rank& rank, const std::function<void(Answer)>& done) {
+        done(job.ExplainFailure(rank, request->tag()));
+      });
   if (text.ok()) reply->set_text(*text);
   return ToGrpc(text.status());
+}
+
+grpc::Status ControlService::Exchange(grpc::ServerContext* context,
+                                      const v1::ExchangeRequest* request,
+                                      v1::ExchangeReply* reply) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  using Answer = absl::StatusOr<std::vector<std::string>>;
+  Answer said =
+      OnJob<Answer>(**session, [&](Job& job, Rank& rank, std::function<void(Answer)> done) {
+        job.Exchange(rank, *request, std::move(done));
+      });
+  if (!said.ok()) return ToGrpc(said.status());
+  for (std::string& data : *said) reply->add_data(std::move(data));
+  return grpc::Status::OK;
 }
 
 grpc::Status ControlService::CloseJob(grpc::ServerContext* context, const v1::Empty*, v1::Empty*) {
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
-  return ToGrpc((*session)->loop().Call<absl::Status>(
-      [&](std::function<void(absl::Status)> done) { (*session)->CloseJob(std::move(done)); }));
+  if ((*session)->job() == nullptr) return grpc::Status::OK;  // nothing to close
+  return ToGrpc(OnJob<absl::Status>(
+      **session, [](Job& job, Rank& rank, std::function<void(absl::Status)> done) {
+        job.Close(rank, std::move(done));
+      }));
 }
 
 grpc::Status ControlService::Status(grpc::ServerContext*, const v1::StatusRequest*,
@@ -289,25 +341,34 @@ grpc::Status ControlService::Status(grpc::ServerContext*, const v1::StatusReques
   reply->set_version(kVersion);
   reply->set_pid(static_cast<uint32_t>(getpid()));
   reply->set_uptime_seconds(Clock::Real().NowSeconds() - started_seconds_);
-  for (const std::shared_ptr<Session>& session : sessions_->All()) {
+  // All are asked before any is waited for, and they share one time limit.
+  struct Question {
+    std::shared_ptr<Job> job;
+    std::future<std::optional<v1::JobStatus>> answer;
+  };
+  std::vector<Question> questions;
+  for (const std::shared_ptr<Job>& job : jobs_->All()) {
     auto promise = std::make_shared<std::promise<std::optional<v1::JobStatus>>>();
-    std::future<std::optional<v1::JobStatus>> future = promise->get_future();
-    const bool posted = session->loop().Post([session, promise] {
+    questions.push_back({job, promise->get_future()});
+    // The job outlives its loop.
+    job->loop().Post([raw = job.get(), promise] {
       std::optional<v1::JobStatus> status;
-      if (session->job() != nullptr) session->job()->FillStatus(&status.emplace());
+      if (raw->phase() != JobPhase::kDrained) raw->FillStatus(&status.emplace());
       promise->set_value(std::move(status));
     });
-    // A loop that is formatting a store answers later; the others must not wait for it.
-    if (!posted) continue;
-    if (future.wait_for(kStatusPatience) == std::future_status::timeout) {
-      reply->add_jobs()->set_phase("busy");
-    } else if (std::optional<v1::JobStatus> status = future.get()) {
+  }
+  const auto deadline = std::chrono::steady_clock::now() + kStatusPatience;
+  for (Question& question : questions) {
+    if (question.answer.wait_until(deadline) == std::future_status::timeout) {
+      const JobIdentity& identity = question.job->identity();
+      v1::JobStatus* const busy = reply->add_jobs();
+      busy->set_job(identity.name);
+      busy->set_pool(identity.pool);
+      busy->set_client_pid(static_cast<uint32_t>(identity.pid));
+      busy->set_phase("busy");
+    } else if (std::optional<v1::JobStatus> status = question.answer.get()) {
       *reply->add_jobs() = *std::move(status);
-    } else {
-      continue;
     }
-    reply->mutable_jobs(reply->jobs_size() - 1)
-        ->set_client_pid(static_cast<uint32_t>(session->client_pid()));
   }
   return grpc::Status::OK;
 }
@@ -338,22 +399,22 @@ grpc::Status ControlService::RemoveJob(grpc::ServerContext*, const v1::RemoveJob
   return ToGrpc(swap::RemoveStore(*pool, request->job()));
 }
 
-absl::StatusOr<std::shared_ptr<Session>> ControlService::SessionOfJob(
-    const std::string& requested_pool, const std::string& job) const {
+absl::StatusOr<std::shared_ptr<Job>> ControlService::OpenedJob(const std::string& requested_pool,
+                                                               const std::string& name) const {
   OFFLOAD_RETURN_IF_ERROR(CheckServesTools());
   OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(pools_, requested_pool));
-  OFFLOAD_ASSIGN_OR_RETURN(const std::string claim, ClaimOf(pool, job));
-  std::shared_ptr<Session> session = sessions_->FindByClaim(claim);
-  if (session != nullptr) return session;
+  OFFLOAD_ASSIGN_OR_RETURN(const std::string store, StoreOf(pool, name));
+  std::shared_ptr<Job> job = jobs_->Find(store);
+  if (job != nullptr) return job;
   return MakeError(ErrorId::kSnapshot,
-                   absl::StrCat("job ", job, " of ", pool, " is not open in this daemon"));
+                   absl::StrCat("job ", name, " of ", pool, " is not open in this daemon"));
 }
 
 grpc::Status ControlService::CreateSnapshot(
     grpc::ServerContext*, const v1::CreateSnapshotRequest* request,
     grpc::ServerWriter<v1::CreateSnapshotProgress>* writer) {
-  const auto session = SessionOfJob(request->pool(), request->job());
-  if (!session.ok()) return ToGrpc(session.status());
+  const auto job = OpenedJob(request->pool(), request->job());
+  if (!job.ok()) return ToGrpc(job.status());
   // The loop must not wait for a reader: it leaves the numbers here, and this thread sends them.
   struct Shared {
     std::atomic<uint64_t> bytes_formatted{0}, bytes_total{0};
@@ -361,9 +422,8 @@ grpc::Status ControlService::CreateSnapshot(
   };
   auto shared = std::make_shared<Shared>();
   std::future<absl::StatusOr<uint64_t>> answer = shared->answer.get_future();
-  const bool posted = (*session)->loop().Post([session = *session, shared, request = *request] {
-    if (session->job() == nullptr) return shared->answer.set_value(NoJob());
-    session->job()->CreateSnapshot(
+  (*job)->loop().Post([raw = job->get(), shared, request = *request] {
+    raw->CreateSnapshot(
         request.name(), request.may_grow(),
         [shared](uint64_t bytes_formatted, uint64_t bytes_total) {
           shared->bytes_total = bytes_total;
@@ -371,7 +431,6 @@ grpc::Status ControlService::CreateSnapshot(
         },
         [shared](absl::StatusOr<uint64_t> step) { shared->answer.set_value(std::move(step)); });
   });
-  if (!posted) return ToGrpc(MakeError(ErrorId::kSessionEnded, "the session is closed"));
   v1::CreateSnapshotProgress message;
   while (answer.wait_for(kProgressPause) == std::future_status::timeout) {
     if (shared->bytes_total == 0) continue;
@@ -389,12 +448,15 @@ grpc::Status ControlService::CreateSnapshot(
 
 grpc::Status ControlService::DeleteSnapshot(grpc::ServerContext*,
                                             const v1::DeleteSnapshotRequest* request, v1::Empty*) {
-  const auto session = SessionOfJob(request->pool(), request->job());
-  if (!session.ok()) return ToGrpc(session.status());
+  const auto job = OpenedJob(request->pool(), request->job());
+  if (!job.ok()) return ToGrpc(job.status());
   using Answer = absl::StatusOr<uint64_t>;
-  return ToGrpc(OnJob<Answer>(**session, [&](Job& job, std::function<void(Answer)> done) {
-                  job.DeleteSnapshot(request->name(), std::move(done));
-                }).status());
+  return ToGrpc((*job)
+                    ->loop()
+                    .Call<Answer>([&](std::function<void(Answer)> done) {
+                      (*job)->DeleteSnapshot(request->name(), std::move(done));
+                    })
+                    .status());
 }
 
 }  // namespace offload::daemon

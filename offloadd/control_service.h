@@ -1,9 +1,9 @@
 // offloadd/control_service.h
 //
-// The gRPC service of proto/offload.proto: reads messages, finds the session of the token, lets its
-// loop work and waits for it.
+// The gRPC service of proto/offload.proto: reads messages, finds the session of the token and its
+// job, lets the job's loop work and waits for it.
 //
-// Thread safety: gRPC calls it from many threads; it owns nothing but the table's pointer.
+// Thread safety: gRPC calls it from many threads; it owns nothing but the tables' pointers.
 #pragma once
 
 #include <functional>
@@ -13,6 +13,7 @@
 
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "offloadd/job_table.h"
 #include "offloadd/pool_policy.h"
 #include "offloadd/session_table.h"
 #include "proto/offload.grpc.pb.h"
@@ -21,10 +22,11 @@ namespace offload::daemon {
 
 class ControlService final : public proto::v1::Control::Service {
  public:
-  // `sessions` outlives the service.
+  // `sessions` and `jobs` outlive the service.
   // `serves_tools`: answers calls that need no session, too.
-  ControlService(SessionTable* sessions, PoolPolicy pools, bool serves_tools)
+  ControlService(SessionTable* sessions, JobTable* jobs, PoolPolicy pools, bool serves_tools)
       : sessions_(sessions),
+        jobs_(jobs),
         pools_(std::move(pools)),
         serves_tools_(serves_tools),
         started_seconds_(Clock::Real().NowSeconds()) {}
@@ -55,6 +57,8 @@ class ControlService final : public proto::v1::Control::Service {
   grpc::Status ExplainFailure(grpc::ServerContext* context,
                               const proto::v1::ExplainFailureRequest* request,
                               proto::v1::ExplainFailureReply* reply) override;
+  grpc::Status Exchange(grpc::ServerContext* context, const proto::v1::ExchangeRequest* request,
+                        proto::v1::ExchangeReply* reply) override;
   grpc::Status CloseJob(grpc::ServerContext* context, const proto::v1::Empty* request,
                         proto::v1::Empty* reply) override;
   grpc::Status Status(grpc::ServerContext* context, const proto::v1::StatusRequest* request,
@@ -74,13 +78,15 @@ class ControlService final : public proto::v1::Control::Service {
   // The session of the call's token. One call of it ends with the last copy of the pointer.
   absl::StatusOr<std::shared_ptr<Session>> SessionOf(const grpc::ServerContext& context) const;
   absl::Status CheckServesTools() const;
-  // Of the job that is open here; OFD-1216 when it is not.
-  absl::StatusOr<std::shared_ptr<Session>> SessionOfJob(const std::string& requested_pool,
-                                                        const std::string& job) const;
-  absl::Status ClaimJob(const std::shared_ptr<Session>& session,
-                        const proto::v1::OpenJobRequest& request);
+  // That is open here; OFD-1216 when it is not.
+  absl::StatusOr<std::shared_ptr<Job>> OpenedJob(const std::string& requested_pool,
+                                                 const std::string& job) const;
+  // The job that the session asks for: new, or opened by others of its launch.
+  absl::StatusOr<std::shared_ptr<Job>> TakeJob(const Session& session,
+                                               const proto::v1::OpenJobRequest& request);
 
   SessionTable* sessions_;
+  JobTable* jobs_;
   PoolPolicy pools_;
   bool serves_tools_;
   double started_seconds_;

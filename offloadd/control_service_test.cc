@@ -26,12 +26,24 @@ class ControlServiceTest : public testing::Test {
   ControlServiceTest() { std::filesystem::create_directories(pool_); }
   ~ControlServiceTest() override { std::filesystem::remove_all(pool_); }
 
-  // The session has the claim of "job" in pool_.
-  void Claim(const SessionFixture& session) {
-    sessions_.Add(session.get());
-    const std::string claim = std::filesystem::canonical(pool_).string() + "/job";
-    ASSERT_EQ(sessions_.Claim(session.get(), claim).value(), std::nullopt);
+  // A job that nobody has opened yet.
+  std::shared_ptr<Job> Take(const std::string& name) {
+    const std::string store = std::filesystem::canonical(pool_).string() + "/" + name;
+    auto claim = jobs_.Take({.name = name, .store = store, .pid = getpid()});
+    EXPECT_TRUE(claim.ok() && claim->is_ours) << claim.status();
+    return claim->job;
   }
+  // Between the two the job's loop does nothing but wait.
+  void Halt(Job& job) {
+    std::promise<void> halted;
+    std::shared_future<void> go = go_.get_future().share();
+    ASSERT_TRUE(job.loop().Post([&halted, go] {
+      halted.set_value();
+      go.wait();
+    }));
+    halted.get_future().wait();
+  }
+  void Go() { go_.set_value(); }
   v1::StatusReply Status() {
     v1::StatusReply reply;
     const v1::StatusRequest request;
@@ -70,12 +82,14 @@ class ControlServiceTest : public testing::Test {
   }
 
   const std::string pool_ = testing::TempDir() + "/control_service_" + std::to_string(getpid());
+  std::promise<void> go_;
+  JobTable jobs_;
   SessionTable sessions_;
-  ControlService service_{&sessions_, {.allowed = {pool_}}, /*serves_tools=*/true};
+  ControlService service_{&sessions_, &jobs_, {.allowed = {pool_}}, /*serves_tools=*/true};
 };
 
 TEST_F(ControlServiceTest, TheSocketOfOtherUsersAnswersNoTool) {
-  ControlService for_others(&sessions_, {.allowed = {pool_}}, /*serves_tools=*/false);
+  ControlService for_others(&sessions_, &jobs_, {.allowed = {pool_}}, /*serves_tools=*/false);
   const v1::StatusRequest request;
   v1::StatusReply status;
   v1::ListJobsReply jobs;
@@ -94,7 +108,7 @@ TEST_F(ControlServiceTest, PoolsThatAreNotTheDaemonsOrNoneAreRefusedByEveryCall)
         CreateSnapshot(service_, "/tmp"), DeleteSnapshot(service_, "/tmp")}) {
     EXPECT_EQ(ErrorIdOf(answer), ErrorId::kRefused) << answer;
   }
-  ControlService anywhere(&sessions_, {}, /*serves_tools=*/true);
+  ControlService anywhere(&sessions_, &jobs_, {}, /*serves_tools=*/true);
   const std::string twice = pool_ + "," + pool_;
   EXPECT_EQ(ErrorIdOf(CreateSnapshot(service_, twice)), ErrorId::kBadValue);
   EXPECT_EQ(ErrorIdOf(CreateSnapshot(anywhere, twice)), ErrorId::kBadValue);
@@ -116,20 +130,21 @@ TEST_F(ControlServiceTest, AJobThatIsNotThereCannotBeRemoved) {
   EXPECT_EQ(ErrorIdOf(RemoveJob(service_, pool_, "../job")), ErrorId::kBadValue);
 }
 
-TEST_F(ControlServiceTest, StatusShowsSessionsWithoutJobNotAtAllAndHaltedOnesAsBusy) {
-  SessionFixture idle({.id = 1}), halted({.id = 2}), ended({.id = 3});
-  for (SessionFixture* session : {&idle, &halted, &ended}) {
-    sessions_.Add(session->get());
-    session->Start();
-  }
-  ended->loop().Stop();
-  ended.WaitForEnd();
-  halted.Halt();
+TEST_F(ControlServiceTest, StatusAsksAllJobsAndWaitsForThoseThatAreBusyTogether) {
+  const std::shared_ptr<Job> busy = Take("busy"), opening = Take("opening"), drained = Take("over");
+  Halt(*busy);
+  std::promise<void> over;
+  drained->loop().Post([&] { drained->Shutdown([&over] { over.set_value(); }); });
+  over.get_future().wait();
   const v1::StatusReply reply = Status();
+  Go();
   EXPECT_EQ(reply.pid(), static_cast<uint32_t>(getpid()));
-  ASSERT_EQ(reply.jobs_size(), 1);
+  ASSERT_EQ(reply.jobs_size(), 2) << "not the one that has drained";
+  EXPECT_EQ(reply.jobs(0).job(), "busy");
   EXPECT_EQ(reply.jobs(0).phase(), "busy");
   EXPECT_EQ(reply.jobs(0).client_pid(), static_cast<uint32_t>(getpid()));
+  EXPECT_EQ(reply.jobs(1).job(), "opening");
+  EXPECT_EQ(reply.jobs(1).phase(), "opening");
 }
 
 TEST_F(ControlServiceTest, SnapshotsAreOfJobsThatAreOpenHere) {
@@ -138,27 +153,15 @@ TEST_F(ControlServiceTest, SnapshotsAreOfJobsThatAreOpenHere) {
 }
 
 TEST_F(ControlServiceTest, ASnapshotOfAJobThatIsJustBeingOpenedIsRefused) {
-  SessionFixture session;
-  Claim(session);
-  session.Start();
-  EXPECT_EQ(ErrorIdOf(DeleteSnapshot(service_, pool_)), ErrorId::kProtocol);
-  session.Halt();
+  const std::shared_ptr<Job> job = Take("job");
+  EXPECT_EQ(ErrorIdOf(DeleteSnapshot(service_, pool_)), ErrorId::kSnapshot);
+  Halt(*job);
   std::future<absl::Status> created =
       std::async(std::launch::async, [&] { return CreateSnapshot(service_, pool_); });
   // Longer than it waits for progress, which is none yet.
   EXPECT_EQ(created.wait_for(std::chrono::milliseconds(300)), std::future_status::timeout);
-  session.Go();
-  EXPECT_EQ(ErrorIdOf(created.get()), ErrorId::kProtocol);
-}
-
-TEST_F(ControlServiceTest, ASnapshotOfASessionThatHasJustEndedIsRefused) {
-  SessionFixture session;
-  Claim(session);
-  session.Start();
-  session->loop().Stop();
-  session.WaitForEnd();
-  EXPECT_EQ(ErrorIdOf(CreateSnapshot(service_, pool_)), ErrorId::kSessionEnded);
-  EXPECT_EQ(ErrorIdOf(DeleteSnapshot(service_, pool_)), ErrorId::kSessionEnded);
+  Go();
+  EXPECT_EQ(ErrorIdOf(created.get()), ErrorId::kSnapshot);
 }
 
 }  // namespace

@@ -127,11 +127,12 @@ absl::StatusOr<std::unique_ptr<grpc::Server>> Daemon::ServeControl(const std::st
 }
 
 absl::Status Daemon::ServeControls() {
-  service_ = std::make_unique<ControlService>(&sessions_, options_.pools, /*serves_tools=*/true);
+  service_ = std::make_unique<ControlService>(&sessions_, &jobs_, options_.pools,
+                                              /*serves_tools=*/true);
   OFFLOAD_ASSIGN_OR_RETURN(server_, ServeControl(control_path_, 0600, service_.get()));
   if (!options_.peers.admits_others()) return absl::OkStatus();
-  ranks_service_ =
-      std::make_unique<ControlService>(&sessions_, options_.pools, /*serves_tools=*/false);
+  ranks_service_ = std::make_unique<ControlService>(&sessions_, &jobs_, options_.pools,
+                                                    /*serves_tools=*/false);
   OFFLOAD_ASSIGN_OR_RETURN(ranks_server_, ServeControl(ranks_path_, 0666, ranks_service_.get()));
   return absl::OkStatus();
 }
@@ -174,7 +175,7 @@ absl::Status Daemon::Welcome(UniqueFd socket) {
   OFFLOAD_ASSIGN_OR_RETURN(proto::Peer peer, proto::PeerOf(socket.get()));
   OFFLOAD_RETURN_IF_ERROR(proto::CheckPeer(peer, options_.peers));
   // It ends with the process that started it, which nobody else should depend on.
-  if (options_.parent_pid != 0 && peer.pid != options_.parent_pid) {
+  if (options_.parent_pid != 0 && options_.rank_count == 1 && peer.pid != options_.parent_pid) {
     return MakeError(ErrorId::kRefused,
                      absl::StrCat("this is the private daemon of process ", options_.parent_pid));
   }
@@ -199,7 +200,7 @@ absl::Status Daemon::Welcome(UniqueFd socket) {
       Session::Create(std::move(socket), std::move(peer), std::move(options),
                       [this](uint64_t id) { loop_->Post([this, id] { SessionEnded(id); }); }));
   sessions_.Add(session);  // before it says the token to anybody
-  had_session_ = true;
+  ++sessions_had_;
   session->Start();
   return absl::OkStatus();
 }
@@ -239,7 +240,7 @@ int Daemon::CheckDrain() {
 
 void Daemon::StopIfDone() {
   if (sessions_.size() > 0) return;
-  const bool alone = options_.is_private && (had_session_ || parent_gone_);
+  const bool alone = options_.is_private && (sessions_had_ >= options_.rank_count || parent_gone_);
   if (!shutting_down_ && !alone) return;
   shutting_down_ = true;  // who connects in this last moment is refused
   loop_->Stop();

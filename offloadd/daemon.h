@@ -5,7 +5,8 @@
 //
 // Invariants
 //   * A private daemon ends when its last rank is gone and drained, or when the process that
-//   started it ends without connecting.
+//   started it ends without connecting. One that is shared by the ranks of a launch waits until as
+//   many have come, or the one that started it is gone.
 //   * After SIGTERM nobody is let in; jobs are drained and committed, then Run() returns. A second
 //   signal, or a job that is not drained in time, ends the process at once, which leaves the state
 //   of a crash: the last committed epoch.
@@ -22,6 +23,7 @@
 #include "absl/status/statusor.h"
 #include "base/unique_fd.h"
 #include "offloadd/event_loop.h"
+#include "offloadd/job_table.h"
 #include "offloadd/limits.h"
 #include "offloadd/pool_policy.h"
 #include "offloadd/session_table.h"
@@ -41,7 +43,8 @@ struct DaemonOptions {
   // ranks.sock, which answers their sessions only, and must live in one of the pools.
   proto::PeerPolicy peers;
   bool is_private = false;
-  pid_t parent_pid = 0;  // of a private daemon; 0: not watched
+  pid_t parent_pid = 0;     // of a private daemon; 0: not watched
+  uint32_t rank_count = 1;  // that share a private daemon
   PoolPolicy pools;
   double handshake_timeout_seconds = kLimits.handshake_timeout_seconds;
   double drain_timeout_seconds = kLimits.drain_timeout_seconds;
@@ -77,11 +80,12 @@ class Daemon {
   std::string control_path_, ranks_path_;
   std::unique_ptr<EventLoop> loop_;
   UniqueFd listener_, signals_, parent_;
+  JobTable jobs_;
   SessionTable sessions_;
   std::unique_ptr<ControlService> service_, ranks_service_;
   std::unique_ptr<grpc::Server> server_, ranks_server_;  // the second one for others, if any
   uint64_t next_session_ = 1;
-  bool had_session_ = false;
+  uint32_t sessions_had_ = 0;
   bool parent_gone_ = false;
   bool shutting_down_ = false;
   double drain_deadline_seconds_ = 0;

@@ -38,13 +38,12 @@ void EventLoop::Stop() {
 }
 
 bool EventLoop::Post(std::function<void()> work) {
-  bool first;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (ended_) return false;
-    first = posted_.empty();
-    posted_.push_back(std::move(work));
-  }
+  // All of it under the lock: when the work runs nobody is inside any more, so it may be what ends
+  // the loop and with it this object.
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (ended_) return false;
+  const bool first = posted_.empty();
+  posted_.push_back(std::move(work));
   if (!first) return true;
   const uint64_t one = 1;
   // Can only fail when the counter is full, and then the loop is awake.

@@ -1,38 +1,46 @@
 // offloadd/job.h
 //
-// A job from open to close: its store, its budget, its two memories, and the parts that work on
-// them.
+// A job from open to close: its thread, its store, its budget, its slab, its ranks, and the parts
+// that work on them.
 //
 //   OpenJob → DeclareTensors… → Seal → (Put… → Publish) → SetSchedule, Step, Step, … → Close
 //
-// Between steps the rank may put weights; the next Step makes them part of its epoch, EndLoad part
-// of the present one.
+// Several ranks of one launch share it: each of these calls waits until all have called it, and
+// what they ask for has to agree (Membership, agreement.h, StepGate); the first difference is told
+// to all of them, by name. The job ends drained when all have closed it. When one is lost the job
+// ends, too: a step that all had called for is finished and committed, one that they had not is
+// dropped whole, and the others are told which rank it was.
+//
+// Between steps the (first) rank may put weights; the next Step makes them part of its epoch,
+// EndLoad part of the present one.
 //
 // Invariants
 //   * Everything that ram promises is reserved at Seal; after that the job allocates nothing but
 //   small bookkeeping.
-//   * Every call is answered once, also when the rank or the daemon goes away.
+//   * Every call is answered once, also when its rank or the daemon goes away.
 //   * A job ends drained: no transfer or computation is under way, every recorded step is committed
-//   unless the job has failed.
+//   unless the job has failed, the store is closed. Its memories stay until the object goes.
 //   * Only a step or the end of a load makes puts durable. What was put since is in no commit and
 //   in no snapshot, and is gone when the job ends, however it ends.
 //   * A snapshot is made or deleted between two steps, when all of them are committed.
+//   * What takes long without needing the loop (opening, formatting, reserving) runs on a thread of
+//   the job's own. Nothing is under way in store or scratch file then, no ring is read and nobody
+//   polls; the loop goes on answering calls.
 //
-// One session per job for now: the rank that opened it. Several will share context, store and slab,
-// and bring a region each.
-//
-// Thread safety: the loop's thread only. Blocking calls (Open, Seal, Publish) block the loop, which
-// serves nobody else.
+// Thread safety: Create, identity, loop, IsLeaving and phase from any thread; the rest on the job's
+// loop. The last reference must not be dropped on that loop.
 #pragma once
 
 #include <sys/types.h>
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -41,59 +49,95 @@
 #include "base/worker_pool.h"
 #include "offloadd/event_loop.h"
 #include "offloadd/job_context.h"
+#include "offloadd/job_phase.h"
+#include "offloadd/membership.h"
+#include "offloadd/rank.h"
 #include "offloadd/resident_state.h"
+#include "offloadd/step_gate.h"
 #include "offloadd/transfers.h"
 #include "offloadd/update_executor.h"
 #include "offloadd/weight_cache.h"
-#include "proto/daemon_rings.h"
 #include "proto/offload.pb.h"
 #include "proto/shared_memory.h"
 #include "swap/scrubber.h"
 
 namespace offload::daemon {
 
+// What tells jobs apart, and what others are told of them.
+struct JobIdentity {
+  uid_t user = 0;
+  std::string name;    // in its pool
+  std::string pool;    // as it was asked for
+  std::string store;   // the same for the same store, whatever the pool is called
+  std::string run_id;  // of the launch; empty: of one rank, which nobody joins
+  pid_t pid = 0;       // of the rank that opened it
+};
+
 class Job {
  public:
   using Done = std::function<void(absl::Status)>;
   using StepDone = std::function<void(absl::StatusOr<uint64_t> durable_step)>;
+  using OpenDone = Rank::OpenDone;
+  using ExchangeDone = Rank::ExchangeDone;
   using Progress = std::function<void(uint64_t bytes_formatted, uint64_t bytes_total)>;
 
-  // Opens the store of the job or finds that there is none, and makes the two memories. Blocking.
-  // `cancelled` is asked while Open and Seal wait for a lock or format a store; true: nobody wants
-  // the job any more.
-  static absl::StatusOr<std::unique_ptr<Job>> Open(EventLoop* loop,
-                                                   const proto::v1::OpenJobRequest& request,
-                                                   const std::string& pool,
-                                                   std::function<bool()> cancelled,
-                                                   proto::v1::OpenJobReply* reply);
+  // A job without ranks, its loop running. Nothing is looked at yet.
+  static absl::StatusOr<std::shared_ptr<Job>> Create(JobIdentity identity);
+  // Requires that everybody who joined has left.
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  proto::SharedMemory& slab_memory() { return slab_; }
-  proto::SharedMemory& region_memory() { return region_; }
-  // The rank has mapped its memories: its rings are read from now on.
-  void AttachRings(proto::Doorbell doorbell);
+  const JobIdentity& identity() const { return identity_; }
+  EventLoop& loop() { return *loop_; }
+  // True once nobody needs the job any more: its ranks have closed it or are gone, or it could not
+  // be opened, or the daemon shuts down. Another one of this name may wait for its store.
+  bool IsLeaving() const { return leaving_.load(std::memory_order_acquire); }
+  JobPhase phase() const { return phase_.load(std::memory_order_acquire); }
+  // True when the session has a rank here, or is on the way to one. Asks the loop.
+  bool HasMember(uint64_t session);
 
-  absl::Status DeclareTensors(const std::vector<proto::v1::DeclareTensorsRequest>& messages,
+  // ---- On the loop: who comes and goes.
+
+  // Opens the store of the job or finds that there is none, makes the memories, and waits for the
+  // other ranks of the launch; when that takes long, the reply names them, and the call has to be
+  // made again. After an error the member is no rank of the job.
+  void OpenJob(Rank::Member member, const proto::v1::OpenJobRequest& request, OpenDone done);
+  // Null when the session has no rank here.
+  Rank* FindRank(uint64_t session);
+  proto::SharedMemory& slab_memory() { return slab_; }
+  // The rank has mapped its memories: its rings are read from now on.
+  absl::Status Map(Rank& rank, proto::Doorbell doorbell);
+  // The rank is ready with the job: what it still submits is answered with OFD-1802, what it has
+  // pinned is waited for no more. Answers when everything that is recorded is committed; the last
+  // rank's job is drained then and does nothing any more.
+  void Close(Rank& rank, Done done);
+  // The rank's process or connection is gone, `how` says it: it is answered no more. `done` runs
+  // when its session may end: at once when there is no such rank or there are others, else when the
+  // job is drained.
+  void Leave(uint64_t session, const std::string& how, std::function<void()> done);
+  // The daemon ends: as Close(), but pins count. `done` runs when the job is drained.
+  void Shutdown(std::function<void()> done);
+
+  // ---- On the loop: calls of ranks.
+  absl::Status DeclareTensors(Rank& rank,
+                              const std::vector<proto::v1::DeclareTensorsRequest>& messages,
                               uint64_t* tensor_count);
-  absl::Status ReserveScratch(uint64_t bytes);
-  absl::Status Seal(const std::vector<proto::v1::SealRequest>& messages, const Progress& progress);
-  void Publish(const std::string& trainer_state, Done done);
+  void ReserveScratch(uint64_t bytes, Done done);
+  // `progress` is called on another thread, before `done`.
+  void Seal(Rank& rank, std::vector<proto::v1::SealRequest> messages, Progress progress, Done done);
+  void Publish(Rank& rank, const std::string& trainer_state, Done done);
   // Commits what was put since the last step, as a whole, under the epoch that there is. The puts
   // are answered before.
   void EndLoad(Done done);
-  absl::Status SetSchedule(const std::vector<uint32_t>& tensors);
-  void Step(std::vector<proto::v1::StepRequest> messages, StepDone done);
+  absl::Status SetSchedule(Rank& rank, const std::vector<uint32_t>& tensors);
+  void Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done);
   void WaitDurable(StepDone done);
-  // Drains, commits, and answers; the job does nothing any more, and what the rank still submits is
-  // answered with OFD-1802.
-  void Close(Done done);
-  // The rank needs no tensor any more, whatever its pins say.
-  void IgnorePins() { context_.pins = nullptr; }
-  // The rank is gone: nothing is pinned, nobody is answered. Drains as Close().
-  void RankGone();
-  std::string ExplainFailure(uint64_t tag) const;
+  // Gives every rank what every rank said.
+  void Exchange(Rank& rank, const proto::v1::ExchangeRequest& request, ExchangeDone done);
+  std::string ExplainFailure(const Rank& rank, uint64_t tag) const;
+
+  // ---- On the loop: calls of tools.
 
   // Names the next commit, at the end of the step that is under way or at once; answers with the
   // step that the snapshot holds. When no spare generation is free the store grows by one first,
@@ -102,13 +146,6 @@ class Job {
   void CreateSnapshot(const std::string& name, bool may_grow, Progress progress, StepDone done);
   // Answers with the step that is committed.
   void DeleteSnapshot(const std::string& name, StepDone done);
-
-  // Does what can be done now; returns how long the loop may sleep, as EventLoop::SetTurn says.
-  int Turn();
-  // True when nothing is under way any more after Close() or RankGone().
-  bool drained() const { return drained_; }
-  // True when the rank wrote nonsense into its ring: its session must end.
-  bool rank_at_fault() const { return rank_at_fault_; }
   void FillStatus(proto::v1::JobStatus* status) const;
 
  private:
@@ -120,83 +157,169 @@ class Job {
     StepDone done;
     bool under_way = false;  // in the store
   };
+  // What opening, sealing and reserving make off the loop, for the loop to take over.
+  struct Made {
+    absl::Status status;
+    proto::SharedMemory slab;
+    std::unique_ptr<swap::Store> store;
+    std::unique_ptr<swap::Scratch> scratch;
+  };
 
-  explicit Job(EventLoop* loop);
+  Job(JobIdentity identity, std::unique_ptr<EventLoop> loop);
+  void SetPhase(JobPhase phase);
+  absl::Status Check(JobCall call) const;
+  // Why the job does nothing any more.
+  absl::Status Ending() const;
+
+  // ---- Off the loop.
+  // Runs `work` there, from a turn on in which nothing is under way, and then `done` on the loop;
+  // without work only `done`, when it is its turn.
+  void OffLoop(std::function<void()> work, std::function<void()> done);
+  bool OffLoopIsBusy() const { return off_loop_running_ || !off_loop_.empty(); }
+  void StartOffLoop();
+  int TurnOffLoop();
+  void TakeOver(Made& made);
+
+  // ---- Opening and sealing.
+  absl::Status ReadOptions(const proto::v1::OpenJobRequest& request);
+  absl::Status AddRank(Rank::Member member, const proto::v1::OpenJobRequest& request, Rank** added);
+  bool OpeningIsDone() const;
   swap::StoreOptions MakeStoreOptions() const;
-  absl::Status OpenStore();
-  absl::Status MakeMemories();
-  absl::Status SetScratch();
+  void OpenStore(Made& made);
+  absl::Status MakeSlab(Made& made) const;
+  absl::Status MakeScratch(uint64_t bytes, Made& made);
+  void FinishOpening(Made& made);
+  void GiveUpOpening(const absl::Status& status);
+  void AnswerOpening();
+  void WatchJoining();
+  proto::v1::OpenJobReply OpenReply(const Rank& rank) const;
+  void StartSealing();
+  absl::Status CompareRanks() const;
+  absl::Status PrepareSeal(const std::vector<proto::v1::SealRequest>& messages);
   absl::Status ReadPlan(const std::vector<proto::v1::SealRequest>& messages);
+  uint64_t RegionBytes(uint32_t rank) const;
+  bool IsGoodRegion(uint64_t region_bytes, uint64_t pins_bytes) const;
   absl::Status CheckBudget() const;
   absl::Status CompareCatalogue() const;
-  absl::Status CreateStore(const Progress& progress);
-  absl::Status ReserveMemory();
+  void MakeWhatIsSealed(Made& made);
+  absl::Status ReserveRegion(Rank& rank, uint64_t bytes) const;
+  void FinishSeal(Made& made);
+  void AnswerSeal(const absl::Status& status);
   void MakeParts();
   void MakeScrubber();
   void UpdateLimits();
 
-  void ReadRing(uint32_t entries_max);
-  void Handle(const proto::SubmissionEntry& entry);
-  void ScratchWrite(const proto::SubmissionEntry& entry);
-  void Complete(uint64_t tag, absl::Status status, uint64_t value);
+  // ---- Rings.
+  void ReadRing(Rank& rank, uint32_t entries_max);
+  void BreakOff(Rank& rank, const absl::Status& fault);
+  void Handle(Rank& rank, const proto::SubmissionEntry& entry);
+  void ScratchWrite(Rank& rank, const proto::SubmissionEntry& entry);
+  void DetachRings(Rank& rank);
+  std::byte* RegionOf(const Rank& rank) const { return context_.ranks[rank.number()].region; }
+
+  // ---- Several ranks.
+  uint32_t world_size() const { return membership_.world_size(); }
+  bool All(bool (*holds)(const Rank& rank)) const;
+  // "rank 2 (process 4711)".
+  static std::string NameOf(const Rank& rank);
+  struct Wait {
+    std::string what;               // that some have called
+    std::vector<uint32_t> missing;  // who have not
+    friend bool operator==(const Wait&, const Wait&) = default;
+  };
+  std::optional<Wait> FindWait() const;
+  void WatchRanks();
+  int LateRankMilliseconds(int sleep_ms) const;
+  void AnswerExchange();
+  // OFD-1802 naming a rank that has closed the job already.
+  absl::Status CheckAllAreHere() const;
+  // Answers the calls that wait for ranks that will not make them.
+  void AnswerWaiting(const absl::Status& status);
+  // Ends the job since a rank is gone or at fault.
+  void EndBecause(const absl::Status& reason);
+  void UpdateMemory(const Rank& rank);
+
+  // ---- Steps and the end.
   void Fail(absl::Status status);
   size_t PollDevices();
+  bool StepIsReady() const { return gate_.has_value() && gate_->IsComplete(); }
   void StartRecordedStep();
+  void AnswerStep(const absl::StatusOr<uint64_t>& durable_step);
+  std::optional<std::string> TakeTrainerStates();
   void OnCommitted(uint64_t step);
   void OnStepDone();
+  void StartPublishing();
+  void FinishPublish(absl::Status status);
+  void AnswerPublish(const absl::Status& status);
+  void BeginClosing();
+  void Drain();
+  void FinishDraining();
+
   void AddChange(SnapshotChange change);
   void RunChanges();
   bool NeedsGrowth(const SnapshotChange& change) const;
   void GrowFor(SnapshotChange& change);
   void FinishChange(absl::Status status);
-  void FinishPublish(Done done, const std::string& trainer_state, absl::Status status);
-  void Drain();
+
+  // How long the loop may sleep, as EventLoop::SetTurn says.
+  int Turn();
+  void TakePositions();
   int SleepLimit(bool waiting, size_t completions, double scrub_seconds);
   void UpdateHeader();
   proto::SlabHeader* header() const { return reinterpret_cast<proto::SlabHeader*>(slab_.data()); }
+  bool IsSealed() const { return cache_ != nullptr; }
 
-  EventLoop* loop_;
-  std::string name_, pool_;
+  const JobIdentity identity_;
+  const std::unique_ptr<EventLoop> loop_;
+  std::atomic<JobPhase> phase_{JobPhase::kOpening};
+  std::atomic<bool> leaving_{false};
+  std::atomic<bool> cancelled_{false};  // asked off the loop: nobody wants the job any more
+
   uint64_t ram_bytes_ = 0;
+  uint32_t update_threads_ = 0;
   aio::OpenOptions io_;
-  std::function<bool()> cancelled_;
   std::string io_engine_;
   uint64_t pins_offset_ = 0;
-  uint64_t scratch_bytes_ = 0;  // that the rank may use
+  uint64_t scratch_bytes_ = 0;  // that ranks may use
   uint32_t generations_ = 0;    // spare ones of a new store
-  bool exists_ = false;         // a committed store of this name was there
-  bool sealed_ = false;
-  std::vector<proto::Tensor> declared_;
+  bool store_existed_ = false;
 
-  proto::SharedMemory slab_, region_;
+  proto::SharedMemory slab_;
+  Membership membership_;
+  std::vector<std::unique_ptr<Rank>> ranks_;  // by number; null: not there yet
+  bool opened_ = false;                       // the store has been looked for
+  double join_deadline_seconds_ = 0;
+  absl::Status end_reason_;  // a rank is gone or at fault: the others are told
+  std::vector<Progress> seal_progress_;
+  std::vector<std::string> trainer_states_;  // by rank, as they will be committed
   std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<swap::Store> store_;
   std::unique_ptr<swap::Scratch> scratch_;
   JobContext context_;
-  std::optional<proto::DaemonRings> rings_;
   std::unique_ptr<WeightCache> cache_;
   std::unique_ptr<ResidentState> state_;
   std::unique_ptr<UpdateExecutor> executor_;
   std::unique_ptr<Transfers> transfers_;
   std::unique_ptr<swap::Scrubber> scrubber_;  // when the job has a committed store
 
-  uint64_t step_ = 0;  // the last recorded one
-  struct WaitingStep {
-    std::vector<proto::v1::StepRequest> messages;
-    StepDone done;
-  };
-  std::optional<WaitingStep> waiting_step_;
+  uint64_t step_ = 0;             // the last recorded one
+  std::optional<StepGate> gate_;  // once it is sealed
+  std::optional<Wait> wait_;      // for late ranks
+  double wait_report_seconds_ = 0;
   std::vector<StepDone> durable_waiters_;
   std::deque<SnapshotChange> changes_;  // one at a time
   std::vector<Done> close_waiters_;
-  bool publishing_ = false;
-  bool closing_ = false;
-  bool rank_gone_ = false;
-  bool rank_at_fault_ = false;
-  bool drained_ = false;
-  std::deque<std::pair<uint64_t, std::string>> failure_texts_;
+  std::vector<std::function<void()>> leave_waiters_;
   double last_step_seconds_ = 0, seconds_per_step_ = 0;
   uint64_t peak_bytes_ = 0;
+
+  struct Task {
+    std::function<void()> work, done;
+  };
+  std::deque<Task> off_loop_;  // that wait
+  bool off_loop_running_ = false;
+  std::unique_ptr<WorkerPool> off_loop_thread_;
+  std::thread thread_;  // the loop's
 };
 
 }  // namespace offload::daemon

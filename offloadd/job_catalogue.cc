@@ -75,6 +75,13 @@ absl::StatusOr<SealedPlan> PlanFromMessages(const std::vector<proto::v1::SealReq
   plan.pipeline_gradients = first.pipeline_gradients();
   plan.scratch_bytes = first.scratch_bytes();
   plan.region_bytes = first.region_bytes();
+  plan.world_size = std::max(first.world_size(), 1u);
+  plan.other_region_bytes = first.other_region_bytes();
+  if (first.sum_blocks() > UINT32_MAX) {
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("a plan with ", first.sum_blocks(), " sum_blocks"));
+  }
+  plan.sum_blocks = static_cast<uint32_t>(first.sum_blocks());
   std::vector<uint32_t> homes;
   for (const proto::v1::SealRequest& message : messages) {
     plan.weight_resident.insert(plan.weight_resident.end(), message.weight_resident().begin(),

@@ -6,11 +6,14 @@
 // Invariants
 //   * `outstanding` counts every transfer and computation whose callback has not run. Nothing of a
 //   job is freed while it is not 0.
+//   * `ranks` has one entry per rank, by number, from the beginning; a rank that is gone leaves its
+//   memory, since what it handed over may still be read, and no pins.
 //   * After `failure` is set nothing new is started, and nothing more is committed.
 //
 // Thread safety: the loop's thread only.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -29,6 +32,16 @@
 
 namespace offload::daemon {
 
+// What the parts see of a rank.
+struct RankMemory {
+  std::byte* region = nullptr;
+  uint64_t region_bytes = 0;             // that have pages
+  const proto::PinWord* pins = nullptr;  // null without a rank: it uses nothing
+  bool is_here = false;                  // neither gone nor ready with the job
+  bool is_stepping = false;              // has called Step, or Exchange, and waits for the others
+  bool is_exchanging = false;
+};
+
 struct JobContext {
   EventLoop* loop = nullptr;
   WorkerPool* workers = nullptr;
@@ -42,9 +55,7 @@ struct JobContext {
   proto::SlabLayout layout;
 
   std::byte* slab = nullptr;
-  std::byte* region = nullptr;
-  uint64_t region_bytes = 0;
-  const proto::PinWord* pins = nullptr;  // null when there is no rank any more: nothing is pinned
+  std::vector<RankMemory> ranks;
 
   uint64_t checkpoint_steps = 1;  // every step whose number is a multiple of it is committed
   bool published = false;         // the store has its name; before that the weights are being put
@@ -58,8 +69,8 @@ struct JobContext {
   double room_timeout_seconds = 0;  // after which an acquire that nothing can serve fails
   absl::Status failure;
 
-  // Answers an operation of the ring.
-  std::function<void(uint64_t tag, absl::Status status, uint64_t value)> complete;
+  // Answers an operation of a rank's ring.
+  std::function<void(uint32_t rank, uint64_t tag, absl::Status status, uint64_t value)> complete;
   // Makes the job failed; the first status stays.
   std::function<void(absl::Status)> fail;
 
@@ -67,6 +78,23 @@ struct JobContext {
     return catalogue.store_tensors[index];
   }
   bool failed() const { return !failure.ok(); }
+
+  // Of a tensor, by all ranks: a rank acquires after it has looked, so both look in one order
+  // (shm_abi.h).
+  uint64_t Pins(uint32_t tensor) const {
+    uint64_t pins = 0;
+    for (const RankMemory& rank : ranks) {
+      if (rank.pins != nullptr) pins += rank.pins[tensor].load(std::memory_order_seq_cst);
+    }
+    return pins;
+  }
+  // False when nobody can use a tensor any more.
+  bool HasPins() const {
+    for (const RankMemory& rank : ranks) {
+      if (rank.pins != nullptr) return true;
+    }
+    return false;
+  }
 
   // Runs `work` on a worker and then `done` on the loop.
   void Compute(std::function<void()> work, std::function<void()> done) {

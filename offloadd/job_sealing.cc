@@ -1,8 +1,11 @@
 // Job's sealing: from the tensors and the plan that a rank declares to a store, reserved memory and
 // the parts that work on them.
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cstdlib>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -10,6 +13,7 @@
 #include "base/checked.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "offloadd/agreement.h"
 #include "offloadd/environment.h"
 #include "offloadd/job.h"
 #include "offloadd/job_catalogue.h"
@@ -17,56 +21,164 @@
 
 namespace offload::daemon {
 
-absl::Status Job::DeclareTensors(const std::vector<proto::v1::DeclareTensorsRequest>& messages,
+absl::Status Job::DeclareTensors(Rank& rank,
+                                 const std::vector<proto::v1::DeclareTensorsRequest>& messages,
                                  uint64_t* tensor_count) {
-  if (sealed_) return MakeError(ErrorId::kProtocol, "DeclareTensors after Seal");
+  OFFLOAD_RETURN_IF_ERROR(Check(JobCall::kDeclareTensors));
   for (const proto::v1::DeclareTensorsRequest& message : messages) {
     for (const proto::v1::Tensor& tensor : message.tensors()) {
-      if (declared_.size() >= proto::kTensorsMax)
+      if (rank.declared.size() >= proto::kTensorsMax)
         return MakeError(ErrorId::kProtocol, "too many tensors");
       OFFLOAD_ASSIGN_OR_RETURN(proto::Tensor declared, TensorFromMessage(tensor));
-      declared_.push_back(std::move(declared));
+      rank.declared.push_back(std::move(declared));
     }
   }
-  *tensor_count = declared_.size();
+  *tensor_count = rank.declared.size();
   return absl::OkStatus();
 }
 
-absl::Status Job::ReserveScratch(uint64_t bytes) {
-  if (context_.failed()) return context_.failure;
+void Job::ReserveScratch(uint64_t bytes, Done done) {
+  if (absl::Status status = Check(JobCall::kReserveScratch); !status.ok())
+    return done(std::move(status));
   if (bytes > kLimits.scratch_bytes_max) {
-    return MakeError(ErrorId::kBadValue, absl::StrCat("scratch space of ", bytes, " bytes"));
+    return done(
+        MakeError(ErrorId::kBadValue, absl::StrCat("scratch space of ", bytes, " bytes")));
   }
-  OFFLOAD_RETURN_IF_ERROR(SetScratch());
-  OFFLOAD_RETURN_IF_ERROR(scratch_->Reserve(bytes));
-  scratch_bytes_ = std::max(scratch_bytes_, AlignDown(bytes, proto::kSectorBytes));
-  UpdateLimits();
+  auto made = std::make_shared<Made>();
+  OffLoop([this, bytes, made] { made->status = MakeScratch(bytes, *made); },
+          [this, bytes, made, done = std::move(done)] {
+            TakeOver(*made);
+            if (!made->status.ok()) return done(made->status);
+            scratch_bytes_ = std::max(scratch_bytes_, AlignDown(bytes, proto::kSectorBytes));
+            UpdateLimits();
+            done(absl::OkStatus());
+          });
+}
+
+// ---- Seal --------------------------------------------------------------------------------------
+
+void Job::Seal(Rank& rank, std::vector<proto::v1::SealRequest> messages, Progress progress,
+               Done done) {
+  absl::Status status = Check(JobCall::kSeal);
+  if (status.ok()) status = CheckAllAreHere();
+  if (status.ok() && rank.calls.seal != nullptr)
+    status = MakeError(ErrorId::kProtocol, "Seal for the second time");
+  // Until then the rank could take away pages that are reserved here.
+  if (status.ok() && rank.rings() == nullptr)
+    status = MakeError(ErrorId::kProtocol, "Seal before the memory is mapped");
+  if (!status.ok()) return done(std::move(status));
+  rank.plan = std::move(messages);
+  rank.calls.seal = std::move(done);
+  seal_progress_.push_back(std::move(progress));
+  if (All([](const Rank& each) { return each.calls.seal != nullptr; })) StartSealing();
+}
+
+// All ranks have said what they have and want: nothing is formatted before they agree.
+void Job::StartSealing() {
+  absl::Status status = CompareRanks();
+  if (status.ok()) status = PrepareSeal(ranks_.front()->plan);
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    rank->declared = {};
+    rank->plan = {};
+  }
+  if (!status.ok()) return AnswerSeal(status);
+  SetPhase(JobPhase::kSealing);
+  auto made = std::make_shared<Made>();
+  OffLoop([this, made] { MakeWhatIsSealed(*made); }, [this, made] { FinishSeal(*made); });
+}
+
+absl::Status Job::CompareRanks() const {
+  const Rank& first = *ranks_.front();
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    OFFLOAD_RETURN_IF_ERROR(
+        CompareTensors({0, first.declared}, {rank->number(), rank->declared}));
+    OFFLOAD_RETURN_IF_ERROR(ComparePlans({0, first.plan}, {rank->number(), rank->plan}));
+  }
   return absl::OkStatus();
 }
 
-absl::Status Job::Seal(const std::vector<proto::v1::SealRequest>& messages,
-                       const Progress& progress) {
-  if (sealed_ || closing_) return MakeError(ErrorId::kProtocol, "Seal for the second time");
-  // Until then the rank could take away pages that are reserved here.
-  if (!rings_.has_value()) return MakeError(ErrorId::kProtocol, "Seal before the memory is mapped");
-  OFFLOAD_ASSIGN_OR_RETURN(context_.catalogue, proto::BuildCatalogue(std::move(declared_)));
+void Job::AnswerSeal(const absl::Status& status) {
+  seal_progress_.clear();
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank == nullptr || rank->calls.seal == nullptr) continue;
+    std::exchange(rank->calls.seal, nullptr)(status);
+  }
+}
+
+// Everything that can be told from the messages.
+absl::Status Job::PrepareSeal(const std::vector<proto::v1::SealRequest>& messages) {
+  OFFLOAD_ASSIGN_OR_RETURN(context_.catalogue,
+                           proto::BuildCatalogue(std::exchange(ranks_.front()->declared, {})));
   OFFLOAD_RETURN_IF_ERROR(ReadPlan(messages));
   OFFLOAD_ASSIGN_OR_RETURN(
       context_.layout,
       proto::ComputeSlabLayout(context_.catalogue, context_.optimizer, context_.plan));
   OFFLOAD_RETURN_IF_ERROR(CheckBudget());
-  if (exists_) OFFLOAD_RETURN_IF_ERROR(CompareCatalogue());
-  OFFLOAD_RETURN_IF_ERROR(ReserveMemory());
-  if (context_.plan.scratch_bytes > 0)
-    OFFLOAD_RETURN_IF_ERROR(ReserveScratch(context_.plan.scratch_bytes));
-  if (!exists_) OFFLOAD_RETURN_IF_ERROR(CreateStore(progress));
-  context_.published = exists_;
+  return store_existed_ ? CompareCatalogue() : absl::OkStatus();
+}
+
+// ---- Off the loop ------------------------------------------------------------------------------
+
+// All pages now, so that no step meets a page fault that allocates.
+void Job::MakeWhatIsSealed(Made& made) {
+  const auto make = [&]() -> absl::Status {
+    OFFLOAD_RETURN_IF_ERROR(slab_.Allocate(0, context_.layout.total_bytes));
+#ifdef MADV_POPULATE_WRITE
+    madvise(slab_.data(), context_.layout.total_bytes, MADV_POPULATE_WRITE);
+#endif
+    for (const std::unique_ptr<Rank>& rank : ranks_)
+      OFFLOAD_RETURN_IF_ERROR(ReserveRegion(*rank, RegionBytes(rank->number())));
+    if (context_.plan.scratch_bytes > 0)
+      OFFLOAD_RETURN_IF_ERROR(MakeScratch(context_.plan.scratch_bytes, made));
+    if (store_existed_) return absl::OkStatus();
+    swap::StoreOptions options = MakeStoreOptions();
+    options.progress = [this](uint64_t bytes_formatted, uint64_t bytes_total) {
+      for (const Progress& progress : seal_progress_) progress(bytes_formatted, bytes_total);
+    };
+    options.generations = generations_;
+    OFFLOAD_ASSIGN_OR_RETURN(
+        made.store,
+        swap::Store::Create(identity_.pool,
+                            MakeStoreSpec(identity_.name, context_.catalogue, context_.optimizer),
+                            options));
+    return absl::OkStatus();
+  };
+  made.status = make();
+}
+
+absl::Status Job::ReserveRegion(Rank& rank, uint64_t bytes) const {
+  OFFLOAD_RETURN_IF_ERROR(rank.region().Allocate(0, bytes));
+#ifdef MADV_POPULATE_WRITE
+  madvise(rank.region().data(), bytes, MADV_POPULATE_READ);
+#endif
+  return absl::OkStatus();
+}
+
+// ---- Back on the loop --------------------------------------------------------------------------
+
+void Job::FinishSeal(Made& made) {
+  if (IsClosing(phase())) return AnswerSeal(Ending());
+  TakeOver(made);
+  if (!made.status.ok()) {
+    SetPhase(JobPhase::kOpen);
+    return AnswerSeal(made.status);
+  }
+  scratch_bytes_ = std::max(scratch_bytes_, context_.plan.scratch_bytes);
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    RankMemory& memory = context_.ranks[rank->number()];
+    memory.region_bytes = RegionBytes(rank->number());
+    // The rank's map of the pins begins with zeros or with what it has pinned meanwhile: both are
+    // right.
+    if (rank->is_here())
+      memory.pins = reinterpret_cast<const proto::PinWord*>(memory.region + pins_offset_);
+  }
+  context_.published = store_existed_;
   MakeParts();
   if (context_.published) MakeScrubber();
-  sealed_ = true;
+  SetPhase(store_existed_ ? JobPhase::kTraining : JobPhase::kSealed);
   UpdateLimits();
   UpdateHeader();
-  return absl::OkStatus();
+  AnswerSeal(absl::OkStatus());
 }
 
 absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) {
@@ -77,14 +189,18 @@ absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) 
   const proto::Catalogue& catalogue = context_.catalogue;
   const uint64_t pins_bytes = catalogue.tensors.size() * sizeof(proto::PinWord);
   if (context_.plan.pipeline_blocks > kLimits.pipeline_blocks_max ||
-      context_.plan.region_bytes > ram_bytes_ ||
-      !IsAligned(context_.plan.region_bytes, proto::kSectorBytes) || !IsAligned(pins_offset_, 64) ||
-      pins_offset_ < proto::kRegionFixedBytes ||
-      !IsInside(pins_offset_, pins_bytes, context_.plan.region_bytes)) {
+      !IsGoodRegion(context_.plan.region_bytes, pins_bytes) ||
+      (world_size() > 1 && !IsGoodRegion(context_.plan.other_region_bytes, pins_bytes))) {
     return MakeError(ErrorId::kProtocol,
                      absl::StrCat("a plan with ", context_.plan.pipeline_blocks,
-                                  " pipeline blocks, a region of ", context_.plan.region_bytes,
+                                  " pipeline blocks, regions of ", context_.plan.region_bytes,
+                                  " and ", context_.plan.other_region_bytes,
                                   " bytes and pins at ", pins_offset_));
+  }
+  if (context_.plan.world_size != world_size()) {
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("a plan for ", context_.plan.world_size, " ranks of ",
+                                  world_size()));
   }
   for (size_t i = 0; i < catalogue.tensors.size() && i < context_.plan.gradients.size(); ++i) {
     const bool bundled = catalogue.store_tensors[catalogue.placements[i].store_tensor].bundle;
@@ -97,62 +213,49 @@ absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) 
   return absl::OkStatus();
 }
 
+uint64_t Job::RegionBytes(uint32_t rank) const {
+  return rank == 0 ? context_.plan.region_bytes : context_.plan.other_region_bytes;
+}
+
+bool Job::IsGoodRegion(uint64_t region_bytes, uint64_t pins_bytes) const {
+  return region_bytes <= ram_bytes_ && IsAligned(region_bytes, proto::kSectorBytes) &&
+         IsAligned(pins_offset_, 64) && pins_offset_ >= proto::kRegionFixedBytes &&
+         IsInside(pins_offset_, pins_bytes, region_bytes);
+}
+
 absl::Status Job::CheckBudget() const {
   const uint64_t overhead_bytes = proto::OverheadBytes(context_.catalogue, context_.optimizer);
+  // Each is at most ram, and there are few.
+  uint64_t region_bytes = 0;
+  for (uint32_t rank = 0; rank < world_size(); ++rank) region_bytes += RegionBytes(rank);
   const std::optional<uint64_t> memories =
-      CheckedAdd(context_.layout.total_bytes, context_.plan.region_bytes);
+      CheckedAdd(context_.layout.total_bytes, region_bytes);
   const std::optional<uint64_t> sum =
       memories.has_value() ? CheckedAdd(*memories, overhead_bytes) : std::nullopt;
   if (sum.has_value() && *sum <= ram_bytes_) return absl::OkStatus();
   return MakeError(
       ErrorId::kBudgetTooSmall,
       absl::StrCat("the plan needs ", FormatBytes(context_.layout.total_bytes),
-                   " for weights and updates, ", FormatBytes(context_.plan.region_bytes),
-                   " for the rank and ", FormatBytes(overhead_bytes),
+                   " for weights and updates, ", FormatBytes(region_bytes),
+                   world_size() == 1 ? " for the rank and " : " for the ranks and ", FormatBytes(overhead_bytes),
                    " overhead, more than ram of ", FormatBytes(ram_bytes_)));
 }
 
 absl::Status Job::CompareCatalogue() const {
   OFFLOAD_ASSIGN_OR_RETURN(const StoredCatalogue stored, DecodeCatalogue(store_->spec().catalogue));
-  OFFLOAD_RETURN_IF_ERROR(CompareWithStored(name_, stored, context_.catalogue, context_.optimizer));
-  if (MakeStoreSpec(name_, context_.catalogue, context_.optimizer).tensors !=
+  OFFLOAD_RETURN_IF_ERROR(
+      CompareWithStored(identity_.name, stored, context_.catalogue, context_.optimizer));
+  if (MakeStoreSpec(identity_.name, context_.catalogue, context_.optimizer).tensors !=
       store_->spec().tensors) {
     return MakeError(ErrorId::kStoreVersion,
-                     absl::StrCat("job \"", name_, "\" was laid out by other rules"));
+                     absl::StrCat("job \"", identity_.name, "\" was laid out by other rules"));
   }
-  return absl::OkStatus();
-}
-
-absl::Status Job::CreateStore(const Progress& progress) {
-  swap::StoreOptions options = MakeStoreOptions();
-  options.progress = progress;
-  options.generations = generations_;
-  OFFLOAD_ASSIGN_OR_RETURN(
-      store_, swap::Store::Create(
-                  pool_, MakeStoreSpec(name_, context_.catalogue, context_.optimizer), options));
-  context_.store = store_.get();
-  loop_->Watch(store_->event_fd(), [] {});
-  return absl::OkStatus();
-}
-
-// All pages now, so that no step meets a page fault that allocates.
-absl::Status Job::ReserveMemory() {
-  OFFLOAD_RETURN_IF_ERROR(slab_.Allocate(0, context_.layout.total_bytes));
-  OFFLOAD_RETURN_IF_ERROR(region_.Allocate(0, context_.plan.region_bytes));
-  context_.region_bytes = context_.plan.region_bytes;
-#ifdef MADV_POPULATE_WRITE
-  madvise(slab_.data(), context_.layout.total_bytes, MADV_POPULATE_WRITE);
-  madvise(region_.data(), context_.plan.region_bytes, MADV_POPULATE_READ);
-#endif
   return absl::OkStatus();
 }
 
 void Job::MakeParts() {
   store_->RegisterBuffer({slab_.data(), context_.layout.total_bytes});  // it has its pages by now
-  // The rank's map of the pins begins with zeros or with what it has pinned meanwhile: both are
-  // right.
-  context_.pins = reinterpret_cast<const proto::PinWord*>(region_.data() + pins_offset_);
-  cache_ = std::make_unique<WeightCache>(&context_, !exists_);
+  cache_ = std::make_unique<WeightCache>(&context_, !store_existed_);
   state_ = std::make_unique<ResidentState>(&context_);
   executor_ = std::make_unique<UpdateExecutor>(
       &context_, cache_.get(), state_.get(),
@@ -164,6 +267,10 @@ void Job::MakeParts() {
                              .on_committed = [this](uint64_t step) { OnCommitted(step); }});
   cache_->SetOnDemand([this](uint32_t store_tensor) { executor_->Demand(store_tensor); });
   transfers_ = std::make_unique<Transfers>(&context_, cache_.get(), state_.get(), executor_.get());
+  gate_.emplace(world_size(), membership_.gradients_reduced(), [this](uint32_t tensor) {
+    const auto& tensors = context_.catalogue.tensors;
+    return tensor < tensors.size() ? tensors[tensor].name : absl::StrCat("tensor ", tensor);
+  });
 }
 
 // OFFLOADD_SCRUB: bytes per second that are read back in the background, from the beginning; 0:

@@ -24,17 +24,19 @@ void Job::DeleteSnapshot(const std::string& name, StepDone done) {
 
 void Job::AddChange(SnapshotChange change) {
   if (context_.failed()) return change.done(context_.failure);
-  if (!context_.published || closing_) {
+  if (phase() != JobPhase::kTraining) {
     return change.done(MakeError(
         ErrorId::kSnapshot,
-        absl::StrCat("job ", name_, closing_ ? " is being closed" : " has no committed epoch yet"),
+        absl::StrCat("job ", identity_.name,
+                     IsClosing(phase()) ? " is being closed" : " has no committed epoch yet"),
         "Try again in a moment"));
   }
   // Before the store grows for it.
   for (const swap::SnapshotInfo& known : store_->snapshots()) {
     if (change.creates && known.name == change.name) {
-      return change.done(MakeError(ErrorId::kSnapshot,
-                                   absl::StrCat("job ", name_, " has a snapshot ", change.name)));
+      return change.done(
+          MakeError(ErrorId::kSnapshot,
+                    absl::StrCat("job ", identity_.name, " has a snapshot ", change.name)));
     }
   }
   if (absl::Status status = swap::CheckSnapshotName(change.name); !status.ok())
@@ -49,14 +51,15 @@ bool Job::NeedsGrowth(const SnapshotChange& change) const {
 
 // Called in every turn: does what can be done now for the first change.
 void Job::RunChanges() {
-  while (!changes_.empty() && (closing_ || context_.failed()) && !changes_.front().under_way) {
+  const bool ends = IsClosing(phase()) || context_.failed();
+  while (!changes_.empty() && ends && !changes_.front().under_way) {
     FinishChange(context_.failed() ? context_.failure
                                    : MakeError(ErrorId::kSessionEnded, "the job is being closed"));
   }
   if (changes_.empty()) return;
   SnapshotChange& change = changes_.front();
   if (change.under_way) {
-    if (closing_ || context_.failed()) store_->CancelGrowth();
+    if (ends) store_->CancelGrowth();
     return;
   }
   if (NeedsGrowth(change)) return GrowFor(change);
@@ -81,7 +84,7 @@ void Job::RunChanges() {
 void Job::GrowFor(SnapshotChange& change) {
   if (!change.may_grow) {
     return FinishChange(MakeError(ErrorId::kSnapshot,
-                                  absl::StrCat("no spare generation of job ", name_,
+                                  absl::StrCat("no spare generation of job ", identity_.name,
                                                " is free: its store would have to grow ", "by ",
                                                FormatDecimalBytes(store_->generation_bytes()))));
   }

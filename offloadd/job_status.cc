@@ -25,9 +25,25 @@ void FillScrub(const swap::Scrubber& scrubber, proto::v1::ScrubStatus* scrub) {
   for (const std::string& name : scrubber.bad_names()) scrub->add_bad_names(name);
 }
 
+std::string NameOf(Rank::State state) {
+  constexpr const char* kNames[] = {"joined", "mapped", "left", "lost"};
+  return kNames[static_cast<int>(state)];
+}
+
+void FillRank(Rank& rank, proto::v1::RankStatus* status) {
+  status->set_rank(rank.number());
+  status->set_pid(static_cast<uint32_t>(rank.pid()));
+  status->set_phase(NameOf(rank.state));
+  status->set_step(rank.step);
+  status->set_position(rank.position());
+}
+
 }  // namespace
 
 void Job::UpdateHeader() {
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank != nullptr) FillRank(*rank, status->add_ranks());
+  }
   if (slab_.data() == nullptr) return;
   uint64_t bytes_read = 0, bytes_written = 0;
   for (const aio::Device* device : {store_ != nullptr ? &store_->device() : nullptr,
@@ -36,8 +52,9 @@ void Job::UpdateHeader() {
     bytes_read += device->counters().read_bytes.load(std::memory_order_relaxed);
     bytes_written += device->counters().written_bytes.load(std::memory_order_relaxed);
   }
-  uint64_t resident_bytes = context_.region_bytes + proto::PaddedBytes(sizeof(proto::SlabHeader));
-  if (sealed_) {
+  uint64_t resident_bytes = proto::PaddedBytes(sizeof(proto::SlabHeader));
+  for (const RankMemory& rank : context_.ranks) resident_bytes += rank.region_bytes;
+  if (IsSealed()) {
     resident_bytes +=
         proto::PaddedBytes(context_.catalogue.tensors.size() * sizeof(proto::TensorWord)) +
         cache_->resident_bytes() + state_->loaded_bytes() + executor_->buffer_bytes();
@@ -51,21 +68,27 @@ void Job::UpdateHeader() {
 }
 
 void Job::FillStatus(proto::v1::JobStatus* status) const {
-  status->set_job(name_);
-  status->set_pool(pool_);
+  status->set_job(identity_.name);
+  status->set_pool(identity_.pool);
+  status->set_client_pid(static_cast<uint32_t>(identity_.pid));
+  status->set_phase(std::string(context_.failed() ? "failed" : NameOf(phase())));
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank != nullptr) FillRank(*rank, status->add_ranks());
+  }
+  if (slab_.data() == nullptr) return;
   status->set_step(step_);
   status->set_durable_step(header()->durable_step.load(std::memory_order_relaxed));
   status->set_ram_bytes(ram_bytes_);
-  status->set_allocated_bytes(slab_.AllocatedBytes().value_or(0) +
-                              region_.AllocatedBytes().value_or(0));
+  uint64_t allocated_bytes = slab_.AllocatedBytes().value_or(0);
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank == nullptr) continue;
+    allocated_bytes += rank->region().AllocatedBytes().value_or(0);
+  }
+  status->set_allocated_bytes(allocated_bytes);
   status->set_resident_bytes(header()->resident_bytes.load(std::memory_order_relaxed));
   status->set_bytes_read(header()->bytes_read.load(std::memory_order_relaxed));
   status->set_bytes_written(header()->bytes_written.load(std::memory_order_relaxed));
   status->set_io_engine(io_engine_);
-  status->set_phase(context_.failed()    ? "failed"
-                    : context_.published ? "training"
-                    : sealed_            ? "sealed"
-                                         : "open");
   status->set_seconds_per_step(seconds_per_step_);
   if (store_ != nullptr) *status->add_devices() = DescribeDevice("store", store_->device());
   if (scratch_ != nullptr) *status->add_devices() = DescribeDevice("scratch", scratch_->device());

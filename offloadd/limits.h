@@ -25,12 +25,16 @@ struct Limits {
   uint64_t scratch_bytes_max = 1ull << 50;
   uint32_t schedule_touches_max = 1u << 24;
   uint32_t groups_max = 4096;
+  uint32_t ranks_max = 64;               // of a job
+  uint64_t exchange_bytes_max = 1ull << 20;  // of one rank, at a time
   uint32_t failure_texts_max = 256;  // kept for ExplainFailure
   uint64_t ram_bytes_max = 1ull << 46;
   int room_poll_ms = 1;                   // unpinning sends no message
   double schedule_stall_seconds = 0.2;    // after which the update stops waiting for the forward
   double room_timeout_seconds = 30;       // after which an acquire that nothing can serve fails
   double holder_patience_seconds = 1;     // for a job that another session of this daemon has open
+  double join_timeout_seconds = 120;      // for the ranks of a launch that are missing
+  double rank_report_seconds = 10;        // after which it is said which ranks are waited for
   double handshake_timeout_seconds = 30;  // for Hello, and for Mapped after the memory was sent
   double scrub_bytes_per_second = 16e6;   // read back in the background, of each job
   double scrub_delay_seconds = 60;        // before that begins

@@ -37,6 +37,10 @@ void AddFlags(CLI::App& app, Flags& flags) {
   app.add_option("--parent-pid", flags.daemon.parent_pid,
                  "The process that a private daemon serves")
       ->type_name("N");
+  app.add_option("--ranks", flags.daemon.rank_count,
+                 "How many ranks of one launch share a private daemon")
+      ->type_name("N")
+      ->check(CLI::Range(1u, kLimits.ranks_max));
   app.add_option("--pool", flags.daemon.pools.allowed,
                  "A directory that jobs may live in; the first one is the default (repeatable)")
       ->type_name("DIR");

@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
+#include "proto/shared_memory.h"
 #include "spdlog/spdlog.h"
 #include "swap/store.h"
 
@@ -50,33 +51,17 @@ void Session::Run() {
   handshake_deadline_seconds_ = Clock::Real().NowSeconds() + options_.handshake_timeout_seconds;
   loop_->Watch(socket_.get(), [this] { ReadSocket(); });
   loop_->Watch(peer_.pidfd.get(), [this] { End("the process has ended"); });
-  loop_->SetTurn([this] { return Turn(); });
+  loop_->SetTurn([this] { return WatchHandshake(); });
   loop_->Run();
-  job_.reset();
+  DropJob();
   socket_.reset();
   ended_(options_.id);
 }
 
-int Session::Turn() {
-  int timeout_ms = WatchHandshake(job_ != nullptr ? job_->Turn() : -1);
-  if (!ending_ && job_ != nullptr && job_->rank_at_fault()) {
-    End("it broke the protocol");
-    timeout_ms = 0;  // nothing else would make the job's next turn, which drains it
-  }
-  if (ending_ && (job_ == nullptr || job_->drained())) {
-    loop_->Stop();
-    return 0;
-  }
-  return timeout_ms;
-}
-
-int Session::WatchHandshake(int timeout_ms) {
-  if (handshake_deadline_seconds_ == 0 || ending_) return timeout_ms;
+int Session::WatchHandshake() {
+  if (handshake_deadline_seconds_ == 0 || ending_) return -1;
   const double left_seconds = handshake_deadline_seconds_ - Clock::Real().NowSeconds();
-  if (left_seconds > 0) {
-    const int left_ms = static_cast<int>(std::min(left_seconds, 60.0) * 1e3) + 1;
-    return timeout_ms < 0 ? left_ms : std::min(timeout_ms, left_ms);
-  }
+  if (left_seconds > 0) return static_cast<int>(std::min(left_seconds, 60.0) * 1e3) + 1;
   proto::SendRefusal(
       socket_.get(),
       MakeError(ErrorId::kRefused, absl::StrCat("no handshake message came within ",
@@ -104,31 +89,79 @@ bool Session::TakeStreamMemory(uint64_t bytes) {
   return false;
 }
 
-// The loop may be busy with a lock or a format, so this is not its own view: the rank's process is
-// asked about.
+// The loop may not have looked yet: the rank's process is asked about.
 bool Session::IsLeaving() const {
   if (leaving_.load(std::memory_order_acquire)) return true;
   pollfd watched{.fd = peer_.pidfd.get(), .events = POLLIN};
   return poll(&watched, 1, 0) > 0;
 }
 
+// ---- The job -----------------------------------------------------------------------------------
+
+std::shared_ptr<Job> Session::job() const {
+  std::lock_guard<std::mutex> lock(job_mutex_);
+  return job_;
+}
+
+absl::Status Session::JoinJob(std::shared_ptr<Job> job) {
+  std::lock_guard<std::mutex> lock(job_mutex_);
+  if (leaving_) return MakeError(ErrorId::kSessionEnded, "the session ends");
+  if (job_ != nullptr) return MakeError(ErrorId::kProtocol, "OpenJob for the second time");
+  job_ = std::move(job);
+  return absl::OkStatus();
+}
+
+void Session::DropJob() {
+  std::shared_ptr<Job> job;  // is destroyed, if this was the last one, outside the lock
+  std::lock_guard<std::mutex> lock(job_mutex_);
+  job = std::exchange(job_, nullptr);
+}
+
+Rank::Member Session::MemberOfJob() {
+  return {.session = id(),
+          .pid = client_pid(),
+          // The job calls it only while the session waits for the job.
+          .end_session = [this] {
+            loop_->Post([this] {
+              if (!ending_) End("it broke the protocol");
+            });
+          }};
+}
+
+void Session::LeaveJob(const std::function<void(Job&, std::function<void()>)>& leave) {
+  std::shared_ptr<Job> job;
+  {
+    std::lock_guard<std::mutex> lock(job_mutex_);
+    leaving_.store(true, std::memory_order_release);
+    job = job_;
+  }
+  // Only the first one that is answered may end the loop: the session is gone then.
+  const bool is_first = !std::exchange(ending_, true);
+  if (job == nullptr) return loop_->Stop();
+  // The session keeps the job until it is let go, so the loop is there to answer.
+  job->loop().Post([this, is_first, leave, raw = job.get()] {
+    leave(
+        *raw, is_first ? std::function<void()>([this] { loop_->Stop(); }) : [] {});
+  });
+}
+
 void Session::Shutdown() {
   leaving_.store(true, std::memory_order_release);
   loop_->Post([this] {
     if (ending_) return;
-    ending_ = true;
-    if (job_ != nullptr) job_->Close([](absl::Status) {});
+    LeaveJob([](Job& job, std::function<void()> done) { job.Shutdown(std::move(done)); });
   });
 }
 
+// Also of a session that is told to end already: its job must not wait for this rank.
 void Session::End(std::string_view reason) {
   spdlog::debug("session {} of process {} ends: {}", options_.id, peer_.pid, reason);
   loop_->Unwatch(socket_.get());
   loop_->Unwatch(peer_.pidfd.get());
   socket_.reset();  // a rank that is still there sees it
-  ending_ = true;
-  leaving_.store(true, std::memory_order_release);
-  if (job_ != nullptr) job_->RankGone();
+  LeaveJob([id = id(), how = std::string(reason)](Job& job, std::function<void()> done) {
+    job.Leave(id, how, std::move(done));
+  });
 }
 
 // ---- The handshake -----------------------------------------------------------------------------
@@ -161,47 +194,37 @@ absl::Status Session::Handle(const proto::RankMessage& message) {
   }
   if (!doorbell_.has_value()) return MakeError(ErrorId::kProtocol, "Mapped before Memory");
   handshake_deadline_seconds_ = 0;
-  OFFLOAD_RETURN_IF_ERROR(job_->region_memory().SealForWriting());
-  job_->AttachRings(*std::exchange(doorbell_, std::nullopt));
+  OFFLOAD_RETURN_IF_ERROR(Attach(*std::exchange(doorbell_, std::nullopt)));
   return proto::SendReady(socket_.get());
 }
 
 absl::Status Session::SendMemory() {
-  if (job_ == nullptr || memory_sent_)
-    return MakeError(ErrorId::kProtocol, "Map before OpenJob or for the second time");
+  using Memory = absl::StatusOr<std::pair<proto::SharedMemory*, proto::SharedMemory*>>;
+  const absl::Status too_early =
+      MakeError(ErrorId::kProtocol, "Map before OpenJob or for the second time");
+  const std::shared_ptr<Job> job = this->job();
+  if (job == nullptr || memory_sent_) return too_early;
+  // They stay until the job goes.
+  const Memory memory = job->loop().Call<Memory>([&](const std::function<void(Memory)>& answer) {
+    Rank* const rank = job->FindRank(id());
+    if (rank == nullptr || job->phase() == JobPhase::kOpening) return answer(too_early);
+    answer(std::pair(&job->slab_memory(), &rank->region()));
+  });
+  if (!memory.ok()) return memory.status();
+  const auto& [slab, region] = *memory;
   OFFLOAD_ASSIGN_OR_RETURN(auto bells, proto::Doorbell::CreatePair());
   memory_sent_ = true;
   handshake_deadline_seconds_ = Clock::Real().NowSeconds() + options_.handshake_timeout_seconds;
   doorbell_ = std::move(bells.first);
-  return proto::SendMemory(socket_.get(), job_->slab_memory().fd(),
-                           job_->slab_memory().size_bytes(), job_->region_memory().fd(),
-                           job_->region_memory().size_bytes(), bells.second);
+  return proto::SendMemory(socket_.get(), slab->fd(), slab->size_bytes(), region->fd(),
+                           region->size_bytes(), bells.second);
 }
 
-// ---- The job -----------------------------------------------------------------------------------
-
-absl::StatusOr<proto::v1::OpenJobReply> Session::OpenJob(const proto::v1::OpenJobRequest& request) {
-  if (ending_) return MakeError(ErrorId::kSessionEnded, "the session ends");
-  OFFLOAD_CHECK(job_ == nullptr) << "a session that claimed two jobs";
-  OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(options_.pools, request.pool()));
-  proto::v1::OpenJobReply reply;
-  OFFLOAD_ASSIGN_OR_RETURN(
-      job_, Job::Open(
-                loop_.get(), request, pool, [this] { return RankHasLeft(); }, &reply));
-  return reply;
-}
-
-void Session::CloseJob(std::function<void(absl::Status)> done) {
-  leaving_.store(true, std::memory_order_release);
-  if (job_ == nullptr) return done(absl::OkStatus());
-  job_->IgnorePins();
-  job_->Close(std::move(done));
-}
-
-// Asked while the loop cannot look itself.
-bool Session::RankHasLeft() const {
-  pollfd watched{.fd = socket_.get(), .events = POLLRDHUP};
-  return IsLeaving() || poll(&watched, 1, 0) > 0;
+absl::Status Session::Attach(proto::Doorbell doorbell) {
+  const std::shared_ptr<Job> job = this->job();
+  return job->loop().Call<absl::Status>([&](const std::function<void(absl::Status)>& answer) {
+    answer(job->Map(*job->FindRank(id()), std::move(doorbell)));
+  });
 }
 
 }  // namespace offload::daemon

@@ -1,25 +1,26 @@
 // offloadd/session.h
 //
-// One connected rank: its handshake, its life, its job. Every session has a thread of its own with
-// an event loop, so that a job that waits for a drive, a lock or its rank stops no other job.
+// One connected rank: its handshake, its token, its limits, and its place in a job. Every session
+// has a thread of its own, which mostly sleeps; the job that it belongs to has another.
 //
 // Invariants
 //   * A session ends when its socket or its process ends, when it breaks the protocol or is too
-//   slow with the handshake, or when the daemon shuts down; then its job is
-//     drained, its store closed, its memory freed, in this order, and `ended` is called from the
-//     session's thread as its last act.
+//   slow with the handshake, or when the daemon shuts down; but not before its job lets it go,
+//   which the last one of a job does drained. `ended` is called from the session's thread as its
+//   last act.
 //   * The token is bound to the socket and dies with it.
+//   * A session belongs to one job in its life, unless that could not be opened.
 //   * A user who is not trusted (proto::IsTrusted) reaches only jobs whose names begin with its
 //   number.
 //
-// Thread safety: id, token, loop, peer, StoredName, calls, stream memory, Shutdown and IsLeaving
-// from any thread; the rest on the session's loop only.
+// Thread safety: all public methods from any thread.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -67,32 +68,36 @@ class Session {
   bool TakeStreamMemory(uint64_t bytes);
   void ReturnStreamMemory(uint64_t bytes) { stream_bytes_.fetch_sub(bytes); }
 
+  // The job that it belongs to; null before OpenJob.
+  std::shared_ptr<Job> job() const;
+  // OFD-1503 when it belongs to one already, OFD-1802 when it ends. Everybody who asks the job's
+  // loop to let a rank in afterwards asks IsLeaving() there first.
+  absl::Status JoinJob(std::shared_ptr<Job> job);
+  // The job could not be opened.
+  void DropJob();
+  // What it is to its job, which gives it a number.
+  Rank::Member MemberOfJob();
+
   // Drains and ends.
   void Shutdown();
-  // True once nobody needs the job any more: the rank has closed it or is gone, or the daemon shuts
-  // down.
+  // True once the rank is gone, or the daemon shuts down.
   bool IsLeaving() const;
-
-  // ---- On the loop.
-  // Null before OpenJob.
-  Job* job() { return job_.get(); }
-  // Once, for the job that the session has claimed; again only after an error.
-  absl::StatusOr<proto::v1::OpenJobReply> OpenJob(const proto::v1::OpenJobRequest& request);
-  // Drains the job and closes its store; the session stays, without a job that does anything.
-  void CloseJob(std::function<void(absl::Status)> done);
 
  private:
   Session(UniqueFd socket, proto::Peer peer, Options options, std::unique_ptr<EventLoop> loop,
           proto::Token token, std::function<void(uint64_t)> ended);
+  // ---- On the loop.
   void Run();
-  int Turn();
   void ReadSocket();
   absl::Status Handle(const proto::RankMessage& message);
   absl::Status SendMemory();
-  bool RankHasLeft() const;
-  // Milliseconds until the rank is too late, at most `timeout_ms`; ends the session when it is.
-  int WatchHandshake(int timeout_ms);
+  absl::Status Attach(proto::Doorbell doorbell);
+  // Milliseconds until the rank is too late, -1 when nothing is owed; ends the session when it is.
+  int WatchHandshake();
   void End(std::string_view reason);
+  // Tells the job, if there is one, by `leave`, which is given what to call when the session may
+  // end.
+  void LeaveJob(const std::function<void(Job& job, std::function<void()> done)>& leave);
 
   UniqueFd socket_;
   proto::Peer peer_;
@@ -100,7 +105,8 @@ class Session {
   proto::Token token_;
   std::function<void(uint64_t)> ended_;
   std::unique_ptr<EventLoop> loop_;
-  std::unique_ptr<Job> job_;
+  mutable std::mutex job_mutex_;
+  std::shared_ptr<Job> job_;                 // guarded by job_mutex_
   std::optional<proto::Doorbell> doorbell_;  // ours, until the rank has mapped its memory
   bool greeted_ = false;
   bool memory_sent_ = false;

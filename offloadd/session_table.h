@@ -1,6 +1,6 @@
 // offloadd/session_table.h
 //
-// The sessions of the daemon, found by number or by token, and which jobs they have open.
+// The sessions of the daemon, found by number or by token.
 //
 // Thread safety: all methods may be called from any thread.
 #pragma once
@@ -10,12 +10,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
 #include <vector>
 
-#include "absl/status/statusor.h"
-#include "base/error.h"
 #include "offloadd/session.h"
 
 namespace offload::daemon {
@@ -33,34 +29,7 @@ class SessionTable {
     if (entry == sessions_.end()) return nullptr;
     std::shared_ptr<Session> session = std::move(entry->second);
     sessions_.erase(entry);
-    claims_.erase(id);
     return session;
-  }
-  // Gives `session` the claim of a job, named by anything that is the same for the same store, for
-  // as long as it lives. Otherwise returns the process of the session that has it. One that is
-  // leaving does not count: its store's lock is waited for. OFD-1503 when the session has claimed a
-  // job before, OFD-1802 when it has ended.
-  absl::StatusOr<std::optional<pid_t>> Claim(const std::shared_ptr<Session>& session,
-                                             const std::string& job) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (sessions_.count(session->id()) == 0)
-      return MakeError(ErrorId::kSessionEnded, "the session is closed");
-    if (claims_.count(session->id()) != 0)
-      return MakeError(ErrorId::kProtocol, "OpenJob for the second time");
-    if (const std::shared_ptr<Session> holder = Holder(job); holder != nullptr)
-      return holder->client_pid();
-    claims_[session->id()] = job;
-    return std::optional<pid_t>();
-  }
-  // For a job that could not be opened.
-  void DropClaim(const std::shared_ptr<Session>& session) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    claims_.erase(session->id());
-  }
-  // The session that has the claim of a job and is not leaving; null when there is none.
-  std::shared_ptr<Session> FindByClaim(const std::string& job) const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return Holder(job);
   }
   // Compares with every token, each in constant time. Null when it is nobody's.
   std::shared_ptr<Session> FindByToken(const proto::Token& token) const {
@@ -89,13 +58,6 @@ class SessionTable {
   }
 
  private:
-  std::shared_ptr<Session> Holder(const std::string& job) const {
-    for (const auto& [id, claimed] : claims_) {
-      const std::shared_ptr<Session>& session = sessions_.at(id);
-      if (claimed == job && !session->IsLeaving()) return session;
-    }
-    return nullptr;
-  }
   template <typename Predicate>
   size_t Count(Predicate holds) const {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -106,7 +68,6 @@ class SessionTable {
 
   mutable std::mutex mutex_;
   std::map<uint64_t, std::shared_ptr<Session>> sessions_;  // guarded by mutex_
-  std::map<uint64_t, std::string> claims_;  // by session, one of sessions_; guarded by mutex_
 };
 
 }  // namespace offload::daemon

@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include "base/error.h"
 #include "gtest/gtest.h"
 #include "offloadd/session_fixture.h"
 
@@ -35,35 +34,6 @@ TEST_F(SessionTableTest, OneThatWasRemovedIsNotFoundAndCannotBeRemovedAgain) {
   EXPECT_EQ(table_.Remove(1), first_.get());
   EXPECT_EQ(table_.Remove(1), nullptr);
   EXPECT_EQ(table_.FindByToken(first_->token()), nullptr);
-  EXPECT_EQ(ErrorIdOf(table_.Claim(first_.get(), "pool/job").status()), ErrorId::kSessionEnded);
-}
-
-TEST_F(SessionTableTest, AClaimedJobIsAnothersUntilItsClaimIsDroppedOrItsSessionRemoved) {
-  ASSERT_EQ(table_.Claim(first_.get(), "pool/job").value(), std::nullopt);
-  EXPECT_EQ(table_.FindByClaim("pool/job"), first_.get());
-  EXPECT_EQ(table_.FindByClaim("pool/other"), nullptr);
-  EXPECT_EQ(table_.Claim(second_.get(), "pool/job").value(), getpid());
-  table_.DropClaim(first_.get());
-  EXPECT_EQ(table_.FindByClaim("pool/job"), nullptr);
-  EXPECT_EQ(table_.Claim(second_.get(), "pool/job").value(), std::nullopt);
-  table_.Remove(2);
-  EXPECT_EQ(table_.Claim(first_.get(), "pool/job").value(), std::nullopt);
-}
-
-TEST_F(SessionTableTest, ASessionClaimsOneJobAndKeepsItWhenItAsksForAnother) {
-  ASSERT_EQ(table_.Claim(first_.get(), "pool/job").value(), std::nullopt);
-  EXPECT_EQ(ErrorIdOf(table_.Claim(first_.get(), "pool/other").status()), ErrorId::kProtocol);
-  EXPECT_EQ(table_.FindByClaim("pool/job"), first_.get());
-  EXPECT_EQ(table_.Claim(second_.get(), "pool/other").value(), std::nullopt);
-}
-
-// One that has closed its job may stay connected for long.
-TEST_F(SessionTableTest, AJobIsFoundAtItsNewSessionAlsoWhileTheOneBeforeIsLeaving) {
-  ASSERT_EQ(table_.Claim(first_.get(), "pool/job").value(), std::nullopt);
-  first_->Shutdown();
-  EXPECT_EQ(table_.FindByClaim("pool/job"), nullptr);
-  ASSERT_EQ(table_.Claim(second_.get(), "pool/job").value(), std::nullopt);
-  EXPECT_EQ(table_.FindByClaim("pool/job"), second_.get());
 }
 
 }  // namespace

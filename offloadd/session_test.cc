@@ -149,24 +149,50 @@ TEST(SessionTest, ASessionWithoutJobEndsAtOnceHoweverOftenItIsTold) {
   session.WaitForEnd();
 }
 
-TEST(SessionTest, AnEndingSessionOpensNoJob) {
-  SessionFixture session;
-  session.Start();
-  session.Halt();
-  session->Shutdown();
-  std::promise<absl::Status> opened;
-  ASSERT_TRUE(session->loop().Post([&] { opened.set_value(session->OpenJob({}).status()); }));
-  session.Go();
-  EXPECT_EQ(ErrorIdOf(opened.get_future().get()), ErrorId::kSessionEnded);
+std::shared_ptr<Job> MakeJob() {
+  auto job = Job::Create({.name = "job", .store = "pool/job"});
+  EXPECT_TRUE(job.ok()) << job.status();
+  return *std::move(job);
 }
 
-TEST(SessionTest, ClosingWithoutJobIsNothing) {
+TEST(SessionTest, AnEndingSessionJoinsNoJob) {
   SessionFixture session;
   session.Start();
-  const auto status = session->loop().Call<absl::Status>(
-      [&](std::function<void(absl::Status)> done) { session->CloseJob(std::move(done)); });
-  EXPECT_TRUE(status.ok()) << status;
-  EXPECT_TRUE(session->IsLeaving());
+  session->Shutdown();
+  EXPECT_EQ(ErrorIdOf(session->JoinJob(MakeJob())), ErrorId::kSessionEnded);
+  EXPECT_EQ(session->job(), nullptr);
+}
+
+TEST(SessionTest, ASessionBelongsToOneJobUntilThatCouldNotBeOpened) {
+  const SessionFixture session;
+  const std::shared_ptr<Job> job = MakeJob();
+  ASSERT_TRUE(session->JoinJob(job).ok());
+  EXPECT_EQ(ErrorIdOf(session->JoinJob(MakeJob())), ErrorId::kProtocol);
+  EXPECT_EQ(session->job(), job);
+  session->DropJob();
+  EXPECT_TRUE(session->JoinJob(MakeJob()).ok());
+}
+
+TEST(SessionTest, ASessionDrainsItsJobBeforeItEnds) {
+  SessionFixture session;
+  const std::shared_ptr<Job> job = MakeJob();
+  ASSERT_TRUE(session->JoinJob(job).ok());
+  session.Start();
+  session->Shutdown();
+  session.WaitForEnd();
+  EXPECT_EQ(job->phase(), JobPhase::kDrained);
+  EXPECT_TRUE(job->IsLeaving());
+}
+
+// Its job has let nobody in for it: there is nothing to wait for.
+TEST(SessionTest, ARankThatIsGoneBeforeItsJobLetItInLeavesTheJobAsItIs) {
+  SessionFixture session;
+  const std::shared_ptr<Job> job = MakeJob();
+  ASSERT_TRUE(session->JoinJob(job).ok());
+  session.Start();
+  session.LeaveRank();
+  session.WaitForEnd();
+  EXPECT_EQ(job->phase(), JobPhase::kOpening);
 }
 
 }  // namespace

@@ -123,7 +123,7 @@ absl::Status AddTensors(const proto::v1::StepRequest& message,
       task.spilled = true;
       task.scratch_offset = gradient.offset_bytes;
     } else {
-      update.gradient = context.region + gradient.offset_bytes;
+      update.gradient = context.ranks.front().region + gradient.offset_bytes;
     }
     task.tensors.push_back(tensor);
     task.members.push_back(update);

@@ -33,7 +33,7 @@ class StepPlanTest : public testing::Test {
         {},
         {.home = proto::GradientHome::kRegion, .offset_bytes = kGradientOffset + 4096},
         {.home = proto::GradientHome::kScratch, .offset_bytes = 8192}};
-    context_.region = region_.data();
+    context_.ranks = {{.region = region_.data()}};
   }
   static void AddTensor(StepRequest& message, uint32_t tensor, uint32_t group = 0,
                         uint64_t update_count = 1) {

@@ -32,11 +32,68 @@ uint64_t PlaneElementBytes(const proto::StoreTensor& tensor, int plane) {
 
 }  // namespace
 
+// ---- Several ranks -----------------------------------------------------------------------------
+
+bool Transfers::IsFollow(const proto::SubmissionEntry& entry) const {
+  return IsPut(entry) && entry.element_count == 0;
+}
+
+Transfers::Follows& Transfers::FollowsOf(uint32_t tensor) {
+  Follows& follows = follows_[tensor];
+  follows.counts.resize(context_->ranks.size(), 0);
+  return follows;
+}
+
+// Before the job is published only the first rank puts, and nobody reads.
+void Transfers::Follow(uint32_t rank, const proto::SubmissionEntry& entry) {
+  Follows& follows = FollowsOf(entry.tensor);
+  const uint64_t sequence = ++follows.counts[rank];
+  if (!context_->published || sequence <= follows.ended)
+    return context_->complete(rank, entry.tag, absl::OkStatus(), 0);
+  follows.waiters.push_back({rank, entry.tag, sequence});
+}
+
+// All puts of the sequence are done.
+void Transfers::EndSequence(const Request& request) {
+  Follows& follows = FollowsOf(request.entry.tensor);
+  ++follows.ended;
+  // Who waited in an exchange instead has seen it, too.
+  for (uint64_t& count : follows.counts) count = std::max(count, follows.ended);
+  std::erase_if(follows.waiters, [&](const Follows::Waiter& waiter) {
+    if (waiter.sequence > follows.ended) return false;
+    context_->complete(waiter.rank, waiter.tag, absl::OkStatus(), 0);
+    return true;
+  });
+  --puts_;
+  context_->complete(request.rank, request.entry.tag, absl::OkStatus(), 0);
+}
+
+absl::StatusOr<bool> Transfers::IsFollowed(const Request& request) {
+  if (context_->ranks.size() == 1 || !context_->published) return true;
+  const Follows& follows = FollowsOf(request.entry.tensor);
+  for (uint32_t rank = 1; rank < context_->ranks.size(); ++rank) {
+    const RankMemory& other = context_->ranks[rank];
+    if (follows.counts[rank] > follows.ended || other.is_exchanging || !other.is_here) continue;
+    if (!other.is_stepping) return false;
+    return MakeError(
+        ErrorId::kRanksDiffer,
+        absl::StrCat("rank 0 writes \"", context_->catalogue.tensors[request.entry.tensor].name,
+                     "\" in place while rank ", rank, " takes a step without having done so"));
+  }
+  return true;
+}
+
 // ---- The queue ---------------------------------------------------------------------------------
 
-void Transfers::Add(const proto::SubmissionEntry& entry) {
+void Transfers::Add(uint32_t rank, const proto::SubmissionEntry& entry) {
+  if (rank != 0 && IsFollow(entry)) return Follow(rank, entry);
+  if (rank != 0 && IsPut(entry)) {
+    return context_->complete(
+        rank, entry.tag,
+        MakeError(ErrorId::kProtocol, absl::StrCat("rank ", rank, " puts; only the first may")), 0);
+  }
   puts_ += IsPut(entry);
-  queue_.push_back(entry);
+  queue_.push_back({rank, entry});
 }
 
 bool Transfers::Turn() {
@@ -44,9 +101,18 @@ bool Transfers::Turn() {
   std::unordered_set<uint32_t> blocked;
   bool waiting = false;
   for (size_t i = 0; i < queue_.size() && in_flight_ < kLimits.transfers_in_flight_max;) {
-    const proto::SubmissionEntry entry = queue_[i];
+    const Request request = queue_[i];
+    const proto::SubmissionEntry& entry = request.entry;
     const uint32_t store_tensor = context_->catalogue.placements[entry.tensor].store_tensor;
-    if (blocked.count(store_tensor) != 0 || !CanStart(entry)) {
+    absl::StatusOr<bool> can_start = blocked.count(store_tensor) == 0;
+    if (*can_start && IsPut(entry)) can_start = IsFollowed(request);
+    if (!can_start.ok()) {
+      --puts_;
+      queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(i));
+      context_->complete(request.rank, entry.tag, can_start.status(), 0);
+      continue;
+    }
+    if (!*can_start || !CanStart(entry)) {
       blocked.insert(store_tensor);
       waiting = true;
       ++i;
@@ -55,7 +121,7 @@ bool Transfers::Turn() {
       continue;
     }
     queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(i));
-    Start(entry);
+    IsFollow(entry) ? EndSequence(request) : Start(request);
   }
   return waiting;
 }
@@ -67,7 +133,7 @@ bool Transfers::CanStart(const proto::SubmissionEntry& entry) {
     executor_->Demand(store_tensor);
     return false;
   }
-  if (IsPut(entry) && !CanPut()) return false;
+  if (IsPut(entry) && !IsFollow(entry) && !CanPut()) return false;
   if (tensor.bundle && !cache_->loaded(store_tensor)) {
     cache_->EnsureLoading(store_tensor);
     return false;
@@ -75,7 +141,7 @@ bool Transfers::CanStart(const proto::SubmissionEntry& entry) {
   if (cache_->loading(store_tensor) || buffers_in_use_ == kBuffersMax) return false;
   const auto found = users_.find(store_tensor);
   const Users users = found == users_.end() ? Users{} : found->second;
-  if (!IsPut(entry)) return users.puts == 0;
+  if (!IsPut(entry) || IsFollow(entry)) return users.puts == 0;
   return users.gets == 0 && (!tensor.bundle || users.puts == 0);
 }
 
@@ -90,10 +156,14 @@ bool Transfers::CanPut() {
   return false;
 }
 
-void Transfers::FailQueued() {
-  for (const proto::SubmissionEntry& entry : std::exchange(queue_, {})) {
-    puts_ -= IsPut(entry);
-    context_->complete(entry.tag, context_->failure, 0);
+void Transfers::FailQueued(const absl::Status& status) {
+  for (auto& [tensor, follows] : follows_) {
+    for (const Follows::Waiter& waiter : std::exchange(follows.waiters, {}))
+      context_->complete(waiter.rank, waiter.tag, status, 0);
+  }
+  for (const Request& request : std::exchange(queue_, {})) {
+    puts_ -= IsPut(request.entry);
+    context_->complete(request.rank, request.entry.tag, status, 0);
   }
 }
 
@@ -105,10 +175,12 @@ absl::StatusOr<MappedRegion> Transfers::TakeBuffer() {
   return buffer;
 }
 
-void Transfers::Start(const proto::SubmissionEntry& entry) {
+void Transfers::Start(const Request& request) {
+  const proto::SubmissionEntry& entry = request.entry;
   auto transfer = std::make_shared<Transfer>();
   const proto::Placement& placement = context_->catalogue.placements[entry.tensor];
   const proto::StoreTensor& tensor = context_->store_tensor(placement.store_tensor);
+  transfer->rank = request.rank;
   transfer->entry = entry;
   transfer->store_tensor = placement.store_tensor;
   transfer->index = static_cast<uint32_t>(entry.element_offset / proto::kExtentElements);
@@ -293,7 +365,7 @@ void Transfers::Verify(Transfer& transfer) const {
 }
 
 void Transfers::ComputeGet(Transfer& transfer) const {
-  std::byte* to = context_->region + transfer.entry.region_offset;
+  std::byte* to = context_->ranks[transfer.rank].region + transfer.entry.region_offset;
   const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
   if (transfer.entry.plane == RingPlane::kMaster && HasResidual(tensor))
     return MergeMaster(transfer, to);
@@ -325,7 +397,7 @@ void Transfers::MergeMaster(Transfer& transfer, std::byte* to) const {
 // Puts the rank's bytes into the slab, if the tensor is there, and takes the checksums of what is
 // to be written.
 void Transfers::ComputePut(Transfer& transfer) const {
-  const std::byte* from = context_->region + transfer.entry.region_offset;
+  const std::byte* from = context_->ranks[transfer.rank].region + transfer.entry.region_offset;
   const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
   PlaneMemory& weight = transfer.planes[0];
   if (weight.bytes != nullptr) {
@@ -408,7 +480,7 @@ void Transfers::Finish(const TransferPointer& transfer, const absl::Status& stat
     --buffers_in_use_;
     free_buffers_.push_back(std::move(transfer->buffer));
   }
-  context_->complete(transfer->entry.tag, status, 0);
+  context_->complete(transfer->rank, transfer->entry.tag, status, 0);
 }
 
 void Transfers::WriteBundles(std::function<void(absl::Status)> done) {

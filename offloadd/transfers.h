@@ -1,7 +1,7 @@
 // offloadd/transfers.h
 //
-// Serves puts, gets and scratch transfers of the rank's ring: bytes between its region and the
-// planes of a tensor.
+// Serves puts and gets of the ranks' rings: bytes between a rank's region and the planes of a
+// tensor.
 //
 // Invariants
 //   * Transfers of one tensor run in the order in which they came; a put runs alone, and none while
@@ -10,6 +10,10 @@
 //   moments stay. It is unsettled until the next step or the end of a load, and dropped if neither
 //   comes; so it begins only after the commit of every step before it, which has nothing of it.
 //   * Everything that the drive gave is verified before it reaches the rank.
+//   * Of several ranks the first one's puts count. They come in sequences, each ended by a put of
+//   no elements, and the k-th sequence of a tensor begins when every other rank has put no elements
+//   of it for the k-th time (it follows: it does not read the old bytes any more), or waits in an
+//   exchange; those are answered when the sequence has ended.
 //
 // Thread safety: the loop's thread only; computations run on workers.
 #pragma once
@@ -35,11 +39,11 @@ class Transfers {
       : context_(context), cache_(cache), state_(state), executor_(executor) {}
 
   // Takes a checked kPut or kGet.
-  void Add(const proto::SubmissionEntry& entry);
+  void Add(uint32_t rank, const proto::SubmissionEntry& entry);
   // Starts what can be started. True while something waits for pins or updates.
   bool Turn();
-  // Answers all that have not begun with the job's failure.
-  void FailQueued();
+  // Answers all that have not begun with why the job ends.
+  void FailQueued(const absl::Status& status);
   bool idle() const { return queue_.empty() && in_flight_ == 0; }
   // True while a put waits or is under way.
   bool putting() const { return puts_ > 0; }
@@ -48,9 +52,14 @@ class Transfers {
   void WriteBundles(std::function<void(absl::Status)> done);
 
  private:
+  struct Request {
+    uint32_t rank;
+    proto::SubmissionEntry entry;
+  };
   // A transfer under way. Its extent is a whole one of the store; the rank's elements are [begin,
   // begin + count) of it.
   struct Transfer {
+    uint32_t rank = 0;
     proto::SubmissionEntry entry;
     uint32_t store_tensor = 0;
     uint32_t index = 0;
@@ -72,10 +81,27 @@ class Transfers {
   struct Users {
     uint32_t puts = 0, gets = 0;
   };
+  // Of a tensor that several ranks have overwritten: how often, and whose calls wait for the first.
+  struct Follows {
+    struct Waiter {
+      uint32_t rank;
+      uint64_t tag;
+      uint64_t sequence;
+    };
+    uint64_t ended = 0;            // sequences of the first rank
+    std::vector<uint64_t> counts;  // per rank
+    std::vector<Waiter> waiters;
+  };
 
+  bool IsFollow(const proto::SubmissionEntry& entry) const;
+  Follows& FollowsOf(uint32_t tensor);
+  void Follow(uint32_t rank, const proto::SubmissionEntry& entry);
+  void EndSequence(const Request& request);
+  // True when no other rank reads the old bytes any more; the reason when one never will say so.
+  absl::StatusOr<bool> IsFollowed(const Request& request);
   bool CanStart(const proto::SubmissionEntry& entry);
   bool CanPut();
-  void Start(const proto::SubmissionEntry& entry);
+  void Start(const Request& request);
   void PlacePlanes(const TransferPointer& transfer);
   bool NeedsPlane(const Transfer& transfer, int plane) const;
   void Read(const TransferPointer& transfer);
@@ -96,8 +122,9 @@ class Transfers {
   WeightCache* cache_;
   ResidentState* state_;
   UpdateExecutor* executor_;
-  std::deque<proto::SubmissionEntry> queue_;
-  std::unordered_map<uint32_t, Users> users_;  // by store tensor
+  std::deque<Request> queue_;
+  std::unordered_map<uint32_t, Users> users_;      // by store tensor
+  std::unordered_map<uint32_t, Follows> follows_;  // by tensor
   uint32_t in_flight_ = 0;
   uint32_t puts_ = 0;  // queued and in flight
   uint32_t buffers_in_use_ = 0;

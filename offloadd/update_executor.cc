@@ -104,7 +104,7 @@ Readiness UpdateExecutor::Look(uint32_t store_tensor) {
 
 bool UpdateExecutor::StartTask() {
   if (order_.empty()) return false;
-  const bool polite = pace_.Polite(hurry_ || context_->pins == nullptr, cache_->has_schedule(),
+  const bool polite = pace_.Polite(hurry_ || !context_->HasPins(), cache_->has_schedule(),
                                    cache_->position(), context_->clock->NowSeconds());
   bool had_weights = true;
   const std::optional<uint32_t> store_tensor = order_.Next(

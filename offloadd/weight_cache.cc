@@ -43,8 +43,9 @@ void WeightCache::StoreWord(uint32_t tensor, proto::TensorState state) const {
   Word(tensor).store(proto::MakeTensorWord(state, offset), std::memory_order_seq_cst);
 }
 
-void WeightCache::Answer(uint32_t tensor, uint64_t tag) const {
-  context_->complete(tag, absl::OkStatus(), Word(tensor).load(std::memory_order_relaxed));
+void WeightCache::Answer(const Waiter& waiter) const {
+  context_->complete(waiter.rank, waiter.tag, absl::OkStatus(),
+                     Word(waiter.tensor).load(std::memory_order_relaxed));
 }
 
 void WeightCache::AnswerWaiters(uint32_t store_tensor) {
@@ -55,7 +56,7 @@ void WeightCache::AnswerWaiters(uint32_t store_tensor) {
       continue;
     }
     --waiting_count_[waiter.tensor];
-    Answer(waiter.tensor, waiter.tag);
+    Answer(waiter);
   }
 }
 
@@ -63,7 +64,7 @@ void WeightCache::FailWaiters(const absl::Status& status) {
   for (State& state : states_) {
     for (const Waiter& waiter : std::exchange(state.waiters, {})) {
       --waiting_count_[waiter.tensor];
-      context_->complete(waiter.tag, status, 0);
+      context_->complete(waiter.rank, waiter.tag, status, 0);
     }
     state.demanded = false;
   }
@@ -73,11 +74,11 @@ void WeightCache::FailWaiters(const absl::Status& status) {
 
 // ---- Ranks -------------------------------------------------------------------------------------
 
-void WeightCache::Acquire(uint32_t tensor, uint64_t tag) {
+void WeightCache::Acquire(uint32_t rank, uint32_t tensor, uint64_t tag) {
   const uint32_t store_tensor = context_->catalogue.placements[tensor].store_tensor;
-  if (!pending_[tensor] && loaded(store_tensor)) return Answer(tensor, tag);
+  if (!pending_[tensor] && loaded(store_tensor)) return Answer({rank, tensor, tag});
   State& state = states_[store_tensor];
-  state.waiters.push_back({tensor, tag});
+  state.waiters.push_back({rank, tensor, tag});
   ++waiting_count_[tensor];
   if (pending_[tensor]) on_demand_(store_tensor);
   if (pending_[tensor] || state.phase == Phase::kAbsent) Demand(store_tensor);
@@ -117,6 +118,21 @@ void WeightCache::SetSchedule(std::span<const uint32_t> tensors) {
   order_ = UseOrder(touches, static_cast<uint32_t>(states_.size()));
 }
 
+void WeightCache::SetPositions(std::span<const Position> positions) {
+  positions_.assign(positions.begin(), positions.end());
+  last_ = *std::min_element(positions.begin(), positions.end(),
+                            [](const Position& a, const Position& b) {
+                              return std::pair(a.step, a.touch) < std::pair(b.step, b.touch);
+                            });
+}
+
+uint64_t WeightCache::NextUse(uint32_t store_tensor) const {
+  uint64_t nearest = kNeverUsed;
+  for (const Position& position : positions_)
+    nearest = std::min(nearest, order_.NextUse(store_tensor, position.touch));
+  return nearest;
+}
+
 // ---- The update --------------------------------------------------------------------------------
 
 void WeightCache::MarkPending(std::span<const uint32_t> tensors) {
@@ -127,8 +143,7 @@ void WeightCache::MarkPending(std::span<const uint32_t> tensors) {
 }
 
 bool WeightCache::Unused(uint32_t tensor) const {
-  if (context_->pins == nullptr) return true;
-  return context_->pins[tensor].load(std::memory_order_seq_cst) <= waiting_count_[tensor];
+  return context_->Pins(tensor) <= waiting_count_[tensor];
 }
 
 bool WeightCache::HasSlot(uint32_t store_tensor) const {
@@ -163,10 +178,8 @@ void WeightCache::Updated(uint32_t store_tensor) {
 // ---- Room --------------------------------------------------------------------------------------
 
 bool WeightCache::Pinned(const proto::StoreTensor& tensor) const {
-  if (context_->pins == nullptr) return false;
-  return std::any_of(tensor.members.begin(), tensor.members.end(), [this](uint32_t member) {
-    return context_->pins[member].load(std::memory_order_seq_cst) != 0;
-  });
+  return std::any_of(tensor.members.begin(), tensor.members.end(),
+                     [this](uint32_t member) { return context_->Pins(member) != 0; });
 }
 
 bool WeightCache::AnyPending(const proto::StoreTensor& tensor) const {
@@ -306,9 +319,18 @@ bool WeightCache::Turn() {
   return demands_wait || wishes_wait;
 }
 
+void WeightCache::PutLastRankFirst() {
+  std::stable_partition(demands_.begin(), demands_.end(), [this](uint32_t store_tensor) {
+    const std::vector<Waiter>& waiters = states_[store_tensor].waiters;
+    return std::any_of(waiters.begin(), waiters.end(),
+                       [this](const Waiter& waiter) { return waiter.rank == last_.rank; });
+  });
+}
+
 // Tries all, in order: a big tensor that finds no room must not stop those that other threads wait
 // for.
 bool WeightCache::ServeDemands() {
+  if (positions_.size() > 1) PutLastRankFirst();
   bool waits_for_room = false;  // updates that wait for it are looked after by the executor
   for (size_t i = demands_.size(); i > 0; --i) {
     const uint32_t store_tensor = demands_.front();
@@ -349,7 +371,7 @@ void WeightCache::CheckPatience(uint32_t store_tensor) {
   state.waiting_since = now;  // of who comes next
   for (const Waiter& waiter : std::exchange(state.waiters, {})) {
     --waiting_count_[waiter.tensor];
-    context_->complete(waiter.tag, status, 0);
+    context_->complete(waiter.rank, waiter.tag, status, 0);
   }
 }
 

@@ -10,6 +10,8 @@
 //   loading, being updated or written
 //     to the drive.
 //   * Every acquire is completed exactly once: resident, or with the reason why not.
+//   * Of several ranks, the one that is behind all others is served first: what it waits for is what
+//   the others wait for in the end.
 //
 // A tensor of the store passes through: absent → loading → loaded; or absent → claimed (by an
 // update that reads the weights itself) → loaded; loaded → claimed → loaded. Bundles and resident
@@ -36,14 +38,22 @@ class WeightCache {
   WeightCache(JobContext* context, bool new_store);
 
   // ---- Ranks.
-  void Acquire(uint32_t tensor, uint64_t tag);
+  void Acquire(uint32_t rank, uint32_t tensor, uint64_t tag);
   void Prefetch(uint32_t tensor);
   void SetSchedule(std::span<const uint32_t> tensors);
-  void SetPosition(uint32_t position) { position_ = position; }
-  uint32_t position() const { return position_; }
+  // Where a rank is: the step that it called for last, and the touch in its schedule.
+  struct Position {
+    uint32_t rank = 0;
+    uint64_t step = 0;
+    uint32_t touch = 0;
+  };
+  // Of all ranks, at least one.
+  void SetPositions(std::span<const Position> positions);
+  // Of the rank that is behind all others.
+  uint32_t position() const { return last_.touch; }
   bool has_schedule() const { return !order_.empty(); }
-  // Touches until the next use, from the rank's position.
-  uint64_t NextUse(uint32_t store_tensor) const { return order_.NextUse(store_tensor, position_); }
+  // Touches until the next use, by the rank that is nearest to it.
+  uint64_t NextUse(uint32_t store_tensor) const;
 
   // Called when a rank waits for a tensor whose update is pending.
   void SetOnDemand(std::function<void(uint32_t store_tensor)> on_demand) {
@@ -95,6 +105,7 @@ class WeightCache {
  private:
   enum class Phase : uint8_t { kAbsent, kLoading, kLoaded, kClaimed };
   struct Waiter {
+    uint32_t rank;
     uint32_t tensor;
     uint64_t tag;
   };
@@ -113,7 +124,7 @@ class WeightCache {
 
   std::atomic<uint64_t>& Word(uint32_t tensor) const;
   void StoreWord(uint32_t tensor, proto::TensorState state) const;
-  void Answer(uint32_t tensor, uint64_t tag) const;
+  void Answer(const Waiter& waiter) const;
   void AnswerWaiters(uint32_t store_tensor);
   void Demand(uint32_t store_tensor);
   bool Pinned(const proto::StoreTensor& tensor) const;
@@ -127,6 +138,7 @@ class WeightCache {
   void IssueExtent(uint32_t store_tensor, uint32_t index);
   void FinishExtent(uint32_t store_tensor, const absl::Status& status);
   void BecomeLoaded(uint32_t store_tensor);
+  void PutLastRankFirst();
   bool ServeDemands();
   bool ServeWishes();
   void CheckPatience(uint32_t store_tensor);
@@ -134,7 +146,8 @@ class WeightCache {
   JobContext* context_;
   WeightWindow window_;
   UseOrder order_;
-  uint32_t position_ = 0;
+  std::vector<Position> positions_ = {{}};
+  Position last_;                        // of positions_
   std::vector<State> states_;            // per store tensor
   std::vector<bool> pending_;            // per tensor
   std::vector<uint32_t> waiting_count_;  // per tensor: acquires that wait

@@ -88,6 +88,11 @@ absl::Status CheckTransfer(const SubmissionEntry& entry, const SubmissionLimits&
   if (!IsAligned(entry.element_offset, kExtentElements)) {
     return Fault("element_offset", entry.element_offset, "not the beginning of an extent");
   }
+  if (entry.operation == RingOperation::kPut && entry.element_count == 0 &&
+      limits.has_several_ranks) {
+    OFFLOAD_RETURN_IF_ERROR(ExpectZero("element_offset", entry.element_offset));
+    return ExpectZero("region_offset", entry.region_offset);
+  }
   if (entry.element_count == 0 || entry.element_count > kExtentElements) {
     return Fault("element_count", entry.element_count,
                  absl::StrCat("between 1 and ", kExtentElements));

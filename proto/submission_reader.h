@@ -37,6 +37,8 @@ struct SubmissionLimits {
   // Null until Seal: operations on tensors are faults before. Outlives the reader.
   const Catalogue* catalogue = nullptr;
   OptimizerState optimizer = OptimizerState::kNone;
+  // Puts of no elements end and follow sequences of them (offloadd/transfers.h).
+  bool has_several_ranks = false;
 };
 
 // Checks one copied entry: known operation, ids, ranges, alignment, unused and reserved fields

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/crc32c.h"
 #include "client/session.h"
 #include "gtest/gtest.h"
 #include "kernels/update.h"
@@ -52,6 +53,8 @@ struct Variant {
   std::string io_engine = "auto";
   std::string durability = "step";
   uint32_t generations = 0;
+  // Of several ranks: every one has the whole gradient, as if the trainer had reduced it.
+  client::World world;
 };
 
 struct TensorShape {
@@ -85,6 +88,7 @@ class Job {
                          .trainable = shape.trainable});
     }
     catalogue_ = *proto::BuildCatalogue(std::move(tensors));
+    connect_.world = variant_.world;
     MakePlan();
   }
 
@@ -93,12 +97,7 @@ class Job {
     auto session = client::Session::Connect(connect_);
     ASSERT_TRUE(session.ok()) << session.status();
     session_ = *std::move(session);
-    auto info = session_->OpenJob({.job = name_,
-                                   .pool = pool_,
-                                   .ram_bytes = kRamBytes,
-                                   .io_engine = variant_.io_engine,
-                                   .durability = variant_.durability,
-                                   .generations = variant_.generations});
+    auto info = session_->OpenJob(Options());
     ASSERT_TRUE(info.ok()) << info.status();
     info_ = *info;
     ASSERT_TRUE(session_->DeclareTensors(catalogue_.tensors).ok());
@@ -107,10 +106,23 @@ class Job {
     step_ = info_.step;
     if (info_.exists) return;
     references_ = InitialWeights();
-    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) Put(tensor);
-    const absl::Status published = session_->Publish("begin");
+    if (rank() == 0) {
+      for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) Put(tensor);
+    }
+    const absl::Status published = session_->Publish(StateOfRank("begin"));
     ASSERT_TRUE(published.ok()) << published;
     history_ = {references_};
+  }
+
+  client::JobOptions Options() const {
+    return {.job = name_,
+            .pool = pool_,
+            .ram_bytes = kRamBytes,
+            .io_engine = variant_.io_engine,
+            .durability = variant_.durability,
+            .generations = variant_.generations,
+            .world = variant_.world,
+            .gradients_reduced = variant_.world.world_size > 1};
   }
 
   // Takes the working bytes of a tensor from its reference.
@@ -130,24 +142,27 @@ class Job {
   // One step with random gradients; the reference takes it, too. `skipped` tensors have none.
   void Step(const std::vector<uint32_t>& skipped = {}) {
     client::StepCommand command;
-    command.step = ++step_;
-    command.groups = {Group(1e-2), Group(3e-2)};
-    command.has_trainer_state = true;
-    command.trainer_state = absl::StrCat("after ", step_);
-    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
-      if (!catalogue_.tensors[tensor].trainable ||
-          std::count(skipped.begin(), skipped.end(), tensor) != 0)
-        continue;
-      const float scale = tensor % 2 == 0 ? 1.0f : 0.37f;
-      const uint32_t group = tensor % 3 == 0 ? 1 : 0;
-      const std::vector<std::byte> gradient = Gradient(tensor);
-      HandOver(tensor, gradient);
-      Update(tensor, command.groups[group], gradient, scale);
-      command.updates.push_back({tensor, group, references_[tensor].update_count, scale});
-    }
+    ASSERT_TRUE(MakeStep(skipped, true, &command).ok());
     const absl::Status status = session_->Step(command);
     ASSERT_TRUE(status.ok()) << status;
     history_.push_back(references_);
+  }
+  // The same, with gradients that depend on nothing but the number of the step.
+  absl::Status NumberedStep() {
+    client::StepCommand command;
+    SeedByStep();
+    const absl::Status handed_over = MakeStep({}, true, &command);
+    return handed_over.ok() ? session_->Step(command) : handed_over;
+  }
+  // Takes numbered steps of a new job in memory only, as far as `step`.
+  void SkipTo(uint64_t step) {
+    if (references_.empty()) references_ = InitialWeights();
+    while (step_ < step) {
+      client::StepCommand command;
+      SeedByStep();
+      ASSERT_TRUE(MakeStep({}, false, &command).ok());
+    }
+    history_ = {references_};
   }
 
   // Touches every tensor in the order of a forward and checks its bytes.
@@ -197,7 +212,7 @@ class Job {
   }
 
   // Connects to the daemon of OFFLOADD_SOCKET instead of a private one.
-  void UseNodeDaemon() { connect_ = {.allow_private = false}; }
+  void UseNodeDaemon() { connect_ = {.allow_private = false, .world = variant_.world}; }
 
   // Ends the session without closing the job.
   void Leave() { session_.reset(); }
@@ -240,10 +255,17 @@ class Job {
     history_.back() = references_;
   }
 
+  uint32_t rank() const { return variant_.world.rank; }
+  // What the trainer keeps: of every rank its own.
+  std::string StateOfRank(const std::string& state) const {
+    return variant_.world.world_size == 1 ? state : absl::StrCat(state, " in rank ", rank());
+  }
   client::Session& session() { return *session_; }
   const client::JobInfo& info() const { return info_; }
   uint64_t step() const { return step_; }
   const proto::Catalogue& catalogue() const { return catalogue_; }
+  const proto::MemoryPlan& plan() const { return plan_; }
+  uint64_t pins_offset() const { return pins_offset_; }
 
  private:
   uint64_t count(uint32_t tensor) const { return catalogue_.tensors[tensor].element_count; }
@@ -279,6 +301,8 @@ class Job {
       plan_.gradients.push_back(placement);
     }
     plan_.region_bytes = end;
+    plan_.world_size = variant_.world.world_size;
+    if (plan_.world_size > 1) plan_.other_region_bytes = end;
   }
 
   References InitialWeights() {
@@ -322,23 +346,51 @@ class Job {
     return CastBytes(values);
   }
 
-  void HandOver(uint32_t tensor, const std::vector<std::byte>& gradient) {
+  absl::Status HandOver(uint32_t tensor, const std::vector<std::byte>& gradient) {
     const proto::GradientPlacement& placement = plan_.gradients[tensor];
     // The update of the step before may still be reading the gradient: a tensor that is not pending
     // any more has taken it.
     if (session_->State(tensor) == proto::kPending) {
-      ASSERT_TRUE(session_->Acquire(tensor).ok());
+      if (const auto acquired = session_->Acquire(tensor); !acquired.ok()) return acquired.status();
       session_->Release(tensor);
     }
     if (placement.home == proto::GradientHome::kRegion) {
       std::memcpy(session_->region() + placement.offset_bytes, gradient.data(), gradient.size());
-      return;
+      return absl::OkStatus();
     }
     const uint64_t bytes = proto::PaddedBytes(gradient.size());
     std::memcpy(session_->region() + staging_offset_, gradient.data(), gradient.size());
-    const absl::Status status =
-        session_->Wait(session_->ScratchWrite(placement.offset_bytes, bytes, staging_offset_));
-    ASSERT_TRUE(status.ok()) << status;
+    return session_->Wait(session_->ScratchWrite(placement.offset_bytes, bytes, staging_offset_));
+  }
+
+  void SeedByStep() {
+    random_.seed(static_cast<uint32_t>(step_ + 1));
+    normal_.reset();
+  }
+
+  absl::Status MakeStep(const std::vector<uint32_t>& skipped, bool hands_over,
+                        client::StepCommand* command) {
+    command->step = ++step_;
+    command->groups = {Group(1e-2), Group(3e-2)};
+    command->has_trainer_state = true;
+    command->trainer_state = StateOfRank(absl::StrCat("after ", step_));
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
+      if (!catalogue_.tensors[tensor].trainable ||
+          std::count(skipped.begin(), skipped.end(), tensor) != 0)
+        continue;
+      const float scale = tensor % 2 == 0 ? 1.0f : 0.37f;
+      const uint32_t group = tensor % 3 == 0 ? 1 : 0;
+      const std::vector<std::byte> gradient = Gradient(tensor);
+      if (hands_over) {
+        if (const absl::Status status = HandOver(tensor, gradient); !status.ok()) return status;
+      }
+      Update(tensor, command->groups[group], gradient, scale);
+      command->updates.push_back({tensor, group, references_[tensor].update_count, scale});
+      if (variant_.world.world_size > 1) {
+        command->updates.back().own_gradient_crc = Crc32c(0, gradient.data(), gradient.size());
+      }
+    }
+    return absl::OkStatus();
   }
 
   client::Group Group(double lr) const {

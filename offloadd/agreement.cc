@@ -1,0 +1,65 @@
+#include "offloadd/agreement.h"
+
+#include <google/protobuf/util/message_differencer.h>
+
+#include <algorithm>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/error.h"
+
+namespace offload::daemon {
+namespace {
+
+absl::Status Difference(const std::string& what) { return MakeError(ErrorId::kRanksDiffer, what); }
+
+std::string Describe(const proto::Tensor& tensor) {
+  return absl::StrCat(tensor.dtype == proto::Dtype::kFloat32 ? "fp32" : "bf16", " of shape [",
+                      absl::StrJoin(tensor.shape, ", "), "], ",
+                      tensor.trainable ? "trainable" : "frozen");
+}
+
+// The messages of one stream as one: lists are continued.
+proto::v1::SealRequest Join(const std::vector<proto::v1::SealRequest>& messages) {
+  proto::v1::SealRequest joined;
+  for (const proto::v1::SealRequest& message : messages) joined.MergeFrom(message);
+  return joined;
+}
+
+}  // namespace
+
+absl::Status CompareTensors(OfRank<std::vector<proto::Tensor>> a,
+                            OfRank<std::vector<proto::Tensor>> b) {
+  for (size_t i = 0; i < std::min(a.said.size(), b.said.size()); ++i) {
+    const proto::Tensor& tensor = a.said[i];
+    const proto::Tensor& other = b.said[i];
+    if (tensor.name != other.name) {
+      return Difference(absl::StrCat("tensor ", i, " is \"", tensor.name, "\" in rank ", a.rank,
+                                     " and \"", other.name, "\" in rank ", b.rank));
+    }
+    if (tensor.shape == other.shape && tensor.dtype == other.dtype &&
+        tensor.trainable == other.trainable)
+      continue;
+    return Difference(absl::StrCat("\"", tensor.name, "\" is ", Describe(tensor), " in rank ",
+                                   a.rank, " and ", Describe(other), " in rank ", b.rank));
+  }
+  if (a.said.size() == b.said.size()) return absl::OkStatus();
+  return Difference(absl::StrCat("the model has ", a.said.size(), " tensors in rank ", a.rank,
+                                 " and ", b.said.size(), " in rank ", b.rank));
+}
+
+absl::Status ComparePlans(OfRank<std::vector<proto::v1::SealRequest>> a,
+                          OfRank<std::vector<proto::v1::SealRequest>> b) {
+  const proto::v1::SealRequest plan = Join(a.said), other = Join(b.said);
+  if (plan.SerializeAsString() == other.SerializeAsString()) return absl::OkStatus();
+  std::string differences;
+  google::protobuf::util::MessageDifferencer differencer;
+  differencer.ReportDifferencesToString(&differences);
+  differencer.Compare(plan, other);
+  const std::string first = differences.substr(0, differences.find('\n'));
+  return Difference(absl::StrCat("the optimizer or the plan of memory differs between ranks ",
+                                 a.rank, " and ", b.rank, ": ", first));
+}
+
+}  // namespace offload::daemon

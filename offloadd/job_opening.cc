@@ -1,0 +1,314 @@
+// Job's beginning: from a request to an open store, or none yet, and the memories; and what runs
+// off the loop.
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "base/byte_size.h"
+#include "base/checked.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "base/string_view.h"
+#include "offloadd/environment.h"
+#include "offloadd/job.h"
+#include "offloadd/limits.h"
+#include "offloadd/trainer_states.h"
+#include "spdlog/spdlog.h"
+
+namespace offload::daemon {
+namespace {
+
+absl::StatusOr<aio::Engine> ParseEngine(const std::string& text) {
+  if (text.empty()) return aio::Engine::kAuto;
+  if (const std::optional<aio::Engine> engine = aio::EngineOfName(text)) return *engine;
+  return MakeError(ErrorId::kBadValue, absl::StrCat("io_engine \"", text, "\""),
+                   absl::StrCat("Use ", ToAbsl(aio::kEngineNames)));
+}
+
+// Steps from one commit to the next.
+absl::StatusOr<uint64_t> ParseDurability(const std::string& text) {
+  if (text.empty() || text == "step") return 1;
+  constexpr std::string_view kCheckpoint = "checkpoint:";
+  uint64_t steps = 0;
+  if (std::string_view(text).starts_with(kCheckpoint) &&
+      absl::SimpleAtoi(text.substr(kCheckpoint.size()), &steps) && steps > 0)
+    return steps;
+  return MakeError(ErrorId::kBadValue, absl::StrCat("durability \"", text, "\""),
+                   "Use step, or checkpoint:N for a commit after every N steps");
+}
+
+// Beside the trainer's own threads.
+uint32_t DefaultUpdateThreads() {
+  return std::clamp<uint32_t>(std::thread::hardware_concurrency() / 2, 1, 4);
+}
+
+}  // namespace
+
+// ---- The request -------------------------------------------------------------------------------
+
+absl::Status Job::ReadOptions(const proto::v1::OpenJobRequest& request) {
+  if (!swap::IsValidJobName(request.job())) {
+    return MakeError(ErrorId::kBadValue, absl::StrCat("job name \"", request.job(), "\""),
+                     "Use letters, digits and . _ - #, at most 128, not beginning with a dot");
+  }
+  if (request.ram_bytes() > kLimits.ram_bytes_max ||
+      request.update_threads() > kLimits.update_threads_max) {
+    return MakeError(ErrorId::kBadValue,
+                     absl::StrCat("ram of ", request.ram_bytes(), " bytes with ",
+                                  request.update_threads(), " update threads"));
+  }
+  ram_bytes_ = AlignDown(request.ram_bytes(), proto::kSectorBytes);
+  update_threads_ =
+      request.update_threads() != 0 ? request.update_threads() : DefaultUpdateThreads();
+  OFFLOAD_ASSIGN_OR_RETURN(io_.engine, ParseEngine(request.io_engine()));
+  OFFLOAD_ASSIGN_OR_RETURN(context_.checkpoint_steps, ParseDurability(request.durability()));
+  if (request.generations() > swap::kGenerationsMax) {
+    return MakeError(ErrorId::kBadValue, absl::StrCat(request.generations(), " spare generations; ",
+                                                      "at most ", swap::kGenerationsMax));
+  }
+  generations_ = request.generations();
+  return swap::CheckPool(identity_.pool);
+}
+
+// The first rank of a launch opens the store; the others only get a region each.
+void Job::OpenJob(Rank::Member member, const proto::v1::OpenJobRequest& request, OpenDone done) {
+  Rank* known = FindRank(member.session);
+  if (known == nullptr) {
+    const absl::Status status = AddRank(std::move(member), request, &known);
+    if (!status.ok()) return done(status);
+  } else if (known->is_open || known->calls.open != nullptr) {
+    return done(MakeError(ErrorId::kProtocol, "OpenJob for the second time"));
+  }
+  known->calls.open = std::move(done);
+  known->calls.open_since_seconds = context_.clock->NowSeconds();
+  AnswerOpening();
+}
+
+absl::Status Job::AddRank(Rank::Member member, const proto::v1::OpenJobRequest& request,
+                          Rank** added) {
+  if (!end_reason_.ok()) return end_reason_;
+  if (phase() != JobPhase::kOpening) {
+    return MakeError(ErrorId::kStoreLocked,
+                     absl::StrCat("job \"", identity_.name, "\" runs without this rank, process ",
+                                  identity_.pid, " has opened it"));
+  }
+  const bool is_first = world_size() == 0;
+  absl::StatusOr<proto::v1::World> world = WorldOf(request);
+  absl::Status status = world.status();
+  if (status.ok() && is_first) status = ReadOptions(request);
+  if (status.ok()) status = membership_.Add(*world, request, member.pid);
+  if (!status.ok()) {
+    if (is_first) BeginClosing();
+    return status;
+  }
+  if (is_first) {
+    ranks_.resize(world_size());
+    context_.ranks.resize(world_size());
+    join_deadline_seconds_ = context_.clock->NowSeconds() +
+                             NumberFrom("OFFLOADD_JOIN_TIMEOUT", kLimits.join_timeout_seconds);
+    auto made = std::make_shared<Made>();
+    OffLoop([this, made] { OpenStore(*made); }, [this, made] { FinishOpening(*made); });
+  }
+  member.number = world->rank();
+  std::unique_ptr<Rank>& rank = ranks_[member.number];
+  rank = std::make_unique<Rank>(std::move(member));
+  *added = rank.get();
+  auto made = std::make_shared<absl::Status>();
+  OffLoop(
+      [this, made, raw = rank.get()] {
+        if (!cancelled_) *made = raw->MakeRegion(ram_bytes_);
+      },
+      [this, made, raw = rank.get()] {
+        if (!made->ok()) return GiveUpOpening(*made);
+        context_.ranks[raw->number()] = {.region = raw->region().data(),
+                                         .region_bytes = kOpenRegionBytes};
+        UpdateMemory(*raw);
+        AnswerOpening();
+      });
+  return absl::OkStatus();
+}
+
+// ---- Off the loop ------------------------------------------------------------------------------
+
+// OFFLOADD_LOCK_TIMEOUT: how long to wait for a job that is open elsewhere, or whose killed daemon
+// still writes.
+swap::StoreOptions Job::MakeStoreOptions() const {
+  swap::StoreOptions options;
+  options.io = io_;
+  options.lock_timeout_seconds = NumberFrom("OFFLOADD_LOCK_TIMEOUT", options.lock_timeout_seconds);
+  options.cancelled = [this] { return cancelled_.load(std::memory_order_relaxed); };
+  return options;
+}
+
+void Job::OpenStore(Made& made) {
+  absl::StatusOr<std::unique_ptr<swap::Store>> store =
+      swap::Store::Open(identity_.pool, identity_.name, MakeStoreOptions());
+  if (store.ok()) {
+    made.store = *std::move(store);
+  } else if (absl::IsNotFound(store.status()) && !ErrorIdOf(store.status()).has_value()) {
+    // A new job: models are built through the scratch file, and it tells which engine there is.
+    made.status = MakeScratch(0, made);
+  } else {
+    made.status = store.status();
+  }
+  if (made.status.ok()) made.status = MakeSlab(made);
+}
+
+absl::Status Job::MakeSlab(Made& made) const {
+  if (ram_bytes_ < kOpenRegionBytes + sizeof(proto::SlabHeader)) {
+    return MakeError(ErrorId::kBudgetTooSmall,
+                     absl::StrCat("ram of ", FormatBytes(ram_bytes_), " does not hold the ",
+                                  FormatBytes(kOpenRegionBytes), " of rings and staging"),
+                     "Raise ram: offloadctl plan shows the floors of a model");
+  }
+  OFFLOAD_ASSIGN_OR_RETURN(made.slab, proto::SharedMemory::Create("offloadd-slab", ram_bytes_));
+  OFFLOAD_RETURN_IF_ERROR(made.slab.Allocate(0, proto::PaddedBytes(sizeof(proto::SlabHeader))));
+  OFFLOAD_RETURN_IF_ERROR(made.slab.SealForWriting());
+  proto::InitializeSlab(made.slab.data());
+  return absl::OkStatus();
+}
+
+// At least so many bytes of it.
+absl::Status Job::MakeScratch(uint64_t bytes, Made& made) {
+  if (scratch_ == nullptr && made.scratch == nullptr) {
+    OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools,
+                             swap::SplitPools(identity_.pool));
+    swap::ScratchOptions options{.io = io_};
+    options.compute = [this](std::function<void()> work, std::function<void()> done) {
+      context_.Compute(std::move(work), std::move(done));
+    };
+    OFFLOAD_ASSIGN_OR_RETURN(made.scratch, swap::Scratch::Create(pools, std::move(options)));
+  }
+  swap::Scratch& scratch = made.scratch != nullptr ? *made.scratch : *scratch_;
+  return bytes > 0 ? scratch.Reserve(bytes) : absl::OkStatus();
+}
+
+void Job::OffLoop(std::function<void()> work, std::function<void()> done) {
+  off_loop_.push_back({std::move(work), std::move(done)});
+}
+
+void Job::StartOffLoop() {
+  while (!off_loop_running_ && !off_loop_.empty() && context_.outstanding == 0) {
+    Task task = std::move(off_loop_.front());
+    off_loop_.pop_front();
+    if (!task.work) {
+      task.done();
+      continue;
+    }
+    off_loop_running_ = true;
+    if (off_loop_thread_ == nullptr)
+      off_loop_thread_ = std::make_unique<WorkerPool>(1, "job-files");
+    off_loop_thread_->Post(
+        [this, work = std::move(task.work), done = std::move(task.done)]() mutable {
+          work();
+          loop_->Post([this, done = std::move(done)] {
+            off_loop_running_ = false;
+            done();
+          });
+        });
+  }
+}
+
+void Job::TakeOver(Made& made) {
+  if (made.store != nullptr) {
+    store_ = std::move(made.store);
+    context_.store = store_.get();
+    loop_->Watch(store_->event_fd(), [] {});  // the turn polls
+  }
+  if (made.scratch != nullptr) {
+    scratch_ = std::move(made.scratch);
+    context_.scratch = scratch_.get();
+    loop_->Watch(scratch_->event_fd(), [] {});
+  }
+}
+
+// ---- Back on the loop --------------------------------------------------------------------------
+
+void Job::FinishOpening(Made& made) {
+  if (IsClosing(phase())) return;
+  if (!made.status.ok()) return GiveUpOpening(made.status);
+  TakeOver(made);
+  slab_ = std::move(made.slab);
+  context_.slab = slab_.data();
+  store_existed_ = store_ != nullptr;
+  trainer_states_.resize(world_size());
+  if (store_existed_) {
+    step_ = store_->committed().epoch;
+    const std::vector<std::string> states = DecodeTrainerStates(store_->committed().blob);
+    for (uint32_t rank = 0; rank < std::min<size_t>(world_size(), states.size()); ++rank)
+      trainer_states_[rank] = states[rank];
+  }
+  io_engine_ = store_existed_ ? store_->device().engine() : scratch_->device().engine();
+  header()->durable_step.store(step_, std::memory_order_relaxed);
+  header()->updated_step.store(step_, std::memory_order_relaxed);
+  workers_ = std::make_unique<WorkerPool>(update_threads_, "update");
+  context_.workers = workers_.get();
+  opened_ = true;
+  spdlog::info("job {}: pool {}, {}, ram {}, {} update threads, {}{}", identity_.name,
+               identity_.pool, io_engine_, FormatBytes(ram_bytes_), update_threads_,
+               store_existed_ ? absl::StrCat("resumed at step ", step_) : "new",
+               world_size() > 1 ? absl::StrCat(", ", world_size(), " ranks") : "");
+}
+
+// Nobody is a rank of a job that could not be opened; their memories stay as long as the others'.
+void Job::GiveUpOpening(const absl::Status& status) {
+  if (end_reason_.ok()) end_reason_ = status;
+  BeginClosing();
+}
+
+bool Job::OpeningIsDone() const {
+  return opened_ && membership_.IsComplete() &&
+         std::all_of(context_.ranks.begin(), context_.ranks.end(),
+                     [](const RankMemory& memory) { return memory.region != nullptr; });
+}
+
+// Everybody at once, when everything is there.
+void Job::AnswerOpening() {
+  if (phase() == JobPhase::kOpening && OpeningIsDone()) SetPhase(JobPhase::kOpen);
+  if (phase() == JobPhase::kOpening || IsClosing(phase())) return;
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank->calls.open == nullptr) continue;
+    rank->is_open = true;
+    std::exchange(rank->calls.open, nullptr)(OpenReply(*rank));
+  }
+}
+
+// Names to those who wait the ranks that are missing, again and again, and gives up in the end.
+void Job::WatchJoining() {
+  if (phase() != JobPhase::kOpening || world_size() < 2 || membership_.IsComplete()) return;
+  const double now = context_.clock->NowSeconds();
+  if (now >= join_deadline_seconds_) {
+    return GiveUpOpening(MakeError(ErrorId::kRankMissing,
+                                   absl::StrCat("job \"", identity_.name, "\" waited in vain for ",
+                                                membership_.DescribeMissing())));
+  }
+  proto::v1::OpenJobReply reply;
+  for (const uint32_t missing : membership_.Missing()) reply.add_missing_ranks(missing);
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank == nullptr || rank->calls.open == nullptr ||
+        now < rank->calls.open_since_seconds + kLimits.rank_report_seconds)
+      continue;
+    std::exchange(rank->calls.open, nullptr)(reply);
+  }
+}
+
+proto::v1::OpenJobReply Job::OpenReply(const Rank& rank) const {
+  proto::v1::OpenJobReply reply;
+  reply.set_exists(store_existed_);
+  if (store_existed_) {
+    const ResumedState state =
+        StateOfRank(DecodeTrainerStates(store_->committed().blob), rank.number());
+    reply.set_step(step_);
+    reply.set_trainer_state(state.state);
+    reply.set_trainer_state_is_own(state.is_own);
+  }
+  reply.set_slab_bytes(slab_.size_bytes());
+  reply.set_region_bytes(rank.region().size_bytes());
+  reply.set_io_engine(io_engine_);
+  return reply;
+}
+
+}  // namespace offload::daemon

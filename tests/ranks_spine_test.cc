@@ -1,0 +1,471 @@
+// Several ranks of one job at the real daemon: they join, agree, take steps and resume with another
+// number of ranks; and what each is told when one of them is missing, differs, leaves or dies.
+//
+// Ranks are threads, each with a session of its own; those that are killed are processes. Every one
+// has the whole gradient, as if its trainer had reduced it.
+
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "base/random.h"
+#include "proto/grpc_status.h"
+#include "proto/offload.grpc.pb.h"
+#include "tests/node_daemon.h"
+#include "tests/spine_fixture.h"
+
+namespace offload {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+client::World WorldOf(uint32_t rank, uint32_t world_size, const std::string& run_id) {
+  return {.rank = rank,
+          .world_size = world_size,
+          .local_rank = rank,
+          .local_world_size = world_size,
+          .run_id = run_id,
+          .launcher = "test"};
+}
+
+Variant VariantOf(uint32_t rank, uint32_t world_size, const std::string& run_id) {
+  return {
+      .dtype = Dtype::kBFloat16, .state_resident = 1, .world = WorldOf(rank, world_size, run_id)};
+}
+
+class RanksTest : public SpineFixture {
+ protected:
+  // The ranks of a launch that is no other test's.
+  std::vector<std::unique_ptr<Job>> Launch(uint32_t world_size, const std::string& name = "job") {
+    std::vector<std::unique_ptr<Job>> ranks;
+    const std::string run_id = NewRunId();
+    for (uint32_t rank = 0; rank < world_size; ++rank)
+      ranks.push_back(std::make_unique<Job>(pool_, name, VariantOf(rank, world_size, run_id)));
+    return ranks;
+  }
+  std::string NewRunId() { return absl::StrCat("launch-", getpid(), "-", ++launches_); }
+
+  using Ranks = std::vector<std::unique_ptr<Job>>;
+  // Runs `work` for all ranks at once.
+  static void OnAll(const Ranks& ranks, const std::function<void(Job& rank)>& work) {
+    std::vector<std::thread> threads;
+    for (const std::unique_ptr<Job>& rank : ranks)
+      threads.emplace_back([&work, raw = rank.get()] { work(*raw); });
+    for (std::thread& thread : threads) thread.join();
+  }
+  static void ExpectError(const absl::Status& status, ErrorId id, const std::string& text) {
+    EXPECT_EQ(ErrorIdOf(status), id) << status;
+    EXPECT_NE(status.message().find(text), absl::string_view::npos) << status << " for " << text;
+  }
+  // Until the daemon has one job, with so many ranks.
+  static void WaitForRanks(int count) {
+    const std::string folder = std::filesystem::path(getenv("OFFLOADD_SOCKET")).parent_path();
+    const auto tool = proto::v1::Control::NewStub(grpc::CreateCustomChannel(
+        proto::ControlAddress(folder + "/control.sock"), grpc::InsecureChannelCredentials(),
+        proto::ControlChannelArguments()));
+    proto::v1::StatusReply reply;
+    while (reply.jobs_size() == 0 || reply.jobs(0).ranks_size() < count) {
+      grpc::ClientContext context;
+      ASSERT_TRUE(tool->Status(&context, {}, &reply).ok());
+    }
+  }
+  // A session that has not opened a job.
+  static std::unique_ptr<client::Session> Connect(const client::World& world) {
+    auto session = client::Session::Connect({.allow_private = false, .world = world});
+    EXPECT_TRUE(session.ok()) << session.status();
+    return *std::move(session);
+  }
+
+ private:
+  int launches_ = 0;
+};
+
+// ---- What is computed --------------------------------------------------------------------------
+
+TEST_F(RanksTest, AnyNumberOfRanksTakesTheStepsOfOneAndAnyOtherNumberGoesOn) {
+  uint64_t step = 0;
+  Job reference(pool_, "job", {.dtype = Dtype::kBFloat16, .state_resident = 1});
+  for (const uint32_t world_size : {2u, 4u, 1u, 3u}) {
+    SCOPED_TRACE(world_size);
+    const Ranks ranks = Launch(world_size);
+    OnAll(ranks, [&](Job& rank) {
+      if (step > 0) rank.Follow(reference);
+      ASSERT_NO_FATAL_FAILURE(rank.Open());
+      EXPECT_EQ(rank.info().step, step);
+      ASSERT_NO_FATAL_FAILURE(rank.SetSchedule());
+      for (int i = 0; i < 2; ++i) {
+        ASSERT_NO_FATAL_FAILURE(rank.Step());
+        ASSERT_NO_FATAL_FAILURE(rank.Forward());
+      }
+      ASSERT_NO_FATAL_FAILURE(rank.ExpectEqual());
+    });
+    for (const std::unique_ptr<Job>& rank : ranks)
+      EXPECT_EQ(rank->session().daemon_pid(), ranks.front()->session().daemon_pid());
+    OnAll(ranks, [](Job& rank) { rank.Close(); });
+    reference.Follow(*ranks.front());
+    step += 2;
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(RanksTest, EveryRankGetsItsOwnStateBackAndANewOneTheFirstOnes) {
+  const Ranks two = Launch(2);
+  OnAll(two, [](Job& rank) {
+    ASSERT_NO_FATAL_FAILURE(rank.Open());
+    ASSERT_NO_FATAL_FAILURE(rank.Step());
+    rank.Close();
+  });
+  const Ranks three = Launch(3);
+  OnAll(three, [](Job& rank) {
+    ASSERT_NO_FATAL_FAILURE(rank.Open());
+    EXPECT_EQ(rank.info().trainer_state,
+              absl::StrCat("after 1 in rank ", rank.rank() == 1 ? 1 : 0));
+    EXPECT_EQ(rank.info().trainer_state_is_own, rank.rank() < 2);
+    rank.Close();
+  });
+  Job one(pool_, "job", {.dtype = Dtype::kBFloat16, .state_resident = 1});
+  ASSERT_NO_FATAL_FAILURE(one.Open());
+  EXPECT_EQ(one.info().trainer_state, "after 1 in rank 0");
+  one.Close();
+}
+
+TEST_F(RanksTest, AnExchangeGivesEveryRankWhatAllHaveSaid) {
+  const Ranks ranks = Launch(3);
+  OnAll(ranks, [](Job& rank) {
+    ASSERT_NO_FATAL_FAILURE(rank.Open());
+    for (int round = 0; round < 20; ++round) {
+      const auto said = rank.session().Exchange(absl::StrCat("rank ", rank.rank(), ", ", round));
+      ASSERT_TRUE(said.ok()) << said.status();
+      for (uint32_t other = 0; other < 3; ++other)
+        EXPECT_EQ((*said)[other], absl::StrCat("rank ", other, ", ", round));
+    }
+    const auto large = rank.session().Exchange(std::string((1 << 20) + 1, 'x'));
+    ExpectError(large.status(), ErrorId::kBadValue, "at most 1048576");
+    rank.Close();
+  });
+}
+
+TEST_F(RanksTest, AWeightThatAllOverwriteIsWrittenOnce) {
+  const Ranks ranks = Launch(2);
+  OnAll(ranks, [](Job& rank) {
+    ASSERT_NO_FATAL_FAILURE(rank.Open());
+    for (int round = 0; round < 3; ++round) {
+      for (const uint32_t tensor : {0u, 1u}) {  // a large one and a bundled one
+        rank.ChangeWeights(tensor, 0.5f);
+        if (rank.rank() == 0) rank.Put(tensor);
+        const absl::Status followed = rank.session().Wait(rank.session().FollowPut(tensor));
+        ASSERT_TRUE(followed.ok()) << followed;
+      }
+      ASSERT_NO_FATAL_FAILURE(rank.Forward()) << "after round " << round;
+    }
+    rank.Close();
+  });
+}
+
+TEST_F(RanksTest, AWeightThatOnlyTheFirstOverwritesIsAnErrorOnceTheOthersStep) {
+  const Ranks ranks = Launch(2);
+  OnAll(ranks, [](Job& rank) { ASSERT_NO_FATAL_FAILURE(rank.Open()); });
+  client::StepCommand step;
+  step.step = 1;
+  std::thread other([&] { EXPECT_TRUE(ranks[1]->session().Step(step).ok()); });
+  client::Session& first = ranks[0]->session();
+  const absl::Status put =
+      first.Wait(first.Put(0, 0, proto::kExtentElements, proto::kRegionFixedBytes));
+  ExpectError(put, ErrorId::kRanksDiffer, "rank 0 writes \"embedding\" in place while rank 1");
+  EXPECT_TRUE(first.Step(step).ok());
+  other.join();
+  OnAll(ranks, [](Job& rank) { rank.Close(); });
+}
+
+// ---- Joining -----------------------------------------------------------------------------------
+
+TEST_F(RanksTest, RanksThatWantDifferentThingsAreToldTheFirstOne) {
+  NodeDaemon node;
+  const std::string run_id = NewRunId();
+  const auto first = Connect(WorldOf(0, 2, run_id));
+  const auto second = Connect(WorldOf(1, 2, run_id));
+  const Job wanted(pool_, "job", VariantOf(0, 2, run_id));
+  std::thread waiting([&] { EXPECT_TRUE(first->OpenJob(wanted.Options()).ok()); });
+  client::JobOptions options = wanted.Options();
+  options.world.rank = 1;
+  const auto expect = [&](const std::function<void(client::JobOptions&)>& change, ErrorId id,
+                          const std::string& text) {
+    client::JobOptions changed = options;
+    change(changed);
+    ExpectError(second->OpenJob(changed).status(), id, text);
+  };
+  WaitForRanks(1);
+  expect([](auto& changed) { changed.ram_bytes *= 2; }, ErrorId::kRanksDiffer, "ram is 134217728");
+  expect([](auto& changed) { changed.durability = "checkpoint:2"; }, ErrorId::kRanksDiffer,
+         "durability is step in rank 0 and checkpoint:2 in rank 1");
+  expect([](auto& changed) { changed.gradients_reduced = false; }, ErrorId::kRanksDiffer,
+         "gradients reduced by the trainer");
+  expect(
+      [](auto& changed) {
+        changed.world.world_size = 3;
+        changed.world.local_world_size = 3;
+      },
+      ErrorId::kRanksDiffer, "world size is 2 in rank 0 and 3 in rank 1");
+  expect([](auto& changed) { changed.world.rank = 0; }, ErrorId::kRanksDiffer,
+         "both are rank 0 of 2");
+  expect([](auto& changed) { changed.world.rank = 2; }, ErrorId::kBadValue, "rank 2 in a world");
+  expect([](auto& changed) { changed.world.world_size = 0; }, ErrorId::kBadValue,
+         "a world of 0 ranks");
+  expect([](auto& changed) { changed.world.world_size = 1000; }, ErrorId::kBadValue,
+         "a world of 1000 ranks");
+  expect([](auto& changed) { changed.world.local_world_size = 1; }, ErrorId::kBadValue,
+         "several nodes");
+  EXPECT_TRUE(second->OpenJob(options).ok()) << "who was refused may try again";
+  waiting.join();
+}
+
+TEST_F(RanksTest, RanksWithDifferentModelsOrPlansFormatNothing) {
+  NodeDaemon node;
+  const std::string run_id = NewRunId();
+  const Job job(pool_, "job", VariantOf(0, 2, run_id));
+  const std::unique_ptr<client::Session> sessions[] = {Connect(WorldOf(0, 2, run_id)),
+                                                       Connect(WorldOf(1, 2, run_id))};
+  const auto both = [&](const std::function<absl::Status(uint32_t rank)>& call) {
+    absl::Status other;
+    std::thread thread([&] { other = call(1); });
+    const absl::Status status = call(0);
+    thread.join();
+    EXPECT_EQ(status, other) << "both are told the same";
+    return status;
+  };
+  ASSERT_TRUE(both([&](uint32_t rank) {
+                client::JobOptions options = job.Options();
+                options.world.rank = rank;
+                return sessions[rank]->OpenJob(options).status();
+              }).ok());
+  const auto seal = [&](const std::function<void(std::vector<proto::Tensor>&)>& change,
+                        OptimizerState optimizer) {
+    return both([&](uint32_t rank) {
+      std::vector<proto::Tensor> tensors = job.catalogue().tensors;
+      if (rank == 1) change(tensors);
+      const absl::Status declared = sessions[rank]->DeclareTensors(tensors);
+      if (!declared.ok()) return declared;
+      return sessions[rank]->Seal(rank == 1 ? optimizer : OptimizerState::kAdam, job.plan(),
+                                  job.pins_offset(), nullptr);
+    });
+  };
+  ExpectError(seal([](auto& tensors) { tensors[5].shape = {70002}; }, OptimizerState::kAdam),
+              ErrorId::kRanksDiffer, "\"mlp\" is bf16 of shape [70001], trainable in rank 0");
+  ExpectError(seal([](auto&) {}, OptimizerState::kMomentum), ErrorId::kRanksDiffer,
+              "optimizer_state");
+  EXPECT_FALSE(std::filesystem::exists(pool_ + "/job.offload"));
+  const absl::Status sealed = seal([](auto&) {}, OptimizerState::kAdam);
+  EXPECT_TRUE(sealed.ok()) << sealed << ": who was refused may try again";
+}
+
+TEST_F(RanksTest, AMissingRankIsNamedAfterABoundedWait) {
+  const ScopedVariable timeout("OFFLOADD_JOIN_TIMEOUT", "0.5");
+  const Ranks ranks = Launch(4);
+  OnAll(ranks, [](Job& rank) {
+    if (rank.rank() == 1 || rank.rank() == 2) return;
+    auto session = client::Session::Connect({.only_private = true, .world = rank.Options().world});
+    ASSERT_TRUE(session.ok()) << session.status();
+    ExpectError((*session)->OpenJob(rank.Options()).status(), ErrorId::kRankMissing,
+                "waited in vain for ranks 1 and 2 of 4");
+  });
+}
+
+TEST_F(RanksTest, ALaunchDoesNotJoinAJobOfAnEarlierOneThatStillRuns) {
+  NodeDaemon node;
+  const Ranks ranks = Launch(2);
+  for (const std::unique_ptr<Job>& rank : ranks) rank->UseNodeDaemon();
+  OnAll(ranks, [](Job& rank) { ASSERT_NO_FATAL_FAILURE(rank.Open()); });
+  client::JobOptions late = ranks[0]->Options();
+  late.world.run_id = "another";
+  ExpectError(Connect(late.world)->OpenJob(late).status(), ErrorId::kStoreLocked,
+              absl::StrCat("of launch ", ranks[0]->Options().world.run_id, ", not of another"));
+  late.world = {};
+  late.gradients_reduced = false;
+  ExpectError(Connect({})->OpenJob(late).status(), ErrorId::kStoreLocked, "is in use by process");
+  OnAll(ranks, [](Job& rank) { rank.Close(); });
+}
+
+// ---- Steps that differ, and the end ------------------------------------------------------------
+
+TEST_F(RanksTest, StepsThatDifferAreTakenByNobodyAndTheDifferenceIsNamed) {
+  const Ranks ranks = Launch(2);
+  OnAll(ranks, [](Job& rank) {
+    ASSERT_NO_FATAL_FAILURE(rank.Open());
+    client::StepCommand step;
+    step.step = 1 + rank.rank();
+    ExpectError(rank.session().Step(step), ErrorId::kRanksDiffer,
+                "rank 0 is at step 1 and rank 1 at step 2");
+    ASSERT_NO_FATAL_FAILURE(rank.Step());
+    ASSERT_NO_FATAL_FAILURE(rank.ExpectEqual());
+    rank.Close();
+  });
+}
+
+TEST_F(RanksTest, ExchangesOfDifferentNumbersAreTold) {
+  const Ranks ranks = Launch(2);
+  OnAll(ranks, [](Job& rank) { ASSERT_NO_FATAL_FAILURE(rank.Open()); });
+  // One that is refused counts, too.
+  EXPECT_FALSE(ranks[1]->session().Exchange(std::string((1 << 20) + 1, 'x')).ok());
+  OnAll(ranks, [](Job& rank) {
+    ExpectError(rank.session().Exchange("").status(), ErrorId::kRanksDiffer,
+                "rank 0 exchanges for the 0. time and rank 1 for the 1. time");
+    rank.Close();
+  });
+}
+
+TEST_F(RanksTest, ARankThatClosesWhileOthersStepIsToldToThem) {
+  const Ranks ranks = Launch(3);
+  OnAll(ranks, [](Job& rank) {
+    ASSERT_NO_FATAL_FAILURE(rank.Open());
+    ASSERT_NO_FATAL_FAILURE(rank.Step());
+    if (rank.rank() == 2) {
+      EXPECT_TRUE(rank.session().CloseJob().ok());
+      return;
+    }
+    client::StepCommand step;
+    step.step = 2;
+    ExpectError(rank.session().Step(step), ErrorId::kSessionEnded, "rank 2 (process");
+    ASSERT_NO_FATAL_FAILURE(rank.ExpectEqual()) << "what needs nobody else goes on";
+    rank.Close();
+  });
+}
+
+TEST_F(RanksTest, ARankThatBreaksTheProtocolStopsItsJobAndNoOther) {
+  NodeDaemon node;
+  const Ranks ranks = Launch(2);
+  Job neighbour(pool_, "neighbour", {.dtype = Dtype::kFloat32});
+  neighbour.UseNodeDaemon();
+  ASSERT_NO_FATAL_FAILURE(neighbour.Open());
+  for (const std::unique_ptr<Job>& rank : ranks) rank->UseNodeDaemon();
+  OnAll(ranks, [](Job& rank) {
+    ASSERT_NO_FATAL_FAILURE(rank.Open());
+    ASSERT_NO_FATAL_FAILURE(rank.Step());
+    ASSERT_TRUE(rank.session().WaitDurable().ok());
+    if (rank.rank() == 0) {
+      client::StepCommand step;
+      step.step = 2;
+      const absl::Status status = rank.session().Step(step);
+      ExpectError(status, ErrorId::kRankLost, "has broken the protocol: ");
+      ExpectError(status, ErrorId::kRankLost, "rank 1 (process");
+    } else {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      reinterpret_cast<proto::RegionHeader*>(rank.session().region())
+          ->submission_tail.fetch_add(1u << 20);
+      rank.session().Prefetch(0);  // rings
+    }
+    rank.Leave();
+  });
+  ASSERT_NO_FATAL_FAILURE(neighbour.Step());
+  ASSERT_NO_FATAL_FAILURE(neighbour.Forward());
+  ASSERT_NO_FATAL_FAILURE(neighbour.ExpectEqual());
+  neighbour.Close();
+  Job one(pool_, "job", {.dtype = Dtype::kBFloat16, .state_resident = 1});
+  one.Follow(*ranks[0]);
+  ASSERT_NO_FATAL_FAILURE(one.Open());
+  EXPECT_EQ(one.info().step, 1u);
+  ASSERT_NO_FATAL_FAILURE(one.ExpectEqual());
+  one.Close();
+}
+
+// ---- Death -------------------------------------------------------------------------------------
+
+// Takes steps until it is told that a rank is gone.
+int RunRank(const std::string& pool, uint32_t rank, uint32_t world_size, const std::string& run_id,
+            uint64_t first_step) {
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  Job job(pool, "job", VariantOf(rank, world_size, run_id));
+  if (first_step > 0) job.SkipTo(first_step);
+  job.Open();
+  if (job.info().step != first_step) return 3;
+  for (;;) {
+    const absl::Status status = job.NumberedStep();
+    if (status.ok()) continue;
+    std::fprintf(stderr, "rank %u: %s\n", rank, std::string(status.message()).c_str());
+    return ErrorIdOf(status) == ErrorId::kRankLost ? 0 : 4;
+  }
+}
+
+class KilledRanksTest : public RanksTest {
+ protected:
+  std::vector<pid_t> Start(uint32_t world_size, uint64_t first_step) {
+    const std::string run_id = NewRunId();
+    std::vector<pid_t> pids;
+    for (uint32_t rank = 0; rank < world_size; ++rank) {
+      std::vector<std::string> arguments = {"/proc/self/exe",
+                                            "rank",
+                                            pool_,
+                                            std::to_string(rank),
+                                            std::to_string(world_size),
+                                            run_id,
+                                            std::to_string(first_step)};
+      std::vector<char*> pointers;
+      for (std::string& argument : arguments) pointers.push_back(argument.data());
+      pointers.push_back(nullptr);
+      pid_t pid = -1;
+      EXPECT_EQ(posix_spawn(&pid, pointers[0], nullptr, nullptr, pointers.data(), environ), 0);
+      pids.push_back(pid);
+    }
+    return pids;
+  }
+  // The others are told within two seconds, and end by themselves.
+  static void ExpectTold(std::vector<pid_t> pids, uint32_t killed) {
+    const Clock::time_point begin = Clock::now();
+    for (uint32_t rank = 0; rank < pids.size(); ++rank) {
+      int status = 0;
+      ASSERT_EQ(waitpid(pids[rank], &status, 0), pids[rank]);
+      if (rank == killed) continue;
+      EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0)
+          << "rank " << rank << " ended with " << status;
+    }
+    EXPECT_LT(Clock::now() - begin, std::chrono::seconds(10));
+  }
+};
+
+TEST_F(KilledRanksTest, AKilledRankEndsTheOthersAtAWholeStepAndAnyNumberOfRanksGoesOn) {
+  Random random(20261121);
+  const Variant variant = {.dtype = Dtype::kBFloat16, .state_resident = 1};
+  Job model(pool_, "job", variant);
+  uint64_t step = 0;
+  for (const uint32_t world_size : {2u, 3u, 2u, 4u}) {
+    SCOPED_TRACE(absl::StrCat(world_size, " ranks from step ", step));
+    const std::vector<pid_t> pids = Start(world_size, step);
+    std::this_thread::sleep_for(std::chrono::milliseconds(1000 + random.Below(2000)));
+    const auto killed = static_cast<uint32_t>(random.Below(world_size));
+    ASSERT_EQ(kill(pids[killed], SIGKILL), 0);
+    ASSERT_NO_FATAL_FAILURE(ExpectTold(pids, killed));
+    if (HasFailure()) return;
+    if (!std::filesystem::exists(pool_ + "/job.offload")) continue;  // it was not made yet
+    Job one(pool_, "job", variant);
+    ASSERT_NO_FATAL_FAILURE(one.Open());
+    EXPECT_GE(one.info().step, step);
+    step = one.info().step;
+    ASSERT_NO_FATAL_FAILURE(model.SkipTo(step));
+    one.Follow(model);
+    ASSERT_NO_FATAL_FAILURE(one.ExpectEqual());
+    one.Close();
+  }
+  EXPECT_GT(step, 0u) << "nobody was given the time for a step";
+}
+
+}  // namespace
+}  // namespace offload
+
+// Beside the tests the program is the rank that they kill.
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  if (argc == 7 && std::string(argv[1]) == "rank") {
+    return offload::RunRank(argv[2], static_cast<uint32_t>(std::stoul(argv[3])),
+                            static_cast<uint32_t>(std::stoul(argv[4])), argv[5],
+                            std::stoull(argv[6]));
+  }
+  return RUN_ALL_TESTS();
+}
