@@ -264,7 +264,10 @@ void Job::StartRecordedStep() {
   if (messages.ok()) plan = MakeStepPlan(*messages, context_);
   if (plan.ok() && plan->step != step_ + 1)
     plan = WrongState(absl::StrCat("step ", plan->step, " after step ", step_));
-  if (!plan.ok()) return AnswerStep(plan.status());
+  if (!plan.ok()) {
+    for (const std::unique_ptr<Rank>& rank : ranks_) rank->trainer_state.reset();
+    return AnswerStep(plan.status());
+  }
   step_ = plan->step;
   plan->trainer_state = TakeTrainerStates();
   TakePositions();
@@ -373,7 +376,7 @@ void Job::BreakOff(Rank& rank, const absl::Status& fault) {
   } else {
     EndBecause(
         MakeError(ErrorId::kRankLost,
-                  absl::StrCat(NameOf(rank), " has broken the protocol: ", fault.message())));
+                  absl::StrCat(Describe(rank), " has broken the protocol: ", fault.message())));
   }
   DetachRings(rank);
   rank.EndSession();

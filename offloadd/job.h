@@ -221,7 +221,7 @@ class Job {
   uint32_t world_size() const { return membership_.world_size(); }
   bool All(bool (*holds)(const Rank& rank)) const;
   // "rank 2 (process 4711)".
-  static std::string NameOf(const Rank& rank);
+  static std::string Describe(const Rank& rank);
   struct Wait {
     std::string what;               // that some have called
     std::vector<uint32_t> missing;  // who have not

@@ -76,6 +76,7 @@ absl::Status Job::ReadOptions(const proto::v1::OpenJobRequest& request) {
 // The first rank of a launch opens the store; the others only get a region each.
 void Job::OpenJob(Rank::Member member, const proto::v1::OpenJobRequest& request, OpenDone done) {
   Rank* known = FindRank(member.session);
+  if (IsClosing(phase())) return done(Ending());
   if (known == nullptr) {
     const absl::Status status = AddRank(std::move(member), request, &known);
     if (!status.ok()) return done(status);
@@ -89,7 +90,6 @@ void Job::OpenJob(Rank::Member member, const proto::v1::OpenJobRequest& request,
 
 absl::Status Job::AddRank(Rank::Member member, const proto::v1::OpenJobRequest& request,
                           Rank** added) {
-  if (!end_reason_.ok()) return end_reason_;
   if (phase() != JobPhase::kOpening) {
     return MakeError(ErrorId::kStoreLocked,
                      absl::StrCat("job \"", identity_.name, "\" runs without this rank, process ",
@@ -158,10 +158,11 @@ void Job::OpenStore(Made& made) {
 }
 
 absl::Status Job::MakeSlab(Made& made) const {
-  if (ram_bytes_ < kOpenRegionBytes + sizeof(proto::SlabHeader)) {
+  const uint64_t regions_bytes = world_size() * kOpenRegionBytes;
+  if (ram_bytes_ < regions_bytes + sizeof(proto::SlabHeader)) {
     return MakeError(ErrorId::kBudgetTooSmall,
                      absl::StrCat("ram of ", FormatBytes(ram_bytes_), " does not hold the ",
-                                  FormatBytes(kOpenRegionBytes), " of rings and staging"),
+                                  FormatBytes(regions_bytes), " of rings and staging"),
                      "Raise ram: offloadctl plan shows the floors of a model");
   }
   OFFLOAD_ASSIGN_OR_RETURN(made.slab, proto::SharedMemory::Create("offloadd-slab", ram_bytes_));

@@ -36,7 +36,7 @@ bool Job::All(bool (*holds)(const Rank& rank)) const {
   });
 }
 
-std::string Job::NameOf(const Rank& rank) {
+std::string Job::Describe(const Rank& rank) {
   return absl::StrCat("rank ", rank.number(), " (process ", rank.pid(), ")");
 }
 
@@ -55,7 +55,7 @@ absl::Status Job::CheckAllAreHere() const {
   for (const std::unique_ptr<Rank>& rank : ranks_) {
     if (rank == nullptr || rank->is_here()) continue;
     return MakeError(ErrorId::kSessionEnded,
-                     absl::StrCat(NameOf(*rank), " has closed job ", identity_.name));
+                     absl::StrCat(Describe(*rank), " has closed job ", identity_.name));
   }
   return absl::OkStatus();
 }
@@ -107,7 +107,7 @@ void Job::Leave(uint64_t session, const std::string& how, std::function<void()> 
   if (std::any_of(ranks_.begin(), ranks_.end(), is_connected)) {
     if (was_here) {
       EndBecause(
-          MakeError(ErrorId::kRankLost, absl::StrCat(NameOf(*rank), " is gone: ", how)));
+          MakeError(ErrorId::kRankLost, absl::StrCat(Describe(*rank), " is gone: ", how)));
     }
     return done();
   }

@@ -41,9 +41,6 @@ void FillRank(Rank& rank, proto::v1::RankStatus* status) {
 }  // namespace
 
 void Job::UpdateHeader() {
-  for (const std::unique_ptr<Rank>& rank : ranks_) {
-    if (rank != nullptr) FillRank(*rank, status->add_ranks());
-  }
   if (slab_.data() == nullptr) return;
   uint64_t bytes_read = 0, bytes_written = 0;
   for (const aio::Device* device : {store_ != nullptr ? &store_->device() : nullptr,

@@ -1,6 +1,7 @@
 #include "offloadd/job_table.h"
 
-#include <future>
+#include <functional>
+#include <utility>
 
 #include "gtest/gtest.h"
 
@@ -18,9 +19,11 @@ class JobTableTest : public testing::Test {
     return *std::move(claim);
   }
   static void Drain(Job& job) {
-    std::promise<void> drained;
-    ASSERT_TRUE(job.loop().Post([&] { job.Shutdown([&drained] { drained.set_value(); }); }));
-    drained.get_future().wait();
+    const auto drained =
+        job.loop().Call<absl::Status>([&job](std::function<void(absl::Status)> answer) {
+          job.Shutdown([answer = std::move(answer)] { answer(absl::OkStatus()); });
+        });
+    ASSERT_TRUE(drained.ok()) << drained;
   }
 
   JobTable table_;

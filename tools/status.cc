@@ -109,11 +109,24 @@ Json DescribeScrub(const proto::v1::ScrubStatus& scrub) {
           {"bad_names", std::move(names)}};
 }
 
+Json DescribeRanks(const proto::v1::JobStatus& job) {
+  Json ranks = Json::array();
+  for (const proto::v1::RankStatus& rank : job.ranks()) {
+    ranks.push_back({{"rank", rank.rank()},
+                     {"pid", rank.pid()},
+                     {"phase", rank.phase()},
+                     {"step", rank.step()},
+                     {"position", rank.position()}});
+  }
+  return ranks;
+}
+
 Json Describe(const proto::v1::JobStatus& job, const Rates& rates) {
   return {{"job", job.job()},
           {"pool", job.pool()},
           {"phase", job.phase()},
           {"client_pid", job.client_pid()},
+          {"ranks", DescribeRanks(job)},
           {"step", job.step()},
           {"durable_step", job.durable_step()},
           {"seconds_per_step", job.seconds_per_step()},
@@ -154,6 +167,19 @@ std::string Line(const proto::v1::JobStatus& job, const Rates& rates) {
       FormatBytes(job.ram_bytes()), FormatBytes(job.resident_bytes()), rates.read * 1e-9,
       rates.written * 1e-9, FormatDecimalBytes(job.bytes_read()),
       FormatDecimalBytes(job.bytes_written()), Printable(job.io_engine()), Printable(job.pool()));
+}
+
+// One line for each of several ranks.
+std::string RankLines(const proto::v1::JobStatus& job) {
+  std::string lines;
+  for (int i = 0; i < job.ranks_size() && job.ranks_size() > 1; ++i) {
+    const proto::v1::RankStatus& rank = job.ranks(i);
+    absl::StrAppend(&lines, absl::StrFormat("rank    %s  %d of %d  %s  pid %d  step %d  touch %d\n",
+                                            Printable(job.job()), rank.rank(), job.ranks_size(),
+                                            Printable(rank.phase()), rank.pid(), rank.step(),
+                                            rank.position()));
+  }
+  return lines;
 }
 
 class StatusCommand : public Command {
@@ -228,7 +254,7 @@ class StatusCommand : public Command {
     for (const proto::v1::JobStatus& job : reply.jobs()) {
       const Rates rates = RatesOf(answers.jobs_before, job, answers.seconds);
       daemon["jobs"].push_back(Describe(job, rates));
-      absl::StrAppend(&answer.text, Line(job, rates), ErrorLine(job));
+      absl::StrAppend(&answer.text, Line(job, rates), RankLines(job), ErrorLine(job));
       for (const proto::v1::DeviceStatus& device : job.devices()) answer.text += Line(device);
     }
     answer.data["daemons"].push_back(std::move(daemon));
