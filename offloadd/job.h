@@ -244,6 +244,7 @@ class Job {
   size_t PollDevices();
   bool StepIsReady() const { return gate_.has_value() && gate_->IsComplete(); }
   void StartRecordedStep();
+  absl::StatusOr<StepPlan> TakeStep();
   void AnswerStep(const absl::StatusOr<uint64_t>& durable_step);
   std::optional<std::string> TakeTrainerStates();
   void OnCommitted(uint64_t step);
