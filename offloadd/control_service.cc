@@ -75,6 +75,11 @@ absl::StatusOr<std::string> StoreOf(const std::string& pool, const std::string& 
   return absl::StrCat(std::filesystem::canonical(pools.front(), error).string(), "/", job);
 }
 
+// Empty for one rank, whose job nobody joins.
+std::string RunIdOf(const v1::OpenJobRequest& request) {
+  return request.world().world_size() == 1 ? std::string() : request.world().run_id();
+}
+
 // Why a job that has ranks is not one's own.
 std::string DescribeLaunches(const Job& job, const JobIdentity& ours) {
   const std::string& other = job.identity().run_id;
