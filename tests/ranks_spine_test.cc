@@ -390,7 +390,6 @@ TEST_F(RanksTest, ARankThatBreaksTheProtocolStopsItsJobAndNoOther) {
       ExpectError(status, ErrorId::kRankLost, "has broken the protocol: ");
       ExpectError(status, ErrorId::kRankLost, "rank 1 (process");
     } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
       reinterpret_cast<proto::RegionHeader*>(rank.session().region())
           ->submission_tail.fetch_add(1u << 20);
       EXPECT_FALSE(rank.session().Wait(rank.session().FollowPut(0)).ok());
