@@ -198,8 +198,7 @@ void Job::UpdateLimits() {
   if (!rings_.has_value()) return;
   rings_->submissions().SetLimits({.region_bytes = context_.region_bytes,
                                    .scratch_bytes = scratch_bytes_,
-                                   .catalogue = sealed_ ? &context_.catalogue : nullptr,
-                                   .optimizer = context_.optimizer});
+                                   .catalogue = sealed_ ? &context_.catalogue : nullptr});
 }
 
 // ---- Publishing --------------------------------------------------------------------------------

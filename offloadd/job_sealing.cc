@@ -49,11 +49,9 @@ absl::Status Job::Seal(const std::vector<proto::v1::SealRequest>& messages,
   if (sealed_ || closing_) return MakeError(ErrorId::kProtocol, "Seal for the second time");
   // Until then the rank could take away pages that are reserved here.
   if (!rings_.has_value()) return MakeError(ErrorId::kProtocol, "Seal before the memory is mapped");
-  OFFLOAD_ASSIGN_OR_RETURN(context_.catalogue, proto::BuildCatalogue(std::move(declared_)));
   OFFLOAD_RETURN_IF_ERROR(ReadPlan(messages));
-  OFFLOAD_ASSIGN_OR_RETURN(
-      context_.layout,
-      proto::ComputeSlabLayout(context_.catalogue, context_.optimizer, context_.plan));
+  OFFLOAD_ASSIGN_OR_RETURN(context_.layout,
+                           proto::ComputeSlabLayout(context_.catalogue, context_.plan));
   OFFLOAD_RETURN_IF_ERROR(CheckBudget());
   if (exists_) OFFLOAD_RETURN_IF_ERROR(CompareCatalogue());
   OFFLOAD_RETURN_IF_ERROR(ReserveMemory());
@@ -72,6 +70,8 @@ absl::Status Job::Seal(const std::vector<proto::v1::SealRequest>& messages,
 absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) {
   OFFLOAD_ASSIGN_OR_RETURN(SealedPlan sealed, PlanFromMessages(messages));
   context_.optimizer = sealed.optimizer;
+  OFFLOAD_ASSIGN_OR_RETURN(context_.catalogue,
+                           proto::BuildCatalogue(std::move(declared_), context_.optimizer));
   context_.plan = std::move(sealed.plan);
   pins_offset_ = sealed.pins_offset;
   const proto::Catalogue& catalogue = context_.catalogue;
@@ -98,7 +98,7 @@ absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) 
 }
 
 absl::Status Job::CheckBudget() const {
-  const uint64_t overhead_bytes = proto::OverheadBytes(context_.catalogue, context_.optimizer);
+  const uint64_t overhead_bytes = proto::OverheadBytes(context_.catalogue);
   const std::optional<uint64_t> memories =
       CheckedAdd(context_.layout.total_bytes, context_.plan.region_bytes);
   const std::optional<uint64_t> sum =

@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "proto/plane_set.h"
+
 namespace offload::proto {
 
 inline constexpr uint32_t kProtocolVersion = 1;
@@ -106,19 +108,11 @@ enum class RingOperation : uint32_t {
   kScratchWrite = 5,  // scratch_offset, length_bytes, region_offset, all multiples of 4096
   kScratchRead = 6,
 };
-enum class RingPlane : uint32_t {
-  kWeight = 0,
-  kResidual = 1,
-  kExpAvg = 2,
-  kExpAvgSq = 3,
-  kMaster = 16
-};
-
 struct SubmissionEntry {
   uint64_t tag;  // the rank's, returned with the completion
   RingOperation operation;
   uint32_t tensor;
-  RingPlane plane;
+  Plane plane;
   uint32_t reserved0;       // 0
   uint64_t element_offset;  // kPut, kGet: multiple of kExtentElements; kScratch…: scratch offset in
                             // bytes

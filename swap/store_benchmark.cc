@@ -22,7 +22,7 @@ namespace {
 constexpr uint32_t kExtentElements = 256 * 1024;  // 3 MiB in four planes
 constexpr uint32_t kExtentCount = 96;
 constexpr size_t kTasks = 6;  // 18 MiB in flight
-constexpr Plane kPlanes[] = {Plane::kWeight, Plane::kResidual, Plane::kExpAvg, Plane::kExpAvgSq};
+constexpr Plane kPlanes[] = {Plane::kWeight, Plane::kResidual, Plane::kState0, Plane::kState1};
 
 // One extent index in all its planes, on its way through the store.
 struct Task {

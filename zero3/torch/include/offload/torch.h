@@ -41,6 +41,10 @@
 
 namespace offload {
 
+namespace zero3 {
+struct NamedOptimizer;
+}
+
 class Error : public std::runtime_error {
  public:
   Error(int id, const std::string& text) : std::runtime_error(text), id_(id) {}
@@ -119,16 +123,22 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // per engine. A new job takes its weights from the module; an existing one replaces the module's
   // values by those of its last committed epoch. Parameters with requires_grad == false are paged,
   // never updated; tied ones are one tensor. Later changes of param_groups() options (lr schedules)
-  // count at the next step().
-  virtual std::unique_ptr<torch::optim::Optimizer> AdamW(
-      torch::nn::Module& module, torch::optim::AdamWOptions options,
-      AdamWFlavour flavour = AdamWFlavour::kFused) = 0;
-  virtual std::unique_ptr<torch::optim::Optimizer> SGD(torch::nn::Module& module,
-                                                       torch::optim::SGDOptions options) = 0;
-  // The same for explicit groups (every managed parameter in exactly one group).
-  virtual std::unique_ptr<torch::optim::Optimizer> AdamW(
-      torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
-      torch::optim::AdamWOptions defaults, AdamWFlavour flavour = AdamWFlavour::kFused) = 0;
+  // count at the next step(). Each of them also takes explicit groups: every managed parameter in
+  // exactly one; options that a group does not have are the defaults.
+  //
+  // Throws OFD-1002 for options that make no sense, also from step(), and OFD-1604 from a step()
+  // whose options need state that the job was made without (momentum, amsgrad, centered).
+  using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
+  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+
+  OptimizerPointer AdamW(torch::nn::Module& module, torch::optim::AdamWOptions options,
+                         AdamWFlavour flavour = AdamWFlavour::kFused);
+  OptimizerPointer AdamW(torch::nn::Module& module, ParamGroups groups,
+                         torch::optim::AdamWOptions defaults,
+                         AdamWFlavour flavour = AdamWFlavour::kFused);
+  OptimizerPointer SGD(torch::nn::Module& module, torch::optim::SGDOptions options);
+  OptimizerPointer SGD(torch::nn::Module& module, ParamGroups groups,
+                       torch::optim::SGDOptions defaults);
 
   // Steps taken by this job, over all its runs; 0 for a new job.
   virtual int64_t step() const = 0;
@@ -139,9 +149,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual void SetTrainerState(std::string blob) = 0;
   virtual std::string TrainerState() const = 0;
 
-  // A private copy of a parameter ("weight"), its fp32 master, or a moment ("exp_avg",
-  // "exp_avg_sq"; SGD: "exp_avg" is the momentum buffer), as of the last step() that returned. For
-  // checks, export and code that needs a raw pointer.
+  // A private copy of a parameter ("weight"), its fp32 master, or what the optimizer keeps of it
+  // under torch.optim's names, as of the last step() that returned; zeros before its first:
+  //   AdamW      exp_avg, exp_avg_sq; with amsgrad max_exp_avg_sq
+  //   SGD        momentum_buffer, or exp_avg
+  // For checks, export and code that needs a raw pointer.
   virtual torch::Tensor Gather(const torch::Tensor& parameter,
                                const std::string& plane = "weight") = 0;
 
@@ -163,6 +175,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   virtual Statistics statistics() const = 0;
   virtual PlanSummary plan() const = 0;
+
+ protected:
+  virtual OptimizerPointer MakeOptimizer(torch::nn::Module& module, ParamGroups groups,
+                                         zero3::NamedOptimizer&& optimizer) = 0;
 };
 
 // The same for a module in memory.

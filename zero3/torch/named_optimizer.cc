@@ -1,0 +1,149 @@
+// The public names of the optimizers: what torch's options are in the table, and the functions of
+// <offload/torch.h> that take them. An optimizer stands here in one place.
+#include "zero3/torch/named_optimizer.h"
+
+#include <offload/torch.h>
+
+#include <tuple>
+#include <unordered_set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "zero3/torch/in_memory.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload {
+namespace zero3 {
+namespace {
+
+using torch::optim::OptimizerOptions;
+using torch::optim::OptimizerParamGroup;
+
+// `spec_of` reads options of the class.
+template <class Options, class SpecOf>
+NamedOptimizer Named(Options defaults, SpecOf spec_of) {
+  return {.defaults = std::make_unique<Options>(std::move(defaults)),
+          .spec_of = [spec_of](const OptimizerOptions& any) {
+            const auto* const options = dynamic_cast<const Options*>(&any);
+            if (options == nullptr) {
+              ThrowStatus(MakeError(ErrorId::kBadValue,
+                                    "a group of parameters has the options of another optimizer"));
+            }
+            return spec_of(*options);
+          }};
+}
+
+}  // namespace
+
+std::vector<OptimizerParamGroup> OneGroup(const torch::nn::Module& module) {
+  std::vector<at::Tensor> parameters;
+  std::unordered_set<const void*> seen;
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (parameter.defined() && seen.insert(parameter.unsafeGetTensorImpl()).second)
+      parameters.push_back(parameter);
+  }
+  std::vector<OptimizerParamGroup> groups;
+  groups.emplace_back(std::move(parameters));
+  return groups;
+}
+
+kernels::OptimizerSpec CheckedSpec(const NamedOptimizer& optimizer,
+                                   const OptimizerOptions& options) {
+  const kernels::OptimizerSpec spec = optimizer.spec_of(options);
+  const std::string violation = spec.Violation();
+  if (violation.empty()) return spec;
+  ThrowStatus(
+      MakeError(ErrorId::kBadValue, absl::StrCat("optimizer options that cannot be: ", violation)));
+}
+
+kernels::OptimizerSpec SpecOfAll(const NamedOptimizer& optimizer,
+                                 std::span<const OptimizerParamGroup> groups) {
+  kernels::OptimizerSpec all = CheckedSpec(optimizer, *optimizer.defaults);
+  std::unordered_set<const void*> seen;
+  for (const OptimizerParamGroup& group : groups) {
+    if (group.has_options()) all.KeepToo(CheckedSpec(optimizer, group.options()));
+    // torch allows a tensor in one place only, and says so less clearly.
+    for (const at::Tensor& parameter : group.params()) {
+      if (!seen.insert(parameter.unsafeGetTensorImpl()).second) {
+        ThrowStatus(MakeError(ErrorId::kBadValue,
+                              "a parameter is in two places of the optimizer's groups"));
+      }
+    }
+  }
+  return all;
+}
+
+}  // namespace zero3
+
+namespace {
+
+using torch::optim::OptimizerParamGroup;
+using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
+using Groups = std::vector<OptimizerParamGroup>;
+
+OptimizerPointer InMemory(const torch::nn::Module& module, zero3::NamedOptimizer optimizer) {
+  return std::make_unique<zero3::InMemoryOptimizer>(zero3::OneGroup(module), std::move(optimizer));
+}
+
+}  // namespace
+
+// ---- AdamW -------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(torch::optim::AdamWOptions options, AdamWFlavour flavour) {
+  return zero3::Named(std::move(options), [flavour](const torch::optim::AdamWOptions& o) {
+    return kernels::OptimizerSpec("adamw", {{"lr", o.lr()},
+                                            {"beta1", std::get<0>(o.betas())},
+                                            {"beta2", std::get<1>(o.betas())},
+                                            {"eps", o.eps()},
+                                            {"weight_decay", o.weight_decay()},
+                                            {"flavour", static_cast<double>(flavour)},
+                                            {"amsgrad", o.amsgrad() ? 1 : 0}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::AdamW(torch::nn::Module& module, torch::optim::AdamWOptions options,
+                               AdamWFlavour flavour) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options), flavour));
+}
+OptimizerPointer Engine::AdamW(torch::nn::Module& module, Groups groups,
+                               torch::optim::AdamWOptions defaults, AdamWFlavour flavour) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults), flavour));
+}
+OptimizerPointer InMemoryAdamW(torch::nn::Module& module, torch::optim::AdamWOptions options,
+                               AdamWFlavour flavour) {
+  return InMemory(module, Named(std::move(options), flavour));
+}
+
+// ---- SGD ---------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(torch::optim::SGDOptions options) {
+  return zero3::Named(std::move(options), [](const torch::optim::SGDOptions& o) {
+    return kernels::OptimizerSpec("sgd", {{"lr", o.lr()},
+                                          {"momentum", o.momentum()},
+                                          {"dampening", o.dampening()},
+                                          {"weight_decay", o.weight_decay()},
+                                          {"nesterov", o.nesterov() ? 1 : 0}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::SGD(torch::nn::Module& module, torch::optim::SGDOptions options) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options)));
+}
+OptimizerPointer Engine::SGD(torch::nn::Module& module, Groups groups,
+                             torch::optim::SGDOptions defaults) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults)));
+}
+OptimizerPointer InMemorySGD(torch::nn::Module& module, torch::optim::SGDOptions options) {
+  return InMemory(module, Named(std::move(options)));
+}
+
+}  // namespace offload
