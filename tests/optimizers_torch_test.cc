@@ -77,6 +77,12 @@ std::vector<Case> Cases() {
       MakeCase("nesterov", OptimizerSpec("sgd", {{"lr", 1e-2}, {"momentum", 0.9}, {"nesterov", 1}}),
                torch::optim::SGDOptions(1e-2).momentum(0.9).nesterov(true), InMemorySGD,
                &Engine::SGD, {"momentum_buffer"}),
+      MakeCase("adam", OptimizerSpec("adam", {{"lr", 1e-2}}), torch::optim::AdamOptions(1e-2),
+               InMemoryAdam, &Engine::Adam, {"exp_avg", "exp_avg_sq"}),
+      MakeCase("adam_l2_amsgrad",
+               OptimizerSpec("adam", {{"lr", 1e-2}, {"weight_decay", 0.1}, {"amsgrad", 1}}),
+               torch::optim::AdamOptions(1e-2).weight_decay(0.1).amsgrad(true), InMemoryAdam,
+               &Engine::Adam, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
   };
 }
 

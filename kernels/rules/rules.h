@@ -12,6 +12,7 @@
 
 #include <cstddef>
 
+#include "kernels/rules/adam.h"
 #include "kernels/rules/adamw.h"
 #include "kernels/rules/sgd.h"
 
@@ -23,7 +24,8 @@ struct RuleList {
 };
 
 using Rules = RuleList<rules::AdamW,  //
-                       rules::Sgd>;
+                       rules::Sgd,    //
+                       rules::Adam>;
 inline constexpr size_t kOptimizerCount = Rules::kCount;
 
 }  // namespace offload::kernels

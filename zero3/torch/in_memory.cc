@@ -1,6 +1,7 @@
 #include "zero3/torch/in_memory.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
@@ -98,11 +99,28 @@ void UpdateSgd(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryS
   state.master.add_(direction, -optimizer.Get("lr"));
 }
 
+// ---- Adam ---------------------------------------------------------------------------------------
+
+void UpdateAdam(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  const double weight_decay = optimizer.Get("weight_decay");
+  if (optimizer.Get("flavour") == static_cast<double>(AdamWFlavour::kFused)) {
+    at::_fused_adam_({state.master}, {gradient}, {state.planes[0]}, {state.planes[1]},
+                     MaximumOf(optimizer, state), {StepTensor(state)}, optimizer.Get("lr"),
+                     optimizer.Get("beta1"), optimizer.Get("beta2"), weight_decay,
+                     optimizer.Get("eps"), IsOn(optimizer, "amsgrad"), IsOn(optimizer, "maximize"));
+    return;
+  }
+  Tensor direction = Descent(optimizer, gradient);
+  if (weight_decay != 0) direction = direction.add(state.master, weight_decay);
+  ComposedAdam(optimizer, direction, state);
+}
+
 // ---- The table ---------------------------------------------------------------------------------
 
 constexpr std::pair<std::string_view, Update> kUpdates[] = {
     {"adamw", UpdateAdamW},
     {"sgd", UpdateSgd},
+    {"adam", UpdateAdam},
 };
 
 Update UpdateOf(const OptimizerSpec& optimizer) {

@@ -146,4 +146,35 @@ OptimizerPointer InMemorySGD(torch::nn::Module& module, torch::optim::SGDOptions
   return InMemory(module, Named(std::move(options)));
 }
 
+// ---- Adam ---------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(torch::optim::AdamOptions options, AdamWFlavour flavour) {
+  return zero3::Named(std::move(options), [flavour](const torch::optim::AdamOptions& o) {
+    return kernels::OptimizerSpec("adam", {{"lr", o.lr()},
+                                           {"beta1", std::get<0>(o.betas())},
+                                           {"beta2", std::get<1>(o.betas())},
+                                           {"eps", o.eps()},
+                                           {"weight_decay", o.weight_decay()},
+                                           {"flavour", static_cast<double>(flavour)},
+                                           {"amsgrad", o.amsgrad() ? 1 : 0}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::Adam(torch::nn::Module& module, torch::optim::AdamOptions options,
+                              AdamWFlavour flavour) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options), flavour));
+}
+OptimizerPointer Engine::Adam(torch::nn::Module& module, Groups groups,
+                              torch::optim::AdamOptions defaults, AdamWFlavour flavour) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults), flavour));
+}
+OptimizerPointer InMemoryAdam(torch::nn::Module& module, torch::optim::AdamOptions options,
+                              AdamWFlavour flavour) {
+  return InMemory(module, Named(std::move(options), flavour));
+}
+
 }  // namespace offload

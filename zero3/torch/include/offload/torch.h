@@ -27,6 +27,7 @@
 #endif
 
 #include <torch/nn/module.h>
+#include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/sgd.h>
@@ -139,6 +140,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   OptimizerPointer SGD(torch::nn::Module& module, torch::optim::SGDOptions options);
   OptimizerPointer SGD(torch::nn::Module& module, ParamGroups groups,
                        torch::optim::SGDOptions defaults);
+  OptimizerPointer Adam(torch::nn::Module& module, torch::optim::AdamOptions options,
+                        AdamWFlavour flavour = AdamWFlavour::kFused);
+  OptimizerPointer Adam(torch::nn::Module& module, ParamGroups groups,
+                        torch::optim::AdamOptions defaults,
+                        AdamWFlavour flavour = AdamWFlavour::kFused);
 
   // Steps taken by this job, over all its runs; 0 for a new job.
   virtual int64_t step() const = 0;
@@ -153,6 +159,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // under torch.optim's names, as of the last step() that returned; zeros before its first:
   //   AdamW      exp_avg, exp_avg_sq; with amsgrad max_exp_avg_sq
   //   SGD        momentum_buffer, or exp_avg
+  //   Adam       as AdamW
   // For checks, export and code that needs a raw pointer.
   virtual torch::Tensor Gather(const torch::Tensor& parameter,
                                const std::string& plane = "weight") = 0;
@@ -210,5 +217,8 @@ std::unique_ptr<torch::optim::Optimizer> InMemoryAdamW(torch::nn::Module& module
                                                        AdamWFlavour flavour = AdamWFlavour::kFused);
 std::unique_ptr<torch::optim::Optimizer> InMemorySGD(torch::nn::Module& module,
                                                      torch::optim::SGDOptions options);
+std::unique_ptr<torch::optim::Optimizer> InMemoryAdam(torch::nn::Module& module,
+                                                      torch::optim::AdamOptions options,
+                                                      AdamWFlavour flavour = AdamWFlavour::kFused);
 
 }  // namespace offload
