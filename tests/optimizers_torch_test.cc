@@ -83,6 +83,17 @@ std::vector<Case> Cases() {
                OptimizerSpec("adam", {{"lr", 1e-2}, {"weight_decay", 0.1}, {"amsgrad", 1}}),
                torch::optim::AdamOptions(1e-2).weight_decay(0.1).amsgrad(true), InMemoryAdam,
                &Engine::Adam, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+      MakeCase("adagrad", OptimizerSpec("adagrad"), torch::optim::AdagradOptions(1e-2),
+               InMemoryAdagrad, &Engine::Adagrad, {"sum"}),
+      MakeCase("adagrad_in_full",
+               OptimizerSpec("adagrad", {{"lr_decay", 0.01},
+                                         {"weight_decay", 0.1},
+                                         {"initial_accumulator_value", 0.25}}),
+               torch::optim::AdagradOptions(1e-2)
+                   .lr_decay(0.01)
+                   .weight_decay(0.1)
+                   .initial_accumulator_value(0.25),
+               InMemoryAdagrad, &Engine::Adagrad, {"sum"}),
   };
 }
 

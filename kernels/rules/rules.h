@@ -12,6 +12,7 @@
 
 #include <cstddef>
 
+#include "kernels/rules/adagrad.h"
 #include "kernels/rules/adam.h"
 #include "kernels/rules/adamw.h"
 #include "kernels/rules/sgd.h"
@@ -25,7 +26,8 @@ struct RuleList {
 
 using Rules = RuleList<rules::AdamW,  //
                        rules::Sgd,    //
-                       rules::Adam>;
+                       rules::Adam,   //
+                       rules::Adagrad>;
 inline constexpr size_t kOptimizerCount = Rules::kCount;
 
 }  // namespace offload::kernels

@@ -1,6 +1,7 @@
 #include "zero3/torch/in_memory.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_fused_adagrad.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/full.h>
@@ -115,12 +116,22 @@ void UpdateAdam(const OptimizerSpec& optimizer, const Tensor& gradient, InMemory
   ComposedAdam(optimizer, direction, state);
 }
 
+// ---- Adagrad ------------------------------------------------------------------------------------
+
+void UpdateAdagrad(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  if (state.step == 1) state.planes[0].fill_(optimizer.Get("initial_accumulator_value"));
+  at::_fused_adagrad_({state.master}, {gradient}, {state.planes[0]}, {StepTensor(state)},
+                      optimizer.Get("lr"), optimizer.Get("lr_decay"), optimizer.Get("weight_decay"),
+                      optimizer.Get("eps"), IsOn(optimizer, "maximize"));
+}
+
 // ---- The table ---------------------------------------------------------------------------------
 
 constexpr std::pair<std::string_view, Update> kUpdates[] = {
     {"adamw", UpdateAdamW},
     {"sgd", UpdateSgd},
     {"adam", UpdateAdam},
+    {"adagrad", UpdateAdagrad},
 };
 
 Update UpdateOf(const OptimizerSpec& optimizer) {

@@ -177,4 +177,32 @@ OptimizerPointer InMemoryAdam(torch::nn::Module& module, torch::optim::AdamOptio
   return InMemory(module, Named(std::move(options), flavour));
 }
 
+// ---- Adagrad ------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(torch::optim::AdagradOptions options) {
+  return zero3::Named(std::move(options), [](const torch::optim::AdagradOptions& o) {
+    return kernels::OptimizerSpec("adagrad",
+                                  {{"lr", o.lr()},
+                                   {"lr_decay", o.lr_decay()},
+                                   {"weight_decay", o.weight_decay()},
+                                   {"initial_accumulator_value", o.initial_accumulator_value()},
+                                   {"eps", o.eps()}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::Adagrad(torch::nn::Module& module, torch::optim::AdagradOptions options) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options)));
+}
+OptimizerPointer Engine::Adagrad(torch::nn::Module& module, Groups groups,
+                                 torch::optim::AdagradOptions defaults) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults)));
+}
+OptimizerPointer InMemoryAdagrad(torch::nn::Module& module, torch::optim::AdagradOptions options) {
+  return InMemory(module, Named(std::move(options)));
+}
+
 }  // namespace offload

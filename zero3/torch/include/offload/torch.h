@@ -27,6 +27,7 @@
 #endif
 
 #include <torch/nn/module.h>
+#include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
@@ -145,6 +146,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   OptimizerPointer Adam(torch::nn::Module& module, ParamGroups groups,
                         torch::optim::AdamOptions defaults,
                         AdamWFlavour flavour = AdamWFlavour::kFused);
+  OptimizerPointer Adagrad(torch::nn::Module& module, torch::optim::AdagradOptions options);
+  OptimizerPointer Adagrad(torch::nn::Module& module, ParamGroups groups,
+                           torch::optim::AdagradOptions defaults);
 
   // Steps taken by this job, over all its runs; 0 for a new job.
   virtual int64_t step() const = 0;
@@ -160,6 +164,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   //   AdamW      exp_avg, exp_avg_sq; with amsgrad max_exp_avg_sq
   //   SGD        momentum_buffer, or exp_avg
   //   Adam       as AdamW
+  //   Adagrad    sum
   // For checks, export and code that needs a raw pointer.
   virtual torch::Tensor Gather(const torch::Tensor& parameter,
                                const std::string& plane = "weight") = 0;
@@ -220,5 +225,7 @@ std::unique_ptr<torch::optim::Optimizer> InMemorySGD(torch::nn::Module& module,
 std::unique_ptr<torch::optim::Optimizer> InMemoryAdam(torch::nn::Module& module,
                                                       torch::optim::AdamOptions options,
                                                       AdamWFlavour flavour = AdamWFlavour::kFused);
+std::unique_ptr<torch::optim::Optimizer> InMemoryAdagrad(torch::nn::Module& module,
+                                                         torch::optim::AdagradOptions options);
 
 }  // namespace offload
