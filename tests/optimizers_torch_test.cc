@@ -94,6 +94,19 @@ std::vector<Case> Cases() {
                    .weight_decay(0.1)
                    .initial_accumulator_value(0.25),
                InMemoryAdagrad, &Engine::Adagrad, {"sum"}),
+      MakeCase("rmsprop", OptimizerSpec("rmsprop"), torch::optim::RMSpropOptions(1e-2),
+               InMemoryRMSprop, &Engine::RMSprop, {"square_avg"}),
+      MakeCase("rmsprop_centered", OptimizerSpec("rmsprop", {{"alpha", 0.4}, {"centered", 1}}),
+               torch::optim::RMSpropOptions(1e-2).alpha(0.4).centered(true), InMemoryRMSprop,
+               &Engine::RMSprop, {"square_avg", "grad_avg"}),
+      MakeCase("rmsprop_momentum", OptimizerSpec("rmsprop", {{"momentum", 0.9}}),
+               torch::optim::RMSpropOptions(1e-2).momentum(0.9), InMemoryRMSprop, &Engine::RMSprop,
+               {"square_avg", "momentum_buffer"}),
+      MakeCase(
+          "rmsprop_in_full",
+          OptimizerSpec("rmsprop", {{"momentum", 0.9}, {"centered", 1}, {"weight_decay", 0.1}}),
+          torch::optim::RMSpropOptions(1e-2).momentum(0.9).centered(true).weight_decay(0.1),
+          InMemoryRMSprop, &Engine::RMSprop, {"square_avg", "momentum_buffer", "grad_avg"}),
   };
 }
 

@@ -15,6 +15,7 @@
 #include "kernels/rules/adagrad.h"
 #include "kernels/rules/adam.h"
 #include "kernels/rules/adamw.h"
+#include "kernels/rules/rmsprop.h"
 #include "kernels/rules/sgd.h"
 
 namespace offload::kernels {
@@ -24,10 +25,11 @@ struct RuleList {
   static constexpr size_t kCount = sizeof...(Rule);
 };
 
-using Rules = RuleList<rules::AdamW,  //
-                       rules::Sgd,    //
-                       rules::Adam,   //
-                       rules::Adagrad>;
+using Rules = RuleList<rules::AdamW,    //
+                       rules::Sgd,      //
+                       rules::Adam,     //
+                       rules::Adagrad,  //
+                       rules::RmsProp>;
 inline constexpr size_t kOptimizerCount = Rules::kCount;
 
 }  // namespace offload::kernels

@@ -125,13 +125,41 @@ void UpdateAdagrad(const OptimizerSpec& optimizer, const Tensor& gradient, InMem
                       optimizer.Get("eps"), IsOn(optimizer, "maximize"));
 }
 
+// ---- RMSprop ------------------------------------------------------------------------------------
+
+// The correctly rounded root, which the vector library behind sqrt() does not always give: a double
+// has more than twice the digits, so rounding twice changes nothing.
+Tensor ExactSqrt(const Tensor& values) { return values.to(at::kDouble).sqrt_().to(at::kFloat); }
+
+// torch.optim.RMSprop's loop over parameters.
+void UpdateRmsProp(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  auto& [square_avg, momentum_buffer, grad_avg] = state.planes;
+  const double lr = optimizer.Get("lr"), alpha = optimizer.Get("alpha");
+  const double weight_decay = optimizer.Get("weight_decay"), momentum = optimizer.Get("momentum");
+  Tensor direction = Descent(optimizer, gradient);
+  if (weight_decay != 0) direction = direction.add(state.master, weight_decay);
+  square_avg.mul_(alpha).addcmul_(direction, direction, 1 - alpha);
+  Tensor average;
+  if (IsOn(optimizer, "centered")) {
+    grad_avg.lerp_(direction, 1 - alpha);
+    average = ExactSqrt(square_avg.addcmul(grad_avg, grad_avg, -1));
+  } else {
+    average = ExactSqrt(square_avg);
+  }
+  average.add_(optimizer.Get("eps"));
+  if (momentum == 0) {
+    state.master.addcdiv_(direction, average, -lr);
+    return;
+  }
+  momentum_buffer.mul_(momentum).addcdiv_(direction, average);
+  state.master.add_(momentum_buffer, -lr);
+}
+
 // ---- The table ---------------------------------------------------------------------------------
 
 constexpr std::pair<std::string_view, Update> kUpdates[] = {
-    {"adamw", UpdateAdamW},
-    {"sgd", UpdateSgd},
-    {"adam", UpdateAdam},
-    {"adagrad", UpdateAdagrad},
+    {"adamw", UpdateAdamW},     {"sgd", UpdateSgd},         {"adam", UpdateAdam},
+    {"adagrad", UpdateAdagrad}, {"rmsprop", UpdateRmsProp},
 };
 
 Update UpdateOf(const OptimizerSpec& optimizer) {

@@ -205,4 +205,32 @@ OptimizerPointer InMemoryAdagrad(torch::nn::Module& module, torch::optim::Adagra
   return InMemory(module, Named(std::move(options)));
 }
 
+// ---- RMSprop ------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(torch::optim::RMSpropOptions options) {
+  return zero3::Named(std::move(options), [](const torch::optim::RMSpropOptions& o) {
+    return kernels::OptimizerSpec("rmsprop", {{"lr", o.lr()},
+                                              {"alpha", o.alpha()},
+                                              {"eps", o.eps()},
+                                              {"weight_decay", o.weight_decay()},
+                                              {"momentum", o.momentum()},
+                                              {"centered", o.centered() ? 1 : 0}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::RMSprop(torch::nn::Module& module, torch::optim::RMSpropOptions options) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options)));
+}
+OptimizerPointer Engine::RMSprop(torch::nn::Module& module, Groups groups,
+                                 torch::optim::RMSpropOptions defaults) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults)));
+}
+OptimizerPointer InMemoryRMSprop(torch::nn::Module& module, torch::optim::RMSpropOptions options) {
+  return InMemory(module, Named(std::move(options)));
+}
+
 }  // namespace offload

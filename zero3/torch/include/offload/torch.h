@@ -31,6 +31,7 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
 #include <cstdint>
@@ -149,6 +150,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   OptimizerPointer Adagrad(torch::nn::Module& module, torch::optim::AdagradOptions options);
   OptimizerPointer Adagrad(torch::nn::Module& module, ParamGroups groups,
                            torch::optim::AdagradOptions defaults);
+  OptimizerPointer RMSprop(torch::nn::Module& module, torch::optim::RMSpropOptions options);
+  OptimizerPointer RMSprop(torch::nn::Module& module, ParamGroups groups,
+                           torch::optim::RMSpropOptions defaults);
 
   // Steps taken by this job, over all its runs; 0 for a new job.
   virtual int64_t step() const = 0;
@@ -165,6 +169,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   //   SGD        momentum_buffer, or exp_avg
   //   Adam       as AdamW
   //   Adagrad    sum
+  //   RMSprop    square_avg; with momentum momentum_buffer; centered grad_avg
   // For checks, export and code that needs a raw pointer.
   virtual torch::Tensor Gather(const torch::Tensor& parameter,
                                const std::string& plane = "weight") = 0;
@@ -227,5 +232,7 @@ std::unique_ptr<torch::optim::Optimizer> InMemoryAdam(torch::nn::Module& module,
                                                       AdamWFlavour flavour = AdamWFlavour::kFused);
 std::unique_ptr<torch::optim::Optimizer> InMemoryAdagrad(torch::nn::Module& module,
                                                          torch::optim::AdagradOptions options);
+std::unique_ptr<torch::optim::Optimizer> InMemoryRMSprop(torch::nn::Module& module,
+                                                         torch::optim::RMSpropOptions options);
 
 }  // namespace offload
