@@ -107,6 +107,12 @@ std::vector<Case> Cases() {
           OptimizerSpec("rmsprop", {{"momentum", 0.9}, {"centered", 1}, {"weight_decay", 0.1}}),
           torch::optim::RMSpropOptions(1e-2).momentum(0.9).centered(true).weight_decay(0.1),
           InMemoryRMSprop, &Engine::RMSprop, {"square_avg", "momentum_buffer", "grad_avg"}),
+      MakeCase("lion", OptimizerSpec("lion"), LionOptions(), InMemoryLion, &Engine::Lion,
+               {"exp_avg"}),
+      MakeCase("lion_in_full",
+               OptimizerSpec("lion", {{"lr", 1e-3}, {"beta1", 0.95}, {"weight_decay", 0.1}}),
+               LionOptions(1e-3).betas({0.95, 0.99}).weight_decay(0.1), InMemoryLion, &Engine::Lion,
+               {"exp_avg"}),
   };
 }
 

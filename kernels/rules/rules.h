@@ -15,6 +15,7 @@
 #include "kernels/rules/adagrad.h"
 #include "kernels/rules/adam.h"
 #include "kernels/rules/adamw.h"
+#include "kernels/rules/lion.h"
 #include "kernels/rules/rmsprop.h"
 #include "kernels/rules/sgd.h"
 
@@ -29,7 +30,8 @@ using Rules = RuleList<rules::AdamW,    //
                        rules::Sgd,      //
                        rules::Adam,     //
                        rules::Adagrad,  //
-                       rules::RmsProp>;
+                       rules::RmsProp,  //
+                       rules::Lion>;
 inline constexpr size_t kOptimizerCount = Rules::kCount;
 
 }  // namespace offload::kernels

@@ -155,11 +155,25 @@ void UpdateRmsProp(const OptimizerSpec& optimizer, const Tensor& gradient, InMem
   state.master.add_(momentum_buffer, -lr);
 }
 
+// ---- Lion ---------------------------------------------------------------------------------------
+
+// The PyTorch program of the authors.
+void UpdateLion(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  const Tensor direction = Descent(optimizer, gradient);
+  const double lr = optimizer.Get("lr");
+  const double beta1 = optimizer.Get("beta1"), beta2 = optimizer.Get("beta2");
+  Tensor& exp_avg = state.planes[0];
+  state.master.mul_(1 - lr * optimizer.Get("weight_decay"));
+  const Tensor update = exp_avg * beta1 + direction * (1 - beta1);
+  state.master.add_(update.sign(), -lr);
+  exp_avg.mul_(beta2).add_(direction, 1 - beta2);
+}
+
 // ---- The table ---------------------------------------------------------------------------------
 
 constexpr std::pair<std::string_view, Update> kUpdates[] = {
     {"adamw", UpdateAdamW},     {"sgd", UpdateSgd},         {"adam", UpdateAdam},
-    {"adagrad", UpdateAdagrad}, {"rmsprop", UpdateRmsProp},
+    {"adagrad", UpdateAdagrad}, {"rmsprop", UpdateRmsProp}, {"lion", UpdateLion},
 };
 
 Update UpdateOf(const OptimizerSpec& optimizer) {

@@ -233,4 +233,29 @@ OptimizerPointer InMemoryRMSprop(torch::nn::Module& module, torch::optim::RMSpro
   return InMemory(module, Named(std::move(options)));
 }
 
+// ---- Lion ---------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(LionOptions options) {
+  return zero3::Named(std::move(options), [](const LionOptions& o) {
+    return kernels::OptimizerSpec("lion", {{"lr", o.lr()},
+                                           {"beta1", std::get<0>(o.betas())},
+                                           {"beta2", std::get<1>(o.betas())},
+                                           {"weight_decay", o.weight_decay()}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::Lion(torch::nn::Module& module, LionOptions options) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options)));
+}
+OptimizerPointer Engine::Lion(torch::nn::Module& module, Groups groups, LionOptions defaults) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults)));
+}
+OptimizerPointer InMemoryLion(torch::nn::Module& module, LionOptions options) {
+  return InMemory(module, Named(std::move(options)));
+}
+
 }  // namespace offload

@@ -26,6 +26,7 @@
 #error "compile with -DNDEBUG: a class layout in libtorch depends on it"
 #endif
 
+#include <torch/arg.h>
 #include <torch/nn/module.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -39,6 +40,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -80,6 +82,19 @@ struct Options {
 // Which of torch's AdamW implementations the result is bit-equal to (the others differ in the last
 // bit of a square root).
 enum class AdamWFlavour { kFused, kLerp, kMulAdd };
+
+// torch has no Lion: these are the options of its paper (arXiv:2302.06675), in torch's manner.
+struct LionOptions : torch::optim::OptimizerCloneableOptions<LionOptions> {
+  using betas_t = std::tuple<double, double>;
+  LionOptions(double lr = 1e-4) : lr_(lr) {}  // NOLINT: implicit, like torch's
+  TORCH_ARG(double, lr) = 1e-4;
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);
+  TORCH_ARG(double, weight_decay) = 0;
+
+ public:
+  double get_lr() const override { return lr_; }
+  void set_lr(const double lr) override { lr_ = lr; }
+};
 
 struct Statistics {
   uint64_t bytes_read = 0, bytes_written = 0;  // by the daemon, since it started, on the drive
@@ -153,6 +168,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   OptimizerPointer RMSprop(torch::nn::Module& module, torch::optim::RMSpropOptions options);
   OptimizerPointer RMSprop(torch::nn::Module& module, ParamGroups groups,
                            torch::optim::RMSpropOptions defaults);
+  OptimizerPointer Lion(torch::nn::Module& module, LionOptions options);
+  OptimizerPointer Lion(torch::nn::Module& module, ParamGroups groups, LionOptions defaults);
 
   // Steps taken by this job, over all its runs; 0 for a new job.
   virtual int64_t step() const = 0;
@@ -170,6 +187,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   //   Adam       as AdamW
   //   Adagrad    sum
   //   RMSprop    square_avg; with momentum momentum_buffer; centered grad_avg
+  //   Lion       exp_avg
   // For checks, export and code that needs a raw pointer.
   virtual torch::Tensor Gather(const torch::Tensor& parameter,
                                const std::string& plane = "weight") = 0;
@@ -234,5 +252,7 @@ std::unique_ptr<torch::optim::Optimizer> InMemoryAdagrad(torch::nn::Module& modu
                                                          torch::optim::AdagradOptions options);
 std::unique_ptr<torch::optim::Optimizer> InMemoryRMSprop(torch::nn::Module& module,
                                                          torch::optim::RMSpropOptions options);
+std::unique_ptr<torch::optim::Optimizer> InMemoryLion(torch::nn::Module& module,
+                                                      LionOptions options);
 
 }  // namespace offload
