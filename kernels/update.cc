@@ -1,6 +1,7 @@
 // Chooses the implementation.
 #include "kernels/update.h"
 
+#include <cmath>
 #include <cstdlib>
 #include <string_view>
 
@@ -95,6 +96,35 @@ void Update(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& ru
 
 void Update(const OptimizerSpec& optimizer, int64_t step, const Run& run) {
   Update(BestIsa(), optimizer, step, run);
+}
+
+bool NeedsNorms(const OptimizerSpec& optimizer) {
+  return kReferenceImplementation.norms[optimizer.index()] != nullptr;
+}
+
+void AddNorms(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& run, Norms* norms) {
+  CheckRun(optimizer, run);
+  OFFLOAD_CHECK(NeedsNorms(optimizer)) << optimizer.name();
+  Coefficients coefficients;
+  optimizer.row().prepare(optimizer.values().data(), step, &coefficients);
+  ImplementationOf(isa).norms[optimizer.index()](coefficients, run, norms);
+}
+
+void AddNorms(const OptimizerSpec& optimizer, int64_t step, const Run& run, Norms* norms) {
+  AddNorms(BestIsa(), optimizer, step, run, norms);
+}
+
+double TrustRatio(std::span<const Norms> blocks) {
+  const auto sum = [](const double(&lanes)[Norms::kLanes]) {
+    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) +
+           ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+  };
+  double weight = 0, update = 0;
+  for (const Norms& block : blocks) {
+    weight += sum(block.weight);
+    update += sum(block.update);
+  }
+  return weight > 0 && update > 0 ? std::sqrt(weight) / std::sqrt(update) : 1;
 }
 
 bool AllFinite(Isa isa, Dtype dtype, const void* values, size_t count) {

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "kernels/isa.h"
 #include "kernels/optimizer.h"
@@ -45,7 +46,26 @@ struct Run {
   // Multiplies the gradient first, rounding to the gradient's dtype as torch's in-place mul_ does.
   // 1 means untouched.
   float gradient_scale = 1.0f;
+  // Of optimizers that need norms: TrustRatio() of the whole tensor.
+  double trust_ratio = 1;
 };
+
+// Sums of squares of a tensor's masters and of their updates before the trust ratio, for optimizers
+// whose update of an element depends on them. The order of the additions is fixed: element i of
+// the tensor goes to lane i mod 8, ascending within a block of kBlockElements; the lanes of a block
+// are added pairwise; blocks are added in ascending order (SumOfLanes, TrustRatio). So it depends
+// on neither tiles, threads nor memory.
+struct Norms {
+  static constexpr size_t kLanes = 8;
+  static constexpr uint64_t kBlockElements = 256 * 1024;  // an extent of the store
+  double weight[kLanes] = {}, update[kLanes] = {};
+};
+bool NeedsNorms(const OptimizerSpec& optimizer);
+// The sweep before the update: adds the run's elements, all of one block, and changes nothing else.
+void AddNorms(const OptimizerSpec& optimizer, int64_t step, const Run& run, Norms* norms);
+void AddNorms(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& run, Norms* norms);
+// ||masters|| / ||updates|| of all blocks of a tensor, 1 when either is zero.
+double TrustRatio(std::span<const Norms> blocks);
 
 // Update number `step` of the run's tensor, 1 for its first: bias corrections use it, and state
 // that does not begin with zeros begins there.

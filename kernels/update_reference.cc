@@ -34,9 +34,24 @@ void ReferenceUpdate(const Coefficients& coefficients, const Run& run) {
   Rule::Reference(*reinterpret_cast<const typename Rule::Constants*>(coefficients.bytes), run);
 }
 
+template <class Rule>
+void ReferenceNorms(const Coefficients& coefficients, const Run& run, Norms* norms) {
+  Rule::ReferenceNorms(*reinterpret_cast<const typename Rule::Constants*>(coefficients.bytes), run,
+                       norms);
+}
+template <class Rule>
+constexpr NormsFunction NormsOf() {
+  if constexpr (requires { &Rule::ReferenceNorms; }) return ReferenceNorms<Rule>;
+  return nullptr;
+}
+
 template <class... Rule>
 constexpr Implementation ReferenceImplementation(RuleList<Rule...>) {
-  return {{ReferenceUpdate<Rule>...}, SplitReference, MergeReference, AllFiniteReference};
+  return {{ReferenceUpdate<Rule>...},
+          {NormsOf<Rule>()...},
+          SplitReference,
+          MergeReference,
+          AllFiniteReference};
 }
 
 }  // namespace

@@ -276,6 +276,46 @@ TEST_P(UpdateTest, DoesNotDependOnWhereTheTensorIsCut) {
   }
 }
 
+// Norms of a tensor, added in the pieces that the cuts make, as bits where NaN is one value. The
+// sweep writes no tie bits, so the tensor is of no use afterwards if it is split.
+std::vector<uint64_t> NormsInPieces(Isa isa, Tensor* tensor, const std::vector<size_t>& cuts) {
+  Norms norms;
+  tensor->Apply(cuts, 0.9f,
+                [&](const auto& run) { AddNorms(isa, OptimizerSpec("lamb"), 2, run, &norms); });
+  std::vector<uint64_t> bits;
+  for (const auto& lanes : {norms.weight, norms.update}) {
+    for (size_t i = 0; i < Norms::kLanes; ++i)
+      bits.push_back(std::isnan(lanes[i]) ? 1 : std::bit_cast<uint64_t>(lanes[i]));
+  }
+  return bits;
+}
+
+TEST_P(UpdateTest, NormsDependOnNeitherIsaNorCutsAndChangeNothing) {
+  Random random(4);
+  for (size_t count = 0; count <= 67; ++count) {
+    const Shape shape = kShapes[count % std::size(kShapes)];
+    const Tensor tensor(shape, count, &random);
+    Tensor whole = tensor;
+    const std::vector<uint64_t> expected = NormsInPieces(Isa::kReference, &whole, {});
+    for (size_t cut = 0; cut <= count; ++cut) {
+      Tensor parts = tensor;
+      ASSERT_EQ(NormsInPieces(GetParam(), &parts, {cut}), expected) << count << " cut at " << cut;
+      if (shape.weight_dtype == Dtype::kFloat32) {
+        ASSERT_EQ(parts.Bits(), tensor.Bits());
+      }
+    }
+  }
+}
+
+TEST(TrustRatioTest, IsOneWhereANormIsZero) {
+  Norms norms;
+  EXPECT_EQ(TrustRatio({&norms, 1}), 1);
+  norms.weight[3] = 16;
+  EXPECT_EQ(TrustRatio({&norms, 1}), 1);
+  norms.update[0] = 4;
+  EXPECT_EQ(TrustRatio({&norms, 1}), 2);
+}
+
 TEST_P(UpdateTest, TheLastElementsOfATensorRoundInAnotherOrder) {
   size_t differing_count = 0;
   Random random(3);

@@ -4,6 +4,8 @@
 // and split, merge and the search for what is not finite. vector_run.h says what V provides.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/implementation.h"
 #include "kernels/vector_run.h"
 
@@ -23,6 +25,37 @@ void VectorUpdate(const Coefficients& coefficients, const Run& run) {
       ForEachVector<V>(arrays, 0, run.count, step);
     }
   });
+}
+
+template <class V, class Rule>
+void VectorNorms(const Coefficients& coefficients, const Run& run, Norms* norms) {
+  const auto& constants = *reinterpret_cast<const typename Rule::Constants*>(coefficients.bytes);
+  const typename Rule::template Terms<V> terms(constants, run);
+  alignas(64) float weight[V::kWidth], update[V::kWidth];
+  const auto add = [&](size_t begin, size_t count) {
+    for (size_t j = 0; j < count; ++j) {
+      const size_t lane = (run.begin + begin + j) % Norms::kLanes;
+      norms->weight[lane] += double{weight[j]} * weight[j];
+      norms->update[lane] += double{update[j]} * update[j];
+    }
+  };
+  WithArrays<V>(run, [&](const auto& arrays) {
+    using RunArrays = std::remove_cvref_t<decltype(arrays)>;
+    size_t i = 0;
+    for (; i + V::kWidth <= run.count; i += V::kWidth) {
+      terms(arrays, i, weight, update);
+      add(i, V::kWidth);
+    }
+    if (i == run.count) return;
+    PaddedArrays<V, RunArrays> padded(arrays, i, run.count - i);
+    terms(padded.view(), 0, weight, update);
+    add(i, run.count - i);
+  });
+}
+template <class V, class Rule>
+constexpr NormsFunction VectorNormsOf() {
+  if constexpr (requires { &Rule::ReferenceNorms; }) return VectorNorms<V, Rule>;
+  return nullptr;
 }
 
 template <class V>
@@ -64,7 +97,11 @@ bool VectorAllFinite(Dtype dtype, const void* values, size_t count) {
 
 template <class V, class... Rule>
 constexpr Implementation VectorImplementation(RuleList<Rule...>) {
-  return {{VectorUpdate<V, Rule>...}, VectorSplit<V>, VectorMerge<V>, VectorAllFinite<V>};
+  return {{VectorUpdate<V, Rule>...},
+          {VectorNormsOf<V, Rule>()...},
+          VectorSplit<V>,
+          VectorMerge<V>,
+          VectorAllFinite<V>};
 }
 
 // Of the candidates (lanes whose lo is -32768), the lanes whose tie went down.

@@ -41,7 +41,8 @@ class Pass {
       const PlaneMemory& memory = update.planes[plane];
       if (memory.bytes == nullptr) continue;
       const swap::ExtentId id = Id(plane);
-      checksums_[plane].after = update.store->StartChecksum(id, update.sequence);
+      if (!update.norms_only)
+        checksums_[plane].after = update.store->StartChecksum(id, update.sequence);
       if (memory.stamp.has_value() && !memory.stamp->never_written()) {
         checksums_[plane].before = update.store->StartChecksum(id, memory.stamp->sequence);
       }
@@ -49,6 +50,7 @@ class Pass {
   }
 
   void Run() {
+    if (update_.norms_only) update_.norms.resize(update_.members.size());
     for (uint32_t begin = 0; begin < update_.elements; begin += kTileElements) {
       const uint32_t end = std::min(begin + kTileElements, update_.elements);
       TakeChecksums(begin, end, /*before=*/true);
@@ -133,7 +135,12 @@ class Pass {
     run.gradient = member.gradient != nullptr ? member.gradient + run.begin * weight_bytes
                                               : update_.spilled_gradient + begin * weight_bytes;
     run.gradient_scale = member.gradient_scale;
-    kernels::Update(*member.optimizer, member.step, run);
+    run.trust_ratio = member.trust_ratio;
+    if (update_.norms_only) {
+      kernels::AddNorms(*member.optimizer, member.step, run, &update_.norms[next_member_]);
+    } else {
+      kernels::Update(*member.optimizer, member.step, run);
+    }
   }
 
   void Finish() {

@@ -58,7 +58,8 @@ struct MemberUpdate {
   uint64_t begin = 0;  // in elements of the store tensor
   uint64_t count = 0;
   std::shared_ptr<const kernels::OptimizerSpec> optimizer;
-  int64_t step = 1;  // of this tensor, 1 for its first update
+  int64_t step = 1;        // of this tensor, 1 for its first update
+  double trust_ratio = 1;  // of optimizers that need norms, from the sweep before
   const std::byte* gradient =
       nullptr;  // of its first element; null: the extent's bytes are in `spilled_gradient`
   float gradient_scale = 1.0f;
@@ -77,10 +78,12 @@ struct ExtentUpdate {
   TieBits ties_in;
   const std::byte* spilled_gradient = nullptr;
   std::span<const MemberUpdate> members;  // ascending, those that are updated
+  bool norms_only = false;  // the first of two sweeps: verify and add up, and change nothing
 
   // Results.
   ByPlane<uint32_t> crc;
   TieBits ties_out;
+  std::vector<kernels::Norms> norms;  // of the first of two sweeps: one for each member
   absl::Status status;
 };
 

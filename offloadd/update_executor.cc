@@ -52,6 +52,8 @@ void UpdateExecutor::Begin(StepPlan plan) {
     Task task;
     task.extent_count = proto::ExtentCount(context_->store_tensor(store_tensor).element_count);
     task.plan = std::move(task_plan);
+    task.norms_only = kernels::NeedsNorms(*task.plan.members.front().optimizer);
+    if (task.norms_only) task.norms.resize(task.extent_count);
     unfinished_.emplace(store_tensor, std::move(task));
   }
   uncomputed_tasks_ = static_cast<uint32_t>(unfinished_.size());
@@ -129,8 +131,11 @@ bool UpdateExecutor::StartTask() {
 
 void UpdateExecutor::StartExtents(Task& task) {
   while (task.next_extent < task.extent_count && extents_in_flight_ < extents_in_flight_max_) {
-    if (!StartExtent(task, task.next_extent)) break;
-    ++task.next_extent;
+    // Before the extent runs: its end may begin the task anew.
+    if (!StartExtent(task, task.next_extent++)) {
+      --task.next_extent;
+      break;
+    }
   }
 }
 
@@ -162,6 +167,7 @@ bool UpdateExecutor::StartExtent(Task& task, uint32_t index) {
   update.plane_set = &tensor.planes;
   update.sequence = context_->store->open_sequence();
   update.members = task.plan.members;
+  update.norms_only = task.norms_only;
   PlacePlanes(*extent);
   Read(extent);
   return true;
@@ -263,12 +269,35 @@ void UpdateExecutor::FinishCompute(const std::shared_ptr<Extent>& extent) {
   if (context_->failed()) return Release(*extent);
   if (state_->Has(update.store_tensor, update.index))
     state_->SetLoaded(update.store_tensor, update.index);
+  if (extent->task->norms_only) return FinishNorms(*extent);
   Write(extent);
   Task& task = *extent->task;
   if (++task.computed < task.extent_count) return;
   cache_->Updated(update.store_tensor);
   cache_->Hold(update.store_tensor);  // until the last write
   if (--uncomputed_tasks_ == 0) events_.on_updated(*step_);
+}
+
+// After the last extent the task begins anew, with its trust ratios; its weights are in the slab by
+// then.
+void UpdateExecutor::FinishNorms(Extent& extent) {
+  Task& task = *extent.task;
+  task.norms[extent.update.index] = std::move(extent.update.norms);
+  Release(extent);
+  if (++task.computed < task.extent_count) return;
+  for (size_t member = 0; member < task.plan.members.size(); ++member) {
+    std::vector<kernels::Norms> blocks;
+    for (const std::vector<kernels::Norms>& extent_norms : task.norms)
+      blocks.push_back(extent_norms[member]);
+    task.plan.members[member].trust_ratio = kernels::TrustRatio(blocks);
+  }
+  task.norms_only = false;
+  task.norms.clear();
+  task.computed = 0;
+  task.next_extent = 0;
+  task.reads_weights = false;
+  if (std::find(started_.begin(), started_.end(), &task) == started_.end())
+    started_.push_back(&task);
 }
 
 void UpdateExecutor::Write(const std::shared_ptr<Extent>& extent) {

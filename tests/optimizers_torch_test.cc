@@ -3,6 +3,7 @@
 #include <offload/torch.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -113,6 +114,12 @@ std::vector<Case> Cases() {
                OptimizerSpec("lion", {{"lr", 1e-3}, {"beta1", 0.95}, {"weight_decay", 0.1}}),
                LionOptions(1e-3).betas({0.95, 0.99}).weight_decay(0.1), InMemoryLion, &Engine::Lion,
                {"exp_avg"}),
+      MakeCase("lamb", OptimizerSpec("lamb"), LAMBOptions(), InMemoryLAMB, &Engine::LAMB,
+               {"exp_avg", "exp_avg_sq"}),
+      MakeCase("lamb_in_full",
+               OptimizerSpec("lamb", {{"lr", 0.01}, {"beta1", 0.95}, {"weight_decay", 0.1}}),
+               LAMBOptions(0.01).betas({0.95, 0.999}).weight_decay(0.1), InMemoryLAMB,
+               &Engine::LAMB, {"exp_avg", "exp_avg_sq"}),
   };
 }
 
@@ -145,29 +152,50 @@ struct Offloaded {
 
   // In pieces, as extents and tiles cut a tensor.
   void Update(const OptimizerSpec& optimizer, int64_t step, const Tensor& gradient) {
+    double trust_ratio = 1;
+    if (kernels::NeedsNorms(optimizer)) {
+      constexpr uint64_t kBlock = kernels::Norms::kBlockElements;
+      std::vector<kernels::Norms> blocks(weight.numel() / kBlock + 1);
+      ForEachPiece(gradient, [&](const kernels::Run& run) {
+        kernels::AddNorms(optimizer, step, run, &blocks[run.begin / kBlock]);
+      });
+      trust_ratio = kernels::TrustRatio(blocks);
+    }
     std::vector<uint8_t> new_ties(ties.size());
-    kernels::TieReader reader{ties.data()};
     kernels::TieWriter writer{new_ties.data()};
+    ForEachPiece(gradient, [&](kernels::Run run) {
+      run.ties_out = &writer;
+      run.trust_ratio = trust_ratio;
+      kernels::Update(optimizer, step, run);
+    });
+    ties = new_ties;
+  }
+
+  // Pieces end at multiples of a tile, whose size is odd so that most begin within a vector, and of
+  // a block.
+  void ForEachPiece(const Tensor& gradient, const std::function<void(const kernels::Run&)>& visit) {
+    kernels::TieReader reader{ties.data()};
+    kernels::TieWriter unused{};
     const bool is_half = weight.scalar_type() == at::kBFloat16;
-    const kernels::Dtype dtype = is_half ? kernels::Dtype::kBFloat16 : kernels::Dtype::kFloat32;
-    const int64_t count = weight.numel(), cut = count / 3;
-    for (const auto& [begin, end] : {std::pair{int64_t{0}, cut}, std::pair{cut, count}}) {
+    const int64_t count = weight.numel(), block = kernels::Norms::kBlockElements, tile = 100003;
+    for (int64_t begin = 0, end = 0; begin < count; begin = end) {
+      end = std::min({count, (begin / block + 1) * block, (begin / tile + 1) * tile});
       kernels::Run run;
       run.count = end - begin;
       run.begin = begin;
       run.tensor_count = count;
-      run.weight_dtype = run.gradient_dtype = dtype;
+      run.weight_dtype = run.gradient_dtype =
+          is_half ? kernels::Dtype::kBFloat16 : kernels::Dtype::kFloat32;
       run.weight = static_cast<char*>(weight.data_ptr()) + begin * weight.element_size();
       run.gradient =
           static_cast<const char*>(gradient.const_data_ptr()) + begin * gradient.element_size();
       run.residual = is_half ? residual.data() + begin : nullptr;
       run.ties_in = &reader;
-      run.ties_out = &writer;
+      run.ties_out = &unused;
       for (size_t i = 0; i < kernels::kStatePlanesMax; ++i)
         run.state[i] = state[i].data_ptr<float>() + begin;
-      kernels::Update(optimizer, step, run);
+      visit(run);
     }
-    ties = new_ties;
   }
 
   Tensor weight, state[kernels::kStatePlanesMax];

@@ -45,6 +45,8 @@ inline const OptimizerSpec kAdamW("adamw", {{"beta2", 0.95}, {"weight_decay", 0.
 inline const OptimizerSpec kPlainSgd("sgd", {{"weight_decay", 0.01}});
 inline const OptimizerSpec kMomentum("sgd", {{"momentum", 0.9}, {"weight_decay", 0.01}});
 
+inline const OptimizerSpec kLamb("lamb", {{"weight_decay", 0.1}});
+
 struct Variant {
   Dtype dtype = Dtype::kFloat32;
   OptimizerSpec optimizer = kAdamW;
@@ -350,7 +352,25 @@ class Job {
         variant_.dtype == Dtype::kFloat32 ? kernels::Dtype::kFloat32 : kernels::Dtype::kBFloat16;
     run.gradient = gradient.data();
     run.gradient_scale = scale;
-    kernels::Update(group, static_cast<int64_t>(reference.update_count), run);
+    const auto step = static_cast<int64_t>(reference.update_count);
+    if (kernels::NeedsNorms(group)) run.trust_ratio = TrustRatio(group, step, run);
+    kernels::Update(group, step, run);
+  }
+
+  // Of the whole tensor, block by block.
+  static double TrustRatio(const client::Group& group, int64_t step, const kernels::Run& whole) {
+    const uint64_t gradient_bytes = whole.gradient_dtype == kernels::Dtype::kFloat32 ? 4 : 2;
+    std::vector<kernels::Norms> blocks;
+    for (uint64_t begin = 0; begin < whole.count; begin += kernels::Norms::kBlockElements) {
+      kernels::Run run = whole;
+      run.begin = begin;
+      run.count = std::min<uint64_t>(kernels::Norms::kBlockElements, whole.count - begin);
+      run.weight = static_cast<float*>(whole.weight) + begin;
+      run.gradient = static_cast<const std::byte*>(whole.gradient) + begin * gradient_bytes;
+      for (float*& plane : run.state) plane += begin;
+      kernels::AddNorms(group, step, run, &blocks.emplace_back());
+    }
+    return kernels::TrustRatio(blocks);
   }
 
   void ExpectPlane(uint32_t tensor, proto::Plane plane, const std::vector<std::byte>& expected) {

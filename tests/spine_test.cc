@@ -78,6 +78,18 @@ TEST_F(SpineTest, Fp32SgdWithoutState) {
 TEST_F(SpineTest, BFloat16SgdWithoutState) {
   TrainAndResume({.dtype = Dtype::kBFloat16, .optimizer = kPlainSgd});
 }
+TEST_F(SpineTest, Fp32LambSweepsTwice) {
+  TrainAndResume({.dtype = Dtype::kFloat32, .optimizer = kLamb});
+}
+TEST_F(SpineTest, BFloat16LambWithSpilledGradients) {
+  TrainAndResume({.dtype = Dtype::kBFloat16, .optimizer = kLamb, .spill = true});
+}
+TEST_F(SpineTest, BFloat16LambWithStateInMemory) {
+  TrainAndResume({.dtype = Dtype::kBFloat16,
+                  .optimizer = kLamb,
+                  .state_resident = 1,
+                  .weights_resident = true});
+}
 TEST_F(SpineTest, BFloat16AdamWOverThreads) {
   TrainAndResume({.dtype = Dtype::kBFloat16, .io_engine = "threads"});
 }

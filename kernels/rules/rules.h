@@ -7,6 +7,8 @@
 //   Step<V, kInTail>          the same for one vector (kernels/vector_run.h)
 //   kHasTail                  whether a tensor's last elements may round differently; then
 //   TailBegin(c, run)         says how many elements of the run lie before them
+// and, where an update depends on norms of its tensor, so that there are two sweeps,
+//   ReferenceNorms(c, run, norms), Terms<V>   the first of them, which changes nothing
 // The order is nobody's business outside this library: stores and messages name optimizers.
 #pragma once
 
@@ -15,6 +17,7 @@
 #include "kernels/rules/adagrad.h"
 #include "kernels/rules/adam.h"
 #include "kernels/rules/adamw.h"
+#include "kernels/rules/lamb.h"
 #include "kernels/rules/lion.h"
 #include "kernels/rules/rmsprop.h"
 #include "kernels/rules/sgd.h"
@@ -31,7 +34,7 @@ using Rules = RuleList<rules::AdamW,    //
                        rules::Adam,     //
                        rules::Adagrad,  //
                        rules::RmsProp,  //
-                       rules::Lion>;
+                       rules::Lion, rules::Lamb>;
 inline constexpr size_t kOptimizerCount = Rules::kCount;
 
 }  // namespace offload::kernels

@@ -28,6 +28,12 @@ inline float Lerp(float from, float to, float weight) {
 // maximum(): NaN when either is.
 inline float Maximum(float a, float b) { return std::isnan(a) || a > b ? a : b; }
 
+// An element of the tensor into its lanes.
+inline void AddSquares(uint64_t element, float weight, float update, Norms* norms) {
+  norms->weight[element % Norms::kLanes] += double{weight} * weight;
+  norms->update[element % Norms::kLanes] += double{update} * update;
+}
+
 inline float Float(double value) { return static_cast<float>(value); }
 
 template <class Constants>

@@ -169,11 +169,49 @@ void UpdateLion(const OptimizerSpec& optimizer, const Tensor& gradient, InMemory
   exp_avg.mul_(beta2).add_(direction, 1 - beta2);
 }
 
+// ---- LAMB ---------------------------------------------------------------------------------------
+
+// The sum of squares in the order that kernels::Norms has: eight lanes through a block, pairwise.
+double SumOfSquares(const Tensor& values) {
+  constexpr int64_t kBlockElements = 256 * 1024;
+  const Tensor contiguous = values.contiguous();
+  const float* const data = contiguous.const_data_ptr<float>();
+  double sum = 0;
+  for (int64_t begin = 0; begin < values.numel(); begin += kBlockElements) {
+    double lane[8] = {};
+    const int64_t end = std::min(begin + kBlockElements, values.numel());
+    for (int64_t i = begin; i < end; ++i) lane[i % 8] += double{data[i]} * data[i];
+    sum +=
+        ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+  }
+  return sum;
+}
+
+// Algorithm 2 of the paper.
+void UpdateLamb(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  const Tensor descent = Descent(optimizer, gradient);
+  auto& [exp_avg, exp_avg_sq, unused] = state.planes;
+  const double beta1 = optimizer.Get("beta1"), beta2 = optimizer.Get("beta2");
+  const double weight_decay = optimizer.Get("weight_decay");
+  const double step = static_cast<double>(state.step);
+  exp_avg.mul_(beta1).add_(descent, 1 - beta1);
+  exp_avg_sq.mul_(beta2).addcmul_(descent, descent, 1 - beta2);
+  const Tensor denominator =
+      ExactSqrt(exp_avg_sq).div_(std::sqrt(1 - std::pow(beta2, step))).add_(optimizer.Get("eps"));
+  Tensor update = (exp_avg * (1 / (1 - std::pow(beta1, step)))).div_(denominator);
+  if (weight_decay != 0) update.add_(state.master, weight_decay);
+  const double weight_norm = std::sqrt(SumOfSquares(state.master));
+  const double update_norm = std::sqrt(SumOfSquares(update));
+  const double ratio = weight_norm > 0 && update_norm > 0 ? weight_norm / update_norm : 1;
+  state.master.add_(update, -(optimizer.Get("lr") * ratio));
+}
+
 // ---- The table ---------------------------------------------------------------------------------
 
 constexpr std::pair<std::string_view, Update> kUpdates[] = {
     {"adamw", UpdateAdamW},     {"sgd", UpdateSgd},         {"adam", UpdateAdam},
     {"adagrad", UpdateAdagrad}, {"rmsprop", UpdateRmsProp}, {"lion", UpdateLion},
+    {"lamb", UpdateLamb},
 };
 
 Update UpdateOf(const OptimizerSpec& optimizer) {

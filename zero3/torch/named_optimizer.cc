@@ -258,4 +258,30 @@ OptimizerPointer InMemoryLion(torch::nn::Module& module, LionOptions options) {
   return InMemory(module, Named(std::move(options)));
 }
 
+// ---- LAMB ---------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(LAMBOptions options) {
+  return zero3::Named(std::move(options), [](const LAMBOptions& o) {
+    return kernels::OptimizerSpec("lamb", {{"lr", o.lr()},
+                                           {"beta1", std::get<0>(o.betas())},
+                                           {"beta2", std::get<1>(o.betas())},
+                                           {"eps", o.eps()},
+                                           {"weight_decay", o.weight_decay()}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::LAMB(torch::nn::Module& module, LAMBOptions options) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options)));
+}
+OptimizerPointer Engine::LAMB(torch::nn::Module& module, Groups groups, LAMBOptions defaults) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults)));
+}
+OptimizerPointer InMemoryLAMB(torch::nn::Module& module, LAMBOptions options) {
+  return InMemory(module, Named(std::move(options)));
+}
+
 }  // namespace offload

@@ -96,6 +96,21 @@ struct LionOptions : torch::optim::OptimizerCloneableOptions<LionOptions> {
   void set_lr(const double lr) override { lr_ = lr; }
 };
 
+// torch has no LAMB: these are the options of its paper (arXiv:1904.00962), in torch's manner. The
+// trust ratio is that of a whole parameter.
+struct LAMBOptions : torch::optim::OptimizerCloneableOptions<LAMBOptions> {
+  using betas_t = std::tuple<double, double>;
+  LAMBOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT: implicit, like torch's
+  TORCH_ARG(double, lr) = 1e-3;
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
+  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(double, weight_decay) = 1e-2;
+
+ public:
+  double get_lr() const override { return lr_; }
+  void set_lr(const double lr) override { lr_ = lr; }
+};
+
 struct Statistics {
   uint64_t bytes_read = 0, bytes_written = 0;  // by the daemon, since it started, on the drive
   uint64_t resident_bytes = 0,
@@ -170,6 +185,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
                            torch::optim::RMSpropOptions defaults);
   OptimizerPointer Lion(torch::nn::Module& module, LionOptions options);
   OptimizerPointer Lion(torch::nn::Module& module, ParamGroups groups, LionOptions defaults);
+  OptimizerPointer LAMB(torch::nn::Module& module, LAMBOptions options);
+  OptimizerPointer LAMB(torch::nn::Module& module, ParamGroups groups, LAMBOptions defaults);
 
   // Steps taken by this job, over all its runs; 0 for a new job.
   virtual int64_t step() const = 0;
@@ -188,6 +205,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   //   Adagrad    sum
   //   RMSprop    square_avg; with momentum momentum_buffer; centered grad_avg
   //   Lion       exp_avg
+  //   LAMB       exp_avg, exp_avg_sq
   // For checks, export and code that needs a raw pointer.
   virtual torch::Tensor Gather(const torch::Tensor& parameter,
                                const std::string& plane = "weight") = 0;
@@ -254,5 +272,7 @@ std::unique_ptr<torch::optim::Optimizer> InMemoryRMSprop(torch::nn::Module& modu
                                                          torch::optim::RMSpropOptions options);
 std::unique_ptr<torch::optim::Optimizer> InMemoryLion(torch::nn::Module& module,
                                                       LionOptions options);
+std::unique_ptr<torch::optim::Optimizer> InMemoryLAMB(torch::nn::Module& module,
+                                                      LAMBOptions options);
 
 }  // namespace offload
