@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "proto/plane_set.h"
+
 namespace offload::proto {
 
 inline constexpr uint32_t kProtocolVersion = 2;
@@ -159,19 +161,11 @@ enum class GradientStart : uint32_t {
   kZeros = 1,     // with zeros, to which the first part is added (zero_() was called)
   kPrevious = 2,  // with the sum of the step before (nothing was called)
 };
-enum class RingPlane : uint32_t {
-  kWeight = 0,
-  kResidual = 1,
-  kExpAvg = 2,
-  kExpAvgSq = 3,
-  kMaster = 16
-};
-
 struct SubmissionEntry {
   uint64_t tag;  // the rank's, returned with the completion
   RingOperation operation;
   uint32_t tensor;
-  RingPlane plane;
+  Plane plane;
   uint32_t pass;  // kGradient, kEndPass, kAwaitGradient: counted from 0 in every step
   // kPut, kGet: a multiple of kExtentElements; kScratch…: scratch offset in bytes.
   uint64_t element_offset;

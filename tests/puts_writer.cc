@@ -89,8 +89,8 @@ class Writer {
     bool same = true;
     const bool read = ForEachExtent([&](uint32_t tensor, uint64_t begin, uint64_t count) {
       client::Session& session = job_.session();
-      if (!Succeeded(session.Wait(session.Get(tensor, proto::RingPlane::kWeight, begin, count,
-                                              proto::kRegionFixedBytes))))
+      if (!Succeeded(session.Wait(
+              session.Get(tensor, proto::Plane::kWeight, begin, count, proto::kRegionFixedBytes))))
         return false;
       if (!value.has_value()) value = *staging();
       const auto other =

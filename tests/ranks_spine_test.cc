@@ -263,22 +263,21 @@ TEST_F(RanksTest, RanksWithDifferentModelsOrPlansFormatNothing) {
                 return sessions[rank]->OpenJob(options).status();
               }).ok());
   const auto seal = [&](const std::function<void(std::vector<proto::Tensor>&)>& change,
-                        OptimizerState optimizer) {
+                        const kernels::OptimizerSpec& optimizer) {
     return both([&](uint32_t rank) {
       std::vector<proto::Tensor> tensors = job.catalogue().tensors;
       if (rank == 1) change(tensors);
       const absl::Status declared = sessions[rank]->DeclareTensors(tensors);
       if (!declared.ok()) return declared;
-      return sessions[rank]->Seal(rank == 1 ? optimizer : OptimizerState::kAdam, job.plan(),
-                                  job.pins_offset(), nullptr);
+      return sessions[rank]->Seal(rank == 1 ? optimizer : kAdamW, job.plan(), job.pins_offset(),
+                                  nullptr);
     });
   };
-  ExpectError(seal([](auto& tensors) { tensors[5].shape = {70002}; }, OptimizerState::kAdam),
+  ExpectError(seal([](auto& tensors) { tensors[5].shape = {70002}; }, kAdamW),
               ErrorId::kRanksDiffer, "\"mlp\" is bf16 of shape [70001], trainable in rank 0");
-  ExpectError(seal([](auto&) {}, OptimizerState::kMomentum), ErrorId::kRanksDiffer,
-              "optimizer_state");
+  ExpectError(seal([](auto&) {}, kMomentum), ErrorId::kRanksDiffer, "optimizer");
   EXPECT_FALSE(std::filesystem::exists(pool_ + "/job.offload"));
-  const absl::Status sealed = seal([](auto&) {}, OptimizerState::kAdam);
+  const absl::Status sealed = seal([](auto&) {}, kAdamW);
   EXPECT_TRUE(sealed.ok()) << sealed << ": who was refused may try again";
 }
 

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <filesystem>
@@ -29,8 +30,8 @@
 
 namespace offload {
 
+using kernels::OptimizerSpec;
 using proto::Dtype;
-using proto::OptimizerState;
 
 constexpr uint64_t kRamBytes = 128ull << 20;
 
@@ -41,10 +42,15 @@ inline uint16_t ToBFloat16(float value) {
 }
 inline float FromBFloat16(uint16_t value) { return std::bit_cast<float>(uint32_t{value} << 16); }
 
+inline const OptimizerSpec kAdamW("adamw", {{"beta2", 0.95}, {"weight_decay", 0.1}});
+inline const OptimizerSpec kPlainSgd("sgd", {{"weight_decay", 0.01}});
+inline const OptimizerSpec kMomentum("sgd", {{"momentum", 0.9}, {"weight_decay", 0.01}});
+
+inline const OptimizerSpec kLamb("lamb", {{"weight_decay", 0.1}});
+
 struct Variant {
   Dtype dtype = Dtype::kFloat32;
-  OptimizerState optimizer = OptimizerState::kAdam;
-  double momentum = 0;  // of SGD
+  OptimizerSpec optimizer = kAdamW;
   uint32_t pipeline_blocks = 2;
   uint32_t state_resident = 0;  // leading extents of every tensor
   bool weights_resident = false;
@@ -69,9 +75,10 @@ inline const TensorShape kShapes[] = {
     {"frozen.bias", {77}, false},     {"head", {3, 16384}, true},   {"scale", {32768}, true},
 };
 
-// A tensor as a trainer in memory has it: fp32 master and moments.
+// A tensor as a trainer in memory has it: fp32 master and state.
 struct Reference {
-  std::vector<float> master, exp_avg, exp_avg_sq;
+  std::vector<float> master;
+  std::array<std::vector<float>, kernels::kStatePlanesMax> state;
   uint64_t update_count = 0;
 };
 using References = std::vector<Reference>;
@@ -87,7 +94,7 @@ class Job {
                          .dtype = variant_.dtype,
                          .trainable = shape.trainable});
     }
-    catalogue_ = *proto::BuildCatalogue(std::move(tensors));
+    catalogue_ = *proto::BuildCatalogue(std::move(tensors), variant_.optimizer);
     connect_.world = variant_.world;
     MakePlan();
   }
@@ -201,14 +208,12 @@ class Job {
   void ExpectEqual() {
     for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
       SCOPED_TRACE(catalogue_.tensors[tensor].name);
-      ExpectPlane(tensor, proto::RingPlane::kWeight, WorkingBytes(tensor));
+      ExpectPlane(tensor, proto::Plane::kWeight, WorkingBytes(tensor));
       if (!catalogue_.tensors[tensor].trainable) continue;
-      ExpectPlane(tensor, proto::RingPlane::kMaster, BytesOf(references_[tensor].master));
-      if (variant_.optimizer != OptimizerState::kNone) {
-        ExpectPlane(tensor, proto::RingPlane::kExpAvg, BytesOf(references_[tensor].exp_avg));
-      }
-      if (variant_.optimizer == OptimizerState::kAdam) {
-        ExpectPlane(tensor, proto::RingPlane::kExpAvgSq, BytesOf(references_[tensor].exp_avg_sq));
+      ExpectPlane(tensor, proto::Plane::kMaster, BytesOf(references_[tensor].master));
+      for (size_t i = 0; i < proto::kStatePlanes.size(); ++i) {
+        if (variant_.optimizer.Plane(i) == nullptr) continue;
+        ExpectPlane(tensor, proto::kStatePlanes[i], BytesOf(references_[tensor].state[i]));
       }
     }
   }
@@ -322,8 +327,7 @@ class Job {
         value = normal_(random_);
         if (variant_.dtype == Dtype::kBFloat16) value = FromBFloat16(ToBFloat16(value));
       }
-      reference.exp_avg.resize(count(tensor), 0);
-      reference.exp_avg_sq.resize(count(tensor), 0);
+      for (std::vector<float>& plane : reference.state) plane.resize(count(tensor), 0);
       references.push_back(std::move(reference));
     }
     return references;
@@ -401,18 +405,7 @@ class Job {
     return absl::OkStatus();
   }
 
-  client::Group Group(double lr) const {
-    client::Group group;
-    group.is_adamw = variant_.optimizer == OptimizerState::kAdam;
-    group.adamw = {
-        .lr = lr, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .flavour = 0};
-    group.sgd = {.lr = lr,
-                 .momentum = variant_.momentum,
-                 .dampening = 0,
-                 .weight_decay = 0.01,
-                 .nesterov = false};
-    return group;
-  }
+  client::Group Group(double lr) const { return OptimizerSpec(variant_.optimizer).Set("lr", lr); }
 
   void Update(uint32_t tensor, const client::Group& group, const std::vector<std::byte>& gradient,
               float scale) {
@@ -422,34 +415,33 @@ class Job {
     run.count = run.tensor_count = reference.master.size();
     run.weight_dtype = kernels::Dtype::kFloat32;
     run.weight = reference.master.data();
-    run.exp_avg = reference.exp_avg.data();
-    run.exp_avg_sq = reference.exp_avg_sq.data();
+    for (size_t i = 0; i < reference.state.size(); ++i) run.state[i] = reference.state[i].data();
     run.gradient_dtype =
         variant_.dtype == Dtype::kFloat32 ? kernels::Dtype::kFloat32 : kernels::Dtype::kBFloat16;
     run.gradient = gradient.data();
     run.gradient_scale = scale;
-    if (group.is_adamw) {
-      kernels::AdamWParameters parameters;
-      parameters.lr = group.adamw.lr;
-      parameters.beta1 = group.adamw.beta1;
-      parameters.beta2 = group.adamw.beta2;
-      parameters.eps = group.adamw.eps;
-      parameters.weight_decay = group.adamw.weight_decay;
-      parameters.step = static_cast<int64_t>(reference.update_count);
-      return kernels::UpdateAdamW(parameters, run);
-    }
-    run.exp_avg_sq = nullptr;
-    if (variant_.momentum == 0) run.exp_avg = nullptr;
-    kernels::SgdParameters parameters;
-    parameters.lr = group.sgd.lr;
-    parameters.momentum = group.sgd.momentum;
-    parameters.weight_decay = group.sgd.weight_decay;
-    parameters.first = reference.update_count == 1;
-    kernels::UpdateSgd(parameters, run);
+    const auto step = static_cast<int64_t>(reference.update_count);
+    if (kernels::NeedsNorms(group)) run.trust_ratio = TrustRatio(group, step, run);
+    kernels::Update(group, step, run);
   }
 
-  void ExpectPlane(uint32_t tensor, proto::RingPlane plane,
-                   const std::vector<std::byte>& expected) {
+  // Of the whole tensor, block by block.
+  static double TrustRatio(const client::Group& group, int64_t step, const kernels::Run& whole) {
+    const uint64_t gradient_bytes = whole.gradient_dtype == kernels::Dtype::kFloat32 ? 4 : 2;
+    std::vector<kernels::Norms> blocks;
+    for (uint64_t begin = 0; begin < whole.count; begin += kernels::Norms::kBlockElements) {
+      kernels::Run run = whole;
+      run.begin = begin;
+      run.count = std::min<uint64_t>(kernels::Norms::kBlockElements, whole.count - begin);
+      run.weight = static_cast<float*>(whole.weight) + begin;
+      run.gradient = static_cast<const std::byte*>(whole.gradient) + begin * gradient_bytes;
+      for (float*& plane : run.state) plane += begin;
+      kernels::AddNorms(group, step, run, &blocks.emplace_back());
+    }
+    return kernels::TrustRatio(blocks);
+  }
+
+  void ExpectPlane(uint32_t tensor, proto::Plane plane, const std::vector<std::byte>& expected) {
     const uint64_t element_bytes = expected.size() / count(tensor);
     for (uint64_t begin = 0; begin < count(tensor); begin += proto::kExtentElements) {
       const uint64_t elements = std::min<uint64_t>(proto::kExtentElements, count(tensor) - begin);

@@ -76,8 +76,7 @@ class StepBench {
                                            .update_threads = options_.update_threads})
                                 .status());
     OFFLOAD_RETURN_IF_ERROR(session_->DeclareTensors(catalogue.tensors));
-    OFFLOAD_RETURN_IF_ERROR(
-        session_->Seal(proto::OptimizerState::kAdam, plan, pins_offset, nullptr));
+    OFFLOAD_RETURN_IF_ERROR(session_->Seal(kernels::OptimizerSpec(), plan, pins_offset, nullptr));
     OFFLOAD_RETURN_IF_ERROR(session_->Publish(""));
     for (uint32_t i = 0; i < count_; ++i) touches_.push_back(i);
     for (uint32_t i = count_; i > 0; --i) touches_.push_back(i - 1);

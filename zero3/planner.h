@@ -22,7 +22,6 @@ namespace offload::zero3 {
 
 struct PlanInput {
   proto::Catalogue catalogue;
-  proto::OptimizerState optimizer = proto::OptimizerState::kAdam;
   uint64_t ram_bytes = 0;
   bool always_spill_gradients = false;
 };

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <string_view>
-#include <unordered_set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -33,38 +32,14 @@ bool IsDisabled() {
   return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
 }
 
-// Every parameter of the module once, in its order.
-std::vector<torch::optim::OptimizerParamGroup> OneGroup(torch::nn::Module& module) {
-  std::vector<at::Tensor> parameters;
-  std::unordered_set<const void*> seen;
-  for (const at::Tensor& parameter : module.parameters()) {
-    if (parameter.defined() && seen.insert(parameter.unsafeGetTensorImpl()).second)
-      parameters.push_back(parameter);
-  }
-  std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(std::move(parameters));
-  return groups;
-}
-
 // The same arithmetic without a daemon.
 class InMemoryEngine final : public Engine {
  public:
-  std::unique_ptr<torch::optim::Optimizer> AdamW(torch::nn::Module& module,
-                                                 torch::optim::AdamWOptions options,
-                                                 AdamWFlavour flavour) override {
-    return Keep(InMemoryAdamW(module, std::move(options), flavour), module);
-  }
-  std::unique_ptr<torch::optim::Optimizer> SGD(torch::nn::Module& module,
-                                               torch::optim::SGDOptions options) override {
-    return Keep(InMemorySGD(module, std::move(options)), module);
-  }
-  std::unique_ptr<torch::optim::Optimizer> AdamW(
+  std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(
       torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
-      torch::optim::AdamWOptions defaults, AdamWFlavour flavour) override {
-    auto optimizer = InMemoryAdamW(module, std::move(defaults), flavour);
-    optimizer->param_groups().clear();
-    for (const auto& group : groups) optimizer->add_param_group(group);
-    return Keep(std::move(optimizer), module);
+      NamedOptimizer&& optimizer) override {
+    return Keep(std::make_unique<InMemoryOptimizer>(std::move(groups), std::move(optimizer)),
+                module);
   }
   int64_t step() const override {
     int64_t step = 0;
@@ -77,19 +52,8 @@ class InMemoryEngine final : public Engine {
   void SetTrainerState(std::string blob) override { trainer_state_ = std::move(blob); }
   std::string TrainerState() const override { return trainer_state_; }
   torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override {
-    const at::NoGradGuard no_grad;
-    if (plane == "weight") return parameter.detach().clone();
-    const InMemoryState* const state = StateOf(parameter);
-    if (plane == "master")
-      return (state != nullptr && state->master.defined() ? state->master : parameter)
-          .detach()
-          .to(at::kFloat)
-          .clone();
-    const at::Tensor moment = state == nullptr        ? at::Tensor()
-                              : plane == "exp_avg"    ? state->exp_avg
-                              : plane == "exp_avg_sq" ? state->exp_avg_sq
-                                                      : at::Tensor();
-    return moment.defined() ? moment.clone() : at::zeros(parameter.sizes(), at::kFloat);
+    if (optimizer_ == nullptr) ThrowStatus(NotAttached());
+    return optimizer_->Gather(parameter, plane);
   }
   void SetInitialWeights(std::string path, LoadOptions options) override {
     initial_weights_ = std::move(path);
@@ -137,28 +101,12 @@ class InMemoryEngine final : public Engine {
 
 }  // namespace
 
-std::unique_ptr<torch::optim::Optimizer> OffloadEngine::AdamW(torch::nn::Module& module,
-                                                              torch::optim::AdamWOptions options,
-                                                              AdamWFlavour flavour) {
-  return AdamW(module, OneGroup(module), std::move(options), flavour);
-}
-
-std::unique_ptr<torch::optim::Optimizer> OffloadEngine::AdamW(
+std::unique_ptr<torch::optim::Optimizer> OffloadEngine::MakeOptimizer(
     torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
-    torch::optim::AdamWOptions defaults, AdamWFlavour flavour) {
-  CheckOptions(defaults);
-  Attach(module, proto::OptimizerState::kAdam);
+    NamedOptimizer&& optimizer) {
+  Attach(module, SpecOfAll(optimizer, groups));
   auto self = std::static_pointer_cast<OffloadEngine>(shared_from_this());
-  return MakeAdamW(std::move(self), std::move(groups), defaults, flavour);
-}
-
-std::unique_ptr<torch::optim::Optimizer> OffloadEngine::SGD(torch::nn::Module& module,
-                                                            torch::optim::SGDOptions options) {
-  CheckOptions(options);
-  Attach(module,
-         options.momentum() != 0 ? proto::OptimizerState::kMomentum : proto::OptimizerState::kNone);
-  auto self = std::static_pointer_cast<OffloadEngine>(shared_from_this());
-  return MakeSgd(std::move(self), OneGroup(module), options);
+  return MakeOffloadOptimizer(std::move(self), std::move(groups), std::move(optimizer));
 }
 
 }  // namespace zero3

@@ -73,11 +73,6 @@ class Progress {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-struct PlaneInfo {
-  proto::RingPlane plane;
-  at::ScalarType dtype;
-};
-
 }  // namespace
 
 OffloadEngine::OffloadEngine(const Options& options, uint64_t ram_bytes,
@@ -144,7 +139,7 @@ std::vector<OffloadEngine::Parameter> OffloadEngine::FindParameters(torch::nn::M
 }
 
 void OffloadEngine::Declare(const std::vector<Parameter>& parameters,
-                            proto::OptimizerState optimizer) {
+                            const kernels::OptimizerSpec& optimizer) {
   std::vector<proto::Tensor> tensors;
   for (const Parameter& parameter : parameters) {
     tensors.push_back({.name = parameter.name,
@@ -155,10 +150,11 @@ void OffloadEngine::Declare(const std::vector<Parameter>& parameters,
                        .trainable = parameter.trainable,
                        .element_count = static_cast<uint64_t>(parameter.tensor.numel())});
   }
-  PlanInput input = {.catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors))),
-                     .optimizer = optimizer,
-                     .ram_bytes = ram_bytes_,
-                     .always_spill_gradients = options_.spill_gradients};
+  optimizer_ = optimizer;
+  PlanInput input = {
+      .catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors), optimizer)),
+      .ram_bytes = ram_bytes_,
+      .always_spill_gradients = options_.spill_gradients};
   Plan plan = ValueOrThrow(MakePlan(input));
   client::Session& session = attachment_->session();
   ThrowIfError(session.DeclareTensors(input.catalogue.tensors));
@@ -261,7 +257,7 @@ void OffloadEngine::TakeOver(const std::vector<Parameter>& parameters, WeightFil
   }
 }
 
-void OffloadEngine::Attach(torch::nn::Module& module, proto::OptimizerState optimizer) {
+void OffloadEngine::Attach(torch::nn::Module& module, const kernels::OptimizerSpec& optimizer) {
   if (attached_)
     ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer, "this engine has an optimizer already",
                           "Open one engine per model"));
@@ -368,36 +364,31 @@ torch::Tensor OffloadEngine::Gather(const torch::Tensor& parameter, const std::s
   const at::ScalarType own = parameter.scalar_type();
   // An fp32 weight is its own master, and so is a frozen one.
   const bool plain_master = own == at::kFloat || !tensor.trainable;
-  PlaneInfo info;
-  if (plane == "weight" || (plane == "master" && plain_master)) {
-    info = {proto::RingPlane::kWeight, own};
-  } else if (plane == "master") {
-    info = {proto::RingPlane::kMaster, at::kFloat};
-  } else if (plane == "exp_avg" && tensor.trainable &&
-             optimizer_state() != proto::OptimizerState::kNone) {
-    info = {proto::RingPlane::kExpAvg, at::kFloat};
-  } else if (plane == "exp_avg_sq" && tensor.trainable &&
-             optimizer_state() == proto::OptimizerState::kAdam) {
-    info = {proto::RingPlane::kExpAvgSq, at::kFloat};
-  } else {
+  const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
+  std::optional<proto::Plane> found = planes.Find(plane);
+  if (plane == "master" && plain_master) found = proto::Plane::kWeight;
+  if (!found.has_value()) {
     ThrowStatus(
         MakeError(ErrorId::kBadValue,
                   absl::StrCat("parameter ", Key(tensor.name), " has no plane ", Key(plane)),
-                  "Planes are weight, master, exp_avg, exp_avg_sq"));
+                  absl::StrCat("Its planes are ", planes.Names())));
   }
-  at::Tensor gathered = at::empty(parameter.sizes(), at::TensorOptions().dtype(info.dtype));
+  const at::ScalarType dtype = *found == proto::Plane::kWeight     ? own
+                               : *found == proto::Plane::kResidual ? at::kShort
+                                                                   : at::kFloat;
+  at::Tensor gathered = at::empty(parameter.sizes(), at::TensorOptions().dtype(dtype));
   auto* const target = static_cast<std::byte*>(gathered.mutable_data_ptr());
   const uint64_t element_bytes = gathered.element_size();
   const auto drain = [&](uint64_t begin, uint64_t count, const std::byte* bytes) {
     std::memcpy(target + begin * element_bytes, bytes, count * element_bytes);
     return absl::OkStatus();
   };
-  ThrowIfError(StreamOut(id, info.plane, element_bytes, drain),
+  ThrowIfError(StreamOut(id, *found, element_bytes, drain),
                absl::StrCat("parameter ", Key(tensor.name)));
   return plane == "master" ? gathered.to(at::kFloat) : gathered;
 }
 
-absl::Status OffloadEngine::StreamOut(uint32_t id, proto::RingPlane plane, uint64_t element_bytes,
+absl::Status OffloadEngine::StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes,
                                       Drain drain) {
   const uint64_t element_count = attachment_->tensor(id).element_count;
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
@@ -460,7 +451,7 @@ void OffloadEngine::SaveWeights(const std::string& folder, const SaveOptions& op
     const auto drain = [&](uint64_t, uint64_t count, const std::byte* bytes) {
       return writer->Append(weight.name, std::span(bytes, count * element_bytes));
     };
-    ThrowIfError(StreamOut(id++, proto::RingPlane::kWeight, element_bytes, drain),
+    ThrowIfError(StreamOut(id++, proto::Plane::kWeight, element_bytes, drain),
                  absl::StrCat("parameter ", Key(weight.name)));
   }
   ThrowIfError(writer->Commit(), folder);

@@ -19,6 +19,7 @@
 #include "client/session.h"
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/gradient.h"
+#include "zero3/torch/named_optimizer.h"
 #include "zero3/torch/trainer_state.h"
 #include "zero3/torch/weight_record.h"
 #include "zero3/torch/weights_io.h"
@@ -31,14 +32,9 @@ class OffloadEngine final : public Engine {
                 std::unique_ptr<client::Session> session, client::JobInfo job);
   ~OffloadEngine() override;
 
-  std::unique_ptr<torch::optim::Optimizer> AdamW(torch::nn::Module& module,
-                                                 torch::optim::AdamWOptions options,
-                                                 AdamWFlavour flavour) override;
-  std::unique_ptr<torch::optim::Optimizer> SGD(torch::nn::Module& module,
-                                               torch::optim::SGDOptions options) override;
-  std::unique_ptr<torch::optim::Optimizer> AdamW(
+  std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(
       torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
-      torch::optim::AdamWOptions defaults, AdamWFlavour flavour) override;
+      NamedOptimizer&& optimizer) override;
   int64_t step() const override { return static_cast<int64_t>(step_); }
   void WaitDurable() override;
   void SetTrainerState(std::string blob) override;
@@ -55,7 +51,7 @@ class OffloadEngine final : public Engine {
   // has changed when it throws.
   void Step(std::vector<torch::optim::OptimizerParamGroup>& param_groups,
             std::vector<client::Group> groups);
-  proto::OptimizerState optimizer_state() const { return attachment_->input().optimizer; }
+  const kernels::OptimizerSpec& optimizer() const { return optimizer_; }  // the job's
 
   const std::shared_ptr<Attachment>& attachment() const { return attachment_; }
   bool attached() const { return attached_; }
@@ -69,9 +65,9 @@ class OffloadEngine final : public Engine {
     bool trainable = false;
   };
 
-  void Attach(torch::nn::Module& module, proto::OptimizerState optimizer);
+  void Attach(torch::nn::Module& module, const kernels::OptimizerSpec& optimizer);
   static std::vector<Parameter> FindParameters(torch::nn::Module& module);
-  void Declare(const std::vector<Parameter>& parameters, proto::OptimizerState optimizer);
+  void Declare(const std::vector<Parameter>& parameters, const kernels::OptimizerSpec& optimizer);
   void TakeOver(const std::vector<Parameter>& parameters, WeightFile* initial);
   void LoadFrom(uint32_t id, const at::Tensor& parameter);
   void LoadFrom(WeightFile& file);
@@ -87,7 +83,7 @@ class OffloadEngine final : public Engine {
   using Drain =
       absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, const std::byte* bytes)>;
   absl::Status StreamIn(uint32_t id, Fill fill);
-  absl::Status StreamOut(uint32_t id, proto::RingPlane plane, uint64_t element_bytes, Drain drain);
+  absl::Status StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, Drain drain);
   uint32_t IdOf(const at::Tensor& parameter) const;
   Gradient* GradientOf(const at::Tensor& parameter) const;
 
@@ -95,6 +91,7 @@ class OffloadEngine final : public Engine {
   const uint64_t ram_bytes_;
   const bool exists_;  // the job, when it was opened
   const std::shared_ptr<Attachment> attachment_;
+  kernels::OptimizerSpec optimizer_;
   uint64_t step_;
   struct TrainerState state_;
   bool attached_ = false;
