@@ -361,7 +361,6 @@ void Job::UpdateLimits() {
         {.region_bytes = context_.ranks[rank->number()].region_bytes,
          .scratch_bytes = scratch_bytes_,
          .catalogue = IsSealed() ? &context_.catalogue : nullptr,
-         .optimizer = context_.optimizer,
          .has_several_ranks = world_size() > 1});
   }
 }
