@@ -158,7 +158,9 @@ void Job::Publish(Rank& rank, const std::string& trainer_state, Done done) {
   if (rank.calls.publish != nullptr) return done(WrongState("Publish for the second time"));
   if (trainer_state.size() > TrainerStateBytesMax(world_size(), kLimits.trainer_state_bytes_max))
     return done(WrongState("a trainer state that is too large"));
-  if (!transfers_->idle()) return done(WrongState("Publish while puts are under way"));
+  // The first rank puts the weights; the others may be here before it is done.
+  if (rank.number() == 0 && !transfers_->idle())
+    return done(WrongState("Publish while puts are under way"));
   trainer_states_[rank.number()] = trainer_state;
   rank.calls.publish = std::move(done);
   if (All([](const Rank& each) { return each.calls.publish != nullptr; })) StartPublishing();
@@ -292,8 +294,8 @@ void Job::StartRecordedStep() {
   // Between two steps it is the turn of a change of snapshots.
   if (!changes_.empty() && !NeedsGrowth(changes_.front())) return;
   const absl::StatusOr<StepMessages> messages = gate_->Take();
-  absl::StatusOr<StepPlan> plan = messages.status();
-  if (messages.ok()) plan = MakeStepPlan(*messages, context_);
+  absl::StatusOr<StepPlan> plan =
+      messages.ok() ? MakeStepPlan(*messages, context_) : absl::StatusOr<StepPlan>(messages.status());
   if (plan.ok() && plan->step != step_ + 1)
     plan = WrongState(absl::StrCat("step ", plan->step, " after step ", step_));
   if (plan.ok()) {
