@@ -248,6 +248,7 @@ class Job {
   bool AddsGradients() const { return world_size() > 1 && !membership_.gradients_reduced(); }
   bool StepIsReady() const { return gate_.has_value() && gate_->IsComplete(); }
   void StartRecordedStep();
+  absl::StatusOr<StepPlan> TakeStep();
   absl::Status CheckSums(const StepMessages& messages) const;
   void AnswerStep(const absl::StatusOr<uint64_t>& durable_step);
   std::optional<std::string> TakeTrainerStates();

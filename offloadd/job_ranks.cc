@@ -76,8 +76,7 @@ void Job::AnswerWaiting(const absl::Status& status) {
 }
 
 void Job::Close(Rank& rank, Done done) {
-  if (!rank.is_here()) return done(MakeError(ErrorId::kProtocol, "CloseJob for the second time"));
-  rank.state = Rank::State::kLeft;
+  if (rank.is_here()) rank.state = Rank::State::kLeft;
   UpdateMemory(rank);
   if (!end_reason_.ok()) return done(end_reason_);
   if (phase() == JobPhase::kDrained) return done(context_.failure);

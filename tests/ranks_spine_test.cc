@@ -4,6 +4,7 @@
 // Ranks are threads, each with a session of its own; those that are killed are processes. Every one
 // has the whole gradient, as if its trainer had reduced it.
 
+#include <spawn.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -40,6 +41,19 @@ client::World WorldOf(uint32_t rank, uint32_t world_size, const std::string& run
 Variant VariantOf(uint32_t rank, uint32_t world_size, const std::string& run_id) {
   return {
       .dtype = Dtype::kBFloat16, .state_resident = 1, .world = WorldOf(rank, world_size, run_id)};
+}
+
+constexpr uid_t kOtherUser = 65534;
+
+// This program once more, beside the tests (main, below).
+pid_t Spawn(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), "/proc/self/exe");
+  std::vector<char*> pointers;
+  for (std::string& argument : arguments) pointers.push_back(argument.data());
+  pointers.push_back(nullptr);
+  pid_t pid = -1;
+  EXPECT_EQ(posix_spawn(&pid, pointers[0], nullptr, nullptr, pointers.data(), environ), 0);
+  return pid;
 }
 
 class RanksTest : public SpineFixture {
@@ -322,6 +336,24 @@ TEST_F(RanksTest, ALaunchDoesNotJoinAJobOfAnEarlierOneThatStillRuns) {
   OnAll(ranks, [](Job& rank) { rank.Close(); });
 }
 
+// The user is part of what tells jobs apart: each waits for the ranks of its own.
+TEST_F(RanksTest, ARankOfAnotherUserDoesNotJoin) {
+  if (geteuid() != 0) GTEST_SKIP() << "needs root to be somebody else";
+  const ScopedVariable timeout("OFFLOADD_JOIN_TIMEOUT", "0.5");
+  NodeDaemon node({"--allow-uid", std::to_string(kOtherUser), "--pool", pool_});
+  const std::filesystem::path folder =
+      std::filesystem::path(getenv("OFFLOADD_SOCKET")).parent_path();
+  std::filesystem::permissions(folder, std::filesystem::perms(0711));
+  const std::string run_id = NewRunId();
+  const pid_t other = Spawn({"other", pool_, run_id});
+  const auto options = Job(pool_, "job", VariantOf(0, 2, run_id)).Options();
+  ExpectError(Connect(options.world)->OpenJob(options).status(), ErrorId::kRankMissing,
+              "waited in vain for rank 1 of 2");
+  int status = 0;
+  ASSERT_EQ(waitpid(other, &status, 0), other);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+}
+
 // ---- Steps that differ, and the end ------------------------------------------------------------
 
 TEST_F(RanksTest, StepsThatDifferAreTakenByNobodyAndTheDifferenceIsNamed) {
@@ -406,6 +438,17 @@ TEST_F(RanksTest, ARankThatBreaksTheProtocolStopsItsJobAndNoOther) {
 
 // ---- Death -------------------------------------------------------------------------------------
 
+// Another user's process that calls itself a rank of the launch.
+int RunOtherUser(const std::string& pool, const std::string& run_id) {
+  if (setuid(kOtherUser) != 0) return 2;
+  const Job job(pool, "job", VariantOf(1, 2, run_id));
+  auto session = client::Session::Connect({.allow_private = false});
+  if (!session.ok()) return 3;
+  const absl::Status opened = (*session)->OpenJob(job.Options()).status();
+  std::fprintf(stderr, "another user: %s\n", std::string(opened.message()).c_str());
+  return ErrorIdOf(opened) == ErrorId::kRankMissing ? 0 : 4;
+}
+
 // Takes steps until it is told that a rank is gone.
 int RunRank(const std::string& pool, uint32_t rank, uint32_t world_size, const std::string& run_id,
             uint64_t first_step) {
@@ -428,19 +471,8 @@ class KilledRanksTest : public RanksTest {
     const std::string run_id = NewRunId();
     std::vector<pid_t> pids;
     for (uint32_t rank = 0; rank < world_size; ++rank) {
-      std::vector<std::string> arguments = {"/proc/self/exe",
-                                            "rank",
-                                            pool_,
-                                            std::to_string(rank),
-                                            std::to_string(world_size),
-                                            run_id,
-                                            std::to_string(first_step)};
-      std::vector<char*> pointers;
-      for (std::string& argument : arguments) pointers.push_back(argument.data());
-      pointers.push_back(nullptr);
-      pid_t pid = -1;
-      EXPECT_EQ(posix_spawn(&pid, pointers[0], nullptr, nullptr, pointers.data(), environ), 0);
-      pids.push_back(pid);
+      pids.push_back(Spawn({"rank", pool_, std::to_string(rank), std::to_string(world_size), run_id,
+                            std::to_string(first_step)}));
     }
     return pids;
   }
@@ -495,5 +527,6 @@ int main(int argc, char** argv) {
                             static_cast<uint32_t>(std::stoul(argv[4])), argv[5],
                             std::stoull(argv[6]));
   }
+  if (argc == 4 && std::string(argv[1]) == "other") return offload::RunOtherUser(argv[2], argv[3]);
   return RUN_ALL_TESTS();
 }
