@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/mapped_region.h"
 #include "gtest/gtest.h"
 
 namespace offload::daemon {
@@ -23,8 +24,8 @@ using proto::GradientStart;
 using proto::RingOperation;
 
 constexpr uint64_t kRegionBytes = 8 << 20;
-// Of two tensors: a small one, and one of two extents, the second short.
-constexpr int64_t kSmall = 100, kLarge = proto::kExtentElements + 50;
+// Of two tensors: a small one, and one of two extents, both too large for the loop.
+constexpr int64_t kSmall = 100, kLarge = proto::kExtentElements + 20000;
 
 // Two ranks and a loop of their own, fp32, parts averaged. Methods without a comment run on the
 // loop.

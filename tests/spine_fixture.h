@@ -387,10 +387,11 @@ class Job {
   bool Gives(uint32_t tensor, uint32_t pass, uint32_t rank) const {
     return (step_ * 7 + tensor * 5 + pass * 3 + rank) % 6 != 0;
   }
-  std::vector<std::byte> PartOf(uint32_t tensor, uint32_t pass, uint32_t rank) {
-    random_.seed(static_cast<uint32_t>(((step_ * 64 + tensor) * 8 + pass) * 8 + rank));
-    normal_.reset();
-    return Gradient(tensor);
+  std::vector<std::byte> PartOf(uint32_t tensor, uint32_t pass, uint32_t rank) const {
+    std::minstd_rand random(static_cast<uint32_t>(((step_ * 64 + tensor) * 8 + pass) * 8 + rank));
+    std::vector<float> values(count(tensor));
+    for (float& value : values) value = static_cast<float>(random()) * 0x1p-30f - 1.0f;
+    return CastBytes(values);
   }
   proto::GradientStart Start() const { return static_cast<proto::GradientStart>(step_ % 3); }
 
