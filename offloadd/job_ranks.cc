@@ -172,7 +172,8 @@ std::optional<Job::Wait> Job::FindWait() const {
   const auto waiting = [this](const char* what, auto member) -> std::optional<Wait> {
     Wait wait{.what = what};
     for (const std::unique_ptr<Rank>& rank : ranks_) {
-      if (rank != nullptr && rank->calls.*member == nullptr) wait.missing.push_back(rank->number());
+      if (rank == nullptr) return std::nullopt;  // they are still joining
+      if (rank->calls.*member == nullptr) wait.missing.push_back(rank->number());
     }
     if (wait.missing.empty() || wait.missing.size() == ranks_.size()) return std::nullopt;
     return wait;

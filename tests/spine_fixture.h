@@ -96,25 +96,28 @@ class Job {
   }
 
   // Connects, opens, and for a new job puts the initial weights.
-  void Open() {
+  absl::Status TryOpen() {
     auto session = client::Session::Connect(connect_);
-    ASSERT_TRUE(session.ok()) << session.status();
+    if (!session.ok()) return session.status();
     session_ = *std::move(session);
     auto info = session_->OpenJob(Options());
-    ASSERT_TRUE(info.ok()) << info.status();
+    if (!info.ok()) return info.status();
     info_ = *info;
-    ASSERT_TRUE(session_->DeclareTensors(catalogue_.tensors).ok());
-    const absl::Status sealed = session_->Seal(variant_.optimizer, plan_, pins_offset_, nullptr);
-    ASSERT_TRUE(sealed.ok()) << sealed;
+    absl::Status status = session_->DeclareTensors(catalogue_.tensors);
+    if (status.ok()) status = session_->Seal(variant_.optimizer, plan_, pins_offset_, nullptr);
     step_ = info_.step;
-    if (info_.exists) return;
+    if (!status.ok() || info_.exists) return status;
     references_ = InitialWeights();
-    if (rank() == 0) {
-      for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) Put(tensor);
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size() && status.ok(); ++tensor) {
+      if (rank() == 0) status = TryPut(tensor);
     }
-    const absl::Status published = session_->Publish(StateOfRank("begin"));
-    ASSERT_TRUE(published.ok()) << published;
+    if (status.ok()) status = session_->Publish(StateOfRank("begin"));
     history_ = {references_};
+    return status;
+  }
+  void Open() {
+    const absl::Status opened = TryOpen();
+    ASSERT_TRUE(opened.ok()) << opened;
   }
 
   client::JobOptions Options() const {
@@ -129,7 +132,7 @@ class Job {
   }
 
   // Takes the working bytes of a tensor from its reference.
-  void Put(uint32_t tensor) {
+  absl::Status TryPut(uint32_t tensor) {
     const uint64_t element_bytes = proto::DtypeBytes(variant_.dtype);
     const std::vector<std::byte> bytes = WorkingBytes(tensor);
     for (uint64_t begin = 0; begin < count(tensor); begin += proto::kExtentElements) {
@@ -138,8 +141,13 @@ class Job {
                   elements * element_bytes);
       const absl::Status status =
           session_->Wait(session_->Put(tensor, begin, elements, staging_offset_));
-      ASSERT_TRUE(status.ok()) << status;
+      if (!status.ok()) return status;
     }
+    return absl::OkStatus();
+  }
+  void Put(uint32_t tensor) {
+    const absl::Status put = TryPut(tensor);
+    ASSERT_TRUE(put.ok()) << put;
   }
 
   // One step with random gradients; the reference takes it, too. `skipped` tensors have none.
