@@ -118,6 +118,16 @@ absl::Status RingClient::AttachTensors(size_t tensor_count, uint64_t pins_offset
   return absl::OkStatus();
 }
 
+absl::Status RingClient::AttachGradientWords() {
+  const uint64_t offset = proto::GradientWordsOffset(tensor_count_);
+  if (!IsInside(offset, tensor_count_ * sizeof(proto::GradientWord), slab_.size())) {
+    return MakeError(ErrorId::kProtocol, absl::StrCat(tensor_count_, " gradient words at ", offset,
+                                                      " in a slab of ", slab_.size()));
+  }
+  gradient_words_ = reinterpret_cast<proto::GradientWord*>(slab_.data() + offset);
+  return absl::OkStatus();
+}
+
 // ---- Tensors ----------------------------------------------------------------------------------
 
 absl::StatusOr<const std::byte*> RingClient::Acquire(uint32_t tensor) {
@@ -231,11 +241,20 @@ std::optional<CompletionEntry> RingClient::Take(uint64_t tag) {
   return operation.completion;
 }
 
-absl::Status RingClient::Wait(uint64_t tag) {
+absl::Status RingClient::Wait(uint64_t tag) { return WaitForValue(tag).status(); }
+
+absl::StatusOr<uint64_t> RingClient::WaitForValue(uint64_t tag) {
   const WaitTimer timer(&wait_nanoseconds_);
   const std::optional<CompletionEntry> completion = Take(tag);
-  if (!completion.has_value()) return status();
-  return completion->code == 0 ? absl::OkStatus() : StatusOf(*completion);
+  if (completion.has_value() && completion->code == 0) return completion->value;
+  const absl::Status failure = completion.has_value() ? StatusOf(*completion) : status();
+  OFFLOAD_CHECK(!failure.ok()) << "an operation is not answered and nothing has failed";
+  return failure;
+}
+
+uint64_t RingClient::GradientWord(uint32_t tensor) const {
+  if (gradient_words_ == nullptr || tensor >= tensor_count_ || options_.health->forked()) return 0;
+  return gradient_words_[tensor].load(std::memory_order_acquire);
 }
 
 absl::Status RingClient::StatusOf(const CompletionEntry& completion) {

@@ -65,6 +65,10 @@ class RingClient {
   // From now on tensors can be acquired. OFD-1503 when words or pins would stand outside.
   absl::Status AttachTensors(size_t tensor_count, uint64_t pins_offset);
 
+  // From now on gradient words can be read, with several ranks. Requires AttachTensors(). OFD-1503
+  // when they would stand outside.
+  absl::Status AttachGradientWords();
+
   absl::StatusOr<const std::byte*> Acquire(uint32_t tensor);
   void Release(uint32_t tensor);
   bool Prefetch(uint32_t tensor);
@@ -75,7 +79,12 @@ class RingClient {
   // (Wait() then tells).
   uint64_t Submit(proto::SubmissionEntry entry);
   absl::Status Wait(uint64_t tag);
+  // The same, for what the operation answers.
+  absl::StatusOr<uint64_t> WaitForValue(uint64_t tag);
 
+  // 0 with one rank, and in a forked child. Acquire: what the word says was written before it.
+  uint64_t GradientWord(uint32_t tensor) const;
+  const std::byte* slab() const { return slab_.data(); }
   std::byte* region() const { return region_.data(); }
   uint64_t region_bytes() const { return region_.size(); }
   const proto::SlabHeader& slab_header() const {
@@ -134,6 +143,7 @@ class RingClient {
   const UniqueFd wake_;  // eventfd of our own: memory was attached, or stop
   MappedRegion slab_, region_;
   proto::TensorWord* tensor_words_ = nullptr;
+  proto::GradientWord* gradient_words_ = nullptr;
   proto::PinWord* pins_ = nullptr;
   size_t tensor_count_ = 0;
   std::atomic<uint32_t> acquires_waiting_{0};

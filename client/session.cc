@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 
 #include <atomic>
+#include <bit>
 #include <optional>
 #include <utility>
 
@@ -150,7 +151,8 @@ absl::Status Session::Seal(
     const kernels::OptimizerSpec& optimizer, const proto::MemoryPlan& plan, uint64_t pins_offset,
     const std::function<void(uint64_t formatted, uint64_t total)>& progress) {
   OFFLOAD_RETURN_IF_ERROR(impl_->control->Seal(optimizer, plan, pins_offset, progress));
-  return impl_->rings->AttachTensors(impl_->tensor_count, pins_offset);
+  OFFLOAD_RETURN_IF_ERROR(impl_->rings->AttachTensors(impl_->tensor_count, pins_offset));
+  return plan.world_size > 1 ? impl_->rings->AttachGradientWords() : absl::OkStatus();
 }
 
 absl::Status Session::Publish(const std::string& trainer_state) {
@@ -227,8 +229,55 @@ Ticket Session::ScratchRead(uint64_t scratch_offset, uint64_t length_bytes,
       Transfer(proto::RingOperation::kScratchRead, scratch_offset, length_bytes, region_offset));
 }
 
+Ticket Session::BeginGradients(uint64_t step) {
+  proto::SubmissionEntry entry{};
+  entry.operation = proto::RingOperation::kBeginGradients;
+  entry.element_offset = step;
+  return impl_->rings->Submit(entry);
+}
+
+Ticket Session::DeliverGradient(uint32_t tensor, uint32_t pass, proto::GradientStart start,
+                                uint64_t element_offset, uint64_t element_count,
+                                uint64_t region_offset) {
+  proto::SubmissionEntry entry =
+      Transfer(proto::RingOperation::kGradient, element_offset, element_count, region_offset);
+  entry.tensor = tensor;
+  entry.pass = pass;
+  entry.start = start;
+  return impl_->rings->Submit(entry);
+}
+
+Ticket Session::EndPass(uint32_t pass, bool wait) {
+  proto::SubmissionEntry entry{};
+  entry.operation = proto::RingOperation::kEndPass;
+  entry.pass = pass;
+  entry.start = static_cast<proto::GradientStart>(wait ? 1 : 0);
+  return impl_->rings->Submit(entry);
+}
+
+absl::StatusOr<uint64_t> Session::AwaitGradient(uint32_t tensor, uint32_t passes) {
+  proto::SubmissionEntry entry{};
+  entry.operation = proto::RingOperation::kAwaitGradient;
+  entry.tensor = tensor;
+  entry.pass = passes;
+  return impl_->rings->WaitForValue(impl_->rings->Submit(entry));
+}
+
+Ticket Session::PublishNorm(uint32_t tensor, float norm) {
+  proto::SubmissionEntry entry{};
+  entry.operation = proto::RingOperation::kPublishNorm;
+  entry.tensor = tensor;
+  entry.element_offset = std::bit_cast<uint32_t>(norm);
+  return impl_->rings->Submit(entry);
+}
+
+uint64_t Session::GradientWord(uint32_t tensor) const {
+  return impl_->rings->GradientWord(tensor);
+}
+
 absl::Status Session::Wait(Ticket ticket) { return impl_->rings->Wait(ticket); }
 
+const std::byte* Session::slab() const { return impl_->rings->slab(); }
 std::byte* Session::region() const { return impl_->rings->region(); }
 uint64_t Session::region_bytes() const { return impl_->rings->region_bytes(); }
 const proto::SlabHeader& Session::slab_header() const { return impl_->rings->slab_header(); }

@@ -141,9 +141,31 @@ class Session {
              uint64_t region_offset);
   Ticket ScratchWrite(uint64_t scratch_offset, uint64_t length_bytes, uint64_t region_offset);
   Ticket ScratchRead(uint64_t scratch_offset, uint64_t length_bytes, uint64_t region_offset);
+
+  // Gradients of several ranks (proto/DESIGN.md): the parts of a rank go to the daemon, which adds
+  // them. Tickets are waited for as those of transfers; a part's buffer is free when it was added.
+  //
+  // `step` begins; this rank reads nothing of the sums of the step before any more.
+  Ticket BeginGradients(uint64_t step);
+  // Elements of a tensor's gradient of backward pass `pass` (from 0 in each step), in the dtype of
+  // the tensor; offset and count as for Put().
+  Ticket DeliverGradient(uint32_t tensor, uint32_t pass, proto::GradientStart start,
+                         uint64_t element_offset, uint64_t element_count, uint64_t region_offset);
+  // What was not delivered for the pass does not exist. With `wait` it is done when every other
+  // rank has ended the pass, too, or makes it no more.
+  Ticket EndPass(uint32_t pass, bool wait);
+  // Blocks until no rank adds to the tensor's sum any more; its gradient word then. `passes`: how
+  // many this rank has made in this step.
+  absl::StatusOr<uint64_t> AwaitGradient(uint32_t tensor, uint32_t passes);
+  // Tells the other ranks the norm of a sum that is final.
+  Ticket PublishNorm(uint32_t tensor, float norm);
+  // As the daemon wrote it last (proto/shm_abi.h); 0 with one rank. Requires Seal.
+  uint64_t GradientWord(uint32_t tensor) const;
+
   // Blocks until it is done. Every ticket must be waited for exactly once.
   absl::Status Wait(Ticket ticket);
 
+  const std::byte* slab() const;  // all of it, read-only; where sums are, SlabLayout says
   std::byte* region() const;
   uint64_t region_bytes() const;
   const proto::SlabHeader& slab_header() const;

@@ -12,6 +12,7 @@
 
 #include "kernels/rules/rules.h"
 #include "kernels/split.h"
+#include "kernels/sum.h"
 #include "kernels/update.h"
 
 namespace offload::kernels {
@@ -25,6 +26,7 @@ struct Implementation {
   void (*split)(const uint32_t* master, size_t count, uint16_t* hi, int16_t* lo, TieWriter*);
   void (*merge)(const uint16_t* hi, const int16_t* lo, size_t count, uint32_t* master, TieReader*);
   bool (*all_finite)(Dtype, const void* values, size_t count);
+  bool (*add_parts)(const SumRun&, size_t begin);  // elements [begin, count)
 };
 
 extern const Implementation kReferenceImplementation;
@@ -38,5 +40,6 @@ void SplitReference(const uint32_t* master, size_t count, uint16_t* hi, int16_t*
                     TieWriter* ties);
 void MergeReference(const uint16_t* hi, const int16_t* lo, size_t count, uint32_t* master,
                     TieReader* ties);
+bool AddPartsReference(const SumRun& run, size_t begin);
 
 }  // namespace offload::kernels

@@ -47,6 +47,12 @@ struct Avx2 {
     return _mm256_blendv_ps(_mm256_castsi256_ps(rounded), value, is_nan);
   }
 
+  static void StoreBFloat16(uint16_t* to, Float value) {
+    const __m256i highs = _mm256_srli_epi32(_mm256_castps_si256(value), 16);
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    StoreHalves(to, _mm256_or_si256(highs, _mm256_srli_epi32(is_nan, 16)));
+  }
+
   static uint32_t LaneBits(__m256i lanes) {
     return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(lanes)));
   }

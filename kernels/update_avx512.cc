@@ -44,6 +44,13 @@ struct Avx512 {
     return _mm512_castsi512_ps(_mm512_mask_mov_epi32(rounded, is_nan, bits));
   }
 
+  static void StoreBFloat16(uint16_t* to, Float value) {
+    const __m512i highs = _mm512_srli_epi32(_mm512_castps_si512(value), 16);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    const __m512i stored = _mm512_mask_mov_epi32(highs, is_nan, _mm512_set1_epi32(0xFFFF));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(stored));
+  }
+
   static Float Merge(const uint16_t* hi, const int16_t* lo, TieReader* ties) {
     const __m256i lows = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lo));
     __m512i bits = _mm512_add_epi32(_mm512_slli_epi32(Widen(hi), 16), _mm512_cvtepi16_epi32(lows));

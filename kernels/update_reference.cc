@@ -51,7 +51,7 @@ constexpr Implementation ReferenceImplementation(RuleList<Rule...>) {
           {NormsOf<Rule>()...},
           SplitReference,
           MergeReference,
-          AllFiniteReference};
+          AllFiniteReference, AddPartsReference};
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 
 #include "kernels/implementation.h"
 #include "kernels/vector_run.h"
+#include "kernels/vector_sum.h"
 
 namespace offload::kernels {
 
@@ -101,7 +102,8 @@ constexpr Implementation VectorImplementation(RuleList<Rule...>) {
           {VectorNormsOf<V, Rule>()...},
           VectorSplit<V>,
           VectorMerge<V>,
-          VectorAllFinite<V>};
+          VectorAllFinite<V>,
+          VectorAddParts<V>};
 }
 
 // Of the candidates (lanes whose lo is -32768), the lanes whose tie went down.

@@ -28,6 +28,13 @@ absl::Status Closed() { return MakeError(ErrorId::kSessionEnded, "the job is bei
 
 constexpr double kNeverSeconds = std::numeric_limits<double>::infinity();
 
+std::vector<uint32_t> TensorsOf(const StepPlan& plan) {
+  std::vector<uint32_t> tensors;
+  for (const TaskPlan& task : plan.tasks)
+    tensors.insert(tensors.end(), task.tensors.begin(), task.tensors.end());
+  return tensors;
+}
+
 }  // namespace
 
 // ---- Beginning and end -------------------------------------------------------------------------
@@ -138,6 +145,7 @@ void Job::Fail(absl::Status status) {
   for (StepDone& waiter : std::exchange(durable_waiters_, {})) waiter(status);
   if (cache_ != nullptr) cache_->FailWaiters(context_.failure);
   if (transfers_ != nullptr) transfers_->FailQueued(context_.failure);
+  if (gradients_ != nullptr) gradients_->FailQueued(context_.failure);
 }
 
 // ---- Publishing --------------------------------------------------------------------------------
@@ -251,23 +259,49 @@ void Job::Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDon
   rank.trainer_state = std::move(trainer_state);
   rank.calls.step = std::move(done);
   UpdateMemory(rank);
-  if (!gate_->IsComplete()) return;
+  if (gradients_ != nullptr) gradients_->Step(rank.number());
+  if (!StepIsReady()) return;
   if (executor_->busy()) return executor_->Hurry();
   StartRecordedStep();
+}
+
+// A sum is there and finite, or the step is none. What the trainer has written it has looked at.
+absl::Status Job::CheckSums(const StepMessages& messages) const {
+  if (gradients_ == nullptr) return absl::OkStatus();
+  for (const proto::v1::StepRequest& message : messages) {
+    for (int i = 0; i < message.tensors_size(); ++i) {
+      const uint32_t tensor = message.tensors(i);
+      if (i < message.own_gradient_offset_size() && message.own_gradient_offset(i) != 0) continue;
+      const std::string& name = context_.catalogue.tensors[tensor].name;
+      if (!gradients_->HasSum(tensor)) {
+        return MakeError(ErrorId::kGradientOfRanks,
+                         absl::StrCat("no rank has given a gradient of \"", name, "\""));
+      }
+      if (!gradients_->IsFinite(tensor)) {
+        return MakeError(ErrorId::kNonFinite,
+                         absl::StrCat("the gradient of \"", name, "\", summed over ", world_size(),
+                                      " ranks"));
+      }
+    }
+  }
+  return absl::OkStatus();
 }
 
 // Records the step that waits; the one before it is committed.
 void Job::StartRecordedStep() {
   if (!StepIsReady() || executor_->busy()) return;
+  if (gradients_ != nullptr && !gradients_->IsSettled()) return;
   if (transfers_->putting()) return;  // they came before it
   // Between two steps it is the turn of a change of snapshots.
   if (!changes_.empty() && !NeedsGrowth(changes_.front())) return;
   absl::StatusOr<StepPlan> plan = TakeStep();
   if (!plan.ok()) {
+    if (gradients_ != nullptr) gradients_->CancelStep();
     for (const std::unique_ptr<Rank>& rank : ranks_) rank->trainer_state.reset();
     return AnswerStep(plan.status());
   }
   step_ = plan->step;
+  if (gradients_ != nullptr) gradients_->BeginNextStep(TensorsOf(*plan));
   plan->trainer_state = TakeTrainerStates();
   TakePositions();
   executor_->Begin(*std::move(plan));
@@ -278,8 +312,10 @@ void Job::StartRecordedStep() {
 absl::StatusOr<StepPlan> Job::TakeStep() {
   OFFLOAD_ASSIGN_OR_RETURN(const StepMessages messages, gate_->Take());
   OFFLOAD_ASSIGN_OR_RETURN(StepPlan plan, MakeStepPlan(messages, context_));
-  if (plan.step == step_ + 1) return plan;
-  return WrongState(absl::StrCat("step ", plan.step, " after step ", step_));
+  if (plan.step != step_ + 1)
+    return WrongState(absl::StrCat("step ", plan.step, " after step ", step_));
+  OFFLOAD_RETURN_IF_ERROR(CheckSums(messages));
+  return plan;
 }
 
 // What is committed with the step that begins; missing when no rank gave anything new.
@@ -361,7 +397,8 @@ void Job::UpdateLimits() {
         {.region_bytes = context_.ranks[rank->number()].region_bytes,
          .scratch_bytes = scratch_bytes_,
          .catalogue = IsSealed() ? &context_.catalogue : nullptr,
-         .has_several_ranks = world_size() > 1});
+         .has_several_ranks = world_size() > 1,
+         .adds_gradients = gradients_ != nullptr});
   }
 }
 
@@ -414,9 +451,8 @@ void Job::Handle(Rank& rank, const proto::SubmissionEntry& entry) {
     case proto::RingOperation::kEndPass:
     case proto::RingOperation::kAwaitGradient:
     case proto::RingOperation::kPublishNorm:
-      break;  // of several ranks: the reader lets none through
+      return gradients_->Handle(rank.number(), entry);
   }
-  OFFLOAD_CHECK(false) << "operation " << static_cast<uint32_t>(entry.operation);
 }
 
 // In pieces of half an extent of fp32, or a whole one of bf16: what is read back begins and ends at

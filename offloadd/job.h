@@ -48,6 +48,7 @@
 #include "absl/status/statusor.h"
 #include "base/worker_pool.h"
 #include "offloadd/event_loop.h"
+#include "offloadd/gradient_sum.h"
 #include "offloadd/job_context.h"
 #include "offloadd/job_phase.h"
 #include "offloadd/membership.h"
@@ -199,6 +200,7 @@ class Job {
   absl::Status ReadPlan(const std::vector<proto::v1::SealRequest>& messages);
   uint64_t RegionBytes(uint32_t rank) const;
   bool IsGoodRegion(uint64_t region_bytes, uint64_t pins_bytes) const;
+  absl::Status CheckHome(uint32_t tensor) const;
   absl::Status CheckBudget() const;
   absl::Status CompareCatalogue() const;
   void MakeWhatIsSealed(Made& made);
@@ -242,9 +244,12 @@ class Job {
   // ---- Steps and the end.
   void Fail(absl::Status status);
   size_t PollDevices();
+  // The sums of gradients are the daemon's.
+  bool AddsGradients() const { return world_size() > 1 && !membership_.gradients_reduced(); }
   bool StepIsReady() const { return gate_.has_value() && gate_->IsComplete(); }
   void StartRecordedStep();
   absl::StatusOr<StepPlan> TakeStep();
+  absl::Status CheckSums(const StepMessages& messages) const;
   void AnswerStep(const absl::StatusOr<uint64_t>& durable_step);
   std::optional<std::string> TakeTrainerStates();
   void OnCommitted(uint64_t step);
@@ -301,6 +306,7 @@ class Job {
   std::unique_ptr<ResidentState> state_;
   std::unique_ptr<UpdateExecutor> executor_;
   std::unique_ptr<Transfers> transfers_;
+  std::unique_ptr<GradientSum> gradients_;  // when the daemon adds up those of several ranks
   std::unique_ptr<swap::Scrubber> scrubber_;  // when the job has a committed store
 
   uint64_t step_ = 0;             // the last recorded one

@@ -134,7 +134,7 @@ absl::StatusOr<SealedPlan> PlanFromMessages(const std::vector<proto::v1::SealReq
                                   plan.gradients.size(), " offsets of gradients"));
   }
   for (size_t i = 0; i < homes.size(); ++i) {
-    if (homes[i] > static_cast<uint32_t>(proto::GradientHome::kScratch)) {
+    if (homes[i] > static_cast<uint32_t>(proto::GradientHome::kSlabScratch)) {
       return MakeError(ErrorId::kProtocol, absl::StrCat("a gradient at home ", homes[i]));
     }
     plan.gradients[i].home = static_cast<proto::GradientHome>(homes[i]);

@@ -52,6 +52,7 @@ struct JobContext {
   proto::Catalogue catalogue;
   kernels::OptimizerSpec optimizer;  // that the job was sealed for
   proto::MemoryPlan plan;
+  bool gradient_sum = false;  // of ranks: parts are added as they are, not averaged
   proto::SlabLayout layout;
 
   std::byte* slab = nullptr;

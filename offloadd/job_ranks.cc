@@ -122,6 +122,8 @@ void Job::EndBecause(const absl::Status& reason) {
   BeginClosing();
   if (cache_ != nullptr) cache_->FailWaiters(reason);
   if (transfers_ != nullptr) transfers_->FailQueued(reason);
+  // A step that all have called for is finished, and needs its sums.
+  if (gradients_ != nullptr && !StepIsReady()) gradients_->FailQueued(reason);
 }
 
 // ---- Exchange ----------------------------------------------------------------------------------

@@ -183,6 +183,7 @@ absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) 
       context_.catalogue,
       proto::BuildCatalogue(std::exchange(ranks_.front()->declared, {}), context_.optimizer));
   context_.plan = std::move(sealed.plan);
+  context_.gradient_sum = membership_.gradient_sum();
   pins_offset_ = sealed.pins_offset;
   const proto::Catalogue& catalogue = context_.catalogue;
   const uint64_t pins_bytes = catalogue.tensors.size() * sizeof(proto::PinWord);
@@ -199,15 +200,27 @@ absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) 
     return MakeError(ErrorId::kProtocol, absl::StrCat("a plan for ", context_.plan.world_size,
                                                       " ranks of ", world_size()));
   }
-  for (size_t i = 0; i < catalogue.tensors.size() && i < context_.plan.gradients.size(); ++i) {
-    const bool bundled = catalogue.store_tensors[catalogue.placements[i].store_tensor].bundle;
-    if (bundled && context_.plan.gradients[i].home == proto::GradientHome::kScratch) {
-      return MakeError(ErrorId::kProtocol,
-                       absl::StrCat("a plan that spills the gradient of \"",
-                                    catalogue.tensors[i].name, "\", which is bundled"));
-    }
-  }
+  for (size_t i = 0; i < catalogue.tensors.size() && i < context_.plan.gradients.size(); ++i)
+    OFFLOAD_RETURN_IF_ERROR(CheckHome(static_cast<uint32_t>(i)));
   return absl::OkStatus();
+}
+
+absl::Status Job::CheckHome(uint32_t tensor) const {
+  using proto::GradientHome;
+  const proto::Catalogue& catalogue = context_.catalogue;
+  const GradientHome home = context_.plan.gradients[tensor].home;
+  const bool is_summed = home == GradientHome::kSlab || home == GradientHome::kSlabScratch;
+  const bool is_spilled = home == GradientHome::kScratch || home == GradientHome::kSlabScratch;
+  const auto refuse = [&](const char* plan, const char* because) {
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("a plan that ", plan, " the gradient of \"",
+                                  catalogue.tensors[tensor].name, "\", ", because));
+  };
+  if (is_spilled && catalogue.store_tensors[catalogue.placements[tensor].store_tensor].bundle)
+    return refuse("spills", "which is bundled");
+  if (home == GradientHome::kNone || is_summed == AddsGradients()) return absl::OkStatus();
+  return is_summed ? refuse("sums", "which the trainer reduces")
+                   : refuse("does not sum", "which several ranks give");
 }
 
 uint64_t Job::RegionBytes(uint32_t rank) const {
@@ -255,7 +268,11 @@ void Job::MakeParts() {
   state_ = std::make_unique<ResidentState>(&context_);
   executor_ = std::make_unique<UpdateExecutor>(
       &context_, cache_.get(), state_.get(),
-      UpdateExecutor::Events{.on_updated =
+      UpdateExecutor::Events{.on_computed =
+                                 [this](std::span<const uint32_t> tensors) {
+                                   if (gradients_ != nullptr) gradients_->UpdateComputed(tensors);
+                                 },
+                             .on_updated =
                                  [this](uint64_t step) {
                                    header()->updated_step.store(step, std::memory_order_relaxed);
                                  },
@@ -263,6 +280,10 @@ void Job::MakeParts() {
                              .on_committed = [this](uint64_t step) { OnCommitted(step); }});
   cache_->SetOnDemand([this](uint32_t store_tensor) { executor_->Demand(store_tensor); });
   transfers_ = std::make_unique<Transfers>(&context_, cache_.get(), state_.get(), executor_.get());
+  if (AddsGradients()) {
+    gradients_ = std::make_unique<GradientSum>(
+        &context_, step_, [this](uint32_t store_tensor) { executor_->Demand(store_tensor); });
+  }
   gate_.emplace(world_size(), membership_.gradients_reduced(), [this](uint32_t tensor) {
     const auto& tensors = context_.catalogue.tensors;
     return tensor < tensors.size() ? tensors[tensor].name : absl::StrCat("tensor ", tensor);

@@ -54,7 +54,8 @@ void Job::UpdateHeader() {
   if (IsSealed()) {
     resident_bytes +=
         proto::PaddedBytes(context_.catalogue.tensors.size() * sizeof(proto::TensorWord)) +
-        cache_->resident_bytes() + state_->loaded_bytes() + executor_->buffer_bytes();
+        cache_->resident_bytes() + state_->loaded_bytes() + executor_->buffer_bytes() +
+        (gradients_ != nullptr ? gradients_->resident_bytes() : 0);
   }
   peak_bytes_ = std::max(peak_bytes_, resident_bytes);
   proto::SlabHeader* words = header();

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/checked.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "offloadd/job_catalogue.h"
@@ -51,13 +52,41 @@ absl::Status CheckPlanes(const std::string& tensor, const proto::PlaneSet& plane
   return absl::OkStatus();
 }
 
+// Where the gradient of a tensor is. `own_offset` ≠ 0: in the first rank's region, since the
+// trainer has written it itself.
+absl::Status PlaceGradient(uint32_t tensor, uint64_t own_offset, const JobContext& context,
+                           MemberUpdate& update, TaskPlan& task) {
+  using proto::GradientHome;
+  const proto::GradientPlacement& gradient = context.plan.gradients[tensor];
+  const RankMemory& first = context.ranks.front();
+  if (own_offset != 0) {
+    const proto::Tensor& declared = context.catalogue.tensors[tensor];
+    if (!IsAligned(own_offset, 64) || own_offset < proto::kRegionFixedBytes ||
+        !IsInside(own_offset, declared.element_count * proto::DtypeBytes(declared.dtype),
+                  first.region_bytes)) {
+      return Violation(
+          absl::StrCat("a step with a gradient of \"", declared.name, "\" at ", own_offset));
+    }
+    update.gradient = first.region + own_offset;
+  } else if (gradient.home == GradientHome::kSlab) {
+    update.gradient = context.slab + context.layout.sum_offset[tensor];
+  } else if (gradient.home == GradientHome::kRegion) {
+    update.gradient = first.region + gradient.offset_bytes;
+  } else {
+    task.spilled = true;
+    task.scratch_offset = gradient.offset_bytes;
+  }
+  return absl::OkStatus();
+}
+
 // The tensors of one message, put into their tasks.
 absl::Status AddTensors(const proto::v1::StepRequest& message, const Groups& groups,
                         const JobContext& context, std::vector<bool>& seen,
                         std::map<uint32_t, TaskPlan>& tasks) {
   const int count = message.tensors_size();
+  const int own_count = message.own_gradient_offset_size();
   if (message.group_of_size() != count || message.update_count_size() != count ||
-      message.gradient_scale_size() != count) {
+      message.gradient_scale_size() != count || (own_count != 0 && own_count != count)) {
     return Violation("a step whose lists differ in length");
   }
   for (int i = 0; i < count; ++i) {
@@ -77,7 +106,6 @@ absl::Status AddTensors(const proto::v1::StepRequest& message, const Groups& gro
     OFFLOAD_RETURN_IF_ERROR(
         CheckPlanes(declared.name, context.catalogue.planes(tensor), *groups[group]));
     const proto::Placement& placement = context.catalogue.placements[tensor];
-    const proto::GradientPlacement& gradient = context.plan.gradients[tensor];
     MemberUpdate update;
     update.optimizer = groups[group];
     update.begin = placement.element_offset;
@@ -86,12 +114,8 @@ absl::Status AddTensors(const proto::v1::StepRequest& message, const Groups& gro
     update.gradient_scale = message.gradient_scale(i);
     TaskPlan& task = tasks[placement.store_tensor];
     task.store_tensor = placement.store_tensor;
-    if (gradient.home == proto::GradientHome::kScratch) {
-      task.spilled = true;
-      task.scratch_offset = gradient.offset_bytes;
-    } else {
-      update.gradient = context.ranks.front().region + gradient.offset_bytes;
-    }
+    OFFLOAD_RETURN_IF_ERROR(PlaceGradient(
+        tensor, i < own_count ? message.own_gradient_offset(i) : 0, context, update, task));
     task.tensors.push_back(tensor);
     task.members.push_back(std::move(update));
   }

@@ -277,6 +277,7 @@ void UpdateExecutor::FinishCompute(const std::shared_ptr<Extent>& extent) {
   if (++task.computed < task.extent_count) return;
   cache_->Updated(update.store_tensor);
   cache_->Hold(update.store_tensor);  // until the last write
+  events_.on_computed(task.plan.tensors);
   if (--uncomputed_tasks_ == 0) events_.on_updated(*step_);
 }
 

@@ -27,6 +27,7 @@
 #include <list>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -42,9 +43,11 @@ namespace offload::daemon {
 
 class UpdateExecutor {
  public:
-  // `on_updated` runs when all updates of a step are computed, `on_written` when it is written
+  // `on_computed` runs when the updates of some tensors are computed and their gradients not needed
+  // any more, `on_updated` when all of a step are, `on_written` when it is written
   // and waits for the checkpoint of its interval, `on_committed` when it is durable.
   struct Events {
+    std::function<void(std::span<const uint32_t> tensors)> on_computed;
     std::function<void(uint64_t step)> on_updated;
     std::function<void(uint64_t step)> on_written;
     std::function<void(uint64_t step)> on_committed;

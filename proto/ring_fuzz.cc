@@ -52,6 +52,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   SubmissionLimits limits;
   limits.catalogue = &Model();
   limits.scratch_bytes = 1 << 20;
+  limits.adds_gradients = true;
   reader.SetLimits(limits);
   for (auto next = reader.Next(); next.ok() && next->has_value(); next = reader.Next()) {
     CheckEntry(**next, limits);

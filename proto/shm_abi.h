@@ -74,6 +74,10 @@ enum GradientBits : uint8_t {
   kGradientNorm = 8,    // the upper half is valid
 };
 using GradientWord = std::atomic<uint64_t>;
+// Of the gradient words of a job with several ranks: a page behind the tensor words.
+inline constexpr uint64_t GradientWordsOffset(uint64_t tensor_count) {
+  return kTensorWordsOffset + (tensor_count * sizeof(TensorWord) + 4095) / 4096 * 4096;
+}
 inline constexpr uint64_t MakeGradientWord(uint8_t bits, uint64_t step, uint32_t norm_bits) {
   return uint64_t{norm_bits} << 32 | (step & 0xffffff) << 8 | bits;
 }

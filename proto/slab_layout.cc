@@ -134,6 +134,22 @@ absl::Status CheckPlanSizes(const Catalogue& catalogue, const MemoryPlan& plan) 
   return absl::OkStatus();
 }
 
+absl::Status CheckWorld(const MemoryPlan& plan) {
+  const bool is_one = plan.world_size == 1;
+  if (plan.world_size == 0 || plan.world_size > kWorldSizeMax) {
+    return Inconsistent(
+        absl::StrCat("the plan has world_size ", plan.world_size, ", 1 to ", kWorldSizeMax));
+  }
+  if (is_one ? plan.other_region_bytes != 0 : plan.other_region_bytes < kRegionFixedBytes) {
+    return Inconsistent(absl::StrCat("the plan has other_region_bytes ", plan.other_region_bytes,
+                                     " for ", plan.world_size - 1, " other ranks"));
+  }
+  if (is_one && plan.sum_blocks != 0) {
+    return Inconsistent(absl::StrCat("the plan has sum_blocks ", plan.sum_blocks, " for one rank"));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckStoreTensors(const Catalogue& catalogue, const MemoryPlan& plan) {
   bool needs_pipeline = false;
   for (size_t i = 0; i < catalogue.store_tensors.size(); ++i) {
@@ -179,7 +195,18 @@ absl::Status CheckGradient(const Tensor& tensor, const GradientPlacement& gradie
       if (!IsInside(gradient.offset_bytes, size_bytes, plan.region_bytes)) {
         return refuse(absl::StrCat("the region has ", plan.region_bytes, " bytes"));
       }
+      if (plan.world_size > 1 &&
+          !IsInside(gradient.offset_bytes, size_bytes, plan.other_region_bytes)) {
+        return refuse(absl::StrCat("other regions have ", plan.other_region_bytes, " bytes"));
+      }
       return absl::OkStatus();
+    case GradientHome::kSlab:
+      if (plan.world_size == 1) return refuse("there is one rank");
+      return gradient.offset_bytes == 0 ? absl::OkStatus() : refuse("the layout places it");
+    case GradientHome::kSlabScratch:
+      if (plan.world_size == 1) return refuse("there is one rank");
+      if (plan.sum_blocks == 0) return refuse("there are no sum_blocks");
+      [[fallthrough]];
     case GradientHome::kScratch:
       if (!IsInside(gradient.offset_bytes, size_bytes, plan.scratch_bytes)) {
         return refuse(absl::StrCat("the scratch file has ", plan.scratch_bytes, " bytes"));
@@ -194,6 +221,7 @@ absl::Status CheckGradient(const Tensor& tensor, const GradientPlacement& gradie
 
 absl::Status CheckPlan(const Catalogue& catalogue, const MemoryPlan& plan) {
   OFFLOAD_RETURN_IF_ERROR(CheckPlanSizes(catalogue, plan));
+  OFFLOAD_RETURN_IF_ERROR(CheckWorld(plan));
   OFFLOAD_RETURN_IF_ERROR(CheckStoreTensors(catalogue, plan));
   for (size_t i = 0; i < catalogue.tensors.size(); ++i) {
     OFFLOAD_RETURN_IF_ERROR(CheckGradient(catalogue.tensors[i], plan.gradients[i], plan));
@@ -210,6 +238,19 @@ uint64_t FullGradientBytes(const Catalogue& catalogue) {
     largest = std::max(largest, PaddedBytes(elements * DtypeBytes(tensor.dtype)));
   }
   return largest;
+}
+
+// Behind everything else, so that nothing moves for one rank.
+void PlaceSums(const Catalogue& catalogue, const MemoryPlan& plan, SlabCursor& cursor,
+               SlabLayout& layout) {
+  layout.sum_offset.resize(catalogue.tensors.size(), 0);
+  for (size_t i = 0; i < catalogue.tensors.size(); ++i) {
+    const Tensor& tensor = catalogue.tensors[i];
+    if (plan.gradients[i].home != GradientHome::kSlab) continue;
+    layout.sum_offset[i] = cursor.Take(tensor.element_count * DtypeBytes(tensor.dtype));
+  }
+  layout.sum_block_bytes = plan.sum_blocks > 0 ? FullGradientBytes(catalogue) : 0;
+  layout.sum_blocks_offset = cursor.Take(layout.sum_block_bytes * plan.sum_blocks);
 }
 
 }  // namespace
@@ -281,6 +322,8 @@ absl::StatusOr<SlabLayout> ComputeSlabLayout(const Catalogue& catalogue, const M
   SlabCursor cursor;
   cursor.Take(sizeof(SlabHeader));
   layout.tensor_words_offset = cursor.Take(catalogue.tensors.size() * sizeof(TensorWord));
+  if (plan.world_size > 1)
+    layout.gradient_words_offset = cursor.Take(catalogue.tensors.size() * sizeof(GradientWord));
   layout.weight_offset.resize(store_count, 0);
   for (size_t i = 0; i < store_count; ++i) {
     if (!plan.weight_resident[i]) continue;
@@ -299,6 +342,7 @@ absl::StatusOr<SlabLayout> ComputeSlabLayout(const Catalogue& catalogue, const M
       FullStateBytes(catalogue) + (plan.pipeline_gradients ? FullGradientBytes(catalogue) : 0);
   // A block is at most a few MiB and their number a 32-bit one: no overflow in the product.
   layout.pipeline_offset = cursor.Take(layout.pipeline_block_bytes * plan.pipeline_blocks);
+  if (plan.world_size > 1) PlaceSums(catalogue, plan, cursor, layout);
   if (!cursor.end_bytes().has_value()) {
     return Inconsistent(absl::StrCat("the plan has window_bytes ", plan.window_bytes, " and ",
                                      plan.pipeline_blocks,

@@ -29,6 +29,7 @@ inline constexpr uint32_t kBundleAlignment = 64;
 inline constexpr uint64_t kSectorBytes = 4096;
 inline constexpr uint32_t kTensorsMax = 1u << 20;
 inline constexpr uint64_t kElementsMax = 1ull << 44;
+inline constexpr uint32_t kWorldSizeMax = 64;  // ranks of a job on a node
 
 // A tensor as the trainer knows it. Its index in the list is its id in every message.
 struct Tensor {
@@ -122,7 +123,8 @@ struct SlabLayout {
   uint64_t pipeline_offset = 0, pipeline_block_bytes = 0;
   // With several ranks only; 0 otherwise.
   uint64_t gradient_words_offset = 0;  // one 64-bit word per tensor (shm_abi.h)
-  std::vector<uint64_t> sum_offset;    // per tensor; 0 unless its gradient's home is kSlab
+  std::vector<uint64_t> sum_offset;    // per tensor; 0 unless its gradient's home is kSlab. Empty
+                                       // with one rank
   uint64_t sum_blocks_offset = 0, sum_block_bytes = 0;
   uint64_t total_bytes = 0;
 };

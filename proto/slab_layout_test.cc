@@ -295,6 +295,93 @@ TEST_F(RefusedPlanTest, RegionThatDoesNotHoldTheRings) {
   plan_.region_bytes = kRegionFixedBytes - kSectorBytes;
   ExpectRefused();
 }
+class WorldPlanTest : public RefusedPlanTest {
+ protected:
+  WorldPlanTest() {
+    plan_.world_size = 2;
+    plan_.other_region_bytes = plan_.region_bytes;
+    for (size_t i = 0; i < plan_.gradients.size(); ++i) {
+      if (catalogue_.tensors[i].trainable) plan_.gradients[i] = {.home = GradientHome::kSlab};
+    }
+  }
+  void SpillSecond() {
+    plan_.gradients[1] = {.home = GradientHome::kSlabScratch, .offset_bytes = 0};
+    plan_.scratch_bytes = 1ull << 30;
+    plan_.pipeline_blocks = 1;
+    plan_.pipeline_gradients = true;
+    plan_.sum_blocks = 3;
+  }
+};
+
+TEST_F(WorldPlanTest, GradientWordsAndSumsStandSideBySide) {
+  SpillSecond();
+  const auto layout = ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_);
+  ASSERT_TRUE(layout.ok()) << layout.status();
+  EXPECT_EQ(layout->gradient_words_offset, GradientWordsOffset(catalogue_.tensors.size()));
+  uint64_t end = layout->pipeline_offset + layout->pipeline_block_bytes;
+  for (size_t i = 0; i < catalogue_.tensors.size(); ++i) {
+    if (plan_.gradients[i].home != GradientHome::kSlab) {
+      EXPECT_EQ(layout->sum_offset[i], 0u);
+      continue;
+    }
+    EXPECT_EQ(layout->sum_offset[i], end);
+    end +=
+        PaddedBytes(catalogue_.tensors[i].element_count * DtypeBytes(catalogue_.tensors[i].dtype));
+  }
+  EXPECT_EQ(layout->sum_blocks_offset, end);
+  EXPECT_EQ(layout->sum_block_bytes, WeightSlotBytes({.dtype = catalogue_.tensors[1].dtype,
+                                                      .element_count = kExtentElements}));
+  EXPECT_EQ(layout->total_bytes, end + 3 * layout->sum_block_bytes);
+}
+TEST_F(WorldPlanTest, SumsOfOneRank) {
+  plan_.world_size = 1;
+  plan_.other_region_bytes = 0;
+  ExpectRefused();
+}
+TEST_F(WorldPlanTest, SumThatSaysWhereItStands) {
+  plan_.gradients[0].offset_bytes = kSectorBytes;
+  ExpectRefused();
+}
+TEST_F(WorldPlanTest, SpilledSumWithoutBlocks) {
+  SpillSecond();
+  EXPECT_TRUE(ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_).ok());
+  plan_.sum_blocks = 0;
+  ExpectRefused();
+}
+TEST_F(WorldPlanTest, SpilledSumBeyondTheScratchFile) {
+  SpillSecond();
+  plan_.scratch_bytes = kSectorBytes;
+  ExpectRefused();
+}
+TEST_F(WorldPlanTest, SpilledSumWithoutRoomInThePipeline) {
+  SpillSecond();
+  plan_.pipeline_gradients = false;
+  ExpectRefused();
+}
+TEST_F(WorldPlanTest, OtherRanksWithoutRings) {
+  plan_.other_region_bytes = kRegionFixedBytes - kSectorBytes;
+  ExpectRefused();
+}
+TEST_F(WorldPlanTest, NoRankOrTooMany) {
+  plan_.world_size = 0;
+  ExpectRefused();
+  plan_.world_size = kWorldSizeMax + 1;
+  ExpectRefused();
+}
+TEST_F(WorldPlanTest, GradientOfARankBeyondItsRegion) {
+  plan_.gradients[0] = {.home = GradientHome::kRegion, .offset_bytes = kRegionFixedBytes};
+  EXPECT_TRUE(ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_).ok());
+  plan_.other_region_bytes = kRegionFixedBytes;
+  ExpectRefused();
+}
+TEST_F(RefusedPlanTest, OtherRanksOfOneRank) {
+  plan_.other_region_bytes = kRegionFixedBytes;
+  ExpectRefused();
+}
+TEST_F(RefusedPlanTest, SumBlocksOfOneRank) {
+  plan_.sum_blocks = 1;
+  ExpectRefused();
+}
 TEST_F(RefusedPlanTest, FrozenTensorWithGradient) {
   catalogue_ = Build({MakeTensor("frozen", {100}, Dtype::kBFloat16, /*trainable=*/false)});
   plan_ = ResidentPlan(catalogue_);

@@ -112,13 +112,82 @@ absl::Status CheckScratch(const SubmissionEntry& entry, const SubmissionLimits& 
   return CheckBuffer(entry.region_offset, length, limits);
 }
 
+absl::Status CheckStart(const SubmissionEntry& entry, uint32_t most) {
+  const auto start = static_cast<uint32_t>(entry.start);
+  return start <= most ? absl::OkStatus() : Fault("start", start, absl::StrCat("at most ", most));
+}
+
+absl::Status CheckTrainable(const SubmissionEntry& entry, const SubmissionLimits& limits) {
+  OFFLOAD_RETURN_IF_ERROR(CheckTensor(entry, limits));
+  return limits.catalogue->tensors[entry.tensor].trainable
+             ? absl::OkStatus()
+             : Fault("tensor", entry.tensor, "a frozen one, without gradient");
+}
+
+// A part of a gradient: a whole extent.
+absl::Status CheckPart(const SubmissionEntry& entry, const SubmissionLimits& limits) {
+  OFFLOAD_RETURN_IF_ERROR(CheckTrainable(entry, limits));
+  OFFLOAD_RETURN_IF_ERROR(CheckStart(entry, static_cast<uint32_t>(GradientStart::kPrevious)));
+  const Tensor& tensor = limits.catalogue->tensors[entry.tensor];
+  if (!IsAligned(entry.element_offset, kExtentElements) ||
+      entry.element_offset >= tensor.element_count) {
+    return Fault("element_offset", entry.element_offset, "not the beginning of an extent");
+  }
+  const uint32_t elements = ExtentElements(
+      tensor.element_count, static_cast<uint32_t>(entry.element_offset / kExtentElements));
+  if (entry.element_count != elements) {
+    return Fault("element_count", entry.element_count, absl::StrCat("the extent has ", elements));
+  }
+  return CheckBuffer(entry.region_offset, uint64_t{elements} * DtypeBytes(tensor.dtype), limits);
+}
+
+absl::Status CheckNorm(const SubmissionEntry& entry, const SubmissionLimits& limits) {
+  OFFLOAD_RETURN_IF_ERROR(CheckTrainable(entry, limits));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("pass", entry.pass));
+  OFFLOAD_RETURN_IF_ERROR(CheckStart(entry, 0));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("element_count", entry.element_count));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("region_offset", entry.region_offset));
+  return entry.element_offset <= UINT32_MAX
+             ? absl::OkStatus()
+             : Fault("element_offset", entry.element_offset, "no bits of an fp32 number");
+}
+
+absl::Status CheckGradientOperation(const SubmissionEntry& entry, const SubmissionLimits& limits) {
+  if (!limits.adds_gradients) {
+    return Fault("operation", static_cast<uint32_t>(entry.operation),
+                 "gradients of this job are not added up by the daemon");
+  }
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("plane", static_cast<uint32_t>(entry.plane)));
+  if (entry.operation == RingOperation::kGradient) return CheckPart(entry, limits);
+  if (entry.operation == RingOperation::kPublishNorm) return CheckNorm(entry, limits);
+  if (entry.operation == RingOperation::kAwaitGradient) {
+    OFFLOAD_RETURN_IF_ERROR(CheckTrainable(entry, limits));
+    OFFLOAD_RETURN_IF_ERROR(CheckStart(entry, 0));
+    return CheckNoTransfer(entry);
+  }
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("tensor", entry.tensor));
+  if (entry.operation == RingOperation::kEndPass) {
+    OFFLOAD_RETURN_IF_ERROR(CheckStart(entry, 1));
+    return CheckNoTransfer(entry);
+  }
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("pass", entry.pass));
+  OFFLOAD_RETURN_IF_ERROR(CheckStart(entry, 0));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("element_count", entry.element_count));
+  return ExpectZero("region_offset", entry.region_offset);
+}
+
+bool IsGradientOperation(RingOperation operation) {
+  return operation >= RingOperation::kBeginGradients && operation <= RingOperation::kPublishNorm;
+}
+
 }  // namespace
 
 absl::Status CheckSubmission(const SubmissionEntry& entry, const SubmissionLimits& limits) {
-  OFFLOAD_RETURN_IF_ERROR(ExpectZero("pass", entry.pass));
-  OFFLOAD_RETURN_IF_ERROR(ExpectZero("start", static_cast<uint32_t>(entry.start)));
   OFFLOAD_RETURN_IF_ERROR(ExpectZero("reserved1", entry.reserved1));
   OFFLOAD_RETURN_IF_ERROR(ExpectZero("reserved2", entry.reserved2));
+  if (IsGradientOperation(entry.operation)) return CheckGradientOperation(entry, limits);
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("pass", entry.pass));
+  OFFLOAD_RETURN_IF_ERROR(CheckStart(entry, 0));
   switch (entry.operation) {
     case RingOperation::kNop:
       OFFLOAD_RETURN_IF_ERROR(ExpectZero("tensor", entry.tensor));
@@ -154,9 +223,15 @@ uint64_t TransferBytes(const SubmissionEntry& entry, const SubmissionLimits& lim
     case RingOperation::kNop:
     case RingOperation::kAcquire:
     case RingOperation::kPrefetch:
-    default:
+    case RingOperation::kBeginGradients:
+    case RingOperation::kEndPass:
+    case RingOperation::kAwaitGradient:
+    case RingOperation::kPublishNorm:
       return 0;
+    case RingOperation::kGradient:
+      return entry.element_count * DtypeBytes(limits.catalogue->tensors[entry.tensor].dtype);
   }
+  return 0;
 }
 
 SubmissionReader::SubmissionReader(std::byte* region)

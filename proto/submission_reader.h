@@ -38,6 +38,8 @@ struct SubmissionLimits {
   const Catalogue* catalogue = nullptr;
   // Puts of no elements end and follow sequences of them (offloadd/transfers.h).
   bool has_several_ranks = false;
+  // The daemon adds up the gradients of several ranks; else operations on them are faults.
+  bool adds_gradients = false;
 };
 
 // Checks one copied entry: known operation, ids, ranges, alignment, unused and reserved fields
@@ -45,9 +47,10 @@ struct SubmissionLimits {
 //
 // kPut may cover a part of an extent (from its first element); kGet the same. Planes that the
 // tensor does not have (PlaneSet) are refused, and so are tie bits, which are nobody's to see.
+// kGradient covers a whole extent of a trainable tensor.
 absl::Status CheckSubmission(const SubmissionEntry& entry, const SubmissionLimits& limits);
 
-// Bytes that a checked kPut, kGet or kScratch… moves; 0 for the other operations.
+// Bytes that a checked kPut, kGet, kGradient or kScratch… moves; 0 for the other operations.
 uint64_t TransferBytes(const SubmissionEntry& entry, const SubmissionLimits& limits);
 
 class SubmissionReader {

@@ -75,7 +75,7 @@ TEST_F(CheckSubmissionTest, AcceptsEveryOperationAtItsLimits) {
 }
 
 TEST_F(CheckSubmissionTest, RefusesUnknownOperations) {
-  ExpectFault(Entry(static_cast<RingOperation>(7)), "operation 7");
+  ExpectFault(Entry(static_cast<RingOperation>(12)), "operation 12");
   ExpectFault(Entry(static_cast<RingOperation>(UINT32_MAX)), "operation");
 }
 
@@ -167,7 +167,88 @@ TEST_F(CheckSubmissionTest, RefusesScratchRangesOutsideTheFile) {
   ExpectFault(write(kHuge - 4095, 4096), "scratch offset");
 }
 
+TEST_F(CheckSubmissionTest, AcceptsOperationsOnGradientsWhereTheDaemonAddsThem) {
+  limits_.adds_gradients = true;
+  ExpectAccepted(Entry(RingOperation::kBeginGradients, 0, kHuge));
+  SubmissionEntry part =
+      Entry(RingOperation::kGradient, 0, kExtentElements, kExtentElements, kBuffer);
+  part.pass = UINT32_MAX;
+  part.start = GradientStart::kPrevious;
+  ExpectAccepted(part);
+  ExpectAccepted(Entry(RingOperation::kGradient, 0, 2 * kExtentElements, 100, kBuffer));
+  ExpectAccepted(Entry(RingOperation::kGradient, 1, 0, 10, kBuffer));
+  SubmissionEntry end = Entry(RingOperation::kEndPass);
+  end.pass = 3;
+  end.start = static_cast<GradientStart>(1);
+  ExpectAccepted(end);
+  SubmissionEntry look = Entry(RingOperation::kAwaitGradient, 1);
+  look.pass = 4;
+  ExpectAccepted(look);
+  ExpectAccepted(Entry(RingOperation::kPublishNorm, 1, UINT32_MAX));
+}
+
+TEST_F(CheckSubmissionTest, RefusesOperationsOnGradientsThatRanksAddThemselves) {
+  for (const RingOperation operation :
+       {RingOperation::kBeginGradients, RingOperation::kGradient, RingOperation::kEndPass,
+        RingOperation::kAwaitGradient, RingOperation::kPublishNorm})
+    ExpectFault(Entry(operation), "operation");
+}
+
+TEST_F(CheckSubmissionTest, RefusesPartsThatAreNoWholeExtentOfATrainableTensor) {
+  limits_.adds_gradients = true;
+  const auto part = [](uint32_t tensor, uint64_t offset, uint64_t count) {
+    return Entry(RingOperation::kGradient, tensor, offset, count, kBuffer);
+  };
+  ExpectFault(part(2, 0, 64), "tensor 2");
+  ExpectFault(part(3, 0, 64), "tensor 3");
+  ExpectFault(part(0, 1, kExtentElements), "element_offset");
+  ExpectFault(part(0, 3 * kExtentElements, 1), "element_offset");
+  ExpectFault(part(0, kHuge - kExtentElements + 1, kExtentElements), "element_offset");
+  ExpectFault(part(0, 0, kExtentElements - 1), "element_count");
+  ExpectFault(part(0, 2 * kExtentElements, 101), "element_count");
+  ExpectFault(part(1, 0, 0), "element_count");
+  SubmissionEntry entry = part(1, 0, 10);
+  entry.start = static_cast<GradientStart>(3);
+  ExpectFault(entry, "start");
+  entry = part(1, 0, 10);
+  entry.plane = RingPlane::kMaster;
+  ExpectFault(entry, "plane");
+  entry = part(1, 0, 10);
+  entry.region_offset = 0;
+  ExpectFault(entry, "rings");
+  limits_.catalogue = nullptr;
+  ExpectFault(part(1, 0, 10), "not sealed");
+}
+
+TEST_F(CheckSubmissionTest, RefusesFieldsThatAnOperationOnGradientsDoesNotUse) {
+  limits_.adds_gradients = true;
+  const RingOperation begin = RingOperation::kBeginGradients, end = RingOperation::kEndPass,
+                      look = RingOperation::kAwaitGradient, norm = RingOperation::kPublishNorm;
+  for (const RingOperation operation : {begin, end, look, norm}) {
+    ExpectFault(Entry(operation, 0, 0, 0, 0, RingPlane::kMaster), "plane");
+    ExpectFault(Entry(operation, 0, 0, 1), "element_count");
+    ExpectFault(Entry(operation, 0, 0, 0, 4096), "region_offset");
+    SubmissionEntry entry = Entry(operation);
+    entry.start = static_cast<GradientStart>(2);
+    ExpectFault(entry, "start");
+    entry = Entry(operation);
+    entry.reserved1 = 1;
+    ExpectFault(entry, "reserved1");
+  }
+  for (const RingOperation operation : {begin, norm}) {
+    SubmissionEntry entry = Entry(operation);
+    entry.pass = 1;
+    ExpectFault(entry, "pass");
+  }
+  for (const RingOperation operation : {begin, end}) ExpectFault(Entry(operation, 1), "tensor");
+  for (const RingOperation operation : {look, norm}) ExpectFault(Entry(operation, 2), "tensor 2");
+  for (const RingOperation operation : {end, look})
+    ExpectFault(Entry(operation, 0, 1), "element_offset");
+  ExpectFault(Entry(norm, 1, uint64_t{UINT32_MAX} + 1), "element_offset");
+}
+
 TEST_F(CheckSubmissionTest, CountsTheBytesOfATransfer) {
+  EXPECT_EQ(TransferBytes(Entry(RingOperation::kGradient, 0, 0, 100, kBuffer), limits_), 200u);
   EXPECT_EQ(TransferBytes(Entry(RingOperation::kPut, 0, 0, 100, kBuffer), limits_), 200u);
   EXPECT_EQ(TransferBytes(Entry(RingOperation::kGet, 0, 0, 100, kBuffer, Plane::kMaster), limits_),
             400u);

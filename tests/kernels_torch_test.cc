@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "kernels/sum.h"
 #include "kernels/update.h"
 
 namespace offload::kernels {
@@ -344,6 +345,73 @@ TEST(KernelsTorchTest, AllFiniteIsTorchsIsfinite) {
                           values.const_data_ptr(), 100),
                 torch::isfinite(values).all().item<bool>())
           << value;
+    }
+  }
+}
+
+// Gradients with everything that a sum may meet, in the dtype.
+Tensor RareTensor(int64_t count, torch::Dtype dtype, bool with_nan) {
+  static const float kRare[] = {0.0f,   -0.0f, 1e-40f,     -3e-45f,  1.17549435e-38f, 3e38f,
+                                -3e38f, 1.0f,  1.0078125f, INFINITY, -INFINITY,       NAN};
+  Tensor values = torch::randn({count});
+  const Tensor chosen =
+      torch::randint(static_cast<int64_t>(std::size(kRare)) - (with_nan ? 0 : 3), {count});
+  for (int64_t i = 0; i < count; i += 3) {
+    values.data_ptr<float>()[i] = kRare[chosen.const_data_ptr<int64_t>()[i]];
+  }
+  return values.to(dtype);
+}
+
+// Adds the parts as a trainer does that scales each and accumulates, and by the kernel.
+void ExpectSumBits(torch::Dtype dtype, int64_t count, int64_t ranks, SumStart start, bool scaled,
+                   bool with_nan) {
+  std::vector<Tensor> parts;
+  std::vector<const void*> pointers;
+  for (int64_t i = 0; i < ranks; ++i) {
+    parts.push_back(RareTensor(count, dtype, with_nan));
+    pointers.push_back(parts.back().const_data_ptr());
+  }
+  const Tensor before = RareTensor(count, dtype, with_nan);
+  Tensor theirs = start == SumStart::kSum ? before.clone() : torch::zeros({count}, dtype);
+  for (int64_t i = 0; i < ranks; ++i) {
+    const Tensor part = scaled ? parts[i] * (1.0 / static_cast<double>(ranks)) : parts[i].clone();
+    if (i == 0 && start == SumStart::kNothing) {
+      theirs = part;
+    } else {
+      theirs.add_(part);
+    }
+  }
+  Tensor ours = before.clone();
+  const bool finite =
+      AddParts({.dtype = dtype == torch::kFloat32 ? Dtype::kFloat32 : Dtype::kBFloat16,
+                .count = static_cast<size_t>(count),
+                .sum = ours.data_ptr(),
+                .start = start,
+                .parts = pointers.data(),
+                .part_count = pointers.size(),
+                .factor = scaled ? 1.0f / static_cast<float>(ranks) : 1.0f});
+  EXPECT_EQ(finite, torch::isfinite(theirs).all().item<bool>());
+  ASSERT_TRUE(torch::equal(ours.isnan(), theirs.isnan()));
+  if (with_nan && (dtype == torch::kFloat32 || count % 32 != 0)) {
+    // Which NaN it is depends on the order of operands (fp32) and on torch's scalar rest (bf16).
+    ours.nan_to_num_(7), theirs.nan_to_num_(7);
+  }
+  ASSERT_TRUE(SameBits(ours, theirs)) << dtype << ", " << count << " elements, " << ranks
+                                      << " ranks, start " << static_cast<int>(start);
+}
+
+TEST(KernelsTorchTest, TheOrderedSumIsTorchsMulAndAdd) {
+  torch::manual_seed(9);
+  for (const auto dtype : {torch::kFloat32, torch::kBFloat16}) {
+    for (const int64_t count : {1, 13, 4096}) {
+      for (const int64_t ranks : {1, 2, 3, 4, 8}) {
+        for (const SumStart start : {SumStart::kNothing, SumStart::kZeros, SumStart::kSum}) {
+          for (const bool scaled : {false, true}) {
+            for (const bool with_nan : {false, true})
+              ExpectSumBits(dtype, count, ranks, start, scaled, with_nan);
+          }
+        }
+      }
     }
   }
 }

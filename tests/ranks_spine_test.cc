@@ -14,6 +14,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -127,6 +128,34 @@ TEST_F(RanksTest, AnyNumberOfRanksTakesTheStepsOfOneAndAnyOtherNumberGoesOn) {
     OnAll(ranks, [](Job& rank) { rank.Close(); });
     reference.Follow(*ranks.front());
     step += 2;
+    if (HasFailure()) return;
+  }
+}
+
+TEST_F(RanksTest, TheDaemonAddsGradientsAsOneProcessDoesInTheOrderOfPassesAndRanks) {
+  for (const auto& [world_size, dtype, spill] :
+       {std::tuple(2u, Dtype::kBFloat16, true), std::tuple(3u, Dtype::kFloat32, false),
+        std::tuple(3u, Dtype::kFloat32, true), std::tuple(4u, Dtype::kBFloat16, false)}) {
+    SCOPED_TRACE(absl::StrCat(world_size, spill ? " ranks, spilled" : " ranks"));
+    const std::string name = absl::StrCat("sums", world_size, spill ? "s" : "");
+    const std::string run_id = NewRunId();
+    Ranks ranks;
+    for (uint32_t rank = 0; rank < world_size; ++rank) {
+      Variant variant = VariantOf(rank, world_size, run_id);
+      variant.dtype = dtype;
+      variant.spill = spill;
+      variant.sums = true;
+      ranks.push_back(std::make_unique<Job>(pool_, name, variant));
+    }
+    OnAll(ranks, [](Job& rank) {
+      ASSERT_NO_FATAL_FAILURE(rank.Open());
+      for (int i = 0; i < 4; ++i) {
+        ASSERT_NO_FATAL_FAILURE(rank.Step());
+        ASSERT_NO_FATAL_FAILURE(rank.Forward());
+      }
+      ASSERT_NO_FATAL_FAILURE(rank.ExpectEqual());
+      rank.Close();
+    });
     if (HasFailure()) return;
   }
 }

@@ -24,6 +24,7 @@
 #include "base/crc32c.h"
 #include "client/session.h"
 #include "gtest/gtest.h"
+#include "kernels/sum.h"
 #include "kernels/update.h"
 #include "proto/shm_abi.h"
 #include "proto/slab_layout.h"
@@ -61,6 +62,8 @@ struct Variant {
   uint32_t generations = 0;
   // Of several ranks: every one has the whole gradient, as if the trainer had reduced it.
   client::World world;
+  // Or every one has its own, in two backward passes, and the daemon adds them up.
+  bool sums = false;
 };
 
 struct TensorShape {
@@ -132,7 +135,7 @@ class Job {
             .durability = variant_.durability,
             .generations = variant_.generations,
             .world = variant_.world,
-            .gradients_reduced = variant_.world.world_size > 1};
+            .gradients_reduced = variant_.world.world_size > 1 && !variant_.sums};
   }
 
   // Takes the working bytes of a tensor from its reference.
@@ -307,15 +310,22 @@ class Job {
       if (catalogue_.tensors[tensor].trainable) {
         const bool spilled = variant_.spill && !bundled;
         placement.home = spilled ? proto::GradientHome::kScratch : proto::GradientHome::kRegion;
+        if (variant_.sums)
+          placement.home = spilled ? proto::GradientHome::kSlabScratch : proto::GradientHome::kSlab;
         uint64_t& cursor = spilled ? plan_.scratch_bytes : end;
-        placement.offset_bytes = cursor;
-        cursor += bytes;
+        if (placement.home != proto::GradientHome::kSlab)
+          placement.offset_bytes = std::exchange(cursor, cursor + bytes);
       }
       plan_.gradients.push_back(placement);
     }
+    ring_offset_ = end;
+    if (variant_.sums) end += kRingExtents * kRingSlotBytes;
+    if (variant_.sums && variant_.spill) plan_.sum_blocks = 2;
     plan_.region_bytes = end;
     plan_.world_size = variant_.world.world_size;
     if (plan_.world_size > 1) plan_.other_region_bytes = end;
+    for (const proto::Tensor& tensor : catalogue_.tensors)
+      sums_.emplace_back(tensor.element_count * proto::DtypeBytes(variant_.dtype));
   }
 
   References InitialWeights() {
@@ -380,24 +390,144 @@ class Job {
     normal_.reset();
   }
 
+  // ---- Gradients that the daemon adds up.
+
+  static constexpr uint64_t kRingExtents = 3, kRingSlotBytes = proto::kExtentElements * 4;
+  static constexpr uint32_t kPasses = 2;
+
+  // What a rank's pass gives for a tensor in this step; sometimes nothing.
+  bool Gives(uint32_t tensor, uint32_t pass, uint32_t rank) const {
+    return (step_ * 7 + tensor * 5 + pass * 3 + rank) % 6 != 0;
+  }
+  std::vector<std::byte> PartOf(uint32_t tensor, uint32_t pass, uint32_t rank) const {
+    std::minstd_rand random(static_cast<uint32_t>(((step_ * 64 + tensor) * 8 + pass) * 8 + rank));
+    std::vector<float> values(count(tensor));
+    for (float& value : values) value = static_cast<float>(random()) * 0x1p-30f - 1.0f;
+    return CastBytes(values);
+  }
+  proto::GradientStart Start() const { return static_cast<proto::GradientStart>(step_ % 3); }
+
+  // What one process makes of all parts, in the order of passes and ranks. True when there are any.
+  bool AddUp(uint32_t tensor) {
+    bool exists = false;
+    for (uint32_t pass = 0; pass < kPasses; ++pass) {
+      for (uint32_t rank = 0; rank < plan_.world_size; ++rank) {
+        if (!Gives(tensor, pass, rank)) continue;
+        const std::vector<std::byte> part = PartOf(tensor, pass, rank);
+        const void* const parts[] = {part.data()};
+        const proto::GradientStart start =
+            std::exchange(exists, true) ? proto::GradientStart::kPrevious : Start();
+        kernels::AddParts(kernels::Isa::kReference,
+                          {.dtype = variant_.dtype == Dtype::kFloat32 ? kernels::Dtype::kFloat32
+                                                                      : kernels::Dtype::kBFloat16,
+                           .count = count(tensor),
+                           .sum = sums_[tensor].data(),
+                           .start = static_cast<kernels::SumStart>(start),
+                           .parts = parts,
+                           .part_count = 1,
+                           .factor = 1.0f / static_cast<float>(plan_.world_size)});
+      }
+    }
+    return exists;
+  }
+
+  absl::Status DeliverPart(uint32_t tensor, uint32_t pass) {
+    const std::vector<std::byte> part = PartOf(tensor, pass, rank());
+    const uint64_t element_bytes = proto::DtypeBytes(variant_.dtype);
+    for (uint64_t begin = 0; begin < count(tensor); begin += proto::kExtentElements) {
+      client::Ticket& slot = ring_[ring_next_ % kRingExtents];
+      if (slot != 0) {
+        const absl::Status added = session_->Wait(std::exchange(slot, 0));
+        if (!added.ok()) return added;
+      }
+      const uint64_t place = ring_offset_ + ring_next_++ % kRingExtents * kRingSlotBytes;
+      const uint64_t elements = std::min<uint64_t>(proto::kExtentElements, count(tensor) - begin);
+      std::memcpy(session_->region() + place, part.data() + begin * element_bytes,
+                  elements * element_bytes);
+      slot = session_->DeliverGradient(tensor, pass, Start(), begin, elements, place);
+    }
+    return absl::OkStatus();
+  }
+
+  // Ranks give their tensors in different orders.
+  absl::Status DeliverAll() {
+    absl::Status status = session_->Wait(session_->BeginGradients(step_));
+    const auto tensors = static_cast<uint32_t>(catalogue_.tensors.size());
+    for (uint32_t pass = 0; pass < kPasses; ++pass) {
+      for (uint32_t i = 0; status.ok() && i < tensors; ++i) {
+        const uint32_t tensor = rank() % 2 == 0 ? i : tensors - 1 - i;
+        if (catalogue_.tensors[tensor].trainable && Gives(tensor, pass, rank()))
+          status = DeliverPart(tensor, pass);
+      }
+      if (status.ok()) status = session_->Wait(session_->EndPass(pass, /*wait=*/pass == 0));
+    }
+    for (client::Ticket& slot : ring_) {
+      if (slot != 0) status.Update(session_->Wait(std::exchange(slot, 0)));
+    }
+    return status;
+  }
+
+  // Looks at a sum as a rank does.
+  void ExpectSum(uint32_t tensor) {
+    const auto word = session_->AwaitGradient(tensor, kPasses);
+    ASSERT_TRUE(word.ok()) << word.status();
+    EXPECT_EQ(*word, proto::MakeGradientWord(
+                         proto::kGradientExists | proto::kGradientFinal | proto::kGradientFinite,
+                         step_, 0));
+    EXPECT_EQ(*word, session_->GradientWord(tensor));
+    const std::vector<std::byte>& expected = sums_[tensor];
+    if (plan_.gradients[tensor].home == proto::GradientHome::kSlab) {
+      const auto layout = proto::ComputeSlabLayout(catalogue_, variant_.optimizer, plan_);
+      EXPECT_EQ(std::memcmp(session_->slab() + layout->sum_offset[tensor], expected.data(),
+                            expected.size()),
+                0)
+          << catalogue_.tensors[tensor].name;
+      return;
+    }
+    const absl::Status read =
+        session_->Wait(session_->ScratchRead(plan_.gradients[tensor].offset_bytes,
+                                             proto::PaddedBytes(expected.size()), staging_offset_));
+    ASSERT_TRUE(read.ok()) << read;
+    EXPECT_EQ(std::memcmp(session_->region() + staging_offset_, expected.data(), expected.size()),
+              0)
+        << catalogue_.tensors[tensor].name;
+  }
+
+  // One rank may look at what it likes before the step, in every other step.
+  absl::Status MakeSummedStep(client::StepCommand* command) {
+    if (const absl::Status status = DeliverAll(); !status.ok()) return status;
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
+      if (!catalogue_.tensors[tensor].trainable || !AddUp(tensor)) continue;
+      if (step_ % 2 == 0 && tensor % plan_.world_size == rank()) ExpectSum(tensor);
+      AddUpdate(tensor, sums_[tensor], command);
+    }
+    return absl::OkStatus();
+  }
+
+  void AddUpdate(uint32_t tensor, const std::vector<std::byte>& gradient,
+                 client::StepCommand* command) {
+    const float scale = tensor % 2 == 0 ? 1.0f : 0.37f;
+    const uint32_t group = tensor % 3 == 0 ? 1 : 0;
+    Update(tensor, command->groups[group], gradient, scale);
+    command->updates.push_back({tensor, group, references_[tensor].update_count, scale});
+  }
+
   absl::Status MakeStep(const std::vector<uint32_t>& skipped, bool hands_over,
                         client::StepCommand* command) {
     command->step = ++step_;
     command->groups = {Group(1e-2), Group(3e-2)};
     command->has_trainer_state = true;
     command->trainer_state = StateOfRank(absl::StrCat("after ", step_));
+    if (variant_.sums) return MakeSummedStep(command);
     for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
       if (!catalogue_.tensors[tensor].trainable ||
           std::count(skipped.begin(), skipped.end(), tensor) != 0)
         continue;
-      const float scale = tensor % 2 == 0 ? 1.0f : 0.37f;
-      const uint32_t group = tensor % 3 == 0 ? 1 : 0;
       const std::vector<std::byte> gradient = Gradient(tensor);
       if (hands_over) {
         if (const absl::Status status = HandOver(tensor, gradient); !status.ok()) return status;
       }
-      Update(tensor, command->groups[group], gradient, scale);
-      command->updates.push_back({tensor, group, references_[tensor].update_count, scale});
+      AddUpdate(tensor, gradient, command);
       if (variant_.world.world_size > 1) {
         command->updates.back().own_gradient_crc = Crc32c(0, gradient.data(), gradient.size());
       }
@@ -455,6 +585,9 @@ class Job {
     }
   }
 
+  uint64_t ring_offset_ = 0, ring_next_ = 0;
+  client::Ticket ring_[kRingExtents] = {};
+  std::vector<std::vector<std::byte>> sums_;  // of gradients, per tensor
   std::string pool_, name_;
   Variant variant_;
   proto::Catalogue catalogue_;

@@ -24,6 +24,9 @@ using proto::PaddedBytes;
 constexpr uint32_t kMinimalBlocks = 2, kGoodBlocks = 8;
 constexpr uint64_t kWindowSlots = 3;  // at least so many of the largest tensor
 constexpr uint64_t kGradientWindowSlots = 2, kGoodGradientWindowSlots = 8;
+// Of a delivery ring, in extents; and sums that are spilled, being added to at a time.
+constexpr uint64_t kMinimalRingExtents = 4, kGoodRingExtents = 16;
+constexpr uint32_t kMinimalSumBlocks = 2, kGoodSumBlocks = 8;
 // The window is meant to be this part of ram before weights become resident for good.
 constexpr uint64_t kWindowShareOfRam = 8;
 
@@ -89,17 +92,29 @@ struct Needs {
   uint64_t block_bytes = 0, block_gradient_bytes = 0;
   uint64_t bundle_bytes = 0, bundle_gradient_bytes = 0;
   uint64_t slab_fixed_bytes = 0, pins_bytes = 0, staging_bytes = 0, overhead_bytes = 0;
+  // Of several ranks; 1 and 0 otherwise.
+  uint64_t ranks = 1;
+  uint64_t first_staging_bytes = 0, minimal_ring_bytes = 0;
 
   // Everything but weights and gradients of big tensors and the pipeline.
   uint64_t fixed_bytes() const {
-    return slab_fixed_bytes + bundle_bytes + bundle_gradient_bytes + proto::kRegionFixedBytes +
-           pins_bytes + staging_bytes + overhead_bytes;
+    return slab_fixed_bytes + bundle_bytes + bundle_gradient_bytes +
+           ranks * (proto::kRegionFixedBytes + pins_bytes + staging_bytes + minimal_ring_bytes) +
+           first_staging_bytes + overhead_bytes;
+  }
+  uint64_t whole_gradient_bytes() const { return gradients.total_bytes() + bundle_gradient_bytes; }
+  // In whole extents as far as there are so many.
+  uint64_t RingBytes(uint64_t extents) const {
+    return ranks == 1 ? 0 : std::min(extents * block_gradient_bytes, whole_gradient_bytes());
   }
   uint64_t Floor(bool spill) const {
     const uint64_t common = fixed_bytes() + weights.Cost(weights.Cheapest(weights.size()), 0);
     if (!spill) return common + gradients.total_bytes() + kMinimalBlocks * block_bytes;
     return common + gradients.Cost(MinimalKeptGradients(), 0) +
-           kMinimalBlocks * (block_bytes + block_gradient_bytes);
+           kMinimalBlocks * (block_bytes + block_gradient_bytes) + SumBlocksBytes();
+  }
+  uint64_t SumBlocksBytes() const {
+    return ranks == 1 ? 0 : kMinimalSumBlocks * block_gradient_bytes;
   }
   // Spilling means that at least one gradient is not kept.
   size_t MinimalKeptGradients() const { return gradients.Cheapest(gradients.size() - 1); }
@@ -141,7 +156,10 @@ Needs::Needs(const PlanInput& input)
     : slot_bytes(SlotBytes(input.catalogue)),
       gradient_bytes(GradientBytes(input.catalogue)),
       weights(PagedWeights(input.catalogue), slot_bytes, kWindowSlots),
-      gradients(SpillableGradients(input.catalogue), gradient_bytes, kGradientWindowSlots) {
+      // A sum stands once, a window once per rank.
+      gradients(SpillableGradients(input.catalogue), gradient_bytes,
+                kGradientWindowSlots * input.world_size),
+      ranks(input.world_size) {
   const proto::Catalogue& catalogue = input.catalogue;
   block_bytes = proto::FullStateBytes(catalogue);
   slab_fixed_bytes = PaddedBytes(sizeof(proto::SlabHeader)) +
@@ -164,6 +182,12 @@ Needs::Needs(const PlanInput& input)
                              PaddedBytes(tensor.element_count * proto::DtypeBytes(tensor.dtype)));
     if (IsBundled(catalogue, i)) bundle_gradient_bytes += gradient_bytes[i];
   }
+  if (ranks == 1) return;
+  slab_fixed_bytes += PaddedBytes(catalogue.tensors.size() * sizeof(proto::GradientWord));
+  minimal_ring_bytes = RingBytes(kMinimalRingExtents);
+  // Only the first rank changes weights of its own accord.
+  if (staging_bytes > proto::kLoadingStagingBytes)
+    first_staging_bytes = std::exchange(staging_bytes, proto::kLoadingStagingBytes);
 }
 
 // What the budget buys, in numbers; MakePlan turns it into places.
@@ -171,7 +195,9 @@ struct Choice {
   bool spill = false;
   uint32_t blocks = kMinimalBlocks;
   size_t kept_gradients = 0;
-  uint64_t gradient_window_bytes = 0;
+  uint64_t gradient_window_bytes = 0;  // of each rank
+  uint32_t sum_blocks = 0;
+  uint64_t ring_bytes = 0;  // of each rank
   size_t kept_weights = 0;
   uint64_t window_bytes = 0;
   uint64_t left_bytes = 0;  // for state
@@ -185,6 +211,20 @@ uint64_t Raise(uint64_t wanted, uint64_t value, uint64_t unit_bytes, uint64_t& r
   const uint64_t units = std::min((wanted - value), rest / unit_bytes);
   rest -= units * unit_bytes;
   return value + units;
+}
+
+// True when they are good.
+bool ChooseRings(const Needs& needs, uint64_t& rest, Choice& choice) {
+  if (choice.spill) {
+    choice.sum_blocks = static_cast<uint32_t>(
+        Raise(kGoodSumBlocks, kMinimalSumBlocks, needs.block_gradient_bytes, rest));
+  }
+  const uint64_t good_bytes = needs.RingBytes(kGoodRingExtents);
+  const uint64_t more_bytes =
+      std::min(good_bytes - needs.minimal_ring_bytes, DownToSector(rest / needs.ranks));
+  rest -= needs.ranks * more_bytes;
+  choice.ring_bytes = needs.minimal_ring_bytes + more_bytes;
+  return choice.ring_bytes == good_bytes && (!choice.spill || choice.sum_blocks == kGoodSumBlocks);
 }
 
 // More ram never buys less: things are bought in a fixed order, and nothing before what comes ahead
@@ -212,10 +252,12 @@ Choice Choose(const PlanInput& input, const Needs& needs) {
     rest -= gradients.Cost(kept, 0);
     choice.kept_gradients = kept;
     const uint64_t slot_bytes = gradients.slot_bytes(kept);
-    const uint64_t slots = Raise(kGoodGradientWindowSlots, kGradientWindowSlots, slot_bytes, rest);
+    const uint64_t slots =
+        Raise(kGoodGradientWindowSlots, kGradientWindowSlots, needs.ranks * slot_bytes, rest);
     choice.gradient_window_bytes = slots * slot_bytes;
     complete = input.always_spill_gradients && slots == kGoodGradientWindowSlots;
   }
+  if (needs.ranks > 1) complete = ChooseRings(needs, rest, choice) && complete;
 
   const Ladder& weights = needs.weights;
   const size_t least = weights.Cheapest(weights.size());
@@ -236,8 +278,9 @@ Choice Choose(const PlanInput& input, const Needs& needs) {
   return choice;
 }
 
-void PlaceWeightsAndState(const PlanInput& input, const Needs& needs, const Choice& choice,
-                          Plan& plan) {
+// Returns what is left when all state is in memory.
+uint64_t PlaceWeightsAndState(const PlanInput& input, const Needs& needs, const Choice& choice,
+                              Plan& plan) {
   const proto::Catalogue& catalogue = input.catalogue;
   proto::MemoryPlan& memory = plan.memory;
   memory.weight_resident.assign(catalogue.store_tensors.size(), true);
@@ -250,12 +293,35 @@ void PlaceWeightsAndState(const PlanInput& input, const Needs& needs, const Choi
     const uint32_t extents = proto::ExtentCount(tensor.element_count);
     for (uint32_t extent = 0; tensor.trainable && extent < extents; ++extent) {
       const uint64_t bytes = proto::StateBytes(tensor, extent);
-      if (bytes > left_bytes) return;
+      if (bytes > left_bytes) return 0;
       left_bytes -= bytes;
       plan.resident_state_bytes += bytes;
       ++memory.state_resident[i];
     }
   }
+  return left_bytes;
+}
+
+// The regions of several ranks, alike but for the end of the first.
+void PlaceRegions(const PlanInput& input, const Needs& needs, const Choice& choice,
+                  const std::vector<bool>& spilled, Plan& plan) {
+  proto::MemoryPlan& memory = plan.memory;
+  for (size_t i = 0; i < input.catalogue.tensors.size(); ++i) {
+    if (!input.catalogue.tensors[i].trainable) continue;
+    memory.gradients[i].home = spilled[i] ? GradientHome::kSlabScratch : GradientHome::kSlab;
+    if (!spilled[i]) continue;
+    memory.gradients[i].offset_bytes = memory.scratch_bytes;
+    memory.scratch_bytes += needs.gradient_bytes[i];
+  }
+  memory.world_size = input.world_size;
+  memory.sum_blocks = choice.sum_blocks;
+  plan.ring_offset = plan.pins_offset + needs.pins_bytes;
+  plan.ring_bytes = choice.ring_bytes;
+  plan.gradient_window_offset = plan.ring_offset + plan.ring_bytes;
+  memory.other_region_bytes = plan.gradient_window_offset + plan.gradient_window_bytes;
+  plan.first_staging_offset = memory.other_region_bytes;
+  plan.first_staging_bytes = needs.first_staging_bytes;
+  memory.region_bytes = plan.first_staging_offset + plan.first_staging_bytes;
 }
 
 // The region: fixed part, staging (where it is before there is a plan), pins, gradients or their
@@ -272,6 +338,7 @@ void PlaceRegion(const PlanInput& input, const Needs& needs, const Choice& choic
   for (size_t i = choice.kept_gradients; i < needs.gradients.size(); ++i)
     spilled[needs.gradients.id(i)] = true;
   memory.gradients.resize(input.catalogue.tensors.size());
+  if (needs.ranks > 1) return PlaceRegions(input, needs, choice, spilled, plan);
   for (size_t i = 0; i < input.catalogue.tensors.size(); ++i) {
     if (!input.catalogue.tensors[i].trainable) continue;
     uint64_t& place = spilled[i] ? memory.scratch_bytes : end;
@@ -313,7 +380,8 @@ void Count(const PlanInput& input, Plan& plan) {
     if (tensor.trainable) written += weight_bytes + state_bytes;
   }
   for (size_t i = 0; i < catalogue.tensors.size(); ++i) {
-    if (plan.memory.gradients[i].home != GradientHome::kScratch) continue;
+    const GradientHome home = plan.memory.gradients[i].home;
+    if (home != GradientHome::kScratch && home != GradientHome::kSlabScratch) continue;
     const uint64_t bytes = PaddedBytes(catalogue.tensors[i].element_count *
                                        proto::DtypeBytes(catalogue.tensors[i].dtype));
     read += bytes;
@@ -333,6 +401,12 @@ std::string Line(std::string_view item, uint64_t bytes, std::string_view note = 
   return absl::StrCat(text, note.empty() ? "" : "  ", std::string(note), "\n");
 }
 
+std::string RingsOf(const Needs& needs) {
+  if (needs.ranks == 1) return "";
+  return absl::StrCat(" + delivery rings ", needs.ranks, " x ",
+                      FormatBytes(needs.minimal_ring_bytes));
+}
+
 absl::Status TooSmall(const PlanInput& input, const Needs& needs, uint64_t floor,
                       uint64_t floor_without_spilling) {
   const bool spill = needs.gradients.size() > 0 && floor != floor_without_spilling;
@@ -347,10 +421,13 @@ absl::Status TooSmall(const PlanInput& input, const Needs& needs, uint64_t floor
           "ram is ", FormatBytes(input.ram_bytes), ", the least that trains this model is ",
           FormatBytes(floor), " = weight window ", FormatBytes(weights), " + small tensors ",
           FormatBytes(needs.bundle_bytes), " + gradients ",
-          FormatBytes(gradients + needs.bundle_gradient_bytes), spill ? " (spilled)" : "",
-          " + update pipeline ", FormatBytes(pipeline), " + staging ",
-          FormatBytes(needs.staging_bytes), " + rings and tables ",
-          FormatBytes(needs.slab_fixed_bytes + proto::kRegionFixedBytes + needs.pins_bytes),
+          FormatBytes(gradients + needs.bundle_gradient_bytes +
+                      (spill ? needs.SumBlocksBytes() : 0)),
+          spill ? " (spilled)" : "", RingsOf(needs), " + update pipeline ", FormatBytes(pipeline),
+          " + staging ", FormatBytes(needs.ranks * needs.staging_bytes + needs.first_staging_bytes),
+          " + rings and tables ",
+          FormatBytes(needs.slab_fixed_bytes +
+                      needs.ranks * (proto::kRegionFixedBytes + needs.pins_bytes)),
           " + overhead ", FormatBytes(needs.overhead_bytes), "; without spilling gradients it is ",
           FormatBytes(floor_without_spilling)),
       absl::StrCat("Set ram to at least ", floor, " bytes, or ", floor_without_spilling,
@@ -368,7 +445,7 @@ absl::StatusOr<Plan> MakePlan(const PlanInput& input) {
   }
   if (input.ram_bytes < floor) return TooSmall(input, needs, floor, floor_without_spilling);
 
-  const Choice choice = Choose(input, needs);
+  Choice choice = Choose(input, needs);
   Plan plan;
   plan.floor_bytes = floor;
   plan.floor_without_spilling_bytes = floor_without_spilling;
@@ -377,23 +454,63 @@ absl::StatusOr<Plan> MakePlan(const PlanInput& input) {
   plan.memory.window_bytes = choice.window_bytes;
   plan.memory.pipeline_blocks = choice.blocks;
   plan.memory.pipeline_gradients = choice.spill;
-  PlaceWeightsAndState(input, needs, choice, plan);
+  const uint64_t left_bytes = PlaceWeightsAndState(input, needs, choice, plan);
+  if (needs.ranks > 1) {
+    choice.ring_bytes = std::min(choice.ring_bytes + DownToSector(left_bytes / needs.ranks),
+                                 needs.whole_gradient_bytes());
+  }
   PlaceRegion(input, needs, choice, plan);
   OFFLOAD_ASSIGN_OR_RETURN(plan.slab, proto::ComputeSlabLayout(input.catalogue, plan.memory));
-  plan.total_bytes = plan.slab.total_bytes + plan.memory.region_bytes + plan.overhead_bytes;
+  plan.total_bytes = plan.slab.total_bytes + plan.memory.region_bytes +
+                     (needs.ranks - 1) * plan.memory.other_region_bytes + plan.overhead_bytes;
   OFFLOAD_CHECK(plan.total_bytes <= input.ram_bytes)
       << plan.total_bytes << " of " << input.ram_bytes;
   Count(input, plan);
   return plan;
 }
 
+namespace {
+
+// The lines of gradients in a plan.
+std::string DescribeGradients(const PlanInput& input, const Plan& plan) {
+  const proto::MemoryPlan& memory = plan.memory;
+  const uint32_t ranks = memory.world_size;
+  const std::string spill = absl::StrCat(FormatBytes(memory.scratch_bytes), " spill");
+  if (ranks == 1) {
+    const std::string text =
+        Line("gradients in memory",
+             memory.region_bytes - plan.gradient_window_offset - plan.gradient_window_bytes);
+    if (!plan.gradients_spilled) return text;
+    return text + Line("window of spilled gradients", plan.gradient_window_bytes, spill);
+  }
+  uint64_t sum_bytes = 0;
+  for (size_t i = 0; i < memory.gradients.size(); ++i) {
+    const proto::Tensor& tensor = input.catalogue.tensors[i];
+    if (memory.gradients[i].home == GradientHome::kSlab)
+      sum_bytes += PaddedBytes(tensor.element_count * proto::DtypeBytes(tensor.dtype));
+  }
+  std::string text = Line(absl::StrCat("gradients of ", ranks, " ranks: sum"), sum_bytes);
+  absl::StrAppend(&text, Line("delivery rings", ranks * plan.ring_bytes,
+                              absl::StrCat(ranks, " x ", FormatBytes(plan.ring_bytes))));
+  if (!plan.gradients_spilled) return text;
+  absl::StrAppend(&text,
+                  Line("blocks of spilled sums", memory.sum_blocks * plan.slab.sum_block_bytes,
+                       absl::StrCat(memory.sum_blocks, " blocks, ", spill)),
+                  Line("windows of spilled sums", ranks * plan.gradient_window_bytes,
+                       absl::StrCat(ranks, " x ", FormatBytes(plan.gradient_window_bytes))));
+  return text;
+}
+
+}  // namespace
+
 std::string DescribePlan(const PlanInput& input, const Plan& plan) {
   const proto::MemoryPlan& memory = plan.memory;
-  uint64_t resident_gradients =
-      memory.region_bytes - plan.gradient_window_offset - plan.gradient_window_bytes;
-  const uint64_t tables = plan.slab.tensor_words_offset +
-                          PaddedBytes(input.catalogue.tensors.size() * sizeof(proto::TensorWord)) +
-                          proto::kRegionFixedBytes + plan.gradient_window_offset - plan.pins_offset;
+  const uint64_t ranks = memory.world_size;
+  const uint64_t words =
+      PaddedBytes(input.catalogue.tensors.size() * sizeof(proto::TensorWord));  // of either kind
+  const uint64_t pins = PaddedBytes(input.catalogue.tensors.size() * sizeof(proto::PinWord));
+  const uint64_t tables = plan.slab.tensor_words_offset + (ranks > 1 ? 2 : 1) * words +
+                          ranks * (proto::kRegionFixedBytes + pins);
   std::string text =
       absl::StrCat(FormatCount(plan.parameter_count), " parameters, ",
                    FormatCount(plan.trainable_count), " of them trained; state ",
@@ -405,13 +522,9 @@ std::string DescribePlan(const PlanInput& input, const Plan& plan) {
                   Line("optimizer state in memory", plan.resident_state_bytes),
                   Line("update pipeline", plan.slab.pipeline_block_bytes * memory.pipeline_blocks,
                        absl::StrCat(memory.pipeline_blocks, " blocks")),
-                  Line("gradients in memory", resident_gradients));
-  if (plan.gradients_spilled) {
-    absl::StrAppend(&text, Line("window of spilled gradients", plan.gradient_window_bytes,
-                                absl::StrCat(FormatBytes(memory.scratch_bytes), " spill")));
-  }
-  absl::StrAppend(&text, Line("staging", plan.staging_bytes), Line("rings and tables", tables),
-                  Line("overhead", plan.overhead_bytes),
+                  DescribeGradients(input, plan),
+                  Line("staging", ranks * plan.staging_bytes + plan.first_staging_bytes),
+                  Line("rings and tables", tables), Line("overhead", plan.overhead_bytes),
                   Line("sum", plan.total_bytes, absl::StrCat("of ", FormatBytes(input.ram_bytes))));
   char traffic[200];
   std::snprintf(traffic, sizeof(traffic),

@@ -10,6 +10,10 @@
 // gradients as fit when some are spilled; weights of whole tensors, the largest first (each saves
 // twice its bytes of reads per step), beside a window that grows with ram; state of leading
 // extents. More ram never means more predicted traffic.
+//
+// With several ranks the slab holds the sums of gradients, and every rank a ring through which it
+// delivers its own: a few extents of it at least (ZeRO stage 2); a good one comes before weights,
+// and what is left when everything is in memory makes rings up to whole gradients (stage 1).
 #pragma once
 
 #include <cstdint>
@@ -24,13 +28,15 @@ struct PlanInput {
   proto::Catalogue catalogue;
   uint64_t ram_bytes = 0;
   bool always_spill_gradients = false;
+  uint32_t world_size = 1;  // ranks on this node, whose gradients the daemon adds up
 };
 
 struct Plan {
   proto::MemoryPlan memory;
   proto::SlabLayout slab;
   // The region: fixed part, staging (at the same place before there is a plan), pins, window for
-  // spilled gradients, gradients.
+  // spilled gradients, gradients. Of several ranks: fixed part, staging, pins, ring, window, at the
+  // same places for all; behind that the first rank has the rest of its staging.
   uint64_t staging_offset = 0;  // one writable copy of the largest tensor, at least
                                 // kLoadingStagingBytes; used for loading, too
   uint64_t staging_bytes = 0;
@@ -38,8 +44,13 @@ struct Plan {
   uint64_t gradient_window_offset =
       0;  // spilled gradients pass through here: at least twice the largest gradient
   uint64_t gradient_window_bytes = 0;  // 0 when gradients stay in DRAM
+  // With several ranks; 0 otherwise.
+  uint64_t ring_offset = 0, ring_bytes = 0;  // of each rank's region: what it delivers
+  uint64_t first_staging_offset = 0, first_staging_bytes = 0;  // of the first rank's region: room
+                                                               // for a copy of the largest tensor
+                                                               // that staging_bytes does not hold
   uint64_t overhead_bytes = 0;
-  uint64_t total_bytes = 0;  // slab + region + overhead
+  uint64_t total_bytes = 0;  // slab + regions + overhead
 
   uint64_t parameter_count = 0, trainable_count = 0;
   uint64_t state_bytes = 0;     // weights, masters, moments: 12 per trainable parameter

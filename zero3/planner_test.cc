@@ -58,11 +58,23 @@ double BytesPerStep(const Plan& plan) {
   return plan.read_bytes_per_parameter + plan.write_bytes_per_parameter;
 }
 
+// Of the largest extent of a gradient.
+uint64_t ExtentBytes(const PlanInput& input) {
+  uint64_t largest = 0;
+  for (const proto::StoreTensor& tensor : input.catalogue.store_tensors) {
+    if (!tensor.trainable) continue;
+    const uint64_t elements = proto::ExtentElements(tensor.element_count, 0);
+    largest = std::max(largest, proto::PaddedBytes(elements * proto::DtypeBytes(tensor.dtype)));
+  }
+  return largest;
+}
+
 // What a plan promises, for any model and budget.
 void ExpectSound(const PlanInput& input, const Plan& plan) {
   EXPECT_LE(plan.total_bytes, input.ram_bytes);
-  EXPECT_EQ(plan.total_bytes,
-            plan.slab.total_bytes + plan.memory.region_bytes + plan.overhead_bytes);
+  EXPECT_EQ(plan.total_bytes, plan.slab.total_bytes + plan.memory.region_bytes +
+                                  (input.world_size - 1) * plan.memory.other_region_bytes +
+                                  plan.overhead_bytes);
   EXPECT_LE(plan.floor_bytes, input.ram_bytes);
   EXPECT_GE(plan.memory.pipeline_blocks, 2u);
   EXPECT_LE(plan.memory.pipeline_blocks, 8u);
@@ -78,23 +90,39 @@ void ExpectSound(const PlanInput& input, const Plan& plan) {
   EXPECT_GE(plan.memory.window_bytes, 3 * largest_slot);
   // Gradients in the region stand side by side behind the window for the spilled ones.
   uint64_t region_end = plan.gradient_window_offset + plan.gradient_window_bytes, scratch_end = 0;
+  uint64_t gradient_bytes = 0;
+  const bool several = input.world_size > 1;
   for (size_t i = 0; i < input.catalogue.tensors.size(); ++i) {
     const proto::Tensor& tensor = input.catalogue.tensors[i];
     const uint64_t bytes =
         proto::PaddedBytes(tensor.element_count * proto::DtypeBytes(tensor.dtype));
-    EXPECT_GE(plan.staging_bytes, bytes);
+    EXPECT_GE(std::max(plan.staging_bytes, plan.first_staging_bytes), bytes);
     const proto::GradientPlacement& gradient = plan.memory.gradients[i];
     ASSERT_EQ(gradient.home == GradientHome::kNone, !tensor.trainable);
     if (gradient.home == GradientHome::kNone) continue;
+    gradient_bytes += bytes;
+    if (gradient.home == GradientHome::kSlab) {
+      EXPECT_TRUE(several);
+      continue;
+    }
     uint64_t& end = gradient.home == GradientHome::kRegion ? region_end : scratch_end;
     ASSERT_EQ(gradient.offset_bytes, end);
     end += bytes;
-    if (gradient.home == GradientHome::kScratch) {
+    if (gradient.home != GradientHome::kRegion) {
+      EXPECT_EQ(gradient.home == GradientHome::kSlabScratch, several);
       EXPECT_GT(tensor.element_count, proto::kBundledElementsMax);
       largest_spilled = std::max(largest_spilled, bytes);
     }
   }
-  EXPECT_EQ(region_end, plan.memory.region_bytes);
+  EXPECT_EQ(region_end + plan.first_staging_bytes, plan.memory.region_bytes);
+  EXPECT_EQ(plan.memory.world_size, input.world_size);
+  EXPECT_EQ(plan.memory.other_region_bytes, several ? region_end : 0);
+  EXPECT_EQ(plan.first_staging_offset, several ? region_end : 0);
+  // A ring has room for a few extents, or for all that is delivered.
+  EXPECT_GE(plan.ring_bytes,
+            several ? std::min<uint64_t>(gradient_bytes, 4 * ExtentBytes(input)) : 0);
+  EXPECT_LE(plan.ring_bytes, gradient_bytes);
+  EXPECT_EQ(plan.memory.sum_blocks > 0, several && plan.gradients_spilled);
   EXPECT_EQ(scratch_end, plan.memory.scratch_bytes);
   EXPECT_EQ(plan.gradients_spilled, scratch_end > 0);
   EXPECT_GE(plan.gradient_window_bytes, 2 * largest_spilled);
@@ -116,6 +144,8 @@ PlanInput RandomInput(Random& random) {
                                       OptimizerSpec("sgd", {{"momentum", 0.9}}), OptimizerSpec()};
   PlanInput input = Input(std::move(tensors), optimizers[random.Below(3)]);
   input.always_spill_gradients = random.OneIn(4);
+  const uint32_t worlds[] = {1, 1, 2, 3, 4, 8};
+  input.world_size = worlds[random.Below(6)];
   return input;
 }
 
@@ -228,6 +258,67 @@ TEST(PlannerTest, DescriptionHasTheSum) {
   const std::string text = DescribePlan(input, plan);
   EXPECT_TRUE(absl::StrContains(text, "of 256.0 MiB")) << text;
   EXPECT_TRUE(absl::StrContains(text, "8 blocks")) << text;
+}
+
+PlanInput OfRanks(uint32_t world_size) {
+  PlanInput input = Equal(64, 1 << 20, Dtype::kBFloat16);
+  input.world_size = world_size;
+  return input;
+}
+
+TEST(PlannerTest, OneMoreRankCostsItsRegionAndNothingElse) {
+  PlanInput two = OfRanks(2), four = OfRanks(4);
+  const uint64_t floor_of_two = PlanFor(two, uint64_t{1} << 40).floor_without_spilling_bytes;
+  const Plan plan = PlanFor(two, floor_of_two);
+  EXPECT_FALSE(plan.gradients_spilled);
+  EXPECT_EQ(plan.ring_bytes, 4 * kMiB / 2);
+  EXPECT_EQ(plan.memory.other_region_bytes,
+            proto::kRegionFixedBytes + proto::kLoadingStagingBytes + 4096 + plan.ring_bytes);
+  EXPECT_EQ(PlanFor(four, uint64_t{1} << 40).floor_without_spilling_bytes,
+            floor_of_two + 2 * plan.memory.other_region_bytes);
+}
+
+TEST(PlannerTest, RamBuysGoodRingsBeforeWeightsAndWholeGradientsAtTheEnd) {
+  PlanInput input = OfRanks(4);
+  const Plan rich = PlanFor(input, uint64_t{1} << 40);
+  EXPECT_EQ(rich.ring_bytes, 128 * kMiB);  // ZeRO stage 1
+  EXPECT_EQ(rich.resident_weight_bytes + rich.resident_state_bytes, rich.state_bytes);
+  uint64_t last = 0;
+  for (int step = 0; step <= 40; ++step) {
+    const uint64_t least = rich.floor_without_spilling_bytes;
+    const uint64_t ram = least + (rich.total_bytes - least) * step / 40;
+    const Plan plan = PlanFor(input, ram);
+    EXPECT_GE(plan.ring_bytes, last);
+    last = plan.ring_bytes;
+    if (plan.resident_weight_bytes > 0) {
+      EXPECT_GE(plan.ring_bytes, 8 * kMiB);
+    }
+    if (plan.ring_bytes > 8 * kMiB) {
+      EXPECT_EQ(plan.resident_state_bytes, rich.resident_state_bytes);
+    }
+  }
+  EXPECT_EQ(last, 128 * kMiB);
+}
+
+TEST(PlannerTest, OnlyTheFirstRankCanCopyTheLargestTensor) {
+  PlanInput input = Input({MakeTensor(0, 20 << 20, Dtype::kBFloat16)});
+  input.world_size = 3;
+  const Plan plan = PlanFor(input, uint64_t{1} << 40);
+  EXPECT_EQ(plan.staging_bytes, proto::kLoadingStagingBytes);
+  EXPECT_EQ(plan.first_staging_bytes, 40 * kMiB);
+  EXPECT_EQ(plan.memory.region_bytes, plan.memory.other_region_bytes + 40 * kMiB);
+}
+
+TEST(PlannerTest, SumsOfRanksAreDescribed) {
+  PlanInput input = OfRanks(2);
+  const Plan rich = PlanFor(input, uint64_t{1} << 40);
+  const std::string text = DescribePlan(input, PlanFor(input, rich.floor_without_spilling_bytes));
+  EXPECT_TRUE(absl::StrContains(text, "gradients of 2 ranks: sum")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "2 x 2.0 MiB")) << text;
+  const Plan spilled = PlanFor(input, rich.floor_bytes);
+  EXPECT_TRUE(absl::StrContains(DescribePlan(input, spilled), "2 blocks, 128.0 MiB spill"))
+      << DescribePlan(input, spilled);
+  EXPECT_TRUE(absl::StrContains(Refusal(input, 8 * kMiB).message(), "delivery rings 2 x 2.0 MiB"));
 }
 
 TEST(PlannerTest, HundredThousandTensorsArePlanned) {
