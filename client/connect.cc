@@ -196,8 +196,14 @@ absl::StatusOr<Connection> FindOrStartShared(const World& world) {
     const bool is_ours = opened.valid() && LockDirectory(opened, directory);
     // With the lock, too: somebody may have started it just before.
     absl::StatusOr<UniqueFd> socket = proto::ConnectToDaemon(socket_path);
-    if (socket.ok()) return Meet(*std::move(socket));
-    if (is_ours) return StartShared(directory, world);
+    if (socket.ok()) {
+      absl::StatusOr<Connection> connection = Meet(*std::move(socket));
+      // The daemon of a launch of the same name may just be ending.
+      if (connection.ok() || ErrorIdOf(connection.status()) != ErrorId::kDaemonLost)
+        return connection;
+    } else if (is_ours) {
+      return StartShared(directory, world);
+    }
     ::poll(nullptr, 0, kStartPollMilliseconds);
   }
   return StartError(absl::StrCat("rank ", world.rank, " finds no daemon of its launch in ",
