@@ -8,7 +8,6 @@
 #include <numeric>
 #include <set>
 
-
 namespace offload::examples {
 namespace {
 

@@ -105,8 +105,7 @@ void Job::Leave(uint64_t session, const std::string& how, std::function<void()> 
   const auto is_connected = [](const auto& each) { return each != nullptr && each->is_connected; };
   if (std::any_of(ranks_.begin(), ranks_.end(), is_connected)) {
     if (was_here) {
-      EndBecause(
-          MakeError(ErrorId::kRankLost, absl::StrCat(Describe(*rank), " is gone: ", how)));
+      EndBecause(MakeError(ErrorId::kRankLost, absl::StrCat(Describe(*rank), " is gone: ", how)));
     }
     return done();
   }
@@ -134,9 +133,9 @@ void Job::Exchange(Rank& rank, const proto::v1::ExchangeRequest& request, Exchan
   if (status.ok() && rank.calls.exchange != nullptr)
     status = MakeError(ErrorId::kProtocol, "two exchanges at once");
   if (status.ok() && request.data().size() > kLimits.exchange_bytes_max) {
-    status = MakeError(ErrorId::kBadValue,
-                       absl::StrCat("an exchange of ", request.data().size(), " bytes; at most ",
-                                    kLimits.exchange_bytes_max));
+    status =
+        MakeError(ErrorId::kBadValue, absl::StrCat("an exchange of ", request.data().size(),
+                                                   " bytes; at most ", kLimits.exchange_bytes_max));
   }
   if (!status.ok()) return done(std::move(status));
   rank.exchanged = request.data();
@@ -193,8 +192,8 @@ void Job::WatchRanks() {
     wait_report_seconds_ = now + kLimits.rank_report_seconds;
   }
   if (!wait_.has_value() || now < wait_report_seconds_) return;
-  spdlog::warn("job {}: {} of {} are waited for by the others, who have called {}",
-               identity_.name, NameRanks(wait_->missing), world_size(), wait_->what);
+  spdlog::warn("job {}: {} of {} are waited for by the others, who have called {}", identity_.name,
+               NameRanks(wait_->missing), world_size(), wait_->what);
   wait_report_seconds_ = now + 6 * kLimits.rank_report_seconds;
 }
 
