@@ -67,7 +67,12 @@ void DefineModel(CLI::App& app, Flags& flags, Words& words) {
 void DefineTraining(CLI::App& app, Flags& flags, Words& words) {
   app.add_option("--steps", flags.steps, "of the whole run, earlier ones of a resumed run included")
       ->check(CLI::NonNegativeNumber);
-  app.add_option("--micro-batches", flags.micro_batches, "whose gradients add up to one step")
+  app.add_option("--micro-batches", flags.micro_batches,
+                 "of each rank, whose gradients add up to one step")
+      ->check(CLI::PositiveNumber);
+  app.add_option("--as-ranks", flags.as_ranks,
+                 "one process computes what this many ranks would, whose micro-batches it takes: "
+                 "each gradient is divided by it before it is added, the loss by the rest")
       ->check(CLI::PositiveNumber);
   app.add_option("--seq", flags.sequence_length, "tokens of one row")->check(CLI::PositiveNumber);
   app.add_option("--batch", flags.batch_rows, "rows of one micro-batch")
@@ -121,6 +126,12 @@ absl::Status ReadWords(const Words& words, Flags& flags) {
   if (flags.model != ModelKind::kLlama && !(flags.init_from + flags.export_folder).empty()) {
     return MakeError(ErrorId::kBadValue, "--init-from and --export know only llama, not gpt2",
                      "Use --model llama");
+  }
+  if (flags.micro_batches % flags.as_ranks != 0) {
+    return MakeError(ErrorId::kBadValue,
+                     absl::StrCat("--micro-batches is ", flags.micro_batches,
+                                  ", not a multiple of --as-ranks ", flags.as_ranks),
+                     "Give the micro-batches of all ranks together");
   }
   if (flags.learning_rate == 0) {
     flags.learning_rate = flags.optimizer == OptimizerKind::kAdamW ? 1e-3 : 1e-2;

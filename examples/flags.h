@@ -29,8 +29,9 @@ struct Flags {
   bool tied_embedding = false;
   Precision precision = Precision::kFloat32;
 
-  int64_t steps = 100;  // of the whole run, with those before a resume
-  int64_t micro_batches = 1;
+  int64_t steps = 100;        // of the whole run, with those before a resume
+  int64_t micro_batches = 1;  // of each rank
+  int64_t as_ranks = 1;       // whose arithmetic one process has: micro_batches is a multiple of it
   int64_t sequence_length = 256;
   int64_t batch_rows = 4;
   uint64_t seed = 1;

@@ -90,6 +90,7 @@ TEST(FlagsTest, ValuesThatCannotBeUsedAreNamed) {
                                              {"--batch", "0"},
                                              {"--ram", "lots"},
                                              {"--offload", "on"},
+                                             {"--micro-batches=4", "--as-ranks=3"},
                                              {"--seq"}}) {
     EXPECT_EQ(ErrorIdOf(Parse(words).status()), ErrorId::kBadValue) << words.front();
   }

@@ -9,9 +9,13 @@
 #include <torch/utils.h>
 
 #include <chrono>
+#include <cstring>
 #include <iostream>
 #include <numeric>
 #include <optional>
+#include <ostream>
+#include <string>
+#include <vector>
 
 #include "absl/strings/str_format.h"
 #include "base/status_macros.h"
@@ -59,6 +63,16 @@ torch::Tensor Loss(LanguageModel& model, std::vector<int64_t> batch, int64_t row
 LoadOptions LoadOptionsOf(const ModelShape& shape) {
   return {.ignored = shape.tied_embedding ? std::vector<std::string>{"lm_head.weight"}
                                           : std::vector<std::string>{}};
+}
+
+// What a rank has measured, for all ranks to see.
+std::string ToBytes(const std::vector<double>& values) {
+  return {reinterpret_cast<const char*>(values.data()), values.size() * sizeof(double)};
+}
+double ValueAt(const std::string& bytes, size_t index) {
+  double value = 0;
+  std::memcpy(&value, bytes.data() + index * sizeof(value), sizeof(value));
+  return value;
 }
 
 // With an engine the model is never whole in memory, not even while it is made.
@@ -117,9 +131,14 @@ class Trainer {
         shape_(shape),
         data_(data),
         engine_(OpenEngine(flags, shape)),
+        rank_(engine_ != nullptr ? engine_->rank() : 0),
+        world_size_(engine_ != nullptr ? engine_->world_size() : 1),
         model_(NewModel(flags, shape, engine_)),
         optimizer_(MakeOptimizer(flags, *model_, engine_.get())),
-        reporter_(flags.json, std::cout) {}
+        reporter_(flags.json, rank_ == 0 ? std::cout : silence_) {
+    if (engine_ != nullptr) engine_->Seal();  // what there is to refuse is refused here
+    if (flags.as_ranks > 1) ScaleGradients(1.0 / static_cast<double>(flags.as_ranks));
+  }
 
   void Run() {
     int64_t step = engine_ != nullptr ? engine_->step() : 0;
@@ -128,10 +147,16 @@ class Trainer {
     while (step < flags_.steps) {
       StepReport report = Step(step);
       ReportStep(++step, report);
-      if (flags_.eval_every > 0 && step % flags_.eval_every == 0) {
+      if (rank_ == 0 && flags_.eval_every > 0 && step % flags_.eval_every == 0) {
         reporter_.Evaluation(step, EvaluationLoss());
       }
     }
+    if (rank_ == 0) Finish(step);
+  }
+
+ private:
+  // What one rank does for all.
+  void Finish(int64_t step) {
     if (flags_.eval_every == 0 || step % flags_.eval_every != 0) {
       reporter_.Evaluation(step, EvaluationLoss());
     }
@@ -141,20 +166,30 @@ class Trainer {
     reporter_.End(step, ReadStatistics().durable_step);
   }
 
- private:
+  // Every gradient of a micro-batch, before it is added to the others.
+  void ScaleGradients(double factor) {
+    for (const at::Tensor& parameter : model_->parameters()) {
+      parameter.register_hook([factor](const at::Tensor& gradient) { return gradient * factor; });
+    }
+  }
+
   // Takes one optimizer step; `step` counts the steps before it.
   StepReport Step(int64_t step) {
     StepReport report;
     Stopwatch stopwatch;
+    std::vector<double> losses;
+    const int64_t micro_batches_of_rank = flags_.micro_batches / flags_.as_ranks;
     for (int64_t micro_batch = 0; micro_batch < flags_.micro_batches; ++micro_batch) {
+      const int64_t number = micro_batch * world_size_ + rank_;
       const at::Tensor loss =
-          Loss(*model_, data_.TrainingBatch(flags_.seed, step, micro_batch, flags_.batch_rows),
+          Loss(*model_, data_.TrainingBatch(flags_.seed, step, number, flags_.batch_rows),
                flags_.batch_rows);
-      report.loss += loss.item<double>() / static_cast<double>(flags_.micro_batches);
+      losses.push_back(loss.item<double>());
       report.seconds.forward += stopwatch.Lap();
-      (loss / static_cast<double>(flags_.micro_batches)).backward();
+      (loss / static_cast<double>(micro_batches_of_rank)).backward();
       report.seconds.backward += stopwatch.Lap();
     }
+    report.loss = MeanLoss(losses);
     report.learning_rate = LearningRate(flags_, step);
     for (auto& group : optimizer_->param_groups()) group.options().set_lr(report.learning_rate);
     if (flags_.clip > 0) {
@@ -164,6 +199,18 @@ class Trainer {
     optimizer_->zero_grad();
     report.seconds.step = stopwatch.Lap();
     return report;
+  }
+
+  // Over the micro-batches of all ranks, in the order of their numbers.
+  double MeanLoss(const std::vector<double>& losses) {
+    std::vector<std::string> ranks = {ToBytes(losses)};
+    if (world_size_ > 1) ranks = engine_->Exchange(ranks.front());
+    const auto count = static_cast<double>(losses.size() * ranks.size());
+    double mean = 0;
+    for (size_t micro_batch = 0; micro_batch < losses.size(); ++micro_batch) {
+      for (const std::string& rank : ranks) mean += ValueAt(rank, micro_batch) / count;
+    }
+    return mean;
   }
 
   double EvaluationLoss() {
@@ -240,7 +287,7 @@ class Trainer {
       report.planned_write_bytes = plan.write_bytes_per_parameter * parameters;
       report.planned_memory_bytes = plan.total_bytes;
       report.ram_bytes = engine_->statistics().budget_bytes;
-      std::cerr << plan.text << std::endl;
+      if (rank_ == 0) std::cerr << plan.text << std::endl;
     } else {
       report.state_bytes = StateBytes(flags_, report.parameters);
       report.gradient_bytes = static_cast<uint64_t>(report.parameters) *
@@ -253,7 +300,7 @@ class Trainer {
     const Statistics now = ReadStatistics();
     report.step = step;
     report.steps = flags_.steps;
-    report.tokens = flags_.micro_batches * flags_.batch_rows * flags_.sequence_length;
+    report.tokens = world_size_ * flags_.micro_batches * flags_.batch_rows * flags_.sequence_length;
     report.seconds.wait = now.wait_seconds - last_.wait_seconds;
     report.bytes_read = now.bytes_read - last_.bytes_read;
     report.bytes_written = now.bytes_written - last_.bytes_written;
@@ -268,8 +315,10 @@ class Trainer {
   const ModelShape& shape_;
   const TextData& data_;
   std::shared_ptr<Engine> engine_;  // null with --offload off
+  const int64_t rank_, world_size_;
   std::shared_ptr<LanguageModel> model_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::ostream silence_{nullptr};
   Reporter reporter_;
   Statistics last_;
 };

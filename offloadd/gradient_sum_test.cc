@@ -86,7 +86,7 @@ class GradientSumTest : public ::testing::TestWithParam<GradientHome> {
       ASSERT_TRUE(scratch_->Reserve(plan.scratch_bytes).ok());
       context_.scratch = scratch_.get();
     }
-    auto layout = proto::ComputeSlabLayout(context_.catalogue, context_.optimizer, plan);
+    auto layout = proto::ComputeSlabLayout(context_.catalogue, plan);
     ASSERT_TRUE(layout.ok()) << layout.status();
     ASSERT_LE(layout->total_bytes, slab_.size());
     context_.layout = *std::move(layout);

@@ -315,7 +315,7 @@ class WorldPlanTest : public RefusedPlanTest {
 
 TEST_F(WorldPlanTest, GradientWordsAndSumsStandSideBySide) {
   SpillSecond();
-  const auto layout = ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_);
+  const auto layout = ComputeSlabLayout(catalogue_, plan_);
   ASSERT_TRUE(layout.ok()) << layout.status();
   EXPECT_EQ(layout->gradient_words_offset, GradientWordsOffset(catalogue_.tensors.size()));
   uint64_t end = layout->pipeline_offset + layout->pipeline_block_bytes;
@@ -344,7 +344,7 @@ TEST_F(WorldPlanTest, SumThatSaysWhereItStands) {
 }
 TEST_F(WorldPlanTest, SpilledSumWithoutBlocks) {
   SpillSecond();
-  EXPECT_TRUE(ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_).ok());
+  EXPECT_TRUE(ComputeSlabLayout(catalogue_, plan_).ok());
   plan_.sum_blocks = 0;
   ExpectRefused();
 }
@@ -370,7 +370,7 @@ TEST_F(WorldPlanTest, NoRankOrTooMany) {
 }
 TEST_F(WorldPlanTest, GradientOfARankBeyondItsRegion) {
   plan_.gradients[0] = {.home = GradientHome::kRegion, .offset_bytes = kRegionFixedBytes};
-  EXPECT_TRUE(ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_).ok());
+  EXPECT_TRUE(ComputeSlabLayout(catalogue_, plan_).ok());
   plan_.other_region_bytes = kRegionFixedBytes;
   ExpectRefused();
 }

@@ -211,7 +211,7 @@ TEST_F(CheckSubmissionTest, RefusesPartsThatAreNoWholeExtentOfATrainableTensor) 
   entry.start = static_cast<GradientStart>(3);
   ExpectFault(entry, "start");
   entry = part(1, 0, 10);
-  entry.plane = RingPlane::kMaster;
+  entry.plane = Plane::kMaster;
   ExpectFault(entry, "plane");
   entry = part(1, 0, 10);
   entry.region_offset = 0;
@@ -225,7 +225,7 @@ TEST_F(CheckSubmissionTest, RefusesFieldsThatAnOperationOnGradientsDoesNotUse) {
   const RingOperation begin = RingOperation::kBeginGradients, end = RingOperation::kEndPass,
                       look = RingOperation::kAwaitGradient, norm = RingOperation::kPublishNorm;
   for (const RingOperation operation : {begin, end, look, norm}) {
-    ExpectFault(Entry(operation, 0, 0, 0, 0, RingPlane::kMaster), "plane");
+    ExpectFault(Entry(operation, 0, 0, 0, 0, Plane::kMaster), "plane");
     ExpectFault(Entry(operation, 0, 0, 1), "element_count");
     ExpectFault(Entry(operation, 0, 0, 0, 4096), "region_offset");
     SubmissionEntry entry = Entry(operation);

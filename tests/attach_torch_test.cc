@@ -517,6 +517,7 @@ TEST_F(AttachTest, ConstructionAndAttachHoldOneTensorAtATime) {
     EXPECT_LT(AnonymousMiB() - before, 40);
   }
   optimizer_ = engine_->AdamW(*tower, torch::optim::AdamWOptions(1e-3));
+  engine_->Seal();
   EXPECT_LT(AnonymousMiB() - before, 40);
   const auto plain = MakeTower();
   for (size_t i = 0; i < plain->parameters().size(); ++i) {

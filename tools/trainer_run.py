@@ -41,21 +41,43 @@ def add_model_arguments(parser, params, steps):
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
     parser.add_argument("--seq", type=int, default=128, help="tokens of one row (default 128)")
     parser.add_argument("--batch", type=int, default=2, help="rows of a micro-batch (default 2)")
-    parser.add_argument("--micro-batches", type=int, default=1, help="per optimizer step (default 1)")
+    parser.add_argument("--micro-batches", type=int, help="per optimizer step, of all ranks together (default: one for each rank)")
     parser.add_argument("--steps", type=int, default=steps, help=f"of one run (default {steps})")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: what it chooses")
+    parser.add_argument("--threads", type=int, default=0, help="of torch, of all ranks together; 0: what it chooses")
+    parser.add_argument("--ranks", type=int, default=1,
+                        help="processes that train the offloaded model together and share the step's micro-batches (default 1)")
     parser.add_argument("--nvme-path", help="a folder on the drive; build/ of this tree when left out")
     parser.add_argument("--bin", default=os.path.join(ROOT, "bazel-bin"),
                         help="where the built programs are; they are built first when this is left out")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
 
 
-def trainer_flags(options, steps, params=None):
-    """Returns the flags of a run of `steps` steps without its offloading."""
+def share_micro_batches(parser, options):
+    """Sets --micro-batches when it was left out; ends with a usage error when the ranks cannot share them."""
+    if options.micro_batches is None:
+        options.micro_batches = max(options.ranks, 1)
+    if options.ranks < 1 or options.micro_batches % options.ranks != 0:
+        parser.error(f"--micro-batches {options.micro_batches} are those of the step: a multiple of --ranks {options.ranks}")
+
+
+def trainer_flags(options, steps, params=None, ranks=1, same_bits=False):
+    """Returns the flags of a run of `steps` steps without its offloading, for each of its ranks. With same_bits they are those
+    of one process that computes what options.ranks do: torch's kernels depend on the number of threads."""
+    sharing = options.ranks if same_bits else ranks
+    threads = options.threads or (os.cpu_count() if sharing > 1 else 0)
     return ["--model", options.model, "--params", str(params or options.params), "--dtype", options.dtype,
             "--seq", str(options.seq), "--batch", str(options.batch),
-            "--micro-batches", str(options.micro_batches), "--threads", str(options.threads),
-            "--steps", str(steps), "--sample", "0", "--clip", "1.0"]
+            "--micro-batches", str(options.micro_batches // ranks), "--threads", str(max(threads // sharing, 1) if threads else 0),
+            "--as-ranks", str(sharing // ranks), "--steps", str(steps), "--sample", "0", "--clip", "1.0"]
+
+
+def rank_environments(ranks):
+    """Returns what a launcher of so many ranks on this node sets for each of them; nothing for one."""
+    if ranks == 1:
+        return [{}]
+    run_id = f"tools-{os.getpid()}-{time.monotonic_ns()}"
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+             "TORCHELASTIC_RUN_ID": run_id} for rank in range(ranks)]
 
 
 def program(options, path):
@@ -116,9 +138,10 @@ def model_facts(options, params=None):
 
 
 class TrainerRun:
-    """One run of the trainer, as a context manager. `start` is its first line."""
+    """One run of the trainer, as a context manager: one process, or several ranks, of which the first one speaks.
+    `start` is its first line."""
 
-    def __init__(self, options, flags):
+    def __init__(self, options, flags, ranks=1):
         train, daemon = program(options, "examples/train"), program(options, "offloadd/offloadd")
         if train is None:
             raise RunFailed(f"{options.bin}/examples/train is not built")
@@ -127,11 +150,14 @@ class TrainerRun:
         if daemon is not None:
             environment.setdefault("OFFLOADD_BINARY", daemon)
         self.start = {}
-        self._messages = collections.deque(maxlen=20)
-        self._process = subprocess.Popen([train, "--json", *flags], stdout=subprocess.PIPE,
-                                         stderr=subprocess.PIPE, text=True, env=environment)
-        self._reader = threading.Thread(target=self._keep_messages, daemon=True)
-        self._reader.start()
+        self._messages = collections.deque(maxlen=20 * ranks)
+        self._ranks = [subprocess.Popen([train, "--json", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                        text=True, env={**environment, **of_rank})
+                       for of_rank in rank_environments(ranks)]
+        self._process = self._ranks[0]
+        self._readers = [threading.Thread(target=self._keep_messages, args=(rank,), daemon=True) for rank in self._ranks]
+        for reader in self._readers:
+            reader.start()
         self._daemon = None
 
     def __enter__(self):
@@ -139,20 +165,22 @@ class TrainerRun:
 
     def __exit__(self, *_):
         daemon = self.daemon()
-        if self._process.poll() is None:
-            self._process.terminate()
+        for rank in self._ranks:
+            if rank.poll() is None:
+                rank.terminate()
+        for rank in self._ranks:
             try:
-                self._process.wait(timeout=5)
+                rank.wait(timeout=5)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-        self._process.wait()
-        self._process.stdout.close()
+                rank.kill()
+            rank.wait()
+            rank.stdout.close()
         end = time.monotonic() + END_TIMEOUT_SECONDS
         while daemon is not None and os.path.exists(f"/proc/{daemon}") and time.monotonic() < end:
             time.sleep(0.05)  # it drains, commits, and holds the store until then
 
-    def _keep_messages(self):
-        for line in self._process.stderr:
+    def _keep_messages(self, rank):
+        for line in rank.stderr:
             self._messages.append(line.rstrip())
 
     def steps(self):
@@ -164,11 +192,11 @@ class TrainerRun:
                 self.daemon()
             elif line["event"] == "step":
                 yield line
-        self._process.wait()
-        self._reader.join(timeout=5)
-        if self._process.returncode != 0 or not self.start:
-            raise RunFailed(f"the trainer ended with code {self._process.returncode}:\n" +
-                            "\n".join(self._messages))
+        codes = [rank.wait() for rank in self._ranks]
+        for reader in self._readers:
+            reader.join(timeout=5)
+        if any(codes) or not self.start:
+            raise RunFailed(f"the trainer ended with code {', '.join(map(str, codes))}:\n" + "\n".join(self._messages))
 
     def kill(self):
         """Kills trainer and daemon with SIGKILL; returns the lines of steps that were still on their way."""
@@ -179,20 +207,27 @@ class TrainerRun:
         for text in self._process.stdout:
             with contextlib.suppress(ValueError):  # the line it was writing
                 lines.append(json.loads(text))
-        self._process.wait()
+        for rank in self._ranks:
+            rank.wait()
         return [line for line in lines if line["event"] == "step"]
 
     def trainer(self):
         return self._process.pid
 
+    def trainers(self):
+        return [rank.pid for rank in self._ranks]
+
     def daemon(self):
         """Returns the process id of the run's private daemon, or None while there is none."""
         if self._daemon is None:
-            self._daemon = child_named(self._process.pid, "offloadd")
+            # Any of the ranks may have started it.
+            self._daemon = next((pid for pid in (child_named(rank.pid, "offloadd") for rank in self._ranks)
+                                 if pid is not None), None)
         return self._daemon
 
     def processes(self):
-        return [pid for pid in (self.trainer(), self.daemon()) if pid is not None]
+        daemon = self.daemon()
+        return self.trainers() + ([] if daemon is None else [daemon])
 
     def daemon_bytes(self):
         """Returns (read, written) that the kernel counted for the daemon, on drives; None without one."""

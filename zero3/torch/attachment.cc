@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -19,6 +20,7 @@ namespace {
 
 // Transfers that one call keeps in flight; the rings have room for a thousand.
 constexpr size_t kTransfersInFlight = 32;
+constexpr uint64_t kReserveStepBytes = 256ull << 20;  // of the scratch file
 
 // Forward with gradients, and all of backward; evaluation is not part of a step.
 bool IsTraining() {
@@ -41,59 +43,82 @@ void Staging::Piece::Reset() {
   if (staging_ != nullptr) std::exchange(staging_, nullptr)->Return(offset_, size_bytes_);
 }
 
+void Staging::Piece::SetHolder(std::thread::id holder) {
+  std::lock_guard lock(staging_->mutex_);
+  staging_->holders_[offset_] = holder;
+  staging_->returned_.NotifyAll();
+}
+
+Staging::Staging(uint64_t offset, uint64_t size_bytes) : free_(proto::kSectorBytes) {
+  free_.Add(offset, size_bytes);
+}
+
 Staging::Piece Staging::Take(uint64_t size_bytes) {
   size_bytes = proto::PaddedBytes(std::max<uint64_t>(size_bytes, 1));
-  const std::thread::id self = std::this_thread::get_id();
   std::unique_lock lock(mutex_);
   for (;;) {
-    const auto fits = std::find_if(free_.begin(), free_.end(),
-                                   [&](const auto& range) { return range.second >= size_bytes; });
-    if (fits != free_.end()) {
-      const auto [offset, range_bytes] = *fits;
-      free_.erase(fits);
-      if (range_bytes > size_bytes) free_[offset + size_bytes] = range_bytes - size_bytes;
-      holders_[offset] = self;
+    if (const std::optional<uint64_t> offset = free_.Take(size_bytes)) {
+      holders_[*offset] = std::this_thread::get_id();
+      returned_.NotifyAll();  // who waits waits for one more
       Piece piece;
       piece.staging_ = this;
-      piece.offset_ = offset;
+      piece.offset_ = *offset;
       piece.size_bytes_ = size_bytes;
       return piece;
     }
-    const bool others_hold = std::any_of(holders_.begin(), holders_.end(),
-                                         [&](const auto& holder) { return holder.second != self; });
-    if (!others_hold) {
-      ThrowStatus(MakeError(ErrorId::kWindowExhausted,
-                            absl::StrCat("one operation writes several offloaded parameters, ",
-                                         FormatBytes(size_bytes),
-                                         " do not fit into the staging buffer beside the others"),
-                            "Write one parameter at a time"));
-    }
-    returned_.wait(lock);
+    std::vector<std::thread::id> holders;
+    for (const auto& [offset, holder] : holders_) holders.push_back(holder);
+    if (returned_.Wait(lock, WaitGraph::Needs::kAnyHolder, holders)) continue;
+    ThrowStatus(MakeError(
+        ErrorId::kWindowExhausted,
+        absl::StrCat("an operation writes several offloaded parameters, ", FormatBytes(size_bytes),
+                     " do not fit into the staging buffer beside the others"),
+        "Write one parameter at a time, in one thread at a time"));
   }
 }
 
 void Staging::Grow(uint64_t end, uint64_t more_bytes) {
-  if (more_bytes > 0) Return(end, more_bytes);
+  std::lock_guard lock(mutex_);
+  free_.Add(end, more_bytes);
+  returned_.NotifyAll();
 }
 
 void Staging::Return(uint64_t offset, uint64_t size_bytes) {
-  {
-    std::lock_guard lock(mutex_);
-    holders_.erase(offset);
-    const auto after = free_.upper_bound(offset);
-    if (after != free_.end() && offset + size_bytes == after->first) {
-      size_bytes += after->second;
-      free_.erase(after);
-    }
-    const auto next = free_.upper_bound(offset);
-    if (next != free_.begin() && std::prev(next)->first + std::prev(next)->second == offset) {
-      std::prev(next)->second += size_bytes;
-    } else {
-      free_[offset] = size_bytes;
-    }
-  }
-  returned_.notify_all();
+  std::lock_guard lock(mutex_);
+  holders_.erase(offset);
+  free_.Return(offset, size_bytes);
+  returned_.NotifyAll();
 }
+
+// ---- Room in the scratch file ------------------------------------------------------------------
+
+ScratchSpace::ScratchSpace(uint32_t rank, uint32_t world_size)
+    : rank_(rank),
+      world_size_(world_size),
+      free_(world_size == 1 ? proto::kSectorBytes : kStripeBytes) {}
+
+uint64_t ScratchSpace::Take(client::Session& session, uint64_t size_bytes) {
+  std::lock_guard lock(mutex_);
+  if (const std::optional<uint64_t> offset = free_.Take(size_bytes)) return *offset;
+  const uint64_t stripes = (size_bytes + kStripeBytes - 1) / kStripeBytes;
+  const uint64_t more_bytes = std::max(stripes * kStripeBytes, kReserveStepBytes);
+  ThrowIfError(session.ReserveScratch((reserved_bytes_ + more_bytes) * world_size_));
+  free_.Add(reserved_bytes_, more_bytes);
+  reserved_bytes_ += more_bytes;
+  return *free_.Take(size_bytes);
+}
+
+void ScratchSpace::Return(uint64_t offset, uint64_t size_bytes) {
+  std::lock_guard lock(mutex_);
+  free_.Return(offset, size_bytes);
+}
+
+uint64_t ScratchSpace::InFile(uint64_t offset) const {
+  if (world_size_ == 1) return offset;
+  return (offset / kStripeBytes * world_size_ + rank_) * kStripeBytes + offset % kStripeBytes;
+}
+
+// ---- Address space -----------------------------------------------------------------------------
 
 std::byte* HomeRanges::Take(size_t size_bytes) {
   size_bytes = proto::PaddedBytes(std::max<size_t>(size_bytes, 1));
@@ -113,7 +138,29 @@ std::byte* HomeRanges::Take(size_t size_bytes) {
 
 Attachment::Attachment(std::unique_ptr<client::Session> session)
     : session_(std::move(session)),
-      staging_(proto::kRegionFixedBytes, proto::kLoadingStagingBytes) {}
+      world_(session_->world()),
+      staging_(proto::kRegionFixedBytes, proto::kLoadingStagingBytes),
+      scratch_(world_.rank, world_.world_size) {}
+
+client::Session& Attachment::session() {
+  if (session_ == nullptr) ThrowStatus(SessionEnded("this model"));
+  return *session_;
+}
+
+void Attachment::EnsureSealed() {
+  if (sealed()) return;
+  std::lock_guard lock(seal_mutex_);
+  if (sealed()) return;
+  if (seal_failure_) std::rethrow_exception(seal_failure_);
+  if (!seal_) ThrowStatus(SessionEnded("this model"));
+  try {
+    seal_();
+  } catch (...) {
+    seal_failure_ = std::current_exception();
+    throw;
+  }
+  sealed_.store(true, std::memory_order_release);
+}
 
 void Attachment::SetPlan(PlanInput input, Plan plan) {
   input_ = std::move(input);
@@ -121,6 +168,7 @@ void Attachment::SetPlan(PlanInput input, Plan plan) {
   OFFLOAD_CHECK(plan_.staging_offset == proto::kRegionFixedBytes) << plan_.staging_offset;
   staging_.Grow(plan_.staging_offset + proto::kLoadingStagingBytes,
                 plan_.staging_bytes - proto::kLoadingStagingBytes);
+  if (rank() == 0) staging_.Grow(plan_.first_staging_offset, plan_.first_staging_bytes);
   std::vector<uint64_t> slot_bytes;
   uint64_t largest_bytes = 0;
   for (const proto::Placement& placement : input_.catalogue.placements) {
@@ -174,12 +222,22 @@ void Attachment::PutWeight(uint32_t tensor, uint64_t region_offset) {
     tickets.push_back(session_->Put(tensor, begin, count, region_offset + begin * element_bytes));
     if (tickets.size() == kTransfersInFlight) wait_for_all();
   }
+  if (world_size() > 1) tickets.push_back(session_->FollowPut(tensor));
   wait_for_all();
   ThrowIfError(failure, absl::StrCat("parameter '", this->tensor(tensor).name, "'"));
 }
 
+void Attachment::FollowPut(uint32_t tensor) {
+  ThrowIfError(session_->Wait(session_->FollowPut(tensor)),
+               absl::StrCat("parameter '", this->tensor(tensor).name, "'"));
+}
+
 void Attachment::Close() {
   if (session_ == nullptr) return;
+  {
+    std::lock_guard lock(seal_mutex_);
+    seal_ = nullptr;
+  }
   const absl::Status closed = session_->CloseJob();
   session_.reset();
   ThrowIfError(closed);

@@ -1,29 +1,33 @@
 // zero3/torch/attachment.h
 //
-// What the records of one engine share: the session with the daemon, the staging buffer, the
+// What the residencies of one engine share: the session with the daemon, the staging buffer, the
 // schedule, address space. It outlives the engine while storages of its model live; after Close()
 // every pin is refused with OFD-1802.
 //
-// Thread safety: Staging, Touch and the accessors from any thread; Close once, when no operation
-// runs.
+// Thread safety: Staging, EnsureSealed, Touch and the accessors from any thread; Close once, when
+// no operation runs.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/mapped_region.h"
+#include "base/range_allocator.h"
 #include "client/session.h"
 #include "proto/slab_layout.h"
 #include "zero3/planner.h"
 #include "zero3/schedule.h"
+#include "zero3/torch/wait_graph.h"
 
 namespace offload::zero3 {
 
@@ -40,6 +44,8 @@ class Staging {
     void Reset();
     uint64_t region_offset() const { return offset_; }
     uint64_t size_bytes() const { return size_bytes_; }
+    // It is given back by this thread, not by the one that took it.
+    void SetHolder(std::thread::id holder);
     explicit operator bool() const { return staging_ != nullptr; }
 
    private:
@@ -48,10 +54,10 @@ class Staging {
     uint64_t offset_ = 0, size_bytes_ = 0;
   };
 
-  Staging(uint64_t offset, uint64_t size_bytes) { free_[offset] = size_bytes; }
+  Staging(uint64_t offset, uint64_t size_bytes);
 
-  // Waits while other threads hold what it needs. Throws OFD-1303 when the calling thread itself
-  // holds it, or it never fits.
+  // Waits while others hold what it needs. Throws OFD-1303 when that would be for ever: the calling
+  // thread holds it itself, or those who do wait for something that it has; or it never fits.
   Piece Take(uint64_t size_bytes);
   // Makes the buffer larger: the bytes from `end` on.
   void Grow(uint64_t end, uint64_t more_bytes);
@@ -60,9 +66,29 @@ class Staging {
   void Return(uint64_t offset, uint64_t size_bytes);
 
   std::mutex mutex_;
-  std::condition_variable returned_;
-  std::map<uint64_t, uint64_t> free_;            // offset → bytes, no two adjacent
+  WaitQueue returned_;
+  RangeAllocator free_;
   std::map<uint64_t, std::thread::id> holders_;  // of lent pieces
+};
+
+// A rank's room in the scratch file before there is a plan; freed room is used again. The ranks of
+// a job have the file in common: of N, each has every N-th stripe.
+class ScratchSpace {
+ public:
+  static constexpr uint64_t kStripeBytes = 512 << 10;
+
+  ScratchSpace(uint32_t rank, uint32_t world_size);
+  uint64_t Take(client::Session& session, uint64_t size_bytes);  // throws OFD-1204
+  void Return(uint64_t offset, uint64_t size_bytes);
+  // Where in the file a piece of what Take() gave is, that begins at a multiple of kStripeBytes in
+  // it and is not longer.
+  uint64_t InFile(uint64_t offset) const;
+
+ private:
+  const uint32_t rank_, world_size_;
+  std::mutex mutex_;
+  RangeAllocator free_;
+  uint64_t reserved_bytes_ = 0;
 };
 
 // Address space without access, from which storages that are not in memory take their pointers. One
@@ -83,10 +109,22 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
  public:
   explicit Attachment(std::unique_ptr<client::Session> session);
 
-  client::Session& session() { return *session_; }
+  // OFD-1802 after Close().
+  client::Session& session();
   std::byte* region() const { return session_->region(); }
+  // Of the ranks that train the model; 0 of 1 for one that is alone.
+  uint32_t rank() const { return world_.rank; }
+  uint32_t world_size() const { return world_.world_size; }
   Staging& staging() { return staging_; }
   HomeRanges& homes() { return homes_; }
+  ScratchSpace& scratch() { return scratch_; }
+
+  // ---- The seal ----
+  // What makes the store and loads it, run once, by the first operator that touches a parameter;
+  // Close() forgets it. When it throws, so does every later call.
+  void SetSealing(std::function<void()> seal) { seal_ = std::move(seal); }
+  void EnsureSealed();
+  bool sealed() const { return sealed_.load(std::memory_order_acquire); }
 
   // ---- After the plan is made ----
   void SetPlan(PlanInput input, Plan plan);
@@ -103,13 +141,21 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
   // Moves a weight between the region and the daemon, in the daemon's blocks. Blocks; throws.
   void PutWeight(uint32_t tensor, uint64_t region_offset);
+  // The same of the ranks after the first, whose bytes do not count: waits for those of the first.
+  void FollowPut(uint32_t tensor);
 
   void Close();
 
  private:
   std::unique_ptr<client::Session> session_;
+  const client::World world_;
   Staging staging_;
   HomeRanges homes_;
+  ScratchSpace scratch_;
+  std::mutex seal_mutex_;
+  std::function<void()> seal_;
+  std::exception_ptr seal_failure_;
+  std::atomic<bool> sealed_{false};
   PlanInput input_;
   Plan plan_;
   std::mutex schedule_mutex_;

@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 #include <offload/torch.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -12,11 +13,13 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "client/rank_environment.h"
 #include "client/session.h"
+#include "zero3/hf_layout.h"
 #include "zero3/torch/in_memory.h"
-#include "zero3/torch/offload_engine.h"
-#include "zero3/torch/optimizers.h"
+#include "zero3/torch/module_engine.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/weights_io.h"
 
 namespace offload {
 namespace zero3 {
@@ -32,38 +35,76 @@ bool IsDisabled() {
   return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
 }
 
+// What the options say, else the launcher.
+client::World WorldOf(const Options& options) {
+  if (options.gradients != "stream" && options.gradients != "reduced_by_trainer") {
+    ThrowStatus(MakeError(ErrorId::kBadValue,
+                          absl::StrCat("gradients is \"", options.gradients, "\""),
+                          "Set it to \"stream\" or \"reduced_by_trainer\""));
+  }
+  client::World world =
+      ValueOrThrow(client::WorldFromEnvironment(client::EnvironmentOfProcess(), ::getppid()));
+  if (options.world_size != 0) {
+    const auto given = [](int value, int otherwise, int none) {
+      return static_cast<uint32_t>(value == none ? otherwise : value);
+    };
+    world.rank = static_cast<uint32_t>(options.rank);
+    world.world_size = static_cast<uint32_t>(options.world_size);
+    world.local_rank = given(options.local_rank, options.rank, -1);
+    world.local_world_size = given(options.local_world_size, options.world_size, 0);
+    world.launcher = "options";
+  }
+  if (options.run_id != "auto") world.run_id = options.run_id;
+  ThrowIfError(client::CheckWorld(world));
+  return world;
+}
+
 // The same arithmetic without a daemon.
 class InMemoryEngine final : public Engine {
  public:
-  std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(
-      torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
-      NamedOptimizer&& optimizer) override {
-    return Keep(std::make_unique<InMemoryOptimizer>(std::move(groups), std::move(optimizer)),
-                module);
+  std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
+                                                         ParameterGroups groups,
+                                                         NamedOptimizer&& optimizer) override {
+    groups = modules_.LeaveToOthers(module, std::move(groups));
+    auto made = std::make_unique<InMemoryOptimizer>(groups, std::move(optimizer));
+    return Keep(std::move(made), module, groups);
   }
+  void Seal() override {}
+  int rank() const override { return 0; }
+  int world_size() const override { return 1; }
+  std::vector<std::string> Exchange(std::string blob) override { return {std::move(blob)}; }
+  // Every optimizer's steps are steps of the job.
   int64_t step() const override {
-    int64_t step = 0;
-    for (const at::Tensor& parameter : parameters_) {
-      if (const InMemoryState* state = StateOf(parameter)) step = std::max(step, state->step);
+    int64_t steps = 0;
+    for (const InMemoryOptimizer* optimizer : optimizers_) {
+      int64_t most = 0;
+      for (const at::Tensor& parameter : parameters_) {
+        if (const InMemoryState* state = optimizer->StateOf(parameter))
+          most = std::max(most, state->step);
+      }
+      steps += most;
     }
-    return step;
+    return steps;
   }
   void WaitDurable() override {}
   void SetTrainerState(std::string blob) override { trainer_state_ = std::move(blob); }
   std::string TrainerState() const override { return trainer_state_; }
   torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override {
-    if (optimizer_ == nullptr) ThrowStatus(NotAttached());
-    return optimizer_->Gather(parameter, plane);
+    if (optimizers_.empty()) ThrowStatus(NotAttached());
+    for (const InMemoryOptimizer* optimizer : optimizers_) {
+      if (optimizer->StateOf(parameter) != nullptr) return optimizer->Gather(parameter, plane);
+    }
+    return optimizers_.front()->Gather(parameter, plane);
   }
   void SetInitialWeights(std::string path, LoadOptions options) override {
     initial_weights_ = std::move(path);
     initial_options_ = std::move(options);
   }
   void LoadWeights(const std::string& path, const LoadOptions& options) override {
-    offload::LoadWeights(AttachedModule(), path, options);
+    LoadIntoMemory(AttachedWeights(), path, options);
   }
   void SaveWeights(const std::string& folder, const SaveOptions& options) override {
-    offload::SaveWeights(AttachedModule(), folder, options);
+    SaveFromMemory(AttachedWeights(), folder, options);
   }
   Statistics statistics() const override { return {}; }
   PlanSummary plan() const override {
@@ -74,40 +115,55 @@ class InMemoryEngine final : public Engine {
   }
 
  private:
+  // Gives the optimizer its groups and remembers both.
   std::unique_ptr<torch::optim::Optimizer> Keep(std::unique_ptr<torch::optim::Optimizer> optimizer,
-                                                torch::nn::Module& module) {
-    if (!initial_weights_.empty()) offload::LoadWeights(module, initial_weights_, initial_options_);
-    optimizer_ = dynamic_cast<const InMemoryOptimizer*>(optimizer.get());
-    module_ = &module;
-    parameters_ = module.parameters();
+                                                torch::nn::Module& module,
+                                                const ParameterGroups& groups) {
+    modules_.CheckFree(groups);
+    optimizer->param_groups().clear();
+    for (const auto& group : groups) optimizer->add_param_group(group);
+    const std::vector<NamedTensor> names = modules_.Names(module);
+    bool has_new = false;
+    for (const NamedTensor& named : names) {
+      if (!named.tensor.defined() || !known_.insert(named.tensor.unsafeGetTensorImpl()).second)
+        continue;
+      parameters_.push_back(named.tensor);
+      has_new = true;
+    }
+    if (has_new) {
+      if (!initial_weights_.empty()) LoadInitial(names);
+      names_.insert(names_.end(), names.begin(), names.end());
+    }
+    modules_.Add(has_new);
+    modules_.Claim(groups);
+    optimizers_.push_back(dynamic_cast<const InMemoryOptimizer*>(optimizer.get()));
     return optimizer;
   }
-  torch::nn::Module& AttachedModule() const {
-    if (module_ == nullptr) ThrowStatus(NotAttached());
-    return *module_;
+  // What the file has for this module; the others take theirs when they are attached.
+  void LoadInitial(const std::vector<NamedTensor>& names) const {
+    const std::vector<FileWeight> weights = ValueOrThrow(FindFileWeights(names));
+    LoadOptions options = initial_options_;
+    for (const std::string& name : ValueOrThrow(HfCheckpoint::Open(initial_weights_)).Names()) {
+      if (ModuleList::NumberOf(name) != ModuleList::NumberOf(names.front().name))
+        options.ignored.push_back(name);
+    }
+    LoadIntoMemory(weights, initial_weights_, options);
   }
-  const InMemoryState* StateOf(const at::Tensor& parameter) const {
-    return optimizer_ == nullptr ? nullptr : optimizer_->StateOf(parameter);
+  std::vector<FileWeight> AttachedWeights() const {
+    if (names_.empty()) ThrowStatus(NotAttached());
+    return ValueOrThrow(FindFileWeights(names_));
   }
-
-  const InMemoryOptimizer* optimizer_ =
-      nullptr;                           // the trainer's; it outlives the questions about it
-  torch::nn::Module* module_ = nullptr;  // likewise
-  std::vector<at::Tensor> parameters_;
+  ModuleList modules_;
+  std::vector<const InMemoryOptimizer*> optimizers_;  // the trainer's; they outlive the questions
+  std::vector<NamedTensor> names_;
+  std::vector<at::Tensor> parameters_;  // each once
+  std::unordered_set<const void*> known_;
   std::string trainer_state_;
   std::string initial_weights_;
   LoadOptions initial_options_;
 };
 
 }  // namespace
-
-std::unique_ptr<torch::optim::Optimizer> OffloadEngine::MakeOptimizer(
-    torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
-    NamedOptimizer&& optimizer) {
-  Attach(module, SpecOfAll(optimizer, groups));
-  auto self = std::static_pointer_cast<OffloadEngine>(shared_from_this());
-  return MakeOffloadOptimizer(std::move(self), std::move(groups), std::move(optimizer));
-}
 
 }  // namespace zero3
 
@@ -121,15 +177,25 @@ Options Options::FromEnvironment() {
 }
 
 std::shared_ptr<Engine> Engine::Open(const Options& options) {
-  if (zero3::IsDisabled()) return std::make_shared<zero3::InMemoryEngine>();
+  const client::World world = zero3::WorldOf(options);
+  if (zero3::IsDisabled()) {
+    if (world.world_size == 1) return std::make_shared<zero3::InMemoryEngine>();
+    zero3::ThrowStatus(MakeError(ErrorId::kBadValue, "OFFLOADD_DISABLE is set for several ranks",
+                                 "Compare with one process that takes all micro-batches"));
+  }
   if (options.nvme_path.empty())
     zero3::ThrowStatus(MakeError(ErrorId::kPoolMissing, "nvme_path is not set"));
   if (options.ram.empty())
     zero3::ThrowStatus(
         MakeError(ErrorId::kBadValue, "ram is not set", "Set ram to a size, for example \"8GiB\""));
   const uint64_t ram_bytes = zero3::ValueOrThrow(ParseByteSize(options.ram));
-  auto session = zero3::ValueOrThrow(client::Session::Connect(client::ConnectOptions()));
+  client::ConnectOptions connect;
+  connect.world = world;
+  auto session = zero3::ValueOrThrow(client::Session::Connect(connect));
   client::JobOptions job;
+  job.world = world;
+  job.gradient_sum = !options.gradient_average;
+  job.gradients_reduced = options.gradients == "reduced_by_trainer";
   job.job = options.job;
   job.pool = options.nvme_path;
   job.ram_bytes = ram_bytes;
@@ -138,8 +204,8 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
   job.generations = static_cast<uint32_t>(std::max(options.generations, 0));
   job.update_threads = static_cast<uint32_t>(std::max(options.update_threads, 0));
   client::JobInfo info = zero3::ValueOrThrow(session->OpenJob(job));
-  return std::make_shared<zero3::OffloadEngine>(options, ram_bytes, std::move(session),
-                                                std::move(info));
+  return std::make_shared<zero3::ModuleEngine>(std::make_shared<zero3::TensorEngine>(
+      options, ram_bytes, std::move(session), std::move(info)));
 }
 
 }  // namespace offload

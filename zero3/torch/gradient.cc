@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
@@ -23,17 +24,34 @@ namespace {
 // Transfers of one gradient in flight.
 constexpr size_t kTransfersInFlight = 32;
 
+// torch holds this lock of an AccumulateGrad while it adds to `.grad`, but not while it calls the
+// hooks, and says that they have to look after themselves. The member is protected; an explicit
+// instantiation may name it.
+template <auto Member, class Tag>
+struct Expose {
+  friend std::mutex& AccumulationMutex(torch::autograd::Node& node, Tag) { return node.*Member; }
+};
+struct AccumulationTag {};
+std::mutex& AccumulationMutex(torch::autograd::Node& node, AccumulationTag);
+template struct Expose<&torch::autograd::Node::mutex_, AccumulationTag>;
+
 class AccumulationHook : public torch::autograd::FunctionPostHook {
  public:
-  explicit AccumulationHook(Gradient* gradient) : gradient_(gradient) { gradient_->Reference(); }
+  // Belongs to the node.
+  AccumulationHook(torch::autograd::Node& node, Gradient* gradient)
+      : mutex_(AccumulationMutex(node, AccumulationTag{})), gradient_(gradient) {
+    gradient_->Reference();
+  }
   ~AccumulationHook() override { gradient_->Unreference(); }
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                             const torch::autograd::variable_list&) override {
+    std::lock_guard lock(mutex_);
     gradient_->AfterAccumulation();
     return outputs;
   }
 
  private:
+  std::mutex& mutex_;
   Gradient* const gradient_;
 };
 
@@ -43,7 +61,7 @@ std::optional<float> Factor(const c10::IValue& value) {
   if (!value.isTensor()) return std::nullopt;
   const at::Tensor& tensor = value.toTensor();
   if (!tensor.defined() || tensor.dim() != 0 || !tensor.device().is_cpu() ||
-      tensor.requires_grad() || Record::Of(tensor) != nullptr) {
+      tensor.requires_grad() || Residency::Of(tensor) != nullptr) {
     return std::nullopt;
   }
   const at::ScalarType type = tensor.scalar_type();
@@ -56,72 +74,78 @@ std::optional<float> Factor(const c10::IValue& value) {
 
 // ---- The window --------------------------------------------------------------------------------
 
+GradientWindow::GradientWindow(uint64_t offset, uint64_t size_bytes) : free_(proto::kSectorBytes) {
+  free_.Add(offset, size_bytes);
+}
+
 uint64_t GradientWindow::Take(Gradient* gradient, uint64_t size_bytes,
                               std::unique_lock<std::mutex>& lock) {
   for (;;) {
-    const auto fits = std::find_if(free_.begin(), free_.end(),
-                                   [&](const auto& range) { return range.second >= size_bytes; });
-    if (fits != free_.end()) {
-      const auto [offset, range_bytes] = *fits;
-      free_.erase(fits);
-      if (range_bytes > size_bytes) free_[offset + size_bytes] = range_bytes - size_bytes;
+    if (const std::optional<uint64_t> offset = free_.Take(size_bytes)) {
       users_.push_back(gradient);
-      return offset;
+      changed_.NotifyAll();  // who waits waits for one more
+      return *offset;
     }
-    const auto idle = std::find_if(users_.begin(), users_.end(),
-                                   [](const Gradient* user) { return user->pins_ == 0; });
+    const auto idle = std::find_if(users_.begin(), users_.end(), [](const Gradient* user) {
+      return user->uses_ == 0 && !user->moving_;
+    });
     if (idle != users_.end()) {
-      (*idle)->Evict();
+      (*idle)->Evict(lock);
       continue;
     }
-    const bool all_own = std::all_of(users_.begin(), users_.end(),
-                                     [](const Gradient* user) { return Pins::CountOwn(user) > 0; });
-    if (all_own) {
+    std::vector<WaitGraph::Thread> holders;
+    bool device_holds = false;
+    for (const Gradient* user : users_) {
+      if (user->moving_) {
+        holders.push_back(user->mover_);
+      } else {
+        holders.insert(holders.end(), user->holders_.begin(), user->holders_.end());
+        device_holds |= user->uses_ > user->pins_;
+      }
+    }
+    if (device_holds) {
+      changed_.WaitForOthers(lock);
+    } else if (!changed_.Wait(lock, WaitGraph::Needs::kAnyHolder, holders)) {
       ThrowStatus(MakeError(
           ErrorId::kWindowExhausted,
           absl::StrCat(
               "one operation uses more spilled gradients at once than their window holds, ",
               FormatBytes(size_bytes), " more are needed")));
     }
-    unpinned_.wait(lock);
   }
 }
 
 void GradientWindow::Leave(Gradient* gradient, uint64_t offset, uint64_t size_bytes) {
   users_.erase(std::find(users_.begin(), users_.end(), gradient));
-  const auto after = free_.upper_bound(offset);
-  if (after != free_.end() && offset + size_bytes == after->first) {
-    size_bytes += after->second;
-    free_.erase(after);
-  }
-  const auto next = free_.upper_bound(offset);
-  if (next != free_.begin() && std::prev(next)->first + std::prev(next)->second == offset) {
-    std::prev(next)->second += size_bytes;
-  } else {
-    free_[offset] = size_bytes;
-  }
+  free_.Return(offset, size_bytes);
+  changed_.NotifyAll();
 }
 
 // ---- The gradient ------------------------------------------------------------------------------
 
 Gradient::Gradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<GradientWindow> window,
                    uint32_t tensor, const at::Tensor& parameter)
-    : Record(attachment->tensor(tensor).name,
-             absl::StrCat("the gradient of parameter '", attachment->tensor(tensor).name, "'"),
-             parameter.numel() * parameter.element_size(),
-             attachment->homes().Take(parameter.numel() * parameter.element_size())),
+    : Residency(attachment->tensor(tensor).name,
+                absl::StrCat("the gradient of parameter '", attachment->tensor(tensor).name, "'"),
+                parameter.device(), parameter.numel() * parameter.element_size(),
+                attachment->homes().Take(parameter.numel() * parameter.element_size())),
       attachment_(std::move(attachment)),
       window_(std::move(window)),
       tensor_id_(tensor),
       parameter_(parameter) {
   const proto::GradientPlacement& placement = attachment_->plan().memory.gradients[tensor];
   if (placement.home == proto::GradientHome::kRegion) place_ = placement.offset_bytes;
-  tensor_ = MakeManagedTensor(MakeStorage(), parameter_.sizes(), parameter_.scalar_type());
+  tensor_ = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter_.sizes(),
+                              parameter_.scalar_type());
 }
 
 void Gradient::Watch() {
   accumulation_ = torch::autograd::impl::grad_accumulator(parameter_);
-  accumulation_->add_post_hook(std::make_unique<AccumulationHook>(this));
+  accumulation_->add_post_hook(std::make_unique<AccumulationHook>(*accumulation_, this));
+}
+
+std::mutex& Gradient::accumulation_mutex() const {
+  return AccumulationMutex(*accumulation_, AccumulationTag{});
 }
 
 at::Tensor Gradient::Plain() const {
@@ -133,33 +157,71 @@ void Gradient::CheckOpen() const {
   if (closed_) ThrowStatus(SessionEnded(subject_));
 }
 
-void Gradient::WaitForUpdate() {
+Gradient::Moving::Moving(Gradient& gradient) : gradient_(gradient), outer_(gradient.moving_) {
+  gradient_.moving_ = true;
+  gradient_.mover_ = std::this_thread::get_id();
+}
+
+Gradient::Moving::~Moving() {
+  gradient_.moving_ = outer_;
+  if (!outer_) gradient_.changed().NotifyAll();
+}
+
+void Gradient::WaitWhileMoving(Lock& lock) {
+  while (moving_) {
+    const WaitGraph::Thread mover = mover_;
+    if (changed().Wait(lock, WaitGraph::Needs::kAllHolders, {&mover, 1})) continue;
+    ThrowStatus(MakeError(
+        ErrorId::kWindowExhausted,
+        absl::StrCat(subject_, " is used by an operation that waits for a gradient of this one"),
+        "Let one thread at a time use several gradients in one operation"));
+  }
+}
+
+void Gradient::Alone(Lock& lock, absl::FunctionRef<void()> work) {
+  const Moving moving(*this);
+  lock.unlock();
+  try {
+    work();
+  } catch (...) {
+    lock.lock();
+    throw;
+  }
+  lock.lock();
+}
+
+void Gradient::WaitForUpdate(Lock& lock) {
   if (!updating_) return;
   client::Session& session = attachment_->session();
   if (session.State(tensor_id_) == proto::kPending) {
-    ValueOrThrow(session.Acquire(tensor_id_), subject_);
-    session.Release(tensor_id_);
+    Alone(lock, [&] {
+      ValueOrThrow(session.Acquire(tensor_id_), subject_);
+      session.Release(tensor_id_);
+    });
   }
   updating_ = false;
 }
 
 void Gradient::Load(Access access, Lock& lock) {
   if (place_.has_value()) return;
-  place_ = window_->Take(this, proto::PaddedBytes(size_bytes_), lock);
-  if (zero_ || access == Access::kOverwrite || !on_drive_) return;
-  try {
-    MoveScratch(/*write=*/false);
-  } catch (...) {
-    window_->Leave(this, *place_, proto::PaddedBytes(size_bytes_));
-    place_.reset();
-    throw;
+  const uint64_t place = window_->Take(this, size_bytes_, lock);
+  if (!zero_ && access != Access::kOverwrite && on_drive_) {
+    try {
+      Alone(lock, [&] { WaitFor(Transfer(/*write=*/false, place)); });
+    } catch (...) {
+      window_->Leave(this, place, size_bytes_);
+      throw;
+    }
   }
+  place_ = place;
 }
 
-void Gradient::Settle(Access access) {
+void Gradient::Settle(Access access, Lock& lock) {
   const bool overwrite = access == Access::kOverwrite;
-  if (zero_ && !overwrite) std::memset(bytes(), 0, size_bytes_);
-  if (!zero_ && scale_ != 1.0f && !overwrite) Plain().mul_(at::scalar_tensor(scale_));
+  if (zero_ && !overwrite) Alone(lock, [&] { std::memset(bytes(), 0, size_bytes_); });
+  if (!zero_ && scale_ != 1.0f && !overwrite) {
+    Alone(lock, [&] { Plain().mul_(at::scalar_tensor(scale_)); });
+  }
   if (zero_ || scale_ != 1.0f || access != Access::kRead) Changed();
   zero_ = false;
   scale_ = 1.0f;
@@ -173,35 +235,63 @@ void Gradient::Changed() {
 
 void Gradient::ShowBytes() {
   if (pins_ > 0) {
-    PointTo(bytes(), /*throws=*/false);
+    swap_.PointTo(bytes(), /*throws=*/false);
   } else if (spilled()) {
-    PointHome();
+    swap_.PointHome();
   } else {
-    PointTo(bytes(), /*throws=*/busy());
+    swap_.PointTo(bytes(), /*throws=*/busy());
   }
 }
 
 void Gradient::Pin(Access access) {
   const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
   const c10::AutoGradMode no_grad(false);
+  BeforePin();
   Lock lock(mutex());
+  WaitWhileMoving(lock);
   CheckOpen();
-  const bool unsettled = zero_ || scale_ != 1.0f;
-  if (access != Access::kRead || unsettled) {
-    WaitForUpdate();
-    FinishWritingLocked();
+  // A gradient in use is in memory, and its bytes are the value.
+  if (uses_ == 0 || access != Access::kRead) {
+    const Moving moving(*this);
+    Bring(access, lock);
   }
-  Load(access, lock);
-  Settle(access);
-  ++pins_;
-  ShowBytes();
+  ++uses_;
+  if (++pins_ == 1) ShowBytes();
+  holders_.push_back(std::this_thread::get_id());
 }
 
-void Gradient::Unpin() {
-  Lock lock(mutex());
-  --pins_;
-  ShowBytes();
-  if (spilled() && pins_ == 0) window_->NotifyUnpinned();
+void Gradient::Bring(Access access, Lock& lock) {
+  const bool unsettled = zero_ || scale_ != 1.0f;
+  if (access != Access::kRead || unsettled) {
+    WaitForUpdate(lock);
+    FinishWriting(lock);
+  }
+  Load(access, lock);
+  Settle(access, lock);
+}
+
+void Gradient::Unpin(Completion* done) {
+  {
+    Lock lock(mutex());
+    std::swap(*std::find(holders_.begin(), holders_.end(), std::this_thread::get_id()),
+              holders_.back());
+    holders_.pop_back();
+    if (--pins_ == 0) ShowBytes();
+    if (done == nullptr) return LetGo();
+  }
+  Reference();
+  done->WhenDone([this] {
+    {
+      Lock lock(mutex());
+      LetGo();
+    }
+    Unreference();
+  });
+}
+
+void Gradient::LetGo() {
+  if (--uses_ == 0) Rest();
+  changed().NotifyAll();
 }
 
 // ---- What needs no kernel ----------------------------------------------------------------------
@@ -217,8 +307,9 @@ bool Gradient::Serve(Special special, torch::jit::Stack* stack) {
   const at::Tensor self = torch::jit::peek(*stack, 0, special == Special::kZero ? 1 : 2).toTensor();
   if (special == Special::kZero) {
     Lock lock(mutex());
+    WaitWhileMoving(lock);
     CheckOpen();
-    if (pins_ > 0) return false;
+    if (uses_ > 0) return false;
     zero_ = true;
     scale_ = 1.0f;
     norms_.clear();
@@ -229,8 +320,9 @@ bool Gradient::Serve(Special special, torch::jit::Stack* stack) {
     const std::optional<float> factor = Factor(torch::jit::peek(*stack, 1, 2));
     if (!factor.has_value()) return false;
     Lock lock(mutex());
+    WaitWhileMoving(lock);
     CheckOpen();
-    if (pins_ > 0 || updating_ || zero_ || scale_ != 1.0f) return false;
+    if (uses_ > 0 || updating_ || zero_ || scale_ != 1.0f) return false;
     NoteFinite();
     scale_ = *factor;
     if (scale_ != 1.0f) norms_.clear();
@@ -248,6 +340,7 @@ at::Tensor Gradient::Norm(double p) {
   const c10::AutoGradMode no_grad(false);
   {
     Lock lock(mutex());
+    WaitWhileMoving(lock);
     CheckOpen();
     if (!zero_ && scale_ == 1.0f) {
       for (const auto& [known_p, norm] : norms_) {
@@ -282,15 +375,21 @@ void Gradient::AfterAccumulation() {
   Norm(2.0);  // while the bytes are here: neither clipping nor the finite check reads them again
   IsFinite();
   Lock lock(mutex());
-  StartWriting();
+  WaitWhileMoving(lock);
+  StartWriting(lock);
+}
+
+void Gradient::CheckFits(const at::Tensor& value) const {
+  if (value.sizes() == parameter_.sizes() && value.layout() == at::kStrided &&
+      value.scalar_type() == parameter_.scalar_type()) {
+    return;
+  }
+  ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
+                        absl::StrCat(subject_, " is sparse or of another shape or type")));
 }
 
 void Gradient::AdoptStolen(const at::Tensor& stolen) {
-  if (stolen.sizes() != parameter_.sizes() || stolen.layout() != at::kStrided ||
-      stolen.scalar_type() != parameter_.scalar_type()) {
-    ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
-                          absl::StrCat(subject_, " is sparse or of another shape or type")));
-  }
+  CheckFits(stolen);
   LeaveTensorToOthers();
   {
     const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
@@ -314,9 +413,11 @@ void Gradient::LeaveTensorToOthers() {
   pins.Finish();
   {
     Lock lock(mutex());
-    HandOver(std::move(copy));
+    WaitWhileMoving(lock);
+    swap_.HandOver(std::move(copy));
   }
-  tensor_ = MakeManagedTensor(MakeStorage(), parameter_.sizes(), parameter_.scalar_type());
+  tensor_ = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter_.sizes(),
+                              parameter_.scalar_type());
 }
 
 // ---- The step ----------------------------------------------------------------------------------
@@ -329,6 +430,7 @@ bool Gradient::PrepareStep() {
   bool settle = false;
   {
     Lock lock(mutex());
+    WaitWhileMoving(lock);
     CheckOpen();
     settle = zero_ || !(std::fabs(scale_) <= 1.0f);
   }
@@ -342,8 +444,9 @@ bool Gradient::PrepareStep() {
         MakeError(ErrorId::kNonFinite,
                   absl::StrCat(subject_, " holds NaN or infinity, the step was not taken")));
   Lock lock(mutex());
-  WaitForUpdate();
-  StartWriting();
+  WaitWhileMoving(lock);
+  WaitForUpdate(lock);
+  StartWriting(lock);
   return true;
 }
 
@@ -375,63 +478,75 @@ bool Gradient::IsFinite() {
 
 void Gradient::BeginUpdate() {
   Lock lock(mutex());
+  WaitWhileMoving(lock);
   updating_ = true;
   ShowBytes();
 }
 
 void Gradient::FinishWriting() {
   Lock lock(mutex());
-  FinishWritingLocked();
+  WaitWhileMoving(lock);
+  FinishWriting(lock);
 }
 
 // ---- The scratch file --------------------------------------------------------------------------
 
-// In the daemon's extents, which the update reads one by one. Writes stay in flight when they are
-// few.
-void Gradient::MoveScratch(bool write) {
+// In the daemon's extents, which the update reads one by one.
+std::vector<client::Ticket> Gradient::Transfer(bool write, uint64_t place) {
   client::Session& session = attachment_->session();
   const uint64_t scratch = attachment_->plan().memory.gradients[tensor_id_].offset_bytes;
   const uint64_t extent_bytes = uint64_t{proto::kExtentElements} * parameter_.element_size();
   const uint64_t size_bytes = proto::PaddedBytes(size_bytes_);
+  std::vector<client::Ticket> tickets;
   for (uint64_t begin = 0; begin < size_bytes; begin += extent_bytes) {
-    if (writes_.size() == kTransfersInFlight) FinishWritingLocked();
+    if (tickets.size() == kTransfersInFlight) WaitFor(std::exchange(tickets, {}));
     const uint64_t length = std::min(extent_bytes, size_bytes - begin);
-    writes_.push_back(write ? session.ScratchWrite(scratch + begin, length, *place_ + begin)
-                            : session.ScratchRead(scratch + begin, length, *place_ + begin));
+    tickets.push_back(write ? session.ScratchWrite(scratch + begin, length, place + begin)
+                            : session.ScratchRead(scratch + begin, length, place + begin));
   }
-  if (!write) FinishWritingLocked();
+  return tickets;
 }
 
-void Gradient::StartWriting() {
+void Gradient::WaitFor(std::vector<client::Ticket> tickets) {
+  absl::Status failure;
+  for (const client::Ticket ticket : tickets) failure.Update(attachment_->session().Wait(ticket));
+  ThrowIfError(failure, subject_);
+}
+
+// The writes stay in flight.
+void Gradient::StartWriting(Lock& lock) {
   if (!dirty_) return;
-  MoveScratch(/*write=*/true);
+  FinishWriting(lock);
+  std::vector<client::Ticket> writes;
+  Alone(lock, [&] { writes = Transfer(/*write=*/true, *place_); });
+  writes_ = std::move(writes);
   dirty_ = false;
   on_drive_ = true;
 }
 
-void Gradient::FinishWritingLocked() {
-  absl::Status failure;
-  for (const client::Ticket ticket : writes_) failure.Update(attachment_->session().Wait(ticket));
-  writes_.clear();
-  ThrowIfError(failure, subject_);
+void Gradient::FinishWriting(Lock& lock) {
+  if (writes_.empty()) return;
+  Alone(lock, [&] { WaitFor(std::exchange(writes_, {})); });
 }
 
-void Gradient::Evict() {
-  if (!zero_) StartWriting();
-  FinishWritingLocked();
-  window_->Leave(this, *place_, proto::PaddedBytes(size_bytes_));
+void Gradient::Evict(Lock& lock) {
+  const Moving moving(*this);
+  if (!zero_) StartWriting(lock);
+  FinishWriting(lock);
+  window_->Leave(this, *place_, size_bytes_);
   place_.reset();
 }
 
 void Gradient::Close() {
-  const auto storage = LockStorage();
+  const auto storage = swap_.Lock();
   {
     Lock lock(mutex());
+    while (moving_) changed().WaitForOthers(lock);
     closed_ = true;
     for (const client::Ticket ticket : writes_) attachment_->session().Wait(ticket).IgnoreError();
     writes_.clear();
-    if (storage) SetMessage(std::string(SessionEnded(subject_).message()));
-    if (storage) PointHome();
+    if (storage) swap_.SetMessage(std::string(SessionEnded(subject_).message()));
+    if (storage) swap_.PointHome();
   }
   if (parameter_.mutable_grad().is_same(tensor_)) parameter_.mutable_grad().reset();
   // The hook of the node holds a reference to this.

@@ -17,48 +17,57 @@
 // States of the value: bytes in memory (region, or a slot of the window) or in the scratch file,
 // times scale_; or zero_, which needs no bytes.
 //
-// Thread safety: as Record.
+// Several graphs may run backward at once, as in torch: what the hook of a parameter does, it does
+// under the lock under which torch adds to the parameter's `.grad`.
+//
+// Thread safety: as Residency. No lock is held while the daemon is waited for or bytes are worked
+// on: a gradient that one thread moves is marked, and others wait for the end of that.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <condition_variable>
 #include <cstdint>
-#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
+#include "base/range_allocator.h"
 #include "zero3/torch/attachment.h"
-#include "zero3/torch/record.h"
+#include "zero3/torch/residency.h"
+#include "zero3/torch/wait_graph.h"
 
 namespace offload::zero3 {
 
 class Gradient;
 
-// Slots of the region for spilled gradients. One lock for all of them, since making room for one
-// writes another.
+// Slots of the region for spilled gradients. One lock for what all of them know about themselves,
+// since making room for one writes another out.
 class GradientWindow {
  public:
-  GradientWindow(uint64_t offset, uint64_t size_bytes) { free_[offset] = size_bytes; }
+  GradientWindow(uint64_t offset, uint64_t size_bytes);
 
   std::mutex& mutex() { return mutex_; }
-  // mutex() held by `lock`. Returns the region offset of a slot; writes idle ones out until there
-  // is room. Throws OFD-1303 when everything is pinned by the calling thread.
+  // A slot, a pin or a mark has changed.
+  WaitQueue& changed() { return changed_; }
+  // mutex() held by `lock`, which is let go meanwhile; `gradient` is marked. Returns the region
+  // offset of a slot; writes idle ones out until there is room. Throws OFD-1303 when all others are
+  // pinned by the calling thread, or by threads that wait for it.
   uint64_t Take(Gradient* gradient, uint64_t size_bytes, std::unique_lock<std::mutex>& lock);
   void Leave(Gradient* gradient, uint64_t offset, uint64_t size_bytes);
-  void NotifyUnpinned() { unpinned_.notify_all(); }
 
  private:
   std::mutex mutex_;
-  std::condition_variable unpinned_;
-  std::map<uint64_t, uint64_t> free_;
+  WaitQueue changed_;
+  RangeAllocator free_;
   std::vector<Gradient*> users_;  // with a slot, least recently taken first
 };
 
-class Gradient final : public Record {
+class Gradient : public Residency {
  public:
   // `window` is null for gradients that stay in the region.
   Gradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<GradientWindow> window,
@@ -66,56 +75,78 @@ class Gradient final : public Record {
 
   // `.grad` of the parameter when it has one: over the accumulator.
   const at::Tensor& tensor() const { return tensor_; }
-  // The parameter's AccumulateGrad has run: what it left in `.grad` becomes the accumulator's (its
-  // own buffer is dropped), and a spilled gradient starts its way to the drive.
-  void AfterAccumulation();
+  // The parameter's AccumulateGrad has run, and its lock is held: what it left in `.grad` becomes
+  // the accumulator's (its own buffer is dropped), and a spilled gradient starts its way to the
+  // drive.
+  virtual void AfterAccumulation();
   // Watches the parameter's accumulation from now on.
-  void Watch();
+  virtual void Watch();
 
   // ---- The step; on one thread ----
   // Makes the accumulator hold `.grad`, false when there is none. Starts writing a spilled one.
   // Throws OFD-1701 when it is not finite.
-  bool PrepareStep();
+  virtual bool PrepareStep();
   // Waits until a spilled gradient is written.
-  void FinishWriting();
-  float scale() const { return scale_; }
+  virtual void FinishWriting();
+  // What the step says of it.
+  virtual void Describe(client::TensorUpdate& update) const { update.gradient_scale = scale_; }
   // The daemon has taken the step: the accumulator belongs to the update until it is done.
-  void BeginUpdate();
+  virtual void BeginUpdate();
 
   void Pin(Access access) override;
-  void Unpin() override;
+  void Unpin(Completion* done) override;
   bool Serve(Special special, torch::jit::Stack* stack) override;
   // From now on Pin() throws OFD-1802, and the parameter has no gradient.
   void Close();
 
   const at::Tensor& parameter() const { return parameter_; }
 
- private:
-  friend class GradientWindow;
+ protected:
   using Lock = std::unique_lock<std::mutex>;
+
+  // Marks the gradient as one that the calling thread moves; nested in itself. With the lock held
+  // at both ends.
+  class Moving {
+   public:
+    explicit Moving(Gradient& gradient);
+    ~Moving();
+    Moving(const Moving&) = delete;
+    Moving& operator=(const Moving&) = delete;
+
+   private:
+    Gradient& gradient_;
+    const bool outer_;
+  };
 
   ~Gradient() override = default;
   std::mutex& mutex() { return window_ != nullptr ? window_->mutex() : mutex_; }
+  WaitQueue& changed() { return window_ != nullptr ? window_->changed() : own_changed_; }
   bool spilled() const { return window_ != nullptr; }
   bool busy() const { return updating_ || zero_ || scale_ != 1.0f; }
-  std::byte* bytes() const { return attachment_->region() + *place_; }
+  virtual std::byte* bytes() const { return attachment_->region() + *place_; }
   // A plain tensor over the bytes in memory.
   at::Tensor Plain() const;
   void CheckOpen() const;
-  void WaitForUpdate();
+  void CheckFits(const at::Tensor& value) const;
+  // The lock under which torch adds to the parameter's `.grad`.
+  std::mutex& accumulation_mutex() const;
+  // Before a pin looks at anything, without the lock.
+  virtual void BeforePin() {}
+  // Makes the bytes there, and the value; marked, with the lock held at both ends.
+  virtual void Bring(Access access, Lock& lock);
+  // Nobody uses the bytes any more.
+  virtual void Rest() {}
+  // Nobody moves it after it, until the lock is let go.
+  void WaitWhileMoving(Lock& lock);
+  // Marks it and works without the lock.
+  void Alone(Lock& lock, absl::FunctionRef<void()> work);
+  void WaitForUpdate(Lock& lock);
   void Load(Access access, Lock& lock);  // place_ is set after it
-  void Settle(Access access);            // the bytes are the value after it
-  void Changed();                        // the bytes are
-  void ShowBytes();                      // the storage's pointer and whether it throws
+  virtual void ShowBytes();              // the storage's pointer and whether it throws
   void AdoptStolen(const at::Tensor& stolen);
   void LeaveTensorToOthers();
-  at::Tensor Norm(double p);
-  void NoteFinite();
+  virtual at::Tensor Norm(double p);
   bool IsFinite();
-  void StartWriting();
-  void FinishWritingLocked();
-  void MoveScratch(bool write);
-  void Evict();
 
   const std::shared_ptr<Attachment> attachment_;
   const std::shared_ptr<GradientWindow> window_;
@@ -123,7 +154,12 @@ class Gradient final : public Record {
   at::Tensor parameter_, tensor_;
   std::shared_ptr<torch::autograd::Node> accumulation_;  // torch has a weak reference only
   std::optional<uint64_t> place_;                        // region offset of the bytes in memory
-  int pins_ = 0;
+  WaitQueue own_changed_;                                // of one that is not spilled
+  bool moving_ = false;
+  WaitGraph::Thread mover_;
+  int pins_ = 0;  // operators between Pin() and Unpin()
+  int uses_ = 0;  // these, and those that an accelerator still runs
+  absl::InlinedVector<WaitGraph::Thread, 4> holders_;  // one per pin
   bool closed_ = false;
   bool updating_ = false;
   bool zero_ = true;
@@ -133,6 +169,20 @@ class Gradient final : public Record {
   std::vector<client::Ticket> writes_;
   std::vector<std::pair<double, at::Tensor>> norms_;  // of the value
   std::optional<bool> finite_;
+
+ private:
+  friend class GradientWindow;
+
+  void Settle(Access access, Lock& lock);  // the bytes are the value after it
+  void Changed();                          // the bytes are
+  void LetGo();
+  void NoteFinite();
+  void StartWriting(Lock& lock);
+  void FinishWriting(Lock& lock);
+  // Without the lock: asks for the transfer of all bytes; what is left to wait for.
+  std::vector<client::Ticket> Transfer(bool write, uint64_t place);
+  void WaitFor(std::vector<client::Ticket> tickets);
+  void Evict(Lock& lock);
 };
 
 }  // namespace offload::zero3

@@ -14,7 +14,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/match.h"
-#include "zero3/torch/record.h"
+#include "zero3/torch/residency.h"
 
 namespace offload::zero3 {
 namespace {
@@ -168,34 +168,34 @@ class VerdictTable {
   std::vector<std::unique_ptr<Verdict>> owned_;
 };
 
-// The records of an operation, each once, with what is done to it in all.
-using Uses = absl::InlinedVector<std::pair<Record*, Access>, 4>;
+// The residencies of an operation, each once, with what is done to it in all.
+using Uses = absl::InlinedVector<std::pair<Residency*, Access>, 4>;
 
-void AddUse(Uses& uses, Record* record, Access access) {
+void AddUse(Uses& uses, Residency* residency, Access access) {
   for (auto& [known, known_access] : uses) {
-    if (known != record) continue;
+    if (known != residency) continue;
     // Read and overwritten by one operation (copy_ onto itself): the old bytes count.
     if (known_access != access) known_access = Access::kWrite;
     return;
   }
-  uses.emplace_back(record, access);
+  uses.emplace_back(residency, access);
 }
 
 void Collect(const c10::IValue& value, Argument argument, Uses& uses) {
   if (value.isTensor()) {
     const at::Tensor& tensor = value.toTensor();
     if (!tensor.defined()) return;
-    Record* record = Record::Of(tensor);
-    if (record == nullptr) return;
-    record->Learn(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
-    const bool overwrites = argument == Argument::kOverwrite && record->IsWhole(tensor);
-    AddUse(uses, record,
+    Residency* residency = Residency::Of(tensor);
+    if (residency == nullptr) return;
+    residency->Learn(tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+    const bool overwrites = argument == Argument::kOverwrite && residency->IsWhole(tensor);
+    AddUse(uses, residency,
            argument == Argument::kRead ? Access::kRead
            : overwrites                ? Access::kOverwrite
                                        : Access::kWrite);
   } else if (value.isStorage()) {
-    if (Record* record = Record::Of(value.toStorage().unsafeGetStorageImpl())) {
-      AddUse(uses, record, argument == Argument::kRead ? Access::kRead : Access::kWrite);
+    if (Residency* residency = Residency::Of(value.toStorage().unsafeGetStorageImpl())) {
+      AddUse(uses, residency, argument == Argument::kRead ? Access::kRead : Access::kWrite);
     }
   } else if (value.isList()) {
     for (const c10::IValue& element : value.toListRef()) Collect(element, argument, uses);
@@ -205,18 +205,18 @@ void Collect(const c10::IValue& value, Argument argument, Uses& uses) {
   }
 }
 
-bool ServedByRecord(const Verdict& verdict, torch::jit::Stack* stack) {
+bool ServedByResidency(const Verdict& verdict, torch::jit::Stack* stack) {
   const c10::IValue& first = torch::jit::peek(*stack, 0, verdict.arguments.size());
   if (!first.isTensor() || !first.toTensor().defined()) return false;
-  Record* record = Record::Of(first.toTensor());
-  return record != nullptr && record->IsWhole(first.toTensor()) &&
-         record->Serve(verdict.special, stack);
+  Residency* residency = Residency::Of(first.toTensor());
+  return residency != nullptr && residency->IsWhole(first.toTensor()) &&
+         residency->Serve(verdict.special, stack);
 }
 
 void LearnStorages(const c10::IValue& value) {
   if (value.isTensor() && value.toTensor().defined()) {
-    if (Record* record = Record::Of(value.toTensor())) {
-      record->Learn(
+    if (Residency* residency = Residency::Of(value.toTensor())) {
+      residency->Learn(
           value.toTensor().unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
     }
   } else if (value.isList()) {
@@ -233,14 +233,14 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   const Verdict& verdict = kVerdicts->Find(op.schema());
   const c10::DispatchKeySet below =
       keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kManagedKey);
-  if (verdict.special != Special::kNone && ServedByRecord(verdict, stack)) return;
+  if (verdict.special != Special::kNone && ServedByResidency(verdict, stack)) return;
   Uses uses;
   for (size_t i = 0; verdict.pins && i < verdict.arguments.size(); ++i) {
     if (verdict.arguments[i] == Argument::kSkip) continue;
     Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), verdict.arguments[i], uses);
   }
   Pins pins(verdict.allocates_only);
-  for (const auto& [record, access] : uses) pins.Add(record, access);
+  for (const auto& [residency, access] : uses) pins.Add(residency, access);
   op.redispatchBoxed(below, stack);
   if (pins.HasMoreThan(uses.size())) LearnResults(op.schema().returns().size(), *stack);
   pins.Finish();

@@ -15,7 +15,7 @@ using torch::optim::OptimizerParamGroup;
 
 class OffloadOptimizer final : public torch::optim::Optimizer {
  public:
-  OffloadOptimizer(std::shared_ptr<OffloadEngine> engine, std::vector<OptimizerParamGroup> groups,
+  OffloadOptimizer(std::shared_ptr<TensorEngine> engine, std::vector<OptimizerParamGroup> groups,
                    NamedOptimizer optimizer)
       : Optimizer(std::move(groups), optimizer.defaults->clone()),
         engine_(std::move(engine)),
@@ -28,10 +28,10 @@ class OffloadOptimizer final : public torch::optim::Optimizer {
       const at::AutoGradMode grad(true);
       loss = closure();
     }
-    std::vector<client::Group> groups;
+    std::vector<GroupUpdate> updates;
     for (const OptimizerParamGroup& group : param_groups())
-      groups.push_back(GroupOf(group.options()));
-    engine_->Step(param_groups(), std::move(groups));
+      updates.push_back({GroupOf(group.options()), group.params()});
+    engine_->Step(updates);
     return loss;
   }
 
@@ -59,14 +59,14 @@ class OffloadOptimizer final : public torch::optim::Optimizer {
                   "Start the program again with the same job: it continues at the last step"));
   }
 
-  const std::shared_ptr<OffloadEngine> engine_;
+  const std::shared_ptr<TensorEngine> engine_;
   const NamedOptimizer optimizer_;
 };
 
 }  // namespace
 
 std::unique_ptr<torch::optim::Optimizer> MakeOffloadOptimizer(
-    std::shared_ptr<OffloadEngine> engine, std::vector<OptimizerParamGroup> groups,
+    std::shared_ptr<TensorEngine> engine, std::vector<OptimizerParamGroup> groups,
     NamedOptimizer optimizer) {
   return std::make_unique<OffloadOptimizer>(std::move(engine), std::move(groups),
                                             std::move(optimizer));

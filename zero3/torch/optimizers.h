@@ -9,14 +9,14 @@
 #include <vector>
 
 #include "zero3/torch/named_optimizer.h"
-#include "zero3/torch/offload_engine.h"
+#include "zero3/torch/tensor_engine.h"
 
 namespace offload::zero3 {
 
 // The groups' options are read at every step(), which throws OFD-1002 for values that make no sense
 // and OFD-1604 for those that need state that the job does not keep.
 std::unique_ptr<torch::optim::Optimizer> MakeOffloadOptimizer(
-    std::shared_ptr<OffloadEngine> engine, std::vector<torch::optim::OptimizerParamGroup> groups,
+    std::shared_ptr<TensorEngine> engine, std::vector<torch::optim::OptimizerParamGroup> groups,
     NamedOptimizer optimizer);
 
 }  // namespace offload::zero3

@@ -13,7 +13,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "base/status_macros.h"
-#include "zero3/torch/record.h"
+#include "zero3/torch/residency.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload {
@@ -46,7 +46,7 @@ std::vector<uint64_t> FileShape(const FileWeight& weight) {
 // The bytes of a parameter in memory.
 absl::StatusOr<std::byte*> BytesOf(const FileWeight& weight) {
   const std::string name = absl::StrCat("parameter '", weight.name, "'");
-  if (Record::Of(weight.tensor) != nullptr) {
+  if (Residency::Of(weight.tensor) != nullptr) {
     return MakeError(ErrorId::kReleased, absl::StrCat(name, " is offloaded"),
                      "Use LoadWeights and SaveWeights of its offload::Engine");
   }
@@ -65,26 +65,33 @@ uint64_t FileWeight::ElementCount() const {
   return count;
 }
 
-absl::StatusOr<std::vector<FileWeight>> FindFileWeights(const torch::nn::Module& module) {
+std::vector<NamedTensor> NamedParameters(const torch::nn::Module& module,
+                                         const std::string& prefix) {
+  std::vector<NamedTensor> named;
+  for (const auto& item : module.named_parameters(/*recurse=*/true))
+    named.push_back({prefix + item.key(), item.value()});
+  return named;
+}
+
+absl::StatusOr<std::vector<FileWeight>> FindFileWeights(std::span<const NamedTensor> tensors) {
   std::vector<FileWeight> weights;
   // Tied: the same view of the same memory.
   std::map<std::tuple<const void*, int64_t, std::vector<int64_t>>, size_t> known;
-  for (const auto& item : module.named_parameters(/*recurse=*/true)) {
-    const at::Tensor& tensor = item.value();
+  for (const auto& [name, tensor] : tensors) {
     if (!tensor.defined()) continue;
-    OFFLOAD_RETURN_IF_ERROR(FileDtypeOf(item.key(), tensor.scalar_type()).status());
+    OFFLOAD_RETURN_IF_ERROR(FileDtypeOf(name, tensor.scalar_type()).status());
     const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
     const void* const memory = tensor.numel() == 0 ? static_cast<const void*>(impl)
                                                    : impl->unsafe_storage().unsafeGetStorageImpl();
     const auto [place, is_new] =
         known.try_emplace({memory, tensor.storage_offset(), tensor.sizes().vec()}, weights.size());
     if (is_new) {
-      weights.push_back({.name = item.key(),
+      weights.push_back({.name = name,
                          .shape = tensor.sizes().vec(),
                          .dtype = tensor.scalar_type(),
                          .tensor = tensor});
     } else {
-      weights[place->second].other_names.push_back(item.key());
+      weights[place->second].other_names.push_back(name);
     }
   }
   return weights;
@@ -142,34 +149,44 @@ absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
                                     {.shard_bytes = options.shard_bytes});
 }
 
-}  // namespace zero3
-
-void LoadWeights(torch::nn::Module& module, const std::string& path, const LoadOptions& options) {
-  const auto weights = zero3::ValueOrThrow(zero3::FindFileWeights(module));
-  auto file = zero3::ValueOrThrow(zero3::WeightFile::Open(path, weights, options), path);
+void LoadIntoMemory(const std::vector<FileWeight>& weights, const std::string& path,
+                    const LoadOptions& options) {
+  auto file = ValueOrThrow(WeightFile::Open(path, weights, options), path);
   std::vector<std::byte*> targets;
-  for (const auto& weight : weights) targets.push_back(zero3::ValueOrThrow(zero3::BytesOf(weight)));
+  for (const auto& weight : weights) targets.push_back(ValueOrThrow(BytesOf(weight)));
   for (size_t index = 0; index < weights.size(); ++index) {
-    const zero3::FileWeight& weight = weights[index];
-    zero3::ThrowIfError(file.Read(weight, 0, weight.ElementCount(), targets[index]), path);
+    const FileWeight& weight = weights[index];
+    ThrowIfError(file.Read(weight, 0, weight.ElementCount(), targets[index]), path);
     // As copy_() does: whoever keeps a master or a saved tensor sees the change.
     weight.tensor.unsafeGetTensorImpl()->bump_version();
   }
 }
 
-void SaveWeights(const torch::nn::Module& module, const std::string& folder,
-                 const SaveOptions& options) {
-  const auto weights = zero3::ValueOrThrow(zero3::FindFileWeights(module));
+void SaveFromMemory(const std::vector<FileWeight>& weights, const std::string& folder,
+                    const SaveOptions& options) {
   std::vector<const std::byte*> sources;
-  for (const auto& weight : weights) sources.push_back(zero3::ValueOrThrow(zero3::BytesOf(weight)));
-  auto writer = zero3::ValueOrThrow(zero3::CreateWeightFiles(folder, weights, options), folder);
+  for (const auto& weight : weights) sources.push_back(ValueOrThrow(BytesOf(weight)));
+  auto writer = ValueOrThrow(CreateWeightFiles(folder, weights, options), folder);
   for (size_t index = 0; index < weights.size(); ++index) {
     const uint64_t size_bytes =
         weights[index].ElementCount() * c10::elementSize(weights[index].dtype);
-    zero3::ThrowIfError(writer->Append(weights[index].name, std::span(sources[index], size_bytes)),
-                        folder);
+    ThrowIfError(writer->Append(weights[index].name, std::span(sources[index], size_bytes)),
+                 folder);
   }
-  zero3::ThrowIfError(writer->Commit(), folder);
+  ThrowIfError(writer->Commit(), folder);
+}
+
+}  // namespace zero3
+
+void LoadWeights(torch::nn::Module& module, const std::string& path, const LoadOptions& options) {
+  zero3::LoadIntoMemory(zero3::ValueOrThrow(zero3::FindFileWeights(zero3::NamedParameters(module))),
+                        path, options);
+}
+
+void SaveWeights(const torch::nn::Module& module, const std::string& folder,
+                 const SaveOptions& options) {
+  zero3::SaveFromMemory(zero3::ValueOrThrow(zero3::FindFileWeights(zero3::NamedParameters(module))),
+                        folder, options);
 }
 
 }  // namespace offload

@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -39,9 +40,19 @@ struct FileWeight {
   uint64_t ElementCount() const;
 };
 
-// The parameters of a module, a tied one once, those without elements included; with their
-// tensors. OFD-1601 for types other than float32, bfloat16 and float16.
-absl::StatusOr<std::vector<FileWeight>> FindFileWeights(const torch::nn::Module& module);
+// What a tensor is called: by its module, a file, or whoever attaches it.
+struct NamedTensor {
+  std::string name;
+  at::Tensor tensor;
+};
+
+// The parameters of a module in its order, under all their names, each with `prefix` before it.
+std::vector<NamedTensor> NamedParameters(const torch::nn::Module& module,
+                                         const std::string& prefix = "");
+
+// The tensors of a list, a tied one once, those without elements included. OFD-1601 for types
+// other than float32, bfloat16 and float16.
+absl::StatusOr<std::vector<FileWeight>> FindFileWeights(std::span<const NamedTensor> tensors);
 
 // A checkpoint that is about to be loaded.
 class WeightFile {
@@ -66,5 +77,11 @@ class WeightFile {
 // Begins a checkpoint of these weights. OFD-1404.
 absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
     const std::string& folder, const std::vector<FileWeight>& weights, const SaveOptions& options);
+
+// Weights in memory, from and to files; throw offload::Error.
+void LoadIntoMemory(const std::vector<FileWeight>& weights, const std::string& path,
+                    const LoadOptions& options);
+void SaveFromMemory(const std::vector<FileWeight>& weights, const std::string& folder,
+                    const SaveOptions& options);
 
 }  // namespace offload::zero3

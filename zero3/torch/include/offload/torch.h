@@ -20,8 +20,13 @@
 // Errors are thrown as offload::Error, from the call or from the operator that met them; what()
 // begins with the identifier (OFD-nnnn) and ends with the way out.
 //
-// Thread safety: one engine per process, opened and closed on one thread; operators may run on any
-// thread.
+// Several models: each may have an engine with a job of its own, side by side, on one thread or
+// several; or several modules are parts of one job, with an optimizer each (a GAN):
+//
+//   auto optimizer_g = engine->AdamW(*generator, options), optimizer_d = engine->AdamW(*critic, …);
+//
+// Thread safety: an engine and its optimizers belong to one thread at a time; operators, forward
+// and backward may run on any, several at once.
 #pragma once
 
 #ifndef NDEBUG
@@ -76,6 +81,16 @@ struct Options {
   // itself.
   bool spill_gradients = false;  // keep gradients on NVMe even where memory could hold them (frees
                                  // 2 or 4 bytes per parameter)
+
+  // Several processes that train one model. By default they are what the launcher says (torchrun,
+  // mpirun, srun), else there is one; values that are set here count instead, all of them together.
+  int rank = -1, world_size = 0, local_rank = -1, local_world_size = 0;
+  std::string run_id = "auto";  // of the launch, restarts included: equal in all its ranks
+  // Of the ranks' gradients; false: their sum, for trainers that divide losses by all micro-batches.
+  bool gradient_average = true;
+  // stream: added up by the daemon, in the order of micro-batches and ranks. reduced_by_trainer: the
+  // trainer makes them equal in all ranks (DistributedDataParallel), which is checked at every step.
+  std::string gradients = "stream";
 
   // OFFLOADD_POOL, OFFLOADD_RAM, OFFLOADD_JOB, OFFLOADD_IO.
   static Options FromEnvironment();
@@ -155,12 +170,20 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // A private daemon ends.
   virtual ~Engine() = default;
 
-  // Attach the parameters of `module` and give the optimizer that runs in the daemon. One optimizer
-  // per engine. A new job takes its weights from the module; an existing one replaces the module's
-  // values by those of its last committed epoch. Parameters with requires_grad == false are paged,
-  // never updated; tied ones are one tensor. Later changes of param_groups() options (lr schedules)
-  // count at the next step(). Each of them also takes explicit groups: every managed parameter in
-  // exactly one; options that a group does not have are the defaults.
+  // Attach the parameters of `module` and give the optimizer that runs in the daemon. A new job
+  // takes its weights from the module; an existing one replaces the module's values by those of its
+  // last committed epoch. Parameters with requires_grad == false are paged, never updated; tied ones
+  // are one tensor. Later changes of param_groups() options (lr schedules) count at the next step().
+  // Each of them also takes explicit groups; options that a group does not have are the defaults,
+  // and parameters that are in none are not updated.
+  //
+  // Further calls add modules to the job, always in the same order: tensors of the first have their
+  // names in the module, those of the n-th further one begin with "n/". What an optimizer already
+  // has, also through another module, is left to it, and refused (OFD-1002) in explicit groups;
+  // optimizers of one job are of one kind, and the step of each is a step of the job. All modules
+  // have to be there before the job's store is made: by Seal(), or by the first operator that
+  // touches a parameter, step(), Gather(), plan(), LoadWeights() or SaveWeights(). A module that
+  // comes later is refused (OFD-1601).
   //
   // Throws OFD-1002 for options that make no sense, also from step(), and OFD-1604 from a step()
   // whose options need state that the job was made without (momentum, amsgrad, centered).
@@ -191,12 +214,23 @@ class Engine : public std::enable_shared_from_this<Engine> {
   OptimizerPointer LAMB(torch::nn::Module& module, LAMBOptions options);
   OptimizerPointer LAMB(torch::nn::Module& module, ParamGroups groups, LAMBOptions defaults);
 
+  // Makes the store of a new job, or opens that of an existing one, for all modules attached so far.
+  // Without it the first use does, and throws what there is to throw.
+  virtual void Seal() = 0;
+
+  // Where this process stands among the ranks that train the model: 0 of 1 when it is alone.
+  virtual int rank() const = 0;
+  virtual int world_size() const = 0;
+  // Gives every rank what each has said (≤ 1 MiB), in the order of ranks. All ranks call it.
+  virtual std::vector<std::string> Exchange(std::string blob) = 0;
+
   // Steps taken by this job, over all its runs; 0 for a new job.
   virtual int64_t step() const = 0;
   // Blocks until every step() that returned is durable. Makes nothing else durable.
   virtual void WaitDurable() = 0;
-  // The trainer's own small state (RNG, data position; ≤ 1 MiB): handed over with the next step(),
-  // committed with its epoch, and given back after a resume.
+  // The trainer's own small state (RNG, data position; ≤ 1 MiB, with N ranks each a part of it):
+  // handed over with the next step(), committed with its epoch, and given back after a resume. Each
+  // rank has its own; one that the run before did not have gets none.
   virtual void SetTrainerState(std::string blob) = 0;
   virtual std::string TrainerState() const = 0;
 
@@ -213,19 +247,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual torch::Tensor Gather(const torch::Tensor& parameter,
                                const std::string& plane = "weight") = 0;
 
-  // Names the weights that a new job takes when it is attached, instead of the module's. They are
+  // Names the weights that a new job takes when it is made, instead of the module's. They are
   // checked before anything is made; a job that exists keeps its own, and that is said.
   // OFD-1401 malformed, 1402 other names or shapes, 1403 other types, 1405 cannot be read: thrown
-  // by the call that attaches.
+  // by Seal(), or by the first use.
   virtual void SetInitialWeights(std::string path, LoadOptions options) = 0;
-  // Replaces the weights of the attached module; moments and step stay. All of the file is checked
+  // Replaces the weights of the attached modules; moments and step stay. All of the file is checked
   // before the first weight changes. Durable as a whole when it returns, under the present step();
   // until then the last epoch is the one before, whole, whoever is killed. Call between steps. When
   // it fails midway (OFD-1405, 1209) so it stays: load again, or open the job again; step() and
-  // SaveWeights() are refused until then (OFD-1406).
+  // SaveWeights() are refused until then (OFD-1406). All ranks call it; the first reads the file.
   virtual void LoadWeights(const std::string& path, const LoadOptions& options) = 0;
   // Writes the weights as of the last step() that returned, in the model's type, into a folder that
-  // holds no checkpoint yet (OFD-1404). Names appear when all is durable.
+  // holds no checkpoint yet (OFD-1404). Names appear when all is durable. One rank calls it.
   virtual void SaveWeights(const std::string& folder, const SaveOptions& options) = 0;
   void SetInitialWeights(std::string path) { SetInitialWeights(std::move(path), LoadOptions()); }
   void LoadWeights(const std::string& path) { LoadWeights(path, LoadOptions()); }

@@ -1,4 +1,4 @@
-// zero3/torch/born_record.h
+// zero3/torch/born_residency.h
 //
 // Storages that are born outside memory, while a model that is larger than it is constructed: a CPU
 // allocator hands out big storages without bytes, the dispatch key in the thread's included set
@@ -8,63 +8,48 @@
 // A storage that a kernel allocates for its own result has bytes until that operation ends; one
 // made by empty() and its like has none, and no value, until an operation writes it.
 //
-// Thread safety: one construction at a time, on one thread; records as Record.
+// Thread safety: a construction runs on one thread, several of different threads and engines at a
+// time; residencies as Residency.
 #pragma once
 
-#include <torch/nn/module.h>
+#include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
-#include <mutex>
 
 #include "absl/status/status.h"
 #include "base/mapped_region.h"
 #include "zero3/torch/attachment.h"
-#include "zero3/torch/record.h"
+#include "zero3/torch/residency.h"
 
 namespace offload::zero3 {
 
 // Smaller tensors are ordinary ones.
 inline constexpr size_t kBornBytesMin = 64 << 10;
 
-// Room in the scratch file before there is a plan; freed room is used again.
-class ScratchSpace {
+class BornResidency final : public Residency {
  public:
-  explicit ScratchSpace(client::Session& session) : session_(session) {}
-  uint64_t Take(uint64_t size_bytes);  // throws OFD-1204
-  void Return(uint64_t offset, uint64_t size_bytes);
+  BornResidency(std::shared_ptr<Attachment> attachment, size_t size_bytes);
 
- private:
-  client::Session& session_;
-  std::mutex mutex_;
-  std::map<uint64_t, uint64_t> free_;
-  uint64_t reserved_bytes_ = 0;
-};
-
-class BornRecord final : public Record {
- public:
-  BornRecord(std::shared_ptr<Attachment> attachment, std::shared_ptr<ScratchSpace> scratch,
-             size_t size_bytes);
+  const Attachment* attachment() const { return attachment_.get(); }
 
   // For the allocator; with `resident` it has bytes, and a pin that the caller owes.
   c10::DataPtr Bear(bool resident);
 
   void Pin(Access access) override;
-  void Unpin() override;
+  void Unpin(Completion* done) override;
   // Copies bytes [begin, begin + length) to the region; both as in the daemon's extents.
   absl::Status ReadInto(uint64_t begin, uint64_t length, uint64_t region_offset);
   // Makes it an ordinary storage again.
   void BringHome();
 
  private:
-  ~BornRecord() override;
+  ~BornResidency() override;
   void Move(bool write);
-  void OnStorageDeath() override;
+  void ForgetStorage() override { dead_ = true; }
 
   const std::shared_ptr<Attachment> attachment_;
-  const std::shared_ptr<ScratchSpace> scratch_;
   MappedRegion bytes_;
   int pins_ = 0;
   bool written_ = false;    // bytes_ are newer than the scratch file
@@ -74,10 +59,12 @@ class BornRecord final : public Record {
   bool has_place_ = false;
 };
 
-// Ends the construction that runs in this process, if any; InitGuard's destructor calls it, too.
+// Ends the construction that runs on this thread, if any; InitGuard's destructor calls it, too.
 void EndConstruction();
-// Tensors that were born outside memory and did not become parameters (buffers, say) become
-// ordinary ones.
-void BringHome(torch::nn::Module& module);
+// Tensors of an engine that were born outside memory and did not become parameters (buffers, say)
+// become ordinary ones.
+void BringHome(const Attachment* attachment);
+// Tells a tensor's residency which storage it has, when no operation has touched it so far.
+void LearnStorage(const at::Tensor& tensor);
 
 }  // namespace offload::zero3

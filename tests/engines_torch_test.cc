@@ -1,0 +1,574 @@
+// Several of everything in one process: modules of one job with an optimizer each (as in a GAN),
+// engines side by side, threads that run one model backward. What is computed is compared bit by
+// bit with the same program in memory (OFFLOADD_DISABLE=1), or with sums that are exact.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/_fused_sgd.h>
+#include <gtest/gtest.h>
+#include <offload/torch.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <torch/nn/functional.h>
+#include <torch/nn/modules.h>
+#include <torch/types.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace offload {
+namespace {
+
+namespace nn = torch::nn;
+using at::Tensor;
+
+std::string Pool() {
+  const char* const folder = getenv("TEST_TMPDIR");
+  return folder != nullptr ? folder : ".";
+}
+
+void SetOffloading(bool on) { setenv("OFFLOADD_DISABLE", on ? "0" : "1", 1); }
+
+Options OptionsFor(const std::string& job, const std::string& ram = "64MiB") {
+  Options options;
+  options.nvme_path = Pool();
+  options.ram = ram;
+  options.job = job;
+  return options;
+}
+
+void ExpectError(int id, const std::string& text, const std::function<void()>& action) {
+  try {
+    action();
+    ADD_FAILURE() << "no error, OFD-" << id << " expected";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.id(), id) << error.what();
+    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+  }
+}
+
+// Weights that every thread makes for itself, without torch's own generator.
+void Fill(nn::Module& module, int64_t seed) {
+  const torch::NoGradGuard no_grad;
+  for (Tensor& parameter : module.parameters()) {
+    const Tensor numbers = at::arange(parameter.numel(), at::kDouble) * 12.9898 + double(seed);
+    parameter.copy_((at::frac(at::sin(numbers) * 43758.5453) * 0.05).view(parameter.sizes()));
+    ++seed;
+  }
+}
+
+Tensor Numbers(int64_t seed, at::IntArrayRef sizes) {
+  const int64_t count = c10::multiply_integers(sizes);
+  const Tensor numbers = at::arange(count, at::kDouble) * 78.233 + static_cast<double>(seed);
+  return at::frac(at::sin(numbers) * 43758.5453).to(at::kFloat).view(sizes);
+}
+
+struct Generator : nn::Module {
+  Generator() {
+    first = register_module("first", nn::Linear(32, 512));
+    second = register_module("second", nn::Linear(512, 384));
+  }
+  Tensor forward(const Tensor& noise) { return second(torch::relu(first(noise))); }
+  nn::Linear first{nullptr}, second{nullptr};
+};
+
+struct Discriminator : nn::Module {
+  Discriminator() {
+    first = register_module("first", nn::Linear(384, 512));
+    second = register_module("second", nn::Linear(512, 1));
+  }
+  Tensor forward(const Tensor& sample) { return second(torch::tanh(first(sample))); }
+  nn::Linear first{nullptr}, second{nullptr};
+};
+
+// ---- Two modules of one job --------------------------------------------------------------------
+
+// A GAN's trainer: one job, whose steps are in turn the discriminator's and the generator's.
+struct Gan {
+  explicit Gan(const Options& options) : engine(Engine::Open(options)) {
+    Fill(*generator, 1);
+    Fill(*discriminator, 100);
+    generator_optimizer = engine->AdamW(*generator, torch::optim::AdamWOptions(1e-3));
+    discriminator_optimizer =
+        engine->AdamW(*discriminator, torch::optim::AdamWOptions(2e-3).weight_decay(0.1));
+  }
+
+  // The step that comes after engine->step() steps; its loss.
+  double Step() {
+    const int64_t number = engine->step();
+    const Tensor fake = generator->forward(Numbers(number, {4, 32}));
+    if (number % 2 == 0) {
+      discriminator_optimizer->zero_grad();
+      const Tensor real = Numbers(1000 + number, {4, 384});
+      const Tensor loss = (discriminator->forward(fake.detach()) - 1).square().mean() +
+                          discriminator->forward(real).square().mean();
+      loss.backward();
+      discriminator_optimizer->step();
+      return loss.item<double>();
+    }
+    generator_optimizer->zero_grad();
+    const Tensor loss = discriminator->forward(fake).square().mean();
+    loss.backward();  // the discriminator's gradients, too, which its next step drops
+    generator_optimizer->step();
+    return loss.item<double>();
+  }
+
+  std::vector<Tensor> State() const {
+    std::vector<Tensor> state;
+    for (const auto* module : {static_cast<nn::Module*>(generator.get()),
+                               static_cast<nn::Module*>(discriminator.get())}) {
+      for (const Tensor& parameter : module->parameters()) {
+        for (const char* plane : {"weight", "exp_avg", "exp_avg_sq"})
+          state.push_back(engine->Gather(parameter, plane));
+      }
+    }
+    return state;
+  }
+
+  std::shared_ptr<Generator> generator = std::make_shared<Generator>();
+  std::shared_ptr<Discriminator> discriminator = std::make_shared<Discriminator>();
+  std::shared_ptr<Engine> engine;
+  std::unique_ptr<torch::optim::Optimizer> generator_optimizer, discriminator_optimizer;
+};
+
+struct GanRun {
+  std::vector<double> losses;
+  std::vector<Tensor> state;
+};
+
+GanRun RunGan(const Options& options, int64_t steps) {
+  Gan gan(options);
+  GanRun run;
+  while (gan.engine->step() < steps) run.losses.push_back(gan.Step());
+  run.state = gan.State();
+  return run;
+}
+
+void ExpectSameState(const std::vector<Tensor>& expected, const std::vector<Tensor>& actual) {
+  ASSERT_EQ(expected.size(), actual.size());
+  for (size_t i = 0; i < expected.size(); ++i)
+    EXPECT_TRUE(torch::equal(expected[i], actual[i])) << "plane " << i;
+}
+
+TEST(SeveralModulesTest, GanIsBitEqualToTheOneInMemory) {
+  SetOffloading(false);
+  const GanRun reference = RunGan(OptionsFor("gan"), 8);
+  ASSERT_EQ(reference.losses.size(), 8u) << "each optimizer's step is one of the job";
+  SetOffloading(true);
+  const GanRun offloaded = RunGan(OptionsFor("gan"), 8);
+  EXPECT_EQ(reference.losses, offloaded.losses);
+  ExpectSameState(reference.state, offloaded.state);
+}
+
+// Runs `body` in a process of its own and returns how that ended.
+int StatusOfChild(const std::function<void()>& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      fprintf(stderr, "%s\n", error.what());
+      _exit(1);
+    }
+    _exit(0);
+  }
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  return status;
+}
+
+TEST(SeveralModulesTest, GanKilledBetweenItsTwoStepsContinuesWithTheSecond) {
+  SetOffloading(false);
+  const GanRun reference = RunGan(OptionsFor("killed_gan"), 6);
+  SetOffloading(true);
+  const int status = StatusOfChild([] {
+    Gan gan(OptionsFor("killed_gan"));
+    while (gan.engine->step() < 3) gan.Step();  // the third is the discriminator's
+    gan.engine->WaitDurable();
+    kill(getpid(), SIGKILL);
+  });
+  ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+  const GanRun resumed = RunGan(OptionsFor("killed_gan"), 6);
+  ASSERT_EQ(resumed.losses.size(), 3u);
+  EXPECT_EQ(std::vector(reference.losses.begin() + 3, reference.losses.end()), resumed.losses);
+  ExpectSameState(reference.state, resumed.state);
+}
+
+TEST(SeveralModulesTest, SavedWeightsOfTheSecondModuleHaveItsNumber) {
+  const std::string root = Pool() + "/numbered";
+  std::filesystem::remove_all(root);
+  std::filesystem::create_directories(root);
+  for (const bool offloading : {false, true}) {
+    SetOffloading(offloading);
+    Gan gan(OptionsFor("numbered"));
+    const std::string folder = root + (offloading ? "/on" : "/off");
+    gan.engine->SaveWeights(folder);
+    gan.Step();
+    gan.engine->LoadWeights(folder);
+    gan.Step();
+    gan.engine->SaveWeights(folder + "-stepped");
+  }
+  const auto bytes = [&](const std::string& folder) {
+    std::ifstream file(root + folder + "/model.safetensors", std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(file), {});
+  };
+  EXPECT_NE(bytes("/on").find("\"first.weight\""), std::string::npos);
+  EXPECT_NE(bytes("/on").find("\"1/first.weight\""), std::string::npos);
+  EXPECT_TRUE(bytes("/on") == bytes("/off"));
+  EXPECT_TRUE(bytes("/on-stepped") == bytes("/off-stepped"));
+}
+
+// Two heads on one trunk; the trunk belongs to the optimizer that has it first.
+TEST(SeveralModulesTest, SharedParametersAreOneTensorOfTheFirstOptimizer) {
+  const auto train = [](bool offloading) {
+    SetOffloading(offloading);
+    nn::Linear trunk(256, 320), left(320, 200), right(320, 100);
+    Fill(*trunk, 1), Fill(*left, 10), Fill(*right, 20);
+    nn::Sequential one(trunk, left), two(trunk, right);
+    auto engine = Engine::Open(OptionsFor("shared"));
+    auto first = engine->SGD(*one, torch::optim::SGDOptions(0.1).momentum(0.9));
+    auto second = engine->SGD(*two, torch::optim::SGDOptions(0.1).momentum(0.9));
+    EXPECT_EQ(first->param_groups()[0].params().size(), 4u);
+    EXPECT_EQ(second->param_groups()[0].params().size(), 2u);
+    for (int64_t step = 0; step < 4; ++step) {
+      first->zero_grad(), second->zero_grad();
+      (one->forward(Numbers(step, {3, 256})).square().mean() +
+       two->forward(Numbers(step, {3, 256})).square().mean())
+          .backward();
+      first->step();
+      second->step();
+    }
+    EXPECT_EQ(engine->step(), 8);
+    std::vector<Tensor> weights;
+    for (const nn::Linear& part : {trunk, left, right})
+      weights.push_back(engine->Gather(part->weight, "weight"));
+    return weights;
+  };
+  ExpectSameState(train(false), train(true));
+}
+
+TEST(SeveralModulesTest, ParameterGivenToTwoOptimizersIsRefused) {
+  for (const bool offloading : {false, true}) {
+    SetOffloading(offloading);
+    nn::Linear layer(64, 64);
+    auto engine = Engine::Open(OptionsFor("claimed"));
+    auto optimizer = engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3));
+    ExpectError(1604, "has an optimizer already",
+                [&] { engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3)); });
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<Tensor>{layer->weight});
+    ExpectError(1002, "another one has it", [&] {
+      engine->AdamW(*layer, std::move(groups), torch::optim::AdamWOptions(1e-3));
+    });
+  }
+}
+
+TEST(SeveralModulesTest, OptimizersOverPartsOfOneModuleStepTheirOwn) {
+  const auto train = [](bool offloading) {
+    SetOffloading(offloading);
+    nn::Sequential model(nn::Linear(200, 300), nn::Linear(300, 100));
+    Fill(*model, 5);
+    auto engine = Engine::Open(OptionsFor("parts"));
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(model[0]->parameters());
+    auto first = engine->AdamW(*model, std::move(groups), torch::optim::AdamWOptions(1e-2));
+    auto second = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3));
+    EXPECT_EQ(second->param_groups()[0].params().size(), 2u);
+    for (int64_t step = 0; step < 3; ++step) {
+      model->forward(Numbers(step, {3, 200})).square().mean().backward();
+      first->step();
+      second->step();
+      first->zero_grad(), second->zero_grad();
+    }
+    std::vector<Tensor> weights;
+    for (const Tensor& parameter : model->parameters())
+      weights.push_back(engine->Gather(parameter, "weight"));
+    return weights;
+  };
+  ExpectSameState(train(false), train(true));
+}
+
+TEST(SeveralModulesTest, ModuleAfterTheFirstUseIsRefusedAndTheJobGoesOn) {
+  SetOffloading(true);
+  nn::Linear early(128, 128), late(128, 128);
+  auto engine = Engine::Open(OptionsFor("late"));
+  auto optimizer = engine->AdamW(*early, torch::optim::AdamWOptions(1e-3));
+  early->forward(Numbers(1, {2, 128})).sum().backward();
+  ExpectError(1601, "before the first operation",
+              [&] { engine->AdamW(*late, torch::optim::AdamWOptions(1e-3)); });
+  EXPECT_NE(late->weight.data_ptr<float>(), nullptr) << "it was not touched";
+  optimizer->step();
+  EXPECT_EQ(engine->step(), 1);
+}
+
+TEST(SeveralModulesTest, OptimizersOfOtherKindsAreRefused) {
+  SetOffloading(true);
+  nn::Linear one(128, 128), two(128, 128);
+  auto engine = Engine::Open(OptionsFor("kinds"));
+  auto optimizer = engine->AdamW(*one, torch::optim::AdamWOptions(1e-3));
+  ExpectError(1604, "one kind", [&] { engine->SGD(*two, torch::optim::SGDOptions(0.1)); });
+  one->forward(Numbers(1, {2, 128})).sum().backward();
+  optimizer->step();
+}
+
+TEST(SeveralModulesTest, EngineThatWasNeverUsedGivesTheModuleBack) {
+  SetOffloading(true);
+  nn::Linear layer(128, 128);
+  Fill(*layer, 3);
+  const Tensor before = layer->weight.detach().clone();
+  {
+    auto engine = Engine::Open(OptionsFor("unused"));
+    auto optimizer = engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3));
+  }
+  EXPECT_NE(layer->weight.data_ptr<float>(), nullptr);
+  EXPECT_TRUE(torch::equal(layer->weight, before));
+}
+
+TEST(SeveralModulesTest, TwoModelsBuiltUnderGuardsKeepTheirValues) {
+  SetOffloading(true);
+  auto engine = Engine::Open(OptionsFor("guards"));
+  std::shared_ptr<Generator> generator;
+  std::shared_ptr<Discriminator> discriminator;
+  {
+    const InitGuard guard(engine);
+    generator = std::make_shared<Generator>();
+    Fill(*generator, 1);
+  }
+  {
+    const InitGuard guard(engine);
+    discriminator = std::make_shared<Discriminator>();
+    Fill(*discriminator, 100);
+  }
+  auto one = engine->AdamW(*generator, torch::optim::AdamWOptions(1e-3));
+  auto two = engine->AdamW(*discriminator, torch::optim::AdamWOptions(1e-3));
+  SetOffloading(false);
+  const Gan plain(OptionsFor("plain"));
+  EXPECT_TRUE(torch::equal(engine->Gather(generator->second->weight), plain.generator->second->weight));
+  EXPECT_TRUE(
+      torch::equal(engine->Gather(discriminator->first->weight), plain.discriminator->first->weight));
+}
+
+// ---- Several engines ---------------------------------------------------------------------------
+
+// Losses of a small model that one engine trains.
+std::vector<double> TrainAlone(const std::string& job, int64_t seed, int64_t steps) {
+  nn::Sequential model(nn::Linear(256, 600), nn::Tanh(), nn::Linear(600, 256));
+  Fill(*model, seed);
+  auto engine = Engine::Open(OptionsFor(job));
+  auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3));
+  std::vector<double> losses;
+  for (int64_t step = 0; step < steps; ++step) {
+    const Tensor loss = model->forward(Numbers(seed + step, {4, 256})).square().mean();
+    loss.backward();
+    optimizer->step();
+    optimizer->zero_grad();
+    losses.push_back(loss.item<double>());
+  }
+  return losses;
+}
+
+TEST(SeveralEnginesTest, TwoEnginesOnTwoThreadsTrainAsEachAlone) {
+  SetOffloading(false);
+  const std::vector<double> one = TrainAlone("one", 1, 10), two = TrainAlone("two", 2, 10);
+  SetOffloading(true);
+  std::vector<double> offloaded_one, offloaded_two;
+  std::thread first([&] { offloaded_one = TrainAlone("one", 1, 10); });
+  std::thread second([&] { offloaded_two = TrainAlone("two", 2, 10); });
+  first.join();
+  second.join();
+  EXPECT_EQ(one, offloaded_one);
+  EXPECT_EQ(two, offloaded_two);
+}
+
+TEST(SeveralEnginesTest, WeightsAreCopiedBetweenModelsOfTwoEngines) {
+  SetOffloading(true);
+  nn::Linear source(300, 300), target(300, 300);
+  Fill(*source, 1), Fill(*target, 2);
+  auto one = Engine::Open(OptionsFor("source")), two = Engine::Open(OptionsFor("target"));
+  auto first = one->AdamW(*source, torch::optim::AdamWOptions(1e-3));
+  auto second = two->AdamW(*target, torch::optim::AdamWOptions(1e-3));
+  {
+    const torch::NoGradGuard no_grad;
+    target->weight.copy_(source->weight);
+    target->bias.lerp_(source->bias, 0.5);
+  }
+  EXPECT_TRUE(torch::equal(one->Gather(source->weight), two->Gather(target->weight)));
+  first.reset(), one.reset();
+  EXPECT_EQ(target->forward(Numbers(1, {2, 300})).sizes(), at::IntArrayRef({2, 300}));
+  ExpectError(1802, "parameter", [&] { source->forward(Numbers(1, {2, 300})); });
+}
+
+TEST(SeveralEnginesTest, EngineOpenedAfterAnotherTakesTheSameModuleUp) {
+  SetOffloading(false);
+  const std::vector<double> whole = TrainAlone("again", 7, 2);
+  SetOffloading(true);
+  nn::Sequential model(nn::Linear(256, 600), nn::Tanh(), nn::Linear(600, 256));
+  Fill(*model, 7);
+  for (int64_t step = 0; step < 2; ++step) {
+    auto engine = Engine::Open(OptionsFor("again"));
+    EXPECT_EQ(engine->step(), step);
+    auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3));
+    const Tensor loss = model->forward(Numbers(7 + step, {4, 256})).square().mean();
+    loss.backward();
+    EXPECT_EQ(loss.item<double>(), whole[step]);
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+  auto other = Engine::Open(OptionsFor("new_job"));
+  ExpectError(1601, "engine that is closed",
+              [&] { other->AdamW(*model, torch::optim::AdamWOptions(1e-3)); });
+}
+
+TEST(SeveralEnginesTest, ModuleOfAnotherLivingEngineIsRefused) {
+  SetOffloading(true);
+  nn::Linear layer(128, 128);
+  auto one = Engine::Open(OptionsFor("owner")), two = Engine::Open(OptionsFor("thief"));
+  auto optimizer = one->AdamW(*layer, torch::optim::AdamWOptions(1e-3));
+  ExpectError(1601, "another engine",
+              [&] { two->AdamW(*layer, torch::optim::AdamWOptions(1e-3)); });
+  layer->forward(Numbers(1, {2, 128})).sum().backward();
+  optimizer->step();
+}
+
+TEST(SeveralEnginesTest, SecondEngineOfTheSameJobIsRefused) {
+  SetOffloading(true);
+  nn::Linear one(128, 128), two(128, 128);
+  auto engine = Engine::Open(OptionsFor("same"));
+  auto optimizer = engine->AdamW(*one, torch::optim::AdamWOptions(1e-3));
+  one->forward(Numbers(1, {2, 128})).sum().backward();
+  optimizer->step();
+  ExpectError(1205, "same", [&] {
+    auto second = Engine::Open(OptionsFor("same"));
+    second->AdamW(*two, torch::optim::AdamWOptions(1e-3))->step();
+  });
+  EXPECT_EQ(engine->step(), 1);
+}
+
+// ---- Threads on one model ----------------------------------------------------------------------
+
+// Small whole numbers: sums of their products are exact in any order.
+void FillWithWholeNumbers(nn::Module& module) {
+  const torch::NoGradGuard no_grad;
+  int64_t shift = 0;
+  for (Tensor& parameter : module.parameters())
+    parameter.copy_((at::arange(parameter.numel()) + ++shift).remainder(3).view(parameter.sizes()) -
+                    1);
+}
+
+nn::Sequential WholeNumberModel() {
+  nn::Sequential model(nn::Linear(64, 300), nn::Linear(300, 400), nn::Linear(400, 16));
+  FillWithWholeNumbers(*model);
+  return model;
+}
+
+Tensor WholeNumberLoss(nn::Sequential& model, int64_t number) {
+  const Tensor input = (at::arange(2 * 64) + number).remainder(2).to(at::kFloat).view({2, 64});
+  return model->forward(input).sum();
+}
+
+// The smallest budget that a module trains in.
+std::string FloorOf(nn::Sequential& model, bool spilled) {
+  auto engine = Engine::Open(OptionsFor("floor" + std::to_string(spilled), "1GiB"));
+  auto optimizer = engine->SGD(*model, torch::optim::SGDOptions(0.0));
+  const PlanSummary plan = engine->plan();
+  return std::to_string(spilled ? plan.floor_bytes : plan.floor_without_spilling_bytes);
+}
+
+class BackwardThreadsTest : public testing::TestWithParam<std::tuple<int, bool>> {};
+
+TEST_P(BackwardThreadsTest, BackwardOfManyGraphsAtOnceGivesTheirSum) {
+  const auto [thread_count, spilled] = GetParam();
+  constexpr int kRounds = 25;
+  nn::Sequential plain = WholeNumberModel();
+  for (int64_t thread = 0; thread < thread_count; ++thread)
+    WholeNumberLoss(plain, thread).backward();
+
+  SetOffloading(true);
+  // A window for weights and, when they are spilled, one for gradients that holds few of them.
+  nn::Sequential measured = WholeNumberModel(), model = WholeNumberModel();
+  const std::string job = "threads_" + std::to_string(thread_count) + (spilled ? "_s" : "");
+  Options options = OptionsFor(job, FloorOf(measured, spilled));
+  options.spill_gradients = spilled;
+  auto engine = Engine::Open(options);
+  auto optimizer = engine->SGD(*model, torch::optim::SGDOptions(0.0));
+  for (int round = 0; round < kRounds; ++round) {
+    std::vector<std::thread> threads;
+    for (int64_t thread = 0; thread < thread_count; ++thread)
+      threads.emplace_back([&, thread] { WholeNumberLoss(model, thread).backward(); });
+    for (std::thread& thread : threads) thread.join();
+    if (round % 3 == 1) optimizer->step();  // changes nothing: its rate is zero
+    for (size_t i = 0; i < model->parameters().size(); ++i) {
+      ASSERT_TRUE(
+          torch::equal(plain->parameters()[i].grad(), model->parameters()[i].grad() * 1))
+          << "round " << round << ", parameter " << i;
+    }
+    optimizer->zero_grad(/*set_to_none=*/round % 2 == 0);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Counts, BackwardThreadsTest,
+                         testing::Combine(testing::Values(2, 4, 8), testing::Bool()),
+                         [](const auto& info) {
+                           return std::to_string(std::get<0>(info.param)) +
+                                  (std::get<1>(info.param) ? "_spilled" : "");
+                         });
+
+// Each operation writes two parameters, three of which fit into the staging buffer: threads that
+// wait for each other's second are told, and nobody waits for ever.
+TEST(WritersTest, WritersOfSeveralParametersNeverWaitForEachOtherForEver) {
+  SetOffloading(true);
+  constexpr int64_t kRows = 640, kColumns = 1000;  // 2.4 of 8 MiB
+  nn::Sequential model;
+  for (int i = 0; i < 4; ++i)
+    model->push_back(nn::Linear(nn::LinearOptions(kColumns, kRows).bias(false)));
+  auto engine = Engine::Open(OptionsFor("writers", "120MiB"));
+  auto optimizer = engine->SGD(*model, torch::optim::SGDOptions(0.1));
+  const Tensor gradient = at::zeros({kRows, kColumns});
+  std::vector<Tensor> weights;
+  for (const Tensor& parameter : model->parameters()) weights.push_back(parameter.detach());
+  const auto write = [&](size_t first) {
+    at::_fused_sgd_({weights[first]}, {gradient}, {weights[first + 1]}, /*weight_decay=*/0,
+                    /*momentum=*/0.5, /*lr=*/0.1, /*dampening=*/0, /*nesterov=*/false,
+                    /*maximize=*/false, /*is_first_step=*/false);
+  };
+  write(0);
+  std::vector<std::thread> threads;
+  for (const size_t first : {0, 2}) {
+    threads.emplace_back([&, first] {
+      const torch::NoGradGuard no_grad;
+      for (int round = 0; round < 40; ++round) {
+        try {
+          write(first);
+        } catch (const Error& error) {
+          EXPECT_EQ(error.id(), 1303) << error.what();
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  write(2);
+}
+
+class Environment : public testing::Environment {
+ public:
+  void SetUp() override {
+    at::set_num_threads(1);
+    if (const char* const binary = getenv("OFFLOADD_BINARY")) {
+      char absolute[4096];
+      if (realpath(binary, absolute) != nullptr) setenv("OFFLOADD_BINARY", absolute, 1);
+    }
+  }
+};
+const auto* const kEnvironment = testing::AddGlobalTestEnvironment(new Environment);
+
+}  // namespace
+}  // namespace offload

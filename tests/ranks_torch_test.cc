@@ -1,0 +1,589 @@
+// Several ranks must compute what one process computes that takes their micro-batches in the order
+// (micro-batch, rank): every scenario runs once in memory, in one process, and once in N processes
+// against a real daemon; what they can see of gradients, norms, weights, masters and moments is
+// compared bit by bit.
+//
+// The test starts itself again as a rank: the environment says which scenario and where to write.
+
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+#include <offload/torch.h>
+#include <spawn.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/nn/functional.h>
+#include <torch/nn/modules.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <limits>
+#include <map>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+extern char** environ;
+
+namespace offload {
+namespace {
+
+namespace nn = torch::nn;
+using at::Tensor;
+
+constexpr int64_t kTokens = 600, kWidth = 192, kInner = 1536;
+
+// An embedding that is the head, too, layer norms (bundled), matrices of several extents, a frozen
+// one, and one that only some paths use.
+struct Model : nn::Module {
+  Model() {
+    embedding = register_module("embedding", nn::Embedding(kTokens, kWidth));
+    norm = register_module("norm", nn::LayerNorm(nn::LayerNormOptions({kWidth})));
+    up = register_module("up", nn::Linear(kWidth, kInner));
+    down = register_module("down", nn::Linear(kInner, kWidth));
+    frozen = register_module("frozen", nn::Linear(kWidth, kWidth));
+    sometimes = register_module("sometimes", nn::Linear(kWidth, kWidth));
+    scale = register_parameter("scale", torch::ones({}));
+    for (Tensor& parameter : frozen->parameters()) parameter.requires_grad_(false);
+  }
+
+  Tensor forward(const Tensor& tokens, bool detour) {
+    Tensor x = embedding(tokens);
+    x = x + down(torch::gelu(up(norm(x))));
+    x = x + torch::tanh(frozen(x)) * scale;
+    if (detour) x = x + sometimes(x);
+    return nn::functional::linear(norm(x), embedding->weight);
+  }
+
+  nn::Embedding embedding{nullptr};
+  nn::LayerNorm norm{nullptr};
+  nn::Linear up{nullptr}, down{nullptr}, frozen{nullptr}, sometimes{nullptr};
+  Tensor scale;
+};
+
+// What a run shows, in order.
+struct Log {
+  std::vector<std::string> names;
+  std::vector<Tensor> values;
+  void Add(const std::string& name, const Tensor& value) {
+    names.push_back(name);
+    values.push_back(value.detach().clone());
+  }
+  void Save(const std::string& path) const {
+    torch::save(values, path);
+    std::ofstream list(path + ".names");
+    for (const std::string& name : names) list << name << '\n';
+  }
+  static Log Load(const std::string& path) {
+    Log log;
+    torch::load(log.values, path);
+    std::ifstream list(path + ".names");
+    for (std::string name; std::getline(list, name);) log.names.push_back(name);
+    return log;
+  }
+};
+
+// One process of a run: a rank of several, or the one that does the work of all of them.
+class Run {
+ public:
+  Run(int ranks, at::ScalarType dtype, const Options& options) : ranks_(ranks), options_(options) {
+    at::set_num_threads(1);
+    torch::manual_seed(3);
+    model = std::make_shared<Model>();
+    model->to(dtype);
+    engine = Engine::Open(options);
+    alone_ = engine->world_size() == 1;
+    optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3).weight_decay(0.1));
+    if (!alone_ || ranks == 1) return;
+    for (const Tensor& parameter : model->parameters()) {
+      if (!parameter.requires_grad()) continue;
+      parameter.register_hook([share = 1.0 / ranks](const Tensor& g) { return g * share; });
+    }
+  }
+
+  int ranks() const { return ranks_; }
+  // Whether this process does what only one rank does: true for the one that is all of them.
+  bool Is(int rank) const { return alone_ || engine->rank() == rank; }
+  // Takes a step that the daemon refuses, in all ranks; in memory nobody looks, so there is none.
+  void RefusedStep(int id) {
+    if (alone_) return;
+    try {
+      optimizer->step();
+    } catch (const Error& error) {
+      if (error.id() == id) return;
+      throw;
+    }
+    throw std::runtime_error("the step was taken");
+  }
+  // Micro-batch `pass` of the step, of every rank. `takes_part` and `detour`: of a rank.
+  using OfRank = std::function<bool(int rank)>;
+  void Backward(int64_t step, int64_t pass, const OfRank& detour = Never,
+                const OfRank& takes_part = Always) {
+    for (int rank = 0; rank < ranks_; ++rank) {
+      if (!alone_ && rank != engine->rank()) continue;
+      if (!takes_part(rank)) continue;
+      Loss((step * 10 + pass) * 10 + rank, detour(rank)).backward();
+    }
+  }
+  static bool Never(int) { return false; }
+  static bool Always(int) { return true; }
+
+  Tensor Loss(int64_t batch, bool detour) {
+    torch::manual_seed(1000 + batch);
+    const Tensor tokens = torch::randint(kTokens, {2, 9});
+    const Tensor logits = model->forward(tokens.slice(1, 0, 8), detour);
+    return nn::functional::cross_entropy(logits.to(at::kFloat).view({-1, kTokens}),
+                                         tokens.slice(1, 1, 9).reshape({-1}));
+  }
+  std::string folder() const { return options_.nvme_path + "/" + options_.job + ".files"; }
+  std::string EmptyFolder() const {
+    std::filesystem::remove_all(folder());
+    std::filesystem::create_directories(folder());
+    return folder();
+  }
+  void Clip(double norm) {
+    log.Add("norm", torch::tensor(nn::utils::clip_grad_norm_(model->parameters(), norm)));
+  }
+  void LogGradients() {
+    for (const auto& item : model->named_parameters()) {
+      const Tensor& grad = item.value().grad();
+      log.Add(item.key() + (grad.defined() ? " gradient" : " has no gradient"),
+              grad.defined() ? grad * 1 : torch::zeros({}));
+    }
+  }
+  void LogWeights() {
+    for (const auto& item : model->named_parameters()) {
+      log.Add(item.key() + " weight", engine->Gather(item.value(), "weight"));
+    }
+  }
+  void LogState() {
+    LogWeights();
+    for (const auto& item : model->named_parameters()) {
+      if (!item.value().requires_grad()) continue;
+      for (const char* plane : {"master", "exp_avg", "exp_avg_sq"})
+        log.Add(item.key() + " " + plane, engine->Gather(item.value(), plane));
+    }
+  }
+
+  std::shared_ptr<Model> model;
+  std::shared_ptr<Engine> engine;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  Log log;
+
+ private:
+  const int ranks_;
+  const Options options_;
+  bool alone_ = false;
+};
+
+// ---- Scenarios ---------------------------------------------------------------------------------
+
+// Two micro-batches, clipped, both forms of zero_grad.
+void Ordinary(Run& run) {
+  for (int64_t step = 0; step < 4; ++step) {
+    run.Backward(step, 0);
+    run.Backward(step, 1);
+    run.Clip(step % 2 == 0 ? 0.2 : 1e6);
+    if (step == 1) run.LogGradients();
+    run.optimizer->step();
+    if (step == 2) run.LogGradients();  // right after the step they are still there
+    run.optimizer->zero_grad(/*set_to_none=*/step % 2 == 0);
+    run.LogWeights();
+  }
+}
+
+// Ranks that skip a parameter, in one micro-batch, in all, and all of them; fewer passes, and none.
+void UnevenPaths(Run& run) {
+  const int last = run.ranks() - 1;
+  const auto only_last = [&](int rank) { return rank == last; };
+  const auto but_last = [&](int rank) { return rank != last; };
+  run.Backward(0, 0, only_last);
+  run.LogGradients();
+  run.Backward(0, 1);
+  run.Clip(0.3);
+  run.optimizer->step();
+  run.optimizer->zero_grad();
+  run.Backward(1, 0);  // nobody
+  run.LogGradients();
+  run.optimizer->step();
+  run.optimizer->zero_grad(/*set_to_none=*/false);
+  run.Backward(2, 0, only_last);  // zeros in the others
+  run.Clip(0.3);
+  run.optimizer->step();
+  run.optimizer->zero_grad();
+  run.Backward(3, 0);
+  run.Backward(3, 1, but_last, but_last);  // the last has no more data
+  run.optimizer->step();
+  run.optimizer->zero_grad();
+  run.Backward(4, 0, run.Always, but_last);
+  run.optimizer->step();
+  run.optimizer->zero_grad();
+  run.Backward(5, 0, run.Always);  // every rank counts updates alike
+  run.optimizer->step();
+}
+
+// Without zero_grad a step goes on where the last one stopped; a step without backward, too.
+void NeverZeroed(Run& run) {
+  for (int64_t step = 0; step < 3; ++step) {
+    run.Backward(step, 0, [step](int) { return step != 1; });
+    run.optimizer->step();
+    run.LogGradients();
+  }
+  run.optimizer->step();
+  run.optimizer->zero_grad(/*set_to_none=*/false);
+  run.optimizer->step();  // with gradients of zero
+}
+
+// Gradients that are zeroed without a step: all of them, and those of a part.
+void SkippedSteps(Run& run) {
+  run.Backward(0, 0);
+  run.Clip(0.2);
+  run.optimizer->zero_grad();
+  run.Backward(0, 1);
+  run.Backward(0, 2);
+  run.LogGradients();
+  run.model->up->zero_grad();
+  run.Backward(0, 3);
+  run.Clip(0.2);
+  run.optimizer->step();
+  run.optimizer->zero_grad();
+  run.Backward(1, 0);
+  if (run.Is(run.ranks() - 1)) {  // a loss that is not finite, in one rank
+    (run.Loss(5, false) * std::numeric_limits<double>::quiet_NaN()).backward();
+  }
+  run.RefusedStep(1701);
+  run.optimizer->zero_grad();
+  run.Backward(2, 0);
+  run.optimizer->step();
+}
+
+// Somebody keeps gradients, of which plain torch says that they are theirs.
+void KeptGradients(Run& run) {
+  run.Backward(0, 0);
+  const Tensor kept = run.model->up->weight.grad(), view = run.model->down->weight.grad()[3];
+  run.optimizer->step();
+  run.optimizer->zero_grad();
+  run.Backward(1, 0);
+  run.log.Add("kept", kept * 1);
+  run.log.Add("kept view", view * 1);
+  run.log.Add("new", run.model->up->weight.grad() * 1);
+  run.optimizer->step();
+}
+
+// The trainer writes gradients, alike in all ranks, and weights.
+void Written(Run& run) {
+  const torch::NoGradGuard no_grad;
+  const auto backward = [&](int64_t step) {
+    const at::AutoGradMode grad(true);
+    run.Backward(step, 0);
+  };
+  backward(0);
+  run.model->up->weight.grad().add_(0.01);
+  run.model->down->weight.grad().slice(0, 3, 5).zero_();
+  run.model->norm->weight.mutable_grad() = torch::full_like(run.model->norm->weight.grad(), 0.5);
+  run.Clip(0.3);
+  run.LogGradients();
+  run.optimizer->step();
+  run.LogGradients();
+  run.optimizer->zero_grad();
+  run.model->norm->bias.fill_(0.25);
+  run.model->frozen->bias.copy_(torch::full({kWidth}, 0.125));
+  backward(1);
+  run.Clip(0.3);
+  run.LogGradients();  // clipped
+  run.optimizer->step();
+}
+
+// One rank writes a checkpoint, all load it.
+void Files(Run& run) {
+  run.Backward(0, 0);
+  run.optimizer->step();
+  run.optimizer->zero_grad();
+  if (run.Is(run.ranks() - 1)) run.engine->SaveWeights(run.EmptyFolder());
+  run.Backward(1, 0);
+  run.optimizer->step();
+  run.optimizer->zero_grad();
+  run.engine->LoadWeights(run.folder());
+  run.LogWeights();
+  run.Backward(2, 0);
+  run.optimizer->step();
+}
+
+// ---- What is refused ----
+
+void EditedByOneRank(Run& run) {
+  run.Backward(0, 0);
+  const torch::NoGradGuard no_grad;
+  if (run.Is(1)) run.model->up->weight.grad().add_(0.01);
+  run.optimizer->step();
+}
+
+void ChangedInPlaceByOtherRanks(Run& run) {
+  const torch::NoGradGuard no_grad;
+  run.model->up->weight.mul_(0.5);
+}
+
+void AddedToClipped(Run& run) {
+  run.Backward(0, 0);
+  run.Clip(0.01);
+  run.optimizer->step();
+  run.Backward(1, 0);
+}
+
+void DifferentialGradient(Run& run) {
+  run.Loss(1, false).backward({}, /*retain_graph=*/true, /*create_graph=*/true);
+}
+
+void ReadAmidBackward(Run& run) {
+  run.model->down->weight.register_hook(
+      [&](const Tensor&) { run.model->norm->weight.grad().sum(); });
+  run.Backward(0, 0);
+  run.Backward(0, 1);
+}
+
+// What torch's reducer hangs into the graph.
+void ReducedByTrainerToo(Run& run) {
+  torch::autograd::impl::grad_accumulator(run.model->up->weight)
+      ->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+          [](const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
+            return outputs;
+          }));
+  run.Backward(0, 0);
+}
+
+// ---- A run after another, with more ranks ----
+
+std::string StateOf(int rank) { return "the state of rank " + std::to_string(rank); }
+
+void KeepsTrainerState(Run& run) {
+  run.engine->SetTrainerState(StateOf(run.engine->rank()));
+  run.Backward(0, 0);
+  run.optimizer->step();
+}
+
+void FindsTrainerState(Run& run) {
+  const int rank = run.engine->rank();
+  const std::string expected = rank < 2 ? StateOf(rank) : "";
+  if (run.engine->TrainerState() != expected || run.engine->step() != 1) {
+    throw std::runtime_error("rank " + std::to_string(rank) + " finds " +
+                             run.engine->TrainerState());
+  }
+}
+
+struct Scenario {
+  const char* name;
+  void (*run)(Run&);
+};
+constexpr Scenario kScenarios[] = {
+    {"Ordinary", Ordinary},
+    {"UnevenPaths", UnevenPaths},
+    {"NeverZeroed", NeverZeroed},
+    {"SkippedSteps", SkippedSteps},
+    {"KeptGradients", KeptGradients},
+    {"Written", Written},
+    {"Files", Files},
+    {"EditedByOneRank", EditedByOneRank},
+    {"ChangedInPlaceByOtherRanks", ChangedInPlaceByOtherRanks},
+    {"AddedToClipped", AddedToClipped},
+    {"DifferentialGradient", DifferentialGradient},
+    {"ReadAmidBackward", ReadAmidBackward},
+    {"ReducedByTrainerToo", ReducedByTrainerToo},
+    {"KeepsTrainerState", KeepsTrainerState},
+    {"FindsTrainerState", FindsTrainerState},
+};
+
+// ---- Processes ---------------------------------------------------------------------------------
+
+std::string Folder() {
+  const char* const folder = getenv("TEST_TMPDIR");
+  return folder != nullptr ? folder : "/var/tmp";
+}
+
+Options OptionsFor(const std::string& job) {
+  Options options;
+  options.nvme_path = Folder();
+  options.ram = "256MiB";
+  options.job = job;
+  options.spill_gradients = job.find("Spilled") != std::string::npos;
+  return options;
+}
+
+std::string PathOf(const std::string& job, int rank) {
+  return Folder() + "/" + job + "." + std::to_string(rank);
+}
+
+at::ScalarType DtypeOf(const std::string& word) {
+  return word == "bf16" ? at::kBFloat16 : at::kFloat;
+}
+
+// A child: what it shows goes into a file, the reason for an end before that to stderr.
+int BeARank(const std::string& scenario, int ranks, const std::string& dtype,
+            const std::string& path, const std::string& job) {
+  std::string failure;
+  try {
+    Run run(ranks, DtypeOf(dtype), OptionsFor(job));
+    for (const Scenario& each : kScenarios) {
+      if (each.name == scenario) each.run(run);
+    }
+    run.LogState();
+    run.log.Save(path);
+    run.engine->Exchange("");  // nobody closes while others still look
+    return 0;
+  } catch (const c10::Error& error) {
+    failure = error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    failure = error.what();
+  }
+  std::cerr << failure << std::endl;
+  std::ofstream(path + ".failure") << failure;
+  return 1;
+}
+
+std::vector<int> RunRanks(const std::string& scenario, int ranks, const std::string& dtype,
+                          const std::string& job) {
+  std::vector<pid_t> children;
+  for (int rank = 0; rank < ranks; ++rank) {
+    setenv("RANK", std::to_string(rank).c_str(), 1);
+    setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
+    setenv("WORLD_SIZE", std::to_string(ranks).c_str(), 1);
+    setenv("LOCAL_WORLD_SIZE", std::to_string(ranks).c_str(), 1);
+    setenv("TORCHELASTIC_RUN_ID", job.c_str(), 1);
+    setenv("RANKS_TEST_SCENARIO", scenario.c_str(), 1);
+    setenv("RANKS_TEST_DTYPE", dtype.c_str(), 1);
+    setenv("RANKS_TEST_JOB", job.c_str(), 1);
+    setenv("RANKS_TEST_PATH", PathOf(job, rank).c_str(), 1);
+    setenv("OFFLOADD_DISABLE", "0", 1);
+    char program[] = "/proc/self/exe";
+    char* arguments[] = {program, nullptr};
+    pid_t pid = 0;
+    EXPECT_EQ(posix_spawn(&pid, program, nullptr, nullptr, arguments, environ), 0);
+    children.push_back(pid);
+  }
+  for (const char* name : {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+                           "TORCHELASTIC_RUN_ID", "RANKS_TEST_SCENARIO"})
+    unsetenv(name);
+  std::vector<int> codes;
+  for (const pid_t pid : children) {
+    int status = 0;
+    waitpid(pid, &status, 0);
+    codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
+  }
+  return codes;
+}
+
+Log RunAlone(const std::string& scenario, int ranks, const std::string& dtype) {
+  setenv("OFFLOADD_DISABLE", "1", 1);
+  Run run(ranks, DtypeOf(dtype), OptionsFor("alone"));
+  for (const Scenario& each : kScenarios) {
+    if (each.name == scenario) each.run(run);
+  }
+  run.LogState();
+  return run.log;
+}
+
+void ExpectEqual(const Log& reference, const Log& rank) {
+  ASSERT_EQ(reference.names, rank.names);
+  ASSERT_EQ(reference.values.size(), rank.values.size());
+  for (size_t i = 0; i < reference.values.size(); ++i) {
+    const Tensor &expected = reference.values[i], &actual = rank.values[i];
+    ASSERT_EQ(expected.scalar_type(), actual.scalar_type()) << reference.names[i];
+    EXPECT_TRUE(torch::equal(expected, actual))
+        << reference.names[i] << " (entry " << i << ") differs in "
+        << (expected != actual).sum().item<int64_t>() << " of " << expected.numel() << " elements";
+  }
+}
+
+// ---- Tests -------------------------------------------------------------------------------------
+
+struct Case {
+  const char* scenario;
+  int ranks;
+  const char* dtype;
+  bool spills = false;
+  std::string Job() const {
+    return std::string(scenario) + std::to_string(ranks) + dtype + (spills ? "Spilled" : "");
+  }
+};
+
+class RanksTest : public ::testing::TestWithParam<Case> {};
+
+TEST_P(RanksTest, ComputeWhatOneProcessDoes) {
+  const auto [scenario, ranks, dtype] = GetParam();
+  const std::string job = GetParam().Job();
+  const std::vector<int> codes = RunRanks(scenario, ranks, dtype, job);
+  ASSERT_EQ(codes, std::vector<int>(ranks, 0));
+  const Log reference = RunAlone(scenario, ranks, dtype);
+  for (int rank = 0; rank < ranks; ++rank) {
+    SCOPED_TRACE(rank);
+    ExpectEqual(reference, Log::Load(PathOf(job, rank)));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, RanksTest,
+    ::testing::Values(Case{"Ordinary", 1, "bf16"}, Case{"Ordinary", 2, "bf16"},
+                      Case{"Ordinary", 3, "fp32"}, Case{"Ordinary", 4, "fp32"},
+                      Case{"UnevenPaths", 2, "fp32"}, Case{"UnevenPaths", 3, "bf16"},
+                      Case{"NeverZeroed", 2, "bf16"}, Case{"SkippedSteps", 2, "fp32"},
+                      Case{"KeptGradients", 2, "fp32"}, Case{"Written", 2, "bf16"},
+                      Case{"Files", 2, "fp32"}, Case{"Ordinary", 2, "fp32", /*spills=*/true},
+                      Case{"Written", 2, "bf16", true}),
+    [](const auto& info) { return info.param.Job(); });
+
+struct Refusal {
+  const char* scenario;
+  int rank;          // who says why
+  const char* text;  // what it says
+};
+
+class RefusalTest : public ::testing::TestWithParam<Refusal> {};
+
+TEST_P(RefusalTest, EndsAllRanksWithTheReason) {
+  const auto [scenario, rank, text] = GetParam();
+  const std::vector<int> codes = RunRanks(scenario, 2, "fp32", scenario);
+  EXPECT_EQ(codes, (std::vector<int>{1, 1}));
+  std::stringstream said;
+  said << std::ifstream(PathOf(scenario, rank) + ".failure").rdbuf();
+  EXPECT_NE(said.str().find(text), std::string::npos) << said.str();
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, RefusalTest,
+    ::testing::Values(Refusal{"EditedByOneRank", 0, "up.weight"},
+                      Refusal{"ChangedInPlaceByOtherRanks", 1,
+                              "OFD-1606 parameter 'up.weight' is changed"},
+                      Refusal{"AddedToClipped", 0, "call zero_grad() before the next"},
+                      Refusal{"DifferentialGradient", 0, "create_graph"},
+                      Refusal{"ReadAmidBackward", 0, "while backward runs"},
+                      Refusal{"ReducedByTrainerToo", 0, "DistributedDataParallel"}),
+    [](const auto& info) { return info.param.scenario; });
+
+TEST(RanksTrainerStateTest, IsOfEachRankAndEmptyForNewOnes) {
+  EXPECT_EQ(RunRanks("KeepsTrainerState", 2, "fp32", "state"), std::vector<int>(2, 0));
+  EXPECT_EQ(RunRanks("FindsTrainerState", 3, "fp32", "state"), std::vector<int>(3, 0));
+}
+
+}  // namespace
+
+int ChildMain() {
+  return BeARank(getenv("RANKS_TEST_SCENARIO"), atoi(getenv("WORLD_SIZE")),
+                 getenv("RANKS_TEST_DTYPE"), getenv("RANKS_TEST_PATH"), getenv("RANKS_TEST_JOB"));
+}
+
+}  // namespace offload
+
+int main(int argc, char** argv) {
+  if (getenv("RANKS_TEST_SCENARIO") != nullptr) return offload::ChildMain();
+  ::testing::InitGoogleTest(&argc, argv);
+  return RUN_ALL_TESTS();
+}

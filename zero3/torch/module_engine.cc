@@ -1,0 +1,97 @@
+#include "zero3/torch/module_engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/error.h"
+#include "zero3/torch/born_residency.h"
+#include "zero3/torch/optimizers.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload::zero3 {
+
+// ---- Modules and their optimizers --------------------------------------------------------------
+
+std::vector<NamedTensor> ModuleList::Names(const torch::nn::Module& module) const {
+  return NamedParameters(module, count_ == 0 ? "" : absl::StrCat(count_, "/"));
+}
+
+int ModuleList::NumberOf(std::string_view name) {
+  const size_t slash = name.find('/');
+  int number = 0;
+  if (slash == std::string_view::npos ||
+      !absl::SimpleAtoi(absl::string_view(name.data(), slash), &number))
+    return 0;
+  return number;
+}
+
+ParameterGroups ModuleList::LeaveToOthers(const torch::nn::Module& module,
+                                          ParameterGroups groups) const {
+  if (claimed_.empty() || groups.size() != 1 || groups.front().has_options()) return groups;
+  const std::vector<at::Tensor>& all = groups.front().params();
+  const ParameterGroups whole = OneGroup(module);
+  const auto is_same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
+  if (!std::equal(all.begin(), all.end(), whole.front().params().begin(),
+                  whole.front().params().end(), is_same))
+    return groups;
+  std::vector<at::Tensor> free;
+  for (const at::Tensor& parameter : all) {
+    if (!claimed_.contains(parameter.unsafeGetTensorImpl())) free.push_back(parameter);
+  }
+  if (free.empty()) {
+    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
+                          "every parameter of the module has an optimizer already",
+                          "Give each optimizer a module, or explicit groups, of its own"));
+  }
+  ParameterGroups left;
+  left.emplace_back(std::move(free));
+  return left;
+}
+
+void ModuleList::CheckFree(const ParameterGroups& groups) const {
+  std::unordered_set<const void*> seen;
+  for (const auto& group : groups) {
+    for (const at::Tensor& parameter : group.params()) {
+      const void* const impl = parameter.unsafeGetTensorImpl();
+      const bool twice = !seen.insert(impl).second;
+      if (!twice && !claimed_.contains(impl)) continue;
+      ThrowStatus(MakeError(
+          ErrorId::kBadValue,
+          absl::StrCat("a parameter of shape [", absl::StrJoin(parameter.sizes(), ", "), "] is in ",
+                       twice ? "two places of the optimizer's groups"
+                             : "the groups of an optimizer, but another one has it already"),
+          "Name every parameter once, in the groups of one optimizer"));
+    }
+  }
+}
+
+void ModuleList::Claim(const ParameterGroups& groups) {
+  for (const auto& group : groups) {
+    for (const at::Tensor& parameter : group.params())
+      claimed_.insert(parameter.unsafeGetTensorImpl());
+  }
+}
+
+// ---- The engine --------------------------------------------------------------------------------
+
+void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& groups,
+                          const kernels::OptimizerSpec& optimizer) {
+  EndConstruction();
+  for (const at::Tensor& buffer : module.buffers()) LearnStorage(buffer);
+  modules_.CheckFree(groups);
+  modules_.Add(tensors_->Attach(modules_.Names(module), optimizer));
+  modules_.Claim(groups);
+}
+
+std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::Module& module,
+                                                                     ParameterGroups groups,
+                                                                     NamedOptimizer&& optimizer) {
+  groups = modules_.LeaveToOthers(module, std::move(groups));
+  Attach(module, groups, SpecOfAll(optimizer, groups));
+  return MakeOffloadOptimizer(tensors_, std::move(groups), std::move(optimizer));
+}
+
+}  // namespace offload::zero3

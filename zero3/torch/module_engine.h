@@ -1,0 +1,94 @@
+// zero3/torch/module_engine.h
+//
+// offload::Engine for C++ modules: lists their parameters for the tensor engine, and gives each
+// optimizer those that are its own.
+//
+// Several modules may be parts of one job. The first one's tensors have the names that the module
+// gives them, those of the n-th further one begin with "n/" (1/fc.weight), so that names are the
+// same in every run that attaches the same modules in the same order. A tensor that two modules
+// share is one tensor, with its first name, and is updated by the first optimizer that has it.
+//
+// Thread safety: as offload::Engine.
+#pragma once
+
+#include <offload/torch.h>
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "zero3/torch/tensor_engine.h"
+
+namespace offload::zero3 {
+
+using ParameterGroups = std::vector<torch::optim::OptimizerParamGroup>;
+
+// Which parameters have an optimizer already, and what modules are called: the same with and
+// without a daemon.
+class ModuleList {
+ public:
+  // The parameters of a module under the names that they have in the job.
+  std::vector<NamedTensor> Names(const torch::nn::Module& module) const;
+  // Which module a name belongs to: 0 for the first.
+  static int NumberOf(std::string_view name);
+  // They are attached; `has_new` when some were not before.
+  void Add(bool has_new) { count_ += has_new ? 1 : 0; }
+
+  // `groups`, or, when they are all of the module's parameters in one group without options, those
+  // of them that no optimizer has. OFD-1604 when there are none.
+  ParameterGroups LeaveToOthers(const torch::nn::Module& module, ParameterGroups groups) const;
+  // OFD-1002 when one is in two places, or has an optimizer already.
+  void CheckFree(const ParameterGroups& groups) const;
+  void Claim(const ParameterGroups& groups);
+
+ private:
+  int count_ = 0;
+  std::unordered_set<const void*> claimed_;  // TensorImpl
+};
+
+class ModuleEngine final : public Engine {
+ public:
+  explicit ModuleEngine(std::shared_ptr<TensorEngine> tensors) : tensors_(std::move(tensors)) {}
+
+  std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
+                                                         ParameterGroups groups,
+                                                         NamedOptimizer&& optimizer) override;
+  void Seal() override { tensors_->Seal(); }
+  int rank() const override { return static_cast<int>(tensors_->attachment()->rank()); }
+  int world_size() const override { return static_cast<int>(tensors_->attachment()->world_size()); }
+  std::vector<std::string> Exchange(std::string blob) override {
+    return tensors_->Exchange(std::move(blob));
+  }
+  int64_t step() const override { return tensors_->step(); }
+  void WaitDurable() override { tensors_->WaitDurable(); }
+  void SetTrainerState(std::string blob) override { tensors_->SetTrainerState(std::move(blob)); }
+  std::string TrainerState() const override { return tensors_->trainer_state(); }
+  torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override {
+    return tensors_->Gather(parameter, plane);
+  }
+  void SetInitialWeights(std::string path, LoadOptions options) override {
+    tensors_->SetInitialWeights(std::move(path), std::move(options));
+  }
+  void LoadWeights(const std::string& path, const LoadOptions& options) override {
+    tensors_->LoadWeights(path, options);
+  }
+  void SaveWeights(const std::string& folder, const SaveOptions& options) override {
+    tensors_->SaveWeights(folder, options);
+  }
+  Statistics statistics() const override { return tensors_->statistics(); }
+  PlanSummary plan() const override { return tensors_->plan(); }
+
+  TensorEngine& tensors() const { return *tensors_; }
+
+ private:
+  void Attach(torch::nn::Module& module, const ParameterGroups& groups,
+              const kernels::OptimizerSpec& optimizer);
+
+  const std::shared_ptr<TensorEngine> tensors_;
+  ModuleList modules_;
+};
+
+}  // namespace offload::zero3

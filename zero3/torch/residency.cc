@@ -1,0 +1,106 @@
+#include "zero3/torch/residency.h"
+
+#include <exception>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+
+namespace offload::zero3 {
+
+Residency::Residency(std::string name, std::string subject, c10::Device device, size_t size_bytes,
+                     std::byte* home)
+    : name_(std::move(name)),
+      subject_(std::move(subject)),
+      size_bytes_(size_bytes),
+      swap_(*this, device, size_bytes, home) {}
+
+bool Residency::IsWhole(const at::Tensor& tensor) const {
+  return tensor.storage_offset() == 0 && tensor.is_contiguous() &&
+         static_cast<size_t>(tensor.numel()) * tensor.element_size() == size_bytes_;
+}
+
+void Residency::Unreference() {
+  if (references_.fetch_sub(1, std::memory_order_acq_rel) == 1) delete this;
+}
+
+bool Residency::ReferenceIfAlive() {
+  int references = references_.load(std::memory_order_relaxed);
+  while (references > 0 && !references_.compare_exchange_weak(references, references + 1)) {
+  }
+  return references > 0;
+}
+
+void Residency::OnStorageDeath() {
+  std::lock_guard lock(mutex_);
+  swap_.Die();
+  ForgetStorage();
+}
+
+void Residency::LearnSlowly(c10::StorageImpl* storage) {
+  std::lock_guard lock(mutex_);
+  swap_.Learn(storage, ReleasedText());
+}
+
+void Residency::LeaveStorage() {
+  std::lock_guard lock(mutex_);
+  swap_.Leave();
+}
+
+std::string Residency::ReleasedText() const {
+  return std::string(
+      MakeError(ErrorId::kReleased,
+                absl::StrCat(subject_,
+                             " is offloaded: its bytes are in memory only while an operation uses "
+                             "them"))
+          .message());
+}
+
+thread_local Pins* Pins::top_ = nullptr;
+
+void Pins::Add(Residency* residency, Access access) {
+  residency->Pin(access);
+  residency->Reference();
+  // Those that write unpin last: the daemon may need the memory of the others to take what they
+  // put back.
+  residencies_.insert(access == Access::kRead ? residencies_.end() : residencies_.begin(),
+                      residency);
+}
+
+void Pins::AddPinned(Residency* residency) {
+  residency->Reference();
+  residencies_.push_back(residency);
+}
+
+void Pins::Finish(Completion* done) {
+  std::exception_ptr failure;
+  while (!residencies_.empty()) {
+    Residency* residency = residencies_.back();
+    try {
+      residency->Unpin(done);
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+    residencies_.pop_back();
+    residency->Unreference();
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+Pins::~Pins() {
+  try {
+    Finish();
+  } catch (...) {  // an operator is failing already, with its own reason
+  }
+  top_ = below_;
+}
+
+int Pins::CountOwn(const Residency* residency) {
+  int count = 0;
+  for (const Pins* pins = top_; pins != nullptr; pins = pins->below_) {
+    for (const Residency* pinned : pins->residencies_) count += pinned == residency ? 1 : 0;
+  }
+  return count;
+}
+
+}  // namespace offload::zero3

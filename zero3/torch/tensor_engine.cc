@@ -1,0 +1,698 @@
+#include "zero3/torch/tensor_engine.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <malloc.h>
+#include <spdlog/sinks/stdout_sinks.h>
+#include <spdlog/spdlog.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <span>
+#include <unordered_set>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/byte_size.h"
+#include "base/check.h"
+#include "base/error.h"
+#include "proto/shm_abi.h"
+#include "zero3/torch/born_residency.h"
+#include "zero3/torch/summed_gradient.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload::zero3 {
+namespace {
+
+constexpr uint64_t kBlockBytes = 8ull << 20;  // of staging, for loading and gathering
+
+spdlog::logger& Log() {
+  static const auto* const kLogger =
+      new std::shared_ptr<spdlog::logger>(std::make_shared<spdlog::logger>(
+          "offload", std::make_shared<spdlog::sinks::stderr_sink_mt>()));
+  return **kLogger;
+}
+
+[[noreturn]] void Unsupported(std::string_view name, std::string_view why) {
+  ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
+                        absl::StrCat("parameter '", std::string(name), "' ", std::string(why))));
+}
+
+void CheckSupported(const std::string& name, const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided) Unsupported(name, "is sparse");
+  if (!tensor.device().is_cpu())
+    Unsupported(name, absl::StrCat("is on device ", tensor.device().str()));
+  if (tensor.scalar_type() != at::kFloat && tensor.scalar_type() != at::kBFloat16) {
+    Unsupported(name, absl::StrCat("has dtype ", c10::toString(tensor.scalar_type()),
+                                   ", float32 and bfloat16 are supported"));
+  }
+  if (!tensor.is_contiguous()) Unsupported(name, "is not contiguous");
+  const size_t size_bytes = tensor.numel() * tensor.element_size();
+  const size_t storage_bytes = tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes();
+  if (tensor.storage_offset() != 0 || storage_bytes != size_bytes) {
+    Unsupported(name, absl::StrCat("is a view of a larger tensor (", size_bytes, " of ",
+                                   storage_bytes, " bytes)"));
+  }
+}
+
+std::string Key(const std::string& text) { return absl::StrCat("'", text, "'"); }
+
+// Of a tensor over the storage of one that is known.
+void CheckShared(const NamedTensor& named, const std::string& first_name, at::IntArrayRef sizes,
+                 bool same_type, bool first_trains) {
+  if (named.tensor.sizes() != sizes || !same_type) {
+    Unsupported(named.name, absl::StrCat("shares the memory of parameter ", Key(first_name),
+                                         " with another shape or type"));
+  }
+  if (named.tensor.requires_grad() && first_trains) {
+    Unsupported(named.name,
+                absl::StrCat("shares the memory of parameter ", Key(first_name),
+                             " but has a gradient of its own: register the same tensor twice"));
+  }
+}
+
+proto::Dtype DtypeOf(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kFloat ? proto::Dtype::kFloat32 : proto::Dtype::kBFloat16;
+}
+
+// Tells on stderr how far a format is, when it takes long.
+class Progress {
+ public:
+  void operator()(uint64_t done, uint64_t total) {
+    const auto now = std::chrono::steady_clock::now();
+    if (now - last_ < std::chrono::seconds(2)) return;
+    last_ = now;
+    Log().info("formatting the store: {} of {}", FormatDecimalBytes(done),
+               FormatDecimalBytes(total));
+  }
+
+ private:
+  std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+};
+
+}  // namespace
+
+TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
+                           std::unique_ptr<client::Session> session, client::JobInfo job)
+    : options_(options),
+      ram_bytes_(ram_bytes),
+      exists_(job.exists),
+      attachment_(std::make_shared<Attachment>(std::move(session))),
+      step_(job.step),
+      state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))) {
+  // How often tensors were updated is the same in all ranks, what the trainer keeps is not.
+  if (!job.trainer_state_is_own) state_.trainer.clear();
+  attachment_->SetSealing([this] { MakeStore(); });
+}
+
+TensorEngine::~TensorEngine() {
+  attachment_->SetSealing(nullptr);
+  try {
+    if (sums_ != nullptr) sums_->Close();
+    for (Gradient* gradient : gradients_) {
+      if (gradient == nullptr) continue;
+      gradient->Close();
+      gradient->Unreference();
+    }
+    for (WeightResidency* weight : weights_) {
+      weight->Close();
+      weight->Unreference();
+    }
+    attachment_->Close();
+  } catch (const std::exception& error) {
+    Log().error("closing the job: {}", error.what());
+  }
+}
+
+// ---- Attach ------------------------------------------------------------------------------------
+
+void TensorEngine::CheckFree(const NamedTensor& named) const {
+  Residency* const residency = Residency::Of(named.tensor);
+  if (residency == nullptr) return;
+  if (const auto* born = dynamic_cast<const BornResidency*>(residency)) {
+    if (born->attachment() != attachment_.get())
+      Unsupported(named.name, "was constructed for another engine");
+    return;
+  }
+  auto* const weight = dynamic_cast<WeightResidency*>(residency);
+  if (weight == nullptr || !weight->closed()) Unsupported(named.name, "belongs to another engine");
+  if (!exists_ && initial_weights_.empty()) {
+    Unsupported(named.name,
+                "has its values in the job of an engine that is closed, a new job cannot begin "
+                "with them: give it a model in memory");
+  }
+}
+
+// Several of one storage become one.
+std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
+    std::span<const NamedTensor> tensors) const {
+  std::vector<Parameter> parameters;
+  std::unordered_map<const void*, size_t> by_storage;
+  std::unordered_set<const void*> seen;
+  for (const NamedTensor& named : tensors) {
+    const at::Tensor& tensor = named.tensor;
+    if (!tensor.defined() || tensor.numel() == 0 ||
+        !seen.insert(tensor.unsafeGetTensorImpl()).second ||
+        ids_.contains(tensor.unsafeGetTensorImpl()))
+      continue;
+    CheckSupported(named.name, tensor);
+    if (const WeightResidency* const weight = Own(tensor)) {
+      const proto::Tensor& known = declared_[weight->tensor()];
+      CheckShared(named, known.name, known.shape, DtypeOf(tensor) == known.dtype, known.trainable);
+      continue;
+    }
+    CheckFree(named);
+    const void* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    const auto [known, is_new] = by_storage.emplace(storage, parameters.size());
+    if (is_new) {
+      parameters.push_back({named.name, tensor, {}, tensor.requires_grad()});
+      continue;
+    }
+    Parameter& first = parameters[known->second];
+    CheckShared(named, first.name, first.tensor.sizes(), DtypeOf(tensor) == DtypeOf(first.tensor),
+                first.trainable);
+    // The one with the gradient stands for all.
+    first.aliases.push_back(tensor);
+    if (tensor.requires_grad()) std::swap(first.tensor, first.aliases.back());
+    first.trainable |= tensor.requires_grad();
+  }
+  return parameters;
+}
+
+WeightResidency* TensorEngine::Own(const at::Tensor& tensor) const {
+  auto* const weight = dynamic_cast<WeightResidency*>(Residency::Of(tensor));
+  return weight != nullptr && weight->attachment() == attachment_.get() ? weight : nullptr;
+}
+
+// What one keeps of a tensor is what the other does.
+static bool KeepTheSame(const kernels::OptimizerSpec& a, const kernels::OptimizerSpec& b) {
+  if (a.index() != b.index()) return false;
+  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
+    if ((a.Plane(i) == nullptr) != (b.Plane(i) == nullptr)) return false;
+  }
+  return true;
+}
+
+PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
+                                    const kernels::OptimizerSpec& optimizer) const {
+  std::vector<proto::Tensor> tensors = declared_;
+  for (const Parameter& parameter : more) {
+    tensors.push_back({.name = parameter.name,
+                       .shape = parameter.tensor.sizes().vec(),
+                       .dtype = DtypeOf(parameter.tensor),
+                       .trainable = parameter.trainable,
+                       .element_count = static_cast<uint64_t>(parameter.tensor.numel())});
+  }
+  return {.catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors), optimizer)),
+          .ram_bytes = ram_bytes_,
+          .always_spill_gradients = options_.spill_gradients,
+          .world_size = options_.gradients == "stream" ? attachment_->world_size() : 1};
+}
+
+bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
+                          const kernels::OptimizerSpec& optimizer) {
+  std::vector<Parameter> parameters = FindNew(tensors);
+  if (parameters.empty() && declared_.empty())
+    ThrowStatus(MakeError(ErrorId::kUnsupportedModel, "the module has no parameters"));
+  if (!declared_.empty() && !KeepTheSame(optimizer, optimizer_)) {
+    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
+                          "the job has an optimizer that keeps other moments",
+                          "Use optimizers of one kind for all parts of a job, or a job for each"));
+  }
+  if (!parameters.empty() && attached_.sealed) {
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedModel,
+        absl::StrCat("parameter ", Key(parameters.front().name),
+                     " is attached after the store of job ", Key(options_.job), " was made"),
+        "Attach all modules of a job before the first operation on one of them, or open an engine "
+        "with a job of its own"));
+  }
+  PlanInput input = DescribeJob(parameters, optimizer);
+  if (!parameters.empty()) ThrowIfError(MakePlan(input).status());
+  NameForFiles(tensors);
+  if (!parameters.empty()) {
+    declared_ = std::move(input.catalogue.tensors);
+    optimizer_ = optimizer;
+  }
+  const bool has_new = !parameters.empty();
+  for (Parameter& parameter : parameters) Adopt(std::move(parameter));
+  MarkAliases(tensors);
+  return has_new;
+}
+
+void TensorEngine::Adopt(Parameter parameter) {
+  const at::NoGradGuard no_grad;
+  const auto id = static_cast<uint32_t>(weights_.size());
+  parameter.aliases.push_back(parameter.tensor);
+  for (at::Tensor& tensor : parameter.aliases) Mark(tensor, id);
+  const size_t size_bytes = parameter.tensor.numel() * parameter.tensor.element_size();
+  weights_.push_back(
+      new WeightResidency(attachment_, id, parameter.name, parameter.tensor.device(), size_bytes));
+  weights_.back()->Adopt(
+      parameter.tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+  gradients_.push_back(nullptr);
+  attached_.trained.push_back(parameter.trainable ? parameter.tensor : at::Tensor());
+}
+
+void TensorEngine::Mark(at::Tensor tensor, uint32_t id) {
+  if (!tensor.key_set().has(kManagedKey)) tensor.set_data(WithManagedKey(tensor));
+  ids_[tensor.unsafeGetTensorImpl()] = id;
+}
+
+// Files see the tensors as they are attached, under all their names.
+void TensorEngine::NameForFiles(std::span<const NamedTensor> tensors) {
+  if (attached_.sealed) return;
+  std::vector<NamedTensor> names = attached_.names;
+  std::unordered_set<std::string> known;
+  for (const NamedTensor& named : names) known.insert(named.name);
+  for (const NamedTensor& named : tensors) {
+    if (named.tensor.defined() && known.insert(named.name).second) names.push_back(named);
+  }
+  file_weights_ = ValueOrThrow(FindFileWeights(names));
+  for (FileWeight& weight : file_weights_) weight.tensor.reset();
+  attached_.names = std::move(names);
+}
+
+// Tensors of this list over storages that an earlier one brought.
+void TensorEngine::MarkAliases(std::span<const NamedTensor> tensors) {
+  const at::NoGradGuard no_grad;
+  for (const NamedTensor& named : tensors) {
+    if (!named.tensor.defined() || ids_.contains(named.tensor.unsafeGetTensorImpl())) continue;
+    if (const WeightResidency* const weight = Own(named.tensor))
+      Mark(named.tensor, weight->tensor());
+  }
+}
+
+// ---- The store ---------------------------------------------------------------------------------
+
+void TensorEngine::Seal() {
+  RequireAttached();
+  attachment_->EnsureSealed();
+}
+
+void TensorEngine::RequireAttached() const {
+  if (declared_.empty()) ThrowStatus(NotAttached());
+}
+
+// Runs where the first operator happens to be: what it makes is of ordinary mode nevertheless.
+void TensorEngine::MakeStore() {
+  if (store_failure_) std::rethrow_exception(store_failure_);
+  const c10::InferenceMode ordinary(false);
+  const at::NoGradGuard no_grad;
+  std::optional<WeightFile> initial = OpenInitialWeights();
+  try {
+    Declare();
+    StartWeights(initial.has_value() ? &*initial : nullptr);
+    WatchGradients();
+    BringHome(attachment_.get());
+    if (!exists_)
+      ThrowIfError(attachment_->session().Publish(ValueOrThrow(EncodeTrainerState(state_))));
+  } catch (...) {
+    store_failure_ = std::current_exception();  // the daemon takes a declaration once
+    throw;
+  }
+  attached_ = {.sealed = true};
+  malloc_trim(0);  // the model's own bytes go back to the kernel
+}
+
+void TensorEngine::Declare() {
+  PlanInput input = DescribeJob({}, optimizer_);
+  Plan plan = ValueOrThrow(MakePlan(input));
+  client::Session& session = attachment_->session();
+  ThrowIfError(session.DeclareTensors(input.catalogue.tensors));
+  ThrowIfError(session.Seal(optimizer_, plan.memory, plan.pins_offset, Progress()));
+  attachment_->SetPlan(std::move(input), std::move(plan));
+  const size_t count = declared_.size();
+  if (!exists_ || state_.update_counts.empty()) state_.update_counts.assign(count, 0);
+  if (state_.update_counts.size() != count) {
+    ThrowStatus(
+        MakeError(ErrorId::kOtherModel, absl::StrCat("the job has ", state_.update_counts.size(),
+                                                     " parameters, the model ", count)));
+  }
+}
+
+// Those of a new job are the first rank's.
+void TensorEngine::StartWeights(WeightFile* initial) {
+  const bool puts = !exists_ && attachment_->rank() == 0;
+  if (puts && initial != nullptr) LoadFrom(*initial);
+  for (uint32_t id = 0; id < weights_.size(); ++id) {
+    if (puts && initial == nullptr) LoadInitial(id);
+    weights_[id]->Start();
+  }
+}
+
+void TensorEngine::WatchGradients() {
+  const Plan& plan = attachment_->plan();
+  if (plan.gradients_spilled)
+    gradient_window_ =
+        std::make_shared<GradientWindow>(plan.gradient_window_offset, plan.gradient_window_bytes);
+  if (plan.memory.world_size > 1)
+    sums_ = std::make_shared<GradientSums>(attachment_, /*step=*/step_ + 1);
+  for (uint32_t id = 0; id < weights_.size(); ++id) {
+    if (!attached_.trained[id].defined()) continue;
+    gradients_[id] = MakeGradient(id);
+    gradients_[id]->Watch();
+  }
+}
+
+Gradient* TensorEngine::MakeGradient(uint32_t id) {
+  const proto::GradientHome home = attachment_->plan().memory.gradients[id].home;
+  const bool spilled =
+      home == proto::GradientHome::kScratch || home == proto::GradientHome::kSlabScratch;
+  auto window = spilled ? gradient_window_ : nullptr;
+  const at::Tensor& parameter = attached_.trained[id];
+  if (sums_ == nullptr) return new Gradient(attachment_, std::move(window), id, parameter);
+  return new SummedGradient(attachment_, std::move(window), sums_, id, parameter);
+}
+
+absl::Status TensorEngine::StreamIn(uint32_t id, Fill fill) {
+  const proto::Tensor& tensor = attachment_->tensor(id);
+  const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
+  const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
+  Staging::Piece piece = attachment_->staging().Take(
+      std::min(kBlockBytes, proto::PaddedBytes(tensor.element_count * element_bytes)));
+  const uint64_t blocks = std::max<uint64_t>(piece.size_bytes() / extent_bytes, 1);
+  std::deque<client::Ticket> tickets;
+  absl::Status failure;
+  const auto wait_for_oldest = [&] {
+    failure.Update(attachment_->session().Wait(tickets.front()));
+    tickets.pop_front();
+  };
+  for (uint64_t begin = 0, block = 0; begin < tensor.element_count && failure.ok();
+       begin += proto::kExtentElements, ++block) {
+    if (tickets.size() == blocks) wait_for_oldest();
+    const uint64_t count = std::min<uint64_t>(tensor.element_count - begin, proto::kExtentElements);
+    const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
+    failure.Update(fill(begin, count, offset));
+    if (failure.ok()) tickets.push_back(attachment_->session().Put(id, begin, count, offset));
+  }
+  while (!tickets.empty()) wait_for_oldest();
+  return failure;
+}
+
+// From what the tensors held, where a new job finds its weights.
+void TensorEngine::LoadInitial(uint32_t id) {
+  const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(id).dtype);
+  const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
+    return weights_[id]->ReadInitial(begin * element_bytes, count * element_bytes, offset);
+  };
+  ThrowIfError(StreamIn(id, fill), absl::StrCat("parameter ", Key(weights_[id]->name())));
+}
+
+// From a file that fits.
+void TensorEngine::LoadFrom(WeightFile& file) {
+  for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
+    const FileWeight& weight = file_weights_[at];
+    if (weight.ElementCount() == 0) continue;  // the daemon does not know it
+    OFFLOAD_CHECK(weight.name == attachment_->tensor(id).name) << weight.name;
+    const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
+      return file.Read(weight, begin, count, attachment_->region() + offset);
+    };
+    ThrowIfError(StreamIn(id, fill), absl::StrCat("parameter ", Key(weight.name)));
+    ++id;
+  }
+}
+
+std::optional<WeightFile> TensorEngine::OpenInitialWeights() {
+  if (initial_weights_.empty()) return std::nullopt;
+  if (exists_) {
+    Log().info("job {} exists, at step {}: it keeps its weights, {} is not loaded", options_.job,
+               step_, initial_weights_);
+    return std::nullopt;
+  }
+  return ValueOrThrow(WeightFile::Open(initial_weights_, file_weights_, initial_options_),
+                      initial_weights_);
+}
+
+// ---- The step ----------------------------------------------------------------------------------
+
+Gradient* TensorEngine::GradientOf(const at::Tensor& parameter) const {
+  const auto known = ids_.find(parameter.unsafeGetTensorImpl());
+  if (known == ids_.end())
+    Unsupported("?", absl::StrCat("of shape [", absl::StrJoin(parameter.sizes(), ", "),
+                                  "] was not in the module when it was attached"));
+  const uint32_t id = known->second;
+  if (Residency::Of(parameter) != weights_[id]) {
+    Unsupported(weights_[id]->name(),
+                "has another storage than when it was attached (set_data, or a cast): attach after "
+                "such changes");
+  }
+  if (gradients_[id] == nullptr)
+    Unsupported(weights_[id]->name(), "was frozen when it was attached, and has a gradient now");
+  return gradients_[id];
+}
+
+bool TensorEngine::MayHaveGradient(const at::Tensor& parameter) const {
+  if (parameter.numel() == 0) return false;
+  if (parameter.grad().defined()) return true;
+  const auto known = ids_.find(parameter.unsafeGetTensorImpl());
+  return sums_ != nullptr && known != ids_.end() && gradients_[known->second] != nullptr;
+}
+
+void TensorEngine::Step(std::span<const GroupUpdate> updates) {
+  Seal();
+  CheckWhole();
+  client::StepCommand command;
+  command.step = step_ + 1;
+  std::vector<uint32_t> stepped;
+  for (uint32_t group = 0; group < updates.size(); ++group) {
+    command.groups.push_back(updates[group].group);
+    for (const at::Tensor& parameter : updates[group].tensors) {
+      if (!MayHaveGradient(parameter)) continue;
+      Gradient* const gradient = GradientOf(parameter);
+      if (!gradient->PrepareStep()) continue;
+      const uint32_t id = ids_.at(parameter.unsafeGetTensorImpl());
+      stepped.push_back(id);
+      command.updates.push_back({id, group, state_.update_counts[id] + 1});
+      gradient->Describe(command.updates.back());
+    }
+  }
+  struct TrainerState next = state_;
+  for (const uint32_t id : stepped) ++next.update_counts[id];
+  command.has_trainer_state = true;
+  command.trainer_state = ValueOrThrow(EncodeTrainerState(next));
+  for (const uint32_t id : stepped) gradients_[id]->FinishWriting();
+
+  if (sums_ != nullptr) command.passes = sums_->stream().passes();
+  std::vector<uint32_t> ahead;
+  if (EndsRound(updates)) ahead = attachment_->EndScheduleStep();
+  ThrowIfError(attachment_->session().Step(command));
+  if (sums_ != nullptr) ThrowIfError(sums_->stream().Stepped());
+  state_ = std::move(next);
+  ++step_;
+  for (const uint32_t id : stepped) gradients_[id]->BeginUpdate();
+  attachment_->Prefetch(ahead);
+}
+
+// Several optimizers take turns: a round of the schedule ends with the step of one of them, and
+// with that of another when this one steps no more.
+bool TensorEngine::EndsRound(std::span<const GroupUpdate> updates) {
+  constexpr int kStepsOfARoundMax = 64;
+  const auto first = std::find_if(updates.begin(), updates.end(), [](const GroupUpdate& update) {
+    return !update.tensors.empty();
+  });
+  const void* const optimizer =
+      first == updates.end() ? nullptr : first->tensors.front().unsafeGetTensorImpl();
+  if (optimizer != round_ends_with_ && ++steps_of_round_ < kStepsOfARoundMax &&
+      round_ends_with_ != nullptr)
+    return false;
+  round_ends_with_ = optimizer;
+  steps_of_round_ = 0;
+  return true;
+}
+
+// ---- The rest ----------------------------------------------------------------------------------
+
+void TensorEngine::WaitDurable() {
+  if (!declared_.empty()) Seal();
+  ValueOrThrow(attachment_->session().WaitDurable());
+}
+
+void TensorEngine::SetTrainerState(std::string blob) {
+  struct TrainerState next = state_;
+  next.trainer = std::move(blob);
+  ValueOrThrow(EncodeTrainerState(next));  // refuses what is too long here, not at the step
+  state_ = std::move(next);
+}
+
+uint32_t TensorEngine::IdOf(const at::Tensor& parameter) const {
+  const auto known = ids_.find(parameter.unsafeGetTensorImpl());
+  if (known != ids_.end()) return known->second;
+  if (const WeightResidency* const weight = Own(parameter);
+      weight != nullptr && weight->IsWhole(parameter))
+    return weight->tensor();
+  ThrowStatus(MakeError(ErrorId::kBadValue,
+                        absl::StrCat("a tensor of shape [", absl::StrJoin(parameter.sizes(), ", "),
+                                     "] is not an attached parameter")));
+}
+
+at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& plane) {
+  const uint32_t id = IdOf(parameter);
+  Seal();
+  const proto::Tensor& tensor = attachment_->tensor(id);
+  const at::ScalarType own = parameter.scalar_type();
+  // An fp32 weight is its own master, and so is a frozen one.
+  const bool plain_master = own == at::kFloat || !tensor.trainable;
+  const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
+  std::optional<proto::Plane> found = planes.Find(plane);
+  if (plane == "master" && plain_master) found = proto::Plane::kWeight;
+  if (!found.has_value()) {
+    ThrowStatus(
+        MakeError(ErrorId::kBadValue,
+                  absl::StrCat("parameter ", Key(tensor.name), " has no plane ", Key(plane)),
+                  absl::StrCat("Its planes are ", planes.Names())));
+  }
+  const at::ScalarType dtype = *found == proto::Plane::kWeight     ? own
+                               : *found == proto::Plane::kResidual ? at::kShort
+                                                                   : at::kFloat;
+  at::Tensor gathered = at::empty(parameter.sizes(), at::TensorOptions().dtype(dtype));
+  auto* const target = static_cast<std::byte*>(gathered.mutable_data_ptr());
+  const uint64_t element_bytes = gathered.element_size();
+  const auto drain = [&](uint64_t begin, uint64_t count, const std::byte* bytes) {
+    std::memcpy(target + begin * element_bytes, bytes, count * element_bytes);
+    return absl::OkStatus();
+  };
+  ThrowIfError(StreamOut(id, *found, element_bytes, drain),
+               absl::StrCat("parameter ", Key(tensor.name)));
+  return plane == "master" ? gathered.to(at::kFloat) : gathered;
+}
+
+absl::Status TensorEngine::StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes,
+                                     Drain drain) {
+  const uint64_t element_count = attachment_->tensor(id).element_count;
+  const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
+  Staging::Piece piece = attachment_->staging().Take(
+      std::min(kBlockBytes / 2, proto::PaddedBytes(element_count * element_bytes)));
+  const uint64_t blocks = std::max<uint64_t>(piece.size_bytes() / extent_bytes, 1);
+  struct Transfer {
+    client::Ticket ticket;
+    uint64_t begin, count, offset;
+  };
+  std::deque<Transfer> transfers;
+  absl::Status failure;
+  const auto take_oldest = [&] {
+    const Transfer done = transfers.front();
+    transfers.pop_front();
+    failure.Update(attachment_->session().Wait(done.ticket));
+    if (failure.ok())
+      failure.Update(drain(done.begin, done.count, attachment_->region() + done.offset));
+  };
+  for (uint64_t begin = 0, block = 0; begin < element_count && failure.ok();
+       begin += proto::kExtentElements, ++block) {
+    if (transfers.size() == blocks) take_oldest();
+    const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
+    const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
+    transfers.push_back(
+        {attachment_->session().Get(id, plane, begin, count, offset), begin, count, offset});
+  }
+  while (!transfers.empty()) take_oldest();
+  return failure;
+}
+
+void TensorEngine::SetInitialWeights(std::string path, LoadOptions options) {
+  initial_weights_ = std::move(path);
+  initial_options_ = std::move(options);
+}
+
+std::vector<std::string> TensorEngine::Exchange(std::string blob) {
+  if (attachment_->world_size() == 1) return {std::move(blob)};
+  return ValueOrThrow(attachment_->session().Exchange(blob));
+}
+
+// The other ranks wait, first until nobody uses a weight any more, then for what became of it.
+void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& options) {
+  Seal();
+  if (attachment_->world_size() == 1) return LoadAlone(path, options);
+  Exchange("");
+  std::string failure;
+  if (attachment_->rank() == 0) {
+    try {
+      LoadAlone(path, options);
+    } catch (const std::exception& error) {
+      failure = absl::StrCat(half_loaded_ ? "1" : "0", error.what());
+    }
+  }
+  failure = Exchange(std::move(failure)).front();
+  half_loaded_ = absl::StartsWith(failure, "1");
+  if (!failure.empty()) ThrowStatus(absl::AbortedError(failure.substr(1)));
+}
+
+void TensorEngine::LoadAlone(const std::string& path, const LoadOptions& options) {
+  WeightFile file = ValueOrThrow(WeightFile::Open(path, file_weights_, options), path);
+  half_loaded_ = true;
+  LoadFrom(file);
+  ThrowIfError(attachment_->session().EndLoad(), path);
+  half_loaded_ = false;
+}
+
+// The daemon drops half a load by itself, unless a step would make it part of its epoch.
+void TensorEngine::CheckWhole() const {
+  if (half_loaded_)
+    ThrowStatus(MakeError(ErrorId::kHalfLoaded, absl::StrCat("job ", options_.job)));
+}
+
+void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& options) {
+  Seal();
+  CheckWhole();
+  auto writer = ValueOrThrow(CreateWeightFiles(folder, file_weights_, options), folder);
+  for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
+    const FileWeight& weight = file_weights_[at];
+    if (weight.ElementCount() == 0) continue;
+    const uint64_t element_bytes = c10::elementSize(weight.dtype);
+    const auto drain = [&](uint64_t, uint64_t count, const std::byte* bytes) {
+      return writer->Append(weight.name, std::span(bytes, count * element_bytes));
+    };
+    ThrowIfError(StreamOut(id++, proto::Plane::kWeight, element_bytes, drain),
+                 absl::StrCat("parameter ", Key(weight.name)));
+  }
+  ThrowIfError(writer->Commit(), folder);
+}
+
+absl::Status NotAttached() {
+  return MakeError(ErrorId::kBadValue, "the engine has no model yet",
+                   "Attach it with AdamW() or SGD() first");
+}
+
+Statistics TensorEngine::statistics() const {
+  const proto::SlabHeader& header = attachment_->session().slab_header();
+  Statistics statistics;
+  statistics.bytes_read = header.bytes_read.load(std::memory_order_relaxed);
+  statistics.bytes_written = header.bytes_written.load(std::memory_order_relaxed);
+  statistics.resident_bytes = header.resident_bytes.load(std::memory_order_relaxed);
+  statistics.peak_bytes = header.peak_bytes.load(std::memory_order_relaxed);
+  statistics.budget_bytes = ram_bytes_;
+  statistics.durable_step =
+      static_cast<int64_t>(header.durable_step.load(std::memory_order_relaxed));
+  statistics.wait_seconds = attachment_->session().wait_seconds();
+  return statistics;
+}
+
+PlanSummary TensorEngine::plan() {
+  PlanSummary summary;
+  if (declared_.empty()) return summary;
+  Seal();
+  const Plan& plan = attachment_->plan();
+  summary.parameters = plan.parameter_count;
+  summary.state_bytes = plan.state_bytes;
+  summary.gradient_bytes = plan.gradient_bytes;
+  summary.store_bytes = plan.store_bytes;
+  summary.window_bytes = plan.memory.window_bytes;
+  summary.pipeline_bytes = plan.slab.pipeline_block_bytes * plan.memory.pipeline_blocks;
+  summary.resident_bytes = plan.resident_weight_bytes + plan.resident_state_bytes;
+  summary.region_bytes = plan.memory.region_bytes;
+  summary.overhead_bytes = plan.overhead_bytes;
+  summary.total_bytes = plan.total_bytes;
+  summary.gradients_spilled = plan.gradients_spilled;
+  summary.read_bytes_per_parameter = plan.read_bytes_per_parameter;
+  summary.write_bytes_per_parameter = plan.write_bytes_per_parameter;
+  summary.floor_bytes = plan.floor_bytes;
+  summary.floor_without_spilling_bytes = plan.floor_without_spilling_bytes;
+  summary.text = DescribePlan(attachment_->input(), plan);
+  return summary;
+}
+
+}  // namespace offload::zero3

@@ -1,0 +1,163 @@
+// zero3/torch/tensor_engine.h
+//
+// The engine behind every language: attaches lists of named tensors to one job, steps over lists of
+// updates, gathers, loads and saves. Knows no modules and no optimizer classes; those of C++ are
+// adapters over it (module_engine.h).
+//
+// A job's store is made once, for all its tensors: Attach() declares and takes over, Seal() makes
+// the store and moves the weights there. Several engines live side by side, each with its own job
+// and session; nothing is shared but the dispatch key.
+//
+// Invariants
+//   * Attach() checks everything that can be checked without the daemon before it changes a tensor.
+//   * A tensor has the same number at the daemon in every run that attaches the same lists in the
+//   same order.
+//   * Step() has changed nothing when it throws.
+//
+// Thread safety: one thread, when no operation runs on the tensors; operations on any.
+#pragma once
+
+#include <offload/torch.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "client/session.h"
+#include "kernels/optimizer.h"
+#include "zero3/torch/attachment.h"
+#include "zero3/torch/gradient.h"
+#include "zero3/torch/gradient_sums.h"
+#include "zero3/torch/trainer_state.h"
+#include "zero3/torch/weight_residency.h"
+#include "zero3/torch/weights_io.h"
+
+namespace offload::zero3 {
+
+// The tensors that are updated with one set of hyper-parameters; those without gradient are left
+// out.
+struct GroupUpdate {
+  client::Group group;
+  std::span<const at::Tensor> tensors;
+};
+
+class TensorEngine {
+ public:
+  TensorEngine(const Options& options, uint64_t ram_bytes, std::unique_ptr<client::Session> session,
+               client::JobInfo job);
+  ~TensorEngine();
+  TensorEngine(const TensorEngine&) = delete;
+  TensorEngine& operator=(const TensorEngine&) = delete;
+
+  // Adds parameters to the job; several names or tensors of one storage are one tensor with its
+  // first name. Those that it has already are skipped; true when there was a new one. OFD-1601 for
+  // what is not supported, 1604 for another optimizer than the job's, 1301 when the state does not
+  // fit `ram`.
+  bool Attach(std::span<const NamedTensor> tensors, const kernels::OptimizerSpec& optimizer);
+  // Makes the store of a new job or opens that of an existing one, and brings the weights there.
+  // The first operator that touches a tensor does it, too, and so does whatever needs it here.
+  void Seal();
+
+  int64_t step() const { return static_cast<int64_t>(step_); }
+  // Takes one step of the job. OFD-1701 for gradients that are not finite.
+  void Step(std::span<const GroupUpdate> updates);
+  void WaitDurable();
+  // What every rank has said, in the order of ranks.
+  std::vector<std::string> Exchange(std::string blob);
+  void SetTrainerState(std::string blob);
+  const std::string& trainer_state() const { return state_.trainer; }
+  at::Tensor Gather(const at::Tensor& parameter, const std::string& plane);
+  void SetInitialWeights(std::string path, LoadOptions options);
+  void LoadWeights(const std::string& path, const LoadOptions& options);
+  void SaveWeights(const std::string& folder, const SaveOptions& options);
+  Statistics statistics() const;
+  PlanSummary plan();
+
+  const kernels::OptimizerSpec& optimizer() const { return optimizer_; }  // the job's
+  const std::shared_ptr<Attachment>& attachment() const { return attachment_; }
+
+ private:
+  // A tensor of the job.
+  struct Parameter {
+    std::string name;
+    at::Tensor tensor;                // the first
+    std::vector<at::Tensor> aliases;  // others over the same storage
+    bool trainable = false;
+  };
+
+  // What of the list the job does not have, as it would be declared.
+  std::vector<Parameter> FindNew(std::span<const NamedTensor> tensors) const;
+  PlanInput DescribeJob(const std::vector<Parameter>& more,
+                        const kernels::OptimizerSpec& optimizer) const;
+  void CheckFree(const NamedTensor& named) const;
+  // The weight over a tensor's storage when it is one of the job's.
+  WeightResidency* Own(const at::Tensor& tensor) const;
+  void Adopt(Parameter parameter);
+  void Mark(at::Tensor tensor, uint32_t id);
+  void NameForFiles(std::span<const NamedTensor> tensors);
+  void MarkAliases(std::span<const NamedTensor> tensors);
+  void MakeStore();
+  void Declare();
+  void StartWeights(WeightFile* initial);
+  void WatchGradients();
+  void LoadInitial(uint32_t id);
+  void LoadFrom(WeightFile& file);
+  void LoadAlone(const std::string& path, const LoadOptions& options);
+  // What opens before anything of a new job is made; nothing when it takes the tensors' values.
+  std::optional<WeightFile> OpenInitialWeights();
+  void RequireAttached() const;
+  // OFD-1406 after a load that has failed midway.
+  void CheckWhole() const;
+
+  // Moves a tensor through the staging buffer, an extent at a time in order, several in flight.
+  // `fill` puts elements [begin, begin + count) of the weight at an offset of the region; `drain`
+  // takes them from memory that is lent for the call.
+  using Fill = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, uint64_t offset)>;
+  using Drain =
+      absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, const std::byte* bytes)>;
+  absl::Status StreamIn(uint32_t id, Fill fill);
+  absl::Status StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, Drain drain);
+  bool EndsRound(std::span<const GroupUpdate> updates);
+  uint32_t IdOf(const at::Tensor& parameter) const;
+  Gradient* GradientOf(const at::Tensor& parameter) const;
+  Gradient* MakeGradient(uint32_t id);
+  // Whether the step has to do with a parameter's gradient, defined here or only in other ranks.
+  bool MayHaveGradient(const at::Tensor& parameter) const;
+
+  const Options options_;
+  const uint64_t ram_bytes_;
+  const bool exists_;  // the job, when it was opened
+  const std::shared_ptr<Attachment> attachment_;
+  uint64_t step_;
+  struct TrainerState state_;
+  kernels::OptimizerSpec optimizer_;
+  bool half_loaded_ = false;
+  std::string initial_weights_;
+  LoadOptions initial_options_;
+  std::vector<proto::Tensor> declared_;  // by id
+  struct {
+    bool sealed = false;
+    std::vector<NamedTensor> names;                           // of all tensors
+    std::vector<at::Tensor> trained;                          // by id, undefined when frozen
+  } attached_;                                                // empty after the seal
+  std::unordered_map<const c10::TensorImpl*, uint32_t> ids_;  // of every attached tensor
+  std::exception_ptr store_failure_;
+  std::vector<FileWeight> file_weights_;  // of the job, without tensors
+  std::shared_ptr<GradientWindow> gradient_window_;
+  const void* round_ends_with_ = nullptr;  // the first tensor of an optimizer
+  int steps_of_round_ = 0;
+  std::shared_ptr<GradientSums> sums_;     // with several ranks
+  std::vector<WeightResidency*> weights_;  // by id; one reference each
+  std::vector<Gradient*> gradients_;       // by id, null when frozen; one reference each
+};
+
+// The error of a call that needs an attached module.
+absl::Status NotAttached();
+
+}  // namespace offload::zero3

@@ -1,0 +1,79 @@
+// zero3/torch/weight_residency.h
+//
+// A parameter whose weights are in the daemon: read from the job's slab, written in a private copy
+// that is put back. Until the job's store is sealed the weights are what the parameter held when it
+// was attached; the first operator that touches it has the store sealed.
+//
+// Thread safety: as Residency.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "zero3/torch/attachment.h"
+#include "zero3/torch/residency.h"
+#include "zero3/torch/wait_graph.h"
+
+namespace offload::zero3 {
+
+class BornResidency;
+
+class WeightResidency final : public Residency {
+ public:
+  WeightResidency(std::shared_ptr<Attachment> attachment, uint32_t tensor, const std::string& name,
+                  c10::Device device, size_t size_bytes);
+
+  uint32_t tensor() const { return tensor_; }
+  const Attachment* attachment() const { return attachment_.get(); }
+  bool closed();
+
+  // ---- Before the store is sealed ----
+  // Takes the storage of the parameter over, and keeps what it held.
+  void Adopt(c10::StorageImpl* storage);
+  // Copies bytes [begin, begin + length) of that to the region; both as in the daemon's extents.
+  absl::Status ReadInitial(uint64_t begin, uint64_t length, uint64_t region_offset);
+  // The daemon has the weights: frees what the storage held.
+  void Start();
+
+  void Pin(Access access) override;
+  void Unpin(Completion* done) override;
+  // Waits until nobody uses it; from then on Pin() throws OFD-1802. The attachment's session may
+  // end after it. A parameter in memory that was not started gets its bytes back.
+  void Close();
+
+ private:
+  enum class State : uint8_t { kInitial, kHome, kMoving, kReading, kWriting };
+  using Lock = std::unique_lock<std::mutex>;
+
+  ~WeightResidency() override = default;
+  void AddPin();
+  void WaitForOthers(Lock& lock);
+  std::byte* FetchForReading();
+  std::byte* FetchForWriting(Access access);
+  std::byte* MakePrivate(Access access);
+  void LetGo(Lock& lock);
+  void PutBack(Lock& lock);
+
+  const std::shared_ptr<Attachment> attachment_;
+  const uint32_t tensor_;
+  WaitQueue changed_;
+  State state_ = State::kInitial;
+  bool closed_ = false;
+  int pins_ = 0;  // operators between Pin() and Unpin()
+  int uses_ = 0;  // these, and those that an accelerator still runs: the bytes stay
+  absl::InlinedVector<WaitGraph::Thread, 4> holders_;  // one per pin
+  WaitGraph::Thread mover_;                            // kMoving
+  std::byte* bytes_ = nullptr;                         // kReading, kWriting
+  bool acquired_ = false;                              // the session's pin is ours
+  Staging::Piece staging_;                             // kWriting
+  c10::DataPtr private_;  // kWriting, of ranks after the first: what they write does not count
+  std::exception_ptr failure_;             // of what ended after its operator
+  c10::DataPtr initial_;                   // kInitial
+  BornResidency* initial_born_ = nullptr;  // whose bytes initial_ names
+};
+
+}  // namespace offload::zero3
