@@ -271,9 +271,7 @@ Ticket Session::PublishNorm(uint32_t tensor, float norm) {
   return impl_->rings->Submit(entry);
 }
 
-uint64_t Session::GradientWord(uint32_t tensor) const {
-  return impl_->rings->GradientWord(tensor);
-}
+uint64_t Session::GradientWord(uint32_t tensor) const { return impl_->rings->GradientWord(tensor); }
 
 absl::Status Session::Wait(Ticket ticket) { return impl_->rings->Wait(ticket); }
 

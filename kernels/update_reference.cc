@@ -47,11 +47,8 @@ constexpr NormsFunction NormsOf() {
 
 template <class... Rule>
 constexpr Implementation ReferenceImplementation(RuleList<Rule...>) {
-  return {{ReferenceUpdate<Rule>...},
-          {NormsOf<Rule>()...},
-          SplitReference,
-          MergeReference,
-          AllFiniteReference, AddPartsReference};
+  return {{ReferenceUpdate<Rule>...}, {NormsOf<Rule>()...}, SplitReference, MergeReference,
+          AllFiniteReference,         AddPartsReference};
 }
 
 }  // namespace

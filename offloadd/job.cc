@@ -278,9 +278,9 @@ absl::Status Job::CheckSums(const StepMessages& messages) const {
                          absl::StrCat("no rank has given a gradient of \"", name, "\""));
       }
       if (!gradients_->IsFinite(tensor)) {
-        return MakeError(ErrorId::kNonFinite,
-                         absl::StrCat("the gradient of \"", name, "\", summed over ", world_size(),
-                                      " ranks"));
+        return MakeError(
+            ErrorId::kNonFinite,
+            absl::StrCat("the gradient of \"", name, "\", summed over ", world_size(), " ranks"));
       }
     }
   }

@@ -306,7 +306,7 @@ class Job {
   std::unique_ptr<ResidentState> state_;
   std::unique_ptr<UpdateExecutor> executor_;
   std::unique_ptr<Transfers> transfers_;
-  std::unique_ptr<GradientSum> gradients_;  // when the daemon adds up those of several ranks
+  std::unique_ptr<GradientSum> gradients_;    // when the daemon adds up those of several ranks
   std::unique_ptr<swap::Scrubber> scrubber_;  // when the job has a committed store
 
   uint64_t step_ = 0;             // the last recorded one

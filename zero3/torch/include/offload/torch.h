@@ -86,10 +86,12 @@ struct Options {
   // mpirun, srun), else there is one; values that are set here count instead, all of them together.
   int rank = -1, world_size = 0, local_rank = -1, local_world_size = 0;
   std::string run_id = "auto";  // of the launch, restarts included: equal in all its ranks
-  // Of the ranks' gradients; false: their sum, for trainers that divide losses by all micro-batches.
+  // Of the ranks' gradients; false: their sum, for trainers that divide losses by all
+  // micro-batches.
   bool gradient_average = true;
-  // stream: added up by the daemon, in the order of micro-batches and ranks. reduced_by_trainer: the
-  // trainer makes them equal in all ranks (DistributedDataParallel), which is checked at every step.
+  // stream: added up by the daemon, in the order of micro-batches and ranks. reduced_by_trainer:
+  // the trainer makes them equal in all ranks (DistributedDataParallel), which is checked at every
+  // step.
   std::string gradients = "stream";
 
   // OFFLOADD_POOL, OFFLOADD_RAM, OFFLOADD_JOB, OFFLOADD_IO.
@@ -172,10 +174,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Attach the parameters of `module` and give the optimizer that runs in the daemon. A new job
   // takes its weights from the module; an existing one replaces the module's values by those of its
-  // last committed epoch. Parameters with requires_grad == false are paged, never updated; tied ones
-  // are one tensor. Later changes of param_groups() options (lr schedules) count at the next step().
-  // Each of them also takes explicit groups; options that a group does not have are the defaults,
-  // and parameters that are in none are not updated.
+  // last committed epoch. Parameters with requires_grad == false are paged, never updated; tied
+  // ones are one tensor. Later changes of param_groups() options (lr schedules) count at the next
+  // step(). Each of them also takes explicit groups; options that a group does not have are the
+  // defaults, and parameters that are in none are not updated.
   //
   // Further calls add modules to the job, always in the same order: tensors of the first have their
   // names in the module, those of the n-th further one begin with "n/". What an optimizer already
@@ -214,8 +216,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   OptimizerPointer LAMB(torch::nn::Module& module, LAMBOptions options);
   OptimizerPointer LAMB(torch::nn::Module& module, ParamGroups groups, LAMBOptions defaults);
 
-  // Makes the store of a new job, or opens that of an existing one, for all modules attached so far.
-  // Without it the first use does, and throws what there is to throw.
+  // Makes the store of a new job, or opens that of an existing one, for all modules attached so
+  // far. Without it the first use does, and throws what there is to throw.
   virtual void Seal() = 0;
 
   // Where this process stands among the ranks that train the model: 0 of 1 when it is alone.
