@@ -518,7 +518,7 @@ struct Case {
 class RanksTest : public ::testing::TestWithParam<Case> {};
 
 TEST_P(RanksTest, ComputeWhatOneProcessDoes) {
-  const auto [scenario, ranks, dtype] = GetParam();
+  const auto [scenario, ranks, dtype, spills] = GetParam();
   const std::string job = GetParam().Job();
   const std::vector<int> codes = RunRanks(scenario, ranks, dtype, job);
   ASSERT_EQ(codes, std::vector<int>(ranks, 0));

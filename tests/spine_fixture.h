@@ -477,7 +477,7 @@ class Job {
     EXPECT_EQ(*word, session_->GradientWord(tensor));
     const std::vector<std::byte>& expected = sums_[tensor];
     if (plan_.gradients[tensor].home == proto::GradientHome::kSlab) {
-      const auto layout = proto::ComputeSlabLayout(catalogue_, variant_.optimizer, plan_);
+      const auto layout = proto::ComputeSlabLayout(catalogue_, plan_);
       EXPECT_EQ(std::memcmp(session_->slab() + layout->sum_offset[tensor], expected.data(),
                             expected.size()),
                 0)
