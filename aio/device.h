@@ -163,10 +163,11 @@ struct OpenOptions {
 
 // Opens a device over an open file (O_RDWR|O_DIRECT, regular, at its final size; the device
 // duplicates nothing and takes ownership of `fd`). kAuto probes io_uring, then libaio, then
-// threads; the choice and its reason are logged once per process and are in `engine()` and
-// `reason`. An engine asked for by name that cannot be had is OFD-1211, never a fallback. The
-// environment variable OFFLOADD_IO=uring|libaio|threads is such a name where the options say kAuto.
-// `fd` is closed also on failure.
+// threads; the choice and its reason are in `engine()` and `reason`, and each is logged the first
+// time that a process meets it, a fallback as a warning. An engine asked for by name that cannot be
+// had is OFD-1211, never a fallback. The environment variable OFFLOADD_IO=uring|libaio|threads is
+// such a name where the options say kAuto. `fd` is closed also on failure. May block for some
+// seconds where the user's limit of locked memory is used up (uring_ring.h).
 absl::StatusOr<std::unique_ptr<Device>> OpenDevice(int fd, const OpenOptions& options,
                                                    std::string* reason = nullptr);
 

@@ -2,11 +2,8 @@
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
-#include <linux/capability.h>
 #include <poll.h>
 #include <sys/file.h>
-#include <sys/resource.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "aio/locked_memory.h"
 #include "aio/memory_device.h"
 #include "aio/sector_4096_mount.h"
 #include "aio/test_file.h"
@@ -54,19 +52,6 @@ Engine EngineOf(Kind kind) {
     default:
       return Engine::kThreads;
   }
-}
-
-bool IsMemlockSmall(size_t size_bytes) {
-  rlimit limit = {};
-  ::getrlimit(RLIMIT_MEMLOCK, &limit);
-  return ::geteuid() != 0 && limit.rlim_cur < size_bytes;
-}
-
-// Takes the capabilities of the calling thread away, where it has some.
-bool GiveUpRights() {
-  __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
-  __user_cap_data_struct none[2] = {};
-  return ::syscall(SYS_capset, &header, none) == 0;
 }
 
 class DeviceTest : public testing::TestWithParam<Kind> {
@@ -354,8 +339,7 @@ TEST_P(DeviceTest, RegisteredBuffersReadAndWriteTheSameBytes) {
   device_->RegisterBuffer({in(), half});
   device_->RegisterBuffer({});
   EXPECT_TRUE(device_->registered_bytes() == 0 || device_->registered_bytes() == 2 * half);
-  EXPECT_EQ(device_->registered_bytes() != 0,
-            device_->engine() == "uring" && !IsMemlockSmall(2 * half));
+  EXPECT_EQ(device_->registered_bytes() != 0, device_->engine() == "uring" && MayLock(2 * half));
   const std::pair<size_t, size_t> cases[] = {
       {0, half}, {4096, 8192}, {half - 4096, 4096}, {half - 4096, 8192}, {half, 1 << 20}};
   for (const auto& [at, size] : cases) {
@@ -367,17 +351,9 @@ TEST_P(DeviceTest, RegisteredBuffersReadAndWriteTheSameBytes) {
 
 TEST_P(DeviceTest, BuffersBeyondTheLimitOfLockedMemoryAreUsedUnregistered) {
   if (device_->engine() != "uring") GTEST_SKIP() << "only io_uring registers buffers";
-  rlimit allowed = {};
-  ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &allowed), 0);
-  if (allowed.rlim_max < 1 << 20) GTEST_SKIP() << "less than 1 MiB may be locked here";
-  // Root may lock what it likes: the thread that makes the ring goes without that right.
-  std::thread([&] {
-    ASSERT_TRUE(GiveUpRights());
-    rlimit before = {};
-    ASSERT_EQ(::getrlimit(RLIMIT_MEMLOCK, &before), 0);
-    const rlimit lower = {1 << 20, before.rlim_max};
-    ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &lower), 0);
-    auto device = OpenDevice(file_->Open(), {.engine = Engine::kUring});
+  const int fd = file_->Open();  // the other user may not
+  const bool ran = RunWithLittleMemlock(1 << 20, [&] {
+    auto device = OpenDevice(fd, {.engine = Engine::kUring});
     ASSERT_TRUE(device.ok()) << device.status();
     device_ = *std::move(device);
     device_->RegisterBuffer({out(), kFileBytes});
@@ -386,8 +362,11 @@ TEST_P(DeviceTest, BuffersBeyondTheLimitOfLockedMemoryAreUsedUnregistered) {
     device_->RegisterBuffer({out(), 64 << 10});
     EXPECT_EQ(device_->registered_bytes(), uint64_t{64} << 10) << "what fits is registered";
     EXPECT_EQ(Read(0, {{in(), 1 << 20}}), absl::OkStatus());
-    ASSERT_EQ(::setrlimit(RLIMIT_MEMLOCK, &before), 0);
-  }).join();
+  });
+  if (!ran) {
+    ::close(fd);
+    GTEST_SKIP() << "less than 1 MiB may be locked here";
+  }
 }
 
 TEST_P(DeviceTest, LockOnTheFileIsFreeAsSoonAsTheDeviceIsGone) {

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/string_view.h"
 
 namespace offload::aio {
 namespace {
@@ -66,6 +67,11 @@ absl::Status ShortTransferStatus(Device::Kind kind, uint64_t offset_bytes, uint6
                                  uint64_t done_bytes) {
   return MakeError(ErrorId::kIo, absl::StrCat(Describe(kind, offset_bytes, size_bytes),
                                               " ended after ", done_bytes, " bytes"));
+}
+
+absl::Status CallStatus(std::string_view call, int result) {
+  if (result >= 0) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat(ToAbsl(call), ": ", ErrnoText(-result)));
 }
 
 }  // namespace offload::aio

@@ -19,6 +19,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "aio/device.h"
@@ -33,5 +34,9 @@ absl::Status IoErrorStatus(int error_number, Device::Kind kind, uint64_t offset_
 // was opened.
 absl::Status ShortTransferStatus(Device::Kind kind, uint64_t offset_bytes, uint64_t size_bytes,
                                  uint64_t done_bytes);
+
+// Of a call that makes or changes an engine: OK unless `result` is a negated errno, else the text
+// "io_uring_setup: EPERM (...)".
+absl::Status CallStatus(std::string_view call, int result);
 
 }  // namespace offload::aio

@@ -135,7 +135,7 @@ absl::Status FaultyDevice::ExecuteRead(const Op& op, std::optional<FaultKind> fa
     return ShortTransferStatus(op.kind, op.offset_bytes, op.size_bytes, prefix_bytes);
   }
   if (fault == FaultKind::kMisdirectedRead)
-    return Behind(Kind::kRead, ChooseOtherPlace(op), op.pieces);
+    return Behind(Kind::kRead, ChooseOtherOffset(op), op.pieces);
   OFFLOAD_RETURN_IF_ERROR(Behind(Kind::kRead, op.offset_bytes, op.pieces));
   if (fault == FaultKind::kStaleRead) ReadStale(op);
   if (fault == FaultKind::kBitFlip) {
@@ -166,7 +166,7 @@ absl::Status FaultyDevice::ExecuteWrite(const Op& op, std::optional<FaultKind> f
       return absl::OkStatus();
     }
     case FaultKind::kMisdirectedWrite: {
-      const uint64_t other_offset_bytes = ChooseOtherPlace(op);
+      const uint64_t other_offset_bytes = ChooseOtherOffset(op);
       damaged_.push_back({op.offset_bytes, op.size_bytes});
       damaged_.push_back({other_offset_bytes, op.size_bytes});
       return Land(other_offset_bytes, op.pieces);
@@ -176,11 +176,11 @@ absl::Status FaultyDevice::ExecuteWrite(const Op& op, std::optional<FaultKind> f
   }
 }
 
-uint64_t FaultyDevice::ChooseOtherPlace(const Op& op) {
-  const uint64_t places = (geometry().size_bytes - op.size_bytes) / sector_bytes_ + 1;
-  uint64_t place = random_.Below(places);
-  if (place * sector_bytes_ == op.offset_bytes) place = (place + 1) % places;
-  return place * sector_bytes_;
+uint64_t FaultyDevice::ChooseOtherOffset(const Op& op) {
+  const uint64_t sectors = (geometry().size_bytes - op.size_bytes) / sector_bytes_ + 1;
+  uint64_t sector = random_.Below(sectors);
+  if (sector * sector_bytes_ == op.offset_bytes) sector = (sector + 1) % sectors;
+  return sector * sector_bytes_;
 }
 
 void FaultyDevice::ReadStale(const Op& op) {

@@ -14,7 +14,7 @@
 //   kReadError         read   as before                         EIO: DATA_LOSS
 //   kShortRead         read   as before; a prefix was read      DATA_LOSS
 //   kBitFlip           read   as before; one bit read is wrong  OK
-//   kMisdirectedRead   read   as before; another place is read  OK
+//   kMisdirectedRead   read   as before; another offset is read OK
 //   kStaleRead         read   as before; each sector read is    OK
 //                             what it was before its last write
 //   kWriteError        write  as before                         EIO: DATA_LOSS
@@ -22,7 +22,7 @@
 //   kTornWrite         write  a prefix of it                    EIO: DATA_LOSS
 //   kTornWriteSilent   write  a prefix of it                    OK
 //   kLostWrite         write  as before                         OK
-//   kMisdirectedWrite  write  it, at another place              OK
+//   kMisdirectedWrite  write  it, at another offset             OK
 //   kAgain             any    as before                         EAGAIN after all retries: UNAVAILABLE
 //   kFlushError        flush  unflushed writes become doomed    EIO: DATA_LOSS
 //   kPowerCut          any    PowerCut(), operation in flight   UNAVAILABLE
@@ -93,7 +93,7 @@ struct ByteRange {
 class FaultyDevice final : public Device {
  public:
   struct Options {
-    uint64_t seed = 1;      // of prefixes, bits, places and survivors
+    uint64_t seed = 1;      // of prefixes, bits, offsets and survivors
     bool reorders = false;  // operations complete in an order that the seed chooses
     bool remember_unflushed = true;
     bool remember_previous = false;
@@ -162,7 +162,7 @@ class FaultyDevice final : public Device {
   absl::Status Land(uint64_t offset_bytes, std::span<const iovec> pieces);
   absl::Status RememberOld(uint64_t offset_bytes, uint64_t size_bytes);
   void ReadStale(const Op& op);
-  uint64_t ChooseOtherPlace(const Op& op);
+  uint64_t ChooseOtherOffset(const Op& op);
   void RememberWritten(uint64_t offset_bytes, std::span<const iovec> pieces, uint64_t number);
   absl::StatusOr<std::byte*> Scratch(uint64_t size_bytes);
   uint64_t ChoosePrefixBytes(const Op& op);

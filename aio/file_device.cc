@@ -9,19 +9,15 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "aio/errno_status.h"
 #include "base/check.h"
 #include "base/error.h"
 
 namespace offload::aio {
 
-absl::Status FileDevice::RefusalOf(std::string_view call, int error_number) {
-  return absl::FailedPreconditionError(
-      absl::StrCat(std::string(call), ": ", ErrnoText(error_number)));
-}
-
 absl::Status FileDevice::MakeEvent() {
   event_fd_.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  return event_fd_.valid() ? absl::OkStatus() : RefusalOf("eventfd", errno);
+  return CallStatus("eventfd", event_fd_.valid() ? 0 : -errno);
 }
 
 std::optional<absl::Status> FileDevice::Advance(Transfer& transfer, int64_t result) {

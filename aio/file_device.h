@@ -33,8 +33,6 @@ class FileDevice : public Device {
   // Transfer::Advance, counted. Thread safe.
   std::optional<absl::Status> Advance(Transfer& transfer, int64_t result);
 
-  // The refusal of a call by the kernel; `error_number` is positive.
-  static absl::Status RefusalOf(std::string_view call, int error_number);
   absl::Status MakeEvent();
 
   // Makes the (non-blocking) event descriptor readable, or not.
@@ -48,12 +46,7 @@ class FileDevice : public Device {
   UniqueFd owned_file_;
 };
 
-// All fail with the text of the call that was refused: "io_uring_setup: EPERM (...)". The file
-// must outlive the device.
-absl::StatusOr<std::unique_ptr<FileDevice>> MakeUringDevice(int fd, const Geometry& geometry,
-                                                            const OpenOptions& options);
-absl::StatusOr<std::unique_ptr<FileDevice>> MakeLibaioDevice(int fd, const Geometry& geometry,
-                                                             const OpenOptions& options);
+// Fails with the text of the call that was refused. The file must outlive the device.
 absl::StatusOr<std::unique_ptr<FileDevice>> MakeThreadDevice(int fd, const Geometry& geometry,
                                                              const OpenOptions& options);
 

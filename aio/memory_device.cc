@@ -28,11 +28,11 @@ absl::Status MemoryDevice::Transfer(const Op& op) {
       return ShortTransferStatus(op.kind, op.offset_bytes, op.size_bytes,
                                  offset_bytes - op.offset_bytes);
     }
-    std::byte* place = bytes_.data() + offset_bytes;
+    std::byte* stored = bytes_.data() + offset_bytes;
     if (op.kind == Kind::kRead) {
-      std::memcpy(piece.iov_base, place, piece.iov_len);
+      std::memcpy(piece.iov_base, stored, piece.iov_len);
     } else {
-      std::memcpy(place, piece.iov_base, piece.iov_len);
+      std::memcpy(stored, piece.iov_base, piece.iov_len);
     }
     offset_bytes += piece.iov_len;
   }

@@ -2,14 +2,17 @@
 #include <spdlog/spdlog.h>
 #include <sys/stat.h>
 
-#include <atomic>
 #include <cerrno>
 #include <cstdlib>
+#include <mutex>
+#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "aio/device.h"
 #include "aio/file_device.h"
+#include "aio/kernel_queue.h"
+#include "aio/queue_device.h"
 #include "base/checked.h"
 #include "base/error.h"
 #include "base/mapped_region.h"
@@ -77,26 +80,35 @@ absl::StatusOr<Engine> ChooseEngine(Engine engine) {
                    absl::StrCat("Use ", ToAbsl(kEngineNames)));
 }
 
-// "io_uring_setup: EPERM (...)" is what a container says; name the two usual causes.
+// "io_uring_setup: EPERM (...)" is what a container says; name the usual causes.
 std::string ExplainRefusal(const absl::Status& status) {
   std::string text(status.message());
   if (text.starts_with("io_uring_setup: EPERM")) {
     text += ", by a seccomp filter or by sysctl kernel.io_uring_disabled";
+  } else if (text.starts_with("io_uring_setup: ENOMEM")) {
+    text += ", this user's limit of locked memory is used up (ulimit -l)";
   }
   return text;
+}
+
+template <MakeKernelQueue& make_queue>
+absl::StatusOr<std::unique_ptr<FileDevice>> Make(int fd, const Geometry& geometry,
+                                                 const OpenOptions& options) {
+  return QueueDevice::Make(make_queue, fd, geometry, options);
 }
 
 struct Choice {
   std::unique_ptr<FileDevice> device;
   std::string reason;
+  bool is_fallback = false;  // the reason is what refused the better ones
 };
 
 // In the order of preference.
 constexpr struct {
   Engine engine;
   MakeDevice make;
-} kEngines[] = {{Engine::kUring, &MakeUringDevice},
-                {Engine::kLibaio, &MakeLibaioDevice},
+} kEngines[] = {{Engine::kUring, &Make<MakeUringQueue>},
+                {Engine::kLibaio, &Make<MakeLibaioQueue>},
                 {Engine::kThreads, &MakeThreadDevice}};
 
 // Tries the engine, or all of them; the reason of a choice is what refused those before it.
@@ -108,7 +120,8 @@ absl::StatusOr<Choice> Choose(Engine wanted, int fd, const Geometry& geometry,
     auto device = MakeAndProbe(make, fd, geometry, options);
     if (device.ok()) {
       if (wanted != Engine::kAuto) return Choice{*std::move(device), "asked for by name"};
-      return Choice{*std::move(device), refusals.empty() ? "probed with a read" : refusals};
+      if (refusals.empty()) return Choice{*std::move(device), "probed with a read"};
+      return Choice{*std::move(device), refusals, /*is_fallback=*/true};
     }
     absl::StrAppend(&refusals, refusals.empty() ? "" : "; ", "engine ", ToAbsl(EngineName(engine)),
                     ": ", ExplainRefusal(device.status()));
@@ -118,10 +131,17 @@ absl::StatusOr<Choice> Choose(Engine wanted, int fd, const Geometry& geometry,
                    "Set nvme_path to a directory on an ext4 or xfs mount");
 }
 
+// Each choice with its reason once: a later device may fall back where the first one did not.
 void LogOnce(const Choice& choice) {
-  static std::atomic<bool> logged{false};
-  if (logged.exchange(true)) return;
-  spdlog::info("I/O engine {} ({})", choice.device->engine(), choice.reason);
+  static std::mutex mutex;
+  static std::set<std::string> logged;  // guarded by mutex
+  const std::string text =
+      absl::StrCat("I/O engine ", ToAbsl(choice.device->engine()), " (", choice.reason, ")");
+  {
+    const std::lock_guard lock(mutex);
+    if (!logged.insert(text).second) return;
+  }
+  spdlog::log(choice.is_fallback ? spdlog::level::warn : spdlog::level::info, "{}", text);
 }
 
 }  // namespace

@@ -4,21 +4,20 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 
-#include "absl/strings/str_cat.h"
-#include "base/error.h"
+#include "aio/errno_status.h"
 #include "base/status_macros.h"
 
 namespace offload::aio {
 namespace {
 
-constexpr double kRegisterPauseSeconds = 0.005;
+constexpr double kPauseSeconds = 0.005;
 
-absl::Status CheckCall(const char* call, int rc) {
-  if (rc >= 0) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat(call, ": ", ErrnoText(-rc)));
-}
+// Some ring has waited in vain: the memory is not late but in use, and the next rings of this
+// process need not find that out again. Until one of them could be made.
+std::atomic<bool> memory_is_in_use{false};
 
 // False when waiting for others to unpin their pages cannot help.
 bool FitsMemlock(size_t size_bytes) {
@@ -29,17 +28,37 @@ bool FitsMemlock(size_t size_bytes) {
 }  // namespace
 
 absl::Status UringRing::Init(int fd, int event_fd, uint32_t queue_depth) {
-  int rc =
-      io_uring_queue_init(queue_depth, &ring_, IORING_SETUP_R_DISABLED | IORING_SETUP_COOP_TASKRUN);
-  if (rc == -EINVAL) rc = io_uring_queue_init(queue_depth, &ring_, IORING_SETUP_R_DISABLED);
-  OFFLOAD_RETURN_IF_ERROR(CheckCall("io_uring_setup", rc));
+  int rc = Setup(queue_depth, IORING_SETUP_R_DISABLED | IORING_SETUP_COOP_TASKRUN);
+  if (rc == -EINVAL) rc = Setup(queue_depth, IORING_SETUP_R_DISABLED);
+  OFFLOAD_RETURN_IF_ERROR(CallStatus("io_uring_setup", rc));
   exists_ = true;
   OFFLOAD_RETURN_IF_ERROR(
-      CheckCall("io_uring_register(FILES)", io_uring_register_files(&ring_, &fd, 1)));
+      CallStatus("io_uring_register(FILES)", io_uring_register_files(&ring_, &fd, 1)));
   OFFLOAD_RETURN_IF_ERROR(
-      CheckCall("io_uring_register(EVENTFD)", io_uring_register_eventfd(&ring_, event_fd)));
+      CallStatus("io_uring_register(EVENTFD)", io_uring_register_eventfd(&ring_, event_fd)));
   if (io_uring_register_buffers_sparse(&ring_, kBufferSlots) == 0) slot_count_ = kBufferSlots;
   return Restrict();
+}
+
+// The ring's own pages count against the limit of locked memory.
+int UringRing::Setup(uint32_t queue_depth, unsigned flags) {
+  const size_t size_bytes_min = queue_depth * sizeof(io_uring_sqe);
+  int rc = 0;
+  while ((rc = io_uring_queue_init(queue_depth, &ring_, flags)) == -ENOMEM) {
+    if (memory_is_in_use || !WaitForLockable(size_bytes_min)) break;
+  }
+  if (rc != -ENOMEM) memory_is_in_use = false;
+  if (rc == -ENOMEM && seconds_waited_ >= kWaitSeconds) memory_is_in_use = true;
+  return rc;
+}
+
+// Pages that another ring of this user gave back count until the kernel has got round to them.
+// False when to wait is hopeless, or has been done for long enough.
+bool UringRing::WaitForLockable(size_t size_bytes) {
+  if (seconds_waited_ >= kWaitSeconds || !FitsMemlock(size_bytes)) return false;
+  ::usleep(static_cast<useconds_t>(kPauseSeconds * 1e6));
+  seconds_waited_ += kPauseSeconds;
+  return true;
 }
 
 absl::Status UringRing::Restrict() {
@@ -58,8 +77,8 @@ absl::Status UringRing::Restrict() {
   }
   const int rc =
       io_uring_register_restrictions(&ring_, allowed.data(), static_cast<unsigned>(allowed.size()));
-  OFFLOAD_RETURN_IF_ERROR(CheckCall("io_uring_register(RESTRICTIONS)", rc));
-  return CheckCall("io_uring_register(ENABLE_RINGS)", io_uring_enable_rings(&ring_));
+  OFFLOAD_RETURN_IF_ERROR(CallStatus("io_uring_register(RESTRICTIONS)", rc));
+  return CallStatus("io_uring_register(ENABLE_RINGS)", io_uring_enable_rings(&ring_));
 }
 
 // The file is unregistered now; the ring itself is torn down later, and a lock on the file would
@@ -80,18 +99,14 @@ void UringRing::RegisterBuffer(std::span<std::byte> bytes) {
   }
 }
 
-// ENOMEM is the limit of locked memory. Pages that another ring gave back count until the kernel
-// has got round to them.
+// ENOMEM is the limit of locked memory.
 bool UringRing::RegisterSlot(std::span<std::byte> bytes) {
   const iovec piece = {bytes.data(), bytes.size()};
   const __u64 tag = 0;
   const auto slot = static_cast<unsigned>(buffers_.size());
   int rc = 0;
   while ((rc = io_uring_register_buffers_update_tag(&ring_, slot, &piece, &tag, 1)) < 0) {
-    const bool can_wait = rc == -ENOMEM && seconds_waited_ < kRegisterSeconds;
-    if (rc != -EINTR && !(can_wait && FitsMemlock(bytes.size()))) return false;
-    ::usleep(static_cast<useconds_t>(kRegisterPauseSeconds * 1e6));
-    seconds_waited_ += kRegisterPauseSeconds;
+    if (rc != -EINTR && !(rc == -ENOMEM && WaitForLockable(bytes.size()))) return false;
   }
   buffers_.push_back(bytes);
   registered_bytes_ += bytes.size();

@@ -9,6 +9,12 @@
 // What the kernel lacks is left out: COOP_TASKRUN (before 5.19), the table of buffers (before
 // 5.19). A ring that cannot be restricted is not used at all.
 //
+// Without CAP_IPC_LOCK a ring and the buffers that it registers count against the user's limit of
+// locked memory (RLIMIT_MEMLOCK), over all processes of that user, and the kernel gives the pages
+// of a closed ring back some milliseconds after the close. ENOMEM for what would fit is therefore
+// waited out, for kWaitSeconds over a ring's life; after that the memory counts as in use: Init
+// fails with it, at once for further rings of the process, and buffers stay unregistered.
+//
 // Thread safety: one thread at a time.
 #pragma once
 
@@ -31,6 +37,7 @@ class UringRing {
   static constexpr uint64_t kRegisteredBytesMax = uint64_t{4} << 30;
   static constexpr uint64_t kBufferBytesMax = uint64_t{1} << 30;  // the kernel's limit
   static constexpr uint32_t kBufferSlots = 16;
+  static constexpr double kWaitSeconds = 2;
 
   UringRing() = default;
   ~UringRing();
@@ -40,10 +47,8 @@ class UringRing {
   // Fails with the text of the call that was refused: "io_uring_setup: EPERM (...)".
   absl::Status Init(int fd, int event_fd, uint32_t queue_depth);
 
-  // Pins the bytes and remembers them. Where that is not possible, nothing happens. Waits, at most
-  // kRegisterSeconds over the ring's life, for pages that are still being unpinned elsewhere.
+  // Pins the bytes and remembers them. Where that is not possible, nothing happens.
   void RegisterBuffer(std::span<std::byte> bytes);
-  static constexpr double kRegisterSeconds = 2;
 
   // The slot of the registered buffer that holds all of the bytes.
   std::optional<uint16_t> SlotOf(const void* data, size_t size_bytes) const;
@@ -52,6 +57,8 @@ class UringRing {
   io_uring* get() { return &ring_; }
 
  private:
+  int Setup(uint32_t queue_depth, unsigned flags);
+  bool WaitForLockable(size_t size_bytes);
   absl::Status Restrict();
   bool RegisterSlot(std::span<std::byte> bytes);
 

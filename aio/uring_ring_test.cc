@@ -6,9 +6,12 @@
 #include <cerrno>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
+#include "aio/locked_memory.h"
 #include "aio/test_file.h"
 #include "base/mapped_region.h"
 #include "base/unique_fd.h"
@@ -132,6 +135,40 @@ TEST_F(UringRingTest, MoreBuffersThanSlotsAreLeftOut) {
   EXPECT_LE(ring_.registered_bytes(), uint64_t{UringRing::kBufferSlots} * 4096);
   EXPECT_EQ(ring_.SlotOf(memory_.data() + uint64_t{UringRing::kBufferSlots} * 4096, 4096),
             std::nullopt);
+}
+
+// Enough for some rings, not for those that are still being given back.
+constexpr size_t kLittleMemlockBytes = 64 << 10;
+
+TEST_F(UringRingTest, RingsThatFollowEachOtherFitIntoTheLimitOfLockedMemory) {
+  const bool ran = RunWithLittleMemlock(kLittleMemlockBytes, [&] {
+    for (int i = 0; i < 100; ++i) {
+      UringRing ring;
+      const absl::Status status = ring.Init(fd_.get(), event_.get(), 64);
+      ASSERT_TRUE(status.ok()) << "ring " << i << ": " << status;
+    }
+  });
+  if (!ran) GTEST_SKIP() << "less than 64 KiB may be locked here";
+}
+
+TEST_F(UringRingTest, MemoryThatStaysInUseIsARefusalAfterABoundedWait) {
+  const bool ran = RunWithLittleMemlock(kLittleMemlockBytes, [&] {
+    std::vector<std::unique_ptr<UringRing>> rings;
+    absl::Status status;
+    while (status.ok() && rings.size() < kLittleMemlockBytes / 4096) {
+      rings.push_back(std::make_unique<UringRing>());
+      status = rings.back()->Init(fd_.get(), event_.get(), 64);
+    }
+    if (status.ok()) GTEST_SKIP() << "rings count against no limit here";
+    EXPECT_TRUE(status.message().find("io_uring_setup: ENOMEM") == 0) << status;
+    // One that is given back is enough for another, though not at once.
+    rings.clear();
+    do {
+      status = UringRing().Init(fd_.get(), event_.get(), 64);
+    } while (!status.ok() && status.message().find("ENOMEM") != std::string::npos);
+    EXPECT_TRUE(status.ok()) << status;
+  });
+  if (!ran) GTEST_SKIP() << "less than 64 KiB may be locked here";
 }
 
 }  // namespace

@@ -152,8 +152,7 @@ absl::StatusOr<Connection> StartPrivate() {
 absl::StatusOr<UniqueFd> OpenOwnDirectory(const std::string& directory) {
   if (::mkdir(directory.c_str(), 0700) != 0 && errno != EEXIST)
     return StartError(absl::StrCat(directory, " cannot be made: ", ErrnoText(errno)));
-  UniqueFd opened(
-      ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+  UniqueFd opened(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   struct stat status = {};
   if (!opened.valid() || ::fstat(opened.get(), &status) != 0) {
     if (errno == ENOENT) return UniqueFd();  // a daemon has just ended: again
@@ -197,8 +196,14 @@ absl::StatusOr<Connection> FindOrStartShared(const World& world) {
     const bool is_ours = opened.valid() && LockDirectory(opened, directory);
     // With the lock, too: somebody may have started it just before.
     absl::StatusOr<UniqueFd> socket = proto::ConnectToDaemon(socket_path);
-    if (socket.ok()) return Meet(*std::move(socket));
-    if (is_ours) return StartShared(directory, world);
+    if (socket.ok()) {
+      absl::StatusOr<Connection> connection = Meet(*std::move(socket));
+      // The daemon of a launch of the same name may just be ending.
+      if (connection.ok() || ErrorIdOf(connection.status()) != ErrorId::kDaemonLost)
+        return connection;
+    } else if (is_ours) {
+      return StartShared(directory, world);
+    }
     ::poll(nullptr, 0, kStartPollMilliseconds);
   }
   return StartError(absl::StrCat("rank ", world.rank, " finds no daemon of its launch in ",
@@ -234,9 +239,8 @@ absl::StatusOr<PrivateDaemon> PrivateDaemon::StartShared(const std::string& bina
 
 absl::Status PrivateDaemon::Spawn(const std::string& binary,
                                   const std::vector<std::string>& more_arguments) {
-  std::vector<std::string> arguments = {binary,         "--private",
-                                        "--socket",     socket_path(),
-                                        "--parent-pid", absl::StrCat(::getpid())};
+  std::vector<std::string> arguments = {binary,        "--private",    "--socket",
+                                        socket_path(), "--parent-pid", absl::StrCat(::getpid())};
   arguments.insert(arguments.end(), more_arguments.begin(), more_arguments.end());
   std::vector<std::string> environment = EnvironmentForDaemon();
   const SpawnSettings settings;
@@ -360,9 +364,7 @@ absl::StatusOr<std::string> FindDaemonBinary() {
 
 absl::StatusOr<Connection> ConnectOrStart(const ConnectOptions& options) {
   const bool has_ranks = options.world.world_size > 1;
-  const auto start = [&] {
-    return has_ranks ? FindOrStartShared(options.world) : StartPrivate();
-  };
+  const auto start = [&] { return has_ranks ? FindOrStartShared(options.world) : StartPrivate(); };
   if (options.only_private) return start();
   const std::string chosen = Variable("OFFLOADD_SOCKET");
   if (!chosen.empty()) {

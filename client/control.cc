@@ -37,24 +37,10 @@ v1::Tensor ToMessage(const proto::Tensor& tensor) {
   return message;
 }
 
-v1::Group ToMessage(const Group& group) {
-  v1::Group message;
-  if (group.is_adamw) {
-    v1::AdamW& adamw = *message.mutable_adamw();
-    adamw.set_lr(group.adamw.lr);
-    adamw.set_beta1(group.adamw.beta1);
-    adamw.set_beta2(group.adamw.beta2);
-    adamw.set_eps(group.adamw.eps);
-    adamw.set_weight_decay(group.adamw.weight_decay);
-    adamw.set_flavour(group.adamw.flavour);
-  } else {
-    v1::Sgd& sgd = *message.mutable_sgd();
-    sgd.set_lr(group.sgd.lr);
-    sgd.set_momentum(group.sgd.momentum);
-    sgd.set_dampening(group.sgd.dampening);
-    sgd.set_weight_decay(group.sgd.weight_decay);
-    sgd.set_nesterov(group.sgd.nesterov);
-  }
+v1::Optimizer ToMessage(const kernels::OptimizerSpec& optimizer) {
+  v1::Optimizer message;
+  message.set_name(std::string(optimizer.name()));
+  message.mutable_parameters()->Add(optimizer.values().begin(), optimizer.values().end());
   return message;
 }
 
@@ -65,10 +51,10 @@ void AppendPart(const List& list, size_t begin, const Append& append) {
   for (size_t i = begin; i < end; ++i) append(list[i]);
 }
 
-v1::SealRequest SealHead(proto::OptimizerState optimizer, const proto::MemoryPlan& plan,
+v1::SealRequest SealHead(const kernels::OptimizerSpec& optimizer, const proto::MemoryPlan& plan,
                          uint64_t pins_offset) {
   v1::SealRequest request;
-  request.set_optimizer_state(static_cast<uint32_t>(optimizer));
+  *request.mutable_optimizer() = ToMessage(optimizer);
   request.set_window_bytes(plan.window_bytes);
   request.set_pipeline_blocks(plan.pipeline_blocks);
   request.set_pipeline_gradients(plan.pipeline_gradients);
@@ -217,7 +203,7 @@ absl::Status ControlClient::ReserveScratch(uint64_t bytes) {
 }
 
 absl::Status ControlClient::Seal(
-    proto::OptimizerState optimizer, const proto::MemoryPlan& plan, uint64_t pins_offset,
+    const kernels::OptimizerSpec& optimizer, const proto::MemoryPlan& plan, uint64_t pins_offset,
     const std::function<void(uint64_t formatted, uint64_t total)>& progress) {
   const size_t entries =
       std::max({plan.weight_resident.size(), plan.state_resident.size(), plan.gradients.size()});

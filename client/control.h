@@ -39,7 +39,7 @@ class ControlClient {
   absl::StatusOr<JobInfo> OpenJob(const JobOptions& options);
   absl::Status DeclareTensors(std::span<const proto::Tensor> tensors);
   absl::Status ReserveScratch(uint64_t bytes);
-  absl::Status Seal(proto::OptimizerState optimizer, const proto::MemoryPlan& plan,
+  absl::Status Seal(const kernels::OptimizerSpec& optimizer, const proto::MemoryPlan& plan,
                     uint64_t pins_offset,
                     const std::function<void(uint64_t formatted, uint64_t total)>& progress);
   absl::Status Publish(const std::string& trainer_state);

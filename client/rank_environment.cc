@@ -141,7 +141,8 @@ absl::Status CheckWorld(const World& world) {
                     "Ranks are counted from 0: correct the rank or the size of the world");
   }
   if (world.local_world_size != world.world_size) {
-    return BadWorld(world, absl::StrCat(size, ", ", world.local_world_size, " of them on this node"),
+    return BadWorld(world,
+                    absl::StrCat(size, ", ", world.local_world_size, " of them on this node"),
                     "Start all ranks on one node: several nodes are not supported yet");
   }
   return absl::OkStatus();

@@ -22,14 +22,15 @@ absl::StatusOr<World> WorldOf(const Variables& variables) {
       kParent);
 }
 
-const Variables kTorchrun = {{"RANK", "2"},
-                             {"WORLD_SIZE", "4"},
-                             {"LOCAL_RANK", "2"},
-                             {"LOCAL_WORLD_SIZE", "4"},
-                             {"TORCHELASTIC_RUN_ID", "none"},
-                             {"TORCHELASTIC_RESTART_COUNT", "0"},
-                             {"TORCHELASTIC_ERROR_FILE", "/tmp/logs/none_x1/attempt_0/2/error.json"},
-                             {"MASTER_PORT", "29500"}};
+const Variables kTorchrun = {
+    {"RANK", "2"},
+    {"WORLD_SIZE", "4"},
+    {"LOCAL_RANK", "2"},
+    {"LOCAL_WORLD_SIZE", "4"},
+    {"TORCHELASTIC_RUN_ID", "none"},
+    {"TORCHELASTIC_RESTART_COUNT", "0"},
+    {"TORCHELASTIC_ERROR_FILE", "/tmp/logs/none_x1/attempt_0/2/error.json"},
+    {"MASTER_PORT", "29500"}};
 const Variables kOpenMpi = {{"OMPI_COMM_WORLD_RANK", "1"},
                             {"OMPI_COMM_WORLD_SIZE", "3"},
                             {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},

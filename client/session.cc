@@ -148,7 +148,7 @@ absl::Status Session::ReserveScratch(uint64_t bytes) {
 }
 
 absl::Status Session::Seal(
-    proto::OptimizerState optimizer, const proto::MemoryPlan& plan, uint64_t pins_offset,
+    const kernels::OptimizerSpec& optimizer, const proto::MemoryPlan& plan, uint64_t pins_offset,
     const std::function<void(uint64_t formatted, uint64_t total)>& progress) {
   OFFLOAD_RETURN_IF_ERROR(impl_->control->Seal(optimizer, plan, pins_offset, progress));
   OFFLOAD_RETURN_IF_ERROR(impl_->rings->AttachTensors(impl_->tensor_count, pins_offset));
@@ -208,7 +208,7 @@ Ticket Session::Put(uint32_t tensor, uint64_t element_offset, uint64_t element_c
 
 Ticket Session::FollowPut(uint32_t tensor) { return Put(tensor, 0, 0, 0); }
 
-Ticket Session::Get(uint32_t tensor, proto::RingPlane plane, uint64_t element_offset,
+Ticket Session::Get(uint32_t tensor, proto::Plane plane, uint64_t element_offset,
                     uint64_t element_count, uint64_t region_offset) {
   proto::SubmissionEntry entry =
       Transfer(proto::RingOperation::kGet, element_offset, element_count, region_offset);
@@ -271,9 +271,7 @@ Ticket Session::PublishNorm(uint32_t tensor, float norm) {
   return impl_->rings->Submit(entry);
 }
 
-uint64_t Session::GradientWord(uint32_t tensor) const {
-  return impl_->rings->GradientWord(tensor);
-}
+uint64_t Session::GradientWord(uint32_t tensor) const { return impl_->rings->GradientWord(tensor); }
 
 absl::Status Session::Wait(Ticket ticket) { return impl_->rings->Wait(ticket); }
 

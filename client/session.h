@@ -25,6 +25,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "client/rank_environment.h"
+#include "kernels/optimizer.h"
 #include "proto/shm_abi.h"
 #include "proto/slab_layout.h"
 
@@ -67,19 +68,8 @@ struct JobInfo {
   std::string io_engine;
 };
 
-struct AdamW {
-  double lr = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0;
-  uint32_t flavour = 0;
-};
-struct Sgd {
-  double lr = 0, momentum = 0, dampening = 0, weight_decay = 0;
-  bool nesterov = false;
-};
-struct Group {
-  bool is_adamw = true;
-  AdamW adamw;
-  Sgd sgd;
-};
+// The optimizer of tensors that share its parameters.
+using Group = kernels::OptimizerSpec;
 struct TensorUpdate {
   uint32_t tensor = 0;
   uint32_t group = 0;
@@ -112,7 +102,7 @@ class Session {
   absl::StatusOr<JobInfo> OpenJob(const JobOptions& options);  // and maps slab and region
   absl::Status DeclareTensors(std::span<const proto::Tensor> tensors);
   absl::Status ReserveScratch(uint64_t bytes);
-  absl::Status Seal(proto::OptimizerState optimizer, const proto::MemoryPlan& plan,
+  absl::Status Seal(const kernels::OptimizerSpec& optimizer, const proto::MemoryPlan& plan,
                     uint64_t pins_offset,
                     const std::function<void(uint64_t formatted, uint64_t total)>& progress);
   absl::Status Publish(const std::string& trainer_state);
@@ -147,8 +137,8 @@ class Session {
   // With several ranks: the first one ends the puts that overwrite a tensor with it; the others say
   // with it that they overwrite it, too, and read it no more. Theirs is done when the first's is.
   Ticket FollowPut(uint32_t tensor);
-  Ticket Get(uint32_t tensor, proto::RingPlane plane, uint64_t element_offset,
-             uint64_t element_count, uint64_t region_offset);
+  Ticket Get(uint32_t tensor, proto::Plane plane, uint64_t element_offset, uint64_t element_count,
+             uint64_t region_offset);
   Ticket ScratchWrite(uint64_t scratch_offset, uint64_t length_bytes, uint64_t region_offset);
   Ticket ScratchRead(uint64_t scratch_offset, uint64_t length_bytes, uint64_t region_offset);
 

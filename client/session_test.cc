@@ -201,10 +201,8 @@ class FakeDaemon final : public v1::Control::Service {
   }
   void ServeSession(int socket, std::pair<proto::Doorbell, proto::Doorbell> bells) {
     proto::DaemonRings rings(region_.data(), std::move(bells.first));
-    rings.submissions().SetLimits({.region_bytes = kRegionBytes,
-                                   .scratch_bytes = 1 << 20,
-                                   .catalogue = &catalogue_,
-                                   .optimizer = proto::OptimizerState::kAdam});
+    rings.submissions().SetLimits(
+        {.region_bytes = kRegionBytes, .scratch_bytes = 1 << 20, .catalogue = &catalogue_});
     while (!dead_) {
       auto message = proto::ReceiveFromRank(socket);
       if (!message.ok()) return;
@@ -288,8 +286,7 @@ class SessionTest : public testing::Test {
     const std::vector<proto::Tensor> tensors = {{.name = "a", .shape = {64}},
                                                 {.name = "b", .shape = {64}}};
     ASSERT_TRUE(session_->DeclareTensors(tensors).ok());
-    const absl::Status sealed =
-        session_->Seal(proto::OptimizerState::kAdam, {}, kPinsOffset, nullptr);
+    const absl::Status sealed = session_->Seal(kernels::OptimizerSpec(), {}, kPinsOffset, nullptr);
     ASSERT_TRUE(sealed.ok()) << sealed;
   }
   absl::Notification asked_;  // outlives the daemon's thread, which may answer late
@@ -318,7 +315,7 @@ TEST_F(SessionTest, SealReportsProgress) {
   Open();
   std::vector<uint64_t> seen;
   ASSERT_TRUE(session_
-                  ->Seal(proto::OptimizerState::kAdam, {}, kPinsOffset,
+                  ->Seal(kernels::OptimizerSpec(), {}, kPinsOffset,
                          [&](uint64_t formatted, uint64_t) { seen.push_back(formatted); })
                   .ok());
   EXPECT_EQ(seen, (std::vector<uint64_t>{50, 100}));
@@ -440,7 +437,7 @@ TEST_F(SessionTest, ATransferIsWaitedForByItsTicket) {
     }
     return std::optional(std::pair(uint64_t{0}, MakeError(ErrorId::kIo, "sector 5")));
   });
-  const Ticket get = session_->Get(0, proto::RingPlane::kMaster, 0, 64, kBufferOffset);
+  const Ticket get = session_->Get(0, proto::Plane::kMaster, 0, 64, kBufferOffset);
   const Ticket write = session_->ScratchWrite(0, 4096, kBufferOffset);
   EXPECT_NE(get, 0u);
   EXPECT_EQ(session_->Wait(write), MakeError(ErrorId::kIo, "sector 5"));

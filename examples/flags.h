@@ -10,9 +10,11 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "examples/model_shape.h"
+#include "zero3/model_shapes.h"
 
 namespace offload::examples {
+
+using zero3::ModelKind;
 
 enum class Precision { kFloat32, kBFloat16 };
 enum class OptimizerKind { kAdamW, kSgd };

@@ -10,9 +10,12 @@
 
 #include <memory>
 
-#include "examples/model_shape.h"
+#include "zero3/model_shapes.h"
 
 namespace offload::examples {
+
+using zero3::ModelKind;
+using zero3::ModelShape;
 
 class LanguageModel : public torch::nn::Module {
  public:

@@ -7,12 +7,14 @@
 #include <torch/utils.h>
 
 #include "examples/text_data.h"
+#include "zero3/model_shapes.h"
 
 namespace offload::examples {
 namespace {
 
 ModelShape Small(ModelKind kind) {
-  ShapeRequest request{.kind = kind, .parameters = 60'000, .key_value_heads = 1, .context = 24};
+  zero3::ShapeRequest request{
+      .kind = kind, .parameters = 60'000, .key_value_heads = 1, .context = 24};
   if (kind == ModelKind::kGpt2) request.key_value_heads = 0;
   return *ShapeForParameters(request);
 }
@@ -20,7 +22,7 @@ ModelShape Small(ModelKind kind) {
 torch::Tensor Loss(LanguageModel& model, const torch::Tensor& tokens) {
   const int64_t length = tokens.size(1) - 1;
   const at::Tensor logits = model.forward(tokens.narrow(1, 0, length)).to(at::kFloat);
-  return at::cross_entropy_loss(logits.reshape({-1, kVocabulary}),
+  return at::cross_entropy_loss(logits.reshape({-1, zero3::kByteVocabulary}),
                                 tokens.narrow(1, 1, length).reshape({-1}));
 }
 
@@ -33,8 +35,10 @@ class LanguageModelTest : public ::testing::TestWithParam<ModelKind> {};
 TEST_P(LanguageModelTest, HasAsManyParametersAsItsShapeSays) {
   const ModelShape shape = Small(GetParam());
   const auto model = MakeModel(shape);
-  int64_t count = 0;
-  for (const torch::Tensor& parameter : model->parameters()) count += parameter.numel();
+  uint64_t count = 0;
+  for (const torch::Tensor& parameter : model->parameters()) {
+    count += static_cast<uint64_t>(parameter.numel());
+  }
   EXPECT_EQ(count, ParameterCount(shape));
 }
 

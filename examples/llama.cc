@@ -46,9 +46,7 @@ Projection::Projection(int64_t inputs, int64_t outputs) {
 torch::Tensor Projection::forward(const torch::Tensor& input) { return at::linear(input, weight_); }
 
 LlamaAttention::LlamaAttention(const ModelShape& shape)
-    : heads_(shape.heads),
-      key_value_heads_(shape.key_value_heads),
-      head_size_(shape.hidden / shape.heads) {
+    : heads_(shape.heads), key_value_heads_(shape.key_value_heads), head_size_(shape.head_size) {
   const int64_t narrow = key_value_heads_ * head_size_;
   query_ = register_module("q_proj", std::make_shared<Projection>(shape.hidden, shape.hidden));
   key_ = register_module("k_proj", std::make_shared<Projection>(shape.hidden, narrow));
@@ -99,7 +97,7 @@ torch::Tensor LlamaLayer::forward(const torch::Tensor& input, const RotaryTable&
 }
 
 Llama::Llama(const ModelShape& shape)
-    : head_size_(shape.hidden / shape.heads), rotary_base_(shape.rotary_base) {
+    : head_size_(shape.head_size), rotary_base_(shape.rotary_base) {
   const auto body = register_module("model", std::make_shared<Folder>());
   const auto embedding = body->register_module("embed_tokens", std::make_shared<Folder>());
   embedding_ =

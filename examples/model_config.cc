@@ -7,8 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "examples/text_data.h"
 #include "zero3/hf_layout.h"
-#include "zero3/model_shapes.h"
 
 namespace offload::examples {
 namespace {
@@ -64,7 +64,7 @@ absl::StatusOr<double> ReadRotaryBase(const json& config) {
   return ReadPositive(config["rope_parameters"], "rope_theta", base);
 }
 
-absl::Status CheckComputable(const json& config, const zero3::LlamaShape& llama) {
+absl::Status CheckComputable(const json& config, const ModelShape& llama) {
   const std::string type = config["model_type"].get<std::string>();
   if (type != "llama") return Refuse("model_type", absl::StrCat("is \"", type, "\""));
   if (IsSet(config, "hidden_act") && config["hidden_act"] != "silu") {
@@ -81,9 +81,9 @@ absl::Status CheckComputable(const json& config, const zero3::LlamaShape& llama)
     return Refuse("num_key_value_heads",
                   absl::StrCat("is ", llama.key_value_heads, ", no divisor of ", llama.heads));
   }
-  if (llama.vocabulary < kVocabulary) {
+  if (llama.vocabulary < zero3::kByteVocabulary) {
     return Refuse("vocab_size",
-                  absl::StrCat("is ", llama.vocabulary, ", text needs ", kVocabulary));
+                  absl::StrCat("is ", llama.vocabulary, ", text needs ", zero3::kByteVocabulary));
   }
   return absl::OkStatus();
 }
@@ -91,19 +91,10 @@ absl::Status CheckComputable(const json& config, const zero3::LlamaShape& llama)
 }  // namespace
 
 absl::StatusOr<ModelShape> ParseModelConfig(std::string_view text, int64_t context) {
-  OFFLOAD_ASSIGN_OR_RETURN(const zero3::LlamaShape llama, zero3::ParseLlamaConfig(text));
+  OFFLOAD_ASSIGN_OR_RETURN(ModelShape shape, zero3::ParseLlamaConfig(text));
   const json config = json::parse(text);  // an object: the line above has read it
-  OFFLOAD_RETURN_IF_ERROR(CheckComputable(config, llama));
-  ModelShape shape;
-  shape.kind = ModelKind::kLlama;
-  shape.layers = llama.layers;
-  shape.hidden = llama.hidden;
-  shape.heads = llama.heads;
-  shape.key_value_heads = llama.key_value_heads;
-  shape.feed_forward = llama.feed_forward;
-  shape.vocabulary = llama.vocabulary;
+  OFFLOAD_RETURN_IF_ERROR(CheckComputable(config, shape));
   shape.context = context;
-  shape.tied_embedding = llama.tied_embedding;
   OFFLOAD_ASSIGN_OR_RETURN(shape.norm_epsilon,
                            ReadPositive(config, "rms_norm_eps", kDefaultEpsilon));
   OFFLOAD_ASSIGN_OR_RETURN(shape.rotary_base, ReadRotaryBase(config));
@@ -125,7 +116,7 @@ std::string ModelConfigText(const ModelShape& shape, const std::string& dtype) {
       {"attention_bias", false},
       {"bos_token_id", kBeginOfText},
       {"eos_token_id", kEndOfText},
-      {"head_dim", shape.hidden / shape.heads},
+      {"head_dim", shape.head_size},
       {"hidden_act", "silu"},
       {"hidden_size", shape.hidden},
       {"initializer_range", kInitializerRange},

@@ -15,9 +15,11 @@
 #include <string_view>
 
 #include "absl/status/statusor.h"
-#include "examples/model_shape.h"
+#include "zero3/model_shapes.h"
 
 namespace offload::examples {
+
+using zero3::ModelShape;
 
 // Reads the text of a config.json; `context` is the longest sequence that will be trained on. A
 // pure function.

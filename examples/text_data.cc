@@ -10,7 +10,6 @@
 #include "base/error.h"
 #include "base/random.h"
 #include "base/status_macros.h"
-#include "examples/model_shape.h"
 
 namespace offload::examples {
 namespace {

@@ -13,8 +13,15 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "zero3/model_shapes.h"
 
 namespace offload::examples {
+
+// Bytes are tokens; three more mark beginning, end and padding.
+inline constexpr int64_t kBeginOfText = 256;
+inline constexpr int64_t kEndOfText = 257;
+inline constexpr int64_t kPadding = 258;
+static_assert(kPadding < zero3::kByteVocabulary);
 
 // Where every Debian machine has some text.
 inline constexpr char kDefaultTextFolder[] = "/usr/share/common-licenses";

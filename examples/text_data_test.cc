@@ -8,8 +8,6 @@
 #include <numeric>
 #include <set>
 
-#include "examples/model_shape.h"
-
 namespace offload::examples {
 namespace {
 

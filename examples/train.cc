@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_format.h"
 #include "base/status_macros.h"
 #include "examples/amx_probe.h"
 #include "examples/flags.h"
@@ -272,8 +273,9 @@ class Trainer {
 
   void ReportStart(int64_t resumed_step) {
     StartReport report;
-    report.model = Describe(shape_);
-    report.parameters = ParameterCount(shape_);
+    report.parameters = static_cast<int64_t>(ParameterCount(shape_));
+    report.model = absl::StrFormat("%s, %.1f M parameters", Describe(shape_),
+                                   static_cast<double>(report.parameters) * 1e-6);
     report.resumed_step = resumed_step;
     report.steps = flags_.steps;
     if (engine_ != nullptr) {
@@ -323,11 +325,11 @@ class Trainer {
 
 absl::StatusOr<ModelShape> ShapeOf(const Flags& flags) {
   if (!flags.init_from.empty()) return ReadModelConfig(flags.init_from, flags.sequence_length);
-  return ShapeForParameters({.kind = flags.model,
-                             .parameters = flags.parameters,
-                             .key_value_heads = flags.key_value_heads,
-                             .context = flags.sequence_length,
-                             .tied_embedding = flags.tied_embedding});
+  return zero3::ShapeForParameters({.kind = flags.model,
+                                    .parameters = static_cast<uint64_t>(flags.parameters),
+                                    .key_value_heads = flags.key_value_heads,
+                                    .context = flags.sequence_length,
+                                    .tied_embedding = flags.tied_embedding});
 }
 
 absl::Status Train(const Flags& flags) {

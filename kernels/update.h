@@ -1,55 +1,36 @@
 // kernels/update.h
 //
-// The optimizer update of a run of elements in one pass: unscale, clip, decay, moments, weight, and
+// The optimizer update of a run of elements in one pass: unscale, clip, decay, state, weight, and
 // for bf16 models the merge of the fp32 master from its halves before and the exact split after.
-// Formulas and their order of roundings are torch's, bit for bit (torch 2.11, CPU with FMA);
-// the notes in update.cc name the source of each.
+// Formulas and their order of roundings are torch's, bit for bit (torch 2.11, CPU with FMA); every
+// rule in kernels/rules names the source of its own.
 //
 // All functions are pure over their arguments, single-threaded, and allocate nothing: callers split
 // tensors among threads. Results do not depend on where a tensor is cut, because a call knows its
 // place in its tensor.
+//
+// Subnormal numbers are computed with, as torch does by default: nothing here touches the
+// processor's flush-to-zero modes.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "kernels/isa.h"
+#include "kernels/optimizer.h"
 #include "kernels/split.h"
 
 namespace offload::kernels {
 
 enum class Dtype : uint8_t { kFloat32 = 0, kBFloat16 = 1 };
 
-// Which of torch's AdamW implementations the result is bit-equal to.
-enum class AdamWFlavour : uint8_t {
-  kFused = 0,   // at::_fused_adamw_
-  kLerp = 1,    // torch.optim.AdamW default and foreach (up to their vector square root)
-  kMulAdd = 2,  // C++ torch::optim::AdamW (up to its vector square root)
-};
-
-struct AdamWParameters {
-  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0.01;
-  int64_t step = 1;  // 1 for the first update: bias correction uses it
-  AdamWFlavour flavour = AdamWFlavour::kFused;
-  bool maximize = false;
-};
-
-// torch.optim.SGD:
-//   d = g + weight_decay*p
-//   buf = first ? d : momentum*buf + (1-dampening)*d
-//   p -= lr*(nesterov ? d + momentum*buf : buf)
-struct SgdParameters {
-  double lr = 1e-3, momentum = 0, dampening = 0, weight_decay = 0;
-  bool nesterov = false, maximize = false;
-  bool first = true;  // the momentum buffer has no value yet
-};
-
 // A run of elements of one tensor. Pointers are to its first element; arrays are updated in place.
 struct Run {
   size_t count = 0;
   uint64_t begin = 0;         // index of the first element in its tensor
-  uint64_t tensor_count = 0;  // elements of the whole tensor: AdamW's last tensor_count mod 8
-                              // elements round in another order
+  uint64_t tensor_count = 0;  // elements of the whole tensor: in torch's fused kernels the last
+                              // tensor_count mod 8 elements round in another order
   // fp32 model: the master. bf16 model: the working weight, its other half is `residual`.
   Dtype weight_dtype = Dtype::kFloat32;
   void* weight = nullptr;
@@ -58,20 +39,39 @@ struct Run {
   // by the call.
   TieReader* ties_in = nullptr;
   TieWriter* ties_out = nullptr;
-  float* exp_avg = nullptr;     // SGD: momentum buffer, null when momentum is 0
-  float* exp_avg_sq = nullptr;  // AdamW only
+  // By number of the plane in the optimizer's row. Those that it does not keep may be null.
+  float* state[kStatePlanesMax] = {};
   Dtype gradient_dtype = Dtype::kFloat32;
   const void* gradient = nullptr;
   // Multiplies the gradient first, rounding to the gradient's dtype as torch's in-place mul_ does.
   // 1 means untouched.
   float gradient_scale = 1.0f;
+  // Of optimizers that need norms: TrustRatio() of the whole tensor.
+  double trust_ratio = 1;
 };
 
-void UpdateAdamW(const AdamWParameters& parameters, const Run& run);
-void UpdateSgd(const SgdParameters& parameters, const Run& run);
+// Sums of squares of a tensor's masters and of their updates before the trust ratio, for optimizers
+// whose update of an element depends on them. The order of the additions is fixed: element i of
+// the tensor goes to lane i mod 8, ascending within a block of kBlockElements; the lanes of a block
+// are added pairwise; blocks are added in ascending order (SumOfLanes, TrustRatio). So it depends
+// on neither tiles, threads nor memory.
+struct Norms {
+  static constexpr size_t kLanes = 8;
+  static constexpr uint64_t kBlockElements = 256 * 1024;  // an extent of the store
+  double weight[kLanes] = {}, update[kLanes] = {};
+};
+bool NeedsNorms(const OptimizerSpec& optimizer);
+// The sweep before the update: adds the run's elements, all of one block, and changes nothing else.
+void AddNorms(const OptimizerSpec& optimizer, int64_t step, const Run& run, Norms* norms);
+void AddNorms(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& run, Norms* norms);
+// ||masters|| / ||updates|| of all blocks of a tensor, 1 when either is zero.
+double TrustRatio(std::span<const Norms> blocks);
+
+// Update number `step` of the run's tensor, 1 for its first: bias corrections use it, and state
+// that does not begin with zeros begins there.
+void Update(const OptimizerSpec& optimizer, int64_t step, const Run& run);
 // The same by a given implementation, which the processor must support: for tests and benchmarks.
-void UpdateAdamW(Isa isa, const AdamWParameters& parameters, const Run& run);
-void UpdateSgd(Isa isa, const SgdParameters& parameters, const Run& run);
+void Update(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& run);
 
 // True when no element is NaN or infinite.
 bool AllFinite(Dtype dtype, const void* values, size_t count);

@@ -15,6 +15,16 @@ struct Avx2 {
   static Float Broadcast(float value) { return _mm256_set1_ps(value); }
   static Float Fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
   static Float Sqrt(Float value) { return _mm256_sqrt_ps(value); }
+  static Float Max(Float a, Float b) {
+    const Float larger = _mm256_max_ps(a, b);  // b when either is NaN
+    return _mm256_blendv_ps(larger, a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+  }
+
+  static Float Sign(Float value) {
+    const Float zero = _mm256_setzero_ps(), one = _mm256_set1_ps(1.0f);
+    return _mm256_sub_ps(_mm256_and_ps(_mm256_cmp_ps(value, zero, _CMP_GT_OQ), one),
+                         _mm256_and_ps(_mm256_cmp_ps(value, zero, _CMP_LT_OQ), one));
+  }
 
   static __m128i LoadHalves(const void* from) {
     return _mm_loadu_si128(static_cast<const __m128i*>(from));
@@ -95,6 +105,6 @@ struct Avx2 {
 
 }  // namespace
 
-constinit const Implementation kAvx2Implementation = VectorImplementation<Avx2>();
+constinit const Implementation kAvx2Implementation = VectorImplementation<Avx2>(Rules());
 
 }  // namespace offload::kernels

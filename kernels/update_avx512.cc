@@ -15,6 +15,18 @@ struct Avx512 {
   static Float Broadcast(float value) { return _mm512_set1_ps(value); }
   static Float Fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static Float Sqrt(Float value) { return _mm512_sqrt_ps(value); }
+  static Float Max(Float a, Float b) {
+    const Float larger = _mm512_max_ps(a, b);  // b when either is NaN
+    return _mm512_mask_mov_ps(larger, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);
+  }
+
+  static Float Sign(Float value) {
+    const Float zero = _mm512_setzero_ps();
+    const __mmask16 above = _mm512_cmp_ps_mask(value, zero, _CMP_GT_OQ);
+    const __mmask16 below = _mm512_cmp_ps_mask(value, zero, _CMP_LT_OQ);
+    const Float positive = _mm512_maskz_mov_ps(above, _mm512_set1_ps(1.0f));
+    return _mm512_mask_mov_ps(positive, below, _mm512_set1_ps(-1.0f));
+  }
 
   static __m512i Widen(const uint16_t* from) {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
@@ -82,6 +94,6 @@ struct Avx512 {
 
 }  // namespace
 
-constinit const Implementation kAvx512Implementation = VectorImplementation<Avx512>();
+constinit const Implementation kAvx512Implementation = VectorImplementation<Avx512>(Rules());
 
 }  // namespace offload::kernels

@@ -37,13 +37,13 @@ void UpdateAs(Dtype dtype, float gradient_scale, Planes* planes) {
   run.weight_dtype = run.gradient_dtype = dtype;
   run.weight = planes->plane(0);
   run.residual = reinterpret_cast<int16_t*>(planes->plane(0) + kCountPerThread / 2);
-  run.exp_avg = planes->plane(1);
-  run.exp_avg_sq = planes->plane(2);
+  run.state[0] = planes->plane(1);
+  run.state[1] = planes->plane(2);
   run.gradient = planes->plane(3);
   run.gradient_scale = gradient_scale;
   run.ties_in = &reader;
   run.ties_out = &writer;
-  UpdateAdamW({.step = 10}, run);
+  Update(OptimizerSpec(), 10, run);
   std::fill_n(planes->next_ties.begin(), writer.position / 8 + 1, uint8_t{0});
   std::swap(planes->ties, planes->next_ties);
 }

@@ -60,15 +60,15 @@ class Tensor {
         master_(count + 1),
         hi_(count + 1),
         lo_(count + 1),
-        exp_avg_(count + 1),
-        exp_avg_sq_(count + 1),
+        state_(kStatePlanesMax, std::vector<float>(count + 1)),
         gradient_(count + 1),
         gradient_bf16_(count + 1),
         ties_(count / 8 + 1) {
     for (size_t i = 1; i <= count; ++i) {
       master_[i] = AdversarialValue(random);
-      exp_avg_[i] = AdversarialValue(random);
-      exp_avg_sq_[i] = std::abs(AdversarialValue(random));
+      state_[0][i] = AdversarialValue(random);
+      for (size_t plane = 1; plane < kStatePlanesMax; ++plane)
+        state_[plane][i] = std::abs(AdversarialValue(random));
       gradient_[i] = AdversarialValue(random);
       gradient_bf16_[i] = BFloat16Of(gradient_[i]);
     }
@@ -96,7 +96,7 @@ class Tensor {
     ties_ = ties;
   }
 
-  // Masters, moments: all bits, NaN being one value, because an instruction may pick either of two
+  // Masters, state: all bits, NaN being one value, because an instruction may pick either of two
   // payloads.
   std::vector<uint32_t> Bits() const {
     std::vector<uint32_t> bits(count_);
@@ -106,8 +106,9 @@ class Tensor {
     } else {
       for (size_t i = 0; i < count_; ++i) bits[i] = std::bit_cast<uint32_t>(master_[i + 1]);
     }
-    for (size_t i = 1; i <= count_; ++i) bits.push_back(std::bit_cast<uint32_t>(exp_avg_[i]));
-    for (size_t i = 1; i <= count_; ++i) bits.push_back(std::bit_cast<uint32_t>(exp_avg_sq_[i]));
+    for (const std::vector<float>& plane : state_) {
+      for (size_t i = 1; i <= count_; ++i) bits.push_back(std::bit_cast<uint32_t>(plane[i]));
+    }
     for (uint32_t& word : bits) {
       if (std::isnan(std::bit_cast<float>(word))) word = 0x7FC00000;
     }
@@ -125,8 +126,7 @@ class Tensor {
     run.weight_dtype = shape_.weight_dtype;
     run.weight = is_split ? static_cast<void*>(&hi_[1] + begin) : &master_[1] + begin;
     run.residual = is_split ? &lo_[1] + begin : nullptr;
-    run.exp_avg = &exp_avg_[1] + begin;
-    run.exp_avg_sq = &exp_avg_sq_[1] + begin;
+    for (size_t i = 0; i < kStatePlanesMax; ++i) run.state[i] = &state_[i][1] + begin;
     run.gradient_dtype = shape_.gradient_dtype;
     run.gradient =
         is_half ? static_cast<const void*>(&gradient_bf16_[1] + begin) : &gradient_[1] + begin;
@@ -138,59 +138,91 @@ class Tensor {
   std::vector<float> master_;
   std::vector<uint16_t> hi_;
   std::vector<int16_t> lo_;
-  std::vector<float> exp_avg_, exp_avg_sq_, gradient_;
+  std::vector<std::vector<float>> state_;
+  std::vector<float> gradient_;
   std::vector<uint16_t> gradient_bf16_;
   std::vector<uint8_t> ties_;
 };
 
-std::vector<AdamWParameters> ManyAdamW() {
-  std::vector<AdamWParameters> many;
-  for (const AdamWFlavour flavour :
-       {AdamWFlavour::kFused, AdamWFlavour::kLerp, AdamWFlavour::kMulAdd}) {
-    for (const bool maximize : {false, true}) {
-      many.push_back({.step = 3, .flavour = flavour, .maximize = maximize});
-      many.push_back({.lr = 0.7,
-                      .beta1 = 0.3,
-                      .beta2 = 0.5,
-                      .eps = 0,
-                      .weight_decay = 0,
-                      .flavour = flavour,
-                      .maximize = maximize});
-    }
-  }
-  return many;
-}
-
-std::vector<SgdParameters> ManySgd() {
-  std::vector<SgdParameters> many;
-  for (const double weight_decay : {0.0, 0.1}) {
-    for (const bool maximize : {false, true}) {
-      many.push_back({.lr = 0.1, .weight_decay = weight_decay, .maximize = maximize});
-      for (const bool first : {false, true}) {
-        many.push_back({.momentum = 0.9,
-                        .dampening = 0.3,
-                        .weight_decay = weight_decay,
-                        .maximize = maximize,
-                        .first = first});
-        many.push_back({.momentum = 0.9,
-                        .weight_decay = weight_decay,
-                        .nesterov = true,
-                        .maximize = maximize,
-                        .first = first});
+std::vector<OptimizerSpec> ManyAdamW() {
+  std::vector<OptimizerSpec> many;
+  for (const double flavour : {0, 1, 2}) {
+    for (const double maximize : {0, 1}) {
+      for (const double amsgrad : {0, 1}) {
+        const OptimizerSpec spec(
+            "adamw", {{"flavour", flavour}, {"maximize", maximize}, {"amsgrad", amsgrad}});
+        many.push_back(spec);
+        many.push_back(spec);
+        many.back().Set("lr", 0.7).Set("beta1", 0.3).Set("beta2", 0.5).Set("eps", 0);
+        many.back().Set("weight_decay", 0);
       }
     }
   }
   return many;
 }
 
-// Calls check(update), where update(isa, run) is one of the updates.
+std::vector<OptimizerSpec> ManySgd() {
+  std::vector<OptimizerSpec> many;
+  for (const double weight_decay : {0.0, 0.1}) {
+    for (const double maximize : {0, 1}) {
+      const OptimizerSpec plain(
+          "sgd", {{"lr", 0.1}, {"weight_decay", weight_decay}, {"maximize", maximize}});
+      many.push_back(plain);
+      many.push_back(OptimizerSpec(plain).Set("momentum", 0.9).Set("dampening", 0.3));
+      many.push_back(OptimizerSpec(plain).Set("momentum", 0.9).Set("nesterov", 1));
+    }
+  }
+  return many;
+}
+
+// Another value for a parameter than most have by default.
+double OtherValue(const Parameter& parameter) {
+  switch (parameter.range) {
+    case Range::kFlag:
+    case Range::kFlavour:
+      return 1;
+    case Range::kFinite:
+    case Range::kNotNegative:
+    case Range::kFraction:
+      break;
+  }
+  return 0.3;
+}
+
+// With each parameter changed by itself, and with all of them, as far as that can be.
+std::vector<OptimizerSpec> FormsOf(std::string_view name) {
+  std::vector<OptimizerSpec> forms = {OptimizerSpec(name)};
+  OptimizerSpec all(name);
+  for (const Parameter& parameter : all.row().parameters) {
+    forms.push_back(OptimizerSpec(name).Set(parameter.name, OtherValue(parameter)));
+    all.Set(parameter.name, OtherValue(parameter));
+  }
+  forms.push_back(all);
+  std::erase_if(forms, [](const OptimizerSpec& form) { return !form.Violation().empty(); });
+  return forms;
+}
+
+// Every optimizer of the table in many forms.
+std::vector<OptimizerSpec> ManyOptimizers() {
+  std::vector<OptimizerSpec> many = ManyAdamW();
+  const std::vector<OptimizerSpec> sgd = ManySgd();
+  many.insert(many.end(), sgd.begin(), sgd.end());
+  for (const std::string_view name : OptimizerNames()) {
+    const std::vector<OptimizerSpec> forms = FormsOf(name);
+    many.insert(many.end(), forms.begin(), forms.end());
+  }
+  return many;
+}
+
+// Calls check(update) for a tensor's first update and a later one, where update(isa, run) is one of
+// the updates.
 template <class Check>
 void ForEveryUpdate(const Check& check) {
-  for (const AdamWParameters& parameters : ManyAdamW()) {
-    check([&](Isa isa, const Run& run) { UpdateAdamW(isa, parameters, run); });
-  }
-  for (const SgdParameters& parameters : ManySgd()) {
-    check([&](Isa isa, const Run& run) { UpdateSgd(isa, parameters, run); });
+  for (const OptimizerSpec& optimizer : ManyOptimizers()) {
+    for (const int64_t step : {1, 3}) {
+      SCOPED_TRACE(std::string(optimizer.name()));
+      check([&](Isa isa, const Run& run) { Update(isa, optimizer, step, run); });
+    }
   }
 }
 
@@ -233,16 +265,55 @@ TEST_P(UpdateTest, DoesNotDependOnWhereTheTensorIsCut) {
   for (size_t count = 0; count <= 67; ++count) {
     const Shape shape = kShapes[count % std::size(kShapes)];
     for (size_t cut = 0; cut <= count; ++cut) {
-      const AdamWParameters parameters{.step = 2};
       const size_t second_cut = cut + random.Below(count - cut + 1);
       Tensor whole(shape, count, &random);
       Tensor parts = whole;
-      const auto update = [&](const auto& run) { UpdateAdamW(GetParam(), parameters, run); };
+      const auto update = [&](const auto& run) { Update(GetParam(), OptimizerSpec(), 2, run); };
       whole.Apply({}, 0.9f, update);
       parts.Apply({cut, second_cut}, 0.9f, update);
       ASSERT_EQ(parts.Bits(), whole.Bits()) << count << " cut at " << cut << ", " << second_cut;
     }
   }
+}
+
+// Norms of a tensor, added in the pieces that the cuts make, as bits where NaN is one value. The
+// sweep writes no tie bits, so the tensor is of no use afterwards if it is split.
+std::vector<uint64_t> NormsInPieces(Isa isa, Tensor* tensor, const std::vector<size_t>& cuts) {
+  Norms norms;
+  tensor->Apply(cuts, 0.9f,
+                [&](const auto& run) { AddNorms(isa, OptimizerSpec("lamb"), 2, run, &norms); });
+  std::vector<uint64_t> bits;
+  for (const auto& lanes : {norms.weight, norms.update}) {
+    for (size_t i = 0; i < Norms::kLanes; ++i)
+      bits.push_back(std::isnan(lanes[i]) ? 1 : std::bit_cast<uint64_t>(lanes[i]));
+  }
+  return bits;
+}
+
+TEST_P(UpdateTest, NormsDependOnNeitherIsaNorCutsAndChangeNothing) {
+  Random random(4);
+  for (size_t count = 0; count <= 67; ++count) {
+    const Shape shape = kShapes[count % std::size(kShapes)];
+    const Tensor tensor(shape, count, &random);
+    Tensor whole = tensor;
+    const std::vector<uint64_t> expected = NormsInPieces(Isa::kReference, &whole, {});
+    for (size_t cut = 0; cut <= count; ++cut) {
+      Tensor parts = tensor;
+      ASSERT_EQ(NormsInPieces(GetParam(), &parts, {cut}), expected) << count << " cut at " << cut;
+      if (shape.weight_dtype == Dtype::kFloat32) {
+        ASSERT_EQ(parts.Bits(), tensor.Bits());
+      }
+    }
+  }
+}
+
+TEST(TrustRatioTest, IsOneWhereANormIsZero) {
+  Norms norms;
+  EXPECT_EQ(TrustRatio({&norms, 1}), 1);
+  norms.weight[3] = 16;
+  EXPECT_EQ(TrustRatio({&norms, 1}), 1);
+  norms.update[0] = 4;
+  EXPECT_EQ(TrustRatio({&norms, 1}), 2);
 }
 
 TEST_P(UpdateTest, TheLastElementsOfATensorRoundInAnotherOrder) {
@@ -255,13 +326,13 @@ TEST_P(UpdateTest, TheLastElementsOfATensorRoundInAnotherOrder) {
       other[i] = exp_avg_sq[i] = static_cast<float>(random.Unit());
     }
     kernels::Run run{
-        .count = 7, .begin = 8, .tensor_count = 15, .weight = weight, .exp_avg = exp_avg};
-    run.exp_avg_sq = exp_avg_sq;
+        .count = 7, .begin = 8, .tensor_count = 15, .weight = weight, .state = {exp_avg}};
+    run.state[1] = exp_avg_sq;
     run.gradient = gradient;
-    UpdateAdamW(GetParam(), {}, run);
+    Update(GetParam(), OptimizerSpec(), 1, run);
     run.tensor_count = 16;  // the same elements, no longer in the tail
-    run.exp_avg_sq = other;
-    UpdateAdamW(GetParam(), {}, run);
+    run.state[1] = other;
+    Update(GetParam(), OptimizerSpec(), 1, run);
     for (size_t i = 0; i < 7; ++i) {
       differing_count += exp_avg_sq[i] != other[i];
       EXPECT_NEAR(exp_avg_sq[i], other[i], 2e-7);
@@ -278,7 +349,7 @@ TEST_P(UpdateTest, AHalfGradientIsScaledInItsOwnPrecision) {
       .count = 1, .tensor_count = 1, .weight = &weight, .gradient_dtype = Dtype::kBFloat16};
   run.gradient = &gradient;
   run.gradient_scale = scale;
-  UpdateSgd(GetParam(), {.lr = 1}, run);
+  Update(GetParam(), OptimizerSpec("sgd", {{"lr", 1}}), 1, run);
   // The product 1.00584... rounds to 1 + 2^-7 again.
   EXPECT_EQ(weight, -(1.0f + 0x1p-7f));
 }
@@ -286,7 +357,7 @@ TEST_P(UpdateTest, AHalfGradientIsScaledInItsOwnPrecision) {
 TEST_P(UpdateTest, SubnormalNumbersAreKept) {
   float weight = 0, gradient = 1e-40f;
   kernels::Run run{.count = 1, .tensor_count = 1, .weight = &weight, .gradient = &gradient};
-  UpdateSgd(GetParam(), {.lr = 1}, run);
+  Update(GetParam(), OptimizerSpec("sgd", {{"lr", 1}}), 1, run);
   EXPECT_EQ(weight, -1e-40f);
 }
 
@@ -296,10 +367,10 @@ TEST_P(UpdateTest, MaximizingIsMinimizingTheNegative) {
   for (size_t i = 0; i < 4; ++i) negative[i] = -gradient[i];
   std::vector<float> up(start, start + 4), down(start, start + 4);
   kernels::Run run{.count = 4, .tensor_count = 4, .weight = up.data(), .gradient = gradient};
-  UpdateSgd(GetParam(), {.lr = 0.1, .maximize = true}, run);
+  Update(GetParam(), OptimizerSpec("sgd", {{"lr", 0.1}, {"maximize", 1}}), 1, run);
   run.weight = down.data();
   run.gradient = negative;
-  UpdateSgd(GetParam(), {.lr = 0.1}, run);
+  Update(GetParam(), OptimizerSpec("sgd", {{"lr", 0.1}}), 1, run);
   EXPECT_EQ(up, down);
   EXPECT_GT(up[0], start[0]);
 }
@@ -322,6 +393,44 @@ TEST_P(UpdateTest, OneNonFiniteElementIsFoundAnywhere) {
     }
   }
   EXPECT_EQ(is_finite(1), std::pair(true, true));
+}
+
+TEST(OptimizerSpecTest, ValuesOutsideTheirRangeAreNamed) {
+  EXPECT_EQ(OptimizerSpec("adamw", {{"beta2", 1}}).Violation(), "adamw with beta2 1");
+  EXPECT_EQ(OptimizerSpec("adamw", {{"lr", -1}}).Violation(), "adamw with lr -1");
+  EXPECT_EQ(OptimizerSpec("sgd", {{"dampening", NAN}}).Violation(), "sgd with dampening nan");
+  EXPECT_EQ(OptimizerSpec("sgd", {{"nesterov", 1}}).Violation(),
+            "sgd: nesterov needs momentum and no dampening");
+  for (const std::string_view name : OptimizerNames())
+    EXPECT_EQ(OptimizerSpec(name).Violation(), "") << name;
+}
+
+TEST(OptimizerSpecTest, WhatComesFromAMessageIsChecked) {
+  OptimizerSpec spec;
+  EXPECT_EQ(OptimizerSpec::Read("adamwx", {}, &spec), "unknown optimizer \"adamwx\"");
+  EXPECT_EQ(OptimizerSpec::Read("sgd", {}, &spec), "sgd with 0 parameters");
+  const std::vector<double> values = {0.1, 0.9, 0, 0, 2, 0};
+  EXPECT_EQ(OptimizerSpec::Read("sgd", values, &spec), "sgd with nesterov 2");
+  const OptimizerSpec sent("adamw", {{"lr", 0.25}});
+  EXPECT_EQ(OptimizerSpec::Read(sent.name(), sent.values(), &spec), "");
+  EXPECT_EQ(spec.Get("lr"), 0.25);
+  EXPECT_EQ(spec.name(), "adamw");
+}
+
+TEST(OptimizerSpecTest, WhatIsKeptFollowsTheParameters) {
+  EXPECT_STREQ(OptimizerSpec().Plane(1)->name, "exp_avg_sq");
+  EXPECT_EQ(OptimizerSpec().Plane(2), nullptr);
+  EXPECT_STREQ(OptimizerSpec("adamw", {{"amsgrad", 1}}).Plane(2)->name, "max_exp_avg_sq");
+  EXPECT_FALSE(OptimizerSpec("sgd").KeepsAnything());
+  EXPECT_TRUE(OptimizerSpec("sgd", {{"momentum", 0.9}}).KeepsAnything());
+}
+
+TEST(OptimizerSpecTest, ASpecMayKeepWhatItDoesNotNeedItself) {
+  OptimizerSpec spec("sgd");
+  spec.KeepToo(OptimizerSpec("sgd", {{"momentum", 0.5}}));
+  EXPECT_TRUE(spec.KeepsAnything());
+  spec.KeepToo(OptimizerSpec("sgd"));
+  EXPECT_TRUE(spec.KeepsAnything());
 }
 
 TEST(BestIsaTest, IsSupportedAndNamed) {

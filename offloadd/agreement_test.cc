@@ -11,9 +11,7 @@ namespace {
 using proto::v1::SealRequest;
 using Tensors = std::vector<proto::Tensor>;
 
-Tensors Model() {
-  return {{.name = "embedding", .shape = {3, 4}}, {.name = "head", .shape = {4}}};
-}
+Tensors Model() { return {{.name = "embedding", .shape = {3, 4}}, {.name = "head", .shape = {4}}}; }
 
 void ExpectDifference(const absl::Status& status, const std::string& text) {
   EXPECT_EQ(ErrorIdOf(status), ErrorId::kRanksDiffer) << status;
@@ -32,8 +30,11 @@ TEST(AgreementTest, TheFirstTensorThatDiffersIsNamedAndHow) {
   EXPECT_TRUE(CompareTensors({0, model}, {1, same}).ok());
   ExpectOther([](Tensors& other) { other[0].name = "tokens"; },
               "tensor 0 is \"embedding\" in rank 0 and \"tokens\" in rank 3");
-  ExpectOther([](Tensors& other) { other[1].shape = {2, 2}; },
-              "\"head\" is fp32 of shape [4], trainable in rank 0 and fp32 of shape [2, 2]");
+  ExpectOther(
+      [](Tensors& other) {
+        other[1].shape = {2, 2};
+      },
+      "\"head\" is fp32 of shape [4], trainable in rank 0 and fp32 of shape [2, 2]");
   ExpectOther([](Tensors& other) { other[1].dtype = proto::Dtype::kBFloat16; }, "bf16");
   ExpectOther([](Tensors& other) { other[0].trainable = false; }, "frozen in rank 3");
   ExpectOther([](Tensors& other) { other.pop_back(); }, "2 tensors in rank 0 and 1 in rank 3");

@@ -55,7 +55,8 @@ Messages Split(std::string_view input) {
   return messages;
 }
 
-std::optional<proto::Catalogue> Declare(const std::vector<v1::DeclareTensorsRequest>& messages) {
+std::optional<proto::Catalogue> Declare(const std::vector<v1::DeclareTensorsRequest>& messages,
+                                        const kernels::OptimizerSpec& optimizer) {
   std::vector<proto::Tensor> tensors;
   for (const v1::DeclareTensorsRequest& message : messages) {
     for (const v1::Tensor& tensor : message.tensors()) {
@@ -64,13 +65,13 @@ std::optional<proto::Catalogue> Declare(const std::vector<v1::DeclareTensorsRequ
       tensors.push_back(*std::move(declared));
     }
   }
-  auto catalogue = proto::BuildCatalogue(std::move(tensors));
+  auto catalogue = proto::BuildCatalogue(std::move(tensors), optimizer);
   if (!catalogue.ok()) return std::nullopt;
   return *std::move(catalogue);
 }
 
 // What was declared and is kept in the store comes back.
-void CheckStored(const proto::Catalogue& catalogue, proto::OptimizerState optimizer) {
+void CheckStored(const proto::Catalogue& catalogue, const kernels::OptimizerSpec& optimizer) {
   const auto stored = DecodeCatalogue(EncodeCatalogue(catalogue, optimizer));
   OFFLOAD_CHECK(stored.ok()) << stored.status();
   OFFLOAD_CHECK(CompareWithStored("job", *stored, catalogue, optimizer).ok());
@@ -82,12 +83,12 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const std::string_view input(reinterpret_cast<const char*>(data), size);
   DecodeCatalogue(input).status().IgnoreError();
   Messages messages = Split(input);
-  std::optional<proto::Catalogue> catalogue = Declare(messages.tensors);
-  if (!catalogue.has_value()) return 0;
   auto sealed = PlanFromMessages(messages.plan);
   if (!sealed.ok()) return 0;
+  std::optional<proto::Catalogue> catalogue = Declare(messages.tensors, sealed->optimizer);
+  if (!catalogue.has_value()) return 0;
   CheckStored(*catalogue, sealed->optimizer);
-  auto layout = proto::ComputeSlabLayout(*catalogue, sealed->optimizer, sealed->plan);
+  auto layout = proto::ComputeSlabLayout(*catalogue, sealed->plan);
   if (!layout.ok()) return 0;
   OFFLOAD_CHECK(layout->window_offset + layout->window_bytes <= layout->total_bytes);
   JobContext context;

@@ -75,6 +75,11 @@ absl::StatusOr<std::string> StoreOf(const std::string& pool, const std::string& 
   return absl::StrCat(std::filesystem::canonical(pools.front(), error).string(), "/", job);
 }
 
+// Empty for one rank, whose job nobody joins.
+std::string RunIdOf(const v1::OpenJobRequest& request) {
+  return request.world().world_size() == 1 ? std::string() : request.world().run_id();
+}
+
 // Why a job that has ranks is not one's own.
 std::string DescribeLaunches(const Job& job, const JobIdentity& ours) {
   const std::string& other = job.identity().run_id;
@@ -155,13 +160,12 @@ absl::StatusOr<std::shared_ptr<Job>> ControlService::TakeJob(const Session& sess
   if (session.job() != nullptr) return MakeError(ErrorId::kProtocol, "OpenJob for the second time");
   OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(pools_, request.pool()));
   OFFLOAD_ASSIGN_OR_RETURN(const std::string store, StoreOf(pool, request.job()));
-  const JobIdentity identity{
-      .user = session.peer().uid,
-      .name = request.job(),
-      .pool = pool,
-      .store = store,
-      .run_id = request.world().world_size() > 1 ? request.world().run_id() : std::string(),
-      .pid = session.client_pid()};
+  const JobIdentity identity{.user = session.peer().uid,
+                             .name = request.job(),
+                             .pool = pool,
+                             .store = store,
+                             .run_id = RunIdOf(request),
+                             .pid = session.client_pid()};
   const double deadline = Clock::Real().NowSeconds() + kLimits.holder_patience_seconds;
   for (;;) {
     OFFLOAD_ASSIGN_OR_RETURN(JobTable::Claim claim, jobs_->Take(identity));

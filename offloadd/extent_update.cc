@@ -18,17 +18,6 @@ constexpr uint32_t kTileElements = 16 * 1024;
 constexpr uint32_t kTieWordBits = 64;
 constexpr uint64_t kTieBytesMax = proto::kExtentElements / 8;
 
-uint32_t ElementBytes(int plane, proto::Dtype dtype) {
-  switch (kUpdatedPlanes[plane]) {
-    case swap::Plane::kWeight:
-      return proto::DtypeBytes(dtype);
-    case swap::Plane::kResidual:
-      return 2;
-    default:
-      return 4;
-  }
-}
-
 kernels::Dtype KernelDtype(proto::Dtype dtype) {
   return dtype == proto::Dtype::kFloat32 ? kernels::Dtype::kFloat32 : kernels::Dtype::kBFloat16;
 }
@@ -48,11 +37,12 @@ class Pass {
  public:
   explicit Pass(ExtentUpdate& update)
       : update_(update), ties_in_(update.ties_in), ties_out_(update.elements) {
-    for (int plane = 0; plane < 4; ++plane) {
+    for (const proto::Plane plane : proto::kUpdatedPlanes) {
       const PlaneMemory& memory = update.planes[plane];
       if (memory.bytes == nullptr) continue;
       const swap::ExtentId id = Id(plane);
-      checksums_[plane].after = update.store->StartChecksum(id, update.sequence);
+      if (!update.norms_only)
+        checksums_[plane].after = update.store->StartChecksum(id, update.sequence);
       if (memory.stamp.has_value() && !memory.stamp->never_written()) {
         checksums_[plane].before = update.store->StartChecksum(id, memory.stamp->sequence);
       }
@@ -60,6 +50,7 @@ class Pass {
   }
 
   void Run() {
+    if (update_.norms_only) update_.norms.resize(update_.members.size());
     for (uint32_t begin = 0; begin < update_.elements; begin += kTileElements) {
       const uint32_t end = std::min(begin + kTileElements, update_.elements);
       TakeChecksums(begin, end, /*before=*/true);
@@ -70,16 +61,16 @@ class Pass {
   }
 
  private:
-  swap::ExtentId Id(int plane) const {
-    return {update_.store_tensor, kUpdatedPlanes[plane], update_.index};
+  swap::ExtentId Id(proto::Plane plane) const {
+    return ExtentIdOf(update_.store_tensor, plane, update_.index);
   }
 
   void TakeChecksums(uint32_t begin, uint32_t end, bool before) {
-    for (int plane = 0; plane < 4; ++plane) {
+    for (const proto::Plane plane : proto::kUpdatedPlanes) {
       std::optional<swap::Checksum>& checksum =
           before ? checksums_[plane].before : checksums_[plane].after;
       if (!checksum.has_value()) continue;
-      const uint64_t element_bytes = ElementBytes(plane, update_.dtype);
+      const uint64_t element_bytes = update_.plane_set->Bits(plane) / 8;
       // The last tile takes the padding along.
       const uint64_t to =
           end == update_.elements ? update_.planes[plane].size_bytes : end * element_bytes;
@@ -120,7 +111,7 @@ class Pass {
 
   // Elements that are not updated keep their tie bits.
   void SkipTies(uint32_t begin, uint32_t end) {
-    const int16_t* residual = At<int16_t>(update_.planes[1], 0);
+    const int16_t* residual = At<int16_t>(update_.planes[proto::Plane::kResidual], 0);
     if (residual == nullptr) return;
     for (uint32_t i = begin; i < end; ++i) {
       if (residual[i] == INT16_MIN) ties_out_.writer().Append(ties_in_.reader().Next());
@@ -135,26 +126,25 @@ class Pass {
     run.weight_dtype = KernelDtype(update_.dtype);
     run.gradient_dtype = run.weight_dtype;
     const uint64_t weight_bytes = proto::DtypeBytes(update_.dtype);
-    run.weight = update_.planes[0].bytes + begin * weight_bytes;
-    run.residual = At<int16_t>(update_.planes[1], begin);
+    run.weight = update_.planes[proto::Plane::kWeight].bytes + begin * weight_bytes;
+    run.residual = At<int16_t>(update_.planes[proto::Plane::kResidual], begin);
     run.ties_in = &ties_in_.reader();
     run.ties_out = &ties_out_.writer();
-    run.exp_avg = At<float>(update_.planes[2], begin);
-    run.exp_avg_sq = At<float>(update_.planes[3], begin);
+    for (size_t i = 0; i < proto::kStatePlanes.size(); ++i)
+      run.state[i] = At<float>(update_.planes[proto::kStatePlanes[i]], begin);
     run.gradient = member.gradient != nullptr ? member.gradient + run.begin * weight_bytes
                                               : update_.spilled_gradient + begin * weight_bytes;
     run.gradient_scale = member.gradient_scale;
-    if (member.is_adamw) {
-      kernels::UpdateAdamW(member.adamw, run);
-      return;
+    run.trust_ratio = member.trust_ratio;
+    if (update_.norms_only) {
+      kernels::AddNorms(*member.optimizer, member.step, run, &update_.norms[next_member_]);
+    } else {
+      kernels::Update(*member.optimizer, member.step, run);
     }
-    if (!member.has_momentum) run.exp_avg = nullptr;
-    run.exp_avg_sq = nullptr;
-    kernels::UpdateSgd(member.sgd, run);
   }
 
   void Finish() {
-    for (int plane = 0; plane < 4; ++plane) {
+    for (const proto::Plane plane : proto::kUpdatedPlanes) {
       PlaneChecksums& checksums = checksums_[plane];
       if (checksums.after.has_value()) update_.crc[plane] = checksums.after->Finish();
       if (!checksums.before.has_value()) continue;
@@ -168,7 +158,7 @@ class Pass {
   }
 
   ExtentUpdate& update_;
-  std::array<PlaneChecksums, 4> checksums_;
+  ByPlane<PlaneChecksums> checksums_;
   TieSource ties_in_;
   TieSink ties_out_;
   size_t next_member_ = 0;

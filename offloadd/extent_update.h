@@ -9,6 +9,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -17,15 +18,24 @@
 #include "absl/status/statusor.h"
 #include "base/mapped_region.h"
 #include "kernels/update.h"
+#include "proto/plane_set.h"
 #include "proto/slab_layout.h"
 #include "swap/store.h"
 
 namespace offload::daemon {
 
-// The planes of an extent in the order in which they stand on the drive. Also the order of the
-// arrays below.
-inline constexpr std::array<swap::Plane, 4> kUpdatedPlanes = {
-    swap::Plane::kWeight, swap::Plane::kResidual, swap::Plane::kExpAvg, swap::Plane::kExpAvgSq};
+// Something for each plane that is kept.
+template <typename T>
+struct ByPlane {
+  std::array<T, proto::kPlaneCount> values{};
+  T& operator[](proto::Plane plane) { return values[proto::IndexOf(plane)]; }
+  const T& operator[](proto::Plane plane) const { return values[proto::IndexOf(plane)]; }
+};
+
+// The extent as the store calls it: the numbers of the planes are one set (job_catalogue.cc).
+inline swap::ExtentId ExtentIdOf(uint32_t store_tensor, proto::Plane plane, uint32_t index) {
+  return {store_tensor, static_cast<swap::Plane>(plane), index};
+}
 
 // Where a plane of an extent is in memory; null when the tensor has no such plane.
 struct PlaneMemory {
@@ -33,6 +43,8 @@ struct PlaneMemory {
   uint64_t size_bytes = 0;           // padded, as on the drive
   std::optional<swap::Stamp> stamp;  // set when the bytes have just been read and must be verified
 };
+
+using ExtentPlanes = ByPlane<PlaneMemory>;
 
 // The tie bits of an extent's residual (kernels/split.h): up to 64 in a word, more in memory.
 struct TieBits {
@@ -45,10 +57,9 @@ struct TieBits {
 struct MemberUpdate {
   uint64_t begin = 0;  // in elements of the store tensor
   uint64_t count = 0;
-  bool is_adamw = true;
-  kernels::AdamWParameters adamw;
-  kernels::SgdParameters sgd;
-  bool has_momentum = false;  // SGD: the buffer exists and momentum is not 0
+  std::shared_ptr<const kernels::OptimizerSpec> optimizer;
+  int64_t step = 1;        // of this tensor, 1 for its first update
+  double trust_ratio = 1;  // of optimizers that need norms, from the sweep before
   const std::byte* gradient =
       nullptr;  // of its first element; null: the extent's bytes are in `spilled_gradient`
   float gradient_scale = 1.0f;
@@ -61,15 +72,18 @@ struct ExtentUpdate {
   uint64_t begin = 0;  // first element of the extent in the store tensor
   uint32_t elements = 0;
   proto::Dtype dtype = proto::Dtype::kFloat32;
+  const proto::PlaneSet* plane_set = nullptr;
   uint64_t sequence = 0;  // that the outputs are bound to
-  std::array<PlaneMemory, 4> planes;
+  ExtentPlanes planes;
   TieBits ties_in;
   const std::byte* spilled_gradient = nullptr;
   std::span<const MemberUpdate> members;  // ascending, those that are updated
+  bool norms_only = false;  // the first of two sweeps: verify and add up, and change nothing
 
   // Results.
-  std::array<uint32_t, 4> crc{};
+  ByPlane<uint32_t> crc;
   TieBits ties_out;
+  std::vector<kernels::Norms> norms;  // of the first of two sweeps: one for each member
   absl::Status status;
 };
 

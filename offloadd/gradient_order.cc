@@ -322,6 +322,8 @@ void GradientOrder::PublishNorm(uint32_t tensor, uint32_t norm_bits) {
 }
 
 void GradientOrder::Step(uint32_t rank) {
+  if (ranks_[rank].unfinished > 0)
+    fault_.Update(Violation(absl::StrCat("rank ", rank, " steps amid a tensor")));
   ranks_[rank].steps = true;
   Advance();
 }

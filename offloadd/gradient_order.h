@@ -99,7 +99,7 @@ class GradientOrder {
   std::vector<uint32_t> TakeChanged();
 
   // ---- What is known.
-  // What ranks differ in, where only the order of their parts shows it.
+  // What ranks differ in, where only the order of their parts shows it, or a step.
   const absl::Status& fault() const { return fault_; }
   // Every rank steps and everything is added.
   bool IsSettled() const;

@@ -352,7 +352,10 @@ TEST_F(GradientOrderTest, RanksThatBreakTheOrderAreNamed) {
   ExpectError(End(1, 1), ErrorId::kProtocol, {"amid a tensor"});
   EXPECT_TRUE(Give(1, 1, 1, GradientStart::kNothing, 1).ok());
   ExpectError(Give(1, 1, 1), ErrorId::kProtocol, {"the next is 2 of 2"});
+  EXPECT_TRUE(order_.fault().ok());
+  EXPECT_TRUE(Give(1, 2, 1).ok());
   order_.Step(1);
+  ExpectError(order_.fault(), ErrorId::kProtocol, {"rank 1 steps amid a tensor"});
   ExpectError(Give(1, 0, 1), ErrorId::kProtocol, {"after its step"});
   ExpectError(order_.Begin(1, 1), ErrorId::kProtocol, {"after it has called for step 1"});
 }

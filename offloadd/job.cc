@@ -12,6 +12,7 @@
 #include "base/checked.h"
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "base/string_view.h"
 #include "offloadd/environment.h"
 #include "offloadd/limits.h"
@@ -158,7 +159,7 @@ void Job::Publish(Rank& rank, const std::string& trainer_state, Done done) {
   if (rank.calls.publish != nullptr) return done(WrongState("Publish for the second time"));
   if (trainer_state.size() > TrainerStateBytesMax(world_size(), kLimits.trainer_state_bytes_max))
     return done(WrongState("a trainer state that is too large"));
-  // The first rank puts the weights; the others may be here before it is done.
+  // Another rank may have come here while the first one still puts.
   if (rank.number() == 0 && !transfers_->idle())
     return done(WrongState("Publish while puts are under way"));
   trainer_states_[rank.number()] = trainer_state;
@@ -277,9 +278,9 @@ absl::Status Job::CheckSums(const StepMessages& messages) const {
                          absl::StrCat("no rank has given a gradient of \"", name, "\""));
       }
       if (!gradients_->IsFinite(tensor)) {
-        return MakeError(ErrorId::kNonFinite,
-                         absl::StrCat("the gradient of \"", name, "\", summed over ", world_size(),
-                                      " ranks"));
+        return MakeError(
+            ErrorId::kNonFinite,
+            absl::StrCat("the gradient of \"", name, "\", summed over ", world_size(), " ranks"));
       }
     }
   }
@@ -293,14 +294,7 @@ void Job::StartRecordedStep() {
   if (transfers_->putting()) return;  // they came before it
   // Between two steps it is the turn of a change of snapshots.
   if (!changes_.empty() && !NeedsGrowth(changes_.front())) return;
-  const absl::StatusOr<StepMessages> messages = gate_->Take();
-  absl::StatusOr<StepPlan> plan =
-      messages.ok() ? MakeStepPlan(*messages, context_) : absl::StatusOr<StepPlan>(messages.status());
-  if (plan.ok() && plan->step != step_ + 1)
-    plan = WrongState(absl::StrCat("step ", plan->step, " after step ", step_));
-  if (plan.ok()) {
-    if (absl::Status status = CheckSums(*messages); !status.ok()) plan = std::move(status);
-  }
+  absl::StatusOr<StepPlan> plan = TakeStep();
   if (!plan.ok()) {
     if (gradients_ != nullptr) gradients_->CancelStep();
     for (const std::unique_ptr<Rank>& rank : ranks_) rank->trainer_state.reset();
@@ -313,6 +307,15 @@ void Job::StartRecordedStep() {
   executor_->Begin(*std::move(plan));
   if (!durable_waiters_.empty()) executor_->CommitSoon();
   AnswerStep(store_->committed().epoch);
+}
+
+absl::StatusOr<StepPlan> Job::TakeStep() {
+  OFFLOAD_ASSIGN_OR_RETURN(const StepMessages messages, gate_->Take());
+  OFFLOAD_ASSIGN_OR_RETURN(StepPlan plan, MakeStepPlan(messages, context_));
+  if (plan.step != step_ + 1)
+    return WrongState(absl::StrCat("step ", plan.step, " after step ", step_));
+  OFFLOAD_RETURN_IF_ERROR(CheckSums(messages));
+  return plan;
 }
 
 // What is committed with the step that begins; missing when no rank gave anything new.
@@ -394,7 +397,6 @@ void Job::UpdateLimits() {
         {.region_bytes = context_.ranks[rank->number()].region_bytes,
          .scratch_bytes = scratch_bytes_,
          .catalogue = IsSealed() ? &context_.catalogue : nullptr,
-         .optimizer = context_.optimizer,
          .has_several_ranks = world_size() > 1,
          .adds_gradients = gradients_ != nullptr});
   }

@@ -248,6 +248,7 @@ class Job {
   bool AddsGradients() const { return world_size() > 1 && !membership_.gradients_reduced(); }
   bool StepIsReady() const { return gate_.has_value() && gate_->IsComplete(); }
   void StartRecordedStep();
+  absl::StatusOr<StepPlan> TakeStep();
   absl::Status CheckSums(const StepMessages& messages) const;
   void AnswerStep(const absl::StatusOr<uint64_t>& durable_step);
   std::optional<std::string> TakeTrainerStates();
@@ -305,7 +306,7 @@ class Job {
   std::unique_ptr<ResidentState> state_;
   std::unique_ptr<UpdateExecutor> executor_;
   std::unique_ptr<Transfers> transfers_;
-  std::unique_ptr<GradientSum> gradients_;  // when the daemon adds up those of several ranks
+  std::unique_ptr<GradientSum> gradients_;    // when the daemon adds up those of several ranks
   std::unique_ptr<swap::Scrubber> scrubber_;  // when the job has a committed store
 
   uint64_t step_ = 0;             // the last recorded one

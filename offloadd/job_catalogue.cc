@@ -1,6 +1,7 @@
 #include "offloadd/job_catalogue.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -15,16 +16,31 @@ const char* DtypeName(proto::Dtype dtype) {
   return dtype == proto::Dtype::kFloat32 ? "float32" : "bfloat16";
 }
 
-const char* OptimizerName(proto::OptimizerState optimizer) {
-  switch (optimizer) {
-    case proto::OptimizerState::kNone:
-      return "an optimizer without state";
-    case proto::OptimizerState::kMomentum:
-      return "SGD with momentum";
-    case proto::OptimizerState::kAdam:
-      return "AdamW";
+constexpr std::string_view kCatalogueMagic = "OFDC";
+constexpr uint32_t kCatalogueVersion = 2;
+
+// Of the first release: a byte for what the optimizer keeps, then the tensors.
+bool IsFirstVersion(std::string_view bytes) {
+  return !bytes.empty() && static_cast<uint8_t>(bytes[0]) <= 2;
+}
+
+using KeptPlanes = std::vector<std::pair<proto::Plane, std::string>>;
+
+KeptPlanes KeptBy(const kernels::OptimizerSpec& optimizer) {
+  KeptPlanes planes;
+  for (size_t i = 0; i < proto::kStatePlanes.size(); ++i) {
+    const kernels::StatePlane* const plane = optimizer.Plane(i);
+    if (plane != nullptr) planes.emplace_back(proto::kStatePlanes[i], plane->name);
   }
-  return "an unknown optimizer";
+  return planes;
+}
+
+// "adamw (exp_avg, exp_avg_sq)"
+std::string DescribeOptimizer(std::string_view name, const KeptPlanes& planes) {
+  std::vector<std::string> names;
+  for (const auto& [plane, plane_name] : planes) names.push_back(plane_name);
+  return absl::StrCat(std::string(name), " (",
+                      names.empty() ? "no state" : absl::StrJoin(names, ", "), ")");
 }
 
 std::string Describe(const proto::Tensor& tensor) {
@@ -36,11 +52,29 @@ bool SameTensor(const proto::Tensor& a, const proto::Tensor& b) {
   return a.name == b.name && a.shape == b.shape && a.dtype == b.dtype && a.trainable == b.trainable;
 }
 
-bool IsOptimizerState(uint32_t value) {
-  return value <= static_cast<uint32_t>(proto::OptimizerState::kAdam);
+// The numbers are one set: those of the store's format.
+swap::Plane StorePlane(proto::Plane plane) {
+  static_assert(static_cast<int>(proto::Plane::kWeight) == static_cast<int>(swap::Plane::kWeight));
+  static_assert(static_cast<int>(proto::Plane::kResidual) ==
+                static_cast<int>(swap::Plane::kResidual));
+  static_assert(static_cast<int>(proto::Plane::kState0) == static_cast<int>(swap::Plane::kState0));
+  static_assert(static_cast<int>(proto::Plane::kState1) == static_cast<int>(swap::Plane::kState1));
+  static_assert(static_cast<int>(proto::Plane::kState2) == static_cast<int>(swap::Plane::kState2));
+  static_assert(static_cast<int>(proto::Plane::kTies) == static_cast<int>(swap::Plane::kTies));
+  static_assert(proto::kPlaneCount == swap::kPlaneCount);
+  return static_cast<swap::Plane>(plane);
 }
 
 }  // namespace
+
+absl::StatusOr<kernels::OptimizerSpec> OptimizerFromMessage(const proto::v1::Optimizer& message) {
+  kernels::OptimizerSpec optimizer;
+  const std::string wrong = kernels::OptimizerSpec::Read(
+      message.name(), {message.parameters().data(), static_cast<size_t>(message.parameters_size())},
+      &optimizer);
+  if (wrong.empty()) return optimizer;
+  return MakeError(ErrorId::kProtocol, absl::StrCat("an optimizer that cannot be: ", wrong));
+}
 
 absl::StatusOr<proto::Tensor> TensorFromMessage(const proto::v1::Tensor& message) {
   proto::Tensor tensor;
@@ -62,12 +96,10 @@ absl::StatusOr<proto::Tensor> TensorFromMessage(const proto::v1::Tensor& message
 }
 
 absl::StatusOr<SealedPlan> PlanFromMessages(const std::vector<proto::v1::SealRequest>& messages) {
-  if (messages.empty() || !IsOptimizerState(messages.front().optimizer_state())) {
-    return MakeError(ErrorId::kProtocol, "a Seal without plan");
-  }
+  if (messages.empty()) return MakeError(ErrorId::kProtocol, "a Seal without plan");
   const proto::v1::SealRequest& first = messages.front();
   SealedPlan sealed;
-  sealed.optimizer = static_cast<proto::OptimizerState>(first.optimizer_state());
+  OFFLOAD_ASSIGN_OR_RETURN(sealed.optimizer, OptimizerFromMessage(first.optimizer()));
   sealed.pins_offset = first.pins_offset();
   proto::MemoryPlan& plan = sealed.plan;
   plan.window_bytes = first.window_bytes();
@@ -110,9 +142,9 @@ absl::StatusOr<SealedPlan> PlanFromMessages(const std::vector<proto::v1::SealReq
   return sealed;
 }
 
-// One byte for the optimizer, then the tensors as they are declared in messages.
-std::string EncodeCatalogue(const proto::Catalogue& catalogue, proto::OptimizerState optimizer) {
-  proto::v1::DeclareTensorsRequest message;
+std::string EncodeCatalogue(const proto::Catalogue& catalogue,
+                            const kernels::OptimizerSpec& optimizer) {
+  proto::v1::StoredCatalogue message;
   for (const proto::Tensor& tensor : catalogue.tensors) {
     proto::v1::Tensor* out = message.add_tensors();
     out->set_name(tensor.name);
@@ -121,20 +153,38 @@ std::string EncodeCatalogue(const proto::Catalogue& catalogue, proto::OptimizerS
                                                           : proto::v1::BFLOAT16);
     out->set_trainable(tensor.trainable);
   }
-  std::string bytes(1, static_cast<char>(optimizer));
+  message.mutable_optimizer()->set_name(std::string(optimizer.name()));
+  for (const auto& [plane, name] : KeptBy(optimizer)) {
+    proto::v1::StoredPlane* out = message.mutable_optimizer()->add_planes();
+    out->set_plane(static_cast<uint32_t>(plane));
+    out->set_name(name);
+  }
+  std::string bytes(kCatalogueMagic);
+  bytes.append(reinterpret_cast<const char*>(&kCatalogueVersion), sizeof(kCatalogueVersion));
   message.AppendToString(&bytes);
   return bytes;
 }
 
 absl::StatusOr<StoredCatalogue> DecodeCatalogue(std::string_view bytes) {
-  proto::v1::DeclareTensorsRequest message;
-  if (bytes.empty() || !IsOptimizerState(static_cast<uint8_t>(bytes[0])) ||
-      !message.ParseFromArray(bytes.data() + 1, static_cast<int>(bytes.size() - 1))) {
+  constexpr size_t kHeadBytes = kCatalogueMagic.size() + sizeof(kCatalogueVersion);
+  uint32_t version = IsFirstVersion(bytes) ? 1 : 0;
+  if (bytes.size() >= kHeadBytes && bytes.starts_with(kCatalogueMagic))
+    std::memcpy(&version, bytes.data() + kCatalogueMagic.size(), sizeof(version));
+  if (version != 0 && version != kCatalogueVersion) {
+    return MakeError(ErrorId::kStoreVersion,
+                     absl::StrCat("the store's list of tensors has version ", version,
+                                  ", this release writes and reads version ", kCatalogueVersion));
+  }
+  proto::v1::StoredCatalogue message;
+  if (version == 0 || !message.ParseFromArray(bytes.data() + kHeadBytes,
+                                              static_cast<int>(bytes.size() - kHeadBytes))) {
     return MakeError(ErrorId::kStoreDamaged,
                      absl::StrCat("the list of tensors, ", bytes.size(), " bytes, cannot be read"));
   }
   StoredCatalogue stored;
-  stored.optimizer = static_cast<proto::OptimizerState>(bytes[0]);
+  stored.optimizer = message.optimizer().name();
+  for (const proto::v1::StoredPlane& plane : message.optimizer().planes())
+    stored.planes.emplace_back(static_cast<proto::Plane>(plane.plane()), plane.name());
   for (const proto::v1::Tensor& tensor : message.tensors()) {
     OFFLOAD_ASSIGN_OR_RETURN(proto::Tensor decoded, TensorFromMessage(tensor));
     stored.tensors.push_back(std::move(decoded));
@@ -143,28 +193,27 @@ absl::StatusOr<StoredCatalogue> DecodeCatalogue(std::string_view bytes) {
 }
 
 swap::StoreSpec MakeStoreSpec(const std::string& job, const proto::Catalogue& catalogue,
-                              proto::OptimizerState optimizer) {
+                              const kernels::OptimizerSpec& optimizer) {
   swap::StoreSpec spec;
   spec.job = job;
   spec.extent_elements = proto::kExtentElements;
   spec.catalogue = EncodeCatalogue(catalogue, optimizer);
   for (const proto::StoreTensor& tensor : catalogue.store_tensors) {
-    const bool split = tensor.trainable && tensor.dtype == proto::Dtype::kBFloat16;
-    swap::TensorSpec planes{tensor.element_count,
-                            {{swap::Plane::kWeight, 8 * proto::DtypeBytes(tensor.dtype)}}};
-    if (split) planes.planes.push_back({swap::Plane::kResidual, 16});
-    if (tensor.trainable && optimizer != proto::OptimizerState::kNone)
-      planes.planes.push_back({swap::Plane::kExpAvg, 32});
-    if (tensor.trainable && optimizer == proto::OptimizerState::kAdam)
-      planes.planes.push_back({swap::Plane::kExpAvgSq, 32});
-    if (split) planes.planes.push_back({swap::Plane::kTies, 1});
+    swap::TensorSpec planes{tensor.element_count, {}};
+    for (const proto::Plane plane : proto::kUpdatedPlanes) {
+      if (tensor.planes.Has(plane))
+        planes.planes.push_back({StorePlane(plane), tensor.planes.Bits(plane)});
+    }
+    if (tensor.planes.Has(proto::Plane::kTies))
+      planes.planes.push_back({swap::Plane::kTies, tensor.planes.Bits(proto::Plane::kTies)});
     spec.tensors.push_back(std::move(planes));
   }
   return spec;
 }
 
 absl::Status CompareWithStored(const std::string& job, const StoredCatalogue& stored,
-                               const proto::Catalogue& catalogue, proto::OptimizerState optimizer) {
+                               const proto::Catalogue& catalogue,
+                               const kernels::OptimizerSpec& optimizer) {
   const size_t common = std::min(stored.tensors.size(), catalogue.tensors.size());
   for (size_t i = 0; i < common; ++i) {
     if (SameTensor(stored.tensors[i], catalogue.tensors[i])) continue;
@@ -185,11 +234,12 @@ absl::Status CompareWithStored(const std::string& job, const StoredCatalogue& st
         absl::StrCat("the model has ", Describe(catalogue.tensors[common]), " as parameter ",
                      common, ", job \"", job, "\" has only ", common, " parameters"));
   }
-  if (stored.optimizer == optimizer) return absl::OkStatus();
-  return MakeError(
-      ErrorId::kOtherModel,
-      absl::StrCat("job \"", job, "\" was trained with ", OptimizerName(stored.optimizer),
-                   ", the trainer has ", OptimizerName(optimizer)));
+  const KeptPlanes planes = KeptBy(optimizer);
+  if (stored.optimizer == optimizer.name() && stored.planes == planes) return absl::OkStatus();
+  return MakeError(ErrorId::kOtherModel,
+                   absl::StrCat("job \"", job, "\" was trained with ",
+                                DescribeOptimizer(stored.optimizer, stored.planes),
+                                ", the trainer has ", DescribeOptimizer(optimizer.name(), planes)));
 }
 
 }  // namespace offload::daemon

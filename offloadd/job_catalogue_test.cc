@@ -10,8 +10,8 @@
 namespace offload::daemon {
 namespace {
 
+using kernels::OptimizerSpec;
 using proto::Dtype;
-using proto::OptimizerState;
 
 std::vector<proto::Tensor> Tensors() {
   return {{.name = "embedding", .shape = {300, 1000}, .dtype = Dtype::kBFloat16},
@@ -21,11 +21,12 @@ std::vector<proto::Tensor> Tensors() {
 
 // The refusal when a store of Tensors() meets a model of `tensors`.
 absl::Status Compare(std::vector<proto::Tensor> tensors,
-                     OptimizerState optimizer = OptimizerState::kAdam) {
+                     const OptimizerSpec& optimizer = OptimizerSpec()) {
   const proto::Catalogue before = *proto::BuildCatalogue(Tensors());
-  const auto stored = DecodeCatalogue(EncodeCatalogue(before, OptimizerState::kAdam));
+  const auto stored = DecodeCatalogue(EncodeCatalogue(before, OptimizerSpec()));
   if (!stored.ok()) return stored.status();
-  return CompareWithStored("job", *stored, *proto::BuildCatalogue(std::move(tensors)), optimizer);
+  return CompareWithStored("job", *stored, *proto::BuildCatalogue(std::move(tensors), optimizer),
+                           optimizer);
 }
 
 void ExpectRefusal(const absl::Status& status, const std::string& text) {
@@ -63,31 +64,68 @@ TEST(JobCatalogueTest, MissingAndAdditionalParametersAreNamed) {
 }
 
 TEST(JobCatalogueTest, OtherOptimizerIsRefused) {
-  ExpectRefusal(Compare(Tensors(), OptimizerState::kMomentum), "SGD with momentum");
-  ExpectRefusal(Compare(Tensors(), OptimizerState::kNone),
-                "the trainer has an optimizer without state");
+  ExpectRefusal(Compare(Tensors(), OptimizerSpec("sgd", {{"momentum", 0.9}})),
+                "was trained with adamw (exp_avg, exp_avg_sq), the trainer has sgd "
+                "(momentum_buffer)");
+  ExpectRefusal(Compare(Tensors(), OptimizerSpec("sgd")), "the trainer has sgd (no state)");
+  ExpectRefusal(Compare(Tensors(), OptimizerSpec("adamw", {{"amsgrad", 1}})),
+                "the trainer has adamw (exp_avg, exp_avg_sq, max_exp_avg_sq)");
+}
+
+TEST(JobCatalogueTest, OtherParametersOfTheSameOptimizerAreAccepted) {
+  EXPECT_TRUE(Compare(Tensors(), OptimizerSpec("adamw", {{"lr", 0.5}})).ok());
 }
 
 TEST(JobCatalogueTest, DamagedListIsDataLoss) {
-  EXPECT_EQ(ErrorIdOf(DecodeCatalogue("").status()), ErrorId::kStoreDamaged);
-  EXPECT_EQ(ErrorIdOf(DecodeCatalogue(std::string("\x07", 1)).status()), ErrorId::kStoreDamaged);
-  EXPECT_EQ(ErrorIdOf(DecodeCatalogue(std::string("\x02\xff\xff", 3)).status()),
-            ErrorId::kStoreDamaged);
+  const std::string good = EncodeCatalogue(*proto::BuildCatalogue(Tensors()), OptimizerSpec());
+  EXPECT_TRUE(DecodeCatalogue(good).ok());
+  for (const std::string& bad : {std::string(), std::string("\x07"), good.substr(0, 7),
+                                 "X" + good.substr(1), good.substr(0, 8) + "\xff\xff"}) {
+    EXPECT_EQ(ErrorIdOf(DecodeCatalogue(bad).status()), ErrorId::kStoreDamaged) << bad.size();
+  }
+}
+
+TEST(JobCatalogueTest, TheListOfAnotherReleaseIsRefusedWithTheWayOut) {
+  const auto expect_refused = [](const std::string& stored, const std::string& text) {
+    const absl::Status status = DecodeCatalogue(stored).status();
+    EXPECT_EQ(ErrorIdOf(status), ErrorId::kStoreVersion) << status;
+    EXPECT_NE(status.message().find(text), absl::string_view::npos) << status;
+    EXPECT_NE(status.message().find("start a new job"), absl::string_view::npos) << status;
+  };
+  // As the first release wrote it: AdamW, and no tensors.
+  expect_refused(std::string(1, '\x02'), "has version 1, this release writes and reads version 2");
+  std::string later = EncodeCatalogue(*proto::BuildCatalogue(Tensors()), OptimizerSpec());
+  later[4] = 3;
+  expect_refused(later, "has version 3");
 }
 
 TEST(JobCatalogueTest, StoreHasThePlanesOfTheOptimizer) {
-  const proto::Catalogue catalogue = *proto::BuildCatalogue(Tensors());
-  const swap::StoreSpec adam = MakeStoreSpec("job", catalogue, OptimizerState::kAdam);
+  const auto spec = [](const OptimizerSpec& optimizer) {
+    return MakeStoreSpec("job", *proto::BuildCatalogue(Tensors(), optimizer), optimizer);
+  };
+  const swap::StoreSpec adam = spec(OptimizerSpec());
   ASSERT_EQ(adam.tensors.size(), 3u);
-  EXPECT_EQ(adam.tensors[0].planes.size(), 5u);  // weight, residual, two moments, ties
+  EXPECT_EQ(adam.tensors[0].planes, (std::vector<swap::PlaneSpec>{{swap::Plane::kWeight, 16},
+                                                                  {swap::Plane::kResidual, 16},
+                                                                  {swap::Plane::kState0, 32},
+                                                                  {swap::Plane::kState1, 32},
+                                                                  {swap::Plane::kTies, 1}}));
   EXPECT_EQ(adam.tensors[2].planes.size(), 1u) << "frozen: the weight alone";
-  const swap::StoreSpec none = MakeStoreSpec("job", catalogue, OptimizerState::kNone);
-  EXPECT_EQ(none.tensors[0].planes.size(), 3u);
+  EXPECT_EQ(spec(OptimizerSpec("sgd")).tensors[0].planes.size(), 3u);
+  const swap::StoreSpec amsgrad = spec(OptimizerSpec("adamw", {{"amsgrad", 1}}));
+  EXPECT_EQ(amsgrad.tensors[0].planes[4], (swap::PlaneSpec{swap::Plane::kState2, 32}));
+  EXPECT_EQ(amsgrad.tensors[0].planes[5].plane, swap::Plane::kTies) << "last";
+}
+
+void SetOptimizer(proto::v1::SealRequest& message) {
+  const OptimizerSpec sgd("sgd");
+  message.mutable_optimizer()->set_name(std::string(sgd.name()));
+  message.mutable_optimizer()->mutable_parameters()->Add(sgd.values().begin(), sgd.values().end());
 }
 
 TEST(JobCatalogueTest, PlanIsJoinedFromItsMessages) {
   std::vector<proto::v1::SealRequest> messages(2);
-  messages[0].set_optimizer_state(2);
+  SetOptimizer(messages[0]);
   messages[0].set_window_bytes(8192);
   messages[0].add_weight_resident(true);
   messages[0].add_gradient_home(1);
@@ -97,7 +135,7 @@ TEST(JobCatalogueTest, PlanIsJoinedFromItsMessages) {
   messages[1].add_gradient_offset(0);
   const auto sealed = PlanFromMessages(messages);
   ASSERT_TRUE(sealed.ok()) << sealed.status();
-  EXPECT_EQ(sealed->optimizer, OptimizerState::kAdam);
+  EXPECT_EQ(sealed->optimizer.name(), "sgd");
   EXPECT_EQ(sealed->plan.weight_resident, (std::vector<bool>{true, false}));
   ASSERT_EQ(sealed->plan.gradients.size(), 2u);
   EXPECT_EQ(sealed->plan.gradients[0].home, proto::GradientHome::kRegion);
@@ -107,9 +145,10 @@ TEST(JobCatalogueTest, PlanIsJoinedFromItsMessages) {
 TEST(JobCatalogueTest, NonsensePlansAreViolations) {
   EXPECT_EQ(ErrorIdOf(PlanFromMessages({}).status()), ErrorId::kProtocol);
   std::vector<proto::v1::SealRequest> messages(1);
-  messages[0].set_optimizer_state(3);
+  messages[0].mutable_optimizer()->set_name("newton");
   EXPECT_EQ(ErrorIdOf(PlanFromMessages(messages).status()), ErrorId::kProtocol);
-  messages[0].set_optimizer_state(0);
+  messages[0].Clear();
+  SetOptimizer(messages[0]);
   messages[0].add_gradient_home(1);
   EXPECT_EQ(ErrorIdOf(PlanFromMessages(messages).status()), ErrorId::kProtocol);
   messages[0].add_gradient_offset(0);
@@ -124,13 +163,14 @@ TEST(JobCatalogueTest, ATensorOfAnotherDtypeIsRefusedAsMessageAndInAStore) {
   const absl::Status refused = TensorFromMessage(message.tensors(0)).status();
   EXPECT_EQ(ErrorIdOf(refused), ErrorId::kUnsupportedModel) << refused;
   EXPECT_NE(refused.message().find("\"weight\" has the unknown dtype 2"), absl::string_view::npos);
-  std::string stored(1, '\0');
-  message.AppendToString(&stored);
+  std::string stored = EncodeCatalogue(*proto::BuildCatalogue({}), OptimizerSpec());
+  message.AppendToString(&stored);  // the tensors of both messages have the same field
   EXPECT_EQ(ErrorIdOf(DecodeCatalogue(stored).status()), ErrorId::kUnsupportedModel);
 }
 
 TEST(JobCatalogueTest, APlanForMoreTensorsThanAnyJobHasIsRefusedBeforeItIsKept) {
   proto::v1::SealRequest message;
+  SetOptimizer(message);
   for (uint32_t i = 0; i <= proto::kTensorsMax; ++i) message.add_weight_resident(false);
   EXPECT_EQ(ErrorIdOf(PlanFromMessages({message}).status()), ErrorId::kProtocol);
 }

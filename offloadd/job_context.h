@@ -50,7 +50,7 @@ struct JobContext {
   swap::Scratch* scratch = nullptr;  // null until somebody needs one
 
   proto::Catalogue catalogue;
-  proto::OptimizerState optimizer = proto::OptimizerState::kAdam;
+  kernels::OptimizerSpec optimizer;  // that the job was sealed for
   proto::MemoryPlan plan;
   bool gradient_sum = false;  // of ranks: parts are added as they are, not averaged
   proto::SlabLayout layout;
@@ -136,7 +136,7 @@ inline uint64_t WeightExtentOffset(const proto::StoreTensor& tensor, uint32_t in
 }
 
 inline bool HasResidual(const proto::StoreTensor& tensor) {
-  return tensor.trainable && tensor.dtype == proto::Dtype::kBFloat16;
+  return tensor.planes.Has(proto::Plane::kResidual);
 }
 
 }  // namespace offload::daemon

@@ -76,8 +76,7 @@ void Job::AnswerWaiting(const absl::Status& status) {
 }
 
 void Job::Close(Rank& rank, Done done) {
-  if (!rank.is_here()) return done(MakeError(ErrorId::kProtocol, "CloseJob for the second time"));
-  rank.state = Rank::State::kLeft;
+  if (rank.is_here()) rank.state = Rank::State::kLeft;
   UpdateMemory(rank);
   if (!end_reason_.ok()) return done(end_reason_);
   if (phase() == JobPhase::kDrained) return done(context_.failure);
@@ -106,8 +105,7 @@ void Job::Leave(uint64_t session, const std::string& how, std::function<void()> 
   const auto is_connected = [](const auto& each) { return each != nullptr && each->is_connected; };
   if (std::any_of(ranks_.begin(), ranks_.end(), is_connected)) {
     if (was_here) {
-      EndBecause(
-          MakeError(ErrorId::kRankLost, absl::StrCat(Describe(*rank), " is gone: ", how)));
+      EndBecause(MakeError(ErrorId::kRankLost, absl::StrCat(Describe(*rank), " is gone: ", how)));
     }
     return done();
   }
@@ -135,9 +133,9 @@ void Job::Exchange(Rank& rank, const proto::v1::ExchangeRequest& request, Exchan
   if (status.ok() && rank.calls.exchange != nullptr)
     status = MakeError(ErrorId::kProtocol, "two exchanges at once");
   if (status.ok() && request.data().size() > kLimits.exchange_bytes_max) {
-    status = MakeError(ErrorId::kBadValue,
-                       absl::StrCat("an exchange of ", request.data().size(), " bytes; at most ",
-                                    kLimits.exchange_bytes_max));
+    status =
+        MakeError(ErrorId::kBadValue, absl::StrCat("an exchange of ", request.data().size(),
+                                                   " bytes; at most ", kLimits.exchange_bytes_max));
   }
   if (!status.ok()) return done(std::move(status));
   rank.exchanged = request.data();
@@ -173,7 +171,8 @@ std::optional<Job::Wait> Job::FindWait() const {
   const auto waiting = [this](const char* what, auto member) -> std::optional<Wait> {
     Wait wait{.what = what};
     for (const std::unique_ptr<Rank>& rank : ranks_) {
-      if (rank != nullptr && rank->calls.*member == nullptr) wait.missing.push_back(rank->number());
+      if (rank == nullptr) return std::nullopt;  // they are still joining
+      if (rank->calls.*member == nullptr) wait.missing.push_back(rank->number());
     }
     if (wait.missing.empty() || wait.missing.size() == ranks_.size()) return std::nullopt;
     return wait;
@@ -193,8 +192,8 @@ void Job::WatchRanks() {
     wait_report_seconds_ = now + kLimits.rank_report_seconds;
   }
   if (!wait_.has_value() || now < wait_report_seconds_) return;
-  spdlog::warn("job {}: {} of {} are waited for by the others, who have called {}",
-               identity_.name, NameRanks(wait_->missing), world_size(), wait_->what);
+  spdlog::warn("job {}: {} of {} are waited for by the others, who have called {}", identity_.name,
+               NameRanks(wait_->missing), world_size(), wait_->what);
   wait_report_seconds_ = now + 6 * kLimits.rank_report_seconds;
 }
 

@@ -41,8 +41,7 @@ void Job::ReserveScratch(uint64_t bytes, Done done) {
   if (absl::Status status = Check(JobCall::kReserveScratch); !status.ok())
     return done(std::move(status));
   if (bytes > kLimits.scratch_bytes_max) {
-    return done(
-        MakeError(ErrorId::kBadValue, absl::StrCat("scratch space of ", bytes, " bytes")));
+    return done(MakeError(ErrorId::kBadValue, absl::StrCat("scratch space of ", bytes, " bytes")));
   }
   auto made = std::make_shared<Made>();
   OffLoop([this, bytes, made] { made->status = MakeScratch(bytes, *made); },
@@ -90,8 +89,7 @@ void Job::StartSealing() {
 absl::Status Job::CompareRanks() const {
   const Rank& first = *ranks_.front();
   for (const std::unique_ptr<Rank>& rank : ranks_) {
-    OFFLOAD_RETURN_IF_ERROR(
-        CompareTensors({0, first.declared}, {rank->number(), rank->declared}));
+    OFFLOAD_RETURN_IF_ERROR(CompareTensors({0, first.declared}, {rank->number(), rank->declared}));
     OFFLOAD_RETURN_IF_ERROR(ComparePlans({0, first.plan}, {rank->number(), rank->plan}));
   }
   return absl::OkStatus();
@@ -107,12 +105,9 @@ void Job::AnswerSeal(const absl::Status& status) {
 
 // Everything that can be told from the messages.
 absl::Status Job::PrepareSeal(const std::vector<proto::v1::SealRequest>& messages) {
-  OFFLOAD_ASSIGN_OR_RETURN(context_.catalogue,
-                           proto::BuildCatalogue(std::exchange(ranks_.front()->declared, {})));
   OFFLOAD_RETURN_IF_ERROR(ReadPlan(messages));
-  OFFLOAD_ASSIGN_OR_RETURN(
-      context_.layout,
-      proto::ComputeSlabLayout(context_.catalogue, context_.optimizer, context_.plan));
+  OFFLOAD_ASSIGN_OR_RETURN(context_.layout,
+                           proto::ComputeSlabLayout(context_.catalogue, context_.plan));
   OFFLOAD_RETURN_IF_ERROR(CheckBudget());
   return store_existed_ ? CompareCatalogue() : absl::OkStatus();
 }
@@ -184,6 +179,9 @@ void Job::FinishSeal(Made& made) {
 absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) {
   OFFLOAD_ASSIGN_OR_RETURN(SealedPlan sealed, PlanFromMessages(messages));
   context_.optimizer = sealed.optimizer;
+  OFFLOAD_ASSIGN_OR_RETURN(
+      context_.catalogue,
+      proto::BuildCatalogue(std::exchange(ranks_.front()->declared, {}), context_.optimizer));
   context_.plan = std::move(sealed.plan);
   context_.gradient_sum = membership_.gradient_sum();
   pins_offset_ = sealed.pins_offset;
@@ -192,16 +190,15 @@ absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) 
   if (context_.plan.pipeline_blocks > kLimits.pipeline_blocks_max ||
       !IsGoodRegion(context_.plan.region_bytes, pins_bytes) ||
       (world_size() > 1 && !IsGoodRegion(context_.plan.other_region_bytes, pins_bytes))) {
-    return MakeError(ErrorId::kProtocol,
-                     absl::StrCat("a plan with ", context_.plan.pipeline_blocks,
-                                  " pipeline blocks, regions of ", context_.plan.region_bytes,
-                                  " and ", context_.plan.other_region_bytes,
-                                  " bytes and pins at ", pins_offset_));
+    return MakeError(
+        ErrorId::kProtocol,
+        absl::StrCat("a plan with ", context_.plan.pipeline_blocks, " pipeline blocks, regions of ",
+                     context_.plan.region_bytes, " and ", context_.plan.other_region_bytes,
+                     " bytes and pins at ", pins_offset_));
   }
   if (context_.plan.world_size != world_size()) {
-    return MakeError(ErrorId::kProtocol,
-                     absl::StrCat("a plan for ", context_.plan.world_size, " ranks of ",
-                                  world_size()));
+    return MakeError(ErrorId::kProtocol, absl::StrCat("a plan for ", context_.plan.world_size,
+                                                      " ranks of ", world_size()));
   }
   for (size_t i = 0; i < catalogue.tensors.size() && i < context_.plan.gradients.size(); ++i)
     OFFLOAD_RETURN_IF_ERROR(CheckHome(static_cast<uint32_t>(i)));
@@ -237,21 +234,20 @@ bool Job::IsGoodRegion(uint64_t region_bytes, uint64_t pins_bytes) const {
 }
 
 absl::Status Job::CheckBudget() const {
-  const uint64_t overhead_bytes = proto::OverheadBytes(context_.catalogue, context_.optimizer);
+  const uint64_t overhead_bytes = proto::OverheadBytes(context_.catalogue);
   // Each is at most ram, and there are few.
   uint64_t region_bytes = 0;
   for (uint32_t rank = 0; rank < world_size(); ++rank) region_bytes += RegionBytes(rank);
-  const std::optional<uint64_t> memories =
-      CheckedAdd(context_.layout.total_bytes, region_bytes);
+  const std::optional<uint64_t> memories = CheckedAdd(context_.layout.total_bytes, region_bytes);
   const std::optional<uint64_t> sum =
       memories.has_value() ? CheckedAdd(*memories, overhead_bytes) : std::nullopt;
   if (sum.has_value() && *sum <= ram_bytes_) return absl::OkStatus();
-  return MakeError(
-      ErrorId::kBudgetTooSmall,
-      absl::StrCat("the plan needs ", FormatBytes(context_.layout.total_bytes),
-                   " for weights and updates, ", FormatBytes(region_bytes),
-                   world_size() == 1 ? " for the rank and " : " for the ranks and ", FormatBytes(overhead_bytes),
-                   " overhead, more than ram of ", FormatBytes(ram_bytes_)));
+  return MakeError(ErrorId::kBudgetTooSmall,
+                   absl::StrCat("the plan needs ", FormatBytes(context_.layout.total_bytes),
+                                " for weights and updates, ", FormatBytes(region_bytes),
+                                world_size() == 1 ? " for the rank and " : " for the ranks and ",
+                                FormatBytes(overhead_bytes), " overhead, more than ram of ",
+                                FormatBytes(ram_bytes_)));
 }
 
 absl::Status Job::CompareCatalogue() const {

@@ -25,9 +25,9 @@ struct Limits {
   uint64_t scratch_bytes_max = 1ull << 50;
   uint32_t schedule_touches_max = 1u << 24;
   uint32_t groups_max = 4096;
-  uint32_t ranks_max = 64;               // of a job
+  uint32_t ranks_max = 64;                   // of a job
   uint64_t exchange_bytes_max = 1ull << 20;  // of one rank, at a time
-  uint32_t failure_texts_max = 256;  // kept for ExplainFailure
+  uint32_t failure_texts_max = 256;          // kept for ExplainFailure
   uint64_t ram_bytes_max = 1ull << 46;
   int room_poll_ms = 1;                   // unpinning sends no message
   double schedule_stall_seconds = 0.2;    // after which the update stops waiting for the forward

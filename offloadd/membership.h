@@ -40,9 +40,7 @@ class Membership {
   // 0 before anybody is there.
   uint32_t world_size() const { return static_cast<uint32_t>(pids_.size()); }
   // Of all ranks alike.
-  bool gradients_reduced() const {
-    return first_.has_value() && first_->world.gradients_reduced();
-  }
+  bool gradients_reduced() const { return first_.has_value() && first_->world.gradients_reduced(); }
   bool gradient_sum() const { return first_.has_value() && first_->world.gradient_sum(); }
   bool IsComplete() const;
   std::vector<uint32_t> Missing() const;

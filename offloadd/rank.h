@@ -71,8 +71,8 @@ class Rank {
   pid_t pid() const { return member_.pid; }
 
   State state = State::kJoined;
-  bool is_open = false;       // OpenJob has been answered
-  bool is_connected = true;   // its session has not ended
+  bool is_open = false;      // OpenJob has been answered
+  bool is_connected = true;  // its session has not ended
   Calls calls;
   // True while the others may count on it.
   bool is_here() const { return state == State::kJoined || state == State::kMapped; }

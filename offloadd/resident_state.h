@@ -6,7 +6,6 @@
 // Thread safety: the loop's thread only; the bytes are lent to workers.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -16,21 +15,15 @@
 
 namespace offload::daemon {
 
-// The planes of kUpdatedPlanes but the weight, for one extent whose state begins at `base`; those
-// that the tensor has not are null. The first entry (weight) is left empty.
-inline std::array<PlaneMemory, 4> StatePlanes(const proto::StoreTensor& tensor,
-                                              proto::OptimizerState optimizer, uint32_t index,
-                                              std::byte* base) {
-  std::array<PlaneMemory, 4> planes;
-  if (!tensor.trainable) return planes;
+// Those planes of one extent whose state begins at `base`; what the tensor has not is null, and so
+// is the weight.
+inline ExtentPlanes StatePlanes(const proto::StoreTensor& tensor, uint32_t index, std::byte* base) {
+  ExtentPlanes planes;
   const uint64_t elements = proto::ExtentElements(tensor.element_count, index);
-  const uint64_t element_bytes[4] = {0, HasResidual(tensor) ? 2u : 0u,
-                                     optimizer != proto::OptimizerState::kNone ? 4u : 0u,
-                                     optimizer == proto::OptimizerState::kAdam ? 4u : 0u};
-  for (int plane = 1; plane < 4; ++plane) {
-    if (element_bytes[plane] == 0) continue;
+  for (const proto::Plane plane : proto::kUpdateOnlyPlanes) {
+    if (!tensor.planes.Has(plane)) continue;
     planes[plane].bytes = base;
-    planes[plane].size_bytes = proto::PaddedBytes(elements * element_bytes[plane]);
+    planes[plane].size_bytes = proto::PaddedBytes(tensor.planes.Bytes(plane, elements));
     base += planes[plane].size_bytes;
   }
   return planes;
@@ -55,11 +48,10 @@ class ResidentState {
   void SetLoaded(uint32_t store_tensor, uint32_t index) {
     if (loaded_[store_tensor][index]) return;
     loaded_[store_tensor][index] = true;
-    loaded_bytes_ +=
-        proto::StateBytes(context_->store_tensor(store_tensor), context_->optimizer, index);
+    loaded_bytes_ += proto::StateBytes(context_->store_tensor(store_tensor), index);
   }
-  std::array<PlaneMemory, 4> Planes(uint32_t store_tensor, uint32_t index) const {
-    return StatePlanes(context_->store_tensor(store_tensor), context_->optimizer, index,
+  ExtentPlanes Planes(uint32_t store_tensor, uint32_t index) const {
+    return StatePlanes(context_->store_tensor(store_tensor), index,
                        context_->slab + context_->layout.state_offset[store_tensor][index]);
   }
   uint64_t loaded_bytes() const { return loaded_bytes_; }

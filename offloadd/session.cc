@@ -50,7 +50,7 @@ void Session::Run() {
   prctl(PR_SET_NAME, "session");
   handshake_deadline_seconds_ = Clock::Real().NowSeconds() + options_.handshake_timeout_seconds;
   loop_->Watch(socket_.get(), [this] { ReadSocket(); });
-  loop_->Watch(peer_.pidfd.get(), [this] { End("the process has ended"); });
+  loop_->Watch(peer_.pidfd.get(), [this] { End("its process has ended"); });
   loop_->SetTurn([this] { return WatchHandshake(); });
   loop_->Run();
   DropJob();
@@ -123,7 +123,7 @@ Rank::Member Session::MemberOfJob() {
           // The job calls it only while the session waits for the job.
           .end_session = [this] {
             loop_->Post([this] {
-              if (!ending_) End("it broke the protocol");
+              if (!ending_) End("it has broken the protocol");
             });
           }};
 }
@@ -174,8 +174,8 @@ void Session::ReadSocket() {
     if (status.ok() && !message->has_value()) return;
     if (status.ok()) status = Handle(**message);
     if (status.ok()) continue;
-    if (ErrorIdOf(status) != ErrorId::kSessionEnded)
-      proto::SendRefusal(socket_.get(), status).IgnoreError();
+    if (ErrorIdOf(status) == ErrorId::kSessionEnded) return End("it has closed its connection");
+    proto::SendRefusal(socket_.get(), status).IgnoreError();
     return End(ToStd(status.message()));
   }
 }

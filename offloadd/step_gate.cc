@@ -51,8 +51,7 @@ absl::StatusOr<Entries> Read(uint32_t rank, const StepMessages& messages) {
                   .gradient_scale = message.gradient_scale(i)};
       if (message.own_gradient_offset_size() > 0)
         entry.own_gradient_offset = message.own_gradient_offset(i);
-      if (message.own_gradient_crc_size() > 0)
-        entry.own_gradient_crc = message.own_gradient_crc(i);
+      if (message.own_gradient_crc_size() > 0) entry.own_gradient_crc = message.own_gradient_crc(i);
       if (!entries.emplace(message.tensors(i), entry).second) {
         return MakeError(ErrorId::kProtocol,
                          absl::StrCat("a step that names tensor ", message.tensors(i), " twice"));
@@ -75,8 +74,8 @@ absl::Status CompareHeads(uint32_t rank, const StepRequest& head, const StepRequ
   }
   for (int i = 0; i < head.groups_size(); ++i) {
     if (head.groups(i).SerializeAsString() == first.groups(i).SerializeAsString()) continue;
-    return Difference(absl::StrCat("the optimizer of group ", i, " of step ", first.step(),
-                                   " is {", first.groups(i).ShortDebugString(), "} in rank 0 and {",
+    return Difference(absl::StrCat("the optimizer of group ", i, " of step ", first.step(), " is {",
+                                   first.groups(i).ShortDebugString(), "} in rank 0 and {",
                                    head.groups(i).ShortDebugString(), "} in rank ", rank));
   }
   return absl::OkStatus();
@@ -177,8 +176,8 @@ absl::StatusOr<StepMessages> StepGate::Take() {
     }
   }
   StepRequest request = all.front().front();
-  for (auto* list : {request.mutable_tensors(), request.mutable_group_of(),
-                     request.mutable_own_gradient_crc()})
+  for (auto* list :
+       {request.mutable_tensors(), request.mutable_group_of(), request.mutable_own_gradient_crc()})
     list->Clear();
   request.clear_update_count();
   request.clear_gradient_scale();

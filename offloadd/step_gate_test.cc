@@ -16,7 +16,7 @@ StepMessages StepOf(const std::vector<uint32_t>& tensors,
                     const std::function<void(StepRequest&)>& change = {}) {
   StepRequest message;
   message.set_step(7);
-  message.add_groups()->mutable_adamw()->set_lr(0.5);
+  message.add_groups()->add_parameters(0.5);
   message.set_tensor_count(static_cast<uint32_t>(tensors.size()));
   for (const uint32_t tensor : tensors) {
     message.add_tensors(tensor);
@@ -98,7 +98,7 @@ TEST_F(StepGateTest, TheFirstDifferenceIsNamedWithItsRanks) {
                    "rank 0 is at step 7 and rank 2 at step 8");
   ExpectDifference(StepOf({1, 2}, [](auto& step) { step.add_groups(); }), "1 groups in rank 0");
   ExpectDifference(
-      StepOf({1, 2}, [](auto& step) { step.mutable_groups(0)->mutable_adamw()->set_lr(0.25); }),
+      StepOf({1, 2}, [](auto& step) { step.mutable_groups(0)->set_parameters(0, 0.25); }),
       "the optimizer of group 0");
   ExpectDifference(StepOf({1, 2}, [](auto& step) { step.set_group_of(1, 1); }),
                    "the group of \"weight.2\" differs between ranks 0 and 2: 0 and 1");
@@ -108,11 +108,9 @@ TEST_F(StepGateTest, TheFirstDifferenceIsNamedWithItsRanks) {
 
 // Also by a rounding, or by the sign of a zero: the norm came from the same bytes.
 TEST_F(StepGateTest, ScalesAreComparedBitByBit) {
-  ExpectDifference(StepOf({1, 2},
-                          [](auto& step) {
-                            step.set_gradient_scale(1, std::nextafter(0.25f, 1.0f));
-                          }),
-                   "the gradient's scale of \"weight.2\"");
+  ExpectDifference(
+      StepOf({1, 2}, [](auto& step) { step.set_gradient_scale(1, std::nextafter(0.25f, 1.0f)); }),
+      "the gradient's scale of \"weight.2\"");
   const auto zero = [](float value) {
     return StepOf({1}, [value](auto& step) { step.set_gradient_scale(0, value); });
   };

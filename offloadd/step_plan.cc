@@ -1,14 +1,16 @@
 #include "offloadd/step_plan.h"
 
 #include <algorithm>
-#include <cmath>
 #include <map>
+#include <memory>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/checked.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "offloadd/job_catalogue.h"
 #include "offloadd/limits.h"
 
 namespace offload::daemon {
@@ -16,75 +18,38 @@ namespace {
 
 absl::Status Violation(std::string_view what) { return MakeError(ErrorId::kProtocol, what); }
 
-bool AllAreFinite(std::initializer_list<double> values) {
-  return std::all_of(values.begin(), values.end(),
-                     [](double value) { return std::isfinite(value); });
-}
+using Groups = std::vector<std::shared_ptr<const kernels::OptimizerSpec>>;
 
-absl::StatusOr<MemberUpdate> AdamWUpdate(const proto::v1::AdamW& group,
-                                         proto::OptimizerState state) {
-  if (state != proto::OptimizerState::kAdam) {
-    return MakeError(ErrorId::kUnsupportedOptimizer,
-                     "AdamW needs two moments, the job was sealed without them");
-  }
-  if (!AllAreFinite(
-          {group.lr(), group.beta1(), group.beta2(), group.eps(), group.weight_decay()}) ||
-      group.flavour() > 2) {
-    return Violation(absl::StrCat("AdamW with lr ", group.lr(), ", beta1 ", group.beta1(),
-                                  ", beta2 ", group.beta2(), ", eps ", group.eps(),
-                                  ", weight_decay ", group.weight_decay(), ", flavour ",
-                                  group.flavour()));
-  }
-  MemberUpdate update;
-  update.is_adamw = true;
-  update.adamw.lr = group.lr();
-  update.adamw.beta1 = group.beta1();
-  update.adamw.beta2 = group.beta2();
-  update.adamw.eps = group.eps();
-  update.adamw.weight_decay = group.weight_decay();
-  update.adamw.flavour = static_cast<kernels::AdamWFlavour>(group.flavour());
-  return update;
-}
-
-absl::StatusOr<MemberUpdate> SgdUpdate(const proto::v1::Sgd& group, proto::OptimizerState state) {
-  if (!AllAreFinite({group.lr(), group.momentum(), group.dampening(), group.weight_decay()})) {
-    return Violation(absl::StrCat("SGD with lr ", group.lr(), ", momentum ", group.momentum(),
-                                  ", dampening ", group.dampening(), ", weight_decay ",
-                                  group.weight_decay()));
-  }
-  if (group.momentum() != 0 && state == proto::OptimizerState::kNone) {
-    return MakeError(ErrorId::kUnsupportedOptimizer,
-                     "SGD with momentum needs a buffer, the job was sealed without one");
-  }
-  MemberUpdate update;
-  update.is_adamw = false;
-  update.sgd.lr = group.lr();
-  update.sgd.momentum = group.momentum();
-  update.sgd.dampening = group.dampening();
-  update.sgd.weight_decay = group.weight_decay();
-  update.sgd.nesterov = group.nesterov();
-  update.has_momentum = group.momentum() != 0;
-  return update;
-}
-
-absl::StatusOr<std::vector<MemberUpdate>> ReadGroups(const proto::v1::StepRequest& first,
-                                                     proto::OptimizerState state) {
+absl::StatusOr<Groups> ReadGroups(const proto::v1::StepRequest& first,
+                                  const kernels::OptimizerSpec& sealed) {
   if (first.groups_size() > static_cast<int>(kLimits.groups_max)) {
     return Violation(absl::StrCat("a step with ", first.groups_size(), " groups"));
   }
-  std::vector<MemberUpdate> groups;
-  for (const proto::v1::Group& group : first.groups()) {
-    if (group.has_adamw()) {
-      OFFLOAD_ASSIGN_OR_RETURN(MemberUpdate update, AdamWUpdate(group.adamw(), state));
-      groups.push_back(update);
-    } else if (group.has_sgd()) {
-      OFFLOAD_ASSIGN_OR_RETURN(MemberUpdate update, SgdUpdate(group.sgd(), state));
-      groups.push_back(update);
-    } else {
-      return Violation("a step with a group without optimizer");
+  Groups groups;
+  for (const proto::v1::Optimizer& group : first.groups()) {
+    OFFLOAD_ASSIGN_OR_RETURN(const kernels::OptimizerSpec optimizer, OptimizerFromMessage(group));
+    if (optimizer.name() != sealed.name()) {
+      return MakeError(ErrorId::kUnsupportedOptimizer,
+                       absl::StrCat("a step of ", group.name(), " for a job that was sealed for ",
+                                    std::string(sealed.name())));
     }
+    groups.push_back(std::make_shared<const kernels::OptimizerSpec>(optimizer));
   }
   return groups;
+}
+
+// What the optimizer keeps has to be there for this tensor.
+absl::Status CheckPlanes(const std::string& tensor, const proto::PlaneSet& planes,
+                         const kernels::OptimizerSpec& optimizer) {
+  for (size_t i = 0; i < proto::kStatePlanes.size(); ++i) {
+    const kernels::StatePlane* const needed = optimizer.Plane(i);
+    if (needed == nullptr || planes.Has(proto::kStatePlanes[i])) continue;
+    return MakeError(
+        ErrorId::kUnsupportedOptimizer,
+        absl::StrCat(std::string(optimizer.name()), " with these parameters needs ", needed->name,
+                     " of \"", tensor, "\", the job was sealed without it"));
+  }
+  return absl::OkStatus();
 }
 
 // Where the gradient of a tensor is. `own_offset` ≠ 0: in the first rank's region, since the
@@ -115,9 +80,9 @@ absl::Status PlaceGradient(uint32_t tensor, uint64_t own_offset, const JobContex
 }
 
 // The tensors of one message, put into their tasks.
-absl::Status AddTensors(const proto::v1::StepRequest& message,
-                        const std::vector<MemberUpdate>& groups, const JobContext& context,
-                        std::vector<bool>& seen, std::map<uint32_t, TaskPlan>& tasks) {
+absl::Status AddTensors(const proto::v1::StepRequest& message, const Groups& groups,
+                        const JobContext& context, std::vector<bool>& seen,
+                        std::map<uint32_t, TaskPlan>& tasks) {
   const int count = message.tensors_size();
   const int own_count = message.own_gradient_offset_size();
   if (message.group_of_size() != count || message.update_count_size() != count ||
@@ -138,19 +103,21 @@ absl::Status AddTensors(const proto::v1::StepRequest& message,
                                     seen[tensor] ? "named twice" : "frozen"));
     }
     seen[tensor] = true;
+    OFFLOAD_RETURN_IF_ERROR(
+        CheckPlanes(declared.name, context.catalogue.planes(tensor), *groups[group]));
     const proto::Placement& placement = context.catalogue.placements[tensor];
-    MemberUpdate update = groups[group];
+    MemberUpdate update;
+    update.optimizer = groups[group];
     update.begin = placement.element_offset;
     update.count = declared.element_count;
-    update.adamw.step = static_cast<int64_t>(message.update_count(i));
-    update.sgd.first = message.update_count(i) == 1;
+    update.step = static_cast<int64_t>(message.update_count(i));
     update.gradient_scale = message.gradient_scale(i);
     TaskPlan& task = tasks[placement.store_tensor];
     task.store_tensor = placement.store_tensor;
     OFFLOAD_RETURN_IF_ERROR(PlaceGradient(
         tensor, i < own_count ? message.own_gradient_offset(i) : 0, context, update, task));
     task.tensors.push_back(tensor);
-    task.members.push_back(update);
+    task.members.push_back(std::move(update));
   }
   return absl::OkStatus();
 }
@@ -175,8 +142,7 @@ absl::StatusOr<StepPlan> MakeStepPlan(const std::vector<proto::v1::StepRequest>&
   if (first.trainer_state().size() > kLimits.trainer_state_bytes_max) {
     return Violation(absl::StrCat("a trainer state of ", first.trainer_state().size(), " bytes"));
   }
-  OFFLOAD_ASSIGN_OR_RETURN(const std::vector<MemberUpdate> groups,
-                           ReadGroups(first, context.optimizer));
+  OFFLOAD_ASSIGN_OR_RETURN(const Groups groups, ReadGroups(first, context.optimizer));
   std::vector<bool> seen(context.catalogue.tensors.size(), false);
   std::map<uint32_t, TaskPlan> tasks;
   for (const proto::v1::StepRequest& message : messages) {

@@ -13,6 +13,7 @@
 namespace offload::daemon {
 namespace {
 
+using kernels::OptimizerSpec;
 using proto::v1::StepRequest;
 
 constexpr uint64_t kGradientOffset = 1 << 20;
@@ -35,6 +36,13 @@ class StepPlanTest : public testing::Test {
         {.home = proto::GradientHome::kScratch, .offset_bytes = 8192}};
     context_.ranks = {{.region = region_.data()}};
   }
+  // Of the first group, which there is afterwards.
+  static void SetOptimizer(StepRequest& message, const OptimizerSpec& optimizer) {
+    message.clear_groups();
+    proto::v1::Optimizer& group = *message.add_groups();
+    group.set_name(std::string(optimizer.name()));
+    group.mutable_parameters()->Add(optimizer.values().begin(), optimizer.values().end());
+  }
   static void AddTensor(StepRequest& message, uint32_t tensor, uint32_t group = 0,
                         uint64_t update_count = 1) {
     message.add_tensors(tensor);
@@ -46,7 +54,7 @@ class StepPlanTest : public testing::Test {
   static StepRequest Good() {
     StepRequest message;
     message.set_step(3);
-    message.add_groups()->mutable_adamw()->set_lr(0.5);
+    SetOptimizer(message, OptimizerSpec("adamw", {{"lr", 0.5}}));
     AddTensor(message, kScale);
     AddTensor(message, kWeight, 0, 7);
     AddTensor(message, kBias);
@@ -82,13 +90,13 @@ TEST_F(StepPlanTest, TensorsAreGatheredInTheirStoreTensorsAndSortedByPlace) {
   const TaskPlan& bundle = plan->tasks[0];
   EXPECT_EQ(bundle.tensors, (std::vector<uint32_t>{kBias, kScale}));
   EXPECT_EQ(bundle.members[0].gradient, region_.data() + kGradientOffset);
-  EXPECT_TRUE(bundle.members[0].is_adamw);
-  EXPECT_TRUE(bundle.members[0].sgd.first);
+  EXPECT_EQ(bundle.members[0].optimizer->Get("lr"), 0.5);
+  EXPECT_EQ(bundle.members[0].step, 1);
   EXPECT_FALSE(bundle.spilled);
   const TaskPlan& weight = plan->tasks[1];
   EXPECT_TRUE(weight.spilled);
   EXPECT_EQ(weight.scratch_offset, 8192u);
-  EXPECT_EQ(weight.members[0].adamw.step, 7);
+  EXPECT_EQ(weight.members[0].step, 7);
   EXPECT_EQ(weight.members[0].gradient_scale, 0.5f);
 }
 
@@ -140,37 +148,47 @@ TEST_F(StepPlanTest, AListThatEndsEarlyIsNoStep) {
   EXPECT_TRUE(Plan({first, rest}).ok());
 }
 
-TEST_F(StepPlanTest, HyperparametersThatAreNoNumbersAreRefused) {
-  for (const double wrong : {std::nan(""), std::numeric_limits<double>::infinity()}) {
+TEST_F(StepPlanTest, AnOptimizerThatCannotBeIsRefused) {
+  for (const double wrong : {std::nan(""), std::numeric_limits<double>::infinity(), -1.0}) {
     ExpectRefused(
-        [=](StepRequest& step) { step.mutable_groups(0)->mutable_adamw()->set_eps(wrong); },
-        "AdamW with");
-    ExpectRefused(
-        [=](StepRequest& step) { step.mutable_groups(0)->mutable_sgd()->set_dampening(wrong); },
-        "SGD with");
+        [=](StepRequest& step) {
+          SetOptimizer(step, OptimizerSpec("adamw", {{"eps", wrong}}));
+        },
+        "adamw with eps");
   }
-  ExpectRefused([](StepRequest& step) { step.mutable_groups(0)->mutable_adamw()->set_flavour(3); },
-                "flavour 3");
-  ExpectRefused([](StepRequest& step) { step.mutable_groups(0)->Clear(); }, "without optimizer");
+  ExpectRefused(
+      [](StepRequest& step) {
+        SetOptimizer(step, OptimizerSpec("adamw", {{"flavour", 3}}));
+      },
+      "flavour 3");
+  ExpectRefused([](StepRequest& step) { step.mutable_groups(0)->add_parameters(1); },
+                "adamw with 9 parameters");
+  ExpectRefused([](StepRequest& step) { step.mutable_groups(0)->set_name("newton"); }, "newton");
+  ExpectRefused([](StepRequest& step) { step.mutable_groups(0)->Clear(); }, "unknown optimizer");
 }
 
 TEST_F(StepPlanTest, AnOptimizerNeedsTheStateThatTheJobWasSealedWith) {
-  const auto with_momentum = [](StepRequest& step) {
-    step.mutable_groups(0)->mutable_sgd()->set_momentum(0.9);
+  const OptimizerSpec plain("sgd"), momentum("sgd", {{"momentum", 0.9}});
+  const auto step_of = [](const OptimizerSpec& optimizer) {
+    return [optimizer](StepRequest& step) { SetOptimizer(step, optimizer); };
   };
-  context_.optimizer = proto::OptimizerState::kMomentum;
-  ExpectRefused([](StepRequest&) {}, "two moments", ErrorId::kUnsupportedOptimizer);
+  ExpectRefused(step_of(plain), "a step of sgd for a job that was sealed for adamw",
+                ErrorId::kUnsupportedOptimizer);
+  const auto seal_for = [this](const OptimizerSpec& optimizer) {
+    context_.optimizer = optimizer;
+    context_.catalogue = *proto::BuildCatalogue(context_.catalogue.tensors, optimizer);
+  };
+  seal_for(momentum);
   StepRequest sgd = Good();
-  with_momentum(sgd);
-  auto plan = Plan({sgd});
-  ASSERT_TRUE(plan.ok()) << plan.status();
-  EXPECT_TRUE(plan->tasks[0].members[0].has_momentum);
-  context_.optimizer = proto::OptimizerState::kNone;
-  ExpectRefused(with_momentum, "needs a buffer", ErrorId::kUnsupportedOptimizer);
-  sgd.mutable_groups(0)->mutable_sgd()->set_momentum(0);
-  plan = Plan({sgd});
-  ASSERT_TRUE(plan.ok()) << plan.status();
-  EXPECT_FALSE(plan->tasks[0].members[0].has_momentum);
+  for (const OptimizerSpec& optimizer : {plain, momentum}) {
+    SetOptimizer(sgd, optimizer);
+    EXPECT_TRUE(Plan({sgd}).ok()) << Plan({sgd}).status();
+  }
+  seal_for(plain);
+  ExpectRefused(step_of(momentum), "needs momentum_buffer of \"scale\"",
+                ErrorId::kUnsupportedOptimizer);
+  SetOptimizer(sgd, plain);
+  EXPECT_TRUE(Plan({sgd}).ok()) << Plan({sgd}).status();
 }
 
 TEST_F(StepPlanTest, MoreThanTheLimitsIsRefused) {

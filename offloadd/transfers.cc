@@ -14,8 +14,8 @@
 namespace offload::daemon {
 namespace {
 
+using proto::Plane;
 using proto::RingOperation;
-using proto::RingPlane;
 
 // The largest that a transfer needs: an fp32 plane of an extent, or both halves of its bf16
 // masters.
@@ -24,11 +24,6 @@ constexpr uint32_t kBuffersMax = 4;
 constexpr uint32_t kMergeElements = 1024;
 
 bool IsPut(const proto::SubmissionEntry& entry) { return entry.operation == RingOperation::kPut; }
-
-uint64_t PlaneElementBytes(const proto::StoreTensor& tensor, int plane) {
-  if (plane == 0) return proto::DtypeBytes(tensor.dtype);
-  return plane == 1 ? 2 : 4;
-}
 
 }  // namespace
 
@@ -208,26 +203,14 @@ void Transfers::Start(const Request& request) {
   PlacePlanes(transfer);
 }
 
-// ---- Where the planes are
-// ------------------------------------------------------------------------
+// ---- Where the planes are -----------------------------------------------------------------------
 
 // Planes that a transfer has to have in memory before it can compute.
-bool Transfers::NeedsPlane(const Transfer& transfer, int plane) const {
+bool Transfers::NeedsPlane(const Transfer& transfer, Plane plane) const {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
-  if (IsPut(transfer.entry)) return plane == 1 && transfer.writes_residual;
-  switch (transfer.entry.plane) {
-    case RingPlane::kWeight:
-      return plane == 0;
-    case RingPlane::kResidual:
-      return plane == 1;
-    case RingPlane::kExpAvg:
-      return plane == 2;
-    case RingPlane::kExpAvgSq:
-      return plane == 3;
-    case RingPlane::kMaster:
-      return plane == 0 || (plane == 1 && HasResidual(tensor));
-  }
-  return false;
+  if (IsPut(transfer.entry)) return plane == Plane::kResidual && transfer.writes_residual;
+  if (transfer.entry.plane != Plane::kMaster) return plane == transfer.entry.plane;
+  return plane == Plane::kWeight || (plane == Plane::kResidual && HasResidual(tensor));
 }
 
 void Transfers::PlacePlanes(const TransferPointer& transfer) {
@@ -238,13 +221,12 @@ void Transfers::PlacePlanes(const TransferPointer& transfer) {
                               !context_->store->stamp(residual).never_written();
   const bool state_is_there = state_->Loaded(transfer->store_tensor, transfer->index);
   if (cache_->loaded(transfer->store_tensor)) {
-    transfer->planes[0].bytes =
+    transfer->planes[Plane::kWeight].bytes =
         cache_->slot(transfer->store_tensor) + WeightExtentOffset(tensor, transfer->index);
   }
   if (state_is_there) {
-    const std::array<PlaneMemory, 4> state =
-        state_->Planes(transfer->store_tensor, transfer->index);
-    std::copy(state.begin() + 1, state.end(), transfer->planes.begin() + 1);
+    const ExtentPlanes state = state_->Planes(transfer->store_tensor, transfer->index);
+    for (const Plane plane : proto::kUpdateOnlyPlanes) transfer->planes[plane] = state[plane];
   }
   Read(transfer);
 }
@@ -253,9 +235,9 @@ void Transfers::Read(const TransferPointer& transfer) {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
   transfer->reads = 1;
   uint64_t used_bytes = 0;
-  for (int plane = 0; plane < 4; ++plane) {
+  for (const Plane plane : proto::kUpdatedPlanes) {
     PlaneMemory& memory = transfer->planes[plane];
-    memory.size_bytes = proto::PaddedBytes(transfer->elements * PlaneElementBytes(tensor, plane));
+    memory.size_bytes = proto::PaddedBytes(tensor.planes.Bytes(plane, transfer->elements));
     if (!NeedsPlane(*transfer, plane) || memory.bytes != nullptr) continue;
     if (!transfer->buffer.valid()) {
       absl::StatusOr<MappedRegion> buffer = TakeBuffer();
@@ -270,8 +252,8 @@ void Transfers::Read(const TransferPointer& transfer) {
     used_bytes += memory.size_bytes;
     // A put of a whole extent replaces its residual whatever it was.
     if (IsPut(transfer->entry) && !tensor.bundle) continue;
-    const swap::ReadRequest request{
-        {transfer->store_tensor, kUpdatedPlanes[plane], transfer->index}, memory.bytes};
+    const swap::ReadRequest request{ExtentIdOf(transfer->store_tensor, plane, transfer->index),
+                                    memory.bytes};
     swap::Stamp stamp;
     ++transfer->reads;
     context_->store->Read(
@@ -285,7 +267,7 @@ void Transfers::Read(const TransferPointer& transfer) {
 
 void Transfers::ReadTies(const TransferPointer& transfer) {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
-  const bool wanted = HasResidual(tensor) && (transfer->entry.plane == RingPlane::kMaster ||
+  const bool wanted = HasResidual(tensor) && (transfer->entry.plane == Plane::kMaster ||
                                               (transfer->writes_residual && tensor.bundle));
   if (!wanted) return;
   const swap::Stamp stamp =
@@ -331,8 +313,7 @@ void Transfers::ReadAgain(const TransferPointer& transfer) {
   FinishRead(transfer, absl::OkStatus());
 }
 
-// ---- On a worker
-// ---------------------------------------------------------------------------------
+// ---- On a worker --------------------------------------------------------------------------------
 
 void Transfers::Compute(const TransferPointer& transfer) {
   context_->Compute(
@@ -351,10 +332,10 @@ void Transfers::Compute(const TransferPointer& transfer) {
 }
 
 void Transfers::Verify(Transfer& transfer) const {
-  for (int plane = 0; plane < 4; ++plane) {
+  for (const Plane plane : proto::kUpdatedPlanes) {
     const PlaneMemory& memory = transfer.planes[plane];
     if (!memory.stamp.has_value()) continue;
-    const swap::ExtentId id{transfer.store_tensor, kUpdatedPlanes[plane], transfer.index};
+    const swap::ExtentId id = ExtentIdOf(transfer.store_tensor, plane, transfer.index);
     if (!context_->store->Verify(id, *memory.stamp, {memory.bytes, memory.size_bytes})) {
       transfer.wrong.push_back({{id, memory.bytes}, *memory.stamp});
     }
@@ -369,11 +350,11 @@ void Transfers::Verify(Transfer& transfer) const {
 void Transfers::ComputeGet(Transfer& transfer) const {
   std::byte* to = context_->ranks[transfer.rank].region + transfer.entry.region_offset;
   const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
-  if (transfer.entry.plane == RingPlane::kMaster && HasResidual(tensor))
+  if (transfer.entry.plane == Plane::kMaster && HasResidual(tensor))
     return MergeMaster(transfer, to);
-  for (int plane = 0; plane < 4; ++plane) {
+  for (const Plane plane : proto::kUpdatedPlanes) {
     if (!NeedsPlane(transfer, plane)) continue;
-    const uint64_t element_bytes = PlaneElementBytes(tensor, plane);
+    const uint64_t element_bytes = tensor.planes.Bits(plane) / 8;
     std::memcpy(to, transfer.planes[plane].bytes + transfer.begin * element_bytes,
                 transfer.count * element_bytes);
   }
@@ -381,8 +362,8 @@ void Transfers::ComputeGet(Transfer& transfer) const {
 
 // Merges from the extent's beginning, because tie bits are counted from there.
 void Transfers::MergeMaster(Transfer& transfer, std::byte* to) const {
-  const auto* hi = reinterpret_cast<const uint16_t*>(transfer.planes[0].bytes);
-  const auto* lo = reinterpret_cast<const int16_t*>(transfer.planes[1].bytes);
+  const auto* hi = reinterpret_cast<const uint16_t*>(transfer.planes[Plane::kWeight].bytes);
+  const auto* lo = reinterpret_cast<const int16_t*>(transfer.planes[Plane::kResidual].bytes);
   TieSource ties(transfer.ties);
   for (uint64_t i = 0; i < transfer.begin; ++i) {
     if (lo[i] == INT16_MIN) ties.reader().Next();
@@ -401,7 +382,7 @@ void Transfers::MergeMaster(Transfer& transfer, std::byte* to) const {
 void Transfers::ComputePut(Transfer& transfer) const {
   const std::byte* from = context_->ranks[transfer.rank].region + transfer.entry.region_offset;
   const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
-  PlaneMemory& weight = transfer.planes[0];
+  PlaneMemory& weight = transfer.planes[Plane::kWeight];
   if (weight.bytes != nullptr) {
     std::memcpy(weight.bytes + WeightBytes(tensor, transfer.begin), from,
                 WeightBytes(tensor, transfer.count));
@@ -413,7 +394,7 @@ void Transfers::ComputePut(Transfer& transfer) const {
   checksum.Update({weight.bytes, weight.size_bytes});
   transfer.weight_crc = checksum.Finish();
   if (!transfer.writes_residual) return;
-  const PlaneMemory& residual = transfer.planes[1];
+  const PlaneMemory& residual = transfer.planes[Plane::kResidual];
   auto* values = reinterpret_cast<int16_t*>(residual.bytes);
   if (tensor.bundle) {
     absl::StatusOr<TieBits> ties = ClearResidual({values, transfer.elements}, transfer.begin,
@@ -429,8 +410,7 @@ void Transfers::ComputePut(Transfer& transfer) const {
   transfer.residual_crc = residual_checksum.Finish();
 }
 
-// ---- The end
-// -------------------------------------------------------------------------------------
+// ---- The end ------------------------------------------------------------------------------------
 
 void Transfers::Write(const TransferPointer& transfer) {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
@@ -446,13 +426,13 @@ void Transfers::Write(const TransferPointer& transfer) {
     request.crc = crc;
     return &request;
   };
-  add({transfer->store_tensor, swap::Plane::kWeight, transfer->index}, transfer->planes[0].bytes,
-      transfer->weight_crc);
+  add({transfer->store_tensor, swap::Plane::kWeight, transfer->index},
+      transfer->planes[Plane::kWeight].bytes, transfer->weight_crc);
   if (transfer->writes_residual) {
     const TieBits& ties = transfer->ties_out;
     swap::WriteRequest* const residual =
         add({transfer->store_tensor, swap::Plane::kResidual, transfer->index},
-            transfer->planes[1].bytes, transfer->residual_crc);
+            transfer->planes[Plane::kResidual].bytes, transfer->residual_crc);
     residual->word = ties.word;
     residual->flags = ties.plane.has_value() ? swap::kFlagTiesPlane : 0;
     if (ties.plane.has_value()) {

@@ -64,9 +64,9 @@ class Transfers {
     uint32_t store_tensor = 0;
     uint32_t index = 0;
     uint64_t begin = 0, count = 0;
-    uint32_t elements = 0;              // of the extent
-    MappedRegion buffer;                // for planes on their way; may be none
-    std::array<PlaneMemory, 4> planes;  // that are needed, wherever they are
+    uint32_t elements = 0;  // of the extent
+    MappedRegion buffer;    // for planes on their way; may be none
+    ExtentPlanes planes;    // that are needed, wherever they are
     TieBits ties;
     uint32_t reads = 0;
     std::vector<std::pair<swap::ReadRequest, swap::Stamp>> wrong;  // not the bytes of their stamps
@@ -103,7 +103,7 @@ class Transfers {
   bool CanPut();
   void Start(const Request& request);
   void PlacePlanes(const TransferPointer& transfer);
-  bool NeedsPlane(const Transfer& transfer, int plane) const;
+  bool NeedsPlane(const Transfer& transfer, proto::Plane plane) const;
   void Read(const TransferPointer& transfer);
   void ReadTies(const TransferPointer& transfer);
   void FinishRead(const TransferPointer& transfer, const absl::Status& status);

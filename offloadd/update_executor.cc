@@ -23,7 +23,7 @@ UpdateExecutor::UpdateExecutor(JobContext* context, WeightCache* cache, Resident
       events_(std::move(events)),
       pace_(kLimits.schedule_stall_seconds),
       extents_in_flight_max_(std::max(context->plan.pipeline_blocks, kExtentsInFlightMin)),
-      gradient_offset_(proto::FullStateBytes(context->catalogue, context->optimizer)) {
+      gradient_offset_(proto::FullStateBytes(context->catalogue)) {
   const proto::SlabLayout& layout = context->layout;
   for (uint32_t i = context->plan.pipeline_blocks; i > 0; --i) {
     free_blocks_.push_back(context->slab + layout.pipeline_offset +
@@ -53,6 +53,8 @@ void UpdateExecutor::Begin(StepPlan plan) {
     Task task;
     task.extent_count = proto::ExtentCount(context_->store_tensor(store_tensor).element_count);
     task.plan = std::move(task_plan);
+    task.norms_only = kernels::NeedsNorms(*task.plan.members.front().optimizer);
+    if (task.norms_only) task.norms.resize(task.extent_count);
     unfinished_.emplace(store_tensor, std::move(task));
   }
   uncomputed_tasks_ = static_cast<uint32_t>(unfinished_.size());
@@ -131,8 +133,11 @@ bool UpdateExecutor::StartTask() {
 
 void UpdateExecutor::StartExtents(Task& task) {
   while (task.next_extent < task.extent_count && extents_in_flight_ < extents_in_flight_max_) {
-    if (!StartExtent(task, task.next_extent)) break;
-    ++task.next_extent;
+    // Before the extent runs: its end may begin the task anew.
+    if (!StartExtent(task, task.next_extent++)) {
+      --task.next_extent;
+      break;
+    }
   }
 }
 
@@ -140,7 +145,7 @@ bool UpdateExecutor::NeedsBlock(const Task& task, uint32_t index) const {
   if (task.plan.spilled) return true;
   const uint32_t store_tensor = task.plan.store_tensor;
   if (state_->Has(store_tensor, index)) return false;
-  return proto::StateBytes(context_->store_tensor(store_tensor), context_->optimizer, index) > 0;
+  return proto::StateBytes(context_->store_tensor(store_tensor), index) > 0;
 }
 
 bool UpdateExecutor::StartExtent(Task& task, uint32_t index) {
@@ -161,8 +166,10 @@ bool UpdateExecutor::StartExtent(Task& task, uint32_t index) {
   update.begin = uint64_t{index} * proto::kExtentElements;
   update.elements = proto::ExtentElements(tensor.element_count, index);
   update.dtype = tensor.dtype;
+  update.plane_set = &tensor.planes;
   update.sequence = context_->store->open_sequence();
   update.members = task.plan.members;
+  update.norms_only = task.norms_only;
   PlacePlanes(*extent);
   Read(extent);
   return true;
@@ -173,10 +180,10 @@ void UpdateExecutor::PlacePlanes(Extent& extent) {
   const proto::StoreTensor& tensor = context_->store_tensor(update.store_tensor);
   update.planes = state_->Has(update.store_tensor, update.index)
                       ? state_->Planes(update.store_tensor, update.index)
-                      : StatePlanes(tensor, context_->optimizer, update.index, extent.block);
-  update.planes[0].bytes =
-      cache_->slot(update.store_tensor) + WeightExtentOffset(tensor, update.index);
-  update.planes[0].size_bytes = proto::PaddedBytes(WeightBytes(tensor, update.elements));
+                      : StatePlanes(tensor, update.index, extent.block);
+  PlaneMemory& weight = update.planes[proto::Plane::kWeight];
+  weight.bytes = cache_->slot(update.store_tensor) + WeightExtentOffset(tensor, update.index);
+  weight.size_bytes = proto::PaddedBytes(WeightBytes(tensor, update.elements));
 }
 
 // Everything that is not in memory yet. The extra count keeps the extent from computing before all
@@ -192,18 +199,19 @@ void UpdateExecutor::Read(const std::shared_ptr<Extent>& extent) {
 void UpdateExecutor::ReadPlanes(const std::shared_ptr<Extent>& extent) {
   ExtentUpdate& update = extent->update;
   const bool state_is_there = state_->Loaded(update.store_tensor, update.index);
-  std::array<swap::ReadRequest, 4> requests;
-  std::array<int, 4> plane_of{};
+  std::array<swap::ReadRequest, proto::kUpdatedPlanes.size()> requests;
+  std::array<proto::Plane, requests.size()> plane_of{};
   size_t count = 0;
-  for (int plane = 0; plane < 4; ++plane) {
-    const bool there = plane == 0 ? !extent->task->reads_weights : state_is_there;
+  for (const proto::Plane plane : proto::kUpdatedPlanes) {
+    const bool there =
+        plane == proto::Plane::kWeight ? !extent->task->reads_weights : state_is_there;
     if (there || update.planes[plane].bytes == nullptr) continue;
-    requests[count] = {{update.store_tensor, kUpdatedPlanes[plane], update.index},
+    requests[count] = {ExtentIdOf(update.store_tensor, plane, update.index),
                        update.planes[plane].bytes};
     plane_of[count++] = plane;
   }
   if (count == 0) return;
-  std::array<swap::Stamp, 4> stamps;
+  std::array<swap::Stamp, requests.size()> stamps;
   ++extent->transfers;
   context_->store->Read(
       {requests.data(), count}, {stamps.data(), count},
@@ -213,7 +221,7 @@ void UpdateExecutor::ReadPlanes(const std::shared_ptr<Extent>& extent) {
 
 void UpdateExecutor::ReadTies(const std::shared_ptr<Extent>& extent) {
   ExtentUpdate& update = extent->update;
-  if (update.planes[1].bytes == nullptr) return;
+  if (update.planes[proto::Plane::kResidual].bytes == nullptr) return;
   const swap::Stamp stamp =
       context_->store->stamp({update.store_tensor, swap::Plane::kResidual, update.index});
   update.ties_in.word = stamp.word;
@@ -263,6 +271,7 @@ void UpdateExecutor::FinishCompute(const std::shared_ptr<Extent>& extent) {
   if (context_->failed()) return Release(*extent);
   if (state_->Has(update.store_tensor, update.index))
     state_->SetLoaded(update.store_tensor, update.index);
+  if (extent->task->norms_only) return FinishNorms(*extent);
   Write(extent);
   Task& task = *extent->task;
   if (++task.computed < task.extent_count) return;
@@ -272,17 +281,38 @@ void UpdateExecutor::FinishCompute(const std::shared_ptr<Extent>& extent) {
   if (--uncomputed_tasks_ == 0) events_.on_updated(*step_);
 }
 
+// After the last extent the task begins anew, with its trust ratios; its weights are in the slab by
+// then.
+void UpdateExecutor::FinishNorms(Extent& extent) {
+  Task& task = *extent.task;
+  task.norms[extent.update.index] = std::move(extent.update.norms);
+  Release(extent);
+  if (++task.computed < task.extent_count) return;
+  for (size_t member = 0; member < task.plan.members.size(); ++member) {
+    std::vector<kernels::Norms> blocks;
+    for (const std::vector<kernels::Norms>& extent_norms : task.norms)
+      blocks.push_back(extent_norms[member]);
+    task.plan.members[member].trust_ratio = kernels::TrustRatio(blocks);
+  }
+  task.norms_only = false;
+  task.norms.clear();
+  task.computed = 0;
+  task.next_extent = 0;
+  task.reads_weights = false;
+  if (std::find(started_.begin(), started_.end(), &task) == started_.end())
+    started_.push_back(&task);
+}
+
 void UpdateExecutor::Write(const std::shared_ptr<Extent>& extent) {
   const ExtentUpdate& update = extent->update;
-  std::array<swap::WriteRequest, 5> requests;
+  std::array<swap::WriteRequest, proto::kPlaneCount> requests;
   size_t count = 0;
-  for (int plane = 0; plane < 4; ++plane) {
+  for (const proto::Plane plane : proto::kUpdatedPlanes) {
     if (update.planes[plane].bytes == nullptr) continue;
     swap::WriteRequest& request = requests[count++];
-    request = {{update.store_tensor, kUpdatedPlanes[plane], update.index},
-               update.planes[plane].bytes,
+    request = {ExtentIdOf(update.store_tensor, plane, update.index), update.planes[plane].bytes,
                update.crc[plane]};
-    if (plane != 1) continue;
+    if (plane != proto::Plane::kResidual) continue;
     request.word = update.ties_out.word;
     request.flags = update.ties_out.plane.has_value() ? swap::kFlagTiesPlane : 0;
   }

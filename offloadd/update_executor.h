@@ -13,6 +13,7 @@
 //   buffers are its own from start to end.
 //   * A tensor is resident for its ranks when its last extent is computed; its slot stays where it
 //   is until its last write is done.
+//   * A tensor whose update needs its norms is swept twice; the first sweep writes nothing.
 //   * Nothing here waits for anything that waits for it: slots are taken before blocks, blocks come
 //   back by themselves, and a tensor
 //     that a rank waits for goes first and may evict whatever nobody uses.
@@ -88,6 +89,9 @@ class UpdateExecutor {
     uint32_t next_extent = 0;  // to be started
     uint32_t computed = 0;
     uint32_t written = 0;
+    // The first of two sweeps over the extents, which only adds up norms: per extent, per member.
+    bool norms_only = false;
+    std::vector<std::vector<kernels::Norms>> norms;
   };
   struct Extent {
     Task* task = nullptr;
@@ -110,6 +114,7 @@ class UpdateExecutor {
   void FinishRead(const std::shared_ptr<Extent>& extent, const absl::Status& status);
   void Compute(const std::shared_ptr<Extent>& extent);
   void FinishCompute(const std::shared_ptr<Extent>& extent);
+  void FinishNorms(Extent& extent);
   void Write(const std::shared_ptr<Extent>& extent);
   void FinishWrite(const std::shared_ptr<Extent>& extent, const absl::Status& status);
   void Release(Extent& extent);

@@ -10,8 +10,8 @@
 //   loading, being updated or written
 //     to the drive.
 //   * Every acquire is completed exactly once: resident, or with the reason why not.
-//   * Of several ranks, the one that is behind all others is served first: what it waits for is what
-//   the others wait for in the end.
+//   * Of several ranks, the one that is behind all others is served first: what it waits for is
+//   what the others wait for in the end.
 //
 // A tensor of the store passes through: absent → loading → loaded; or absent → claimed (by an
 // update that reads the weights itself) → loaded; loaded → claimed → loaded. Bundles and resident

@@ -5,12 +5,12 @@
 //
 //   rank                               daemon
 //   Hello{version, pid}            →   checks SO_PEERCRED, version, limits
-//                                  ←   Welcome{session, token, path of the gRPC socket} or
-//                                  Refusal{OFD number, text}
+//                                  ←   Welcome{session, token, path of the gRPC socket}
+//                                      or Refusal{OFD number, text}
 //   Control.OpenJob (gRPC)             creates slab and region
 //   Map{token}                     →
-//                                  ←   Memory{sizes} + slab, region, doorbell (SCM_RIGHTS) or
-//                                  Refusal
+//                                  ←   Memory{sizes} + slab, region, doorbell (SCM_RIGHTS)
+//                                      or Refusal
 //   maps both, Mapped              →   seals the region, then reads its ring
 //                                  ←   Ready or Refusal
 //
@@ -40,8 +40,7 @@
 
 namespace offload::proto {
 
-// ---- Messages
-// ----------------------------------------------------------------------------------------------------------------
+// ---- Messages -----------------------------------------------------------------------------------
 inline constexpr uint32_t kHandshakeMagic = 0x48464f4f;  // "OOFH"
 inline constexpr size_t kTokenBytes = 16;
 inline constexpr size_t kSocketPathBytesMax = 107;  // sun_path without its 0
@@ -103,8 +102,7 @@ static_assert(sizeof(RefusalMessage) == 1040 && sizeof(MapMessage) == 24 &&
               sizeof(MemoryMessage) == 24);
 static_assert(sizeof(MappedMessage) == 8 && sizeof(ReadyMessage) == 8);
 
-// ---- Both sides
-// --------------------------------------------------------------------------------------------------------------
+// ---- Both sides ---------------------------------------------------------------------------------
 absl::StatusOr<Token> MakeToken();
 // In a time that does not depend on the contents.
 bool TokensEqual(const Token& a, const Token& b);
@@ -113,8 +111,7 @@ bool TokensEqual(const Token& a, const Token& b);
 std::string TokenText(const Token& token);
 std::optional<Token> ParseToken(std::string_view text);
 
-// ---- Daemon: never blocks
-// ----------------------------------------------------------------------------------------------------
+// ---- Daemon: never blocks -----------------------------------------------------------------------
 // Binds and listens at `path`, non-blocking. A socket file that nobody listens at is replaced; one
 // that somebody listens at is OFD-1205. OFD-1002 when somebody else could replace the file: its
 // directory must be this user's or root's, and writable by nobody else unless it is sticky.
@@ -157,9 +154,8 @@ absl::Status SendMemory(int socket, int slab_fd, uint64_t slab_bytes, int region
                         uint64_t region_bytes, const Doorbell& for_rank);
 absl::Status SendReady(int socket);
 
-// ---- Rank: blocks up to the time limit
-// --------------------------------------------------------------------------------------- OFD-1501
-// when nobody listens there.
+// ---- Rank: blocks up to the time limit ----------------------------------------------------------
+// OFD-1501 when nobody listens there.
 absl::StatusOr<UniqueFd> ConnectToDaemon(const std::string& path);
 
 struct Welcome {

@@ -51,7 +51,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   SubmissionReader reader(region);
   SubmissionLimits limits;
   limits.catalogue = &Model();
-  limits.optimizer = offload::proto::OptimizerState::kAdam;
   limits.scratch_bytes = 1 << 20;
   limits.adds_gradients = true;
   reader.SetLimits(limits);

@@ -14,12 +14,13 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "proto/plane_set.h"
+
 namespace offload::proto {
 
 inline constexpr uint32_t kProtocolVersion = 2;
 
-// ---- The slab
-// ----------------------------------------------------------------------------------------------------------------
+// ---- The slab -----------------------------------------------------------------------------------
 inline constexpr uint32_t kSlabMagic = 0x534c464f;  // "OFLS"
 
 // At offset 0 of the slab. The daemon writes; relaxed loads, except `failure`, which is published
@@ -45,8 +46,10 @@ inline constexpr uint64_t kTensorWordsOffset = 4096;
 // slab offset of the weights / 64.
 //   kAbsent    not in the slab: submit kAcquire.
 //   kResident  the bytes at the offset are the tensor's, and stay so while its pin word is not
-//   zero. kPending   an update (or a load) is outstanding: submit kAcquire, which completes when
-//   the tensor is resident again.
+//              zero.
+//   kPending   an update (or a load) is outstanding: submit kAcquire, which completes when the
+//              tensor is resident again.
+//
 // The daemon evicts in three moves: store kAbsent, look at the pin words of all ranks, and put
 // kResident back if one is not zero. A rank acquires in three moves: pin, load the word, use the
 // bytes if kResident, else submit kAcquire *keeping the pin*. Both use sequentially consistent
@@ -86,8 +89,7 @@ inline constexpr uint32_t GradientNormOf(uint64_t word) {
   return static_cast<uint32_t>(word >> 32);
 }
 
-// ---- The region
-// --------------------------------------------------------------------------------------------------------------
+// ---- The region ---------------------------------------------------------------------------------
 inline constexpr uint32_t kRegionMagic = 0x524c464f;  // "OFLR"
 inline constexpr uint32_t kSubmissionEntries = 1024;  // powers of two
 inline constexpr uint32_t kCompletionEntries = 2048;  // ≥ what a rank may have in flight
@@ -97,12 +99,12 @@ inline constexpr uint32_t kInFlightMax = 1024;        // submitted and not compl
 struct RegionHeader {
   uint32_t magic;
   uint32_t version;
-  alignas(
-      64) std::atomic<uint32_t> submission_tail;  // rank, release: entries before it are written
-  alignas(64)
-      std::atomic<uint32_t> submission_head;  // daemon, release: entries before it may be reused
-  alignas(64) std::atomic<uint32_t> completion_tail;  // daemon, release
-  alignas(64) std::atomic<uint32_t> completion_head;  // rank, release
+  // Who writes each, with release: entries before a tail are written, those before a head may be
+  // reused.
+  alignas(64) std::atomic<uint32_t> submission_tail;  // rank
+  alignas(64) std::atomic<uint32_t> submission_head;  // daemon
+  alignas(64) std::atomic<uint32_t> completion_tail;  // daemon
+  alignas(64) std::atomic<uint32_t> completion_head;  // rank
   // Set (seq_cst) by a side before it sleeps on its doorbell, after which it looks at the ring once
   // more; the other side rings only when it finds the word set, and clears it.
   alignas(64) std::atomic<uint32_t> daemon_sleeping;
@@ -119,32 +121,43 @@ using PinWord = std::atomic<uint32_t>;
 
 enum class RingOperation : uint32_t {
   kNop = 0,
-  kAcquire = 1,   // tensor: completes when it is resident and up to date; the rank holds a pin.
-                  // value: the tensor word
-  kPrefetch = 2,  // tensor: as kAcquire without pin, and only if that evicts nothing needed sooner;
-                  // completes at once
-  kPut = 3,       // tensor, element_offset, element_count, region_offset: weights (working dtype)
-             // replace the stored ones; the master becomes the value, residual zero, moments kept.
-             // Waits for the commit of the last step. Completes when the bytes are taken; durable
-             // with the next Step or EndLoad (offload.proto), else dropped when the job ends
-  kGet = 4,  // as kPut with `plane`, the other way: bytes of a plane as of the last step; plane
-             // kMaster: fp32 masters
-  kScratchWrite = 5,  // scratch_offset, length_bytes, region_offset, all multiples of 4096
+  // tensor: completes when it is resident and up to date; the rank holds a pin. value: the tensor
+  // word.
+  kAcquire = 1,
+  // tensor: as kAcquire without pin, and only if that evicts nothing needed sooner; completes at
+  // once.
+  kPrefetch = 2,
+  // tensor, element_offset, element_count, region_offset: weights (working dtype) replace the
+  // stored ones; the master becomes the value, residual zero, moments kept. Waits for the commit of
+  // the last step. Completes when the bytes are taken; durable with the next Step or EndLoad
+  // (offload.proto), else dropped when the job ends.
+  kPut = 3,
+  // As kPut with `plane`, the other way: bytes of a plane as of the last step; plane kMaster: fp32
+  // masters.
+  kGet = 4,
+  // scratch_offset, length_bytes, region_offset, all multiples of 4096.
+  kScratchWrite = 5,
   kScratchRead = 6,
+
   // With several ranks, the sum of a tensor's gradient is the daemon's (proto/DESIGN.md, "Gradients
   // of several ranks").
-  kBeginGradients = 7,  // element_offset: the number of the step that begins. The rank has let go
-                        // of the sums of the step before; completes at once
-  kGradient = 8,  // tensor, pass, start, element_offset, element_count, region_offset: a part of
-                  // the rank's gradient of backward pass `pass`. Completes when it has been added
-  kEndPass = 9,  // pass, start = 1: wait. The rank's backward pass has ended: what it has not
-                 // delivered for this pass does not exist. Completes at once, or, with wait, when
-                 // every other rank has ended the pass, too, or has no more passes
-  kAwaitGradient = 10,  // tensor, pass: the passes that the rank has made. The rank looks: it makes
-                        // no further pass before it has an answer. Completes when no rank adds to
-                        // the sum any more. value: the gradient word
-  kPublishNorm = 11,  // tensor, element_offset: the bits of torch's 2-norm of the sum, as fp32.
-                      // Completes at once
+  //
+  // element_offset: the number of the step that begins. The rank has let go of the sums of the step
+  // before; completes at once.
+  kBeginGradients = 7,
+  // tensor, pass, start, element_offset, element_count, region_offset: a part of the rank's
+  // gradient of backward pass `pass`. Completes when it has been added.
+  kGradient = 8,
+  // pass, start = 1: wait. The rank's backward pass has ended: what it has not delivered for this
+  // pass does not exist. Completes at once, or, with wait, when every other rank has ended the
+  // pass, too, or has no more passes.
+  kEndPass = 9,
+  // tensor, pass: the passes that the rank has made. The rank looks: it makes no further pass
+  // before it has an answer. Completes when no rank adds to the sum any more. value: the gradient
+  // word.
+  kAwaitGradient = 10,
+  // tensor, element_offset: the bits of torch's 2-norm of the sum, as fp32. Completes at once.
+  kPublishNorm = 11,
 };
 // kGradient: what the gradient of a step begins with.
 enum class GradientStart : uint32_t {
@@ -152,24 +165,16 @@ enum class GradientStart : uint32_t {
   kZeros = 1,     // with zeros, to which the first part is added (zero_() was called)
   kPrevious = 2,  // with the sum of the step before (nothing was called)
 };
-enum class RingPlane : uint32_t {
-  kWeight = 0,
-  kResidual = 1,
-  kExpAvg = 2,
-  kExpAvgSq = 3,
-  kMaster = 16
-};
-
 struct SubmissionEntry {
   uint64_t tag;  // the rank's, returned with the completion
   RingOperation operation;
   uint32_t tensor;
-  RingPlane plane;
-  uint32_t pass;            // kGradient, kEndPass, kAwaitGradient: counted from 0 in every step
-  uint64_t element_offset;  // kPut, kGet: multiple of kExtentElements; kScratch…: scratch offset in
-                            // bytes
-  uint64_t element_count;  // kPut, kGet: ≤ kExtentElements, up to the tensor's end; kScratch…:
-                           // length in bytes, ≤ 16 MiB
+  Plane plane;
+  uint32_t pass;  // kGradient, kEndPass, kAwaitGradient: counted from 0 in every step
+  // kPut, kGet: a multiple of kExtentElements; kScratch…: scratch offset in bytes.
+  uint64_t element_offset;
+  // kPut, kGet: ≤ kExtentElements, up to the tensor's end; kScratch…: length in bytes, ≤ 16 MiB.
+  uint64_t element_count;
   uint64_t region_offset;  // multiple of 4096; the buffer ends inside the region
   GradientStart start;     // kGradient; kEndPass: 1 to wait
   uint32_t reserved1;      // 0

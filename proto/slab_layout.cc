@@ -1,7 +1,6 @@
 #include "proto/slab_layout.h"
 
 #include <algorithm>
-#include <array>
 #include <optional>
 #include <utility>
 
@@ -98,15 +97,6 @@ class BundleWriter {
  private:
   std::optional<uint32_t> store_tensor_;
 };
-
-// Bytes of one element in each plane that only the update needs; 0 for planes that are not there.
-std::array<uint32_t, 3> StateElementBytes(const StoreTensor& tensor, OptimizerState optimizer) {
-  if (!tensor.trainable) return {0, 0, 0};
-  const uint32_t residual = tensor.dtype == Dtype::kBFloat16 ? 2 : 0;  // fp32 weights are masters
-  const uint32_t exp_avg = optimizer == OptimizerState::kNone ? 0 : 4;
-  const uint32_t exp_avg_sq = optimizer == OptimizerState::kAdam ? 4 : 0;
-  return {residual, exp_avg, exp_avg_sq};
-}
 
 // Hands out consecutive pieces of the slab; after an overflow there is none any more.
 class SlabCursor {
@@ -265,7 +255,8 @@ void PlaceSums(const Catalogue& catalogue, const MemoryPlan& plan, SlabCursor& c
 
 }  // namespace
 
-absl::StatusOr<Catalogue> BuildCatalogue(std::vector<Tensor> tensors) {
+absl::StatusOr<Catalogue> BuildCatalogue(std::vector<Tensor> tensors,
+                                         const kernels::OptimizerSpec& optimizer) {
   OFFLOAD_RETURN_IF_ERROR(CheckTensors(tensors));
   Catalogue catalogue;
   catalogue.placements.reserve(tensors.size());
@@ -284,6 +275,8 @@ absl::StatusOr<Catalogue> BuildCatalogue(std::vector<Tensor> tensors) {
                                        .element_count = tensor.element_count,
                                        .members = {id}});
   }
+  for (StoreTensor& tensor : catalogue.store_tensors)
+    tensor.planes = PlaneSet(tensor.dtype, tensor.trainable, optimizer);
   catalogue.tensors = std::move(tensors);
   return catalogue;
 }
@@ -306,25 +299,23 @@ uint64_t WeightSlotBytes(const StoreTensor& tensor) {
   return PaddedBytes(tensor.element_count * DtypeBytes(tensor.dtype));
 }
 
-uint64_t StateBytes(const StoreTensor& tensor, OptimizerState optimizer, uint32_t index) {
+uint64_t StateBytes(const StoreTensor& tensor, uint32_t index) {
   const uint64_t elements = ExtentElements(tensor.element_count, index);
   uint64_t bytes = 0;
-  for (const uint32_t element_bytes : StateElementBytes(tensor, optimizer)) {
-    bytes += PaddedBytes(elements * element_bytes);
-  }
+  for (const Plane plane : kUpdateOnlyPlanes)
+    bytes += PaddedBytes(tensor.planes.Bytes(plane, elements));
   return bytes;
 }
 
-uint64_t FullStateBytes(const Catalogue& catalogue, OptimizerState optimizer) {
+uint64_t FullStateBytes(const Catalogue& catalogue) {
   uint64_t largest = 0;
   for (const StoreTensor& tensor : catalogue.store_tensors) {
-    largest = std::max(largest, StateBytes(tensor, optimizer, 0));  // the first is the largest
+    largest = std::max(largest, StateBytes(tensor, 0));  // the first is the largest
   }
   return largest;
 }
 
-absl::StatusOr<SlabLayout> ComputeSlabLayout(const Catalogue& catalogue, OptimizerState optimizer,
-                                             const MemoryPlan& plan) {
+absl::StatusOr<SlabLayout> ComputeSlabLayout(const Catalogue& catalogue, const MemoryPlan& plan) {
   OFFLOAD_RETURN_IF_ERROR(CheckPlan(catalogue, plan));
   const size_t store_count = catalogue.store_tensors.size();
   SlabLayout layout;
@@ -342,14 +333,13 @@ absl::StatusOr<SlabLayout> ComputeSlabLayout(const Catalogue& catalogue, Optimiz
   for (size_t i = 0; i < store_count; ++i) {
     layout.state_offset[i].reserve(plan.state_resident[i]);
     for (uint32_t extent = 0; extent < plan.state_resident[i]; ++extent) {
-      layout.state_offset[i].push_back(
-          cursor.Take(StateBytes(catalogue.store_tensors[i], optimizer, extent)));
+      layout.state_offset[i].push_back(cursor.Take(StateBytes(catalogue.store_tensors[i], extent)));
     }
   }
   layout.window_bytes = plan.window_bytes;
   layout.window_offset = cursor.Take(plan.window_bytes);
-  layout.pipeline_block_bytes = FullStateBytes(catalogue, optimizer) +
-                                (plan.pipeline_gradients ? FullGradientBytes(catalogue) : 0);
+  layout.pipeline_block_bytes =
+      FullStateBytes(catalogue) + (plan.pipeline_gradients ? FullGradientBytes(catalogue) : 0);
   // A block is at most a few MiB and their number a 32-bit one: no overflow in the product.
   layout.pipeline_offset = cursor.Take(layout.pipeline_block_bytes * plan.pipeline_blocks);
   if (plan.world_size > 1) PlaceSums(catalogue, plan, cursor, layout);
@@ -362,14 +352,11 @@ absl::StatusOr<SlabLayout> ComputeSlabLayout(const Catalogue& catalogue, Optimiz
   return layout;
 }
 
-uint64_t OverheadBytes(const Catalogue& catalogue, OptimizerState optimizer) {
+uint64_t OverheadBytes(const Catalogue& catalogue) {
   uint64_t bytes = kFixedOverheadBytes + catalogue.tensors.size() * kOverheadPerTensorBytes;
   for (const StoreTensor& tensor : catalogue.store_tensors) {
-    uint64_t planes = 1;
-    for (const uint32_t element_bytes : StateElementBytes(tensor, optimizer)) {
-      planes += element_bytes != 0 ? 1 : 0;
-    }
-    bytes += ExtentCount(tensor.element_count) * planes * kOverheadPerExtentPlaneBytes;
+    bytes += uint64_t{ExtentCount(tensor.element_count)} * tensor.planes.updated_count() *
+             kOverheadPerExtentPlaneBytes;
   }
   return bytes;
 }

@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
+#include "kernels/optimizer.h"
+#include "proto/plane_set.h"
 
 namespace offload::proto {
 
@@ -28,16 +30,6 @@ inline constexpr uint64_t kSectorBytes = 4096;
 inline constexpr uint32_t kTensorsMax = 1u << 20;
 inline constexpr uint64_t kElementsMax = 1ull << 44;
 inline constexpr uint32_t kWorldSizeMax = 64;  // ranks of a job on a node
-
-enum class Dtype : uint8_t { kFloat32 = 0, kBFloat16 = 1 };
-inline constexpr uint32_t DtypeBytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
-
-// What the optimizer keeps per element of a trainable tensor, beside the master.
-enum class OptimizerState : uint8_t {
-  kNone = 0,
-  kMomentum = 1 /* exp_avg */,
-  kAdam = 2 /* exp_avg, exp_avg_sq */
-};
 
 // A tensor as the trainer knows it. Its index in the list is its id in every message.
 struct Tensor {
@@ -56,6 +48,7 @@ struct StoreTensor {
   bool bundle = false;
   uint64_t element_count = 0;
   std::vector<uint32_t> members;  // ids of tensors, ascending by element_offset
+  PlaneSet planes = {};
 };
 
 struct Placement {
@@ -67,9 +60,16 @@ struct Catalogue {
   std::vector<Tensor> tensors;
   std::vector<Placement> placements;  // one per tensor
   std::vector<StoreTensor> store_tensors;
+
+  const PlaneSet& planes(uint32_t tensor) const {
+    return store_tensors[placements[tensor].store_tensor].planes;
+  }
 };
-// Errors: OFD-1601 for duplicate names, zero elements, too many tensors or elements.
-absl::StatusOr<Catalogue> BuildCatalogue(std::vector<Tensor> tensors);
+// `optimizer` trains them all. Errors: OFD-1601 for duplicate names, zero elements, too many
+// tensors or elements.
+absl::StatusOr<Catalogue> BuildCatalogue(
+    std::vector<Tensor> tensors,
+    const kernels::OptimizerSpec& optimizer = kernels::OptimizerSpec());
 
 uint32_t ExtentCount(uint64_t element_count);
 // Elements of extent `index` of a store tensor.
@@ -77,11 +77,10 @@ uint32_t ExtentElements(uint64_t element_count, uint32_t index);
 uint64_t PaddedBytes(uint64_t bytes);  // up to a multiple of kSectorBytes
 // Bytes of a store tensor's weights in the slab: its extents one after the other, the last padded.
 uint64_t WeightSlotBytes(const StoreTensor& tensor);
-// Bytes of the planes of one extent that only the update needs (residual, moments; 0 when not
-// trainable), each padded, in the order residual, exp_avg, exp_avg_sq.
-uint64_t StateBytes(const StoreTensor& tensor, OptimizerState optimizer, uint32_t index);
-uint64_t FullStateBytes(const Catalogue& catalogue,
-                        OptimizerState optimizer);  // the largest StateBytes of any extent
+// Bytes of the planes of one extent that only the update needs (kUpdateOnlyPlanes, in this order;
+// none when not trainable), each padded.
+uint64_t StateBytes(const StoreTensor& tensor, uint32_t index);
+uint64_t FullStateBytes(const Catalogue& catalogue);  // the largest StateBytes of any extent
 
 // Where a tensor's gradient accumulates.
 enum class GradientHome : uint8_t {
@@ -129,11 +128,10 @@ struct SlabLayout {
   uint64_t sum_blocks_offset = 0, sum_block_bytes = 0;
   uint64_t total_bytes = 0;
 };
-absl::StatusOr<SlabLayout> ComputeSlabLayout(const Catalogue& catalogue, OptimizerState optimizer,
-                                             const MemoryPlan& plan);
+absl::StatusOr<SlabLayout> ComputeSlabLayout(const Catalogue& catalogue, const MemoryPlan& plan);
 
 // What neither slab nor region holds but ram pays for: heaps of daemon and client, extent table,
 // rings. Stated, and tested.
-uint64_t OverheadBytes(const Catalogue& catalogue, OptimizerState optimizer);
+uint64_t OverheadBytes(const Catalogue& catalogue);
 
 }  // namespace offload::proto

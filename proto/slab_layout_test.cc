@@ -11,6 +11,8 @@
 namespace offload::proto {
 namespace {
 
+using kernels::OptimizerSpec;
+
 Tensor MakeTensor(std::string name, std::vector<int64_t> shape, Dtype dtype = Dtype::kBFloat16,
                   bool trainable = true) {
   return {
@@ -136,19 +138,22 @@ TEST(ExtentTest, CoversATensorWithoutGapOrTail) {
 
 TEST(StateBytesTest, CountsTwelveBytesPerElementWithTheWeight) {
   for (const Dtype dtype : {Dtype::kBFloat16, Dtype::kFloat32}) {
-    const StoreTensor tensor{.dtype = dtype, .element_count = kExtentElements, .members = {0}};
-    EXPECT_EQ(WeightSlotBytes(tensor) + StateBytes(tensor, OptimizerState::kAdam, 0),
-              12ull * kExtentElements);
+    const StoreTensor tensor = Build({MakeTensor("a", {kExtentElements}, dtype)}).store_tensors[0];
+    EXPECT_EQ(WeightSlotBytes(tensor) + StateBytes(tensor, 0), 12ull * kExtentElements);
   }
 }
 
 TEST(StateBytesTest, PadsEveryPlaneAndLeavesFrozenTensorsOut) {
-  StoreTensor tensor{.dtype = Dtype::kBFloat16, .element_count = 1, .members = {0}};
-  EXPECT_EQ(StateBytes(tensor, OptimizerState::kAdam, 0), 3 * kSectorBytes);
-  EXPECT_EQ(StateBytes(tensor, OptimizerState::kMomentum, 0), 2 * kSectorBytes);
-  EXPECT_EQ(StateBytes(tensor, OptimizerState::kNone, 0), kSectorBytes);
-  tensor.trainable = false;
-  EXPECT_EQ(StateBytes(tensor, OptimizerState::kAdam, 0), 0u);
+  const auto bytes = [](const OptimizerSpec& optimizer, bool trainable = true) {
+    const auto catalogue =
+        BuildCatalogue({MakeTensor("a", {1}, Dtype::kBFloat16, trainable)}, optimizer);
+    return StateBytes(catalogue->store_tensors[0], 0);
+  };
+  EXPECT_EQ(bytes(OptimizerSpec("adamw")), 3 * kSectorBytes);
+  EXPECT_EQ(bytes(OptimizerSpec("adamw", {{"amsgrad", 1}})), 4 * kSectorBytes);
+  EXPECT_EQ(bytes(OptimizerSpec("sgd", {{"momentum", 0.9}})), 2 * kSectorBytes);
+  EXPECT_EQ(bytes(OptimizerSpec("sgd")), kSectorBytes);
+  EXPECT_EQ(bytes(OptimizerSpec("adamw"), /*trainable=*/false), 0u);
 }
 
 TEST(SlabLayoutTest, PiecesAreAlignedDisjointAndInside) {
@@ -159,8 +164,7 @@ TEST(SlabLayoutTest, PiecesAreAlignedDisjointAndInside) {
   plan.window_bytes = WeightSlotBytes(catalogue.store_tensors[1]);
   plan.pipeline_blocks = 3;
   plan.pipeline_gradients = true;
-  const absl::StatusOr<SlabLayout> layout =
-      ComputeSlabLayout(catalogue, OptimizerState::kAdam, plan);
+  const absl::StatusOr<SlabLayout> layout = ComputeSlabLayout(catalogue, plan);
   ASSERT_TRUE(layout.ok()) << layout.status();
 
   std::vector<std::pair<uint64_t, uint64_t>> pieces = {
@@ -173,7 +177,7 @@ TEST(SlabLayoutTest, PiecesAreAlignedDisjointAndInside) {
     ASSERT_EQ(layout->state_offset[i].size(), plan.state_resident[i]);
     for (uint32_t extent = 0; extent < layout->state_offset[i].size(); ++extent) {
       pieces.emplace_back(layout->state_offset[i][extent],
-                          StateBytes(catalogue.store_tensors[i], OptimizerState::kAdam, extent));
+                          StateBytes(catalogue.store_tensors[i], extent));
     }
   }
   std::sort(pieces.begin(), pieces.end());
@@ -190,7 +194,7 @@ TEST(SlabLayoutTest, PiecesAreAlignedDisjointAndInside) {
 
 TEST(SlabLayoutTest, AnEmptyModelIsHeaderAndNothing) {
   const Catalogue catalogue = Build({});
-  const auto layout = ComputeSlabLayout(catalogue, OptimizerState::kAdam, ResidentPlan(catalogue));
+  const auto layout = ComputeSlabLayout(catalogue, ResidentPlan(catalogue));
   ASSERT_TRUE(layout.ok()) << layout.status();
   EXPECT_EQ(layout->total_bytes, kSectorBytes);
 }
@@ -199,7 +203,7 @@ class RefusedPlanTest : public testing::Test {
  protected:
   RefusedPlanTest() : catalogue_(SmallModel()), plan_(ResidentPlan(catalogue_)) {}
   void ExpectRefused() const {
-    const auto layout = ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_);
+    const auto layout = ComputeSlabLayout(catalogue_, plan_);
     EXPECT_EQ(ErrorIdOf(layout.status()), ErrorId::kProtocol) << layout.status();
   }
   Catalogue catalogue_;
@@ -207,7 +211,7 @@ class RefusedPlanTest : public testing::Test {
 };
 
 TEST_F(RefusedPlanTest, TheUntouchedPlanIsAccepted) {
-  EXPECT_TRUE(ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_).ok());
+  EXPECT_TRUE(ComputeSlabLayout(catalogue_, plan_).ok());
 }
 TEST_F(RefusedPlanTest, WeightVectorOfAnotherSize) {
   plan_.weight_resident.pop_back();
@@ -273,7 +277,7 @@ TEST_F(RefusedPlanTest, SpilledGradientBeyondTheScratchFile) {
   plan_.pipeline_gradients = true;
   ExpectRefused();
   plan_.scratch_bytes = WeightSlotBytes(catalogue_.store_tensors[1]);
-  EXPECT_TRUE(ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_).ok());
+  EXPECT_TRUE(ComputeSlabLayout(catalogue_, plan_).ok());
 }
 TEST_F(RefusedPlanTest, SpilledGradientWithoutRoomInThePipeline) {
   plan_.gradients[1] = {.home = GradientHome::kScratch, .offset_bytes = 0};
@@ -311,7 +315,7 @@ class WorldPlanTest : public RefusedPlanTest {
 
 TEST_F(WorldPlanTest, GradientWordsAndSumsStandSideBySide) {
   SpillSecond();
-  const auto layout = ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_);
+  const auto layout = ComputeSlabLayout(catalogue_, plan_);
   ASSERT_TRUE(layout.ok()) << layout.status();
   EXPECT_EQ(layout->gradient_words_offset, GradientWordsOffset(catalogue_.tensors.size()));
   uint64_t end = layout->pipeline_offset + layout->pipeline_block_bytes;
@@ -340,7 +344,7 @@ TEST_F(WorldPlanTest, SumThatSaysWhereItStands) {
 }
 TEST_F(WorldPlanTest, SpilledSumWithoutBlocks) {
   SpillSecond();
-  EXPECT_TRUE(ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_).ok());
+  EXPECT_TRUE(ComputeSlabLayout(catalogue_, plan_).ok());
   plan_.sum_blocks = 0;
   ExpectRefused();
 }
@@ -366,7 +370,7 @@ TEST_F(WorldPlanTest, NoRankOrTooMany) {
 }
 TEST_F(WorldPlanTest, GradientOfARankBeyondItsRegion) {
   plan_.gradients[0] = {.home = GradientHome::kRegion, .offset_bytes = kRegionFixedBytes};
-  EXPECT_TRUE(ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_).ok());
+  EXPECT_TRUE(ComputeSlabLayout(catalogue_, plan_).ok());
   plan_.other_region_bytes = kRegionFixedBytes;
   ExpectRefused();
 }
@@ -381,7 +385,7 @@ TEST_F(RefusedPlanTest, SumBlocksOfOneRank) {
 TEST_F(RefusedPlanTest, FrozenTensorWithGradient) {
   catalogue_ = Build({MakeTensor("frozen", {100}, Dtype::kBFloat16, /*trainable=*/false)});
   plan_ = ResidentPlan(catalogue_);
-  ASSERT_TRUE(ComputeSlabLayout(catalogue_, OptimizerState::kAdam, plan_).ok());
+  ASSERT_TRUE(ComputeSlabLayout(catalogue_, plan_).ok());
   plan_.region_bytes += kSectorBytes;
   plan_.gradients[0] = {.home = GradientHome::kRegion, .offset_bytes = kRegionFixedBytes};
   ExpectRefused();
@@ -390,11 +394,11 @@ TEST_F(RefusedPlanTest, FrozenTensorWithGradient) {
 TEST(OverheadTest, GrowsWithTensorsAndExtents) {
   const Catalogue empty = Build({});
   const Catalogue model = SmallModel();
-  EXPECT_EQ(OverheadBytes(empty, OptimizerState::kAdam), 24ull << 20);
+  EXPECT_EQ(OverheadBytes(empty), 24ull << 20);
   // Four planes of the bundle's one extent and of the matrix's three, three tensors.
-  EXPECT_EQ(OverheadBytes(model, OptimizerState::kAdam), (24ull << 20) + 4 * 4 * 128 + 3 * 512);
-  EXPECT_LT(OverheadBytes(model, OptimizerState::kNone),
-            OverheadBytes(model, OptimizerState::kAdam));
+  EXPECT_EQ(OverheadBytes(model), (24ull << 20) + 4 * 4 * 128 + 3 * 512);
+  const Catalogue plain = *BuildCatalogue(model.tensors, OptimizerSpec("sgd"));
+  EXPECT_LT(OverheadBytes(plain), OverheadBytes(model));
 }
 
 }  // namespace

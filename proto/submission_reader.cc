@@ -58,29 +58,17 @@ absl::Status CheckBuffer(uint64_t region_offset, uint64_t size_bytes,
 }
 
 // Bytes of one element in the plane; 0 when the tensor has no such plane.
-uint32_t PlaneElementBytes(const Tensor& tensor, RingPlane plane, OptimizerState optimizer) {
-  switch (plane) {
-    case RingPlane::kWeight:
-      return DtypeBytes(tensor.dtype);
-    case RingPlane::kResidual:
-      return tensor.trainable && tensor.dtype == Dtype::kBFloat16 ? 2 : 0;
-    case RingPlane::kExpAvg:
-      return tensor.trainable && optimizer != OptimizerState::kNone ? 4 : 0;
-    case RingPlane::kExpAvgSq:
-      return tensor.trainable && optimizer == OptimizerState::kAdam ? 4 : 0;
-    case RingPlane::kMaster:
-      return tensor.trainable ? 4 : 0;
-  }
-  return 0;
+uint32_t PlaneElementBytes(const SubmissionEntry& entry, const SubmissionLimits& limits) {
+  return limits.catalogue->planes(entry.tensor).Bits(entry.plane) / 8;  // a tie bit gives none
 }
 
 absl::Status CheckTransfer(const SubmissionEntry& entry, const SubmissionLimits& limits) {
   OFFLOAD_RETURN_IF_ERROR(CheckTensor(entry, limits));
   const Tensor& tensor = limits.catalogue->tensors[entry.tensor];
-  if (entry.operation == RingOperation::kPut && entry.plane != RingPlane::kWeight) {
+  if (entry.operation == RingOperation::kPut && entry.plane != Plane::kWeight) {
     return Fault("plane", static_cast<uint32_t>(entry.plane), "only weights can be put");
   }
-  const uint64_t element_bytes = PlaneElementBytes(tensor, entry.plane, limits.optimizer);
+  const uint64_t element_bytes = PlaneElementBytes(entry, limits);
   if (element_bytes == 0) {
     return Fault("plane", static_cast<uint32_t>(entry.plane),
                  absl::StrCat("tensor ", entry.tensor, " has no such plane"));
@@ -228,8 +216,7 @@ uint64_t TransferBytes(const SubmissionEntry& entry, const SubmissionLimits& lim
   switch (entry.operation) {
     case RingOperation::kPut:
     case RingOperation::kGet:
-      return entry.element_count * PlaneElementBytes(limits.catalogue->tensors[entry.tensor],
-                                                     entry.plane, limits.optimizer);
+      return entry.element_count * PlaneElementBytes(entry, limits);
     case RingOperation::kScratchWrite:
     case RingOperation::kScratchRead:
       return entry.element_count;

@@ -36,7 +36,6 @@ struct SubmissionLimits {
   uint64_t scratch_bytes = 0;
   // Null until Seal: operations on tensors are faults before. Outlives the reader.
   const Catalogue* catalogue = nullptr;
-  OptimizerState optimizer = OptimizerState::kNone;
   // Puts of no elements end and follow sequences of them (offloadd/transfers.h).
   bool has_several_ranks = false;
   // The daemon adds up the gradients of several ranks; else operations on them are faults.
@@ -46,8 +45,8 @@ struct SubmissionLimits {
 // Checks one copied entry: known operation, ids, ranges, alignment, unused and reserved fields
 // zero. Pure.
 //
-// kPut may cover a part of an extent (from its first element); kGet the same. kMaster is refused
-// for frozen tensors, kResidual for fp32 ones, moments for those that the optimizer does not keep.
+// kPut may cover a part of an extent (from its first element); kGet the same. Planes that the
+// tensor does not have (PlaneSet) are refused, and so are tie bits, which are nobody's to see.
 // kGradient covers a whole extent of a trainable tensor.
 absl::Status CheckSubmission(const SubmissionEntry& entry, const SubmissionLimits& limits);
 

@@ -30,7 +30,7 @@ Catalogue SmallModel() {
 
 SubmissionEntry Entry(RingOperation operation, uint32_t tensor = 0, uint64_t offset = 0,
                       uint64_t count = 0, uint64_t region_offset = 0,
-                      RingPlane plane = RingPlane::kWeight) {
+                      Plane plane = Plane::kWeight) {
   SubmissionEntry entry{};
   entry.tag = 1;
   entry.operation = operation;
@@ -46,7 +46,6 @@ class CheckSubmissionTest : public testing::Test {
  protected:
   CheckSubmissionTest() {
     limits_.catalogue = &catalogue_;
-    limits_.optimizer = OptimizerState::kAdam;
     limits_.scratch_bytes = 64 << 20;
   }
   void ExpectAccepted(const SubmissionEntry& entry) const {
@@ -69,7 +68,7 @@ TEST_F(CheckSubmissionTest, AcceptsEveryOperationAtItsLimits) {
   ExpectAccepted(Entry(RingOperation::kPrefetch, 2));
   ExpectAccepted(Entry(RingOperation::kPut, 0, 0, kExtentElements, kBuffer));
   ExpectAccepted(Entry(RingOperation::kPut, 0, 2 * kExtentElements, 100, kBuffer));
-  ExpectAccepted(Entry(RingOperation::kGet, 0, 0, kExtentElements, kBuffer, RingPlane::kMaster));
+  ExpectAccepted(Entry(RingOperation::kGet, 0, 0, kExtentElements, kBuffer, Plane::kMaster));
   ExpectAccepted(Entry(RingOperation::kScratchWrite, 0, (64 << 20) - 4096, 4096, kBuffer));
   limits_.region_bytes = kBuffer + (16 << 20);
   ExpectAccepted(Entry(RingOperation::kScratchRead, 0, 0, 16 << 20, kBuffer));
@@ -91,12 +90,12 @@ TEST_F(CheckSubmissionTest, RefusesReservedAndUnusedFields) {
   entry.reserved2 = kHuge;
   ExpectFault(entry, "reserved2");
   ExpectFault(Entry(RingOperation::kNop, 1), "tensor");
-  ExpectFault(Entry(RingOperation::kAcquire, 1, 0, 0, 0, RingPlane::kMaster), "plane");
+  ExpectFault(Entry(RingOperation::kAcquire, 1, 0, 0, 0, Plane::kMaster), "plane");
   ExpectFault(Entry(RingOperation::kAcquire, 1, 5), "element_offset");
   ExpectFault(Entry(RingOperation::kAcquire, 1, 0, 5), "element_count");
   ExpectFault(Entry(RingOperation::kPrefetch, 1, 0, 0, 4096), "region_offset");
   ExpectFault(Entry(RingOperation::kScratchRead, 1, 0, 4096, kBuffer), "tensor");
-  ExpectFault(Entry(RingOperation::kScratchRead, 0, 0, 4096, kBuffer, RingPlane::kMaster), "plane");
+  ExpectFault(Entry(RingOperation::kScratchRead, 0, 0, 4096, kBuffer, Plane::kMaster), "plane");
 }
 
 TEST_F(CheckSubmissionTest, RefusesTensorsThatAreNotThere) {
@@ -107,23 +106,26 @@ TEST_F(CheckSubmissionTest, RefusesTensorsThatAreNotThere) {
 }
 
 TEST_F(CheckSubmissionTest, RefusesPlanesThatATensorDoesNotHave) {
-  const auto get = [](uint32_t tensor, RingPlane plane) {
+  const auto get = [](uint32_t tensor, Plane plane) {
     return Entry(RingOperation::kGet, tensor, 0, 1, kBuffer, plane);
   };
-  ExpectFault(Entry(RingOperation::kPut, 0, 0, 1, kBuffer, RingPlane::kMaster), "plane");
-  ExpectFault(get(1, RingPlane::kResidual), "plane");
-  ExpectFault(get(2, RingPlane::kExpAvg), "plane");
-  ExpectFault(get(2, RingPlane::kMaster), "plane");
-  ExpectFault(get(0, static_cast<RingPlane>(4)), "plane 4");
-  ExpectAccepted(get(0, RingPlane::kResidual));
-  ExpectFault(get(2, RingPlane::kResidual), "plane");
-  ExpectAccepted(get(0, RingPlane::kExpAvgSq));
-  ExpectFault(get(2, RingPlane::kExpAvgSq), "plane");
-  limits_.optimizer = OptimizerState::kNone;
-  ExpectFault(get(0, RingPlane::kExpAvg), "plane");
-  limits_.optimizer = OptimizerState::kMomentum;
-  ExpectAccepted(get(0, RingPlane::kExpAvg));
-  ExpectFault(get(0, RingPlane::kExpAvgSq), "plane");
+  ExpectFault(Entry(RingOperation::kPut, 0, 0, 1, kBuffer, Plane::kMaster), "plane");
+  ExpectFault(get(1, Plane::kResidual), "plane");
+  ExpectFault(get(2, Plane::kState0), "plane");
+  ExpectFault(get(2, Plane::kMaster), "plane");
+  ExpectFault(get(0, static_cast<Plane>(4)), "plane 4");
+  ExpectAccepted(get(0, Plane::kResidual));
+  ExpectFault(get(2, Plane::kResidual), "plane");
+  ExpectAccepted(get(0, Plane::kState1));
+  ExpectFault(get(2, Plane::kState1), "plane");
+  const Catalogue plain = *BuildCatalogue(catalogue_.tensors, kernels::OptimizerSpec("sgd"));
+  limits_.catalogue = &plain;
+  ExpectFault(get(0, Plane::kState0), "plane");
+  const Catalogue momentum =
+      *BuildCatalogue(catalogue_.tensors, kernels::OptimizerSpec("sgd", {{"momentum", 0.9}}));
+  limits_.catalogue = &momentum;
+  ExpectAccepted(get(0, Plane::kState0));
+  ExpectFault(get(0, Plane::kState1), "plane");
 }
 
 TEST_F(CheckSubmissionTest, RefusesElementRangesOutsideTheTensor) {
@@ -209,7 +211,7 @@ TEST_F(CheckSubmissionTest, RefusesPartsThatAreNoWholeExtentOfATrainableTensor) 
   entry.start = static_cast<GradientStart>(3);
   ExpectFault(entry, "start");
   entry = part(1, 0, 10);
-  entry.plane = RingPlane::kMaster;
+  entry.plane = Plane::kMaster;
   ExpectFault(entry, "plane");
   entry = part(1, 0, 10);
   entry.region_offset = 0;
@@ -223,7 +225,7 @@ TEST_F(CheckSubmissionTest, RefusesFieldsThatAnOperationOnGradientsDoesNotUse) {
   const RingOperation begin = RingOperation::kBeginGradients, end = RingOperation::kEndPass,
                       look = RingOperation::kAwaitGradient, norm = RingOperation::kPublishNorm;
   for (const RingOperation operation : {begin, end, look, norm}) {
-    ExpectFault(Entry(operation, 0, 0, 0, 0, RingPlane::kMaster), "plane");
+    ExpectFault(Entry(operation, 0, 0, 0, 0, Plane::kMaster), "plane");
     ExpectFault(Entry(operation, 0, 0, 1), "element_count");
     ExpectFault(Entry(operation, 0, 0, 0, 4096), "region_offset");
     SubmissionEntry entry = Entry(operation);
@@ -248,9 +250,8 @@ TEST_F(CheckSubmissionTest, RefusesFieldsThatAnOperationOnGradientsDoesNotUse) {
 TEST_F(CheckSubmissionTest, CountsTheBytesOfATransfer) {
   EXPECT_EQ(TransferBytes(Entry(RingOperation::kGradient, 0, 0, 100, kBuffer), limits_), 200u);
   EXPECT_EQ(TransferBytes(Entry(RingOperation::kPut, 0, 0, 100, kBuffer), limits_), 200u);
-  EXPECT_EQ(
-      TransferBytes(Entry(RingOperation::kGet, 0, 0, 100, kBuffer, RingPlane::kMaster), limits_),
-      400u);
+  EXPECT_EQ(TransferBytes(Entry(RingOperation::kGet, 0, 0, 100, kBuffer, Plane::kMaster), limits_),
+            400u);
   EXPECT_EQ(TransferBytes(Entry(RingOperation::kScratchRead, 0, 0, 8192, kBuffer), limits_), 8192u);
   EXPECT_EQ(TransferBytes(Entry(RingOperation::kScratchWrite, 0, 0, 4096, kBuffer), limits_),
             4096u);
@@ -279,7 +280,6 @@ class SubmissionReaderTest : public testing::Test {
             std::aligned_alloc(4096, static_cast<size_t>(kRegionFixedBytes)))) {
     std::memset(region_.get(), 0, kRegionFixedBytes);
     limits_.catalogue = &catalogue_;
-    limits_.optimizer = OptimizerState::kAdam;
     reader_ = std::make_unique<SubmissionReader>(region_.get());
     reader_->SetLimits(limits_);
     rank_ = std::make_unique<SubmissionProducer>(

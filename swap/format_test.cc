@@ -56,7 +56,7 @@ constexpr uint64_t kManyEntries = 3 * kEntriesPerTablePage;
 StoreSpec TwoTensors() {
   return {.job = "job",
           .extent_elements = 32768,
-          .tensors = {{100000, {{Plane::kWeight, 16}, {Plane::kExpAvg, 32}, {Plane::kTies, 1}}},
+          .tensors = {{100000, {{Plane::kWeight, 16}, {Plane::kState0, 32}, {Plane::kTies, 1}}},
                       {5, {{Plane::kWeight, 32}}}},
           .catalogue = std::string("opaque\0bytes", 12)};
 }
@@ -167,16 +167,16 @@ TEST(FormatTest, SpecsOfMorePlanesOrOthersThanThereAreAreRefused) {
 }
 
 TEST(FormatTest, SpecsAndExtentsAreTheSameOnlyInAllTheirParts) {
-  const ExtentId id{1, Plane::kExpAvg, 2};
-  EXPECT_EQ(id, (ExtentId{1, Plane::kExpAvg, 2}));
-  EXPECT_NE(id, (ExtentId{0, Plane::kExpAvg, 2}));
+  const ExtentId id{1, Plane::kState0, 2};
+  EXPECT_EQ(id, (ExtentId{1, Plane::kState0, 2}));
+  EXPECT_NE(id, (ExtentId{0, Plane::kState0, 2}));
   EXPECT_NE(id, (ExtentId{1, Plane::kWeight, 2}));
-  EXPECT_NE(id, (ExtentId{1, Plane::kExpAvg, 3}));
+  EXPECT_NE(id, (ExtentId{1, Plane::kState0, 3}));
   const TensorSpec tensor{5, {{Plane::kWeight, 16}}};
   EXPECT_EQ(tensor, (TensorSpec{5, {{Plane::kWeight, 16}}}));
   EXPECT_NE(tensor, (TensorSpec{6, {{Plane::kWeight, 16}}}));
   EXPECT_NE(tensor, (TensorSpec{5, {{Plane::kWeight, 32}}}));
-  EXPECT_NE(tensor, (TensorSpec{5, {{Plane::kExpAvg, 16}}}));
+  EXPECT_NE(tensor, (TensorSpec{5, {{Plane::kState0, 16}}}));
   EXPECT_NE(tensor, (TensorSpec{5, {}}));
 }
 
@@ -222,7 +222,7 @@ TEST(FormatTest, HostileSpecsNeverCrash) {
 TEST(FormatTest, TheWorkedExampleOfTheDesignPage) {
   const StoreSpec spec{.job = "tiny",
                        .extent_elements = 32768,
-                       .tensors = {{40000, {{Plane::kWeight, 16}, {Plane::kExpAvg, 32}}}},
+                       .tensors = {{40000, {{Plane::kWeight, 16}, {Plane::kState0, 32}}}},
                        .catalogue = "abc"};
   const std::string encoded = EncodeSpec(spec);
   EXPECT_EQ(encoded.size(), 55u);
@@ -238,7 +238,7 @@ TEST(FormatTest, TheWorkedExampleOfTheDesignPage) {
   EXPECT_EQ(layout.PlaceOffset(2), 6840320u);
   EXPECT_EQ(layout.file_bytes(1), 7086080u);
   EXPECT_EQ(layout.ExtentBytes({0, Plane::kWeight, 1}), 16384u);
-  EXPECT_EQ(layout.ExtentBytes({0, Plane::kExpAvg, 1}), 32768u);
+  EXPECT_EQ(layout.ExtentBytes({0, Plane::kState0, 1}), 32768u);
 
   StoreUuid uuid;
   for (uint8_t i = 0; i < uuid.size(); ++i) uuid[i] = i;
@@ -257,7 +257,7 @@ TEST(FormatTest, TheWorkedExampleOfTheDesignPage) {
                             .generation_count = 1};
   SealSuperblock(&superblock);
   EXPECT_EQ(superblock.prefix.crc, 0x004e80e0u);
-  EXPECT_EQ(ExtentSeed(uuid, {0, Plane::kExpAvg, 1}, 1), 0x0e0475e1u);
+  EXPECT_EQ(ExtentSeed(uuid, {0, Plane::kState0, 1}, 1), 0x0e0475e1u);
 
   superblock.copy = 0;
   superblock.parent_crc = IdentityCrc(superblock);

@@ -106,14 +106,14 @@ TEST_F(FsckTest, ADamagedCopyIsFoundKeptWithoutRepairAndTakenFromItsTwinWithIt) 
 }
 
 TEST_F(FsckTest, ALostExtentIsNamedAndNeverWritten) {
-  const ExtentId id{0, Plane::kExpAvg, 1};
+  const ExtentId id{0, Plane::kState0, 1};
   Flip(OffsetOf(id) + 77);
   const std::string damaged = Bytes();
   const FsckReport report = Check(/*repair=*/true);
   EXPECT_EQ(Bytes(), damaged);
   ASSERT_EQ(report.findings.size(), 1u);
   EXPECT_EQ(report.findings[0].part, Part::kExtent);
-  EXPECT_NE(report.findings[0].what.find("tensor 0, plane exp_avg, index 1"), std::string::npos);
+  EXPECT_NE(report.findings[0].what.find("tensor 0, plane state0, index 1"), std::string::npos);
   EXPECT_TRUE(report.has_loss());
   EXPECT_FALSE(report.has_open_repairs());
 }
@@ -148,7 +148,7 @@ TEST_F(FsckTest, AReadThatFailsOnceOrReturnsAWrongBitOnceIsNoFinding) {
 }
 
 TEST_F(FsckTest, ASectorThatCannotBeReadIsNamed) {
-  const ExtentId id{0, Plane::kExpAvgSq, 0};
+  const ExtentId id{0, Plane::kState1, 0};
   const uint64_t at = OffsetOf(id);
   // The drive ends in the middle of the extent.
   const std::string whole = Bytes();
@@ -157,7 +157,7 @@ TEST_F(FsckTest, ASectorThatCannotBeReadIsNamed) {
   ASSERT_FALSE(report.is_clean());
   bool named = false;
   for (const FsckFinding& finding : report.findings) {
-    named |= finding.what.find(absl::StrCat("tensor 0, plane exp_avg_sq, index 0: cannot be read "
+    named |= finding.what.find(absl::StrCat("tensor 0, plane state1, index 0: cannot be read "
                                             "at byte ",
                                             at + 5 * kPageBytes)) != std::string::npos;
   }

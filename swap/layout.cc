@@ -67,7 +67,7 @@ TensorLayout LayOutTensor(const TensorSpec& spec, uint32_t extent_elements) {
   return layout;
 }
 
-// Bytes of one place of a tensor. Bounded: at most 2^31 indexes of 5 * 2 GiB.
+// Bytes of one place of a tensor. Bounded: at most 2^31 indexes of 6 * 2 GiB.
 unsigned __int128 TensorBytes(const TensorLayout& layout) {
   if (layout.index_count == 0) return 0;
   const TensorLayout::Slot& last = layout.slots[layout.plane_count - 1];

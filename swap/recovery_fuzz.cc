@@ -45,11 +45,11 @@ class Image {
 
   uint64_t size() const { return bytes_.size(); }
   void Edit(uint16_t page, uint16_t offset, const uint8_t* value) {
-    const uint64_t place =
+    const uint64_t at =
         page % metadata_pages_ * kPageBytes + offset % (kPageBytes - sizeof(uint32_t));
-    undo_.emplace_back(place, bytes_.substr(place, sizeof(uint32_t)));
-    std::memcpy(bytes_.data() + place, value, sizeof(uint32_t));
-    edited_.insert(place / kPageBytes * kPageBytes);
+    undo_.emplace_back(at, bytes_.substr(at, sizeof(uint32_t)));
+    std::memcpy(bytes_.data() + at, value, sizeof(uint32_t));
+    edited_.insert(at / kPageBytes * kPageBytes);
   }
   void MendChecksums() {
     for (uint32_t copy = 0; copy < 2; ++copy)

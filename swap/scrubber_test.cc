@@ -79,14 +79,14 @@ TEST_F(ScrubberTest, APassReadsEveryWrittenExtentOnceAtTheRate) {
 }
 
 TEST_F(ScrubberTest, ABadExtentIsNamedAndCountedOnceAndOthersGoOn) {
-  const ExtentId id{0, Plane::kExpAvg, 1};
+  const ExtentId id{0, Plane::kState0, 1};
   Spoil(id);
   Scrubber scrubber(store_.get(), {});
   RunPass(scrubber);
   RunPass(scrubber);
   EXPECT_EQ(scrubber.counts().bad_extents, 1u);
   ASSERT_EQ(scrubber.bad_names().size(), 1u);
-  EXPECT_EQ(scrubber.bad_names()[0], "tensor 0, plane exp_avg, index 1");
+  EXPECT_EQ(scrubber.bad_names()[0], "tensor 0, plane state0, index 1");
   EXPECT_EQ(scrubber.counts().extents, 2 * WrittenExtents());
   EXPECT_EQ(store_->error_counts().lost_extents, 2u);
   EXPECT_FALSE(store_->failed());
@@ -138,7 +138,7 @@ TEST_F(ScrubberTest, GoesOnOverAFailedStoreAndNotAtRateZero) {
 
 // P8: at most three reads in all, then that extent is lost, by name, and others go on.
 TEST_F(ScrubberTest, ReadsThatFailAreTriedThreeTimesAndCostTheirExtentOnly) {
-  const ExtentId id{0, Plane::kExpAvgSq, 0}, other{0, Plane::kExpAvg, 0};
+  const ExtentId id{0, Plane::kState1, 0}, other{0, Plane::kState0, 0};
   const MappedRegion bytes = Buffer(store_->ExtentBytes(id));
   Stamp stamp;
   for (uint64_t failures : {1, 2}) {
@@ -152,7 +152,7 @@ TEST_F(ScrubberTest, ReadsThatFailAreTriedThreeTimesAndCostTheirExtentOnly) {
   const absl::Status status = ReadNow(*store_, id, bytes.span(), &stamp);
   EXPECT_EQ(ErrorIdOf(status), ErrorId::kIo);
   EXPECT_TRUE(absl::IsDataLoss(status));
-  EXPECT_NE(status.message().find("tensor 0, plane exp_avg_sq, index 0 cannot be read at byte"),
+  EXPECT_NE(status.message().find("tensor 0, plane state1, index 0 cannot be read at byte"),
             std::string::npos)
       << status;
   device_->ClearFaults();
@@ -161,7 +161,7 @@ TEST_F(ScrubberTest, ReadsThatFailAreTriedThreeTimesAndCostTheirExtentOnly) {
 }
 
 TEST_F(ScrubberTest, ReadAgainReturnsTheRightBytesOrTheName) {
-  const ExtentId id{0, Plane::kExpAvg, 0};
+  const ExtentId id{0, Plane::kState0, 0};
   const MappedRegion bytes = Buffer(store_->ExtentBytes(id));
   Stamp stamp;
   device_->AddFault({aio::FaultKind::kBitFlip, 1});
@@ -179,7 +179,7 @@ TEST_F(ScrubberTest, ReadAgainReturnsTheRightBytesOrTheName) {
   Spoil(id);
   const absl::Status lost = again();
   EXPECT_EQ(ErrorIdOf(lost), ErrorId::kChecksum);
-  EXPECT_NE(lost.message().find("tensor 0, plane exp_avg, index 0"), std::string::npos) << lost;
+  EXPECT_NE(lost.message().find("tensor 0, plane state0, index 0"), std::string::npos) << lost;
 }
 
 TEST_F(ScrubberTest, ReadsNothingOnceItIsStoppedOrWhereThereIsNothing) {

@@ -115,7 +115,7 @@ class Simulation {
   Random random_;
   const StoreSpec spec_;
   Trace trace_;
-  ReadPlaces places_;  // of the extents of the last Read()
+  ReadRanges read_ranges_;  // of the extents of the last Read()
   std::unique_ptr<aio::FaultyDevice> drive_;
   aio::MemoryDevice* memory_ = nullptr;
   std::unique_ptr<Store> store_;

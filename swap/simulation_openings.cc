@@ -14,7 +14,7 @@ void Simulation::Format() {
   StoreUuid uuid;
   random_.Fill(std::as_writable_bytes(std::span(uuid)));
   open_.generations = static_cast<uint32_t>(random_.Below(kSpareGenerationsMax + 1));
-  auto store = Store::CreateOn(std::make_unique<TracedDevice>(drive_.get(), &trace_, &places_),
+  auto store = Store::CreateOn(std::make_unique<TracedDevice>(drive_.get(), &trace_, &read_ranges_),
                                spec_, uuid, open_.generations);
   if (!store.ok()) return Violate(absl::StrCat("format: ", store.status().ToString()));
   store_ = *std::move(store);
@@ -87,7 +87,7 @@ bool Simulation::MayRefuseToOpen() const {
 
 absl::StatusOr<std::unique_ptr<Store>> Simulation::OpenWithoutWriting() {
   const uint64_t writes_before = memory_->counters().writes;
-  auto store = Store::OpenOn(std::make_unique<TracedDevice>(drive_.get(), &trace_, &places_));
+  auto store = Store::OpenOn(std::make_unique<TracedDevice>(drive_.get(), &trace_, &read_ranges_));
   const bool interrupted = drive_->is_cut();  // the drive itself writes down what survives
   if (memory_->counters().writes > writes_before + 1 && !interrupted)
     Violate("opening has written more than a superblock");
@@ -157,7 +157,7 @@ void Simulation::JudgeSnapshots() {
     const bool lost = lost_snapshots_.count(name) != 0;
     const uint64_t faults_before = drive_->faults_met();
     auto opened = Store::OpenSnapshotOn(
-        std::make_unique<TracedDevice>(drive_.get(), &trace_, &places_), name);
+        std::make_unique<TracedDevice>(drive_.get(), &trace_, &read_ranges_), name);
     trace_.Add(static_cast<uint64_t>(opened.status().code()));
     if (!opened.ok()) {
       if (!lost && !DamageDone() && drive_->faults_met() == faults_before)

@@ -44,12 +44,12 @@ bool Simulation::DamageDone() const { return rotten_offset_ || !drive_->damaged(
 
 // Whether the drive has spoilt what was read into the buffer.
 bool Simulation::IsDamaged(const void* buffer) const {
-  const auto found = places_.find(buffer);
-  if (found == places_.end()) return false;  // never written: nothing was read
-  const aio::ByteRange& place = found->second;
-  if (rotten_offset_ && place.Overlaps({*rotten_offset_, 1})) return true;
+  const auto found = read_ranges_.find(buffer);
+  if (found == read_ranges_.end()) return false;  // never written: nothing was read
+  const aio::ByteRange& read = found->second;
+  if (rotten_offset_ && read.Overlaps({*rotten_offset_, 1})) return true;
   return std::any_of(drive_->damaged().begin(), drive_->damaged().end(),
-                     [&](const aio::ByteRange& range) { return place.Overlaps(range); });
+                     [&](const aio::ByteRange& range) { return read.Overlaps(range); });
 }
 
 // A drive must have given cause for an error, and the store its code.
@@ -161,7 +161,7 @@ void Simulation::Read(std::span<const size_t> extents) {
   std::vector<Stamp> stamps(extents.size());
   std::optional<absl::Status> status;
   ++result_.reads;
-  places_.clear();
+  read_ranges_.clear();
   store_->Read(requests, stamps, [&](absl::Status outcome) { status = std::move(outcome); });
   PollUntil([&] { return status.has_value(); });
   JudgeError(*status, {FaultKind::kReadError, FaultKind::kShortRead, FaultKind::kAgain});

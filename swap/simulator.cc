@@ -23,7 +23,7 @@ StoreSpec ChooseSpec(Random& random) {
     TensorSpec tensor{.element_count = 1 + random.Below(3000)};
     tensor.planes.push_back({Plane::kWeight, random.OneIn(2) ? 16u : 32u});
     if (random.OneIn(2)) tensor.planes.push_back({Plane::kResidual, 16});
-    if (random.OneIn(2)) tensor.planes.push_back({Plane::kExpAvg, 32});
+    if (random.OneIn(2)) tensor.planes.push_back({Plane::kState0, 32});
     if (random.OneIn(2)) tensor.planes.push_back({Plane::kTies, 1});
     spec.tensors.push_back(std::move(tensor));
   }

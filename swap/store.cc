@@ -33,8 +33,8 @@ bool AllZero(std::span<const std::byte> bytes) {
 }  // namespace
 
 std::string NameOf(const ExtentId& id) {
-  static constexpr std::array<const char*, kPlaneCount> kNames = {"weight", "residual", "exp_avg",
-                                                                  "exp_avg_sq", "ties"};
+  static constexpr std::array<const char*, kPlaneCount> kNames = {"weight", "residual", "state0",
+                                                                  "state1", "ties",     "state2"};
   const auto plane = static_cast<size_t>(id.plane);
   return absl::StrCat(
       "tensor ", id.tensor, ", plane ",

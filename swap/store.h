@@ -46,12 +46,13 @@ namespace offload::swap {
 enum class Plane : uint8_t {
   kWeight = 0,    // working dtype: fp32 (the master itself) or bf16 (the high half of the master)
   kResidual = 1,  // low half of the fp32 master, 2 bytes per element (bf16 models)
-  kExpAvg = 2,    // fp32; SGD: the momentum buffer
-  kExpAvgSq = 3,  // fp32
+  kState0 = 2,    // what the optimizer keeps, like the other states (proto/plane_set.h)
+  kState1 = 3,
   kTies = 4,  // 1 bit per element that needs one; written only for extents whose tie bits exceed
               // Stamp::word (kernels/split.h)
+  kState2 = 5,
 };
-inline constexpr int kPlaneCount = 5;
+inline constexpr int kPlaneCount = 6;
 
 struct PlaneSpec {
   Plane plane;
@@ -84,7 +85,7 @@ struct ExtentId {
   friend bool operator==(const ExtentId&, const ExtentId&) = default;
 };
 
-// "tensor 3, plane exp_avg, index 17", for messages.
+// "tensor 3, plane state0, index 17", for messages.
 std::string NameOf(const ExtentId& id);
 
 // crc32c over the binding and the bytes of an extent (padding included), a piece at a time in

@@ -36,10 +36,10 @@ std::vector<std::string> TemporaryPool::Files() const {
 StoreSpec SmallSpec(const std::string& job) {
   const std::vector<PlaneSpec> bf16 = {{Plane::kWeight, 16},
                                        {Plane::kResidual, 16},
-                                       {Plane::kExpAvg, 32},
-                                       {Plane::kExpAvgSq, 32},
+                                       {Plane::kState0, 32},
+                                       {Plane::kState1, 32},
                                        {Plane::kTies, 1}};
-  const std::vector<PlaneSpec> fp32 = {{Plane::kWeight, 32}, {Plane::kExpAvg, 32}};
+  const std::vector<PlaneSpec> fp32 = {{Plane::kWeight, 32}, {Plane::kState0, 32}};
   return {.job = job,
           .extent_elements = 32768,
           .tensors = {{32768 + 5000, bf16}, {32768, fp32}, {7, fp32}},

@@ -83,7 +83,7 @@ TEST(StoreTest, ReadsReturnWhatTheOpenEpochWrote) {
   TemporaryPool pool;
   auto store = MustCreate(pool);
   ASSERT_TRUE(CommitScript(*store).ok());
-  const ExtentId id{0, Plane::kExpAvg, 1};
+  const ExtentId id{0, Plane::kState0, 1};
   const MappedRegion written = Buffer(store->ExtentBytes(id)), got = Buffer(store->ExtentBytes(id));
   for (int round = 0; round < 3; ++round) {  // also written again in the same epoch
     FillExtent(id, 77 + round, written.span());
@@ -152,10 +152,10 @@ TEST(StoreTest, UncommittedEpochDisappears) {
 TEST(StoreTest, NeighboursOnDiskBecomeOneTransfer) {
   TemporaryPool pool;
   auto store = MustCreate(pool);
-  const std::vector<ExtentId> ids = {{0, Plane::kExpAvgSq, 0},
+  const std::vector<ExtentId> ids = {{0, Plane::kState1, 0},
                                      {0, Plane::kWeight, 0},
                                      {0, Plane::kResidual, 0},
-                                     {0, Plane::kExpAvg, 0}};  // any order
+                                     {0, Plane::kState0, 0}};  // any order
   std::vector<MappedRegion> buffers;
   std::vector<WriteRequest> writes;
   std::vector<ReadRequest> reads;
@@ -358,7 +358,7 @@ TEST(StoreTest, AFlippedBitOfAnExtentIsDetected) {
   TemporaryPool pool;
   MakeStore(pool, 2);
   const Layout layout = *Layout::Make(SmallSpec());
-  const ExtentId id{0, Plane::kExpAvg, 1};
+  const ExtentId id{0, Plane::kState0, 1};
   Layout::Where where;
   ASSERT_TRUE(layout.Find(id, &where));
   Stamp stamp;

@@ -38,7 +38,7 @@ absl::StatusOr<StripeMap> StripeMap::Make(const StripeNumbers& numbers) {
   return map;
 }
 
-StripeMap::Place StripeMap::Find(uint64_t offset_bytes) const {
+StripeMap::Run StripeMap::Find(uint64_t offset_bytes) const {
   const uint64_t head_bytes = numbers_.head_bytes;
   if (offset_bytes < head_bytes) return {0, offset_bytes, head_bytes - offset_bytes};
   const uint64_t unit = (offset_bytes - head_bytes) / numbers_.unit_bytes;

@@ -36,17 +36,18 @@ struct StripeNumbers {
 
 class StripeMap {
  public:
-  struct Place {
+  // Bytes of the store that lie side by side in one member.
+  struct Run {
     uint32_t member = 0;
     uint64_t offset_bytes = 0;     // in the member
-    uint64_t unit_left_bytes = 0;  // so many bytes from here on lie side by side
+    uint64_t unit_left_bytes = 0;  // so many, to the end of the unit
   };
 
   // INVALID_ARGUMENT for numbers outside their limits.
   static absl::StatusOr<StripeMap> Make(const StripeNumbers& numbers);
 
   // Of a byte of the store, below kStripedBytesMax.
-  Place Find(uint64_t offset_bytes) const;
+  Run Find(uint64_t offset_bytes) const;
   // What `member` holds of the first `store_bytes` bytes.
   uint64_t MemberBytes(uint32_t member, uint64_t store_bytes) const;
   const StripeNumbers& numbers() const { return numbers_; }

@@ -35,15 +35,15 @@ TEST(StripeMapTest, EveryUnitHasOnePlaceAndMembersHaveNoHoles) {
         const uint64_t begin = head_bytes + unit * kUnit;
         for (uint32_t member = 0; member < weights.size(); ++member)
           ASSERT_EQ(map->MemberBytes(member, begin), filled[member]);
-        const StripeMap::Place place = map->Find(begin);
-        ASSERT_EQ(place.offset_bytes, filled[place.member]) << "the next one of that member";
-        ASSERT_EQ(place.unit_left_bytes, kUnit);
-        const StripeMap::Place inside = map->Find(begin + 1000);
-        ASSERT_EQ(inside.member, place.member);
-        ASSERT_EQ(inside.offset_bytes, place.offset_bytes + 1000);
+        const StripeMap::Run run = map->Find(begin);
+        ASSERT_EQ(run.offset_bytes, filled[run.member]) << "the next one of that member";
+        ASSERT_EQ(run.unit_left_bytes, kUnit);
+        const StripeMap::Run inside = map->Find(begin + 1000);
+        ASSERT_EQ(inside.member, run.member);
+        ASSERT_EQ(inside.offset_bytes, run.offset_bytes + 1000);
         ASSERT_EQ(inside.unit_left_bytes, kUnit - 1000);
-        ASSERT_EQ(map->MemberBytes(place.member, begin + 512), filled[place.member] + 512);
-        filled[place.member] += kUnit;
+        ASSERT_EQ(map->MemberBytes(run.member, begin + 512), filled[run.member] + 512);
+        filled[run.member] += kUnit;
       }
       for (uint32_t member = 0; member < weights.size(); ++member)
         EXPECT_EQ(filled[member], (member == 0 ? head_bytes : 0) + 3 * kUnit * weights[member]);
@@ -55,10 +55,10 @@ TEST(StripeMapTest, TheHeadLiesOnTheFirstMember) {
   const auto map = StripeMap::Make({8 * 4096, kUnit, {1, 3}});
   ASSERT_TRUE(map.ok());
   for (uint64_t at = 0; at < 8 * 4096; at += 512) {
-    const StripeMap::Place place = map->Find(at);
-    EXPECT_EQ(place.member, 0u);
-    EXPECT_EQ(place.offset_bytes, at);
-    EXPECT_EQ(place.unit_left_bytes, 8 * 4096 - at);
+    const StripeMap::Run run = map->Find(at);
+    EXPECT_EQ(run.member, 0u);
+    EXPECT_EQ(run.offset_bytes, at);
+    EXPECT_EQ(run.unit_left_bytes, 8 * 4096 - at);
     EXPECT_EQ(map->MemberBytes(0, at), at);
     EXPECT_EQ(map->MemberBytes(1, at), 0u);
   }
@@ -78,7 +78,7 @@ TEST(StripeMapTest, TheLargestOffsetsDoNotOverflow) {
   for (uint32_t member = 0; member < 16; ++member)
     sum += map->MemberBytes(member, kStripedBytesMax);
   EXPECT_EQ(sum, kStripedBytesMax);
-  const StripeMap::Place last = map->Find(kStripedBytesMax - 1);
+  const StripeMap::Run last = map->Find(kStripedBytesMax - 1);
   EXPECT_LT(last.offset_bytes, map->MemberBytes(last.member, kStripedBytesMax));
 }
 

@@ -79,15 +79,14 @@ void StripedDevice::StartParts(const std::shared_ptr<Split>& split) {
   uint64_t at_bytes = split->op->offset_bytes;
   for (const iovec& piece : split->op->pieces) {
     for (size_t done_bytes = 0; done_bytes < piece.iov_len;) {
-      const StripeMap::Place place = map_.Find(at_bytes);
-      const size_t take_bytes =
-          std::min<uint64_t>(piece.iov_len - done_bytes, place.unit_left_bytes);
-      const uint64_t offset_bytes = members_[place.member].offset_bytes + place.offset_bytes;
-      Part& part = open[place.member];
+      const StripeMap::Run run = map_.Find(at_bytes);
+      const size_t take_bytes = std::min<uint64_t>(piece.iov_len - done_bytes, run.unit_left_bytes);
+      const uint64_t offset_bytes = members_[run.member].offset_bytes + run.offset_bytes;
+      Part& part = open[run.member];
       const bool joins = !part.pieces.empty() && part.pieces.size() < kMaxPieces &&
                          part.offset_bytes + part.size_bytes == offset_bytes;
       if (!joins) {
-        if (!part.pieces.empty()) StartPart(split, place.member, std::move(part));
+        if (!part.pieces.empty()) StartPart(split, run.member, std::move(part));
         part = {.offset_bytes = offset_bytes};
       }
       part.pieces.push_back({static_cast<std::byte*>(piece.iov_base) + done_bytes, take_bytes});

@@ -32,12 +32,12 @@ class Trace {
 };
 
 // Where the bytes of each buffer were last read from.
-using ReadPlaces = std::map<const void*, aio::ByteRange>;
+using ReadRanges = std::map<const void*, aio::ByteRange>;
 
 class TracedDevice final : public aio::Device {
  public:
-  TracedDevice(aio::Device* behind, Trace* trace, ReadPlaces* places)
-      : behind_(*behind), trace_(*trace), places_(*places) {}
+  TracedDevice(aio::Device* behind, Trace* trace, ReadRanges* ranges)
+      : behind_(*behind), trace_(*trace), ranges_(*ranges) {}
   ~TracedDevice() override { Drain(); }
   size_t Poll(bool wait) override {
     const size_t refused = CompleteRefused();
@@ -52,7 +52,7 @@ class TracedDevice final : public aio::Device {
     Op* const op = owned.release();
     trace_.Add(static_cast<uint64_t>(op->kind) << 60 | op->offset_bytes);
     if (op->kind == Kind::kWrite) AddBytes(*op);
-    if (op->kind == Kind::kRead) RememberPlaces(*op);
+    if (op->kind == Kind::kRead) RememberRanges(*op);
     Done done = [this, op](absl::Status status) {
       trace_.Add(static_cast<uint64_t>(status.code()));
       if (op->kind == Kind::kRead && status.ok()) AddBytes(*op);
@@ -67,16 +67,16 @@ class TracedDevice final : public aio::Device {
   void AddBytes(const Op& op) {
     for (const iovec& piece : op.pieces) trace_.Add(Crc32c(0, piece.iov_base, piece.iov_len));
   }
-  void RememberPlaces(const Op& op) {
+  void RememberRanges(const Op& op) {
     uint64_t offset_bytes = op.offset_bytes;
     for (const iovec& piece : op.pieces) {
-      places_[piece.iov_base] = {offset_bytes, piece.iov_len};
+      ranges_[piece.iov_base] = {offset_bytes, piece.iov_len};
       offset_bytes += piece.iov_len;
     }
   }
   aio::Device& behind_;
   Trace& trace_;
-  ReadPlaces& places_;
+  ReadRanges& ranges_;
 };
 
 }  // namespace offload::swap

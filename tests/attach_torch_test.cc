@@ -110,8 +110,9 @@ std::string RamFor(const Model& model, const Recipe& recipe) {
          .trainable = tensor.requires_grad()});
   }
   zero3::PlanInput input;
-  input.catalogue = *proto::BuildCatalogue(std::move(tensors));
-  input.optimizer = recipe.sgd ? proto::OptimizerState::kMomentum : proto::OptimizerState::kAdam;
+  kernels::OptimizerSpec optimizer;
+  if (recipe.sgd) optimizer = kernels::OptimizerSpec("sgd", {{"momentum", 0.9}});
+  input.catalogue = *proto::BuildCatalogue(std::move(tensors), optimizer);
   input.always_spill_gradients = recipe.spill;
   input.ram_bytes = uint64_t{1} << 40;
   const zero3::Plan plan = *zero3::MakePlan(input);
@@ -378,8 +379,12 @@ TEST_F(AttachTest, UnsupportedOptionsAreRefused) {
   setenv("OFFLOADD_DISABLE", "0", 1);
   model_ = MakeModel(at::kFloat);
   engine_ = Engine::Open(OptionsFor(*model_, {"unsupported"}));
-  ExpectError(1604, "amsgrad",
-              [&] { engine_->AdamW(*model_, torch::optim::AdamWOptions(1e-3).amsgrad(true)); });
+  ExpectError(1002, "adamw with eps -1",
+              [&] { engine_->AdamW(*model_, torch::optim::AdamWOptions(1e-3).eps(-1)); });
+  ExpectError(1002, "nesterov", [&] {
+    engine_->SGD(*model_,
+                 torch::optim::SGDOptions(1e-3).momentum(0.9).dampening(0.5).nesterov(true));
+  });
   model_->scale.set_data(torch::ones({}, at::kDouble));
   ExpectError(1601, "scale", [&] { engine_->AdamW(*model_, torch::optim::AdamWOptions(1e-3)); });
 }

@@ -310,6 +310,7 @@ TEST_F(BorderTest, APlanWithTooManyBlocksIsRefused) {
   RawRank rank = Opened();
   ASSERT_TRUE(rank.Map().ok());
   v1::SealRequest plan;
+  *plan.mutable_optimizer() = RawRank::PlainSgd();
   plan.set_pipeline_blocks(kLimits.pipeline_blocks_max + 1);
   ExpectError(Ask(rank, [&](auto& stub, auto& context) { return Seal(stub, context, {plan}); }),
               ErrorId::kProtocol, "4097 pipeline blocks");

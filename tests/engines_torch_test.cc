@@ -352,9 +352,10 @@ TEST(SeveralModulesTest, TwoModelsBuiltUnderGuardsKeepTheirValues) {
   auto two = engine->AdamW(*discriminator, torch::optim::AdamWOptions(1e-3));
   SetOffloading(false);
   const Gan plain(OptionsFor("plain"));
-  EXPECT_TRUE(torch::equal(engine->Gather(generator->second->weight), plain.generator->second->weight));
   EXPECT_TRUE(
-      torch::equal(engine->Gather(discriminator->first->weight), plain.discriminator->first->weight));
+      torch::equal(engine->Gather(generator->second->weight), plain.generator->second->weight));
+  EXPECT_TRUE(torch::equal(engine->Gather(discriminator->first->weight),
+                           plain.discriminator->first->weight));
 }
 
 // ---- Several engines ---------------------------------------------------------------------------
@@ -507,8 +508,7 @@ TEST_P(BackwardThreadsTest, BackwardOfManyGraphsAtOnceGivesTheirSum) {
     for (std::thread& thread : threads) thread.join();
     if (round % 3 == 1) optimizer->step();  // changes nothing: its rate is zero
     for (size_t i = 0; i < model->parameters().size(); ++i) {
-      ASSERT_TRUE(
-          torch::equal(plain->parameters()[i].grad(), model->parameters()[i].grad() * 1))
+      ASSERT_TRUE(torch::equal(plain->parameters()[i].grad(), model->parameters()[i].grad() * 1))
           << "round " << round << ", parameter " << i;
     }
     optimizer->zero_grad(/*set_to_none=*/round % 2 == 0);

@@ -43,7 +43,7 @@ absl::StatusOr<std::unique_ptr<HonestNeighbour>> HonestNeighbour::Open(const std
   plan.region_bytes = kPinsOffset + proto::kSectorBytes;
   absl::Status status = rank.DeclareTensors(tensors);
   if (status.ok())
-    status = rank.Seal(proto::OptimizerState::kNone, plan, kPinsOffset, /*progress=*/nullptr);
+    status = rank.Seal(kernels::OptimizerSpec("sgd"), plan, kPinsOffset, /*progress=*/nullptr);
   if (status.ok()) status = neighbour->PutWeights();
   if (status.ok()) status = rank.Publish("");
   if (!status.ok()) return status;

@@ -69,7 +69,7 @@ SubmissionEntry RandomEntry(std::mt19937_64& random) {
       entry.tensor = static_cast<uint32_t>(wild());
       break;
     case 2:
-      entry.plane = static_cast<proto::RingPlane>(wild());
+      entry.plane = static_cast<proto::Plane>(wild());
       break;
     case 3:
       entry.element_offset = wild();

@@ -44,10 +44,10 @@ void UpdateWithKernels(Tensors* t, int thread_count) {
       run.count = kCount / thread_count;
       run.tensor_count = kCount;
       run.weight = t->weight.data_ptr<float>() + begin;
-      run.exp_avg = t->exp_avg.data_ptr<float>() + begin;
-      run.exp_avg_sq = t->exp_avg_sq.data_ptr<float>() + begin;
+      run.state[0] = t->exp_avg.data_ptr<float>() + begin;
+      run.state[1] = t->exp_avg_sq.data_ptr<float>() + begin;
       run.gradient = t->gradient.data_ptr<float>() + begin;
-      UpdateAdamW({.step = 10}, run);
+      Update(OptimizerSpec(), 10, run);
     });
   }
   for (std::thread& thread : threads) thread.join();

@@ -35,10 +35,8 @@ Tensor RandomTensor(int64_t count, double scale) {
 // A tensor under our update: fp32, or bf16 as two halves and tie bits.
 struct Offloaded {
   explicit Offloaded(const Tensor& master, bool is_split)
-      : weight(master.clone()),
-        exp_avg(torch::zeros_like(master)),
-        exp_avg_sq(torch::zeros_like(master)),
-        is_split(is_split) {
+      : weight(master.clone()), is_split(is_split) {
+    for (Tensor& plane : state) plane = torch::zeros_like(master);
     if (!is_split) return;
     const size_t count = master.numel();
     residual.resize(count);
@@ -49,7 +47,8 @@ struct Offloaded {
           static_cast<uint16_t*>(weight.data_ptr()), residual.data(), &writer);
   }
 
-  void Update(const Tensor& gradient, float scale, const std::function<void(const Run&)>& update) {
+  void Update(const OptimizerSpec& optimizer, int64_t step, const Tensor& gradient,
+              float scale = 1) {
     std::vector<uint8_t> new_ties(ties.size());
     TieReader reader{ties.data()};
     TieWriter writer{new_ties.data()};
@@ -60,26 +59,25 @@ struct Offloaded {
     run.residual = residual.data();
     run.ties_in = &reader;
     run.ties_out = &writer;
-    run.exp_avg = exp_avg.data_ptr<float>();
-    run.exp_avg_sq = exp_avg_sq.data_ptr<float>();
+    for (size_t i = 0; i < kStatePlanesMax; ++i) run.state[i] = state[i].data_ptr<float>();
     run.gradient_dtype = gradient.dtype() == torch::kBFloat16 ? Dtype::kBFloat16 : Dtype::kFloat32;
     run.gradient = gradient.const_data_ptr();
     run.gradient_scale = scale;
-    update(run);
+    kernels::Update(optimizer, step, run);
     ties = new_ties;
     tie_count += writer.position;
   }
 
   Tensor Master() {
     if (!is_split) return weight;
-    Tensor master = torch::empty_like(exp_avg);
+    Tensor master = torch::empty_like(state[0]);
     TieReader reader{ties.data()};
     Merge(static_cast<const uint16_t*>(weight.const_data_ptr()), residual.data(), weight.numel(),
           static_cast<uint32_t*>(master.data_ptr()), &reader);
     return master;
   }
 
-  Tensor weight, exp_avg, exp_avg_sq;
+  Tensor weight, state[kStatePlanesMax];
   bool is_split;
   std::vector<int16_t> residual;
   std::vector<uint8_t> ties;
@@ -91,49 +89,65 @@ struct Fused {
   explicit Fused(const Tensor& master)
       : weight(master.clone()),
         exp_avg(torch::zeros_like(master)),
-        exp_avg_sq(torch::zeros_like(master)) {}
+        exp_avg_sq(torch::zeros_like(master)),
+        max_exp_avg_sq(torch::zeros_like(master)) {}
 
-  void Update(const AdamWParameters& p, const Tensor& gradient) {
-    const Tensor step = torch::tensor(static_cast<float>(p.step));
-    at::_fused_adamw_({weight}, {gradient}, {exp_avg}, {exp_avg_sq}, {}, {step}, p.lr, p.beta1,
-                      p.beta2, p.weight_decay, p.eps, /*amsgrad=*/false, p.maximize);
+  void Update(const OptimizerSpec& p, int64_t step_number, const Tensor& gradient) {
+    const Tensor step = torch::tensor(static_cast<float>(step_number));
+    const bool amsgrad = p.Get("amsgrad") != 0;
+    const std::vector<Tensor> maximum =
+        amsgrad ? std::vector{max_exp_avg_sq} : std::vector<Tensor>();
+    at::_fused_adamw_({weight}, {gradient}, {exp_avg}, {exp_avg_sq}, maximum, {step}, p.Get("lr"),
+                      p.Get("beta1"), p.Get("beta2"), p.Get("weight_decay"), p.Get("eps"), amsgrad,
+                      p.Get("maximize") != 0);
   }
 
-  Tensor weight, exp_avg, exp_avg_sq;
+  Tensor weight, exp_avg, exp_avg_sq, max_exp_avg_sq;
 };
 
-std::vector<AdamWParameters> ManyAdamW() {
-  return {{},
-          {.lr = 0.05, .weight_decay = 0},
-          {.lr = 3e-4, .beta1 = 0.95, .beta2 = 0.95, .eps = 1e-6, .weight_decay = 0.1},
-          {.lr = 2e-3, .beta1 = 0.3, .beta2 = 0.4, .weight_decay = 0.5},
-          {.beta1 = 0.5, .maximize = true}};
+std::vector<OptimizerSpec> ManyAdamW() {
+  return {
+      OptimizerSpec("adamw"), OptimizerSpec("adamw", {{"lr", 0.05}, {"weight_decay", 0}}),
+      OptimizerSpec(
+          "adamw",
+          {{"lr", 3e-4}, {"beta1", 0.95}, {"beta2", 0.95}, {"eps", 1e-6}, {"weight_decay", 0.1}}),
+      OptimizerSpec("adamw", {{"lr", 2e-3}, {"beta1", 0.3}, {"beta2", 0.4}, {"weight_decay", 0.5}}),
+      OptimizerSpec("adamw", {{"beta1", 0.5}, {"maximize", 1}})};
 }
 
-void ExpectFusedBits(AdamWParameters parameters, int64_t count, int step_count) {
+void ExpectFusedBits(const OptimizerSpec& optimizer, int64_t count, int step_count) {
   const Tensor start = RandomTensor(count, 0.02);
   Offloaded ours(start, /*is_split=*/false);
   Fused theirs(start);
-  for (parameters.step = 1; parameters.step <= step_count; ++parameters.step) {
+  for (int64_t step = 1; step <= step_count; ++step) {
     const Tensor gradient = RandomTensor(count, 1e-3);
-    ours.Update(gradient, 1, [&](const auto& run) { UpdateAdamW(parameters, run); });
-    theirs.Update(parameters, gradient);
-    ASSERT_TRUE(SameBits(ours.exp_avg, theirs.exp_avg)) << count << ", step " << parameters.step;
-    ASSERT_TRUE(SameBits(ours.exp_avg_sq, theirs.exp_avg_sq)) << count;
+    ours.Update(optimizer, step, gradient);
+    theirs.Update(optimizer, step, gradient);
+    ASSERT_TRUE(SameBits(ours.state[0], theirs.exp_avg)) << count << ", step " << step;
+    ASSERT_TRUE(SameBits(ours.state[1], theirs.exp_avg_sq)) << count;
+    ASSERT_TRUE(SameBits(ours.state[2], theirs.max_exp_avg_sq)) << count;
     ASSERT_TRUE(SameBits(ours.weight, theirs.weight)) << count;
   }
 }
 
 TEST(KernelsTorchTest, FusedAdamWIsBitIdenticalOnAMillionElements) {
   torch::manual_seed(1);
-  for (const AdamWParameters& parameters : ManyAdamW()) ExpectFusedBits(parameters, 1000003, 4);
+  for (const OptimizerSpec& optimizer : ManyAdamW()) ExpectFusedBits(optimizer, 1000003, 4);
 }
 
 TEST(KernelsTorchTest, FusedAdamWIsBitIdenticalForEveryLengthOfTail) {
   torch::manual_seed(2);
-  for (const AdamWParameters& parameters : ManyAdamW()) {
-    for (int64_t count = 1; count < 42; ++count) ExpectFusedBits(parameters, count, 8);
-    for (int64_t count = 50000; count < 50008; ++count) ExpectFusedBits(parameters, count, 2);
+  for (const OptimizerSpec& optimizer : ManyAdamW()) {
+    for (int64_t count = 1; count < 42; ++count) ExpectFusedBits(optimizer, count, 8);
+    for (int64_t count = 50000; count < 50008; ++count) ExpectFusedBits(optimizer, count, 2);
+  }
+}
+
+TEST(KernelsTorchTest, FusedAmsgradIsBitIdentical) {
+  torch::manual_seed(9);
+  for (OptimizerSpec optimizer : ManyAdamW()) {
+    optimizer.Set("amsgrad", 1);
+    for (const int64_t count : {1, 7, 8, 13, 100003}) ExpectFusedBits(optimizer, count, 8);
   }
 }
 
@@ -142,15 +156,15 @@ TEST(KernelsTorchTest, SplitWeightsAreTheCastOfAnFp32MasterUnderFusedAdamW) {
   const Tensor start = RandomTensor(500003, 0.02).to(torch::kBFloat16).to(torch::kFloat32);
   Offloaded ours(start, /*is_split=*/true);
   Fused theirs(start);
-  AdamWParameters parameters{.lr = 1e-2};
-  for (parameters.step = 1; parameters.step <= 8; ++parameters.step) {
+  const OptimizerSpec optimizer("adamw", {{"lr", 1e-2}});
+  for (int64_t step = 1; step <= 8; ++step) {
     const Tensor gradient = RandomTensor(start.numel(), 1e-3).to(torch::kBFloat16);
-    ours.Update(gradient, 1, [&](const auto& run) { UpdateAdamW(parameters, run); });
-    theirs.Update(parameters, gradient.to(torch::kFloat32));
-    ASSERT_TRUE(SameBits(ours.weight, theirs.weight.to(torch::kBFloat16))) << parameters.step;
-    ASSERT_TRUE(SameBits(ours.Master(), theirs.weight)) << parameters.step;
-    ASSERT_TRUE(SameBits(ours.exp_avg, theirs.exp_avg)) << parameters.step;
-    ASSERT_TRUE(SameBits(ours.exp_avg_sq, theirs.exp_avg_sq)) << parameters.step;
+    ours.Update(optimizer, step, gradient);
+    theirs.Update(optimizer, step, gradient.to(torch::kFloat32));
+    ASSERT_TRUE(SameBits(ours.weight, theirs.weight.to(torch::kBFloat16))) << step;
+    ASSERT_TRUE(SameBits(ours.Master(), theirs.weight)) << step;
+    ASSERT_TRUE(SameBits(ours.state[0], theirs.exp_avg)) << step;
+    ASSERT_TRUE(SameBits(ours.state[1], theirs.exp_avg_sq)) << step;
   }
   EXPECT_GT(ours.tie_count, 0u);
 }
@@ -161,15 +175,14 @@ TEST(KernelsTorchTest, ClippingInTheUpdateIsMultiplyingTheGradientInPlace) {
   for (const auto dtype : {torch::kFloat32, torch::kBFloat16}) {
     Offloaded ours(start, dtype == torch::kBFloat16);
     Fused theirs(start);
-    AdamWParameters parameters;
-    for (parameters.step = 1; parameters.step <= 3; ++parameters.step) {
+    const OptimizerSpec optimizer;
+    for (int64_t step = 1; step <= 3; ++step) {
       const Tensor gradient = RandomTensor(start.numel(), 1e-3).to(dtype);
-      const Tensor coefficient = torch::tensor(0.3f / parameters.step).to(dtype);
-      ours.Update(gradient, coefficient.item<float>(),
-                  [&](const auto& run) { UpdateAdamW(parameters, run); });
-      theirs.Update(parameters, gradient.clone().mul_(coefficient).to(torch::kFloat32));
+      const Tensor coefficient = torch::tensor(0.3f / step).to(dtype);
+      ours.Update(optimizer, step, gradient, coefficient.item<float>());
+      theirs.Update(optimizer, step, gradient.clone().mul_(coefficient).to(torch::kFloat32));
       ASSERT_TRUE(SameBits(ours.Master(), theirs.weight)) << dtype;
-      ASSERT_TRUE(SameBits(ours.exp_avg_sq, theirs.exp_avg_sq)) << dtype;
+      ASSERT_TRUE(SameBits(ours.state[1], theirs.exp_avg_sq)) << dtype;
     }
   }
 }
@@ -189,7 +202,8 @@ TEST(KernelsTorchTest, TheHighHalfIsTorchsCastOfEveryKindOfFiniteValue) {
 }
 
 // One update of torch: changes the weight and the moments.
-using TorchStep = std::function<void(const AdamWParameters&, const Tensor& gradient, Fused*)>;
+using TorchStep =
+    std::function<void(const OptimizerSpec&, int64_t step, const Tensor& gradient, Fused*)>;
 
 // Compares the weights of one step, and returns how many differ. Only those may whose square root
 // torch's vector library rounds otherwise, and then by a few ulps of the update term and the
@@ -215,37 +229,39 @@ int64_t CountDifferences(const Tensor& decayed, const Tensor& exp_avg_sq, const 
 
 // Every step starts from the same weights, so that what differs is one step's doing. Returns the
 // fraction of the weights that did.
-double ExpectBitsUpToSquareRoot(AdamWParameters p, int64_t count, const TorchStep& step) {
+double ExpectBitsUpToSquareRoot(const OptimizerSpec& p, int64_t count,
+                                const TorchStep& torch_step) {
   Fused theirs(RandomTensor(count, 0.02));
   Offloaded ours(theirs.weight, /*is_split=*/false);
   int64_t difference_count = 0;
-  for (p.step = 1; p.step <= 5; ++p.step) {
+  for (int64_t step = 1; step <= 5; ++step) {
     ours.weight.copy_(theirs.weight);
-    const Tensor decayed = theirs.weight * (1 - p.lr * p.weight_decay);
+    const Tensor decayed = theirs.weight * (1 - p.Get("lr") * p.Get("weight_decay"));
     const Tensor gradient = RandomTensor(count, 1e-3);
-    ours.Update(gradient, 1, [&](const auto& run) { UpdateAdamW(p, run); });
-    step(p, gradient, &theirs);
-    EXPECT_TRUE(SameBits(ours.exp_avg, theirs.exp_avg)) << p.step;
-    EXPECT_TRUE(SameBits(ours.exp_avg_sq, theirs.exp_avg_sq)) << p.step;
+    ours.Update(p, step, gradient);
+    torch_step(p, step, gradient, &theirs);
+    EXPECT_TRUE(SameBits(ours.state[0], theirs.exp_avg)) << step;
+    EXPECT_TRUE(SameBits(ours.state[1], theirs.exp_avg_sq)) << step;
     difference_count += CountDifferences(decayed, theirs.exp_avg_sq, ours.weight, theirs.weight);
   }
   const double fraction = static_cast<double>(difference_count) / (5.0 * count);
-  std::cout << count << " elements, lr " << p.lr << ": " << 100 * fraction
+  std::cout << count << " elements, lr " << p.Get("lr") << ": " << 100 * fraction
             << " % of the weights differ in a step\n";
   return fraction;
 }
 
 TEST(KernelsTorchTest, MulAddAdamWIsTheCppClassUpToItsSquareRoot) {
   torch::manual_seed(6);
-  for (AdamWParameters parameters : ManyAdamW()) {
-    if (parameters.maximize) continue;  // the C++ class has none
-    parameters.flavour = AdamWFlavour::kMulAdd;
+  for (OptimizerSpec parameters : ManyAdamW()) {
+    if (parameters.Get("maximize") != 0) continue;  // the C++ class has none
+    parameters.Set("flavour", 2);
     Tensor variable = torch::zeros({1000003}).requires_grad_();
-    torch::optim::AdamW optimizer({variable}, torch::optim::AdamWOptions(parameters.lr)
-                                                  .betas({parameters.beta1, parameters.beta2})
-                                                  .eps(parameters.eps)
-                                                  .weight_decay(parameters.weight_decay));
-    const auto step = [&](const AdamWParameters& p, const Tensor& gradient, Fused* theirs) {
+    torch::optim::AdamW optimizer({variable},
+                                  torch::optim::AdamWOptions(parameters.Get("lr"))
+                                      .betas({parameters.Get("beta1"), parameters.Get("beta2")})
+                                      .eps(parameters.Get("eps"))
+                                      .weight_decay(parameters.Get("weight_decay")));
+    const auto step = [&](const OptimizerSpec&, int64_t, const Tensor& gradient, Fused* theirs) {
       variable.data().copy_(theirs->weight);
       variable.mutable_grad() = gradient;
       optimizer.step();
@@ -261,49 +277,51 @@ TEST(KernelsTorchTest, MulAddAdamWIsTheCppClassUpToItsSquareRoot) {
 
 // What torch.optim.AdamW (foreach=False) does, by the same operators; its maximize negates the
 // gradient first.
-void LerpAdamW(const AdamWParameters& p, const Tensor& gradient, Fused* state) {
-  const Tensor g = p.maximize ? gradient.neg() : gradient;
-  const double step = static_cast<double>(p.step);
-  state->weight.mul_(1 - p.lr * p.weight_decay);
-  state->exp_avg.lerp_(g, 1 - p.beta1);
-  state->exp_avg_sq.mul_(p.beta2).addcmul_(g, g, 1 - p.beta2);
-  const double root = std::pow(1 - std::pow(p.beta2, step), 0.5);
-  const Tensor denominator = (state->exp_avg_sq.sqrt() / root).add_(p.eps);
-  state->weight.addcdiv_(state->exp_avg, denominator, -(p.lr / (1 - std::pow(p.beta1, step))));
+void LerpAdamW(const OptimizerSpec& p, int64_t step_number, const Tensor& gradient, Fused* state) {
+  const Tensor g = p.Get("maximize") != 0 ? gradient.neg() : gradient;
+  const double step = static_cast<double>(step_number), lr = p.Get("lr");
+  const double beta1 = p.Get("beta1"), beta2 = p.Get("beta2");
+  state->weight.mul_(1 - lr * p.Get("weight_decay"));
+  state->exp_avg.lerp_(g, 1 - beta1);
+  state->exp_avg_sq.mul_(beta2).addcmul_(g, g, 1 - beta2);
+  const double root = std::pow(1 - std::pow(beta2, step), 0.5);
+  const Tensor denominator = (state->exp_avg_sq.sqrt() / root).add_(p.Get("eps"));
+  state->weight.addcdiv_(state->exp_avg, denominator, -(lr / (1 - std::pow(beta1, step))));
 }
 
 TEST(KernelsTorchTest, LerpAdamWIsThePythonDefaultUpToItsSquareRoot) {
   torch::manual_seed(7);
-  for (AdamWParameters parameters : ManyAdamW()) {
-    parameters.flavour = AdamWFlavour::kLerp;
+  for (OptimizerSpec parameters : ManyAdamW()) {
+    parameters.Set("flavour", 1);
     for (const int64_t count : {1, 7, 13}) ExpectBitsUpToSquareRoot(parameters, count, LerpAdamW);
     EXPECT_LT(ExpectBitsUpToSquareRoot(parameters, 100003, LerpAdamW), 0.1);
   }
 }
 
-std::vector<SgdParameters> ManySgd() {
-  return {{.lr = 0.1},
-          {.lr = 0.1, .weight_decay = 0.01},
-          {.lr = 0.03, .momentum = 0.9},
-          {.lr = 0.03, .momentum = 0.9, .dampening = 0.3, .weight_decay = 0.1},
-          {.lr = 0.03, .momentum = 0.95, .nesterov = true},
-          {.lr = 0.03, .momentum = 0.95, .weight_decay = 1e-4, .nesterov = true}};
+std::vector<OptimizerSpec> ManySgd() {
+  return {OptimizerSpec("sgd", {{"lr", 0.1}}),
+          OptimizerSpec("sgd", {{"lr", 0.1}, {"weight_decay", 0.01}}),
+          OptimizerSpec("sgd", {{"lr", 0.03}, {"momentum", 0.9}}),
+          OptimizerSpec(
+              "sgd", {{"lr", 0.03}, {"momentum", 0.9}, {"dampening", 0.3}, {"weight_decay", 0.1}}),
+          OptimizerSpec("sgd", {{"lr", 0.03}, {"momentum", 0.95}, {"nesterov", 1}}),
+          OptimizerSpec(
+              "sgd", {{"lr", 0.03}, {"momentum", 0.95}, {"weight_decay", 1e-4}, {"nesterov", 1}})};
 }
 
-void ExpectSgdBits(SgdParameters parameters, int64_t count) {
+void ExpectSgdBits(const OptimizerSpec& p, int64_t count) {
   Tensor theirs = RandomTensor(count, 0.02).requires_grad_();
   Offloaded ours(theirs.detach(), /*is_split=*/false);
-  torch::optim::SGD optimizer({theirs}, torch::optim::SGDOptions(parameters.lr)
-                                            .momentum(parameters.momentum)
-                                            .dampening(parameters.dampening)
-                                            .weight_decay(parameters.weight_decay)
-                                            .nesterov(parameters.nesterov));
-  for (int step = 0; step < 4; ++step) {
-    parameters.first = step == 0;
+  torch::optim::SGD optimizer({theirs}, torch::optim::SGDOptions(p.Get("lr"))
+                                            .momentum(p.Get("momentum"))
+                                            .dampening(p.Get("dampening"))
+                                            .weight_decay(p.Get("weight_decay"))
+                                            .nesterov(p.Get("nesterov") != 0));
+  for (int64_t step = 1; step <= 4; ++step) {
     const Tensor gradient = RandomTensor(count, 1e-2);
     // The C++ class cannot maximize: it gets the negative gradient, as the Python one gives itself.
-    theirs.mutable_grad() = parameters.maximize ? gradient.neg() : gradient.clone();
-    ours.Update(gradient, 1, [&](const auto& run) { UpdateSgd(parameters, run); });
+    theirs.mutable_grad() = p.Get("maximize") != 0 ? gradient.neg() : gradient.clone();
+    ours.Update(p, step, gradient);
     optimizer.step();
     ASSERT_TRUE(SameBits(ours.weight, theirs.detach())) << count << ", step " << step;
   }
@@ -311,9 +329,9 @@ void ExpectSgdBits(SgdParameters parameters, int64_t count) {
 
 TEST(KernelsTorchTest, SgdIsBitIdenticalToTheCppClass) {
   torch::manual_seed(8);
-  for (SgdParameters parameters : ManySgd()) {
-    for (const bool maximize : {false, true}) {
-      parameters.maximize = maximize;
+  for (OptimizerSpec parameters : ManySgd()) {
+    for (const int maximize : {0, 1}) {
+      parameters.Set("maximize", maximize);
       for (const int64_t count : {1, 5, 31, 40, 300007}) ExpectSgdBits(parameters, count);
     }
   }

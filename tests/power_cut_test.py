@@ -104,6 +104,10 @@ class Lab:
         self._mount(self.outer_loop, self.outer)
         self._mount(self._attach(self.inner_image), self.inner)
 
+    def sync(self):
+        """What is there now is there after a cut."""
+        run("sync", "-f", self.inner)
+
     def write_back_some(self, dice):
         """Lets random parts of the cache reach the drive."""
         libc = ctypes.CDLL(None, use_errno=True)
@@ -133,7 +137,9 @@ class Cuts:
 
     def new_store(self):
         pool = os.path.join(self.lab.inner, "pool")
-        run("rm", "-rf", pool, self.oracle)
+        run("rm", "-rf", pool)
+        self.lab.sync()  # else a cut in the format brings the old store back, of which the new oracle knows nothing
+        run("rm", "-f", self.oracle)
         os.mkdir(pool, 0o700)
         return Job(self.options.worker, pool, self.oracle)
 

@@ -4,6 +4,7 @@
 // Ranks are threads, each with a session of its own; those that are killed are processes. Every one
 // has the whole gradient, as if its trainer had reduced it.
 
+#include <spawn.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -13,6 +14,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -40,6 +42,19 @@ client::World WorldOf(uint32_t rank, uint32_t world_size, const std::string& run
 Variant VariantOf(uint32_t rank, uint32_t world_size, const std::string& run_id) {
   return {
       .dtype = Dtype::kBFloat16, .state_resident = 1, .world = WorldOf(rank, world_size, run_id)};
+}
+
+constexpr uid_t kOtherUser = 65534;
+
+// This program once more, beside the tests (main, below).
+pid_t Spawn(std::vector<std::string> arguments) {
+  arguments.insert(arguments.begin(), "/proc/self/exe");
+  std::vector<char*> pointers;
+  for (std::string& argument : arguments) pointers.push_back(argument.data());
+  pointers.push_back(nullptr);
+  pid_t pid = -1;
+  EXPECT_EQ(posix_spawn(&pid, pointers[0], nullptr, nullptr, pointers.data(), environ), 0);
+  return pid;
 }
 
 class RanksTest : public SpineFixture {
@@ -118,30 +133,30 @@ TEST_F(RanksTest, AnyNumberOfRanksTakesTheStepsOfOneAndAnyOtherNumberGoesOn) {
 }
 
 TEST_F(RanksTest, TheDaemonAddsGradientsAsOneProcessDoesInTheOrderOfPassesAndRanks) {
-  for (const uint32_t world_size : {2u, 3u, 4u}) {
-    for (const bool spill : {false, true}) {
-      SCOPED_TRACE(absl::StrCat(world_size, spill ? " ranks, spilled" : " ranks"));
-      const std::string name = absl::StrCat("sums", world_size, spill ? "s" : "");
-      const std::string run_id = NewRunId();
-      Ranks ranks;
-      for (uint32_t rank = 0; rank < world_size; ++rank) {
-        Variant variant = VariantOf(rank, world_size, run_id);
-        variant.dtype = world_size == 3 ? Dtype::kFloat32 : Dtype::kBFloat16;
-        variant.spill = spill;
-        variant.sums = true;
-        ranks.push_back(std::make_unique<Job>(pool_, name, variant));
-      }
-      OnAll(ranks, [&](Job& rank) {
-        ASSERT_NO_FATAL_FAILURE(rank.Open());
-        for (int i = 0; i < 6; ++i) {
-          ASSERT_NO_FATAL_FAILURE(rank.Step());
-          if (i % 2 == 0) ASSERT_NO_FATAL_FAILURE(rank.Forward());
-        }
-        ASSERT_NO_FATAL_FAILURE(rank.ExpectEqual());
-        rank.Close();
-      });
-      if (HasFailure()) return;
+  for (const auto& [world_size, dtype, spill] :
+       {std::tuple(2u, Dtype::kBFloat16, true), std::tuple(3u, Dtype::kFloat32, false),
+        std::tuple(3u, Dtype::kFloat32, true), std::tuple(4u, Dtype::kBFloat16, false)}) {
+    SCOPED_TRACE(absl::StrCat(world_size, spill ? " ranks, spilled" : " ranks"));
+    const std::string name = absl::StrCat("sums", world_size, spill ? "s" : "");
+    const std::string run_id = NewRunId();
+    Ranks ranks;
+    for (uint32_t rank = 0; rank < world_size; ++rank) {
+      Variant variant = VariantOf(rank, world_size, run_id);
+      variant.dtype = dtype;
+      variant.spill = spill;
+      variant.sums = true;
+      ranks.push_back(std::make_unique<Job>(pool_, name, variant));
     }
+    OnAll(ranks, [](Job& rank) {
+      ASSERT_NO_FATAL_FAILURE(rank.Open());
+      for (int i = 0; i < 4; ++i) {
+        ASSERT_NO_FATAL_FAILURE(rank.Step());
+        ASSERT_NO_FATAL_FAILURE(rank.Forward());
+      }
+      ASSERT_NO_FATAL_FAILURE(rank.ExpectEqual());
+      rank.Close();
+    });
+    if (HasFailure()) return;
   }
 }
 
@@ -178,6 +193,7 @@ TEST_F(RanksTest, AnExchangeGivesEveryRankWhatAllHaveSaid) {
     }
     const auto large = rank.session().Exchange(std::string((1 << 20) + 1, 'x'));
     ExpectError(large.status(), ErrorId::kBadValue, "at most 1048576");
+    EXPECT_TRUE(rank.session().Exchange("").ok());
     rank.Close();
   });
 }
@@ -276,22 +292,21 @@ TEST_F(RanksTest, RanksWithDifferentModelsOrPlansFormatNothing) {
                 return sessions[rank]->OpenJob(options).status();
               }).ok());
   const auto seal = [&](const std::function<void(std::vector<proto::Tensor>&)>& change,
-                        OptimizerState optimizer) {
+                        const kernels::OptimizerSpec& optimizer) {
     return both([&](uint32_t rank) {
       std::vector<proto::Tensor> tensors = job.catalogue().tensors;
       if (rank == 1) change(tensors);
       const absl::Status declared = sessions[rank]->DeclareTensors(tensors);
       if (!declared.ok()) return declared;
-      return sessions[rank]->Seal(rank == 1 ? optimizer : OptimizerState::kAdam, job.plan(),
-                                  job.pins_offset(), nullptr);
+      return sessions[rank]->Seal(rank == 1 ? optimizer : kAdamW, job.plan(), job.pins_offset(),
+                                  nullptr);
     });
   };
-  ExpectError(seal([](auto& tensors) { tensors[5].shape = {70002}; }, OptimizerState::kAdam),
+  ExpectError(seal([](auto& tensors) { tensors[5].shape = {70002}; }, kAdamW),
               ErrorId::kRanksDiffer, "\"mlp\" is bf16 of shape [70001], trainable in rank 0");
-  ExpectError(seal([](auto&) {}, OptimizerState::kMomentum), ErrorId::kRanksDiffer,
-              "optimizer_state");
+  ExpectError(seal([](auto&) {}, kMomentum), ErrorId::kRanksDiffer, "optimizer");
   EXPECT_FALSE(std::filesystem::exists(pool_ + "/job.offload"));
-  const absl::Status sealed = seal([](auto&) {}, OptimizerState::kAdam);
+  const absl::Status sealed = seal([](auto&) {}, kAdamW);
   EXPECT_TRUE(sealed.ok()) << sealed << ": who was refused may try again";
 }
 
@@ -320,6 +335,24 @@ TEST_F(RanksTest, ALaunchDoesNotJoinAJobOfAnEarlierOneThatStillRuns) {
   late.gradients_reduced = false;
   ExpectError(Connect({})->OpenJob(late).status(), ErrorId::kStoreLocked, "is in use by process");
   OnAll(ranks, [](Job& rank) { rank.Close(); });
+}
+
+// The user is part of what tells jobs apart: each waits for the ranks of its own.
+TEST_F(RanksTest, ARankOfAnotherUserDoesNotJoin) {
+  if (geteuid() != 0) GTEST_SKIP() << "needs root to be somebody else";
+  const ScopedVariable timeout("OFFLOADD_JOIN_TIMEOUT", "0.5");
+  NodeDaemon node({"--allow-uid", std::to_string(kOtherUser), "--pool", pool_});
+  const std::filesystem::path folder =
+      std::filesystem::path(getenv("OFFLOADD_SOCKET")).parent_path();
+  std::filesystem::permissions(folder, std::filesystem::perms(0711));
+  const std::string run_id = NewRunId();
+  const pid_t other = Spawn({"other", pool_, run_id});
+  const auto options = Job(pool_, "job", VariantOf(0, 2, run_id)).Options();
+  ExpectError(Connect(options.world)->OpenJob(options).status(), ErrorId::kRankMissing,
+              "waited in vain for rank 1 of 2");
+  int status = 0;
+  ASSERT_EQ(waitpid(other, &status, 0), other);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
 // ---- Steps that differ, and the end ------------------------------------------------------------
@@ -378,17 +411,18 @@ TEST_F(RanksTest, ARankThatBreaksTheProtocolStopsItsJobAndNoOther) {
     ASSERT_NO_FATAL_FAILURE(rank.Open());
     ASSERT_NO_FATAL_FAILURE(rank.Step());
     ASSERT_TRUE(rank.session().WaitDurable().ok());
+    if (rank.rank() == 1) {
+      reinterpret_cast<proto::RegionHeader*>(rank.session().region())
+          ->submission_tail.fetch_add(1u << 20);
+    }
+    client::StepCommand step;
+    step.step = 2;
+    const absl::Status status = rank.session().Step(step);
     if (rank.rank() == 0) {
-      client::StepCommand step;
-      step.step = 2;
-      const absl::Status status = rank.session().Step(step);
       ExpectError(status, ErrorId::kRankLost, "has broken the protocol: ");
       ExpectError(status, ErrorId::kRankLost, "rank 1 (process");
     } else {
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      reinterpret_cast<proto::RegionHeader*>(rank.session().region())
-          ->submission_tail.fetch_add(1u << 20);
-      rank.session().Prefetch(0);  // rings
+      EXPECT_FALSE(status.ok());
     }
     rank.Leave();
   });
@@ -406,20 +440,30 @@ TEST_F(RanksTest, ARankThatBreaksTheProtocolStopsItsJobAndNoOther) {
 
 // ---- Death -------------------------------------------------------------------------------------
 
+// Another user's process that calls itself a rank of the launch.
+int RunOtherUser(const std::string& pool, const std::string& run_id) {
+  if (setuid(kOtherUser) != 0) return 2;
+  const Job job(pool, "job", VariantOf(1, 2, run_id));
+  auto session = client::Session::Connect({.allow_private = false});
+  if (!session.ok()) return 3;
+  const absl::Status opened = (*session)->OpenJob(job.Options()).status();
+  std::fprintf(stderr, "another user: %s\n", std::string(opened.message()).c_str());
+  return ErrorIdOf(opened) == ErrorId::kRankMissing ? 0 : 4;
+}
+
 // Takes steps until it is told that a rank is gone.
 int RunRank(const std::string& pool, uint32_t rank, uint32_t world_size, const std::string& run_id,
             uint64_t first_step) {
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   Job job(pool, "job", VariantOf(rank, world_size, run_id));
   if (first_step > 0) job.SkipTo(first_step);
-  job.Open();
-  if (job.info().step != first_step) return 3;
-  for (;;) {
-    const absl::Status status = job.NumberedStep();
-    if (status.ok()) continue;
-    std::fprintf(stderr, "rank %u: %s\n", rank, std::string(status.message()).c_str());
-    return ErrorIdOf(status) == ErrorId::kRankLost ? 0 : 4;
-  }
+  absl::Status status = job.TryOpen();
+  if (status.ok() && job.info().step != first_step) return 3;
+  while (status.ok()) status = job.NumberedStep();
+  std::fprintf(stderr, "rank %u: %s\n", rank, std::string(status.message()).c_str());
+  // One that is killed before it has joined is missing.
+  return ErrorIdOf(status) == ErrorId::kRankLost || ErrorIdOf(status) == ErrorId::kRankMissing ? 0
+                                                                                               : 4;
 }
 
 class KilledRanksTest : public RanksTest {
@@ -428,19 +472,8 @@ class KilledRanksTest : public RanksTest {
     const std::string run_id = NewRunId();
     std::vector<pid_t> pids;
     for (uint32_t rank = 0; rank < world_size; ++rank) {
-      std::vector<std::string> arguments = {"/proc/self/exe",
-                                            "rank",
-                                            pool_,
-                                            std::to_string(rank),
-                                            std::to_string(world_size),
-                                            run_id,
-                                            std::to_string(first_step)};
-      std::vector<char*> pointers;
-      for (std::string& argument : arguments) pointers.push_back(argument.data());
-      pointers.push_back(nullptr);
-      pid_t pid = -1;
-      EXPECT_EQ(posix_spawn(&pid, pointers[0], nullptr, nullptr, pointers.data(), environ), 0);
-      pids.push_back(pid);
+      pids.push_back(Spawn({"rank", pool_, std::to_string(rank), std::to_string(world_size), run_id,
+                            std::to_string(first_step)}));
     }
     return pids;
   }
@@ -459,6 +492,7 @@ class KilledRanksTest : public RanksTest {
 };
 
 TEST_F(KilledRanksTest, AKilledRankEndsTheOthersAtAWholeStepAndAnyNumberOfRanksGoesOn) {
+  const ScopedVariable timeout("OFFLOADD_JOIN_TIMEOUT", "3");
   Random random(20261121);
   const Variant variant = {.dtype = Dtype::kBFloat16, .state_resident = 1};
   Job model(pool_, "job", variant);
@@ -495,5 +529,6 @@ int main(int argc, char** argv) {
                             static_cast<uint32_t>(std::stoul(argv[4])), argv[5],
                             std::stoull(argv[6]));
   }
+  if (argc == 4 && std::string(argv[1]) == "other") return offload::RunOtherUser(argv[2], argv[3]);
   return RUN_ALL_TESTS();
 }

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/status_macros.h"
+#include "kernels/optimizer.h"
 #include "proto/grpc_status.h"
 #include "proto/shared_memory.h"
 #include "proto/slab_layout.h"
@@ -67,6 +68,7 @@ absl::Status RawRank::Seal() {
   proto::AddToken(context, token());
   auto stream = stub_->Seal(&context);
   v1::SealRequest request;
+  *request.mutable_optimizer() = PlainSgd();
   request.set_window_bytes(proto::PaddedBytes(kElements * 4) + (1 << 20));
   request.set_pipeline_blocks(1);
   request.set_region_bytes(allocated_region_bytes());
@@ -80,6 +82,14 @@ absl::Status RawRank::Seal() {
   v1::SealProgress progress;
   while (stream->Read(&progress)) continue;
   return proto::FromGrpc(stream->Finish());
+}
+
+proto::v1::Optimizer RawRank::PlainSgd() {
+  const kernels::OptimizerSpec sgd("sgd");
+  proto::v1::Optimizer message;
+  message.set_name(std::string(sgd.name()));
+  message.mutable_parameters()->Add(sgd.values().begin(), sgd.values().end());
+  return message;
 }
 
 absl::StatusOr<RawRank> RawRank::Open(const std::string& socket_path, const std::string& job,

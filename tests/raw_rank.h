@@ -55,6 +55,8 @@ class RawRank {
   // False once the daemon has closed the session.
   bool IsAlive() const;
   // A get of the first 4096 bytes, which passes every check.
+  // One that keeps nothing.
+  static proto::v1::Optimizer PlainSgd();
   static proto::SubmissionEntry GoodEntry(uint64_t tag);
 
  private:

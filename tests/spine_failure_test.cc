@@ -171,7 +171,7 @@ TEST_F(SpineFailureTest, ClosingAJobDoesNotWaitForPinsAndAnswersWhatComesAfterIt
   job.Step();
   EXPECT_TRUE(job.session().CloseJob().ok());
   const absl::Status status = job.session().Wait(
-      job.session().Get(2, proto::RingPlane::kWeight, 0, 1, proto::kRegionFixedBytes));
+      job.session().Get(2, proto::Plane::kWeight, 0, 1, proto::kRegionFixedBytes));
   EXPECT_EQ(ErrorIdOf(status), ErrorId::kSessionEnded) << status;
   job.Leave();
   ASSERT_NO_FATAL_FAILURE(job.Open());

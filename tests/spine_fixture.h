@@ -10,6 +10,7 @@
 #include <stdlib.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <filesystem>
@@ -30,8 +31,8 @@
 
 namespace offload {
 
+using kernels::OptimizerSpec;
 using proto::Dtype;
-using proto::OptimizerState;
 
 constexpr uint64_t kRamBytes = 128ull << 20;
 
@@ -42,10 +43,15 @@ inline uint16_t ToBFloat16(float value) {
 }
 inline float FromBFloat16(uint16_t value) { return std::bit_cast<float>(uint32_t{value} << 16); }
 
+inline const OptimizerSpec kAdamW("adamw", {{"beta2", 0.95}, {"weight_decay", 0.1}});
+inline const OptimizerSpec kPlainSgd("sgd", {{"weight_decay", 0.01}});
+inline const OptimizerSpec kMomentum("sgd", {{"momentum", 0.9}, {"weight_decay", 0.01}});
+
+inline const OptimizerSpec kLamb("lamb", {{"weight_decay", 0.1}});
+
 struct Variant {
   Dtype dtype = Dtype::kFloat32;
-  OptimizerState optimizer = OptimizerState::kAdam;
-  double momentum = 0;  // of SGD
+  OptimizerSpec optimizer = kAdamW;
   uint32_t pipeline_blocks = 2;
   uint32_t state_resident = 0;  // leading extents of every tensor
   bool weights_resident = false;
@@ -72,9 +78,10 @@ inline const TensorShape kShapes[] = {
     {"frozen.bias", {77}, false},     {"head", {3, 16384}, true},   {"scale", {32768}, true},
 };
 
-// A tensor as a trainer in memory has it: fp32 master and moments.
+// A tensor as a trainer in memory has it: fp32 master and state.
 struct Reference {
-  std::vector<float> master, exp_avg, exp_avg_sq;
+  std::vector<float> master;
+  std::array<std::vector<float>, kernels::kStatePlanesMax> state;
   uint64_t update_count = 0;
 };
 using References = std::vector<Reference>;
@@ -90,31 +97,34 @@ class Job {
                          .dtype = variant_.dtype,
                          .trainable = shape.trainable});
     }
-    catalogue_ = *proto::BuildCatalogue(std::move(tensors));
+    catalogue_ = *proto::BuildCatalogue(std::move(tensors), variant_.optimizer);
     connect_.world = variant_.world;
     MakePlan();
   }
 
   // Connects, opens, and for a new job puts the initial weights.
-  void Open() {
+  absl::Status TryOpen() {
     auto session = client::Session::Connect(connect_);
-    ASSERT_TRUE(session.ok()) << session.status();
+    if (!session.ok()) return session.status();
     session_ = *std::move(session);
     auto info = session_->OpenJob(Options());
-    ASSERT_TRUE(info.ok()) << info.status();
+    if (!info.ok()) return info.status();
     info_ = *info;
-    ASSERT_TRUE(session_->DeclareTensors(catalogue_.tensors).ok());
-    const absl::Status sealed = session_->Seal(variant_.optimizer, plan_, pins_offset_, nullptr);
-    ASSERT_TRUE(sealed.ok()) << sealed;
+    absl::Status status = session_->DeclareTensors(catalogue_.tensors);
+    if (status.ok()) status = session_->Seal(variant_.optimizer, plan_, pins_offset_, nullptr);
     step_ = info_.step;
-    if (info_.exists) return;
+    if (!status.ok() || info_.exists) return status;
     references_ = InitialWeights();
-    if (rank() == 0) {
-      for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) Put(tensor);
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size() && status.ok(); ++tensor) {
+      if (rank() == 0) status = TryPut(tensor);
     }
-    const absl::Status published = session_->Publish(StateOfRank("begin"));
-    ASSERT_TRUE(published.ok()) << published;
+    if (status.ok()) status = session_->Publish(StateOfRank("begin"));
     history_ = {references_};
+    return status;
+  }
+  void Open() {
+    const absl::Status opened = TryOpen();
+    ASSERT_TRUE(opened.ok()) << opened;
   }
 
   client::JobOptions Options() const {
@@ -129,7 +139,7 @@ class Job {
   }
 
   // Takes the working bytes of a tensor from its reference.
-  void Put(uint32_t tensor) {
+  absl::Status TryPut(uint32_t tensor) {
     const uint64_t element_bytes = proto::DtypeBytes(variant_.dtype);
     const std::vector<std::byte> bytes = WorkingBytes(tensor);
     for (uint64_t begin = 0; begin < count(tensor); begin += proto::kExtentElements) {
@@ -138,8 +148,13 @@ class Job {
                   elements * element_bytes);
       const absl::Status status =
           session_->Wait(session_->Put(tensor, begin, elements, staging_offset_));
-      ASSERT_TRUE(status.ok()) << status;
+      if (!status.ok()) return status;
     }
+    return absl::OkStatus();
+  }
+  void Put(uint32_t tensor) {
+    const absl::Status put = TryPut(tensor);
+    ASSERT_TRUE(put.ok()) << put;
   }
 
   // One step with random gradients; the reference takes it, too. `skipped` tensors have none.
@@ -196,14 +211,12 @@ class Job {
   void ExpectEqual() {
     for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
       SCOPED_TRACE(catalogue_.tensors[tensor].name);
-      ExpectPlane(tensor, proto::RingPlane::kWeight, WorkingBytes(tensor));
+      ExpectPlane(tensor, proto::Plane::kWeight, WorkingBytes(tensor));
       if (!catalogue_.tensors[tensor].trainable) continue;
-      ExpectPlane(tensor, proto::RingPlane::kMaster, BytesOf(references_[tensor].master));
-      if (variant_.optimizer != OptimizerState::kNone) {
-        ExpectPlane(tensor, proto::RingPlane::kExpAvg, BytesOf(references_[tensor].exp_avg));
-      }
-      if (variant_.optimizer == OptimizerState::kAdam) {
-        ExpectPlane(tensor, proto::RingPlane::kExpAvgSq, BytesOf(references_[tensor].exp_avg_sq));
+      ExpectPlane(tensor, proto::Plane::kMaster, BytesOf(references_[tensor].master));
+      for (size_t i = 0; i < proto::kStatePlanes.size(); ++i) {
+        if (variant_.optimizer.Plane(i) == nullptr) continue;
+        ExpectPlane(tensor, proto::kStatePlanes[i], BytesOf(references_[tensor].state[i]));
       }
     }
   }
@@ -324,8 +337,7 @@ class Job {
         value = normal_(random_);
         if (variant_.dtype == Dtype::kBFloat16) value = FromBFloat16(ToBFloat16(value));
       }
-      reference.exp_avg.resize(count(tensor), 0);
-      reference.exp_avg_sq.resize(count(tensor), 0);
+      for (std::vector<float>& plane : reference.state) plane.resize(count(tensor), 0);
       references.push_back(std::move(reference));
     }
     return references;
@@ -387,10 +399,11 @@ class Job {
   bool Gives(uint32_t tensor, uint32_t pass, uint32_t rank) const {
     return (step_ * 7 + tensor * 5 + pass * 3 + rank) % 6 != 0;
   }
-  std::vector<std::byte> PartOf(uint32_t tensor, uint32_t pass, uint32_t rank) {
-    random_.seed(static_cast<uint32_t>(((step_ * 64 + tensor) * 8 + pass) * 8 + rank));
-    normal_.reset();
-    return Gradient(tensor);
+  std::vector<std::byte> PartOf(uint32_t tensor, uint32_t pass, uint32_t rank) const {
+    std::minstd_rand random(static_cast<uint32_t>(((step_ * 64 + tensor) * 8 + pass) * 8 + rank));
+    std::vector<float> values(count(tensor));
+    for (float& value : values) value = static_cast<float>(random()) * 0x1p-30f - 1.0f;
+    return CastBytes(values);
   }
   proto::GradientStart Start() const { return static_cast<proto::GradientStart>(step_ % 3); }
 
@@ -464,7 +477,7 @@ class Job {
     EXPECT_EQ(*word, session_->GradientWord(tensor));
     const std::vector<std::byte>& expected = sums_[tensor];
     if (plan_.gradients[tensor].home == proto::GradientHome::kSlab) {
-      const auto layout = proto::ComputeSlabLayout(catalogue_, variant_.optimizer, plan_);
+      const auto layout = proto::ComputeSlabLayout(catalogue_, plan_);
       EXPECT_EQ(std::memcmp(session_->slab() + layout->sum_offset[tensor], expected.data(),
                             expected.size()),
                 0)
@@ -522,18 +535,7 @@ class Job {
     return absl::OkStatus();
   }
 
-  client::Group Group(double lr) const {
-    client::Group group;
-    group.is_adamw = variant_.optimizer == OptimizerState::kAdam;
-    group.adamw = {
-        .lr = lr, .beta1 = 0.9, .beta2 = 0.95, .eps = 1e-8, .weight_decay = 0.1, .flavour = 0};
-    group.sgd = {.lr = lr,
-                 .momentum = variant_.momentum,
-                 .dampening = 0,
-                 .weight_decay = 0.01,
-                 .nesterov = false};
-    return group;
-  }
+  client::Group Group(double lr) const { return OptimizerSpec(variant_.optimizer).Set("lr", lr); }
 
   void Update(uint32_t tensor, const client::Group& group, const std::vector<std::byte>& gradient,
               float scale) {
@@ -543,34 +545,33 @@ class Job {
     run.count = run.tensor_count = reference.master.size();
     run.weight_dtype = kernels::Dtype::kFloat32;
     run.weight = reference.master.data();
-    run.exp_avg = reference.exp_avg.data();
-    run.exp_avg_sq = reference.exp_avg_sq.data();
+    for (size_t i = 0; i < reference.state.size(); ++i) run.state[i] = reference.state[i].data();
     run.gradient_dtype =
         variant_.dtype == Dtype::kFloat32 ? kernels::Dtype::kFloat32 : kernels::Dtype::kBFloat16;
     run.gradient = gradient.data();
     run.gradient_scale = scale;
-    if (group.is_adamw) {
-      kernels::AdamWParameters parameters;
-      parameters.lr = group.adamw.lr;
-      parameters.beta1 = group.adamw.beta1;
-      parameters.beta2 = group.adamw.beta2;
-      parameters.eps = group.adamw.eps;
-      parameters.weight_decay = group.adamw.weight_decay;
-      parameters.step = static_cast<int64_t>(reference.update_count);
-      return kernels::UpdateAdamW(parameters, run);
-    }
-    run.exp_avg_sq = nullptr;
-    if (variant_.momentum == 0) run.exp_avg = nullptr;
-    kernels::SgdParameters parameters;
-    parameters.lr = group.sgd.lr;
-    parameters.momentum = group.sgd.momentum;
-    parameters.weight_decay = group.sgd.weight_decay;
-    parameters.first = reference.update_count == 1;
-    kernels::UpdateSgd(parameters, run);
+    const auto step = static_cast<int64_t>(reference.update_count);
+    if (kernels::NeedsNorms(group)) run.trust_ratio = TrustRatio(group, step, run);
+    kernels::Update(group, step, run);
   }
 
-  void ExpectPlane(uint32_t tensor, proto::RingPlane plane,
-                   const std::vector<std::byte>& expected) {
+  // Of the whole tensor, block by block.
+  static double TrustRatio(const client::Group& group, int64_t step, const kernels::Run& whole) {
+    const uint64_t gradient_bytes = whole.gradient_dtype == kernels::Dtype::kFloat32 ? 4 : 2;
+    std::vector<kernels::Norms> blocks;
+    for (uint64_t begin = 0; begin < whole.count; begin += kernels::Norms::kBlockElements) {
+      kernels::Run run = whole;
+      run.begin = begin;
+      run.count = std::min<uint64_t>(kernels::Norms::kBlockElements, whole.count - begin);
+      run.weight = static_cast<float*>(whole.weight) + begin;
+      run.gradient = static_cast<const std::byte*>(whole.gradient) + begin * gradient_bytes;
+      for (float*& plane : run.state) plane += begin;
+      kernels::AddNorms(group, step, run, &blocks.emplace_back());
+    }
+    return kernels::TrustRatio(blocks);
+  }
+
+  void ExpectPlane(uint32_t tensor, proto::Plane plane, const std::vector<std::byte>& expected) {
     const uint64_t element_bytes = expected.size() / count(tensor);
     for (uint64_t begin = 0; begin < count(tensor); begin += proto::kExtentElements) {
       const uint64_t elements = std::min<uint64_t>(proto::kExtentElements, count(tensor) - begin);

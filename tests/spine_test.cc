@@ -67,19 +67,28 @@ TEST_F(SpineTest, Fp32AdamWWithSpilledGradients) {
   TrainAndResume({.dtype = Dtype::kFloat32, .spill = true});
 }
 TEST_F(SpineTest, Fp32SgdWithMomentum) {
-  TrainAndResume(
-      {.dtype = Dtype::kFloat32, .optimizer = OptimizerState::kMomentum, .momentum = 0.9});
+  TrainAndResume({.dtype = Dtype::kFloat32, .optimizer = kMomentum});
 }
 TEST_F(SpineTest, BFloat16SgdWithMomentum) {
-  TrainAndResume(
-      {.dtype = Dtype::kBFloat16, .optimizer = OptimizerState::kMomentum, .momentum = 0.9});
+  TrainAndResume({.dtype = Dtype::kBFloat16, .optimizer = kMomentum});
 }
 TEST_F(SpineTest, Fp32SgdWithoutState) {
-  TrainAndResume(
-      {.dtype = Dtype::kFloat32, .optimizer = OptimizerState::kNone, .pipeline_blocks = 1});
+  TrainAndResume({.dtype = Dtype::kFloat32, .optimizer = kPlainSgd, .pipeline_blocks = 1});
 }
 TEST_F(SpineTest, BFloat16SgdWithoutState) {
-  TrainAndResume({.dtype = Dtype::kBFloat16, .optimizer = OptimizerState::kNone});
+  TrainAndResume({.dtype = Dtype::kBFloat16, .optimizer = kPlainSgd});
+}
+TEST_F(SpineTest, Fp32LambSweepsTwice) {
+  TrainAndResume({.dtype = Dtype::kFloat32, .optimizer = kLamb});
+}
+TEST_F(SpineTest, BFloat16LambWithSpilledGradients) {
+  TrainAndResume({.dtype = Dtype::kBFloat16, .optimizer = kLamb, .spill = true});
+}
+TEST_F(SpineTest, BFloat16LambWithStateInMemory) {
+  TrainAndResume({.dtype = Dtype::kBFloat16,
+                  .optimizer = kLamb,
+                  .state_resident = 1,
+                  .weights_resident = true});
 }
 TEST_F(SpineTest, BFloat16AdamWOverThreads) {
   TrainAndResume({.dtype = Dtype::kBFloat16, .io_engine = "threads"});

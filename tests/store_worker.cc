@@ -2,20 +2,23 @@
 // that must stand elsewhere, outlives it: a line "pending N" before commit N is begun, a line
 // "acked N" when it has been acknowledged. `check` opens what is left and judges it by these lines.
 //
-//   store_worker write POOL ORACLE [--epochs N] [--pause] [--lock-timeout SECONDS]
+//   store_worker write POOL ORACLE [--epochs N] [--pause] [--lock-timeout SECONDS] [--reports FILE]
 //   store_worker check POOL ORACLE [--lock-timeout SECONDS]
 //
 // Both print one line of JSON at the end; the exit code is 1, and "error" is there, when the store
 // says no or what it holds is wrong. With --pause a writer, after its epochs, waits for a byte on
 // standard input, writes the extents of one more epoch without a commit, prints "written", and
-// waits for the end of standard input.
+// waits for the end of standard input. The file of --reports is replaced after every epoch, when
+// nothing is under way, by what the process then holds.
 
 #include <fcntl.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <string>
 
 #include "CLI/CLI.hpp"
@@ -34,7 +37,7 @@ namespace offload::swap {
 namespace {
 
 struct Options {
-  std::string pool, oracle;
+  std::string pool, oracle, reports;
   uint64_t epochs = 1;
   bool pause = false;
   double lock_timeout_seconds = 30;
@@ -83,6 +86,33 @@ absl::Status CommitNoted(Store& store, const Oracle& oracle) {
   return oracle.Note("acked", sequence);
 }
 
+// Memory of its own, in RAM or swapped out. Not the pages of files: the kernel takes those and maps
+// them again as it likes.
+uint64_t PrivateBytes() {
+  std::ifstream lines("/proc/self/smaps_rollup");
+  uint64_t sum_kib = 0;
+  for (std::string word; lines >> word;) {
+    uint64_t value_kib = 0;
+    if (word != "Anonymous:" && word != "Pss_Shmem:" && word != "Swap:") continue;
+    if (lines >> value_kib) sum_kib += value_kib;
+  }
+  return sum_kib * 1024;
+}
+
+uint64_t DescriptorCount() {
+  const std::filesystem::directory_iterator entries("/proc/self/fd");
+  return static_cast<uint64_t>(std::distance(begin(entries), end(entries))) - 1;  // less its own
+}
+
+// By a rename, so that a reader never sees half of it.
+void Report(const std::string& path) {
+  const nlohmann::json report = {{"private bytes", PrivateBytes()},
+                                 {"descriptors", DescriptorCount()}};
+  const std::string next = path + ".next";
+  std::ofstream(next) << report;
+  std::filesystem::rename(next, path);
+}
+
 absl::StatusOr<std::unique_ptr<Store>> OpenOrCreate(const Options& options) {
   auto store = Store::Open(options.pool, "job", options.ForStore());
   if (store.ok() || !absl::IsNotFound(store.status())) return store;
@@ -93,8 +123,10 @@ absl::Status Write(const Options& options, nlohmann::ordered_json* result) {
   const Oracle oracle(options.oracle);
   OFFLOAD_ASSIGN_OR_RETURN(const std::unique_ptr<Store> store, OpenOrCreate(options));
   (*result)["engine"] = std::string(store->device().engine());
-  for (uint64_t epoch = 0; epoch < options.epochs; ++epoch)
+  for (uint64_t epoch = 0; epoch < options.epochs; ++epoch) {
     OFFLOAD_RETURN_IF_ERROR(CommitNoted(*store, oracle));
+    if (!options.reports.empty()) Report(options.reports);
+  }
   (*result)["committed"] = store->committed().sequence;
   if (!options.pause) return absl::OkStatus();
   char byte;
@@ -152,6 +184,7 @@ int Main(int argc, char** argv) {
   }
   write->add_option("--epochs", options.epochs);
   write->add_flag("--pause", options.pause);
+  write->add_option("--reports", options.reports);
   CLI11_PARSE(app, argc, argv);
   std::signal(SIGXFSZ, SIG_IGN);          // as the daemon: a write beyond a limit is an error
   spdlog::set_level(spdlog::level::off);  // standard output is for the result

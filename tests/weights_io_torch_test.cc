@@ -156,7 +156,7 @@ TEST_P(WeightsIoTest, LoadThatFailsMidwayIsDroppedAndNoStepMakesItDurable) {
     }
   };
   const auto fail_to_load = [&](Run& run) {
-    const FailingCall failing("pread", EIO, {.after = 8});  // the header, and some extents
+    const FailingCall failing("pread", EIO, {.after = 4});  // the header, and two extents
     expect(1405, [&] { run.engine->LoadWeights(other); });
     EXPECT_EQ(failing.failures(), 1);
   };

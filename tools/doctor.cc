@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "aio/device.h"
@@ -39,6 +40,7 @@ namespace {
 constexpr double kDaemonTimeoutSeconds = 2;
 constexpr uint64_t kPinnableBytesWanted = uint64_t{1} << 30;
 constexpr uint64_t kDescriptorsWanted = 1024;
+constexpr char kMemlockFix[] = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit";
 
 enum class Grade { kOk, kWarn, kFail };
 
@@ -81,7 +83,7 @@ Check MemlockCheck(const aio::Capabilities& capabilities) {
   } else if (*limit_bytes < kPinnableBytesWanted) {
     check.grade = Grade::kWarn;
     check.detail += ": memory stays unpinned (training on the CPU does not need it)";
-    check.fix = "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit";
+    check.fix = kMemlockFix;
   }
   return check;
 }
@@ -165,7 +167,11 @@ Check EngineCheck(const aio::EngineCapability& capability, bool better_one_works
   check.detail = std::string(capability.status.message());
   if (better_one_works) return check;
   check.grade = Grade::kWarn;
-  if (is_uring) check.fix = "allow the three io_uring system calls in the seccomp profile";
+  if (is_uring) {
+    check.fix = absl::StrContains(check.detail, "ENOMEM")
+                    ? kMemlockFix
+                    : "allow the three io_uring system calls in the seccomp profile";
+  }
   return check;
 }
 

@@ -1,4 +1,4 @@
-"""Tests tools/drive_bench with its real program and, where there is one, fio: usage: drive_bench_test.py BLOCK_BENCH STEP_BENCH OFFLOADD"""
+"""Tests tools/drive_bench with its real program and, where there is one, fio: usage: drive_bench_test.py IO_BENCH STEP_BENCH OFFLOADD"""
 
 import json
 import os
@@ -9,7 +9,7 @@ import tempfile
 import unittest
 
 TOOLS = os.path.dirname(os.path.abspath(__file__))
-PROGRAMS = {name: os.path.abspath(sys.argv.pop(1)) for name in ("tools/block_bench", "tools/step_bench", "offloadd/offloadd")}
+PROGRAMS = {name: os.path.abspath(sys.argv.pop(1)) for name in ("tools/io_bench", "tools/step_bench", "offloadd/offloadd")}
 
 
 class DriveBenchTest(unittest.TestCase):

@@ -363,7 +363,7 @@ class FakeDaemon : public proto::v1::Control::Service {
     device->mutable_write()->set_errors(3);
     job->mutable_store_errors()->set_read_errors(3);
     job->mutable_scrub()->set_bad_extents(1);
-    job->mutable_scrub()->add_bad_names("tensor 4, plane exp_avg, index 2");
+    job->mutable_scrub()->add_bad_names("tensor 4, plane state0, index 2");
     return grpc::Status::OK;
   }
 
@@ -422,12 +422,12 @@ TEST_F(StatusTest, ShowsErrorsByKindAndWhatTheScrubberFound) {
   const std::string arguments = absl::StrCat("--interval 0.01 --socket ", socket());
   const std::string text = Run("status " + arguments).out;
   EXPECT_NE(text.find("read_errors 3  found_by_scrubber 1"), std::string::npos) << text;
-  EXPECT_NE(text.find("tensor 4, plane exp_avg, index 2"), std::string::npos) << text;
+  EXPECT_NE(text.find("tensor 4, plane state0, index 2"), std::string::npos) << text;
   EXPECT_EQ(text.find("write_errors"), std::string::npos) << "what did not happen is not shown";
   const Json job = RunJson("status", arguments, 0)["daemons"][0]["jobs"][0];
   EXPECT_EQ(job["errors"]["read_errors"], 3);
   EXPECT_EQ(job["errors"]["flush_errors"], 0);
-  EXPECT_EQ(job["scrub"]["bad_names"][0], "tensor 4, plane exp_avg, index 2");
+  EXPECT_EQ(job["scrub"]["bad_names"][0], "tensor 4, plane state0, index 2");
 }
 
 TEST_F(StatusTest, SaysThatNobodyAnswers) {

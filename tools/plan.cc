@@ -50,14 +50,19 @@ absl::StatusOr<std::optional<Drive>> FindDrive(const Flags& flags) {
   OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(flags.pool));
   Drive drive{0, 0, 0, pools.size() > 1 ? "measured one by one, added" : "measured"};
   for (const std::string& pool : pools) {
-    OFFLOAD_ASSIGN_OR_RETURN(const DriveRates rates,
-                             MeasureDrive(pool, {.file_bytes = kQuickFileBytes,
-                                                 .seconds_per_pattern = kSecondsPerPattern}));
+    OFFLOAD_ASSIGN_OR_RETURN(
+        const DriveRates rates,
+        MeasureDrive({.pool = pool, .file_bytes = kQuickFileBytes}, kSecondsPerPattern));
     drive.read += rates.read;
     drive.write += rates.write;
     drive.mixed += rates.mixed;
   }
   return drive;
+}
+
+std::vector<std::string> OptimizerChoices() {
+  const auto names = kernels::OptimizerNames();
+  return {names.begin(), names.end()};
 }
 
 class PlanCommand : public Command {
@@ -85,8 +90,8 @@ class PlanCommand : public Command {
         ->envname("OFFLOADD_RAM");
     app.add_option("--dtype", flags_.dtype, "of weights and gradients: bf16 or fp32")
         ->check(CLI::IsMember({"bf16", "fp32"}));
-    app.add_option("--optimizer", flags_.optimizer, "adamw, or sgd with momentum")
-        ->check(CLI::IsMember({"adamw", "sgd"}));
+    app.add_option("--optimizer", flags_.optimizer, "adamw, sgd (with momentum), ...")
+        ->check(CLI::IsMember(OptimizerChoices()));
     app.add_option("--micro-batches", flags_.micro_batches, "whose gradients add up to one step")
         ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
     app.add_option("--pool", flags_.pool, "a directory for the store; its drive is measured")
@@ -108,10 +113,10 @@ class PlanCommand : public Command {
     report.model = absl::StrCat(model.description, ", ", flags_.dtype, ", ", flags_.optimizer);
     report.micro_batches = flags_.micro_batches;
     OFFLOAD_ASSIGN_OR_RETURN(report.input.ram_bytes, ParseByteSize(flags_.ram));
+    kernels::OptimizerSpec optimizer(flags_.optimizer);
+    if (flags_.optimizer == "sgd") optimizer.Set("momentum", 0.9);
     OFFLOAD_ASSIGN_OR_RETURN(report.input.catalogue,
-                             proto::BuildCatalogue(std::move(model.tensors)));
-    report.input.optimizer =
-        flags_.optimizer == "sgd" ? proto::OptimizerState::kMomentum : proto::OptimizerState::kAdam;
+                             proto::BuildCatalogue(std::move(model.tensors), optimizer));
     const absl::StatusOr<zero3::Plan> plan = zero3::MakePlan(report.input);
     if (!plan.ok()) return ReportRefusal(report, plan.status());
     OFFLOAD_RETURN_IF_ERROR(LookAtPool(report));

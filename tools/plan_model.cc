@@ -32,20 +32,21 @@ absl::StatusOr<std::string> ReadConfig(const fs::path& path) {
                    "Name a config.json, or the directory that holds it");
 }
 
-PlanModel ModelOf(const zero3::LlamaShape& shape, proto::Dtype dtype) {
+PlanModel ModelOf(const zero3::ModelShape& shape, proto::Dtype dtype) {
   return {zero3::Describe(shape), zero3::LlamaTensors(shape, dtype)};
 }
 
 absl::StatusOr<PlanModel> FromConfig(const std::string& path, proto::Dtype dtype) {
   OFFLOAD_ASSIGN_OR_RETURN(const std::string text, ReadConfig(path));
-  OFFLOAD_ASSIGN_OR_RETURN(const zero3::LlamaShape shape, zero3::ParseLlamaConfig(text));
+  OFFLOAD_ASSIGN_OR_RETURN(const zero3::ModelShape shape, zero3::ParseLlamaConfig(text));
   return ModelOf(shape, dtype);
 }
 
 absl::StatusOr<PlanModel> FromParameters(const ModelSource& source, proto::Dtype dtype) {
   OFFLOAD_ASSIGN_OR_RETURN(const uint64_t parameters, ParseCount(source.parameters));
-  OFFLOAD_ASSIGN_OR_RETURN(const zero3::LlamaShape shape,
-                           zero3::LlamaShapeFor(parameters, source.vocabulary));
+  OFFLOAD_ASSIGN_OR_RETURN(
+      const zero3::ModelShape shape,
+      zero3::ShapeForParameters({.parameters = parameters, .vocabulary = source.vocabulary}));
   return ModelOf(shape, dtype);
 }
 

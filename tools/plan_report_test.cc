@@ -15,7 +15,7 @@ constexpr uint64_t kMebibyte = uint64_t{1} << 20;
 
 PlanReport ReportFor(uint64_t parameters, uint64_t ram_bytes) {
   PlanReport report;
-  const auto shape = zero3::LlamaShapeFor(parameters);
+  const auto shape = zero3::ShapeForParameters({.parameters = parameters});
   EXPECT_TRUE(shape.ok()) << shape.status();
   report.model = zero3::Describe(*shape);
   auto catalogue = proto::BuildCatalogue(zero3::LlamaTensors(*shape, proto::Dtype::kBFloat16));

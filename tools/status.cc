@@ -174,10 +174,10 @@ std::string RankLines(const proto::v1::JobStatus& job) {
   std::string lines;
   for (int i = 0; i < job.ranks_size() && job.ranks_size() > 1; ++i) {
     const proto::v1::RankStatus& rank = job.ranks(i);
-    absl::StrAppend(&lines, absl::StrFormat("rank    %s  %d of %d  %s  pid %d  step %d  touch %d\n",
-                                            Printable(job.job()), rank.rank(), job.ranks_size(),
-                                            Printable(rank.phase()), rank.pid(), rank.step(),
-                                            rank.position()));
+    absl::StrAppend(
+        &lines, absl::StrFormat("rank    %s  %d of %d  %s  pid %d  step %d  touch %d\n",
+                                Printable(job.job()), rank.rank(), job.ranks_size(),
+                                Printable(rank.phase()), rank.pid(), rank.step(), rank.position()));
   }
   return lines;
 }

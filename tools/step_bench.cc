@@ -25,6 +25,7 @@
 #include "base/clock.h"
 #include "base/status_macros.h"
 #include "client/session.h"
+#include "kernels/optimizer.h"
 #include "proto/shm_abi.h"
 #include "proto/slab_layout.h"
 
@@ -76,8 +77,7 @@ class StepBench {
                                            .update_threads = options_.update_threads})
                                 .status());
     OFFLOAD_RETURN_IF_ERROR(session_->DeclareTensors(catalogue.tensors));
-    OFFLOAD_RETURN_IF_ERROR(
-        session_->Seal(proto::OptimizerState::kAdam, plan, pins_offset, nullptr));
+    OFFLOAD_RETURN_IF_ERROR(session_->Seal(kernels::OptimizerSpec(), plan, pins_offset, nullptr));
     OFFLOAD_RETURN_IF_ERROR(session_->Publish(""));
     for (uint32_t i = 0; i < count_; ++i) touches_.push_back(i);
     for (uint32_t i = count_; i > 0; --i) touches_.push_back(i - 1);
@@ -104,8 +104,10 @@ class StepBench {
 
   absl::Status Step() {
     OFFLOAD_RETURN_IF_ERROR(Touch(/*goes_on=*/false));
-    client::StepCommand command{.step = ++step_,
-                                .groups = {{.adamw = {1e-3, 0.9, 0.95, 1e-8, 0.1, 0}}}};
+    client::StepCommand command{
+        .step = ++step_,
+        .groups = {kernels::OptimizerSpec("adamw",
+                                          {{"lr", 1e-3}, {"beta2", 0.95}, {"weight_decay", 0.1}})}};
     for (uint32_t i = 0; i < count_; ++i) command.updates.push_back({i, 0, step_, 1.0f});
     return session_->Step(command);
   }

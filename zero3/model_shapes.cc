@@ -19,7 +19,7 @@ using nlohmann::json;
 constexpr int64_t kDimensionMax = 1 << 24;
 constexpr int64_t kLayersMax = 1 << 12;
 
-// The family of LlamaShapeFor.
+// The family of ShapeForParameters.
 constexpr int64_t kFamilyLayersMax = 128;
 constexpr int64_t kFamilyHiddenMax = 16384;
 constexpr double kWidthPerLayer = 64.0;
@@ -63,22 +63,45 @@ absl::Status CheckModelType(const json& config) {
                    "Only llama and mistral can be planned from a configuration: use --params N");
 }
 
-LlamaShape FamilyMember(int64_t layers, int64_t hidden, int64_t vocabulary) {
-  LlamaShape shape;
+ModelShape FamilyMember(const ShapeRequest& request, int64_t layers, int64_t hidden) {
+  const bool is_gpt2 = request.kind == ModelKind::kGpt2;
+  ModelShape shape;
+  shape.kind = request.kind;
   shape.layers = layers;
   shape.hidden = hidden;
   shape.head_size = hidden % 64 == 0 ? 64 : 16;
-  shape.heads = shape.key_value_heads = hidden / shape.head_size;
-  shape.feed_forward = RoundUp(8 * hidden / 3, 16);
-  shape.vocabulary = vocabulary;
+  shape.heads = hidden / shape.head_size;
+  shape.key_value_heads = request.key_value_heads > 0 ? request.key_value_heads : shape.heads;
+  shape.feed_forward = is_gpt2 ? 4 * hidden : RoundUp(8 * hidden / 3, 16);
+  shape.vocabulary = request.vocabulary;
+  shape.context = request.context;
+  shape.tied_embedding = is_gpt2 || request.tied_embedding;
   return shape;
 }
 
 // Smaller is better: the distance from the wish, and a little for an unusual aspect.
-double Distance(const LlamaShape& shape, double wanted_parameters) {
+double Distance(const ModelShape& shape, uint64_t parameters) {
+  const double count = static_cast<double>(ParameterCount(shape));
   const double aspect = static_cast<double>(shape.hidden) / static_cast<double>(shape.layers);
-  return std::abs(std::log(static_cast<double>(ParameterCount(shape)) / wanted_parameters)) +
+  return std::abs(std::log(count / static_cast<double>(parameters))) +
          kWeightOfAspect * std::abs(std::log(aspect / kWidthPerLayer));
+}
+
+int64_t LlamaLayerParameters(const ModelShape& shape) {
+  const int64_t wide = shape.heads * shape.head_size;
+  const int64_t narrow = shape.key_value_heads * shape.head_size;
+  int64_t count =
+      2 * shape.hidden * (wide + narrow) + 3 * shape.hidden * shape.feed_forward + 2 * shape.hidden;
+  if (shape.attention_bias) count += wide + 2 * narrow + shape.hidden;
+  if (shape.feed_forward_bias) count += 2 * shape.feed_forward + shape.hidden;
+  return count;
+}
+
+int64_t Gpt2LayerParameters(const ModelShape& shape) {
+  const int64_t attention = 4 * shape.hidden * shape.hidden + 4 * shape.hidden;
+  const int64_t feed_forward =
+      2 * shape.hidden * shape.feed_forward + shape.feed_forward + shape.hidden;
+  return attention + feed_forward + 4 * shape.hidden;
 }
 
 // Collects tensors under the names of their modules.
@@ -108,7 +131,7 @@ class TensorList {
   std::vector<proto::Tensor> tensors_;
 };
 
-void AddLayer(const LlamaShape& shape, const std::string& layer, TensorList& list) {
+void AddLayer(const ModelShape& shape, const std::string& layer, TensorList& list) {
   const int64_t wide = shape.heads * shape.head_size;
   const int64_t narrow = shape.key_value_heads * shape.head_size;
   const std::string attention = layer + ".self_attn", feed_forward = layer + ".mlp";
@@ -126,14 +149,14 @@ void AddLayer(const LlamaShape& shape, const std::string& layer, TensorList& lis
 
 }  // namespace
 
-absl::StatusOr<LlamaShape> ParseLlamaConfig(std::string_view text) {
+absl::StatusOr<ModelShape> ParseLlamaConfig(std::string_view text) {
   const json config = json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!config.is_object()) {
     return MakeError(ErrorId::kFileFormat, "config.json is not a JSON object",
                      "Name the config.json of a Hugging Face checkpoint");
   }
   OFFLOAD_RETURN_IF_ERROR(CheckModelType(config));
-  LlamaShape shape;
+  ModelShape shape;
   OFFLOAD_ASSIGN_OR_RETURN(shape.hidden, ReadDimension(config, "hidden_size", kDimensionMax));
   OFFLOAD_ASSIGN_OR_RETURN(shape.layers, ReadDimension(config, "num_hidden_layers", kLayersMax));
   OFFLOAD_ASSIGN_OR_RETURN(shape.heads,
@@ -156,41 +179,43 @@ absl::StatusOr<LlamaShape> ParseLlamaConfig(std::string_view text) {
   return shape;
 }
 
-absl::StatusOr<LlamaShape> LlamaShapeFor(uint64_t parameters, int64_t vocabulary) {
-  const uint64_t smallest = ParameterCount(FamilyMember(1, 16, vocabulary));
+absl::StatusOr<ModelShape> ShapeForParameters(const ShapeRequest& request) {
+  const uint64_t smallest = ParameterCount(FamilyMember(request, 1, 16));
   const uint64_t largest =
-      ParameterCount(FamilyMember(kFamilyLayersMax, kFamilyHiddenMax, vocabulary));
-  if (parameters < smallest || parameters > largest) {
-    return MakeError(ErrorId::kBadValue, absl::StrCat("--params ", parameters, " is outside of ",
-                                                      smallest, " to ", largest));
+      ParameterCount(FamilyMember(request, kFamilyLayersMax, kFamilyHiddenMax));
+  if (request.parameters < smallest || request.parameters > largest) {
+    return MakeError(ErrorId::kBadValue,
+                     absl::StrCat("--params ", request.parameters, " is outside of ", smallest,
+                                  " to ", largest));
   }
-  LlamaShape best;
+  ModelShape best;
   double best_distance = std::numeric_limits<double>::infinity();
   for (int64_t hidden = 16; hidden <= kFamilyHiddenMax; hidden += hidden < 256 ? 16 : 64) {
     for (int64_t layers = 1; layers <= kFamilyLayersMax; ++layers) {
-      const LlamaShape shape = FamilyMember(layers, hidden, vocabulary);
-      const double distance = Distance(shape, static_cast<double>(parameters));
+      const ModelShape shape = FamilyMember(request, layers, hidden);
+      if (shape.heads % shape.key_value_heads != 0) continue;
+      const double distance = Distance(shape, request.parameters);
       if (distance >= best_distance) continue;
       best_distance = distance;
       best = shape;
     }
   }
-  return best;
+  if (best.layers > 0) return best;
+  return MakeError(ErrorId::kBadValue, absl::StrCat("--kv-heads ", request.key_value_heads,
+                                                    " divides no number of heads"));
 }
 
-uint64_t ParameterCount(const LlamaShape& shape) {
-  const int64_t wide = shape.heads * shape.head_size;
-  const int64_t narrow = shape.key_value_heads * shape.head_size;
-  int64_t layer =
-      2 * shape.hidden * (wide + narrow) + 3 * shape.hidden * shape.feed_forward + 2 * shape.hidden;
-  if (shape.attention_bias) layer += wide + 2 * narrow + shape.hidden;
-  if (shape.feed_forward_bias) layer += 2 * shape.feed_forward + shape.hidden;
+uint64_t ParameterCount(const ModelShape& shape) {
+  const bool is_gpt2 = shape.kind == ModelKind::kGpt2;
+  const int64_t layer = is_gpt2 ? Gpt2LayerParameters(shape) : LlamaLayerParameters(shape);
+  const int64_t norm = is_gpt2 ? 2 * shape.hidden : shape.hidden;
   const int64_t matrices = shape.tied_embedding ? 1 : 2;
+  const int64_t positions = is_gpt2 ? shape.context : 0;
   return static_cast<uint64_t>(shape.layers) * static_cast<uint64_t>(layer) +
-         static_cast<uint64_t>(matrices * shape.vocabulary * shape.hidden + shape.hidden);
+         static_cast<uint64_t>((matrices * shape.vocabulary + positions) * shape.hidden + norm);
 }
 
-std::vector<proto::Tensor> LlamaTensors(const LlamaShape& shape, proto::Dtype dtype) {
+std::vector<proto::Tensor> LlamaTensors(const ModelShape& shape, proto::Dtype dtype) {
   TensorList list(dtype);
   list.Linear("model.embed_tokens", shape.vocabulary, shape.hidden, /*bias=*/false);
   for (int64_t layer = 0; layer < shape.layers; ++layer) {
@@ -201,13 +226,14 @@ std::vector<proto::Tensor> LlamaTensors(const LlamaShape& shape, proto::Dtype dt
   return list.Take();
 }
 
-std::string Describe(const LlamaShape& shape) {
+std::string Describe(const ModelShape& shape) {
   const std::string grouped =
       shape.key_value_heads == shape.heads
           ? ""
           : absl::StrCat(" (", shape.key_value_heads, " for keys and values)");
-  return absl::StrCat("llama, ", shape.layers, " layers of ", shape.hidden, ", ", shape.heads,
-                      " heads", grouped, ", vocabulary ", shape.vocabulary);
+  return absl::StrCat(shape.kind == ModelKind::kLlama ? "llama, " : "gpt2, ", shape.layers,
+                      " layers of ", shape.hidden, ", ", shape.heads, " heads", grouped,
+                      ", vocabulary ", shape.vocabulary);
 }
 
 }  // namespace offload::zero3

@@ -15,7 +15,7 @@ constexpr char kLlama70B[] = R"({
   "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
   "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": false, "rope_theta": 5e5})";
 
-uint64_t SumOfElements(const LlamaShape& shape) {
+uint64_t SumOfElements(const ModelShape& shape) {
   uint64_t sum = 0;
   for (const proto::Tensor& tensor : LlamaTensors(shape, proto::Dtype::kBFloat16)) {
     sum += tensor.element_count;
@@ -31,7 +31,7 @@ TEST(ModelShapesTest, CountsTheParametersOfAPublishedModel) {
 }
 
 TEST(ModelShapesTest, CountIsTheSumOfTheTensorsWithEveryOption) {
-  LlamaShape shape = {.layers = 3,
+  ModelShape shape = {.layers = 3,
                       .hidden = 48,
                       .heads = 4,
                       .key_value_heads = 2,
@@ -57,17 +57,49 @@ TEST(ModelShapesTest, TensorsHaveTheNamesAndShapesOfCheckpoints) {
   EXPECT_EQ(tensors.back().name, "lm_head.weight");
 }
 
-TEST(ModelShapesTest, ChoosesAShapeNearTheWish) {
-  for (const double wish : {1e6, 1e7, 1.5e8, 7e9, 7e10}) {
-    const auto shape = LlamaShapeFor(static_cast<uint64_t>(wish));
-    ASSERT_TRUE(shape.ok()) << shape.status();
-    EXPECT_LT(std::abs(std::log(static_cast<double>(ParameterCount(*shape)) / wish)), 0.05) << wish;
+TEST(ModelShapesTest, CountsTheParametersOfGpt2) {
+  const ModelShape shape = {.kind = ModelKind::kGpt2,
+                            .layers = 12,
+                            .hidden = 768,
+                            .heads = 12,
+                            .key_value_heads = 12,
+                            .head_size = 64,
+                            .feed_forward = 3072,
+                            .vocabulary = 50257,
+                            .context = 1024,
+                            .tied_embedding = true};
+  EXPECT_EQ(ParameterCount(shape), 124'439'808u);
+  EXPECT_EQ(Describe(shape), "gpt2, 12 layers of 768, 12 heads, vocabulary 50257");
+}
+
+TEST(ModelShapesTest, ShapeComesCloseToTheWishForEverySize) {
+  for (const ModelKind kind : {ModelKind::kLlama, ModelKind::kGpt2}) {
+    for (const double wish : {5e4, 2e5, 1e6, 1e7, 1.1e8, 1.5e8, 1e9, 7e9, 7e10}) {
+      const auto shape = ShapeForParameters(
+          {.kind = kind, .parameters = static_cast<uint64_t>(wish), .context = 64});
+      ASSERT_TRUE(shape.ok()) << shape.status();
+      const double count = static_cast<double>(ParameterCount(*shape));
+      EXPECT_LT(std::abs(count / wish - 1), wish < 1e6 ? 0.15 : 0.03) << Describe(*shape);
+      EXPECT_EQ(shape->hidden, shape->heads * shape->head_size);
+      EXPECT_EQ(shape->head_size % 2, 0) << "rotary halves";
+    }
   }
 }
 
+TEST(ModelShapesTest, GroupedQueriesDivideTheHeads) {
+  const auto shape = ShapeForParameters({.parameters = 10'000'000, .key_value_heads = 3});
+  ASSERT_TRUE(shape.ok()) << shape.status();
+  EXPECT_EQ(shape->key_value_heads, 3);
+  EXPECT_EQ(shape->heads % 3, 0);
+}
+
 TEST(ModelShapesTest, RefusesWishesOutsideOfTheFamily) {
-  EXPECT_EQ(ErrorIdOf(LlamaShapeFor(1).status()), ErrorId::kBadValue);
-  EXPECT_EQ(ErrorIdOf(LlamaShapeFor(UINT64_MAX).status()), ErrorId::kBadValue);
+  for (const uint64_t parameters : {uint64_t{0}, uint64_t{10}, UINT64_MAX}) {
+    EXPECT_EQ(ErrorIdOf(ShapeForParameters({.parameters = parameters}).status()),
+              ErrorId::kBadValue);
+  }
+  const auto shape = ShapeForParameters({.parameters = 1'000'000'000, .key_value_heads = 100'000});
+  EXPECT_EQ(ErrorIdOf(shape.status()), ErrorId::kBadValue) << shape.status();
 }
 
 TEST(ModelShapesTest, RefusesWhatIsNotTheConfigurationOfALlama) {

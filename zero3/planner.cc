@@ -161,13 +161,13 @@ Needs::Needs(const PlanInput& input)
                 kGradientWindowSlots * input.world_size),
       ranks(input.world_size) {
   const proto::Catalogue& catalogue = input.catalogue;
-  block_bytes = proto::FullStateBytes(catalogue, input.optimizer);
+  block_bytes = proto::FullStateBytes(catalogue);
   slab_fixed_bytes = PaddedBytes(sizeof(proto::SlabHeader)) +
                      PaddedBytes(catalogue.tensors.size() * sizeof(proto::TensorWord));
   pins_bytes = PaddedBytes(catalogue.tensors.size() * sizeof(proto::PinWord));
   staging_bytes = proto::kLoadingStagingBytes;
   // The daemon counts in whole pages.
-  overhead_bytes = PaddedBytes(proto::OverheadBytes(catalogue, input.optimizer));
+  overhead_bytes = PaddedBytes(proto::OverheadBytes(catalogue));
   for (size_t i = 0; i < catalogue.store_tensors.size(); ++i) {
     const proto::StoreTensor& tensor = catalogue.store_tensors[i];
     if (tensor.bundle) bundle_bytes += slot_bytes[i];
@@ -292,7 +292,7 @@ uint64_t PlaceWeightsAndState(const PlanInput& input, const Needs& needs, const 
     const proto::StoreTensor& tensor = catalogue.store_tensors[i];
     const uint32_t extents = proto::ExtentCount(tensor.element_count);
     for (uint32_t extent = 0; tensor.trainable && extent < extents; ++extent) {
-      const uint64_t bytes = proto::StateBytes(tensor, input.optimizer, extent);
+      const uint64_t bytes = proto::StateBytes(tensor, extent);
       if (bytes > left_bytes) return 0;
       left_bytes -= bytes;
       plan.resident_state_bytes += bytes;
@@ -364,12 +364,11 @@ void Count(const PlanInput& input, Plan& plan) {
     if (resident) plan.resident_weight_bytes += weight_bytes;
     uint64_t state_bytes = 0, paged_state_bytes = 0, tie_bytes = 0;
     for (uint32_t extent = 0; extent < proto::ExtentCount(tensor.element_count); ++extent) {
-      const uint64_t bytes = proto::StateBytes(tensor, input.optimizer, extent);
+      const uint64_t bytes = proto::StateBytes(tensor, extent);
       state_bytes += bytes;
       if (extent >= plan.memory.state_resident[i]) paged_state_bytes += bytes;
-      if (tensor.trainable && tensor.dtype == proto::Dtype::kBFloat16) {
-        tie_bytes += PaddedBytes((proto::ExtentElements(tensor.element_count, extent) + 7) / 8);
-      }
+      tie_bytes += PaddedBytes(tensor.planes.Bytes(
+          proto::Plane::kTies, proto::ExtentElements(tensor.element_count, extent)));
     }
     plan.state_bytes += weight_bytes + state_bytes;
     plan.store_bytes += 2 * (weight_bytes + state_bytes + tie_bytes);
@@ -461,8 +460,7 @@ absl::StatusOr<Plan> MakePlan(const PlanInput& input) {
                                  needs.whole_gradient_bytes());
   }
   PlaceRegion(input, needs, choice, plan);
-  OFFLOAD_ASSIGN_OR_RETURN(plan.slab,
-                           proto::ComputeSlabLayout(input.catalogue, input.optimizer, plan.memory));
+  OFFLOAD_ASSIGN_OR_RETURN(plan.slab, proto::ComputeSlabLayout(input.catalogue, plan.memory));
   plan.total_bytes = plan.slab.total_bytes + plan.memory.region_bytes +
                      (needs.ranks - 1) * plan.memory.other_region_bytes + plan.overhead_bytes;
   OFFLOAD_CHECK(plan.total_bytes <= input.ram_bytes)

@@ -26,7 +26,6 @@ namespace offload::zero3 {
 
 struct PlanInput {
   proto::Catalogue catalogue;
-  proto::OptimizerState optimizer = proto::OptimizerState::kAdam;
   uint64_t ram_bytes = 0;
   bool always_spill_gradients = false;
   uint32_t world_size = 1;  // ranks on this node, whose gradients the daemon adds up

@@ -15,9 +15,9 @@
 namespace offload::zero3 {
 namespace {
 
+using kernels::OptimizerSpec;
 using proto::Dtype;
 using proto::GradientHome;
-using proto::OptimizerState;
 
 constexpr uint64_t kMiB = 1 << 20;
 
@@ -29,10 +29,10 @@ proto::Tensor MakeTensor(size_t number, int64_t elements, Dtype dtype, bool trai
 }
 
 PlanInput Input(std::vector<proto::Tensor> tensors,
-                OptimizerState optimizer = OptimizerState::kAdam) {
-  auto catalogue = proto::BuildCatalogue(std::move(tensors));
+                const OptimizerSpec& optimizer = OptimizerSpec()) {
+  auto catalogue = proto::BuildCatalogue(std::move(tensors), optimizer);
   EXPECT_TRUE(catalogue.ok()) << catalogue.status();
-  return {.catalogue = *catalogue, .optimizer = optimizer};
+  return {.catalogue = *catalogue};
 }
 
 // `count` equal tensors of `elements`.
@@ -140,8 +140,8 @@ PlanInput RandomInput(Random& random) {
                                  random.OneIn(2) ? Dtype::kBFloat16 : Dtype::kFloat32,
                                  !random.OneIn(5)));
   }
-  const OptimizerState optimizers[] = {OptimizerState::kNone, OptimizerState::kMomentum,
-                                       OptimizerState::kAdam};
+  const OptimizerSpec optimizers[] = {OptimizerSpec("sgd"),
+                                      OptimizerSpec("sgd", {{"momentum", 0.9}}), OptimizerSpec()};
   PlanInput input = Input(std::move(tensors), optimizers[random.Below(3)]);
   input.always_spill_gradients = random.OneIn(4);
   const uint32_t worlds[] = {1, 1, 2, 3, 4, 8};

@@ -71,8 +71,8 @@ class Staging {
   std::map<uint64_t, std::thread::id> holders_;  // of lent pieces
 };
 
-// A rank's room in the scratch file before there is a plan; freed room is used again. The ranks of a
-// job have the file in common: of N, each has every N-th stripe.
+// A rank's room in the scratch file before there is a plan; freed room is used again. The ranks of
+// a job have the file in common: of N, each has every N-th stripe.
 class ScratchSpace {
  public:
   static constexpr uint64_t kStripeBytes = 512 << 10;

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cstdlib>
 #include <string_view>
-#include <unordered_set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -63,19 +62,12 @@ client::World WorldOf(const Options& options) {
 // The same arithmetic without a daemon.
 class InMemoryEngine final : public Engine {
  public:
-  std::unique_ptr<torch::optim::Optimizer> AdamW(torch::nn::Module& module,
-                                                 torch::optim::AdamWOptions options,
-                                                 AdamWFlavour flavour) override {
-    return AdamW(module, modules_.FreeParameters(module), std::move(options), flavour);
-  }
-  std::unique_ptr<torch::optim::Optimizer> SGD(torch::nn::Module& module,
-                                               torch::optim::SGDOptions options) override {
-    return Keep(InMemorySGD(module, std::move(options)), module, modules_.FreeParameters(module));
-  }
-  std::unique_ptr<torch::optim::Optimizer> AdamW(torch::nn::Module& module, ParameterGroups groups,
-                                                 torch::optim::AdamWOptions defaults,
-                                                 AdamWFlavour flavour) override {
-    return Keep(InMemoryAdamW(module, std::move(defaults), flavour), module, groups);
+  std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
+                                                         ParameterGroups groups,
+                                                         NamedOptimizer&& optimizer) override {
+    groups = modules_.LeaveToOthers(module, std::move(groups));
+    auto made = std::make_unique<InMemoryOptimizer>(groups, std::move(optimizer));
+    return Keep(std::move(made), module, groups);
   }
   void Seal() override {}
   int rank() const override { return 0; }
@@ -98,19 +90,11 @@ class InMemoryEngine final : public Engine {
   void SetTrainerState(std::string blob) override { trainer_state_ = std::move(blob); }
   std::string TrainerState() const override { return trainer_state_; }
   torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override {
-    const at::NoGradGuard no_grad;
-    if (plane == "weight") return parameter.detach().clone();
-    const InMemoryState* const state = StateOf(parameter);
-    if (plane == "master")
-      return (state != nullptr && state->master.defined() ? state->master : parameter)
-          .detach()
-          .to(at::kFloat)
-          .clone();
-    const at::Tensor moment = state == nullptr        ? at::Tensor()
-                              : plane == "exp_avg"    ? state->exp_avg
-                              : plane == "exp_avg_sq" ? state->exp_avg_sq
-                                                      : at::Tensor();
-    return moment.defined() ? moment.clone() : at::zeros(parameter.sizes(), at::kFloat);
+    if (optimizers_.empty()) ThrowStatus(NotAttached());
+    for (const InMemoryOptimizer* optimizer : optimizers_) {
+      if (optimizer->StateOf(parameter) != nullptr) return optimizer->Gather(parameter, plane);
+    }
+    return optimizers_.front()->Gather(parameter, plane);
   }
   void SetInitialWeights(std::string path, LoadOptions options) override {
     initial_weights_ = std::move(path);
@@ -169,13 +153,6 @@ class InMemoryEngine final : public Engine {
     if (names_.empty()) ThrowStatus(NotAttached());
     return ValueOrThrow(FindFileWeights(names_));
   }
-  const InMemoryState* StateOf(const at::Tensor& parameter) const {
-    for (const InMemoryOptimizer* optimizer : optimizers_) {
-      if (const InMemoryState* state = optimizer->StateOf(parameter)) return state;
-    }
-    return nullptr;
-  }
-
   ModuleList modules_;
   std::vector<const InMemoryOptimizer*> optimizers_;  // the trainer's; they outlive the questions
   std::vector<NamedTensor> names_;

@@ -141,8 +141,8 @@ class Gradient : public Residency {
   // Marks it and works without the lock.
   void Alone(Lock& lock, absl::FunctionRef<void()> work);
   void WaitForUpdate(Lock& lock);
-  void Load(Access access, Lock& lock);    // place_ is set after it
-  virtual void ShowBytes();                // the storage's pointer and whether it throws
+  void Load(Access access, Lock& lock);  // place_ is set after it
+  virtual void ShowBytes();              // the storage's pointer and whether it throws
   void AdoptStolen(const at::Tensor& stolen);
   void LeaveTensorToOthers();
   virtual at::Tensor Norm(double p);

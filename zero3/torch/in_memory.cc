@@ -1,142 +1,278 @@
 #include "zero3/torch/in_memory.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_fused_adagrad.h>
+#include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <offload/torch.h>
 
 #include <cmath>
-#include <unordered_set>
+#include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "base/check.h"
 #include "base/error.h"
+#include "proto/plane_set.h"
+#include "zero3/torch/throw_status.h"
 
-namespace offload {
-namespace zero3 {
+namespace offload::zero3 {
 namespace {
 
-std::vector<torch::Tensor> DistinctParameters(const torch::nn::Module& module) {
-  std::unordered_set<const void*> seen;
-  std::vector<torch::Tensor> parameters;
-  for (const torch::Tensor& parameter : module.parameters()) {
-    if (seen.insert(parameter.unsafeGetTensorImpl()).second) parameters.push_back(parameter);
-  }
-  return parameters;
+using kernels::OptimizerSpec;
+using torch::Tensor;
+
+// An update of state.master and state.planes with an fp32 gradient; state.step counts it already.
+using Update = void (*)(const OptimizerSpec&, const Tensor& gradient, InMemoryState&);
+
+bool IsOn(const OptimizerSpec& optimizer, std::string_view flag) {
+  return optimizer.Get(flag) != 0;
 }
 
-class InMemoryAdamWOptimizer final : public InMemoryOptimizer {
- public:
-  InMemoryAdamWOptimizer(torch::nn::Module& module, const torch::optim::AdamWOptions& options,
-                         AdamWFlavour flavour)
-      : InMemoryOptimizer(module, std::make_unique<torch::optim::AdamWOptions>(options)),
-        flavour_(flavour) {
-    if (options.amsgrad()) {
-      throw Error(1604, std::string(MakeError(ErrorId::kUnsupportedOptimizer,
-                                              "AdamW with amsgrad is not supported",
-                                              "Use AdamW without amsgrad")
-                                        .message()));
-    }
-  }
+// The gradient that minimizing takes.
+Tensor Descent(const OptimizerSpec& optimizer, const Tensor& gradient) {
+  return IsOn(optimizer, "maximize") ? gradient.neg() : gradient;
+}
 
- private:
-  void Update(const torch::optim::OptimizerOptions& any_options, const torch::Tensor& gradient,
-              InMemoryState& state) override {
-    const auto& options = static_cast<const torch::optim::AdamWOptions&>(any_options);
-    if (!state.exp_avg.defined()) {
-      state.exp_avg = at::zeros_like(state.master, at::MemoryFormat::Preserve);
-      state.exp_avg_sq = at::zeros_like(state.master, at::MemoryFormat::Preserve);
-    }
-    if (flavour_ == AdamWFlavour::kFused) {
-      Fused(options, gradient, state);
+at::Tensor StepTensor(const InMemoryState& state) {
+  return at::full({}, static_cast<double>(state.step), at::kFloat);
+}
+
+// ---- AdamW -------------------------------------------------------------------------------------
+
+// The moments and the root of the second, by the operators of torch's Python loop (lerp) or of its
+// C++ class (mul and add), in their order.
+void ComposedAdam(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  auto& [exp_avg, exp_avg_sq, max_exp_avg_sq] = state.planes;
+  const double beta1 = optimizer.Get("beta1"), beta2 = optimizer.Get("beta2");
+  const bool is_lerp = optimizer.Get("flavour") == static_cast<double>(AdamWFlavour::kLerp);
+  if (is_lerp) {
+    exp_avg.lerp_(gradient, 1 - beta1);
+  } else {
+    exp_avg.mul_(beta1).add_(gradient, 1 - beta1);
+  }
+  exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, 1 - beta2);
+  if (IsOn(optimizer, "amsgrad")) max_exp_avg_sq.copy_(at::maximum(max_exp_avg_sq, exp_avg_sq));
+  const Tensor& square = IsOn(optimizer, "amsgrad") ? max_exp_avg_sq : exp_avg_sq;
+  const double step = static_cast<double>(state.step);
+  const double bias_correction1 = 1 - std::pow(beta1, step);
+  const double bias_correction2 = 1 - std::pow(beta2, step);
+  const Tensor denominator =
+      square.sqrt().div_(std::sqrt(bias_correction2)).add_(optimizer.Get("eps"));
+  state.master.addcdiv_(exp_avg, denominator, -(optimizer.Get("lr") / bias_correction1));
+}
+
+std::vector<Tensor> MaximumOf(const OptimizerSpec& optimizer, const InMemoryState& state) {
+  return IsOn(optimizer, "amsgrad") ? std::vector{state.planes[2]} : std::vector<Tensor>();
+}
+
+void UpdateAdamW(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  const double lr = optimizer.Get("lr"), weight_decay = optimizer.Get("weight_decay");
+  if (optimizer.Get("flavour") == static_cast<double>(AdamWFlavour::kFused)) {
+    at::_fused_adamw_({state.master}, {gradient}, {state.planes[0]}, {state.planes[1]},
+                      MaximumOf(optimizer, state), {StepTensor(state)}, lr, optimizer.Get("beta1"),
+                      optimizer.Get("beta2"), weight_decay, optimizer.Get("eps"),
+                      IsOn(optimizer, "amsgrad"), IsOn(optimizer, "maximize"));
+    return;
+  }
+  if (weight_decay != 0) state.master.mul_(1 - lr * weight_decay);
+  ComposedAdam(optimizer, Descent(optimizer, gradient), state);
+}
+
+// ---- SGD ---------------------------------------------------------------------------------------
+
+void UpdateSgd(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  Tensor direction = Descent(optimizer, gradient);
+  const double weight_decay = optimizer.Get("weight_decay"), momentum = optimizer.Get("momentum");
+  if (weight_decay != 0) direction = direction.add(state.master, weight_decay);
+  if (momentum != 0) {
+    Tensor& buffer = state.planes[0];
+    if (state.step == 1) {
+      buffer.copy_(direction);
     } else {
-      Composed(options, gradient, state);
+      buffer.mul_(momentum).add_(direction, 1 - optimizer.Get("dampening"));
     }
+    direction = IsOn(optimizer, "nesterov") ? direction.add(buffer, momentum) : buffer;
   }
+  state.master.add_(direction, -optimizer.Get("lr"));
+}
 
-  static void Fused(const torch::optim::AdamWOptions& options, const torch::Tensor& gradient,
-                    InMemoryState& state) {
-    const auto& [beta1, beta2] = options.betas();
-    const at::Tensor step = at::full({}, static_cast<double>(state.step), at::kFloat);
-    at::_fused_adamw_({state.master}, {gradient}, {state.exp_avg}, {state.exp_avg_sq}, {}, {step},
-                      options.lr(), beta1, beta2, options.weight_decay(), options.eps(),
-                      /*amsgrad=*/false, /*maximize=*/false);
+// ---- Adam ---------------------------------------------------------------------------------------
+
+void UpdateAdam(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  const double weight_decay = optimizer.Get("weight_decay");
+  if (optimizer.Get("flavour") == static_cast<double>(AdamWFlavour::kFused)) {
+    at::_fused_adam_({state.master}, {gradient}, {state.planes[0]}, {state.planes[1]},
+                     MaximumOf(optimizer, state), {StepTensor(state)}, optimizer.Get("lr"),
+                     optimizer.Get("beta1"), optimizer.Get("beta2"), weight_decay,
+                     optimizer.Get("eps"), IsOn(optimizer, "amsgrad"), IsOn(optimizer, "maximize"));
+    return;
   }
+  Tensor direction = Descent(optimizer, gradient);
+  if (weight_decay != 0) direction = direction.add(state.master, weight_decay);
+  ComposedAdam(optimizer, direction, state);
+}
 
-  // The operators of torch's Python loop (lerp) or of its C++ class (mul and add), in their order.
-  void Composed(const torch::optim::AdamWOptions& options, const torch::Tensor& gradient,
-                InMemoryState& state) const {
-    const auto& [beta1, beta2] = options.betas();
-    if (options.weight_decay() != 0) state.master.mul_(1 - options.lr() * options.weight_decay());
-    if (flavour_ == AdamWFlavour::kLerp) {
-      state.exp_avg.lerp_(gradient, 1 - beta1);
-    } else {
-      state.exp_avg.mul_(beta1).add_(gradient, 1 - beta1);
-    }
-    state.exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, 1 - beta2);
-    const double step = static_cast<double>(state.step);
-    const double bias_correction1 = 1 - std::pow(beta1, step);
-    const double bias_correction2 = 1 - std::pow(beta2, step);
-    const at::Tensor denominator =
-        state.exp_avg_sq.sqrt().div_(std::sqrt(bias_correction2)).add_(options.eps());
-    state.master.addcdiv_(state.exp_avg, denominator, -(options.lr() / bias_correction1));
+// ---- Adagrad ------------------------------------------------------------------------------------
+
+void UpdateAdagrad(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  if (state.step == 1) state.planes[0].fill_(optimizer.Get("initial_accumulator_value"));
+  at::_fused_adagrad_({state.master}, {gradient}, {state.planes[0]}, {StepTensor(state)},
+                      optimizer.Get("lr"), optimizer.Get("lr_decay"), optimizer.Get("weight_decay"),
+                      optimizer.Get("eps"), IsOn(optimizer, "maximize"));
+}
+
+// ---- RMSprop ------------------------------------------------------------------------------------
+
+// The correctly rounded root, which the vector library behind sqrt() does not always give: a double
+// has more than twice the digits, so rounding twice changes nothing.
+Tensor ExactSqrt(const Tensor& values) { return values.to(at::kDouble).sqrt_().to(at::kFloat); }
+
+// torch.optim.RMSprop's loop over parameters.
+void UpdateRmsProp(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  auto& [square_avg, momentum_buffer, grad_avg] = state.planes;
+  const double lr = optimizer.Get("lr"), alpha = optimizer.Get("alpha");
+  const double weight_decay = optimizer.Get("weight_decay"), momentum = optimizer.Get("momentum");
+  Tensor direction = Descent(optimizer, gradient);
+  if (weight_decay != 0) direction = direction.add(state.master, weight_decay);
+  square_avg.mul_(alpha).addcmul_(direction, direction, 1 - alpha);
+  Tensor average;
+  if (IsOn(optimizer, "centered")) {
+    grad_avg.lerp_(direction, 1 - alpha);
+    average = ExactSqrt(square_avg.addcmul(grad_avg, grad_avg, -1));
+  } else {
+    average = ExactSqrt(square_avg);
   }
+  average.add_(optimizer.Get("eps"));
+  if (momentum == 0) {
+    state.master.addcdiv_(direction, average, -lr);
+    return;
+  }
+  momentum_buffer.mul_(momentum).addcdiv_(direction, average);
+  state.master.add_(momentum_buffer, -lr);
+}
 
-  const AdamWFlavour flavour_;
+// ---- Lion ---------------------------------------------------------------------------------------
+
+// The PyTorch program of the authors.
+void UpdateLion(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  const Tensor direction = Descent(optimizer, gradient);
+  const double lr = optimizer.Get("lr");
+  const double beta1 = optimizer.Get("beta1"), beta2 = optimizer.Get("beta2");
+  Tensor& exp_avg = state.planes[0];
+  state.master.mul_(1 - lr * optimizer.Get("weight_decay"));
+  const Tensor update = exp_avg * beta1 + direction * (1 - beta1);
+  state.master.add_(update.sign(), -lr);
+  exp_avg.mul_(beta2).add_(direction, 1 - beta2);
+}
+
+// ---- LAMB ---------------------------------------------------------------------------------------
+
+// The sum of squares in the order that kernels::Norms has: eight lanes through a block, pairwise.
+double SumOfSquares(const Tensor& values) {
+  constexpr int64_t kBlockElements = 256 * 1024;
+  const Tensor contiguous = values.contiguous();
+  const float* const data = contiguous.const_data_ptr<float>();
+  double sum = 0;
+  for (int64_t begin = 0; begin < values.numel(); begin += kBlockElements) {
+    double lane[8] = {};
+    const int64_t end = std::min(begin + kBlockElements, values.numel());
+    for (int64_t i = begin; i < end; ++i) lane[i % 8] += double{data[i]} * data[i];
+    sum +=
+        ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+  }
+  return sum;
+}
+
+// Algorithm 2 of the paper.
+void UpdateLamb(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
+  const Tensor descent = Descent(optimizer, gradient);
+  auto& [exp_avg, exp_avg_sq, unused] = state.planes;
+  const double beta1 = optimizer.Get("beta1"), beta2 = optimizer.Get("beta2");
+  const double weight_decay = optimizer.Get("weight_decay");
+  const double step = static_cast<double>(state.step);
+  exp_avg.mul_(beta1).add_(descent, 1 - beta1);
+  exp_avg_sq.mul_(beta2).addcmul_(descent, descent, 1 - beta2);
+  const Tensor denominator =
+      ExactSqrt(exp_avg_sq).div_(std::sqrt(1 - std::pow(beta2, step))).add_(optimizer.Get("eps"));
+  Tensor update = (exp_avg * (1 / (1 - std::pow(beta1, step)))).div_(denominator);
+  if (weight_decay != 0) update.add_(state.master, weight_decay);
+  const double weight_norm = std::sqrt(SumOfSquares(state.master));
+  const double update_norm = std::sqrt(SumOfSquares(update));
+  const double ratio = weight_norm > 0 && update_norm > 0 ? weight_norm / update_norm : 1;
+  state.master.add_(update, -(optimizer.Get("lr") * ratio));
+}
+
+// ---- The table ---------------------------------------------------------------------------------
+
+constexpr std::pair<std::string_view, Update> kUpdates[] = {
+    {"adamw", UpdateAdamW},     {"sgd", UpdateSgd},         {"adam", UpdateAdam},
+    {"adagrad", UpdateAdagrad}, {"rmsprop", UpdateRmsProp}, {"lion", UpdateLion},
+    {"lamb", UpdateLamb},
 };
 
-class InMemorySgdOptimizer final : public InMemoryOptimizer {
- public:
-  InMemorySgdOptimizer(torch::nn::Module& module, const torch::optim::SGDOptions& options)
-      : InMemoryOptimizer(module, std::make_unique<torch::optim::SGDOptions>(options)) {}
-
- private:
-  void Update(const torch::optim::OptimizerOptions& any_options, const torch::Tensor& gradient,
-              InMemoryState& state) override {
-    const auto& options = static_cast<const torch::optim::SGDOptions&>(any_options);
-    at::Tensor direction = gradient;
-    if (options.weight_decay() != 0) {
-      direction = direction.add(state.master, options.weight_decay());
-    }
-    if (options.momentum() != 0) {
-      if (!state.exp_avg.defined()) {
-        state.exp_avg = direction.clone();
-      } else {
-        state.exp_avg.mul_(options.momentum()).add_(direction, 1 - options.dampening());
-      }
-      direction =
-          options.nesterov() ? direction.add(state.exp_avg, options.momentum()) : state.exp_avg;
-    }
-    state.master.add_(direction, -options.lr());
+Update UpdateOf(const OptimizerSpec& optimizer) {
+  for (const auto& [name, update] : kUpdates) {
+    if (name == optimizer.name()) return update;
   }
-};
+  OFFLOAD_CHECK(false) << "no reference for " << optimizer.name();
+  return nullptr;
+}
 
 }  // namespace
 
-InMemoryOptimizer::InMemoryOptimizer(torch::nn::Module& module,
-                                     std::unique_ptr<torch::optim::OptimizerOptions> defaults)
-    : Optimizer(DistinctParameters(module), std::move(defaults)) {}
+InMemoryOptimizer::InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups,
+                                     NamedOptimizer optimizer)
+    : Optimizer(groups, optimizer.defaults->clone()),
+      optimizer_(std::move(optimizer)),
+      kept_(SpecOfAll(optimizer_, groups)) {}
 
-torch::Tensor InMemoryOptimizer::step(LossClosure closure) {
-  torch::Tensor loss;
+Tensor InMemoryOptimizer::step(LossClosure closure) {
+  Tensor loss;
   if (closure != nullptr) {
     const at::AutoGradMode enable_gradients(true);
     loss = closure();
   }
   const at::NoGradGuard no_gradients;
   for (auto& group : param_groups_) {
-    for (torch::Tensor& parameter : group.params()) {
-      if (parameter.grad().defined()) UpdateParameter(group.options(), parameter);
+    const OptimizerSpec optimizer = CheckedSpec(optimizer_, group.options());
+    for (Tensor& parameter : group.params()) {
+      if (parameter.grad().defined()) UpdateParameter(optimizer, parameter);
     }
   }
   return loss;
 }
 
-const InMemoryState* InMemoryOptimizer::StateOf(const torch::Tensor& parameter) const {
+const InMemoryState* InMemoryOptimizer::StateOf(const Tensor& parameter) const {
   const auto found = states_.find(parameter.unsafeGetTensorImpl());
   return found == states_.end() ? nullptr : &found->second;
 }
 
-void InMemoryOptimizer::UpdateParameter(const torch::optim::OptimizerOptions& options,
-                                        torch::Tensor& parameter) {
+Tensor InMemoryOptimizer::Gather(const Tensor& parameter, const std::string& plane) const {
+  const at::NoGradGuard no_gradients;
+  const InMemoryState* const state = StateOf(parameter);
+  if (plane == "weight") return parameter.detach().clone();
+  if (plane == "master") {
+    const bool has_master = state != nullptr && state->master.defined();
+    return (has_master ? state->master : parameter).detach().to(at::kFloat).clone();
+  }
+  const proto::PlaneSet planes(proto::Dtype::kFloat32, parameter.requires_grad(), kept_);
+  const std::optional<proto::Plane> found = planes.Find(plane);
+  for (size_t i = 0; found.has_value() && i < proto::kStatePlanes.size(); ++i) {
+    if (proto::kStatePlanes[i] != *found) continue;
+    if (state == nullptr || !state->planes[i].defined())
+      return at::zeros(parameter.sizes(), at::kFloat);
+    return state->planes[i].clone();
+  }
+  ThrowStatus(MakeError(ErrorId::kBadValue,
+                        absl::StrCat("the parameter has no plane '", plane, "'"),
+                        absl::StrCat("Its planes are ", planes.Names())));
+}
+
+void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& parameter) {
   InMemoryState& state = states_[parameter.unsafeGetTensorImpl()];
   const bool is_its_own_master = parameter.scalar_type() == at::kFloat;
   const bool is_new = !state.master.defined();
@@ -148,23 +284,14 @@ void InMemoryOptimizer::UpdateParameter(const torch::optim::OptimizerOptions& op
   } else if (version != state.version) {
     state.master.copy_(parameter);
   }
+  for (size_t i = 0; i < state.planes.size(); ++i) {
+    if (kept_.Plane(i) != nullptr && !state.planes[i].defined())
+      state.planes[i] = at::zeros_like(state.master, at::MemoryFormat::Preserve);
+  }
   ++state.step;
-  Update(options, parameter.grad().to(at::kFloat), state);
+  UpdateOf(optimizer)(optimizer, parameter.grad().to(at::kFloat), state);
   if (!is_its_own_master) parameter.copy_(state.master);
   state.version = static_cast<int64_t>(parameter._version());
 }
 
-}  // namespace zero3
-
-std::unique_ptr<torch::optim::Optimizer> InMemoryAdamW(torch::nn::Module& module,
-                                                       torch::optim::AdamWOptions options,
-                                                       AdamWFlavour flavour) {
-  return std::make_unique<zero3::InMemoryAdamWOptimizer>(module, options, flavour);
-}
-
-std::unique_ptr<torch::optim::Optimizer> InMemorySGD(torch::nn::Module& module,
-                                                     torch::optim::SGDOptions options) {
-  return std::make_unique<zero3::InMemorySgdOptimizer>(module, options);
-}
-
-}  // namespace offload
+}  // namespace offload::zero3

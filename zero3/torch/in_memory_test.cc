@@ -101,7 +101,7 @@ TEST(InMemoryTest, HalfPrecisionWeightIsTheCastOfAnFp32Master) {
   }
   const InMemoryState& state = StateOf(*half_optimizer, half.first);
   EXPECT_TRUE(state.master.equal(full.first));
-  EXPECT_TRUE(state.exp_avg_sq.equal(StateOf(*full_optimizer, full.first).exp_avg_sq));
+  EXPECT_TRUE(state.planes[1].equal(StateOf(*full_optimizer, full.first).planes[1]));
   EXPECT_TRUE(half.first.equal(state.master.to(at::kBFloat16)));
   EXPECT_FALSE(half.first.to(at::kFloat).equal(state.master)) << "the master holds more";
 }
@@ -111,7 +111,7 @@ TEST(InMemoryTest, WrittenParameterBecomesItsMaster) {
   auto optimizer = InMemoryAdamW(model, torch::optim::AdamWOptions(0.0).weight_decay(0));
   model.SetGradients(0);
   optimizer->step();
-  const Tensor exp_avg = StateOf(*optimizer, model.first).exp_avg.clone();
+  const Tensor exp_avg = StateOf(*optimizer, model.first).planes[0].clone();
   {
     const at::NoGradGuard no_gradients;
     model.first.fill_(2.5);
@@ -119,7 +119,7 @@ TEST(InMemoryTest, WrittenParameterBecomesItsMaster) {
   model.first.mutable_grad().zero_();
   optimizer->step();
   EXPECT_TRUE(model.first.eq(2.5).all().item<bool>());
-  EXPECT_TRUE(StateOf(*optimizer, model.first).exp_avg.allclose(exp_avg * 0.9f));
+  EXPECT_TRUE(StateOf(*optimizer, model.first).planes[0].allclose(exp_avg * 0.9f));
 }
 
 TEST(InMemoryTest, ParameterWithoutGradientIsSkippedAndTiedOneCountsOnce) {
@@ -136,14 +136,44 @@ TEST(InMemoryTest, ParameterWithoutGradientIsSkippedAndTiedOneCountsOnce) {
   EXPECT_EQ(StateOf(*optimizer, model.first).step, 1);
 }
 
-TEST(InMemoryTest, AmsgradIsRefused) {
-  Parameters model(at::kFloat);
-  try {
-    InMemoryAdamW(model, AdamWOptions().amsgrad(true));
-    FAIL() << "no error";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.id(), 1604);
+TEST(InMemoryTest, AmsgradIsTorchsOwnClassBitForBit) {
+  Parameters ours(at::kFloat), theirs(at::kFloat);
+  const auto options = AdamWOptions().amsgrad(true);
+  auto optimizer = InMemoryAdamW(ours, options, AdamWFlavour::kMulAdd);
+  torch::optim::AdamW reference(std::vector<Tensor>{theirs.first, theirs.second, theirs.frozen},
+                                options);
+  for (int64_t step = 0; step < 5; ++step) {
+    ours.SetGradients(step);
+    theirs.SetGradients(step);
+    optimizer->step();
+    reference.step();
   }
+  EXPECT_TRUE(ours.first.equal(theirs.first));
+  EXPECT_TRUE(ours.second.equal(theirs.second));
+}
+
+TEST(InMemoryTest, OptionsThatMakeNoSenseAreRefused) {
+  Parameters model(at::kFloat);
+  for (const auto& options : {AdamWOptions().eps(-1), AdamWOptions().betas({0.9, 1.0})}) {
+    try {
+      InMemoryAdamW(model, options);
+      FAIL() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.id(), 1002) << error.what();
+    }
+  }
+}
+
+TEST(InMemoryTest, WhatTheOptimizerKeepsIsGatheredByItsName) {
+  Parameters model(at::kFloat);
+  auto pointer = InMemorySGD(model, torch::optim::SGDOptions(1e-2).momentum(0.9));
+  auto& optimizer = dynamic_cast<InMemoryOptimizer&>(*pointer);
+  EXPECT_TRUE(optimizer.Gather(model.first, "momentum_buffer").eq(0).all().item<bool>());
+  model.SetGradients(0);
+  optimizer.step();
+  EXPECT_TRUE(optimizer.Gather(model.first, "momentum_buffer").equal(model.first.grad()));
+  EXPECT_TRUE(optimizer.Gather(model.first, "exp_avg").equal(model.first.grad()));
+  EXPECT_THROW(optimizer.Gather(model.first, "exp_avg_sq"), Error);
 }
 
 }  // namespace

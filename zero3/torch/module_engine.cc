@@ -1,5 +1,6 @@
 #include "zero3/torch/module_engine.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/numbers.h"
@@ -27,21 +28,27 @@ int ModuleList::NumberOf(std::string_view name) {
   return number;
 }
 
-ParameterGroups ModuleList::FreeParameters(const torch::nn::Module& module) const {
-  std::vector<at::Tensor> parameters;
-  std::unordered_set<const void*> seen = claimed_;
-  for (const at::Tensor& parameter : module.parameters()) {
-    if (parameter.defined() && seen.insert(parameter.unsafeGetTensorImpl()).second)
-      parameters.push_back(parameter);
+ParameterGroups ModuleList::LeaveToOthers(const torch::nn::Module& module,
+                                          ParameterGroups groups) const {
+  if (claimed_.empty() || groups.size() != 1 || groups.front().has_options()) return groups;
+  const std::vector<at::Tensor>& all = groups.front().params();
+  const ParameterGroups whole = OneGroup(module);
+  const auto is_same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
+  if (!std::equal(all.begin(), all.end(), whole.front().params().begin(),
+                  whole.front().params().end(), is_same))
+    return groups;
+  std::vector<at::Tensor> free;
+  for (const at::Tensor& parameter : all) {
+    if (!claimed_.contains(parameter.unsafeGetTensorImpl())) free.push_back(parameter);
   }
-  if (parameters.empty() && !claimed_.empty()) {
+  if (free.empty()) {
     ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
                           "every parameter of the module has an optimizer already",
                           "Give each optimizer a module, or explicit groups, of its own"));
   }
-  ParameterGroups groups;
-  groups.emplace_back(std::move(parameters));
-  return groups;
+  ParameterGroups left;
+  left.emplace_back(std::move(free));
+  return left;
 }
 
 void ModuleList::CheckFree(const ParameterGroups& groups) const {
@@ -71,7 +78,7 @@ void ModuleList::Claim(const ParameterGroups& groups) {
 // ---- The engine --------------------------------------------------------------------------------
 
 void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& groups,
-                          proto::OptimizerState optimizer) {
+                          const kernels::OptimizerSpec& optimizer) {
   EndConstruction();
   for (const at::Tensor& buffer : module.buffers()) LearnStorage(buffer);
   modules_.CheckFree(groups);
@@ -79,28 +86,12 @@ void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& grou
   modules_.Claim(groups);
 }
 
-std::unique_ptr<torch::optim::Optimizer> ModuleEngine::AdamW(torch::nn::Module& module,
-                                                             torch::optim::AdamWOptions options,
-                                                             AdamWFlavour flavour) {
-  return AdamW(module, modules_.FreeParameters(module), std::move(options), flavour);
-}
-
-std::unique_ptr<torch::optim::Optimizer> ModuleEngine::AdamW(torch::nn::Module& module,
-                                                             ParameterGroups groups,
-                                                             torch::optim::AdamWOptions defaults,
-                                                             AdamWFlavour flavour) {
-  CheckOptions(defaults);
-  Attach(module, groups, proto::OptimizerState::kAdam);
-  return MakeAdamW(tensors_, std::move(groups), defaults, flavour);
-}
-
-std::unique_ptr<torch::optim::Optimizer> ModuleEngine::SGD(torch::nn::Module& module,
-                                                           torch::optim::SGDOptions options) {
-  CheckOptions(options);
-  ParameterGroups groups = modules_.FreeParameters(module);
-  Attach(module, groups,
-         options.momentum() != 0 ? proto::OptimizerState::kMomentum : proto::OptimizerState::kNone);
-  return MakeSgd(tensors_, std::move(groups), options);
+std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::Module& module,
+                                                                     ParameterGroups groups,
+                                                                     NamedOptimizer&& optimizer) {
+  groups = modules_.LeaveToOthers(module, std::move(groups));
+  Attach(module, groups, SpecOfAll(optimizer, groups));
+  return MakeOffloadOptimizer(tensors_, std::move(groups), std::move(optimizer));
 }
 
 }  // namespace offload::zero3

@@ -37,8 +37,9 @@ class ModuleList {
   // They are attached; `has_new` when some were not before.
   void Add(bool has_new) { count_ += has_new ? 1 : 0; }
 
-  // The module's parameters that no optimizer has, as one group. OFD-1604 when there are none.
-  ParameterGroups FreeParameters(const torch::nn::Module& module) const;
+  // `groups`, or, when they are all of the module's parameters in one group without options, those
+  // of them that no optimizer has. OFD-1604 when there are none.
+  ParameterGroups LeaveToOthers(const torch::nn::Module& module, ParameterGroups groups) const;
   // OFD-1002 when one is in two places, or has an optimizer already.
   void CheckFree(const ParameterGroups& groups) const;
   void Claim(const ParameterGroups& groups);
@@ -52,14 +53,9 @@ class ModuleEngine final : public Engine {
  public:
   explicit ModuleEngine(std::shared_ptr<TensorEngine> tensors) : tensors_(std::move(tensors)) {}
 
-  std::unique_ptr<torch::optim::Optimizer> AdamW(torch::nn::Module& module,
-                                                 torch::optim::AdamWOptions options,
-                                                 AdamWFlavour flavour) override;
-  std::unique_ptr<torch::optim::Optimizer> SGD(torch::nn::Module& module,
-                                               torch::optim::SGDOptions options) override;
-  std::unique_ptr<torch::optim::Optimizer> AdamW(torch::nn::Module& module, ParameterGroups groups,
-                                                 torch::optim::AdamWOptions defaults,
-                                                 AdamWFlavour flavour) override;
+  std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
+                                                         ParameterGroups groups,
+                                                         NamedOptimizer&& optimizer) override;
   void Seal() override { tensors_->Seal(); }
   int rank() const override { return static_cast<int>(tensors_->attachment()->rank()); }
   int world_size() const override { return static_cast<int>(tensors_->attachment()->world_size()); }
@@ -89,7 +85,7 @@ class ModuleEngine final : public Engine {
 
  private:
   void Attach(torch::nn::Module& module, const ParameterGroups& groups,
-              proto::OptimizerState optimizer);
+              const kernels::OptimizerSpec& optimizer);
 
   const std::shared_ptr<TensorEngine> tensors_;
   ModuleList modules_;

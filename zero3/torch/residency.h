@@ -55,7 +55,8 @@ class Completion {
 
 class Residency : public StorageSwap::Owner {
  public:
-  // The residency of a tensor's storage, null when it is not managed. Never touches the bytes. O(1).
+  // The residency of a tensor's storage, null when it is not managed. Never touches the bytes.
+  // O(1).
   static Residency* Of(const at::Tensor& tensor) {
     return static_cast<Residency*>(StorageSwap::OwnerOf(tensor));
   }

@@ -94,15 +94,10 @@ class Progress {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
-struct PlaneInfo {
-  proto::RingPlane plane;
-  at::ScalarType dtype;
-};
-
 }  // namespace
 
 TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
-                             std::unique_ptr<client::Session> session, client::JobInfo job)
+                           std::unique_ptr<client::Session> session, client::JobInfo job)
     : options_(options),
       ram_bytes_(ram_bytes),
       exists_(job.exists),
@@ -193,8 +188,17 @@ WeightResidency* TensorEngine::Own(const at::Tensor& tensor) const {
   return weight != nullptr && weight->attachment() == attachment_.get() ? weight : nullptr;
 }
 
+// What one keeps of a tensor is what the other does.
+static bool KeepTheSame(const kernels::OptimizerSpec& a, const kernels::OptimizerSpec& b) {
+  if (a.index() != b.index()) return false;
+  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
+    if ((a.Plane(i) == nullptr) != (b.Plane(i) == nullptr)) return false;
+  }
+  return true;
+}
+
 PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
-                                    proto::OptimizerState optimizer) const {
+                                    const kernels::OptimizerSpec& optimizer) const {
   std::vector<proto::Tensor> tensors = declared_;
   for (const Parameter& parameter : more) {
     tensors.push_back({.name = parameter.name,
@@ -203,18 +207,18 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
                        .trainable = parameter.trainable,
                        .element_count = static_cast<uint64_t>(parameter.tensor.numel())});
   }
-  return {.catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors))),
-          .optimizer = optimizer,
+  return {.catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors), optimizer)),
           .ram_bytes = ram_bytes_,
           .always_spill_gradients = options_.spill_gradients,
           .world_size = options_.gradients == "stream" ? attachment_->world_size() : 1};
 }
 
-bool TensorEngine::Attach(std::span<const NamedTensor> tensors, proto::OptimizerState optimizer) {
+bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
+                          const kernels::OptimizerSpec& optimizer) {
   std::vector<Parameter> parameters = FindNew(tensors);
   if (parameters.empty() && declared_.empty())
     ThrowStatus(MakeError(ErrorId::kUnsupportedModel, "the module has no parameters"));
-  if (!declared_.empty() && optimizer != optimizer_) {
+  if (!declared_.empty() && !KeepTheSame(optimizer, optimizer_)) {
     ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
                           "the job has an optimizer that keeps other moments",
                           "Use optimizers of one kind for all parts of a job, or a job for each"));
@@ -246,8 +250,8 @@ void TensorEngine::Adopt(Parameter parameter) {
   parameter.aliases.push_back(parameter.tensor);
   for (at::Tensor& tensor : parameter.aliases) Mark(tensor, id);
   const size_t size_bytes = parameter.tensor.numel() * parameter.tensor.element_size();
-  weights_.push_back(new WeightResidency(attachment_, id, parameter.name,
-                                         parameter.tensor.device(), size_bytes));
+  weights_.push_back(
+      new WeightResidency(attachment_, id, parameter.name, parameter.tensor.device(), size_bytes));
   weights_.back()->Adopt(
       parameter.tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   gradients_.push_back(nullptr);
@@ -325,9 +329,9 @@ void TensorEngine::Declare() {
   const size_t count = declared_.size();
   if (!exists_ || state_.update_counts.empty()) state_.update_counts.assign(count, 0);
   if (state_.update_counts.size() != count) {
-    ThrowStatus(MakeError(ErrorId::kOtherModel,
-                          absl::StrCat("the job has ", state_.update_counts.size(),
-                                       " parameters, the model ", count)));
+    ThrowStatus(
+        MakeError(ErrorId::kOtherModel, absl::StrCat("the job has ", state_.update_counts.size(),
+                                                     " parameters, the model ", count)));
   }
 }
 
@@ -488,8 +492,9 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
 // with that of another when this one steps no more.
 bool TensorEngine::EndsRound(std::span<const GroupUpdate> updates) {
   constexpr int kStepsOfARoundMax = 64;
-  const auto first = std::find_if(updates.begin(), updates.end(),
-                                  [](const GroupUpdate& update) { return !update.tensors.empty(); });
+  const auto first = std::find_if(updates.begin(), updates.end(), [](const GroupUpdate& update) {
+    return !update.tensors.empty();
+  });
   const void* const optimizer =
       first == updates.end() ? nullptr : first->tensors.front().unsafeGetTensorImpl();
   if (optimizer != round_ends_with_ && ++steps_of_round_ < kStepsOfARoundMax &&
@@ -532,37 +537,32 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
   const at::ScalarType own = parameter.scalar_type();
   // An fp32 weight is its own master, and so is a frozen one.
   const bool plain_master = own == at::kFloat || !tensor.trainable;
-  PlaneInfo info;
-  if (plane == "weight" || (plane == "master" && plain_master)) {
-    info = {proto::RingPlane::kWeight, own};
-  } else if (plane == "master") {
-    info = {proto::RingPlane::kMaster, at::kFloat};
-  } else if (plane == "exp_avg" && tensor.trainable &&
-             optimizer_ != proto::OptimizerState::kNone) {
-    info = {proto::RingPlane::kExpAvg, at::kFloat};
-  } else if (plane == "exp_avg_sq" && tensor.trainable &&
-             optimizer_ == proto::OptimizerState::kAdam) {
-    info = {proto::RingPlane::kExpAvgSq, at::kFloat};
-  } else {
+  const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
+  std::optional<proto::Plane> found = planes.Find(plane);
+  if (plane == "master" && plain_master) found = proto::Plane::kWeight;
+  if (!found.has_value()) {
     ThrowStatus(
         MakeError(ErrorId::kBadValue,
                   absl::StrCat("parameter ", Key(tensor.name), " has no plane ", Key(plane)),
-                  "Planes are weight, master, exp_avg, exp_avg_sq"));
+                  absl::StrCat("Its planes are ", planes.Names())));
   }
-  at::Tensor gathered = at::empty(parameter.sizes(), at::TensorOptions().dtype(info.dtype));
+  const at::ScalarType dtype = *found == proto::Plane::kWeight     ? own
+                               : *found == proto::Plane::kResidual ? at::kShort
+                                                                   : at::kFloat;
+  at::Tensor gathered = at::empty(parameter.sizes(), at::TensorOptions().dtype(dtype));
   auto* const target = static_cast<std::byte*>(gathered.mutable_data_ptr());
   const uint64_t element_bytes = gathered.element_size();
   const auto drain = [&](uint64_t begin, uint64_t count, const std::byte* bytes) {
     std::memcpy(target + begin * element_bytes, bytes, count * element_bytes);
     return absl::OkStatus();
   };
-  ThrowIfError(StreamOut(id, info.plane, element_bytes, drain),
+  ThrowIfError(StreamOut(id, *found, element_bytes, drain),
                absl::StrCat("parameter ", Key(tensor.name)));
   return plane == "master" ? gathered.to(at::kFloat) : gathered;
 }
 
-absl::Status TensorEngine::StreamOut(uint32_t id, proto::RingPlane plane, uint64_t element_bytes,
-                                      Drain drain) {
+absl::Status TensorEngine::StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes,
+                                     Drain drain) {
   const uint64_t element_count = attachment_->tensor(id).element_count;
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
   Staging::Piece piece = attachment_->staging().Take(
@@ -646,7 +646,7 @@ void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& opt
     const auto drain = [&](uint64_t, uint64_t count, const std::byte* bytes) {
       return writer->Append(weight.name, std::span(bytes, count * element_bytes));
     };
-    ThrowIfError(StreamOut(id++, proto::RingPlane::kWeight, element_bytes, drain),
+    ThrowIfError(StreamOut(id++, proto::Plane::kWeight, element_bytes, drain),
                  absl::StrCat("parameter ", Key(weight.name)));
   }
   ThrowIfError(writer->Commit(), folder);

@@ -30,6 +30,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "client/session.h"
+#include "kernels/optimizer.h"
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/gradient.h"
 #include "zero3/torch/gradient_sums.h"
@@ -58,7 +59,7 @@ class TensorEngine {
   // first name. Those that it has already are skipped; true when there was a new one. OFD-1601 for
   // what is not supported, 1604 for another optimizer than the job's, 1301 when the state does not
   // fit `ram`.
-  bool Attach(std::span<const NamedTensor> tensors, proto::OptimizerState optimizer);
+  bool Attach(std::span<const NamedTensor> tensors, const kernels::OptimizerSpec& optimizer);
   // Makes the store of a new job or opens that of an existing one, and brings the weights there.
   // The first operator that touches a tensor does it, too, and so does whatever needs it here.
   void Seal();
@@ -78,7 +79,7 @@ class TensorEngine {
   Statistics statistics() const;
   PlanSummary plan();
 
-  proto::OptimizerState optimizer_state() const { return optimizer_; }
+  const kernels::OptimizerSpec& optimizer() const { return optimizer_; }  // the job's
   const std::shared_ptr<Attachment>& attachment() const { return attachment_; }
 
  private:
@@ -93,7 +94,7 @@ class TensorEngine {
   // What of the list the job does not have, as it would be declared.
   std::vector<Parameter> FindNew(std::span<const NamedTensor> tensors) const;
   PlanInput DescribeJob(const std::vector<Parameter>& more,
-                        proto::OptimizerState optimizer) const;
+                        const kernels::OptimizerSpec& optimizer) const;
   void CheckFree(const NamedTensor& named) const;
   // The weight over a tensor's storage when it is one of the job's.
   WeightResidency* Own(const at::Tensor& tensor) const;
@@ -121,7 +122,7 @@ class TensorEngine {
   using Drain =
       absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, const std::byte* bytes)>;
   absl::Status StreamIn(uint32_t id, Fill fill);
-  absl::Status StreamOut(uint32_t id, proto::RingPlane plane, uint64_t element_bytes, Drain drain);
+  absl::Status StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, Drain drain);
   bool EndsRound(std::span<const GroupUpdate> updates);
   uint32_t IdOf(const at::Tensor& parameter) const;
   Gradient* GradientOf(const at::Tensor& parameter) const;
@@ -135,16 +136,16 @@ class TensorEngine {
   const std::shared_ptr<Attachment> attachment_;
   uint64_t step_;
   struct TrainerState state_;
-  proto::OptimizerState optimizer_ = proto::OptimizerState::kNone;
+  kernels::OptimizerSpec optimizer_;
   bool half_loaded_ = false;
   std::string initial_weights_;
   LoadOptions initial_options_;
   std::vector<proto::Tensor> declared_;  // by id
   struct {
     bool sealed = false;
-    std::vector<NamedTensor> names;   // of all tensors
-    std::vector<at::Tensor> trained;  // by id, undefined when frozen
-  } attached_;                        // empty after the seal
+    std::vector<NamedTensor> names;                           // of all tensors
+    std::vector<at::Tensor> trained;                          // by id, undefined when frozen
+  } attached_;                                                // empty after the seal
   std::unordered_map<const c10::TensorImpl*, uint32_t> ids_;  // of every attached tensor
   std::exception_ptr store_failure_;
   std::vector<FileWeight> file_weights_;  // of the job, without tensors

@@ -6,10 +6,10 @@
 // which gives back what it holds.
 //
 // Invariants
-//   * A thread that is not registered is taken to come back by itself: it computes, or waits for the
-//   daemon, which answers.
-//   * Every registration is up to date: whoever changes the holders of a resource wakes its waiters,
-//   and waking forgets them until they look again.
+//   * A thread that is not registered is taken to come back by itself: it computes, or waits for
+//   the daemon, which answers.
+//   * Every registration is up to date: whoever changes the holders of a resource wakes its
+//   waiters, and waking forgets them until they look again.
 //   * So a circle is found by the thread that closes it, and nobody else ever fails.
 //
 // Thread safety: all methods may be called from any thread. A WaitQueue's are called with the lock

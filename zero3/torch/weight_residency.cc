@@ -135,10 +135,10 @@ std::byte* WeightResidency::FetchForReading() {
 
 std::byte* WeightResidency::MakePrivate(Access access) {
   if (access == Access::kWrite) {
-    ThrowStatus(MakeError(
-        ErrorId::kWeightOfRanks,
-        absl::StrCat(subject_, " is changed in place by rank ", attachment_->rank(),
-                     ", and every rank would apply the change")));
+    ThrowStatus(
+        MakeError(ErrorId::kWeightOfRanks,
+                  absl::StrCat(subject_, " is changed in place by rank ", attachment_->rank(),
+                               ", and every rank would apply the change")));
   }
   private_ = c10::GetCPUAllocator()->allocate(size_bytes_);
   if (std::exchange(acquired_, false)) attachment_->session().Release(tensor_);

@@ -71,9 +71,9 @@ class WeightResidency final : public Residency {
   bool acquired_ = false;                              // the session's pin is ours
   Staging::Piece staging_;                             // kWriting
   c10::DataPtr private_;  // kWriting, of ranks after the first: what they write does not count
-  std::exception_ptr failure_;                         // of what ended after its operator
-  c10::DataPtr initial_;                               // kInitial
-  BornResidency* initial_born_ = nullptr;              // whose bytes initial_ names
+  std::exception_ptr failure_;             // of what ended after its operator
+  c10::DataPtr initial_;                   // kInitial
+  BornResidency* initial_born_ = nullptr;  // whose bytes initial_ names
 };
 
 }  // namespace offload::zero3

@@ -171,7 +171,7 @@ void SaveFromMemory(const std::vector<FileWeight>& weights, const std::string& f
     const uint64_t size_bytes =
         weights[index].ElementCount() * c10::elementSize(weights[index].dtype);
     ThrowIfError(writer->Append(weights[index].name, std::span(sources[index], size_bytes)),
-                        folder);
+                 folder);
   }
   ThrowIfError(writer->Commit(), folder);
 }
@@ -179,14 +179,14 @@ void SaveFromMemory(const std::vector<FileWeight>& weights, const std::string& f
 }  // namespace zero3
 
 void LoadWeights(torch::nn::Module& module, const std::string& path, const LoadOptions& options) {
-  zero3::LoadIntoMemory(
-      zero3::ValueOrThrow(zero3::FindFileWeights(zero3::NamedParameters(module))), path, options);
+  zero3::LoadIntoMemory(zero3::ValueOrThrow(zero3::FindFileWeights(zero3::NamedParameters(module))),
+                        path, options);
 }
 
 void SaveWeights(const torch::nn::Module& module, const std::string& folder,
                  const SaveOptions& options) {
-  zero3::SaveFromMemory(
-      zero3::ValueOrThrow(zero3::FindFileWeights(zero3::NamedParameters(module))), folder, options);
+  zero3::SaveFromMemory(zero3::ValueOrThrow(zero3::FindFileWeights(zero3::NamedParameters(module))),
+                        folder, options);
 }
 
 }  // namespace offload

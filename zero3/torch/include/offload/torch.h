@@ -33,9 +33,13 @@
 #error "compile with -DNDEBUG: a class layout in libtorch depends on it"
 #endif
 
+#include <torch/arg.h>
 #include <torch/nn/module.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
 #include <cstdint>
@@ -43,10 +47,15 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 namespace offload {
+
+namespace zero3 {
+struct NamedOptimizer;
+}
 
 class Error : public std::runtime_error {
  public:
@@ -77,10 +86,12 @@ struct Options {
   // mpirun, srun), else there is one; values that are set here count instead, all of them together.
   int rank = -1, world_size = 0, local_rank = -1, local_world_size = 0;
   std::string run_id = "auto";  // of the launch, restarts included: equal in all its ranks
-  // Of the ranks' gradients; false: their sum, for trainers that divide losses by all micro-batches.
+  // Of the ranks' gradients; false: their sum, for trainers that divide losses by all
+  // micro-batches.
   bool gradient_average = true;
-  // stream: added up by the daemon, in the order of micro-batches and ranks. reduced_by_trainer: the
-  // trainer makes them equal in all ranks (DistributedDataParallel), which is checked at every step.
+  // stream: added up by the daemon, in the order of micro-batches and ranks. reduced_by_trainer:
+  // the trainer makes them equal in all ranks (DistributedDataParallel), which is checked at every
+  // step.
   std::string gradients = "stream";
 
   // OFFLOADD_POOL, OFFLOADD_RAM, OFFLOADD_JOB, OFFLOADD_IO.
@@ -90,6 +101,34 @@ struct Options {
 // Which of torch's AdamW implementations the result is bit-equal to (the others differ in the last
 // bit of a square root).
 enum class AdamWFlavour { kFused, kLerp, kMulAdd };
+
+// torch has no Lion: these are the options of its paper (arXiv:2302.06675), in torch's manner.
+struct LionOptions : torch::optim::OptimizerCloneableOptions<LionOptions> {
+  using betas_t = std::tuple<double, double>;
+  LionOptions(double lr = 1e-4) : lr_(lr) {}  // NOLINT: implicit, like torch's
+  TORCH_ARG(double, lr) = 1e-4;
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);
+  TORCH_ARG(double, weight_decay) = 0;
+
+ public:
+  double get_lr() const override { return lr_; }
+  void set_lr(const double lr) override { lr_ = lr; }
+};
+
+// torch has no LAMB: these are the options of its paper (arXiv:1904.00962), in torch's manner. The
+// trust ratio is that of a whole parameter.
+struct LAMBOptions : torch::optim::OptimizerCloneableOptions<LAMBOptions> {
+  using betas_t = std::tuple<double, double>;
+  LAMBOptions(double lr = 1e-3) : lr_(lr) {}  // NOLINT: implicit, like torch's
+  TORCH_ARG(double, lr) = 1e-3;
+  TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
+  TORCH_ARG(double, eps) = 1e-6;
+  TORCH_ARG(double, weight_decay) = 1e-2;
+
+ public:
+  double get_lr() const override { return lr_; }
+  void set_lr(const double lr) override { lr_ = lr; }
+};
 
 struct Statistics {
   uint64_t bytes_read = 0, bytes_written = 0;  // by the daemon, since it started, on the drive
@@ -135,28 +174,50 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Attach the parameters of `module` and give the optimizer that runs in the daemon. A new job
   // takes its weights from the module; an existing one replaces the module's values by those of its
-  // last committed epoch. Parameters with requires_grad == false are paged, never updated; tied ones
-  // are one tensor. Later changes of param_groups() options (lr schedules) count at the next step().
+  // last committed epoch. Parameters with requires_grad == false are paged, never updated; tied
+  // ones are one tensor. Later changes of param_groups() options (lr schedules) count at the next
+  // step(). Each of them also takes explicit groups; options that a group does not have are the
+  // defaults, and parameters that are in none are not updated.
   //
   // Further calls add modules to the job, always in the same order: tensors of the first have their
   // names in the module, those of the n-th further one begin with "n/". What an optimizer already
-  // has, also through another module, is left to it; optimizers of one job are of one kind, and the
-  // step of each is a step of the job. All modules have to be there before the job's store is made:
-  // by Seal(), or by the first operator that touches a parameter, step(), Gather(), plan(),
-  // LoadWeights() or SaveWeights(). A module that comes later is refused (OFD-1601).
-  virtual std::unique_ptr<torch::optim::Optimizer> AdamW(
-      torch::nn::Module& module, torch::optim::AdamWOptions options,
-      AdamWFlavour flavour = AdamWFlavour::kFused) = 0;
-  virtual std::unique_ptr<torch::optim::Optimizer> SGD(torch::nn::Module& module,
-                                                       torch::optim::SGDOptions options) = 0;
-  // The same for explicit groups. Parameters of the module that are in none are not updated, unless
-  // a later call gives them an optimizer; one that has an optimizer is refused (OFD-1002).
-  virtual std::unique_ptr<torch::optim::Optimizer> AdamW(
-      torch::nn::Module& module, std::vector<torch::optim::OptimizerParamGroup> groups,
-      torch::optim::AdamWOptions defaults, AdamWFlavour flavour = AdamWFlavour::kFused) = 0;
+  // has, also through another module, is left to it, and refused (OFD-1002) in explicit groups;
+  // optimizers of one job are of one kind, and the step of each is a step of the job. All modules
+  // have to be there before the job's store is made: by Seal(), or by the first operator that
+  // touches a parameter, step(), Gather(), plan(), LoadWeights() or SaveWeights(). A module that
+  // comes later is refused (OFD-1601).
+  //
+  // Throws OFD-1002 for options that make no sense, also from step(), and OFD-1604 from a step()
+  // whose options need state that the job was made without (momentum, amsgrad, centered).
+  using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
+  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  // Makes the store of a new job, or opens that of an existing one, for all modules attached so far.
-  // Without it the first use does, and throws what there is to throw.
+  OptimizerPointer AdamW(torch::nn::Module& module, torch::optim::AdamWOptions options,
+                         AdamWFlavour flavour = AdamWFlavour::kFused);
+  OptimizerPointer AdamW(torch::nn::Module& module, ParamGroups groups,
+                         torch::optim::AdamWOptions defaults,
+                         AdamWFlavour flavour = AdamWFlavour::kFused);
+  OptimizerPointer SGD(torch::nn::Module& module, torch::optim::SGDOptions options);
+  OptimizerPointer SGD(torch::nn::Module& module, ParamGroups groups,
+                       torch::optim::SGDOptions defaults);
+  OptimizerPointer Adam(torch::nn::Module& module, torch::optim::AdamOptions options,
+                        AdamWFlavour flavour = AdamWFlavour::kFused);
+  OptimizerPointer Adam(torch::nn::Module& module, ParamGroups groups,
+                        torch::optim::AdamOptions defaults,
+                        AdamWFlavour flavour = AdamWFlavour::kFused);
+  OptimizerPointer Adagrad(torch::nn::Module& module, torch::optim::AdagradOptions options);
+  OptimizerPointer Adagrad(torch::nn::Module& module, ParamGroups groups,
+                           torch::optim::AdagradOptions defaults);
+  OptimizerPointer RMSprop(torch::nn::Module& module, torch::optim::RMSpropOptions options);
+  OptimizerPointer RMSprop(torch::nn::Module& module, ParamGroups groups,
+                           torch::optim::RMSpropOptions defaults);
+  OptimizerPointer Lion(torch::nn::Module& module, LionOptions options);
+  OptimizerPointer Lion(torch::nn::Module& module, ParamGroups groups, LionOptions defaults);
+  OptimizerPointer LAMB(torch::nn::Module& module, LAMBOptions options);
+  OptimizerPointer LAMB(torch::nn::Module& module, ParamGroups groups, LAMBOptions defaults);
+
+  // Makes the store of a new job, or opens that of an existing one, for all modules attached so
+  // far. Without it the first use does, and throws what there is to throw.
   virtual void Seal() = 0;
 
   // Where this process stands among the ranks that train the model: 0 of 1 when it is alone.
@@ -175,9 +236,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual void SetTrainerState(std::string blob) = 0;
   virtual std::string TrainerState() const = 0;
 
-  // A private copy of a parameter ("weight"), its fp32 master, or a moment ("exp_avg",
-  // "exp_avg_sq"; SGD: "exp_avg" is the momentum buffer), as of the last step() that returned. For
-  // checks, export and code that needs a raw pointer.
+  // A private copy of a parameter ("weight"), its fp32 master, or what the optimizer keeps of it
+  // under torch.optim's names, as of the last step() that returned; zeros before its first:
+  //   AdamW      exp_avg, exp_avg_sq; with amsgrad max_exp_avg_sq
+  //   SGD        momentum_buffer, or exp_avg
+  //   Adam       as AdamW
+  //   Adagrad    sum
+  //   RMSprop    square_avg; with momentum momentum_buffer; centered grad_avg
+  //   Lion       exp_avg
+  //   LAMB       exp_avg, exp_avg_sq
+  // For checks, export and code that needs a raw pointer.
   virtual torch::Tensor Gather(const torch::Tensor& parameter,
                                const std::string& plane = "weight") = 0;
 
@@ -201,6 +269,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   virtual Statistics statistics() const = 0;
   virtual PlanSummary plan() const = 0;
+
+ protected:
+  virtual OptimizerPointer MakeOptimizer(torch::nn::Module& module, ParamGroups groups,
+                                         zero3::NamedOptimizer&& optimizer) = 0;
 };
 
 // The same for a module in memory.
@@ -232,5 +304,16 @@ std::unique_ptr<torch::optim::Optimizer> InMemoryAdamW(torch::nn::Module& module
                                                        AdamWFlavour flavour = AdamWFlavour::kFused);
 std::unique_ptr<torch::optim::Optimizer> InMemorySGD(torch::nn::Module& module,
                                                      torch::optim::SGDOptions options);
+std::unique_ptr<torch::optim::Optimizer> InMemoryAdam(torch::nn::Module& module,
+                                                      torch::optim::AdamOptions options,
+                                                      AdamWFlavour flavour = AdamWFlavour::kFused);
+std::unique_ptr<torch::optim::Optimizer> InMemoryAdagrad(torch::nn::Module& module,
+                                                         torch::optim::AdagradOptions options);
+std::unique_ptr<torch::optim::Optimizer> InMemoryRMSprop(torch::nn::Module& module,
+                                                         torch::optim::RMSpropOptions options);
+std::unique_ptr<torch::optim::Optimizer> InMemoryLion(torch::nn::Module& module,
+                                                      LionOptions options);
+std::unique_ptr<torch::optim::Optimizer> InMemoryLAMB(torch::nn::Module& module,
+                                                      LAMBOptions options);
 
 }  // namespace offload

@@ -55,7 +55,7 @@ namespace {
 
 constexpr uint64_t kFileBytes = 1 << 20;
 
-class LibaioDeviceTest : public testing::Test {
+class LibaioQueueTest : public testing::Test {
  protected:
   void SetUp() override {
     script = {};
@@ -89,13 +89,13 @@ class LibaioDeviceTest : public testing::Test {
   std::unique_ptr<Device> device_;
 };
 
-TEST_F(LibaioDeviceTest, FlushesGoToTheKernel) {
+TEST_F(LibaioQueueTest, FlushesGoToTheKernel) {
   EXPECT_TRUE(AllOk(WriteAndFlush(30)));
   EXPECT_EQ(script.flushes_seen, 10);
   EXPECT_EQ(device_->counters().flushes, 10u);
 }
 
-TEST_F(LibaioDeviceTest, RefusedFlushesAreDoneByAThreadFromThenOn) {
+TEST_F(LibaioQueueTest, RefusedFlushesAreDoneByAThreadFromThenOn) {
   script.refuses_flushes = true;
   EXPECT_TRUE(AllOk(WriteAndFlush(30)));
   EXPECT_EQ(device_->counters().flushes, 10u);
@@ -106,7 +106,7 @@ TEST_F(LibaioDeviceTest, RefusedFlushesAreDoneByAThreadFromThenOn) {
   EXPECT_EQ(script.flushes_seen, seen);
 }
 
-TEST_F(LibaioDeviceTest, DestructorWaitsForAFlushOnTheThread) {
+TEST_F(LibaioQueueTest, DestructorWaitsForAFlushOnTheThread) {
   script.refuses_flushes = true;
   int calls = 0;
   for (int i = 0; i < 5; ++i) {
@@ -120,13 +120,13 @@ TEST_F(LibaioDeviceTest, DestructorWaitsForAFlushOnTheThread) {
   EXPECT_EQ(calls, 5);
 }
 
-TEST_F(LibaioDeviceTest, ShortCountsInterruptionsAndStallsAreGoneThrough) {
+TEST_F(LibaioQueueTest, ShortCountsInterruptionsAndStallsAreGoneThrough) {
   script.answers = {1, -EINTR, 2, -EAGAIN, 0, 1, -EBUSY, -ENOMEM, -EAGAIN, 3, -EINTR, 1};
   EXPECT_TRUE(AllOk(WriteAndFlush(40)));
   EXPECT_TRUE(script.answers.empty());
 }
 
-TEST_F(LibaioDeviceTest, ARefusalConcernsTheFirstOperationOnly) {
+TEST_F(LibaioQueueTest, ARefusalConcernsTheFirstOperationOnly) {
   script.answers = {1, -EFAULT};
   const std::vector<absl::Status> outcomes = WriteAndFlush(8);
   EXPECT_EQ(std::count_if(outcomes.begin(), outcomes.end(),
@@ -136,7 +136,7 @@ TEST_F(LibaioDeviceTest, ARefusalConcernsTheFirstOperationOnly) {
   EXPECT_EQ(device_->counters().write_errors, 1u);
 }
 
-TEST_F(LibaioDeviceTest, AKernelThatTakesNothingAnyMoreEndsEveryOperationWithAnError) {
+TEST_F(LibaioQueueTest, AKernelThatTakesNothingAnyMoreEndsEveryOperationWithAnError) {
   script.repeated_answer = -EAGAIN;
   for (const absl::Status& outcome : WriteAndFlush(6)) {
     EXPECT_TRUE(absl::IsUnavailable(outcome) || absl::IsDataLoss(outcome)) << outcome;

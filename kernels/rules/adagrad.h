@@ -1,0 +1,61 @@
+// kernels/rules/adagrad.h
+//
+// Adagrad as at::_fused_adagrad_ computes it (torch 2.11, CPU with FMA; `fl` rounds a double to
+// fp32):
+//   g'  = fma(wd, p, g), or g when wd is zero
+//   sum = fma(g', g', sum), where sum begins with initial_accumulator_value
+//   p   = p - (fl(lr/(1 + (t-1)*lr_decay)) * g') / (sqrt(sum) + fl(eps))
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/vector_run.h"
+
+namespace offload::kernels::rules {
+
+struct AdagradConstants {
+  float lr;  // after its decay
+  float weight_decay, initial_sum, eps;
+  bool has_weight_decay, maximize;
+  bool first;  // the sum has no value yet
+};
+
+template <class V>
+struct AdagradStep {
+  using Float = typename V::Float;
+
+  AdagradStep(const AdagradConstants& c, const Run& run)
+      : gradient_loader(run, c.maximize),
+        lr(V::Broadcast(c.lr)),
+        weight_decay(V::Broadcast(c.weight_decay)),
+        initial_sum(V::Broadcast(c.initial_sum)),
+        eps(V::Broadcast(c.eps)),
+        has_weight_decay(c.has_weight_decay),
+        first(c.first) {}
+
+  template <class Arrays>
+  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {
+    const Float master = LoadMaster<V>(arrays, i);
+    Float gradient = gradient_loader.Load(arrays.gradient + i);
+    if (has_weight_decay) gradient = V::Fma(weight_decay, master, gradient);
+    const Float sum =
+        V::Fma(gradient, gradient, first ? initial_sum : V::Load(arrays.state[0] + i));
+    V::Store(arrays.state[0] + i, sum);
+    StoreMaster<V>(arrays, i, master - (lr * gradient) / (V::Sqrt(sum) + eps));
+  }
+
+  const GradientLoader<V> gradient_loader;
+  const Float lr, weight_decay, initial_sum, eps;
+  const bool has_weight_decay, first;
+};
+
+struct Adagrad {
+  using Constants = AdagradConstants;
+  static const Optimizer kRow;
+  static void Reference(const Constants& constants, const Run& run);
+  static constexpr bool kHasTail = false;
+  template <class V, bool kInTail>
+  using Step = AdagradStep<V>;
+};
+
+}  // namespace offload::kernels::rules

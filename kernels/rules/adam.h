@@ -1,0 +1,54 @@
+// kernels/rules/adam.h
+//
+// Adam as torch.optim.Adam has it, with weight decay as a part of the gradient (L2):
+//   g' = fma(wd, p, g), or g when wd is zero
+// and then as AdamW (kernels/rules/adamw.h) without its decay, in the same three flavours: kFused
+// is at::_fused_adam_, kLerp torch.optim's loop and kMulAdd the C++ class, both up to their vector
+// square root.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/rules/adamw.h"
+
+namespace offload::kernels::rules {
+
+struct AdamL2Constants {
+  AdamConstants adam;
+  float weight_decay;
+  bool has_weight_decay;
+};
+
+template <class V, bool kInTail>
+struct AdamStep {
+  AdamStep(const AdamL2Constants& c, const Run& run)
+      : gradient_loader(run, c.adam.maximize),
+        weight_decay(V::Broadcast(c.weight_decay)),
+        has_weight_decay(c.has_weight_decay),
+        moments(c.adam) {}
+
+  template <class Arrays>
+  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {
+    const typename V::Float master = LoadMaster<V>(arrays, i);
+    typename V::Float gradient = gradient_loader.Load(arrays.gradient + i);
+    if (has_weight_decay) gradient = V::Fma(weight_decay, master, gradient);
+    StoreMaster<V>(arrays, i, moments.NextMaster(arrays, i, gradient, master));
+  }
+
+  const GradientLoader<V> gradient_loader;
+  const typename V::Float weight_decay;
+  const bool has_weight_decay;
+  const AdamMoments<V, kInTail> moments;
+};
+
+struct Adam {
+  using Constants = AdamL2Constants;
+  static const Optimizer kRow;
+  static void Reference(const Constants& constants, const Run& run);
+  static constexpr bool kHasTail = true;
+  static size_t TailBegin(const Constants& constants, const Run& run);
+  template <class V, bool kInTail>
+  using Step = AdamStep<V, kInTail>;
+};
+
+}  // namespace offload::kernels::rules

@@ -1,0 +1,69 @@
+// kernels/rules/sgd.h
+//
+// torch.optim.SGD. add(other, alpha) is fma(alpha, other, self) and mul_ rounds by itself, so:
+//   d   = fma(wd, p, g), or g when wd is zero
+//   buf = first ? d : fma(fl(1-dampening), d, buf*momentum)
+//   d   = nesterov ? fma(momentum, buf, d) : buf, and d itself without momentum
+//   p   = fma(-lr, d, p)
+// Maximizing negates the (scaled) gradient before anything else, which is exact.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/vector_run.h"
+
+namespace offload::kernels::rules {
+
+struct SgdConstants {
+  float lr, momentum, weight_decay;
+  float gradient_weight;  // 1 - dampening
+  bool has_momentum, has_weight_decay, nesterov, maximize;
+  bool first;  // the momentum buffer has no value yet
+};
+
+template <class V>
+struct SgdStep {
+  using Float = typename V::Float;
+
+  SgdStep(const SgdConstants& c, const Run& run)
+      : gradient_loader(run, c.maximize),
+        negative_lr(V::Broadcast(-c.lr)),
+        momentum(V::Broadcast(c.momentum)),
+        gradient_weight(V::Broadcast(c.gradient_weight)),
+        weight_decay(V::Broadcast(c.weight_decay)),
+        has_momentum(c.has_momentum),
+        has_weight_decay(c.has_weight_decay),
+        nesterov(c.nesterov),
+        first(c.first) {}
+
+  template <class Arrays>
+  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {
+    const Float master = LoadMaster<V>(arrays, i);
+    Float direction = gradient_loader.Load(arrays.gradient + i);
+    if (has_weight_decay) direction = V::Fma(weight_decay, master, direction);
+    if (has_momentum) {
+      Float buffer = direction;
+      if (!first) {
+        buffer = V::Fma(gradient_weight, direction, V::Load(arrays.state[0] + i) * momentum);
+      }
+      V::Store(arrays.state[0] + i, buffer);
+      direction = nesterov ? V::Fma(momentum, buffer, direction) : buffer;
+    }
+    StoreMaster<V>(arrays, i, V::Fma(negative_lr, direction, master));
+  }
+
+  const GradientLoader<V> gradient_loader;
+  const Float negative_lr, momentum, gradient_weight, weight_decay;
+  const bool has_momentum, has_weight_decay, nesterov, first;
+};
+
+struct Sgd {
+  using Constants = SgdConstants;
+  static const Optimizer kRow;
+  static void Reference(const Constants& constants, const Run& run);
+  static constexpr bool kHasTail = false;
+  template <class V, bool kInTail>
+  using Step = SgdStep<V>;
+};
+
+}  // namespace offload::kernels::rules

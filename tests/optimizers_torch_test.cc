@@ -1,0 +1,375 @@
+// Every optimizer in its forms: the kernels beside the trainer in memory, which runs torch's own
+// operators, over 100 steps; and the same through the daemon. The same bits.
+#include <offload/torch.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "kernels/update.h"
+#include "zero3/torch/in_memory.h"
+
+namespace offload {
+namespace {
+
+using kernels::OptimizerSpec;
+using torch::Tensor;
+using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
+
+bool SameBits(const Tensor& a, const Tensor& b) {
+  return a.sizes() == b.sizes() && a.dtype() == b.dtype() &&
+         std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+struct Case {
+  const char* name;
+  OptimizerSpec spec;
+  std::function<OptimizerPointer(torch::nn::Module&)> in_memory;
+  std::function<OptimizerPointer(Engine&, torch::nn::Module&)> offloaded;
+  std::vector<const char*> planes;  // their names
+};
+
+template <class Options>
+Case MakeCase(const char* name, OptimizerSpec spec, Options options,
+              OptimizerPointer (*in_memory)(torch::nn::Module&, Options),
+              OptimizerPointer (Engine::*offloaded)(torch::nn::Module&, Options),
+              std::vector<const char*> planes) {
+  return {name, spec, [=](torch::nn::Module& module) { return in_memory(module, options); },
+          [=](Engine& engine, torch::nn::Module& module) {
+            return (engine.*offloaded)(module, options);
+          },
+          std::move(planes)};
+}
+// Those of the Adam family, which come in flavours.
+template <class Options>
+Case MakeCase(const char* name, OptimizerSpec spec, Options options,
+              OptimizerPointer (*in_memory)(torch::nn::Module&, Options, AdamWFlavour),
+              OptimizerPointer (Engine::*offloaded)(torch::nn::Module&, Options, AdamWFlavour),
+              std::vector<const char*> planes) {
+  return {
+      name, spec,
+      [=](torch::nn::Module& module) { return in_memory(module, options, AdamWFlavour::kFused); },
+      [=](Engine& engine, torch::nn::Module& module) {
+        return (engine.*offloaded)(module, options, AdamWFlavour::kFused);
+      },
+      std::move(planes)};
+}
+
+std::vector<Case> Cases() {
+  return {
+      MakeCase("adamw", OptimizerSpec("adamw", {{"lr", 1e-2}, {"weight_decay", 0.1}}),
+               torch::optim::AdamWOptions(1e-2).weight_decay(0.1), InMemoryAdamW, &Engine::AdamW,
+               {"exp_avg", "exp_avg_sq"}),
+      MakeCase("amsgrad", OptimizerSpec("adamw", {{"lr", 1e-2}, {"amsgrad", 1}}),
+               torch::optim::AdamWOptions(1e-2).amsgrad(true), InMemoryAdamW, &Engine::AdamW,
+               {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+      MakeCase("sgd", OptimizerSpec("sgd", {{"lr", 1e-2}, {"weight_decay", 0.1}}),
+               torch::optim::SGDOptions(1e-2).weight_decay(0.1), InMemorySGD, &Engine::SGD, {}),
+      MakeCase("momentum",
+               OptimizerSpec("sgd", {{"lr", 1e-2}, {"momentum", 0.9}, {"dampening", 0.1}}),
+               torch::optim::SGDOptions(1e-2).momentum(0.9).dampening(0.1), InMemorySGD,
+               &Engine::SGD, {"momentum_buffer"}),
+      MakeCase("nesterov", OptimizerSpec("sgd", {{"lr", 1e-2}, {"momentum", 0.9}, {"nesterov", 1}}),
+               torch::optim::SGDOptions(1e-2).momentum(0.9).nesterov(true), InMemorySGD,
+               &Engine::SGD, {"momentum_buffer"}),
+      MakeCase("adam", OptimizerSpec("adam", {{"lr", 1e-2}}), torch::optim::AdamOptions(1e-2),
+               InMemoryAdam, &Engine::Adam, {"exp_avg", "exp_avg_sq"}),
+      MakeCase("adam_l2_amsgrad",
+               OptimizerSpec("adam", {{"lr", 1e-2}, {"weight_decay", 0.1}, {"amsgrad", 1}}),
+               torch::optim::AdamOptions(1e-2).weight_decay(0.1).amsgrad(true), InMemoryAdam,
+               &Engine::Adam, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+      MakeCase("adagrad", OptimizerSpec("adagrad"), torch::optim::AdagradOptions(1e-2),
+               InMemoryAdagrad, &Engine::Adagrad, {"sum"}),
+      MakeCase("adagrad_in_full",
+               OptimizerSpec("adagrad", {{"lr_decay", 0.01},
+                                         {"weight_decay", 0.1},
+                                         {"initial_accumulator_value", 0.25}}),
+               torch::optim::AdagradOptions(1e-2)
+                   .lr_decay(0.01)
+                   .weight_decay(0.1)
+                   .initial_accumulator_value(0.25),
+               InMemoryAdagrad, &Engine::Adagrad, {"sum"}),
+      MakeCase("rmsprop", OptimizerSpec("rmsprop"), torch::optim::RMSpropOptions(1e-2),
+               InMemoryRMSprop, &Engine::RMSprop, {"square_avg"}),
+      MakeCase("rmsprop_centered", OptimizerSpec("rmsprop", {{"alpha", 0.4}, {"centered", 1}}),
+               torch::optim::RMSpropOptions(1e-2).alpha(0.4).centered(true), InMemoryRMSprop,
+               &Engine::RMSprop, {"square_avg", "grad_avg"}),
+      MakeCase("rmsprop_momentum", OptimizerSpec("rmsprop", {{"momentum", 0.9}}),
+               torch::optim::RMSpropOptions(1e-2).momentum(0.9), InMemoryRMSprop, &Engine::RMSprop,
+               {"square_avg", "momentum_buffer"}),
+      MakeCase(
+          "rmsprop_in_full",
+          OptimizerSpec("rmsprop", {{"momentum", 0.9}, {"centered", 1}, {"weight_decay", 0.1}}),
+          torch::optim::RMSpropOptions(1e-2).momentum(0.9).centered(true).weight_decay(0.1),
+          InMemoryRMSprop, &Engine::RMSprop, {"square_avg", "momentum_buffer", "grad_avg"}),
+      MakeCase("lion", OptimizerSpec("lion"), LionOptions(), InMemoryLion, &Engine::Lion,
+               {"exp_avg"}),
+      MakeCase("lion_in_full",
+               OptimizerSpec("lion", {{"lr", 1e-3}, {"beta1", 0.95}, {"weight_decay", 0.1}}),
+               LionOptions(1e-3).betas({0.95, 0.99}).weight_decay(0.1), InMemoryLion, &Engine::Lion,
+               {"exp_avg"}),
+      MakeCase("lamb", OptimizerSpec("lamb"), LAMBOptions(), InMemoryLAMB, &Engine::LAMB,
+               {"exp_avg", "exp_avg_sq"}),
+      MakeCase("lamb_in_full",
+               OptimizerSpec("lamb", {{"lr", 0.01}, {"beta1", 0.95}, {"weight_decay", 0.1}}),
+               LAMBOptions(0.01).betas({0.95, 0.999}).weight_decay(0.1), InMemoryLAMB,
+               &Engine::LAMB, {"exp_avg", "exp_avg_sq"}),
+  };
+}
+
+class OptimizersTest : public testing::TestWithParam<Case> {};
+
+INSTANTIATE_TEST_SUITE_P(All, OptimizersTest, testing::ValuesIn(Cases()),
+                         [](const testing::TestParamInfo<Case>& info) {
+                           return std::string(info.param.name);
+                         });
+
+// ---- The kernels -------------------------------------------------------------------------------
+
+struct OneParameter : torch::nn::Module {
+  explicit OneParameter(const Tensor& start) {
+    weight = register_parameter("weight", start.clone());
+  }
+  Tensor weight;
+};
+
+// The tensor under the kernels: fp32, or bf16 as two halves and tie bits.
+struct Offloaded {
+  explicit Offloaded(const Tensor& start) : weight(start.clone()) {
+    const size_t count = weight.numel();
+    if (weight.scalar_type() == at::kBFloat16) {
+      residual.resize(count);
+      ties.resize(count / 8 + 1);
+    }
+    for (Tensor& plane : state) plane = torch::zeros({weight.numel()});
+  }
+
+  // In pieces, as extents and tiles cut a tensor.
+  void Update(const OptimizerSpec& optimizer, int64_t step, const Tensor& gradient) {
+    double trust_ratio = 1;
+    if (kernels::NeedsNorms(optimizer)) {
+      constexpr uint64_t kBlock = kernels::Norms::kBlockElements;
+      std::vector<kernels::Norms> blocks(weight.numel() / kBlock + 1);
+      ForEachPiece(gradient, [&](const kernels::Run& run) {
+        kernels::AddNorms(optimizer, step, run, &blocks[run.begin / kBlock]);
+      });
+      trust_ratio = kernels::TrustRatio(blocks);
+    }
+    std::vector<uint8_t> new_ties(ties.size());
+    kernels::TieWriter writer{new_ties.data()};
+    ForEachPiece(gradient, [&](kernels::Run run) {
+      run.ties_out = &writer;
+      run.trust_ratio = trust_ratio;
+      kernels::Update(optimizer, step, run);
+    });
+    ties = new_ties;
+  }
+
+  // Pieces end at multiples of a tile, whose size is odd so that most begin within a vector, and of
+  // a block.
+  void ForEachPiece(const Tensor& gradient, const std::function<void(const kernels::Run&)>& visit) {
+    kernels::TieReader reader{ties.data()};
+    kernels::TieWriter unused{};
+    const bool is_half = weight.scalar_type() == at::kBFloat16;
+    const int64_t count = weight.numel(), block = kernels::Norms::kBlockElements, tile = 100003;
+    for (int64_t begin = 0, end = 0; begin < count; begin = end) {
+      end = std::min({count, (begin / block + 1) * block, (begin / tile + 1) * tile});
+      kernels::Run run;
+      run.count = end - begin;
+      run.begin = begin;
+      run.tensor_count = count;
+      run.weight_dtype = run.gradient_dtype =
+          is_half ? kernels::Dtype::kBFloat16 : kernels::Dtype::kFloat32;
+      run.weight = static_cast<char*>(weight.data_ptr()) + begin * weight.element_size();
+      run.gradient =
+          static_cast<const char*>(gradient.const_data_ptr()) + begin * gradient.element_size();
+      run.residual = is_half ? residual.data() + begin : nullptr;
+      run.ties_in = &reader;
+      run.ties_out = &unused;
+      for (size_t i = 0; i < kernels::kStatePlanesMax; ++i)
+        run.state[i] = state[i].data_ptr<float>() + begin;
+      visit(run);
+    }
+  }
+
+  Tensor weight, state[kernels::kStatePlanesMax];
+  std::vector<int16_t> residual;
+  std::vector<uint8_t> ties;
+};
+
+void ExpectSameBits(const Case& one, int64_t count, at::ScalarType dtype, int64_t steps) {
+  const Tensor start = (torch::randn({count}) * 0.02).to(dtype);
+  OneParameter model(start);
+  Offloaded ours(start);
+  const OptimizerPointer pointer = one.in_memory(model);
+  const auto& theirs = dynamic_cast<const zero3::InMemoryOptimizer&>(*pointer);
+  for (int64_t step = 1; step <= steps; ++step) {
+    model.weight.mutable_grad() = (torch::randn({count}) * 0.01).to(dtype);
+    ours.Update(one.spec, step, model.weight.grad());
+    pointer->step();
+    ASSERT_TRUE(SameBits(ours.weight, model.weight.detach()))
+        << count << " elements, step " << step;
+    for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
+      if (one.spec.Plane(i) == nullptr) continue;
+      ASSERT_TRUE(SameBits(ours.state[i], theirs.StateOf(model.weight)->planes[i]))
+          << one.spec.Plane(i)->name << ", " << count << " elements, step " << step;
+    }
+  }
+}
+
+TEST_P(OptimizersTest, TheKernelIsTorchsArithmeticBitForBitOverAHundredSteps) {
+  torch::manual_seed(17);
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const int64_t count : {1, 5, 8, 23, 4099}) ExpectSameBits(GetParam(), count, dtype, 100);
+    ExpectSameBits(GetParam(), 300007, dtype, 3);
+  }
+}
+
+// ---- Through the daemon ------------------------------------------------------------------------
+
+// Two extents, two bundles and a frozen tensor.
+struct Model : torch::nn::Module {
+  explicit Model(at::ScalarType dtype) {
+    torch::manual_seed(4);
+    big = register_parameter("big", (torch::randn({300, 1001}) * 0.02).to(dtype));
+    small = register_parameter("small", torch::randn({333}).to(dtype));
+    other = register_parameter("other", torch::randn({41000}).to(dtype));
+    frozen = register_parameter("frozen", torch::ones({35000}).to(dtype), /*requires_grad=*/false);
+  }
+  Tensor Loss(int64_t step) const {
+    torch::manual_seed(static_cast<uint64_t>(step));
+    Tensor loss = torch::zeros({});
+    for (const Tensor& parameter : {big, small, other})
+      loss = loss + (torch::randn(parameter.sizes()) * parameter.to(at::kFloat)).sin().sum();
+    return loss + frozen.sum().to(at::kFloat);
+  }
+  Tensor big, small, other, frozen;
+};
+
+std::shared_ptr<Engine> OpenEngine(bool offload, const std::string& job) {
+  setenv("OFFLOADD_DISABLE", offload ? "0" : "1", 1);
+  Options options;
+  options.nvme_path = getenv("TEST_TMPDIR");
+  options.ram = "128MiB";
+  options.job = job;
+  return Engine::Open(options);
+}
+
+using MakeOptimizer = std::function<OptimizerPointer(Engine&, Model&)>;
+
+void TakeSteps(torch::optim::Optimizer& optimizer, Model& model, int64_t begin, int64_t end) {
+  for (int64_t step = begin; step < end; ++step) {
+    model.Loss(step).backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+}
+
+std::vector<Tensor> StateOf(Engine& engine, const Model& model,
+                            const std::vector<const char*>& planes) {
+  std::vector<Tensor> state;
+  for (const Tensor& parameter : {model.big, model.small, model.other}) {
+    state.push_back(engine.Gather(parameter, "weight"));
+    state.push_back(engine.Gather(parameter, "master"));
+    for (const char* plane : planes) state.push_back(engine.Gather(parameter, plane));
+  }
+  return state;
+}
+
+// Four steps in memory, and two and two through the daemon with a new start in between.
+void ExpectParity(const std::string& job, at::ScalarType dtype, const MakeOptimizer& make,
+                  const std::vector<const char*>& planes) {
+  Model reference(dtype);
+  const auto in_memory = OpenEngine(/*offload=*/false, job);
+  const OptimizerPointer reference_optimizer = make(*in_memory, reference);
+  TakeSteps(*reference_optimizer, reference, 0, 4);
+  const std::vector<Tensor> expected = StateOf(*in_memory, reference, planes);
+
+  std::vector<Tensor> found;
+  for (const int64_t begin : {0, 2}) {
+    Model model(dtype);
+    auto engine = OpenEngine(/*offload=*/true, job);
+    OptimizerPointer optimizer = make(*engine, model);
+    ASSERT_EQ(engine->step(), begin);
+    TakeSteps(*optimizer, model, begin, begin + 2);
+    found = StateOf(*engine, model, planes);
+    optimizer.reset();
+  }
+  ASSERT_EQ(found.size(), expected.size());
+  for (size_t i = 0; i < found.size(); ++i) EXPECT_TRUE(SameBits(found[i], expected[i])) << i;
+}
+
+TEST_P(OptimizersTest, OffloadedTrainingIsBitEqualAcrossARestart) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    ExpectParity(std::string(GetParam().name) + "-" + c10::toString(dtype), dtype,
+                 GetParam().offloaded, GetParam().planes);
+  }
+}
+
+TEST(OptimizerGroupsTest, AGroupMayKeepMoreThanTheDefaults) {
+  const MakeOptimizer make = [](Engine& engine, Model& model) {
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<Tensor>{model.big});
+    groups.emplace_back(
+        std::vector<Tensor>{model.small, model.other},
+        std::make_unique<torch::optim::SGDOptions>(torch::optim::SGDOptions(0.05).momentum(0.9)));
+    return engine.SGD(model, std::move(groups), torch::optim::SGDOptions(0.01));
+  };
+  ExpectParity("groups", at::kBFloat16, make, {"momentum_buffer"});
+}
+
+int ErrorOf(const std::function<void()>& call, const std::string& text) {
+  try {
+    call();
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+    return error.id();
+  }
+  return 0;
+}
+
+TEST(OptimizerErrorsTest, OptionsThatNeedMoreStateThanTheJobKeepsAreRefusedAtTheStep) {
+  Model model(at::kFloat);
+  auto engine = OpenEngine(/*offload=*/true, "more");
+  OptimizerPointer optimizer = engine->SGD(model, torch::optim::SGDOptions(0.1));
+  model.Loss(0).backward();
+  auto& options = static_cast<torch::optim::SGDOptions&>(optimizer->param_groups()[0].options());
+  options.momentum(0.9);
+  EXPECT_EQ(ErrorOf([&] { optimizer->step(); }, "momentum_buffer"), 1604);
+  options.momentum(0).lr(-1);
+  EXPECT_EQ(ErrorOf([&] { optimizer->step(); }, "sgd with lr -1"), 1002);
+  options.lr(0.1);
+  optimizer->step();
+  EXPECT_EQ(engine->step(), 1);
+}
+
+TEST(OptimizerErrorsTest, AJobContinuesWithItsOwnOptimizerOnly) {
+  {
+    Model model(at::kFloat);
+    OpenEngine(/*offload=*/true, "own")->AdamW(model, torch::optim::AdamWOptions(0.1));
+  }
+  Model model(at::kFloat);
+  auto engine = OpenEngine(/*offload=*/true, "own");
+  EXPECT_EQ(ErrorOf([&] { engine->SGD(model, torch::optim::SGDOptions(0.1)); },
+                    "was trained with adamw (exp_avg, exp_avg_sq), the trainer has sgd (no state)"),
+            1602);
+}
+
+TEST(OptimizerErrorsTest, AParameterHasOnePlaceInTheGroups) {
+  Model model(at::kFloat);
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (int i = 0; i < 2; ++i) groups.emplace_back(std::vector<Tensor>{model.big});
+  auto engine = OpenEngine(/*offload=*/true, "twice");
+  EXPECT_EQ(ErrorOf([&] { engine->AdamW(model, groups, torch::optim::AdamWOptions(0.1)); },
+                    "in two places"),
+            1002);
+}
+
+}  // namespace
+}  // namespace offload

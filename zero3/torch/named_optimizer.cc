@@ -1,0 +1,287 @@
+// The public names of the optimizers: what torch's options are in the table, and the functions of
+// <offload/torch.h> that take them. An optimizer stands here in one place.
+#include "zero3/torch/named_optimizer.h"
+
+#include <offload/torch.h>
+
+#include <tuple>
+#include <unordered_set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "zero3/torch/in_memory.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload {
+namespace zero3 {
+namespace {
+
+using torch::optim::OptimizerOptions;
+using torch::optim::OptimizerParamGroup;
+
+// `spec_of` reads options of the class.
+template <class Options, class SpecOf>
+NamedOptimizer Named(Options defaults, SpecOf spec_of) {
+  return {.defaults = std::make_unique<Options>(std::move(defaults)),
+          .spec_of = [spec_of](const OptimizerOptions& any) {
+            const auto* const options = dynamic_cast<const Options*>(&any);
+            if (options == nullptr) {
+              ThrowStatus(MakeError(ErrorId::kBadValue,
+                                    "a group of parameters has the options of another optimizer"));
+            }
+            return spec_of(*options);
+          }};
+}
+
+}  // namespace
+
+std::vector<OptimizerParamGroup> OneGroup(const torch::nn::Module& module) {
+  std::vector<at::Tensor> parameters;
+  std::unordered_set<const void*> seen;
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (parameter.defined() && seen.insert(parameter.unsafeGetTensorImpl()).second)
+      parameters.push_back(parameter);
+  }
+  std::vector<OptimizerParamGroup> groups;
+  groups.emplace_back(std::move(parameters));
+  return groups;
+}
+
+kernels::OptimizerSpec CheckedSpec(const NamedOptimizer& optimizer,
+                                   const OptimizerOptions& options) {
+  const kernels::OptimizerSpec spec = optimizer.spec_of(options);
+  const std::string violation = spec.Violation();
+  if (violation.empty()) return spec;
+  ThrowStatus(
+      MakeError(ErrorId::kBadValue, absl::StrCat("optimizer options that cannot be: ", violation)));
+}
+
+kernels::OptimizerSpec SpecOfAll(const NamedOptimizer& optimizer,
+                                 std::span<const OptimizerParamGroup> groups) {
+  kernels::OptimizerSpec all = CheckedSpec(optimizer, *optimizer.defaults);
+  std::unordered_set<const void*> seen;
+  for (const OptimizerParamGroup& group : groups) {
+    if (group.has_options()) all.KeepToo(CheckedSpec(optimizer, group.options()));
+    // torch allows a tensor in one place only, and says so less clearly.
+    for (const at::Tensor& parameter : group.params()) {
+      if (!seen.insert(parameter.unsafeGetTensorImpl()).second) {
+        ThrowStatus(MakeError(ErrorId::kBadValue,
+                              "a parameter is in two places of the optimizer's groups"));
+      }
+    }
+  }
+  return all;
+}
+
+}  // namespace zero3
+
+namespace {
+
+using torch::optim::OptimizerParamGroup;
+using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
+using Groups = std::vector<OptimizerParamGroup>;
+
+OptimizerPointer InMemory(const torch::nn::Module& module, zero3::NamedOptimizer optimizer) {
+  return std::make_unique<zero3::InMemoryOptimizer>(zero3::OneGroup(module), std::move(optimizer));
+}
+
+}  // namespace
+
+// ---- AdamW -------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(torch::optim::AdamWOptions options, AdamWFlavour flavour) {
+  return zero3::Named(std::move(options), [flavour](const torch::optim::AdamWOptions& o) {
+    return kernels::OptimizerSpec("adamw", {{"lr", o.lr()},
+                                            {"beta1", std::get<0>(o.betas())},
+                                            {"beta2", std::get<1>(o.betas())},
+                                            {"eps", o.eps()},
+                                            {"weight_decay", o.weight_decay()},
+                                            {"flavour", static_cast<double>(flavour)},
+                                            {"amsgrad", o.amsgrad() ? 1 : 0}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::AdamW(torch::nn::Module& module, torch::optim::AdamWOptions options,
+                               AdamWFlavour flavour) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options), flavour));
+}
+OptimizerPointer Engine::AdamW(torch::nn::Module& module, Groups groups,
+                               torch::optim::AdamWOptions defaults, AdamWFlavour flavour) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults), flavour));
+}
+OptimizerPointer InMemoryAdamW(torch::nn::Module& module, torch::optim::AdamWOptions options,
+                               AdamWFlavour flavour) {
+  return InMemory(module, Named(std::move(options), flavour));
+}
+
+// ---- SGD ---------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(torch::optim::SGDOptions options) {
+  return zero3::Named(std::move(options), [](const torch::optim::SGDOptions& o) {
+    return kernels::OptimizerSpec("sgd", {{"lr", o.lr()},
+                                          {"momentum", o.momentum()},
+                                          {"dampening", o.dampening()},
+                                          {"weight_decay", o.weight_decay()},
+                                          {"nesterov", o.nesterov() ? 1 : 0}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::SGD(torch::nn::Module& module, torch::optim::SGDOptions options) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options)));
+}
+OptimizerPointer Engine::SGD(torch::nn::Module& module, Groups groups,
+                             torch::optim::SGDOptions defaults) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults)));
+}
+OptimizerPointer InMemorySGD(torch::nn::Module& module, torch::optim::SGDOptions options) {
+  return InMemory(module, Named(std::move(options)));
+}
+
+// ---- Adam ---------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(torch::optim::AdamOptions options, AdamWFlavour flavour) {
+  return zero3::Named(std::move(options), [flavour](const torch::optim::AdamOptions& o) {
+    return kernels::OptimizerSpec("adam", {{"lr", o.lr()},
+                                           {"beta1", std::get<0>(o.betas())},
+                                           {"beta2", std::get<1>(o.betas())},
+                                           {"eps", o.eps()},
+                                           {"weight_decay", o.weight_decay()},
+                                           {"flavour", static_cast<double>(flavour)},
+                                           {"amsgrad", o.amsgrad() ? 1 : 0}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::Adam(torch::nn::Module& module, torch::optim::AdamOptions options,
+                              AdamWFlavour flavour) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options), flavour));
+}
+OptimizerPointer Engine::Adam(torch::nn::Module& module, Groups groups,
+                              torch::optim::AdamOptions defaults, AdamWFlavour flavour) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults), flavour));
+}
+OptimizerPointer InMemoryAdam(torch::nn::Module& module, torch::optim::AdamOptions options,
+                              AdamWFlavour flavour) {
+  return InMemory(module, Named(std::move(options), flavour));
+}
+
+// ---- Adagrad ------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(torch::optim::AdagradOptions options) {
+  return zero3::Named(std::move(options), [](const torch::optim::AdagradOptions& o) {
+    return kernels::OptimizerSpec("adagrad",
+                                  {{"lr", o.lr()},
+                                   {"lr_decay", o.lr_decay()},
+                                   {"weight_decay", o.weight_decay()},
+                                   {"initial_accumulator_value", o.initial_accumulator_value()},
+                                   {"eps", o.eps()}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::Adagrad(torch::nn::Module& module, torch::optim::AdagradOptions options) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options)));
+}
+OptimizerPointer Engine::Adagrad(torch::nn::Module& module, Groups groups,
+                                 torch::optim::AdagradOptions defaults) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults)));
+}
+OptimizerPointer InMemoryAdagrad(torch::nn::Module& module, torch::optim::AdagradOptions options) {
+  return InMemory(module, Named(std::move(options)));
+}
+
+// ---- RMSprop ------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(torch::optim::RMSpropOptions options) {
+  return zero3::Named(std::move(options), [](const torch::optim::RMSpropOptions& o) {
+    return kernels::OptimizerSpec("rmsprop", {{"lr", o.lr()},
+                                              {"alpha", o.alpha()},
+                                              {"eps", o.eps()},
+                                              {"weight_decay", o.weight_decay()},
+                                              {"momentum", o.momentum()},
+                                              {"centered", o.centered() ? 1 : 0}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::RMSprop(torch::nn::Module& module, torch::optim::RMSpropOptions options) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options)));
+}
+OptimizerPointer Engine::RMSprop(torch::nn::Module& module, Groups groups,
+                                 torch::optim::RMSpropOptions defaults) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults)));
+}
+OptimizerPointer InMemoryRMSprop(torch::nn::Module& module, torch::optim::RMSpropOptions options) {
+  return InMemory(module, Named(std::move(options)));
+}
+
+// ---- Lion ---------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(LionOptions options) {
+  return zero3::Named(std::move(options), [](const LionOptions& o) {
+    return kernels::OptimizerSpec("lion", {{"lr", o.lr()},
+                                           {"beta1", std::get<0>(o.betas())},
+                                           {"beta2", std::get<1>(o.betas())},
+                                           {"weight_decay", o.weight_decay()}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::Lion(torch::nn::Module& module, LionOptions options) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options)));
+}
+OptimizerPointer Engine::Lion(torch::nn::Module& module, Groups groups, LionOptions defaults) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults)));
+}
+OptimizerPointer InMemoryLion(torch::nn::Module& module, LionOptions options) {
+  return InMemory(module, Named(std::move(options)));
+}
+
+// ---- LAMB ---------------------------------------------------------------------------------------
+
+namespace {
+
+zero3::NamedOptimizer Named(LAMBOptions options) {
+  return zero3::Named(std::move(options), [](const LAMBOptions& o) {
+    return kernels::OptimizerSpec("lamb", {{"lr", o.lr()},
+                                           {"beta1", std::get<0>(o.betas())},
+                                           {"beta2", std::get<1>(o.betas())},
+                                           {"eps", o.eps()},
+                                           {"weight_decay", o.weight_decay()}});
+  });
+}
+
+}  // namespace
+
+OptimizerPointer Engine::LAMB(torch::nn::Module& module, LAMBOptions options) {
+  return MakeOptimizer(module, zero3::OneGroup(module), Named(std::move(options)));
+}
+OptimizerPointer Engine::LAMB(torch::nn::Module& module, Groups groups, LAMBOptions defaults) {
+  return MakeOptimizer(module, std::move(groups), Named(std::move(defaults)));
+}
+OptimizerPointer InMemoryLAMB(torch::nn::Module& module, LAMBOptions options) {
+  return InMemory(module, Named(std::move(options)));
+}
+
+}  // namespace offload

@@ -1,0 +1,41 @@
+// zero3/torch/named_optimizer.h
+//
+// An optimizer of the table (kernels/optimizer.h) under torch's names: its options are torch's own
+// class, so that schedulers that write lr() into param_groups() work as ever, and they are read
+// anew for every step. The public functions of <offload/torch.h> make these; the engines do with
+// them.
+//
+// Thread safety: as torch::optim::Optimizer: one thread.
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "kernels/optimizer.h"
+
+namespace offload::zero3 {
+
+struct NamedOptimizer {
+  std::unique_ptr<torch::optim::OptimizerOptions> defaults;
+  std::function<kernels::OptimizerSpec(const torch::optim::OptimizerOptions&)> spec_of;
+};
+
+// Every parameter of the module once, in its order.
+std::vector<torch::optim::OptimizerParamGroup> OneGroup(const torch::nn::Module& module);
+
+// The optimizer with a group's options. OFD-1002 for values that make no sense.
+kernels::OptimizerSpec CheckedSpec(const NamedOptimizer& optimizer,
+                                   const torch::optim::OptimizerOptions& options);
+
+// The optimizer with its defaults, but keeping all that any of the groups keeps. OFD-1002 for
+// values that make no sense, and for a parameter that is in two places.
+kernels::OptimizerSpec SpecOfAll(const NamedOptimizer& optimizer,
+                                 std::span<const torch::optim::OptimizerParamGroup> groups);
+
+}  // namespace offload::zero3
