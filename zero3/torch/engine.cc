@@ -37,11 +37,6 @@ bool IsDisabled() {
 
 // What the options say, else the launcher.
 client::World WorldOf(const Options& options) {
-  if (options.gradients != "stream" && options.gradients != "reduced_by_trainer") {
-    ThrowStatus(MakeError(ErrorId::kBadValue,
-                          absl::StrCat("gradients is \"", options.gradients, "\""),
-                          "Set it to \"stream\" or \"reduced_by_trainer\""));
-  }
   client::World world =
       ValueOrThrow(client::WorldFromEnvironment(client::EnvironmentOfProcess(), ::getppid()));
   if (options.world_size != 0) {
@@ -195,7 +190,6 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
   client::JobOptions job;
   job.world = world;
   job.gradient_sum = !options.gradient_average;
-  job.gradients_reduced = options.gradients == "reduced_by_trainer";
   job.job = options.job;
   job.pool = options.nvme_path;
   job.ram_bytes = ram_bytes;

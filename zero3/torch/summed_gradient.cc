@@ -135,7 +135,7 @@ void SummedGradient::LetGoOfSum() {
     if (dynamic_cast<const torch::autograd::utils::LambdaPostHook*>(hook.get()) == nullptr)
       continue;
     Refuse(subject_, "is reduced by DistributedDataParallel, too",
-           "Train the module itself (ddp.module), or set gradients = \"reduced_by_trainer\"");
+           "Train the module itself (ddp.module): the ranks' gradients are added here");
   }
   const bool goes_on = parameter_.grad().is_same(tensor_);
   if (!goes_on) LeaveTensorToOthers();

@@ -210,7 +210,7 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
   return {.catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors), optimizer)),
           .ram_bytes = ram_bytes_,
           .always_spill_gradients = options_.spill_gradients,
-          .world_size = options_.gradients == "stream" ? attachment_->world_size() : 1};
+          .world_size = attachment_->world_size()};
 }
 
 bool TensorEngine::Attach(std::span<const NamedTensor> tensors,

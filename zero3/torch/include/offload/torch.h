@@ -89,10 +89,6 @@ struct Options {
   // Of the ranks' gradients; false: their sum, for trainers that divide losses by all
   // micro-batches.
   bool gradient_average = true;
-  // stream: added up by the daemon, in the order of micro-batches and ranks. reduced_by_trainer:
-  // the trainer makes them equal in all ranks (DistributedDataParallel), which is checked at every
-  // step.
-  std::string gradients = "stream";
 
   // OFFLOADD_POOL, OFFLOADD_RAM, OFFLOADD_JOB, OFFLOADD_IO.
   static Options FromEnvironment();
