@@ -33,7 +33,7 @@ absl::StatusOr<uint64_t> DeliveryRing::Take(uint64_t size_bytes) {
           ErrorId::kWindowExhausted,
           absl::StrCat("gradients that the trainer has written fill the ring of this rank, ",
                        FormatBytes(size_bytes), " more are needed"),
-          "Raise ram, or set zero_stage to 1: whole gradients fit then");
+          "Raise ram: rings grow with it, up to whole gradients");
     }
   }
 }
