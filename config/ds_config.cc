@@ -822,6 +822,8 @@ Json ImportAsJson(const Import& import) {
     if (import.settings.has(key.name))
       object["settings"][key.name] = import.settings.Get(key.name).value;
   }
+  object["options"] = Json::object();
+  for (const auto& [name, value] : import.settings.EngineOptions()) object["options"][name] = value;
   object["training"] = {{"batch_size", or_null(training.batch_size)},
                         {"micro_batch_size", or_null(training.micro_batch_size)},
                         {"accumulation", or_null(training.accumulation)},

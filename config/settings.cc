@@ -155,6 +155,25 @@ Setting Settings::Get(std::string_view name) const {
   return {key == nullptr ? "" : key->otherwise, "default"};
 }
 
+std::vector<std::pair<std::string, std::string>> Settings::EngineOptions() const {
+  constexpr std::pair<const char*, const char*> kSame[] = {{"pool", "nvme_path"},
+                                                           {"memory.ram", "ram"},
+                                                           {"job", "job"},
+                                                           {"io.engine", "io"},
+                                                           {"durability", "durability"},
+                                                           {"state.generations", "generations"},
+                                                           {"update.threads", "update_threads"}};
+  std::vector<std::pair<std::string, std::string>> options;
+  for (const auto& [key, option] : kSame) {
+    if (has(key)) options.emplace_back(option, Get(key).value);
+  }
+  if (has("policy.gradients"))
+    options.emplace_back("spill_gradients", Get("policy.gradients").value == "nvme" ? "1" : "0");
+  if (has("ranks.gradients"))
+    options.emplace_back("gradient_average", Get("ranks.gradients").value == "mean" ? "1" : "0");
+  return options;
+}
+
 void Settings::Override(const Settings& stronger) {
   for (const auto& [name, setting] : stronger.set_) set_[name] = setting;
 }

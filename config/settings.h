@@ -16,6 +16,8 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 
@@ -58,6 +60,9 @@ class Settings {
   // What was set; its default ("" where it has none) otherwise.
   Setting Get(std::string_view key) const;
   bool has(std::string_view key) const { return set_.find(key) != set_.end(); }
+
+  // What was set, as names and values of offload::Options.
+  std::vector<std::pair<std::string, std::string>> EngineOptions() const;
 
   // Sets here whatever is set there.
   void Override(const Settings& stronger);

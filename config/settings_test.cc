@@ -2,10 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <utility>
 
 #include "base/error.h"
 #include "config/toml_file.h"
@@ -84,6 +86,31 @@ TEST(SettingsTest, ArgumentsWinOverTheEnvironmentAndThatOverTheFile) {
   EXPECT_EQ(settings.Get("io.engine").value, "libaio") << "an empty variable is none";
   EXPECT_EQ(settings.Get("io.engine").origin, "offloadd.toml:3");
   EXPECT_EQ(settings.Get("state.layout").origin, "default");
+}
+
+TEST(SettingsTest, EverySettingIsAnOptionOfTheEngineOrTheOnlyChoice) {
+  Settings settings;
+  for (const Key& key : AllKeys()) {
+    if (*key.otherwise != '\0') {
+      ASSERT_TRUE(settings.Set(key.name, key.otherwise, "test").ok());
+    }
+  }
+  ASSERT_TRUE(settings.Set("memory.ram", "1GiB", "test").ok());
+  ASSERT_TRUE(settings.Set("pool", "/a", "test").ok());
+  ASSERT_TRUE(settings.Set("policy.gradients", "nvme", "test").ok());
+  ASSERT_TRUE(settings.Set("ranks.gradients", "sum", "test").ok());
+  const auto options = settings.EngineOptions();
+  // policy.params, policy.optimizer and state.layout describe what is always so.
+  EXPECT_EQ(options.size() + 3, AllKeys().size());
+  const auto has = [&](const char* name, const char* value) {
+    return std::find(options.begin(), options.end(),
+                     std::pair<std::string, std::string>(name, value)) != options.end();
+  };
+  EXPECT_TRUE(has("ram", "1GiB"));
+  EXPECT_TRUE(has("nvme_path", "/a"));
+  EXPECT_TRUE(has("spill_gradients", "1"));
+  EXPECT_TRUE(has("gradient_average", "0"));
+  EXPECT_TRUE(Settings().EngineOptions().empty());
 }
 
 TEST(SettingsTest, AWrongVariableIsNamed) {
