@@ -392,15 +392,17 @@ TEST(DsConfigTest, SyntaxIsGenerousAndDuplicatesAreNot) {
                 .training.batch_size,
             8);
   EXPECT_EQ(Read("{\"scheduler\": {\"type\": \"a // b, }\"},}").training.scheduler, "a // b, }");
+  EXPECT_TRUE(Read("{\"steps_per_print\": Infinity, \"wandb\": {\"a\": -Infinity}}").Problem().ok())
+      << "Python writes it so";
   std::string base64;
   absl::WebSafeBase64Escape("{\"train_batch_size\": 8}", &base64);
   EXPECT_EQ(Read(base64).training.batch_size, 8);
   const struct {
     const char *text, *words;
-  } wrong[] = {{"{\"a\": 1, \"a\": 2}", "twice"},  {"{\"a\": {\"b\": 1, \"b\": 2}}", "twice"},
-               {"{\"a\":\n  1 2}", "2:5"},         {"", "is no JSON"},
-               {"[1]", "no JSON object"},          {"{\"a\": NaN}", "is no JSON"},
-               {"{\"a\": \"\xff\"}", "is no JSON"}};
+  } wrong[] = {{"{\"a\": 1, \"a\": 2}", "twice"}, {"{\"a\": {\"b\": 1, \"b\": 2}}", "twice"},
+               {"{\"a\":\n  1 2}", "2:5"},        {"", "is no JSON"},
+               {"[1]", "no JSON object"},         {"{\"a\": 1e999}", "too large"},
+               {"{\"a\": NaN}", "is no JSON"},    {"{\"a\": \"\xff\"}", "is no JSON"}};
   for (const auto& each : wrong) {
     const absl::Status status = ImportDsConfig(each.text, {}).status();
     EXPECT_EQ(ErrorIdOf(status), ErrorId::kDsConfigText) << each.text;

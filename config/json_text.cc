@@ -14,8 +14,11 @@ namespace offload::config {
 namespace {
 
 constexpr int kDepthMax = 32;
+// As Python writes it; accelerate's steps_per_print is.
+constexpr std::string_view kInfinity = "Infinity", kLargest = "1.0e+308";
 
-// Replaces comments and trailing commas by spaces, so that positions stay what they were.
+// Replaces comments and trailing commas by spaces, and Python's Infinity by the largest number, so
+// that positions stay what they were.
 class Blanker {
  public:
   explicit Blanker(std::string_view text) : text_(text) {}
@@ -30,6 +33,9 @@ class Blanker {
       } else if (Starts("/*")) {
         const size_t end = text_.find("*/", at_ + 2);
         Blank(end == std::string::npos ? text_.size() : end + 2);
+      } else if (Starts(kInfinity)) {
+        text_.replace(at_, kInfinity.size(), kLargest);
+        at_ += kInfinity.size();
       } else {
         Symbol(c);
       }
@@ -98,6 +104,8 @@ absl::StatusOr<Json> ReadRelaxedJson(std::string_view text, const std::string& n
   Json value;
   try {
     value = Json::parse(plain, watch);
+  } catch (const nlohmann::json::out_of_range& error) {
+    problem = "has a number that is too large";
   } catch (const nlohmann::json::parse_error& error) {
     if (problem.empty()) {
       return MakeError(ErrorId::kDsConfigText,

@@ -226,7 +226,10 @@ class DeepSpeedEngine(torch.nn.Module):
             self._in_no_sync = False
 
     def _trained(self):
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        """In the order of model.parameters(), in which a loop of one's own adds up the norm."""
+        optimized = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        ordered = [optimized.pop(id(p)) for p in self.module.parameters() if id(p) in optimized]
+        return [p for p in ordered + list(optimized.values()) if p.grad is not None]
 
     def step(self, lr_kwargs=None):
         self._need_optimizer("step")

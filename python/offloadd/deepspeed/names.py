@@ -86,6 +86,21 @@ class _Finder:
         pass
 
 
+def _admit_bf16():
+    """transformers lets bf16 pass with a GPU or with use_cpu=True only, and with the latter it ignores deepspeed=."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    import transformers.utils
+    import transformers.utils.import_utils
+
+    def is_torch_bf16_gpu_available():
+        return True
+
+    for module in (transformers.utils.import_utils, transformers.utils, sys.modules.get("transformers.training_args")):
+        if hasattr(module, "is_torch_bf16_gpu_available"):
+            module.is_torch_bf16_gpu_available = is_torch_bf16_gpu_available
+
+
 def install(*, nvme_path=None, ram=None, job=None, **options):
     """Makes `import deepspeed` mean this. The options are attach()'s, and count more than variables and configurations."""
     whole = _ours("")
@@ -100,3 +115,4 @@ def install(*, nvme_path=None, ram=None, job=None, **options):
     if not any(finder is _Finder for finder in sys.meta_path):
         # Behind the others for distributions, before them for modules: a folder `deepspeed` elsewhere is not ours.
         sys.meta_path.insert(0, _Finder)
+        _admit_bf16()
