@@ -2,6 +2,7 @@
 
 import atexit
 import fnmatch
+import functools
 import logging
 import os
 import sys
@@ -27,6 +28,7 @@ _STATE_MAGIC = b"OFDPY\x01"
 _OWN_STATE_BYTES = len(_STATE_MAGIC) + 16
 
 _open_handles = weakref.WeakSet()
+served.steps_taken = lambda: sum(handle.step for handle in handles())
 _constructed = None  # an engine that init() has opened and no attach() has taken
 
 
@@ -151,33 +153,40 @@ def _to_unfreeze(named, unfreeze):
 
 # ---- torch.compile -----------------------------------------------------------------------------
 
-_told_compile = False
+_stance = {"told": False, "forced": False}
+
+
+def _force_eager(tell):
+    if tell and not _stance["told"]:
+        _stance["told"] = True
+        _log.warning("offloadd: torch.compile runs eagerly while a model is offloaded (compiled kernels read memory directly)")
+    torch.compiler.set_stance("force_eager")
+    _stance["forced"] = True
 
 
 def _run_eagerly():
-    """Compiled kernels read weights by raw pointers: torch runs what was compiled eagerly, and says so once."""
-
-    def force():
-        global _told_compile
-        if not _told_compile:
-            _told_compile = True
-            _log.warning("offloadd: torch.compile runs eagerly while a model is offloaded (compiled kernels read memory directly)")
-            torch.compiler.set_stance("force_eager")
-
-    if "torch._dynamo" in sys.modules and _told_compile is False:
-        # It may be in use; the stance costs nothing where it is not.
-        torch.compiler.set_stance("force_eager")
+    """Compiled kernels read weights by raw pointers: what is compiled runs eagerly while a job is open. torch._dynamo, which is slow to
+    import, is left alone where nobody uses it."""
+    if "torch._dynamo" in sys.modules:
+        _force_eager(tell=False)
     if getattr(torch.compile, "_offloadd", False):
         return
     original = torch.compile
 
+    @functools.wraps(original)
     def compile(*args, **kwargs):
-        if any(handle.is_open for handle in _open_handles):
-            force()
+        if handles():
+            _force_eager(tell=True)
         return original(*args, **kwargs)
 
-    compile.__doc__, compile._offloadd = original.__doc__, True
+    compile._offloadd = True
     torch.compile = compile
+
+
+def _run_as_before():
+    if _stance["forced"] and not handles():
+        _stance["forced"] = False
+        torch.compiler.set_stance("default")
 
 
 # ---- The handle --------------------------------------------------------------------------------
@@ -397,6 +406,7 @@ class Handle:
         atexit.unregister(self._close_at_exit)
         if os.getpid() == self._process:
             engine.close()
+            _run_as_before()
 
     def _close_at_exit(self):
         if os.getpid() == self._process:

@@ -25,7 +25,7 @@ class _WithMasters:
         return loss
 
     def state_dict(self):
-        return self._masters.state_dict()
+        return self._masters.state_dict(self)
 
     def load_state_dict(self, state_dict):
         self._masters.load_state_dict(self, state_dict)
@@ -39,7 +39,14 @@ class Masters:
         self._optimizer = cls.__new__(cls)
         state = {"defaults": optimizer.defaults, "state": collections.defaultdict(dict), "param_groups": groups}
         self._optimizer.__setstate__(state)
-        self._versions = {}
+        for parameter, master in self._pairs(optimizer):
+            if parameter in optimizer.state:  # Adagrad's, from the beginning
+                self._optimizer.state[master] = {key: self._widened(value) for key, value in optimizer.state[parameter].items()}
+        self._versions = {parameter: parameter._version for parameter, _ in self._pairs(optimizer)}
+
+    @staticmethod
+    def _widened(value):
+        return value.float().clone() if isinstance(value, torch.Tensor) else value
 
     @staticmethod
     def _master(parameter):
@@ -54,6 +61,7 @@ class Masters:
     def _follow(self, optimizer):
         for group in optimizer.param_groups[len(self._optimizer.param_groups):]:
             self._optimizer.param_groups.append({**group, "params": [self._master(parameter) for parameter in group["params"]]})
+            self._versions.update({parameter: parameter._version for parameter in group["params"]})
         for theirs, ours in zip(optimizer.param_groups, self._optimizer.param_groups):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
 
@@ -62,8 +70,9 @@ class Masters:
         for parameter, master in self._pairs(optimizer):
             if master is parameter:
                 continue
-            if self._versions.get(parameter, parameter._version) != parameter._version:
-                master.copy_(parameter)  # somebody wrote to it
+            # Somebody wrote to it, perhaps through .data.
+            if self._versions[parameter] != parameter._version or not torch.equal(parameter, master.to(parameter.dtype)):
+                master.copy_(parameter)
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self._optimizer.step()
         for parameter, master in self._pairs(optimizer):
@@ -72,7 +81,8 @@ class Masters:
                 master.grad = None
             self._versions[parameter] = parameter._version
 
-    def state_dict(self):
+    def state_dict(self, optimizer):
+        self._follow(optimizer)
         return self._optimizer.state_dict()
 
     def load_state_dict(self, optimizer, state_dict):

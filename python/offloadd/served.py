@@ -5,6 +5,7 @@ pickles. Code that only compares addresses gets a number that tells storages apa
 by torch with OFD-1603.
 """
 
+import copy
 import functools
 import sys
 import weakref
@@ -66,26 +67,11 @@ def _storage_address(original):
 # ---- Bytes -------------------------------------------------------------------------------------
 
 def _shown(original):
-    """repr: a copy that says what the original says of its gradient."""
+    """The part of repr() that looks at the values."""
 
     @functools.wraps(original)
-    def call(self, *, tensor_contents=None):
-        if not managed(self):
-            return original(self, tensor_contents=tensor_contents)
-        copy = copy_of(self)
-        if self.grad_fn is None:
-            copy.requires_grad_(self.requires_grad)
-            return original(copy, tensor_contents=tensor_contents)
-        text = original(copy, tensor_contents=tensor_contents)
-        return f"{text[:-1]}, grad_fn=<{type(self.grad_fn).__name__}>)"
-
-    return call
-
-
-def _parameter_shown(original):
-    @functools.wraps(original)
-    def call(self):
-        return "Parameter containing:\n" + torch.Tensor.__repr__(self) if managed(self) else original(self)
+    def call(self, *args, **kwargs):
+        return original(copy_of(self) if managed(self) else self, *args, **kwargs)
 
     return call
 
@@ -112,27 +98,54 @@ def _read_only(original):
     return call
 
 
-# Storages that were copied for a pickle that may still be under way: tied tensors stay tied in the file.
+# Storages that were copied for a pickle that may still be under way, by (storage, its age): tied tensors stay tied in a file.
 _copied = weakref.WeakValueDictionary()
+steps_taken = int  # a function: grows with every step of any job
+
+
+def _over_a_copy(tensor, copies):
+    """The same view of a copy of its whole storage, which `copies` remembers."""
+    with torch.no_grad():
+        storage, flat = tensor.untyped_storage(), tensor.detach()
+        key = (storage._cdata, tensor._version, steps_taken())
+        copied = copies.get(key)
+        if copied is None:
+            copied = flat.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).clone().untyped_storage()
+            copies[key] = copied
+        made = torch.empty(0, dtype=tensor.dtype).set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if tensor.__dict__:
+        made.__dict__.update(tensor.__dict__)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _pickled(original):
     @functools.wraps(original)
     def call(self, protocol):
-        if not managed(self):
-            return original(self, protocol)
-        with torch.no_grad():
-            flat = self.detach()
-            storage = self.untyped_storage()
-            count = storage.nbytes() // self.element_size()
-            copy = flat.as_strided((count,), (1,), 0).clone()
-            made = copy.as_strided(self.size(), self.stride(), self.storage_offset())
-        made.requires_grad_(self.requires_grad)
-        if self.__dict__:
-            made.__dict__.update(self.__dict__)
-        return original(made, protocol)
+        return original(_over_a_copy(self, _copied) if managed(self) else self, protocol)
 
     return call
+
+
+def _deeply_copied(original):
+    @functools.wraps(original)
+    def call(self, memo):
+        if not managed(self) or not self.is_leaf or id(self) in memo:
+            return original(self, memo)
+        memo[id(self)] = made = _over_a_copy(self, memo.setdefault("offloadd", {}))
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    return call
+
+
+def _copied_shallowly(self):
+    """copy.copy(): another tensor over the same storage. Its default goes through a pickle."""
+    if not managed(self):
+        return copy._reconstruct(self, None, *self.__reduce_ex__(4))
+    if isinstance(self, torch.nn.Parameter):
+        return torch.nn.Parameter(self.data, self.requires_grad)
+    return self.detach().requires_grad_(self.requires_grad)
 
 
 def _new_tensor(original):
@@ -172,12 +185,13 @@ def _wrap(owner, name, make):
 def install():
     """Once, with the first attach()."""
     tensor = torch.Tensor
-    _wrap(tensor, "__repr__", _shown)
-    _wrap(torch.nn.Parameter, "__repr__", _parameter_shown)
+    _wrap(torch._tensor_str, "_tensor_str", _shown)
     _wrap(tensor, "tolist", _listed)
     _wrap(tensor, "numpy", _read_only)
     _wrap(tensor, "__array__", _listed)
     _wrap(tensor, "__reduce_ex__", _pickled)
+    _wrap(tensor, "__deepcopy__", _deeply_copied)
+    tensor.__copy__ = _copied_shallowly
     _wrap(tensor, "new_tensor", _new_tensor)
     _wrap(tensor, "new", _new)
     _wrap(tensor, "data_ptr", _tensor_address)
