@@ -202,8 +202,8 @@ std::vector<std::string> FilesToRead(const std::string& named,
   return files;
 }
 
-absl::StatusOr<Settings> ReadFilesAndEnvironment(
-    const std::string& named, const std::map<std::string, std::string>& environment) {
+absl::StatusOr<Settings> ReadFiles(const std::string& named,
+                                   const std::map<std::string, std::string>& environment) {
   const bool must_exist = !named.empty() || !Variable(environment, "OFFLOADD_CONFIG").empty();
   Settings settings;
   for (const std::string& path : FilesToRead(named, environment)) {
@@ -212,6 +212,12 @@ absl::StatusOr<Settings> ReadFilesAndEnvironment(
     OFFLOAD_ASSIGN_OR_RETURN(const std::string text, ReadSmallFile(path));
     OFFLOAD_RETURN_IF_ERROR(ReadToml(text, path, settings));
   }
+  return settings;
+}
+
+absl::StatusOr<Settings> ReadFilesAndEnvironment(
+    const std::string& named, const std::map<std::string, std::string>& environment) {
+  OFFLOAD_ASSIGN_OR_RETURN(Settings settings, ReadFiles(named, environment));
   OFFLOAD_RETURN_IF_ERROR(ReadEnvironment(environment, settings));
   return settings;
 }

@@ -28,7 +28,10 @@ absl::Status ReadToml(std::string_view text, const std::string& name, Settings& 
 std::vector<std::string> FilesToRead(const std::string& named,
                                      const std::map<std::string, std::string>& environment);
 
-// Files, then the environment. A file that was named must be there (OFD-1405); the others may.
+// What the files say. One that was named must be there (OFD-1405); the others may.
+absl::StatusOr<Settings> ReadFiles(const std::string& named,
+                                   const std::map<std::string, std::string>& environment);
+// The same under the environment.
 absl::StatusOr<Settings> ReadFilesAndEnvironment(
     const std::string& named, const std::map<std::string, std::string>& environment);
 
