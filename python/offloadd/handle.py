@@ -429,6 +429,17 @@ class Handle:
         raise Error.of(1002, "the handle of a job cannot be pickled", "Attach again in the other process, to the same job")
 
 
+def open_ahead(options):
+    """Opens the job of attach(**options), which will take it: (engine, the trainer's state). For integrations."""
+    global _constructed
+    others = {key: value for key, value in options.items() if key in OPTIONS or key == "config"}
+    opened = init(**{key: value for key, value in others.items()})
+    opened._engine = _open_engine(opened.options)
+    _constructed = opened
+    stored = bytes(opened._engine.trainer_state().tolist())
+    return opened._engine, stored[_OWN_STATE_BYTES:] if stored.startswith(_STATE_MAGIC) else stored
+
+
 def attach(model, optimizer, *, nvme_path=None, ram=None, job=None, config=None, unfreeze=None, initial_weights=None, **others):
     """Offloads the model's weights, gradients and optimizer state; the script goes on with the same `model` and `optimizer`.
 

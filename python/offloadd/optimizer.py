@@ -8,6 +8,7 @@ import collections
 import copy
 import functools
 import logging
+import weakref
 
 import torch
 
@@ -115,7 +116,7 @@ class ParameterState(dict):
 
     def __init__(self, values, gather):
         super().__init__(values)
-        self._gather = gather
+        self._gather, self._given = gather, {}
 
     def __getitem__(self, key):
         value = super().__getitem__(key)
@@ -123,7 +124,15 @@ class ParameterState(dict):
             return value
         gathered = self._gather(key)
         with torch.inference_mode():
-            return gathered.clone()
+            given = gathered.clone()
+        self._given[key] = weakref.ref(given)
+        return given
+
+    def __setitem__(self, key, value):
+        """What was read may be put back: some move the state to the device where it is."""
+        if key in self and (value is super().__getitem__(key) or value is self._given.get(key, lambda: self)()):
+            return
+        _refuse_write()
 
     def get(self, key, default=None):
         return self[key] if key in self else default
@@ -149,7 +158,7 @@ class ParameterState(dict):
     def __reduce_ex__(self, protocol):
         return collections.OrderedDict, (), None, None, iter(self.ordinary().items())
 
-    __setitem__ = __delitem__ = clear = pop = popitem = update = setdefault = _refuse_write
+    __delitem__ = clear = pop = popitem = update = setdefault = _refuse_write
 
 
 class StateOfAll(collections.defaultdict):

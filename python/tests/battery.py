@@ -149,6 +149,20 @@ class Run:
                 told.append(scheduler.get_last_lr())
         return told
 
+    def fit(self, model, batches, make=None):
+        """The ordinary loop of a Hugging Face model; losses and norms."""
+        model.train()
+        optimizer = (make or (lambda p: torch.optim.AdamW(p, 1e-3, fused=True)))(model.parameters())
+        self.attach(model, optimizer)
+        told = []
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            told += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return told
+
     def weights(self):
         return [p.detach().clone() for model in self.models for p in model.parameters()]
 
