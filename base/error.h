@@ -3,7 +3,8 @@
 // Error identifiers (OFD-nnnn) and the one way to make an absl::Status that carries one.
 //
 // base/errors.def is the registry: identifier, name, canonical code, text, cause, fix. Identifiers
-// never change meaning and are never reused: 10xx command and config, 12xx pool and I/O, 13xx
+// never change meaning and are never reused: 10xx command and config, 11xx DeepSpeed's
+// configuration and interface, 12xx pool and I/O, 13xx
 // memory, 14xx checkpoints and formats, 15xx connection and protocol, 16xx attach, 17xx numerics,
 // 18xx daemon and system, 19xx internal.
 //

@@ -14,6 +14,13 @@ ExitCode ExitCodeOf(const absl::Status& status) {
   switch (*id) {
     case ErrorId::kUnknownFlag:
     case ErrorId::kBadValue:
+    case ErrorId::kConfiguration:
+    case ErrorId::kDsConfigText:
+    case ErrorId::kDsConfigValue:
+    case ErrorId::kDsConfigConflict:
+    case ErrorId::kDsConfigUnsupported:
+    case ErrorId::kDsConfigMissing:
+    case ErrorId::kDsConfigResults:
       return kUsage;
     case ErrorId::kPoolFull:
     case ErrorId::kPoolNoDirectIo:

@@ -15,16 +15,17 @@ import sys
 ARROWS = {
     "base": [],
     "kernels": ["base"],
+    "config": ["base"],
     "proto": ["base", "kernels"],
     "aio": ["base"],
     "swap": ["base", "aio"],
     "offloadd": ["base", "aio", "swap", "proto", "kernels"],
     "client": ["base", "proto", "kernels"],
     "zero3": ["base", "proto", "client", "kernels"],
-    "zero3/torch": ["base", "proto", "client", "zero3", "kernels"],
+    "zero3/torch": ["base", "config", "proto", "client", "zero3", "kernels"],
     "examples": ["base", "zero3", "zero3/torch"],
-    "tools": ["base", "proto", "client", "zero3", "swap", "aio", "kernels"],
-    "tests": ["base", "kernels", "proto", "aio", "swap", "offloadd", "client", "zero3", "zero3/torch",
+    "tools": ["base", "config", "proto", "client", "zero3", "swap", "aio", "kernels"],
+    "tests": ["base", "config", "kernels", "proto", "aio", "swap", "offloadd", "client", "zero3", "zero3/torch",
               "examples", "tools"],
 }
 

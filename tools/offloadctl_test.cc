@@ -52,9 +52,9 @@ class OffloadctlTest : public ::testing::Test {
   Result Run(const std::string& arguments, const std::string& environment = "",
              const std::string& program = "tools/offloadctl") const {
     const std::string out = folder_ / "out", error = folder_ / "error";
-    const std::string command =
-        absl::StrCat("unset OFFLOADD_POOL OFFLOADD_RAM OFFLOADD_IO OFFLOADD_SOCKET; ", environment,
-                     " ", program, " ", arguments, " >'", out, "' 2>'", error, "'");
+    const std::string command = absl::StrCat(
+        "unset OFFLOADD_POOL OFFLOADD_RAM OFFLOADD_IO OFFLOADD_SOCKET OFFLOADD_CONFIG; ",
+        environment, " ", program, " ", arguments, " >'", out, "' 2>'", error, "'");
     const int status = std::system(command.c_str());
     return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, ReadFile(out), ReadFile(error)};
   }
@@ -95,8 +95,8 @@ class OffloadctlTest : public ::testing::Test {
 };
 
 TEST_F(OffloadctlTest, HelpOfEveryCommandBeginsWithAnExample) {
-  for (const char* command :
-       {"", "doctor", "plan", "status", "ls", "rm", "fsck", "snapshot", "explain", "version"}) {
+  for (const char* command : {"", "doctor", "plan", "status", "ls", "rm", "fsck", "snapshot",
+                              "config", "explain", "version"}) {
     const Result result = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(result.exit_code, 0) << command;
     EXPECT_TRUE(result.out.starts_with(absl::StrCat("For example:\n  offloadctl ", command)))
@@ -159,6 +159,56 @@ TEST_F(OffloadctlTest, ExplainKnowsEveryIdentifierThatItLists) {
   const Result near = Run("explain OFD-1293");
   EXPECT_EQ(near.exit_code, 2);
   EXPECT_NE(near.error.find("Did you mean OFD-1203?"), std::string::npos) << near.error;
+}
+
+TEST_F(OffloadctlTest, ConfigCheckNamesLineColumnAndTheNearestKey) {
+  const std::filesystem::path file = folder_ / "offloadd.toml";
+  std::ofstream(file) << "job = \"run1\"\nmemory = { ram = \"1GiB\" }\n";
+  EXPECT_EQ(RunJson("config", "check " + file.string(), 0)["settings"].size(), 2u);
+  std::ofstream(file) << "memroy = { ram = \"1GiB\" }\n";
+  const Result wrong = Run("config check " + file.string());
+  EXPECT_EQ(wrong.exit_code, 2);
+  EXPECT_NE(wrong.error.find(":1:12: unknown key \"memroy.ram\". Did you mean \"memory.ram\"?"),
+            std::string::npos)
+      << wrong.error;
+  EXPECT_EQ(Run("config check").exit_code, 2) << "needs a file";
+}
+
+TEST_F(OffloadctlTest, ConfigDumpSaysWhereSettingsComeFrom) {
+  const std::filesystem::path file = folder_ / "offloadd.toml";
+  std::ofstream(file) << "job = \"file\"\nio.engine = \"libaio\"\n";
+  const Result dump = Run("config dump --origin --set memory.ram=2GiB",
+                          absl::StrCat("OFFLOADD_JOB=env OFFLOADD_CONFIG=", file.string()));
+  EXPECT_EQ(dump.exit_code, 0) << dump.error;
+  for (const std::string& line :
+       {std::string("job                env              env OFFLOADD_JOB\n"),
+        std::string("memory.ram         2GiB             flag --set\n"),
+        "io.engine          libaio           " + file.string() + ":2\n",
+        std::string("durability         step             default\n")}) {
+    EXPECT_NE(dump.out.find(line), std::string::npos) << dump.out;
+  }
+  EXPECT_EQ(Run("config dump --set memory.ram=lots").exit_code, 2);
+  EXPECT_GT(RunJson("config", "schema", 0)["keys"].size(), 8u);
+}
+
+TEST_F(OffloadctlTest, ConfigImportWritesWhatItMapsOrNothing) {
+  const std::string file = folder_ / "ds.json", toml = folder_ / "out.toml";
+  std::ofstream(file) << R"({"zero_optimization": {"stage": 3, "offload_optimizer":
+                             {"device": "nvme", "nvme_path": "/nvme0"}}, "gradient_clipping": 1})";
+  const Json import = RunJson("config", absl::StrCat("import ", file, " -o ", toml), 0);
+  EXPECT_EQ(import["settings"]["pool"], "/nvme0");
+  EXPECT_EQ(import["training"]["gradient_clipping"], 1.0);
+  EXPECT_EQ(RunJson("config", "check " + toml, 0)["settings"].size(), 2u);
+  std::filesystem::remove(toml);
+  std::ofstream(file) << R"({"zero_optimization": {"zenflow": {}}})";
+  const Result rejected = Run(absl::StrCat("config import ", file, " -o ", toml));
+  EXPECT_EQ(rejected.exit_code, 2);
+  EXPECT_TRUE(rejected.error.starts_with("OFD-1107 zero_optimization.zenflow")) << rejected.error;
+  EXPECT_NE(rejected.out.find("0 mapped, 0 ignored, 0 trainer, 1 rejected."), std::string::npos);
+  EXPECT_FALSE(std::filesystem::exists(toml));
+  std::ofstream(file) << R"({"unknown": 1})";
+  EXPECT_EQ(Run("config import " + file).exit_code, 0);
+  EXPECT_EQ(Run("config import --strict " + file).exit_code, 2);
 }
 
 TEST_F(OffloadctlTest, VersionNamesProtocolAndFormat) {

@@ -25,6 +25,7 @@ _LIBRARIES = {
     "benchmark": ["-lbenchmark", "-lpthread"],
     "cli11": [],
     "json": [],
+    "tomlplusplus": [],
     "fuse3": ["-lfuse3"],
     "seccomp": ["-lseccomp"],
 }

@@ -530,6 +530,11 @@ uint32_t TensorEngine::IdOf(const at::Tensor& parameter) const {
                                      "] is not an attached parameter")));
 }
 
+uint64_t TensorEngine::update_count(const at::Tensor& parameter) const {
+  const uint32_t id = IdOf(parameter);
+  return id < state_.update_counts.size() ? state_.update_counts[id] : 0;
+}
+
 at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& plane) {
   const uint32_t id = IdOf(parameter);
   Seal();

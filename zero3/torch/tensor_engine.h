@@ -79,6 +79,9 @@ class TensorEngine {
   Statistics statistics() const;
   PlanSummary plan();
 
+  // How often the job has updated a parameter.
+  uint64_t update_count(const at::Tensor& parameter) const;
+
   const kernels::OptimizerSpec& optimizer() const { return optimizer_; }  // the job's
   const std::shared_ptr<Attachment>& attachment() const { return attachment_; }
 

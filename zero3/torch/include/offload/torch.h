@@ -159,8 +159,28 @@ struct SaveOptions {
   uint64_t shard_bytes = 5'000'000'000;  // of one file; there is an index when there are several
 };
 
+class Engine;
+
+// What a DeepSpeed configuration makes of a module.
+struct Initialized {
+  std::shared_ptr<Engine> engine;
+  // Its step() clips as the configuration says, before the daemon updates.
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  // Micro-batches of a step, for the loop: divide each loss by it, and call step() after the last.
+  int64_t accumulation = 1;
+  std::string report;  // a line for each key: mapped, ignored, left to the trainer
+};
+
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
+  // Engine and optimizer from a DeepSpeed configuration (the path of a file, or JSON):
+  //   auto [engine, optimizer, accumulation, report] =
+  //       offload::Engine::Initialize(*model, "ds_config.json");
+  // casts the module to bf16 where it says so, opens the job and attaches. The environment counts
+  // more than the configuration, and that more than an offloadd.toml. OFD-11xx for what would train
+  // something else than the configuration says; learning rate schedules are the loop's.
+  static Initialized Initialize(torch::nn::Module& module, const std::string& ds_config);
+
   // Connects to the node's daemon (OFFLOADD_SOCKET, user socket, system socket), else starts a
   // private one, and opens the job.
   static std::shared_ptr<Engine> Open(const Options& options);

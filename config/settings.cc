@@ -1,0 +1,219 @@
+#include "config/settings.h"
+
+#include <algorithm>
+#include <charconv>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "base/byte_size.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "base/string_view.h"
+#include "base/suggest.h"
+
+namespace offload::config {
+namespace {
+
+constexpr Key kKeys[] = {
+    {"job", "OFFLOADD_JOB", KeyType::kText, "default", "",
+     "names the run in the pool; the same name resumes it"},
+    {"memory.ram", "OFFLOADD_RAM", KeyType::kSize, "", "",
+     "what daemon and library together may hold in memory"},
+    {"pool", "OFFLOADD_POOL", KeyType::kPools, "", "",
+     "directories on drives with direct I/O; several are striped by their speed"},
+    {"policy.params", nullptr, KeyType::kChoice, "auto", "auto|nvme",
+     "where weights live: on the pool, with as many resident as ram holds"},
+    {"policy.optimizer", nullptr, KeyType::kChoice, "auto", "auto|nvme",
+     "where optimizer state lives: on the pool, with as much resident as ram holds"},
+    {"policy.gradients", nullptr, KeyType::kChoice, "auto", "auto|nvme",
+     "auto: in memory where ram holds them; nvme: always spilled"},
+    {"ranks.gradients", nullptr, KeyType::kChoice, "mean", "mean|sum",
+     "what several ranks' gradients become"},
+    {"state.layout", nullptr, KeyType::kChoice, "exact", "exact",
+     "fp32 masters and moments, bit for bit"},
+    {"state.generations", nullptr, KeyType::kCount, "0", "14",
+     "spare generations of a new store: so many snapshots need no growth"},
+    {"io.engine", "OFFLOADD_IO", KeyType::kChoice, "auto", "auto|uring|libaio|threads",
+     "how the daemon reads and writes"},
+    {"update.threads", nullptr, KeyType::kCount, "0", "1024",
+     "of the daemon's optimizer; 0: half of the cores"},
+    {"durability", nullptr, KeyType::kDurability, "step", "",
+     "step, or checkpoint:N for a commit after every N steps only"},
+};
+
+constexpr std::string_view kCheckpoint = "checkpoint:";
+
+bool IsInteger(std::string_view text, uint64_t& value) {
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() && end == text.data() + text.size();
+}
+
+// Says what is wrong with a value of a key; empty when nothing is.
+std::string Complaint(const Key& key, std::string_view value) {
+  const absl::string_view text = ToAbsl(value);
+  if (absl::StripAsciiWhitespace(text).empty()) return "is empty";
+  uint64_t number = 0;
+  switch (key.type) {
+    case KeyType::kText:
+      return "";
+    case KeyType::kSize:
+      return ParseByteSize(value).ok() ? "" : "is no size; write one such as 8GiB";
+    case KeyType::kCount:
+      if (!IsInteger(value, number)) return "is no count; write an integer from 0";
+      return number <= static_cast<uint64_t>(std::stoi(key.choices))
+                 ? ""
+                 : absl::StrCat("is more than ", key.choices);
+    case KeyType::kChoice: {
+      const std::vector<std::string> choices = absl::StrSplit(key.choices, '|');
+      if (std::find(choices.begin(), choices.end(), value) != choices.end()) return "";
+      return absl::StrCat("is none of ", absl::StrJoin(choices, ", "));
+    }
+    case KeyType::kPools:
+      for (absl::string_view pool : absl::StrSplit(text, ',')) {
+        if (absl::StripAsciiWhitespace(pool).empty()) return "has an empty directory";
+      }
+      return "";
+    case KeyType::kDurability:
+      if (value == "step") return "";
+      if (value.starts_with(kCheckpoint) && IsInteger(value.substr(kCheckpoint.size()), number) &&
+          number > 0)
+        return "";
+      return "is neither step nor checkpoint:N";
+  }
+  return "cannot be read";
+}
+
+std::vector<std::string> KeyNames() {
+  std::vector<std::string> names;
+  for (const Key& key : kKeys) names.push_back(key.name);
+  return names;
+}
+
+// A string of TOML in quotes.
+std::string Quoted(const std::string& text) {
+  std::string quoted = "\"";
+  for (const char c : text) {
+    if (c == '"' || c == '\\') {
+      quoted += '\\', quoted += c;
+    } else if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) {
+      quoted += absl::StrFormat("\\u%04X", static_cast<unsigned char>(c));
+    } else {
+      quoted += c;
+    }
+  }
+  return quoted + "\"";
+}
+
+std::string TomlValue(const Key& key, const std::string& value) {
+  if (key.type == KeyType::kCount) return value;
+  if (key.type != KeyType::kPools) return Quoted(value);
+  std::vector<std::string> pools;
+  for (absl::string_view pool : absl::StrSplit(value, ',')) {
+    pools.push_back(
+        absl::StrCat("{ path = ", Quoted(std::string(absl::StripAsciiWhitespace(pool))), " }"));
+  }
+  return absl::StrCat("[", absl::StrJoin(pools, ", "), "]");
+}
+
+}  // namespace
+
+std::span<const Key> AllKeys() { return kKeys; }
+
+const Key* FindKey(std::string_view name) {
+  for (const Key& key : kKeys) {
+    if (name == key.name) return &key;
+  }
+  return nullptr;
+}
+
+absl::Status Settings::Set(std::string_view name, std::string_view value, std::string_view origin) {
+  const std::string where(origin);
+  const Key* const key = FindKey(name);
+  if (key == nullptr) {
+    const std::string nearest = NearestWord(name, KeyNames());
+    return MakeError(ErrorId::kConfiguration,
+                     absl::StrCat(where, ": unknown key \"", ToAbsl(name), "\""),
+                     nearest.empty() ? "offloadctl config schema lists the keys"
+                                     : absl::StrCat("Did you mean \"", nearest,
+                                                    "\"? offloadctl config schema lists the keys"));
+  }
+  if (const std::string complaint = Complaint(*key, value); !complaint.empty()) {
+    return MakeError(ErrorId::kConfiguration, absl::StrCat(where, ": ", key->name, " = \"",
+                                                           ToAbsl(value), "\" ", complaint));
+  }
+  set_[key->name] = {std::string(value), where};
+  return absl::OkStatus();
+}
+
+Setting Settings::Get(std::string_view name) const {
+  if (const auto found = set_.find(name); found != set_.end()) return found->second;
+  const Key* const key = FindKey(name);
+  return {key == nullptr ? "" : key->otherwise, "default"};
+}
+
+std::vector<std::pair<std::string, std::string>> Settings::EngineOptions() const {
+  constexpr std::pair<const char*, const char*> kSame[] = {{"pool", "nvme_path"},
+                                                           {"memory.ram", "ram"},
+                                                           {"job", "job"},
+                                                           {"io.engine", "io"},
+                                                           {"durability", "durability"},
+                                                           {"state.generations", "generations"},
+                                                           {"update.threads", "update_threads"}};
+  std::vector<std::pair<std::string, std::string>> options;
+  for (const auto& [key, option] : kSame) {
+    if (has(key)) options.emplace_back(option, Get(key).value);
+  }
+  if (has("policy.gradients"))
+    options.emplace_back("spill_gradients", Get("policy.gradients").value == "nvme" ? "1" : "0");
+  if (has("ranks.gradients"))
+    options.emplace_back("gradient_average", Get("ranks.gradients").value == "mean" ? "1" : "0");
+  return options;
+}
+
+void Settings::Override(const Settings& stronger) {
+  for (const auto& [name, setting] : stronger.set_) set_[name] = setting;
+}
+
+std::string Settings::Table(bool with_defaults) const {
+  std::string table;
+  for (const Key& key : kKeys) {
+    if (!with_defaults && !has(key.name)) continue;
+    const Setting setting = Get(key.name);
+    absl::StrAppend(&table,
+                    absl::StrFormat("%-18s %-16s %s\n", key.name,
+                                    setting.value.empty() ? "-" : setting.value, setting.origin));
+  }
+  return table;
+}
+
+std::string Settings::ToToml() const {
+  std::string toml;
+  for (const Key& key : kKeys) {
+    if (!has(key.name)) continue;
+    const Setting setting = Get(key.name);
+    std::string origin = setting.origin;
+    std::replace_if(
+        origin.begin(), origin.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20; },
+        ' ');
+    absl::StrAppend(&toml, key.name, " = ", TomlValue(key, setting.value), "  # ", origin, "\n");
+  }
+  return toml;
+}
+
+absl::Status ReadEnvironment(const std::map<std::string, std::string>& environment,
+                             Settings& settings) {
+  for (const Key& key : kKeys) {
+    if (key.environment == nullptr) continue;
+    const auto found = environment.find(key.environment);
+    if (found == environment.end() || found->second.empty()) continue;
+    OFFLOAD_RETURN_IF_ERROR(
+        settings.Set(key.name, found->second, absl::StrCat("env ", key.environment)));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace offload::config

@@ -1,0 +1,39 @@
+"""DeepSpeed's Adam by its name: torch's fused one, which it equals, and which the daemon computes bit for bit."""
+
+import torch
+
+from .missing import refuse, refusing
+
+
+def _group(group, decoupled):
+    """A group of anybody's, with what decides the arithmetic ours."""
+    if not isinstance(group, dict):
+        return group
+    kept = {key: value for key, value in group.items() if key not in ("fused", "foreach", "capturable", "differentiable", "initial_lr")}
+    return {**kept, "fused": True, "decoupled_weight_decay": decoupled}
+
+
+class DeepSpeedCPUAdam(torch.optim.Adam):
+    """`adamw_mode`: weight decay apart from the gradient."""
+
+    def __init__(self, model_params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, amsgrad=False,
+                 adamw_mode=True, fp32_optimizer_states=True, adam_w_mode=None, set_grad_none=True):
+        if not bias_correction:
+            refuse(f"{type(self).__name__} without bias_correction", "Leave it on: moments are corrected for their bias always")
+        if not fp32_optimizer_states:
+            refuse(f"{type(self).__name__} with fp32_optimizer_states=False", "Leave it on: moments are fp32")
+        if amsgrad:
+            refuse(f"{type(self).__name__} with amsgrad=True, which DeepSpeed's does not have either", "Use torch.optim.AdamW(amsgrad=True)")
+        decoupled = bool(adamw_mode if adam_w_mode is None else adam_w_mode)
+        given = [_group(each, decoupled) for each in model_params]
+        super().__init__(given, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True, decoupled_weight_decay=decoupled)
+
+
+class FusedAdam(DeepSpeedCPUAdam):
+    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=True, weight_decay=0.0, amsgrad=False,
+                 set_grad_none=True):
+        super().__init__(params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+                         adam_w_mode=adam_w_mode)
+
+
+__getattr__ = refusing("deepspeed.ops.adam")

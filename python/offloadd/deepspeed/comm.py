@@ -1,0 +1,90 @@
+"""deepspeed.comm: torch.distributed under another name. A program without a launcher is a world of one rank."""
+
+import logging
+import os
+
+import torch
+
+from .missing import missing
+
+_log = logging.getLogger("DeepSpeed")
+
+
+def is_available():
+    return torch.distributed.is_available()
+
+
+def is_initialized():
+    return is_available() and torch.distributed.is_initialized()
+
+
+def _is_launched():
+    return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def init_distributed(dist_backend=None, auto_mpi_discovery=True, distributed_port=29500, verbose=True, timeout=None, init_method=None,
+                     dist_init_required=None, config=None, rank=-1, world_size=-1):
+    """Makes the process group, with gloo: this release computes on the CPU."""
+    if is_initialized() or dist_init_required is False:
+        return
+    if dist_backend not in (None, "gloo"):
+        _log.info("backend %s: gloo is used, tensors are on the CPU", dist_backend)
+    more = {} if timeout is None else {"timeout": timeout}
+    if _is_launched() or init_method is not None:
+        if init_method is not None and rank >= 0:
+            more.update(init_method=init_method, rank=rank, world_size=world_size)
+        torch.distributed.init_process_group("gloo", **more)
+    else:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1, **more)
+
+
+def get_rank(group=None):
+    return torch.distributed.get_rank(group) if is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def get_world_size(group=None):
+    return torch.distributed.get_world_size(group) if is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def get_local_rank():
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_global_rank(group=None, group_rank=0):
+    return group_rank if group is None else torch.distributed.get_global_rank(group, group_rank)
+
+
+def barrier(group=None, async_op=False, device_ids=None, prof=False, log_name="", debug=None):
+    return torch.distributed.barrier(group) if is_initialized() and get_world_size() > 1 else None
+
+
+def get_world_group():
+    return torch.distributed.group.WORLD
+
+
+def destroy_process_group(group=None):
+    if is_initialized():
+        torch.distributed.destroy_process_group(group)
+
+
+def broadcast_object(value, source=0):
+    """The first rank's value, in all ranks."""
+    if not is_initialized() or get_world_size() == 1:
+        return value
+    box = [value]
+    torch.distributed.broadcast_object_list(box, src=source)
+    return box[0]
+
+
+# What is called the same in torch, with the same arguments.
+_SAME = {"all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "reduce_scatter_tensor", "gather",
+         "scatter", "send", "recv", "isend", "irecv", "new_group", "ReduceOp", "all_gather_object", "broadcast_object_list", "monitored_barrier",
+         "all_to_all", "all_to_all_single", "get_backend", "group", "ProcessGroup"}
+
+
+def __getattr__(name):
+    if name in _SAME:
+        return getattr(torch.distributed, name)
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise missing("deepspeed.comm", name)

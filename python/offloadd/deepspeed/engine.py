@@ -1,0 +1,611 @@
+"""deepspeed.initialize() and the engine that it gives."""
+
+import collections
+import contextlib
+import inspect
+import json
+import logging
+import os
+import uuid
+
+import torch
+
+from .. import config as configuration
+from .. import control
+from .. import handle as attaching
+from ..errors import Error
+from ..library import is_disabled
+from . import comm, schedules, setup
+from .adam import DeepSpeedCPUAdam
+from .missing import missing, refuse, refusing
+
+_log = logging.getLogger("offloadd")
+
+_STATE, _WEIGHTS, _LATEST = "offloadd.json", "weights", "latest"
+_OPTIMIZERS = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad, "RMSprop": torch.optim.RMSprop}
+
+
+# ---- Files of a checkpoint -----------------------------------------------------------------------
+
+def tag_in(folder, tag):
+    """The tag, or the one that the folder calls its latest; None when it has none."""
+    if tag is not None:
+        return str(tag)
+    path = os.path.join(folder, _LATEST)
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        return file.read().strip()
+
+
+def weights_in(folder):
+    """The weights of a checkpoint, in memory."""
+    return torch.load(os.path.join(folder, "model.pt"), weights_only=True, mmap=True)
+
+
+def _write_text(path, text):
+    with open(path + ".new", "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(path + ".new", path)
+
+
+# ---- What a configuration makes --------------------------------------------------------------------
+
+def _value(params, name, otherwise=None):
+    value = params.get(name, otherwise)
+    if value == "auto":
+        if otherwise is None:
+            raise Error.of(1105, f"optimizer.params.{name} is \"auto\", and nobody has decided it", f"Write a number for {name}")
+        return otherwise
+    return value
+
+
+def _make_optimizer(training, parameters):
+    kind, params = training["optimizer"], training["optimizer_params"]
+    if kind in ("AdamW", "Adam"):
+        return DeepSpeedCPUAdam(parameters, lr=_value(params, "lr"), betas=_value(params, "betas", (0.9, 0.999)), eps=_value(params, "eps", 1e-8),
+                                weight_decay=_value(params, "weight_decay", 0.0), adamw_mode=kind == "AdamW")
+    if kind not in _OPTIMIZERS:
+        refuse(f"optimizer.type {kind} in Python", f"Use AdamW, Adam, {', '.join(_OPTIMIZERS)}")
+    return _OPTIMIZERS[kind](parameters, **{name: _value(params, name, 0.0 if name != "lr" else None) for name in params})
+
+
+def _make_scheduler(training, optimizer):
+    name, params = training["scheduler"], training["scheduler_params"]
+    cls = schedules.BY_NAME.get(name) or getattr(torch.optim.lr_scheduler, name, None)
+    if cls is None:
+        refuse(f"scheduler.type {name}", f"Use {', '.join(schedules.BY_NAME)}, or one of torch.optim.lr_scheduler")
+    known = inspect.signature(cls.__init__).parameters
+    for key in params:
+        if key not in known:
+            raise Error.of(1102, f"scheduler.params.{key} is no parameter of {name}", f"It takes {', '.join(list(known)[2:])}")
+    return cls(optimizer, **{key: value for key, value in params.items() if value != "auto"})
+
+
+class _Settings:
+    """What of the configuration the engine asks for."""
+
+    def __init__(self, imported, world_size):
+        training = imported.training
+        self.accumulation = training["accumulation"] or 1
+        self.micro_batch = training["micro_batch_size"]
+        self.batch = training["batch_size"] or (self.micro_batch * self.accumulation * world_size if self.micro_batch else None)
+        self.clipping = training["gradient_clipping"] if training["gradient_clipping"] is not None else 1.0
+        self.bf16 = bool(training["bf16"])
+
+
+def _as_it_was(optimizer):
+    """Undoes what attach() has done to the instance."""
+    cls = getattr(optimizer, "_offload_class", None)
+    if cls is not None:
+        optimizer.__class__ = cls
+        del optimizer._offload_part
+        optimizer.__dict__["state"] = collections.defaultdict(dict)
+
+
+def _reattach(old, options):
+    """The model and its optimizer, taken over by another job that has been made of this one's state."""
+    old.close()
+    _as_it_was(old.optimizer)
+    return attaching.attach(old.model, old.optimizer, **options)
+
+
+# ---- The engine ------------------------------------------------------------------------------------
+
+class DeepSpeedEngine(torch.nn.Module):
+    """The model, its optimizer in the daemon, and the loop's bookkeeping. Gradients are clipped by torch's clip_grad_norm_; weights,
+    moments and results are those of the same loop in memory, bit for bit."""
+
+    def __init__(self, model, optimizer, imported, raw, lr_scheduler=None, collate_fn=None, training_data=None, options=None):
+        super().__init__()
+        self.module = model
+        self.optimizer, self._imported, self._raw = optimizer, imported, raw
+        self._settings = _Settings(imported, comm.get_world_size())
+        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        self._boundary, self._norm, self._applied = None, None, False
+        self._in_backward = self._in_no_sync = False
+        self._snapshots = []  # (name, folder) of the job's
+        self.collate_fn = collate_fn
+        self._options = options
+        self._handle = None
+        if optimizer is not None:
+            self._attach(options)
+        self.lr_scheduler = self._scheduler(lr_scheduler)
+        self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+
+    def _attach(self, options):
+        own = not options.get("job")
+        pending = attaching._constructed
+        if own:
+            options = {**options, "job": pending.options["job"] if pending is not None else setup.jobs.new_name()}
+        if not is_disabled():
+            setup.check_options(options)
+        self._handle = attaching.attach(self.module, self.optimizer, **options)
+        if own and not is_disabled():
+            setup.jobs.own(self._handle)
+        if self._handle.step and not own:
+            _log.warning("offloadd: job %s continues at step %s", self._handle.job, self._handle.step)
+            self.global_steps = self._handle.step
+
+    def _scheduler(self, given):
+        if self.optimizer is None:
+            return None
+        if given is None:
+            return _make_scheduler(self._imported.training, self.optimizer) if self._imported.training["scheduler"] else None
+        return given(self.optimizer) if callable(given) and not hasattr(given, "step") else given
+
+    @property
+    def handle(self):
+        """offloadd's own view of the job: plan(), statistics(), gather()."""
+        return self._handle
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            pass
+        if name == "module":  # not there yet
+            raise AttributeError(name)
+        module = super().__getattr__("module")
+        if hasattr(module, name):
+            return getattr(module, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise missing("DeepSpeedEngine", name)
+
+    # ---- The loop ----
+
+    def forward(self, *args, **kwargs):
+        result = self.module(*args, **kwargs)
+        if self._settings.accumulation > 1 and torch.is_grad_enabled() and self.module.training:
+            self._scale_when_called_directly(result)
+        return result
+
+    def _scale_when_called_directly(self, result):
+        """loss.backward() in place of engine.backward(loss): DeepSpeed divides what flows in, too."""
+        tensors = [result] if isinstance(result, torch.Tensor) else list(result.values()) if hasattr(result, "values") else result
+        if not isinstance(tensors, (list, tuple)):
+            return
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda grad: None if self._in_backward else grad / self._settings.accumulation)
+
+    def backward(self, loss, retain_graph=False, scale_wrt_gas=True, **others):
+        self._need_optimizer("backward")
+        others.pop("allreduce_gradients", None), others.pop("release_loss", None)
+        if others:
+            refuse(f"engine.backward() with {', '.join(others)}")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise Error.of(1002, "engine.backward() was given something that is no scalar tensor", "Give it the loss")
+        scaled = loss / self._settings.accumulation if scale_wrt_gas and self._settings.accumulation > 1 else loss
+        self._in_backward = True
+        try:
+            scaled.backward(retain_graph=retain_graph)
+        finally:
+            self._in_backward = False
+        return scaled
+
+    def scale(self, loss):
+        return loss
+
+    def is_gradient_accumulation_boundary(self):
+        return (self.micro_steps + 1) % self._settings.accumulation == 0 if self._boundary is None else self._boundary
+
+    def set_gradient_accumulation_boundary(self, is_boundary):
+        self._boundary = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Gradients of ranks are added when the step is taken, so there is nothing to leave out."""
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    def _trained(self):
+        """In the order of model.parameters(), in which a loop of one's own adds up the norm."""
+        optimized = {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+        ordered = [optimized.pop(id(p)) for p in self.module.parameters() if id(p) in optimized]
+        return [p for p in ordered + list(optimized.values()) if p.grad is not None]
+
+    def step(self, lr_kwargs=None):
+        self._need_optimizer("step")
+        if self._in_no_sync:
+            raise Error.of(1002, "engine.step() inside engine.no_sync()", "Leave the context first")
+        self._applied = False
+        if self.is_gradient_accumulation_boundary():
+            parameters = self._trained()
+            if parameters and self._settings.clipping > 0:
+                self._norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.clipping)
+            elif parameters:
+                self._norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+            self.optimizer.step()
+            self._clear_gradients()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+            self.global_steps += 1
+            self.global_samples += self._settings.batch or 0
+            self._applied = True
+        self.micro_steps += 1
+
+    def was_step_applied(self):
+        return self._applied
+
+    def zero_grad(self, set_to_none=True):
+        """Between the micro-batches of one step nothing is lost, as with DeepSpeed, which adds gradients up elsewhere."""
+        if self._boundary is not None or self.micro_steps % self._settings.accumulation == 0:
+            self._clear_gradients()
+
+    def _clear_gradients(self):
+        for parameter in self.module.parameters():
+            parameter.grad = None
+
+    def _need_optimizer(self, what):
+        if self.optimizer is None:
+            raise Error.of(1105, f"engine.{what}() without an optimizer",
+                           "Give initialize() an optimizer or its parameters, with a section \"optimizer\" in the configuration")
+
+    # ---- What scripts ask ----
+
+    def get_global_grad_norm(self):
+        return None if self._norm is None else self._norm.item()
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_type(self):
+        return [group.get("type") for group in self.optimizer.param_groups]
+
+    def get_mom(self):
+        return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups]
+
+    def _needs_batch(self, value, name):
+        if value is None:
+            raise Error.of(1105, f"{name} is not in the configuration", "Add it")
+        return value
+
+    def train_batch_size(self):
+        return self._needs_batch(self._settings.batch, "train_batch_size")
+
+    def train_micro_batch_size_per_gpu(self):
+        return self._needs_batch(self._settings.micro_batch, "train_micro_batch_size_per_gpu")
+
+    def gradient_accumulation_steps(self):
+        return self._settings.accumulation
+
+    def get_batch_info(self):
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size):
+        step = self.train_micro_batch_size_per_gpu() * comm.get_world_size()
+        if train_batch_size % step:
+            raise Error.of(1103, f"train_batch_size {train_batch_size} is no multiple of {step}", "Choose a multiple")
+        self._settings.batch, self._settings.accumulation = train_batch_size, train_batch_size // step
+
+    def set_train_micro_batch_size(self, micro_batch_size):
+        self._settings.micro_batch = micro_batch_size
+        self._settings.batch = micro_batch_size * self._settings.accumulation * comm.get_world_size()
+
+    def gradient_clipping(self):
+        return self._settings.clipping
+
+    def bfloat16_enabled(self):
+        return self._settings.bf16
+
+    def fp16_enabled(self):
+        return False
+
+    amp_enabled = dynamic_loss_scale = fp16_auto_cast = wall_clock_breakdown = eigenvalue_enabled = sparse_gradients_enabled = fp16_enabled
+
+    def loss_scale(self):
+        return 1.0
+
+    def zero_optimization(self):
+        return True
+
+    zero_optimization_partition_gradients = zero_optimization_partition_weights = zero_gather_16bit_weights_on_model_save = zero_optimization
+
+    def zero_optimization_stage(self):
+        return 3
+
+    def optimizer_name(self):
+        return self._imported.training["optimizer"].lower() or None
+
+    def scheduler_name(self):
+        return self._imported.training["scheduler"] or None
+
+    @property
+    def config(self):
+        return self._raw
+
+    @property
+    def device(self):
+        return torch.device("cpu")
+
+    @property
+    def global_rank(self):
+        return comm.get_rank()
+
+    @property
+    def local_rank(self):
+        return comm.get_local_rank()
+
+    @property
+    def world_size(self):
+        return comm.get_world_size()
+
+    dp_world_size = world_size
+
+    def compile(self, *args, **kwargs):
+        """Generated kernels read raw pointers: the model runs as it is."""
+        _log.warning("offloadd: engine.compile() has no effect, the model runs eagerly")
+
+    is_compiled = False
+
+    def empty_partition_cache(self):
+        pass
+
+    def allreduce_gradients(self, *_, **__):
+        """The daemon adds the gradients of ranks by itself."""
+
+    def offload_states(self, *_, **__):
+        pass
+
+    reload_states = offload_states
+
+    def deepspeed_io(self, dataset, batch_size=None, route="train", pin_memory=False, data_sampler=None, collate_fn=None,
+                     num_local_io_workers=None):
+        """A loader of micro-batches, shuffled where DeepSpeed's is: by a DistributedSampler."""
+        if data_sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset):
+            ranks = max(1, comm.get_world_size())
+            data_sampler = torch.utils.data.DistributedSampler(dataset, num_replicas=ranks, rank=comm.get_rank(), shuffle=route == "train")
+        return torch.utils.data.DataLoader(
+            dataset, batch_size=batch_size or self.train_micro_batch_size_per_gpu(), sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn, num_workers=num_local_io_workers or 0,
+            drop_last=bool((self._raw or {}).get("dataloader_drop_last", False)))
+
+    # ---- Weights ----
+
+    def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
+        whole = self.module.state_dict(prefix=prefix)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    whole.pop(prefix + name, None)
+        return whole
+
+    def _copied(self, exclude_frozen_parameters=False):
+        with torch.no_grad():
+            made, seen = {}, {}
+            for name, value in self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters).items():
+                if isinstance(value, torch.Tensor):
+                    # Tied weights stay tied in a file.
+                    key = id(self._tied().get(name, value))
+                    seen.setdefault(key, value.detach().clone())
+                    value = seen[key]
+                made[name] = value
+            return made
+
+    def _tied(self):
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    _zero3_consolidated_16bit_state_dict = _copied
+
+    def load_module_state_dict(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False):
+        state = checkpoint.get("module", checkpoint)
+        if custom_load_fn:
+            return custom_load_fn(src=state, dst=self.module)
+        self.module.load_state_dict(state, strict=strict)
+
+    def save_16bit_model(self, save_dir, save_filename="pytorch_model.bin", exclude_frozen_parameters=False):
+        if comm.get_rank() == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            torch.save(self._copied(exclude_frozen_parameters), os.path.join(save_dir, save_filename))
+        comm.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    # ---- Checkpoints ----
+
+    def _snapshot(self, folder):
+        """Keeps the job as it is now, under a name; drops those whose folders are gone."""
+        for kept in [each for each in self._snapshots if not os.path.isdir(each[1])]:
+            control.run("snapshot", "rm", self._handle.nvme_path, self._handle.job, kept[0], "--yes")
+            self._snapshots.remove(kept)
+        name = f"step{self._handle.step}-{uuid.uuid4().hex[:8]}"
+        self._handle.snapshot(name)
+        self._snapshots.append((name, folder))
+        setup.jobs.keep(self._handle.job)
+        return name
+
+    def _bookkeeping(self):
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        scheduler = self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None
+        return {"global_steps": self.global_steps, "global_samples": self.global_samples, "micro_steps": self.micro_steps,
+                "skipped_steps": self.skipped_steps, "groups": groups, "lr_scheduler": scheduler,
+                "buffers": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}}
+
+    def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
+        """Keeps weights, moments and step as a snapshot of the job in the pool, and in the folder what leads to it, the weights for
+        others to read, and the trainer's state."""
+        self._need_optimizer("save_checkpoint")
+        tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        folder = os.path.join(os.path.abspath(save_dir), tag)
+        comm.barrier()
+        if comm.get_rank() == 0:
+            os.makedirs(folder, exist_ok=True)
+            if os.path.exists(os.path.join(folder, _STATE)):
+                os.unlink(os.path.join(folder, _STATE))  # what is half written is no checkpoint
+            mark = self._save_state(folder)
+            torch.save(self._copied(exclude_frozen_parameters), os.path.join(folder, "model.pt"))
+            torch.save({**self._bookkeeping(), "client_state": dict(client_state or {})}, os.path.join(folder, "trainer.pt"))
+            _write_text(os.path.join(folder, _STATE), json.dumps(mark, indent=1))
+            if save_latest:
+                _write_text(os.path.join(save_dir, _LATEST), tag)
+        comm.barrier()
+        return True
+
+    def _save_state(self, folder):
+        if is_disabled():
+            torch.save(self.optimizer.state_dict(), os.path.join(folder, "optimizer.pt"))
+            return {"version": 1, "in_memory": True, "step": self._handle.step}
+        name = self._snapshot(folder)
+        return {"version": 1, "job": self._handle.job, "pool": self._handle.nvme_path, "snapshot": name, "step": self._handle.step}
+
+    def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
+                        load_module_only=False, custom_load_fn=None):
+        tag = tag_in(load_dir, tag)
+        folder = None if tag is None else os.path.join(os.path.abspath(load_dir), tag)
+        if folder is None or not os.path.exists(os.path.join(folder, _STATE)):
+            self._refuse_foreign(load_dir, folder)
+            _log.warning("offloadd: %s has no checkpoint to load", load_dir)
+            return None, None
+        with open(os.path.join(folder, _STATE), encoding="utf-8") as file:
+            mark = json.load(file)
+        trainer = torch.load(os.path.join(folder, "trainer.pt"), weights_only=False)
+        if load_module_only or not load_optimizer_states or custom_load_fn is not None or self.optimizer is None:
+            self.load_module_state_dict(weights_in(folder), load_module_strict, custom_load_fn)
+        else:
+            self._load_state(folder, mark)
+        self._load_buffers(trainer["buffers"])
+        if not load_module_only and self.optimizer is not None:
+            self._load_bookkeeping(trainer, load_optimizer_states, load_lr_scheduler_states)
+        return folder, trainer["client_state"]
+
+    @staticmethod
+    def _refuse_foreign(load_dir, folder):
+        """A checkpoint of DeepSpeed itself is in shards that only it can read."""
+        where = folder if folder is not None and os.path.isdir(folder) else load_dir
+        names = os.listdir(where) if os.path.isdir(where) else []
+        if any(name.endswith("_states.pt") for name in names):
+            refuse(f"{where} is a checkpoint of DeepSpeed itself, in its shards",
+                   "Convert its weights with DeepSpeed's zero_to_fp32.py, and load them with model.load_state_dict()")
+
+    def _load_state(self, folder, mark):
+        if is_disabled() or mark.get("in_memory"):
+            if not (is_disabled() and mark.get("in_memory")):
+                raise Error.of(1602, f"{folder} was saved with OFFLOADD_DISABLE={'1' if mark.get('in_memory') else '0'}, and this run is otherwise",
+                               "Load it in a run of its kind")
+            self.module.load_state_dict(weights_in(folder))
+            self.optimizer.load_state_dict(torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True))
+            self._handle.step = mark["step"]
+            return
+        self._continue_from(mark)
+
+    def _continue_from(self, mark):
+        """A new job of the snapshot takes the place of the present one."""
+        name = setup.jobs.new_name(mark["job"].split("-from-")[0] + f"-from-{mark['step']}")
+        old = self._handle
+        if comm.get_rank() == 0:
+            control.run("snapshot", "fork", mark["pool"], mark["job"], mark["snapshot"], "--as", name, "--yes")
+        comm.barrier()
+        self._handle = _reattach(old, {**self._options, "nvme_path": mark["pool"], "job": name})
+        self._snapshots = []
+        setup.jobs.remove(old.job)
+        setup.jobs.own(self._handle)
+
+    def _load_buffers(self, stored):
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                if name in stored:
+                    buffer.copy_(stored[name])
+
+    def _load_bookkeeping(self, trainer, load_optimizer_states, load_lr_scheduler_states):
+        self.global_steps, self.global_samples = trainer["global_steps"], trainer["global_samples"]
+        self.micro_steps, self.skipped_steps = trainer["micro_steps"], trainer["skipped_steps"]
+        if load_optimizer_states:
+            for group, stored in zip(self.optimizer.param_groups, trainer["groups"]):
+                group.update(stored)
+        if load_lr_scheduler_states and self.lr_scheduler is not None and trainer["lr_scheduler"] is not None:
+            self.lr_scheduler.load_state_dict(trainer["lr_scheduler"])
+
+    def destroy(self):
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        setup.jobs.remove(handle.job)
+        handle.close()
+
+
+def initialize(args=None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None, distributed_port=29500,
+               mpu=None, dist_init_required=None, collate_fn=None, config=None, mesh_param=None, config_params=None):
+    """(engine, optimizer, loader of training_data or None, schedule or None), as DeepSpeed's."""
+    if not isinstance(model, torch.nn.Module):
+        raise Error.of(1002, "deepspeed.initialize() without a model", "Give it model=, a torch.nn.Module")
+    if type(model).__name__ == "PipelineModule" or mpu is not None or mesh_param is not None:
+        refuse("initialize() with another kind of parallelism (a PipelineModule, mpu or mesh_param)")
+    given = _configuration(args, config, config_params)
+    if dist_init_required is not False:
+        comm.init_distributed()
+    world_size = comm.get_world_size()
+    imported = configuration.import_deepspeed(given, world_size=world_size, has_pool=setup.has_pool() or None, tell=comm.get_rank() == 0)
+    if imported.training["bf16"]:
+        model.to(torch.bfloat16)
+    optimizer = _optimizer(optimizer, model, model_parameters, imported.training)
+    engine = DeepSpeedEngine(model, optimizer, imported, _raw(given), lr_scheduler, collate_fn, training_data, setup.options_for(imported))
+    return engine, optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _configuration(args, config, config_params):
+    given = config if config is not None else config_params
+    if given is None:
+        given = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if given is None:
+        raise Error.of(1105, "deepspeed.initialize() without a configuration", "Give it config=, a dictionary or the path of a file")
+    return given
+
+
+def _raw(given):
+    if isinstance(given, dict):
+        return given
+    try:
+        with open(given, encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return {}
+
+
+def _optimizer(given, model, model_parameters, training):
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    if model_parameters is None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
+    elif isinstance(model_parameters, torch.nn.Module):
+        parameters = [p for p in model_parameters.parameters() if p.requires_grad]
+    else:
+        parameters = list(model_parameters)
+        if parameters and not isinstance(parameters[0], dict):
+            parameters = [p[1] if isinstance(p, tuple) else p for p in parameters]
+            parameters = [p for p in parameters if p.requires_grad]
+    if given is not None:
+        if not callable(given):
+            raise Error.of(1604, f"{type(given).__name__} is no torch.optim.Optimizer", "Give initialize() an optimizer of torch's")
+        return given(parameters)
+    return _make_optimizer(training, parameters) if training["optimizer"] else None
+
+
+__getattr__ = refusing("deepspeed.runtime.engine")

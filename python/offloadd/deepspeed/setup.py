@@ -1,0 +1,88 @@
+"""What counts beside a configuration: what install() was told. Also, how jobs are named.
+
+DeepSpeed's programs begin anew with each run, unless they load a checkpoint. So a run has a job of its own, which is deleted at its end
+unless a checkpoint is in it; with a name of the job (install(job=…), OFFLOADD_JOB, offloadd.toml) it is that one, and continues where it
+is.
+"""
+
+import atexit
+import logging
+import os
+import time
+import uuid
+
+from .. import config, control
+from ..errors import Error
+from . import comm
+
+_log = logging.getLogger("offloadd")
+_installed = {}  # options of attach(), from install()
+
+
+def set_installed(options):
+    _installed.clear()
+    _installed.update({key: value for key, value in options.items() if value is not None})
+
+
+def options_for(imported):
+    """Options of attach() for a configuration, the strongest first: install(), variables, the configuration, offloadd.toml."""
+    options = config.read_toml()
+    from_file = {} if imported is None else imported.options
+    options.update({key: value for key, value in from_file.items() if not os.environ.get(config._VARIABLES.get(key, ""))})
+    options.update(_installed)
+    return options
+
+
+def has_pool():
+    return bool(_installed.get("nvme_path") or config.read_toml().get("nvme_path"))
+
+
+def check_options(options):
+    if not options.get("nvme_path"):
+        raise Error.of(1105, "no drive is named to offload to",
+                       "Set OFFLOADD_POOL (or offload_param.nvme_path in the DeepSpeed configuration) to a directory on a drive")
+    if not options.get("ram"):
+        raise Error.of(1105, "no memory budget is named", "Set OFFLOADD_RAM to what offloaded state may hold in memory, such as 8GiB")
+
+
+class Jobs:
+    """The jobs that this process has made without a name of the user's."""
+
+    def __init__(self):
+        self._own = {}  # job -> (pool, handle)
+        self._kept = set()
+        self._process = os.getpid()
+
+    def new_name(self, base="deepspeed"):
+        return comm.broadcast_object(f"{base}-{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}")
+
+    def own(self, handle):
+        if not self._own:
+            atexit.register(self.remove_at_exit)
+        self._own[handle.job] = (handle.nvme_path, handle)
+
+    def keep(self, job):
+        """A checkpoint is in it."""
+        self._kept.add(job)
+
+    def remove(self, job):
+        """Closes a job, and deletes it unless a checkpoint is in it."""
+        pool, handle = self._own.pop(job, (None, None))
+        if handle is None:
+            return
+        handle.close()
+        if job in self._kept or comm.get_rank() != 0:
+            return
+        try:
+            control.run("rm", pool, job, "--yes")
+        except (Error, OSError) as error:
+            _log.warning("offloadd: job %s of this run stays in %s: %s", job, pool, error)
+
+    def remove_at_exit(self):
+        if os.getpid() != self._process:
+            return
+        for job in list(self._own):
+            self.remove(job)
+
+
+jobs = Jobs()

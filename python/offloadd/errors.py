@@ -1,0 +1,55 @@
+"""What offloadd raises: one class, whose text begins with the identifier (OFD-nnnn) and ends with the way out."""
+
+import re
+
+# The library speaks of C++; here its sentences are Python's.
+_WORDS = [
+    ("Use a torch operation, or Engine::gather first", "Use a torch operation, or offloadd.gather(parameter)"),
+    ("Use the model while its offload::Engine lives", "Use the model before handle.close(), or attach it again: the job continues at its last step"),
+    ("offload::Engine", "handle"),
+    ("Attach it with AdamW() or SGD() first", "Call offloadd.attach(model, optimizer) first"),
+    ("was frozen when it was attached, and has a gradient now. See the text for the parameter",
+     "was frozen when it was attached, and has a gradient now. Attach with unfreeze=True (or a list of what will be trained later), "
+     "or call handle.close() and attach again with a new job"),
+    ("is not contiguous. See the text for the parameter",
+     "is not contiguous. Call model.to(memory_format=torch.contiguous_format) before attach(), or make the parameter contiguous()"),
+    ("(set_data, or a cast): attach after such changes. See the text for the parameter",
+     "(p.data = …, or a cast such as model.to(dtype)). Change types and storages before attach(), and values with p.copy_()"),
+    (" was not in the module when it was attached. See the text for the parameter",
+     " was not in the model when it was attached. Attach when the model is complete"),
+    ("Engine::Gather", "handle.gather"),
+    ("LoadWeights()", "handle.load_weights()"),
+    ("SaveWeights()", "handle.save_weights()"),
+    ("LoadWeights", "handle.load_weights"),
+    ("Attach all modules of a job before the first operation on one of them, or open an engine with a job of its own",
+     "Attach all models of a job in one call, attach([a, b], [optimizer_a, optimizer_b]), or give each a job of its own"),
+    ("Give each optimizer a module, or explicit groups, of its own", "Give each optimizer parameters of its own"),
+]
+_NUMBER = re.compile(r"OFD-(\d{4})")
+
+
+def in_python(text):
+    for there, here in _WORDS:
+        text = text.replace(there, here)
+    return text
+
+
+def error_id(error):
+    """The number of an error's identifier: 1203 for OFD-1203, 0 when its text has none. For any exception."""
+    found = _NUMBER.search(str(error))
+    return int(found.group(1)) if found else 0
+
+
+class Error(RuntimeError):
+    """`id` is the number of the identifier, as `offloadctl explain` knows it."""
+
+    def __init__(self, text=""):
+        super().__init__(in_python(str(text)))
+
+    @property
+    def id(self):
+        return error_id(self)
+
+    @classmethod
+    def of(cls, number, what, fix):
+        return cls(f"OFD-{number} {what}. {fix}.")

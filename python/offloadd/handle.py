@@ -1,0 +1,536 @@
+"""attach(), and what it gives: the job of a model and its optimizers."""
+
+import atexit
+import fnmatch
+import functools
+import logging
+import os
+import sys
+import uuid
+import weakref
+
+import torch
+
+from . import in_memory, served
+from .errors import Error
+from .library import Engine, is_disabled
+from .optimizer import Part, Recipe, check_fresh
+
+_log = logging.getLogger("offloadd")
+
+OPTIONS = ("nvme_path", "ram", "job", "io", "durability", "generations", "update_threads", "spill_gradients", "rank", "world_size",
+           "local_rank", "local_world_size", "run_id", "gradient_average")
+_STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "budget_bytes", "durable_step", "wait_seconds")
+_PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_bytes", "pipeline_bytes", "resident_bytes",
+         "region_bytes", "overhead_bytes", "total_bytes", "gradients_spilled", "read_bytes_per_parameter",
+         "write_bytes_per_parameter", "floor_bytes", "floor_without_spilling_bytes")
+_STATE_MAGIC = b"OFDPY\x01"
+_OWN_STATE_BYTES = len(_STATE_MAGIC) + 16
+
+_open_handles = weakref.WeakSet()
+served.steps_taken = lambda: sum(handle.step for handle in handles())
+_constructed = None  # an engine that init() has opened and no attach() has taken
+
+
+class Plan(dict):
+    """Bytes by name; `text` is a table for people, as is str()."""
+
+    text = ""
+
+    def __str__(self):
+        return self.text
+
+
+class Gathered(list):
+    """Private copies of parameters. As a context manager with write=True, what was changed in them is written back at the end."""
+
+    def __init__(self, parameters, copies, write):
+        super().__init__(copies)
+        self._parameters, self._write = parameters, write
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, failure, *_):
+        if self._write and failure is None:
+            with torch.no_grad():
+                for parameter, copy in zip(self._parameters, self):
+                    parameter.copy_(copy)
+
+
+def _listed(given):
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _strings(options):
+    pairs = []
+    for key, value in options.items():
+        if value is None:
+            continue
+        if key not in OPTIONS:
+            raise Error.of(1002, f"there is no option {key}", f"The options are {', '.join(OPTIONS)}")
+        if isinstance(value, (list, tuple)) and key == "nvme_path":
+            value = ",".join(os.fspath(each) for each in value)
+        pairs += [key, str(int(value)) if isinstance(value, bool) else os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
+    return pairs
+
+
+def _options(nvme_path, ram, job, config, others):
+    """Arguments count more than the configuration, which counts more than the environment."""
+    options = {}
+    if config is not None:
+        if isinstance(config, dict) and all(key in OPTIONS for key in config):
+            options.update(config)
+        else:
+            from .config import options_of  # files, and dictionaries in the manner of DeepSpeed
+
+            options.update(options_of(config))
+    options.update({key: value for key, value in {"nvme_path": nvme_path, "ram": ram, "job": job, **others}.items() if value is not None})
+    return options
+
+
+def _open_engine(options):
+    job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
+    for handle in list(_open_handles):
+        if handle.is_open and handle.job == job and handle.nvme_path == str(options.get("nvme_path") or os.environ.get("OFFLOADD_POOL")):
+            raise Error.of(1205, f"job {job} is attached already in this process",
+                           "Attach several models in one call, attach([a, b], [optimizer_a, optimizer_b]), give each a job of its own, "
+                           "or close() the handle first")
+    return Engine(_strings(options))
+
+
+# ---- Models ------------------------------------------------------------------------------------
+
+def _check_model(model):
+    name = type(model).__name__
+    if name in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine"):
+        raise Error.of(1601, f"the model is wrapped in {name}",
+                       "Attach the model itself: the daemon adds the gradients of several ranks (torchrun), and nothing has to wrap it")
+    for key, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise Error.of(1601, f"parameter '{key}' is not initialised (a lazy module)", "Run one forward pass before attach()")
+        if parameter.device.type == "meta":
+            raise Error.of(1601, f"parameter '{key}' is on device meta, it has no value",
+                           "Build the model with `with offloadd.init(...):` instead of on meta")
+
+
+def _names_of(models):
+    """(name, parameter) of all models; those of the first have their own names, those of the n-th further one begin with "n/"."""
+    named = []
+    for n, model in enumerate(models):
+        prefix = "" if n == 0 else f"{n}/"
+        for key, parameter in model.named_parameters(remove_duplicate=False):
+            key = key.replace("_orig_mod.", "")  # of torch.compile
+            named.append((prefix + key, parameter))
+    return named
+
+
+def _with_strangers(named, optimizers):
+    """Parameters that an optimizer has and no model."""
+    known = {id(parameter) for _, parameter in named}
+    for n, optimizer in enumerate(optimizers):
+        count = 0
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in known:
+                    known.add(id(parameter))
+                    named.append((f"optimizer/{n}/{count}", parameter))
+                    count += 1
+    return named
+
+
+def _to_unfreeze(named, unfreeze):
+    """Frozen parameters that are to be declared as trained: all, or those named, or given."""
+    if not unfreeze:
+        return []
+    frozen = [(name, p) for name, p in named if not p.requires_grad and p.is_floating_point() and p.is_leaf]
+    if unfreeze is True:
+        return [p for _, p in frozen]
+    patterns = [each for each in _listed(unfreeze) if isinstance(each, str)]
+    given = {id(each) for each in _listed(unfreeze) if isinstance(each, torch.Tensor)}
+    return [p for name, p in frozen if id(p) in given or any(fnmatch.fnmatchcase(name, each) for each in patterns)]
+
+
+# ---- torch.compile -----------------------------------------------------------------------------
+
+_stance = {"told": False, "forced": False}
+
+
+def _force_eager(tell):
+    if tell and not _stance["told"]:
+        _stance["told"] = True
+        _log.warning("offloadd: torch.compile runs eagerly while a model is offloaded (compiled kernels read memory directly)")
+    torch.compiler.set_stance("force_eager")
+    _stance["forced"] = True
+
+
+def _run_eagerly():
+    """Compiled kernels read weights by raw pointers: what is compiled runs eagerly while a job is open. torch._dynamo, which is slow to
+    import, is left alone where nobody uses it."""
+    if "torch._dynamo" in sys.modules:
+        _force_eager(tell=False)
+    if getattr(torch.compile, "_offloadd", False):
+        return
+    original = torch.compile
+
+    @functools.wraps(original)
+    def compile(*args, **kwargs):
+        if handles():
+            _force_eager(tell=True)
+        return original(*args, **kwargs)
+
+    compile._offloadd = True
+    torch.compile = compile
+
+
+def _run_as_before():
+    if _stance["forced"] and not handles():
+        _stance["forced"] = False
+        torch.compiler.set_stance("default")
+
+
+# ---- The handle --------------------------------------------------------------------------------
+
+class Handle:
+    """A job that is attached. Its methods may be called between steps, by one thread.
+
+    optimizer    the script's own object (the first, of several: optimizers)
+    step         how many steps the job has taken, over all of its runs
+    """
+
+    def __init__(self, engine, models, optimizers, options, unfreeze=None):
+        self._engine = engine
+        self._process = os.getpid()
+        self.models, self.optimizers = models, optimizers
+        self.options = dict(options)
+        self.job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
+        self.nvme_path = str(options.get("nvme_path") or os.environ.get("OFFLOADD_POOL"))
+        self._parts = []
+        self._attach(unfreeze)
+        _open_handles.add(self)
+        atexit.register(self._close_at_exit)
+
+    def _attach(self, unfreeze):
+        for model in self.models:
+            _check_model(model)
+        recipes = []
+        for optimizer in self.optimizers:
+            check_fresh(optimizer)
+            recipes.append(Recipe(optimizer))
+        kinds = {recipe.kind for recipe in recipes}
+        if len(kinds) > 1:
+            raise Error.of(1604, f"one job with optimizers of several kinds ({', '.join(sorted(kinds))})",
+                           "Use optimizers of one kind for all parts of a job, or a job for each")
+        self._check_once()
+        named = _with_strangers(_names_of(self.models), self.optimizers)
+        buffers = [buffer for model in self.models for buffer in model.buffers() if buffer is not None]
+        parts = [Part(self, optimizer, recipe) for optimizer, recipe in zip(self.optimizers, recipes)]
+        values = [row for part in parts for row in part.group_values()]
+        unfrozen = _to_unfreeze(named, unfreeze)
+        for parameter in unfrozen:
+            parameter.requires_grad_(True)
+        try:
+            self._identities = {id(parameter) for _, parameter in named}
+            self._trained = {id(parameter) for _, parameter in named if parameter.requires_grad}
+            self._engine.attach([name for name, _ in named], [parameter for _, parameter in named], buffers, recipes[0].kind, values)
+            self._read_mark()
+            self._engine.seal()
+        finally:
+            for parameter in unfrozen:
+                parameter.requires_grad_(False)
+        self._parameters = dict(named)
+        self._parts = parts
+        served.install()
+        served.install_serializers()
+        _run_eagerly()
+        for part in parts:
+            part.swap()
+            part.tell_flavour()
+
+    def _check_once(self):
+        seen = set()
+        for optimizer in self.optimizers:
+            mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if mine & seen:
+                raise Error.of(1002, "a parameter is in two optimizers", "Name every parameter in the groups of one optimizer")
+            seen |= mine
+
+    # ---- What optimizers ask ----
+
+    def _running(self):
+        if self._engine is None:
+            raise Error.of(1802, f"job {self.job} is closed", "Attach again, to the same job: it continues at its last step")
+        return self._engine
+
+    def apply(self, kind, groups, values):
+        self._running().apply(kind, groups, values)
+
+    def update_count(self, parameter):
+        return self._running().update_count(parameter) if parameter.numel() else 0
+
+    def is_trained(self, parameter):
+        return id(parameter) in self._trained
+
+    def identities(self):
+        return self._identities
+
+    def gather_one(self, parameter, plane="weight"):
+        return self._running().gather(parameter, plane)
+
+    def is_state_small(self):
+        """Whether all moments, twice, are little beside the memory budget."""
+        plan = self.plan()
+        return plan["state_bytes"] * 4 <= self.statistics()["budget_bytes"]
+
+    def mark(self):
+        """What a checkpoint says of the job."""
+        return {"job": self.job, "id": self._id, "step": self.step}
+
+    # ---- The trainer's state, behind our own ----
+
+    def _read_mark(self):
+        stored = bytes(self._engine.trainer_state().tolist())
+        if stored.startswith(_STATE_MAGIC):
+            self._id = stored[len(_STATE_MAGIC):_OWN_STATE_BYTES].hex()
+            self._trainer_state = stored[_OWN_STATE_BYTES:]
+        else:
+            self._id = "" if self._engine.step_count() or stored else uuid.uuid4().hex
+            self._trainer_state = stored
+            if self._id:
+                self._set_state(b"")
+
+    def _set_state(self, data):
+        whole = (_STATE_MAGIC + bytes.fromhex(self._id) if self._id else b"") + data
+        self._engine.set_trainer_state(torch.frombuffer(bytearray(whole), dtype=torch.uint8) if whole else torch.empty(0, dtype=torch.uint8))
+        self._trainer_state = data
+
+    @property
+    def trainer_state(self):
+        """The trainer's own small state (random numbers, position in the data), as bytes: committed with the next step(), and given
+        back when the job is resumed."""
+        return self._trainer_state
+
+    @trainer_state.setter
+    def trainer_state(self, data):
+        self._running()
+        self._set_state(bytes(data))
+
+    # ---- For users ----
+
+    @property
+    def optimizer(self):
+        return self.optimizers[0]
+
+    @property
+    def model(self):
+        return self.models[0]
+
+    @property
+    def is_open(self):
+        return self._engine is not None
+
+    @property
+    def step(self):
+        return self._running().step_count()
+
+    @property
+    def rank(self):
+        return self._running().rank()
+
+    @property
+    def world_size(self):
+        return self._running().world_size()
+
+    def parameter(self, given):
+        """A parameter by its name, or itself."""
+        if not isinstance(given, str):
+            return given
+        if given not in self._parameters:
+            raise Error.of(1002, f"the job has no parameter '{given}'", "Use a name of model.named_parameters()")
+        return self._parameters[given]
+
+    def gather(self, parameters, plane="weight", *, write=False):
+        """Private copies: of one parameter (by itself or its name) a tensor, of several a list. `plane` is "weight", "master", or a
+        moment by torch's name ("exp_avg"). As a context manager with write=True, changes are written back at its end."""
+        if isinstance(parameters, (torch.Tensor, str)) and not write:
+            return self.gather_one(self.parameter(parameters), plane)
+        chosen = [self.parameter(each) for each in (_listed(parameters) if isinstance(parameters, (torch.Tensor, str)) else list(parameters))]
+        if write and plane != "weight":
+            raise Error.of(1002, f"gather({plane!r}, write=True)", "Only weights can be written")
+        return Gathered(chosen, [self.gather_one(each, plane) for each in chosen], write)
+
+    def plan(self):
+        values, text = self._running().plan()
+        made = Plan(zip(_PLAN, values))
+        for key in made:
+            if not key.endswith("per_parameter"):
+                made[key] = int(made[key])
+        made["gradients_spilled"] = bool(made["gradients_spilled"])
+        made.text = text
+        return made
+
+    def statistics(self):
+        made = dict(zip(_STATISTICS, self._running().statistics()))
+        return {key: value if key == "wait_seconds" else int(value) for key, value in made.items()}
+
+    def metrics(self):
+        """A flat dictionary of floats, for wandb.log() and the like."""
+        made = {f"offloadd/{key}": float(value) for key, value in self.statistics().items()}
+        made["offloadd/step"] = float(self.step)
+        return made
+
+    def wait_durable(self):
+        """Blocks until every step that was taken is on the drive."""
+        self._running().wait_durable()
+
+    def load_weights(self, path, *, ignored=()):
+        """Takes the weights of a safetensors file or folder; moments and step stay."""
+        self._running().load_weights(os.fspath(path), list(ignored))
+
+    def save_weights(self, folder, *, shard_bytes=0):
+        """Writes the weights as a safetensors folder, in constant memory."""
+        self._running().save_weights(os.fspath(folder), shard_bytes)
+
+    def snapshot(self, name):
+        """Keeps the job as it is after the last step, under a name (`offloadctl snapshot` lists, forks and deletes)."""
+        from .control import snapshot
+
+        self.wait_durable()
+        snapshot(self.nvme_path, self.job, name)
+
+    def close(self):
+        """Drains what was stepped and ends the job. The model's parameters cannot be used after it."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        atexit.unregister(self._close_at_exit)
+        if os.getpid() == self._process:
+            engine.close()
+            _run_as_before()
+
+    def _close_at_exit(self):
+        if os.getpid() == self._process:
+            self.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __repr__(self):
+        state = f"at step {self.step}" if self.is_open else "closed"
+        return f"<offloadd job {self.job} {state}>"
+
+    def __deepcopy__(self, memo):
+        return self  # one job, however many objects refer to it
+
+    def __reduce__(self):
+        raise Error.of(1002, "the handle of a job cannot be pickled", "Attach again in the other process, to the same job")
+
+
+def open_ahead(options):
+    """Opens the job of attach(**options), which will take it: (engine, the trainer's state). For integrations."""
+    global _constructed
+    others = {key: value for key, value in options.items() if key in OPTIONS or key == "config"}
+    opened = init(**{key: value for key, value in others.items()})
+    opened._engine = _open_engine(opened.options)
+    _constructed = opened
+    stored = bytes(opened._engine.trainer_state().tolist())
+    return opened._engine, stored[_OWN_STATE_BYTES:] if stored.startswith(_STATE_MAGIC) else stored
+
+
+def attach(model, optimizer, *, nvme_path=None, ram=None, job=None, config=None, unfreeze=None, initial_weights=None, **others):
+    """Offloads the model's weights, gradients and optimizer state; the script goes on with the same `model` and `optimizer`.
+
+    model            a module, or several of one job (a list)
+    optimizer        the instance, or several; a class, with its arguments behind it, makes one
+    nvme_path        a directory on a drive with direct I/O, or several over which the state is striped
+    ram              the memory budget, "8GiB"
+    job              names the run in the pool; the same name resumes it
+    config           a configuration (docs/python.md)
+    unfreeze         frozen parameters that will be trained later: True, names (patterns), or parameters
+    initial_weights  a safetensors file or folder that a new job takes its weights from
+
+    Further options: io, durability, generations, update_threads, spill_gradients, and rank … for launchers of one's own.
+    """
+    global _constructed
+    models = _listed(model) if model is not None else []
+    if isinstance(optimizer, type):
+        arguments = {key: others.pop(key) for key in list(others) if key not in OPTIONS}
+        optimizer = optimizer([p for each in models for p in each.parameters()], **arguments)
+    optimizers = _listed(optimizer)
+    optimizers = [getattr(each, "optimizer", each) if not isinstance(each, torch.optim.Optimizer) else each for each in optimizers]
+    for each in optimizers:
+        if not isinstance(each, torch.optim.Optimizer):
+            raise Error.of(1604, f"{type(each).__name__} is no torch.optim.Optimizer", "Give attach() the optimizer of the script")
+    options = _options(nvme_path, ram, job, config, others)
+    if is_disabled():
+        return in_memory.Handle(models, optimizers, options)
+    engine, _constructed = _constructed, None
+    if engine is None:
+        engine = _open_engine(options)
+    else:
+        options = {**engine.options, **options}
+        engine = engine.take()
+    if initial_weights is not None:
+        engine.set_initial_weights(os.fspath(initial_weights), [])
+    try:
+        return Handle(engine, models, optimizers, options, unfreeze)
+    except BaseException:
+        engine.close()
+        raise
+
+
+class init:
+    """`with offloadd.init(nvme_path=…, ram=…, job=…):` builds a model that is larger than memory: big tensors made inside go to the
+    pool as soon as the operation that fills them ends. attach() then takes the job that was opened here."""
+
+    def __init__(self, *, nvme_path=None, ram=None, job=None, config=None, **others):
+        self.options = _options(nvme_path, ram, job, config, others)
+        self._engine = None
+
+    def __enter__(self):
+        global _constructed
+        if is_disabled():
+            return self
+        if _constructed is not None:
+            raise Error.of(1002, "init() inside another init(), or a second one before attach()", "Build all models of a job in one init()")
+        self._engine = _open_engine(self.options)
+        self._engine.begin_construction()
+        _constructed = self
+        served.install()
+        return self
+
+    def __exit__(self, failure, *_):
+        global _constructed
+        if self._engine is None:
+            return
+        self._engine.end_construction()
+        if failure is not None:
+            _constructed = None
+            self.take().close()
+
+    def take(self):
+        engine, self._engine = self._engine, None
+        return engine
+
+
+def gather(parameters, plane="weight", *, write=False):
+    """As Handle.gather, of whichever job the parameters belong to. Tensors that are in memory are copied."""
+    several = not isinstance(parameters, torch.Tensor)
+    chosen = list(parameters) if several else [parameters]
+
+    def copy(parameter):
+        for handle in list(_open_handles):
+            if handle.is_open and id(parameter) in handle.identities():
+                return handle.gather_one(parameter, plane)
+        return served.copy_of(parameter)
+
+    copies = Gathered(chosen, [copy(each) for each in chosen], write)
+    return copies if several or write else copies[0]
+
+
+def handles():
+    """The jobs that are open in this process."""
+    return [handle for handle in list(_open_handles) if handle.is_open]

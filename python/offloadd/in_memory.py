@@ -1,0 +1,201 @@
+"""OFFLOADD_DISABLE=1: the same script in memory, to compare with. Parameters of fp32 are trained by torch's optimizer as it is; those of
+bf16 and fp16 by the same on fp32 masters and moments, as the daemon does it."""
+
+import collections
+import copy
+import functools
+import os
+
+import torch
+
+from . import served
+
+
+class _WithMasters:
+    """What the instance's class gets before its own when a parameter is of a narrow type. `_masters` is the optimizer that steps."""
+
+    @torch.no_grad()
+    def _masters_step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._masters.step(self)
+        self._opt_called = True
+        return loss
+
+    def state_dict(self):
+        return self._masters.state_dict(self)
+
+    def load_state_dict(self, state_dict):
+        self._masters.load_state_dict(self, state_dict)
+
+
+class Masters:
+    """An optimizer of the same class over fp32 masters, which follows the groups of the script's."""
+
+    def __init__(self, cls, optimizer):
+        groups = [{**group, "params": [self._master(parameter) for parameter in group["params"]]} for group in optimizer.param_groups]
+        self._optimizer = cls.__new__(cls)
+        state = {"defaults": optimizer.defaults, "state": collections.defaultdict(dict), "param_groups": groups}
+        self._optimizer.__setstate__(state)
+        for parameter, master in self._pairs(optimizer):
+            if parameter in optimizer.state:  # Adagrad's, from the beginning
+                self._optimizer.state[master] = {key: self._widened(value) for key, value in optimizer.state[parameter].items()}
+        self._versions = {parameter: parameter._version for parameter, _ in self._pairs(optimizer)}
+
+    @staticmethod
+    def _widened(value):
+        return value.float().clone() if isinstance(value, torch.Tensor) else value
+
+    @staticmethod
+    def _master(parameter):
+        if parameter.dtype == torch.float32:
+            return parameter
+        return torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+
+    def _pairs(self, optimizer):
+        for theirs, ours in zip(optimizer.param_groups, self._optimizer.param_groups):
+            yield from zip(theirs["params"], ours["params"])
+
+    def _follow(self, optimizer):
+        for group in optimizer.param_groups[len(self._optimizer.param_groups):]:
+            self._optimizer.param_groups.append({**group, "params": [self._master(parameter) for parameter in group["params"]]})
+            self._versions.update({parameter: parameter._version for parameter in group["params"]})
+        for theirs, ours in zip(optimizer.param_groups, self._optimizer.param_groups):
+            ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def step(self, optimizer):
+        self._follow(optimizer)
+        for parameter, master in self._pairs(optimizer):
+            if master is parameter:
+                continue
+            # Somebody wrote to it, perhaps through .data.
+            if self._versions[parameter] != parameter._version or not torch.equal(parameter, master.to(parameter.dtype)):
+                master.copy_(parameter)
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+        self._optimizer.step()
+        for parameter, master in self._pairs(optimizer):
+            if master is not parameter and master.grad is not None:
+                parameter.copy_(master)
+                master.grad = None
+            self._versions[parameter] = parameter._version
+
+    def state_dict(self, optimizer):
+        self._follow(optimizer)
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, optimizer, state_dict):
+        self._optimizer.load_state_dict(copy.deepcopy(state_dict))
+        for theirs, ours in zip(optimizer.param_groups, self._optimizer.param_groups):
+            theirs.update({key: value for key, value in ours.items() if key != "params"})
+
+    def state_of(self, optimizer, parameter):
+        for theirs, master in self._pairs(optimizer):
+            if theirs is parameter:
+                return master, self._optimizer.state.get(master, {})
+        return parameter, {}
+
+
+@functools.lru_cache(maxsize=None)
+def _class_with_masters(cls):
+    made = type(cls.__name__, (_WithMasters, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    made.step = torch.optim.Optimizer.profile_hook_step(_WithMasters._masters_step)
+    made.step.hooked = True
+    return made
+
+
+def _is_narrow(optimizer):
+    return any(parameter.dtype in (torch.bfloat16, torch.float16) for group in optimizer.param_groups for parameter in group["params"])
+
+
+class Plan(dict):
+    text = "OFFLOADD_DISABLE is set: everything is in memory\n"
+
+    def __str__(self):
+        return self.text
+
+
+class Handle:
+    """As offloadd.Handle, without a job."""
+
+    rank, world_size, is_open = 0, 1, True
+
+    def __init__(self, models, optimizers, options):
+        self.models, self.optimizers, self.options = models, optimizers, dict(options)
+        self.job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
+        self.nvme_path = str(options.get("nvme_path") or "")
+        self.step, self.trainer_state = 0, b""
+        for optimizer in optimizers:
+            if _is_narrow(optimizer):
+                cls = type(optimizer)
+                optimizer._masters = Masters(cls, optimizer)
+                optimizer._step_supports_amp_scaling = False
+                optimizer.__class__ = _class_with_masters(cls)
+            optimizer.register_step_post_hook(self._count)
+
+    def _count(self, *_):
+        self.step += 1
+
+    @property
+    def optimizer(self):
+        return self.optimizers[0]
+
+    @property
+    def model(self):
+        return self.models[0]
+
+    def parameter(self, given):
+        if not isinstance(given, str):
+            return given
+        return dict(named for model in self.models for named in model.named_parameters(remove_duplicate=False))[given]
+
+    def gather_one(self, parameter, plane="weight"):
+        if plane == "weight":
+            return served.copy_of(parameter)
+        master, state = parameter, {}
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "_masters"):
+                master, state = optimizer._masters.state_of(optimizer, parameter)
+            else:
+                state = optimizer.state.get(parameter, {})
+            if state:
+                break
+        found = master.float() if plane == "master" else state.get(plane)
+        return torch.zeros_like(parameter, dtype=torch.float32) if found is None else served.copy_of(found)
+
+    def gather(self, parameters, plane="weight", *, write=False):
+        from .handle import Gathered
+
+        if isinstance(parameters, (torch.Tensor, str)) and not write:
+            return self.gather_one(self.parameter(parameters), plane)
+        several = [parameters] if isinstance(parameters, (torch.Tensor, str)) else list(parameters)
+        chosen = [self.parameter(each) for each in several]
+        return Gathered(chosen, [self.gather_one(each, plane) for each in chosen], write)
+
+    def plan(self):
+        return Plan(parameters=sum(parameter.numel() for model in self.models for parameter in model.parameters()))
+
+    def statistics(self):
+        return {}
+
+    def metrics(self):
+        return {"offloadd/step": float(self.step)}
+
+    def wait_durable(self):
+        pass
+
+    def snapshot(self, name):
+        pass
+
+    def close(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def __deepcopy__(self, memo):
+        return self

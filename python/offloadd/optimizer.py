@@ -1,0 +1,437 @@
+"""Which optimizers are served, and what becomes of the instance that the script holds.
+
+The class of the instance is swapped for a subclass of it: isinstance, repr, param_groups, defaults and schedulers stay as they are,
+`step` runs in the daemon, and `state` is gathered when it is looked at. Hyper-parameters are read at every step.
+"""
+
+import collections
+import copy
+import functools
+import logging
+import weakref
+
+import torch
+
+from .errors import Error
+from .library import Engine
+
+_log = logging.getLogger("offloadd")
+
+# A daemon's AdamWFlavour: whose roundings the update has.
+FUSED, LERP = 0.0, 1.0
+
+
+def number(value):
+    return float(value.item() if isinstance(value, torch.Tensor) else value)
+
+
+def _adam(group):
+    beta1, beta2 = group["betas"]
+    return {
+        "lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": group["weight_decay"],
+        "flavour": FUSED if group.get("fused") else LERP, "amsgrad": bool(group.get("amsgrad")),
+    }
+
+
+def _sgd(group):
+    return {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov")}
+
+
+def _adagrad(group):
+    return {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")}
+
+
+def _rmsprop(group):
+    return {name: group[name] for name in ("lr", "alpha", "eps", "weight_decay", "momentum", "centered")}
+
+
+# Class -> (kind for a group, its values, whether there is a number of updates in its state).
+_SERVED = {
+    torch.optim.AdamW: (lambda group: "adamw", _adam, True),
+    torch.optim.Adam: (lambda group: "adamw" if group.get("decoupled_weight_decay") else "adam", _adam, True),
+    torch.optim.SGD: (lambda group: "sgd", _sgd, False),
+    torch.optim.Adagrad: (lambda group: "adagrad", _adagrad, True),
+    torch.optim.RMSprop: (lambda group: "rmsprop", _rmsprop, True),
+}
+_WAY_OUT = "Use one of torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop"
+
+
+def _step_function(cls):
+    function = cls.step
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+def _refuse(what, fix=_WAY_OUT):
+    raise Error.of(1604, what, fix)
+
+
+class Recipe:
+    """How an optimizer is said to the daemon."""
+
+    def __init__(self, optimizer):
+        cls = type(optimizer)
+        base = next((known for known in cls.__mro__ if known in _SERVED), None)
+        name = f"{cls.__module__}.{cls.__qualname__}"
+        if base is None:
+            _refuse(f"optimizer {name} is not implemented by the daemon")
+        if _step_function(cls) is not _step_function(base):
+            _refuse(f"optimizer {name} has a step() of its own, which the daemon does not know",
+                    f"Use torch.optim.{base.__name__} itself, and do the rest in step hooks or around step()")
+        self.name = base.__name__
+        self.kind_of, self._values_of, self.counts = _SERVED[base]
+        kinds = {self.kind_of(group) for group in optimizer.param_groups}
+        if len(kinds) > 1:
+            _refuse(f"{self.name} with decoupled_weight_decay in some groups only", "Use one kind of weight decay in all groups")
+        self.kind = kinds.pop() if kinds else self.kind_of(optimizer.defaults)
+        self.parameters = Engine.parameters_of(self.kind)
+        for group in optimizer.param_groups:
+            self.values(group)
+
+    def values(self, group):
+        """The values of a group in the daemon's order; OFD-1604 for what it does not do."""
+        for flag in ("differentiable", "capturable"):
+            if group.get(flag):
+                _refuse(f"{self.name} with {flag}=True", f"Leave {flag} out")
+        if self.kind == "sgd" and group.get("fused"):
+            _refuse("SGD with fused=True", "Leave fused out: the daemon's SGD is that of the ordinary one, bit for bit")
+        if self.kind_of(group) != self.kind:
+            _refuse(f"{self.name} whose kind of weight decay changes", "Use one kind of weight decay in all groups")
+        values = self._values_of(group)
+        values["maximize"] = bool(group.get("maximize"))
+        return [number(values[name]) for name in self.parameters]
+
+    def planes(self, values):
+        return Engine.planes_of(self.kind, values)
+
+
+def _refuse_write(*_, **__):
+    _refuse("the optimizer's state is in the store of the job, and cannot be written from here",
+            "Begin a new job to start without moments; lr and other options are in param_groups")
+
+
+class ParameterState(dict):
+    """What torch keeps of one parameter, gathered when it is looked at: tensors that refuse to be written in place."""
+
+    def __init__(self, values, gather):
+        super().__init__(values)
+        self._gather, self._given = gather, {}
+
+    def __getitem__(self, key):
+        value = super().__getitem__(key)
+        if value is not None:
+            return value
+        gathered = self._gather(key)
+        with torch.inference_mode():
+            given = gathered.clone()
+        self._given[key] = weakref.ref(given)
+        return given
+
+    def __setitem__(self, key, value):
+        """What was read may be put back: some move the state to the device where it is."""
+        if key in self and (value is super().__getitem__(key) or value is self._given.get(key, lambda: self)()):
+            return
+        _refuse_write()
+
+    def get(self, key, default=None):
+        return self[key] if key in self else default
+
+    def items(self):
+        return [(key, self[key]) for key in self]
+
+    def values(self):
+        return [self[key] for key in self]
+
+    def ordinary(self):
+        """A dictionary of tensors that are nobody else's."""
+        return {key: value.clone() for key, value in self.items()}
+
+    copy = ordinary
+
+    def __deepcopy__(self, memo):
+        return self.ordinary()
+
+    def __repr__(self):
+        return repr(dict(self.items()))
+
+    def __reduce_ex__(self, protocol):
+        return collections.OrderedDict, (), None, None, iter(self.ordinary().items())
+
+    __delitem__ = clear = pop = popitem = update = setdefault = _refuse_write
+
+
+class StateOfAll(collections.defaultdict):
+    """`optimizer.state`: parameter -> ParameterState, for the parameters that were updated."""
+
+    def __init__(self, part):
+        super().__init__(dict)
+        self._part, self._filled = part, None
+
+    def _fill(self):
+        now = self._part.age()
+        if now == self._filled:
+            return
+        super().clear()
+        for parameter, state in self._part.states():
+            super().__setitem__(parameter, state)
+        self._filled = now
+
+    def __getitem__(self, parameter):
+        self._fill()
+        return super().__getitem__(parameter) if super().__contains__(parameter) else {}
+
+    def get(self, parameter, default=None):
+        self._fill()
+        return super().get(parameter, default)
+
+    def __contains__(self, parameter):
+        self._fill()
+        return super().__contains__(parameter)
+
+    def __iter__(self):
+        self._fill()
+        return super().__iter__()
+
+    def __len__(self):
+        self._fill()
+        return super().__len__()
+
+    def keys(self):
+        self._fill()
+        return super().keys()
+
+    def items(self):
+        self._fill()
+        return super().items()
+
+    def values(self):
+        self._fill()
+        return super().values()
+
+    def __deepcopy__(self, memo):
+        made = collections.defaultdict(dict)
+        for parameter, state in self.items():
+            made[copy.deepcopy(parameter, memo)] = state.ordinary()
+        return made
+
+    def __reduce_ex__(self, protocol):
+        return collections.defaultdict, (dict,), None, None, iter(list(self.items()))
+
+    __setitem__ = __delitem__ = clear = pop = popitem = update = setdefault = _refuse_write
+
+
+class _Offloaded:
+    """What the instance's class gets before its own."""
+
+    @torch.no_grad()
+    def _offload_step(self, closure=None, **others):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._offload_part.step(**others)
+        self._opt_called = True  # what torch's schedulers look for
+        return loss
+
+    def add_param_group(self, group):
+        super().add_param_group(group)
+        try:
+            self._offload_part.check_groups()
+        except Error:
+            self.param_groups.pop()
+            raise
+
+    def state_dict(self):
+        return self._offload_part.state_dict(super().state_dict())
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(self._offload_part.without_state(state_dict))
+
+    def __setstate__(self, state):
+        # torch's load_state_dict() ends here; our state is where it was.
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+
+    def __getstate__(self):
+        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+
+    def __reduce_ex__(self, protocol):
+        return _make_again, (self._offload_class, self.__getstate__())
+
+    def __deepcopy__(self, memo):
+        made = self._offload_class.__new__(self._offload_class)
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+
+def _make_again(cls, state):
+    made = cls.__new__(cls)
+    made.__setstate__({**state, "state": collections.defaultdict(dict, state["state"])})
+    return made
+
+
+@functools.lru_cache(maxsize=None)
+def _offloaded_class(cls):
+    made = type(cls.__name__, (_Offloaded, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__})
+    made._offload_class = cls
+    made.step = torch.optim.Optimizer.profile_hook_step(_Offloaded._offload_step)  # torch's step hooks
+    made.step.hooked = True
+    return made
+
+
+def has_stepped(optimizer):
+    """Whether it holds moments of steps that were taken in memory."""
+    for state in optimizer.state.values():
+        if not isinstance(state, dict):
+            return True
+        if "step" in state:
+            if number(state["step"]) > 0:
+                return True
+        elif any(value is not None for value in state.values()):
+            return True
+    return False
+
+
+def _check_own_step(optimizer):
+    """A step that somebody put on the instance would not reach the daemon."""
+    own = optimizer.__dict__.get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        _refuse("the optimizer's step() was replaced on the instance", "Attach before whatever replaces it")
+
+
+def check_fresh(optimizer):
+    if isinstance(optimizer, _Offloaded):
+        _refuse("the optimizer is attached already", "Make an optimizer for each attach()")
+    _check_own_step(optimizer)
+    if has_stepped(optimizer):
+        _refuse("the optimizer has stepped before: its moments are in memory, and a job cannot begin with them",
+                "Attach before the first step(), or resume the job that has the moments")
+
+
+class Part:
+    """One optimizer of a job: reads its groups, says them to the engine, shows its state."""
+
+    def __init__(self, handle, optimizer, recipe):
+        self.handle, self.optimizer, self.recipe = handle, optimizer, recipe
+        self._without_momentum = set()  # groups that were stepped without
+        self._checked = 0
+        self._state = StateOfAll(self)
+
+    def swap(self):
+        """From now on the instance is ours."""
+        optimizer = self.optimizer
+        wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's, made before us: it would call the step of torch
+        optimizer.__class__ = _offloaded_class(type(optimizer))
+        optimizer._offload_part = self
+        optimizer._step_supports_amp_scaling = False  # else GradScaler leaves infinities and the scale to a fused step
+        optimizer.__dict__["state"] = self._state
+        if wrapped is not None:
+            step = type(optimizer).step
+
+            @functools.wraps(step)
+            def again(*args, **kwargs):
+                return step(optimizer, *args, **kwargs)
+
+            again._wrapped_by_lr_sched = True  # the mark that torch's schedulers look for
+            again.__func__ = step
+            optimizer.step = again
+        self._checked = len(optimizer.param_groups)
+
+    def tell_flavour(self):
+        """Once: whose roundings these are."""
+        if self.recipe.name in ("Adam", "AdamW") and not all(group.get("fused") for group in self.optimizer.param_groups):
+            _log.info("offloadd: %s without fused=True: equal to torch's up to the last bit of its square root; with fused=True bit for bit",
+                      self.recipe.name)
+
+    # ---- The step ----
+
+    def group_values(self):
+        return [self.recipe.values(group) for group in self.optimizer.param_groups]
+
+    def check_groups(self):
+        """Groups that were added since: their parameters have to be the job's."""
+        for group in self.optimizer.param_groups[self._checked:]:
+            self.recipe.values(group)
+            for parameter in group["params"]:
+                if not self.handle.is_trained(parameter):
+                    raise Error.of(1601, f"add_param_group() with a parameter of shape {list(parameter.shape)} that was not in the model, or "
+                                         "was frozen, when it was attached",
+                                   "Attach when the model is complete, with unfreeze=True for what is trained later")
+        self._checked = len(self.optimizer.param_groups)
+
+    def _check_momentum(self, values):
+        """torch begins a momentum buffer when momentum is first not 0; the daemon at a parameter's first update."""
+        if self.recipe.kind != "sgd":
+            return
+        at = self.recipe.parameters.index("momentum")
+        for i, row in enumerate(values):
+            if row[at] == 0:
+                self._without_momentum.add(i)
+            elif i in self._without_momentum:
+                _refuse("momentum that begins after steps without it", "Give SGD its momentum from the first step on")
+
+    def step(self, **others):
+        given = {name: value for name, value in others.items() if value is not None}
+        if given:
+            _refuse(f"step() with {', '.join(given)}", "Call step() without arguments, or with a closure")
+        if self.optimizer.__dict__.get("state") is not self._state:
+            _refuse_write()
+        self.check_groups()
+        values = self.group_values()
+        self._check_momentum(values)
+        self.handle.apply(self.recipe.kind, [list(group["params"]) for group in self.optimizer.param_groups], values)
+
+    # ---- State ----
+
+    def age(self):
+        """Changes whenever states() may."""
+        return self.handle.step, sum(len(group["params"]) for group in self.optimizer.param_groups)
+
+    def states(self):
+        """(parameter, its state) for every one that was updated."""
+        found = []
+        for group in self.optimizer.param_groups:
+            planes = self.recipe.planes(self.recipe.values(group))
+            for parameter in group["params"]:
+                count = self.handle.update_count(parameter)
+                if count == 0 or not (planes or self.recipe.counts):
+                    continue
+                names = {"step": torch.tensor(float(count))} if self.recipe.counts else {}
+                names.update(dict.fromkeys(planes))
+                found.append((parameter, ParameterState(names, functools.partial(self.handle.gather_one, parameter))))
+        return found
+
+    def state_dict(self, whole):
+        """torch's, where the state fits memory well; else with a text in place of each tensor, which no other optimizer can load."""
+        mark = self.handle.mark()
+        if self.handle.is_state_small():
+            whole["state"] = {index: state.ordinary() for index, state in whole["state"].items()}
+        else:
+            text = f"in the store of offloadd's job {mark['job']}, at step {mark['step']}"
+            whole["state"] = {
+                index: {name: text if value is None else value for name, value in dict.items(state)}
+                for index, state in whole["state"].items()
+            }
+        whole["offloadd"] = mark
+        return whole
+
+    def without_state(self, state_dict):
+        """A dictionary for torch: the groups are loaded, the state has to be the job's."""
+        mark = state_dict.get("offloadd")
+        here = self.handle.mark()
+        if mark is None:
+            if state_dict.get("state"):
+                _refuse("the checkpoint holds an optimizer state that is not of an offloadd job, which a job cannot take over",
+                        "Load the weights alone, and begin the optimizer anew; or continue this run in memory")
+        elif mark.get("id") != here["id"] and mark["step"] > 0:
+            raise Error.of(1602, f"the checkpoint is of job {mark['job']}, this is another job {here['job']}",
+                           "Open the job of the checkpoint: its moments are in its store")
+        elif mark["step"] != here["step"]:
+            raise Error.of(1602, f"the checkpoint is of step {mark['step']}, the job {here['job']} is at step {here['step']}",
+                           "A job continues at its last step by itself, without a checkpoint; for an older step make a new job of a "
+                           "snapshot (handle.snapshot, offloadctl snapshot fork)")
+        loaded = dict(state_dict)
+        loaded.pop("offloadd", None)
+        loaded["state"] = {}
+        return loaded

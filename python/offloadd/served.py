@@ -1,0 +1,212 @@
+"""What Python does with a parameter or a gradient without asking torch's dispatcher.
+
+Bytes are served by a private copy, one tensor at a time: printing, numpy (read-only: what is written there would be lost), lists,
+pickles. Code that only compares addresses gets a number that tells storages apart. Everybody else who asks for an address is refused
+by torch with OFD-1603.
+"""
+
+import copy
+import functools
+import sys
+import weakref
+
+import torch
+
+from .library import Engine
+
+_COMPARES_ADDRESSES = {"transformers", "accelerate", "peft", "huggingface_hub", "safetensors", "lightning", "pytorch_lightning",
+                       "lightning_fabric", "diffusers", "torch"}
+_BETWEEN = {"torch._tensor", "torch.storage", "torch.nn.parameter", __name__}  # frames that only pass the question on
+
+_is_managed = Engine.is_managed
+_identity_of = Engine.identity_of
+
+
+def managed(tensor):
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and _is_managed(tensor)
+
+
+def copy_of(tensor):
+    """Its values now, in a tensor of its own."""
+    with torch.no_grad():
+        return tensor.detach().clone()
+
+
+# ---- Addresses ---------------------------------------------------------------------------------
+
+def _asks_for_identity():
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name not in _BETWEEN:
+            return name.split(".")[0] in _COMPARES_ADDRESSES
+        frame = frame.f_back
+    return False
+
+
+def _tensor_address(original):
+    @functools.wraps(original)
+    def data_ptr(self):
+        if managed(self) and _asks_for_identity():
+            return _identity_of(self)
+        return original(self)
+
+    return data_ptr
+
+
+def _storage_address(original):
+    @functools.wraps(original)
+    def data_ptr(self):
+        if self.device.type == "cpu" and _asks_for_identity():
+            return Engine.identity_of_storage(self._cdata) or original(self)
+        return original(self)
+
+    return data_ptr
+
+
+# ---- Bytes -------------------------------------------------------------------------------------
+
+def _shown(original):
+    """The part of repr() that looks at the values."""
+
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        return original(copy_of(self) if managed(self) else self, *args, **kwargs)
+
+    return call
+
+
+def _listed(original):
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        return original(copy_of(self) if managed(self) else self, *args, **kwargs)
+
+    return call
+
+
+def _read_only(original):
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        if not managed(self):
+            return original(self, *args, **kwargs)
+        if self.requires_grad and not kwargs.get("force"):
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        array = original(copy_of(self), *args, **kwargs)
+        array.flags.writeable = False
+        return array
+
+    return call
+
+
+# Storages that were copied for a pickle that may still be under way, by (storage, its age): tied tensors stay tied in a file.
+_copied = weakref.WeakValueDictionary()
+steps_taken = int  # a function: grows with every step of any job
+
+
+def _over_a_copy(tensor, copies):
+    """The same view of a copy of its whole storage, which `copies` remembers."""
+    with torch.no_grad():
+        storage, flat = tensor.untyped_storage(), tensor.detach()
+        key = (storage._cdata, tensor._version, steps_taken())
+        copied = copies.get(key)
+        if copied is None:
+            copied = flat.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).clone().untyped_storage()
+            copies[key] = copied
+        made = torch.empty(0, dtype=tensor.dtype).set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
+    if tensor.__dict__:
+        made.__dict__.update(tensor.__dict__)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _pickled(original):
+    @functools.wraps(original)
+    def call(self, protocol):
+        return original(_over_a_copy(self, _copied) if managed(self) else self, protocol)
+
+    return call
+
+
+def _deeply_copied(original):
+    @functools.wraps(original)
+    def call(self, memo):
+        if not managed(self) or not self.is_leaf or id(self) in memo:
+            return original(self, memo)
+        memo[id(self)] = made = _over_a_copy(self, memo.setdefault("offloadd", {}))
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        return made
+
+    return call
+
+
+def _copied_shallowly(self):
+    """copy.copy(): another tensor over the same storage. Its default goes through a pickle."""
+    if not managed(self):
+        return copy._reconstruct(self, None, *self.__reduce_ex__(4))
+    if isinstance(self, torch.nn.Parameter):
+        return torch.nn.Parameter(self.data, self.requires_grad)
+    return self.detach().requires_grad_(self.requires_grad)
+
+
+def _new_tensor(original):
+    @functools.wraps(original)
+    def call(self, data, *, dtype=None, device=None, requires_grad=False, **others):
+        if not managed(self):
+            return original(self, data, dtype=dtype, device=device, requires_grad=requires_grad, **others)
+        return torch.empty(0, dtype=self.dtype).new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **others)
+
+    return call
+
+
+def _new(original):
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        return original(torch.empty(0, dtype=self.dtype) if managed(self) else self, *args, **kwargs)
+
+    return call
+
+
+def _serialized(original):
+    """safetensors follows the pointer here."""
+
+    @functools.wraps(original)
+    def call(tensor, *args, **kwargs):
+        return original(copy_of(tensor) if managed(tensor) else tensor, *args, **kwargs)
+
+    return call
+
+
+def _wrap(owner, name, make):
+    if hasattr(owner, name):
+        setattr(owner, name, make(getattr(owner, name)))
+
+
+@functools.lru_cache(maxsize=None)
+def install():
+    """Once, with the first attach()."""
+    tensor = torch.Tensor
+    _wrap(torch._tensor_str, "_tensor_str", _shown)
+    _wrap(tensor, "tolist", _listed)
+    _wrap(tensor, "numpy", _read_only)
+    _wrap(tensor, "__array__", _listed)
+    _wrap(tensor, "__reduce_ex__", _pickled)
+    _wrap(tensor, "__deepcopy__", _deeply_copied)
+    tensor.__copy__ = _copied_shallowly
+    _wrap(tensor, "new_tensor", _new_tensor)
+    _wrap(tensor, "new", _new)
+    _wrap(tensor, "data_ptr", _tensor_address)
+    _wrap(torch.UntypedStorage, "data_ptr", _storage_address)
+
+
+_serializers = set()
+
+
+def install_serializers():
+    """safetensors, when it is there; looked for at every attach(), since it may be imported late."""
+    try:
+        import safetensors.torch as module
+    except ImportError:
+        return
+    if "safetensors" not in _serializers:
+        _serializers.add("safetensors")
+        _wrap(module, "_to_ndarray", _serialized)

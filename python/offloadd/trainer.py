@@ -1,0 +1,223 @@
+"""Hugging Face's Trainer: `Trainer(..., callbacks=[offloadd.TrainerCallback(nvme_path=…, ram=…, job=…)])`.
+
+The callback attaches when training begins: the optimizer is made, a checkpoint is loaded, nothing has been computed. A job that has
+steps already is continued: with resume_from_checkpoint at the checkpoint's step, which has to be the job's; without, at the job's last
+step, as if the process had never ended: the callback keeps Trainer's own state, the scheduler's and the random numbers in the job.
+"""
+
+import functools
+import io
+import json
+import logging
+import os
+import random
+import shutil
+import tempfile
+import weakref
+
+import torch
+import transformers
+
+from . import handle as handles
+from .errors import Error
+from .library import is_disabled
+from .optimizer import has_stepped
+
+_log = logging.getLogger("offloadd")
+_MAGIC = "offloadd.TrainerCallback"
+
+
+def _random_state():
+    import numpy
+
+    return {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()}
+
+
+def _bytes_of(data):
+    file = io.BytesIO()
+    torch.save(data, file)
+    return file.getvalue()
+
+
+def _moments_are(handle, optimizer, state):
+    """Whether moments that a checkpoint has brought into memory are the job's: those of the smallest parameters are compared."""
+    chosen = sorted((p for p in state if state[p]), key=lambda p: p.numel())[:4]
+    part = optimizer._offload_part
+    for parameter in chosen:
+        for name in part.recipe.planes(part.recipe.values(optimizer.param_groups[0])):
+            theirs = state[parameter].get(name)
+            if isinstance(theirs, torch.Tensor) and not torch.equal(theirs.float(), handle.gather_one(parameter, name)):
+                return False
+    return True
+
+
+class TrainerCallback(transformers.TrainerCallback):
+    """`handle` is the job while training runs. Further arguments are those of offloadd.attach()."""
+
+    def __init__(self, *, resume=True, **options):
+        self.options, self.resume, self.handle = options, resume, None
+        self.trainer = lambda: None  # while it trains
+        self._scheduler = None
+        _patch_trainer()
+
+    # ---- Trainer's events ----
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        if self.handle is not None and self.handle.is_open:
+            if any(each is optimizer for each in self.handle.optimizers):
+                return  # train() again
+            self.handle.close()
+        loaded = {}
+        if not is_disabled() and has_stepped(optimizer) and state.global_step > 0:
+            loaded = dict(optimizer.state)  # of the checkpoint
+            optimizer.state.clear()
+        self.handle = handles.attach(model, optimizer, **self.options)
+        self._scheduler = lr_scheduler
+        try:
+            self._check(state, optimizer, loaded)
+        except BaseException:
+            self.handle.close()
+            raise
+
+    def _check(self, state, optimizer, loaded):
+        handle = self.handle
+        if is_disabled():
+            return
+        if handle.step != state.global_step:
+            fix = "Leave resume_from_checkpoint out: the job continues at its last step by itself" if state.global_step else \
+                "Name a new job to begin anew, or leave resume=False out to continue this one"
+            raise Error.of(1602, f"the job {handle.job} is at step {handle.step}, the Trainer at step {state.global_step}", fix)
+        if loaded and not _moments_are(handle, optimizer, loaded):
+            raise Error.of(1602, f"the moments of the checkpoint are not those of job {handle.job}, although both are at step {handle.step}",
+                           "Resume the job that the checkpoint was written by")
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        """What is needed to go on after this step travels with it."""
+        if self.handle is None or is_disabled():
+            return
+        kept = _bytes_of({"magic": _MAGIC, "random": _random_state(), "epoch": state.epoch, "step": state.global_step + 1,
+                          "job_step": self.handle.step + 1,
+                          "scheduler": self._scheduler_state(), "trainer": self._trainer_state(state)})
+        if len(kept) <= 900_000:
+            self.handle.trainer_state = kept
+
+    def _scheduler_state(self):
+        """The scheduler's, which will step once more after the optimizer."""
+        return self._scheduler.state_dict() if self._scheduler is not None and not _is_plateau(self._scheduler) else None
+
+    def _trainer_state(self, state):
+        """As trainer_state.json has it, with the log of the last steps."""
+        kept = {key: value for key, value in vars(state).items() if key not in ("log_history", "stateful_callbacks")}
+        whole = json.loads(json.dumps(kept, default=lambda _: None))
+        whole["log_history"] = json.loads(json.dumps(state.log_history[-200:], default=str))
+        whole["stateful_callbacks"] = json.loads(json.dumps(self._callback_states(), default=str))
+        return json.dumps(whole)
+
+    def _callback_states(self):
+        states, trainer = {}, self.trainer()
+        if trainer is None:
+            return states
+        for each in [*trainer.callback_handler.callbacks, trainer.control]:
+            if isinstance(each, transformers.trainer_callback.ExportableState):
+                name = type(each).__name__
+                if name in states:
+                    states[name] = [*(states[name] if isinstance(states[name], list) else [states[name]]), each.state()]
+                else:
+                    states[name] = each.state()
+        return states
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.handle is not None:
+            self.handle.wait_durable()
+
+    def close(self):
+        if self.handle is not None:
+            self.handle.close()
+
+    # ---- Continuing a job without a checkpoint ----
+
+    def kept_state(self):
+        """What the job has to continue from, None for a new one. Opens it; attach() will take it over."""
+        if is_disabled() or not self.resume:
+            return None
+        engine, mark = handles.open_ahead(self.options)
+        if engine.step_count() == 0:
+            return None
+        if not mark:
+            return None
+        kept = torch.load(io.BytesIO(mark), weights_only=False)  # our own, of this user's job
+        return kept if isinstance(kept, dict) and kept.get("magic") == _MAGIC and kept["job_step"] == engine.step_count() else None
+
+
+def _is_plateau(scheduler):
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def callback_of(trainer):
+    return next((each for each in trainer.callback_handler.callbacks if isinstance(each, TrainerCallback)), None)
+
+
+def _write_checkpoint(trainer, kept):
+    """A folder with all that Trainer reads of a checkpoint, but weights and moments."""
+    folder = os.path.join(tempfile.mkdtemp(prefix="offloadd-"), f"checkpoint-{kept['step']}")
+    os.mkdir(folder)
+    state = json.loads(kept["trainer"])
+    state["global_step"] = kept["step"]
+    with open(os.path.join(folder, "trainer_state.json"), "w", encoding="utf-8") as file:
+        json.dump(state, file)
+    torch.save(kept["random"], os.path.join(folder, "rng_state.pth"))
+    return folder
+
+
+def _continue(trainer, kept, original, kwargs):
+    """Runs train() as from a checkpoint of the job's last step, whose weights and moments are in the job."""
+    folder = _write_checkpoint(trainer, kept)
+
+    def load_scheduler(checkpoint):
+        # The state that was kept is from before the scheduler's own step.
+        if kept["scheduler"] is not None:
+            trainer.lr_scheduler.load_state_dict(kept["scheduler"])
+            trainer.lr_scheduler.optimizer._opt_called = True
+            getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler).step()
+        for group, lr in zip(trainer.optimizer.param_groups, trainer.lr_scheduler.get_last_lr()):
+            group["lr"] = lr
+
+    trainer._load_from_checkpoint = lambda *_, **__: None
+    trainer._load_optimizer_and_scheduler = load_scheduler
+    try:
+        return original(trainer, resume_from_checkpoint=folder, **kwargs)
+    finally:
+        for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler"):
+            trainer.__dict__.pop(name, None)
+        shutil.rmtree(os.path.dirname(folder), ignore_errors=True)
+
+
+def _last_checkpoint(folder):
+    """The step of Trainer's last checkpoint; 0 when there is none, or a kill cut it short."""
+    found = transformers.trainer_utils.get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    is_whole = found is not None and os.path.exists(os.path.join(found, "trainer_state.json"))
+    return int(found.rsplit("-", 1)[1]) if is_whole else 0
+
+
+@functools.lru_cache(maxsize=None)
+def _patch_trainer():
+    """train() continues a job that has steps: always without resume_from_checkpoint, and with True when the job is further than the last
+    checkpoint. A checkpoint that is named has to be of the job's step."""
+    original = transformers.Trainer.train
+
+    @functools.wraps(original)
+    def train(self, resume_from_checkpoint=None, *args, **kwargs):
+        callback = callback_of(self)
+        if callback is None or args or isinstance(resume_from_checkpoint, (str, os.PathLike)):
+            return original(self, resume_from_checkpoint, *args, **kwargs)
+        if callback.handle is not None:
+            return original(self, resume_from_checkpoint, **kwargs)  # not the first time in this process
+        callback.trainer = weakref.ref(self)
+        kept = callback.kept_state()
+        if kept is None or (resume_from_checkpoint and kept["step"] <= _last_checkpoint(self.args.output_dir)):
+            return original(self, resume_from_checkpoint, **kwargs)
+        _log.warning("offloadd: continuing at step %d, where the job is; no checkpoint is read", kept["step"])
+        return _continue(self, kept, original, kwargs)
+
+    transformers.Trainer.train = train

@@ -1,0 +1,306 @@
+"""Runs small training programs twice, in memory and offloaded, and compares everything they return, and the weights, bit for bit.
+
+A case is a function of a Run. It builds what it trains from the run, calls run.attach() where a script would, and returns what it has
+seen. It is run in memory once per type, and offloaded with the least memory that trains (gradients on the drive) or with twice that.
+
+    serving_test.py [--all] [--loud] [NAME...]       --all: each type with each memory; --loud: what the daemons say
+"""
+
+import contextlib
+import io
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+import xml.sax.saxutils
+
+import torch
+
+import offloadd
+from offloadd import in_memory
+
+VOCABULARY, WIDTH, LENGTH = 256, 48, 12
+_cases = []
+
+
+def case(function=None, *, types=("fp32", "bf16"), tolerance=0.0, refused=None, memory=("floor", "double")):
+    """`refused`: the number of the error that the offloaded run must end with; `tolerance`: of what is not promised bit for bit, in
+    fp32."""
+    if function is None:
+        return lambda each: case(each, types=types, tolerance=tolerance, refused=refused, memory=memory)
+    _cases.append((function, types, tolerance, refused, memory))
+    return function
+
+
+# ---- What is trained ---------------------------------------------------------------------------
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.qkv, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH, bias=False), torch.nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.first(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4)
+        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.second(x))))
+
+
+class Transformer(torch.nn.Module):
+    def __init__(self, layers=2, tied=False, checkpointing=None):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(layers))
+        self.norm, self.head = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.checkpointing = checkpointing
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            if self.checkpointing is None:
+                x = block(x)
+            else:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
+        return self.head(self.norm(x))
+
+
+class Run:
+    def __init__(self, memory, dtype, folder):
+        self.memory, self.dtype, self.folder = memory, dtype, folder
+        self.offloaded = memory is not None
+        self.handles, self.models = [], []
+        self._jobs = 0
+
+    def model(self, **options):
+        torch.manual_seed(0)
+        return Transformer(**options).to(self.dtype)
+
+    def make(self, build):
+        """Another model, with the weights of a seed."""
+        torch.manual_seed(0)
+        return build().to(self.dtype)
+
+    def attach(self, model, optimizer, **options):
+        models = model if isinstance(model, list) else [model]
+        self.models += models
+        if not self.offloaded:
+            optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+            handle = in_memory.Handle(models, optimizers, {"job": "memory"})
+        else:
+            if "job" not in options:
+                self._jobs += 1
+            options = {"job": f"job{self._jobs}", **options}
+            handle = offloadd.attach(model, optimizer, nvme_path=self.folder, ram=self.ram(models, optimizer, bool(options.get("unfreeze"))),
+                                     spill_gradients=self.memory == "floor", **options)
+        self.handles.append(handle)
+        return handle
+
+    def ram(self, models, optimizer, unfreeze=False):
+        """Bytes: the least that trains such a model with any optimizer."""
+        if self.memory not in ("floor", "double"):
+            return self.memory
+        copies = [torch.nn.ParameterList(torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad) for p in m.parameters())
+                  for m in models]
+        parameters = [p for each in copies for p in each]
+        key = (tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in parameters), unfreeze)
+        if key not in _floors:
+            try:
+                probe = torch.optim.AdamW(parameters, amsgrad=True)
+                with offloadd.attach(copies, probe, nvme_path=self.folder, ram="1GiB", job="probe", spill_gradients=True,
+                                     unfreeze=unfreeze) as handle:
+                    _floors[key] = handle.plan()["floor_bytes"]
+            finally:
+                shutil.rmtree(os.path.join(self.folder, "probe"), ignore_errors=True)
+                for name in os.listdir(self.folder):
+                    if name.startswith("probe"):
+                        path = os.path.join(self.folder, name)
+                        shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
+        return str(_floors[key] * (1 if self.memory == "floor" else 2))
+
+    def batch(self, step, size=2):
+        return torch.randint(VOCABULARY, (size, LENGTH), generator=torch.Generator().manual_seed(step))
+
+    def loss(self, model, step, size=2):
+        ids = self.batch(step, size)
+        return torch.nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+
+    def train(self, model, optimizer, steps=3, first=0, clip=None, scheduler=None, micro=1):
+        """The ordinary loop; losses and norms."""
+        told = []
+        for step in range(first, first + steps):
+            for part in range(micro):
+                loss = self.loss(model, step * micro + part) / micro
+                loss.backward()
+                told.append(loss.item())
+            if clip is not None:
+                told.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None:
+                scheduler.step()
+                told.append(scheduler.get_last_lr())
+        return told
+
+    def fit(self, model, batches, make=None):
+        """The ordinary loop of a Hugging Face model; losses and norms."""
+        model.train()
+        optimizer = (make or (lambda p: torch.optim.AdamW(p, 1e-3, fused=True)))(model.parameters())
+        self.attach(model, optimizer)
+        told = []
+        for batch in batches:
+            loss = model(**batch).loss
+            loss.backward()
+            told += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return told
+
+    def weights(self):
+        return [p.detach().clone() for model in self.models for p in model.parameters()]
+
+    def close(self):
+        for handle in self.handles:
+            handle.close()
+
+
+_floors = {}
+
+
+# ---- Comparing ---------------------------------------------------------------------------------
+
+def own(result):
+    """The same with tensors that outlive the job."""
+    if isinstance(result, torch.Tensor):
+        with torch.no_grad():
+            return result.detach().clone()
+    if isinstance(result, dict):
+        return {key: own(value) for key, value in result.items()}
+    if isinstance(result, (list, tuple)):
+        return [own(value) for value in result]
+    return result
+
+
+def difference(there, here, tolerance, path="result"):
+    """What differs first, or None."""
+    if isinstance(there, torch.Tensor) and isinstance(here, torch.Tensor):
+        if there.shape != here.shape or there.dtype != here.dtype:
+            return f"{path}: {there.dtype}{list(there.shape)} and {here.dtype}{list(here.shape)}"
+        with torch.no_grad():
+            there, here = there.detach().clone(), here.detach().clone()
+            if torch.equal(there, here) or (there.is_floating_point() and torch.equal(there.nan_to_num(7), here.nan_to_num(7))):
+                return None
+            if not there.is_floating_point():
+                return f"{path} differs"
+            most = (there.double() - here.double()).abs().max().item()
+            return None if most <= tolerance else f"{path} differs by {most:g} in {int((there != here).sum())} of {there.numel()}"
+    if type(there) is not type(here):
+        return f"{path}: {type(there).__name__} and {type(here).__name__}"
+    if isinstance(there, dict):
+        if list(there) != list(here):
+            return f"{path}: keys {list(there)} and {list(here)}"
+        return next((d for key in there if (d := difference(there[key], here[key], tolerance, f"{path}[{key!r}]"))), None)
+    if isinstance(there, (list, tuple)):
+        if len(there) != len(here):
+            return f"{path}: {len(there)} and {len(here)} items"
+        return next((d for i, (a, b) in enumerate(zip(there, here)) if (d := difference(a, b, tolerance, f"{path}[{i}]"))), None)
+    if isinstance(there, float):
+        if there == here or (there != there and here != here) or abs(there - here) <= tolerance:
+            return None
+        return f"{path}: {there!r} and {here!r}"
+    return None if there == here else f"{path}: {there!r} and {here!r}"
+
+
+def _execute(function, memory, dtype):
+    """(result and weights, error)."""
+    folder = tempfile.mkdtemp(prefix="battery-", dir=os.environ.get("TEST_TMPDIR") or None)
+    run = Run(memory, dtype, folder)
+    torch.manual_seed(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = own(function(run))
+            return (result, run.weights() if all(handle.is_open for handle in run.handles) else []), None
+    except Exception as error:  # noqa: the case says which one is right
+        return None, error
+    finally:
+        run.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _verdict(function, dtype, tolerance, refused, memory, expected):
+    result, error = _execute(function, memory, dtype)
+    if refused is not None:
+        if isinstance(error, offloadd.Error) and error.id == refused:
+            return None
+        return f"expected OFD-{refused}, got {error!r}"
+    if error is not None:
+        return "".join(traceback.format_exception(error))
+    return difference(expected, result, tolerance * (64 if dtype == torch.bfloat16 else 1))
+
+
+def _types(name):
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+
+
+def _results(only, everything):
+    """(name, what is wrong or None, seconds) of every case and variant."""
+    for number, (function, types, tolerance, refused, memories) in enumerate(_cases):
+        for type_name in types:
+            if only and not any(each in f"{function.__name__}/{type_name}" for each in only):
+                continue
+            expected = None
+            if refused is None:
+                expected, error = _execute(function, None, _types(type_name))
+                if error is not None:
+                    yield f"{function.__name__}/{type_name}/memory", "".join(traceback.format_exception(error)), 0.0
+                    continue
+            # Without --all, types take turns with memories.
+            turn = (number + types.index(type_name)) % len(memories)
+            for memory in memories if everything else memories[turn:turn + 1]:
+                begin = time.monotonic()
+                wrong = _verdict(function, _types(type_name), tolerance, refused, memory, expected)
+                yield f"{function.__name__}/{type_name}/{memory}", wrong, time.monotonic() - begin
+
+
+def _write_xml(path, results):
+    lines = ["<testsuites><testsuite name='battery'>"]
+    for name, wrong, seconds in results:
+        failure = f"<failure>{xml.sax.saxutils.escape(''.join(c for c in wrong if c.isprintable() or c == chr(10)))}</failure>" if wrong else ""
+        lines.append(f"<testcase name={xml.sax.saxutils.quoteattr(name)} status='run' time='{seconds:.3f}'>{failure}</testcase>")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write("\n".join([*lines, "</testsuite></testsuites>", ""]))
+
+
+@contextlib.contextmanager
+def _quiet():
+    """Daemons tell what they do; that is kept for failures only."""
+    saved = os.dup(2)
+    with tempfile.TemporaryFile() as messages:
+        os.dup2(messages.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def main():
+    torch.set_num_threads(1)
+    results = []
+    with contextlib.nullcontext() if "--loud" in sys.argv else _quiet():
+        for name, wrong, seconds in _results([each for each in sys.argv[1:] if not each.startswith("-")], "--all" in sys.argv):
+            results.append((name, wrong, seconds))
+            print(f"{'FAILED' if wrong else 'ok':<7} {name} {seconds:.2f} s" + (f"\n{wrong}" if wrong else ""), flush=True)
+    if os.environ.get("XML_OUTPUT_FILE"):
+        _write_xml(os.environ["XML_OUTPUT_FILE"], results)
+    failed = sum(1 for _, wrong, _ in results if wrong)
+    print(f"{len(results) - failed} equal or refused as they should be, {failed} failed")
+    return 1 if failed or not results else 0

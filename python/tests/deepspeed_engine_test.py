@@ -1,0 +1,531 @@
+"""Programs for DeepSpeed over offloadd, beside the same loop of plain torch in memory: losses, norms and weights are equal, bit for bit."""
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import torch
+
+import offloadd
+import offloadd.deepspeed
+
+WIDTH = 32
+RAM = "64MiB"
+
+
+class Net(torch.nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed = torch.nn.Embedding(64, WIDTH)
+        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+        self.norm, self.head = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 64, bias=False)
+        self.register_buffer("calls", torch.zeros(1))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        self.calls += 1
+        x = self.embed(ids)
+        x = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return torch.nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def make(dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    return Net(**options).to(dtype)
+
+
+def batch(i):
+    return torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(i))
+
+
+def copies(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+class Masters:
+    """The plain loop's optimizer for bf16: fp32 masters and moments, cast back."""
+
+    def __init__(self, model, make_optimizer):
+        self.pairs = [(p, torch.nn.Parameter(p.detach().float())) for p in model.parameters()]
+        self.optimizer = make_optimizer([master for _, master in self.pairs])
+        self.param_groups, self.defaults = self.optimizer.param_groups, self.optimizer.defaults
+
+    def step(self):
+        for p, master in self.pairs:
+            master.grad = None if p.grad is None else p.grad.float()
+        self.optimizer.step()
+        with torch.no_grad():
+            for p, master in self.pairs:
+                p.copy_(master)
+
+    def zero_grad(self):
+        for p, _ in self.pairs:
+            p.grad = None
+
+
+def plain(model, optimizer, steps, micro=1, clip=None, scheduler=None, first=0):
+    """The loop in memory."""
+    told = []
+    for step in range(first, first + steps):
+        for k in range(micro):
+            loss = model(batch(step * micro + k))
+            (loss / micro if micro > 1 else loss).backward()
+            told.append(loss.item())
+        if clip:
+            told.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        told.append(optimizer.param_groups[0]["lr"])
+    return told
+
+
+def engine_loop(engine, steps, micro=1, clip=None, first=0):
+    told = []
+    for step in range(first, first + steps):
+        for k in range(micro):
+            loss = engine(batch(step * micro + k))
+            engine.backward(loss)
+            engine.step()
+            told.append(loss.item())
+        if clip:
+            told.append(engine.get_global_grad_norm())
+        told.append(engine.get_lr()[0])
+    return told
+
+
+class DeepSpeedTest(unittest.TestCase):
+    def setUp(self):
+        torch.set_num_threads(1)
+        self.folder = tempfile.TemporaryDirectory(dir=os.environ.get("TEST_TMPDIR") or None)
+        self.pool = os.path.join(self.folder.name, "pool")
+        os.mkdir(self.pool)
+        os.environ["OFFLOADD_RAM"] = RAM
+        for name in ("OFFLOADD_POOL", "OFFLOADD_JOB", "OFFLOADD_CONFIG"):
+            os.environ.pop(name, None)
+        self.engines = []
+
+    def tearDown(self):
+        for engine in self.engines:
+            engine.destroy()
+        offloadd.deepspeed.setup.set_installed({})
+        self.folder.cleanup()
+
+    def config(self, **changes):
+        whole = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0,
+                 "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+                 "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": self.pool},
+                                       "offload_optimizer": {"device": "nvme", "nvme_path": self.pool}}}
+        whole.update(changes)
+        return {key: value for key, value in whole.items() if value is not None}
+
+    def initialize(self, model, config, **others):
+        others.setdefault("model_parameters", None if "optimizer" in others else model.parameters())
+        made = offloadd.deepspeed.initialize(model=model, config=config, **others)
+        self.engines.append(made[0])
+        return made
+
+    def check_equal(self, here, there):
+        for name, value in there.state_dict().items():
+            self.assertTrue(torch.equal(here.state_dict()[name], value), name)
+
+    def check(self, config, make_optimizer, make_scheduler=None, steps=4, micro=1, clip=None, dtype=torch.float32, **options):
+        """One configuration against the plain loop."""
+        here, there = make(**options), make(dtype, **options)
+        engine, _, _, _ = self.initialize(here, config)
+        optimizer = make_optimizer(there.parameters()) if dtype == torch.float32 else Masters(there, make_optimizer)
+        scheduler = make_scheduler(optimizer) if make_scheduler else None
+        self.assertEqual(engine_loop(engine, steps, micro, clip), plain(there, optimizer, steps, micro, clip, scheduler))
+        self.check_equal(here, there)
+        self.assertEqual(engine.global_steps, steps)
+        return engine
+
+    @staticmethod
+    def adamw(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+
+    # ---- The loop ----
+
+    def test_the_plain_configuration(self):
+        self.check(self.config(), self.adamw)
+
+    def test_tied_weights(self):
+        self.check(self.config(), self.adamw, tied=True)
+
+    def test_accumulation_and_clipping(self):
+        self.check(self.config(gradient_accumulation_steps=3, gradient_clipping=0.25), self.adamw, micro=3, clip=0.25)
+
+    def test_accumulation_follows_from_the_batch(self):
+        engine = self.check(self.config(train_batch_size=8), self.adamw, micro=2)
+        self.assertEqual(engine.get_batch_info(), (8, 4, 2))
+
+    def test_clipping_is_on_where_nothing_is_said(self):
+        with self.assertLogs("offloadd", logging.WARNING) as logs:
+            self.check(self.config(gradient_clipping=None), self.adamw, clip=1.0)
+        self.assertIn("clipped at 1.0", "".join(logs.output))
+
+    def test_bf16(self):
+        self.check(self.config(bf16={"enabled": True}, gradient_clipping=0.5), self.adamw, clip=0.5, dtype=torch.bfloat16)
+
+    def test_adam_with_weight_decay_in_the_gradient(self):
+        optimizer = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False}}
+        self.check(self.config(optimizer=optimizer), lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, fused=True))
+
+    def test_adam_is_adamw_as_with_deepspeed(self):
+        self.check(self.config(optimizer={"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}}), self.adamw)
+
+    def test_sgd(self):
+        optimizer = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
+        self.check(self.config(optimizer=optimizer), lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9))
+
+    def test_warm_up(self):
+        params = {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 3, "total_num_steps": 10}
+        self.check(self.config(scheduler={"type": "WarmupDecayLR", "params": params}), self.adamw,
+                   lambda o: offloadd.deepspeed.schedules.WarmupDecayLR(o, 10, 0, 1e-2, 3), steps=6)
+
+    def test_one_cycle_changes_betas_too(self):
+        params = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3}
+        self.check(self.config(scheduler={"type": "OneCycle", "params": params}), self.adamw,
+                   lambda o: offloadd.deepspeed.schedules.OneCycle(o, 1e-3, 1e-2, cycle_first_step_size=3), steps=6)
+
+    def test_a_schedule_of_torch_by_its_name(self):
+        self.check(self.config(scheduler={"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}}), self.adamw,
+                   lambda o: torch.optim.lr_scheduler.StepLR(o, step_size=2, gamma=0.5))
+
+    def test_an_optimizer_and_a_schedule_of_the_programs_own(self):
+        here, there = make(), make()
+        optimizer = self.adamw(here.parameters())
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        engine, same, loader, kept = self.initialize(here, self.config(optimizer=None), optimizer=optimizer, lr_scheduler=scheduler)
+        self.assertIs(same, optimizer)
+        self.assertIs(kept, scheduler)
+        self.assertIsNone(loader)
+        mine = self.adamw(there.parameters())
+        theirs = torch.optim.lr_scheduler.CosineAnnealingLR(mine, 10)
+        self.assertEqual(engine_loop(engine, 4), plain(there, mine, 4, scheduler=theirs))
+        self.check_equal(here, there)
+
+    def test_callables_make_optimizer_and_schedule(self):
+        here, there = make(), make()
+        engine, optimizer, _, scheduler = self.initialize(
+            here, self.config(optimizer=None), optimizer=lambda p: offloadd.deepspeed.adam.DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1),
+            lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: 1 / (t + 1)))
+        self.assertIsInstance(optimizer, offloadd.deepspeed.adam.DeepSpeedCPUAdam)
+        self.assertIs(engine.lr_scheduler, scheduler)
+        mine = self.adamw(there.parameters())
+        self.assertEqual(engine_loop(engine, 3), plain(there, mine, 3, scheduler=torch.optim.lr_scheduler.LambdaLR(mine, lambda t: 1 / (t + 1))))
+
+    def test_groups_with_their_own_decay(self):
+        here, there = make(), make()
+
+        def groups(model):
+            named = list(model.named_parameters())
+            return [{"params": [p for n, p in named if p.dim() > 1], "weight_decay": 0.2},
+                    {"params": [p for n, p in named if p.dim() < 2], "weight_decay": 0.0}]
+
+        engine, *_ = self.initialize(here, self.config(), model_parameters=groups(here))
+        self.assertEqual(engine_loop(engine, 3), plain(there, torch.optim.AdamW(groups(there), lr=1e-2, fused=True), 3))
+        self.check_equal(here, there)
+
+    def test_a_frozen_part_stays(self):
+        here, there = make(), make()
+        for model in (here, there):
+            model.embed.requires_grad_(False)
+        engine, *_ = self.initialize(here, self.config())
+        trained = [p for p in there.parameters() if p.requires_grad]
+        self.assertEqual(engine_loop(engine, 3), plain(there, self.adamw(trained), 3))
+        self.check_equal(here, there)
+
+    def test_the_boundary_that_a_program_sets(self):
+        here, there = make(), make()
+        engine, *_ = self.initialize(here, self.config(gradient_accumulation_steps=2))
+        optimizer = self.adamw(there.parameters())
+        for step in range(3):
+            engine.set_gradient_accumulation_boundary(False)
+            engine.backward(engine(batch(2 * step)))
+            engine.set_gradient_accumulation_boundary(True)
+            engine.backward(engine(batch(2 * step + 1)))
+            engine.step()
+            self.assertTrue(engine.was_step_applied())
+        plain(there, optimizer, 3, micro=2)
+        self.check_equal(here, there)
+
+    def test_zero_grad_between_micro_batches_loses_nothing(self):
+        here, there = make(), make()
+        engine, *_ = self.initialize(here, self.config(gradient_accumulation_steps=2))
+        for i in range(4):
+            engine.zero_grad()
+            engine.backward(engine(batch(i)))
+            engine.step()
+        plain(there, self.adamw(there.parameters()), 2, micro=2)
+        self.check_equal(here, there)
+
+    def test_backward_of_the_loss_itself_is_scaled(self):
+        here, there = make(), make()
+        engine, *_ = self.initialize(here, self.config(gradient_accumulation_steps=2))
+        for i in range(4):
+            engine(batch(i)).backward()
+            engine.step()
+        plain(there, self.adamw(there.parameters()), 2, micro=2)
+        self.check_equal(here, there)
+
+    def test_evaluation_between_steps(self):
+        here, there = make(), make()
+        engine, *_ = self.initialize(here, self.config())
+        optimizer = self.adamw(there.parameters())
+        for step in range(2):
+            self.assertEqual(engine_loop(engine, 1, first=step), plain(there, optimizer, 1, first=step))
+            engine.eval(), there.eval()
+            with torch.no_grad():
+                self.assertEqual(engine(batch(50)).item(), there(batch(50)).item())
+            engine.train(), there.train()
+
+    def test_training_data_becomes_a_loader(self):
+        data = [batch(i)[0] for i in range(16)]
+        engine, _, loader, _ = self.initialize(make(), self.config(), training_data=data)
+        seen = [ids for ids in loader]
+        self.assertEqual([len(seen), list(seen[0].shape)], [4, [4, 8]])
+        for ids in offloadd.deepspeed.RepeatingLoader(loader):
+            engine.backward(engine(ids))
+            engine.step()
+            if engine.global_steps == 6:
+                break
+
+    def test_without_an_optimizer_the_model_can_be_evaluated(self):
+        here = make()
+        engine, optimizer, _, _ = self.initialize(here, self.config(optimizer=None))
+        self.assertIsNone(optimizer)
+        with torch.no_grad():
+            self.assertEqual(engine(batch(0)).item(), make()(batch(0)).item())
+        with self.assertRaises(offloadd.Error) as caught:
+            engine.backward(engine(batch(0)))
+        self.assertEqual(caught.exception.id, 1105)
+
+    # ---- Configurations ----
+
+    def test_a_configuration_is_a_file_or_arguments_too(self):
+        path = os.path.join(self.folder.name, "ds_config.json")
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.config(), file)
+        parser = offloadd.deepspeed.add_config_arguments(argparse.ArgumentParser())
+        args = parser.parse_args(["--deepspeed", "--deepspeed_config", path])
+        self.assertTrue(args.deepspeed)
+        model = make()
+        engine, *_ = offloadd.deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+        self.engines.append(engine)
+        self.assertEqual(engine.config["optimizer"]["type"], "AdamW")
+
+    def test_what_would_train_something_else_is_refused(self):
+        zero = self.config()["zero_optimization"]
+        refused = [(1104, {"fp16": {"enabled": True}}), (1107, {"zero_optimization": {**zero, "zenflow": {"topk_ratio": 0.1}}}),
+                   (1104, {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1}}}), (1104, {"optimizer": {"type": "Lion"}}),
+                   (1105, {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}), (1103, {"train_batch_size": 6}),
+                   (1102, {"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}),
+                   (1102, {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}}),
+                   (1104, {"scheduler": {"type": "Warmup"}}), (1104, {"tensor_parallel": {"autotp_size": 2}})]
+        for number, changes in refused:
+            with self.subTest(changes), self.assertRaises(offloadd.Error) as caught:
+                self.initialize(make(), self.config(**changes))
+            self.assertEqual(caught.exception.id, number, str(caught.exception))
+
+    def test_a_run_without_a_drive_or_a_budget_says_how_to_name_them(self):
+        del os.environ["OFFLOADD_RAM"]
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1105.*OFFLOADD_RAM"):
+            self.initialize(make(), self.config())
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1105.*OFFLOADD_POOL"):
+            self.initialize(make(), self.config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}}))
+
+    def test_variables_win_over_the_file_and_install_over_variables(self):
+        other = os.path.join(self.folder.name, "other")
+        os.mkdir(other)
+        os.environ["OFFLOADD_POOL"] = other
+        engine, *_ = self.initialize(make(), self.config())
+        self.assertEqual(engine.handle.nvme_path, other)
+        engine.destroy()
+        offloadd.deepspeed.setup.set_installed({"nvme_path": self.pool})
+        engine, *_ = self.initialize(make(), self.config())
+        self.assertEqual(engine.handle.nvme_path, self.pool)
+
+    def test_attach_takes_configurations_too(self):
+        model = make()
+        with offloadd.attach(model, self.adamw(model.parameters()), config=self.config(), job="attached") as handle:
+            self.assertEqual(handle.nvme_path, self.pool)
+        path = os.path.join(self.folder.name, "offloadd.toml")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(f'job = "toml"\nmemory.ram = "64MiB"\npool = "{self.pool}"\n')
+        model = make()
+        with offloadd.attach(model, self.adamw(model.parameters()), config=path) as handle:
+            self.assertEqual(handle.job, "toml")
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("memroy = 1\n")
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1003.*:4:1: unknown key"):
+            offloadd.attach(model, self.adamw(model.parameters()), config=path)
+
+    # ---- Jobs and checkpoints ----
+
+    def jobs(self):
+        return sorted(name for name in os.listdir(self.pool) if name.endswith(".offload"))
+
+    def test_a_run_begins_anew_and_leaves_nothing(self):
+        for _ in range(2):
+            self.check(self.config(), self.adamw, steps=2).destroy()
+        self.assertEqual(self.jobs(), [])
+
+    def test_a_run_with_a_name_continues(self):
+        offloadd.deepspeed.setup.set_installed({"job": "named"})
+        here, there = make(), make()
+        engine, *_ = self.initialize(here, self.config())
+        told = engine_loop(engine, 2)
+        engine.destroy()
+        engine, *_ = self.initialize(make(), self.config())
+        self.assertEqual(engine.global_steps, 2)
+        told += engine_loop(engine, 2, first=2)
+        self.assertEqual(told, plain(there, self.adamw(there.parameters()), 4))
+        self.assertEqual(self.jobs(), ["named.offload"])
+
+    def scheduled(self):
+        return self.config(gradient_clipping=0.5, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 1e-2}})
+
+    def test_a_checkpoint_is_loaded_by_another_run(self):
+        saved, there = os.path.join(self.folder.name, "saved"), make()
+        optimizer = self.adamw(there.parameters())
+        expected = plain(there, optimizer, 6, clip=0.5, scheduler=offloadd.deepspeed.schedules.WarmupLR(optimizer, 0, 1e-2, 8))
+        engine, *_ = self.initialize(make(), self.scheduled())
+        told = engine_loop(engine, 3, clip=0.5)
+        engine.save_checkpoint(saved, client_state={"position": 3})
+        engine_loop(engine, 1, clip=0.5, first=3)  # lost
+        engine.destroy()
+        here = make()
+        engine, *_ = self.initialize(here, self.scheduled())
+        path, state = engine.load_checkpoint(saved)
+        self.assertEqual([path, state], [os.path.join(saved, "global_step3"), {"position": 3}])
+        self.assertEqual(engine.global_steps, 3)
+        told += engine_loop(engine, 3, clip=0.5, first=3)
+        self.assertEqual(told, expected)
+        self.check_equal(here, there)
+
+    def test_a_run_goes_back_to_its_own_checkpoints(self):
+        saved = os.path.join(self.folder.name, "saved")
+        here = make()
+        engine, *_ = self.initialize(here, self.scheduled())
+        engine_loop(engine, 1)
+        engine.save_checkpoint(saved, tag="first")
+        engine_loop(engine, 1, first=1)
+        engine.save_checkpoint(saved, tag="second")
+        after = engine_loop(engine, 2, first=2)
+        weights = copies(here)
+        for tag, first in (("second", 2), ("first", 1), (None, 2)):
+            path, _ = engine.load_checkpoint(saved, tag)
+            self.assertTrue(path.endswith(tag or "second"))
+            self.assertEqual(engine_loop(engine, 4 - first, first=first)[-len(after):], after)
+            self.assertTrue(all(torch.equal(value, weights[name]) for name, value in here.state_dict().items()))
+
+    def test_the_weights_of_a_checkpoint_are_for_everybody(self):
+        saved = os.path.join(self.folder.name, "saved")
+        here = make(tied=True)
+        engine, *_ = self.initialize(here, self.config())
+        engine_loop(engine, 2)
+        engine.save_checkpoint(saved)
+        expected = copies(here)
+        loaded = make(tied=True)
+        offloadd.deepspeed.utils.load_state_dict_from_zero_checkpoint(loaded, saved)
+        self.check_equal(loaded, here)
+        engine.save_16bit_model(saved, "model.bin")
+        self.assertEqual(set(torch.load(os.path.join(saved, "model.bin"), weights_only=True)), set(expected))
+        engine_loop(engine, 1, first=2)
+        engine.load_checkpoint(saved, load_module_only=True)
+        self.check_equal(loaded, here)
+
+    def test_there_is_no_checkpoint(self):
+        engine, *_ = self.initialize(make(), self.config())
+        self.assertEqual(engine.load_checkpoint(self.folder.name), (None, None))
+        foreign = os.path.join(self.folder.name, "theirs", "global_step1")
+        os.makedirs(foreign)
+        open(os.path.join(foreign, "mp_rank_00_model_states.pt"), "wb").close()
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1104.*zero_to_fp32"):
+            engine.load_checkpoint(os.path.dirname(foreign), "global_step1")
+
+    # ---- Construction and access ----
+
+    def test_a_model_that_is_built_in_the_pool(self):
+        with offloadd.deepspeed.zero.Init(config_dict_or_path=self.config()):
+            here = make()
+        there = make()
+        with offloadd.deepspeed.zero.GatheredParameters(here.head.weight, modifier_rank=0), torch.no_grad():
+            here.head.weight.mul_(0.5)
+            there.head.weight.mul_(0.5)
+        engine, *_ = self.initialize(here, self.config())
+        self.assertEqual(engine_loop(engine, 3), plain(there, self.adamw(there.parameters()), 3))
+        self.check_equal(here, there)
+        engine.destroy()
+        self.assertEqual(self.jobs(), [])
+
+    def test_masters_and_moments_can_be_looked_at(self):
+        here, there = make(), make()
+        engine, *_ = self.initialize(here, self.config())
+        optimizer = self.adamw(there.parameters())
+        engine_loop(engine, 2), plain(there, optimizer, 2)
+        utils = offloadd.deepspeed.utils
+        self.assertTrue(torch.equal(utils.safe_get_full_fp32_param(here.up.weight), there.up.weight))
+        self.assertTrue(torch.equal(utils.safe_get_full_optimizer_state(here.up.weight, "exp_avg"), optimizer.state[there.up.weight]["exp_avg"]))
+        with self.assertRaises(offloadd.Error):
+            utils.safe_set_full_optimizer_state(here.up.weight, torch.zeros(1), "exp_avg")
+
+    def test_attributes_that_are_not_there_are_named(self):
+        engine, *_ = self.initialize(make(), self.config())
+        for owner, name in ((offloadd.deepspeed, "PipelineModule"), (offloadd.deepspeed, "init_inference"), (engine, "curriculum_learning_enabled"),
+                            (offloadd.deepspeed.zero, "TiledLinear"), (offloadd.deepspeed.comm, "all_to_all_quantized"),
+                            (offloadd.deepspeed.utils, "groups"), (offloadd.deepspeed.checkpointing, "get_cuda_rng_tracker"),
+                            (offloadd.deepspeed.get_accelerator(), "Stream"), (offloadd.deepspeed.schedules, "SuperConvergence")):
+            self.assertFalse(hasattr(owner, name), name)
+            with self.assertRaisesRegex(offloadd.Error, f"OFD-1108.*{name}"):
+                getattr(owner, name)
+        self.assertEqual(engine.embed.num_embeddings, 64, "the model's attributes are the engine's")
+
+
+INSTALLED = """
+import importlib.metadata, importlib.util, sys
+import offloadd.deepspeed
+offloadd.deepspeed.install(ram="64MiB", nvme_path=sys.argv[1])
+import deepspeed, torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.lr_schedules import WarmupLR, VALID_LR_SCHEDULES
+from deepspeed.runtime.zero.partition_parameters import zero_wrapper_for_fp_tensor_constructor
+from deepspeed.utils import logger, safe_get_full_grad
+from deepspeed.accelerator import get_accelerator
+import deepspeed.comm as dist
+assert importlib.util.find_spec("deepspeed") and importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
+assert importlib.metadata.version("deepspeed") == deepspeed.__version__
+try:
+    import deepspeed.inference
+    raise SystemExit("deepspeed.inference is there")
+except ImportError as error:
+    assert "OFD-1108" in str(error), error
+dist.init_distributed("nccl")
+assert (dist.get_rank(), dist.get_world_size(), get_accelerator().current_device_name()) == (0, 1, "cpu")
+model = torch.nn.Linear(8, 8)
+engine, *_ = deepspeed.initialize(model=model, optimizer=DeepSpeedCPUAdam(model.parameters()), config={"train_batch_size": 1})
+for _ in range(2):
+    engine.backward(engine(torch.ones(1, 8)).sum())
+    engine.step()
+print("trained", engine.global_steps)
+"""
+
+
+class InstalledTest(unittest.TestCase):
+    def test_programs_that_import_deepspeed_run(self):
+        with tempfile.TemporaryDirectory(dir=os.environ.get("TEST_TMPDIR") or None) as pool:
+            done = subprocess.run([sys.executable, "-c", INSTALLED, pool], capture_output=True, text=True, timeout=120, check=False)
+            self.assertEqual(done.stdout, "trained 2\n", done.stderr)
+            self.assertEqual(os.listdir(pool), [], "the run's own job is deleted at its end")
+
+
+if __name__ == "__main__":
+    unittest.main()

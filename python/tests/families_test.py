@@ -1,0 +1,286 @@
+"""Families of Hugging Face models, tiny: trained, saved, loaded, adapted, asked to generate."""
+
+import glob
+import os
+import sys
+
+import torch
+import transformers
+
+import offloadd
+from battery import case, main
+
+FP32 = {"types": ("fp32",)}
+IDS = 128
+
+
+def tokens(step, size=2, length=10):
+    return torch.randint(3, IDS, (size, length), generator=torch.Generator().manual_seed(step))
+
+
+def language(step):
+    return {"input_ids": tokens(step), "labels": tokens(step)}
+
+
+def classes(step):
+    return {"input_ids": tokens(step), "labels": torch.tensor([0, 1])}
+
+
+def sequences(step):
+    return {"input_ids": tokens(step), "labels": tokens(step + 50, length=6)}
+
+
+def pictures(step):
+    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(step)), "labels": torch.tensor([0, 1])}
+
+
+def sounds(step):
+    return {"input_features": torch.randn(2, 8, 24, generator=torch.Generator().manual_seed(step)), "labels": tokens(step, length=6)}
+
+
+SMALL = {"vocab_size": IDS, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def llama(**options):
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_key_value_heads=2, **options))
+
+
+def gpt2():
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=IDS, n_embd=32, n_layer=2, n_head=4, n_positions=32,
+                                                                 bos_token_id=1, eos_token_id=2))
+
+
+def bert():
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, max_position_embeddings=32))
+
+
+def t5():
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=IDS, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4,
+                                                                          decoder_start_token_id=0))
+
+
+def qwen():
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL, num_key_value_heads=2, tie_word_embeddings=True))
+
+
+def mixtral():
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2))
+
+
+def gemma():
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**SMALL, num_key_value_heads=1, head_dim=8))
+
+
+def opt():
+    return transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=IDS, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+                                                               max_position_embeddings=32, word_embed_proj_dim=32))
+
+
+def phi():
+    return transformers.PhiForCausalLM(transformers.PhiConfig(**SMALL, max_position_embeddings=32))
+
+
+def falcon():
+    return transformers.FalconForCausalLM(transformers.FalconConfig(vocab_size=IDS, hidden_size=32, num_hidden_layers=2, num_attention_heads=4))
+
+
+def roberta():
+    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**SMALL, max_position_embeddings=40))
+
+
+def vit():
+    return transformers.ViTForImageClassification(transformers.ViTConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                                                          num_attention_heads=4, image_size=16, patch_size=4, num_labels=3))
+
+
+def whisper():
+    return transformers.WhisperForConditionalGeneration(transformers.WhisperConfig(
+        vocab_size=IDS, num_mel_bins=8, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=12, max_target_positions=16, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=1))
+
+
+def family(build, batch, name, make=None, prepare=lambda m: None, **options):
+    def function(run):
+        model = run.make(build)
+        model.config.use_cache = False
+        prepare(model)
+        batches = [batch(step) for step in range(3)]
+        for each in batches:
+            for key, value in each.items():
+                if value.is_floating_point():
+                    each[key] = value.to(run.dtype)
+        return run.fit(model, batches, make)
+
+    function.__name__ = name
+    case(function, **options)
+
+
+family(llama, language, "llama")
+family(lambda: llama(tie_word_embeddings=True), language, "llama_tied")
+family(llama, language, "llama_sgd", make=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
+family(llama, language, "llama_eager", prepare=lambda m: m.set_attn_implementation("eager"), **FP32)
+family(llama, language, "llama_checkpointing", prepare=lambda m: m.gradient_checkpointing_enable({"use_reentrant": False}))
+family(llama, language, "llama_checkpointing_reentrant",
+       prepare=lambda m: (m.gradient_checkpointing_enable({"use_reentrant": True}), m.enable_input_require_grads()))
+family(gpt2, language, "gpt2")
+family(bert, classes, "bert")
+family(t5, sequences, "t5")
+family(qwen, language, "qwen")
+family(mixtral, language, "mixtral")
+family(gemma, language, "gemma", **FP32)
+family(opt, language, "opt", **FP32)
+family(phi, language, "phi", **FP32)
+family(falcon, language, "falcon", **FP32)
+family(roberta, language, "roberta", **FP32)
+family(vit, pictures, "vit")
+family(whisper, sounds, "whisper")
+
+
+# ---- Saving and loading ------------------------------------------------------------------------
+
+
+def trained(run, build=llama):
+    model = run.make(build)
+    told = run.fit(model, [language(step) for step in range(2)])
+    return model, told
+
+
+@case
+def save_pretrained(run):
+    model, _ = trained(run)
+    model.save_pretrained(folder := os.path.join(run.folder, "saved"))
+    loaded = type(model).from_pretrained(folder, dtype=run.dtype)
+    return dict(loaded.named_parameters()), loaded(**language(9)).loss
+
+
+@case(**FP32)
+def save_pretrained_in_shards(run):
+    model, _ = trained(run)
+    model.save_pretrained(folder := os.path.join(run.folder, "saved"), max_shard_size="20KB")
+    return len(glob.glob(os.path.join(folder, "*.safetensors"))), dict(type(model).from_pretrained(folder).named_parameters())
+
+
+@case(**FP32)
+def save_pretrained_tied(run):
+    model, _ = trained(run, lambda: llama(tie_word_embeddings=True))
+    model.save_pretrained(folder := os.path.join(run.folder, "saved"))
+    loaded = type(model).from_pretrained(folder)
+    return dict(loaded.named_parameters()), loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+@case(**FP32)
+def save_pretrained_of_experts(run):
+    model, _ = trained(run, mixtral)
+    model.save_pretrained(folder := os.path.join(run.folder, "saved"))
+    return dict(type(model).from_pretrained(folder).named_parameters())
+
+
+@case
+def from_pretrained_then_attach(run):
+    run.make(llama).save_pretrained(folder := os.path.join(run.folder, "start"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=run.dtype)
+    return run.fit(model, [language(step) for step in range(3)])
+
+
+@case
+def from_pretrained_inside_init(run):
+    run.make(llama).save_pretrained(folder := os.path.join(run.folder, "start"))
+    if not run.offloaded:
+        return run.fit(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=run.dtype), [language(step) for step in range(2)])
+    with offloadd.init(nvme_path=run.folder, ram="256MiB", job="born"):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=run.dtype)
+    return fit_attached(run, model)
+
+
+@case
+def from_config_inside_init(run):
+    if not run.offloaded:
+        return run.fit(run.make(llama), [language(step) for step in range(2)])
+    torch.manual_seed(0)
+    with offloadd.init(nvme_path=run.folder, ram="256MiB", job="born"):
+        model = llama().to(run.dtype)
+    return fit_attached(run, model)
+
+
+def fit_attached(run, model):
+    attach = run.attach
+
+    def take(model, optimizer):
+        run.models.append(model)
+        run.handles.append(offloadd.attach(model, optimizer))
+
+    run.attach = take
+    try:
+        return run.fit(model, [language(step) for step in range(2)])
+    finally:
+        run.attach = attach
+
+
+@case
+def generate(run):
+    model, _ = trained(run)
+    model.eval()
+    model.config.use_cache = True
+    ids = tokens(3, size=1, length=4)
+    torch.manual_seed(0)
+    return model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0), \
+        model.generate(ids, max_new_tokens=6, do_sample=True, top_k=5, pad_token_id=0), \
+        model.generate(ids, max_new_tokens=4, num_beams=2, pad_token_id=0)
+
+
+@case(**FP32)
+def embeddings_resized_before(run):
+    model = run.make(llama)
+    model.resize_token_embeddings(IDS + 8)
+    return run.fit(model, [language(step) for step in range(2)])
+
+
+# ---- PEFT --------------------------------------------------------------------------------------
+
+
+def with_adapters(run):
+    import peft
+
+    model = run.make(llama)
+    torch.manual_seed(3)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False))
+
+
+@case
+def lora(run):
+    model = with_adapters(run)
+    told = run.fit(model, [language(step) for step in range(3)])
+    if run.offloaded:
+        base = model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight
+        assert run.handles[0].update_count(base) == 0
+    return told
+
+
+@case(**FP32)
+def lora_switched_off_and_merged(run):
+    model = with_adapters(run)
+    run.fit(model, [language(step) for step in range(2)])
+    with torch.no_grad():
+        on = model(**language(5)).loss
+        with model.disable_adapter():
+            off = model(**language(5)).loss
+        merged = model.merge_and_unload()
+        return on, off, merged(**language(5)).loss
+
+
+@case(**FP32)
+def lora_saved(run):
+    import peft
+
+    model = with_adapters(run)
+    run.fit(model, [language(step) for step in range(2)])
+    model.save_pretrained(folder := os.path.join(run.folder, "adapter"))
+    again = peft.PeftModel.from_pretrained(run.make(llama), folder)
+    return {name: p for name, p in again.named_parameters() if "lora" in name}
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    sys.exit(main())

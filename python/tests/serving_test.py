@@ -1,0 +1,500 @@
+"""What people do to a model and an optimizer beside training them: save, print, copy, look into, load."""
+
+import collections
+import copy
+import io
+import os
+import pickle
+import sys
+import threading
+
+import numpy
+import torch
+from torch.optim import SGD, AdamW
+
+import offloadd
+from battery import VOCABULARY, Transformer, case, main
+
+FP32 = {"types": ("fp32",)}
+
+
+def started(run, steps=2, **options):
+    """A model that was trained a little."""
+    model = run.model(**options)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    run.train(model, optimizer, steps=steps)
+    return model, optimizer
+
+
+def served(look, name, **options):
+    """A case that looks at the model after some steps, and trains on."""
+
+    def function(run):
+        model, optimizer = started(run)
+        run.loss(model, 7).backward()
+        told = look(model)
+        return told, run.train(model, optimizer, first=2)
+
+    function.__name__ = name
+    case(function, **options)
+
+
+def saved(data, **options):
+    file = io.BytesIO()
+    torch.save(data, file, **options)
+    file.seek(0)
+    return torch.load(file)
+
+
+first = lambda m: m.blocks[0].qkv.weight  # noqa: E731
+served(lambda m: repr(first(m)), "repr_of_a_parameter")
+served(lambda m: repr(first(m)[:2, :3]), "repr_of_a_view", **FP32)
+served(lambda m: repr(first(m).t()), "repr_of_a_transposed", **FP32)
+served(lambda m: repr(first(m) + 1), "repr_of_a_result", **FP32)
+served(lambda m: repr(first(m).detach()), "repr_of_a_detached", **FP32)
+served(lambda m: str(first(m).data), "str_of_data", **FP32)
+served(lambda m: f"{first(m)[0, 0]:.4f} {first(m)}", "format", **FP32)
+served(lambda m: repr(first(m).grad), "repr_of_a_gradient")
+served(lambda m: repr(m), "repr_of_the_model", **FP32)
+served(lambda m: first(m).tolist(), "tolist", **FP32)
+served(lambda m: first(m)[0, :4].tolist(), "tolist_of_a_view", **FP32)
+served(lambda m: first(m).grad.tolist(), "tolist_of_a_gradient", **FP32)
+served(lambda m: first(m).detach().numpy().tolist(), "numpy", **FP32)
+served(lambda m: first(m).data.numpy().sum().item(), "numpy_of_data", **FP32)
+served(lambda m: first(m).detach().cpu().numpy().mean().item(), "numpy_of_cpu", **FP32)
+served(lambda m: first(m).numpy(force=True).tolist(), "numpy_forced", **FP32)
+served(lambda m: first(m).grad.numpy().tolist(), "numpy_of_a_gradient", **FP32)
+served(lambda m: numpy.asarray(first(m).detach()).tolist(), "asarray", **FP32)
+served(lambda m: numpy.linalg.norm(first(m).detach()).item(), "numpy_function", **FP32)
+served(lambda m: (first(m)[0, 0].item(), float(first(m)[1, 1]), bool(first(m)[0, 0] > 0)), "item")
+served(lambda m: [p.abs().max().item() for p in m.parameters()], "items")
+served(lambda m: saved(m.state_dict()), "save_state_dict")
+served(lambda m: saved(m.state_dict(), _use_new_zipfile_serialization=False), "save_state_dict_legacy", **FP32)
+served(lambda m: saved({"model": m.state_dict(), "step": 3, "grads": [p.grad for p in m.parameters()]}), "save_checkpoint")
+served(lambda m: saved(first(m)), "save_parameter", **FP32)
+served(lambda m: saved(first(m)[1:3]), "save_view", **FP32)
+served(lambda m: saved([p.detach() for p in m.parameters()]), "save_list", **FP32)
+served(lambda m: dict(pickle.loads(pickle.dumps(m)).named_parameters()), "pickle_model")
+served(lambda m: pickle.loads(pickle.dumps(first(m).detach())), "pickle_tensor", **FP32)
+served(lambda m: pickle.loads(pickle.dumps(first(m).grad)), "pickle_gradient", **FP32)
+served(lambda m: dict(copy.deepcopy(m).named_parameters()), "deepcopy_model")
+served(lambda m: copy.deepcopy(m.state_dict()), "deepcopy_state_dict", **FP32)
+served(lambda m: copy.deepcopy(first(m)), "deepcopy_parameter", **FP32)
+served(lambda m: copy.copy(first(m)).shape, "copy_parameter", **FP32)
+served(lambda m: {k: v.cpu().clone() for k, v in m.state_dict().items()}, "state_dict_cloned")
+served(lambda m: {k: (v.shape, str(v.dtype), v.device.type, v.stride()) for k, v in m.state_dict().items()}, "state_dict_shapes", **FP32)
+served(lambda m: first(m).new_tensor([1.0, 2.0]), "new_tensor")
+served(lambda m: first(m).new_zeros(3), "new_zeros", **FP32)
+served(lambda m: (first(m).new_full((2,), 5.0), first(m).new_ones(2), first(m).new_empty(2).shape), "new_full", **FP32)
+served(lambda m: first(m).new(2, 3).shape, "new", **FP32)
+served(lambda m: first(m).grad.new_tensor([3.0]), "new_tensor_of_a_gradient", **FP32)
+served(lambda m: (torch.zeros_like(first(m)), torch.ones_like(first(m).grad)), "zeros_like", **FP32)
+served(lambda m: (first(m) == first(m)).all().item(), "comparison", **FP32)
+served(lambda m: torch.allclose(first(m), first(m).clone()), "allclose", **FP32)
+served(lambda m: torch.isnan(first(m)).any().item(), "isnan", **FP32)
+served(lambda m: sum(p.numel() for p in m.parameters()), "numel", **FP32)
+served(lambda m: sum(p.element_size() * p.nelement() for p in m.parameters()), "size_bytes", **FP32)
+served(lambda m: torch.nn.utils.parameters_to_vector(m.blocks[0].parameters()), "parameters_to_vector", memory=("double",), **FP32)
+served(lambda m: len({id(p) for p in m.parameters()} | {hash(first(m))}), "identity", **FP32)
+served(lambda m: first(m).is_contiguous() and first(m).is_leaf and first(m).requires_grad, "questions", **FP32)
+served(lambda m: first(m).untyped_storage().nbytes(), "storage_size", **FP32)
+served(lambda m: torch.linalg.svdvals(first(m).float()), "svd", **FP32)
+served(lambda m: torch.histc(first(m).detach().float(), 10), "histogram", **FP32)
+served(lambda m: first(m).double().sum().item(), "cast", **FP32)
+served(lambda m: (first(m) @ first(m).T).float().trace().item(), "product", **FP32)
+served(lambda m: first(m).sum(0).argmax().item(), "reduction", **FP32)
+
+
+@case
+def saved_and_loaded_elsewhere(run):
+    model, _ = started(run, tied=True)
+    file = os.path.join(run.folder, "weights.pt")
+    torch.save(model.state_dict(), file)
+    other = Transformer(2, tied=True).to(run.dtype)
+    other.load_state_dict(torch.load(file))
+    return run.loss(other, 5), os.path.getsize(file) < 1.5 * sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@case(**FP32)
+def tied_weights_are_one_in_a_file(run):
+    model, _ = started(run, tied=True)
+    loaded = saved(model.state_dict())
+    return loaded["head.weight"].data_ptr() == loaded["embed.weight"].data_ptr()
+
+
+@case
+def saved_by_safetensors(run):
+    from safetensors.torch import load_file, save_file
+
+    model, optimizer = started(run)
+    file = os.path.join(run.folder, "weights.safetensors")
+    save_file(model.state_dict(), file)
+    return load_file(file), run.train(model, optimizer)
+
+
+@case(**FP32)
+def saved_tied_by_safetensors(run):
+    from safetensors.torch import load_model, save_model
+
+    model, _ = started(run, tied=True)
+    file = os.path.join(run.folder, "weights.safetensors")
+    save_model(model, file)
+    other = Transformer(2, tied=True)
+    load_model(other, file)
+    return [p.detach() for p in other.parameters()]
+
+
+@case(**FP32)
+def loaded_by_safetensors(run):
+    from safetensors.torch import load_model, save_model
+
+    file = os.path.join(run.folder, "weights.safetensors")
+    save_model(run.make(lambda: Transformer(2)), file)
+    model, optimizer = started(run)
+    load_model(model, file)
+    return run.train(model, optimizer)
+
+
+@case
+def saved_by_the_handle(run):
+    from safetensors.torch import load_file
+
+    model, _ = started(run)
+    if not run.offloaded:
+        return {name: p.detach() for name, p in model.named_parameters()}
+    folder = os.path.join(run.folder, "out")
+    os.mkdir(folder)
+    run.handles[0].save_weights(folder)
+    loaded = load_file(os.path.join(folder, "model.safetensors"))
+    return {name: loaded[name] for name, _ in model.named_parameters()}
+
+
+@case(**FP32)
+def begun_with_weights_of_a_file(run):
+    from safetensors.torch import save_model
+
+    file = os.path.join(run.folder, "start.safetensors")
+    with torch.random.fork_rng():
+        torch.manual_seed(77)
+        source = Transformer(2)
+    save_model(source, file)
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    if run.offloaded:
+        run.attach(model, optimizer, initial_weights=file)
+    else:
+        model.load_state_dict(source.state_dict())
+        run.attach(model, optimizer)
+    return run.train(model, optimizer)
+
+
+@case(types=("fp32",), memory=("double",))
+def writing_into_numpy_is_refused(run):
+    model, _ = started(run)
+    array = model.head.weight.detach().numpy()
+    if not run.offloaded:
+        return "refused"
+    try:
+        array[0] = 1
+    except ValueError:
+        return "refused"
+    return "written and lost"
+
+
+@case(**FP32)
+def memory_is_refused(run):
+    model, _ = started(run)
+    if not run.offloaded:
+        return 1603
+    try:
+        model.head.weight.data_ptr()
+    except RuntimeError as error:
+        return offloadd.error_id(error)
+    return 0
+
+
+# ---- The optimizer -----------------------------------------------------------------------------
+
+
+@case
+def optimizer_state(run):
+    model, optimizer = started(run)
+    return [{key: value for key, value in optimizer.state[p].items()} for p in model.parameters()] if run.dtype == torch.float32 else \
+        [run.handles[0].gather(p, "exp_avg") for p in model.parameters()]
+
+
+@case(**FP32)
+def optimizer_state_of_momentum(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    return [optimizer.state[p]["momentum_buffer"] for p in model.parameters()], len(optimizer.state), model.head.weight in optimizer.state
+
+
+@case(**FP32)
+def optimizer_state_dict(run):
+    _, optimizer = started(run)
+    state = optimizer.state_dict()
+    return state["state"], state["param_groups"]
+
+
+@case(**FP32)
+def optimizer_state_dict_in_a_file(run):
+    _, optimizer = started(run)
+    return saved(optimizer.state_dict())["state"]
+
+
+@case(**FP32)
+def state_of_an_optimizer_goes_into_memory(run):
+    """A checkpoint is one for plain torch, too."""
+    model, optimizer = started(run)
+    state, weights = saved(optimizer.state_dict()), saved(model.state_dict())
+    other = Transformer(2)
+    plain = AdamW(other.parameters(), 1e-3, fused=True)
+    other.load_state_dict(weights)
+    plain.load_state_dict(state)
+    return run.train(other, plain), [p.detach() for p in other.parameters()]
+
+
+@case
+def checkpoint_loaded_at_its_step(run):
+    model, optimizer = started(run)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    told = run.train(model, optimizer, scheduler=scheduler)
+    checkpoint = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()})
+    for group in optimizer.param_groups:
+        group["lr"] = 7.0
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    scheduler.load_state_dict(checkpoint["scheduler"])
+    return told + run.train(model, optimizer, scheduler=scheduler, first=3)
+
+
+@case(refused=1602, types=("fp32",), memory=("floor",))
+def checkpoint_of_another_step_is_refused(run):
+    model, optimizer = started(run)
+    state = optimizer.state_dict()
+    run.train(model, optimizer)
+    optimizer.load_state_dict(state)
+
+
+@case(refused=1604, types=("fp32",), memory=("floor",))
+def checkpoint_of_memory_is_refused(run):
+    model = run.model()
+    plain = AdamW(model.parameters())
+    run.train(model, plain)
+    other = run.model()
+    optimizer = AdamW(other.parameters())
+    run.attach(other, optimizer)
+    optimizer.load_state_dict(plain.state_dict())
+
+
+@case(**FP32)
+def fresh_state_dict_is_loaded(run):
+    """What accelerate does when it prepares an optimizer."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    return run.train(model, optimizer)
+
+
+@case(**FP32)
+def optimizer_is_copied_and_pickled(run):
+    _, optimizer = started(run)
+    copied, pickled = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+    return [type(each) is AdamW and [list(state.values()) for state in each.state.values()] for each in (copied, pickled)]
+
+
+@case(**FP32)
+def optimizer_questions(run):
+    _, optimizer = started(run)
+    return repr(optimizer), isinstance(optimizer, torch.optim.Adam), optimizer.defaults["lr"], type(optimizer).__qualname__
+
+
+# ---- The handle --------------------------------------------------------------------------------
+
+
+@case
+def gathered(run):
+    model, _ = started(run)
+    handle = run.handles[0]
+    return handle.gather("blocks.0.qkv.weight"), handle.gather([model.head.weight, "norm.weight"]), \
+        handle.gather(model.head.weight, "master"), handle.gather(model.head.weight, "exp_avg_sq"), offloadd.gather(model.head.weight), \
+        list(offloadd.gather(model.norm.parameters()))
+
+
+@case
+def gathered_and_written(run):
+    model, optimizer = started(run)
+    with run.handles[0].gather([model.head.weight, model.norm.bias], write=True) as (weight, bias):
+        weight.mul_(0.5)
+        bias.fill_(0.25)
+    with offloadd.gather([model.norm.weight], write=True) as (weight,):
+        weight.zero_()
+    return run.train(model, optimizer)
+
+
+@case(refused=1002, types=("fp32",), memory=("floor",))
+def unknown_name_is_refused(run):
+    started(run)
+    run.handles[0].gather("nonsense")
+
+
+@case(refused=1002, types=("fp32",), memory=("floor",))
+def unknown_option_is_refused(run):
+    model = run.model()
+    run.attach(model, AdamW(model.parameters()), nonsense=3)
+
+
+@case(**FP32)
+def figures(run):
+    model, _ = started(run)
+    handle = run.handles[0]
+    if run.offloaded:
+        assert handle.statistics()["bytes_written"] > 0 and "least ram" in str(handle.plan()) and handle.plan()["floor_bytes"] > 0
+        assert set(map(type, handle.metrics().values())) == {float} and handle.metrics()["offloadd/step"] == 2.0
+        assert offloadd.metrics() and repr(handle).endswith("at step 2>")
+    return handle.step, handle.plan()["parameters"]
+
+
+@case(**FP32)
+def state_of_the_trainer(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    handle = run.attach(model, optimizer, **({"job": "state"} if run.offloaded else {}))
+    told = [handle.trainer_state]
+    handle.trainer_state = bytes(range(256))
+    run.train(model, optimizer, steps=1)
+    if run.offloaded:
+        handle.close()
+        run.handles.clear(), run.models.clear()
+        model = run.model()
+        handle = run.attach(model, AdamW(model.parameters(), 1e-3, fused=True), job="state")
+    return told + [handle.trainer_state, handle.step]
+
+
+@case(**FP32)
+def closed_by_with(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    with run.attach(model, optimizer):
+        told = run.train(model, optimizer)
+    run.handles.clear(), run.models.clear()
+    return told
+
+
+@case(**FP32)
+def class_instead_of_an_instance(run):
+    model = run.model()
+    if run.offloaded:
+        handle = offloadd.attach(model, AdamW, nvme_path=run.folder, ram="256MiB", lr=1e-3, fused=True)
+        run.handles.append(handle)
+        run.models.append(model)
+        return run.train(model, handle.optimizer)
+    optimizer = AdamW(model.parameters(), lr=1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer)
+
+
+@case
+def constructed_larger_than_memory(run):
+    if not run.offloaded:
+        model = run.make(lambda: Transformer(2, tied=True))
+    else:
+        torch.manual_seed(0)
+        with offloadd.init(nvme_path=run.folder, ram="256MiB", job="born"):
+            model = Transformer(2, tied=True).to(run.dtype)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    if run.offloaded:
+        run.models.append(model)
+        run.handles.append(offloadd.attach(model, optimizer))
+    else:
+        run.attach(model, optimizer)
+    return run.train(model, optimizer)
+
+
+# ---- Threads and processes ---------------------------------------------------------------------
+
+
+@case(**FP32)
+def loader_with_workers(run):
+    data = torch.utils.data.TensorDataset(torch.arange(8 * 12).view(8, 12) % VOCABULARY)
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    for _ in range(2):
+        for (ids,) in torch.utils.data.DataLoader(data, batch_size=2, num_workers=1):
+            loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+    return told
+
+
+@case(**FP32)
+def trained_in_a_thread(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    thread = threading.Thread(target=lambda: told.extend(run.train(model, optimizer)))
+    thread.start()
+    thread.join()
+    return told
+
+
+@case(**FP32)
+def fork_without_the_model(run):
+    model, optimizer = started(run)
+    child = os.fork()
+    if child == 0:
+        os._exit(3)
+    status = os.waitpid(child, 0)[1]
+    return os.waitstatus_to_exitcode(status), run.train(model, optimizer)
+
+
+@case(**FP32)
+def fork_that_uses_the_model(run):
+    model, optimizer = started(run)
+    if not run.offloaded:
+        return 2, run.train(model, optimizer)
+    child = os.fork()
+    if child == 0:
+        try:
+            run.loss(model, 0)
+        except offloadd.Error as error:
+            os._exit(2 if error.id == 1802 else 1)
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    return os.waitstatus_to_exitcode(status), run.train(model, optimizer)
+
+
+@case(**FP32)
+def interrupt_in_forward(run):
+    model, optimizer = started(run)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].register_forward_pre_hook(interrupt)
+    try:
+        run.loss(model, 0)
+    except KeyboardInterrupt:
+        handle.remove()
+    return run.train(model, optimizer)
+
+
+@case(**FP32)
+def lists_and_dictionaries_of_weights(run):
+    model, _ = started(run)
+    by_size = collections.OrderedDict(sorted(((k, v.norm().item()) for k, v in model.state_dict().items()), key=lambda item: item[1]))
+    return dict(by_size), [m.__class__.__name__ for m in model.modules()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""Trainers of others: Hugging Face's, Accelerate, Lightning, and scripts that know of nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import torch
+import transformers
+
+import offloadd
+from battery import case, main
+from families_test import IDS, llama, tokens, with_adapters
+
+FP32 = {"types": ("fp32",)}
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        ids = tokens(i, size=1)[0]
+        return {"input_ids": ids, "labels": ids}
+
+
+def log_of(trainer):
+    return [{key: value for key, value in entry.items() if "runtime" not in key and "per_second" not in key} for entry in trainer.state.log_history]
+
+
+def fit(run, model, callbacks=True, optimizers=(None, None), trains=({},), more=(), **options):
+    """Trainer with its defaults; its log."""
+    arguments = transformers.TrainingArguments(
+        os.path.join(run.folder, "out"), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, per_device_train_batch_size=2,
+        **{"max_steps": 4, "save_strategy": "no", **options})
+    callback = None
+    if run.offloaded and callbacks:
+        callback = offloadd.TrainerCallback(nvme_path=run.folder, ram=run.ram([model], torch.optim.AdamW(model.parameters())), job="trainer",
+                                            spill_gradients=run.memory == "floor")
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data(), eval_dataset=Data(), optimizers=optimizers,
+                                   callbacks=[*([callback] if callback else []), *more])
+    trainer.remove_callback(transformers.PrinterCallback)
+    for each in trains:
+        trainer.train(**each)
+    run.models.append(model)
+    if callback:
+        run.handles.append(callback.handle)
+    return trainer, log_of(trainer)
+
+
+def by_callback(name, make=llama, **options):
+    def function(run):
+        return fit(run, run.make(make) if make is llama else make(run), **options)[1]
+
+    function.__name__ = name
+    case(function, **FP32)
+
+
+by_callback("callback")
+by_callback("callback_accumulation", gradient_accumulation_steps=2)
+by_callback("callback_checkpointing", gradient_checkpointing=True)
+by_callback("callback_workers", dataloader_num_workers=1)
+by_callback("callback_without_clipping", max_grad_norm=0.0)
+by_callback("callback_sgd", optim="sgd", learning_rate=0.1)
+by_callback("callback_warmup_cosine", warmup_steps=2, lr_scheduler_type="cosine", weight_decay=0.1)
+by_callback("callback_evaluation", eval_strategy="steps", eval_steps=2)
+by_callback("callback_bf16", bf16=True)
+by_callback("callback_saves", save_strategy="steps", save_steps=2)
+by_callback("callback_best_model", save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2, load_best_model_at_end=True)
+by_callback("callback_epochs", max_steps=-1, num_train_epochs=1)
+by_callback("callback_eval_on_start", eval_on_start=True, eval_strategy="steps", eval_steps=3)
+by_callback("callback_lora", make=with_adapters)
+by_callback("callback_neftune", neftune_noise_alpha=5.0)
+
+
+@case(refused=1604, types=("fp32",), memory=("floor",))
+def callback_with_adafactor_is_refused(run):
+    fit(run, run.make(llama), optim="adafactor")
+
+
+@case(**FP32)
+def optimizers_argument(run):
+    model = run.make(llama)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = fit(run, model, callbacks=False, optimizers=(optimizer, None))[1]
+    run.models.pop()
+    return told
+
+
+@case(**FP32)
+def resumed_from_the_last_checkpoint(run):
+    _, first = fit(run, run.make(llama), save_strategy="steps", save_steps=2, max_steps=4)
+    if run.offloaded:
+        run.handles.pop().close()
+    run.models.clear()
+    return first, fit(run, run.make(llama), save_strategy="steps", save_steps=2, max_steps=6, trains=({"resume_from_checkpoint": True},))[1]
+
+
+class Stop(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+@case(**FP32)
+def interrupted_and_continued_without_a_checkpoint(run):
+    if not run.offloaded:
+        return fit(run, run.make(llama))[1][-2]
+    try:
+        fit(run, run.make(llama), more=[Stop()])
+    except KeyboardInterrupt:
+        pass
+    for handle in offloadd.handles():
+        handle.close()
+    return fit(run, run.make(llama))[1][-2]
+
+
+@case(refused=1602, types=("fp32",), memory=("floor",))
+def checkpoint_of_an_older_step_is_refused(run):
+    fit(run, run.make(llama), save_strategy="steps", save_steps=2, max_steps=4)
+    run.handles.pop().close()
+    fit(run, run.make(llama), trains=({"resume_from_checkpoint": os.path.join(run.folder, "out", "checkpoint-2")},))
+
+
+@case(**FP32)
+def two_trainings_of_one_trainer(run):
+    return fit(run, run.make(llama), trains=({}, {}), max_steps=2)[1]
+
+
+# ---- Accelerate --------------------------------------------------------------------------------
+
+
+def accelerated(run, micro=1, prepared_first=False, saved=False):
+    import accelerate
+
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=micro)
+    model = run.make(llama)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+    if not prepared_first:
+        run.attach(model, optimizer)
+    loader = torch.utils.data.DataLoader(Data(), batch_size=2)
+    model, wrapped, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    if prepared_first:
+        run.attach(model, optimizer)
+    told = []
+    for n, batch in enumerate(loader):
+        if n == 4:
+            break
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                told.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+            wrapped.step()
+            scheduler.step()
+            wrapped.zero_grad()
+        told.append(loss.item())
+    if saved:
+        folder = os.path.join(run.folder, "state")
+        accelerator.save_state(folder)
+        accelerator.load_state(folder)
+        accelerator.save_model(model, os.path.join(run.folder, "model"))
+        told.append(accelerator.get_state_dict(model))
+    return told
+
+
+case(types=("fp32",))(lambda run: accelerated(run))
+case(types=("fp32",))(lambda run: accelerated(run, micro=2))
+case(types=("fp32",))(lambda run: accelerated(run, prepared_first=True))
+case(types=("fp32",))(lambda run: accelerated(run, saved=True))
+
+
+# ---- Lightning ---------------------------------------------------------------------------------
+
+
+@case(**FP32)
+def lightning_module(run):
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = run.make(llama)
+            self.told = []
+
+        def training_step(self, batch, index):
+            loss = self.model(**batch).loss
+            self.told.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), 1e-3, fused=True)
+            run.attach(self, optimizer)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    module = Module()
+    trainer = lightning.Trainer(accelerator="cpu", max_steps=4, gradient_clip_val=0.5, accumulate_grad_batches=2, logger=False,
+                                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(module, torch.utils.data.DataLoader(Data(), batch_size=2))
+    trainer.save_checkpoint(file := os.path.join(run.folder, "lightning.ckpt"))
+    return module.told, torch.load(file, weights_only=False)["state_dict"]
+
+
+# ---- Scripts that know of nothing --------------------------------------------------------------
+
+SCRIPT = """
+import sys, json, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+told = []
+for step in range(4):
+    loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    told.append(loss.item())
+told.append([p.tolist() for p in model.parameters()])
+print(json.dumps([told, sys.argv[1:], hasattr(optimizer, "_offload_part")]))
+"""
+
+KILLED = """
+import os, sys, time, json, torch, transformers, offloadd
+sys.path.insert(0, os.environ["TESTS"])
+from families_test import llama
+from trainers_test import Data
+folder, ram = sys.argv[1:]
+class Tell(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        print(state.global_step, flush=True)
+torch.manual_seed(0)
+arguments = transformers.TrainingArguments(os.path.join(folder, "out"), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1,
+                                           per_device_train_batch_size=2, max_steps=12, save_strategy="steps", save_steps=5)
+callbacks = [Tell()] + ([offloadd.TrainerCallback(nvme_path=folder, ram=ram, job="killed")] if ram else [])
+model = llama()
+trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data(), callbacks=callbacks)
+trainer.remove_callback(transformers.PrinterCallback)
+trainer.train(resume_from_checkpoint=True if os.path.exists(os.path.join(folder, "out", "checkpoint-5")) else None)
+print(json.dumps([[entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1], [p.tolist() for p in model.parameters()]]))
+"""
+
+
+def start(run, text, *arguments, launcher=()):
+    path = os.path.join(run.folder, "script.py")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+    return subprocess.Popen([sys.executable, *launcher, path, *arguments], stdout=subprocess.PIPE, stderr=None if "--loud" in sys.argv else subprocess.DEVNULL, text=True,
+                            env={**os.environ, "TESTS": os.path.dirname(os.path.abspath(__file__)), "OMP_NUM_THREADS": "1"})
+
+
+@case(types=("fp32",), memory=("floor",))
+def untouched_script(run):
+    launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
+    told, arguments, attached = json.loads(start(run, SCRIPT, "a", "-b", launcher=launcher).communicate()[0].splitlines()[-1])
+    return told, arguments, attached == run.offloaded
+
+
+@case(types=("fp32",), memory=("floor",))
+def killed_and_continued(run):
+    """Trainer, killed twice, started again with the same arguments."""
+    if run.offloaded:
+        for kill_at in ("3", "8"):
+            process = start(run, KILLED, run.folder, "256MiB")
+            for line in process.stdout:
+                if line.strip() == kill_at:
+                    break
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+            time.sleep(0.3)  # its daemon drains
+    text = start(run, KILLED, run.folder, "256MiB" if run.offloaded else "").communicate()[0]
+    return json.loads(text.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    import battery
+
+    battery._cases[:] = [each for each in battery._cases if each[0].__module__ == "__main__"]
+    sys.exit(main())

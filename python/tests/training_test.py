@@ -1,0 +1,949 @@
+"""Optimizers, gradients, schedulers, clipping: the loops that people write."""
+
+import copy
+import sys
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import lr_scheduler as schedulers
+
+from battery import Transformer, case, main
+
+# ---- Optimizers --------------------------------------------------------------------------------
+
+
+def trains(make, **options):
+    """A case that is the ordinary loop with one optimizer."""
+
+    def declare(name):
+        def function(run):
+            model = run.model()
+            optimizer = make(model.parameters())
+            run.attach(model, optimizer)
+            return run.train(model, optimizer, clip=1.0)
+
+        function.__name__ = name
+        case(function, **options)
+
+    return declare
+
+
+CLOSE = {"tolerance": 2e-5}  # whose square roots torch rounds otherwise
+trains(lambda p: AdamW(p, 1e-3, fused=True))("adamw_fused")
+trains(lambda p: AdamW(p, 1e-3, fused=True, weight_decay=0.3, betas=(0.5, 0.7), eps=1e-3))("adamw_fused_options")
+trains(lambda p: AdamW(p, 1e-3, fused=True, amsgrad=True))("adamw_fused_amsgrad")
+trains(lambda p: AdamW(p, 1e-3, fused=True, maximize=True))("adamw_fused_maximize")
+trains(lambda p: AdamW(p, torch.tensor(1e-3), fused=True))("adamw_fused_lr_tensor")
+trains(lambda p: AdamW(p, 1e-3), **CLOSE)("adamw_default")
+trains(lambda p: AdamW(p, 1e-3, foreach=True), **CLOSE)("adamw_foreach")
+trains(lambda p: AdamW(p, 1e-3, foreach=False), **CLOSE)("adamw_loop")
+trains(lambda p: AdamW(p, 1e-3, amsgrad=True), **CLOSE)("adamw_amsgrad")
+trains(lambda p: Adam(p, 1e-3, fused=True))("adam_fused")
+trains(lambda p: Adam(p, 1e-3, fused=True, weight_decay=0.1))("adam_fused_l2")
+trains(lambda p: Adam(p, 1e-3, fused=True, weight_decay=0.1, decoupled_weight_decay=True))("adam_fused_decoupled")
+trains(lambda p: Adam(p, 1e-3, fused=True, amsgrad=True, weight_decay=0.1))("adam_fused_l2_amsgrad")
+trains(lambda p: Adam(p, 1e-3, weight_decay=0.1), **CLOSE)("adam_l2")
+trains(lambda p: Adam(p, 1e-3), **CLOSE)("adam_default")
+trains(lambda p: Adagrad(p, 1e-2, fused=True))("adagrad_fused")
+trains(lambda p: Adagrad(p, 1e-2, fused=True, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5))("adagrad_fused_options")
+trains(lambda p: Adagrad(p, 1e-2), **CLOSE)("adagrad_default")
+trains(lambda p: RMSprop(p, 1e-3), **CLOSE)("rmsprop")
+trains(lambda p: RMSprop(p, 1e-3, momentum=0.9, centered=True, weight_decay=0.1, alpha=0.9), **CLOSE)("rmsprop_options")
+trains(lambda p: SGD(p, 0.1))("sgd")
+trains(lambda p: SGD(p, 0.1, momentum=0.9))("sgd_momentum")
+trains(lambda p: SGD(p, 0.1, momentum=0.9, nesterov=True))("sgd_nesterov")
+trains(lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.3, weight_decay=0.1))("sgd_dampening")
+trains(lambda p: SGD(p, 0.1, weight_decay=0.1, maximize=True))("sgd_maximize")
+trains(lambda p: SGD(p, torch.tensor(0.1), momentum=0.9, foreach=True))("sgd_foreach_lr_tensor")
+
+REFUSED = {"refused": 1604, "types": ("fp32",), "memory": ("floor",)}
+trains(lambda p: torch.optim.Adafactor(p), **REFUSED)("adafactor_is_refused")
+trains(lambda p: torch.optim.NAdam(p), **REFUSED)("nadam_is_refused")
+trains(lambda p: torch.optim.LBFGS(p), **REFUSED)("lbfgs_is_refused")
+trains(lambda p: SGD(p, 0.1, differentiable=True), **REFUSED)("differentiable_is_refused")
+trains(lambda p: SGD(p, 0.1, fused=True), **REFUSED)("sgd_fused_is_refused")
+
+
+class OwnStep(AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Renamed(AdamW):
+    def describe(self):
+        return [group["lr"] for group in self.param_groups]
+
+
+trains(lambda p: OwnStep(p), **REFUSED)("step_of_a_subclass_is_refused")
+
+
+@case
+def subclass_without_step(run):
+    model = run.model()
+    optimizer = Renamed(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer), optimizer.describe(), isinstance(optimizer, AdamW), type(optimizer).__name__, repr(optimizer)
+
+
+@case(refused=1604, types=("fp32",), memory=("floor",))
+def optimizer_that_has_stepped_is_refused(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.train(model, optimizer, steps=1)
+    run.attach(model, optimizer)
+
+
+@case(refused=1604, types=("fp32",), memory=("floor",))
+def momentum_that_begins_late_is_refused(run):
+    model = run.model()
+    optimizer = SGD([{"params": model.blocks.parameters(), "momentum": 0.9}, {"params": model.head.parameters()}], 0.1)
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    optimizer.param_groups[1]["momentum"] = 0.9
+    run.train(model, optimizer)
+
+
+@case(refused=1604, types=("fp32",), memory=("floor",))
+def writing_the_state_is_refused(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    optimizer.state[model.head.weight]["momentum_buffer"] = torch.zeros(1)
+
+
+@case(refused=1604, types=("fp32",), memory=("floor",))
+def replacing_the_state_is_refused(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    optimizer.state = {}
+    run.train(model, optimizer)
+
+
+# ---- Groups ------------------------------------------------------------------------------------
+
+
+@case
+def groups_with_options(run):
+    model = run.model()
+    decay = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 1e-2}], 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer, clip=0.5)
+
+
+@case
+def named_parameters_in_the_optimizer(run):
+    model = run.model()
+    optimizer = AdamW(model.named_parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer), optimizer.param_groups[0]["param_names"]
+
+
+@case
+def group_added_later(run):
+    model = run.model()
+    optimizer = AdamW(model.blocks.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    optimizer.add_param_group({"params": model.head.parameters(), "lr": 1e-2})
+    for p in model.parameters():
+        p.grad = None
+    return told + run.train(model, optimizer, first=3)
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def group_of_a_stranger_is_refused(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    optimizer.add_param_group({"params": torch.nn.Linear(3, 3).parameters()})
+
+
+@case
+def optimizer_of_a_part(run):
+    model = run.model()
+    optimizer = AdamW(model.blocks.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer), model.head.weight.grad
+
+
+@case
+def parameter_outside_of_the_model(run):
+    model = run.model()
+    scale = torch.nn.Parameter(torch.ones(VECTOR, dtype=run.dtype))
+    optimizer = AdamW([*model.parameters(), scale], 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        loss = run.loss(model, step) * scale.float().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told, scale
+
+
+VECTOR = 9
+
+
+@case
+def two_optimizers_of_one_job(run):
+    model = run.model()
+    body, head = SGD(model.blocks.parameters(), 0.1, momentum=0.9), SGD([*model.head.parameters(), *model.embed.parameters()], 0.01, momentum=0.5)
+    run.attach(model, [body, head])
+    told = []
+    for step in range(4):
+        loss = run.loss(model, step)
+        loss.backward()
+        body.step()
+        if step % 2:
+            head.step()
+        body.zero_grad(), head.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(refused=1604, types=("fp32",), memory=("floor",))
+def optimizers_of_two_kinds_are_refused(run):
+    model = run.model()
+    run.attach(model, [SGD(model.blocks.parameters(), 0.1), AdamW(model.head.parameters())])
+
+
+@case(refused=1002, types=("fp32",), memory=("floor",))
+def parameter_in_two_optimizers_is_refused(run):
+    model = run.model()
+    run.attach(model, [SGD(model.parameters(), 0.1), SGD(model.head.parameters())])
+
+
+@case
+def gan(run):
+    generator, critic = run.make(lambda: torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))), \
+        run.make(lambda: torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.LeakyReLU(), torch.nn.Linear(64, 1)))
+    for_generator, for_critic = AdamW(generator.parameters(), 1e-3, fused=True), AdamW(critic.parameters(), 1e-3, fused=True)
+    run.attach([generator, critic], [for_generator, for_critic])
+    told = []
+    for step in range(3):
+        torch.manual_seed(step)
+        real, noise = torch.randn(8, 32, dtype=run.dtype), torch.randn(8, 16, dtype=run.dtype)
+        loss = critic(generator(noise).detach()).mean() - critic(real).mean()
+        for_critic.zero_grad()
+        loss.backward()
+        for_critic.step()
+        fooled = -critic(generator(noise)).mean()
+        for_generator.zero_grad()
+        fooled.backward()
+        for_generator.step()
+        told += [loss.item(), fooled.item()]
+    return told
+
+
+@case(types=("fp32",))
+def optimizer_in_memory_for_the_rest(run):
+    """A second optimizer, torch's own, on parameters that are offloaded."""
+    model = run.model()
+    first, second = AdamW(model.blocks.parameters(), 1e-3, fused=True), SGD(model.head.parameters(), 0.1)
+    run.attach(model, first)
+    told = []
+    for step in range(3):
+        loss = run.loss(model, step)
+        loss.backward()
+        first.step()
+        second.step()
+        first.zero_grad(), second.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+# ---- Schedulers, closures, hooks ---------------------------------------------------------------
+
+
+def scheduled(make, name, before=False):
+    def function(run):
+        model = run.model()
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        if before:
+            scheduler = make(optimizer)
+            run.attach(model, optimizer)
+        else:
+            run.attach(model, optimizer)
+            scheduler = make(optimizer)
+        return run.train(model, optimizer, steps=5, scheduler=scheduler), scheduler.state_dict()["last_epoch"]
+
+    function.__name__ = name
+    case(function, types=("fp32",))
+
+
+scheduled(lambda o: schedulers.LambdaLR(o, lambda e: 1 / (1 + e)), "lambda_lr")
+scheduled(lambda o: schedulers.LambdaLR(o, lambda e: 1 / (1 + e)), "lambda_lr_made_before", before=True)
+scheduled(lambda o: schedulers.CosineAnnealingLR(o, 5), "cosine")
+scheduled(lambda o: schedulers.CosineAnnealingLR(o, 5), "cosine_made_before", before=True)
+scheduled(lambda o: schedulers.OneCycleLR(o, 1e-2, total_steps=7), "one_cycle_changes_betas")
+scheduled(lambda o: schedulers.OneCycleLR(o, 1e-2, total_steps=7), "one_cycle_made_before", before=True)
+scheduled(lambda o: schedulers.SequentialLR(o, [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.StepLR(o, 1, 0.5)], [2]), "sequential")
+scheduled(lambda o: schedulers.CyclicLR(o, 1e-4, 1e-2, 2, cycle_momentum=False), "cyclic")
+scheduled(lambda o: schedulers.MultiStepLR(o, [1, 3]), "multi_step")
+
+
+@case(types=("fp32",))
+def plateau(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    scheduler = schedulers.ReduceLROnPlateau(optimizer, patience=0, factor=0.3)
+    told = []
+    for step in range(4):
+        told += run.train(model, optimizer, steps=1, first=step)
+        scheduler.step(step)
+        told.append(optimizer.param_groups[0]["lr"])
+    return told
+
+
+@case(types=("fp32",))
+def options_changed_by_hand(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    for group in optimizer.param_groups:
+        group["lr"], group["weight_decay"], group["betas"] = 3e-4, 0.2, (0.8, 0.9)
+    return told + run.train(model, optimizer, first=3)
+
+
+@case
+def closure(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        def again():
+            optimizer.zero_grad()
+            loss = run.loss(model, step)
+            loss.backward()
+            return loss
+
+        told.append(optimizer.step(again).item())
+    return told
+
+
+@case(types=("fp32",))
+def step_hooks(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    seen = []
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append("before"))
+    run.attach(model, optimizer)
+    optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append("after"))
+    return run.train(model, optimizer), seen
+
+
+@case(types=("fp32",))
+def hook_that_scales_gradients(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+
+    def halve(o, args, kwargs):
+        for group in o.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+    optimizer.register_step_pre_hook(halve)
+    return run.train(model, optimizer)
+
+
+# ---- Gradients ---------------------------------------------------------------------------------
+
+
+@case
+def accumulation(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer, micro=3, clip=1.0)
+
+
+def clipped(name, clip):
+    def function(run):
+        model = run.model()
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        run.attach(model, optimizer)
+        told = []
+        for step in range(3):
+            loss = run.loss(model, step)
+            loss.backward()
+            told += [loss.item(), clip(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return told
+
+    function.__name__ = name
+    case(function)
+
+
+clip = torch.nn.utils.clip_grad_norm_
+clipped("clip_norm", lambda m: clip(m.parameters(), 0.1).item())
+clipped("clip_norm_foreach", lambda m: clip(m.parameters(), 0.1, foreach=True).item())
+clipped("clip_norm_loop", lambda m: clip(m.parameters(), 0.1, foreach=False).item())
+clipped("clip_norm_inf", lambda m: clip(m.parameters(), 0.1, norm_type=float("inf")).item())
+clipped("clip_norm_1", lambda m: clip(m.parameters(), 0.1, norm_type=1).item())
+clipped("clip_norm_per_block", lambda m: [clip(block.parameters(), 0.1).item() for block in m.blocks])
+clipped("clip_norm_without_bound", lambda m: clip(m.parameters(), float("inf")).item())
+clipped("clip_norm_error_if_nonfinite", lambda m: clip(m.parameters(), 0.1, error_if_nonfinite=True).item())
+clipped("clip_value", lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 1e-3))
+clipped("clip_value_loop", lambda m: torch.nn.utils.clip_grad_value_(m.parameters(), 1e-3, foreach=False))
+clipped("total_norm", lambda m: torch.nn.utils.get_total_norm([p.grad for p in m.parameters()]).item())
+clipped("norm_by_hand", lambda m: sum(p.grad.float().pow(2).sum().item() for p in m.parameters()) ** 0.5)
+clipped("scaled_by_hand", lambda m: [p.grad.mul_(0.3) for p in m.parameters()] and 0)
+clipped("scaled_by_data", lambda m: [p.grad.data.div_(3) for p in m.parameters()] and 0)
+clipped("noise", lambda m: (torch.manual_seed(3), [p.grad.add_(torch.randn_like(p.grad), alpha=0.01) for p in m.parameters()]) and 0)
+clipped("replaced", lambda m: [setattr(p, "grad", p.grad.clone() * 2) for p in m.parameters()] and 0)
+clipped("some_dropped", lambda m: [setattr(p, "grad", None) for p in list(m.parameters())[::2]] and 0)
+clipped("read", lambda m: [p.grad.abs().max().item() for p in m.parameters()])
+
+
+def cleared(name, clear):
+    def function(run):
+        model = run.model()
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        run.attach(model, optimizer)
+        told = []
+        for step in range(3):
+            clear(model, optimizer)
+            loss = run.loss(model, step)
+            loss.backward()
+            optimizer.step()
+            told.append(loss.item())
+        return told, [p.grad for p in model.parameters()]
+
+    function.__name__ = name
+    case(function, types=("fp32",))
+
+
+cleared("cleared_by_optimizer", lambda m, o: o.zero_grad())
+cleared("cleared_to_zero", lambda m, o: o.zero_grad(set_to_none=False))
+cleared("cleared_by_model", lambda m, o: m.zero_grad())
+cleared("cleared_by_model_to_zero", lambda m, o: m.zero_grad(set_to_none=False))
+cleared("cleared_by_hand", lambda m, o: [setattr(p, "grad", None) for p in m.parameters()])
+cleared("cleared_by_zero_", lambda m, o: [p.grad.zero_() for p in m.parameters() if p.grad is not None])
+cleared("cleared_by_fill", lambda m, o: [p.grad.data.fill_(0) for p in m.parameters() if p.grad is not None])
+cleared("never_cleared", lambda m, o: None)
+
+
+@case
+def gradients_after_the_step(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        optimizer.zero_grad()
+        run.loss(model, step).backward()
+        optimizer.step()
+        told.append([p.grad.clone() for p in model.parameters()])
+    return told
+
+
+@case
+def gradients_by_autograd_grad(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        loss = run.loss(model, step)
+        for p, g in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()))):
+            p.grad = g
+        optimizer.step()
+        told.append(loss.item())
+    return told
+
+
+@case(types=("fp32",))
+def hooks(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    seen = []
+    model.head.weight.register_hook(lambda g: g * 0.5)
+    model.head.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm().item()))
+    model.blocks[0].register_full_backward_hook(lambda m, i, o: seen.append(o[0].norm().item()))
+    model.blocks[1].register_forward_hook(lambda m, i, o: o * 1.5)
+    return run.train(model, optimizer), seen
+
+
+@case(types=("fp32",))
+def double_backward(run):
+    model = run.model(layers=1)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(2):
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            loss = run.loss(model, step)
+        grads = torch.autograd.grad(loss, [model.head.weight, model.norm.weight], create_graph=True)
+        penalty = sum(g.pow(2).sum() for g in grads)
+        (loss + penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told += [loss.item(), penalty.item()]
+    return told
+
+
+@case(types=("fp32",))
+def retained_graph(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    loss = run.loss(model, 0)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@case(types=("fp32",))
+def backward_that_throws(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    handle = model.blocks[0].register_full_backward_pre_hook(lambda m, g: 1 / 0)
+    try:
+        run.loss(model, 0).backward()
+    except ZeroDivisionError:
+        handle.remove()
+    optimizer.zero_grad()
+    return run.train(model, optimizer)
+
+
+@case(refused=1701, types=("fp32",), memory=("floor",))
+def infinite_gradient_is_refused(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    (run.loss(model, 0) * float("inf")).backward()
+    optimizer.step()
+
+
+@case(types=("fp32",))
+def grad_scaler(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    scaler, told = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2), []
+    for step in range(4):
+        loss = run.loss(model, step)
+        if step == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        told += [scaler.get_scale(), run.loss(model, step).item()]
+    return told
+
+
+@case(types=("fp32",), memory=("double",))
+def grad_scaler_unscales(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    scaler, told = torch.amp.GradScaler("cpu", init_scale=2.0**12), []
+    for step in range(3):
+        loss = run.loss(model, step)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        told += [loss.item(), clip(model.parameters(), 0.1).item()]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return told
+
+
+# ---- The model ---------------------------------------------------------------------------------
+
+
+@case
+def tied(run):
+    model = run.model(tied=True)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer, clip=1.0), model.head.weight is model.embed.weight
+
+
+@case
+def checkpointing(run):
+    model = run.model(checkpointing="modern")
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer, micro=2)
+
+
+@case
+def checkpointing_reentrant(run):
+    model = run.model(checkpointing="reentrant")
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer, micro=2)
+
+
+@case
+def frozen(run):
+    model = run.model()
+    model.embed.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer)
+
+
+@case
+def frozen_in_the_optimizer(run):
+    model = run.model()
+    model.blocks[0].requires_grad_(False)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer)
+
+
+@case
+def frozen_later(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    model.blocks[0].requires_grad_(False)
+    return told + run.train(model, optimizer, first=3)
+
+
+@case
+def unfrozen_later(run):
+    model = run.model()
+    model.blocks.requires_grad_(False)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    if run.offloaded:
+        run.attach(model, optimizer, unfreeze=True)
+    else:
+        run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    for block in reversed(model.blocks):
+        block.requires_grad_(True)
+        told += run.train(model, optimizer, clip=1.0)
+    return told
+
+
+@case(types=("fp32",))
+def unfrozen_by_name(run):
+    model = run.model()
+    model.blocks.requires_grad_(False)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    if run.offloaded:
+        run.attach(model, optimizer, unfreeze=["blocks.1.*"])
+    else:
+        run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    model.blocks[1].requires_grad_(True)
+    return told + run.train(model, optimizer)
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def unfrozen_unannounced_is_refused(run):
+    model = run.model()
+    model.blocks.requires_grad_(False)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    model.blocks.requires_grad_(True)
+    run.train(model, optimizer)
+
+
+@case
+def unused_parameters(run):
+    model = run.model()
+    model.extra = torch.nn.Linear(7, 5).to(run.dtype)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer), model.extra.weight.grad
+
+
+@case(types=("fp32",))
+def convolutions(run):
+    model = run.make(lambda: torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+        torch.nn.Conv2d(16, 16, 3, groups=4), torch.nn.GroupNorm(4, 16), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
+        torch.nn.Linear(16, 10)))
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 12, 12)), torch.arange(4))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told, model[1].running_mean, model.eval()(torch.ones(1, 3, 12, 12))
+
+
+@case(types=("fp32",))
+def recurrent(run):
+    model = run.make(lambda: torch.nn.GRU(16, 24, batch_first=True))
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = model(torch.randn(2, 5, 16))[0].pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(types=("fp32",))
+def embedding_bag_and_dropout(run):
+    model = run.make(lambda: torch.nn.Sequential(torch.nn.EmbeddingBag(100, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 2)))
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = torch.nn.functional.cross_entropy(model(torch.randint(100, (4, 6))), torch.tensor([0, 1, 0, 1]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(types=("fp32",))
+def parametrizations(run):
+    model = run.make(lambda: torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 16)),
+                                                 torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(16, 16))))
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 16)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(types=("fp32",))
+def autocast(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run.loss(model, step)
+        loss.backward()
+        told += [loss.item(), clip(model.parameters(), 1.0).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+@case
+def evaluation_between(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        told += run.train(model, optimizer, steps=1, first=step)
+        model.eval()
+        with torch.no_grad():
+            told.append(run.loss(model, 99).item())
+        with torch.inference_mode():
+            told.append(run.loss(model, 98).item())
+        model.train()
+    return told
+
+
+@case
+def average_of_weights(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    told = []
+    for step in range(3):
+        told += run.train(model, optimizer, steps=1, first=step)
+        average.update_parameters(model)
+    return told, [p.detach() for p in average.parameters()], run.loss(average, 1)
+
+
+@case
+def moving_average_by_hand(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    teacher = copy.deepcopy(model)
+    told = []
+    for step in range(3):
+        told += run.train(model, optimizer, steps=1, first=step)
+        with torch.no_grad():
+            for ours, theirs in zip(teacher.parameters(), model.parameters()):
+                ours.mul_(0.9).add_(theirs, alpha=0.1)
+    return told, [p.detach() for p in teacher.parameters()]
+
+
+@case
+def initialised_after_attach(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    torch.manual_seed(5)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    told = run.train(model, optimizer)
+    with torch.no_grad():
+        model.head.weight[3].zero_()
+        model.embed.weight.data.mul_(0.5)
+    return told + run.train(model, optimizer, first=3)
+
+
+@case
+def state_dict_loaded_after_attach(run):
+    model, other = run.model(), run.make(lambda: Transformer(2))
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.01)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    model.load_state_dict(other.state_dict())
+    return told + run.train(model, optimizer, first=3)
+
+
+@case(types=("fp32",))
+def functional_call(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    scaled = {name: p * 2 for name, p in model.named_parameters()}
+    return told, torch.func.functional_call(model, scaled, (run.batch(1),))
+
+
+@case(types=("fp32",))
+def casts_that_change_nothing(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    model.to("cpu").float().train().cpu()
+    return run.train(model, optimizer)
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def cast_after_attach_is_refused(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    model.to(torch.bfloat16)
+    run.train(model, optimizer)
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def double_precision_is_refused(run):
+    model = run.model().double()
+    run.attach(model, AdamW(model.parameters()))
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def data_parallel_is_refused(run):
+    model = torch.nn.DataParallel(run.model())
+    optimizer = AdamW(model.parameters())
+    if run.offloaded:
+        offload(run, model, optimizer)
+
+
+def offload(run, model, optimizer):
+    import offloadd
+
+    offloadd.attach(model, optimizer, nvme_path=run.folder, ram="256MiB")
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def model_on_meta_is_refused(run):
+    with torch.device("meta"):
+        model = Transformer()
+    offload(run, model, AdamW(model.parameters()))
+
+
+@case(refused=1205, types=("fp32",), memory=("floor",))
+def one_job_twice_is_refused(run):
+    model, other = run.model(), run.model()
+    run.attach(model, AdamW(model.parameters()), job="same")
+    run.attach(other, AdamW(other.parameters()), job="same")
+
+
+@case(refused=1604, types=("fp32",), memory=("floor",))
+def attached_twice_is_refused(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters())
+    run.attach(model, optimizer)
+    run.attach(model, optimizer)
+
+
+@case(refused=1802, types=("fp32",), memory=("floor",))
+def use_after_close_is_refused(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters())
+    run.attach(model, optimizer).close()
+    run.loss(model, 0)
+
+
+@case(refused=1301, types=("fp32",), memory=("16MiB",))
+def too_little_memory_is_refused(run):
+    model = run.model()
+    run.attach(model, AdamW(model.parameters()))
+
+
+@case(types=("fp32",), memory=("256MiB",))
+def two_jobs_side_by_side(run):
+    first, second = run.model(), run.make(lambda: Transformer(1))
+    for_first, for_second = AdamW(first.parameters(), 1e-3, fused=True), SGD(second.parameters(), 0.1)
+    run.attach(first, for_first)
+    run.attach(second, for_second)
+    return run.train(first, for_first), run.train(second, for_second)
+
+
+@case
+def closed_and_attached_again(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    handle = run.attach(model, optimizer, **({"job": "again"} if run.offloaded else {}))
+    told = run.train(model, optimizer)
+    if run.offloaded:
+        handle.close()
+        run.handles.clear(), run.models.clear()
+        model = run.make(lambda: Transformer(2))
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        assert run.attach(model, optimizer, job="again").step == 3
+    return told + run.train(model, optimizer, first=3)
+
+
+@case(types=("fp32",))
+def compiled_model_runs_eagerly(run):
+    model = run.model(layers=1)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    if run.offloaded:
+        model = torch.compile(model)
+    return run.train(model, optimizer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+// What the Python package offloadd calls: TensorEngine as a class of torch's own registry
+// (torchbind), which needs no Python at build time, so that one library serves every Python.
+// Whatever can be said in Python is said there (python/offloadd); here are only numbers, names and
+// tensors.
+
+#include <ATen/core/grad_mode.h>
+#include <offload/torch.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <cstring>
+#include <exception>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "kernels/optimizer.h"
+#include "zero3/torch/born_residency.h"
+#include "zero3/torch/module_engine.h"
+#include "zero3/torch/tensor_engine.h"
+#include "zero3/torch/throw_hook.h"
+#include "zero3/torch/throw_status.h"
+
+// ---- Errors ------------------------------------------------------------------------------------
+
+struct _object;  // PyObject
+
+// torch's Python layer catches this class of its own and raises what python_type() says. Its header
+// needs Python's; class and layout are therefore declared once more. Catching compares names.
+namespace torch {
+struct __attribute__((visibility("default"))) PyTorchError : public std::exception {
+  explicit PyTorchError(std::string text) : msg(std::move(text)) {}
+  virtual _object* python_type() = 0;
+  const char* what() const noexcept override { return msg.c_str(); }
+  std::string msg;
+};
+}  // namespace torch
+
+namespace offload::zero3 {
+namespace {
+
+_object* error_class = nullptr;
+
+struct PythonError final : torch::PyTorchError {
+  using PyTorchError::PyTorchError;
+  _object* python_type() override { return error_class; }
+};
+
+void ThrowPythonError(const std::string& text) { throw PythonError(text); }
+
+// ---- Options -----------------------------------------------------------------------------------
+
+using Strings = std::vector<std::string>;
+using Tensors = std::vector<at::Tensor>;
+using Values = std::vector<double>;
+
+int IntegerOf(const std::string& key, const std::string& text) {
+  int value = 0;
+  if (absl::SimpleAtoi(text, &value)) return value;
+  ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat(key, " is ", text, ", not a number")));
+}
+
+bool FlagOf(const std::string& key, const std::string& text) { return IntegerOf(key, text) != 0; }
+
+// Name, value, name, value …; what is not named is as the environment says.
+Options OptionsOf(const Strings& pairs) {
+  Options options = Options::FromEnvironment();
+  const std::map<std::string, std::string*> texts = {{"nvme_path", &options.nvme_path},
+                                                     {"ram", &options.ram},
+                                                     {"job", &options.job},
+                                                     {"io", &options.io},
+                                                     {"durability", &options.durability},
+                                                     {"run_id", &options.run_id}};
+  const std::map<std::string, int*> numbers = {{"generations", &options.generations},
+                                               {"update_threads", &options.update_threads},
+                                               {"rank", &options.rank},
+                                               {"world_size", &options.world_size},
+                                               {"local_rank", &options.local_rank},
+                                               {"local_world_size", &options.local_world_size}};
+  const std::map<std::string, bool*> flags = {{"spill_gradients", &options.spill_gradients},
+                                              {"gradient_average", &options.gradient_average}};
+  for (size_t i = 0; i + 1 < pairs.size(); i += 2) {
+    const std::string &key = pairs[i], &value = pairs[i + 1];
+    if (const auto text = texts.find(key); text != texts.end()) {
+      *text->second = value;
+    } else if (const auto number = numbers.find(key); number != numbers.end()) {
+      *number->second = IntegerOf(key, value);
+    } else if (const auto flag = flags.find(key); flag != flags.end()) {
+      *flag->second = FlagOf(key, value);
+    } else {
+      ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat("there is no option ", key)));
+    }
+  }
+  return options;
+}
+
+kernels::OptimizerSpec SpecOf(const std::string& kind, const Values& values) {
+  kernels::OptimizerSpec spec;
+  const std::string violation = kernels::OptimizerSpec::Read(kind, values, &spec);
+  if (violation.empty()) return spec;
+  ThrowStatus(
+      MakeError(ErrorId::kBadValue, absl::StrCat("optimizer options that cannot be: ", violation)));
+}
+
+at::Tensor BytesOf(const std::string& text) {
+  at::Tensor bytes = at::empty({static_cast<int64_t>(text.size())}, at::kByte);
+  if (!text.empty()) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
+  return bytes;
+}
+
+std::string TextOf(const at::Tensor& bytes) {
+  const at::Tensor whole = bytes.to(at::kByte).contiguous();
+  return {static_cast<const char*>(whole.const_data_ptr()), static_cast<size_t>(whole.numel())};
+}
+
+// ---- The engine --------------------------------------------------------------------------------
+
+// Thread safety: as TensorEngine. Calls run without Python's lock.
+class PythonEngine final : public torch::CustomClassHolder {
+ public:
+  explicit PythonEngine(const Strings& options)
+      : engine_(std::dynamic_pointer_cast<ModuleEngine>(Engine::Open(OptionsOf(options)))) {
+    if (engine_ == nullptr)
+      ThrowStatus(MakeError(ErrorId::kBadValue, "OFFLOADD_DISABLE is set: there is no engine"));
+  }
+
+  TensorEngine& tensors() const {
+    if (engine_ == nullptr) ThrowStatus(SessionEnded("the job"));
+    return engine_->tensors();
+  }
+  Engine& engine() const {
+    tensors();
+    return *engine_;
+  }
+
+  // One row of values for every group of the optimizer.
+  bool Attach(const Strings& names, const Tensors& tensors, const Tensors& buffers,
+              const std::string& kind, const std::vector<Values>& groups) {
+    TensorEngine& engine = this->tensors();
+    guard_.reset();
+    EndConstruction();
+    for (const at::Tensor& buffer : buffers) LearnStorage(buffer);
+    kernels::OptimizerSpec optimizer = SpecOf(kind, groups.at(0));
+    for (const Values& values : groups) optimizer.KeepToo(SpecOf(kind, values));
+    std::vector<NamedTensor> named;
+    for (size_t i = 0; i < names.size(); ++i) named.push_back({names[i], tensors.at(i)});
+    return engine.Attach(named, optimizer);
+  }
+
+  void Step(const std::string& kind, const std::vector<Tensors>& groups,
+            const std::vector<Values>& values) {
+    const at::NoGradGuard no_grad;
+    TensorEngine& engine = tensors();
+    std::vector<GroupUpdate> updates;
+    for (size_t i = 0; i < groups.size(); ++i)
+      updates.push_back({GroupOf(kind, values.at(i)), groups[i]});
+    engine.Step(updates);
+  }
+
+  void BeginConstruction() {
+    tensors();
+    guard_ = std::make_unique<InitGuard>(engine_);
+  }
+  void EndConstructionHere() { guard_.reset(); }
+
+  void Close() {
+    guard_.reset();
+    engine_.reset();
+  }
+
+ private:
+  kernels::OptimizerSpec GroupOf(const std::string& kind, const Values& values) const {
+    kernels::OptimizerSpec group = SpecOf(kind, values);
+    for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
+      const kernels::StatePlane* const needed = group.Plane(i);
+      if (needed == nullptr || tensors().optimizer().Plane(i) != nullptr) continue;
+      ThrowStatus(MakeError(
+          ErrorId::kUnsupportedOptimizer,
+          absl::StrCat("options that need ", needed->name, ", for a job that was made without"),
+          "Give the optimizer these options when it is made, with a new job"));
+    }
+    return group;
+  }
+
+  std::shared_ptr<ModuleEngine> engine_;
+  std::unique_ptr<InitGuard> guard_;
+};
+
+using Pointer = c10::intrusive_ptr<PythonEngine>;
+
+LoadOptions Ignoring(Strings names) { return {.ignored = std::move(names)}; }
+
+Values StatisticsOf(const Pointer& self) {
+  const Statistics s = self->tensors().statistics();
+  const auto number = [](auto value) { return static_cast<double>(value); };
+  return {number(s.bytes_read), number(s.bytes_written), number(s.resident_bytes),
+          number(s.peak_bytes), number(s.budget_bytes),  number(s.durable_step),
+          s.wait_seconds};
+}
+
+std::tuple<Values, std::string> PlanOf(const Pointer& self) {
+  const PlanSummary p = self->tensors().plan();
+  const auto number = [](auto value) { return static_cast<double>(value); };
+  return {
+      {number(p.parameters), number(p.state_bytes), number(p.gradient_bytes), number(p.store_bytes),
+       number(p.window_bytes), number(p.pipeline_bytes), number(p.resident_bytes),
+       number(p.region_bytes), number(p.overhead_bytes), number(p.total_bytes),
+       number(p.gradients_spilled), p.read_bytes_per_parameter, p.write_bytes_per_parameter,
+       number(p.floor_bytes), number(p.floor_without_spilling_bytes)},
+      p.text};
+}
+
+// ---- Questions that need no engine -------------------------------------------------------------
+
+// The parameters of an optimizer of the table, in the order of their values; empty when it is not
+// there.
+Strings ParametersOf(const std::string& kind) {
+  Strings names;
+  for (const std::string_view known : kernels::OptimizerNames()) {
+    if (known != kind) continue;
+    for (const kernels::Parameter& each : kernels::OptimizerSpec(kind).row().parameters)
+      names.emplace_back(each.name);
+  }
+  return names;
+}
+
+// What it keeps with these values, under torch.optim's names.
+Strings PlanesOf(const std::string& kind, const Values& values) {
+  const kernels::OptimizerSpec spec = SpecOf(kind, values);
+  Strings names;
+  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
+    if (const kernels::StatePlane* const plane = spec.Plane(i)) names.emplace_back(plane->name);
+  }
+  return names;
+}
+
+bool IsManaged(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() && Residency::Of(tensor) != nullptr;
+}
+
+// A number that tells tensors over managed storages apart as data_ptr() does for others, for code
+// that compares addresses and never follows them. Between operations only; 0 for what is not
+// managed.
+int64_t IdentityOf(const at::Tensor& tensor) {
+  if (!IsManaged(tensor)) return 0;
+  c10::StorageImpl* const storage =
+      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  const auto home = reinterpret_cast<int64_t>(storage->_mutable_data_ptr_no_checks().get());
+  return home + tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+}
+
+// The same of a whole storage, by the address of torch's object.
+int64_t IdentityOfStorage(int64_t address) {
+  auto* const storage = reinterpret_cast<c10::StorageImpl*>(address);
+  if (Residency::Of(storage) == nullptr) return 0;
+  return reinterpret_cast<int64_t>(storage->_mutable_data_ptr_no_checks().get());
+}
+
+TORCH_LIBRARY(offloadd, m) {
+  m.class_<PythonEngine>("Engine")
+      .def(torch::init<const Strings&>())
+      .def("attach", &PythonEngine::Attach)
+      .def("seal", [](const Pointer& self) { self->tensors().Seal(); })
+      .def("apply", &PythonEngine::Step)
+      .def("step_count", [](const Pointer& self) { return self->tensors().step(); })
+      .def("update_count",
+           [](const Pointer& self, const at::Tensor& parameter) {
+             return static_cast<int64_t>(self->tensors().update_count(parameter));
+           })
+      .def("wait_durable", [](const Pointer& self) { self->tensors().WaitDurable(); })
+      .def("set_trainer_state",
+           [](const Pointer& self, const at::Tensor& bytes) {
+             self->tensors().SetTrainerState(TextOf(bytes));
+           })
+      .def("trainer_state",
+           [](const Pointer& self) { return BytesOf(self->tensors().trainer_state()); })
+      .def("gather",
+           [](const Pointer& self, const at::Tensor& parameter, const std::string& plane) {
+             const at::NoGradGuard no_grad;
+             return self->tensors().Gather(parameter, plane);
+           })
+      .def("set_initial_weights",
+           [](const Pointer& self, const std::string& path, const Strings& ignored) {
+             self->tensors().SetInitialWeights(path, Ignoring(ignored));
+           })
+      .def("load_weights",
+           [](const Pointer& self, const std::string& path, const Strings& ignored) {
+             self->tensors().LoadWeights(path, Ignoring(ignored));
+           })
+      .def("save_weights",
+           [](const Pointer& self, const std::string& folder, int64_t shard_bytes) {
+             SaveOptions options;
+             if (shard_bytes > 0) options.shard_bytes = static_cast<uint64_t>(shard_bytes);
+             self->tensors().SaveWeights(folder, options);
+           })
+      .def("begin_construction", &PythonEngine::BeginConstruction)
+      .def("end_construction", &PythonEngine::EndConstructionHere)
+      .def("exchange",
+           [](const Pointer& self, const at::Tensor& bytes) {
+             Tensors all;
+             for (const std::string& each : self->tensors().Exchange(TextOf(bytes)))
+               all.push_back(BytesOf(each));
+             return all;
+           })
+      .def("rank", [](const Pointer& self) { return static_cast<int64_t>(self->engine().rank()); })
+      .def("world_size",
+           [](const Pointer& self) { return static_cast<int64_t>(self->engine().world_size()); })
+      .def("daemon_pid",
+           [](const Pointer& self) {
+             return static_cast<int64_t>(self->tensors().attachment()->session().daemon_pid());
+           })
+      .def("statistics", &StatisticsOf)
+      .def("plan", &PlanOf)
+      .def("close", &PythonEngine::Close)
+      .def_static("parameters_of", &ParametersOf)
+      .def_static("planes_of", &PlanesOf)
+      .def_static("is_managed", &IsManaged)
+      .def_static("identity_of", &IdentityOf)
+      .def_static("identity_of_storage", &IdentityOfStorage);
+}
+
+}  // namespace
+}  // namespace offload::zero3
+
+// By ctypes: the class of errors, which lives as long as the process.
+extern "C" __attribute__((visibility("default"))) void offloadd_set_error_class(_object* type) {
+  offload::zero3::error_class = type;
+  offload::zero3::SetThrowHook(offload::zero3::ThrowPythonError);
+}
