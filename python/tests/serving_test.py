@@ -361,6 +361,17 @@ def figures(run):
 
 
 @case(**FP32)
+def snapshot(run):
+    model, optimizer = started(run)
+    run.handles[0].snapshot("kept")
+    if run.offloaded:
+        from offloadd import control
+
+        assert "kept" in control.run("snapshot", "ls", run.folder, run.handles[0].job)
+    return run.train(model, optimizer)
+
+
+@case(**FP32)
 def state_of_the_trainer(run):
     model = run.model()
     optimizer = AdamW(model.parameters(), 1e-3, fused=True)
