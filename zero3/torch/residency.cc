@@ -63,7 +63,7 @@ void Pins::Add(Residency* residency, Access access) {
   residency->Reference();
   // Those that write unpin last: the daemon may need the memory of the others to take what they
   // put back.
-  residencies_.insert(access == Access::kRead ? residencies_.end() : residencies_.begin(),
+  residencies_.insert(access <= Access::kReadCopy ? residencies_.end() : residencies_.begin(),
                       residency);
 }
 

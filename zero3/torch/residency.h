@@ -35,12 +35,13 @@ namespace offload::zero3 {
 
 enum class Access : uint8_t {
   kRead,
+  kReadCopy, /* of weights only: as kRead, without holding room that others wait for */
   kWrite,
   kOverwrite /* the whole storage, without looking at it */
 };
 
 // Operators that a residency may answer without its bytes.
-enum class Special : uint8_t { kNone, kNorm, kMultiply, kZero };
+enum class Special : uint8_t { kNone, kNorm, kMultiply, kZero, kSet };
 
 // The end of what an operator does with bytes.
 class Completion {
@@ -77,6 +78,14 @@ class Residency : public StorageSwap::Owner {
   // Answers an operator whose first argument is a tensor over the whole storage; false: run the
   // kernel.
   virtual bool Serve(Special special, torch::jit::Stack* stack) { return false; }
+
+  // How much of the room that an operation shares with others its bytes take; 0 when they have a
+  // place of their own.
+  virtual uint64_t window_bytes() const { return 0; }
+  // Whether one operation at a time may hold `count` such places, of `size_bytes` in all, while it
+  // waits for the last of them. True: until EndHolding().
+  virtual bool BeginHolding(size_t count, uint64_t size_bytes) { return true; }
+  virtual void EndHolding() {}
 
   // Tells a residency that was born in an allocator which storage it belongs to.
   void Learn(c10::StorageImpl* storage) {
