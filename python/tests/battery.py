@@ -279,6 +279,16 @@ def _write_xml(path, results):
         file.write("\n".join([*lines, "</testsuite></testsuites>", ""]))
 
 
+def leave_out(reason):
+    """Ends a program whose cases cannot run here."""
+    print(f"skipped: {reason}")
+    if os.environ.get("XML_OUTPUT_FILE"):
+        with open(os.environ["XML_OUTPUT_FILE"], "w", encoding="utf-8") as file:
+            file.write("<testsuites><testsuite name='battery'><testcase name='all' status='run' result='skipped'><skipped/></testcase>"
+                       "</testsuite></testsuites>\n")
+    sys.exit(0)
+
+
 @contextlib.contextmanager
 def _quiet():
     """Daemons tell what they do; that is kept for failures only."""
