@@ -467,6 +467,34 @@ class DeepSpeedTest(unittest.TestCase):
         engine.destroy()
         self.assertEqual(self.jobs(), [])
 
+    def test_what_was_built_in_the_pool_is_gathered_before_it_is_written(self):
+        def build():
+            torch.manual_seed(0)
+            return torch.nn.ParameterDict({"made": torch.nn.Parameter(torch.empty(256, 256)), "drawn": torch.nn.Parameter(torch.randn(256, 256))})
+
+        with offloadd.deepspeed.zero.Init(config_dict_or_path=self.config()):
+            here = build()
+        there = build()
+        for parameter in here.values():
+            with self.assertRaisesRegex(RuntimeError, "OFD-1603"), torch.no_grad():
+                parameter.fill_(1)
+        for model in (here, there):
+            with offloadd.deepspeed.zero.GatheredParameters(list(model.values()), modifier_rank=0), torch.no_grad():
+                with offloadd.deepspeed.zero.GatheredParameters(model["drawn"], modifier_rank=0):
+                    model["drawn"].mul_(0.5)
+                model["made"].copy_(torch.full((256, 256), 2.0))
+        optimizer = self.adamw(there.parameters())
+        self.initialize(here, self.config())
+        engine = self.engines[-1]
+        for _ in range(2):
+            losses = []
+            for model in (here, there):
+                losses.append((model["made"] @ model["drawn"]).pow(2).mean())
+            self.assertEqual(losses[0].item(), losses[1].item())
+            engine.backward(losses[0]), losses[1].backward()
+            engine.step(), optimizer.step(), optimizer.zero_grad()
+        self.check_equal(here, there)
+
     def test_masters_and_moments_can_be_looked_at(self):
         here, there = make(), make()
         engine, *_ = self.initialize(here, self.config())

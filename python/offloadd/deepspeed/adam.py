@@ -6,11 +6,11 @@ from .missing import refuse, refusing
 
 
 def _group(group, decoupled):
-    """A group of anybody's, with what decides the arithmetic ours."""
-    if not isinstance(group, dict):
-        return group
-    kept = {key: value for key, value in group.items() if key not in ("fused", "foreach", "capturable", "differentiable", "initial_lr")}
-    return {**kept, "fused": True, "decoupled_weight_decay": decoupled}
+    """A group of anybody's, with what decides the arithmetic ours: the same dictionary, since a schedule of an optimizer that this one
+    replaces (accelerate does that) goes on writing into it."""
+    if isinstance(group, dict):
+        group.update(fused=True, foreach=None, capturable=False, differentiable=False, decoupled_weight_decay=decoupled)
+    return group
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
