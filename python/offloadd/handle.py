@@ -124,6 +124,22 @@ def _check_model(model):
                            "Build the model with `with offloadd.init(...):` instead of on meta")
 
 
+@functools.lru_cache(maxsize=None)
+def _refuse_wrappers():
+    """With several ranks, DistributedDataParallel around a model that is attached already."""
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    original = wrapper.__init__
+
+    @functools.wraps(original)
+    def initialise(self, module, *args, **kwargs):
+        if any(served.managed(parameter) for parameter in module.parameters()):
+            raise Error.of(1601, "the model is attached, and is wrapped in DistributedDataParallel",
+                           "Leave the wrapper out: the daemon adds the gradients of several ranks")
+        original(self, module, *args, **kwargs)
+
+    wrapper.__init__ = initialise
+
+
 def _names_of(models):
     """(name, parameter) of all models; those of the first have their own names, those of the n-th further one begin with "n/"."""
     named = []
@@ -251,6 +267,10 @@ class Handle:
                 parameter.requires_grad_(False)
         self._parameters = dict(named)
         self._parts = parts
+        if self._engine.world_size() > 1:
+            for model in models:
+                model._is_accelerate_prepared = True  # Accelerate leaves it alone: the daemon adds the gradients
+            _refuse_wrappers()
         served.install()
         served.install_serializers()
         _run_eagerly()
@@ -307,8 +327,11 @@ class Handle:
         else:
             self._id = "" if self._engine.step_count() or stored else uuid.uuid4().hex
             self._trainer_state = stored
-            if self._id:
-                self._set_state(b"")
+        if self._engine.world_size() > 1:  # the first rank's
+            own = torch.tensor(list(bytes.fromhex(self._id)), dtype=torch.uint8)
+            self._id = bytes(self._engine.exchange(own)[0].tolist()).hex()
+        if self._id and not stored:
+            self._set_state(b"")
 
     def _set_state(self, data):
         whole = (_STATE_MAGIC + bytes.fromhex(self._id) if self._id else b"") + data
