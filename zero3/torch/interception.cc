@@ -237,6 +237,7 @@ void LearnResults(size_t count, const torch::jit::Stack& stack) {
 class SharedRoom {
  public:
   explicit SharedRoom(Uses& uses) {
+    if (uses.size() < 2) return;
     size_t count = 0;
     uint64_t size_bytes = 0;
     Residency* last = nullptr;
