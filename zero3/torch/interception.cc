@@ -25,8 +25,8 @@ enum class Argument : uint8_t { kSkip, kRead, kWrite, kOverwrite };
 // What the schema of an operator says, worked out once.
 struct Verdict {
   const c10::FunctionSchema* schema = nullptr;
-  bool pins = false;            // any argument but kSkip
-  bool allocates_only = false;  // makes a tensor without a value
+  bool pins = false;  // any argument but kSkip
+  Pins::Allocates allocates = Pins::Allocates::kResults;
   Special special = Special::kNone;
   std::vector<Argument> arguments;
 };
@@ -107,12 +107,18 @@ Special SpecialOf(const c10::FunctionSchema& schema) {
   return Special::kNone;
 }
 
+Pins::Allocates AllocatesOf(absl::string_view name) {
+  if (absl::StartsWith(name, "aten::empty") || absl::StartsWith(name, "aten::new_empty"))
+    return Pins::Allocates::kEmpty;
+  return absl::StartsWith(name, "aten::resize_") ? Pins::Allocates::kForCaller
+                                                 : Pins::Allocates::kResults;
+}
+
 std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
   auto verdict = std::make_unique<Verdict>();
   verdict->schema = &schema;
   verdict->special = SpecialOf(schema);
-  verdict->allocates_only = absl::StartsWith(schema.name(), "aten::empty") ||
-                            absl::StartsWith(schema.name(), "aten::new_empty");
+  verdict->allocates = AllocatesOf(schema.name());
   const bool reads_no_data = ReadsNoData(schema.name());
   for (const c10::Argument& argument : schema.arguments()) {
     const c10::AliasInfo* alias = argument.alias_info();
@@ -282,7 +288,7 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
     Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), verdict.arguments[i], uses);
   }
   const SharedRoom room(uses);
-  Pins pins(verdict.allocates_only);
+  Pins pins(verdict.allocates);
   for (const auto& [residency, access] : uses) pins.Add(residency, access);
   op.redispatchBoxed(below, stack);
   if (pins.HasMoreThan(uses.size())) LearnResults(op.schema().returns().size(), *stack);

@@ -95,6 +95,12 @@ Pins::~Pins() {
   top_ = below_;
 }
 
+Pins* Pins::Filling() {
+  Pins* pins = top_;
+  while (pins != nullptr && pins->allocates_ == Allocates::kForCaller) pins = pins->below_;
+  return pins == nullptr || pins->allocates_ == Allocates::kEmpty ? nullptr : pins;
+}
+
 int Pins::CountOwn(const Residency* residency) {
   int count = 0;
   for (const Pins* pins = top_; pins != nullptr; pins = pins->below_) {
