@@ -96,11 +96,12 @@ void DefineTraining(CLI::App& app, Flags& flags, Words& words) {
 }
 
 void DefineOffloading(CLI::App& app, Flags& flags, Words& words) {
-  app.add_option("--offload", words.offload, "on: weights and optimizer state on NVMe")
+  app.add_option("--offload", words.offload,
+                 "on: weights and optimizer state on NVMe; what --nvme-path says by itself")
       ->check(CLI::IsMember({"on", "off"}));
   app.add_option("--ram", flags.ram, "memory budget of the offloaded state: 512MiB, 8GiB");
   app.add_option("--nvme-path", flags.nvme_path,
-                 "folder on the drive, or several with commas between; needed with --offload on");
+                 "folder on the drive, or several with commas between; turns offloading on");
   app.add_option("--job", flags.job, "names the run; the same name resumes it");
   app.add_option("--durability", flags.durability,
                  "step: every step is committed; checkpoint:N: every Nth");
@@ -110,11 +111,26 @@ void DefineOffloading(CLI::App& app, Flags& flags, Words& words) {
       ->check(CLI::IsMember({"auto", "uring", "libaio", "threads"}));
 }
 
-absl::Status ReadWords(const Words& words, Flags& flags) {
+// Naming a place on a drive is enough; flags of offloading without it would do nothing.
+absl::Status DecideOffloading(const CLI::App& app, const Words& words, Flags& flags) {
+  flags.offload = words.offload == "on" || (app.count("--offload") == 0 && !flags.nvme_path.empty());
+  if (flags.offload) return absl::OkStatus();
+  for (const char* const flag :
+       {"--nvme-path", "--ram", "--job", "--durability", "--generations", "--io"}) {
+    if (app.count(flag) == 0) continue;
+    return MakeError(ErrorId::kBadValue,
+                     absl::StrCat(flag, " has no effect without offloading"),
+                     app.count("--offload") == 0 ? "Add --nvme-path DIR, or leave it away"
+                                                 : "Say --offload on, or leave it away");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReadWords(const CLI::App& app, const Words& words, Flags& flags) {
   flags.model = words.model == "gpt2" ? ModelKind::kGpt2 : ModelKind::kLlama;
   flags.precision = words.dtype == "bf16" ? Precision::kBFloat16 : Precision::kFloat32;
   flags.optimizer = words.optimizer == "sgd" ? OptimizerKind::kSgd : OptimizerKind::kAdamW;
-  flags.offload = words.offload == "on";
+  OFFLOAD_RETURN_IF_ERROR(DecideOffloading(app, words, flags));
   OFFLOAD_ASSIGN_OR_RETURN(const uint64_t parameters, ParseCount(words.parameters));
   flags.parameters = static_cast<int64_t>(std::min<uint64_t>(parameters, int64_t{1} << 50));
   OFFLOAD_RETURN_IF_ERROR(ParseByteSize(flags.ram).status());
@@ -170,7 +186,7 @@ absl::StatusOr<Flags> ParseFlags(int argc, const char* const* argv) {
   if (const std::vector<std::string> extras = app.remaining(); !extras.empty()) {
     return UnknownFlag(app, extras.front());
   }
-  OFFLOAD_RETURN_IF_ERROR(ReadWords(words, flags));
+  OFFLOAD_RETURN_IF_ERROR(ReadWords(app, words, flags));
   return flags;
 }
 

@@ -69,6 +69,26 @@ TEST(FlagsTest, EveryFlagIsRead) {
   EXPECT_EQ(flags->eval_every, 4);
 }
 
+TEST(FlagsTest, NamingAPlaceOnADriveTurnsOffloadingOn) {
+  const auto flags = Parse({"--ram", "3GiB", "--nvme-path", "/x", "--job", "j"});
+  ASSERT_TRUE(flags.ok()) << flags.status();
+  EXPECT_TRUE(flags->offload);
+  const auto in_memory = Parse({"--steps", "3"});
+  ASSERT_TRUE(in_memory.ok());
+  EXPECT_FALSE(in_memory->offload);
+}
+
+TEST(FlagsTest, FlagsOfOffloadingWithoutItAreErrors) {
+  for (const std::vector<const char*>& words :
+       std::vector<std::vector<const char*>>{{"--ram", "3GiB"},
+                                             {"--job", "j"},
+                                             {"--offload", "off", "--nvme-path", "/x"}}) {
+    const auto flags = Parse(words);
+    EXPECT_EQ(ErrorIdOf(flags.status()), ErrorId::kBadValue) << words.back();
+    EXPECT_NE(flags.status().message().find("no effect"), std::string_view::npos) << words.back();
+  }
+}
+
 TEST(FlagsTest, UnknownFlagSuggestsTheNearestOne) {
   const auto flags = Parse({"--parms=150M"});
   EXPECT_EQ(ErrorIdOf(flags.status()), ErrorId::kUnknownFlag);

@@ -97,7 +97,8 @@ void GradientOrder::StartRounds() {
       if (t.bits != 0 && t.step == step_) SetBits(tensor, begins ? 0 : proto::kGradientExists);
     }
     for (const uint32_t tensor : waiting_) {
-      if (HasPartOf(tensor, under_way_)) MarkExisting(tensor, round->beginning);
+      if (const std::optional<uint32_t> pass = FirstPassIn(tensor, under_way_))
+        MarkExisting(tensor, round->beginning, *pass);
     }
   }
 }
@@ -278,7 +279,7 @@ absl::Status GradientOrder::Deliver(uint32_t tensor, uint32_t extent, uint32_t p
   if (under_way_ != under_way_before) {
     Advance();
   } else if (number <= under_way_) {
-    MarkExisting(tensor, part.beginning);
+    MarkExisting(tensor, part.beginning, pass);
     AdvanceExtent(tensor, extent);
   }
   return absl::OkStatus();
@@ -407,7 +408,7 @@ bool GradientOrder::IsSettled() const {
 
 uint64_t GradientOrder::word(uint32_t tensor) const {
   const Tensor& t = tensors_[tensor];
-  return proto::MakeGradientWord(t.bits, t.step, t.norm_bits);
+  return proto::MakeGradientWord(t.bits, t.step, t.norm_bits, t.first_pass);
 }
 
 void GradientOrder::SetBits(uint32_t tensor, uint8_t bits) {
@@ -417,10 +418,16 @@ void GradientOrder::SetBits(uint32_t tensor, uint8_t bits) {
   changed_.push_back(tensor);
 }
 
-void GradientOrder::MarkExisting(uint32_t tensor, uint64_t beginning) {
+void GradientOrder::MarkExisting(uint32_t tensor, uint64_t beginning, uint32_t pass) {
   Tensor& t = tensors_[tensor];
-  if (t.beginning == beginning) return;
+  if (t.beginning == beginning) {
+    if (pass >= t.first_pass) return;
+    t.first_pass = pass;  // of a slower rank
+    changed_.push_back(tensor);
+    return;
+  }
   t.beginning = beginning;
+  t.first_pass = pass;
   t.step = step_;
   t.finite = true;
   SetBits(tensor, proto::kGradientExists);
@@ -447,16 +454,18 @@ bool GradientOrder::IsAddedUpTo(uint32_t tensor, uint64_t round) const {
   return true;
 }
 
-bool GradientOrder::HasPartOf(uint32_t tensor, uint64_t round) const {
+std::optional<uint32_t> GradientOrder::FirstPassIn(uint32_t tensor, uint64_t round) const {
   const Tensor& t = tensors_[tensor];
+  std::optional<uint32_t> first;
   for (uint32_t i = t.first_extent; i < t.first_extent + t.extent_count; ++i) {
     const auto parts = parts_.find(i);
     if (parts == parts_.end()) continue;
     for (const Part& part : parts->second) {
-      if (part.position.round == round) return true;
+      if (part.position.round != round) continue;
+      first = std::min(first.value_or(part.position.pass), part.position.pass);
     }
   }
-  return false;
+  return first;
 }
 
 // ---- The order ---------------------------------------------------------------------------------

@@ -31,6 +31,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <set>
 #include <span>
 #include <utility>
@@ -127,11 +128,12 @@ class GradientOrder {
   };
   struct Tensor {
     uint32_t first_extent = 0, extent_count = 0;
-    uint32_t held = 0;       // parts in parts_
-    uint32_t unsettled = 0;  // these, and the ones that are being added
-    uint64_t beginning = 0;  // in which it was given a gradient last; 0: never
-    uint64_t step = 0;       // of that
-    uint8_t bits = 0;        // GradientBits
+    uint32_t held = 0;        // parts in parts_
+    uint32_t unsettled = 0;   // these, and the ones that are being added
+    uint64_t beginning = 0;   // in which it was given a gradient last; 0: never
+    uint64_t step = 0;        // of that
+    uint32_t first_pass = 0;  // of that, as far as parts have come
+    uint8_t bits = 0;         // GradientBits
     uint32_t norm_bits = 0;
     bool finite = true;
     bool update_pending = false, update_wanted = false;
@@ -191,7 +193,8 @@ class GradientOrder {
   bool IsNext(const Position& last, const Position& position) const;
   bool IsAddedUpTo(uint32_t tensor, uint64_t round) const;
 
-  bool HasPartOf(uint32_t tensor, uint64_t round) const;
+  // The first pass of a round that has a part of the tensor.
+  std::optional<uint32_t> FirstPassIn(uint32_t tensor, uint64_t round) const;
 
   // After anything that may let parts be added or waits end.
   void Advance();
@@ -200,7 +203,7 @@ class GradientOrder {
   void DropRounds();
   void AdvanceTensor(uint32_t tensor);
   void AdvanceExtent(uint32_t tensor, uint32_t extent);
-  void MarkExisting(uint32_t tensor, uint64_t beginning);
+  void MarkExisting(uint32_t tensor, uint64_t beginning, uint32_t pass);
   void MarkFinal(uint32_t tensor);
   void AnswerWaits();
   void SetBits(uint32_t tensor, uint8_t bits);

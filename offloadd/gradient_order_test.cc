@@ -122,6 +122,26 @@ TEST_F(GradientOrderTest, ALaterPassWaitsForTheEarlierOfEveryRank) {
   EXPECT_EQ(Add(), "0.2 1.0;");
 }
 
+TEST_F(GradientOrderTest, ARankThatHasEndedAPassSeesWhatBeganInItAndNotWhatOthersDidSince) {
+  Begin({0, 1, 2});
+  for (const uint32_t rank : {0, 1, 2}) EXPECT_TRUE(End(rank, 0).ok());
+  EXPECT_TRUE(Give(0, 0, 1).ok());  // rank 1 looks at the words of pass 0 only now
+  EXPECT_EQ(bits(0), proto::kGradientExists);
+  EXPECT_FALSE(proto::HasBegunBy(order_.word(0), 0));
+  EXPECT_TRUE(proto::HasBegunBy(order_.word(0), 1));
+  EXPECT_TRUE(proto::HasBegunBy(order_.word(0), 2));
+}
+
+TEST_F(GradientOrderTest, APartOfASlowerRankIsTheFirstThoughItComesLater) {
+  Begin({0, 1, 2});
+  EXPECT_TRUE(End(0, 0).ok());
+  EXPECT_TRUE(Give(0, 0, 1).ok());
+  EXPECT_FALSE(proto::HasBegunBy(order_.word(0), 0));
+  EXPECT_TRUE(Give(1, 0, 0).ok());
+  EXPECT_TRUE(proto::HasBegunBy(order_.word(0), 0));
+  EXPECT_EQ(order_.TakeChanged(), std::vector<uint32_t>{0});
+}
+
 TEST_F(GradientOrderTest, NothingIsAddedBeforeEveryRankHasLetGoOfTheOldSums) {
   Begin({0, 1});
   EXPECT_TRUE(Give(0, 0, 0).ok());

@@ -65,8 +65,9 @@ inline constexpr TensorState StateOf(uint64_t word) {
 inline constexpr uint64_t OffsetOf(uint64_t word) { return (word >> 8) * 64; }
 
 // With several ranks, one word per tensor at SlabLayout::gradient_words_offset, written by the
-// daemon (release): bits in the low 8, the number of the step (modulo 2^24) above them, torch's
-// 2-norm of the sum as the bits of an fp32 number in the upper half.
+// daemon (release): bits in the low 4, the pass of the first part (modulo 16) above them, then the
+// number of the step (modulo 2^24), and torch's 2-norm of the sum as the bits of an fp32 number in
+// the upper half.
 enum GradientBits : uint8_t {
   kGradientExists = 1,  // some rank has delivered a part for this step
   kGradientFinal = 2,   // no rank adds to it any more
@@ -78,10 +79,16 @@ using GradientWord = std::atomic<uint64_t>;
 inline constexpr uint64_t GradientWordsOffset(uint64_t tensor_count) {
   return kTensorWordsOffset + (tensor_count * sizeof(TensorWord) + 4095) / 4096 * 4096;
 }
-inline constexpr uint64_t MakeGradientWord(uint8_t bits, uint64_t step, uint32_t norm_bits) {
-  return uint64_t{norm_bits} << 32 | (step & 0xffffff) << 8 | bits;
+inline constexpr uint64_t MakeGradientWord(uint8_t bits, uint64_t step, uint32_t norm_bits,
+                                           uint32_t first_pass = 0) {
+  return uint64_t{norm_bits} << 32 | (step & 0xffffff) << 8 | (first_pass & 15) << 4 | bits;
 }
-inline constexpr uint8_t GradientBitsOf(uint64_t word) { return static_cast<uint8_t>(word); }
+inline constexpr uint8_t GradientBitsOf(uint64_t word) { return word & 15; }
+// Whether the first part is of pass `pass` or of one of the seven before it, rather than of one of
+// the eight behind it: a rank that has ended `pass` may read the word after others have gone on.
+inline constexpr bool HasBegunBy(uint64_t word, uint32_t pass) {
+  return ((pass - static_cast<uint32_t>(word >> 4)) & 15) < 8;
+}
 inline constexpr uint32_t GradientStepOf(uint64_t word) {
   return static_cast<uint32_t>(word >> 8) & 0xffffff;
 }

@@ -478,7 +478,9 @@ Tensor WholeNumberLoss(nn::Sequential& model, int64_t number) {
 
 // The smallest budget that a module trains in.
 std::string FloorOf(nn::Sequential& model, bool spilled) {
-  auto engine = Engine::Open(OptionsFor("floor" + std::to_string(spilled), "1GiB"));
+  Options options = OptionsFor("floor" + std::to_string(spilled), "1GiB");
+  options.spill_gradients = spilled;
+  auto engine = Engine::Open(options);
   auto optimizer = engine->SGD(*model, torch::optim::SGDOptions(0.0));
   const PlanSummary plan = engine->plan();
   return std::to_string(spilled ? plan.floor_bytes : plan.floor_without_spilling_bytes);

@@ -352,11 +352,14 @@ TEST(OptimizerErrorsTest, OptionsThatNeedMoreStateThanTheJobKeepsAreRefusedAtThe
 TEST(OptimizerErrorsTest, AJobContinuesWithItsOwnOptimizerOnly) {
   {
     Model model(at::kFloat);
-    OpenEngine(/*offload=*/true, "own")->AdamW(model, torch::optim::AdamWOptions(0.1));
+    auto engine = OpenEngine(/*offload=*/true, "own");
+    auto optimizer = engine->AdamW(model, torch::optim::AdamWOptions(0.1));
+    engine->plan();  // attaches
   }
   Model model(at::kFloat);
   auto engine = OpenEngine(/*offload=*/true, "own");
-  EXPECT_EQ(ErrorOf([&] { engine->SGD(model, torch::optim::SGDOptions(0.1)); },
+  auto optimizer = engine->SGD(model, torch::optim::SGDOptions(0.1));
+  EXPECT_EQ(ErrorOf([&] { engine->plan(); },
                     "was trained with adamw (exp_avg, exp_avg_sq), the trainer has sgd (no state)"),
             1602);
 }

@@ -345,19 +345,21 @@ void DifferentialGradient(Run& run) {
 }
 
 void ReadAmidBackward(Run& run) {
-  run.model->down->weight.register_hook(
-      [&](const Tensor&) { run.model->norm->weight.grad().sum(); });
+  run.model->down->weight.register_hook([&](const Tensor&) {
+    if (const Tensor grad = run.model->norm->weight.grad(); grad.defined()) grad.sum();
+  });
   run.Backward(0, 0);
   run.Backward(0, 1);
 }
 
 // What torch's reducer hangs into the graph.
 void ReducedByTrainerToo(Run& run) {
-  torch::autograd::impl::grad_accumulator(run.model->up->weight)
-      ->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-          [](const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
-            return outputs;
-          }));
+  // The reducer keeps it: the parameter does not.
+  const auto accumulation = torch::autograd::impl::grad_accumulator(run.model->up->weight);
+  accumulation->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+      [](const torch::autograd::variable_list& outputs, const torch::autograd::variable_list&) {
+        return outputs;
+      }));
   run.Backward(0, 0);
 }
 

@@ -85,6 +85,7 @@ absl::Status CheckHoldsNoCheckpoint(const std::string& folder);
 struct WantedTensor {
   std::string name;
   std::vector<uint64_t> shape;
+  bool any_type = false;  // whoever reads it looks at that
 };
 
 // OFD-1402 with the first difference: a tensor that is missing, has another shape, or that nobody

@@ -5,6 +5,8 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <cstring>
+#include <deque>
 #include <optional>
 #include <utility>
 
@@ -13,6 +15,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "proto/shm_abi.h"
+#include "zero3/torch/log.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -20,6 +23,9 @@ namespace {
 
 // Transfers that one call keeps in flight; the rings have room for a thousand.
 constexpr size_t kTransfersInFlight = 32;
+constexpr uint64_t kBlockBytes = 8ull << 20;  // of staging, for reading and putting
+// Of raw copies: one instruction may use two tensors, a loop a few.
+constexpr uint64_t kRawBytesMin = 16ull << 20, kRawWeightsMin = 4;
 constexpr uint64_t kReserveStepBytes = 256ull << 20;  // of the scratch file
 
 // Forward with gradients, and all of backward; evaluation is not part of a step.
@@ -169,6 +175,12 @@ void Attachment::SetPlan(PlanInput input, Plan plan) {
   staging_.Grow(plan_.staging_offset + proto::kLoadingStagingBytes,
                 plan_.staging_bytes - proto::kLoadingStagingBytes);
   if (rank() == 0) staging_.Grow(plan_.first_staging_offset, plan_.first_staging_bytes);
+  window_bytes_ = plan_.memory.window_bytes;
+  uint64_t largest_weight_bytes = 0;
+  for (const proto::Tensor& tensor : input_.catalogue.tensors)
+    largest_weight_bytes =
+        std::max(largest_weight_bytes, tensor.element_count * proto::DtypeBytes(tensor.dtype));
+  raw_bytes_max_ = std::max(kRawBytesMin, kRawWeightsMin * largest_weight_bytes);
   std::vector<uint64_t> slot_bytes;
   uint64_t largest_bytes = 0;
   for (const proto::Placement& placement : input_.catalogue.placements) {
@@ -178,6 +190,7 @@ void Attachment::SetPlan(PlanInput input, Plan plan) {
                  : proto::WeightSlotBytes(input_.catalogue.store_tensors[placement.store_tensor]));
     largest_bytes = std::max(largest_bytes, slot_bytes.back());
   }
+  largest_slot_bytes_ = largest_bytes;
   // One slot is the tensor in use, the rest may be ahead of it.
   schedule_ = std::make_unique<Schedule>(
       std::move(slot_bytes),
@@ -230,6 +243,126 @@ void Attachment::PutWeight(uint32_t tensor, uint64_t region_offset) {
 void Attachment::FollowPut(uint32_t tensor) {
   ThrowIfError(session_->Wait(session_->FollowPut(tensor)),
                absl::StrCat("parameter '", this->tensor(tensor).name, "'"));
+}
+
+absl::Status Attachment::StreamOut(uint32_t tensor, proto::Plane plane, uint64_t element_bytes,
+                                   Drain drain) {
+  const uint64_t element_count = this->tensor(tensor).element_count;
+  const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
+  Staging::Piece piece =
+      staging_.Take(std::min(kBlockBytes / 2, proto::PaddedBytes(element_count * element_bytes)));
+  const uint64_t blocks = std::max<uint64_t>(piece.size_bytes() / extent_bytes, 1);
+  struct Transfer {
+    client::Ticket ticket;
+    uint64_t begin, count, offset;
+  };
+  std::deque<Transfer> transfers;
+  absl::Status failure;
+  const auto take_oldest = [&] {
+    const Transfer done = transfers.front();
+    transfers.pop_front();
+    failure.Update(session().Wait(done.ticket));
+    if (failure.ok()) failure.Update(drain(done.begin, done.count, region() + done.offset));
+  };
+  for (uint64_t begin = 0, block = 0; begin < element_count && failure.ok();
+       begin += proto::kExtentElements, ++block) {
+    if (transfers.size() == blocks) take_oldest();
+    const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
+    const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
+    transfers.push_back(
+        {session().Get(tensor, plane, begin, count, offset), begin, count, offset});
+  }
+  while (!transfers.empty()) take_oldest();
+  return failure;
+}
+
+absl::Status Attachment::StreamIn(uint32_t tensor, const std::byte* bytes) {
+  if (rank() > 0) return session().Wait(session().FollowPut(tensor));
+  const uint64_t element_count = this->tensor(tensor).element_count;
+  const uint64_t element_bytes = proto::DtypeBytes(this->tensor(tensor).dtype);
+  const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
+  Staging::Piece piece =
+      staging_.Take(std::min(kBlockBytes / 2, proto::PaddedBytes(element_count * element_bytes)));
+  const uint64_t blocks = std::max<uint64_t>(piece.size_bytes() / extent_bytes, 1);
+  std::deque<client::Ticket> tickets;
+  absl::Status failure;
+  const auto wait_for_oldest = [&] {
+    failure.Update(session().Wait(tickets.front()));
+    tickets.pop_front();
+  };
+  for (uint64_t begin = 0, block = 0; begin < element_count && failure.ok();
+       begin += proto::kExtentElements, ++block) {
+    if (tickets.size() == blocks) wait_for_oldest();
+    const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
+    const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
+    std::memcpy(region() + offset, bytes + begin * element_bytes, count * element_bytes);
+    tickets.push_back(session().Put(tensor, begin, count, offset));
+  }
+  while (!tickets.empty()) wait_for_oldest();
+  if (failure.ok() && world_size() > 1) failure = session().Wait(session().FollowPut(tensor));
+  return failure;
+}
+
+uint64_t Attachment::WindowBytes(uint32_t tensor) const {
+  const uint32_t store_tensor = input_.catalogue.placements[tensor].store_tensor;
+  if (plan_.memory.weight_resident[store_tensor]) return 0;
+  return proto::WeightSlotBytes(input_.catalogue.store_tensors[store_tensor]);
+}
+
+// However the places lie, a hole for the largest is left.
+bool Attachment::BeginHolding(size_t count, uint64_t size_bytes) {
+  if (size_bytes + (count + 1) * largest_slot_bytes_ > window_bytes_) return false;
+  return !is_held_.exchange(true, std::memory_order_acquire);
+}
+
+void Attachment::BeginRaw(RawUser* user) {
+  if (raw_accesses_.fetch_add(1, std::memory_order_relaxed) == 0) {
+    Log().info(
+        "{} is used through a raw pointer: its bytes are brought to memory, beside `ram`, until the "
+        "end of the step (raw_access = error refuses that)",
+        user->raw_name());
+  }
+  for (;;) {
+    std::vector<RawUser*> oldest;
+    {
+      std::lock_guard lock(raw_mutex_);
+      uint64_t bytes = user->raw_bytes();
+      for (const RawUser* other : raw_users_) bytes += other->raw_bytes();
+      for (RawUser* other : raw_users_) {
+        if (bytes <= raw_bytes_max_) break;
+        oldest.push_back(other);
+        bytes -= other->raw_bytes();
+      }
+      if (oldest.empty()) {
+        raw_users_.push_back(user);
+        return;
+      }
+    }
+    bool ended = false;
+    for (RawUser* other : oldest) ended |= other->EndRaw(/*wait=*/false);
+    if (ended) continue;
+    std::lock_guard lock(raw_mutex_);  // operators use all of them
+    raw_users_.push_back(user);
+    return;
+  }
+}
+
+void Attachment::ForgetRaw(RawUser* user) {
+  std::lock_guard lock(raw_mutex_);
+  raw_users_.remove(user);
+}
+
+void Attachment::EndRaw() {
+  for (;;) {
+    RawUser* user = nullptr;
+    {
+      std::lock_guard lock(raw_mutex_);
+      if (raw_users_.empty()) return;
+      user = raw_users_.front();
+    }
+    user->EndRaw(/*wait=*/true);
+    ForgetRaw(user);
+  }
 }
 
 void Attachment::Close() {

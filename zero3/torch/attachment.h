@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,6 +22,8 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
 #include "base/mapped_region.h"
 #include "base/range_allocator.h"
 #include "client/session.h"
@@ -105,6 +108,19 @@ class HomeRanges {
   size_t left_bytes_ = 0;
 };
 
+// A tensor whose bytes are at its home, because a raw pointer was used (raw_access.h).
+class RawUser {
+ public:
+  // Stores what was written and takes the bytes away; false when an operator uses them, unless
+  // `wait`.
+  virtual bool EndRaw(bool wait) = 0;
+  virtual size_t raw_bytes() const = 0;
+  virtual const std::string& raw_name() const = 0;
+
+ protected:
+  ~RawUser() = default;
+};
+
 class Attachment : public std::enable_shared_from_this<Attachment> {
  public:
   explicit Attachment(std::unique_ptr<client::Session> session);
@@ -144,6 +160,31 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // The same of the ranks after the first, whose bytes do not count: waits for those of the first.
   void FollowPut(uint32_t tensor);
 
+  // Reads elements of a plane in order, several blocks in flight, through the staging buffer.
+  // `drain` gets them in memory that is lent for the call.
+  using Drain =
+      absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, const std::byte* bytes)>;
+  absl::Status StreamOut(uint32_t tensor, proto::Plane plane, uint64_t element_bytes, Drain drain);
+  // Puts a weight whose bytes are anywhere.
+  absl::Status StreamIn(uint32_t tensor, const std::byte* bytes);
+
+  // ---- Room that operations share ----
+  // Of the window, while a weight is in use; 0 for one that always has a place.
+  uint64_t WindowBytes(uint32_t tensor) const;
+  // See Residency::BeginHolding().
+  bool BeginHolding(size_t count, uint64_t size_bytes);
+  void EndHolding() { is_held_.store(false, std::memory_order_release); }
+
+  // ---- Raw pointers ----
+  void SetServesRaw(bool serves) { serves_raw_ = serves; }
+  bool serves_raw() const { return serves_raw_; }
+  // Makes room for the bytes of one more, which is said once; the oldest go.
+  void BeginRaw(RawUser* user);
+  void ForgetRaw(RawUser* user);
+  // All of them: the step comes, or somebody reads what the daemon has.
+  void EndRaw();
+  uint64_t raw_accesses() const { return raw_accesses_.load(std::memory_order_relaxed); }
+
   void Close();
 
  private:
@@ -158,6 +199,12 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::atomic<bool> sealed_{false};
   PlanInput input_;
   Plan plan_;
+  uint64_t window_bytes_ = 0, largest_slot_bytes_ = 0, raw_bytes_max_ = 0;
+  std::atomic<bool> is_held_{false};
+  bool serves_raw_ = true;
+  std::mutex raw_mutex_;
+  std::list<RawUser*> raw_users_;  // oldest first
+  std::atomic<uint64_t> raw_accesses_{0};
   std::mutex schedule_mutex_;
   std::unique_ptr<Schedule> schedule_;
 };

@@ -64,11 +64,10 @@ class BornAllocator final : public c10::Allocator {
     if (size_bytes < kBornBytesMin || constructing == nullptr)
       return ordinary_.load()->allocate(size_bytes);
     auto* const residency = new BornResidency(constructing, size_bytes);
-    Pins* const operation = Pins::Current();
     // The kernel that asks for it is going to write it, right away.
-    const bool resident = operation != nullptr && !operation->allocates_only();
-    c10::DataPtr pointer = residency->Bear(resident);
-    if (resident) operation->AddPinned(residency);
+    Pins* const filling = Pins::Filling();
+    c10::DataPtr pointer = residency->Bear(/*resident=*/filling != nullptr);
+    if (filling != nullptr) filling->AddPinned(residency);
     residency->Unreference();
     return pointer;
   }

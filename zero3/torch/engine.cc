@@ -61,35 +61,38 @@ class InMemoryEngine final : public Engine {
                                                          ParameterGroups groups,
                                                          NamedOptimizer&& optimizer) override {
     groups = modules_.LeaveToOthers(module, std::move(groups));
-    auto made = std::make_unique<InMemoryOptimizer>(groups, std::move(optimizer));
+    CheckTypes(modules_.Names(module));
+    auto made = std::make_unique<InMemoryOptimizer>(groups, std::move(optimizer),
+                                                    SquareRoot::kExact);
     return Keep(std::move(made), module, groups);
   }
+  void AttachForeign(torch::nn::Module& module, ParameterGroups groups,
+                     const std::string&) override {
+    CheckTypes(modules_.Names(module));
+    Remember(module, groups);
+  }
+  void CommitStep() override { ++own_steps_; }
   void Seal() override {}
   int rank() const override { return 0; }
   int world_size() const override { return 1; }
   std::vector<std::string> Exchange(std::string blob) override { return {std::move(blob)}; }
   // Every optimizer's steps are steps of the job.
   int64_t step() const override {
-    int64_t steps = 0;
-    for (const InMemoryOptimizer* optimizer : optimizers_) {
-      int64_t most = 0;
-      for (const at::Tensor& parameter : parameters_) {
-        if (const InMemoryState* state = optimizer->StateOf(parameter))
-          most = std::max(most, state->step);
-      }
-      steps += most;
-    }
+    int64_t steps = own_steps_;
+    for (const auto& states : states_) steps += states->steps();
     return steps;
   }
   void WaitDurable() override {}
   void SetTrainerState(std::string blob) override { trainer_state_ = std::move(blob); }
   std::string TrainerState() const override { return trainer_state_; }
   torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override {
-    if (optimizers_.empty()) ThrowStatus(NotAttached());
-    for (const InMemoryOptimizer* optimizer : optimizers_) {
-      if (optimizer->StateOf(parameter) != nullptr) return optimizer->Gather(parameter, plane);
+    if (names_.empty()) ThrowStatus(NotAttached());
+    if (states_.empty())
+      return InMemoryStates(kernels::OptimizerSpec("sgd", {})).Gather(parameter, plane);
+    for (const auto& states : states_) {
+      if (states->StateOf(parameter) != nullptr) return states->Gather(parameter, plane);
     }
-    return optimizers_.front()->Gather(parameter, plane);
+    return states_.front()->Gather(parameter, plane);
   }
   void SetInitialWeights(std::string path, LoadOptions options) override {
     initial_weights_ = std::move(path);
@@ -114,10 +117,16 @@ class InMemoryEngine final : public Engine {
   std::unique_ptr<torch::optim::Optimizer> Keep(std::unique_ptr<torch::optim::Optimizer> optimizer,
                                                 torch::nn::Module& module,
                                                 const ParameterGroups& groups) {
-    modules_.CheckFree(groups);
     optimizer->param_groups().clear();
     for (const auto& group : groups) optimizer->add_param_group(group);
+    Remember(module, groups);
+    states_.push_back(dynamic_cast<const InMemoryOptimizer&>(*optimizer).states());
+    return optimizer;
+  }
+  void Remember(torch::nn::Module& module, const ParameterGroups& groups) {
+    modules_.CheckFree(groups);
     const std::vector<NamedTensor> names = modules_.Names(module);
+    const std::vector<NamedTensor> buffers = modules_.BufferNames(module);
     bool has_new = false;
     for (const NamedTensor& named : names) {
       if (!named.tensor.defined() || !known_.insert(named.tensor.unsafeGetTensorImpl()).second)
@@ -126,17 +135,18 @@ class InMemoryEngine final : public Engine {
       has_new = true;
     }
     if (has_new) {
-      if (!initial_weights_.empty()) LoadInitial(names);
+      if (!initial_weights_.empty()) LoadInitial(names, buffers);
+      buffers_.insert(buffers_.end(), buffers.begin(), buffers.end());
       names_.insert(names_.end(), names.begin(), names.end());
     }
     modules_.Add(has_new);
     modules_.Claim(groups);
-    optimizers_.push_back(dynamic_cast<const InMemoryOptimizer*>(optimizer.get()));
-    return optimizer;
   }
   // What the file has for this module; the others take theirs when they are attached.
-  void LoadInitial(const std::vector<NamedTensor>& names) const {
-    const std::vector<FileWeight> weights = ValueOrThrow(FindFileWeights(names));
+  void LoadInitial(const std::vector<NamedTensor>& names,
+                   const std::vector<NamedTensor>& buffers) const {
+    std::vector<FileWeight> weights = ValueOrThrow(FindFileWeights(names));
+    ThrowIfError(AddFileBuffers(buffers, weights));
     LoadOptions options = initial_options_;
     for (const std::string& name : ValueOrThrow(HfCheckpoint::Open(initial_weights_)).Names()) {
       if (ModuleList::NumberOf(name) != ModuleList::NumberOf(names.front().name))
@@ -146,11 +156,20 @@ class InMemoryEngine final : public Engine {
   }
   std::vector<FileWeight> AttachedWeights() const {
     if (names_.empty()) ThrowStatus(NotAttached());
-    return ValueOrThrow(FindFileWeights(names_));
+    std::vector<FileWeight> weights = ValueOrThrow(FindFileWeights(names_));
+    ThrowIfError(AddFileBuffers(buffers_, weights));
+    return weights;
+  }
+  // What is refused with a daemon is refused without.
+  static void CheckTypes(const std::vector<NamedTensor>& names) {
+    for (const NamedTensor& named : names) {
+      if (named.tensor.defined() && named.tensor.numel() > 0) CheckSupportedType(named);
+    }
   }
   ModuleList modules_;
-  std::vector<const InMemoryOptimizer*> optimizers_;  // the trainer's; they outlive the questions
-  std::vector<NamedTensor> names_;
+  std::vector<std::shared_ptr<InMemoryStates>> states_;  // one of each optimizer
+  int64_t own_steps_ = 0;                                // of optimizers that are not ours
+  std::vector<NamedTensor> names_, buffers_;
   std::vector<at::Tensor> parameters_;  // each once
   std::unordered_set<const void*> known_;
   std::string trainer_state_;

@@ -55,9 +55,13 @@ class AccumulationHook : public torch::autograd::FunctionPostHook {
   Gradient* const gradient_;
 };
 
-// Reads a number out of a Scalar or a 0-dim tensor; nothing for what mul_ would treat otherwise.
-std::optional<float> Factor(const c10::IValue& value) {
-  if (value.isDouble() || value.isInt()) return static_cast<float>(value.toScalar().toDouble());
+// Reads a number out of a Scalar or a 0-dim tensor; nothing for what mul_ would treat otherwise. A
+// Scalar takes the type of the tensor that it multiplies, before it does.
+std::optional<float> Factor(const c10::IValue& value, at::ScalarType multiplied) {
+  if (value.isDouble() || value.isInt()) {
+    const float factor = static_cast<float>(value.toScalar().toDouble());
+    return multiplied == at::kBFloat16 ? static_cast<float>(c10::BFloat16(factor)) : factor;
+  }
   if (!value.isTensor()) return std::nullopt;
   const at::Tensor& tensor = value.toTensor();
   if (!tensor.defined() || tensor.dim() != 0 || !tensor.device().is_cpu() ||
@@ -132,11 +136,87 @@ Gradient::Gradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<Gradi
       attachment_(std::move(attachment)),
       window_(std::move(window)),
       tensor_id_(tensor),
-      parameter_(parameter) {
+      parameter_(parameter),
+      raw_(swap_.home(), size_bytes_) {
   const proto::GradientPlacement& placement = attachment_->plan().memory.gradients[tensor];
   if (placement.home == proto::GradientHome::kRegion) place_ = placement.offset_bytes;
   tensor_ = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter_.sizes(),
                               parameter_.scalar_type());
+  if (!attachment_->serves_raw()) return;
+  swap_.SetHomeThrows(false);
+  AddRawRange(swap_.home(), size_bytes_, this);
+}
+
+Gradient::~Gradient() {
+  RemoveRawRange(swap_.home());
+  if (raw_.is_shown()) raw_.Remove();
+}
+
+void Gradient::RefuseRaw() {
+  RemoveRawRange(swap_.home());
+  swap_.SetHomeThrows(true);
+}
+
+// ---- Raw pointers ------------------------------------------------------------------------------
+
+void Gradient::ServeRaw(bool writes) {
+  const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
+  const c10::AutoGradMode no_grad(false);
+  {
+    Lock lock(mutex());
+    WaitWhileMoving(lock);
+    CheckOpen();
+    if (raw_.is_shown()) {
+      if (writes && !raw_.was_written()) raw_.AllowWriting();
+      return;
+    }
+  }
+  Pins pins;
+  pins.Add(this, Access::kRead);
+  std::byte* const fresh = raw_.Allocate();
+  std::memcpy(fresh, bytes(), size_bytes_);
+  {
+    Lock lock(mutex());
+    if (raw_.is_shown()) {
+      raw_.Discard(fresh);  // another thread was faster
+    } else {
+      raw_.Show(fresh, writes);
+    }
+  }
+  pins.Finish();
+  attachment_->BeginRaw(this);
+}
+
+bool Gradient::EndRaw(bool wait) {
+  {
+    Lock lock(mutex());
+    if (!raw_.is_shown()) return true;
+    if (!wait && (uses_ > 0 || moving_)) return false;
+  }
+  FinishRaw();
+  attachment_->ForgetRaw(this);
+  return true;
+}
+
+void Gradient::FinishRaw() {
+  bool written = false;
+  {
+    Lock lock(mutex());
+    if (!raw_.is_shown() || ends_raw_) return;
+    ends_raw_ = true;
+    written = raw_.was_written();
+    if (written) raw_.StopWriting();
+  }
+  if (written) {
+    const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
+    Pins pins;
+    pins.Add(this, Access::kOverwrite);
+    std::memcpy(bytes(), swap_.home(), size_bytes_);
+    pins.Finish();
+  }
+  Lock lock(mutex());
+  raw_.Remove();
+  ends_raw_ = false;
 }
 
 void Gradient::Watch() {
@@ -239,13 +319,14 @@ void Gradient::ShowBytes() {
   } else if (spilled()) {
     swap_.PointHome();
   } else {
-    swap_.PointTo(bytes(), /*throws=*/busy());
+    busy() ? swap_.PointHome() : swap_.PointTo(bytes(), /*throws=*/false);
   }
 }
 
 void Gradient::Pin(Access access) {
   const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
   const c10::AutoGradMode no_grad(false);
+  FinishRaw();
   BeforePin();
   Lock lock(mutex());
   WaitWhileMoving(lock);
@@ -297,6 +378,8 @@ void Gradient::LetGo() {
 // ---- What needs no kernel ----------------------------------------------------------------------
 
 bool Gradient::Serve(Special special, torch::jit::Stack* stack) {
+  if (special == Special::kSet) return false;
+  FinishRaw();
   if (special == Special::kNorm) {
     const double p = torch::jit::peek(*stack, 1, 2).toScalar().toDouble();
     at::Tensor norm = Norm(p);
@@ -317,7 +400,7 @@ bool Gradient::Serve(Special special, torch::jit::Stack* stack) {
     ShowBytes();
     torch::jit::drop(*stack, 1);
   } else {
-    const std::optional<float> factor = Factor(torch::jit::peek(*stack, 1, 2));
+    const std::optional<float> factor = Factor(torch::jit::peek(*stack, 1, 2), parameter_.scalar_type());
     if (!factor.has_value()) return false;
     Lock lock(mutex());
     WaitWhileMoving(lock);
@@ -342,7 +425,7 @@ at::Tensor Gradient::Norm(double p) {
     Lock lock(mutex());
     WaitWhileMoving(lock);
     CheckOpen();
-    if (!zero_ && scale_ == 1.0f) {
+    if (!zero_ && scale_ == 1.0f && !raw_writable()) {
       for (const auto& [known_p, norm] : norms_) {
         if (known_p == p) return norm.clone();
       }
@@ -351,7 +434,7 @@ at::Tensor Gradient::Norm(double p) {
   Pins pins;
   pins.Add(this, Access::kRead);
   at::Tensor norm = Plain().norm(p);
-  {
+  if (!raw_writable()) {
     Lock lock(mutex());
     norms_.emplace_back(p, norm.clone());
   }
@@ -368,8 +451,8 @@ void Gradient::AfterAccumulation() {
     if (closed_) return;
   }
   at::Tensor& grad = parameter_.mutable_grad();
-  // A gradient that is itself differentiable stays as it is; the step takes its value.
-  if (!grad.defined() || grad.requires_grad()) return;
+  // A gradient that is itself differentiable, or sparse, stays as it is; the step takes its value.
+  if (!grad.defined() || grad.requires_grad() || grad.layout() != at::kStrided) return;
   if (!grad.is_same(tensor_)) AdoptStolen(grad);
   if (!spilled()) return;
   Norm(2.0);  // while the bytes are here: neither clipping nor the finite check reads them again
@@ -426,7 +509,9 @@ bool Gradient::PrepareStep() {
   const c10::AutoGradMode no_grad(false);
   at::Tensor& grad = parameter_.mutable_grad();
   if (!grad.defined()) return false;
-  if (!grad.is_same(tensor_)) AdoptStolen(grad.detach());
+  FinishRaw();
+  if (!grad.is_same(tensor_))
+    AdoptStolen(grad.layout() == at::kStrided ? grad.detach() : grad.detach().to_dense());
   bool settle = false;
   {
     Lock lock(mutex());
@@ -461,7 +546,7 @@ bool Gradient::IsFinite() {
   {
     Lock lock(mutex());
     NoteFinite();
-    if (finite_.has_value()) return *finite_;
+    if (finite_.has_value() && (zero_ || !raw_writable())) return *finite_;
   }
   Pins pins;
   pins.Add(this, Access::kRead);
@@ -543,6 +628,7 @@ void Gradient::Close() {
     Lock lock(mutex());
     while (moving_) changed().WaitForOthers(lock);
     closed_ = true;
+    swap_.SetHomeThrows(true);
     for (const client::Ticket ticket : writes_) attachment_->session().Wait(ticket).IgnoreError();
     writes_.clear();
     if (storage) swap_.SetMessage(std::string(SessionEnded(subject_).message()));

@@ -9,10 +9,12 @@
 //   * Guard: from step() until the daemon has updated the tensor, the accumulator keeps what the
 //   update needs. Reads see the value;
 //     zero_() is remembered; whatever else writes waits.
+//   * Pointers to the bytes are good while the gradient is in memory and nothing of this is
+//   remembered; otherwise they are served as those of weights (raw_access.h).
 //   * Clipping: mul_ by a number on the whole gradient is remembered and handed to the daemon with
 //   the step (it rounds as torch's
 //     kernel does); everything else that looks at the gradient multiplies first. Norms are torch's
-//     own, kept until the next write.
+//     own; of a spilled gradient they are kept until the next write.
 //
 // States of the value: bytes in memory (region, or a slot of the window) or in the scratch file,
 // times scale_; or zero_, which needs no bytes.
@@ -38,6 +40,7 @@
 #include "absl/functional/function_ref.h"
 #include "base/range_allocator.h"
 #include "zero3/torch/attachment.h"
+#include "zero3/torch/raw_access.h"
 #include "zero3/torch/residency.h"
 #include "zero3/torch/wait_graph.h"
 
@@ -67,7 +70,7 @@ class GradientWindow {
   std::vector<Gradient*> users_;  // with a slot, least recently taken first
 };
 
-class Gradient : public Residency {
+class Gradient : public Residency, public RawOwner, public RawUser {
  public:
   // `window` is null for gradients that stay in the region.
   Gradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<GradientWindow> window,
@@ -96,6 +99,12 @@ class Gradient : public Residency {
   void Pin(Access access) override;
   void Unpin(Completion* done) override;
   bool Serve(Special special, torch::jit::Stack* stack) override;
+  // ---- Raw pointers: a copy at home, which is the value until an operator comes ----
+  void ServeRaw(bool writes) override;
+  bool EndRaw(bool wait) override;
+  size_t raw_bytes() const override { return raw_.size_bytes(); }
+  const std::string& raw_name() const override { return subject_; }
+
   // From now on Pin() throws OFD-1802, and the parameter has no gradient.
   void Close();
 
@@ -118,10 +127,17 @@ class Gradient : public Residency {
     const bool outer_;
   };
 
-  ~Gradient() override = default;
+  ~Gradient() override;
+  // Raw pointers are refused from now on.
+  void RefuseRaw();
+  // Makes the bytes the value again.
+  void FinishRaw();
   std::mutex& mutex() { return window_ != nullptr ? window_->mutex() : mutex_; }
   WaitQueue& changed() { return window_ != nullptr ? window_->changed() : own_changed_; }
   bool spilled() const { return window_ != nullptr; }
+  // Whether the trainer may write the bytes through a pointer of its own: then nothing that was
+  // found out about them is kept.
+  virtual bool raw_writable() const { return !spilled(); }
   bool busy() const { return updating_ || zero_ || scale_ != 1.0f; }
   virtual std::byte* bytes() const { return attachment_->region() + *place_; }
   // A plain tensor over the bytes in memory.
@@ -160,6 +176,8 @@ class Gradient : public Residency {
   int pins_ = 0;  // operators between Pin() and Unpin()
   int uses_ = 0;  // these, and those that an accelerator still runs
   absl::InlinedVector<WaitGraph::Thread, 4> holders_;  // one per pin
+  RawCopy raw_;
+  bool ends_raw_ = false;
   bool closed_ = false;
   bool updating_ = false;
   bool zero_ = true;

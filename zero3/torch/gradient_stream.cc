@@ -139,9 +139,9 @@ std::vector<uint32_t> GradientStream::MissingTensors() const {
 absl::StatusOr<std::vector<uint32_t>> GradientStream::LeaveBackward(int64_t backward, bool failed) {
   std::vector<uint32_t> missing;
   client::Ticket ended = 0;
+  uint32_t pass = 0;
   {
     absl::MutexLock order(&order_mutex_);
-    uint32_t pass = 0;
     {
       absl::MutexLock lock(&mutex_);
       if (backwards_.erase(backward) == 0 || !backwards_.empty()) return missing;
@@ -156,6 +156,12 @@ absl::StatusOr<std::vector<uint32_t>> GradientStream::LeaveBackward(int64_t back
   } else {
     OFFLOAD_RETURN_IF_ERROR(channel_->Wait(ended));
   }
+  // Others may have gone on: what they give in a later pass is not there for this rank yet.
+  absl::MutexLock lock(&mutex_);
+  std::erase_if(missing, [&](uint32_t tensor) {
+    const uint64_t word = channel_->GradientWord(tensor);
+    return !IsOfThisStep(word) || !proto::HasBegunBy(word, pass);
+  });
   return missing;
 }
 

@@ -97,8 +97,8 @@ class GradientStream {
   // before; it counts for the first part of a generation. Waits while the ring is full.
   absl::Status Deliver(uint32_t tensor, proto::GradientStart start, const std::byte* bytes);
   // The backward has ended. When the pass has, and some trainable tensor got nothing from it, waits
-  // until other ranks have ended theirs, and returns those tensors: Exists() tells which have a
-  // gradient now. A backward that failed ends its pass, too, but waits for nothing.
+  // until other ranks have ended theirs, and returns those tensors to which one of them has given a
+  // gradient by then. A backward that failed ends its pass, too, but waits for nothing.
   absl::StatusOr<std::vector<uint32_t>> LeaveBackward(int64_t backward, bool failed);
 
   // ---- Looking ----

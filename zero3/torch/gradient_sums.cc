@@ -113,9 +113,8 @@ void GradientSums::WatchEnd(int64_t backward) {
 }
 
 void GradientSums::EndBackward(int64_t backward, bool failed) {
-  const std::vector<uint32_t> missing = ValueOrThrow(stream_.LeaveBackward(backward, failed));
-  for (const uint32_t tensor : missing) {
-    if (tensor < gradients_.size() && gradients_[tensor] != nullptr && stream_.Exists(tensor))
+  for (const uint32_t tensor : ValueOrThrow(stream_.LeaveBackward(backward, failed))) {
+    if (tensor < gradients_.size() && gradients_[tensor] != nullptr)
       gradients_[tensor]->NoteExisting();
   }
 }

@@ -4,6 +4,7 @@
 #include <ATen/ops/_fused_adagrad.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
@@ -41,6 +42,11 @@ at::Tensor StepTensor(const InMemoryState& state) {
   return at::full({}, static_cast<double>(state.step), at::kFloat);
 }
 
+// The correctly rounded root, which the kernels of the daemon take. The vector library behind sqrt()
+// is off by one in the last place for some seven of a thousand numbers: a double has more than twice
+// the digits, so rounding twice changes nothing.
+Tensor ExactSqrt(const Tensor& values) { return values.to(at::kDouble).sqrt_().to(at::kFloat); }
+
 // ---- AdamW -------------------------------------------------------------------------------------
 
 // The moments and the root of the second, by the operators of torch's Python loop (lerp) or of its
@@ -60,8 +66,9 @@ void ComposedAdam(const OptimizerSpec& optimizer, const Tensor& gradient, InMemo
   const double step = static_cast<double>(state.step);
   const double bias_correction1 = 1 - std::pow(beta1, step);
   const double bias_correction2 = 1 - std::pow(beta2, step);
-  const Tensor denominator =
-      square.sqrt().div_(std::sqrt(bias_correction2)).add_(optimizer.Get("eps"));
+  Tensor denominator =
+      state.square_root == SquareRoot::kExact ? ExactSqrt(square) : square.sqrt();
+  denominator.div_(std::sqrt(bias_correction2)).add_(optimizer.Get("eps"));
   state.master.addcdiv_(exp_avg, denominator, -(optimizer.Get("lr") / bias_correction1));
 }
 
@@ -126,10 +133,6 @@ void UpdateAdagrad(const OptimizerSpec& optimizer, const Tensor& gradient, InMem
 }
 
 // ---- RMSprop ------------------------------------------------------------------------------------
-
-// The correctly rounded root, which the vector library behind sqrt() does not always give: a double
-// has more than twice the digits, so rounding twice changes nothing.
-Tensor ExactSqrt(const Tensor& values) { return values.to(at::kDouble).sqrt_().to(at::kFloat); }
 
 // torch.optim.RMSprop's loop over parameters.
 void UpdateRmsProp(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
@@ -225,10 +228,11 @@ Update UpdateOf(const OptimizerSpec& optimizer) {
 }  // namespace
 
 InMemoryOptimizer::InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups,
-                                     NamedOptimizer optimizer)
+                                     NamedOptimizer optimizer, SquareRoot square_root)
     : Optimizer(groups, optimizer.defaults->clone()),
       optimizer_(std::move(optimizer)),
-      kept_(SpecOfAll(optimizer_, groups)) {}
+      square_root_(square_root),
+      states_(std::make_shared<InMemoryStates>(SpecOfAll(optimizer_, groups))) {}
 
 Tensor InMemoryOptimizer::step(LossClosure closure) {
   Tensor loss;
@@ -243,20 +247,34 @@ Tensor InMemoryOptimizer::step(LossClosure closure) {
       if (parameter.grad().defined()) UpdateParameter(optimizer, parameter);
     }
   }
+  ++states_->steps_;
   return loss;
 }
 
-const InMemoryState* InMemoryOptimizer::StateOf(const Tensor& parameter) const {
+namespace {
+
+bool IsItsOwnMaster(const Tensor& parameter) { return parameter.scalar_type() == at::kFloat; }
+
+// Somebody else wrote the weight since our last update.
+bool WasWritten(const Tensor& parameter, const InMemoryState& state) {
+  return static_cast<int64_t>(parameter._version()) != state.version ||
+         !at::equal(parameter.detach(), state.master.to(parameter.scalar_type()));
+}
+
+}  // namespace
+
+const InMemoryState* InMemoryStates::StateOf(const Tensor& parameter) const {
   const auto found = states_.find(parameter.unsafeGetTensorImpl());
   return found == states_.end() ? nullptr : &found->second;
 }
 
-Tensor InMemoryOptimizer::Gather(const Tensor& parameter, const std::string& plane) const {
+Tensor InMemoryStates::Gather(const Tensor& parameter, const std::string& plane) const {
   const at::NoGradGuard no_gradients;
   const InMemoryState* const state = StateOf(parameter);
   if (plane == "weight") return parameter.detach().clone();
   if (plane == "master") {
-    const bool has_master = state != nullptr && state->master.defined();
+    const bool has_master = !IsItsOwnMaster(parameter) && state != nullptr &&
+                            state->master.defined() && !WasWritten(parameter, *state);
     return (has_master ? state->master : parameter).detach().to(at::kFloat).clone();
   }
   const proto::PlaneSet planes(proto::Dtype::kFloat32, parameter.requires_grad(), kept_);
@@ -273,24 +291,24 @@ Tensor InMemoryOptimizer::Gather(const Tensor& parameter, const std::string& pla
 }
 
 void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& parameter) {
-  InMemoryState& state = states_[parameter.unsafeGetTensorImpl()];
-  const bool is_its_own_master = parameter.scalar_type() == at::kFloat;
-  const bool is_new = !state.master.defined();
-  const int64_t version = static_cast<int64_t>(parameter._version());
-  if (is_its_own_master) {
-    if (is_new) state.master = parameter.detach();
-  } else if (is_new) {
+  InMemoryState& state = states_->states_[parameter.unsafeGetTensorImpl()];
+  if (IsItsOwnMaster(parameter)) {
+    state.master = parameter.detach();  // anew, since its storage may be another one
+  } else if (!state.master.defined()) {
     state.master = parameter.detach().to(at::kFloat);
-  } else if (version != state.version) {
+  } else if (WasWritten(parameter, state)) {
     state.master.copy_(parameter);
   }
   for (size_t i = 0; i < state.planes.size(); ++i) {
-    if (kept_.Plane(i) != nullptr && !state.planes[i].defined())
+    if (states_->kept_.Plane(i) != nullptr && !state.planes[i].defined())
       state.planes[i] = at::zeros_like(state.master, at::MemoryFormat::Preserve);
   }
   ++state.step;
-  UpdateOf(optimizer)(optimizer, parameter.grad().to(at::kFloat), state);
-  if (!is_its_own_master) parameter.copy_(state.master);
+  state.square_root = square_root_;
+  const Tensor& given = parameter.grad();
+  const Tensor gradient = given.layout() == at::kStrided ? given : given.to_dense();
+  UpdateOf(optimizer)(optimizer, gradient.to(at::kFloat), state);
+  if (!IsItsOwnMaster(parameter)) parameter.copy_(state.master);
   state.version = static_cast<int64_t>(parameter._version());
 }
 

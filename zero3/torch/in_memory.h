@@ -9,8 +9,10 @@
 //   * bf16 and fp16 parameters: the same operators on an fp32 master and fp32 state kept here, with
 //     the gradient upcast, then the weight becomes the nearest-even cast of the master.
 //   * A parameter without gradient is skipped, as everywhere in torch.
-//   * A parameter that somebody else wrote to (copy_, an initialiser) keeps its state, and its
-//     master becomes what was written.
+//   * A sparse gradient is made dense first.
+//   * A parameter that somebody else wrote to keeps its state, and its master becomes what was
+//     written: one whose version changed (copy_, an initialiser), or whose master's cast is not the
+//     weight any more (an edit through .data() or a pointer).
 // Beyond the state it needs at most one parameter's fp32 gradient and a few temporaries of that
 // size.
 //
@@ -22,8 +24,10 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "kernels/optimizer.h"
@@ -31,33 +35,61 @@
 
 namespace offload::zero3 {
 
+// The square root of AdamW's and Adam's composed flavours: torch's own, whose vector library is off
+// by one in the last place for some numbers, or the correctly rounded one of the daemon's kernels.
+enum class SquareRoot { kTorch, kExact };
+
 struct InMemoryState {
   torch::Tensor master;  // fp32; of an fp32 parameter the parameter itself
   // fp32, by number of the plane in the optimizer's row; undefined where it keeps none.
   std::array<torch::Tensor, kernels::kStatePlanesMax> planes;
   int64_t step = 0;     // updates of this parameter
   int64_t version = 0;  // of the parameter after our last write
+  SquareRoot square_root = SquareRoot::kTorch;
 };
 
-class InMemoryOptimizer final : public torch::optim::Optimizer {
+// What an optimizer keeps. An engine holds it longer than the trainer holds the optimizer.
+class InMemoryStates {
  public:
-  // Errors as SpecOfAll.
-  InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups,
-                    NamedOptimizer optimizer);
-
-  torch::Tensor step(LossClosure closure = nullptr) override;
+  explicit InMemoryStates(kernels::OptimizerSpec kept) : kept_(std::move(kept)) {}
 
   // The state of a parameter; null before its first update.
   const InMemoryState* StateOf(const torch::Tensor& parameter) const;
   // As Engine::Gather.
   torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) const;
+  // Calls of step() that returned.
+  int64_t steps() const { return steps_; }
+
+ private:
+  friend class InMemoryOptimizer;
+
+  const kernels::OptimizerSpec kept_;
+  std::unordered_map<const void*, InMemoryState> states_;  // by TensorImpl
+  int64_t steps_ = 0;
+};
+
+class InMemoryOptimizer final : public torch::optim::Optimizer {
+ public:
+  // Errors as SpecOfAll.
+  InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups, NamedOptimizer optimizer,
+                    SquareRoot square_root = SquareRoot::kTorch);
+
+  torch::Tensor step(LossClosure closure = nullptr) override;
+
+  const std::shared_ptr<InMemoryStates>& states() const { return states_; }
+  const InMemoryState* StateOf(const torch::Tensor& parameter) const {
+    return states_->StateOf(parameter);
+  }
+  torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) const {
+    return states_->Gather(parameter, plane);
+  }
 
  private:
   void UpdateParameter(const kernels::OptimizerSpec& optimizer, torch::Tensor& parameter);
 
   const NamedOptimizer optimizer_;
-  const kernels::OptimizerSpec kept_;
-  std::unordered_map<const void*, InMemoryState> states_;  // by TensorImpl
+  const SquareRoot square_root_;
+  const std::shared_ptr<InMemoryStates> states_;
 };
 
 }  // namespace offload::zero3

@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <memory>
@@ -24,8 +25,8 @@ enum class Argument : uint8_t { kSkip, kRead, kWrite, kOverwrite };
 // What the schema of an operator says, worked out once.
 struct Verdict {
   const c10::FunctionSchema* schema = nullptr;
-  bool pins = false;            // any argument but kSkip
-  bool allocates_only = false;  // makes a tensor without a value
+  bool pins = false;  // any argument but kSkip
+  Pins::Allocates allocates = Pins::Allocates::kResults;
   Special special = Special::kNone;
   std::vector<Argument> arguments;
 };
@@ -102,15 +103,22 @@ Special SpecialOf(const c10::FunctionSchema& schema) {
   if (name == "aten::norm" && overload == "Scalar") return Special::kNorm;
   if (name == "aten::mul_") return Special::kMultiply;
   if (name == "aten::zero_") return Special::kZero;
+  if (name == "aten::set_" && overload == "source_Tensor") return Special::kSet;
   return Special::kNone;
+}
+
+Pins::Allocates AllocatesOf(absl::string_view name) {
+  if (absl::StartsWith(name, "aten::empty") || absl::StartsWith(name, "aten::new_empty"))
+    return Pins::Allocates::kEmpty;
+  return absl::StartsWith(name, "aten::resize_") ? Pins::Allocates::kForCaller
+                                                 : Pins::Allocates::kResults;
 }
 
 std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
   auto verdict = std::make_unique<Verdict>();
   verdict->schema = &schema;
   verdict->special = SpecialOf(schema);
-  verdict->allocates_only = absl::StartsWith(schema.name(), "aten::empty") ||
-                            absl::StartsWith(schema.name(), "aten::new_empty");
+  verdict->allocates = AllocatesOf(schema.name());
   const bool reads_no_data = ReadsNoData(schema.name());
   for (const c10::Argument& argument : schema.arguments()) {
     const c10::AliasInfo* alias = argument.alias_info();
@@ -228,6 +236,46 @@ void LearnResults(size_t count, const torch::jit::Stack& stack) {
   for (size_t i = 0; i < count; ++i) LearnStorages(torch::jit::peek(stack, i, count));
 }
 
+// Several weights in one operation: who has one and waits for room for the next may wait for ever,
+// since another has the next and waits for room, too. So either there is room for all of them,
+// however it is divided, and one operation at a time has it; or all but the last have bytes of their
+// own.
+class SharedRoom {
+ public:
+  explicit SharedRoom(Uses& uses) {
+    if (uses.size() < 2) return;
+    size_t count = 0;
+    uint64_t size_bytes = 0;
+    Residency* last = nullptr;
+    for (const auto& [residency, access] : uses) {
+      if (access != Access::kRead || residency->window_bytes() == 0) continue;
+      ++count;
+      size_bytes += residency->window_bytes();
+      last = residency;
+    }
+    if (count < 2) return;
+    if (last->BeginHolding(count, size_bytes)) {
+      holder_ = last;
+      return;
+    }
+    for (auto& [residency, access] : uses) {
+      if (access == Access::kRead && residency->window_bytes() > 0 && residency != last)
+        access = Access::kReadCopy;
+    }
+    // The one that waits for room comes when the others are there.
+    std::stable_partition(uses.begin(), uses.end(),
+                          [last](const auto& use) { return use.first != last; });
+  }
+  ~SharedRoom() {
+    if (holder_ != nullptr) holder_->EndHolding();
+  }
+  SharedRoom(const SharedRoom&) = delete;
+  SharedRoom& operator=(const SharedRoom&) = delete;
+
+ private:
+  Residency* holder_ = nullptr;
+};
+
 void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   static auto* const kVerdicts = new VerdictTable();
   const Verdict& verdict = kVerdicts->Find(op.schema());
@@ -239,7 +287,8 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
     if (verdict.arguments[i] == Argument::kSkip) continue;
     Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), verdict.arguments[i], uses);
   }
-  Pins pins(verdict.allocates_only);
+  const SharedRoom room(uses);
+  Pins pins(verdict.allocates);
   for (const auto& [residency, access] : uses) pins.Add(residency, access);
   op.redispatchBoxed(below, stack);
   // What is only allocated has no bytes and no pin, and has to be known all the same: whoever

@@ -1,5 +1,8 @@
 #include "zero3/torch/module_engine.h"
 
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
 #include <algorithm>
 #include <utility>
 
@@ -8,6 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "zero3/torch/born_residency.h"
+#include "zero3/torch/log.h"
 #include "zero3/torch/optimizers.h"
 #include "zero3/torch/throw_status.h"
 
@@ -17,6 +21,10 @@ namespace offload::zero3 {
 
 std::vector<NamedTensor> ModuleList::Names(const torch::nn::Module& module) const {
   return NamedParameters(module, count_ == 0 ? "" : absl::StrCat(count_, "/"));
+}
+
+std::vector<NamedTensor> ModuleList::BufferNames(const torch::nn::Module& module) const {
+  return NamedBuffers(module, count_ == 0 ? "" : absl::StrCat(count_, "/"));
 }
 
 int ModuleList::NumberOf(std::string_view name) {
@@ -77,13 +85,58 @@ void ModuleList::Claim(const ParameterGroups& groups) {
 
 // ---- The engine --------------------------------------------------------------------------------
 
+namespace {
+
+// The memory of a parameter is given back when its bytes are in the daemon; memory that somebody
+// else made for it (from_blob, a file mapped by torch) would stay behind with old values.
+void CheckOwnMemory(const std::vector<NamedTensor>& parameters) {
+  const c10::DeleterFnPtr ordinary = c10::GetCPUAllocator()->allocate(1).get_deleter();
+  for (const auto& [name, tensor] : parameters) {
+    if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0 ||
+        !tensor.device().is_cpu() || Residency::Of(tensor) != nullptr)
+      continue;
+    const auto* const storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    const c10::DeleterFnPtr deleter = storage->data_ptr().get_deleter();
+    if (deleter == ordinary || storage->allocator() != nullptr) continue;
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedModel,
+        absl::StrCat("parameter '", name,
+                     "' lies in memory that the program gave it (from_blob, a mapped file), which "
+                     "would not see what is trained"),
+        "Give the module a copy, parameter.set_data(parameter.clone()), before attaching it, and "
+        "copy it back with Engine::Gather"));
+  }
+}
+
+}  // namespace
+
 void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& groups,
                           const kernels::OptimizerSpec& optimizer) {
   EndConstruction();
   for (const at::Tensor& buffer : module.buffers()) LearnStorage(buffer);
   modules_.CheckFree(groups);
-  modules_.Add(tensors_->Attach(modules_.Names(module), optimizer));
+  const std::vector<NamedTensor> names = modules_.Names(module);
+  const std::vector<NamedTensor> buffers = modules_.BufferNames(module);
+  CheckOwnMemory(names);
+  const bool has_new = tensors_->Attach(names, optimizer);
+  tensors_->AttachBuffers(buffers);
+  modules_.Add(has_new);
   modules_.Claim(groups);
+}
+
+void ModuleEngine::AttachForeign(torch::nn::Module& module, ParameterGroups groups,
+                                 const std::string& optimizer) {
+  if (tensors_->step() > 0) {
+    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
+                          absl::StrCat("the job is at step ", tensors_->step(), ", but what ",
+                                       optimizer, " keeps is in memory and is not part of it"),
+                          "Begin a new job, with SetInitialWeights() from saved weights, or use "
+                          "AdamW, Adam, SGD, Adagrad or RMSprop of torch::optim"));
+  }
+  Attach(module, groups, kernels::OptimizerSpec("sgd", {}));
+  Log().info("{} runs in this process, weight by weight; what it keeps is in memory and is not part "
+             "of the job, which cannot be resumed",
+             optimizer);
 }
 
 std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::Module& module,

@@ -32,6 +32,8 @@ class ModuleList {
  public:
   // The parameters of a module under the names that they have in the job.
   std::vector<NamedTensor> Names(const torch::nn::Module& module) const;
+  // Its buffers, in the same way.
+  std::vector<NamedTensor> BufferNames(const torch::nn::Module& module) const;
   // Which module a name belongs to: 0 for the first.
   static int NumberOf(std::string_view name);
   // They are attached; `has_new` when some were not before.
@@ -56,6 +58,9 @@ class ModuleEngine final : public Engine {
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,
                                                          NamedOptimizer&& optimizer) override;
+  void AttachForeign(torch::nn::Module& module, ParameterGroups groups,
+                     const std::string& optimizer) override;
+  void CommitStep() override { tensors_->CommitStep(); }
   void Seal() override { tensors_->Seal(); }
   int rank() const override { return static_cast<int>(tensors_->attachment()->rank()); }
   int world_size() const override { return static_cast<int>(tensors_->attachment()->world_size()); }

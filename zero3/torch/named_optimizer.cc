@@ -5,6 +5,7 @@
 #include <offload/torch.h>
 
 #include <tuple>
+#include <typeinfo>
 #include <unordered_set>
 #include <utility>
 
@@ -284,4 +285,28 @@ OptimizerPointer InMemoryLAMB(torch::nn::Module& module, LAMBOptions options) {
   return InMemory(module, Named(std::move(options)));
 }
 
+// ---- torch's own objects ------------------------------------------------------------------------
+
+namespace zero3 {
+
+std::optional<NamedOptimizer> NamedAs(const torch::optim::Optimizer& optimizer) {
+  const OptimizerOptions& any = optimizer.defaults();
+  // A class derived from one of these may have a step of its own.
+  const auto is = [&optimizer](const std::type_info& type) { return typeid(optimizer) == type; };
+  if (is(typeid(torch::optim::AdamW)))
+    return offload::Named(dynamic_cast<const torch::optim::AdamWOptions&>(any),
+                          AdamWFlavour::kMulAdd);
+  if (is(typeid(torch::optim::Adam)))
+    return offload::Named(dynamic_cast<const torch::optim::AdamOptions&>(any),
+                          AdamWFlavour::kMulAdd);
+  if (is(typeid(torch::optim::SGD)))
+    return offload::Named(dynamic_cast<const torch::optim::SGDOptions&>(any));
+  if (is(typeid(torch::optim::Adagrad)))
+    return offload::Named(dynamic_cast<const torch::optim::AdagradOptions&>(any));
+  if (is(typeid(torch::optim::RMSprop)))
+    return offload::Named(dynamic_cast<const torch::optim::RMSpropOptions&>(any));
+  return std::nullopt;
+}
+
+}  // namespace zero3
 }  // namespace offload

@@ -13,6 +13,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -25,6 +26,10 @@ struct NamedOptimizer {
   std::unique_ptr<torch::optim::OptimizerOptions> defaults;
   std::function<kernels::OptimizerSpec(const torch::optim::OptimizerOptions&)> spec_of;
 };
+
+// The one that computes what an object of torch::optim computes; nothing for LBFGS and classes that
+// are not torch's.
+std::optional<NamedOptimizer> NamedAs(const torch::optim::Optimizer& optimizer);
 
 // Every parameter of the module once, in its order.
 std::vector<torch::optim::OptimizerParamGroup> OneGroup(const torch::nn::Module& module);

@@ -63,7 +63,7 @@ void Pins::Add(Residency* residency, Access access) {
   residency->Reference();
   // Those that write unpin last: the daemon may need the memory of the others to take what they
   // put back.
-  residencies_.insert(access == Access::kRead ? residencies_.end() : residencies_.begin(),
+  residencies_.insert(access <= Access::kReadCopy ? residencies_.end() : residencies_.begin(),
                       residency);
 }
 
@@ -93,6 +93,12 @@ Pins::~Pins() {
   } catch (...) {  // an operator is failing already, with its own reason
   }
   top_ = below_;
+}
+
+Pins* Pins::Filling() {
+  Pins* pins = top_;
+  while (pins != nullptr && pins->allocates_ == Allocates::kForCaller) pins = pins->below_;
+  return pins == nullptr || pins->allocates_ == Allocates::kEmpty ? nullptr : pins;
 }
 
 int Pins::CountOwn(const Residency* residency) {

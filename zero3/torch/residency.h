@@ -35,12 +35,13 @@ namespace offload::zero3 {
 
 enum class Access : uint8_t {
   kRead,
+  kReadCopy, /* of weights only: as kRead, without holding room that others wait for */
   kWrite,
   kOverwrite /* the whole storage, without looking at it */
 };
 
 // Operators that a residency may answer without its bytes.
-enum class Special : uint8_t { kNone, kNorm, kMultiply, kZero };
+enum class Special : uint8_t { kNone, kNorm, kMultiply, kZero, kSet };
 
 // The end of what an operator does with bytes.
 class Completion {
@@ -77,6 +78,14 @@ class Residency : public StorageSwap::Owner {
   // Answers an operator whose first argument is a tensor over the whole storage; false: run the
   // kernel.
   virtual bool Serve(Special special, torch::jit::Stack* stack) { return false; }
+
+  // How much of the room that an operation shares with others its bytes take; 0 when they have a
+  // place of their own.
+  virtual uint64_t window_bytes() const { return 0; }
+  // Whether one operation at a time may hold `count` such places, of `size_bytes` in all, while it
+  // waits for the last of them. True: until EndHolding().
+  virtual bool BeginHolding(size_t count, uint64_t size_bytes) { return true; }
+  virtual void EndHolding() {}
 
   // Tells a residency that was born in an allocator which storage it belongs to.
   void Learn(c10::StorageImpl* storage) {
@@ -125,8 +134,13 @@ class Residency : public StorageSwap::Owner {
 // thread's pins from others'.
 class Pins {
  public:
-  // `allocates_only`: the operation makes a tensor without giving it a value.
-  explicit Pins(bool allocates_only = false) : allocates_only_(allocates_only), below_(top_) {
+  // What the calling thread's operation allocates, when it constructs a model.
+  enum class Allocates {
+    kResults,    // tensors that it gives values to
+    kEmpty,      // tensors without values
+    kForCaller,  // bytes of a tensor that the operation below it is about to fill: resize_
+  };
+  explicit Pins(Allocates allocates = Allocates::kResults) : allocates_(allocates), below_(top_) {
     top_ = this;
   }
   ~Pins();
@@ -138,18 +152,20 @@ class Pins {
   void Finish(Completion* done = nullptr);
   // Takes part in the unpinning of a residency that is pinned already.
   void AddPinned(Residency* residency);
-  bool allocates_only() const { return allocates_only_; }
   // Whether something was pinned while the operation ran: its results may be of residencies that do
   // not know their storage yet.
   bool HasMoreThan(size_t count) const { return residencies_.size() > count; }
   // The innermost operation of the calling thread, null outside.
   static Pins* Current() { return top_; }
+  // The operation of the calling thread that gives a value to what is allocated now; null when none
+  // does.
+  static Pins* Filling();
   // How often the calling thread has pinned it.
   static int CountOwn(const Residency* residency);
 
  private:
   static thread_local Pins* top_;
-  const bool allocates_only_;
+  const Allocates allocates_;
   Pins* const below_;
   absl::InlinedVector<Residency*, 4> residencies_;
 };

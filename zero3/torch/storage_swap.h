@@ -74,7 +74,9 @@ class StorageSwap {
   // Makes the storage point at `bytes`; with `throws`, raw accesses are refused. Nothing when the
   // storage has died.
   void PointTo(std::byte* bytes, bool throws);
-  void PointHome() { PointTo(home_, /*throws=*/true); }
+  void PointHome() { PointTo(home_, home_throws_); }
+  // Whether raw accesses are refused while it points home, the default, or meet the range.
+  void SetHomeThrows(bool throws) { home_throws_ = throws; }
   // The text of refused accesses, from now on.
   void SetMessage(const std::string& text);
   // Turns the storage into an ordinary one that owns `bytes`. May end the owner's last reference
@@ -100,6 +102,7 @@ class StorageSwap {
   const c10::Device device_;
   const size_t size_bytes_;
   std::byte* const home_;
+  bool home_throws_ = true;
   std::atomic<int> data_ptrs_{0};
   std::atomic<c10::StorageImpl*> storage_{nullptr};
   c10::weak_intrusive_ptr<c10::StorageImpl> weak_storage_;

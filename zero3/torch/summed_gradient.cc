@@ -52,6 +52,7 @@ SummedGradient::SummedGradient(std::shared_ptr<Attachment> attachment,
                                const at::Tensor& parameter)
     : Gradient(std::move(attachment), std::move(window), tensor, parameter),
       sums_(std::move(sums)) {
+  RefuseRaw();
   sums_->Add(tensor, this);
 }
 

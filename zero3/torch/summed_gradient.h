@@ -54,6 +54,7 @@ class SummedGradient final : public Gradient {
  private:
   ~SummedGradient() override = default;
   std::byte* bytes() const override;
+  bool raw_writable() const override { return own_.has_value(); }
   void ShowBytes() override;
   at::Tensor Norm(double p) override;
   void BeforePin() override;

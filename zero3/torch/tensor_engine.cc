@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/CPUAllocator.h>
 #include <malloc.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
@@ -19,9 +20,11 @@
 #include "absl/strings/str_join.h"
 #include "base/byte_size.h"
 #include "base/check.h"
+#include "base/crc32c.h"
 #include "base/error.h"
 #include "proto/shm_abi.h"
 #include "zero3/torch/born_residency.h"
+#include "zero3/torch/log.h"
 #include "zero3/torch/summed_gradient.h"
 #include "zero3/torch/throw_status.h"
 
@@ -29,13 +32,6 @@ namespace offload::zero3 {
 namespace {
 
 constexpr uint64_t kBlockBytes = 8ull << 20;  // of staging, for loading and gathering
-
-spdlog::logger& Log() {
-  static const auto* const kLogger =
-      new std::shared_ptr<spdlog::logger>(std::make_shared<spdlog::logger>(
-          "offload", std::make_shared<spdlog::sinks::stderr_sink_mt>()));
-  return **kLogger;
-}
 
 [[noreturn]] void Unsupported(std::string_view name, std::string_view why) {
   ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
@@ -46,10 +42,7 @@ void CheckSupported(const std::string& name, const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided) Unsupported(name, "is sparse");
   if (!tensor.device().is_cpu())
     Unsupported(name, absl::StrCat("is on device ", tensor.device().str()));
-  if (tensor.scalar_type() != at::kFloat && tensor.scalar_type() != at::kBFloat16) {
-    Unsupported(name, absl::StrCat("has dtype ", c10::toString(tensor.scalar_type()),
-                                   ", float32 and bfloat16 are supported"));
-  }
+  CheckSupportedType({name, tensor});
   if (!tensor.is_contiguous()) Unsupported(name, "is not contiguous");
   const size_t size_bytes = tensor.numel() * tensor.element_size();
   const size_t storage_bytes = tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes();
@@ -94,7 +87,36 @@ class Progress {
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
 };
 
+bool Serves(const std::string& raw_access) {
+  if (raw_access == "serve") return true;
+  if (raw_access == "error") return false;
+  ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat("raw_access is '", raw_access, "'"),
+                        "Set it to serve or error"));
+}
+
+void CheckWeightsAtClose(const std::string& value) {
+  if (value == "released" || value == "memory") return;
+  ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat("weights_at_close is '", value, "'"),
+                        "Set it to released or memory"));
+}
+
 }  // namespace
+
+spdlog::logger& Log() {
+  static const auto* const kLogger =
+      new std::shared_ptr<spdlog::logger>(std::make_shared<spdlog::logger>(
+          "offload", std::make_shared<spdlog::sinks::stderr_sink_mt>()));
+  return **kLogger;
+}
+
+void CheckSupportedType(const NamedTensor& named) {
+  const at::ScalarType dtype = named.tensor.scalar_type();
+  if (dtype == at::kFloat || dtype == at::kBFloat16) return;
+  ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
+                        absl::StrCat("parameter '", named.name, "' has dtype ",
+                                     c10::toString(dtype), ", float32 and bfloat16 are supported"),
+                        "Convert the module, module->to(torch::kFloat), before attaching it"));
+}
 
 TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
                            std::unique_ptr<client::Session> session, client::JobInfo job)
@@ -106,6 +128,8 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
       state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))) {
   // How often tensors were updated is the same in all ranks, what the trainer keeps is not.
   if (!job.trainer_state_is_own) state_.trainer.clear();
+  attachment_->SetServesRaw(Serves(options.raw_access));
+  CheckWeightsAtClose(options.weights_at_close);
   attachment_->SetSealing([this] { MakeStore(); });
 }
 
@@ -113,19 +137,49 @@ TensorEngine::~TensorEngine() {
   attachment_->SetSealing(nullptr);
   try {
     if (sums_ != nullptr) sums_->Close();
+    EndRawAtClose();
     for (Gradient* gradient : gradients_) {
       if (gradient == nullptr) continue;
       gradient->Close();
       gradient->Unreference();
     }
     for (WeightResidency* weight : weights_) {
-      weight->Close();
+      weight->Close(WeightAtClose(*weight));
       weight->Unreference();
     }
     attachment_->Close();
   } catch (const std::exception& error) {
     Log().error("closing the job: {}", error.what());
   }
+}
+
+// What was written through pointers since the last step goes the way of all that was.
+void TensorEngine::EndRawAtClose() {
+  try {
+    attachment_->EndRaw();
+  } catch (const std::exception& error) {
+    Log().error("closing the job: {}", error.what());
+  }
+}
+
+// The bytes that a parameter keeps, none when it keeps none.
+c10::DataPtr TensorEngine::WeightAtClose(const WeightResidency& weight) {
+  if (options_.weights_at_close != "memory" || !attached_.sealed) return {};
+  const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(weight.tensor()).dtype);
+  c10::DataPtr bytes = c10::GetCPUAllocator()->allocate(weight.size_bytes());
+  const auto drain = [&](uint64_t begin, uint64_t count, const std::byte* from) {
+    std::memcpy(static_cast<std::byte*>(bytes.get()) + begin * element_bytes, from,
+                count * element_bytes);
+    return absl::OkStatus();
+  };
+  try {
+    ThrowIfError(
+        attachment_->StreamOut(weight.tensor(), proto::Plane::kWeight, element_bytes, drain));
+  } catch (const std::exception& error) {
+    Log().error("parameter '{}' has no weights any more: {}", weight.name(), error.what());
+    return {};
+  }
+  return bytes;
 }
 
 // ---- Attach ------------------------------------------------------------------------------------
@@ -198,7 +252,8 @@ static bool KeepTheSame(const kernels::OptimizerSpec& a, const kernels::Optimize
 }
 
 PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
-                                    const kernels::OptimizerSpec& optimizer) const {
+                                    const kernels::OptimizerSpec& optimizer,
+                                    bool large_buffers) const {
   std::vector<proto::Tensor> tensors = declared_;
   for (const Parameter& parameter : more) {
     tensors.push_back({.name = parameter.name,
@@ -206,6 +261,15 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
                        .dtype = DtypeOf(parameter.tensor),
                        .trainable = parameter.trainable,
                        .element_count = static_cast<uint64_t>(parameter.tensor.numel())});
+  }
+  if (large_buffers) {
+    for (const Buffers::Large& buffer : buffers_.large()) {
+      tensors.push_back({.name = absl::StrCat("buffer ", buffer.name),
+                         .shape = {static_cast<int64_t>(buffer.element_count)},
+                         .dtype = proto::Dtype::kFloat32,
+                         .trainable = false,
+                         .element_count = buffer.element_count});
+    }
   }
   return {.catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors), optimizer)),
           .ram_bytes = ram_bytes_,
@@ -242,6 +306,18 @@ bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
   for (Parameter& parameter : parameters) Adopt(std::move(parameter));
   MarkAliases(tensors);
   return has_new;
+}
+
+void TensorEngine::AttachBuffers(std::span<const NamedTensor> buffers) {
+  if (attached_.sealed) return;
+  buffers_.Add(buffers);
+  std::erase_if(file_weights_, [](const FileWeight& weight) { return weight.is_buffer; });
+  ThrowIfError(AddFileBuffers(buffers_.all(), file_weights_));
+  if (!exists_) return;
+  ThrowIfError(buffers_.Restore(state_.buffers));
+  // Those in the store come before anything uses them, which may be before any parameter is used.
+  const bool is_complete = declared_.size() == state_.update_counts.size();
+  if (is_complete && buffers_.size_bytes() > SmallBuffersBytes()) Seal();
 }
 
 void TensorEngine::Adopt(Parameter parameter) {
@@ -305,10 +381,23 @@ void TensorEngine::MakeStore() {
   const at::NoGradGuard no_grad;
   std::optional<WeightFile> initial = OpenInitialWeights();
   try {
+    // With several ranks each has its own in its part of the trainer's state, large ones none.
+    buffers_.Divide(SmallBuffersBytes());
+    if (attachment_->world_size() > 1 && !buffers_.large().empty()) {
+      Log().warn("{} large buffers, among them '{}', are not part of a job of several ranks",
+                 buffers_.large().size(), buffers_.large().front().name);
+      buffers_.large().clear();
+    }
     Declare();
     StartWeights(initial.has_value() ? &*initial : nullptr);
     WatchGradients();
     BringHome(attachment_.get());
+    if (exists_) {
+      RestoreLargeBuffers();
+    } else {
+      StoreLargeBuffers();
+      state_.buffers = buffers_.EncodeSmall();
+    }
     if (!exists_)
       ThrowIfError(attachment_->session().Publish(ValueOrThrow(EncodeTrainerState(state_))));
   } catch (...) {
@@ -320,7 +409,7 @@ void TensorEngine::MakeStore() {
 }
 
 void TensorEngine::Declare() {
-  PlanInput input = DescribeJob({}, optimizer_);
+  PlanInput input = DescribeJob({}, optimizer_, /*large_buffers=*/true);
   Plan plan = ValueOrThrow(MakePlan(input));
   client::Session& session = attachment_->session();
   ThrowIfError(session.DeclareTensors(input.catalogue.tensors));
@@ -332,6 +421,40 @@ void TensorEngine::Declare() {
     ThrowStatus(
         MakeError(ErrorId::kOtherModel, absl::StrCat("the job has ", state_.update_counts.size(),
                                                      " parameters, the model ", count)));
+  }
+}
+
+// Puts those whose bytes have changed.
+void TensorEngine::StoreLargeBuffers() {
+  for (size_t n = 0; n < buffers_.large().size(); ++n) {
+    Buffers::Large& buffer = buffers_.large()[n];
+    const std::string bytes = Buffers::BytesOf(buffer);
+    const uint32_t crc = Crc32c(0, bytes.data(), bytes.size());
+    if (buffer.is_stored && buffer.crc == crc) continue;
+    const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
+      std::memcpy(attachment_->region() + offset, bytes.data() + begin * sizeof(float),
+                  count * sizeof(float));
+      return absl::OkStatus();
+    };
+    ThrowIfError(StreamIn(IdOfLarge(n), fill), absl::StrCat("buffer ", Key(buffer.name)));
+    buffer.crc = crc;
+    buffer.is_stored = true;
+  }
+}
+
+void TensorEngine::RestoreLargeBuffers() {
+  for (size_t n = 0; n < buffers_.large().size(); ++n) {
+    Buffers::Large& buffer = buffers_.large()[n];
+    std::string bytes(buffer.element_count * sizeof(float), '\0');
+    const auto drain = [&](uint64_t begin, uint64_t count, const std::byte* from) {
+      std::memcpy(bytes.data() + begin * sizeof(float), from, count * sizeof(float));
+      return absl::OkStatus();
+    };
+    ThrowIfError(StreamOut(IdOfLarge(n), proto::Plane::kWeight, sizeof(float), drain),
+                 absl::StrCat("buffer ", Key(buffer.name)));
+    Buffers::Assign(buffer, bytes);
+    buffer.crc = Crc32c(0, bytes.data(), bytes.size());
+    buffer.is_stored = true;
   }
 }
 
@@ -407,6 +530,10 @@ void TensorEngine::LoadInitial(uint32_t id) {
 void TensorEngine::LoadFrom(WeightFile& file) {
   for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
     const FileWeight& weight = file_weights_[at];
+    if (weight.is_buffer) {
+      if (file.Has(weight)) ThrowIfError(file.ReadBuffer(weight));
+      continue;
+    }
     if (weight.ElementCount() == 0) continue;  // the daemon does not know it
     OFFLOAD_CHECK(weight.name == attachment_->tensor(id).name) << weight.name;
     const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
@@ -456,6 +583,7 @@ bool TensorEngine::MayHaveGradient(const at::Tensor& parameter) const {
 void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   Seal();
   CheckWhole();
+  attachment_->EndRaw();
   client::StepCommand command;
   command.step = step_ + 1;
   std::vector<uint32_t> stepped;
@@ -473,9 +601,11 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   }
   struct TrainerState next = state_;
   for (const uint32_t id : stepped) ++next.update_counts[id];
+  next.buffers = buffers_.EncodeSmall();
   command.has_trainer_state = true;
   command.trainer_state = ValueOrThrow(EncodeTrainerState(next));
   for (const uint32_t id : stepped) gradients_[id]->FinishWriting();
+  StoreLargeBuffers();
 
   if (sums_ != nullptr) command.passes = sums_->stream().passes();
   std::vector<uint32_t> ahead;
@@ -486,6 +616,12 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   ++step_;
   for (const uint32_t id : stepped) gradients_[id]->BeginUpdate();
   attachment_->Prefetch(ahead);
+}
+
+void TensorEngine::CommitStep() {
+  RequireAttached();
+  const GroupUpdate none{optimizer_, {}};
+  Step({&none, 1});
 }
 
 // Several optimizers take turns: a round of the schedule ends with the step of one of them, and
@@ -509,6 +645,7 @@ bool TensorEngine::EndsRound(std::span<const GroupUpdate> updates) {
 
 void TensorEngine::WaitDurable() {
   if (!declared_.empty()) Seal();
+  attachment_->EndRaw();
   ValueOrThrow(attachment_->session().WaitDurable());
 }
 
@@ -536,6 +673,9 @@ uint64_t TensorEngine::update_count(const at::Tensor& parameter) const {
 }
 
 at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& plane) {
+  if (parameter.defined() && parameter.numel() == 0)
+    return at::empty(parameter.sizes(), plane == "weight" ? parameter.options().requires_grad(false)
+                                                          : at::TensorOptions(at::kFloat));
   const uint32_t id = IdOf(parameter);
   Seal();
   const proto::Tensor& tensor = attachment_->tensor(id);
@@ -568,34 +708,8 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
 
 absl::Status TensorEngine::StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes,
                                      Drain drain) {
-  const uint64_t element_count = attachment_->tensor(id).element_count;
-  const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
-  Staging::Piece piece = attachment_->staging().Take(
-      std::min(kBlockBytes / 2, proto::PaddedBytes(element_count * element_bytes)));
-  const uint64_t blocks = std::max<uint64_t>(piece.size_bytes() / extent_bytes, 1);
-  struct Transfer {
-    client::Ticket ticket;
-    uint64_t begin, count, offset;
-  };
-  std::deque<Transfer> transfers;
-  absl::Status failure;
-  const auto take_oldest = [&] {
-    const Transfer done = transfers.front();
-    transfers.pop_front();
-    failure.Update(attachment_->session().Wait(done.ticket));
-    if (failure.ok())
-      failure.Update(drain(done.begin, done.count, attachment_->region() + done.offset));
-  };
-  for (uint64_t begin = 0, block = 0; begin < element_count && failure.ok();
-       begin += proto::kExtentElements, ++block) {
-    if (transfers.size() == blocks) take_oldest();
-    const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
-    const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
-    transfers.push_back(
-        {attachment_->session().Get(id, plane, begin, count, offset), begin, count, offset});
-  }
-  while (!transfers.empty()) take_oldest();
-  return failure;
+  attachment_->EndRaw();
+  return attachment_->StreamOut(id, plane, element_bytes, drain);
 }
 
 void TensorEngine::SetInitialWeights(std::string path, LoadOptions options) {
@@ -611,6 +725,7 @@ std::vector<std::string> TensorEngine::Exchange(std::string blob) {
 // The other ranks wait, first until nobody uses a weight any more, then for what became of it.
 void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& options) {
   Seal();
+  attachment_->EndRaw();
   if (attachment_->world_size() == 1) return LoadAlone(path, options);
   Exchange("");
   std::string failure;
@@ -643,9 +758,14 @@ void TensorEngine::CheckWhole() const {
 void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& options) {
   Seal();
   CheckWhole();
+  // Every rank has buffers of its own; those of the one that saves count.
   auto writer = ValueOrThrow(CreateWeightFiles(folder, file_weights_, options), folder);
   for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
     const FileWeight& weight = file_weights_[at];
+    if (weight.is_buffer) {
+      ThrowIfError(AppendBuffer(weight, *writer), folder);
+      continue;
+    }
     if (weight.ElementCount() == 0) continue;
     const uint64_t element_bytes = c10::elementSize(weight.dtype);
     const auto drain = [&](uint64_t, uint64_t count, const std::byte* bytes) {
@@ -673,6 +793,7 @@ Statistics TensorEngine::statistics() const {
   statistics.durable_step =
       static_cast<int64_t>(header.durable_step.load(std::memory_order_relaxed));
   statistics.wait_seconds = attachment_->session().wait_seconds();
+  statistics.raw_accesses = attachment_->raw_accesses();
   return statistics;
 }
 

@@ -32,6 +32,7 @@
 #include "client/session.h"
 #include "kernels/optimizer.h"
 #include "zero3/torch/attachment.h"
+#include "zero3/torch/buffers.h"
 #include "zero3/torch/gradient.h"
 #include "zero3/torch/gradient_sums.h"
 #include "zero3/torch/trainer_state.h"
@@ -60,6 +61,10 @@ class TensorEngine {
   // what is not supported, 1604 for another optimizer than the job's, 1301 when the state does not
   // fit `ram`.
   bool Attach(std::span<const NamedTensor> tensors, const kernels::OptimizerSpec& optimizer);
+  // Adds buffers of the same module, which stay where they are, to what is committed. Those of a job
+  // that exists get their values: the small ones now, the others when the store is opened, which is
+  // now, too, when all parameters of the job are there.
+  void AttachBuffers(std::span<const NamedTensor> buffers);
   // Makes the store of a new job or opens that of an existing one, and brings the weights there.
   // The first operator that touches a tensor does it, too, and so does whatever needs it here.
   void Seal();
@@ -67,6 +72,8 @@ class TensorEngine {
   int64_t step() const { return static_cast<int64_t>(step_); }
   // Takes one step of the job. OFD-1701 for gradients that are not finite.
   void Step(std::span<const GroupUpdate> updates);
+  // A step of somebody else's optimizer: commits what it wrote into weights.
+  void CommitStep();
   void WaitDurable();
   // What every rank has said, in the order of ranks.
   std::vector<std::string> Exchange(std::string blob);
@@ -96,8 +103,9 @@ class TensorEngine {
 
   // What of the list the job does not have, as it would be declared.
   std::vector<Parameter> FindNew(std::span<const NamedTensor> tensors) const;
+  // `large_buffers`: with those, behind the parameters.
   PlanInput DescribeJob(const std::vector<Parameter>& more,
-                        const kernels::OptimizerSpec& optimizer) const;
+                        const kernels::OptimizerSpec& optimizer, bool large_buffers = false) const;
   void CheckFree(const NamedTensor& named) const;
   // The weight over a tensor's storage when it is one of the job's.
   WeightResidency* Own(const at::Tensor& tensor) const;
@@ -110,6 +118,15 @@ class TensorEngine {
   void StartWeights(WeightFile* initial);
   void WatchGradients();
   void LoadInitial(uint32_t id);
+  // The number at the daemon of the n-th large buffer.
+  uint32_t IdOfLarge(size_t n) const { return static_cast<uint32_t>(declared_.size() + n); }
+  uint64_t SmallBuffersBytes() const {
+    return Buffers::kSmallBytesMax / attachment_->world_size();
+  }
+  void StoreLargeBuffers();
+  void EndRawAtClose();
+  c10::DataPtr WeightAtClose(const WeightResidency& weight);
+  void RestoreLargeBuffers();
   void LoadFrom(WeightFile& file);
   void LoadAlone(const std::string& path, const LoadOptions& options);
   // What opens before anything of a new job is made; nothing when it takes the tensors' values.
@@ -144,6 +161,7 @@ class TensorEngine {
   std::string initial_weights_;
   LoadOptions initial_options_;
   std::vector<proto::Tensor> declared_;  // by id
+  Buffers buffers_;
   struct {
     bool sealed = false;
     std::vector<NamedTensor> names;                           // of all tensors
@@ -159,6 +177,9 @@ class TensorEngine {
   std::vector<WeightResidency*> weights_;  // by id; one reference each
   std::vector<Gradient*> gradients_;       // by id, null when frozen; one reference each
 };
+
+// OFD-1601 for a parameter of a type that is not trained here.
+void CheckSupportedType(const NamedTensor& named);
 
 // The error of a call that needs an attached module.
 absl::Status NotAttached();

@@ -24,6 +24,15 @@ TEST(TrainerStateTest, ComesBackAsItWas) {
   EXPECT_EQ(back->trainer, state.trainer);
 }
 
+TEST(TrainerStateTest, BuffersStandBesideTheTrainersBytes) {
+  const TrainerState state = {
+      .update_counts = {1, 2}, .trainer = "trainer", .buffers = std::string("b\0c", 3)};
+  const auto back = DecodeTrainerState(Encode(state));
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->trainer, state.trainer);
+  EXPECT_EQ(back->buffers, state.buffers);
+}
+
 TEST(TrainerStateTest, NoBytesAreAStateWithoutTensors) {
   const auto state = DecodeTrainerState("");
   ASSERT_TRUE(state.ok());
@@ -41,7 +50,7 @@ TEST(TrainerStateTest, TooLongATrainerStateIsRefusedWithTheLimit) {
 }
 
 TEST(TrainerStateTest, EveryTruncationAndBitFlipIsRefusedOrHarmless) {
-  const std::string bytes = Encode({.update_counts = {1, 2, 3, 3}});
+  const std::string bytes = Encode({.update_counts = {1, 2, 3, 3}, .buffers = "buffers"});
   for (size_t length = 1; length < bytes.size(); ++length) {
     EXPECT_EQ(ErrorIdOf(DecodeTrainerState(bytes.substr(0, length)).status()),
               ErrorId::kStoreDamaged)

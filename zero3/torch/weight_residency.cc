@@ -1,5 +1,6 @@
 #include "zero3/torch/weight_residency.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
@@ -18,7 +19,17 @@ WeightResidency::WeightResidency(std::shared_ptr<Attachment> attachment, uint32_
     : Residency(name, absl::StrCat("parameter '", name, "'"), device, size_bytes,
                 attachment->homes().Take(size_bytes)),
       attachment_(std::move(attachment)),
-      tensor_(tensor) {}
+      tensor_(tensor),
+      raw_(swap_.home(), size_bytes) {
+  if (!attachment_->serves_raw()) return;
+  swap_.SetHomeThrows(false);
+  AddRawRange(swap_.home(), size_bytes, this);
+}
+
+WeightResidency::~WeightResidency() {
+  RemoveRawRange(swap_.home());
+  if (raw_.is_shown()) raw_.Remove();
+}
 
 bool WeightResidency::closed() {
   Lock lock(mutex_);
@@ -59,11 +70,15 @@ void WeightResidency::Start() {
 // kMoving is the state while one thread waits for the daemon without the lock; the others wait for
 // it here.
 void WeightResidency::Pin(Access access) {
-  const bool writes = access != Access::kRead;
+  const bool writes = access > Access::kReadCopy;
   Lock lock(mutex_);
   for (;;) {
     if (closed_) ThrowStatus(SessionEnded(subject_));
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
+    if (raw_.is_shown() && state_ != State::kMoving) {
+      if (PinRaw(access, lock)) return;
+      continue;
+    }
     if (state_ == State::kWriting || (state_ == State::kReading && !writes)) {
       if (pins_ == 0) swap_.PointTo(bytes_, /*throws=*/false);
       AddPin();
@@ -87,7 +102,9 @@ void WeightResidency::Pin(Access access) {
   std::byte* bytes = nullptr;
   try {
     if (before == State::kHome) attachment_->Touch(tensor_);
-    bytes = writes ? FetchForWriting(access) : FetchForReading();
+    bytes = writes                         ? FetchForWriting(access)
+            : access == Access::kReadCopy  ? CopyForReading()
+                                           : FetchForReading();
   } catch (...) {
     lock.lock();
     state_ = before;
@@ -131,6 +148,140 @@ std::byte* WeightResidency::FetchForReading() {
       const_cast<std::byte*>(ValueOrThrow(attachment_->session().Acquire(tensor_), subject_));
   acquired_ = true;
   return bytes;
+}
+
+std::byte* WeightResidency::CopyForReading() {
+  c10::DataPtr copy = c10::GetCPUAllocator()->allocate(size_bytes_);
+  auto* const bytes = static_cast<std::byte*>(copy.get());
+  const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(tensor_).dtype);
+  const auto drain = [&](uint64_t begin, uint64_t count, const std::byte* from) {
+    std::memcpy(bytes + begin * element_bytes, from, count * element_bytes);
+    return absl::OkStatus();
+  };
+  ThrowIfError(attachment_->StreamOut(tensor_, proto::Plane::kWeight, element_bytes, drain),
+               subject_);
+  private_ = std::move(copy);
+  return bytes;
+}
+
+uint64_t WeightResidency::window_bytes() const {
+  attachment_->EnsureSealed();  // as the pin would
+  return attachment_->WindowBytes(tensor_);
+}
+
+bool WeightResidency::Serve(Special special, torch::jit::Stack* stack) {
+  if (special != Special::kSet) return false;
+  at::Tensor target = torch::jit::peek(*stack, 0, 2).toTensor();
+  const at::Tensor source = torch::jit::peek(*stack, 1, 2).toTensor();
+  if (!source.defined() || source.layout() != at::kStrided || !source.device().is_cpu() ||
+      source.sizes() != target.sizes() || source.scalar_type() != target.scalar_type())
+    return false;
+  const at::AutoGradMode no_grad(false);
+  target.copy_(source);
+  torch::jit::drop(*stack, 2);
+  torch::jit::push(*stack, std::move(target));
+  return true;
+}
+
+// ---- Raw pointers ------------------------------------------------------------------------------
+
+// Operators use the bytes at home, too. False: somebody has let go, look again.
+bool WeightResidency::PinRaw(Access access, Lock& lock) {
+  const bool writes = access > Access::kReadCopy;
+  const bool others_read = state_ == State::kReading && Pins::CountOwn(this) != uses_;
+  if (others_read && (writes || raw_.was_written())) {
+    WaitForOthers(lock);
+    return false;
+  }
+  if (writes && !raw_.was_written()) raw_.AllowWriting();
+  if (pins_ == 0 || state_ == State::kHome) swap_.PointTo(swap_.home(), /*throws=*/false);
+  AddPin();
+  return true;
+}
+
+void WeightResidency::ServeRaw(bool writes) {
+  Lock lock(mutex_);
+  for (;;) {
+    if (closed_) ThrowStatus(SessionEnded(subject_));
+    if (raw_.is_shown() && state_ != State::kMoving) {
+      if (writes && !raw_.was_written()) raw_.AllowWriting();
+      return;
+    }
+    if (state_ == State::kHome || state_ == State::kReading) break;
+    if (state_ == State::kInitial) {
+      lock.unlock();
+      attachment_->EnsureSealed();
+      lock.lock();
+    } else if (state_ == State::kWriting && Pins::CountOwn(this) == uses_) {
+      ThrowStatus(MakeError(ErrorId::kReleased,
+                            absl::StrCat(subject_, " is written by an operation of this thread, "
+                                                   "which uses an older pointer to it")));
+    } else {
+      WaitForOthers(lock);
+    }
+  }
+  if (state_ == State::kReading) {
+    std::byte* const fresh = raw_.Allocate();
+    std::memcpy(fresh, bytes_, size_bytes_);
+    raw_.Show(fresh, writes);
+    lock.unlock();
+    return attachment_->BeginRaw(this);
+  }
+  state_ = State::kMoving;
+  mover_ = std::this_thread::get_id();
+  lock.unlock();
+  std::byte* fresh = nullptr;
+  std::exception_ptr failure;
+  try {
+    attachment_->BeginRaw(this);
+    fresh = raw_.Allocate();
+    std::memcpy(fresh, CopyForReading(), size_bytes_);
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  private_.clear();
+  lock.lock();
+  if (!failure) raw_.Show(fresh, writes);
+  if (failure && fresh != nullptr) raw_.Discard(fresh);
+  state_ = State::kHome;
+  changed_.NotifyAll();
+  if (!failure) return;
+  lock.unlock();
+  attachment_->ForgetRaw(this);
+  std::rethrow_exception(failure);
+}
+
+bool WeightResidency::EndRaw(bool wait) {
+  Lock lock(mutex_);
+  for (;;) {
+    if (!raw_.is_shown() && state_ != State::kMoving) return true;
+    if (raw_.is_shown() && state_ == State::kHome && uses_ == 0) break;
+    if (!wait) return false;
+    WaitForOthers(lock);
+  }
+  state_ = State::kMoving;
+  mover_ = std::this_thread::get_id();
+  const bool written = raw_.was_written();
+  if (written) raw_.StopWriting();
+  lock.unlock();
+  absl::Status put;
+  try {
+    if (written) put = attachment_->StreamIn(tensor_, swap_.home());
+  } catch (...) {
+    lock.lock();
+    if (written) raw_.AllowWriting();
+    state_ = State::kHome;
+    changed_.NotifyAll();
+    throw;
+  }
+  lock.lock();
+  raw_.Remove();
+  state_ = State::kHome;
+  changed_.NotifyAll();
+  lock.unlock();
+  attachment_->ForgetRaw(this);
+  ThrowIfError(put, subject_);
+  return true;
 }
 
 std::byte* WeightResidency::MakePrivate(Access access) {
@@ -189,6 +340,7 @@ void WeightResidency::LetGo(Lock& lock) {
   }
   if (state_ == State::kWriting) return PutBack(lock);
   state_ = State::kHome;
+  private_.clear();
   if (std::exchange(acquired_, false)) attachment_->session().Release(tensor_);
   changed_.NotifyAll();
 }
@@ -215,12 +367,13 @@ void WeightResidency::PutBack(Lock& lock) {
   if (failure) std::rethrow_exception(failure);
 }
 
-void WeightResidency::Close() {
+void WeightResidency::Close(c10::DataPtr bytes) {
   const auto storage = swap_.Lock();  // lives while its message changes
   c10::DataPtr initial;
   Lock lock(mutex_);
   while (state_ != State::kHome && state_ != State::kInitial) changed_.WaitForOthers(lock);
   closed_ = true;
+  swap_.SetHomeThrows(true);
   initial = std::exchange(initial_, c10::DataPtr());
   if (!storage) return;
   if (state_ == State::kInitial && initial && initial_born_ == nullptr &&
@@ -228,6 +381,7 @@ void WeightResidency::Close() {
     swap_.HandOver(std::move(initial));
     return;
   }
+  if (bytes) return swap_.HandOver(std::move(bytes));
   swap_.SetMessage(std::string(SessionEnded(subject_).message()));
   swap_.PointHome();
 }

@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "zero3/torch/attachment.h"
+#include "zero3/torch/raw_access.h"
 #include "zero3/torch/residency.h"
 #include "zero3/torch/wait_graph.h"
 
@@ -22,7 +23,7 @@ namespace offload::zero3 {
 
 class BornResidency;
 
-class WeightResidency final : public Residency {
+class WeightResidency final : public Residency, public RawOwner, public RawUser {
  public:
   WeightResidency(std::shared_ptr<Attachment> attachment, uint32_t tensor, const std::string& name,
                   c10::Device device, size_t size_bytes);
@@ -41,15 +42,32 @@ class WeightResidency final : public Residency {
 
   void Pin(Access access) override;
   void Unpin(Completion* done) override;
+  // torch::load puts the loaded tensor in the place of the parameter: its values are taken.
+  bool Serve(Special special, torch::jit::Stack* stack) override;
+  uint64_t window_bytes() const override;
+  bool BeginHolding(size_t count, uint64_t size_bytes) override {
+    return attachment_->BeginHolding(count, size_bytes);
+  }
+  void EndHolding() override { attachment_->EndHolding(); }
+
+  // ---- Raw pointers ----
+  void ServeRaw(bool writes) override;
+  bool EndRaw(bool wait) override;
+  size_t raw_bytes() const override { return raw_.size_bytes(); }
+  const std::string& raw_name() const override { return subject_; }
+
   // Waits until nobody uses it; from then on Pin() throws OFD-1802. The attachment's session may
   // end after it. A parameter in memory that was not started gets its bytes back.
-  void Close();
+  // The others get `bytes` when there are some.
+  void Close(c10::DataPtr bytes = {});
 
  private:
   enum class State : uint8_t { kInitial, kHome, kMoving, kReading, kWriting };
   using Lock = std::unique_lock<std::mutex>;
 
-  ~WeightResidency() override = default;
+  ~WeightResidency() override;
+  bool PinRaw(Access access, Lock& lock);
+  std::byte* CopyForReading();
   void AddPin();
   void WaitForOthers(Lock& lock);
   std::byte* FetchForReading();
@@ -70,7 +88,10 @@ class WeightResidency final : public Residency {
   std::byte* bytes_ = nullptr;                         // kReading, kWriting
   bool acquired_ = false;                              // the session's pin is ours
   Staging::Piece staging_;                             // kWriting
-  c10::DataPtr private_;  // kWriting, of ranks after the first: what they write does not count
+  // kReading: bytes that do not take room of the window. kWriting, of ranks after the first: what
+  // they write does not count.
+  c10::DataPtr private_;
+  RawCopy raw_;  // at home; newer than the daemon's, and what operators use, while it is shown
   std::exception_ptr failure_;             // of what ended after its operator
   c10::DataPtr initial_;                   // kInitial
   BornResidency* initial_born_ = nullptr;  // whose bytes initial_ names

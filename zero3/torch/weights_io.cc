@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <span>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -22,21 +24,32 @@ namespace {
 
 constexpr uint64_t kConversionElements = 64 * 1024;
 
+constexpr std::pair<at::ScalarType, FileDtype> kDtypes[] = {
+    {at::kFloat, FileDtype::kF32}, {at::kBFloat16, FileDtype::kBF16}, {at::kHalf, FileDtype::kF16},
+    {at::kDouble, FileDtype::kF64}, {at::kLong, FileDtype::kI64},     {at::kInt, FileDtype::kI32},
+    {at::kShort, FileDtype::kI16}, {at::kChar, FileDtype::kI8},       {at::kByte, FileDtype::kU8},
+    {at::kBool, FileDtype::kBool}, {at::kComplexFloat, FileDtype::kC64},
+};
+
+std::optional<FileDtype> FileDtypeOf(at::ScalarType dtype) {
+  for (const auto& [own, file] : kDtypes) {
+    if (own == dtype) return file;
+  }
+  return std::nullopt;
+}
+std::optional<at::ScalarType> ScalarTypeOf(FileDtype dtype) {
+  for (const auto& [own, file] : kDtypes) {
+    if (file == dtype) return own;
+  }
+  return std::nullopt;
+}
+
 absl::StatusOr<FileDtype> FileDtypeOf(const std::string& name, at::ScalarType dtype) {
-  if (dtype == at::kFloat) return FileDtype::kF32;
-  if (dtype == at::kBFloat16) return FileDtype::kBF16;
-  if (dtype == at::kHalf) return FileDtype::kF16;
+  if (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf)
+    return *FileDtypeOf(dtype);
   return MakeError(ErrorId::kUnsupportedModel,
                    absl::StrCat("parameter '", name, "' has dtype ", c10::toString(dtype),
                                 ", files hold float32, bfloat16 and float16"));
-}
-
-// Of a type that CheckFits() lets pass.
-at::ScalarType ScalarTypeOf(FileDtype dtype) {
-  if (dtype == FileDtype::kF32) return at::kFloat;
-  if (dtype == FileDtype::kBF16) return at::kBFloat16;
-  OFFLOAD_CHECK(dtype == FileDtype::kF16) << FileDtypeName(dtype);
-  return at::kHalf;
 }
 
 std::vector<uint64_t> FileShape(const FileWeight& weight) {
@@ -63,6 +76,13 @@ uint64_t FileWeight::ElementCount() const {
   uint64_t count = 1;
   for (const int64_t size : shape) count *= static_cast<uint64_t>(size);
   return count;
+}
+
+std::vector<NamedTensor> NamedBuffers(const torch::nn::Module& module, const std::string& prefix) {
+  std::vector<NamedTensor> named;
+  for (const auto& item : module.named_buffers(/*recurse=*/true))
+    named.push_back({prefix + item.key(), item.value()});
+  return named;
 }
 
 std::vector<NamedTensor> NamedParameters(const torch::nn::Module& module,
@@ -97,6 +117,32 @@ absl::StatusOr<std::vector<FileWeight>> FindFileWeights(std::span<const NamedTen
   return weights;
 }
 
+absl::Status AddFileBuffers(std::span<const NamedTensor> buffers,
+                            std::vector<FileWeight>& weights) {
+  std::unordered_set<const void*> known;
+  std::unordered_set<std::string> names;
+  for (const FileWeight& weight : weights) {
+    names.insert(weight.name);
+    names.insert(weight.other_names.begin(), weight.other_names.end());
+  }
+  for (const auto& [name, tensor] : buffers) {
+    if (!tensor.defined() || !known.insert(tensor.unsafeGetTensorImpl()).second ||
+        !names.insert(name).second)
+      continue;
+    if (!FileDtypeOf(tensor.scalar_type()).has_value()) {
+      return MakeError(ErrorId::kUnsupportedModel,
+                       absl::StrCat("buffer '", name, "' has dtype ",
+                                    c10::toString(tensor.scalar_type()), ", which files have not"));
+    }
+    weights.push_back({.name = name,
+                       .shape = tensor.sizes().vec(),
+                       .dtype = tensor.scalar_type(),
+                       .tensor = tensor,
+                       .is_buffer = true});
+  }
+  return absl::OkStatus();
+}
+
 WeightFile::WeightFile(HfCheckpoint checkpoint)
     : checkpoint_(std::move(checkpoint)), buffer_(kConversionElements * sizeof(float)) {}
 
@@ -106,19 +152,51 @@ absl::StatusOr<WeightFile> WeightFile::Open(const std::string& path,
   OFFLOAD_ASSIGN_OR_RETURN(HfCheckpoint checkpoint, HfCheckpoint::Open(path));
   std::vector<WantedTensor> wanted;
   std::vector<std::string> ignored = options.ignored;
+  const bool has_buffers = std::any_of(weights.begin(), weights.end(), [&](const auto& weight) {
+    return weight.is_buffer && checkpoint.Find(weight.name) != nullptr;
+  });
   for (const FileWeight& weight : weights) {
-    wanted.push_back({weight.name, FileShape(weight)});
+    if (weight.is_buffer && !has_buffers) continue;
+    wanted.push_back({weight.name, FileShape(weight), weight.is_buffer});
     ignored.insert(ignored.end(), weight.other_names.begin(), weight.other_names.end());
   }
   OFFLOAD_RETURN_IF_ERROR(CheckFits(checkpoint, wanted, ignored));
   return WeightFile(std::move(checkpoint));
 }
 
+absl::Status WeightFile::ReadBuffer(const FileWeight& buffer) {
+  const FileEntry* const entry = checkpoint_.Find(buffer.name);
+  OFFLOAD_CHECK(entry != nullptr) << buffer.name;
+  const std::optional<at::ScalarType> dtype = ScalarTypeOf(entry->tensor.dtype);
+  if (!dtype.has_value() ||
+      (*dtype != buffer.dtype && !(c10::isFloatingType(*dtype) && c10::isFloatingType(buffer.dtype)))) {
+    return MakeError(ErrorId::kFileDtype,
+                     absl::StrCat("buffer '", buffer.name, "' has the type ",
+                                  std::string(FileDtypeName(entry->tensor.dtype))));
+  }
+  const at::NoGradGuard no_grad;
+  at::Tensor read = at::empty(buffer.shape, at::TensorOptions().dtype(*dtype));
+  const size_t size_bytes = read.numel() * read.element_size();
+  OFFLOAD_RETURN_IF_ERROR(checkpoint_.Read(
+      buffer.name, 0, std::span(static_cast<std::byte*>(read.mutable_data_ptr()), size_bytes)));
+  at::Tensor target = buffer.tensor.detach();
+  target.copy_(read);
+  return absl::OkStatus();
+}
+
+absl::Status AppendBuffer(const FileWeight& buffer, HfCheckpointWriter& writer) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor bytes = buffer.tensor.detach().contiguous();
+  return writer.Append(buffer.name,
+                       std::span(static_cast<const std::byte*>(bytes.const_data_ptr()),
+                                 bytes.numel() * bytes.element_size()));
+}
+
 absl::Status WeightFile::Read(const FileWeight& weight, uint64_t first_element,
                               uint64_t element_count, std::byte* target) {
   const FileEntry* const entry = checkpoint_.Find(weight.name);
   OFFLOAD_CHECK(entry != nullptr) << weight.name;
-  const at::ScalarType file_dtype = ScalarTypeOf(entry->tensor.dtype);
+  const at::ScalarType file_dtype = *ScalarTypeOf(entry->tensor.dtype);
   const uint64_t file_bytes = c10::elementSize(file_dtype);
   const uint64_t own_bytes = c10::elementSize(weight.dtype);
   if (file_dtype == weight.dtype) {
@@ -142,7 +220,9 @@ absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
     const std::string& folder, const std::vector<FileWeight>& weights, const SaveOptions& options) {
   std::vector<FileTensor> tensors;
   for (const FileWeight& weight : weights) {
-    OFFLOAD_ASSIGN_OR_RETURN(const FileDtype dtype, FileDtypeOf(weight.name, weight.dtype));
+    OFFLOAD_ASSIGN_OR_RETURN(const FileDtype dtype, weight.is_buffer
+                                                        ? *FileDtypeOf(weight.dtype)
+                                                        : FileDtypeOf(weight.name, weight.dtype));
     tensors.push_back({weight.name, dtype, FileShape(weight)});
   }
   return HfCheckpointWriter::Create(folder, std::move(tensors),
@@ -153,9 +233,15 @@ void LoadIntoMemory(const std::vector<FileWeight>& weights, const std::string& p
                     const LoadOptions& options) {
   auto file = ValueOrThrow(WeightFile::Open(path, weights, options), path);
   std::vector<std::byte*> targets;
-  for (const auto& weight : weights) targets.push_back(ValueOrThrow(BytesOf(weight)));
+  for (const auto& weight : weights)
+    targets.push_back(weight.is_buffer ? nullptr : ValueOrThrow(BytesOf(weight)));
   for (size_t index = 0; index < weights.size(); ++index) {
     const FileWeight& weight = weights[index];
+    if (!file.Has(weight)) continue;
+    if (weight.is_buffer) {
+      ThrowIfError(file.ReadBuffer(weight), path);
+      continue;
+    }
     ThrowIfError(file.Read(weight, 0, weight.ElementCount(), targets[index]), path);
     // As copy_() does: whoever keeps a master or a saved tensor sees the change.
     weight.tensor.unsafeGetTensorImpl()->bump_version();
@@ -165,9 +251,14 @@ void LoadIntoMemory(const std::vector<FileWeight>& weights, const std::string& p
 void SaveFromMemory(const std::vector<FileWeight>& weights, const std::string& folder,
                     const SaveOptions& options) {
   std::vector<const std::byte*> sources;
-  for (const auto& weight : weights) sources.push_back(ValueOrThrow(BytesOf(weight)));
+  for (const auto& weight : weights)
+    sources.push_back(weight.is_buffer ? nullptr : ValueOrThrow(BytesOf(weight)));
   auto writer = ValueOrThrow(CreateWeightFiles(folder, weights, options), folder);
   for (size_t index = 0; index < weights.size(); ++index) {
+    if (weights[index].is_buffer) {
+      ThrowIfError(AppendBuffer(weights[index], *writer), folder);
+      continue;
+    }
     const uint64_t size_bytes =
         weights[index].ElementCount() * c10::elementSize(weights[index].dtype);
     ThrowIfError(writer->Append(weights[index].name, std::span(sources[index], size_bytes)),
@@ -176,17 +267,21 @@ void SaveFromMemory(const std::vector<FileWeight>& weights, const std::string& f
   ThrowIfError(writer->Commit(), folder);
 }
 
+std::vector<FileWeight> FileWeightsOf(const torch::nn::Module& module) {
+  std::vector<FileWeight> weights = ValueOrThrow(FindFileWeights(NamedParameters(module)));
+  ThrowIfError(AddFileBuffers(NamedBuffers(module), weights));
+  return weights;
+}
+
 }  // namespace zero3
 
 void LoadWeights(torch::nn::Module& module, const std::string& path, const LoadOptions& options) {
-  zero3::LoadIntoMemory(zero3::ValueOrThrow(zero3::FindFileWeights(zero3::NamedParameters(module))),
-                        path, options);
+  zero3::LoadIntoMemory(zero3::FileWeightsOf(module), path, options);
 }
 
 void SaveWeights(const torch::nn::Module& module, const std::string& folder,
                  const SaveOptions& options) {
-  zero3::SaveFromMemory(zero3::ValueOrThrow(zero3::FindFileWeights(zero3::NamedParameters(module))),
-                        folder, options);
+  zero3::SaveFromMemory(zero3::FileWeightsOf(module), folder, options);
 }
 
 }  // namespace offload

@@ -5,7 +5,9 @@
 // memory.
 //
 // A weight has the name that module.named_parameters() gives it first; under its other names
-// (tied weights) it is not written, and not looked at when a file has it.
+// (tied weights) it is not written, and not looked at when a file has it. Buffers stand behind the
+// weights, under the names of module.named_buffers(); a file that has none of them leaves them as
+// they are.
 //
 // Invariants
 //   * A WeightFile that was opened fits the model: every name, shape and type has been checked.
@@ -36,6 +38,7 @@ struct FileWeight {
   std::vector<int64_t> shape;
   at::ScalarType dtype = at::kFloat;
   at::Tensor tensor;  // undefined where the bytes are in the daemon
+  bool is_buffer = false;
 
   uint64_t ElementCount() const;
 };
@@ -50,9 +53,15 @@ struct NamedTensor {
 std::vector<NamedTensor> NamedParameters(const torch::nn::Module& module,
                                          const std::string& prefix = "");
 
+// The same of its buffers.
+std::vector<NamedTensor> NamedBuffers(const torch::nn::Module& module,
+                                      const std::string& prefix = "");
+
 // The tensors of a list, a tied one once, those without elements included. OFD-1601 for types
 // other than float32, bfloat16 and float16.
 absl::StatusOr<std::vector<FileWeight>> FindFileWeights(std::span<const NamedTensor> tensors);
+// Buffers, behind weights; they may be of any type that files have. OFD-1601 for others.
+absl::Status AddFileBuffers(std::span<const NamedTensor> buffers, std::vector<FileWeight>& weights);
 
 // A checkpoint that is about to be loaded.
 class WeightFile {
@@ -63,6 +72,10 @@ class WeightFile {
                                          const std::vector<FileWeight>& weights,
                                          const LoadOptions& options);
 
+  // Whether the file has it; all weights, and all buffers or none.
+  bool Has(const FileWeight& weight) const { return checkpoint_.Find(weight.name) != nullptr; }
+  // Reads a buffer.
+  absl::Status ReadBuffer(const FileWeight& buffer);
   // Reads elements of a weight into memory, in the type of the model.
   absl::Status Read(const FileWeight& weight, uint64_t first_element, uint64_t element_count,
                     std::byte* target);
@@ -77,6 +90,9 @@ class WeightFile {
 // Begins a checkpoint of these weights. OFD-1404.
 absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
     const std::string& folder, const std::vector<FileWeight>& weights, const SaveOptions& options);
+
+// The bytes of a buffer, in order, for the file.
+absl::Status AppendBuffer(const FileWeight& buffer, HfCheckpointWriter& writer);
 
 // Weights in memory, from and to files; throw offload::Error.
 void LoadIntoMemory(const std::vector<FileWeight>& weights, const std::string& path,

@@ -13,6 +13,9 @@
 // itself writes into weights (copy_(), init_) is durable with the next step(): closed, killed or
 // snapshotted before it, the job holds the last epoch without any of it.
 //
+// Buffers of the modules (running statistics, masks) stay in memory and belong to the job, too: they
+// are committed with every step and given back when it is attached again.
+//
 // What is computed is what the trainer computes without us, bit for bit (fp32: torch's fused AdamW;
 // bf16: fp32 masters and moments, nearest-even cast). OFFLOADD_DISABLE=1 makes all of this a no-op
 // with the same arithmetic in memory, so that you can check it yourself.
@@ -77,6 +80,13 @@ struct Options {
   std::string durability = "step";  // or "checkpoint:N": a commit after every N steps only
   int generations = 0;              // spare ones of a new store: so many snapshots need no growth
   int update_threads = 0;           // of the daemon's optimizer; 0: half of the cores
+  // Pointers into offloaded tensors (data_ptr(), accessors, custom kernels, torch::save): "serve"
+  // brings a tensor to memory, beside `ram`, at the first touch and until the end of the step, and
+  // puts back what was written; "error" refuses the pointer (OFD-1603).
+  std::string raw_access = "serve";
+  // What the module's weights are when the engine is closed: "released", any use of them throws
+  // OFD-1802, or ordinary tensors in "memory", which has to hold them all.
+  std::string weights_at_close = "released";
   // Bytes one gradient needs beside the accumulators are not counted, nor are activations and torch
   // itself.
   bool spill_gradients = false;  // keep gradients on NVMe even where memory could hold them (frees
@@ -94,8 +104,10 @@ struct Options {
   static Options FromEnvironment();
 };
 
-// Which of torch's AdamW implementations the result is bit-equal to (the others differ in the last
-// bit of a square root).
+// Whose order of roundings AdamW and Adam have: kFused that of at::_fused_adamw_, bit for bit; kLerp
+// that of torch.optim.AdamW in Python, kMulAdd that of the C++ class torch::optim::AdamW, both with
+// the correctly rounded square root, where torch's vector library may be off by one in the last
+// place (which numbers, depends on the processor).
 enum class AdamWFlavour { kFused, kLerp, kMulAdd };
 
 // torch has no Lion: these are the options of its paper (arXiv:2302.06675), in torch's manner.
@@ -133,6 +145,7 @@ struct Statistics {
   uint64_t budget_bytes = 0;  // ram
   int64_t durable_step = 0;   // the last committed epoch
   double wait_seconds = 0;    // this process blocked on the daemon, in all
+  uint64_t raw_accesses = 0;  // tensors brought to memory for a pointer
 };
 
 // What the planner decided, for printing. All in bytes.
@@ -186,7 +199,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   static std::shared_ptr<Engine> Open(const Options& options);
   // Drains and commits what was stepped, then closes. Weights that were written since are dropped.
   // A private daemon ends.
-  virtual ~Engine() = default;
+  virtual ~Engine();
 
   // Attach the parameters of `module` and give the optimizer that runs in the daemon. A new job
   // takes its weights from the module; an existing one replaces the module's values by those of its
@@ -232,6 +245,22 @@ class Engine : public std::enable_shared_from_this<Engine> {
   OptimizerPointer LAMB(torch::nn::Module& module, LAMBOptions options);
   OptimizerPointer LAMB(torch::nn::Module& module, ParamGroups groups, LAMBOptions defaults);
 
+  // Attaches a module with an optimizer that the trainer has made itself, and keeps: an existing
+  // trainer goes on with its own line.
+  //
+  //   torch::optim::AdamW optimizer(model->parameters(), 1e-4);
+  //   engine->Attach(*model, optimizer);
+  //
+  // step() of torch::optim's AdamW, Adam, SGD, Adagrad and RMSprop then runs as that of the
+  // optimizers above (AdamW and Adam as kMulAdd), reading groups and options of the object; its
+  // save() and load() are refused (OFD-1604). LBFGS and optimizers of the trainer's own run
+  // unmodified in this process on offloaded weights; what they keep is in memory, and their jobs
+  // are not resumed (OFD-1604). LBFGS commits its steps; after a step of one's own, CommitStep()
+  // does. The optimizer outlives its last step, not the engine.
+  void Attach(torch::nn::Module& module, torch::optim::Optimizer& optimizer);
+  // What was written into weights is a step of the job.
+  virtual void CommitStep() = 0;
+
   // Makes the store of a new job, or opens that of an existing one, for all modules attached so
   // far. Without it the first use does, and throws what there is to throw.
   virtual void Seal() = 0;
@@ -276,6 +305,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // it fails midway (OFD-1405, 1209) so it stays: load again, or open the job again; step() and
   // SaveWeights() are refused until then (OFD-1406). All ranks call it; the first reads the file.
   virtual void LoadWeights(const std::string& path, const LoadOptions& options) = 0;
+  // Both of them also take the modules' buffers, as they are in memory; a file that has none of
+  // them leaves them as they are.
   // Writes the weights as of the last step() that returned, in the model's type, into a folder that
   // holds no checkpoint yet (OFD-1404). Names appear when all is durable. One rank calls it.
   virtual void SaveWeights(const std::string& folder, const SaveOptions& options) = 0;
@@ -289,6 +320,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
  protected:
   virtual OptimizerPointer MakeOptimizer(torch::nn::Module& module, ParamGroups groups,
                                          zero3::NamedOptimizer&& optimizer) = 0;
+  // For an optimizer that runs in this process.
+  virtual void AttachForeign(torch::nn::Module& module, ParamGroups groups,
+                             const std::string& optimizer) = 0;
+
+ private:
+  std::vector<const torch::optim::Optimizer*> own_optimizers_;  // attached, by address only
 };
 
 // The same for a module in memory.
@@ -314,7 +351,8 @@ class InitGuard {
 
 // The in-memory trainer that everything above is compared with: fp32 parameters are updated by
 // at::_fused_adamw_ / torch's SGD; bf16 parameters by the same on fp32 masters and moments, then
-// cast back. Also what OFFLOADD_DISABLE=1 gives.
+// cast back. Also what OFFLOADD_DISABLE=1 gives, but for the square root of kLerp and kMulAdd, which
+// is torch's own here.
 std::unique_ptr<torch::optim::Optimizer> InMemoryAdamW(torch::nn::Module& module,
                                                        torch::optim::AdamWOptions options,
                                                        AdamWFlavour flavour = AdamWFlavour::kFused);

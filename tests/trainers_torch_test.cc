@@ -1,0 +1,693 @@
+// Ordinary trainers, each run in memory (OFFLOADD_DISABLE=1) and offloaded, with little memory and
+// with much, in fp32 and in bf16: what they compute is compared bit by bit. Each is a model, an
+// optimizer and a loop that somebody might have written without knowing of us.
+
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+#include <offload/torch.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <torch/nn/functional.h>
+#include <torch/nn/modules.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/nn/utils/convert_parameters.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace offload {
+namespace {
+
+namespace nn = torch::nn;
+using at::Tensor;
+
+std::string Pool() {
+  const char* const folder = getenv("TEST_TMPDIR");
+  return folder != nullptr ? folder : ".";
+}
+
+void SetOffloading(bool on) { setenv("OFFLOADD_DISABLE", on ? "0" : "1", 1); }
+
+Options OptionsFor(const std::string& job, const std::string& ram = "256MiB") {
+  Options options;
+  options.nvme_path = Pool();
+  options.ram = ram;
+  options.job = job;
+  return options;
+}
+
+void ExpectError(int id, const std::string& text, const std::function<void()>& action) {
+  try {
+    action();
+    ADD_FAILURE() << "no error, OFD-" << id << " expected";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.id(), id) << error.what();
+    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
+  }
+}
+
+Tensor Numbers(int64_t seed, at::IntArrayRef sizes) {
+  torch::manual_seed(1000 + seed);
+  return torch::randn(sizes);
+}
+
+// ---- Programs ----------------------------------------------------------------------------------
+
+// One trainer, in the hands of which everything is.
+struct Trainer {
+  std::shared_ptr<nn::Module> module;
+  std::function<Tensor(int64_t step)> loss;
+};
+
+struct Training {
+  Trainer trainer;
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<torch::optim::Optimizer> optimizer;
+  std::vector<Tensor> log;
+
+  void Add(const Tensor& value) { log.push_back(value.detach().clone()); }
+  void AddState() {
+    for (const auto& item : trainer.module->named_parameters()) Add(item.value() * 1);
+    for (const auto& item : trainer.module->named_buffers()) {
+      if (item.value().defined()) Add(item.value());
+    }
+  }
+  void Backward(int64_t step) {
+    const Tensor loss = trainer.loss(step);
+    loss.backward();
+    Add(loss);
+  }
+};
+
+struct Program {
+  std::string name;
+  std::function<Trainer(at::ScalarType)> make;
+  std::function<std::shared_ptr<torch::optim::Optimizer>(Engine&, nn::Module&)> optimize;
+  std::function<void(Training&)> loop;
+  std::vector<at::ScalarType> dtypes = {at::kFloat, at::kBFloat16};
+};
+
+std::string FloorOf(const Program& program, at::ScalarType dtype) {
+  SetOffloading(true);
+  const Trainer trainer = program.make(dtype);
+  auto engine = Engine::Open(OptionsFor(program.name + c10::toString(dtype) + "_floor", "1GiB"));
+  const auto optimizer = program.optimize(*engine, *trainer.module);
+  return std::to_string(engine->plan().floor_bytes);
+}
+
+std::vector<Tensor> RunOnce(const Program& program, at::ScalarType dtype, bool offload,
+                            const Options& options) {
+  SetOffloading(offload);
+  Training run;
+  torch::manual_seed(7);
+  run.trainer = program.make(dtype);
+  run.engine = Engine::Open(options);
+  run.optimizer = program.optimize(*run.engine, *run.trainer.module);
+  program.loop(run);
+  run.AddState();
+  run.Add(torch::tensor(run.engine->step()));
+  return run.log;
+}
+
+void ExpectSame(const std::vector<Tensor>& expected, const std::vector<Tensor>& actual,
+                const std::string& what) {
+  ASSERT_EQ(expected.size(), actual.size()) << what;
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_TRUE(torch::equal(expected[i], actual[i]))
+        << what << ": entry " << i << " of " << expected.size() << " differs in "
+        << (expected[i] != actual[i]).sum().item<int64_t>() << " of " << expected[i].numel();
+  }
+}
+
+void ExpectParity(const Program& program) {
+  for (const at::ScalarType dtype : program.dtypes) {
+    const std::string name = program.name + "_" + c10::toString(dtype);
+    const auto expected = RunOnce(program, dtype, false, OptionsFor(name));
+    Options tight = OptionsFor(name + "_tight", FloorOf(program, dtype));
+    ExpectSame(expected, RunOnce(program, dtype, true, tight), name + " at the floor");
+    ExpectSame(expected, RunOnce(program, dtype, true, OptionsFor(name, "1GiB")), name);
+  }
+}
+
+// ---- Models ------------------------------------------------------------------------------------
+
+constexpr int64_t kWidth = 300;
+
+Trainer Perceptron(at::ScalarType dtype) {
+  nn::Sequential model(nn::Linear(kWidth, 900), nn::Tanh(), nn::Linear(900, 700), nn::ReLU(),
+                       nn::Linear(700, 10));
+  model->to(dtype);
+  return {model.ptr(), [model, dtype](int64_t step) mutable {
+            return model->forward(Numbers(step, {4, kWidth}).to(dtype)).square().mean();
+          }};
+}
+
+Trainer Normalized(at::ScalarType dtype) {
+  nn::Sequential model(nn::Conv2d(nn::Conv2dOptions(3, 32, 3).padding(1)), nn::BatchNorm2d(32),
+                       nn::ReLU(), nn::Conv2d(nn::Conv2dOptions(32, 64, 3).stride(2)),
+                       nn::BatchNorm2d(64), nn::AdaptiveAvgPool2d(2), nn::Flatten(),
+                       nn::Linear(256, 600), nn::Linear(600, 10));
+  model->to(dtype);
+  return {model.ptr(), [model, dtype](int64_t step) mutable {
+            return model->forward(Numbers(step, {4, 3, 12, 12}).to(dtype)).square().mean();
+          }};
+}
+
+struct RecurrentModel : nn::Module {
+  explicit RecurrentModel(bool gru) {
+    if (gru) {
+      gated = register_module("gated", nn::GRU(nn::GRUOptions(200, 300).num_layers(2)));
+    } else {
+      recurrent = register_module(
+          "recurrent", nn::LSTM(nn::LSTMOptions(200, 300).num_layers(2).bidirectional(true)));
+    }
+  }
+  Tensor forward(const Tensor& x) {
+    return gated ? std::get<0>(gated(x)) : std::get<0>(recurrent(x));
+  }
+  nn::LSTM recurrent{nullptr};
+  nn::GRU gated{nullptr};
+};
+
+Trainer Recurrent(at::ScalarType dtype, bool gru) {
+  auto model = std::make_shared<RecurrentModel>(gru);
+  model->to(dtype);
+  return {model, [model, dtype](int64_t step) {
+            return model->forward(Numbers(step, {3, 2, 200}).to(dtype)).square().mean();
+          }};
+}
+
+// Parameters that one operator takes together.
+struct StackedModel : nn::Module {
+  StackedModel() {
+    for (int i = 0; i < 5; ++i)
+      parts.push_back(register_parameter("part" + std::to_string(i), torch::randn({300, 400}) * 0.05));
+  }
+  std::vector<Tensor> parts;
+};
+
+Trainer Stacked(at::ScalarType dtype) {
+  auto model = std::make_shared<StackedModel>();
+  model->to(dtype);
+  return {model, [model, dtype](int64_t step) {
+            const Tensor all = torch::cat(model->parts, 0) + torch::stack(model->parts).mean();
+            const Tensor flat = nn::utils::parameters_to_vector(model->parameters());
+            return all.mv(Numbers(step, {400}).to(dtype)).square().mean() + flat.square().mean();
+          }};
+}
+
+Trainer SparseEmbedding(at::ScalarType dtype) {
+  nn::Embedding embedding(nn::EmbeddingOptions(3000, 200).sparse(true));
+  embedding->to(dtype);
+  return {embedding.ptr(), [embedding](int64_t step) mutable {
+            torch::manual_seed(step);
+            return embedding->forward(torch::randint(3000, {4, 6})).square().mean();
+          }};
+}
+
+// ---- Optimizers --------------------------------------------------------------------------------
+
+std::shared_ptr<torch::optim::Optimizer> AdamW(Engine& engine, nn::Module& module) {
+  return engine.AdamW(module, torch::optim::AdamWOptions(1e-2).weight_decay(0.1));
+}
+std::shared_ptr<torch::optim::Optimizer> SGD(Engine& engine, nn::Module& module) {
+  return engine.SGD(module, torch::optim::SGDOptions(0.05).momentum(0.9));
+}
+
+// ---- Loops -------------------------------------------------------------------------------------
+
+void Plain(Training& run) {
+  for (int64_t step = 0; step < 3; ++step) {
+    run.optimizer->zero_grad();
+    run.Backward(step);
+    run.optimizer->step();
+  }
+}
+
+TEST(TrainersTest, Perceptron) { ExpectParity({"perceptron", Perceptron, AdamW, Plain}); }
+
+TEST(TrainersTest, ConvolutionsWithBatchNorm) { ExpectParity({"batchnorm", Normalized, SGD, Plain}); }
+
+TEST(TrainersTest, OperatorsThatTakeManyWeightsRunAtTheFloor) {
+  ExpectParity({"lstm", [](at::ScalarType t) { return Recurrent(t, false); }, AdamW, Plain});
+  ExpectParity({"gru", [](at::ScalarType t) { return Recurrent(t, true); }, AdamW, Plain});
+  ExpectParity({"stacked", Stacked, AdamW, Plain});
+}
+
+TEST(TrainersTest, SparseGradients) {
+  const auto accumulate = [](Training& run) {
+    for (int64_t step = 0; step < 3; ++step) {
+      run.Backward(2 * step);
+      run.Backward(2 * step + 1);
+      run.optimizer->step();
+      run.optimizer->zero_grad();
+    }
+  };
+  ExpectParity({"sparse_adamw", SparseEmbedding, AdamW, accumulate});
+  ExpectParity({"sparse_sgd", SparseEmbedding, SGD, accumulate});
+}
+
+TEST(TrainersTest, ComposedFlavours) {
+  for (const AdamWFlavour flavour : {AdamWFlavour::kLerp, AdamWFlavour::kMulAdd}) {
+    const std::string name = flavour == AdamWFlavour::kLerp ? "lerp" : "mul_add";
+    ExpectParity({name, Perceptron,
+                  [flavour](Engine& engine, nn::Module& module) {
+                    return engine.AdamW(module, torch::optim::AdamWOptions(1e-2), flavour);
+                  },
+                  Plain});
+    ExpectParity({name + "_amsgrad", Perceptron,
+                  [flavour](Engine& engine, nn::Module& module) {
+                    return engine.Adam(
+                        module, torch::optim::AdamOptions(1e-2).amsgrad(true).weight_decay(0.1),
+                        flavour);
+                  },
+                  Plain,
+                  {at::kFloat}});
+  }
+}
+
+// ---- Gradients that the trainer edits ----------------------------------------------------------
+
+TEST(TrainersTest, GradientTimesANumberIsRoundedAsTorchRoundsIt) {
+  ExpectParity({"scaled", Perceptron, SGD, [](Training& run) {
+                  for (int64_t step = 0; step < 3; ++step) {
+                    run.optimizer->zero_grad();
+                    run.Backward(step);
+                    for (Tensor& parameter : run.trainer.module->parameters())
+                      parameter.mutable_grad().mul_(0.3);
+                    run.optimizer->step();
+                  }
+                }});
+}
+
+TEST(TrainersTest, GradientEditedThroughItsPointerBetweenTwoNorms) {
+  ExpectParity({"raw_gradient",
+                Perceptron,
+                SGD,
+                [](Training& run) {
+                  for (int64_t step = 0; step < 3; ++step) {
+                    run.optimizer->zero_grad();
+                    run.Backward(step);
+                    const auto parameters = run.trainer.module->parameters();
+                    run.Add(torch::tensor(nn::utils::clip_grad_norm_(parameters, 0.01)));
+                    for (const Tensor& parameter : parameters) {
+                      auto* const values = parameter.grad().data_ptr<float>();
+                      for (int64_t i = 0; i < parameter.numel(); i += 3) values[i] += 0.01f;
+                    }
+                    run.Add(torch::tensor(nn::utils::clip_grad_norm_(parameters, 0.02)));
+                    run.optimizer->step();
+                  }
+                },
+                {at::kFloat}});
+}
+
+TEST(TrainersTest, NonFiniteValueWrittenThroughAPointerStopsTheStep) {
+  SetOffloading(true);
+  const Trainer trainer = Perceptron(at::kFloat);
+  auto engine = Engine::Open(OptionsFor("raw_nan"));
+  auto optimizer = engine->SGD(*trainer.module, torch::optim::SGDOptions(0.1));
+  trainer.loss(0).backward();
+  nn::utils::clip_grad_norm_(trainer.module->parameters(), 1e9);
+  trainer.module->parameters()[0].grad().data_ptr<float>()[5] = NAN;
+  ExpectError(1701, "0.weight", [&] { optimizer->step(); });
+}
+
+TEST(TrainersTest, StepsWithoutGradientsCount) {
+  ExpectParity({"empty_steps", Perceptron, SGD, [](Training& run) {
+                  run.optimizer->step();
+                  run.Backward(0);
+                  run.optimizer->step();
+                  run.optimizer->zero_grad();
+                  run.optimizer->step();
+                }});
+}
+
+// ---- Weights that the trainer edits ------------------------------------------------------------
+
+TEST(TrainersTest, WeightsEditedThroughData) {
+  ExpectParity({"edited_data", Perceptron, AdamW, [](Training& run) {
+                  for (int64_t step = 0; step < 3; ++step) {
+                    run.optimizer->zero_grad();
+                    run.Backward(step);
+                    run.optimizer->step();
+                    for (Tensor& parameter : run.trainer.module->parameters())
+                      parameter.data().mul_(0.75);
+                    const Tensor first = run.trainer.module->parameters()[0];
+                    run.Add(run.engine->Gather(first, "master"));
+                  }
+                }});
+}
+
+TEST(TrainersTest, WeightsReadAndWrittenThroughPointers) {
+  ExpectParity({"raw_weights",
+                Perceptron,
+                AdamW,
+                [](Training& run) {
+                  for (int64_t step = 0; step < 3; ++step) {
+                    run.optimizer->zero_grad();
+                    run.Backward(step);
+                    run.optimizer->step();
+                    double sum = 0;
+                    for (Tensor& parameter : run.trainer.module->parameters()) {
+                      auto* const values = parameter.data_ptr<float>();
+                      for (int64_t i = 0; i < parameter.numel(); ++i) sum += values[i];
+                      values[step] = 0.5f;
+                    }
+                    run.Add(torch::tensor(sum));
+                    const auto view = run.trainer.module->parameters()[0].accessor<float, 2>();
+                    run.Add(torch::tensor(view[3][4]));
+                    run.Add(run.engine->Gather(run.trainer.module->parameters()[0]));
+                  }
+                },
+                {at::kFloat}});
+}
+
+TEST(TrainersTest, ModuleIsSavedAndLoadedByTorch) {
+  ExpectParity({"torch_save", Normalized, AdamW, [](Training& run) {
+                  run.Backward(0);
+                  run.optimizer->step();
+                  std::stringstream stream;
+                  torch::save(run.trainer.module->parameters(), stream);
+                  torch::serialize::OutputArchive saved;
+                  run.trainer.module->save(saved);
+                  std::stringstream file;
+                  saved.save_to(file);
+                  run.optimizer->zero_grad();
+                  run.Backward(1);
+                  run.optimizer->step();
+                  torch::serialize::InputArchive archive;
+                  archive.load_from(file);
+                  run.trainer.module->load(archive);
+                  run.AddState();
+                  std::vector<Tensor> tensors;
+                  torch::load(tensors, stream);
+                  for (const Tensor& tensor : tensors) run.Add(tensor);
+                  run.optimizer->zero_grad();
+                  run.Backward(2);
+                  run.optimizer->step();
+                }});
+}
+
+TEST(TrainersTest, RawAccessCanBeRefused) {
+  SetOffloading(true);
+  const Trainer trainer = Perceptron(at::kFloat);
+  Options options = OptionsFor("raw_refused");
+  options.raw_access = "error";
+  auto engine = Engine::Open(options);
+  auto optimizer = engine->SGD(*trainer.module, torch::optim::SGDOptions(0.1));
+  EXPECT_ANY_THROW(trainer.module->parameters()[0].data_ptr<float>());
+  options.raw_access = "perhaps";
+  ExpectError(1002, "raw_access", [&] { Engine::Open(options); });
+}
+
+TEST(TrainersTest, ParameterInMemoryOfTheProgramIsRefused) {
+  SetOffloading(true);
+  std::vector<float> memory(200 * 300, 0.5f);
+  nn::Linear layer(300, 200);
+  layer->weight.set_data(torch::from_blob(memory.data(), {200, 300}));
+  auto engine = Engine::Open(OptionsFor("blob"));
+  ExpectError(1601, "'weight'",
+              [&] { engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3)); });
+  layer->weight.set_data(layer->weight.clone());
+  engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3));
+}
+
+TEST(TrainersTest, OtherTypesAreRefusedWithAndWithoutOffloading) {
+  for (const bool offloading : {false, true}) {
+    SetOffloading(offloading);
+    for (const at::ScalarType dtype : {at::kDouble, at::kHalf}) {
+      nn::Linear layer(30, 20);
+      layer->to(dtype);
+      auto engine = Engine::Open(OptionsFor("types"));
+      ExpectError(1601, "'weight' has dtype",
+                  [&] { engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3)); });
+    }
+  }
+}
+
+TEST(TrainersTest, EmptyParameterIsGathered) {
+  for (const bool offloading : {false, true}) {
+    SetOffloading(offloading);
+    nn::Linear layer(30, 20);
+    const Tensor nothing = layer->register_parameter("nothing", torch::empty({0, 3}));
+    auto engine = Engine::Open(OptionsFor("empty"));
+    auto optimizer = engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3));
+    EXPECT_EQ(engine->Gather(nothing).sizes(), at::IntArrayRef({0, 3}));
+  }
+}
+
+TEST(TrainersTest, StateIsGatheredWhenTheOptimizerIsGone) {
+  for (const bool offloading : {false, true}) {
+    SetOffloading(offloading);
+    nn::Linear layer(30, 20);
+    auto engine = Engine::Open(OptionsFor("gone"));
+    auto optimizer = engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3));
+    layer->forward(Numbers(0, {2, 30})).sum().backward();
+    optimizer->step();
+    optimizer.reset();
+    EXPECT_TRUE(engine->Gather(layer->weight, "exp_avg").abs().sum().item<float>() > 0);
+    EXPECT_EQ(engine->step(), 1);
+  }
+}
+
+// ---- Resume ------------------------------------------------------------------------------------
+
+// A module with buffers of several types and sizes; the big one changes, too.
+struct WithBuffers : nn::Module {
+  WithBuffers() {
+    layer = register_module("layer", nn::Linear(kWidth, 500));
+    norm = register_module("norm", nn::BatchNorm1d(500));
+    count = register_buffer("count", torch::zeros({}, at::kLong));
+    flags = register_buffer("flags", torch::zeros({7}, at::kBool));
+    big = register_buffer("big", torch::zeros({400, 333}));
+  }
+  Tensor forward(const Tensor& x, int64_t step) {
+    count.add_(1);
+    flags[step % 7] = true;
+    big[step].add_(static_cast<double>(step) + 0.5);
+    return norm(layer(x)) * (1 + big.sum());
+  }
+  nn::Linear layer{nullptr};
+  nn::BatchNorm1d norm{nullptr};
+  Tensor count, flags, big;
+};
+
+std::vector<Tensor> TrainWithBuffers(const std::string& job, int64_t steps, bool kill_after) {
+  torch::manual_seed(5);
+  auto model = std::make_shared<WithBuffers>();
+  auto engine = Engine::Open(OptionsFor(job));
+  auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-2));
+  for (int64_t step = engine->step(); step < steps; ++step) {
+    optimizer->zero_grad();
+    model->forward(Numbers(step, {6, kWidth}), step).square().mean().backward();
+    optimizer->step();
+  }
+  if (kill_after) {
+    engine->WaitDurable();
+    kill(getpid(), SIGKILL);
+  }
+  model->eval();
+  std::vector<Tensor> result;
+  const torch::NoGradGuard no_grad;
+  result.push_back(model->norm(model->layer(Numbers(99, {6, kWidth}))));
+  for (const Tensor& buffer : model->buffers()) result.push_back(buffer.clone());
+  return result;
+}
+
+TEST(ResumeTest, BuffersAreThoseOfTheUninterruptedRun) {
+  SetOffloading(false);
+  const auto expected = TrainWithBuffers("buffers", 6, false);
+  SetOffloading(true);
+  const pid_t child = fork();
+  if (child == 0) {
+    TrainWithBuffers("buffers", 3, true);
+    _exit(1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+  ExpectSame(expected, TrainWithBuffers("buffers", 6, false), "resumed");
+}
+
+TEST(ResumeTest, BuffersAreInFiles) {
+  std::vector<std::vector<Tensor>> results;
+  for (const bool offloading : {false, true}) {
+    SetOffloading(offloading);
+    const std::string folder = Pool() + (offloading ? "/files_on" : "/files_off");
+    std::filesystem::remove_all(folder);
+    torch::manual_seed(5);
+    auto model = std::make_shared<WithBuffers>();
+    auto engine = Engine::Open(OptionsFor("buffer_files"));
+    auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-2));
+    model->forward(Numbers(0, {6, kWidth}), 0).square().mean().backward();
+    optimizer->step();
+    engine->SaveWeights(folder);
+    std::vector<Tensor> saved;
+    for (const Tensor& buffer : model->buffers()) saved.push_back(buffer.clone());
+    model->forward(Numbers(1, {6, kWidth}), 1);
+    engine->LoadWeights(folder);
+    ExpectSame(saved, model->buffers(), "loaded");
+    auto other = std::make_shared<WithBuffers>();
+    LoadWeights(*other, folder);
+    ExpectSame(saved, other->buffers(), "loaded into memory");
+    results.push_back(saved);
+  }
+  ExpectSame(results[0], results[1], "saved");
+}
+
+// ---- The trainer's own optimizer ---------------------------------------------------------------
+
+// The trainer's line stays as it is; steps, schedules and closures go through its own object.
+template <class Optimizer, class OptimizerOptions>
+void ExpectOwnParity(const std::string& name, const OptimizerOptions& options) {
+  ExpectParity({"own_" + name, Perceptron,
+                [options](Engine& engine, nn::Module& module) {
+                  auto optimizer = std::make_shared<Optimizer>(module.parameters(), options);
+                  engine.Attach(module, *optimizer);
+                  return optimizer;
+                },
+                [](Training& run) {
+                  for (int64_t step = 0; step < 3; ++step) {
+                    run.optimizer->zero_grad();
+                    run.Backward(step);
+                    run.optimizer->param_groups()[0].options().set_lr(0.01 / (1 + step));
+                    run.optimizer->step();
+                  }
+                  run.optimizer->step([&run] {
+                    run.optimizer->zero_grad();
+                    const Tensor loss = run.trainer.loss(3);
+                    loss.backward();
+                    return loss;
+                  });
+                }});
+}
+
+TEST(OwnOptimizerTest, ObjectsOfTorchStepInTheDaemon) {
+  ExpectOwnParity<torch::optim::AdamW>("adamw", torch::optim::AdamWOptions(1e-2));
+  ExpectOwnParity<torch::optim::Adam>("adam", torch::optim::AdamOptions(1e-2).amsgrad(true));
+  ExpectOwnParity<torch::optim::SGD>("sgd", torch::optim::SGDOptions(1e-2).momentum(0.9));
+  ExpectOwnParity<torch::optim::Adagrad>("adagrad", torch::optim::AdagradOptions(1e-2));
+  ExpectOwnParity<torch::optim::RMSprop>("rmsprop", torch::optim::RMSpropOptions(1e-3));
+}
+
+TEST(OwnOptimizerTest, AttachedObjectIsNotSavedWithoutItsState) {
+  SetOffloading(true);
+  nn::Linear layer(30, 20), plain(30, 20);
+  torch::optim::AdamW optimizer(layer->parameters(), 1e-3), other(plain->parameters(), 1e-3);
+  auto engine = Engine::Open(OptionsFor("own_save"));
+  engine->Attach(*layer, optimizer);
+  std::stringstream stream;
+  ExpectError(1604, "not saved", [&] { torch::save(optimizer, stream); });
+  plain->forward(Numbers(0, {2, 30})).sum().backward();
+  other.step();
+  torch::save(other, stream);
+}
+
+// Not torch's: runs here, on offloaded weights.
+class SignDescent : public torch::optim::Optimizer {
+ public:
+  explicit SignDescent(std::vector<Tensor> parameters)
+      : Optimizer(std::move(parameters), std::make_unique<torch::optim::SGDOptions>(0.01)) {}
+  Tensor step(LossClosure closure) override {
+    const torch::NoGradGuard no_grad;
+    for (auto& group : param_groups_) {
+      for (Tensor& parameter : group.params()) {
+        if (parameter.grad().defined()) parameter.add_(parameter.grad().sign(), -0.01);
+      }
+    }
+    return closure ? closure() : Tensor();
+  }
+};
+
+TEST(OwnOptimizerTest, OptimizersOfTheTrainersOwnRunUnmodified) {
+  ExpectParity({"own_sign", Perceptron,
+                [](Engine& engine, nn::Module& module) {
+                  auto optimizer = std::make_shared<SignDescent>(module.parameters());
+                  engine.Attach(module, *optimizer);
+                  return optimizer;
+                },
+                [](Training& run) {
+                  for (int64_t step = 0; step < 3; ++step) {
+                    run.optimizer->zero_grad();
+                    run.Backward(step);
+                    run.optimizer->step();
+                    run.engine->CommitStep();
+                  }
+                }});
+}
+
+TEST(OwnOptimizerTest, LbfgsRunsHereAndCommitsItsSteps) {
+  const auto train = [](bool offloading) {
+    SetOffloading(offloading);
+    torch::manual_seed(7);
+    const Trainer trainer = Perceptron(at::kFloat);
+    torch::optim::LBFGS optimizer(trainer.module->parameters(),
+                                  torch::optim::LBFGSOptions(0.1).max_iter(3));
+    auto engine = Engine::Open(OptionsFor("own_lbfgs", "512MiB"));
+    engine->Attach(*trainer.module, optimizer);
+    for (int64_t step = 0; step < 2; ++step) {
+      optimizer.step([&] {
+        optimizer.zero_grad();
+        const Tensor loss = trainer.loss(0);
+        loss.backward();
+        return loss;
+      });
+    }
+    std::vector<Tensor> weights;
+    for (const Tensor& parameter : trainer.module->parameters())
+      weights.push_back(engine->Gather(parameter));
+    if (offloading) {
+      EXPECT_EQ(engine->step(), 2);
+    }
+    return weights;
+  };
+  const auto expected = train(false);
+  ExpectSame(expected, train(true), "lbfgs");
+  ExpectError(1604, "is in memory", [&] { train(true); });  // resumed
+}
+
+// ---- After the engine --------------------------------------------------------------------------
+
+TEST(CloseTest, WeightsStayInMemoryWhenAsked) {
+  SetOffloading(true);
+  nn::Linear layer(kWidth, 200);
+  Tensor last;
+  {
+    Options options = OptionsFor("closed");
+    options.weights_at_close = "memory";
+    auto engine = Engine::Open(options);
+    auto optimizer = engine->SGD(*layer, torch::optim::SGDOptions(0.1));
+    layer->forward(Numbers(0, {2, kWidth})).sum().backward();
+    optimizer->step();
+    last = engine->Gather(layer->weight);
+  }
+  EXPECT_TRUE(torch::equal(layer->weight, last));
+  EXPECT_NE(layer->weight.data_ptr<float>(), nullptr);
+  layer->forward(Numbers(0, {2, kWidth}));
+}
+
+class Environment : public testing::Environment {
+ public:
+  void SetUp() override {
+    at::set_num_threads(1);
+    if (const char* const binary = getenv("OFFLOADD_BINARY")) {
+      char absolute[4096];
+      if (realpath(binary, absolute) != nullptr) setenv("OFFLOADD_BINARY", absolute, 1);
+    }
+  }
+};
+const auto* const kEnvironment = testing::AddGlobalTestEnvironment(new Environment);
+
+}  // namespace
+}  // namespace offload

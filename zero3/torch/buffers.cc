@@ -1,0 +1,166 @@
+#include "zero3/torch/buffers.h"
+
+#include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "zero3/torch/residency.h"
+#include "zero3/torch/throw_status.h"
+#include "zero3/torch/weight_residency.h"
+
+namespace offload::zero3 {
+namespace {
+
+constexpr uint64_t kRankMax = 64;
+
+// One of the encoded buffers: the header, its sizes (int64), its name, its bytes.
+struct Header {
+  uint32_t name_bytes, dtype, dimensions, reserved;
+  uint64_t data_bytes;
+};
+
+uint64_t SizeBytes(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size(); }
+
+at::Tensor InOrder(const at::Tensor& tensor) {
+  const at::NoGradGuard no_grad;
+  return tensor.detach().contiguous();
+}
+
+void Append(std::string& to, const void* bytes, size_t size_bytes) {
+  to.append(static_cast<const char*>(bytes), size_bytes);
+}
+
+// Keeps the version when nothing changes.
+void Assign(const at::Tensor& tensor, std::string_view bytes) {
+  const at::NoGradGuard no_grad;
+  const at::Tensor present = InOrder(tensor);
+  if (std::memcmp(present.const_data_ptr(), bytes.data(), SizeBytes(tensor)) == 0) return;
+  at::Tensor value = at::empty(tensor.sizes(), tensor.options().requires_grad(false));
+  std::memcpy(value.mutable_data_ptr(), bytes.data(), SizeBytes(tensor));
+  at::Tensor target = tensor.detach();
+  target.copy_(value);
+}
+
+absl::Status Damaged() {
+  return MakeError(ErrorId::kStoreDamaged, "the buffers of the last epoch are not from this library");
+}
+
+std::string ShapeText(at::IntArrayRef sizes) {
+  return absl::StrCat("[", absl::StrJoin(sizes, ", "), "]");
+}
+
+}  // namespace
+
+void Buffers::Add(std::span<const NamedTensor> buffers) {
+  for (const NamedTensor& named : buffers) {
+    const at::Tensor& tensor = named.tensor;
+    if (!tensor.defined() || known_.contains(tensor.unsafeGetTensorImpl())) continue;
+    if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided) {
+      ThrowStatus(MakeError(
+          ErrorId::kUnsupportedModel,
+          absl::StrCat("buffer '", named.name, "' is not a dense tensor in the memory of the host")));
+    }
+    // One over a parameter's memory is that parameter.
+    if (tensor.numel() == 0 || dynamic_cast<const WeightResidency*>(Residency::Of(tensor)) != nullptr)
+      continue;
+    if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) continue;
+    known_.insert(tensor.unsafeGetTensorImpl());
+    all_.push_back(named);
+  }
+}
+
+uint64_t Buffers::size_bytes() const {
+  uint64_t size_bytes = 0;
+  for (const NamedTensor& named : all_) size_bytes += SizeBytes(named.tensor);
+  return size_bytes;
+}
+
+void Buffers::Divide(uint64_t small_bytes_max) {
+  std::vector<size_t> order(all_.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [this](size_t a, size_t b) {
+    return SizeBytes(all_[a].tensor) < SizeBytes(all_[b].tensor);
+  });
+  uint64_t small_bytes = 0;
+  for (const size_t i : order) {
+    const NamedTensor& named = all_[i];
+    small_bytes += SizeBytes(named.tensor);
+    if (small_bytes <= small_bytes_max) {
+      small_.push_back(named);
+    } else {
+      large_.push_back({.name = named.name,
+                        .tensor = named.tensor,
+                        .element_count = (SizeBytes(named.tensor) + 3) / 4});
+    }
+  }
+}
+
+std::string Buffers::EncodeSmall() const {
+  std::string encoded;
+  for (const NamedTensor& named : small_) {
+    const at::Tensor bytes = InOrder(named.tensor);
+    const Header header = {.name_bytes = static_cast<uint32_t>(named.name.size()),
+                           .dtype = static_cast<uint32_t>(bytes.scalar_type()),
+                           .dimensions = static_cast<uint32_t>(bytes.dim()),
+                           .reserved = 0,
+                           .data_bytes = SizeBytes(bytes)};
+    Append(encoded, &header, sizeof(header));
+    Append(encoded, bytes.sizes().data(), bytes.dim() * sizeof(int64_t));
+    encoded += named.name;
+    Append(encoded, bytes.const_data_ptr(), SizeBytes(bytes));
+  }
+  return encoded;
+}
+
+absl::Status Buffers::Restore(std::string_view encoded) {
+  while (!encoded.empty()) {
+    Header header;
+    if (encoded.size() < sizeof(header)) return Damaged();
+    std::memcpy(&header, encoded.data(), sizeof(header));
+    encoded.remove_prefix(sizeof(header));
+    const uint64_t sizes_bytes = header.dimensions * sizeof(int64_t);
+    if (header.dimensions > kRankMax || sizes_bytes > encoded.size() ||
+        header.name_bytes > encoded.size() - sizes_bytes ||
+        header.data_bytes > encoded.size() - sizes_bytes - header.name_bytes)
+      return Damaged();
+    std::vector<int64_t> sizes(header.dimensions);
+    std::memcpy(sizes.data(), encoded.data(), sizes_bytes);
+    const std::string name(encoded.substr(sizes_bytes, header.name_bytes));
+    const std::string_view data =
+        encoded.substr(sizes_bytes + header.name_bytes, header.data_bytes);
+    encoded.remove_prefix(sizes_bytes + header.name_bytes + header.data_bytes);
+    const auto found = std::find_if(all_.begin(), all_.end(), [&name](const NamedTensor& named) {
+      return named.name == name;
+    });
+    if (found == all_.end() || !restored_.insert(name).second) continue;
+    const at::Tensor& tensor = found->tensor;
+    if (tensor.sizes() != sizes || static_cast<uint32_t>(tensor.scalar_type()) != header.dtype ||
+        SizeBytes(tensor) != data.size()) {
+      return MakeError(ErrorId::kOtherModel,
+                       absl::StrCat("buffer '", name, "' has the shape ", ShapeText(sizes),
+                                    " in the job, ", ShapeText(tensor.sizes()),
+                                    " in the model, or another type"));
+    }
+    zero3::Assign(tensor, data);
+  }
+  return absl::OkStatus();
+}
+
+std::string Buffers::BytesOf(const Large& large) {
+  const at::Tensor bytes = InOrder(large.tensor);
+  std::string text(large.element_count * sizeof(float), '\0');
+  std::memcpy(text.data(), bytes.const_data_ptr(), SizeBytes(bytes));
+  return text;
+}
+
+void Buffers::Assign(Large& large, std::string_view bytes) { zero3::Assign(large.tensor, bytes); }
+
+}  // namespace offload::zero3

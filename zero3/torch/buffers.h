@@ -1,0 +1,70 @@
+// zero3/torch/buffers.h
+//
+// The buffers of the attached modules (running statistics, masks, tables): they stay ordinary
+// tensors in memory, and belong to the job nevertheless. They are committed with every step and
+// given back when a job is attached again.
+//
+// Small ones travel with the trainer's state; those that do not fit there are tensors of the store,
+// put when their bytes have changed (`large`).
+//
+// Not among them: undefined ones, and those that share memory within themselves (expanded ones),
+// which nobody can write in place.
+//
+// Thread safety: one thread, when no operation runs on the buffers.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_set>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "zero3/torch/weights_io.h"
+
+namespace offload::zero3 {
+
+class Buffers {
+ public:
+  // Of small buffers, in all; with N ranks each has a part of it.
+  static constexpr uint64_t kSmallBytesMax = 256 << 10;
+
+  // One that is a tensor of the store: its bytes as fp32 elements.
+  struct Large {
+    std::string name;
+    at::Tensor tensor;
+    uint64_t element_count = 0;
+    uint32_t crc = 0;  // of the bytes that the store has
+    bool is_stored = false;
+  };
+
+  // Adds those that are not known yet. OFD-1601 for one that is not in the memory of the host.
+  void Add(std::span<const NamedTensor> buffers);
+  const std::vector<NamedTensor>& all() const { return all_; }
+  uint64_t size_bytes() const;
+  // Divides them, once for all; the same way in every run that adds the same ones.
+  void Divide(uint64_t small_bytes_max);
+  std::vector<Large>& large() { return large_; }
+  const std::vector<Large>& large() const { return large_; }
+
+  // The small ones' bytes, as they are now.
+  std::string EncodeSmall() const;
+  // Gives buffers the values that `encoded` has for them, each once. OFD-1206 when one has another
+  // shape or type, 1207 for bytes that are not from EncodeSmall.
+  absl::Status Restore(std::string_view encoded);
+
+  // The bytes of one of them in order, padded with zeros to `element_count` fp32 elements.
+  static std::string BytesOf(const Large& large);
+  static void Assign(Large& large, std::string_view bytes);
+
+ private:
+  std::vector<NamedTensor> all_;
+  std::vector<NamedTensor> small_;
+  std::vector<Large> large_;
+  std::unordered_set<const void*> known_;     // TensorImpl
+  std::unordered_set<std::string> restored_;  // names
+};
+
+}  // namespace offload::zero3

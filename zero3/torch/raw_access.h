@@ -1,0 +1,65 @@
+// zero3/torch/raw_access.h
+//
+// Serves code that reads or writes offloaded tensors through pointers (data_ptr(), accessors,
+// custom kernels, torch::save): a pointer taken from a storage while no operator uses it points at
+// the tensor's home, a range without access, and the first touch of it brings the bytes there.
+//
+// The touch arrives as SIGSEGV on the thread that made it. It is an ordinary point of that thread's
+// program, which holds no lock of ours there, so the handler calls the owner of the range like any
+// function; it waits as an operator does. Faults of other addresses go to the handler that was there
+// before.
+//
+// What cannot be served (the engine is closed, the daemon is lost) ends the program with the error
+// on standard error: no exception can leave an instruction.
+//
+// Known gap: a system call that is given such a pointer fails with EFAULT instead of touching it,
+// unless something in user space has touched the range before.
+//
+// Thread safety: all functions from any thread; a range's owner is not removed while it serves.
+#pragma once
+
+#include <cstddef>
+
+namespace offload::zero3 {
+
+class RawOwner {
+ public:
+  // Makes the range readable, or writable; throws offload::Error.
+  virtual void ServeRaw(bool writes) = 0;
+
+ protected:
+  ~RawOwner() = default;
+};
+
+// From now on `owner` serves touches of the range.
+void AddRawRange(const std::byte* begin, size_t size_bytes, RawOwner* owner);
+void RemoveRawRange(const std::byte* begin);
+
+// The bytes of a tensor at its home: page protection and nothing else. The owner's lock is held.
+class RawCopy {
+ public:
+  RawCopy(std::byte* home, size_t size_bytes);
+  RawCopy(const RawCopy&) = delete;
+  RawCopy& operator=(const RawCopy&) = delete;
+
+  // Memory of the range's size to fill; Show() puts it at home, where everybody sees all of it at
+  // once.
+  std::byte* Allocate() const;
+  void Show(std::byte* filled, bool writable);
+  void Discard(std::byte* filled) const;
+  void AllowWriting();
+  // Whoever writes is stopped from now on, and serves himself again.
+  void StopWriting();
+  void Remove();
+
+  bool is_shown() const { return is_shown_; }
+  bool was_written() const { return was_written_; }
+  size_t size_bytes() const { return size_bytes_; }
+
+ private:
+  std::byte* const home_;
+  const size_t size_bytes_;  // whole pages
+  bool is_shown_ = false, was_written_ = false;
+};
+
+}  // namespace offload::zero3
