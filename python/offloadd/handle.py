@@ -3,6 +3,7 @@
 import atexit
 import fnmatch
 import functools
+import gc
 import logging
 import os
 import sys
@@ -27,7 +28,9 @@ _PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_b
 _STATE_MAGIC = b"OFDPY\x01"
 _OWN_STATE_BYTES = len(_STATE_MAGIC) + 16
 
+# A job is open while its model, its optimizer or its handle lives.
 _open_handles = weakref.WeakSet()
+_by_model = weakref.WeakKeyDictionary()
 served.steps_taken = lambda: sum(handle.step for handle in handles())
 _constructed = None  # an engine that init() has opened and no attach() has taken
 
@@ -91,8 +94,15 @@ def _options(nvme_path, ram, job, config, others):
 
 def _open_engine(options):
     job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
-    for handle in list(_open_handles):
-        if handle.is_open and handle.job == job and handle.nvme_path == str(options.get("nvme_path") or os.environ.get("OFFLOADD_POOL")):
+    pool = str(options.get("nvme_path") or os.environ.get("OFFLOADD_POOL"))
+    if any(handle.job == job and handle.nvme_path == pool for handle in handles()):
+        gc.collect()  # what a notebook has left behind
+    for handle in handles():
+        if handle.job != job or handle.nvme_path != pool:
+            continue
+        if handle.models and all(model is None for model in handle.models):
+            handle.close()  # nobody can train it any more
+        else:
             raise Error.of(1205, f"job {job} is attached already in this process",
                            "Attach several models in one call, attach([a, b], [optimizer_a, optimizer_b]), give each a job of its own, "
                            "or close() the handle first")
@@ -112,6 +122,22 @@ def _check_model(model):
         if parameter.device.type == "meta":
             raise Error.of(1601, f"parameter '{key}' is on device meta, it has no value",
                            "Build the model with `with offloadd.init(...):` instead of on meta")
+
+
+@functools.lru_cache(maxsize=None)
+def _refuse_wrappers():
+    """With several ranks, DistributedDataParallel around a model that is attached already."""
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    original = wrapper.__init__
+
+    @functools.wraps(original)
+    def initialise(self, module, *args, **kwargs):
+        if any(served.managed(parameter) for parameter in module.parameters()):
+            raise Error.of(1601, "the model is attached, and is wrapped in DistributedDataParallel",
+                           "Leave the wrapper out: the daemon adds the gradients of several ranks")
+        original(self, module, *args, **kwargs)
+
+    wrapper.__init__ = initialise
 
 
 def _names_of(models):
@@ -201,17 +227,18 @@ class Handle:
     def __init__(self, engine, models, optimizers, options, unfreeze=None):
         self._engine = engine
         self._process = os.getpid()
-        self.models, self.optimizers = models, optimizers
+        self._models, self.optimizers = [weakref.ref(model) for model in models], optimizers
         self.options = dict(options)
         self.job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
         self.nvme_path = str(options.get("nvme_path") or os.environ.get("OFFLOADD_POOL"))
         self._parts = []
-        self._attach(unfreeze)
+        self._attach(models, unfreeze)
         _open_handles.add(self)
-        atexit.register(self._close_at_exit)
+        for model in models:
+            _by_model[model] = self
 
-    def _attach(self, unfreeze):
-        for model in self.models:
+    def _attach(self, models, unfreeze):
+        for model in models:
             _check_model(model)
         recipes = []
         for optimizer in self.optimizers:
@@ -222,8 +249,8 @@ class Handle:
             raise Error.of(1604, f"one job with optimizers of several kinds ({', '.join(sorted(kinds))})",
                            "Use optimizers of one kind for all parts of a job, or a job for each")
         self._check_once()
-        named = _with_strangers(_names_of(self.models), self.optimizers)
-        buffers = [buffer for model in self.models for buffer in model.buffers() if buffer is not None]
+        named = _with_strangers(_names_of(models), self.optimizers)
+        buffers = [buffer for model in models for buffer in model.buffers() if buffer is not None]
         parts = [Part(self, optimizer, recipe) for optimizer, recipe in zip(self.optimizers, recipes)]
         values = [row for part in parts for row in part.group_values()]
         unfrozen = _to_unfreeze(named, unfreeze)
@@ -240,6 +267,10 @@ class Handle:
                 parameter.requires_grad_(False)
         self._parameters = dict(named)
         self._parts = parts
+        if self._engine.world_size() > 1:
+            for model in models:
+                model._is_accelerate_prepared = True  # Accelerate leaves it alone: the daemon adds the gradients
+            _refuse_wrappers()
         served.install()
         served.install_serializers()
         _run_eagerly()
@@ -296,8 +327,11 @@ class Handle:
         else:
             self._id = "" if self._engine.step_count() or stored else uuid.uuid4().hex
             self._trainer_state = stored
-            if self._id:
-                self._set_state(b"")
+        if self._engine.world_size() > 1:  # the first rank's
+            own = torch.tensor(list(bytes.fromhex(self._id)), dtype=torch.uint8)
+            self._id = bytes(self._engine.exchange(own)[0].tolist()).hex()
+        if self._id and not stored:
+            self._set_state(b"")
 
     def _set_state(self, data):
         whole = (_STATE_MAGIC + bytes.fromhex(self._id) if self._id else b"") + data
@@ -320,6 +354,10 @@ class Handle:
     @property
     def optimizer(self):
         return self.optimizers[0]
+
+    @property
+    def models(self):
+        return [model() for model in self._models]
 
     @property
     def model(self):
@@ -403,14 +441,9 @@ class Handle:
         engine, self._engine = self._engine, None
         if engine is None:
             return
-        atexit.unregister(self._close_at_exit)
         if os.getpid() == self._process:
             engine.close()
             _run_as_before()
-
-    def _close_at_exit(self):
-        if os.getpid() == self._process:
-            self.close()
 
     def __enter__(self):
         return self
@@ -529,6 +562,12 @@ def gather(parameters, plane="weight", *, write=False):
 
     copies = Gathered(chosen, [copy(each) for each in chosen], write)
     return copies if several or write else copies[0]
+
+
+@atexit.register
+def _close_all():
+    for handle in handles():
+        handle.close()
 
 
 def handles():

@@ -420,7 +420,10 @@ class Part:
         """A dictionary for torch: the groups are loaded, the state has to be the job's."""
         mark = state_dict.get("offloadd")
         here = self.handle.mark()
-        if mark is None:
+        keeps_nothing = not any(self.recipe.planes(row) for row in self.group_values())
+        if keeps_nothing and not any(state_dict.get("state", {}).values()):
+            pass  # plain SGD: there is nothing to take over
+        elif mark is None:
             if state_dict.get("state"):
                 _refuse("the checkpoint holds an optimizer state that is not of an offloadd job, which a job cannot take over",
                         "Load the weights alone, and begin the optimizer anew; or continue this run in memory")

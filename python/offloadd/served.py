@@ -12,6 +12,7 @@ import weakref
 
 import torch
 
+from .errors import Error, error_id
 from .library import Engine
 
 _COMPARES_ADDRESSES = {"transformers", "accelerate", "peft", "huggingface_hub", "safetensors", "lightning", "pytorch_lightning",
@@ -34,6 +35,26 @@ def copy_of(tensor):
 
 # ---- Addresses ---------------------------------------------------------------------------------
 
+class _in_our_words:
+    """torch raises what a released storage says as a RuntimeError of its own."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, trace):
+        if kind is RuntimeError and error_id(error):
+            raise Error(str(error)) from None
+
+
+def _refused_in_our_words(original):
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        with _in_our_words():
+            return original(self, *args, **kwargs)
+
+    return call
+
+
 def _asks_for_identity():
     frame = sys._getframe(2)
     while frame is not None:
@@ -49,7 +70,8 @@ def _tensor_address(original):
     def data_ptr(self):
         if managed(self) and _asks_for_identity():
             return _identity_of(self)
-        return original(self)
+        with _in_our_words():
+            return original(self)
 
     return data_ptr
 
@@ -59,7 +81,8 @@ def _storage_address(original):
     def data_ptr(self):
         if self.device.type == "cpu" and _asks_for_identity():
             return Engine.identity_of_storage(self._cdata) or original(self)
-        return original(self)
+        with _in_our_words():
+            return original(self)
 
     return data_ptr
 
@@ -195,7 +218,28 @@ def install():
     _wrap(tensor, "new_tensor", _new_tensor)
     _wrap(tensor, "new", _new)
     _wrap(tensor, "data_ptr", _tensor_address)
+    for name in ("share_memory_", "__dlpack__"):
+        _wrap(tensor, name, _refused_in_our_words)
     _wrap(torch.UntypedStorage, "data_ptr", _storage_address)
+    _wrap(torch.nn.utils, "vector_to_parameters", _set_from_vector)
+    torch.nn.utils.convert_parameters.vector_to_parameters = torch.nn.utils.vector_to_parameters
+
+
+def _set_from_vector(original):
+    """vector_to_parameters() points parameters at pieces of the vector; those that are offloaded take the values."""
+
+    @functools.wraps(original)
+    def call(vec, parameters):
+        parameters = list(parameters)
+        if not any(managed(parameter) for parameter in parameters):
+            return original(vec, parameters)
+        begin = 0
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.copy_(vec[begin:begin + parameter.numel()].view_as(parameter))
+                begin += parameter.numel()
+
+    return call
 
 
 _serializers = set()

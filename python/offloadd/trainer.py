@@ -62,6 +62,11 @@ class TrainerCallback(transformers.TrainerCallback):
 
     # ---- Trainer's events ----
 
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        # The daemon adds the gradients of several ranks: nobody has to wrap the model in DistributedDataParallel.
+        if model is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not is_disabled():
+            model._is_accelerate_prepared = True
+
     def on_train_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if self.handle is not None and self.handle.is_open:

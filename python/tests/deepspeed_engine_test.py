@@ -222,6 +222,28 @@ class DeepSpeedTest(unittest.TestCase):
         mine = self.adamw(there.parameters())
         self.assertEqual(engine_loop(engine, 3), plain(there, mine, 3, scheduler=torch.optim.lr_scheduler.LambdaLR(mine, lambda t: 1 / (t + 1))))
 
+    def test_adam_in_the_place_of_another_optimizer_is_refused(self):
+        sgd = torch.optim.SGD(make().parameters(), lr=0.1)
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1104.*zero_force_ds_cpu_optimizer"):
+            offloadd.deepspeed.adam.DeepSpeedCPUAdam(sgd.param_groups, lr=0.1)
+
+    def test_a_schedule_of_the_optimizer_that_adam_replaces_goes_on(self):
+        replaced = torch.optim.AdamW(make().parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(replaced, lambda t: 1 / (t + 1))
+        adam = offloadd.deepspeed.adam.DeepSpeedCPUAdam(replaced.param_groups, lr=1.0)
+        replaced.step(), scheduler.step()
+        self.assertEqual([adam.param_groups[0]["lr"], adam.param_groups[0]["fused"]], [0.5, True])
+
+    def test_schedules_have_the_numbers_of_deepspeed(self):
+        for (name, params), rates in EXPECTED_RATES.items():
+            optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+            schedule = offloadd.deepspeed.schedules.BY_NAME[name](optimizer, **dict(params))
+            told = []
+            for _ in range(len(rates)):
+                told.append((round(optimizer.param_groups[0]["lr"], 12), round(optimizer.param_groups[0]["betas"][0], 12)))
+                schedule.step()
+            self.assertEqual(told, rates, name)
+
     def test_groups_with_their_own_decay(self):
         here, there = make(), make()
 
@@ -467,6 +489,34 @@ class DeepSpeedTest(unittest.TestCase):
         engine.destroy()
         self.assertEqual(self.jobs(), [])
 
+    def test_what_was_built_in_the_pool_is_gathered_before_it_is_written(self):
+        def build():
+            torch.manual_seed(0)
+            return torch.nn.ParameterDict({"made": torch.nn.Parameter(torch.empty(256, 256)), "drawn": torch.nn.Parameter(torch.randn(256, 256))})
+
+        with offloadd.deepspeed.zero.Init(config_dict_or_path=self.config()):
+            here = build()
+        there = build()
+        for parameter in here.values():
+            with self.assertRaisesRegex(RuntimeError, "OFD-1603"), torch.no_grad():
+                parameter.fill_(1)
+        for model in (here, there):
+            with offloadd.deepspeed.zero.GatheredParameters(list(model.values()), modifier_rank=0), torch.no_grad():
+                with offloadd.deepspeed.zero.GatheredParameters(model["drawn"], modifier_rank=0):
+                    model["drawn"].mul_(0.5)
+                model["made"].copy_(torch.full((256, 256), 2.0))
+        optimizer = self.adamw(there.parameters())
+        self.initialize(here, self.config())
+        engine = self.engines[-1]
+        for _ in range(2):
+            losses = []
+            for model in (here, there):
+                losses.append((model["made"] @ model["drawn"]).pow(2).mean())
+            self.assertEqual(losses[0].item(), losses[1].item())
+            engine.backward(losses[0]), losses[1].backward()
+            engine.step(), optimizer.step(), optimizer.zero_grad()
+        self.check_equal(here, there)
+
     def test_masters_and_moments_can_be_looked_at(self):
         here, there = make(), make()
         engine, *_ = self.initialize(here, self.config())
@@ -489,6 +539,48 @@ class DeepSpeedTest(unittest.TestCase):
                 getattr(owner, name)
         self.assertEqual(engine.embed.num_embeddings, 64, "the model's attributes are the engine's")
 
+
+# (learning rate, first beta) before each step, of groups that begin at 0.1; counted with DeepSpeed 0.19.6.
+EXPECTED_RATES = {
+    ("LRRangeTest", (
+        ("lr_range_test_min_lr", 0.01), ("lr_range_test_step_size", 2), ("lr_range_test_step_rate", 0.5),
+    )): [
+        (0.01, 0.9), (0.0125, 0.9), (0.015, 0.9), (0.0175, 0.9), (0.02, 0.9), (0.0225, 0.9), (0.025, 0.9), (0.0275, 0.9),
+    ],
+    ("LRRangeTest", (
+        ("lr_range_test_min_lr", 0.01), ("lr_range_test_step_size", 2), ("lr_range_test_staircase", True),
+    )): [
+        (0.01, 0.9), (0.01, 0.9), (0.02, 0.9), (0.02, 0.9), (0.03, 0.9), (0.03, 0.9), (0.04, 0.9), (0.04, 0.9),
+    ],
+    ("WarmupLR", (
+        ("warmup_max_lr", 0.02), ("warmup_num_steps", 4),
+    )): [
+        (0.0, 0.9), (0.0, 0.9), (0.01, 0.9), (0.015849625007, 0.9), (0.02, 0.9), (0.02, 0.9), (0.02, 0.9), (0.02, 0.9),
+    ],
+    ("WarmupLR", (
+        ("warmup_min_lr", 0.005), ("warmup_max_lr", 0.02), ("warmup_num_steps", 3), ("warmup_type", "linear"),
+    )): [
+        (0.005, 0.9), (0.005, 0.9), (0.01, 0.9), (0.015, 0.9), (0.02, 0.9), (0.02, 0.9), (0.02, 0.9), (0.02, 0.9),
+    ],
+    ("WarmupDecayLR", (
+        ("total_num_steps", 6), ("warmup_max_lr", 0.02), ("warmup_num_steps", 2),
+    )): [
+        (0.0, 0.9), (0.0, 0.9), (0.02, 0.9), (0.02, 0.9), (0.015, 0.9), (0.01, 0.9), (0.005, 0.9), (0.0, 0.9),
+    ],
+    ("WarmupCosineLR", (
+        ("total_num_steps", 6), ("warmup_min_ratio", 0.1), ("warmup_num_steps", 2), ("cos_min_ratio", 0.01),
+    )): [
+        (0.0, 0.9), (0.01, 0.9), (0.1, 0.9), (0.085501785669, 0.9), (0.0505, 0.9), (0.015498214331, 0.9), (0.001, 0.9),
+        (0.001, 0.9),
+    ],
+    ("OneCycle", (
+        ("cycle_min_lr", 0.01), ("cycle_max_lr", 0.05), ("cycle_first_step_size", 2), ("cycle_second_step_size", 3),
+        ("decay_step_size", 1), ("decay_lr_rate", 0.5),
+    )): [
+        (0.01, 0.8), (0.03, 0.85), (0.05, 0.8), (0.036666666667, 0.833333333333), (0.023333333333, 0.866666666667), (0.01, 0.9),
+        (0.006666666667, 0.9), (0.005, 0.9),
+    ],
+}
 
 INSTALLED = """
 import importlib.metadata, importlib.util, sys

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import gc
 import io
 import os
 import pickle
@@ -202,16 +203,19 @@ def writing_into_numpy_is_refused(run):
     return "written and lost"
 
 
-@case(**FP32)
-def memory_is_refused(run):
-    model, _ = started(run)
-    if not run.offloaded:
-        return 1603
-    try:
-        model.head.weight.data_ptr()
-    except RuntimeError as error:
-        return offloadd.error_id(error)
-    return 0
+def refused_access(look, name):
+    def function(run):
+        model, _ = started(run)
+        look(model.head.weight)
+
+    function.__name__ = name
+    case(function, refused=1603, types=("fp32",), memory=("floor",))
+
+
+refused_access(lambda p: p.data_ptr(), "address_is_refused")
+refused_access(lambda p: p.untyped_storage().data_ptr(), "address_of_a_storage_is_refused")
+refused_access(lambda p: p.share_memory_(), "sharing_memory_is_refused")
+refused_access(lambda p: numpy.from_dlpack(p.detach()), "dlpack_is_refused")
 
 
 # ---- The optimizer -----------------------------------------------------------------------------
@@ -425,6 +429,64 @@ def constructed_larger_than_memory(run):
     else:
         run.attach(model, optimizer)
     return run.train(model, optimizer)
+
+
+@case(types=("fp32",), memory=("double",))
+def attached_again_as_in_a_notebook(run):
+    """The cell is run again: names are bound anew, the handle last."""
+    if not run.offloaded:
+        model = run.model()
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        run.attach(model, optimizer)
+        return run.train(model, optimizer) + run.train(model, optimizer, first=3)
+    told, handle = [], None
+    for first in (0, 3):
+        model = run.model()
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        handle = offloadd.attach(model, optimizer, nvme_path=run.folder, ram="128MiB", job="notebook")
+        assert handle.step == first
+        told += run.train(model, optimizer, first=first)
+    run.handles.append(handle)
+    run.models.append(model)
+    return told
+
+
+@case(types=("fp32",), memory=("double",))
+def jobs_end_with_their_models(run):
+    def train():
+        model = run.model(layers=1)
+        optimizer = SGD(model.parameters(), 0.1)
+        if run.offloaded:
+            offloadd.attach(model, optimizer, nvme_path=run.folder, ram="128MiB", job="lost")
+        return run.train(model, optimizer, steps=1), model
+
+    told, model = train()
+    told.append(run.loss(model, 3).item())  # handle and optimizer are gone, the model is not
+    del model
+    gc.collect()
+    assert not offloadd.handles()
+    return told
+
+
+@case(**FP32)
+def set_from_a_vector(run):
+    model, optimizer = started(run)
+    vector = torch.linspace(-0.1, 0.1, sum(p.numel() for p in model.blocks[0].parameters()))
+    torch.nn.utils.vector_to_parameters(vector, model.blocks[0].parameters())
+    return run.train(model, optimizer)
+
+
+@case(**FP32)
+def restored_plain_sgd(run):
+    """What a search for the learning rate does."""
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    told = run.train(model, optimizer)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    return told + run.train(model, optimizer)
 
 
 # ---- Threads and processes ---------------------------------------------------------------------

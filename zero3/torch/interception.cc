@@ -243,6 +243,7 @@ void LearnResults(size_t count, const torch::jit::Stack& stack) {
 class SharedRoom {
  public:
   explicit SharedRoom(Uses& uses) {
+    if (uses.size() < 2) return;
     size_t count = 0;
     uint64_t size_bytes = 0;
     Residency* last = nullptr;
@@ -290,7 +291,10 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   Pins pins(verdict.allocates);
   for (const auto& [residency, access] : uses) pins.Add(residency, access);
   op.redispatchBoxed(below, stack);
-  if (pins.HasMoreThan(uses.size())) LearnResults(op.schema().returns().size(), *stack);
+  // What is only allocated has no bytes and no pin, and has to be known all the same: whoever
+  // touches it outside of the construction is told so.
+  if (verdict.allocates_only || pins.HasMoreThan(uses.size()))
+    LearnResults(op.schema().returns().size(), *stack);
   pins.Finish();
 }
 

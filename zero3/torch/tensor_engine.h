@@ -62,8 +62,8 @@ class TensorEngine {
   // fit `ram`.
   bool Attach(std::span<const NamedTensor> tensors, const kernels::OptimizerSpec& optimizer);
   // Adds buffers of the same module, which stay where they are, to what is committed. Those of a job
-  // that exists get their values: the small ones now, the others when the store is opened, which is now when all
-  // parameters of the job are there.
+  // that exists get their values: the small ones now, the others when the store is opened, which is
+  // now, too, when all parameters of the job are there.
   void AttachBuffers(std::span<const NamedTensor> buffers);
   // Makes the store of a new job or opens that of an existing one, and brings the weights there.
   // The first operator that touches a tensor does it, too, and so does whatever needs it here.

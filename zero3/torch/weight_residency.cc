@@ -165,7 +165,7 @@ std::byte* WeightResidency::CopyForReading() {
 }
 
 uint64_t WeightResidency::window_bytes() const {
-  if (!attachment_->sealed()) return 0;
+  attachment_->EnsureSealed();  // as the pin would
   return attachment_->WindowBytes(tensor_);
 }
 

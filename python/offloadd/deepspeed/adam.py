@@ -1,16 +1,24 @@
-"""DeepSpeed's Adam by its name: torch's fused one, which it equals, and which the daemon computes bit for bit."""
+"""DeepSpeed's Adam by its name: torch's fused one, which it equals, and which the daemon computes bit for bit. Also its Adagrad."""
 
 import torch
 
 from .missing import refuse, refusing
 
 
+# Of groups that other optimizers of torch have made.
+_OF_OTHERS = {"momentum", "dampening", "nesterov", "alpha", "centered", "lr_decay", "initial_accumulator_value", "rho", "etas"}
+
+
 def _group(group, decoupled):
-    """A group of anybody's, with what decides the arithmetic ours."""
-    if not isinstance(group, dict):
-        return group
-    kept = {key: value for key, value in group.items() if key not in ("fused", "foreach", "capturable", "differentiable", "initial_lr")}
-    return {**kept, "fused": True, "decoupled_weight_decay": decoupled}
+    """A group of anybody's, with what decides the arithmetic ours: the same dictionary, since a schedule of an optimizer that this one
+    replaces (accelerate does that) goes on writing into it."""
+    if isinstance(group, dict):
+        foreign = sorted(_OF_OTHERS.intersection(group))
+        if foreign:
+            refuse(f"DeepSpeedCPUAdam over groups of another optimizer (they have {', '.join(foreign)}): accelerate would put it in the place "
+                   "of any optimizer", "Write \"zero_force_ds_cpu_optimizer\": false into the configuration to keep yours")
+        group.update(fused=True, foreach=None, capturable=False, differentiable=False, decoupled_weight_decay=decoupled)
+    return group
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
@@ -27,6 +35,11 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         decoupled = bool(adamw_mode if adam_w_mode is None else adam_w_mode)
         given = [_group(each, decoupled) for each in model_params]
         super().__init__(given, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True, decoupled_weight_decay=decoupled)
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    def __init__(self, model_params, lr=1e-2, eps=1e-10, weight_decay=0, amsgrad=False, fp32_optimizer_states=True):
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 
 class FusedAdam(DeepSpeedCPUAdam):

@@ -105,6 +105,23 @@ def _as_it_was(optimizer):
         optimizer.__dict__["state"] = collections.defaultdict(dict)
 
 
+def _masters_of(optimizer):
+    """With OFFLOADD_DISABLE=1: the fp32 masters of bf16 parameters."""
+    if not hasattr(optimizer, "_masters"):
+        return []
+    return [master for group in optimizer._masters._optimizer.param_groups for master in group["params"]]
+
+
+def _load_masters(optimizer, stored):
+    with torch.no_grad():
+        for master, value in zip(_masters_of(optimizer), stored):
+            master.copy_(value)
+    if stored:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer._masters._versions[parameter] = parameter._version  # what was written is no news
+
+
 def _reattach(old, options):
     """The model and its optimizer, taken over by another job that has been made of this one's state."""
     old.close()
@@ -131,18 +148,23 @@ class DeepSpeedEngine(torch.nn.Module):
         self._options = options
         self._handle = None
         if optimizer is not None:
-            self._attach(options)
+            self._attach(options, optimizer)
+        elif attaching._constructed is not None:
+            # Built in the pool: there it stays, with an optimizer that never steps.
+            self._attach({**options, "job": None}, torch.optim.SGD(list(model.parameters()), lr=0.0))
+        else:
+            _log.warning("offloadd: no optimizer, so that the model stays in memory")
         self.lr_scheduler = self._scheduler(lr_scheduler)
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
 
-    def _attach(self, options):
+    def _attach(self, options, optimizer):
         own = not options.get("job")
         pending = attaching._constructed
         if own:
             options = {**options, "job": pending.options["job"] if pending is not None else setup.jobs.new_name()}
         if not is_disabled():
             setup.check_options(options)
-        self._handle = attaching.attach(self.module, self.optimizer, **options)
+        self._handle = attaching.attach(self.module, optimizer, **options)
         if own and not is_disabled():
             setup.jobs.own(self._handle)
         if self._handle.step and not own:
@@ -471,7 +493,8 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def _save_state(self, folder):
         if is_disabled():
-            torch.save(self.optimizer.state_dict(), os.path.join(folder, "optimizer.pt"))
+            masters = [master.detach() for master in _masters_of(self.optimizer)]
+            torch.save({"optimizer": self.optimizer.state_dict(), "masters": masters}, os.path.join(folder, "optimizer.pt"))
             return {"version": 1, "in_memory": True, "step": self._handle.step}
         name = self._snapshot(folder)
         return {"version": 1, "job": self._handle.job, "pool": self._handle.nvme_path, "snapshot": name, "step": self._handle.step}
@@ -511,7 +534,9 @@ class DeepSpeedEngine(torch.nn.Module):
                 raise Error.of(1602, f"{folder} was saved with OFFLOADD_DISABLE={'1' if mark.get('in_memory') else '0'}, and this run is otherwise",
                                "Load it in a run of its kind")
             self.module.load_state_dict(weights_in(folder))
-            self.optimizer.load_state_dict(torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True))
+            stored = torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True)
+            self.optimizer.load_state_dict(stored["optimizer"])
+            _load_masters(self.optimizer, stored["masters"])
             self._handle.step = mark["step"]
             return
         self._continue_from(mark)

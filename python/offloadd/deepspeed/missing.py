@@ -1,6 +1,13 @@
 """What DeepSpeed has and offloadd has not: refused by name."""
 
+import dis
+import sys
+
 from ..errors import Error
+
+
+class MissingImport(Error, ImportError):
+    """`from deepspeed import …` of what is not there."""
 
 
 class MissingAttribute(Error, AttributeError):
@@ -22,6 +29,12 @@ def refusing(module):
     def __getattr__(name):
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(f"module '{module}' has no attribute '{name}'")
+        frame = sys._getframe(1)
+        if frame.f_code.co_name == "__getattr__":
+            frame = frame.f_back
+        if dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM":
+            # Python would put a text of its own in place of an AttributeError's.
+            raise MissingImport(str(missing(module, name)))
         raise missing(module, name)
 
     return __getattr__

@@ -19,6 +19,7 @@ _MODULES = {
     "comm.comm": "comm",
     "ops": None,
     "ops.adam": "adam",
+    "ops.adagrad": "adam",
     "ops.adam.cpu_adam": "adam",
     "ops.adam.fused_adam": "adam",
     "runtime": None,

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import sys
 
 import torch
 
@@ -49,25 +50,35 @@ class Init(contextlib.ContextDecorator):
             self._own_job = options["job"]
         self._inner = attaching.init(**options)
         self._inner.__enter__()
-        self._inner.is_of_deepspeed = True
+        self._inner.is_under_way = True
         return self
 
     def __exit__(self, *failure):
         inner, self._inner = self._inner, None
         if inner is not None:
+            inner.is_under_way = False
             return inner.__exit__(*failure)
 
 
 class GatheredParameters:
-    """Parameters are whole for torch's operations always, and what is written into them counts; so there is nothing to gather."""
+    """Parameters are whole for torch's operations always, and what is written into them counts; so there is nothing to gather. Between
+    zero.Init and initialize() operations on what was built in the pool work inside of this, as with DeepSpeed."""
 
     def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
-        pass
+        self._engine = None
 
     def __enter__(self):
-        return None
+        pending = attaching._constructed
+        if pending is not None and pending._engine is not None and not getattr(pending, "is_under_way", False):
+            self._engine, self._pending = pending._engine, pending
+            pending.is_under_way = True
+            self._engine.begin_construction()
 
     def __exit__(self, *_):
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.end_construction()
+            self._pending.is_under_way = False
         return False
 
 
@@ -103,5 +114,7 @@ def shutdown_init_context():
 
 
 restore_init_context = shutdown_init_context
+
+partition_parameters = sys.modules[__name__]  # in DeepSpeed a module of its own
 
 __getattr__ = refusing("deepspeed.zero")
