@@ -22,7 +22,8 @@ void Train(const std::string& folder) {
   options.ram = "64MiB";
   options.job = "cmake-example";
   auto engine = offload::Engine::Open(options);
-  auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3));
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.05).momentum(0.9));
+  engine->Attach(*model, optimizer);  // the trainer keeps its own
 
   const int64_t end = engine->step() + 5;
   for (int64_t step = engine->step(); step < end; ++step) {
@@ -30,8 +31,8 @@ void Train(const std::string& folder) {
     const torch::Tensor batch = torch::randn({16, 64});
     const torch::Tensor loss = (model->forward(batch) - batch).square().mean();
     loss.backward();
-    optimizer->step();
-    optimizer->zero_grad();
+    optimizer.step();
+    optimizer.zero_grad();
     std::printf("step %lld loss %.9g\n", static_cast<long long>(step + 1), loss.item<double>());
   }
 }
