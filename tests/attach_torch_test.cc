@@ -320,8 +320,14 @@ std::optional<pid_t> FindDaemon() {
   return found;
 }
 
-TEST_F(AttachTest, RawAccessNamesTheParameterAndTheWayOut) {
-  Open({"raw_access"});
+TEST_F(AttachTest, RawAccessThatIsRefusedNamesTheParameterAndTheWayOut) {
+  setenv("OFFLOADD_DISABLE", "0", 1);
+  recipe_ = {"raw_access"};
+  model_ = MakeModel(recipe_.dtype);
+  Options options = OptionsFor(*model_, recipe_);
+  options.raw_access = "error";
+  engine_ = Engine::Open(options);
+  optimizer_ = MakeOptimizer(*engine_, *model_, recipe_);
   try {
     model_->up->weight.data_ptr<float>();
     ADD_FAILURE() << "no error";
