@@ -122,11 +122,12 @@ def _load_masters(optimizer, stored):
                 optimizer._masters._versions[parameter] = parameter._version  # what was written is no news
 
 
-def _reattach(old, options):
+def _reattach(model, old, options):
     """The model and its optimizer, taken over by another job that has been made of this one's state."""
+    optimizer = old.optimizer
     old.close()
-    _as_it_was(old.optimizer)
-    return attaching.attach(old.model, old.optimizer, **options)
+    _as_it_was(optimizer)
+    return attaching.attach(model, optimizer, **options)
 
 
 # ---- The engine ------------------------------------------------------------------------------------
@@ -166,7 +167,7 @@ class DeepSpeedEngine(torch.nn.Module):
             setup.check_options(options)
         self._handle = attaching.attach(self.module, optimizer, **options)
         if own and not is_disabled():
-            setup.jobs.own(self._handle)
+            setup.jobs.own(self._handle, self.module)
         if self._handle.step and not own:
             _log.warning("offloadd: job %s continues at step %s", self._handle.job, self._handle.step)
             self.global_steps = self._handle.step
@@ -548,10 +549,10 @@ class DeepSpeedEngine(torch.nn.Module):
         if comm.get_rank() == 0:
             control.run("snapshot", "fork", mark["pool"], mark["job"], mark["snapshot"], "--as", name, "--yes")
         comm.barrier()
-        self._handle = _reattach(old, {**self._options, "nvme_path": mark["pool"], "job": name})
+        self._handle = _reattach(self.module, old, {**self._options, "nvme_path": mark["pool"], "job": name})
         self._snapshots = []
         setup.jobs.remove(old.job)
-        setup.jobs.own(self._handle)
+        setup.jobs.own(self._handle, self.module)
 
     def _load_buffers(self, stored):
         with torch.no_grad():

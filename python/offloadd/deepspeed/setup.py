@@ -10,6 +10,7 @@ import logging
 import os
 import time
 import uuid
+import weakref
 
 from .. import config, control
 from ..errors import Error
@@ -56,10 +57,13 @@ class Jobs:
     def new_name(self, base="deepspeed"):
         return comm.broadcast_object(f"{base}-{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}")
 
-    def own(self, handle):
+    def own(self, handle, model):
+        """From now on the job is deleted with its model, at the latest when the process ends."""
         if not self._own:
+            atexit.unregister(self.remove_at_exit)
             atexit.register(self.remove_at_exit)
         self._own[handle.job] = (handle.nvme_path, handle)
+        weakref.finalize(model, self.remove, handle.job).atexit = False
 
     def keep(self, job):
         """A checkpoint is in it."""
@@ -68,7 +72,7 @@ class Jobs:
     def remove(self, job):
         """Closes a job, and deletes it unless a checkpoint is in it."""
         pool, handle = self._own.pop(job, (None, None))
-        if handle is None:
+        if handle is None or os.getpid() != self._process:
             return
         handle.close()
         if job in self._kept or comm.get_rank() != 0:
