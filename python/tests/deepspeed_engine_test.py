@@ -1,6 +1,7 @@
 """Programs for DeepSpeed over offloadd, beside the same loop of plain torch in memory: losses, norms and weights are equal, bit for bit."""
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -398,6 +399,19 @@ class DeepSpeedTest(unittest.TestCase):
     def test_a_run_begins_anew_and_leaves_nothing(self):
         for _ in range(2):
             self.check(self.config(), self.adamw, steps=2).destroy()
+        self.assertEqual(self.jobs(), [])
+
+    def test_a_job_ends_with_its_model(self):
+        model = make()
+        engine, optimizer, *_ = offloadd.deepspeed.initialize(model=model, config=self.config())
+        engine.backward(engine(batch(0)))
+        engine.step()
+        del engine, optimizer
+        gc.collect()
+        self.assertEqual(len(self.jobs()), 1, "the model still uses it")
+        model.head.weight.sum().item()
+        del model
+        gc.collect()
         self.assertEqual(self.jobs(), [])
 
     def test_a_run_with_a_name_continues(self):

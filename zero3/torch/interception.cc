@@ -293,7 +293,7 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   op.redispatchBoxed(below, stack);
   // What is only allocated has no bytes and no pin, and has to be known all the same: whoever
   // touches it outside of the construction is told so.
-  if (verdict.allocates_only || pins.HasMoreThan(uses.size()))
+  if (verdict.allocates == Pins::Allocates::kEmpty || pins.HasMoreThan(uses.size()))
     LearnResults(op.schema().returns().size(), *stack);
   pins.Finish();
 }

@@ -6,6 +6,7 @@ import inspect
 import json
 import logging
 import os
+import shutil
 import uuid
 
 import torch
@@ -38,9 +39,31 @@ def tag_in(folder, tag):
         return file.read().strip()
 
 
+_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def _tensors_of(path):
+    """(name, tensor) of a safetensors file that was written here; the tensors are views of the file."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    data = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)[8 + length:]
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            yield name, data[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
+
+
 def weights_in(folder):
-    """The weights of a checkpoint, in memory."""
-    return torch.load(os.path.join(folder, "model.pt"), weights_only=True, mmap=True)
+    """The weights of a checkpoint; tied ones under their first name."""
+    if os.path.exists(os.path.join(folder, "model.pt")):
+        return torch.load(os.path.join(folder, "model.pt"), weights_only=True, mmap=True)
+    files = sorted(name for name in os.listdir(os.path.join(folder, _WEIGHTS)) if name.endswith(".safetensors"))
+    return {name: tensor for file in files for name, tensor in _tensors_of(os.path.join(folder, _WEIGHTS, file))}
+
+
+def buffers_in(folder):
+    return torch.load(os.path.join(folder, "trainer.pt"), weights_only=False)["buffers"]
 
 
 def _write_text(path, text):
@@ -122,11 +145,12 @@ def _load_masters(optimizer, stored):
                 optimizer._masters._versions[parameter] = parameter._version  # what was written is no news
 
 
-def _reattach(old, options):
+def _reattach(model, old, options):
     """The model and its optimizer, taken over by another job that has been made of this one's state."""
+    optimizer = old.optimizer
     old.close()
-    _as_it_was(old.optimizer)
-    return attaching.attach(old.model, old.optimizer, **options)
+    _as_it_was(optimizer)
+    return attaching.attach(model, optimizer, **options)
 
 
 # ---- The engine ------------------------------------------------------------------------------------
@@ -166,7 +190,7 @@ class DeepSpeedEngine(torch.nn.Module):
             setup.check_options(options)
         self._handle = attaching.attach(self.module, optimizer, **options)
         if own and not is_disabled():
-            setup.jobs.own(self._handle)
+            setup.jobs.own(self._handle, self.module)
         if self._handle.step and not own:
             _log.warning("offloadd: job %s continues at step %s", self._handle.job, self._handle.step)
             self.global_steps = self._handle.step
@@ -483,7 +507,6 @@ class DeepSpeedEngine(torch.nn.Module):
             if os.path.exists(os.path.join(folder, _STATE)):
                 os.unlink(os.path.join(folder, _STATE))  # what is half written is no checkpoint
             mark = self._save_state(folder)
-            torch.save(self._copied(exclude_frozen_parameters), os.path.join(folder, "model.pt"))
             torch.save({**self._bookkeeping(), "client_state": dict(client_state or {})}, os.path.join(folder, "trainer.pt"))
             _write_text(os.path.join(folder, _STATE), json.dumps(mark, indent=1))
             if save_latest:
@@ -493,10 +516,13 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def _save_state(self, folder):
         if is_disabled():
+            torch.save(self._copied(), os.path.join(folder, "model.pt"))
             masters = [master.detach() for master in _masters_of(self.optimizer)]
             torch.save({"optimizer": self.optimizer.state_dict(), "masters": masters}, os.path.join(folder, "optimizer.pt"))
             return {"version": 1, "in_memory": True, "step": self._handle.step}
         name = self._snapshot(folder)
+        shutil.rmtree(os.path.join(folder, _WEIGHTS), ignore_errors=True)
+        self._handle.save_weights(os.path.join(folder, _WEIGHTS))
         return {"version": 1, "job": self._handle.job, "pool": self._handle.nvme_path, "snapshot": name, "step": self._handle.step}
 
     def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
@@ -511,13 +537,28 @@ class DeepSpeedEngine(torch.nn.Module):
             mark = json.load(file)
         trainer = torch.load(os.path.join(folder, "trainer.pt"), weights_only=False)
         if load_module_only or not load_optimizer_states or custom_load_fn is not None or self.optimizer is None:
-            self.load_module_state_dict(weights_in(folder), load_module_strict, custom_load_fn)
+            self._load_weights(folder, load_module_strict, custom_load_fn)
         else:
             self._load_state(folder, mark)
         self._load_buffers(trainer["buffers"])
         if not load_module_only and self.optimizer is not None:
             self._load_bookkeeping(trainer, load_optimizer_states, load_lr_scheduler_states)
         return folder, trainer["client_state"]
+
+    def _load_weights(self, folder, strict, custom_load_fn):
+        if self._handle is not None and not is_disabled() and custom_load_fn is None and os.path.isdir(os.path.join(folder, _WEIGHTS)):
+            return self._handle.load_weights(os.path.join(folder, _WEIGHTS))
+        whole = weights_in(folder)
+        if custom_load_fn is not None:
+            return custom_load_fn(src=whole, dst=self.module)
+        absent = set(self.module.state_dict()) - set(whole) - {name for name, _ in self.module.named_buffers()} - self._second_names()
+        if absent and strict:
+            raise Error.of(1402, f"{folder} has no weights of {', '.join(sorted(absent))}", "Use the checkpoint of this model")
+        self.module.load_state_dict(whole, strict=False)
+
+    def _second_names(self):
+        first = {name for name, _ in self.module.named_parameters()}
+        return {name for name, _ in self.module.named_parameters(remove_duplicate=False)} - first
 
     @staticmethod
     def _refuse_foreign(load_dir, folder):
@@ -548,10 +589,10 @@ class DeepSpeedEngine(torch.nn.Module):
         if comm.get_rank() == 0:
             control.run("snapshot", "fork", mark["pool"], mark["job"], mark["snapshot"], "--as", name, "--yes")
         comm.barrier()
-        self._handle = _reattach(old, {**self._options, "nvme_path": mark["pool"], "job": name})
+        self._handle = _reattach(self.module, old, {**self._options, "nvme_path": mark["pool"], "job": name})
         self._snapshots = []
         setup.jobs.remove(old.job)
-        setup.jobs.own(self._handle)
+        setup.jobs.own(self._handle, self.module)
 
     def _load_buffers(self, stored):
         with torch.no_grad():

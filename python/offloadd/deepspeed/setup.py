@@ -10,12 +10,14 @@ import logging
 import os
 import time
 import uuid
+import weakref
 
 from .. import config, control
 from ..errors import Error
 from . import comm
 
 _log = logging.getLogger("offloadd")
+_REMOVE_ATTEMPTS = 40
 _installed = {}  # options of attach(), from install()
 
 
@@ -54,12 +56,18 @@ class Jobs:
         self._process = os.getpid()
 
     def new_name(self, base="deepspeed"):
+        """Equal in all ranks."""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            comm.init_distributed()
         return comm.broadcast_object(f"{base}-{time.strftime('%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}")
 
-    def own(self, handle):
+    def own(self, handle, model):
+        """From now on the job is deleted with its model, at the latest when the process ends."""
         if not self._own:
+            atexit.unregister(self.remove_at_exit)
             atexit.register(self.remove_at_exit)
         self._own[handle.job] = (handle.nvme_path, handle)
+        weakref.finalize(model, self.remove, handle.job).atexit = False
 
     def keep(self, job):
         """A checkpoint is in it."""
@@ -68,15 +76,19 @@ class Jobs:
     def remove(self, job):
         """Closes a job, and deletes it unless a checkpoint is in it."""
         pool, handle = self._own.pop(job, (None, None))
-        if handle is None:
+        if handle is None or os.getpid() != self._process:
             return
         handle.close()
         if job in self._kept or comm.get_rank() != 0:
             return
-        try:
-            control.run("rm", pool, job, "--yes")
-        except (Error, OSError) as error:
-            _log.warning("offloadd: job %s of this run stays in %s: %s", job, pool, error)
+        for attempt in range(_REMOVE_ATTEMPTS):
+            try:
+                return control.run("rm", pool, job, "--yes")
+            except (Error, OSError) as error:
+                # Other ranks may not have closed it yet.
+                if getattr(error, "id", 0) != 1205 or attempt + 1 == _REMOVE_ATTEMPTS:
+                    return _log.warning("offloadd: job %s of this run stays in %s: %s", job, pool, error)
+            time.sleep(0.25)
 
     def remove_at_exit(self):
         if os.getpid() != self._process:

@@ -118,10 +118,10 @@ def instrument_w_nvtx(function):
 
 def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False):
     """The weights of a checkpoint that this engine has saved, as fp32."""
-    from .engine import weights_in, tag_in
+    from .engine import buffers_in, tag_in, weights_in
 
     folder = os.path.join(checkpoint_dir, tag_in(checkpoint_dir, tag))
-    return {name: value.float() for name, value in weights_in(folder).items()}
+    return {**{name: value.float() for name, value in weights_in(folder).items()}, **buffers_in(folder)}
 
 
 def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):
