@@ -76,11 +76,11 @@ Table& OfProcess() {
 void CopyOptions(Optimizer& from, Optimizer& to) {
   auto &source = from.param_groups(), &target = to.param_groups();
   if (source.size() != target.size()) {
-    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
-                          absl::StrCat("the optimizer has ", source.size(),
-                                       " groups of parameters, it was attached with ",
-                                       target.size()),
-                          "Add all groups before Engine::Attach"));
+    ThrowStatus(
+        MakeError(ErrorId::kUnsupportedOptimizer,
+                  absl::StrCat("the optimizer has ", source.size(),
+                               " groups of parameters, it was attached with ", target.size()),
+                  "Add all groups before Engine::Attach"));
   }
   for (size_t i = 0; i < source.size(); ++i)
     target[i].set_options(source[i].has_options() ? source[i].options().clone()
@@ -157,24 +157,25 @@ Engine::~Engine() {
 
 // ---- In front of libtorch -----------------------------------------------------------------------
 
-// An exported definition in the program hides libtorch's, whose tables of virtual functions name it.
-#define OFFLOAD_DIVERT(Class, mangled)                                                         \
-  at::Tensor Class::step(LossClosure closure) {                                                \
-    static const auto next = offload::zero3::Next<offload::zero3::StepFunction>(               \
-        "_ZN5torch5optim" mangled "4stepESt8functionIFN2at6TensorEvEE");                       \
-    return offload::zero3::Step(this, std::move(closure), next);                               \
-  }                                                                                            \
-  void Class::save(serialize::OutputArchive& archive) const {                                  \
-    static const auto next = offload::zero3::Next<offload::zero3::SaveFunction>(               \
-        "_ZNK5torch5optim" mangled "4saveERNS_9serialize13OutputArchiveE");                    \
-    offload::zero3::RefuseFile(this);                                                          \
-    next(this, archive);                                                                       \
-  }                                                                                            \
-  void Class::load(serialize::InputArchive& archive) {                                         \
-    static const auto next = offload::zero3::Next<offload::zero3::LoadFunction>(               \
-        "_ZN5torch5optim" mangled "4loadERNS_9serialize12InputArchiveE");                      \
-    offload::zero3::RefuseFile(this);                                                          \
-    next(this, archive);                                                                       \
+// An exported definition in the program hides libtorch's, whose tables of virtual functions name
+// it.
+#define OFFLOAD_DIVERT(Class, mangled)                                           \
+  at::Tensor Class::step(LossClosure closure) {                                  \
+    static const auto next = offload::zero3::Next<offload::zero3::StepFunction>( \
+        "_ZN5torch5optim" mangled "4stepESt8functionIFN2at6TensorEvEE");         \
+    return offload::zero3::Step(this, std::move(closure), next);                 \
+  }                                                                              \
+  void Class::save(serialize::OutputArchive& archive) const {                    \
+    static const auto next = offload::zero3::Next<offload::zero3::SaveFunction>( \
+        "_ZNK5torch5optim" mangled "4saveERNS_9serialize13OutputArchiveE");      \
+    offload::zero3::RefuseFile(this);                                            \
+    next(this, archive);                                                         \
+  }                                                                              \
+  void Class::load(serialize::InputArchive& archive) {                           \
+    static const auto next = offload::zero3::Next<offload::zero3::LoadFunction>( \
+        "_ZN5torch5optim" mangled "4loadERNS_9serialize12InputArchiveE");        \
+    offload::zero3::RefuseFile(this);                                            \
+    next(this, archive);                                                         \
   }
 
 namespace torch::optim {
