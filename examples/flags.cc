@@ -113,13 +113,13 @@ void DefineOffloading(CLI::App& app, Flags& flags, Words& words) {
 
 // Naming a place on a drive is enough; flags of offloading without it would do nothing.
 absl::Status DecideOffloading(const CLI::App& app, const Words& words, Flags& flags) {
-  flags.offload = words.offload == "on" || (app.count("--offload") == 0 && !flags.nvme_path.empty());
+  flags.offload =
+      words.offload == "on" || (app.count("--offload") == 0 && !flags.nvme_path.empty());
   if (flags.offload) return absl::OkStatus();
   for (const char* const flag :
        {"--nvme-path", "--ram", "--job", "--durability", "--generations", "--io"}) {
     if (app.count(flag) == 0) continue;
-    return MakeError(ErrorId::kBadValue,
-                     absl::StrCat(flag, " has no effect without offloading"),
+    return MakeError(ErrorId::kBadValue, absl::StrCat(flag, " has no effect without offloading"),
                      app.count("--offload") == 0 ? "Add --nvme-path DIR, or leave it away"
                                                  : "Say --offload on, or leave it away");
   }

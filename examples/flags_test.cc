@@ -79,10 +79,8 @@ TEST(FlagsTest, NamingAPlaceOnADriveTurnsOffloadingOn) {
 }
 
 TEST(FlagsTest, FlagsOfOffloadingWithoutItAreErrors) {
-  for (const std::vector<const char*>& words :
-       std::vector<std::vector<const char*>>{{"--ram", "3GiB"},
-                                             {"--job", "j"},
-                                             {"--offload", "off", "--nvme-path", "/x"}}) {
+  for (const std::vector<const char*>& words : std::vector<std::vector<const char*>>{
+           {"--ram", "3GiB"}, {"--job", "j"}, {"--offload", "off", "--nvme-path", "/x"}}) {
     const auto flags = Parse(words);
     EXPECT_EQ(ErrorIdOf(flags.status()), ErrorId::kBadValue) << words.back();
     EXPECT_NE(flags.status().message().find("no effect"), std::string_view::npos) << words.back();

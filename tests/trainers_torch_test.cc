@@ -3,6 +3,7 @@
 // optimizer and a loop that somebody might have written without knowing of us.
 
 #include <ATen/Parallel.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <gtest/gtest.h>
 #include <offload/torch.h>
 #include <signal.h>
@@ -18,6 +19,7 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <sstream>
@@ -192,7 +194,8 @@ Trainer Recurrent(at::ScalarType dtype, bool gru) {
 struct StackedModel : nn::Module {
   StackedModel() {
     for (int i = 0; i < 5; ++i)
-      parts.push_back(register_parameter("part" + std::to_string(i), torch::randn({300, 400}) * 0.05));
+      parts.push_back(
+          register_parameter("part" + std::to_string(i), torch::randn({300, 400}) * 0.05));
   }
   std::vector<Tensor> parts;
 };
@@ -237,7 +240,9 @@ void Plain(Training& run) {
 
 TEST(TrainersTest, Perceptron) { ExpectParity({"perceptron", Perceptron, AdamW, Plain}); }
 
-TEST(TrainersTest, ConvolutionsWithBatchNorm) { ExpectParity({"batchnorm", Normalized, SGD, Plain}); }
+TEST(TrainersTest, ConvolutionsWithBatchNorm) {
+  ExpectParity({"batchnorm", Normalized, SGD, Plain});
+}
 
 TEST(TrainersTest, OperatorsThatTakeManyWeightsRunAtTheFloor) {
   ExpectParity({"lstm", [](at::ScalarType t) { return Recurrent(t, false); }, AdamW, Plain});
@@ -266,7 +271,8 @@ TEST(TrainersTest, ComposedFlavours) {
                     return engine.AdamW(module, torch::optim::AdamWOptions(1e-2), flavour);
                   },
                   Plain});
-    ExpectParity({name + "_amsgrad", Perceptron,
+    ExpectParity({name + "_amsgrad",
+                  Perceptron,
                   [flavour](Engine& engine, nn::Module& module) {
                     return engine.Adam(
                         module, torch::optim::AdamOptions(1e-2).amsgrad(true).weight_decay(0.1),
@@ -399,6 +405,137 @@ TEST(TrainersTest, ModuleIsSavedAndLoadedByTorch) {
                 }});
 }
 
+// Neither the stream nor the C library touches the bytes: it is the kernel that does.
+TEST(TrainersTest, FilesAreWrittenAndReadThroughPointers) {
+  ExpectParity({"raw_files",
+                Perceptron,
+                AdamW,
+                [](Training& run) {
+                  run.Backward(0);
+                  run.optimizer->step();
+                  const Tensor first = run.trainer.module->parameters()[0];
+                  const Tensor third = run.trainer.module->parameters()[2];
+                  const std::string path = Pool() + "/raw_file";
+                  const auto bytes = [](const Tensor& tensor) {
+                    return static_cast<std::streamsize>(tensor.numel() * sizeof(float));
+                  };
+                  {
+                    std::ofstream file(path, std::ios::binary);
+                    file.write(reinterpret_cast<const char*>(first.data_ptr<float>()),
+                               bytes(first));
+                    EXPECT_TRUE(file.good());
+                  }
+                  FILE* const appended = fopen(path.c_str(), "ab");
+                  EXPECT_EQ(fwrite(third.data_ptr<float>(), sizeof(float), third.numel(), appended),
+                            static_cast<size_t>(third.numel()));
+                  fclose(appended);
+                  run.optimizer->zero_grad();
+                  run.Backward(1);
+                  run.optimizer->step();
+                  {
+                    std::ifstream file(path, std::ios::binary);
+                    file.read(reinterpret_cast<char*>(first.data_ptr<float>()), bytes(first));
+                    EXPECT_TRUE(file.good());
+                    file.read(reinterpret_cast<char*>(third.data_ptr<float>()), bytes(third));
+                    EXPECT_TRUE(file.good());
+                  }
+                  run.AddState();
+                  run.optimizer->zero_grad();
+                  run.Backward(2);
+                  run.optimizer->step();
+                },
+                {at::kFloat}});
+}
+
+TEST(TrainersTest, ManyGradientsInOneOperator) {
+  ExpectParity({"gradients_together",
+                Perceptron,
+                SGD,
+                [](Training& run) {
+                  for (int64_t step = 0; step < 3; ++step) {
+                    run.optimizer->zero_grad();
+                    run.Backward(step);
+                    std::vector<Tensor> flat;
+                    std::vector<Tensor> all;
+                    for (const Tensor& parameter : run.trainer.module->parameters()) {
+                      flat.push_back(parameter.grad().view(-1));
+                      all.push_back(parameter.grad());
+                    }
+                    run.Add(torch::cat(flat).norm());
+                    // What GradScaler does before a step.
+                    Tensor found_infinity = torch::zeros({1}), scale = torch::full({1}, 0.5);
+                    at::_amp_foreach_non_finite_check_and_unscale_(all, found_infinity, scale);
+                    run.Add(found_infinity);
+                    run.optimizer->step();
+                  }
+                },
+                {at::kFloat}});
+}
+
+TEST(TrainersTest, FrozenLayersThatThaw) {
+  for (const bool floor : {false, true}) {
+    const auto train = [floor](bool offloading) {
+      SetOffloading(offloading);
+      torch::manual_seed(7);
+      const Trainer trainer = Perceptron(at::kFloat);
+      const auto parameters = trainer.module->parameters();
+      for (Tensor parameter : {parameters[0], parameters[1]}) parameter.requires_grad_(false);
+      Options options = OptionsFor(floor ? "thaw_spilled" : "thaw");
+      options.spill_gradients = floor;
+      options.may_thaw = true;
+      auto engine = Engine::Open(options);
+      auto optimizer = engine->AdamW(*trainer.module, torch::optim::AdamWOptions(1e-2));
+      for (int64_t step = 0; step < 5; ++step) {
+        if (step == 2) Tensor(parameters[0]).requires_grad_(true);
+        if (step == 4) Tensor(parameters[2]).requires_grad_(false);
+        optimizer->zero_grad();
+        trainer.loss(step).backward();
+        optimizer->step();
+      }
+      std::vector<Tensor> weights;
+      for (const Tensor& parameter : parameters) weights.push_back(engine->Gather(parameter));
+      return weights;
+    };
+    const auto expected = train(false);
+    ExpectSame(expected, train(true), "thawed");
+  }
+}
+
+TEST(TrainersTest, ThawingWithoutRoomForItSaysWhatToDo) {
+  SetOffloading(true);
+  nn::Linear layer(30, 20);
+  layer->bias.requires_grad_(false);
+  auto engine = Engine::Open(OptionsFor("no_thaw"));
+  auto optimizer = engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3));
+  layer->bias.requires_grad_(true);
+  layer->forward(Numbers(0, {2, 30})).sum().backward();
+  ExpectError(1601, "may_thaw", [&] { optimizer->step(); });
+}
+
+// One graph each, at once; sums of small whole numbers are exact in any order.
+TEST(TrainersTest, ThreadsRunAnLstmAtTheFloor) {
+  const Program program = {
+      "lstm_threads", [](at::ScalarType dtype) { return Recurrent(dtype, false); }, SGD, Plain};
+  SetOffloading(true);
+  torch::manual_seed(7);
+  const Options options = OptionsFor("lstm_threads", FloorOf(program, at::kFloat));
+  Trainer trainer = Recurrent(at::kFloat, false);
+  auto engine = Engine::Open(options);
+  auto optimizer = engine->SGD(*trainer.module, torch::optim::SGDOptions(0.1));
+  std::vector<std::thread> threads;
+  std::vector<Tensor> results(6);
+  auto* const model = dynamic_cast<RecurrentModel*>(trainer.module.get());
+  const Tensor input = Numbers(0, {3, 2, 200});
+  for (size_t i = 0; i < results.size(); ++i) {
+    threads.emplace_back([&, i] {
+      const torch::NoGradGuard no_grad;
+      for (int round = 0; round < 4; ++round) results[i] = model->forward(input);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const Tensor& result : results) EXPECT_TRUE(torch::equal(result, results[0]));
+}
+
 TEST(TrainersTest, RawAccessCanBeRefused) {
   SetOffloading(true);
   const Trainer trainer = Perceptron(at::kFloat);
@@ -417,8 +554,7 @@ TEST(TrainersTest, ParameterInMemoryOfTheProgramIsRefused) {
   nn::Linear layer(300, 200);
   layer->weight.set_data(torch::from_blob(memory.data(), {200, 300}));
   auto engine = Engine::Open(OptionsFor("blob"));
-  ExpectError(1601, "'weight'",
-              [&] { engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3)); });
+  ExpectError(1601, "'weight'", [&] { engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3)); });
   layer->weight.set_data(layer->weight.clone());
   engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3));
 }

@@ -269,8 +269,7 @@ absl::Status Attachment::StreamOut(uint32_t tensor, proto::Plane plane, uint64_t
     if (transfers.size() == blocks) take_oldest();
     const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
     const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
-    transfers.push_back(
-        {session().Get(tensor, plane, begin, count, offset), begin, count, offset});
+    transfers.push_back({session().Get(tensor, plane, begin, count, offset), begin, count, offset});
   }
   while (!transfers.empty()) take_oldest();
   return failure;
@@ -318,7 +317,8 @@ bool Attachment::BeginHolding(size_t count, uint64_t size_bytes) {
 void Attachment::BeginRaw(RawUser* user) {
   if (raw_accesses_.fetch_add(1, std::memory_order_relaxed) == 0) {
     Log().info(
-        "{} is used through a raw pointer: its bytes are brought to memory, beside `ram`, until the "
+        "{} is used through a raw pointer: its bytes are brought to memory, beside `ram`, until "
+        "the "
         "end of the step (raw_access = error refuses that)",
         user->raw_name());
   }

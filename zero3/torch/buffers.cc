@@ -50,7 +50,8 @@ void Assign(const at::Tensor& tensor, std::string_view bytes) {
 }
 
 absl::Status Damaged() {
-  return MakeError(ErrorId::kStoreDamaged, "the buffers of the last epoch are not from this library");
+  return MakeError(ErrorId::kStoreDamaged,
+                   "the buffers of the last epoch are not from this library");
 }
 
 std::string ShapeText(at::IntArrayRef sizes) {
@@ -64,12 +65,13 @@ void Buffers::Add(std::span<const NamedTensor> buffers) {
     const at::Tensor& tensor = named.tensor;
     if (!tensor.defined() || known_.contains(tensor.unsafeGetTensorImpl())) continue;
     if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided) {
-      ThrowStatus(MakeError(
-          ErrorId::kUnsupportedModel,
-          absl::StrCat("buffer '", named.name, "' is not a dense tensor in the memory of the host")));
+      ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
+                            absl::StrCat("buffer '", named.name,
+                                         "' is not a dense tensor in the memory of the host")));
     }
     // One over a parameter's memory is that parameter.
-    if (tensor.numel() == 0 || dynamic_cast<const WeightResidency*>(Residency::Of(tensor)) != nullptr)
+    if (tensor.numel() == 0 ||
+        dynamic_cast<const WeightResidency*>(Residency::Of(tensor)) != nullptr)
       continue;
     if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) continue;
     known_.insert(tensor.unsafeGetTensorImpl());
@@ -137,17 +139,16 @@ absl::Status Buffers::Restore(std::string_view encoded) {
     const std::string_view data =
         encoded.substr(sizes_bytes + header.name_bytes, header.data_bytes);
     encoded.remove_prefix(sizes_bytes + header.name_bytes + header.data_bytes);
-    const auto found = std::find_if(all_.begin(), all_.end(), [&name](const NamedTensor& named) {
-      return named.name == name;
-    });
+    const auto found = std::find_if(
+        all_.begin(), all_.end(), [&name](const NamedTensor& named) { return named.name == name; });
     if (found == all_.end() || !restored_.insert(name).second) continue;
     const at::Tensor& tensor = found->tensor;
     if (tensor.sizes() != sizes || static_cast<uint32_t>(tensor.scalar_type()) != header.dtype ||
         SizeBytes(tensor) != data.size()) {
-      return MakeError(ErrorId::kOtherModel,
-                       absl::StrCat("buffer '", name, "' has the shape ", ShapeText(sizes),
-                                    " in the job, ", ShapeText(tensor.sizes()),
-                                    " in the model, or another type"));
+      return MakeError(
+          ErrorId::kOtherModel,
+          absl::StrCat("buffer '", name, "' has the shape ", ShapeText(sizes), " in the job, ",
+                       ShapeText(tensor.sizes()), " in the model, or another type"));
     }
     zero3::Assign(tensor, data);
   }

@@ -400,7 +400,8 @@ bool Gradient::Serve(Special special, torch::jit::Stack* stack) {
     ShowBytes();
     torch::jit::drop(*stack, 1);
   } else {
-    const std::optional<float> factor = Factor(torch::jit::peek(*stack, 1, 2), parameter_.scalar_type());
+    const std::optional<float> factor =
+        Factor(torch::jit::peek(*stack, 1, 2), parameter_.scalar_type());
     if (!factor.has_value()) return false;
     Lock lock(mutex());
     WaitWhileMoving(lock);

@@ -84,6 +84,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   virtual void AfterAccumulation();
   // Watches the parameter's accumulation from now on.
   virtual void Watch();
+  bool is_watched() const { return accumulation_ != nullptr; }
 
   // ---- The step; on one thread ----
   // Makes the accumulator hold `.grad`, false when there is none. Starts writing a spilled one.
@@ -99,6 +100,8 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   void Pin(Access access) override;
   void Unpin(Completion* done) override;
   bool Serve(Special special, torch::jit::Stack* stack) override;
+  bool is_copied_among_several() const override { return spilled(); }
+
   // ---- Raw pointers: a copy at home, which is the value until an operator comes ----
   void ServeRaw(bool writes) override;
   bool EndRaw(bool wait) override;

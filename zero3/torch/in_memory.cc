@@ -42,9 +42,9 @@ at::Tensor StepTensor(const InMemoryState& state) {
   return at::full({}, static_cast<double>(state.step), at::kFloat);
 }
 
-// The correctly rounded root, which the kernels of the daemon take. The vector library behind sqrt()
-// is off by one in the last place for some seven of a thousand numbers: a double has more than twice
-// the digits, so rounding twice changes nothing.
+// The correctly rounded root, which the kernels of the daemon take. The vector library behind
+// sqrt() is off by one in the last place for some seven of a thousand numbers: a double has more
+// than twice the digits, so rounding twice changes nothing.
 Tensor ExactSqrt(const Tensor& values) { return values.to(at::kDouble).sqrt_().to(at::kFloat); }
 
 // ---- AdamW -------------------------------------------------------------------------------------
@@ -66,8 +66,7 @@ void ComposedAdam(const OptimizerSpec& optimizer, const Tensor& gradient, InMemo
   const double step = static_cast<double>(state.step);
   const double bias_correction1 = 1 - std::pow(beta1, step);
   const double bias_correction2 = 1 - std::pow(beta2, step);
-  Tensor denominator =
-      state.square_root == SquareRoot::kExact ? ExactSqrt(square) : square.sqrt();
+  Tensor denominator = state.square_root == SquareRoot::kExact ? ExactSqrt(square) : square.sqrt();
   denominator.div_(std::sqrt(bias_correction2)).add_(optimizer.Get("eps"));
   state.master.addcdiv_(exp_avg, denominator, -(optimizer.Get("lr") / bias_correction1));
 }

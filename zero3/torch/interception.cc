@@ -27,6 +27,7 @@ struct Verdict {
   const c10::FunctionSchema* schema = nullptr;
   bool pins = false;  // any argument but kSkip
   Pins::Allocates allocates = Pins::Allocates::kResults;
+  bool is_split = false;  // runs for each tensor of its first list, which is all it changes
   Special special = Special::kNone;
   std::vector<Argument> arguments;
 };
@@ -118,6 +119,8 @@ std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
   auto verdict = std::make_unique<Verdict>();
   verdict->schema = &schema;
   verdict->special = SpecialOf(schema);
+  // GradScaler's: a kernel over the whole list, unlike those of _foreach_*.
+  verdict->is_split = schema.name() == "aten::_amp_foreach_non_finite_check_and_unscale_";
   verdict->allocates = AllocatesOf(schema.name());
   const bool reads_no_data = ReadsNoData(schema.name());
   for (const c10::Argument& argument : schema.arguments()) {
@@ -238,8 +241,8 @@ void LearnResults(size_t count, const torch::jit::Stack& stack) {
 
 // Several weights in one operation: who has one and waits for room for the next may wait for ever,
 // since another has the next and waits for room, too. So either there is room for all of them,
-// however it is divided, and one operation at a time has it; or all but the last have bytes of their
-// own.
+// however it is divided, and one operation at a time has it; or all but the last have bytes of
+// their own.
 class SharedRoom {
  public:
   explicit SharedRoom(Uses& uses) {
@@ -276,17 +279,72 @@ class SharedRoom {
   Residency* holder_ = nullptr;
 };
 
+void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
+// Runs an operator that changes the tensors of its first argument, a list, for each of them.
+void RunOneByOne(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                 torch::jit::Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  const std::vector<c10::IValue> arguments = torch::jit::last(*stack, count).vec();
+  torch::jit::drop(*stack, count);
+  for (const at::Tensor& tensor : arguments.front().toTensorVector()) {
+    torch::jit::Stack one;
+    one.emplace_back(c10::List<at::Tensor>({tensor}));
+    one.insert(one.end(), arguments.begin() + 1, arguments.end());
+    RunManaged(op, keys, &one);
+  }
+}
+
+bool IsCopiedAmongSeveral(const c10::IValue& value) {
+  if (!value.isTensor() || !value.toTensor().defined() || value.toTensor().requires_grad())
+    return false;
+  const Residency* const residency = Residency::Of(value.toTensor());
+  return residency != nullptr && residency->is_copied_among_several();
+}
+
+// Several spilled gradients that one operator reads (cat) would have to be in their window at once:
+// it gets copies of them.
+bool CopySeveral(const Verdict& verdict, const Uses& uses, torch::jit::Stack* stack) {
+  const auto is_copied = [](const auto& use) {
+    return use.second == Access::kRead && use.first->is_copied_among_several();
+  };
+  if (std::count_if(uses.begin(), uses.end(), is_copied) < 2) return false;
+  const size_t count = verdict.arguments.size();
+  for (size_t i = 0; i < count; ++i) {
+    if (verdict.arguments[i] != Argument::kRead) continue;
+    c10::IValue& value = torch::jit::peek(*stack, i, count);
+    if (IsCopiedAmongSeveral(value)) {
+      value = value.toTensor().clone();
+    } else if (value.isTensorList()) {
+      c10::List<at::Tensor> copies;
+      for (const at::Tensor& tensor : value.toTensorVector())
+        copies.push_back(IsCopiedAmongSeveral(tensor) ? tensor.clone() : tensor);
+      value = std::move(copies);
+    }
+  }
+  return true;
+}
+
+Uses CollectUses(const Verdict& verdict, torch::jit::Stack* stack) {
+  Uses uses;
+  for (size_t i = 0; verdict.pins && i < verdict.arguments.size(); ++i) {
+    if (verdict.arguments[i] == Argument::kSkip) continue;
+    Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), verdict.arguments[i], uses);
+  }
+  return uses;
+}
+
 void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   static auto* const kVerdicts = new VerdictTable();
   const Verdict& verdict = kVerdicts->Find(op.schema());
   const c10::DispatchKeySet below =
       keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kManagedKey);
   if (verdict.special != Special::kNone && ServedByResidency(verdict, stack)) return;
-  Uses uses;
-  for (size_t i = 0; verdict.pins && i < verdict.arguments.size(); ++i) {
-    if (verdict.arguments[i] == Argument::kSkip) continue;
-    Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), verdict.arguments[i], uses);
-  }
+  if (verdict.is_split &&
+      torch::jit::peek(*stack, 0, verdict.arguments.size()).toListRef().size() > 1)
+    return RunOneByOne(op, keys, stack);
+  Uses uses = CollectUses(verdict, stack);
+  if (CopySeveral(verdict, uses, stack)) uses = CollectUses(verdict, stack);
   const SharedRoom room(uses);
   Pins pins(verdict.allocates);
   for (const auto& [residency, access] : uses) pins.Add(residency, access);

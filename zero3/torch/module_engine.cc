@@ -95,7 +95,8 @@ void CheckOwnMemory(const std::vector<NamedTensor>& parameters) {
     if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0 ||
         !tensor.device().is_cpu() || Residency::Of(tensor) != nullptr)
       continue;
-    const auto* const storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    const auto* const storage =
+        tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     const c10::DeleterFnPtr deleter = storage->data_ptr().get_deleter();
     if (deleter == ordinary || storage->allocator() != nullptr) continue;
     ThrowStatus(MakeError(
@@ -134,9 +135,10 @@ void ModuleEngine::AttachForeign(torch::nn::Module& module, ParameterGroups grou
                           "AdamW, Adam, SGD, Adagrad or RMSprop of torch::optim"));
   }
   Attach(module, groups, kernels::OptimizerSpec("sgd", {}));
-  Log().info("{} runs in this process, weight by weight; what it keeps is in memory and is not part "
-             "of the job, which cannot be resumed",
-             optimizer);
+  Log().info(
+      "{} runs in this process, weight by weight; what it keeps is in memory and is not part "
+      "of the job, which cannot be resumed",
+      optimizer);
 }
 
 std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::Module& module,

@@ -3,9 +3,10 @@
 // Engine::Attach(module, optimizer): an object of torch::optim that the trainer has made and keeps,
 // whose step() is another's.
 //
-// libtorch has no hooks around step(). Its classes' virtual functions are symbols of libtorch_cpu.so
-// that a program may define in front of it, also for calls from inside libtorch: here step(), save()
-// and load() of the attached objects are diverted, and those of all others go on to libtorch.
+// libtorch has no hooks around step(). Its classes' virtual functions are symbols of
+// libtorch_cpu.so that a program may define in front of it, also for calls from inside libtorch:
+// here step(), save() and load() of the attached objects are diverted, and those of all others go
+// on to libtorch.
 //
 // Thread safety: as torch::optim::Optimizer: one thread for each.
 #pragma once

@@ -5,6 +5,8 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
@@ -68,10 +70,12 @@ void CallHandlerBefore(int signal, siginfo_t* info, void* context) {
 
 thread_local bool serving = false;
 
+// Where ranges were ever, so that other addresses cost nothing.
+std::atomic<uintptr_t> lowest{UINTPTR_MAX}, highest{0};
+
 void OnFault(int signal, siginfo_t* info, void* context) {
   const int error = errno;
-  RawOwner* const owner =
-      serving ? nullptr : OwnerOf(static_cast<const std::byte*>(info->si_addr));
+  RawOwner* const owner = serving ? nullptr : OwnerOf(static_cast<const std::byte*>(info->si_addr));
   if (owner == nullptr) return CallHandlerBefore(signal, info, context);
   serving = true;
   try {
@@ -100,6 +104,28 @@ void AddRawRange(const std::byte* begin, size_t size_bytes, RawOwner* owner) {
   Ranges& ranges = AllRanges();
   std::lock_guard lock(ranges.mutex);
   ranges.by_begin[begin] = {.size_bytes = WholePages(size_bytes), .owner = owner};
+  const auto address = reinterpret_cast<uintptr_t>(begin);
+  lowest = std::min(lowest.load(), address);
+  highest = std::max(highest.load(), address + WholePages(size_bytes));
+}
+
+bool ServeBuffer(const void* buffer, size_t size_bytes, bool writes) {
+  const auto address = reinterpret_cast<uintptr_t>(buffer);
+  if (size_bytes == 0 || address >= highest.load(std::memory_order_relaxed) ||
+      address + size_bytes <= lowest.load(std::memory_order_relaxed) || serving)
+    return true;
+  RawOwner* const owner = OwnerOf(static_cast<const std::byte*>(buffer));
+  if (owner == nullptr) return true;
+  serving = true;
+  bool served = true;
+  try {
+    owner->ServeRaw(writes);
+  } catch (const std::exception& failure) {
+    std::fprintf(stderr, "a system call's buffer cannot be served: %s\n", failure.what());
+    served = false;
+  }
+  serving = false;
+  return served;
 }
 
 void RemoveRawRange(const std::byte* begin) {
@@ -112,8 +138,8 @@ RawCopy::RawCopy(std::byte* home, size_t size_bytes)
     : home_(home), size_bytes_(WholePages(size_bytes)) {}
 
 std::byte* RawCopy::Allocate() const {
-  void* const memory = ::mmap(nullptr, size_bytes_, PROT_READ | PROT_WRITE,
-                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const memory =
+      ::mmap(nullptr, size_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::bad_alloc();
   return static_cast<std::byte*>(memory);
 }
@@ -139,9 +165,8 @@ void RawCopy::StopWriting() {
 }
 
 void RawCopy::Remove() {
-  void* const reserved =
-      ::mmap(home_, size_bytes_, PROT_NONE,
-             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  void* const reserved = ::mmap(home_, size_bytes_, PROT_NONE,
+                                MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   OFFLOAD_CHECK(reserved == home_) << errno;
   is_shown_ = was_written_ = false;
 }

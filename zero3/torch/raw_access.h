@@ -6,14 +6,15 @@
 //
 // The touch arrives as SIGSEGV on the thread that made it. It is an ordinary point of that thread's
 // program, which holds no lock of ours there, so the handler calls the owner of the range like any
-// function; it waits as an operator does. Faults of other addresses go to the handler that was there
-// before.
+// function; it waits as an operator does. Faults of other addresses go to the handler that was
+// there before.
 //
 // What cannot be served (the engine is closed, the daemon is lost) ends the program with the error
 // on standard error: no exception can leave an instruction.
 //
-// Known gap: a system call that is given such a pointer fails with EFAULT instead of touching it,
-// unless something in user space has touched the range before.
+// A system call that is given such a pointer would fail with EFAULT: a file would be short. So
+// read(), write() and their like, and fread() and fwrite(), are defined in front of the C library's
+// (system_calls.cc) and serve their buffers first.
 //
 // Thread safety: all functions from any thread; a range's owner is not removed while it serves.
 #pragma once
@@ -34,6 +35,8 @@ class RawOwner {
 // From now on `owner` serves touches of the range.
 void AddRawRange(const std::byte* begin, size_t size_bytes, RawOwner* owner);
 void RemoveRawRange(const std::byte* begin);
+// Serves what of a buffer is in such ranges; false, said on standard error, when that fails.
+bool ServeBuffer(const void* buffer, size_t size_bytes, bool writes);
 
 // The bytes of a tensor at its home: page protection and nothing else. The owner's lock is held.
 class RawCopy {

@@ -82,6 +82,8 @@ class Residency : public StorageSwap::Owner {
   // How much of the room that an operation shares with others its bytes take; 0 when they have a
   // place of their own.
   virtual uint64_t window_bytes() const { return 0; }
+  // Whether an operation that reads several of them gets copies, which it has one after the other.
+  virtual bool is_copied_among_several() const { return false; }
   // Whether one operation at a time may hold `count` such places, of `size_bytes` in all, while it
   // waits for the last of them. True: until EndHolding().
   virtual bool BeginHolding(size_t count, uint64_t size_bytes) { return true; }

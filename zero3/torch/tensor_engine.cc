@@ -130,6 +130,10 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
   if (!job.trainer_state_is_own) state_.trainer.clear();
   attachment_->SetServesRaw(Serves(options.raw_access));
   CheckWeightsAtClose(options.weights_at_close);
+  if (options.may_thaw && attachment_->world_size() > 1) {
+    ThrowStatus(MakeError(ErrorId::kBadValue, "may_thaw is set for several ranks",
+                          "Thaw parameters before attaching, in a new job"));
+  }
   attachment_->SetSealing([this] { MakeStore(); });
 }
 
@@ -223,7 +227,7 @@ std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
     const void* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
     const auto [known, is_new] = by_storage.emplace(storage, parameters.size());
     if (is_new) {
-      parameters.push_back({named.name, tensor, {}, tensor.requires_grad()});
+      parameters.push_back({named.name, tensor, {}, tensor.requires_grad() || options_.may_thaw});
       continue;
     }
     Parameter& first = parameters[known->second];
@@ -478,7 +482,7 @@ void TensorEngine::WatchGradients() {
   for (uint32_t id = 0; id < weights_.size(); ++id) {
     if (!attached_.trained[id].defined()) continue;
     gradients_[id] = MakeGradient(id);
-    gradients_[id]->Watch();
+    if (attached_.trained[id].requires_grad()) gradients_[id]->Watch();
   }
 }
 
@@ -569,7 +573,12 @@ Gradient* TensorEngine::GradientOf(const at::Tensor& parameter) const {
                 "such changes");
   }
   if (gradients_[id] == nullptr)
-    Unsupported(weights_[id]->name(), "was frozen when it was attached, and has a gradient now");
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedModel,
+        absl::StrCat("parameter ", Key(weights_[id]->name()),
+                     " was frozen when it was attached, and has a gradient now"),
+        "Set may_thaw in the offload::Options of a new job, or call requires_grad_(true) before "
+        "attaching"));
   return gradients_[id];
 }
 
@@ -592,6 +601,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
     for (const at::Tensor& parameter : updates[group].tensors) {
       if (!MayHaveGradient(parameter)) continue;
       Gradient* const gradient = GradientOf(parameter);
+      if (!gradient->is_watched()) gradient->Watch();  // it was frozen until now
       if (!gradient->PrepareStep()) continue;
       const uint32_t id = ids_.at(parameter.unsafeGetTensorImpl());
       stepped.push_back(id);

@@ -61,9 +61,9 @@ class TensorEngine {
   // what is not supported, 1604 for another optimizer than the job's, 1301 when the state does not
   // fit `ram`.
   bool Attach(std::span<const NamedTensor> tensors, const kernels::OptimizerSpec& optimizer);
-  // Adds buffers of the same module, which stay where they are, to what is committed. Those of a job
-  // that exists get their values: the small ones now, the others when the store is opened, which is
-  // now, too, when all parameters of the job are there.
+  // Adds buffers of the same module, which stay where they are, to what is committed. Those of a
+  // job that exists get their values: the small ones now, the others when the store is opened,
+  // which is now, too, when all parameters of the job are there.
   void AttachBuffers(std::span<const NamedTensor> buffers);
   // Makes the store of a new job or opens that of an existing one, and brings the weights there.
   // The first operator that touches a tensor does it, too, and so does whatever needs it here.
@@ -104,8 +104,8 @@ class TensorEngine {
   // What of the list the job does not have, as it would be declared.
   std::vector<Parameter> FindNew(std::span<const NamedTensor> tensors) const;
   // `large_buffers`: with those, behind the parameters.
-  PlanInput DescribeJob(const std::vector<Parameter>& more,
-                        const kernels::OptimizerSpec& optimizer, bool large_buffers = false) const;
+  PlanInput DescribeJob(const std::vector<Parameter>& more, const kernels::OptimizerSpec& optimizer,
+                        bool large_buffers = false) const;
   void CheckFree(const NamedTensor& named) const;
   // The weight over a tensor's storage when it is one of the job's.
   WeightResidency* Own(const at::Tensor& tensor) const;
@@ -120,9 +120,7 @@ class TensorEngine {
   void LoadInitial(uint32_t id);
   // The number at the daemon of the n-th large buffer.
   uint32_t IdOfLarge(size_t n) const { return static_cast<uint32_t>(declared_.size() + n); }
-  uint64_t SmallBuffersBytes() const {
-    return Buffers::kSmallBytesMax / attachment_->world_size();
-  }
+  uint64_t SmallBuffersBytes() const { return Buffers::kSmallBytesMax / attachment_->world_size(); }
   void StoreLargeBuffers();
   void EndRawAtClose();
   c10::DataPtr WeightAtClose(const WeightResidency& weight);

@@ -1,11 +1,13 @@
 // zero3/torch/trainer_state.h
 //
 // The blob that is committed with every step: what the engine has to remember (how often each
-// tensor was updated, for the bias correction; small buffers) and behind it the trainer's own bytes.
+// tensor was updated, for the bias correction; small buffers) and behind it the trainer's own
+// bytes.
 //
 // Format, little endian: u32 magic, u32 version, u64 tensors, u64 runs, then (u64 update count, u64
 // length) per run of tensors with equal counts, in version 2 u64 length and bytes of the buffers
-// (buffers.h), then the trainer's bytes to the end. Version 1 is written where there are no buffers.
+// (buffers.h), then the trainer's bytes to the end. Version 1 is written where there are no
+// buffers.
 //
 // Thread safety: pure functions.
 #pragma once

@@ -102,9 +102,9 @@ void WeightResidency::Pin(Access access) {
   std::byte* bytes = nullptr;
   try {
     if (before == State::kHome) attachment_->Touch(tensor_);
-    bytes = writes                         ? FetchForWriting(access)
-            : access == Access::kReadCopy  ? CopyForReading()
-                                           : FetchForReading();
+    bytes = writes                        ? FetchForWriting(access)
+            : access == Access::kReadCopy ? CopyForReading()
+                                          : FetchForReading();
   } catch (...) {
     lock.lock();
     state_ = before;
@@ -213,9 +213,10 @@ void WeightResidency::ServeRaw(bool writes) {
       attachment_->EnsureSealed();
       lock.lock();
     } else if (state_ == State::kWriting && Pins::CountOwn(this) == uses_) {
-      ThrowStatus(MakeError(ErrorId::kReleased,
-                            absl::StrCat(subject_, " is written by an operation of this thread, "
-                                                   "which uses an older pointer to it")));
+      ThrowStatus(
+          MakeError(ErrorId::kReleased, absl::StrCat(subject_,
+                                                     " is written by an operation of this thread, "
+                                                     "which uses an older pointer to it")));
     } else {
       WaitForOthers(lock);
     }

@@ -13,8 +13,8 @@
 // itself writes into weights (copy_(), init_) is durable with the next step(): closed, killed or
 // snapshotted before it, the job holds the last epoch without any of it.
 //
-// Buffers of the modules (running statistics, masks) stay in memory and belong to the job, too: they
-// are committed with every step and given back when it is attached again.
+// Buffers of the modules (running statistics, masks) stay in memory and belong to the job, too:
+// they are committed with every step and given back when it is attached again.
 //
 // What is computed is what the trainer computes without us, bit for bit (fp32: torch's fused AdamW;
 // bf16: fp32 masters and moments, nearest-even cast). OFFLOADD_DISABLE=1 makes all of this a no-op
@@ -84,6 +84,9 @@ struct Options {
   // brings a tensor to memory, beside `ram`, at the first touch and until the end of the step, and
   // puts back what was written; "error" refuses the pointer (OFD-1603).
   std::string raw_access = "serve";
+  // Frozen parameters (requires_grad == false) have optimizer state in the store, too, so that
+  // requires_grad_(true) may come later. Part of the job: the same in every run.
+  bool may_thaw = false;
   // What the module's weights are when the engine is closed: "released", any use of them throws
   // OFD-1802, or ordinary tensors in "memory", which has to hold them all.
   std::string weights_at_close = "released";
@@ -104,10 +107,10 @@ struct Options {
   static Options FromEnvironment();
 };
 
-// Whose order of roundings AdamW and Adam have: kFused that of at::_fused_adamw_, bit for bit; kLerp
-// that of torch.optim.AdamW in Python, kMulAdd that of the C++ class torch::optim::AdamW, both with
-// the correctly rounded square root, where torch's vector library may be off by one in the last
-// place (which numbers, depends on the processor).
+// Whose order of roundings AdamW and Adam have: kFused that of at::_fused_adamw_, bit for bit;
+// kLerp that of torch.optim.AdamW in Python, kMulAdd that of the C++ class torch::optim::AdamW,
+// both with the correctly rounded square root, where torch's vector library may be off by one in
+// the last place (which numbers, depends on the processor).
 enum class AdamWFlavour { kFused, kLerp, kMulAdd };
 
 // torch has no Lion: these are the options of its paper (arXiv:2302.06675), in torch's manner.
@@ -351,8 +354,8 @@ class InitGuard {
 
 // The in-memory trainer that everything above is compared with: fp32 parameters are updated by
 // at::_fused_adamw_ / torch's SGD; bf16 parameters by the same on fp32 masters and moments, then
-// cast back. Also what OFFLOADD_DISABLE=1 gives, but for the square root of kLerp and kMulAdd, which
-// is torch's own here.
+// cast back. Also what OFFLOADD_DISABLE=1 gives, but for the square root of kLerp and kMulAdd,
+// which is torch's own here.
 std::unique_ptr<torch::optim::Optimizer> InMemoryAdamW(torch::nn::Module& module,
                                                        torch::optim::AdamWOptions options,
                                                        AdamWFlavour flavour = AdamWFlavour::kFused);

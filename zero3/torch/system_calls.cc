@@ -1,0 +1,85 @@
+// In front of the C library: calls that hand buffers to the kernel, which cannot wait for a page of
+// ours. Each serves its buffer and goes on.
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+
+#include "zero3/torch/raw_access.h"
+
+namespace offload::zero3 {
+namespace {
+
+template <typename Function>
+Function Next(const char* name) {
+  return reinterpret_cast<Function>(::dlsym(RTLD_NEXT, name));
+}
+
+bool ServeAll(const struct iovec* parts, int count, bool writes) {
+  for (int i = 0; i < count; ++i) {
+    if (!ServeBuffer(parts[i].iov_base, parts[i].iov_len, writes)) return false;
+  }
+  return true;
+}
+
+ssize_t Fault() {
+  errno = EFAULT;
+  return -1;
+}
+
+}  // namespace
+}  // namespace offload::zero3
+
+using offload::zero3::Fault;
+using offload::zero3::Next;
+using offload::zero3::ServeAll;
+using offload::zero3::ServeBuffer;
+
+extern "C" {
+
+ssize_t read(int fd, void* buffer, size_t count) {
+  static const auto next = Next<ssize_t (*)(int, void*, size_t)>("read");
+  return ServeBuffer(buffer, count, true) ? next(fd, buffer, count) : Fault();
+}
+
+ssize_t write(int fd, const void* buffer, size_t count) {
+  static const auto next = Next<ssize_t (*)(int, const void*, size_t)>("write");
+  return ServeBuffer(buffer, count, false) ? next(fd, buffer, count) : Fault();
+}
+
+ssize_t pread(int fd, void* buffer, size_t count, off_t offset) {
+  static const auto next = Next<ssize_t (*)(int, void*, size_t, off_t)>("pread");
+  return ServeBuffer(buffer, count, true) ? next(fd, buffer, count, offset) : Fault();
+}
+
+ssize_t pwrite(int fd, const void* buffer, size_t count, off_t offset) {
+  static const auto next = Next<ssize_t (*)(int, const void*, size_t, off_t)>("pwrite");
+  return ServeBuffer(buffer, count, false) ? next(fd, buffer, count, offset) : Fault();
+}
+
+ssize_t readv(int fd, const struct iovec* parts, int count) {
+  static const auto next = Next<ssize_t (*)(int, const struct iovec*, int)>("readv");
+  return ServeAll(parts, count, true) ? next(fd, parts, count) : Fault();
+}
+
+ssize_t writev(int fd, const struct iovec* parts, int count) {
+  static const auto next = Next<ssize_t (*)(int, const struct iovec*, int)>("writev");
+  return ServeAll(parts, count, false) ? next(fd, parts, count) : Fault();
+}
+
+size_t fread(void* buffer, size_t size, size_t count, FILE* file) {
+  static const auto next = Next<size_t (*)(void*, size_t, size_t, FILE*)>("fread");
+  return ServeBuffer(buffer, size * count, true) ? next(buffer, size, count, file) : 0;
+}
+
+size_t fwrite(const void* buffer, size_t size, size_t count, FILE* file) {
+  static const auto next = Next<size_t (*)(const void*, size_t, size_t, FILE*)>("fwrite");
+  return ServeBuffer(buffer, size * count, false) ? next(buffer, size, count, file) : 0;
+}
+
+}  // extern "C"
