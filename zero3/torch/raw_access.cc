@@ -91,7 +91,8 @@ void OnFault(int signal, siginfo_t* info, void* context) {
 void Install() {
   struct sigaction action = {};
   action.sa_sigaction = &OnFault;
-  action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+  // On the stack of the program: an alternate one (Python's faulthandler has 16 KiB) is too small.
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;
   ::sigemptyset(&action.sa_mask);
   OFFLOAD_CHECK(::sigaction(SIGSEGV, &action, &AllRanges().before) == 0) << errno;
 }
