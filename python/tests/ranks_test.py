@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 
 import torch
 
@@ -120,7 +121,7 @@ def train(rank, folder):
 
     torch.manual_seed(0)
     model = llama()
-    arguments = transformers.TrainingArguments("/nonexistent", use_cpu=True, report_to=[], max_steps=3, per_device_train_batch_size=2,
+    arguments = transformers.TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[], max_steps=3, per_device_train_batch_size=2,
                                                disable_tqdm=True, save_strategy="no", logging_steps=1)
     callbacks = [] if folder == "-" else [offloadd.TrainerCallback(nvme_path=folder, ram="128MiB", job="ranks")]
     made = transformers.Trainer(model=model, args=arguments, train_dataset=Data(), callbacks=callbacks)
