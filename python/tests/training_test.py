@@ -708,14 +708,14 @@ def unfrozen_by_name(run):
     return told + run.train(model, optimizer)
 
 
-@case(refused=1601, types=("fp32",), memory=("floor",))
-def unfrozen_unannounced_is_refused(run):
+@case(may_refuse=1601, types=("fp32",), memory=("floor",))
+def unfrozen_unannounced(run):
     model = run.model()
     model.blocks.requires_grad_(False)
     optimizer = AdamW(model.parameters(), 1e-3, fused=True)
     run.attach(model, optimizer)
     model.blocks.requires_grad_(True)
-    run.train(model, optimizer)
+    return run.train(model, optimizer)
 
 
 @case
