@@ -80,9 +80,7 @@ by_callback("callback_lora", make=with_adapters)
 by_callback("callback_neftune", neftune_noise_alpha=5.0)
 
 
-@case(refused=1604, types=("fp32",), memory=("floor",))
-def callback_with_adafactor_is_refused(run):
-    fit(run, run.make(llama), optim="adafactor")
+by_callback("callback_adafactor", optim="adafactor")
 
 
 @case(**FP32)
