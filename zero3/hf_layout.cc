@@ -125,7 +125,8 @@ absl::Status CheckTensorFits(const FileEntry* entry, const WantedTensor& wanted)
                      " in the checkpoint, ", ShapeText(wanted.shape), " in the model"));
   }
   const FileDtype dtype = entry->tensor.dtype;
-  if (wanted.any_type || dtype == FileDtype::kF32 || dtype == FileDtype::kBF16 || dtype == FileDtype::kF16) {
+  if (wanted.any_type || dtype == FileDtype::kF32 || dtype == FileDtype::kBF16 ||
+      dtype == FileDtype::kF16) {
     return absl::OkStatus();
   }
   return MakeError(ErrorId::kFileDtype,
