@@ -378,7 +378,8 @@ void Attachment::Close() {
 
 absl::Status SessionEnded(const std::string& subject) {
   return MakeError(ErrorId::kSessionEnded, absl::StrCat("the engine of ", subject, " is closed"),
-                   "Use the model while its offload::Engine lives");
+                   "Use the model while its offload::Engine lives, or open it with "
+                   "weights_at_close = memory");
 }
 
 }  // namespace offload::zero3

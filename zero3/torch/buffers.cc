@@ -31,6 +31,8 @@ uint64_t SizeBytes(const at::Tensor& tensor) { return tensor.numel() * tensor.el
 
 at::Tensor InOrder(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
+  // One that was constructed outside memory has no bytes to point to.
+  if (Residency::Of(tensor) != nullptr) return tensor.detach().clone(at::MemoryFormat::Contiguous);
   return tensor.detach().contiguous();
 }
 
