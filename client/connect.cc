@@ -342,6 +342,7 @@ std::vector<std::string> DaemonBinaryCandidates() {
   for (const std::string& directory : DirectoriesOfThisCode()) {
     candidates.push_back(absl::StrCat(directory, "/offloadd"));
     candidates.push_back(absl::StrCat(directory, "/../offloadd/offloadd"));
+    candidates.push_back(absl::StrCat(directory, "/../bin/offloadd"));  // installed: lib and bin
   }
   return candidates;
 }

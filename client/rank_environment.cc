@@ -11,7 +11,6 @@
 namespace offload::client {
 namespace {
 
-constexpr uint32_t kWorldSizeMax = 64;
 // Steps of Slurm that are no step of srun: batch scripts, interactive shells.
 constexpr uint64_t kFirstSpecialStep = 4'294'967'280;
 

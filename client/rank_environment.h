@@ -19,6 +19,8 @@
 
 namespace offload::client {
 
+inline constexpr uint32_t kWorldSizeMax = 64;
+
 struct World {
   uint32_t rank = 0;
   uint32_t world_size = 1;

@@ -90,7 +90,12 @@ std::shared_ptr<LanguageModel> NewModel(const Flags& flags, const ModelShape& sh
 }
 
 std::shared_ptr<Engine> OpenEngine(const Flags& flags, const ModelShape& shape) {
-  if (!flags.offload) return nullptr;
+  if (!flags.offload) {
+    // Under a launcher of several processes each would train a model of its own: refused.
+    setenv("OFFLOADD_DISABLE", "1", /*overwrite=*/1);
+    Engine::Open(Options());
+    return nullptr;
+  }
   Options options = Options::FromEnvironment();
   options.nvme_path = flags.nvme_path;
   options.ram = flags.ram;

@@ -250,6 +250,18 @@ TEST_F(OffloadctlTest, PlanAddsUpToTheBudget) {
   EXPECT_TRUE(plan["per_step"]["seconds"]["mixed"].is_number());
 }
 
+TEST_F(OffloadctlTest, PlanCountsTheRegionsOfAllRanks) {
+  const Json one = RunJson("plan", "--params 100M --ram 1GiB", 0);
+  const Json two = RunJson("plan", "--params 100M --ram 1GiB --ranks 2", 0);
+  const Json& memory = two["memory"];
+  EXPECT_EQ(memory["slab_bytes"].get<uint64_t>() + memory["region_bytes"].get<uint64_t>() +
+                memory["overhead_bytes"].get<uint64_t>(),
+            memory["sum_bytes"].get<uint64_t>());
+  EXPECT_LE(memory["sum_bytes"].get<uint64_t>(), uint64_t{1} << 30);
+  EXPECT_GT(two["floor_bytes"].get<uint64_t>(), one["floor_bytes"].get<uint64_t>());
+  EXPECT_EQ(RunJson("plan", "--params 100M --ram 1GiB --ranks 0", 2)["error"]["id"], "OFD-1002");
+}
+
 TEST_F(OffloadctlTest, PlanRefusesASmallBudgetWithBothFloors) {
   const Json plan = RunJson("plan", "--params 100M --ram 1MiB", 3);
   EXPECT_FALSE(plan["fits"].get<bool>());

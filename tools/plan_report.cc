@@ -56,14 +56,16 @@ void AddMemory(const zero3::Plan& plan, Answer& answer) {
   answer.data["gradient_bytes"] = plan.gradient_bytes;
   answer.data["store_bytes"] = plan.store_bytes;
   answer.data["scratch_bytes"] = plan.memory.scratch_bytes;
-  answer.data["memory"] = {{"sum_bytes", plan.total_bytes},
-                           {"slab_bytes", plan.slab.total_bytes},
-                           {"region_bytes", plan.memory.region_bytes},
-                           {"overhead_bytes", plan.overhead_bytes},
-                           {"window_bytes", plan.memory.window_bytes},
-                           {"pipeline_blocks", plan.memory.pipeline_blocks},
-                           {"resident_weight_bytes", plan.resident_weight_bytes},
-                           {"resident_state_bytes", plan.resident_state_bytes}};
+  answer.data["memory"] = {
+      {"sum_bytes", plan.total_bytes},
+      {"slab_bytes", plan.slab.total_bytes},
+      {"region_bytes",
+       plan.memory.region_bytes + (plan.memory.world_size - 1) * plan.memory.other_region_bytes},
+      {"overhead_bytes", plan.overhead_bytes},
+      {"window_bytes", plan.memory.window_bytes},
+      {"pipeline_blocks", plan.memory.pipeline_blocks},
+      {"resident_weight_bytes", plan.resident_weight_bytes},
+      {"resident_state_bytes", plan.resident_state_bytes}};
   answer.data["gradients_spilled"] = plan.gradients_spilled;
   answer.data["floor_bytes"] = plan.floor_bytes;
   answer.data["floor_without_spilling_bytes"] = plan.floor_without_spilling_bytes;

@@ -15,7 +15,7 @@ import torch
 from . import in_memory, served
 from .errors import Error
 from .library import Engine, is_disabled
-from .optimizer import Part, Recipe, check_fresh
+from .optimizer import Foreign, check_fresh, recipe_of
 
 _log = logging.getLogger("offloadd")
 
@@ -232,6 +232,7 @@ class Handle:
         self.job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
         self.nvme_path = str(options.get("nvme_path") or os.environ.get("OFFLOADD_POOL"))
         self._parts = []
+        self.last_step = 0  # when it was closed
         self._attach(models, unfreeze)
         _open_handles.add(self)
         for model in models:
@@ -242,8 +243,11 @@ class Handle:
             _check_model(model)
         recipes = []
         for optimizer in self.optimizers:
-            check_fresh(optimizer)
-            recipes.append(Recipe(optimizer))
+            former = check_fresh(optimizer)
+            if former is not None and self._engine.step_count() == 0:
+                raise Error.of(1604, f"the optimizer's moments are in job {former}, and this is a new one",
+                               f"Attach to job {former}, or make a new optimizer")
+            recipes.append(recipe_of(optimizer))
         kinds = {recipe.kind for recipe in recipes}
         if len(kinds) > 1:
             raise Error.of(1604, f"one job with optimizers of several kinds ({', '.join(sorted(kinds))})",
@@ -251,7 +255,10 @@ class Handle:
         self._check_once()
         named = _with_strangers(_names_of(models), self.optimizers)
         buffers = [buffer for model in models for buffer in model.buffers() if buffer is not None]
-        parts = [Part(self, optimizer, recipe) for optimizer, recipe in zip(self.optimizers, recipes)]
+        if any(recipe.is_foreign for recipe in recipes) and self._engine.step_count() > 0:
+            raise Error.of(1604, f"the job is at step {self._engine.step_count()}, but what {recipes[0].name} keeps is in memory and is not "
+                                 "part of it", "Begin a new job with the saved weights, or use AdamW, Adam, SGD, Adagrad or RMSprop of torch.optim")
+        parts = [recipe.part(self, optimizer) for optimizer, recipe in zip(self.optimizers, recipes)]
         values = [row for part in parts for row in part.group_values()]
         unfrozen = _to_unfreeze(named, unfreeze)
         for parameter in unfrozen:
@@ -292,6 +299,11 @@ class Handle:
         if self._engine is None:
             raise Error.of(1802, f"job {self.job} is closed", "Attach again, to the same job: it continues at its last step")
         return self._engine
+
+    def commit(self):
+        """A step of an optimizer that runs in this process."""
+        kind = Foreign.kind
+        self._running().apply(kind, [[]], [[0.0] * len(Engine.parameters_of(kind))])
 
     def apply(self, kind, groups, values):
         self._running().apply(kind, groups, values)
@@ -438,9 +450,11 @@ class Handle:
 
     def close(self):
         """Drains what was stepped and ends the job. The model's parameters cannot be used after it."""
-        engine, self._engine = self._engine, None
-        if engine is None:
+        if self._engine is None:
             return
+        if os.getpid() == self._process:
+            self.last_step = self._engine.step_count()
+        engine, self._engine = self._engine, None
         if os.getpid() == self._process:
             engine.close()
             _run_as_before()

@@ -9,6 +9,7 @@ import os
 import torch
 
 from . import served
+from .optimizer import recipe_of
 
 
 class _WithMasters:
@@ -127,15 +128,18 @@ class Handle:
         self.nvme_path = str(options.get("nvme_path") or "")
         self.step, self.trainer_state = 0, b""
         for optimizer in optimizers:
-            if _is_narrow(optimizer):
+            if _is_narrow(optimizer) and not recipe_of(optimizer).is_foreign:
                 cls = type(optimizer)
                 optimizer._masters = Masters(cls, optimizer)
                 optimizer._step_supports_amp_scaling = False
                 optimizer.__class__ = _class_with_masters(cls)
-            optimizer.register_step_post_hook(self._count)
+            depth = []  # a step() that calls that of its base class is one step
+            optimizer.register_step_pre_hook(lambda *_, depth=depth: depth.append(0))
+            optimizer.register_step_post_hook(lambda *_, depth=depth: self._count(depth))
 
-    def _count(self, *_):
-        self.step += 1
+    def _count(self, depth):
+        depth.pop()
+        self.step += not depth
 
     @property
     def optimizer(self):

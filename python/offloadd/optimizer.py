@@ -16,6 +16,7 @@ from .errors import Error
 from .library import Engine
 
 _log = logging.getLogger("offloadd")
+_told = set()
 
 # A daemon's AdamWFlavour: whose roundings the update has.
 FUSED, LERP = 0.0, 1.0
@@ -53,7 +54,6 @@ _SERVED = {
     torch.optim.Adagrad: (lambda group: "adagrad", _adagrad, True),
     torch.optim.RMSprop: (lambda group: "rmsprop", _rmsprop, True),
 }
-_WAY_OUT = "Use one of torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop"
 
 
 def _step_function(cls):
@@ -63,22 +63,39 @@ def _step_function(cls):
     return function
 
 
-def _refuse(what, fix=_WAY_OUT):
+def _refuse(what, fix):
     raise Error.of(1604, what, fix)
+
+
+def _base_of(cls):
+    """The class of the table whose step() it has, None when it has another one."""
+    base = next((known for known in cls.__mro__ if known in _SERVED), None)
+    return base if base is not None and _step_function(cls) is _step_function(base) else None
+
+
+def recipe_of(optimizer):
+    return Foreign(optimizer) if _base_of(type(optimizer)) is None else Recipe(optimizer)
+
+
+class Foreign:
+    """An optimizer that the daemon does not have. It runs as it is, in this process, weight by weight; what it keeps is in memory."""
+
+    is_foreign, kind = True, "sgd"  # which keeps nothing
+
+    def __init__(self, optimizer):
+        self.name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+    def part(self, handle, optimizer):
+        return ForeignPart(handle, optimizer, self.name)
 
 
 class Recipe:
     """How an optimizer is said to the daemon."""
 
+    is_foreign = False
+
     def __init__(self, optimizer):
-        cls = type(optimizer)
-        base = next((known for known in cls.__mro__ if known in _SERVED), None)
-        name = f"{cls.__module__}.{cls.__qualname__}"
-        if base is None:
-            _refuse(f"optimizer {name} is not implemented by the daemon")
-        if _step_function(cls) is not _step_function(base):
-            _refuse(f"optimizer {name} has a step() of its own, which the daemon does not know",
-                    f"Use torch.optim.{base.__name__} itself, and do the rest in step hooks or around step()")
+        base = _base_of(type(optimizer))
         self.name = base.__name__
         self.kind_of, self._values_of, self.counts = _SERVED[base]
         kinds = {self.kind_of(group) for group in optimizer.param_groups}
@@ -104,6 +121,9 @@ class Recipe:
 
     def planes(self, values):
         return Engine.planes_of(self.kind, values)
+
+    def part(self, handle, optimizer):
+        return Part(handle, optimizer, self)
 
 
 def _refuse_write(*_, **__):
@@ -301,16 +321,61 @@ def _check_own_step(optimizer):
 
 
 def check_fresh(optimizer):
-    if isinstance(optimizer, _Offloaded):
-        _refuse("the optimizer is attached already", "Make an optimizer for each attach()")
+    """Refuses what cannot be attached. One whose job is closed becomes what it was before; returns that job when it has moments there."""
+    part = getattr(optimizer, "_offload_part", None)
+    if part is not None:
+        if part.handle.is_open:
+            _refuse("the optimizer is attached already", "Make an optimizer for each attach(), or close() its handle before")
+        part.release()
+        return part.handle.job if part.handle.last_step > 0 and not part.is_foreign else None
     _check_own_step(optimizer)
-    if has_stepped(optimizer):
+    if _base_of(type(optimizer)) is not None and has_stepped(optimizer):
         _refuse("the optimizer has stepped before: its moments are in memory, and a job cannot begin with them",
                 "Attach before the first step(), or resume the job that has the moments")
+    return None
+
+
+class ForeignPart:
+    """Counts the steps of an optimizer that runs in this process: each is one of the job."""
+
+    is_foreign = True
+
+    def __init__(self, handle, optimizer, name):
+        self.handle, self.optimizer, self.name = handle, optimizer, name
+        self._depth = 0
+
+    def group_values(self):
+        parameters = Engine.parameters_of(Foreign.kind)
+        return [[0.0] * len(parameters)]
+
+    def swap(self):
+        self.optimizer._offload_part = self
+        # A step() that calls that of its base class is one step.
+        self._hooks = [self.optimizer.register_step_pre_hook(self._begin), self.optimizer.register_step_post_hook(self._end)]
+
+    def release(self):
+        for hook in self._hooks:
+            hook.remove()
+        del self.optimizer._offload_part
+
+    def tell_flavour(self):
+        _log.warning("offloadd: %s runs in this process; what it keeps is in memory and is not part of the job, which cannot be resumed",
+                     self.name)
+
+    def _begin(self, *_):
+        self._depth += 1
+
+    def _end(self, *_):
+        self._depth -= 1
+        if self._depth <= 0:
+            self._depth = 0
+            self.handle.commit()
 
 
 class Part:
     """One optimizer of a job: reads its groups, says them to the engine, shows its state."""
+
+    is_foreign = False
 
     def __init__(self, handle, optimizer, recipe):
         self.handle, self.optimizer, self.recipe = handle, optimizer, recipe
@@ -338,11 +403,19 @@ class Part:
             optimizer.step = again
         self._checked = len(optimizer.param_groups)
 
+    def release(self):
+        optimizer = self.optimizer
+        optimizer.__class__ = type(optimizer)._offload_class
+        optimizer.__dict__["state"] = collections.defaultdict(dict)
+        del optimizer._offload_part
+
     def tell_flavour(self):
         """Once: whose roundings these are."""
-        if self.recipe.name in ("Adam", "AdamW") and not all(group.get("fused") for group in self.optimizer.param_groups):
-            _log.info("offloadd: %s without fused=True: equal to torch's up to the last bit of its square root; with fused=True bit for bit",
-                      self.recipe.name)
+        has_fused = self.recipe.name in ("Adam", "AdamW", "Adagrad")
+        if has_fused and not all(group.get("fused") for group in self.optimizer.param_groups) and self.recipe.name not in _told:
+            _told.add(self.recipe.name)
+            _log.warning("offloadd: %s without fused=True is equal to torch's up to the last bit of a square root; with fused=True bit for bit",
+                         self.recipe.name)
 
     # ---- The step ----
 

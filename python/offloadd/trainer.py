@@ -21,7 +21,7 @@ import transformers
 from . import handle as handles
 from .errors import Error
 from .library import is_disabled
-from .optimizer import has_stepped
+from .optimizer import has_stepped, recipe_of
 
 _log = logging.getLogger("offloadd")
 _MAGIC = "offloadd.TrainerCallback"
@@ -74,7 +74,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 return  # train() again
             self.handle.close()
         loaded = {}
-        if not is_disabled() and has_stepped(optimizer) and state.global_step > 0:
+        if not is_disabled() and not recipe_of(optimizer).is_foreign and has_stepped(optimizer) and state.global_step > 0:
             loaded = dict(optimizer.state)  # of the checkpoint
             optimizer.state.clear()
         self.handle = handles.attach(model, optimizer, **self.options)

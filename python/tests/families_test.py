@@ -5,10 +5,14 @@ import os
 import sys
 
 import torch
-import transformers
 
 import offloadd
-from battery import case, main
+from battery import case, leave_out, main
+
+try:
+    import transformers
+except ImportError:
+    leave_out("transformers is not installed (tools/setup)")
 
 FP32 = {"types": ("fp32",)}
 IDS = 128

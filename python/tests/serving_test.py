@@ -203,21 +203,6 @@ def writing_into_numpy_is_refused(run):
     return "written and lost"
 
 
-def refused_access(look, name):
-    def function(run):
-        model, _ = started(run)
-        look(model.head.weight)
-
-    function.__name__ = name
-    case(function, refused=1603, types=("fp32",), memory=("floor",))
-
-
-refused_access(lambda p: p.data_ptr(), "address_is_refused")
-refused_access(lambda p: p.untyped_storage().data_ptr(), "address_of_a_storage_is_refused")
-refused_access(lambda p: p.share_memory_(), "sharing_memory_is_refused")
-refused_access(lambda p: numpy.from_dlpack(p.detach()), "dlpack_is_refused")
-
-
 # ---- The optimizer -----------------------------------------------------------------------------
 
 

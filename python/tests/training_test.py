@@ -57,16 +57,28 @@ trains(lambda p: SGD(p, 0.1, weight_decay=0.1, maximize=True))("sgd_maximize")
 trains(lambda p: SGD(p, torch.tensor(0.1), momentum=0.9, foreach=True))("sgd_foreach_lr_tensor")
 
 REFUSED = {"refused": 1604, "types": ("fp32",), "memory": ("floor",)}
-trains(lambda p: torch.optim.Adafactor(p), **REFUSED)("adafactor_is_refused")
-trains(lambda p: torch.optim.NAdam(p), **REFUSED)("nadam_is_refused")
-trains(lambda p: torch.optim.LBFGS(p), **REFUSED)("lbfgs_is_refused")
 trains(lambda p: SGD(p, 0.1, differentiable=True), **REFUSED)("differentiable_is_refused")
 trains(lambda p: SGD(p, 0.1, fused=True), **REFUSED)("sgd_fused_is_refused")
 
 
 class OwnStep(AdamW):
     def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] *= 0.9
         return super().step(closure)
+
+
+class SignDescent(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad.sign(), alpha=-group["lr"])
+                    self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
 
 
 class Renamed(AdamW):
@@ -74,7 +86,52 @@ class Renamed(AdamW):
         return [group["lr"] for group in self.param_groups]
 
 
-trains(lambda p: OwnStep(p), **REFUSED)("step_of_a_subclass_is_refused")
+# What the daemon does not have runs in this process.
+trains(lambda p: torch.optim.Adafactor(p))("adafactor")
+trains(lambda p: torch.optim.NAdam(p))("nadam")
+trains(lambda p: torch.optim.RAdam(p), types=("fp32",))("radam")
+trains(lambda p: torch.optim.Adamax(p), types=("fp32",))("adamax")
+trains(lambda p: torch.optim.Adadelta(p), types=("fp32",))("adadelta")
+trains(lambda p: torch.optim.Rprop(p), types=("fp32",))("rprop")
+trains(lambda p: torch.optim.ASGD(p), types=("fp32",))("asgd")
+trains(lambda p: OwnStep(p, 1e-3))("step_of_a_subclass")
+trains(lambda p: SignDescent(p, 1e-3))("optimizer_of_ones_own")
+
+
+@case
+def lbfgs(run):
+    model = run.model()
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
+    handle = run.attach(model, optimizer)
+    told = []
+    for step in range(2):
+        def again():
+            optimizer.zero_grad()
+            loss = run.loss(model, step)
+            loss.backward()
+            return loss
+
+        told.append(optimizer.step(again).item())
+    return told, handle.step, optimizer.state_dict()["state"][0]["n_iter"]
+
+
+@case(types=("fp32",))
+def state_of_an_optimizer_in_this_process(run):
+    model = run.model()
+    optimizer = SignDescent(model.parameters(), 1e-3)
+    handle = run.attach(model, optimizer)
+    run.train(model, optimizer)
+    return [state["steps"] for state in optimizer.state.values()], handle.step
+
+
+@case(refused=1604, types=("fp32",), memory=("floor",))
+def job_of_an_optimizer_in_this_process_is_not_resumed(run):
+    for _ in range(2):
+        model = run.model()
+        optimizer = SignDescent(model.parameters(), 1e-3)
+        handle = run.attach(model, optimizer, job="own")
+        run.train(model, optimizer)
+        handle.close()
 
 
 @case
@@ -651,14 +708,14 @@ def unfrozen_by_name(run):
     return told + run.train(model, optimizer)
 
 
-@case(refused=1601, types=("fp32",), memory=("floor",))
-def unfrozen_unannounced_is_refused(run):
+@case(may_refuse=1601, types=("fp32",), memory=("floor",))
+def unfrozen_unannounced(run):
     model = run.model()
     model.blocks.requires_grad_(False)
     optimizer = AdamW(model.parameters(), 1e-3, fused=True)
     run.attach(model, optimizer)
     model.blocks.requires_grad_(True)
-    run.train(model, optimizer)
+    return run.train(model, optimizer)
 
 
 @case
@@ -933,6 +990,20 @@ def closed_and_attached_again(run):
         optimizer = AdamW(model.parameters(), 1e-3, fused=True)
         assert run.attach(model, optimizer, job="again").step == 3
     return told + run.train(model, optimizer, first=3)
+
+
+@case(types=("fp32",))
+def closed_and_the_same_objects_attached_again(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    scheduler = schedulers.CosineAnnealingLR(optimizer, 8)
+    handle = run.attach(model, optimizer, **({"job": "again"} if run.offloaded else {}))
+    told = run.train(model, optimizer, scheduler=scheduler)
+    if run.offloaded:
+        handle.close()
+        run.handles.clear(), run.models.clear()
+        run.attach(model, optimizer, job="again")
+    return told + run.train(model, optimizer, first=3, scheduler=scheduler)
 
 
 @case(types=("fp32",))

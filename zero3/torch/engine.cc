@@ -194,7 +194,10 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
   const client::World world = zero3::WorldOf(options);
   if (zero3::IsDisabled()) {
     if (world.world_size == 1) return std::make_shared<zero3::InMemoryEngine>();
-    zero3::ThrowStatus(MakeError(ErrorId::kBadValue, "OFFLOADD_DISABLE is set for several ranks",
+    zero3::ThrowStatus(MakeError(ErrorId::kBadValue,
+                                 absl::StrCat(world.world_size,
+                                              " ranks cannot train in memory: nobody would add "
+                                              "their gradients (OFFLOADD_DISABLE, --offload off)"),
                                  "Compare with one process that takes all micro-batches"));
   }
   if (options.nvme_path.empty())

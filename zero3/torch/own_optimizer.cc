@@ -76,11 +76,11 @@ Table& OfProcess() {
 void CopyOptions(Optimizer& from, Optimizer& to) {
   auto &source = from.param_groups(), &target = to.param_groups();
   if (source.size() != target.size()) {
-    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
-                          absl::StrCat("the optimizer has ", source.size(),
-                                       " groups of parameters, it was attached with ",
-                                       target.size()),
-                          "Add all groups before Engine::Attach"));
+    ThrowStatus(
+        MakeError(ErrorId::kUnsupportedOptimizer,
+                  absl::StrCat("the optimizer has ", source.size(),
+                               " groups of parameters, it was attached with ", target.size()),
+                  "Add all groups before Engine::Attach"));
   }
   for (size_t i = 0; i < source.size(); ++i)
     target[i].set_options(source[i].has_options() ? source[i].options().clone()
@@ -119,6 +119,22 @@ void RefuseFile(const Optimizer* own) {
                 "Start the program again with the same job: it continues at the last step"));
 }
 
+// Throws when libtorch's functions stand in front of ours: its own step() would be called, and the
+// job would never hear of it.
+void CheckIsInFront() {
+  void* const first =
+      ::dlsym(RTLD_DEFAULT, "_ZN5torch5optim3SGD4stepESt8functionIFN2at6TensorEvEE");
+  Dl_info theirs{}, ours{};
+  const bool known = first != nullptr && ::dladdr(first, &theirs) != 0 &&
+                     ::dladdr(reinterpret_cast<const void*>(&CheckIsInFront), &ours) != 0;
+  if (known && theirs.dli_fbase == ours.dli_fbase) return;
+  ThrowStatus(MakeError(
+      ErrorId::kUnsupportedOptimizer,
+      "the program links libtorch before offload, which then cannot serve an optimizer object of "
+      "torch's",
+      "Link offload first, or make the optimizer with engine->AdamW(…) or its siblings"));
+}
+
 }  // namespace
 
 void Divert(Optimizer& own, std::shared_ptr<Optimizer> inner) {
@@ -134,6 +150,8 @@ void Undivert(const Optimizer& own) { OfProcess().Erase(own); }
 void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimizer) {
   std::optional<zero3::NamedOptimizer> named = zero3::NamedAs(optimizer);
   const ParamGroups groups = optimizer.param_groups();
+  if (named.has_value() || dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr)
+    zero3::CheckIsInFront();
   if (named.has_value()) {
     std::shared_ptr<torch::optim::Optimizer> inner =
         MakeOptimizer(module, groups, *std::move(named));
@@ -157,24 +175,25 @@ Engine::~Engine() {
 
 // ---- In front of libtorch -----------------------------------------------------------------------
 
-// An exported definition in the program hides libtorch's, whose tables of virtual functions name it.
-#define OFFLOAD_DIVERT(Class, mangled)                                                         \
-  at::Tensor Class::step(LossClosure closure) {                                                \
-    static const auto next = offload::zero3::Next<offload::zero3::StepFunction>(               \
-        "_ZN5torch5optim" mangled "4stepESt8functionIFN2at6TensorEvEE");                       \
-    return offload::zero3::Step(this, std::move(closure), next);                               \
-  }                                                                                            \
-  void Class::save(serialize::OutputArchive& archive) const {                                  \
-    static const auto next = offload::zero3::Next<offload::zero3::SaveFunction>(               \
-        "_ZNK5torch5optim" mangled "4saveERNS_9serialize13OutputArchiveE");                    \
-    offload::zero3::RefuseFile(this);                                                          \
-    next(this, archive);                                                                       \
-  }                                                                                            \
-  void Class::load(serialize::InputArchive& archive) {                                         \
-    static const auto next = offload::zero3::Next<offload::zero3::LoadFunction>(               \
-        "_ZN5torch5optim" mangled "4loadERNS_9serialize12InputArchiveE");                      \
-    offload::zero3::RefuseFile(this);                                                          \
-    next(this, archive);                                                                       \
+// An exported definition in the program hides libtorch's, whose tables of virtual functions name
+// it.
+#define OFFLOAD_DIVERT(Class, mangled)                                           \
+  at::Tensor Class::step(LossClosure closure) {                                  \
+    static const auto next = offload::zero3::Next<offload::zero3::StepFunction>( \
+        "_ZN5torch5optim" mangled "4stepESt8functionIFN2at6TensorEvEE");         \
+    return offload::zero3::Step(this, std::move(closure), next);                 \
+  }                                                                              \
+  void Class::save(serialize::OutputArchive& archive) const {                    \
+    static const auto next = offload::zero3::Next<offload::zero3::SaveFunction>( \
+        "_ZNK5torch5optim" mangled "4saveERNS_9serialize13OutputArchiveE");      \
+    offload::zero3::RefuseFile(this);                                            \
+    next(this, archive);                                                         \
+  }                                                                              \
+  void Class::load(serialize::InputArchive& archive) {                           \
+    static const auto next = offload::zero3::Next<offload::zero3::LoadFunction>( \
+        "_ZN5torch5optim" mangled "4loadERNS_9serialize12InputArchiveE");        \
+    offload::zero3::RefuseFile(this);                                            \
+    next(this, archive);                                                         \
   }
 
 namespace torch::optim {

@@ -25,10 +25,12 @@ namespace {
 constexpr uint64_t kConversionElements = 64 * 1024;
 
 constexpr std::pair<at::ScalarType, FileDtype> kDtypes[] = {
-    {at::kFloat, FileDtype::kF32}, {at::kBFloat16, FileDtype::kBF16}, {at::kHalf, FileDtype::kF16},
-    {at::kDouble, FileDtype::kF64}, {at::kLong, FileDtype::kI64},     {at::kInt, FileDtype::kI32},
-    {at::kShort, FileDtype::kI16}, {at::kChar, FileDtype::kI8},       {at::kByte, FileDtype::kU8},
-    {at::kBool, FileDtype::kBool}, {at::kComplexFloat, FileDtype::kC64},
+    {at::kFloat, FileDtype::kF32},        {at::kBFloat16, FileDtype::kBF16},
+    {at::kHalf, FileDtype::kF16},         {at::kDouble, FileDtype::kF64},
+    {at::kLong, FileDtype::kI64},         {at::kInt, FileDtype::kI32},
+    {at::kShort, FileDtype::kI16},        {at::kChar, FileDtype::kI8},
+    {at::kByte, FileDtype::kU8},          {at::kBool, FileDtype::kBool},
+    {at::kComplexFloat, FileDtype::kC64},
 };
 
 std::optional<FileDtype> FileDtypeOf(at::ScalarType dtype) {
@@ -168,8 +170,8 @@ absl::Status WeightFile::ReadBuffer(const FileWeight& buffer) {
   const FileEntry* const entry = checkpoint_.Find(buffer.name);
   OFFLOAD_CHECK(entry != nullptr) << buffer.name;
   const std::optional<at::ScalarType> dtype = ScalarTypeOf(entry->tensor.dtype);
-  if (!dtype.has_value() ||
-      (*dtype != buffer.dtype && !(c10::isFloatingType(*dtype) && c10::isFloatingType(buffer.dtype)))) {
+  if (!dtype.has_value() || (*dtype != buffer.dtype &&
+                             !(c10::isFloatingType(*dtype) && c10::isFloatingType(buffer.dtype)))) {
     return MakeError(ErrorId::kFileDtype,
                      absl::StrCat("buffer '", buffer.name, "' has the type ",
                                   std::string(FileDtypeName(entry->tensor.dtype))));
@@ -187,9 +189,8 @@ absl::Status WeightFile::ReadBuffer(const FileWeight& buffer) {
 absl::Status AppendBuffer(const FileWeight& buffer, HfCheckpointWriter& writer) {
   const at::NoGradGuard no_grad;
   const at::Tensor bytes = buffer.tensor.detach().contiguous();
-  return writer.Append(buffer.name,
-                       std::span(static_cast<const std::byte*>(bytes.const_data_ptr()),
-                                 bytes.numel() * bytes.element_size()));
+  return writer.Append(buffer.name, std::span(static_cast<const std::byte*>(bytes.const_data_ptr()),
+                                              bytes.numel() * bytes.element_size()));
 }
 
 absl::Status WeightFile::Read(const FileWeight& weight, uint64_t first_element,

@@ -1,0 +1,121 @@
+"""Installs into a folder, builds examples/cmake there with CMake and with pkg-config, and trains with it.
+
+Usage: install_test.py LIBRARY HEADER DAEMON TOOL VERSION_HEADER
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import unittest
+
+FILES = {}
+HERE = os.path.dirname(os.path.abspath(__file__))
+EXAMPLE = os.path.join(os.path.dirname(HERE), "examples", "cmake")
+
+
+def call(*words, expect=0, **options):
+    """Runs a program; returns what it said."""
+    result = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, **options)
+    if result.returncode != expect:
+        raise AssertionError(f"{words} ended with {result.returncode}:\n{result.stdout}")
+    return result.stdout
+
+
+def install(prefix, expect=0, **instead):
+    """Installs into a prefix; returns what was said."""
+    files = FILES | instead
+    return call(sys.executable, os.path.join(HERE, "install.py"), "--prefix", prefix,
+                *(word for name, path in files.items() for word in (f"--{name}", path)), expect=expect)
+
+
+def losses(text):
+    """Returns the lines of a trainer that say a loss."""
+    return [line for line in text.splitlines() if line.startswith("step ")]
+
+
+class InstallTest(unittest.TestCase):
+    """All cases share one prefix: a compilation takes half a minute."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.folder = tempfile.mkdtemp(dir=os.environ.get("TEST_TMPDIR"))
+        cls.prefix = os.path.join(cls.folder, "prefix")
+        install(cls.prefix)
+        cls.source = os.path.join(cls.folder, "example")
+        shutil.copytree(EXAMPLE, cls.source)
+        # No other offload is to be found, and none of Bazel's outputs.
+        cls.environment = {"PATH": os.environ["PATH"], "HOME": cls.folder}
+
+    @classmethod
+    def tearDownClass(cls):
+        shutil.rmtree(cls.folder)
+
+    def test_a_trainer_of_ones_own_is_built_with_cmake_and_resumes(self):
+        build, pool = os.path.join(self.folder, "build"), os.path.join(self.folder, "pool")
+        os.mkdir(pool)
+        call("cmake", "-S", self.source, "-B", build, f"-DCMAKE_PREFIX_PATH={self.prefix}", env=self.environment)
+        call("cmake", "--build", build, env=self.environment)
+        trainer = os.path.join(build, "trainer")
+        runs = [losses(call(trainer, pool, env=self.environment)) for _ in range(2)]
+        self.assertEqual([line.split()[1] for run in runs for line in run], [str(step) for step in range(1, 11)])
+
+        in_memory = losses(call(trainer, pool, env=self.environment | {"OFFLOADD_DISABLE": "1"}))
+        self.assertEqual(runs[0], in_memory)
+        jobs = call(os.path.join(self.prefix, "bin", "offloadctl"), "ls", pool, env=self.environment)
+        self.assertIn("cmake-example", jobs)
+
+    def test_the_library_shows_its_header_and_nothing_else(self):
+        library = os.path.join(self.prefix, "lib", "liboffload.so")
+        symbols = call("nm", "--dynamic", "--defined-only", "--extern-only", "--demangle", library).splitlines()
+        names = [line.split(maxsplit=2)[2] for line in symbols]
+        self.assertTrue(any(name.startswith("offload::Engine::Open(") for name in names), names)
+        # The linker shows copies of the C++ library's own inline functions, whatever the script says.
+        foreign = [name for name in names if not re.match(r"OFFLOAD_0|std::|.*offload::|torch::optim::\w+::(step|save|load)\(", name)]
+        self.assertEqual(foreign, [])
+        self.assertEqual([name for name in names if "zero3::" in name and "NamedOptimizer" not in name], [])
+
+    def test_pkg_config_names_flags_that_compile_and_link(self):
+        environment = self.environment | {"PKG_CONFIG_PATH": os.path.join(self.prefix, "lib", "pkgconfig")}
+        flags = call("pkg-config", "--cflags", "--libs", "offload", env=environment).split()
+        self.assertIn("-DNDEBUG", flags)
+        source = os.path.join(self.folder, "says.cc")
+        with open(source, "w", encoding="utf-8") as file:
+            # The header of the library without torch's: an Error crosses its border.
+            file.write("""#include <offload/torch.h>
+                          int main() {
+                            try { offload::Options options; options.nvme_path = "."; options.ram = "much"; offload::Engine::Open(options); }
+                            catch (const offload::Error& error) { return error.id() != 0 ? 7 : 8; }
+                            return 9;
+                          }""")
+        program = os.path.join(self.folder, "says")
+        call("g++", "-std=c++17", source, *flags, "-o", program)
+        call(program, expect=7, env=self.environment)
+
+    def test_another_torch_is_refused_by_name(self):
+        other = os.path.join(self.folder, "libtorch")
+        os.makedirs(os.path.join(other, "include", "torch"))
+        with open(os.path.join(other, "include", "torch", "version.h"), "w", encoding="utf-8") as file:
+            file.write("#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 4\n#define TORCH_VERSION_PATCH 1\n")
+        said = call("cmake", "-S", self.source, "-B", os.path.join(self.folder, "refused"),
+                    f"-DCMAKE_PREFIX_PATH={self.prefix}", f"-DTORCH_DIR={other}", expect=1, env=self.environment)
+        said = " ".join(said.split())
+        self.assertIn("offload was built with libtorch 2.11", said)
+        self.assertIn("is 2.4: install that release", said)
+
+    def test_the_manual_says_the_release(self):
+        with open(os.path.join(self.prefix, "share", "man", "man1", "offloadctl.1"), encoding="utf-8") as file:
+            text = file.read()
+        release = re.match(r"offloadctl ([0-9.]+)", call(os.path.join(self.prefix, "bin", "offloadctl"), "version")).group(1)
+        self.assertIn(f'"offload {release}"', text)
+
+    def test_a_library_without_torch_is_refused(self):
+        said = install(os.path.join(self.folder, "elsewhere"), expect=1, library=FILES["daemon"])
+        self.assertIn("names no folder with libtorch_cpu.so", said)
+
+
+if __name__ == "__main__":
+    FILES = dict(zip(("library", "header", "daemon", "tool", "version-header"), map(os.path.abspath, sys.argv[1:6])))
+    unittest.main(argv=sys.argv[:1])
