@@ -172,10 +172,18 @@ def accelerated(run, micro=1, prepared_first=False, saved=False):
     return told
 
 
-case(types=("fp32",))(lambda run: accelerated(run))
-case(types=("fp32",))(lambda run: accelerated(run, micro=2))
-case(types=("fp32",))(lambda run: accelerated(run, prepared_first=True))
-case(types=("fp32",))(lambda run: accelerated(run, saved=True))
+def by_accelerate(name, **options):
+    def function(run):
+        return accelerated(run, **options)
+
+    function.__name__ = name
+    case(function, **FP32)
+
+
+by_accelerate("accelerate")
+by_accelerate("accelerate_accumulation", micro=2)
+by_accelerate("accelerate_prepared_before", prepared_first=True)
+by_accelerate("accelerate_saves_and_loads", saved=True)
 
 
 # ---- Lightning ---------------------------------------------------------------------------------
