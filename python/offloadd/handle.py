@@ -20,8 +20,9 @@ from .optimizer import Foreign, check_fresh, recipe_of
 _log = logging.getLogger("offloadd")
 
 OPTIONS = ("nvme_path", "ram", "job", "io", "durability", "generations", "update_threads", "spill_gradients", "rank", "world_size",
-           "local_rank", "local_world_size", "run_id", "gradient_average")
-_STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "budget_bytes", "durable_step", "wait_seconds")
+           "local_rank", "local_world_size", "run_id", "gradient_average", "raw_access", "weights_at_close")
+_STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "budget_bytes", "durable_step", "wait_seconds",
+               "raw_accesses")
 _PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_bytes", "pipeline_bytes", "resident_bytes",
          "region_bytes", "overhead_bytes", "total_bytes", "gradients_spilled", "read_bytes_per_parameter",
          "write_bytes_per_parameter", "floor_bytes", "floor_without_spilling_bytes")
@@ -151,6 +152,27 @@ def _names_of(models):
     return named
 
 
+# Types of buffers that are committed; others (complex tables) are constants.
+_BUFFER_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+                 torch.bool)
+
+
+def _buffers_of(models):
+    """(name, buffer) of those that belong to a state_dict (running statistics, masks): they stay in memory, and are committed with every
+    step."""
+    named = []
+    for n, model in enumerate(models):
+        prefix = "" if n == 0 else f"{n}/"
+        for path, module in model.named_modules(remove_duplicate=False):
+            for key, buffer in module._buffers.items():
+                if buffer is None or key in module._non_persistent_buffers_set:
+                    continue
+                if buffer.device.type == "cpu" and buffer.layout == torch.strided and buffer.dtype in _BUFFER_TYPES:
+                    name = f"{path}.{key}" if path else key
+                    named.append((prefix + name.replace("_orig_mod.", ""), buffer))
+    return named
+
+
 def _with_strangers(named, optimizers):
     """Parameters that an optimizer has and no model."""
     known = {id(parameter) for _, parameter in named}
@@ -254,7 +276,7 @@ class Handle:
                            "Use optimizers of one kind for all parts of a job, or a job for each")
         self._check_once()
         named = _with_strangers(_names_of(models), self.optimizers)
-        buffers = [buffer for model in models for buffer in model.buffers() if buffer is not None]
+        buffers = _buffers_of(models)
         if any(recipe.is_foreign for recipe in recipes) and self._engine.step_count() > 0:
             raise Error.of(1604, f"the job is at step {self._engine.step_count()}, but what {recipes[0].name} keeps is in memory and is not "
                                  "part of it", "Begin a new job with the saved weights, or use AdamW, Adam, SGD, Adagrad or RMSprop of torch.optim")
@@ -266,7 +288,8 @@ class Handle:
         try:
             self._identities = {id(parameter) for _, parameter in named}
             self._trained = {id(parameter) for _, parameter in named if parameter.requires_grad}
-            self._engine.attach([name for name, _ in named], [parameter for _, parameter in named], buffers, recipes[0].kind, values)
+            self._engine.attach([name for name, _ in named], [parameter for _, parameter in named],
+                                [name for name, _ in buffers], [buffer for _, buffer in buffers], recipes[0].kind, values)
             self._read_mark()
             self._engine.seal()
         finally:
@@ -498,6 +521,10 @@ def attach(model, optimizer, *, nvme_path=None, ram=None, job=None, config=None,
     config           a configuration (docs/python.md)
     unfreeze         frozen parameters that will be trained later: True, names (patterns), or parameters
     initial_weights  a safetensors file or folder that a new job takes its weights from
+
+    raw_access       "serve": pointers (data_ptr(), kernels of one's own) bring a tensor to memory until the end of the step; "error":
+                     they are refused
+    weights_at_close "released", or "memory": the model is an ordinary one when the job is closed
 
     Further options: io, durability, generations, update_threads, spill_gradients, and rank … for launchers of one's own.
     """

@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import ctypes
 import gc
 import io
 import os
@@ -201,6 +202,34 @@ def writing_into_numpy_is_refused(run):
     except ValueError:
         return "refused"
     return "written and lost"
+
+
+def refused_access(look, name):
+    def function(run):
+        model = run.model()
+        run.attach(model, SGD(model.parameters(), 0.1), raw_access="error")
+        run.loss(model, 0).backward()
+        look(model.head.weight)
+
+    function.__name__ = name
+    case(function, refused=1603, types=("fp32",), memory=("floor",))
+
+
+refused_access(lambda p: p.data_ptr(), "address_is_refused_on_request")
+refused_access(lambda p: p.untyped_storage().data_ptr(), "address_of_a_storage_is_refused_on_request")
+refused_access(lambda p: p.share_memory_(), "sharing_memory_is_refused_on_request")
+refused_access(lambda p: numpy.from_dlpack(p.detach()), "dlpack_is_refused_on_request")
+
+
+def bytes_at(tensor):
+    """What code of one's own sees behind a pointer."""
+    return list(ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())[:64])
+
+
+served(lambda m: bytes_at(first(m)), "address", **FP32)
+served(lambda m: bytes_at(first(m).grad), "address_of_a_gradient", **FP32)
+served(lambda m: numpy.from_dlpack(first(m).detach()).tolist(), "dlpack", **FP32)
+served(lambda m: ctypes.memset(first(m).data_ptr(), 0, 64) and 0, "written_through_an_address", **FP32)
 
 
 # ---- The optimizer -----------------------------------------------------------------------------

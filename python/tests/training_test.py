@@ -1006,6 +1006,59 @@ def closed_and_the_same_objects_attached_again(run):
     return told + run.train(model, optimizer, first=3, scheduler=scheduler)
 
 
+@case(refused=1604, types=("fp32",), memory=("double",))
+def moments_do_not_go_to_a_new_job(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    handle = run.attach(model, optimizer, weights_at_close="memory")
+    run.train(model, optimizer)
+    handle.close()
+    run.attach(model, optimizer, job="new")
+
+
+@case(types=("fp32",))
+def running_statistics_are_resumed(run):
+    def make():
+        return run.make(lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten(),
+                                                    torch.nn.Linear(8 * 36, 4)))
+
+    def train(model, optimizer, first):
+        told = []
+        for step in range(first, first + 2):
+            torch.manual_seed(step)
+            loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.arange(4))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+        return told
+
+    model = make()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    handle = run.attach(model, optimizer, **({"job": "again"} if run.offloaded else {}))
+    told = train(model, optimizer, 0)
+    if run.offloaded:
+        handle.close()
+        run.handles.clear(), run.models.clear()
+        model = make()
+        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        run.attach(model, optimizer, job="again")
+    told += train(model, optimizer, 2)
+    return told, model[1].running_mean, model[1].num_batches_tracked, model.eval()(torch.ones(1, 3, 8, 8))
+
+
+@case(types=("fp32",))
+def model_in_memory_after_close(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    handle = run.attach(model, optimizer, **({"weights_at_close": "memory"} if run.offloaded else {}))
+    told = run.train(model, optimizer)
+    if run.offloaded:
+        handle.close()
+        run.handles.clear()
+    return told, run.loss(model, 9), [p.detach().numpy().tolist() for p in model.parameters()], model.head.weight.data_ptr() > 0
+
+
 @case(types=("fp32",))
 def compiled_model_runs_eagerly(run):
     model = run.model(layers=1)

@@ -70,12 +70,15 @@ bool FlagOf(const std::string& key, const std::string& text) { return IntegerOf(
 // Name, value, name, value …; what is not named is as the environment says.
 Options OptionsOf(const Strings& pairs) {
   Options options = Options::FromEnvironment();
-  const std::map<std::string, std::string*> texts = {{"nvme_path", &options.nvme_path},
-                                                     {"ram", &options.ram},
-                                                     {"job", &options.job},
-                                                     {"io", &options.io},
-                                                     {"durability", &options.durability},
-                                                     {"run_id", &options.run_id}};
+  const std::map<std::string, std::string*> texts = {
+      {"nvme_path", &options.nvme_path},
+      {"ram", &options.ram},
+      {"job", &options.job},
+      {"io", &options.io},
+      {"durability", &options.durability},
+      {"raw_access", &options.raw_access},
+      {"weights_at_close", &options.weights_at_close},
+      {"run_id", &options.run_id}};
   const std::map<std::string, int*> numbers = {{"generations", &options.generations},
                                                {"update_threads", &options.update_threads},
                                                {"rank", &options.rank},
@@ -139,17 +142,17 @@ class PythonEngine final : public torch::CustomClassHolder {
   }
 
   // One row of values for every group of the optimizer.
-  bool Attach(const Strings& names, const Tensors& tensors, const Tensors& buffers,
-              const std::string& kind, const std::vector<Values>& groups) {
+  bool Attach(const Strings& names, const Tensors& tensors, const Strings& buffer_names,
+              const Tensors& buffers, const std::string& kind, const std::vector<Values>& groups) {
     TensorEngine& engine = this->tensors();
     guard_.reset();
     EndConstruction();
     for (const at::Tensor& buffer : buffers) LearnStorage(buffer);
     kernels::OptimizerSpec optimizer = SpecOf(kind, groups.at(0));
     for (const Values& values : groups) optimizer.KeepToo(SpecOf(kind, values));
-    std::vector<NamedTensor> named;
-    for (size_t i = 0; i < names.size(); ++i) named.push_back({names[i], tensors.at(i)});
-    return engine.Attach(named, optimizer);
+    const bool has_new = engine.Attach(Named(names, tensors), optimizer);
+    engine.AttachBuffers(Named(buffer_names, buffers));
+    return has_new;
   }
 
   void Step(const std::string& kind, const std::vector<Tensors>& groups,
@@ -174,6 +177,12 @@ class PythonEngine final : public torch::CustomClassHolder {
   }
 
  private:
+  static std::vector<NamedTensor> Named(const Strings& names, const Tensors& tensors) {
+    std::vector<NamedTensor> named;
+    for (size_t i = 0; i < names.size(); ++i) named.push_back({names[i], tensors.at(i)});
+    return named;
+  }
+
   kernels::OptimizerSpec GroupOf(const std::string& kind, const Values& values) const {
     kernels::OptimizerSpec group = SpecOf(kind, values);
     for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
@@ -200,7 +209,7 @@ Values StatisticsOf(const Pointer& self) {
   const auto number = [](auto value) { return static_cast<double>(value); };
   return {number(s.bytes_read), number(s.bytes_written), number(s.resident_bytes),
           number(s.peak_bytes), number(s.budget_bytes),  number(s.durable_step),
-          s.wait_seconds};
+          s.wait_seconds,       number(s.raw_accesses)};
 }
 
 std::tuple<Values, std::string> PlanOf(const Pointer& self) {
