@@ -158,18 +158,18 @@ _BUFFER_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, to
 
 
 def _buffers_of(models):
-    """(name, buffer) of those that belong to a state_dict (running statistics, masks): they stay in memory, and are committed with every
-    step."""
+    """(name, buffer). Those that belong to a state_dict (running statistics, masks) stay in memory and are committed with every step;
+    others, which the model makes anew, have an empty name."""
     named = []
     for n, model in enumerate(models):
         prefix = "" if n == 0 else f"{n}/"
         for path, module in model.named_modules(remove_duplicate=False):
             for key, buffer in module._buffers.items():
-                if buffer is None or key in module._non_persistent_buffers_set:
+                if buffer is None or buffer.device.type != "cpu" or buffer.layout != torch.strided:
                     continue
-                if buffer.device.type == "cpu" and buffer.layout == torch.strided and buffer.dtype in _BUFFER_TYPES:
-                    name = f"{path}.{key}" if path else key
-                    named.append((prefix + name.replace("_orig_mod.", ""), buffer))
+                is_kept = key not in module._non_persistent_buffers_set and buffer.dtype in _BUFFER_TYPES
+                name = f"{path}.{key}" if path else key
+                named.append((prefix + name.replace("_orig_mod.", "") if is_kept else "", buffer))
     return named
 
 

@@ -141,7 +141,8 @@ class PythonEngine final : public torch::CustomClassHolder {
     return *engine_;
   }
 
-  // One row of values for every group of the optimizer.
+  // One row of values for every group of the optimizer. Buffers without a name are not part of the
+  // job.
   bool Attach(const Strings& names, const Tensors& tensors, const Strings& buffer_names,
               const Tensors& buffers, const std::string& kind, const std::vector<Values>& groups) {
     TensorEngine& engine = this->tensors();
@@ -151,7 +152,9 @@ class PythonEngine final : public torch::CustomClassHolder {
     kernels::OptimizerSpec optimizer = SpecOf(kind, groups.at(0));
     for (const Values& values : groups) optimizer.KeepToo(SpecOf(kind, values));
     const bool has_new = engine.Attach(Named(names, tensors), optimizer);
-    engine.AttachBuffers(Named(buffer_names, buffers));
+    std::vector<NamedTensor> kept = Named(buffer_names, buffers);
+    std::erase_if(kept, [](const NamedTensor& buffer) { return buffer.name.empty(); });
+    engine.AttachBuffers(kept);
     return has_new;
   }
 
