@@ -6,6 +6,11 @@ import re
 _WORDS = [
     ("Use a torch operation, or Engine::gather first", "Use a torch operation, or offloadd.gather(parameter)"),
     ("Use the model while its offload::Engine lives", "Use the model before handle.close(), or attach it again: the job continues at its last step"),
+    ("Convert the module, module->to(torch::kFloat), before attaching it",
+     "Convert the model before attach(): model.float() or model.to(torch.bfloat16)"),
+    ("Set may_thaw in the offload::Options of a new job, or call requires_grad_(true) before attaching",
+     "Attach with unfreeze=True (or a list of what will be trained later), or call handle.close() and attach again with a new job"),
+    ("or open it with weights_at_close = memory", "or attach with weights_at_close=\"memory\""),
     ("offload::Engine", "handle"),
     ("Attach it with AdamW() or SGD() first", "Call offloadd.attach(model, optimizer) first"),
     ("was frozen when it was attached, and has a gradient now. See the text for the parameter",
