@@ -275,6 +275,15 @@ absl::Status Attachment::StreamOut(uint32_t tensor, proto::Plane plane, uint64_t
   return failure;
 }
 
+absl::Status Attachment::CopyOut(uint32_t tensor, proto::Plane plane, uint64_t element_bytes,
+                                 std::byte* target) {
+  return StreamOut(tensor, plane, element_bytes,
+                   [&](uint64_t begin, uint64_t count, const std::byte* bytes) {
+                     std::memcpy(target + begin * element_bytes, bytes, count * element_bytes);
+                     return absl::OkStatus();
+                   });
+}
+
 absl::Status Attachment::StreamIn(uint32_t tensor, const std::byte* bytes) {
   if (rank() > 0) return session().Wait(session().FollowPut(tensor));
   const uint64_t element_count = this->tensor(tensor).element_count;

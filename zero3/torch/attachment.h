@@ -165,6 +165,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   using Drain =
       absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, const std::byte* bytes)>;
   absl::Status StreamOut(uint32_t tensor, proto::Plane plane, uint64_t element_bytes, Drain drain);
+  // All of them, in order, to `target`.
+  absl::Status CopyOut(uint32_t tensor, proto::Plane plane, uint64_t element_bytes,
+                       std::byte* target);
   // Puts a weight whose bytes are anywhere.
   absl::Status StreamIn(uint32_t tensor, const std::byte* bytes);
 

@@ -1,24 +1,22 @@
 // Engine::Initialize: a DeepSpeed configuration becomes options, an optimizer and its clipping.
 
-#include <c10/util/Exception.h>
 #include <offload/torch.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <filesystem>
-#include <map>
 #include <optional>
 #include <system_error>
 #include <thread>
 #include <utility>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "client/rank_environment.h"
 #include "config/ds_config.h"
 #include "config/toml_file.h"
+#include "zero3/torch/option_text.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload {
@@ -66,21 +64,7 @@ class ClippingOptimizer final : public torch::optim::Optimizer {
 
 Options OptionsOf(const config::Settings& settings) {
   Options options;
-  const std::map<std::string, std::string*> texts = {{"nvme_path", &options.nvme_path},
-                                                     {"ram", &options.ram},
-                                                     {"job", &options.job},
-                                                     {"io", &options.io},
-                                                     {"durability", &options.durability}};
-  const std::map<std::string, int*> counts = {{"generations", &options.generations},
-                                              {"update_threads", &options.update_threads}};
-  const std::map<std::string, bool*> flags = {{"spill_gradients", &options.spill_gradients},
-                                              {"gradient_average", &options.gradient_average}};
-  for (const auto& [name, value] : settings.EngineOptions()) {
-    if (const auto text = texts.find(name); text != texts.end()) *text->second = value;
-    if (const auto count = counts.find(name); count != counts.end())
-      TORCH_INTERNAL_ASSERT(absl::SimpleAtoi(value, count->second));
-    if (const auto flag = flags.find(name); flag != flags.end()) *flag->second = value == "1";
-  }
+  for (const auto& [name, value] : settings.EngineOptions()) SetOption(options, name, value);
   return options;
 }
 

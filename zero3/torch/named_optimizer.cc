@@ -93,16 +93,22 @@ OptimizerPointer InMemory(const torch::nn::Module& module, zero3::NamedOptimizer
 
 namespace {
 
-zero3::NamedOptimizer Named(torch::optim::AdamWOptions options, AdamWFlavour flavour) {
-  return zero3::Named(std::move(options), [flavour](const torch::optim::AdamWOptions& o) {
-    return kernels::OptimizerSpec("adamw", {{"lr", o.lr()},
-                                            {"beta1", std::get<0>(o.betas())},
-                                            {"beta2", std::get<1>(o.betas())},
-                                            {"eps", o.eps()},
-                                            {"weight_decay", o.weight_decay()},
-                                            {"flavour", static_cast<double>(flavour)},
-                                            {"amsgrad", o.amsgrad() ? 1 : 0}});
+// Of Adam and AdamW, whose options have the same names.
+template <class Options>
+zero3::NamedOptimizer NamedAdam(const char* kernel, Options options, AdamWFlavour flavour) {
+  return zero3::Named(std::move(options), [kernel, flavour](const Options& o) {
+    return kernels::OptimizerSpec(kernel, {{"lr", o.lr()},
+                                           {"beta1", std::get<0>(o.betas())},
+                                           {"beta2", std::get<1>(o.betas())},
+                                           {"eps", o.eps()},
+                                           {"weight_decay", o.weight_decay()},
+                                           {"flavour", static_cast<double>(flavour)},
+                                           {"amsgrad", o.amsgrad() ? 1 : 0}});
   });
+}
+
+zero3::NamedOptimizer Named(torch::optim::AdamWOptions options, AdamWFlavour flavour) {
+  return NamedAdam("adamw", std::move(options), flavour);
 }
 
 }  // namespace
@@ -152,15 +158,7 @@ OptimizerPointer InMemorySGD(torch::nn::Module& module, torch::optim::SGDOptions
 namespace {
 
 zero3::NamedOptimizer Named(torch::optim::AdamOptions options, AdamWFlavour flavour) {
-  return zero3::Named(std::move(options), [flavour](const torch::optim::AdamOptions& o) {
-    return kernels::OptimizerSpec("adam", {{"lr", o.lr()},
-                                           {"beta1", std::get<0>(o.betas())},
-                                           {"beta2", std::get<1>(o.betas())},
-                                           {"eps", o.eps()},
-                                           {"weight_decay", o.weight_decay()},
-                                           {"flavour", static_cast<double>(flavour)},
-                                           {"amsgrad", o.amsgrad() ? 1 : 0}});
-  });
+  return NamedAdam("adam", std::move(options), flavour);
 }
 
 }  // namespace

@@ -10,18 +10,17 @@
 
 #include <cstring>
 #include <exception>
-#include <map>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "kernels/optimizer.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/module_engine.h"
+#include "zero3/torch/option_text.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_hook.h"
 #include "zero3/torch/throw_status.h"
@@ -59,46 +58,10 @@ using Strings = std::vector<std::string>;
 using Tensors = std::vector<at::Tensor>;
 using Values = std::vector<double>;
 
-int IntegerOf(const std::string& key, const std::string& text) {
-  int value = 0;
-  if (absl::SimpleAtoi(text, &value)) return value;
-  ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat(key, " is ", text, ", not a number")));
-}
-
-bool FlagOf(const std::string& key, const std::string& text) { return IntegerOf(key, text) != 0; }
-
 // Name, value, name, value …; what is not named is as the environment says.
 Options OptionsOf(const Strings& pairs) {
   Options options = Options::FromEnvironment();
-  const std::map<std::string, std::string*> texts = {
-      {"nvme_path", &options.nvme_path},
-      {"ram", &options.ram},
-      {"job", &options.job},
-      {"io", &options.io},
-      {"durability", &options.durability},
-      {"raw_access", &options.raw_access},
-      {"weights_at_close", &options.weights_at_close},
-      {"run_id", &options.run_id}};
-  const std::map<std::string, int*> numbers = {{"generations", &options.generations},
-                                               {"update_threads", &options.update_threads},
-                                               {"rank", &options.rank},
-                                               {"world_size", &options.world_size},
-                                               {"local_rank", &options.local_rank},
-                                               {"local_world_size", &options.local_world_size}};
-  const std::map<std::string, bool*> flags = {{"spill_gradients", &options.spill_gradients},
-                                              {"gradient_average", &options.gradient_average}};
-  for (size_t i = 0; i + 1 < pairs.size(); i += 2) {
-    const std::string &key = pairs[i], &value = pairs[i + 1];
-    if (const auto text = texts.find(key); text != texts.end()) {
-      *text->second = value;
-    } else if (const auto number = numbers.find(key); number != numbers.end()) {
-      *number->second = IntegerOf(key, value);
-    } else if (const auto flag = flags.find(key); flag != flags.end()) {
-      *flag->second = FlagOf(key, value);
-    } else {
-      ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat("there is no option ", key)));
-    }
-  }
+  for (size_t i = 0; i + 1 < pairs.size(); i += 2) SetOption(options, pairs[i], pairs[i + 1]);
   return options;
 }
 

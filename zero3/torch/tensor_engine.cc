@@ -171,14 +171,9 @@ c10::DataPtr TensorEngine::WeightAtClose(const WeightResidency& weight) {
   if (options_.weights_at_close != "memory" || !attached_.sealed) return {};
   const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(weight.tensor()).dtype);
   c10::DataPtr bytes = c10::GetCPUAllocator()->allocate(weight.size_bytes());
-  const auto drain = [&](uint64_t begin, uint64_t count, const std::byte* from) {
-    std::memcpy(static_cast<std::byte*>(bytes.get()) + begin * element_bytes, from,
-                count * element_bytes);
-    return absl::OkStatus();
-  };
   try {
-    ThrowIfError(
-        attachment_->StreamOut(weight.tensor(), proto::Plane::kWeight, element_bytes, drain));
+    ThrowIfError(attachment_->CopyOut(weight.tensor(), proto::Plane::kWeight, element_bytes,
+                                      static_cast<std::byte*>(bytes.get())));
   } catch (const std::exception& error) {
     Log().error("parameter '{}' has no weights any more: {}", weight.name(), error.what());
     return {};
@@ -450,11 +445,8 @@ void TensorEngine::RestoreLargeBuffers() {
   for (size_t n = 0; n < buffers_.large().size(); ++n) {
     Buffers::Large& buffer = buffers_.large()[n];
     std::string bytes(buffer.element_count * sizeof(float), '\0');
-    const auto drain = [&](uint64_t begin, uint64_t count, const std::byte* from) {
-      std::memcpy(bytes.data() + begin * sizeof(float), from, count * sizeof(float));
-      return absl::OkStatus();
-    };
-    ThrowIfError(StreamOut(IdOfLarge(n), proto::Plane::kWeight, sizeof(float), drain),
+    ThrowIfError(CopyOut(IdOfLarge(n), proto::Plane::kWeight, sizeof(float),
+                         reinterpret_cast<std::byte*>(bytes.data())),
                  absl::StrCat("buffer ", Key(buffer.name)));
     Buffers::Assign(buffer, bytes);
     buffer.crc = Crc32c(0, bytes.data(), bytes.size());
@@ -705,15 +697,16 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
                                : *found == proto::Plane::kResidual ? at::kShort
                                                                    : at::kFloat;
   at::Tensor gathered = at::empty(parameter.sizes(), at::TensorOptions().dtype(dtype));
-  auto* const target = static_cast<std::byte*>(gathered.mutable_data_ptr());
-  const uint64_t element_bytes = gathered.element_size();
-  const auto drain = [&](uint64_t begin, uint64_t count, const std::byte* bytes) {
-    std::memcpy(target + begin * element_bytes, bytes, count * element_bytes);
-    return absl::OkStatus();
-  };
-  ThrowIfError(StreamOut(id, *found, element_bytes, drain),
+  ThrowIfError(CopyOut(id, *found, gathered.element_size(),
+                                    static_cast<std::byte*>(gathered.mutable_data_ptr())),
                absl::StrCat("parameter ", Key(tensor.name)));
   return plane == "master" ? gathered.to(at::kFloat) : gathered;
+}
+
+absl::Status TensorEngine::CopyOut(uint32_t id, proto::Plane plane, uint64_t element_bytes,
+                                   std::byte* target) {
+  attachment_->EndRaw();
+  return attachment_->CopyOut(id, plane, element_bytes, target);
 }
 
 absl::Status TensorEngine::StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes,

@@ -141,6 +141,7 @@ class TensorEngine {
       absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, const std::byte* bytes)>;
   absl::Status StreamIn(uint32_t id, Fill fill);
   absl::Status StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, Drain drain);
+  absl::Status CopyOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, std::byte* target);
   bool EndsRound(std::span<const GroupUpdate> updates);
   uint32_t IdOf(const at::Tensor& parameter) const;
   Gradient* GradientOf(const at::Tensor& parameter) const;

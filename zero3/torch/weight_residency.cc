@@ -154,11 +154,7 @@ std::byte* WeightResidency::CopyForReading() {
   c10::DataPtr copy = c10::GetCPUAllocator()->allocate(size_bytes_);
   auto* const bytes = static_cast<std::byte*>(copy.get());
   const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(tensor_).dtype);
-  const auto drain = [&](uint64_t begin, uint64_t count, const std::byte* from) {
-    std::memcpy(bytes + begin * element_bytes, from, count * element_bytes);
-    return absl::OkStatus();
-  };
-  ThrowIfError(attachment_->StreamOut(tensor_, proto::Plane::kWeight, element_bytes, drain),
+  ThrowIfError(attachment_->CopyOut(tensor_, proto::Plane::kWeight, element_bytes, bytes),
                subject_);
   private_ = std::move(copy);
   return bytes;
