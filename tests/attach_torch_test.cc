@@ -2,7 +2,6 @@
 // against a real daemon and once with OFFLOADD_DISABLE=1, and everything it can see is compared bit
 // by bit.
 
-#include <ATen/Parallel.h>
 #include <dirent.h>
 #include <gtest/gtest.h>
 #include <offload/torch.h>
@@ -24,6 +23,7 @@
 #include <thread>
 #include <vector>
 
+#include "tests/torch_fixture.h"
 #include "zero3/planner.h"
 
 namespace offload {
@@ -81,11 +81,6 @@ struct Recipe {
   bool spill = false;
   double ram_above_floor = 1.0;  // of the smallest that runs this way
 };
-
-std::string Pool() {
-  const char* const folder = getenv("TEST_TMPDIR");
-  return folder != nullptr ? folder : ".";
-}
 
 std::shared_ptr<Model> MakeModel(at::ScalarType dtype) {
   torch::manual_seed(3);
@@ -282,16 +277,6 @@ class AttachTest : public testing::Test {
   void Close() {
     optimizer_.reset();
     engine_.reset();
-  }
-  template <typename F>
-  void ExpectError(int id, const std::string& text, F action) {
-    try {
-      action();
-      ADD_FAILURE() << "no error, OFD-" << id << " expected";
-    } catch (const Error& error) {
-      EXPECT_EQ(error.id(), id) << error.what();
-      EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
-    }
   }
 
   Recipe recipe_;
@@ -530,18 +515,6 @@ TEST_F(AttachTest, ConstructionAndAttachHoldOneTensorAtATime) {
     EXPECT_TRUE(torch::equal(plain->parameters()[i], engine_->Gather(tower->parameters()[i]))) << i;
   }
 }
-
-class Environment : public testing::Environment {
- public:
-  void SetUp() override {
-    at::set_num_threads(1);
-    if (const char* const binary = getenv("OFFLOADD_BINARY")) {
-      char absolute[4096];
-      if (realpath(binary, absolute) != nullptr) setenv("OFFLOADD_BINARY", absolute, 1);
-    }
-  }
-};
-const auto* const kEnvironment = testing::AddGlobalTestEnvironment(new Environment);
 
 }  // namespace
 }  // namespace offload

@@ -2,7 +2,6 @@
 // engines side by side, threads that run one model backward. What is computed is compared bit by
 // bit with the same program in memory (OFFLOADD_DISABLE=1), or with sums that are exact.
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <gtest/gtest.h>
 #include <offload/torch.h>
@@ -25,35 +24,16 @@
 #include <utility>
 #include <vector>
 
+#include "tests/torch_fixture.h"
+
 namespace offload {
 namespace {
 
 namespace nn = torch::nn;
 using at::Tensor;
 
-std::string Pool() {
-  const char* const folder = getenv("TEST_TMPDIR");
-  return folder != nullptr ? folder : ".";
-}
-
-void SetOffloading(bool on) { setenv("OFFLOADD_DISABLE", on ? "0" : "1", 1); }
-
 Options OptionsFor(const std::string& job, const std::string& ram = "64MiB") {
-  Options options;
-  options.nvme_path = Pool();
-  options.ram = ram;
-  options.job = job;
-  return options;
-}
-
-void ExpectError(int id, const std::string& text, const std::function<void()>& action) {
-  try {
-    action();
-    ADD_FAILURE() << "no error, OFD-" << id << " expected";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.id(), id) << error.what();
-    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
-  }
+  return PoolOptions(job, ram);
 }
 
 // Weights that every thread makes for itself, without torch's own generator.
@@ -559,18 +539,6 @@ TEST(WritersTest, WritersOfSeveralParametersNeverWaitForEachOtherForEver) {
   for (std::thread& thread : threads) thread.join();
   write(2);
 }
-
-class Environment : public testing::Environment {
- public:
-  void SetUp() override {
-    at::set_num_threads(1);
-    if (const char* const binary = getenv("OFFLOADD_BINARY")) {
-      char absolute[4096];
-      if (realpath(binary, absolute) != nullptr) setenv("OFFLOADD_BINARY", absolute, 1);
-    }
-  }
-};
-const auto* const kEnvironment = testing::AddGlobalTestEnvironment(new Environment);
 
 }  // namespace
 }  // namespace offload

@@ -2,7 +2,6 @@
 // with much, in fp32 and in bf16: what they compute is compared bit by bit. Each is a model, an
 // optimizer and a loop that somebody might have written without knowing of us.
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <gtest/gtest.h>
 #include <offload/torch.h>
@@ -28,35 +27,16 @@
 #include <utility>
 #include <vector>
 
+#include "tests/torch_fixture.h"
+
 namespace offload {
 namespace {
 
 namespace nn = torch::nn;
 using at::Tensor;
 
-std::string Pool() {
-  const char* const folder = getenv("TEST_TMPDIR");
-  return folder != nullptr ? folder : ".";
-}
-
-void SetOffloading(bool on) { setenv("OFFLOADD_DISABLE", on ? "0" : "1", 1); }
-
 Options OptionsFor(const std::string& job, const std::string& ram = "256MiB") {
-  Options options;
-  options.nvme_path = Pool();
-  options.ram = ram;
-  options.job = job;
-  return options;
-}
-
-void ExpectError(int id, const std::string& text, const std::function<void()>& action) {
-  try {
-    action();
-    ADD_FAILURE() << "no error, OFD-" << id << " expected";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.id(), id) << error.what();
-    EXPECT_NE(std::string(error.what()).find(text), std::string::npos) << error.what();
-  }
+  return PoolOptions(job, ram);
 }
 
 Tensor Numbers(int64_t seed, at::IntArrayRef sizes) {
@@ -812,18 +792,6 @@ TEST(CloseTest, WeightsStayInMemoryWhenAsked) {
   EXPECT_NE(layer->weight.data_ptr<float>(), nullptr);
   layer->forward(Numbers(0, {2, kWidth}));
 }
-
-class Environment : public testing::Environment {
- public:
-  void SetUp() override {
-    at::set_num_threads(1);
-    if (const char* const binary = getenv("OFFLOADD_BINARY")) {
-      char absolute[4096];
-      if (realpath(binary, absolute) != nullptr) setenv("OFFLOADD_BINARY", absolute, 1);
-    }
-  }
-};
-const auto* const kEnvironment = testing::AddGlobalTestEnvironment(new Environment);
 
 }  // namespace
 }  // namespace offload
