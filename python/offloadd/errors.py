@@ -13,9 +13,6 @@ _WORDS = [
     ("or open it with weights_at_close = memory", "or attach with weights_at_close=\"memory\""),
     ("offload::Engine", "handle"),
     ("Attach it with AdamW() or SGD() first", "Call offloadd.attach(model, optimizer) first"),
-    ("was frozen when it was attached, and has a gradient now. See the text for the parameter",
-     "was frozen when it was attached, and has a gradient now. Attach with unfreeze=True (or a list of what will be trained later), "
-     "or call handle.close() and attach again with a new job"),
     ("is not contiguous. See the text for the parameter",
      "is not contiguous. Call model.to(memory_format=torch.contiguous_format) before attach(), or make the parameter contiguous()"),
     ("(set_data, or a cast): attach after such changes. See the text for the parameter",
@@ -24,8 +21,6 @@ _WORDS = [
      " was not in the model when it was attached. Attach when the model is complete"),
     ("is sparse or of another shape or type. See the text for the parameter",
      "is sparse, or of another shape or type. Make embeddings with sparse=False; a gradient has the shape and type of its parameter"),
-    ("float32 and bfloat16 are supported. See the text for the parameter",
-     "float32 and bfloat16 are supported. Convert the model before attach(): model.float() or model.to(torch.bfloat16)"),
     ("Engine::Gather", "handle.gather"),
     ("LoadWeights()", "handle.load_weights()"),
     ("SaveWeights()", "handle.save_weights()"),

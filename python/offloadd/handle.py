@@ -52,6 +52,14 @@ class Gathered(list):
         super().__init__(copies)
         self._parameters, self._write = parameters, write
 
+    @classmethod
+    def of(cls, handle, parameters, plane, write):
+        """What Handle.gather() gives: a tensor for one parameter that is only read, else a list."""
+        is_one = isinstance(parameters, (torch.Tensor, str))
+        chosen = [handle.parameter(each) for each in ([parameters] if is_one else parameters)]
+        copies = [handle.gather_one(each, plane) for each in chosen]
+        return copies[0] if is_one and not write else cls(chosen, copies, write)
+
     def __enter__(self):
         return self
 
@@ -197,6 +205,14 @@ def _to_unfreeze(named, unfreeze):
     patterns = [each for each in _listed(unfreeze) if isinstance(each, str)]
     given = {id(each) for each in _listed(unfreeze) if isinstance(each, torch.Tensor)}
     return [p for name, p in frozen if id(p) in given or any(fnmatch.fnmatchcase(name, each) for each in patterns)]
+
+
+def _stored_state(engine):
+    """(the job's identity, the trainer's state); the identity is empty in jobs that were not made from Python."""
+    stored = bytes(engine.trainer_state().tolist())
+    if stored.startswith(_STATE_MAGIC):
+        return stored[len(_STATE_MAGIC):_OWN_STATE_BYTES].hex(), stored[_OWN_STATE_BYTES:]
+    return "", stored
 
 
 # ---- torch.compile -----------------------------------------------------------------------------
@@ -355,17 +371,14 @@ class Handle:
     # ---- The trainer's state, behind our own ----
 
     def _read_mark(self):
-        stored = bytes(self._engine.trainer_state().tolist())
-        if stored.startswith(_STATE_MAGIC):
-            self._id = stored[len(_STATE_MAGIC):_OWN_STATE_BYTES].hex()
-            self._trainer_state = stored[_OWN_STATE_BYTES:]
-        else:
-            self._id = "" if self._engine.step_count() or stored else uuid.uuid4().hex
-            self._trainer_state = stored
+        self._id, self._trainer_state = _stored_state(self._engine)
+        has_none = not self._id and not self._trainer_state
+        if has_none and not self._engine.step_count():
+            self._id = uuid.uuid4().hex
         if self._engine.world_size() > 1:  # the first rank's
             own = torch.tensor(list(bytes.fromhex(self._id)), dtype=torch.uint8)
             self._id = bytes(self._engine.exchange(own)[0].tolist()).hex()
-        if self._id and not stored:
+        if self._id and has_none:
             self._set_state(b"")
 
     def _set_state(self, data):
@@ -425,12 +438,9 @@ class Handle:
     def gather(self, parameters, plane="weight", *, write=False):
         """Private copies: of one parameter (by itself or its name) a tensor, of several a list. `plane` is "weight", "master", or a
         moment by torch's name ("exp_avg"). As a context manager with write=True, changes are written back at its end."""
-        if isinstance(parameters, (torch.Tensor, str)) and not write:
-            return self.gather_one(self.parameter(parameters), plane)
-        chosen = [self.parameter(each) for each in (_listed(parameters) if isinstance(parameters, (torch.Tensor, str)) else list(parameters))]
         if write and plane != "weight":
             raise Error.of(1002, f"gather({plane!r}, write=True)", "Only weights can be written")
-        return Gathered(chosen, [self.gather_one(each, plane) for each in chosen], write)
+        return Gathered.of(self, parameters, plane, write)
 
     def plan(self):
         values, text = self._running().plan()
@@ -502,12 +512,10 @@ class Handle:
 def open_ahead(options):
     """Opens the job of attach(**options), which will take it: (engine, the trainer's state). For integrations."""
     global _constructed
-    others = {key: value for key, value in options.items() if key in OPTIONS or key == "config"}
-    opened = init(**{key: value for key, value in others.items()})
+    opened = init(**{key: value for key, value in options.items() if key in OPTIONS or key == "config"})
     opened._engine = _open_engine(opened.options)
     _constructed = opened
-    stored = bytes(opened._engine.trainer_state().tolist())
-    return opened._engine, stored[_OWN_STATE_BYTES:] if stored.startswith(_STATE_MAGIC) else stored
+    return opened._engine, _stored_state(opened._engine)[1]
 
 
 def attach(model, optimizer, *, nvme_path=None, ram=None, job=None, config=None, unfreeze=None, initial_weights=None, **others):

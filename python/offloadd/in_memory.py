@@ -171,11 +171,7 @@ class Handle:
     def gather(self, parameters, plane="weight", *, write=False):
         from .handle import Gathered
 
-        if isinstance(parameters, (torch.Tensor, str)) and not write:
-            return self.gather_one(self.parameter(parameters), plane)
-        several = [parameters] if isinstance(parameters, (torch.Tensor, str)) else list(parameters)
-        chosen = [self.parameter(each) for each in several]
-        return Gathered(chosen, [self.gather_one(each, plane) for each in chosen], write)
+        return Gathered.of(self, parameters, plane, write)
 
     def plan(self):
         return Plan(parameters=sum(parameter.numel() for model in self.models for parameter in model.parameters()))

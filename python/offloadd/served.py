@@ -1,8 +1,8 @@
 """What Python does with a parameter or a gradient without asking torch's dispatcher.
 
 Bytes are served by a private copy, one tensor at a time: printing, numpy (read-only: what is written there would be lost), lists,
-pickles. Code that only compares addresses gets a number that tells storages apart. Everybody else who asks for an address is refused
-by torch with OFD-1603.
+pickles. Code that only compares addresses gets a number that tells storages apart. Everybody else who asks for an address gets one that
+the library serves, or, with raw_access="error", OFD-1603.
 """
 
 import copy
@@ -89,20 +89,12 @@ def _storage_address(original):
 
 # ---- Bytes -------------------------------------------------------------------------------------
 
-def _shown(original):
-    """The part of repr() that looks at the values."""
+def _of_a_copy(original):
+    """A function of a tensor's values: of its first argument."""
 
     @functools.wraps(original)
-    def call(self, *args, **kwargs):
-        return original(copy_of(self) if managed(self) else self, *args, **kwargs)
-
-    return call
-
-
-def _listed(original):
-    @functools.wraps(original)
-    def call(self, *args, **kwargs):
-        return original(copy_of(self) if managed(self) else self, *args, **kwargs)
+    def call(tensor, *args, **kwargs):
+        return original(copy_of(tensor) if managed(tensor) else tensor, *args, **kwargs)
 
     return call
 
@@ -189,16 +181,6 @@ def _new(original):
     return call
 
 
-def _serialized(original):
-    """safetensors follows the pointer here."""
-
-    @functools.wraps(original)
-    def call(tensor, *args, **kwargs):
-        return original(copy_of(tensor) if managed(tensor) else tensor, *args, **kwargs)
-
-    return call
-
-
 def _wrap(owner, name, make):
     if hasattr(owner, name):
         setattr(owner, name, make(getattr(owner, name)))
@@ -208,10 +190,10 @@ def _wrap(owner, name, make):
 def install():
     """Once, with the first attach()."""
     tensor = torch.Tensor
-    _wrap(torch._tensor_str, "_tensor_str", _shown)
-    _wrap(tensor, "tolist", _listed)
+    _wrap(torch._tensor_str, "_tensor_str", _of_a_copy)  # the part of repr() that looks at the values
+    _wrap(tensor, "tolist", _of_a_copy)
     _wrap(tensor, "numpy", _read_only)
-    _wrap(tensor, "__array__", _listed)
+    _wrap(tensor, "__array__", _of_a_copy)
     _wrap(tensor, "__reduce_ex__", _pickled)
     _wrap(tensor, "__deepcopy__", _deeply_copied)
     tensor.__copy__ = _copied_shallowly
@@ -253,4 +235,4 @@ def install_serializers():
         return
     if "safetensors" not in _serializers:
         _serializers.add("safetensors")
-        _wrap(module, "_to_ndarray", _serialized)
+        _wrap(module, "_to_ndarray", _of_a_copy)  # it follows the pointer there
