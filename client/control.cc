@@ -252,6 +252,22 @@ absl::Status ControlClient::SetSchedule(std::span<const uint32_t> tensors) {
   });
 }
 
+absl::Status ControlClient::SetSquareRoots(const kernels::SquareRoots& roots) {
+  constexpr size_t kPartBytes = 1 << 20;
+  v1::Empty reply;
+  return Run("SetSquareRoots", kCallLimit, [&](grpc::ClientContext& context) {
+    const auto writer = stub_->SetSquareRoots(&context, &reply);
+    const std::string_view bytes = roots.bytes();
+    for (size_t begin = 0; begin < bytes.size(); begin += kPartBytes) {
+      v1::SetSquareRootsRequest request;
+      request.set_part(std::string(bytes.substr(begin, kPartBytes)));
+      if (!writer->Write(request)) return writer->Finish();
+    }
+    writer->WritesDone();
+    return writer->Finish();
+  });
+}
+
 absl::Status ControlClient::Step(const StepCommand& command) {
   v1::StepReply reply;
   return Run("Step", std::nullopt, [&](grpc::ClientContext& context) {

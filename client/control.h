@@ -45,6 +45,7 @@ class ControlClient {
   absl::Status Publish(const std::string& trainer_state);
   absl::Status EndLoad();
   absl::Status SetSchedule(std::span<const uint32_t> tensors);
+  absl::Status SetSquareRoots(const kernels::SquareRoots& roots);
   absl::Status Step(const StepCommand& command);
   absl::StatusOr<uint64_t> WaitDurable();
   absl::StatusOr<std::vector<std::string>> Exchange(const std::string& data, uint64_t number);

@@ -167,6 +167,10 @@ absl::Status Session::SetSchedule(std::span<const uint32_t> tensors) {
   return impl_->control->SetSchedule(tensors);
 }
 
+absl::Status Session::SetSquareRoots(const kernels::SquareRoots& roots) {
+  return impl_->control->SetSquareRoots(roots);
+}
+
 absl::Status Session::Step(const StepCommand& command) {
   return impl_->Timed([&] { return impl_->control->Step(command); });
 }

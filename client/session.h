@@ -26,6 +26,7 @@
 #include "absl/status/statusor.h"
 #include "client/rank_environment.h"
 #include "kernels/optimizer.h"
+#include "kernels/square_root.h"
 #include "proto/shm_abi.h"
 #include "proto/slab_layout.h"
 
@@ -111,6 +112,9 @@ class Session {
   // waited for before.
   absl::Status EndLoad();
   absl::Status SetSchedule(std::span<const uint32_t> tensors);
+  // For optimizers whose TakesLibraryRoots() is true: those of the library that they follow. Once,
+  // before the first step of one; without it they take the nearest roots.
+  absl::Status SetSquareRoots(const kernels::SquareRoots& roots);
   absl::Status Step(const StepCommand& command);
   absl::StatusOr<uint64_t> WaitDurable();
   // Gives every rank what every rank said, at most 1 MiB each, in the order of ranks. Returns when

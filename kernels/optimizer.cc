@@ -114,6 +114,10 @@ bool OptimizerSpec::KeepsAnything() const {
   return false;
 }
 
+bool OptimizerSpec::TakesLibraryRoots() const {
+  return row().takes_library_roots != nullptr && row().takes_library_roots(values_.data());
+}
+
 void OptimizerSpec::KeepToo(const OptimizerSpec& other) {
   OFFLOAD_CHECK(index_ == other.index_) << name() << " and " << other.name();
   for (const StatePlane& plane : row().planes) {

@@ -61,6 +61,9 @@ struct Optimizer {
   // Computes the constants of a tensor's update number `step` (1: its first) in double, as torch
   // does, and rounds them once.
   void (*prepare)(const double* values, int64_t step, Coefficients* coefficients);
+  // Whether these values follow somebody who takes the roots of a vector library
+  // (kernels/square_root.h). Null: none do.
+  bool (*takes_library_roots)(const double* values) = nullptr;
 };
 
 // An optimizer and the values of its parameters.
@@ -88,6 +91,7 @@ class OptimizerSpec {
   // The plane of that number, null when this optimizer with these values does not keep it.
   const StatePlane* Plane(size_t number) const;
   bool KeepsAnything() const;
+  bool TakesLibraryRoots() const;
   // From here on this keeps what `other`, with other values of the same optimizer, keeps, too.
   void KeepToo(const OptimizerSpec& other);
 

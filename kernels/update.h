@@ -46,6 +46,9 @@ struct Run {
   // Multiplies the gradient first, rounding to the gradient's dtype as torch's in-place mul_ does.
   // 1 means untouched.
   float gradient_scale = 1.0f;
+  // SquareRoots::corrections() of the library whose roots are taken, by optimizers that follow
+  // somebody who calls one (TakesLibraryRoots()). Null: the nearest roots.
+  const uint32_t* roots = nullptr;
   // Of optimizers that need norms: TrustRatio() of the whole tensor.
   double trust_ratio = 1;
 };

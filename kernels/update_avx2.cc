@@ -15,6 +15,20 @@ struct Avx2 {
   static Float Broadcast(float value) { return _mm256_set1_ps(value); }
   static Float Fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
   static Float Sqrt(Float value) { return _mm256_sqrt_ps(value); }
+  static Float CorrectRoot(Float value, Float nearest, const uint32_t* corrections) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i is_normal =
+        _mm256_and_si256(_mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x007FFFFF)),
+                         _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7F800000), bits));
+    const __m256i entry = _mm256_and_si256(bits, _mm256_set1_epi32(0x00FFFFFF));
+    const __m256i words = _mm256_mask_i32gather_epi32(_mm256_setzero_si256(),
+                                                      reinterpret_cast<const int*>(corrections),
+                                                      _mm256_srli_epi32(entry, 4), is_normal, 4);
+    const __m256i place = _mm256_and_si256(entry, _mm256_set1_epi32(15));
+    const __m256i left = _mm256_sub_epi32(_mm256_set1_epi32(30), _mm256_add_epi32(place, place));
+    const __m256i correction = _mm256_srai_epi32(_mm256_sllv_epi32(words, left), 30);
+    return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(nearest), correction));
+  }
   static Float Max(Float a, Float b) {
     const Float larger = _mm256_max_ps(a, b);  // b when either is NaN
     return _mm256_blendv_ps(larger, a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));

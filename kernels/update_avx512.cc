@@ -15,6 +15,18 @@ struct Avx512 {
   static Float Broadcast(float value) { return _mm512_set1_ps(value); }
   static Float Fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static Float Sqrt(Float value) { return _mm512_sqrt_ps(value); }
+  static Float CorrectRoot(Float value, Float nearest, const uint32_t* corrections) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __mmask16 is_normal = _mm512_cmplt_epu32_mask(
+        _mm512_sub_epi32(bits, _mm512_set1_epi32(0x00800000)), _mm512_set1_epi32(0x7F000000));
+    const __m512i entry = _mm512_and_si512(bits, _mm512_set1_epi32(0x00FFFFFF));
+    const __m512i words = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), is_normal,
+                                                      _mm512_srli_epi32(entry, 4), corrections, 4);
+    const __m512i place = _mm512_and_si512(entry, _mm512_set1_epi32(15));
+    const __m512i left = _mm512_sub_epi32(_mm512_set1_epi32(30), _mm512_add_epi32(place, place));
+    const __m512i correction = _mm512_srai_epi32(_mm512_sllv_epi32(words, left), 30);
+    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(nearest), correction));
+  }
   static Float Max(Float a, Float b) {
     const Float larger = _mm512_max_ps(a, b);  // b when either is NaN
     return _mm512_mask_mov_ps(larger, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);

@@ -9,6 +9,7 @@
 
 #include "base/random.h"
 #include "gtest/gtest.h"
+#include "kernels/square_root.h"
 
 namespace offload::kernels {
 namespace {
@@ -214,6 +215,17 @@ std::vector<OptimizerSpec> ManyOptimizers() {
   return many;
 }
 
+// Corrections of every kind in no order: what a library could have, and more.
+const uint32_t* AnyRoots() {
+  static const std::vector<uint32_t> corrections = [] {
+    Random random(7);
+    std::vector<uint32_t> words(SquareRoots::kEntries / SquareRoots::kEntriesPerWord);
+    for (uint32_t& word : words) word = static_cast<uint32_t>(random.Next());
+    return words;
+  }();
+  return corrections.data();
+}
+
 // Calls check(update) for a tensor's first update and a later one, where update(isa, run) is one of
 // the updates.
 template <class Check>
@@ -221,7 +233,10 @@ void ForEveryUpdate(const Check& check) {
   for (const OptimizerSpec& optimizer : ManyOptimizers()) {
     for (const int64_t step : {1, 3}) {
       SCOPED_TRACE(std::string(optimizer.name()));
-      check([&](Isa isa, const Run& run) { Update(isa, optimizer, step, run); });
+      check([&](Isa isa, Run run) {
+        if (step == 3) run.roots = AnyRoots();
+        Update(isa, optimizer, step, run);
+      });
     }
   }
 }
@@ -304,6 +319,26 @@ TEST_P(UpdateTest, NormsDependOnNeitherIsaNorCutsAndChangeNothing) {
         ASSERT_EQ(parts.Bits(), tensor.Bits());
       }
     }
+  }
+}
+
+// Whether the roots of the run change what an optimizer computes.
+bool FollowsRoots(const OptimizerSpec& optimizer) {
+  Random random(5);
+  Tensor nearest(kShapes[0], 100, &random);
+  Tensor others = nearest;
+  nearest.Apply({}, 1, [&](const Run& run) { Update(optimizer, 3, run); });
+  others.Apply({}, 1, [&](Run run) {
+    run.roots = AnyRoots();
+    Update(optimizer, 3, run);
+  });
+  return nearest.Bits() != others.Bits();
+}
+
+TEST(UpdateTest, TakesTheRootsOfALibraryWhereTheOptimizerSaysSo) {
+  for (const OptimizerSpec& optimizer : ManyOptimizers()) {
+    if (optimizer.Get("lr") == 0) continue;
+    EXPECT_EQ(FollowsRoots(optimizer), optimizer.TakesLibraryRoots()) << optimizer.name();
   }
 }
 

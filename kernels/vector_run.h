@@ -6,6 +6,7 @@
 //   V::Load, Store, Broadcast      unaligned: a run may begin inside a bundle of small tensors
 //   V::Fma(a, b, c)                a*b + c, rounded once
 //   V::Sqrt                        correctly rounded
+//   V::CorrectRoot(value, nearest, corrections)                       kernels/square_root.h
 //   V::Max                         NaN where either is
 //   V::Sign                        1, -1, or 0 for zeros and NaN
 //   V::LoadBFloat16, V::RoundToBFloat16
@@ -118,6 +119,19 @@ struct GradientLoader {
   [[gnu::always_inline]] typename V::Float Load(const uint16_t* gradient) const {
     const typename V::Float scaled = V::LoadBFloat16(gradient) * factor;
     return is_scaled ? V::RoundToBFloat16(scaled) : scaled;
+  }
+};
+
+// The roots that the run asks for.
+template <class V>
+struct RootTaker {
+  const uint32_t* corrections;
+
+  explicit RootTaker(const uint32_t* library) : corrections(library) {}
+
+  [[gnu::always_inline]] typename V::Float operator()(typename V::Float value) const {
+    const typename V::Float nearest = V::Sqrt(value);
+    return corrections == nullptr ? nearest : V::CorrectRoot(value, nearest, corrections);
   }
 };
 

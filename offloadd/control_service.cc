@@ -272,6 +272,21 @@ grpc::Status ControlService::SetSchedule(grpc::ServerContext* context,
       }));
 }
 
+grpc::Status ControlService::SetSquareRoots(grpc::ServerContext* context,
+                                            grpc::ServerReader<v1::SetSquareRootsRequest>* reader,
+                                            v1::Empty*) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  auto messages = Stream<v1::SetSquareRootsRequest>::Read(reader, *session);
+  if (!messages.ok()) return ToGrpc(messages.status());
+  std::string bytes;
+  for (const v1::SetSquareRootsRequest& message : messages->messages()) bytes += message.part();
+  return ToGrpc(OnJob<absl::Status>(
+      **session, [&](Job& job, Rank&, const std::function<void(absl::Status)>& done) {
+        done(job.SetSquareRoots(square_roots_.Share(bytes)));
+      }));
+}
+
 grpc::Status ControlService::Step(grpc::ServerContext* context,
                                   grpc::ServerReader<v1::StepRequest>* reader,
                                   v1::StepReply* reply) {

@@ -3,7 +3,8 @@
 // The gRPC service of proto/offload.proto: reads messages, finds the session of the token and its
 // job, lets the job's loop work and waits for it.
 //
-// Thread safety: gRPC calls it from many threads; it owns nothing but the tables' pointers.
+// Thread safety: gRPC calls it from many threads; what it owns but the tables' pointers
+// may be used by any thread, too.
 #pragma once
 
 #include <functional>
@@ -16,6 +17,7 @@
 #include "offloadd/job_table.h"
 #include "offloadd/pool_policy.h"
 #include "offloadd/session_table.h"
+#include "offloadd/shared_square_roots.h"
 #include "proto/offload.grpc.pb.h"
 
 namespace offload::daemon {
@@ -49,6 +51,9 @@ class ControlService final : public proto::v1::Control::Service {
   grpc::Status SetSchedule(grpc::ServerContext* context,
                            grpc::ServerReader<proto::v1::SetScheduleRequest>* reader,
                            proto::v1::Empty* reply) override;
+  grpc::Status SetSquareRoots(grpc::ServerContext* context,
+                              grpc::ServerReader<proto::v1::SetSquareRootsRequest>* reader,
+                              proto::v1::Empty* reply) override;
   grpc::Status Step(grpc::ServerContext* context,
                     grpc::ServerReader<proto::v1::StepRequest>* reader,
                     proto::v1::StepReply* reply) override;
@@ -90,6 +95,7 @@ class ControlService final : public proto::v1::Control::Service {
   PoolPolicy pools_;
   bool serves_tools_;
   double started_seconds_;
+  SharedSquareRoots square_roots_;
 };
 
 }  // namespace offload::daemon

@@ -136,6 +136,7 @@ class Pass {
                                               : update_.spilled_gradient + begin * weight_bytes;
     run.gradient_scale = member.gradient_scale;
     run.trust_ratio = member.trust_ratio;
+    run.roots = update_.roots;
     if (update_.norms_only) {
       kernels::AddNorms(*member.optimizer, member.step, run, &update_.norms[next_member_]);
     } else {

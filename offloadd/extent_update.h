@@ -73,6 +73,7 @@ struct ExtentUpdate {
   uint32_t elements = 0;
   proto::Dtype dtype = proto::Dtype::kFloat32;
   const proto::PlaneSet* plane_set = nullptr;
+  const uint32_t* roots = nullptr;  // as kernels::Run has them
   uint64_t sequence = 0;  // that the outputs are bound to
   ExtentPlanes planes;
   TieBits ties_in;

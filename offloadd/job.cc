@@ -233,6 +233,19 @@ absl::Status Job::SetSchedule(Rank& rank, const std::vector<uint32_t>& tensors) 
   return absl::OkStatus();
 }
 
+// Those that are there stay: an update may be reading them.
+absl::Status Job::SetSquareRoots(std::shared_ptr<const kernels::SquareRoots> roots) {
+  OFFLOAD_RETURN_IF_ERROR(Check(JobCall::kSetSquareRoots));
+  if (roots == nullptr) return WrongState("square roots of a wrong size");
+  if (context_.square_roots == nullptr) {
+    context_.square_roots = std::move(roots);
+    return absl::OkStatus();
+  }
+  if (*roots == *context_.square_roots) return absl::OkStatus();
+  return MakeError(ErrorId::kRanksDiffer, "the ranks' torch libraries take different square roots",
+                   "Run all ranks with one libtorch");
+}
+
 void Job::Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done) {
   absl::Status status = Check(JobCall::kStep);
   if (status.ok()) status = CheckAllAreHere();

@@ -132,6 +132,8 @@ class Job {
   // are answered before.
   void EndLoad(Done done);
   absl::Status SetSchedule(Rank& rank, const std::vector<uint32_t>& tensors);
+  // OFD-1805 when another rank has said others.
+  absl::Status SetSquareRoots(std::shared_ptr<const kernels::SquareRoots> roots);
   void Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done);
   void WaitDurable(StepDone done);
   // Gives every rank what every rank said.

@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +25,7 @@
 #include "absl/status/status.h"
 #include "base/clock.h"
 #include "base/worker_pool.h"
+#include "kernels/square_root.h"
 #include "offloadd/event_loop.h"
 #include "proto/shm_abi.h"
 #include "proto/slab_layout.h"
@@ -51,6 +53,8 @@ struct JobContext {
 
   proto::Catalogue catalogue;
   kernels::OptimizerSpec optimizer;  // that the job was sealed for
+  // Of the trainer's vector library, for optimizers that follow it. Null: the nearest.
+  std::shared_ptr<const kernels::SquareRoots> square_roots;
   proto::MemoryPlan plan;
   bool gradient_sum = false;  // of ranks: parts are added as they are, not averaged
   proto::SlabLayout layout;

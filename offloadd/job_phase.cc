@@ -32,6 +32,7 @@ constexpr CallRow kCalls[kJobCalls] = {
     {"Publish", Bit(JobPhase::kSealed) | Bit(JobPhase::kTraining), "Seal", "Publish"},
     {"EndLoad", Bit(JobPhase::kTraining), "Publish", ""},
     {"SetSchedule", kWhileSealed, "Seal", ""},
+    {"SetSquareRoots", kWhileLiving, "OpenJob", ""},
     {"Step", Bit(JobPhase::kTraining), "Publish", ""},
     {"WaitDurable", Bit(JobPhase::kTraining), "Publish", ""},
     {"Exchange", kWhileLiving, "OpenJob", ""},

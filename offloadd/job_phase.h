@@ -42,11 +42,12 @@ enum class JobCall : uint8_t {
   kPublish,
   kEndLoad,
   kSetSchedule,
+  kSetSquareRoots,
   kStep,
   kWaitDurable,
   kExchange,
 };
-inline constexpr int kJobCalls = 10;
+inline constexpr int kJobCalls = 11;
 std::string_view NameOf(JobCall call);
 
 // OFD-1503 "Step before Publish", "DeclareTensors after Seal", "Seal for the second time", "Step

@@ -39,6 +39,7 @@ TEST(JobPhaseTest, EveryCallHasItsPhases) {
   EXPECT_EQ(AllowedPhases(JobCall::kPublish), (std::set{kSealed, kTraining}));
   EXPECT_EQ(AllowedPhases(JobCall::kEndLoad), std::set{kTraining});
   EXPECT_EQ(AllowedPhases(JobCall::kSetSchedule), sealed);
+  EXPECT_EQ(AllowedPhases(JobCall::kSetSquareRoots), living);
   EXPECT_EQ(AllowedPhases(JobCall::kStep), std::set{kTraining});
   EXPECT_EQ(AllowedPhases(JobCall::kWaitDurable), std::set{kTraining});
   EXPECT_EQ(AllowedPhases(JobCall::kExchange), living);

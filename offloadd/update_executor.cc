@@ -167,6 +167,7 @@ bool UpdateExecutor::StartExtent(Task& task, uint32_t index) {
   update.elements = proto::ExtentElements(tensor.element_count, index);
   update.dtype = tensor.dtype;
   update.plane_set = &tensor.planes;
+  if (context_->square_roots != nullptr) update.roots = context_->square_roots->corrections();
   update.sequence = context_->store->open_sequence();
   update.members = task.plan.members;
   update.norms_only = task.norms_only;

@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "base/failing_call.h"
 #include "base/unique_fd.h"
+#include "kernels/square_root.h"
 #include "offloadd/limits.h"
 #include "proto/ring.h"
 #include "tests/in_process_daemon.h"
@@ -43,6 +44,7 @@ const std::pair<const char*, AnyCall> kJobCalls[] = {
     {"EndLoad", [](auto& stub, auto& context) { return EndLoad(stub, context); }},
     {"ExplainFailure",
      [](auto& stub, auto& context) { return ExplainFailure(stub, context, 1).status(); }},
+    {"SetSquareRoots", [](auto& stub, auto& context) { return SetSquareRoots(stub, context, {}); }},
 };
 
 class BorderTest : public InProcessDaemonTest {
@@ -182,6 +184,24 @@ TEST_F(BorderTest, StepsComeInTheirOrderAndNotTwice) {
   ExpectError(step(2), ErrorId::kProtocol, "step 2 after step 0");
   EXPECT_TRUE(step(1).ok());
   ExpectError(step(1), ErrorId::kProtocol, "step 1 after step 1");
+}
+
+TEST_F(BorderTest, SquareRootsAreOneTableOfItsSize) {
+  RawRank rank = Opened();
+  const auto say = [&](const std::vector<std::string>& parts) {
+    std::vector<v1::SetSquareRootsRequest> messages(parts.size());
+    for (size_t i = 0; i < parts.size(); ++i) messages[i].set_part(parts[i]);
+    return Ask(rank,
+               [&](auto& stub, auto& context) { return SetSquareRoots(stub, context, messages); });
+  };
+  const std::string half(kernels::SquareRoots::kBytes / 2, '\x11');
+  ExpectError(say({}), ErrorId::kProtocol, "of a wrong size");
+  ExpectError(say({half}), ErrorId::kProtocol, "of a wrong size");
+  ExpectError(say({half, half, half}), ErrorId::kProtocol, "of a wrong size");
+  EXPECT_TRUE(say({half, half}).ok());
+  EXPECT_TRUE(say({half, half}).ok());
+  const std::string other(half.size(), '\x22');
+  ExpectError(say({half, other}), ErrorId::kRanksDiffer, "different square roots");
 }
 
 TEST_F(BorderTest, ARefusedOpenJobLeavesTheSessionAsItWas) {

@@ -14,6 +14,7 @@
 #include "gtest/gtest.h"
 #include "kernels/update.h"
 #include "zero3/torch/in_memory.h"
+#include "zero3/torch/square_roots.h"
 
 namespace offload {
 namespace {
@@ -46,19 +47,19 @@ Case MakeCase(const char* name, OptimizerSpec spec, Options options,
           },
           std::move(planes)};
 }
-// Those of the Adam family, which come in flavours.
+// Those of the Adam family, in the flavour of the spec.
 template <class Options>
 Case MakeCase(const char* name, OptimizerSpec spec, Options options,
               OptimizerPointer (*in_memory)(torch::nn::Module&, Options, AdamWFlavour),
               OptimizerPointer (Engine::*offloaded)(torch::nn::Module&, Options, AdamWFlavour),
               std::vector<const char*> planes) {
-  return {
-      name, spec,
-      [=](torch::nn::Module& module) { return in_memory(module, options, AdamWFlavour::kFused); },
-      [=](Engine& engine, torch::nn::Module& module) {
-        return (engine.*offloaded)(module, options, AdamWFlavour::kFused);
-      },
-      std::move(planes)};
+  const auto flavour = static_cast<AdamWFlavour>(static_cast<int>(spec.Get("flavour")));
+  return {name, spec,
+          [=](torch::nn::Module& module) { return in_memory(module, options, flavour); },
+          [=](Engine& engine, torch::nn::Module& module) {
+            return (engine.*offloaded)(module, options, flavour);
+          },
+          std::move(planes)};
 }
 
 std::vector<Case> Cases() {
@@ -69,6 +70,12 @@ std::vector<Case> Cases() {
       MakeCase("amsgrad", OptimizerSpec("adamw", {{"lr", 1e-2}, {"amsgrad", 1}}),
                torch::optim::AdamWOptions(1e-2).amsgrad(true), InMemoryAdamW, &Engine::AdamW,
                {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+      MakeCase("adamw_of_python", OptimizerSpec("adamw", {{"lr", 1e-2}, {"flavour", 1}}),
+               torch::optim::AdamWOptions(1e-2), InMemoryAdamW, &Engine::AdamW,
+               {"exp_avg", "exp_avg_sq"}),
+      MakeCase("adamw_of_cpp", OptimizerSpec("adamw", {{"lr", 1e-2}, {"flavour", 2}}),
+               torch::optim::AdamWOptions(1e-2), InMemoryAdamW, &Engine::AdamW,
+               {"exp_avg", "exp_avg_sq"}),
       MakeCase("sgd", OptimizerSpec("sgd", {{"lr", 1e-2}, {"weight_decay", 0.1}}),
                torch::optim::SGDOptions(1e-2).weight_decay(0.1), InMemorySGD, &Engine::SGD, {}),
       MakeCase("momentum",
@@ -84,12 +91,21 @@ std::vector<Case> Cases() {
                OptimizerSpec("adam", {{"lr", 1e-2}, {"weight_decay", 0.1}, {"amsgrad", 1}}),
                torch::optim::AdamOptions(1e-2).weight_decay(0.1).amsgrad(true), InMemoryAdam,
                &Engine::Adam, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-      MakeCase("adagrad", OptimizerSpec("adagrad"), torch::optim::AdagradOptions(1e-2),
-               InMemoryAdagrad, &Engine::Adagrad, {"sum"}),
+      MakeCase("adam_l2_amsgrad_of_python",
+               OptimizerSpec("adam",
+                             {{"lr", 1e-2}, {"weight_decay", 0.1}, {"amsgrad", 1}, {"flavour", 1}}),
+               torch::optim::AdamOptions(1e-2).weight_decay(0.1).amsgrad(true), InMemoryAdam,
+               &Engine::Adam, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+      MakeCase("adam_of_cpp", OptimizerSpec("adam", {{"lr", 1e-2}, {"flavour", 2}}),
+               torch::optim::AdamOptions(1e-2), InMemoryAdam, &Engine::Adam,
+               {"exp_avg", "exp_avg_sq"}),
+      MakeCase("adagrad", OptimizerSpec("adagrad", {{"fused", 0}}),
+               torch::optim::AdagradOptions(1e-2), InMemoryAdagrad, &Engine::Adagrad, {"sum"}),
       MakeCase("adagrad_in_full",
                OptimizerSpec("adagrad", {{"lr_decay", 0.01},
                                          {"weight_decay", 0.1},
-                                         {"initial_accumulator_value", 0.25}}),
+                                         {"initial_accumulator_value", 0.25},
+                                         {"fused", 0}}),
                torch::optim::AdagradOptions(1e-2)
                    .lr_decay(0.01)
                    .weight_decay(0.1)
@@ -97,7 +113,8 @@ std::vector<Case> Cases() {
                InMemoryAdagrad, &Engine::Adagrad, {"sum"}),
       MakeCase("rmsprop", OptimizerSpec("rmsprop"), torch::optim::RMSpropOptions(1e-2),
                InMemoryRMSprop, &Engine::RMSprop, {"square_avg"}),
-      MakeCase("rmsprop_centered", OptimizerSpec("rmsprop", {{"alpha", 0.4}, {"centered", 1}}),
+      MakeCase("rmsprop_centered",
+               OptimizerSpec("rmsprop", {{"alpha", 0.4}, {"centered", 1}, {"lerp", 0}}),
                torch::optim::RMSpropOptions(1e-2).alpha(0.4).centered(true), InMemoryRMSprop,
                &Engine::RMSprop, {"square_avg", "grad_avg"}),
       MakeCase("rmsprop_momentum", OptimizerSpec("rmsprop", {{"momentum", 0.9}}),
@@ -105,7 +122,8 @@ std::vector<Case> Cases() {
                {"square_avg", "momentum_buffer"}),
       MakeCase(
           "rmsprop_in_full",
-          OptimizerSpec("rmsprop", {{"momentum", 0.9}, {"centered", 1}, {"weight_decay", 0.1}}),
+          OptimizerSpec("rmsprop",
+                        {{"momentum", 0.9}, {"centered", 1}, {"weight_decay", 0.1}, {"lerp", 0}}),
           torch::optim::RMSpropOptions(1e-2).momentum(0.9).centered(true).weight_decay(0.1),
           InMemoryRMSprop, &Engine::RMSprop, {"square_avg", "momentum_buffer", "grad_avg"}),
       MakeCase("lion", OptimizerSpec("lion"), LionOptions(), InMemoryLion, &Engine::Lion,
@@ -139,6 +157,11 @@ struct OneParameter : torch::nn::Module {
   Tensor weight;
 };
 
+const uint32_t* TorchRoots() {
+  static const kernels::SquareRoots roots = zero3::MeasureSquareRoots();
+  return roots.corrections();
+}
+
 // The tensor under the kernels: fp32, or bf16 as two halves and tie bits.
 struct Offloaded {
   explicit Offloaded(const Tensor& start) : weight(start.clone()) {
@@ -166,6 +189,7 @@ struct Offloaded {
     ForEachPiece(gradient, [&](kernels::Run run) {
       run.ties_out = &writer;
       run.trust_ratio = trust_ratio;
+      run.roots = TorchRoots();
       kernels::Update(optimizer, step, run);
     });
     ties = new_ties;

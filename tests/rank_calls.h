@@ -56,6 +56,13 @@ inline absl::Status SetSchedule(Stub& stub, grpc::ClientContext& context,
       messages, context, &reply,
       [&](auto* begun, auto* answer) { return stub.SetSchedule(begun, answer); });
 }
+inline absl::Status SetSquareRoots(Stub& stub, grpc::ClientContext& context,
+                                   const std::vector<v1::SetSquareRootsRequest>& messages) {
+  v1::Empty reply;
+  return CallWith<v1::SetSquareRootsRequest, v1::Empty>(
+      messages, context, &reply,
+      [&](auto* begun, auto* answer) { return stub.SetSquareRoots(begun, answer); });
+}
 inline absl::Status Step(Stub& stub, grpc::ClientContext& context,
                          const std::vector<v1::StepRequest>& messages) {
   v1::StepReply reply;

@@ -664,29 +664,49 @@ TEST(ResumeTest, BuffersAreInFiles) {
 
 // ---- The trainer's own optimizer ---------------------------------------------------------------
 
+void TakeStepsAndAClosure(Training& run) {
+  for (int64_t step = 0; step < 3; ++step) {
+    run.optimizer->zero_grad();
+    run.Backward(step);
+    run.optimizer->param_groups()[0].options().set_lr(0.01 / (1 + step));
+    run.optimizer->step();
+  }
+  run.optimizer->step([&run] {
+    run.optimizer->zero_grad();
+    const Tensor loss = run.trainer.loss(3);
+    loss.backward();
+    return loss;
+  });
+}
+
+// What torch alone computes, without any engine, is what an engine without offloading does.
+template <class Optimizer, class OptimizerOptions>
+void ExpectPlainParity(const Program& program, const OptimizerOptions& options) {
+  Training run;
+  torch::manual_seed(7);
+  run.trainer = program.make(at::kFloat);
+  run.optimizer = std::make_shared<Optimizer>(run.trainer.module->parameters(), options);
+  program.loop(run);
+  run.AddState();
+  std::vector<Tensor> with_engine =
+      RunOnce(program, at::kFloat, /*offload=*/false, OptionsFor(program.name));
+  with_engine.pop_back();  // the engine's step
+  ExpectSame(run.log, with_engine, program.name + " beside plain torch");
+}
+
 // The trainer's line stays as it is; steps, schedules and closures go through its own object.
 template <class Optimizer, class OptimizerOptions>
 void ExpectOwnParity(const std::string& name, const OptimizerOptions& options) {
-  ExpectParity({"own_" + name, Perceptron,
-                [options](Engine& engine, nn::Module& module) {
-                  auto optimizer = std::make_shared<Optimizer>(module.parameters(), options);
-                  engine.Attach(module, *optimizer);
-                  return optimizer;
-                },
-                [](Training& run) {
-                  for (int64_t step = 0; step < 3; ++step) {
-                    run.optimizer->zero_grad();
-                    run.Backward(step);
-                    run.optimizer->param_groups()[0].options().set_lr(0.01 / (1 + step));
-                    run.optimizer->step();
-                  }
-                  run.optimizer->step([&run] {
-                    run.optimizer->zero_grad();
-                    const Tensor loss = run.trainer.loss(3);
-                    loss.backward();
-                    return loss;
-                  });
-                }});
+  const Program program = {"own_" + name, Perceptron,
+                           [options](Engine& engine, nn::Module& module) {
+                             auto optimizer =
+                                 std::make_shared<Optimizer>(module.parameters(), options);
+                             engine.Attach(module, *optimizer);
+                             return optimizer;
+                           },
+                           TakeStepsAndAClosure};
+  ExpectPlainParity<Optimizer>(program, options);
+  ExpectParity(program);
 }
 
 TEST(OwnOptimizerTest, ObjectsOfTorchStepInTheDaemon) {
@@ -695,6 +715,9 @@ TEST(OwnOptimizerTest, ObjectsOfTorchStepInTheDaemon) {
   ExpectOwnParity<torch::optim::SGD>("sgd", torch::optim::SGDOptions(1e-2).momentum(0.9));
   ExpectOwnParity<torch::optim::Adagrad>("adagrad", torch::optim::AdagradOptions(1e-2));
   ExpectOwnParity<torch::optim::RMSprop>("rmsprop", torch::optim::RMSpropOptions(1e-3));
+  ExpectOwnParity<torch::optim::RMSprop>(
+      "rmsprop_in_full",
+      torch::optim::RMSpropOptions(1e-3).centered(true).momentum(0.9).weight_decay(0.1));
 }
 
 TEST(OwnOptimizerTest, AttachedObjectIsNotSavedWithoutItsState) {

@@ -5,12 +5,16 @@
 namespace offload::kernels::rules {
 namespace {
 
-enum { kLr, kLrDecay, kWeightDecay, kInitialSum, kEps, kMaximize };
+enum { kLr, kLrDecay, kWeightDecay, kInitialSum, kEps, kMaximize, kFused };
 
 constexpr Parameter kParameters[] = {
-    {"lr", 1e-2, Range::kNotNegative},        {"lr_decay", 0, Range::kNotNegative},
-    {"weight_decay", 0, Range::kNotNegative}, {"initial_accumulator_value", 0, Range::kNotNegative},
-    {"eps", 1e-10, Range::kNotNegative},      {"maximize", 0, Range::kFlag},
+    {"lr", 1e-2, Range::kNotNegative},
+    {"lr_decay", 0, Range::kNotNegative},
+    {"weight_decay", 0, Range::kNotNegative},
+    {"initial_accumulator_value", 0, Range::kNotNegative},
+    {"eps", 1e-10, Range::kNotNegative},
+    {"maximize", 0, Range::kFlag},
+    {"fused", 1, Range::kFlag},
 };
 constexpr StatePlane kPlanes[] = {{"sum"}};
 
@@ -23,17 +27,20 @@ void Prepare(const double* values, int64_t step, Coefficients* coefficients) {
       .has_weight_decay = values[kWeightDecay] != 0,
       .maximize = values[kMaximize] != 0,
       .first = step == 1,
+      .fused = values[kFused] != 0,
   };
   Keep(constants, coefficients);
 }
 
 }  // namespace
 
-constinit const Optimizer Adagrad::kRow = {.name = "adagrad",
-                                           .parameters = kParameters,
-                                           .planes = kPlanes,
-                                           .conflict = nullptr,
-                                           .prepare = Prepare};
+constinit const Optimizer Adagrad::kRow = {
+    .name = "adagrad",
+    .parameters = kParameters,
+    .planes = kPlanes,
+    .conflict = nullptr,
+    .prepare = Prepare,
+    .takes_library_roots = [](const double* values) { return values[kFused] == 0; }};
 
 void Adagrad::Reference(const Constants& c, const Run& run) {
   for (size_t i = 0; i < run.count; ++i) {
@@ -42,7 +49,9 @@ void Adagrad::Reference(const Constants& c, const Run& run) {
     if (c.has_weight_decay) gradient = std::fma(c.weight_decay, master, gradient);
     const float sum = std::fma(gradient, gradient, c.first ? c.initial_sum : run.state[0][i]);
     run.state[0][i] = sum;
-    StoreMaster(run, i, master - (c.lr * gradient) / (std::sqrt(sum) + c.eps));
+    StoreMaster(
+        run, i,
+        master - (c.lr * gradient) / (TakeRoot(sum, c.fused ? nullptr : run.roots) + c.eps));
   }
 }
 

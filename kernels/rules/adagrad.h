@@ -1,10 +1,11 @@
 // kernels/rules/adagrad.h
 //
-// Adagrad as at::_fused_adagrad_ computes it (torch 2.11, CPU with FMA; `fl` rounds a double to
-// fp32):
+// Adagrad (torch 2.11, CPU with FMA; `fl` rounds a double to fp32):
 //   g'  = fma(wd, p, g), or g when wd is zero
 //   sum = fma(g', g', sum), where sum begins with initial_accumulator_value
 //   p   = p - (fl(lr/(1 + (t-1)*lr_decay)) * g') / (sqrt(sum) + fl(eps))
+// With `fused`, as at::_fused_adagrad_ computes it, the root is the nearest; without, as
+// torch.optim.Adagrad's loop and the C++ class do, that of torch's vector library (Run::roots).
 #pragma once
 
 #include <cstddef>
@@ -18,6 +19,7 @@ struct AdagradConstants {
   float weight_decay, initial_sum, eps;
   bool has_weight_decay, maximize;
   bool first;  // the sum has no value yet
+  bool fused;
 };
 
 template <class V>
@@ -31,7 +33,8 @@ struct AdagradStep {
         initial_sum(V::Broadcast(c.initial_sum)),
         eps(V::Broadcast(c.eps)),
         has_weight_decay(c.has_weight_decay),
-        first(c.first) {}
+        first(c.first),
+        root(c.fused ? nullptr : run.roots) {}
 
   template <class Arrays>
   [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {
@@ -41,12 +44,13 @@ struct AdagradStep {
     const Float sum =
         V::Fma(gradient, gradient, first ? initial_sum : V::Load(arrays.state[0] + i));
     V::Store(arrays.state[0] + i, sum);
-    StoreMaster<V>(arrays, i, master - (lr * gradient) / (V::Sqrt(sum) + eps));
+    StoreMaster<V>(arrays, i, master - (lr * gradient) / (root(sum) + eps));
   }
 
   const GradientLoader<V> gradient_loader;
   const Float lr, weight_decay, initial_sum, eps;
   const bool has_weight_decay, first;
+  const RootTaker<V> root;
 };
 
 struct Adagrad {

@@ -34,7 +34,8 @@ constinit const Optimizer Adam::kRow = {.name = "adam",
                                         .parameters = kParameters,
                                         .planes = kPlanes,
                                         .conflict = nullptr,
-                                        .prepare = Prepare};
+                                        .prepare = Prepare,
+                                        .takes_library_roots = AdamTakesLibraryRoots};
 
 size_t Adam::TailBegin(const Constants& c, const Run& run) { return AdamW::TailBegin(c.adam, run); }
 

@@ -3,8 +3,7 @@
 // Adam as torch.optim.Adam has it, with weight decay as a part of the gradient (L2):
 //   g' = fma(wd, p, g), or g when wd is zero
 // and then as AdamW (kernels/rules/adamw.h) without its decay, in the same three flavours: kFused
-// is at::_fused_adam_, kLerp torch.optim's loop and kMulAdd the C++ class, both up to their vector
-// square root.
+// is at::_fused_adam_, kLerp torch.optim's loop and kMulAdd the C++ class.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +24,7 @@ struct AdamStep {
       : gradient_loader(run, c.adam.maximize),
         weight_decay(V::Broadcast(c.weight_decay)),
         has_weight_decay(c.has_weight_decay),
-        moments(c.adam) {}
+        moments(c.adam, run) {}
 
   template <class Arrays>
   [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {

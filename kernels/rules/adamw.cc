@@ -41,7 +41,12 @@ constinit const Optimizer AdamW::kRow = {.name = "adamw",
                                          .parameters = kParameters,
                                          .planes = kPlanes,
                                          .conflict = nullptr,
-                                         .prepare = Prepare};
+                                         .prepare = Prepare,
+                                         .takes_library_roots = AdamTakesLibraryRoots};
+
+bool AdamTakesLibraryRoots(const double* values) {
+  return values[kFlavour] != static_cast<double>(AdamWFlavour::kFused);
+}
 
 AdamConstants AdamConstantsOf(const double* values, int64_t step) {
   const auto flavour = static_cast<AdamWFlavour>(static_cast<int>(values[kFlavour]));
@@ -63,6 +68,7 @@ AdamConstants AdamConstantsOf(const double* values, int64_t step) {
       .has_tail = flavour == AdamWFlavour::kFused,
       .amsgrad = values[kAmsgrad] != 0,
       .maximize = values[kMaximize] != 0,
+      .takes_library_roots = AdamTakesLibraryRoots(values),
   };
 }
 
@@ -74,7 +80,8 @@ float NextAdamMaster(const AdamConstants& c, const Run& run, size_t i, bool in_t
   run.state[1][i] = exp_avg_sq;
   float square = exp_avg_sq;
   if (c.amsgrad) run.state[2][i] = square = Maximum(run.state[2][i], exp_avg_sq);
-  return start - (c.step_size * exp_avg) / (std::sqrt(square) / c.bias_correction2_sqrt + c.eps);
+  const float root = TakeRoot(square, c.takes_library_roots ? run.roots : nullptr);
+  return start - (c.step_size * exp_avg) / (root / c.bias_correction2_sqrt + c.eps);
 }
 
 size_t AdamW::TailBegin(const Constants& c, const Run& run) {

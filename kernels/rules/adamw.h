@@ -11,8 +11,8 @@
 //   v  = fma(fl(1-b2)*g, g, v*fl(b2))     in its loop over vectors of 8
 //   v  = fma(v, fl(b2), (fl(1-b2)*g)*g)   in its scalar loop over the rest: the rule of the tail
 //
-// kLerp is lerp_, then mul_ and addcmul_, addcdiv_: no tail, and Python's `** 0.5` for the root of
-// the bias correction.
+// kLerp is lerp_, then mul_ and addcmul_, sqrt, addcdiv_: no tail, Python's `** 0.5` for the root
+// of the bias correction, and the roots of torch's vector library (Run::roots).
 //
 // kMulAdd is mul_ and add_ for m, the rest as kLerp:
 //   m  = fma(w, g, m*fl(b1))
@@ -29,8 +29,8 @@ namespace offload::kernels {
 // Which of torch's implementations the result is bit-equal to.
 enum class AdamWFlavour : uint8_t {
   kFused = 0,   // at::_fused_adamw_
-  kLerp = 1,    // torch.optim.AdamW default and foreach (up to their vector square root)
-  kMulAdd = 2,  // C++ torch::optim::AdamW (up to its vector square root)
+  kLerp = 1,    // torch.optim.AdamW default and foreach
+  kMulAdd = 2,  // C++ torch::optim::AdamW
 };
 
 namespace rules {
@@ -48,7 +48,10 @@ struct AdamConstants {
   bool has_tail;    // the last tensor_count mod 8 elements round exp_avg_sq in another order
   bool amsgrad;
   bool maximize;
+  bool takes_library_roots;
 };
+
+bool AdamTakesLibraryRoots(const double* values);
 
 // Of values in the order of AdamW's parameters.
 AdamConstants AdamConstantsOf(const double* values, int64_t step);
@@ -63,7 +66,7 @@ template <class V, bool kInTail>
 struct AdamMoments {
   using Float = typename V::Float;
 
-  explicit AdamMoments(const AdamConstants& c)
+  AdamMoments(const AdamConstants& c, const Run& run)
       : beta1(V::Broadcast(c.beta1)),
         exp_avg_weight(V::Broadcast(c.exp_avg_weight)),
         beta2(V::Broadcast(c.beta2)),
@@ -73,7 +76,8 @@ struct AdamMoments {
         step_size(V::Broadcast(c.step_size)),
         is_lerp(c.is_lerp),
         is_short_lerp(c.exp_avg_weight < 0.5f),
-        amsgrad(c.amsgrad) {}
+        amsgrad(c.amsgrad),
+        root(c.takes_library_roots ? run.roots : nullptr) {}
 
   [[gnu::always_inline]] Float NextExpAvg(Float exp_avg, Float gradient) const {
     if (!is_lerp) return V::Fma(exp_avg_weight, gradient, exp_avg * beta1);
@@ -100,18 +104,19 @@ struct AdamMoments {
       square = V::Max(V::Load(arrays.state[2] + i), exp_avg_sq);
       V::Store(arrays.state[2] + i, square);
     }
-    return start - (step_size * exp_avg) / (V::Sqrt(square) / bias_correction2_sqrt + eps);
+    return start - (step_size * exp_avg) / (root(square) / bias_correction2_sqrt + eps);
   }
 
   const Float beta1, exp_avg_weight, beta2, exp_avg_sq_weight, bias_correction2_sqrt, eps,
       step_size;
   const bool is_lerp, is_short_lerp, amsgrad;
+  const RootTaker<V> root;
 };
 
 template <class V, bool kInTail>
 struct AdamWStep {
   AdamWStep(const AdamConstants& c, const Run& run)
-      : gradient_loader(run, c.maximize), decay(V::Broadcast(c.decay)), moments(c) {}
+      : gradient_loader(run, c.maximize), decay(V::Broadcast(c.decay)), moments(c, run) {}
 
   template <class Arrays>
   [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {

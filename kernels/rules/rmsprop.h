@@ -1,13 +1,15 @@
 // kernels/rules/rmsprop.h
 //
-// RMSprop by the operators of torch.optim.RMSprop's loop over parameters, with a correctly rounded
-// square root (torch's vector library rounds some roots otherwise). `fl` rounds a double to fp32:
+// RMSprop by the operators of torch.optim.RMSprop's loop over parameters; sqrt is that of torch's
+// vector library (Run::roots). `fl` rounds a double to fp32:
 //   g'  = fma(wd, p, g), or g when wd is zero
 //   sq  = fma(fl(1-alpha)*g', g', sq*fl(alpha))
 //   ga  = lerp(ga, g', fl(1-alpha)), from the nearer end       centered only
 //   avg = sqrt(centered ? fma(-ga, ga, sq) : sq) + fl(eps)
 //   buf = buf*fl(momentum) + g'/avg                            with momentum
 //   p   = momentum ? fma(-fl(lr), buf, p) : p - (fl(lr)*g')/avg
+// Without `lerp`, the C++ class torch::optim::RMSprop, whose ga is multiplied, then added to:
+//   ga  = fma(fl(1-alpha), g', ga*fl(alpha))
 #pragma once
 
 #include <cstddef>
@@ -18,7 +20,7 @@ namespace offload::kernels::rules {
 
 struct RmsPropConstants {
   float lr, alpha, weight, eps, weight_decay, momentum;  // weight: 1 - alpha
-  bool has_weight_decay, has_momentum, centered, maximize;
+  bool has_weight_decay, has_momentum, centered, lerp, maximize;
 };
 
 template <class V>
@@ -36,9 +38,12 @@ struct RmsPropStep {
         has_weight_decay(c.has_weight_decay),
         has_momentum(c.has_momentum),
         centered(c.centered),
-        is_short_lerp(c.weight < 0.5f) {}
+        lerp(c.lerp),
+        is_short_lerp(c.weight < 0.5f),
+        root(run.roots) {}
 
   [[gnu::always_inline]] Float NextGradAvg(Float grad_avg, Float gradient) const {
+    if (!lerp) return V::Fma(weight, gradient, grad_avg * alpha);
     const Float distance = gradient - grad_avg;
     if (is_short_lerp) return V::Fma(weight, distance, grad_avg);
     return V::Fma(weight - V::Broadcast(1.0f), distance, gradient);
@@ -58,7 +63,7 @@ struct RmsPropStep {
       V::Store(arrays.state[2] + i, grad_avg);
       variance = V::Fma(V::Broadcast(-1.0f) * grad_avg, grad_avg, square_avg);
     }
-    const Float average = V::Sqrt(variance) + eps;
+    const Float average = root(variance) + eps;
     if (!has_momentum) return StoreMaster<V>(arrays, i, master - (lr * gradient) / average);
     const Float buffer = V::Load(arrays.state[1] + i) * momentum + gradient / average;
     V::Store(arrays.state[1] + i, buffer);
@@ -67,7 +72,8 @@ struct RmsPropStep {
 
   const GradientLoader<V> gradient_loader;
   const Float lr, alpha, weight, eps, weight_decay, momentum;
-  const bool has_weight_decay, has_momentum, centered, is_short_lerp;
+  const bool has_weight_decay, has_momentum, centered, lerp, is_short_lerp;
+  const RootTaker<V> root;
 };
 
 struct RmsProp {

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstring>
 
+#include "kernels/square_root.h"
 #include "kernels/update.h"
 
 namespace offload::kernels::rules {
@@ -27,6 +28,12 @@ inline float Lerp(float from, float to, float weight) {
 }
 // maximum(): NaN when either is.
 inline float Maximum(float a, float b) { return std::isnan(a) || a > b ? a : b; }
+
+// `corrections` null: the nearest root.
+inline float TakeRoot(float value, const uint32_t* corrections) {
+  const float nearest = std::sqrt(value);
+  return corrections == nullptr ? nearest : CorrectRoot(value, nearest, corrections);
+}
 
 // An element of the tensor into its lanes.
 inline void AddSquares(uint64_t element, float weight, float update, Norms* norms) {

@@ -322,7 +322,8 @@ class Handle:
         _run_eagerly()
         for part in parts:
             part.swap()
-            part.tell_flavour()
+            if part.is_foreign:
+                part.tell()
 
     def _check_once(self):
         seen = set()

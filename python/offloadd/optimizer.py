@@ -16,7 +16,6 @@ from .errors import Error
 from .library import Engine
 
 _log = logging.getLogger("offloadd")
-_told = set()
 
 # A daemon's AdamWFlavour: whose roundings the update has.
 FUSED, LERP = 0.0, 1.0
@@ -39,11 +38,12 @@ def _sgd(group):
 
 
 def _adagrad(group):
-    return {name: group[name] for name in ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")}
+    names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
+    return {name: group[name] for name in names} | {"fused": bool(group.get("fused"))}
 
 
 def _rmsprop(group):
-    return {name: group[name] for name in ("lr", "alpha", "eps", "weight_decay", "momentum", "centered")}
+    return {name: group[name] for name in ("lr", "alpha", "eps", "weight_decay", "momentum", "centered")} | {"lerp": True}
 
 
 # Class -> (kind for a group, its values, whether there is a number of updates in its state).
@@ -358,7 +358,7 @@ class ForeignPart:
             hook.remove()
         del self.optimizer._offload_part
 
-    def tell_flavour(self):
+    def tell(self):
         _log.warning("offloadd: %s runs in this process; what it keeps is in memory and is not part of the job, which cannot be resumed",
                      self.name)
 
@@ -408,14 +408,6 @@ class Part:
         optimizer.__class__ = type(optimizer)._offload_class
         optimizer.__dict__["state"] = collections.defaultdict(dict)
         del optimizer._offload_part
-
-    def tell_flavour(self):
-        """Once: whose roundings these are."""
-        has_fused = self.recipe.name in ("Adam", "AdamW", "Adagrad")
-        if has_fused and not all(group.get("fused") for group in self.optimizer.param_groups) and self.recipe.name not in _told:
-            _told.add(self.recipe.name)
-            _log.warning("offloadd: %s without fused=True is equal to torch's up to the last bit of a square root; with fused=True bit for bit",
-                         self.recipe.name)
 
     # ---- The step ----
 

@@ -62,8 +62,7 @@ class InMemoryEngine final : public Engine {
                                                          NamedOptimizer&& optimizer) override {
     groups = modules_.LeaveToOthers(module, std::move(groups));
     CheckTypes(modules_.Names(module));
-    auto made =
-        std::make_unique<InMemoryOptimizer>(groups, std::move(optimizer), SquareRoot::kExact);
+    auto made = std::make_unique<InMemoryOptimizer>(groups, std::move(optimizer));
     return Keep(std::move(made), module, groups);
   }
   void AttachForeign(torch::nn::Module& module, ParameterGroups groups,

@@ -42,10 +42,10 @@ at::Tensor StepTensor(const InMemoryState& state) {
   return at::full({}, static_cast<double>(state.step), at::kFloat);
 }
 
-// The correctly rounded root, which the kernels of the daemon take. The vector library behind
-// sqrt() is off by one in the last place for some seven of a thousand numbers: a double has more
-// than twice the digits, so rounding twice changes nothing.
-Tensor ExactSqrt(const Tensor& values) { return values.to(at::kDouble).sqrt_().to(at::kFloat); }
+// The nearest root, where somebody else's definition asks for it: the vector library behind sqrt()
+// is off by one in the last place for some numbers. A double has more than twice the digits, so
+// rounding twice changes nothing.
+Tensor NearestRoot(const Tensor& values) { return values.to(at::kDouble).sqrt_().to(at::kFloat); }
 
 // ---- AdamW -------------------------------------------------------------------------------------
 
@@ -66,8 +66,9 @@ void ComposedAdam(const OptimizerSpec& optimizer, const Tensor& gradient, InMemo
   const double step = static_cast<double>(state.step);
   const double bias_correction1 = 1 - std::pow(beta1, step);
   const double bias_correction2 = 1 - std::pow(beta2, step);
-  Tensor denominator = state.square_root == SquareRoot::kExact ? ExactSqrt(square) : square.sqrt();
-  denominator.div_(std::sqrt(bias_correction2)).add_(optimizer.Get("eps"));
+  // Python's ** is pow.
+  const double correction = is_lerp ? std::pow(bias_correction2, 0.5) : std::sqrt(bias_correction2);
+  const Tensor denominator = square.sqrt().div_(correction).add_(optimizer.Get("eps"));
   state.master.addcdiv_(exp_avg, denominator, -(optimizer.Get("lr") / bias_correction1));
 }
 
@@ -125,7 +126,18 @@ void UpdateAdam(const OptimizerSpec& optimizer, const Tensor& gradient, InMemory
 // ---- Adagrad ------------------------------------------------------------------------------------
 
 void UpdateAdagrad(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
-  if (state.step == 1) state.planes[0].fill_(optimizer.Get("initial_accumulator_value"));
+  Tensor& sum = state.planes[0];
+  if (state.step == 1) sum.fill_(optimizer.Get("initial_accumulator_value"));
+  if (!IsOn(optimizer, "fused")) {
+    Tensor direction = Descent(optimizer, gradient);
+    const double weight_decay = optimizer.Get("weight_decay");
+    if (weight_decay != 0) direction = direction.add(state.master, weight_decay);
+    const double lr =
+        optimizer.Get("lr") / (1 + static_cast<double>(state.step - 1) * optimizer.Get("lr_decay"));
+    sum.addcmul_(direction, direction, 1);
+    state.master.addcdiv_(direction, sum.sqrt().add_(optimizer.Get("eps")), -lr);
+    return;
+  }
   at::_fused_adagrad_({state.master}, {gradient}, {state.planes[0]}, {StepTensor(state)},
                       optimizer.Get("lr"), optimizer.Get("lr_decay"), optimizer.Get("weight_decay"),
                       optimizer.Get("eps"), IsOn(optimizer, "maximize"));
@@ -133,7 +145,7 @@ void UpdateAdagrad(const OptimizerSpec& optimizer, const Tensor& gradient, InMem
 
 // ---- RMSprop ------------------------------------------------------------------------------------
 
-// torch.optim.RMSprop's loop over parameters.
+// torch.optim.RMSprop's loop over parameters (lerp), or the C++ class's.
 void UpdateRmsProp(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
   auto& [square_avg, momentum_buffer, grad_avg] = state.planes;
   const double lr = optimizer.Get("lr"), alpha = optimizer.Get("alpha");
@@ -143,10 +155,14 @@ void UpdateRmsProp(const OptimizerSpec& optimizer, const Tensor& gradient, InMem
   square_avg.mul_(alpha).addcmul_(direction, direction, 1 - alpha);
   Tensor average;
   if (IsOn(optimizer, "centered")) {
-    grad_avg.lerp_(direction, 1 - alpha);
-    average = ExactSqrt(square_avg.addcmul(grad_avg, grad_avg, -1));
+    if (IsOn(optimizer, "lerp")) {
+      grad_avg.lerp_(direction, 1 - alpha);
+    } else {
+      grad_avg.mul_(alpha).add_(direction, 1 - alpha);
+    }
+    average = square_avg.addcmul(grad_avg, grad_avg, -1).sqrt_();
   } else {
-    average = ExactSqrt(square_avg);
+    average = square_avg.sqrt();
   }
   average.add_(optimizer.Get("eps"));
   if (momentum == 0) {
@@ -199,7 +215,7 @@ void UpdateLamb(const OptimizerSpec& optimizer, const Tensor& gradient, InMemory
   exp_avg.mul_(beta1).add_(descent, 1 - beta1);
   exp_avg_sq.mul_(beta2).addcmul_(descent, descent, 1 - beta2);
   const Tensor denominator =
-      ExactSqrt(exp_avg_sq).div_(std::sqrt(1 - std::pow(beta2, step))).add_(optimizer.Get("eps"));
+      NearestRoot(exp_avg_sq).div_(std::sqrt(1 - std::pow(beta2, step))).add_(optimizer.Get("eps"));
   Tensor update = (exp_avg * (1 / (1 - std::pow(beta1, step)))).div_(denominator);
   if (weight_decay != 0) update.add_(state.master, weight_decay);
   const double weight_norm = std::sqrt(SumOfSquares(state.master));
@@ -227,10 +243,9 @@ Update UpdateOf(const OptimizerSpec& optimizer) {
 }  // namespace
 
 InMemoryOptimizer::InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups,
-                                     NamedOptimizer optimizer, SquareRoot square_root)
+                                     NamedOptimizer optimizer)
     : Optimizer(groups, optimizer.defaults->clone()),
       optimizer_(std::move(optimizer)),
-      square_root_(square_root),
       states_(std::make_shared<InMemoryStates>(SpecOfAll(optimizer_, groups))) {}
 
 Tensor InMemoryOptimizer::step(LossClosure closure) {
@@ -303,7 +318,6 @@ void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& 
       state.planes[i] = at::zeros_like(state.master, at::MemoryFormat::Preserve);
   }
   ++state.step;
-  state.square_root = square_root_;
   const Tensor& given = parameter.grad();
   const Tensor gradient = given.layout() == at::kStrided ? given : given.to_dense();
   UpdateOf(optimizer)(optimizer, gradient.to(at::kFloat), state);

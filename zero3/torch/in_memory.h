@@ -35,17 +35,12 @@
 
 namespace offload::zero3 {
 
-// The square root of AdamW's and Adam's composed flavours: torch's own, whose vector library is off
-// by one in the last place for some numbers, or the correctly rounded one of the daemon's kernels.
-enum class SquareRoot { kTorch, kExact };
-
 struct InMemoryState {
   torch::Tensor master;  // fp32; of an fp32 parameter the parameter itself
   // fp32, by number of the plane in the optimizer's row; undefined where it keeps none.
   std::array<torch::Tensor, kernels::kStatePlanesMax> planes;
   int64_t step = 0;     // updates of this parameter
   int64_t version = 0;  // of the parameter after our last write
-  SquareRoot square_root = SquareRoot::kTorch;
 };
 
 // What an optimizer keeps. An engine holds it longer than the trainer holds the optimizer.
@@ -71,8 +66,8 @@ class InMemoryStates {
 class InMemoryOptimizer final : public torch::optim::Optimizer {
  public:
   // Errors as SpecOfAll.
-  InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups, NamedOptimizer optimizer,
-                    SquareRoot square_root = SquareRoot::kTorch);
+  InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups,
+                    NamedOptimizer optimizer);
 
   torch::Tensor step(LossClosure closure = nullptr) override;
 
@@ -88,7 +83,6 @@ class InMemoryOptimizer final : public torch::optim::Optimizer {
   void UpdateParameter(const kernels::OptimizerSpec& optimizer, torch::Tensor& parameter);
 
   const NamedOptimizer optimizer_;
-  const SquareRoot square_root_;
   const std::shared_ptr<InMemoryStates> states_;
 };
 

@@ -187,7 +187,8 @@ zero3::NamedOptimizer Named(torch::optim::AdagradOptions options) {
                                    {"lr_decay", o.lr_decay()},
                                    {"weight_decay", o.weight_decay()},
                                    {"initial_accumulator_value", o.initial_accumulator_value()},
-                                   {"eps", o.eps()}});
+                                   {"eps", o.eps()},
+                                   {"fused", 0}});
   });
 }
 
@@ -215,7 +216,8 @@ zero3::NamedOptimizer Named(torch::optim::RMSpropOptions options) {
                                               {"eps", o.eps()},
                                               {"weight_decay", o.weight_decay()},
                                               {"momentum", o.momentum()},
-                                              {"centered", o.centered() ? 1 : 0}});
+                                              {"centered", o.centered() ? 1 : 0},
+                                              {"lerp", 0}});
   });
 }
 

@@ -26,6 +26,7 @@
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/summed_gradient.h"
+#include "zero3/torch/square_roots.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -296,6 +297,7 @@ bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
   }
   PlanInput input = DescribeJob(parameters, optimizer);
   if (!parameters.empty()) ThrowIfError(MakePlan(input).status());
+  SayRoots(optimizer);
   NameForFiles(tensors);
   if (!parameters.empty()) {
     declared_ = std::move(input.catalogue.tensors);
@@ -608,6 +610,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   command.trainer_state = ValueOrThrow(EncodeTrainerState(next));
   for (const uint32_t id : stepped) gradients_[id]->FinishWriting();
   StoreLargeBuffers();
+  for (const client::Group& group : command.groups) SayRoots(group);
 
   if (sums_ != nullptr) command.passes = sums_->stream().passes();
   std::vector<uint32_t> ahead;
@@ -618,6 +621,14 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   ++step_;
   for (const uint32_t id : stepped) gradients_[id]->BeginUpdate();
   attachment_->Prefetch(ahead);
+}
+
+// What torch's operators would take for the roots, the daemon takes.
+void TensorEngine::SayRoots(const kernels::OptimizerSpec& optimizer) {
+  if (roots_are_said_ || !optimizer.TakesLibraryRoots()) return;
+  if (const kernels::SquareRoots roots = MeasureSquareRoots(); !roots.AreNearest())
+    ThrowIfError(attachment_->session().SetSquareRoots(roots));
+  roots_are_said_ = true;
 }
 
 void TensorEngine::CommitStep() {

@@ -143,6 +143,7 @@ class TensorEngine {
   absl::Status StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, Drain drain);
   absl::Status CopyOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, std::byte* target);
   bool EndsRound(std::span<const GroupUpdate> updates);
+  void SayRoots(const kernels::OptimizerSpec& optimizer);
   uint32_t IdOf(const at::Tensor& parameter) const;
   Gradient* GradientOf(const at::Tensor& parameter) const;
   Gradient* MakeGradient(uint32_t id);
@@ -156,6 +157,7 @@ class TensorEngine {
   uint64_t step_;
   struct TrainerState state_;
   kernels::OptimizerSpec optimizer_;
+  bool roots_are_said_ = false;
   bool half_loaded_ = false;
   std::string initial_weights_;
   LoadOptions initial_options_;

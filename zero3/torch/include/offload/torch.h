@@ -107,10 +107,11 @@ struct Options {
   static Options FromEnvironment();
 };
 
-// Whose order of roundings AdamW and Adam have: kFused that of at::_fused_adamw_, bit for bit;
-// kLerp that of torch.optim.AdamW in Python, kMulAdd that of the C++ class torch::optim::AdamW,
-// both with the correctly rounded square root, where torch's vector library may be off by one in
-// the last place (which numbers, depends on the processor).
+// Whose roundings AdamW and Adam have, bit for bit: kMulAdd those of the C++ classes
+// torch::optim::AdamW and Adam, kLerp those of torch.optim in Python, kFused those of
+// at::_fused_adamw_ and at::_fused_adam_ (Python's fused=True), which is the fastest. Square roots
+// of the first two are those of torch's vector library on this processor, which are not always the
+// nearest; they are measured when the first such optimizer is attached.
 enum class AdamWFlavour { kFused, kLerp, kMulAdd };
 
 // torch has no Lion: these are the options of its paper (arXiv:2302.06675), in torch's manner.
@@ -225,18 +226,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
   OptimizerPointer AdamW(torch::nn::Module& module, torch::optim::AdamWOptions options,
-                         AdamWFlavour flavour = AdamWFlavour::kFused);
+                         AdamWFlavour flavour = AdamWFlavour::kMulAdd);
   OptimizerPointer AdamW(torch::nn::Module& module, ParamGroups groups,
                          torch::optim::AdamWOptions defaults,
-                         AdamWFlavour flavour = AdamWFlavour::kFused);
+                         AdamWFlavour flavour = AdamWFlavour::kMulAdd);
   OptimizerPointer SGD(torch::nn::Module& module, torch::optim::SGDOptions options);
   OptimizerPointer SGD(torch::nn::Module& module, ParamGroups groups,
                        torch::optim::SGDOptions defaults);
   OptimizerPointer Adam(torch::nn::Module& module, torch::optim::AdamOptions options,
-                        AdamWFlavour flavour = AdamWFlavour::kFused);
+                        AdamWFlavour flavour = AdamWFlavour::kMulAdd);
   OptimizerPointer Adam(torch::nn::Module& module, ParamGroups groups,
                         torch::optim::AdamOptions defaults,
-                        AdamWFlavour flavour = AdamWFlavour::kFused);
+                        AdamWFlavour flavour = AdamWFlavour::kMulAdd);
   OptimizerPointer Adagrad(torch::nn::Module& module, torch::optim::AdagradOptions options);
   OptimizerPointer Adagrad(torch::nn::Module& module, ParamGroups groups,
                            torch::optim::AdagradOptions defaults);
@@ -352,18 +353,17 @@ class InitGuard {
   std::unique_ptr<Impl> impl_;
 };
 
-// The in-memory trainer that everything above is compared with: fp32 parameters are updated by
-// at::_fused_adamw_ / torch's SGD; bf16 parameters by the same on fp32 masters and moments, then
-// cast back. Also what OFFLOADD_DISABLE=1 gives, but for the square root of kLerp and kMulAdd,
-// which is torch's own here.
+// The in-memory trainer that everything above is compared with, and what OFFLOADD_DISABLE=1 gives:
+// fp32 parameters are updated as torch's optimizer of that name does it, bf16 parameters by the
+// same on fp32 masters and moments, then cast back.
 std::unique_ptr<torch::optim::Optimizer> InMemoryAdamW(torch::nn::Module& module,
                                                        torch::optim::AdamWOptions options,
-                                                       AdamWFlavour flavour = AdamWFlavour::kFused);
+                                                       AdamWFlavour flavour = AdamWFlavour::kMulAdd);
 std::unique_ptr<torch::optim::Optimizer> InMemorySGD(torch::nn::Module& module,
                                                      torch::optim::SGDOptions options);
 std::unique_ptr<torch::optim::Optimizer> InMemoryAdam(torch::nn::Module& module,
                                                       torch::optim::AdamOptions options,
-                                                      AdamWFlavour flavour = AdamWFlavour::kFused);
+                                                      AdamWFlavour flavour = AdamWFlavour::kMulAdd);
 std::unique_ptr<torch::optim::Optimizer> InMemoryAdagrad(torch::nn::Module& module,
                                                          torch::optim::AdagradOptions options);
 std::unique_ptr<torch::optim::Optimizer> InMemoryRMSprop(torch::nn::Module& module,

@@ -1,0 +1,88 @@
+#include "kernels/square_root.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+
+namespace offload::kernels {
+namespace {
+
+constexpr uint32_t kOneBits = 0x3F800000;  // of 1.0, whose exponent is odd as it is stored
+
+// How many places the root of each value lies above the nearest one.
+std::vector<int32_t> PlacesOff(const std::function<void(std::span<float>)>& take_roots,
+                               std::span<const float> values) {
+  std::vector<float> roots(values.begin(), values.end());
+  take_roots(roots);
+  std::vector<int32_t> places(values.size());
+  for (size_t i = 0; i < values.size(); ++i) {
+    places[i] = static_cast<int32_t>(std::bit_cast<uint32_t>(roots[i]) -
+                                     std::bit_cast<uint32_t>(std::sqrt(values[i])));
+  }
+  return places;
+}
+
+// Numbers of every exponent, subnormal ones included.
+std::vector<float> Samples() {
+  constexpr uint32_t kPerExponent = 64, kExponents = 255;
+  std::minstd_rand random(20261122);
+  std::vector<float> samples;
+  for (uint32_t exponent = 0; exponent < kExponents; ++exponent) {
+    for (uint32_t i = 0; i < kPerExponent; ++i) {
+      const auto mantissa = static_cast<uint32_t>(random()) & 0x007FFFFF;
+      samples.push_back(std::bit_cast<float>(exponent << 23 | mantissa));
+    }
+  }
+  samples.push_back(0.0f);
+  samples.push_back(INFINITY);
+  return samples;
+}
+
+}  // namespace
+
+std::optional<SquareRoots> SquareRoots::Measure(
+    const std::function<void(std::span<float>)>& take_roots) {
+  constexpr uint32_t kBatch = 64 * 1024;
+  SquareRoots roots;
+  std::vector<float> values(kBatch);
+  for (uint32_t begin = 0; begin < kEntries; begin += kBatch) {
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      // Entries from 2^23 on have an odd exponent, as 1.0 has; the others that of 2.0.
+      const uint32_t mantissa = (begin + i) & 0x007FFFFF, odd = (begin + i) >> 23;
+      values[i] = std::bit_cast<float>((kOneBits + (odd == 1 ? 0 : 1 << 23)) | mantissa);
+    }
+    const std::vector<int32_t> places = PlacesOff(take_roots, values);
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      if (places[i] < -1 || places[i] > 1) return std::nullopt;
+      const uint32_t entry = begin + i;
+      roots.corrections_[entry / kEntriesPerWord] |= (static_cast<uint32_t>(places[i]) & 3)
+                                                     << (2 * (entry % kEntriesPerWord));
+    }
+  }
+  const std::vector<float> samples = Samples();
+  std::vector<float> taken = samples;
+  take_roots(taken);
+  for (size_t i = 0; i < samples.size(); ++i) {
+    const float expected = CorrectRoot(samples[i], std::sqrt(samples[i]), roots.corrections());
+    if (std::bit_cast<uint32_t>(taken[i]) != std::bit_cast<uint32_t>(expected)) return std::nullopt;
+  }
+  return roots;
+}
+
+std::optional<SquareRoots> SquareRoots::FromBytes(std::string_view bytes) {
+  if (bytes.size() != kBytes) return std::nullopt;
+  SquareRoots roots;
+  std::memcpy(roots.corrections_.data(), bytes.data(), kBytes);
+  return roots;
+}
+
+std::string_view SquareRoots::bytes() const {
+  return {reinterpret_cast<const char*>(corrections_.data()), kBytes};
+}
+
+bool SquareRoots::AreNearest() const {
+  return std::ranges::all_of(corrections_, [](uint32_t word) { return word == 0; });
+}
+
+}  // namespace offload::kernels

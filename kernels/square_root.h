@@ -1,0 +1,69 @@
+// kernels/square_root.h
+//
+// Square roots as a vector library takes them. IEEE 754 asks for the nearest fp32 number; the
+// libraries that tensors are rooted with give up the last place for speed, each in a way of its
+// own that depends on the processor. Optimizers that are to be bit-equal to somebody who calls such
+// a library have to take the same roots. No formula is needed for that: the root of m * 2^e is that
+// of m * 2^(e mod 2) with another exponent, so 2^24 numbers say everything, and each differs from
+// the nearest root by one place at most. SquareRoots measures them once (some 0.1 s) and keeps two
+// bits for each.
+//
+// Subnormal numbers, zeros, infinities and NaN have the nearest root, which Measure() checks, too.
+//
+// Thread safety: a value; const methods may be called by any thread.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+namespace offload::kernels {
+
+class SquareRoots {
+ public:
+  static constexpr size_t kEntries = size_t{1} << 24;
+  static constexpr size_t kEntriesPerWord = 16;
+  static constexpr size_t kBytes = kEntries / 4;
+
+  // Asks `take_roots`, which replaces values by their roots, for the roots that tell all others.
+  // Nothing when it does otherwise than said above: then there is no way to follow it.
+  static std::optional<SquareRoots> Measure(
+      const std::function<void(std::span<float>)>& take_roots);
+
+  // From bytes() of another process of this machine; nothing when the size is wrong. Any content
+  // gives roots that are at most two places off.
+  static std::optional<SquareRoots> FromBytes(std::string_view bytes);
+  std::string_view bytes() const;
+
+  // No entry is needed: the library rounds correctly.
+  bool AreNearest() const;
+  // What Run::roots takes; good as long as this.
+  const uint32_t* corrections() const { return corrections_.data(); }
+
+  bool operator==(const SquareRoots&) const = default;
+
+ private:
+  SquareRoots() : corrections_(kEntries / kEntriesPerWord) {}
+
+  // The two bits of entry i, a number of two's complement, begin at bit 2 * (i mod 16) of word
+  // i / 16. The entry of a value is its lowest 24 bits: mantissa and parity of the exponent.
+  std::vector<uint32_t> corrections_;
+};
+
+// The root of `value`, whose nearest one is `nearest`.
+inline float CorrectRoot(float value, float nearest, const uint32_t* corrections) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  if (bits - 0x00800000u >= 0x7F000000u) return nearest;  // not a positive normal number
+  const uint32_t entry = bits & 0x00FFFFFF;
+  const uint32_t word = corrections[entry / SquareRoots::kEntriesPerWord];
+  const uint32_t places = word << (30 - 2 * (entry % SquareRoots::kEntriesPerWord));
+  const int32_t correction = static_cast<int32_t>(places) >> 30;
+  return std::bit_cast<float>(std::bit_cast<int32_t>(nearest) + correction);
+}
+
+}  // namespace offload::kernels

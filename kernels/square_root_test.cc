@@ -1,0 +1,92 @@
+#include "kernels/square_root.h"
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "gtest/gtest.h"
+
+namespace offload::kernels {
+namespace {
+
+float Moved(float value, int places) {
+  return std::bit_cast<float>(std::bit_cast<int32_t>(value) + places);
+}
+
+// A library that is off by a place for some mantissas, by another pattern for each parity of the
+// exponent, as those that exist are.
+int PlacesOff(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  if (!std::isnormal(value)) return 0;
+  const uint32_t entry = bits & 0x00FFFFFF;
+  return entry % 7 == 3 ? 1 : entry % 11 == 5 ? -1 : 0;
+}
+void TakeRootsCarelessly(std::span<float> values) {
+  for (float& value : values) value = Moved(std::sqrt(value), PlacesOff(value));
+}
+void TakeNearestRoots(std::span<float> values) {
+  for (float& value : values) value = std::sqrt(value);
+}
+
+float Corrected(const SquareRoots& roots, float value) {
+  return CorrectRoot(value, std::sqrt(value), roots.corrections());
+}
+
+TEST(SquareRootsTest, FollowTheLibraryThatTheyMeasured) {
+  const std::optional<SquareRoots> roots = SquareRoots::Measure(TakeRootsCarelessly);
+  ASSERT_TRUE(roots.has_value());
+  EXPECT_FALSE(roots->AreNearest());
+  for (uint32_t bits = 0; bits < 0x7F800000; bits += 4099) {
+    const auto value = std::bit_cast<float>(bits);
+    std::vector<float> expected = {value};
+    TakeRootsCarelessly(expected);
+    ASSERT_EQ(Corrected(*roots, value), expected[0]) << value;
+  }
+}
+
+TEST(SquareRootsTest, LeaveWhatIsNotAPositiveNormalNumberAlone) {
+  const std::optional<SquareRoots> roots = SquareRoots::Measure(TakeRootsCarelessly);
+  ASSERT_TRUE(roots.has_value());
+  const float infinity = std::numeric_limits<float>::infinity();
+  for (const float value : {0.0f, -0.0f, infinity, 1e-45f, 1e-39f})
+    EXPECT_EQ(std::bit_cast<uint32_t>(Corrected(*roots, value)),
+              std::bit_cast<uint32_t>(std::sqrt(value)));
+  for (const float value : {-1.0f, -infinity, std::bit_cast<float>(0x7FC00003u)})
+    EXPECT_TRUE(std::isnan(Corrected(*roots, value)));
+}
+
+TEST(SquareRootsTest, OfALibraryThatRoundsCorrectlyAreTheNearest) {
+  const std::optional<SquareRoots> roots = SquareRoots::Measure(TakeNearestRoots);
+  ASSERT_TRUE(roots.has_value());
+  EXPECT_TRUE(roots->AreNearest());
+}
+
+TEST(SquareRootsTest, RefuseALibraryThatTheyCannotFollow) {
+  EXPECT_FALSE(SquareRoots::Measure([](std::span<float> values) {
+                 for (float& value : values) value = Moved(std::sqrt(value), 2);
+               }).has_value());
+  // Off by one above 2^100 only: not a matter of mantissa and parity.
+  EXPECT_FALSE(SquareRoots::Measure([](std::span<float> values) {
+                 for (float& value : values)
+                   value = Moved(std::sqrt(value), std::isfinite(value) && value > 0x1p100f);
+               }).has_value());
+  // That takes subnormal numbers for zeros.
+  EXPECT_FALSE(SquareRoots::Measure([](std::span<float> values) {
+                 for (float& value : values) value = std::isnormal(value) ? std::sqrt(value) : 0;
+               }).has_value());
+}
+
+TEST(SquareRootsTest, TravelAsBytes) {
+  const std::optional<SquareRoots> roots = SquareRoots::Measure(TakeRootsCarelessly);
+  ASSERT_TRUE(roots.has_value());
+  EXPECT_EQ(SquareRoots::FromBytes(roots->bytes()), roots);
+  EXPECT_FALSE(SquareRoots::FromBytes(roots->bytes().substr(1)).has_value());
+  EXPECT_FALSE(SquareRoots::FromBytes("").has_value());
+}
+
+}  // namespace
+}  // namespace offload::kernels
