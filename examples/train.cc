@@ -119,7 +119,9 @@ std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(const Flags& flags, Langu
   }
   const auto options =
       torch::optim::AdamWOptions(flags.learning_rate).weight_decay(flags.weight_decay);
-  return engine != nullptr ? engine->AdamW(model, options) : InMemoryAdamW(model, options);
+  constexpr AdamWFlavour kFastest = AdamWFlavour::kFused;
+  return engine != nullptr ? engine->AdamW(model, options, kFastest)
+                           : InMemoryAdamW(model, options, kFastest);
 }
 
 // Bytes of weights (as fp32 masters) and optimizer state of the run in memory.
