@@ -74,6 +74,7 @@ struct ExtentUpdate {
   proto::Dtype dtype = proto::Dtype::kFloat32;
   const proto::PlaneSet* plane_set = nullptr;
   uint64_t sequence = 0;  // that the outputs are bound to
+  ByPlane<bool> left;     // stays in memory unwritten: gets no checksum
   ExtentPlanes planes;
   TieBits ties_in;
   const std::byte* spilled_gradient = nullptr;
