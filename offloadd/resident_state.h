@@ -76,7 +76,7 @@ class ResidentState {
 
   // True when a step leaves the plane in memory, for a later commit to write.
   bool Leaves(uint32_t store_tensor, uint32_t index, proto::Plane plane) const {
-    if (context_->checkpoint_steps == 1) return false;
+    if (!context_->durability.has_intervals()) return false;
     return plane == proto::Plane::kWeight ? bool{context_->plan.weight_resident[store_tensor]}
                                           : Has(store_tensor, index);
   }

@@ -23,6 +23,7 @@ UpdateExecutor::UpdateExecutor(JobContext* context, WeightCache* cache, Resident
       events_(std::move(events)),
       write_back_(context, cache, state),
       pace_(kLimits.schedule_stall_seconds),
+      committed_seconds_(context->clock->NowSeconds()),
       extents_in_flight_max_(std::max(context->plan.pipeline_blocks, kExtentsInFlightMin)),
       gradient_offset_(proto::FullStateBytes(context->catalogue)) {
   const proto::SlabLayout& layout = context->layout;
@@ -42,6 +43,10 @@ uint64_t UpdateExecutor::buffer_bytes() const {
 void UpdateExecutor::Begin(StepPlan plan) {
   OFFLOAD_CHECK(!busy() && unfinished_.empty()) << "step " << plan.step;
   step_ = plan.step;
+  const Durability& durability = context_->durability;
+  step_is_checkpoint_ = durability.steps > 0 ? *step_ % durability.steps == 0
+                                             : context_->clock->NowSeconds() - committed_seconds_ >=
+                                                   durability.seconds;
   context_->unsettled_puts = false;
   if (plan.trainer_state.has_value()) trainer_state_ = std::move(plan.trainer_state);
   hurry_ = false;
@@ -353,10 +358,6 @@ void UpdateExecutor::Release(Extent& extent) {
 
 // ---- The commit --------------------------------------------------------------------------------
 
-bool UpdateExecutor::CommitsStep() const {
-  return commit_asked_ || *step_ % context_->checkpoint_steps == 0;
-}
-
 // After the last write of a step, or when a commit is asked for without one. (Puts that begin while
 // one is asked for would come into it, so none does.)
 void UpdateExecutor::FinishStep() {
@@ -385,6 +386,7 @@ void UpdateExecutor::Commit() {
                             context_->commit_wanted = false;
                             if (!status.ok()) return context_->fail(status);
                             commit_asked_ = false;  // who asked meanwhile has what there was
+                            committed_seconds_ = context_->clock->NowSeconds();
                             step_.reset();
                             written_step_.reset();
                             events_.on_committed(epoch);

@@ -121,7 +121,7 @@ class UpdateExecutor {
   void Write(const std::shared_ptr<Extent>& extent);
   void FinishWrite(const std::shared_ptr<Extent>& extent, const absl::Status& status);
   void Release(Extent& extent);
-  bool CommitsStep() const;
+  bool CommitsStep() const { return step_is_checkpoint_ || commit_asked_; }
   void FinishStep();
   void Commit();
 
@@ -136,6 +136,8 @@ class UpdateExecutor {
   std::optional<uint64_t> step_;              // recorded and not finished
   std::optional<uint64_t> written_step_;      // the last one of the interval that is finished
   std::optional<std::string> trainer_state_;  // of the last step since the commit that had one
+  bool step_is_checkpoint_ = false;
+  double committed_seconds_ = 0;  // the time of the last commit
   bool hurry_ = false;
   bool writing_back_ = false;  // all that is left, for the commit that follows
   bool committing_ = false;

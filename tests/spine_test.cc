@@ -5,8 +5,10 @@
 #include <stdlib.h>
 #include <sys/wait.h>
 
+#include <chrono>
 #include <filesystem>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -294,6 +296,23 @@ TEST_F(SpineIntervalTest, WhatStaysInMemoryIsWrittenAtTheCheckpointOnly) {
     EXPECT_LT(header.bytes_written - before, (commits ? 0 : left_bytes) + (1 << 20)) << "once";
     job.Close();
   }
+}
+
+TEST_F(SpineIntervalTest, IntervalsByTheClockEndWithTheFirstStepAfterThem) {
+  Job job(pool_, "hours", {.dtype = Dtype::kBFloat16, .durability = "checkpoint:1h"});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  for (int i = 0; i < 3; ++i) job.Step();
+  EXPECT_EQ(job.session().slab_header().durable_step.load(), 0u);
+  job.Close();
+  Job often(pool_, "often", {.dtype = Dtype::kBFloat16, .durability = "checkpoint:1s"});
+  ASSERT_NO_FATAL_FAILURE(often.Open());
+  often.Step();
+  ASSERT_TRUE(often.session().WaitDurable().ok());
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  often.Step();
+  often.Step();  // begins when the one before is committed
+  EXPECT_GE(often.session().slab_header().durable_step.load(), 2u);
+  often.Close();
 }
 
 TEST_F(SpineIntervalTest, ADaemonThatIsKilledWhileItWritesThemLeavesTheCheckpointBefore) {
