@@ -10,6 +10,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "base/byte_size.h"
+#include "base/durability.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
@@ -42,10 +43,9 @@ constexpr Key kKeys[] = {
     {"update.threads", nullptr, KeyType::kCount, "0", "1024",
      "of the daemon's optimizer; 0: half of the cores"},
     {"durability", nullptr, KeyType::kDurability, "step", "",
-     "step, or checkpoint:N for a commit after every N steps only"},
+     "step, or a commit after every N steps (checkpoint:N) or so long after the one before "
+     "(checkpoint:10min) only"},
 };
-
-constexpr std::string_view kCheckpoint = "checkpoint:";
 
 bool IsInteger(std::string_view text, uint64_t& value) {
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -78,11 +78,8 @@ std::string Complaint(const Key& key, std::string_view value) {
       }
       return "";
     case KeyType::kDurability:
-      if (value == "step") return "";
-      if (value.starts_with(kCheckpoint) && IsInteger(value.substr(kCheckpoint.size()), number) &&
-          number > 0)
-        return "";
-      return "is neither step nor checkpoint:N";
+      return ParseDurability(value).ok() ? ""
+                                         : "is none of step, checkpoint:N and checkpoint:10min";
   }
   return "cannot be read";
 }

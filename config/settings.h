@@ -29,7 +29,7 @@ enum class KeyType {
   kCount,       // an integer from 0
   kChoice,      // one of Key::choices
   kPools,       // directories, separated by commas
-  kDurability,  // "step" or "checkpoint:N"
+  kDurability,  // as ParseDurability reads it
 };
 
 struct Key {

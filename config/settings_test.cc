@@ -46,13 +46,23 @@ TEST(SettingsTest, EveryKeyTakesItsOwnDefault) {
 TEST(SettingsTest, AValueThatDoesNotFitIsRefusedWithItsOrigin) {
   const struct {
     const char *key, *value;
-  } wrong[] = {
-      {"memory.ram", "lots"},         {"memory.ram", ""},           {"memory.ram", "-1"},
-      {"state.generations", "15"},    {"state.generations", "two"}, {"state.generations", "-1"},
-      {"update.threads", "1.5"},      {"io.engine", "aio"},         {"policy.params", "ram"},
-      {"policy.gradients", "gpu"},    {"durability", "always"},     {"durability", "checkpoint:0"},
-      {"durability", "checkpoint:x"}, {"pool", "/a,,/b"},           {"job", ""},
-      {"state.layout", "compact8"}};
+  } wrong[] = {{"memory.ram", "lots"},
+               {"memory.ram", ""},
+               {"memory.ram", "-1"},
+               {"state.generations", "15"},
+               {"state.generations", "two"},
+               {"state.generations", "-1"},
+               {"update.threads", "1.5"},
+               {"io.engine", "aio"},
+               {"policy.params", "ram"},
+               {"policy.gradients", "gpu"},
+               {"durability", "always"},
+               {"durability", "checkpoint:0"},
+               {"durability", "checkpoint:x"},
+               {"pool", "/a,,/b"},
+               {"job", ""},
+               {"state.layout", "compact8"},
+               {"durability", "checkpoint:10m"}};
   for (const auto& each : wrong) {
     Settings settings;
     const std::string error = ErrorOf(settings.Set(each.key, each.value, "flag --x"));

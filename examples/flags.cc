@@ -104,7 +104,7 @@ void DefineOffloading(CLI::App& app, Flags& flags, Words& words) {
                  "folder on the drive, or several with commas between; turns offloading on");
   app.add_option("--job", flags.job, "names the run; the same name resumes it");
   app.add_option("--durability", flags.durability,
-                 "step: every step is committed; checkpoint:N: every Nth");
+                 "step: every step is committed; checkpoint:N: every Nth; checkpoint:10min");
   app.add_option("--generations", flags.generations, "spare ones of a new job, for snapshots")
       ->check(CLI::Range(0, 14));
   app.add_option("--io", flags.io, "auto, uring, libaio or threads")

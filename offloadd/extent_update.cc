@@ -41,7 +41,7 @@ class Pass {
       const PlaneMemory& memory = update.planes[plane];
       if (memory.bytes == nullptr) continue;
       const swap::ExtentId id = Id(plane);
-      if (!update.norms_only)
+      if (!update.norms_only && !update.left[plane])
         checksums_[plane].after = update.store->StartChecksum(id, update.sequence);
       if (memory.stamp.has_value() && !memory.stamp->never_written()) {
         checksums_[plane].before = update.store->StartChecksum(id, memory.stamp->sequence);

@@ -24,6 +24,7 @@
 
 #include "absl/status/status.h"
 #include "base/clock.h"
+#include "base/durability.h"
 #include "base/worker_pool.h"
 #include "kernels/square_root.h"
 #include "offloadd/event_loop.h"
@@ -62,9 +63,9 @@ struct JobContext {
   std::byte* slab = nullptr;
   std::vector<RankMemory> ranks;
 
-  uint64_t checkpoint_steps = 1;  // every step whose number is a multiple of it is committed
-  bool published = false;         // the store has its name; before that the weights are being put
-  bool commit_wanted = false;     // no write may begin until the commit is done
+  Durability durability;       // which steps are committed
+  bool published = false;      // the store has its name; before that the weights are being put
+  bool commit_wanted = false;  // no write may begin until the commit is done
   // Puts lie in the open epoch that no step and no end of a load has made part of it: nothing is
   // committed while it is so. All steps are committed then.
   bool unsettled_puts = false;

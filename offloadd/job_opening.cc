@@ -5,10 +5,10 @@
 #include <thread>
 #include <utility>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/checked.h"
+#include "base/durability.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
@@ -26,18 +26,6 @@ absl::StatusOr<aio::Engine> ParseEngine(const std::string& text) {
   if (const std::optional<aio::Engine> engine = aio::EngineOfName(text)) return *engine;
   return MakeError(ErrorId::kBadValue, absl::StrCat("io_engine \"", text, "\""),
                    absl::StrCat("Use ", ToAbsl(aio::kEngineNames)));
-}
-
-// Steps from one commit to the next.
-absl::StatusOr<uint64_t> ParseDurability(const std::string& text) {
-  if (text.empty() || text == "step") return 1;
-  constexpr std::string_view kCheckpoint = "checkpoint:";
-  uint64_t steps = 0;
-  if (std::string_view(text).starts_with(kCheckpoint) &&
-      absl::SimpleAtoi(text.substr(kCheckpoint.size()), &steps) && steps > 0)
-    return steps;
-  return MakeError(ErrorId::kBadValue, absl::StrCat("durability \"", text, "\""),
-                   "Use step, or checkpoint:N for a commit after every N steps");
 }
 
 // Beside the trainer's own threads.
@@ -64,7 +52,7 @@ absl::Status Job::ReadOptions(const proto::v1::OpenJobRequest& request) {
   update_threads_ =
       request.update_threads() != 0 ? request.update_threads() : DefaultUpdateThreads();
   OFFLOAD_ASSIGN_OR_RETURN(io_.engine, ParseEngine(request.io_engine()));
-  OFFLOAD_ASSIGN_OR_RETURN(context_.checkpoint_steps, ParseDurability(request.durability()));
+  OFFLOAD_ASSIGN_OR_RETURN(context_.durability, ParseDurability(request.durability()));
   if (request.generations() > swap::kGenerationsMax) {
     return MakeError(ErrorId::kBadValue, absl::StrCat(request.generations(), " spare generations; ",
                                                       "at most ", swap::kGenerationsMax));

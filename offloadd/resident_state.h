@@ -1,13 +1,17 @@
 // offloadd/resident_state.h
 //
 // Where the planes that only the update needs (residual, moments) stand in memory: for good in the
-// slab for leading extents, or side by side in a pipeline block.
+// slab for leading extents, or side by side in a pipeline block. And of which planes that stay in
+// memory for good, weights too, the store has only an older state: steps inside an interval change
+// those without writing them (WriteBack does, before the commit).
 //
 // Thread safety: the loop's thread only; the bytes are lent to workers.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "offloadd/extent_update.h"
@@ -31,6 +35,18 @@ inline ExtentPlanes StatePlanes(const proto::StoreTensor& tensor, uint32_t index
 
 class ResidentState {
  public:
+  // Store tensor and index of an extent.
+  using Key = std::pair<uint32_t, uint32_t>;
+  // What is newer in memory than in the store.
+  struct Unwritten {
+    bool weight = false, state = false;
+    // With the state: what the residual's stamp is to say of its tie bits. A plane of them is
+    // always written at once.
+    uint64_t tie_word = 0;
+    uint32_t tie_flags = 0;
+    bool queued = false;  // of WriteBack
+  };
+
   explicit ResidentState(JobContext* context)
       : context_(context), loaded_(context->catalogue.store_tensors.size()) {
     for (size_t i = 0; i < loaded_.size(); ++i)
@@ -56,10 +72,52 @@ class ResidentState {
   }
   uint64_t loaded_bytes() const { return loaded_bytes_; }
 
+  // ---- What the store does not have yet.
+
+  // True when a step leaves the plane in memory, for a later commit to write.
+  bool Leaves(uint32_t store_tensor, uint32_t index, proto::Plane plane) const {
+    if (!context_->durability.has_intervals()) return false;
+    return plane == proto::Plane::kWeight ? bool{context_->plan.weight_resident[store_tensor]}
+                                          : Has(store_tensor, index);
+  }
+  // An update was computed that leaves some planes.
+  void MarkUnwritten(const ExtentUpdate& update) {
+    const bool weight = update.left[proto::Plane::kWeight];
+    const bool state = HasLeftState(update);
+    if (!weight && !state) return;
+    Unwritten& unwritten = unwritten_[{update.store_tensor, update.index}];
+    unwritten.weight |= weight;
+    unwritten.state |= state;
+    if (!state) return;
+    unwritten.tie_word = update.ties_out.word;
+    unwritten.tie_flags = update.ties_out.plane.has_value() ? swap::kFlagTiesPlane : 0;
+  }
+  void SetWritten(Key key) { unwritten_.erase(key); }
+  std::map<Key, Unwritten>& unwritten() { return unwritten_; }
+
+  // What tells the tie bits of an extent's residual: its word and flags are to be believed, the
+  // rest only when the store has it.
+  swap::Stamp TieStamp(uint32_t store_tensor, uint32_t index) const {
+    swap::Stamp stamp = context_->store->stamp({store_tensor, swap::Plane::kResidual, index});
+    const auto found = unwritten_.find({store_tensor, index});
+    if (found == unwritten_.end() || !found->second.state) return stamp;
+    stamp.word = found->second.tie_word;
+    stamp.flags = found->second.tie_flags;
+    return stamp;
+  }
+
  private:
+  static bool HasLeftState(const ExtentUpdate& update) {
+    for (const proto::Plane plane : proto::kUpdateOnlyPlanes) {
+      if (update.left[plane]) return true;
+    }
+    return false;
+  }
+
   JobContext* context_;
   std::vector<std::vector<bool>> loaded_;
   uint64_t loaded_bytes_ = 0;
+  std::map<Key, Unwritten> unwritten_;  // in the order of the drive
 };
 
 }  // namespace offload::daemon

@@ -270,8 +270,7 @@ void Transfers::ReadTies(const TransferPointer& transfer) {
   const bool wanted = HasResidual(tensor) && (transfer->entry.plane == Plane::kMaster ||
                                               (transfer->writes_residual && tensor.bundle));
   if (!wanted) return;
-  const swap::Stamp stamp =
-      context_->store->stamp({transfer->store_tensor, swap::Plane::kResidual, transfer->index});
+  const swap::Stamp stamp = state_->TieStamp(transfer->store_tensor, transfer->index);
   transfer->ties.word = stamp.word;
   if ((stamp.flags & swap::kFlagTiesPlane) == 0) return;
   const swap::ExtentId id{transfer->store_tensor, swap::Plane::kTies, transfer->index};

@@ -21,7 +21,9 @@ UpdateExecutor::UpdateExecutor(JobContext* context, WeightCache* cache, Resident
       cache_(cache),
       state_(state),
       events_(std::move(events)),
+      write_back_(context, cache, state),
       pace_(kLimits.schedule_stall_seconds),
+      committed_seconds_(context->clock->NowSeconds()),
       extents_in_flight_max_(std::max(context->plan.pipeline_blocks, kExtentsInFlightMin)),
       gradient_offset_(proto::FullStateBytes(context->catalogue)) {
   const proto::SlabLayout& layout = context->layout;
@@ -41,6 +43,10 @@ uint64_t UpdateExecutor::buffer_bytes() const {
 void UpdateExecutor::Begin(StepPlan plan) {
   OFFLOAD_CHECK(!busy() && unfinished_.empty()) << "step " << plan.step;
   step_ = plan.step;
+  const Durability& durability = context_->durability;
+  step_is_checkpoint_ = durability.steps > 0 ? *step_ % durability.steps == 0
+                                             : context_->clock->NowSeconds() - committed_seconds_ >=
+                                                   durability.seconds;
   context_->unsettled_puts = false;
   if (plan.trainer_state.has_value()) trainer_state_ = std::move(plan.trainer_state);
   hurry_ = false;
@@ -65,7 +71,7 @@ void UpdateExecutor::Begin(StepPlan plan) {
 bool UpdateExecutor::HasUncommitted() const {
   if (context_->unsettled_puts) return false;
   return written_step_.has_value() || context_->store->has_uncommitted_writes() ||
-         context_->writes_in_flight > 0;
+         context_->writes_in_flight > 0 || !write_back_.done();
 }
 
 void UpdateExecutor::CommitSoon() {
@@ -185,6 +191,10 @@ void UpdateExecutor::PlacePlanes(Extent& extent) {
   PlaneMemory& weight = update.planes[proto::Plane::kWeight];
   weight.bytes = cache_->slot(update.store_tensor) + WeightExtentOffset(tensor, update.index);
   weight.size_bytes = proto::PaddedBytes(WeightBytes(tensor, update.elements));
+  for (const proto::Plane plane : proto::kUpdatedPlanes) {
+    update.left[plane] = update.planes[plane].bytes != nullptr &&
+                         state_->Leaves(update.store_tensor, update.index, plane);
+  }
 }
 
 // Everything that is not in memory yet. The extra count keeps the extent from computing before all
@@ -223,8 +233,7 @@ void UpdateExecutor::ReadPlanes(const std::shared_ptr<Extent>& extent) {
 void UpdateExecutor::ReadTies(const std::shared_ptr<Extent>& extent) {
   ExtentUpdate& update = extent->update;
   if (update.planes[proto::Plane::kResidual].bytes == nullptr) return;
-  const swap::Stamp stamp =
-      context_->store->stamp({update.store_tensor, swap::Plane::kResidual, update.index});
+  const swap::Stamp stamp = state_->TieStamp(update.store_tensor, update.index);
   update.ties_in.word = stamp.word;
   if ((stamp.flags & swap::kFlagTiesPlane) == 0) return;
   const swap::ExtentId id{update.store_tensor, swap::Plane::kTies, update.index};
@@ -273,13 +282,15 @@ void UpdateExecutor::FinishCompute(const std::shared_ptr<Extent>& extent) {
   if (state_->Has(update.store_tensor, update.index))
     state_->SetLoaded(update.store_tensor, update.index);
   if (extent->task->norms_only) return FinishNorms(*extent);
-  Write(extent);
+  state_->MarkUnwritten(update);
   Task& task = *extent->task;
-  if (++task.computed < task.extent_count) return;
-  cache_->Updated(update.store_tensor);
-  cache_->Hold(update.store_tensor);  // until the last write
-  events_.on_computed(task.plan.tensors);
-  if (--uncomputed_tasks_ == 0) events_.on_updated(*step_);
+  if (++task.computed == task.extent_count) {
+    cache_->Updated(update.store_tensor);
+    cache_->Hold(update.store_tensor);  // until the last write
+    events_.on_computed(task.plan.tensors);
+    if (--uncomputed_tasks_ == 0) events_.on_updated(*step_);
+  }
+  Write(extent);  // the task may end here, when nothing of it is written
 }
 
 // After the last extent the task begins anew, with its trust ratios; its weights are in the slab by
@@ -309,7 +320,7 @@ void UpdateExecutor::Write(const std::shared_ptr<Extent>& extent) {
   std::array<swap::WriteRequest, proto::kPlaneCount> requests;
   size_t count = 0;
   for (const proto::Plane plane : proto::kUpdatedPlanes) {
-    if (update.planes[plane].bytes == nullptr) continue;
+    if (update.planes[plane].bytes == nullptr || update.left[plane]) continue;
     swap::WriteRequest& request = requests[count++];
     request = {ExtentIdOf(update.store_tensor, plane, update.index), update.planes[plane].bytes,
                update.crc[plane]};
@@ -323,6 +334,7 @@ void UpdateExecutor::Write(const std::shared_ptr<Extent>& extent) {
     checksum.Update(update.ties_out.plane->span());
     requests[count++] = {id, update.ties_out.plane->data(), checksum.Finish()};
   }
+  if (count == 0) return FinishWrite(extent, absl::OkStatus());
   context_->store->Write(
       {requests.data(), count},
       context_->CountedWrite([this, extent](absl::Status status) { FinishWrite(extent, status); }));
@@ -337,6 +349,7 @@ void UpdateExecutor::FinishWrite(const std::shared_ptr<Extent>& extent,
   const uint32_t store_tensor = task.plan.store_tensor;
   cache_->Unhold(store_tensor);
   unfinished_.erase(store_tensor);
+  if (CommitsStep()) write_back_.Allow(store_tensor);
 }
 
 void UpdateExecutor::Release(Extent& extent) {
@@ -349,8 +362,7 @@ void UpdateExecutor::Release(Extent& extent) {
 // After the last write of a step, or when a commit is asked for without one. (Puts that begin while
 // one is asked for would come into it, so none does.)
 void UpdateExecutor::FinishStep() {
-  if (!step_.has_value() || commit_asked_ || *step_ % context_->checkpoint_steps == 0)
-    return Commit();
+  if (!step_.has_value() || CommitsStep()) return Commit();
   written_step_ = *std::exchange(step_, std::nullopt);
   events_.on_written(*written_step_);
 }
@@ -358,7 +370,10 @@ void UpdateExecutor::FinishStep() {
 void UpdateExecutor::Commit() {
   if (committing_ || context_->changing_snapshots) return;
   context_->commit_wanted = true;
-  if (context_->writes_in_flight > 0) return;
+  writing_back_ = true;
+  write_back_.AllowAll();
+  if (!write_back_.done() || context_->writes_in_flight > 0) return;
+  writing_back_ = false;
   committing_ = true;
   commit_asked_ = false;
   const swap::CommitInfo& committed = context_->store->committed();
@@ -372,6 +387,7 @@ void UpdateExecutor::Commit() {
                             context_->commit_wanted = false;
                             if (!status.ok()) return context_->fail(status);
                             commit_asked_ = false;  // who asked meanwhile has what there was
+                            committed_seconds_ = context_->clock->NowSeconds();
                             step_.reset();
                             written_step_.reset();
                             events_.on_committed(epoch);

@@ -2,8 +2,9 @@
 //
 // Runs a step: every extent of every updated tensor is read, updated in one pass by a worker, and
 // written to its other place; when all are written the epoch is committed, or, in an interval of
-// steps that end in one checkpoint, left to be rewritten by the next step. Runs ahead of the next
-// forward and shares its reads: updated weights stay in the window.
+// steps that end in one checkpoint, left to be rewritten by the next step. Inside an interval, what
+// stays in memory for good is not written at all before the commit (WriteBack). Runs ahead of the
+// next forward and shares its reads: updated weights stay in the window.
 //
 // Invariants
 //   * At most one step is recorded and not written. A step begins after the commit of the one
@@ -38,6 +39,7 @@
 #include "offloadd/step_plan.h"
 #include "offloadd/update_order.h"
 #include "offloadd/weight_cache.h"
+#include "offloadd/write_back.h"
 
 namespace offload::daemon {
 
@@ -64,8 +66,9 @@ class UpdateExecutor {
   // count, and while there are any nothing else does.
   bool HasUncommitted() const;
 
-  // True from Begin() to the commit, or to the last write of a step inside an interval.
-  bool busy() const { return step_.has_value() || committing_; }
+  // True from Begin() to the commit, or to the last write of a step inside an interval; and while
+  // what such steps have left is written for a commit.
+  bool busy() const { return step_.has_value() || writing_back_ || committing_; }
   // True when the tensor's update is not written yet.
   bool Updating(uint32_t store_tensor) const { return unfinished_.count(store_tensor) != 0; }
   // A rank or a transfer waits for this tensor.
@@ -118,6 +121,7 @@ class UpdateExecutor {
   void Write(const std::shared_ptr<Extent>& extent);
   void FinishWrite(const std::shared_ptr<Extent>& extent, const absl::Status& status);
   void Release(Extent& extent);
+  bool CommitsStep() const { return step_is_checkpoint_ || commit_asked_; }
   void FinishStep();
   void Commit();
 
@@ -125,13 +129,17 @@ class UpdateExecutor {
   WeightCache* cache_;
   ResidentState* state_;
   Events events_;
+  WriteBack write_back_;
   UpdateOrder order_;
   Pace pace_;
 
   std::optional<uint64_t> step_;              // recorded and not finished
   std::optional<uint64_t> written_step_;      // the last one of the interval that is finished
   std::optional<std::string> trainer_state_;  // of the last step since the commit that had one
+  bool step_is_checkpoint_ = false;
+  double committed_seconds_ = 0;  // the time of the last commit
   bool hurry_ = false;
+  bool writing_back_ = false;  // all that is left, for the commit that follows
   bool committing_ = false;
   bool commit_asked_ = false;
   std::unordered_map<uint32_t, Task> unfinished_;  // by store tensor: recorded and not all written

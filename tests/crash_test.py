@@ -1,7 +1,8 @@
 """Kills trainers and daemons with SIGKILL at random moments and shows that every next run continues exactly.
 
 For every kill: the next run resumes at a whole epoch that is at most one step behind the last step whose line was printed, and each
-loss, before and after, equals the uninterrupted run's, in all digits. Kills also fall into format and construction.
+loss, before and after, equals the uninterrupted run's, in all digits. Kills also fall into format and construction. Every other job
+commits now and then only, has all of its state in memory, and loses to a kill of its daemon what came after the last checkpoint.
 
 usage: crash_test.py TRAIN OFFLOADD [--kills N] [--seed S] [--dtype fp32|bf16] [--directory DIR]
 """
@@ -19,6 +20,7 @@ from trainer import Trainer, wait_until_gone
 
 MODEL = ["--model", "llama", "--params", "4M", "--steps", "40", "--micro-batches", "2", "--seq", "32", "--batch", "2",
          "--clip", "1.0", "--seed", "7", "--threads", "1", "--sample", "0"]
+INTERVAL_STEPS = 4
 
 
 class Failure(Exception):
@@ -31,9 +33,11 @@ def check(condition, text):
 
 
 def reference_losses(train, dtype):
+    """Of the uninterrupted run; and how long it took."""
+    begin = time.monotonic()
     run = Trainer(train, [*MODEL, "--dtype", dtype, "--offload", "off"])
     check(run.wait() == 0, f"the run in memory failed: {run.stderr}")
-    return {line["step"]: line["loss"] for line in run.steps()}
+    return {line["step"]: line["loss"] for line in run.steps()}, time.monotonic() - begin
 
 
 def check_losses(run, reference):
@@ -45,18 +49,23 @@ def check_losses(run, reference):
 class Victim:
     """Runs the job again and again, killing it, until enough kills have hit."""
 
-    def __init__(self, options, pool, reference):
-        self.options, self.pool, self.reference = options, pool, reference
+    def __init__(self, options, pool):
+        self.options, self.pool = options, pool
+        self.reference, seconds = reference_losses(options.train, options.dtype)
         self.random = random.Random(options.seed)
         self.job_index = 0
-        self.printed = 0  # the last step whose line was seen
+        self.kept = 0  # the step that the next run has to find, or a later one
         self.kills = {"trainer": 0, "daemon": 0, "both": 0}
         self.before_first_step = 0
-        self.seconds = 3.0  # of a whole run, learnt
+        self.seconds = max(3.0, seconds)  # of a whole run, learnt
 
     def arguments(self):
-        return [*MODEL, "--dtype", self.options.dtype, "--offload", "on", "--ram", "52MiB", "--nvme-path", self.pool,
+        memory = ["--ram", "160MiB", "--durability", f"checkpoint:{INTERVAL_STEPS}"] if self.has_intervals() else ["--ram", "52MiB"]
+        return [*MODEL, "--dtype", self.options.dtype, "--offload", "on", *memory, "--nvme-path", self.pool,
                 "--job", f"job{self.job_index}"]
+
+    def has_intervals(self):
+        return self.job_index % 2 == 1
 
     def environment(self):
         return {"OFFLOADD_BINARY": self.options.offloadd}
@@ -78,18 +87,21 @@ class Victim:
         if code == 0:
             self.seconds = time.monotonic() - begin
             self.job_index += 1
-            self.printed = 0
+            self.kept = 0
 
     def judge(self, run, code, killed):
         check_losses(run, self.reference)
         start = run.start()
         if start is not None:
-            check(start["resumed_step"] >= self.printed - 1,
-                  f"resumed at {start['resumed_step']} although step {self.printed} had returned")
+            check(start["resumed_step"] >= self.kept, f"resumed at {start['resumed_step']} although step {self.kept} was committed")
+            self.kept = start["resumed_step"]
         numbers = [line["step"] for line in run.steps()]
         if numbers:
             check(numbers == list(range(start["resumed_step"] + 1, numbers[-1] + 1)), f"steps {numbers} do not follow {start}")
-        self.printed = max([self.printed if start is None else start["resumed_step"], *numbers])
+            committed = numbers[-1] - 1  # before the last step began; a daemon that lives on commits that one, too
+            if self.has_intervals() and killed != "trainer":
+                committed -= committed % INTERVAL_STEPS
+            self.kept = max(self.kept, committed)
         if killed is None:
             check(code == 0, f"exit code {code} without a kill: {run.stderr}")
         elif code != 0:
@@ -114,7 +126,7 @@ def main():
     options.train, options.offloadd = os.path.abspath(options.train), os.path.abspath(options.offloadd)
     pool = tempfile.mkdtemp(prefix="crash-", dir=options.directory)
     try:
-        victim = Victim(options, pool, reference_losses(options.train, options.dtype))
+        victim = Victim(options, pool)
         while victim.total() < options.kills:
             victim.run_once()
         run = Trainer(options.train, victim.arguments(), victim.environment())  # what is left ends well

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -48,6 +49,7 @@ inline const OptimizerSpec kPlainSgd("sgd", {{"weight_decay", 0.01}});
 inline const OptimizerSpec kMomentum("sgd", {{"momentum", 0.9}, {"weight_decay", 0.01}});
 
 inline const OptimizerSpec kLamb("lamb", {{"weight_decay", 0.1}});
+inline const OptimizerSpec kHalfSteps("sgd", {});
 
 struct Variant {
   Dtype dtype = Dtype::kFloat32;
@@ -64,6 +66,9 @@ struct Variant {
   client::World world;
   // Or every one has its own, in two backward passes, and the daemon adds them up.
   bool sums = false;
+  // With kHalfSteps: gradients of half the distance between two bf16, so that the masters of every
+  // other step are right between them.
+  bool half_steps = false;
 };
 
 struct TensorShape {
@@ -365,6 +370,10 @@ class Job {
   std::vector<std::byte> Gradient(uint32_t tensor) {
     std::vector<float> values(count(tensor));
     for (float& value : values) value = normal_(random_);
+    if (variant_.half_steps) {
+      for (size_t i = 0; i < values.size(); ++i)
+        values[i] = std::ldexp(1.0f, std::ilogb(references_[tensor].master[i]) - 8);
+    }
     return CastBytes(values);
   }
 
@@ -506,7 +515,7 @@ class Job {
 
   void AddUpdate(uint32_t tensor, const std::vector<std::byte>& gradient,
                  client::StepCommand* command) {
-    const float scale = tensor % 2 == 0 ? 1.0f : 0.37f;
+    const float scale = tensor % 2 == 0 || variant_.half_steps ? 1.0f : 0.37f;
     const uint32_t group = tensor % 3 == 0 ? 1 : 0;
     Update(tensor, command->groups[group], gradient, scale);
     command->updates.push_back({tensor, group, references_[tensor].update_count, scale});
@@ -535,7 +544,9 @@ class Job {
     return absl::OkStatus();
   }
 
-  client::Group Group(double lr) const { return OptimizerSpec(variant_.optimizer).Set("lr", lr); }
+  client::Group Group(double lr) const {
+    return OptimizerSpec(variant_.optimizer).Set("lr", variant_.half_steps ? 1 : lr);
+  }
 
   void Update(uint32_t tensor, const client::Group& group, const std::vector<std::byte>& gradient,
               float scale) {

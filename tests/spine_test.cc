@@ -5,8 +5,10 @@
 #include <stdlib.h>
 #include <sys/wait.h>
 
+#include <chrono>
 #include <filesystem>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -92,6 +94,10 @@ TEST_F(SpineTest, BFloat16LambWithStateInMemory) {
 }
 TEST_F(SpineTest, BFloat16AdamWOverThreads) {
   TrainAndResume({.dtype = Dtype::kBFloat16, .io_engine = "threads"});
+}
+
+TEST_F(SpineTest, BFloat16SgdWithTieBitsOfWholeExtents) {
+  TrainAndResume({.dtype = Dtype::kBFloat16, .optimizer = kHalfSteps, .half_steps = true});
 }
 
 TEST_F(SpineTest, BFloat16AdamWOverTwoPools) {
@@ -209,9 +215,139 @@ TEST_F(SpineTest, CheckpointIntervalIsWhatAKilledDaemonLeaves) {
   job.Close();
 }
 
+// What stays in memory, in an interval that only the end of the job ends.
+class SpineIntervalTest : public SpineTest {
+ protected:
+  void TrainAndResumeInMemory(Variant variant) {
+    variant.durability = "checkpoint:1000";
+    variant.state_resident = 9;
+    variant.weights_resident = true;
+    TrainAndResume(variant);
+  }
+};
+
+TEST_F(SpineIntervalTest, BFloat16AdamW) { TrainAndResumeInMemory({.dtype = Dtype::kBFloat16}); }
+TEST_F(SpineIntervalTest, Fp32AdamW) { TrainAndResumeInMemory({.dtype = Dtype::kFloat32}); }
+TEST_F(SpineIntervalTest, BFloat16LambSweepsTwice) {
+  TrainAndResumeInMemory({.dtype = Dtype::kBFloat16, .optimizer = kLamb});
+}
+TEST_F(SpineIntervalTest, Fp32SgdWithoutState) {
+  TrainAndResumeInMemory({.dtype = Dtype::kFloat32, .optimizer = kPlainSgd});
+}
+TEST_F(SpineIntervalTest, BFloat16SgdWithTieBitsOfWholeExtents) {
+  TrainAndResumeInMemory({.dtype = Dtype::kBFloat16, .optimizer = kHalfSteps, .half_steps = true});
+}
+TEST_F(SpineIntervalTest, BFloat16AdamWWithSpilledGradients) {
+  TrainAndResumeInMemory({.dtype = Dtype::kBFloat16, .spill = true});
+}
+TEST_F(SpineIntervalTest, StateThatStaysOfWeightsThatPassThroughTheWindow) {
+  TrainAndResume({.dtype = Dtype::kBFloat16, .state_resident = 1, .durability = "checkpoint:1000"});
+}
+
+// Bytes of all planes that a step updates; with `left`, of those that stay in memory.
+uint64_t UpdatedBytes(const Job& job, bool left) {
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < job.catalogue().store_tensors.size(); ++i) {
+    const proto::StoreTensor& tensor = job.catalogue().store_tensors[i];
+    if (!tensor.trainable) continue;
+    if (!left || job.plan().weight_resident[i]) bytes += proto::WeightSlotBytes(tensor);
+    const uint32_t extents = proto::ExtentCount(tensor.element_count);
+    for (uint32_t index = 0; index < (left ? job.plan().state_resident[i] : extents); ++index)
+      bytes += proto::StateBytes(tensor, index);
+  }
+  return bytes;
+}
+
+TEST_F(SpineIntervalTest, WhatStaysInMemoryIsWrittenAtTheCheckpointOnly) {
+  const Variant variants[] = {
+      {.state_resident = 9, .weights_resident = true, .durability = "checkpoint:1000"},
+      {.state_resident = 1, .weights_resident = true, .durability = "checkpoint:1000"},
+      {.weights_resident = true, .durability = "checkpoint:1000"},
+      {.durability = "checkpoint:1000"},
+      {.state_resident = 9, .weights_resident = true, .durability = "step"}};
+  int jobs = 0;
+  for (Variant variant : variants) {
+    variant.dtype = Dtype::kBFloat16;
+    SCOPED_TRACE(absl::StrCat(variant.state_resident,
+                              variant.weights_resident ? " with" : " without", " weights, ",
+                              variant.durability));
+    Job job(pool_, absl::StrCat("job", ++jobs), variant);
+    ASSERT_NO_FATAL_FAILURE(job.Open());
+    const proto::SlabHeader& header = job.session().slab_header();
+    const uint64_t all_bytes = UpdatedBytes(job, false), left_bytes = UpdatedBytes(job, true);
+    const bool commits = variant.durability == "step";
+    ASSERT_TRUE(variant.state_resident < 9 || left_bytes == all_bytes);
+    job.Step();
+    job.ExpectEqual();  // waits for each tensor's writes
+    for (int step = 0; step < 3; ++step) {
+      const uint64_t before = header.bytes_written;
+      job.Step();
+      job.ExpectEqual();
+      if (commits) {
+        ASSERT_TRUE(job.session().WaitDurable().ok());
+        EXPECT_GE(header.bytes_written - before, all_bytes);
+      } else {
+        EXPECT_EQ(header.bytes_written - before, all_bytes - left_bytes);
+      }
+    }
+    const uint64_t before = header.bytes_written;
+    ASSERT_TRUE(job.session().WaitDurable().ok());
+    EXPECT_GE(header.bytes_written - before, commits ? 0 : left_bytes);
+    EXPECT_LT(header.bytes_written - before, (commits ? 0 : left_bytes) + (1 << 20)) << "once";
+    job.Close();
+  }
+}
+
+TEST_F(SpineIntervalTest, IntervalsByTheClockEndWithTheFirstStepAfterThem) {
+  Job job(pool_, "hours", {.dtype = Dtype::kBFloat16, .durability = "checkpoint:1h"});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  for (int i = 0; i < 3; ++i) job.Step();
+  EXPECT_EQ(job.session().slab_header().durable_step.load(), 0u);
+  job.Close();
+  Job often(pool_, "often", {.dtype = Dtype::kBFloat16, .durability = "checkpoint:1s"});
+  ASSERT_NO_FATAL_FAILURE(often.Open());
+  often.Step();
+  ASSERT_TRUE(often.session().WaitDurable().ok());
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  often.Step();
+  often.Step();  // begins when the one before is committed
+  EXPECT_GE(often.session().slab_header().durable_step.load(), 2u);
+  often.Close();
+}
+
+TEST_F(SpineIntervalTest, ADaemonThatIsKilledWhileItWritesThemLeavesTheCheckpointBefore) {
+  const Variant variant = {.dtype = Dtype::kBFloat16,
+                           .state_resident = 1,
+                           .weights_resident = true,
+                           .durability = "checkpoint:2"};
+  const std::pair<const char*, uint64_t> kills[] = {
+      {"job.write_back:1:exit", 0}, {"job.write_back:4:exit", 0}, {"job.before_commit:2:exit", 2}};
+  int jobs = 0;
+  for (const auto& [place, checkpoint] : kills) {
+    SCOPED_TRACE(place);
+    const std::string name = absl::StrCat("job", ++jobs);
+    Job job(pool_, name, variant);
+    setenv("OFFLOADD_FAULT_POINT", place, 1);
+    const absl::Status opened = job.TryOpen();
+    unsetenv("OFFLOADD_FAULT_POINT");
+    ASSERT_TRUE(opened.ok()) << opened;
+    while (job.NumberedStep().ok()) ASSERT_LT(job.step(), 8u);
+    job.Leave();
+    Job after(pool_, name, variant);
+    after.SkipTo(checkpoint);
+    ASSERT_NO_FATAL_FAILURE(after.Open());
+    EXPECT_EQ(after.info().step, checkpoint);
+    ASSERT_NO_FATAL_FAILURE(after.ExpectEqual());
+    after.Close();
+  }
+}
+
 TEST_F(SpineTest, SnapshotInsideAnIntervalNamesTheStepThatItFinds) {
   Job job(pool_, "job",
-          {.dtype = Dtype::kFloat32, .durability = "checkpoint:1000", .generations = 1});
+          {.dtype = Dtype::kFloat32,
+           .state_resident = 1,
+           .durability = "checkpoint:1000",
+           .generations = 1});
   ASSERT_NO_FATAL_FAILURE(job.Open());
   job.Step();
   job.Step();

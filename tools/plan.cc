@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
+#include "base/durability.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "client/rank_environment.h"
@@ -31,6 +32,7 @@ struct Flags {
   ModelSource source;
   std::string ram, pool;
   std::string dtype = "bf16", optimizer = "adamw";
+  std::string durability = "step";
   int64_t micro_batches = 1;
   uint32_t ranks = 1;
   double read_gbps = 0, write_gbps = 0, mixed_gbps = 0;  // 0: not given
@@ -96,6 +98,8 @@ class PlanCommand : public Command {
         ->check(CLI::IsMember(OptimizerChoices()));
     app.add_option("--micro-batches", flags_.micro_batches, "whose gradients add up to one step")
         ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+    app.add_option("--durability", flags_.durability,
+                   "step, checkpoint:100 or checkpoint:10min: what is committed");
     app.add_option("--ranks", flags_.ranks, "processes on this node that train it together")
         ->check(CLI::Range(uint32_t{1}, client::kWorldSizeMax));
     app.add_option("--pool", flags_.pool, "a directory for the store; its drive is measured")
@@ -117,6 +121,7 @@ class PlanCommand : public Command {
     report.model = absl::StrCat(model.description, ", ", flags_.dtype, ", ", flags_.optimizer);
     report.micro_batches = flags_.micro_batches;
     report.input.world_size = flags_.ranks;
+    OFFLOAD_ASSIGN_OR_RETURN(report.input.durability, ParseDurability(flags_.durability));
     OFFLOAD_ASSIGN_OR_RETURN(report.input.ram_bytes, ParseByteSize(flags_.ram));
     kernels::OptimizerSpec optimizer(flags_.optimizer);
     if (flags_.optimizer == "sgd") optimizer.Set("momentum", 0.9);

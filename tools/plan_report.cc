@@ -118,10 +118,31 @@ void AddStep(const PlanReport& report, const zero3::Plan& plan, Answer& answer) 
   }
   answer.text += "\n";
   answer.data["per_step"] = std::move(step);
-  const double steps = kRatedBytes / std::max(traffic.written_bytes, 1.0);
-  absl::StrAppend(&answer.text, "Life      ", Traffic10(traffic.written_bytes),
-                  " written per step: a drive rated for 600 TB lasts ",
-                  FormatCount(Rounded(std::min(steps, 1e15))), " steps\n");
+}
+
+// How far the rated writes of a drive reach.
+void AddLife(const PlanReport& report, const zero3::Plan& plan, Answer& answer) {
+  const double written = TrafficOf(plan, report.micro_batches).written_bytes;
+  const auto times = [](double bytes) {
+    return FormatCount(Rounded(std::min(kRatedBytes / std::max(bytes, 1.0), 1e15)));
+  };
+  const Durability& durability = report.input.durability;
+  if (durability.has_intervals()) {
+    Json checkpoint = {{"written_bytes", plan.checkpoint_bytes}};
+    if (durability.steps > 0) checkpoint["steps"] = durability.steps;
+    if (durability.steps == 0) checkpoint["seconds"] = durability.seconds;
+    answer.data["checkpoint"] = std::move(checkpoint);
+  }
+  if (durability.steps > 0) {
+    absl::StrAppend(&answer.text, "Life      ", Traffic10(written),
+                    " written per step: a drive rated for 600 TB lasts ", times(written),
+                    " steps\n");
+    return;
+  }
+  const auto checkpoint_bytes = static_cast<double>(plan.checkpoint_bytes);
+  absl::StrAppend(&answer.text, "Life      ", Traffic10(written), " written per step and ",
+                  Traffic10(checkpoint_bytes), " per checkpoint: a drive rated for 600 TB lasts ",
+                  times(written), " of the one or ", times(checkpoint_bytes), " of the other\n");
 }
 
 }  // namespace
@@ -153,6 +174,7 @@ Answer ReportPlan(const PlanReport& report, const zero3::Plan& plan) {
   AddMemory(plan, answer);
   AddSpace(report, plan, answer);
   AddStep(report, plan, answer);
+  AddLife(report, plan, answer);
   if (const std::optional<Saving> saving = FindSaving(report, plan); saving.has_value()) {
     answer.data["advice"] = {{"ram_bytes", saving->ram_bytes},
                              {"saved_bytes_per_step", Rounded(saving->bytes_per_step)}};

@@ -77,6 +77,25 @@ TEST(PlanReportTest, AdviceNamesABudgetThatKeepsItsPromise) {
               answer.data["advice"]["saved_bytes_per_step"].get<double>(), 2);
 }
 
+TEST(PlanReportTest, TheLifeOfADriveFollowsTheCheckpoints) {
+  PlanReport report = ReportFor(50'000'000, 4096 * kMebibyte);
+  const Answer every = ReportPlan(report, PlanFor(report));
+  EXPECT_FALSE(every.data.contains("checkpoint"));
+  report.input.durability = {.steps = 100};
+  const zero3::Plan plan = PlanFor(report);
+  const Answer hundredth = ReportPlan(report, plan);
+  EXPECT_EQ(hundredth.data["checkpoint"]["written_bytes"], plan.checkpoint_bytes);
+  EXPECT_EQ(hundredth.data["checkpoint"]["steps"], 100);
+  EXPECT_NEAR(hundredth.data["per_step"]["written_bytes"].get<double>() * 100,
+              every.data["per_step"]["written_bytes"].get<double>(), 100)
+      << "everything stays in memory";
+  report.input.durability = {.steps = 0, .seconds = 600};
+  const Answer timed = ReportPlan(report, PlanFor(report));
+  EXPECT_EQ(timed.data["checkpoint"]["seconds"], 600);
+  EXPECT_EQ(timed.data["per_step"]["written_bytes"], 0);
+  EXPECT_NE(timed.text.find("0 B written per step and "), std::string::npos) << timed.text;
+}
+
 TEST(PlanReportTest, AFullDriveIsRefusedAfterTheSumsAreShown) {
   PlanReport report = ReportFor(50'000'000, 256 * kMebibyte);
   report.pool = "/nvme0";

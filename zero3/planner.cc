@@ -356,7 +356,8 @@ void Count(const PlanInput& input, Plan& plan) {
     plan.trainable_count += tensor.element_count;
     plan.gradient_bytes += tensor.element_count * proto::DtypeBytes(tensor.dtype);
   }
-  uint64_t read = 0, written = 0, further = 0;
+  uint64_t read = 0, further = 0;
+  uint64_t written = 0, left = 0;  // by every step, and what stays in memory
   for (size_t i = 0; i < catalogue.store_tensors.size(); ++i) {
     const proto::StoreTensor& tensor = catalogue.store_tensors[i];
     const uint64_t weight_bytes = proto::WeightSlotBytes(tensor);
@@ -377,7 +378,9 @@ void Count(const PlanInput& input, Plan& plan) {
     const uint64_t weight_reads = resident ? 0 : 2 * weight_bytes;
     read += weight_reads + paged_state_bytes;
     further += weight_reads;
-    if (tensor.trainable) written += weight_bytes + state_bytes;
+    if (!tensor.trainable) continue;
+    written += paged_state_bytes + (resident ? 0 : weight_bytes);
+    left += state_bytes - paged_state_bytes + (resident ? weight_bytes : 0);
   }
   for (size_t i = 0; i < catalogue.tensors.size(); ++i) {
     const GradientHome home = plan.memory.gradients[i].home;
@@ -390,7 +393,11 @@ void Count(const PlanInput& input, Plan& plan) {
   }
   const double parameters = static_cast<double>(std::max<uint64_t>(plan.parameter_count, 1));
   plan.read_bytes_per_parameter = read / parameters;
-  plan.write_bytes_per_parameter = written / parameters;
+  const uint64_t steps = input.durability.steps;
+  plan.write_bytes_per_parameter =
+      (static_cast<double>(written) + (steps == 0 ? 0 : static_cast<double>(left) / steps)) /
+      parameters;
+  if (input.durability.has_intervals()) plan.checkpoint_bytes = left;
   plan.bytes_per_further_micro_batch = further / parameters;
 }
 
@@ -532,7 +539,17 @@ std::string DescribePlan(const PlanInput& input, const Plan& plan) {
                 "further micro-batch\n",
                 plan.read_bytes_per_parameter, plan.write_bytes_per_parameter,
                 plan.bytes_per_further_micro_batch);
-  absl::StrAppend(&text, traffic, "least ram that trains: ", FormatBytes(plan.floor_bytes),
+  text += traffic;
+  if (input.durability.has_intervals()) {
+    absl::StrAppend(&text, "checkpoint ",
+                    input.durability.steps > 0
+                        ? absl::StrCat("after every ", input.durability.steps, " steps")
+                        : absl::StrCat("every ", input.durability.seconds, " s"),
+                    ": ", FormatDecimalBytes(plan.checkpoint_bytes),
+                    input.durability.steps > 0 ? ", counted above by its share of a step\n"
+                                               : ", not counted above\n");
+  }
+  absl::StrAppend(&text, "least ram that trains: ", FormatBytes(plan.floor_bytes),
                   "; without spilling gradients: ", FormatBytes(plan.floor_without_spilling_bytes),
                   "\n");
   return text;

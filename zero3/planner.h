@@ -20,6 +20,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "base/durability.h"
 #include "proto/slab_layout.h"
 
 namespace offload::zero3 {
@@ -29,6 +30,7 @@ struct PlanInput {
   uint64_t ram_bytes = 0;
   bool always_spill_gradients = false;
   uint32_t world_size = 1;  // ranks on this node, whose gradients the daemon adds up
+  Durability durability;
 };
 
 struct Plan {
@@ -58,9 +60,14 @@ struct Plan {
   uint64_t store_bytes = 0;     // on the drive, both places
   uint64_t resident_weight_bytes = 0, resident_state_bytes = 0;
   bool gradients_spilled = false;
-  // Predicted traffic of a step of one micro-batch, and of each further one, bytes per parameter.
+  // Predicted traffic of a step of one micro-batch, and of each further one, bytes per parameter:
+  // where not every step is committed, on average over the steps of an interval; of intervals by
+  // the clock without their checkpoints.
   double read_bytes_per_parameter = 0, write_bytes_per_parameter = 0,
          bytes_per_further_micro_batch = 0;
+  // What a checkpoint writes more than the other steps: all that is trained and stays in memory. 0
+  // where every step is one.
+  uint64_t checkpoint_bytes = 0;
   // The smallest ram that runs, and the smallest that runs without spilling.
   uint64_t floor_bytes = 0, floor_without_spilling_bytes = 0;
 };

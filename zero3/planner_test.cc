@@ -252,6 +252,34 @@ TEST(PlannerTest, RefusalShowsTheSumAndBothFloors) {
   EXPECT_TRUE(absl::StrContains(text, "weight window 6.0 MiB")) << text;
 }
 
+TEST(PlannerTest, WhatStaysInMemoryIsWrittenAtCheckpointsOnly) {
+  PlanInput input = Equal(64, 1 << 20, Dtype::kBFloat16);
+  const uint64_t least = PlanFor(input, uint64_t{1} << 40).floor_without_spilling_bytes;
+  double last = 12;
+  for (const uint64_t ram : {least, least + 200 * kMiB, least + 500 * kMiB, least + 2048 * kMiB}) {
+    input.durability = {};
+    const Plan every = PlanFor(input, ram);
+    EXPECT_DOUBLE_EQ(every.write_bytes_per_parameter, 12);
+    EXPECT_EQ(every.checkpoint_bytes, 0u);
+    input.durability = {.steps = 10};
+    const Plan tenth = PlanFor(input, ram);
+    const uint64_t stays = every.resident_weight_bytes + every.resident_state_bytes;
+    EXPECT_EQ(tenth.checkpoint_bytes, stays);
+    EXPECT_EQ(tenth.read_bytes_per_parameter, every.read_bytes_per_parameter);
+    const double part = static_cast<double>(stays) / static_cast<double>(every.state_bytes);
+    EXPECT_DOUBLE_EQ(tenth.write_bytes_per_parameter, 12 * (1 - part) + 12 * part / 10);
+    EXPECT_LE(tenth.write_bytes_per_parameter, last);
+    last = tenth.write_bytes_per_parameter;
+  }
+  EXPECT_DOUBLE_EQ(last, 1.2) << "everything stays";
+  input.durability = {.steps = 0, .seconds = 600};
+  const Plan plan = PlanFor(input, 4096 * kMiB);
+  EXPECT_EQ(plan.write_bytes_per_parameter, 0);
+  EXPECT_EQ(plan.checkpoint_bytes, plan.state_bytes);
+  const std::string text = DescribePlan(input, plan);
+  EXPECT_TRUE(absl::StrContains(text, "checkpoint every 600 s: 805 MB, not counted above")) << text;
+}
+
 TEST(PlannerTest, DescriptionHasTheSum) {
   PlanInput input = Equal(64, 1 << 20, Dtype::kBFloat16);
   const Plan plan = PlanFor(input, 256 * kMiB);

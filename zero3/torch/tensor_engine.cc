@@ -21,6 +21,7 @@
 #include "base/byte_size.h"
 #include "base/check.h"
 #include "base/crc32c.h"
+#include "base/durability.h"
 #include "base/error.h"
 #include "proto/shm_abi.h"
 #include "zero3/torch/born_residency.h"
@@ -274,7 +275,8 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
   return {.catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors), optimizer)),
           .ram_bytes = ram_bytes_,
           .always_spill_gradients = options_.spill_gradients,
-          .world_size = attachment_->world_size()};
+          .world_size = attachment_->world_size(),
+          .durability = ValueOrThrow(ParseDurability(options_.durability))};
 }
 
 bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
@@ -709,7 +711,7 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
                                                                    : at::kFloat;
   at::Tensor gathered = at::empty(parameter.sizes(), at::TensorOptions().dtype(dtype));
   ThrowIfError(CopyOut(id, *found, gathered.element_size(),
-                                    static_cast<std::byte*>(gathered.mutable_data_ptr())),
+                       static_cast<std::byte*>(gathered.mutable_data_ptr())),
                absl::StrCat("parameter ", Key(tensor.name)));
   return plane == "master" ? gathered.to(at::kFloat) : gathered;
 }

@@ -77,7 +77,8 @@ struct Options {
       ram;  // the memory budget, "8GiB": what the daemon and this library hold never exceeds it
   std::string job = "default";      // names the run in the pool; the same name resumes it
   std::string io = "auto";          // auto | uring | libaio | threads
-  std::string durability = "step";  // or "checkpoint:N": a commit after every N steps only
+  // Or "checkpoint:100": a commit after so many steps only; "checkpoint:10min": after so long.
+  std::string durability = "step";
   int generations = 0;              // spare ones of a new store: so many snapshots need no growth
   int update_threads = 0;           // of the daemon's optimizer; 0: half of the cores
   // Pointers into offloaded tensors (data_ptr(), accessors, custom kernels, torch::save): "serve"
