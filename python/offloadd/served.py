@@ -181,6 +181,19 @@ def _new(original):
     return call
 
 
+def _with_checked_shape(original):
+    """`p.data = x`: values and types are looked at when the next step is taken, but autograd itself stumbles over another shape."""
+
+    def set_data(self, value):
+        if managed(self) and self.shape != value.shape:
+            raise Error.of(1601, f"a parameter of shape {list(self.shape)} would become one of {list(value.shape)} (p.data = …, "
+                                 "resize_token_embeddings())",
+                           'Change shapes before attach(), or after close() with weights_at_close="memory", and attach to a new job')
+        original.__set__(self, value)
+
+    return property(original.__get__, set_data, original.__delete__, original.__doc__)
+
+
 def _wrap(owner, name, make):
     if hasattr(owner, name):
         setattr(owner, name, make(getattr(owner, name)))
@@ -200,6 +213,7 @@ def install():
     _wrap(tensor, "new_tensor", _new_tensor)
     _wrap(tensor, "new", _new)
     _wrap(tensor, "data_ptr", _tensor_address)
+    _wrap(torch.nn.Parameter, "data", _with_checked_shape)
     for name in ("share_memory_", "__dlpack__"):
         _wrap(tensor, name, _refused_in_our_words)
     _wrap(torch.UntypedStorage, "data_ptr", _storage_address)

@@ -243,6 +243,12 @@ def embeddings_resized_before(run):
 # ---- PEFT --------------------------------------------------------------------------------------
 
 
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def embeddings_resized_after_attach_are_refused(run):
+    model, _ = trained(run)
+    model.resize_token_embeddings(IDS + 8)
+
+
 def with_adapters(run):
     import peft
 

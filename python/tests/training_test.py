@@ -507,6 +507,28 @@ def gradients_after_the_step(run):
 
 
 @case
+def gradients_given_other_storages(run):
+    """`p.grad.data = …`, with the former value kept."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    averages, told = {}, []
+    for step in range(4):
+        run.loss(model, step).backward()
+        if step == 3:
+            run.loss(model, 9).backward()  # adds to what was set below
+        for name, p in model.named_parameters():
+            averages[name] = p.grad.data.detach() if name not in averages else averages[name] * 0.9 + p.grad.data * 0.1
+            p.grad.data = p.grad.data + averages[name] * 2
+            if step == 2:
+                told.append(p.grad.clone())
+        if step != 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return told, averages
+
+
+@case
 def gradients_by_autograd_grad(run):
     model = run.model()
     optimizer = AdamW(model.parameters(), 1e-3, fused=True)
