@@ -1,7 +1,6 @@
 #include "offloadd/job_catalogue.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -16,27 +15,8 @@ const char* DtypeName(proto::Dtype dtype) {
   return dtype == proto::Dtype::kFloat32 ? "float32" : "bfloat16";
 }
 
-constexpr std::string_view kCatalogueMagic = "OFDC";
-constexpr uint32_t kCatalogueVersion = 2;
-
-// Of the first release: a byte for what the optimizer keeps, then the tensors.
-bool IsFirstVersion(std::string_view bytes) {
-  return !bytes.empty() && static_cast<uint8_t>(bytes[0]) <= 2;
-}
-
-using KeptPlanes = std::vector<std::pair<proto::Plane, std::string>>;
-
-KeptPlanes KeptBy(const kernels::OptimizerSpec& optimizer) {
-  KeptPlanes planes;
-  for (size_t i = 0; i < proto::kStatePlanes.size(); ++i) {
-    const kernels::StatePlane* const plane = optimizer.Plane(i);
-    if (plane != nullptr) planes.emplace_back(proto::kStatePlanes[i], plane->name);
-  }
-  return planes;
-}
-
 // "adamw (exp_avg, exp_avg_sq)"
-std::string DescribeOptimizer(std::string_view name, const KeptPlanes& planes) {
+std::string DescribeOptimizer(std::string_view name, const proto::KeptPlanes& planes) {
   std::vector<std::string> names;
   for (const auto& [plane, plane_name] : planes) names.push_back(plane_name);
   return absl::StrCat(std::string(name), " (",
@@ -74,25 +54,6 @@ absl::StatusOr<kernels::OptimizerSpec> OptimizerFromMessage(const proto::v1::Opt
       &optimizer);
   if (wrong.empty()) return optimizer;
   return MakeError(ErrorId::kProtocol, absl::StrCat("an optimizer that cannot be: ", wrong));
-}
-
-absl::StatusOr<proto::Tensor> TensorFromMessage(const proto::v1::Tensor& message) {
-  proto::Tensor tensor;
-  tensor.name = message.name();
-  tensor.shape.assign(message.shape().begin(), message.shape().end());
-  tensor.trainable = message.trainable();
-  switch (message.dtype()) {
-    case proto::v1::FLOAT32:
-      tensor.dtype = proto::Dtype::kFloat32;
-      return tensor;
-    case proto::v1::BFLOAT16:
-      tensor.dtype = proto::Dtype::kBFloat16;
-      return tensor;
-    default:
-      return MakeError(ErrorId::kUnsupportedModel,
-                       absl::StrCat("parameter \"", message.name(), "\" has the unknown dtype ",
-                                    static_cast<int>(message.dtype())));
-  }
 }
 
 absl::StatusOr<SealedPlan> PlanFromMessages(const std::vector<proto::v1::SealRequest>& messages) {
@@ -142,56 +103,6 @@ absl::StatusOr<SealedPlan> PlanFromMessages(const std::vector<proto::v1::SealReq
   return sealed;
 }
 
-std::string EncodeCatalogue(const proto::Catalogue& catalogue,
-                            const kernels::OptimizerSpec& optimizer) {
-  proto::v1::StoredCatalogue message;
-  for (const proto::Tensor& tensor : catalogue.tensors) {
-    proto::v1::Tensor* out = message.add_tensors();
-    out->set_name(tensor.name);
-    for (const int64_t dimension : tensor.shape) out->add_shape(dimension);
-    out->set_dtype(tensor.dtype == proto::Dtype::kFloat32 ? proto::v1::FLOAT32
-                                                          : proto::v1::BFLOAT16);
-    out->set_trainable(tensor.trainable);
-  }
-  message.mutable_optimizer()->set_name(std::string(optimizer.name()));
-  for (const auto& [plane, name] : KeptBy(optimizer)) {
-    proto::v1::StoredPlane* out = message.mutable_optimizer()->add_planes();
-    out->set_plane(static_cast<uint32_t>(plane));
-    out->set_name(name);
-  }
-  std::string bytes(kCatalogueMagic);
-  bytes.append(reinterpret_cast<const char*>(&kCatalogueVersion), sizeof(kCatalogueVersion));
-  message.AppendToString(&bytes);
-  return bytes;
-}
-
-absl::StatusOr<StoredCatalogue> DecodeCatalogue(std::string_view bytes) {
-  constexpr size_t kHeadBytes = kCatalogueMagic.size() + sizeof(kCatalogueVersion);
-  uint32_t version = IsFirstVersion(bytes) ? 1 : 0;
-  if (bytes.size() >= kHeadBytes && bytes.starts_with(kCatalogueMagic))
-    std::memcpy(&version, bytes.data() + kCatalogueMagic.size(), sizeof(version));
-  if (version != 0 && version != kCatalogueVersion) {
-    return MakeError(ErrorId::kStoreVersion,
-                     absl::StrCat("the store's list of tensors has version ", version,
-                                  ", this release writes and reads version ", kCatalogueVersion));
-  }
-  proto::v1::StoredCatalogue message;
-  if (version == 0 || !message.ParseFromArray(bytes.data() + kHeadBytes,
-                                              static_cast<int>(bytes.size() - kHeadBytes))) {
-    return MakeError(ErrorId::kStoreDamaged,
-                     absl::StrCat("the list of tensors, ", bytes.size(), " bytes, cannot be read"));
-  }
-  StoredCatalogue stored;
-  stored.optimizer = message.optimizer().name();
-  for (const proto::v1::StoredPlane& plane : message.optimizer().planes())
-    stored.planes.emplace_back(static_cast<proto::Plane>(plane.plane()), plane.name());
-  for (const proto::v1::Tensor& tensor : message.tensors()) {
-    OFFLOAD_ASSIGN_OR_RETURN(proto::Tensor decoded, TensorFromMessage(tensor));
-    stored.tensors.push_back(std::move(decoded));
-  }
-  return stored;
-}
-
 swap::StoreSpec MakeStoreSpec(const std::string& job, const proto::Catalogue& catalogue,
                               const kernels::OptimizerSpec& optimizer) {
   swap::StoreSpec spec;
@@ -234,7 +145,7 @@ absl::Status CompareWithStored(const std::string& job, const StoredCatalogue& st
         absl::StrCat("the model has ", Describe(catalogue.tensors[common]), " as parameter ",
                      common, ", job \"", job, "\" has only ", common, " parameters"));
   }
-  const KeptPlanes planes = KeptBy(optimizer);
+  const proto::KeptPlanes planes = proto::KeptBy(optimizer);
   if (stored.optimizer == optimizer.name() && stored.planes == planes) return absl::OkStatus();
   return MakeError(ErrorId::kOtherModel,
                    absl::StrCat("job \"", job, "\" was trained with ",

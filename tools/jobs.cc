@@ -3,6 +3,10 @@
 #include "tools/jobs.h"
 
 #include <algorithm>
+#include <chrono>
+#include <functional>
+#include <iostream>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -111,6 +115,16 @@ class RemoveCommand : public Command {
 };
 
 }  // namespace
+
+std::function<void(uint64_t, uint64_t)> ProgressLine() {
+  auto last = std::make_shared<std::chrono::steady_clock::time_point>();
+  return [last](uint64_t done, uint64_t total) {
+    const auto now = std::chrono::steady_clock::now();
+    if (now - *last < std::chrono::seconds(1)) return;
+    *last = now;
+    std::cerr << FormatDecimalBytes(done) << " of " << FormatDecimalBytes(total) << std::endl;
+  };
+}
 
 absl::StatusOr<swap::StoreSummary> FindJob(const std::string& pool, const std::string& job) {
   OFFLOAD_ASSIGN_OR_RETURN(std::vector<swap::StoreSummary> stores, swap::ListStores(pool));

@@ -3,6 +3,8 @@
 // What the commands for a job's store have in common.
 #pragma once
 
+#include <cstdint>
+#include <functional>
 #include <string>
 
 #include "absl/status/statusor.h"
@@ -12,5 +14,8 @@ namespace offload::tools {
 
 // The store of a job, open or not. OFD-1002 when the pool holds none of that name.
 absl::StatusOr<swap::StoreSummary> FindJob(const std::string& pool, const std::string& job);
+
+// Tells of long work on stderr, at most once a second: bytes done, and in all.
+std::function<void(uint64_t, uint64_t)> ProgressLine();
 
 }  // namespace offload::tools

@@ -30,6 +30,7 @@ std::vector<std::unique_ptr<Command>> AllCommands() {
   commands.push_back(MakeRemoveCommand());
   commands.push_back(MakeFsckCommand());
   commands.push_back(MakeSnapshotCommand());
+  commands.push_back(MakeExportCommand());
   commands.push_back(MakeConfigCommand());
   commands.push_back(MakeExplainCommand());
   commands.push_back(MakeVersionCommand());

@@ -96,7 +96,7 @@ class OffloadctlTest : public ::testing::Test {
 
 TEST_F(OffloadctlTest, HelpOfEveryCommandBeginsWithAnExample) {
   for (const char* command : {"", "doctor", "plan", "status", "ls", "rm", "fsck", "snapshot",
-                              "config", "explain", "version"}) {
+                              "export", "config", "explain", "version"}) {
     const Result result = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(result.exit_code, 0) << command;
     EXPECT_TRUE(result.out.starts_with(absl::StrCat("For example:\n  offloadctl ", command)))
@@ -378,6 +378,23 @@ TEST_F(OffloadctlTest, RemoveLeavesAStoreInUseAlone) {
   ASSERT_TRUE(store.ok()) << store.status();
   EXPECT_EQ(RunJson("rm", pool() + " run1 --yes", 1)["error"]["id"], "OFD-1205");
   EXPECT_TRUE(std::filesystem::exists((*store)->path()));
+}
+
+// What a whole job looks like in files: python/tests/serving_test.py.
+TEST_F(OffloadctlTest, ExportRefusesWhatItCannotRead) {
+  MakeStore("run1");
+  const std::string to = " '" + (folder_ / "weights").string() + "'";
+  EXPECT_EQ(RunJson("export", pool() + " run2" + to, 2)["error"]["id"], "OFD-1002");
+  EXPECT_EQ(RunJson("export", pool() + " run1" + to, 6)["error"]["id"], "OFD-1207")
+      << "nobody has said what its tensors are";
+  EXPECT_EQ(RunJson("export", pool() + " run1" + to + " --snapshot best", 1)["error"]["id"],
+            "OFD-1216");
+  EXPECT_EQ(Run("export " + pool() + " run1" + to + " --dtype int8").exit_code, 2);
+  const auto store = swap::Store::Open(pool(), "run1", {});
+  ASSERT_TRUE(store.ok()) << store.status();
+  const Json in_use = RunJson("export", pool() + " run1" + to, 1);
+  EXPECT_EQ(in_use["error"]["id"], "OFD-1205");
+  EXPECT_FALSE(std::filesystem::exists(folder_ / "weights"));
 }
 
 TEST_F(OffloadctlTest, IoBenchPrintsTheRatesOfADrive) {

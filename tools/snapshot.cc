@@ -1,10 +1,8 @@
 // offloadctl snapshot: keeps states of a job, lists and deletes them, and makes new jobs of them.
 
-#include <chrono>
 #include <ctime>
 #include <filesystem>
 #include <functional>
-#include <iostream>
 #include <memory>
 #include <optional>
 #include <string>
@@ -39,17 +37,6 @@ uint64_t FreeBytes(const std::string& pool) {
     if (!error) free_bytes += space.available;
   }
   return free_bytes;
-}
-
-// Tells of long work on stderr, at most once a second.
-std::function<void(uint64_t, uint64_t)> ProgressLine() {
-  auto last = std::make_shared<std::chrono::steady_clock::time_point>();
-  return [last](uint64_t done, uint64_t total) {
-    const auto now = std::chrono::steady_clock::now();
-    if (now - *last < std::chrono::seconds(1)) return;
-    *last = now;
-    std::cerr << FormatDecimalBytes(done) << " of " << FormatDecimalBytes(total) << std::endl;
-  };
 }
 
 class SnapshotCommand : public Command {

@@ -12,7 +12,7 @@ import weakref
 
 import torch
 
-from . import in_memory, served
+from . import in_memory, pickled, served
 from .errors import Error
 from .library import Engine, is_disabled
 from .optimizer import Foreign, check_fresh, recipe_of
@@ -342,10 +342,12 @@ class Handle:
 
     def commit(self):
         """A step of an optimizer that runs in this process."""
+        served.settle_replaced(self._identities)
         kind = Foreign.kind
         self._running().apply(kind, [[]], [[0.0] * len(Engine.parameters_of(kind))])
 
     def apply(self, kind, groups, values):
+        served.settle_replaced(self._identities)
         self._running().apply(kind, groups, values)
 
     def update_count(self, parameter):
@@ -468,12 +470,20 @@ class Handle:
         self._running().wait_durable()
 
     def load_weights(self, path, *, ignored=()):
-        """Takes the weights of a safetensors file or folder; moments and step stay."""
-        self._running().load_weights(os.fspath(path), list(ignored))
+        """Takes the weights of a safetensors file or folder, or of one that torch.save() has written; moments and step stay."""
+        engine, files = self._running(), pickled.files_of(path)
+        if files is None:
+            engine.load_weights(os.fspath(path), list(ignored))
+        else:
+            pickled.load(files, list(self._parameters.items()), self._kept_buffers(), ignored)
 
     def save_weights(self, folder, *, shard_bytes=0):
         """Writes the weights as a safetensors folder, in constant memory."""
+        served.settle_replaced(self._identities)
         self._running().save_weights(os.fspath(folder), shard_bytes)
+
+    def _kept_buffers(self):
+        return [(name, buffer) for name, buffer in _buffers_of([model for model in self.models if model is not None]) if name]
 
     def snapshot(self, name):
         """Keeps the job as it is after the last step, under a name (`offloadctl snapshot` lists, forks and deletes)."""
@@ -489,6 +499,7 @@ class Handle:
         if os.getpid() == self._process:
             self.last_step = self._engine.step_count()
         engine, self._engine = self._engine, None
+        served.forget_replaced(self._identities)
         if os.getpid() == self._process:
             engine.close()
             _run_as_before()
@@ -519,17 +530,18 @@ def open_ahead(options):
     return opened._engine, _stored_state(opened._engine)[1]
 
 
-def attach(model, optimizer, *, nvme_path=None, ram=None, job=None, config=None, unfreeze=None, initial_weights=None, **others):
+def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=None, unfreeze=None, initial_weights=None, **others):
     """Offloads the model's weights, gradients and optimizer state; the script goes on with the same `model` and `optimizer`.
 
     model            a module, or several of one job (a list)
-    optimizer        the instance, or several; a class, with its arguments behind it, makes one
+    optimizer        the instance, or several; a class, with its arguments behind it, makes one. Without one the model is frozen, and only
+                     read: for generate() and evaluation
     nvme_path        a directory on a drive with direct I/O, or several over which the state is striped
     ram              the memory budget, "8GiB"
     job              names the run in the pool; the same name resumes it
     config           a configuration (docs/python.md)
     unfreeze         frozen parameters that will be trained later: True, names (patterns), or parameters
-    initial_weights  a safetensors file or folder that a new job takes its weights from
+    initial_weights  a file or folder that a new job takes its weights from: safetensors, or pytorch_model.bin
 
     raw_access       "serve": pointers (data_ptr(), kernels of one's own) bring a tensor to memory until the end of the step; "error":
                      they are refused
@@ -539,6 +551,10 @@ def attach(model, optimizer, *, nvme_path=None, ram=None, job=None, config=None,
     """
     global _constructed
     models = _listed(model) if model is not None else []
+    if optimizer is None:
+        for each in models:
+            each.requires_grad_(False)
+        optimizer = torch.optim.SGD  # which keeps nothing
     if isinstance(optimizer, type):
         arguments = {key: others.pop(key) for key in list(others) if key not in OPTIONS}
         optimizer = optimizer([p for each in models for p in each.parameters()], **arguments)
@@ -549,19 +565,24 @@ def attach(model, optimizer, *, nvme_path=None, ram=None, job=None, config=None,
             raise Error.of(1604, f"{type(each).__name__} is no torch.optim.Optimizer", "Give attach() the optimizer of the script")
     options = _options(nvme_path, ram, job, config, others)
     if is_disabled():
-        return in_memory.Handle(models, optimizers, options)
+        return in_memory.Handle(models, optimizers, options, initial_weights)
     engine, _constructed = _constructed, None
     if engine is None:
         engine = _open_engine(options)
     else:
         options = {**engine.options, **options}
         engine = engine.take()
-    if initial_weights is not None:
-        engine.set_initial_weights(os.fspath(initial_weights), [])
+    handle = None
     try:
-        return Handle(engine, models, optimizers, options, unfreeze)
+        is_pickled = initial_weights is not None and pickled.files_of(initial_weights) is not None
+        if initial_weights is not None and not is_pickled:
+            engine.set_initial_weights(os.fspath(initial_weights), [])
+        handle = Handle(engine, models, optimizers, options, unfreeze)
+        if is_pickled and handle.step == 0:
+            handle.load_weights(initial_weights)
+        return handle
     except BaseException:
-        engine.close()
+        (handle or engine).close()
         raise
 
 

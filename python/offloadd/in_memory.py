@@ -8,7 +8,8 @@ import os
 
 import torch
 
-from . import served
+from . import pickled, served
+from .library import Engine
 from .optimizer import recipe_of
 
 
@@ -122,11 +123,13 @@ class Handle:
 
     rank, world_size, is_open = 0, 1, True
 
-    def __init__(self, models, optimizers, options):
+    def __init__(self, models, optimizers, options, initial_weights=None):
         self.models, self.optimizers, self.options = models, optimizers, dict(options)
         self.job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
         self.nvme_path = str(options.get("nvme_path") or "")
         self.step, self.trainer_state = 0, b""
+        if initial_weights is not None:
+            self.load_weights(initial_weights)
         for optimizer in optimizers:
             if _is_narrow(optimizer) and not recipe_of(optimizer).is_foreign:
                 cls = type(optimizer)
@@ -184,6 +187,25 @@ class Handle:
 
     def wait_durable(self):
         pass
+
+    def _named(self):
+        """(parameters, buffers) as they are called in files."""
+        from .handle import _buffers_of, _names_of
+
+        return _names_of(self.models), [(name, buffer) for name, buffer in _buffers_of(self.models) if name]
+
+    def _in_lists(self):
+        return [list(column) for named in self._named() for column in ((name for name, _ in named), (tensor for _, tensor in named))]
+
+    def load_weights(self, path, *, ignored=()):
+        files = pickled.files_of(path)
+        if files is None:
+            Engine.load_into_memory(*self._in_lists(), os.fspath(path), list(ignored))
+        else:
+            pickled.load(files, *self._named(), ignored)
+
+    def save_weights(self, folder, *, shard_bytes=0):
+        Engine.save_from_memory(*self._in_lists(), os.fspath(folder), shard_bytes)
 
     def snapshot(self, name):
         pass

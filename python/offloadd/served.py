@@ -181,6 +181,73 @@ def _new(original):
     return call
 
 
+# ---- p.data = x --------------------------------------------------------------------------------
+
+_parameter_data = torch.nn.Parameter.data
+_replaced = {}  # id of a parameter -> _Replaced
+
+
+def _storage_of(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+def _is_shared(tensor):
+    """Whether another tensor is over its storage."""
+    return torch._C._storage_Use_Count(_storage_of(tensor)) > 2  # the tensor's and that of the object that asks
+
+
+class _Replaced:
+    """A parameter that was given another storage, and the tensor that is the job's."""
+
+    def __init__(self, parameter):
+        key = id(parameter)
+        self.parameter = weakref.ref(parameter, lambda _: _replaced.pop(key, None))
+        self.was_shared = _is_shared(parameter)
+        self.own = parameter.detach()
+
+    def settle(self):
+        parameter = self.parameter()
+        if parameter.shape != self.own.shape or parameter.dtype != self.own.dtype:
+            raise Error.of(1601, f"a parameter of {self.own.dtype}, shape {list(self.own.shape)}, has become one of {parameter.dtype}, shape "
+                                 f"{list(parameter.shape)} (p.data = …, or a cast such as model.to(dtype))", "Change types and shapes before attach()")
+        if self.was_shared or _is_shared(parameter):
+            raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, too",
+                           "Set the value with p.copy_(x) under torch.no_grad(), or keep no x")
+        with torch.no_grad():
+            self.own.copy_(parameter.detach())
+        _parameter_data.__set__(parameter, self.own)
+
+
+def settle_replaced(identities):
+    """Before a step: `p.data = x` has given parameters storages of their own. The job takes the values, and the parameters their storages
+    back, which nobody can tell where no other tensor is over either; else OFD-1601."""
+    for key in [key for key in _replaced if key in identities]:
+        _replaced[key].settle()
+        del _replaced[key]
+
+
+def forget_replaced(identities):
+    for key in [key for key in _replaced if key in identities]:
+        del _replaced[key]
+
+
+def _replaceable(original):
+    def set_data(self, value):
+        if managed(self):
+            if self.shape != value.shape:  # which autograd stumbles over before the next step
+                raise Error.of(1601, f"a parameter of shape {list(self.shape)} would become one of {list(value.shape)} (p.data = …, "
+                                     "resize_token_embeddings())",
+                               'Change shapes before attach(), or after close() with weights_at_close="memory", and attach to a new job')
+            if id(self) not in _replaced and _storage_of(value) != _storage_of(self):
+                _replaced[id(self)] = _Replaced(self)
+        original.__set__(self, value)
+        there = _replaced.get(id(self))
+        if there is not None and _storage_of(there.own) == _storage_of(self):
+            del _replaced[id(self)]  # put back
+
+    return property(original.__get__, set_data, original.__delete__, original.__doc__)
+
+
 def _wrap(owner, name, make):
     if hasattr(owner, name):
         setattr(owner, name, make(getattr(owner, name)))
@@ -200,6 +267,7 @@ def install():
     _wrap(tensor, "new_tensor", _new_tensor)
     _wrap(tensor, "new", _new)
     _wrap(tensor, "data_ptr", _tensor_address)
+    _wrap(torch.nn.Parameter, "data", _replaceable)
     for name in ("share_memory_", "__dlpack__"):
         _wrap(tensor, name, _refused_in_our_words)
     _wrap(torch.UntypedStorage, "data_ptr", _storage_address)

@@ -1,5 +1,6 @@
 """Families of Hugging Face models, tiny: trained, saved, loaded, adapted, asked to generate."""
 
+import contextlib
 import glob
 import os
 import sys
@@ -233,6 +234,24 @@ def generate(run):
         model.generate(ids, max_new_tokens=4, num_beams=2, pad_token_id=0)
 
 
+@case
+def generate_without_an_optimizer(run):
+    folder = os.path.join(run.folder, "hf")
+    run.make(llama).save_pretrained(folder)
+    with offloadd.init(nvme_path=run.folder, ram="64MiB", job="read") if run.offloaded else contextlib.nullcontext():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=run.dtype)
+    told = []
+    for _ in range(2):
+        if run.offloaded:
+            run.handles.append(offloadd.attach(model, **({} if not told else {"nvme_path": run.folder, "ram": "64MiB", "job": "read"})))
+            assert run.handles[-1].plan()["state_bytes"] <= 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+        told.append(model.eval().generate(tokens(1), max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=0))
+        if run.offloaded:
+            run.handles.pop().close()
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=run.dtype)
+    return told
+
+
 @case(**FP32)
 def embeddings_resized_before(run):
     model = run.make(llama)
@@ -241,6 +260,12 @@ def embeddings_resized_before(run):
 
 
 # ---- PEFT --------------------------------------------------------------------------------------
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def embeddings_resized_after_attach_are_refused(run):
+    model, _ = trained(run)
+    model.resize_token_embeddings(IDS + 8)
 
 
 def with_adapters(run):

@@ -5,6 +5,7 @@ import copy
 import ctypes
 import gc
 import io
+import json
 import os
 import pickle
 import sys
@@ -189,6 +190,73 @@ def begun_with_weights_of_a_file(run):
         model.load_state_dict(source.state_dict())
         run.attach(model, optimizer)
     return run.train(model, optimizer)
+
+
+def pickled_weights(run, name="pytorch_model.bin", **more):
+    """A folder with the weights of another seed, as torch.save() writes them."""
+    folder = os.path.join(run.folder, "pickled")
+    os.mkdir(folder)
+    with torch.random.fork_rng():
+        torch.manual_seed(77)
+        torch.save({**Transformer(2).state_dict(), **more}, os.path.join(folder, name))
+    return folder
+
+
+@case
+def begun_with_weights_of_torch_save(run):
+    folder = pickled_weights(run)
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    if run.offloaded:
+        run.attach(model, optimizer, initial_weights=folder)
+    else:
+        run.attach(model, optimizer).load_weights(folder)
+    return run.train(model, optimizer)
+
+
+@case(**FP32)
+def weights_of_torch_save_in_shards(run):
+    model, optimizer = started(run)
+    folder = os.path.join(run.folder, "shards")
+    os.mkdir(folder)
+    names = [name for name, _ in model.named_parameters()]
+    files = {name: f"pytorch_model-0000{1 + i % 2}-of-00002.bin" for i, name in enumerate(names)}
+    for file in set(files.values()):
+        torch.save({name: torch.full_like(p, 0.01 * len(name)) for name, p in model.state_dict().items() if files[name] == file},
+                   os.path.join(folder, file))
+    with open(os.path.join(folder, "pytorch_model.bin.index.json"), "w", encoding="utf-8") as index:
+        json.dump({"metadata": {}, "weight_map": files}, index)
+    run.handles[0].load_weights(folder)
+    return run.train(model, optimizer, first=2)
+
+
+@case(**FP32)
+def weights_come_and_go_in_memory_as_offloaded(run):
+    model, optimizer = started(run)
+    folder = os.path.join(run.folder, "kept")
+    run.handles[0].save_weights(folder)
+    told = [sorted(os.listdir(folder)), run.train(model, optimizer, first=2)]
+    run.handles[0].load_weights(folder)
+    return told, run.train(model, optimizer, first=4)
+
+
+class Program:
+    def __reduce__(self):
+        return os.system, ("touch /nobody-runs-this",)
+
+
+@case(refused=1401, types=("fp32",), memory=("floor",))
+def program_in_a_file_is_not_run(run):
+    folder = pickled_weights(run, more=Program())
+    started(run)
+    run.handles[0].load_weights(folder)
+
+
+@case(refused=1402, types=("fp32",), memory=("floor",))
+def weights_of_another_model_are_refused(run):
+    folder = pickled_weights(run, stranger=torch.zeros(3))
+    model = run.model()
+    run.attach(model, AdamW(model.parameters(), 1e-3, fused=True), initial_weights=folder)
 
 
 @case(types=("fp32",), memory=("double",))
@@ -387,6 +455,35 @@ def snapshot(run):
 
         assert "kept" in control.run("snapshot", "ls", run.folder, run.handles[0].job)
     return run.train(model, optimizer)
+
+
+@case
+def exported_without_a_trainer(run):
+    """offloadctl export, of a snapshot while the job goes on and of the last step after it."""
+    import safetensors.torch
+
+    def exported(job, *options):
+        folder = os.path.join(run.folder, "export" + "".join(options))
+        control.run("export", run.folder, job, folder, *options)
+        return safetensors.torch.load_file(os.path.join(folder, "model.safetensors"))
+
+    model, optimizer = started(run)
+    handle, names = run.handles[0], [name for name, _ in model.named_parameters()]
+    told = [list(handle.gather(names)), list(handle.gather(names, "master"))]
+    handle.snapshot("kept")
+    told += [run.train(model, optimizer, first=2), list(handle.gather(names)), list(handle.gather(names, "master"))]
+    told += [[master.bfloat16() for master in told[-1]]]
+    run.models.clear()
+    if not run.offloaded:
+        return told
+    from offloadd import control
+
+    files = [exported(handle.job, "--snapshot", "kept"), exported(handle.job, "--snapshot", "kept", "--dtype", "float32")]
+    handle.close()
+    files += [exported(handle.job), exported(handle.job, "--dtype", "float32"), exported(handle.job, "--dtype", "bfloat16")]
+    assert all(sorted(file) == sorted(names) for file in files)
+    files = [[file[name] for name in names] for file in files]
+    return [*files[:2], told[2], *files[2:]]
 
 
 @case(**FP32)

@@ -506,6 +506,28 @@ def gradients_after_the_step(run):
 
 
 @case
+def gradients_given_other_storages(run):
+    """`p.grad.data = …`, with the former value kept."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    averages, told = {}, []
+    for step in range(4):
+        run.loss(model, step).backward()
+        if step == 3:
+            run.loss(model, 9).backward()  # adds to what was set below
+        for name, p in model.named_parameters():
+            averages[name] = p.grad.data.detach() if name not in averages else averages[name] * 0.9 + p.grad.data * 0.1
+            p.grad.data = p.grad.data + averages[name] * 2
+            if step == 2:
+                told.append(p.grad.clone())
+        if step != 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return told, averages
+
+
+@case
 def gradients_by_autograd_grad(run):
     model = run.model()
     optimizer = AdamW(model.parameters(), 1e-3, fused=True)
@@ -838,6 +860,64 @@ def average_of_weights(run):
         told += run.train(model, optimizer, steps=1, first=step)
         average.update_parameters(model)
     return told, [p.detach() for p in average.parameters()], run.loss(average, 1)
+
+
+@case
+def weights_given_other_storages(run):
+    """`p.data = …`, of trained and of frozen parameters: what MoCo does; put back in between, as for an evaluation."""
+    def make():
+        query = run.model(layers=1)
+        return torch.nn.ModuleList([query, copy.deepcopy(query).requires_grad_(False)])
+
+    def go(model, optimizer, steps):
+        told = []
+        for step in steps:
+            loss = run.loss(model[0], step) + (model[1](run.batch(step)).float() - model[0](run.batch(step)).float()).square().mean()
+            for q, k in zip(model[0].parameters(), model[1].parameters()):
+                k.data = k.data * 0.5 + q.data * 0.5
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept = [p.data for p in model[0].parameters()]
+            for p in model[0].parameters():
+                p.data = torch.zeros_like(p)
+            told += [loss.item(), run.loss(model[0], step).item()]
+            for p, before in zip(model[0].parameters(), kept):
+                p.data = before
+            del p, kept, before
+            for p in model[0].parameters():
+                p.data = p.data * 0.99
+        return told
+
+    model = make()
+    optimizer = SGD(model[0].parameters(), 0.1, momentum=0.9)
+    handle = run.attach(model, optimizer, job="replaced")
+    if not run.offloaded:
+        return go(model, optimizer, range(4))
+    told = go(model, optimizer, range(2))
+    # What comes behind the last step is not of the job.
+    scaled = [p.detach().clone() for p in model[0].parameters()]
+    handle.close()
+    run.models.pop()
+    model = make()
+    optimizer = SGD(model[0].parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer, job="replaced")
+    run.handles.pop(0)
+    with torch.no_grad():
+        for p, value in zip(model[0].parameters(), scaled):
+            p.copy_(value)
+    return told + go(model, optimizer, range(2, 4))
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def storage_that_two_tensors_are_over_is_refused(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    average = [torch.zeros_like(p) for p in model.parameters()]
+    for p, value in zip(model.parameters(), average):
+        p.data = value
+    run.train(model, optimizer)
 
 
 @case

@@ -454,13 +454,17 @@ void Gradient::AfterAccumulation() {
   at::Tensor& grad = parameter_.mutable_grad();
   // A gradient that is itself differentiable, or sparse, stays as it is; the step takes its value.
   if (!grad.defined() || grad.requires_grad() || grad.layout() != at::kStrided) return;
-  if (!grad.is_same(tensor_)) AdoptStolen(grad);
+  if (!IsOwn(grad)) AdoptStolen(grad);
   if (!spilled()) return;
   Norm(2.0);  // while the bytes are here: neither clipping nor the finite check reads them again
   IsFinite();
   Lock lock(mutex());
   WaitWhileMoving(lock);
   StartWriting(lock);
+}
+
+bool Gradient::IsOwn(const at::Tensor& grad) const {
+  return grad.is_same(tensor_) && Of(grad) == this;
 }
 
 void Gradient::CheckFits(const at::Tensor& value) const {
@@ -485,11 +489,11 @@ void Gradient::AdoptStolen(const at::Tensor& stolen) {
   parameter_.mutable_grad() = tensor_;  // drops the stolen buffer
 }
 
-// Somebody kept the gradient of the last step: in plain torch its buffer is then theirs. They get a
-// copy to keep, and the accumulator a new storage.
+// Somebody kept the gradient of the last step, or gave its tensor another storage: in plain torch
+// its buffer is then theirs. They get a copy to keep, and the accumulator a new storage.
 void Gradient::LeaveTensorToOthers() {
   const c10::Storage& storage = tensor_.unsafeGetTensorImpl()->unsafe_storage();
-  if (tensor_.use_count() == 1 && storage.use_count() == 1) return;
+  if (IsOwn(tensor_) && tensor_.use_count() == 1 && storage.use_count() == 1) return;
   Pins pins;
   pins.Add(this, Access::kRead);
   c10::DataPtr copy = c10::GetCPUAllocator()->allocate(size_bytes_);
@@ -511,7 +515,7 @@ bool Gradient::PrepareStep() {
   at::Tensor& grad = parameter_.mutable_grad();
   if (!grad.defined()) return false;
   FinishRaw();
-  if (!grad.is_same(tensor_))
+  if (!IsOwn(grad))
     AdoptStolen(grad.layout() == at::kStrided ? grad.detach() : grad.detach().to_dense());
   bool settle = false;
   {

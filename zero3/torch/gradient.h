@@ -147,6 +147,8 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   at::Tensor Plain() const;
   void CheckOpen() const;
   void CheckFits(const at::Tensor& value) const;
+  // Whether it is the accumulator's tensor. One that was given another storage (set_data) is not.
+  bool IsOwn(const at::Tensor& grad) const;
   // The lock under which torch adds to the parameter's `.grad`.
   std::mutex& accumulation_mutex() const;
   // Before a pin looks at anything, without the lock.

@@ -24,6 +24,7 @@
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_hook.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/weights_io.h"
 
 // ---- Errors ------------------------------------------------------------------------------------
 
@@ -82,6 +83,12 @@ at::Tensor BytesOf(const std::string& text) {
 std::string TextOf(const at::Tensor& bytes) {
   const at::Tensor whole = bytes.to(at::kByte).contiguous();
   return {static_cast<const char*>(whole.const_data_ptr()), static_cast<size_t>(whole.numel())};
+}
+
+std::vector<NamedTensor> Named(const Strings& names, const Tensors& tensors) {
+  std::vector<NamedTensor> named;
+  for (size_t i = 0; i < names.size(); ++i) named.push_back({names[i], tensors.at(i)});
+  return named;
 }
 
 // ---- The engine --------------------------------------------------------------------------------
@@ -143,12 +150,6 @@ class PythonEngine final : public torch::CustomClassHolder {
   }
 
  private:
-  static std::vector<NamedTensor> Named(const Strings& names, const Tensors& tensors) {
-    std::vector<NamedTensor> named;
-    for (size_t i = 0; i < names.size(); ++i) named.push_back({names[i], tensors.at(i)});
-    return named;
-  }
-
   kernels::OptimizerSpec GroupOf(const std::string& kind, const Values& values) const {
     kernels::OptimizerSpec group = SpecOf(kind, values);
     for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
@@ -169,6 +170,21 @@ class PythonEngine final : public torch::CustomClassHolder {
 using Pointer = c10::intrusive_ptr<PythonEngine>;
 
 LoadOptions Ignoring(Strings names) { return {.ignored = std::move(names)}; }
+
+SaveOptions ShardsOf(int64_t shard_bytes) {
+  SaveOptions options;
+  if (shard_bytes > 0) options.shard_bytes = static_cast<uint64_t>(shard_bytes);
+  return options;
+}
+
+// Parameters and buffers that are in memory, as files see them.
+std::vector<FileWeight> FileWeightsOf(const Strings& names, const Tensors& tensors,
+                                      const Strings& buffer_names, const Tensors& buffers) {
+  std::vector<FileWeight> weights =
+      ValueOrThrow(FindFileWeights(Named(names, tensors)), "the model");
+  ThrowIfError(AddFileBuffers(Named(buffer_names, buffers), weights), "the model");
+  return weights;
+}
 
 Values StatisticsOf(const Pointer& self) {
   const Statistics s = self->tensors().statistics();
@@ -269,9 +285,7 @@ TORCH_LIBRARY(offloadd, m) {
            })
       .def("save_weights",
            [](const Pointer& self, const std::string& folder, int64_t shard_bytes) {
-             SaveOptions options;
-             if (shard_bytes > 0) options.shard_bytes = static_cast<uint64_t>(shard_bytes);
-             self->tensors().SaveWeights(folder, options);
+             self->tensors().SaveWeights(folder, ShardsOf(shard_bytes));
            })
       .def("begin_construction", &PythonEngine::BeginConstruction)
       .def("end_construction", &PythonEngine::EndConstructionHere)
@@ -292,6 +306,18 @@ TORCH_LIBRARY(offloadd, m) {
       .def("statistics", &StatisticsOf)
       .def("plan", &PlanOf)
       .def("close", &PythonEngine::Close)
+      .def_static("load_into_memory",
+                  [](const Strings& names, const Tensors& tensors, const Strings& buffer_names,
+                     const Tensors& buffers, const std::string& path, const Strings& ignored) {
+                    LoadIntoMemory(FileWeightsOf(names, tensors, buffer_names, buffers), path,
+                                   Ignoring(ignored));
+                  })
+      .def_static("save_from_memory",
+                  [](const Strings& names, const Tensors& tensors, const Strings& buffer_names,
+                     const Tensors& buffers, const std::string& folder, int64_t shard_bytes) {
+                    SaveFromMemory(FileWeightsOf(names, tensors, buffer_names, buffers), folder,
+                                   ShardsOf(shard_bytes));
+                  })
       .def_static("parameters_of", &ParametersOf)
       .def_static("planes_of", &PlanesOf)
       .def_static("is_managed", &IsManaged)

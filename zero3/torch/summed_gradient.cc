@@ -75,7 +75,7 @@ void SummedGradient::BeforeAccumulation() {
   start_ = proto::GradientStart::kNothing;
   taken_away_ = grad.defined();
   if (!taken_away_) return;
-  if (!grad.is_same(tensor_)) {
+  if (!IsOwn(grad)) {
     Refuse(subject_, "was assigned, and backward() would add to it",
            "Assign gradients after the last backward() of a step, or call zero_grad() before");
   }
@@ -123,7 +123,7 @@ void SummedGradient::NoteExisting() {
     DropCopies();
   }
   at::Tensor& grad = parameter_.mutable_grad();
-  if (!grad.is_same(tensor_)) grad = tensor_;  // drops torch's buffer
+  if (!IsOwn(grad)) grad = tensor_;  // drops torch's buffer
 }
 
 bool SummedGradient::IsZeroed() {
@@ -138,7 +138,7 @@ void SummedGradient::LetGoOfSum() {
     Refuse(subject_, "is reduced by DistributedDataParallel, too",
            "Train the module itself (ddp.module): the ranks' gradients are added here");
   }
-  const bool goes_on = parameter_.grad().is_same(tensor_);
+  const bool goes_on = IsOwn(parameter_.grad());
   if (!goes_on) LeaveTensorToOthers();
   Lock lock(mutex());
   WaitWhileMoving(lock);
@@ -299,7 +299,7 @@ std::optional<float> SummedGradient::NormOfSum() {
   {
     Lock lock(mutex());
     if (closed_ || zero_ || own_.has_value() || scale_ != 1.0f) return std::nullopt;
-    if (!parameter_.grad().is_same(tensor_)) return std::nullopt;
+    if (!IsOwn(parameter_.grad())) return std::nullopt;
   }
   return Gradient::Norm(2.0).item().toFloat();
 }
@@ -308,7 +308,7 @@ std::optional<float> SummedGradient::NormOfSum() {
 
 bool SummedGradient::PrepareStep() {
   const c10::AutoGradMode no_grad(false);
-  if (parameter_.grad().defined() && !parameter_.grad().is_same(tensor_))
+  if (parameter_.grad().defined() && !IsOwn(parameter_.grad()))
     AdoptStolen(parameter_.grad().detach());
   if (!given_ && !own_.has_value()) {  // other ranks may have made more passes
     ThrowIfError(sums_->stream().EnterStep());
