@@ -30,6 +30,11 @@ void EventLoop::Run() {
   while (RunPosted()) Dispatch(turn_ ? turn_() : -1);
 }
 
+void EventLoop::RunOnce() {
+  RunPosted();
+  if (turn_) turn_();
+}
+
 void EventLoop::Stop() {
   Post([this] {
     std::lock_guard<std::mutex> lock(mutex_);

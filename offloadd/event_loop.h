@@ -36,6 +36,9 @@ class EventLoop {
   EventLoop& operator=(const EventLoop&) = delete;
 
   void Run();
+  // One turn without sleep, for whoever runs the loop himself: what is posted, and the end of the
+  // turn. No descriptor is looked at.
+  void RunOnce();
   void Stop();  // Run() returns when nothing is posted any more
   // False, and `work` will not run, when the loop has ended.
   bool Post(std::function<void()> work);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <tuple>
 
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
@@ -379,6 +380,10 @@ std::vector<GradientOrder::Ticket> GradientOrder::TakeTickets() {
   for (const auto& [extent, parts] : parts_) {
     for (const Part& part : parts) tickets.push_back(part.ticket);
   }
+  // The map has an order of its own in every run.
+  std::sort(tickets.begin(), tickets.end(), [](const Ticket& a, const Ticket& b) {
+    return std::tie(a.rank, a.tag) < std::tie(b.rank, b.tag);
+  });
   for (const std::vector<Wait>* waits : {&ends_, &looks_}) {
     for (const Wait& wait : *waits) tickets.push_back(wait.ticket);
   }

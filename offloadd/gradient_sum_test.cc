@@ -37,7 +37,7 @@ class GradientSumTest : public ::testing::TestWithParam<GradientHome> {
     EXPECT_TRUE(catalogue.ok());
     loop_ = *EventLoop::Create();
     context_.loop = loop_.get();
-    context_.workers = &workers_;
+    context_.run_on_worker = [this](std::function<void()> work) { workers_.Post(std::move(work)); };
     context_.catalogue = *std::move(catalogue);
     context_.slab = slab_.data();
     for (std::vector<float>& region : regions_)

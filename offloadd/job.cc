@@ -39,10 +39,11 @@ std::vector<uint32_t> TensorsOf(const StepPlan& plan) {
 
 // ---- Beginning and end -------------------------------------------------------------------------
 
-absl::StatusOr<std::shared_ptr<Job>> Job::Create(JobIdentity identity) {
+absl::StatusOr<std::shared_ptr<Job>> Job::Create(JobIdentity identity, Machine& machine) {
   absl::StatusOr<std::unique_ptr<EventLoop>> loop = EventLoop::Create();
   if (!loop.ok()) return loop.status();
-  std::shared_ptr<Job> job(new Job(std::move(identity), *std::move(loop)));
+  std::shared_ptr<Job> job(new Job(std::move(identity), *std::move(loop), machine));
+  if (!machine.RunsLoops()) return job;
   job->thread_ = std::thread([raw = job.get()] {
     prctl(PR_SET_NAME, "job");
     raw->loop_->Run();
@@ -50,10 +51,10 @@ absl::StatusOr<std::shared_ptr<Job>> Job::Create(JobIdentity identity) {
   return job;
 }
 
-Job::Job(JobIdentity identity, std::unique_ptr<EventLoop> loop)
-    : identity_(std::move(identity)), loop_(std::move(loop)) {
+Job::Job(JobIdentity identity, std::unique_ptr<EventLoop> loop, Machine& machine)
+    : identity_(std::move(identity)), loop_(std::move(loop)), machine_(machine) {
   context_.loop = loop_.get();
-  context_.clock = &Clock::Real();
+  context_.clock = &machine_.clock();
   context_.room_timeout_seconds = NumberFrom("OFFLOADD_ROOM_TIMEOUT", kLimits.room_timeout_seconds);
   context_.complete = [this](uint32_t rank, uint64_t tag, const absl::Status& status,
                              uint64_t value) { ranks_[rank]->Complete(tag, status, value); };
@@ -62,11 +63,14 @@ Job::Job(JobIdentity identity, std::unique_ptr<EventLoop> loop)
 }
 
 Job::~Job() {
-  std::promise<void> drained;
-  loop_->Post([&] { Shutdown([&drained] { drained.set_value(); }); });
-  drained.get_future().wait();
-  loop_->Stop();
-  thread_.join();
+  if (thread_.joinable()) {
+    std::promise<void> drained;
+    loop_->Post([&] { Shutdown([&drained] { drained.set_value(); }); });
+    drained.get_future().wait();
+    loop_->Stop();
+    thread_.join();
+  }
+  OFFLOAD_CHECK(phase() == JobPhase::kDrained) << NameOf(phase());
   OFFLOAD_CHECK(context_.outstanding == 0 && !OffLoopIsBusy())
       << context_.outstanding << " operations under way";
 }
@@ -185,7 +189,7 @@ void Job::FinishPublish(absl::Status status) {
   auto named = std::make_shared<absl::Status>(std::move(status));
   OffLoop(
       [this, named] {
-        if (named->ok()) *named = store_->Publish();
+        if (named->ok()) *named = machine_.PublishStore(*store_);
       },
       [this, named] {
         if (!named->ok()) Fail(*named);

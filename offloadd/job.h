@@ -46,11 +46,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "base/worker_pool.h"
 #include "offloadd/event_loop.h"
 #include "offloadd/gradient_sum.h"
 #include "offloadd/job_context.h"
 #include "offloadd/job_phase.h"
+#include "offloadd/machine.h"
 #include "offloadd/membership.h"
 #include "offloadd/rank.h"
 #include "offloadd/resident_state.h"
@@ -82,9 +82,11 @@ class Job {
   using ExchangeDone = Rank::ExchangeDone;
   using Progress = std::function<void(uint64_t bytes_formatted, uint64_t bytes_total)>;
 
-  // A job without ranks, its loop running. Nothing is looked at yet.
-  static absl::StatusOr<std::shared_ptr<Job>> Create(JobIdentity identity);
-  // Requires that everybody who joined has left.
+  // A job without ranks, its loop running, if the machine runs loops. Nothing is looked at yet. The
+  // machine outlives the job.
+  static absl::StatusOr<std::shared_ptr<Job>> Create(JobIdentity identity,
+                                                     Machine& machine = Machine::Real());
+  // Requires that everybody who joined has left; and that it is drained, where nobody runs its loop.
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
@@ -168,7 +170,7 @@ class Job {
     std::unique_ptr<swap::Scratch> scratch;
   };
 
-  Job(JobIdentity identity, std::unique_ptr<EventLoop> loop);
+  Job(JobIdentity identity, std::unique_ptr<EventLoop> loop, Machine& machine);
   void SetPhase(JobPhase phase);
   absl::Status Check(JobCall call) const;
   // Why the job does nothing any more.
@@ -279,6 +281,7 @@ class Job {
 
   const JobIdentity identity_;
   const std::unique_ptr<EventLoop> loop_;
+  Machine& machine_;
   std::atomic<JobPhase> phase_{JobPhase::kOpening};
   std::atomic<bool> leaving_{false};
   std::atomic<bool> cancelled_{false};  // asked off the loop: nobody wants the job any more
@@ -300,7 +303,6 @@ class Job {
   absl::Status end_reason_;  // a rank is gone or at fault: the others are told
   std::vector<Progress> seal_progress_;
   std::vector<std::string> trainer_states_;  // by rank, as they will be committed
-  std::unique_ptr<WorkerPool> workers_;
   std::unique_ptr<swap::Store> store_;
   std::unique_ptr<swap::Scratch> scratch_;
   JobContext context_;
@@ -327,7 +329,7 @@ class Job {
   };
   std::deque<Task> off_loop_;  // that wait
   bool off_loop_running_ = false;
-  std::unique_ptr<WorkerPool> off_loop_thread_;
+  Executor off_loop_thread_;
   std::thread thread_;  // the loop's
 };
 

@@ -25,9 +25,9 @@
 #include "absl/status/status.h"
 #include "base/clock.h"
 #include "base/durability.h"
-#include "base/worker_pool.h"
 #include "kernels/square_root.h"
 #include "offloadd/event_loop.h"
+#include "offloadd/machine.h"
 #include "proto/shm_abi.h"
 #include "proto/slab_layout.h"
 #include "swap/scratch.h"
@@ -47,7 +47,7 @@ struct RankMemory {
 
 struct JobContext {
   EventLoop* loop = nullptr;
-  WorkerPool* workers = nullptr;
+  Executor run_on_worker;
   const Clock* clock = nullptr;
   swap::Store* store = nullptr;
   swap::Scratch* scratch = nullptr;  // null until somebody needs one
@@ -105,7 +105,7 @@ struct JobContext {
   // Runs `work` on a worker and then `done` on the loop.
   void Compute(std::function<void()> work, std::function<void()> done) {
     ++outstanding;
-    workers->Post([this, work = std::move(work), done = std::move(done)]() mutable {
+    run_on_worker([this, work = std::move(work), done = std::move(done)]() mutable {
       work();
       loop->Post([this, done = std::move(done)] {
         --outstanding;

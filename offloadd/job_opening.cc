@@ -58,7 +58,7 @@ absl::Status Job::ReadOptions(const proto::v1::OpenJobRequest& request) {
                                                       "at most ", swap::kGenerationsMax));
   }
   generations_ = request.generations();
-  return swap::CheckPool(identity_.pool);
+  return machine_.CheckPool(identity_.pool);
 }
 
 // The first rank of a launch opens the store; the others only get a region each.
@@ -107,7 +107,7 @@ absl::Status Job::AddRank(Rank::Member member, const proto::v1::OpenJobRequest& 
   auto made = std::make_shared<absl::Status>();
   OffLoop(
       [this, made, raw = rank.get()] {
-        if (!cancelled_) *made = raw->MakeRegion(ram_bytes_);
+        if (!cancelled_) *made = raw->MakeRegion(machine_, ram_bytes_);
       },
       [this, made, raw = rank.get()] {
         if (!made->ok()) return GiveUpOpening(*made);
@@ -133,7 +133,7 @@ swap::StoreOptions Job::MakeStoreOptions() const {
 
 void Job::OpenStore(Made& made) {
   absl::StatusOr<std::unique_ptr<swap::Store>> store =
-      swap::Store::Open(identity_.pool, identity_.name, MakeStoreOptions());
+      machine_.OpenStore(identity_.pool, identity_.name, MakeStoreOptions());
   if (store.ok()) {
     made.store = *std::move(store);
   } else if (absl::IsNotFound(store.status()) && !ErrorIdOf(store.status()).has_value()) {
@@ -153,7 +153,7 @@ absl::Status Job::MakeSlab(Made& made) const {
                                   FormatBytes(regions_bytes), " of rings and staging"),
                      "Raise ram: offloadctl plan shows the floors of a model");
   }
-  OFFLOAD_ASSIGN_OR_RETURN(made.slab, proto::SharedMemory::Create("offloadd-slab", ram_bytes_));
+  OFFLOAD_ASSIGN_OR_RETURN(made.slab, machine_.CreateMemory("offloadd-slab", ram_bytes_));
   OFFLOAD_RETURN_IF_ERROR(made.slab.Allocate(0, proto::PaddedBytes(sizeof(proto::SlabHeader))));
   OFFLOAD_RETURN_IF_ERROR(made.slab.SealForWriting());
   proto::InitializeSlab(made.slab.data());
@@ -163,13 +163,11 @@ absl::Status Job::MakeSlab(Made& made) const {
 // At least so many bytes of it.
 absl::Status Job::MakeScratch(uint64_t bytes, Made& made) {
   if (scratch_ == nullptr && made.scratch == nullptr) {
-    OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools,
-                             swap::SplitPools(identity_.pool));
     swap::ScratchOptions options{.io = io_};
     options.compute = [this](std::function<void()> work, std::function<void()> done) {
       context_.Compute(std::move(work), std::move(done));
     };
-    OFFLOAD_ASSIGN_OR_RETURN(made.scratch, swap::Scratch::Create(pools, std::move(options)));
+    OFFLOAD_ASSIGN_OR_RETURN(made.scratch, machine_.CreateScratch(identity_.pool, std::move(options)));
   }
   swap::Scratch& scratch = made.scratch != nullptr ? *made.scratch : *scratch_;
   return bytes > 0 ? scratch.Reserve(bytes) : absl::OkStatus();
@@ -188,16 +186,14 @@ void Job::StartOffLoop() {
       continue;
     }
     off_loop_running_ = true;
-    if (off_loop_thread_ == nullptr)
-      off_loop_thread_ = std::make_unique<WorkerPool>(1, "job-files");
-    off_loop_thread_->Post(
-        [this, work = std::move(task.work), done = std::move(task.done)]() mutable {
-          work();
-          loop_->Post([this, done = std::move(done)] {
-            off_loop_running_ = false;
-            done();
-          });
-        });
+    if (!off_loop_thread_) off_loop_thread_ = machine_.MakeExecutor(1, "job-files");
+    off_loop_thread_([this, work = std::move(task.work), done = std::move(task.done)]() mutable {
+      work();
+      loop_->Post([this, done = std::move(done)] {
+        off_loop_running_ = false;
+        done();
+      });
+    });
   }
 }
 
@@ -233,8 +229,7 @@ void Job::FinishOpening(Made& made) {
   io_engine_ = store_existed_ ? store_->device().engine() : scratch_->device().engine();
   header()->durable_step.store(step_, std::memory_order_relaxed);
   header()->updated_step.store(step_, std::memory_order_relaxed);
-  workers_ = std::make_unique<WorkerPool>(update_threads_, "update");
-  context_.workers = workers_.get();
+  context_.run_on_worker = machine_.MakeExecutor(update_threads_, "update");
   opened_ = true;
   spdlog::info("job {}: pool {}, {}, ram {}, {} update threads, {}{}", identity_.name,
                identity_.pool, io_engine_, FormatBytes(ram_bytes_), update_threads_,

@@ -133,7 +133,7 @@ void Job::MakeWhatIsSealed(Made& made) {
     options.generations = generations_;
     OFFLOAD_ASSIGN_OR_RETURN(
         made.store,
-        swap::Store::Create(identity_.pool,
+        machine_.CreateStore(identity_.pool,
                             MakeStoreSpec(identity_.name, context_.catalogue, context_.optimizer),
                             options));
     return absl::OkStatus();

@@ -1,6 +1,5 @@
 // Job's changes of snapshots: made between two steps, one after the other.
 
-#include <ctime>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -75,7 +74,7 @@ void Job::RunChanges() {
     FinishChange(std::move(status));
   });
   if (change.creates) {
-    store_->CreateSnapshot(change.name, std::time(nullptr), std::move(done));
+    store_->CreateSnapshot(change.name, machine_.NowUnixSeconds(), std::move(done));
   } else {
     store_->DeleteSnapshot(change.name, std::move(done));
   }

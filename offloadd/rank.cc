@@ -5,8 +5,8 @@
 
 namespace offload::daemon {
 
-absl::Status Rank::MakeRegion(uint64_t address_bytes) {
-  OFFLOAD_ASSIGN_OR_RETURN(region_, proto::SharedMemory::Create("offloadd-region", address_bytes));
+absl::Status Rank::MakeRegion(Machine& machine, uint64_t address_bytes) {
+  OFFLOAD_ASSIGN_OR_RETURN(region_, machine.CreateMemory("offloadd-region", address_bytes));
   OFFLOAD_RETURN_IF_ERROR(region_.Allocate(0, kOpenRegionBytes));
   proto::InitializeRegion(region_.data());
   return absl::OkStatus();

@@ -25,6 +25,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "offloadd/machine.h"
 #include "proto/daemon_rings.h"
 #include "proto/offload.pb.h"
 #include "proto/shared_memory.h"
@@ -86,7 +87,7 @@ class Rank {
   uint64_t step = 0;                         // the last one that it has called for
 
   // `address_bytes` of address space, of which kOpenRegionBytes have pages.
-  absl::Status MakeRegion(uint64_t address_bytes);
+  absl::Status MakeRegion(Machine& machine, uint64_t address_bytes);
   proto::SharedMemory& region() { return region_; }
   const proto::SharedMemory& region() const { return region_; }
 

@@ -81,12 +81,18 @@ absl::StatusOr<SharedMemory> SharedMemory::Create(const std::string& name, uint6
   return memory;
 }
 
+absl::StatusOr<SharedMemory> SharedMemory::CreatePrivate(uint64_t size_bytes) {
+  SharedMemory memory;
+  OFFLOAD_ASSIGN_OR_RETURN(memory.map_, MappedRegion::Anonymous(size_bytes));
+  return memory;
+}
+
 absl::Status SharedMemory::Allocate(uint64_t offset_bytes, uint64_t length_bytes) {
   if (!IsInside(offset_bytes, length_bytes, size_bytes())) {
     return MakeError(ErrorId::kProtocol, absl::StrCat(length_bytes, " bytes at ", offset_bytes,
                                                       " are outside the memory of ", size_bytes()));
   }
-  if (length_bytes == 0) return absl::OkStatus();
+  if (length_bytes == 0 || !fd_.valid()) return absl::OkStatus();
   // fallocate() takes page after page and would rather have processes killed than give up.
   if (const std::optional<uint64_t> available = AvailableBytes();
       available.has_value() && length_bytes > *available) {
@@ -108,6 +114,7 @@ absl::Status SharedMemory::Allocate(uint64_t offset_bytes, uint64_t length_bytes
 }
 
 absl::Status SharedMemory::SealForWriting() {
+  if (!fd_.valid()) return absl::OkStatus();
   if (::fcntl(fd(), F_ADD_SEALS, F_SEAL_FUTURE_WRITE | F_SEAL_SEAL) != 0) {
     return SystemError("F_ADD_SEALS", errno);
   }
@@ -115,6 +122,7 @@ absl::Status SharedMemory::SealForWriting() {
 }
 
 absl::StatusOr<uint64_t> SharedMemory::AllocatedBytes() const {
+  if (!fd_.valid()) return 0;
   struct stat status;
   if (::fstat(fd(), &status) != 0) return SystemError("fstat", errno);
   return static_cast<uint64_t>(status.st_blocks) * 512;

@@ -31,6 +31,10 @@ class SharedMemory {
   // multiple of 4096. OFD-1302.
   static absl::StatusOr<SharedMemory> Create(const std::string& name, uint64_t size_bytes);
 
+  // Of one process and without seals: shared with nobody, pages come as they are touched. For
+  // simulators.
+  static absl::StatusOr<SharedMemory> CreatePrivate(uint64_t size_bytes);
+
   SharedMemory() = default;
   SharedMemory(SharedMemory&&) = default;
   SharedMemory& operator=(SharedMemory&&) = default;

@@ -153,6 +153,8 @@ absl::StatusOr<std::unique_ptr<aio::Device>> Scratch::Impl::OpenMembers(uint64_t
 absl::Status Scratch::Impl::Reserve(uint64_t bytes) {
   bytes = RoundUpToPage(std::max(bytes, kFirstBytes * members.size()));
   if (bytes <= size_bytes) return absl::OkStatus();
+  if (members.empty())
+    return MakeError(ErrorId::kPoolFull, absl::StrCat("scratch space of ", bytes, " bytes"));
   for (uint32_t member = 0; member < members.size(); ++member)
     OFFLOAD_RETURN_IF_ERROR(Allocate(member, bytes));
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> grown, OpenMembers(bytes));
@@ -285,6 +287,17 @@ absl::StatusOr<std::unique_ptr<Scratch>> Scratch::Create(const std::vector<std::
   auto impl = std::make_unique<Impl>(std::move(members), std::move(map), std::move(options),
                                      std::move(wakeup));
   OFFLOAD_RETURN_IF_ERROR(impl->Reserve(kFirstBytes));
+  return std::unique_ptr<Scratch>(new Scratch(std::move(impl)));
+}
+
+absl::StatusOr<std::unique_ptr<Scratch>> Scratch::CreateOn(std::unique_ptr<aio::Device> device,
+                                                           ScratchOptions options) {
+  OFFLOAD_ASSIGN_OR_RETURN(StripeMap map, StripeMap::Make({.head_bytes = 0, .weights = {1}}));
+  OFFLOAD_ASSIGN_OR_RETURN(Wakeup wakeup, Wakeup::Make());
+  auto impl = std::make_unique<Impl>(std::vector<Impl::Member>(), std::move(map),
+                                     std::move(options), std::move(wakeup));
+  impl->size_bytes = device->geometry().size_bytes;
+  impl->device = std::move(device);
   return std::unique_ptr<Scratch>(new Scratch(std::move(impl)));
 }
 

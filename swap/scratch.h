@@ -37,6 +37,9 @@ class Scratch {
   // In one pool or striped over several.
   static absl::StatusOr<std::unique_ptr<Scratch>> Create(const std::vector<std::string>& pools,
                                                          ScratchOptions options);
+  // Over a device instead of files of a pool, which is all the room there is: for simulators.
+  static absl::StatusOr<std::unique_ptr<Scratch>> CreateOn(std::unique_ptr<aio::Device> device,
+                                                           ScratchOptions options);
   // No transfer or computation may be under way.
   ~Scratch();
 

@@ -1,0 +1,460 @@
+// The simulator's launches, and what is found after each of them.
+
+#include "offloadd/job_simulator.h"
+
+#include <malloc.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/check.h"
+#include "offloadd/job_simulation.h"
+#include "offloadd/trainer_states.h"
+
+namespace offload::daemon {
+namespace {
+
+constexpr uint64_t kLaunchesMax = 3;
+constexpr uint64_t kTurnsMax = 400'000;  // of a launch: beyond it something waits for ever
+
+// A run makes and drops many arrays of some megabytes, and the kernel would clear each one's pages.
+void KeepFreedMemory() {
+  constexpr int kBytes = 1 << 25;
+  mallopt(M_MMAP_THRESHOLD, kBytes);
+  mallopt(M_TRIM_THRESHOLD, kBytes);
+}
+
+}  // namespace
+
+Simulation::Simulation(const JobSimulationOptions& options)
+    : options_(options), random_(options.seed), machine_(&random_, &trace_) {
+  ChooseModel();
+}
+
+void Simulation::Violate(std::string what) {
+  if (!ended()) result_.violation = absl::StrCat(what, " (launch ", result_.launches, ")");
+}
+
+JobSimulationResult Simulation::Run() {
+  for (uint64_t launches = 1 + random_.Below(kLaunchesMax); launches > 0 && !ended(); --launches)
+    Launch();
+  result_.trace_hash = trace_.hash();
+  return std::move(result_);
+}
+
+// ---- A launch ----------------------------------------------------------------------------------
+
+void Simulation::Launch() {
+  run_id_ = absl::StrCat("run.", ++result_.launches);
+  ChooseLaunch();
+  is_new_ = !machine_.has_store();
+  if (is_new_) now_.tensors.assign(tensors_.size(), nullptr);
+  trainer_states_ = DecodeTrainerStates(now_.blob);
+  trainer_states_.resize(plan_.world_size);
+  sums_.assign(tensors_.size(), {});
+  scripts_.clear();
+  turns_ = 0;
+  is_dead_ = may_fail_ = drive_failed_ = has_unsettled_puts_ = is_loading_ = false;
+  fate_ = static_cast<Fate>(random_.OneIn(3) ? 0 : random_.Below(5));
+  fate_turn_ = random_.Below(1500 * (1 + steps_left_));
+  const uint64_t fault_turn = random_.OneIn(10) ? 1 + random_.Below(3000) : 0;
+  auto job = Job::Create({.name = "job", .pool = "memory", .store = "job"}, machine_);
+  OFFLOAD_CHECK(job.ok()) << job.status().ToString();
+  job_ = *std::move(job);
+  for (uint32_t rank = 0; rank < plan_.world_size; ++rank)
+    ranks_.push_back(std::make_unique<SimulatedRank>(this, rank));
+  while (!IsOver() && !ended()) {
+    Turn();
+    if (turns_ == fate_turn_) MeetFate();
+    if (turns_ == fault_turn) AddFault();
+    if (turns_ > kTurnsMax) SayWhoWaits();
+  }
+  EndLaunch();
+}
+
+bool Simulation::IsOver() const { return AllAreGone() && job_->phase() == JobPhase::kDrained; }
+
+bool Simulation::AllAreGone() const {
+  return std::all_of(ranks_.begin(), ranks_.end(),
+                     [](const auto& rank) { return rank->is_gone(); });
+}
+
+void Simulation::SayWhoWaits() {
+  std::string text =
+      absl::StrCat("somebody waits for ever; the job is ", std::string(NameOf(job_->phase())));
+  for (const auto& rank : ranks_) absl::StrAppend(&text, ", ", rank->Describe());
+  Violate(std::move(text));
+}
+
+void Simulation::Turn() {
+  ++turns_;
+  ++result_.turns;
+  // As the last session does that lets go of a job, also one whose ranks it has never seen.
+  if (AllAreGone() && !IsClosing(job_->phase())) job_->Shutdown([] {});
+  switch (random_.Below(8)) {
+    case 0:
+    case 1:
+    case 2:
+      return job_->loop().RunOnce();
+    case 3:
+    case 4:
+      machine_.RunOne();
+      return;
+    case 5:
+      AdvanceClock();
+      if (random_.OneIn(60)) ChangeSnapshots();
+      return;
+    default:
+      return ActSome();
+  }
+}
+
+// Quickly while ranks join, whose patience is long: more so when one will never come.
+void Simulation::AdvanceClock() {
+  const bool is_opening = job_->phase() == JobPhase::kOpening;
+  const double seconds_max = !is_opening ? 0.002 : may_fail_ ? 10 : 0.5;
+  machine_.fake_clock().AdvanceSeconds(random_.Unit() * seconds_max);
+}
+
+void Simulation::ActSome() {
+  SimulatedRank& rank = *ranks_[random_.Below(ranks_.size())];
+  if (!random_.OneIn(slowness_[rank.number()])) return;
+  for (uint64_t acts = 1 + random_.Below(8); acts > 0 && rank.Act(); --acts) continue;
+}
+
+void Simulation::MeetFate() {
+  if (fate_ == Fate::kCloses) return;
+  if (IsOver()) return;
+  may_fail_ = true;
+  if (fate_ == Fate::kLosesRank) {
+    ++result_.deaths;
+    return ranks_[random_.Below(ranks_.size())]->Die();
+  }
+  if (fate_ == Fate::kKilled || fate_ == Fate::kPowerCut) {
+    is_dead_ = true;
+    ++(fate_ == Fate::kKilled ? result_.kills : result_.power_cuts);
+    if (machine_.drive() != nullptr) {
+      machine_.drive()->PowerCut(fate_ == Fate::kKilled ? aio::FaultyDevice::Survivors::kAll
+                                                        : aio::FaultyDevice::Survivors::kRandom);
+    }
+  }
+  for (const auto& rank : ranks_) rank->Die();
+}
+
+void Simulation::AddFault() {
+  using aio::FaultKind;
+  static constexpr FaultKind kKinds[] = {FaultKind::kReadError, FaultKind::kWriteError,
+                                         FaultKind::kFlushError, FaultKind::kBitFlip};
+  if (machine_.drive() == nullptr || is_dead_) return;
+  may_fail_ = drive_failed_ = true;
+  ++result_.drive_faults;
+  const FaultKind kind = kKinds[random_.Below(std::size(kKinds))];
+  machine_.drive()->AddFault(
+      {kind, 1 + random_.Below(8), kind != FaultKind::kBitFlip && random_.OneIn(2)});
+}
+
+void Simulation::EndLaunch() {
+  if (ended()) {
+    // Whatever is under way must end before what it works on may go.
+    if (machine_.drive() != nullptr) machine_.drive()->PowerCut();
+    for (const auto& rank : ranks_) rank->Die();
+    for (uint64_t turn = 0; turn < kTurnsMax && !IsOver(); ++turn) {
+      Turn();
+    }
+    OFFLOAD_CHECK(IsOver()) << result_.violation;
+  }
+  while (machine_.RunOne()) continue;
+  result_.puts_dropped += has_unsettled_puts_;
+  job_.reset();
+  ranks_.clear();
+  changing_snapshots_ = false;
+  if (!ended()) Judge();
+}
+
+// ---- The model ---------------------------------------------------------------------------------
+
+void Simulation::SetInitial(uint32_t tensor, Bytes weights) {
+  now_.tensors[tensor] = PutWeights(plan_.catalogue, tensor, std::move(weights), nullptr);
+}
+
+std::string Simulation::FirstState(uint32_t rank) const {
+  return absl::StrCat("rank ", rank, " of ", run_id_);
+}
+
+void Simulation::BeginPublish() {
+  for (uint32_t rank = 0; rank < plan_.world_size; ++rank) trainer_states_[rank] = FirstState(rank);
+  now_.epoch = 0;
+  now_.blob = EncodeTrainerStates(trainer_states_);
+  versions_ = {{now_}};
+  durable_ = 0;
+}
+
+void Simulation::JudgeOpening(uint32_t rank, const proto::v1::OpenJobReply& reply) {
+  if (reply.exists() == is_new_) return Violate("a job exists, or does not");
+  if (is_new_) return;
+  const ResumedState state = StateOfRank(DecodeTrainerStates(now_.blob), rank);
+  if (reply.step() != now_.epoch || reply.trainer_state() != state.state ||
+      reply.trainer_state_is_own() != state.is_own) {
+    Violate(absl::StrCat("rank ", rank, " is told to go on at step ", reply.step(),
+                         ", or with another state"));
+  }
+}
+
+uint64_t Simulation::Key(const StepScript& script, uint64_t what, uint64_t a, uint64_t b,
+                         uint64_t c) const {
+  uint64_t key = options_.seed;
+  for (const uint64_t number : {script.id, what, a, b, c}) key = SplitMix64(key) ^ number;
+  return key;
+}
+
+Bytes Simulation::PartValues(const StepScript& script, uint32_t round, uint32_t pass, uint32_t rank,
+                             uint32_t tensor) const {
+  const proto::Tensor& declared = tensors_[tensor];
+  Bytes values = MakeValues(declared.dtype, declared.element_count,
+                            Key(script, /*what=*/1, round, uint64_t{pass} << 32 | rank, tensor));
+  const bool is_bad = script.refusal == StepScript::Refusal::kNotFinite &&
+                      tensor == *script.given.begin() &&
+                      script.rounds[round].beginning == script.rounds.back().beginning;
+  // The upper half of an infinity, of either dtype.
+  const uint16_t infinity = 0x7f80;
+  if (is_bad)
+    std::memcpy(values.data() + proto::DtypeBytes(declared.dtype) - 2, &infinity, sizeof(infinity));
+  return values;
+}
+
+const Bytes& Simulation::Sum(StepScript& script, uint32_t last, uint32_t tensor) {
+  const auto [entry, is_new] = script.sums.try_emplace({last, tensor});
+  if (!is_new) return entry->second;
+  const uint32_t beginning = script.rounds[last].beginning;
+  std::vector<GradientPart> parts;
+  for (uint32_t i = 0; i <= last; ++i) {
+    const StepScript::Round& round = script.rounds[i];
+    if (round.beginning != beginning) continue;
+    for (uint32_t rank = 0; rank < plan_.world_size; ++rank) {
+      for (uint32_t pass = 0; pass < round.given[rank].size(); ++pass) {
+        const std::vector<uint32_t>& given = round.given[rank][pass];
+        if (std::find(given.begin(), given.end(), tensor) == given.end()) continue;
+        parts.push_back({i, round.first_pass + pass, rank, script.starts[beginning][tensor],
+                         PartValues(script, i, pass, rank, tensor)});
+      }
+    }
+  }
+  if (parts.empty()) return entry->second;
+  std::vector<const GradientPart*> pointers;
+  for (const GradientPart& part : parts) pointers.push_back(&part);
+  entry->second = SumParts(tensors_[tensor].dtype, std::move(pointers), plan_.factor(),
+                           beginning == 0 ? sums_[tensor] : Bytes());
+  return entry->second;
+}
+
+Bytes Simulation::PutValues(const StepScript& script, uint32_t tensor) const {
+  return MakeValues(tensors_[tensor].dtype, tensors_[tensor].element_count,
+                    Key(script, /*what=*/3, tensor));
+}
+
+void Simulation::ApplyPut(StepScript& script, uint32_t tensor) {
+  if (!script.puts_done.insert(tensor).second) return;
+  now_.tensors[tensor] =
+      PutWeights(plan_.catalogue, tensor, PutValues(script, tensor), now_.tensors[tensor].get());
+  has_unsettled_puts_ = true;
+}
+
+void Simulation::BeginEndLoad() {
+  is_loading_ = has_unsettled_puts_;
+  if (!is_loading_) return;
+  has_unsettled_puts_ = false;
+  versions_.push_back({now_, /*is_load=*/true});
+}
+
+void Simulation::EndEndLoad(const absl::Status& status) {
+  if (!is_loading_) return;
+  is_loading_ = false;
+  if (!status.ok()) return;
+  durable_ = versions_.size() - 1;
+  ++result_.loads;
+}
+
+void Simulation::KnowDurable(uint64_t step) {
+  for (size_t i = durable_ + 1; i < versions_.size(); ++i) {
+    if (!versions_[i].is_load && versions_[i].state.epoch <= step) durable_ = i;
+  }
+}
+
+void Simulation::ApplyStep(StepScript& script, const absl::StatusOr<uint64_t>& durable_step) {
+  if (script.is_done) return;
+  script.is_done = true;
+  trace_.Add(durable_step.ok() ? *durable_step : UINT64_MAX);
+  for (uint32_t round = 0; round < script.rounds.size(); ++round) {
+    const bool is_last = round + 1 == script.rounds.size() ||
+                         script.rounds[round + 1].beginning != script.rounds[round].beginning;
+    for (uint32_t tensor = 0; is_last && tensor < tensors_.size(); ++tensor) {
+      const Bytes& sum = Sum(script, round, tensor);
+      if (!sum.empty()) sums_[tensor] = sum;
+    }
+  }
+  if (durable_step.ok() != (script.refusal == StepScript::Refusal::kNone))
+    return Violate(absl::StrCat("step ", script.step, ": ", durable_step.status().ToString()));
+  if (!durable_step.ok()) {
+    ++result_.refused_steps;
+    return;
+  }
+  for (const uint32_t tensor : script.given) {
+    const bool is_own = script.own.count(tensor) != 0;
+    const Bytes gradient = is_own
+                               ? MakeValues(tensors_[tensor].dtype, tensors_[tensor].element_count,
+                                            Key(script, /*what=*/2, tensor))
+                               : sums_[tensor];
+    now_.tensors[tensor] =
+        UpdateValues(plan_.catalogue, tensor, *now_.tensors[tensor],
+                     plan_.groups[tensor % plan_.groups.size()], gradient, script.gradient_scale);
+  }
+  bool has_states = false;
+  for (uint32_t rank = 0; rank < plan_.world_size; ++rank) {
+    if (!script.trainer_states[rank].has_value()) continue;
+    trainer_states_[rank] = *script.trainer_states[rank];
+    has_states = true;
+  }
+  if (has_states) now_.blob = EncodeTrainerStates(trainer_states_);
+  now_.epoch = script.step;
+  has_unsettled_puts_ = false;
+  versions_.push_back({now_});
+  KnowDurable(*durable_step);
+  ++result_.steps;
+}
+
+// ---- Snapshots ---------------------------------------------------------------------------------
+
+void Simulation::ChangeSnapshots() {
+  if (job_->phase() != JobPhase::kTraining || is_dead_ || changing_snapshots_) return;
+  changing_snapshots_ = true;
+  if (!snapshots_.empty() && random_.OneIn(3)) {
+    const std::string name = snapshots_.begin()->first;
+    snapshots_.begin()->second.is_sure = false;
+    return job_->DeleteSnapshot(name, [this, name](const absl::StatusOr<uint64_t>& step) {
+      changing_snapshots_ = false;
+      if (step.ok()) snapshots_.erase(name);
+    });
+  }
+  const std::string name = absl::StrCat("snapshot.", ++snapshots_named_);
+  snapshots_[name];
+  const bool may_grow = snapshots_.size() <= SimulatedMachine::kGenerationsMax;
+  job_->CreateSnapshot(
+      name, may_grow, [](uint64_t, uint64_t) {},
+      [this, name](const absl::StatusOr<uint64_t>& step) {
+        changing_snapshots_ = false;
+        Snapshot& snapshot = snapshots_[name];
+        // A failed drive leaves open whether it is there.
+        if (!step.ok() && !may_fail_) {
+          snapshots_.erase(name);
+          return;
+        }
+        for (size_t i = durable_; i < versions_.size(); ++i)
+          snapshot.candidates.push_back(versions_[i].state);
+        snapshot.is_sure = step.ok();
+        result_.snapshots += step.ok();
+      });
+}
+
+void Simulation::JudgeSnapshots(swap::Store& store) {
+  std::set<std::string> found;
+  for (const swap::SnapshotInfo& info : store.snapshots()) {
+    found.insert(info.name);
+    const auto known = snapshots_.find(info.name);
+    if (known == snapshots_.end()) return Violate(absl::StrCat("an unknown ", info.name));
+    auto held = machine_.OpenToRead(info.name);
+    if (!held.ok()) return Violate(held.status().ToString());
+    std::vector<JobState> matching;
+    std::string difference = "it can hold nothing";
+    for (const JobState& candidate : known->second.candidates) {
+      difference = CompareWithStore(plan_.catalogue, candidate, **held);
+      if (!difference.empty()) continue;
+      matching = {candidate};
+      break;
+    }
+    if (matching.empty()) return Violate(absl::StrCat(info.name, ": ", difference));
+    known->second = {std::move(matching), /*is_sure=*/true};
+    ++result_.snapshots_read;
+  }
+  for (const auto& [name, snapshot] : snapshots_) {
+    if (snapshot.is_sure && found.count(name) == 0) return Violate(absl::StrCat(name, " is gone"));
+  }
+  std::erase_if(snapshots_, [&](const auto& entry) { return found.count(entry.first) == 0; });
+}
+
+// ---- After a launch ----------------------------------------------------------------------------
+
+void Simulation::Judge() {
+  machine_.DropUnnamedStore();
+  if (!machine_.has_store()) {
+    now_ = {};
+    versions_.clear();
+    return;
+  }
+  // What was under way when it ended may be there.
+  for (auto& [name, snapshot] : snapshots_) {
+    if (!snapshot.candidates.empty()) continue;
+    for (size_t i = durable_; i < versions_.size(); ++i)
+      snapshot.candidates.push_back(versions_[i].state);
+  }
+  machine_.drive()->ClearFaults();
+  if (machine_.drive()->is_cut()) machine_.drive()->RestorePower();
+  auto store = machine_.OpenToRead();
+  if (!store.ok()) return Violate(store.status().ToString());
+  const size_t oldest = is_dead_ || drive_failed_ ? durable_ : versions_.size() - 1;
+  std::string difference;
+  size_t found = versions_.size();
+  while (found > oldest) {
+    const std::string other =
+        CompareWithStore(plan_.catalogue, versions_[found - 1].state, **store);
+    if (other.empty()) break;
+    absl::StrAppend(&difference, difference.empty() ? "" : "; ", other);
+    --found;
+  }
+  if (found == oldest) {
+    return Violate(absl::StrCat("found is none of the ", versions_.size() - oldest,
+                                " states that may be there: ", difference));
+  }
+  result_.newer_states_found += found - 1 > durable_;
+  trace_.Add(found);
+  now_ = versions_[found - 1].state;
+  versions_ = {{now_}};
+  durable_ = 0;
+  JudgeSnapshots(**store);
+}
+
+// ---- Results -----------------------------------------------------------------------------------
+
+void JobSimulationResult::Add(const JobSimulationResult& other) {
+  launches += other.launches;
+  turns += other.turns;
+  steps += other.steps;
+  refused_steps += other.refused_steps;
+  uses += other.uses;
+  acquires += other.acquires;
+  parts += other.parts;
+  looks += other.looks;
+  rounds_anew += other.rounds_anew;
+  spilled_looks += other.spilled_looks;
+  own_gradients += other.own_gradients;
+  puts += other.puts;
+  loads += other.loads;
+  gets += other.gets;
+  exchanges += other.exchanges;
+  snapshots += other.snapshots;
+  snapshots_read += other.snapshots_read;
+  deaths += other.deaths;
+  kills += other.kills;
+  power_cuts += other.power_cuts;
+  drive_faults += other.drive_faults;
+  newer_states_found += other.newer_states_found;
+  puts_dropped += other.puts_dropped;
+}
+
+JobSimulationResult SimulateJob(const JobSimulationOptions& options) {
+  static const bool is_kept = (KeepFreedMemory(), true);
+  return is_kept ? Simulation(options).Run() : JobSimulationResult();
+}
+
+}  // namespace offload::daemon

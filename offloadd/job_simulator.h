@@ -1,0 +1,62 @@
+// offloadd/job_simulator.h
+//
+// A job under simulated operation, judged against a model: a seed chooses a model of a few tensors,
+// its optimizer, how much of it fits into memory, and one to four launches of one to four ranks
+// each, what their trainers do, who is slow, who dies and when; and everything that follows is a
+// function of that seed. A run that fails is repeated by its number.
+//
+// The ranks speak through their rings and the calls of Job, as client::Session does. The job's loop
+// and threads run turn by turn, in an order that the seed chooses (machine.h); its drive is memory
+// that can be killed, cut off and spoilt (aio/faulty_device.h).
+//
+// clang-format off
+//   what happens                                       what must be so
+//   a rank uses a weight, as long as it has a pin      the bytes are those of the last step and put
+//   ranks add gradients in passes, some slower,        a sum that was looked at is the chain in the
+//   others on other paths; look, go on, begin anew     order of passes and ranks, whoever came first
+//   a step, with clipping, with gradients that the     weights, masters, states, epoch and trainer
+//   trainer wrote, of the same or another optimizer    states become the model's
+//   a step whose gradients are not finite, or in       is refused to all ranks alike, and nothing has
+//   which ranks differ                                 changed
+//   the first rank puts weights                        others see them when they have followed; they
+//                                                      are durable with a step or EndLoad, else gone
+//   gets, looks at spilled sums                        the model's bytes
+//   snapshots are made and deleted meanwhile           they hold a committed state, whole
+//   a rank is lost, all are, a read or write fails     the others are told; the job ends drained, at
+//                                                      the last step that all had called for, or, if
+//                                                      the drive has failed, at a whole one
+//   the daemon is killed, the power fails              what was acknowledged as durable, or a later
+//                                                      state that was begun, is found, whole
+// clang-format on
+//
+// Thread safety: runs are independent of each other.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace offload::daemon {
+
+struct JobSimulationOptions {
+  uint64_t seed = 1;
+};
+
+struct JobSimulationResult {
+  std::string violation;    // empty: everything held
+  uint64_t trace_hash = 0;  // over every operation of the drive, its bytes, and every outcome
+  uint64_t launches = 0, turns = 0;
+  uint64_t steps = 0, refused_steps = 0;
+  uint64_t uses = 0, acquires = 0;  // of weights; those that had to wait
+  uint64_t parts = 0, looks = 0, rounds_anew = 0, spilled_looks = 0, own_gradients = 0;
+  uint64_t puts = 0, loads = 0, gets = 0, exchanges = 0;
+  uint64_t snapshots = 0, snapshots_read = 0;
+  uint64_t deaths = 0, kills = 0, power_cuts = 0, drive_faults = 0;
+  uint64_t newer_states_found = 0;  // than the one that was known to be durable
+  uint64_t puts_dropped = 0;        // launches that ended with puts of no step and no load
+
+  void Add(const JobSimulationResult& other);  // counts only
+};
+
+JobSimulationResult SimulateJob(const JobSimulationOptions& options);
+
+}  // namespace offload::daemon

@@ -1,0 +1,45 @@
+#include "offloadd/job_simulator.h"
+
+#include <gtest/gtest.h>
+
+#include "spdlog/spdlog.h"
+
+namespace offload::daemon {
+namespace {
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr bool kIsSanitized = true;
+#else
+constexpr bool kIsSanitized = false;
+#endif
+
+class JobSimulatorTest : public testing::TestWithParam<uint64_t> {
+ protected:
+  static constexpr uint64_t kSeedsPerPart = kIsSanitized ? 40 : 250;
+  JobSimulatorTest() { spdlog::set_level(spdlog::level::off); }
+};
+
+TEST_P(JobSimulatorTest, EverySeedHoldsTwiceWithTheSameTraceAndMeetsEverything) {
+  JobSimulationResult sum;
+  for (uint64_t seed = GetParam(); seed < GetParam() + kSeedsPerPart; ++seed) {
+    const JobSimulationResult first = SimulateJob({.seed = seed});
+    const JobSimulationResult second = SimulateJob({.seed = seed});
+    ASSERT_EQ(first.violation, "") << "seed " << seed;
+    ASSERT_EQ(first.trace_hash, second.trace_hash) << "seed " << seed;
+    sum.Add(first);
+  }
+  EXPECT_GT(sum.steps, kSeedsPerPart);
+  for (const uint64_t count :
+       {sum.refused_steps, sum.acquires, sum.looks, sum.spilled_looks, sum.rounds_anew,
+        sum.own_gradients, sum.loads, sum.gets, sum.exchanges, sum.snapshots_read, sum.deaths,
+        sum.kills, sum.power_cuts, sum.drive_faults, sum.newer_states_found, sum.puts_dropped})
+    EXPECT_GT(count, 0u);
+}
+INSTANTIATE_TEST_SUITE_P(Seeds, JobSimulatorTest, testing::Range<uint64_t>(1, 2001, 250));
+
+TEST(JobSimulatorSelfTest, DifferentSeedsHaveDifferentTraces) {
+  EXPECT_NE(SimulateJob({.seed = 1}).trace_hash, SimulateJob({.seed = 2}).trace_hash);
+}
+
+}  // namespace
+}  // namespace offload::daemon

@@ -1,0 +1,73 @@
+#include "offloadd/simulated_machine.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "aio/memory_device.h"
+
+namespace offload::daemon {
+
+bool SimulatedMachine::RunOne() {
+  if (work_.empty()) return false;
+  const auto chosen = work_.begin() + static_cast<ptrdiff_t>(random_.Below(work_.size()));
+  const std::function<void()> work = std::move(*chosen);
+  work_.erase(chosen);
+  work();
+  return true;
+}
+
+void SimulatedMachine::DropUnnamedStore() {
+  if (!has_store_) drive_.reset();
+}
+
+absl::StatusOr<std::unique_ptr<swap::Store>> SimulatedMachine::OpenToRead(
+    const std::string& snapshot) {
+  return snapshot.empty() ? swap::Store::OpenOn(Traced())
+                          : swap::Store::OpenSnapshotOn(Traced(), snapshot);
+}
+
+std::unique_ptr<aio::Device> SimulatedMachine::Traced() {
+  return std::make_unique<swap::TracedDevice>(drive_.get(), &trace_, &read_ranges_);
+}
+
+Executor SimulatedMachine::MakeExecutor(size_t thread_count, const std::string& name) {
+  return [this](std::function<void()> work) { work_.push_back(std::move(work)); };
+}
+
+absl::StatusOr<proto::SharedMemory> SimulatedMachine::CreateMemory(const std::string& name,
+                                                                   uint64_t size_bytes) {
+  return proto::SharedMemory::CreatePrivate(size_bytes);
+}
+
+absl::StatusOr<std::unique_ptr<swap::Store>> SimulatedMachine::OpenStore(
+    const std::string& pool, const std::string& job, const swap::StoreOptions& options) {
+  if (!has_store_) return absl::NotFoundError("no store");
+  return swap::Store::OpenOn(Traced());
+}
+
+absl::StatusOr<std::unique_ptr<swap::Store>> SimulatedMachine::CreateStore(
+    const std::string& pool, const swap::StoreSpec& spec, const swap::StoreOptions& options) {
+  constexpr uint32_t kSectorBytes = 4096;
+  auto memory = std::make_unique<aio::MemoryDevice>(swap::FormattedBytes(spec, kGenerationsMax),
+                                                    std::nullopt, kSectorBytes, kSectorBytes);
+  drive_ = std::make_unique<aio::FaultyDevice>(
+      std::move(memory),
+      aio::FaultyDevice::Options{.seed = random_.Next(), .reorders = !random_.OneIn(4)});
+  return swap::Store::CreateOn(Traced(), spec, std::array<uint8_t, 16>{7}, options.generations);
+}
+
+// The first commit is durable by then.
+absl::Status SimulatedMachine::PublishStore(swap::Store& store) {
+  has_store_ = true;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<swap::Scratch>> SimulatedMachine::CreateScratch(
+    const std::string& pool, swap::ScratchOptions options) {
+  return swap::Scratch::CreateOn(
+      std::make_unique<aio::MemoryDevice>(std::max<uint64_t>(scratch_bytes_, 4096), random_.Next()),
+      std::move(options));
+}
+
+}  // namespace offload::daemon

@@ -1,0 +1,71 @@
+// offloadd/simulated_machine.h
+//
+// A machine whose every answer follows from a seed: its clock stands still until it is moved, its
+// threads run what they were given one by one and in an order that the seed chooses, its drive is
+// memory that survives kills and power cuts as a drive does.
+//
+// Thread safety: none.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "aio/faulty_device.h"
+#include "base/clock.h"
+#include "base/random.h"
+#include "offloadd/machine.h"
+#include "swap/traced_device.h"
+
+namespace offload::daemon {
+
+class SimulatedMachine final : public Machine {
+ public:
+  static constexpr uint32_t kGenerationsMax = 2;  // that the drive has room for
+
+  SimulatedMachine(Random* random, swap::Trace* trace) : random_(*random), trace_(*trace) {}
+
+  // Runs one of the functions that wait for a thread; false when there is none.
+  bool RunOne();
+  FakeClock& fake_clock() { return clock_; }
+  void SetScratchBytes(uint64_t bytes) { scratch_bytes_ = bytes; }
+
+  // Null before a store was made.
+  aio::FaultyDevice* drive() { return drive_.get(); }
+  bool has_store() const { return has_store_; }
+  // What a kill leaves of a store that never got its name.
+  void DropUnnamedStore();
+  // The committed store, or what a snapshot of it holds, for a judge.
+  absl::StatusOr<std::unique_ptr<swap::Store>> OpenToRead(const std::string& snapshot = "");
+
+  const Clock& clock() const override { return clock_; }
+  int64_t NowUnixSeconds() const override { return 1'800'000'000; }
+  bool RunsLoops() const override { return false; }
+  Executor MakeExecutor(size_t thread_count, const std::string& name) override;
+  absl::StatusOr<proto::SharedMemory> CreateMemory(const std::string& name,
+                                                   uint64_t size_bytes) override;
+  absl::Status CheckPool(const std::string& pool) override { return absl::OkStatus(); }
+  absl::StatusOr<std::unique_ptr<swap::Store>> OpenStore(
+      const std::string& pool, const std::string& job, const swap::StoreOptions& options) override;
+  absl::StatusOr<std::unique_ptr<swap::Store>> CreateStore(
+      const std::string& pool, const swap::StoreSpec& spec,
+      const swap::StoreOptions& options) override;
+  absl::Status PublishStore(swap::Store& store) override;
+  absl::StatusOr<std::unique_ptr<swap::Scratch>> CreateScratch(
+      const std::string& pool, swap::ScratchOptions options) override;
+
+ private:
+  std::unique_ptr<aio::Device> Traced();
+
+  Random& random_;
+  swap::Trace& trace_;
+  swap::ReadRanges read_ranges_;
+  FakeClock clock_;
+  std::deque<std::function<void()>> work_;
+  uint64_t scratch_bytes_ = 0;
+  std::unique_ptr<aio::FaultyDevice> drive_;
+  bool has_store_ = false;
+};
+
+}  // namespace offload::daemon
