@@ -5,7 +5,7 @@
 namespace offload::kernels::rules {
 namespace {
 
-enum { kLr, kLrDecay, kWeightDecay, kInitialSum, kEps, kMaximize, kFused };
+enum { kLr, kLrDecay, kWeightDecay, kInitialSum, kEps, kMaximize, kFused, kTensorLr };
 
 constexpr Parameter kParameters[] = {
     {"lr", 1e-2, Range::kNotNegative},
@@ -15,12 +15,14 @@ constexpr Parameter kParameters[] = {
     {"eps", 1e-10, Range::kNotNegative},
     {"maximize", 0, Range::kFlag},
     {"fused", 1, Range::kFlag},
+    {"tensor_lr", 0, Range::kFlag},
 };
 constexpr StatePlane kPlanes[] = {{"sum"}};
 
 void Prepare(const double* values, int64_t step, Coefficients* coefficients) {
+  const double decay = 1 + static_cast<double>(step - 1) * values[kLrDecay];
   const AdagradConstants constants = {
-      .lr = Float(values[kLr] / (1 + static_cast<double>(step - 1) * values[kLrDecay])),
+      .lr = values[kTensorLr] != 0 ? Float(values[kLr]) / Float(decay) : Float(values[kLr] / decay),
       .weight_decay = Float(values[kWeightDecay]),
       .initial_sum = Float(values[kInitialSum]),
       .eps = Float(values[kEps]),

@@ -4,6 +4,7 @@
 //   g'  = fma(wd, p, g), or g when wd is zero
 //   sum = fma(g', g', sum), where sum begins with initial_accumulator_value
 //   p   = p - (fl(lr/(1 + (t-1)*lr_decay)) * g') / (sqrt(sum) + fl(eps))
+// where with `tensor_lr` (Python's lr=torch.tensor(...)) the quotient is one of fp32 numbers.
 // With `fused`, as at::_fused_adagrad_ computes it, the root is the nearest; without, as
 // torch.optim.Adagrad's loop and the C++ class do, that of torch's vector library (Run::roots).
 #pragma once

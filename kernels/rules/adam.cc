@@ -6,7 +6,7 @@ namespace offload::kernels::rules {
 namespace {
 
 // In AdamW's order: its constants are computed from them.
-enum { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kFlavour, kAmsgrad, kMaximize };
+enum { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kFlavour, kAmsgrad, kMaximize, kTensorLr };
 
 constexpr Parameter kParameters[] = {
     {"lr", 1e-3, Range::kNotNegative},
@@ -17,6 +17,7 @@ constexpr Parameter kParameters[] = {
     {"flavour", 0, Range::kFlavour},
     {"amsgrad", 0, Range::kFlag},
     {"maximize", 0, Range::kFlag},
+    {"tensor_lr", 0, Range::kFlag},
 };
 constexpr StatePlane kPlanes[] = {
     {"exp_avg"}, {"exp_avg_sq"}, {"max_exp_avg_sq", nullptr, kAmsgrad}};

@@ -5,7 +5,7 @@
 namespace offload::kernels::rules {
 namespace {
 
-enum { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kFlavour, kAmsgrad, kMaximize };
+enum { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kFlavour, kAmsgrad, kMaximize, kTensorLr };
 
 constexpr Parameter kParameters[] = {
     {"lr", 1e-3, Range::kNotNegative},
@@ -16,6 +16,7 @@ constexpr Parameter kParameters[] = {
     {"flavour", 0, Range::kFlavour},
     {"amsgrad", 0, Range::kFlag},
     {"maximize", 0, Range::kFlag},
+    {"tensor_lr", 0, Range::kFlag},
 };
 constexpr StatePlane kPlanes[] = {
     {"exp_avg"}, {"exp_avg_sq"}, {"max_exp_avg_sq", nullptr, kAmsgrad}};
@@ -54,8 +55,11 @@ AdamConstants AdamConstantsOf(const double* values, int64_t step) {
   const double bias_correction1 = 1 - std::pow(values[kBeta1], count);
   const double bias_correction2 = 1 - std::pow(values[kBeta2], count);
   const bool is_python = flavour == AdamWFlavour::kLerp;
+  const bool is_tensor = values[kTensorLr] != 0;
+  const float lr = Float(values[kLr]);
   return {
-      .decay = Float(1 - values[kLr] * values[kWeightDecay]),
+      .decay = is_tensor ? 1 - lr * Float(values[kWeightDecay])
+                         : Float(1 - values[kLr] * values[kWeightDecay]),
       .beta1 = Float(values[kBeta1]),
       .exp_avg_weight = Float(1 - values[kBeta1]),
       .beta2 = Float(values[kBeta2]),
@@ -63,7 +67,7 @@ AdamConstants AdamConstantsOf(const double* values, int64_t step) {
       .bias_correction2_sqrt =
           Float(is_python ? std::pow(bias_correction2, 0.5) : std::sqrt(bias_correction2)),
       .eps = Float(values[kEps]),
-      .step_size = Float(values[kLr] / bias_correction1),
+      .step_size = is_tensor ? lr / Float(bias_correction1) : Float(values[kLr] / bias_correction1),
       .is_lerp = flavour != AdamWFlavour::kMulAdd,
       .has_tail = flavour == AdamWFlavour::kFused,
       .amsgrad = values[kAmsgrad] != 0,

@@ -14,6 +14,9 @@
 // kLerp is lerp_, then mul_ and addcmul_, sqrt, addcdiv_: no tail, Python's `** 0.5` for the root
 // of the bias correction, and the roots of torch's vector library (Run::roots).
 //
+// With `tensor_lr` (Python's lr=torch.tensor(...)) its expressions of lr are of fp32 numbers:
+// 1 - fl(lr*fl(wd)) and lr/fl(1-b1^t).
+//
 // kMulAdd is mul_ and add_ for m, the rest as kLerp:
 //   m  = fma(w, g, m*fl(b1))
 //

@@ -25,11 +25,17 @@ def number(value):
     return float(value.item() if isinstance(value, torch.Tensor) else value)
 
 
+def _has_tensor_lr(group):
+    """torch's loops then compute with it in fp32; its fused kernels do not."""
+    return isinstance(group["lr"], torch.Tensor) and not group.get("fused")
+
+
 def _adam(group):
     beta1, beta2 = group["betas"]
     return {
         "lr": group["lr"], "beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": group["weight_decay"],
         "flavour": FUSED if group.get("fused") else LERP, "amsgrad": bool(group.get("amsgrad")),
+        "tensor_lr": _has_tensor_lr(group),
     }
 
 
@@ -39,7 +45,7 @@ def _sgd(group):
 
 def _adagrad(group):
     names = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
-    return {name: group[name] for name in names} | {"fused": bool(group.get("fused"))}
+    return {name: group[name] for name in names} | {"fused": bool(group.get("fused")), "tensor_lr": _has_tensor_lr(group)}
 
 
 def _rmsprop(group):
