@@ -298,6 +298,33 @@ TEST_F(SpineIntervalTest, WhatStaysInMemoryIsWrittenAtTheCheckpointOnly) {
   }
 }
 
+TEST_F(SpineIntervalTest, TieBitsThatFillAPlaneAreWrittenAtOnce) {
+  Job job(pool_, "job",
+          {.dtype = Dtype::kBFloat16,
+           .optimizer = kHalfSteps,
+           .state_resident = 9,
+           .weights_resident = true,
+           .durability = "checkpoint:1000",
+           .half_steps = true});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  const proto::SlabHeader& header = job.session().slab_header();
+  job.ExpectEqual();
+  for (int step = 0; step < 3; ++step) {
+    const uint64_t before = header.bytes_written;
+    job.Step();
+    ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+    if (step == 1) continue;  // most are whole again
+    EXPECT_GT(header.bytes_written, before);
+    EXPECT_LT(header.bytes_written - before, UpdatedBytes(job, false) / 16);
+  }
+  job.KillDaemon();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.info().step, 0u);
+  job.ReturnToStep(0);
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Close();
+}
+
 TEST_F(SpineIntervalTest, IntervalsByTheClockEndWithTheFirstStepAfterThem) {
   Job job(pool_, "hours", {.dtype = Dtype::kBFloat16, .durability = "checkpoint:1h"});
   ASSERT_NO_FATAL_FAILURE(job.Open());

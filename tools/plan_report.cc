@@ -42,7 +42,7 @@ std::optional<Saving> FindSaving(const PlanReport& report, const zero3::Plan& pl
   const Traffic now = TrafficOf(plan, report.micro_batches);
   const Traffic then = TrafficOf(*better, report.micro_batches);
   const double saved = now.read_bytes + now.written_bytes - then.read_bytes - then.written_bytes;
-  if (saved < 0.01 * (now.read_bytes + now.written_bytes)) return std::nullopt;
+  if (saved <= 0.01 * (now.read_bytes + now.written_bytes)) return std::nullopt;
   return Saving{more.ram_bytes, saved};
 }
 
@@ -142,7 +142,8 @@ void AddLife(const PlanReport& report, const zero3::Plan& plan, Answer& answer) 
   const auto checkpoint_bytes = static_cast<double>(plan.checkpoint_bytes);
   absl::StrAppend(&answer.text, "Life      ", Traffic10(written), " written per step and ",
                   Traffic10(checkpoint_bytes), " per checkpoint: a drive rated for 600 TB lasts ",
-                  times(written), " of the one or ", times(checkpoint_bytes), " of the other\n");
+                  written > 0 ? absl::StrCat(times(written), " of the one or ") : "",
+                  times(checkpoint_bytes), written > 0 ? " of the other\n" : " of them\n");
 }
 
 }  // namespace

@@ -93,6 +93,7 @@ TEST(PlanReportTest, TheLifeOfADriveFollowsTheCheckpoints) {
   const Answer timed = ReportPlan(report, PlanFor(report));
   EXPECT_EQ(timed.data["checkpoint"]["seconds"], 600);
   EXPECT_EQ(timed.data["per_step"]["written_bytes"], 0);
+  EXPECT_FALSE(timed.data.contains("advice")) << timed.text;
   EXPECT_NE(timed.text.find("0 B written per step and "), std::string::npos) << timed.text;
 }
 

@@ -75,12 +75,12 @@ struct Options {
   std::string nvme_path;
   std::string
       ram;  // the memory budget, "8GiB": what the daemon and this library hold never exceeds it
-  std::string job = "default";      // names the run in the pool; the same name resumes it
-  std::string io = "auto";          // auto | uring | libaio | threads
+  std::string job = "default";  // names the run in the pool; the same name resumes it
+  std::string io = "auto";      // auto | uring | libaio | threads
   // Or "checkpoint:100": a commit after so many steps only; "checkpoint:10min": after so long.
   std::string durability = "step";
-  int generations = 0;              // spare ones of a new store: so many snapshots need no growth
-  int update_threads = 0;           // of the daemon's optimizer; 0: half of the cores
+  int generations = 0;     // spare ones of a new store: so many snapshots need no growth
+  int update_threads = 0;  // of the daemon's optimizer; 0: half of the cores
   // Pointers into offloaded tensors (data_ptr(), accessors, custom kernels, torch::save): "serve"
   // brings a tensor to memory, beside `ram`, at the first touch and until the end of the step, and
   // puts back what was written; "error" refuses the pointer (OFD-1603).
