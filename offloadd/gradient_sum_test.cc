@@ -14,6 +14,7 @@
 
 #include "base/error.h"
 #include "base/mapped_region.h"
+#include "base/worker_pool.h"
 #include "gtest/gtest.h"
 
 namespace offload::daemon {

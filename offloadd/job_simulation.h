@@ -42,6 +42,7 @@ struct SimulatedPlan {
   uint32_t world_size = 1;
   proto::MemoryPlan memory;
   proto::SlabLayout layout;
+  bool holds_all = false;  // the window, so that ranks may keep pins while they wait
   // Of a region.
   uint64_t pins_offset = 0, slots_offset = 0, slot_bytes = 0, transfer_offset = 0;
   uint32_t slots = 1;
@@ -76,6 +77,7 @@ struct StepScript {
   Refusal refusal = Refusal::kNone;
   std::vector<std::optional<std::string>> trainer_states;  // by rank
 
+  uint32_t calls = 0;                                   // of ranks that have called for the step
   bool is_done = false;                                 // answered
   std::set<uint32_t> puts_done;                         // seen by some rank
   std::map<std::pair<uint32_t, uint32_t>, Bytes> sums;  // by round, tensor: made
@@ -115,6 +117,7 @@ class SimulatedRank {
   // A script.
   void AddScript(const std::shared_ptr<StepScript>& script);
   void AddForward();
+  void AddHold();
   void AddRound(const std::shared_ptr<StepScript>& script, uint32_t round);
   void AddGradientsOfOne(const std::shared_ptr<StepScript>& script);
   void AddStep(const std::shared_ptr<StepScript>& script);
@@ -168,6 +171,10 @@ class SimulatedRank {
   std::deque<Action> actions_;
   std::optional<absl::Status> answer_;  // of the call that it waits for
   size_t scripts_ = 0;                  // begun
+  // A tensor that it goes on reading while it steps, as it was before.
+  std::optional<uint32_t> held_;
+  std::shared_ptr<const TensorValues> held_values_;
+  uint64_t held_word_ = 0;
   uint32_t touches_ = 0;
   uint64_t exchanges_ = 0;
   bool is_gone_ = false, is_ending_ = false, has_opened_ = false;
@@ -192,6 +199,7 @@ class Simulation {
   // The n-th of the launch; null: there are no more.
   std::shared_ptr<StepScript> Script(size_t index);
   const TensorValues& now(uint32_t tensor) const { return *now_.tensors[tensor]; }
+  std::shared_ptr<const TensorValues> share(uint32_t tensor) const { return now_.tensors[tensor]; }
   void SetInitial(uint32_t tensor, Bytes weights);
   void JudgeOpening(uint32_t rank, const proto::v1::OpenJobReply& reply);
   std::string FirstState(uint32_t rank) const;
@@ -241,6 +249,8 @@ class Simulation {
   void Turn();
   void AdvanceClock();
   void ActSome();
+  bool IsFateful() const;
+  bool CalledByAll(const StepScript& script) const;
   void MeetFate();
   void AddFault();
   void ChangeSnapshots();
@@ -270,9 +280,11 @@ class Simulation {
   bool is_new_ = true;
   Fate fate_ = Fate::kCloses;
   uint64_t fate_turn_ = 0, turns_ = 0;
+  bool has_met_fate_ = false;
   bool is_dead_ = false;  // the daemon is
   bool may_fail_ = false, drive_failed_ = false;
   bool changing_snapshots_ = false;
+  std::shared_ptr<StepScript> called_by_all_;  // when a rank was lost, and must be taken
   uint64_t snapshots_named_ = 0;
 
   // The model.

@@ -34,9 +34,9 @@ kernels::OptimizerSpec ChooseOptimizer(Random& random) {
   }
 }
 
-uint64_t ChooseElements(Random& random) {
+uint64_t ChooseElements(Random& random, uint64_t bundled_in_four) {
   if (random.OneIn(250)) return proto::kExtentElements + 1 + random.Below(3000);
-  if (!random.OneIn(4)) return 1 + random.Below(500);  // bundled
+  if (random.Below(4) < bundled_in_four) return 1 + random.Below(500);  // bundled
   return proto::kBundledElementsMax + 1 + random.Below(3000);
 }
 
@@ -46,8 +46,9 @@ uint64_t ChooseElements(Random& random) {
 
 void Simulation::ChooseModel() {
   const uint64_t count = 2 + random_.Below(3);
+  const uint64_t bundled_in_four = random_.OneIn(8) ? 0 : 3;
   for (uint64_t i = 0; i < count; ++i) {
-    const uint64_t elements = ChooseElements(random_);
+    const uint64_t elements = ChooseElements(random_, bundled_in_four);
     tensors_.push_back({.name = absl::StrCat("tensor.", i),
                         .shape = {static_cast<int64_t>(elements)},
                         .dtype = random_.OneIn(2) ? Dtype::kFloat32 : Dtype::kBFloat16,
@@ -101,6 +102,7 @@ void Simulation::ChooseMemory() {
   }
   memory.window_bytes = random_.OneIn(2) ? largest_bytes : std::max(largest_bytes, all_bytes);
   if (random_.OneIn(4)) memory.window_bytes = largest_bytes * 2;
+  plan_.holds_all = memory.window_bytes >= all_bytes;
   memory.pipeline_blocks = static_cast<uint32_t>(1 + random_.Below(3));
 }
 

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
+#include "base/error.h"
 #include "offloadd/job_simulation.h"
 #include "offloadd/trainer_states.h"
 
@@ -56,7 +57,7 @@ void Simulation::Launch() {
   sums_.assign(tensors_.size(), {});
   scripts_.clear();
   turns_ = 0;
-  is_dead_ = may_fail_ = drive_failed_ = has_unsettled_puts_ = is_loading_ = false;
+  has_met_fate_ = is_dead_ = may_fail_ = drive_failed_ = has_unsettled_puts_ = is_loading_ = false;
   fate_ = static_cast<Fate>(random_.OneIn(3) ? 0 : random_.Below(5));
   fate_turn_ = random_.Below(1500 * (1 + steps_left_));
   const uint64_t fault_turn = random_.OneIn(10) ? 1 + random_.Below(3000) : 0;
@@ -67,7 +68,7 @@ void Simulation::Launch() {
     ranks_.push_back(std::make_unique<SimulatedRank>(this, rank));
   while (!IsOver() && !ended()) {
     Turn();
-    if (turns_ == fate_turn_) MeetFate();
+    if (turns_ >= fate_turn_ && !has_met_fate_ && IsFateful()) MeetFate();
     if (turns_ == fault_turn) AddFault();
     if (turns_ > kTurnsMax) SayWhoWaits();
   }
@@ -124,10 +125,22 @@ void Simulation::ActSome() {
   for (uint64_t acts = 1 + random_.Below(8); acts > 0 && rank.Act(); --acts) continue;
 }
 
+// Half of the ranks that are lost are lost while all have called for a step.
+bool Simulation::IsFateful() const {
+  if (fate_ != Fate::kLosesRank || fate_turn_ % 2 == 0) return true;
+  return !scripts_.empty() && CalledByAll(*scripts_.back());
+}
+
+bool Simulation::CalledByAll(const StepScript& script) const {
+  return script.calls == plan_.world_size && !script.is_done;
+}
+
 void Simulation::MeetFate() {
+  has_met_fate_ = true;
   if (fate_ == Fate::kCloses) return;
   if (IsOver()) return;
   may_fail_ = true;
+  if (!scripts_.empty() && CalledByAll(*scripts_.back())) called_by_all_ = scripts_.back();
   if (fate_ == Fate::kLosesRank) {
     ++result_.deaths;
     return ranks_[random_.Below(ranks_.size())]->Die();
@@ -170,6 +183,10 @@ void Simulation::EndLaunch() {
   job_.reset();
   ranks_.clear();
   changing_snapshots_ = false;
+  const bool is_taken = called_by_all_ == nullptr || called_by_all_->is_done;
+  if (!is_taken && !is_dead_ && !drive_failed_)
+    Violate("a step that all ranks had called for is not taken");
+  called_by_all_ = nullptr;
   if (!ended()) Judge();
 }
 
@@ -345,6 +362,9 @@ void Simulation::ChangeSnapshots() {
       [this, name](const absl::StatusOr<uint64_t>& step) {
         changing_snapshots_ = false;
         Snapshot& snapshot = snapshots_[name];
+        const bool is_refused = ErrorIdOf(step.status()) == ErrorId::kSnapshot ||
+                                ErrorIdOf(step.status()) == ErrorId::kSessionEnded;
+        if (!step.ok() && !is_refused && !may_fail_) Violate(step.status().ToString());
         // A failed drive leaves open whether it is there.
         if (!step.ok() && !may_fail_) {
           snapshots_.erase(name);

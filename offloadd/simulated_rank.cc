@@ -283,6 +283,7 @@ void SimulatedRank::AddScript(const std::shared_ptr<StepScript>& script) {
     for (const uint32_t tensor : script->own) WriteOwn(script, tensor);
   }
   if (random.OneIn(4)) AddForward();  // an evaluation
+  if (plan.holds_all && random.OneIn(4)) AddHold();
   AddStep(script);
 }
 
@@ -317,6 +318,24 @@ void SimulatedRank::AddForward() {
       plane = sim_.plan().catalogue.tensors[tensor].trainable ? Plane::kMaster : Plane::kWeight;
     Get(tensor, plane);
   }
+}
+
+// As a thread does that goes on with a weight while another one steps.
+void SimulatedRank::AddHold() {
+  const auto tensor =
+      static_cast<uint32_t>(sim_.random().Below(sim_.plan().catalogue.tensors.size()));
+  Use(tensor);
+  Then("keeps a pin", [this, tensor] {
+    pin(tensor).fetch_add(1);
+    if (proto::StateOf(tensor_word(tensor)) != proto::kResident) {
+      pin(tensor).fetch_sub(1);
+      return true;
+    }
+    held_ = tensor;
+    held_values_ = sim_.share(tensor);
+    held_word_ = tensor_word(tensor);
+    return true;
+  });
 }
 
 // Pins, looks, waits if it has to, and reads for a while.
@@ -379,7 +398,7 @@ void SimulatedRank::AddRound(const std::shared_ptr<StepScript>& script, uint32_t
     std::vector<uint32_t> order = passes[i];
     if (random.OneIn(2)) std::shuffle(order.begin(), order.end(), random);
     for (const uint32_t tensor : order) {
-      Use(tensor);
+      if (random.OneIn(2)) Use(tensor);
       Give(script, round, i, tensor);
     }
     SubmissionEntry end = Entry(RingOperation::kEndPass);
@@ -662,6 +681,7 @@ std::vector<proto::v1::StepRequest> SimulatedRank::StepMessages(const StepScript
 void SimulatedRank::AddStep(const std::shared_ptr<StepScript>& script) {
   Then("steps", [this, script] {
     answer_.reset();
+    ++script->calls;
     job().Step(*rank(), StepMessages(*script),
                [this, script](const absl::StatusOr<uint64_t>& durable_step) {
                  const bool is_refusal = ErrorIdOf(durable_step.status()) == ErrorId::kNonFinite ||
@@ -675,6 +695,19 @@ void SimulatedRank::AddStep(const std::shared_ptr<StepScript>& script) {
     return true;
   });
   Then("steps", [this] { return answer_.has_value(); });
+  Then("keeps a pin", [this, turns = sim_.random().Below(30)]() mutable {
+    if (!held_.has_value()) return true;
+    const Bytes& weights = held_values_->weights;
+    if (std::memcmp(sim_.slab() + proto::OffsetOf(held_word_), weights.data(), weights.size()) != 0)
+      sim_.Violate(absl::StrCat("rank ", number_, " sees a step under the pin that it has kept"));
+    if (turns > 0) {
+      --turns;
+      return false;
+    }
+    pin(*held_).fetch_sub(1);
+    held_.reset();
+    return true;
+  });
 }
 
 void SimulatedRank::AddEnd() {

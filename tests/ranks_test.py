@@ -2,7 +2,7 @@
 order: losses, norms and exported weights are equal, bit for bit. Then ranks and daemons are killed at random moments and the job
 goes on with another number of ranks: every loss is that of the uninterrupted run with the same global batch.
 
-usage: ranks_test.py TRAIN OFFLOADD [--kills N] [--seed S] [--steps N] [--directory DIR] [--only CASE]
+usage: ranks_test.py TRAIN OFFLOADD [--kills N] [--seed S] [--steps N] [--directory DIR] [--long] [--only CASE]
 """
 
 import argparse
@@ -18,6 +18,10 @@ import time
 from launch import Launch
 from trainer import Trainer, wait_until_gone
 
+# Ranks, micro-batches of each, model, dtype.
+SHORT_CASES = [(1, 2, "llama", "bf16"), (2, 1, "llama", "bf16"), (2, 2, "gpt2", "fp32"), (3, 1, "llama", "fp32"),
+               (4, 1, "llama", "bf16")]
+LONG_CASES = [(ranks, 2, model, dtype) for ranks in (1, 2, 3, 4) for model in ("llama", "gpt2") for dtype in ("fp32", "bf16")]
 GLOBAL_MICRO_BATCHES = 12  # of a step in the kill test: 1, 2, 3 and 4 ranks have equal parts
 
 
@@ -155,6 +159,7 @@ def main():
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--long", action="store_true", help="1 to 4 ranks, both models, both dtypes")
     parser.add_argument("--only", choices=["compare", "kill"])
     parser.add_argument("--directory", default=os.environ.get("TEST_TMPDIR"))
     options = parser.parse_args()
@@ -163,8 +168,7 @@ def main():
     ranks = Ranks(options, folder)
     try:
         if options.only != "kill":
-            for case in [(1, 2, "llama", "bf16"), (2, 1, "llama", "bf16"), (2, 2, "gpt2", "fp32"), (3, 1, "llama", "fp32"),
-                         (4, 1, "llama", "bf16")]:
+            for case in LONG_CASES if options.long else SHORT_CASES:
                 compare_with_one_process(ranks, *case)
         if options.only != "compare":
             kill_at_random(ranks, options)
