@@ -359,11 +359,64 @@ TEST_F(AttachTest, ModelThatOutlivesItsEngineRefusesToRun) {
   ExpectError(1802, "gradient", [&] { gradient.sum(); });
 }
 
-TEST_F(AttachTest, ParameterThatWasCastAfterwardsIsNamedAtTheStep) {
+TEST_F(AttachTest, CastsOfAnAttachedParameterAreRefusedWhereTheyStand) {
   Open({"cast_afterwards"});
-  model_->twice->weight.set_data(torch::zeros({kWidth, kWidth}));
+  ExpectError(1601, "parameter 'twice.weight' cannot become Double of shape [384, 384]",
+              [&] { model_->twice->to(at::kDouble); });
+  ExpectError(1601, "of shape [2, 384]", [&] {
+    model_->twice->weight.set_data(torch::zeros({2, kWidth}));
+  });
+  TrainStep(*engine_, *optimizer_, *model_, 0, log_);
+}
+
+TEST_F(AttachTest, SetDataIsRefusedWhereMemoryWouldBeSharedInPlainTorch) {
+  Open({"set_data_shared"});
+  Tensor& weight = model_->twice->weight;
+  {
+    const Tensor alias = weight.detach();
+    ExpectError(1601, "other tensors look at its own", [&] {
+      weight.set_data(torch::zeros({kWidth, kWidth}));
+    });
+    ExpectError(1601, "that is offloaded, too",
+                [&] { weight.set_data(model_->blocks[0]->weight); });
+  }
+  Tensor vector = torch::full({kWidth * kWidth}, 0.01);
+  weight.set_data(vector.view({kWidth, kWidth}));
+  EXPECT_EQ(weight.sum().item<float>(), vector.sum().item<float>());
   Loss(*model_, 0, false).backward();
-  ExpectError(1601, "twice.weight", [&] { optimizer_->step(); });
+  ExpectError(1601, "which the program still has", [&] { optimizer_->step(); });
+  vector.reset();
+  optimizer_->step();
+  EXPECT_EQ(engine_->step(), 1);
+}
+
+TEST_F(AttachTest, EverythingThatCannotBeAttachedIsSaidAtOnce) {
+  setenv("OFFLOADD_DISABLE", "0", 1);
+  model_ = MakeModel(at::kFloat);
+  engine_ = Engine::Open(OptionsFor(*model_, {"unsupported_model"}));
+  model_->scale.set_data(torch::ones({}, at::kDouble));
+  model_->up->weight.set_data(torch::zeros({kInner, 2 * kWidth}).slice(1, 0, kWidth));
+  model_->down->weight.set_data(torch::zeros({2 * kWidth, kInner}).slice(0, 0, kWidth));
+  model_->norm->bias.set_data(torch::ones({kWidth}, at::kDouble));
+  ExpectError(1601,
+              "parameters 'scale', 'norm.bias' have dtype Double, float32 and bfloat16 are "
+              "supported; parameter 'up.weight' is not contiguous; parameter 'down.weight' is a "
+              "part of a larger tensor",
+              [&] { engine_->SGD(*model_, torch::optim::SGDOptions(1e-3)); });
+}
+
+TEST_F(AttachTest, FrozenTableOfWholeNumbersStaysInMemoryAndIsResumed) {
+  setenv("OFFLOADD_DISABLE", "0", 1);
+  recipe_ = {"table"};
+  for (int64_t run = 0; run < 2; ++run) {
+    model_ = MakeModel(at::kFloat);
+    Tensor& table = model_->frozen->register_parameter("table", torch::arange(run, run + 3), false);
+    engine_ = Engine::Open(OptionsFor(*model_, recipe_));
+    optimizer_ = MakeOptimizer(*engine_, *model_, recipe_);
+    TrainStep(*engine_, *optimizer_, *model_, run, log_);
+    EXPECT_TRUE(torch::equal(table, torch::arange(0, 3))) << table;
+    Close();
+  }
 }
 
 TEST_F(AttachTest, UnsupportedOptionsAreRefused) {

@@ -18,6 +18,7 @@
 #include "zero3/hf_layout.h"
 #include "zero3/torch/in_memory.h"
 #include "zero3/torch/module_engine.h"
+#include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/weights_io.h"
 
@@ -61,13 +62,13 @@ class InMemoryEngine final : public Engine {
                                                          ParameterGroups groups,
                                                          NamedOptimizer&& optimizer) override {
     groups = modules_.LeaveToOthers(module, std::move(groups));
-    CheckTypes(modules_.Names(module));
+    CheckSupportedTypes(modules_.Names(module));
     auto made = std::make_unique<InMemoryOptimizer>(groups, std::move(optimizer));
     return Keep(std::move(made), module, groups);
   }
   void AttachForeign(torch::nn::Module& module, ParameterGroups groups,
                      const std::string&) override {
-    CheckTypes(modules_.Names(module));
+    CheckSupportedTypes(modules_.Names(module));
     Remember(module, groups);
   }
   void CommitStep() override { ++own_steps_; }
@@ -158,12 +159,6 @@ class InMemoryEngine final : public Engine {
     std::vector<FileWeight> weights = ValueOrThrow(FindFileWeights(names_));
     ThrowIfError(AddFileBuffers(buffers_, weights));
     return weights;
-  }
-  // What is refused with a daemon is refused without.
-  static void CheckTypes(const std::vector<NamedTensor>& names) {
-    for (const NamedTensor& named : names) {
-      if (named.tensor.defined() && named.tensor.numel() > 0) CheckSupportedType(named);
-    }
   }
   ModuleList modules_;
   std::vector<std::shared_ptr<InMemoryStates>> states_;  // one of each optimizer

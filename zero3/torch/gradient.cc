@@ -378,7 +378,7 @@ void Gradient::LetGo() {
 // ---- What needs no kernel ----------------------------------------------------------------------
 
 bool Gradient::Serve(Special special, torch::jit::Stack* stack) {
-  if (special == Special::kSet) return false;
+  if (special == Special::kSet || special == Special::kSetData) return false;
   FinishRaw();
   if (special == Special::kNorm) {
     const double p = torch::jit::peek(*stack, 1, 2).toScalar().toDouble();
@@ -473,7 +473,8 @@ void Gradient::CheckFits(const at::Tensor& value) const {
     return;
   }
   ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
-                        absl::StrCat(subject_, " is sparse or of another shape or type")));
+                        absl::StrCat(subject_, " is sparse or of another shape or type"),
+                        "Give it the shape and type of its parameter"));
 }
 
 void Gradient::AdoptStolen(const at::Tensor& stolen) {

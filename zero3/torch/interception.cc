@@ -105,6 +105,8 @@ Special SpecialOf(const c10::FunctionSchema& schema) {
   if (name == "aten::mul_") return Special::kMultiply;
   if (name == "aten::zero_") return Special::kZero;
   if (name == "aten::set_" && overload == "source_Tensor") return Special::kSet;
+  // set_data() is no operator. This is what it asks before it takes the other tensor's memory.
+  if (name == "aten::_has_compatible_shallow_copy_type") return Special::kSetData;
   return Special::kNone;
 }
 

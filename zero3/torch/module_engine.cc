@@ -1,8 +1,5 @@
 #include "zero3/torch/module_engine.h"
 
-#include <c10/core/Allocator.h>
-#include <c10/core/CPUAllocator.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -13,6 +10,7 @@
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/optimizers.h"
+#include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -20,12 +18,20 @@ namespace offload::zero3 {
 // ---- Modules and their optimizers --------------------------------------------------------------
 
 std::vector<NamedTensor> ModuleList::Names(const torch::nn::Module& module) const {
-  return NamedParameters(module, count_ == 0 ? "" : absl::StrCat(count_, "/"));
+  std::vector<NamedTensor> names = NamedParameters(module, Prefix());
+  std::erase_if(names, [](const NamedTensor& named) { return IsTable(named.tensor); });
+  return names;
 }
 
 std::vector<NamedTensor> ModuleList::BufferNames(const torch::nn::Module& module) const {
-  return NamedBuffers(module, count_ == 0 ? "" : absl::StrCat(count_, "/"));
+  std::vector<NamedTensor> names = NamedBuffers(module, Prefix());
+  for (NamedTensor& named : NamedParameters(module, Prefix())) {
+    if (IsTable(named.tensor)) names.push_back(std::move(named));
+  }
+  return names;
 }
+
+std::string ModuleList::Prefix() const { return count_ == 0 ? "" : absl::StrCat(count_, "/"); }
 
 int ModuleList::NumberOf(std::string_view name) {
   const size_t slash = name.find('/');
@@ -85,32 +91,6 @@ void ModuleList::Claim(const ParameterGroups& groups) {
 
 // ---- The engine --------------------------------------------------------------------------------
 
-namespace {
-
-// The memory of a parameter is given back when its bytes are in the daemon; memory that somebody
-// else made for it (from_blob, a file mapped by torch) would stay behind with old values.
-void CheckOwnMemory(const std::vector<NamedTensor>& parameters) {
-  const c10::DeleterFnPtr ordinary = c10::GetCPUAllocator()->allocate(1).get_deleter();
-  for (const auto& [name, tensor] : parameters) {
-    if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0 ||
-        !tensor.device().is_cpu() || Residency::Of(tensor) != nullptr)
-      continue;
-    const auto* const storage =
-        tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    const c10::DeleterFnPtr deleter = storage->data_ptr().get_deleter();
-    if (deleter == ordinary || storage->allocator() != nullptr) continue;
-    ThrowStatus(MakeError(
-        ErrorId::kUnsupportedModel,
-        absl::StrCat("parameter '", name,
-                     "' lies in memory that the program gave it (from_blob, a mapped file), which "
-                     "would not see what is trained"),
-        "Give the module a copy, parameter.set_data(parameter.clone()), before attaching it, and "
-        "copy it back with Engine::Gather"));
-  }
-}
-
-}  // namespace
-
 void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& groups,
                           const kernels::OptimizerSpec& optimizer) {
   EndConstruction();
@@ -118,7 +98,7 @@ void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& grou
   modules_.CheckFree(groups);
   const std::vector<NamedTensor> names = modules_.Names(module);
   const std::vector<NamedTensor> buffers = modules_.BufferNames(module);
-  CheckOwnMemory(names);
+  CheckSupported(names, Memory::kOfTorch);
   const bool has_new = tensors_->Attach(names, optimizer);
   tensors_->AttachBuffers(buffers);
   modules_.Add(has_new);

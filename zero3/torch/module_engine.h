@@ -30,9 +30,9 @@ using ParameterGroups = std::vector<torch::optim::OptimizerParamGroup>;
 // without a daemon.
 class ModuleList {
  public:
-  // The parameters of a module under the names that they have in the job.
+  // The parameters of a module under the names that they have in the job, tables left out.
   std::vector<NamedTensor> Names(const torch::nn::Module& module) const;
-  // Its buffers, in the same way.
+  // Its buffers, and those tables, in the same way.
   std::vector<NamedTensor> BufferNames(const torch::nn::Module& module) const;
   // Which module a name belongs to: 0 for the first.
   static int NumberOf(std::string_view name);
@@ -47,6 +47,8 @@ class ModuleList {
   void Claim(const ParameterGroups& groups);
 
  private:
+  std::string Prefix() const;
+
   int count_ = 0;
   std::unordered_set<const void*> claimed_;  // TensorImpl
 };

@@ -26,8 +26,9 @@
 #include "proto/shm_abi.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
-#include "zero3/torch/summed_gradient.h"
 #include "zero3/torch/square_roots.h"
+#include "zero3/torch/summed_gradient.h"
+#include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -35,23 +36,10 @@ namespace {
 
 constexpr uint64_t kBlockBytes = 8ull << 20;  // of staging, for loading and gathering
 
-[[noreturn]] void Unsupported(std::string_view name, std::string_view why) {
+[[noreturn]] void Unsupported(std::string_view name, std::string_view why, std::string fix) {
   ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
-                        absl::StrCat("parameter '", std::string(name), "' ", std::string(why))));
-}
-
-void CheckSupported(const std::string& name, const at::Tensor& tensor) {
-  if (tensor.layout() != at::kStrided) Unsupported(name, "is sparse");
-  if (!tensor.device().is_cpu())
-    Unsupported(name, absl::StrCat("is on device ", tensor.device().str()));
-  CheckSupportedType({name, tensor});
-  if (!tensor.is_contiguous()) Unsupported(name, "is not contiguous");
-  const size_t size_bytes = tensor.numel() * tensor.element_size();
-  const size_t storage_bytes = tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes();
-  if (tensor.storage_offset() != 0 || storage_bytes != size_bytes) {
-    Unsupported(name, absl::StrCat("is a view of a larger tensor (", size_bytes, " of ",
-                                   storage_bytes, " bytes)"));
-  }
+                        absl::StrCat("parameter '", std::string(name), "' ", std::string(why)),
+                        std::move(fix)));
 }
 
 std::string Key(const std::string& text) { return absl::StrCat("'", text, "'"); }
@@ -60,13 +48,17 @@ std::string Key(const std::string& text) { return absl::StrCat("'", text, "'"); 
 void CheckShared(const NamedTensor& named, const std::string& first_name, at::IntArrayRef sizes,
                  bool same_type, bool first_trains) {
   if (named.tensor.sizes() != sizes || !same_type) {
-    Unsupported(named.name, absl::StrCat("shares the memory of parameter ", Key(first_name),
-                                         " with another shape or type"));
+    Unsupported(named.name,
+                absl::StrCat("shares the memory of parameter ", Key(first_name),
+                             " with another shape or type"),
+                "Give it memory of its own before attaching the module, "
+                "parameter.set_data(parameter.clone()), or make it a view of the other in forward");
   }
   if (named.tensor.requires_grad() && first_trains) {
     Unsupported(named.name,
                 absl::StrCat("shares the memory of parameter ", Key(first_name),
-                             " but has a gradient of its own: register the same tensor twice"));
+                             " but has a gradient of its own"),
+                "Register the same tensor under both names");
   }
 }
 
@@ -109,15 +101,6 @@ spdlog::logger& Log() {
       new std::shared_ptr<spdlog::logger>(std::make_shared<spdlog::logger>(
           "offload", std::make_shared<spdlog::sinks::stderr_sink_mt>()));
   return **kLogger;
-}
-
-void CheckSupportedType(const NamedTensor& named) {
-  const at::ScalarType dtype = named.tensor.scalar_type();
-  if (dtype == at::kFloat || dtype == at::kBFloat16) return;
-  ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
-                        absl::StrCat("parameter '", named.name, "' has dtype ",
-                                     c10::toString(dtype), ", float32 and bfloat16 are supported"),
-                        "Convert the module, module->to(torch::kFloat), before attaching it"));
 }
 
 TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
@@ -190,15 +173,21 @@ void TensorEngine::CheckFree(const NamedTensor& named) const {
   if (residency == nullptr) return;
   if (const auto* born = dynamic_cast<const BornResidency*>(residency)) {
     if (born->attachment() != attachment_.get())
-      Unsupported(named.name, "was constructed for another engine");
+      Unsupported(named.name, "was constructed for another engine",
+                  "Attach it to the engine of its InitGuard");
     return;
   }
   auto* const weight = dynamic_cast<WeightResidency*>(residency);
-  if (weight == nullptr || !weight->closed()) Unsupported(named.name, "belongs to another engine");
+  if (weight == nullptr || !weight->closed()) {
+    Unsupported(named.name, "belongs to another engine",
+                "Give each engine models of its own; copy what they have in common");
+  }
   if (!exists_ && initial_weights_.empty()) {
     Unsupported(named.name,
                 "has its values in the job of an engine that is closed, a new job cannot begin "
-                "with them: give it a model in memory");
+                "with them",
+                "Open the first engine with weights_at_close = memory, or give the new job a model "
+                "in memory");
   }
 }
 
@@ -208,13 +197,13 @@ std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
   std::vector<Parameter> parameters;
   std::unordered_map<const void*, size_t> by_storage;
   std::unordered_set<const void*> seen;
+  CheckSupported(tensors, Memory::kAny);
   for (const NamedTensor& named : tensors) {
     const at::Tensor& tensor = named.tensor;
     if (!tensor.defined() || tensor.numel() == 0 ||
         !seen.insert(tensor.unsafeGetTensorImpl()).second ||
         ids_.contains(tensor.unsafeGetTensorImpl()))
       continue;
-    CheckSupported(named.name, tensor);
     if (const WeightResidency* const weight = Own(tensor)) {
       const proto::Tensor& known = declared_[weight->tensor()];
       CheckShared(named, known.name, known.shape, DtypeOf(tensor) == known.dtype, known.trainable);
@@ -283,7 +272,8 @@ bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
                           const kernels::OptimizerSpec& optimizer) {
   std::vector<Parameter> parameters = FindNew(tensors);
   if (parameters.empty() && declared_.empty())
-    ThrowStatus(MakeError(ErrorId::kUnsupportedModel, "the module has no parameters"));
+    ThrowStatus(MakeError(ErrorId::kUnsupportedModel, "the module has no parameters",
+                          "Attach it when it has what is to be trained"));
   if (!declared_.empty() && !KeepTheSame(optimizer, optimizer_)) {
     ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
                           "the job has an optimizer that keeps other moments",
@@ -327,10 +317,10 @@ void TensorEngine::Adopt(Parameter parameter) {
   const at::NoGradGuard no_grad;
   const auto id = static_cast<uint32_t>(weights_.size());
   parameter.aliases.push_back(parameter.tensor);
-  for (at::Tensor& tensor : parameter.aliases) Mark(tensor, id);
   const size_t size_bytes = parameter.tensor.numel() * parameter.tensor.element_size();
   weights_.push_back(
       new WeightResidency(attachment_, id, parameter.name, parameter.tensor.device(), size_bytes));
+  for (at::Tensor& tensor : parameter.aliases) Mark(tensor, id);
   weights_.back()->Adopt(
       parameter.tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   gradients_.push_back(nullptr);
@@ -340,6 +330,7 @@ void TensorEngine::Adopt(Parameter parameter) {
 void TensorEngine::Mark(at::Tensor tensor, uint32_t id) {
   if (!tensor.key_set().has(kManagedKey)) tensor.set_data(WithManagedKey(tensor));
   ids_[tensor.unsafeGetTensorImpl()] = id;
+  weights_[id]->AddParameter(tensor);
 }
 
 // Files see the tensors as they are attached, under all their names.
@@ -560,13 +551,16 @@ std::optional<WeightFile> TensorEngine::OpenInitialWeights() {
 Gradient* TensorEngine::GradientOf(const at::Tensor& parameter) const {
   const auto known = ids_.find(parameter.unsafeGetTensorImpl());
   if (known == ids_.end())
-    Unsupported("?", absl::StrCat("of shape [", absl::StrJoin(parameter.sizes(), ", "),
-                                  "] was not in the module when it was attached"));
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedModel,
+        absl::StrCat("a parameter of shape [", absl::StrJoin(parameter.sizes(), ", "),
+                     "] was not in the module when it was attached"),
+        "Attach the module when it is complete, or train what comes later with an optimizer of its "
+        "own"));
   const uint32_t id = known->second;
   if (Residency::Of(parameter) != weights_[id]) {
-    Unsupported(weights_[id]->name(),
-                "has another storage than when it was attached (set_data, or a cast): attach after "
-                "such changes");
+    Unsupported(weights_[id]->name(), "has another storage than when it was attached",
+                "Cast and replace tensors before attaching the module");
   }
   if (gradients_[id] == nullptr)
     ThrowStatus(MakeError(
@@ -588,6 +582,7 @@ bool TensorEngine::MayHaveGradient(const at::Tensor& parameter) const {
 void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   Seal();
   CheckWhole();
+  for (WeightResidency* const weight : weights_) weight->CheckGiven();
   attachment_->EndRaw();
   client::StepCommand command;
   command.step = step_ + 1;
@@ -621,7 +616,12 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   if (sums_ != nullptr) ThrowIfError(sums_->stream().Stepped());
   state_ = std::move(next);
   ++step_;
-  for (const uint32_t id : stepped) gradients_[id]->BeginUpdate();
+  for (const uint32_t id : stepped) {
+    gradients_[id]->BeginUpdate();
+    // Backward of a graph from before the step is an error in plain torch, and is one here.
+    c10::TensorImpl* const parameter = gradients_[id]->parameter().unsafeGetTensorImpl();
+    if (!parameter->is_inference()) parameter->bump_version();
+  }
   attachment_->Prefetch(ahead);
 }
 
@@ -691,6 +691,8 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
   if (parameter.defined() && parameter.numel() == 0)
     return at::empty(parameter.sizes(), plane == "weight" ? parameter.options().requires_grad(false)
                                                           : at::TensorOptions(at::kFloat));
+  if (plane == "weight" && parameter.defined() && IsTable(parameter))
+    return parameter.detach().clone();
   const uint32_t id = IdOf(parameter);
   Seal();
   const proto::Tensor& tensor = attachment_->tensor(id);

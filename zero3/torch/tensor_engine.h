@@ -179,9 +179,6 @@ class TensorEngine {
   std::vector<Gradient*> gradients_;       // by id, null when frozen; one reference each
 };
 
-// OFD-1601 for a parameter of a type that is not trained here.
-void CheckSupportedType(const NamedTensor& named);
-
 // The error of a call that needs an attached module.
 absl::Status NotAttached();
 

@@ -1,6 +1,7 @@
 #include "zero3/torch/weight_residency.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/equal.h>
 #include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/throw_status.h"
@@ -165,7 +167,65 @@ uint64_t WeightResidency::window_bytes() const {
   return attachment_->WindowBytes(tensor_);
 }
 
+// The values are copied, and `data` becomes a tensor over our storage, so that what set_data() does
+// next changes nothing. In plain torch the memory changes and the values follow: who looks at the
+// parameter's old memory would see the difference, and who looks at that of `data`.
+void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& data) {
+  const bool is_own = std::find(parameters_.begin(), parameters_.end(),
+                                parameter.unsafeGetTensorImpl()) != parameters_.end();
+  if (!is_own || closed() || !data.defined()) return;
+  const bool fits = data.layout() == at::kStrided && data.device() == parameter.device() &&
+                    data.scalar_type() == parameter.scalar_type() &&
+                    data.sizes() == parameter.sizes() && data.is_contiguous();
+  if (!fits) {
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedModel,
+        absl::StrCat(
+            subject_, " cannot become ", c10::toString(data.scalar_type()), " of shape [",
+            absl::StrJoin(data.sizes(), ", "),
+            data.layout() == at::kStrided && !data.is_contiguous() ? "], not contiguous" : "]",
+            " (set_data, module->to()) while it is attached"),
+        "Cast and replace tensors before attaching the module"));
+  }
+  Residency* const other = Residency::Of(data);
+  if (other == this) return;
+  if (other != nullptr || parameter.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1) {
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedModel,
+        absl::StrCat(subject_, " is given the memory of another tensor (set_data) while ",
+                     other != nullptr ? "that is offloaded, too"
+                                      : "other tensors look at its own: .data(), detach(), a view, "
+                                        "a tied weight"),
+        "Copy the values under NoGradGuard, parameter.copy_(…), and keep copies, "
+        "parameter.clone(), where tensors are kept"));
+  }
+  const at::AutoGradMode no_grad(false);
+  if (!at::equal(parameter, data)) parameter.variable_data().copy_(data);
+  const c10::Storage storage = data.unsafeGetTensorImpl()->unsafe_storage();
+  data.unsafeGetTensorImpl()->shallow_copy_from(parameter.getIntrusivePtr());
+  Lock lock(mutex_);
+  given_ = c10::weak_intrusive_ptr<c10::StorageImpl>(
+      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl()));
+}
+
+void WeightResidency::CheckGiven() {
+  Lock lock(mutex_);
+  if (given_.expired()) return;
+  ThrowStatus(
+      MakeError(ErrorId::kUnsupportedModel,
+                absl::StrCat(subject_,
+                             " was given the memory of another tensor (set_data, "
+                             "vector_to_parameters), which the program still has: the step would "
+                             "not change it there"),
+                "Give the parameter a copy, set_data(values.clone()), "
+                "vector_to_parameters(vector.clone(), …), or copy_() the values"));
+}
+
 bool WeightResidency::Serve(Special special, torch::jit::Stack* stack) {
+  if (special == Special::kSetData) {
+    TakeData(torch::jit::peek(*stack, 0, 2).toTensor(), torch::jit::peek(*stack, 1, 2).toTensor());
+    return false;
+  }
   if (special != Special::kSet) return false;
   at::Tensor target = torch::jit::peek(*stack, 0, 2).toTensor();
   const at::Tensor source = torch::jit::peek(*stack, 1, 2).toTensor();

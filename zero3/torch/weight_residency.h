@@ -42,7 +42,11 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
 
   void Pin(Access access) override;
   void Unpin(Completion* done) override;
-  // torch::load puts the loaded tensor in the place of the parameter: its values are taken.
+  // A tensor over the storage that the program knows as a parameter.
+  void AddParameter(const at::Tensor& tensor) {
+    parameters_.push_back(tensor.unsafeGetTensorImpl());
+  }
+  // torch::load and set_data() put a tensor in the place of the parameter: its values are taken.
   bool Serve(Special special, torch::jit::Stack* stack) override;
   uint64_t window_bytes() const override;
   bool BeginHolding(size_t count, uint64_t size_bytes) override {
@@ -56,6 +60,10 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   size_t raw_bytes() const override { return raw_.size_bytes(); }
   const std::string& raw_name() const override { return subject_; }
 
+  // What set_data() gave the parameter shares its memory in plain torch. Throws OFD-1601 when the
+  // program still has more of it than the parameter.
+  void CheckGiven();
+
   // Waits until nobody uses it; from then on Pin() throws OFD-1802. The attachment's session may
   // end after it. A parameter in memory that was not started gets its bytes back.
   // The others get `bytes` when there are some.
@@ -66,6 +74,7 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   using Lock = std::unique_lock<std::mutex>;
 
   ~WeightResidency() override;
+  void TakeData(const at::Tensor& parameter, const at::Tensor& data);
   bool PinRaw(Access access, Lock& lock);
   std::byte* CopyForReading();
   void AddPin();
@@ -92,6 +101,8 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   // they write does not count.
   c10::DataPtr private_;
   RawCopy raw_;  // at home; newer than the daemon's, and what operators use, while it is shown
+  absl::InlinedVector<const c10::TensorImpl*, 1> parameters_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> given_{c10::intrusive_ptr<c10::StorageImpl>()};
   std::exception_ptr failure_;             // of what ended after its operator
   c10::DataPtr initial_;                   // kInitial
   BornResidency* initial_born_ = nullptr;  // whose bytes initial_ names

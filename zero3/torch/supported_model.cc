@@ -1,0 +1,142 @@
+#include "zero3/torch/supported_model.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/error.h"
+#include "zero3/torch/residency.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload::zero3 {
+namespace {
+
+constexpr size_t kNamesMax = 8;  // of one reason
+
+// Why a parameter cannot be attached: of one, of several, and what to do.
+struct Reason {
+  std::string of_one, of_several, fix;
+  bool operator==(const Reason& other) const { return of_one == other.of_one; }
+};
+
+bool IsTrainedType(at::ScalarType type) { return type == at::kFloat || type == at::kBFloat16; }
+
+Reason OfType(at::ScalarType type) {
+  const std::string rest =
+      absl::StrCat(" dtype ", c10::toString(type), ", float32 and bfloat16 are supported");
+  return {absl::StrCat("has", rest), absl::StrCat("have", rest),
+          "Convert the module, module->to(torch::kFloat), before attaching it"};
+}
+
+// Its memory is given back when the bytes are in the daemon; memory that somebody else made for it
+// would stay behind with old values.
+bool IsInOwnMemory(const at::Tensor& tensor) {
+  static const c10::DeleterFnPtr kOrdinary = c10::GetCPUAllocator()->allocate(1).get_deleter();
+  if (Residency::Of(tensor) != nullptr) return false;
+  const auto* const storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  return storage->data_ptr().get_deleter() != kOrdinary && storage->allocator() == nullptr;
+}
+
+// Null when there is nothing against it.
+const Reason* FirstReason(const at::Tensor& tensor, Memory memory) {
+  static const Reason kSparse{"is sparse", "are sparse",
+                              "Register a dense one, parameter.to_dense()"};
+  static const Reason kDevice{
+      "is not in the memory of the host", "are not in the memory of the host",
+      "Move the module there, module->to(torch::kCPU), before attaching it"};
+  static const Reason kStrides{"is not contiguous", "are not contiguous",
+                               "Lay it out anew before attaching the module, "
+                               "parameter.set_data(parameter.contiguous())"};
+  static const Reason kPart{"is a part of a larger tensor", "are parts of larger tensors",
+                            "Give it memory of its own before attaching the module, "
+                            "parameter.set_data(parameter.clone())"};
+  static const Reason kOwnMemory{
+      "lies in memory that the program gave it (from_blob, a mapped file), which would not see "
+      "what is trained",
+      "lie in memory that the program gave them (from_blob, a mapped file), which would not see "
+      "what is trained",
+      "Give the module a copy, parameter.set_data(parameter.clone()), before attaching it, and "
+      "copy it back with Engine::Gather"};
+  if (tensor.layout() != at::kStrided) return &kSparse;
+  if (!tensor.device().is_cpu()) return &kDevice;
+  if (!tensor.is_contiguous()) return &kStrides;
+  const size_t size_bytes = tensor.numel() * tensor.element_size();
+  if (tensor.storage_offset() != 0 ||
+      tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() != size_bytes)
+    return &kPart;
+  if (memory == Memory::kOfTorch && IsInOwnMemory(tensor)) return &kOwnMemory;
+  return nullptr;
+}
+
+// The parameters that cannot be attached, by reason, in the order of the module.
+class Refusal {
+ public:
+  void Add(const Reason& reason, const std::string& name) {
+    const auto same = [&](const auto& known) { return known.first == reason; };
+    auto found = std::find_if(reasons_.begin(), reasons_.end(), same);
+    if (found == reasons_.end()) found = reasons_.insert(found, {reason, {}});
+    found->second.push_back(absl::StrCat("'", name, "'"));
+  }
+
+  void ThrowIfAny() const {
+    if (reasons_.empty()) return;
+    std::vector<std::string> what, fixes;
+    for (const auto& [reason, names] : reasons_) {
+      what.push_back(Say(reason, names));
+      fixes.push_back(reason.fix);
+    }
+    ThrowStatus(MakeError(ErrorId::kUnsupportedModel, absl::StrJoin(what, "; "),
+                          absl::StrJoin(fixes, ". ")));
+  }
+
+ private:
+  static std::string Say(const Reason& reason, const std::vector<std::string>& names) {
+    if (names.size() == 1) return absl::StrCat("parameter ", names.front(), " ", reason.of_one);
+    std::string list =
+        absl::StrJoin(names.begin(), names.begin() + std::min(names.size(), kNamesMax), ", ");
+    if (names.size() > kNamesMax)
+      absl::StrAppend(&list, " and ", names.size() - kNamesMax, " more");
+    return absl::StrCat("parameters ", list, " ", reason.of_several);
+  }
+
+  std::vector<std::pair<Reason, std::vector<std::string>>> reasons_;
+};
+
+bool HasElements(const at::Tensor& tensor) { return tensor.defined() && tensor.numel() > 0; }
+
+}  // namespace
+
+void CheckSupported(std::span<const NamedTensor> parameters, Memory memory) {
+  Refusal refusal;
+  for (const auto& [name, tensor] : parameters) {
+    if (!HasElements(tensor)) continue;
+    if (!IsTrainedType(tensor.scalar_type())) {
+      refusal.Add(OfType(tensor.scalar_type()), name);
+    } else if (const Reason* const reason = FirstReason(tensor, memory)) {
+      refusal.Add(*reason, name);
+    }
+  }
+  refusal.ThrowIfAny();
+}
+
+void CheckSupportedTypes(std::span<const NamedTensor> parameters) {
+  Refusal refusal;
+  for (const auto& [name, tensor] : parameters) {
+    if (HasElements(tensor) && !IsTrainedType(tensor.scalar_type()))
+      refusal.Add(OfType(tensor.scalar_type()), name);
+  }
+  refusal.ThrowIfAny();
+}
+
+bool IsTable(const at::Tensor& parameter) {
+  return parameter.defined() && !parameter.requires_grad() &&
+         at::isIntegralType(parameter.scalar_type(), /*includeBool=*/true);
+}
+
+}  // namespace offload::zero3

@@ -1,0 +1,27 @@
+// zero3/torch/supported_model.h
+//
+// Which parameters can be attached, said of all of them at once: somebody who has to change a model
+// wants to hear of everything that is wrong with it, not of one thing after the other.
+//
+// Thread safety: pure functions of tensors that nobody changes meanwhile.
+#pragma once
+
+#include <span>
+
+#include "zero3/torch/weights_io.h"
+
+namespace offload::zero3 {
+
+// What a parameter's memory may be. A tensor of a Python program is often over a mapped file.
+enum class Memory { kOfTorch, kAny };
+
+// Throws OFD-1601 when some are sparse, of a type that is not trained here, not contiguous, parts
+// of larger tensors, not in the memory of the host, or in memory that the program gave them.
+void CheckSupported(std::span<const NamedTensor> parameters, Memory memory);
+// The types alone, which is all that training in memory asks.
+void CheckSupportedTypes(std::span<const NamedTensor> parameters);
+
+// A frozen parameter of whole numbers (a table, a permutation): stays in memory, like a buffer.
+bool IsTable(const at::Tensor& parameter);
+
+}  // namespace offload::zero3
