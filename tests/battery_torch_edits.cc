@@ -1,0 +1,508 @@
+// Programs of the battery that look at weights and change them between steps: edits, copies,
+// averages, files, pointers.
+
+#include <ATen/Functions.h>
+#include <torch/nn/utils/convert_parameters.h>
+#include <torch/optim.h>
+#include <torch/serialize.h>
+
+#include <cstring>
+#include <filesystem>
+#include <sstream>
+#include <utility>
+
+#include "tests/battery_torch.h"
+
+namespace offload::battery {
+namespace {
+
+using torch::NoGradGuard;
+
+struct Setting {
+  explicit Setting(Run& run, bool sgd) : model(Perceptron(run)), engine(run.Open()) {
+    optimizer = sgd ? engine->SGD(*model, optim::SGDOptions(0.05).momentum(0.9))
+                    : engine->AdamW(*model, optim::AdamWOptions(1e-2));
+  }
+  nn::Sequential model;
+  std::shared_ptr<Engine> engine;
+  std::unique_ptr<optim::Optimizer> optimizer;
+};
+
+// Something is done to the model before the first step, and after each of three.
+using Edit = std::function<void(Run&, Setting&, int step)>;
+Program Edited(std::string name, Edit edit, bool sgd = true) {
+  return {std::move(name), [=](Run& run) {
+            Setting setting(run, sgd);
+            edit(run, setting, -1);
+            for (int step = 0; step < 3; ++step) {
+              TrainStep(run, setting.model, *setting.optimizer, step);
+              edit(run, setting, step);
+            }
+            TrainStep(run, setting.model, *setting.optimizer, 3);
+            run.See(*setting.model);
+          }};
+}
+
+Program Refused(int error, Program program) {
+  program.refused = error;
+  return program;
+}
+
+// An edit of every parameter, under NoGradGuard.
+using EditOne = std::function<void(Run&, Tensor& parameter, int step)>;
+Program EachEdited(std::string name, EditOne edit, bool sgd = true) {
+  return Edited(
+      std::move(name),
+      [=](Run& run, Setting& setting, int step) {
+        const NoGradGuard no_grad;
+        for (Tensor& parameter : setting.model->parameters()) edit(run, parameter, step);
+      },
+      sgd);
+}
+
+template <class Number>
+void Halve(Tensor& parameter) {
+  Number* const values = parameter.data_ptr<Number>();
+  for (int64_t i = 0; i < parameter.numel(); i += 3) values[i] = values[i] * Number(0.5f);
+}
+void HalveThirds(Tensor& parameter) {
+  if (parameter.scalar_type() == at::kFloat)
+    Halve<float>(parameter);
+  else
+    Halve<at::BFloat16>(parameter);
+}
+
+Programs Edits() {
+  return {
+      EachEdited("clamped", [](Run&, Tensor& p, int) { p.clamp_(-0.04, 0.04); }),
+      EachEdited(
+          "clamped_data_adamw", [](Run&, Tensor& p, int) { p.data().clamp_(-0.04, 0.04); }, false),
+      EachEdited("rows_normalised",
+                 [](Run&, Tensor& p, int) {
+                   if (p.dim() == 2) p.div_(p.norm(2, 1, true).clamp_min(1e-6));
+                 }),
+      EachEdited("norm_limited_by_renorm",
+                 [](Run&, Tensor& p, int) {
+                   if (p.dim() == 2) p.renorm_(2, 0, 0.5);
+                 }),
+      EachEdited("initialised_again",
+                 [](Run&, Tensor& p, int step) {
+                   torch::manual_seed(step + 50);
+                   if (p.dim() < 2) {
+                     nn::init::uniform_(p, -0.1, 0.1);
+                   } else if (step == 0) {
+                     nn::init::xavier_normal_(p);
+                   } else if (step == 1) {
+                     nn::init::kaiming_uniform_(p, 0.1);
+                   } else {
+                     nn::init::orthogonal_(p.data().to(at::kFloat));
+                   }
+                 }),
+      EachEdited(
+          "initialised_by_constants",
+          [](Run&, Tensor& p, int step) {
+            if (p.dim() < 2) nn::init::constant_(p, 0.01 * step);
+            if (p.dim() == 2 && step == 0) nn::init::sparse_(p, 0.3);
+            if (p.dim() == 2 && step == 1) nn::init::eye_(p);
+          },
+          false),
+      EachEdited("parts_overwritten",
+                 [](Run& run, Tensor& p, int step) {
+                   p.slice(0, step + 2, step + 9).zero_();
+                   p.select(0, 1).fill_(0.02);
+                   p.view(-1).slice(0, 5, 15).copy_(run.Noise(step + 9, {10}) * 0.01);
+                 }),
+      EachEdited("elements_indexed",
+                 [](Run&, Tensor& p, int) {
+                   p.view(-1).index_fill_(0, torch::tensor({1, 4, 7}), 0.1);
+                   p.index_put_({torch::tensor({0, 3})}, torch::full({}, 0.2, p.options()));
+                   p.masked_fill_(p.abs() < 1e-3, 0);
+                 }),
+      EachEdited("pruned",
+                 [](Run&, Tensor& p, int) {
+                   const Tensor limit =
+                       std::get<0>(p.to(at::kFloat).abs().flatten().kthvalue(p.numel() / 4));
+                   p.mul_(p.to(at::kFloat).abs() > limit);
+                 }),
+      EachEdited(
+          "rounded_to_eighths", [](Run&, Tensor& p, int) { p.mul_(64).round_().div_(64); }, false),
+      EachEdited("noised", [](Run& run, Tensor& p,
+                              int step) { p.add_(run.Noise(step + 70, p.sizes()), 1e-3); }),
+      EachEdited("noised_from_the_generator",
+                 [](Run&, Tensor& p, int) { p.add_(torch::randn_like(p), 1e-3); }),
+      EachEdited("assigned_through_out",
+                 [](Run& run, Tensor& p, int step) {
+                   at::mul_out(p, p, torch::full({}, 0.9, p.options()));
+                   at::add_out(p, p, run.Noise(step + 30, p.sizes()) * 1e-3);
+                 }),
+      EachEdited("swapped_with_itself_transposed",
+                 [](Run&, Tensor& p, int) {
+                   if (p.dim() == 2 && p.size(0) == p.size(1)) p.copy_(p.t().clone());
+                 }),
+      EachEdited("data_ptr_written", [](Run&, Tensor& p, int) { HalveThirds(p); }),
+      EachEdited(
+          "data_ptr_written_adamw", [](Run&, Tensor& p, int) { HalveThirds(p); }, false),
+      EachEdited("raw_memory_copied_in_and_out",
+                 [](Run& run, Tensor& p, int) {
+                   std::vector<char> bytes(p.nbytes());
+                   std::memcpy(bytes.data(), p.const_data_ptr(), bytes.size());
+                   std::memset(bytes.data(), 0, 16);
+                   std::memcpy(p.mutable_data_ptr(), bytes.data(), bytes.size());
+                   run.See(torch::from_blob(bytes.data(), p.sizes(), p.options()).clone());
+                 }),
+      EachEdited(
+          "from_raw_memory",
+          [](Run&, Tensor& p, int step) {
+            std::vector<float> values(p.numel());
+            for (size_t i = 0; i < values.size(); ++i) values[i] = 0.001f * ((i + step) % 50);
+            p.copy_(torch::from_blob(values.data(), p.sizes()));
+          },
+          false),
+      EachEdited("accessor",
+                 [](Run& run, Tensor& p, int) {
+                   if (p.dim() != 2 || p.scalar_type() != at::kFloat) return;
+                   auto values = p.accessor<float, 2>();
+                   double trace = 0;
+                   for (int64_t i = 0; i < std::min(p.size(0), p.size(1)); ++i) {
+                     trace += values[i][i];
+                     values[i][i] *= 0.9f;
+                   }
+                   run.See(trace);
+                 }),
+      EachEdited("alias_kept_from_before",
+                 [](Run& run, Tensor& p, int) {
+                   const Tensor alias = p.detach();
+                   alias.view(-1)[0] = 0.25;
+                   run.See(alias.sum());
+                 }),
+      EachEdited("items_read_one_by_one",
+                 [](Run& run, Tensor& p, int) {
+                   run.See(p.view(-1)[3].item<float>() + p.flatten()[7].item<double>() +
+                           p.sum().item<float>() + p.max().item<float>());
+                 }),
+      EachEdited("copied_to_other_types",
+                 [](Run& run, Tensor& p, int) {
+                   run.See(p.to(at::kDouble));
+                   run.See(p.to(at::kHalf));
+                   run.See(p.to(at::kFloat));
+                   run.See(p.cpu().contiguous());
+                   run.See(p.toType(at::kLong));
+                 }),
+      EachEdited(
+          "weight_decay_by_hand", [](Run&, Tensor& p, int) { p.mul_(1 - 0.01); }, false),
+      Edited("matrix_made_orthogonal",
+             [](Run&, Setting& s, int) {
+               const NoGradGuard no_grad;
+               Tensor& w = LinearAt(s.model, 4).weight;
+               w.copy_(std::get<0>(at::linalg_qr(w.to(at::kFloat))));
+             }),
+      Edited("printed",
+             [](Run& run, Setting& s, int) {
+               std::ostringstream text;
+               for (const auto& item : s.model->named_parameters())
+                 text << item.key() << item.value().sizes() << item.value().slice(0, 0, 2);
+               text << LinearAt(s.model, 0).bias;
+               s.model->pretty_print(text);
+               run.See(static_cast<double>(std::hash<std::string>()(text.str()) % 1000000));
+             }),
+      Edited("statistics_of_every_parameter",
+             [](Run& run, Setting& s, int) {
+               for (const auto& item : s.model->named_parameters()) {
+                 const Tensor p = item.value().detach().to(at::kFloat);
+                 run.See(p.mean().item<double>());
+                 run.See(p.std().item<double>());
+                 run.See(p.histc(10));
+                 run.See(static_cast<double>(p.count_nonzero().item<int64_t>()));
+               }
+             }),
+      Edited("own_layer_replaced_by_copy",
+             [](Run& run, Setting& s, int step) {
+               const NoGradGuard no_grad;
+               torch::manual_seed(step + 500);
+               nn::Linear fresh = run.Cast(nn::Linear(kInner, kWidth));
+               LinearAt(s.model, 2).weight.copy_(fresh->weight);
+               LinearAt(s.model, 2).bias.copy_(fresh->bias);
+             }),
+      Edited(
+          "reset_parameters",
+          [](Run&, Setting& s, int step) {
+            torch::manual_seed(step + 600);
+            LinearAt(s.model, 0).reset_parameters();
+          },
+          false),
+      Edited("ema_copy",
+             [average = std::make_shared<std::vector<Tensor>>()](Run& run, Setting& s, int step) {
+               const NoGradGuard no_grad;
+               const auto parameters = s.model->parameters();
+               if (step < 0) {
+                 average->clear();
+                 for (const Tensor& p : parameters) average->push_back(p.clone());
+               }
+               for (size_t i = 0; i < parameters.size(); ++i)
+                 (*average)[i].mul_(0.9).add_(parameters[i], 0.1);
+               if (step == 2) {
+                 for (const Tensor& p : *average) run.See(p);
+               }
+             }),
+      Edited(
+          "ema_by_lerp_on_detached",
+          [average = std::make_shared<std::vector<Tensor>>()](Run& run, Setting& s, int step) {
+            const auto parameters = s.model->parameters();
+            if (step < 0) {
+              average->clear();
+              for (const Tensor& p : parameters) average->push_back(p.detach().clone());
+            }
+            for (size_t i = 0; i < parameters.size(); ++i)
+              (*average)[i].lerp_(parameters[i].detach(), 0.2);
+            if (step == 2) {
+              for (const Tensor& p : *average) run.See(p);
+            }
+          },
+          false),
+      Edited("target_network",
+             [target = std::make_shared<nn::Sequential>(nullptr)](Run& run, Setting& s, int step) {
+               const NoGradGuard no_grad;
+               if (step < 0) *target = Perceptron(run);
+               auto from = s.model->named_parameters();
+               for (auto& item : (*target)->named_parameters())
+                 item.value().copy_(0.1 * from[item.key()] + 0.9 * item.value());
+               run.See(battery::Loss(run, *target, 40 + step));
+             }),
+      Edited("target_network_by_data",
+             [target = std::make_shared<nn::Sequential>(nullptr)](Run& run, Setting& s, int step) {
+               if (step < 0) *target = Perceptron(run);
+               const auto from = s.model->parameters(), to = (*target)->parameters();
+               for (size_t i = 0; i < to.size(); ++i) to[i].data().copy_(from[i].data());
+               run.See(battery::Loss(run, *target, 40 + step));
+             }),
+      Edited("cloned_module",
+             [](Run& run, Setting& s, int) {
+               const auto copy = std::dynamic_pointer_cast<nn::SequentialImpl>(s.model->clone());
+               run.See(*copy);
+               run.See(copy->forward(run.Noise(9, {2, kWidth})));
+             }),
+      Edited("cloned_module_is_trained",
+             [](Run& run, Setting& s, int step) {
+               if (step != 1) return;
+               nn::Sequential copy(std::dynamic_pointer_cast<nn::SequentialImpl>(s.model->clone()));
+               optim::SGD optimizer(copy->parameters(), optim::SGDOptions(0.1));
+               battery::Train(run, copy, optimizer, 20, 23);
+               run.See(*copy);
+             }),
+      Edited(
+          "rolled_back",
+          [kept = std::make_shared<std::vector<Tensor>>()](Run&, Setting& s, int step) {
+            const NoGradGuard no_grad;
+            if (step == 0) {
+              kept->clear();
+              for (const Tensor& p : s.model->parameters()) kept->push_back(p.clone());
+            }
+            if (step == 2) {
+              const auto parameters = s.model->parameters();
+              for (size_t i = 0; i < parameters.size(); ++i) parameters[i].copy_((*kept)[i]);
+            }
+          },
+          false),
+      Edited("weights_perturbed_and_put_back",
+             [](Run& run, Setting& s, int step) {
+               const NoGradGuard no_grad;
+               std::vector<Tensor> before;
+               for (Tensor& p : s.model->parameters()) {
+                 before.push_back(p.clone());
+                 p.add_(run.Noise(step + 80, p.sizes()), 0.01);
+               }
+               run.See(battery::Loss(run, s.model, 60));
+               const auto parameters = s.model->parameters();
+               for (size_t i = 0; i < parameters.size(); ++i) parameters[i].copy_(before[i]);
+             }),
+      Edited("sharpness_aware",
+             [](Run& run, Setting& s, int step) {
+               battery::Loss(run, s.model, 90 + step).backward();
+               const NoGradGuard no_grad;
+               std::vector<Tensor> moves;
+               for (Tensor& p : s.model->parameters()) {
+                 moves.push_back(p.grad() * 0.05);
+                 p.add_(moves.back());
+               }
+               s.optimizer->zero_grad();
+               {
+                 const at::AutoGradMode grad(true);
+                 battery::Loss(run, s.model, 90 + step).backward();
+               }
+               const auto parameters = s.model->parameters();
+               for (size_t i = 0; i < parameters.size(); ++i) parameters[i].sub_(moves[i]);
+               s.optimizer->step();
+               s.optimizer->zero_grad();
+             }),
+      Edited("frozen_for_a_while",
+             [](Run&, Setting& s, int step) {
+               for (Tensor& p : LinearAt(s.model, 2).parameters())
+                 p.set_requires_grad(step % 2 != 0);
+             }),
+      Edited("casts_to_its_own_type",
+             [](Run& run, Setting& s, int) {
+               s.model->to(run.dtype());
+               s.model->to(at::kCPU);
+               s.model->to(at::kCPU, run.dtype());
+               s.model->train();
+             }),
+      Refused(1601, Edited("cast_to_double",
+                           [](Run&, Setting& s, int step) {
+                             if (step == 1) s.model->to(at::kDouble);
+                           })),
+      Refused(1601, Edited("cast_away_and_back",
+                           [](Run& run, Setting& s, int step) {
+                             if (step != 1) return;
+                             s.model->to(at::kDouble);
+                             s.model->to(run.dtype());
+                           })),
+      Edited("parameters_as_a_vector",
+             [](Run& run, Setting& s, int step) {
+               const Tensor all = nn::utils::parameters_to_vector(s.model->parameters());
+               run.See(all);
+               if (step == 1)
+                 nn::utils::vector_to_parameters(all.detach() * 0.5, s.model->parameters());
+             }),
+      Refused(1601, Edited("vector_that_stays",
+                           [vector = std::make_shared<Tensor>()](Run& run, Setting& s, int step) {
+                             if (step == 0)
+                               *vector =
+                                   nn::utils::parameters_to_vector(s.model->parameters()).detach();
+                             if (step == 1) {
+                               vector->mul_(0.5);
+                               nn::utils::vector_to_parameters(*vector, s.model->parameters());
+                             }
+                           })),
+      Refused(1601, Edited("vector_that_is_read_again",
+                           [vector = std::make_shared<Tensor>()](Run& run, Setting& s, int step) {
+                             if (step == 0) {
+                               *vector =
+                                   nn::utils::parameters_to_vector(s.model->parameters()).detach();
+                               nn::utils::vector_to_parameters(*vector, s.model->parameters());
+                             }
+                             if (step == 2) run.See(*vector);
+                           })),
+      Edited("set_data",
+             [](Run& run, Setting& s, int step) {
+               if (step == 1)
+                 LinearAt(s.model, 0).weight.set_data(run.Noise(3, {kInner, kWidth}) * 0.05);
+             }),
+      Refused(1601, Edited("set_data_of_another_shape",
+                           [](Run& run, Setting& s, int step) {
+                             if (step == 1)
+                               LinearAt(s.model, 4).weight.set_data(run.Noise(3, {7, kWidth}));
+                           })),
+      Edited("data_assigned",
+             [](Run& run, Setting& s, int step) {
+               if (step == 1) LinearAt(s.model, 0).weight.data() = run.Noise(3, {kInner, kWidth});
+             }),
+      Edited("weights_shared_after_attaching",
+             [](Run&, Setting& s, int step) {
+               if (step == 1)
+                 LinearAt(s.model, 0).bias =
+                     torch::zeros({kInner}, LinearAt(s.model, 0).bias.options()).requires_grad_();
+             }),
+      Edited("saved_to_a_stream",
+             [](Run& run, Setting& s, int) {
+               std::stringstream file;
+               torch::save(s.model, file);
+               nn::Sequential copy = Perceptron(run);
+               torch::load(copy, file);
+               run.See(*copy);
+             }),
+      Edited(
+          "saved_to_a_file_and_loaded",
+          [](Run& run, Setting& s, int step) {
+            const std::string path = run.options().nvme_path + "/model.pt";
+            if (step == 0) torch::save(s.model, path);
+            if (step == 2) torch::load(s.model, path);
+          },
+          false),
+      Edited("loaded_from_a_fresh_model",
+             [](Run& run, Setting& s, int step) {
+               if (step != 1) return;
+               torch::manual_seed(99);
+               nn::Sequential other = run.Cast(nn::Sequential(
+                   nn::Linear(kWidth, kInner), nn::Tanh(), nn::Linear(kInner, kWidth), nn::GELU(),
+                   nn::Linear(kWidth, kWidth)));
+               std::stringstream file;
+               torch::save(other, file);
+               torch::load(s.model, file);
+             }),
+      Edited("parameters_saved_as_tensors",
+             [](Run& run, Setting& s, int step) {
+               std::stringstream file;
+               torch::save(s.model->parameters(), file);
+               std::vector<Tensor> tensors;
+               torch::load(tensors, file);
+               for (const Tensor& tensor : tensors) run.See(tensor);
+               const std::vector<char> pickled = torch::pickle_save(LinearAt(s.model, 4).weight);
+               run.See(torch::pickle_load(pickled).toTensor());
+             }),
+      Edited("archive_by_hand",
+             [](Run& run, Setting& s, int step) {
+               torch::serialize::OutputArchive out;
+               s.model->save(out);
+               out.write("step", torch::tensor(step));
+               std::ostringstream bytes;
+               out.save_to(bytes);
+               std::istringstream source(bytes.str());
+               torch::serialize::InputArchive in;
+               in.load_from(source);
+               nn::Sequential copy = Perceptron(run);
+               copy->load(in);
+               run.See(*copy);
+             }),
+      Edited(
+          "gathered",
+          [](Run& run, Setting& s, int) {
+            for (const Tensor& p : s.model->parameters()) {
+              run.See(s.engine->Gather(p));
+              run.See(s.engine->Gather(p, "master"));
+              run.See(s.engine->Gather(p, "exp_avg"));
+            }
+          },
+          false),
+      Edited("weights_saved_and_loaded_by_the_engine",
+             [](Run& run, Setting& s, int step) {
+               const std::string folder = run.options().nvme_path + "/weights";
+               if (step == 0) s.engine->SaveWeights(folder);
+               if (step == 2) s.engine->LoadWeights(folder);
+             }),
+      {"edited_before_attaching",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         {
+           const NoGradGuard no_grad;
+           for (Tensor& p : model->parameters()) p.mul_(0.5);
+           LinearAt(model, 4).weight.set_data(run.Noise(1, {kWidth, kWidth}) * 0.05);
+         }
+         std::vector<Tensor> aliases;
+         for (const Tensor& p : model->parameters()) aliases.push_back(p.detach());
+         auto engine = run.Open();
+         auto optimizer = engine->SGD(*model, optim::SGDOptions(0.1));
+         Train(run, model, *optimizer, 0, 2);
+         for (const Tensor& alias : aliases) run.See(alias);
+         for (const Tensor& alias : aliases) alias.mul_(0.9);
+         Train(run, model, *optimizer, 2, 4);
+         run.See(*model);
+       }},
+      {"vector_assigned_before_attaching",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         Tensor all = nn::utils::parameters_to_vector(model->parameters()).detach();
+         nn::utils::vector_to_parameters(all, model->parameters());
+         auto engine = run.Open();
+         auto optimizer = engine->SGD(*model, optim::SGDOptions(0.1));
+         Train(run, model, *optimizer, 0, 2);
+         run.See(*model);
+       },
+       1601},
+  };
+}
+
+}  // namespace
+
+Programs EditPrograms() { return Edits(); }
+
+}  // namespace offload::battery
