@@ -59,7 +59,7 @@ void Simulation::Launch() {
   turns_ = 0;
   has_met_fate_ = is_dead_ = may_fail_ = drive_failed_ = has_unsettled_puts_ = is_loading_ = false;
   fate_ = static_cast<Fate>(random_.OneIn(3) ? 0 : random_.Below(5));
-  fate_turn_ = random_.Below(1500 * (1 + steps_left_));
+  fate_turn_ = random_.Below(800 * (1 + steps_left_));
   const uint64_t fault_turn = random_.OneIn(10) ? 1 + random_.Below(3000) : 0;
   auto job = Job::Create({.name = "job", .pool = "memory", .store = "job"}, machine_);
   OFFLOAD_CHECK(job.ok()) << job.status().ToString();

@@ -275,7 +275,7 @@ void SimulatedRank::AddScript(const std::shared_ptr<StepScript>& script) {
       Then("ends a load", [this] { return answer_.has_value(); });
     }
   }
-  AddForward();
+  if (!random.OneIn(3)) AddForward();
   if (plan.world_size == 1) {
     AddGradientsOfOne(script);
   } else {
