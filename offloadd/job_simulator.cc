@@ -176,7 +176,7 @@ void Simulation::EndLaunch() {
     for (uint64_t turn = 0; turn < kTurnsMax && !IsOver(); ++turn) {
       Turn();
     }
-    OFFLOAD_CHECK(IsOver()) << result_.violation;
+    OFFLOAD_CHECK(IsOver()) << "seed " << options_.seed << ": " << result_.violation;
   }
   while (machine_.RunOne()) continue;
   result_.puts_dropped += has_unsettled_puts_;
