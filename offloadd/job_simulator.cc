@@ -280,6 +280,7 @@ void Simulation::ApplyPut(StepScript& script, uint32_t tensor) {
 
 void Simulation::BeginEndLoad() {
   is_loading_ = has_unsettled_puts_;
+  is_load_begun_ = false;
   if (!is_loading_) return;
   has_unsettled_puts_ = false;
   versions_.push_back({now_, /*is_load=*/true});
@@ -288,6 +289,10 @@ void Simulation::BeginEndLoad() {
 void Simulation::EndEndLoad(const absl::Status& status) {
   if (!is_loading_) return;
   is_loading_ = false;
+  if (!status.ok() && !is_load_begun_) {  // refused: nothing has changed
+    versions_.pop_back();
+    has_unsettled_puts_ = true;
+  }
   if (!status.ok()) return;
   durable_ = versions_.size() - 1;
   ++result_.loads;

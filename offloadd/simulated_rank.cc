@@ -270,6 +270,7 @@ void SimulatedRank::AddScript(const std::shared_ptr<StepScript>& script) {
           sim_.EndEndLoad(status);
           Answered("EndLoad", status);
         });
+        sim_.EndLoadHasBegun();
         return true;
       });
       Then("ends a load", [this] { return answer_.has_value(); });
