@@ -86,7 +86,8 @@ class Job {
   // machine outlives the job.
   static absl::StatusOr<std::shared_ptr<Job>> Create(JobIdentity identity,
                                                      Machine& machine = Machine::Real());
-  // Requires that everybody who joined has left; and that it is drained, where nobody runs its loop.
+  // Requires that everybody who joined has left; and that it is drained, where nobody runs its
+  // loop.
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;

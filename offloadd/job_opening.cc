@@ -167,7 +167,8 @@ absl::Status Job::MakeScratch(uint64_t bytes, Made& made) {
     options.compute = [this](std::function<void()> work, std::function<void()> done) {
       context_.Compute(std::move(work), std::move(done));
     };
-    OFFLOAD_ASSIGN_OR_RETURN(made.scratch, machine_.CreateScratch(identity_.pool, std::move(options)));
+    OFFLOAD_ASSIGN_OR_RETURN(made.scratch,
+                             machine_.CreateScratch(identity_.pool, std::move(options)));
   }
   swap::Scratch& scratch = made.scratch != nullptr ? *made.scratch : *scratch_;
   return bytes > 0 ? scratch.Reserve(bytes) : absl::OkStatus();

@@ -134,8 +134,8 @@ void Job::MakeWhatIsSealed(Made& made) {
     OFFLOAD_ASSIGN_OR_RETURN(
         made.store,
         machine_.CreateStore(identity_.pool,
-                            MakeStoreSpec(identity_.name, context_.catalogue, context_.optimizer),
-                            options));
+                             MakeStoreSpec(identity_.name, context_.catalogue, context_.optimizer),
+                             options));
     return absl::OkStatus();
   };
   made.status = make();

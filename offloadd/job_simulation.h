@@ -213,6 +213,7 @@ class Simulation {
   Bytes PutValues(const StepScript& script, uint32_t tensor) const;
   void ApplyPut(StepScript& script, uint32_t tensor);
   void BeginEndLoad();
+  void EndLoadHasBegun() { is_load_begun_ = true; }  // unless it is answered by then
   void EndEndLoad(const absl::Status& status);
   void ApplyStep(StepScript& script, const absl::StatusOr<uint64_t>& durable_step);
   void KnowDurable(uint64_t step);
@@ -290,6 +291,7 @@ class Simulation {
   // The model.
   JobState now_;
   bool has_unsettled_puts_ = false;
+  bool is_load_begun_ = false;
   bool is_loading_ = false;                  // EndLoad is called with puts
   std::vector<std::string> trainer_states_;  // by rank
   std::vector<Bytes> sums_;                  // by tensor: of this launch's last gradients

@@ -59,7 +59,7 @@ void Simulation::Launch() {
   turns_ = 0;
   has_met_fate_ = is_dead_ = may_fail_ = drive_failed_ = has_unsettled_puts_ = is_loading_ = false;
   fate_ = static_cast<Fate>(random_.OneIn(3) ? 0 : random_.Below(5));
-  fate_turn_ = random_.Below(1500 * (1 + steps_left_));
+  fate_turn_ = random_.Below(800 * (1 + steps_left_));
   const uint64_t fault_turn = random_.OneIn(10) ? 1 + random_.Below(3000) : 0;
   auto job = Job::Create({.name = "job", .pool = "memory", .store = "job"}, machine_);
   OFFLOAD_CHECK(job.ok()) << job.status().ToString();
@@ -176,7 +176,7 @@ void Simulation::EndLaunch() {
     for (uint64_t turn = 0; turn < kTurnsMax && !IsOver(); ++turn) {
       Turn();
     }
-    OFFLOAD_CHECK(IsOver()) << result_.violation;
+    OFFLOAD_CHECK(IsOver()) << "seed " << options_.seed << ": " << result_.violation;
   }
   while (machine_.RunOne()) continue;
   result_.puts_dropped += has_unsettled_puts_;
@@ -280,6 +280,7 @@ void Simulation::ApplyPut(StepScript& script, uint32_t tensor) {
 
 void Simulation::BeginEndLoad() {
   is_loading_ = has_unsettled_puts_;
+  is_load_begun_ = false;
   if (!is_loading_) return;
   has_unsettled_puts_ = false;
   versions_.push_back({now_, /*is_load=*/true});
@@ -288,6 +289,10 @@ void Simulation::BeginEndLoad() {
 void Simulation::EndEndLoad(const absl::Status& status) {
   if (!is_loading_) return;
   is_loading_ = false;
+  if (!status.ok() && !is_load_begun_) {  // refused: nothing has changed
+    versions_.pop_back();
+    has_unsettled_puts_ = true;
+  }
   if (!status.ok()) return;
   durable_ = versions_.size() - 1;
   ++result_.loads;

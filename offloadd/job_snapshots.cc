@@ -91,7 +91,8 @@ void Job::GrowFor(SnapshotChange& change) {
   store_->Grow(change.progress, context_.Counted([this](absl::Status status) {
     changes_.front().under_way = false;
     if (store_->failed()) Fail(status);
-    if (!status.ok()) FinishChange(std::move(status));
+    // A growth is cancelled when the job ends.
+    if (!status.ok()) FinishChange(absl::IsCancelled(status) ? Ending() : std::move(status));
   }));
 }
 

@@ -270,12 +270,13 @@ void SimulatedRank::AddScript(const std::shared_ptr<StepScript>& script) {
           sim_.EndEndLoad(status);
           Answered("EndLoad", status);
         });
+        sim_.EndLoadHasBegun();
         return true;
       });
       Then("ends a load", [this] { return answer_.has_value(); });
     }
   }
-  AddForward();
+  if (!random.OneIn(3)) AddForward();
   if (plan.world_size == 1) {
     AddGradientsOfOne(script);
   } else {
