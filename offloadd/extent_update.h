@@ -74,8 +74,8 @@ struct ExtentUpdate {
   proto::Dtype dtype = proto::Dtype::kFloat32;
   const proto::PlaneSet* plane_set = nullptr;
   const uint32_t* roots = nullptr;  // as kernels::Run has them
-  uint64_t sequence = 0;  // that the outputs are bound to
-  ByPlane<bool> left;     // stays in memory unwritten: gets no checksum
+  uint64_t sequence = 0;            // that the outputs are bound to
+  ByPlane<bool> left;               // stays in memory unwritten: gets no checksum
   ExtentPlanes planes;
   TieBits ties_in;
   const std::byte* spilled_gradient = nullptr;

@@ -267,6 +267,7 @@ def install():
     _wrap(tensor, "new_tensor", _new_tensor)
     _wrap(tensor, "new", _new)
     _wrap(tensor, "data_ptr", _tensor_address)
+    Engine.leave_data()
     _wrap(torch.nn.Parameter, "data", _replaceable)
     for name in ("share_memory_", "__dlpack__"):
         _wrap(tensor, name, _refused_in_our_words)

@@ -24,6 +24,7 @@
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_hook.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/weight_residency.h"
 #include "zero3/torch/weights_io.h"
 
 // ---- Errors ------------------------------------------------------------------------------------
@@ -321,6 +322,7 @@ TORCH_LIBRARY(offloadd, m) {
       .def_static("parameters_of", &ParametersOf)
       .def_static("planes_of", &PlanesOf)
       .def_static("is_managed", &IsManaged)
+      .def_static("leave_data", [] { WeightResidency::LeaveData(); })
       .def_static("identity_of", &IdentityOf)
       .def_static("identity_of_storage", &IdentityOfStorage);
 }

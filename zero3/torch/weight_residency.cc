@@ -167,6 +167,8 @@ uint64_t WeightResidency::window_bytes() const {
   return attachment_->WindowBytes(tensor_);
 }
 
+std::atomic<bool> WeightResidency::takes_data_ = true;
+
 // The values are copied, and `data` becomes a tensor over our storage, so that what set_data() does
 // next changes nothing. In plain torch the memory changes and the values follow: who looks at the
 // parameter's old memory would see the difference, and who looks at that of `data`.
@@ -223,7 +225,9 @@ void WeightResidency::CheckGiven() {
 
 bool WeightResidency::Serve(Special special, torch::jit::Stack* stack) {
   if (special == Special::kSetData) {
-    TakeData(torch::jit::peek(*stack, 0, 2).toTensor(), torch::jit::peek(*stack, 1, 2).toTensor());
+    if (takes_data_)
+      TakeData(torch::jit::peek(*stack, 0, 2).toTensor(),
+               torch::jit::peek(*stack, 1, 2).toTensor());
     return false;
   }
   if (special != Special::kSet) return false;

@@ -7,6 +7,7 @@
 // Thread safety: as Residency.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -60,6 +61,9 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   size_t raw_bytes() const override { return raw_.size_bytes(); }
   const std::string& raw_name() const override { return subject_; }
 
+  // From now on set_data() replaces storages: the Python package watches `p.data = x` itself, and
+  // copies the values before the next step.
+  static void LeaveData() { takes_data_ = false; }
   // What set_data() gave the parameter shares its memory in plain torch. Throws OFD-1601 when the
   // program still has more of it than the parameter.
   void CheckGiven();
@@ -74,6 +78,8 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   using Lock = std::unique_lock<std::mutex>;
 
   ~WeightResidency() override;
+  static std::atomic<bool> takes_data_;
+
   void TakeData(const at::Tensor& parameter, const at::Tensor& data);
   bool PinRaw(Access access, Lock& lock);
   std::byte* CopyForReading();

@@ -357,9 +357,9 @@ class InitGuard {
 // The in-memory trainer that everything above is compared with, and what OFFLOADD_DISABLE=1 gives:
 // fp32 parameters are updated as torch's optimizer of that name does it, bf16 parameters by the
 // same on fp32 masters and moments, then cast back.
-std::unique_ptr<torch::optim::Optimizer> InMemoryAdamW(torch::nn::Module& module,
-                                                       torch::optim::AdamWOptions options,
-                                                       AdamWFlavour flavour = AdamWFlavour::kMulAdd);
+std::unique_ptr<torch::optim::Optimizer> InMemoryAdamW(
+    torch::nn::Module& module, torch::optim::AdamWOptions options,
+    AdamWFlavour flavour = AdamWFlavour::kMulAdd);
 std::unique_ptr<torch::optim::Optimizer> InMemorySGD(torch::nn::Module& module,
                                                      torch::optim::SGDOptions options);
 std::unique_ptr<torch::optim::Optimizer> InMemoryAdam(torch::nn::Module& module,
