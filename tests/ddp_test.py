@@ -51,7 +51,7 @@ def train_with_ddp(rank, world_size, micro_batches, store, output):
     torch.manual_seed(3)
     model = Model()
     ddp = torch.nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     with open(output, "wb") as file:
         for step in range(STEPS):
             for micro_batch in range(micro_batches):

@@ -50,7 +50,9 @@ void Train(const std::string& pool, const std::string& job, int64_t steps, int64
   const std::shared_ptr<Engine> engine = Engine::Open(options);
   torch::manual_seed(3);
   auto model = std::make_shared<Model>();
-  const auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-2).weight_decay(0.1));
+  // The other side is Python's.
+  const auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-2).weight_decay(0.1),
+                                       AdamWFlavour::kLerp);
   std::ofstream file(output, std::ios::binary);
   for (int64_t step = 0; step < steps; ++step) {
     for (int64_t micro_batch = 0; micro_batch < micro_batches; ++micro_batch) {

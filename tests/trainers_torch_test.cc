@@ -546,7 +546,7 @@ TEST(TrainersTest, OtherTypesAreRefusedWithAndWithoutOffloading) {
       nn::Linear layer(30, 20);
       layer->to(dtype);
       auto engine = Engine::Open(OptionsFor("types"));
-      ExpectError(1601, "'weight' has dtype",
+      ExpectError(1601, "'weight', 'bias' have dtype",
                   [&] { engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3)); });
     }
   }
