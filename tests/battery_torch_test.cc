@@ -1,5 +1,6 @@
 // Every program of the battery computes offloaded what it computes in memory, bit for bit, with as
-// little memory as can be and with plenty; or it is refused, with the error that it names.
+// little memory as can be and with plenty; or it is refused, with the error that it names. bf16 has
+// plenty only with OFFLOADD_LONG_TESTS=1, for the sake of time.
 
 #include "tests/battery_torch.h"
 
@@ -7,6 +8,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <gtest/gtest.h>
+#include <stdlib.h>
 
 #include <algorithm>
 #include <filesystem>
@@ -137,7 +139,8 @@ TEST_P(BatteryTest, ComputesWhatItComputesInMemory) {
   ASSERT_FALSE(in_memory.error.has_value()) << in_memory.text;
   ASSERT_FALSE(in_memory.seen.empty());
   ExpectSame(in_memory, RunAtTheFloor(GetParam()), "at the floor");
-  ExpectSame(in_memory, RunOnce(GetParam(), "1GiB"), "with 1 GiB");
+  if (GetParam().dtype == at::kFloat || getenv("OFFLOADD_LONG_TESTS") != nullptr)
+    ExpectSame(in_memory, RunOnce(GetParam(), "1GiB"), "with 1 GiB");
 }
 
 std::vector<Case> Cases() {
