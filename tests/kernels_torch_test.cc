@@ -19,11 +19,6 @@ namespace {
 
 using torch::Tensor;
 
-const SquareRoots& TorchRoots() {
-  static const SquareRoots roots = zero3::MeasureSquareRoots();
-  return roots;
-}
-
 bool SameBits(const Tensor& a, const Tensor& b) {
   return a.sizes() == b.sizes() && a.dtype() == b.dtype() &&
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
@@ -69,7 +64,7 @@ struct Offloaded {
     run.gradient_dtype = gradient.dtype() == torch::kBFloat16 ? Dtype::kBFloat16 : Dtype::kFloat32;
     run.gradient = gradient.const_data_ptr();
     run.gradient_scale = scale;
-    run.roots = TorchRoots().corrections();
+    run.roots = zero3::TorchSquareRoots().corrections();
     kernels::Update(optimizer, step, run);
     ties = new_ties;
     tie_count += writer.position;
@@ -229,7 +224,7 @@ void ExpectTorchBits(const OptimizerSpec& p, int64_t count, const TorchStep& tor
 
 TEST(KernelsTorchTest, SquareRootsAreThoseOfTorchWhereverTheyStand) {
   torch::manual_seed(8);
-  const SquareRoots& roots = TorchRoots();
+  const SquareRoots& roots = zero3::TorchSquareRoots();
   std::cout << "torch's square roots are " << (roots.AreNearest() ? "" : "not ") << "the nearest\n";
   for (const int64_t count : {1, 3, 8, 15, 16, 17, 31, 63, 1000, 100003}) {
     const Tensor values = RandomTensor(count, 1).square() * torch::exp(20 * torch::randn({count}));

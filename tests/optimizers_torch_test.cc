@@ -157,11 +157,6 @@ struct OneParameter : torch::nn::Module {
   Tensor weight;
 };
 
-const uint32_t* TorchRoots() {
-  static const kernels::SquareRoots roots = zero3::MeasureSquareRoots();
-  return roots.corrections();
-}
-
 // The tensor under the kernels: fp32, or bf16 as two halves and tie bits.
 struct Offloaded {
   explicit Offloaded(const Tensor& start) : weight(start.clone()) {
@@ -189,7 +184,7 @@ struct Offloaded {
     ForEachPiece(gradient, [&](kernels::Run run) {
       run.ties_out = &writer;
       run.trust_ratio = trust_ratio;
-      run.roots = TorchRoots();
+      run.roots = zero3::TorchSquareRoots().corrections();
       kernels::Update(optimizer, step, run);
     });
     ties = new_ties;

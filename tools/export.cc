@@ -8,13 +8,13 @@
 #include <utility>
 #include <vector>
 
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
 #include "base/mapped_region.h"
 #include "base/status_macros.h"
 #include "kernels/split.h"
+#include "proto/buffer_tensors.h"
 #include "proto/slab_layout.h"
 #include "proto/stored_catalogue.h"
 #include "swap/fork.h"
@@ -29,9 +29,6 @@ namespace {
 using proto::Dtype;
 
 constexpr uint64_t kPlaneBytesMax = uint64_t{proto::kExtentElements} * sizeof(float);
-// How a job calls a buffer of the module that is a tensor of the store: bytes of a type that only
-// the trainer knows.
-constexpr std::string_view kBufferPrefix = "buffer ";
 
 enum class Values { kWeights, kFloat32, kBFloat16 };
 
@@ -130,9 +127,7 @@ class ExtentReader {
   std::vector<std::byte> values_;
 };
 
-bool IsWeight(const proto::Tensor& tensor) {
-  return !absl::StartsWith(tensor.name, std::string(kBufferPrefix));
-}
+bool IsWeight(const proto::Tensor& tensor) { return !proto::IsBufferTensor(tensor.name); }
 
 // OFD-1207 when the store's own list of tensors is not that of the catalogue.
 absl::StatusOr<proto::Catalogue> CatalogueOf(const swap::Store& store) {

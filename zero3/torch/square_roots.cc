@@ -13,8 +13,9 @@
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
+namespace {
 
-kernels::SquareRoots MeasureSquareRoots() {
+kernels::SquareRoots Measure() {
   const c10::InferenceMode plain;
   std::optional<kernels::SquareRoots> roots =
       kernels::SquareRoots::Measure([](std::span<float> values) {
@@ -27,6 +28,13 @@ kernels::SquareRoots MeasureSquareRoots() {
                         "no pattern: the daemon cannot take the same ones",
                         "Use SGD, or AdamW and Adam as AdamWFlavour::kFused (fused=True in "
                         "Python), whose roots are the nearest"));
+}
+
+}  // namespace
+
+const kernels::SquareRoots& TorchSquareRoots() {
+  static const kernels::SquareRoots roots = Measure();
+  return roots;
 }
 
 }  // namespace offload::zero3

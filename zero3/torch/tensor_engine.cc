@@ -23,6 +23,7 @@
 #include "base/crc32c.h"
 #include "base/durability.h"
 #include "base/error.h"
+#include "proto/buffer_tensors.h"
 #include "proto/shm_abi.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
@@ -254,7 +255,7 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
   }
   if (large_buffers) {
     for (const Buffers::Large& buffer : buffers_.large()) {
-      tensors.push_back({.name = absl::StrCat("buffer ", buffer.name),
+      tensors.push_back({.name = proto::BufferTensorName(buffer.name),
                          .shape = {static_cast<int64_t>(buffer.element_count)},
                          .dtype = proto::Dtype::kFloat32,
                          .trainable = false,
@@ -628,7 +629,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
 // What torch's operators would take for the roots, the daemon takes.
 void TensorEngine::SayRoots(const kernels::OptimizerSpec& optimizer) {
   if (roots_are_said_ || !optimizer.TakesLibraryRoots()) return;
-  if (const kernels::SquareRoots roots = MeasureSquareRoots(); !roots.AreNearest())
+  if (const kernels::SquareRoots& roots = TorchSquareRoots(); !roots.AreNearest())
     ThrowIfError(attachment_->session().SetSquareRoots(roots));
   roots_are_said_ = true;
 }
