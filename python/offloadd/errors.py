@@ -16,11 +16,6 @@ _WORDS = [
     ("Lay it out anew before attaching the module, parameter.set_data(parameter.contiguous())",
      "Call model.to(memory_format=torch.contiguous_format) before attach(), or make the parameter contiguous()"),
     ("parameter.set_data(parameter.clone())", "parameter.data = parameter.clone()"),
-    ("(set_data, module->to())", "(p.data = …, or a cast such as model.to(dtype))"),
-    ("(set_data, vector_to_parameters)", "(p.data = …, vector_to_parameters)"),
-    ("(set_data)", "(p.data = …)"),
-    ("Give the parameter a copy, set_data(values.clone()), vector_to_parameters(vector.clone(), …), or copy_() the values",
-     "Give the parameter a copy, p.data = values.clone(), vector_to_parameters(vector.clone(), …), or p.copy_() the values"),
     ("Cast and replace tensors before attaching the module", "Change types and storages before attach(), and values with p.copy_()"),
     (" was not in the module when it was attached. Attach the module when it is complete, or train what comes later with an "
      "optimizer of its own", " was not in the model when it was attached. Attach when the model is complete"),
