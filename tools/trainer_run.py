@@ -1,4 +1,4 @@
-"""Runs examples/train and looks at it from outside: its lines, its daemon's bytes, the memory of both.
+"""Runs a trainer, examples/train above all, and looks at it from outside: its lines, its daemon's bytes, the memory of both.
 
 Used by tools/demo, tools/bench and tools/budget_check. Nothing is left behind: a run is ended with its daemon when the
 `with` block ends, however that happens.
@@ -137,23 +137,20 @@ def model_facts(options, params=None):
         return run.start
 
 
-class TrainerRun:
-    """One run of the trainer, as a context manager: one process, or several ranks, of which the first one speaks.
-    `start` is its first line."""
+def trainer_environment():
+    """Torch's threads spin while they wait, by default, on the cores that daemon and neighbours need."""
+    return {"OMP_WAIT_POLICY": "passive", **os.environ}
 
-    def __init__(self, options, flags, ranks=1):
-        train, daemon = program(options, "examples/train"), program(options, "offloadd/offloadd")
-        if train is None:
-            raise RunFailed(f"{options.bin}/examples/train is not built")
-        # Torch's threads spin while they wait, by default, on the cores that daemon and neighbours need.
-        environment = {"OMP_WAIT_POLICY": "passive", **os.environ}
-        if daemon is not None:
-            environment.setdefault("OFFLOADD_BINARY", daemon)
+
+class Run:
+    """One run of a trainer, as a context manager: one process, or several ranks, of which the first one speaks: lines of
+    JSON, each an `event`. `start` is its first one. `ranks`: [(command, environment)] of each."""
+
+    def __init__(self, ranks):
         self.start = {}
-        self._messages = collections.deque(maxlen=20 * ranks)
-        self._ranks = [subprocess.Popen([train, "--json", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                        text=True, env={**environment, **of_rank})
-                       for of_rank in rank_environments(ranks)]
+        self._messages = collections.deque(maxlen=20 * len(ranks))
+        self._ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+                       for command, environment in ranks]
         self._process = self._ranks[0]
         self._readers = [threading.Thread(target=self._keep_messages, args=(rank,), daemon=True) for rank in self._ranks]
         for reader in self._readers:
@@ -186,6 +183,8 @@ class TrainerRun:
     def steps(self):
         """Yields the line of every step; raises RunFailed when the run does not end well."""
         for text in self._process.stdout:
+            if not text.startswith("{"):
+                continue  # a library that speaks there
             line = json.loads(text)
             if line["event"] == "start":
                 self.start = line
@@ -237,6 +236,19 @@ class TrainerRun:
             return int(counters["read_bytes"]), int(counters["write_bytes"])
         except (OSError, KeyError, ValueError):
             return None
+
+
+class TrainerRun(Run):
+    """A run of examples/train."""
+
+    def __init__(self, options, flags, ranks=1):
+        train, daemon = program(options, "examples/train"), program(options, "offloadd/offloadd")
+        if train is None:
+            raise RunFailed(f"{options.bin}/examples/train is not built")
+        environment = trainer_environment()
+        if daemon is not None:
+            environment.setdefault("OFFLOADD_BINARY", daemon)
+        super().__init__([([train, "--json", *flags], {**environment, **of_rank}) for of_rank in rank_environments(ranks)])
 
 
 def child_named(parent, name):
