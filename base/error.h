@@ -6,7 +6,7 @@
 // never change meaning and are never reused: 10xx command and config, 11xx DeepSpeed's
 // configuration and interface, 12xx pool and I/O, 13xx
 // memory, 14xx checkpoints and formats, 15xx connection and protocol, 16xx attach, 17xx numerics,
-// 18xx daemon and system, 19xx internal.
+// 18xx daemon and system, 19xx internal, 20xx GPUs.
 //
 // Thread safety: all functions may be called from any thread.
 #pragma once

@@ -24,6 +24,7 @@
 
 #include <cstring>
 
+#include "kernels/device_code.h"
 #include "kernels/update.h"
 
 namespace offload::kernels {
@@ -109,14 +110,15 @@ struct GradientLoader {
   typename V::Float factor;
   bool is_scaled;
 
-  GradientLoader(const Run& run, bool maximize)
+  OFFLOAD_DEVICE_CODE GradientLoader(const Run& run, bool maximize)
       : factor(V::Broadcast(maximize ? -run.gradient_scale : run.gradient_scale)),
         is_scaled(run.gradient_scale != 1.0f) {}
 
-  [[gnu::always_inline]] typename V::Float Load(const float* gradient) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE typename V::Float Load(const float* gradient) const {
     return V::Load(gradient) * factor;
   }
-  [[gnu::always_inline]] typename V::Float Load(const uint16_t* gradient) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE typename V::Float Load(
+      const uint16_t* gradient) const {
     const typename V::Float scaled = V::LoadBFloat16(gradient) * factor;
     return is_scaled ? V::RoundToBFloat16(scaled) : scaled;
   }
@@ -127,16 +129,18 @@ template <class V>
 struct RootTaker {
   const uint32_t* corrections;
 
-  explicit RootTaker(const uint32_t* library) : corrections(library) {}
+  OFFLOAD_DEVICE_CODE explicit RootTaker(const uint32_t* library) : corrections(library) {}
 
-  [[gnu::always_inline]] typename V::Float operator()(typename V::Float value) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE typename V::Float operator()(
+      typename V::Float value) const {
     const typename V::Float nearest = V::Sqrt(value);
     return corrections == nullptr ? nearest : V::CorrectRoot(value, nearest, corrections);
   }
 };
 
 template <class V, class Arrays>
-[[gnu::always_inline]] inline typename V::Float LoadMaster(const Arrays& arrays, size_t i) {
+[[gnu::always_inline]] OFFLOAD_DEVICE_CODE inline typename V::Float LoadMaster(const Arrays& arrays,
+                                                                               size_t i) {
   if constexpr (Arrays::kIsSplit) {
     return V::Merge(arrays.weight + i, arrays.residual + i, arrays.ties_in);
   } else {
@@ -145,8 +149,8 @@ template <class V, class Arrays>
 }
 
 template <class V, class Arrays>
-[[gnu::always_inline]] inline void StoreMaster(const Arrays& arrays, size_t i,
-                                               typename V::Float master) {
+[[gnu::always_inline]] OFFLOAD_DEVICE_CODE inline void StoreMaster(const Arrays& arrays, size_t i,
+                                                                   typename V::Float master) {
   if constexpr (Arrays::kIsSplit) {
     V::Split(master, arrays.weight + i, arrays.residual + i, arrays.ties_out);
   } else {

@@ -27,8 +27,8 @@
 #include <span>
 #include <vector>
 
+#include "base/residency.h"
 #include "offloadd/job_context.h"
-#include "offloadd/residency.h"
 
 namespace offload::daemon {
 

@@ -15,7 +15,7 @@ PAGE = os.path.join(ROOT, "docs/errors.md")
 # OFFLOAD_ERROR(number, name, canonical code, text, cause, fix), one a line.
 LINE = re.compile(r'OFFLOAD_ERROR\((\d+), (\w+), k(\w+), ("(?:[^"\\]|\\.)*"), ("(?:[^"\\]|\\.)*"), ("(?:[^"\\]|\\.)*")\)')
 GROUPS = {10: "Commands and configuration", 11: "DeepSpeed", 12: "Pool and I/O", 13: "Memory", 14: "Checkpoints and formats",
-          15: "Connection and protocol", 16: "Attach", 17: "Numerics", 18: "Daemon and system", 19: "Internal"}
+          15: "Connection and protocol", 16: "Attach", 17: "Numerics", 18: "Daemon and system", 19: "Internal", 20: "GPUs"}
 HEAD = """# Errors
 
 Every error that a user can meet has a number that never changes its meaning. A message is the number, what happened with

@@ -15,17 +15,18 @@ import sys
 ARROWS = {
     "base": [],
     "kernels": ["base"],
+    "accelerator": ["base", "kernels"],
     "config": ["base"],
     "proto": ["base", "kernels"],
     "aio": ["base"],
     "swap": ["base", "aio"],
     "offloadd": ["base", "aio", "swap", "proto", "kernels"],
     "client": ["base", "proto", "kernels"],
-    "zero3": ["base", "proto", "client", "kernels"],
-    "zero3/torch": ["base", "config", "proto", "client", "zero3", "kernels"],
+    "zero3": ["base", "proto", "client", "kernels", "accelerator"],
+    "zero3/torch": ["base", "config", "proto", "client", "zero3", "kernels", "accelerator"],
     "examples": ["base", "zero3", "zero3/torch"],
     "tools": ["base", "config", "proto", "client", "zero3", "swap", "aio", "kernels"],
-    "tests": ["base", "config", "kernels", "proto", "aio", "swap", "offloadd", "client", "zero3", "zero3/torch",
+    "tests": ["base", "config", "kernels", "accelerator", "proto", "aio", "swap", "offloadd", "client", "zero3", "zero3/torch",
               "examples", "tools"],
 }
 
@@ -37,7 +38,7 @@ RESTRICTED = {
     "offload/torch": r"(zero3/torch|examples)/|tests/",
     "liburing.h": r"aio/uring_",
     "seccomp.h": r"offloadd/sandbox(_test)?\.cc",
-    "cuda": r"kernels/.*\.cu|client/pin_cuda\.cc",
+    "cuda": r"kernels/.*\.cu|accelerator/cuda_accelerator(_test)?\.cc",
 }
 
 SOURCE = re.compile(r"\.(h|cc|cu|def)$")

@@ -20,14 +20,14 @@ struct AdamL2Constants {
 
 template <class V, bool kInTail>
 struct AdamStep {
-  AdamStep(const AdamL2Constants& c, const Run& run)
+  OFFLOAD_DEVICE_CODE AdamStep(const AdamL2Constants& c, const Run& run)
       : gradient_loader(run, c.adam.maximize),
         weight_decay(V::Broadcast(c.weight_decay)),
         has_weight_decay(c.has_weight_decay),
         moments(c.adam, run) {}
 
   template <class Arrays>
-  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE void operator()(const Arrays& arrays, size_t i) const {
     const typename V::Float master = LoadMaster<V>(arrays, i);
     typename V::Float gradient = gradient_loader.Load(arrays.gradient + i);
     if (has_weight_decay) gradient = V::Fma(weight_decay, master, gradient);

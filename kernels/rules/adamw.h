@@ -69,7 +69,7 @@ template <class V, bool kInTail>
 struct AdamMoments {
   using Float = typename V::Float;
 
-  AdamMoments(const AdamConstants& c, const Run& run)
+  OFFLOAD_DEVICE_CODE AdamMoments(const AdamConstants& c, const Run& run)
       : beta1(V::Broadcast(c.beta1)),
         exp_avg_weight(V::Broadcast(c.exp_avg_weight)),
         beta2(V::Broadcast(c.beta2)),
@@ -82,22 +82,23 @@ struct AdamMoments {
         amsgrad(c.amsgrad),
         root(c.takes_library_roots ? run.roots : nullptr) {}
 
-  [[gnu::always_inline]] Float NextExpAvg(Float exp_avg, Float gradient) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE Float NextExpAvg(Float exp_avg, Float gradient) const {
     if (!is_lerp) return V::Fma(exp_avg_weight, gradient, exp_avg * beta1);
     const Float distance = gradient - exp_avg;
     if (is_short_lerp) return V::Fma(exp_avg_weight, distance, exp_avg);
     return V::Fma(exp_avg_weight - V::Broadcast(1.0f), distance, gradient);
   }
 
-  [[gnu::always_inline]] Float NextExpAvgSq(Float exp_avg_sq, Float gradient) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE Float NextExpAvgSq(Float exp_avg_sq,
+                                                                Float gradient) const {
     const Float weighted = exp_avg_sq_weight * gradient;
     if constexpr (kInTail) return V::Fma(exp_avg_sq, beta2, weighted * gradient);
     return V::Fma(weighted, gradient, exp_avg_sq * beta2);
   }
 
   template <class Arrays>
-  [[gnu::always_inline]] Float NextMaster(const Arrays& arrays, size_t i, Float gradient,
-                                          Float start) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE Float NextMaster(const Arrays& arrays, size_t i,
+                                                              Float gradient, Float start) const {
     const Float exp_avg = NextExpAvg(V::Load(arrays.state[0] + i), gradient);
     const Float exp_avg_sq = NextExpAvgSq(V::Load(arrays.state[1] + i), gradient);
     V::Store(arrays.state[0] + i, exp_avg);
@@ -118,11 +119,11 @@ struct AdamMoments {
 
 template <class V, bool kInTail>
 struct AdamWStep {
-  AdamWStep(const AdamConstants& c, const Run& run)
+  OFFLOAD_DEVICE_CODE AdamWStep(const AdamConstants& c, const Run& run)
       : gradient_loader(run, c.maximize), decay(V::Broadcast(c.decay)), moments(c, run) {}
 
   template <class Arrays>
-  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE void operator()(const Arrays& arrays, size_t i) const {
     const typename V::Float gradient = gradient_loader.Load(arrays.gradient + i);
     const typename V::Float decayed = LoadMaster<V>(arrays, i) * decay;
     StoreMaster<V>(arrays, i, moments.NextMaster(arrays, i, gradient, decayed));

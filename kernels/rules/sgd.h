@@ -25,7 +25,7 @@ template <class V>
 struct SgdStep {
   using Float = typename V::Float;
 
-  SgdStep(const SgdConstants& c, const Run& run)
+  OFFLOAD_DEVICE_CODE SgdStep(const SgdConstants& c, const Run& run)
       : gradient_loader(run, c.maximize),
         negative_lr(V::Broadcast(-c.lr)),
         momentum(V::Broadcast(c.momentum)),
@@ -37,7 +37,7 @@ struct SgdStep {
         first(c.first) {}
 
   template <class Arrays>
-  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE void operator()(const Arrays& arrays, size_t i) const {
     const Float master = LoadMaster<V>(arrays, i);
     Float direction = gradient_loader.Load(arrays.gradient + i);
     if (has_weight_decay) direction = V::Fma(weight_decay, master, direction);

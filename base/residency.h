@@ -1,4 +1,4 @@
-// offloadd/residency.h
+// base/residency.h
 //
 // Which weights stay in the window and which make room: pure policy over plain data. The window is
 // a row of slots of different sizes; a newcomer gets the first hole that fits, else the contiguous
@@ -21,7 +21,7 @@
 #include <unordered_map>
 #include <vector>
 
-namespace offload::daemon {
+namespace offload {
 
 // A distance in touches from where the rank is; kNeverUsed: not in the schedule.
 inline constexpr uint64_t kNeverUsed = UINT64_MAX;
@@ -93,4 +93,4 @@ class WeightWindow {
   std::unordered_map<uint32_t, uint64_t> offset_of_;  // by tensor
 };
 
-}  // namespace offload::daemon
+}  // namespace offload

@@ -1,4 +1,4 @@
-#include "offloadd/residency.h"
+#include "base/residency.h"
 
 #include <algorithm>
 #include <map>
@@ -7,7 +7,7 @@
 
 #include "gtest/gtest.h"
 
-namespace offload::daemon {
+namespace offload {
 namespace {
 
 WeightWindow::Look LookAt(const std::map<uint32_t, Occupant>& occupants) {
@@ -147,4 +147,4 @@ TEST(WeightWindowTest, RandomWindowsAgreeWithTryingEveryRun) {
 }
 
 }  // namespace
-}  // namespace offload::daemon
+}  // namespace offload

@@ -1,4 +1,4 @@
-#include "offloadd/residency.h"
+#include "base/residency.h"
 
 #include <algorithm>
 #include <deque>
@@ -6,7 +6,7 @@
 
 #include "base/check.h"
 
-namespace offload::daemon {
+namespace offload {
 
 UseOrder::UseOrder(std::span<const uint32_t> touches, uint32_t tensor_count)
     : touch_count_(static_cast<uint32_t>(touches.size())),
@@ -134,4 +134,4 @@ std::optional<uint64_t> WeightWindow::OffsetOf(uint32_t tensor) const {
   return entry->second;
 }
 
-}  // namespace offload::daemon
+}  // namespace offload

@@ -1,0 +1,124 @@
+#include "kernels/device_update.h"
+
+#include <string>
+#include <vector>
+
+#include "base/random.h"
+#include "gtest/gtest.h"
+#include "kernels/adversarial.h"
+
+namespace offload::kernels {
+namespace {
+
+// Updates a run of host memory as a device would: its tie bits are spread and packed again.
+void UpdateAsDevice(const OptimizerSpec& optimizer, int64_t step, const Run& run) {
+  std::vector<uint32_t> ties(TieWords(run.count) + 1, 0xFFFFFFFF);
+  DeviceRun device = {.count = run.count,
+                      .begin = run.begin,
+                      .tensor_count = run.tensor_count,
+                      .weight_dtype = run.weight_dtype,
+                      .weight = run.weight,
+                      .residual = run.residual,
+                      .state = {run.state[0], run.state[1], run.state[2]},
+                      .gradient_dtype = run.gradient_dtype,
+                      .gradient = run.gradient,
+                      .gradient_scale = run.gradient_scale,
+                      .roots = run.roots};
+  const bool is_split = run.weight_dtype == Dtype::kBFloat16;
+  if (is_split) {
+    UnpackTies(run.residual, run.count, run.ties_in, ties.data());
+    device.ties = ties.data();
+  }
+  UpdateOnHost(optimizer, step, device);
+  if (is_split) PackTies(run.residual, run.count, ties.data(), run.ties_out);
+  EXPECT_EQ(ties.back(), 0xFFFFFFFFu) << "a word behind the last one was written";
+}
+
+std::vector<OptimizerSpec> SupportedOptimizers() {
+  std::vector<OptimizerSpec> supported = ManyOptimizers();
+  std::erase_if(supported, [](const OptimizerSpec& spec) { return !SupportsDeviceUpdate(spec); });
+  return supported;
+}
+
+TEST(DeviceUpdateTest, AdamWAdamAndSgdHaveOne) {
+  for (const std::string_view name : OptimizerNames()) {
+    const bool expected = name == "adamw" || name == "adam" || name == "sgd";
+    EXPECT_EQ(SupportsDeviceUpdate(OptimizerSpec(name)), expected) << name;
+  }
+}
+
+TEST(DeviceUpdateTest, EveryElementIsThatOfTheProcessorsKernelsBitForBit) {
+  Random random(1);
+  for (const Shape shape : kShapes) {
+    for (const float scale : {1.0f, 0.37f}) {
+      for (const size_t count : {0, 1, 7, 8, 31, 32, 33, 67, 1003}) {
+        for (const OptimizerSpec& optimizer : SupportedOptimizers()) {
+          Tensor device(shape, count, &random);
+          Tensor processor = device;
+          for (const int64_t step : {1, 3}) {
+            const uint32_t* const roots = step == 3 ? AnyRoots() : nullptr;
+            device.Apply({}, scale, [&](kernels::Run run) {
+              run.roots = roots;
+              UpdateAsDevice(optimizer, step, run);
+            });
+            processor.Apply({}, scale, [&](kernels::Run run) {
+              run.roots = roots;
+              Update(optimizer, step, run);
+            });
+          }
+          ASSERT_EQ(device.Bits(), processor.Bits())
+              << optimizer.name() << ", " << count << " elements, scale " << scale;
+        }
+      }
+    }
+  }
+}
+
+TEST(DeviceUpdateTest, DoesNotDependOnWhereTheTensorIsCut) {
+  Random random(2);
+  const OptimizerSpec optimizer;
+  for (size_t count = 1; count <= 67; ++count) {
+    Tensor whole(kShapes[count % std::size(kShapes)], count, &random);
+    Tensor parts = whole;
+    const auto update = [&](const kernels::Run& run) { UpdateAsDevice(optimizer, 2, run); };
+    whole.Apply({}, 0.9f, update);
+    parts.Apply({random.Below(count)}, 0.9f, update);
+    ASSERT_EQ(parts.Bits(), whole.Bits()) << count;
+  }
+}
+
+TEST(DeviceUpdateTest, TheScaleMayStandOnTheDevice) {
+  const float gradient = 3, scale = 0.5f;
+  float weight = 10;
+  const DeviceRun run = {.count = 1,
+                         .tensor_count = 1,
+                         .weight = &weight,
+                         .gradient = &gradient,
+                         .gradient_scale = 7,
+                         .gradient_scale_on_device = &scale};
+  UpdateOnHost(OptimizerSpec("sgd", {{"lr", 1}}), 1, run);
+  EXPECT_EQ(weight, 8.5f);
+}
+
+TEST(TieBitsTest, SpreadAndPackedAreTheSame) {
+  Random random(3);
+  for (size_t count = 0; count < 200; ++count) {
+    std::vector<int16_t> residual(count);
+    std::vector<uint8_t> packed(count / 8 + 1), again(count / 8 + 1);
+    TieWriter writer{packed.data()}, second_writer{again.data()};
+    for (int16_t& lo : residual) {
+      lo = random.OneIn(2) ? -32768 : static_cast<int16_t>(random.Next());
+      if (lo == -32768) writer.Append(random.OneIn(2));
+    }
+    TieReader reader{packed.data()};
+    std::vector<uint32_t> ties(TieWords(count));
+    UnpackTies(residual.data(), count, &reader, ties.data());
+    PackTies(residual.data(), count, ties.data(), &second_writer);
+    EXPECT_EQ(again, packed) << count;
+    EXPECT_EQ(reader.position, writer.position);
+    EXPECT_EQ(second_writer.position, writer.position);
+  }
+}
+
+}  // namespace
+}  // namespace offload::kernels

@@ -1,0 +1,81 @@
+// kernels/element.h
+//
+// One element as a vector of one lane, for the steps of kernels/rules: what a thread of a GPU
+// computes, and the same on the processor. Every operation rounds once, as IEEE 754 says, so both
+// compute the bits of the CPU's kernels; of a NaN only that it is one is the same. Both compilers
+// are told not to fuse (kernels/BUILD, third_party/cuda/cuda_library.bzl).
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#include "kernels/device_code.h"
+#include "kernels/square_root.h"
+#include "kernels/vector_run.h"
+
+namespace offload::kernels {
+
+struct Element {
+  using Float = float;
+  static constexpr size_t kWidth = 1;
+
+  OFFLOAD_DEVICE_CODE static float Load(const float* from) { return *from; }
+  OFFLOAD_DEVICE_CODE static void Store(float* to, float value) { *to = value; }
+  OFFLOAD_DEVICE_CODE static float Broadcast(float value) { return value; }
+  OFFLOAD_DEVICE_CODE static float Fma(float a, float b, float c) { return fmaf(a, b, c); }
+  OFFLOAD_DEVICE_CODE static float Sqrt(float value) { return sqrtf(value); }
+  OFFLOAD_DEVICE_CODE static float Max(float a, float b) { return a != a || a > b ? a : b; }
+
+  OFFLOAD_DEVICE_CODE static float CorrectRoot(float value, float nearest,
+                                               const uint32_t* corrections) {
+    const auto bits = std::bit_cast<uint32_t>(value);
+    if (bits - 0x00800000u >= 0x7F000000u) return nearest;  // not a positive normal number
+    const uint32_t entry = bits & 0x00FFFFFF;
+    const uint32_t places = corrections[entry / 16] << (30 - 2 * (entry % 16));
+    static_assert(SquareRoots::kEntriesPerWord == 16);
+    const int32_t correction = static_cast<int32_t>(places) >> 30;
+    return std::bit_cast<float>(std::bit_cast<int32_t>(nearest) + correction);
+  }
+
+  OFFLOAD_DEVICE_CODE static float LoadBFloat16(const uint16_t* from) {
+    return std::bit_cast<float>(uint32_t{*from} << 16);
+  }
+  OFFLOAD_DEVICE_CODE static float RoundToBFloat16(float value) {
+    if (value != value) return value;
+    const auto bits = std::bit_cast<uint32_t>(value);
+    return std::bit_cast<float>((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u);
+  }
+
+  // `tie`: whether the element is a tie that went down (kernels/split.h).
+  OFFLOAD_DEVICE_CODE static float Merge(const uint16_t* hi, const int16_t* lo, const bool* tie) {
+    uint32_t bits = (uint32_t{*hi} << 16) + static_cast<uint32_t>(int32_t{*lo});
+    if (*lo == kTie && *tie) bits += 0x10000;
+    return std::bit_cast<float>(bits);
+  }
+  OFFLOAD_DEVICE_CODE static void Split(float master, uint16_t* hi, int16_t* lo, bool* tie) {
+    const auto bits = std::bit_cast<uint32_t>(master);
+    *lo = static_cast<int16_t>(bits & 0xFFFF);
+    const bool is_finite = (bits & 0x7F800000) != 0x7F800000;
+    *tie = *lo == kTie && is_finite && (bits & 0x10000) == 0;
+    *hi = static_cast<uint16_t>((bits >> 16) + (*lo < 0 && !*tie ? 1 : 0));
+  }
+
+ private:
+  static constexpr int16_t kTie = -32768;
+};
+
+// Arrays of a run whose tie bits are at hand one by one.
+template <Dtype kWeight, Dtype kGradient>
+struct ElementArrays {
+  static constexpr bool kIsSplit = kWeight == Dtype::kBFloat16;
+
+  typename ElementOf<kWeight>::Type* weight;
+  int16_t* residual;
+  float* state[kStatePlanesMax];
+  const typename ElementOf<kGradient>::Type* gradient;
+  const bool* ties_in;
+  bool* ties_out;
+};
+
+}  // namespace offload::kernels
