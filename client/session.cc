@@ -202,11 +202,12 @@ void Session::SetSchedulePosition(uint32_t position) {
   impl_->rings->SetSchedulePosition(position);
 }
 
-Ticket Session::Put(uint32_t tensor, uint64_t element_offset, uint64_t element_count,
-                    uint64_t region_offset) {
+Ticket Session::PutPlane(uint32_t tensor, proto::Plane plane, uint64_t element_offset,
+                         uint64_t element_count, uint64_t region_offset) {
   proto::SubmissionEntry entry =
       Transfer(proto::RingOperation::kPut, element_offset, element_count, region_offset);
   entry.tensor = tensor;
+  entry.plane = plane;
   return impl_->rings->Submit(entry);
 }
 

@@ -137,7 +137,12 @@ class Session {
   // Transfers between the region and the daemon (proto/shm_abi.h); buffers stay untouched until the
   // ticket is waited for.
   Ticket Put(uint32_t tensor, uint64_t element_offset, uint64_t element_count,
-             uint64_t region_offset);
+             uint64_t region_offset) {
+    return PutPlane(tensor, proto::Plane::kWeight, element_offset, element_count, region_offset);
+  }
+  // Weights, or fp32 values of a plane that the optimizer keeps.
+  Ticket PutPlane(uint32_t tensor, proto::Plane plane, uint64_t element_offset,
+                  uint64_t element_count, uint64_t region_offset);
   // With several ranks: the first one ends the puts that overwrite a tensor with it; the others say
   // with it that they overwrite it, too, and read it no more. Theirs is done when the first's is.
   Ticket FollowPut(uint32_t tensor);

@@ -129,6 +129,14 @@ std::shared_ptr<const TensorValues> PutWeights(const proto::Catalogue& catalogue
   return values;
 }
 
+std::shared_ptr<const TensorValues> PutState(const TensorValues& before, size_t state,
+                                             const Bytes& values) {
+  auto after = std::make_shared<TensorValues>(before);
+  after->states[state].resize(values.size() / sizeof(float));
+  std::memcpy(after->states[state].data(), values.data(), values.size());
+  return after;
+}
+
 std::shared_ptr<const TensorValues> UpdateValues(const proto::Catalogue& catalogue, uint32_t tensor,
                                                  const TensorValues& before,
                                                  const kernels::OptimizerSpec& optimizer,

@@ -49,6 +49,10 @@ Bytes MakeValues(proto::Dtype dtype, uint64_t elements, uint64_t key);
 std::shared_ptr<const TensorValues> PutWeights(const proto::Catalogue& catalogue, uint32_t tensor,
                                                Bytes weights, const TensorValues* before);
 
+// With other values in one of its states.
+std::shared_ptr<const TensorValues> PutState(const TensorValues& before, size_t state,
+                                             const Bytes& values);
+
 // After one more update.
 std::shared_ptr<const TensorValues> UpdateValues(const proto::Catalogue& catalogue, uint32_t tensor,
                                                  const TensorValues& before,

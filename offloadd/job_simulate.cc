@@ -22,6 +22,7 @@ nlohmann::ordered_json Table(const JobSimulationResult& sum) {
           {"rounds anew", sum.rounds_anew},
           {"gradients of trainers", sum.own_gradients},
           {"puts", sum.puts},
+          {"of them with what the optimizer keeps", sum.state_puts},
           {"loads", sum.loads},
           {"gets", sum.gets},
           {"exchanges", sum.exchanges},

@@ -66,7 +66,8 @@ struct StepScript {
   uint64_t id = 0;  // of the run
   uint64_t step = 0;
   bool exchanges = false;
-  std::vector<uint32_t> puts;  // of the first rank
+  std::vector<uint32_t> puts;      // of the first rank
+  std::set<uint32_t> puts_states;  // of them: what the optimizer keeps, too
   bool followed_by_exchange = false, ends_load = false;
   std::vector<Round> rounds;
   std::vector<std::map<uint32_t, proto::GradientStart>> starts;  // by beginning
@@ -130,6 +131,7 @@ class SimulatedRank {
   void JudgeLook(const StepScript& script, uint32_t round, uint32_t tensor, uint64_t word);
   void ReadSpilled(const std::shared_ptr<StepScript>& script, uint32_t round, uint32_t tensor);
   void Put(const std::shared_ptr<StepScript>& script, uint32_t tensor);
+  void PutPlane(uint32_t tensor, proto::Plane plane, const std::function<Bytes()>& values);
   void Follow(const std::shared_ptr<StepScript>& script, uint32_t tensor);
   void Get(uint32_t tensor, proto::Plane plane);
   void Exchange();
@@ -200,7 +202,11 @@ class Simulation {
   std::shared_ptr<StepScript> Script(size_t index);
   const TensorValues& now(uint32_t tensor) const { return *now_.tensors[tensor]; }
   std::shared_ptr<const TensorValues> share(uint32_t tensor) const { return now_.tensors[tensor]; }
-  void SetInitial(uint32_t tensor, Bytes weights);
+  void SetInitial(uint32_t tensor);
+  // Whether a new job's tensor begins with what an optimizer has kept before.
+  bool BeginsWithStates(uint32_t tensor) const {
+    return tensors_[tensor].trainable && tensor % 2 == 1;
+  }
   void JudgeOpening(uint32_t rank, const proto::v1::OpenJobReply& reply);
   std::string FirstState(uint32_t rank) const;
   void BeginPublish();
@@ -211,6 +217,7 @@ class Simulation {
   // As after a round; empty when there is none.
   const Bytes& Sum(StepScript& script, uint32_t round, uint32_t tensor);
   Bytes PutValues(const StepScript& script, uint32_t tensor) const;
+  Bytes PutStateValues(const StepScript& script, uint32_t tensor, size_t state) const;
   void ApplyPut(StepScript& script, uint32_t tensor);
   void BeginEndLoad();
   void EndLoadHasBegun() { is_load_begun_ = true; }  // unless it is answered by then
@@ -243,6 +250,7 @@ class Simulation {
   void AddRounds(StepScript& script);
   void ChooseStarts(StepScript& script, bool after_refusal);
   void ChooseStep(StepScript& script);
+  Bytes StateValues(uint32_t tensor, uint64_t key) const;
   std::vector<uint32_t> Some(uint64_t one_in, bool trainable_only);
 
   // A launch.

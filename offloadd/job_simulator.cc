@@ -5,6 +5,7 @@
 #include <malloc.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -192,8 +193,15 @@ void Simulation::EndLaunch() {
 
 // ---- The model ---------------------------------------------------------------------------------
 
-void Simulation::SetInitial(uint32_t tensor, Bytes weights) {
-  now_.tensors[tensor] = PutWeights(plan_.catalogue, tensor, std::move(weights), nullptr);
+void Simulation::SetInitial(uint32_t tensor) {
+  const proto::Tensor& declared = tensors_[tensor];
+  std::shared_ptr<const TensorValues>& values = now_.tensors[tensor];
+  values = PutWeights(plan_.catalogue, tensor,
+                      MakeValues(declared.dtype, declared.element_count, tensor + 1), nullptr);
+  for (size_t i = 0; BeginsWithStates(tensor) && i < proto::kStatePlanes.size(); ++i) {
+    if (plan_.catalogue.planes(tensor).Has(proto::kStatePlanes[i]))
+      values = PutState(*values, i, StateValues(tensor, uint64_t{tensor} << 8 | i));
+  }
 }
 
 std::string Simulation::FirstState(uint32_t rank) const {
@@ -271,10 +279,27 @@ Bytes Simulation::PutValues(const StepScript& script, uint32_t tensor) const {
                     Key(script, /*what=*/3, tensor));
 }
 
+// Not negative, since some optimizers take their roots.
+Bytes Simulation::StateValues(uint32_t tensor, uint64_t key) const {
+  Bytes values = MakeValues(proto::Dtype::kFloat32, tensors_[tensor].element_count, key);
+  auto* const floats = reinterpret_cast<float*>(values.data());
+  std::transform(floats, floats + tensors_[tensor].element_count, floats,
+                 [](float value) { return std::fabs(value); });
+  return values;
+}
+
+Bytes Simulation::PutStateValues(const StepScript& script, uint32_t tensor, size_t state) const {
+  return StateValues(tensor, Key(script, /*what=*/4, tensor, state));
+}
+
 void Simulation::ApplyPut(StepScript& script, uint32_t tensor) {
   if (!script.puts_done.insert(tensor).second) return;
   now_.tensors[tensor] =
       PutWeights(plan_.catalogue, tensor, PutValues(script, tensor), now_.tensors[tensor].get());
+  for (size_t i = 0; script.puts_states.contains(tensor) && i < proto::kStatePlanes.size(); ++i) {
+    if (plan_.catalogue.planes(tensor).Has(proto::kStatePlanes[i]))
+      now_.tensors[tensor] = PutState(*now_.tensors[tensor], i, PutStateValues(script, tensor, i));
+  }
   has_unsettled_puts_ = true;
 }
 
@@ -464,6 +489,7 @@ void JobSimulationResult::Add(const JobSimulationResult& other) {
   spilled_looks += other.spilled_looks;
   own_gradients += other.own_gradients;
   puts += other.puts;
+  state_puts += other.state_puts;
   loads += other.loads;
   gets += other.gets;
   exchanges += other.exchanges;

@@ -228,8 +228,7 @@ bool SimulatedRank::Seal() {
 void SimulatedRank::PutAll() {
   for (uint32_t tensor = 0; tensor < sim_.plan().catalogue.tensors.size(); ++tensor) {
     Then("puts", [this, tensor] {
-      const proto::Tensor& declared = sim_.plan().catalogue.tensors[tensor];
-      sim_.SetInitial(tensor, MakeValues(declared.dtype, declared.element_count, tensor + 1));
+      sim_.SetInitial(tensor);
       return true;
     });
     Put(nullptr, tensor);
@@ -570,29 +569,46 @@ void SimulatedRank::WriteOwn(const std::shared_ptr<StepScript>& script, uint32_t
 // ---- Transfers ---------------------------------------------------------------------------------
 
 void SimulatedRank::Put(const std::shared_ptr<StepScript>& script, uint32_t tensor) {
-  const proto::Tensor& declared = sim_.plan().catalogue.tensors[tensor];
-  for (uint32_t extent = 0; extent < proto::ExtentCount(declared.element_count); ++extent) {
-    Await("puts", [this, script, tensor, extent, &declared] {
-      const Bytes values =
-          script == nullptr ? sim_.now(tensor).weights : sim_.PutValues(*script, tensor);
-      const uint64_t element_bytes = proto::DtypeBytes(declared.dtype);
-      SubmissionEntry entry = Entry(RingOperation::kPut, tensor);
-      entry.element_offset = uint64_t{extent} * proto::kExtentElements;
-      entry.element_count = proto::ExtentElements(declared.element_count, extent);
-      entry.region_offset = sim_.plan().transfer_offset;
-      std::memcpy(region_ + entry.region_offset,
-                  values.data() + entry.element_offset * element_bytes,
-                  entry.element_count * element_bytes);
-      return entry;
+  PutPlane(tensor, Plane::kWeight, [this, script, tensor] {
+    return script == nullptr ? sim_.now(tensor).weights : sim_.PutValues(*script, tensor);
+  });
+  const bool puts_states =
+      script == nullptr ? sim_.BeginsWithStates(tensor) : script->puts_states.contains(tensor);
+  for (size_t i = 0; puts_states && i < proto::kStatePlanes.size(); ++i) {
+    const Plane plane = proto::kStatePlanes[i];
+    if (!sim_.plan().catalogue.planes(tensor).Has(plane)) continue;
+    PutPlane(tensor, plane, [this, script, tensor, plane, i] {
+      return script == nullptr ? PlaneBytes(sim_.plan().catalogue, tensor, sim_.now(tensor), plane)
+                               : sim_.PutStateValues(*script, tensor, i);
     });
   }
   if (script != nullptr && sim_.plan().world_size > 1)
     Await("puts", [tensor] { return Entry(RingOperation::kPut, tensor); });
-  Then("puts", [this, script, tensor] {
+  Then("puts", [this, script, tensor, puts_states] {
     ++sim_.result().puts;
+    sim_.result().state_puts += puts_states;
     if (script != nullptr) sim_.ApplyPut(*script, tensor);
     return true;
   });
+}
+
+void SimulatedRank::PutPlane(uint32_t tensor, Plane plane, const std::function<Bytes()>& values) {
+  const uint64_t element_count = sim_.plan().catalogue.tensors[tensor].element_count;
+  const uint64_t element_bytes = sim_.plan().catalogue.planes(tensor).Bits(plane) / 8;
+  for (uint32_t extent = 0; extent < proto::ExtentCount(element_count); ++extent) {
+    Await("puts", [=, this] {
+      const Bytes bytes = values();
+      SubmissionEntry entry = Entry(RingOperation::kPut, tensor);
+      entry.plane = plane;
+      entry.element_offset = uint64_t{extent} * proto::kExtentElements;
+      entry.element_count = proto::ExtentElements(element_count, extent);
+      entry.region_offset = sim_.plan().transfer_offset;
+      std::memcpy(region_ + entry.region_offset,
+                  bytes.data() + entry.element_offset * element_bytes,
+                  entry.element_count * element_bytes);
+      return entry;
+    });
+  }
 }
 
 void SimulatedRank::Follow(const std::shared_ptr<StepScript>& script, uint32_t tensor) {

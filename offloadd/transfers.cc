@@ -208,7 +208,11 @@ void Transfers::Start(const Request& request) {
 // Planes that a transfer has to have in memory before it can compute.
 bool Transfers::NeedsPlane(const Transfer& transfer, Plane plane) const {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
-  if (IsPut(transfer.entry)) return plane == Plane::kResidual && transfer.writes_residual;
+  if (IsPut(transfer.entry)) {
+    if (plane == Plane::kResidual) return transfer.writes_residual;
+    // Of a bundle the other members' values stay; its weights are in the slab.
+    return tensor.bundle && plane == transfer.entry.plane && plane != Plane::kWeight;
+  }
   if (transfer.entry.plane != Plane::kMaster) return plane == transfer.entry.plane;
   return plane == Plane::kWeight || (plane == Plane::kResidual && HasResidual(tensor));
 }
@@ -217,7 +221,8 @@ void Transfers::PlacePlanes(const TransferPointer& transfer) {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
   // A residual that was never written is zero on the drive, too.
   const swap::ExtentId residual{transfer->store_tensor, swap::Plane::kResidual, transfer->index};
-  transfer->writes_residual = IsPut(transfer->entry) && HasResidual(tensor) &&
+  transfer->writes_residual = IsPut(transfer->entry) && transfer->entry.plane == Plane::kWeight &&
+                              HasResidual(tensor) &&
                               !context_->store->stamp(residual).never_written();
   const bool state_is_there = state_->Loaded(transfer->store_tensor, transfer->index);
   if (cache_->loaded(transfer->store_tensor)) {
@@ -376,45 +381,58 @@ void Transfers::MergeMaster(Transfer& transfer, std::byte* to) const {
   }
 }
 
-// Puts the rank's bytes into the slab, if the tensor is there, and takes the checksums of what is
-// to be written.
 void Transfers::ComputePut(Transfer& transfer) const {
-  const std::byte* from = context_->ranks[transfer.rank].region + transfer.entry.region_offset;
-  const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
-  PlaneMemory& weight = transfer.planes[Plane::kWeight];
-  if (weight.bytes != nullptr) {
-    std::memcpy(weight.bytes + WeightBytes(tensor, transfer.begin), from,
-                WeightBytes(tensor, transfer.count));
-  } else {
-    weight.bytes = const_cast<std::byte*>(from);
-  }
-  const swap::ExtentId weight_id{transfer.store_tensor, swap::Plane::kWeight, transfer.index};
-  swap::Checksum checksum = context_->store->StartChecksum(weight_id, transfer.sequence);
-  checksum.Update({weight.bytes, weight.size_bytes});
-  transfer.weight_crc = checksum.Finish();
+  TakeFromRank(transfer);
+  TakeChecksum(transfer, transfer.entry.plane);
   if (!transfer.writes_residual) return;
-  const PlaneMemory& residual = transfer.planes[Plane::kResidual];
-  auto* values = reinterpret_cast<int16_t*>(residual.bytes);
-  if (tensor.bundle) {
-    absl::StatusOr<TieBits> ties = ClearResidual({values, transfer.elements}, transfer.begin,
-                                                 transfer.begin + transfer.count, transfer.ties);
-    if (!ties.ok()) return transfer.status.Update(ties.status());
-    transfer.ties_out = *std::move(ties);
-  } else {
-    std::memset(residual.bytes, 0, residual.size_bytes);
+  PutZeroResidual(transfer);
+  if (transfer.status.ok()) TakeChecksum(transfer, Plane::kResidual);
+}
+
+// Into memory, where the plane is there; else it is written from where the rank has it.
+void Transfers::TakeFromRank(Transfer& transfer) const {
+  const std::byte* from = context_->ranks[transfer.rank].region + transfer.entry.region_offset;
+  PlaneMemory& plane = transfer.planes[transfer.entry.plane];
+  if (plane.bytes == nullptr) {
+    plane.bytes = const_cast<std::byte*>(from);
+    return;
   }
-  const swap::ExtentId residual_id{transfer.store_tensor, swap::Plane::kResidual, transfer.index};
-  swap::Checksum residual_checksum = context_->store->StartChecksum(residual_id, transfer.sequence);
-  residual_checksum.Update({residual.bytes, residual.size_bytes});
-  transfer.residual_crc = residual_checksum.Finish();
+  const proto::PlaneSet& planes = context_->store_tensor(transfer.store_tensor).planes;
+  std::memcpy(plane.bytes + planes.Bytes(transfer.entry.plane, transfer.begin), from,
+              planes.Bytes(transfer.entry.plane, transfer.count));
+}
+
+void Transfers::PutZeroResidual(Transfer& transfer) const {
+  const PlaneMemory& residual = transfer.planes[Plane::kResidual];
+  if (!context_->store_tensor(transfer.store_tensor).bundle) {
+    std::memset(residual.bytes, 0, residual.size_bytes);
+    return;
+  }
+  absl::StatusOr<TieBits> ties =
+      ClearResidual({reinterpret_cast<int16_t*>(residual.bytes), transfer.elements}, transfer.begin,
+                    transfer.begin + transfer.count, transfer.ties);
+  if (!ties.ok()) return transfer.status.Update(ties.status());
+  transfer.ties_out = *std::move(ties);
+}
+
+// Of what is to be written.
+void Transfers::TakeChecksum(Transfer& transfer, Plane plane) const {
+  const PlaneMemory& memory = transfer.planes[plane];
+  swap::Checksum checksum = context_->store->StartChecksum(
+      ExtentIdOf(transfer.store_tensor, plane, transfer.index), transfer.sequence);
+  checksum.Update({memory.bytes, memory.size_bytes});
+  transfer.crc[plane] = checksum.Finish();
 }
 
 // ---- The end ------------------------------------------------------------------------------------
 
 void Transfers::Write(const TransferPointer& transfer) {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
-  // While a job is being built its bundles are assembled in the slab and written once, at the end.
-  if (tensor.bundle && !context_->published) return Finish(transfer, absl::OkStatus());
+  const Plane plane = transfer->entry.plane;
+  // While a job is being built the weights of its bundles are assembled in the slab and written
+  // once, at the end.
+  if (plane == Plane::kWeight && tensor.bundle && !context_->published)
+    return Finish(transfer, absl::OkStatus());
   std::array<swap::WriteRequest, 3> requests;
   for (swap::WriteRequest& request : requests) request.tentative = context_->published;
   size_t count = 0;
@@ -425,13 +443,13 @@ void Transfers::Write(const TransferPointer& transfer) {
     request.crc = crc;
     return &request;
   };
-  add({transfer->store_tensor, swap::Plane::kWeight, transfer->index},
-      transfer->planes[Plane::kWeight].bytes, transfer->weight_crc);
+  add(ExtentIdOf(transfer->store_tensor, plane, transfer->index), transfer->planes[plane].bytes,
+      transfer->crc[plane]);
   if (transfer->writes_residual) {
     const TieBits& ties = transfer->ties_out;
     swap::WriteRequest* const residual =
         add({transfer->store_tensor, swap::Plane::kResidual, transfer->index},
-            transfer->planes[Plane::kResidual].bytes, transfer->residual_crc);
+            transfer->planes[Plane::kResidual].bytes, transfer->crc[Plane::kResidual]);
     residual->word = ties.word;
     residual->flags = ties.plane.has_value() ? swap::kFlagTiesPlane : 0;
     if (ties.plane.has_value()) {

@@ -6,9 +6,10 @@
 // Invariants
 //   * Transfers of one tensor run in the order in which they came; a put runs alone, and none while
 //   the tensor's update is pending.
-//   * A put becomes part of the open epoch: the master is the written value, the residual zero, the
-//   moments stay. It is unsettled until the next step or the end of a load, and dropped if neither
-//   comes; so it begins only after the commit of every step before it, which has nothing of it.
+//   * A put becomes part of the open epoch. One of weights makes the written value the master, the
+//   residual zero, and leaves what the optimizer keeps; one of a state plane replaces that alone.
+//   It is unsettled until the next step or the end of a load, and dropped if neither comes; so it
+//   begins only after the commit of every step before it, which has nothing of it.
 //   * Everything that the drive gave is verified before it reaches the rank.
 //   * Of several ranks the first one's puts count. They come in sequences, each ended by a put of
 //   no elements, and the k-th sequence of a tensor begins when every other rank has put no elements
@@ -72,7 +73,7 @@ class Transfers {
     std::vector<std::pair<swap::ReadRequest, swap::Stamp>> wrong;  // not the bytes of their stamps
     absl::Status status;
     // Results of a put.
-    uint32_t weight_crc = 0, residual_crc = 0;
+    ByPlane<uint32_t> crc;
     bool writes_residual = false;
     TieBits ties_out;
     uint64_t sequence = 0;
@@ -114,6 +115,9 @@ class Transfers {
   void ComputeGet(Transfer& transfer) const;
   void MergeMaster(Transfer& transfer, std::byte* to) const;
   void ComputePut(Transfer& transfer) const;
+  void TakeFromRank(Transfer& transfer) const;
+  void PutZeroResidual(Transfer& transfer) const;
+  void TakeChecksum(Transfer& transfer, proto::Plane plane) const;
   void Write(const TransferPointer& transfer);
   void Finish(const TransferPointer& transfer, const absl::Status& status);
   absl::StatusOr<MappedRegion> TakeBuffer();

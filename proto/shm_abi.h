@@ -134,13 +134,13 @@ enum class RingOperation : uint32_t {
   // tensor: as kAcquire without pin, and only if that evicts nothing needed sooner; completes at
   // once.
   kPrefetch = 2,
-  // tensor, element_offset, element_count, region_offset: weights (working dtype) replace the
-  // stored ones; the master becomes the value, residual zero, moments kept. Waits for the commit of
-  // the last step. Completes when the bytes are taken; durable with the next Step or EndLoad
-  // (offload.proto), else dropped when the job ends.
+  // tensor, plane, element_offset, element_count, region_offset: values of the plane replace the
+  // stored ones. kWeight (working dtype): the master becomes the value, residual zero, moments kept.
+  // kState… (fp32): that plane alone. Waits for the commit of the last step. Completes when the
+  // bytes are taken; durable with the next Step or EndLoad (offload.proto), else dropped when the
+  // job ends.
   kPut = 3,
-  // As kPut with `plane`, the other way: bytes of a plane as of the last step; plane kMaster: fp32
-  // masters.
+  // As kPut, the other way: bytes of any plane as of the last step; plane kMaster: fp32 masters.
   kGet = 4,
   // scratch_offset, length_bytes, region_offset, all multiples of 4096.
   kScratchWrite = 5,

@@ -1,5 +1,6 @@
 #include "proto/submission_reader.h"
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 
@@ -62,11 +63,17 @@ uint32_t PlaneElementBytes(const SubmissionEntry& entry, const SubmissionLimits&
   return limits.catalogue->planes(entry.tensor).Bits(entry.plane) / 8;  // a tie bit gives none
 }
 
+bool CanBePut(Plane plane) {
+  return plane == Plane::kWeight ||
+         std::find(kStatePlanes.begin(), kStatePlanes.end(), plane) != kStatePlanes.end();
+}
+
 absl::Status CheckTransfer(const SubmissionEntry& entry, const SubmissionLimits& limits) {
   OFFLOAD_RETURN_IF_ERROR(CheckTensor(entry, limits));
   const Tensor& tensor = limits.catalogue->tensors[entry.tensor];
-  if (entry.operation == RingOperation::kPut && entry.plane != Plane::kWeight) {
-    return Fault("plane", static_cast<uint32_t>(entry.plane), "only weights can be put");
+  if (entry.operation == RingOperation::kPut && !CanBePut(entry.plane)) {
+    return Fault("plane", static_cast<uint32_t>(entry.plane),
+                 "only weights and what the optimizer keeps can be put");
   }
   const uint64_t element_bytes = PlaneElementBytes(entry, limits);
   if (element_bytes == 0) {
@@ -78,6 +85,7 @@ absl::Status CheckTransfer(const SubmissionEntry& entry, const SubmissionLimits&
   }
   if (entry.operation == RingOperation::kPut && entry.element_count == 0 &&
       limits.has_several_ranks) {
+    OFFLOAD_RETURN_IF_ERROR(ExpectZero("plane", static_cast<uint32_t>(entry.plane)));
     OFFLOAD_RETURN_IF_ERROR(ExpectZero("element_offset", entry.element_offset));
     return ExpectZero("region_offset", entry.region_offset);
   }

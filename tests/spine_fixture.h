@@ -69,6 +69,8 @@ struct Variant {
   // With kHalfSteps: gradients of half the distance between two bf16, so that the masters of every
   // other step are right between them.
   bool half_steps = false;
+  // Tensors that a new job has with what an optimizer kept of them before.
+  std::vector<uint32_t> begins_with_states = {};
 };
 
 struct TensorShape {
@@ -120,9 +122,11 @@ class Job {
     step_ = info_.step;
     if (!status.ok() || info_.exists) return status;
     references_ = InitialWeights();
+    for (const uint32_t tensor : variant_.begins_with_states) SetStates(tensor, /*update_count=*/7);
     for (uint32_t tensor = 0; tensor < catalogue_.tensors.size() && status.ok(); ++tensor) {
       if (rank() == 0) status = TryPut(tensor);
     }
+    for (const uint32_t tensor : variant_.begins_with_states) status.Update(TryPutStates(tensor));
     if (status.ok()) status = session_->Publish(StateOfRank("begin"));
     history_ = {references_};
     return status;
@@ -145,17 +149,29 @@ class Job {
 
   // Takes the working bytes of a tensor from its reference.
   absl::Status TryPut(uint32_t tensor) {
-    const uint64_t element_bytes = proto::DtypeBytes(variant_.dtype);
-    const std::vector<std::byte> bytes = WorkingBytes(tensor);
+    return TryPutPlane(tensor, proto::Plane::kWeight, WorkingBytes(tensor));
+  }
+  absl::Status TryPutPlane(uint32_t tensor, proto::Plane plane,
+                           const std::vector<std::byte>& bytes) {
+    const uint64_t element_bytes = bytes.size() / count(tensor);
     for (uint64_t begin = 0; begin < count(tensor); begin += proto::kExtentElements) {
       const uint64_t elements = std::min<uint64_t>(proto::kExtentElements, count(tensor) - begin);
       std::memcpy(session_->region() + staging_offset_, bytes.data() + begin * element_bytes,
                   elements * element_bytes);
       const absl::Status status =
-          session_->Wait(session_->Put(tensor, begin, elements, staging_offset_));
+          session_->Wait(session_->PutPlane(tensor, plane, begin, elements, staging_offset_));
       if (!status.ok()) return status;
     }
     return absl::OkStatus();
+  }
+  // What the optimizer keeps of a tensor, from its reference.
+  absl::Status TryPutStates(uint32_t tensor) {
+    absl::Status status;
+    for (size_t i = 0; i < proto::kStatePlanes.size() && status.ok(); ++i) {
+      if (catalogue_.planes(tensor).Has(proto::kStatePlanes[i]))
+        status = TryPutPlane(tensor, proto::kStatePlanes[i], BytesOf(references_[tensor].state[i]));
+    }
+    return status;
   }
   void Put(uint32_t tensor) {
     const absl::Status put = TryPut(tensor);
@@ -265,6 +281,13 @@ class Job {
   void ChangeWeights(uint32_t tensor, float by) {
     for (float& value : references_[tensor].master) {
       value = variant_.dtype == Dtype::kFloat32 ? value + by : FromBFloat16(ToBFloat16(value + by));
+    }
+  }
+  // As another trainer has left them, after so many updates: what TryPutStates() then takes.
+  void SetStates(uint32_t tensor, uint64_t update_count) {
+    references_[tensor].update_count = update_count;
+    for (std::vector<float>& plane : references_[tensor].state) {
+      for (float& value : plane) value = std::fabs(normal_(random_));
     }
   }
   void SetWeights(uint32_t tensor, std::vector<float> values) {

@@ -105,6 +105,59 @@ TEST_F(SpinePutsTest, TheEndOfALoadMakesThemDurableUnderTheStepThatThereIs) {
   }
 }
 
+// One of two extents, two of a bundle, one of a single extent.
+constexpr uint32_t kWithStates[] = {0, 1, 3, 7};
+
+TEST_F(SpinePutsTest, ANewJobBeginsWithWhatAnOptimizerHasKept) {
+  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16}) {
+    for (const uint32_t state_resident : {0, 1}) {
+      SCOPED_TRACE(absl::StrCat("dtype ", static_cast<int>(dtype), ", ", state_resident));
+      Job job(pool_, absl::StrCat("job", static_cast<int>(dtype), state_resident),
+              {.dtype = dtype,
+               .state_resident = state_resident,
+               .begins_with_states = {std::begin(kWithStates), std::end(kWithStates)}});
+      ASSERT_NO_FATAL_FAILURE(job.Open());
+      job.KillDaemon();
+      ASSERT_NO_FATAL_FAILURE(ExpectStep(job, 0)) << "they are of epoch 0";
+      for (int i = 0; i < 2; ++i) job.Step();
+      ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+      job.Close();
+      ASSERT_NO_FATAL_FAILURE(ExpectStep(job, 2));
+      job.Close();
+    }
+  }
+}
+
+TEST_F(SpinePutsTest, WhatAnOptimizerKeepsIsPutAsWeightsAre) {
+  for (const char* durability : {"step", "checkpoint:1000"}) {
+    SCOPED_TRACE(durability);
+    Job job(pool_, durability[0] == 's' ? "every" : "interval",
+            {.dtype = Dtype::kBFloat16, .state_resident = 1, .durability = durability});
+    ASSERT_NO_FATAL_FAILURE(job.Open());
+    job.Step();
+    ASSERT_TRUE(job.session().WaitDurable().ok());
+    const auto put = [&] {
+      for (const uint32_t tensor : kWithStates) {
+        job.SetStates(tensor, 5);
+        const absl::Status status = job.TryPutStates(tensor);
+        ASSERT_TRUE(status.ok()) << status;
+      }
+      ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+    };
+    ASSERT_NO_FATAL_FAILURE(put());
+    job.KillDaemon();
+    ASSERT_NO_FATAL_FAILURE(ExpectStep(job, 1)) << "without a step they are dropped";
+    ASSERT_NO_FATAL_FAILURE(put());
+    job.Step({7});
+    ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+    ASSERT_TRUE(job.session().WaitDurable().ok());
+    job.KillDaemon();
+    ASSERT_NO_FATAL_FAILURE(ExpectStep(job, 2))
+        << "a step takes them, those too that it does not update";
+    job.Close();
+  }
+}
+
 TEST_F(SpinePutsTest, WaitingForDurabilityMakesOnlyStepsDurable) {
   Job job(pool_, "job", {.dtype = Dtype::kFloat32});
   ASSERT_NO_FATAL_FAILURE(job.Open());
