@@ -164,7 +164,8 @@ absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
                  .trainer_state_is_own = reply.trainer_state_is_own(),
                  .slab_bytes = reply.slab_bytes(),
                  .region_bytes = reply.region_bytes(),
-                 .io_engine = reply.io_engine()};
+                 .io_engine = reply.io_engine(),
+                 .pipeline_blocks = reply.pipeline_blocks()};
 }
 
 absl::Status ControlClient::DeclareTensors(std::span<const proto::Tensor> tensors) {

@@ -67,6 +67,7 @@ struct JobInfo {
   bool trainer_state_is_own = true;  // else the first rank's, of a run with fewer ranks
   uint64_t slab_bytes = 0, region_bytes = 0;
   std::string io_engine;
+  uint32_t pipeline_blocks = 0;  // that a plan may use well (proto/depths.h)
 };
 
 // The optimizer of tensors that share its parameters.

@@ -166,6 +166,7 @@ class Job {
   // What opening, sealing and reserving make off the loop, for the loop to take over.
   struct Made {
     absl::Status status;
+    proto::Depths depths;
     proto::SharedMemory slab;
     std::unique_ptr<swap::Store> store;
     std::unique_ptr<swap::Scratch> scratch;
@@ -288,7 +289,7 @@ class Job {
   std::atomic<bool> cancelled_{false};  // asked off the loop: nobody wants the job any more
 
   uint64_t ram_bytes_ = 0;
-  uint32_t update_threads_ = 0;
+  uint32_t update_threads_asked_ = 0;  // 0: as ChooseDepths() says
   aio::OpenOptions io_;
   std::string io_engine_;
   uint64_t pins_offset_ = 0;

@@ -28,6 +28,7 @@
 #include "kernels/square_root.h"
 #include "offloadd/event_loop.h"
 #include "offloadd/machine.h"
+#include "proto/depths.h"
 #include "proto/shm_abi.h"
 #include "proto/slab_layout.h"
 #include "swap/scratch.h"
@@ -57,6 +58,7 @@ struct JobContext {
   // Of the trainer's vector library, for optimizers that follow it. Null: the nearest.
   std::shared_ptr<const kernels::SquareRoots> square_roots;
   proto::MemoryPlan plan;
+  proto::Depths depths;       // how much is under way at a time
   bool gradient_sum = false;  // of ranks: parts are added as they are, not averaged
   proto::SlabLayout layout;
 

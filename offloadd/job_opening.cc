@@ -2,7 +2,6 @@
 // off the loop.
 
 #include <algorithm>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -28,11 +27,6 @@ absl::StatusOr<aio::Engine> ParseEngine(const std::string& text) {
                    absl::StrCat("Use ", ToAbsl(aio::kEngineNames)));
 }
 
-// Beside the trainer's own threads.
-uint32_t DefaultUpdateThreads() {
-  return std::clamp<uint32_t>(std::thread::hardware_concurrency() / 2, 1, 4);
-}
-
 }  // namespace
 
 // ---- The request -------------------------------------------------------------------------------
@@ -49,8 +43,7 @@ absl::Status Job::ReadOptions(const proto::v1::OpenJobRequest& request) {
                                   request.update_threads(), " update threads"));
   }
   ram_bytes_ = AlignDown(request.ram_bytes(), proto::kSectorBytes);
-  update_threads_ =
-      request.update_threads() != 0 ? request.update_threads() : DefaultUpdateThreads();
+  update_threads_asked_ = request.update_threads();
   OFFLOAD_ASSIGN_OR_RETURN(io_.engine, ParseEngine(request.io_engine()));
   OFFLOAD_ASSIGN_OR_RETURN(context_.durability, ParseDurability(request.durability()));
   if (request.generations() > swap::kGenerationsMax) {
@@ -132,6 +125,12 @@ swap::StoreOptions Job::MakeStoreOptions() const {
 }
 
 void Job::OpenStore(Made& made) {
+  const swap::PoolRates rates = machine_.MeasurePool(identity_.pool, io_);
+  made.depths = proto::ChooseDepths({.read_bytes_per_second = rates.read_bytes_per_second,
+                                     .write_bytes_per_second = rates.write_bytes_per_second,
+                                     .latency_seconds = rates.latency_seconds,
+                                     .cores = machine_.cores()},
+                                    update_threads_asked_);
   absl::StatusOr<std::unique_ptr<swap::Store>> store =
       machine_.OpenStore(identity_.pool, identity_.name, MakeStoreOptions());
   if (store.ok()) {
@@ -230,10 +229,11 @@ void Job::FinishOpening(Made& made) {
   io_engine_ = store_existed_ ? store_->device().engine() : scratch_->device().engine();
   header()->durable_step.store(step_, std::memory_order_relaxed);
   header()->updated_step.store(step_, std::memory_order_relaxed);
-  context_.run_on_worker = machine_.MakeExecutor(update_threads_, "update");
+  context_.depths = made.depths;
+  context_.run_on_worker = machine_.MakeExecutor(context_.depths.update_threads, "update");
   opened_ = true;
   spdlog::info("job {}: pool {}, {}, ram {}, {} update threads, {}{}", identity_.name,
-               identity_.pool, io_engine_, FormatBytes(ram_bytes_), update_threads_,
+               identity_.pool, io_engine_, FormatBytes(ram_bytes_), context_.depths.update_threads,
                store_existed_ ? absl::StrCat("resumed at step ", step_) : "new",
                world_size() > 1 ? absl::StrCat(", ", world_size(), " ranks") : "");
 }
@@ -293,6 +293,7 @@ proto::v1::OpenJobReply Job::OpenReply(const Rank& rank) const {
   reply.set_slab_bytes(slab_.size_bytes());
   reply.set_region_bytes(rank.region().size_bytes());
   reply.set_io_engine(io_engine_);
+  reply.set_pipeline_blocks(context_.depths.pipeline_blocks);
   return reply;
 }
 

@@ -15,12 +15,8 @@ struct Limits {
   uint64_t stream_bytes_max = 256ull << 20;  // memory of a session's streams of control messages
   uint64_t message_bytes_max = 4ull << 20;   // of one control message
   int call_threads_max = 1100;  // of the control service: calls_per_session_max for all, and some
-  uint32_t ring_entries_per_turn = 64;    // read from one ring before others get their turn
-  uint32_t loads_in_flight_max = 32;      // extents being read for acquires and prefetches
-  uint32_t transfers_in_flight_max = 16;  // puts and gets being served
-  uint32_t write_backs_in_flight_max =
-      8;                     // extents being written for a commit from where they stay
-  uint32_t wishes_max = 64;  // prefetches that wait for room
+  uint32_t ring_entries_per_turn = 64;  // read from one ring before others get their turn
+  uint32_t wishes_max = 64;             // prefetches that wait for room
   uint32_t pipeline_blocks_max = 4096;
   uint32_t update_threads_max = 64;
   uint64_t trainer_state_bytes_max = 1ull << 20;

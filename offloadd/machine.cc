@@ -1,10 +1,15 @@
 #include "offloadd/machine.h"
 
 #include <ctime>
+#include <map>
+#include <mutex>
+#include <thread>
 #include <utility>
 
 #include "base/status_macros.h"
+#include "base/string_view.h"
 #include "base/worker_pool.h"
+#include "spdlog/spdlog.h"
 
 namespace offload::daemon {
 namespace {
@@ -23,6 +28,22 @@ class RealMachine final : public Machine {
                                                    uint64_t size_bytes) override {
     return proto::SharedMemory::Create(name, size_bytes);
   }
+  uint32_t cores() const override { return std::thread::hardware_concurrency(); }
+  // Two jobs that ask for one pool at once do not measure beside each other.
+  swap::PoolRates MeasurePool(const std::string& pool, const aio::OpenOptions& io) override {
+    std::lock_guard lock(mutex_);
+    const auto known = rates_.find(pool);
+    if (known != rates_.end()) return known->second;
+    const absl::StatusOr<swap::PoolRates> rates = swap::MeasurePool(pool, io);
+    if (!rates.ok()) {
+      spdlog::info("pool {}: not measured: {}", pool, ToStd(rates.status().message()));
+      return {};
+    }
+    spdlog::info("pool {}: reads {:.2f} GB/s, writes {:.2f} GB/s, {:.0f} us", pool,
+                 rates->read_bytes_per_second * 1e-9, rates->write_bytes_per_second * 1e-9,
+                 rates->latency_seconds * 1e6);
+    return rates_[pool] = *rates;
+  }
   absl::Status CheckPool(const std::string& pool) override { return swap::CheckPool(pool); }
   absl::StatusOr<std::unique_ptr<swap::Store>> OpenStore(
       const std::string& pool, const std::string& job, const swap::StoreOptions& options) override {
@@ -39,6 +60,10 @@ class RealMachine final : public Machine {
     OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, swap::SplitPools(pool));
     return swap::Scratch::Create(pools, std::move(options));
   }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, swap::PoolRates> rates_;  // by pool; guarded by mutex_
 };
 
 }  // namespace

@@ -18,6 +18,7 @@
 #include "absl/status/statusor.h"
 #include "base/clock.h"
 #include "proto/shared_memory.h"
+#include "swap/pool_rates.h"
 #include "swap/scratch.h"
 #include "swap/store.h"
 
@@ -40,6 +41,11 @@ class Machine {
   virtual Executor MakeExecutor(size_t thread_count, const std::string& name) = 0;
   virtual absl::StatusOr<proto::SharedMemory> CreateMemory(const std::string& name,
                                                            uint64_t size_bytes) = 0;
+
+  // Cores that the process may run on.
+  virtual uint32_t cores() const = 0;
+  // As swap::MeasurePool, once for a pool; zeros when it cannot be measured. Off the loop.
+  virtual swap::PoolRates MeasurePool(const std::string& pool, const aio::OpenOptions& io) = 0;
 
   // As swap::CheckPool, Store::Open, Store::Create, Store::Publish and Scratch::Create.
   virtual absl::Status CheckPool(const std::string& pool) = 0;

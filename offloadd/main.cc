@@ -117,8 +117,8 @@ int Main(int argc, char** argv) {
     flags.daemon.pools.default_pool = flags.daemon.pools.allowed.front();
   SetUpProcess(flags.daemon.is_private);
   SetUpLog(flags);
-  spdlog::debug("limits: {} sessions, {} loads and {} transfers in flight, {} s for room",
-                kLimits.sessions_max, kLimits.loads_in_flight_max, kLimits.transfers_in_flight_max,
+  spdlog::debug("limits: {} sessions, {} calls of each, {} ranks of a job, {} s for room",
+                kLimits.sessions_max, kLimits.calls_per_session_max, kLimits.ranks_max,
                 kLimits.room_timeout_seconds);
   const SandboxMode sandbox = *ParseSandboxMode(flags.sandbox);
   if (sandbox != SandboxMode::kOff && !InForce(sandbox, DropPrivileges())) return 1;

@@ -42,6 +42,10 @@ class SimulatedMachine final : public Machine {
   const Clock& clock() const override { return clock_; }
   int64_t NowUnixSeconds() const override { return 1'800'000'000; }
   bool RunsLoops() const override { return false; }
+  uint32_t cores() const override { return 2; }
+  swap::PoolRates MeasurePool(const std::string& pool, const aio::OpenOptions& io) override {
+    return {};
+  }
   Executor MakeExecutor(size_t thread_count, const std::string& name) override;
   absl::StatusOr<proto::SharedMemory> CreateMemory(const std::string& name,
                                                    uint64_t size_bytes) override;

@@ -9,7 +9,6 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "kernels/split.h"
-#include "offloadd/limits.h"
 
 namespace offload::daemon {
 namespace {
@@ -95,7 +94,7 @@ bool Transfers::Turn() {
   if (context_->failed()) return false;
   std::unordered_set<uint32_t> blocked;
   bool waiting = false;
-  for (size_t i = 0; i < queue_.size() && in_flight_ < kLimits.transfers_in_flight_max;) {
+  for (size_t i = 0; i < queue_.size() && in_flight_ < context_->depths.transfers;) {
     const Request request = queue_[i];
     const proto::SubmissionEntry& entry = request.entry;
     const uint32_t store_tensor = context_->catalogue.placements[entry.tensor].store_tensor;
@@ -112,7 +111,7 @@ bool Transfers::Turn() {
       waiting = true;
       ++i;
       // A long queue behind a few tensors that wait is not worth looking through in every turn.
-      if (blocked.size() >= kLimits.transfers_in_flight_max) break;
+      if (blocked.size() >= context_->depths.transfers) break;
       continue;
     }
     queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(i));

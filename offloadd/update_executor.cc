@@ -10,8 +10,11 @@
 namespace offload::daemon {
 namespace {
 
-// Extents whose state lives in DRAM need no block, only writes that overlap.
-constexpr uint32_t kExtentsInFlightMin = 4;
+// Extents whose state lives in DRAM need no block: one for each thread, the next one of each, and
+// two being written.
+uint32_t ExtentsInFlightMax(const JobContext& context) {
+  return std::max(context.plan.pipeline_blocks, 2 * context.depths.update_threads + 2);
+}
 
 }  // namespace
 
@@ -24,7 +27,7 @@ UpdateExecutor::UpdateExecutor(JobContext* context, WeightCache* cache, Resident
       write_back_(context, cache, state),
       pace_(kLimits.schedule_stall_seconds),
       committed_seconds_(context->clock->NowSeconds()),
-      extents_in_flight_max_(std::max(context->plan.pipeline_blocks, kExtentsInFlightMin)),
+      extents_in_flight_max_(ExtentsInFlightMax(*context)),
       gradient_offset_(proto::FullStateBytes(context->catalogue)) {
   const proto::SlabLayout& layout = context->layout;
   for (uint32_t i = context->plan.pipeline_blocks; i > 0; --i) {

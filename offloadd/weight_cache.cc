@@ -255,7 +255,7 @@ void WeightCache::StartLoad(uint32_t store_tensor, bool urgent) {
 }
 
 void WeightCache::IssueLoads() {
-  while (!loads_.empty() && loads_in_flight_ < kLimits.loads_in_flight_max && !context_->failed()) {
+  while (!loads_.empty() && loads_in_flight_ < context_->depths.loads && !context_->failed()) {
     const uint32_t store_tensor = loads_.front();
     State& state = states_[store_tensor];
     IssueExtent(store_tensor, state.next_extent++);

@@ -1,7 +1,6 @@
 #include "offloadd/write_back.h"
 
 #include "base/fault_point.h"
-#include "offloadd/limits.h"
 
 namespace offload::daemon {
 
@@ -26,7 +25,7 @@ void WriteBack::Queue(ResidentState::Key key, ResidentState::Unwritten& unwritte
 }
 
 void WriteBack::StartNext() {
-  while (!queue_.empty() && in_flight_ < kLimits.write_backs_in_flight_max && !context_->failed()) {
+  while (!queue_.empty() && in_flight_ < context_->depths.write_backs && !context_->failed()) {
     const std::shared_ptr<Work> work = MakeWork(queue_.front());
     queue_.pop_front();
     ++in_flight_;
