@@ -726,8 +726,7 @@ Programs Kinds() {
          std::stringstream file;
          torch::save(optimizer, file);
          run.See(*model);
-       },
-       1604},
+       }},
       {"everything_is_frozen",
        [](Run& run) {
          auto model = Perceptron(run);

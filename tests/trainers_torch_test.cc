@@ -720,19 +720,6 @@ TEST(OwnOptimizerTest, ObjectsOfTorchStepInTheDaemon) {
       torch::optim::RMSpropOptions(1e-3).centered(true).momentum(0.9).weight_decay(0.1));
 }
 
-TEST(OwnOptimizerTest, AttachedObjectIsNotSavedWithoutItsState) {
-  SetOffloading(true);
-  nn::Linear layer(30, 20), plain(30, 20);
-  torch::optim::AdamW optimizer(layer->parameters(), 1e-3), other(plain->parameters(), 1e-3);
-  auto engine = Engine::Open(OptionsFor("own_save"));
-  engine->Attach(*layer, optimizer);
-  std::stringstream stream;
-  ExpectError(1604, "not saved", [&] { torch::save(optimizer, stream); });
-  plain->forward(Numbers(0, {2, 30})).sum().backward();
-  other.step();
-  torch::save(other, stream);
-}
-
 // Not torch's: runs here, on offloaded weights.
 class SignDescent : public torch::optim::Optimizer {
  public:

@@ -12,10 +12,10 @@ import weakref
 
 import torch
 
-from . import in_memory, pickled, served
+from . import in_memory, pickled, served, universal
 from .errors import Error
 from .library import Engine, is_disabled
-from .optimizer import Foreign, check_fresh, recipe_of
+from .optimizer import Foreign, check_free, recipe_of
 
 _log = logging.getLogger("offloadd")
 
@@ -281,7 +281,7 @@ class Handle:
             _check_model(model)
         recipes = []
         for optimizer in self.optimizers:
-            former = check_fresh(optimizer)
+            former = check_free(optimizer)
             if former is not None and self._engine.step_count() == 0:
                 raise Error.of(1604, f"the optimizer's moments are in job {former}, and this is a new one",
                                f"Attach to job {former}, or make a new optimizer")
@@ -306,6 +306,8 @@ class Handle:
             self._trained = {id(parameter) for _, parameter in named if parameter.requires_grad}
             self._engine.attach([name for name, _ in named], [parameter for _, parameter in named],
                                 [name for name, _ in buffers], [buffer for _, buffer in buffers], recipes[0].kind, values)
+            for part in parts:
+                self._take_what_was_kept(part)
             self._read_mark()
             self._engine.seal()
         finally:
@@ -324,6 +326,12 @@ class Handle:
             part.swap()
             if part.is_foreign:
                 part.tell()
+
+    def _take_what_was_kept(self, part):
+        """A new job begins with it; one that exists has its own."""
+        kept = None if part.is_foreign else part.kept_in_memory()
+        if kept and kept[0]:
+            self._engine.begin_with(*kept)
 
     def _check_once(self):
         seen = set()
@@ -349,6 +357,9 @@ class Handle:
     def apply(self, kind, groups, values):
         served.settle_replaced(self._identities)
         self._running().apply(kind, groups, values)
+
+    def replace_state(self, parameters, counts, names, planes):
+        self._running().replace_state(parameters, counts, names, planes)
 
     def update_count(self, parameter):
         return self._running().update_count(parameter) if parameter.numel() else 0
@@ -481,6 +492,20 @@ class Handle:
         """Writes the weights as a safetensors folder, in constant memory."""
         served.settle_replaced(self._identities)
         self._running().save_weights(os.fspath(folder), shard_bytes)
+
+    def load_universal(self, folder):
+        """Takes weights and optimizer state of a universal checkpoint of DeepSpeed; durable with the next step(). bf16 masters begin at
+        the rounded weights."""
+        universal.load(folder, list(self._parameters.items()), self.optimizers)
+
+    def save_universal(self, folder, tag=None):
+        """Writes masters and optimizer state as a universal checkpoint of DeepSpeed, FOLDER/TAG, one parameter at a time."""
+        served.settle_replaced(self._identities)
+        universal.save(folder, tag or f"global_step{self.step}_universal", list(self._parameters.items()),
+                       lambda parameter: self.gather_one(parameter, "master"), self._state_of)
+
+    def _state_of(self, parameter):
+        return next((optimizer.state[parameter] for optimizer in self.optimizers if parameter in optimizer.state), {})
 
     def _kept_buffers(self):
         return [(name, buffer) for name, buffer in _buffers_of([model for model in self.models if model is not None]) if name]

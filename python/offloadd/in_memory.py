@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from . import pickled, served
+from . import pickled, served, universal
 from .library import Engine
 from .optimizer import recipe_of
 
@@ -206,6 +206,21 @@ class Handle:
 
     def save_weights(self, folder, *, shard_bytes=0):
         Engine.save_from_memory(*self._in_lists(), os.fspath(folder), shard_bytes)
+
+    def load_universal(self, folder):
+        universal.load(folder, self._named()[0], self.optimizers)
+
+    def save_universal(self, folder, tag=None):
+        universal.save(folder, tag or f"global_step{self.step}_universal", self._named()[0],
+                       lambda parameter: self.gather_one(parameter, "master"), self._state_of)
+
+    def _state_of(self, parameter):
+        for optimizer in self.optimizers:
+            state = optimizer._masters.state_of(optimizer, parameter)[1] if hasattr(optimizer, "_masters") else \
+                optimizer.state.get(parameter, {})
+            if state:
+                return state
+        return {}
 
     def snapshot(self, name):
         pass

@@ -7,6 +7,7 @@ The class of the instance is swapped for a subclass of it: isinstance, repr, par
 import collections
 import copy
 import functools
+import itertools
 import logging
 import weakref
 
@@ -272,7 +273,7 @@ class _Offloaded:
         return self._offload_part.state_dict(super().state_dict())
 
     def load_state_dict(self, state_dict):
-        super().load_state_dict(self._offload_part.without_state(state_dict))
+        self._offload_part.load(super().load_state_dict, state_dict)
 
     def __setstate__(self, state):
         # torch's load_state_dict() ends here; our state is where it was.
@@ -326,7 +327,7 @@ def _check_own_step(optimizer):
         _refuse("the optimizer's step() was replaced on the instance", "Attach before whatever replaces it")
 
 
-def check_fresh(optimizer):
+def check_free(optimizer):
     """Refuses what cannot be attached. One whose job is closed becomes what it was before; returns that job when it has moments there."""
     part = getattr(optimizer, "_offload_part", None)
     if part is not None:
@@ -335,9 +336,6 @@ def check_fresh(optimizer):
         part.release()
         return part.handle.job if part.handle.last_step > 0 and not part.is_foreign else None
     _check_own_step(optimizer)
-    if _base_of(type(optimizer)) is not None and has_stepped(optimizer):
-        _refuse("the optimizer has stepped before: its moments are in memory, and a job cannot begin with them",
-                "Attach before the first step(), or resume the job that has the moments")
     return None
 
 
@@ -387,6 +385,7 @@ class Part:
         self.handle, self.optimizer, self.recipe = handle, optimizer, recipe
         self._without_momentum = set()  # groups that were stepped without
         self._checked = 0
+        self._replaced_at, self._replacements = None, 0  # the job's step, how often
         self._state = StateOfAll(self)
 
     def swap(self):
@@ -457,7 +456,7 @@ class Part:
 
     def age(self):
         """Changes whenever states() may."""
-        return self.handle.step, sum(len(group["params"]) for group in self.optimizer.param_groups)
+        return self.handle.step, sum(len(group["params"]) for group in self.optimizer.param_groups), self._replacements
 
     def states(self):
         """(parameter, its state) for every one that was updated."""
@@ -487,25 +486,71 @@ class Part:
         whole["offloadd"] = mark
         return whole
 
-    def without_state(self, state_dict):
-        """A dictionary for torch: the groups are loaded, the state has to be the job's."""
-        mark = state_dict.get("offloadd")
-        here = self.handle.mark()
-        keeps_nothing = not any(self.recipe.planes(row) for row in self.group_values())
-        if keeps_nothing and not any(state_dict.get("state", {}).values()):
-            pass  # plain SGD: there is nothing to take over
-        elif mark is None:
-            if state_dict.get("state"):
-                _refuse("the checkpoint holds an optimizer state that is not of an offloadd job, which a job cannot take over",
-                        "Load the weights alone, and begin the optimizer anew; or continue this run in memory")
-        elif mark.get("id") != here["id"] and mark["step"] > 0:
-            raise Error.of(1602, f"the checkpoint is of job {mark['job']}, this is another job {here['job']}",
+    # ---- State from memory ----
+
+    def kept_in_memory(self):
+        """What the optimizer has kept before it is attached, as the engine takes it: of the parameters that it has updated."""
+        return self._as_columns(row for row in self._rows(self.optimizer.state.get) if row[1] or row[2])
+
+    def load(self, load_groups, state_dict):
+        """load_state_dict(): groups and state are those of the dictionary. The state is durable with the next step()."""
+        replaces = self._replaces(state_dict)
+        load_groups({**{key: value for key, value in state_dict.items() if key != "offloadd"}, "state": {}})
+        if not replaces:
+            return
+        keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        states = {parameter: state_dict["state"].get(key) for key, parameter in zip(keys, parameters)}
+        self.handle.replace_state(*self._as_columns(self._rows(states.get)))
+        self._replaced_at = self.handle.step
+        self._replacements += 1
+
+    def _replaces(self, state_dict):
+        """Whether the job has another state. OFD-1602 where the dictionary says only that it is in a store."""
+        mark, here = state_dict.get("offloadd"), self.handle.mark()
+        if not any(self.recipe.planes(row) for row in self.group_values()):
+            return False
+        if mark is not None and mark.get("id") == here["id"] and mark["step"] == here["step"] != self._replaced_at:
+            return False
+        states = state_dict.get("state", {})
+        if not any(isinstance(value, str) for state in states.values() for value in state.values()):
+            return bool(states) or any(True for _ in self.states())
+        if mark is None or mark.get("id") != here["id"]:
+            raise Error.of(1602, f"the checkpoint is of job {mark['job'] if mark else '(unknown)'}, this is another job {here['job']}",
                            "Open the job of the checkpoint: its moments are in its store")
-        elif mark["step"] != here["step"]:
-            raise Error.of(1602, f"the checkpoint is of step {mark['step']}, the job {here['job']} is at step {here['step']}",
-                           "A job continues at its last step by itself, without a checkpoint; for an older step make a new job of a "
-                           "snapshot (handle.snapshot, offloadctl snapshot fork)")
-        loaded = dict(state_dict)
-        loaded.pop("offloadd", None)
-        loaded["state"] = {}
-        return loaded
+        raise Error.of(1602, f"the checkpoint is of step {mark['step']}, the job {here['job']} is at step {here['step']}",
+                       "A job continues at its last step by itself, without a checkpoint; for an older step make a new job of a "
+                       "snapshot (handle.snapshot, offloadctl snapshot fork)")
+
+    def _rows(self, state_of):
+        """(parameter, how often it was updated, {plane: tensor}) of every parameter."""
+        for group in self.optimizer.param_groups:
+            planes = self.recipe.planes(self.recipe.values(group))
+            for parameter in group["params"]:
+                yield parameter, *self._read(state_of(parameter) or {}, planes, group)
+
+    def _read(self, state, planes, group):
+        """torch's state of one parameter. SGD counts nothing: a momentum buffer says that there was an update."""
+        kept = {name: state[name].detach() for name in planes if state.get(name) is not None}
+        count = int(number(state.get("step", 0))) if self.recipe.counts else int(bool(kept))
+        if count < 0:
+            raise Error.of(1002, f"a state after {count} steps", "Load a state that an optimizer has saved")
+        if state and count > 0 and len(kept) < len(planes):
+            absent = ", ".join(name for name in planes if name not in kept)
+            raise Error.of(1604, f"the state of a parameter after {count} steps has no {absent}",
+                           f"Load a state of {self.recipe.name} with the same options")
+        if self.recipe.kind == "adagrad" and count == 0:
+            initial = group["initial_accumulator_value"]
+            if any(bool((value != initial).any()) for value in kept.values()):
+                _refuse("Adagrad has sums of no step that are not its initial_accumulator_value",
+                        "Give the group the initial_accumulator_value that its sums have")
+            kept = {}
+        return count, kept
+
+    @staticmethod
+    def _as_columns(rows):
+        """Parameters, counts, names of planes, and for each parameter a tensor per name: empty where there is none."""
+        rows, nothing = list(rows), torch.empty(0)
+        names = list(dict.fromkeys(name for _, _, kept in rows for name in kept))
+        planes = [[kept.get(name, nothing) for name in names] for _, _, kept in rows]
+        return [row[0] for row in rows], [row[1] for row in rows], names, planes

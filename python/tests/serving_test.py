@@ -358,25 +358,6 @@ def checkpoint_loaded_at_its_step(run):
     return told + run.train(model, optimizer, scheduler=scheduler, first=3)
 
 
-@case(refused=1602, types=("fp32",), memory=("floor",))
-def checkpoint_of_another_step_is_refused(run):
-    model, optimizer = started(run)
-    state = optimizer.state_dict()
-    run.train(model, optimizer)
-    optimizer.load_state_dict(state)
-
-
-@case(refused=1604, types=("fp32",), memory=("floor",))
-def checkpoint_of_memory_is_refused(run):
-    model = run.model()
-    plain = AdamW(model.parameters())
-    run.train(model, plain)
-    other = run.model()
-    optimizer = AdamW(other.parameters())
-    run.attach(other, optimizer)
-    optimizer.load_state_dict(plain.state_dict())
-
-
 @case(**FP32)
 def fresh_state_dict_is_loaded(run):
     """What accelerate does when it prepares an optimizer."""

@@ -145,14 +145,6 @@ def subclass_without_step(run):
 
 
 @case(refused=1604, types=("fp32",), memory=("floor",))
-def optimizer_that_has_stepped_is_refused(run):
-    model = run.model()
-    optimizer = AdamW(model.parameters(), 1e-3)
-    run.train(model, optimizer, steps=1)
-    run.attach(model, optimizer)
-
-
-@case(refused=1604, types=("fp32",), memory=("floor",))
 def momentum_that_begins_late_is_refused(run):
     model = run.model()
     optimizer = SGD([{"params": model.blocks.parameters(), "momentum": 0.9}, {"params": model.head.parameters()}], 0.1)

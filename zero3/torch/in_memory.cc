@@ -304,6 +304,38 @@ Tensor InMemoryStates::Gather(const Tensor& parameter, const std::string& plane)
                         absl::StrCat("Its planes are ", planes.Names())));
 }
 
+void InMemoryOptimizer::ReplaceState(std::span<const KeptState> states) {
+  const at::NoGradGuard no_gradients;
+  for (const KeptState& given : states) ThrowIfError(CheckFits(given, ""));
+  for (const KeptState& given : states) {
+    InMemoryState& state = states_->states_[given.parameter.unsafeGetTensorImpl()];
+    state.step = static_cast<int64_t>(given.update_count);
+    for (size_t i = 0; i < state.planes.size(); ++i) {
+      const bool is_kept = states_->kept_.Plane(i) != nullptr && given.planes[i].defined();
+      state.planes[i] = is_kept ? given.planes[i].to(at::kFloat, /*non_blocking=*/false,
+                                                     /*copy=*/true)
+                                : Tensor();
+    }
+  }
+}
+
+std::vector<KeptState> InMemoryOptimizer::GatherState() {
+  std::vector<KeptState> states;
+  for (auto& group : param_groups_) {
+    for (const Tensor& parameter : group.params()) {
+      const InMemoryState* const state = StateOf(parameter);
+      if (state == nullptr || state->step == 0) continue;
+      KeptState& kept = states.emplace_back();
+      kept.parameter = parameter;
+      kept.update_count = static_cast<uint64_t>(state->step);
+      for (size_t i = 0; i < state->planes.size(); ++i) {
+        if (state->planes[i].defined()) kept.planes[i] = state->planes[i].clone();
+      }
+    }
+  }
+  return states;
+}
+
 void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& parameter) {
   InMemoryState& state = states_->states_[parameter.unsafeGetTensorImpl()];
   if (IsItsOwnMaster(parameter)) {

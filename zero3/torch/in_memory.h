@@ -25,12 +25,14 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "kernels/optimizer.h"
+#include "zero3/torch/kept_state.h"
 #include "zero3/torch/named_optimizer.h"
 
 namespace offload::zero3 {
@@ -63,13 +65,16 @@ class InMemoryStates {
   int64_t steps_ = 0;
 };
 
-class InMemoryOptimizer final : public torch::optim::Optimizer {
+class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeeper {
  public:
   // Errors as SpecOfAll.
   InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups,
                     NamedOptimizer optimizer);
 
   torch::Tensor step(LossClosure closure = nullptr) override;
+  void BeginWith(std::vector<KeptState> states) override { ReplaceState(states); }
+  void ReplaceState(std::span<const KeptState> states) override;
+  std::vector<KeptState> GatherState() override;
 
   const std::shared_ptr<InMemoryStates>& states() const { return states_; }
   const InMemoryState* StateOf(const torch::Tensor& parameter) const {

@@ -2,9 +2,12 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/byte_size.h"
 #include "base/error.h"
 #include "zero3/torch/throw_status.h"
 
@@ -13,7 +16,7 @@ namespace {
 
 using torch::optim::OptimizerParamGroup;
 
-class OffloadOptimizer final : public torch::optim::Optimizer {
+class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeeper {
  public:
   OffloadOptimizer(std::shared_ptr<TensorEngine> engine, std::vector<OptimizerParamGroup> groups,
                    NamedOptimizer optimizer)
@@ -35,6 +38,20 @@ class OffloadOptimizer final : public torch::optim::Optimizer {
     return loss;
   }
 
+  void BeginWith(std::vector<KeptState> states) override { engine_->BeginWith(std::move(states)); }
+  void ReplaceState(std::span<const KeptState> states) override { engine_->ReplaceState(states); }
+  std::vector<KeptState> GatherState() override {
+    CheckIsSmall();
+    std::vector<KeptState> states;
+    for (const OptimizerParamGroup& group : param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (parameter.numel() == 0 || engine_->update_count(parameter) == 0) continue;
+        states.push_back(engine_->GatherState(parameter));
+      }
+    }
+    return states;
+  }
+
   void save(torch::serialize::OutputArchive&) const override { Refuse(); }
   void load(torch::serialize::InputArchive&) override { Refuse(); }
 
@@ -50,6 +67,20 @@ class OffloadOptimizer final : public torch::optim::Optimizer {
           "Give the optimizer these options when it is made, with a new job"));
     }
     return group;
+  }
+
+  // Whoever asks for all of it has it in memory, perhaps twice.
+  void CheckIsSmall() const {
+    const uint64_t state_bytes = engine_->plan().state_bytes;
+    const uint64_t budget_bytes = engine_->statistics().budget_bytes;
+    if (state_bytes <= budget_bytes / 4) return;
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedOptimizer,
+        absl::StrCat("the job has ", FormatDecimalBytes(state_bytes),
+                     " of weights and optimizer state, more than a quarter of ram (",
+                     FormatBytes(budget_bytes), "), and a file of it is made in memory"),
+        "Start the program again with the same job: it continues at the last step; Gather() gives "
+        "what is kept of one parameter"));
   }
 
   [[noreturn]] static void Refuse() {

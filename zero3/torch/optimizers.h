@@ -14,7 +14,7 @@
 namespace offload::zero3 {
 
 // The groups' options are read at every step(), which throws OFD-1002 for values that make no sense
-// and OFD-1604 for those that need state that the job does not keep.
+// and OFD-1604 for those that need state that the job does not keep. It is a StateKeeper.
 std::unique_ptr<torch::optim::Optimizer> MakeOffloadOptimizer(
     std::shared_ptr<TensorEngine> engine, std::vector<torch::optim::OptimizerParamGroup> groups,
     NamedOptimizer optimizer);

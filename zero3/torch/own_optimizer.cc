@@ -17,6 +17,7 @@
 #include "base/error.h"
 #include "zero3/torch/named_optimizer.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/torch_state.h"
 
 namespace offload {
 namespace zero3 {
@@ -26,6 +27,7 @@ using torch::optim::Optimizer;
 using Closure = Optimizer::LossClosure;
 
 struct Attached {
+  Optimizer* own = nullptr;
   std::shared_ptr<Optimizer> inner;  // null: libtorch's own step, then `after`
   std::function<void()> after;
   std::vector<const void*> parameters;  // TensorImpl, in the order of the groups
@@ -42,7 +44,7 @@ std::vector<const void*> ParametersOf(const Optimizer& optimizer) {
 
 class Table {
  public:
-  void Set(const Optimizer& own, Attached attached) {
+  void Set(Optimizer& own, Attached attached) {
     std::lock_guard lock(mutex_);
     attached.parameters = ParametersOf(own);
     attached_[&own] = std::make_shared<Attached>(std::move(attached));
@@ -111,12 +113,40 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
   return loss;
 }
 
-void RefuseFile(const Optimizer* own) {
-  if (OfProcess().Find(*own) == nullptr) return;
-  ThrowStatus(
-      MakeError(ErrorId::kUnsupportedOptimizer,
-                "the optimizer's state is in the store of the job and is not saved or loaded",
-                "Start the program again with the same job: it continues at the last step"));
+StateKeeper& KeeperOf(const Attached& attached) {
+  auto* const keeper = dynamic_cast<StateKeeper*>(attached.inner.get());
+  OFFLOAD_CHECK(keeper != nullptr) << "an optimizer of ours that keeps nothing";
+  return *keeper;
+}
+
+// Empties the object again: its state is elsewhere.
+class Lent {
+ public:
+  explicit Lent(Optimizer& own) : own_(own) {}
+  ~Lent() { own_.state().clear(); }
+  Lent(const Lent&) = delete;
+  Lent& operator=(const Lent&) = delete;
+
+ private:
+  Optimizer& own_;
+};
+
+// A file as libtorch writes it of an optimizer in memory.
+void Save(const Optimizer* own, torch::serialize::OutputArchive& archive, SaveFunction next) {
+  const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
+  if (attached == nullptr || attached->inner == nullptr) return next(own, archive);
+  const Lent lent(*attached->own);
+  SetState(*attached->own, KeeperOf(*attached).GatherState());
+  next(own, archive);
+}
+
+// Options come with the file; what it says of no parameter stays as it is, as in libtorch.
+void Load(Optimizer* own, torch::serialize::InputArchive& archive, LoadFunction next) {
+  const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
+  if (attached == nullptr || attached->inner == nullptr) return next(own, archive);
+  const Lent lent(*own);
+  next(own, archive);
+  KeeperOf(*attached).ReplaceState(StateOf(*own));
 }
 
 // Throws when libtorch's functions stand in front of ours: its own step() would be called, and the
@@ -138,10 +168,10 @@ void CheckIsInFront() {
 }  // namespace
 
 void Divert(Optimizer& own, std::shared_ptr<Optimizer> inner) {
-  OfProcess().Set(own, {.inner = std::move(inner), .after = nullptr, .parameters = {}});
+  OfProcess().Set(own, {.own = &own, .inner = std::move(inner), .after = {}, .parameters = {}});
 }
 void Follow(Optimizer& own, std::function<void()> after) {
-  OfProcess().Set(own, {.inner = nullptr, .after = std::move(after), .parameters = {}});
+  OfProcess().Set(own, {.own = &own, .inner = {}, .after = std::move(after), .parameters = {}});
 }
 void Undivert(const Optimizer& own) { OfProcess().Erase(own); }
 
@@ -153,8 +183,11 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
   if (named.has_value() || dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr)
     zero3::CheckIsInFront();
   if (named.has_value()) {
+    std::vector<zero3::KeptState> states = zero3::StateOf(optimizer);
     std::shared_ptr<torch::optim::Optimizer> inner =
         MakeOptimizer(module, groups, *std::move(named));
+    if (!states.empty()) dynamic_cast<zero3::StateKeeper&>(*inner).BeginWith(std::move(states));
+    optimizer.state().clear();
     zero3::Divert(optimizer, std::move(inner));
   } else if (dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr) {
     AttachForeign(module, groups, "torch::optim::LBFGS");
@@ -186,14 +219,12 @@ Engine::~Engine() {
   void Class::save(serialize::OutputArchive& archive) const {                    \
     static const auto next = offload::zero3::Next<offload::zero3::SaveFunction>( \
         "_ZNK5torch5optim" mangled "4saveERNS_9serialize13OutputArchiveE");      \
-    offload::zero3::RefuseFile(this);                                            \
-    next(this, archive);                                                         \
+    offload::zero3::Save(this, archive, next);                                   \
   }                                                                              \
   void Class::load(serialize::InputArchive& archive) {                           \
     static const auto next = offload::zero3::Next<offload::zero3::LoadFunction>( \
         "_ZN5torch5optim" mangled "4loadERNS_9serialize12InputArchiveE");        \
-    offload::zero3::RefuseFile(this);                                            \
-    next(this, archive);                                                         \
+    offload::zero3::Load(this, archive, next);                                   \
   }
 
 namespace torch::optim {

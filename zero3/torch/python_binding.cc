@@ -139,6 +139,17 @@ class PythonEngine final : public torch::CustomClassHolder {
     engine.Step(updates);
   }
 
+  // What the optimizer keeps, under torch.optim's names: for each parameter one tensor per name,
+  // one without elements where there is none.
+  void BeginWith(const Tensors& parameters, const std::vector<int64_t>& counts,
+                 const Strings& names, const std::vector<Tensors>& planes) {
+    tensors().BeginWith(KeptStates(parameters, counts, names, planes));
+  }
+  void ReplaceState(const Tensors& parameters, const std::vector<int64_t>& counts,
+                    const Strings& names, const std::vector<Tensors>& planes) {
+    tensors().ReplaceState(KeptStates(parameters, counts, names, planes));
+  }
+
   void BeginConstruction() {
     tensors();
     guard_ = std::make_unique<InitGuard>(engine_);
@@ -162,6 +173,32 @@ class PythonEngine final : public torch::CustomClassHolder {
           "Give the optimizer these options when it is made, with a new job"));
     }
     return group;
+  }
+
+  std::vector<KeptState> KeptStates(const Tensors& parameters, const std::vector<int64_t>& counts,
+                                    const Strings& names,
+                                    const std::vector<Tensors>& planes) const {
+    std::vector<KeptState> states(parameters.size());
+    for (size_t i = 0; i < states.size(); ++i) {
+      states[i].parameter = parameters[i];
+      states[i].update_count = static_cast<uint64_t>(counts.at(i));
+      for (size_t n = 0; n < names.size(); ++n) {
+        const at::Tensor& plane = planes.at(i).at(n);
+        if (plane.numel() > 0) states[i].planes.at(PlaneNumber(names[n])) = plane;
+      }
+    }
+    return states;
+  }
+
+  size_t PlaneNumber(const std::string& name) const {
+    for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
+      const kernels::StatePlane* const plane = tensors().optimizer().Plane(i);
+      if (plane != nullptr && name == plane->name) return i;
+    }
+    ThrowStatus(
+        MakeError(ErrorId::kUnsupportedOptimizer,
+                  absl::StrCat("options that need ", name, ", for a job that was made without"),
+                  "Give the optimizer these options when it is made, with a new job"));
   }
 
   std::shared_ptr<ModuleEngine> engine_;
@@ -259,6 +296,8 @@ TORCH_LIBRARY(offloadd, m) {
       .def("attach", &PythonEngine::Attach)
       .def("seal", [](const Pointer& self) { self->tensors().Seal(); })
       .def("apply", &PythonEngine::Step)
+      .def("begin_with", &PythonEngine::BeginWith)
+      .def("replace_state", &PythonEngine::ReplaceState)
       .def("step_count", [](const Pointer& self) { return self->tensors().step(); })
       .def("update_count",
            [](const Pointer& self, const at::Tensor& parameter) {

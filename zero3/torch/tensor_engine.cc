@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstring>
 #include <deque>
+#include <iterator>
 #include <span>
 #include <unordered_set>
 #include <utility>
@@ -23,6 +24,7 @@
 #include "base/crc32c.h"
 #include "base/durability.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "proto/buffer_tensors.h"
 #include "proto/shm_abi.h"
 #include "zero3/torch/born_residency.h"
@@ -385,6 +387,7 @@ void TensorEngine::MakeStore() {
     }
     Declare();
     StartWeights(initial.has_value() ? &*initial : nullptr);
+    PutInitialStates();
     WatchGradients();
     BringHome(attachment_.get());
     if (exists_) {
@@ -431,7 +434,8 @@ void TensorEngine::StoreLargeBuffers() {
                   count * sizeof(float));
       return absl::OkStatus();
     };
-    ThrowIfError(StreamIn(IdOfLarge(n), fill), absl::StrCat("buffer ", Key(buffer.name)));
+    ThrowIfError(StreamIn(IdOfLarge(n), proto::Plane::kWeight, fill),
+                 absl::StrCat("buffer ", Key(buffer.name)));
     buffer.crc = crc;
     buffer.is_stored = true;
   }
@@ -484,9 +488,9 @@ Gradient* TensorEngine::MakeGradient(uint32_t id) {
   return new SummedGradient(attachment_, std::move(window), sums_, id, parameter);
 }
 
-absl::Status TensorEngine::StreamIn(uint32_t id, Fill fill) {
+absl::Status TensorEngine::StreamIn(uint32_t id, proto::Plane plane, Fill fill) {
   const proto::Tensor& tensor = attachment_->tensor(id);
-  const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
+  const uint64_t element_bytes = attachment_->input().catalogue.planes(id).Bits(plane) / 8;
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
   Staging::Piece piece = attachment_->staging().Take(
       std::min(kBlockBytes, proto::PaddedBytes(tensor.element_count * element_bytes)));
@@ -503,7 +507,8 @@ absl::Status TensorEngine::StreamIn(uint32_t id, Fill fill) {
     const uint64_t count = std::min<uint64_t>(tensor.element_count - begin, proto::kExtentElements);
     const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
     failure.Update(fill(begin, count, offset));
-    if (failure.ok()) tickets.push_back(attachment_->session().Put(id, begin, count, offset));
+    if (failure.ok())
+      tickets.push_back(attachment_->session().PutPlane(id, plane, begin, count, offset));
   }
   while (!tickets.empty()) wait_for_oldest();
   return failure;
@@ -515,7 +520,8 @@ void TensorEngine::LoadInitial(uint32_t id) {
   const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
     return weights_[id]->ReadInitial(begin * element_bytes, count * element_bytes, offset);
   };
-  ThrowIfError(StreamIn(id, fill), absl::StrCat("parameter ", Key(weights_[id]->name())));
+  ThrowIfError(StreamIn(id, proto::Plane::kWeight, fill),
+               absl::StrCat("parameter ", Key(weights_[id]->name())));
 }
 
 // From a file that fits.
@@ -531,7 +537,8 @@ void TensorEngine::LoadFrom(WeightFile& file) {
     const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
       return file.Read(weight, begin, count, attachment_->region() + offset);
     };
-    ThrowIfError(StreamIn(id, fill), absl::StrCat("parameter ", Key(weight.name)));
+    ThrowIfError(StreamIn(id, proto::Plane::kWeight, fill),
+                 absl::StrCat("parameter ", Key(weight.name)));
     ++id;
   }
 }
@@ -616,6 +623,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   ThrowIfError(attachment_->session().Step(command));
   if (sums_ != nullptr) ThrowIfError(sums_->stream().Stepped());
   state_ = std::move(next);
+  has_unsettled_states_ = false;
   ++step_;
   for (const uint32_t id : stepped) {
     gradients_[id]->BeginUpdate();
@@ -743,6 +751,13 @@ std::vector<std::string> TensorEngine::Exchange(std::string blob) {
 
 // The other ranks wait, first until nobody uses a weight any more, then for what became of it.
 void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& options) {
+  // It would make them durable, and not how often their tensors were updated.
+  if (has_unsettled_states_) {
+    ThrowStatus(MakeError(ErrorId::kBadValue,
+                          "LoadWeights() after the optimizer's state was loaded, without a step "
+                          "between them",
+                          "Load the weights first, or take a step before"));
+  }
   Seal();
   attachment_->EndRaw();
   if (attachment_->world_size() == 1) return LoadAlone(path, options);
@@ -794,6 +809,104 @@ void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& opt
                  absl::StrCat("parameter ", Key(weight.name)));
   }
   ThrowIfError(writer->Commit(), folder);
+}
+
+// ---- What the optimizer keeps ------------------------------------------------------------------
+
+void TensorEngine::BeginWith(std::vector<KeptState> states) {
+  if (states.empty()) return;
+  RequireAttached();
+  CheckStates(states);
+  if (exists_) {
+    Log().info(
+        "job {} exists, at step {}: it keeps its optimizer's state, that of the attached "
+        "optimizer is not taken",
+        options_.job, step_);
+    return;
+  }
+  if (attached_.sealed) return ReplaceState(states);
+  std::move(states.begin(), states.end(), std::back_inserter(initial_states_));
+}
+
+void TensorEngine::PutInitialStates() {
+  const std::vector<KeptState> states = std::exchange(initial_states_, {});
+  if (attachment_->rank() == 0) PutStates(states);
+  CountAs(states);
+}
+
+void TensorEngine::ReplaceState(std::span<const KeptState> states) {
+  CheckStates(states);
+  Seal();
+  attachment_->EndRaw();
+  if (attachment_->world_size() == 1) {
+    PutStates(states);
+  } else {
+    Exchange("");  // nobody steps or reads any more
+    std::string failure;
+    try {
+      if (attachment_->rank() == 0) PutStates(states);
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    failure = Exchange(std::move(failure)).front();
+    if (!failure.empty()) ThrowStatus(absl::AbortedError(failure));
+  }
+  CountAs(states);
+  has_unsettled_states_ = true;
+}
+
+void TensorEngine::CheckStates(std::span<const KeptState> states) const {
+  for (const KeptState& state : states) {
+    if (state.parameter.numel() == 0) continue;
+    ThrowIfError(CheckFits(state, declared_[IdOf(state.parameter)].name));
+  }
+}
+
+void TensorEngine::PutStates(std::span<const KeptState> states) {
+  for (const KeptState& state : states) {
+    if (state.parameter.numel() == 0) continue;
+    const uint32_t id = IdOf(state.parameter);
+    ThrowIfError(PutState(id, state), absl::StrCat("parameter ", Key(declared_[id].name)));
+  }
+}
+
+// Those that the job does not keep (of a frozen tensor all) are of no use to any step of it.
+absl::Status TensorEngine::PutState(uint32_t id, const KeptState& state) {
+  const at::NoGradGuard no_grad;
+  const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
+  for (size_t i = 0; i < state.planes.size(); ++i) {
+    if (!planes.Has(proto::kStatePlanes[i])) continue;
+    at::Tensor values;
+    if (state.planes[i].defined()) values = state.planes[i].to(at::kFloat).contiguous();
+    const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
+      std::byte* const to = attachment_->region() + offset;
+      if (values.defined()) {
+        std::memcpy(to, values.const_data_ptr<float>() + begin, count * sizeof(float));
+      } else {
+        std::memset(to, 0, count * sizeof(float));
+      }
+      return absl::OkStatus();
+    };
+    OFFLOAD_RETURN_IF_ERROR(StreamIn(id, proto::kStatePlanes[i], fill));
+  }
+  return absl::OkStatus();
+}
+
+void TensorEngine::CountAs(std::span<const KeptState> states) {
+  for (const KeptState& state : states) {
+    if (state.parameter.numel() == 0) continue;
+    const uint32_t id = IdOf(state.parameter);
+    if (declared_[id].trainable) state_.update_counts[id] = state.update_count;
+  }
+}
+
+KeptState TensorEngine::GatherState(const at::Tensor& parameter) {
+  KeptState state{.parameter = parameter, .update_count = update_count(parameter), .planes = {}};
+  for (size_t i = 0; i < state.planes.size(); ++i) {
+    const kernels::StatePlane* const plane = optimizer_.Plane(i);
+    if (plane != nullptr) state.planes[i] = Gather(parameter, plane->name);
+  }
+  return state;
 }
 
 absl::Status NotAttached() {

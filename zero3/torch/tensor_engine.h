@@ -35,6 +35,7 @@
 #include "zero3/torch/buffers.h"
 #include "zero3/torch/gradient.h"
 #include "zero3/torch/gradient_sums.h"
+#include "zero3/torch/kept_state.h"
 #include "zero3/torch/trainer_state.h"
 #include "zero3/torch/weight_residency.h"
 #include "zero3/torch/weights_io.h"
@@ -80,6 +81,11 @@ class TensorEngine {
   void SetTrainerState(std::string blob);
   const std::string& trainer_state() const { return state_.trainer; }
   at::Tensor Gather(const at::Tensor& parameter, const std::string& plane);
+  // As StateKeeper: what an optimizer keeps of parameters of the job, as of the last step. With
+  // several ranks all of them call with the same, and the first one's counts.
+  void BeginWith(std::vector<KeptState> states);
+  void ReplaceState(std::span<const KeptState> states);
+  KeptState GatherState(const at::Tensor& parameter);
   void SetInitialWeights(std::string path, LoadOptions options);
   void LoadWeights(const std::string& path, const LoadOptions& options);
   void SaveWeights(const std::string& folder, const SaveOptions& options);
@@ -118,6 +124,11 @@ class TensorEngine {
   void StartWeights(WeightFile* initial);
   void WatchGradients();
   void LoadInitial(uint32_t id);
+  void PutInitialStates();
+  void CheckStates(std::span<const KeptState> states) const;
+  void PutStates(std::span<const KeptState> states);
+  absl::Status PutState(uint32_t id, const KeptState& state);
+  void CountAs(std::span<const KeptState> states);
   // The number at the daemon of the n-th large buffer.
   uint32_t IdOfLarge(size_t n) const { return static_cast<uint32_t>(declared_.size() + n); }
   uint64_t SmallBuffersBytes() const { return Buffers::kSmallBytesMax / attachment_->world_size(); }
@@ -139,7 +150,7 @@ class TensorEngine {
   using Fill = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, uint64_t offset)>;
   using Drain =
       absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, const std::byte* bytes)>;
-  absl::Status StreamIn(uint32_t id, Fill fill);
+  absl::Status StreamIn(uint32_t id, proto::Plane plane, Fill fill);
   absl::Status StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, Drain drain);
   absl::Status CopyOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, std::byte* target);
   bool EndsRound(std::span<const GroupUpdate> updates);
@@ -159,6 +170,8 @@ class TensorEngine {
   kernels::OptimizerSpec optimizer_;
   bool roots_are_said_ = false;
   bool half_loaded_ = false;
+  bool has_unsettled_states_ = false;      // replaced since the last step
+  std::vector<KeptState> initial_states_;  // until the store of a new job is made
   std::string initial_weights_;
   LoadOptions initial_options_;
   std::vector<proto::Tensor> declared_;  // by id

@@ -1,0 +1,160 @@
+"""DeepSpeed's universal checkpoints, in and out: a folder per parameter with its fp32 value and what the optimizer keeps of it.
+
+    FOLDER/latest_universal                 the name of TAG, where FOLDER holds several
+    FOLDER/TAG/zero/NAME/fp32.pt            the master
+    FOLDER/TAG/zero/NAME/exp_avg.pt …       each plane of the optimizer, under torch's name
+    FOLDER/TAG/zero/NAME/step.pt            how often the parameter was updated
+
+Each file holds a tensor in the parameter's shape, or flat, or {"param": tensor, …}; what is written is the latter. What the files hold is
+mapped, not read at once; nothing but tensors, numbers and dictionaries is taken from a pickle.
+"""
+
+import os
+import pickle
+import shutil
+
+import torch
+
+from .errors import Error
+
+_LATEST = "latest_universal"
+_AGAIN = "Make the checkpoint again, with DeepSpeed's ds_to_universal.py; nothing was loaded from it"
+
+
+def _zero_folder(folder):
+    """The folder whose folders are parameters."""
+    folder = os.fspath(folder)
+    latest = os.path.join(folder, _LATEST)
+    if os.path.isfile(latest):
+        with open(latest, encoding="utf-8") as file:
+            tag = file.read().strip()
+        if not tag or os.path.basename(tag) != tag:
+            raise Error.of(1401, f"{latest} names {tag!r}, which is no folder beside it", _AGAIN)
+        folder = os.path.join(folder, tag)
+    zero = os.path.join(folder, "zero")
+    if not os.path.isdir(zero):
+        raise Error.of(1405, f"{folder} has no folder zero: it is no universal checkpoint of DeepSpeed",
+                       "Convert a checkpoint of DeepSpeed with its ds_to_universal.py")
+    return zero
+
+
+def _read(path):
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise Error.of(1405, f"{path} cannot be read: {error.strerror}", "Name a whole universal checkpoint") from None
+    except pickle.UnpicklingError:
+        raise Error.of(1401, f"{path} holds more than a tensor, and is not run", _AGAIN) from None
+    except Exception as error:  # noqa: torch has many for a file that is none of its own
+        raise Error.of(1401, f"{path} is no file of torch.save(): {str(error).splitlines()[0]}", _AGAIN) from None
+    return held.get("param") if isinstance(held, dict) else held
+
+
+def _tensor(path, name, parameter):
+    held = _read(path)
+    if not isinstance(held, torch.Tensor) or not held.is_floating_point():
+        raise Error.of(1401, f"{path} holds no tensor of numbers", _AGAIN)
+    if held.shape != parameter.shape and (held.dim() != 1 or held.numel() != parameter.numel()):
+        raise Error.of(1402, f"{path} does not fit the model: '{name}' has shape {list(held.shape)}, the model's has {list(parameter.shape)}",
+                       "Use the checkpoint of this model")
+    return held.reshape(parameter.shape)
+
+
+def _count(path):
+    held = _read(path)
+    if isinstance(held, torch.Tensor) and held.numel() == 1:
+        held = held.item()
+    if not isinstance(held, (int, float)) or held < 0 or held != int(held):
+        raise Error.of(1401, f"{path} holds no number of steps", _AGAIN)
+    return int(held)
+
+
+def _state(folder, name, parameter):
+    """torch's state of one parameter, as the folder has it; empty when it was never updated."""
+    files = sorted(os.listdir(folder))
+    planes = [file[:-3] for file in files if file.endswith(".pt") and file not in ("fp32.pt", "step.pt")]
+    state = {"step": torch.tensor(float(_count(os.path.join(folder, "step.pt"))))} if "step.pt" in files else {}
+    state.update({plane: _tensor(os.path.join(folder, f"{plane}.pt"), name, parameter) for plane in planes})
+    return state
+
+
+def load(folder, parameters, optimizers):
+    """Gives parameters, (name, tensor) each, and optimizers the values of the checkpoint: all of them fit, or nothing is changed. bf16
+    weights are rounded to the nearest, and their masters begin there."""
+    zero = _zero_folder(folder)
+    values, states, known = {}, {}, {}
+    for name, parameter in parameters:
+        own = os.path.join(zero, name)
+        if parameter in known and not os.path.isdir(own):
+            continue  # a second name of a tied one
+        if not os.path.isdir(own):
+            raise Error.of(1402, f"{zero} does not fit the model: '{name}' is missing", "Use the checkpoint of this model")
+        known[parameter] = name
+        values[parameter] = _tensor(os.path.join(own, "fp32.pt"), name, parameter)
+        states[parameter] = _state(own, name, parameter)
+    _check_names(zero, parameters)
+    with torch.no_grad():
+        for parameter, value in values.items():
+            parameter.copy_(value)
+    for optimizer in optimizers:
+        optimizer.load_state_dict(_state_dict(optimizer, states))
+
+
+def _check_names(zero, parameters):
+    names = {name for name, _ in parameters}
+    for name in sorted(os.listdir(zero)):
+        if name not in names and os.path.isfile(os.path.join(zero, name, "fp32.pt")):
+            raise Error.of(1402, f"{zero} does not fit the model: the model has no '{name}'", "Use the checkpoint of this model")
+
+
+def _state_dict(optimizer, states):
+    """As torch's, with the groups that the optimizer has."""
+    groups, state, index = [], {}, 0
+    for group in optimizer.param_groups:
+        packed = {key: value for key, value in group.items() if key != "params"}
+        packed["params"] = list(range(index, index + len(group["params"])))
+        for parameter in group["params"]:
+            if states.get(parameter):
+                state[index] = states[parameter]
+            index += 1
+        groups.append(packed)
+    return {"state": state, "param_groups": groups}
+
+
+def save(folder, tag, parameters, master_of, state_of):
+    """Writes a checkpoint, one parameter after the other. `state_of(parameter)` is torch's state of it."""
+    folder = os.fspath(folder)
+    target = os.path.join(folder, tag)
+    if os.path.exists(target):
+        raise Error.of(1404, f"{target} is there already", "Choose another folder, or remove it")
+    building = f"{target}.part"
+    shutil.rmtree(building, ignore_errors=True)
+    written = set()
+    try:
+        for name, parameter in parameters:
+            if id(parameter) in written:
+                continue
+            written.add(id(parameter))
+            _write(os.path.join(building, "zero", name), master_of(parameter), state_of(parameter))
+        os.rename(building, target)
+        with open(os.path.join(folder, _LATEST), "w", encoding="utf-8") as file:
+            file.write(tag)
+    except OSError as error:
+        raise Error.of(1404, f"{target} cannot be written: {error.strerror}",
+                       "Choose a folder with enough free space that this user may write to") from None
+
+
+def _write(folder, master, state):
+    os.makedirs(folder)
+    _write_file(os.path.join(folder, "fp32.pt"), {"param": master.float(), "cat_dim": 0})
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        _write_file(os.path.join(folder, f"{key}.pt"), value if key == "step" else {"param": value.float(), "cat_dim": 0})
+
+
+def _write_file(path, value):
+    with open(path, "wb") as file:
+        torch.save(value, file)
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,371 @@
+"""What an optimizer has kept in memory goes into a job: attached after it has stepped, or loaded from a checkpoint."""
+
+import copy
+import io
+import os
+import shutil
+import sys
+
+import torch
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+
+import offloadd
+from battery import Transformer, case, main
+
+FP32 = {"types": ("fp32",)}
+REFUSED = {"types": ("fp32",), "memory": ("floor",)}
+
+
+def fused(parameters):
+    return AdamW(parameters, 1e-3, fused=True)
+
+
+def saved(data):
+    """As a file gives it back."""
+    file = io.BytesIO()
+    torch.save(data, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def states_of(optimizer):
+    return [{key: value.clone() for key, value in state.items() if value is not None} for state in optimizer.state_dict()["state"].values()]
+
+
+# ---- Attached in the middle --------------------------------------------------------------------
+
+
+def attached_in_the_middle(make, **options):
+    """A case that takes steps in memory first."""
+
+    def declare(name):
+        def function(run):
+            model = run.model()
+            optimizer = make(model.parameters())
+            told = run.train(model, optimizer, steps=3)
+            run.attach(model, optimizer)
+            return told + run.train(model, optimizer, first=3), states_of(optimizer)
+
+        function.__name__ = name
+        case(function, **options)
+
+    return declare
+
+
+attached_in_the_middle(fused)("adamw_fused")
+attached_in_the_middle(lambda p: AdamW(p, 1e-3, amsgrad=True))("adamw_amsgrad")
+attached_in_the_middle(lambda p: Adam(p, 1e-3, weight_decay=0.1))("adam")
+attached_in_the_middle(lambda p: Adagrad(p, 1e-2, lr_decay=0.1, initial_accumulator_value=0.5), types=("fp32",))("adagrad")
+attached_in_the_middle(lambda p: RMSprop(p, 1e-3, momentum=0.9, centered=True))("rmsprop")
+attached_in_the_middle(lambda p: SGD(p, 0.1, momentum=0.9, dampening=0.1, nesterov=False))("sgd_momentum")
+attached_in_the_middle(lambda p: SGD(p, 0.1))("sgd")
+
+
+@case
+def parameters_of_different_ages(run):
+    model = run.model()
+    model.head.weight.requires_grad_(False)
+    optimizer = fused(model.parameters())
+    told = run.train(model, optimizer, steps=2)
+    model.head.weight.requires_grad_(True)
+    run.attach(model, optimizer)
+    return told + run.train(model, optimizer, first=2), states_of(optimizer)
+
+
+@case(**FP32)
+def groups_that_keep_different_things(run):
+    model = run.model()
+    optimizer = SGD([{"params": model.blocks.parameters(), "momentum": 0.9}, {"params": model.head.parameters()}], 0.1)
+    told = run.train(model, optimizer, steps=2)
+    model.zero_grad()
+    run.attach(model, optimizer)
+    return told + run.train(model, optimizer, first=2)
+
+
+@case(**FP32)
+def two_optimizers_of_one_job(run):
+    model = run.model()
+    pair = [fused(model.blocks.parameters()), fused([model.head.weight])]
+    for optimizer in pair:
+        run.train(model, optimizer, steps=2)
+    model.zero_grad()
+    run.attach(model, pair)
+    return [run.train(model, optimizer, first=2) for optimizer in pair]
+
+
+@case
+def job_that_began_in_the_middle_is_resumed(run):
+    model = run.model()
+    optimizer = fused(model.parameters())
+    told = run.train(model, optimizer, steps=2)
+    run.attach(model, optimizer, job="resumed")
+    told += run.train(model, optimizer, first=2)
+    if run.offloaded:
+        run.handles.pop().close()
+        run.models.clear()
+        model = run.model()
+        optimizer = fused(model.parameters())
+        run.train(model, optimizer, steps=1)  # the job keeps what it has
+        handle = run.attach(model, optimizer, job="resumed")
+        assert handle.step == 3, handle.step
+    return told + run.train(model, optimizer, first=5), states_of(optimizer)
+
+
+@case(refused=1604, **REFUSED)
+def adagrad_that_begins_elsewhere_is_refused(run):
+    model = run.model()
+    optimizer = Adagrad(model.parameters(), 1e-2)
+    for state in optimizer.state.values():
+        state["sum"].fill_(3.0)
+    run.attach(model, optimizer)
+
+
+# ---- Checkpoints -------------------------------------------------------------------------------
+
+
+def loads(make):
+    """A case that loads what plain torch has saved, into a job that has steps of its own."""
+
+    def declare(name):
+        def function(run):
+            source = run.model()
+            plain = make(source.parameters())
+            run.train(source, plain, steps=2)
+            checkpoint = saved({"model": source.state_dict(), "optimizer": plain.state_dict()})
+            model = run.model()
+            optimizer = make(model.parameters())
+            run.attach(model, optimizer)
+            told = run.train(model, optimizer, first=10)
+            model.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            at_once = states_of(optimizer)
+            return told + run.train(model, optimizer, first=2), at_once, states_of(optimizer)
+
+        function.__name__ = name
+        case(function, types=("fp32",))
+
+    return declare
+
+
+loads(fused)("checkpoint_of_memory")
+loads(lambda p: Adam(p, 1e-3, amsgrad=True))("checkpoint_of_memory_adam_amsgrad")
+loads(lambda p: SGD(p, 0.1, momentum=0.9))("checkpoint_of_memory_sgd")
+loads(lambda p: RMSprop(p, 1e-3, centered=True))("checkpoint_of_memory_rmsprop")
+loads(lambda p: Adagrad(p, 1e-2))("checkpoint_of_memory_adagrad")
+
+
+@case
+def checkpoint_of_fp32_moments(run):
+    """bf16 weights with fp32 moments, as DeepSpeed and others write them: they are not rounded."""
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    checkpoint = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    checkpoint["optimizer"].pop("offloadd", None)
+    run.train(model, optimizer, first=7)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return run.train(model, optimizer, first=3), states_of(optimizer)
+
+
+@case
+def checkpoint_of_another_step(run):
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    checkpoint = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    run.train(model, optimizer, first=3)
+    for _ in range(2):  # the second time nothing was stepped between
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    return run.train(model, optimizer, first=3), states_of(optimizer)
+
+
+@case(**FP32)
+def checkpoint_of_another_job(run):
+    source = run.model()
+    former = fused(source.parameters())
+    run.attach(source, former)
+    run.train(source, former)
+    checkpoint = saved({"model": source.state_dict(), "optimizer": former.state_dict()})
+    model = run.make(Transformer)
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    model.load_state_dict(checkpoint["model"])
+    optimizer.load_state_dict(checkpoint["optimizer"])
+    return run.train(model, optimizer, first=3), states_of(optimizer)
+
+
+@case(**FP32)
+def fresh_state_begins_anew(run):
+    model = run.model()
+    optimizer = fused(model.parameters())
+    fresh = copy.deepcopy(optimizer.state_dict())
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    optimizer.load_state_dict(fresh)
+    return states_of(optimizer), run.train(model, optimizer, first=3), states_of(optimizer)
+
+
+@case(**FP32)
+def loaded_state_is_dropped_without_a_step(run):
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer, job="dropped")
+    run.train(model, optimizer, steps=1)
+    kept = saved(optimizer.state_dict())
+    kept.pop("offloadd", None)
+    run.train(model, optimizer, first=1, steps=1)
+    if run.offloaded:
+        optimizer.load_state_dict(kept)
+        run.handles.pop().close()
+        run.models.clear()
+        model = run.model()
+        optimizer = fused(model.parameters())
+        run.attach(model, optimizer, job="dropped")
+    return run.train(model, optimizer, first=2), states_of(optimizer)
+
+
+@case(refused=1602, **REFUSED)
+def checkpoint_without_its_moments_is_refused(run):
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer).is_state_small = lambda: False
+    run.train(model, optimizer)
+    state = optimizer.state_dict()
+    run.train(model, optimizer, first=3)
+    optimizer.load_state_dict(state)
+
+
+@case(refused=1002, **REFUSED)
+def state_of_another_model_is_refused(run):
+    other = Transformer(1)
+    plain = fused(other.parameters())
+    run.train(other, plain, steps=1)
+    model = Transformer(1)
+    model.embed = torch.nn.Embedding(300, 48)
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    optimizer.load_state_dict(plain.state_dict())
+
+
+@case(refused=1604, **REFUSED)
+def state_of_another_optimizer_is_refused(run):
+    model = run.model()
+    plain = RMSprop(model.parameters())
+    run.train(model, plain, steps=1)
+    other = run.make(Transformer)
+    optimizer = fused(other.parameters())
+    run.attach(other, optimizer)
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": plain.state_dict()["state"], "param_groups": groups})
+
+
+@case(**FP32)
+def refused_state_leaves_the_job_as_it_was(run):
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    if run.offloaded:
+        state = saved(optimizer.state_dict())
+        state.pop("offloadd")
+        state["state"][2]["exp_avg"] = torch.zeros(3)
+        try:
+            optimizer.load_state_dict(state)
+            raise AssertionError("a state of another shape was taken")
+        except offloadd.Error as error:
+            assert "of shape" in str(error), error
+    return run.train(model, optimizer, first=3), states_of(optimizer)
+
+
+# ---- DeepSpeed's universal checkpoints ---------------------------------------------------------
+
+
+def folders_of(run, model, optimizer, steps):
+    """As ds_to_universal.py lays them out: a folder per parameter, with flat tensors, or tensors in a dictionary."""
+    zero = os.path.join(run.folder, "deepspeed", "global_step2_universal", "zero")
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        os.makedirs(os.path.join(zero, name))
+        tensors = {"fp32": parameter.detach().float(), **{key: value for key, value in optimizer.state[parameter].items() if key != "step"}}
+        for key, value in tensors.items():
+            held = value.float().flatten() if number % 2 else {"param": value.float(), "cat_dim": 0}
+            torch.save(held, os.path.join(zero, name, f"{key}.pt"))
+        torch.save(torch.tensor(float(steps)) if number % 2 else steps, os.path.join(zero, name, "step.pt"))
+    with open(os.path.join(run.folder, "deepspeed", "latest_universal"), "w", encoding="utf-8") as file:
+        file.write("global_step2_universal")
+    return os.path.join(run.folder, "deepspeed")
+
+
+@case(**FP32)
+def universal_checkpoint_is_loaded(run):
+    source = run.model()
+    plain = fused(source.parameters())
+    run.train(source, plain, steps=2)
+    folder = folders_of(run, source, plain, steps=2)
+    expected = run.train(source, plain, first=2)
+    model = run.model()
+    optimizer = fused(model.parameters())
+    handle = run.attach(model, optimizer)
+    run.train(model, optimizer, first=10)
+    handle.load_universal(folder)
+    told = run.train(model, optimizer, first=2)
+    assert told == expected, (told, expected)
+    return told, states_of(optimizer)
+
+
+@case
+def universal_checkpoint_comes_back(run):
+    model = run.model(tied=True)
+    optimizer = fused(model.parameters())
+    handle = run.attach(model, optimizer)
+    run.train(model, optimizer)
+    folder = os.path.join(run.folder, "universal")
+    os.mkdir(folder)
+    handle.save_universal(folder)
+    run.train(model, optimizer, first=7)
+    handle.load_universal(os.path.join(folder, "global_step3_universal"))
+    return run.train(model, optimizer, first=3), states_of(optimizer), sorted(os.listdir(os.path.join(folder, "global_step3_universal", "zero")))
+
+
+def damaged_universal(run, damage):
+    model = run.model()
+    optimizer = fused(model.parameters())
+    handle = run.attach(model, optimizer)
+    run.train(model, optimizer, steps=1)
+    folder = os.path.join(run.folder, "universal")
+    os.mkdir(folder)
+    handle.save_universal(folder, "here")
+    damage(os.path.join(folder, "here", "zero"))
+    handle.load_universal(folder)
+
+
+@case(refused=1402, **REFUSED)
+def universal_checkpoint_without_a_parameter_is_refused(run):
+    damaged_universal(run, lambda zero: shutil.rmtree(os.path.join(zero, "norm.weight")))
+
+
+@case(refused=1402, **REFUSED)
+def universal_checkpoint_of_another_shape_is_refused(run):
+    damaged_universal(run, lambda zero: torch.save(torch.zeros(3), os.path.join(zero, "norm.weight", "exp_avg.pt")))
+
+
+@case(refused=1401, **REFUSED)
+def universal_checkpoint_with_code_in_it_is_refused(run):
+    damaged_universal(run, lambda zero: torch.save(Transformer(1), os.path.join(zero, "norm.weight", "fp32.pt")))
+
+
+@case(refused=1401, **REFUSED)
+def universal_checkpoint_without_steps_is_refused(run):
+    damaged_universal(run, lambda zero: torch.save(-1, os.path.join(zero, "norm.weight", "step.pt")))
+
+
+@case(refused=1405, **REFUSED)
+def folder_that_is_no_universal_checkpoint_is_refused(run):
+    damaged_universal(run, lambda zero: os.rename(zero, zero + "_gone"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,353 @@
+// Optimizers that have stepped in memory before their model is attached, and files of optimizers:
+// what torch has kept goes into the job, and training goes on as if nothing had happened. fp32 is
+// compared with plain torch, bf16 with the same in memory (OFFLOADD_DISABLE=1), bit by bit.
+
+#include <gtest/gtest.h>
+#include <offload/torch.h>
+#include <torch/nn/modules.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+
+#include <functional>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/torch_fixture.h"
+
+namespace offload {
+namespace {
+
+namespace nn = torch::nn;
+namespace optim = torch::optim;
+using at::Tensor;
+using Optimizer = std::shared_ptr<optim::Optimizer>;
+using Make = std::function<Optimizer(std::vector<Tensor>)>;
+
+constexpr int64_t kBefore = 3, kAfter = 3;  // steps, around the attach
+
+// A weight of two extents, small ones that are bundled, and a layer that takes no part at first.
+struct Model : nn::Module {
+  explicit Model(at::ScalarType dtype) {
+    torch::manual_seed(7);
+    first = register_module("first", nn::Linear(300, 900));
+    last = register_module("last", nn::Linear(900, 10));
+    late = register_module("late", nn::Linear(300, 10));
+    to(dtype);
+  }
+  // Of one step's batch.
+  Tensor Loss(int64_t step) {
+    torch::manual_seed(1000 + step);
+    const Tensor x = torch::randn({4, 300}).to(first->weight.scalar_type());
+    Tensor y = last(torch::tanh(first(x)));
+    if (step > 0) y = y + late(x);
+    return y.square().mean();
+  }
+  nn::Linear first{nullptr}, last{nullptr}, late{nullptr};
+};
+
+// Losses, then weights.
+using Log = std::vector<Tensor>;
+
+void Train(Model& model, optim::Optimizer& optimizer, int64_t from, int64_t to, Log* log) {
+  for (int64_t step = from; step < to; ++step) {
+    optimizer.zero_grad();
+    const Tensor loss = model.Loss(step);
+    loss.backward();
+    optimizer.step();
+    log->push_back(loss.detach().clone());
+  }
+}
+
+void AddWeights(const Model& model, Log* log) {
+  const torch::NoGradGuard no_grad;
+  for (const Tensor& parameter : model.parameters()) log->push_back(parameter * 1);
+}
+
+void ExpectSame(const Log& expected, const Log& actual) {
+  ASSERT_EQ(expected.size(), actual.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_TRUE(torch::equal(expected[i], actual[i]))
+        << "entry " << i << " of " << expected.size() << " differs in "
+        << (expected[i] != actual[i]).sum().item<int64_t>() << " of " << expected[i].numel();
+  }
+}
+
+// A trainer in memory that nothing happens to.
+Log Uninterrupted(const Make& make) {
+  Model model(at::kFloat);
+  const Optimizer optimizer = make(model.parameters());
+  Log log;
+  Train(model, *optimizer, 0, kBefore + kAfter, &log);
+  AddWeights(model, &log);
+  return log;
+}
+
+std::string FloorOf(const Make& make, at::ScalarType dtype, const std::string& job) {
+  SetOffloading(true);
+  Model model(dtype);
+  const Optimizer optimizer = make(model.parameters());
+  auto engine = Engine::Open(PoolOptions(job + "_floor", "1GiB"));
+  engine->Attach(model, *optimizer);
+  return std::to_string(engine->plan().floor_bytes);
+}
+
+Log AttachedInTheMiddle(const Make& make, at::ScalarType dtype, bool offloading,
+                        const Options& options) {
+  SetOffloading(offloading);
+  Model model(dtype);
+  const Optimizer optimizer = make(model.parameters());
+  Log log;
+  Train(model, *optimizer, 0, kBefore, &log);
+  auto engine = Engine::Open(options);
+  engine->Attach(model, *optimizer);
+  EXPECT_TRUE(optimizer->state().empty()) << "it is in the job";
+  Train(model, *optimizer, kBefore, kBefore + kAfter, &log);
+  EXPECT_EQ(engine->step(), kAfter);
+  AddWeights(model, &log);
+  return log;
+}
+
+// The job is closed after a step; another process would begin as this does, with steps of its own.
+Log ResumedAfterAStep(const Make& make, const Options& options) {
+  SetOffloading(true);
+  Log log;
+  {
+    Model model(at::kFloat);
+    const Optimizer optimizer = make(model.parameters());
+    Train(model, *optimizer, 0, kBefore, &log);
+    auto engine = Engine::Open(options);
+    engine->Attach(model, *optimizer);
+    Train(model, *optimizer, kBefore, kBefore + 1, &log);
+  }
+  Model model(at::kFloat);
+  const Optimizer optimizer = make(model.parameters());
+  Log again;
+  Train(model, *optimizer, 0, 2, &again);
+  auto engine = Engine::Open(options);
+  engine->Attach(model, *optimizer);
+  EXPECT_EQ(engine->step(), 1);
+  Train(model, *optimizer, kBefore + 1, kBefore + kAfter, &log);
+  AddWeights(model, &log);
+  return log;
+}
+
+struct Case {
+  const char* name;
+  Make make;
+};
+
+template <class Class, class ClassOptions>
+Make Maker(ClassOptions options) {
+  return [options](std::vector<Tensor> parameters) {
+    return std::make_shared<Class>(std::move(parameters), options);
+  };
+}
+
+const Case kCases[] = {
+    {"adamw", Maker<optim::AdamW>(optim::AdamWOptions(1e-2))},
+    {"adamw_amsgrad", Maker<optim::AdamW>(optim::AdamWOptions(1e-2).amsgrad(true))},
+    {"adam", Maker<optim::Adam>(optim::AdamOptions(1e-2).weight_decay(0.1))},
+    {"sgd", Maker<optim::SGD>(optim::SGDOptions(1e-2).momentum(0.9).dampening(0.1))},
+    {"plain_sgd", Maker<optim::SGD>(optim::SGDOptions(1e-2))},
+    {"adagrad", Maker<optim::Adagrad>(
+                    optim::AdagradOptions(1e-2).initial_accumulator_value(0.5).lr_decay(0.1))},
+    {"rmsprop", Maker<optim::RMSprop>(optim::RMSpropOptions(1e-3).centered(true).momentum(0.9))},
+};
+
+class SteppedOptimizerTest : public testing::TestWithParam<Case> {};
+
+TEST_P(SteppedOptimizerTest, GoesOnAsIfItHadNeverBeenAttached) {
+  const Make& make = GetParam().make;
+  const std::string job = GetParam().name;
+  const Log expected = Uninterrupted(make);
+  ExpectSame(expected, AttachedInTheMiddle(make, at::kFloat, false, PoolOptions(job, "1GiB")));
+  ExpectSame(expected, AttachedInTheMiddle(make, at::kFloat, true, PoolOptions(job, "1GiB")));
+  const std::string floor = FloorOf(make, at::kFloat, job);
+  ExpectSame(expected,
+             AttachedInTheMiddle(make, at::kFloat, true, PoolOptions(job + "_tight", floor)));
+  ExpectSame(expected, ResumedAfterAStep(make, PoolOptions(job + "_resumed", floor)));
+}
+
+TEST_P(SteppedOptimizerTest, BFloat16GoesOnAsInMemoryOnMastersFromThere) {
+  const Make& make = GetParam().make;
+  const std::string job = std::string(GetParam().name) + "_bf16";
+  const Log expected = AttachedInTheMiddle(make, at::kBFloat16, false, PoolOptions(job, "1GiB"));
+  const std::string floor = FloorOf(make, at::kBFloat16, job);
+  ExpectSame(expected, AttachedInTheMiddle(make, at::kBFloat16, true, PoolOptions(job, "1GiB")));
+  ExpectSame(expected,
+             AttachedInTheMiddle(make, at::kBFloat16, true, PoolOptions(job + "_tight", floor)));
+}
+
+// Of a trainer in memory after its first steps.
+struct Files {
+  std::string module, optimizer;
+};
+
+Files SavedInMemory(const Make& make, int64_t steps) {
+  Model model(at::kFloat);
+  const Optimizer optimizer = make(model.parameters());
+  Log log;
+  Train(model, *optimizer, 0, steps, &log);
+  std::ostringstream module, kept;
+  torch::serialize::OutputArchive archive;
+  model.save(archive);
+  archive.save_to(module);
+  torch::save(*optimizer, kept);
+  return {module.str(), kept.str()};
+}
+
+void Load(const Files& files, Model& model, optim::Optimizer& optimizer) {
+  std::istringstream module(files.module), kept(files.optimizer);
+  torch::serialize::InputArchive archive;
+  archive.load_from(module);
+  model.load(archive);
+  torch::load(optimizer, kept);
+}
+
+TEST_P(SteppedOptimizerTest, AFileOfMemoryIsLoadedIntoAJob) {
+  const Make& make = GetParam().make;
+  const Files files = SavedInMemory(make, kBefore);
+  for (const bool offloading : {false, true}) {
+    SetOffloading(offloading);
+    Model model(at::kFloat);
+    const Optimizer optimizer = make(model.parameters());
+    auto engine = Engine::Open(PoolOptions(std::string(GetParam().name) + "_loaded", "256MiB"));
+    engine->Attach(model, *optimizer);
+    Log log;
+    Train(model, *optimizer, 40, 42, &log);  // which is forgotten
+    Load(files, model, *optimizer);
+    EXPECT_TRUE(optimizer->state().empty());
+    log.assign(kBefore, Tensor());
+    Train(model, *optimizer, kBefore, kBefore + kAfter, &log);
+    AddWeights(model, &log);
+    Log expected = Uninterrupted(make);
+    for (int64_t i = 0; i < kBefore; ++i) log[i] = expected[i];
+    ExpectSame(expected, log);
+  }
+}
+
+TEST_P(SteppedOptimizerTest, AFileOfAJobIsLoadedInMemory) {
+  const Make& make = GetParam().make;
+  for (const bool offloading : {false, true}) {
+    SetOffloading(offloading);
+    std::stringstream kept;
+    Log log;
+    Model other(at::kFloat);
+    {
+      Model model(at::kFloat);
+      const Optimizer optimizer = make(model.parameters());
+      auto engine = Engine::Open(PoolOptions(std::string(GetParam().name) + "_saved", "256MiB"));
+      engine->Attach(model, *optimizer);
+      Train(model, *optimizer, 0, kBefore, &log);
+      torch::save(*optimizer, kept);
+      EXPECT_TRUE(optimizer->state().empty());
+      const torch::NoGradGuard no_grad;
+      for (size_t i = 0; i < model.parameters().size(); ++i)
+        other.parameters()[i].copy_(model.parameters()[i]);
+    }
+    const Optimizer optimizer = make(other.parameters());
+    torch::load(*optimizer, kept);
+    Train(other, *optimizer, kBefore, kBefore + kAfter, &log);
+    AddWeights(other, &log);
+    ExpectSame(Uninterrupted(make), log);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, SteppedOptimizerTest, testing::ValuesIn(kCases),
+                         [](const auto& info) { return info.param.name; });
+
+// ---- What becomes of it, and what is refused ----------------------------------------------------
+
+class KeptStateTest : public testing::Test {
+ protected:
+  KeptStateTest() { SetOffloading(true); }
+  static Make AdamW() { return kCases[0].make; }
+};
+
+TEST_F(KeptStateTest, ALoadedStateIsDurableWithTheNextStepOnly) {
+  const Files files = SavedInMemory(AdamW(), 2);
+  Log log;
+  Tensor before;
+  for (const bool steps : {false, true}) {
+    Model model(at::kFloat);
+    const Optimizer optimizer = AdamW()(model.parameters());
+    auto engine = Engine::Open(PoolOptions("durable", "256MiB"));
+    engine->Attach(model, *optimizer);
+    if (!steps) Train(model, *optimizer, 10, 11, &log);
+    if (!before.defined()) before = engine->Gather(model.first->weight, "exp_avg");
+    EXPECT_TRUE(torch::equal(engine->Gather(model.first->weight, "exp_avg"), before));
+    Load(files, model, *optimizer);
+    EXPECT_FALSE(torch::equal(engine->Gather(model.first->weight, "exp_avg"), before));
+    if (steps) Train(model, *optimizer, 2, 3, &log);
+  }
+  Model model(at::kFloat), plain(at::kFloat);
+  const Optimizer optimizer = AdamW()(model.parameters()), other = AdamW()(plain.parameters());
+  auto engine = Engine::Open(PoolOptions("durable", "256MiB"));
+  engine->Attach(model, *optimizer);
+  Train(plain, *other, 0, 3, &log);
+  const auto& kept = static_cast<const optim::AdamWParamState&>(
+      *other->state().at(plain.first->weight.unsafeGetTensorImpl()));
+  EXPECT_TRUE(torch::equal(engine->Gather(model.first->weight, "exp_avg"), kept.exp_avg()));
+  EXPECT_TRUE(torch::equal(engine->Gather(model.first->weight, "exp_avg_sq"), kept.exp_avg_sq()));
+}
+
+TEST_F(KeptStateTest, WeightsAreNotLoadedBetweenAStateAndItsStep) {
+  Model model(at::kFloat);
+  const Optimizer optimizer = AdamW()(model.parameters());
+  auto engine = Engine::Open(PoolOptions("between", "256MiB"));
+  engine->Attach(model, *optimizer);
+  const std::string folder = Pool() + "/between_weights";
+  engine->SaveWeights(folder);
+  Load(SavedInMemory(AdamW(), 2), model, *optimizer);
+  ExpectError(1002, "take a step before", [&] { engine->LoadWeights(folder); });
+  Log log;
+  Train(model, *optimizer, 2, 3, &log);
+  engine->LoadWeights(folder);
+}
+
+TEST_F(KeptStateTest, AStateOfAnotherShapeIsRefusedBeforeAnythingChanges) {
+  Model model(at::kFloat);
+  const Optimizer optimizer = AdamW()(model.parameters());
+  auto engine = Engine::Open(PoolOptions("shape", "256MiB"));
+  engine->Attach(model, *optimizer);
+  Log log;
+  Train(model, *optimizer, 0, 1, &log);
+  const Tensor before = engine->Gather(model.first->weight, "exp_avg");
+  struct Transposed : nn::Module {
+    Transposed() {
+      for (const auto& [in, out] : {std::pair<int64_t, int64_t>{900, 300}, {10, 900}, {10, 300}})
+        layers.push_back(
+            register_module(std::to_string(in) + std::to_string(out), nn::Linear(in, out)));
+    }
+    std::vector<nn::Linear> layers;
+  } other;
+  const Optimizer foreign = AdamW()(other.parameters());
+  for (nn::Linear& layer : other.layers)
+    layer->forward(torch::ones({1, layer->options.in_features()})).sum().backward();
+  foreign->step();
+  std::stringstream file;
+  torch::save(*foreign, file);
+  ExpectError(1002, "'first.weight' of shape [900, 300] is CPUFloatType [300, 900]",
+              [&] { torch::load(*optimizer, file); });
+  EXPECT_TRUE(torch::equal(engine->Gather(model.first->weight, "exp_avg"), before));
+}
+
+TEST_F(KeptStateTest, AFileOfALargeStateIsRefused) {
+  struct Large : nn::Module {
+    Large() {
+      for (int i = 0; i < 4; ++i)
+        register_parameter("weight" + std::to_string(i), torch::zeros({1 << 20}));
+    }
+  } model;
+  const Optimizer optimizer = AdamW()(model.parameters());
+  auto engine = Engine::Open(PoolOptions("large", "128MiB"));
+  engine->Attach(model, *optimizer);
+  std::stringstream file;
+  ExpectError(1604, "more than a quarter of ram", [&] { torch::save(*optimizer, file); });
+}
+
+}  // namespace
+}  // namespace offload

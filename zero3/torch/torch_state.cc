@@ -1,0 +1,148 @@
+#include "zero3/torch/torch_state.h"
+
+#include <ATen/ops/all.h>
+#include <ATen/ops/eq.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <algorithm>
+#include <memory>
+#include <typeinfo>
+#include <utility>
+
+#include "base/error.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload::zero3 {
+namespace {
+
+using torch::optim::Optimizer;
+using torch::optim::OptimizerParamState;
+
+// ---- One parameter -----------------------------------------------------------------------------
+
+// Planes have the numbers of the classes' rows (kernels/rules).
+template <class State>
+KeptState ReadAdam(const OptimizerParamState& any) {
+  const auto& state = static_cast<const State&>(any);
+  return {.update_count = static_cast<uint64_t>(state.step()),
+          .planes = {state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()}};
+}
+template <class State>
+std::unique_ptr<OptimizerParamState> WriteAdam(const KeptState& kept) {
+  auto state = std::make_unique<State>();
+  state->step(static_cast<int64_t>(kept.update_count));
+  state->exp_avg(kept.planes[0]).exp_avg_sq(kept.planes[1]).max_exp_avg_sq(kept.planes[2]);
+  return state;
+}
+
+using torch::optim::SGDParamState;
+KeptState ReadSgd(const OptimizerParamState& any) {
+  const auto& state = static_cast<const SGDParamState&>(any);
+  return {.update_count = state.momentum_buffer().defined() ? 1u : 0u,
+          .planes = {state.momentum_buffer()}};
+}
+std::unique_ptr<OptimizerParamState> WriteSgd(const KeptState& kept) {
+  auto state = std::make_unique<SGDParamState>();
+  state->momentum_buffer(kept.planes[0]);
+  return state;
+}
+
+using torch::optim::AdagradParamState;
+KeptState ReadAdagrad(const OptimizerParamState& any) {
+  const auto& state = static_cast<const AdagradParamState&>(any);
+  return {.update_count = static_cast<uint64_t>(state.step()), .planes = {state.sum()}};
+}
+std::unique_ptr<OptimizerParamState> WriteAdagrad(const KeptState& kept) {
+  auto state = std::make_unique<AdagradParamState>();
+  state->step(static_cast<int64_t>(kept.update_count));
+  state->sum(kept.planes[0]);
+  return state;
+}
+
+using torch::optim::RMSpropParamState;
+KeptState ReadRmsProp(const OptimizerParamState& any) {
+  const auto& state = static_cast<const RMSpropParamState&>(any);
+  return {.update_count = static_cast<uint64_t>(state.step()),
+          .planes = {state.square_avg(), state.momentum_buffer(), state.grad_avg()}};
+}
+std::unique_ptr<OptimizerParamState> WriteRmsProp(const KeptState& kept) {
+  auto state = std::make_unique<RMSpropParamState>();
+  state->step(static_cast<int64_t>(kept.update_count));
+  state->square_avg(kept.planes[0]).momentum_buffer(kept.planes[1]).grad_avg(kept.planes[2]);
+  return state;
+}
+
+// ---- The classes -------------------------------------------------------------------------------
+
+struct Row {
+  const std::type_info& type;
+  KeptState (*read)(const OptimizerParamState& state);
+  std::unique_ptr<OptimizerParamState> (*write)(const KeptState& state);
+};
+
+const Row* RowOf(const Optimizer& optimizer) {
+  static const Row kRows[] = {
+      {typeid(torch::optim::AdamW), ReadAdam<torch::optim::AdamWParamState>,
+       WriteAdam<torch::optim::AdamWParamState>},
+      {typeid(torch::optim::Adam), ReadAdam<torch::optim::AdamParamState>,
+       WriteAdam<torch::optim::AdamParamState>},
+      {typeid(torch::optim::SGD), ReadSgd, WriteSgd},
+      {typeid(torch::optim::Adagrad), ReadAdagrad, WriteAdagrad},
+      {typeid(torch::optim::RMSprop), ReadRmsProp, WriteRmsProp},
+  };
+  for (const Row& row : kRows) {
+    if (row.type == typeid(optimizer)) return &row;
+  }
+  return nullptr;
+}
+
+// Adagrad has its sums from the beginning, and the daemon begins them with the options' value.
+void CheckBeginning(const torch::optim::AdagradOptions& options, const at::Tensor& sum) {
+  if (!sum.defined() || at::all(at::eq(sum, options.initial_accumulator_value())).item<bool>())
+    return;
+  ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
+                        "Adagrad has sums of no step that are not its initial_accumulator_value",
+                        "Give the optimizer the initial_accumulator_value that its sums have"));
+}
+
+// True when a new optimizer of the class has it, too.
+bool IsBeginning(const Optimizer& optimizer, const KeptState& kept) {
+  if (kept.update_count > 0) return false;
+  const auto* const adagrad =
+      dynamic_cast<const torch::optim::AdagradOptions*>(&optimizer.defaults());
+  if (adagrad != nullptr) CheckBeginning(*adagrad, kept.planes[0]);
+  return adagrad != nullptr ||
+         std::none_of(kept.planes.begin(), kept.planes.end(),
+                      [](const at::Tensor& plane) { return plane.defined(); });
+}
+
+}  // namespace
+
+std::vector<KeptState> StateOf(const Optimizer& optimizer) {
+  std::vector<KeptState> states;
+  const Row* const row = RowOf(optimizer);
+  if (row == nullptr) return states;
+  for (const auto& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+      if (found == optimizer.state().end() || found->second == nullptr) continue;
+      KeptState kept = row->read(*found->second);
+      kept.parameter = parameter;
+      if (!IsBeginning(optimizer, kept)) states.push_back(std::move(kept));
+    }
+  }
+  return states;
+}
+
+void SetState(Optimizer& optimizer, std::span<const KeptState> states) {
+  optimizer.state().clear();
+  const Row* const row = RowOf(optimizer);
+  for (const KeptState& kept : states)
+    optimizer.state()[kept.parameter.unsafeGetTensorImpl()] = row->write(kept);
+}
+
+}  // namespace offload::zero3
