@@ -1,6 +1,6 @@
 """Puts a built offload into a prefix: library, header, programs, CMake package, pkg-config file, man pages.
 
-Usage: install.py --prefix DIR --library FILE --header FILE --daemon FILE --tool FILE --version-header FILE
+Usage: install.py --prefix DIR --library FILE --preloaded FILE --header FILE --daemon FILE --tool FILE --version-header FILE
 
 The libtorch that the library was built with is read from the library itself; its release is what users need.
 tools/install builds everything and calls this.
@@ -89,6 +89,7 @@ def install(options):
 
     put(options.library, under("lib", SONAME), executable)
     link(SONAME, under("lib", "liboffload.so"))
+    put(options.preloaded, under("lib", "liboffload_untouched.so"), executable)
     put(options.daemon, under("bin", "offloadd"), executable)
     put(options.tool, under("bin", "offloadctl"), executable)
     put(options.header, under("include", "offload", "torch.h"), 0o644)
@@ -102,7 +103,7 @@ def install(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("prefix", "library", "header", "daemon", "tool", "version-header"):
+    for name in ("prefix", "library", "preloaded", "header", "daemon", "tool", "version-header"):
         parser.add_argument("--" + name, required=True)
     options = parser.parse_args()
     options.prefix = os.path.abspath(options.prefix)

@@ -61,6 +61,7 @@ std::unique_ptr<Command> MakeFsckCommand();    // fsck.cc
 std::unique_ptr<Command> MakeSnapshotCommand();
 std::unique_ptr<Command> MakeExportCommand();   // export.cc
 std::unique_ptr<Command> MakeConfigCommand();   // config.cc
+std::unique_ptr<Command> MakeRunCommand();      // run.cc
 std::unique_ptr<Command> MakeExplainCommand();  // explain.cc
 std::unique_ptr<Command> MakeVersionCommand();  // explain.cc
 

@@ -32,6 +32,7 @@ std::vector<std::unique_ptr<Command>> AllCommands() {
   commands.push_back(MakeSnapshotCommand());
   commands.push_back(MakeExportCommand());
   commands.push_back(MakeConfigCommand());
+  commands.push_back(MakeRunCommand());
   commands.push_back(MakeExplainCommand());
   commands.push_back(MakeVersionCommand());
   return commands;
@@ -108,13 +109,20 @@ absl::Status UnknownWord(const CLI::App& app, const std::string& word) {
                    nearest.empty() ? help : absl::StrCat("Did you mean ", nearest, "? ", help));
 }
 
+// What the parser has left over; the mark in front of words that are no flags is among it.
+std::vector<std::string> LeftWords(const CLI::App& app) {
+  std::vector<std::string> words = app.remaining();
+  std::erase(words, "--");
+  return words;
+}
+
 absl::Status FindUnknownWord(const CLI::App& app) {
   for (const CLI::App* command : app.get_subcommands()) {
-    if (const std::vector<std::string> words = command->remaining(); !words.empty()) {
+    if (const std::vector<std::string> words = LeftWords(*command); !words.empty()) {
       return UnknownWord(*command, words.front());
     }
   }
-  const std::vector<std::string> words = app.remaining();
+  const std::vector<std::string> words = LeftWords(app);
   return words.empty() ? absl::OkStatus() : UnknownWord(app, words.front());
 }
 

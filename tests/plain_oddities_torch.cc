@@ -1,0 +1,194 @@
+// Programs that know nothing of offload and do what fewer trainers do: STEPS OUT NAME, where other
+// trainers have a file with weights.
+
+#include <fstream>
+#include <functional>
+#include <iostream>
+#include <map>
+#include <memory>
+#include <utility>
+
+#include "tests/plain_trainer_torch.h"
+
+namespace {
+
+using torch::Tensor;
+using torch::nn::Linear;
+using torch::optim::SGD;
+
+Tensor Loss(Linear& model, int step) {
+  torch::manual_seed(100 + step);
+  return model->forward(torch::randn({4, 64})).square().mean();
+}
+
+void Train(Linear& model, torch::optim::Optimizer& optimizer, int steps) {
+  for (int step = 0; step < steps; ++step) {
+    optimizer.zero_grad();
+    const Tensor loss = Loss(model, step);
+    loss.backward();
+    optimizer.step();
+    PrintStep(step, loss);
+  }
+}
+
+// Two models, two optimizers, which are moved into a vector and within it.
+void Adversaries(const Arguments& arguments) {
+  Linear generator(16, 64), critic(64, 1);
+  std::vector<SGD> optimizers;
+  optimizers.emplace_back(generator->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+  optimizers.emplace_back(critic->parameters(), torch::optim::SGDOptions(2e-2).momentum(0.9));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    torch::manual_seed(100 + step);
+    const Tensor made = generator->forward(torch::randn({4, 16}));
+    const Tensor critic_loss =
+        critic->forward(made.detach()).mean() - critic->forward(torch::randn({4, 64})).mean();
+    optimizers[1].zero_grad();
+    critic_loss.backward();
+    optimizers[1].step();
+    optimizers[0].zero_grad();
+    const Tensor generator_loss = -critic->forward(made).mean();
+    generator_loss.backward();
+    optimizers[0].step();
+    PrintStep(step, critic_loss + generator_loss);
+  }
+}
+
+// The optimizer has a tensor that no module knows, and uses it by an operator of its own first.
+void FreeTensor(const Arguments& arguments) {
+  Tensor weight = torch::randn({64, 8}).requires_grad_(true);
+  torch::optim::Adagrad optimizer({weight}, torch::optim::AdagradOptions(1e-2));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    torch::manual_seed(100 + step);
+    const Tensor loss = torch::mm(torch::randn({4, 64}), weight).square().mean();
+    optimizer.zero_grad();
+    loss.backward();
+    optimizer.step();
+    PrintStep(step, loss);
+  }
+}
+
+// An optimizer is replaced by another before anything is trained; a copy of the model is kept.
+void Replaced(const Arguments& arguments) {
+  Linear model(64, 64);
+  auto optimizer = std::make_unique<SGD>(model->parameters(), torch::optim::SGDOptions(1));
+  optimizer = std::make_unique<SGD>(model->parameters(), torch::optim::SGDOptions(1e-2));
+  auto copy = std::dynamic_pointer_cast<torch::nn::LinearImpl>(model->clone());
+  Train(model, *optimizer, arguments.loops.front());
+  Linear kept(copy);
+  PrintEvaluation(Loss(kept, 0));
+}
+
+void SecondPhase(const Arguments& arguments) {
+  Linear model(64, 64);
+  for (const double lr : {1e-2, 1e-3}) {
+    SGD optimizer(model->parameters(), torch::optim::SGDOptions(lr).momentum(0.9));
+    Train(model, optimizer, arguments.loops.front());
+  }
+}
+
+void Lbfgs(const Arguments& arguments) {
+  Linear model(64, 64);
+  torch::optim::LBFGS optimizer(model->parameters());
+  Loss(model, 0).backward();
+  optimizer.step([] { return torch::zeros({}); });
+}
+
+class OwnSgd final : public SGD {
+ public:
+  using SGD::SGD;
+  Tensor step(LossClosure closure = nullptr) override {
+    const torch::NoGradGuard no_grad;
+    for (const Tensor& parameter : param_groups().front().params())
+      Tensor(parameter).add_(parameter.grad(), -1e-2);
+    return {};
+  }
+};
+void OwnOptimizer(const Arguments& arguments) {
+  Linear model(64, 64);
+  OwnSgd optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));
+  Train(model, optimizer, arguments.loops.front());
+}
+
+void NoOptimizer(const Arguments&) {
+  Linear model(64, 64);
+  PrintEvaluation(Loss(model, 0));
+}
+
+void DoublePrecision(const Arguments& arguments) {
+  Linear model(64, 64);
+  model->to(torch::kDouble);
+  SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));
+  model->forward(torch::randn({4, 64}, torch::kDouble)).sum().backward();
+  optimizer.step();
+}
+
+// An autograd function of the program's own: operators in it run without gradients.
+struct OwnLinear : torch::autograd::Function<OwnLinear> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
+                        const Tensor& weight) {
+    context->save_for_backward({x});
+    return x.mm(weight);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    return {Tensor(), context->get_saved_variables()[0].t().mm(gradients[0])};
+  }
+};
+void OwnFunction(const Arguments& arguments) {
+  Tensor weight = torch::randn({64, 8}).requires_grad_(true);
+  SGD optimizer({weight}, torch::optim::SGDOptions(1e-2));
+  OwnLinear::apply(torch::randn({4, 64}), weight).sum().backward();
+  optimizer.step();
+}
+
+// Says on standard error how much memory the process has, when the model is made and once it has
+// trained.
+void Large(const Arguments& arguments) {
+  const auto say_memory = [](const char* when) {
+    std::ifstream status("/proc/self/status");
+    for (std::string line; std::getline(status, line);) {
+      if (line.starts_with("RssAnon:")) std::cerr << when << " " << line << std::endl;
+    }
+  };
+  say_memory("begun");
+  Linear first(64, 4096), second(4096, 2048), last(2048, 64);
+  say_memory("made");
+  torch::optim::RMSprop optimizer(torch::nn::Sequential(first, second, last)->parameters(),
+                                  torch::optim::RMSpropOptions(1e-3));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    torch::manual_seed(100 + step);
+    const Tensor x = torch::randn({4, 64});
+    const Tensor loss = (last->forward(second->forward(first->forward(x))) - x).square().mean();
+    optimizer.zero_grad();
+    loss.backward();
+    optimizer.step();
+    PrintStep(step, loss);
+  }
+  say_memory("trained");
+}
+
+void Environment(const Arguments&) {
+  std::fflush(stdout);
+  if (std::system("echo LD_PRELOAD is $LD_PRELOAD") != 0) std::exit(3);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const Arguments arguments = ParseArguments(argc, argv);
+  static const std::map<std::string, std::function<void(const Arguments&)>> kPrograms = {
+      {"adversaries", Adversaries},
+      {"free_tensor", FreeTensor},
+      {"replaced", Replaced},
+      {"second_phase", SecondPhase},
+      {"lbfgs", Lbfgs},
+      {"own_optimizer", OwnOptimizer},
+      {"no_optimizer", NoOptimizer},
+      {"double_precision", DoublePrecision},
+      {"own_function", OwnFunction},
+      {"environment", Environment},
+      {"large", Large},
+  };
+  torch::manual_seed(0);
+  kPrograms.at(arguments.weights)(arguments);
+}

@@ -1,0 +1,243 @@
+"""offloadctl run over trainers that know nothing of offload: the bits that they print and save without it, also within the least
+memory, and after a SIGKILL.
+
+usage: untouched_torch_test.py OFFLOADCTL OFFLOADD LIBRARY PRELOADED TRAINER...
+"""
+
+import filecmp
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import unittest
+
+OFFLOADCTL, OFFLOADD = (os.path.abspath(path) for path in sys.argv[1:3])
+TRAINERS = {re.search(r"plain_(\w+)_torch$", path).group(1): os.path.abspath(path) for path in sys.argv[5:]}
+ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("OFFLOADD_")} | {"OFFLOADD_BINARY": OFFLOADD}
+PLENTY = "1GiB"
+
+
+class Result:
+    def __init__(self, process):
+        self.code, self.out, self.error = process.returncode, process.stdout, process.stderr
+
+    def steps(self):
+        return [line for line in self.out.splitlines() if line.startswith("step ")]
+
+    def evaluations(self):
+        return [line for line in self.out.splitlines() if line.startswith("evaluation ")]
+
+
+def call(*words, input_text=""):
+    return Result(subprocess.run(words, capture_output=True, text=True, check=False, env=ENVIRONMENT, input=input_text))
+
+
+class UntouchedTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.mkdtemp(dir=os.environ.get("TEST_TMPDIR"))
+        self.pool = os.path.join(self.folder, "pool")
+        os.mkdir(self.pool)
+
+    def tearDown(self):
+        shutil.rmtree(self.folder)
+
+    def file(self, name):
+        """A file that every run calls the same in a folder of its own: its name is part of what torch::save writes."""
+        folder = os.path.join(self.folder, name)
+        os.makedirs(folder, exist_ok=True)
+        return os.path.join(folder, "weights.pt")
+
+    def command(self, *words, ram=PLENTY, options=()):
+        return [OFFLOADCTL, "run", "--nvme-path", self.pool, "--ram", ram, *options, "--", *words]
+
+    def run_offloaded(self, *words, **options):
+        return call(*self.command(*words, **options))
+
+    def expect_run(self, *words, **options):
+        result = self.run_offloaded(*words, **options)
+        self.assertEqual(result.code, 0, result.error)
+        return result
+
+    def plain(self, trainer, *words):
+        result = call(TRAINERS[trainer], *words)
+        self.assertEqual(result.code, 0, result.error)
+        return result
+
+    def floor(self, trainer):
+        refused = self.run_offloaded(TRAINERS[trainer], "1", self.file("floor"), ram="8500KiB", options=["--job", "none"])
+        self.assertEqual(refused.code, 1, refused.error)
+        self.assertEqual(refused.steps(), [])
+        self.assertIn("OFD-1301", refused.error)
+        return re.search(r"at least (\d+) bytes", refused.error).group(1)
+
+    def step_of(self, job):
+        jobs = json.loads(call(OFFLOADCTL, "ls", self.pool, "--json").out)["jobs"]
+        return next((each["step"] for each in jobs if each["job"] == job), None)
+
+    def check_same_bits(self, trainer):
+        weights = self.file("weights")
+        self.plain(trainer, "2", weights)
+        plain = self.plain(trainer, "6", self.file("plain"), weights)
+        self.assertEqual(len(plain.steps()), 6)
+        for name, ram in (("floor", self.floor(trainer)), ("plenty", PLENTY)):
+            offloaded = self.expect_run(TRAINERS[trainer], "6", self.file(name), weights, ram=ram, options=["--job", name])
+            self.assertEqual(offloaded.out, plain.out, name)
+            self.assertTrue(filecmp.cmp(self.file(name), self.file("plain"), shallow=False), name)
+            self.assertEqual(self.step_of(name), 6)
+
+    def test_regression_has_the_same_bits(self):
+        self.check_same_bits("regression")
+
+    def test_convolution_has_the_same_bits(self):
+        self.check_same_bits("convolution")
+
+    def test_language_has_the_same_bits(self):
+        self.check_same_bits("language")
+
+    def check_goes_on_after_kill(self, trainer):
+        arguments = self.command(TRAINERS[trainer], "100000", self.file("killed"), options=["--resume"])
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=ENVIRONMENT)
+        while not process.stdout.readline().startswith("step 4 "):
+            self.assertIsNone(process.poll())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        job = os.path.basename(TRAINERS[trainer])
+        refused = self.run_offloaded(TRAINERS[trainer], "5", self.file("refused"))
+        self.assertEqual((refused.code, refused.out), (2, ""))
+        self.assertRegex(refused.error, rf"OFD-1002 pool \S+ holds a job {job}, at step \d+\. Add --resume")
+
+        resumed = self.expect_run(TRAINERS[trainer], "5", self.file("resumed"), options=["--resume"])
+        done = int(re.search(r"goes on after (\d+) steps", resumed.error).group(1))
+        self.assertGreaterEqual(done, 4)
+        plain = self.plain(trainer, f"{done},5", self.file("plain"))
+        self.assertEqual(resumed.steps(), plain.steps()[done:])
+        self.assertEqual(resumed.evaluations()[-1], plain.evaluations()[-1])
+        self.assertTrue(filecmp.cmp(self.file("resumed"), self.file("plain"), shallow=False))
+        self.assertEqual(self.step_of(job), done + 5)
+
+    def test_regression_goes_on_after_a_kill(self):
+        self.check_goes_on_after_kill("regression")
+
+    def test_convolution_with_its_running_statistics_goes_on_after_a_kill(self):
+        self.check_goes_on_after_kill("convolution")
+
+    def test_language_goes_on_after_a_kill(self):
+        self.check_goes_on_after_kill("language")
+
+    # ---- Fewer trainers do this ----
+
+    def oddity(self, name, **options):
+        return self.run_offloaded(TRAINERS["oddities"], "4", self.file(name), name, **options)
+
+    def check_oddity(self, name):
+        plain = self.plain("oddities", "4", self.file("plain"), name)
+        offloaded = self.oddity(name)
+        self.assertEqual((offloaded.code, offloaded.out), (0, plain.out), offloaded.error)
+        self.assertEqual(len(plain.steps()), 4)
+        return offloaded
+
+    def names_of(self, job):
+        """The names of a job's weights."""
+        folder = os.path.join(self.folder, "exported")
+        exported = call(OFFLOADCTL, "export", self.pool, job, folder)
+        self.assertEqual(exported.code, 0, exported.error)
+        with open(os.path.join(folder, "model.safetensors"), "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return sorted(set(header) - {"__metadata__"})
+
+    def test_weights_have_the_names_of_the_modules_that_were_asked_for_them(self):
+        self.expect_run(TRAINERS["language"], "1", self.file("named"), options=["--job", "named"])
+        self.assertEqual(self.names_of("named"), ["decoder.bias", "decoder.weight", "lstm.bias_hh_l0", "lstm.bias_ih_l0",
+                                                  "lstm.weight_hh_l0", "lstm.weight_ih_l0", "words.weight"])
+
+    def test_two_models_whose_optimizers_move_are_one_job(self):
+        self.check_oddity("adversaries")
+        self.assertEqual(self.step_of("plain_oddities_torch"), 8)
+        self.assertEqual(self.names_of("plain_oddities_torch"), ["1/bias", "1/weight", "bias", "weight"])
+
+    def test_a_tensor_without_a_module_is_trained_and_that_is_said(self):
+        self.assertIn("1 tensors of the optimizer belong to no torch::nn::Module", self.check_oddity("free_tensor").error)
+
+    def test_an_optimizer_made_anew_before_training_counts(self):
+        self.check_oddity("replaced")
+
+    def test_large_parameters_are_born_outside_of_memory_when_asked(self):
+        def made_kib(result):
+            begun, made = (int(re.search(rf"{when} RssAnon:\s+(\d+) kB", result.error).group(1)) for when in ("begun", "made"))
+            return made - begun
+
+        plain = self.plain("oddities", "4", self.file("plain"), "large")
+        kept, born = (self.oddity("large", options=["--job", f"large{n}", *more])
+                      for n, more in enumerate(([], ["--born-above", "16MiB"])))
+        for result in (kept, born):
+            self.assertEqual((result.code, result.out), (0, plain.out), result.error)
+        self.assertGreater(made_kib(plain), 32 << 10)
+        self.assertGreater(made_kib(kept), 32 << 10)
+        self.assertLess(made_kib(born), 12 << 10)
+
+    def check_refused(self, result, text, code=1):
+        self.assertEqual((result.code, result.steps()), (code, []), result.out + result.error)
+        self.assertIn(text, result.error)
+
+    def test_optimizers_that_cannot_run_in_the_daemon_are_refused(self):
+        self.check_refused(self.oddity("lbfgs"), "OFD-1604 the program trains with torch::optim::LBFGS")
+        self.check_refused(self.oddity("own_optimizer"), "OFD-1604 the program trains with (anonymous namespace)::OwnSgd")
+
+    def test_a_second_optimizer_after_the_first_has_trained_is_refused(self):
+        result = self.oddity("second_phase")
+        self.assertEqual((result.code, len(result.steps())), (1, 4))
+        self.assertIn("OFD-1604 the program makes a second optimizer", result.error)
+
+    def test_models_that_cannot_be_attached_are_refused(self):
+        self.check_refused(self.oddity("double_precision"), "OFD-1601 ")
+        self.check_refused(self.oddity("own_function"), "OFD-1601 the program has stepped its optimizer, but no forward pass")
+
+    def test_a_program_that_does_not_train_says_so(self):
+        result = self.oddity("no_optimizer")
+        self.assertEqual((result.code, len(result.evaluations())), (1, 1))
+        self.assertIn("OFD-1601 nothing was offloaded", result.error)
+
+    # ---- Programs that are not started at all ----
+
+    def build(self, name, source, *flags):
+        path = os.path.join(self.folder, name)
+        made = call("gcc", "-x", "c", "-", *flags, "-o", path, input_text=source)
+        self.assertEqual(made.code, 0, made.error)
+        return path
+
+    def test_what_nothing_can_be_put_in_front_of_is_refused(self):
+        static = self.build("static", "int main() { return 0; }", "-static")
+        self.check_refused(self.run_offloaded(static), "is linked statically")
+        self.check_refused(self.run_offloaded("ls"), "/ls does not load libtorch_cpu.so")
+        self.check_refused(self.run_offloaded("no-such-trainer"), "OFD-1002 no program no-such-trainer is on PATH", code=2)
+
+    def test_python_is_sent_to_its_own_way(self):
+        self.check_refused(self.run_offloaded(sys.executable, "script.py"), "Use python -m offloadd script.py")
+        script = os.path.join(self.folder, "script.py")
+        with open(script, "w", encoding="utf-8") as file:
+            file.write("#!/usr/bin/env python3\n")
+        os.chmod(script, 0o755)
+        self.check_refused(self.run_offloaded(script), "Use python -m offloadd script.py")
+
+    def test_another_libtorch_is_refused_by_release(self):
+        os.makedirs(os.path.join(self.folder, "other", "include", "torch"))
+        with open(os.path.join(self.folder, "other", "include", "torch", "version.h"), "w", encoding="utf-8") as file:
+            file.write("#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 4\n")
+        os.mkdir(os.path.join(self.folder, "other", "lib"))
+        library = self.build("other/lib/libtorch_cpu.so", "int torch(void) { return 0; }", "-shared", "-fPIC", "-Wl,-soname,libtorch_cpu.so")
+        program = self.build("program", "int torch(void); int main() { return torch(); }", "-x", "none", library,
+                             f"-Wl,-rpath,{os.path.dirname(library)}")
+        self.check_refused(self.run_offloaded(program), "runs with libtorch 2.4, offload was built with 2.11")
+
+    def test_programs_it_starts_do_not_inherit_the_libraries(self):
+        shown = self.oddity("environment")
+        self.assertEqual((shown.code, shown.out), (1, "LD_PRELOAD is\n"), shown.error)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=sys.argv[:1])

@@ -1,0 +1,193 @@
+// In front of libtorch, by LD_PRELOAD: the functions through which a program makes modules and
+// optimizers. Each does what libtorch's does, and tells the watch.
+//
+// libtorch_cpu.so is linked without -Bsymbolic, so that its own calls come here, too
+// (LinearImpl::reset registers the weight of a Linear). A class of which this file defines a
+// virtual function has its table of virtual functions here as well, as in
+// zero3/torch/own_optimizer.cc.
+
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/headeronly/version.h>
+#include <torch/nn/module.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "base/check.h"
+#include "base/error.h"
+#include "zero3/torch/untouched/watch.h"
+
+namespace offload::untouched {
+namespace {
+
+using torch::optim::Optimizer;
+
+// What stands behind ours under a name.
+template <typename Function>
+Function Next(const char* name) {
+  void* const found = ::dlsym(RTLD_NEXT, name);
+  OFFLOAD_CHECK(found != nullptr) << name;
+  return reinterpret_cast<Function>(found);
+}
+
+using StepFunction = at::Tensor (*)(Optimizer*, Optimizer::LossClosure);
+using SaveFunction = void (*)(const Optimizer*, torch::serialize::OutputArchive&);
+using LoadFunction = void (*)(Optimizer*, torch::serialize::InputArchive&);
+
+// ---- Begin and end of the process ---------------------------------------------------------------
+
+// Programs that this one starts are their own.
+void LeaveEnvironment() {
+  Dl_info library{};
+  const char* const preloaded = ::getenv("LD_PRELOAD");
+  if (preloaded == nullptr ||
+      ::dladdr(reinterpret_cast<const void*>(&LeaveEnvironment), &library) == 0)
+    return;
+  const std::string folder(library.dli_fname, ::strrchr(library.dli_fname, '/') + 1);
+  std::vector<std::string> others;
+  for (const absl::string_view each : absl::StrSplit(preloaded, absl::ByAnyChar(": "))) {
+    if (!absl::StartsWith(each, absl::StrCat(folder, "liboffload"))) others.emplace_back(each);
+  }
+  if (others.empty()) {
+    ::unsetenv("LD_PRELOAD");
+  } else {
+    ::setenv("LD_PRELOAD", absl::StrJoin(others, ":").c_str(), 1);
+  }
+}
+
+std::string ReleaseText(uint64_t abi_version) {
+  return absl::StrCat(abi_version >> 56, ".", abi_version >> 48 & 0xff);
+}
+
+void CheckRelease() {
+  const std::string theirs = ReleaseText(::aoti_torch_abi_version()),
+                    ours = ReleaseText(TORCH_ABI_VERSION);
+  if (theirs == ours) return;
+  const absl::Status refused = MakeError(
+      ErrorId::kUnsupportedModel,
+      absl::StrCat("the program runs with libtorch ", theirs, ", offload was built with ", ours),
+      "Build one of them with the other's libtorch (TORCH_DIR=… tools/install)");
+  EndProgram(std::string(refused.message()).c_str());
+}
+
+void OnExit(int status, void*) {
+  if (Watch::OfProcess().has_attached()) return;
+  const absl::Status refused = MakeError(
+      ErrorId::kUnsupportedModel,
+      "nothing was offloaded: the program has ended without a forward pass of a torch::nn::Module "
+      "for an optimizer of torch::optim",
+      "Start programs that do not train without offloadctl run");
+  if (status == EXIT_SUCCESS) EndProgram(std::string(refused.message()).c_str());
+  Say(std::string(refused.message()));
+}
+
+__attribute__((constructor)) void Begin() {
+  CheckRelease();
+  LeaveEnvironment();
+  ::on_exit(&OnExit, nullptr);
+}
+
+}  // namespace
+}  // namespace offload::untouched
+
+using offload::untouched::Next;
+using offload::untouched::Watch;
+
+// ---- Modules ------------------------------------------------------------------------------------
+
+namespace torch::nn {
+
+Tensor& Module::register_parameter(std::string name, Tensor tensor, bool requires_grad) {
+  static const auto next = Next<Tensor& (*)(Module*, std::string, Tensor, bool)>(
+      "_ZN5torch2nn6Module18register_parameterENSt7__cxx1112basic_"
+      "stringIcSt11char_traitsIcESaIcEEEN2at6TensorEb");
+  Tensor& registered = next(this, std::move(name), std::move(tensor), requires_grad);
+  Watch::OfProcess().OnParameter(registered);
+  return registered;
+}
+
+Tensor& Module::register_buffer(std::string name, Tensor tensor) {
+  static const auto next = Next<Tensor& (*)(Module*, std::string, Tensor)>(
+      "_ZN5torch2nn6Module15register_bufferENSt7__cxx1112basic_"
+      "stringIcSt11char_traitsIcESaIcEEEN2at6TensorE");
+  Tensor& registered = next(this, std::move(name), std::move(tensor));
+  Watch::OfProcess().OnBuffer(registered);
+  return registered;
+}
+
+// parameters() calls it, too.
+OrderedDict<std::string, Tensor> Module::named_parameters(bool recurse) const {
+  static const auto next = Next<OrderedDict<std::string, Tensor> (*)(const Module*, bool)>(
+      "_ZNK5torch2nn6Module16named_parametersB5cxx11Eb");
+  OrderedDict<std::string, Tensor> named = next(this, recurse);
+  if (recurse) {
+    offload::untouched::NamedTensors parameters;
+    for (const auto& each : named) parameters.emplace_back(each.key(), each.value());
+    Watch::OfProcess().OnNames(*this, parameters);
+  }
+  return named;
+}
+
+}  // namespace torch::nn
+
+// ---- Optimizers ---------------------------------------------------------------------------------
+
+#define OFFLOAD_STEP_IN_DAEMON(Class, mangled)                                                  \
+  Tensor Class::step(LossClosure closure) {                                                     \
+    static const auto next = Next<offload::untouched::StepFunction>(                            \
+        "_ZN5torch5optim" mangled "4stepESt8functionIFN2at6TensorEvEE");                        \
+    Optimizer* const inner = Watch::OfProcess().BeforeStep(*this);                              \
+    return inner != nullptr ? inner->step(std::move(closure)) : next(this, std::move(closure)); \
+  }                                                                                             \
+  void Class::save(serialize::OutputArchive& archive) const {                                   \
+    static const auto next = Next<offload::untouched::SaveFunction>(                            \
+        "_ZNK5torch5optim" mangled "4saveERNS_9serialize13OutputArchiveE");                     \
+    const Optimizer* const inner = Watch::OfProcess().BehindObject(*this);                      \
+    return inner != nullptr ? inner->save(archive) : next(this, archive);                       \
+  }                                                                                             \
+  void Class::load(serialize::InputArchive& archive) {                                          \
+    static const auto next = Next<offload::untouched::LoadFunction>(                            \
+        "_ZN5torch5optim" mangled "4loadERNS_9serialize12InputArchiveE");                       \
+    Optimizer* const inner = Watch::OfProcess().BehindObject(*this);                            \
+    return inner != nullptr ? inner->load(archive) : next(this, archive);                       \
+  }
+
+namespace torch::optim {
+
+void Optimizer::add_param_group(const OptimizerParamGroup& group) {
+  static const auto next = Next<void (*)(Optimizer*, const OptimizerParamGroup&)>(
+      "_ZN5torch5optim9Optimizer15add_param_groupERKNS0_19OptimizerParamGroupE");
+  next(this, group);
+  Watch::OfProcess().OnGroup(*this);
+}
+
+void Optimizer::zero_grad(bool set_to_none) {
+  static const auto next =
+      Next<void (*)(Optimizer*, bool)>("_ZN5torch5optim9Optimizer9zero_gradEb");
+  Watch::OfProcess().BeforeZeroGrad(*this);
+  next(this, set_to_none);
+}
+
+OFFLOAD_STEP_IN_DAEMON(AdamW, "5AdamW")
+OFFLOAD_STEP_IN_DAEMON(Adam, "4Adam")
+OFFLOAD_STEP_IN_DAEMON(SGD, "3SGD")
+OFFLOAD_STEP_IN_DAEMON(Adagrad, "7Adagrad")
+OFFLOAD_STEP_IN_DAEMON(RMSprop, "7RMSprop")
+
+}  // namespace torch::optim
+
+#undef OFFLOAD_STEP_IN_DAEMON

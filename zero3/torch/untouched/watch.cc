@@ -1,0 +1,385 @@
+#include "zero3/torch/untouched/watch.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <cxxabi.h>
+#include <torch/optim/lbfgs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <string>
+#include <typeinfo>
+#include <unordered_set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/byte_size.h"
+#include "base/error.h"
+
+namespace offload::untouched {
+namespace {
+
+using torch::optim::Optimizer;
+using torch::optim::OptimizerOptions;
+using torch::optim::OptimizerParamGroup;
+using ParamGroups = std::vector<OptimizerParamGroup>;
+
+constexpr char kOtherOptimizers[] =
+    "Use AdamW, Adam, SGD, Adagrad or RMSprop of torch::optim, or attach the model in the program "
+    "(docs/attach.md)";
+
+// This thread is at work for the watch: what it does to modules and tensors is not the program's.
+thread_local bool inside = false;
+
+class Inside {
+ public:
+  Inside() { inside = true; }
+  ~Inside() { inside = false; }
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+};
+
+[[noreturn]] void Refuse(ErrorId id, const std::string& what, const std::string& fix) {
+  EndProgram(std::string(MakeError(id, what, fix).message()).c_str());
+}
+
+// Runs what may throw on behalf of a program that expects no such exception.
+template <class Function>
+auto OrEnd(Function function) {
+  try {
+    return function();
+  } catch (const std::exception& error) {
+    EndProgram(error.what());
+  }
+}
+
+std::string NameOf(const std::type_info& type) {
+  int status = 0;
+  char* const name = abi::__cxa_demangle(type.name(), nullptr, nullptr, &status);
+  std::string text = name != nullptr ? name : type.name();
+  std::free(name);
+  return text;
+}
+
+const at::Tensor* FirstParameter(const ParamGroups& groups) {
+  for (const OptimizerParamGroup& group : groups) {
+    if (!group.params().empty()) return &group.params().front();
+  }
+  return nullptr;
+}
+
+bool Share(const ParamGroups& a, const ParamGroups& b) {
+  std::unordered_set<const void*> tensors;
+  for (const OptimizerParamGroup& group : a) {
+    for (const at::Tensor& tensor : group.params()) tensors.insert(tensor.unsafeGetTensorImpl());
+  }
+  return std::any_of(b.begin(), b.end(), [&tensors](const OptimizerParamGroup& group) {
+    return std::any_of(group.params().begin(), group.params().end(), [&](const at::Tensor& tensor) {
+      return tensors.contains(tensor.unsafeGetTensorImpl());
+    });
+  });
+}
+
+bool SameTensors(const ParamGroups& a, const ParamGroups& b) {
+  const auto same = [](const at::Tensor& x, const at::Tensor& y) { return x.is_same(y); };
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [&same](const OptimizerParamGroup& x, const OptimizerParamGroup& y) {
+                      return std::equal(x.params().begin(), x.params().end(), y.params().begin(),
+                                        y.params().end(), same);
+                    });
+}
+
+// The optimizer in the daemon for the options of one of torch's; null for others.
+std::unique_ptr<Optimizer> MakeInner(Engine& engine, torch::nn::Module& model,
+                                     const ParamGroups& groups, const OptimizerOptions& options) {
+  if (const auto* adamw = dynamic_cast<const torch::optim::AdamWOptions*>(&options))
+    return engine.AdamW(model, groups, *adamw);
+  if (const auto* adam = dynamic_cast<const torch::optim::AdamOptions*>(&options))
+    return engine.Adam(model, groups, *adam);
+  if (const auto* sgd = dynamic_cast<const torch::optim::SGDOptions*>(&options))
+    return engine.SGD(model, groups, *sgd);
+  if (const auto* adagrad = dynamic_cast<const torch::optim::AdagradOptions*>(&options))
+    return engine.Adagrad(model, groups, *adagrad);
+  if (const auto* rmsprop = dynamic_cast<const torch::optim::RMSpropOptions*>(&options))
+    return engine.RMSprop(model, groups, *rmsprop);
+  return nullptr;
+}
+
+bool IsTorchs(const std::type_info& type) {
+  return type == typeid(torch::optim::AdamW) || type == typeid(torch::optim::Adam) ||
+         type == typeid(torch::optim::SGD) || type == typeid(torch::optim::Adagrad) ||
+         type == typeid(torch::optim::RMSprop);
+}
+
+void CopyOptions(Optimizer& from, Optimizer& to) {
+  for (size_t i = 0; i < from.param_groups().size(); ++i) {
+    const OptimizerParamGroup& group = from.param_groups()[i];
+    to.param_groups()[i].set_options(group.has_options() ? group.options().clone()
+                                                         : from.defaults().clone());
+  }
+}
+
+// A tensor over the same storage, whose bytes every operator asks for before it touches them (the
+// dispatch key of zero3/torch/interception.cc).
+at::Tensor WithKey(const at::Tensor& tensor) {
+  auto keyed = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(tensor.storage()), tensor.key_set().add(c10::DispatchKey::DeferredInit),
+      tensor.dtype());
+  keyed.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  return keyed;
+}
+
+std::unique_ptr<at::ObserverContext> OnOperator(const at::RecordFunction& function) {
+  Watch::OfProcess().BeforeOperator(function.inputs());
+  return nullptr;
+}
+
+}  // namespace
+
+void EndProgram(const char* reason) {
+  std::fflush(nullptr);
+  Say(reason);
+  ::_exit(EXIT_FAILURE);
+}
+
+void Say(const std::string& text) { std::fprintf(stderr, "offloadctl run: %s\n", text.c_str()); }
+
+Watch::Watch() {
+  const char* const size = std::getenv("OFFLOADD_BORN_ABOVE");
+  if (size == nullptr) return;
+  const absl::StatusOr<uint64_t> bytes = ParseByteSize(size);
+  if (!bytes.ok()) EndProgram(std::string(bytes.status().message()).c_str());
+  born_above_bytes_ = *bytes;
+}
+
+Watch& Watch::OfProcess() {
+  static auto* const kWatch = new Watch;
+  return *kWatch;
+}
+
+// ---- What the program does ----------------------------------------------------------------------
+
+void Watch::OnParameter(at::Tensor& parameter) {
+  if (inside || state_ != State::kWatching || !parameter.defined()) return;
+  std::lock_guard lock(mutex_);
+  registered_.AddParameter(parameter);
+  if (!IsBorn(parameter)) return;
+  const Inside here;
+  OrEnd([this, &parameter] { BearOffloaded(parameter); });
+}
+
+// Only what a module has made for itself: nobody else has its bytes.
+bool Watch::IsBorn(const at::Tensor& parameter) const {
+  return born_above_bytes_.has_value() && parameter.nbytes() >= *born_above_bytes_ &&
+         (parameter.scalar_type() == at::kFloat || parameter.scalar_type() == at::kBFloat16) &&
+         parameter.is_cpu() && parameter.is_contiguous() && parameter.is_leaf() &&
+         parameter.storage().nbytes() == parameter.nbytes() && parameter.storage().use_count() == 1;
+}
+
+void Watch::BearOffloaded(at::Tensor& parameter) {
+  const at::NoGradGuard no_grad;
+  OpenEngine();
+  at::Tensor born;
+  {
+    const InitGuard guard(engine_);
+    born = at::empty(parameter.sizes(), parameter.options());
+    born.copy_(parameter);
+  }
+  parameter.set_data(WithKey(born));
+}
+
+void Watch::OnBuffer(const at::Tensor& buffer) {
+  if (inside || state_ != State::kWatching) return;
+  std::lock_guard lock(mutex_);
+  registered_.AddBuffer(buffer);
+}
+
+void Watch::OnNames(const torch::nn::Module& module, const NamedTensors& parameters) {
+  if (inside || state_ != State::kWatching) return;
+  NamedTensors buffers;
+  for (const auto& buffer : module.named_buffers())
+    buffers.emplace_back(buffer.key(), buffer.value());
+  std::lock_guard lock(mutex_);
+  registered_.AddNames(parameters, buffers);
+}
+
+void Watch::OnGroup(const Optimizer& optimizer) {
+  if (inside || state_ == State::kClosed) return;
+  const ParamGroups& groups = optimizer.param_groups();
+  if (FirstParameter(groups) == nullptr) return;
+  std::lock_guard lock(mutex_);
+  Seen* seen = groups.size() == 1 ? nullptr : Find(optimizer);
+  if (seen == nullptr) {
+    Forget(groups);
+    seen = &optimizers_.emplace_back();
+  } else if (seen->inner != nullptr) {
+    Refuse(ErrorId::kUnsupportedOptimizer,
+           "a group of parameters was added to an optimizer after the first forward pass",
+           "Add all groups before, or attach the model in the program (docs/attach.md)");
+  }
+  for (const at::Tensor& tensor : groups.back().params()) {
+    foreign_count_ += registered_.Contains(tensor) ? 0 : 1;
+    registered_.AddParameter(tensor);
+  }
+  seen->groups = ParamGroups(groups);
+  seen->defaults = optimizer.defaults().clone();
+  if (state_ == State::kWatching && callback_ == at::INVALID_CALLBACK_HANDLE) {
+    callback_ = at::addGlobalCallback(at::RecordFunctionCallback(&OnOperator)
+                                          .needsInputs(true)
+                                          .scopes({at::RecordScope::FUNCTION}));
+  }
+}
+
+// Objects that a new one replaces: their parameters are its own.
+void Watch::Forget(const ParamGroups& groups) {
+  optimizers_.remove_if([&groups](const Seen& seen) {
+    if (!Share(seen.groups, groups)) return false;
+    if (seen.inner == nullptr) return true;
+    Refuse(ErrorId::kUnsupportedOptimizer,
+           "the program makes a second optimizer for parameters that it trains already: what the "
+           "first one keeps of them cannot begin anew in a job",
+           "Train each phase with a job of its own (save the weights, load them in the next), or "
+           "attach the model in the program (docs/attach.md)");
+  });
+}
+
+Watch::Seen* Watch::Find(const Optimizer& optimizer) {
+  const at::Tensor* const first = FirstParameter(optimizer.param_groups());
+  if (first == nullptr) return nullptr;
+  for (Seen& seen : optimizers_) {
+    if (FirstParameter(seen.groups)->is_same(*first)) return &seen;
+  }
+  return nullptr;
+}
+
+void Watch::BeforeZeroGrad(const Optimizer& optimizer) {
+  if (inside || state_ == State::kClosed) return;
+  std::lock_guard lock(mutex_);
+  if (Find(optimizer) == nullptr || IsTorchs(typeid(optimizer))) return;
+  Refuse(ErrorId::kUnsupportedOptimizer,
+         absl::StrCat("the program trains with ", NameOf(typeid(optimizer)),
+                      ", whose step cannot run in the daemon"),
+         kOtherOptimizers);
+}
+
+// ---- The attach ---------------------------------------------------------------------------------
+
+void Watch::BeforeOperator(c10::ArrayRef<const c10::IValue> inputs) {
+  if (inside || state_ != State::kWatching || !c10::GradMode::is_enabled()) return;
+  std::lock_guard lock(mutex_);
+  if (state_ != State::kWatching || !IsTrigger(inputs)) return;
+  const Inside here;
+  OrEnd([this] { Attach(); });
+}
+
+bool Watch::IsTrigger(c10::ArrayRef<const c10::IValue> inputs) const {
+  return std::any_of(inputs.begin(), inputs.end(), [this](const c10::IValue& input) {
+    if (input.isTensor()) return registered_.Contains(input.toTensor());
+    if (!input.isTensorList()) return false;
+    const std::vector<at::Tensor> tensors = input.toTensorVector();
+    return std::any_of(tensors.begin(), tensors.end(),
+                       [this](const at::Tensor& tensor) { return registered_.Contains(tensor); });
+  });
+}
+
+void Watch::OpenEngine() {
+  if (engine_ != nullptr) return;
+  const Options options = Options::FromEnvironment();
+  engine_ = Engine::Open(options);
+  if (engine_->step() > 0 && std::getenv("OFFLOADD_RESUME") == nullptr) {
+    Refuse(ErrorId::kBadValue,
+           absl::StrCat("job ", options.job, " exists, at step ", engine_->step()),
+           "Add --resume to go on with it, or name another one with --job");
+  }
+}
+
+void Watch::Attach() {
+  OpenEngine();
+  model_ = registered_.Model();
+  for (Seen& seen : optimizers_) AttachOptimizer(seen);
+  engine_->Seal();
+  state_ = State::kAttached;
+  SayAttached();
+  std::atexit([] { Watch::OfProcess().Close(); });
+}
+
+void Watch::AttachOptimizer(Seen& seen) {
+  seen.inner = MakeInner(*engine_, *model_, seen.groups, *seen.defaults);
+  if (seen.inner != nullptr) return;
+  const OptimizerOptions& options = *seen.defaults;
+  const bool is_lbfgs = dynamic_cast<const torch::optim::LBFGSOptions*>(&options) != nullptr;
+  Refuse(ErrorId::kUnsupportedOptimizer,
+         is_lbfgs
+             ? "the program trains with torch::optim::LBFGS, whose step cannot run in the daemon"
+             : absl::StrCat("the program trains with an optimizer of its own (options ",
+                            NameOf(typeid(options)), "), whose step cannot run in the daemon"),
+         kOtherOptimizers);
+}
+
+void Watch::SayAttached() const {
+  const Options options = Options::FromEnvironment();
+  if (foreign_count_ > 0) {
+    Say(absl::StrCat(foreign_count_,
+                     " tensors of the optimizer belong to no torch::nn::Module: what else their "
+                     "model keeps (a TorchScript module's buffers) is not part of the job"));
+  }
+  if (engine_->step() == 0) {
+    Say(absl::StrCat("job ", options.job, " in ", options.nvme_path, ": ",
+                     engine_->plan().parameters, " parameters are offloaded"));
+    return;
+  }
+  Say(absl::StrCat("job ", options.job, " in ", options.nvme_path, " goes on after ",
+                   engine_->step(),
+                   " steps: weights, buffers and what the optimizer keeps are the job's; what the "
+                   "program counts itself begins anew"));
+}
+
+// ---- Steps --------------------------------------------------------------------------------------
+
+Optimizer* Watch::BehindObject(const Optimizer& optimizer) {
+  std::lock_guard lock(mutex_);
+  Seen* const seen = inside ? nullptr : Find(optimizer);
+  return seen == nullptr ? nullptr : seen->inner.get();
+}
+
+Optimizer* Watch::BeforeStep(Optimizer& optimizer) {
+  if (inside) return nullptr;
+  std::lock_guard lock(mutex_);
+  Seen* const seen = Find(optimizer);
+  if (seen == nullptr) return nullptr;
+  if (state_ == State::kWatching) {
+    Refuse(ErrorId::kUnsupportedModel,
+           "the program has stepped its optimizer, but no forward pass over parameters of a "
+           "torch::nn::Module was seen before",
+           "Attach the model in the program (docs/attach.md)");
+  }
+  if (callback_ != at::INVALID_CALLBACK_HANDLE) {
+    at::removeCallback(std::exchange(callback_, at::INVALID_CALLBACK_HANDLE));
+  }
+  if (seen->inner == nullptr) {  // made after the first forward pass
+    const Inside here;
+    OrEnd([this, seen] { AttachOptimizer(*seen); });
+  }
+  if (!SameTensors(optimizer.param_groups(), seen->groups)) {
+    Refuse(ErrorId::kUnsupportedOptimizer,
+           "the program has changed which parameters its optimizer has, after the first forward "
+           "pass",
+           "Attach the model in the program (docs/attach.md)");
+  }
+  CopyOptions(optimizer, *seen->inner);
+  return seen->inner.get();
+}
+
+void Watch::Close() {
+  std::lock_guard lock(mutex_);
+  if (state_ != State::kAttached) return;
+  state_ = State::kClosed;
+  optimizers_.clear();
+  model_.reset();
+  engine_.reset();
+}
+
+}  // namespace offload::untouched

@@ -1,0 +1,107 @@
+// zero3/torch/untouched/watch.h
+//
+// Attaches a program that knows nothing of offload (offloadctl run): sees it register parameters,
+// make objects of torch::optim and begin its first forward pass, and steps these objects in the
+// daemon.
+//
+// The model is attached when an operator with gradients touches a registered tensor for the first
+// time while there is an optimizer: until then initialisation, loading of weights and evaluation
+// run in memory as ever, and what a job has replaces their result just before the first use that
+// counts. With a size in OFFLOADD_BORN_ABOVE, parameters of at least so many bytes leave memory as
+// soon as they are registered, as those that are made under an InitGuard, and are initialised where
+// they are.
+//
+// What cannot be served ends the program with the reason, exit status 1: it would otherwise
+// train in memory while its user believes that it does not.
+//
+// An optimizer is recognised by its first parameter, wherever the program moves the object.
+//
+// Thread safety: all methods from any thread.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+#include <offload/torch.h>
+#include <torch/optim/optimizer.h>
+
+#include <atomic>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "zero3/torch/untouched/registered.h"
+
+namespace offload::untouched {
+
+class Watch {
+ public:
+  static Watch& OfProcess();
+
+  // ---- What the program has just done ----
+  void OnParameter(at::Tensor& parameter);
+  void OnBuffer(const at::Tensor& buffer);
+  void OnNames(const torch::nn::Module& module, const NamedTensors& parameters);
+  void OnGroup(const torch::optim::Optimizer& optimizer);
+
+  // ---- What it is about to do ----
+  void BeforeOperator(c10::ArrayRef<const c10::IValue> inputs);
+  // An object of the class itself, not of one that derives from it, is about to be used.
+  void BeforeZeroGrad(const torch::optim::Optimizer& optimizer);
+
+  // The daemon's optimizer behind an object, with the options that the object has now; null for one
+  // that was never seen. Ends the program for one whose forward pass was not seen.
+  torch::optim::Optimizer* BeforeStep(torch::optim::Optimizer& optimizer);
+  // The same, for its file.
+  torch::optim::Optimizer* BehindObject(const torch::optim::Optimizer& optimizer);
+
+  // The process ends by exit(): commits what was stepped.
+  void Close();
+  // Whether anything was attached.
+  bool has_attached() const { return state_ != State::kWatching; }
+
+ private:
+  Watch();
+
+  enum class State { kWatching, kAttached, kClosed };
+
+  using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
+
+  // An object of torch::optim, as it was made.
+  struct Seen {
+    ParamGroups groups;
+    std::unique_ptr<torch::optim::OptimizerOptions> defaults;
+    std::unique_ptr<torch::optim::Optimizer> inner;  // null until it is attached
+  };
+
+  Seen* Find(const torch::optim::Optimizer& optimizer);
+  void Forget(const ParamGroups& groups);
+  bool IsTrigger(c10::ArrayRef<const c10::IValue> inputs) const;
+  void OpenEngine();
+  bool IsBorn(const at::Tensor& parameter) const;
+  void BearOffloaded(at::Tensor& parameter);
+  void Attach();
+  void AttachOptimizer(Seen& seen);
+  void SayAttached() const;
+
+  std::mutex mutex_;
+  std::atomic<State> state_ = State::kWatching;
+  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;  // sees operators, until a step
+  Registered registered_;
+  size_t foreign_count_ = 0;    // tensors of optimizers that no module has registered
+  std::list<Seen> optimizers_;  // in the order in which they were made
+  std::optional<uint64_t> born_above_bytes_;
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<torch::nn::Module> model_;
+};
+
+// Says why on standard error and ends the process at once, with exit status 1.
+[[noreturn]] void EndProgram(const char* reason);
+
+// One line on standard error.
+void Say(const std::string& text);
+
+}  // namespace offload::untouched
