@@ -129,6 +129,13 @@ std::shared_ptr<const TensorValues> PutWeights(const proto::Catalogue& catalogue
   return values;
 }
 
+std::shared_ptr<const TensorValues> PutMasters(const TensorValues& before, const Bytes& masters) {
+  auto after = std::make_shared<TensorValues>(before);
+  std::memcpy(after->masters.data(), masters.data(), masters.size());
+  after->weights = WeightsOf(Dtype::kBFloat16, after->masters);
+  return after;
+}
+
 std::shared_ptr<const TensorValues> PutState(const TensorValues& before, size_t state,
                                              const Bytes& values) {
   auto after = std::make_shared<TensorValues>(before);

@@ -49,6 +49,9 @@ Bytes MakeValues(proto::Dtype dtype, uint64_t elements, uint64_t key);
 std::shared_ptr<const TensorValues> PutWeights(const proto::Catalogue& catalogue, uint32_t tensor,
                                                Bytes weights, const TensorValues* before);
 
+// A bf16 tensor with other masters.
+std::shared_ptr<const TensorValues> PutMasters(const TensorValues& before, const Bytes& masters);
+
 // With other values in one of its states.
 std::shared_ptr<const TensorValues> PutState(const TensorValues& before, size_t state,
                                              const Bytes& values);

@@ -23,6 +23,7 @@ nlohmann::ordered_json Table(const JobSimulationResult& sum) {
           {"gradients of trainers", sum.own_gradients},
           {"puts", sum.puts},
           {"of them with what the optimizer keeps", sum.state_puts},
+          {"of them of masters", sum.master_puts},
           {"loads", sum.loads},
           {"gets", sum.gets},
           {"exchanges", sum.exchanges},

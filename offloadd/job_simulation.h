@@ -66,8 +66,9 @@ struct StepScript {
   uint64_t id = 0;  // of the run
   uint64_t step = 0;
   bool exchanges = false;
-  std::vector<uint32_t> puts;      // of the first rank
-  std::set<uint32_t> puts_states;  // of them: what the optimizer keeps, too
+  std::vector<uint32_t> puts;       // of the first rank
+  std::set<uint32_t> puts_states;   // of them: what the optimizer keeps, too
+  std::set<uint32_t> puts_masters;  // of them: bf16 masters instead of weights
   bool followed_by_exchange = false, ends_load = false;
   std::vector<Round> rounds;
   std::vector<std::map<uint32_t, proto::GradientStart>> starts;  // by beginning
@@ -217,6 +218,7 @@ class Simulation {
   // As after a round; empty when there is none.
   const Bytes& Sum(StepScript& script, uint32_t round, uint32_t tensor);
   Bytes PutValues(const StepScript& script, uint32_t tensor) const;
+  Bytes PutMasterValues(const StepScript& script, uint32_t tensor) const;
   Bytes PutStateValues(const StepScript& script, uint32_t tensor, size_t state) const;
   void ApplyPut(StepScript& script, uint32_t tensor);
   void BeginEndLoad();

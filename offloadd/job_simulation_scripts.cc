@@ -230,7 +230,10 @@ std::shared_ptr<StepScript> Simulation::MakeScript(uint64_t step, bool after_ref
   if (random_.OneIn(4)) {
     script->puts = Some(2, /*trainable_only=*/false);
     for (const uint32_t tensor : script->puts) {
-      if (tensors_[tensor].trainable && random_.OneIn(3)) script->puts_states.insert(tensor);
+      if (!tensors_[tensor].trainable) continue;
+      if (random_.OneIn(3)) script->puts_states.insert(tensor);
+      if (tensors_[tensor].dtype == proto::Dtype::kBFloat16 && random_.OneIn(3))
+        script->puts_masters.insert(tensor);
     }
     script->ends_load = random_.OneIn(2);
     script->followed_by_exchange = random_.OneIn(3);

@@ -288,14 +288,26 @@ Bytes Simulation::StateValues(uint32_t tensor, uint64_t key) const {
   return values;
 }
 
+// Every fifth is right between two bf16.
+Bytes Simulation::PutMasterValues(const StepScript& script, uint32_t tensor) const {
+  Bytes values = MakeValues(proto::Dtype::kFloat32, tensors_[tensor].element_count,
+                            Key(script, /*what=*/5, tensor));
+  auto* const bits = reinterpret_cast<uint32_t*>(values.data());
+  for (uint64_t i = 0; i < tensors_[tensor].element_count; i += 5)
+    bits[i] = (bits[i] & 0xffff0000) | 0x8000;
+  return values;
+}
+
 Bytes Simulation::PutStateValues(const StepScript& script, uint32_t tensor, size_t state) const {
   return StateValues(tensor, Key(script, /*what=*/4, tensor, state));
 }
 
 void Simulation::ApplyPut(StepScript& script, uint32_t tensor) {
   if (!script.puts_done.insert(tensor).second) return;
-  now_.tensors[tensor] =
-      PutWeights(plan_.catalogue, tensor, PutValues(script, tensor), now_.tensors[tensor].get());
+  now_.tensors[tensor] = script.puts_masters.contains(tensor)
+                             ? PutMasters(*now_.tensors[tensor], PutMasterValues(script, tensor))
+                             : PutWeights(plan_.catalogue, tensor, PutValues(script, tensor),
+                                          now_.tensors[tensor].get());
   for (size_t i = 0; script.puts_states.contains(tensor) && i < proto::kStatePlanes.size(); ++i) {
     if (plan_.catalogue.planes(tensor).Has(proto::kStatePlanes[i]))
       now_.tensors[tensor] = PutState(*now_.tensors[tensor], i, PutStateValues(script, tensor, i));
@@ -490,6 +502,7 @@ void JobSimulationResult::Add(const JobSimulationResult& other) {
   own_gradients += other.own_gradients;
   puts += other.puts;
   state_puts += other.state_puts;
+  master_puts += other.master_puts;
   loads += other.loads;
   gets += other.gets;
   exchanges += other.exchanges;

@@ -569,8 +569,10 @@ void SimulatedRank::WriteOwn(const std::shared_ptr<StepScript>& script, uint32_t
 // ---- Transfers ---------------------------------------------------------------------------------
 
 void SimulatedRank::Put(const std::shared_ptr<StepScript>& script, uint32_t tensor) {
-  PutPlane(tensor, Plane::kWeight, [this, script, tensor] {
-    return script == nullptr ? sim_.now(tensor).weights : sim_.PutValues(*script, tensor);
+  const bool puts_masters = script != nullptr && script->puts_masters.contains(tensor);
+  PutPlane(tensor, puts_masters ? Plane::kMaster : Plane::kWeight, [=, this] {
+    if (script == nullptr) return sim_.now(tensor).weights;
+    return puts_masters ? sim_.PutMasterValues(*script, tensor) : sim_.PutValues(*script, tensor);
   });
   const bool puts_states =
       script == nullptr ? sim_.BeginsWithStates(tensor) : script->puts_states.contains(tensor);
@@ -584,9 +586,10 @@ void SimulatedRank::Put(const std::shared_ptr<StepScript>& script, uint32_t tens
   }
   if (script != nullptr && sim_.plan().world_size > 1)
     Await("puts", [tensor] { return Entry(RingOperation::kPut, tensor); });
-  Then("puts", [this, script, tensor, puts_states] {
+  Then("puts", [this, script, tensor, puts_states, puts_masters] {
     ++sim_.result().puts;
     sim_.result().state_puts += puts_states;
+    sim_.result().master_puts += puts_masters;
     if (script != nullptr) sim_.ApplyPut(*script, tensor);
     return true;
   });

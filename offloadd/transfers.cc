@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 #include <unordered_set>
 #include <utility>
 
@@ -23,6 +24,33 @@ constexpr uint32_t kBuffersMax = 4;
 constexpr uint32_t kMergeElements = 1024;
 
 bool IsPut(const proto::SubmissionEntry& entry) { return entry.operation == RingOperation::kPut; }
+
+// The plane that a put fills from what the rank gives; of a master its upper half.
+Plane FilledPlane(const proto::SubmissionEntry& entry) {
+  return entry.plane == Plane::kMaster ? Plane::kWeight : entry.plane;
+}
+
+// Splits masters of elements [begin, begin + count) of an extent, whose other elements keep their
+// residual and tie bits.
+absl::StatusOr<TieBits> SplitInto(uint16_t* weights, std::span<int16_t> residual, uint64_t begin,
+                                  std::span<const uint32_t> masters, const TieBits& ties) {
+  TieSource source(ties);
+  TieSink sink(static_cast<uint32_t>(residual.size()));
+  const auto keep = [&](uint64_t from, uint64_t to, bool keeps) {
+    for (uint64_t i = from; i < to; ++i) {
+      if (residual[i] != INT16_MIN) continue;
+      const bool bit = source.reader().Next();
+      if (keeps) sink.writer().Append(bit);
+    }
+  };
+  const uint64_t end = begin + masters.size();
+  keep(0, begin, true);
+  if (masters.size() < residual.size()) keep(begin, end, false);
+  kernels::Split(masters.data(), masters.size(), weights + begin, residual.data() + begin,
+                 &sink.writer());
+  keep(end, residual.size(), true);
+  return sink.Finish();
+}
 
 }  // namespace
 
@@ -209,6 +237,7 @@ bool Transfers::NeedsPlane(const Transfer& transfer, Plane plane) const {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
   if (IsPut(transfer.entry)) {
     if (plane == Plane::kResidual) return transfer.writes_residual;
+    if (transfer.entry.plane == Plane::kMaster) return plane == Plane::kWeight;
     // Of a bundle the other members' values stay; its weights are in the slab.
     return tensor.bundle && plane == transfer.entry.plane && plane != Plane::kWeight;
   }
@@ -220,9 +249,11 @@ void Transfers::PlacePlanes(const TransferPointer& transfer) {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
   // A residual that was never written is zero on the drive, too.
   const swap::ExtentId residual{transfer->store_tensor, swap::Plane::kResidual, transfer->index};
-  transfer->writes_residual = IsPut(transfer->entry) && transfer->entry.plane == Plane::kWeight &&
-                              HasResidual(tensor) &&
-                              !context_->store->stamp(residual).never_written();
+  const bool had_residual =
+      HasResidual(tensor) && !context_->store->stamp(residual).never_written();
+  transfer->writes_residual =
+      IsPut(transfer->entry) && (transfer->entry.plane == Plane::kMaster ||
+                                 (transfer->entry.plane == Plane::kWeight && had_residual));
   const bool state_is_there = state_->Loaded(transfer->store_tensor, transfer->index);
   if (cache_->loaded(transfer->store_tensor)) {
     transfer->planes[Plane::kWeight].bytes =
@@ -271,8 +302,9 @@ void Transfers::Read(const TransferPointer& transfer) {
 
 void Transfers::ReadTies(const TransferPointer& transfer) {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
-  const bool wanted = HasResidual(tensor) && (transfer->entry.plane == Plane::kMaster ||
-                                              (transfer->writes_residual && tensor.bundle));
+  const bool wanted =
+      HasResidual(tensor) && (IsPut(transfer->entry) ? transfer->writes_residual && tensor.bundle
+                                                     : transfer->entry.plane == Plane::kMaster);
   if (!wanted) return;
   const swap::Stamp stamp = state_->TieStamp(transfer->store_tensor, transfer->index);
   transfer->ties.word = stamp.word;
@@ -382,15 +414,26 @@ void Transfers::MergeMaster(Transfer& transfer, std::byte* to) const {
 
 void Transfers::ComputePut(Transfer& transfer) const {
   TakeFromRank(transfer);
-  TakeChecksum(transfer, transfer.entry.plane);
-  if (!transfer.writes_residual) return;
-  PutZeroResidual(transfer);
-  if (transfer.status.ok()) TakeChecksum(transfer, Plane::kResidual);
+  const bool zeroes_residual = transfer.writes_residual && transfer.entry.plane == Plane::kWeight;
+  if (zeroes_residual) PutZeroResidual(transfer);
+  if (!transfer.status.ok()) return;
+  TakeChecksum(transfer, FilledPlane(transfer.entry));
+  if (transfer.writes_residual) TakeChecksum(transfer, Plane::kResidual);
 }
 
-// Into memory, where the plane is there; else it is written from where the rank has it.
+// Into memory, where the plane is there; else it is written from where the rank has it. Masters are
+// split.
 void Transfers::TakeFromRank(Transfer& transfer) const {
   const std::byte* from = context_->ranks[transfer.rank].region + transfer.entry.region_offset;
+  if (transfer.entry.plane == Plane::kMaster) {
+    absl::StatusOr<TieBits> ties = SplitInto(
+        reinterpret_cast<uint16_t*>(transfer.planes[Plane::kWeight].bytes),
+        {reinterpret_cast<int16_t*>(transfer.planes[Plane::kResidual].bytes), transfer.elements},
+        transfer.begin, {reinterpret_cast<const uint32_t*>(from), transfer.count}, transfer.ties);
+    if (!ties.ok()) return transfer.status.Update(ties.status());
+    transfer.ties_out = *std::move(ties);
+    return;
+  }
   PlaneMemory& plane = transfer.planes[transfer.entry.plane];
   if (plane.bytes == nullptr) {
     plane.bytes = const_cast<std::byte*>(from);
@@ -427,11 +470,7 @@ void Transfers::TakeChecksum(Transfer& transfer, Plane plane) const {
 
 void Transfers::Write(const TransferPointer& transfer) {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
-  const Plane plane = transfer->entry.plane;
-  // While a job is being built the weights of its bundles are assembled in the slab and written
-  // once, at the end.
-  if (plane == Plane::kWeight && tensor.bundle && !context_->published)
-    return Finish(transfer, absl::OkStatus());
+  const Plane plane = FilledPlane(transfer->entry);
   std::array<swap::WriteRequest, 3> requests;
   for (swap::WriteRequest& request : requests) request.tentative = context_->published;
   size_t count = 0;
@@ -442,8 +481,11 @@ void Transfers::Write(const TransferPointer& transfer) {
     request.crc = crc;
     return &request;
   };
-  add(ExtentIdOf(transfer->store_tensor, plane, transfer->index), transfer->planes[plane].bytes,
-      transfer->crc[plane]);
+  // While a job is being built the weights of its bundles are assembled in the slab and written
+  // once, at the end.
+  if (plane != Plane::kWeight || !tensor.bundle || context_->published)
+    add(ExtentIdOf(transfer->store_tensor, plane, transfer->index), transfer->planes[plane].bytes,
+        transfer->crc[plane]);
   if (transfer->writes_residual) {
     const TieBits& ties = transfer->ties_out;
     swap::WriteRequest* const residual =
@@ -458,6 +500,7 @@ void Transfers::Write(const TransferPointer& transfer) {
       add(id, ties.plane->data(), checksum.Finish());
     }
   }
+  if (count == 0) return Finish(transfer, absl::OkStatus());
   context_->store->Write({requests.data(), count},
                          context_->CountedWrite([this, transfer](absl::Status status) {
                            if (!status.ok()) context_->fail(status);

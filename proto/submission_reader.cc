@@ -63,17 +63,19 @@ uint32_t PlaneElementBytes(const SubmissionEntry& entry, const SubmissionLimits&
   return limits.catalogue->planes(entry.tensor).Bits(entry.plane) / 8;  // a tie bit gives none
 }
 
-bool CanBePut(Plane plane) {
-  return plane == Plane::kWeight ||
+// Masters of a tensor whose weights are the masters are put as weights.
+bool CanBePut(Plane plane, const PlaneSet& planes) {
+  return plane == Plane::kWeight || (plane == Plane::kMaster && planes.Has(Plane::kResidual)) ||
          std::find(kStatePlanes.begin(), kStatePlanes.end(), plane) != kStatePlanes.end();
 }
 
 absl::Status CheckTransfer(const SubmissionEntry& entry, const SubmissionLimits& limits) {
   OFFLOAD_RETURN_IF_ERROR(CheckTensor(entry, limits));
   const Tensor& tensor = limits.catalogue->tensors[entry.tensor];
-  if (entry.operation == RingOperation::kPut && !CanBePut(entry.plane)) {
+  if (entry.operation == RingOperation::kPut &&
+      !CanBePut(entry.plane, limits.catalogue->planes(entry.tensor))) {
     return Fault("plane", static_cast<uint32_t>(entry.plane),
-                 "only weights and what the optimizer keeps can be put");
+                 "only weights, bf16 masters and what the optimizer keeps can be put");
   }
   const uint64_t element_bytes = PlaneElementBytes(entry, limits);
   if (element_bytes == 0) {

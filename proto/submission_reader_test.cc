@@ -112,11 +112,13 @@ TEST_F(CheckSubmissionTest, RefusesPlanesThatATensorDoesNotHave) {
   const auto put = [](uint32_t tensor, Plane plane) {
     return Entry(RingOperation::kPut, tensor, 0, 1, kBuffer, plane);
   };
-  for (const Plane plane : {Plane::kMaster, Plane::kResidual, Plane::kTies})
+  for (const Plane plane : {Plane::kResidual, Plane::kTies})
     ExpectFault(put(0, plane), "can be put");
   ExpectFault(put(0, Plane::kState2), "no such plane");
   ExpectFault(put(2, Plane::kState0), "no such plane");
   ExpectAccepted(put(0, Plane::kState1));
+  ExpectAccepted(put(0, Plane::kMaster));
+  for (const uint32_t tensor : {1u, 2u}) ExpectFault(put(tensor, Plane::kMaster), "can be put");
   ExpectFault(get(1, Plane::kResidual), "plane");
   ExpectFault(get(2, Plane::kState0), "plane");
   ExpectFault(get(2, Plane::kMaster), "plane");

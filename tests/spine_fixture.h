@@ -164,6 +164,10 @@ class Job {
     }
     return absl::OkStatus();
   }
+  // Of a bf16 tensor.
+  absl::Status TryPutMaster(uint32_t tensor) {
+    return TryPutPlane(tensor, proto::Plane::kMaster, BytesOf(references_[tensor].master));
+  }
   // What the optimizer keeps of a tensor, from its reference.
   absl::Status TryPutStates(uint32_t tensor) {
     absl::Status status;
@@ -288,6 +292,16 @@ class Job {
     references_[tensor].update_count = update_count;
     for (std::vector<float>& plane : references_[tensor].state) {
       for (float& value : plane) value = std::fabs(normal_(random_));
+    }
+  }
+  // Masters that a trainer may have, every third right between two bf16.
+  void SetMasters(uint32_t tensor) {
+    std::vector<float>& master = references_[tensor].master;
+    for (size_t i = 0; i < master.size(); ++i) {
+      master[i] = normal_(random_);
+      if (i % 3 == 0)
+        master[i] =
+            std::bit_cast<float>((std::bit_cast<uint32_t>(master[i]) & 0xffff0000) | 0x8000);
     }
   }
   void SetWeights(uint32_t tensor, std::vector<float> values) {

@@ -158,6 +158,35 @@ TEST_F(SpinePutsTest, WhatAnOptimizerKeepsIsPutAsWeightsAre) {
   }
 }
 
+TEST_F(SpinePutsTest, MastersArePutWithAllTheirBits) {
+  for (const uint32_t state_resident : {0, 1}) {
+    Job job(pool_, absl::StrCat("job", state_resident),
+            {.dtype = Dtype::kBFloat16, .state_resident = state_resident});
+    ASSERT_NO_FATAL_FAILURE(job.Open());
+    const auto put = [&] {
+      for (const uint32_t tensor : kWithStates) {
+        job.SetMasters(tensor);
+        const absl::Status status = job.TryPutMaster(tensor);
+        ASSERT_TRUE(status.ok()) << status;
+      }
+      ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+    };
+    ASSERT_NO_FATAL_FAILURE(put());  // over residuals that were never written
+    job.Step({3});
+    ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+    ASSERT_NO_FATAL_FAILURE(put());
+    job.ChangeWeights(1, 0.25f);  // beside them in the bundle
+    ASSERT_NO_FATAL_FAILURE(job.Put(1));
+    ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+    job.EndLoad();
+    job.KillDaemon();
+    ASSERT_NO_FATAL_FAILURE(ExpectStep(job, 1));
+    job.Step();
+    ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+    job.Close();
+  }
+}
+
 TEST_F(SpinePutsTest, WaitingForDurabilityMakesOnlyStepsDurable) {
   Job job(pool_, "job", {.dtype = Dtype::kFloat32});
   ASSERT_NO_FATAL_FAILURE(job.Open());

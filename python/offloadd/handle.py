@@ -494,8 +494,7 @@ class Handle:
         self._running().save_weights(os.fspath(folder), shard_bytes)
 
     def load_universal(self, folder):
-        """Takes weights and optimizer state of a universal checkpoint of DeepSpeed; durable with the next step(). bf16 masters begin at
-        the rounded weights."""
+        """Takes masters and optimizer state of a universal checkpoint of DeepSpeed; durable with the next step()."""
         universal.load(folder, list(self._parameters.items()), self.optimizers)
 
     def save_universal(self, folder, tag=None):

@@ -88,9 +88,20 @@ class Masters:
         return self._optimizer.state_dict()
 
     def load_state_dict(self, optimizer, state_dict):
-        self._optimizer.load_state_dict(copy.deepcopy(state_dict))
+        state = {key: {name: value for name, value in kept.items() if name != "master"} for key, kept in state_dict["state"].items()}
+        self._optimizer.load_state_dict(copy.deepcopy({**state_dict, "state": state}))
+        keys = (key for group in state_dict["param_groups"] for key in group["params"])
+        for key, (parameter, master) in zip(keys, self._pairs(optimizer)):
+            if "master" in state_dict["state"].get(key, {}):
+                self._replace(parameter, master, state_dict["state"][key]["master"])
         for theirs, ours in zip(optimizer.param_groups, self._optimizer.param_groups):
             theirs.update({key: value for key, value in ours.items() if key != "params"})
+
+    @torch.no_grad()
+    def _replace(self, parameter, master, value):
+        master.copy_(value)
+        parameter.copy_(value)
+        self._versions[parameter] = parameter._version
 
     def state_of(self, optimizer, parameter):
         for theirs, master in self._pairs(optimizer):

@@ -545,6 +545,8 @@ class Part:
                 _refuse("Adagrad has sums of no step that are not its initial_accumulator_value",
                         "Give the group the initial_accumulator_value that its sums have")
             kept = {}
+        if isinstance(state.get("master"), torch.Tensor):  # of universal.load()
+            kept["master"] = state["master"]
         return count, kept
 
     @staticmethod

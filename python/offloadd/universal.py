@@ -80,7 +80,7 @@ def _state(folder, name, parameter):
 
 def load(folder, parameters, optimizers):
     """Gives parameters, (name, tensor) each, and optimizers the values of the checkpoint: all of them fit, or nothing is changed. bf16
-    weights are rounded to the nearest, and their masters begin there."""
+    weights are rounded to the nearest, their masters are the values themselves."""
     zero = _zero_folder(folder)
     values, states, known = {}, {}, {}
     for name, parameter in parameters:
@@ -92,6 +92,8 @@ def load(folder, parameters, optimizers):
         known[parameter] = name
         values[parameter] = _tensor(os.path.join(own, "fp32.pt"), name, parameter)
         states[parameter] = _state(own, name, parameter)
+        if parameter.dtype != torch.float32 and parameter.requires_grad:
+            states[parameter]["master"] = values[parameter]
     _check_names(zero, parameters)
     with torch.no_grad():
         for parameter, value in values.items():

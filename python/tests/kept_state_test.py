@@ -330,6 +330,29 @@ def universal_checkpoint_comes_back(run):
     return run.train(model, optimizer, first=3), states_of(optimizer), sorted(os.listdir(os.path.join(folder, "global_step3_universal", "zero")))
 
 
+@case(types=("bf16",))
+def universal_checkpoint_has_the_masters(run):
+    """A bf16 run that is saved and loaded into another job goes on as the one that was not."""
+    model = run.model()
+    optimizer = fused(model.parameters())
+    handle = run.attach(model, optimizer)
+    run.train(model, optimizer)
+    folder = os.path.join(run.folder, "universal")
+    os.mkdir(folder)
+    handle.save_universal(folder)
+    expected = run.train(model, optimizer, first=3)
+    other = run.make(Transformer)
+    another = fused(other.parameters())
+    handle = run.attach(other, another)
+    run.train(other, another, first=20)
+    handle.load_universal(folder)
+    masters = handle.gather(list(other.parameters()), "master")
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in masters)
+    told = run.train(other, another, first=3)
+    assert told == expected, (told, expected)
+    return told, masters, states_of(another)
+
+
 def damaged_universal(run, damage):
     model = run.model()
     optimizer = fused(model.parameters())

@@ -2,6 +2,8 @@
 
     ranks_test.py RANK_PROGRAM FOLDER       is a rank itself"""
 
+import contextlib
+import copy
 import json
 import os
 import socket
@@ -36,6 +38,11 @@ def launch(run, program):
 @case(**ONE)
 def plain_loop(run):
     return launch(run, "loop")
+
+
+@case(**ONE)
+def optimizer_that_has_stepped(run):
+    return launch(run, "stepped")
 
 
 @case(**ONE)
@@ -90,6 +97,24 @@ def loop(rank, folder):
         return steps(model, optimizer, rank)
 
 
+def stepped(rank, folder):
+    """Attached in the middle, and set back to there."""
+    torch.distributed.init_process_group("gloo")
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+    steps(model, optimizer, rank=0)  # the same in both
+    kept = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    if folder == "-":
+        trained, handle = torch.nn.parallel.DistributedDataParallel(model), contextlib.nullcontext()
+    else:
+        trained, handle = model, attach(model, optimizer, folder)
+    with handle:
+        told = steps(trained, optimizer, rank)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        return told + steps(trained, optimizer, rank)
+
+
 def wrapped(rank, folder):
     torch.distributed.init_process_group("gloo")
     model = network()
@@ -133,7 +158,7 @@ def train(rank, folder):
 if __name__ == "__main__":
     if "RANK" in os.environ:
         torch.set_num_threads(1)
-        programs = {"loop": loop, "wrapped": wrapped, "accelerate": accelerate, "trainer": train}
+        programs = {"loop": loop, "stepped": stepped, "wrapped": wrapped, "accelerate": accelerate, "trainer": train}
         print(json.dumps(programs[sys.argv[1]](int(os.environ["RANK"]), sys.argv[2])), flush=True)
         for each in offloadd.handles():
             each.close()

@@ -310,6 +310,12 @@ void InMemoryOptimizer::ReplaceState(std::span<const KeptState> states) {
   for (const KeptState& given : states) {
     InMemoryState& state = states_->states_[given.parameter.unsafeGetTensorImpl()];
     state.step = static_cast<int64_t>(given.update_count);
+    if (given.master.defined()) {
+      Tensor parameter = given.parameter;
+      parameter.copy_(given.master);
+      state.master = given.master.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+      state.version = static_cast<int64_t>(parameter._version());
+    }
     for (size_t i = 0; i < state.planes.size(); ++i) {
       const bool is_kept = states_->kept_.Plane(i) != nullptr && given.planes[i].defined();
       state.planes[i] = is_kept ? given.planes[i].to(at::kFloat, /*non_blocking=*/false,

@@ -1,6 +1,7 @@
 #include "zero3/torch/kept_state.h"
 
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -9,7 +10,9 @@
 namespace offload::zero3 {
 
 absl::Status CheckFits(const KeptState& state, std::string_view name) {
-  for (const at::Tensor& plane : state.planes) {
+  std::vector<at::Tensor> all(state.planes.begin(), state.planes.end());
+  all.push_back(state.master);
+  for (const at::Tensor& plane : all) {
     if (!plane.defined()) continue;
     const bool is_dense = plane.layout() == at::kStrided && plane.device().is_cpu();
     if (is_dense && plane.is_floating_point() && plane.sizes() == state.parameter.sizes()) continue;

@@ -139,8 +139,8 @@ class PythonEngine final : public torch::CustomClassHolder {
     engine.Step(updates);
   }
 
-  // What the optimizer keeps, under torch.optim's names: for each parameter one tensor per name,
-  // one without elements where there is none.
+  // What the optimizer keeps, under torch.optim's names, and "master": for each parameter one
+  // tensor per name, one without elements where there is none.
   void BeginWith(const Tensors& parameters, const std::vector<int64_t>& counts,
                  const Strings& names, const std::vector<Tensors>& planes) {
     tensors().BeginWith(KeptStates(parameters, counts, names, planes));
@@ -184,7 +184,12 @@ class PythonEngine final : public torch::CustomClassHolder {
       states[i].update_count = static_cast<uint64_t>(counts.at(i));
       for (size_t n = 0; n < names.size(); ++n) {
         const at::Tensor& plane = planes.at(i).at(n);
-        if (plane.numel() > 0) states[i].planes.at(PlaneNumber(names[n])) = plane;
+        if (plane.numel() == 0) continue;
+        if (names[n] == "master") {
+          states[i].master = plane;
+        } else {
+          states[i].planes.at(PlaneNumber(names[n])) = plane;
+        }
       }
     }
     return states;

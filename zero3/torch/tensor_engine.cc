@@ -875,21 +875,32 @@ absl::Status TensorEngine::PutState(uint32_t id, const KeptState& state) {
   const at::NoGradGuard no_grad;
   const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
   for (size_t i = 0; i < state.planes.size(); ++i) {
-    if (!planes.Has(proto::kStatePlanes[i])) continue;
-    at::Tensor values;
-    if (state.planes[i].defined()) values = state.planes[i].to(at::kFloat).contiguous();
-    const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
-      std::byte* const to = attachment_->region() + offset;
-      if (values.defined()) {
-        std::memcpy(to, values.const_data_ptr<float>() + begin, count * sizeof(float));
-      } else {
-        std::memset(to, 0, count * sizeof(float));
-      }
-      return absl::OkStatus();
-    };
-    OFFLOAD_RETURN_IF_ERROR(StreamIn(id, proto::kStatePlanes[i], fill));
+    const proto::Plane plane = proto::kStatePlanes[i];
+    if (!planes.Has(plane)) continue;
+    const at::Tensor& given = state.planes[i];
+    OFFLOAD_RETURN_IF_ERROR(PutValues(id, plane, given.defined() ? given.to(at::kFloat) : given));
   }
-  return absl::OkStatus();
+  if (!state.master.defined()) return absl::OkStatus();
+  if (planes.Has(proto::Plane::kResidual))
+    return PutValues(id, proto::Plane::kMaster, state.master.to(at::kFloat));
+  return PutValues(id, proto::Plane::kWeight, state.master.to(state.parameter.scalar_type()));
+}
+
+// Zeros where there are none.
+absl::Status TensorEngine::PutValues(uint32_t id, proto::Plane plane, const at::Tensor& values) {
+  const at::Tensor whole = values.defined() ? values.contiguous() : values;
+  const uint64_t element_bytes = attachment_->input().catalogue.planes(id).Bits(plane) / 8;
+  const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
+    std::byte* const to = attachment_->region() + offset;
+    if (whole.defined()) {
+      const auto* const from = static_cast<const std::byte*>(whole.const_data_ptr());
+      std::memcpy(to, from + begin * element_bytes, count * element_bytes);
+    } else {
+      std::memset(to, 0, count * element_bytes);
+    }
+    return absl::OkStatus();
+  };
+  return StreamIn(id, plane, fill);
 }
 
 void TensorEngine::CountAs(std::span<const KeptState> states) {
@@ -901,7 +912,7 @@ void TensorEngine::CountAs(std::span<const KeptState> states) {
 }
 
 KeptState TensorEngine::GatherState(const at::Tensor& parameter) {
-  KeptState state{.parameter = parameter, .update_count = update_count(parameter), .planes = {}};
+  KeptState state{.parameter = parameter, .update_count = update_count(parameter)};
   for (size_t i = 0; i < state.planes.size(); ++i) {
     const kernels::StatePlane* const plane = optimizer_.Plane(i);
     if (plane != nullptr) state.planes[i] = Gather(parameter, plane->name);

@@ -128,6 +128,7 @@ class TensorEngine {
   void CheckStates(std::span<const KeptState> states) const;
   void PutStates(std::span<const KeptState> states);
   absl::Status PutState(uint32_t id, const KeptState& state);
+  absl::Status PutValues(uint32_t id, proto::Plane plane, const at::Tensor& values);
   void CountAs(std::span<const KeptState> states);
   // The number at the daemon of the n-th large buffer.
   uint32_t IdOfLarge(size_t n) const { return static_cast<uint32_t>(declared_.size() + n); }
