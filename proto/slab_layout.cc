@@ -293,6 +293,10 @@ uint32_t ExtentElements(uint64_t element_count, uint32_t index) {
 
 uint64_t PaddedBytes(uint64_t bytes) { return AlignUp(bytes, kSectorBytes); }
 
+uint64_t OpenBytes(uint32_t world_size) {
+  return PaddedBytes(sizeof(SlabHeader)) + world_size * (kRegionFixedBytes + kLoadingStagingBytes);
+}
+
 uint64_t WeightSlotBytes(const StoreTensor& tensor) {
   // Full extents are multiples of a sector, so padding the whole pads the last one only.
   static_assert(kExtentElements * DtypeBytes(Dtype::kBFloat16) % kSectorBytes == 0);

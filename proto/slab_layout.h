@@ -75,6 +75,8 @@ uint32_t ExtentCount(uint64_t element_count);
 // Elements of extent `index` of a store tensor.
 uint32_t ExtentElements(uint64_t element_count, uint32_t index);
 uint64_t PaddedBytes(uint64_t bytes);  // up to a multiple of kSectorBytes
+// What a job has in memory before its plan is made: the head of the slab, a region of each rank.
+uint64_t OpenBytes(uint32_t world_size);
 // Bytes of a store tensor's weights in the slab: its extents one after the other, the last padded.
 uint64_t WeightSlotBytes(const StoreTensor& tensor);
 // Bytes of the planes of one extent that only the update needs (kUpdateOnlyPlanes, in this order;

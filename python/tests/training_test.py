@@ -1044,7 +1044,7 @@ def use_after_close_is_refused(run):
     run.loss(model, 0)
 
 
-@case(refused=1301, types=("fp32",), memory=("16MiB",))
+@case(refused=1301, types=("fp32",), memory=("16MiB", "1MiB"))
 def too_little_memory_is_refused(run):
     model = run.model()
     run.attach(model, AdamW(model.parameters()))

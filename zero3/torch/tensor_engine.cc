@@ -357,6 +357,16 @@ void TensorEngine::MarkAliases(std::span<const NamedTensor> tensors) {
   }
 }
 
+void TensorEngine::CheckConstructs() const {
+  const uint64_t open_bytes = proto::OpenBytes(attachment_->world_size());
+  if (ram_bytes_ >= open_bytes) return;
+  ThrowStatus(MakeError(
+      ErrorId::kBudgetTooSmall,
+      absl::StrCat("ram is ", FormatBytes(ram_bytes_), ", a model that is built outside of memory ",
+                   "passes through ", FormatBytes(open_bytes)),
+      "Raise ram: offloadctl plan shows the floors of a model"));
+}
+
 // ---- The store ---------------------------------------------------------------------------------
 
 void TensorEngine::Seal() {

@@ -69,6 +69,9 @@ class TensorEngine {
   // The first operator that touches a tensor does it, too, and so does whatever needs it here.
   void Seal();
 
+  // OFD-1301 when `ram` is less than what a construction outside memory passes through.
+  void CheckConstructs() const;
+
   int64_t step() const { return static_cast<int64_t>(step_); }
   // Takes one step of the job. OFD-1701 for gradients that are not finite.
   void Step(std::span<const GroupUpdate> updates);
