@@ -802,6 +802,47 @@ def embedding_bag_and_dropout(run):
     return told
 
 
+def train_sparse(run, make):
+    model = run.make(lambda: torch.nn.Sequential(torch.nn.Embedding(400, 96, sparse=True), torch.nn.Linear(96, 8)))
+    optimizer = make(model.parameters())
+    run.attach(model, optimizer)
+    told = []
+    for step in range(4):  # indices come several times
+        ids = torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(step))
+        loss = model(ids).float().pow(2).mean() * (1e4 if step == 2 else 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(types=("fp32",))
+def sparse_gradients(run):
+    return train_sparse(run, lambda p: SGD(p, 0.7))
+
+
+@case(types=("fp32",))
+def sparse_gradients_maximized(run):
+    return train_sparse(run, lambda p: SGD(p, 0.001, maximize=True))
+
+
+@case(types=("fp32",))
+def sparse_adam(run):
+    model = run.make(lambda: torch.nn.Embedding(400, 96, sparse=True))
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), 0.01)
+    run.attach(model, optimizer)
+    for step in range(3):
+        model(torch.arange(3 * step, 3 * step + 7)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def sparse_gradients_with_momentum_are_refused(run):
+    train_sparse(run, lambda p: SGD(p, 0.1, momentum=0.9))
+
+
 @case(types=("fp32",))
 def parametrizations(run):
     model = run.make(lambda: torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 16)),
