@@ -185,6 +185,7 @@ def _new(original):
 
 _parameter_data = torch.nn.Parameter.data
 _replaced = {}  # id of a parameter -> _Replaced
+is_attached = bool  # a function: whether a parameter is one of an open job, and not one that is being constructed
 
 
 def _storage_of(tensor):
@@ -233,7 +234,7 @@ def forget_replaced(identities):
 
 def _replaceable(original):
     def set_data(self, value):
-        if managed(self):
+        if managed(self) and is_attached(self):
             if self.shape != value.shape:  # which autograd stumbles over before the next step
                 raise Error.of(1601, f"a parameter of shape {list(self.shape)} would become one of {list(value.shape)} (p.data = …, "
                                      "resize_token_embeddings())",

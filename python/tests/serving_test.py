@@ -542,6 +542,33 @@ def constructed_larger_than_memory(run):
     return run.train(model, optimizer)
 
 
+@case(memory=("256MiB",))
+def constructed_and_laid_out_larger_than_memory(run):
+    def build():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.Tanh(), torch.nn.Conv2d(64, 200, 3), torch.nn.Conv2d(200, 2, 1))
+        return model.to(run.dtype).to(memory_format=torch.channels_last)
+
+    options = {}
+    if run.offloaded:
+        options["job"] = "born"
+        with offloadd.init(nvme_path=run.folder, ram="256MiB", job="born"):
+            model = build()
+    else:
+        model = build()
+    optimizer = AdamW(model.parameters(), 1e-2)
+    run.attach(model, optimizer, **options)
+    told = []
+    for step in range(3):
+        x = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(step)).to(run.dtype)
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told, [p.stride() for p in model.parameters()]
+
+
 @case(types=("fp32",), memory=("double",))
 def attached_again_as_in_a_notebook(run):
     """The cell is run again: names are bound anew, the handle last."""
