@@ -486,6 +486,51 @@ def exported_without_a_trainer(run):
     return [*files[:2], told[2], *files[2:]]
 
 
+@case
+def transposed_weights_are_rows_in_files(run):
+    import safetensors.torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide = torch.nn.Parameter((torch.randn(700, 500) * 0.05).t())
+            self.small = torch.nn.Parameter((torch.randn(3, 4, 5)).permute(1, 2, 0))
+
+        def forward(self, x):
+            return torch.tanh(x @ self.wide) * self.small.sum()
+
+    def train():
+        for step in range(2):
+            x = torch.randn(3, 500, generator=torch.Generator().manual_seed(step)).to(run.dtype)
+            model(x).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = run.make(Net)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    handle = run.attach(model, optimizer)
+    train()
+    folder = os.path.join(run.folder, "rows")
+    handle.save_weights(folder)
+    saved = {name: p.detach().clone() for name, p in model.named_parameters()}
+    files = [safetensors.torch.load_file(os.path.join(folder, "model.safetensors"))]
+    train()
+    told = [{name: p.detach().clone() for name, p in model.named_parameters()}, handle.gather(model.wide, "exp_avg")]
+    handle.load_weights(folder)
+    told += [{name: p.detach().clone() for name, p in model.named_parameters()}, [p.stride() for p in model.parameters()]]
+    run.models.clear()
+    if run.offloaded:
+        from offloadd import control
+
+        handle.wait_durable()
+        handle.close()
+        control.run("export", run.folder, handle.job, os.path.join(run.folder, "exported"))
+        files.append(safetensors.torch.load_file(os.path.join(run.folder, "exported", "model.safetensors")))
+    for file in files:
+        assert all(torch.equal(file[name], value) for name, value in saved.items())
+    return told
+
+
 @case(**FP32)
 def state_of_the_trainer(run):
     model = run.model()

@@ -39,6 +39,12 @@ class BeforeAccumulationHook : public torch::autograd::FunctionPreHook {
   SummedGradient* const gradient_;
 };
 
+// The values with their elements in memory in the order of the parameter's.
+at::Tensor InOrderOf(const at::Tensor& parameter, const at::Tensor& values) {
+  if (HaveSameOrder(parameter, values)) return values;
+  return at::empty_strided(parameter.sizes(), parameter.strides(), values.options()).copy_(values);
+}
+
 [[noreturn]] void Refuse(const std::string& subject, std::string_view what, std::string_view way) {
   ThrowStatus(
       MakeError(ErrorId::kGradientOfRanks, absl::StrCat(subject, " ", std::string(what)), way));
@@ -107,7 +113,7 @@ void SummedGradient::AfterAccumulation() {
            "Use autograd::grad for such terms of the loss, and backward() without create_graph");
   }
   CheckFits(grad);
-  const at::Tensor part = grad.contiguous();
+  const at::Tensor part = InOrderOf(parameter_, grad);
   ThrowIfError(sums_->stream().Deliver(tensor_id_, start_,
                                        static_cast<const std::byte*>(part.const_data_ptr())),
                subject_);

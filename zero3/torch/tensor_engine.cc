@@ -23,7 +23,9 @@
 #include "base/crc32c.h"
 #include "base/durability.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "proto/shm_abi.h"
+#include "zero3/dimension_order.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/square_roots.h"
@@ -44,26 +46,37 @@ constexpr uint64_t kBlockBytes = 8ull << 20;  // of staging, for loading and gat
 
 std::string Key(const std::string& text) { return absl::StrCat("'", text, "'"); }
 
+proto::Dtype DtypeOf(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kFloat ? proto::Dtype::kFloat32 : proto::Dtype::kBFloat16;
+}
+
+// As the daemon knows it.
+proto::Tensor Described(const std::string& name, const at::Tensor& tensor, bool trainable) {
+  return {.name = name,
+          .shape = tensor.sizes().vec(),
+          .dtype = DtypeOf(tensor),
+          .trainable = trainable,
+          .element_count = static_cast<uint64_t>(tensor.numel()),
+          .dimension_order = OrderOf(tensor.sizes(), tensor.strides())};
+}
+
 // Of a tensor over the storage of one that is known.
-void CheckShared(const NamedTensor& named, const std::string& first_name, at::IntArrayRef sizes,
-                 bool same_type, bool first_trains) {
-  if (named.tensor.sizes() != sizes || !same_type) {
+void CheckShared(const NamedTensor& named, const proto::Tensor& first) {
+  const proto::Tensor own = Described(named.name, named.tensor, named.tensor.requires_grad());
+  if (own.shape != first.shape || own.dtype != first.dtype ||
+      own.dimension_order != first.dimension_order) {
     Unsupported(named.name,
-                absl::StrCat("shares the memory of parameter ", Key(first_name),
-                             " with another shape or type"),
+                absl::StrCat("shares the memory of parameter ", Key(first.name),
+                             " with another shape, type or order of dimensions"),
                 "Give it memory of its own before attaching the module, "
                 "parameter.set_data(parameter.clone()), or make it a view of the other in forward");
   }
-  if (named.tensor.requires_grad() && first_trains) {
+  if (own.trainable && first.trainable) {
     Unsupported(named.name,
-                absl::StrCat("shares the memory of parameter ", Key(first_name),
+                absl::StrCat("shares the memory of parameter ", Key(first.name),
                              " but has a gradient of its own"),
                 "Register the same tensor under both names");
   }
-}
-
-proto::Dtype DtypeOf(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kFloat ? proto::Dtype::kFloat32 : proto::Dtype::kBFloat16;
 }
 
 // Tells on stderr how far a format is, when it takes long.
@@ -205,8 +218,7 @@ std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
         ids_.contains(tensor.unsafeGetTensorImpl()))
       continue;
     if (const WeightResidency* const weight = Own(tensor)) {
-      const proto::Tensor& known = declared_[weight->tensor()];
-      CheckShared(named, known.name, known.shape, DtypeOf(tensor) == known.dtype, known.trainable);
+      CheckShared(named, declared_[weight->tensor()]);
       continue;
     }
     CheckFree(named);
@@ -217,8 +229,7 @@ std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
       continue;
     }
     Parameter& first = parameters[known->second];
-    CheckShared(named, first.name, first.tensor.sizes(), DtypeOf(tensor) == DtypeOf(first.tensor),
-                first.trainable);
+    CheckShared(named, Described(first.name, first.tensor, first.trainable));
     // The one with the gradient stands for all.
     first.aliases.push_back(tensor);
     if (tensor.requires_grad()) std::swap(first.tensor, first.aliases.back());
@@ -246,11 +257,7 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
                                     bool large_buffers) const {
   std::vector<proto::Tensor> tensors = declared_;
   for (const Parameter& parameter : more) {
-    tensors.push_back({.name = parameter.name,
-                       .shape = parameter.tensor.sizes().vec(),
-                       .dtype = DtypeOf(parameter.tensor),
-                       .trainable = parameter.trainable,
-                       .element_count = static_cast<uint64_t>(parameter.tensor.numel())});
+    tensors.push_back(Described(parameter.name, parameter.tensor, parameter.trainable));
   }
   if (large_buffers) {
     for (const Buffers::Large& buffer : buffers_.large()) {
@@ -527,6 +534,31 @@ void TensorEngine::LoadInitial(uint32_t id) {
   ThrowIfError(StreamIn(id, fill), absl::StrCat("parameter ", Key(weights_[id]->name())));
 }
 
+absl::Status TensorEngine::LoadRows(uint32_t id, const FileWeight& weight, WeightFile& file) {
+  return StreamIn(id, [&](uint64_t begin, uint64_t count, uint64_t offset) {
+    return file.Read(weight, begin, count, attachment_->region() + offset);
+  });
+}
+
+// One that does not lie row by row: all of it is in memory meanwhile.
+absl::Status TensorEngine::LoadReordered(uint32_t id, const FileWeight& weight, WeightFile& file) {
+  const proto::Tensor& tensor = attachment_->tensor(id);
+  const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
+  std::vector<std::byte> rows(proto::kExtentElements * element_bytes);
+  std::vector<std::byte> elements(tensor.element_count * element_bytes);
+  for (uint64_t begin = 0; begin < tensor.element_count; begin += proto::kExtentElements) {
+    const uint64_t count = std::min<uint64_t>(tensor.element_count - begin, proto::kExtentElements);
+    OFFLOAD_RETURN_IF_ERROR(file.Read(weight, begin, count, rows.data()));
+    CopyFromRows(tensor.shape, tensor.dimension_order, element_bytes, {begin, count}, rows.data(),
+                 elements.data());
+  }
+  return StreamIn(id, [&](uint64_t begin, uint64_t count, uint64_t offset) {
+    std::memcpy(attachment_->region() + offset, elements.data() + begin * element_bytes,
+                count * element_bytes);
+    return absl::OkStatus();
+  });
+}
+
 // From a file that fits.
 void TensorEngine::LoadFrom(WeightFile& file) {
   for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
@@ -537,10 +569,9 @@ void TensorEngine::LoadFrom(WeightFile& file) {
     }
     if (weight.ElementCount() == 0) continue;  // the daemon does not know it
     OFFLOAD_CHECK(weight.name == attachment_->tensor(id).name) << weight.name;
-    const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
-      return file.Read(weight, begin, count, attachment_->region() + offset);
-    };
-    ThrowIfError(StreamIn(id, fill), absl::StrCat("parameter ", Key(weight.name)));
+    const bool is_rows = attachment_->tensor(id).dimension_order.empty();
+    ThrowIfError(is_rows ? LoadRows(id, weight, file) : LoadReordered(id, weight, file),
+                 absl::StrCat("parameter ", Key(weight.name)));
     ++id;
   }
 }
@@ -589,10 +620,14 @@ bool TensorEngine::MayHaveGradient(const at::Tensor& parameter) const {
   return sums_ != nullptr && known != ids_.end() && gradients_[known->second] != nullptr;
 }
 
+void TensorEngine::CheckGiven(bool writes) const {
+  for (WeightResidency* const weight : weights_) weight->CheckGiven(writes);
+}
+
 void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   Seal();
   CheckWhole();
-  for (WeightResidency* const weight : weights_) weight->CheckGiven();
+  CheckGiven(/*writes=*/true);
   attachment_->EndRaw();
   client::StepCommand command;
   command.step = step_ + 1;
@@ -704,6 +739,7 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
   if (plane == "weight" && parameter.defined() && IsTable(parameter))
     return parameter.detach().clone();
   const uint32_t id = IdOf(parameter);
+  weights_[id]->CheckGiven(/*writes=*/false);
   Seal();
   const proto::Tensor& tensor = attachment_->tensor(id);
   const at::ScalarType own = parameter.scalar_type();
@@ -721,7 +757,8 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
   const at::ScalarType dtype = *found == proto::Plane::kWeight     ? own
                                : *found == proto::Plane::kResidual ? at::kShort
                                                                    : at::kFloat;
-  at::Tensor gathered = at::empty(parameter.sizes(), at::TensorOptions().dtype(dtype));
+  at::Tensor gathered =
+      at::empty_strided(parameter.sizes(), parameter.strides(), at::TensorOptions().dtype(dtype));
   ThrowIfError(CopyOut(id, *found, gathered.element_size(),
                        static_cast<std::byte*>(gathered.mutable_data_ptr())),
                absl::StrCat("parameter ", Key(tensor.name)));
@@ -753,6 +790,7 @@ std::vector<std::string> TensorEngine::Exchange(std::string blob) {
 // The other ranks wait, first until nobody uses a weight any more, then for what became of it.
 void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& options) {
   Seal();
+  CheckGiven(/*writes=*/true);
   attachment_->EndRaw();
   if (attachment_->world_size() == 1) return LoadAlone(path, options);
   Exchange("");
@@ -783,9 +821,37 @@ void TensorEngine::CheckWhole() const {
     ThrowStatus(MakeError(ErrorId::kHalfLoaded, absl::StrCat("job ", options_.job)));
 }
 
+absl::Status TensorEngine::SaveRows(uint32_t id, const FileWeight& weight,
+                                    HfCheckpointWriter& writer) {
+  const uint64_t element_bytes = c10::elementSize(weight.dtype);
+  return StreamOut(id, proto::Plane::kWeight, element_bytes,
+                   [&](uint64_t, uint64_t count, const std::byte* bytes) {
+                     return writer.Append(weight.name, std::span(bytes, count * element_bytes));
+                   });
+}
+
+// One that does not lie row by row: all of it is in memory meanwhile.
+absl::Status TensorEngine::SaveReordered(uint32_t id, const FileWeight& weight,
+                                         HfCheckpointWriter& writer) {
+  const proto::Tensor& tensor = attachment_->tensor(id);
+  const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
+  std::vector<std::byte> rows(proto::kExtentElements * element_bytes);
+  std::vector<std::byte> elements(tensor.element_count * element_bytes);
+  OFFLOAD_RETURN_IF_ERROR(CopyOut(id, proto::Plane::kWeight, element_bytes, elements.data()));
+  for (uint64_t begin = 0; begin < tensor.element_count; begin += proto::kExtentElements) {
+    const uint64_t count = std::min<uint64_t>(tensor.element_count - begin, proto::kExtentElements);
+    CopyToRows(tensor.shape, tensor.dimension_order, element_bytes, {begin, count}, elements.data(),
+               rows.data());
+    OFFLOAD_RETURN_IF_ERROR(
+        writer.Append(weight.name, std::span(rows.data(), count * element_bytes)));
+  }
+  return absl::OkStatus();
+}
+
 void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& options) {
   Seal();
   CheckWhole();
+  CheckGiven(/*writes=*/false);
   // Every rank has buffers of its own; those of the one that saves count.
   auto writer = ValueOrThrow(CreateWeightFiles(folder, file_weights_, options), folder);
   for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
@@ -795,12 +861,10 @@ void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& opt
       continue;
     }
     if (weight.ElementCount() == 0) continue;
-    const uint64_t element_bytes = c10::elementSize(weight.dtype);
-    const auto drain = [&](uint64_t, uint64_t count, const std::byte* bytes) {
-      return writer->Append(weight.name, std::span(bytes, count * element_bytes));
-    };
-    ThrowIfError(StreamOut(id++, proto::Plane::kWeight, element_bytes, drain),
+    const bool is_rows = attachment_->tensor(id).dimension_order.empty();
+    ThrowIfError(is_rows ? SaveRows(id, weight, *writer) : SaveReordered(id, weight, *writer),
                  absl::StrCat("parameter ", Key(weight.name)));
+    ++id;
   }
   ThrowIfError(writer->Commit(), folder);
 }

@@ -129,10 +129,15 @@ class TensorEngine {
   c10::DataPtr WeightAtClose(const WeightResidency& weight);
   void RestoreLargeBuffers();
   void LoadFrom(WeightFile& file);
+  absl::Status LoadRows(uint32_t id, const FileWeight& weight, WeightFile& file);
+  absl::Status LoadReordered(uint32_t id, const FileWeight& weight, WeightFile& file);
+  absl::Status SaveRows(uint32_t id, const FileWeight& weight, HfCheckpointWriter& writer);
+  absl::Status SaveReordered(uint32_t id, const FileWeight& weight, HfCheckpointWriter& writer);
   void LoadAlone(const std::string& path, const LoadOptions& options);
   // What opens before anything of a new job is made; nothing when it takes the tensors' values.
   std::optional<WeightFile> OpenInitialWeights();
   void RequireAttached() const;
+  void CheckGiven(bool writes) const;
   // OFD-1406 after a load that has failed midway.
   void CheckWhole() const;
 
