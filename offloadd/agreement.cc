@@ -17,7 +17,9 @@ absl::Status Difference(const std::string& what) { return MakeError(ErrorId::kRa
 std::string Describe(const proto::Tensor& tensor) {
   return absl::StrCat(tensor.dtype == proto::Dtype::kFloat32 ? "fp32" : "bf16", " of shape [",
                       absl::StrJoin(tensor.shape, ", "), "], ",
-                      tensor.trainable ? "trainable" : "frozen");
+                      tensor.trainable ? "trainable" : "frozen",
+                      tensor.dimension_order.empty() ? "" : ", dimensions in memory in the order ",
+                      absl::StrJoin(tensor.dimension_order, ", "));
 }
 
 // The messages of one stream as one: lists are continued.
@@ -39,7 +41,7 @@ absl::Status CompareTensors(OfRank<std::vector<proto::Tensor>> a,
                                      " and \"", other.name, "\" in rank ", b.rank));
     }
     if (tensor.shape == other.shape && tensor.dtype == other.dtype &&
-        tensor.trainable == other.trainable)
+        tensor.trainable == other.trainable && tensor.dimension_order == other.dimension_order)
       continue;
     return Difference(absl::StrCat("\"", tensor.name, "\" is ", Describe(tensor), " in rank ",
                                    a.rank, " and ", Describe(other), " in rank ", b.rank));

@@ -37,6 +37,11 @@ TEST(AgreementTest, TheFirstTensorThatDiffersIsNamedAndHow) {
       "\"head\" is fp32 of shape [4], trainable in rank 0 and fp32 of shape [2, 2]");
   ExpectOther([](Tensors& other) { other[1].dtype = proto::Dtype::kBFloat16; }, "bf16");
   ExpectOther([](Tensors& other) { other[0].trainable = false; }, "frozen in rank 3");
+  ExpectOther(
+      [](Tensors& other) {
+        other[0].dimension_order = {1, 0};
+      },
+      "trainable, dimensions in memory in the order 1, 0 in rank 3");
   ExpectOther([](Tensors& other) { other.pop_back(); }, "2 tensors in rank 0 and 1 in rank 3");
 }
 

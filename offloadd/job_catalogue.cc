@@ -32,6 +32,12 @@ bool SameTensor(const proto::Tensor& a, const proto::Tensor& b) {
   return a.name == b.name && a.shape == b.shape && a.dtype == b.dtype && a.trainable == b.trainable;
 }
 
+std::string DescribeOrder(const proto::Tensor& tensor) {
+  if (tensor.dimension_order.empty()) return "row by row";
+  return absl::StrCat("with its dimensions in the order ",
+                      absl::StrJoin(tensor.dimension_order, ", "));
+}
+
 // The numbers are one set: those of the store's format.
 swap::Plane StorePlane(proto::Plane plane) {
   static_assert(static_cast<int>(proto::Plane::kWeight) == static_cast<int>(swap::Plane::kWeight));
@@ -127,11 +133,18 @@ absl::Status CompareWithStored(const std::string& job, const StoredCatalogue& st
                                const kernels::OptimizerSpec& optimizer) {
   const size_t common = std::min(stored.tensors.size(), catalogue.tensors.size());
   for (size_t i = 0; i < common; ++i) {
-    if (SameTensor(stored.tensors[i], catalogue.tensors[i])) continue;
-    return MakeError(
-        ErrorId::kOtherModel,
-        absl::StrCat("job \"", job, "\" has ", Describe(stored.tensors[i]), " as parameter ", i,
-                     ", the model has ", Describe(catalogue.tensors[i])));
+    const proto::Tensor &before = stored.tensors[i], &now = catalogue.tensors[i];
+    if (SameTensor(before, now)) {
+      if (before.dimension_order == now.dimension_order) continue;
+      return MakeError(
+          ErrorId::kOtherModel,
+          absl::StrCat("parameter \"", now.name, "\" lies in memory ", DescribeOrder(now),
+                       ", in job \"", job, "\" it lies ", DescribeOrder(before)),
+          "Lay the model out as when the job was made (memory_format), or choose another job name");
+    }
+    return MakeError(ErrorId::kOtherModel,
+                     absl::StrCat("job \"", job, "\" has ", Describe(before), " as parameter ", i,
+                                  ", the model has ", Describe(now)));
   }
   if (stored.tensors.size() > common) {
     return MakeError(

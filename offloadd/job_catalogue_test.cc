@@ -54,6 +54,22 @@ TEST(JobCatalogueTest, FirstDifferenceIsNamed) {
   ExpectRefusal(Compare(tensors), "frozen");
 }
 
+TEST(JobCatalogueTest, OtherOrderInMemoryIsRefusedInBothDirections) {
+  std::vector<proto::Tensor> tensors = Tensors();
+  tensors[0].dimension_order = {1, 0};
+  ExpectRefusal(
+      Compare(tensors),
+      "\"embedding\" lies in memory with its dimensions in the order 1, 0, in job \"job\" "
+      "it lies row by row");
+  const proto::Catalogue ordered = *proto::BuildCatalogue(tensors);
+  const auto stored = DecodeCatalogue(EncodeCatalogue(ordered, OptimizerSpec()));
+  ASSERT_TRUE(stored.ok()) << stored.status();
+  EXPECT_TRUE(CompareWithStored("job", *stored, ordered, OptimizerSpec()).ok());
+  ExpectRefusal(
+      CompareWithStored("job", *stored, *proto::BuildCatalogue(Tensors()), OptimizerSpec()),
+      "lies in memory row by row");
+}
+
 TEST(JobCatalogueTest, MissingAndAdditionalParametersAreNamed) {
   std::vector<proto::Tensor> tensors = Tensors();
   tensors.pop_back();
@@ -93,10 +109,10 @@ TEST(JobCatalogueTest, TheListOfAnotherReleaseIsRefusedWithTheWayOut) {
     EXPECT_NE(status.message().find("start a new job"), absl::string_view::npos) << status;
   };
   // As the first release wrote it: AdamW, and no tensors.
-  expect_refused(std::string(1, '\x02'), "has version 1, this release writes and reads version 2");
+  expect_refused(std::string(1, '\x02'), "has version 1, this release writes and reads versions 2");
   std::string later = EncodeCatalogue(*proto::BuildCatalogue(Tensors()), OptimizerSpec());
-  later[4] = 3;
-  expect_refused(later, "has version 3");
+  later[4] = 4;
+  expect_refused(later, "has version 4");
 }
 
 TEST(JobCatalogueTest, StoreHasThePlanesOfTheOptimizer) {

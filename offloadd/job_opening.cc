@@ -145,11 +145,11 @@ void Job::OpenStore(Made& made) {
 }
 
 absl::Status Job::MakeSlab(Made& made) const {
-  const uint64_t regions_bytes = world_size() * kOpenRegionBytes;
-  if (ram_bytes_ < regions_bytes + sizeof(proto::SlabHeader)) {
+  const uint64_t open_bytes = proto::OpenBytes(world_size());
+  if (ram_bytes_ < open_bytes) {
     return MakeError(ErrorId::kBudgetTooSmall,
                      absl::StrCat("ram of ", FormatBytes(ram_bytes_), " does not hold the ",
-                                  FormatBytes(regions_bytes), " of rings and staging"),
+                                  FormatBytes(open_bytes), " of rings and staging"),
                      "Raise ram: offloadctl plan shows the floors of a model");
   }
   OFFLOAD_ASSIGN_OR_RETURN(made.slab, machine_.CreateMemory("offloadd-slab", ram_bytes_));

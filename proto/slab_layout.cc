@@ -48,6 +48,20 @@ absl::Status CompleteElementCount(Tensor& tensor) {
   return absl::OkStatus();
 }
 
+// There is one way to say an order, so that orders can be compared.
+absl::Status CheckDimensionOrder(const Tensor& tensor) {
+  std::vector<uint32_t> rows;
+  for (uint32_t dimension = 0; dimension < tensor.shape.size(); ++dimension) {
+    if (tensor.shape[dimension] > 1) rows.push_back(dimension);
+  }
+  const std::vector<uint32_t>& order = tensor.dimension_order;
+  if (order.empty() ||
+      (order != rows && std::is_permutation(order.begin(), order.end(), rows.begin(), rows.end())))
+    return absl::OkStatus();
+  return Unsupported(absl::StrCat("parameter \"", tensor.name,
+                                  "\" has an order of dimensions that does not fit its shape"));
+}
+
 absl::Status CheckTensors(std::vector<Tensor>& tensors) {
   if (tensors.size() > kTensorsMax) {
     return Unsupported(
@@ -66,6 +80,7 @@ absl::Status CheckTensors(std::vector<Tensor>& tensors) {
                                       static_cast<int>(tensor.dtype)));
     }
     OFFLOAD_RETURN_IF_ERROR(CompleteElementCount(tensor));
+    OFFLOAD_RETURN_IF_ERROR(CheckDimensionOrder(tensor));
     element_count += tensor.element_count;  // both are at most kElementsMax: no overflow
     if (element_count > kElementsMax) {
       return Unsupported(absl::StrCat("the model has more than ", kElementsMax, " elements"));
@@ -292,6 +307,10 @@ uint32_t ExtentElements(uint64_t element_count, uint32_t index) {
 }
 
 uint64_t PaddedBytes(uint64_t bytes) { return AlignUp(bytes, kSectorBytes); }
+
+uint64_t OpenBytes(uint32_t world_size) {
+  return PaddedBytes(sizeof(SlabHeader)) + world_size * (kRegionFixedBytes + kLoadingStagingBytes);
+}
 
 uint64_t WeightSlotBytes(const StoreTensor& tensor) {
   // Full extents are multiples of a sector, so padding the whole pads the last one only.

@@ -38,6 +38,9 @@ struct Tensor {
   Dtype dtype = Dtype::kFloat32;
   bool trainable = true;
   uint64_t element_count = 0;  // product of shape
+  // The dimensions of more than one element, outermost in memory first; empty where elements lie
+  // row by row. Planes have the order of memory, files are row by row (zero3/dimension_order.h).
+  std::vector<uint32_t> dimension_order = {};
 };
 
 // A tensor of the store: one big tensor, or a bundle of small ones of the same dtype and
@@ -66,7 +69,7 @@ struct Catalogue {
   }
 };
 // `optimizer` trains them all. Errors: OFD-1601 for duplicate names, zero elements, too many
-// tensors or elements.
+// tensors or elements, and an order that the dimensions cannot have.
 absl::StatusOr<Catalogue> BuildCatalogue(
     std::vector<Tensor> tensors,
     const kernels::OptimizerSpec& optimizer = kernels::OptimizerSpec());
@@ -75,6 +78,8 @@ uint32_t ExtentCount(uint64_t element_count);
 // Elements of extent `index` of a store tensor.
 uint32_t ExtentElements(uint64_t element_count, uint32_t index);
 uint64_t PaddedBytes(uint64_t bytes);  // up to a multiple of kSectorBytes
+// What a job has in memory before its plan is made: the head of the slab, a region of each rank.
+uint64_t OpenBytes(uint32_t world_size);
 // Bytes of a store tensor's weights in the slab: its extents one after the other, the last padded.
 uint64_t WeightSlotBytes(const StoreTensor& tensor);
 // Bytes of the planes of one extent that only the update needs (kUpdateOnlyPlanes, in this order;

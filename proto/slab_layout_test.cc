@@ -113,6 +113,22 @@ TEST(BuildCatalogueTest, RefusesWhatCannotBeStored) {
   EXPECT_EQ(error(std::vector<Tensor>(kTensorsMax + 1)), ErrorId::kUnsupportedModel);
 }
 
+TEST(BuildCatalogueTest, AcceptsTheOrdersThatAShapeHasEachInOneWay) {
+  Tensor tensor = MakeTensor("a", {2, 1, 3, 4});
+  const auto accepts = [&](std::vector<uint32_t> order) {
+    tensor.dimension_order = std::move(order);
+    return BuildCatalogue({tensor}).ok();
+  };
+  EXPECT_TRUE(accepts({}));
+  EXPECT_TRUE(accepts({0, 3, 2}));
+  EXPECT_TRUE(accepts({3, 2, 0}));
+  EXPECT_FALSE(accepts({0, 2, 3})) << "rows";
+  EXPECT_FALSE(accepts({0, 3, 2, 1})) << "a dimension of one element";
+  EXPECT_FALSE(accepts({0, 3}));
+  EXPECT_FALSE(accepts({3, 3, 0}));
+  EXPECT_FALSE(accepts({4, 2, 0}));
+}
+
 TEST(BuildCatalogueTest, AcceptsACountThatAgreesWithTheShape) {
   Tensor counted = MakeTensor("a", {3, 2});
   counted.element_count = 6;

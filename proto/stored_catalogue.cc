@@ -11,7 +11,7 @@ namespace offload::proto {
 namespace {
 
 constexpr std::string_view kCatalogueMagic = "OFDC";
-constexpr uint32_t kCatalogueVersion = 2;
+constexpr uint32_t kCatalogueVersion = 2, kCatalogueVersionWithOrders = 3;
 
 // Of the first release: a byte for what the optimizer keeps, then the tensors.
 bool IsFirstVersion(std::string_view bytes) {
@@ -25,6 +25,7 @@ absl::StatusOr<Tensor> TensorFromMessage(const v1::Tensor& message) {
   tensor.name = message.name();
   tensor.shape.assign(message.shape().begin(), message.shape().end());
   tensor.trainable = message.trainable();
+  tensor.dimension_order.assign(message.dimension_order().begin(), message.dimension_order().end());
   switch (message.dtype()) {
     case v1::FLOAT32:
       tensor.dtype = Dtype::kFloat32;
@@ -50,12 +51,15 @@ KeptPlanes KeptBy(const kernels::OptimizerSpec& optimizer) {
 
 std::string EncodeCatalogue(const Catalogue& catalogue, const kernels::OptimizerSpec& optimizer) {
   v1::StoredCatalogue message;
+  uint32_t version = kCatalogueVersion;
   for (const Tensor& tensor : catalogue.tensors) {
     v1::Tensor* out = message.add_tensors();
     out->set_name(tensor.name);
     for (const int64_t dimension : tensor.shape) out->add_shape(dimension);
     out->set_dtype(tensor.dtype == Dtype::kFloat32 ? v1::FLOAT32 : v1::BFLOAT16);
     out->set_trainable(tensor.trainable);
+    for (const uint32_t dimension : tensor.dimension_order) out->add_dimension_order(dimension);
+    if (!tensor.dimension_order.empty()) version = kCatalogueVersionWithOrders;
   }
   message.mutable_optimizer()->set_name(std::string(optimizer.name()));
   for (const auto& [plane, name] : KeptBy(optimizer)) {
@@ -64,20 +68,21 @@ std::string EncodeCatalogue(const Catalogue& catalogue, const kernels::Optimizer
     out->set_name(name);
   }
   std::string bytes(kCatalogueMagic);
-  bytes.append(reinterpret_cast<const char*>(&kCatalogueVersion), sizeof(kCatalogueVersion));
+  bytes.append(reinterpret_cast<const char*>(&version), sizeof(version));
   message.AppendToString(&bytes);
   return bytes;
 }
 
 absl::StatusOr<StoredCatalogue> DecodeCatalogue(std::string_view bytes) {
-  constexpr size_t kHeadBytes = kCatalogueMagic.size() + sizeof(kCatalogueVersion);
+  constexpr size_t kHeadBytes = kCatalogueMagic.size() + sizeof(uint32_t);
   uint32_t version = IsFirstVersion(bytes) ? 1 : 0;
   if (bytes.size() >= kHeadBytes && bytes.starts_with(kCatalogueMagic))
     std::memcpy(&version, bytes.data() + kCatalogueMagic.size(), sizeof(version));
-  if (version != 0 && version != kCatalogueVersion) {
+  if (version != 0 && version != kCatalogueVersion && version != kCatalogueVersionWithOrders) {
     return MakeError(ErrorId::kStoreVersion,
                      absl::StrCat("the store's list of tensors has version ", version,
-                                  ", this release writes and reads version ", kCatalogueVersion));
+                                  ", this release writes and reads versions ", kCatalogueVersion,
+                                  " and ", kCatalogueVersionWithOrders));
   }
   v1::StoredCatalogue message;
   if (version == 0 || !message.ParseFromArray(bytes.data() + kHeadBytes,

@@ -1,7 +1,8 @@
 // proto/stored_catalogue.h
 //
 // What a store keeps of the trainer's tensors: a magic word, the version of what follows, and a
-// v1::StoredCatalogue. Version 1 (no magic word, a byte for what the optimizer keeps) is refused.
+// v1::StoredCatalogue. Version 2 has tensors that lie row by row, version 3 others, too; version 1
+// (no magic word, a byte for what the optimizer keeps) is refused.
 //
 // Thread safety: pure functions. Their input comes from a peer or a file: they return errors.
 #pragma once

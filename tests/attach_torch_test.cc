@@ -390,6 +390,37 @@ TEST_F(AttachTest, SetDataIsRefusedWhereMemoryWouldBeSharedInPlainTorch) {
   EXPECT_EQ(engine_->step(), 1);
 }
 
+TEST_F(AttachTest, MemoryThatSetDataGaveIsNotWrittenOnOneSide) {
+  Open({"set_data_written"});
+  const torch::NoGradGuard no_grad;
+  Tensor& weight = model_->twice->weight;
+  Tensor vector = torch::full({kWidth * kWidth}, 0.01);
+  weight.set_data(vector.view({kWidth, kWidth}));
+  ExpectError(1601, "would not change with the parameter", [&] { weight.mul_(2); });
+  EXPECT_EQ(weight.sum().item<float>(), vector.sum().item<float>());
+  vector.mul_(2);
+  ExpectError(1601, "was written since", [&] { weight.sum(); });
+  ExpectError(1601, "was written since", [&] { engine_->Gather(weight); });
+  weight.set_data(vector.clone().view({kWidth, kWidth}));
+  const float sum = vector.sum().item<float>();
+  vector.mul_(3);
+  EXPECT_EQ(weight.sum().item<float>(), sum);
+}
+
+TEST_F(AttachTest, TensorThatSetDataGaveFollowsTheParameter) {
+  Open({"set_data_kept"});
+  const torch::NoGradGuard no_grad;
+  Tensor& weight = model_->twice->weight;
+  const Tensor kept = torch::full({kWidth, kWidth}, 0.01);
+  weight.set_data(kept);
+  weight.add_(1);
+  EXPECT_TRUE(torch::equal(kept, weight));
+  kept.mul_(2);
+  EXPECT_TRUE(torch::equal(weight, torch::full({kWidth, kWidth}, 0.01).add_(1).mul_(2)));
+  TrainStep(*engine_, *optimizer_, *model_, 0, log_);
+  EXPECT_TRUE(torch::equal(kept, weight));
+}
+
 TEST_F(AttachTest, EverythingThatCannotBeAttachedIsSaidAtOnce) {
   setenv("OFFLOADD_DISABLE", "0", 1);
   model_ = MakeModel(at::kFloat);
@@ -400,8 +431,8 @@ TEST_F(AttachTest, EverythingThatCannotBeAttachedIsSaidAtOnce) {
   model_->norm->bias.set_data(torch::ones({kWidth}, at::kDouble));
   ExpectError(1601,
               "parameters 'scale', 'norm.bias' have dtype Double, float32 and bfloat16 are "
-              "supported; parameter 'up.weight' is not contiguous; parameter 'down.weight' is a "
-              "part of a larger tensor",
+              "supported; parameter 'up.weight' has elements that overlap or lie apart in memory; "
+              "parameter 'down.weight' is a part of a larger tensor",
               [&] { engine_->SGD(*model_, torch::optim::SGDOptions(1e-3)); });
 }
 

@@ -71,6 +71,7 @@ Programs ModulePrograms();
 Programs LoopPrograms();
 Programs EditPrograms();
 Programs LifePrograms();
+Programs StridePrograms();
 
 // ---- What many programs do ---------------------------------------------------------------------
 

@@ -638,13 +638,13 @@ Programs Kinds() {
           [](Run& r) {
             return r.Noise(1, {300, 400}).t();
           },
-          1601),
+          0),
       Kind(
           "channels_last_weight",
           [](Run& r) {
             return r.Noise(1, {64, 32, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast);
           },
-          1601),
+          0),
       Kind(
           "weight_of_every_other_column",
           [](Run& r) {

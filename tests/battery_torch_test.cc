@@ -145,7 +145,8 @@ TEST_P(BatteryTest, ComputesWhatItComputesInMemory) {
 
 std::vector<Case> Cases() {
   std::vector<Case> cases;
-  for (const auto programs : {ModulePrograms, LoopPrograms, EditPrograms, LifePrograms}) {
+  for (const auto programs :
+       {ModulePrograms, LoopPrograms, EditPrograms, LifePrograms, StridePrograms}) {
     for (Program& program : programs()) {
       cases.push_back({program, at::kFloat});
       if (!program.fp32_only) cases.push_back({std::move(program), at::kBFloat16});

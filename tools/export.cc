@@ -21,6 +21,7 @@
 #include "swap/store.h"
 #include "tools/command.h"
 #include "tools/jobs.h"
+#include "zero3/dimension_order.h"
 #include "zero3/hf_layout.h"
 
 namespace offload::tools {
@@ -157,9 +158,32 @@ std::vector<zero3::FileTensor> FileTensors(const proto::Catalogue& catalogue, Va
   return tensors;
 }
 
+// Appends weights in pieces, in the order of memory. One that does not lie row by row is collected,
+// and written when it is whole: it is in memory twice.
+class RowWriter {
+ public:
+  explicit RowWriter(zero3::HfCheckpointWriter& writer) : writer_(writer) {}
+
+  absl::Status Append(const proto::Tensor& weight, uint64_t element_bytes,
+                      std::span<const std::byte> bytes) {
+    if (weight.dimension_order.empty()) return writer_.Append(weight.name, bytes);
+    elements_.insert(elements_.end(), bytes.begin(), bytes.end());
+    if (elements_.size() < weight.element_count * element_bytes) return absl::OkStatus();
+    std::vector<std::byte> rows(elements_.size());
+    zero3::CopyToRows(weight.shape, weight.dimension_order, element_bytes,
+                      {0, weight.element_count}, elements_.data(), rows.data());
+    elements_ = {};
+    return writer_.Append(weight.name, rows);
+  }
+
+ private:
+  zero3::HfCheckpointWriter& writer_;
+  std::vector<std::byte> elements_;
+};
+
 // Writes what a store tensor has of `wanted` type: one weight, or the members of a bundle.
 absl::Status CopyTensor(const proto::Catalogue& catalogue, uint32_t id, Values wanted,
-                        ExtentReader& reader, zero3::HfCheckpointWriter& writer) {
+                        ExtentReader& reader, RowWriter& writer) {
   const proto::StoreTensor& tensor = catalogue.store_tensors[id];
   const uint64_t element_bytes = proto::DtypeBytes(DtypeOf(wanted, tensor.dtype));
   for (uint32_t index = 0; index < proto::ExtentCount(tensor.element_count); ++index) {
@@ -170,7 +194,7 @@ absl::Status CopyTensor(const proto::Catalogue& catalogue, uint32_t id, Values w
       if (!IsWeight(weight)) continue;
       const uint64_t begin = catalogue.placements[member].element_offset * element_bytes;
       OFFLOAD_RETURN_IF_ERROR(writer.Append(
-          weight.name,
+          weight, element_bytes,
           tensor.bundle ? bytes.subspan(begin, weight.element_count * element_bytes) : bytes));
     }
   }
@@ -232,9 +256,10 @@ class ExportCommand : public Command {
     OFFLOAD_ASSIGN_OR_RETURN(const std::unique_ptr<zero3::HfCheckpointWriter> writer,
                              zero3::HfCheckpointWriter::Create(folder_, tensors, settings));
     OFFLOAD_ASSIGN_OR_RETURN(ExtentReader reader, ExtentReader::Make(&store));
+    RowWriter rows(*writer);
     const auto progress = ProgressLine();
     for (uint32_t id = 0; id < catalogue.store_tensors.size(); ++id) {
-      OFFLOAD_RETURN_IF_ERROR(CopyTensor(catalogue, id, values(), reader, *writer));
+      OFFLOAD_RETURN_IF_ERROR(CopyTensor(catalogue, id, values(), reader, rows));
       const proto::StoreTensor& tensor = catalogue.store_tensors[id];
       done_bytes += tensor.element_count * proto::DtypeBytes(DtypeOf(values(), tensor.dtype));
       progress(std::min(done_bytes, total_bytes), total_bytes);

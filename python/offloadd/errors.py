@@ -14,8 +14,11 @@ _WORDS = [
     ("offload::Engine", "handle"),
     ("Attach it with AdamW() or SGD() first", "Call offloadd.attach(model, optimizer) first"),
     ("Lay it out anew before attaching the module, parameter.set_data(parameter.contiguous())",
-     "Call model.to(memory_format=torch.contiguous_format) before attach(), or make the parameter contiguous()"),
+     "Lay it out anew before attach(), parameter.data = parameter.contiguous()"),
     ("parameter.set_data(parameter.clone())", "parameter.data = parameter.clone()"),
+    ("(set_, torch::load)", "(p.set_(…))"),
+    ("Copy the values under NoGradGuard", "Copy the values under torch.no_grad()"),
+    ("or lay the module out like that before attaching it", "or lay the model out like that before attach()"),
     ("Cast and replace tensors before attaching the module", "Change types and storages before attach(), and values with p.copy_()"),
     (" was not in the module when it was attached. Attach the module when it is complete, or train what comes later with an "
      "optimizer of its own", " was not in the model when it was attached. Attach when the model is complete"),

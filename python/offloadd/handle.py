@@ -33,6 +33,7 @@ _OWN_STATE_BYTES = len(_STATE_MAGIC) + 16
 _open_handles = weakref.WeakSet()
 _by_model = weakref.WeakKeyDictionary()
 served.steps_taken = lambda: sum(handle.step for handle in handles())
+served.is_attached = lambda parameter: any(id(parameter) in handle.identities() for handle in handles())
 _constructed = None  # an engine that init() has opened and no attach() has taken
 
 

@@ -450,7 +450,29 @@ class Part:
         self.check_groups()
         values = self.group_values()
         self._check_momentum(values)
-        self.handle.apply(self.recipe.kind, [list(group["params"]) for group in self.optimizer.param_groups], values)
+        groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        self._add_sparse(groups, values)
+        self.handle.apply(self.recipe.kind, groups, values)
+
+    def _add_sparse(self, groups, values):
+        """torch adds the elements of a sparse gradient one by one, which rounds otherwise than their sums do. SGD that keeps nothing is such
+        an addition to the weight: it is made here, and the parameters leave their groups for this step."""
+        sparse = []
+        for parameters, row in zip(groups, values):
+            options = dict(zip(self.recipe.parameters, row))
+            is_plain = self.recipe.kind == "sgd" and options["momentum"] == options["weight_decay"] == 0
+            for parameter in [p for p in parameters if p.grad is not None and p.grad.layout != torch.strided]:
+                shape = list(parameter.shape)
+                if not is_plain or parameter.dtype != torch.float32:
+                    raise Error.of(1601, f"the gradient of a parameter of shape {shape} is sparse",
+                                   "Make the embedding with sparse=False, or train it in float32 with SGD without momentum and decay")
+                if not parameter.grad._values().isfinite().all():
+                    raise Error.of(1701, f"the gradient of a parameter of shape {shape} holds NaN or infinity, the step was not taken",
+                                   "Lower the learning rate or clip; the last epoch is intact")
+                sparse.append((parameter, options["lr"] if options["maximize"] else -options["lr"]))
+            parameters[:] = [p for p in parameters if not any(p is each for each, _ in sparse)]
+        for parameter, alpha in sparse:
+            parameter.add_(parameter.grad, alpha=alpha)
 
     # ---- State ----
 

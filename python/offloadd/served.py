@@ -185,6 +185,7 @@ def _new(original):
 
 _parameter_data = torch.nn.Parameter.data
 _replaced = {}  # id of a parameter -> _Replaced
+is_attached = bool  # a function: whether a parameter is one of an open job, and not one that is being constructed
 
 
 def _storage_of(tensor):
@@ -194,6 +195,16 @@ def _storage_of(tensor):
 def _is_shared(tensor):
     """Whether another tensor is over its storage."""
     return torch._C._storage_Use_Count(_storage_of(tensor)) > 2  # the tensor's and that of the object that asks
+
+
+def _order_of(tensor):
+    """Its dimensions, outermost in memory first; those of one element do not count."""
+    return sorted((n for n in range(tensor.dim()) if tensor.size(n) > 1), key=tensor.stride, reverse=True)
+
+
+def _have_same_order(parameter, value):
+    """For another one torch may take other kernels, which give other bits."""
+    return value.layout != torch.strided or _order_of(parameter) == _order_of(value)
 
 
 class _Replaced:
@@ -233,11 +244,14 @@ def forget_replaced(identities):
 
 def _replaceable(original):
     def set_data(self, value):
-        if managed(self):
+        if managed(self) and is_attached(self):
             if self.shape != value.shape:  # which autograd stumbles over before the next step
                 raise Error.of(1601, f"a parameter of shape {list(self.shape)} would become one of {list(value.shape)} (p.data = …, "
                                      "resize_token_embeddings())",
                                'Change shapes before attach(), or after close() with weights_at_close="memory", and attach to a new job')
+            if not _have_same_order(self, value):
+                raise Error.of(1601, f"a parameter of shape {list(self.shape)} would lie in memory in another order (p.data = …, "
+                                     "model.to(memory_format=…))", "Lay the model out before attach(), and set values with p.copy_()")
             if id(self) not in _replaced and _storage_of(value) != _storage_of(self):
                 _replaced[id(self)] = _Replaced(self)
         original.__set__(self, value)

@@ -467,6 +467,51 @@ def exported_without_a_trainer(run):
     return [*files[:2], told[2], *files[2:]]
 
 
+@case
+def transposed_weights_are_rows_in_files(run):
+    import safetensors.torch
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide = torch.nn.Parameter((torch.randn(700, 500) * 0.05).t())
+            self.small = torch.nn.Parameter((torch.randn(3, 4, 5)).permute(1, 2, 0))
+
+        def forward(self, x):
+            return torch.tanh(x @ self.wide) * self.small.sum()
+
+    def train():
+        for step in range(2):
+            x = torch.randn(3, 500, generator=torch.Generator().manual_seed(step)).to(run.dtype)
+            model(x).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model = run.make(Net)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    handle = run.attach(model, optimizer)
+    train()
+    folder = os.path.join(run.folder, "rows")
+    handle.save_weights(folder)
+    saved = {name: p.detach().clone() for name, p in model.named_parameters()}
+    files = [safetensors.torch.load_file(os.path.join(folder, "model.safetensors"))]
+    train()
+    told = [{name: p.detach().clone() for name, p in model.named_parameters()}, handle.gather(model.wide, "exp_avg")]
+    handle.load_weights(folder)
+    told += [{name: p.detach().clone() for name, p in model.named_parameters()}, [p.stride() for p in model.parameters()]]
+    run.models.clear()
+    if run.offloaded:
+        from offloadd import control
+
+        handle.wait_durable()
+        handle.close()
+        control.run("export", run.folder, handle.job, os.path.join(run.folder, "exported"))
+        files.append(safetensors.torch.load_file(os.path.join(run.folder, "exported", "model.safetensors")))
+    for file in files:
+        assert all(torch.equal(file[name], value) for name, value in saved.items())
+    return told
+
+
 @case(**FP32)
 def state_of_the_trainer(run):
     model = run.model()
@@ -521,6 +566,33 @@ def constructed_larger_than_memory(run):
     else:
         run.attach(model, optimizer)
     return run.train(model, optimizer)
+
+
+@case(memory=("256MiB",))
+def constructed_and_laid_out_larger_than_memory(run):
+    def build():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 64, 3), torch.nn.Tanh(), torch.nn.Conv2d(64, 200, 3), torch.nn.Conv2d(200, 2, 1))
+        return model.to(run.dtype).to(memory_format=torch.channels_last)
+
+    options = {}
+    if run.offloaded:
+        options["job"] = "born"
+        with offloadd.init(nvme_path=run.folder, ram="256MiB", job="born"):
+            model = build()
+    else:
+        model = build()
+    optimizer = AdamW(model.parameters(), 1e-2)
+    run.attach(model, optimizer, **options)
+    told = []
+    for step in range(3):
+        x = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(step)).to(run.dtype)
+        loss = model(x).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told, [p.stride() for p in model.parameters()]
 
 
 @case(types=("fp32",), memory=("double",))

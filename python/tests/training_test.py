@@ -762,6 +762,60 @@ def convolutions(run):
     return told, model[1].running_mean, model.eval()(torch.ones(1, 3, 12, 12))
 
 
+def pictures_model(memory_format=torch.channels_last):
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 64, 3, padding=1), torch.nn.BatchNorm2d(64), torch.nn.ReLU(), torch.nn.Conv2d(64, 64, 3, groups=64),
+        torch.nn.Conv2d(64, 96, 3), torch.nn.ConvTranspose2d(96, 8, 2)).to(memory_format=memory_format)
+
+
+def train_pictures(run, model, optimizer, first=0):
+    told = []
+    for step in range(first, first + 3):
+        for part in range(2):
+            x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + part)).to(run.dtype)
+            loss = model(x.to(memory_format=torch.channels_last)).float().pow(2).mean()
+            loss.backward()
+            told.append(loss.item())
+        told.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        told.append([p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+@case
+def channels_last(run):
+    model = run.make(pictures_model)
+    optimizer = AdamW(model.parameters(), 1e-2, amsgrad=True)
+    handle = run.attach(model, optimizer, **({"job": "again"} if run.offloaded else {}))
+    told = train_pictures(run, model, optimizer)
+    if run.offloaded:
+        handle.close()
+        run.handles.clear(), run.models.clear()
+        model = run.make(pictures_model)
+        optimizer = AdamW(model.parameters(), 1e-2, amsgrad=True)
+        run.attach(model, optimizer, job="again")
+    told += train_pictures(run, model, optimizer, first=3)
+    model.to(memory_format=torch.channels_last)
+    state = run.handles[0].gather(model[4].weight, "exp_avg")
+    return told, state, state.stride(), [p.stride() for p in model.parameters()], copy.deepcopy(model).state_dict()
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def channels_last_after_attach_is_refused(run):
+    model = run.make(lambda: pictures_model(torch.contiguous_format))
+    run.attach(model, SGD(model.parameters(), 0.1))
+    model.to(memory_format=torch.channels_last)
+
+
+@case(refused=1602, types=("fp32",), memory=("double",))
+def job_of_another_layout_is_refused(run):
+    for layout in torch.channels_last, torch.contiguous_format:
+        model = run.make(lambda: pictures_model(layout))
+        with run.attach(model, SGD(model.parameters(), 0.1), job="again"):
+            pass
+
+
 @case(types=("fp32",))
 def recurrent(run):
     model = run.make(lambda: torch.nn.GRU(16, 24, batch_first=True))
@@ -792,6 +846,47 @@ def embedding_bag_and_dropout(run):
         optimizer.zero_grad()
         told.append(loss.item())
     return told
+
+
+def train_sparse(run, make):
+    model = run.make(lambda: torch.nn.Sequential(torch.nn.Embedding(400, 96, sparse=True), torch.nn.Linear(96, 8)))
+    optimizer = make(model.parameters())
+    run.attach(model, optimizer)
+    told = []
+    for step in range(4):  # indices come several times
+        ids = torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(step))
+        loss = model(ids).float().pow(2).mean() * (1e4 if step == 2 else 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(types=("fp32",))
+def sparse_gradients(run):
+    return train_sparse(run, lambda p: SGD(p, 0.7))
+
+
+@case(types=("fp32",))
+def sparse_gradients_maximized(run):
+    return train_sparse(run, lambda p: SGD(p, 0.001, maximize=True))
+
+
+@case(types=("fp32",))
+def sparse_adam(run):
+    model = run.make(lambda: torch.nn.Embedding(400, 96, sparse=True))
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), 0.01)
+    run.attach(model, optimizer)
+    for step in range(3):
+        model(torch.arange(3 * step, 3 * step + 7)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def sparse_gradients_with_momentum_are_refused(run):
+    train_sparse(run, lambda p: SGD(p, 0.1, momentum=0.9))
 
 
 @case(types=("fp32",))
@@ -1036,7 +1131,7 @@ def use_after_close_is_refused(run):
     run.loss(model, 0)
 
 
-@case(refused=1301, types=("fp32",), memory=("16MiB",))
+@case(refused=1301, types=("fp32",), memory=("16MiB", "1MiB"))
 def too_little_memory_is_refused(run):
     model = run.model()
     run.attach(model, AdamW(model.parameters()))

@@ -252,6 +252,7 @@ struct InitGuard::Impl {};
 InitGuard::InitGuard(const std::shared_ptr<Engine>& engine) {
   const auto* const offloading = dynamic_cast<const zero3::ModuleEngine*>(engine.get());
   if (offloading == nullptr || zero3::constructing != nullptr) return;
+  offloading->tensors().CheckConstructs();
   zero3::constructing = offloading->tensors().attachment();
   zero3::BornAllocator::OfProcess().Install();
   c10::impl::tls_set_dispatch_key_included(zero3::kManagedKey, true);

@@ -15,6 +15,7 @@
 #include "base/error.h"
 #include "client/rank_environment.h"
 #include "client/session.h"
+#include "proto/slab_layout.h"
 #include "zero3/hf_layout.h"
 #include "zero3/torch/in_memory.h"
 #include "zero3/torch/module_engine.h"
@@ -208,7 +209,8 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
   job.gradient_sum = !options.gradient_average;
   job.job = options.job;
   job.pool = options.nvme_path;
-  job.ram_bytes = ram_bytes;
+  // With less than that not even a plan can be made; it says what the model needs, and refuses.
+  job.ram_bytes = std::max(ram_bytes, proto::OpenBytes(world.world_size));
   job.io_engine = options.io;
   job.durability = options.durability;
   job.generations = static_cast<uint32_t>(std::max(options.generations, 0));

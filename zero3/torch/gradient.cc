@@ -136,12 +136,12 @@ Gradient::Gradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<Gradi
       attachment_(std::move(attachment)),
       window_(std::move(window)),
       tensor_id_(tensor),
+      strides_(parameter.strides().vec()),
       parameter_(parameter),
       raw_(swap_.home(), size_bytes_) {
   const proto::GradientPlacement& placement = attachment_->plan().memory.gradients[tensor];
   if (placement.home == proto::GradientHome::kRegion) place_ = placement.offset_bytes;
-  tensor_ = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter_.sizes(),
-                              parameter_.scalar_type());
+  tensor_ = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter_);
   if (!attachment_->serves_raw()) return;
   swap_.SetHomeThrows(false);
   AddRawRange(swap_.home(), size_bytes_, this);
@@ -229,7 +229,7 @@ std::mutex& Gradient::accumulation_mutex() const {
 }
 
 at::Tensor Gradient::Plain() const {
-  return at::from_blob(bytes(), parameter_.sizes(),
+  return at::from_blob(bytes(), parameter_.sizes(), parameter_.strides(),
                        at::TensorOptions().dtype(parameter_.scalar_type()));
 }
 
@@ -381,6 +381,10 @@ bool Gradient::Serve(Special special, torch::jit::Stack* stack) {
   if (special == Special::kSet || special == Special::kSetData) return false;
   FinishRaw();
   if (special == Special::kNorm) {
+    // Of a view with other strides torch may add in another order.
+    const at::Tensor viewed = torch::jit::peek(*stack, 0, 2).toTensor();
+    const bool is_row_by_row = attachment_->tensor(tensor_id_).dimension_order.empty();
+    if (is_row_by_row ? !viewed.is_contiguous() : viewed.strides() != strides_) return false;
     const double p = torch::jit::peek(*stack, 1, 2).toScalar().toDouble();
     at::Tensor norm = Norm(p);
     torch::jit::drop(*stack, 2);
@@ -505,8 +509,7 @@ void Gradient::LeaveTensorToOthers() {
     WaitWhileMoving(lock);
     swap_.HandOver(std::move(copy));
   }
-  tensor_ = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter_.sizes(),
-                              parameter_.scalar_type());
+  tensor_ = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter_);
 }
 
 // ---- The step ----------------------------------------------------------------------------------

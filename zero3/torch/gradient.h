@@ -143,7 +143,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   virtual bool raw_writable() const { return !spilled(); }
   bool busy() const { return updating_ || zero_ || scale_ != 1.0f; }
   virtual std::byte* bytes() const { return attachment_->region() + *place_; }
-  // A plain tensor over the bytes in memory.
+  // A plain tensor over the bytes in memory, with the parameter's strides.
   at::Tensor Plain() const;
   void CheckOpen() const;
   void CheckFits(const at::Tensor& value) const;
@@ -172,6 +172,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   const std::shared_ptr<Attachment> attachment_;
   const std::shared_ptr<GradientWindow> window_;
   const uint32_t tensor_id_;
+  const std::vector<int64_t> strides_;  // the parameter's
   at::Tensor parameter_, tensor_;
   std::shared_ptr<torch::autograd::Node> accumulation_;  // torch has a weak reference only
   std::optional<uint64_t> place_;                        // region offset of the bytes in memory

@@ -192,8 +192,9 @@ void UpdateLion(const OptimizerSpec& optimizer, const Tensor& gradient, InMemory
 // The sum of squares in the order that kernels::Norms has: eight lanes through a block, pairwise.
 double SumOfSquares(const Tensor& values) {
   constexpr int64_t kBlockElements = 256 * 1024;
-  const Tensor contiguous = values.contiguous();
-  const float* const data = contiguous.const_data_ptr<float>();
+  // In the order of memory: all of them have the strides of their parameter.
+  const Tensor dense = values.is_non_overlapping_and_dense() ? values : values.contiguous();
+  const float* const data = dense.const_data_ptr<float>();
   double sum = 0;
   for (int64_t begin = 0; begin < values.numel(); begin += kBlockElements) {
     double lane[8] = {};

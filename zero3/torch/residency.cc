@@ -1,10 +1,13 @@
 #include "zero3/torch/residency.h"
 
+#include <ATen/ops/empty_strided.h>
+
 #include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "zero3/dimension_order.h"
 
 namespace offload::zero3 {
 
@@ -16,8 +19,18 @@ Residency::Residency(std::string name, std::string subject, c10::Device device, 
       swap_(*this, device, size_bytes, home) {}
 
 bool Residency::IsWhole(const at::Tensor& tensor) const {
-  return tensor.storage_offset() == 0 && tensor.is_contiguous() &&
+  return tensor.storage_offset() == 0 && tensor.is_non_overlapping_and_dense() &&
          static_cast<size_t>(tensor.numel()) * tensor.element_size() == size_bytes_;
+}
+
+bool HaveSameOrder(const at::Tensor& a, const at::Tensor& b) {
+  return a.is_non_overlapping_and_dense() && b.is_non_overlapping_and_dense() &&
+         OrderOf(a.sizes(), a.strides()) == OrderOf(b.sizes(), b.strides());
+}
+
+at::Tensor InOrderOf(const at::Tensor& tensor, const at::Tensor& values) {
+  if (HaveSameOrder(tensor, values)) return values;
+  return at::empty_strided(tensor.sizes(), tensor.strides(), values.options()).copy_(values);
 }
 
 void Residency::Unreference() {

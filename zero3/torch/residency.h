@@ -99,7 +99,7 @@ class Residency : public StorageSwap::Owner {
 
   const std::string& name() const { return name_; }
   size_t size_bytes() const { return size_bytes_; }
-  // True for a tensor that covers all of the storage, in order.
+  // True for a tensor that has every element of the storage once, in whatever order.
   bool IsWhole(const at::Tensor& tensor) const;
 
   void Reference() final { references_.fetch_add(1, std::memory_order_relaxed); }
@@ -131,6 +131,13 @@ class Residency : public StorageSwap::Owner {
 
   std::atomic<int> references_{1};
 };
+
+// Whether the elements of two tensors of one shape lie in memory in the same order, without gaps.
+bool HaveSameOrder(const at::Tensor& a, const at::Tensor& b);
+
+// Values of a tensor's shape with their elements in memory in the order of the tensor's: themselves
+// or a copy.
+at::Tensor InOrderOf(const at::Tensor& tensor, const at::Tensor& values);
 
 // The pins of one operation. Those of a thread are nested, so that a residency can tell its own
 // thread's pins from others'.

@@ -32,8 +32,8 @@ class BufferResidency final : public Residency {
   }
   at::Tensor MakeTensor() {
     std::lock_guard lock(mutex_);
-    return MakeManagedTensor(swap_.MakeStorage(ReleasedText()), {kBytes / sizeof(float)},
-                             at::kFloat);
+    return MakeManagedTensor(swap_.MakeStorage(ReleasedText()),
+                             at::empty({kBytes / sizeof(float)}, at::kFloat));
   }
   void GiveBack() {
     c10::DataPtr ordinary = c10::GetAllocator(c10::kCPU)->allocate(kBytes);

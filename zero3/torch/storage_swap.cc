@@ -138,13 +138,13 @@ at::Tensor WithManagedKey(const at::Tensor& tensor) {
   return keyed;
 }
 
-at::Tensor MakeManagedTensor(c10::Storage storage, at::IntArrayRef sizes, at::ScalarType dtype) {
+at::Tensor MakeManagedTensor(c10::Storage storage, const at::Tensor& like) {
   // The constructor adds the keys of autograd and autocast that go with the device.
   const c10::DispatchKeySet keys(
-      {c10::computeDispatchKey(dtype, c10::kStrided, storage.device()), kManagedKey});
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys,
-                                                               c10::scalarTypeToTypeMeta(dtype));
-  tensor.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+      {c10::computeDispatchKey(like.scalar_type(), c10::kStrided, storage.device()), kManagedKey});
+  at::Tensor tensor =
+      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, like.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
   return tensor;
 }
 

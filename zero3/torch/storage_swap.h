@@ -110,7 +110,8 @@ class StorageSwap {
 
 // A tensor like `tensor` over the same storage that carries the key; for tensor.set_data().
 at::Tensor WithManagedKey(const at::Tensor& tensor);
-// A tensor of the given shape over a managed storage, on its device, born with the key.
-at::Tensor MakeManagedTensor(c10::Storage storage, at::IntArrayRef sizes, at::ScalarType dtype);
+// A tensor of the shape, strides and type of `like` over a managed storage, on its device, born
+// with the key.
+at::Tensor MakeManagedTensor(c10::Storage storage, const at::Tensor& like);
 
 }  // namespace offload::zero3

@@ -107,7 +107,7 @@ void SummedGradient::AfterAccumulation() {
            "Use autograd::grad for such terms of the loss, and backward() without create_graph");
   }
   CheckFits(grad);
-  const at::Tensor part = grad.contiguous();
+  const at::Tensor part = InOrderOf(parameter_, grad);
   ThrowIfError(sums_->stream().Deliver(tensor_id_, start_,
                                        static_cast<const std::byte*>(part.const_data_ptr())),
                subject_);

@@ -50,9 +50,10 @@ const Reason* FirstReason(const at::Tensor& tensor, Memory memory) {
   static const Reason kDevice{
       "is not in the memory of the host", "are not in the memory of the host",
       "Move the module there, module->to(torch::kCPU), before attaching it"};
-  static const Reason kStrides{"is not contiguous", "are not contiguous",
-                               "Lay it out anew before attaching the module, "
-                               "parameter.set_data(parameter.contiguous())"};
+  static const Reason kGaps{"has elements that overlap or lie apart in memory",
+                            "have elements that overlap or lie apart in memory",
+                            "Lay it out anew before attaching the module, "
+                            "parameter.set_data(parameter.contiguous())"};
   static const Reason kPart{"is a part of a larger tensor", "are parts of larger tensors",
                             "Give it memory of its own before attaching the module, "
                             "parameter.set_data(parameter.clone())"};
@@ -65,7 +66,7 @@ const Reason* FirstReason(const at::Tensor& tensor, Memory memory) {
       "copy it back with Engine::Gather"};
   if (tensor.layout() != at::kStrided) return &kSparse;
   if (!tensor.device().is_cpu()) return &kDevice;
-  if (!tensor.is_contiguous()) return &kStrides;
+  if (!tensor.is_non_overlapping_and_dense()) return &kGaps;
   const size_t size_bytes = tensor.numel() * tensor.element_size();
   if (tensor.storage_offset() != 0 ||
       tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() != size_bytes)

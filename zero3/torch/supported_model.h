@@ -15,8 +15,8 @@ namespace offload::zero3 {
 // What a parameter's memory may be. A tensor of a Python program is often over a mapped file.
 enum class Memory { kOfTorch, kAny };
 
-// Throws OFD-1601 when some are sparse, of a type that is not trained here, not contiguous, parts
-// of larger tensors, not in the memory of the host, or in memory that the program gave them.
+// Throws OFD-1601 when some are sparse, of a type that is not trained here, with gaps or overlaps,
+// parts of larger tensors, not in the memory of the host, or in memory that the program gave them.
 void CheckSupported(std::span<const NamedTensor> parameters, Memory memory);
 // The types alone, which is all that training in memory asks.
 void CheckSupportedTypes(std::span<const NamedTensor> parameters);

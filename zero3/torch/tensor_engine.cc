@@ -27,6 +27,7 @@
 #include "base/status_macros.h"
 #include "proto/buffer_tensors.h"
 #include "proto/shm_abi.h"
+#include "zero3/dimension_order.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/square_roots.h"
@@ -47,26 +48,37 @@ constexpr uint64_t kBlockBytes = 8ull << 20;  // of staging, for loading and gat
 
 std::string Key(const std::string& text) { return absl::StrCat("'", text, "'"); }
 
+proto::Dtype DtypeOf(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kFloat ? proto::Dtype::kFloat32 : proto::Dtype::kBFloat16;
+}
+
+// As the daemon knows it.
+proto::Tensor Described(const std::string& name, const at::Tensor& tensor, bool trainable) {
+  return {.name = name,
+          .shape = tensor.sizes().vec(),
+          .dtype = DtypeOf(tensor),
+          .trainable = trainable,
+          .element_count = static_cast<uint64_t>(tensor.numel()),
+          .dimension_order = OrderOf(tensor.sizes(), tensor.strides())};
+}
+
 // Of a tensor over the storage of one that is known.
-void CheckShared(const NamedTensor& named, const std::string& first_name, at::IntArrayRef sizes,
-                 bool same_type, bool first_trains) {
-  if (named.tensor.sizes() != sizes || !same_type) {
+void CheckShared(const NamedTensor& named, const proto::Tensor& first) {
+  const proto::Tensor own = Described(named.name, named.tensor, named.tensor.requires_grad());
+  if (own.shape != first.shape || own.dtype != first.dtype ||
+      own.dimension_order != first.dimension_order) {
     Unsupported(named.name,
-                absl::StrCat("shares the memory of parameter ", Key(first_name),
-                             " with another shape or type"),
+                absl::StrCat("shares the memory of parameter ", Key(first.name),
+                             " with another shape, type or order of dimensions"),
                 "Give it memory of its own before attaching the module, "
                 "parameter.set_data(parameter.clone()), or make it a view of the other in forward");
   }
-  if (named.tensor.requires_grad() && first_trains) {
+  if (own.trainable && first.trainable) {
     Unsupported(named.name,
-                absl::StrCat("shares the memory of parameter ", Key(first_name),
+                absl::StrCat("shares the memory of parameter ", Key(first.name),
                              " but has a gradient of its own"),
                 "Register the same tensor under both names");
   }
-}
-
-proto::Dtype DtypeOf(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kFloat ? proto::Dtype::kFloat32 : proto::Dtype::kBFloat16;
 }
 
 // Tells on stderr how far a format is, when it takes long.
@@ -208,8 +220,7 @@ std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
         ids_.contains(tensor.unsafeGetTensorImpl()))
       continue;
     if (const WeightResidency* const weight = Own(tensor)) {
-      const proto::Tensor& known = declared_[weight->tensor()];
-      CheckShared(named, known.name, known.shape, DtypeOf(tensor) == known.dtype, known.trainable);
+      CheckShared(named, declared_[weight->tensor()]);
       continue;
     }
     CheckFree(named);
@@ -220,8 +231,7 @@ std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
       continue;
     }
     Parameter& first = parameters[known->second];
-    CheckShared(named, first.name, first.tensor.sizes(), DtypeOf(tensor) == DtypeOf(first.tensor),
-                first.trainable);
+    CheckShared(named, Described(first.name, first.tensor, first.trainable));
     // The one with the gradient stands for all.
     first.aliases.push_back(tensor);
     if (tensor.requires_grad()) std::swap(first.tensor, first.aliases.back());
@@ -249,11 +259,7 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
                                     bool large_buffers) const {
   std::vector<proto::Tensor> tensors = declared_;
   for (const Parameter& parameter : more) {
-    tensors.push_back({.name = parameter.name,
-                       .shape = parameter.tensor.sizes().vec(),
-                       .dtype = DtypeOf(parameter.tensor),
-                       .trainable = parameter.trainable,
-                       .element_count = static_cast<uint64_t>(parameter.tensor.numel())});
+    tensors.push_back(Described(parameter.name, parameter.tensor, parameter.trainable));
   }
   if (large_buffers) {
     for (const Buffers::Large& buffer : buffers_.large()) {
@@ -358,6 +364,16 @@ void TensorEngine::MarkAliases(std::span<const NamedTensor> tensors) {
     if (const WeightResidency* const weight = Own(named.tensor))
       Mark(named.tensor, weight->tensor());
   }
+}
+
+void TensorEngine::CheckConstructs() const {
+  const uint64_t open_bytes = proto::OpenBytes(attachment_->world_size());
+  if (ram_bytes_ >= open_bytes) return;
+  ThrowStatus(MakeError(
+      ErrorId::kBudgetTooSmall,
+      absl::StrCat("ram is ", FormatBytes(ram_bytes_), ", a model that is built outside of memory ",
+                   "passes through ", FormatBytes(open_bytes)),
+      "Raise ram: offloadctl plan shows the floors of a model"));
 }
 
 // ---- The store ---------------------------------------------------------------------------------
@@ -524,6 +540,31 @@ void TensorEngine::LoadInitial(uint32_t id) {
                absl::StrCat("parameter ", Key(weights_[id]->name())));
 }
 
+absl::Status TensorEngine::LoadRows(uint32_t id, const FileWeight& weight, WeightFile& file) {
+  return StreamIn(id, proto::Plane::kWeight, [&](uint64_t begin, uint64_t count, uint64_t offset) {
+    return file.Read(weight, begin, count, attachment_->region() + offset);
+  });
+}
+
+// One that does not lie row by row: all of it is in memory meanwhile.
+absl::Status TensorEngine::LoadReordered(uint32_t id, const FileWeight& weight, WeightFile& file) {
+  const proto::Tensor& tensor = attachment_->tensor(id);
+  const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
+  std::vector<std::byte> rows(proto::kExtentElements * element_bytes);
+  std::vector<std::byte> elements(tensor.element_count * element_bytes);
+  for (uint64_t begin = 0; begin < tensor.element_count; begin += proto::kExtentElements) {
+    const uint64_t count = std::min<uint64_t>(tensor.element_count - begin, proto::kExtentElements);
+    OFFLOAD_RETURN_IF_ERROR(file.Read(weight, begin, count, rows.data()));
+    CopyFromRows(tensor.shape, tensor.dimension_order, element_bytes, {begin, count}, rows.data(),
+                 elements.data());
+  }
+  return StreamIn(id, proto::Plane::kWeight, [&](uint64_t begin, uint64_t count, uint64_t offset) {
+    std::memcpy(attachment_->region() + offset, elements.data() + begin * element_bytes,
+                count * element_bytes);
+    return absl::OkStatus();
+  });
+}
+
 // From a file that fits.
 void TensorEngine::LoadFrom(WeightFile& file) {
   for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
@@ -534,10 +575,8 @@ void TensorEngine::LoadFrom(WeightFile& file) {
     }
     if (weight.ElementCount() == 0) continue;  // the daemon does not know it
     OFFLOAD_CHECK(weight.name == attachment_->tensor(id).name) << weight.name;
-    const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
-      return file.Read(weight, begin, count, attachment_->region() + offset);
-    };
-    ThrowIfError(StreamIn(id, proto::Plane::kWeight, fill),
+    const bool is_rows = attachment_->tensor(id).dimension_order.empty();
+    ThrowIfError(is_rows ? LoadRows(id, weight, file) : LoadReordered(id, weight, file),
                  absl::StrCat("parameter ", Key(weight.name)));
     ++id;
   }
@@ -587,10 +626,14 @@ bool TensorEngine::MayHaveGradient(const at::Tensor& parameter) const {
   return sums_ != nullptr && known != ids_.end() && gradients_[known->second] != nullptr;
 }
 
+void TensorEngine::CheckGiven(bool writes) const {
+  for (WeightResidency* const weight : weights_) weight->CheckGiven(writes);
+}
+
 void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   Seal();
   CheckWhole();
-  for (WeightResidency* const weight : weights_) weight->CheckGiven();
+  CheckGiven(/*writes=*/true);
   attachment_->EndRaw();
   client::StepCommand command;
   command.step = step_ + 1;
@@ -703,6 +746,7 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
   if (plane == "weight" && parameter.defined() && IsTable(parameter))
     return parameter.detach().clone();
   const uint32_t id = IdOf(parameter);
+  weights_[id]->CheckGiven(/*writes=*/false);
   Seal();
   const proto::Tensor& tensor = attachment_->tensor(id);
   const at::ScalarType own = parameter.scalar_type();
@@ -720,7 +764,8 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
   const at::ScalarType dtype = *found == proto::Plane::kWeight     ? own
                                : *found == proto::Plane::kResidual ? at::kShort
                                                                    : at::kFloat;
-  at::Tensor gathered = at::empty(parameter.sizes(), at::TensorOptions().dtype(dtype));
+  at::Tensor gathered =
+      at::empty_strided(parameter.sizes(), parameter.strides(), at::TensorOptions().dtype(dtype));
   ThrowIfError(CopyOut(id, *found, gathered.element_size(),
                        static_cast<std::byte*>(gathered.mutable_data_ptr())),
                absl::StrCat("parameter ", Key(tensor.name)));
@@ -759,6 +804,7 @@ void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& optio
                           "Load the weights first, or take a step before"));
   }
   Seal();
+  CheckGiven(/*writes=*/true);
   attachment_->EndRaw();
   if (attachment_->world_size() == 1) return LoadAlone(path, options);
   Exchange("");
@@ -789,9 +835,37 @@ void TensorEngine::CheckWhole() const {
     ThrowStatus(MakeError(ErrorId::kHalfLoaded, absl::StrCat("job ", options_.job)));
 }
 
+absl::Status TensorEngine::SaveRows(uint32_t id, const FileWeight& weight,
+                                    HfCheckpointWriter& writer) {
+  const uint64_t element_bytes = c10::elementSize(weight.dtype);
+  return StreamOut(id, proto::Plane::kWeight, element_bytes,
+                   [&](uint64_t, uint64_t count, const std::byte* bytes) {
+                     return writer.Append(weight.name, std::span(bytes, count * element_bytes));
+                   });
+}
+
+// One that does not lie row by row: all of it is in memory meanwhile.
+absl::Status TensorEngine::SaveReordered(uint32_t id, const FileWeight& weight,
+                                         HfCheckpointWriter& writer) {
+  const proto::Tensor& tensor = attachment_->tensor(id);
+  const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
+  std::vector<std::byte> rows(proto::kExtentElements * element_bytes);
+  std::vector<std::byte> elements(tensor.element_count * element_bytes);
+  OFFLOAD_RETURN_IF_ERROR(CopyOut(id, proto::Plane::kWeight, element_bytes, elements.data()));
+  for (uint64_t begin = 0; begin < tensor.element_count; begin += proto::kExtentElements) {
+    const uint64_t count = std::min<uint64_t>(tensor.element_count - begin, proto::kExtentElements);
+    CopyToRows(tensor.shape, tensor.dimension_order, element_bytes, {begin, count}, elements.data(),
+               rows.data());
+    OFFLOAD_RETURN_IF_ERROR(
+        writer.Append(weight.name, std::span(rows.data(), count * element_bytes)));
+  }
+  return absl::OkStatus();
+}
+
 void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& options) {
   Seal();
   CheckWhole();
+  CheckGiven(/*writes=*/false);
   // Every rank has buffers of its own; those of the one that saves count.
   auto writer = ValueOrThrow(CreateWeightFiles(folder, file_weights_, options), folder);
   for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
@@ -801,12 +875,10 @@ void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& opt
       continue;
     }
     if (weight.ElementCount() == 0) continue;
-    const uint64_t element_bytes = c10::elementSize(weight.dtype);
-    const auto drain = [&](uint64_t, uint64_t count, const std::byte* bytes) {
-      return writer->Append(weight.name, std::span(bytes, count * element_bytes));
-    };
-    ThrowIfError(StreamOut(id++, proto::Plane::kWeight, element_bytes, drain),
+    const bool is_rows = attachment_->tensor(id).dimension_order.empty();
+    ThrowIfError(is_rows ? SaveRows(id, weight, *writer) : SaveReordered(id, weight, *writer),
                  absl::StrCat("parameter ", Key(weight.name)));
+    ++id;
   }
   ThrowIfError(writer->Commit(), folder);
 }
@@ -878,22 +950,24 @@ absl::Status TensorEngine::PutState(uint32_t id, const KeptState& state) {
     const proto::Plane plane = proto::kStatePlanes[i];
     if (!planes.Has(plane)) continue;
     const at::Tensor& given = state.planes[i];
-    OFFLOAD_RETURN_IF_ERROR(PutValues(id, plane, given.defined() ? given.to(at::kFloat) : given));
+    OFFLOAD_RETURN_IF_ERROR(PutValues(
+        id, plane, given.defined() ? InOrderOf(state.parameter, given.to(at::kFloat)) : given));
   }
   if (!state.master.defined()) return absl::OkStatus();
   if (planes.Has(proto::Plane::kResidual))
-    return PutValues(id, proto::Plane::kMaster, state.master.to(at::kFloat));
-  return PutValues(id, proto::Plane::kWeight, state.master.to(state.parameter.scalar_type()));
+    return PutValues(id, proto::Plane::kMaster,
+                     InOrderOf(state.parameter, state.master.to(at::kFloat)));
+  return PutValues(id, proto::Plane::kWeight,
+                   InOrderOf(state.parameter, state.master.to(state.parameter.scalar_type())));
 }
 
-// Zeros where there are none.
+// Values in the order of memory; zeros where there are none.
 absl::Status TensorEngine::PutValues(uint32_t id, proto::Plane plane, const at::Tensor& values) {
-  const at::Tensor whole = values.defined() ? values.contiguous() : values;
   const uint64_t element_bytes = attachment_->input().catalogue.planes(id).Bits(plane) / 8;
   const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
     std::byte* const to = attachment_->region() + offset;
-    if (whole.defined()) {
-      const auto* const from = static_cast<const std::byte*>(whole.const_data_ptr());
+    if (values.defined()) {
+      const auto* const from = static_cast<const std::byte*>(values.const_data_ptr());
       std::memcpy(to, from + begin * element_bytes, count * element_bytes);
     } else {
       std::memset(to, 0, count * element_bytes);

@@ -70,6 +70,9 @@ class TensorEngine {
   // The first operator that touches a tensor does it, too, and so does whatever needs it here.
   void Seal();
 
+  // OFD-1301 when `ram` is less than what a construction outside memory passes through.
+  void CheckConstructs() const;
+
   int64_t step() const { return static_cast<int64_t>(step_); }
   // Takes one step of the job. OFD-1701 for gradients that are not finite.
   void Step(std::span<const GroupUpdate> updates);
@@ -138,10 +141,15 @@ class TensorEngine {
   c10::DataPtr WeightAtClose(const WeightResidency& weight);
   void RestoreLargeBuffers();
   void LoadFrom(WeightFile& file);
+  absl::Status LoadRows(uint32_t id, const FileWeight& weight, WeightFile& file);
+  absl::Status LoadReordered(uint32_t id, const FileWeight& weight, WeightFile& file);
+  absl::Status SaveRows(uint32_t id, const FileWeight& weight, HfCheckpointWriter& writer);
+  absl::Status SaveReordered(uint32_t id, const FileWeight& weight, HfCheckpointWriter& writer);
   void LoadAlone(const std::string& path, const LoadOptions& options);
   // What opens before anything of a new job is made; nothing when it takes the tensors' values.
   std::optional<WeightFile> OpenInitialWeights();
   void RequireAttached() const;
+  void CheckGiven(bool writes) const;
   // OFD-1406 after a load that has failed midway.
   void CheckWhole() const;
 

@@ -76,6 +76,7 @@ void WeightResidency::Pin(Access access) {
   Lock lock(mutex_);
   for (;;) {
     if (closed_) ThrowStatus(SessionEnded(subject_));
+    CheckGivenLocked(writes);
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
     if (raw_.is_shown() && state_ != State::kMoving) {
       if (PinRaw(access, lock)) return;
@@ -169,24 +170,30 @@ uint64_t WeightResidency::window_bytes() const {
 
 std::atomic<bool> WeightResidency::takes_data_ = true;
 
+// Inference tensors have none.
+static uint32_t VersionOf(const c10::VariableVersion& version) {
+  return version.enabled() ? version.current_version() : 0;
+}
+
+bool WeightResidency::IsParameter(const at::Tensor& tensor) const {
+  return std::find(parameters_.begin(), parameters_.end(), tensor.unsafeGetTensorImpl()) !=
+         parameters_.end();
+}
+
 // The values are copied, and `data` becomes a tensor over our storage, so that what set_data() does
 // next changes nothing. In plain torch the memory changes and the values follow: who looks at the
 // parameter's old memory would see the difference, and who looks at that of `data`.
 void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& data) {
-  const bool is_own = std::find(parameters_.begin(), parameters_.end(),
-                                parameter.unsafeGetTensorImpl()) != parameters_.end();
-  if (!is_own || closed() || !data.defined()) return;
+  if (!IsParameter(parameter) || closed() || !data.defined()) return;
   const bool fits = data.layout() == at::kStrided && data.device() == parameter.device() &&
                     data.scalar_type() == parameter.scalar_type() &&
-                    data.sizes() == parameter.sizes() && data.is_contiguous();
-  if (!fits) {
+                    data.sizes() == parameter.sizes();
+  if (!fits || !HaveSameOrder(parameter, data)) {
     ThrowStatus(MakeError(
         ErrorId::kUnsupportedModel,
-        absl::StrCat(
-            subject_, " cannot become ", c10::toString(data.scalar_type()), " of shape [",
-            absl::StrJoin(data.sizes(), ", "),
-            data.layout() == at::kStrided && !data.is_contiguous() ? "], not contiguous" : "]",
-            " (set_data, module->to()) while it is attached"),
+        absl::StrCat(subject_, " cannot become ", c10::toString(data.scalar_type()), " of shape [",
+                     absl::StrJoin(data.sizes(), ", "), fits ? "] with other strides" : "]",
+                     " (set_data, module->to()) while it is attached"),
         "Cast and replace tensors before attaching the module"));
   }
   Residency* const other = Residency::Of(data);
@@ -201,26 +208,43 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
         "Copy the values under NoGradGuard, parameter.copy_(…), and keep copies, "
         "parameter.clone(), where tensors are kept"));
   }
+  {
+    Lock lock(mutex_);
+    given_.reset();  // what was given before is the parameter's no more
+  }
   const at::AutoGradMode no_grad(false);
   if (!at::equal(parameter, data)) parameter.variable_data().copy_(data);
   const c10::Storage storage = data.unsafeGetTensorImpl()->unsafe_storage();
+  const c10::VariableVersion version = data.unsafeGetTensorImpl()->version_counter();
   data.unsafeGetTensorImpl()->shallow_copy_from(parameter.getIntrusivePtr());
+  if (storage.use_count() == 1) return;
   Lock lock(mutex_);
-  given_ = c10::weak_intrusive_ptr<c10::StorageImpl>(
-      c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl()));
+  given_ =
+      Given{.storage = c10::weak_intrusive_ptr<c10::StorageImpl>(
+                c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl())),
+            .version = version,
+            .version_then = VersionOf(version)};
 }
 
-void WeightResidency::CheckGiven() {
+void WeightResidency::CheckGiven(bool writes) {
   Lock lock(mutex_);
-  if (given_.expired()) return;
-  ThrowStatus(
-      MakeError(ErrorId::kUnsupportedModel,
-                absl::StrCat(subject_,
-                             " was given the memory of another tensor (set_data, "
-                             "vector_to_parameters), which the program still has: the step would "
-                             "not change it there"),
-                "Give the parameter a copy, set_data(values.clone()), "
-                "vector_to_parameters(vector.clone(), …), or copy_() the values"));
+  CheckGivenLocked(writes);
+}
+
+void WeightResidency::CheckGivenLocked(bool writes) {
+  if (!given_.has_value()) return;
+  const bool was_written = VersionOf(given_->version) != given_->version_then;
+  if (!was_written && given_->storage.expired()) given_.reset();
+  if (!given_.has_value() || (!was_written && !writes)) return;
+  ThrowStatus(MakeError(
+      ErrorId::kUnsupportedModel,
+      absl::StrCat(subject_,
+                   " was given the memory of another tensor (set_data, "
+                   "vector_to_parameters), which ",
+                   was_written ? "was written since: the parameter would not change with it"
+                               : "the program still has: it would not change with the parameter"),
+      "Give the parameter a copy, set_data(values.clone()), "
+      "vector_to_parameters(vector.clone(), …), or copy_() the values"));
 }
 
 bool WeightResidency::Serve(Special special, torch::jit::Stack* stack) {
@@ -232,10 +256,20 @@ bool WeightResidency::Serve(Special special, torch::jit::Stack* stack) {
   }
   if (special != Special::kSet) return false;
   at::Tensor target = torch::jit::peek(*stack, 0, 2).toTensor();
+  if (!IsParameter(target)) return false;  // an alias goes its way alone
   const at::Tensor source = torch::jit::peek(*stack, 1, 2).toTensor();
   if (!source.defined() || source.layout() != at::kStrided || !source.device().is_cpu() ||
       source.sizes() != target.sizes() || source.scalar_type() != target.scalar_type())
     return false;
+  // For other strides torch may take other kernels, which give other bits.
+  if (!HaveSameOrder(target, source)) {
+    ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
+                          absl::StrCat(subject_,
+                                       " is given a tensor with other strides (set_, "
+                                       "torch::load) while it is attached"),
+                          "Copy the values under NoGradGuard, parameter.copy_(…), or lay the "
+                          "module out like that before attaching it"));
+  }
   const at::AutoGradMode no_grad(false);
   target.copy_(source);
   torch::jit::drop(*stack, 2);

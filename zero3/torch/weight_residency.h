@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -64,9 +65,9 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   // From now on set_data() replaces storages: the Python package watches `p.data = x` itself, and
   // copies the values before the next step.
   static void LeaveData() { takes_data_ = false; }
-  // What set_data() gave the parameter shares its memory in plain torch. Throws OFD-1601 when the
-  // program still has more of it than the parameter.
-  void CheckGiven();
+  // What set_data() gave the parameter shares its memory in plain torch. Throws OFD-1601 when that
+  // was written since, or the parameter is about to be and the program still has the memory.
+  void CheckGiven(bool writes);
 
   // Waits until nobody uses it; from then on Pin() throws OFD-1802. The attachment's session may
   // end after it. A parameter in memory that was not started gets its bytes back.
@@ -80,7 +81,9 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   ~WeightResidency() override;
   static std::atomic<bool> takes_data_;
 
+  bool IsParameter(const at::Tensor& tensor) const;
   void TakeData(const at::Tensor& parameter, const at::Tensor& data);
+  void CheckGivenLocked(bool writes);
   bool PinRaw(Access access, Lock& lock);
   std::byte* CopyForReading();
   void AddPin();
@@ -108,7 +111,13 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   c10::DataPtr private_;
   RawCopy raw_;  // at home; newer than the daemon's, and what operators use, while it is shown
   absl::InlinedVector<const c10::TensorImpl*, 1> parameters_;
-  c10::weak_intrusive_ptr<c10::StorageImpl> given_{c10::intrusive_ptr<c10::StorageImpl>()};
+  // What set_data() gave, while others may have it.
+  struct Given {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    c10::VariableVersion version;  // which all views of the memory share
+    uint32_t version_then = 0;
+  };
+  std::optional<Given> given_;
   std::exception_ptr failure_;             // of what ended after its operator
   c10::DataPtr initial_;                   // kInitial
   BornResidency* initial_born_ = nullptr;  // whose bytes initial_ names

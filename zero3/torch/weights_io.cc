@@ -15,6 +15,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "zero3/dimension_order.h"
 #include "zero3/torch/residency.h"
 #include "zero3/torch/throw_status.h"
 
@@ -58,18 +59,38 @@ std::vector<uint64_t> FileShape(const FileWeight& weight) {
   return {weight.shape.begin(), weight.shape.end()};
 }
 
-// The bytes of a parameter in memory.
-absl::StatusOr<std::byte*> BytesOf(const FileWeight& weight) {
+absl::Status CheckIsInMemory(const FileWeight& weight) {
   const std::string name = absl::StrCat("parameter '", weight.name, "'");
   if (Residency::Of(weight.tensor) != nullptr) {
     return MakeError(ErrorId::kReleased, absl::StrCat(name, " is offloaded"),
                      "Use LoadWeights and SaveWeights of its offload::Engine");
   }
-  if (!weight.tensor.is_cpu() || !weight.tensor.is_contiguous()) {
-    return MakeError(ErrorId::kUnsupportedModel,
-                     absl::StrCat(name, " is not contiguous in the memory of the host"));
+  if (weight.tensor.is_cpu() && weight.tensor.layout() == at::kStrided) return absl::OkStatus();
+  return MakeError(ErrorId::kUnsupportedModel,
+                   absl::StrCat(name, " is not a dense tensor in the memory of the host"));
+}
+
+std::byte* BytesOf(const at::Tensor& tensor) {
+  return static_cast<std::byte*>(const_cast<void*>(tensor.const_data_ptr()));
+}
+
+// Weights and not buffers, before anything is read or written.
+void CheckAreInMemory(const std::vector<FileWeight>& weights) {
+  for (const FileWeight& weight : weights) {
+    if (!weight.is_buffer) ThrowIfError(CheckIsInMemory(weight));
   }
-  return static_cast<std::byte*>(const_cast<void*>(weight.tensor.const_data_ptr()));
+}
+
+// Through a tensor of its own where elements do not lie row by row.
+absl::Status LoadWeight(const FileWeight& weight, WeightFile& file) {
+  if (weight.tensor.is_contiguous())
+    return file.Read(weight, 0, weight.ElementCount(), BytesOf(weight.tensor));
+  const at::NoGradGuard no_grad;
+  const at::Tensor rows = at::empty(weight.shape, at::TensorOptions().dtype(weight.dtype));
+  OFFLOAD_RETURN_IF_ERROR(file.Read(weight, 0, weight.ElementCount(), BytesOf(rows)));
+  at::Tensor target = weight.tensor.detach();
+  target.copy_(rows);
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -98,7 +119,7 @@ std::vector<NamedTensor> NamedParameters(const torch::nn::Module& module,
 absl::StatusOr<std::vector<FileWeight>> FindFileWeights(std::span<const NamedTensor> tensors) {
   std::vector<FileWeight> weights;
   // Tied: the same view of the same memory.
-  std::map<std::tuple<const void*, int64_t, std::vector<int64_t>>, size_t> known;
+  std::map<std::tuple<const void*, int64_t, std::vector<int64_t>, DimensionOrder>, size_t> known;
   for (const auto& [name, tensor] : tensors) {
     if (!tensor.defined()) continue;
     OFFLOAD_RETURN_IF_ERROR(FileDtypeOf(name, tensor.scalar_type()).status());
@@ -106,7 +127,9 @@ absl::StatusOr<std::vector<FileWeight>> FindFileWeights(std::span<const NamedTen
     const void* const memory = tensor.numel() == 0 ? static_cast<const void*>(impl)
                                                    : impl->unsafe_storage().unsafeGetStorageImpl();
     const auto [place, is_new] =
-        known.try_emplace({memory, tensor.storage_offset(), tensor.sizes().vec()}, weights.size());
+        known.try_emplace({memory, tensor.storage_offset(), tensor.sizes().vec(),
+                           OrderOf(tensor.sizes(), tensor.strides())},
+                          weights.size());
     if (is_new) {
       weights.push_back({.name = name,
                          .shape = tensor.sizes().vec(),
@@ -233,17 +256,14 @@ absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
 void LoadIntoMemory(const std::vector<FileWeight>& weights, const std::string& path,
                     const LoadOptions& options) {
   auto file = ValueOrThrow(WeightFile::Open(path, weights, options), path);
-  std::vector<std::byte*> targets;
-  for (const auto& weight : weights)
-    targets.push_back(weight.is_buffer ? nullptr : ValueOrThrow(BytesOf(weight)));
-  for (size_t index = 0; index < weights.size(); ++index) {
-    const FileWeight& weight = weights[index];
+  CheckAreInMemory(weights);
+  for (const FileWeight& weight : weights) {
     if (!file.Has(weight)) continue;
     if (weight.is_buffer) {
       ThrowIfError(file.ReadBuffer(weight), path);
       continue;
     }
-    ThrowIfError(file.Read(weight, 0, weight.ElementCount(), targets[index]), path);
+    ThrowIfError(LoadWeight(weight, file), path);
     // As copy_() does: whoever keeps a master or a saved tensor sees the change.
     weight.tensor.unsafeGetTensorImpl()->bump_version();
   }
@@ -251,19 +271,18 @@ void LoadIntoMemory(const std::vector<FileWeight>& weights, const std::string& p
 
 void SaveFromMemory(const std::vector<FileWeight>& weights, const std::string& folder,
                     const SaveOptions& options) {
-  std::vector<const std::byte*> sources;
-  for (const auto& weight : weights)
-    sources.push_back(weight.is_buffer ? nullptr : ValueOrThrow(BytesOf(weight)));
+  CheckAreInMemory(weights);
   auto writer = ValueOrThrow(CreateWeightFiles(folder, weights, options), folder);
-  for (size_t index = 0; index < weights.size(); ++index) {
-    if (weights[index].is_buffer) {
-      ThrowIfError(AppendBuffer(weights[index], *writer), folder);
+  for (const FileWeight& weight : weights) {
+    if (weight.is_buffer) {
+      ThrowIfError(AppendBuffer(weight, *writer), folder);
       continue;
     }
-    const uint64_t size_bytes =
-        weights[index].ElementCount() * c10::elementSize(weights[index].dtype);
-    ThrowIfError(writer->Append(weights[index].name, std::span(sources[index], size_bytes)),
-                 folder);
+    const at::Tensor rows = weight.tensor.detach().contiguous();
+    ThrowIfError(
+        writer->Append(weight.name, std::span<const std::byte>(BytesOf(rows),
+                                                               rows.numel() * rows.element_size())),
+        folder);
   }
   ThrowIfError(writer->Commit(), folder);
 }
