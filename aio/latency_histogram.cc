@@ -32,9 +32,11 @@ int64_t LatencyHistogram::UpperNanoseconds(size_t bucket) {
   return static_cast<int64_t>(units << kUnitShift);
 }
 
-uint64_t LatencyHistogram::count() const {
+uint64_t LatencyHistogram::count() const { return CountBelow(kBucketCount); }
+
+uint64_t LatencyHistogram::CountBelow(size_t end) const {
   uint64_t sum = 0;
-  for (const auto& bucket : buckets_) sum += bucket.load(std::memory_order_relaxed);
+  for (size_t i = 0; i < end; ++i) sum += buckets_[i].load(std::memory_order_relaxed);
   return sum;
 }
 
@@ -60,6 +62,8 @@ void LatencyHistogram::Merge(const LatencyHistogram& other) {
     buckets_[i].fetch_add(other.buckets_[i].load(std::memory_order_relaxed),
                           std::memory_order_relaxed);
   }
+  sum_nanoseconds_.fetch_add(other.sum_nanoseconds_.load(std::memory_order_relaxed),
+                             std::memory_order_relaxed);
 }
 
 }  // namespace offload::aio

@@ -2,7 +2,7 @@
 //
 // How long operations took, on a scale of logarithms: four buckets to an octave, from one
 // microsecond to more than a minute, so that a quantile is at most a quarter too high. Adding costs
-// one relaxed increment.
+// two relaxed additions.
 //
 // Thread safety: Add() and the readers may run on any threads at once; what a reader sees is of
 // some moment during its call, not of one.
@@ -21,8 +21,15 @@ class LatencyHistogram {
 
   void Add(int64_t nanoseconds) {
     buckets_[BucketOf(nanoseconds)].fetch_add(1, std::memory_order_relaxed);
+    sum_nanoseconds_.fetch_add(nanoseconds > 0 ? static_cast<uint64_t>(nanoseconds) : 0,
+                               std::memory_order_relaxed);
   }
   uint64_t count() const;
+  // Of those in buckets [0, end).
+  uint64_t CountBelow(size_t end) const;
+  double sum_seconds() const {
+    return static_cast<double>(sum_nanoseconds_.load(std::memory_order_relaxed)) * 1e-9;
+  }
 
   // The upper end of the bucket in which the given part of all, 0 to 1, has been reached; 0 when
   // there are none.
@@ -37,6 +44,7 @@ class LatencyHistogram {
 
  private:
   std::array<std::atomic<uint64_t>, kBucketCount> buckets_{};
+  std::atomic<uint64_t> sum_nanoseconds_{0};
 };
 
 }  // namespace offload::aio

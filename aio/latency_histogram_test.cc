@@ -41,6 +41,9 @@ TEST(LatencyHistogramTest, QuantilesAreAtMostAQuarterTooHigh) {
     EXPECT_LE(histogram.QuantileSeconds(part), exact * 1.26) << part;
   }
   EXPECT_GT(histogram.QuantileSeconds(0), 0) << "the smallest";
+  EXPECT_NEAR(histogram.sum_seconds(), 5.005, 1e-9);
+  EXPECT_EQ(histogram.CountBelow(LatencyHistogram::BucketOf(10'000)), 0u);
+  EXPECT_EQ(histogram.CountBelow(LatencyHistogram::kBucketCount), 1000u);
 }
 
 TEST(LatencyHistogramTest, MergeAddsCounts) {
@@ -51,6 +54,7 @@ TEST(LatencyHistogramTest, MergeAddsCounts) {
   EXPECT_EQ(one.count(), 2u);
   EXPECT_LT(one.QuantileSeconds(0.5), 1e-5);
   EXPECT_GE(one.QuantileSeconds(1), 1);
+  EXPECT_NEAR(one.sum_seconds(), 1.000001, 1e-9);
 }
 
 }  // namespace

@@ -28,6 +28,23 @@ constexpr size_t kTensorsPerMessage = 1024;
 constexpr size_t kTensorBytesPerMessage = 1 << 20;
 constexpr size_t kListEntriesPerMessage = 64 << 10;
 
+const char* NameOf(v1::Transfer::Kind kind) {
+  switch (kind) {
+    case v1::Transfer::READ:
+      return "read";
+    case v1::Transfer::WRITE:
+      return "write";
+    case v1::Transfer::COMMIT:
+      return "commit";
+    case v1::Transfer::SCRATCH_READ:
+      return "scratch read";
+    case v1::Transfer::SCRATCH_WRITE:
+      return "scratch write";
+    default:
+      return "transfer";
+  }
+}
+
 v1::Tensor ToMessage(const proto::Tensor& tensor) {
   v1::Tensor message;
   message.set_name(tensor.name);
@@ -319,6 +336,25 @@ absl::Status ControlClient::CloseJob() {
   return Run("CloseJob", std::nullopt, [&](grpc::ClientContext& context) {
     return stub_->CloseJob(&context, v1::Empty(), &reply);
   });
+}
+
+absl::StatusOr<TakenTransfers> ControlClient::TakeTransfers() {
+  v1::TakeTransfersReply reply;
+  OFFLOAD_RETURN_IF_ERROR(Run("TakeTransfers", kExplainLimit, [&](grpc::ClientContext& context) {
+    return stub_->TakeTransfers(&context, v1::TakeTransfersRequest(), &reply);
+  }));
+  TakenTransfers taken{.dropped = reply.dropped(), .more = reply.more()};
+  for (const v1::Transfer& transfer : reply.transfers()) {
+    const bool has_tensor =
+        transfer.kind() == v1::Transfer::READ || transfer.kind() == v1::Transfer::WRITE;
+    taken.transfers.push_back({.name = NameOf(transfer.kind()),
+                               .tensor = has_tensor ? transfer.tensor() : TraceEvent::kNoTensor,
+                               .extent = transfer.extent(),
+                               .bytes = transfer.bytes(),
+                               .begin_nanoseconds = transfer.begin_nanoseconds(),
+                               .end_nanoseconds = transfer.end_nanoseconds()});
+  }
+  return taken;
 }
 
 absl::StatusOr<std::string> ControlClient::ExplainFailure(uint64_t tag) {

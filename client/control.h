@@ -25,6 +25,7 @@
 #include "absl/synchronization/mutex.h"
 #include "client/health.h"
 #include "client/session.h"
+#include "client/step_monitor.h"
 #include "proto/grpc_status.h"
 #include "proto/handshake.h"
 #include "proto/offload.grpc.pb.h"
@@ -50,6 +51,8 @@ class ControlClient {
   absl::StatusOr<uint64_t> WaitDurable();
   absl::StatusOr<std::vector<std::string>> Exchange(const std::string& data, uint64_t number);
   absl::Status CloseJob();
+  // What the job's files have moved since the last call.
+  absl::StatusOr<TakenTransfers> TakeTransfers();
   // The text of a failed operation.
   absl::StatusOr<std::string> ExplainFailure(uint64_t tag);
 

@@ -65,7 +65,7 @@ void RemoveLeftovers(const std::string& parent, std::chrono::seconds minimum_age
 }
 
 void RemoveSocketDirectory(const std::string& directory) {
-  for (const char* name : {kSocketName, "/control.sock"}) {
+  for (const char* name : {kSocketName, "/control.sock", "/metrics.sock"}) {
     ::unlink(absl::StrCat(directory, name).c_str());
   }
   ::rmdir(directory.c_str());

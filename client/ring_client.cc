@@ -12,7 +12,6 @@
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/checked.h"
-#include "base/clock.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "proto/handshake.h"
@@ -24,22 +23,6 @@ using proto::CompletionEntry;
 using proto::RingOperation;
 using proto::SubmissionEntry;
 using proto::TensorState;
-
-// Adds the time of a scope to a sum.
-class WaitTimer {
- public:
-  explicit WaitTimer(std::atomic<int64_t>* sum)
-      : sum_(sum), begin_(Clock::Real().NowNanoseconds()) {}
-  ~WaitTimer() {
-    sum_->fetch_add(Clock::Real().NowNanoseconds() - begin_, std::memory_order_relaxed);
-  }
-  WaitTimer(const WaitTimer&) = delete;
-  WaitTimer& operator=(const WaitTimer&) = delete;
-
- private:
-  std::atomic<int64_t>* sum_;
-  int64_t begin_;
-};
 
 absl::Status Version(const char* memory, uint32_t magic, uint32_t version) {
   return MakeError(ErrorId::kProtocolVersion,
@@ -99,6 +82,7 @@ absl::Status RingClient::AttachMemory(MappedRegion slab, MappedRegion region,
   slab_ = std::move(slab);
   region_ = std::move(region);
   rings_ = std::make_unique<Rings>(region_.data(), std::move(doorbell));
+  options_.monitor->Attach(proto::StepWordsOf(region_.data()));
   ::eventfd_write(wake_.get(), 1);
   return absl::OkStatus();
 }
@@ -115,6 +99,7 @@ absl::Status RingClient::AttachTensors(size_t tensor_count, uint64_t pins_offset
   tensor_words_ = reinterpret_cast<proto::TensorWord*>(slab_.data() + proto::kTensorWordsOffset);
   pins_ = reinterpret_cast<proto::PinWord*>(region_.data() + pins_offset);
   tensor_count_ = tensor_count;
+  options_.monitor->AttachTensors(tensor_count);
   return absl::OkStatus();
 }
 
@@ -142,14 +127,19 @@ absl::StatusOr<const std::byte*> RingClient::Acquire(uint32_t tensor) {
   // the two sees the other (proto/DESIGN.md).
   pin(tensor)->fetch_add(1, std::memory_order_seq_cst);
   const uint64_t seen = word(tensor)->load(std::memory_order_seq_cst);
-  if (proto::StateOf(seen) == proto::kResident) return slab_.data() + proto::OffsetOf(seen);
-  absl::StatusOr<const std::byte*> bytes = AcquireSlowly(tensor);
+  if (proto::StateOf(seen) == proto::kResident) {
+    options_.monitor->Used(tensor);
+    return slab_.data() + proto::OffsetOf(seen);
+  }
+  absl::StatusOr<const std::byte*> bytes =
+      AcquireSlowly(tensor, proto::StateOf(seen) == proto::kPending);
   if (!bytes.ok()) Release(tensor);
   return bytes;
 }
 
-absl::StatusOr<const std::byte*> RingClient::AcquireSlowly(uint32_t tensor) {
-  const WaitTimer timer(&wait_nanoseconds_);
+absl::StatusOr<const std::byte*> RingClient::AcquireSlowly(uint32_t tensor, bool is_pending) {
+  const proto::StallCause cause = options_.monitor->Missed(tensor, is_pending);
+  const StepMonitor::Stall stall(options_.monitor, cause, tensor);
   // Sequentially consistent and before the submission: see Release().
   acquires_waiting_.fetch_add(1, std::memory_order_seq_cst);
   SubmissionEntry entry{};
@@ -185,6 +175,7 @@ bool RingClient::Prefetch(uint32_t tensor) {
   entry.tensor = tensor;
   absl::MutexLock lock(&mutex_);
   if (!HasRoom()) return false;
+  options_.monitor->Asked(tensor);
   SubmitLocked(entry, /*nobody_waits=*/true);
   return true;
 }
@@ -241,10 +232,12 @@ std::optional<CompletionEntry> RingClient::Take(uint64_t tag) {
   return operation.completion;
 }
 
-absl::Status RingClient::Wait(uint64_t tag) { return WaitForValue(tag).status(); }
+absl::Status RingClient::Wait(uint64_t tag) {
+  return WaitForValue(tag, proto::StallCause::kTransfer).status();
+}
 
-absl::StatusOr<uint64_t> RingClient::WaitForValue(uint64_t tag) {
-  const WaitTimer timer(&wait_nanoseconds_);
+absl::StatusOr<uint64_t> RingClient::WaitForValue(uint64_t tag, proto::StallCause cause) {
+  const StepMonitor::Stall stall(options_.monitor, cause);
   const std::optional<CompletionEntry> completion = Take(tag);
   if (completion.has_value() && completion->code == 0) return completion->value;
   const absl::Status failure = completion.has_value() ? StatusOf(*completion) : status();

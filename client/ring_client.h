@@ -34,6 +34,7 @@
 #include "base/mapped_region.h"
 #include "base/unique_fd.h"
 #include "client/health.h"
+#include "client/step_monitor.h"
 #include "proto/doorbell.h"
 #include "proto/ring.h"
 #include "proto/shm_abi.h"
@@ -46,6 +47,7 @@ class RingClient {
     int socket = -1;  // of the handshake; outlives the object
     int pidfd = -1;   // of a private daemon; -1: none
     Health* health = nullptr;
+    StepMonitor* monitor = nullptr;  // outlives the object
     // Describes the daemon's end, given what the socket said; called on the ring client's thread,
     // once, before anything fails.
     std::function<absl::Status(const absl::Status& said)> describe_end;
@@ -79,8 +81,8 @@ class RingClient {
   // (Wait() then tells).
   uint64_t Submit(proto::SubmissionEntry entry);
   absl::Status Wait(uint64_t tag);
-  // The same, for what the operation answers.
-  absl::StatusOr<uint64_t> WaitForValue(uint64_t tag);
+  // The same, for what the operation answers; `cause`: what the thread waits for.
+  absl::StatusOr<uint64_t> WaitForValue(uint64_t tag, proto::StallCause cause);
 
   // 0 with one rank, and in a forked child. Acquire: what the word says was written before it.
   uint64_t GradientWord(uint32_t tensor) const;
@@ -92,12 +94,6 @@ class RingClient {
   }
   // OK, or why the job or the session has failed.
   absl::Status status() const;
-  double wait_seconds() const {
-    return static_cast<double>(wait_nanoseconds_.load(std::memory_order_relaxed)) * 1e-9;
-  }
-  void AddWaitNanoseconds(int64_t nanoseconds) {
-    wait_nanoseconds_.fetch_add(nanoseconds, std::memory_order_relaxed);
-  }
   // Stops the thread; nothing completes any more. Idempotent.
   void Stop();
 
@@ -119,7 +115,7 @@ class RingClient {
 
   explicit RingClient(Options options, UniqueFd wake);
 
-  absl::StatusOr<const std::byte*> AcquireSlowly(uint32_t tensor);
+  absl::StatusOr<const std::byte*> AcquireSlowly(uint32_t tensor, bool is_pending);
   uint64_t SubmitLocked(proto::SubmissionEntry entry, bool nobody_waits)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool HasRoom() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -147,7 +143,6 @@ class RingClient {
   proto::PinWord* pins_ = nullptr;
   size_t tensor_count_ = 0;
   std::atomic<uint32_t> acquires_waiting_{0};
-  std::atomic<int64_t> wait_nanoseconds_{0};
   std::atomic<bool> stopping_{false};
 
   mutable absl::Mutex mutex_;

@@ -4,17 +4,18 @@
 
 #include <atomic>
 #include <bit>
+#include <cstdlib>
 #include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/clock.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "client/connect.h"
 #include "client/control.h"
 #include "client/health.h"
 #include "client/ring_client.h"
+#include "client/step_monitor.h"
 #include "proto/handshake.h"
 #include "proto/shared_memory.h"
 
@@ -44,6 +45,7 @@ struct Session::Impl {
   proto::Welcome welcome;
   Health health;
   std::unique_ptr<ControlClient> control;
+  StepMonitor monitor{&health};
   std::unique_ptr<RingClient> rings;
   size_t tensor_count = 0;
   World world;
@@ -54,12 +56,12 @@ struct Session::Impl {
   absl::Status DescribeEnd(const absl::Status& said);
   void Close();
 
+  absl::Status StartTrace(const std::string& job);
+
   template <typename Call>
-  auto Timed(const Call& call) {
-    const int64_t begin = Clock::Real().NowNanoseconds();
-    auto result = call();
-    rings->AddWaitNanoseconds(Clock::Real().NowNanoseconds() - begin);
-    return result;
+  auto Timed(proto::StallCause cause, const Call& call) {
+    const StepMonitor::Stall stall(&monitor, cause);
+    return call();
   }
 };
 
@@ -72,6 +74,7 @@ absl::Status Session::Impl::Start(Connection connection) {
       .socket = socket.get(),
       .pidfd = private_daemon.pidfd(),
       .health = &health,
+      .monitor = &monitor,
       .describe_end = [this](const absl::Status& said) { return DescribeEnd(said); },
       .on_failure = [this] { control->Cancel(); },
       .explain = [this](uint64_t tag) { return control->ExplainFailure(tag); }};
@@ -104,7 +107,24 @@ absl::Status Session::Impl::MapMemory(const JobInfo& info) {
   return rings->AttachMemory(std::move(slab), std::move(region), std::move(memory.doorbell));
 }
 
+// OFFLOADD_TRACE names the file. The first rank's has the transfers of the daemon.
+absl::Status Session::Impl::StartTrace(const std::string& job) {
+  const char* const path = std::getenv("OFFLOADD_TRACE");
+  if (path == nullptr || *path == 0) return absl::OkStatus();
+  static std::atomic<uint32_t> traces_of_process{0};
+  StepMonitor::TraceOptions options;
+  options.path = TracePath(path, world.rank, traces_of_process.fetch_add(1) + 1);
+  options.daemon_pid = static_cast<uint32_t>(welcome.daemon_pid);
+  options.job = job;
+  if (world.rank == 0) options.take_transfers = [this] { return control->TakeTransfers(); };
+  options.resident_bytes = [this] {
+    return rings->slab_header().resident_bytes.load(std::memory_order_relaxed);
+  };
+  return monitor.StartTrace(std::move(options));
+}
+
 void Session::Impl::Close() {
+  monitor.StopTrace();
   if (rings != nullptr) rings->Stop();
   // A forked child keeps its copy of the socket open; a shutdown the daemon sees all the same.
   if (socket.valid()) ::shutdown(socket.get(), SHUT_RDWR);
@@ -134,12 +154,16 @@ absl::StatusOr<JobInfo> Session::OpenJob(const JobOptions& options) {
   impl_->world = options.world;
   OFFLOAD_ASSIGN_OR_RETURN(JobInfo info, impl_->control->OpenJob(options));
   OFFLOAD_RETURN_IF_ERROR(impl_->MapMemory(info));
+  OFFLOAD_RETURN_IF_ERROR(impl_->StartTrace(options.job));
   return info;
 }
 
 absl::Status Session::DeclareTensors(std::span<const proto::Tensor> tensors) {
   OFFLOAD_RETURN_IF_ERROR(impl_->control->DeclareTensors(tensors));
   impl_->tensor_count = tensors.size();
+  std::vector<std::string> names;
+  for (const proto::Tensor& tensor : tensors) names.push_back(tensor.name);
+  impl_->monitor.NameTensors(std::move(names));
   return absl::OkStatus();
 }
 
@@ -160,7 +184,7 @@ absl::Status Session::Publish(const std::string& trainer_state) {
 }
 
 absl::Status Session::EndLoad() {
-  return impl_->Timed([&] { return impl_->control->EndLoad(); });
+  return impl_->Timed(proto::StallCause::kTransfer, [&] { return impl_->control->EndLoad(); });
 }
 
 absl::Status Session::SetSchedule(std::span<const uint32_t> tensors) {
@@ -172,21 +196,31 @@ absl::Status Session::SetSquareRoots(const kernels::SquareRoots& roots) {
 }
 
 absl::Status Session::Step(const StepCommand& command) {
-  return impl_->Timed([&] { return impl_->control->Step(command); });
+  const bool is_alone = impl_->world.world_size <= 1;
+  impl_->monitor.Enter(proto::StepPhase::kStep);
+  const absl::Status status =
+      impl_->Timed(is_alone ? proto::StallCause::kCommit : proto::StallCause::kRanks,
+                   [&] { return impl_->control->Step(command); });
+  impl_->monitor.Enter(proto::StepPhase::kForward);
+  return status;
 }
 
 absl::StatusOr<uint64_t> Session::WaitDurable() {
-  return impl_->Timed([&] { return impl_->control->WaitDurable(); });
+  return impl_->Timed(proto::StallCause::kCommit, [&] { return impl_->control->WaitDurable(); });
 }
 
 absl::StatusOr<std::vector<std::string>> Session::Exchange(const std::string& data) {
-  return impl_->Timed(
-      [&] { return impl_->control->Exchange(data, impl_->exchanges.fetch_add(1)); });
+  return impl_->Timed(proto::StallCause::kRanks, [&] {
+    return impl_->control->Exchange(data, impl_->exchanges.fetch_add(1));
+  });
 }
 
 const World& Session::world() const { return impl_->world; }
 
-absl::Status Session::CloseJob() { return impl_->control->CloseJob(); }
+absl::Status Session::CloseJob() {
+  impl_->monitor.StopTrace();  // while the daemon still has something to tell
+  return impl_->control->CloseJob();
+}
 
 absl::StatusOr<const std::byte*> Session::Acquire(uint32_t tensor) {
   return impl_->rings->Acquire(tensor);
@@ -265,7 +299,7 @@ absl::StatusOr<uint64_t> Session::AwaitGradient(uint32_t tensor, uint32_t passes
   entry.operation = proto::RingOperation::kAwaitGradient;
   entry.tensor = tensor;
   entry.pass = passes;
-  return impl_->rings->WaitForValue(impl_->rings->Submit(entry));
+  return impl_->rings->WaitForValue(impl_->rings->Submit(entry), proto::StallCause::kRanks);
 }
 
 Ticket Session::PublishNorm(uint32_t tensor, float norm) {
@@ -287,6 +321,6 @@ const proto::SlabHeader& Session::slab_header() const { return impl_->rings->sla
 int Session::daemon_pid() const { return impl_->welcome.daemon_pid; }
 bool Session::daemon_is_private() const { return impl_->private_daemon.valid(); }
 absl::Status Session::health() const { return impl_->rings->status(); }
-double Session::wait_seconds() const { return impl_->rings->wait_seconds(); }
+double Session::wait_seconds() const { return impl_->monitor.stall_seconds(); }
 
 }  // namespace offload::client

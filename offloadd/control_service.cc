@@ -1,7 +1,5 @@
 #include "offloadd/control_service.h"
 
-#include <unistd.h>
-
 #include <atomic>
 #include <chrono>
 #include <filesystem>
@@ -12,8 +10,8 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
-#include "base/version.h"
 #include "offloadd/limits.h"
+#include "offloadd/status_reply.h"
 #include "proto/grpc_status.h"
 #include "swap/store.h"
 
@@ -23,7 +21,6 @@ namespace {
 namespace v1 = proto::v1;
 using proto::ToGrpc;
 
-constexpr auto kStatusPatience = std::chrono::milliseconds(500);
 constexpr auto kProgressPause = std::chrono::milliseconds(200);
 constexpr auto kClaimPause = std::chrono::milliseconds(20);
 
@@ -344,6 +341,18 @@ grpc::Status ControlService::Exchange(grpc::ServerContext* context,
   return grpc::Status::OK;
 }
 
+grpc::Status ControlService::TakeTransfers(grpc::ServerContext* context,
+                                           const v1::TakeTransfersRequest*,
+                                           v1::TakeTransfersReply* reply) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  return ToGrpc(OnJob<absl::Status>(
+      **session, [&](Job& job, Rank&, const std::function<void(absl::Status)>& done) {
+        job.TakeTransfers(reply);
+        done(absl::OkStatus());
+      }));
+}
+
 grpc::Status ControlService::CloseJob(grpc::ServerContext* context, const v1::Empty*, v1::Empty*) {
   const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
   if (!session.ok()) return ToGrpc(session.status());
@@ -357,37 +366,20 @@ grpc::Status ControlService::CloseJob(grpc::ServerContext* context, const v1::Em
 grpc::Status ControlService::Status(grpc::ServerContext*, const v1::StatusRequest*,
                                     v1::StatusReply* reply) {
   if (const absl::Status status = CheckServesTools(); !status.ok()) return ToGrpc(status);
-  reply->set_version(kVersion);
-  reply->set_pid(static_cast<uint32_t>(getpid()));
-  reply->set_uptime_seconds(Clock::Real().NowSeconds() - started_seconds_);
-  // All are asked before any is waited for, and they share one time limit.
-  struct Question {
-    std::shared_ptr<Job> job;
-    std::future<std::optional<v1::JobStatus>> answer;
-  };
-  std::vector<Question> questions;
-  for (const std::shared_ptr<Job>& job : jobs_->All()) {
-    auto promise = std::make_shared<std::promise<std::optional<v1::JobStatus>>>();
-    questions.push_back({job, promise->get_future()});
-    // The job outlives its loop.
-    job->loop().Post([raw = job.get(), promise] {
-      std::optional<v1::JobStatus> status;
-      if (raw->phase() != JobPhase::kDrained) raw->FillStatus(&status.emplace());
-      promise->set_value(std::move(status));
-    });
-  }
-  const auto deadline = std::chrono::steady_clock::now() + kStatusPatience;
-  for (Question& question : questions) {
-    if (question.answer.wait_until(deadline) == std::future_status::timeout) {
-      const JobIdentity& identity = question.job->identity();
-      v1::JobStatus* const busy = reply->add_jobs();
-      busy->set_job(identity.name);
-      busy->set_pool(identity.pool);
-      busy->set_client_pid(static_cast<uint32_t>(identity.pid));
-      busy->set_phase("busy");
-    } else if (std::optional<v1::JobStatus> status = question.answer.get()) {
-      *reply->add_jobs() = *std::move(status);
-    }
+  *reply = MakeStatusReply(*jobs_, started_seconds_);
+  return grpc::Status::OK;
+}
+
+grpc::Status ControlService::Report(grpc::ServerContext*, const v1::ReportRequest* request,
+                                    grpc::ServerWriter<v1::ReportPart>* writer) {
+  const auto job = OpenedJob(request->pool(), request->job(), ErrorId::kBadValue);
+  if (!job.ok()) return ToGrpc(job.status());
+  using Answer = absl::StatusOr<std::vector<v1::ReportPart>>;
+  const Answer parts = (*job)->loop().Call<Answer>(
+      [&](const std::function<void(Answer)>& done) { done((*job)->Report()); });
+  if (!parts.ok()) return ToGrpc(parts.status());
+  for (const v1::ReportPart& part : *parts) {
+    if (!writer->Write(part)) break;
   }
   return grpc::Status::OK;
 }
@@ -419,20 +411,21 @@ grpc::Status ControlService::RemoveJob(grpc::ServerContext*, const v1::RemoveJob
 }
 
 absl::StatusOr<std::shared_ptr<Job>> ControlService::OpenedJob(const std::string& requested_pool,
-                                                               const std::string& name) const {
+                                                               const std::string& name,
+                                                               ErrorId otherwise) const {
   OFFLOAD_RETURN_IF_ERROR(CheckServesTools());
   OFFLOAD_ASSIGN_OR_RETURN(const std::string pool, ChoosePool(pools_, requested_pool));
   OFFLOAD_ASSIGN_OR_RETURN(const std::string store, StoreOf(pool, name));
   std::shared_ptr<Job> job = jobs_->Find(store);
   if (job != nullptr) return job;
-  return MakeError(ErrorId::kSnapshot,
+  return MakeError(otherwise,
                    absl::StrCat("job ", name, " of ", pool, " is not open in this daemon"));
 }
 
 grpc::Status ControlService::CreateSnapshot(
     grpc::ServerContext*, const v1::CreateSnapshotRequest* request,
     grpc::ServerWriter<v1::CreateSnapshotProgress>* writer) {
-  const auto job = OpenedJob(request->pool(), request->job());
+  const auto job = OpenedJob(request->pool(), request->job(), ErrorId::kSnapshot);
   if (!job.ok()) return ToGrpc(job.status());
   // The loop must not wait for a reader: it leaves the numbers here, and this thread sends them.
   struct Shared {
@@ -467,7 +460,7 @@ grpc::Status ControlService::CreateSnapshot(
 
 grpc::Status ControlService::DeleteSnapshot(grpc::ServerContext*,
                                             const v1::DeleteSnapshotRequest* request, v1::Empty*) {
-  const auto job = OpenedJob(request->pool(), request->job());
+  const auto job = OpenedJob(request->pool(), request->job(), ErrorId::kSnapshot);
   if (!job.ok()) return ToGrpc(job.status());
   using Answer = absl::StatusOr<uint64_t>;
   return ToGrpc((*job)

@@ -14,6 +14,7 @@
 
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "base/error.h"
 #include "offloadd/job_table.h"
 #include "offloadd/pool_policy.h"
 #include "offloadd/session_table.h"
@@ -64,10 +65,15 @@ class ControlService final : public proto::v1::Control::Service {
                               proto::v1::ExplainFailureReply* reply) override;
   grpc::Status Exchange(grpc::ServerContext* context, const proto::v1::ExchangeRequest* request,
                         proto::v1::ExchangeReply* reply) override;
+  grpc::Status TakeTransfers(grpc::ServerContext* context,
+                             const proto::v1::TakeTransfersRequest* request,
+                             proto::v1::TakeTransfersReply* reply) override;
   grpc::Status CloseJob(grpc::ServerContext* context, const proto::v1::Empty* request,
                         proto::v1::Empty* reply) override;
   grpc::Status Status(grpc::ServerContext* context, const proto::v1::StatusRequest* request,
                       proto::v1::StatusReply* reply) override;
+  grpc::Status Report(grpc::ServerContext* context, const proto::v1::ReportRequest* request,
+                      grpc::ServerWriter<proto::v1::ReportPart>* writer) override;
   grpc::Status ListJobs(grpc::ServerContext* context, const proto::v1::ListJobsRequest* request,
                         proto::v1::ListJobsReply* reply) override;
   grpc::Status RemoveJob(grpc::ServerContext* context, const proto::v1::RemoveJobRequest* request,
@@ -83,9 +89,9 @@ class ControlService final : public proto::v1::Control::Service {
   // The session of the call's token. One call of it ends with the last copy of the pointer.
   absl::StatusOr<std::shared_ptr<Session>> SessionOf(const grpc::ServerContext& context) const;
   absl::Status CheckServesTools() const;
-  // That is open here; OFD-1216 when it is not.
+  // That is open here; the error `otherwise` when it is not.
   absl::StatusOr<std::shared_ptr<Job>> OpenedJob(const std::string& requested_pool,
-                                                 const std::string& job) const;
+                                                 const std::string& job, ErrorId otherwise) const;
   // The job that the session asks for: new, or opened by others of its launch.
   absl::StatusOr<std::shared_ptr<Job>> TakeJob(const Session& session,
                                                const proto::v1::OpenJobRequest& request);

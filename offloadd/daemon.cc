@@ -4,6 +4,7 @@
 #include <grpcpp/resource_quota.h>
 #include <sys/signalfd.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -13,6 +14,7 @@
 #include <csignal>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <thread>
 #include <utility>
 
@@ -23,8 +25,11 @@
 #include "base/string_view.h"
 #include "offloadd/control_service.h"
 #include "offloadd/limits.h"
+#include "offloadd/metrics_text.h"
+#include "offloadd/status_reply.h"
 #include "proto/grpc_status.h"
 #include "spdlog/spdlog.h"
+#include "swap/store.h"
 
 namespace offload::daemon {
 namespace {
@@ -37,6 +42,8 @@ Daemon::Daemon(DaemonOptions options, std::unique_ptr<EventLoop> loop)
     : options_(std::move(options)),
       control_path_(std::filesystem::path(options_.socket_path).parent_path() / "control.sock"),
       ranks_path_(std::filesystem::path(options_.socket_path).parent_path() / "ranks.sock"),
+      metrics_path_(std::filesystem::path(options_.socket_path).parent_path() / "metrics.sock"),
+      started_seconds_(Clock::Real().NowSeconds()),
       loop_(std::move(loop)) {}
 
 Daemon::~Daemon() {
@@ -46,6 +53,7 @@ Daemon::~Daemon() {
     if (server != nullptr)
       server->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(50));
   }
+  metrics_.reset();
   unlink(options_.socket_path.c_str());
   unlink(control_path_.c_str());
   if (options_.peers.admits_others()) unlink(ranks_path_.c_str());
@@ -72,6 +80,7 @@ absl::StatusOr<std::unique_ptr<Daemon>> Daemon::Create(DaemonOptions options) {
   OFFLOAD_RETURN_IF_ERROR(daemon->WatchSignals());
   OFFLOAD_RETURN_IF_ERROR(daemon->WatchParent());
   OFFLOAD_RETURN_IF_ERROR(daemon->ServeControls());
+  OFFLOAD_RETURN_IF_ERROR(daemon->ServeMetrics());
   daemon->loop_->Watch(daemon->listener_.get(), [raw = daemon.get()] { raw->Accept(); });
   return daemon;
 }
@@ -135,6 +144,27 @@ absl::Status Daemon::ServeControls() {
                                                     /*serves_tools=*/false);
   OFFLOAD_ASSIGN_OR_RETURN(ranks_server_, ServeControl(ranks_path_, 0666, ranks_service_.get()));
   return absl::OkStatus();
+}
+
+absl::Status Daemon::ServeMetrics() {
+  OFFLOAD_ASSIGN_OR_RETURN(metrics_,
+                           MetricsServer::Start(metrics_path_, [this] { return Metrics(); }));
+  return absl::OkStatus();
+}
+
+std::string Daemon::Metrics() const {
+  const proto::v1::StatusReply status = MakeStatusReply(jobs_, started_seconds_);
+  std::map<std::string, uint64_t> free_bytes;
+  for (const proto::v1::JobStatus& job : status.jobs()) {
+    const auto pools = swap::SplitPools(job.pool());
+    if (!pools.ok()) continue;
+    for (const std::string& pool : *pools) {
+      struct statvfs info = {};
+      if (statvfs(pool.c_str(), &info) == 0)
+        free_bytes[pool] = uint64_t{info.f_bavail} * info.f_frsize;
+    }
+  }
+  return MetricsText(status, free_bytes);
 }
 
 void Daemon::Run() { loop_->Run(); }

@@ -25,6 +25,7 @@
 #include "offloadd/event_loop.h"
 #include "offloadd/job_table.h"
 #include "offloadd/limits.h"
+#include "offloadd/metrics_server.h"
 #include "offloadd/pool_policy.h"
 #include "offloadd/session_table.h"
 #include "proto/handshake.h"
@@ -38,7 +39,7 @@ namespace offload::daemon {
 class ControlService;
 
 struct DaemonOptions {
-  std::string socket_path;  // of the handshake; control.sock is put beside it
+  std::string socket_path;  // of the handshake; control.sock and metrics.sock are put beside it
   // Beside the daemon's own user and root. Those others get a control socket of their own,
   // ranks.sock, which answers their sessions only, and must live in one of the pools.
   proto::PeerPolicy peers;
@@ -67,6 +68,8 @@ class Daemon {
   absl::StatusOr<std::unique_ptr<grpc::Server>> ServeControl(const std::string& path, mode_t mode,
                                                              ControlService* service);
   absl::Status ServeControls();
+  absl::Status ServeMetrics();
+  std::string Metrics() const;
   void LogRefusal(const absl::Status& status);
   void Accept();
   absl::Status Welcome(UniqueFd socket);
@@ -77,11 +80,13 @@ class Daemon {
   void StopIfDone();
 
   DaemonOptions options_;
-  std::string control_path_, ranks_path_;
+  std::string control_path_, ranks_path_, metrics_path_;
+  const double started_seconds_;
   std::unique_ptr<EventLoop> loop_;
   UniqueFd listener_, signals_, parent_;
   JobTable jobs_;
   SessionTable sessions_;
+  std::unique_ptr<MetricsServer> metrics_;
   std::unique_ptr<ControlService> service_, ranks_service_;
   std::unique_ptr<grpc::Server> server_, ranks_server_;  // the second one for others, if any
   uint64_t next_session_ = 1;

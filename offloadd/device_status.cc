@@ -1,10 +1,16 @@
 #include "offloadd/device_status.h"
 
+#include <array>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 
 namespace offload::daemon {
 namespace {
+
+// Buckets of the latencies whose ends are the bounds that are counted up to: every fourth power of
+// two microseconds, from 33 us to 8.6 s.
+constexpr std::array<size_t, 10> kBoundBuckets = {15, 23, 31, 39, 47, 55, 63, 71, 79, 87};
 
 uint64_t Get(const std::atomic<uint64_t>& counter) {
   return counter.load(std::memory_order_relaxed);  // counters order nothing
@@ -19,6 +25,9 @@ void Describe(const std::atomic<uint64_t>& count, uint64_t bytes,
   status->set_p50_seconds(latency.QuantileSeconds(0.5));
   status->set_p99_seconds(latency.QuantileSeconds(0.99));
   status->set_max_seconds(latency.QuantileSeconds(1));
+  for (const size_t bucket : kBoundBuckets)
+    status->add_latency_counts(latency.CountBelow(bucket + 1));
+  status->set_sum_seconds(latency.sum_seconds());
 }
 
 }  // namespace
@@ -38,6 +47,11 @@ proto::v1::DeviceStatus DescribeDevice(const std::string& file, const aio::Devic
   status.set_retries(Get(counters.retries));
   status.set_short_transfers(Get(counters.short_transfers));
   status.set_registered_bytes(device.registered_bytes());
+  status.set_in_flight(device.in_flight());
+  for (const size_t bucket : kBoundBuckets) {
+    status.add_latency_bounds_seconds(
+        static_cast<double>(aio::LatencyHistogram::UpperNanoseconds(bucket)) * 1e-9);
+  }
   return status;
 }
 

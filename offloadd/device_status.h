@@ -2,7 +2,7 @@
 //
 // What a device has counted, as a message for offloadctl status.
 //
-// Thread safety: pure.
+// Thread safety: the device's thread.
 #pragma once
 
 #include <string>

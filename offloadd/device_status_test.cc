@@ -37,6 +37,14 @@ TEST(DeviceStatusTest, TellsOperationsBytesLatenciesAndEachKindOfTrouble) {
   EXPECT_EQ(status.flush().errors(), 1u);
   EXPECT_EQ(status.flush().p99_seconds(), 0);
   EXPECT_EQ(status.refusals(), 1u);
+  EXPECT_EQ(status.in_flight(), 0u);
+  ASSERT_EQ(status.read().latency_counts_size(), status.latency_bounds_seconds_size());
+  for (int i = 1; i < status.latency_bounds_seconds_size(); ++i) {
+    EXPECT_NEAR(status.latency_bounds_seconds(i) / status.latency_bounds_seconds(i - 1), 4, 1e-9);
+    EXPECT_GE(status.read().latency_counts(i), status.read().latency_counts(i - 1));
+  }
+  EXPECT_EQ(status.read().latency_counts(status.read().latency_counts_size() - 1), 2u);
+  EXPECT_GT(status.read().sum_seconds(), 0);
 }
 
 }  // namespace

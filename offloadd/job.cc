@@ -52,9 +52,13 @@ absl::StatusOr<std::shared_ptr<Job>> Job::Create(JobIdentity identity, Machine& 
 }
 
 Job::Job(JobIdentity identity, std::unique_ptr<EventLoop> loop, Machine& machine)
-    : identity_(std::move(identity)), loop_(std::move(loop)), machine_(machine) {
+    : identity_(std::move(identity)),
+      loop_(std::move(loop)),
+      machine_(machine),
+      activity_(&machine.clock()) {
   context_.loop = loop_.get();
   context_.clock = &machine_.clock();
+  context_.activity = &activity_;
   context_.room_timeout_seconds = NumberFrom("OFFLOADD_ROOM_TIMEOUT", kLimits.room_timeout_seconds);
   context_.complete = [this](uint32_t rank, uint64_t tag, const absl::Status& status,
                              uint64_t value) { ranks_[rank]->Complete(tag, status, value); };
@@ -78,6 +82,7 @@ Job::~Job() {
 void Job::SetPhase(JobPhase phase) {
   OFFLOAD_CHECK(CanFollow(phase_, phase)) << NameOf(phase_) << " to " << NameOf(phase);
   phase_.store(phase, std::memory_order_release);
+  if (phase == JobPhase::kTraining) history_.Begin(Work());
 }
 
 absl::Status Job::Check(JobCall call) const {
@@ -278,6 +283,7 @@ void Job::Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDon
   UpdateMemory(rank);
   if (gradients_ != nullptr) gradients_->Step(rank.number());
   if (!StepIsReady()) return;
+  history_.Call(Work());
   if (executor_->busy()) return executor_->Hurry();
   StartRecordedStep();
 }
@@ -318,6 +324,7 @@ void Job::StartRecordedStep() {
     return AnswerStep(plan.status());
   }
   step_ = plan->step;
+  AddToHistory();
   if (gradients_ != nullptr) gradients_->BeginNextStep(TensorsOf(*plan));
   plan->trainer_state = TakeTrainerStates();
   TakePositions();

@@ -46,6 +46,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "offloadd/activity_log.h"
 #include "offloadd/event_loop.h"
 #include "offloadd/gradient_sum.h"
 #include "offloadd/job_context.h"
@@ -55,6 +56,7 @@
 #include "offloadd/rank.h"
 #include "offloadd/resident_state.h"
 #include "offloadd/step_gate.h"
+#include "offloadd/step_history.h"
 #include "offloadd/transfers.h"
 #include "offloadd/update_executor.h"
 #include "offloadd/weight_cache.h"
@@ -153,6 +155,10 @@ class Job {
   // Answers with the step that is committed.
   void DeleteSnapshot(const std::string& name, StepDone done);
   void FillStatus(proto::v1::JobStatus* status) const;
+  // In messages of bounded size.
+  std::vector<proto::v1::ReportPart> Report() const;
+  // Those that have ended since the last call.
+  void TakeTransfers(proto::v1::TakeTransfersReply* reply);
 
  private:
   struct SnapshotChange {
@@ -277,6 +283,8 @@ class Job {
   int Turn();
   void TakePositions();
   int SleepLimit(bool waiting, size_t completions, double scrub_seconds);
+  WorkDone Work() const;
+  void AddToHistory();
   void UpdateHeader();
   proto::SlabHeader* header() const { return reinterpret_cast<proto::SlabHeader*>(slab_.data()); }
   bool IsSealed() const { return cache_ != nullptr; }
@@ -305,6 +313,8 @@ class Job {
   absl::Status end_reason_;  // a rank is gone or at fault: the others are told
   std::vector<Progress> seal_progress_;
   std::vector<std::string> trainer_states_;  // by rank, as they will be committed
+  ActivityLog activity_;                     // watches the two that follow
+  StepHistory history_;
   std::unique_ptr<swap::Store> store_;
   std::unique_ptr<swap::Scratch> scratch_;
   JobContext context_;

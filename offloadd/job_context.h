@@ -26,6 +26,7 @@
 #include "base/clock.h"
 #include "base/durability.h"
 #include "kernels/square_root.h"
+#include "offloadd/activity_log.h"
 #include "offloadd/event_loop.h"
 #include "offloadd/machine.h"
 #include "proto/depths.h"
@@ -50,6 +51,7 @@ struct JobContext {
   EventLoop* loop = nullptr;
   Executor run_on_worker;
   const Clock* clock = nullptr;
+  ActivityLog* activity = nullptr;
   swap::Store* store = nullptr;
   swap::Scratch* scratch = nullptr;  // null until somebody needs one
 

@@ -201,11 +201,13 @@ void Job::TakeOver(Made& made) {
   if (made.store != nullptr) {
     store_ = std::move(made.store);
     context_.store = store_.get();
+    store_->SetWatch(activity_.Watch());
     loop_->Watch(store_->event_fd(), [] {});  // the turn polls
   }
   if (made.scratch != nullptr) {
     scratch_ = std::move(made.scratch);
     context_.scratch = scratch_.get();
+    scratch_->SetWatch(activity_.Watch());
     loop_->Watch(scratch_->event_fd(), [] {});
   }
 }

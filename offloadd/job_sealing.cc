@@ -264,6 +264,7 @@ absl::Status Job::CompareCatalogue() const {
 
 void Job::MakeParts() {
   store_->RegisterBuffer({slab_.data(), context_.layout.total_bytes});  // it has its pages by now
+  activity_.SetTensorCount(context_.catalogue.store_tensors.size());
   cache_ = std::make_unique<WeightCache>(&context_, !store_existed_);
   state_ = std::make_unique<ResidentState>(&context_);
   executor_ = std::make_unique<UpdateExecutor>(

@@ -1,8 +1,10 @@
 // What a job tells of itself: to its rank in the slab's header, and to offloadctl status.
 
 #include <algorithm>
+#include <utility>
 
 #include "offloadd/device_status.h"
+#include "offloadd/figures.h"
 #include "offloadd/job.h"
 
 namespace offload::daemon {
@@ -40,15 +42,31 @@ void FillRank(Rank& rank, proto::v1::RankStatus* status) {
 
 }  // namespace
 
-void Job::UpdateHeader() {
-  if (slab_.data() == nullptr) return;
-  uint64_t bytes_read = 0, bytes_written = 0;
+// Of its ranks the mean.
+WorkDone Job::Work() const {
+  WorkDone work;
+  work.now_seconds = context_.clock->NowSeconds();
+  for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank != nullptr) proto::AddTo(work.sums, rank->sums());
+  }
+  work.sums = proto::DividedBy(work.sums, std::max<size_t>(1, ranks_.size()));
   for (const aio::Device* device : {store_ != nullptr ? &store_->device() : nullptr,
                                     scratch_ != nullptr ? &scratch_->device() : nullptr}) {
     if (device == nullptr) continue;
-    bytes_read += device->counters().read_bytes.load(std::memory_order_relaxed);
-    bytes_written += device->counters().written_bytes.load(std::memory_order_relaxed);
+    work.bytes_read += device->counters().read_bytes.load(std::memory_order_relaxed);
+    work.bytes_written += device->counters().written_bytes.load(std::memory_order_relaxed);
   }
+  return work;
+}
+
+void Job::AddToHistory() {
+  history_.Add(step_, static_cast<double>(machine_.NowUnixSeconds()),
+               header()->resident_bytes.load(std::memory_order_relaxed));
+}
+
+void Job::UpdateHeader() {
+  if (slab_.data() == nullptr) return;
+  const WorkDone work = Work();
   uint64_t resident_bytes = proto::PaddedBytes(sizeof(proto::SlabHeader));
   for (const RankMemory& rank : context_.ranks) resident_bytes += rank.region_bytes;
   if (IsSealed()) {
@@ -59,8 +77,8 @@ void Job::UpdateHeader() {
   }
   peak_bytes_ = std::max(peak_bytes_, resident_bytes);
   proto::SlabHeader* words = header();
-  words->bytes_read.store(bytes_read, std::memory_order_relaxed);
-  words->bytes_written.store(bytes_written, std::memory_order_relaxed);
+  words->bytes_read.store(work.bytes_read, std::memory_order_relaxed);
+  words->bytes_written.store(work.bytes_written, std::memory_order_relaxed);
   words->resident_bytes.store(resident_bytes, std::memory_order_relaxed);
   words->peak_bytes.store(peak_bytes_, std::memory_order_relaxed);
 }
@@ -88,10 +106,31 @@ void Job::FillStatus(proto::v1::JobStatus* status) const {
   status->set_bytes_written(header()->bytes_written.load(std::memory_order_relaxed));
   status->set_io_engine(io_engine_);
   status->set_seconds_per_step(seconds_per_step_);
+  FillFigures(Work().sums, status->mutable_figures());
+  if (!history_.records().empty())
+    FillRecord(history_.records().back(), status->mutable_last_step());
+  FillDurations(history_.durations(), status->mutable_durations());
+  if (IsSealed()) {
+    proto::v1::ResidentBytes* const resident = status->mutable_resident();
+    resident->set_weights(cache_->resident_bytes());
+    resident->set_state(state_->loaded_bytes());
+    resident->set_gradients(gradients_ != nullptr ? gradients_->resident_bytes() : 0);
+    resident->set_buffers(executor_->buffer_bytes());
+  }
   if (store_ != nullptr) *status->add_devices() = DescribeDevice("store", store_->device());
   if (scratch_ != nullptr) *status->add_devices() = DescribeDevice("scratch", scratch_->device());
   if (store_ != nullptr) FillErrors(store_->error_counts(), status->mutable_store_errors());
   if (scrubber_ != nullptr) FillScrub(*scrubber_, status->mutable_scrub());
+}
+
+std::vector<proto::v1::ReportPart> Job::Report() const {
+  proto::v1::JobStatus status;
+  FillStatus(&status);
+  return MakeReport(std::move(status), history_, context_.catalogue, activity_.tallies());
+}
+
+void Job::TakeTransfers(proto::v1::TakeTransfersReply* reply) {
+  FillTransfers(activity_.TakeTransfers(), context_.catalogue, reply);
 }
 
 }  // namespace offload::daemon

@@ -31,7 +31,8 @@ void AddFlags(CLI::App& app, Flags& flags) {
   app.add_flag("--private", flags.daemon.is_private,
                "Serve the process that started this one, and end with it");
   app.add_option("--socket", flags.daemon.socket_path,
-                 "Path of the socket that ranks connect to; control.sock is put beside it")
+                 "Path of the socket that ranks connect to; control.sock and metrics.sock are put "
+                 "beside it")
       ->type_name("PATH")
       ->required();
   app.add_option("--parent-pid", flags.daemon.parent_pid,

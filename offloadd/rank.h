@@ -31,6 +31,7 @@
 #include "proto/shared_memory.h"
 #include "proto/shm_abi.h"
 #include "proto/slab_layout.h"
+#include "proto/step_words.h"
 
 namespace offload::daemon {
 
@@ -100,6 +101,11 @@ class Rank {
   proto::DaemonRings* rings() { return rings_.has_value() ? &*rings_ : nullptr; }
   // Where it is in its schedule; 0 without rings.
   uint32_t position() const { return rings_.has_value() ? rings_->schedule_position() : 0; }
+
+  // What it says of its time; nothing without rings.
+  proto::StepSums sums() const {
+    return rings_.has_value() ? proto::ReadStepWords(rings_->step_words()) : proto::StepSums();
+  }
 
   void Complete(uint64_t tag, const absl::Status& status, uint64_t value);
   // Empty when the operation did not fail, or long ago.

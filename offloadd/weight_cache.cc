@@ -56,6 +56,7 @@ void WeightCache::AnswerWaiters(uint32_t store_tensor) {
       continue;
     }
     --waiting_count_[waiter.tensor];
+    context_->activity->AddWait(store_tensor, waiter.cause, waiter.since_nanoseconds);
     Answer(waiter);
   }
 }
@@ -78,7 +79,8 @@ void WeightCache::Acquire(uint32_t rank, uint32_t tensor, uint64_t tag) {
   const uint32_t store_tensor = context_->catalogue.placements[tensor].store_tensor;
   if (!pending_[tensor] && loaded(store_tensor)) return Answer({rank, tensor, tag});
   State& state = states_[store_tensor];
-  state.waiters.push_back({rank, tensor, tag});
+  state.waiters.push_back(
+      {rank, tensor, tag, CauseOfWait(tensor), context_->activity->NowNanoseconds()});
   ++waiting_count_[tensor];
   if (pending_[tensor]) on_demand_(store_tensor);
   if (pending_[tensor] || state.phase == Phase::kAbsent) Demand(store_tensor);
@@ -90,6 +92,13 @@ void WeightCache::Acquire(uint32_t rank, uint32_t tensor, uint64_t tag) {
       loads_.push_front(store_tensor);
     }
   }
+}
+
+ActivityLog::WaitCause WeightCache::CauseOfWait(uint32_t tensor) const {
+  if (pending_[tensor]) return ActivityLog::WaitCause::kUpdate;
+  return loading(context_->catalogue.placements[tensor].store_tensor)
+             ? ActivityLog::WaitCause::kLate
+             : ActivityLog::WaitCause::kMiss;
 }
 
 void WeightCache::Demand(uint32_t store_tensor) {

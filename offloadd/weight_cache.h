@@ -108,6 +108,8 @@ class WeightCache {
     uint32_t rank;
     uint32_t tensor;
     uint64_t tag;
+    ActivityLog::WaitCause cause = ActivityLog::WaitCause::kMiss;
+    int64_t since_nanoseconds = 0;
   };
   struct State {
     Phase phase = Phase::kAbsent;
@@ -123,6 +125,7 @@ class WeightCache {
   };
 
   std::atomic<uint64_t>& Word(uint32_t tensor) const;
+  ActivityLog::WaitCause CauseOfWait(uint32_t tensor) const;
   void StoreWord(uint32_t tensor, proto::TensorState state) const;
   void Answer(const Waiter& waiter) const;
   void AnswerWaiters(uint32_t store_tensor);

@@ -28,6 +28,7 @@
 #include "proto/doorbell.h"
 #include "proto/ring.h"
 #include "proto/shm_abi.h"
+#include "proto/step_words.h"
 #include "proto/submission_reader.h"
 
 namespace offload::proto {
@@ -67,6 +68,10 @@ class DaemonRings {
   // The rank's hint: index of its next touch in the schedule; any value at all.
   uint32_t schedule_position() const {
     return header_->schedule_position.load(std::memory_order_relaxed);
+  }
+  // Of the rank: any values at all.
+  const StepWords& step_words() const {
+    return *StepWordsOf(reinterpret_cast<std::byte*>(header_));
   }
 
  private:

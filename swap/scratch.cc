@@ -95,6 +95,7 @@ struct Scratch::Impl {
   std::deque<std::pair<Done, absl::Status>> deferred;
   Wakeup wakeup;
   std::unique_ptr<aio::Device> device;
+  TransferWatch watch;
 };
 
 void Scratch::Impl::Close() {
@@ -307,11 +308,19 @@ Scratch::~Scratch() = default;
 absl::Status Scratch::Reserve(uint64_t bytes) { return impl_->Reserve(bytes); }
 uint64_t Scratch::size_bytes() const { return impl_->size_bytes; }
 void Scratch::Write(uint64_t offset_bytes, std::span<const std::byte> bytes, Done done) {
+  if (impl_->watch) {
+    done = impl_->watch({.kind = Transfer::Kind::kScratchWrite, .bytes = bytes.size()},
+                        std::move(done));
+  }
   impl_->Write(offset_bytes, bytes, std::move(done));
 }
 void Scratch::Read(uint64_t offset_bytes, std::span<std::byte> bytes, Done done) {
+  if (impl_->watch)
+    done = impl_->watch({.kind = Transfer::Kind::kScratchRead, .bytes = bytes.size()},
+                        std::move(done));
   impl_->Read(offset_bytes, bytes, std::move(done));
 }
+void Scratch::SetWatch(TransferWatch watch) { impl_->watch = std::move(watch); }
 size_t Scratch::Poll(bool wait) { return impl_->Poll(wait); }
 int Scratch::event_fd() const { return impl_->wakeup.fd(); }
 const aio::Device& Scratch::device() const { return *impl_->device; }

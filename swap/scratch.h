@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "aio/device.h"
+#include "swap/transfer_watch.h"
 
 namespace offload::swap {
 
@@ -53,6 +54,9 @@ class Scratch {
   // on the way back (OFD-1208 on a mismatch).
   void Write(uint64_t offset_bytes, std::span<const std::byte> bytes, Done done);
   void Read(uint64_t offset_bytes, std::span<std::byte> bytes, Done done);
+
+  // Told of every Write and Read from now on. Null: nobody.
+  void SetWatch(TransferWatch watch);
 
   size_t Poll(bool wait);
   int event_fd() const;

@@ -296,9 +296,22 @@ uint32_t Store::ExtentCount(uint32_t tensor) const {
 }
 
 void Store::Read(std::span<const ReadRequest> requests, std::span<Stamp> stamps, Done done) {
+  if (impl_->watch && !requests.empty()) {
+    uint64_t bytes = 0;
+    for (const ReadRequest& request : requests)
+      bytes += stamp(request.id).never_written() ? 0 : ExtentBytes(request.id);
+    const ExtentId& id = requests.front().id;
+    done = impl_->watch({Transfer::Kind::kRead, id.tensor, id.index, bytes}, std::move(done));
+  }
   impl_->Read(requests, stamps, std::move(done));
 }
 void Store::Write(std::span<const WriteRequest> requests, Done done) {
+  if (impl_->watch && !requests.empty()) {
+    uint64_t bytes = 0;
+    for (const WriteRequest& request : requests) bytes += ExtentBytes(request.id);
+    const ExtentId& id = requests.front().id;
+    done = impl_->watch({Transfer::Kind::kWrite, id.tensor, id.index, bytes}, std::move(done));
+  }
   impl_->Write(requests, std::move(done));
 }
 
@@ -323,6 +336,7 @@ Stamp Store::stamp(const ExtentId& id) const {
 }
 
 void Store::Commit(uint64_t epoch, std::string blob, Done done) {
+  if (impl_->watch) done = impl_->watch({.kind = Transfer::Kind::kCommit}, std::move(done));
   impl_->Commit(epoch, std::move(blob), std::move(done));
 }
 void Store::CreateSnapshot(const std::string& name, int64_t unix_seconds, Done done) {
@@ -355,6 +369,7 @@ ErrorCounts Store::error_counts() const {
           .repaired_copies = impl_->repairs.size()};
 }
 
+void Store::SetWatch(TransferWatch watch) { impl_->watch = std::move(watch); }
 size_t Store::Poll(bool wait) { return impl_->Poll(wait); }
 int Store::event_fd() const { return impl_->wakeup.fd(); }
 const aio::Device& Store::device() const { return *impl_->device; }

@@ -39,6 +39,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "aio/device.h"
+#include "swap/transfer_watch.h"
 
 namespace offload::swap {
 
@@ -283,6 +284,9 @@ class Store {
   // superblock's twin.
   const std::vector<std::string>& repairs() const;
   ErrorCounts error_counts() const;
+
+  // Told of every Read, Write and Commit from now on. Null: nobody.
+  void SetWatch(TransferWatch watch);
 
   // Runs completions; as Device::Poll.
   size_t Poll(bool wait);

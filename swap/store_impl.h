@@ -220,6 +220,7 @@ struct Store::Impl {
   std::deque<std::pair<Done, absl::Status>> deferred;
   size_t callbacks_run = 0;
   Wakeup wakeup;
+  TransferWatch watch;
   std::unique_ptr<aio::Device> device;  // owns the descriptor and with it the lock; destroyed first
 };
 

@@ -250,7 +250,7 @@ TEST_F(DaemonStartTest, ADaemonThatWasToldToEndLeavesNoSocket) {
   DaemonOptions options = Options();
   options.peers.uids = {kOtherUser};
   StartDaemon(std::move(options));
-  for (const char* name : {"control.sock", "ranks.sock", "offloadd.sock"})
+  for (const char* name : {"control.sock", "metrics.sock", "ranks.sock", "offloadd.sock"})
     EXPECT_TRUE(std::filesystem::exists(directory_ + "/" + name)) << name;
   StopDaemon();
   ExpectNothingIsLeft();

@@ -1,0 +1,30 @@
+// offloadd/figures.h
+//
+// What a job has measured, as messages for tools.
+//
+// Thread safety: pure.
+#pragma once
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "offloadd/activity_log.h"
+#include "offloadd/step_history.h"
+#include "proto/offload.pb.h"
+#include "proto/slab_layout.h"
+#include "proto/step_words.h"
+
+namespace offload::daemon {
+
+void FillFigures(const proto::StepSums& sums, proto::v1::StepFigures* figures);
+void FillRecord(const StepRecord& record, proto::v1::StepRecord* message);
+void FillDurations(const StepHistory::Durations& durations, proto::v1::StepDurations* message);
+void FillTransfers(const ActivityLog::Taken& taken, const proto::Catalogue& catalogue,
+                   proto::v1::TakeTransfersReply* reply);
+// The first part has `job`; each has a bounded number of entries.
+std::vector<proto::v1::ReportPart> MakeReport(proto::v1::JobStatus job, const StepHistory& history,
+                                              const proto::Catalogue& catalogue,
+                                              std::span<const ActivityLog::Tally> tallies);
+
+}  // namespace offload::daemon
