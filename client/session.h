@@ -141,7 +141,7 @@ class Session {
              uint64_t region_offset) {
     return PutPlane(tensor, proto::Plane::kWeight, element_offset, element_count, region_offset);
   }
-  // Weights, or fp32 values of a plane that the optimizer keeps.
+  // Weights, or fp32 values of bf16 masters or of a plane that the optimizer keeps.
   Ticket PutPlane(uint32_t tensor, proto::Plane plane, uint64_t element_offset,
                   uint64_t element_count, uint64_t region_offset);
   // With several ranks: the first one ends the puts that overwrite a tensor with it; the others say

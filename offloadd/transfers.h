@@ -7,9 +7,10 @@
 //   * Transfers of one tensor run in the order in which they came; a put runs alone, and none while
 //   the tensor's update is pending.
 //   * A put becomes part of the open epoch. One of weights makes the written value the master, the
-//   residual zero, and leaves what the optimizer keeps; one of a state plane replaces that alone.
-//   It is unsettled until the next step or the end of a load, and dropped if neither comes; so it
-//   begins only after the commit of every step before it, which has nothing of it.
+//   residual zero, and leaves what the optimizer keeps; one of bf16 masters replaces weight and
+//   residual; one of a state plane replaces that alone. It is unsettled until the next step or the
+//   end of a load, and dropped if neither comes; so it begins only after the commit of every step
+//   before it, which has nothing of it.
 //   * Everything that the drive gave is verified before it reaches the rank.
 //   * Of several ranks the first one's puts count. They come in sequences, each ended by a put of
 //   no elements, and the k-th sequence of a tensor begins when every other rank has put no elements

@@ -135,9 +135,9 @@ enum class RingOperation : uint32_t {
   // once.
   kPrefetch = 2,
   // tensor, plane, element_offset, element_count, region_offset: values of the plane replace the
-  // stored ones. kWeight (working dtype): the master becomes the value, residual zero, moments kept.
-  // kMaster (fp32, of a bf16 tensor that is trained): weights and residual. kState… (fp32): that
-  // plane alone. Waits for the commit of the last step. Completes when the
+  // stored ones. kWeight (working dtype): the master becomes the value, residual zero, moments
+  // kept. kMaster (fp32, of a bf16 tensor that is trained): weight and residual, moments kept.
+  // kState… (fp32): that plane alone. Waits for the commit of the last step. Completes when the
   // bytes are taken; durable with the next Step or EndLoad (offload.proto), else dropped when the
   // job ends.
   kPut = 3,

@@ -15,7 +15,7 @@ import torch
 from . import in_memory, pickled, served, universal
 from .errors import Error
 from .library import Engine, is_disabled
-from .optimizer import Foreign, check_free, recipe_of
+from .optimizer import Foreign, check_free, has_stepped, recipe_of
 
 _log = logging.getLogger("offloadd")
 
@@ -330,8 +330,15 @@ class Handle:
 
     def _take_what_was_kept(self, part):
         """A new job begins with it; one that exists has its own."""
-        kept = None if part.is_foreign else part.kept_in_memory()
-        if kept and kept[0]:
+        if part.is_foreign:
+            return
+        step = self._engine.step_count()
+        if step > 0:
+            if has_stepped(part.optimizer):
+                _log.warning("offloadd: job %s is at step %d and keeps its moments, those of the optimizer are dropped", self.job, step)
+            return
+        kept = part.kept_in_memory()
+        if kept[0]:
             self._engine.begin_with(*kept)
 
     def _check_once(self):

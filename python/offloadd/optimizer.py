@@ -320,6 +320,11 @@ def has_stepped(optimizer):
     return False
 
 
+def _is_elsewhere(state):
+    """Whether a state is that of Part.state_dict() with texts: its tensors are in the store of a job."""
+    return any(isinstance(value, str) for value in state.values())
+
+
 def _check_own_step(optimizer):
     """A step that somebody put on the instance would not reach the daemon."""
     own = optimizer.__dict__.get("step")
@@ -529,13 +534,12 @@ class Part:
 
     def _replaces(self, state_dict):
         """Whether the job has another state. OFD-1602 where the dictionary says only that it is in a store."""
-        mark, here = state_dict.get("offloadd"), self.handle.mark()
+        mark, here, states = state_dict.get("offloadd"), self.handle.mark(), state_dict.get("state", {})
         if not any(self.recipe.planes(row) for row in self.group_values()):
-            return False
+            return any("master" in state for state in states.values())
         if mark is not None and mark.get("id") == here["id"] and mark["step"] == here["step"] != self._replaced_at:
             return False
-        states = state_dict.get("state", {})
-        if not any(isinstance(value, str) for state in states.values() for value in state.values()):
+        if not any(map(_is_elsewhere, states.values())):
             return bool(states) or any(True for _ in self.states())
         if mark is None or mark.get("id") != here["id"]:
             raise Error.of(1602, f"the checkpoint is of job {mark['job'] if mark else '(unknown)'}, this is another job {here['job']}",
@@ -553,6 +557,9 @@ class Part:
 
     def _read(self, state, planes, group):
         """torch's state of one parameter. SGD counts nothing: a momentum buffer says that there was an update."""
+        if _is_elsewhere(state):
+            raise Error.of(1602, "the optimizer has loaded a checkpoint that says only where its moments are",
+                           "Attach to the job of the checkpoint: its moments are in its store")
         kept = {name: state[name].detach() for name in planes if state.get(name) is not None}
         count = int(number(state.get("step", 0))) if self.recipe.counts else int(bool(kept))
         if count < 0:

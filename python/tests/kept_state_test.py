@@ -239,6 +239,50 @@ def checkpoint_without_its_moments_is_refused(run):
     optimizer.load_state_dict(state)
 
 
+@case(refused=1602, **REFUSED)
+def optimizer_with_moments_elsewhere_is_refused(run):
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer).is_state_small = lambda: False
+    run.train(model, optimizer)
+    other = run.make(Transformer)
+    plain = fused(other.parameters())
+    plain.load_state_dict(optimizer.state_dict())
+    run.attach(other, plain)
+
+
+@case(**FP32)
+def optimizer_with_moments_in_its_job(run):
+    model = run.model()
+    optimizer = fused(model.parameters())
+    handle = run.attach(model, optimizer, job="elsewhere")
+    handle.is_state_small = lambda: False
+    told = run.train(model, optimizer)
+    if run.offloaded:
+        state = optimizer.state_dict()
+        run.handles.pop().close()
+        run.models.clear()
+        model = run.model()
+        optimizer = fused(model.parameters())
+        optimizer.load_state_dict(state)
+        run.attach(model, optimizer, job="elsewhere")
+    return told + run.train(model, optimizer, first=3), states_of(optimizer)
+
+
+@case
+def universal_checkpoint_of_plain_sgd(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    handle = run.attach(model, optimizer)
+    run.train(model, optimizer)
+    folder = os.path.join(run.folder, "plain")
+    os.mkdir(folder)
+    handle.save_universal(folder, "here")
+    run.train(model, optimizer, first=7)
+    handle.load_universal(folder)
+    return run.train(model, optimizer, first=3), handle.gather(list(model.parameters()), "master")
+
+
 @case(refused=1002, **REFUSED)
 def state_of_another_model_is_refused(run):
     other = Transformer(1)

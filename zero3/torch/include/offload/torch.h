@@ -258,13 +258,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   //
   // step() of torch::optim's AdamW, Adam, SGD, Adagrad and RMSprop then runs as that of the
   // optimizers above (AdamW and Adam as kMulAdd), reading groups and options of the object. What it
-  // has kept of steps in memory is what a new job begins with; a job that exists has its own. Either
-  // way it holds no state any more. torch::save and torch::load are of the job's state, in libtorch's
-  // format; what was loaded is durable with the next step. OFD-1604 for a file of a state that is
-  // large beside `ram`, 1002 for a state of other shapes. LBFGS and optimizers of the trainer's own run
-  // unmodified in this process on offloaded weights; what they keep is in memory, and their jobs
-  // are not resumed (OFD-1604). LBFGS commits its steps; after a step of one's own, CommitStep()
-  // does. The optimizer outlives its last step, not the engine.
+  // has kept of steps in memory is what a new job begins with; a job that exists has its own.
+  // Either way it holds no state any more. torch::save and torch::load are of the job's state, in
+  // libtorch's format; what was loaded is durable with the next step. OFD-1604 for a file of a
+  // state that is large beside `ram`, 1002 for a state of other shapes. LBFGS and optimizers of the
+  // trainer's own run unmodified in this process on offloaded weights; what they keep is in memory,
+  // and their jobs are not resumed (OFD-1604). LBFGS commits its steps; after a step of one's own,
+  // CommitStep() does. The optimizer outlives its last step, not the engine.
   void Attach(torch::nn::Module& module, torch::optim::Optimizer& optimizer);
   // What was written into weights is a step of the job.
   virtual void CommitStep() = 0;
