@@ -139,7 +139,7 @@ absl::StatusOr<Event> HostAccelerator::EventCreate() {
   const std::lock_guard lock(mutex_);
   OFFLOAD_RETURN_IF_ERROR(Broken());
   const Event event{next_event_++};
-  events_[event.handle] = std::make_shared<EventState>();
+  events_[event.handle] = std::make_shared<Record>(Record{.is_done = true, .clock = {}});
   return event;
 }
 
@@ -152,12 +152,11 @@ absl::Status HostAccelerator::EventDestroy(Event event) {
 absl::Status HostAccelerator::EventRecord(Event event, Stream stream) {
   const std::lock_guard lock(mutex_);
   OFFLOAD_RETURN_IF_ERROR(Broken());
-  const std::shared_ptr<EventState> state = events_.at(event.handle);
   StreamState& of = StateOf(stream);
   Join(&of.clock, host_clock_);
-  state->clock = of.clock;
-  const uint64_t record = ++state->recorded;
-  Submit(stream, [state, record] { state->done = std::max(state->done, record); });
+  const auto record = std::make_shared<Record>(Record{.is_done = false, .clock = of.clock});
+  events_.at(event.handle) = record;
+  Submit(stream, [record] { record->is_done = true; });
   Advance();
   return absl::OkStatus();
 }
@@ -166,11 +165,10 @@ absl::Status HostAccelerator::StreamWaitEvent(Stream stream, Event event) {
   const std::lock_guard lock(mutex_);
   OFFLOAD_RETURN_IF_ERROR(Broken());
   ++counters_.waits;
-  const std::shared_ptr<EventState> state = events_.at(event.handle);
-  StreamState& of = StateOf(stream);
-  Join(&of.clock, state->clock);
-  if (of.is_capturing) Report("a command on a stream that is being captured");
-  of.commands.push_back({[] {}, state, state->recorded});
+  const std::shared_ptr<const Record> record = events_.at(event.handle);
+  Submit(
+      stream, [] {}, record);
+  Join(&StateOf(stream).clock, record->clock);
   Advance();
   return absl::OkStatus();
 }
@@ -179,36 +177,37 @@ absl::StatusOr<bool> HostAccelerator::EventQuery(Event event) {
   const std::lock_guard lock(mutex_);
   Advance();
   OFFLOAD_RETURN_IF_ERROR(Broken());
-  const EventState& state = *events_.at(event.handle);
-  if (state.done < state.recorded) return false;
+  const Record& record = *events_.at(event.handle);
+  if (!record.is_done) return false;
   if (options_.queries_are_late) {
-    for (size_t i = 0; i < state.clock.size(); ++i) {
-      if (At(host_clock_, i) < state.clock[i]) return false;
+    for (size_t i = 0; i < record.clock.size(); ++i) {
+      if (At(host_clock_, i) < record.clock[i]) return false;
     }
   }
-  Join(&host_clock_, state.clock);
+  Join(&host_clock_, record.clock);
   return true;
 }
 
 absl::Status HostAccelerator::EventSynchronize(Event event) {
   const std::lock_guard lock(mutex_);
   ++counters_.synchronizes;
-  const std::shared_ptr<EventState> state = events_.at(event.handle);
-  while (state->done < state->recorded) {
+  const std::shared_ptr<const Record> record = events_.at(event.handle);
+  while (!record->is_done) {
     if (RunOne()) continue;
     Report("a wait that can never end");
     break;
   }
-  Join(&host_clock_, state->clock);
+  Join(&host_clock_, record->clock);
   return Broken();
 }
 
 // ---- The scheduler -------------------------------------------------------------------------
 
-void HostAccelerator::Submit(Stream stream, std::function<void()> run) {
+void HostAccelerator::Submit(Stream stream, std::function<void()> run,
+                             std::shared_ptr<const Record> waited_for) {
   StreamState& state = StateOf(stream);
   if (state.is_capturing) Report("a command on a stream that is being captured");
-  state.commands.push_back({std::move(run), nullptr, 0});
+  state.commands.push_back({std::move(run), std::move(waited_for)});
 }
 
 // Executes the next command of some stream. False when none can be executed.
@@ -217,8 +216,7 @@ bool HostAccelerator::RunOne() {
   for (const auto& stream : streams_) {
     if (stream->commands.empty()) continue;
     const Command& next = stream->commands.front();
-    if (next.waited_for == nullptr || next.waited_for->done >= next.record)
-      ready.push_back(stream.get());
+    if (next.waited_for == nullptr || next.waited_for->is_done) ready.push_back(stream.get());
   }
   if (ready.empty()) return false;
   StreamState& chosen = *ready[random_.Below(ready.size())];
@@ -365,6 +363,7 @@ void HostAccelerator::NoteHostUse(Use use, const std::byte* bytes, size_t size_b
 }
 
 void HostAccelerator::Check(size_t index, Use use, const std::byte* bytes, size_t size_bytes) {
+  if (is_broken_) return;  // nothing runs any more
   Clock* const clock = index == kHost ? &host_clock_ : &streams_[index - 1]->clock;
   if (index != kHost) Join(clock, host_clock_);
   const std::byte* const end = bytes + size_bytes;

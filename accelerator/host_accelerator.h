@@ -116,14 +116,14 @@ class HostAccelerator final : public Accelerator {
     size_t index;
     uint64_t count;
   };
-  struct EventState {
-    uint64_t recorded = 0, done = 0;  // numbers of records: submitted, executed
+  // What an event stands for since it was recorded.
+  struct Record {
+    bool is_done = false;
     Clock clock;
   };
   struct Command {
-    std::function<void()> run;               // without the lock's help: it is held
-    std::shared_ptr<EventState> waited_for;  // null: may run at once
-    uint64_t record = 0;                     // of waited_for
+    std::function<void()> run;                 // under the lock
+    std::shared_ptr<const Record> waited_for;  // null: may run at once
   };
   struct StreamState {
     std::deque<Command> commands;
@@ -135,7 +135,8 @@ class HostAccelerator final : public Accelerator {
   static size_t IndexOf(Stream stream) { return stream.handle + 1; }
 
   StreamState& StateOf(Stream stream);
-  void Submit(Stream stream, std::function<void()> run);
+  void Submit(Stream stream, std::function<void()> run,
+              std::shared_ptr<const Record> waited_for = nullptr);
   bool RunOne();
   void Advance();
   absl::Status Broken() const;
@@ -154,7 +155,7 @@ class HostAccelerator final : public Accelerator {
   mutable std::mutex mutex_;
   Random random_;
   std::vector<std::unique_ptr<StreamState>> streams_;  // by handle
-  std::map<uintptr_t, std::shared_ptr<EventState>> events_;
+  std::map<uintptr_t, std::shared_ptr<Record>> events_;
   uintptr_t next_event_ = 1;
   std::map<const std::byte*, size_t> allocations_, registrations_;
   uint64_t allocated_bytes_ = 0;

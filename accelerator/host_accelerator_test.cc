@@ -181,6 +181,26 @@ TEST(HostAcceleratorTest, AnOverlappingPartIsCheckedByItself) {
   bench.Finish(bench.compute);
 }
 
+TEST(HostAcceleratorTest, AWaitIsForWhatTheEventStoodForThen) {
+  for (uint64_t seed = 0; seed < 100; ++seed) {
+    Bench bench(Paced(Pace::kRandom, seed));
+    bench.host.fill(std::byte{7});
+    std::byte seen{};
+    ASSERT_TRUE(
+        bench.device.MemcpyToDevice(bench.bytes, bench.host.data(), kBytes, bench.copies).ok());
+    bench.Order(bench.copies, bench.compute);
+    // Recorded anew, on a stream that has nothing to do.
+    const Stream idle = *bench.device.StreamCreate();
+    ASSERT_TRUE(bench.device.EventRecord(bench.event, idle).ok());
+    bench.device.NoteUse(bench.compute, Use::kRead, bench.bytes, kBytes);
+    bench.device.Launch(bench.compute, [&] { seen = bench.bytes[0]; });
+    bench.Finish(bench.compute);
+    EXPECT_EQ(seen, std::byte{7});
+    EXPECT_THAT(bench.device.Violations(), IsEmpty());
+    ASSERT_TRUE(bench.device.StreamDestroy(idle).ok());
+  }
+}
+
 TEST(HostAcceleratorTest, ALateQueryNeverHelps) {
   Bench bench(Paced(Pace::kEager));
   ASSERT_TRUE(

@@ -1,0 +1,145 @@
+// What holds on every device: copies, events, and the update, whose bits are the processor's.
+#include "accelerator/any_device.h"
+
+#include <cstring>
+#include <vector>
+
+#include "accelerator/host_registration.h"
+#include "base/random.h"
+#include "gtest/gtest.h"
+#include "kernels/adversarial.h"
+#include "kernels/device_update.h"
+#include "kernels/update.h"
+
+namespace offload::accelerator {
+namespace {
+
+using kernels::DeviceRun;
+using kernels::Dtype;
+
+class DeviceTest : public AnyDeviceTest {};
+OFFLOAD_ON_ANY_DEVICE(DeviceTest);
+
+// A stream and what a test has put on the device, taken back at its end.
+class Bench {
+ public:
+  explicit Bench(Accelerator* device) : device_(device) {
+    stream_ = *device->StreamCreate();
+    event_ = *device->EventCreate();
+  }
+  ~Bench() {
+    Finish();
+    for (std::byte* bytes : allocations_) EXPECT_TRUE(device_->Free(bytes).ok());
+    EXPECT_TRUE(device_->EventDestroy(event_).ok());
+    EXPECT_TRUE(device_->StreamDestroy(stream_).ok());
+  }
+
+  // A copy on the device of `size_bytes` at `from`.
+  void* Put(const void* from, size_t size_bytes) {
+    if (from == nullptr || size_bytes == 0) return nullptr;
+    std::byte* const to = *device_->Malloc(size_bytes);
+    allocations_.push_back(to);
+    const auto* const bytes = static_cast<const std::byte*>(from);
+    const auto registered =
+        HostRegistration::Register(device_, {bytes, size_bytes}, {}, HostAccess::kReadWrite);
+    EXPECT_TRUE(registered.ok() && registered->held());
+    EXPECT_TRUE(device_->MemcpyToDevice(to, bytes, size_bytes, stream_).ok());
+    Finish();
+    return to;
+  }
+  void Get(const void* from, void* to, size_t size_bytes) {
+    if (from == nullptr || size_bytes == 0) return;
+    auto* const bytes = static_cast<std::byte*>(to);
+    const auto registered =
+        HostRegistration::Register(device_, {bytes, size_bytes}, {}, HostAccess::kReadWrite);
+    EXPECT_TRUE(
+        device_->MemcpyToHost(bytes, static_cast<const std::byte*>(from), size_bytes, stream_)
+            .ok());
+    Finish();
+  }
+  void Finish() {
+    EXPECT_TRUE(device_->EventRecord(event_, stream_).ok());
+    EXPECT_TRUE(device_->EventSynchronize(event_).ok());
+    EXPECT_TRUE(*device_->EventQuery(event_));
+  }
+
+  Accelerator* device() const { return device_; }
+  Stream stream() const { return stream_; }
+
+ private:
+  Accelerator* const device_;
+  Stream stream_;
+  Event event_;
+  std::vector<std::byte*> allocations_;
+};
+
+TEST_P(DeviceTest, BytesComeBack) {
+  Bench bench(device_.get());
+  std::vector<std::byte> sent(100'000), received(100'000);
+  Random(1).Fill(sent);
+  void* const bytes = bench.Put(sent.data(), sent.size());
+  bench.Get(bytes, received.data(), received.size());
+  EXPECT_EQ(received, sent);
+  ASSERT_TRUE(device_->Memset(static_cast<std::byte*>(bytes), 0xFF, 500, bench.stream()).ok());
+  bench.Get(bytes, received.data(), received.size());
+  EXPECT_EQ(received[499], std::byte{0xFF});
+  EXPECT_EQ(received[500], sent[500]);
+  const auto memory = device_->MemGetInfo();
+  ASSERT_TRUE(memory.ok());
+  EXPECT_GE(memory->total_bytes, memory->free_bytes);
+}
+
+// Updates a run of host memory on the device.
+void UpdateOnDevice(Bench* bench, const kernels::OptimizerSpec& optimizer, int64_t step,
+                    const kernels::Run& run) {
+  const size_t weight_bytes = run.count * (run.weight_dtype == Dtype::kFloat32 ? 4 : 2);
+  const size_t gradient_bytes = run.count * (run.gradient_dtype == Dtype::kFloat32 ? 4 : 2);
+  const bool is_split = run.weight_dtype == Dtype::kBFloat16;
+  std::vector<uint32_t> ties(kernels::TieWords(run.count));
+  if (is_split) kernels::UnpackTies(run.residual, run.count, run.ties_in, ties.data());
+  DeviceRun on_device = {.count = run.count,
+                         .begin = run.begin,
+                         .tensor_count = run.tensor_count,
+                         .weight_dtype = run.weight_dtype,
+                         .weight = bench->Put(run.weight, weight_bytes),
+                         .residual = static_cast<int16_t*>(bench->Put(run.residual, run.count * 2)),
+                         .gradient_dtype = run.gradient_dtype,
+                         .gradient = bench->Put(run.gradient, gradient_bytes),
+                         .gradient_scale = run.gradient_scale};
+  if (is_split)
+    on_device.ties = static_cast<uint32_t*>(bench->Put(ties.data(), ties.size() * sizeof(ties[0])));
+  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i)
+    on_device.state[i] = static_cast<float*>(bench->Put(run.state[i], run.count * sizeof(float)));
+  ASSERT_TRUE(bench->device()->Update(optimizer, step, on_device, bench->stream()).ok());
+  bench->Get(on_device.weight, run.weight, weight_bytes);
+  bench->Get(on_device.residual, run.residual, run.count * 2);
+  bench->Get(on_device.ties, ties.data(), ties.size() * sizeof(ties[0]));
+  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i)
+    bench->Get(on_device.state[i], run.state[i], run.count * sizeof(float));
+  if (is_split) kernels::PackTies(run.residual, run.count, ties.data(), run.ties_out);
+}
+
+TEST_P(DeviceTest, UpdatesAreThoseOfTheProcessorBitForBit) {
+  Random random(1);
+  for (const kernels::OptimizerSpec& optimizer : kernels::ManyOptimizers()) {
+    if (!kernels::SupportsDeviceUpdate(optimizer)) continue;
+    for (const kernels::Shape shape : kernels::kShapes) {
+      for (const size_t count : {1, 67, 1003}) {
+        Bench bench(device_.get());
+        kernels::Tensor device(shape, count, &random);
+        kernels::Tensor processor = device;
+        for (const int64_t step : {1, 3}) {
+          device.Apply({}, 0.37f, [&](const kernels::Run& run) {
+            UpdateOnDevice(&bench, optimizer, step, run);
+          });
+          processor.Apply({}, 0.37f,
+                          [&](const kernels::Run& run) { kernels::Update(optimizer, step, run); });
+        }
+        ASSERT_EQ(device.Bits(), processor.Bits()) << optimizer.name() << " of " << count;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace offload::accelerator

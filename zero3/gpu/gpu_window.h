@@ -1,0 +1,158 @@
+// zero3/gpu/gpu_window.h
+//
+// The window of device memory in which weights wait for their operators. Weights are copied from
+// host memory on a stream of the window's own, in the order of the schedule and ahead of use; an
+// operator's stream waits, on the device, for the copy that it needs; a place is filled again
+// behind whatever still reads it; a lease on host memory goes back when its copy is known to be
+// done. In steady state the host waits for none of it.
+//
+// Invariants
+//   * One allocation for the life of the window, window_bytes long: it never holds more.
+//   * Only the copy stream writes into the window.
+//   * A place that was given up is written again only behind the last event of every stream that
+//     used it.
+//   * A weight's place does not change while it is pinned, and a pinned weight is never evicted.
+//
+// What the window decides (who stays, who makes room, what comes next) are base/residency.h and
+// zero3/schedule.h, which know no device; this file moves bytes.
+//
+// Errors: OFD-1303 when pinned weights leave no room, and OFD-2005 for a stream that is being
+// captured, change nothing. Any other, of the device or of the source, is final: every later call
+// returns it.
+//
+// Thread safety: all methods may be called from any thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "accelerator/accelerator.h"
+#include "base/residency.h"
+#include "zero3/gpu/event_pool.h"
+#include "zero3/gpu/staging_ring.h"
+#include "zero3/gpu/weight_source.h"
+#include "zero3/schedule.h"
+
+namespace offload::zero3 {
+
+class GpuWindow {
+ public:
+  struct Options {
+    uint64_t window_bytes = 0;     // GpuPlan
+    uint64_t lookahead_bytes = 0;  // GpuPlan
+    // Host memory that leases of copies under way may hold at once.
+    uint64_t leased_bytes_max = 0;
+    // Empty where the source's memory is registered. Otherwise registered memory, which outlives
+    // the window: weights pass through it.
+    std::span<std::byte> staging;
+    // Fills places that were given up with NaN, to find what reads them too late. For debugging:
+    // costs the GPU's bandwidth.
+    bool poisons = false;
+  };
+  struct Counters {
+    uint64_t pins = 0;
+    uint64_t misses = 0;      // pins whose weight was not in the window
+    uint64_t prefetches = 0;  // copies ahead of use
+    uint64_t host_waits = 0;  // for copies, not for the source
+    uint64_t source_waits = 0;
+  };
+
+  // `weight_bytes`: of each tensor; 0 for those that never come here. Accelerator and source
+  // outlive the window.
+  static absl::StatusOr<std::unique_ptr<GpuWindow>> Make(accelerator::Accelerator* accelerator,
+                                                         WeightSource* source,
+                                                         std::span<const uint64_t> weight_bytes,
+                                                         const Options& options);
+  // Waits for the device. Nothing may be pinned.
+  ~GpuWindow();
+  GpuWindow(const GpuWindow&) = delete;
+  GpuWindow& operator=(const GpuWindow&) = delete;
+
+  // Before an operator on `stream`: the device address of a weight, good until Unpin for whatever
+  // is submitted to that stream. Waits on the host only for a weight that nothing announced.
+  absl::StatusOr<std::byte*> Pin(uint32_t tensor, accelerator::Stream stream);
+  // After the operator was launched. As often as Pin, with the same stream.
+  absl::Status Unpin(uint32_t tensor, accelerator::Stream stream);
+  // Between the two: what `stream` is given until the weight makes room uses it as well (torch's
+  // record_stream).
+  absl::Status RecordStream(uint32_t tensor, accelerator::Stream stream);
+
+  // After the optimizer's step, whose updates have changed the source's bytes of these weights:
+  // they are read anew. None of them may be pinned. The order of the step becomes the schedule.
+  absl::Status EndStep(std::span<const uint32_t> changed);
+
+  Counters counters() const;
+  uint64_t leased_bytes() const;
+
+ private:
+  struct Use {
+    accelerator::Stream stream;
+    RecordedEvent last;
+  };
+  struct Weight {
+    uint64_t slot_bytes = 0, size_bytes = 0;
+    uint32_t pins = 0;
+    uint64_t arrival = 0;                       // order of copies
+    RecordedEvent copied;                       // null when it is not in the window
+    std::vector<accelerator::Stream> ordered;   // streams that wait for `copied`
+    std::vector<Use> uses;                      // since then
+    std::vector<accelerator::Stream> recorded;  // RecordStream
+  };
+  // A place that was given up, until the copy stream waits for its last users.
+  struct Retired {
+    uint64_t begin, end;
+    std::vector<RecordedEvent> uses;
+  };
+  struct CopyUnderWay {
+    uint32_t tensor;
+    RecordedEvent copied;
+  };
+
+  GpuWindow(accelerator::Accelerator* accelerator, WeightSource* source,
+            std::span<const uint64_t> weight_bytes, const Options& options);
+
+  absl::Status BringNow(uint32_t tensor);
+  absl::Status BringAhead();
+  absl::StatusOr<bool> MayCopyAhead(const Weight& weight);
+  absl::StatusOr<const std::byte*> LeaseNow(uint32_t tensor);
+  std::optional<WeightWindow::Place> FindPlace(uint32_t tensor,
+                                               std::optional<uint64_t> needed) const;
+  absl::Status Fill(uint32_t tensor, const WeightWindow::Place& place, const std::byte* host);
+  absl::Status CopyIn(uint32_t tensor, uint64_t offset_bytes, const std::byte* host);
+  absl::Status WaitForUsers(uint64_t begin, uint64_t end);
+  absl::Status Evict(uint32_t tensor);
+  absl::Status ReturnCopied();
+  absl::Status ReturnOldest();
+  absl::Status ReturnAll();
+  uint64_t NextUse(uint32_t tensor) const;
+  absl::Status Keep(absl::Status status);
+
+  accelerator::Accelerator* const accelerator_;
+  WeightSource* const source_;
+  const Options options_;
+  mutable std::mutex mutex_;
+  EventPool events_;
+  std::optional<StagingRing> ring_;
+  std::byte* bytes_ = nullptr;
+  accelerator::Stream copies_;
+  Schedule schedule_;
+  UseOrder order_;
+  WeightWindow places_;
+  std::vector<Weight> weights_;
+  std::deque<uint32_t> wanted_;  // to be copied ahead, in the schedule's order
+  std::vector<Retired> retired_;
+  std::deque<CopyUnderWay> under_way_;  // whose leases are held, in the order of the copy stream
+  uint64_t leased_bytes_ = 0;
+  uint64_t arrivals_ = 0;
+  Counters counters_;
+  absl::Status failed_;
+};
+
+}  // namespace offload::zero3
