@@ -22,6 +22,7 @@ namespace {
 constexpr size_t kShownMax = 60;
 // DeepSpeed clips since 0.19.3 where nothing is said; before, it did not.
 constexpr double kClippingOtherwise = 1.0;
+constexpr int64_t kElementsMax = int64_t{1} << 44;  // of a model
 
 bool IsAuto(const Json& value) { return value.is_string() && value == "auto"; }
 
@@ -248,6 +249,9 @@ class Importer {
         {"zero_optimization.cpu_offload", &Importer::OldOffload},
         {"zero_optimization.cpu_offload_param", &Importer::OldOffload},
         {"zero_optimization.cpu_offload_params", &Importer::OldOffload},
+        {"zero_optimization.param_persistence_threshold", &Importer::Threshold},
+        {"zero_optimization.prefetch_bucket_size", &Importer::Threshold},
+        {"zero_optimization.max_live_parameters", &Importer::Threshold},
         {"zero_optimization.zenflow", &Importer::ZenFlow},
         {"zero_optimization.aio", &Importer::Aio},
         {"aio", &Importer::Aio},
@@ -410,19 +414,32 @@ class Importer {
   // zero_optimization.
   void ZeroAsBool(bool value) {
     stage_ = value ? 1 : 0;
-    Map(absl::StrCat("stage ", stage_), "true is the old form of stage 1");
+    MapSetting("policy.stage", absl::StrCat(stage_), "true is the old form of stage 1");
   }
   void Zero(const std::string&, const Json& value) {
     if (IsAuto(value)) return Ignore("auto");
     Members(fate_.key + ".", value);
   }
   void Stage(const std::string&, const Json& value) {
-    if (IsAuto(value)) return ToTrainer("everything is offloaded at any stage");
+    if (IsAuto(value)) return ToTrainer("memory goes where it saves most");
     stage_ = static_cast<int>(std::clamp<int64_t>(value.get<int64_t>(), -1, 4));
     if (stage_ < 0 || stage_ > 3) return Reject(ErrorId::kDsConfigValue, "is none of 0, 1, 2, 3");
     stage_fate_ = import_.fates.size();
-    Map(absl::StrCat("stage ", stage_),
+    MapSetting(
+        "policy.stage", absl::StrCat(stage_),
         stage_ == 3 ? "" : "parameters are offloaded as well as state: results are the same");
+  }
+  // Of elements; a hint.
+  void Threshold(const std::string& name, const Json& value) {
+    if (IsAuto(value)) return Ignore("auto");
+    const std::optional<int64_t> elements = IntegerIn(value);
+    if (!elements.has_value() || *elements < 0)
+      return Reject(ErrorId::kDsConfigValue, "is no number of elements");
+    if (*elements == 0) return Ignore("none");
+    const std::string setting = name.ends_with("prefetch_bucket_size")  ? "policy.prefetch"
+                                : name.ends_with("max_live_parameters") ? "policy.max_live"
+                                                                        : "policy.persistence";
+    MapSetting(setting.c_str(), absl::StrCat(std::min(*elements, kElementsMax)), "a hint");
   }
   void OffloadSection(const std::string&, const Json& value) {
     if (IsAuto(value)) return Ignore("auto");

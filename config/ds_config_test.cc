@@ -230,6 +230,17 @@ TEST(DsConfigTest, TrapKeysOfStage3NeedNoPrefix) {
     EXPECT_EQ(FateOf(With(bare, "0"), bare).verdict, Verdict::kIgnored);
     EXPECT_EQ(FateOf(With(full, "0"), full).note, FateOf(With(bare, "0"), bare).note);
   }
+  for (const auto& [key, setting] :
+       {std::pair{"stage3_param_persistence_threshold", "policy.persistence"},
+        {"stage3_prefetch_bucket_size", "policy.prefetch"},
+        {"max_live_parameters", "policy.max_live"}}) {
+    const std::string name = absl::StrCat("zero_optimization.", key);
+    EXPECT_EQ(Read(With(name, "1e6")).settings.Get(setting).value, "1000000") << key;
+    EXPECT_EQ(FateOf(With(name, "1e6"), name).note, "a hint");
+    EXPECT_EQ(FateOf(With(name, "\"auto\""), name).verdict, Verdict::kIgnored);
+    ExpectRejected(With(name, "-1"), name, ErrorId::kDsConfigValue);
+    ExpectRejected(With(name, "0.5"), name, ErrorId::kDsConfigValue);
+  }
   ExpectRejected(R"({"zero_optimization": {"max_live_parameters": 1,
                      "stage3_max_live_parameters": 2}})",
                  "zero_optimization.stage3_max_live_parameters", ErrorId::kDsConfigConflict);
@@ -253,7 +264,9 @@ TEST(DsConfigTest, TrapAioInsideZeroOptimizationIsReadThere) {
 }
 
 TEST(DsConfigTest, TrapZeroOptimizationAsBoolIsStageOne) {
-  EXPECT_EQ(FateOf(R"({"zero_optimization": true})", "zero_optimization").target, "stage 1");
+  EXPECT_EQ(FateOf(R"({"zero_optimization": true})", "zero_optimization").target,
+            "policy.stage = 1");
+  EXPECT_EQ(Read(With("zero_optimization.stage", "2")).settings.Get("policy.stage").value, "2");
 }
 
 TEST(DsConfigTest, TrapNullSectionsCountAsAbsent) {

@@ -26,12 +26,20 @@ constexpr Key kKeys[] = {
      "what daemon and library together may hold in memory"},
     {"pool", "OFFLOADD_POOL", KeyType::kPools, "", "",
      "directories on drives with direct I/O; several are striped by their speed"},
-    {"policy.params", nullptr, KeyType::kChoice, "auto", "auto|nvme",
-     "where weights live: on the pool, with as many resident as ram holds"},
-    {"policy.optimizer", nullptr, KeyType::kChoice, "auto", "auto|nvme",
-     "where optimizer state lives: on the pool, with as much resident as ram holds"},
+    {"policy.stage", nullptr, KeyType::kChoice, "auto", "auto|0|1|2|3",
+     "of ZeRO: what memory is spent on first; results are the same"},
+    {"policy.params", nullptr, KeyType::kHome, "auto", "",
+     "where weights live: in memory as far as ram reaches, or what must stay there"},
+    {"policy.optimizer", nullptr, KeyType::kHome, "auto", "",
+     "where optimizer state lives: in memory as far as ram reaches, or what must stay there"},
     {"policy.gradients", nullptr, KeyType::kChoice, "auto", "auto|nvme",
      "auto: in memory where ram holds them; nvme: always spilled"},
+    {"policy.persistence", nullptr, KeyType::kCount, "0", "17592186044416",
+     "a hint: weights of at most so many elements are the first to stay in memory"},
+    {"policy.prefetch", nullptr, KeyType::kCount, "0", "17592186044416",
+     "a hint: elements of weights that the window reads ahead; 0: an eighth of ram"},
+    {"policy.max_live", nullptr, KeyType::kCount, "0", "17592186044416",
+     "a hint: elements of weights in memory at a time; 0: as many as ram holds"},
     {"ranks.gradients", nullptr, KeyType::kChoice, "mean", "mean|sum",
      "what several ranks' gradients become"},
     {"state.layout", nullptr, KeyType::kChoice, "exact", "exact",
@@ -52,6 +60,13 @@ bool IsInteger(std::string_view text, uint64_t& value) {
   return error == std::errc() && end == text.data() + text.size();
 }
 
+bool IsHome(std::string_view value) {
+  if (value == "auto" || value == "ram" || value == "nvme") return true;
+  double share = 0;
+  const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), share);
+  return error == std::errc() && end == value.data() + value.size() && share >= 0 && share <= 1;
+}
+
 // Says what is wrong with a value of a key; empty when nothing is.
 std::string Complaint(const Key& key, std::string_view value) {
   const absl::string_view text = ToAbsl(value);
@@ -64,14 +79,14 @@ std::string Complaint(const Key& key, std::string_view value) {
       return ParseByteSize(value).ok() ? "" : "is no size; write one such as 8GiB";
     case KeyType::kCount:
       if (!IsInteger(value, number)) return "is no count; write an integer from 0";
-      return number <= static_cast<uint64_t>(std::stoi(key.choices))
-                 ? ""
-                 : absl::StrCat("is more than ", key.choices);
+      return number <= std::stoull(key.choices) ? "" : absl::StrCat("is more than ", key.choices);
     case KeyType::kChoice: {
       const std::vector<std::string> choices = absl::StrSplit(key.choices, '|');
       if (std::find(choices.begin(), choices.end(), value) != choices.end()) return "";
       return absl::StrCat("is none of ", absl::StrJoin(choices, ", "));
     }
+    case KeyType::kHome:
+      return IsHome(value) ? "" : "is none of auto, ram, nvme and a share such as 0.25";
     case KeyType::kPools:
       for (absl::string_view pool : absl::StrSplit(text, ',')) {
         if (absl::StripAsciiWhitespace(pool).empty()) return "has an empty directory";
@@ -159,10 +174,19 @@ std::vector<std::pair<std::string, std::string>> Settings::EngineOptions() const
                                                            {"io.engine", "io"},
                                                            {"durability", "durability"},
                                                            {"state.generations", "generations"},
-                                                           {"update.threads", "update_threads"}};
+                                                           {"update.threads", "update_threads"},
+                                                           {"policy.params", "weights_home"},
+                                                           {"policy.optimizer", "state_home"},
+                                                           {"policy.persistence", "persistence"},
+                                                           {"policy.prefetch", "prefetch"},
+                                                           {"policy.max_live", "max_live"}};
   std::vector<std::pair<std::string, std::string>> options;
   for (const auto& [key, option] : kSame) {
     if (has(key)) options.emplace_back(option, Get(key).value);
+  }
+  if (has("policy.stage")) {
+    const std::string stage = Get("policy.stage").value;
+    options.emplace_back("zero_stage", stage == "auto" ? "-1" : stage);
   }
   if (has("policy.gradients"))
     options.emplace_back("spill_gradients", Get("policy.gradients").value == "nvme" ? "1" : "0");

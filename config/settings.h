@@ -28,6 +28,7 @@ enum class KeyType {
   kSize,        // "8GiB", 8e9
   kCount,       // an integer from 0
   kChoice,      // one of Key::choices
+  kHome,        // "auto", "ram", "nvme", or the share between 0 and 1 that stays in memory
   kPools,       // directories, separated by commas
   kDurability,  // as ParseDurability reads it
 };

@@ -54,7 +54,11 @@ TEST(SettingsTest, AValueThatDoesNotFitIsRefusedWithItsOrigin) {
                {"state.generations", "-1"},
                {"update.threads", "1.5"},
                {"io.engine", "aio"},
-               {"policy.params", "ram"},
+               {"policy.params", "gpu"},
+               {"policy.optimizer", "1.5"},
+               {"policy.optimizer", "-0.5"},
+               {"policy.stage", "4"},
+               {"policy.max_live", "1e9"},
                {"policy.gradients", "gpu"},
                {"durability", "always"},
                {"durability", "checkpoint:0"},
@@ -110,8 +114,8 @@ TEST(SettingsTest, EverySettingIsAnOptionOfTheEngineOrTheOnlyChoice) {
   ASSERT_TRUE(settings.Set("policy.gradients", "nvme", "test").ok());
   ASSERT_TRUE(settings.Set("ranks.gradients", "sum", "test").ok());
   const auto options = settings.EngineOptions();
-  // policy.params, policy.optimizer and state.layout describe what is always so.
-  EXPECT_EQ(options.size() + 3, AllKeys().size());
+  // state.layout describes what is always so.
+  EXPECT_EQ(options.size() + 1, AllKeys().size());
   const auto has = [&](const char* name, const char* value) {
     return std::find(options.begin(), options.end(),
                      std::pair<std::string, std::string>(name, value)) != options.end();
@@ -119,6 +123,8 @@ TEST(SettingsTest, EverySettingIsAnOptionOfTheEngineOrTheOnlyChoice) {
   EXPECT_TRUE(has("ram", "1GiB"));
   EXPECT_TRUE(has("nvme_path", "/a"));
   EXPECT_TRUE(has("spill_gradients", "1"));
+  EXPECT_TRUE(has("zero_stage", "-1"));
+  EXPECT_TRUE(has("weights_home", "auto"));
   EXPECT_TRUE(has("gradient_average", "0"));
   EXPECT_TRUE(Settings().EngineOptions().empty());
 }
@@ -158,6 +164,13 @@ TEST(TomlFileTest, NumbersAreSizesAndCounts) {
   EXPECT_EQ(settings.Get("state.generations").value, "2");
   EXPECT_EQ(settings.Get("update.threads").value, "4");
   EXPECT_EQ(FromToml("memory.ram = 8e9").Get("memory.ram").value, "8000000000");
+  const Settings policy = FromToml(
+      "policy = { stage = 3, params = \"nvme\", optimizer = 0.25, max_live = 1_000_000 }\n");
+  EXPECT_EQ(policy.Get("policy.stage").value, "3");
+  EXPECT_EQ(policy.Get("policy.params").value, "nvme");
+  EXPECT_EQ(policy.Get("policy.optimizer").value, "0.25");
+  EXPECT_EQ(policy.Get("policy.max_live").value, "1000000");
+  EXPECT_EQ(FromToml("policy.params = 1").Get("policy.params").value, "1");
 }
 
 TEST(TomlFileTest, WhatIsWrongIsNamedWithLineAndColumn) {
@@ -180,6 +193,9 @@ TEST(TomlFileTest, WhatIsWrongIsNamedWithLineAndColumn) {
       {"pool = [{ path = \"/a\", max = \"1TB\" }]", ":1:", "a job's file is as large as its state"},
       {"pool = [{ }]", ":1:", "no path"},
       {"pool = []", ":1:", "is empty"},
+      {"policy.stage = 4", ":1:", "none of auto, 0, 1, 2, 3"},
+      {"policy.params = 2", ":1:", "none of auto, ram, nvme"},
+      {"policy.params = true", ":1:8", "a boolean where a home belongs"},
       {"pool = [7]", ":1:", "no path"},
       {"pool = 7", ":1:", "no path"},
       {"pool = [{ path = \"/a,b\" }]", ":1:", "comma"},

@@ -98,19 +98,25 @@ class TomlReader {
     const Key* const key = FindKey(path);
     if (key == nullptr) return Unknown(path, source);
     std::string text;
-    const bool takes_number = key->type == KeyType::kSize || key->type == KeyType::kCount;
+    // A choice may be between numbers, a home may be a share.
+    const bool takes_integer = key->type == KeyType::kSize || key->type == KeyType::kCount ||
+                               key->type == KeyType::kHome || key->type == KeyType::kChoice;
     if (const auto* value = node.as_string(); value != nullptr && key->type != KeyType::kCount) {
       text = value->get();
-    } else if (const auto* number = node.as_integer(); number != nullptr && takes_number) {
+    } else if (const auto* number = node.as_integer(); number != nullptr && takes_integer) {
       text = absl::StrCat(number->get());
     } else if (const auto* number = node.as_floating_point();
                number != nullptr && key->type == KeyType::kSize) {
       text = absl::StrFormat("%.0f", number->get());
+    } else if (const auto* share = node.as_floating_point();
+               share != nullptr && key->type == KeyType::kHome) {
+      text = absl::StrCat(share->get());
     } else {
       return Wrong(source,
                    absl::StrCat("\"", path, "\" has ", TypeName(node), " where ",
                                 key->type == KeyType::kCount  ? "an integer"
                                 : key->type == KeyType::kSize ? "a size"
+                                : key->type == KeyType::kHome ? "a home"
                                                               : "a text",
                                 " belongs"),
                    absl::StrCat("It means: ", key->help));

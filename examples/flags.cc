@@ -107,6 +107,12 @@ void DefineOffloading(CLI::App& app, Flags& flags, Words& words) {
                  "step: every step is committed; checkpoint:N: every Nth; checkpoint:10min");
   app.add_option("--generations", flags.generations, "spare ones of a new job, for snapshots")
       ->check(CLI::Range(0, 14));
+  app.add_option("--zero-stage", flags.zero_stage,
+                 "0 to 3: what memory is spent on first; -1: what saves most")
+      ->check(CLI::Range(-1, 3));
+  app.add_option("--weights-home", flags.weights_home,
+                 "auto, ram, nvme, or the share of the weights that stays in memory");
+  app.add_option("--state-home", flags.state_home, "the same of masters and moments");
   app.add_option("--io", flags.io, "auto, uring, libaio or threads")
       ->check(CLI::IsMember({"auto", "uring", "libaio", "threads"}));
 }
@@ -116,8 +122,8 @@ absl::Status DecideOffloading(const CLI::App& app, const Words& words, Flags& fl
   flags.offload =
       words.offload == "on" || (app.count("--offload") == 0 && !flags.nvme_path.empty());
   if (flags.offload) return absl::OkStatus();
-  for (const char* const flag :
-       {"--nvme-path", "--ram", "--job", "--durability", "--generations", "--io"}) {
+  for (const char* const flag : {"--nvme-path", "--ram", "--job", "--durability", "--generations",
+                                 "--zero-stage", "--weights-home", "--state-home", "--io"}) {
     if (app.count(flag) == 0) continue;
     return MakeError(ErrorId::kBadValue, absl::StrCat(flag, " has no effect without offloading"),
                      app.count("--offload") == 0 ? "Add --nvme-path DIR, or leave it away"

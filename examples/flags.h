@@ -56,6 +56,8 @@ struct Flags {
   std::string io = "auto";
   std::string durability = "step";
   int64_t generations = 0;
+  int64_t zero_stage = -1;  // -1: what saves most
+  std::string weights_home = "auto", state_home = "auto";
 
   int64_t threads = 0;  // 0: what torch chooses
   bool json = false;

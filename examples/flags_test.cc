@@ -41,6 +41,12 @@ TEST(FlagsTest, EveryFlagIsRead) {
                             "/x",
                             "--job",
                             "j",
+                            "--zero-stage",
+                            "3",
+                            "--weights-home",
+                            "nvme",
+                            "--state-home",
+                            "0.5",
                             "--offload",
                             "on",
                             "--threads",
@@ -63,6 +69,9 @@ TEST(FlagsTest, EveryFlagIsRead) {
   EXPECT_EQ(flags->ram, "1GiB");
   EXPECT_EQ(flags->nvme_path, "/x");
   EXPECT_EQ(flags->job, "j");
+  EXPECT_EQ(flags->zero_stage, 3);
+  EXPECT_EQ(flags->weights_home, "nvme");
+  EXPECT_EQ(flags->state_home, "0.5");
   EXPECT_TRUE(flags->offload);
   EXPECT_EQ(flags->threads, 2);
   EXPECT_TRUE(flags->json);
@@ -79,8 +88,11 @@ TEST(FlagsTest, NamingAPlaceOnADriveTurnsOffloadingOn) {
 }
 
 TEST(FlagsTest, FlagsOfOffloadingWithoutItAreErrors) {
-  for (const std::vector<const char*>& words : std::vector<std::vector<const char*>>{
-           {"--ram", "3GiB"}, {"--job", "j"}, {"--offload", "off", "--nvme-path", "/x"}}) {
+  for (const std::vector<const char*>& words :
+       std::vector<std::vector<const char*>>{{"--ram", "3GiB"},
+                                             {"--job", "j"},
+                                             {"--zero-stage", "3"},
+                                             {"--offload", "off", "--nvme-path", "/x"}}) {
     const auto flags = Parse(words);
     EXPECT_EQ(ErrorIdOf(flags.status()), ErrorId::kBadValue) << words.back();
     EXPECT_NE(flags.status().message().find("no effect"), std::string_view::npos) << words.back();
@@ -108,6 +120,7 @@ TEST(FlagsTest, ValuesThatCannotBeUsedAreNamed) {
                                              {"--batch", "0"},
                                              {"--ram", "lots"},
                                              {"--offload", "on"},
+                                             {"--nvme-path=/x", "--zero-stage=4"},
                                              {"--micro-batches=4", "--as-ranks=3"},
                                              {"--seq"}}) {
     EXPECT_EQ(ErrorIdOf(Parse(words).status()), ErrorId::kBadValue) << words.front();

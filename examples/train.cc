@@ -103,6 +103,9 @@ std::shared_ptr<Engine> OpenEngine(const Flags& flags, const ModelShape& shape) 
   options.io = flags.io;
   options.durability = flags.durability;
   options.generations = static_cast<int>(flags.generations);
+  options.zero_stage = static_cast<int>(flags.zero_stage);
+  options.weights_home = flags.weights_home;
+  options.state_home = flags.state_home;
   std::shared_ptr<Engine> engine = Engine::Open(options);
   if (!flags.init_from.empty()) engine->SetInitialWeights(flags.init_from, LoadOptionsOf(shape));
   return engine;

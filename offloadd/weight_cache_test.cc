@@ -207,6 +207,24 @@ TEST(WeightCacheTest, APendingTensorIsAnsweredByItsUpdateOnly) {
   EXPECT_FALSE(parts.cache().Unused(1)) << "from here on it is used";
 }
 
+TEST(WeightCacheTest, TheLoadOfABundleDoesNotAnswerForItsPendingMember) {
+  PartsOptions options = Options(1);
+  options.tensors.push_back(TestTensor("small.0", 10));
+  options.tensors.push_back(TestTensor("small.1", 20));
+  Parts parts(options);
+  const std::vector<uint32_t> updated = {kTensors};
+  parts.cache().MarkPending(updated);
+  const uint64_t pending = parts.Acquire(kTensors), other = parts.Acquire(kTensors + 1);
+  parts.Run();
+  EXPECT_TRUE(parts.StatusOf(other).ok()) << parts.StatusOf(other);
+  EXPECT_FALSE(parts.IsAnswered(pending));
+  EXPECT_EQ(parts.StateOf(kTensors), proto::kPending);
+  const uint32_t bundle = parts.context.catalogue.placements[kTensors].store_tensor;
+  ASSERT_TRUE(parts.cache().Claim(bundle, std::nullopt));
+  parts.cache().Updated(bundle);
+  EXPECT_TRUE(parts.StatusOf(pending).ok());
+}
+
 TEST(WeightCacheTest, AnUpdateThatIsPoliteTakesOnlyWhatIsNeededLater) {
   Parts parts(Options(3));
   const std::vector<uint32_t> schedule = {0, 1, 2, 3};

@@ -80,6 +80,8 @@ struct Recipe {
   bool sgd = false;
   bool spill = false;
   double ram_above_floor = 1.0;  // of the smallest that runs this way
+  int zero_stage = -1;
+  std::string weights_home = "auto", state_home = "auto";
 };
 
 std::shared_ptr<Model> MakeModel(at::ScalarType dtype) {
@@ -109,6 +111,8 @@ std::string RamFor(const Model& model, const Recipe& recipe) {
   if (recipe.sgd) optimizer = kernels::OptimizerSpec("sgd", {{"momentum", 0.9}});
   input.catalogue = *proto::BuildCatalogue(std::move(tensors), optimizer);
   input.always_spill_gradients = recipe.spill;
+  input.policy = {.weights = *zero3::ParseHome("weights", recipe.weights_home),
+                  .state = *zero3::ParseHome("state", recipe.state_home)};
   input.ram_bytes = uint64_t{1} << 40;
   const zero3::Plan plan = *zero3::MakePlan(input);
   const uint64_t floor = recipe.spill ? plan.floor_bytes : plan.floor_without_spilling_bytes;
@@ -121,6 +125,9 @@ Options OptionsFor(const Model& model, const Recipe& recipe) {
   options.ram = RamFor(model, recipe);
   options.job = recipe.name;
   options.spill_gradients = recipe.spill;
+  options.zero_stage = recipe.zero_stage;
+  options.weights_home = recipe.weights_home;
+  options.state_home = recipe.state_home;
   return options;
 }
 
@@ -221,6 +228,19 @@ void TrainStep(Engine& engine, torch::optim::Optimizer& optimizer, Model& model,
   }
 }
 
+// What must pass has its window, what must stay has none; state is more than half of all bytes.
+void ExpectHomes(const Engine& engine, const Recipe& recipe) {
+  const PlanSummary plan = engine.plan();
+  if (recipe.weights_home != "auto") {
+    EXPECT_EQ(plan.window_bytes == 0, recipe.weights_home == "ram") << plan.text;
+  }
+  if (recipe.state_home == "ram") {
+    EXPECT_GT(plan.resident_bytes, plan.state_bytes / 2) << plan.text;
+  } else if (recipe.state_home == "nvme") {
+    EXPECT_LT(plan.resident_bytes, plan.state_bytes / 2) << plan.text;
+  }
+}
+
 Log Train(const Recipe& recipe, bool offload, int64_t steps) {
   setenv("OFFLOADD_DISABLE", offload ? "0" : "1", 1);
   Log log;
@@ -240,6 +260,7 @@ Log Train(const Recipe& recipe, bool offload, int64_t steps) {
       EXPECT_GT(engine->statistics().bytes_read, 2 * engine->plan().state_bytes);
     }
     EXPECT_LE(engine->statistics().peak_bytes, engine->statistics().budget_bytes);
+    ExpectHomes(*engine, recipe);
   }
   return log;
 }
@@ -260,7 +281,11 @@ INSTANTIATE_TEST_SUITE_P(
                     Recipe{"fp32_adamw_spilled", at::kFloat, false, /*spill=*/true},
                     Recipe{"bf16_adamw_spilled", at::kBFloat16, false, true},
                     Recipe{"bf16_adamw_rich", at::kBFloat16, false, false, 4.0},
-                    Recipe{"fp32_adamw_middle", at::kFloat, false, false, 1.2}),
+                    Recipe{"fp32_adamw_middle", at::kFloat, false, false, 1.2},
+                    Recipe{"fp32_stage_3", at::kFloat, false, false, 1.2, 3},
+                    Recipe{"bf16_state_stays", at::kBFloat16, false, false, 1.1, 3, "nvme", "ram"},
+                    Recipe{"bf16_weights_stay", at::kBFloat16, false, false, 4.0, 1, "ram", "nvme"},
+                    Recipe{"fp32_shares", at::kFloat, false, false, 1.1, 2, "0.5", "0.3"}),
     [](const testing::TestParamInfo<Recipe>& info) { return info.param.name; });
 
 // ---- What goes wrong ---------------------------------------------------------------------------
@@ -323,6 +348,27 @@ TEST_F(AttachTest, RawAccessThatIsRefusedNamesTheParameterAndTheWayOut) {
     EXPECT_NE(text.find("ather"), std::string::npos) << text;
   }
   EXPECT_NE(engine_->Gather(model_->up->weight).data_ptr<float>(), nullptr);
+}
+
+TEST_F(AttachTest, HomesAndStagesThatThereAreNotAreNamed) {
+  const auto expect = [this](const char* name, const auto& change) {
+    recipe_ = {"bad_policy"};
+    model_ = MakeModel(recipe_.dtype);
+    Options options = OptionsFor(*model_, recipe_);
+    change(options);
+    try {
+      Engine::Open(options);
+      ADD_FAILURE() << name;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.id(), 1002) << error.what();
+      EXPECT_NE(std::string(error.what()).find(name), std::string::npos) << error.what();
+    }
+  };
+  setenv("OFFLOADD_DISABLE", "0", 1);
+  expect("weights_home", [](Options& options) { options.weights_home = "gpu"; });
+  expect("state_home", [](Options& options) { options.state_home = "1.5"; });
+  expect("ZeRO stage 4", [](Options& options) { options.zero_stage = 4; });
+  expect("max_live", [](Options& options) { options.max_live = -1; });
 }
 
 TEST_F(AttachTest, OperatorsFailAtOnceWhenTheDaemonIsKilled) {

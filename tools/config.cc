@@ -209,6 +209,8 @@ class ConfigCommand : public Command {
         return "count";
       case config::KeyType::kChoice:
         return "choice";
+      case config::KeyType::kHome:
+        return "auto, ram, nvme or a share";
       case config::KeyType::kPools:
         return "directories";
       case config::KeyType::kDurability:

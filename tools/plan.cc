@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -13,6 +14,7 @@
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "client/rank_environment.h"
+#include "proto/depths.h"
 #include "proto/slab_layout.h"
 #include "swap/store.h"
 #include "tools/command.h"
@@ -36,6 +38,9 @@ struct Flags {
   int64_t micro_batches = 1;
   uint32_t ranks = 1;
   double read_gbps = 0, write_gbps = 0, mixed_gbps = 0;  // 0: not given
+  int64_t zero_stage = -1;
+  std::string weights_home = "auto", state_home = "auto";
+  zero3::ZeroPolicy hints;
 };
 
 // Rates that are given go before rates that would have to be measured.
@@ -102,6 +107,16 @@ class PlanCommand : public Command {
                    "step, checkpoint:100 or checkpoint:10min: what is committed");
     app.add_option("--ranks", flags_.ranks, "processes on this node that train it together")
         ->check(CLI::Range(uint32_t{1}, client::kWorldSizeMax));
+    app.add_option("--zero-stage", flags_.zero_stage,
+                   "0 to 3: what memory is spent on first; -1: what saves most");
+    app.add_option("--weights-home", flags_.weights_home,
+                   "auto, ram, nvme, or the share of the weights that stays in memory");
+    app.add_option("--state-home", flags_.state_home, "the same of masters and moments");
+    app.add_option("--persistence", flags_.hints.persistence,
+                   "a hint: weights of at most so many elements are the first to stay");
+    app.add_option("--prefetch", flags_.hints.prefetch, "a hint: elements that are read ahead");
+    app.add_option("--max-live", flags_.hints.max_live,
+                   "a hint: elements of weights in memory at a time");
     app.add_option("--pool", flags_.pool, "a directory for the store; its drive is measured")
         ->envname("OFFLOADD_POOL");
     for (const auto& [flag, rate] : {std::pair{"--read-gbps", &flags_.read_gbps},
@@ -123,17 +138,40 @@ class PlanCommand : public Command {
     report.input.world_size = flags_.ranks;
     OFFLOAD_ASSIGN_OR_RETURN(report.input.durability, ParseDurability(flags_.durability));
     OFFLOAD_ASSIGN_OR_RETURN(report.input.ram_bytes, ParseByteSize(flags_.ram));
+    OFFLOAD_ASSIGN_OR_RETURN(report.input.policy, ReadPolicy());
     kernels::OptimizerSpec optimizer(flags_.optimizer);
     if (flags_.optimizer == "sgd") optimizer.Set("momentum", 0.9);
     OFFLOAD_ASSIGN_OR_RETURN(report.input.catalogue,
                              proto::BuildCatalogue(std::move(model.tensors), optimizer));
-    const absl::StatusOr<zero3::Plan> plan = zero3::MakePlan(report.input);
+    absl::StatusOr<zero3::Plan> plan = zero3::MakePlan(report.input);
     if (!plan.ok()) return ReportRefusal(report, plan.status());
     OFFLOAD_RETURN_IF_ERROR(LookAtPool(report));
+    if (report.drive.has_value()) {
+      report.input.good_pipeline_blocks = GoodBlocks(*report.drive);
+      plan = zero3::MakePlan(report.input);
+      if (!plan.ok()) return ReportRefusal(report, plan.status());
+    }
     return ReportPlan(report, *plan);
   }
 
  private:
+  absl::StatusOr<zero3::ZeroPolicy> ReadPolicy() const {
+    zero3::ZeroPolicy policy = flags_.hints;
+    OFFLOAD_ASSIGN_OR_RETURN(policy.stage, zero3::CheckStage(flags_.zero_stage));
+    OFFLOAD_ASSIGN_OR_RETURN(policy.weights,
+                             zero3::ParseHome("--weights-home", flags_.weights_home));
+    OFFLOAD_ASSIGN_OR_RETURN(policy.state, zero3::ParseHome("--state-home", flags_.state_home));
+    return policy;
+  }
+
+  // As the daemon of this machine would choose.
+  static uint32_t GoodBlocks(const Drive& drive) {
+    return proto::ChooseDepths({.read_bytes_per_second = drive.read,
+                                .write_bytes_per_second = drive.write,
+                                .cores = std::thread::hardware_concurrency()})
+        .pipeline_blocks;
+  }
+
   // After the budget is known to do: measuring takes seconds.
   absl::Status LookAtPool(PlanReport& report) const {
     report.pool = flags_.pool;

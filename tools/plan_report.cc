@@ -8,6 +8,7 @@
 #include "absl/strings/str_format.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "zero3/zero_stages.h"
 
 namespace offload::tools {
 namespace {
@@ -146,6 +147,21 @@ void AddLife(const PlanReport& report, const zero3::Plan& plan, Answer& answer) 
                   times(checkpoint_bytes), written > 0 ? " of the other\n" : " of them\n");
 }
 
+// What each stage saves, where there is something to divide or somebody asks.
+void AddStages(const PlanReport& report, Answer& answer) {
+  if (report.input.world_size == 1 && !report.input.policy.stage.has_value()) return;
+  answer.data["zero_stages"] = Json::array();
+  for (const zero3::StageCost& cost : zero3::CompareStages(report.input)) {
+    answer.data["zero_stages"].push_back({{"stage", cost.stage},
+                                          {"unshared_bytes", cost.unshared_bytes},
+                                          {"whole_bytes", cost.whole_bytes},
+                                          {"planned_bytes", cost.planned_bytes},
+                                          {"read_bytes", Rounded(cost.read_bytes)},
+                                          {"written_bytes", Rounded(cost.written_bytes)}});
+  }
+  answer.text += zero3::DescribeStages(report.input);
+}
+
 }  // namespace
 
 // A spilled gradient is read and written once in every micro-batch; weights are only read.
@@ -176,6 +192,7 @@ Answer ReportPlan(const PlanReport& report, const zero3::Plan& plan) {
   AddSpace(report, plan, answer);
   AddStep(report, plan, answer);
   AddLife(report, plan, answer);
+  AddStages(report, answer);
   if (const std::optional<Saving> saving = FindSaving(report, plan); saving.has_value()) {
     answer.data["advice"] = {{"ram_bytes", saving->ram_bytes},
                              {"saved_bytes_per_step", Rounded(saving->bytes_per_step)}};

@@ -97,6 +97,17 @@ TEST(PlanReportTest, TheLifeOfADriveFollowsTheCheckpoints) {
   EXPECT_NE(timed.text.find("0 B written per step and "), std::string::npos) << timed.text;
 }
 
+TEST(PlanReportTest, RanksAndStagesAreComparedWhereThereIsSomethingToDivide) {
+  PlanReport report = ReportFor(50'000'000, 512 * kMebibyte);
+  EXPECT_FALSE(ReportPlan(report, PlanFor(report)).data.contains("zero_stages"));
+  report.input.world_size = 4;
+  const Answer answer = ReportPlan(report, PlanFor(report));
+  ASSERT_EQ(answer.data["zero_stages"].size(), 4u) << answer.text;
+  EXPECT_GT(answer.data["zero_stages"][0]["unshared_bytes"],
+            answer.data["zero_stages"][3]["unshared_bytes"]);
+  EXPECT_NE(answer.text.find("ZeRO stages, 4 ranks of one node"), std::string::npos) << answer.text;
+}
+
 TEST(PlanReportTest, AFullDriveIsRefusedAfterTheSumsAreShown) {
   PlanReport report = ReportFor(50'000'000, 256 * kMebibyte);
   report.pool = "/nvme0";

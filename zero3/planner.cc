@@ -21,7 +21,7 @@ namespace {
 using proto::GradientHome;
 using proto::PaddedBytes;
 
-constexpr uint32_t kMinimalBlocks = 2, kGoodBlocks = 8;
+constexpr uint32_t kMinimalBlocks = 2;
 constexpr uint64_t kWindowSlots = 3;  // at least so many of the largest tensor
 constexpr uint64_t kGradientWindowSlots = 2, kGoodGradientWindowSlots = 8;
 // Of a delivery ring, in extents; and sums that are spilled, being added to at a time.
@@ -29,37 +29,50 @@ constexpr uint64_t kMinimalRingExtents = 4, kGoodRingExtents = 16;
 constexpr uint32_t kMinimalSumBlocks = 2, kGoodSumBlocks = 8;
 // The window is meant to be this part of ram before weights become resident for good.
 constexpr uint64_t kWindowShareOfRam = 8;
+constexpr uint64_t kPrefetchShareOfRam = 4;  // at most, where more is asked for
 
 // Things of different sizes of which the first k, largest first, stay in memory for good, and the
 // others pass through a window of `slots` times the largest of them. Keeping a large thing may cost
-// less than a window that is made for it.
+// less than a window that is made for it. Those of at most `first_bytes` stay before all others.
 class Ladder {
  public:
-  Ladder(std::vector<uint32_t> ids, const std::vector<uint64_t>& bytes, uint64_t slots)
-      : ids_(std::move(ids)), slots_(slots) {
+  Ladder(std::vector<uint32_t> ids, const std::vector<uint64_t>& bytes, uint64_t slots,
+         uint64_t first_bytes = 0)
+      : ids_(std::move(ids)), slots_(slots), slot_bytes_(ids_.size() + 1, 0) {
     std::stable_sort(ids_.begin(), ids_.end(),
                      [&](uint32_t a, uint32_t b) { return bytes[a] > bytes[b]; });
+    const auto is_first = [&](uint32_t id) { return bytes[id] <= first_bytes; };
+    std::stable_partition(ids_.begin(), ids_.end(), is_first);
+    first_count_ = static_cast<size_t>(std::count_if(ids_.begin(), ids_.end(), is_first));
     kept_bytes_.reserve(ids_.size() + 1);
     kept_bytes_.push_back(0);
     for (const uint32_t id : ids_) kept_bytes_.push_back(kept_bytes_.back() + bytes[id]);
+    for (size_t k = ids_.size(); k-- > 0;)
+      slot_bytes_[k] = std::max(slot_bytes_[k + 1], bytes[ids_[k]]);
   }
 
   size_t size() const { return ids_.size(); }
   uint32_t id(size_t i) const { return ids_[i]; }
   uint64_t kept_bytes(size_t k) const { return kept_bytes_[k]; }
   uint64_t total_bytes() const { return kept_bytes_.back(); }
-  // Of the largest that is not kept.
-  uint64_t slot_bytes(size_t k) const {
-    return k < size() ? kept_bytes_[k + 1] - kept_bytes_[k] : 0;
+  // Of those that stay before all others.
+  size_t first_count() const { return first_count_; }
+  // The most that are kept within a share of all bytes.
+  size_t WithinShare(double share) const {
+    const auto bytes = static_cast<uint64_t>(share * static_cast<double>(total_bytes()));
+    const auto above = std::upper_bound(kept_bytes_.begin(), kept_bytes_.end(), bytes);
+    return static_cast<size_t>(above - kept_bytes_.begin()) - 1;
   }
+  // Of the largest that is not kept.
+  uint64_t slot_bytes(size_t k) const { return slot_bytes_[k]; }
   uint64_t minimal_window(size_t k) const { return slots_ * slot_bytes(k); }
   uint64_t window(size_t k, uint64_t wanted_bytes) const {
     return std::max(minimal_window(k), std::min(wanted_bytes, total_bytes() - kept_bytes_[k]));
   }
-  // The cheapest choice among the first `limit` + 1; of equal ones that which keeps most.
-  size_t Cheapest(size_t limit) const {
-    size_t best = 0;
-    for (size_t k = 1; k <= limit; ++k) {
+  // The cheapest choice in [first, limit]; of equal ones that which keeps most.
+  size_t Cheapest(size_t first, size_t limit) const {
+    size_t best = first;
+    for (size_t k = first + 1; k <= limit; ++k) {
       if (Cost(k, 0) <= Cost(best, 0)) best = k;
     }
     return best;
@@ -79,7 +92,9 @@ class Ladder {
  private:
   std::vector<uint32_t> ids_;
   const uint64_t slots_;
+  size_t first_count_ = 0;
   std::vector<uint64_t> kept_bytes_;  // of the first k
+  std::vector<uint64_t> slot_bytes_;  // the largest behind the first k
 };
 
 // What does not depend on the budget.
@@ -92,13 +107,17 @@ struct Needs {
   uint64_t block_bytes = 0, block_gradient_bytes = 0;
   uint64_t bundle_bytes = 0, bundle_gradient_bytes = 0;
   uint64_t slab_fixed_bytes = 0, pins_bytes = 0, staging_bytes = 0, overhead_bytes = 0;
+  // What the policy lets stay for good: so many weights, and bytes of state in whole extents.
+  size_t weights_low = 0, weights_high = 0;
+  uint64_t state_low_bytes = 0, state_high_bytes = 0;
+  uint64_t live_bytes = UINT64_MAX;  // of weights, if that can be
   // Of several ranks; 1 and 0 otherwise.
   uint64_t ranks = 1;
   uint64_t first_staging_bytes = 0, minimal_ring_bytes = 0;
 
   // Everything but weights and gradients of big tensors and the pipeline.
   uint64_t fixed_bytes() const {
-    return slab_fixed_bytes + bundle_bytes + bundle_gradient_bytes +
+    return slab_fixed_bytes + bundle_bytes + bundle_gradient_bytes + state_low_bytes +
            ranks * (proto::kRegionFixedBytes + pins_bytes + staging_bytes + minimal_ring_bytes) +
            first_staging_bytes + overhead_bytes;
   }
@@ -108,7 +127,7 @@ struct Needs {
     return ranks == 1 ? 0 : std::min(extents * block_gradient_bytes, whole_gradient_bytes());
   }
   uint64_t Floor(bool spill) const {
-    const uint64_t common = fixed_bytes() + weights.Cost(weights.Cheapest(weights.size()), 0);
+    const uint64_t common = fixed_bytes() + weights.Cost(LeastWeights(), 0);
     if (!spill) return common + gradients.total_bytes() + kMinimalBlocks * block_bytes;
     return common + gradients.Cost(MinimalKeptGradients(), 0) +
            kMinimalBlocks * (block_bytes + block_gradient_bytes) + SumBlocksBytes();
@@ -117,7 +136,11 @@ struct Needs {
     return ranks == 1 ? 0 : kMinimalSumBlocks * block_gradient_bytes;
   }
   // Spilling means that at least one gradient is not kept.
-  size_t MinimalKeptGradients() const { return gradients.Cheapest(gradients.size() - 1); }
+  size_t MinimalKeptGradients() const { return gradients.Cheapest(0, gradients.size() - 1); }
+  size_t LeastWeights() const { return weights.Cheapest(weights_low, weights_high); }
+
+ private:
+  void ReadPolicy(const PlanInput& input);
 };
 
 std::vector<uint64_t> SlotBytes(const proto::Catalogue& catalogue) {
@@ -152,15 +175,38 @@ std::vector<uint32_t> SpillableGradients(const proto::Catalogue& catalogue) {
   return ids;
 }
 
+// Bytes of so many elements of weights that are no bundles, in the widest of their dtypes.
+uint64_t WeightBytes(const proto::Catalogue& catalogue, uint64_t elements) {
+  uint64_t element_bytes = 0;
+  for (const uint32_t id : PagedWeights(catalogue)) {
+    element_bytes =
+        std::max<uint64_t>(element_bytes, proto::DtypeBytes(catalogue.store_tensors[id].dtype));
+  }
+  return std::min(elements, proto::kElementsMax) * element_bytes;
+}
+// Of leading extents of state, at most so many bytes.
+uint64_t WholeStateBytes(const proto::Catalogue& catalogue, double share) {
+  std::vector<uint64_t> sums = {0};
+  for (const proto::StoreTensor& tensor : catalogue.store_tensors) {
+    const uint32_t extents = tensor.trainable ? proto::ExtentCount(tensor.element_count) : 0;
+    for (uint32_t extent = 0; extent < extents; ++extent)
+      sums.push_back(sums.back() + proto::StateBytes(tensor, extent));
+  }
+  const auto bytes = static_cast<uint64_t>(share * static_cast<double>(sums.back()));
+  return *std::prev(std::upper_bound(sums.begin(), sums.end(), bytes));
+}
+
 Needs::Needs(const PlanInput& input)
     : slot_bytes(SlotBytes(input.catalogue)),
       gradient_bytes(GradientBytes(input.catalogue)),
-      weights(PagedWeights(input.catalogue), slot_bytes, kWindowSlots),
+      weights(PagedWeights(input.catalogue), slot_bytes, kWindowSlots,
+              PaddedBytes(WeightBytes(input.catalogue, input.policy.persistence))),
       // A sum stands once, a window once per rank.
       gradients(SpillableGradients(input.catalogue), gradient_bytes,
                 kGradientWindowSlots * input.world_size),
       ranks(input.world_size) {
   const proto::Catalogue& catalogue = input.catalogue;
+  ReadPolicy(input);
   block_bytes = proto::FullStateBytes(catalogue);
   slab_fixed_bytes = PaddedBytes(sizeof(proto::SlabHeader)) +
                      PaddedBytes(catalogue.tensors.size() * sizeof(proto::TensorWord));
@@ -190,6 +236,24 @@ Needs::Needs(const PlanInput& input)
     first_staging_bytes = std::exchange(staging_bytes, proto::kLoadingStagingBytes);
 }
 
+void Needs::ReadPolicy(const PlanInput& input) {
+  const ZeroPolicy& policy = input.policy;
+  weights_high = weights.size();
+  state_high_bytes = WholeStateBytes(input.catalogue, policy.state.value_or(1));
+  if (policy.state.has_value()) state_low_bytes = state_high_bytes;
+  if (policy.weights.has_value()) {
+    weights_low = weights.WithinShare(*policy.weights);
+    weights_high = std::max(weights_low, weights.first_count());
+    // Nothing has to stay; but a window that is larger than what it saves is not made.
+    if (weights_low == 0)
+      weights_high = std::max(weights_high, weights.Cheapest(0, weights.size()));
+  }
+  if (policy.max_live > 0) {
+    live_bytes =
+        std::max(WeightBytes(input.catalogue, policy.max_live), weights.Cost(LeastWeights(), 0));
+  }
+}
+
 // What the budget buys, in numbers; MakePlan turns it into places.
 struct Choice {
   bool spill = false;
@@ -200,7 +264,7 @@ struct Choice {
   uint64_t ring_bytes = 0;  // of each rank
   size_t kept_weights = 0;
   uint64_t window_bytes = 0;
-  uint64_t left_bytes = 0;  // for state
+  uint64_t left_bytes = 0;  // for state, with what must stay of it
 };
 
 uint64_t DownToSector(uint64_t bytes) { return bytes / proto::kSectorBytes * proto::kSectorBytes; }
@@ -213,18 +277,60 @@ uint64_t Raise(uint64_t wanted, uint64_t value, uint64_t unit_bytes, uint64_t& r
   return value + units;
 }
 
-// True when they are good.
-bool ChooseRings(const Needs& needs, uint64_t& rest, Choice& choice) {
+// ZeRO stages 0 and 1: every rank's whole gradients come before weights.
+bool WantsWholeRings(const ZeroPolicy& policy) { return policy.stage.value_or(2) < 2; }
+
+// Spends up to `rest` on rings and blocks of sums. True when they are good.
+bool ChooseRings(const PlanInput& input, const Needs& needs, uint64_t& rest, Choice& choice) {
   if (choice.spill) {
     choice.sum_blocks = static_cast<uint32_t>(
         Raise(kGoodSumBlocks, kMinimalSumBlocks, needs.block_gradient_bytes, rest));
   }
-  const uint64_t good_bytes = needs.RingBytes(kGoodRingExtents);
+  const uint64_t good_bytes = WantsWholeRings(input.policy) ? needs.whole_gradient_bytes()
+                                                            : needs.RingBytes(kGoodRingExtents);
   const uint64_t more_bytes =
       std::min(good_bytes - needs.minimal_ring_bytes, DownToSector(rest / needs.ranks));
   rest -= needs.ranks * more_bytes;
   choice.ring_bytes = needs.minimal_ring_bytes + more_bytes;
   return choice.ring_bytes == good_bytes && (!choice.spill || choice.sum_blocks == kGoodSumBlocks);
+}
+
+// Of the window, once weights need not stay for want of room.
+uint64_t WantedWindow(const PlanInput& input) {
+  if (input.policy.prefetch > 0) {
+    return std::min(PaddedBytes(WeightBytes(input.catalogue, input.policy.prefetch)),
+                    DownToSector(input.ram_bytes / kPrefetchShareOfRam));
+  }
+  // One that grew with ram would push weights out under a bound that does not.
+  return input.policy.max_live > 0 ? 0 : DownToSector(input.ram_bytes / kWindowShareOfRam);
+}
+
+// Spends `rest` on weights and their window, and on state. `complete`: what comes before them has
+// all that is good for it.
+void ChooseWeights(const PlanInput& input, const Needs& needs, bool complete, uint64_t rest,
+                   Choice& choice) {
+  const Ladder& weights = needs.weights;
+  const size_t least = needs.LeastWeights();
+  const uint64_t wanted = WantedWindow(input);
+  const uint64_t more_state = needs.state_high_bytes - needs.state_low_bytes;
+  const bool state_first = input.policy.stage == 3;
+  const bool state_fits = rest >= weights.Cost(least, wanted) + more_state;
+  const uint64_t kept_for_state = complete && state_first && state_fits ? more_state : 0;
+  const bool keeps_more = complete && (!state_first || state_fits);
+  const size_t most = keeps_more ? needs.weights_high : least;
+  const uint64_t spent = std::min(rest - kept_for_state, needs.live_bytes);
+  const std::optional<size_t> kept = weights.Largest(least, most, wanted, spent);
+  choice.kept_weights = kept.value_or(least);
+  choice.window_bytes =
+      weights.window(choice.kept_weights,
+                     kept.has_value() ? wanted : DownToSector(spent - weights.kept_bytes(least)));
+  // All that may stay.
+  const size_t allowed =
+      weights.Largest(least, needs.weights_high, wanted, needs.live_bytes).value_or(least);
+  const bool state_has_its_turn = complete && (state_first || choice.kept_weights == allowed);
+  choice.left_bytes = needs.state_low_bytes;
+  if (state_has_its_turn)
+    choice.left_bytes += rest - weights.kept_bytes(choice.kept_weights) - choice.window_bytes;
 }
 
 // More ram never buys less: things are bought in a fixed order, and nothing before what comes ahead
@@ -236,7 +342,8 @@ Choice Choose(const PlanInput& input, const Needs& needs) {
       can_spill && (input.always_spill_gradients || input.ram_bytes < needs.Floor(false));
   const uint64_t block_bytes = needs.block_bytes + (choice.spill ? needs.block_gradient_bytes : 0);
   uint64_t rest = input.ram_bytes - needs.Floor(choice.spill);
-  choice.blocks = static_cast<uint32_t>(Raise(kGoodBlocks, kMinimalBlocks, block_bytes, rest));
+  const uint32_t good_blocks = std::max(input.good_pipeline_blocks, kMinimalBlocks);
+  choice.blocks = static_cast<uint32_t>(Raise(good_blocks, kMinimalBlocks, block_bytes, rest));
 
   // What comes before weights has all that is good for it.
   bool complete = true;
@@ -246,7 +353,7 @@ Choice Choose(const PlanInput& input, const Needs& needs) {
   if (choice.spill) {
     const size_t least = needs.MinimalKeptGradients();
     rest += gradients.Cost(least, 0);
-    const bool keep_more = !input.always_spill_gradients && choice.blocks == kGoodBlocks;
+    const bool keep_more = !input.always_spill_gradients && choice.blocks == good_blocks;
     const size_t most = keep_more ? gradients.size() - 1 : least;
     const size_t kept = *gradients.Largest(least, most, 0, rest);
     rest -= gradients.Cost(kept, 0);
@@ -257,28 +364,14 @@ Choice Choose(const PlanInput& input, const Needs& needs) {
     choice.gradient_window_bytes = slots * slot_bytes;
     complete = input.always_spill_gradients && slots == kGoodGradientWindowSlots;
   }
-  if (needs.ranks > 1) complete = ChooseRings(needs, rest, choice) && complete;
+  if (needs.ranks > 1) complete = ChooseRings(input, needs, rest, choice) && complete;
 
-  const Ladder& weights = needs.weights;
-  const size_t least = weights.Cheapest(weights.size());
-  const uint64_t wanted = DownToSector(input.ram_bytes / kWindowShareOfRam);
-  rest += weights.Cost(least, 0);
-  complete = complete && choice.blocks == kGoodBlocks;
-  const size_t most = complete ? weights.size() : least;
-  if (const std::optional<size_t> kept = weights.Largest(least, most, wanted, rest);
-      kept.has_value()) {
-    choice.kept_weights = *kept;
-    choice.window_bytes = weights.window(*kept, wanted);
-  } else {
-    choice.kept_weights = least;
-    choice.window_bytes = weights.window(least, DownToSector(rest - weights.kept_bytes(least)));
-  }
-  choice.left_bytes = rest - weights.kept_bytes(choice.kept_weights) - choice.window_bytes;
-  if (!complete || choice.kept_weights < weights.size()) choice.left_bytes = 0;
+  rest += needs.weights.Cost(needs.LeastWeights(), 0);
+  ChooseWeights(input, needs, complete && choice.blocks == good_blocks, rest, choice);
   return choice;
 }
 
-// Returns what is left when all state is in memory.
+// Returns what is left when all state is in memory that may stay there.
 uint64_t PlaceWeightsAndState(const PlanInput& input, const Needs& needs, const Choice& choice,
                               Plan& plan) {
   const proto::Catalogue& catalogue = input.catalogue;
@@ -293,6 +386,7 @@ uint64_t PlaceWeightsAndState(const PlanInput& input, const Needs& needs, const 
     const uint32_t extents = proto::ExtentCount(tensor.element_count);
     for (uint32_t extent = 0; tensor.trainable && extent < extents; ++extent) {
       const uint64_t bytes = proto::StateBytes(tensor, extent);
+      if (plan.resident_state_bytes + bytes > needs.state_high_bytes) return left_bytes;
       if (bytes > left_bytes) return 0;
       left_bytes -= bytes;
       plan.resident_state_bytes += bytes;
@@ -414,10 +508,15 @@ std::string RingsOf(const Needs& needs) {
                       FormatBytes(needs.minimal_ring_bytes));
 }
 
+std::string StateOf(const Needs& needs) {
+  if (needs.state_low_bytes == 0) return "";
+  return absl::StrCat(" + optimizer state ", FormatBytes(needs.state_low_bytes));
+}
+
 absl::Status TooSmall(const PlanInput& input, const Needs& needs, uint64_t floor,
                       uint64_t floor_without_spilling) {
   const bool spill = needs.gradients.size() > 0 && floor != floor_without_spilling;
-  const uint64_t weights = needs.weights.Cost(needs.weights.Cheapest(needs.weights.size()), 0);
+  const uint64_t weights = needs.weights.Cost(needs.LeastWeights(), 0);
   const uint64_t gradients =
       spill ? needs.gradients.Cost(needs.MinimalKeptGradients(), 0) : needs.gradients.total_bytes();
   const uint64_t pipeline =
@@ -427,7 +526,7 @@ absl::Status TooSmall(const PlanInput& input, const Needs& needs, uint64_t floor
       absl::StrCat(
           "ram is ", FormatBytes(input.ram_bytes), ", the least that trains this model is ",
           FormatBytes(floor), " = weight window ", FormatBytes(weights), " + small tensors ",
-          FormatBytes(needs.bundle_bytes), " + gradients ",
+          FormatBytes(needs.bundle_bytes), StateOf(needs), " + gradients ",
           FormatBytes(gradients + needs.bundle_gradient_bytes +
                       (spill ? needs.SumBlocksBytes() : 0)),
           spill ? " (spilled)" : "", RingsOf(needs), " + update pipeline ", FormatBytes(pipeline),
@@ -462,7 +561,8 @@ absl::StatusOr<Plan> MakePlan(const PlanInput& input) {
   plan.memory.pipeline_blocks = choice.blocks;
   plan.memory.pipeline_gradients = choice.spill;
   const uint64_t left_bytes = PlaceWeightsAndState(input, needs, choice, plan);
-  if (needs.ranks > 1) {
+  // Stages 2 and 3 want buckets.
+  if (needs.ranks > 1 && input.policy.stage.value_or(0) < 2) {
     choice.ring_bytes = std::min(choice.ring_bytes + DownToSector(left_bytes / needs.ranks),
                                  needs.whole_gradient_bytes());
   }
@@ -533,6 +633,8 @@ std::string DescribePlan(const PlanInput& input, const Plan& plan) {
                   Line("staging", ranks * plan.staging_bytes + plan.first_staging_bytes),
                   Line("rings and tables", tables), Line("overhead", plan.overhead_bytes),
                   Line("sum", plan.total_bytes, absl::StrCat("of ", FormatBytes(input.ram_bytes))));
+  if (const std::string policy = DescribePolicy(input.policy); !policy.empty())
+    absl::StrAppend(&text, "asked for: ", policy, "\n");
   char traffic[200];
   std::snprintf(traffic, sizeof(traffic),
                 "traffic per parameter and step: %.2f B read, %.2f B written, %.2f B for each "

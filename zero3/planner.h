@@ -9,7 +9,8 @@
 // where gradients in DRAM come before spilling them through a window; a deeper pipeline; as many
 // gradients as fit when some are spilled; weights of whole tensors, the largest first (each saves
 // twice its bytes of reads per step), beside a window that grows with ram; state of leading
-// extents. More ram never means more predicted traffic.
+// extents. More ram never means more predicted traffic. A policy (zero3/zero_policy.h) changes that
+// order, and what may and what must stay.
 //
 // With several ranks the slab holds the sums of gradients, and every rank a ring through which it
 // delivers its own: a few extents of it at least (ZeRO stage 2); a good one comes before weights,
@@ -21,7 +22,9 @@
 
 #include "absl/status/statusor.h"
 #include "base/durability.h"
+#include "proto/depths.h"
 #include "proto/slab_layout.h"
+#include "zero3/zero_policy.h"
 
 namespace offload::zero3 {
 
@@ -31,6 +34,8 @@ struct PlanInput {
   bool always_spill_gradients = false;
   uint32_t world_size = 1;  // ranks on this node, whose gradients the daemon adds up
   Durability durability;
+  uint32_t good_pipeline_blocks = proto::Depths().pipeline_blocks;  // ChooseDepths()
+  ZeroPolicy policy;
 };
 
 struct Plan {

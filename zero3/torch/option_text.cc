@@ -11,7 +11,8 @@
 namespace offload::zero3 {
 namespace {
 
-using Member = std::variant<std::string Options::*, int Options::*, bool Options::*>;
+using Member =
+    std::variant<std::string Options::*, int Options::*, int64_t Options::*, bool Options::*>;
 
 const std::map<std::string, Member>& Members() {
   static const auto* const kMembers = new std::map<std::string, Member>{
@@ -30,13 +31,20 @@ const std::map<std::string, Member>& Members() {
       {"local_rank", &Options::local_rank},
       {"local_world_size", &Options::local_world_size},
       {"spill_gradients", &Options::spill_gradients},
+      {"zero_stage", &Options::zero_stage},
+      {"weights_home", &Options::weights_home},
+      {"state_home", &Options::state_home},
+      {"persistence", &Options::persistence},
+      {"prefetch", &Options::prefetch},
+      {"max_live", &Options::max_live},
       {"gradient_average", &Options::gradient_average},
   };
   return *kMembers;
 }
 
-int IntegerOf(const std::string& name, const std::string& text) {
-  int value = 0;
+template <typename Integer>
+Integer IntegerOf(const std::string& name, const std::string& text) {
+  Integer value = 0;
   if (absl::SimpleAtoi(text, &value)) return value;
   ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat(name, " is ", text, ", not a number")));
 }
@@ -51,9 +59,11 @@ void SetOption(Options& options, const std::string& name, const std::string& tex
   if (const auto* const words = std::get_if<std::string Options::*>(&member)) {
     options.*(*words) = text;
   } else if (const auto* const number = std::get_if<int Options::*>(&member)) {
-    options.*(*number) = IntegerOf(name, text);
+    options.*(*number) = IntegerOf<int>(name, text);
+  } else if (const auto* const count = std::get_if<int64_t Options::*>(&member)) {
+    options.*(*count) = IntegerOf<int64_t>(name, text);
   } else {
-    options.*std::get<bool Options::*>(member) = IntegerOf(name, text) != 0;
+    options.*std::get<bool Options::*>(member) = IntegerOf<int>(name, text) != 0;
   }
 }
 

@@ -118,11 +118,26 @@ spdlog::logger& Log() {
   return **kLogger;
 }
 
+static ZeroPolicy PolicyOf(const Options& options) {
+  const auto hint = [](const char* name, int64_t elements) {
+    if (elements >= 0) return static_cast<uint64_t>(elements);
+    ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat(name, " is ", elements)));
+  };
+  return {.stage = ValueOrThrow(CheckStage(options.zero_stage)),
+          .weights = ValueOrThrow(ParseHome("weights_home", options.weights_home)),
+          .state = ValueOrThrow(ParseHome("state_home", options.state_home)),
+          .persistence = hint("persistence", options.persistence),
+          .prefetch = hint("prefetch", options.prefetch),
+          .max_live = hint("max_live", options.max_live)};
+}
+
 TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
                            std::unique_ptr<client::Session> session, client::JobInfo job)
     : options_(options),
       ram_bytes_(ram_bytes),
       exists_(job.exists),
+      policy_(PolicyOf(options)),
+      good_pipeline_blocks_(std::max(job.pipeline_blocks, PlanInput().good_pipeline_blocks)),
       attachment_(std::make_shared<Attachment>(std::move(session))),
       step_(job.step),
       state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))) {
@@ -274,7 +289,9 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
           .ram_bytes = ram_bytes_,
           .always_spill_gradients = options_.spill_gradients,
           .world_size = attachment_->world_size(),
-          .durability = ValueOrThrow(ParseDurability(options_.durability))};
+          .durability = ValueOrThrow(ParseDurability(options_.durability)),
+          .good_pipeline_blocks = good_pipeline_blocks_,
+          .policy = policy_};
 }
 
 bool TensorEngine::Attach(std::span<const NamedTensor> tensors,

@@ -173,6 +173,8 @@ class TensorEngine {
   const Options options_;
   const uint64_t ram_bytes_;
   const bool exists_;  // the job, when it was opened
+  const ZeroPolicy policy_;
+  const uint32_t good_pipeline_blocks_;
   const std::shared_ptr<Attachment> attachment_;
   uint64_t step_;
   struct TrainerState state_;

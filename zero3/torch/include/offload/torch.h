@@ -96,6 +96,16 @@ struct Options {
   bool spill_gradients = false;  // keep gradients on NVMe even where memory could hold them (frees
                                  // 2 or 4 bytes per parameter)
 
+  // What `ram` is spent on. A stage of ZeRO, 0 to 3, says what comes first and never refuses; -1:
+  // what saves most traffic (docs/ranks.md). A home is a demand, refused (OFD-1301) when ram does
+  // not hold it: "ram", all of it stays in memory; "nvme", it passes through memory only; a share
+  // such as "0.25" stays; "auto", as much as ram holds. Results are the same.
+  int zero_stage = -1;
+  std::string weights_home = "auto", state_home = "auto";
+  // Hints, in elements; 0: none. Weights of at most so many are the first to stay in memory; so
+  // many are read ahead; at most so many weights are in memory, if that can be.
+  int64_t persistence = 0, prefetch = 0, max_live = 0;
+
   // Several processes that train one model. By default they are what the launcher says (torchrun,
   // mpirun, srun), else there is one; values that are set here count instead, all of them together.
   int rank = -1, world_size = 0, local_rank = -1, local_world_size = 0;
