@@ -456,7 +456,7 @@ class Importer {
       return MapSetting(setting, "auto",
                         "in memory as far as memory.ram reaches, else on the pool");
     wants_nvme_ = true;
-    MapSetting(setting, "nvme");
+    MapSetting(setting, "auto", "on the pool, and as much of it in memory as memory.ram holds");
   }
   void ParamDevice(const std::string&, const Json& value) { Device(value, "policy.params"); }
   void OptimizerDevice(const std::string&, const Json& value) { Device(value, "policy.optimizer"); }

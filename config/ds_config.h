@@ -32,7 +32,7 @@ enum class Verdict { kMapped, kIgnored, kTrainer, kRejected };
 struct Fate {
   std::string key, value;  // as in the file; the value as JSON, shortened
   Verdict verdict = Verdict::kIgnored;
-  std::string target;            // of kMapped: "policy.optimizer = nvme"
+  std::string target;            // of kMapped: "policy.optimizer = auto"
   std::string note;              // the reason; may be empty for kMapped and kTrainer
   std::optional<ErrorId> error;  // of kRejected
 };

@@ -144,8 +144,8 @@ TEST(DsConfigTest, TheUsualConfigurationIsAccepted) {
   const Import import = Read(kUsual, {});
   EXPECT_TRUE(import.Problem().ok()) << import.Problem();
   EXPECT_EQ(import.settings.Get("pool").value, "/local_nvme") << "a slash at the end is none";
-  EXPECT_EQ(import.settings.Get("policy.params").value, "nvme");
-  EXPECT_EQ(import.settings.Get("policy.optimizer").value, "nvme");
+  EXPECT_EQ(import.settings.Get("policy.params").value, "auto");
+  EXPECT_EQ(import.settings.Get("policy.optimizer").value, "auto");
   EXPECT_EQ(import.training.optimizer, "AdamW");
   EXPECT_EQ(import.training.optimizer_params["lr"], "auto");
   EXPECT_EQ(import.training.scheduler, "WarmupDecayLR");
@@ -428,7 +428,7 @@ TEST(DsConfigTest, SyntaxIsGenerousAndDuplicatesAreNot) {
 TEST(DsConfigTest, TheTableEndsWithItsSum) {
   const std::string table = ImportTable(Read(kUsual));
   EXPECT_NE(table.find("mapped    zero_optimization.offload_optimizer.device = \"nvme\"   -> "
-                       "policy.optimizer = nvme\n"),
+                       "policy.optimizer = auto   (on the pool, "),
             std::string::npos)
       << table;
   EXPECT_NE(table.find(" rejected.\n"), std::string::npos);
