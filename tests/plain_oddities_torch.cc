@@ -1,6 +1,9 @@
 // Programs that know nothing of offload and do what fewer trainers do: STEPS OUT NAME, where other
 // trainers have a file with weights.
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <fstream>
 #include <functional>
 #include <iostream>
@@ -88,9 +91,30 @@ void SecondPhase(const Arguments& arguments) {
 
 void Lbfgs(const Arguments& arguments) {
   Linear model(64, 64);
-  torch::optim::LBFGS optimizer(model->parameters());
-  Loss(model, 0).backward();
-  optimizer.step([] { return torch::zeros({}); });
+  torch::optim::LBFGS optimizer(model->parameters(), torch::optim::LBFGSOptions(0.1).max_iter(3));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    PrintStep(step, optimizer.step([&] {
+      optimizer.zero_grad();
+      const Tensor loss = Loss(model, step);
+      loss.backward();
+      return loss;
+    }));
+  }
+}
+
+void SavedOptimizer(const Arguments& arguments) {
+  Linear model(64, 64);
+  torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-2));
+  Train(model, optimizer, arguments.loops.front());
+  torch::save(optimizer, arguments.out);
+}
+
+// Reads the file of the other.
+void LoadedOptimizer(const Arguments& arguments) {
+  Linear model(64, 64);
+  torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1));
+  torch::load(optimizer, arguments.out);
+  Train(model, optimizer, arguments.loops.front());
 }
 
 class OwnSgd final : public SGD {
@@ -170,6 +194,11 @@ void Large(const Arguments& arguments) {
 void Environment(const Arguments&) {
   std::fflush(stdout);
   if (std::system("echo LD_PRELOAD is $LD_PRELOAD") != 0) std::exit(3);
+  const pid_t child = ::fork();
+  if (child == 0) std::exit(0);
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  std::printf("child %d\n", status);
 }
 
 }  // namespace
@@ -188,6 +217,8 @@ int main(int argc, char** argv) {
       {"own_function", OwnFunction},
       {"environment", Environment},
       {"large", Large},
+      {"saved_optimizer", SavedOptimizer},
+      {"loaded_optimizer", LoadedOptimizer},
   };
   torch::manual_seed(0);
   kPrograms.at(arguments.weights)(arguments);

@@ -21,7 +21,7 @@
 
 namespace {
 
-constexpr int kLayers = 4, kRows = 512, kStepsOfRound = 4;
+constexpr int kRows = 512, kStepsOfRound = 4;
 
 struct Cost {
   double wall_ms = 0, processor_ms = 0;  // of a step
@@ -44,11 +44,12 @@ double Median(std::vector<double> values) {
 torch::nn::Sequential MakeModel(int hidden) {
   torch::manual_seed(0);
   torch::nn::Sequential model;
-  for (int layer = 0; layer < kLayers; ++layer) {
+  const int layers = hidden > 1024 ? 1 : 4;
+  for (int layer = 0; layer < layers; ++layer) {
     model->push_back(torch::nn::LayerNorm(torch::nn::LayerNormOptions({hidden})));
-    model->push_back(torch::nn::Linear(hidden, 4 * hidden));
+    model->push_back(torch::nn::Linear(hidden, 2 * hidden));
     model->push_back(torch::nn::GELU());
-    model->push_back(torch::nn::Linear(4 * hidden, hidden));
+    model->push_back(torch::nn::Linear(2 * hidden, hidden));
   }
   return model;
 }
@@ -91,7 +92,7 @@ class Side {
 bool Compare(const std::string& pool, int hidden, int rounds) {
   offload::Options options;
   options.nvme_path = pool;
-  options.ram = "4GiB";
+  options.ram = "1GiB";
   options.job = "benchmark-resident-" + std::to_string(hidden);
   const auto engine = offload::Engine::Open(options);
   if (engine->step() != 0) {

@@ -184,8 +184,26 @@ class UntouchedTest(unittest.TestCase):
         self.assertEqual((result.code, result.steps()), (code, []), result.out + result.error)
         self.assertIn(text, result.error)
 
-    def test_optimizers_that_cannot_run_in_the_daemon_are_refused(self):
-        self.check_refused(self.oddity("lbfgs"), "OFD-1604 the program trains with torch::optim::LBFGS")
+    def test_lbfgs_runs_in_the_program(self):
+        self.check_oddity("lbfgs")
+        self.check_refused(self.oddity("lbfgs", options=["--resume"]), "OFD-1604 the job is at step 4")
+
+    def test_files_of_an_optimizer_are_those_of_plain_torch_or_refused(self):
+        self.plain("oddities", "4", self.file("plain"), "saved_optimizer")
+        saved = self.run_offloaded(TRAINERS["oddities"], "4", self.file("offloaded"), "saved_optimizer", options=["--job", "saved"])
+        self.assertEqual(len(saved.steps()), 4)
+        if saved.code == 0:
+            self.assertTrue(filecmp.cmp(self.file("offloaded"), self.file("plain"), shallow=False))
+        else:
+            self.assertIn("OFD-1604 the optimizer's state is in the store of the job", saved.error)
+        plain = self.plain("oddities", "4", self.file("plain"), "loaded_optimizer")
+        loaded = self.run_offloaded(TRAINERS["oddities"], "4", self.file("plain"), "loaded_optimizer", options=["--job", "loaded"])
+        if loaded.code == 0:
+            self.assertEqual(loaded.out, plain.out)
+        else:
+            self.check_refused(loaded, "OFD-1604 the optimizer's state is in the store of the job")
+
+    def test_an_optimizer_of_the_programs_own_is_refused(self):
         self.check_refused(self.oddity("own_optimizer"), "OFD-1604 the program trains with (anonymous namespace)::OwnSgd")
 
     def test_a_second_optimizer_after_the_first_has_trained_is_refused(self):
@@ -195,7 +213,7 @@ class UntouchedTest(unittest.TestCase):
 
     def test_models_that_cannot_be_attached_are_refused(self):
         self.check_refused(self.oddity("double_precision"), "OFD-1601 ")
-        self.check_refused(self.oddity("own_function"), "OFD-1601 the program has stepped its optimizer, but no forward pass")
+        self.check_refused(self.oddity("own_function"), "OFD-1601 parameters have gradients, but no forward pass over them was seen")
 
     def test_a_program_that_does_not_train_says_so(self):
         result = self.oddity("no_optimizer")
@@ -234,9 +252,9 @@ class UntouchedTest(unittest.TestCase):
                              f"-Wl,-rpath,{os.path.dirname(library)}")
         self.check_refused(self.run_offloaded(program), "runs with libtorch 2.4, offload was built with 2.11")
 
-    def test_programs_it_starts_do_not_inherit_the_libraries(self):
+    def test_programs_and_children_it_starts_are_their_own(self):
         shown = self.oddity("environment")
-        self.assertEqual((shown.code, shown.out), (1, "LD_PRELOAD is\n"), shown.error)
+        self.assertEqual((shown.code, shown.out), (1, "LD_PRELOAD is\nchild 0\n"), shown.error)
 
 
 if __name__ == "__main__":

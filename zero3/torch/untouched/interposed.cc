@@ -15,8 +15,10 @@
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <string>
@@ -47,6 +49,29 @@ Function Next(const char* name) {
 using StepFunction = at::Tensor (*)(Optimizer*, Optimizer::LossClosure);
 using SaveFunction = void (*)(const Optimizer*, torch::serialize::OutputArchive&);
 using LoadFunction = void (*)(Optimizer*, torch::serialize::InputArchive&);
+
+at::Tensor Step(Optimizer& optimizer, Optimizer::LossClosure closure, StepFunction next) {
+  Optimizer* const attached = Watch::OfProcess().BeforeStep(optimizer);
+  return attached != nullptr ? attached->step(std::move(closure))
+                             : next(&optimizer, std::move(closure));
+}
+
+void Save(const Optimizer& optimizer, torch::serialize::OutputArchive& archive, SaveFunction next) {
+  // Only the state that it does not keep any more is taken away.
+  const Optimizer* const attached =
+      Watch::OfProcess().BeforeFile(const_cast<Optimizer&>(optimizer));
+  return attached != nullptr ? attached->save(archive) : next(&optimizer, archive);
+}
+
+void Load(Optimizer& optimizer, torch::serialize::InputArchive& archive, LoadFunction next) {
+  Optimizer* const attached = Watch::OfProcess().BeforeFile(optimizer);
+  if (attached == nullptr) {
+    next(&optimizer, archive);
+    return Watch::OfProcess().OnRead(optimizer);
+  }
+  attached->load(archive);
+  CopyOptions(*attached, optimizer);
+}
 
 // ---- Begin and end of the process ---------------------------------------------------------------
 
@@ -84,8 +109,10 @@ void CheckRelease() {
   EndProgram(std::string(refused.message()).c_str());
 }
 
+pid_t begun_by = 0;  // not a forked child
+
 void OnExit(int status, void*) {
-  if (Watch::OfProcess().has_attached()) return;
+  if (Watch::OfProcess().has_attached() || begun_by != ::getpid()) return;
   const absl::Status refused = MakeError(
       ErrorId::kUnsupportedModel,
       "nothing was offloaded: the program has ended without a forward pass of a torch::nn::Module "
@@ -98,6 +125,7 @@ void OnExit(int status, void*) {
 __attribute__((constructor)) void Begin() {
   CheckRelease();
   LeaveEnvironment();
+  begun_by = ::getpid();
   ::on_exit(&OnExit, nullptr);
 }
 
@@ -146,24 +174,21 @@ OrderedDict<std::string, Tensor> Module::named_parameters(bool recurse) const {
 
 // ---- Optimizers ---------------------------------------------------------------------------------
 
-#define OFFLOAD_STEP_IN_DAEMON(Class, mangled)                                                  \
-  Tensor Class::step(LossClosure closure) {                                                     \
-    static const auto next = Next<offload::untouched::StepFunction>(                            \
-        "_ZN5torch5optim" mangled "4stepESt8functionIFN2at6TensorEvEE");                        \
-    Optimizer* const inner = Watch::OfProcess().BeforeStep(*this);                              \
-    return inner != nullptr ? inner->step(std::move(closure)) : next(this, std::move(closure)); \
-  }                                                                                             \
-  void Class::save(serialize::OutputArchive& archive) const {                                   \
-    static const auto next = Next<offload::untouched::SaveFunction>(                            \
-        "_ZNK5torch5optim" mangled "4saveERNS_9serialize13OutputArchiveE");                     \
-    const Optimizer* const inner = Watch::OfProcess().BehindObject(*this);                      \
-    return inner != nullptr ? inner->save(archive) : next(this, archive);                       \
-  }                                                                                             \
-  void Class::load(serialize::InputArchive& archive) {                                          \
-    static const auto next = Next<offload::untouched::LoadFunction>(                            \
-        "_ZN5torch5optim" mangled "4loadERNS_9serialize12InputArchiveE");                       \
-    Optimizer* const inner = Watch::OfProcess().BehindObject(*this);                            \
-    return inner != nullptr ? inner->load(archive) : next(this, archive);                       \
+#define OFFLOAD_FOLLOW(Class, mangled)                                      \
+  Tensor Class::step(LossClosure closure) {                                 \
+    static const auto next = Next<offload::untouched::StepFunction>(        \
+        "_ZN5torch5optim" mangled "4stepESt8functionIFN2at6TensorEvEE");    \
+    return offload::untouched::Step(*this, std::move(closure), next);       \
+  }                                                                         \
+  void Class::save(serialize::OutputArchive& archive) const {               \
+    static const auto next = Next<offload::untouched::SaveFunction>(        \
+        "_ZNK5torch5optim" mangled "4saveERNS_9serialize13OutputArchiveE"); \
+    offload::untouched::Save(*this, archive, next);                         \
+  }                                                                         \
+  void Class::load(serialize::InputArchive& archive) {                      \
+    static const auto next = Next<offload::untouched::LoadFunction>(        \
+        "_ZN5torch5optim" mangled "4loadERNS_9serialize12InputArchiveE");   \
+    offload::untouched::Load(*this, archive, next);                         \
   }
 
 namespace torch::optim {
@@ -182,12 +207,13 @@ void Optimizer::zero_grad(bool set_to_none) {
   next(this, set_to_none);
 }
 
-OFFLOAD_STEP_IN_DAEMON(AdamW, "5AdamW")
-OFFLOAD_STEP_IN_DAEMON(Adam, "4Adam")
-OFFLOAD_STEP_IN_DAEMON(SGD, "3SGD")
-OFFLOAD_STEP_IN_DAEMON(Adagrad, "7Adagrad")
-OFFLOAD_STEP_IN_DAEMON(RMSprop, "7RMSprop")
+OFFLOAD_FOLLOW(AdamW, "5AdamW")
+OFFLOAD_FOLLOW(Adam, "4Adam")
+OFFLOAD_FOLLOW(SGD, "3SGD")
+OFFLOAD_FOLLOW(Adagrad, "7Adagrad")
+OFFLOAD_FOLLOW(RMSprop, "7RMSprop")
+OFFLOAD_FOLLOW(LBFGS, "5LBFGS")
 
 }  // namespace torch::optim
 
-#undef OFFLOAD_STEP_IN_DAEMON
+#undef OFFLOAD_FOLLOW

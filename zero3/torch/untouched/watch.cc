@@ -4,12 +4,14 @@
 #include <ATen/core/grad_mode.h>
 #include <cxxabi.h>
 #include <torch/optim/lbfgs.h>
+#include <torch/serialize/archive.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <sstream>
 #include <string>
 #include <typeinfo>
 #include <unordered_set>
@@ -28,8 +30,7 @@ using torch::optim::OptimizerParamGroup;
 using ParamGroups = std::vector<OptimizerParamGroup>;
 
 constexpr char kOtherOptimizers[] =
-    "Use AdamW, Adam, SGD, Adagrad or RMSprop of torch::optim, or attach the model in the program "
-    "(docs/attach.md)";
+    "Use an optimizer of torch::optim, or attach the model in the program (docs/attach.md)";
 
 // This thread is at work for the watch: what it does to modules and tensors is not the program's.
 thread_local bool inside = false;
@@ -92,34 +93,39 @@ bool SameTensors(const ParamGroups& a, const ParamGroups& b) {
                     });
 }
 
-// The optimizer in the daemon for the options of one of torch's; null for others.
-std::unique_ptr<Optimizer> MakeInner(Engine& engine, torch::nn::Module& model,
-                                     const ParamGroups& groups, const OptimizerOptions& options) {
-  if (const auto* adamw = dynamic_cast<const torch::optim::AdamWOptions*>(&options))
-    return engine.AdamW(model, groups, *adamw);
-  if (const auto* adam = dynamic_cast<const torch::optim::AdamOptions*>(&options))
-    return engine.Adam(model, groups, *adam);
-  if (const auto* sgd = dynamic_cast<const torch::optim::SGDOptions*>(&options))
-    return engine.SGD(model, groups, *sgd);
-  if (const auto* adagrad = dynamic_cast<const torch::optim::AdagradOptions*>(&options))
-    return engine.Adagrad(model, groups, *adagrad);
-  if (const auto* rmsprop = dynamic_cast<const torch::optim::RMSpropOptions*>(&options))
-    return engine.RMSprop(model, groups, *rmsprop);
+template <class Class, class Options>
+std::unique_ptr<Optimizer> MakeAs(const ParamGroups& groups, const OptimizerOptions& options) {
+  const auto* const own = dynamic_cast<const Options*>(&options);
+  return own == nullptr ? nullptr : std::make_unique<Class>(groups, *own);
+}
+
+// An object of torch's class that has these options; null when they are not torch's.
+std::unique_ptr<Optimizer> MakeObject(const ParamGroups& groups, const OptimizerOptions& options) {
+  using namespace torch::optim;  // NOLINT: names of twelve classes
+  for (const auto make : {&MakeAs<AdamW, AdamWOptions>, &MakeAs<Adam, AdamOptions>,
+                          &MakeAs<SGD, SGDOptions>, &MakeAs<Adagrad, AdagradOptions>,
+                          &MakeAs<RMSprop, RMSpropOptions>, &MakeAs<LBFGS, LBFGSOptions>}) {
+    if (auto made = make(groups, options)) return made;
+  }
   return nullptr;
 }
 
 bool IsTorchs(const std::type_info& type) {
   return type == typeid(torch::optim::AdamW) || type == typeid(torch::optim::Adam) ||
          type == typeid(torch::optim::SGD) || type == typeid(torch::optim::Adagrad) ||
-         type == typeid(torch::optim::RMSprop);
+         type == typeid(torch::optim::RMSprop) || type == typeid(torch::optim::LBFGS);
 }
 
-void CopyOptions(Optimizer& from, Optimizer& to) {
-  for (size_t i = 0; i < from.param_groups().size(); ++i) {
-    const OptimizerParamGroup& group = from.param_groups()[i];
-    to.param_groups()[i].set_options(group.has_options() ? group.options().clone()
-                                                         : from.defaults().clone());
-  }
+// What one keeps becomes what the other keeps, by way of libtorch's own format.
+void MoveState(Optimizer& from, Optimizer& to) {
+  std::stringstream bytes;
+  torch::serialize::OutputArchive out;
+  from.save(out);
+  out.save_to(bytes);
+  torch::serialize::InputArchive in;
+  in.load_from(bytes);
+  to.load(in);
+  from.state().clear();
 }
 
 // A tensor over the same storage, whose bytes every operator asks for before it touches them (the
@@ -143,6 +149,14 @@ void EndProgram(const char* reason) {
   std::fflush(nullptr);
   Say(reason);
   ::_exit(EXIT_FAILURE);
+}
+
+void CopyOptions(Optimizer& from, Optimizer& to) {
+  for (size_t i = 0; i < from.param_groups().size(); ++i) {
+    const OptimizerParamGroup& group = from.param_groups()[i];
+    to.param_groups()[i].set_options(group.has_options() ? group.options().clone()
+                                                         : from.defaults().clone());
+  }
 }
 
 void Say(const std::string& text) { std::fprintf(stderr, "offloadctl run: %s\n", text.c_str()); }
@@ -215,7 +229,7 @@ void Watch::OnGroup(const Optimizer& optimizer) {
   if (seen == nullptr) {
     Forget(groups);
     seen = &optimizers_.emplace_back();
-  } else if (seen->inner != nullptr) {
+  } else if (seen->attached != nullptr) {
     Refuse(ErrorId::kUnsupportedOptimizer,
            "a group of parameters was added to an optimizer after the first forward pass",
            "Add all groups before, or attach the model in the program (docs/attach.md)");
@@ -233,11 +247,18 @@ void Watch::OnGroup(const Optimizer& optimizer) {
   }
 }
 
+void Watch::OnRead(const Optimizer& optimizer) {
+  if (inside) return;
+  std::lock_guard lock(mutex_);
+  Seen* const seen = Find(optimizer);
+  if (seen != nullptr && seen->attached == nullptr) seen->has_read = true;
+}
+
 // Objects that a new one replaces: their parameters are its own.
 void Watch::Forget(const ParamGroups& groups) {
   optimizers_.remove_if([&groups](const Seen& seen) {
     if (!Share(seen.groups, groups)) return false;
-    if (seen.inner == nullptr) return true;
+    if (seen.attached == nullptr) return true;
     Refuse(ErrorId::kUnsupportedOptimizer,
            "the program makes a second optimizer for parameters that it trains already: what the "
            "first one keeps of them cannot begin anew in a job",
@@ -261,7 +282,7 @@ void Watch::BeforeZeroGrad(const Optimizer& optimizer) {
   if (Find(optimizer) == nullptr || IsTorchs(typeid(optimizer))) return;
   Refuse(ErrorId::kUnsupportedOptimizer,
          absl::StrCat("the program trains with ", NameOf(typeid(optimizer)),
-                      ", whose step cannot run in the daemon"),
+                      ", whose step cannot be followed"),
          kOtherOptimizers);
 }
 
@@ -296,27 +317,43 @@ void Watch::OpenEngine() {
   }
 }
 
+// A gradient that is there already is of weights that a job may replace, by operators that nobody
+// saw.
+void Watch::CheckNothingRan(const Seen& seen) const {
+  for (const OptimizerParamGroup& group : seen.groups) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.grad().defined()) continue;
+      Refuse(ErrorId::kUnsupportedModel,
+             "parameters have gradients, but no forward pass over them was seen",
+             "Make the optimizer before the first forward pass, or attach the model in the program "
+             "(docs/attach.md)");
+    }
+  }
+}
+
 void Watch::Attach() {
+  for (const Seen& seen : optimizers_) CheckNothingRan(seen);
   OpenEngine();
   model_ = registered_.Model();
   for (Seen& seen : optimizers_) AttachOptimizer(seen);
   engine_->Seal();
+  is_resumed_ = engine_->step() > 0;
   state_ = State::kAttached;
+  attached_by_ = ::getpid();
   SayAttached();
   std::atexit([] { Watch::OfProcess().Close(); });
 }
 
 void Watch::AttachOptimizer(Seen& seen) {
-  seen.inner = MakeInner(*engine_, *model_, seen.groups, *seen.defaults);
-  if (seen.inner != nullptr) return;
-  const OptimizerOptions& options = *seen.defaults;
-  const bool is_lbfgs = dynamic_cast<const torch::optim::LBFGSOptions*>(&options) != nullptr;
-  Refuse(ErrorId::kUnsupportedOptimizer,
-         is_lbfgs
-             ? "the program trains with torch::optim::LBFGS, whose step cannot run in the daemon"
-             : absl::StrCat("the program trains with an optimizer of its own (options ",
-                            NameOf(typeid(options)), "), whose step cannot run in the daemon"),
-         kOtherOptimizers);
+  seen.attached = MakeObject(seen.groups, *seen.defaults);
+  if (seen.attached == nullptr) {
+    const OptimizerOptions& options = *seen.defaults;
+    Refuse(ErrorId::kUnsupportedOptimizer,
+           absl::StrCat("the program trains with an optimizer of its own (options ",
+                        NameOf(typeid(options)), "), whose step cannot be followed"),
+           kOtherOptimizers);
+  }
+  engine_->Attach(*model_, *seen.attached);
 }
 
 void Watch::SayAttached() const {
@@ -339,41 +376,54 @@ void Watch::SayAttached() const {
 
 // ---- Steps --------------------------------------------------------------------------------------
 
-Optimizer* Watch::BehindObject(const Optimizer& optimizer) {
+// The attached object gets the options that the program's has, and, from one that has read a file
+// before the first forward pass, the state.
+void Watch::Follow(Optimizer& optimizer, Seen& seen) {
+  if (!SameTensors(optimizer.param_groups(), seen.groups)) {
+    Refuse(ErrorId::kUnsupportedOptimizer,
+           "the program has changed which parameters its optimizer has, after the first forward "
+           "pass",
+           "Attach the model in the program (docs/attach.md)");
+  }
+  if (std::exchange(seen.has_read, false) && !is_resumed_) {  // else the job has its own
+    const Inside here;
+    OrEnd([&] { MoveState(optimizer, *seen.attached); });
+  }
+  CopyOptions(optimizer, *seen.attached);
+}
+
+Optimizer* Watch::BeforeFile(Optimizer& optimizer) {
+  if (inside) return nullptr;
   std::lock_guard lock(mutex_);
-  Seen* const seen = inside ? nullptr : Find(optimizer);
-  return seen == nullptr ? nullptr : seen->inner.get();
+  Seen* const seen = Find(optimizer);
+  if (seen == nullptr || seen->attached == nullptr || seen->attached.get() == &optimizer)
+    return nullptr;
+  Follow(optimizer, *seen);
+  return seen->attached.get();
 }
 
 Optimizer* Watch::BeforeStep(Optimizer& optimizer) {
   if (inside) return nullptr;
   std::lock_guard lock(mutex_);
   Seen* const seen = Find(optimizer);
-  if (seen == nullptr) return nullptr;
-  if (state_ == State::kWatching) {
-    Refuse(ErrorId::kUnsupportedModel,
-           "the program has stepped its optimizer, but no forward pass over parameters of a "
-           "torch::nn::Module was seen before",
-           "Attach the model in the program (docs/attach.md)");
+  if (seen == nullptr || seen->attached.get() == &optimizer) return nullptr;
+  if (state_ == State::kWatching) {  // the first forward pass may be in the closure
+    const Inside here;
+    OrEnd([this] { Attach(); });
   }
   if (callback_ != at::INVALID_CALLBACK_HANDLE) {
     at::removeCallback(std::exchange(callback_, at::INVALID_CALLBACK_HANDLE));
   }
-  if (seen->inner == nullptr) {  // made after the first forward pass
+  if (seen->attached == nullptr) {  // made after the first forward pass
     const Inside here;
     OrEnd([this, seen] { AttachOptimizer(*seen); });
   }
-  if (!SameTensors(optimizer.param_groups(), seen->groups)) {
-    Refuse(ErrorId::kUnsupportedOptimizer,
-           "the program has changed which parameters its optimizer has, after the first forward "
-           "pass",
-           "Attach the model in the program (docs/attach.md)");
-  }
-  CopyOptions(optimizer, *seen->inner);
-  return seen->inner.get();
+  Follow(optimizer, *seen);
+  return seen->attached.get();
 }
 
 void Watch::Close() {
+  if (attached_by_ != ::getpid()) return;  // a forked child's exit
   std::lock_guard lock(mutex_);
   if (state_ != State::kAttached) return;
   state_ = State::kClosed;

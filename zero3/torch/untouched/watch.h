@@ -14,7 +14,9 @@
 // What cannot be served ends the program with the reason, exit status 1: it would otherwise
 // train in memory while its user believes that it does not.
 //
-// An optimizer is recognised by its first parameter, wherever the program moves the object.
+// Behind each of the program's optimizers stands one of the watch's own, of the same class and over
+// the same tensors, which is attached (Engine::Attach) and stays where it is; the program's is
+// recognised by its first parameter, wherever it moves the object.
 //
 // Thread safety: all methods from any thread.
 #pragma once
@@ -22,6 +24,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <offload/torch.h>
+#include <sys/types.h>
 #include <torch/optim/optimizer.h>
 
 #include <atomic>
@@ -46,17 +49,18 @@ class Watch {
   void OnBuffer(const at::Tensor& buffer);
   void OnNames(const torch::nn::Module& module, const NamedTensors& parameters);
   void OnGroup(const torch::optim::Optimizer& optimizer);
+  void OnRead(const torch::optim::Optimizer& optimizer);
 
   // ---- What it is about to do ----
   void BeforeOperator(c10::ArrayRef<const c10::IValue> inputs);
   // An object of the class itself, not of one that derives from it, is about to be used.
   void BeforeZeroGrad(const torch::optim::Optimizer& optimizer);
 
-  // The daemon's optimizer behind an object, with the options that the object has now; null for one
-  // that was never seen. Ends the program for one whose forward pass was not seen.
+  // The attached object behind one of the program's, with the options that that has now; null for
+  // one that was never seen, and for an attached one itself. The first step attaches, when the
+  // forward pass is in its closure.
   torch::optim::Optimizer* BeforeStep(torch::optim::Optimizer& optimizer);
-  // The same, for its file.
-  torch::optim::Optimizer* BehindObject(const torch::optim::Optimizer& optimizer);
+  torch::optim::Optimizer* BeforeFile(torch::optim::Optimizer& optimizer);
 
   // The process ends by exit(): commits what was stepped.
   void Close();
@@ -74,7 +78,8 @@ class Watch {
   struct Seen {
     ParamGroups groups;
     std::unique_ptr<torch::optim::OptimizerOptions> defaults;
-    std::unique_ptr<torch::optim::Optimizer> inner;  // null until it is attached
+    bool has_read = false;                              // a file, before it was attached
+    std::unique_ptr<torch::optim::Optimizer> attached;  // null until it is
   };
 
   Seen* Find(const torch::optim::Optimizer& optimizer);
@@ -83,8 +88,10 @@ class Watch {
   void OpenEngine();
   bool IsBorn(const at::Tensor& parameter) const;
   void BearOffloaded(at::Tensor& parameter);
+  void CheckNothingRan(const Seen& seen) const;
   void Attach();
   void AttachOptimizer(Seen& seen);
+  void Follow(torch::optim::Optimizer& optimizer, Seen& seen);
   void SayAttached() const;
 
   std::mutex mutex_;
@@ -95,11 +102,16 @@ class Watch {
   std::list<Seen> optimizers_;  // in the order in which they were made
   std::optional<uint64_t> born_above_bytes_;
   std::shared_ptr<Engine> engine_;
+  bool is_resumed_ = false;
+  std::atomic<pid_t> attached_by_ = 0;
   std::shared_ptr<torch::nn::Module> model_;
 };
 
 // Says why on standard error and ends the process at once, with exit status 1.
 [[noreturn]] void EndProgram(const char* reason);
+
+// Gives the groups of one the options that those of the other have.
+void CopyOptions(torch::optim::Optimizer& from, torch::optim::Optimizer& to);
 
 // One line on standard error.
 void Say(const std::string& text);
