@@ -232,7 +232,7 @@ Programs Lives() {
            net.first.copy_(run.Noise(7, {kWidth, kInner}));
            net.second.view({kInner, 160}).slice(1, 3, 9).zero_();
            net.scale.t().fill_(0.25);
-           net.second.set_data(net.second * 0.5);
+           net.second.mul_(0.5);
          }
          run.See(net);
          TrainNet(run, net, *optimizer, 1, 3);

@@ -54,7 +54,8 @@ const Reason* FirstReason(const at::Tensor& tensor, Memory memory) {
                             "have elements that overlap or lie apart in memory",
                             "Lay it out anew before attaching the module, "
                             "parameter.set_data(parameter.contiguous())"};
-  static const Reason kPart{"is a part of a larger tensor", "are parts of larger tensors",
+  static const Reason kPart{"is a part of a larger tensor, which would not see what is trained",
+                            "are parts of larger tensors, which would not see what is trained",
                             "Give it memory of its own before attaching the module, "
                             "parameter.set_data(parameter.clone())"};
   static const Reason kOwnMemory{
