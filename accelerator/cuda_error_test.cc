@@ -12,11 +12,9 @@ TEST(CudaStatusTest, NamesCallErrorAndWayOut) {
   const absl::Status status =
       CudaStatus(35, "cudaGetDeviceCount", "cudaErrorInsufficientDriver", "too old");
   EXPECT_EQ(ErrorIdOf(status), ErrorId::kGpuMissing);
-  EXPECT_EQ(
-      status.message(),
-      "OFD-2001 cudaGetDeviceCount: cudaErrorInsufficientDriver (too old). Install driver 580 "
-      "or newer and see what nvidia-smi and offloadctl doctor show, or keep the model on the "
-      "CPU.");
+  EXPECT_EQ(status.message(),
+            "OFD-2001 cudaGetDeviceCount: cudaErrorInsufficientDriver (too old). Install driver "
+            "580 or newer and see what nvidia-smi shows, or keep the model on the CPU.");
 }
 
 TEST(CudaStatusTest, WhatTheCallerCanDoDecidesTheIdentifier) {
