@@ -28,11 +28,11 @@ body { font: 14px/1.45 system-ui, sans-serif; color: var(--text); background: va
 h1 { font-size: 20px; margin: 0 0 4px; } h2 { font-size: 15px; margin: 24px 0 4px; }
 svg { width: 100%; height: auto; display: block; } svg text { font-size: 11px; fill: var(--faint); }
 .grid { stroke: var(--line); } .column { fill: transparent; } .column:hover { fill: var(--faint); fill-opacity: 0.25; }
-.legend { margin: 2px 0; color: var(--faint); } .legend span { margin-right: 14px; } .legend i { display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 2px; }
+.legend { margin: 2px 0; color: var(--faint); } .legend span { margin-right: 14px; white-space: nowrap; display: inline-block; } .legend i { display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 2px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 2px 8px; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; white-space: normal; word-break: break-word; } th { color: var(--faint); font-weight: normal; }
-.bar { width: 160px; } .bar b { display: inline-block; height: 9px; } p.note { color: var(--faint); }
+.bar { width: 160px; text-align: left; } .bar b { display: inline-block; height: 9px; } p.note { color: var(--faint); }
 )";
 
 // Colours that are told apart also by people who see no red or no green.
