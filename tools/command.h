@@ -8,6 +8,7 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -39,6 +40,9 @@ struct Answer {
   std::string advice;    // one line on stderr: what to do next
   absl::Status problem;  // on stderr, too: the command has an answer and yet did not succeed
   ExitCode exit_code = kDone;
+  // Of a command that goes on: waits and makes the next answer. Asked again and again where a
+  // terminal can be redrawn, and never with --json.
+  std::function<absl::StatusOr<Answer>()> next;
 };
 
 class Command {
@@ -55,6 +59,8 @@ class Command {
 std::unique_ptr<Command> MakeDoctorCommand();  // doctor.cc
 std::unique_ptr<Command> MakePlanCommand();    // plan.cc
 std::unique_ptr<Command> MakeStatusCommand();  // status.cc
+std::unique_ptr<Command> MakeTopCommand();     // top.cc
+std::unique_ptr<Command> MakeReportCommand();  // report.cc
 std::unique_ptr<Command> MakeListCommand();    // jobs.cc
 std::unique_ptr<Command> MakeRemoveCommand();  // jobs.cc
 std::unique_ptr<Command> MakeFsckCommand();    // fsck.cc

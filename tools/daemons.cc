@@ -8,9 +8,12 @@
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
+#include <thread>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "proto/grpc_status.h"
@@ -97,6 +100,11 @@ absl::StatusOr<Connection> Connect(const std::string& socket) {
   return Connection{control, proto::v1::Control::NewStub(channel)};
 }
 
+void SetDeadline(grpc::ClientContext& context, double timeout_seconds) {
+  context.set_deadline(std::chrono::system_clock::now() +
+                       std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1e3)));
+}
+
 // A daemon that does not answer is described by where it should have.
 absl::Status Judge(const Connection& connection, const grpc::Status& said) {
   const absl::Status status = proto::FromGrpc(said);
@@ -109,12 +117,61 @@ absl::StatusOr<proto::v1::StatusReply> AskStatus(const std::string& socket,
                                                  double timeout_seconds) {
   OFFLOAD_ASSIGN_OR_RETURN(const Connection connection, Connect(socket));
   grpc::ClientContext context;
-  context.set_deadline(std::chrono::system_clock::now() +
-                       std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1e3)));
+  SetDeadline(context, timeout_seconds);
   proto::v1::StatusReply reply;
   OFFLOAD_RETURN_IF_ERROR(
       Judge(connection, connection.stub->Status(&context, proto::v1::StatusRequest(), &reply)));
   return reply;
+}
+
+absl::StatusOr<TwoAnswers> AskTwice(const std::string& socket, double timeout_seconds,
+                                    double interval_seconds) {
+  OFFLOAD_ASSIGN_OR_RETURN(proto::v1::StatusReply first, AskStatus(socket, timeout_seconds));
+  if (first.jobs().empty()) return TwoAnswers{.reply = std::move(first)};
+  const double begin = Clock::Real().NowSeconds();
+  std::this_thread::sleep_for(std::chrono::duration<double>(interval_seconds));
+  TwoAnswers answers{.jobs_before = first.jobs()};
+  OFFLOAD_ASSIGN_OR_RETURN(answers.reply, AskStatus(socket, timeout_seconds));
+  answers.seconds = Clock::Real().NowSeconds() - begin;
+  return answers;
+}
+
+Rates RatesOf(const TwoAnswers& answers, const proto::v1::JobStatus& job) {
+  for (const proto::v1::JobStatus& earlier : answers.jobs_before) {
+    if (earlier.job() != job.job() || earlier.pool() != job.pool()) continue;
+    if (earlier.bytes_read() > job.bytes_read() || earlier.bytes_written() > job.bytes_written())
+      break;
+    return {static_cast<double>(job.bytes_read() - earlier.bytes_read()) / answers.seconds,
+            static_cast<double>(job.bytes_written() - earlier.bytes_written()) / answers.seconds};
+  }
+  return {};
+}
+
+absl::StatusOr<JobReport> AskReport(const std::string& socket, const std::string& pool,
+                                    const std::string& job, double timeout_seconds) {
+  OFFLOAD_ASSIGN_OR_RETURN(const Connection connection, Connect(socket));
+  grpc::ClientContext context;
+  SetDeadline(context, timeout_seconds);
+  proto::v1::ReportRequest request;
+  request.set_pool(pool);
+  request.set_job(job);
+  const auto reader = connection.stub->Report(&context, request);
+  JobReport report;
+  proto::v1::ReportPart part;
+  while (reader->Read(&part)) {
+    if (part.has_job()) report.job = part.job();
+    report.steps.insert(report.steps.end(), part.steps().begin(), part.steps().end());
+    report.tensors.insert(report.tensors.end(), part.tensors().begin(), part.tensors().end());
+  }
+  OFFLOAD_RETURN_IF_ERROR(Judge(connection, reader->Finish()));
+  return report;
+}
+
+std::string Printable(std::string text) {
+  for (char& byte : text) {
+    if (static_cast<unsigned char>(byte) < 0x20 || byte == 0x7f) byte = '?';
+  }
+  return text;
 }
 
 absl::StatusOr<std::string> FindDaemonOf(const std::string& pool, const std::string& job) {

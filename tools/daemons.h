@@ -1,7 +1,7 @@
 // tools/daemons.h
 //
-// Finds the daemons that this user can reach, asks them how they are, and has them make and delete
-// snapshots of jobs that they have open.
+// Finds the daemons that this user can reach, asks them how they are and what their jobs have done,
+// and has them make and delete snapshots of jobs that they have open.
 //
 // A daemon's sockets lie in one directory: offloadd.sock, at which ranks introduce themselves, and
 // control.sock, the gRPC service. Asking for the status takes no session.
@@ -31,6 +31,33 @@ std::vector<DaemonAddress> FindDaemons();
 // OFD-1501 when nothing answers at the control socket beside `socket` (or at it, if that is its
 // name).
 absl::StatusOr<proto::v1::StatusReply> AskStatus(const std::string& socket, double timeout_seconds);
+
+// Two of them, for rates: what a job has moved between them.
+struct TwoAnswers {
+  google::protobuf::RepeatedPtrField<proto::v1::JobStatus> jobs_before;
+  proto::v1::StatusReply reply;
+  double seconds = 1;  // between the two
+};
+// Waits `interval_seconds` between the two, unless there are no jobs.
+absl::StatusOr<TwoAnswers> AskTwice(const std::string& socket, double timeout_seconds,
+                                    double interval_seconds);
+// Bytes per second of the drive; 0 for a job that was not there before.
+struct Rates {
+  double read = 0, written = 0;
+};
+Rates RatesOf(const TwoAnswers& answers, const proto::v1::JobStatus& job);
+
+// What a job that is open there has done; OFD-1002 when it is not.
+struct JobReport {
+  proto::v1::JobStatus job;
+  std::vector<proto::v1::StepRecord> steps;       // ascending, without gaps
+  std::vector<proto::v1::TensorFigures> tensors;  // of the store
+};
+absl::StatusOr<JobReport> AskReport(const std::string& socket, const std::string& pool,
+                                    const std::string& job, double timeout_seconds);
+
+// What a daemon wrote may end on a terminal: only what can be printed goes there.
+std::string Printable(std::string text);
 
 // The socket of the daemon that has a job open; OFD-1205 when none of those that answer has it.
 absl::StatusOr<std::string> FindDaemonOf(const std::string& pool, const std::string& job);

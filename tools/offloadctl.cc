@@ -2,6 +2,7 @@
 
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
+#include <unistd.h>
 
 #include <iostream>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "base/error.h"
 #include "base/suggest.h"
 #include "base/version.h"
@@ -26,6 +28,8 @@ std::vector<std::unique_ptr<Command>> AllCommands() {
   commands.push_back(MakeDoctorCommand());
   commands.push_back(MakePlanCommand());
   commands.push_back(MakeStatusCommand());
+  commands.push_back(MakeTopCommand());
+  commands.push_back(MakeReportCommand());
   commands.push_back(MakeListCommand());
   commands.push_back(MakeRemoveCommand());
   commands.push_back(MakeFsckCommand());
@@ -50,12 +54,26 @@ class Printer {
       object.update(answer->data);
       if (!answer->problem.ok()) object["error"] = ErrorObject(answer->problem);
       std::cout << object.dump(2, ' ', false, Json::error_handler_t::replace) << std::endl;
+    } else if (answer->next && isatty(STDOUT_FILENO) == 1) {
+      return Redraw(command, *answer);
     } else {
       std::cout << answer->text << std::flush;
     }
     if (!answer->problem.ok()) std::cerr << answer->problem.message() << std::endl;
     if (!answer->advice.empty()) std::cerr << answer->advice << std::endl;
     return answer->exit_code;
+  }
+
+  // Until the terminal's interrupt, or an answer that is an error.
+  int Redraw(const std::string& command, Answer answer) const {
+    std::cout << "\x1b[2J";
+    for (;;) {
+      std::cout << "\x1b[H" << absl::StrReplaceAll(answer.text, {{"\n", "\x1b[K\n"}}) << "\x1b[J"
+                << std::flush;
+      absl::StatusOr<Answer> next = answer.next();
+      if (!next.ok()) return PrintError(command, next.status());
+      answer = *std::move(next);
+    }
   }
 
   int PrintError(const std::string& command, const absl::Status& status) const {

@@ -95,8 +95,8 @@ class OffloadctlTest : public ::testing::Test {
 };
 
 TEST_F(OffloadctlTest, HelpOfEveryCommandBeginsWithAnExample) {
-  for (const char* command : {"", "doctor", "plan", "status", "ls", "rm", "fsck", "snapshot",
-                              "export", "config", "explain", "version"}) {
+  for (const char* command : {"", "doctor", "plan", "status", "top", "report", "ls", "rm", "fsck",
+                              "snapshot", "export", "config", "explain", "version"}) {
     const Result result = Run(absl::StrCat(command, " --help"));
     EXPECT_EQ(result.exit_code, 0) << command;
     EXPECT_TRUE(result.out.starts_with(absl::StrCat("For example:\n  offloadctl ", command)))
@@ -507,6 +507,26 @@ TEST_F(StatusTest, ShowsErrorsByKindAndWhatTheScrubberFound) {
   EXPECT_EQ(job["errors"]["read_errors"], 3);
   EXPECT_EQ(job["errors"]["flush_errors"], 0);
   EXPECT_EQ(job["scrub"]["bad_names"][0], "tensor 4, plane state0, index 2");
+}
+
+TEST_F(StatusTest, TopLooksOnceWhereThereIsNoTerminal) {
+  FakeDaemon daemon(runtime_ / "offloadd-1");
+  const std::string arguments = absl::StrCat("--interval 0.01 --socket ", socket());
+  const Result text = Run("top " + arguments);
+  EXPECT_EQ(text.exit_code, 0) << text.error;
+  EXPECT_NE(text.out.find("offloadd 9.9.9"), std::string::npos) << text.out;
+  EXPECT_EQ(text.out.find('\x1b'), std::string::npos) << text.out;
+  EXPECT_EQ(RunJson("top", "--once " + arguments, 0)["daemons"][0]["jobs"][0]["step"], 118);
+  EXPECT_EQ(
+      RunJson("top", absl::StrCat("--socket ", socket(), "x/offloadd.sock"), 4)["error"]["id"],
+      "OFD-1501");
+}
+
+TEST_F(StatusTest, AReportIsOfAJobThatIsOpen) {
+  FakeDaemon daemon(runtime_ / "offloadd-1");
+  const Json none = RunJson("report", "run1 --socket " + socket(), 2);
+  EXPECT_EQ(none["error"]["id"], "OFD-1002");
+  EXPECT_EQ(Run("report").exit_code, 2) << "needs a job";
 }
 
 TEST_F(StatusTest, SaysThatNobodyAnswers) {

@@ -1,47 +1,20 @@
 // offloadctl status: daemons, their jobs, and what these do.
 
-#include <chrono>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/byte_size.h"
-#include "base/clock.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "tools/command.h"
 #include "tools/daemons.h"
+#include "tools/step_figures.h"
 
 namespace offload::tools {
 namespace {
-
-// What a daemon wrote may end on a terminal: only what can be printed goes there.
-std::string Printable(std::string text) {
-  for (char& byte : text) {
-    if (static_cast<unsigned char>(byte) < 0x20 || byte == 0x7f) byte = '?';
-  }
-  return text;
-}
-
-using Jobs = google::protobuf::RepeatedPtrField<proto::v1::JobStatus>;
-
-// Bytes per second between two answers; 0 for a job that was not there before.
-struct Rates {
-  double read = 0, written = 0;
-};
-Rates RatesOf(const Jobs& before, const proto::v1::JobStatus& job, double seconds) {
-  for (const proto::v1::JobStatus& earlier : before) {
-    if (earlier.job() != job.job() || earlier.pool() != job.pool()) continue;
-    if (earlier.bytes_read() > job.bytes_read() || earlier.bytes_written() > job.bytes_written())
-      break;
-    return {static_cast<double>(job.bytes_read() - earlier.bytes_read()) / seconds,
-            static_cast<double>(job.bytes_written() - earlier.bytes_written()) / seconds};
-  }
-  return {};
-}
 
 Json Describe(const proto::v1::OperationStatus& operation) {
   return {{"count", operation.count()},
@@ -137,6 +110,8 @@ Json Describe(const proto::v1::JobStatus& job, const Rates& rates) {
           {"bytes_written", job.bytes_written()},
           {"read_bytes_per_second", rates.read},
           {"written_bytes_per_second", rates.written},
+          {"last_step", job.has_last_step() ? DescribeRecord(job.last_step()) : Json(nullptr)},
+          {"figures", DescribeFigures(job.figures())},
           {"io_engine", job.io_engine()},
           {"devices", DescribeDevices(job)},
           {"errors", DescribeErrors(job)},
@@ -204,7 +179,7 @@ class StatusCommand : public Command {
     answer.data["daemons"] = Json::array();
     absl::Status failure;
     for (const DaemonAddress& address : addresses) {
-      const auto reply = AskTwice(address);
+      const auto reply = AskTwice(address.socket, timeout_seconds_, interval_seconds_);
       if (reply.ok()) {
         Add(address, *reply, answer);
       } else if (!absl::IsUnavailable(reply.status()) || !socket_.empty()) {
@@ -221,24 +196,6 @@ class StatusCommand : public Command {
   }
 
  private:
-  struct TwoAnswers {
-    Jobs jobs_before;
-    proto::v1::StatusReply reply;
-    double seconds = 1;  // between the two
-  };
-
-  absl::StatusOr<TwoAnswers> AskTwice(const DaemonAddress& address) const {
-    OFFLOAD_ASSIGN_OR_RETURN(proto::v1::StatusReply first,
-                             AskStatus(address.socket, timeout_seconds_));
-    if (first.jobs().empty()) return TwoAnswers{.reply = std::move(first)};
-    const double begin = Clock::Real().NowSeconds();
-    std::this_thread::sleep_for(std::chrono::duration<double>(interval_seconds_));
-    TwoAnswers answers{.jobs_before = first.jobs()};
-    OFFLOAD_ASSIGN_OR_RETURN(answers.reply, AskStatus(address.socket, timeout_seconds_));
-    answers.seconds = Clock::Real().NowSeconds() - begin;
-    return answers;
-  }
-
   static void Add(const DaemonAddress& address, const TwoAnswers& answers, Answer& answer) {
     const proto::v1::StatusReply& reply = answers.reply;
     Json daemon = {{"socket", address.socket},
@@ -252,7 +209,7 @@ class StatusCommand : public Command {
                     "  pid ", reply.pid(), "  up ", FormatDuration(reply.uptime_seconds()),
                     "  jobs ", reply.jobs_size(), "\n");
     for (const proto::v1::JobStatus& job : reply.jobs()) {
-      const Rates rates = RatesOf(answers.jobs_before, job, answers.seconds);
+      const Rates rates = RatesOf(answers, job);
       daemon["jobs"].push_back(Describe(job, rates));
       absl::StrAppend(&answer.text, Line(job, rates), RankLines(job), ErrorLine(job));
       for (const proto::v1::DeviceStatus& device : job.devices()) answer.text += Line(device);

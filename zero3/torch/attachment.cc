@@ -14,6 +14,7 @@
 #include "base/byte_size.h"
 #include "base/check.h"
 #include "base/error.h"
+#include "client/backward.h"
 #include "proto/shm_abi.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/throw_status.h"
@@ -198,6 +199,7 @@ void Attachment::SetPlan(PlanInput input, Plan plan) {
 }
 
 void Attachment::Touch(uint32_t tensor) {
+  client::SetBackward(torch::autograd::get_current_graph_task_id() != -1);
   if (plan_.memory.weight_resident[input_.catalogue.placements[tensor].store_tensor]) return;
   const bool training = IsTraining();
   std::lock_guard lock(schedule_mutex_);

@@ -1,0 +1,318 @@
+#include "tools/report_page.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "base/byte_size.h"
+#include "tools/chart.h"
+#include "tools/step_figures.h"
+
+namespace offload::tools {
+namespace {
+
+namespace v1 = proto::v1;
+
+constexpr size_t kLayersShown = 40;
+
+constexpr char kStyle[] = R"(
+:root { color-scheme: light dark; --text: #1b1f24; --faint: #8892a0; --line: #d8dee6; --back: #ffffff; }
+@media (prefers-color-scheme: dark) { :root { --text: #e4e9f0; --faint: #8892a0; --line: #343c47; --back: #14181d; } }
+body { font: 14px/1.45 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 880px; margin: 24px auto; padding: 0 16px; }
+h1 { font-size: 20px; margin: 0 0 4px; } h2 { font-size: 15px; margin: 24px 0 4px; }
+svg { width: 100%; height: auto; display: block; } svg text { font-size: 11px; fill: var(--faint); }
+.grid { stroke: var(--line); } .column { fill: transparent; } .column:hover { fill: var(--faint); fill-opacity: 0.25; }
+.legend { margin: 2px 0; color: var(--faint); } .legend span { margin-right: 14px; white-space: nowrap; display: inline-block; } .legend i { display: inline-block; width: 10px; height: 10px; margin-right: 5px; border-radius: 2px; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+th, td { text-align: right; padding: 2px 8px; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; white-space: normal; word-break: break-word; } th { color: var(--faint); font-weight: normal; }
+.bar { width: 160px; text-align: left; } .bar b { display: inline-block; height: 9px; } p.note { color: var(--faint); }
+)";
+
+// Colours that are told apart also by people who see no red or no green.
+constexpr const char* kComputeColors[] = {"#4477aa", "#66aadd", "#aaccee"};
+constexpr const char* kStallColors[] = {"#ccbb44", "#ee6677", "#aa3377",
+                                        "#228833", "#bbbbbb", "#775533"};
+constexpr const char* kReadColor = "#4477aa";
+constexpr const char* kWriteColor = "#ee6677";
+constexpr const char* kStateColor = "#228833";
+
+double Steps(const v1::StepRecord& record) {
+  return static_cast<double>(record.last_step() - record.first_step() + 1);
+}
+
+std::string Percent(double share) {
+  return share < 0 ? "–" : absl::StrFormat("%.1f %%", share * 100);
+}
+
+std::string NameOfSteps(const v1::StepRecord& record) {
+  return record.first_step() == record.last_step()
+             ? absl::StrCat("step ", record.last_step())
+             : absl::StrCat("steps ", record.first_step(), " to ", record.last_step());
+}
+
+template <typename Describe>
+std::vector<ChartColumn> Columns(const JobReport& report, const Describe& describe) {
+  std::vector<ChartColumn> columns;
+  for (const v1::StepRecord& record : report.steps) {
+    columns.push_back({static_cast<double>(record.first_step()) - 1,
+                       static_cast<double>(record.last_step()),
+                       absl::StrCat(NameOfSteps(record), ": ", describe(record))});
+  }
+  return columns;
+}
+
+// Of each step, or their mean.
+template <typename Value>
+std::vector<double> Values(const JobReport& report, const Value& value) {
+  std::vector<double> values;
+  for (const v1::StepRecord& record : report.steps)
+    values.push_back(std::max(0.0, value(record) / Steps(record)));
+  return values;
+}
+
+// A phase without what its threads waited for. Threads may have waited for longer than it took.
+double ComputeSeconds(const v1::StepRecord& record, size_t phase) {
+  double seconds = PhaseSeconds(record.figures(), static_cast<proto::StepPhase>(phase));
+  for (size_t cause = 0; cause < proto::kStallCauses; ++cause) {
+    const auto index = static_cast<int>(phase * proto::kStallCauses + cause);
+    if (index < record.figures().stall_seconds_size())
+      seconds -= record.figures().stall_seconds(index);
+  }
+  return seconds;
+}
+
+std::string TimeChart(const JobReport& report) {
+  std::vector<ChartSeries> series;
+  for (size_t phase = 0; phase < proto::kStepPhases; ++phase) {
+    series.push_back({std::string(proto::kStepPhaseNames[phase]), kComputeColors[phase],
+                      Values(report, [phase](const v1::StepRecord& record) {
+                        return ComputeSeconds(record, phase);
+                      })});
+  }
+  for (size_t cause = 0; cause < proto::kStallCauses; ++cause) {
+    series.push_back({absl::StrCat("wait: ", std::string(proto::kStallCauseNames[cause])),
+                      kStallColors[cause], Values(report, [cause](const v1::StepRecord& record) {
+                        return StallSeconds(record.figures(),
+                                            static_cast<proto::StallCause>(cause));
+                      })});
+  }
+  const auto columns = Columns(report, [](const v1::StepRecord& record) {
+    return absl::StrFormat("%.3g s, %s waited", record.seconds() / Steps(record),
+                           Percent(StallShare(record.figures())));
+  });
+  return StackedChart("Time per step, by phase and by what was waited for", "s", columns, series);
+}
+
+std::string TrafficChart(const JobReport& report) {
+  const auto gigabytes = [](uint64_t bytes) { return static_cast<double>(bytes) * 1e-9; };
+  const std::vector<ChartSeries> series = {
+      {"read", kReadColor,
+       Values(report,
+              [&](const v1::StepRecord& record) { return gigabytes(record.bytes_read()); })},
+      {"written", kWriteColor, Values(report, [&](const v1::StepRecord& record) {
+         return gigabytes(record.bytes_written());
+       })}};
+  const auto columns = Columns(report, [&](const v1::StepRecord& record) {
+    const double seconds = std::max(record.seconds(), 1e-9);
+    return absl::StrFormat("%.3g GB read, %.3g GB written, %.2f GB/s",
+                           gigabytes(record.bytes_read()) / Steps(record),
+                           gigabytes(record.bytes_written()) / Steps(record),
+                           gigabytes(record.bytes_read() + record.bytes_written()) / seconds);
+  });
+  return StackedChart("Bytes of the drive per step", "GB", columns, series);
+}
+
+std::string MemoryChart(const JobReport& report) {
+  std::vector<double> values;
+  for (const v1::StepRecord& record : report.steps)
+    values.push_back(static_cast<double>(record.resident_bytes()) / (1 << 30));
+  const auto columns = Columns(
+      report, [](const v1::StepRecord& record) { return FormatBytes(record.resident_bytes()); });
+  return StackedChart("Bytes of the job in memory", "GiB", columns,
+                      {{"resident", kStateColor, values}});
+}
+
+std::string PrefetchChart(const JobReport& report) {
+  std::vector<ChartSeries> series;
+  constexpr const char* kColors[] = {kStateColor, kStallColors[1], kStallColors[2]};
+  constexpr const char* kNames[] = {"on time", "late", "nobody had asked"};
+  for (int result = 0; result < static_cast<int>(proto::kPrefetchResults); ++result) {
+    series.push_back(
+        {kNames[result], kColors[result], Values(report, [result](const v1::StepRecord& record) {
+           return result < record.figures().prefetches_size()
+                      ? static_cast<double>(record.figures().prefetches(result))
+                      : 0.0;
+         })});
+  }
+  const auto columns = Columns(report, [](const v1::StepRecord& record) {
+    return absl::StrCat(Percent(OnTimeShare(record.figures())), " on time");
+  });
+  return StackedChart("Tensors that were not in memory, per step", "", columns, series);
+}
+
+std::string Row(const std::vector<std::string>& cells, const char* tag = "td") {
+  std::string row = "<tr>";
+  for (const std::string& cell : cells) absl::StrAppend(&row, "<", tag, ">", cell, "</", tag, ">");
+  return absl::StrCat(row, "</tr>\n");
+}
+
+double MedianSeconds(const JobReport& report) {
+  std::vector<double> seconds;
+  for (const v1::StepRecord& record : report.steps)
+    seconds.push_back(record.seconds() / Steps(record));
+  if (seconds.empty()) return 0;
+  const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
+  std::nth_element(seconds.begin(), middle, seconds.end());
+  return *middle;
+}
+
+std::string Summary(const JobReport& report) {
+  const v1::JobStatus& job = report.job;
+  const uint64_t first = report.steps.empty() ? 0 : report.steps.front().first_step();
+  std::string table = "<table>\n";
+  absl::StrAppend(
+      &table, Row({"Pool", EscapeHtml(job.pool())}),
+      Row({"Steps of this run",
+           report.steps.empty() ? "none" : absl::StrCat(first, " to ", job.step())}),
+      Row({"Committed", absl::StrCat(job.durable_step())}),
+      Row({"Time per step, median of the records",
+           absl::StrFormat("%.3g s", MedianSeconds(report))}),
+      Row({"Waited, of all time", Percent(StallShare(job.figures()))}),
+      Row({"Prefetches on time", Percent(OnTimeShare(job.figures()))}),
+      Row({"Read from the drive, written", absl::StrCat(FormatDecimalBytes(job.bytes_read()), ", ",
+                                                        FormatDecimalBytes(job.bytes_written()))}),
+      Row({"Memory", absl::StrCat(FormatBytes(job.resident_bytes()), " resident, ram ",
+                                  FormatBytes(job.ram_bytes()))}));
+  return absl::StrCat(table, "</table>\n");
+}
+
+std::string Bar(const LayerFigures& layer, double largest_seconds) {
+  std::string bar = "<td class=\"bar\">";
+  const std::pair<double, const char*> parts[] = {{layer.update_seconds, kStallColors[0]},
+                                                  {layer.late_seconds, kStallColors[1]},
+                                                  {layer.miss_seconds, kStallColors[2]}};
+  for (const auto& [seconds, color] : parts) {
+    absl::StrAppendFormat(&bar, "<b style=\"width:%.1fpx;background:%s\"></b>",
+                          largest_seconds > 0 ? seconds / largest_seconds * 150 : 0.0, color);
+  }
+  return absl::StrCat(bar, "</td>");
+}
+
+std::string Layers(const JobReport& report) {
+  std::vector<LayerFigures> layers = FiguresOfLayers(report.tensors);
+  std::stable_sort(layers.begin(), layers.end(), [](const LayerFigures& a, const LayerFigures& b) {
+    return a.WaitSeconds() > b.WaitSeconds();
+  });
+  std::string html = "<h2>Layers, by what ranks waited for them</h2>\n";
+  if (layers.empty()) return html + "<p>No tensor yet.</p>\n";
+  const double largest = layers.front().WaitSeconds();
+  absl::StrAppend(
+      &html, "<table>\n",
+      Row({"layer", "waits", "seconds", "update, late, miss", "read", "written"}, "th"));
+  for (size_t i = 0; i < std::min(layers.size(), kLayersShown); ++i) {
+    const LayerFigures& layer = layers[i];
+    absl::StrAppend(&html, "<tr><td>", EscapeHtml(layer.layer), "</td><td>", layer.waits,
+                    "</td><td>", absl::StrFormat("%.3f", layer.WaitSeconds()), "</td>",
+                    Bar(layer, largest), "<td>", FormatDecimalBytes(layer.bytes_read), "</td><td>",
+                    FormatDecimalBytes(layer.bytes_written), "</td></tr>\n");
+  }
+  html += "</table>\n";
+  if (layers.size() > kLayersShown) {
+    absl::StrAppend(&html, "<p class=\"note\">", layers.size() - kLayersShown,
+                    " layers that were waited for less are left out; --json has all.</p>\n");
+  }
+  return html;
+}
+
+Json DescribeLayers(const JobReport& report) {
+  Json layers = Json::array();
+  for (const LayerFigures& layer : FiguresOfLayers(report.tensors)) {
+    layers.push_back({{"layer", layer.layer},
+                      {"bytes_read", layer.bytes_read},
+                      {"bytes_written", layer.bytes_written},
+                      {"waits", layer.waits},
+                      {"wait_seconds",
+                       {{"update", layer.update_seconds},
+                        {"late", layer.late_seconds},
+                        {"miss", layer.miss_seconds}}}});
+  }
+  return layers;
+}
+
+double WaitSeconds(const v1::TensorFigures& tensor, int cause) {
+  return cause < tensor.wait_seconds_size() ? tensor.wait_seconds(cause) : 0;
+}
+
+}  // namespace
+
+std::string LayerOf(const std::string& tensor) {
+  std::vector<std::string> parts = absl::StrSplit(tensor, '.');
+  for (size_t i = 0; i < parts.size(); ++i) {
+    uint64_t number = 0;
+    if (absl::SimpleAtoi(parts[i], &number)) {
+      parts.resize(i + 1);
+      return absl::StrJoin(parts, ".");
+    }
+  }
+  if (parts.size() > 1) parts.pop_back();
+  return absl::StrJoin(parts, ".");
+}
+
+std::vector<LayerFigures> FiguresOfLayers(const std::vector<v1::TensorFigures>& tensors) {
+  std::vector<LayerFigures> layers;
+  std::map<std::string, size_t> places;
+  for (const v1::TensorFigures& tensor : tensors) {
+    // Small tensors of many layers are read and written together.
+    const std::string name = tensor.member_count() > 1
+                                 ? absl::StrCat(tensor.member_count(), " small tensors")
+                                 : LayerOf(tensor.name());
+    const auto [place, is_new] = places.emplace(name, layers.size());
+    if (is_new) layers.push_back({.layer = name});
+    LayerFigures& layer = layers[place->second];
+    layer.bytes_read += tensor.bytes_read();
+    layer.bytes_written += tensor.bytes_written();
+    layer.update_seconds += WaitSeconds(tensor, 0);
+    layer.late_seconds += WaitSeconds(tensor, 1);
+    layer.miss_seconds += WaitSeconds(tensor, 2);
+    for (const uint64_t waits : tensor.waits()) layer.waits += waits;
+  }
+  return layers;
+}
+
+std::string ReportPage(const JobReport& report, const std::string& made_at) {
+  const std::string title = absl::StrCat("offloadd: job ", EscapeHtml(report.job.job()));
+  return absl::StrCat(
+      "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n"
+      "<meta name=\"viewport\" content=\"width=device-width\">\n<title>",
+      title, "</title><style>", kStyle, "</style></head>\n<body>\n<h1>", title,
+      "</h1>\n<p class=\"note\">", EscapeHtml(made_at), "</p>\n", Summary(report),
+      TimeChart(report), TrafficChart(report), PrefetchChart(report), MemoryChart(report),
+      Layers(report),
+      "<p class=\"note\">Phases and waits are the mean of the job's ranks. Where several threads "
+      "of "
+      "a rank wait at once, each counts. Old steps are shown as the mean of several.</p>\n"
+      "</body></html>\n");
+}
+
+Json DescribeReport(const JobReport& report) {
+  Json steps = Json::array();
+  for (const v1::StepRecord& record : report.steps) steps.push_back(DescribeRecord(record));
+  return {{"job", report.job.job()},
+          {"pool", report.job.pool()},
+          {"step", report.job.step()},
+          {"durable_step", report.job.durable_step()},
+          {"bytes_read", report.job.bytes_read()},
+          {"bytes_written", report.job.bytes_written()},
+          {"figures", DescribeFigures(report.job.figures())},
+          {"steps", std::move(steps)},
+          {"layers", DescribeLayers(report)}};
+}
+
+}  // namespace offload::tools

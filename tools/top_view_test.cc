@@ -1,0 +1,125 @@
+#include "tools/top_view.h"
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "gtest/gtest.h"
+
+namespace offload::tools {
+namespace {
+
+const DaemonAddress kAddress = {"/run/offloadd/offloadd.sock", false};
+
+// A job in its 118th step: ten seconds, of which three waited.
+proto::v1::JobStatus Sample() {
+  proto::v1::JobStatus job;
+  job.set_job("train");
+  job.set_pool("/nvme0");
+  job.set_step(118);
+  job.set_durable_step(117);
+  job.set_bytes_read(5'000'000'000);
+  job.set_ram_bytes(64ull << 30);
+  job.set_resident_bytes(61ull << 30);
+  proto::v1::StepRecord* const last = job.mutable_last_step();
+  last->set_first_step(118);
+  last->set_last_step(118);
+  last->set_seconds(10);
+  last->set_bytes_read(1'129'000'000'000);
+  last->set_bytes_written(988'000'000'000);
+  for (const double seconds : {4.0, 5.0, 1.0}) last->mutable_figures()->add_phase_seconds(seconds);
+  for (int i = 0; i < 18; ++i) last->mutable_figures()->add_stall_seconds(0);
+  last->mutable_figures()->set_stall_seconds(1, 2);         // forward, late
+  last->mutable_figures()->set_stall_seconds(6 + 1, 0.5);   // backward, late
+  last->mutable_figures()->set_stall_seconds(12 + 3, 0.5);  // step, commit
+  for (const int count : {98, 1, 1}) last->mutable_figures()->add_prefetches(count);
+  proto::v1::RankStatus* const rank = job.add_ranks();
+  rank->set_pid(4242);
+  rank->set_phase("mapped");
+  rank->set_step(118);
+  rank->set_position(33);
+  return job;
+}
+
+TwoAnswers Answers(const proto::v1::JobStatus& job) {
+  TwoAnswers answers;
+  proto::v1::JobStatus before = job;
+  before.set_bytes_read(job.bytes_read() - 2'000'000'000);
+  *answers.jobs_before.Add() = before;
+  *answers.reply.add_jobs() = job;
+  answers.reply.set_version("0.3.0");
+  answers.seconds = 2;
+  return answers;
+}
+
+std::vector<std::string> Lines(const std::string& text) {
+  return absl::StrSplit(text, '\n', absl::SkipEmpty());
+}
+
+TEST(TopViewTest, ShowsTheLastStepItsWaitsAndTheDrive) {
+  const std::vector<std::string> lines = Lines(TopText(kAddress, Answers(Sample())));
+  ASSERT_EQ(lines.size(), 6u);
+  EXPECT_EQ(lines[1],
+            "JOB              STEP  COMMIT   S/STEP  STALL  ON TIME   READ/STEP  WRITTEN/STEP");
+  EXPECT_EQ(lines[2],
+            "train             118     117       10    30%      98%     1.13 TB        988 GB");
+  EXPECT_EQ(lines[3], "  forward 4 s backward 5 s step 1 s  waits: late 25%  commit 5%");
+  EXPECT_NE(lines[4].find("nvme 1.00r 0.00w GB/s"), std::string::npos) << lines[4];
+  EXPECT_NE(lines[4].find("ram 61.0 GiB of 64.0 GiB"), std::string::npos) << lines[4];
+  EXPECT_EQ(lines[5], "  rank 0  pid 4242  mapped  step 118  touch 33");
+}
+
+TEST(TopViewTest, FitsEightyColumnsWhateverTheNumbersAre) {
+  proto::v1::JobStatus job = Sample();
+  job.set_job(std::string(300, 'x'));
+  job.set_step(UINT64_MAX);
+  job.set_durable_step(UINT64_MAX);
+  job.mutable_last_step()->set_seconds(1e300);
+  job.mutable_last_step()->set_bytes_read(UINT64_MAX);
+  for (double& seconds : *job.mutable_last_step()->mutable_figures()->mutable_phase_seconds())
+    seconds = 1e200;
+  for (double& seconds : *job.mutable_last_step()->mutable_figures()->mutable_stall_seconds())
+    seconds = 1e299;
+  const DaemonAddress far = {absl::StrCat("/", std::string(200, 'y')), true};
+  for (const std::string& line : Lines(TopText(far, Answers(job))))
+    EXPECT_LE(line.size(), kTopColumns) << line;
+}
+
+TEST(TopViewTest, AJobWithoutAStepSaysWhatItDoes) {
+  proto::v1::JobStatus job;
+  job.set_job("new\x1b[31m");
+  job.set_phase("formatting");
+  const std::string text = TopText(kAddress, Answers(job));
+  EXPECT_NE(text.find("new?[31m"), std::string::npos) << text;
+  EXPECT_NE(text.find("formatting"), std::string::npos) << text;
+  EXPECT_TRUE(DescribeTop(kAddress, Answers(job))["jobs"][0]["last_step"].is_null());
+}
+
+TEST(TopViewTest, RecordsOfSeveralStepsAreShownPerStep) {
+  proto::v1::JobStatus job = Sample();
+  job.mutable_last_step()->set_first_step(109);
+  const std::vector<std::string> lines = Lines(TopText(kAddress, Answers(job)));
+  EXPECT_NE(lines[2].find("       1    30%"), std::string::npos) << lines[2];
+  EXPECT_NE(lines[2].find("113 GB"), std::string::npos) << lines[2];
+}
+
+TEST(TopViewTest, NumbersAreTheSameAsJson) {
+  const Json job = DescribeTop(kAddress, Answers(Sample()))["jobs"][0];
+  EXPECT_EQ(job["step"], 118);
+  EXPECT_EQ(job["read_bytes_per_second"], 1e9);
+  EXPECT_DOUBLE_EQ(job["last_step"]["stall_share"], 0.3);
+  EXPECT_EQ(job["last_step"]["stall_seconds"]["backward"]["late"], 0.5);
+  EXPECT_EQ(job["last_step"]["phase_seconds"]["forward"], 4);
+  EXPECT_EQ(job["last_step"]["prefetches"]["on_time"], 98);
+  EXPECT_EQ(job["ranks"][0]["pid"], 4242);
+}
+
+TEST(TopViewTest, ClipCountsCharactersNotBytes) {
+  EXPECT_EQ(Clip("abc", 5), "abc");
+  EXPECT_EQ(Clip("abc", 2), "ab");
+  EXPECT_EQ(Clip("äöü", 2), "äö");
+}
+
+}  // namespace
+}  // namespace offload::tools
