@@ -425,9 +425,10 @@ class Importer {
     stage_ = static_cast<int>(std::clamp<int64_t>(value.get<int64_t>(), -1, 4));
     if (stage_ < 0 || stage_ > 3) return Reject(ErrorId::kDsConfigValue, "is none of 0, 1, 2, 3");
     stage_fate_ = import_.fates.size();
-    MapSetting(
-        "policy.stage", absl::StrCat(stage_),
-        stage_ == 3 ? "" : "parameters are offloaded as well as state: results are the same");
+    if (stage_ == 3)
+      return MapSetting("policy.stage", "auto", "all is offloaded: memory goes where it saves most");
+    MapSetting("policy.stage", absl::StrCat(stage_),
+               "parameters are offloaded as well as state: results are the same");
   }
   // Of elements; a hint.
   void Threshold(const std::string& name, const Json& value) {
