@@ -455,13 +455,15 @@ TEST_F(AttachTest, MemoryThatSetDataGaveIsNotWrittenOnOneSide) {
 
 TEST_F(AttachTest, TensorThatSetDataGaveFollowsTheParameter) {
   Open({"set_data_kept"});
-  const torch::NoGradGuard no_grad;
   Tensor& weight = model_->twice->weight;
   const Tensor kept = torch::full({kWidth, kWidth}, 0.01);
   weight.set_data(kept);
-  weight.add_(1);
-  EXPECT_TRUE(torch::equal(kept, weight));
-  kept.mul_(2);
+  {
+    const torch::NoGradGuard no_grad;
+    weight.add_(1);
+    EXPECT_TRUE(torch::equal(kept, weight));
+    kept.mul_(2);
+  }
   EXPECT_TRUE(torch::equal(weight, torch::full({kWidth, kWidth}, 0.01).add_(1).mul_(2)));
   TrainStep(*engine_, *optimizer_, *model_, 0, log_);
   EXPECT_TRUE(torch::equal(kept, weight));
