@@ -125,8 +125,8 @@ void TraceFile::AddDropped(uint64_t count) {
 }
 
 void TraceFile::AddText(const std::string& object) {
-  const bool is_first = end_ == 0 && piece_.size() == sizeof(kBegin) - 1;
-  absl::StrAppend(&piece_, is_first ? "" : ",\n", object);
+  absl::StrAppend(&piece_, has_objects_ ? ",\n" : "", object);
+  has_objects_ = true;
 }
 
 absl::Status TraceFile::Write() {

@@ -80,7 +80,8 @@ class TraceFile {
 
   const std::string path_;
   const UniqueFd file_;
-  std::string piece_;  // objects to be written, each after a separator
+  std::string piece_;  // objects to be written, all but the first of the file after a separator
+  bool has_objects_ = false;
   uint64_t end_ = 0;   // of what was written, without the end of the document
   bool failed_ = false;
   std::vector<TraceEvent> writing_;

@@ -30,6 +30,7 @@ proto::Tensor TestTensor(const std::string& name, uint64_t elements, proto::Dtyp
 Parts::Parts(PartsOptions options) : loop_(Must(EventLoop::Create())) {
   context.loop = loop_.get();
   context.clock = &machine_.clock();
+  context.activity = &activity_;
   context.run_on_worker = machine_.MakeExecutor(1, "update");
   context.durability = options.durability;
   context.depths = options.depths;
@@ -66,6 +67,7 @@ Parts::~Parts() { Run(); }
 
 void Parts::MakePlan(const PartsOptions& options) {
   const size_t store_count = context.catalogue.store_tensors.size();
+  activity_.SetTensorCount(store_count);
   proto::MemoryPlan& plan = context.plan;
   plan.window_bytes = options.window_bytes;
   plan.pipeline_blocks = options.pipeline_blocks;

@@ -18,6 +18,7 @@
 #include "absl/status/status.h"
 #include "base/mapped_region.h"
 #include "base/random.h"
+#include "offloadd/activity_log.h"
 #include "offloadd/job_context.h"
 #include "offloadd/job_model.h"
 #include "offloadd/resident_state.h"
@@ -121,6 +122,7 @@ class Parts {
   Random random_{1};
   swap::Trace trace_;
   SimulatedMachine machine_{&random_, &trace_};
+  ActivityLog activity_{&machine_.clock()};
   std::unique_ptr<EventLoop> loop_;
   std::unique_ptr<swap::Store> store_;
   MappedRegion slab_;

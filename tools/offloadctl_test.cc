@@ -198,7 +198,7 @@ TEST_F(OffloadctlTest, ConfigImportWritesWhatItMapsOrNothing) {
   const Json import = RunJson("config", absl::StrCat("import ", file, " -o ", toml), 0);
   EXPECT_EQ(import["settings"]["pool"], "/nvme0");
   EXPECT_EQ(import["training"]["gradient_clipping"], 1.0);
-  EXPECT_EQ(RunJson("config", "check " + toml, 0)["settings"].size(), 2u);
+  EXPECT_EQ(RunJson("config", "check " + toml, 0)["settings"].size(), 3u);
   std::filesystem::remove(toml);
   std::ofstream(file) << R"({"zero_optimization": {"zenflow": {}}})";
   const Result rejected = Run(absl::StrCat("config import ", file, " -o ", toml));
