@@ -82,7 +82,7 @@ class TraceFile {
   const UniqueFd file_;
   std::string piece_;  // objects to be written, all but the first of the file after a separator
   bool has_objects_ = false;
-  uint64_t end_ = 0;   // of what was written, without the end of the document
+  uint64_t end_ = 0;  // of what was written, without the end of the document
   bool failed_ = false;
   std::vector<TraceEvent> writing_;
 

@@ -33,6 +33,7 @@
 #include "swap/store.h"
 #include "tools/command.h"
 #include "tools/daemons.h"
+#include "tools/gpu_probe.h"
 
 namespace offload::tools {
 namespace {
@@ -219,6 +220,15 @@ Check ProcessorCheck() {
   return check;
 }
 
+std::vector<Check> GpuChecks() {
+  std::vector<Check> checks;
+  for (const GpuFinding& finding : GpuFindings(ProbeGpus())) {
+    const Grade grade = finding.fix.empty() ? Grade::kOk : Grade::kWarn;
+    checks.push_back({"GPU", finding.name, grade, finding.detail, finding.fix});
+  }
+  return checks;
+}
+
 // The file system and the device under a directory, of the longest mount point that leads to it.
 struct Mount {
   std::string point, type, source;
@@ -335,6 +345,7 @@ class DoctorCommand : public Command {
     for (Check& check : storage) checks.push_back(std::move(check));
     for (Check& check : EngineChecks(*capabilities)) checks.push_back(std::move(check));
     checks.push_back(ProcessorCheck());
+    for (Check& check : GpuChecks()) checks.push_back(std::move(check));
     for (Check& check : DaemonChecks()) checks.push_back(std::move(check));
     return Judge(checks);
   }

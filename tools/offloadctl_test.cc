@@ -226,6 +226,7 @@ TEST_F(OffloadctlTest, DoctorPassesAGoodPoolAndFailsABadOne) {
   EXPECT_EQ(bad["next"], "offloadctl explain OFD-1201");
   const Result text = Run(absl::StrCat("doctor --pool ", pool()));
   EXPECT_NE(text.out.find("Storage  OK"), std::string::npos) << text.out;
+  EXPECT_NE(text.out.find("\nGPU      "), std::string::npos) << text.out;
   EXPECT_NE(text.out.find("Next: offloadctl plan"), std::string::npos) << text.out;
 }
 

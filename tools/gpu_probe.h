@@ -1,0 +1,37 @@
+// tools/gpu_probe.h
+//
+// What this machine has of GPUs, asked of NVIDIA's driver alone: no library of CUDA is linked, and
+// no context is made on a device.
+//
+// Thread safety: pure functions, and dlopen.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace offload::tools {
+
+struct GpuDevice {
+  std::string name;
+  uint64_t memory_bytes = 0;
+};
+
+struct GpuProbe {
+  bool has_driver = false;  // libcuda.so.1 can be loaded
+  std::string trouble;      // why the driver shows no devices; "" when it does
+  int driver_version = 0;   // of the newest CUDA that it serves: 13000 for 13.0
+  std::vector<GpuDevice> devices;
+};
+
+// Asks the driver.
+GpuProbe ProbeGpus();
+
+// What a person should know of it, one line each; `fix` is empty when nothing is to be done.
+struct GpuFinding {
+  std::string name, detail, fix;
+};
+std::vector<GpuFinding> GpuFindings(const GpuProbe& probe);
+
+}  // namespace offload::tools
