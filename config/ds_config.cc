@@ -426,7 +426,8 @@ class Importer {
     if (stage_ < 0 || stage_ > 3) return Reject(ErrorId::kDsConfigValue, "is none of 0, 1, 2, 3");
     stage_fate_ = import_.fates.size();
     if (stage_ == 3)
-      return MapSetting("policy.stage", "auto", "all is offloaded: memory goes where it saves most");
+      return MapSetting("policy.stage", "auto",
+                        "all is offloaded: memory goes where it saves most");
     MapSetting("policy.stage", absl::StrCat(stage_),
                "parameters are offloaded as well as state: results are the same");
   }
