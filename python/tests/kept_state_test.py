@@ -169,6 +169,44 @@ def checkpoint_of_fp32_moments(run):
     return run.train(model, optimizer, first=3), states_of(optimizer)
 
 
+class Convolutions(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.Conv2d(16, 32, 3)
+        self.head = torch.nn.Linear(32 * 36, 10)
+
+    def forward(self, x):
+        return self.head(self.second(torch.relu(self.first(x))).flatten(1))
+
+
+@case(**FP32)
+def moments_lie_as_their_parameters_do(run):
+    torch.manual_seed(0)
+    model = Convolutions().to(memory_format=torch.channels_last)
+    optimizer, losses = fused(model.parameters()), []
+
+    def train(first, steps):
+        for step in range(first, first + steps):
+            images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+            loss = model(images.to(memory_format=torch.channels_last)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+
+    train(0, 2)
+    run.attach(model, optimizer)
+    train(2, 2)
+    if run.offloaded:  # torch's fused kernel in memory does not look at the order
+        rows = copy.deepcopy(optimizer.state_dict())
+        del rows["offloadd"]
+        for state in rows["state"].values():
+            state.update({name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items() if value.dim() == 4})
+        optimizer.load_state_dict(rows)
+    train(4, 2)
+    return losses, states_of(optimizer)
+
+
 @case
 def checkpoint_of_another_step(run):
     model = run.model()
