@@ -325,6 +325,13 @@ def _is_elsewhere(state):
     return any(isinstance(value, str) for value in state.values())
 
 
+def _is_same(value, other):
+    """Of two entries of a state; numbers may be tensors."""
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return number(value) == number(other)
+    return value.dtype == other.dtype and torch.equal(value, other)
+
+
 def _check_own_step(optimizer):
     """A step that somebody put on the instance would not reach the daemon."""
     own = optimizer.__dict__.get("step")
@@ -525,19 +532,35 @@ class Part:
         load_groups({**{key: value for key, value in state_dict.items() if key != "offloadd"}, "state": {}})
         if not replaces:
             return
-        keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
-        states = {parameter: state_dict["state"].get(key) for key, parameter in zip(keys, parameters)}
+        states = dict(self._states_in(state_dict))
         self.handle.replace_state(*self._as_columns(self._rows(states.get)))
         self._replaced_at = self.handle.step
         self._replacements += 1
+
+    def _states_in(self, state_dict):
+        """(parameter, its state in the dictionary) of every parameter."""
+        keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        return [(parameter, state_dict["state"].get(key) or {}) for key, parameter in zip(keys, parameters)]
+
+    def _is_edited(self, state_dict):
+        """Whether it is not what state_dict() gives now. Texts in place of tensors cannot have been edited."""
+        own = dict(self.states())
+        for parameter, state in self._states_in(state_dict):
+            here = own.get(parameter, {})
+            if state.keys() != here.keys():
+                return True
+            for name, value in state.items():
+                if not isinstance(value, str) and not _is_same(value, here[name]):
+                    return True
+        return False
 
     def _replaces(self, state_dict):
         """Whether the job has another state. OFD-1602 where the dictionary says only that it is in a store."""
         mark, here, states = state_dict.get("offloadd"), self.handle.mark(), state_dict.get("state", {})
         if not any(self.recipe.planes(row) for row in self.group_values()):
             return any("master" in state for state in states.values())
-        if mark is not None and mark.get("id") == here["id"] and mark["step"] == here["step"] != self._replaced_at:
+        if mark is not None and mark.get("id") == here["id"] and mark["step"] == here["step"] != self._replaced_at and not self._is_edited(state_dict):
             return False
         if not any(map(_is_elsewhere, states.values())):
             return bool(states) or any(True for _ in self.states())

@@ -29,7 +29,8 @@ def saved(data):
 
 
 def states_of(optimizer):
-    return [{key: value.clone() for key, value in state.items() if value is not None} for state in optimizer.state_dict()["state"].values()]
+    states = sorted(optimizer.state_dict()["state"].items())
+    return [{key: value.clone() for key, value in state.items() if value is not None} for _, state in states]
 
 
 # ---- Attached in the middle --------------------------------------------------------------------
@@ -205,6 +206,33 @@ def moments_lie_as_their_parameters_do(run):
         optimizer.load_state_dict(rows)
     train(4, 2)
     return losses, states_of(optimizer)
+
+
+def edits(change):
+    """A case that loads what state_dict() gives, changed."""
+
+    def declare(name):
+        def function(run):
+            model = run.model()
+            optimizer = AdamW(model.parameters(), 1e-3)
+            run.attach(model, optimizer)
+            told = run.train(model, optimizer)
+            state_dict = optimizer.state_dict()
+            change(state_dict["state"])
+            optimizer.load_state_dict(state_dict)
+            return told + run.train(model, optimizer, first=3), states_of(optimizer)
+
+        function.__name__ = name
+        case(function, **FP32)
+
+    return declare
+
+
+edits(lambda states: None)("state_as_it_is")
+edits(lambda states: [state["exp_avg"].zero_() for state in states.values()])("state_without_momentum")
+edits(lambda states: states[0]["step"].fill_(1))("state_with_another_count")
+edits(lambda states: states.pop(0))("state_without_a_parameter")
+edits(lambda states: states.clear())("state_that_is_cleared")
 
 
 @case
