@@ -113,6 +113,17 @@ absl::Status Judge(const Connection& connection, const grpc::Status& said) {
 
 }  // namespace
 
+void DaemonChoice::DefineFlags(CLI::App& app) {
+  app.add_option("--socket", socket_, "of one daemon; none: all that this user can reach");
+  app.add_option("--timeout", timeout_seconds_, "seconds to wait for each daemon")
+      ->check(CLI::Range(0.01, 3600.0));
+}
+
+std::vector<DaemonAddress> DaemonChoice::Addresses() const {
+  if (is_named()) return {{socket_, false}};
+  return FindDaemons();
+}
+
 absl::StatusOr<proto::v1::StatusReply> AskStatus(const std::string& socket,
                                                  double timeout_seconds) {
   OFFLOAD_ASSIGN_OR_RETURN(const Connection connection, Connect(socket));

@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "CLI/CLI.hpp"
 #include "absl/status/statusor.h"
 #include "proto/offload.pb.h"
 
@@ -27,6 +28,21 @@ struct DaemonAddress {
 // under $XDG_RUNTIME_DIR and the temporary directory. Directories of other users (root excepted)
 // are left out: anybody may make one there.
 std::vector<DaemonAddress> FindDaemons();
+
+// The daemons that a command asks.
+class DaemonChoice {
+ public:
+  // --socket and --timeout.
+  void DefineFlags(CLI::App& app);
+  std::vector<DaemonAddress> Addresses() const;
+  // A single one was named: that it does not answer is the command's failure.
+  bool is_named() const { return !socket_.empty(); }
+  double timeout_seconds() const { return timeout_seconds_; }  // to wait for each
+
+ private:
+  std::string socket_;
+  double timeout_seconds_ = 5;
+};
 
 // OFD-1501 when nothing answers at the control socket beside `socket` (or at it, if that is its
 // name).

@@ -44,14 +44,12 @@ class ReportCommand : public Command {
     app.add_option("job", job_, "that is open in a daemon which this user can reach");
     app.add_option("-o,--output", output_, "the page, which is replaced");
     app.add_option("--pool", pool_, "of the job, where several pools have one of this name");
-    app.add_option("--socket", socket_, "of one daemon; none: all that this user can reach");
     app.add_flag("--follow", follow_, "make it anew until the job ends")
         ->always_capture_default(false);
     app.add_option("--interval", interval_seconds_,
                    "seconds between two reports that --follow makes")
         ->check(CLI::Range(0.01, 3600.0));
-    app.add_option("--timeout", timeout_seconds_, "seconds to wait for each daemon")
-        ->check(CLI::Range(0.01, 3600.0));
+    daemons_.DefineFlags(app);
   }
 
   absl::StatusOr<Answer> Run() override {
@@ -81,7 +79,7 @@ class ReportCommand : public Command {
   };
 
   absl::StatusOr<JobReport> Ask(const Found& found) const {
-    return AskReport(found.socket, found.pool, job_, timeout_seconds_);
+    return AskReport(found.socket, found.pool, job_, daemons_.timeout_seconds());
   }
 
   // Makes it anew until the job is closed or its daemon gone; `report` is the last one then.
@@ -109,13 +107,12 @@ class ReportCommand : public Command {
 
   // The one job of that name.
   absl::StatusOr<Found> Find() const {
-    const std::vector<DaemonAddress> addresses =
-        socket_.empty() ? FindDaemons() : std::vector<DaemonAddress>{{socket_, false}};
+    const std::vector<DaemonAddress> addresses = daemons_.Addresses();
     std::vector<Found> found;
     absl::Status failure;
     for (const DaemonAddress& address : addresses) {
-      const auto reply = AskStatus(address.socket, timeout_seconds_);
-      if (!reply.ok() && !socket_.empty()) return reply.status();
+      const auto reply = AskStatus(address.socket, daemons_.timeout_seconds());
+      if (!reply.ok() && daemons_.is_named()) return reply.status();
       if (!reply.ok()) continue;
       for (const proto::v1::JobStatus& known : reply->jobs()) {
         const bool fits = pool_.empty() || known.pool() == proto::AbsolutePools(pool_);
@@ -134,8 +131,8 @@ class ReportCommand : public Command {
                      "Name one with --pool");
   }
 
-  std::string job_, output_, pool_, socket_;
-  double timeout_seconds_ = 5;
+  std::string job_, output_, pool_;
+  DaemonChoice daemons_;
   double interval_seconds_ = 5;
   bool follow_ = false;
 };

@@ -165,24 +165,21 @@ class StatusCommand : public Command {
     return "  offloadctl status\n  offloadctl status --socket /run/offloadd/offloadd.sock --json\n";
   }
   void DefineFlags(CLI::App& app) override {
-    app.add_option("--socket", socket_, "of one daemon; none: all that this user can reach");
-    app.add_option("--timeout", timeout_seconds_, "seconds to wait for each daemon")
-        ->check(CLI::Range(0.01, 3600.0));
+    daemons_.DefineFlags(app);
     app.add_option("--interval", interval_seconds_, "over which rates are taken")
         ->check(CLI::Range(0.01, 60.0));
   }
 
   absl::StatusOr<Answer> Run() override {
-    const std::vector<DaemonAddress> addresses =
-        socket_.empty() ? FindDaemons() : std::vector<DaemonAddress>{{socket_, false}};
+    const std::vector<DaemonAddress> addresses = daemons_.Addresses();
     Answer answer;
     answer.data["daemons"] = Json::array();
     absl::Status failure;
     for (const DaemonAddress& address : addresses) {
-      const auto reply = AskTwice(address.socket, timeout_seconds_, interval_seconds_);
+      const auto reply = AskTwice(address.socket, daemons_.timeout_seconds(), interval_seconds_);
       if (reply.ok()) {
         Add(address, *reply, answer);
-      } else if (!absl::IsUnavailable(reply.status()) || !socket_.empty()) {
+      } else if (!absl::IsUnavailable(reply.status()) || daemons_.is_named()) {
         failure = reply.status();  // a socket that a dead daemon left is no news
       }
     }
@@ -217,8 +214,7 @@ class StatusCommand : public Command {
     answer.data["daemons"].push_back(std::move(daemon));
   }
 
-  std::string socket_;
-  double timeout_seconds_ = 5;
+  DaemonChoice daemons_;
   double interval_seconds_ = 0.5;
 };
 

@@ -25,9 +25,7 @@ class TopCommand : public Command {
     return "  offloadctl top\n  offloadctl top --once --json\n";
   }
   void DefineFlags(CLI::App& app) override {
-    app.add_option("--socket", socket_, "of one daemon; none: all that this user can reach");
-    app.add_option("--timeout", timeout_seconds_, "seconds to wait for each daemon")
-        ->check(CLI::Range(0.01, 3600.0));
+    daemons_.DefineFlags(app);
     app.add_option("--interval", interval_seconds_, "seconds between two looks")
         ->check(CLI::Range(0.01, 60.0));
     app.add_flag("--once", once_, "one look; also what a file or a pipe gets")
@@ -52,17 +50,16 @@ class TopCommand : public Command {
   }
 
   absl::StatusOr<Answer> Look() const {
-    const std::vector<DaemonAddress> addresses =
-        socket_.empty() ? FindDaemons() : std::vector<DaemonAddress>{{socket_, false}};
+    const std::vector<DaemonAddress> addresses = daemons_.Addresses();
     Answer answer;
     answer.data["daemons"] = Json::array();
     absl::Status failure;
     for (const DaemonAddress& address : addresses) {
-      const auto answers = AskTwice(address.socket, timeout_seconds_, interval_seconds_);
+      const auto answers = AskTwice(address.socket, daemons_.timeout_seconds(), interval_seconds_);
       if (answers.ok()) {
         absl::StrAppend(&answer.text, TopText(address, *answers));
         answer.data["daemons"].push_back(DescribeTop(address, *answers));
-      } else if (!absl::IsUnavailable(answers.status()) || !socket_.empty()) {
+      } else if (!absl::IsUnavailable(answers.status()) || daemons_.is_named()) {
         failure = answers.status();  // a socket that a dead daemon left is no news
       }
     }
@@ -72,8 +69,7 @@ class TopCommand : public Command {
                      "A trainer starts a private one; offloadctl doctor checks this machine");
   }
 
-  std::string socket_;
-  double timeout_seconds_ = 5;
+  DaemonChoice daemons_;
   double interval_seconds_ = 1;
   bool once_ = false;
 };
