@@ -12,6 +12,7 @@ of .venv; its first run compiles its operators. python/benchmarks/mlp.py is the 
 import argparse
 import contextlib
 import dataclasses
+import glob
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from trainer_run import (MIB, ROOT, SETTLING_STEPS, MemoryWatch, Run, RunFailed,
 
 DEEPSPEED = ("deepspeed==0.19.6", "ninja==1.13.0", "matplotlib==3.11.2")
 ENVIRONMENT = os.path.join(ROOT, "build/deepspeed")
+OPERATORS = os.path.join(ENVIRONMENT, "operators")  # what DeepSpeed compiles
 TRAINER = os.path.join(ROOT, "python/benchmarks/mlp.py")
 TARGETS = ["//python:package"]
 BYTES_PER_PARAMETER = 14  # bf16 weight and gradient, two halves of the master and two moments: 2 + 2 + 2 + 4 + 4
@@ -101,6 +103,12 @@ def install_deepspeed():
     return python
 
 
+def forget_broken_operators():
+    """One whose compilation was broken off keeps a lock that the next run would wait for without end."""
+    for lock in glob.glob(os.path.join(OPERATORS, "*/lock")):
+        shutil.rmtree(os.path.dirname(lock))
+
+
 def find_pythons():
     """Returns the Python of each side."""
     python = os.path.join(ROOT, ".venv/bin/python")
@@ -111,7 +119,7 @@ def rows_of(options, parameters):
     whole = parameters * BYTES_PER_PARAMETER
     deepspeed = [("parameters and state in memory", "cpu", "cpu", []), ("state on the drive, pipelined", "cpu", "nvme", ["--pipelined"]),
                  ("all on the drive", "nvme", "nvme", []), ("all on the drive, pipelined", "nvme", "nvme", ["--pipelined"])]
-    rows = [Row("memory", "torch in memory", [])]
+    rows = [Row("memory", "in memory", [])]
     rows += [Row("deepspeed", name, ["--parameters", where, "--optimizer", state, *more]) for name, where, state, more in deepspeed]
     budgets = [parse_size(text, whole) for text in options.ram or ("15%", "30%", "60%", "105%")]
     rows += [Row("offloadd", f"ram {ram // MIB} MiB", ["--ram", str(ram)]) for ram in budgets]
@@ -133,7 +141,7 @@ def run_row(options, row, python, folder):
     command = [python, TRAINER, "--with", row.side, "--pool", folder, "--blocks", str(options.blocks), "--width", str(options.width),
                "--steps", str(options.steps), "--threads", str(options.threads), *row.flags]
     environment = {**trainer_environment(), "PYTHONPATH": os.path.join(ROOT, "python"), "DS_ACCELERATOR": "cpu",
-                   "PATH": os.path.join(ENVIRONMENT, "bin") + os.pathsep + os.environ["PATH"]}
+                   "TORCH_EXTENSIONS_DIR": OPERATORS, "PATH": os.path.join(ENVIRONMENT, "bin") + os.pathsep + os.environ["PATH"]}
     lines, counts, marks, peaks = [], {}, [], []
     with Run([(command, environment)]) as run, MemoryWatch(run) as watch:
         for line in run.steps():
@@ -156,6 +164,7 @@ def count_parameters(options):
 def measure(options, folder):
     parameters = count_parameters(options)
     pythons = find_pythons()
+    forget_broken_operators()
     rows = rows_of(options, parameters)
     for number in range(1, options.rounds + 1):
         for row in rows:

@@ -7,7 +7,6 @@ Eight blocks x + Linear(GELU(Linear(LayerNorm(x)))) of 2048 and 8192 and a head:
 clipped to 1, and a batch of 4 x 64."""
 
 import argparse
-import contextlib
 import json
 import os
 import time
@@ -72,13 +71,13 @@ def train(given, model, backward, step_optimizer):
 
 
 def train_ordinarily(given):
-    """As a trainer of one's own does it; the line that attaches is all that differs in memory and offloaded."""
+    """As a trainer of one's own does it. In memory the same lines keep fp32 masters, too, as all sides do."""
+    if given.side == "memory":
+        os.environ["OFFLOADD_DISABLE"] = "1"
+    import offloadd
     model = build(given)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, BETAS, EPSILON, DECAY, fused=True)
-    attached = contextlib.nullcontext()
-    if given.side == "offloadd":
-        import offloadd
-        attached = offloadd.attach(model, optimizer, nvme_path=given.pool, ram=given.ram, durability=given.durability, job="benchmark-mlp")
+    attached = offloadd.attach(model, optimizer, nvme_path=given.pool, ram=given.ram, durability=given.durability, job="benchmark-mlp")
 
     def step_optimizer():
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -101,7 +100,8 @@ def deepspeed_config(given):
             "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPSILON, "weight_decay": DECAY}},
             "zero_optimization": {"stage": 3, "offload_param": parameters, "offload_optimizer": optimizer, "sub_group_size": 50_000_000,
                                   "reduce_bucket_size": 4_000_000, "stage3_param_persistence_threshold": 10_000,
-                                  "stage3_prefetch_bucket_size": 0},
+                                  "stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 2 * elements,
+                                  "stage3_max_reuse_distance": 0},
             "aio": {"block_size": 1 << 20, "queue_depth": 8, "thread_count": 1, "single_submit": False, "overlap_events": True}}
 
 
