@@ -141,9 +141,10 @@ bool UpdateExecutor::StartTask() {
 // ---- An extent ---------------------------------------------------------------------------------
 
 void UpdateExecutor::StartExtents(Task& task) {
+  const uint32_t resident = context_->plan.state_resident[task.plan.store_tensor];
   while (task.next_extent < task.extent_count && extents_in_flight_ < extents_in_flight_max_) {
-    // Before the extent runs: its end may begin the task anew.
-    if (!StartExtent(task, task.next_extent++)) {
+    // Counted before the extent runs: its end may begin the task anew.
+    if (!StartExtent(task, ExtentAtTurn(task.next_extent++, task.extent_count, resident))) {
       --task.next_extent;
       break;
     }

@@ -89,7 +89,7 @@ class UpdateExecutor {
     TaskPlan plan;
     bool reads_weights = false;  // they were not in the slab
     uint32_t extent_count = 0;
-    uint32_t next_extent = 0;  // to be started
+    uint32_t next_extent = 0;  // turn of the next one to be started
     uint32_t computed = 0;
     uint32_t written = 0;
     // The first of two sweeps over the extents, which only adds up norms: per extent, per member.
