@@ -209,6 +209,8 @@ absl::StatusOr<uint64_t> Session::WaitDurable() {
   return impl_->Timed(proto::StallCause::kCommit, [&] { return impl_->control->WaitDurable(); });
 }
 
+absl::StatusOr<uint64_t> Session::Checkpoint() { return impl_->control->Checkpoint(); }
+
 absl::StatusOr<std::vector<std::string>> Session::Exchange(const std::string& data) {
   return impl_->Timed(proto::StallCause::kRanks, [&] {
     return impl_->control->Exchange(data, impl_->exchanges.fetch_add(1));

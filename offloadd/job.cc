@@ -387,6 +387,12 @@ void Job::WaitDurable(StepDone done) {
   durable_waiters_.push_back(std::move(done));
 }
 
+absl::StatusOr<uint64_t> Job::Checkpoint() {
+  OFFLOAD_RETURN_IF_ERROR(Check(JobCall::kCheckpoint));
+  executor_->CommitSoon();
+  return step_;
+}
+
 std::string Job::ExplainFailure(const Rank& rank, uint64_t tag) const {
   std::string text = rank.ExplainFailure(tag);
   return text.empty() && context_.failed() ? std::string(context_.failure.message()) : text;

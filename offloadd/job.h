@@ -141,6 +141,8 @@ class Job {
   absl::Status SetSquareRoots(std::shared_ptr<const kernels::SquareRoots> roots);
   void Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done);
   void WaitDurable(StepDone done);
+  // Has the last recorded step committed, and does not wait for it; returns its number.
+  absl::StatusOr<uint64_t> Checkpoint();
   // Gives every rank what every rank said.
   void Exchange(Rank& rank, const proto::v1::ExchangeRequest& request, ExchangeDone done);
   std::string ExplainFailure(const Rank& rank, uint64_t tag) const;
@@ -173,6 +175,7 @@ class Job {
   struct Made {
     absl::Status status;
     proto::Depths depths;
+    double write_cost = 0;
     proto::SharedMemory slab;
     std::unique_ptr<swap::Store> store;
     std::unique_ptr<swap::Scratch> scratch;

@@ -27,6 +27,7 @@ nlohmann::ordered_json Table(const JobSimulationResult& sum) {
           {"loads", sum.loads},
           {"gets", sum.gets},
           {"exchanges", sum.exchanges},
+          {"checkpoints that were asked for", sum.checkpoints},
           {"snapshots", sum.snapshots},
           {"snapshots read", sum.snapshots_read},
           {"deaths of ranks", sum.deaths},

@@ -506,6 +506,7 @@ void JobSimulationResult::Add(const JobSimulationResult& other) {
   loads += other.loads;
   gets += other.gets;
   exchanges += other.exchanges;
+  checkpoints += other.checkpoints;
   snapshots += other.snapshots;
   snapshots_read += other.snapshots_read;
   deaths += other.deaths;

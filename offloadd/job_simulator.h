@@ -49,6 +49,7 @@ struct JobSimulationResult {
   uint64_t uses = 0, acquires = 0;  // of weights; those that had to wait
   uint64_t parts = 0, looks = 0, rounds_anew = 0, spilled_looks = 0, own_gradients = 0;
   uint64_t puts = 0, state_puts = 0, master_puts = 0, loads = 0, gets = 0, exchanges = 0;
+  uint64_t checkpoints = 0;  // that were asked for
   uint64_t snapshots = 0, snapshots_read = 0;
   uint64_t deaths = 0, kills = 0, power_cuts = 0, drive_faults = 0;
   uint64_t newer_states_found = 0;  // than the one that was known to be durable

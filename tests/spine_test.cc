@@ -325,6 +325,29 @@ TEST_F(SpineIntervalTest, TieBitsThatFillAPlaneAreWrittenAtOnce) {
   job.Close();
 }
 
+// The steps after it are not part of it.
+TEST_F(SpineIntervalTest, ACheckpointThatIsAskedForHoldsTheLastStep) {
+  Job job(pool_, "job",
+          {.dtype = Dtype::kBFloat16,
+           .state_resident = 9,
+           .weights_resident = true,
+           .durability = "checkpoint:1000"});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.session().Checkpoint().value(), 0u) << "nothing is newer";
+  job.Step();
+  job.Step();
+  EXPECT_EQ(job.session().Checkpoint().value(), 2u);
+  EXPECT_EQ(job.session().WaitDurable().value(), 2u);
+  job.Step();
+  job.ExpectEqual();
+  job.KillDaemon();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.info().step, 2u);
+  job.ReturnToStep(2);
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Close();
+}
+
 TEST_F(SpineIntervalTest, IntervalsByTheClockEndWithTheFirstStepAfterThem) {
   Job job(pool_, "hours", {.dtype = Dtype::kBFloat16, .durability = "checkpoint:1h"});
   ASSERT_NO_FATAL_FAILURE(job.Open());

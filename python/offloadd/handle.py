@@ -489,6 +489,11 @@ class Handle:
         """Blocks until every step that was taken is on the drive."""
         self._running().wait_durable()
 
+    def checkpoint(self):
+        """Makes the last step() a checkpoint, whatever `durability` says, and returns its number at once: it is written
+        beside the steps that follow. wait_durable() waits for it."""
+        return int(self._running().checkpoint())
+
     def load_weights(self, path, *, ignored=()):
         """Takes the weights of a safetensors file or folder, or of one that torch.save() has written; moments and step stay."""
         engine, files = self._running(), pickled.files_of(path)

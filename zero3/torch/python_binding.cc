@@ -309,6 +309,7 @@ TORCH_LIBRARY(offloadd, m) {
              return static_cast<int64_t>(self->tensors().update_count(parameter));
            })
       .def("wait_durable", [](const Pointer& self) { self->tensors().WaitDurable(); })
+      .def("checkpoint", [](const Pointer& self) { return self->tensors().Checkpoint(); })
       .def("set_trainer_state",
            [](const Pointer& self, const at::Tensor& bytes) {
              self->tensors().SetTrainerState(TextOf(bytes));

@@ -138,6 +138,7 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
       exists_(job.exists),
       policy_(PolicyOf(options)),
       good_pipeline_blocks_(std::max(job.pipeline_blocks, PlanInput().good_pipeline_blocks)),
+      write_cost_(job.write_cost),
       attachment_(std::make_shared<Attachment>(std::move(session))),
       step_(job.step),
       state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))) {
@@ -291,6 +292,7 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
           .world_size = attachment_->world_size(),
           .durability = ValueOrThrow(ParseDurability(options_.durability)),
           .good_pipeline_blocks = good_pipeline_blocks_,
+          .write_cost = write_cost_,
           .policy = policy_};
 }
 
@@ -731,6 +733,12 @@ void TensorEngine::WaitDurable() {
   if (!declared_.empty()) Seal();
   attachment_->EndRaw();
   ValueOrThrow(attachment_->session().WaitDurable());
+}
+
+int64_t TensorEngine::Checkpoint() {
+  if (!declared_.empty()) Seal();
+  attachment_->EndRaw();
+  return static_cast<int64_t>(ValueOrThrow(attachment_->session().Checkpoint()));
 }
 
 void TensorEngine::SetTrainerState(std::string blob) {

@@ -293,6 +293,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual int64_t step() const = 0;
   // Blocks until every step() that returned is durable. Makes nothing else durable.
   virtual void WaitDurable() = 0;
+  // Makes the last step() that returned a checkpoint, whatever `durability` says, with what was
+  // handed over with it; written beside the steps that follow. Returns its number at once: it is
+  // durable after WaitDurable(), or once statistics().durable_step has come to it.
+  virtual int64_t Checkpoint() = 0;
   // The trainer's own small state (RNG, data position; ≤ 1 MiB, with N ranks each a part of it):
   // handed over with the next step(), committed with its epoch, and given back after a resume. Each
   // rank has its own; one that the run before did not have gets none.
