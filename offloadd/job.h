@@ -332,7 +332,11 @@ class Job {
   std::optional<StepGate> gate_;  // once it is sealed
   std::optional<Wait> wait_;      // for late ranks
   double wait_report_seconds_ = 0;
-  std::vector<StepDone> durable_waiters_;
+  struct DurableWaiter {
+    uint64_t step = 0;  // that is to be committed
+    StepDone done;
+  };
+  std::vector<DurableWaiter> durable_waiters_;
   std::deque<SnapshotChange> changes_;  // one at a time
   std::vector<Done> close_waiters_;
   std::vector<std::function<void()>> leave_waiters_;

@@ -28,6 +28,7 @@ nlohmann::ordered_json Table(const JobSimulationResult& sum) {
           {"gets", sum.gets},
           {"exchanges", sum.exchanges},
           {"checkpoints that were asked for", sum.checkpoints},
+          {"steps beside checkpoints", sum.steps_beside_checkpoints},
           {"snapshots", sum.snapshots},
           {"snapshots read", sum.snapshots_read},
           {"deaths of ranks", sum.deaths},

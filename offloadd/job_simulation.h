@@ -35,7 +35,7 @@ struct SimulatedPlan {
   proto::Catalogue catalogue;
   kernels::OptimizerSpec optimizer;
   std::vector<kernels::OptimizerSpec> groups;
-  std::string durability;
+  uint64_t interval = 1;  // steps from commit to commit
   uint32_t generations = 0;
   bool gradient_sum = false;
   uint64_t ram_bytes = 0;
