@@ -73,6 +73,12 @@ struct Plan {
   // the clock without their checkpoints.
   double read_bytes_per_parameter = 0, write_bytes_per_parameter = 0,
          bytes_per_further_micro_batch = 0;
+  // Of a further micro-batch: spilled gradients, which it also reads.
+  double further_write_bytes_per_parameter() const {
+    return parameter_count == 0
+               ? 0
+               : static_cast<double>(memory.scratch_bytes) / static_cast<double>(parameter_count);
+  }
   // What a checkpoint writes more than the other steps: all that is trained and stays in memory. 0
   // where every step is one.
   uint64_t checkpoint_bytes = 0;

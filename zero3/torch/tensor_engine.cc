@@ -1057,6 +1057,9 @@ PlanSummary TensorEngine::plan() {
   summary.gradients_spilled = plan.gradients_spilled;
   summary.read_bytes_per_parameter = plan.read_bytes_per_parameter;
   summary.write_bytes_per_parameter = plan.write_bytes_per_parameter;
+  summary.further_write_bytes_per_parameter = plan.further_write_bytes_per_parameter();
+  summary.further_read_bytes_per_parameter =
+      plan.bytes_per_further_micro_batch - plan.further_write_bytes_per_parameter();
   summary.floor_bytes = plan.floor_bytes;
   summary.floor_without_spilling_bytes = plan.floor_without_spilling_bytes;
   summary.text = DescribePlan(attachment_->input(), plan);

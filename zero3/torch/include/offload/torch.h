@@ -170,7 +170,9 @@ struct PlanSummary {
            overhead_bytes = 0;
   uint64_t total_bytes = 0;  // the sum, ≤ ram
   bool gradients_spilled = false;
-  double read_bytes_per_parameter = 0, write_bytes_per_parameter = 0;  // predicted, one micro-batch
+  // Predicted for a step of one micro-batch, and for each further one.
+  double read_bytes_per_parameter = 0, write_bytes_per_parameter = 0;
+  double further_read_bytes_per_parameter = 0, further_write_bytes_per_parameter = 0;
   uint64_t floor_bytes = 0, floor_without_spilling_bytes = 0;
   std::string text;  // a table of the above
 };
