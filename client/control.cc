@@ -184,7 +184,8 @@ absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
                  .slab_bytes = reply.slab_bytes(),
                  .region_bytes = reply.region_bytes(),
                  .io_engine = reply.io_engine(),
-                 .pipeline_blocks = reply.pipeline_blocks()};
+                 .pipeline_blocks = reply.pipeline_blocks(),
+                 .write_cost = reply.write_cost()};
 }
 
 absl::Status ControlClient::DeclareTensors(std::span<const proto::Tensor> tensors) {
@@ -310,6 +311,14 @@ absl::StatusOr<uint64_t> ControlClient::WaitDurable() {
     return stub_->WaitDurable(&context, v1::Empty(), &reply);
   }));
   return reply.durable_step();
+}
+
+absl::StatusOr<uint64_t> ControlClient::Checkpoint() {
+  v1::CheckpointReply reply;
+  OFFLOAD_RETURN_IF_ERROR(Run("Checkpoint", std::nullopt, [&](grpc::ClientContext& context) {
+    return stub_->Checkpoint(&context, v1::Empty(), &reply);
+  }));
+  return reply.step();
 }
 
 absl::StatusOr<std::vector<std::string>> ControlClient::Exchange(const std::string& data,

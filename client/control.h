@@ -49,6 +49,7 @@ class ControlClient {
   absl::Status SetSquareRoots(const kernels::SquareRoots& roots);
   absl::Status Step(const StepCommand& command);
   absl::StatusOr<uint64_t> WaitDurable();
+  absl::StatusOr<uint64_t> Checkpoint();
   absl::StatusOr<std::vector<std::string>> Exchange(const std::string& data, uint64_t number);
   absl::Status CloseJob();
   // What the job's files have moved since the last call.

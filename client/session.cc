@@ -15,6 +15,7 @@
 #include "client/control.h"
 #include "client/health.h"
 #include "client/ring_client.h"
+#include "client/step_log.h"
 #include "client/step_monitor.h"
 #include "proto/handshake.h"
 #include "proto/shared_memory.h"
@@ -50,6 +51,7 @@ struct Session::Impl {
   size_t tensor_count = 0;
   World world;
   std::atomic<uint64_t> exchanges{0};
+  std::unique_ptr<StepLog> step_log;  // null unless somebody wants it
 
   absl::Status Start(Connection connection);
   absl::Status MapMemory(const JobInfo& info);
@@ -57,6 +59,7 @@ struct Session::Impl {
   void Close();
 
   absl::Status StartTrace(const std::string& job);
+  absl::Status StartStepLog();
 
   template <typename Call>
   auto Timed(proto::StallCause cause, const Call& call) {
@@ -123,6 +126,17 @@ absl::Status Session::Impl::StartTrace(const std::string& job) {
   return monitor.StartTrace(std::move(options));
 }
 
+// OFFLOADD_STEP_LOG names the file; of several ranks and sessions each has its own, as of traces.
+absl::Status Session::Impl::StartStepLog() {
+  const char* const path = std::getenv("OFFLOADD_STEP_LOG");
+  if (path == nullptr || *path == 0) return absl::OkStatus();
+  static std::atomic<uint32_t> logs_of_process{0};
+  OFFLOAD_ASSIGN_OR_RETURN(
+      step_log, StepLog::Open(TracePath(path, world.rank, logs_of_process.fetch_add(1) + 1),
+                              proto::StepWordsOf(rings->region()), &rings->slab_header()));
+  return absl::OkStatus();
+}
+
 void Session::Impl::Close() {
   monitor.StopTrace();
   if (rings != nullptr) rings->Stop();
@@ -155,6 +169,7 @@ absl::StatusOr<JobInfo> Session::OpenJob(const JobOptions& options) {
   OFFLOAD_ASSIGN_OR_RETURN(JobInfo info, impl_->control->OpenJob(options));
   OFFLOAD_RETURN_IF_ERROR(impl_->MapMemory(info));
   OFFLOAD_RETURN_IF_ERROR(impl_->StartTrace(options.job));
+  OFFLOAD_RETURN_IF_ERROR(impl_->StartStepLog());
   return info;
 }
 
@@ -202,12 +217,15 @@ absl::Status Session::Step(const StepCommand& command) {
       impl_->Timed(is_alone ? proto::StallCause::kCommit : proto::StallCause::kRanks,
                    [&] { return impl_->control->Step(command); });
   impl_->monitor.Enter(proto::StepPhase::kForward);
+  if (status.ok() && impl_->step_log != nullptr) impl_->step_log->Add(command.step);
   return status;
 }
 
 absl::StatusOr<uint64_t> Session::WaitDurable() {
   return impl_->Timed(proto::StallCause::kCommit, [&] { return impl_->control->WaitDurable(); });
 }
+
+absl::StatusOr<uint64_t> Session::Checkpoint() { return impl_->control->Checkpoint(); }
 
 absl::StatusOr<std::vector<std::string>> Session::Exchange(const std::string& data) {
   return impl_->Timed(proto::StallCause::kRanks, [&] {

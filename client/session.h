@@ -68,6 +68,7 @@ struct JobInfo {
   uint64_t slab_bytes = 0, region_bytes = 0;
   std::string io_engine;
   uint32_t pipeline_blocks = 0;  // that a plan may use well (proto/depths.h)
+  double write_cost = 0;         // of the pool, as measured (proto/depths.h)
 };
 
 // The optimizer of tensors that share its parameters.
@@ -117,7 +118,11 @@ class Session {
   // before the first step of one; without it they take the nearest roots.
   absl::Status SetSquareRoots(const kernels::SquareRoots& roots);
   absl::Status Step(const StepCommand& command);
+  // Returns, when every step that was recorded is committed, the last of them.
   absl::StatusOr<uint64_t> WaitDurable();
+  // Has the last step that was recorded committed, whatever `durability` says, beside the steps
+  // that follow; returns that step at once. WaitDurable() waits for it.
+  absl::StatusOr<uint64_t> Checkpoint();
   // Gives every rank what every rank said, at most 1 MiB each, in the order of ranks. Returns when
   // all have called.
   absl::StatusOr<std::vector<std::string>> Exchange(const std::string& data);

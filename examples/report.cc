@@ -69,6 +69,25 @@ void Reporter::Step(const StepReport& report) {
   out_ << (json_ ? StepLine(report).dump() : ProgressLine(report)) << std::endl;
 }
 
+void Reporter::Plan(const PlanComparison& comparison) {
+  if (!json_) {
+    out_ << PlanLine(comparison) << std::endl;
+    return;
+  }
+  out_ << Json{{"event", "plan"},
+               {"steps", comparison.steps},
+               {"planned",
+                {{"read_bytes_per_step", comparison.planned_read_bytes},
+                 {"write_bytes_per_step", comparison.planned_write_bytes},
+                 {"memory_bytes", comparison.planned_memory_bytes}}},
+               {"measured",
+                {{"read_bytes_per_step", comparison.read_bytes},
+                 {"write_bytes_per_step", comparison.written_bytes},
+                 {"memory_bytes", comparison.peak_bytes}}}}
+              .dump()
+       << std::endl;
+}
+
 void Reporter::Evaluation(int64_t step, double loss) {
   if (json_) {
     out_ << Json{{"event", "evaluation"}, {"step", step}, {"loss", loss}}.dump() << std::endl;
@@ -90,6 +109,16 @@ void Reporter::End(int64_t step, int64_t durable_epoch) {
   if (!json_) return;
   out_ << Json{{"event", "end"}, {"step", step}, {"durable_epoch", durable_epoch}}.dump()
        << std::endl;
+}
+
+std::string PlanLine(const PlanComparison& comparison) {
+  return absl::StrFormat(
+      "the first %d steps: read %.3f GB a step (planned %.3f), wrote %.3f GB (planned %.3f), at "
+      "most "
+      "%s of %s planned in memory",
+      comparison.steps, comparison.read_bytes * 1e-9, comparison.planned_read_bytes * 1e-9,
+      comparison.written_bytes * 1e-9, comparison.planned_write_bytes * 1e-9,
+      FormatBytes(comparison.peak_bytes), FormatBytes(comparison.planned_memory_bytes));
 }
 
 std::string ProgressLine(const StepReport& report) {

@@ -43,6 +43,14 @@ struct StepReport {
   int64_t durable_epoch = 0;
 };
 
+// Of the first steps, beside what the plan said of one.
+struct PlanComparison {
+  int64_t steps = 0;  // so many, on average
+  double planned_read_bytes = 0, planned_write_bytes = 0;
+  double read_bytes = 0, written_bytes = 0;
+  uint64_t planned_memory_bytes = 0, peak_bytes = 0;
+};
+
 class Reporter {
  public:
   // Writes to `out`, which must outlive this: JSON lines, or progress lines for people.
@@ -50,6 +58,7 @@ class Reporter {
 
   void Start(const StartReport& report);
   void Step(const StepReport& report);
+  void Plan(const PlanComparison& comparison);
   void Evaluation(int64_t step, double loss);
   void Sample(int64_t step, const std::string& text);
   void End(int64_t step, int64_t durable_epoch);
@@ -58,6 +67,9 @@ class Reporter {
   const bool json_;
   std::ostream& out_;
 };
+
+// "the first 10 steps: read 1.502 GB a step (planned 1.499), …".
+std::string PlanLine(const PlanComparison& comparison);
 
 // One progress line: "step 118/2000 [ 5.9%] | 21.4 s | loss 2.113 | …".
 std::string ProgressLine(const StepReport& report);

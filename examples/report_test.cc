@@ -50,6 +50,25 @@ TEST(ReportTest, ProgressLineSaysShareRateStallAndEta) {
             "nvme 13.50r/8.00w GB/s | eta 10h27m");
 }
 
+TEST(ReportTest, ThePlanStandsBesideWhatWasMeasured) {
+  const PlanComparison comparison = {.steps = 10,
+                                     .planned_read_bytes = 1.5e9,
+                                     .planned_write_bytes = 1.25e9,
+                                     .read_bytes = 1.501e9,
+                                     .written_bytes = 1.26e9,
+                                     .planned_memory_bytes = 300 << 20,
+                                     .peak_bytes = 280 << 20};
+  EXPECT_EQ(PlanLine(comparison),
+            "the first 10 steps: read 1.501 GB a step (planned 1.500), wrote 1.260 GB (planned "
+            "1.250), at most 280.0 MiB of 300.0 MiB planned in memory");
+  std::ostringstream out;
+  Reporter(true, out).Plan(comparison);
+  const auto line = nlohmann::json::parse(out.str());
+  EXPECT_EQ(line.at("event"), "plan");
+  EXPECT_EQ(line.at("planned").at("write_bytes_per_step"), 1.25e9);
+  EXPECT_EQ(line.at("measured").at("write_bytes_per_step"), 1.26e9);
+}
+
 TEST(ReportTest, SampleOfArbitraryBytesIsStillJson) {
   std::ostringstream out;
   Reporter(true, out).Sample(1, "a\xff\x1b\"\n");

@@ -32,6 +32,7 @@ namespace {
 
 constexpr int64_t kEvaluationBatches = 4;
 constexpr int64_t kPromptTokens = 32;
+constexpr int64_t kStepsCompared = 10;  // with the plan
 constexpr double kSampleTemperature = 0.8;
 
 constexpr int kFailed = 1;
@@ -291,12 +292,18 @@ class Trainer {
     if (engine_ != nullptr) {
       const PlanSummary plan = engine_->plan();
       const double parameters = static_cast<double>(plan.parameters);
+      const auto further = static_cast<double>(flags_.micro_batches - 1);
       report.state_bytes = plan.state_bytes;
       report.gradient_bytes = plan.gradient_bytes;
-      report.planned_read_bytes = plan.read_bytes_per_parameter * parameters;
-      report.planned_write_bytes = plan.write_bytes_per_parameter * parameters;
+      report.planned_read_bytes = parameters * (plan.read_bytes_per_parameter +
+                                                further * plan.further_read_bytes_per_parameter);
+      report.planned_write_bytes = parameters * (plan.write_bytes_per_parameter +
+                                                 further * plan.further_write_bytes_per_parameter);
       report.planned_memory_bytes = plan.total_bytes;
       report.ram_bytes = engine_->statistics().budget_bytes;
+      comparison_ = {.planned_read_bytes = report.planned_read_bytes,
+                     .planned_write_bytes = report.planned_write_bytes,
+                     .planned_memory_bytes = plan.total_bytes};
       if (rank_ == 0) std::cerr << plan.text << std::endl;
     } else {
       report.state_bytes = StateBytes(flags_, report.parameters);
@@ -319,6 +326,17 @@ class Trainer {
     report.durable_epoch = now.durable_step;
     last_ = now;
     reporter_.Step(report);
+    if (comparison_.planned_memory_bytes > 0) ComparePlan(report);
+  }
+
+  // Once, after the first steps; that in which the order of tensors is learned is none of them.
+  void ComparePlan(const StepReport& report) {
+    if (++steps_reported_ == 1 || comparison_.steps == kStepsCompared) return;
+    ++comparison_.steps;
+    comparison_.read_bytes += static_cast<double>(report.bytes_read) / kStepsCompared;
+    comparison_.written_bytes += static_cast<double>(report.bytes_written) / kStepsCompared;
+    comparison_.peak_bytes = report.peak_bytes;
+    if (comparison_.steps == kStepsCompared) reporter_.Plan(comparison_);
   }
 
   const Flags& flags_;
@@ -331,6 +349,8 @@ class Trainer {
   std::ostream silence_{nullptr};
   Reporter reporter_;
   Statistics last_;
+  PlanComparison comparison_;
+  int64_t steps_reported_ = 0;
 };
 
 absl::StatusOr<ModelShape> ShapeOf(const Flags& flags) {

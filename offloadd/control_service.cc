@@ -312,6 +312,18 @@ grpc::Status ControlService::WaitDurable(grpc::ServerContext* context, const v1:
   return ToGrpc(durable.status());
 }
 
+grpc::Status ControlService::Checkpoint(grpc::ServerContext* context, const v1::Empty*,
+                                        v1::CheckpointReply* reply) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  using Answer = absl::StatusOr<uint64_t>;
+  const Answer step = OnJob<Answer>(
+      **session,
+      [](Job& job, Rank&, const std::function<void(Answer)>& done) { done(job.Checkpoint()); });
+  if (step.ok()) reply->set_step(*step);
+  return ToGrpc(step.status());
+}
+
 grpc::Status ControlService::ExplainFailure(grpc::ServerContext* context,
                                             const v1::ExplainFailureRequest* request,
                                             v1::ExplainFailureReply* reply) {

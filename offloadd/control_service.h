@@ -60,6 +60,8 @@ class ControlService final : public proto::v1::Control::Service {
                     proto::v1::StepReply* reply) override;
   grpc::Status WaitDurable(grpc::ServerContext* context, const proto::v1::Empty* request,
                            proto::v1::WaitDurableReply* reply) override;
+  grpc::Status Checkpoint(grpc::ServerContext* context, const proto::v1::Empty* request,
+                          proto::v1::CheckpointReply* reply) override;
   grpc::Status ExplainFailure(grpc::ServerContext* context,
                               const proto::v1::ExplainFailureRequest* request,
                               proto::v1::ExplainFailureReply* reply) override;

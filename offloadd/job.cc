@@ -137,7 +137,7 @@ void Job::FinishDraining() {
   scrubber_.reset();
   store_.reset();
   scratch_.reset();
-  for (StepDone& waiter : std::exchange(durable_waiters_, {})) waiter(Ending());
+  for (DurableWaiter& waiter : std::exchange(durable_waiters_, {})) waiter.done(Ending());
   for (Done& waiter : std::exchange(close_waiters_, {})) waiter(context_.failure);
   for (std::function<void()>& waiter : std::exchange(leave_waiters_, {})) waiter();
 }
@@ -151,7 +151,7 @@ void Job::Fail(absl::Status status) {
   if (gate_.has_value()) gate_->Clear();
   AnswerStep(status);
   AnswerWaiting(status);
-  for (StepDone& waiter : std::exchange(durable_waiters_, {})) waiter(status);
+  for (DurableWaiter& waiter : std::exchange(durable_waiters_, {})) waiter.done(status);
   if (cache_ != nullptr) cache_->FailWaiters(context_.failure);
   if (transfers_ != nullptr) transfers_->FailQueued(context_.failure);
   if (gradients_ != nullptr) gradients_->FailQueued(context_.failure);
@@ -222,7 +222,8 @@ void Job::EndLoad(Done done) {
   if (!loaded || !executor_->HasUncommitted()) return done(absl::OkStatus());
   executor_->CommitSoon();
   durable_waiters_.push_back(
-      [done = std::move(done)](const absl::StatusOr<uint64_t>& step) { done(step.status()); });
+      {step_,
+       [done = std::move(done)](const absl::StatusOr<uint64_t>& step) { done(step.status()); }});
 }
 
 // ---- Steps -------------------------------------------------------------------------------------
@@ -284,7 +285,7 @@ void Job::Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDon
   if (gradients_ != nullptr) gradients_->Step(rank.number());
   if (!StepIsReady()) return;
   history_.Call(Work());
-  if (executor_->busy()) return executor_->Hurry();
+  if (!executor_->MayBegin()) return executor_->Hurry();
   StartRecordedStep();
 }
 
@@ -310,9 +311,9 @@ absl::Status Job::CheckSums(const StepMessages& messages) const {
   return absl::OkStatus();
 }
 
-// Records the step that waits; the one before it is committed.
+// Records the step that waits; the one before it is written.
 void Job::StartRecordedStep() {
-  if (!StepIsReady() || executor_->busy()) return;
+  if (!StepIsReady() || !executor_->MayBegin()) return;
   if (gradients_ != nullptr && !gradients_->IsSettled()) return;
   if (transfers_->putting()) return;  // they came before it
   // Between two steps it is the turn of a change of snapshots.
@@ -329,7 +330,7 @@ void Job::StartRecordedStep() {
   plan->trainer_state = TakeTrainerStates();
   TakePositions();
   executor_->Begin(*std::move(plan));
-  if (!durable_waiters_.empty()) executor_->CommitSoon();
+  if (!durable_waiters_.empty() && !executor_->committing()) executor_->CommitSoon();
   AnswerStep(store_->committed().epoch);
 }
 
@@ -365,8 +366,15 @@ void Job::AnswerStep(const absl::StatusOr<uint64_t>& durable_step) {
 
 void Job::OnCommitted(uint64_t step) {
   header()->durable_step.store(step, std::memory_order_relaxed);
-  for (StepDone& waiter : std::exchange(durable_waiters_, {})) waiter(step);
-  OnStepDone();
+  for (DurableWaiter& waiter : std::exchange(durable_waiters_, {})) {
+    if (waiter.step <= step) {
+      waiter.done(step);
+    } else {
+      durable_waiters_.push_back(std::move(waiter));
+    }
+  }
+  // A step of an interval was done when it was written.
+  context_.durability.has_intervals() ? StartRecordedStep() : OnStepDone();
 }
 
 // A step is committed, or written and part of an interval.
@@ -384,7 +392,13 @@ void Job::WaitDurable(StepDone done) {
     return done(step_);
   executor_->Hurry();
   executor_->CommitSoon();
-  durable_waiters_.push_back(std::move(done));
+  durable_waiters_.push_back({step_, std::move(done)});
+}
+
+absl::StatusOr<uint64_t> Job::Checkpoint() {
+  OFFLOAD_RETURN_IF_ERROR(Check(JobCall::kCheckpoint));
+  executor_->CommitSoon();
+  return step_;
 }
 
 std::string Job::ExplainFailure(const Rank& rank, uint64_t tag) const {

@@ -141,6 +141,8 @@ class Job {
   absl::Status SetSquareRoots(std::shared_ptr<const kernels::SquareRoots> roots);
   void Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done);
   void WaitDurable(StepDone done);
+  // Has the last recorded step committed, and does not wait for it; returns its number.
+  absl::StatusOr<uint64_t> Checkpoint();
   // Gives every rank what every rank said.
   void Exchange(Rank& rank, const proto::v1::ExchangeRequest& request, ExchangeDone done);
   std::string ExplainFailure(const Rank& rank, uint64_t tag) const;
@@ -173,6 +175,7 @@ class Job {
   struct Made {
     absl::Status status;
     proto::Depths depths;
+    double write_cost = 0;
     proto::SharedMemory slab;
     std::unique_ptr<swap::Store> store;
     std::unique_ptr<swap::Scratch> scratch;
@@ -329,7 +332,11 @@ class Job {
   std::optional<StepGate> gate_;  // once it is sealed
   std::optional<Wait> wait_;      // for late ranks
   double wait_report_seconds_ = 0;
-  std::vector<StepDone> durable_waiters_;
+  struct DurableWaiter {
+    uint64_t step = 0;  // that is to be committed
+    StepDone done;
+  };
+  std::vector<DurableWaiter> durable_waiters_;
   std::deque<SnapshotChange> changes_;  // one at a time
   std::vector<Done> close_waiters_;
   std::vector<std::function<void()>> leave_waiters_;

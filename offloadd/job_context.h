@@ -61,6 +61,7 @@ struct JobContext {
   std::shared_ptr<const kernels::SquareRoots> square_roots;
   proto::MemoryPlan plan;
   proto::Depths depths;       // how much is under way at a time
+  double write_cost = 0;      // of the pool, for plans
   bool gradient_sum = false;  // of ranks: parts are added as they are, not averaged
   proto::SlabLayout layout;
 

@@ -126,11 +126,12 @@ swap::StoreOptions Job::MakeStoreOptions() const {
 
 void Job::OpenStore(Made& made) {
   const swap::PoolRates rates = machine_.MeasurePool(identity_.pool, io_);
-  made.depths = proto::ChooseDepths({.read_bytes_per_second = rates.read_bytes_per_second,
-                                     .write_bytes_per_second = rates.write_bytes_per_second,
-                                     .latency_seconds = rates.latency_seconds,
-                                     .cores = machine_.cores()},
-                                    update_threads_asked_);
+  const proto::MachineRates measured = {.read_bytes_per_second = rates.read_bytes_per_second,
+                                        .write_bytes_per_second = rates.write_bytes_per_second,
+                                        .latency_seconds = rates.latency_seconds,
+                                        .cores = machine_.cores()};
+  made.depths = proto::ChooseDepths(measured, update_threads_asked_);
+  made.write_cost = proto::WriteCost(measured);
   absl::StatusOr<std::unique_ptr<swap::Store>> store =
       machine_.OpenStore(identity_.pool, identity_.name, MakeStoreOptions());
   if (store.ok()) {
@@ -232,6 +233,7 @@ void Job::FinishOpening(Made& made) {
   header()->durable_step.store(step_, std::memory_order_relaxed);
   header()->updated_step.store(step_, std::memory_order_relaxed);
   context_.depths = made.depths;
+  context_.write_cost = made.write_cost;
   context_.run_on_worker = machine_.MakeExecutor(context_.depths.update_threads, "update");
   opened_ = true;
   spdlog::info("job {}: pool {}, {}, ram {}, {} update threads, {}{}", identity_.name,
@@ -296,6 +298,7 @@ proto::v1::OpenJobReply Job::OpenReply(const Rank& rank) const {
   reply.set_region_bytes(rank.region().size_bytes());
   reply.set_io_engine(io_engine_);
   reply.set_pipeline_blocks(context_.depths.pipeline_blocks);
+  reply.set_write_cost(context_.write_cost);
   return reply;
 }
 

@@ -35,6 +35,7 @@ constexpr CallRow kCalls[kJobCalls] = {
     {"SetSquareRoots", kWhileLiving, "OpenJob", ""},
     {"Step", Bit(JobPhase::kTraining), "Publish", ""},
     {"WaitDurable", Bit(JobPhase::kTraining), "Publish", ""},
+    {"Checkpoint", Bit(JobPhase::kTraining), "Publish", ""},
     {"Exchange", kWhileLiving, "OpenJob", ""},
 };
 

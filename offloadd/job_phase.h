@@ -45,9 +45,10 @@ enum class JobCall : uint8_t {
   kSetSquareRoots,
   kStep,
   kWaitDurable,
+  kCheckpoint,
   kExchange,
 };
-inline constexpr int kJobCalls = 11;
+inline constexpr int kJobCalls = 12;
 std::string_view NameOf(JobCall call);
 
 // OFD-1503 "Step before Publish", "DeclareTensors after Seal", "Seal for the second time", "Step

@@ -42,6 +42,7 @@ TEST(JobPhaseTest, EveryCallHasItsPhases) {
   EXPECT_EQ(AllowedPhases(JobCall::kSetSquareRoots), living);
   EXPECT_EQ(AllowedPhases(JobCall::kStep), std::set{kTraining});
   EXPECT_EQ(AllowedPhases(JobCall::kWaitDurable), std::set{kTraining});
+  EXPECT_EQ(AllowedPhases(JobCall::kCheckpoint), std::set{kTraining});
   EXPECT_EQ(AllowedPhases(JobCall::kExchange), living);
 }
 

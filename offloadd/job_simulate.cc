@@ -27,6 +27,8 @@ nlohmann::ordered_json Table(const JobSimulationResult& sum) {
           {"loads", sum.loads},
           {"gets", sum.gets},
           {"exchanges", sum.exchanges},
+          {"checkpoints that were asked for", sum.checkpoints},
+          {"steps beside checkpoints", sum.steps_beside_checkpoints},
           {"snapshots", sum.snapshots},
           {"snapshots read", sum.snapshots_read},
           {"deaths of ranks", sum.deaths},

@@ -35,7 +35,7 @@ struct SimulatedPlan {
   proto::Catalogue catalogue;
   kernels::OptimizerSpec optimizer;
   std::vector<kernels::OptimizerSpec> groups;
-  std::string durability;
+  uint64_t interval = 1;  // steps from commit to commit
   uint32_t generations = 0;
   bool gradient_sum = false;
   uint64_t ram_bytes = 0;
@@ -123,6 +123,7 @@ class SimulatedRank {
   void AddRound(const std::shared_ptr<StepScript>& script, uint32_t round);
   void AddGradientsOfOne(const std::shared_ptr<StepScript>& script);
   void AddStep(const std::shared_ptr<StepScript>& script);
+  void AddCheckpoint();
   void AddEnd();
 
   void Use(uint32_t tensor);
@@ -203,6 +204,7 @@ class Simulation {
   std::shared_ptr<StepScript> Script(size_t index);
   const TensorValues& now(uint32_t tensor) const { return *now_.tensors[tensor]; }
   std::shared_ptr<const TensorValues> share(uint32_t tensor) const { return now_.tensors[tensor]; }
+  uint64_t epoch() const { return now_.epoch; }
   void SetInitial(uint32_t tensor);
   // Whether a new job's tensor begins with what an optimizer has kept before.
   bool BeginsWithStates(uint32_t tensor) const {

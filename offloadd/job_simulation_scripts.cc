@@ -66,7 +66,7 @@ void Simulation::ChooseModel() {
 
 void Simulation::ChooseLaunch() {
   plan_.world_size = static_cast<uint32_t>(1 + random_.Below(4));
-  plan_.durability = random_.OneIn(2) ? "step" : absl::StrCat("checkpoint:", 1 + random_.Below(3));
+  plan_.interval = random_.OneIn(2) ? 1 : 1 + random_.Below(3);
   plan_.gradient_sum = plan_.world_size > 1 && random_.OneIn(4);
   ChooseMemory();
   ChooseGradientHomes();
@@ -89,13 +89,16 @@ void Simulation::ChooseMemory() {
   proto::MemoryPlan& memory = plan_.memory = {};
   memory.world_size = plan_.world_size;
   const uint64_t resident_one_in = 1 + random_.Below(4);
+  const bool keeps_state = random_.OneIn(3);
   uint64_t largest_bytes = 0, all_bytes = 0;
   for (const proto::StoreTensor& tensor : catalogue.store_tensors) {
     const bool is_resident = tensor.bundle || random_.OneIn(resident_one_in);
     memory.weight_resident.push_back(is_resident);
     const uint32_t extents = proto::ExtentCount(tensor.element_count);
-    memory.state_resident.push_back(
-        tensor.trainable ? static_cast<uint32_t>(random_.Below(extents + 1)) : 0);
+    memory.state_resident.push_back(!tensor.trainable ? 0
+                                    : keeps_state
+                                        ? extents
+                                        : static_cast<uint32_t>(random_.Below(extents + 1)));
     if (is_resident) continue;
     largest_bytes = std::max(largest_bytes, proto::WeightSlotBytes(tensor));
     all_bytes += proto::WeightSlotBytes(tensor);
@@ -157,7 +160,8 @@ proto::v1::OpenJobRequest Simulation::OpenRequest(uint32_t rank) const {
   request.set_pool("memory");
   request.set_ram_bytes(plan_.ram_bytes);
   request.set_update_threads(2);
-  request.set_durability(plan_.durability);
+  request.set_durability(plan_.interval == 1 ? "step"
+                                             : absl::StrCat("checkpoint:", plan_.interval));
   request.set_generations(plan_.generations);
   if (plan_.world_size == 1) return request;
   proto::v1::World& world = *request.mutable_world();

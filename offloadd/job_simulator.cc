@@ -381,6 +381,8 @@ void Simulation::ApplyStep(StepScript& script, const absl::StatusOr<uint64_t>& d
   versions_.push_back({now_});
   KnowDurable(*durable_step);
   ++result_.steps;
+  result_.steps_beside_checkpoints +=
+      plan_.interval > 1 && *durable_step < (script.step - 1) / plan_.interval * plan_.interval;
 }
 
 // ---- Snapshots ---------------------------------------------------------------------------------
@@ -506,6 +508,8 @@ void JobSimulationResult::Add(const JobSimulationResult& other) {
   loads += other.loads;
   gets += other.gets;
   exchanges += other.exchanges;
+  checkpoints += other.checkpoints;
+  steps_beside_checkpoints += other.steps_beside_checkpoints;
   snapshots += other.snapshots;
   snapshots_read += other.snapshots_read;
   deaths += other.deaths;

@@ -21,6 +21,8 @@
 //   the first rank puts weights                        others see them when they have followed; they
 //                                                      are durable with a step or EndLoad, else gone
 //   gets, looks at spilled sums                        the model's bytes
+//   a checkpoint is asked for, or ends an interval,    it is of the last step, whole
+//   and steps go on beside it
 //   snapshots are made and deleted meanwhile           they hold a committed state, whole
 //   a rank is lost, all are, a read or write fails     the others are told; the job ends drained, at
 //                                                      the last step that all had called for, or, if
@@ -49,6 +51,8 @@ struct JobSimulationResult {
   uint64_t uses = 0, acquires = 0;  // of weights; those that had to wait
   uint64_t parts = 0, looks = 0, rounds_anew = 0, spilled_looks = 0, own_gradients = 0;
   uint64_t puts = 0, state_puts = 0, master_puts = 0, loads = 0, gets = 0, exchanges = 0;
+  uint64_t checkpoints = 0;               // that were asked for
+  uint64_t steps_beside_checkpoints = 0;  // that began before an interval's was durable
   uint64_t snapshots = 0, snapshots_read = 0;
   uint64_t deaths = 0, kills = 0, power_cuts = 0, drive_faults = 0;
   uint64_t newer_states_found = 0;  // than the one that was known to be durable

@@ -44,7 +44,7 @@ class ResidentState {
     // always written at once.
     uint64_t tie_word = 0;
     uint32_t tie_flags = 0;
-    bool queued = false;  // of WriteBack
+    bool queued = false;  // of WriteBack: to be in the next commit
   };
 
   explicit ResidentState(JobContext* context)
@@ -79,6 +79,13 @@ class ResidentState {
     if (!context_->durability.has_intervals()) return false;
     return plane == proto::Plane::kWeight ? bool{context_->plan.weight_resident[store_tensor]}
                                           : Has(store_tensor, index);
+  }
+  // True when a step leaves all planes of the tensor in memory.
+  bool LeavesAll(uint32_t store_tensor) const {
+    const proto::StoreTensor& tensor = context_->store_tensor(store_tensor);
+    const uint32_t last = proto::ExtentCount(tensor.element_count) - 1;
+    if (!Leaves(store_tensor, last, proto::Plane::kWeight)) return false;
+    return Has(store_tensor, last) || proto::StateBytes(tensor, last) == 0;
   }
   // An update was computed that leaves some planes.
   void MarkUnwritten(const ExtentUpdate& update) {

@@ -285,6 +285,7 @@ void SimulatedRank::AddScript(const std::shared_ptr<StepScript>& script) {
   if (random.OneIn(4)) AddForward();  // an evaluation
   if (plan.holds_all && random.OneIn(4)) AddHold();
   AddStep(script);
+  if (random.OneIn(6)) AddCheckpoint();
 }
 
 void SimulatedRank::AddForward() {
@@ -726,6 +727,17 @@ void SimulatedRank::AddStep(const std::shared_ptr<StepScript>& script) {
     }
     pin(*held_).fetch_sub(1);
     held_.reset();
+    return true;
+  });
+}
+
+void SimulatedRank::AddCheckpoint() {
+  Then("asks for a checkpoint", [this] {
+    const absl::StatusOr<uint64_t> step = job().Checkpoint();
+    Answered("Checkpoint", step.status());
+    if (!step.ok()) return true;
+    if (*step != sim_.epoch()) sim_.Violate("a checkpoint is of another step");
+    ++sim_.result().checkpoints;
     return true;
   });
 }

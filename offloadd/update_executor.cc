@@ -44,7 +44,7 @@ uint64_t UpdateExecutor::buffer_bytes() const {
 // ---- A step ------------------------------------------------------------------------------------
 
 void UpdateExecutor::Begin(StepPlan plan) {
-  OFFLOAD_CHECK(!busy() && unfinished_.empty()) << "step " << plan.step;
+  OFFLOAD_CHECK(MayBegin() && unfinished_.empty()) << "step " << plan.step;
   step_ = plan.step;
   const Durability& durability = context_->durability;
   step_is_checkpoint_ = durability.steps > 0 ? *step_ % durability.steps == 0
@@ -71,14 +71,25 @@ void UpdateExecutor::Begin(StepPlan plan) {
   if (uncomputed_tasks_ == 0) events_.on_updated(*step_);
 }
 
+// Beside a commit nothing is written that is not in it.
+bool UpdateExecutor::HasNews() const {
+  if (written_step_.has_value()) return true;
+  if (commit_.has_value()) return false;
+  return context_->store->has_uncommitted_writes() || context_->writes_in_flight > 0 ||
+         !state_->unwritten().empty();
+}
+
 bool UpdateExecutor::HasUncommitted() const {
-  if (context_->unsettled_puts) return false;
-  return written_step_.has_value() || context_->store->has_uncommitted_writes() ||
-         context_->writes_in_flight > 0 || !write_back_.done();
+  return !context_->unsettled_puts && (commit_.has_value() || HasNews());
 }
 
 void UpdateExecutor::CommitSoon() {
-  if (busy() || HasUncommitted()) commit_asked_ = true;
+  if (step_.has_value() || (!context_->unsettled_puts && HasNews())) commit_asked_ = true;
+}
+
+void UpdateExecutor::Demand(uint32_t store_tensor) {
+  order_.Demand(store_tensor);
+  if (commit_.has_value()) write_back_.Hasten(store_tensor);
 }
 
 void UpdateExecutor::Reorder() {
@@ -96,10 +107,18 @@ bool UpdateExecutor::Turn() {
     if (!started_.empty() || !StartTask()) break;
   }
   if (step_.has_value() ? unfinished_.empty() : commit_asked_) FinishStep();
+  ContinueCommit();
   return !order_.empty() && extents_in_flight_ < extents_in_flight_max_;
 }
 
+// Beside a commit: an update that writes would write into its epoch.
+bool UpdateExecutor::MayChange(uint32_t store_tensor) const {
+  return !commit_.has_value() ||
+         (state_->LeavesAll(store_tensor) && !write_back_.Awaits(store_tensor));
+}
+
 Readiness UpdateExecutor::Look(uint32_t store_tensor) {
+  if (!MayChange(store_tensor)) return Readiness::kBusy;
   const Task& task = unfinished_.at(store_tensor);
   if (cache_->held(store_tensor) || cache_->loading(store_tensor)) return Readiness::kBusy;
   for (const uint32_t tensor : task.plan.tensors) {
@@ -141,9 +160,10 @@ bool UpdateExecutor::StartTask() {
 // ---- An extent ---------------------------------------------------------------------------------
 
 void UpdateExecutor::StartExtents(Task& task) {
+  const uint32_t resident = context_->plan.state_resident[task.plan.store_tensor];
   while (task.next_extent < task.extent_count && extents_in_flight_ < extents_in_flight_max_) {
-    // Before the extent runs: its end may begin the task anew.
-    if (!StartExtent(task, task.next_extent++)) {
+    // Counted before the extent runs: its end may begin the task anew.
+    if (!StartExtent(task, ExtentAtTurn(task.next_extent++, task.extent_count, resident))) {
       --task.next_extent;
       break;
     }
@@ -320,6 +340,11 @@ void UpdateExecutor::FinishNorms(Extent& extent) {
 
 void UpdateExecutor::Write(const std::shared_ptr<Extent>& extent) {
   const ExtentUpdate& update = extent->update;
+  // Of what stays in memory these alone are written.
+  if (commit_.has_value() && update.ties_out.plane.has_value()) {
+    held_back_.push_back(extent);
+    return;
+  }
   std::array<swap::WriteRequest, proto::kPlaneCount> requests;
   size_t count = 0;
   for (const proto::Plane plane : proto::kUpdatedPlanes) {
@@ -333,7 +358,7 @@ void UpdateExecutor::Write(const std::shared_ptr<Extent>& extent) {
   }
   if (update.ties_out.plane.has_value()) {
     const swap::ExtentId id{update.store_tensor, swap::Plane::kTies, update.index};
-    swap::Checksum checksum = context_->store->StartChecksum(id, update.sequence);
+    swap::Checksum checksum = context_->store->StartChecksum(id, context_->store->open_sequence());
     checksum.Update(update.ties_out.plane->span());
     requests[count++] = {id, update.ties_out.plane->data(), checksum.Finish()};
   }
@@ -352,7 +377,7 @@ void UpdateExecutor::FinishWrite(const std::shared_ptr<Extent>& extent,
   const uint32_t store_tensor = task.plan.store_tensor;
   cache_->Unhold(store_tensor);
   unfinished_.erase(store_tensor);
-  if (CommitsStep()) write_back_.Allow(store_tensor);
+  if (CommitsStep() && !commit_.has_value()) write_back_.Allow(store_tensor);
 }
 
 void UpdateExecutor::Release(Extent& extent) {
@@ -365,36 +390,48 @@ void UpdateExecutor::Release(Extent& extent) {
 // After the last write of a step, or when a commit is asked for without one. (Puts that begin while
 // one is asked for would come into it, so none does.)
 void UpdateExecutor::FinishStep() {
-  if (!step_.has_value() || CommitsStep()) return Commit();
-  written_step_ = *std::exchange(step_, std::nullopt);
-  events_.on_written(*written_step_);
+  if (CommitsStep()) {
+    if (commit_.has_value() || context_->changing_snapshots) return;  // in a later turn
+    BeginCommit();
+    if (!step_.has_value() || !context_->durability.has_intervals()) return;
+  } else {
+    written_step_ = step_;
+  }
+  events_.on_written(*std::exchange(step_, std::nullopt));
 }
 
-void UpdateExecutor::Commit() {
-  if (committing_ || context_->changing_snapshots) return;
-  context_->commit_wanted = true;
-  writing_back_ = true;
-  write_back_.AllowAll();
-  if (!write_back_.done() || context_->writes_in_flight > 0) return;
-  writing_back_ = false;
-  committing_ = true;
-  commit_asked_ = false;
+// Of all that there is.
+void UpdateExecutor::BeginCommit() {
   const swap::CommitInfo& committed = context_->store->committed();
-  const uint64_t epoch = step_.value_or(written_step_.value_or(committed.epoch));
-  std::string blob = trainer_state_.has_value() ? *std::move(trainer_state_) : committed.blob;
+  commit_.emplace();
+  commit_->epoch = step_.value_or(written_step_.value_or(committed.epoch));
+  commit_->blob = trainer_state_.has_value() ? *std::move(trainer_state_) : committed.blob;
   trainer_state_.reset();
+  written_step_.reset();
+  commit_asked_ = false;
+  context_->commit_wanted = true;
+  write_back_.AllowAll();
+}
+
+void UpdateExecutor::ContinueCommit() {
+  if (!commit_.has_value() || commit_->in_store) return;
+  if (!write_back_.done() || context_->writes_in_flight > 0) return;
+  commit_->in_store = true;
   FaultPoint("job.before_commit");
-  context_->store->Commit(epoch, std::move(blob),
-                          context_->Counted([this, epoch](absl::Status status) {
-                            committing_ = false;
-                            context_->commit_wanted = false;
-                            if (!status.ok()) return context_->fail(status);
-                            commit_asked_ = false;  // who asked meanwhile has what there was
-                            committed_seconds_ = context_->clock->NowSeconds();
-                            step_.reset();
-                            written_step_.reset();
-                            events_.on_committed(epoch);
-                          }));
+  context_->store->Commit(
+      commit_->epoch, std::move(commit_->blob),
+      context_->Counted([this](const absl::Status& status) { FinishCommit(status); }));
+}
+
+void UpdateExecutor::FinishCommit(const absl::Status& status) {
+  const uint64_t epoch = commit_->epoch;
+  commit_.reset();
+  context_->commit_wanted = false;
+  if (!status.ok()) return context_->fail(status);
+  committed_seconds_ = context_->clock->NowSeconds();
+  if (!context_->durability.has_intervals()) step_.reset();
+  for (const std::shared_ptr<Extent>& extent : std::exchange(held_back_, {})) Write(extent);
+  events_.on_committed(epoch);
 }
 
 }  // namespace offload::daemon

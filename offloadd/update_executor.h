@@ -6,10 +6,14 @@
 // stays in memory for good is not written at all before the commit (WriteBack). Runs ahead of the
 // next forward and shares its reads: updated weights stay in the window.
 //
+// The checkpoint that ends an interval is written and committed beside the steps that follow.
+//
 // Invariants
 //   * At most one step is recorded and not written. A step begins after the commit of the one
-//   before it, or after its last write inside an interval, so planes that live in
-//     DRAM are never changed while they are being written.
+//   before it, or after its last write inside an interval.
+//   * At most one commit is under way. Until its end nothing is written but what belongs to it, and
+//   planes that live in DRAM change only once they are written: beside a checkpoint only tensors
+//   that stay in memory are updated, each after its last write.
 //   * An extent is in one of: waiting for a buffer → reading → computing → writing → done; its
 //   buffers are its own from start to end.
 //   * A tensor is resident for its ranks when its last extent is computed; its slot stays where it
@@ -46,8 +50,8 @@ namespace offload::daemon {
 class UpdateExecutor {
  public:
   // `on_computed` runs when the updates of some tensors are computed and their gradients not needed
-  // any more, `on_updated` when all of a step are, `on_written` when it is written
-  // and waits for the checkpoint of its interval, `on_committed` when it is durable.
+  // any more, `on_updated` when all of a step are, `on_written` when it is written and the next one
+  // may begin before it is durable (inside intervals and at their ends), `on_committed` when it is.
   struct Events {
     std::function<void(std::span<const uint32_t> tensors)> on_computed;
     std::function<void(uint64_t step)> on_updated;
@@ -56,23 +60,30 @@ class UpdateExecutor {
   };
   UpdateExecutor(JobContext* context, WeightCache* cache, ResidentState* state, Events events);
 
-  // Records a step. Requires that no other one is under way. Its tensors are pending from here on,
-  // and what was put before it is part of its epoch.
+  // False while another step is under way, or a commit that no step may begin beside.
+  bool MayBegin() const {
+    return !step_.has_value() && (!commit_.has_value() || context_->durability.has_intervals());
+  }
+  // Records a step. Requires MayBegin(). Its tensors are pending from here on, and what was put
+  // before it is part of its epoch.
   void Begin(StepPlan plan);
   // Commits what HasUncommitted() means, without waiting for the end of the interval: together with
-  // the step that is under way, else at once. Does nothing when there is nothing.
+  // the step that is under way, else at once. Does nothing when there is nothing, or when the
+  // commit that is under way holds it.
   void CommitSoon();
+  // True while a commit is under way; it holds all steps before the one that is.
+  bool committing() const { return commit_.has_value(); }
   // True when a step is written, or puts are settled, that are not committed. Unsettled puts do not
   // count, and while there are any nothing else does.
   bool HasUncommitted() const;
 
-  // True from Begin() to the commit, or to the last write of a step inside an interval; and while
-  // what such steps have left is written for a commit.
-  bool busy() const { return step_.has_value() || writing_back_ || committing_; }
+  // True from Begin() to the commit, or to the last write of a step inside an interval; and while a
+  // commit is under way.
+  bool busy() const { return step_.has_value() || commit_.has_value(); }
   // True when the tensor's update is not written yet.
   bool Updating(uint32_t store_tensor) const { return unfinished_.count(store_tensor) != 0; }
   // A rank or a transfer waits for this tensor.
-  void Demand(uint32_t store_tensor) { order_.Demand(store_tensor); }
+  void Demand(uint32_t store_tensor);
   // The schedule has changed.
   void Reorder();
   // Somebody waits for the whole step: do not wait for the forward.
@@ -89,7 +100,7 @@ class UpdateExecutor {
     TaskPlan plan;
     bool reads_weights = false;  // they were not in the slab
     uint32_t extent_count = 0;
-    uint32_t next_extent = 0;  // to be started
+    uint32_t next_extent = 0;  // turn of the next one to be started
     uint32_t computed = 0;
     uint32_t written = 0;
     // The first of two sweeps over the extents, which only adds up norms: per extent, per member.
@@ -104,6 +115,14 @@ class UpdateExecutor {
     absl::Status status;
   };
 
+  // A commit: what the store is to hold, once all of it is written.
+  struct Commit {
+    uint64_t epoch = 0;
+    std::string blob;
+    bool in_store = false;  // the store is about to end it
+  };
+
+  bool MayChange(uint32_t store_tensor) const;
   Readiness Look(uint32_t store_tensor);
   bool StartTask();
   void StartExtents(Task& task);
@@ -122,8 +141,11 @@ class UpdateExecutor {
   void FinishWrite(const std::shared_ptr<Extent>& extent, const absl::Status& status);
   void Release(Extent& extent);
   bool CommitsStep() const { return step_is_checkpoint_ || commit_asked_; }
+  bool HasNews() const;
   void FinishStep();
-  void Commit();
+  void BeginCommit();
+  void ContinueCommit();
+  void FinishCommit(const absl::Status& status);
 
   JobContext* context_;
   WeightCache* cache_;
@@ -134,14 +156,13 @@ class UpdateExecutor {
   Pace pace_;
 
   std::optional<uint64_t> step_;              // recorded and not finished
-  std::optional<uint64_t> written_step_;      // the last one of the interval that is finished
-  std::optional<std::string> trainer_state_;  // of the last step since the commit that had one
+  std::optional<uint64_t> written_step_;      // the last one that is finished and in no commit
+  std::optional<std::string> trainer_state_;  // of the last step that had one and is in no commit
   bool step_is_checkpoint_ = false;
   double committed_seconds_ = 0;  // the time of the last commit
   bool hurry_ = false;
-  bool writing_back_ = false;  // all that is left, for the commit that follows
-  bool committing_ = false;
-  bool commit_asked_ = false;
+  std::optional<Commit> commit_;                   // under way
+  bool commit_asked_ = false;                      // of what is in no commit
   std::unordered_map<uint32_t, Task> unfinished_;  // by store tensor: recorded and not all written
   std::list<Task*> started_;                       // with extents to be started, in order
   uint32_t uncomputed_tasks_ = 0;
@@ -149,6 +170,7 @@ class UpdateExecutor {
   uint32_t extents_in_flight_max_ = 0;
   uint64_t gradient_offset_ = 0;  // in a block
   std::vector<std::byte*> free_blocks_;
+  std::vector<std::shared_ptr<Extent>> held_back_;  // computed, to be written after the commit
 };
 
 }  // namespace offload::daemon

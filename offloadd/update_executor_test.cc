@@ -238,6 +238,95 @@ TEST(UpdateExecutorTest, StepsOfAnIntervalAreCommittedAtItsEnd) {
   }
 }
 
+PartsOptions InMemoryWithCheckpoints() {
+  PartsOptions options = Mixed();
+  options.keeps_weights = options.keeps_state = true;
+  options.durability = {.steps = 2};
+  return options;
+}
+
+// As far as the third may begin.
+JobState TakeTwoSteps(Parts& parts) {
+  parts.Begin(1, kAll);
+  parts.Run();
+  parts.Begin(2, kAll);
+  while (!parts.executor().MayBegin()) parts.Turn();
+  return parts.now;
+}
+
+TEST(UpdateExecutorTest, ACheckpointIsWrittenWhileTheNextStepRuns) {
+  Parts parts(InMemoryWithCheckpoints());
+  const JobState checkpoint = TakeTwoSteps(parts);
+  EXPECT_TRUE(parts.executor().committing());
+  parts.Begin(3, kAll);
+  EXPECT_TRUE(parts.committed.empty());
+  parts.Run();
+  EXPECT_EQ(parts.written, std::vector<uint64_t>({1, 2, 3}));
+  EXPECT_EQ(parts.committed, std::vector<uint64_t>({2}));
+  EXPECT_EQ(parts.CompareDurable(checkpoint), "");
+  for (const uint32_t tensor : kAll)
+    EXPECT_EQ(parts.InSlab(tensor), parts.now.tensors[tensor]->weights) << tensor;
+  parts.Begin(4, kAll);
+  parts.Run();
+  EXPECT_EQ(parts.committed, std::vector<uint64_t>({2, 4}));
+  EXPECT_EQ(parts.CompareDurable(parts.now), "");
+}
+
+TEST(UpdateExecutorTest, APowerCutBesideACheckpointLeavesItOrTheOneBefore) {
+  int cuts_before = 0, cuts_after = 0;
+  for (int turns = 0; cuts_after < 3; ++turns) {
+    Parts parts(InMemoryWithCheckpoints());
+    const JobState first = parts.now, checkpoint = TakeTwoSteps(parts);
+    parts.Begin(3, kAll);
+    for (int i = 0; i < turns; ++i) parts.Turn();
+    const bool was_committed = !parts.committed.empty();
+    parts.drive().PowerCut();
+    parts.Run();
+    parts.drive().RestorePower();
+    const bool is_first = parts.CompareDurable(first).empty();
+    EXPECT_TRUE(is_first || parts.CompareDurable(checkpoint).empty()) << "after turn " << turns;
+    EXPECT_FALSE(is_first && was_committed) << "after turn " << turns;
+    (was_committed ? cuts_after : cuts_before) += 1;
+    ASSERT_LT(turns, 1000);
+  }
+  EXPECT_GT(cuts_before, 5);
+}
+
+// What it writes would go into the checkpoint.
+TEST(UpdateExecutorTest, WhatPassesThroughMemoryIsUpdatedAfterTheCheckpoint) {
+  for (const bool keeps_weights : {false, true}) {
+    PartsOptions options = InMemoryWithCheckpoints();
+    options.keeps_weights = keeps_weights;
+    options.keeps_state = false;
+    Parts parts(options);
+    const JobState checkpoint = TakeTwoSteps(parts);
+    parts.computed.clear();
+    parts.Begin(3, kAll);
+    while (parts.committed.empty()) {
+      parts.Turn();
+      for (const uint32_t tensor : parts.computed) EXPECT_FALSE(parts.committed.empty()) << tensor;
+    }
+    EXPECT_EQ(parts.CompareDurable(checkpoint), "");
+    parts.Run();
+    parts.executor().CommitSoon();
+    parts.Run();
+    EXPECT_EQ(parts.committed, std::vector<uint64_t>({2, 3}));
+    EXPECT_EQ(parts.CompareDurable(parts.now), "");
+  }
+}
+
+TEST(UpdateExecutorTest, WhoAsksBesideACheckpointHasTheStepThatIsUnderWay) {
+  Parts parts(InMemoryWithCheckpoints());
+  TakeTwoSteps(parts);
+  parts.executor().CommitSoon();  // of nothing new
+  parts.Begin(3, kAll);
+  parts.executor().CommitSoon();
+  parts.Run();
+  EXPECT_EQ(parts.committed, std::vector<uint64_t>({2, 3}));
+  EXPECT_EQ(parts.CompareDurable(parts.now), "");
+  EXPECT_FALSE(parts.executor().HasUncommitted());
+}
+
 TEST(UpdateExecutorTest, WhoAsksForACommitHasItBeforeTheEndOfTheInterval) {
   PartsOptions options = Mixed();
   options.keeps_weights = options.keeps_state = true;

@@ -62,6 +62,15 @@ class UpdateOrder {
   std::unordered_set<uint32_t> demanded_;
 };
 
+// Which of `count` extents of a tensor comes at `turn`, when those before `resident` have their
+// state in memory: the two kinds take turns evenly, each in its own order, so that some are read
+// while others are computed.
+inline uint32_t ExtentAtTurn(uint32_t turn, uint32_t count, uint32_t resident) {
+  const auto before = static_cast<uint32_t>(uint64_t{turn} * resident / count);
+  const auto behind = static_cast<uint32_t>((uint64_t{turn} + 1) * resident / count);
+  return behind > before ? before : resident + turn - before;
+}
+
 // Decides when the update stops waiting for the forward. A forward that is slow but moves is waited
 // for: patience is at least `stall_seconds` and some multiple of the longest pause between two
 // touches in this step and the one before, up to a bound.

@@ -13,6 +13,23 @@ Readiness AlwaysReady(uint32_t) { return Readiness::kReady; }
 Readiness AlwaysNeedsRoom(uint32_t) { return Readiness::kNeedsRoom; }
 bool NeverRoom(uint32_t, std::optional<uint64_t>) { return false; }
 
+TEST(ExtentAtTurnTest, ExtentsInMemoryAndOthersTakeTurnsEvenly) {
+  for (const uint32_t count : {1u, 2u, 7u, 64u}) {
+    for (uint32_t resident = 0; resident <= count; ++resident) {
+      std::vector<uint32_t> in_memory, others;
+      for (uint32_t turn = 0; turn < count; ++turn) {
+        const uint32_t index = ExtentAtTurn(turn, count, resident);
+        (index < resident ? in_memory : others).push_back(index);
+        // So many as their share of the turns, but for less than one.
+        EXPECT_EQ(in_memory.size(), (turn + 1) * resident / count) << count << " " << resident;
+      }
+      ASSERT_EQ(in_memory.size() + others.size(), count);
+      for (uint32_t i = 0; i < in_memory.size(); ++i) EXPECT_EQ(in_memory[i], i);
+      for (uint32_t i = 0; i < others.size(); ++i) EXPECT_EQ(others[i], resident + i);
+    }
+  }
+}
+
 TEST(UpdateOrderTest, FollowsTheNextForward) {
   UpdateOrder order;
   order.Reset({{7, 20}, {3, 5}, {9, 5}, {1, 0}});

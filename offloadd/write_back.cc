@@ -1,5 +1,7 @@
 #include "offloadd/write_back.h"
 
+#include <algorithm>
+
 #include "base/fault_point.h"
 
 namespace offload::daemon {
@@ -13,9 +15,23 @@ void WriteBack::Allow(uint32_t store_tensor) {
 }
 
 void WriteBack::AllowAll() {
-  if (queue_.size() + in_flight_ == state_->unwritten().size()) return;
   for (auto& [key, unwritten] : state_->unwritten()) Queue(key, unwritten);
   StartNext();
+}
+
+bool WriteBack::Awaits(uint32_t store_tensor) const {
+  const auto& unwritten = state_->unwritten();
+  for (auto each = unwritten.lower_bound({store_tensor, 0});
+       each != unwritten.end() && each->first.first == store_tensor; ++each) {
+    if (each->second.queued) return true;
+  }
+  return false;
+}
+
+void WriteBack::Hasten(uint32_t store_tensor) {
+  std::stable_partition(
+      queue_.begin(), queue_.end(),
+      [store_tensor](const ResidentState::Key& key) { return key.first == store_tensor; });
 }
 
 void WriteBack::Queue(ResidentState::Key key, ResidentState::Unwritten& unwritten) {

@@ -2,8 +2,8 @@
 //
 // Writes, before a commit, what steps inside an interval have changed in memory only: planes that
 // stay there for good (ResidentState::Leaves). A tensor is written as soon as the step that is to
-// be committed has updated it, beside the updates of others and the next forward; the next step
-// waits for the commit, so nothing changes while it is written.
+// be committed has updated it, beside the updates of others and the steps that follow: those change
+// a tensor only once it is written (Awaits()).
 //
 // Invariants
 //   * An extent is written at most once for a commit, however many steps have changed it, and its
@@ -29,12 +29,16 @@ class WriteBack {
   WriteBack(JobContext* context, WeightCache* cache, ResidentState* state)
       : context_(context), cache_(cache), state_(state) {}
 
-  // The tensor does not change any more before the next commit.
+  // What is unwritten of the tensor is to be in the next commit.
   void Allow(uint32_t store_tensor);
-  // Nothing does.
+  // Of all tensors.
   void AllowAll();
-  // True when the store has everything.
-  bool done() const { return state_->unwritten().empty(); }
+  // True until what was allowed of the tensor is written: it must not change.
+  bool Awaits(uint32_t store_tensor) const;
+  // Somebody waits to change it: it goes first.
+  void Hasten(uint32_t store_tensor);
+  // True when all that was allowed is written.
+  bool done() const { return queue_.empty() && in_flight_ == 0; }
 
  private:
   // Of one extent: what is written, its checksums to be filled in on a worker.

@@ -38,6 +38,11 @@ double InFlight(double bytes_per_second, double latency_seconds, double size_byt
 
 }  // namespace
 
+double WriteCost(const MachineRates& rates) {
+  if (rates.read_bytes_per_second <= 0 || rates.write_bytes_per_second <= 0) return kWriteCost;
+  return std::clamp(rates.read_bytes_per_second / rates.write_bytes_per_second, 1.0, kWriteCostMax);
+}
+
 Depths ChooseDepths(const MachineRates& rates, uint32_t update_threads) {
   const double fed = FedPerSecond(rates);
   const uint32_t half = std::max(rates.cores / 2, 1u);

@@ -35,6 +35,11 @@ struct Depths {
 
 inline constexpr uint32_t kPipelineBlocksGoodMax = 256;
 
+// How many bytes a drive reads in the time that it writes one, as a plan counts them: between 1 and
+// kWriteCostMax; kWriteCost where the rates are not known.
+inline constexpr double kWriteCost = 2, kWriteCostMax = 16;
+double WriteCost(const MachineRates& rates);
+
 // `update_threads` 0: as many as the pool can feed beside the trainer's own threads, at most half
 // of the cores.
 Depths ChooseDepths(const MachineRates& rates, uint32_t update_threads = 0);

@@ -39,6 +39,13 @@ TEST(DepthsTest, ThreadsFollowTheSlowerDirectionUpToHalfOfTheCores) {
   EXPECT_EQ(ChooseDepths(Rates(7, 6, 100, 128)).update_threads, 5u);
 }
 
+TEST(DepthsTest, AWrittenByteCostsAsManyAsAreReadMeanwhile) {
+  EXPECT_EQ(WriteCost(Rates(6, 2, 100, 8)), 3);
+  EXPECT_EQ(WriteCost(Rates(2, 6, 100, 8)), 1);
+  EXPECT_EQ(WriteCost(Rates(1000, 1, 100, 8)), kWriteCostMax);
+  EXPECT_EQ(WriteCost({.cores = 8}), kWriteCost) << "not measured";
+}
+
 TEST(DepthsTest, ThreadsThatWereAskedForAreTaken) {
   EXPECT_EQ(ChooseDepths(Rates(28, 100, 100, 128), 3).update_threads, 3u);
   EXPECT_EQ(ChooseDepths(Rates(1, 1, 100, 2), 40).update_threads, 40u);

@@ -41,6 +41,7 @@ const std::pair<const char*, AnyCall> kJobCalls[] = {
     {"SetSchedule", [](auto& stub, auto& context) { return SetSchedule(stub, context, {}); }},
     {"Step", [](auto& stub, auto& context) { return Step(stub, context, {}); }},
     {"WaitDurable", [](auto& stub, auto& context) { return WaitDurable(stub, context); }},
+    {"Checkpoint", [](auto& stub, auto& context) { return Checkpoint(stub, context); }},
     {"EndLoad", [](auto& stub, auto& context) { return EndLoad(stub, context); }},
     {"ExplainFailure",
      [](auto& stub, auto& context) { return ExplainFailure(stub, context, 1).status(); }},
@@ -155,7 +156,8 @@ TEST_F(BorderTest, MemoryIsSentOnce) {
 TEST_F(BorderTest, AJobIsSealedAfterItsMemoryIsMappedAndOnce) {
   RawRank rank = Opened();
   ExpectError(rank.Seal(), ErrorId::kProtocol, "before the memory is mapped");
-  for (const char* name : {"Publish", "SetSchedule", "Step", "WaitDurable", "EndLoad"}) {
+  for (const char* name :
+       {"Publish", "SetSchedule", "Step", "WaitDurable", "Checkpoint", "EndLoad"}) {
     for (const auto& [called, call] : kJobCalls) {
       if (std::string(called) == name) ExpectError(Ask(rank, call), ErrorId::kProtocol, name);
     }

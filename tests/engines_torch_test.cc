@@ -183,6 +183,27 @@ TEST(SeveralModulesTest, GanKilledBetweenItsTwoStepsContinuesWithTheSecond) {
   ExpectSameState(reference.state, resumed.state);
 }
 
+TEST(CheckpointTest, WhatIsAskedForInsideAnIntervalIsDurable) {
+  SetOffloading(false);
+  const GanRun reference = RunGan(OptionsFor("checkpointed_gan"), 6);
+  SetOffloading(true);
+  const int status = StatusOfChild([] {
+    Options options = OptionsFor("checkpointed_gan");
+    options.durability = "checkpoint:1000";
+    Gan gan(options);
+    while (gan.engine->step() < 3) gan.Step();
+    if (gan.engine->statistics().durable_step != 0 || gan.engine->Checkpoint() != 3) return;
+    gan.engine->WaitDurable();
+    if (gan.engine->statistics().durable_step != 3) return;
+    kill(getpid(), SIGKILL);
+  });
+  ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
+  const GanRun resumed = RunGan(OptionsFor("checkpointed_gan"), 6);
+  ASSERT_EQ(resumed.losses.size(), 3u);
+  EXPECT_EQ(std::vector(reference.losses.begin() + 3, reference.losses.end()), resumed.losses);
+  ExpectSameState(reference.state, resumed.state);
+}
+
 TEST(SeveralModulesTest, SavedWeightsOfTheSecondModuleHaveItsNumber) {
   const std::string root = Pool() + "/numbered";
   std::filesystem::remove_all(root);

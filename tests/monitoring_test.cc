@@ -13,6 +13,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
@@ -210,6 +211,28 @@ TEST_F(MonitoringTest, ATraceHasPhasesWaitsTransfersAndArrows) {
   // One clock: the daemon's transfers lie among the trainer's phases.
   ASSERT_EQ(trace.last_ts.count(daemon), 1u);
   EXPECT_NEAR(trace.last_ts[daemon], trace.last_ts[getpid()], 60e6);
+}
+
+TEST_F(MonitoringTest, AStepLogHasALineForEveryStepOfAllRuns) {
+  const std::string path = pool_ + "/run.jsonl";
+  for (int run = 0; run < 2; ++run) {
+    const ScopedVariable variable("OFFLOADD_STEP_LOG", path);
+    Job job(pool_, "logged", {.dtype = Dtype::kBFloat16});
+    ASSERT_NO_FATAL_FAILURE(job.Open());
+    for (int i = 0; i < 3; ++i) TrainStep(job);
+    job.Close();
+  }
+  // A process's second session has a file of its own.
+  for (const std::string& file : {path, pool_ + "/run.2.jsonl"}) {
+    std::istringstream lines(ReadAll(file));
+    uint64_t step = file == path ? 0 : 3;
+    for (std::string line; std::getline(lines, line);) {
+      const Json object = Json::parse(line);
+      EXPECT_EQ(object["step"], ++step);
+      EXPECT_GT(object["phase_seconds"]["backward"].get<double>(), 0);
+    }
+    EXPECT_EQ(step, file == path ? 3u : 6u) << file;
+  }
 }
 
 using MonitoringDeathTest = MonitoringTest;

@@ -106,6 +106,10 @@ inline absl::Status WaitDurable(Stub& stub, grpc::ClientContext& context) {
   v1::WaitDurableReply reply;
   return Call(stub, &Stub::WaitDurable, context, v1::Empty(), &reply);
 }
+inline absl::Status Checkpoint(Stub& stub, grpc::ClientContext& context) {
+  v1::CheckpointReply reply;
+  return Call(stub, &Stub::Checkpoint, context, v1::Empty(), &reply);
+}
 inline absl::StatusOr<std::string> ExplainFailure(Stub& stub, grpc::ClientContext& context,
                                                   uint64_t tag) {
   v1::ExplainFailureRequest request;

@@ -325,6 +325,57 @@ TEST_F(SpineIntervalTest, TieBitsThatFillAPlaneAreWrittenAtOnce) {
   job.Close();
 }
 
+// The steps after it are not part of it.
+TEST_F(SpineIntervalTest, ACheckpointThatIsAskedForHoldsTheLastStep) {
+  Job job(pool_, "job",
+          {.dtype = Dtype::kBFloat16,
+           .state_resident = 9,
+           .weights_resident = true,
+           .durability = "checkpoint:1000"});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.session().Checkpoint().value(), 0u) << "nothing is newer";
+  job.Step();
+  job.Step();
+  EXPECT_EQ(job.session().Checkpoint().value(), 2u);
+  EXPECT_EQ(job.session().WaitDurable().value(), 2u);
+  job.Step();
+  job.ExpectEqual();
+  job.KillDaemon();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.info().step, 2u);
+  job.ReturnToStep(2);
+  ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  job.Close();
+}
+
+// The bits of a step beside a checkpoint are written when that is committed.
+TEST_F(SpineIntervalTest, TieBitsOfTheNextStepAreNotInACheckpoint) {
+  Job job(pool_, "job",
+          {.dtype = Dtype::kBFloat16,
+           .optimizer = kHalfSteps,
+           .state_resident = 9,
+           .weights_resident = true,
+           .durability = "checkpoint:2",
+           .half_steps = true});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  uint64_t step = 0;
+  for (int life = 0; life < 3; ++life) {
+    for (int i = 0; i < 3; ++i) job.Step();
+    job.ExpectEqual();
+    if (life == 1) {
+      ASSERT_TRUE(job.session().WaitDurable().ok());
+    }
+    job.KillDaemon();
+    ASSERT_NO_FATAL_FAILURE(job.Open());
+    EXPECT_LE(job.info().step, step + 3);
+    EXPECT_GE(job.info().step, life == 1 ? step + 3 : step);
+    step = job.info().step;
+    job.ReturnToStep(step);
+    ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+  }
+  job.Close();
+}
+
 TEST_F(SpineIntervalTest, IntervalsByTheClockEndWithTheFirstStepAfterThem) {
   Job job(pool_, "hours", {.dtype = Dtype::kBFloat16, .durability = "checkpoint:1h"});
   ASSERT_NO_FATAL_FAILURE(job.Open());
@@ -337,7 +388,8 @@ TEST_F(SpineIntervalTest, IntervalsByTheClockEndWithTheFirstStepAfterThem) {
   ASSERT_TRUE(often.session().WaitDurable().ok());
   std::this_thread::sleep_for(std::chrono::seconds(1));
   often.Step();
-  often.Step();  // begins when the one before is committed
+  often.Step();
+  often.ExpectEqual();  // it writes, after the commit of the one before
   EXPECT_GE(often.session().slab_header().durable_step.load(), 2u);
   often.Close();
 }

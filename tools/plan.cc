@@ -19,6 +19,7 @@
 #include "swap/store.h"
 #include "tools/command.h"
 #include "tools/drive_benchmark.h"
+#include "tools/plan_advice.h"
 #include "tools/plan_model.h"
 #include "tools/plan_report.h"
 #include "zero3/planner.h"
@@ -41,6 +42,8 @@ struct Flags {
   int64_t zero_stage = -1;
   std::string weights_home = "auto", state_home = "auto";
   zero3::ZeroPolicy hints;
+  bool advise = false;
+  double compute_seconds = 0;  // 0: not given
 };
 
 // Rates that are given go before rates that would have to be measured.
@@ -82,7 +85,8 @@ class PlanCommand : public Command {
   }
   const char* examples() const override {
     return "  offloadctl plan --params 8B --ram 32GiB --pool /nvme0\n"
-           "  offloadctl plan /models/Llama-3.1-8B --ram 32GiB --read-gbps 6.8 --write-gbps 4.9\n";
+           "  offloadctl plan /models/Llama-3.1-8B --ram 32GiB --read-gbps 6.8 --write-gbps 4.9\n"
+           "  offloadctl plan --params 8B --advise --pool /nvme0 --compute-seconds 12\n";
   }
   void DefineFlags(CLI::App& app) override {
     app.add_option("MODEL", flags_.source.model,
@@ -95,8 +99,12 @@ class PlanCommand : public Command {
     app.add_option("--vocabulary", flags_.source.vocabulary, "tokens, with --params")
         ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));
     app.add_option("--ram", flags_.ram, "the memory budget: 512MiB, 32GiB")
-        ->required()
         ->envname("OFFLOADD_RAM");
+    app.add_flag("--advise", flags_.advise,
+                 "what budgets from the least to everything in memory would buy");
+    app.add_option("--compute-seconds", flags_.compute_seconds,
+                   "with --advise: what a step takes on this machine in memory")
+        ->check(CLI::Range(1e-6, 1e6));
     app.add_option("--dtype", flags_.dtype, "of weights and gradients: bf16 or fp32")
         ->check(CLI::IsMember({"bf16", "fp32"}));
     app.add_option("--optimizer", flags_.optimizer, "adamw, sgd (with momentum), ...")
@@ -137,20 +145,22 @@ class PlanCommand : public Command {
     report.micro_batches = flags_.micro_batches;
     report.input.world_size = flags_.ranks;
     OFFLOAD_ASSIGN_OR_RETURN(report.input.durability, ParseDurability(flags_.durability));
-    OFFLOAD_ASSIGN_OR_RETURN(report.input.ram_bytes, ParseByteSize(flags_.ram));
+    OFFLOAD_RETURN_IF_ERROR(CheckFlags());
+    if (!flags_.ram.empty()) {
+      OFFLOAD_ASSIGN_OR_RETURN(report.input.ram_bytes, ParseByteSize(flags_.ram));
+    }
     OFFLOAD_ASSIGN_OR_RETURN(report.input.policy, ReadPolicy());
     kernels::OptimizerSpec optimizer(flags_.optimizer);
     if (flags_.optimizer == "sgd") optimizer.Set("momentum", 0.9);
     OFFLOAD_ASSIGN_OR_RETURN(report.input.catalogue,
                              proto::BuildCatalogue(std::move(model.tensors), optimizer));
-    absl::StatusOr<zero3::Plan> plan = zero3::MakePlan(report.input);
+    absl::StatusOr<zero3::Plan> plan = zero3::Plan();
+    if (!flags_.ram.empty()) plan = zero3::MakePlan(report.input);
     if (!plan.ok()) return ReportRefusal(report, plan.status());
     OFFLOAD_RETURN_IF_ERROR(LookAtPool(report));
-    if (report.drive.has_value()) {
-      report.input.good_pipeline_blocks = GoodBlocks(*report.drive);
-      plan = zero3::MakePlan(report.input);
-      if (!plan.ok()) return ReportRefusal(report, plan.status());
-    }
+    if (flags_.advise) return ReportOffers(report, flags_.compute_seconds);
+    if (report.drive.has_value()) plan = zero3::MakePlan(report.input);
+    if (!plan.ok()) return ReportRefusal(report, plan.status());
     return ReportPlan(report, *plan);
   }
 
@@ -164,12 +174,23 @@ class PlanCommand : public Command {
     return policy;
   }
 
+  absl::Status CheckFlags() const {
+    if (flags_.ram.empty() && !flags_.advise) {
+      return MakeError(ErrorId::kBadValue, "there is no --ram",
+                       "Give a budget, or --advise to see what each would buy");
+    }
+    if (flags_.compute_seconds > 0 && !flags_.advise)
+      return MakeError(ErrorId::kBadValue, "--compute-seconds is without --advise", "Add --advise");
+    return absl::OkStatus();
+  }
+
   // As the daemon of this machine would choose.
-  static uint32_t GoodBlocks(const Drive& drive) {
-    return proto::ChooseDepths({.read_bytes_per_second = drive.read,
-                                .write_bytes_per_second = drive.write,
-                                .cores = std::thread::hardware_concurrency()})
-        .pipeline_blocks;
+  static void UseRates(const Drive& drive, zero3::PlanInput& input) {
+    const proto::MachineRates rates = {.read_bytes_per_second = drive.read,
+                                       .write_bytes_per_second = drive.write,
+                                       .cores = std::thread::hardware_concurrency()};
+    input.good_pipeline_blocks = proto::ChooseDepths(rates).pipeline_blocks;
+    input.write_cost = proto::WriteCost(rates);
   }
 
   // After the budget is known to do: measuring takes seconds.
@@ -185,6 +206,7 @@ class PlanCommand : public Command {
       }
     }
     OFFLOAD_ASSIGN_OR_RETURN(report.drive, FindDrive(flags_));
+    if (report.drive.has_value()) UseRates(*report.drive, report.input);
     return absl::OkStatus();
   }
 

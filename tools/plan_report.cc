@@ -164,14 +164,13 @@ void AddStages(const PlanReport& report, Answer& answer) {
 
 }  // namespace
 
-// A spilled gradient is read and written once in every micro-batch; weights are only read.
 Traffic TrafficOf(const zero3::Plan& plan, int64_t micro_batches) {
   const double parameters = static_cast<double>(plan.parameter_count);
-  const double spilled = static_cast<double>(plan.memory.scratch_bytes);
-  const double further = plan.bytes_per_further_micro_batch * parameters;
   const double more = static_cast<double>(micro_batches - 1);
-  return {plan.read_bytes_per_parameter * parameters + more * (further - spilled),
-          plan.write_bytes_per_parameter * parameters + more * spilled};
+  const double written = plan.further_write_bytes_per_parameter();
+  const double read = plan.bytes_per_further_micro_batch - written;
+  return {parameters * (plan.read_bytes_per_parameter + more * read),
+          parameters * (plan.write_bytes_per_parameter + more * written)};
 }
 
 StepSeconds SecondsOf(const Traffic& traffic, const Drive& drive) {

@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "proto/shm_abi.h"
+#include "zero3/keep_order.h"
 
 namespace offload::zero3 {
 namespace {
@@ -33,7 +34,8 @@ constexpr uint64_t kPrefetchShareOfRam = 4;  // at most, where more is asked for
 
 // Things of different sizes of which the first k, largest first, stay in memory for good, and the
 // others pass through a window of `slots` times the largest of them. Keeping a large thing may cost
-// less than a window that is made for it. Those of at most `first_bytes` stay before all others.
+// less than a window that is made for it. Those of at most `first_bytes` stay before all others;
+// equal ones stay evenly spread over the model.
 class Ladder {
  public:
   Ladder(std::vector<uint32_t> ids, const std::vector<uint64_t>& bytes, uint64_t slots,
@@ -41,6 +43,12 @@ class Ladder {
       : ids_(std::move(ids)), slots_(slots), slot_bytes_(ids_.size() + 1, 0) {
     std::stable_sort(ids_.begin(), ids_.end(),
                      [&](uint32_t a, uint32_t b) { return bytes[a] > bytes[b]; });
+    for (auto begin = ids_.begin(); begin != ids_.end();) {
+      const auto end =
+          std::find_if(begin, ids_.end(), [&](uint32_t id) { return bytes[id] != bytes[*begin]; });
+      Spread({begin, end});
+      begin = end;
+    }
     const auto is_first = [&](uint32_t id) { return bytes[id] <= first_bytes; };
     std::stable_partition(ids_.begin(), ids_.end(), is_first);
     first_count_ = static_cast<size_t>(std::count_if(ids_.begin(), ids_.end(), is_first));
@@ -97,6 +105,20 @@ class Ladder {
   std::vector<uint64_t> slot_bytes_;  // the largest behind the first k
 };
 
+// What a byte that stays saves in a step, in bytes read: state is read and written once, a weight
+// read twice. Writes are saved in intervals only.
+struct SavedPerByte {
+  explicit SavedPerByte(const PlanInput& input) {
+    const uint64_t steps = input.durability.steps;
+    const double unwritten = !input.durability.has_intervals() ? 0
+                             : steps > 0 ? 1 - 1.0 / static_cast<double>(steps)
+                                         : 1;
+    state = 1 + unwritten * input.write_cost;
+    trained_weight = 2 + unwritten * input.write_cost;
+  }
+  double state = 1, trained_weight = 2, frozen_weight = 2;
+};
+
 // What does not depend on the budget.
 struct Needs {
   explicit Needs(const PlanInput& input);
@@ -104,6 +126,8 @@ struct Needs {
   std::vector<uint64_t> slot_bytes;      // per store tensor: its weights
   std::vector<uint64_t> gradient_bytes;  // per tensor, padded; 0 when frozen
   Ladder weights, gradients;             // of tensors that are not bundled
+  StateOrder state;
+  SavedPerByte saved;
   uint64_t block_bytes = 0, block_gradient_bytes = 0;
   uint64_t bundle_bytes = 0, bundle_gradient_bytes = 0;
   uint64_t slab_fixed_bytes = 0, pins_bytes = 0, staging_bytes = 0, overhead_bytes = 0;
@@ -184,17 +208,6 @@ uint64_t WeightBytes(const proto::Catalogue& catalogue, uint64_t elements) {
   }
   return std::min(elements, proto::kElementsMax) * element_bytes;
 }
-// Of leading extents of state, at most so many bytes.
-uint64_t WholeStateBytes(const proto::Catalogue& catalogue, double share) {
-  std::vector<uint64_t> sums = {0};
-  for (const proto::StoreTensor& tensor : catalogue.store_tensors) {
-    const uint32_t extents = tensor.trainable ? proto::ExtentCount(tensor.element_count) : 0;
-    for (uint32_t extent = 0; extent < extents; ++extent)
-      sums.push_back(sums.back() + proto::StateBytes(tensor, extent));
-  }
-  const auto bytes = static_cast<uint64_t>(share * static_cast<double>(sums.back()));
-  return *std::prev(std::upper_bound(sums.begin(), sums.end(), bytes));
-}
 
 Needs::Needs(const PlanInput& input)
     : slot_bytes(SlotBytes(input.catalogue)),
@@ -204,6 +217,8 @@ Needs::Needs(const PlanInput& input)
       // A sum stands once, a window once per rank.
       gradients(SpillableGradients(input.catalogue), gradient_bytes,
                 kGradientWindowSlots * input.world_size),
+      state(input.catalogue),
+      saved(input),
       ranks(input.world_size) {
   const proto::Catalogue& catalogue = input.catalogue;
   ReadPolicy(input);
@@ -239,7 +254,8 @@ Needs::Needs(const PlanInput& input)
 void Needs::ReadPolicy(const PlanInput& input) {
   const ZeroPolicy& policy = input.policy;
   weights_high = weights.size();
-  state_high_bytes = WholeStateBytes(input.catalogue, policy.state.value_or(1));
+  state_high_bytes = state.Within(
+      static_cast<uint64_t>(policy.state.value_or(1) * static_cast<double>(state.total_bytes())));
   if (policy.state.has_value()) state_low_bytes = state_high_bytes;
   if (policy.weights.has_value()) {
     weights_low = weights.WithinShare(*policy.weights);
@@ -305,6 +321,32 @@ uint64_t WantedWindow(const PlanInput& input) {
   return input.policy.max_live > 0 ? 0 : DownToSector(input.ram_bytes / kWindowShareOfRam);
 }
 
+// How many weights stay so that they and the state that the rest of `bytes` holds save most; of
+// equal choices that with most weights. Weights and their window may take `weights_bytes` of them.
+// None when there is no room for the window that is wanted.
+std::optional<size_t> MostSaving(const PlanInput& input, const Needs& needs, uint64_t wanted_bytes,
+                                 uint64_t weights_bytes, uint64_t bytes) {
+  std::optional<size_t> best;
+  double best_saved = 0, weights_saved = 0;
+  for (size_t k = 0; k <= needs.weights_high; ++k) {
+    if (k > 0) {
+      const uint32_t id = needs.weights.id(k - 1);
+      weights_saved += static_cast<double>(needs.slot_bytes[id]) *
+                       (input.catalogue.store_tensors[id].trainable ? needs.saved.trained_weight
+                                                                    : needs.saved.frozen_weight);
+    }
+    const uint64_t cost = needs.weights.Cost(k, wanted_bytes);
+    if (k < needs.weights_low || cost > weights_bytes) continue;
+    const uint64_t state_bytes =
+        needs.state.Within(std::min(needs.state_low_bytes + bytes - cost, needs.state_high_bytes));
+    const double saved = weights_saved + needs.saved.state * static_cast<double>(state_bytes);
+    if (best.has_value() && saved < best_saved) continue;
+    best = k;
+    best_saved = saved;
+  }
+  return best;
+}
+
 // Spends `rest` on weights and their window, and on state. `complete`: what comes before them has
 // all that is good for it.
 void ChooseWeights(const PlanInput& input, const Needs& needs, bool complete, uint64_t rest,
@@ -316,25 +358,23 @@ void ChooseWeights(const PlanInput& input, const Needs& needs, bool complete, ui
   const bool state_first = input.policy.stage == 3;
   const bool state_fits = rest >= weights.Cost(least, wanted) + more_state;
   const uint64_t kept_for_state = complete && state_first && state_fits ? more_state : 0;
-  const bool keeps_more = complete && (!state_first || state_fits);
-  const size_t most = keeps_more ? needs.weights_high : least;
   const uint64_t spent = std::min(rest - kept_for_state, needs.live_bytes);
-  const std::optional<size_t> kept = weights.Largest(least, most, wanted, spent);
+  const size_t most = complete && state_fits ? needs.weights_high : least;
+  const std::optional<size_t> kept = complete && !state_first
+                                         ? MostSaving(input, needs, wanted, spent, rest)
+                                         : weights.Largest(least, most, wanted, spent);
   choice.kept_weights = kept.value_or(least);
   choice.window_bytes =
       weights.window(choice.kept_weights,
                      kept.has_value() ? wanted : DownToSector(spent - weights.kept_bytes(least)));
-  // All that may stay.
-  const size_t allowed =
-      weights.Largest(least, needs.weights_high, wanted, needs.live_bytes).value_or(least);
-  const bool state_has_its_turn = complete && (state_first || choice.kept_weights == allowed);
   choice.left_bytes = needs.state_low_bytes;
-  if (state_has_its_turn)
+  if (complete)
     choice.left_bytes += rest - weights.kept_bytes(choice.kept_weights) - choice.window_bytes;
 }
 
-// More ram never buys less: things are bought in a fixed order, and nothing before what comes ahead
-// of it is complete; only the wished window grows with ram, by less than ram does.
+// More ram never saves less: what comes before weights is bought in a fixed order, and nothing
+// before what comes ahead of it is complete; weights and state are what saves most; and only the
+// wished window grows with ram, by less than ram does.
 Choice Choose(const PlanInput& input, const Needs& needs) {
   Choice choice;
   const bool can_spill = needs.gradients.size() > 0;
@@ -379,21 +419,11 @@ uint64_t PlaceWeightsAndState(const PlanInput& input, const Needs& needs, const 
   memory.weight_resident.assign(catalogue.store_tensors.size(), true);
   for (size_t i = choice.kept_weights; i < needs.weights.size(); ++i)
     memory.weight_resident[needs.weights.id(i)] = false;
-  memory.state_resident.assign(catalogue.store_tensors.size(), 0);
-  uint64_t left_bytes = choice.left_bytes;
-  for (size_t i = 0; i < catalogue.store_tensors.size(); ++i) {
-    const proto::StoreTensor& tensor = catalogue.store_tensors[i];
-    const uint32_t extents = proto::ExtentCount(tensor.element_count);
-    for (uint32_t extent = 0; tensor.trainable && extent < extents; ++extent) {
-      const uint64_t bytes = proto::StateBytes(tensor, extent);
-      if (plan.resident_state_bytes + bytes > needs.state_high_bytes) return left_bytes;
-      if (bytes > left_bytes) return 0;
-      left_bytes -= bytes;
-      plan.resident_state_bytes += bytes;
-      ++memory.state_resident[i];
-    }
-  }
-  return left_bytes;
+  plan.resident_state_bytes =
+      needs.state.Within(std::min(choice.left_bytes, needs.state_high_bytes));
+  memory.state_resident = needs.state.Leading(plan.resident_state_bytes);
+  const bool is_all = plan.resident_state_bytes == needs.state_high_bytes;
+  return is_all ? choice.left_bytes - plan.resident_state_bytes : 0;
 }
 
 // The regions of several ranks, alike but for the end of the first.

@@ -7,10 +7,12 @@
 //
 // Order of spending: what must be (bundles, minimal window, minimal pipeline, region, overhead),
 // where gradients in DRAM come before spilling them through a window; a deeper pipeline; as many
-// gradients as fit when some are spilled; weights of whole tensors, the largest first (each saves
-// twice its bytes of reads per step), beside a window that grows with ram; state of leading
-// extents. More ram never means more predicted traffic. A policy (zero3/zero_policy.h) changes that
-// order, and what may and what must stay.
+// gradients as fit when some are spilled; then, beside a window that grows with ram, what saves
+// most of a step's traffic: weights of whole tensors, the largest first (a byte of them saves two
+// read ones), and state in extents (one), each also its written bytes where durability leaves what
+// stays in memory unwritten, counted as `write_cost` read ones. What stays lies evenly over the
+// model (zero3/keep_order.h). More ram never means more predicted traffic. A policy
+// (zero3/zero_policy.h) changes that order, and what may and what must stay.
 //
 // With several ranks the slab holds the sums of gradients, and every rank a ring through which it
 // delivers its own: a few extents of it at least (ZeRO stage 2); a good one comes before weights,
@@ -35,6 +37,7 @@ struct PlanInput {
   uint32_t world_size = 1;  // ranks on this node, whose gradients the daemon adds up
   Durability durability;
   uint32_t good_pipeline_blocks = proto::Depths().pipeline_blocks;  // ChooseDepths()
+  double write_cost = proto::kWriteCost;  // of a written byte, in read ones: WriteCost()
   ZeroPolicy policy;
 };
 
@@ -70,6 +73,12 @@ struct Plan {
   // the clock without their checkpoints.
   double read_bytes_per_parameter = 0, write_bytes_per_parameter = 0,
          bytes_per_further_micro_batch = 0;
+  // Of a further micro-batch: spilled gradients, which it also reads.
+  double further_write_bytes_per_parameter() const {
+    return parameter_count == 0
+               ? 0
+               : static_cast<double>(memory.scratch_bytes) / static_cast<double>(parameter_count);
+  }
   // What a checkpoint writes more than the other steps: all that is trained and stays in memory. 0
   // where every step is one.
   uint64_t checkpoint_bytes = 0;

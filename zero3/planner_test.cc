@@ -169,6 +169,117 @@ TEST(PlannerTest, SumIsWithinTheBudgetAndMoreRamNeverMeansMoreTraffic) {
   }
 }
 
+// Bytes read, written ones counted by what they cost.
+double Cost(const PlanInput& input, const Plan& plan) {
+  return plan.read_bytes_per_parameter + input.write_cost * plan.write_bytes_per_parameter;
+}
+
+TEST(PlannerTest, MoreRamNeverCostsMoreWhateverADriveMakesOfAWrite) {
+  Random random(11);
+  for (int model = 0; model < 60; ++model) {
+    PlanInput input = RandomInput(random);
+    const Durability durabilities[] = {{}, {.steps = 2}, {.steps = 100}};
+    input.durability = durabilities[random.Below(3)];
+    input.write_cost = 1 + random.Below(8) * 0.5;
+    const Plan rich = PlanFor(input, uint64_t{1} << 40);
+    double last = 1e9;
+    for (int step = 0; step <= 40; ++step) {
+      const uint64_t span = rich.total_bytes + rich.total_bytes / 4 - rich.floor_bytes;
+      const Plan plan = PlanFor(input, rich.floor_bytes + span * step / 40);
+      ExpectSound(input, plan);
+      EXPECT_LE(Cost(input, plan), last + 1e-9) << "model " << model << " step " << step;
+      last = Cost(input, plan);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+// True when the other one has less of what comes before weights and state.
+bool HasLess(const Plan& other, const Plan& plan) {
+  return other.memory.pipeline_blocks < plan.memory.pipeline_blocks ||
+         other.memory.scratch_bytes > plan.memory.scratch_bytes ||
+         other.memory.sum_blocks < plan.memory.sum_blocks || other.ring_bytes < plan.ring_bytes ||
+         other.gradient_window_bytes < plan.gradient_window_bytes ||
+         other.memory.window_bytes < plan.memory.window_bytes;
+}
+
+// Among them what whole weights, largest first, and then state would make of it.
+TEST(PlannerTest, NoHomesThatOneCouldAskForCostLess) {
+  Random random(12);
+  int cheaper = 0;
+  for (int model = 0; model < 80; ++model) {
+    PlanInput input = RandomInput(random);
+    input.durability.steps = random.OneIn(2) ? 1 : 50;
+    const Plan rich = PlanFor(input, uint64_t{1} << 40);
+    const uint64_t span = rich.total_bytes - rich.floor_bytes;
+    const Plan plan = PlanFor(input, rich.floor_bytes + span * random.Below(101) / 100);
+    for (const double weights : {0.0, 0.2, 0.4, 0.6, 0.8, 1.0}) {
+      for (const double state : {0.0, 0.25, 0.5, 0.75, 1.0}) {
+        PlanInput forced = input;
+        forced.policy.weights = weights;
+        forced.policy.state = state;
+        const auto other = MakePlan(forced);
+        if (!other.ok() || HasLess(*other, plan)) continue;
+        EXPECT_LE(Cost(input, plan), Cost(input, *other) + 1e-9)
+            << "model " << model << " weights " << weights << " state " << state;
+        cheaper += Cost(input, plan) < Cost(input, *other);
+      }
+    }
+    if (HasFailure()) return;
+  }
+  EXPECT_GT(cheaper, 100) << "they differ";
+}
+
+// A weight of 64 MiB that does not fit leaves room that state takes.
+TEST(PlannerTest, WhatALargeWeightLeavesIsTakenByState) {
+  std::vector<proto::Tensor> tensors = {MakeTensor(0, 32 << 20, Dtype::kBFloat16),
+                                        MakeTensor(1, 32 << 20, Dtype::kBFloat16)};
+  for (size_t i = 2; i < 30; ++i) tensors.push_back(MakeTensor(i, 1 << 20, Dtype::kBFloat16));
+  PlanInput input = Input(std::move(tensors));
+  const Plan rich = PlanFor(input, uint64_t{1} << 40);
+  for (uint64_t ram = rich.floor_without_spilling_bytes + 128 * kMiB; ram < rich.total_bytes;
+       ram += 32 * kMiB) {
+    const Plan plan = PlanFor(input, ram);
+    if (plan.resident_state_bytes == rich.resident_state_bytes) continue;
+    EXPECT_GE(plan.total_bytes + 3 * kMiB, ram) << ram;
+  }
+}
+
+TEST(PlannerTest, WhatStaysLiesEvenlyOverTheModel) {
+  PlanInput input = Equal(64, 1 << 20, Dtype::kBFloat16);
+  const Plan rich = PlanFor(input, uint64_t{1} << 40);
+  const Plan some = PlanFor(input, rich.floor_without_spilling_bytes + 90 * kMiB);
+  uint64_t kept_in_first_half = 0, kept = 0;
+  for (size_t i = 0; i < 64; ++i) {
+    kept += some.memory.weight_resident[i];
+    kept_in_first_half += i < 32 && some.memory.weight_resident[i];
+  }
+  ASSERT_GT(kept, 8u);
+  ASSERT_LT(kept, 64u);
+  EXPECT_NEAR(static_cast<double>(kept_in_first_half), kept / 2.0, 1);
+  const Plan more = PlanFor(input, rich.total_bytes - rich.resident_state_bytes / 2);
+  const auto [least, most] =
+      std::minmax_element(more.memory.state_resident.begin(), more.memory.state_resident.end());
+  EXPECT_GT(*least, 0u);
+  EXPECT_LE(*most - *least, 1u);
+}
+
+// A byte of state saves a read and a write, one of a frozen weight two reads.
+TEST(PlannerTest, StateComesBeforeFrozenWeightsWhereWritesAreDear) {
+  std::vector<proto::Tensor> tensors;
+  for (size_t i = 0; i < 16; ++i)
+    tensors.push_back(MakeTensor(i, 4 << 20, Dtype::kBFloat16, /*trainable=*/i % 2 == 0));
+  PlanInput input = Input(std::move(tensors));
+  const Plan rich = PlanFor(input, uint64_t{1} << 40);
+  const uint64_t ram = rich.floor_without_spilling_bytes + 100 * kMiB;
+  const Plan every_step = PlanFor(input, ram);
+  input.durability.steps = 100;
+  input.write_cost = 4;
+  const Plan seldom = PlanFor(input, ram);
+  EXPECT_GT(seldom.resident_state_bytes, every_step.resident_state_bytes);
+  EXPECT_LT(seldom.resident_weight_bytes, every_step.resident_weight_bytes);
+}
+
 TEST(PlannerTest, FloorsAreExact) {
   Random random(8);
   for (int model = 0; model < 60; ++model) {

@@ -26,7 +26,8 @@ _STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "b
                "raw_accesses")
 _PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_bytes", "pipeline_bytes", "resident_bytes",
          "region_bytes", "overhead_bytes", "total_bytes", "gradients_spilled", "read_bytes_per_parameter",
-         "write_bytes_per_parameter", "floor_bytes", "floor_without_spilling_bytes")
+         "write_bytes_per_parameter", "further_read_bytes_per_parameter", "further_write_bytes_per_parameter", "floor_bytes",
+         "floor_without_spilling_bytes")
 _STATE_MAGIC = b"OFDPY\x01"
 _OWN_STATE_BYTES = len(_STATE_MAGIC) + 16
 
@@ -488,6 +489,11 @@ class Handle:
     def wait_durable(self):
         """Blocks until every step that was taken is on the drive."""
         self._running().wait_durable()
+
+    def checkpoint(self):
+        """Makes the last step() a checkpoint, whatever `durability` says, and returns its number at once: it is written
+        beside the steps that follow. wait_durable() waits for it."""
+        return int(self._running().checkpoint())
 
     def load_weights(self, path, *, ignored=()):
         """Takes the weights of a safetensors file or folder, or of one that torch.save() has written; moments and step stay."""

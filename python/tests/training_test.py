@@ -100,6 +100,19 @@ trains(lambda p: OwnStep(p, 1e-3))("step_of_a_subclass")
 trains(lambda p: SignDescent(p, 1e-3))("optimizer_of_ones_own")
 
 
+@case(types=("fp32",))
+def checkpoint_inside_an_interval(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    handle = run.attach(model, optimizer, durability="checkpoint:1000")
+    told = run.train(model, optimizer, steps=2)
+    assert handle.statistics().get("durable_step", 0) == 0
+    assert handle.checkpoint() == handle.step == 2
+    handle.wait_durable()
+    assert handle.statistics().get("durable_step", 2) == 2
+    return told + run.train(model, optimizer, first=2)
+
+
 @case
 def lbfgs(run):
     model = run.model()

@@ -84,6 +84,7 @@ class InMemoryEngine final : public Engine {
     return steps;
   }
   void WaitDurable() override {}
+  int64_t Checkpoint() override { return step(); }
   void SetTrainerState(std::string blob) override { trainer_state_ = std::move(blob); }
   std::string TrainerState() const override { return trainer_state_; }
   torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override {

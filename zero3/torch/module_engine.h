@@ -71,6 +71,7 @@ class ModuleEngine final : public Engine {
   }
   int64_t step() const override { return tensors_->step(); }
   void WaitDurable() override { tensors_->WaitDurable(); }
+  int64_t Checkpoint() override { return tensors_->Checkpoint(); }
   void SetTrainerState(std::string blob) override { tensors_->SetTrainerState(std::move(blob)); }
   std::string TrainerState() const override { return tensors_->trainer_state(); }
   torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override {

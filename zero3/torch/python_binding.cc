@@ -245,6 +245,7 @@ std::tuple<Values, std::string> PlanOf(const Pointer& self) {
        number(p.window_bytes), number(p.pipeline_bytes), number(p.resident_bytes),
        number(p.region_bytes), number(p.overhead_bytes), number(p.total_bytes),
        number(p.gradients_spilled), p.read_bytes_per_parameter, p.write_bytes_per_parameter,
+       p.further_read_bytes_per_parameter, p.further_write_bytes_per_parameter,
        number(p.floor_bytes), number(p.floor_without_spilling_bytes)},
       p.text};
 }
@@ -309,6 +310,7 @@ TORCH_LIBRARY(offloadd, m) {
              return static_cast<int64_t>(self->tensors().update_count(parameter));
            })
       .def("wait_durable", [](const Pointer& self) { self->tensors().WaitDurable(); })
+      .def("checkpoint", [](const Pointer& self) { return self->tensors().Checkpoint(); })
       .def("set_trainer_state",
            [](const Pointer& self, const at::Tensor& bytes) {
              self->tensors().SetTrainerState(TextOf(bytes));

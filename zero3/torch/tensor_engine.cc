@@ -138,6 +138,7 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
       exists_(job.exists),
       policy_(PolicyOf(options)),
       good_pipeline_blocks_(std::max(job.pipeline_blocks, PlanInput().good_pipeline_blocks)),
+      write_cost_(job.write_cost),
       attachment_(std::make_shared<Attachment>(std::move(session))),
       step_(job.step),
       state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))) {
@@ -291,6 +292,7 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
           .world_size = attachment_->world_size(),
           .durability = ValueOrThrow(ParseDurability(options_.durability)),
           .good_pipeline_blocks = good_pipeline_blocks_,
+          .write_cost = write_cost_,
           .policy = policy_};
 }
 
@@ -733,6 +735,12 @@ void TensorEngine::WaitDurable() {
   ValueOrThrow(attachment_->session().WaitDurable());
 }
 
+int64_t TensorEngine::Checkpoint() {
+  if (!declared_.empty()) Seal();
+  attachment_->EndRaw();
+  return static_cast<int64_t>(ValueOrThrow(attachment_->session().Checkpoint()));
+}
+
 void TensorEngine::SetTrainerState(std::string blob) {
   struct TrainerState next = state_;
   next.trainer = std::move(blob);
@@ -1049,6 +1057,9 @@ PlanSummary TensorEngine::plan() {
   summary.gradients_spilled = plan.gradients_spilled;
   summary.read_bytes_per_parameter = plan.read_bytes_per_parameter;
   summary.write_bytes_per_parameter = plan.write_bytes_per_parameter;
+  summary.further_write_bytes_per_parameter = plan.further_write_bytes_per_parameter();
+  summary.further_read_bytes_per_parameter =
+      plan.bytes_per_further_micro_batch - plan.further_write_bytes_per_parameter();
   summary.floor_bytes = plan.floor_bytes;
   summary.floor_without_spilling_bytes = plan.floor_without_spilling_bytes;
   summary.text = DescribePlan(attachment_->input(), plan);

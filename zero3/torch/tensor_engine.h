@@ -79,6 +79,7 @@ class TensorEngine {
   // A step of somebody else's optimizer: commits what it wrote into weights.
   void CommitStep();
   void WaitDurable();
+  int64_t Checkpoint();
   // What every rank has said, in the order of ranks.
   std::vector<std::string> Exchange(std::string blob);
   void SetTrainerState(std::string blob);
@@ -175,6 +176,7 @@ class TensorEngine {
   const bool exists_;  // the job, when it was opened
   const ZeroPolicy policy_;
   const uint32_t good_pipeline_blocks_;
+  const double write_cost_;
   const std::shared_ptr<Attachment> attachment_;
   uint64_t step_;
   struct TrainerState state_;

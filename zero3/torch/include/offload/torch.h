@@ -170,7 +170,9 @@ struct PlanSummary {
            overhead_bytes = 0;
   uint64_t total_bytes = 0;  // the sum, ≤ ram
   bool gradients_spilled = false;
-  double read_bytes_per_parameter = 0, write_bytes_per_parameter = 0;  // predicted, one micro-batch
+  // Predicted for a step of one micro-batch, and for each further one.
+  double read_bytes_per_parameter = 0, write_bytes_per_parameter = 0;
+  double further_read_bytes_per_parameter = 0, further_write_bytes_per_parameter = 0;
   uint64_t floor_bytes = 0, floor_without_spilling_bytes = 0;
   std::string text;  // a table of the above
 };
@@ -293,6 +295,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual int64_t step() const = 0;
   // Blocks until every step() that returned is durable. Makes nothing else durable.
   virtual void WaitDurable() = 0;
+  // Makes the last step() that returned a checkpoint, whatever `durability` says, with what was
+  // handed over with it; written beside the steps that follow. Returns its number at once: it is
+  // durable after WaitDurable(), or once statistics().durable_step has come to it.
+  virtual int64_t Checkpoint() = 0;
   // The trainer's own small state (RNG, data position; ≤ 1 MiB, with N ranks each a part of it):
   // handed over with the next step(), committed with its epoch, and given back after a resume. Each
   // rank has its own; one that the run before did not have gets none.
