@@ -50,6 +50,14 @@ TEST(ReportTest, ProgressLineSaysShareRateStallAndEta) {
             "nvme 13.50r/8.00w GB/s | eta 10h27m");
 }
 
+TEST(ReportTest, EndHasTheChecksumsThatWereAskedFor) {
+  std::ostringstream with, without;
+  Reporter(true, with).End(3, 2, {{"weight", 7}});
+  EXPECT_EQ(nlohmann::json::parse(with.str()).at("checksums").at("weight"), 7);
+  Reporter(true, without).End(3, 2, {});
+  EXPECT_FALSE(nlohmann::json::parse(without.str()).contains("checksums"));
+}
+
 TEST(ReportTest, SampleOfArbitraryBytesIsStillJson) {
   std::ostringstream out;
   Reporter(true, out).Sample(1, "a\xff\x1b\"\n");
