@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
+#include "base/crc32c.h"
 #include "base/error.h"
 #include "kernels/update.h"
 #include "zero3/torch/throw_status.h"
@@ -568,6 +569,12 @@ bool Gradient::IsFinite() {
   }
   pins.Finish();
   return finite;
+}
+
+void Gradient::Describe(client::TensorUpdate& update) const {
+  update.gradient_scale = scale_;
+  if (attachment_->input().gradients_reduced)
+    update.own_gradient_crc = Crc32c(0, bytes(), size_bytes_);
 }
 
 void Gradient::BeginUpdate() {

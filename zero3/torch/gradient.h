@@ -92,8 +92,8 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   virtual bool PrepareStep();
   // Waits until a spilled gradient is written.
   virtual void FinishWriting();
-  // What the step says of it.
-  virtual void Describe(client::TensorUpdate& update) const { update.gradient_scale = scale_; }
+  // What the step says of it: with several ranks that reduce by themselves, its checksum, too.
+  virtual void Describe(client::TensorUpdate& update) const;
   // The daemon has taken the step: the accumulator belongs to the update until it is done.
   virtual void BeginUpdate();
 

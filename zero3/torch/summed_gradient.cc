@@ -136,7 +136,8 @@ void SummedGradient::LetGoOfSum() {
     if (dynamic_cast<const torch::autograd::utils::LambdaPostHook*>(hook.get()) == nullptr)
       continue;
     Refuse(subject_, "is reduced by DistributedDataParallel, too",
-           "Train the module itself (ddp.module): the ranks' gradients are added here");
+           "Train the module itself (ddp.module): the ranks' gradients are added here. Or set "
+           "gradients = reduced_by_trainer");
   }
   const bool goes_on = IsOwn(parameter_.grad());
   if (!goes_on) LeaveTensorToOthers();
