@@ -464,9 +464,9 @@ void PlaceRegion(const PlanInput& input, const Needs& needs, const Choice& choic
   if (needs.ranks > 1) return PlaceRegions(input, needs, choice, spilled, plan);
   for (size_t i = 0; i < input.catalogue.tensors.size(); ++i) {
     if (!input.catalogue.tensors[i].trainable) continue;
-    uint64_t& place = spilled[i] ? memory.scratch_bytes : end;
-    memory.gradients[i] = {spilled[i] ? GradientHome::kScratch : GradientHome::kRegion, place};
-    place += needs.gradient_bytes[i];
+    uint64_t& offset = spilled[i] ? memory.scratch_bytes : end;
+    memory.gradients[i] = {spilled[i] ? GradientHome::kScratch : GradientHome::kRegion, offset};
+    offset += needs.gradient_bytes[i];
   }
   memory.region_bytes = end;
 }
