@@ -386,7 +386,7 @@ void OwnReductionThatDiffers(Run& run) {
   run.optimizer->step();
   run.optimizer->zero_grad();
   backward(1);
-  if (run.Is(1)) run.model->up->weight.grad()[0][0] += 1;
+  if (run.Is(1)) run.model->up->weight.grad()[0][0].add_(1);
   run.RefusedStep(1805);
   run.optimizer->zero_grad();
   backward(2);
