@@ -33,9 +33,9 @@ struct PlanInput {
   proto::Catalogue catalogue;
   uint64_t ram_bytes = 0;
   bool always_spill_gradients = false;
-  uint32_t world_size = 1;  // ranks on this node
   // Of several ranks: the trainer makes their gradients one, and each holds its own, in memory.
   bool gradients_reduced = false;
+  uint32_t world_size = 1;  // ranks on this node
   Durability durability;
   uint32_t good_pipeline_blocks = proto::Depths().pipeline_blocks;  // ChooseDepths()
   ZeroPolicy policy;

@@ -110,14 +110,14 @@ struct Options {
   // mpirun, srun), else there is one; values that are set here count instead, all of them together.
   int rank = -1, world_size = 0, local_rank = -1, local_world_size = 0;
   std::string run_id = "auto";  // of the launch, restarts included: equal in all its ranks
-  // What becomes of the ranks' gradients: "added", the daemon adds them in a fixed order; or
+  // Of the ranks' gradients; false: their sum, for trainers that divide losses by all
+  // micro-batches.
+  bool gradient_average = true;
+  // Who makes the ranks' gradients one: "added", the daemon adds them in a fixed order; or
   // "reduced_by_trainer", every rank keeps those that torch gives it, in memory, and the trainer
   // reduces `.grad` itself (c10d, NCCL, MPI). All ranks step with the same bits, or the step is
   // refused (OFD-1805, with tensor and ranks).
   std::string gradients = "added";
-  // Of those that are added; false: their sum, for trainers that divide losses by all
-  // micro-batches.
-  bool gradient_average = true;
 
   // OFFLOADD_POOL, OFFLOADD_RAM, OFFLOADD_JOB, OFFLOADD_IO.
   static Options FromEnvironment();
