@@ -44,13 +44,13 @@ std::vector<WeightWindow::Segment> WeightWindow::Segments() const {
   return segments;
 }
 
-std::optional<WeightWindow::Place> WeightWindow::Find(uint64_t slot_bytes,
-                                                      std::optional<uint64_t> needed,
-                                                      const Look& look) const {
+std::optional<WeightWindow::Room> WeightWindow::Find(uint64_t slot_bytes,
+                                                     std::optional<uint64_t> needed,
+                                                     const Look& look) const {
   if (slot_bytes > size_bytes_) return std::nullopt;
   const std::vector<Segment> segments = Segments();
   for (const Segment& segment : segments) {
-    if (segment.hole && segment.size_bytes >= slot_bytes) return Place{segment.offset_bytes, {}};
+    if (segment.hole && segment.size_bytes >= slot_bytes) return Room{segment.offset_bytes, {}};
   }
 
   // A run [first, last] slides over the row. `earliest` holds the slots of the run that can still
@@ -95,11 +95,11 @@ std::optional<WeightWindow::Place> WeightWindow::Find(uint64_t slot_bytes,
     }
   }
   if (!found) return std::nullopt;
-  Place place{segments[best_first].offset_bytes, {}};
+  Room room{segments[best_first].offset_bytes, {}};
   for (size_t i = best_first; i <= best_last; ++i) {
-    if (!segments[i].hole) place.evicted.push_back(segments[i].tensor);
+    if (!segments[i].hole) room.evicted.push_back(segments[i].tensor);
   }
-  return place;
+  return room;
 }
 
 void WeightWindow::Occupy(uint32_t tensor, uint64_t offset_bytes, uint64_t slot_bytes) {

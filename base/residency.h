@@ -7,8 +7,8 @@
 //
 // Invariants
 //   * Slots never overlap and never leave the window; a tensor has at most one.
-//   * A slot that is pinned or under I/O is never part of a found place.
-//   * A place found for a prefetch evicts only what is needed later than the prefetched tensor.
+//   * A slot that is pinned or under I/O is never part of found room.
+//   * Room found for a prefetch evicts only what is needed later than the prefetched tensor.
 //
 // Thread safety: none; one owner.
 #pragma once
@@ -41,7 +41,7 @@ class UseOrder {
 
  private:
   uint32_t touch_count_ = 0;
-  std::vector<uint32_t> first_;  // per tensor: its first place in positions_; one more at the end
+  std::vector<uint32_t> first_;  // per tensor: its first index in positions_; one more at the end
   std::vector<uint32_t> positions_;  // ascending per tensor
 };
 
@@ -53,7 +53,7 @@ struct Occupant {
 
 class WeightWindow {
  public:
-  struct Place {
+  struct Room {
     uint64_t offset_bytes = 0;
     std::vector<uint32_t> evicted;  // tensors that have to go first
   };
@@ -63,8 +63,8 @@ class WeightWindow {
 
   // Finds room, evicting only tensors whose next use is later than `needed`; a demand passes no
   // `needed` and may evict any. Nothing is changed.
-  std::optional<Place> Find(uint64_t slot_bytes, std::optional<uint64_t> needed,
-                            const Look& look) const;
+  std::optional<Room> Find(uint64_t slot_bytes, std::optional<uint64_t> needed,
+                           const Look& look) const;
 
   // Gives [offset, offset + slot_bytes), which must be free, to a tensor that has no slot.
   void Occupy(uint32_t tensor, uint64_t offset_bytes, uint64_t slot_bytes);

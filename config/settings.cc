@@ -40,8 +40,8 @@ constexpr Key kKeys[] = {
      "a hint: elements of weights that the window reads ahead; 0: an eighth of ram"},
     {"policy.max_live", nullptr, KeyType::kCount, "0", "17592186044416",
      "a hint: elements of weights in memory at a time; 0: as many as ram holds"},
-    {"ranks.gradients", nullptr, KeyType::kChoice, "mean", "mean|sum",
-     "what several ranks' gradients become"},
+    {"ranks.gradients", nullptr, KeyType::kChoice, "mean", "mean|sum|reduced_by_trainer",
+     "what several ranks' gradients become; reduced_by_trainer: the trainer makes them one"},
     {"state.layout", nullptr, KeyType::kChoice, "exact", "exact",
      "fp32 masters and moments, bit for bit"},
     {"state.generations", nullptr, KeyType::kCount, "0", "14",
@@ -190,8 +190,14 @@ std::vector<std::pair<std::string, std::string>> Settings::EngineOptions() const
   }
   if (has("policy.gradients"))
     options.emplace_back("spill_gradients", Get("policy.gradients").value == "nvme" ? "1" : "0");
-  if (has("ranks.gradients"))
-    options.emplace_back("gradient_average", Get("ranks.gradients").value == "mean" ? "1" : "0");
+  if (has("ranks.gradients")) {
+    const std::string gradients = Get("ranks.gradients").value;
+    if (gradients == "reduced_by_trainer") {
+      options.emplace_back("gradients", gradients);
+    } else {
+      options.emplace_back("gradient_average", gradients == "mean" ? "1" : "0");
+    }
+  }
   return options;
 }
 

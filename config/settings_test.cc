@@ -127,6 +127,12 @@ TEST(SettingsTest, EverySettingIsAnOptionOfTheEngineOrTheOnlyChoice) {
   EXPECT_TRUE(has("weights_home", "auto"));
   EXPECT_TRUE(has("gradient_average", "0"));
   EXPECT_TRUE(Settings().EngineOptions().empty());
+  ASSERT_TRUE(settings.Set("ranks.gradients", "reduced_by_trainer", "test").ok());
+  const auto reduced = settings.EngineOptions();
+  EXPECT_EQ(reduced.size(), options.size());
+  EXPECT_NE(std::find(reduced.begin(), reduced.end(),
+                      std::pair<std::string, std::string>("gradients", "reduced_by_trainer")),
+            reduced.end());
 }
 
 TEST(SettingsTest, AWrongVariableIsNamed) {

@@ -113,6 +113,9 @@ void DefineOffloading(CLI::App& app, Flags& flags, Words& words) {
   app.add_option("--weights-home", flags.weights_home,
                  "auto, ram, nvme, or the share of the weights that stays in memory");
   app.add_option("--state-home", flags.state_home, "the same of masters and moments");
+  app.add_flag(
+      "--checksums", flags.checksums,
+      "end with a checksum of all weights, of all masters and of all moments of each kind");
   app.add_option("--io", flags.io, "auto, uring, libaio or threads")
       ->check(CLI::IsMember({"auto", "uring", "libaio", "threads"}));
 }
@@ -122,8 +125,9 @@ absl::Status DecideOffloading(const CLI::App& app, const Words& words, Flags& fl
   flags.offload =
       words.offload == "on" || (app.count("--offload") == 0 && !flags.nvme_path.empty());
   if (flags.offload) return absl::OkStatus();
-  for (const char* const flag : {"--nvme-path", "--ram", "--job", "--durability", "--generations",
-                                 "--zero-stage", "--weights-home", "--state-home", "--io"}) {
+  for (const char* const flag :
+       {"--nvme-path", "--ram", "--job", "--durability", "--generations", "--zero-stage",
+        "--weights-home", "--state-home", "--checksums", "--io"}) {
     if (app.count(flag) == 0) continue;
     return MakeError(ErrorId::kBadValue, absl::StrCat(flag, " has no effect without offloading"),
                      app.count("--offload") == 0 ? "Add --nvme-path DIR, or leave it away"

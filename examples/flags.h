@@ -41,6 +41,7 @@ struct Flags {
   std::string init_from;      // a Hugging Face folder, or a safetensors file; empty: random weights
   std::string export_folder;  // where the trained weights go at the end; empty: nowhere
   uint64_t export_shard_bytes = 5'000'000'000;
+  bool checksums = false;  // of all that the job keeps, at the end
 
   OptimizerKind optimizer = OptimizerKind::kAdamW;
   double learning_rate = 0;  // 0: 1e-3 for AdamW, 1e-2 for SGD

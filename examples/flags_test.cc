@@ -92,6 +92,7 @@ TEST(FlagsTest, FlagsOfOffloadingWithoutItAreErrors) {
        std::vector<std::vector<const char*>>{{"--ram", "3GiB"},
                                              {"--job", "j"},
                                              {"--zero-stage", "3"},
+                                             {"--checksums"},
                                              {"--offload", "off", "--nvme-path", "/x"}}) {
     const auto flags = Parse(words);
     EXPECT_EQ(ErrorIdOf(flags.status()), ErrorId::kBadValue) << words.back();

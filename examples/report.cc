@@ -105,10 +105,16 @@ void Reporter::Sample(int64_t step, const std::string& text) {
   out_ << "sample:\n" << printable << std::endl;
 }
 
-void Reporter::End(int64_t step, int64_t durable_epoch) {
-  if (!json_) return;
-  out_ << Json{{"event", "end"}, {"step", step}, {"durable_epoch", durable_epoch}}.dump()
-       << std::endl;
+void Reporter::End(int64_t step, int64_t durable_epoch,
+                   const std::map<std::string, uint32_t>& checksums) {
+  if (!json_) {
+    for (const auto& [name, checksum] : checksums)
+      out_ << absl::StrFormat("checksum of %s %08x", name, checksum) << std::endl;
+    return;
+  }
+  Json line{{"event", "end"}, {"step", step}, {"durable_epoch", durable_epoch}};
+  if (!checksums.empty()) line["checksums"] = checksums;
+  out_ << line.dump() << std::endl;
 }
 
 std::string PlanLine(const PlanComparison& comparison) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <ostream>
 #include <string>
 
@@ -61,7 +62,8 @@ class Reporter {
   void Plan(const PlanComparison& comparison);
   void Evaluation(int64_t step, double loss);
   void Sample(int64_t step, const std::string& text);
-  void End(int64_t step, int64_t durable_epoch);
+  // `checksums`: by name, of all that the job keeps under it; empty: none were asked for.
+  void End(int64_t step, int64_t durable_epoch, const std::map<std::string, uint32_t>& checksums);
 
  private:
   const bool json_;

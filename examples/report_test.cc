@@ -69,6 +69,14 @@ TEST(ReportTest, ThePlanStandsBesideWhatWasMeasured) {
   EXPECT_EQ(line.at("measured").at("write_bytes_per_step"), 1.26e9);
 }
 
+TEST(ReportTest, EndHasTheChecksumsThatWereAskedFor) {
+  std::ostringstream with, without;
+  Reporter(true, with).End(3, 2, {{"weight", 7}});
+  EXPECT_EQ(nlohmann::json::parse(with.str()).at("checksums").at("weight"), 7);
+  Reporter(true, without).End(3, 2, {});
+  EXPECT_FALSE(nlohmann::json::parse(without.str()).contains("checksums"));
+}
+
 TEST(ReportTest, SampleOfArbitraryBytesIsStillJson) {
   std::ostringstream out;
   Reporter(true, out).Sample(1, "a\xff\x1b\"\n");

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstring>
 #include <iostream>
+#include <map>
 #include <numeric>
 #include <optional>
 #include <ostream>
@@ -18,6 +19,7 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
+#include "base/crc32c.h"
 #include "base/status_macros.h"
 #include "examples/amx_probe.h"
 #include "examples/flags.h"
@@ -174,7 +176,28 @@ class Trainer {
     if (flags_.sample_bytes > 0) reporter_.Sample(step, Sample());
     if (engine_ != nullptr) engine_->WaitDurable();
     if (!flags_.export_folder.empty()) Export();
-    reporter_.End(step, ReadStatistics().durable_step);
+    reporter_.End(step, ReadStatistics().durable_step,
+                  flags_.checksums ? Checksums() : std::map<std::string, uint32_t>());
+  }
+
+  // What the job keeps of every parameter, by the names of Engine::Gather.
+  std::vector<std::string> Planes() const {
+    if (flags_.optimizer == OptimizerKind::kAdamW)
+      return {"weight", "master", "exp_avg", "exp_avg_sq"};
+    if (flags_.momentum == 0) return {"weight", "master"};
+    return {"weight", "master", "momentum_buffer"};
+  }
+
+  std::map<std::string, uint32_t> Checksums() {
+    std::map<std::string, uint32_t> checksums;
+    for (const std::string& plane : Planes()) {
+      uint32_t& checksum = checksums[plane];
+      for (const at::Tensor& parameter : model_->parameters()) {
+        const at::Tensor values = engine_->Gather(parameter, plane).contiguous();
+        checksum = Crc32c(checksum, values.const_data_ptr(), values.nbytes());
+      }
+    }
+    return checksums;
   }
 
   // Every gradient of a micro-batch, before it is added to the others.

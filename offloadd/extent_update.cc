@@ -43,14 +43,14 @@ class Pass {
       const swap::ExtentId id = Id(plane);
       if (!update.norms_only && !update.left[plane])
         checksums_[plane].after = update.store->StartChecksum(id, update.sequence);
-      if (memory.stamp.has_value() && !memory.stamp->never_written()) {
+      if (!update.verifies_first && memory.stamp.has_value() && !memory.stamp->never_written()) {
         checksums_[plane].before = update.store->StartChecksum(id, memory.stamp->sequence);
       }
     }
   }
 
   void Run() {
-    if (update_.norms_only) update_.norms.resize(update_.members.size());
+    if (update_.norms_only) update_.norms.assign(update_.members.size(), {});
     for (uint32_t begin = 0; begin < update_.elements; begin += kTileElements) {
       const uint32_t end = std::min(begin + kTileElements, update_.elements);
       TakeChecksums(begin, end, /*before=*/true);
@@ -149,9 +149,9 @@ class Pass {
       PlaneChecksums& checksums = checksums_[plane];
       if (checksums.after.has_value()) update_.crc[plane] = checksums.after->Finish();
       if (!checksums.before.has_value()) continue;
-      if (checksums.before->Finish() != update_.planes[plane].stamp->crc) {
-        update_.status.Update(ChecksumError(*update_.store, Id(plane)));
-      }
+      if (checksums.before->Finish() == update_.planes[plane].stamp->crc) continue;
+      update_.wrong[plane] = true;
+      update_.is_spoiled = !update_.norms_only;
     }
     absl::StatusOr<TieBits> ties = ties_out_.Finish();
     update_.status.Update(ties.status());
@@ -212,15 +212,33 @@ absl::Status ChecksumError(const swap::Store& store, const swap::ExtentId& id) {
                                 " does not have its checksum"));
 }
 
-void RunExtentUpdate(ExtentUpdate& update) {
-  if (update.ties_in.stamp.has_value()) {
-    const swap::ExtentId id{update.store_tensor, swap::Plane::kTies, update.index};
-    if (!update.store->Verify(id, *update.ties_in.stamp, update.ties_in.plane->span())) {
-      update.status = ChecksumError(*update.store, id);
-      return;
-    }
+bool ExtentUpdate::HasWrong() const {
+  return std::find(wrong.values.begin(), wrong.values.end(), true) != wrong.values.end();
+}
+
+// Before anything is changed.
+static void Verify(ExtentUpdate& update) {
+  const auto is_wrong = [&](proto::Plane plane, const std::optional<swap::Stamp>& stamp,
+                            std::span<const std::byte> bytes) {
+    const swap::ExtentId id = ExtentIdOf(update.store_tensor, plane, update.index);
+    return stamp.has_value() && !update.store->Verify(id, *stamp, bytes);
+  };
+  if (update.ties_in.plane.has_value()) {
+    update.wrong[proto::Plane::kTies] =
+        is_wrong(proto::Plane::kTies, update.ties_in.stamp, update.ties_in.plane->span());
   }
-  Pass(update).Run();
+  if (!update.verifies_first) return;
+  for (const proto::Plane plane : proto::kUpdatedPlanes) {
+    const PlaneMemory& memory = update.planes[plane];
+    update.wrong[plane] = is_wrong(plane, memory.stamp, {memory.bytes, memory.size_bytes});
+  }
+}
+
+void RunExtentUpdate(ExtentUpdate& update) {
+  update.wrong = {};
+  update.is_spoiled = false;
+  Verify(update);
+  if (!update.HasWrong()) Pass(update).Run();
 }
 
 absl::StatusOr<TieBits> ClearResidual(std::span<int16_t> residual, uint64_t dropped_begin,

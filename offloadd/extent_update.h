@@ -31,6 +31,7 @@ struct ByPlane {
   T& operator[](proto::Plane plane) { return values[proto::IndexOf(plane)]; }
   const T& operator[](proto::Plane plane) const { return values[proto::IndexOf(plane)]; }
 };
+using PlaneFlags = ByPlane<bool>;
 
 // The extent as the store calls it: the numbers of the planes are one set (job_catalogue.cc).
 inline swap::ExtentId ExtentIdOf(uint32_t store_tensor, proto::Plane plane, uint32_t index) {
@@ -75,7 +76,10 @@ struct ExtentUpdate {
   const proto::PlaneSet* plane_set = nullptr;
   const uint32_t* roots = nullptr;  // as kernels::Run has them
   uint64_t sequence = 0;            // that the outputs are bound to
-  ByPlane<bool> left;               // stays in memory unwritten: gets no checksum
+  PlaneFlags left;                  // stays in memory unwritten: gets no checksum
+  // Nothing is changed before all that was read has its checksum: planes in memory are nowhere
+  // else.
+  bool verifies_first = false;
   ExtentPlanes planes;
   TieBits ties_in;
   const std::byte* spilled_gradient = nullptr;
@@ -86,10 +90,14 @@ struct ExtentUpdate {
   ByPlane<uint32_t> crc;
   TieBits ties_out;
   std::vector<kernels::Norms> norms;  // of the first of two sweeps: one for each member
+  PlaneFlags wrong;  // were read and do not have their checksum: the other results are worthless
+  bool is_spoiled = false;  // and so are all planes: the update has gone over them
   absl::Status status;
+
+  bool HasWrong() const;
 };
 
-// Fills the results. On a checksum mismatch `status` is OFD-1208 and the planes are worthless.
+// Fills the results. May run again when planes that are wrong or spoiled have been read anew.
 void RunExtentUpdate(ExtentUpdate& update);
 
 // Copies the tie bits of elements [begin, end) that stay, dropping those of [dropped_begin,

@@ -50,7 +50,7 @@ class GradientOrder {
   struct Ticket {
     uint32_t rank = 0;
     uint64_t tag = 0;
-    uint64_t place = 0;  // of a part, whatever that means
+    uint64_t region_offset = 0;  // of a part; not looked at here
   };
   // Parts that are added now, in one sweep.
   struct Addition {

@@ -38,13 +38,14 @@ class GradientOrderTest : public ::testing::Test {
   }
   absl::Status Give(uint32_t rank, uint32_t tensor, uint32_t pass,
                     GradientStart start = GradientStart::kNothing, uint32_t extent = 0) {
-    return order_.Deliver(tensor, extent, pass, start, {.rank = rank, .tag = pass, .place = 0});
+    return order_.Deliver(tensor, extent, pass, start,
+                          {.rank = rank, .tag = pass, .region_offset = 0});
   }
   absl::Status End(uint32_t rank, uint32_t pass, bool waits = false) {
-    return order_.EndPass(pass, waits, {.rank = rank, .tag = 1000 + pass, .place = 0});
+    return order_.EndPass(pass, waits, {.rank = rank, .tag = 1000 + pass, .region_offset = 0});
   }
   absl::Status Look(uint32_t rank, uint32_t tensor, uint32_t passes) {
-    return order_.Look(tensor, passes, {.rank = rank, .tag = 2000 + tensor, .place = 0});
+    return order_.Look(tensor, passes, {.rank = rank, .tag = 2000 + tensor, .region_offset = 0});
   }
   // "pass.rank pass.rank …" of the additions that are due, one after the other; all are done.
   std::string Add(bool finite = true) {
@@ -563,7 +564,7 @@ class Schedule {
   void Go(uint32_t rank) {
     Rank& r = ranks_[rank];
     const Operation& operation = script_.programs[rank][r.next];
-    const Ticket ticket{.rank = rank, .tag = r.next, .place = operation.part};
+    const Ticket ticket{.rank = rank, .tag = r.next, .region_offset = operation.part};
     ++r.next;
     if (r.looked != nullptr) ExpectSums(*r.looked, "looked at");
     r.looked = nullptr;
@@ -615,7 +616,7 @@ class Schedule {
     if (addition.start != GradientStart::kPrevious)
       sum = addition.start == GradientStart::kZeros ? 1 : 2;
     for (const Ticket& part : addition.parts) {
-      sum = Mix(sum, part.place);
+      sum = Mix(sum, part.region_offset);
       --ranks_[part.rank].in_flight;
     }
     order_.Added(addition.tensor, addition.extent, true);

@@ -79,7 +79,8 @@ void GradientSum::Handle(uint32_t rank, const proto::SubmissionEntry& entry) {
 }
 
 absl::Status GradientSum::Submit(uint32_t rank, const proto::SubmissionEntry& entry) {
-  const GradientOrder::Ticket ticket{.rank = rank, .tag = entry.tag, .place = entry.region_offset};
+  const GradientOrder::Ticket ticket{
+      .rank = rank, .tag = entry.tag, .region_offset = entry.region_offset};
   switch (entry.operation) {
     case RingOperation::kBeginGradients: {
       absl::Status status = order_.Begin(rank, entry.element_offset);
@@ -189,7 +190,7 @@ GradientSum::SweepPointer GradientSum::MakeSweep(GradientOrder::Addition additio
     sweep->sum = context_->slab + context_->layout.sum_offset[addition.tensor] + begin_bytes;
   }
   for (const GradientOrder::Ticket& part : addition.parts)
-    sweep->parts.push_back(context_->ranks[part.rank].region + part.place);
+    sweep->parts.push_back(context_->ranks[part.rank].region + part.region_offset);
   sweep->addition = std::move(addition);
   return sweep;
 }

@@ -87,6 +87,12 @@ class ResidentState {
     if (!Leaves(store_tensor, last, proto::Plane::kWeight)) return false;
     return Has(store_tensor, last) || proto::StateBytes(tensor, last) == 0;
   }
+  // True when only memory has what the extent's plane became.
+  bool IsUnwritten(uint32_t store_tensor, uint32_t index, proto::Plane plane) const {
+    const auto found = unwritten_.find({store_tensor, index});
+    if (found == unwritten_.end()) return false;
+    return plane == proto::Plane::kWeight ? found->second.weight : found->second.state;
+  }
   // An update was computed that leaves some planes.
   void MarkUnwritten(const ExtentUpdate& update) {
     const bool weight = update.left[proto::Plane::kWeight];

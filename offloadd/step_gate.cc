@@ -17,6 +17,15 @@ using proto::v1::StepRequest;
 
 absl::Status Difference(const std::string& what) { return MakeError(ErrorId::kRanksDiffer, what); }
 
+// Of a gradient that ought to be the same in all ranks.
+absl::Status GradientDifference(const std::string& what, bool is_reduced) {
+  if (!is_reduced) return Difference(what);
+  return MakeError(
+      ErrorId::kRanksDiffer, what,
+      "Reduce every gradient, to the same bits in all ranks, between the last backward "
+      "and the step");
+}
+
 std::string Ranks(uint32_t a, uint32_t b) { return absl::StrCat("ranks ", a, " and ", b); }
 
 // What a rank says of a tensor.
@@ -100,7 +109,7 @@ absl::Status CompareEntries(const std::string& name, const Entry& a, const Entry
                                    " has written it"));
   }
   if ((is_own || compares_gradients) && a.own_gradient_crc != b.own_gradient_crc)
-    return Difference(absl::StrCat("the gradient", of));
+    return GradientDifference(absl::StrCat("the gradient", of), compares_gradients);
   return absl::OkStatus();
 }
 
@@ -109,8 +118,9 @@ absl::Status CheckNamedByAll(const std::string& name, const Entry& entry, uint32
                              uint32_t world_size, bool compares_gradients) {
   if (names == world_size || (entry.own_gradient_offset == 0 && !compares_gradients))
     return absl::OkStatus();
-  return Difference(absl::StrCat("\"", name, "\" has a gradient in rank ", entry.rank,
-                                 " and not in all of the ", world_size, " ranks"));
+  return GradientDifference(absl::StrCat("\"", name, "\" has a gradient in rank ", entry.rank,
+                                         " and not in all of the ", world_size, " ranks"),
+                            compares_gradients);
 }
 
 void Append(uint32_t tensor, const Entry& entry, StepRequest& to) {

@@ -10,6 +10,9 @@
 namespace offload::daemon {
 namespace {
 
+// Of the update of one extent, when each finds something that was read wrong.
+constexpr int kTriesMax = 3;
+
 // Extents whose state lives in DRAM need no block: one for each thread, the next one of each, and
 // two being written.
 uint32_t ExtentsInFlightMax(const JobContext& context) {
@@ -215,8 +218,9 @@ void UpdateExecutor::PlacePlanes(Extent& extent) {
   weight.bytes = cache_->slot(update.store_tensor) + WeightExtentOffset(tensor, update.index);
   weight.size_bytes = proto::PaddedBytes(WeightBytes(tensor, update.elements));
   for (const proto::Plane plane : proto::kUpdatedPlanes) {
-    update.left[plane] = update.planes[plane].bytes != nullptr &&
-                         state_->Leaves(update.store_tensor, update.index, plane);
+    if (update.planes[plane].bytes == nullptr) continue;
+    update.left[plane] = state_->Leaves(update.store_tensor, update.index, plane);
+    update.verifies_first |= state_->IsUnwritten(update.store_tensor, update.index, plane);
   }
 }
 
@@ -224,22 +228,27 @@ void UpdateExecutor::PlacePlanes(Extent& extent) {
 // reads are under way.
 void UpdateExecutor::Read(const std::shared_ptr<Extent>& extent) {
   extent->transfers = 1;
-  ReadPlanes(extent);
+  ReadPlanes(extent, PlanesToRead(*extent));
   ReadTies(extent);
   ReadGradient(extent);
   FinishRead(extent, absl::OkStatus());
 }
 
-void UpdateExecutor::ReadPlanes(const std::shared_ptr<Extent>& extent) {
+PlaneFlags UpdateExecutor::PlanesToRead(const Extent& extent) const {
+  const bool state_is_there = state_->Loaded(extent.update.store_tensor, extent.update.index);
+  PlaneFlags which;
+  for (const proto::Plane plane : proto::kUpdatedPlanes)
+    which[plane] = plane == proto::Plane::kWeight ? extent.task->reads_weights : !state_is_there;
+  return which;
+}
+
+void UpdateExecutor::ReadPlanes(const std::shared_ptr<Extent>& extent, const PlaneFlags& which) {
   ExtentUpdate& update = extent->update;
-  const bool state_is_there = state_->Loaded(update.store_tensor, update.index);
   std::array<swap::ReadRequest, proto::kUpdatedPlanes.size()> requests;
   std::array<proto::Plane, requests.size()> plane_of{};
   size_t count = 0;
   for (const proto::Plane plane : proto::kUpdatedPlanes) {
-    const bool there =
-        plane == proto::Plane::kWeight ? !extent->task->reads_weights : state_is_there;
-    if (there || update.planes[plane].bytes == nullptr) continue;
+    if (!which[plane] || update.planes[plane].bytes == nullptr) continue;
     requests[count] = {ExtentIdOf(update.store_tensor, plane, update.index),
                        update.planes[plane].bytes};
     plane_of[count++] = plane;
@@ -285,6 +294,32 @@ void UpdateExecutor::ReadGradient(const std::shared_ptr<Extent>& extent) {
       context_->Counted([this, extent](absl::Status status) { FinishRead(extent, status); }));
 }
 
+// Planes that were in memory and are spoiled have the same bytes in the store: otherwise the update
+// would have verified first.
+void UpdateExecutor::ReadAgain(const std::shared_ptr<Extent>& extent) {
+  ExtentUpdate& update = extent->update;
+  const auto read_wrong = [&](proto::Plane plane, std::byte* bytes, const swap::Stamp& stamp) {
+    const swap::ExtentId id = ExtentIdOf(update.store_tensor, plane, update.index);
+    if (extent->tries == kTriesMax) return extent->status.Update(ChecksumError(*update.store, id));
+    ++extent->transfers;
+    context_->store->ReadAgain(
+        {id, bytes}, stamp,
+        context_->Counted([this, extent](absl::Status status) { FinishRead(extent, status); }));
+  };
+  extent->transfers = 1;
+  PlaneFlags spoiled;
+  for (const proto::Plane plane : proto::kUpdatedPlanes) {
+    const PlaneMemory& memory = update.planes[plane];
+    if (update.wrong[plane]) read_wrong(plane, memory.bytes, *memory.stamp);
+    spoiled[plane] = update.is_spoiled && !update.wrong[plane];
+  }
+  if (update.wrong[proto::Plane::kTies])
+    read_wrong(proto::Plane::kTies, update.ties_in.plane->data(), *update.ties_in.stamp);
+  ReadPlanes(extent, spoiled);
+  ++extent->tries;
+  FinishRead(extent, absl::OkStatus());
+}
+
 void UpdateExecutor::FinishRead(const std::shared_ptr<Extent>& extent, const absl::Status& status) {
   extent->status.Update(status);
   if (--extent->transfers > 0) return;
@@ -302,6 +337,7 @@ void UpdateExecutor::FinishCompute(const std::shared_ptr<Extent>& extent) {
   const ExtentUpdate& update = extent->update;
   if (!update.status.ok()) context_->fail(update.status);
   if (context_->failed()) return Release(*extent);
+  if (update.HasWrong()) return ReadAgain(extent);
   if (state_->Has(update.store_tensor, update.index))
     state_->SetLoaded(update.store_tensor, update.index);
   if (extent->task->norms_only) return FinishNorms(*extent);

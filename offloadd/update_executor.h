@@ -15,7 +15,8 @@
 //   planes that live in DRAM change only once they are written: beside a checkpoint only tensors
 //   that stay in memory are updated, each after its last write.
 //   * An extent is in one of: waiting for a buffer → reading → computing → writing → done; its
-//   buffers are its own from start to end.
+//   buffers are its own from start to end. What was read and does not have its checksum is read
+//   again, with all that the update has changed before it knew, and computed anew.
 //   * A tensor is resident for its ranks when its last extent is computed; its slot stays where it
 //   is until its last write is done.
 //   * A tensor whose update needs its norms is swept twice; the first sweep writes nothing.
@@ -111,6 +112,7 @@ class UpdateExecutor {
     Task* task = nullptr;
     std::byte* block = nullptr;  // null: needs none
     uint32_t transfers = 0;      // reads under way
+    int tries = 1;               // of the update, which finds out whether what was read is right
     ExtentUpdate update;
     absl::Status status;
   };
@@ -130,7 +132,9 @@ class UpdateExecutor {
   bool StartExtent(Task& task, uint32_t index);
   void PlacePlanes(Extent& extent);
   void Read(const std::shared_ptr<Extent>& extent);
-  void ReadPlanes(const std::shared_ptr<Extent>& extent);
+  PlaneFlags PlanesToRead(const Extent& extent) const;
+  void ReadPlanes(const std::shared_ptr<Extent>& extent, const PlaneFlags& which);
+  void ReadAgain(const std::shared_ptr<Extent>& extent);
   void ReadTies(const std::shared_ptr<Extent>& extent);
   void ReadGradient(const std::shared_ptr<Extent>& extent);
   void FinishRead(const std::shared_ptr<Extent>& extent, const absl::Status& status);

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -365,6 +366,58 @@ TEST(UpdateExecutorTest, AnIntervalByTheClockEndsWithTheFirstStepBehindIt) {
   parts.Run();
   EXPECT_EQ(parts.committed, std::vector<uint64_t>({2})) << "counted from that commit";
 }
+
+// A bit of one of its first reads: of a step, whatever it finds in memory already.
+class WrongBitTest : public ::testing::TestWithParam<std::tuple<const char*, bool, bool, int>> {
+ protected:
+  static PartsOptions Options() {
+    const auto [optimizer, keeps_weights, keeps_state, interval] = GetParam();
+    PartsOptions options = Mixed(kernels::OptimizerSpec(optimizer));
+    options.keeps_weights = keeps_weights;
+    options.keeps_state = keeps_state;
+    options.durability = {.steps = static_cast<uint64_t>(interval)};
+    return options;
+  }
+};
+
+TEST_P(WrongBitTest, OnTheWayIsReadAgainAndTheStepGoesOn) {
+  for (uint64_t nth = 1;; ++nth) {
+    Parts parts(Options());
+    parts.Begin(1, kAll);
+    parts.Run();
+    parts.drive().AddFault({aio::FaultKind::kBitFlip, nth});
+    const uint64_t mismatches = parts.context.store->error_counts().checksum_mismatches;
+    parts.Begin(2, kAll);
+    parts.Run();
+    const bool was_met = parts.drive().faults_met() == 1;
+    ASSERT_TRUE(parts.context.failure.ok()) << nth << ": " << parts.context.failure;
+    EXPECT_EQ(parts.context.store->error_counts().checksum_mismatches - mismatches,
+              was_met ? 1u : 0u);
+    parts.executor().CommitSoon();
+    parts.Run();
+    ASSERT_EQ(parts.CompareDurable(parts.now), "") << "bit of read " << nth;
+    for (const uint32_t tensor : kAll)
+      ASSERT_EQ(parts.InSlab(tensor), parts.now.tensors[tensor]->weights) << tensor;
+    if (!was_met) break;
+    ASSERT_LT(nth, 100u);
+  }
+}
+
+TEST_P(WrongBitTest, ThatStaysIsTheEndOfTheJob) {
+  Parts parts(Options());
+  parts.Begin(1, kAll);
+  parts.Run();
+  const uint64_t reads = parts.drive().counters().reads;
+  parts.drive().AddFault({aio::FaultKind::kBitFlip, 1, /*persistent=*/true});
+  parts.Begin(2, kAll);
+  parts.Run();
+  if (parts.drive().counters().reads == reads) return;  // all is in memory
+  EXPECT_EQ(ErrorIdOf(parts.context.failure), ErrorId::kChecksum) << parts.context.failure;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, WrongBitTest,
+                         ::testing::Combine(::testing::Values("adamw", "lamb"), ::testing::Bool(),
+                                            ::testing::Bool(), ::testing::Values(1, 4)));
 
 TEST(UpdateExecutorTest, AFaultOfTheDriveFailsTheJobAndTheEpochBeforeStands) {
   using aio::FaultKind;

@@ -225,14 +225,14 @@ bool WeightCache::Evict(uint32_t store_tensor) {
 
 bool WeightCache::GiveSlot(uint32_t store_tensor, std::optional<uint64_t> needed) {
   const uint64_t slot_bytes = proto::WeightSlotBytes(context_->store_tensor(store_tensor));
-  const std::optional<WeightWindow::Place> place =
+  const std::optional<WeightWindow::Room> room =
       window_.Find(slot_bytes, needed, [this](uint32_t tensor) { return Look(tensor); });
-  if (!place.has_value()) return false;
-  for (const uint32_t evicted : place->evicted) {
+  if (!room.has_value()) return false;
+  for (const uint32_t evicted : room->evicted) {
     if (!Evict(evicted)) return false;
   }
-  window_.Occupy(store_tensor, place->offset_bytes, slot_bytes);
-  states_[store_tensor].offset_bytes = context_->layout.window_offset + place->offset_bytes;
+  window_.Occupy(store_tensor, room->offset_bytes, slot_bytes);
+  states_[store_tensor].offset_bytes = context_->layout.window_offset + room->offset_bytes;
   return true;
 }
 

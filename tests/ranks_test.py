@@ -1,5 +1,5 @@
-"""Several ranks of examples/train, as torchrun starts them, against one process that takes their micro-batches in rank
-order: losses, norms and exported weights are equal, bit for bit. Then ranks and daemons are killed at random moments and the job
+"""Several ranks of examples/train, as torchrun starts them, against one process in memory that takes their micro-batches in rank
+order: losses, norms, exported weights, and checksums of weights, masters and moments are equal, bit for bit. Then ranks and daemons are killed at random moments and the job
 goes on with another number of ranks: every loss is that of the uninterrupted run with the same global batch.
 
 usage: ranks_test.py TRAIN OFFLOADD [--kills N] [--seed S] [--steps N] [--directory DIR] [--long] [--only CASE]
@@ -45,19 +45,18 @@ class Ranks:
         self.environment = {"OFFLOADD_BINARY": options.offloadd}
         self.jobs = 0
 
-    def offloaded(self, world_size, flags, micro_batches, job=None, export=None):
+    def job_flags(self, job, export):
         self.jobs += job is None
-        flags = [*flags, "--micro-batches", str(micro_batches), "--offload", "on", "--ram", "96MiB", "--nvme-path",
-                 self.folder, "--job", job or f"job{self.jobs}"]
-        if export:
-            flags += ["--export", export]
+        return ["--offload", "on", "--ram", "96MiB", "--nvme-path", self.folder, "--job", job or f"job{self.jobs}", "--checksums",
+                *(["--export", export] if export else [])]
+
+    def offloaded(self, world_size, flags, micro_batches, job=None, export=None):
+        flags = [*flags, "--micro-batches", str(micro_batches), *self.job_flags(job, export)]
         return Launch(self.options.train, world_size, flags, self.environment)
 
     def in_memory(self, world_size, flags, micro_batches, export=None):
-        flags = [*flags, "--micro-batches", str(world_size * micro_batches), "--as-ranks", str(world_size), "--offload", "off"]
-        if export:
-            flags += ["--export", export]
-        run = Trainer(self.options.train, flags)
+        flags = [*flags, "--micro-batches", str(world_size * micro_batches), "--as-ranks", str(world_size), *self.job_flags(None, export)]
+        run = Trainer(self.options.train, flags, {"OFFLOADD_DISABLE": "1"})
         check(run.wait() == 0, f"the run in memory failed: {run.stderr}")
         return run
 
@@ -84,9 +83,12 @@ def compare_with_one_process(ranks, world_size, micro_batches, model, dtype):
     check(shown(one) == shown(many), f"{name}: {shown(one)} in one process, {shown(many)} in {world_size} ranks")
     check(all(rank.lines == [] for rank in many.ranks[1:]), f"{name}: other ranks than the first print")
     check(one.lines[-2]["loss"] == many.ranks[0].lines[-2]["loss"], f"{name}: evaluations differ")
+    ours, theirs = (run.lines[-1]["checksums"] for run in (many.ranks[0], one))
+    check(set(theirs) == {"weight", "master", "exp_avg", "exp_avg_sq"}, f"{name}: checksums of {sorted(theirs)} alone")
+    check(ours == theirs, f"{name}: {[plane for plane in theirs if ours[plane] != theirs[plane]]} differ")
     if exported:
         check(weights_in(exports[0]) and weights_in(exports[0]) == weights_in(exports[1]), f"{name}: weights differ")
-    print(f"{name}: {ranks.options.steps} steps equal", flush=True)
+    print(f"{name}: {ranks.options.steps} steps equal, and so are {', '.join(theirs)}", flush=True)
 
 
 class Victim:

@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -319,6 +320,91 @@ void Files(Run& run) {
   run.optimizer->step();
 }
 
+// ---- Gradients that the trainer reduces ----
+
+// What an all-reduce of another library does: every rank's gradients, divided, added in the order
+// of ranks, and written to the memory of `.grad`. Parameters that a rank does not use are zeros to
+// it.
+void AllReduce(Run& run, int64_t number) {
+  if (run.engine->world_size() == 1) return;  // backward has added them in this order
+  const torch::NoGradGuard no_grad;
+  const std::string path = run.folder() + std::to_string(number) + ".";
+  Log own;
+  for (const auto& item : run.model->named_parameters()) {
+    const Tensor& grad = item.value().grad();
+    if (grad.defined()) own.Add(item.key(), grad * (1.0 / run.ranks()));
+  }
+  own.Save(path + std::to_string(run.engine->rank()));
+  run.engine->Exchange("");
+  std::map<std::string, Tensor> sums;
+  for (int rank = 0; rank < run.ranks(); ++rank) {
+    const Log part = Log::Load(path + std::to_string(rank));
+    for (size_t i = 0; i < part.names.size(); ++i) {
+      const auto [sum, is_first] = sums.emplace(part.names[i], part.values[i]);
+      if (!is_first) sum->second.add_(part.values[i]);
+    }
+  }
+  for (const auto& item : run.model->named_parameters()) {
+    const auto sum = sums.find(item.key());
+    if (sum == sums.end()) continue;
+    Tensor& grad = item.value().mutable_grad();
+    if (!grad.defined()) grad = torch::zeros_like(item.value());
+    std::memcpy(grad.mutable_data_ptr(), sum->second.const_data_ptr(), sum->second.nbytes());
+  }
+}
+
+// One micro-batch of each rank; clipping and edits after the reduction.
+void OwnReduction(Run& run) {
+  const int last = run.ranks() - 1;
+  for (int64_t step = 0; step < 4; ++step) {
+    run.Backward(step, 0, [=](int rank) { return step > 0 && rank == last; });
+    AllReduce(run, step);
+    run.Clip(step % 2 == 0 ? 0.2 : 1e6);
+    if (step == 2) {
+      const torch::NoGradGuard no_grad;
+      run.model->up->weight.grad().add_(0.01);
+      run.model->down->weight.grad().mul_(0.5);
+      run.model->norm->bias.mutable_grad().zero_();
+    }
+    run.LogGradients();
+    run.optimizer->step();
+    run.LogGradients();
+    run.optimizer->zero_grad(/*set_to_none=*/step % 2 == 0);
+    run.LogWeights();
+  }
+}
+
+// Steps that the ranks do not agree on: none is taken, and the job goes on.
+void OwnReductionThatDiffers(Run& run) {
+  const torch::NoGradGuard no_grad;
+  const auto backward = [&](int64_t step) {
+    const at::AutoGradMode grad(true);
+    run.Backward(step, 0);
+    AllReduce(run, step);
+  };
+  backward(0);
+  run.optimizer->step();
+  run.optimizer->zero_grad();
+  backward(1);
+  if (run.Is(1)) run.model->up->weight.grad()[0][0].add_(1);
+  run.RefusedStep(1805);
+  run.optimizer->zero_grad();
+  backward(2);
+  if (run.Is(0)) run.model->up->weight.mutable_grad().reset();
+  run.RefusedStep(1805);
+  run.optimizer->zero_grad();
+  backward(3);
+  run.optimizer->step();
+}
+
+void OwnReductionOfOneRank(Run& run) {
+  run.Backward(0, 0);
+  AllReduce(run, 0);
+  const torch::NoGradGuard no_grad;
+  if (run.Is(1)) run.model->up->weight.grad().add_(0.01);
+  run.optimizer->step();
+}
+
 // ---- What is refused ----
 
 void EditedByOneRank(Run& run) {
@@ -394,6 +480,9 @@ constexpr Scenario kScenarios[] = {
     {"KeptGradients", KeptGradients},
     {"Written", Written},
     {"Files", Files},
+    {"OwnReduction", OwnReduction},
+    {"OwnReductionThatDiffers", OwnReductionThatDiffers},
+    {"OwnReductionOfOneRank", OwnReductionOfOneRank},
     {"EditedByOneRank", EditedByOneRank},
     {"ChangedInPlaceByOtherRanks", ChangedInPlaceByOtherRanks},
     {"AddedToClipped", AddedToClipped},
@@ -417,6 +506,7 @@ Options OptionsFor(const std::string& job) {
   options.ram = "256MiB";
   options.job = job;
   options.spill_gradients = job.find("Spilled") != std::string::npos;
+  if (job.starts_with("OwnReduction")) options.gradients = "reduced_by_trainer";
   return options;
 }
 
@@ -533,13 +623,14 @@ TEST_P(RanksTest, ComputeWhatOneProcessDoes) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, RanksTest,
-    ::testing::Values(Case{"Ordinary", 1, "bf16"}, Case{"Ordinary", 2, "bf16"},
-                      Case{"Ordinary", 3, "fp32"}, Case{"Ordinary", 4, "fp32"},
-                      Case{"UnevenPaths", 2, "fp32"}, Case{"UnevenPaths", 3, "bf16"},
-                      Case{"NeverZeroed", 2, "bf16"}, Case{"SkippedSteps", 2, "fp32"},
-                      Case{"KeptGradients", 2, "fp32"}, Case{"Written", 2, "bf16"},
-                      Case{"Files", 2, "fp32"}, Case{"Ordinary", 2, "fp32", /*spills=*/true},
-                      Case{"Written", 2, "bf16", true}),
+    ::testing::Values(
+        Case{"Ordinary", 1, "bf16"}, Case{"Ordinary", 2, "bf16"}, Case{"Ordinary", 3, "fp32"},
+        Case{"Ordinary", 4, "fp32"}, Case{"UnevenPaths", 2, "fp32"}, Case{"UnevenPaths", 3, "bf16"},
+        Case{"NeverZeroed", 2, "bf16"}, Case{"SkippedSteps", 2, "fp32"},
+        Case{"KeptGradients", 2, "fp32"}, Case{"Written", 2, "bf16"}, Case{"Files", 2, "fp32"},
+        Case{"OwnReduction", 1, "bf16"}, Case{"OwnReduction", 2, "bf16"},
+        Case{"OwnReduction", 3, "fp32"}, Case{"OwnReductionThatDiffers", 2, "fp32"},
+        Case{"Ordinary", 2, "fp32", /*spills=*/true}, Case{"Written", 2, "bf16", true}),
     [](const auto& info) { return info.param.Job(); });
 
 struct Refusal {
@@ -561,13 +652,15 @@ TEST_P(RefusalTest, EndsAllRanksWithTheReason) {
 
 INSTANTIATE_TEST_SUITE_P(
     All, RefusalTest,
-    ::testing::Values(Refusal{"EditedByOneRank", 0, "up.weight"},
-                      Refusal{"ChangedInPlaceByOtherRanks", 1,
-                              "OFD-1606 parameter 'up.weight' is changed"},
-                      Refusal{"AddedToClipped", 0, "call zero_grad() before the next"},
-                      Refusal{"DifferentialGradient", 0, "create_graph"},
-                      Refusal{"ReadAmidBackward", 0, "while backward runs"},
-                      Refusal{"ReducedByTrainerToo", 0, "DistributedDataParallel"}),
+    ::testing::Values(
+        Refusal{"EditedByOneRank", 0, "up.weight"},
+        Refusal{"OwnReductionOfOneRank", 0,
+                "OFD-1805 the gradient of \"up.weight\" differs between ranks 0 and 1"},
+        Refusal{"ChangedInPlaceByOtherRanks", 1, "OFD-1606 parameter 'up.weight' is changed"},
+        Refusal{"AddedToClipped", 0, "call zero_grad() before the next"},
+        Refusal{"DifferentialGradient", 0, "create_graph"},
+        Refusal{"ReadAmidBackward", 0, "while backward runs"},
+        Refusal{"ReducedByTrainerToo", 0, "DistributedDataParallel"}),
     [](const auto& info) { return info.param.scenario; });
 
 TEST(RanksTrainerStateTest, IsOfEachRankAndEmptyForNewOnes) {

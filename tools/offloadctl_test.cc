@@ -260,6 +260,10 @@ TEST_F(OffloadctlTest, PlanCountsTheRegionsOfAllRanks) {
             memory["sum_bytes"].get<uint64_t>());
   EXPECT_LE(memory["sum_bytes"].get<uint64_t>(), uint64_t{1} << 30);
   EXPECT_GT(two["floor_bytes"].get<uint64_t>(), one["floor_bytes"].get<uint64_t>());
+  // 200 MB of gradients in each of them.
+  const Json reduced =
+      RunJson("plan", "--params 100M --ram 1GiB --ranks 2 --gradients reduced_by_trainer", 0);
+  EXPECT_GT(reduced["memory"]["region_bytes"].get<uint64_t>(), 400'000'000u);
   EXPECT_EQ(RunJson("plan", "--params 100M --ram 1GiB --ranks 0", 2)["error"]["id"], "OFD-1002");
 }
 

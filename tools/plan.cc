@@ -36,6 +36,7 @@ struct Flags {
   std::string ram, pool;
   std::string dtype = "bf16", optimizer = "adamw";
   std::string durability = "step";
+  std::string gradients = "added";
   int64_t micro_batches = 1;
   uint32_t ranks = 1;
   double read_gbps = 0, write_gbps = 0, mixed_gbps = 0;  // 0: not given
@@ -115,6 +116,9 @@ class PlanCommand : public Command {
                    "step, checkpoint:100 or checkpoint:10min: what is committed");
     app.add_option("--ranks", flags_.ranks, "processes on this node that train it together")
         ->check(CLI::Range(uint32_t{1}, client::kWorldSizeMax));
+    app.add_option("--gradients", flags_.gradients,
+                   "of several ranks: added, or reduced_by_trainer, each rank has whole ones")
+        ->check(CLI::IsMember({"added", "reduced_by_trainer"}));
     app.add_option("--zero-stage", flags_.zero_stage,
                    "0 to 3: what memory is spent on first; -1: what saves most");
     app.add_option("--weights-home", flags_.weights_home,
@@ -144,6 +148,7 @@ class PlanCommand : public Command {
     report.model = absl::StrCat(model.description, ", ", flags_.dtype, ", ", flags_.optimizer);
     report.micro_batches = flags_.micro_batches;
     report.input.world_size = flags_.ranks;
+    report.input.gradients_reduced = flags_.ranks > 1 && flags_.gradients == "reduced_by_trainer";
     OFFLOAD_ASSIGN_OR_RETURN(report.input.durability, ParseDurability(flags_.durability));
     OFFLOAD_RETURN_IF_ERROR(CheckFlags());
     if (!flags_.ram.empty()) {

@@ -1,6 +1,6 @@
 """Runs a trainer, examples/train above all, and looks at it from outside: its lines, its daemon's bytes, the memory of both.
 
-Used by tools/demo, tools/bench and tools/budget_check. Nothing is left behind: a run is ended with its daemon when the
+Used by tools/demo, tools/bench, tools/budget_check and tools/rank_costs. Nothing is left behind: a run is ended with its daemon when the
 `with` block ends, however that happens.
 """
 

@@ -1,4 +1,4 @@
-"""Tests tools/demo, tools/bench and tools/budget_check with programs that behave like the trainer and its daemon."""
+"""Tests tools/demo, tools/bench, tools/budget_check and tools/rank_costs with programs that behave like the trainer and its daemon."""
 
 import json
 import os
@@ -172,6 +172,25 @@ class BudgetCheckTest(ScriptTest):
 
     def test_says_when_memory_grows(self):
         self.assertTrue(self.check("512MiB", GROWS="1")[0]["grew"])
+
+
+class RankCostsTest(ScriptTest):
+    def costs(self, **environment):
+        code, result = self.run_json("rank_costs", "--params", "1M", "--steps", "5", "--count", "1", "--count", "3", STEP_SECONDS="0.2",
+                                     **environment)
+        self.assertEqual(code, 0 if result["holds"] else 1)
+        self.assertEqual([(row["read_bytes_per_parameter"], row["written_bytes_per_parameter"]) for row in result["ranks"]],
+                         [(14, 12)] * 2)
+        return result["ranks"][1]
+
+    def test_says_what_a_further_rank_holds_beyond_a_process_in_memory(self):
+        nothing, much = self.costs(), self.costs(MAPPED_MIB="48")
+        self.assertAlmostEqual((much["own_bytes"] - nothing["own_bytes"]) / trainer_run.MIB, 48, delta=6)
+        self.assertFalse(much["holds"])
+
+    def test_refuses_counts_that_compare_nothing(self):
+        for arguments in (["--count", "1"], ["--count", "2"], ["--steps", "3"]):
+            self.assertEqual(self.run_script("rank_costs", *arguments).returncode, 2, arguments)
 
 
 class SizeTest(unittest.TestCase):

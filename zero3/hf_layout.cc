@@ -93,7 +93,7 @@ class IndexHandler final : public StrictJsonHandler {
   }
 
  protected:
-  std::string Place() const override {
+  std::string Position() const override {
     return in_map_ ? absl::StrCat("\"", ShownName(name_), "\"") : "the top level";
   }
 
@@ -241,7 +241,7 @@ absl::Status HfCheckpoint::AddShard(const std::string& path) {
   shards_.push_back(std::make_unique<SafetensorsReader>(std::move(reader)));
   const SafetensorsReader* shard = shards_.back().get();
   for (const FileEntry& entry : shard->entries()) {
-    if (!places_.emplace(entry.tensor.name, Place{shard, &entry}).second) {
+    if (!locations_.emplace(entry.tensor.name, Location{shard, &entry}).second) {
       return Malformed(path, absl::StrCat("tensor \"", ShownName(entry.tensor.name),
                                           "\" is in another shard too"));
     }
@@ -251,17 +251,17 @@ absl::Status HfCheckpoint::AddShard(const std::string& path) {
 
 absl::Status HfCheckpoint::CheckIndex(const HfIndex& index, const std::string& path) const {
   for (const auto& [name, file] : index.file_by_tensor) {
-    const auto found = places_.find(name);
-    if (found == places_.end() ||
+    const auto found = locations_.find(name);
+    if (found == locations_.end() ||
         fs::path(found->second.shard->path()).filename().string() != file) {
       return Malformed(path, absl::StrCat("tensor \"", ShownName(name), "\" is not in ", file,
                                           ", where the index says it is"));
     }
   }
-  for (const auto& [name, place] : places_) {
+  for (const auto& [name, location] : locations_) {
     if (!index.file_by_tensor.contains(std::string(name))) {
       return Malformed(path, absl::StrCat("tensor \"", ShownName(name), "\" of ",
-                                          place.shard->path(), " is not in the index"));
+                                          location.shard->path(), " is not in the index"));
     }
   }
   return absl::OkStatus();
@@ -269,7 +269,7 @@ absl::Status HfCheckpoint::CheckIndex(const HfIndex& index, const std::string& p
 
 std::vector<std::string> HfCheckpoint::Names() const {
   std::vector<std::string> names;
-  names.reserve(places_.size());
+  names.reserve(locations_.size());
   for (const auto& shard : shards_) {
     for (const FileEntry& entry : shard->entries()) names.push_back(entry.tensor.name);
   }
@@ -277,14 +277,14 @@ std::vector<std::string> HfCheckpoint::Names() const {
 }
 
 const FileEntry* HfCheckpoint::Find(std::string_view name) const {
-  const auto found = places_.find(name);
-  return found == places_.end() ? nullptr : found->second.entry;
+  const auto found = locations_.find(name);
+  return found == locations_.end() ? nullptr : found->second.entry;
 }
 
 absl::Status HfCheckpoint::Read(std::string_view name, uint64_t offset_bytes,
                                 std::span<std::byte> bytes) const {
-  const auto found = places_.find(name);
-  if (found == places_.end()) {
+  const auto found = locations_.find(name);
+  if (found == locations_.end()) {
     return absl::NotFoundError(absl::StrCat("no tensor \"", ShownName(name), "\""));
   }
   return found->second.shard->Read(*found->second.entry, offset_bytes, bytes);

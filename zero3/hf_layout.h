@@ -57,10 +57,10 @@ class HfCheckpoint {
   // it.
   absl::Status Read(std::string_view name, uint64_t offset_bytes, std::span<std::byte> bytes) const;
 
-  size_t tensor_count() const { return places_.size(); }
+  size_t tensor_count() const { return locations_.size(); }
 
  private:
-  struct Place {
+  struct Location {
     const SafetensorsReader* shard;
     const FileEntry* entry;
   };
@@ -69,7 +69,7 @@ class HfCheckpoint {
   absl::Status CheckIndex(const HfIndex& index, const std::string& path) const;
 
   std::vector<std::unique_ptr<SafetensorsReader>> shards_;
-  std::unordered_map<std::string_view, Place> places_;  // views of names in shards_
+  std::unordered_map<std::string_view, Location> locations_;  // views of names in shards_
 };
 
 // A small text file beside the tensors, such as config.json. Written durably under its name, or not

@@ -138,10 +138,12 @@ struct Needs {
   // Of several ranks; 1 and 0 otherwise.
   uint64_t ranks = 1;
   uint64_t first_staging_bytes = 0, minimal_ring_bytes = 0;
+  uint64_t gradient_copies = 1;  // of each gradient that is not spilled
 
   // Everything but weights and gradients of big tensors and the pipeline.
   uint64_t fixed_bytes() const {
-    return slab_fixed_bytes + bundle_bytes + bundle_gradient_bytes + state_low_bytes +
+    return slab_fixed_bytes + bundle_bytes + gradient_copies * bundle_gradient_bytes +
+           state_low_bytes +
            ranks * (proto::kRegionFixedBytes + pins_bytes + staging_bytes + minimal_ring_bytes) +
            first_staging_bytes + overhead_bytes;
   }
@@ -152,7 +154,8 @@ struct Needs {
   }
   uint64_t Floor(bool spill) const {
     const uint64_t common = fixed_bytes() + weights.Cost(LeastWeights(), 0);
-    if (!spill) return common + gradients.total_bytes() + kMinimalBlocks * block_bytes;
+    if (!spill)
+      return common + gradient_copies * gradients.total_bytes() + kMinimalBlocks * block_bytes;
     return common + gradients.Cost(MinimalKeptGradients(), 0) +
            kMinimalBlocks * (block_bytes + block_gradient_bytes) + SumBlocksBytes();
   }
@@ -219,7 +222,8 @@ Needs::Needs(const PlanInput& input)
                 kGradientWindowSlots * input.world_size),
       state(input.catalogue),
       saved(input),
-      ranks(input.world_size) {
+      ranks(input.world_size),
+      gradient_copies(input.gradients_reduced ? input.world_size : 1) {
   const proto::Catalogue& catalogue = input.catalogue;
   ReadPolicy(input);
   block_bytes = proto::FullStateBytes(catalogue);
@@ -245,7 +249,7 @@ Needs::Needs(const PlanInput& input)
   }
   if (ranks == 1) return;
   slab_fixed_bytes += PaddedBytes(catalogue.tensors.size() * sizeof(proto::GradientWord));
-  minimal_ring_bytes = RingBytes(kMinimalRingExtents);
+  if (input.AddsGradients()) minimal_ring_bytes = RingBytes(kMinimalRingExtents);
   // Only the first rank changes weights of its own accord.
   if (staging_bytes > proto::kLoadingStagingBytes)
     first_staging_bytes = std::exchange(staging_bytes, proto::kLoadingStagingBytes);
@@ -291,6 +295,11 @@ uint64_t Raise(uint64_t wanted, uint64_t value, uint64_t unit_bytes, uint64_t& r
   const uint64_t units = std::min((wanted - value), rest / unit_bytes);
   rest -= units * unit_bytes;
   return value + units;
+}
+
+// Gradients that the trainer reduces are whole in every rank's memory.
+bool CanSpill(const PlanInput& input, const Needs& needs) {
+  return needs.gradients.size() > 0 && !input.gradients_reduced;
 }
 
 // ZeRO stages 0 and 1: every rank's whole gradients come before weights.
@@ -377,9 +386,8 @@ void ChooseWeights(const PlanInput& input, const Needs& needs, bool complete, ui
 // wished window grows with ram, by less than ram does.
 Choice Choose(const PlanInput& input, const Needs& needs) {
   Choice choice;
-  const bool can_spill = needs.gradients.size() > 0;
-  choice.spill =
-      can_spill && (input.always_spill_gradients || input.ram_bytes < needs.Floor(false));
+  choice.spill = CanSpill(input, needs) &&
+                 (input.always_spill_gradients || input.ram_bytes < needs.Floor(false));
   const uint64_t block_bytes = needs.block_bytes + (choice.spill ? needs.block_gradient_bytes : 0);
   uint64_t rest = input.ram_bytes - needs.Floor(choice.spill);
   const uint32_t good_blocks = std::max(input.good_pipeline_blocks, kMinimalBlocks);
@@ -404,7 +412,7 @@ Choice Choose(const PlanInput& input, const Needs& needs) {
     choice.gradient_window_bytes = slots * slot_bytes;
     complete = input.always_spill_gradients && slots == kGoodGradientWindowSlots;
   }
-  if (needs.ranks > 1) complete = ChooseRings(input, needs, rest, choice) && complete;
+  if (input.AddsGradients()) complete = ChooseRings(input, needs, rest, choice) && complete;
 
   rest += needs.weights.Cost(needs.LeastWeights(), 0);
   ChooseWeights(input, needs, complete && choice.blocks == good_blocks, rest, choice);
@@ -426,10 +434,20 @@ uint64_t PlaceWeightsAndState(const PlanInput& input, const Needs& needs, const 
   return is_all ? choice.left_bytes - plan.resident_state_bytes : 0;
 }
 
-// The regions of several ranks, alike but for the end of the first.
-void PlaceRegions(const PlanInput& input, const Needs& needs, const Choice& choice,
-                  const std::vector<bool>& spilled, Plan& plan) {
-  proto::MemoryPlan& memory = plan.memory;
+// Those that the trainer reduces, side by side in every region, from `begin`. Returns their end.
+uint64_t PlaceOwnGradients(const PlanInput& input, const Needs& needs, uint64_t begin,
+                           proto::MemoryPlan& memory) {
+  for (size_t i = 0; i < input.catalogue.tensors.size(); ++i) {
+    if (!input.catalogue.tensors[i].trainable) continue;
+    memory.gradients[i] = {GradientHome::kRegion, begin};
+    begin += needs.gradient_bytes[i];
+  }
+  return begin;
+}
+
+// Those that the daemon adds: in the slab, or in the scratch file.
+void PlaceSums(const PlanInput& input, const Needs& needs, const std::vector<bool>& spilled,
+               proto::MemoryPlan& memory) {
   for (size_t i = 0; i < input.catalogue.tensors.size(); ++i) {
     if (!input.catalogue.tensors[i].trainable) continue;
     memory.gradients[i].home = spilled[i] ? GradientHome::kSlabScratch : GradientHome::kSlab;
@@ -437,12 +455,23 @@ void PlaceRegions(const PlanInput& input, const Needs& needs, const Choice& choi
     memory.gradients[i].offset_bytes = memory.scratch_bytes;
     memory.scratch_bytes += needs.gradient_bytes[i];
   }
+}
+
+// The regions of several ranks, alike but for the end of the first.
+void PlaceRegions(const PlanInput& input, const Needs& needs, const Choice& choice,
+                  const std::vector<bool>& spilled, Plan& plan) {
+  proto::MemoryPlan& memory = plan.memory;
   memory.world_size = input.world_size;
   memory.sum_blocks = choice.sum_blocks;
   plan.ring_offset = plan.pins_offset + needs.pins_bytes;
   plan.ring_bytes = choice.ring_bytes;
   plan.gradient_window_offset = plan.ring_offset + plan.ring_bytes;
   memory.other_region_bytes = plan.gradient_window_offset + plan.gradient_window_bytes;
+  if (input.gradients_reduced) {
+    memory.other_region_bytes = PlaceOwnGradients(input, needs, memory.other_region_bytes, memory);
+  } else {
+    PlaceSums(input, needs, spilled, memory);
+  }
   plan.first_staging_offset = memory.other_region_bytes;
   plan.first_staging_bytes = needs.first_staging_bytes;
   memory.region_bytes = plan.first_staging_offset + plan.first_staging_bytes;
@@ -465,9 +494,9 @@ void PlaceRegion(const PlanInput& input, const Needs& needs, const Choice& choic
   if (needs.ranks > 1) return PlaceRegions(input, needs, choice, spilled, plan);
   for (size_t i = 0; i < input.catalogue.tensors.size(); ++i) {
     if (!input.catalogue.tensors[i].trainable) continue;
-    uint64_t& place = spilled[i] ? memory.scratch_bytes : end;
-    memory.gradients[i] = {spilled[i] ? GradientHome::kScratch : GradientHome::kRegion, place};
-    place += needs.gradient_bytes[i];
+    uint64_t& offset = spilled[i] ? memory.scratch_bytes : end;
+    memory.gradients[i] = {spilled[i] ? GradientHome::kScratch : GradientHome::kRegion, offset};
+    offset += needs.gradient_bytes[i];
   }
   memory.region_bytes = end;
 }
@@ -533,7 +562,7 @@ std::string Line(std::string_view item, uint64_t bytes, std::string_view note = 
 }
 
 std::string RingsOf(const Needs& needs) {
-  if (needs.ranks == 1) return "";
+  if (needs.minimal_ring_bytes == 0) return "";
   return absl::StrCat(" + delivery rings ", needs.ranks, " x ",
                       FormatBytes(needs.minimal_ring_bytes));
 }
@@ -547,8 +576,8 @@ absl::Status TooSmall(const PlanInput& input, const Needs& needs, uint64_t floor
                       uint64_t floor_without_spilling) {
   const bool spill = needs.gradients.size() > 0 && floor != floor_without_spilling;
   const uint64_t weights = needs.weights.Cost(needs.LeastWeights(), 0);
-  const uint64_t gradients =
-      spill ? needs.gradients.Cost(needs.MinimalKeptGradients(), 0) : needs.gradients.total_bytes();
+  const uint64_t gradients = spill ? needs.gradients.Cost(needs.MinimalKeptGradients(), 0)
+                                   : needs.gradient_copies * needs.gradients.total_bytes();
   const uint64_t pipeline =
       kMinimalBlocks * (needs.block_bytes + (spill ? needs.block_gradient_bytes : 0));
   return MakeError(
@@ -557,7 +586,7 @@ absl::Status TooSmall(const PlanInput& input, const Needs& needs, uint64_t floor
           "ram is ", FormatBytes(input.ram_bytes), ", the least that trains this model is ",
           FormatBytes(floor), " = weight window ", FormatBytes(weights), " + small tensors ",
           FormatBytes(needs.bundle_bytes), StateOf(needs), " + gradients ",
-          FormatBytes(gradients + needs.bundle_gradient_bytes +
+          FormatBytes(gradients + needs.gradient_copies * needs.bundle_gradient_bytes +
                       (spill ? needs.SumBlocksBytes() : 0)),
           spill ? " (spilled)" : "", RingsOf(needs), " + update pipeline ", FormatBytes(pipeline),
           " + staging ", FormatBytes(needs.ranks * needs.staging_bytes + needs.first_staging_bytes),
@@ -573,10 +602,16 @@ absl::Status TooSmall(const PlanInput& input, const Needs& needs, uint64_t floor
 }  // namespace
 
 absl::StatusOr<Plan> MakePlan(const PlanInput& input) {
+  if (input.gradients_reduced && input.always_spill_gradients) {
+    return MakeError(ErrorId::kBadValue,
+                     "gradients that the trainer reduces (gradients = reduced_by_trainer) stay in "
+                     "memory, and are to be spilled",
+                     "Leave one of the two out");
+  }
   const Needs needs(input);
   const uint64_t floor_without_spilling = needs.Floor(false);
   uint64_t floor = floor_without_spilling;
-  if (needs.gradients.size() > 0) {
+  if (CanSpill(input, needs)) {
     floor = input.always_spill_gradients ? needs.Floor(true) : std::min(floor, needs.Floor(true));
   }
   if (input.ram_bytes < floor) return TooSmall(input, needs, floor, floor_without_spilling);
@@ -592,7 +627,7 @@ absl::StatusOr<Plan> MakePlan(const PlanInput& input) {
   plan.memory.pipeline_gradients = choice.spill;
   const uint64_t left_bytes = PlaceWeightsAndState(input, needs, choice, plan);
   // Stages 2 and 3 want buckets.
-  if (needs.ranks > 1 && input.policy.stage.value_or(0) < 2) {
+  if (input.AddsGradients() && input.policy.stage.value_or(0) < 2) {
     choice.ring_bytes = std::min(choice.ring_bytes + DownToSector(left_bytes / needs.ranks),
                                  needs.whole_gradient_bytes());
   }
@@ -619,6 +654,11 @@ std::string DescribeGradients(const PlanInput& input, const Plan& plan) {
              memory.region_bytes - plan.gradient_window_offset - plan.gradient_window_bytes);
     if (!plan.gradients_spilled) return text;
     return text + Line("window of spilled gradients", plan.gradient_window_bytes, spill);
+  }
+  if (input.gradients_reduced) {
+    const uint64_t own_bytes = memory.other_region_bytes - plan.gradient_window_offset;
+    return Line(absl::StrCat("gradients of ", ranks, " ranks"), ranks * own_bytes,
+                absl::StrCat(ranks, " x ", FormatBytes(own_bytes), ", reduced by the trainer"));
   }
   uint64_t sum_bytes = 0;
   for (size_t i = 0; i < memory.gradients.size(); ++i) {

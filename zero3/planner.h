@@ -16,7 +16,8 @@
 //
 // With several ranks the slab holds the sums of gradients, and every rank a ring through which it
 // delivers its own: a few extents of it at least (ZeRO stage 2); a good one comes before weights,
-// and what is left when everything is in memory makes rings up to whole gradients (stage 1).
+// and what is left when everything is in memory makes rings up to whole gradients (stage 1). Where
+// the trainer reduces gradients there are neither: every region holds whole ones.
 #pragma once
 
 #include <cstdint>
@@ -34,11 +35,16 @@ struct PlanInput {
   proto::Catalogue catalogue;
   uint64_t ram_bytes = 0;
   bool always_spill_gradients = false;
-  uint32_t world_size = 1;  // ranks on this node, whose gradients the daemon adds up
+  // Of several ranks: the trainer makes their gradients one, and each holds its own, in memory.
+  bool gradients_reduced = false;
+  uint32_t world_size = 1;  // ranks on this node
   Durability durability;
   uint32_t good_pipeline_blocks = proto::Depths().pipeline_blocks;  // ChooseDepths()
   double write_cost = proto::kWriteCost;  // of a written byte, in read ones: WriteCost()
   ZeroPolicy policy;
+
+  // Whether the daemon makes one gradient of the ranks'.
+  bool AddsGradients() const { return world_size > 1 && !gradients_reduced; }
 };
 
 struct Plan {
@@ -46,7 +52,8 @@ struct Plan {
   proto::SlabLayout slab;
   // The region: fixed part, staging (at the same place before there is a plan), pins, window for
   // spilled gradients, gradients. Of several ranks: fixed part, staging, pins, ring, window, at the
-  // same places for all; behind that the first rank has the rest of its staging.
+  // same places for all, and gradients that the trainer reduces; behind that the first rank has the
+  // rest of its staging.
   uint64_t staging_offset = 0;  // one writable copy of the largest tensor, at least
                                 // kLoadingStagingBytes; used for loading, too
   uint64_t staging_bytes = 0;
@@ -54,7 +61,7 @@ struct Plan {
   uint64_t gradient_window_offset =
       0;  // spilled gradients pass through here: at least twice the largest gradient
   uint64_t gradient_window_bytes = 0;  // 0 when gradients stay in DRAM
-  // With several ranks; 0 otherwise.
+  // Where the daemon adds; ring_bytes is 0 otherwise.
   uint64_t ring_offset = 0, ring_bytes = 0;  // of each rank's region: what it delivers
   uint64_t first_staging_offset = 0, first_staging_bytes = 0;  // of the first rank's region: room
                                                                // for a copy of the largest tensor
@@ -86,7 +93,8 @@ struct Plan {
   uint64_t floor_bytes = 0, floor_without_spilling_bytes = 0;
 };
 
-// OFD-1301 with the whole sum and both floors when ram is too small.
+// OFD-1301 with the whole sum and both floors when ram is too small. OFD-1002 when gradients that
+// the trainer reduces are to be spilled.
 absl::StatusOr<Plan> MakePlan(const PlanInput& input);
 
 // The sum as a table for people, one line per item, units MiB/GiB.

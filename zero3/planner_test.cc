@@ -460,6 +460,39 @@ TEST(PlannerTest, SumsOfRanksAreDescribed) {
   EXPECT_TRUE(absl::StrContains(Refusal(input, 8 * kMiB).message(), "delivery rings 2 x 2.0 MiB"));
 }
 
+TEST(PlannerTest, GradientsThatTheTrainerReducesAreWholeInEveryRegion) {
+  PlanInput input = OfRanks(3);
+  input.gradients_reduced = true;
+  const uint64_t floor = PlanFor(input, uint64_t{1} << 40).floor_bytes;
+  const Plan plan = PlanFor(input, floor);
+  EXPECT_EQ(plan.floor_bytes, plan.floor_without_spilling_bytes);
+  EXPECT_EQ(ErrorIdOf(Refusal(input, floor - 1)), ErrorId::kBudgetTooSmall);
+  EXPECT_EQ(plan.total_bytes, plan.slab.total_bytes + plan.memory.region_bytes +
+                                  2 * plan.memory.other_region_bytes + plan.overhead_bytes);
+  EXPECT_EQ(plan.ring_bytes, 0u);
+  EXPECT_FALSE(plan.gradients_spilled);
+  uint64_t end = plan.gradient_window_offset;
+  for (const proto::GradientPlacement& gradient : plan.memory.gradients) {
+    EXPECT_EQ(gradient.home, GradientHome::kRegion);
+    EXPECT_EQ(gradient.offset_bytes, end);
+    end += 2 * kMiB;
+  }
+  EXPECT_EQ(plan.memory.other_region_bytes, end);
+  EXPECT_EQ(plan.memory.region_bytes, end + plan.first_staging_bytes);
+  const std::string text = DescribePlan(input, plan);
+  EXPECT_TRUE(absl::StrContains(text, "3 x 128.0 MiB, reduced by the trainer")) << text;
+  PlanInput four = OfRanks(4);
+  four.gradients_reduced = true;
+  EXPECT_EQ(PlanFor(four, uint64_t{1} << 40).floor_bytes, floor + plan.memory.other_region_bytes)
+      << "one more rank costs its region";
+}
+
+TEST(PlannerTest, GradientsThatTheTrainerReducesAreNotSpilled) {
+  PlanInput input = OfRanks(2);
+  input.gradients_reduced = input.always_spill_gradients = true;
+  EXPECT_EQ(ErrorIdOf(Refusal(input, uint64_t{1} << 40)), ErrorId::kBadValue);
+}
+
 TEST(PlannerTest, HundredThousandTensorsArePlanned) {
   PlanInput input = Equal(100000, 40000, Dtype::kBFloat16);
   ExpectSound(input, PlanFor(input, 12000 * kMiB));

@@ -141,7 +141,7 @@ class HeaderHandler final : public StrictJsonHandler {
   }
 
  protected:
-  std::string Place() const override {
+  std::string Position() const override {
     if (header.entries.empty() || state_ == State::kTop) return "the top level";
     return absl::StrCat("tensor \"", ShownName(header.entries.back().tensor.name), "\"");
   }
@@ -209,7 +209,7 @@ class HeaderHandler final : public StrictJsonHandler {
 
   bool EndTensor() {
     if (!has_dtype_ || !has_shape_ || !has_offsets_) {
-      return Fail(absl::StrCat("lacks dtype, shape or data_offsets at ", Place()));
+      return Fail(absl::StrCat("lacks dtype, shape or data_offsets at ", Position()));
     }
     return Become(State::kTop);
   }

@@ -22,7 +22,7 @@ void Schedule::Touch(uint32_t tensor, const std::function<void(uint32_t tensor)>
       Advance();
     } else {
       ++mismatches_;
-      if (const size_t place = Locate(tensor); place < order_.size()) MoveTo(place + 1);
+      if (const size_t position = Locate(tensor); position < order_.size()) MoveTo(position + 1);
     }
   }
   last_ = tensor;
@@ -82,12 +82,13 @@ void Schedule::FillWindow(const std::function<void(uint32_t tensor)>& prefetch) 
 }
 
 size_t Schedule::Locate(uint32_t tensor) const {
-  const auto begin = places_.begin() + places_begin_[tensor];
-  const auto end = places_.begin() + places_begin_[tensor + 1];
+  const auto begin = positions_.begin() + positions_begin_[tensor];
+  const auto end = positions_.begin() + positions_begin_[tensor + 1];
   if (begin == end) return order_.size();
   if (last_ != kNone) {
-    const auto follows = std::find_if(
-        begin, end, [this](uint32_t place) { return place > 0 && order_[place - 1] == last_; });
+    const auto follows = std::find_if(begin, end, [this](uint32_t position) {
+      return position > 0 && order_[position - 1] == last_;
+    });
     if (follows != end) return *follows;
   }
   const auto next = std::lower_bound(begin, end, static_cast<uint32_t>(cursor_));
@@ -95,13 +96,14 @@ size_t Schedule::Locate(uint32_t tensor) const {
 }
 
 void Schedule::Rebuild() {
-  places_begin_.assign(slot_bytes_.size() + 1, 0);
-  for (const uint32_t tensor : order_) ++places_begin_[tensor + 1];
-  for (size_t i = 1; i < places_begin_.size(); ++i) places_begin_[i] += places_begin_[i - 1];
-  places_.resize(order_.size());
-  std::vector<uint32_t> at(places_begin_.begin(), places_begin_.end() - 1);
-  for (size_t place = 0; place < order_.size(); ++place)
-    places_[at[order_[place]]++] = static_cast<uint32_t>(place);
+  positions_begin_.assign(slot_bytes_.size() + 1, 0);
+  for (const uint32_t tensor : order_) ++positions_begin_[tensor + 1];
+  for (size_t i = 1; i < positions_begin_.size(); ++i)
+    positions_begin_[i] += positions_begin_[i - 1];
+  positions_.resize(order_.size());
+  std::vector<uint32_t> at(positions_begin_.begin(), positions_begin_.end() - 1);
+  for (size_t position = 0; position < order_.size(); ++position)
+    positions_[at[order_[position]]++] = static_cast<uint32_t>(position);
 }
 
 }  // namespace offload::zero3

@@ -47,7 +47,7 @@ class Schedule {
   void FillWindow(const std::function<void(uint32_t tensor)>& prefetch);
   void Advance();
   // Where `tensor` is expected next: after `last_` if the schedule knows that pair, else its next
-  // place, cyclically.
+  // position, cyclically.
   size_t Locate(uint32_t tensor) const;
   void Rebuild();
 
@@ -57,8 +57,8 @@ class Schedule {
   uint32_t last_ = kNone;           // touched
   std::vector<uint32_t> order_;     // of the schedule
   std::vector<uint32_t> recorded_;  // since the last EndStep
-  // Places of each tensor in order_, ascending: those of tensor t begin at places_begin_[t].
-  std::vector<uint32_t> places_, places_begin_;
+  // Positions of each tensor in order_, ascending: those of tensor t begin at positions_begin_[t].
+  std::vector<uint32_t> positions_, positions_begin_;
   // The window is order_[cursor_, ahead_): how often each tensor is in it, and the bytes of the
   // distinct ones.
   size_t cursor_ = 0, ahead_ = 0;

@@ -48,14 +48,14 @@ class StrictJsonHandler {
 
  protected:
   // Where the reader is, for messages: "tensor \"x\"".
-  virtual std::string Place() const = 0;
+  virtual std::string Position() const = 0;
 
   bool Fail(std::string_view what) {
     if (error_.empty()) error_ = what;
     return false;
   }
   bool Refuse(std::string_view what) {
-    return Fail("has " + std::string(what) + " where none belongs, at " + Place());
+    return Fail("has " + std::string(what) + " where none belongs, at " + Position());
   }
 
  private:

@@ -20,8 +20,8 @@ from .optimizer import Foreign, check_free, has_stepped, recipe_of
 _log = logging.getLogger("offloadd")
 
 OPTIONS = ("nvme_path", "ram", "job", "io", "durability", "generations", "update_threads", "spill_gradients", "rank", "world_size",
-           "local_rank", "local_world_size", "run_id", "gradient_average", "raw_access", "weights_at_close", "zero_stage",
-           "weights_home", "state_home", "persistence", "prefetch", "max_live")
+           "local_rank", "local_world_size", "run_id", "gradients", "gradient_average", "raw_access", "weights_at_close",
+           "zero_stage", "weights_home", "state_home", "persistence", "prefetch", "max_live")
 _STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "budget_bytes", "durable_step", "wait_seconds",
                "raw_accesses")
 _PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_bytes", "pipeline_bytes", "resident_bytes",
@@ -104,6 +104,12 @@ def _options(nvme_path, ram, job, config, others):
     return options
 
 
+def reduces_gradients(options):
+    """Whether the trainer makes the ranks' gradients one by itself, with these arguments of attach()."""
+    known = {key: value for key, value in options.items() if key in OPTIONS}
+    return _options(None, None, None, options.get("config"), known).get("gradients") == "reduced_by_trainer"
+
+
 def _open_engine(options):
     job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
     pool = str(options.get("nvme_path") or os.environ.get("OFFLOADD_POOL"))
@@ -123,11 +129,24 @@ def _open_engine(options):
 
 # ---- Models ------------------------------------------------------------------------------------
 
+_OWN_REDUCTION = 'or leave the reduction to it: attach(..., gradients="reduced_by_trainer")'
+
+
+def _without_wrapper(model):
+    """The module that DistributedDataParallel wraps, for jobs whose gradients it reduces."""
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        return model
+    if model.gradient_as_bucket_view:
+        raise Error.of(1601, "DistributedDataParallel was made with gradient_as_bucket_view=True, and gradients of the job have memory of their own",
+                       "Leave gradient_as_bucket_view out")
+    return model.module
+
+
 def _check_model(model):
     name = type(model).__name__
     if name in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine"):
-        raise Error.of(1601, f"the model is wrapped in {name}",
-                       "Attach the model itself: the daemon adds the gradients of several ranks (torchrun), and nothing has to wrap it")
+        way = "Attach the model itself: the daemon adds the gradients of several ranks (torchrun), and nothing has to wrap it"
+        raise Error.of(1601, f"the model is wrapped in {name}", f"{way}, {_OWN_REDUCTION}" if name == "DistributedDataParallel" else way)
     for key, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise Error.of(1601, f"parameter '{key}' is not initialised (a lazy module)", "Run one forward pass before attach()")
@@ -138,15 +157,16 @@ def _check_model(model):
 
 @functools.lru_cache(maxsize=None)
 def _refuse_wrappers():
-    """With several ranks, DistributedDataParallel around a model that is attached already."""
+    """DistributedDataParallel around a model that is attached already, where the daemon adds the gradients of several ranks."""
     wrapper = torch.nn.parallel.DistributedDataParallel
     original = wrapper.__init__
 
     @functools.wraps(original)
     def initialise(self, module, *args, **kwargs):
-        if any(served.managed(parameter) for parameter in module.parameters()):
+        added = [handle.identities() for handle in handles() if handle.adds_gradients]
+        if any(id(parameter) in identities for parameter in module.parameters() for identities in added):
             raise Error.of(1601, "the model is attached, and is wrapped in DistributedDataParallel",
-                           "Leave the wrapper out: the daemon adds the gradients of several ranks")
+                           f"Leave the wrapper out: the daemon adds the gradients of several ranks, {_OWN_REDUCTION}")
         original(self, module, *args, **kwargs)
 
     wrapper.__init__ = initialise
@@ -318,9 +338,10 @@ class Handle:
                 parameter.requires_grad_(False)
         self._parameters = dict(named)
         self._parts = parts
-        if self._engine.world_size() > 1:
+        self.adds_gradients = self._engine.world_size() > 1 and not reduces_gradients(self.options)
+        if self.adds_gradients:
             for model in models:
-                model._is_accelerate_prepared = True  # Accelerate leaves it alone: the daemon adds the gradients
+                model._is_accelerate_prepared = True  # Accelerate leaves it alone
             _refuse_wrappers()
         served.install()
         served.install_serializers()
@@ -587,7 +608,7 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
     weights_at_close "released", or "memory": the model is an ordinary one when the job is closed
 
     Further options: io, durability, generations, update_threads, spill_gradients; zero_stage, weights_home, state_home, persistence,
-    prefetch, max_live (docs/ranks.md); and rank … for launchers of one's own.
+    prefetch, max_live, gradients, gradient_average (docs/ranks.md); and rank … for launchers of one's own.
     """
     global _constructed
     models = _listed(model) if model is not None else []
@@ -604,6 +625,8 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
         if not isinstance(each, torch.optim.Optimizer):
             raise Error.of(1604, f"{type(each).__name__} is no torch.optim.Optimizer", "Give attach() the optimizer of the script")
     options = _options(nvme_path, ram, job, config, others)
+    if reduces_gradients({**(_constructed.options if _constructed is not None else {}), **options}):
+        models = [_without_wrapper(each) for each in models]
     if is_disabled():
         return in_memory.Handle(models, optimizers, options, initial_weights)
     engine, _constructed = _constructed, None

@@ -63,8 +63,9 @@ class TrainerCallback(transformers.TrainerCallback):
     # ---- Trainer's events ----
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
-        # The daemon adds the gradients of several ranks: nobody has to wrap the model in DistributedDataParallel.
-        if model is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1 and not is_disabled():
+        # Where the daemon adds the gradients of several ranks nobody has to wrap the model in DistributedDataParallel.
+        several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        if model is not None and several and not is_disabled() and not handles.reduces_gradients(self.options):
             model._is_accelerate_prepared = True
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):

@@ -1,4 +1,5 @@
-"""Two ranks as torchrun starts them: a plain loop, Accelerate, and Hugging Face's Trainer, against DistributedDataParallel in memory.
+"""Two ranks as torchrun starts them: a plain loop, Accelerate, and Hugging Face's Trainer, against DistributedDataParallel in memory; where the
+daemon adds their gradients, and where DistributedDataParallel reduces them.
 
     ranks_test.py RANK_PROGRAM FOLDER       is a rank itself"""
 
@@ -14,6 +15,7 @@ import tempfile
 import torch
 
 import offloadd
+from offloadd import in_memory
 from battery import case, main
 
 ONE = {"types": ("fp32",), "memory": ("floor",)}
@@ -52,7 +54,47 @@ def accelerate_prepares(run):
 
 @case(**ONE)
 def trainer(run):
-    return launch(run, "trainer")
+    return launch(run, "train")
+
+
+@case(**ONE)
+def reduced_by_trainer(run):
+    return launch(run, "reduced")
+
+
+@case(**ONE)
+def reduced_by_trainer_without_sync(run):
+    return launch(run, "reduced_without_sync")
+
+
+@case(types=("bf16",), memory=("floor",))
+def reduced_by_trainer_in_half(run):
+    return launch(run, "reduced_in_half")
+
+
+@case(**ONE)
+def reduced_by_wrapper_of_attached(run):
+    return launch(run, "reduced_attached_first")
+
+
+@case(**ONE)
+def reduced_in_transformers(run):
+    return launch(run, "reduced_trainer")
+
+
+@case(**ONE)
+def accelerate_reduces(run):
+    return launch(run, "reduced_accelerate")
+
+
+@case(**ONE)
+def reduced_differently_is_refused(run):
+    return launch(run, "reduced_differently") if run.offloaded else [1805, True, 1]
+
+
+@case(**ONE)
+def bucket_views_are_refused(run):
+    return launch(run, "bucket_views") if run.offloaded else 1601
 
 
 @case(**ONE)
@@ -82,8 +124,8 @@ def steps(model, optimizer, rank, backward=lambda loss: loss.backward(), clip=to
     return told + [p.tolist() for p in model.parameters()]
 
 
-def attach(model, optimizer, folder):
-    return offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="ranks")
+def attach(model, optimizer, folder, **options):
+    return offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="ranks", **options)
 
 
 def loop(rank, folder):
@@ -115,6 +157,111 @@ def stepped(rank, folder):
         return told + steps(trained, optimizer, rank)
 
 
+# ---- Gradients that the trainer reduces ----
+
+
+class Paths(torch.nn.Module):
+    """A layer that only the ranks with a detour use, and one that nobody does."""
+
+    def __init__(self):
+        super().__init__()
+        self.main, self.detour, self.spare = network(), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, detour):
+        x = self.main(x)
+        return self.detour(x) if detour else x
+
+
+def reduced(rank, folder, micro_batches=1, dtype=torch.float32, attached_first=False):
+    """DistributedDataParallel, in memory and offloaded: clipping and edits after the reduction."""
+    torch.distributed.init_process_group("gloo")
+    model = Paths().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+
+    def wrap():
+        return torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+    ddp = None if attached_first else wrap()
+    if folder == "-":
+        handle = contextlib.closing(in_memory.Handle([model], [optimizer], {"job": "memory"}))
+    else:
+        handle = attach(ddp or model, optimizer, folder, gradients="reduced_by_trainer")
+    with handle:
+        return reduced_steps(ddp or wrap(), model, optimizer, rank, micro_batches, dtype)
+
+
+def reduced_steps(ddp, model, optimizer, rank, micro_batches, dtype):
+    told = []
+    for step in range(4):
+        for part in range(micro_batches):
+            with contextlib.nullcontext() if part == micro_batches - 1 else ddp.no_sync():
+                out = ddp(batch(step * micro_batches + part, rank).to(dtype), detour=rank == 1)
+                out.float().pow(2).mean().backward()
+        told.append([None if p.grad is None else p.grad.tolist() for p in model.parameters()])
+        told.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1 if step % 2 else 100.0).item())
+        if step == 2:
+            with torch.no_grad():
+                model.main[0].weight.grad.add_(0.01)
+                model.main[2].bias.grad.mul_(0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step != 1)
+    state = optimizer.state_dict()["state"]
+    moments = {n: [state[n][plane].tolist() for plane in ("exp_avg", "exp_avg_sq")] for n in state}
+    return [told, sorted(moments.items()), [p.tolist() for p in model.parameters()]]
+
+
+def reduced_without_sync(rank, folder):
+    return reduced(rank, folder, micro_batches=3)
+
+
+def reduced_in_half(rank, folder):
+    return reduced(rank, folder, dtype=torch.bfloat16)
+
+
+def reduced_attached_first(rank, folder):
+    return reduced(rank, folder, attached_first=True)
+
+
+def reduced_trainer(rank, folder):
+    return train(rank, folder, gradients="reduced_by_trainer")
+
+
+def reduced_accelerate(rank, folder):
+    return accelerate(rank, folder, gradients="reduced_by_trainer")
+
+
+def reduced_differently(rank, folder):
+    """(error, whether it names tensor and ranks, the step after the next step)"""
+    torch.distributed.init_process_group("gloo")
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    with attach(ddp, optimizer, folder, gradients="reduced_by_trainer") as handle:
+        ddp(batch(0, rank)).pow(2).mean().backward()
+        if rank == 1:
+            with torch.no_grad():
+                model[2].weight.grad[0, 0] += 1
+        try:
+            optimizer.step()
+        except offloadd.Error as error:
+            told = [error.id, '"2.weight"' in str(error) and "ranks 0 and 1" in str(error)]
+        optimizer.zero_grad()
+        ddp(batch(1, rank)).pow(2).mean().backward()
+        optimizer.step()
+        return told + [handle.step]
+
+
+def bucket_views(rank, folder):
+    torch.distributed.init_process_group("gloo")
+    model = network()
+    ddp = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    try:
+        attach(ddp, torch.optim.AdamW(model.parameters(), 1e-2, fused=True), folder, gradients="reduced_by_trainer")
+    except offloadd.Error as error:
+        return error.id
+    return 0
+
+
 def wrapped(rank, folder):
     torch.distributed.init_process_group("gloo")
     model = network()
@@ -126,19 +273,19 @@ def wrapped(rank, folder):
     return 0
 
 
-def accelerate(rank, folder):
+def accelerate(rank, folder, **options):
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
     if folder != "-":
-        attach(model, optimizer, folder)
+        attach(model, optimizer, folder, **options)
     model, optimizer = accelerator.prepare(model, optimizer)
     return steps(model, optimizer, rank, accelerator.backward, accelerator.clip_grad_norm_)
 
 
-def train(rank, folder):
+def train(rank, folder, **options):
     import transformers
 
     from families_test import llama
@@ -148,7 +295,7 @@ def train(rank, folder):
     model = llama()
     arguments = transformers.TrainingArguments(tempfile.mkdtemp(), use_cpu=True, report_to=[], max_steps=3, per_device_train_batch_size=2,
                                                disable_tqdm=True, save_strategy="no", logging_steps=1)
-    callbacks = [] if folder == "-" else [offloadd.TrainerCallback(nvme_path=folder, ram="128MiB", job="ranks")]
+    callbacks = [] if folder == "-" else [offloadd.TrainerCallback(nvme_path=folder, ram="128MiB", job="ranks", **options)]
     made = transformers.Trainer(model=model, args=arguments, train_dataset=Data(), callbacks=callbacks)
     made.remove_callback(transformers.PrinterCallback)
     made.train()
@@ -158,7 +305,9 @@ def train(rank, folder):
 if __name__ == "__main__":
     if "RANK" in os.environ:
         torch.set_num_threads(1)
-        programs = {"loop": loop, "stepped": stepped, "wrapped": wrapped, "accelerate": accelerate, "trainer": train}
+        programs = {each.__name__: each for each in (
+            loop, stepped, wrapped, accelerate, train, reduced, reduced_without_sync, reduced_in_half, reduced_attached_first, reduced_trainer,
+            reduced_accelerate, reduced_differently, bucket_views)}
         print(json.dumps(programs[sys.argv[1]](int(os.environ["RANK"]), sys.argv[2])), flush=True)
         for each in offloadd.handles():
             each.close()

@@ -195,8 +195,8 @@ absl::StatusOr<bool> GpuWindow::MayCopyAhead(const Weight& weight) {
   return leased_bytes_ == 0 || leased_bytes_ + weight.size_bytes <= options_.leased_bytes_max;
 }
 
-std::optional<WeightWindow::Place> GpuWindow::FindPlace(uint32_t tensor,
-                                                        std::optional<uint64_t> needed) const {
+std::optional<WeightWindow::Room> GpuWindow::FindPlace(uint32_t tensor,
+                                                       std::optional<uint64_t> needed) const {
   return places_.Find(weights_[tensor].slot_bytes, needed, [this](uint32_t other) {
     return Occupant{.evictable = weights_[other].pins == 0, .next_use = NextUse(other)};
   });
@@ -209,7 +209,7 @@ uint64_t GpuWindow::NextUse(uint32_t tensor) const {
 }
 
 // Puts a weight whose lease is held into a place.
-absl::Status GpuWindow::Fill(uint32_t tensor, const WeightWindow::Place& place,
+absl::Status GpuWindow::Fill(uint32_t tensor, const WeightWindow::Room& place,
                              const std::byte* host) {
   Weight& weight = weights_[tensor];
   const absl::Status status = [&] {

@@ -122,9 +122,9 @@ class GpuWindow {
   absl::Status BringAhead();
   absl::StatusOr<bool> MayCopyAhead(const Weight& weight);
   absl::StatusOr<const std::byte*> LeaseNow(uint32_t tensor);
-  std::optional<WeightWindow::Place> FindPlace(uint32_t tensor,
-                                               std::optional<uint64_t> needed) const;
-  absl::Status Fill(uint32_t tensor, const WeightWindow::Place& place, const std::byte* host);
+  std::optional<WeightWindow::Room> FindPlace(uint32_t tensor,
+                                              std::optional<uint64_t> needed) const;
+  absl::Status Fill(uint32_t tensor, const WeightWindow::Room& place, const std::byte* host);
   absl::Status CopyIn(uint32_t tensor, uint64_t offset_bytes, const std::byte* host);
   absl::Status WaitForUsers(uint64_t begin, uint64_t end);
   absl::Status Evict(uint32_t tensor);

@@ -55,8 +55,8 @@ class BornResidency final : public Residency {
   bool written_ = false;    // bytes_ are newer than the scratch file
   bool has_value_ = false;  // the scratch file has one
   bool dead_ = false;
-  uint64_t place_ = 0;
-  bool has_place_ = false;
+  uint64_t scratch_offset_ = 0;
+  bool has_scratch_ = false;
 };
 
 // Ends the construction that runs on this thread, if any; InitGuard's destructor calls it, too.

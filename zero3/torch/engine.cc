@@ -208,6 +208,7 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
   client::JobOptions job;
   job.world = world;
   job.gradient_sum = !options.gradient_average;
+  job.gradients_reduced = zero3::ReducesGradients(options);
   job.job = options.job;
   job.pool = options.nvme_path;
   // With less than that not even a plan can be made; it says what the model needs, and refuses.

@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
+#include "base/crc32c.h"
 #include "base/error.h"
 #include "kernels/update.h"
 #include "zero3/torch/throw_status.h"
@@ -140,7 +141,7 @@ Gradient::Gradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<Gradi
       parameter_(parameter),
       raw_(swap_.home(), size_bytes_) {
   const proto::GradientPlacement& placement = attachment_->plan().memory.gradients[tensor];
-  if (placement.home == proto::GradientHome::kRegion) place_ = placement.offset_bytes;
+  if (placement.home == proto::GradientHome::kRegion) region_offset_ = placement.offset_bytes;
   tensor_ = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter_);
   if (!attachment_->serves_raw()) return;
   swap_.SetHomeThrows(false);
@@ -283,17 +284,17 @@ void Gradient::WaitForUpdate(Lock& lock) {
 }
 
 void Gradient::Load(Access access, Lock& lock) {
-  if (place_.has_value()) return;
-  const uint64_t place = window_->Take(this, size_bytes_, lock);
+  if (region_offset_.has_value()) return;
+  const uint64_t region_offset = window_->Take(this, size_bytes_, lock);
   if (!zero_ && access != Access::kOverwrite && on_drive_) {
     try {
-      Alone(lock, [&] { WaitFor(Transfer(/*write=*/false, place)); });
+      Alone(lock, [&] { WaitFor(Transfer(/*write=*/false, region_offset)); });
     } catch (...) {
-      window_->Leave(this, place, size_bytes_);
+      window_->Leave(this, region_offset, size_bytes_);
       throw;
     }
   }
-  place_ = place;
+  region_offset_ = region_offset;
 }
 
 void Gradient::Settle(Access access, Lock& lock) {
@@ -570,6 +571,12 @@ bool Gradient::IsFinite() {
   return finite;
 }
 
+void Gradient::Describe(client::TensorUpdate& update) const {
+  update.gradient_scale = scale_;
+  if (attachment_->input().gradients_reduced)
+    update.own_gradient_crc = Crc32c(0, bytes(), size_bytes_);
+}
+
 void Gradient::BeginUpdate() {
   Lock lock(mutex());
   WaitWhileMoving(lock);
@@ -586,7 +593,7 @@ void Gradient::FinishWriting() {
 // ---- The scratch file --------------------------------------------------------------------------
 
 // In the daemon's extents, which the update reads one by one.
-std::vector<client::Ticket> Gradient::Transfer(bool write, uint64_t place) {
+std::vector<client::Ticket> Gradient::Transfer(bool write, uint64_t region_offset) {
   client::Session& session = attachment_->session();
   const uint64_t scratch = attachment_->plan().memory.gradients[tensor_id_].offset_bytes;
   const uint64_t extent_bytes = uint64_t{proto::kExtentElements} * parameter_.element_size();
@@ -595,8 +602,8 @@ std::vector<client::Ticket> Gradient::Transfer(bool write, uint64_t place) {
   for (uint64_t begin = 0; begin < size_bytes; begin += extent_bytes) {
     if (tickets.size() == kTransfersInFlight) WaitFor(std::exchange(tickets, {}));
     const uint64_t length = std::min(extent_bytes, size_bytes - begin);
-    tickets.push_back(write ? session.ScratchWrite(scratch + begin, length, place + begin)
-                            : session.ScratchRead(scratch + begin, length, place + begin));
+    tickets.push_back(write ? session.ScratchWrite(scratch + begin, length, region_offset + begin)
+                            : session.ScratchRead(scratch + begin, length, region_offset + begin));
   }
   return tickets;
 }
@@ -612,7 +619,7 @@ void Gradient::StartWriting(Lock& lock) {
   if (!dirty_) return;
   FinishWriting(lock);
   std::vector<client::Ticket> writes;
-  Alone(lock, [&] { writes = Transfer(/*write=*/true, *place_); });
+  Alone(lock, [&] { writes = Transfer(/*write=*/true, *region_offset_); });
   writes_ = std::move(writes);
   dirty_ = false;
   on_drive_ = true;
@@ -627,8 +634,8 @@ void Gradient::Evict(Lock& lock) {
   const Moving moving(*this);
   if (!zero_) StartWriting(lock);
   FinishWriting(lock);
-  window_->Leave(this, *place_, size_bytes_);
-  place_.reset();
+  window_->Leave(this, *region_offset_, size_bytes_);
+  region_offset_.reset();
 }
 
 void Gradient::Close() {

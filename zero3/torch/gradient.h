@@ -92,8 +92,8 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   virtual bool PrepareStep();
   // Waits until a spilled gradient is written.
   virtual void FinishWriting();
-  // What the step says of it.
-  virtual void Describe(client::TensorUpdate& update) const { update.gradient_scale = scale_; }
+  // What the step says of it: with several ranks that reduce by themselves, its checksum, too.
+  virtual void Describe(client::TensorUpdate& update) const;
   // The daemon has taken the step: the accumulator belongs to the update until it is done.
   virtual void BeginUpdate();
 
@@ -142,7 +142,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   // found out about them is kept.
   virtual bool raw_writable() const { return !spilled(); }
   bool busy() const { return updating_ || zero_ || scale_ != 1.0f; }
-  virtual std::byte* bytes() const { return attachment_->region() + *place_; }
+  virtual std::byte* bytes() const { return attachment_->region() + *region_offset_; }
   // A plain tensor over the bytes in memory, with the parameter's strides.
   at::Tensor Plain() const;
   void CheckOpen() const;
@@ -162,7 +162,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   // Marks it and works without the lock.
   void Alone(Lock& lock, absl::FunctionRef<void()> work);
   void WaitForUpdate(Lock& lock);
-  void Load(Access access, Lock& lock);  // place_ is set after it
+  void Load(Access access, Lock& lock);  // region_offset_ is set after it
   virtual void ShowBytes();              // the storage's pointer and whether it throws
   void AdoptStolen(const at::Tensor& stolen);
   void LeaveTensorToOthers();
@@ -175,7 +175,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   const std::vector<int64_t> strides_;  // the parameter's
   at::Tensor parameter_, tensor_;
   std::shared_ptr<torch::autograd::Node> accumulation_;  // torch has a weak reference only
-  std::optional<uint64_t> place_;                        // region offset of the bytes in memory
+  std::optional<uint64_t> region_offset_;                // of the bytes in memory
   WaitQueue own_changed_;                                // of one that is not spilled
   bool moving_ = false;
   WaitGraph::Thread mover_;
@@ -204,7 +204,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   void StartWriting(Lock& lock);
   void FinishWriting(Lock& lock);
   // Without the lock: asks for the transfer of all bytes; what is left to wait for.
-  std::vector<client::Ticket> Transfer(bool write, uint64_t place);
+  std::vector<client::Ticket> Transfer(bool write, uint64_t region_offset);
   void WaitFor(std::vector<client::Ticket> tickets);
   void Evict(Lock& lock);
 };

@@ -119,10 +119,10 @@ absl::Status GradientStream::Deliver(uint32_t tensor, proto::GradientStart start
   const uint64_t element_bytes = options_.tensors[tensor].element_bytes;
   for (uint64_t begin = 0; begin < element_count; begin += proto::kExtentElements) {
     const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
-    OFFLOAD_ASSIGN_OR_RETURN(const uint64_t place, ring_.Take(count * element_bytes));
-    std::memcpy(options_.region + place, bytes + begin * element_bytes, count * element_bytes);
-    ring_.Deliver(place, count * element_bytes,
-                  channel_->DeliverGradient(tensor, pass, start, begin, count, place));
+    OFFLOAD_ASSIGN_OR_RETURN(const uint64_t offset, ring_.Take(count * element_bytes));
+    std::memcpy(options_.region + offset, bytes + begin * element_bytes, count * element_bytes);
+    ring_.Deliver(offset, count * element_bytes,
+                  channel_->DeliverGradient(tensor, pass, start, begin, count, offset));
   }
   return absl::OkStatus();
 }

@@ -569,9 +569,9 @@ TEST(DeliveryRingTest, RoomComesBackInTheOrderOfDeliveries) {
     return absl::OkStatus();
   });
   for (Ticket ticket = 1; ticket <= 5; ++ticket) {
-    const uint64_t place = *ring.Take(4096);
-    EXPECT_EQ(place, 4096u + (ticket + 1) % 2 * 4096);
-    ring.Deliver(place, 4096, ticket);
+    const uint64_t offset = *ring.Take(4096);
+    EXPECT_EQ(offset, 4096u + (ticket + 1) % 2 * 4096);
+    ring.Deliver(offset, 4096, ticket);
   }
   EXPECT_EQ(waited, (std::vector<Ticket>{1, 2, 3}));
   EXPECT_TRUE(ring.WaitForAll().ok());

@@ -37,6 +37,7 @@ const std::map<std::string, Member>& Members() {
       {"persistence", &Options::persistence},
       {"prefetch", &Options::prefetch},
       {"max_live", &Options::max_live},
+      {"gradients", &Options::gradients},
       {"gradient_average", &Options::gradient_average},
   };
   return *kMembers;

@@ -136,7 +136,8 @@ void SummedGradient::LetGoOfSum() {
     if (dynamic_cast<const torch::autograd::utils::LambdaPostHook*>(hook.get()) == nullptr)
       continue;
     Refuse(subject_, "is reduced by DistributedDataParallel, too",
-           "Train the module itself (ddp.module): the ranks' gradients are added here");
+           "Train the module itself (ddp.module): the ranks' gradients are added here. Or set "
+           "gradients = reduced_by_trainer");
   }
   const bool goes_on = IsOwn(parameter_.grad());
   if (!goes_on) LeaveTensorToOthers();
@@ -162,15 +163,15 @@ void SummedGradient::DropOwn(Lock& lock) {
 void SummedGradient::DropCopies() {
   norms_.clear();
   finite_.reset();
-  if (!spilled() || !place_.has_value() || uses_ > 0) return;
-  window_->Leave(this, *place_, size_bytes_);
-  place_.reset();
+  if (!spilled() || !region_offset_.has_value() || uses_ > 0) return;
+  window_->Leave(this, *region_offset_, size_bytes_);
+  region_offset_.reset();
 }
 
 // ---- Pins --------------------------------------------------------------------------------------
 
 const std::byte* SummedGradient::SumBytes() const {
-  return spilled() ? attachment_->region() + *place_ : sums_->SumOf(tensor_id_);
+  return spilled() ? attachment_->region() + *region_offset_ : sums_->SumOf(tensor_id_);
 }
 
 std::byte* SummedGradient::bytes() const {
@@ -252,7 +253,7 @@ void SummedGradient::WaitForOtherUses(Lock& lock) {
 }
 
 void SummedGradient::LoadSum(Lock& lock) {
-  if (!spilled() || place_.has_value()) return;
+  if (!spilled() || region_offset_.has_value()) return;
   on_drive_ = true;  // the daemon has written it
   Load(Access::kRead, lock);
 }

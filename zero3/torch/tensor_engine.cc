@@ -131,6 +131,13 @@ static ZeroPolicy PolicyOf(const Options& options) {
           .max_live = hint("max_live", options.max_live)};
 }
 
+bool ReducesGradients(const Options& options) {
+  if (options.gradients == "added") return false;
+  if (options.gradients == "reduced_by_trainer") return true;
+  ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat("gradients is '", options.gradients, "'"),
+                        "Set it to added or reduced_by_trainer"));
+}
+
 TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
                            std::unique_ptr<client::Session> session, client::JobInfo job)
     : options_(options),
@@ -289,6 +296,7 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
   return {.catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors), optimizer)),
           .ram_bytes = ram_bytes_,
           .always_spill_gradients = options_.spill_gradients,
+          .gradients_reduced = attachment_->world_size() > 1 && ReducesGradients(options_),
           .world_size = attachment_->world_size(),
           .durability = ValueOrThrow(ParseDurability(options_.durability)),
           .good_pipeline_blocks = good_pipeline_blocks_,
@@ -504,7 +512,12 @@ void TensorEngine::WatchGradients() {
   if (plan.gradients_spilled)
     gradient_window_ =
         std::make_shared<GradientWindow>(plan.gradient_window_offset, plan.gradient_window_bytes);
-  if (plan.memory.world_size > 1)
+  if (attachment_->input().gradients_reduced && attachment_->rank() == 0) {
+    Log().info(
+        "gradients are reduced by the trainer: {} of them stay in memory in each of {} ranks",
+        FormatBytes(plan.gradient_bytes), plan.memory.world_size);
+  }
+  if (attachment_->input().AddsGradients())
     sums_ = std::make_shared<GradientSums>(attachment_, /*step=*/step_ + 1);
   for (uint32_t id = 0; id < weights_.size(); ++id) {
     if (!attached_.trained[id].defined()) continue;

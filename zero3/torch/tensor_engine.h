@@ -200,12 +200,15 @@ class TensorEngine {
   std::shared_ptr<GradientWindow> gradient_window_;
   const void* round_ends_with_ = nullptr;  // the first tensor of an optimizer
   int steps_of_round_ = 0;
-  std::shared_ptr<GradientSums> sums_;     // with several ranks
+  std::shared_ptr<GradientSums> sums_;     // where the daemon adds those of several ranks
   std::vector<WeightResidency*> weights_;  // by id; one reference each
   std::vector<Gradient*> gradients_;       // by id, null when frozen; one reference each
 };
 
 // The error of a call that needs an attached module.
 absl::Status NotAttached();
+
+// Whether the ranks' gradients are reduced by the trainer. OFD-1002 for a word that is none.
+bool ReducesGradients(const Options& options);
 
 }  // namespace offload::zero3

@@ -126,7 +126,7 @@ absl::StatusOr<std::vector<FileWeight>> FindFileWeights(std::span<const NamedTen
     const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
     const void* const memory = tensor.numel() == 0 ? static_cast<const void*>(impl)
                                                    : impl->unsafe_storage().unsafeGetStorageImpl();
-    const auto [place, is_new] =
+    const auto [found, is_new] =
         known.try_emplace({memory, tensor.storage_offset(), tensor.sizes().vec(),
                            OrderOf(tensor.sizes(), tensor.strides())},
                           weights.size());
@@ -136,7 +136,7 @@ absl::StatusOr<std::vector<FileWeight>> FindFileWeights(std::span<const NamedTen
                          .dtype = tensor.scalar_type(),
                          .tensor = tensor});
     } else {
-      weights[place->second].other_names.push_back(name);
+      weights[found->second].other_names.push_back(name);
     }
   }
   return weights;

@@ -113,6 +113,11 @@ struct Options {
   // Of the ranks' gradients; false: their sum, for trainers that divide losses by all
   // micro-batches.
   bool gradient_average = true;
+  // Who makes the ranks' gradients one: "added", the daemon adds them in a fixed order; or
+  // "reduced_by_trainer", every rank keeps those that torch gives it, in memory, and the trainer
+  // reduces `.grad` itself (c10d, NCCL, MPI). All ranks step with the same bits, or the step is
+  // refused (OFD-1805, with tensor and ranks).
+  std::string gradients = "added";
 
   // OFFLOADD_POOL, OFFLOADD_RAM, OFFLOADD_JOB, OFFLOADD_IO.
   static Options FromEnvironment();
