@@ -87,7 +87,9 @@ bool UpdateExecutor::HasUncommitted() const {
 }
 
 void UpdateExecutor::CommitSoon() {
-  if (step_.has_value() || (!context_->unsettled_puts && HasNews())) commit_asked_ = true;
+  const bool is_held = commit_.has_value() && commit_->epoch == step_;
+  if ((step_.has_value() && !is_held) || (!context_->unsettled_puts && HasNews()))
+    commit_asked_ = true;
 }
 
 void UpdateExecutor::Demand(uint32_t store_tensor) {

@@ -41,7 +41,8 @@ std::string Line(const PlanReport& report, const BudgetOffer& offer, const zero3
                  std::optional<double> drive_seconds, std::optional<double> step_seconds) {
   const zero3::Plan& plan = offer.plan;
   const Traffic traffic = TrafficOf(plan, report.micro_batches);
-  return absl::StrFormat("%11s  %9s  %9s  %s  %s     %s    %s%s%s\n", FormatBytes(offer.ram_bytes),
+  return absl::StrFormat("%7s  %9s  %9s  %s  %s     %s    %s%s%s\n",
+                         absl::StrCat(UpToMebibyte(offer.ram_bytes) / kMebibyte, "MiB"),
                          FormatDecimalBytes(static_cast<uint64_t>(traffic.read_bytes)),
                          FormatDecimalBytes(static_cast<uint64_t>(traffic.written_bytes)),
                          SecondsText(drive_seconds), SecondsText(step_seconds),
@@ -99,7 +100,7 @@ absl::StatusOr<Answer> ReportOffers(const PlanReport& report, double compute_sec
                             {"mixed_bytes_per_second", report.drive->mixed}};
   }
   answer.text = absl::StrCat("Model     ", report.model, "\n", Rates(report),
-                             "        ram       read    written       drive        step  weights  "
+                             "    ram       read    written       drive        step  weights  "
                              "state\n");
   Json& rows = answer.data["budgets"] = Json::array();
   for (const BudgetOffer& offer : offers) {

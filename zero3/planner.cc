@@ -330,11 +330,11 @@ uint64_t WantedWindow(const PlanInput& input) {
   return input.policy.max_live > 0 ? 0 : DownToSector(input.ram_bytes / kWindowShareOfRam);
 }
 
-// How many weights stay so that they and the state that the rest of `bytes` holds save most; of
-// equal choices that with most weights. Weights and their window may take `weights_bytes` of them.
-// None when there is no room for the window that is wanted.
-std::optional<size_t> MostSaving(const PlanInput& input, const Needs& needs, uint64_t wanted_bytes,
-                                 uint64_t weights_bytes, uint64_t bytes) {
+// How many weights stay, `least` or more, so that they and the state that the rest of `bytes` holds
+// save most; of equal choices that with most weights. Weights and their window may take
+// `weights_bytes` of them. None when there is no room for the window that is wanted.
+std::optional<size_t> MostSaving(const PlanInput& input, const Needs& needs, size_t least,
+                                 uint64_t wanted_bytes, uint64_t weights_bytes, uint64_t bytes) {
   std::optional<size_t> best;
   double best_saved = 0, weights_saved = 0;
   for (size_t k = 0; k <= needs.weights_high; ++k) {
@@ -345,7 +345,7 @@ std::optional<size_t> MostSaving(const PlanInput& input, const Needs& needs, uin
                                                                     : needs.saved.frozen_weight);
     }
     const uint64_t cost = needs.weights.Cost(k, wanted_bytes);
-    if (k < needs.weights_low || cost > weights_bytes) continue;
+    if (k < least || cost > weights_bytes) continue;
     const uint64_t state_bytes =
         needs.state.Within(std::min(needs.state_low_bytes + bytes - cost, needs.state_high_bytes));
     const double saved = weights_saved + needs.saved.state * static_cast<double>(state_bytes);
@@ -370,7 +370,7 @@ void ChooseWeights(const PlanInput& input, const Needs& needs, bool complete, ui
   const uint64_t spent = std::min(rest - kept_for_state, needs.live_bytes);
   const size_t most = complete && state_fits ? needs.weights_high : least;
   const std::optional<size_t> kept = complete && !state_first
-                                         ? MostSaving(input, needs, wanted, spent, rest)
+                                         ? MostSaving(input, needs, least, wanted, spent, rest)
                                          : weights.Largest(least, most, wanted, spent);
   choice.kept_weights = kept.value_or(least);
   choice.window_bytes =
