@@ -172,27 +172,48 @@ def _tables_of(models):
 
 
 class _Reassigned:
-    """Buffers that a module may assign anew (`self.mean = 0.9 * self.mean + …`): the job has the tensors that were there at first."""
+    """What a module assigns anew after attach(), where the job has the tensor that was there at first: the values of a buffer
+    (`self.mean = 0.9 * self.mean + …`) are taken before every step; of a parameter nobody trains the new one, which is told once."""
 
     def __init__(self, models):
-        self._places = [(weakref.ref(module), key, buffer) for model in models for module in model.modules()
-                        for key, buffer in module._buffers.items() if buffer is not None and key not in module._non_persistent_buffers_set]
+        self._buffers, self._parameters = [], []
+        for module in (module for model in models for module in model.modules()):
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    self._buffers.append((weakref.ref(module), "_buffers", key, buffer))
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    places = self._buffers if is_table(parameter) else self._parameters
+                    places.append((weakref.ref(module), "_parameters", key, parameter))
         self._told = set()
 
-    def settle(self):
-        """Gives the job's tensors the values of those that took their place."""
-        for place, key, buffer in self._places:
+    @staticmethod
+    def _changed(places):
+        """(module, key, what was there, what is there)."""
+        for place, kind, key, tensor in places:
             module = place()
-            now = module._buffers.get(key) if module is not None else None
-            if now is None or now is buffer:
-                continue
+            now = getattr(module, kind).get(key) if module is not None else None
+            if now is not None and now is not tensor:
+                yield module, key, tensor, now
+
+    def _tell(self, tensor, text):
+        if id(tensor) not in self._told:
+            self._told.add(id(tensor))
+            _log.warning("offloadd: %s", text)
+
+    def settle(self, identities):
+        for module, key, buffer, now in self._changed(self._buffers):
             if now.shape == buffer.shape and now.dtype == buffer.dtype and now.device == buffer.device:
                 with torch.no_grad():
                     buffer.copy_(now)
-            elif id(buffer) not in self._told:
-                self._told.add(id(buffer))
-                _log.warning("offloadd: buffer %s of a %s has become %s%s, it was %s%s when it was attached: what it holds from now on is not "
-                             "part of the job", key, type(module).__name__, now.dtype, list(now.shape), buffer.dtype, list(buffer.shape))
+            else:
+                self._tell(buffer, f"buffer {key} of a {type(module).__name__} has become {now.dtype}{list(now.shape)}, it was "
+                                   f"{buffer.dtype}{list(buffer.shape)} when it was attached: what it holds from now on is not part of the job")
+        for module, key, parameter, now in self._changed(self._parameters):
+            if id(now) not in identities:
+                self._tell(parameter, f"parameter {key} of a {type(module).__name__} is another one than when it was attached "
+                                      "(load_state_dict(assign=True), or an assignment): neither the optimizer nor the job has it. Replace "
+                                      "parameters before attach(), and set values with p.copy_()")
 
 
 # Types of buffers that are committed; others (complex tables) are constants.
@@ -400,7 +421,7 @@ class Handle:
     def _settle(self):
         """Before a step: what was put in the place of the job's tensors."""
         served.settle_replaced(self._identities)
-        self._reassigned.settle()
+        self._reassigned.settle(self._identities)
 
     def apply(self, kind, groups, values):
         self._settle()

@@ -1,6 +1,7 @@
 """Optimizers, gradients, schedulers, clipping: the loops that people write."""
 
 import copy
+import logging
 import os
 import sys
 
@@ -729,6 +730,7 @@ def tables_are_resumed(run):
     model, optimizer, handle = attached()
     with torch.no_grad():
         model.numbers[3] = 5
+    model.mask = torch.nn.Parameter(~model.mask, requires_grad=False)
     told = train_quantised(run, model, optimizer)
     if run.offloaded:
         handle.close()
@@ -736,7 +738,7 @@ def tables_are_resumed(run):
         run.models.clear()
         model, optimizer, handle = attached()
         assert handle.step == 2, handle.step
-    return told, train_quantised(run, model, optimizer, first=2), model.numbers
+    return told, train_quantised(run, model, optimizer, first=2), model.numbers, model.mask
 
 
 @case
@@ -1319,6 +1321,27 @@ def buffers_assigned_anew_are_resumed(run):
         assert handle.step == 3, handle.step
     train(3)
     return told, model.mean
+
+
+@case(types=("fp32",))
+def parameters_assigned_anew_are_told_of(run):
+    """In plain torch nothing trains them either."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=1)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("offloadd").addHandler(handler)
+    try:
+        told += run.train(model, optimizer, first=1)
+    finally:
+        logging.getLogger("offloadd").removeHandler(handler)
+    if run.offloaded:
+        assert len(lines) == len(list(model.parameters())) and all("assign=True" in line for line in lines), lines
+    return told
 
 
 @case(types=("bf16",))
