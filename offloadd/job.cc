@@ -17,7 +17,7 @@
 #include "offloadd/environment.h"
 #include "offloadd/limits.h"
 #include "offloadd/step_plan.h"
-#include "offloadd/trainer_states.h"
+#include "proto/trainer_states.h"
 #include "spdlog/spdlog.h"
 
 namespace offload::daemon {
@@ -166,7 +166,8 @@ void Job::Publish(Rank& rank, const std::string& trainer_state, Done done) {
   if (!status.ok()) return done(std::move(status));
   if (phase() == JobPhase::kTraining) return done(absl::OkStatus());
   if (rank.calls.publish != nullptr) return done(WrongState("Publish for the second time"));
-  if (trainer_state.size() > TrainerStateBytesMax(world_size(), kLimits.trainer_state_bytes_max))
+  if (trainer_state.size() >
+      proto::TrainerStateBytesMax(world_size(), kLimits.trainer_state_bytes_max))
     return done(WrongState("a trainer state that is too large"));
   // Another rank may have come here while the first one still puts.
   if (rank.number() == 0 && !transfers_->idle())
@@ -182,7 +183,7 @@ void Job::StartPublishing() {
   transfers_->WriteBundles([this](absl::Status status) {
     if (!status.ok() || context_.failed()) return FinishPublish(std::move(status));
     store_->Commit(
-        0, EncodeTrainerStates(trainer_states_),
+        0, proto::EncodeTrainerStates(trainer_states_),
         context_.Counted([this](absl::Status committed) { FinishPublish(std::move(committed)); }));
   });
 }
@@ -272,7 +273,8 @@ void Job::Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDon
   if (!messages.empty() && messages.front().has_trainer_state())
     trainer_state = messages.front().trainer_state();
   if (trainer_state.has_value() &&
-      trainer_state->size() > TrainerStateBytesMax(world_size(), kLimits.trainer_state_bytes_max)) {
+      trainer_state->size() >
+          proto::TrainerStateBytesMax(world_size(), kLimits.trainer_state_bytes_max)) {
     return done(WrongState(absl::StrCat("a trainer state of ", trainer_state->size(), " bytes")));
   }
   const uint64_t step = messages.empty() ? 0 : messages.front().step();
@@ -352,7 +354,7 @@ std::optional<std::string> Job::TakeTrainerStates() {
     has_news = true;
   }
   if (!has_news) return std::nullopt;
-  return EncodeTrainerStates(trainer_states_);
+  return proto::EncodeTrainerStates(trainer_states_);
 }
 
 void Job::AnswerStep(const absl::StatusOr<uint64_t>& durable_step) {

@@ -14,7 +14,7 @@
 #include "offloadd/environment.h"
 #include "offloadd/job.h"
 #include "offloadd/limits.h"
-#include "offloadd/trainer_states.h"
+#include "proto/trainer_states.h"
 #include "spdlog/spdlog.h"
 
 namespace offload::daemon {
@@ -225,7 +225,7 @@ void Job::FinishOpening(Made& made) {
   trainer_states_.resize(world_size());
   if (store_existed_) {
     step_ = store_->committed().epoch;
-    const std::vector<std::string> states = DecodeTrainerStates(store_->committed().blob);
+    const std::vector<std::string> states = proto::DecodeTrainerStates(store_->committed().blob);
     for (uint32_t rank = 0; rank < std::min<size_t>(world_size(), states.size()); ++rank)
       trainer_states_[rank] = states[rank];
   }
@@ -288,8 +288,8 @@ proto::v1::OpenJobReply Job::OpenReply(const Rank& rank) const {
   proto::v1::OpenJobReply reply;
   reply.set_exists(store_existed_);
   if (store_existed_) {
-    const ResumedState state =
-        StateOfRank(DecodeTrainerStates(store_->committed().blob), rank.number());
+    const proto::ResumedState state =
+        proto::StateOfRank(proto::DecodeTrainerStates(store_->committed().blob), rank.number());
     reply.set_step(step_);
     reply.set_trainer_state(state.state);
     reply.set_trainer_state_is_own(state.is_own);

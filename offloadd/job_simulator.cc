@@ -13,7 +13,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "offloadd/job_simulation.h"
-#include "offloadd/trainer_states.h"
+#include "proto/trainer_states.h"
 
 namespace offload::daemon {
 namespace {
@@ -53,7 +53,7 @@ void Simulation::Launch() {
   ChooseLaunch();
   is_new_ = !machine_.has_store();
   if (is_new_) now_.tensors.assign(tensors_.size(), nullptr);
-  trainer_states_ = DecodeTrainerStates(now_.blob);
+  trainer_states_ = proto::DecodeTrainerStates(now_.blob);
   trainer_states_.resize(plan_.world_size);
   sums_.assign(tensors_.size(), {});
   scripts_.clear();
@@ -211,7 +211,7 @@ std::string Simulation::FirstState(uint32_t rank) const {
 void Simulation::BeginPublish() {
   for (uint32_t rank = 0; rank < plan_.world_size; ++rank) trainer_states_[rank] = FirstState(rank);
   now_.epoch = 0;
-  now_.blob = EncodeTrainerStates(trainer_states_);
+  now_.blob = proto::EncodeTrainerStates(trainer_states_);
   versions_ = {{now_}};
   durable_ = 0;
 }
@@ -219,7 +219,7 @@ void Simulation::BeginPublish() {
 void Simulation::JudgeOpening(uint32_t rank, const proto::v1::OpenJobReply& reply) {
   if (reply.exists() == is_new_) return Violate("a job exists, or does not");
   if (is_new_) return;
-  const ResumedState state = StateOfRank(DecodeTrainerStates(now_.blob), rank);
+  const proto::ResumedState state = proto::StateOfRank(proto::DecodeTrainerStates(now_.blob), rank);
   if (reply.step() != now_.epoch || reply.trainer_state() != state.state ||
       reply.trainer_state_is_own() != state.is_own) {
     Violate(absl::StrCat("rank ", rank, " is told to go on at step ", reply.step(),
@@ -375,7 +375,7 @@ void Simulation::ApplyStep(StepScript& script, const absl::StatusOr<uint64_t>& d
     trainer_states_[rank] = *script.trainer_states[rank];
     has_states = true;
   }
-  if (has_states) now_.blob = EncodeTrainerStates(trainer_states_);
+  if (has_states) now_.blob = proto::EncodeTrainerStates(trainer_states_);
   now_.epoch = script.step;
   has_unsettled_puts_ = false;
   versions_.push_back({now_});

@@ -395,6 +395,9 @@ TEST_F(OffloadctlTest, ExportRefusesWhatItCannotRead) {
   EXPECT_EQ(RunJson("export", pool() + " run1" + to + " --snapshot best", 1)["error"]["id"],
             "OFD-1216");
   EXPECT_EQ(Run("export " + pool() + " run1" + to + " --dtype int8").exit_code, 2);
+  EXPECT_EQ(Run("export " + pool() + " run1" + to + " --universal --dtype float32").exit_code, 2);
+  EXPECT_EQ(RunJson("export", pool() + " run1" + to + " --universal", 6)["error"]["id"],
+            "OFD-1207");
   const auto store = swap::Store::Open(pool(), "run1", {});
   ASSERT_TRUE(store.ok()) << store.status();
   const Json in_use = RunJson("export", pool() + " run1" + to, 1);

@@ -15,7 +15,7 @@ import torch
 from . import in_memory, pickled, served, universal
 from .errors import Error
 from .library import Engine, is_disabled
-from .optimizer import Foreign, check_free, has_stepped, recipe_of
+from .optimizer import Foreign, check_free, has_stepped, is_table, recipe_of
 
 _log = logging.getLogger("offloadd")
 
@@ -172,8 +172,7 @@ def _refuse_wrappers():
     wrapper.__init__ = initialise
 
 
-def _names_of(models):
-    """(name, parameter) of all models; those of the first have their own names, those of the n-th further one begin with "n/"."""
+def _all_names_of(models):
     named = []
     for n, model in enumerate(models):
         prefix = "" if n == 0 else f"{n}/"
@@ -181,6 +180,61 @@ def _names_of(models):
             key = key.replace("_orig_mod.", "")  # of torch.compile
             named.append((prefix + key, parameter))
     return named
+
+
+def _names_of(models):
+    """(name, parameter) of all models; those of the first have their own names, those of the n-th further one begin with "n/"."""
+    return [(name, parameter) for name, parameter in _all_names_of(models) if not is_table(parameter)]
+
+
+def _tables_of(models):
+    """Frozen parameters of whole numbers (quantised weights): they are buffers of the job."""
+    return [(name, parameter) for name, parameter in _all_names_of(models) if is_table(parameter)]
+
+
+class _Reassigned:
+    """What a module assigns anew after attach(), where the job has the tensor that was there at first: the values of a buffer
+    (`self.mean = 0.9 * self.mean + …`) are taken before every step; of a parameter nobody trains the new one, which is told once."""
+
+    def __init__(self, models):
+        self._buffers, self._parameters = [], []
+        for module in (module for model in models for module in model.modules()):
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set:
+                    self._buffers.append((weakref.ref(module), "_buffers", key, buffer))
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    places = self._buffers if is_table(parameter) else self._parameters
+                    places.append((weakref.ref(module), "_parameters", key, parameter))
+        self._told = set()
+
+    @staticmethod
+    def _changed(places):
+        """(module, key, what was there, what is there)."""
+        for place, kind, key, tensor in places:
+            module = place()
+            now = getattr(module, kind).get(key) if module is not None else None
+            if now is not None and now is not tensor:
+                yield module, key, tensor, now
+
+    def _tell(self, tensor, text):
+        if id(tensor) not in self._told:
+            self._told.add(id(tensor))
+            _log.warning("offloadd: %s", text)
+
+    def settle(self, identities):
+        for module, key, buffer, now in self._changed(self._buffers):
+            if now.shape == buffer.shape and now.dtype == buffer.dtype and now.device == buffer.device:
+                with torch.no_grad():
+                    buffer.copy_(now)
+            else:
+                self._tell(buffer, f"buffer {key} of a {type(module).__name__} has become {now.dtype}{list(now.shape)}, it was "
+                                   f"{buffer.dtype}{list(buffer.shape)} when it was attached: what it holds from now on is not part of the job")
+        for module, key, parameter, now in self._changed(self._parameters):
+            if id(now) not in identities:
+                self._tell(parameter, f"parameter {key} of a {type(module).__name__} is another one than when it was attached "
+                                      "(load_state_dict(assign=True), or an assignment): neither the optimizer nor the job has it. Replace "
+                                      "parameters before attach(), and set values with p.copy_()")
 
 
 # Types of buffers that are committed; others (complex tables) are constants.
@@ -201,7 +255,7 @@ def _buffers_of(models):
                 is_kept = key not in module._non_persistent_buffers_set and buffer.dtype in _BUFFER_TYPES
                 name = f"{path}.{key}" if path else key
                 named.append((prefix + name.replace("_orig_mod.", "") if is_kept else "", buffer))
-    return named
+    return named + _tables_of(models)
 
 
 def _with_strangers(named, optimizers):
@@ -211,7 +265,7 @@ def _with_strangers(named, optimizers):
         count = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if id(parameter) not in known:
+                if id(parameter) not in known and not is_table(parameter):
                     known.add(id(parameter))
                     named.append((f"optimizer/{n}/{count}", parameter))
                     count += 1
@@ -337,6 +391,7 @@ class Handle:
             for parameter in unfrozen:
                 parameter.requires_grad_(False)
         self._parameters = dict(named)
+        self._reassigned = _Reassigned(models)
         self._parts = parts
         self.adds_gradients = self._engine.world_size() > 1 and not reduces_gradients(self.options)
         if self.adds_gradients:
@@ -381,19 +436,24 @@ class Handle:
 
     def commit(self):
         """A step of an optimizer that runs in this process."""
-        served.settle_replaced(self._identities)
+        self._settle()
         kind = Foreign.kind
         self._running().apply(kind, [[]], [[0.0] * len(Engine.parameters_of(kind))])
 
-    def apply(self, kind, groups, values):
+    def _settle(self):
+        """Before a step: what was put in the place of the job's tensors."""
         served.settle_replaced(self._identities)
+        self._reassigned.settle(self._identities)
+
+    def apply(self, kind, groups, values):
+        self._settle()
         self._running().apply(kind, groups, values)
 
     def replace_state(self, parameters, counts, names, planes):
         self._running().replace_state(parameters, counts, names, planes)
 
     def update_count(self, parameter):
-        return self._running().update_count(parameter) if parameter.numel() else 0
+        return self._running().update_count(parameter) if parameter.numel() and not is_table(parameter) else 0
 
     def is_trained(self, parameter):
         return id(parameter) in self._trained
@@ -476,9 +536,12 @@ class Handle:
         """A parameter by its name, or itself."""
         if not isinstance(given, str):
             return given
-        if given not in self._parameters:
+        if given in self._parameters:
+            return self._parameters[given]
+        tables = dict(_tables_of([model for model in self.models if model is not None]))
+        if given not in tables:
             raise Error.of(1002, f"the job has no parameter '{given}'", "Use a name of model.named_parameters()")
-        return self._parameters[given]
+        return tables[given]
 
     def gather(self, parameters, plane="weight", *, write=False):
         """Private copies: of one parameter (by itself or its name) a tensor, of several a list. `plane` is "weight", "master", or a
@@ -526,7 +589,7 @@ class Handle:
 
     def save_weights(self, folder, *, shard_bytes=0):
         """Writes the weights as a safetensors folder, in constant memory."""
-        served.settle_replaced(self._identities)
+        self._settle()
         self._running().save_weights(os.fspath(folder), shard_bytes)
 
     def load_universal(self, folder):
@@ -582,12 +645,13 @@ class Handle:
 
 
 def open_ahead(options):
-    """Opens the job of attach(**options), which will take it: (engine, the trainer's state). For integrations."""
+    """Opens the job of attach(**options), which will take it, unless it is open: (engine, the trainer's state). For integrations."""
     global _constructed
-    opened = init(**{key: value for key, value in options.items() if key in OPTIONS or key == "config"})
-    opened._engine = _open_engine(opened.options)
-    _constructed = opened
-    return opened._engine, _stored_state(opened._engine)[1]
+    if _constructed is None:
+        opened = init(**{key: value for key, value in options.items() if key in OPTIONS or key == "config"})
+        opened._engine = _open_engine(opened.options)
+        _constructed = opened
+    return _constructed._engine, _stored_state(_constructed._engine)[1]
 
 
 def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=None, unfreeze=None, initial_weights=None, **others):

@@ -32,48 +32,57 @@ class _WithMasters:
     def load_state_dict(self, state_dict):
         self._masters.load_state_dict(self, state_dict)
 
+    @property
+    def state(self):
+        return self._masters.states()
+
 
 class Masters:
     """An optimizer of the same class over fp32 masters, which follows the groups of the script's."""
 
     def __init__(self, cls, optimizer):
-        groups = [{**group, "params": [self._master(parameter) for parameter in group["params"]]} for group in optimizer.param_groups]
+        self._master_of, self._seen = {}, {}
         self._optimizer = cls.__new__(cls)
-        state = {"defaults": optimizer.defaults, "state": collections.defaultdict(dict), "param_groups": groups}
+        state = {"defaults": optimizer.defaults, "state": collections.defaultdict(dict), "param_groups": self._groups(optimizer)}
         self._optimizer.__setstate__(state)
         for parameter, master in self._pairs(optimizer):
             if parameter in optimizer.state:  # Adagrad's, from the beginning
                 self._optimizer.state[master] = {key: self._widened(value) for key, value in optimizer.state[parameter].items()}
-        self._versions = {parameter: parameter._version for parameter, _ in self._pairs(optimizer)}
 
     @staticmethod
     def _widened(value):
         return value.float().clone() if isinstance(value, torch.Tensor) else value
 
-    @staticmethod
-    def _master(parameter):
-        if parameter.dtype == torch.float32:
-            return parameter
-        return torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+    def _master(self, parameter):
+        if parameter not in self._master_of:
+            self._master_of[parameter] = parameter if parameter.dtype == torch.float32 else \
+                torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
+            self._see(parameter)
+        return self._master_of[parameter]
+
+    def _groups(self, optimizer):
+        return [{**group, "params": [self._master(parameter) for parameter in group["params"]]} for group in optimizer.param_groups]
+
+    def _see(self, parameter):
+        """Remembers what tells that somebody has written to it since."""
+        self._seen[parameter] = parameter._version, parameter.data_ptr()
+
+    def _is_written(self, parameter, master):
+        """Also by `p.data = x`, or through .data."""
+        return self._seen[parameter] != (parameter._version, parameter.data_ptr()) or not torch.equal(parameter, master.to(parameter.dtype))
 
     def _pairs(self, optimizer):
-        for theirs, ours in zip(optimizer.param_groups, self._optimizer.param_groups):
-            yield from zip(theirs["params"], ours["params"])
+        return [(parameter, self._master(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
 
     def _follow(self, optimizer):
-        for group in optimizer.param_groups[len(self._optimizer.param_groups):]:
-            self._optimizer.param_groups.append({**group, "params": [self._master(parameter) for parameter in group["params"]]})
-            self._versions.update({parameter: parameter._version for parameter in group["params"]})
-        for theirs, ours in zip(optimizer.param_groups, self._optimizer.param_groups):
-            ours.update({key: value for key, value in theirs.items() if key != "params"})
+        self._optimizer.param_groups[:] = self._groups(optimizer)
 
     def step(self, optimizer):
         self._follow(optimizer)
         for parameter, master in self._pairs(optimizer):
             if master is parameter:
                 continue
-            # Somebody wrote to it, perhaps through .data.
-            if self._versions[parameter] != parameter._version or not torch.equal(parameter, master.to(parameter.dtype)):
+            if self._is_written(parameter, master):
                 master.copy_(parameter)
             master.grad = None if parameter.grad is None else parameter.grad.float()
         self._optimizer.step()
@@ -81,13 +90,14 @@ class Masters:
             if master is not parameter and master.grad is not None:
                 parameter.copy_(master)
                 master.grad = None
-            self._versions[parameter] = parameter._version
+            self._see(parameter)
 
     def state_dict(self, optimizer):
         self._follow(optimizer)
         return self._optimizer.state_dict()
 
     def load_state_dict(self, optimizer, state_dict):
+        self._follow(optimizer)
         state = {key: {name: value for name, value in kept.items() if name != "master"} for key, kept in state_dict["state"].items()}
         self._optimizer.load_state_dict(copy.deepcopy({**state_dict, "state": state}))
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
@@ -101,13 +111,16 @@ class Masters:
     def _replace(self, parameter, master, value):
         master.copy_(value)
         parameter.copy_(value)
-        self._versions[parameter] = parameter._version
+        self._see(parameter)
 
-    def state_of(self, optimizer, parameter):
-        for theirs, master in self._pairs(optimizer):
-            if theirs is parameter:
-                return master, self._optimizer.state.get(master, {})
-        return parameter, {}
+    def state_of(self, parameter):
+        master = self._master_of.get(parameter, parameter)
+        return master, self._optimizer.state.get(master, {})
+
+    def states(self):
+        """As `optimizer.state` would be."""
+        kept = ((parameter, self._optimizer.state.get(master)) for parameter, master in self._master_of.items())
+        return collections.defaultdict(dict, {parameter: state for parameter, state in kept if state})
 
 
 @functools.lru_cache(maxsize=None)
@@ -174,7 +187,7 @@ class Handle:
         master, state = parameter, {}
         for optimizer in self.optimizers:
             if hasattr(optimizer, "_masters"):
-                master, state = optimizer._masters.state_of(optimizer, parameter)
+                master, state = optimizer._masters.state_of(parameter)
             else:
                 state = optimizer.state.get(parameter, {})
             if state:
@@ -230,7 +243,7 @@ class Handle:
 
     def _state_of(self, parameter):
         for optimizer in self.optimizers:
-            state = optimizer._masters.state_of(optimizer, parameter)[1] if hasattr(optimizer, "_masters") else \
+            state = optimizer._masters.state_of(parameter)[1] if hasattr(optimizer, "_masters") else \
                 optimizer.state.get(parameter, {})
             if state:
                 return state

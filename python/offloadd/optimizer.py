@@ -26,6 +26,11 @@ def number(value):
     return float(value.item() if isinstance(value, torch.Tensor) else value)
 
 
+def is_table(parameter):
+    """Whether it is frozen and of whole numbers: it stays in memory, and no optimizer does anything with it."""
+    return not parameter.requires_grad and not parameter.is_floating_point() and not parameter.is_complex()
+
+
 def _has_tensor_lr(group):
     """torch's loops then compute with it in fp32; its fused kernels do not."""
     return isinstance(group["lr"], torch.Tensor) and not group.get("fused")
@@ -462,7 +467,7 @@ class Part:
         self.check_groups()
         values = self.group_values()
         self._check_momentum(values)
-        groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        groups = [[p for p in group["params"] if not is_table(p)] for group in self.optimizer.param_groups]
         self._add_sparse(groups, values)
         self.handle.apply(self.recipe.kind, groups, values)
 

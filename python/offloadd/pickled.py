@@ -6,6 +6,7 @@ import pickle
 
 import torch
 
+from . import progress
 from .errors import Error
 
 _SUFFIXES = (".bin", ".pt", ".pth")
@@ -89,7 +90,7 @@ def load(files, parameters, buffers, ignored=()):
     _check(files[0] if len(files) == 1 else os.path.dirname(files[0]), found, parameters, buffers, ignored)
     written = set()
     with torch.no_grad():
-        for name, tensor in [*parameters, *buffers]:
+        for name, tensor in progress.over([*parameters, *buffers], "loading weights"):
             if name in found and name not in ignored and id(tensor) not in written:
                 written.add(id(tensor))
                 tensor.copy_(found[name])

@@ -287,7 +287,21 @@ def install():
         _wrap(tensor, name, _refused_in_our_words)
     _wrap(torch.UntypedStorage, "data_ptr", _storage_address)
     _wrap(torch.nn.utils, "vector_to_parameters", _set_from_vector)
+    _wrap(torch.utils, "swap_tensors", _refuse_to_swap)
     torch.nn.utils.convert_parameters.vector_to_parameters = torch.nn.utils.vector_to_parameters
+
+
+def _refuse_to_swap(original):
+    """What load_state_dict() and .to() do to parameters under torch.__future__.set_swap_module_params_on_conversion(True)."""
+
+    @functools.wraps(original)
+    def call(t1, t2):
+        if managed(t1) or managed(t2):
+            raise Error.of(1601, f"swap_tensors() with a parameter of shape {list(t1.shape)} that is attached",
+                           "Set its value with p.copy_() under torch.no_grad(), or swap before attach()")
+        return original(t1, t2)
+
+    return call
 
 
 def _set_from_vector(original):

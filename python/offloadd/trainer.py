@@ -1,8 +1,9 @@
 """Hugging Face's Trainer: `Trainer(..., callbacks=[offloadd.TrainerCallback(nvme_path=…, ram=…, job=…)])`.
 
-The callback attaches when training begins: the optimizer is made, a checkpoint is loaded, nothing has been computed. A job that has
-steps already is continued: with resume_from_checkpoint at the checkpoint's step, which has to be the job's; without, at the job's last
-step, as if the process had never ended: the callback keeps Trainer's own state, the scheduler's and the random numbers in the job.
+The callback attaches when training begins: the optimizer is made, a checkpoint is loaded, nothing has been computed. A new job begins
+with what Trainer has then, also with weights and moments of a checkpoint that was written in memory. A job that has steps already is
+continued: with resume_from_checkpoint at the checkpoint's step, which has to be the job's; without, at the job's last step, as if the
+process had never ended: the callback keeps Trainer's own state, the scheduler's and the random numbers in the job.
 """
 
 import functools
@@ -25,6 +26,7 @@ from .optimizer import has_stepped, recipe_of
 
 _log = logging.getLogger("offloadd")
 _MAGIC = "offloadd.TrainerCallback"
+_KEPT_BYTES_MAX = 900_000  # beside buffers, in a step's state of the trainer
 
 
 def _random_state():
@@ -39,6 +41,20 @@ def _bytes_of(data):
     return file.getvalue()
 
 
+def _kept_in(data, job_step):
+    """What the callback has kept in a job at that step; None for anything else."""
+    if not data:
+        return None
+    kept = torch.load(io.BytesIO(data), weights_only=False)  # our own, of this user's job
+    return kept if isinstance(kept, dict) and kept.get("magic") == _MAGIC and kept["job_step"] == job_step else None
+
+
+def _steps_before(data, job_step):
+    """How many steps Trainer had taken when the job began."""
+    kept = _kept_in(data, job_step)
+    return kept["step"] - kept["job_step"] if kept is not None else 0
+
+
 def _moments_are(handle, optimizer, state):
     """Whether moments that a checkpoint has brought into memory are the job's: those of the smallest parameters are compared."""
     chosen = sorted((p for p in state if state[p]), key=lambda p: p.numel())[:4]
@@ -46,7 +62,8 @@ def _moments_are(handle, optimizer, state):
     for parameter in chosen:
         for name in part.recipe.planes(part.recipe.values(optimizer.param_groups[0])):
             theirs = state[parameter].get(name)
-            if isinstance(theirs, torch.Tensor) and not torch.equal(theirs.float(), handle.gather_one(parameter, name)):
+            # Loading has rounded them to the type of the parameter.
+            if isinstance(theirs, torch.Tensor) and not torch.equal(theirs, handle.gather_one(parameter, name).to(theirs.dtype)):
                 return False
     return True
 
@@ -74,26 +91,36 @@ class TrainerCallback(transformers.TrainerCallback):
             if any(each is optimizer for each in self.handle.optimizers):
                 return  # train() again
             self.handle.close()
-        loaded = {}
-        if not is_disabled() and not recipe_of(optimizer).is_foreign and has_stepped(optimizer) and state.global_step > 0:
-            loaded = dict(optimizer.state)  # of the checkpoint
-            optimizer.state.clear()
+        loaded = self._take_loaded(optimizer)
         self.handle = handles.attach(model, optimizer, **self.options)
         self._scheduler = lr_scheduler
+        if state.global_step > 0 == self.handle.step and not is_disabled():
+            _log.warning("offloadd: job %s begins with the checkpoint of step %d%s", self.handle.job, state.global_step, _what_is_rounded(model))
         try:
             self._check(state, optimizer, loaded)
         except BaseException:
             self.handle.close()
             raise
 
+    def _take_loaded(self, optimizer):
+        """What a checkpoint has brought into the optimizer, out of it where the job has its own; a new job begins with it."""
+        if is_disabled() or recipe_of(optimizer).is_foreign or not has_stepped(optimizer):
+            return {}
+        if handles.open_ahead(self.options)[0].step_count() == 0:
+            return {}
+        loaded = dict(optimizer.state)
+        optimizer.state.clear()
+        return loaded
+
     def _check(self, state, optimizer, loaded):
         handle = self.handle
         if is_disabled():
             return
-        if handle.step != state.global_step:
-            fix = "Leave resume_from_checkpoint out: the job continues at its last step by itself" if state.global_step else \
-                "Name a new job to begin anew, or leave resume=False out to continue this one"
-            raise Error.of(1602, f"the job {handle.job} is at step {handle.step}, the Trainer at step {state.global_step}", fix)
+        job_step = handle.step + _steps_before(handle.trainer_state, handle.step)  # as Trainer counts
+        if handle.step > 0 and job_step != state.global_step:
+            fix = "Leave resume_from_checkpoint out: the job continues at its last step by itself; or name a new job, which begins with the " \
+                "checkpoint" if state.global_step else "Name a new job to begin anew, or leave resume=False out to continue this one"
+            raise Error.of(1602, f"the job {handle.job} is at step {job_step}, the Trainer at step {state.global_step}", fix)
         if loaded and not _moments_are(handle, optimizer, loaded):
             raise Error.of(1602, f"the moments of the checkpoint are not those of job {handle.job}, although both are at step {handle.step}",
                            "Resume the job that the checkpoint was written by")
@@ -102,11 +129,10 @@ class TrainerCallback(transformers.TrainerCallback):
         """What is needed to go on after this step travels with it."""
         if self.handle is None or is_disabled():
             return
-        kept = _bytes_of({"magic": _MAGIC, "random": _random_state(), "epoch": state.epoch, "step": state.global_step + 1,
-                          "job_step": self.handle.step + 1,
-                          "scheduler": self._scheduler_state(), "trainer": self._trainer_state(state)})
-        if len(kept) <= 900_000:
-            self.handle.trainer_state = kept
+        steps = {"magic": _MAGIC, "step": state.global_step + 1, "job_step": self.handle.step + 1}
+        kept = _bytes_of({**steps, "random": _random_state(), "epoch": state.epoch, "scheduler": self._scheduler_state(),
+                          "trainer": self._trainer_state(state)})
+        self.handle.trainer_state = kept if len(kept) <= _KEPT_BYTES_MAX else _bytes_of(steps)
 
     def _scheduler_state(self):
         """The scheduler's, which will step once more after the optimizer."""
@@ -117,6 +143,8 @@ class TrainerCallback(transformers.TrainerCallback):
         kept = {key: value for key, value in vars(state).items() if key not in ("log_history", "stateful_callbacks")}
         whole = json.loads(json.dumps(kept, default=lambda _: None))
         whole["log_history"] = json.loads(json.dumps(state.log_history[-200:], default=str))
+        trainer = self.trainer()
+        whole["total_flos"] += getattr(trainer, "current_flos", 0)  # not added up yet
         whole["stateful_callbacks"] = json.loads(json.dumps(self._callback_states(), default=str))
         return json.dumps(whole)
 
@@ -150,14 +178,18 @@ class TrainerCallback(transformers.TrainerCallback):
         engine, mark = handles.open_ahead(self.options)
         if engine.step_count() == 0:
             return None
-        if not mark:
-            return None
-        kept = torch.load(io.BytesIO(mark), weights_only=False)  # our own, of this user's job
-        return kept if isinstance(kept, dict) and kept.get("magic") == _MAGIC and kept["job_step"] == engine.step_count() else None
+        kept = _kept_in(mark, engine.step_count())
+        return kept if kept is not None and "trainer" in kept else None
 
 
 def _is_plateau(scheduler):
     return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def _what_is_rounded(model):
+    """A checkpoint of bf16 weights has no masters, and Trainer's optimizer loads moments in the type of their weights."""
+    is_narrow = any(p.dtype != torch.float32 and p.requires_grad for p in model.parameters())
+    return ": its bfloat16 weights are the masters now, and its moments are rounded as they are" if is_narrow else ""
 
 
 def callback_of(trainer):
@@ -215,11 +247,12 @@ def _patch_trainer():
     @functools.wraps(original)
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         callback = callback_of(self)
+        if callback is not None:
+            callback.trainer = weakref.ref(self)
         if callback is None or args or isinstance(resume_from_checkpoint, (str, os.PathLike)):
             return original(self, resume_from_checkpoint, *args, **kwargs)
         if callback.handle is not None:
             return original(self, resume_from_checkpoint, **kwargs)  # not the first time in this process
-        callback.trainer = weakref.ref(self)
         kept = callback.kept_state()
         if kept is None or (resume_from_checkpoint and kept["step"] <= _last_checkpoint(self.args.output_dir)):
             return original(self, resume_from_checkpoint, **kwargs)

@@ -15,6 +15,7 @@ import shutil
 
 import torch
 
+from . import progress
 from .errors import Error
 
 _LATEST = "latest_universal"
@@ -96,7 +97,7 @@ def load(folder, parameters, optimizers):
             states[parameter]["master"] = values[parameter]
     _check_names(zero, parameters)
     with torch.no_grad():
-        for parameter, value in values.items():
+        for parameter, value in progress.over(list(values.items()), "loading a universal checkpoint"):
             parameter.copy_(value)
     for optimizer in optimizers:
         optimizer.load_state_dict(_state_dict(optimizer, states))
@@ -133,7 +134,7 @@ def save(folder, tag, parameters, master_of, state_of):
     shutil.rmtree(building, ignore_errors=True)
     written = set()
     try:
-        for name, parameter in parameters:
+        for name, parameter in progress.over(parameters, "saving a universal checkpoint"):
             if id(parameter) in written:
                 continue
             written.add(id(parameter))

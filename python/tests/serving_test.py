@@ -1,6 +1,7 @@
 """What people do to a model and an optimizer beside training them: save, print, copy, look into, load."""
 
 import collections
+import contextlib
 import copy
 import ctypes
 import gc
@@ -10,6 +11,7 @@ import os
 import pickle
 import sys
 import threading
+import zipfile
 
 import numpy
 import torch
@@ -467,6 +469,78 @@ def exported_without_a_trainer(run):
     return [*files[:2], told[2], *files[2:]]
 
 
+def tensors_under(folder):
+    """{path: what torch loads of it} of every file of a universal checkpoint."""
+    found = {}
+    for parent, _, files in os.walk(folder):
+        for file in files:
+            if file.endswith(".pt"):
+                path = os.path.join(parent, file)
+                held = torch.load(path, weights_only=True, mmap=True)
+                found[os.path.relpath(path, folder)] = held["param"].clone() if isinstance(held, dict) else held.clone()
+    return dict(sorted(found.items()))
+
+
+def exported_as_universal(make, name, **options):
+    """A case: what offloadctl writes of a closed job, of a snapshot, and what the handle writes are the same files."""
+
+    def function(run):
+        model = run.model()
+        model.blocks[1].requires_grad_(False)
+        optimizer = make(model.parameters())
+        handle = run.attach(model, optimizer)
+        told = run.train(model, optimizer, steps=2)
+        handle.save_universal(os.path.join(run.folder, "handle"))
+        own = tensors_under(os.path.join(run.folder, "handle", "global_step2_universal"))
+        if not run.offloaded:
+            run.models.clear()
+            return told, own, run.train(model, optimizer, first=2)
+        from offloadd import control
+
+        handle.snapshot("kept")
+        told = told, own, run.train(model, optimizer, first=2)
+        handle.save_universal(os.path.join(run.folder, "later"))
+        run.models.clear()
+        handle.close()
+        control.run("export", run.folder, handle.job, os.path.join(run.folder, "kept"), "--universal", "--snapshot", "kept")
+        control.run("export", run.folder, handle.job, os.path.join(run.folder, "last"), "--universal")
+        for there, here, step in (("handle", "kept", 2), ("later", "last", 5)):
+            there, here = (os.path.join(run.folder, each) for each in (there, here))
+            with open(os.path.join(there, "latest_universal")) as a, open(os.path.join(here, "latest_universal")) as b:
+                assert a.read() == b.read() == f"global_step{step}_universal"
+            expected, found = tensors_under(there), tensors_under(here)
+            assert list(expected) == list(found), set(expected) ^ set(found)
+            assert all(torch.equal(expected[path], found[path]) and expected[path].shape == found[path].shape for path in expected)
+            for path in found:  # torch does not look at the checksums
+                with zipfile.ZipFile(os.path.join(here, path)) as archive:
+                    assert archive.testzip() is None
+        return told
+
+    function.__name__ = name
+    case(function, **options)
+
+
+exported_as_universal(lambda p: AdamW(p, 1e-3, fused=True), "universal_by_offloadctl")
+exported_as_universal(lambda p: torch.optim.RMSprop(p, 1e-3, centered=True, momentum=0.5), "universal_by_offloadctl_rmsprop", **FP32)
+
+
+@case(**FP32)
+def universal_by_offloadctl_goes_on(run):
+    """Out of a closed job by offloadctl, into another by the handle."""
+    model, optimizer = started(run)
+    if run.offloaded:
+        from offloadd import control
+
+        run.models.clear()
+        handle = run.handles.pop()
+        handle.close()
+        control.run("export", run.folder, handle.job, os.path.join(run.folder, "out"), "--universal")
+        model = run.make(Transformer)
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        run.attach(model, optimizer).load_universal(os.path.join(run.folder, "out"))
+    return run.train(model, optimizer, first=2)
+
+
 @case
 def transposed_weights_are_rows_in_files(run):
     import safetensors.torch
@@ -499,6 +573,7 @@ def transposed_weights_are_rows_in_files(run):
     told = [{name: p.detach().clone() for name, p in model.named_parameters()}, handle.gather(model.wide, "exp_avg")]
     handle.load_weights(folder)
     told += [{name: p.detach().clone() for name, p in model.named_parameters()}, [p.stride() for p in model.parameters()]]
+    model_shape = model.wide.shape
     run.models.clear()
     if run.offloaded:
         from offloadd import control
@@ -507,6 +582,12 @@ def transposed_weights_are_rows_in_files(run):
         handle.close()
         control.run("export", run.folder, handle.job, os.path.join(run.folder, "exported"))
         files.append(safetensors.torch.load_file(os.path.join(run.folder, "exported", "model.safetensors")))
+        control.run("export", run.folder, handle.job, os.path.join(run.folder, "universal"), "--universal")
+        universal = tensors_under(os.path.join(run.folder, "universal"))
+        masters = {os.path.dirname(path).split("/")[-1]: value for path, value in universal.items() if path.endswith("fp32.pt")}
+        files.append({name: value.to(run.dtype) for name, value in masters.items()})
+        moment = next(value for path, value in universal.items() if path.endswith("wide/exp_avg.pt"))
+        assert moment.shape == model_shape and torch.equal(moment, told[1])
     for file in files:
         assert all(torch.equal(file[name], value) for name, value in saved.items())
     return told
@@ -724,6 +805,25 @@ def interrupt_in_forward(run):
     except KeyboardInterrupt:
         handle.remove()
     return run.train(model, optimizer)
+
+
+@case(types=("fp32",), memory=("floor",))
+def long_work_tells_of_itself(run):
+    """By a bar where somebody looks, by lines where nobody does, and not at all when it is short."""
+    from offloadd import progress
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    told, seconds = [], iter(range(0, 1000, 4))
+    for stderr in (io.StringIO(), Terminal()):
+        with contextlib.redirect_stderr(stderr):
+            items = progress._lines([1, 2, 3, 4, 5, 6], "work", clock=lambda: next(seconds)) if not stderr.isatty() else progress.over([1, 2, 3], "work")
+            told += [list(items), stderr.getvalue()]
+    assert told[:2] == [[1, 2, 3, 4, 5, 6], "offloadd: work: 2 of 6\noffloadd: work: 5 of 6\n"], told
+    assert told[2:] == [[1, 2, 3], ""], told
+    return told
 
 
 @case(**FP32)

@@ -17,7 +17,7 @@ try:
 except ImportError:
     leave_out("transformers is not installed (tools/setup)")
 
-from families_test import IDS, llama, tokens, with_adapters  # noqa: E402
+from families_test import IDS, gpt2, llama, tokens, with_adapters  # noqa: E402
 
 FP32 = {"types": ("fp32",)}
 
@@ -126,6 +126,69 @@ def checkpoint_of_an_older_step_is_refused(run):
     fit(run, run.make(llama), save_strategy="steps", save_steps=2, max_steps=4)
     run.handles.pop().close()
     fit(run, run.make(llama), trains=({"resume_from_checkpoint": os.path.join(run.folder, "out", "checkpoint-2")},))
+
+
+class StopAt(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step == self.step
+
+
+def from_plain_checkpoint(name, make=llama, **options):
+    """A case: a run in memory stops at step 4 with a checkpoint, and a new job goes on from it; in memory the same run goes on."""
+
+    def function(run):
+        options_of_both = {"save_strategy": "steps", "save_steps": 2, "max_steps": 7, "lr_scheduler_type": "cosine", **options}
+        plain = fit(run, run.make(make), callbacks=False, more=[StopAt(4)], **options_of_both)[1]
+        run.models.clear()
+        checkpoint = os.path.join(run.folder, "out", "checkpoint-4")
+        trainer, log = fit(run, run.make(make), trains=({"resume_from_checkpoint": checkpoint},), **options_of_both)
+        assert not run.offloaded or run.handles[-1].step == 3, run.handles[-1].step
+        return plain, log, trainer.state.global_step
+
+    function.__name__ = name
+    case(function, **FP32)
+
+
+from_plain_checkpoint("checkpoint_of_memory_in_a_new_job")
+from_plain_checkpoint("checkpoint_of_memory_in_a_new_job_sgd", optim="sgd", optim_args="momentum=0.9")
+from_plain_checkpoint("checkpoint_of_memory_in_a_new_job_dropout", make=gpt2)
+from_plain_checkpoint("checkpoint_without_its_optimizer_in_a_new_job", save_only_model=True)
+
+
+@case(**FP32)
+def checkpoint_of_memory_in_a_new_job_that_is_stopped_too(run):
+    """The job counts from its own beginning: it is continued at Trainer's step, with a checkpoint and without."""
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 10}
+    fit(run, run.make(gpt2), callbacks=False, more=[StopAt(4)], **options)
+    run.models.clear()
+    checkpoint = os.path.join(run.folder, "out", "checkpoint-4")
+    if run.offloaded:
+        for stop_at, given in ((7, checkpoint), (8, None)):
+            fit(run, run.make(gpt2), more=[StopAt(stop_at)], trains=({"resume_from_checkpoint": given},), **options)
+            run.handles.pop().close()
+            run.models.clear()
+        checkpoint = os.path.join(run.folder, "out", "checkpoint-8")
+    return fit(run, run.make(gpt2), trains=({"resume_from_checkpoint": checkpoint},), **options)[1][-3:-1]
+
+
+@case(types=("bf16",))
+def bf16_model_is_resumed_from_its_checkpoint(run):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    if run.offloaded:
+        fit(run, run.make(llama), more=[StopAt(4)], **options)
+        run.handles.pop().close()
+        run.models.clear()
+        _, log = fit(run, run.make(llama), trains=({"resume_from_checkpoint": os.path.join(run.folder, "out", "checkpoint-4")},), **options)
+        return [sorted(entry.items()) for entry in log[:-1]]  # the last is of this process
+    model = run.make(llama)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0, fused=True)
+    run.attach(model, optimizer)  # fp32 masters
+    log = fit(run, model, callbacks=False, optimizers=(optimizer, None), **{**options, "save_strategy": "no"})[1]
+    run.models.pop()
+    return [sorted(entry.items()) for entry in log[:-1]]
 
 
 @case(**FP32)

@@ -1,6 +1,8 @@
 """Optimizers, gradients, schedulers, clipping: the loops that people write."""
 
 import copy
+import logging
+import os
 import sys
 
 import torch
@@ -688,6 +690,70 @@ def frozen(run):
     return run.train(model, optimizer)
 
 
+class Quantised(torch.nn.Module):
+    """A frozen matrix of whole numbers, with trained scales."""
+
+    def __init__(self, size=64):
+        super().__init__()
+        numbers = torch.randint(-127, 128, (size, 16), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+        self.numbers = torch.nn.Parameter(numbers, requires_grad=False)
+        self.mask = torch.nn.Parameter(numbers > 0, requires_grad=False)
+        self.scale = torch.nn.Parameter(torch.rand(size, 1))
+        self.head = torch.nn.Linear(size, 4)
+
+    def forward(self, x):
+        weight = self.numbers.to(x.dtype) / 127 * self.mask * self.scale
+        return self.head(torch.nn.functional.linear(x, weight))
+
+
+def train_quantised(run, model, optimizer, first=0):
+    told = []
+    for step in range(first, first + 2):
+        loss = model(torch.randn(3, 16, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case
+def tables_of_whole_numbers(run):
+    """They are in the optimizer, too, as model.parameters() gives them."""
+    model = run.make(Quantised)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    handle = run.attach(model, optimizer)
+    told = [train_quantised(run, model, optimizer), copy.deepcopy(optimizer.state_dict()["state"]), handle.gather("numbers"), model.state_dict()]
+    handle.save_weights(os.path.join(run.folder, "weights"))
+    with torch.no_grad():
+        model.numbers.zero_()
+    handle.load_weights(os.path.join(run.folder, "weights"))
+    return told, train_quantised(run, model, optimizer, first=2)
+
+
+@case
+def tables_are_resumed(run):
+    """Those that are small, and one that is a tensor of the store."""
+
+    def attached():
+        model = run.make(lambda: Quantised(size=20000))
+        optimizer = SGD([model.scale, *model.head.parameters()], 1e-3)
+        return model, optimizer, run.attach(model, optimizer, job="tables")
+
+    model, optimizer, handle = attached()
+    with torch.no_grad():
+        model.numbers[3] = 5
+    model.mask = torch.nn.Parameter(~model.mask, requires_grad=False)
+    told = train_quantised(run, model, optimizer)
+    if run.offloaded:
+        handle.close()
+        run.handles.clear()
+        run.models.clear()
+        model, optimizer, handle = attached()
+        assert handle.step == 2, handle.step
+    return told, train_quantised(run, model, optimizer, first=2), model.numbers, model.mask
+
+
 @case
 def frozen_in_the_optimizer(run):
     model = run.model()
@@ -1227,6 +1293,110 @@ def running_statistics_are_resumed(run):
         run.attach(model, optimizer, job="again")
     told += train(model, optimizer, 2)
     return told, model[1].running_mean, model[1].num_batches_tracked, model.eval()(torch.ones(1, 3, 8, 8))
+
+
+class Centred(torch.nn.Module):
+    """Its buffer is another tensor after every forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        return self.layer(x - self.mean)
+
+
+@case(types=("fp32",))
+def buffers_assigned_anew_are_resumed(run):
+    def attached():
+        model = run.make(Centred)
+        optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+        return model, optimizer, run.attach(model, optimizer, job="centred")
+
+    def train(first):
+        for step in range(first, first + 3):
+            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+
+    told = []
+    model, optimizer, handle = attached()
+    train(0)
+    if run.offloaded:
+        handle.close()
+        run.handles.clear()
+        run.models.clear()
+        model, optimizer, handle = attached()
+        assert handle.step == 3, handle.step
+    train(3)
+    return told, model.mean
+
+
+@case(types=("fp32",))
+def parameters_assigned_anew_are_told_of(run):
+    """In plain torch nothing trains them either."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=1)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("offloadd").addHandler(handler)
+    try:
+        told += run.train(model, optimizer, first=1)
+    finally:
+        logging.getLogger("offloadd").removeHandler(handler)
+    if run.offloaded:
+        assert len(lines) == len(list(model.parameters())) and all("assign=True" in line for line in lines), lines
+    return told
+
+
+@case(types=("bf16",))
+def groups_changed_by_hand(run):
+    """Their order, and what is in them."""
+    model = run.model()
+    optimizer = AdamW([{"params": [p], "lr": 1e-3 * (n + 1)} for n, p in enumerate(model.parameters())], fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=2)
+    optimizer.param_groups.reverse()
+    told += run.train(model, optimizer, first=2, steps=1)
+    optimizer.param_groups[0]["params"] += optimizer.param_groups.pop(1)["params"]
+    absent = optimizer.param_groups[1]["params"].pop()
+    told += run.train(model, optimizer, first=3, steps=1)
+    optimizer.param_groups[0]["params"].append(absent)
+    return told + run.train(model, optimizer, first=4), [optimizer.state[p]["step"].item() for p in model.parameters()]
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def swapped_tensors_are_refused(run):
+    model = run.model()
+    run.attach(model, AdamW(model.parameters(), 1e-3, fused=True))
+    torch.utils.swap_tensors(model.norm.weight, torch.nn.Parameter(torch.ones_like(model.norm.weight)))
+
+
+@case
+def weights_moved_and_put_back(run):
+    """Sharpness-aware: the gradient of a neighbour; the old values come back as other tensors."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    for step in range(3):
+        run.loss(model, step).backward()
+        kept = [p.data.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=0.1)
+        optimizer.zero_grad()
+        run.loss(model, step).backward()
+        for p in model.parameters():
+            p.data = kept.pop(0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @case(types=("fp32",))

@@ -81,19 +81,37 @@ void CheckShared(const NamedTensor& named, const proto::Tensor& first) {
   }
 }
 
-// Tells on stderr how far a format is, when it takes long.
+// Tells on stderr how far work is that takes long.
 class Progress {
  public:
+  explicit Progress(const char* work) : work_(work) {}
   void operator()(uint64_t done, uint64_t total) {
     const auto now = std::chrono::steady_clock::now();
     if (now - last_ < std::chrono::seconds(2)) return;
     last_ = now;
-    Log().info("formatting the store: {} of {}", FormatDecimalBytes(done),
-               FormatDecimalBytes(total));
+    Log().info("{}: {} of {}", work_, FormatDecimalBytes(done), FormatDecimalBytes(total));
   }
 
  private:
+  const char* work_;
   std::chrono::steady_clock::time_point last_ = std::chrono::steady_clock::now();
+};
+
+// The same, one weight of a file after the other.
+class FileProgress {
+ public:
+  FileProgress(const char* work, const std::vector<FileWeight>& weights) : progress_(work) {
+    for (const FileWeight& weight : weights) total_bytes_ += SizeBytes(weight);
+  }
+  void Done(const FileWeight& weight) { progress_(done_bytes_ += SizeBytes(weight), total_bytes_); }
+
+ private:
+  static uint64_t SizeBytes(const FileWeight& weight) {
+    return weight.ElementCount() * c10::elementSize(weight.dtype);
+  }
+
+  Progress progress_;
+  uint64_t done_bytes_ = 0, total_bytes_ = 0;
 };
 
 bool Serves(const std::string& raw_access) {
@@ -454,7 +472,8 @@ void TensorEngine::Declare() {
   Plan plan = ValueOrThrow(MakePlan(input));
   client::Session& session = attachment_->session();
   ThrowIfError(session.DeclareTensors(input.catalogue.tensors));
-  ThrowIfError(session.Seal(optimizer_, plan.memory, plan.pins_offset, Progress()));
+  ThrowIfError(
+      session.Seal(optimizer_, plan.memory, plan.pins_offset, Progress("formatting the store")));
   attachment_->SetPlan(std::move(input), std::move(plan));
   const size_t count = declared_.size();
   if (!exists_ || state_.update_counts.empty()) state_.update_counts.assign(count, 0);
@@ -599,6 +618,7 @@ absl::Status TensorEngine::LoadReordered(uint32_t id, const FileWeight& weight, 
 
 // From a file that fits.
 void TensorEngine::LoadFrom(WeightFile& file) {
+  FileProgress progress("loading weights", file_weights_);
   for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
     const FileWeight& weight = file_weights_[at];
     if (weight.is_buffer) {
@@ -611,6 +631,7 @@ void TensorEngine::LoadFrom(WeightFile& file) {
     ThrowIfError(is_rows ? LoadRows(id, weight, file) : LoadReordered(id, weight, file),
                  absl::StrCat("parameter ", Key(weight.name)));
     ++id;
+    progress.Done(weight);
   }
 }
 
@@ -906,6 +927,7 @@ void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& opt
   CheckGiven(/*writes=*/false);
   // Every rank has buffers of its own; those of the one that saves count.
   auto writer = ValueOrThrow(CreateWeightFiles(folder, file_weights_, options), folder);
+  FileProgress progress("saving weights", file_weights_);
   for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
     const FileWeight& weight = file_weights_[at];
     if (weight.is_buffer) {
@@ -917,6 +939,7 @@ void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& opt
     ThrowIfError(is_rows ? SaveRows(id, weight, *writer) : SaveReordered(id, weight, *writer),
                  absl::StrCat("parameter ", Key(weight.name)));
     ++id;
+    progress.Done(weight);
   }
   ThrowIfError(writer->Commit(), folder);
 }

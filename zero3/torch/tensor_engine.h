@@ -36,9 +36,9 @@
 #include "zero3/torch/gradient.h"
 #include "zero3/torch/gradient_sums.h"
 #include "zero3/torch/kept_state.h"
-#include "zero3/torch/trainer_state.h"
 #include "zero3/torch/weight_residency.h"
 #include "zero3/torch/weights_io.h"
+#include "zero3/trainer_state.h"
 
 namespace offload::zero3 {
 

@@ -1,4 +1,4 @@
-// offloadd/trainer_states.h
+// proto/trainer_states.h
 //
 // What ranks give with a step for themselves (random numbers, the place in their data), as the one
 // blob that a commit holds. One rank's is kept as it was given; those of several stand in a
@@ -13,7 +13,7 @@
 #include <string_view>
 #include <vector>
 
-namespace offload::daemon {
+namespace offload::proto {
 
 // By rank. An empty one was never given.
 std::string EncodeTrainerStates(const std::vector<std::string>& states);
@@ -30,4 +30,4 @@ struct ResumedState {
 };
 ResumedState StateOfRank(const std::vector<std::string>& states, uint32_t rank);
 
-}  // namespace offload::daemon
+}  // namespace offload::proto

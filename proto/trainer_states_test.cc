@@ -1,8 +1,8 @@
-#include "offloadd/trainer_states.h"
+#include "proto/trainer_states.h"
 
 #include "gtest/gtest.h"
 
-namespace offload::daemon {
+namespace offload::proto {
 namespace {
 
 using States = std::vector<std::string>;
@@ -53,4 +53,4 @@ TEST(TrainerStatesTest, StatesOfTheLargestSizeFitIntoABlob) {
 }
 
 }  // namespace
-}  // namespace offload::daemon
+}  // namespace offload::proto

@@ -1,4 +1,4 @@
-#include "zero3/torch/trainer_state.h"
+#include "zero3/trainer_state.h"
 
 #include <gtest/gtest.h>
 

@@ -1,8 +1,8 @@
-#include "offloadd/trainer_states.h"
+#include "proto/trainer_states.h"
 
 #include <cstring>
 
-namespace offload::daemon {
+namespace offload::proto {
 namespace {
 
 // No trainer begins its state with this by chance.
@@ -69,4 +69,4 @@ ResumedState StateOfRank(const std::vector<std::string>& states, uint32_t rank) 
   return {states.front(), false};
 }
 
-}  // namespace offload::daemon
+}  // namespace offload::proto

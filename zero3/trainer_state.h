@@ -1,4 +1,4 @@
-// zero3/torch/trainer_state.h
+// zero3/trainer_state.h
 //
 // The blob that is committed with every step: what the engine has to remember (how often each
 // tensor was updated, for the bias correction; small buffers) and behind it the trainer's own

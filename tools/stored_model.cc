@@ -1,0 +1,195 @@
+#include "tools/stored_model.h"
+
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "kernels/split.h"
+#include "proto/buffer_tensors.h"
+#include "swap/fork.h"
+#include "zero3/dimension_order.h"
+
+namespace offload::tools {
+namespace {
+
+using proto::Dtype;
+
+constexpr uint64_t kPlaneBytesMax = uint64_t{proto::kExtentElements} * sizeof(float);
+
+// As torch rounds: to the nearest, ties to even.
+uint16_t ToBFloat16(uint32_t bits) {
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FC0;
+  return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+// OFD-1207 when the store's own list of tensors is not that of the catalogue.
+absl::Status CheckFits(const proto::Catalogue& catalogue, const swap::Store& store) {
+  bool fits = catalogue.store_tensors.size() == store.spec().tensors.size() &&
+              store.spec().extent_elements == proto::kExtentElements;
+  for (size_t i = 0; fits && i < catalogue.store_tensors.size(); ++i)
+    fits = catalogue.store_tensors[i].element_count == store.spec().tensors[i].element_count;
+  if (fits) return absl::OkStatus();
+  return MakeError(ErrorId::kStoreDamaged,
+                   absl::StrCat(store.path(), ": the list of tensors is not that of its extents"));
+}
+
+// Hands a parameter's elements on row by row.
+class Rows {
+ public:
+  Rows(const proto::Catalogue& catalogue, uint64_t element_bytes, const ElementSink& sink)
+      : catalogue_(catalogue), element_bytes_(element_bytes), sink_(sink) {}
+
+  absl::Status Append(uint32_t number, std::span<const std::byte> bytes) {
+    const proto::Tensor& tensor = catalogue_.tensors[number];
+    if (tensor.dimension_order.empty()) return sink_(number, bytes);
+    elements_.insert(elements_.end(), bytes.begin(), bytes.end());
+    if (elements_.size() < tensor.element_count * element_bytes_) return absl::OkStatus();
+    std::vector<std::byte> rows(elements_.size());
+    zero3::CopyToRows(tensor.shape, tensor.dimension_order, element_bytes_,
+                      {0, tensor.element_count}, elements_.data(), rows.data());
+    elements_ = {};
+    return sink_(number, rows);
+  }
+
+ private:
+  const proto::Catalogue& catalogue_;
+  const uint64_t element_bytes_;
+  const ElementSink& sink_;
+  std::vector<std::byte> elements_;
+};
+
+}  // namespace
+
+Dtype DtypeOf(Values values, Dtype stored) {
+  if (values == Values::kWeights) return stored;
+  return values == Values::kFloat32 ? Dtype::kFloat32 : Dtype::kBFloat16;
+}
+
+absl::StatusOr<StoredModel> StoredModel::Open(const std::string& pool, const std::string& job,
+                                              const std::string& snapshot) {
+  StoredModel model;
+  OFFLOAD_ASSIGN_OR_RETURN(model.store_, swap::OpenForkSource(pool, job, snapshot, {}));
+  OFFLOAD_ASSIGN_OR_RETURN(proto::StoredCatalogue stored,
+                           proto::DecodeCatalogue(model.store_->spec().catalogue));
+  model.kept_ = std::move(stored.planes);
+  OFFLOAD_ASSIGN_OR_RETURN(model.catalogue_, proto::BuildCatalogue(std::move(stored.tensors)));
+  OFFLOAD_RETURN_IF_ERROR(CheckFits(model.catalogue_, *model.store_));
+  for (MappedRegion* region : {&model.weight_, &model.residual_, &model.ties_}) {
+    OFFLOAD_ASSIGN_OR_RETURN(*region, MappedRegion::Anonymous(kPlaneBytesMax));
+  }
+  model.values_.resize(kPlaneBytesMax);
+  return model;
+}
+
+bool StoredModel::IsWeight(uint32_t tensor) const {
+  return !proto::IsBufferTensor(catalogue_.tensors[tensor].name);
+}
+
+size_t StoredModel::weight_count() const {
+  size_t count = 0;
+  for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) count += IsWeight(tensor);
+  return count;
+}
+
+absl::Status StoredModel::Copy(uint32_t store_tensor, Values wanted, const ElementSink& sink) {
+  const Dtype dtype = DtypeOf(wanted, catalogue_.store_tensors[store_tensor].dtype);
+  return CopyPieces(
+      store_tensor, proto::DtypeBytes(dtype),
+      [&](uint32_t index) { return Read(store_tensor, index, wanted); }, sink);
+}
+
+absl::Status StoredModel::CopyState(uint32_t store_tensor, proto::Plane state,
+                                    const ElementSink& sink) {
+  const uint64_t elements = catalogue_.store_tensors[store_tensor].element_count;
+  const auto read = [&](uint32_t index) -> Piece {
+    const auto plane = static_cast<swap::Plane>(state);
+    OFFLOAD_RETURN_IF_ERROR(ReadPlane({store_tensor, plane, index}, weight_));
+    return std::span<const std::byte>(weight_.data(),
+                                      proto::ExtentElements(elements, index) * sizeof(float));
+  };
+  return CopyPieces(store_tensor, sizeof(float), read, sink);
+}
+
+absl::Status StoredModel::CopyPieces(uint32_t store_tensor, uint64_t element_bytes,
+                                     const std::function<Piece(uint32_t index)>& read,
+                                     const ElementSink& sink) const {
+  const proto::StoreTensor& tensor = catalogue_.store_tensors[store_tensor];
+  Rows rows(catalogue_, element_bytes, sink);
+  for (uint32_t index = 0; index < proto::ExtentCount(tensor.element_count); ++index) {
+    OFFLOAD_ASSIGN_OR_RETURN(const std::span<const std::byte> bytes, read(index));
+    for (const uint32_t member : tensor.members) {
+      if (!IsWeight(member)) continue;
+      const uint64_t begin = catalogue_.placements[member].element_offset * element_bytes;
+      const uint64_t size_bytes = catalogue_.tensors[member].element_count * element_bytes;
+      OFFLOAD_RETURN_IF_ERROR(
+          rows.Append(member, tensor.bundle ? bytes.subspan(begin, size_bytes) : bytes));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// The elements of an extent in the type that is wanted; good until the next call.
+StoredModel::Piece StoredModel::Read(uint32_t store_tensor, uint32_t index, Values wanted) {
+  const proto::StoreTensor& tensor = catalogue_.store_tensors[store_tensor];
+  const size_t count = proto::ExtentElements(tensor.element_count, index);
+  OFFLOAD_RETURN_IF_ERROR(ReadPlane({store_tensor, swap::Plane::kWeight, index}, weight_));
+  const Dtype dtype = DtypeOf(wanted, tensor.dtype);
+  const size_t size_bytes = count * proto::DtypeBytes(dtype);
+  if (dtype == tensor.dtype) return std::span<const std::byte>(weight_.data(), size_bytes);
+  if (dtype == Dtype::kBFloat16) {
+    Narrow(count);
+  } else {
+    OFFLOAD_RETURN_IF_ERROR(Widen(tensor, {store_tensor, swap::Plane::kResidual, index}, count));
+  }
+  return std::span<const std::byte>(values_.data(), size_bytes);
+}
+
+absl::Status StoredModel::ReadPlane(const swap::ExtentId& id, const MappedRegion& to) {
+  const uint64_t size_bytes = store_->ExtentBytes(id);
+  if (size_bytes > kPlaneBytesMax)
+    return MakeError(ErrorId::kStoreDamaged, absl::StrCat(swap::NameOf(id), " is too large"));
+  const swap::ReadRequest request{id, to.data()};
+  swap::Stamp stamp;
+  OFFLOAD_RETURN_IF_ERROR(RunToEnd(*store_, [&](swap::Store::Done done) {
+    store_->Read({&request, 1}, {&stamp, 1}, std::move(done));
+  }));
+  if (stamp.never_written() || store_->Verify(id, stamp, {to.data(), size_bytes}))
+    return absl::OkStatus();
+  return RunToEnd(
+      *store_, [&](swap::Store::Done done) { store_->ReadAgain(request, stamp, std::move(done)); });
+}
+
+void StoredModel::Narrow(size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, weight_.data() + i * sizeof(bits), sizeof(bits));
+    const uint16_t rounded = ToBFloat16(bits);
+    std::memcpy(values_.data() + i * sizeof(rounded), &rounded, sizeof(rounded));
+  }
+}
+
+// The fp32 masters of bf16 weights; the weights themselves where they are not trained.
+absl::Status StoredModel::Widen(const proto::StoreTensor& tensor, const swap::ExtentId& residual,
+                                size_t count) {
+  const auto* weights = reinterpret_cast<const uint16_t*>(weight_.data());
+  auto* values = reinterpret_cast<uint32_t*>(values_.data());
+  if (!tensor.trainable) {
+    for (size_t i = 0; i < count; ++i) values[i] = uint32_t{weights[i]} << 16;
+    return absl::OkStatus();
+  }
+  OFFLOAD_RETURN_IF_ERROR(ReadPlane(residual, residual_));
+  const swap::Stamp stamp = store_->stamp(residual);
+  if ((stamp.flags & swap::kFlagTiesPlane) != 0) {
+    OFFLOAD_RETURN_IF_ERROR(
+        ReadPlane({residual.tensor, swap::Plane::kTies, residual.index}, ties_));
+  } else {
+    std::memcpy(ties_.data(), &stamp.word, sizeof(stamp.word));
+  }
+  kernels::TieReader ties{reinterpret_cast<const uint8_t*>(ties_.data())};
+  kernels::Merge(weights, reinterpret_cast<const int16_t*>(residual_.data()), count, values, &ties);
+  return absl::OkStatus();
+}
+
+}  // namespace offload::tools

@@ -1,0 +1,74 @@
+// tools/stored_model.h
+//
+// What a job's store holds of a model, read without daemon, trainer or torch: weights, fp32
+// masters, and what the optimizer keeps, in pieces of one extent.
+//
+// Thread safety: one thread.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mapped_region.h"
+#include "proto/slab_layout.h"
+#include "proto/stored_catalogue.h"
+#include "swap/store.h"
+
+namespace offload::tools {
+
+// kWeights: as they are; kFloat32: the masters of bf16 weights.
+enum class Values { kWeights, kFloat32, kBFloat16 };
+
+proto::Dtype DtypeOf(Values values, proto::Dtype stored);
+
+// Takes the next elements of a parameter, row by row. `tensor` is its number in the catalogue.
+using ElementSink = std::function<absl::Status(uint32_t tensor, std::span<const std::byte> bytes)>;
+
+class StoredModel {
+ public:
+  // Opens a snapshot, or with an empty name the last step of a job that nobody uses. OFD-1207 when
+  // the store's own list of tensors is not that of the catalogue; errors as swap::OpenForkSource.
+  static absl::StatusOr<StoredModel> Open(const std::string& pool, const std::string& job,
+                                          const std::string& snapshot);
+
+  const swap::Store& store() const { return *store_; }
+  const proto::Catalogue& catalogue() const { return catalogue_; }
+  // What the optimizer keeps of what it trains, with torch's names.
+  const proto::KeptPlanes& kept() const { return kept_; }
+  // Whether a tensor of the catalogue is a parameter, and no buffer.
+  bool IsWeight(uint32_t tensor) const;
+  size_t weight_count() const;
+
+  // Gives `sink` what a store tensor has: one parameter, or those of a bundle. One that does not
+  // lie row by row is collected first: it is in memory twice.
+  absl::Status Copy(uint32_t store_tensor, Values wanted, const ElementSink& sink);
+  // The same of a state, fp32, of one that is trained.
+  absl::Status CopyState(uint32_t store_tensor, proto::Plane state, const ElementSink& sink);
+
+ private:
+  using Piece = absl::StatusOr<std::span<const std::byte>>;
+
+  StoredModel() = default;
+  absl::Status CopyPieces(uint32_t store_tensor, uint64_t element_bytes,
+                          const std::function<Piece(uint32_t index)>& read,
+                          const ElementSink& sink) const;
+  Piece Read(uint32_t store_tensor, uint32_t index, Values wanted);
+  absl::Status ReadPlane(const swap::ExtentId& id, const MappedRegion& to);
+  absl::Status Widen(const proto::StoreTensor& tensor, const swap::ExtentId& residual,
+                     size_t count);
+  void Narrow(size_t count);
+
+  std::unique_ptr<swap::Store> store_;
+  proto::Catalogue catalogue_;
+  proto::KeptPlanes kept_;
+  MappedRegion weight_, residual_, ties_;
+  std::vector<std::byte> values_;
+};
+
+}  // namespace offload::tools

@@ -1,0 +1,36 @@
+// tools/universal.h
+//
+// Writes a job as a universal checkpoint of DeepSpeed, as python/offloadd/universal.py does, one
+// extent at a time:
+//
+//   FOLDER/latest_universal                 TAG
+//   FOLDER/TAG/zero/NAME/fp32.pt            the master
+//   FOLDER/TAG/zero/NAME/exp_avg.pt …       each state, under torch's name
+//   FOLDER/TAG/zero/NAME/step.pt            how often the parameter was updated
+//
+// Errors: OFD-1404; those of a store that is damaged.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tools/stored_model.h"
+
+namespace offload::tools {
+
+// "global_step7_universal"
+std::string UniversalTag(const StoredModel& model);
+
+// OFD-1404 when FOLDER/TAG is there already.
+absl::Status CheckHoldsNoUniversal(const std::string& folder, const std::string& tag);
+
+// FOLDER/TAG has its name when all of it is durable. Returns the bytes of all tensors; `progress`
+// gets bytes done, and in all.
+absl::StatusOr<uint64_t> WriteUniversal(StoredModel& model, const std::string& folder,
+                                        const std::string& tag,
+                                        const std::function<void(uint64_t, uint64_t)>& progress);
+
+}  // namespace offload::tools
