@@ -56,7 +56,7 @@ class BornResidency final : public Residency {
   bool has_value_ = false;  // the scratch file has one
   bool dead_ = false;
   uint64_t place_ = 0;
-  bool has_place_ = false;
+  std::shared_ptr<ScratchSpace> space_;  // of the place, once there is one
 };
 
 // Ends the construction that runs on this thread, if any; InitGuard's destructor calls it, too.
