@@ -177,15 +177,17 @@ absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
     if (reply.missing_ranks_size() == 0) break;
     SayWait(options, reply);
   }
-  return JobInfo{.exists = reply.exists(),
-                 .step = reply.step(),
-                 .trainer_state = reply.trainer_state(),
-                 .trainer_state_is_own = reply.trainer_state_is_own(),
-                 .slab_bytes = reply.slab_bytes(),
-                 .region_bytes = reply.region_bytes(),
-                 .io_engine = reply.io_engine(),
-                 .pipeline_blocks = reply.pipeline_blocks(),
-                 .write_cost = reply.write_cost()};
+  return JobInfo{
+      .exists = reply.exists(),
+      .step = reply.step(),
+      .trainer_state = reply.trainer_state(),
+      .trainer_state_is_own = reply.trainer_state_is_own(),
+      .slab_bytes = reply.slab_bytes(),
+      .region_bytes = reply.region_bytes(),
+      .io_engine = reply.io_engine(),
+      .pipeline_blocks = reply.pipeline_blocks(),
+      .write_cost = reply.write_cost(),
+      .trainable = std::vector<bool>(reply.trainable().begin(), reply.trainable().end())};
 }
 
 absl::Status ControlClient::DeclareTensors(std::span<const proto::Tensor> tensors) {

@@ -69,6 +69,7 @@ struct JobInfo {
   std::string io_engine;
   uint32_t pipeline_blocks = 0;  // that a plan may use well (proto/depths.h)
   double write_cost = 0;         // of the pool, as measured (proto/depths.h)
+  std::vector<bool> trainable;   // of a job that exists: which of its tensors are, in their order
 };
 
 // The optimizer of tensors that share its parameters.
@@ -105,6 +106,8 @@ class Session {
   absl::StatusOr<JobInfo> OpenJob(const JobOptions& options);  // and maps slab and region
   absl::Status DeclareTensors(std::span<const proto::Tensor> tensors);
   absl::Status ReserveScratch(uint64_t bytes);
+  // A job that exists may have frozen tensors that are trainable now: its store is laid out anew,
+  // and what the optimizer keeps of them is zeros. The other way round it is OFD-1602.
   absl::Status Seal(const kernels::OptimizerSpec& optimizer, const proto::MemoryPlan& plan,
                     uint64_t pins_offset,
                     const std::function<void(uint64_t formatted, uint64_t total)>& progress);

@@ -217,7 +217,10 @@ class Job {
   bool IsGoodRegion(uint64_t region_bytes, uint64_t pins_bytes) const;
   absl::Status CheckHome(uint32_t tensor) const;
   absl::Status CheckBudget() const;
-  absl::Status CompareCatalogue() const;
+  absl::Status CompareCatalogue();
+  absl::Status CheckMayOutgrow() const;
+  absl::StatusOr<std::unique_ptr<swap::Store>> FormatStore();
+  absl::StatusOr<std::unique_ptr<swap::Store>> LayOutAnew();
   void MakeWhatIsSealed(Made& made);
   absl::Status ReserveRegion(Rank& rank, uint64_t bytes) const;
   void FinishSeal(Made& made);
@@ -307,6 +310,7 @@ class Job {
   uint64_t scratch_bytes_ = 0;  // that ranks may use
   uint32_t generations_ = 0;    // spare ones of a new store
   bool store_existed_ = false;
+  std::optional<proto::Catalogue> outgrown_;  // of a store without room for all that is trained now
 
   proto::SharedMemory slab_;
   Membership membership_;

@@ -28,8 +28,9 @@ std::string Describe(const proto::Tensor& tensor) {
                       DtypeName(tensor.dtype), tensor.trainable ? "" : " frozen");
 }
 
-bool SameTensor(const proto::Tensor& a, const proto::Tensor& b) {
-  return a.name == b.name && a.shape == b.shape && a.dtype == b.dtype && a.trainable == b.trainable;
+bool HasBecome(const proto::Tensor& before, const proto::Tensor& now) {
+  return before.name == now.name && before.shape == now.shape && before.dtype == now.dtype &&
+         (now.trainable || !before.trainable);
 }
 
 std::string DescribeOrder(const proto::Tensor& tensor) {
@@ -134,7 +135,7 @@ absl::Status CompareWithStored(const std::string& job, const StoredCatalogue& st
   const size_t common = std::min(stored.tensors.size(), catalogue.tensors.size());
   for (size_t i = 0; i < common; ++i) {
     const proto::Tensor &before = stored.tensors[i], &now = catalogue.tensors[i];
-    if (SameTensor(before, now)) {
+    if (HasBecome(before, now)) {
       if (before.dimension_order == now.dimension_order) continue;
       return MakeError(
           ErrorId::kOtherModel,
@@ -164,6 +165,14 @@ absl::Status CompareWithStored(const std::string& job, const StoredCatalogue& st
                    absl::StrCat("job \"", job, "\" was trained with ",
                                 DescribeOptimizer(stored.optimizer, stored.planes),
                                 ", the trainer has ", DescribeOptimizer(optimizer.name(), planes)));
+}
+
+bool HasThawed(const StoredCatalogue& stored, const proto::Catalogue& catalogue) {
+  return !std::equal(stored.tensors.begin(), stored.tensors.end(), catalogue.tensors.begin(),
+                     catalogue.tensors.end(),
+                     [](const proto::Tensor& before, const proto::Tensor& now) {
+                       return before.trainable == now.trainable;
+                     });
 }
 
 }  // namespace offload::daemon

@@ -40,9 +40,12 @@ absl::StatusOr<SealedPlan> PlanFromMessages(const std::vector<proto::v1::SealReq
 swap::StoreSpec MakeStoreSpec(const std::string& job, const proto::Catalogue& catalogue,
                               const kernels::OptimizerSpec& optimizer);
 
-// OFD-1602 naming the first difference.
+// OFD-1602 naming the first difference. Tensors that were frozen may be trainable now.
 absl::Status CompareWithStored(const std::string& job, const StoredCatalogue& stored,
                                const proto::Catalogue& catalogue,
                                const kernels::OptimizerSpec& optimizer);
+
+// Whether a tensor is trainable now that was frozen; of catalogues that CompareWithStored() takes.
+bool HasThawed(const StoredCatalogue& stored, const proto::Catalogue& catalogue);
 
 }  // namespace offload::daemon

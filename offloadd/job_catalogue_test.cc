@@ -49,9 +49,20 @@ TEST(JobCatalogueTest, FirstDifferenceIsNamed) {
   tensors = Tensors();
   tensors[0].dtype = Dtype::kFloat32;
   ExpectRefusal(Compare(tensors), "float32");
-  tensors = Tensors();
+}
+
+TEST(JobCatalogueTest, FrozenTensorsMayBeTrainedLaterAndNotTheOtherWayRound) {
+  const auto stored =
+      DecodeCatalogue(EncodeCatalogue(*proto::BuildCatalogue(Tensors()), OptimizerSpec()));
+  ASSERT_TRUE(stored.ok()) << stored.status();
+  EXPECT_FALSE(HasThawed(*stored, *proto::BuildCatalogue(Tensors())));
+  std::vector<proto::Tensor> tensors = Tensors();
   tensors[2].trainable = true;
-  ExpectRefusal(Compare(tensors), "frozen");
+  EXPECT_TRUE(Compare(tensors).ok()) << Compare(tensors);
+  EXPECT_TRUE(HasThawed(*stored, *proto::BuildCatalogue(tensors)));
+  tensors = Tensors();
+  tensors[0].trainable = false;
+  ExpectRefusal(Compare(tensors), "the model has \"embedding\" [300, 1000] bfloat16 frozen");
 }
 
 TEST(JobCatalogueTest, OtherOrderInMemoryIsRefusedInBothDirections) {

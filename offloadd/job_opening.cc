@@ -13,6 +13,7 @@
 #include "base/string_view.h"
 #include "offloadd/environment.h"
 #include "offloadd/job.h"
+#include "offloadd/job_catalogue.h"
 #include "offloadd/limits.h"
 #include "proto/trainer_states.h"
 #include "spdlog/spdlog.h"
@@ -200,6 +201,7 @@ void Job::StartOffLoop() {
 
 void Job::TakeOver(Made& made) {
   if (made.store != nullptr) {
+    if (store_ != nullptr) loop_->Unwatch(store_->event_fd());
     store_ = std::move(made.store);
     context_.store = store_.get();
     store_->SetWatch(activity_.Watch());
@@ -293,6 +295,10 @@ proto::v1::OpenJobReply Job::OpenReply(const Rank& rank) const {
     reply.set_step(step_);
     reply.set_trainer_state(state.state);
     reply.set_trainer_state_is_own(state.is_own);
+    // What cannot be read is told at Seal.
+    if (const auto stored = DecodeCatalogue(store_->spec().catalogue); stored.ok()) {
+      for (const proto::Tensor& tensor : stored->tensors) reply.add_trainable(tensor.trainable);
+    }
   }
   reply.set_slab_bytes(slab_.size_bytes());
   reply.set_region_bytes(rank.region().size_bytes());

@@ -12,12 +12,15 @@
 #include "base/byte_size.h"
 #include "base/checked.h"
 #include "base/error.h"
+#include "base/fault_point.h"
 #include "base/status_macros.h"
 #include "offloadd/agreement.h"
 #include "offloadd/environment.h"
 #include "offloadd/job.h"
 #include "offloadd/job_catalogue.h"
 #include "offloadd/limits.h"
+#include "offloadd/relayout.h"
+#include "spdlog/spdlog.h"
 
 namespace offload::daemon {
 
@@ -125,20 +128,41 @@ void Job::MakeWhatIsSealed(Made& made) {
       OFFLOAD_RETURN_IF_ERROR(ReserveRegion(*rank, RegionBytes(rank->number())));
     if (context_.plan.scratch_bytes > 0)
       OFFLOAD_RETURN_IF_ERROR(MakeScratch(context_.plan.scratch_bytes, made));
-    if (store_existed_) return absl::OkStatus();
-    swap::StoreOptions options = MakeStoreOptions();
-    options.progress = [this](uint64_t bytes_formatted, uint64_t bytes_total) {
-      for (const Progress& progress : seal_progress_) progress(bytes_formatted, bytes_total);
-    };
-    options.generations = generations_;
-    OFFLOAD_ASSIGN_OR_RETURN(
-        made.store,
-        machine_.CreateStore(identity_.pool,
-                             MakeStoreSpec(identity_.name, context_.catalogue, context_.optimizer),
-                             options));
+    if (store_existed_ && !outgrown_.has_value()) return absl::OkStatus();
+    OFFLOAD_ASSIGN_OR_RETURN(made.store, store_existed_ ? LayOutAnew() : FormatStore());
     return absl::OkStatus();
   };
   made.status = make();
+}
+
+absl::StatusOr<std::unique_ptr<swap::Store>> Job::FormatStore() {
+  swap::StoreOptions options = MakeStoreOptions();
+  options.progress = [this](uint64_t bytes_formatted, uint64_t bytes_total) {
+    for (const Progress& progress : seal_progress_) progress(bytes_formatted, bytes_total);
+  };
+  options.generations = store_existed_ ? store_->generation_count() : generations_;
+  options.replaces = store_existed_;
+  return machine_.CreateStore(identity_.pool,
+                              MakeStoreSpec(identity_.name, context_.catalogue, context_.optimizer),
+                              options);
+}
+
+// The last epoch in a store with room for all that is trained now, which takes the place of the one
+// before.
+absl::StatusOr<std::unique_ptr<swap::Store>> Job::LayOutAnew() {
+  OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> grown, FormatStore());
+  store_->SetWatch(nullptr);  // which counts on the loop
+  const absl::Status copied =
+      CopyEpoch({store_.get(), &*outgrown_}, {grown.get(), &context_.catalogue},
+                MakeStoreOptions().cancelled);
+  store_->SetWatch(activity_.Watch());
+  OFFLOAD_RETURN_IF_ERROR(copied);
+  FaultPoint("job.laid_out_anew");
+  OFFLOAD_RETURN_IF_ERROR(machine_.PublishStore(*grown));
+  spdlog::info("job {}: laid out anew, as more is trained than before: {} instead of {}",
+               identity_.name, FormatDecimalBytes(grown->device().geometry().size_bytes),
+               FormatDecimalBytes(store_->device().geometry().size_bytes));
+  return grown;
 }
 
 absl::Status Job::ReserveRegion(Rank& rank, uint64_t bytes) const {
@@ -250,14 +274,45 @@ absl::Status Job::CheckBudget() const {
                                 FormatBytes(ram_bytes_)));
 }
 
-absl::Status Job::CompareCatalogue() const {
-  OFFLOAD_ASSIGN_OR_RETURN(const StoredCatalogue stored, DecodeCatalogue(store_->spec().catalogue));
+absl::Status Job::CompareCatalogue() {
+  OFFLOAD_ASSIGN_OR_RETURN(StoredCatalogue stored, DecodeCatalogue(store_->spec().catalogue));
   OFFLOAD_RETURN_IF_ERROR(
       CompareWithStored(identity_.name, stored, context_.catalogue, context_.optimizer));
-  if (MakeStoreSpec(identity_.name, context_.catalogue, context_.optimizer).tensors !=
-      store_->spec().tensors) {
+  const bool has_thawed = HasThawed(stored, context_.catalogue);
+  OFFLOAD_ASSIGN_OR_RETURN(proto::Catalogue before,
+                           proto::BuildCatalogue(std::move(stored.tensors), context_.optimizer));
+  if (MakeStoreSpec(identity_.name, before, context_.optimizer).tensors != store_->spec().tensors) {
     return MakeError(ErrorId::kStoreVersion,
                      absl::StrCat("job \"", identity_.name, "\" was laid out by other rules"));
+  }
+  outgrown_.reset();
+  if (!has_thawed) return absl::OkStatus();
+  outgrown_ = std::move(before);
+  return CheckMayOutgrow();
+}
+
+// Snapshots have the layout of their store, and files of several pools do not get their names at
+// once.
+absl::Status Job::CheckMayOutgrow() const {
+  const std::string what = absl::StrCat("more of the model is trained than when job \"",
+                                        identity_.name, "\" was made, and its store ");
+  const absl::StatusOr<std::vector<std::string>> pools = swap::SplitPools(identity_.pool);
+  if (pools.ok() && pools->size() > 1) {
+    return MakeError(
+        ErrorId::kOtherModel,
+        absl::StrCat(what, "lies over several pools, where it cannot be laid out anew"),
+        "Freeze those parameters again, or set may_thaw when a job is made over "
+        "several pools");
+  }
+  if (!store_->snapshots().empty()) {
+    return MakeError(
+        ErrorId::kOtherModel,
+        absl::StrCat(what,
+                     "has snapshots, which would be lost when it is laid out "
+                     "anew (\"",
+                     store_->snapshots().front().name, "\")"),
+        "Go on in a fork of the job (offloadctl snapshot fork), or delete its snapshots "
+        "(offloadctl snapshot rm)");
   }
   return absl::OkStatus();
 }

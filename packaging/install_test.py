@@ -1,6 +1,6 @@
 """Installs into a folder, builds examples/cmake there with CMake and with pkg-config, and trains with it.
 
-Usage: install_test.py LIBRARY HEADER DAEMON TOOL VERSION_HEADER PRELOADED
+Usage: install_test.py LIBRARY HEADER DAEMON TOOL VERSION_HEADER PRELOADED CLIENT_HEADER
 """
 
 import os
@@ -14,6 +14,7 @@ import unittest
 FILES = {}
 HERE = os.path.dirname(os.path.abspath(__file__))
 EXAMPLE = os.path.join(os.path.dirname(HERE), "examples", "cmake")
+C_TRAINER = os.path.join(os.path.dirname(HERE), "tests", "c_trainer.c")
 PLAIN_TRAINER = """
 #include <torch/torch.h>
 #include <cstdio>
@@ -89,7 +90,7 @@ class InstallTest(unittest.TestCase):
         names = [line.split(maxsplit=2)[2] for line in symbols]
         self.assertTrue(any(name.startswith("offload::Engine::Open(") for name in names), names)
         # The linker shows copies of the C++ library's own inline functions, whatever the script says.
-        foreign = [name for name in names if not re.match(r"(p?read|p?write|readv|writev|fread|fwrite)$|std::|.*offload::|torch::optim::\w+::(step|save|load)\(", name)]
+        foreign = [name for name in names if not re.match(r"(p?read|p?write|readv|writev|fread|fwrite)$|std::|.*offload::|torch::optim::\w+::(step|save|load)\(|offload_\w+$", name)]
         self.assertEqual(foreign, [])
         self.assertEqual([name for name in names if "zero3::" in name and "NamedOptimizer" not in name], [])
 
@@ -127,6 +128,19 @@ class InstallTest(unittest.TestCase):
         self.assertEqual(losses(said), in_memory)
         self.assertEqual(len(in_memory), 3)
 
+    def test_a_program_in_c_trains_resumes_and_thaws(self):
+        environment = self.environment | {"PKG_CONFIG_PATH": os.path.join(self.prefix, "lib", "pkgconfig")}
+        torch = call("pkg-config", "--variable=torch", "offload", env=environment).strip()
+        pool = os.path.join(self.folder, "c-pool")
+        os.mkdir(pool)
+        program, library = os.path.join(self.folder, "c_trainer"), os.path.join(self.prefix, "lib")
+        call("cc", "-std=c99", "-Wall", "-Wextra", "-pedantic", "-Werror", C_TRAINER, f"-I{self.prefix}/include", f"-L{library}", "-loffload",
+             f"-Wl,-rpath,{library}:{torch}/lib", "-Wl,--allow-shlib-undefined", "-o", program)
+        self.assertEqual(losses(call(program, pool, env=self.environment)), ["step 3 weight 128 bias 3f80"])
+        self.assertEqual(losses(call(program, pool, env=self.environment)), ["step 6 weight 16 bias 3f80"])
+        # 1 - 3 * 0.5
+        self.assertEqual(losses(call(program, pool, "thaw", env=self.environment)), ["step 9 weight 2 bias bf00"])
+
     def test_another_torch_is_refused_by_name(self):
         other = os.path.join(self.folder, "libtorch")
         os.makedirs(os.path.join(other, "include", "torch"))
@@ -150,5 +164,5 @@ class InstallTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    FILES = dict(zip(("library", "header", "daemon", "tool", "version-header", "preloaded"), map(os.path.abspath, sys.argv[1:7])))
+    FILES = dict(zip(("library", "header", "daemon", "tool", "version-header", "preloaded", "client-header"), map(os.path.abspath, sys.argv[1:8])))
     unittest.main(argv=sys.argv[:1])

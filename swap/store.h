@@ -156,7 +156,10 @@ struct SnapshotInfo {
 
 struct StoreOptions {
   aio::OpenOptions io;
-  uint32_t generations = 0;          // spare ones that Create formats
+  uint32_t generations = 0;  // spare ones that Create formats
+  // The job has a store already, which the caller has open; the one that Create makes takes its
+  // name with Publish(). In one pool only.
+  bool replaces = false;
   double lock_timeout_seconds = 30;  // how long to wait for a killed owner's writes to land
   // Called during Create with bytes formatted and bytes in all; may be null.
   std::function<void(uint64_t, uint64_t)> progress;
@@ -217,6 +220,8 @@ class Store {
   Store& operator=(const Store&) = delete;
 
   // Gives a created store its name: rename and directory fsync. Requires a first Commit. Blocking.
+  // One that replaces another takes its place at once: there is a whole store of that name at any
+  // moment. The other has no name any more, and its bytes are free when it is closed.
   absl::Status Publish();
 
   const StoreSpec& spec() const;

@@ -47,8 +47,9 @@ absl::StatusOr<BuildingFile> OpenBuildingFile(const PoolDirectory& directory,
   return BuildingFile::Make(directory, BuildingFileName(job, std::bit_cast<uint64_t>(token)));
 }
 
-// Refuses a job that has a store or is being built. A format that was killed a moment ago may still
-// hold its lock, until its last writes have landed: that is waited for.
+// Refuses a job that has a store, unless that is to be replaced, or is being built. A format that
+// was killed a moment ago may still hold its lock, until its last writes have landed: that is
+// waited for.
 absl::StatusOr<BuildingFile> MakeBuildingFile(const PoolDirectory& directory,
                                               const std::string& job, const StoreOptions& options) {
   const auto deadline = std::chrono::steady_clock::now() +
@@ -58,13 +59,14 @@ absl::StatusOr<BuildingFile> MakeBuildingFile(const PoolDirectory& directory,
                              directory.Lock(options.lock_timeout_seconds, options.cancelled));
     struct stat info;
     const std::string published = StoreFileName(job);
-    if (fstatat(directory.fd(), published.c_str(), &info, AT_SYMLINK_NOFOLLOW) == 0) {
+    const bool exists = fstatat(directory.fd(), published.c_str(), &info, AT_SYMLINK_NOFOLLOW) == 0;
+    if (exists && !options.replaces) {
       return MakeError(
           ErrorId::kStoreLocked,
           absl::StrCat("job '", job, "' already has a store, ", directory.PathOf(published)),
           "Resume it, remove it with offloadctl rm, or choose another job name");
     }
-    if (errno != ENOENT) {
+    if (!exists && errno != ENOENT) {
       return MakeError(RefusalId(errno),
                        absl::StrCat(directory.PathOf(published), ": ", ErrnoText(errno)));
     }
@@ -167,6 +169,11 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
   const uint64_t file_bytes = layout.file_bytes(options.generations);
   OFFLOAD_RETURN_IF_ERROR(CheckPool(pool));
   OFFLOAD_ASSIGN_OR_RETURN(const std::vector<std::string> pools, SplitPools(pool));
+  if (options.replaces && pools.size() > 1) {
+    return MakeError(
+        ErrorId::kBadValue,
+        absl::StrCat("job '", spec.job, "' is to be laid out anew over several pools"));
+  }
   OFFLOAD_ASSIGN_OR_RETURN(PoolDirectory directory, PoolDirectory::Open(pools.front()));
   StoreUuid uuid;
   OFFLOAD_RETURN_IF_ERROR(Random(uuid));
@@ -198,6 +205,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
                            Impl::OfFormat(std::move(directory), path, spec, std::move(layout), uuid,
                                           options.generations, std::move(device)));
   impl->building_file = std::move(file);
+  impl->replaces = options.replaces;
   impl->building_members = std::move(members);
   OFFLOAD_RETURN_IF_ERROR(impl->AllocateBuffers());
   return std::unique_ptr<Store>(new Store(std::move(impl)));
@@ -248,7 +256,7 @@ absl::Status Store::Publish() {
   if (store.building_members != nullptr) OFFLOAD_RETURN_IF_ERROR(store.building_members->Publish());
   const std::string name = StoreFileName(store.spec.job);
   if (renameat2(store.directory.fd(), store.building_file->name().c_str(), store.directory.fd(),
-                name.c_str(), RENAME_NOREPLACE) != 0) {
+                name.c_str(), store.replaces ? 0 : RENAME_NOREPLACE) != 0) {
     if (errno == EEXIST)
       return MakeError(ErrorId::kStoreLocked,
                        absl::StrCat("job '", store.spec.job, "' already has a store"));

@@ -26,9 +26,14 @@ absl::StatusOr<uint64_t> CheckStillNamed(const PoolDirectory& directory, const s
   const bool found = fstatat(directory.fd(), name.c_str(), &named, AT_SYMLINK_NOFOLLOW) == 0;
   if (!found && errno != ENOENT)
     return MakeError(ErrorId::kIo, absl::StrCat(directory.PathOf(name), ": ", ErrnoText(errno)));
-  if (!found || ours.st_ino != named.st_ino || ours.st_dev != named.st_dev) {
+  if (!found) {
     return absl::NotFoundError(
         absl::StrCat("store ", directory.PathOf(name), " was removed while it was being opened"));
+  }
+  if (ours.st_ino != named.st_ino || ours.st_dev != named.st_dev) {
+    return MakeError(
+        ErrorId::kStoreLocked,
+        absl::StrCat(directory.PathOf(name), " was replaced while it was being opened"));
   }
   return static_cast<uint64_t>(ours.st_size);
 }

@@ -185,6 +185,7 @@ struct Store::Impl {
   PoolDirectory directory;
   std::string path;
   std::unique_ptr<BuildingFile> building_file;        // until published: removed with the store
+  bool replaces = false;                              // with its name, another of the job
   std::unique_ptr<BuildingMembers> building_members;  // of a store over several pools, likewise
   StoreSpec spec;
   Layout layout;

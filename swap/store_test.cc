@@ -424,6 +424,35 @@ TEST(StoreTest, SecondOpenIsRefusedAndNamesTheHolder) {
   EXPECT_NE(MustOpen(pool, impatient), nullptr);
 }
 
+TEST(StoreTest, AReplacementTakesTheNameOfItsStoreAtOnce) {
+  TemporaryPool pool;
+  MakeStore(pool, 1);
+  StoreSpec spec = SmallSpec();
+  spec.catalogue = "another";
+  spec.tensors.push_back(spec.tensors.front());
+  auto store = MustOpen(pool);
+  StoreOptions options = QuickOptions();
+  EXPECT_EQ(ErrorIdOf(Store::Create(pool.path(), spec, options).status()), ErrorId::kStoreLocked);
+  options.replaces = true;
+  for (const bool published : {false, true}) {
+    auto replacement = Store::Create(pool.path(), spec, options);
+    ASSERT_TRUE(replacement.ok()) << replacement.status();
+    ASSERT_EQ(CommitNow(**replacement, 17, "blob"), absl::OkStatus());
+    EXPECT_EQ(CheckScript(*store, 1), absl::OkStatus()) << "it goes on meanwhile";
+    if (!published) continue;  // it goes with its object
+    ASSERT_EQ((*replacement)->Publish(), absl::OkStatus());
+    store.reset();
+  }
+  store = MustOpen(pool);
+  ASSERT_NE(store, nullptr);
+  EXPECT_EQ(store->spec().catalogue, "another");
+  EXPECT_EQ(store->committed().epoch, 17u);
+  EXPECT_EQ(pool.Files(), std::vector<std::string>{"job.offload"});
+  const TemporaryPool other;
+  const auto striped = Store::Create(pool.path() + "," + other.path(), spec, options);
+  EXPECT_EQ(ErrorIdOf(striped.status()), ErrorId::kBadValue) << striped.status();
+}
+
 TEST(StoreTest, AJobIsBuiltOnceAtATime) {
   TemporaryPool pool;
   auto builder = MustCreate(pool);

@@ -682,7 +682,7 @@ Programs Kinds() {
           "weight_with_one_element", [](Run& r) { return r.Noise(1, {1}); }, 0),
       Kind(
           "weight_without_dimensions", [](Run& r) { return r.Noise(1, {}); }, 0),
-      {"thawed_without_a_word",
+      {"thawed_while_training",
        [](Run& run) {
          auto model = Perceptron(run);
          for (Tensor& p : LinearAt(model, 0).parameters()) p.set_requires_grad(false);
@@ -692,8 +692,7 @@ Programs Kinds() {
          for (Tensor& p : LinearAt(model, 0).parameters()) p.set_requires_grad(true);
          Train(run, model, *optimizer, 2, 4);
          run.See(*model);
-       },
-       1601},
+       }},
       {"thawed_as_announced",
        [](Run& run) {
          auto model = Perceptron(run);
@@ -713,9 +712,11 @@ Programs Kinds() {
          Train(run, model, *optimizer, 0, 2);
          std::stringstream file;
          torch::save(*optimizer, file);
+         Train(run, model, *optimizer, 2, 4);
+         torch::load(*optimizer, file);
+         Train(run, model, *optimizer, 4, 6);
          run.See(*model);
-       },
-       1604},
+       }},
       {"own_optimizer_saved",
        [](Run& run) {
          auto model = Perceptron(run);

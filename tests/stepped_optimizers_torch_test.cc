@@ -259,6 +259,117 @@ TEST_P(SteppedOptimizerTest, AFileOfAJobIsLoadedInMemory) {
 INSTANTIATE_TEST_SUITE_P(Optimizers, SteppedOptimizerTest, testing::ValuesIn(kCases),
                          [](const auto& info) { return info.param.name; });
 
+// ---- Files of the engine's own optimizers -------------------------------------------------------
+
+using Give = std::function<Optimizer(Engine&, nn::Module&)>;
+
+struct Given {
+  const char* name;
+  Give give;
+};
+
+const Given kGiven[] = {
+    {"adamw",
+     [](Engine& engine, nn::Module& module) {
+       return engine.AdamW(module, optim::AdamWOptions(1e-2).amsgrad(true));
+     }},
+    {"adam", [](Engine& engine,
+                nn::Module& module) { return engine.Adam(module, optim::AdamOptions(1e-2)); }},
+    {"sgd",
+     [](Engine& engine, nn::Module& module) {
+       return engine.SGD(module, optim::SGDOptions(1e-2).momentum(0.9));
+     }},
+    {"adagrad",
+     [](Engine& engine, nn::Module& module) {
+       return engine.Adagrad(module, optim::AdagradOptions(1e-2));
+     }},
+    {"rmsprop",
+     [](Engine& engine, nn::Module& module) {
+       return engine.RMSprop(module, optim::RMSpropOptions(1e-3).centered(true));
+     }},
+    {"lion",
+     [](Engine& engine, nn::Module& module) {
+       return engine.Lion(module, LionOptions(1e-3).weight_decay(0.1));
+     }},
+    {"lamb", [](Engine& engine, nn::Module& module) {
+       return engine.LAMB(module, LAMBOptions(1e-3).eps(1e-5));
+     }}};
+
+class GivenOptimizerTest : public testing::TestWithParam<Given> {
+ protected:
+  // With a learning rate that only the file tells.
+  static void SetRate(optim::Optimizer& optimizer, double rate) {
+    for (auto& group : optimizer.param_groups()) group.options().set_lr(rate);
+  }
+};
+
+// From a job or memory to another job or memory, all the same.
+TEST_P(GivenOptimizerTest, AFileGoesOnInAnotherJob) {
+  Log expected;
+  for (const bool saves_offloaded : {false, true}) {
+    SetOffloading(saves_offloaded);
+    const std::string job = std::string(GetParam().name) + "_given";
+    std::string module_file, kept_file;
+    Log before;
+    {
+      Model model(at::kFloat);
+      auto engine = Engine::Open(PoolOptions(job, "256MiB"));
+      const Optimizer optimizer = GetParam().give(*engine, model);
+      SetRate(*optimizer, 3e-3);
+      Train(model, *optimizer, 0, kBefore, &before);
+      std::ostringstream module, kept;
+      torch::serialize::OutputArchive archive;
+      model.save(archive);
+      archive.save_to(module);
+      torch::save(*optimizer, kept);
+      EXPECT_TRUE(optimizer->state().empty());
+      module_file = module.str(), kept_file = kept.str();
+      if (!saves_offloaded) {
+        expected = before;
+        Train(model, *optimizer, kBefore, kBefore + kAfter, &expected);
+        AddWeights(model, &expected);
+      }
+    }
+    for (const bool loads_offloaded : {false, true}) {
+      SetOffloading(loads_offloaded);
+      Model model(at::kFloat);
+      auto engine =
+          Engine::Open(PoolOptions(job + "_" + std::to_string(saves_offloaded), "256MiB"));
+      const Optimizer optimizer = GetParam().give(*engine, model);
+      Load({module_file, kept_file}, model, *optimizer);
+      Log log = before;
+      Train(model, *optimizer, kBefore, kBefore + kAfter, &log);
+      AddWeights(model, &log);
+      ExpectSame(expected, log);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Optimizers, GivenOptimizerTest, testing::ValuesIn(kGiven),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(GivenOptimizerFilesTest, AreThoseOfLibtorch) {
+  Log log;
+  std::stringstream kept;
+  Model other(at::kFloat);
+  SetOffloading(true);
+  {
+    Model model(at::kFloat);
+    auto engine = Engine::Open(PoolOptions("given_libtorch", "256MiB"));
+    const Optimizer optimizer = engine->AdamW(model, optim::AdamWOptions(1e-2));
+    Train(model, *optimizer, 0, kBefore, &log);
+    torch::save(*optimizer, kept);
+    const torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < model.parameters().size(); ++i)
+      other.parameters()[i].copy_(model.parameters()[i]);
+  }
+  optim::AdamW optimizer(other.parameters(), optim::AdamWOptions(1));
+  torch::load(optimizer, kept);
+  Train(other, optimizer, kBefore, kBefore + kAfter, &log);
+  AddWeights(other, &log);
+  ExpectSame(Uninterrupted(kCases[0].make), log);
+}
+
 // ---- What becomes of it, and what is refused ----------------------------------------------------
 
 class KeptStateTest : public testing::Test {
@@ -292,6 +403,27 @@ TEST_F(KeptStateTest, ALoadedStateIsDurableWithTheNextStepOnly) {
       *other->state().at(plain.first->weight.unsafeGetTensorImpl()));
   EXPECT_TRUE(torch::equal(engine->Gather(model.first->weight, "exp_avg"), kept.exp_avg()));
   EXPECT_TRUE(torch::equal(engine->Gather(model.first->weight, "exp_avg_sq"), kept.exp_avg_sq()));
+}
+
+TEST_F(KeptStateTest, WhatIsFrozenWithAStateGoesOnWithItWhenItIsThawed) {
+  const auto train = [](bool offloading) {
+    Log log;
+    Model model(at::kFloat);
+    const Optimizer optimizer = AdamW()(model.parameters());
+    Train(model, *optimizer, 0, kBefore, &log);
+    for (Tensor& parameter : model.first->parameters()) parameter.requires_grad_(false);
+    std::shared_ptr<Engine> engine;
+    if (offloading) {
+      engine = Engine::Open(PoolOptions("frozen_state", "256MiB"));
+      engine->Attach(model, *optimizer);
+    }
+    Train(model, *optimizer, kBefore, kBefore + 1, &log);
+    for (Tensor& parameter : model.first->parameters()) parameter.requires_grad_(true);
+    Train(model, *optimizer, kBefore + 1, kBefore + kAfter, &log);
+    AddWeights(model, &log);
+    return log;
+  };
+  ExpectSame(train(false), train(true));
 }
 
 TEST_F(KeptStateTest, WeightsAreNotLoadedBetweenAStateAndItsStep) {

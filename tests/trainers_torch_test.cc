@@ -24,6 +24,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -452,44 +453,255 @@ TEST(TrainersTest, ManyGradientsInOneOperator) {
                 {at::kFloat}});
 }
 
-TEST(TrainersTest, FrozenLayersThatThaw) {
-  for (const bool floor : {false, true}) {
-    const auto train = [floor](bool offloading) {
-      SetOffloading(offloading);
-      torch::manual_seed(7);
-      const Trainer trainer = Perceptron(at::kFloat);
-      const auto parameters = trainer.module->parameters();
-      for (Tensor parameter : {parameters[0], parameters[1]}) parameter.requires_grad_(false);
-      Options options = OptionsFor(floor ? "thaw_spilled" : "thaw");
-      options.spill_gradients = floor;
-      options.may_thaw = true;
-      auto engine = Engine::Open(options);
-      auto optimizer = engine->AdamW(*trainer.module, torch::optim::AdamWOptions(1e-2));
-      for (int64_t step = 0; step < 5; ++step) {
-        if (step == 2) Tensor(parameters[0]).requires_grad_(true);
-        if (step == 4) Tensor(parameters[2]).requires_grad_(false);
-        optimizer->zero_grad();
-        trainer.loss(step).backward();
-        optimizer->step();
-      }
-      std::vector<Tensor> weights;
-      for (const Tensor& parameter : parameters) weights.push_back(engine->Gather(parameter));
-      return weights;
+// ---- Parts of one vector ------------------------------------------------------------------------
+
+struct Flat : nn::Module {
+  explicit Flat(at::ScalarType dtype) {
+    torch::manual_seed(7);
+    Tensor all = (torch::randn({300 * 200 + 200 + 200 * 300}) * 0.1).to(dtype);
+    first = register_parameter("first", all.narrow(0, 0, 60000).view({200, 300}).detach());
+    bias = register_parameter("bias", all.narrow(0, 60000, 200).detach());
+    last = register_parameter("last", all.narrow(0, 60200, 60000).view({200, 300}).t().detach());
+    whole = all;
+  }
+  Tensor forward(const Tensor& x) {
+    return torch::tanh(nn::functional::linear(x, first, bias)).matmul(last.t()).square().mean();
+  }
+  Tensor first, bias, last, whole;
+};
+
+Trainer PartsOfAVector(at::ScalarType dtype) {
+  const auto model = std::make_shared<Flat>(dtype);
+  model->whole.reset();
+  return {model, [model, dtype](int64_t step) {
+            return model->forward(Numbers(step, {4, 300}).to(dtype));
+          }};
+}
+
+TEST(TrainersTest, PartsOfAVectorThatNobodyElseUses) {
+  ExpectParity({"parts", PartsOfAVector, AdamW, Plain});
+}
+
+TEST(TrainersTest, PartsOfAVectorThatSomebodyElseUsesAreRefused) {
+  SetOffloading(true);
+  Flat model(at::kFloat);
+  auto engine = Engine::Open(OptionsFor("parts_of_a_known_vector"));
+  const Tensor before = model.whole.clone();
+  ExpectError(1601, "'first', 'bias', 'last' are parts of larger tensors",
+              [&] { engine->SGD(model, torch::optim::SGDOptions(1)); });
+  EXPECT_TRUE(torch::equal(model.whole, before));
+  EXPECT_EQ(model.first.storage().data(), model.whole.storage().data()) << "nothing has changed";
+  model.whole.reset();
+  model.last = model.last.detach();  // another use, which is no parameter
+  ExpectError(1601, "parts of larger tensors",
+              [&] { engine->SGD(model, torch::optim::SGDOptions(1)); });
+  model.last.reset();
+  engine->SGD(model, torch::optim::SGDOptions(1));
+}
+
+TEST(TrainersTest, PartsThatOverlapAreRefused) {
+  SetOffloading(true);
+  struct Overlapping : nn::Module {
+    Overlapping() {
+      const Tensor all = torch::randn({200});
+      register_parameter("a", all.narrow(0, 0, 120).detach());
+      register_parameter("b", all.narrow(0, 80, 120).detach());
+    }
+  } model;
+  auto engine = Engine::Open(OptionsFor("parts_that_overlap"));
+  ExpectError(1601, "'a', 'b' are parts", [&] { engine->SGD(model, torch::optim::SGDOptions(1)); });
+}
+
+// ---- Staged unfreezing --------------------------------------------------------------------------
+
+// The first layer, whose weight has two extents and whose bias is bundled, trains from step 2 on;
+// the bias of the second one stops at 4 and goes on at 6.
+class Unfreezing {
+ public:
+  Unfreezing(at::ScalarType dtype, bool offloading, const Options& options) : options_(options) {
+    SetOffloading(offloading);
+    torch::manual_seed(7);
+    trainer_ = Perceptron(dtype);
+    Freeze(0);
+    Open();
+  }
+
+  void Train(int64_t from, int64_t to, bool zeroes_late = false) {
+    for (int64_t step = from; step < to; ++step) {
+      Freeze(step);
+      if (!zeroes_late) optimizer_->zero_grad();
+      const Tensor loss = trainer_.loss(step);
+      if (zeroes_late) optimizer_->zero_grad(/*set_to_none=*/false);
+      loss.backward();
+      torch::nn::utils::clip_grad_norm_(trainer_.module->parameters(), 0.01);
+      optimizer_->step();
+      log_.push_back(loss.detach().clone());
+    }
+  }
+
+  // As another process would go on at that step: the values of the module are not used.
+  void Restart(int64_t step) {
+    const at::ScalarType dtype = trainer_.module->parameters()[0].scalar_type();
+    optimizer_.reset();
+    engine_.reset();
+    trainer_ = Perceptron(dtype);
+    Freeze(step);
+    Open();
+    EXPECT_EQ(engine_->step(), step);
+  }
+
+  std::vector<Tensor> Log() {
+    for (const Tensor& parameter : trainer_.module->parameters()) {
+      for (const char* const plane : {"weight", "master", "exp_avg", "exp_avg_sq"})
+        log_.push_back(engine_->Gather(parameter, plane));
+    }
+    return log_;
+  }
+  Engine& engine() { return *engine_; }
+  nn::Module& module() { return *trainer_.module; }
+
+ private:
+  void Open() {
+    engine_ = Engine::Open(options_);
+    optimizer_ = engine_->AdamW(*trainer_.module, torch::optim::AdamWOptions(1e-2));
+  }
+  void Freeze(int64_t step) {
+    const auto parameters = trainer_.module->parameters();
+    for (const int i : {0, 1}) Tensor(parameters[i]).requires_grad_(step >= 2);
+    Tensor(parameters[3]).requires_grad_(step < 4 || step >= 6);
+  }
+
+  const Options options_;
+  Trainer trainer_;
+  std::shared_ptr<Engine> engine_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::vector<Tensor> log_;
+};
+
+class UnfreezingTest : public testing::TestWithParam<std::tuple<at::ScalarType, bool, bool>> {
+ protected:
+  Options JobOptions(const std::string& job) const {
+    const auto& [dtype, spills, announced] = GetParam();
+    Options options = OptionsFor(job + c10::toString(dtype) + (spills ? "_spilled" : "") +
+                                 (announced ? "_announced" : ""));
+    options.spill_gradients = spills;
+    options.may_thaw = announced;
+    return options;
+  }
+  at::ScalarType dtype() const { return std::get<0>(GetParam()); }
+};
+
+TEST_P(UnfreezingTest, WhileTraining) {
+  for (const bool zeroes_late : {false, true}) {
+    const auto train = [&](bool offloading) {
+      Unfreezing run(dtype(), offloading, JobOptions(zeroes_late ? "thaw_late" : "thaw"));
+      run.Train(0, 7, zeroes_late);
+      EXPECT_EQ(run.engine().step(), 7);
+      return run.Log();
     };
     const auto expected = train(false);
-    ExpectSame(expected, train(true), "thawed");
+    ExpectSame(expected, train(true), "thawed while training");
   }
 }
 
-TEST(TrainersTest, ThawingWithoutRoomForItSaysWhatToDo) {
+TEST_P(UnfreezingTest, BetweenRuns) {
+  Unfreezing memory(dtype(), false, JobOptions("in_memory"));
+  memory.Train(0, 7);
+  const auto expected = memory.Log();
+  for (const int64_t restart : {2, 5}) {
+    Unfreezing run(dtype(), true, JobOptions("restart" + std::to_string(restart)));
+    run.Train(0, restart);
+    run.Restart(restart);
+    run.Train(restart, 7);
+    ExpectSame(expected, run.Log(), "restarted at step " + std::to_string(restart));
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Thawing, UnfreezingTest,
+                         testing::Combine(testing::Values(at::kFloat, at::kBFloat16),
+                                          testing::Bool(), testing::Bool()));
+
+TEST(TrainersTest, WhatIsThawedBeforeTheFirstOperatorIsTrained) {
   SetOffloading(true);
   nn::Linear layer(30, 20);
   layer->bias.requires_grad_(false);
-  auto engine = Engine::Open(OptionsFor("no_thaw"));
-  auto optimizer = engine->AdamW(*layer, torch::optim::AdamWOptions(1e-3));
+  auto engine = Engine::Open(OptionsFor("thawed_early"));
+  auto optimizer = engine->SGD(*layer, torch::optim::SGDOptions(1));
+  const Tensor before = layer->bias.detach().clone();
   layer->bias.requires_grad_(true);
   layer->forward(Numbers(0, {2, 30})).sum().backward();
-  ExpectError(1601, "may_thaw", [&] { optimizer->step(); });
+  optimizer->step();
+  EXPECT_TRUE(torch::equal(engine->Gather(layer->bias), before - 2));
+}
+
+// What was written into weights before it is not lost.
+TEST(TrainersTest, EditsBeforeAThawAreKept) {
+  const auto train = [](bool offloading) {
+    Unfreezing run(at::kBFloat16, offloading, OptionsFor("thaw_edited"));
+    run.Train(0, 2);
+    {
+      const torch::NoGradGuard no_grad;
+      run.module().parameters()[0].mul_(0.5);
+      run.module().parameters()[2].add_(0.25);
+    }
+    run.Train(2, 4);
+    return run.Log();
+  };
+  const auto expected = train(false);
+  ExpectSame(expected, train(true), "edited");
+}
+
+TEST(TrainersTest, AThawThatRamDoesNotHoldChangesNothing) {
+  const auto build = [] {
+    torch::manual_seed(7);
+    nn::Sequential model(nn::Linear(1000, 3000), nn::Linear(3000, 10));
+    for (Tensor& parameter : model[0]->as<nn::Linear>()->parameters())
+      parameter.requires_grad_(false);
+    return model;
+  };
+  SetOffloading(true);
+  std::string floor;
+  {
+    nn::Sequential model = build();
+    auto engine = Engine::Open(OptionsFor("no_room_floor", "1GiB"));
+    const auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3));
+    floor = std::to_string(engine->plan().floor_bytes);
+  }
+  nn::Sequential model = build();
+  auto engine = Engine::Open(OptionsFor("no_room", floor));
+  auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3));
+  const auto step = [&] {
+    optimizer->zero_grad();
+    model->forward(Numbers(0, {2, 1000})).sum().backward();
+    optimizer->step();
+  };
+  step();
+  Tensor weight = model[0]->as<nn::Linear>()->weight;
+  weight.requires_grad_(true);
+  ExpectError(1301, "floor", step);
+  EXPECT_EQ(engine->step(), 1);
+  weight.requires_grad_(false);
+  step();
+  EXPECT_EQ(engine->step(), 2);
+}
+
+// The daemon dies when all is copied and nothing has its name yet.
+TEST(TrainersTest, AKilledThawLeavesTheJobAsItWas) {
+  const auto parity = [](bool offloading) {
+    Unfreezing run(at::kFloat, offloading, OptionsFor("killed_thaw"));
+    run.Train(0, 2);
+    if (offloading) {
+      setenv("OFFLOADD_FAULT_POINT", "job.laid_out_anew:1", 1);
+      run.Restart(2);
+      ExpectError(1801, "", [&] { run.engine().Seal(); });
+      unsetenv("OFFLOADD_FAULT_POINT");
+      run.Restart(2);
+    }
+    run.Train(2, 7);
+    return run.Log();
+  };
+  const auto expected = parity(false);
+  ExpectSame(expected, parity(true), "killed");
 }
 
 // One graph each, at once; sums of small whole numbers are exact in any order.

@@ -380,7 +380,6 @@ class Handle:
             parameter.requires_grad_(True)
         try:
             self._identities = {id(parameter) for _, parameter in named}
-            self._trained = {id(parameter) for _, parameter in named if parameter.requires_grad}
             self._engine.attach([name for name, _ in named], [parameter for _, parameter in named],
                                 [name for name, _ in buffers], [buffer for _, buffer in buffers], recipes[0].kind, values)
             for part in parts:
@@ -454,9 +453,6 @@ class Handle:
 
     def update_count(self, parameter):
         return self._running().update_count(parameter) if parameter.numel() and not is_table(parameter) else 0
-
-    def is_trained(self, parameter):
-        return id(parameter) in self._trained
 
     def identities(self):
         return self._identities
@@ -664,7 +660,7 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
     ram              the memory budget, "8GiB"
     job              names the run in the pool; the same name resumes it
     config           a configuration (docs/python.md)
-    unfreeze         frozen parameters that will be trained later: True, names (patterns), or parameters
+    unfreeze         frozen parameters whose optimizer state has room in a new job at once: True, names (patterns), or parameters
     initial_weights  a file or folder that a new job takes its weights from: safetensors, or pytorch_model.bin
 
     raw_access       "serve": pointers (data_ptr(), kernels of one's own) bring a tensor to memory until the end of the step; "error":

@@ -441,10 +441,9 @@ class Part:
         for group in self.optimizer.param_groups[self._checked:]:
             self.recipe.values(group)
             for parameter in group["params"]:
-                if not self.handle.is_trained(parameter):
-                    raise Error.of(1601, f"add_param_group() with a parameter of shape {list(parameter.shape)} that was not in the model, or "
-                                         "was frozen, when it was attached",
-                                   "Attach when the model is complete, with unfreeze=True for what is trained later")
+                if id(parameter) not in self.handle.identities():
+                    raise Error.of(1601, f"add_param_group() with a parameter of shape {list(parameter.shape)} that was not in the model "
+                                         "when it was attached", "Attach when the model is complete")
         self._checked = len(self.optimizer.param_groups)
 
     def _check_momentum(self, values):

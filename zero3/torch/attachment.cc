@@ -144,10 +144,14 @@ std::byte* HomeRanges::Take(size_t size_bytes) {
 // ---- Attachment --------------------------------------------------------------------------------
 
 Attachment::Attachment(std::unique_ptr<client::Session> session)
-    : session_(std::move(session)),
-      world_(session_->world()),
-      staging_(proto::kRegionFixedBytes, proto::kLoadingStagingBytes),
-      scratch_(world_.rank, world_.world_size) {}
+    : session_(std::move(session)), world_(session_->world()) {
+  BeginRoom();
+}
+
+void Attachment::BeginRoom() {
+  staging_.emplace(proto::kRegionFixedBytes, proto::kLoadingStagingBytes);
+  scratch_ = std::make_shared<ScratchSpace>(world_.rank, world_.world_size);
+}
 
 client::Session& Attachment::session() {
   if (session_ == nullptr) ThrowStatus(SessionEnded("this model"));
@@ -173,9 +177,9 @@ void Attachment::SetPlan(PlanInput input, Plan plan) {
   input_ = std::move(input);
   plan_ = std::move(plan);
   OFFLOAD_CHECK(plan_.staging_offset == proto::kRegionFixedBytes) << plan_.staging_offset;
-  staging_.Grow(plan_.staging_offset + proto::kLoadingStagingBytes,
-                plan_.staging_bytes - proto::kLoadingStagingBytes);
-  if (rank() == 0) staging_.Grow(plan_.first_staging_offset, plan_.first_staging_bytes);
+  staging_->Grow(plan_.staging_offset + proto::kLoadingStagingBytes,
+                 plan_.staging_bytes - proto::kLoadingStagingBytes);
+  if (rank() == 0) staging_->Grow(plan_.first_staging_offset, plan_.first_staging_bytes);
   window_bytes_ = plan_.memory.window_bytes;
   uint64_t largest_weight_bytes = 0;
   for (const proto::Tensor& tensor : input_.catalogue.tensors)
@@ -196,6 +200,14 @@ void Attachment::SetPlan(PlanInput input, Plan plan) {
   schedule_ = std::make_unique<Schedule>(
       std::move(slot_bytes),
       plan_.memory.window_bytes - std::min(largest_bytes, plan_.memory.window_bytes));
+}
+
+void Attachment::Reopen(absl::FunctionRef<std::unique_ptr<client::Session>()> open) {
+  const absl::Status closed = session().CloseJob();
+  session_.reset();  // a private daemon ends, and whoever opens the job has its lock
+  ThrowIfError(closed);
+  session_ = open();
+  BeginRoom();
 }
 
 void Attachment::Touch(uint32_t tensor) {
@@ -252,7 +264,7 @@ absl::Status Attachment::StreamOut(uint32_t tensor, proto::Plane plane, uint64_t
   const uint64_t element_count = this->tensor(tensor).element_count;
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
   Staging::Piece piece =
-      staging_.Take(std::min(kBlockBytes / 2, proto::PaddedBytes(element_count * element_bytes)));
+      staging_->Take(std::min(kBlockBytes / 2, proto::PaddedBytes(element_count * element_bytes)));
   const uint64_t blocks = std::max<uint64_t>(piece.size_bytes() / extent_bytes, 1);
   struct Transfer {
     client::Ticket ticket;
@@ -292,7 +304,7 @@ absl::Status Attachment::StreamIn(uint32_t tensor, const std::byte* bytes) {
   const uint64_t element_bytes = proto::DtypeBytes(this->tensor(tensor).dtype);
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
   Staging::Piece piece =
-      staging_.Take(std::min(kBlockBytes / 2, proto::PaddedBytes(element_count * element_bytes)));
+      staging_->Take(std::min(kBlockBytes / 2, proto::PaddedBytes(element_count * element_bytes)));
   const uint64_t blocks = std::max<uint64_t>(piece.size_bytes() / extent_bytes, 1);
   std::deque<client::Ticket> tickets;
   absl::Status failure;

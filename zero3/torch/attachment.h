@@ -17,6 +17,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -131,9 +132,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // Of the ranks that train the model; 0 of 1 for one that is alone.
   uint32_t rank() const { return world_.rank; }
   uint32_t world_size() const { return world_.world_size; }
-  Staging& staging() { return staging_; }
+  Staging& staging() { return *staging_; }
   HomeRanges& homes() { return homes_; }
-  ScratchSpace& scratch() { return scratch_; }
+  // Who has room there holds it: Reopen() begins another.
+  const std::shared_ptr<ScratchSpace>& scratch() { return scratch_; }
 
   // ---- The seal ----
   // What makes the store and loads it, run once, by the first operator that touches a parameter;
@@ -147,6 +149,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   const PlanInput& input() const { return input_; }
   const Plan& plan() const { return plan_; }
   const proto::Tensor& tensor(uint32_t id) const { return input_.catalogue.tensors[id]; }
+
+  // Closes the job and goes on with what `open` gives: a session with the same job, to be sealed
+  // and given its plan. No operation runs; when it throws, the engine is as after Close().
+  void Reopen(absl::FunctionRef<std::unique_ptr<client::Session>()> open);
 
   // An operation is about to use a weight: moves the schedule on and asks for what comes next.
   void Touch(uint32_t tensor);
@@ -191,11 +197,14 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void Close();
 
  private:
+  // For a session that has no plan yet.
+  void BeginRoom();
+
   std::unique_ptr<client::Session> session_;
   const client::World world_;
-  Staging staging_;
+  std::optional<Staging> staging_;  // of the session, like what follows
+  std::shared_ptr<ScratchSpace> scratch_;
   HomeRanges homes_;
-  ScratchSpace scratch_;
   std::mutex seal_mutex_;
   std::function<void()> seal_;
   std::exception_ptr seal_failure_;

@@ -103,7 +103,7 @@ BornResidency::~BornResidency() {
     std::lock_guard lock(RegistryMutex());
     Registry().erase(this);
   }
-  if (has_scratch_) attachment_->scratch().Return(scratch_offset_, size_bytes_);
+  if (space_ != nullptr) space_->Return(scratch_offset_, size_bytes_);
 }
 
 c10::DataPtr BornResidency::Bear(bool resident) {
@@ -148,9 +148,10 @@ void BornResidency::Unpin(Completion* done) {
 }
 
 void BornResidency::Move(bool write) {
-  if (!has_scratch_) {
-    scratch_offset_ = attachment_->scratch().Take(attachment_->session(), size_bytes_);
-    has_scratch_ = true;
+  if (space_ == nullptr) {
+    const std::shared_ptr<ScratchSpace> space = attachment_->scratch();
+    scratch_offset_ = space->Take(attachment_->session(), size_bytes_);
+    space_ = space;
   }
   client::Session& session = attachment_->session();
   const uint64_t size_bytes = proto::PaddedBytes(size_bytes_);
@@ -162,7 +163,7 @@ void BornResidency::Move(bool write) {
     std::vector<client::Ticket> tickets;
     for (uint64_t at = 0; at < length; at += kTransferBytes) {
       const uint64_t count = std::min(kTransferBytes, length - at);
-      const uint64_t scratch = attachment_->scratch().InFile(scratch_offset_ + begin + at);
+      const uint64_t scratch = space_->InFile(scratch_offset_ + begin + at);
       const uint64_t region = piece.region_offset() + at;
       tickets.push_back(write ? session.ScratchWrite(scratch, count, region)
                               : session.ScratchRead(scratch, count, region));
@@ -188,9 +189,9 @@ absl::Status BornResidency::ReadInto(uint64_t begin, uint64_t length, uint64_t r
   client::Session& session = attachment_->session();
   std::vector<client::Ticket> tickets;
   for (uint64_t at = 0; at < length; at += kTransferBytes) {
-    tickets.push_back(session.ScratchRead(
-        attachment_->scratch().InFile(scratch_offset_ + begin + at),
-        proto::PaddedBytes(std::min(kTransferBytes, length - at)), region_offset + at));
+    tickets.push_back(session.ScratchRead(space_->InFile(scratch_offset_ + begin + at),
+                                          proto::PaddedBytes(std::min(kTransferBytes, length - at)),
+                                          region_offset + at));
   }
   absl::Status failure;
   for (const client::Ticket ticket : tickets) failure.Update(session.Wait(ticket));

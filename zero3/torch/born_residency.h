@@ -56,7 +56,7 @@ class BornResidency final : public Residency {
   bool has_value_ = false;  // the scratch file has one
   bool dead_ = false;
   uint64_t scratch_offset_ = 0;
-  bool has_scratch_ = false;
+  std::shared_ptr<ScratchSpace> space_;  // once it has room there
 };
 
 // Ends the construction that runs on this thread, if any; InitGuard's destructor calls it, too.

@@ -3,7 +3,6 @@
 
 #include <c10/util/Exception.h>
 #include <offload/torch.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -13,12 +12,10 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
-#include "client/rank_environment.h"
-#include "client/session.h"
-#include "proto/slab_layout.h"
 #include "zero3/hf_layout.h"
 #include "zero3/torch/in_memory.h"
 #include "zero3/torch/module_engine.h"
+#include "zero3/torch/open_job.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/weights_io.h"
@@ -35,25 +32,6 @@ std::string Environment(const char* name, std::string otherwise) {
 bool IsDisabled() {
   const char* const value = std::getenv("OFFLOADD_DISABLE");
   return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
-}
-
-// What the options say, else the launcher.
-client::World WorldOf(const Options& options) {
-  client::World world =
-      ValueOrThrow(client::WorldFromEnvironment(client::EnvironmentOfProcess(), ::getppid()));
-  if (options.world_size != 0) {
-    const auto given = [](int value, int otherwise, int none) {
-      return static_cast<uint32_t>(value == none ? otherwise : value);
-    };
-    world.rank = static_cast<uint32_t>(options.rank);
-    world.world_size = static_cast<uint32_t>(options.world_size);
-    world.local_rank = given(options.local_rank, options.rank, -1);
-    world.local_world_size = given(options.local_world_size, options.world_size, 0);
-    world.launcher = "options";
-  }
-  if (options.run_id != "auto") world.run_id = options.run_id;
-  ThrowIfError(client::CheckWorld(world));
-  return world;
 }
 
 // The same arithmetic without a daemon.
@@ -202,24 +180,9 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
     zero3::ThrowStatus(
         MakeError(ErrorId::kBadValue, "ram is not set", "Set ram to a size, for example \"8GiB\""));
   const uint64_t ram_bytes = zero3::ValueOrThrow(ParseByteSize(options.ram));
-  client::ConnectOptions connect;
-  connect.world = world;
-  auto session = zero3::ValueOrThrow(client::Session::Connect(connect));
-  client::JobOptions job;
-  job.world = world;
-  job.gradient_sum = !options.gradient_average;
-  job.gradients_reduced = zero3::ReducesGradients(options);
-  job.job = options.job;
-  job.pool = options.nvme_path;
-  // With less than that not even a plan can be made; it says what the model needs, and refuses.
-  job.ram_bytes = std::max(ram_bytes, proto::OpenBytes(world.world_size));
-  job.io_engine = options.io;
-  job.durability = options.durability;
-  job.generations = static_cast<uint32_t>(std::max(options.generations, 0));
-  job.update_threads = static_cast<uint32_t>(std::max(options.update_threads, 0));
-  client::JobInfo info = zero3::ValueOrThrow(session->OpenJob(job));
+  zero3::OpenedJob opened = zero3::OpenJob(options, world, ram_bytes);
   return std::make_shared<zero3::ModuleEngine>(std::make_shared<zero3::TensorEngine>(
-      options, ram_bytes, std::move(session), std::move(info)));
+      options, ram_bytes, std::move(opened.session), std::move(opened.info)));
 }
 
 }  // namespace offload

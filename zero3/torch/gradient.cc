@@ -513,6 +513,13 @@ void Gradient::LeaveTensorToOthers() {
   tensor_ = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter_);
 }
 
+void Gradient::LeaveInMemory() {
+  const c10::AutoGradMode no_grad(false);
+  FinishRaw();
+  LeaveTensorToOthers();
+  Close();
+}
+
 // ---- The step ----------------------------------------------------------------------------------
 
 bool Gradient::PrepareStep() {

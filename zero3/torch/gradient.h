@@ -108,6 +108,11 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   size_t raw_bytes() const override { return raw_.size_bytes(); }
   const std::string& raw_name() const override { return subject_; }
 
+  // `.grad`, if there is one, becomes an ordinary tensor in memory; then as Close(). Only between
+  // an update that is done and the next step.
+  void LeaveInMemory();
+  // Bytes that LeaveInMemory() would take.
+  uint64_t live_bytes() const { return parameter_.grad().defined() ? size_bytes_ : 0; }
   // From now on Pin() throws OFD-1802, and the parameter has no gradient.
   void Close();
 

@@ -19,6 +19,7 @@
 #include "base/error.h"
 #include "proto/plane_set.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/torch_state.h"
 
 namespace offload::zero3 {
 namespace {
@@ -326,9 +327,9 @@ void InMemoryOptimizer::ReplaceState(std::span<const KeptState> states) {
   }
 }
 
-std::vector<KeptState> InMemoryOptimizer::GatherState() {
+std::vector<KeptState> InMemoryOptimizer::GatherState() const {
   std::vector<KeptState> states;
-  for (auto& group : param_groups_) {
+  for (const auto& group : param_groups_) {
     for (const Tensor& parameter : group.params()) {
       const InMemoryState* const state = StateOf(parameter);
       if (state == nullptr || state->step == 0) continue;
@@ -341,6 +342,14 @@ std::vector<KeptState> InMemoryOptimizer::GatherState() {
     }
   }
   return states;
+}
+
+void InMemoryOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  SaveState(*this, GatherState(), archive);
+}
+
+void InMemoryOptimizer::load(torch::serialize::InputArchive& archive) {
+  LoadState(*this, archive, [this](std::span<const KeptState> states) { ReplaceState(states); });
 }
 
 void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& parameter) {

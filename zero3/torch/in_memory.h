@@ -74,7 +74,9 @@ class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeep
   torch::Tensor step(LossClosure closure = nullptr) override;
   void BeginWith(std::vector<KeptState> states) override { ReplaceState(states); }
   void ReplaceState(std::span<const KeptState> states) override;
-  std::vector<KeptState> GatherState() override;
+  std::vector<KeptState> GatherState() const override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
 
   const std::shared_ptr<InMemoryStates>& states() const { return states_; }
   const InMemoryState* StateOf(const torch::Tensor& parameter) const {

@@ -47,7 +47,7 @@ class StateKeeper {
   // then.
   virtual void ReplaceState(std::span<const KeptState> states) = 0;
   // Copies, of every parameter that was updated. OFD-1604 where they are too large for memory.
-  virtual std::vector<KeptState> GatherState() = 0;
+  virtual std::vector<KeptState> GatherState() const = 0;
 };
 
 }  // namespace offload::zero3

@@ -10,6 +10,7 @@
 #include "base/byte_size.h"
 #include "base/error.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/torch_state.h"
 
 namespace offload::zero3 {
 namespace {
@@ -40,7 +41,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
 
   void BeginWith(std::vector<KeptState> states) override { engine_->BeginWith(std::move(states)); }
   void ReplaceState(std::span<const KeptState> states) override { engine_->ReplaceState(states); }
-  std::vector<KeptState> GatherState() override {
+  std::vector<KeptState> GatherState() const override {
     CheckIsSmall();
     std::vector<KeptState> states;
     for (const OptimizerParamGroup& group : param_groups()) {
@@ -52,8 +53,12 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
     return states;
   }
 
-  void save(torch::serialize::OutputArchive&) const override { Refuse(); }
-  void load(torch::serialize::InputArchive&) override { Refuse(); }
+  void save(torch::serialize::OutputArchive& archive) const override {
+    SaveState(*this, GatherState(), archive);
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    LoadState(*this, archive, [this](std::span<const KeptState> states) { ReplaceState(states); });
+  }
 
  private:
   client::Group GroupOf(const torch::optim::OptimizerOptions& options) const {
@@ -81,13 +86,6 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
                      FormatBytes(budget_bytes), "), and a file of it is made in memory"),
         "Start the program again with the same job: it continues at the last step; Gather() gives "
         "what is kept of one parameter"));
-  }
-
-  [[noreturn]] static void Refuse() {
-    ThrowStatus(
-        MakeError(ErrorId::kUnsupportedOptimizer,
-                  "the optimizer's state is in the store of the job and is not saved or loaded",
-                  "Start the program again with the same job: it continues at the last step"));
   }
 
   const std::shared_ptr<TensorEngine> engine_;

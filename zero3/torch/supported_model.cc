@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <string>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -43,8 +45,49 @@ bool IsInOwnMemory(const at::Tensor& tensor) {
   return storage->data_ptr().get_deleter() != kOrdinary && storage->allocator() == nullptr;
 }
 
+// Those parts of one storage that do not overlap and that nothing else uses, by TensorImpl.
+class LonelyParts {
+ public:
+  explicit LonelyParts(std::span<const NamedTensor> parameters) {
+    std::unordered_map<const void*, std::vector<at::Tensor>> by_storage;
+    std::unordered_set<const void*> seen;
+    for (const auto& [name, tensor] : parameters) {
+      const bool is_plain = tensor.defined() && tensor.layout() == at::kStrided &&
+                            tensor.device().is_cpu() && tensor.numel() > 0;
+      if (is_plain && seen.insert(tensor.unsafeGetTensorImpl()).second)
+        by_storage[tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()].push_back(
+            tensor);
+    }
+    for (auto& [storage, parts] : by_storage) {
+      if (!AreAlone(parts)) continue;
+      for (const at::Tensor& part : parts) alone_.insert(part.unsafeGetTensorImpl());
+    }
+  }
+
+  bool Have(const at::Tensor& tensor) const {
+    return alone_.contains(tensor.unsafeGetTensorImpl());
+  }
+
+ private:
+  static bool AreAlone(std::vector<at::Tensor>& parts) {
+    const size_t users = parts.front().unsafeGetTensorImpl()->unsafe_storage().use_count();
+    if (users != parts.size() || Residency::Of(parts.front()) != nullptr) return false;
+    const auto begin = [](const at::Tensor& tensor) {
+      return tensor.storage_offset() * tensor.element_size();
+    };
+    std::sort(parts.begin(), parts.end(),
+              [&](const at::Tensor& a, const at::Tensor& b) { return begin(a) < begin(b); });
+    const auto overlap = [&](const at::Tensor& a, const at::Tensor& b) {
+      return begin(a) + a.numel() * a.element_size() > begin(b);
+    };
+    return std::adjacent_find(parts.begin(), parts.end(), overlap) == parts.end();
+  }
+
+  std::unordered_set<const void*> alone_;
+};
+
 // Null when there is nothing against it.
-const Reason* FirstReason(const at::Tensor& tensor, Memory memory) {
+const Reason* FirstReason(const at::Tensor& tensor, Memory memory, const LonelyParts& parts) {
   static const Reason kSparse{"is sparse", "are sparse",
                               "Register a dense one, parameter.to_dense()"};
   static const Reason kDevice{
@@ -57,7 +100,9 @@ const Reason* FirstReason(const at::Tensor& tensor, Memory memory) {
   static const Reason kPart{"is a part of a larger tensor, which would not see what is trained",
                             "are parts of larger tensors, which would not see what is trained",
                             "Give it memory of its own before attaching the module, "
-                            "parameter.set_data(parameter.clone())"};
+                            "parameter.set_data(parameter.clone()), or let nothing else use the "
+                            "larger tensor: parts that were cut with detach(), and no name for the "
+                            "whole"};
   static const Reason kOwnMemory{
       "lies in memory that the program gave it (from_blob, a mapped file), which would not see "
       "what is trained",
@@ -68,10 +113,7 @@ const Reason* FirstReason(const at::Tensor& tensor, Memory memory) {
   if (tensor.layout() != at::kStrided) return &kSparse;
   if (!tensor.device().is_cpu()) return &kDevice;
   if (!tensor.is_non_overlapping_and_dense()) return &kGaps;
-  const size_t size_bytes = tensor.numel() * tensor.element_size();
-  if (tensor.storage_offset() != 0 ||
-      tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() != size_bytes)
-    return &kPart;
+  if (IsPart(tensor) && !parts.Have(tensor)) return &kPart;
   if (memory == Memory::kOfTorch && IsInOwnMemory(tensor)) return &kOwnMemory;
   return nullptr;
 }
@@ -116,11 +158,12 @@ bool HasElements(const at::Tensor& tensor) { return tensor.defined() && tensor.n
 
 void CheckSupported(std::span<const NamedTensor> parameters, Memory memory) {
   Refusal refusal;
+  const LonelyParts parts(parameters);
   for (const auto& [name, tensor] : parameters) {
     if (!HasElements(tensor)) continue;
     if (!IsTrainedType(tensor.scalar_type())) {
       refusal.Add(OfType(tensor.scalar_type()), name);
-    } else if (const Reason* const reason = FirstReason(tensor, memory)) {
+    } else if (const Reason* const reason = FirstReason(tensor, memory, parts)) {
       refusal.Add(*reason, name);
     }
   }
@@ -134,6 +177,12 @@ void CheckSupportedTypes(std::span<const NamedTensor> parameters) {
       refusal.Add(OfType(tensor.scalar_type()), name);
   }
   refusal.ThrowIfAny();
+}
+
+bool IsPart(const at::Tensor& tensor) {
+  const size_t size_bytes = tensor.numel() * tensor.element_size();
+  return tensor.storage_offset() != 0 ||
+         tensor.unsafeGetTensorImpl()->unsafe_storage().nbytes() != size_bytes;
 }
 
 bool IsTable(const at::Tensor& parameter) {

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <deque>
 #include <iterator>
+#include <map>
 #include <span>
 #include <unordered_set>
 #include <utility>
@@ -30,6 +31,7 @@
 #include "zero3/dimension_order.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
+#include "zero3/torch/open_job.h"
 #include "zero3/torch/square_roots.h"
 #include "zero3/torch/summed_gradient.h"
 #include "zero3/torch/supported_model.h"
@@ -79,6 +81,16 @@ void CheckShared(const NamedTensor& named, const proto::Tensor& first) {
                              " but has a gradient of its own"),
                 "Register the same tensor under both names");
   }
+}
+
+// Those that are trained, the others undefined.
+std::vector<at::Tensor> TrainedOf(std::span<const at::Tensor> tensors,
+                                  std::span<const proto::Tensor> declared) {
+  std::vector<at::Tensor> trained(tensors.begin(), tensors.end());
+  for (size_t id = 0; id < trained.size(); ++id) {
+    if (!declared[id].trainable) trained[id].reset();
+  }
+  return trained;
 }
 
 // Tells on stderr how far work is that takes long.
@@ -161,6 +173,7 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
     : options_(options),
       ram_bytes_(ram_bytes),
       exists_(job.exists),
+      stored_trainable_(std::move(job.trainable)),
       policy_(PolicyOf(options)),
       good_pipeline_blocks_(std::max(job.pipeline_blocks, PlanInput().good_pipeline_blocks)),
       write_cost_(job.write_cost),
@@ -173,7 +186,7 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
   CheckWeightsAtClose(options.weights_at_close);
   if (options.may_thaw && attachment_->world_size() > 1) {
     ThrowStatus(MakeError(ErrorId::kBadValue, "may_thaw is set for several ranks",
-                          "Thaw parameters before attaching, in a new job"));
+                          "Thaw parameters before attaching; the job may exist"));
   }
   attachment_->SetSealing([this] { MakeStore(); });
 }
@@ -251,7 +264,7 @@ void TensorEngine::CheckFree(const NamedTensor& named) const {
 std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
     std::span<const NamedTensor> tensors) const {
   std::vector<Parameter> parameters;
-  std::unordered_map<const void*, size_t> by_storage;
+  std::map<std::pair<const void*, int64_t>, size_t> by_storage;  // and offset: parts have several
   std::unordered_set<const void*> seen;
   CheckSupported(tensors, Memory::kAny);
   for (const NamedTensor& named : tensors) {
@@ -266,9 +279,15 @@ std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
     }
     CheckFree(named);
     const void* storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-    const auto [known, is_new] = by_storage.emplace(storage, parameters.size());
+    const auto [known, is_new] =
+        by_storage.try_emplace({storage, tensor.storage_offset()}, parameters.size());
     if (is_new) {
-      parameters.push_back({named.name, tensor, {}, tensor.requires_grad() || options_.may_thaw});
+      // What a job has been trained of keeps its state when it is frozen.
+      const size_t id = declared_.size() + parameters.size();
+      const bool was_trained =
+          id < stored_trainable_.size() && stored_trainable_[id] && attachment_->world_size() == 1;
+      parameters.push_back(
+          {named.name, tensor, {}, tensor.requires_grad() || options_.may_thaw || was_trained});
       continue;
     }
     Parameter& first = parameters[known->second];
@@ -370,6 +389,9 @@ void TensorEngine::AttachBuffers(std::span<const NamedTensor> buffers) {
 void TensorEngine::Adopt(Parameter parameter) {
   const at::NoGradGuard no_grad;
   const auto id = static_cast<uint32_t>(weights_.size());
+  // Nobody looks at the whole (CheckSupported).
+  if (IsPart(parameter.tensor))
+    parameter.tensor.set_data(parameter.tensor.clone(at::MemoryFormat::Preserve));
   parameter.aliases.push_back(parameter.tensor);
   const size_t size_bytes = parameter.tensor.numel() * parameter.tensor.element_size();
   weights_.push_back(
@@ -378,7 +400,7 @@ void TensorEngine::Adopt(Parameter parameter) {
   weights_.back()->Adopt(
       parameter.tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
   gradients_.push_back(nullptr);
-  attached_.trained.push_back(parameter.trainable ? parameter.tensor : at::Tensor());
+  attached_.tensors.push_back(parameter.tensor);
 }
 
 void TensorEngine::Mark(at::Tensor tensor, uint32_t id) {
@@ -446,10 +468,12 @@ void TensorEngine::MakeStore() {
                  buffers_.large().size(), buffers_.large().front().name);
       buffers_.large().clear();
     }
+    TakeThawed();
     Declare();
+    BeginCounts();
     StartWeights(initial.has_value() ? &*initial : nullptr);
     PutInitialStates();
-    WatchGradients();
+    WatchGradients(TrainedOf(attached_.tensors, declared_));
     BringHome(attachment_.get());
     if (exists_) {
       RestoreLargeBuffers();
@@ -467,6 +491,11 @@ void TensorEngine::MakeStore() {
   malloc_trim(0);  // the model's own bytes go back to the kernel
 }
 
+void TensorEngine::TakeThawed() {
+  for (uint32_t id = 0; id < declared_.size(); ++id)
+    declared_[id].trainable |= attached_.tensors[id].requires_grad();
+}
+
 void TensorEngine::Declare() {
   PlanInput input = DescribeJob({}, optimizer_, /*large_buffers=*/true);
   Plan plan = ValueOrThrow(MakePlan(input));
@@ -475,6 +504,9 @@ void TensorEngine::Declare() {
   ThrowIfError(
       session.Seal(optimizer_, plan.memory, plan.pins_offset, Progress("formatting the store")));
   attachment_->SetPlan(std::move(input), std::move(plan));
+}
+
+void TensorEngine::BeginCounts() {
   const size_t count = declared_.size();
   if (!exists_ || state_.update_counts.empty()) state_.update_counts.assign(count, 0);
   if (state_.update_counts.size() != count) {
@@ -526,7 +558,7 @@ void TensorEngine::StartWeights(WeightFile* initial) {
   }
 }
 
-void TensorEngine::WatchGradients() {
+void TensorEngine::WatchGradients(std::span<const at::Tensor> trained) {
   const Plan& plan = attachment_->plan();
   if (plan.gradients_spilled)
     gradient_window_ =
@@ -539,18 +571,17 @@ void TensorEngine::WatchGradients() {
   if (attachment_->input().AddsGradients())
     sums_ = std::make_shared<GradientSums>(attachment_, /*step=*/step_ + 1);
   for (uint32_t id = 0; id < weights_.size(); ++id) {
-    if (!attached_.trained[id].defined()) continue;
-    gradients_[id] = MakeGradient(id);
-    if (attached_.trained[id].requires_grad()) gradients_[id]->Watch();
+    if (!trained[id].defined()) continue;
+    gradients_[id] = MakeGradient(id, trained[id]);
+    if (trained[id].requires_grad()) gradients_[id]->Watch();
   }
 }
 
-Gradient* TensorEngine::MakeGradient(uint32_t id) {
+Gradient* TensorEngine::MakeGradient(uint32_t id, const at::Tensor& parameter) {
   const proto::GradientHome home = attachment_->plan().memory.gradients[id].home;
   const bool spilled =
       home == proto::GradientHome::kScratch || home == proto::GradientHome::kSlabScratch;
   auto window = spilled ? gradient_window_ : nullptr;
-  const at::Tensor& parameter = attached_.trained[id];
   if (sums_ == nullptr) return new Gradient(attachment_, std::move(window), id, parameter);
   return new SummedGradient(attachment_, std::move(window), sums_, id, parameter);
 }
@@ -646,6 +677,117 @@ std::optional<WeightFile> TensorEngine::OpenInitialWeights() {
                       initial_weights_);
 }
 
+// ---- Thawing -----------------------------------------------------------------------------------
+
+std::vector<at::Tensor> TensorEngine::FindThawed(std::span<const GroupUpdate> updates) const {
+  std::vector<at::Tensor> thawed;
+  if (sums_ != nullptr) return thawed;
+  for (const GroupUpdate& update : updates) {
+    for (const at::Tensor& parameter : update.tensors) {
+      if (parameter.numel() == 0 || !parameter.grad().defined()) continue;
+      const auto known = ids_.find(parameter.unsafeGetTensorImpl());
+      if (known != ids_.end() && !declared_[known->second].trainable) thawed.push_back(parameter);
+    }
+  }
+  return thawed;
+}
+
+void TensorEngine::CheckThaws() const {
+  if (attachment_->world_size() == 1) return;
+  ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
+                        "the optimizer has a state of a frozen parameter, and there are several "
+                        "ranks",
+                        "Call requires_grad_(true) in all ranks before attaching"));
+}
+
+void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
+  CheckThaws();
+  if (has_unsettled_states_) {
+    ThrowStatus(MakeError(ErrorId::kBadValue,
+                          "a frozen parameter has a gradient after the optimizer's state was "
+                          "loaded, without a step between them",
+                          "Take a step before requires_grad_(true)"));
+  }
+  std::vector<proto::Tensor> before = declared_;
+  for (const at::Tensor& parameter : parameters) declared_[IdOf(parameter)].trainable = true;
+  try {
+    CheckLeavable();
+    ThrowIfError(MakePlan(DescribeJob({}, optimizer_, /*large_buffers=*/true)).status());
+  } catch (...) {
+    declared_ = std::move(before);
+    throw;
+  }
+  Log().info(
+      "parameter '{}'{} is trained now: the store of job {} is laid out anew with room "
+      "for what the optimizer keeps",
+      declared_[IdOf(parameters.front())].name,
+      parameters.size() == 1 ? "" : absl::StrCat(" and ", parameters.size() - 1, " more"),
+      options_.job);
+  BringHome(attachment_.get());
+  // What was written into weights goes with the epoch that there is.
+  ThrowIfError(attachment_->session().EndLoad());
+  std::vector<at::Tensor> trained = LeaveGradients();
+  for (const at::Tensor& parameter : parameters) trained[IdOf(parameter)] = parameter;
+  try {
+    Reopen();
+  } catch (...) {
+    for (WeightResidency* const weight : weights_) weight->Close();
+    attachment_->Close();
+    throw;
+  }
+  WatchGradients(trained);
+}
+
+// In another session: memory is planned anew, too.
+void TensorEngine::Reopen() {
+  attachment_->Reopen([this] {
+    OpenedJob opened = OpenJob(options_, WorldOf(options_), ram_bytes_);
+    if (!opened.info.exists || opened.info.step != step_) {
+      ThrowStatus(
+          MakeError(ErrorId::kSessionEnded, absl::StrCat("job ", options_.job,
+                                                         " was changed by another process, it "
+                                                         "is at step ",
+                                                         opened.info.step, " instead of ", step_)));
+    }
+    return std::move(opened.session);
+  });
+  roots_are_said_ = false;
+  SayRoots(optimizer_);
+  Declare();
+}
+
+// All that are in the scratch file would be in memory at once.
+void TensorEngine::CheckLeavable() const {
+  uint64_t size_bytes = 0;
+  for (const Gradient* gradient : gradients_) {
+    if (gradient != nullptr) size_bytes += gradient->live_bytes();
+  }
+  if (!attachment_->plan().gradients_spilled || size_bytes <= ram_bytes_ / 4) return;
+  ThrowStatus(MakeError(
+      ErrorId::kUnsupportedModel,
+      absl::StrCat("a frozen parameter has a gradient, and the others have ",
+                   FormatDecimalBytes(size_bytes), " on the drive, more than a quarter of ram (",
+                   FormatBytes(ram_bytes_),
+                   "), which would be in memory while the store is laid "
+                   "out anew"),
+      "Start the program again and call requires_grad_(true) before its first step: the job goes "
+      "on where it is"));
+}
+
+// They are ordinary tensors until the next step takes them. Returns their parameters by id.
+std::vector<at::Tensor> TensorEngine::LeaveGradients() {
+  std::vector<at::Tensor> trained(gradients_.size());
+  for (uint32_t id = 0; id < gradients_.size(); ++id) {
+    Gradient* const gradient = std::exchange(gradients_[id], nullptr);
+    if (gradient == nullptr) continue;
+    trained[id] = gradient->parameter();
+    gradient->LeaveInMemory();
+    gradient->Unreference();
+  }
+  gradient_window_.reset();
+  return trained;
+}
+
 // ---- The step ----------------------------------------------------------------------------------
 
 Gradient* TensorEngine::GradientOf(const at::Tensor& parameter) const {
@@ -667,8 +809,8 @@ Gradient* TensorEngine::GradientOf(const at::Tensor& parameter) const {
         ErrorId::kUnsupportedModel,
         absl::StrCat("parameter ", Key(weights_[id]->name()),
                      " was frozen when it was attached, and has a gradient now"),
-        "Set may_thaw in the offload::Options of a new job, or call requires_grad_(true) before "
-        "attaching"));
+        "With several ranks, call requires_grad_(true) in all of them before attaching: start the "
+        "program again, the job goes on with it"));
   return gradients_[id];
 }
 
@@ -688,6 +830,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   CheckWhole();
   CheckGiven(/*writes=*/true);
   attachment_->EndRaw();
+  if (const std::vector<at::Tensor> thawed = FindThawed(updates); !thawed.empty()) Thaw(thawed);
   client::StepCommand command;
   command.step = step_ + 1;
   std::vector<uint32_t> stepped;
@@ -696,7 +839,8 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
     for (const at::Tensor& parameter : updates[group].tensors) {
       if (!MayHaveGradient(parameter)) continue;
       Gradient* const gradient = GradientOf(parameter);
-      if (!gradient->is_watched()) gradient->Watch();  // it was frozen until now
+      // It was frozen until now.
+      if (!gradient->is_watched() && parameter.requires_grad()) gradient->Watch();
       if (!gradient->PrepareStep()) continue;
       const uint32_t id = ids_.at(parameter.unsafeGetTensorImpl());
       stepped.push_back(id);
@@ -958,7 +1102,20 @@ void TensorEngine::BeginWith(std::vector<KeptState> states) {
     return;
   }
   if (attached_.sealed) return ReplaceState(states);
+  const std::vector<at::Tensor> frozen = FrozenWithState(states);
+  if (!frozen.empty()) CheckThaws();
+  for (const at::Tensor& parameter : frozen) declared_[IdOf(parameter)].trainable = true;
   std::move(states.begin(), states.end(), std::back_inserter(initial_states_));
+}
+
+// They may be thawed, and go on with it then.
+std::vector<at::Tensor> TensorEngine::FrozenWithState(std::span<const KeptState> states) const {
+  std::vector<at::Tensor> frozen;
+  for (const KeptState& state : states) {
+    const bool has_state = state.update_count > 0 && state.parameter.numel() > 0;
+    if (has_state && !declared_[IdOf(state.parameter)].trainable) frozen.push_back(state.parameter);
+  }
+  return frozen;
 }
 
 void TensorEngine::PutInitialStates() {
@@ -971,6 +1128,7 @@ void TensorEngine::ReplaceState(std::span<const KeptState> states) {
   CheckStates(states);
   Seal();
   attachment_->EndRaw();
+  if (const std::vector<at::Tensor> frozen = FrozenWithState(states); !frozen.empty()) Thaw(frozen);
   if (attachment_->world_size() == 1) {
     PutStates(states);
   } else {

@@ -124,10 +124,24 @@ class TensorEngine {
   void NameForFiles(std::span<const NamedTensor> tensors);
   void MarkAliases(std::span<const NamedTensor> tensors);
   void MakeStore();
+  // Makes the parameters trainable tensors of the job that require gradients now.
+  void TakeThawed();
   void Declare();
+  void BeginCounts();
   void StartWeights(WeightFile* initial);
-  void WatchGradients();
+  // `trained` by id, undefined when frozen.
+  void WatchGradients(std::span<const at::Tensor> trained);
+  // Those with a gradient that the job does not train yet.
+  std::vector<at::Tensor> FindThawed(std::span<const GroupUpdate> updates) const;
+  // The store gets room for what the optimizer keeps of them. Throws, and has changed nothing, when
+  // `ram` does not do; what the daemon refuses ends the session.
+  void Thaw(std::span<const at::Tensor> parameters);
+  void Reopen();
+  void CheckLeavable() const;
+  void CheckThaws() const;
+  std::vector<at::Tensor> LeaveGradients();
   void LoadInitial(uint32_t id);
+  std::vector<at::Tensor> FrozenWithState(std::span<const KeptState> states) const;
   void PutInitialStates();
   void CheckStates(std::span<const KeptState> states) const;
   void PutStates(std::span<const KeptState> states);
@@ -167,13 +181,14 @@ class TensorEngine {
   void SayRoots(const kernels::OptimizerSpec& optimizer);
   uint32_t IdOf(const at::Tensor& parameter) const;
   Gradient* GradientOf(const at::Tensor& parameter) const;
-  Gradient* MakeGradient(uint32_t id);
+  Gradient* MakeGradient(uint32_t id, const at::Tensor& parameter);
   // Whether the step has to do with a parameter's gradient, defined here or only in other ranks.
   bool MayHaveGradient(const at::Tensor& parameter) const;
 
   const Options options_;
   const uint64_t ram_bytes_;
-  const bool exists_;  // the job, when it was opened
+  const bool exists_;                         // the job, when it was opened
+  const std::vector<bool> stored_trainable_;  // of a job that exists, by id
   const ZeroPolicy policy_;
   const uint32_t good_pipeline_blocks_;
   const double write_cost_;
@@ -192,7 +207,7 @@ class TensorEngine {
   struct {
     bool sealed = false;
     std::vector<NamedTensor> names;                           // of all tensors
-    std::vector<at::Tensor> trained;                          // by id, undefined when frozen
+    std::vector<at::Tensor> tensors;                          // by id
   } attached_;                                                // empty after the seal
   std::unordered_map<const c10::TensorImpl*, uint32_t> ids_;  // of every attached tensor
   std::exception_ptr store_failure_;

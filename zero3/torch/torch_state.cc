@@ -2,17 +2,21 @@
 
 #include <ATen/ops/all.h>
 #include <ATen/ops/eq.h>
+#include <offload/torch.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
+#include <torch/optim/serialize.h>
 #include <torch/optim/sgd.h>
 
 #include <algorithm>
 #include <memory>
+#include <type_traits>
 #include <typeinfo>
 #include <utility>
 
+#include "base/check.h"
 #include "base/error.h"
 #include "zero3/torch/throw_status.h"
 
@@ -20,6 +24,7 @@ namespace offload::zero3 {
 namespace {
 
 using torch::optim::Optimizer;
+using torch::optim::OptimizerOptions;
 using torch::optim::OptimizerParamState;
 
 // ---- One parameter -----------------------------------------------------------------------------
@@ -78,26 +83,95 @@ std::unique_ptr<OptimizerParamState> WriteRmsProp(const KeptState& kept) {
 
 // ---- The classes -------------------------------------------------------------------------------
 
+using torch::serialize::InputArchive;
+using torch::serialize::OutputArchive;
+
+// The options that a file has, and back.
+using Convert = std::unique_ptr<OptimizerOptions> (*)(const OptimizerOptions& options);
+
+std::unique_ptr<OptimizerOptions> Same(const OptimizerOptions& options) { return options.clone(); }
+
+using torch::optim::AdamWOptions;
+template <class From, class To>
+std::unique_ptr<OptimizerOptions> Converted(const OptimizerOptions& any) {
+  const auto& options = static_cast<const From&>(any);
+  auto converted = std::make_unique<To>(options.lr());
+  converted->betas(options.betas()).weight_decay(options.weight_decay());
+  constexpr bool kHasEps = !std::is_same_v<From, LionOptions> && !std::is_same_v<To, LionOptions>;
+  if constexpr (kHasEps) converted->eps(options.eps());
+  return converted;
+}
+
 struct Row {
-  const std::type_info& type;
+  const std::type_info& options;
   KeptState (*read)(const OptimizerParamState& state);
   std::unique_ptr<OptimizerParamState> (*write)(const KeptState& state);
+  void (*save)(const Optimizer& optimizer, OutputArchive& archive);
+  void (*load)(Optimizer& optimizer, InputArchive& archive);
+  Convert to_file = Same, from_file = Same;
 };
+
+template <class State, class Options>
+void Save(const Optimizer& optimizer, OutputArchive& archive) {
+  torch::optim::serialize<State, Options>(archive, optimizer);
+}
+template <class State, class Options>
+void Load(Optimizer& optimizer, InputArchive& archive) {
+  torch::optim::serialize<State, Options>(archive, optimizer);
+}
+template <class State, class Options>
+Row RowWith(KeptState (*read)(const OptimizerParamState& state),
+            std::unique_ptr<OptimizerParamState> (*write)(const KeptState& state)) {
+  return {typeid(Options), read, write, Save<State, Options>, Load<State, Options>};
+}
+template <class State, class Options>
+Row AdamRow() {
+  return RowWith<State, Options>(ReadAdam<State>, WriteAdam<State>);
+}
+
+template <class Options>
+Row RowLikeAdamW() {
+  using State = torch::optim::AdamWParamState;
+  return {typeid(Options),
+          ReadAdam<State>,
+          WriteAdam<State>,
+          Save<State, AdamWOptions>,
+          Load<State, AdamWOptions>,
+          Converted<Options, AdamWOptions>,
+          Converted<AdamWOptions, Options>};
+}
 
 const Row* RowOf(const Optimizer& optimizer) {
   static const Row kRows[] = {
-      {typeid(torch::optim::AdamW), ReadAdam<torch::optim::AdamWParamState>,
-       WriteAdam<torch::optim::AdamWParamState>},
-      {typeid(torch::optim::Adam), ReadAdam<torch::optim::AdamParamState>,
-       WriteAdam<torch::optim::AdamParamState>},
-      {typeid(torch::optim::SGD), ReadSgd, WriteSgd},
-      {typeid(torch::optim::Adagrad), ReadAdagrad, WriteAdagrad},
-      {typeid(torch::optim::RMSprop), ReadRmsProp, WriteRmsProp},
+      AdamRow<torch::optim::AdamWParamState, AdamWOptions>(),
+      AdamRow<torch::optim::AdamParamState, torch::optim::AdamOptions>(),
+      RowWith<SGDParamState, torch::optim::SGDOptions>(ReadSgd, WriteSgd),
+      RowWith<AdagradParamState, torch::optim::AdagradOptions>(ReadAdagrad, WriteAdagrad),
+      RowWith<RMSpropParamState, torch::optim::RMSpropOptions>(ReadRmsProp, WriteRmsProp),
+      RowLikeAdamW<LionOptions>(),
+      RowLikeAdamW<LAMBOptions>(),
   };
+  const torch::optim::OptimizerOptions& options = optimizer.defaults();
   for (const Row& row : kRows) {
-    if (row.type == typeid(optimizer)) return &row;
+    if (row.options == typeid(options)) return &row;
   }
   return nullptr;
+}
+
+// Has state and groups, with the options of a file, and steps never.
+class Carrier final : public Optimizer {
+ public:
+  Carrier(const Optimizer& like, Convert convert)
+      : Optimizer(like.param_groups(), convert(like.defaults())) {
+    for (auto& group : param_groups()) group.set_options(convert(group.options()));
+  }
+  at::Tensor step(LossClosure) override { return {}; }
+};
+
+const Row& FileRowOf(const Optimizer& optimizer) {
+  const Row* const row = RowOf(optimizer);
+  OFFLOAD_CHECK(row != nullptr) << "an optimizer of ours without files";
+  return *row;
 }
 
 // Adagrad has its sums from the beginning, and the daemon begins them with the options' value.
@@ -143,6 +217,24 @@ void SetState(Optimizer& optimizer, std::span<const KeptState> states) {
   const Row* const row = RowOf(optimizer);
   for (const KeptState& kept : states)
     optimizer.state()[kept.parameter.unsafeGetTensorImpl()] = row->write(kept);
+}
+
+void SaveState(const Optimizer& optimizer, std::span<const KeptState> states,
+               OutputArchive& archive) {
+  const Row& row = FileRowOf(optimizer);
+  Carrier carrier(optimizer, row.to_file);
+  SetState(carrier, states);
+  row.save(carrier, archive);
+}
+
+void LoadState(Optimizer& optimizer, InputArchive& archive,
+               const std::function<void(std::span<const KeptState>)>& take) {
+  const Row& row = FileRowOf(optimizer);
+  Carrier carrier(optimizer, row.to_file);
+  row.load(carrier, archive);
+  take(StateOf(carrier));
+  for (size_t i = 0; i < carrier.param_groups().size(); ++i)
+    optimizer.param_groups()[i].set_options(row.from_file(carrier.param_groups()[i].options()));
 }
 
 }  // namespace offload::zero3

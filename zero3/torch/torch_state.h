@@ -1,13 +1,17 @@
 // zero3/torch/torch_state.h
 //
-// What torch's own optimizers (AdamW, Adam, SGD, Adagrad, RMSprop) keep, as KeptState and back. SGD
-// counts no updates: a momentum buffer says that there was one.
+// What optimizers with the options of torch's own classes (AdamW, Adam, SGD, Adagrad, RMSprop)
+// keep, as KeptState and back, and their files, which are libtorch's. SGD counts no updates: a
+// momentum buffer says that there was one. Lion and LAMB, which libtorch does not have,
+// have files as AdamW with their options and moments would have them.
 //
 // Thread safety: as torch::optim::Optimizer: one thread.
 #pragma once
 
 #include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -21,5 +25,14 @@ std::vector<KeptState> StateOf(const torch::optim::Optimizer& optimizer);
 
 // As if it had made the updates itself. What it had before is gone.
 void SetState(torch::optim::Optimizer& optimizer, std::span<const KeptState> states);
+
+// Writes what libtorch's class of these options would write, were it in that state.
+void SaveState(const torch::optim::Optimizer& optimizer, std::span<const KeptState> states,
+               torch::serialize::OutputArchive& archive);
+// Reads what libtorch's class reads: `take` gets the states, then the groups get the file's
+// options. What the file says of no parameter stays as it is. Throws what libtorch throws of a file
+// that is of another class or of other groups; nothing has changed then.
+void LoadState(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive,
+               const std::function<void(std::span<const KeptState>)>& take);
 
 }  // namespace offload::zero3

@@ -1,0 +1,244 @@
+#include "offloadd/relayout.h"
+
+#include <array>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "aio/memory_device.h"
+#include "base/error.h"
+#include "base/random.h"
+#include "gtest/gtest.h"
+#include "kernels/split.h"
+#include "offloadd/extent_update.h"
+#include "offloadd/job_catalogue.h"
+
+namespace offload::daemon {
+namespace {
+
+using proto::Dtype;
+using proto::Plane;
+
+constexpr uint32_t kSectorBytes = 4096;
+
+// Large and small ones of both types; `thawed` of them are trained after all.
+std::vector<proto::Tensor> Tensors(bool thawed) {
+  std::vector<proto::Tensor> tensors;
+  for (const Dtype dtype : {Dtype::kBFloat16, Dtype::kFloat32}) {
+    const std::string name = dtype == Dtype::kBFloat16 ? "bf16" : "fp32";
+    const auto add = [&](const std::string& rest, int64_t elements, bool trainable) {
+      tensors.push_back(
+          {.name = name + rest, .shape = {elements}, .dtype = dtype, .trainable = trainable});
+    };
+    add(".first", 300'000, true);
+    add(".first_bias", 1000, true);
+    add(".frozen", 270'000, thawed);
+    add(".frozen_bias", 700, thawed);
+    add(".last_bias", 900, true);
+    add(".still_frozen", 600'000, false);
+    add(".still_frozen_bias", 30, false);
+  }
+  return tensors;
+}
+
+// The values of one plane of a tensor, by element: of bf16 masters for kMaster.
+using Values = std::vector<uint32_t>;
+
+// Many ties, so that those of some extents need their plane, and those of others do not.
+Values RandomMasters(Random& random, uint64_t count, uint64_t one_tie_in) {
+  Values values(count);
+  for (uint32_t& value : values) {
+    value = static_cast<uint32_t>(random.Next());
+    if ((value & 0x7F800000) == 0x7F800000) value ^= 0x40000000;  // finite
+    if (random.OneIn(one_tie_in)) value = (value & 0xFFFF0000) | 0x8000;
+  }
+  return values;
+}
+
+std::unique_ptr<swap::Store> MakeStore(const proto::Catalogue& catalogue, uint8_t uuid) {
+  const swap::StoreSpec spec = MakeStoreSpec("job", catalogue, {});
+  auto memory = std::make_unique<aio::MemoryDevice>(swap::FormattedBytes(spec), std::nullopt,
+                                                    kSectorBytes, kSectorBytes);
+  auto store = swap::Store::CreateOn(std::move(memory), spec, std::array<uint8_t, 16>{uuid});
+  EXPECT_TRUE(store.ok()) << store.status();
+  return *std::move(store);
+}
+
+void Write(swap::Store& store, const swap::ExtentId& id, const void* bytes, uint64_t size_bytes,
+           uint64_t word = 0, uint32_t flags = 0) {
+  const MappedRegion padded = *MappedRegion::Anonymous(store.ExtentBytes(id));
+  std::memcpy(padded.data(), bytes, size_bytes);
+  swap::Checksum checksum = store.StartChecksum(id, store.open_sequence());
+  checksum.Update(padded.span());
+  const swap::WriteRequest request{id, padded.data(), checksum.Finish(), word, flags};
+  ASSERT_EQ(RunToEnd(store,
+                     [&](swap::Store::Done done) {
+                       store.Write({&request, 1}, std::move(done));
+                     }),
+            absl::OkStatus());
+}
+
+// What a job holds: by plane and element of a store tensor.
+struct Contents {
+  Values masters, exp_avg;
+};
+
+void WriteContents(swap::Store& store, const proto::Catalogue& catalogue, uint32_t store_tensor,
+                   const Contents& contents) {
+  const proto::StoreTensor& tensor = catalogue.store_tensors[store_tensor];
+  for (uint32_t index = 0; index < proto::ExtentCount(tensor.element_count); ++index) {
+    const uint32_t count = proto::ExtentElements(tensor.element_count, index);
+    const uint64_t begin = uint64_t{index} * proto::kExtentElements;
+    const uint32_t* const masters = contents.masters.data() + begin;
+    const auto id = [&](Plane plane) { return ExtentIdOf(store_tensor, plane, index); };
+    if (tensor.trainable)
+      Write(store, id(Plane::kState0), contents.exp_avg.data() + begin, count * 4);
+    if (tensor.dtype == Dtype::kFloat32) {
+      Write(store, id(Plane::kWeight), masters, count * 4);
+      continue;
+    }
+    std::vector<uint16_t> weights(count);
+    std::vector<int16_t> residual(count);
+    TieSink sink(count);
+    kernels::Split(masters, count, weights.data(), residual.data(), &sink.writer());
+    const TieBits ties = *sink.Finish();
+    Write(store, id(Plane::kWeight), weights.data(), count * 2);
+    if (!tensor.trainable) continue;
+    Write(store, id(Plane::kResidual), residual.data(), count * 2, ties.word,
+          ties.plane.has_value() ? swap::kFlagTiesPlane : 0);
+    if (ties.plane.has_value())
+      Write(store, id(Plane::kTies), ties.plane->data(), ties.plane->size());
+  }
+}
+
+MappedRegion Read(swap::Store& store, const swap::ExtentId& id, swap::Stamp* stamp) {
+  MappedRegion bytes = *MappedRegion::Anonymous(store.ExtentBytes(id));
+  const swap::ReadRequest request{id, bytes.data()};
+  EXPECT_EQ(RunToEnd(store,
+                     [&](swap::Store::Done done) {
+                       store.Read({&request, 1}, {stamp, 1}, std::move(done));
+                     }),
+            absl::OkStatus());
+  EXPECT_TRUE(stamp->never_written() || store.Verify(id, *stamp, bytes.span())) << NameOf(id);
+  return bytes;
+}
+
+Contents ReadContents(swap::Store& store, const proto::Catalogue& catalogue,
+                      uint32_t store_tensor) {
+  const proto::StoreTensor& tensor = catalogue.store_tensors[store_tensor];
+  Contents contents{Values(tensor.element_count), Values(tensor.element_count)};
+  for (uint32_t index = 0; index < proto::ExtentCount(tensor.element_count); ++index) {
+    const uint32_t count = proto::ExtentElements(tensor.element_count, index);
+    const uint64_t begin = uint64_t{index} * proto::kExtentElements;
+    swap::Stamp stamp;
+    const auto read = [&](Plane plane) {
+      return Read(store, ExtentIdOf(store_tensor, plane, index), &stamp);
+    };
+    if (tensor.trainable)
+      std::memcpy(contents.exp_avg.data() + begin, read(Plane::kState0).data(), count * 4);
+    const MappedRegion weights = read(Plane::kWeight);
+    if (tensor.dtype == Dtype::kFloat32) {
+      std::memcpy(contents.masters.data() + begin, weights.data(), count * 4);
+      continue;
+    }
+    MappedRegion residual = *MappedRegion::Anonymous(proto::PaddedBytes(count * 2));
+    stamp = {};
+    if (tensor.trainable) residual = read(Plane::kResidual);
+    TieBits ties{.word = stamp.word, .plane = {}, .stamp = {}};
+    if ((stamp.flags & swap::kFlagTiesPlane) != 0) ties.plane = read(Plane::kTies);
+    TieSource source(ties);
+    kernels::Merge(reinterpret_cast<const uint16_t*>(weights.data()),
+                   reinterpret_cast<const int16_t*>(residual.data()), count,
+                   contents.masters.data() + begin, &source.reader());
+  }
+  return contents;
+}
+
+class RelayoutTest : public testing::TestWithParam<uint64_t> {
+ protected:
+  // Values of every element of every store tensor, those between members of bundles zeros.
+  void Fill() {
+    for (uint32_t i = 0; i < before_.store_tensors.size(); ++i) {
+      const proto::StoreTensor& tensor = before_.store_tensors[i];
+      Contents contents{Values(tensor.element_count), Values(tensor.element_count)};
+      for (const uint32_t member : tensor.members) {
+        const uint64_t count = before_.tensors[member].element_count;
+        Values masters = RandomMasters(random_, count, GetParam());
+        if (!tensor.trainable && tensor.dtype == Dtype::kBFloat16) {
+          for (uint32_t& master : masters) master &= 0xFFFF0000;
+        }
+        const Values moments = RandomMasters(random_, count, GetParam());
+        const uint64_t offset = before_.placements[member].element_offset;
+        std::copy(masters.begin(), masters.end(), contents.masters.begin() + offset);
+        if (tensor.trainable)
+          std::copy(moments.begin(), moments.end(), contents.exp_avg.begin() + offset);
+      }
+      WriteContents(*from_, before_, i, contents);
+      contents_.push_back(std::move(contents));
+    }
+    ASSERT_EQ(RunToEnd(*from_,
+                       [&](swap::Store::Done done) { from_->Commit(7, "blob", std::move(done)); }),
+              absl::OkStatus());
+  }
+
+  Random random_{GetParam()};
+  const proto::Catalogue before_ = *proto::BuildCatalogue(Tensors(false));
+  const proto::Catalogue after_ = *proto::BuildCatalogue(Tensors(true));
+  const std::unique_ptr<swap::Store> from_ = MakeStore(before_, 1), to_ = MakeStore(after_, 2);
+  std::vector<Contents> contents_;
+};
+
+TEST_P(RelayoutTest, EveryValueIsWhereTheOtherLayoutHasIt) {
+  Fill();
+  ASSERT_EQ(CopyEpoch({from_.get(), &before_}, {to_.get(), &after_}, nullptr), absl::OkStatus());
+  EXPECT_EQ(to_->committed().epoch, 7u);
+  EXPECT_EQ(to_->committed().blob, "blob");
+  std::vector<Contents> copied;
+  for (uint32_t i = 0; i < after_.store_tensors.size(); ++i)
+    copied.push_back(ReadContents(*to_, after_, i));
+  for (uint32_t id = 0; id < before_.tensors.size(); ++id) {
+    const auto slice = [&](const proto::Catalogue& catalogue, const std::vector<Contents>& all,
+                           Values Contents::*values) {
+      const proto::Placement& placement = catalogue.placements[id];
+      const auto begin = (all[placement.store_tensor].*values).begin() +
+                         static_cast<ptrdiff_t>(placement.element_offset);
+      return Values(begin, begin + static_cast<ptrdiff_t>(catalogue.tensors[id].element_count));
+    };
+    EXPECT_EQ(slice(before_, contents_, &Contents::masters),
+              slice(after_, copied, &Contents::masters))
+        << before_.tensors[id].name;
+    EXPECT_EQ(slice(before_, contents_, &Contents::exp_avg),
+              slice(after_, copied, &Contents::exp_avg))
+        << before_.tensors[id].name;
+  }
+}
+
+TEST_P(RelayoutTest, ADamagedExtentEndsItBeforeAnythingIsCommitted) {
+  Fill();
+  const swap::ExtentId id = ExtentIdOf(0, Plane::kResidual, 1);
+  const MappedRegion bytes = *MappedRegion::Anonymous(from_->ExtentBytes(id));
+  const swap::WriteRequest wrong{id, bytes.data(), /*crc=*/1};
+  ASSERT_EQ(RunToEnd(*from_,
+                     [&](swap::Store::Done done) {
+                       from_->Write({&wrong, 1}, std::move(done));
+                     }),
+            absl::OkStatus());
+  const absl::Status status = CopyEpoch({from_.get(), &before_}, {to_.get(), &after_}, nullptr);
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kChecksum) << status;
+  EXPECT_EQ(to_->committed().sequence, 0u);
+}
+
+TEST_P(RelayoutTest, ItEndsWhenNobodyWantsItAnyMore) {
+  Fill();
+  const absl::Status status =
+      CopyEpoch({from_.get(), &before_}, {to_.get(), &after_}, [] { return true; });
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kSessionEnded) << status;
+}
+
+// One element in so many is a tie.
+INSTANTIATE_TEST_SUITE_P(Ties, RelayoutTest, testing::Values(3, 200'000));
+
+}  // namespace
+}  // namespace offload::daemon
