@@ -60,6 +60,7 @@ Job::Job(JobIdentity identity, std::unique_ptr<EventLoop> loop, Machine& machine
   context_.clock = &machine_.clock();
   context_.activity = &activity_;
   context_.room_timeout_seconds = NumberFrom("OFFLOADD_ROOM_TIMEOUT", kLimits.room_timeout_seconds);
+  context_.reads_ahead = NumberFrom("OFFLOADD_READ_AHEAD", 1) != 0;
   context_.complete = [this](uint32_t rank, uint64_t tag, const absl::Status& status,
                              uint64_t value) { ranks_[rank]->Complete(tag, status, value); };
   context_.fail = [this](absl::Status status) { Fail(std::move(status)); };

@@ -69,6 +69,7 @@ struct JobContext {
   std::vector<RankMemory> ranks;
 
   Durability durability;       // which steps are committed
+  bool reads_ahead = true;     // for the next step before it is called for (ReadAhead)
   bool published = false;      // the store has its name; before that the weights are being put
   bool commit_wanted = false;  // no write may begin until the commit is done
   // Puts lie in the open epoch that no step and no end of a load has made part of it: nothing is

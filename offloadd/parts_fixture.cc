@@ -33,6 +33,7 @@ Parts::Parts(PartsOptions options) : loop_(Must(EventLoop::Create())) {
   context.activity = &activity_;
   context.run_on_worker = machine_.MakeExecutor(1, "update");
   context.durability = options.durability;
+  context.reads_ahead = options.reads_ahead;
   context.depths = options.depths;
   context.room_timeout_seconds = 30;
   context.optimizer = options.optimizer;

@@ -43,6 +43,7 @@ struct PartsOptions {
   uint32_t pipeline_blocks = 2;
   uint32_t ranks = 1;
   Durability durability;
+  bool reads_ahead = false;
   proto::Depths depths;
 };
 

@@ -214,6 +214,7 @@ void Transfers::Start(const Request& request) {
   if (IsPut(entry)) {
     ++context_->writes_in_flight;  // no commit from here on, the checksums bind the open sequence
     context_->unsettled_puts = context_->published;
+    executor_->Forget(placement.store_tensor);
   }
   Users& users = users_[placement.store_tensor];
   ++(IsPut(entry) ? users.puts : users.gets);

@@ -5,6 +5,7 @@
 
 #include "base/check.h"
 #include "base/fault_point.h"
+#include "offloadd/extent_transfer.h"
 #include "offloadd/limits.h"
 
 namespace offload::daemon {
@@ -19,6 +20,14 @@ uint32_t ExtentsInFlightMax(const JobContext& context) {
   return std::max(context.plan.pipeline_blocks, 2 * context.depths.update_threads + 2);
 }
 
+// In the order of their next use.
+std::vector<uint32_t> SortedTensors(std::vector<UpdateOrder::Task> tasks) {
+  std::ranges::stable_sort(tasks, {}, &UpdateOrder::Task::next_use);
+  std::vector<uint32_t> tensors;
+  for (const UpdateOrder::Task& task : tasks) tensors.push_back(task.store_tensor);
+  return tensors;
+}
+
 }  // namespace
 
 UpdateExecutor::UpdateExecutor(JobContext* context, WeightCache* cache, ResidentState* state,
@@ -28,21 +37,12 @@ UpdateExecutor::UpdateExecutor(JobContext* context, WeightCache* cache, Resident
       state_(state),
       events_(std::move(events)),
       write_back_(context, cache, state),
+      blocks_(*context),
+      read_ahead_(context, state, &blocks_),
       pace_(kLimits.schedule_stall_seconds),
       committed_seconds_(context->clock->NowSeconds()),
       extents_in_flight_max_(ExtentsInFlightMax(*context)),
-      gradient_offset_(proto::FullStateBytes(context->catalogue)) {
-  const proto::SlabLayout& layout = context->layout;
-  for (uint32_t i = context->plan.pipeline_blocks; i > 0; --i) {
-    free_blocks_.push_back(context->slab + layout.pipeline_offset +
-                           (i - 1) * layout.pipeline_block_bytes);
-  }
-}
-
-uint64_t UpdateExecutor::buffer_bytes() const {
-  return (context_->plan.pipeline_blocks - free_blocks_.size()) *
-         context_->layout.pipeline_block_bytes;
-}
+      gradient_offset_(proto::FullStateBytes(context->catalogue)) {}
 
 // ---- A step ------------------------------------------------------------------------------------
 
@@ -70,6 +70,7 @@ void UpdateExecutor::Begin(StepPlan plan) {
     unfinished_.emplace(store_tensor, std::move(task));
   }
   uncomputed_tasks_ = static_cast<uint32_t>(unfinished_.size());
+  read_ahead_.BeginStep(SortedTensors(order));
   order_.Reset(std::move(order));
   if (uncomputed_tasks_ == 0) events_.on_updated(*step_);
 }
@@ -113,6 +114,7 @@ bool UpdateExecutor::Turn() {
   }
   if (step_.has_value() ? unfinished_.empty() : commit_asked_) FinishStep();
   ContinueCommit();
+  if (MayReadAhead()) read_ahead_.Turn();
   return !order_.empty() && extents_in_flight_ < extents_in_flight_max_;
 }
 
@@ -162,6 +164,13 @@ bool UpdateExecutor::StartTask() {
   return true;
 }
 
+// What is read stays right until the step or a put, and who waits for weights goes first.
+bool UpdateExecutor::MayReadAhead() const {
+  return context_->reads_ahead && context_->published && !busy() && !hurry_ && !commit_asked_ &&
+         !context_->commit_wanted && !context_->changing_snapshots && !context_->unsettled_puts &&
+         !cache_->demanded() && !cache_->reading();
+}
+
 // ---- An extent ---------------------------------------------------------------------------------
 
 void UpdateExecutor::StartExtents(Task& task) {
@@ -183,30 +192,21 @@ bool UpdateExecutor::NeedsBlock(const Task& task, uint32_t index) const {
 }
 
 bool UpdateExecutor::StartExtent(Task& task, uint32_t index) {
+  const uint32_t store_tensor = task.plan.store_tensor;
+  std::shared_ptr<ReadAhead::Piece> piece;
   const bool needs_block = NeedsBlock(task, index);
-  if (needs_block && free_blocks_.empty()) return false;
-  const proto::StoreTensor& tensor = context_->store_tensor(task.plan.store_tensor);
+  if (needs_block) {
+    piece = read_ahead_.Take(store_tensor, index);
+    if (piece == nullptr && !HasBlock()) return false;
+  }
   auto extent = std::make_shared<Extent>();
   extent->task = &task;
-  if (needs_block) {
-    extent->block = free_blocks_.back();
-    free_blocks_.pop_back();
-  }
+  if (needs_block) extent->block = piece != nullptr ? piece->block : blocks_.Take();
   ++extents_in_flight_;
-  ExtentUpdate& update = extent->update;
-  update.store = context_->store;
-  update.store_tensor = task.plan.store_tensor;
-  update.index = index;
-  update.begin = uint64_t{index} * proto::kExtentElements;
-  update.elements = proto::ExtentElements(tensor.element_count, index);
-  update.dtype = tensor.dtype;
-  update.plane_set = &tensor.planes;
-  if (context_->square_roots != nullptr) update.roots = context_->square_roots->corrections();
-  update.sequence = context_->store->open_sequence();
-  update.members = task.plan.members;
-  update.norms_only = task.norms_only;
+  extent->update = DescribeExtent(*context_, store_tensor, index, task.plan.members);
+  extent->update.norms_only = task.norms_only;
   PlacePlanes(*extent);
-  Read(extent);
+  Read(extent, piece);
   return true;
 }
 
@@ -228,59 +228,28 @@ void UpdateExecutor::PlacePlanes(Extent& extent) {
 
 // Everything that is not in memory yet. The extra count keeps the extent from computing before all
 // reads are under way.
-void UpdateExecutor::Read(const std::shared_ptr<Extent>& extent) {
-  extent->transfers = 1;
-  ReadPlanes(extent, PlanesToRead(*extent));
-  ReadTies(extent);
-  ReadGradient(extent);
-  FinishRead(extent, absl::OkStatus());
-}
-
-PlaneFlags UpdateExecutor::PlanesToRead(const Extent& extent) const {
-  const bool state_is_there = state_->Loaded(extent.update.store_tensor, extent.update.index);
-  PlaneFlags which;
-  for (const proto::Plane plane : proto::kUpdatedPlanes)
-    which[plane] = plane == proto::Plane::kWeight ? extent.task->reads_weights : !state_is_there;
-  return which;
-}
-
-void UpdateExecutor::ReadPlanes(const std::shared_ptr<Extent>& extent, const PlaneFlags& which) {
+void UpdateExecutor::Read(const std::shared_ptr<Extent>& extent,
+                          const std::shared_ptr<ReadAhead::Piece>& piece) {
   ExtentUpdate& update = extent->update;
-  std::array<swap::ReadRequest, proto::kUpdatedPlanes.size()> requests;
-  std::array<proto::Plane, requests.size()> plane_of{};
-  size_t count = 0;
-  for (const proto::Plane plane : proto::kUpdatedPlanes) {
-    if (!which[plane] || update.planes[plane].bytes == nullptr) continue;
-    requests[count] = {ExtentIdOf(update.store_tensor, plane, update.index),
-                       update.planes[plane].bytes};
-    plane_of[count++] = plane;
+  const auto done = [this, extent](const absl::Status& status) { FinishRead(extent, status); };
+  const bool state_is_there = piece != nullptr || state_->Loaded(update.store_tensor, update.index);
+  PlaneFlags wanted;
+  for (const proto::Plane plane : proto::kUpdateOnlyPlanes) {
+    wanted[plane] = !state_is_there;
+    if (piece != nullptr) update.planes[plane].stamp = piece->update.planes[plane].stamp;
   }
-  if (count == 0) return;
-  std::array<swap::Stamp, requests.size()> stamps;
-  ++extent->transfers;
-  context_->store->Read(
-      {requests.data(), count}, {stamps.data(), count},
-      context_->Counted([this, extent](absl::Status status) { FinishRead(extent, status); }));
-  for (size_t i = 0; i < count; ++i) update.planes[plane_of[i]].stamp = stamps[i];
-}
-
-void UpdateExecutor::ReadTies(const std::shared_ptr<Extent>& extent) {
-  ExtentUpdate& update = extent->update;
-  if (update.planes[proto::Plane::kResidual].bytes == nullptr) return;
-  const swap::Stamp stamp = state_->TieStamp(update.store_tensor, update.index);
-  update.ties_in.word = stamp.word;
-  if ((stamp.flags & swap::kFlagTiesPlane) == 0) return;
-  const swap::ExtentId id{update.store_tensor, swap::Plane::kTies, update.index};
-  absl::StatusOr<MappedRegion> memory = MappedRegion::Anonymous(context_->store->ExtentBytes(id));
-  if (!memory.ok()) return extent->status.Update(memory.status());
-  update.ties_in.plane = *std::move(memory);
-  const swap::ReadRequest request{id, update.ties_in.plane->data()};
-  swap::Stamp ties_stamp;
-  ++extent->transfers;
-  context_->store->Read(
-      {&request, 1}, {&ties_stamp, 1},
-      context_->Counted([this, extent](absl::Status status) { FinishRead(extent, status); }));
-  update.ties_in.stamp = ties_stamp;
+  wanted[proto::Plane::kWeight] = extent->task->reads_weights;
+  extent->transfers = 1;
+  if (piece != nullptr && !piece->is_read) {
+    ++extent->transfers;
+    piece->on_read = done;
+  }
+  if (piece != nullptr) extent->status.Update(piece->status);
+  extent->transfers += ReadPlanes(*context_, wanted, update, done);
+  const absl::StatusOr<uint32_t> ties = ReadTies(*context_, *state_, update, done);
+  extent->transfers += ties.value_or(0);
+  ReadGradient(extent);
+  FinishRead(extent, ties.status());
 }
 
 void UpdateExecutor::ReadGradient(const std::shared_ptr<Extent>& extent) {
@@ -317,7 +286,9 @@ void UpdateExecutor::ReadAgain(const std::shared_ptr<Extent>& extent) {
   }
   if (update.wrong[proto::Plane::kTies])
     read_wrong(proto::Plane::kTies, update.ties_in.plane->data(), *update.ties_in.stamp);
-  ReadPlanes(extent, spoiled);
+  extent->transfers += ReadPlanes(*context_, spoiled, update, [this, extent](absl::Status status) {
+    FinishRead(extent, status);
+  });
   ++extent->tries;
   FinishRead(extent, absl::OkStatus());
 }
@@ -377,33 +348,16 @@ void UpdateExecutor::FinishNorms(Extent& extent) {
 }
 
 void UpdateExecutor::Write(const std::shared_ptr<Extent>& extent) {
-  const ExtentUpdate& update = extent->update;
   // Of what stays in memory these alone are written.
-  if (commit_.has_value() && update.ties_out.plane.has_value()) {
+  if (commit_.has_value() && extent->update.ties_out.plane.has_value()) {
     held_back_.push_back(extent);
     return;
   }
-  std::array<swap::WriteRequest, proto::kPlaneCount> requests;
-  size_t count = 0;
-  for (const proto::Plane plane : proto::kUpdatedPlanes) {
-    if (update.planes[plane].bytes == nullptr || update.left[plane]) continue;
-    swap::WriteRequest& request = requests[count++];
-    request = {ExtentIdOf(update.store_tensor, plane, update.index), update.planes[plane].bytes,
-               update.crc[plane]};
-    if (plane != proto::Plane::kResidual) continue;
-    request.word = update.ties_out.word;
-    request.flags = update.ties_out.plane.has_value() ? swap::kFlagTiesPlane : 0;
-  }
-  if (update.ties_out.plane.has_value()) {
-    const swap::ExtentId id{update.store_tensor, swap::Plane::kTies, update.index};
-    swap::Checksum checksum = context_->store->StartChecksum(id, context_->store->open_sequence());
-    checksum.Update(update.ties_out.plane->span());
-    requests[count++] = {id, update.ties_out.plane->data(), checksum.Finish()};
-  }
-  if (count == 0) return FinishWrite(extent, absl::OkStatus());
-  context_->store->Write(
-      {requests.data(), count},
-      context_->CountedWrite([this, extent](absl::Status status) { FinishWrite(extent, status); }));
+  const std::vector<swap::WriteRequest> requests = WritesOf(extent->update);
+  if (requests.empty()) return FinishWrite(extent, absl::OkStatus());
+  context_->store->Write(requests, context_->CountedWrite([this, extent](absl::Status status) {
+    FinishWrite(extent, status);
+  }));
 }
 
 void UpdateExecutor::FinishWrite(const std::shared_ptr<Extent>& extent,
@@ -419,7 +373,7 @@ void UpdateExecutor::FinishWrite(const std::shared_ptr<Extent>& extent,
 }
 
 void UpdateExecutor::Release(Extent& extent) {
-  if (extent.block != nullptr) free_blocks_.push_back(std::exchange(extent.block, nullptr));
+  if (extent.block != nullptr) blocks_.Return(std::exchange(extent.block, nullptr));
   --extents_in_flight_;
 }
 
@@ -435,7 +389,13 @@ void UpdateExecutor::FinishStep() {
   } else {
     written_step_ = step_;
   }
-  events_.on_written(*std::exchange(step_, std::nullopt));
+  events_.on_written(EndStep());
+}
+
+// Who waited for the step has it.
+uint64_t UpdateExecutor::EndStep() {
+  hurry_ = false;
+  return *std::exchange(step_, std::nullopt);
 }
 
 // Of all that there is.
@@ -467,7 +427,7 @@ void UpdateExecutor::FinishCommit(const absl::Status& status) {
   context_->commit_wanted = false;
   if (!status.ok()) return context_->fail(status);
   committed_seconds_ = context_->clock->NowSeconds();
-  if (!context_->durability.has_intervals()) step_.reset();
+  if (!context_->durability.has_intervals()) EndStep();
   for (const std::shared_ptr<Extent>& extent : std::exchange(held_back_, {})) Write(extent);
   events_.on_committed(epoch);
 }

@@ -6,7 +6,9 @@
 // stays in memory for good is not written at all before the commit (WriteBack). Runs ahead of the
 // next forward and shares its reads: updated weights stay in the window.
 //
-// The checkpoint that ends an interval is written and committed beside the steps that follow.
+// Between two steps, while ranks compute their backward, state that the next one needs is read into
+// free blocks (ReadAhead). The checkpoint that ends an interval is written and committed beside the
+// steps that follow.
 //
 // Invariants
 //   * At most one step is recorded and not written. A step begins after the commit of the one
@@ -40,6 +42,8 @@
 
 #include "offloadd/extent_update.h"
 #include "offloadd/job_context.h"
+#include "offloadd/pipeline_blocks.h"
+#include "offloadd/read_ahead.h"
 #include "offloadd/resident_state.h"
 #include "offloadd/step_plan.h"
 #include "offloadd/update_order.h"
@@ -78,6 +82,9 @@ class UpdateExecutor {
   // count, and while there are any nothing else does.
   bool HasUncommitted() const;
 
+  // Somebody is about to put values of the tensor: what was read ahead of it is forgotten.
+  void Forget(uint32_t store_tensor) { read_ahead_.Forget(store_tensor); }
+
   // True from Begin() to the commit, or to the last write of a step inside an interval; and while a
   // commit is under way.
   bool busy() const { return step_.has_value() || commit_.has_value(); }
@@ -94,7 +101,7 @@ class UpdateExecutor {
   // announces.
   bool Turn();
 
-  uint64_t buffer_bytes() const;
+  uint64_t buffer_bytes() const { return blocks_.bytes_in_use(); }
 
  private:
   struct Task {
@@ -129,13 +136,11 @@ class UpdateExecutor {
   bool StartTask();
   void StartExtents(Task& task);
   bool NeedsBlock(const Task& task, uint32_t index) const;
+  bool HasBlock() { return blocks_.free_count() > 0 || read_ahead_.GiveBack(); }
   bool StartExtent(Task& task, uint32_t index);
   void PlacePlanes(Extent& extent);
-  void Read(const std::shared_ptr<Extent>& extent);
-  PlaneFlags PlanesToRead(const Extent& extent) const;
-  void ReadPlanes(const std::shared_ptr<Extent>& extent, const PlaneFlags& which);
+  void Read(const std::shared_ptr<Extent>& extent, const std::shared_ptr<ReadAhead::Piece>& piece);
   void ReadAgain(const std::shared_ptr<Extent>& extent);
-  void ReadTies(const std::shared_ptr<Extent>& extent);
   void ReadGradient(const std::shared_ptr<Extent>& extent);
   void FinishRead(const std::shared_ptr<Extent>& extent, const absl::Status& status);
   void Compute(const std::shared_ptr<Extent>& extent);
@@ -147,15 +152,19 @@ class UpdateExecutor {
   bool CommitsStep() const { return step_is_checkpoint_ || commit_asked_; }
   bool HasNews() const;
   void FinishStep();
+  uint64_t EndStep();
   void BeginCommit();
   void ContinueCommit();
   void FinishCommit(const absl::Status& status);
+  bool MayReadAhead() const;
 
   JobContext* context_;
   WeightCache* cache_;
   ResidentState* state_;
   Events events_;
   WriteBack write_back_;
+  PipelineBlocks blocks_;
+  ReadAhead read_ahead_;
   UpdateOrder order_;
   Pace pace_;
 
@@ -173,7 +182,6 @@ class UpdateExecutor {
   uint32_t extents_in_flight_ = 0;
   uint32_t extents_in_flight_max_ = 0;
   uint64_t gradient_offset_ = 0;  // in a block
-  std::vector<std::byte*> free_blocks_;
   std::vector<std::shared_ptr<Extent>> held_back_;  // computed, to be written after the commit
 };
 

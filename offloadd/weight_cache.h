@@ -93,6 +93,11 @@ class WeightCache {
   // Loads a tensor that has a slot for good, if it is not there.
   void EnsureLoading(uint32_t store_tensor);
 
+  // Weights are being read from the drive.
+  bool reading() const { return loads_in_flight_ > 0; }
+  // Somebody waits for a tensor that has no slot yet, or whose update is pending.
+  bool demanded() const { return !demands_.empty(); }
+
   // Starts what can be started. True while somebody waits for room, which no message announces.
   bool Turn();
   // Answers all waiters with `status`.
