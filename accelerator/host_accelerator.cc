@@ -70,16 +70,31 @@ absl::Status HostAccelerator::Free(std::byte* bytes) {
   const std::lock_guard lock(mutex_);
   const auto allocation = allocations_.find(bytes);
   OFFLOAD_CHECK(allocation != allocations_.end()) << "not allocated";
-  CheckUnused(bytes, allocation->second, "memory freed in use");
+  CheckUnused(bytes, allocation->second, host_clock_, "memory freed in use");
   // What was submitted still has to find its bytes.
   while (RunOne()) continue;
+  Forget(allocation);
+  return Broken();
+}
+
+void HostAccelerator::FreeAsync(std::byte* bytes, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  const auto allocation = allocations_.find(bytes);
+  OFFLOAD_CHECK(allocation != allocations_.end()) << "not allocated";
+  Join(&StateOf(stream).clock, host_clock_);
+  CheckUnused(bytes, allocation->second, StateOf(stream).clock, "memory freed in use");
+  RunTo(stream);
+  Forget(allocation);
+}
+
+void HostAccelerator::Forget(std::map<const std::byte*, size_t>::iterator allocation) {
+  const std::byte* const bytes = allocation->first;
   std::erase_if(accesses_, [&](const Access& access) {
     return Overlap(access.begin, access.end, bytes, bytes + allocation->second);
   });
   allocated_bytes_ -= allocation->second;
-  std::free(bytes);
   allocations_.erase(allocation);
-  return Broken();
+  std::free(const_cast<std::byte*>(bytes));
 }
 
 absl::StatusOr<bool> HostAccelerator::HostRegister(const std::byte* bytes, size_t size_bytes,
@@ -97,7 +112,7 @@ absl::Status HostAccelerator::HostUnregister(const std::byte* bytes) {
   const std::lock_guard lock(mutex_);
   const auto registration = registrations_.find(bytes);
   OFFLOAD_CHECK(registration != registrations_.end()) << "not registered";
-  CheckUnused(bytes, registration->second, "registration given back in use");
+  CheckUnused(bytes, registration->second, host_clock_, "registration given back in use");
   registrations_.erase(registration);
   return Broken();
 }
@@ -243,6 +258,21 @@ void HostAccelerator::Advance() {
 void HostAccelerator::RunAll() {
   const std::lock_guard lock(mutex_);
   while (RunOne()) continue;
+}
+
+void HostAccelerator::RunStream(Stream stream) {
+  const std::lock_guard lock(mutex_);
+  RunTo(stream);
+}
+
+// Others run, too, as the seed says.
+void HostAccelerator::RunTo(Stream stream) {
+  const StreamState& state = StateOf(stream);
+  while (!state.commands.empty()) {
+    if (RunOne()) continue;
+    Report("a wait that can never end");
+    return;
+  }
 }
 
 absl::Status HostAccelerator::Broken() const {
@@ -403,10 +433,11 @@ void HostAccelerator::CheckRange(const std::map<const std::byte*, size_t>& range
   Report(finding);
 }
 
-void HostAccelerator::CheckUnused(const std::byte* bytes, size_t size_bytes, const char* finding) {
+void HostAccelerator::CheckUnused(const std::byte* bytes, size_t size_bytes, const Clock& known,
+                                  const char* finding) {
   if (is_broken_) return;  // nothing runs any more
   for (const Access& access : accesses_) {
-    const bool is_known = access.index == kHost || At(host_clock_, access.index) >= access.count;
+    const bool is_known = access.index == kHost || At(known, access.index) >= access.count;
     if (!is_known && Overlap(access.begin, access.end, bytes, bytes + size_bytes)) Report(finding);
   }
 }

@@ -100,6 +100,12 @@ class HostAccelerator final : public Accelerator {
   void SetCapturing(Stream stream, bool capturing);
   // Executes everything that can be executed; the host learns nothing by it.
   void RunAll();
+  // Executes what the stream has been given, and what that waits for; the host learns nothing by
+  // it. For kernels that run on the calling thread.
+  void RunStream(Stream stream);
+  // As cudaFreeAsync: gives memory back behind what `stream` has been given so far, and that has to
+  // come after every use of it.
+  void FreeAsync(std::byte* bytes, Stream stream);
   // Runs everything and returns what was found: "finding (how many times)".
   std::vector<std::string> Violations();
   // Memory, registrations, streams and events that nobody has given back.
@@ -138,6 +144,8 @@ class HostAccelerator final : public Accelerator {
   void Submit(Stream stream, std::function<void()> run,
               std::shared_ptr<const Record> waited_for = nullptr);
   bool RunOne();
+  void RunTo(Stream stream);
+  void Forget(std::map<const std::byte*, size_t>::iterator allocation);
   void Advance();
   absl::Status Broken() const;
   void Copy(std::byte* to, const std::byte* from, size_t size_bytes, Stream stream, bool to_device);
@@ -146,7 +154,9 @@ class HostAccelerator final : public Accelerator {
                   size_t size_bytes, const char* finding);
   void CheckRun(const kernels::OptimizerSpec& optimizer, const kernels::DeviceRun& run,
                 Stream stream);
-  void CheckUnused(const std::byte* bytes, size_t size_bytes, const char* finding);
+  // Reports uses that `known` does not cover.
+  void CheckUnused(const std::byte* bytes, size_t size_bytes, const Clock& known,
+                   const char* finding);
   void Report(const std::string& finding);
   static void Join(Clock* clock, const Clock& other);
   static uint64_t At(const Clock& clock, size_t index);

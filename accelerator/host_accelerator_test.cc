@@ -69,6 +69,32 @@ TEST(HostAcceleratorTest, CopiesArriveWhenTheHostHasWaited) {
   }
 }
 
+TEST(HostAcceleratorTest, AStreamRunsToItsEndWithoutTellingTheHost) {
+  Bench bench(Paced(Pace::kLate));
+  bench.host.fill(std::byte{7});
+  ASSERT_TRUE(
+      bench.device.MemcpyToDevice(bench.bytes, bench.host.data(), kBytes, bench.copies).ok());
+  bench.Order(bench.copies, bench.compute);
+  bench.device.RunStream(bench.compute);
+  EXPECT_EQ(bench.bytes[kBytes - 1], std::byte{7});
+  EXPECT_EQ(bench.device.counters().synchronizes, 0u);
+  EXPECT_FALSE(*bench.device.EventQuery(bench.event));
+  bench.Finish(bench.compute);
+  EXPECT_THAT(bench.device.Violations(), IsEmpty());
+}
+
+TEST(HostAcceleratorTest, MemoryIsFreedBehindAStreamThatKnowsAllItsUses) {
+  for (const bool waits : {true, false}) {
+    Bench bench(Paced(Pace::kLate));
+    std::byte* const bytes = *bench.device.Malloc(kBytes);
+    ASSERT_TRUE(bench.device.MemcpyToDevice(bytes, bench.host.data(), kBytes, bench.copies).ok());
+    if (waits) bench.Order(bench.copies, bench.compute);
+    bench.device.FreeAsync(bytes, waits ? bench.compute : Stream{});
+    EXPECT_EQ(bench.device.Violations().empty(), waits);
+    bench.Finish(bench.copies);
+  }
+}
+
 TEST(HostAcceleratorTest, AWaitOrdersTwoStreams) {
   for (uint64_t seed = 0; seed < 100; ++seed) {
     Bench bench(Paced(Pace::kRandom, seed));
