@@ -5,6 +5,7 @@
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
@@ -76,23 +77,34 @@ std::unique_ptr<OptimizerParamState> WriteRmsProp(const KeptState& kept) {
   return state;
 }
 
+template <class State>
+std::unique_ptr<OptimizerParamState> MakeBlank(std::shared_ptr<void> held) {
+  struct Blank : State {
+    std::shared_ptr<void> held;
+  };
+  auto blank = std::make_unique<Blank>();
+  blank->held = std::move(held);
+  return blank;
+}
+
 // ---- The classes -------------------------------------------------------------------------------
 
 struct Row {
   const std::type_info& type;
   KeptState (*read)(const OptimizerParamState& state);
   std::unique_ptr<OptimizerParamState> (*write)(const KeptState& state);
+  std::unique_ptr<OptimizerParamState> (*blank)(std::shared_ptr<void> held);
 };
 
 const Row* RowOf(const Optimizer& optimizer) {
   static const Row kRows[] = {
       {typeid(torch::optim::AdamW), ReadAdam<torch::optim::AdamWParamState>,
-       WriteAdam<torch::optim::AdamWParamState>},
+       WriteAdam<torch::optim::AdamWParamState>, MakeBlank<torch::optim::AdamWParamState>},
       {typeid(torch::optim::Adam), ReadAdam<torch::optim::AdamParamState>,
-       WriteAdam<torch::optim::AdamParamState>},
-      {typeid(torch::optim::SGD), ReadSgd, WriteSgd},
-      {typeid(torch::optim::Adagrad), ReadAdagrad, WriteAdagrad},
-      {typeid(torch::optim::RMSprop), ReadRmsProp, WriteRmsProp},
+       WriteAdam<torch::optim::AdamParamState>, MakeBlank<torch::optim::AdamParamState>},
+      {typeid(torch::optim::SGD), ReadSgd, WriteSgd, MakeBlank<SGDParamState>},
+      {typeid(torch::optim::Adagrad), ReadAdagrad, WriteAdagrad, MakeBlank<AdagradParamState>},
+      {typeid(torch::optim::RMSprop), ReadRmsProp, WriteRmsProp, MakeBlank<RMSpropParamState>},
   };
   for (const Row& row : kRows) {
     if (row.type == typeid(optimizer)) return &row;
@@ -143,6 +155,13 @@ void SetState(Optimizer& optimizer, std::span<const KeptState> states) {
   const Row* const row = RowOf(optimizer);
   for (const KeptState& kept : states)
     optimizer.state()[kept.parameter.unsafeGetTensorImpl()] = row->write(kept);
+}
+
+std::unique_ptr<OptimizerParamState> BlankState(const Optimizer& optimizer,
+                                                std::shared_ptr<void> held) {
+  const Row* const row = RowOf(optimizer);
+  return row != nullptr ? row->blank(std::move(held))
+                        : MakeBlank<torch::optim::LBFGSParamState>(std::move(held));
 }
 
 }  // namespace offload::zero3

@@ -8,6 +8,7 @@
 
 #include <torch/optim/optimizer.h>
 
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -21,5 +22,9 @@ std::vector<KeptState> StateOf(const torch::optim::Optimizer& optimizer);
 
 // As if it had made the updates itself. What it had before is gone.
 void SetState(torch::optim::Optimizer& optimizer, std::span<const KeptState> states);
+
+// Of the class that the optimizer's states have, without values; holds `held`.
+std::unique_ptr<torch::optim::OptimizerParamState> BlankState(
+    const torch::optim::Optimizer& optimizer, std::shared_ptr<void> held);
 
 }  // namespace offload::zero3
