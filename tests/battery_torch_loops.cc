@@ -6,8 +6,11 @@
 #include <torch/optim.h>
 #include <torch/optim/schedulers/reduce_on_plateau_scheduler.h>
 #include <torch/optim/schedulers/step_lr.h>
+#include <torch/serialize.h>
 
 #include <cmath>
+#include <memory>
+#include <sstream>
 #include <utility>
 
 #include "tests/battery_torch.h"
@@ -910,6 +913,189 @@ Programs Optimizers() {
   };
 }
 
+// An optimizer of torch's that the trainer keeps, and what is done to the object between steps.
+using EditOwn = std::function<void(Setting&, std::unique_ptr<optim::Adam>&, int step)>;
+Program OwnEdited(std::string name, EditOwn edit) {
+  return {std::move(name), [=](Run& run) {
+            Setting s(run);
+            auto own = std::make_unique<optim::Adam>(
+                std::vector{LinearAt(s.model, 0).weight, LinearAt(s.model, 2).weight},
+                optim::AdamOptions(1e-2));
+            s.engine->Attach(*s.model, *own);
+            for (int step = 0; step < 5; ++step) {
+              edit(s, own, step);
+              const Tensor loss = s.Loss(step);
+              loss.backward();
+              own->step();
+              s.model->zero_grad();
+              run.See(loss);
+            }
+            std::stringstream file;
+            torch::save(*own, file);
+            s.End();
+          }};
+}
+
+// Torch's fused kernel over all parameters at once.
+class FusedByHand : public optim::Optimizer {
+ public:
+  struct Own : optim::OptimizerCloneableOptions<Own> {};
+  explicit FusedByHand(std::vector<Tensor> parameters)
+      : Optimizer({optim::OptimizerParamGroup(std::move(parameters))}, std::make_unique<Own>()) {
+    for (const Tensor& parameter : param_groups()[0].params()) {
+      exp_avgs_.push_back(torch::zeros_like(parameter));
+      exp_avg_sqs_.push_back(torch::zeros_like(parameter));
+      steps_.push_back(torch::zeros({}));
+    }
+  }
+  Tensor step(LossClosure = nullptr) override {
+    const NoGradGuard no_grad;
+    const std::vector<Tensor>& parameters = param_groups()[0].params();
+    std::vector<Tensor> gradients;
+    for (const Tensor& parameter : parameters) gradients.push_back(parameter.grad());
+    for (Tensor& step : steps_) step.add_(1);
+    at::_fused_adamw_(parameters, gradients, exp_avgs_, exp_avg_sqs_, {}, steps_, 1e-2, 0.9, 0.99,
+                      0.1, 1e-8, false, false);
+    return Tensor();
+  }
+  void save(torch::serialize::OutputArchive&) const override {}
+  void load(torch::serialize::InputArchive&) override {}
+
+ private:
+  std::vector<Tensor> exp_avgs_, exp_avg_sqs_, steps_;
+};
+
+Programs OwnOptimizers() {
+  return {
+      OwnEdited("own_optimizer_loses_a_parameter",
+                [](Setting&, auto& own, int step) {
+                  if (step == 2) own->param_groups()[0].params().pop_back();
+                }),
+      OwnEdited("own_optimizer_loses_a_parameter_for_a_while",
+                [](Setting& s, auto& own, int step) {
+                  if (step == 1) own->param_groups()[0].params().pop_back();
+                  if (step == 3) own->add_parameters({LinearAt(s.model, 2).weight});
+                }),
+      OwnEdited("own_optimizer_gets_parameters",
+                [](Setting& s, auto& own, int step) {
+                  if (step == 1) own->add_parameters(LinearAt(s.model, 4).parameters());
+                  if (step == 3)
+                    own->add_param_group(optim::OptimizerParamGroup(
+                        {LinearAt(s.model, 0).bias},
+                        std::make_unique<optim::AdamOptions>(optim::AdamOptions(0.1))));
+                }),
+      OwnEdited("own_optimizer_is_moved",
+                [](Setting&, auto& own, int step) {
+                  if (step > 0) own = std::make_unique<optim::Adam>(std::move(*own));
+                }),
+      OwnEdited("own_optimizer_state_cleared",
+                [](Setting&, auto& own, int step) {
+                  if (step == 3) own->state().clear();
+                }),
+      {"own_optimizer_goes_on_in_memory",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         optim::Adam own(model->parameters(), optim::AdamOptions(1e-2));
+         for (int job = 0; job < 2; ++job) {
+           auto engine = run.Open([](Options& o) { o.weights_at_close = "memory"; });
+           engine->Attach(*model, own);
+           Train(run, model, own, 3 * job, 3 * job + 2);
+           engine.reset();
+           // bf16 steps of torch's own are other arithmetic, but of the same state.
+           if (run.dtype() == at::kFloat) Train(run, model, own, 3 * job + 2, 3 * job + 3);
+         }
+         std::stringstream file;
+         torch::save(own, file);
+         run.See(*model);
+       }},
+      {"own_optimizer_has_more_than_the_module",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         std::vector<Tensor> parameters = model->parameters();
+         parameters.push_back(torch::ones({1}, run.dtype()).requires_grad_());
+         auto engine = run.Open();
+         optim::Adam own(parameters, optim::AdamOptions(1e-2));
+         engine->Attach(*model, own);
+       },
+       1601},
+      {"fused_kernel_by_hand",
+       [](Run& run) {
+         Setting s(run);
+         FusedByHand optimizer(s.model->parameters());
+         s.engine->Attach(*s.model, optimizer);
+         Train(run, s.model, optimizer, 0, 3);
+         s.End();
+       },
+       0, true},
+  };
+}
+
+// Gradients that are the trainer's own memory, and pointers to them that it keeps.
+Programs Gradients() {
+  return {
+      WithSgd("gradients_are_views_of_a_flat_buffer",
+              [](Run& run, Setting& s) {
+                std::vector<Tensor> parameters = s.model->parameters();
+                int64_t count = 0;
+                for (const Tensor& parameter : parameters) count += parameter.numel();
+                Tensor flat = torch::zeros({count}, run.dtype());
+                int64_t begin = 0;
+                for (Tensor& parameter : parameters) {
+                  parameter.mutable_grad() =
+                      flat.slice(0, begin, begin + parameter.numel()).view_as(parameter);
+                  begin += parameter.numel();
+                }
+                for (int step = 0; step < 3; ++step) {
+                  s.Loss(step).backward();
+                  s.Loss(step + 10).backward();
+                  run.See(flat);
+                  flat.mul_(0.5);
+                  s.optimizer->step();
+                  run.SeeGradients(*s.model);
+                  flat.zero_();
+                }
+              }),
+      WithAdamW("gradient_given_and_kept",
+                [](Run& run, Setting& s) {
+                  Tensor& weight = LinearAt(s.model, 2).weight;
+                  Tensor kept = torch::zeros_like(weight);
+                  weight.mutable_grad() = kept;
+                  for (int step = 0; step < 3; ++step) {
+                    s.Loss(step).backward();
+                    run.See(kept);
+                    s.optimizer->step();
+                    s.optimizer->zero_grad(/*set_to_none=*/step == 1);
+                    run.See(kept);
+                  }
+                }),
+      {"gradient_pointers_kept",
+       [](Run& run) {
+         Setting s(run);
+         s.Sgd();
+         std::vector<float*> pointers;
+         const std::vector<Tensor> parameters = s.model->parameters();
+         for (int step = 0; step < 4; ++step) {
+           s.Loss(step).backward();
+           for (size_t i = 0; i < parameters.size(); ++i) {
+             if (step == 0) pointers.push_back(parameters[i].grad().data_ptr<float>());
+             for (int64_t at = 0; at < parameters[i].numel(); at += 9) pointers[i][at] *= 0.5f;
+           }
+           run.See(nn::utils::clip_grad_norm_(parameters, 0.02));
+           for (size_t i = 0; i < parameters.size(); ++i) pointers[i][1] += pointers[i][0];
+           s.optimizer->step();
+           if (step == 1) s.optimizer->zero_grad(/*set_to_none=*/false);
+           for (size_t i = 0; i < parameters.size(); ++i) {
+             run.See(pointers[i][1]);
+             std::fill(pointers[i], pointers[i] + parameters[i].numel(), 1e-4f);
+           }
+           run.SeeGradients(*s.model);
+         }
+         s.End();
+       },
+       0, true},
+  };
+}
+
 }  // namespace
 
 Programs LoopPrograms() {
@@ -918,6 +1104,8 @@ Programs LoopPrograms() {
     program.name = "optimizer_" + program.name;
     programs.push_back(std::move(program));
   }
+  for (const Programs& more : {OwnOptimizers(), Gradients()})
+    programs.insert(programs.end(), more.begin(), more.end());
   return programs;
 }
 

@@ -62,15 +62,24 @@ std::string ShapeText(at::IntArrayRef sizes) {
 
 }  // namespace
 
+void Buffers::CheckSupported(std::span<const NamedTensor> buffers) {
+  for (const NamedTensor& named : buffers) {
+    const at::Tensor& tensor = named.tensor;
+    if (!tensor.defined() || (tensor.device().is_cpu() && tensor.layout() == at::kStrided))
+      continue;
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedModel,
+        absl::StrCat("buffer '", named.name, "' is not a dense tensor in the memory of the host"),
+        "Keep it in an ordinary member of the module, or make it dense, to_dense(), before the "
+        "module is attached"));
+  }
+}
+
 void Buffers::Add(std::span<const NamedTensor> buffers) {
+  CheckSupported(buffers);
   for (const NamedTensor& named : buffers) {
     const at::Tensor& tensor = named.tensor;
     if (!tensor.defined() || known_.contains(tensor.unsafeGetTensorImpl())) continue;
-    if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided) {
-      ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
-                            absl::StrCat("buffer '", named.name,
-                                         "' is not a dense tensor in the memory of the host")));
-    }
     // One over a parameter's memory is that parameter.
     if (tensor.numel() == 0 ||
         dynamic_cast<const WeightResidency*>(Residency::Of(tensor)) != nullptr)

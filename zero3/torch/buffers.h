@@ -40,7 +40,9 @@ class Buffers {
     bool is_stored = false;
   };
 
-  // Adds those that are not known yet. OFD-1601 for one that is not in the memory of the host.
+  // OFD-1601 for one that is not dense, or not in the memory of the host.
+  static void CheckSupported(std::span<const NamedTensor> buffers);
+  // Adds those that are not known yet. Errors as above.
   void Add(std::span<const NamedTensor> buffers);
   const std::vector<NamedTensor>& all() const { return all_; }
   uint64_t size_bytes() const;

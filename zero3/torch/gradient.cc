@@ -45,9 +45,9 @@ class AccumulationHook : public torch::autograd::FunctionPostHook {
   }
   ~AccumulationHook() override { gradient_->Unreference(); }
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list&) override {
+                                            const torch::autograd::variable_list& inputs) override {
     std::lock_guard lock(mutex_);
-    gradient_->AfterAccumulation();
+    gradient_->AfterAccumulation(inputs.front());
     return outputs;
   }
 
@@ -320,7 +320,9 @@ void Gradient::ShowBytes() {
   } else if (spilled()) {
     swap_.PointHome();
   } else {
-    busy() ? swap_.PointHome() : swap_.PointTo(bytes(), /*throws=*/false);
+    // A pointer that the trainer takes is good for ever only there, where it is served.
+    busy() || attachment_->serves_raw() ? swap_.PointHome()
+                                        : swap_.PointTo(bytes(), /*throws=*/false);
   }
 }
 
@@ -450,7 +452,7 @@ at::Tensor Gradient::Norm(double p) {
 
 // ---- Accumulation ------------------------------------------------------------------------------
 
-void Gradient::AfterAccumulation() {
+void Gradient::AfterAccumulation(const at::Tensor& added) {
   const c10::AutoGradMode no_grad(false);
   {
     Lock lock(mutex());
@@ -459,7 +461,12 @@ void Gradient::AfterAccumulation() {
   at::Tensor& grad = parameter_.mutable_grad();
   // A gradient that is itself differentiable, or sparse, stays as it is; the step takes its value.
   if (!grad.defined() || grad.requires_grad() || grad.layout() != at::kStrided) return;
-  if (!IsOwn(grad)) AdoptStolen(grad);
+  if (!IsOwn(grad)) {
+    // What torch has taken over as it came is of no use to anybody else.
+    const bool is_taken = added.defined() && grad.is_alias_of(added);
+    if (!is_taken && IsTrainers(grad)) return;
+    AdoptStolen(grad);
+  }
   if (!spilled()) return;
   Norm(2.0);  // while the bytes are here: neither clipping nor the finite check reads them again
   IsFinite();
@@ -482,17 +489,25 @@ void Gradient::CheckFits(const at::Tensor& value) const {
                         "Give it the shape and type of its parameter"));
 }
 
+// Somebody has another reference to it or its memory, and would miss what is done to `.grad`.
+bool Gradient::IsTrainers(const at::Tensor& grad) {
+  return grad.layout() == at::kStrided &&
+         (grad.use_count() > 1 || grad.unsafeGetTensorImpl()->unsafe_storage().use_count() > 1);
+}
+
 void Gradient::AdoptStolen(const at::Tensor& stolen) {
-  CheckFits(stolen);
-  LeaveTensorToOthers();
-  {
-    const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
-    Pins pins;
-    pins.Add(this, Access::kOverwrite);
-    Plain().copy_(stolen);
-    pins.Finish();
-  }
+  TakeValues(stolen);
   parameter_.mutable_grad() = tensor_;  // drops the stolen buffer
+}
+
+void Gradient::TakeValues(const at::Tensor& values) {
+  CheckFits(values);
+  LeaveTensorToOthers();
+  const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
+  Pins pins;
+  pins.Add(this, Access::kOverwrite);
+  Plain().copy_(values);
+  pins.Finish();
 }
 
 // Somebody kept the gradient of the last step, or gave its tensor another storage: in plain torch
@@ -527,8 +542,11 @@ bool Gradient::PrepareStep() {
   at::Tensor& grad = parameter_.mutable_grad();
   if (!grad.defined()) return false;
   FinishRaw();
-  if (!IsOwn(grad))
-    AdoptStolen(grad.layout() == at::kStrided ? grad.detach() : grad.detach().to_dense());
+  if (!IsOwn(grad)) {
+    const bool stays = IsTrainers(grad);
+    const at::Tensor values = grad.is_sparse() ? grad.detach().to_dense() : grad.detach();
+    stays ? TakeValues(values) : AdoptStolen(values);
+  }
   bool settle = false;
   {
     Lock lock(mutex());

@@ -9,8 +9,8 @@
 //   * Guard: from step() until the daemon has updated the tensor, the accumulator keeps what the
 //   update needs. Reads see the value;
 //     zero_() is remembered; whatever else writes waits.
-//   * Pointers to the bytes are good while the gradient is in memory and nothing of this is
-//   remembered; otherwise they are served as those of weights (raw_access.h).
+//   * Pointers to the bytes are served as those of weights (raw_access.h): the bytes themselves
+//   move and are read by the daemon.
 //   * Clipping: mul_ by a number on the whole gradient is remembered and handed to the daemon with
 //   the step (it rounds as torch's
 //     kernel does); everything else that looks at the gradient multiplies first. Norms are torch's
@@ -78,10 +78,11 @@ class Gradient : public Residency, public RawOwner, public RawUser {
 
   // `.grad` of the parameter when it has one: over the accumulator.
   const at::Tensor& tensor() const { return tensor_; }
-  // The parameter's AccumulateGrad has run, and its lock is held: what it left in `.grad` becomes
-  // the accumulator's (its own buffer is dropped), and a spilled gradient starts its way to the
-  // drive.
-  virtual void AfterAccumulation();
+  // The parameter's AccumulateGrad has run with `added`, and its lock is held: what it left in
+  // `.grad` becomes the accumulator's (its own buffer is dropped), and a spilled gradient starts
+  // its way to the drive. A tensor that the trainer has put there and uses elsewhere, too (a view
+  // of a flat buffer), stays, and is taken by the step.
+  virtual void AfterAccumulation(const at::Tensor& added);
   // Watches the parameter's accumulation from now on.
   virtual void Watch();
   bool is_watched() const { return accumulation_ != nullptr; }
@@ -145,7 +146,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   bool spilled() const { return window_ != nullptr; }
   // Whether the trainer may write the bytes through a pointer of its own: then nothing that was
   // found out about them is kept.
-  virtual bool raw_writable() const { return !spilled(); }
+  virtual bool raw_writable() const { return !spilled() && !attachment_->serves_raw(); }
   bool busy() const { return updating_ || zero_ || scale_ != 1.0f; }
   virtual std::byte* bytes() const { return attachment_->region() + *region_offset_; }
   // A plain tensor over the bytes in memory, with the parameter's strides.
@@ -169,7 +170,9 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   void WaitForUpdate(Lock& lock);
   void Load(Access access, Lock& lock);  // region_offset_ is set after it
   virtual void ShowBytes();              // the storage's pointer and whether it throws
+  static bool IsTrainers(const at::Tensor& grad);
   void AdoptStolen(const at::Tensor& stolen);
+  void TakeValues(const at::Tensor& values);
   void LeaveTensorToOthers();
   virtual at::Tensor Norm(double p);
   bool IsFinite();

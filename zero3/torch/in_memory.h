@@ -74,6 +74,7 @@ class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeep
   torch::Tensor step(LossClosure closure = nullptr) override;
   void BeginWith(std::vector<KeptState> states) override { ReplaceState(states); }
   void ReplaceState(std::span<const KeptState> states) override;
+  bool IsLeft() const override { return states_->steps() > 0; }
   std::vector<KeptState> GatherState() const override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;

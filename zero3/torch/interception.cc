@@ -27,7 +27,7 @@ struct Verdict {
   const c10::FunctionSchema* schema = nullptr;
   bool pins = false;  // any argument but kSkip
   Pins::Allocates allocates = Pins::Allocates::kResults;
-  bool is_split = false;  // runs for each tensor of its first list, which is all it changes
+  bool is_split = false;  // runs for each tensor of its first list, with those of the others
   Special special = Special::kNone;
   std::vector<Argument> arguments;
 };
@@ -117,12 +117,18 @@ Pins::Allocates AllocatesOf(absl::string_view name) {
                                                  : Pins::Allocates::kResults;
 }
 
+// GradScaler's and the fused optimizers: one kernel over whole lists, unlike those of _foreach_*.
+bool IsOverWholeLists(const c10::FunctionSchema& schema) {
+  const std::string& name = schema.name();
+  return schema.returns().empty() && (name == "aten::_amp_foreach_non_finite_check_and_unscale_" ||
+                                      absl::StartsWith(name, "aten::_fused_"));
+}
+
 std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
   auto verdict = std::make_unique<Verdict>();
   verdict->schema = &schema;
   verdict->special = SpecialOf(schema);
-  // GradScaler's: a kernel over the whole list, unlike those of _foreach_*.
-  verdict->is_split = schema.name() == "aten::_amp_foreach_non_finite_check_and_unscale_";
+  verdict->is_split = IsOverWholeLists(schema);
   verdict->allocates = AllocatesOf(schema.name());
   const bool reads_no_data = ReadsNoData(schema.name());
   for (const c10::Argument& argument : schema.arguments()) {
@@ -283,16 +289,22 @@ class SharedRoom {
 
 void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
+// One of a list that is as long as the first, what is for all as it is.
+c10::IValue ElementOf(const c10::IValue& argument, size_t i, size_t count) {
+  if (!argument.isTensorList() || argument.toListRef().size() != count) return argument;
+  return c10::List<at::Tensor>({argument.toListRef()[i].toTensor()});
+}
+
 // Runs an operator that changes the tensors of its first argument, a list, for each of them.
 void RunOneByOne(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                  torch::jit::Stack* stack) {
   const size_t count = op.schema().arguments().size();
   const std::vector<c10::IValue> arguments = torch::jit::last(*stack, count).vec();
   torch::jit::drop(*stack, count);
-  for (const at::Tensor& tensor : arguments.front().toTensorVector()) {
+  const size_t tensors = arguments.front().toListRef().size();
+  for (size_t i = 0; i < tensors; ++i) {
     torch::jit::Stack one;
-    one.emplace_back(c10::List<at::Tensor>({tensor}));
-    one.insert(one.end(), arguments.begin() + 1, arguments.end());
+    for (const c10::IValue& argument : arguments) one.push_back(ElementOf(argument, i, tensors));
     RunManaged(op, keys, &one);
   }
 }

@@ -46,6 +46,8 @@ class StateKeeper {
   // the next step, and dropped when the job ends before. OFD-1002 as above; nothing has changed
   // then.
   virtual void ReplaceState(std::span<const KeptState> states) = 0;
+  // Whether what is kept goes to memory with the weights when the engine is closed.
+  virtual bool IsLeft() const = 0;
   // Copies, of every parameter that was updated. OFD-1604 where they are too large for memory.
   virtual std::vector<KeptState> GatherState() const = 0;
 };

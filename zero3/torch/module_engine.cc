@@ -56,9 +56,10 @@ ParameterGroups ModuleList::LeaveToOthers(const torch::nn::Module& module,
     if (!claimed_.contains(parameter.unsafeGetTensorImpl())) free.push_back(parameter);
   }
   if (free.empty()) {
-    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
-                          "every parameter of the module has an optimizer already",
-                          "Give each optimizer a module, or explicit groups, of its own"));
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedOptimizer, "every parameter of the module has an optimizer already",
+        "Give each optimizer a module, or explicit groups, of its own. To go on with another one, "
+        "close the engine with weights_at_close = memory and open a new job"));
   }
   ParameterGroups left;
   left.emplace_back(std::move(free));
@@ -77,7 +78,8 @@ void ModuleList::CheckFree(const ParameterGroups& groups) const {
           absl::StrCat("a parameter of shape [", absl::StrJoin(parameter.sizes(), ", "), "] is in ",
                        twice ? "two places of the optimizer's groups"
                              : "the groups of an optimizer, but another one has it already"),
-          "Name every parameter once, in the groups of one optimizer"));
+          "Name every parameter once, in the groups of one optimizer. To go on with another one, "
+          "close the engine with weights_at_close = memory and open a new job"));
     }
   }
 }
@@ -99,6 +101,7 @@ void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& grou
   const std::vector<NamedTensor> names = modules_.Names(module);
   const std::vector<NamedTensor> buffers = modules_.BufferNames(module);
   CheckSupported(names, Memory::kOfTorch);
+  Buffers::CheckSupported(buffers);
   const bool has_new = tensors_->Attach(names, optimizer);
   tensors_->AttachBuffers(buffers);
   modules_.Add(has_new);
@@ -121,10 +124,28 @@ void ModuleEngine::AttachForeign(torch::nn::Module& module, ParameterGroups grou
       optimizer);
 }
 
+void ModuleEngine::CheckHas(const torch::nn::Module& module, const ParameterGroups& groups) const {
+  std::unordered_set<const void*> known;
+  for (const at::Tensor& parameter : module.parameters())
+    known.insert(parameter.unsafeGetTensorImpl());
+  for (const auto& group : groups) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (known.contains(parameter.unsafeGetTensorImpl()) || tensors_->Has(parameter)) continue;
+      ThrowStatus(MakeError(
+          ErrorId::kUnsupportedModel,
+          absl::StrCat("the optimizer has a parameter of shape [",
+                       absl::StrJoin(parameter.sizes(), ", "), "] that the module has not"),
+          "Attach a module that holds all that the optimizer trains: register_parameter() or "
+          "register_module() before"));
+    }
+  }
+}
+
 std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::Module& module,
                                                                      ParameterGroups groups,
                                                                      NamedOptimizer&& optimizer) {
   groups = modules_.LeaveToOthers(module, std::move(groups));
+  CheckHas(module, groups);
   Attach(module, groups, SpecOfAll(optimizer, groups));
   return MakeOffloadOptimizer(tensors_, std::move(groups), std::move(optimizer));
 }

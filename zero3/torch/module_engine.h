@@ -92,6 +92,8 @@ class ModuleEngine final : public Engine {
   TensorEngine& tensors() const { return *tensors_; }
 
  private:
+  // OFD-1601 for a parameter of the groups that neither the module nor one before has.
+  void CheckHas(const torch::nn::Module& module, const ParameterGroups& groups) const;
   void Attach(torch::nn::Module& module, const ParameterGroups& groups,
               const kernels::OptimizerSpec& optimizer);
 

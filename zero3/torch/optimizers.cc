@@ -41,6 +41,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
 
   void BeginWith(std::vector<KeptState> states) override { engine_->BeginWith(std::move(states)); }
   void ReplaceState(std::span<const KeptState> states) override { engine_->ReplaceState(states); }
+  bool IsLeft() const override { return engine_->leaves_weights() && engine_->step() > 0; }
   std::vector<KeptState> GatherState() const override {
     CheckIsSmall();
     std::vector<KeptState> states;

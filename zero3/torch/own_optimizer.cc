@@ -6,13 +6,16 @@
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <memory>
 #include <mutex>
 #include <optional>
-#include <unordered_map>
+#include <typeinfo>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/error.h"
 #include "zero3/torch/named_optimizer.h"
@@ -24,69 +27,167 @@ namespace zero3 {
 namespace {
 
 using torch::optim::Optimizer;
+using torch::optim::OptimizerParamGroup;
 using Closure = Optimizer::LossClosure;
 
 struct Attached {
-  Optimizer* own = nullptr;
-  std::shared_ptr<Optimizer> inner;  // null: libtorch's own step, then `after`
+  uintptr_t mark = 0;
+  const Engine* engine = nullptr;
+  const Optimizer* attached_at = nullptr;
+  const std::type_info* type = nullptr;        // of the object
+  const Optimizer* own = nullptr;              // where it was last seen
+  std::unordered_set<const void*> parameters;  // TensorImpl
+  std::shared_ptr<Optimizer> inner;            // null: libtorch's own step, then `after`
   std::function<void()> after;
-  std::vector<const void*> parameters;  // TensorImpl, in the order of the groups
+  std::vector<KeptState> left;  // for libtorch's own steps after the engine
+  std::exception_ptr failure;   // why there is none
 };
 
-std::vector<const void*> ParametersOf(const Optimizer& optimizer) {
-  std::vector<const void*> parameters;
-  for (const auto& group : optimizer.param_groups()) {
+StateKeeper& KeeperOf(const Attached& attached) {
+  auto* const keeper = dynamic_cast<StateKeeper*>(attached.inner.get());
+  OFFLOAD_CHECK(keeper != nullptr) << "an optimizer of ours that keeps nothing";
+  return *keeper;
+}
+
+std::unordered_set<const void*> ParametersOf(const Optimizer& optimizer) {
+  std::unordered_set<const void*> parameters;
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
     for (const at::Tensor& parameter : group.params())
-      parameters.push_back(parameter.unsafeGetTensorImpl());
+      parameters.insert(parameter.unsafeGetTensorImpl());
   }
   return parameters;
 }
 
+// An attached object has a mark among its state, where no parameter has its place: it goes where
+// the object is moved to, and dies with it.
+void* KeyOf(const Attached& attached) { return reinterpret_cast<void*>(attached.mark); }
+void SetMark(Optimizer& own, std::shared_ptr<Attached> attached) {
+  own.state()[KeyOf(*attached)] = BlankState(own, attached);
+}
+
+// What is kept begins anew, as in memory when state() is cleared.
+void BeginAnew(const Attached& attached) {
+  std::vector<KeptState> blank;
+  for (const OptimizerParamGroup& group : attached.inner->param_groups()) {
+    for (const at::Tensor& parameter : group.params()) blank.push_back({.parameter = parameter});
+  }
+  KeeperOf(attached).ReplaceState(blank);
+}
+
+// The object has what the closed engine has left, and no mark.
+void GoOnInMemory(Optimizer& own, const Attached& attached) {
+  if (attached.failure) std::rethrow_exception(attached.failure);
+  own.state().erase(KeyOf(attached));
+  if (!attached.left.empty()) SetState(own, attached.left);
+}
+
+// Attached objects of engines that are there, and of closed ones while the objects live.
 class Table {
  public:
-  void Set(Optimizer& own, Attached attached) {
+  void Add(Optimizer& own, Attached attached) {
     std::lock_guard lock(mutex_);
+    attached.mark = last_mark_ += 2;  // odd: no address of a parameter
+    attached.own = attached.attached_at = &own;
+    attached.type = &typeid(own);
     attached.parameters = ParametersOf(own);
-    attached_[&own] = std::make_shared<Attached>(std::move(attached));
+    attached_.push_back(std::make_shared<Attached>(std::move(attached)));
+    SetMark(own, attached_.back());
   }
-  void Erase(const Optimizer& own) {
-    std::lock_guard lock(mutex_);
-    attached_.erase(&own);
-  }
-  std::shared_ptr<Attached> Find(const Optimizer& own) {
-    std::lock_guard lock(mutex_);
-    const auto found = attached_.find(&own);
-    if (found == attached_.end()) return nullptr;
-    const std::vector<const void*> parameters = ParametersOf(own);
-    const std::vector<const void*>& known = found->second->parameters;
-    // The one that was attached has died, another has its place.
-    if (parameters.size() < known.size() ||
-        !std::equal(known.begin(), known.end(), parameters.begin()))
+
+  // Null: an ordinary object.
+  std::shared_ptr<Attached> Find(Optimizer& own) {
+    if (const std::shared_ptr<Attached> closed = FindClosed(own)) {
+      GoOnInMemory(own, *closed);
       return nullptr;
-    return found->second;
+    }
+    if (std::shared_ptr<Attached> marked = FindMarked(own)) return marked;
+    std::shared_ptr<Attached> cleared = FindCleared(own);
+    if (cleared == nullptr) return nullptr;
+    SetMark(own, cleared);
+    if (cleared->inner != nullptr) BeginAnew(*cleared);
+    return cleared;
+  }
+
+  void Close(const Optimizer* attached_at, const Engine* engine) {
+    const std::shared_ptr<Attached> attached = Take(attached_at, engine);
+    if (attached == nullptr) return;
+    const bool lives = attached.use_count() > 1;  // its mark is there
+    try {
+      if (lives && attached->inner != nullptr && KeeperOf(*attached).IsLeft())
+        attached->left = KeeperOf(*attached).GatherState();
+    } catch (...) {
+      attached->failure = std::current_exception();
+    }
+    attached->inner.reset();
+    attached->after = nullptr;
+    std::lock_guard lock(mutex_);
+    std::erase_if(closed_, [](const auto& closed) { return closed.expired(); });
+    closed_.push_back(attached);
   }
 
  private:
+  static bool IsMarked(const Optimizer& own, const Attached& attached) {
+    return own.state().find(KeyOf(attached)) != own.state().end();
+  }
+  std::shared_ptr<Attached> FindClosed(const Optimizer& own) {
+    std::lock_guard lock(mutex_);
+    for (const std::weak_ptr<Attached>& weak : closed_) {
+      const std::shared_ptr<Attached> closed = weak.lock();
+      if (closed != nullptr && IsMarked(own, *closed)) return closed;
+    }
+    return nullptr;
+  }
+  std::shared_ptr<Attached> FindMarked(const Optimizer& own) {
+    std::lock_guard lock(mutex_);
+    for (const std::shared_ptr<Attached>& attached : attached_) {
+      if (!IsMarked(own, *attached)) continue;
+      attached->own = &own;
+      return attached;
+    }
+    return nullptr;
+  }
+  // The trainer has cleared state(), or has made another at the place of one that is dead.
+  std::shared_ptr<Attached> FindCleared(const Optimizer& own) {
+    std::lock_guard lock(mutex_);
+    for (const std::shared_ptr<Attached>& attached : attached_) {
+      if (attached->own != &own || *attached->type != typeid(own)) continue;
+      for (const void* const parameter : ParametersOf(own)) {
+        if (attached->parameters.contains(parameter)) return attached;
+      }
+    }
+    return nullptr;
+  }
+  std::shared_ptr<Attached> Take(const Optimizer* attached_at, const Engine* engine) {
+    std::lock_guard lock(mutex_);
+    const auto found = std::find_if(attached_.begin(), attached_.end(), [&](const auto& attached) {
+      return attached->attached_at == attached_at && attached->engine == engine;
+    });
+    if (found == attached_.end()) return nullptr;
+    std::shared_ptr<Attached> taken = std::move(*found);
+    attached_.erase(found);
+    return taken;
+  }
+
   std::mutex mutex_;
-  std::unordered_map<const Optimizer*, std::shared_ptr<Attached>> attached_;
+  uintptr_t last_mark_ = 1;
+  std::vector<std::shared_ptr<Attached>> attached_;
+  std::vector<std::weak_ptr<Attached>> closed_;
 };
 Table& OfProcess() {
   static auto* const kTable = new Table;
   return *kTable;
 }
 
-void CopyOptions(Optimizer& from, Optimizer& to) {
+// Groups and options as the trainer's object has them now.
+void CopyGroups(Optimizer& from, Optimizer& to) {
   auto &source = from.param_groups(), &target = to.param_groups();
-  if (source.size() != target.size()) {
-    ThrowStatus(
-        MakeError(ErrorId::kUnsupportedOptimizer,
-                  absl::StrCat("the optimizer has ", source.size(),
-                               " groups of parameters, it was attached with ", target.size()),
-                  "Add all groups before Engine::Attach"));
-  }
-  for (size_t i = 0; i < source.size(); ++i)
+  while (target.size() > source.size()) target.pop_back();
+  for (size_t i = 0; i < source.size(); ++i) {
+    if (i == target.size()) target.emplace_back(std::vector<at::Tensor>());
+    target[i].params() = source[i].params();
     target[i].set_options(source[i].has_options() ? source[i].options().clone()
                                                   : from.defaults().clone());
+  }
 }
 
 // What libtorch has under a name.
@@ -105,7 +206,7 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
   const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
   if (attached == nullptr) return next(own, std::move(closure));
   if (attached->inner != nullptr) {
-    CopyOptions(*own, *attached->inner);
+    CopyGroups(*own, *attached->inner);
     return attached->inner->step(std::move(closure));
   }
   at::Tensor loss = next(own, std::move(closure));
@@ -113,40 +214,46 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
   return loss;
 }
 
-StateKeeper& KeeperOf(const Attached& attached) {
-  auto* const keeper = dynamic_cast<StateKeeper*>(attached.inner.get());
-  OFFLOAD_CHECK(keeper != nullptr) << "an optimizer of ours that keeps nothing";
-  return *keeper;
-}
-
-// Empties the object again: its state is elsewhere.
+// While libtorch looks at all of an object's state: without the mark; what was put there of ours is
+// gone afterwards.
 class Lent {
  public:
-  explicit Lent(Optimizer& own) : own_(own) {}
-  ~Lent() { own_.state().clear(); }
+  Lent(Optimizer& own, std::shared_ptr<Attached> attached)
+      : own_(own), attached_(std::move(attached)) {
+    own_.state().erase(KeyOf(*attached_));
+  }
+  ~Lent() {
+    if (attached_->inner != nullptr) own_.state().clear();
+    SetMark(own_, attached_);
+  }
   Lent(const Lent&) = delete;
   Lent& operator=(const Lent&) = delete;
 
  private:
   Optimizer& own_;
+  const std::shared_ptr<Attached> attached_;
 };
 
 // A file as libtorch writes it of an optimizer in memory.
 void Save(const Optimizer* own, torch::serialize::OutputArchive& archive, SaveFunction next) {
-  const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
-  if (attached == nullptr || attached->inner == nullptr) return next(own, archive);
-  const Lent lent(*attached->own);
-  SetState(*attached->own, KeeperOf(*attached).GatherState());
+  auto& object = const_cast<Optimizer&>(*own);  // was attached as one that may be changed
+  const std::shared_ptr<Attached> attached = OfProcess().Find(object);
+  if (attached == nullptr) return next(own, archive);
+  const Lent lent(object, attached);
+  if (attached->inner != nullptr) {
+    CopyGroups(object, *attached->inner);
+    SetState(object, KeeperOf(*attached).GatherState());
+  }
   next(own, archive);
 }
 
 // Options come with the file; what it says of no parameter stays as it is, as in libtorch.
 void Load(Optimizer* own, torch::serialize::InputArchive& archive, LoadFunction next) {
   const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
-  if (attached == nullptr || attached->inner == nullptr) return next(own, archive);
-  const Lent lent(*own);
+  if (attached == nullptr) return next(own, archive);
+  const Lent lent(*own, attached);
   next(own, archive);
-  KeeperOf(*attached).ReplaceState(StateOf(*own));
+  if (attached->inner != nullptr) KeeperOf(*attached).ReplaceState(StateOf(*own));
 }
 
 // Throws when libtorch's functions stand in front of ours: its own step() would be called, and the
@@ -165,18 +272,22 @@ void CheckIsInFront() {
 
 }  // namespace
 
-void Divert(Optimizer& own, std::shared_ptr<Optimizer> inner) {
-  OfProcess().Set(own, {.own = &own, .inner = std::move(inner), .after = {}, .parameters = {}});
+void Divert(Optimizer& own, const Engine& engine, std::shared_ptr<Optimizer> inner) {
+  OfProcess().Add(own, {.engine = &engine, .inner = std::move(inner)});
 }
-void Follow(Optimizer& own, std::function<void()> after) {
-  OfProcess().Set(own, {.own = &own, .inner = {}, .after = std::move(after), .parameters = {}});
+void Follow(Optimizer& own, const Engine& engine, std::function<void()> after) {
+  OfProcess().Add(own, {.engine = &engine, .after = std::move(after)});
 }
-void Undivert(const Optimizer& own) { OfProcess().Erase(own); }
+void TakeLeftState(Optimizer& own) { OfProcess().Find(own); }
+void Undivert(const Optimizer* attached_at, const Engine& engine) {
+  OfProcess().Close(attached_at, &engine);
+}
 
 }  // namespace zero3
 
 void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimizer) {
   std::optional<zero3::NamedOptimizer> named = zero3::NamedAs(optimizer);
+  zero3::TakeLeftState(optimizer);
   const ParamGroups groups = optimizer.param_groups();
   if (named.has_value() || dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr)
     zero3::CheckIsInFront();
@@ -186,10 +297,10 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
         MakeOptimizer(module, groups, *std::move(named));
     if (!states.empty()) dynamic_cast<zero3::StateKeeper&>(*inner).BeginWith(std::move(states));
     optimizer.state().clear();
-    zero3::Divert(optimizer, std::move(inner));
+    zero3::Divert(optimizer, *this, std::move(inner));
   } else if (dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr) {
     AttachForeign(module, groups, "torch::optim::LBFGS");
-    zero3::Follow(optimizer, [weak = weak_from_this()] {
+    zero3::Follow(optimizer, *this, [weak = weak_from_this()] {
       if (const auto engine = weak.lock()) engine->CommitStep();
     });
   } else {
@@ -199,7 +310,8 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
 }
 
 Engine::~Engine() {
-  for (const torch::optim::Optimizer* optimizer : own_optimizers_) zero3::Undivert(*optimizer);
+  for (const torch::optim::Optimizer* optimizer : own_optimizers_)
+    zero3::Undivert(optimizer, *this);
 }
 
 }  // namespace offload

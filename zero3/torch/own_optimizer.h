@@ -6,7 +6,9 @@
 // libtorch has no hooks around step(). Its classes' virtual functions are symbols of
 // libtorch_cpu.so that a program may define in front of it, also for calls from inside libtorch:
 // here step(), save() and load() of the attached objects are diverted, and those of all others go
-// on to libtorch. An attached object holds no state but while it is saved or loaded.
+// on to libtorch. An attached object may be moved. It holds no state but while it is saved or
+// loaded; what the trainer does to it counts nevertheless: groups and options are those of the
+// object at each step, and after state().clear() all that is kept begins anew.
 //
 // Thread safety: as torch::optim::Optimizer: one thread for each.
 #pragma once
@@ -16,14 +18,23 @@
 #include <functional>
 #include <memory>
 
+namespace offload {
+class Engine;
+}
+
 namespace offload::zero3 {
 
-// From now on step() of `own` is that of `inner`, a StateKeeper, with the options that `own` has
-// then; save() and load() are libtorch's, of what `inner` keeps.
-void Divert(torch::optim::Optimizer& own, std::shared_ptr<torch::optim::Optimizer> inner);
+// From now on step() of `own` is that of `inner`, a StateKeeper, with the groups and options that
+// `own` has then; save() and load() are libtorch's, of what `inner` keeps.
+void Divert(torch::optim::Optimizer& own, const Engine& engine,
+            std::shared_ptr<torch::optim::Optimizer> inner);
 // From now on `after` follows each step() of `own` that libtorch has made.
-void Follow(torch::optim::Optimizer& own, std::function<void()> after);
-// The engine is gone: they are ordinary objects again, whose parameters may be released.
-void Undivert(const torch::optim::Optimizer& own);
+void Follow(torch::optim::Optimizer& own, const Engine& engine, std::function<void()> after);
+// What a closed engine has left of an object is in it afterwards.
+void TakeLeftState(torch::optim::Optimizer& own);
+// The engine closes: the object that was attached at this address, and may be elsewhere or dead, is
+// an ordinary one again. It goes on with what was kept where the weights stay in memory, too;
+// where that cannot be had, its step() throws why.
+void Undivert(const torch::optim::Optimizer* attached_at, const Engine& engine);
 
 }  // namespace offload::zero3

@@ -91,7 +91,7 @@ void SummedGradient::CheckAccumulates() const {
          "next");
 }
 
-void SummedGradient::AfterAccumulation() {
+void SummedGradient::AfterAccumulation(const at::Tensor&) {
   const c10::AutoGradMode no_grad(false);
   {
     Lock lock(mutex());

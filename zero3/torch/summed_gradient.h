@@ -35,7 +35,7 @@ class SummedGradient final : public Gradient {
 
   void Watch() override;
   void BeforeAccumulation();
-  void AfterAccumulation() override;
+  void AfterAccumulation(const at::Tensor& added) override;
   bool PrepareStep() override;
   void FinishWriting() override {}
   void Describe(client::TensorUpdate& update) const override;

@@ -222,7 +222,7 @@ void TensorEngine::EndRawAtClose() {
 
 // The bytes that a parameter keeps, none when it keeps none.
 c10::DataPtr TensorEngine::WeightAtClose(const WeightResidency& weight) {
-  if (options_.weights_at_close != "memory" || !attached_.sealed) return {};
+  if (!leaves_weights() || !attached_.sealed) return {};
   const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(weight.tensor()).dtype);
   c10::DataPtr bytes = c10::GetCPUAllocator()->allocate(weight.size_bytes());
   try {

@@ -96,6 +96,13 @@ class TensorEngine {
   Statistics statistics() const;
   PlanSummary plan();
 
+  // Whether the weights are ordinary tensors in memory when the engine is closed.
+  bool leaves_weights() const { return options_.weights_at_close == "memory"; }
+
+  // Whether it was attached.
+  bool Has(const at::Tensor& parameter) const {
+    return ids_.contains(parameter.unsafeGetTensorImpl());
+  }
   // How often the job has updated a parameter.
   uint64_t update_count(const at::Tensor& parameter) const;
 

@@ -6,6 +6,7 @@
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/serialize.h>
 #include <torch/optim/sgd.h>
@@ -81,6 +82,16 @@ std::unique_ptr<OptimizerParamState> WriteRmsProp(const KeptState& kept) {
   return state;
 }
 
+template <class State>
+std::unique_ptr<OptimizerParamState> MakeBlank(std::shared_ptr<void> held) {
+  struct Blank : State {
+    std::shared_ptr<void> held;
+  };
+  auto blank = std::make_unique<Blank>();
+  blank->held = std::move(held);
+  return blank;
+}
+
 // ---- The classes -------------------------------------------------------------------------------
 
 using torch::serialize::InputArchive;
@@ -106,6 +117,7 @@ struct Row {
   const std::type_info& options;
   KeptState (*read)(const OptimizerParamState& state);
   std::unique_ptr<OptimizerParamState> (*write)(const KeptState& state);
+  std::unique_ptr<OptimizerParamState> (*blank)(std::shared_ptr<void> held);
   void (*save)(const Optimizer& optimizer, OutputArchive& archive);
   void (*load)(Optimizer& optimizer, InputArchive& archive);
   Convert to_file = Same, from_file = Same;
@@ -122,7 +134,8 @@ void Load(Optimizer& optimizer, InputArchive& archive) {
 template <class State, class Options>
 Row RowWith(KeptState (*read)(const OptimizerParamState& state),
             std::unique_ptr<OptimizerParamState> (*write)(const KeptState& state)) {
-  return {typeid(Options), read, write, Save<State, Options>, Load<State, Options>};
+  return {typeid(Options),      read, write, MakeBlank<State>, Save<State, Options>,
+          Load<State, Options>};
 }
 template <class State, class Options>
 Row AdamRow() {
@@ -135,6 +148,7 @@ Row RowLikeAdamW() {
   return {typeid(Options),
           ReadAdam<State>,
           WriteAdam<State>,
+          MakeBlank<State>,
           Save<State, AdamWOptions>,
           Load<State, AdamWOptions>,
           Converted<Options, AdamWOptions>,
@@ -235,6 +249,13 @@ void LoadState(Optimizer& optimizer, InputArchive& archive,
   take(StateOf(carrier));
   for (size_t i = 0; i < carrier.param_groups().size(); ++i)
     optimizer.param_groups()[i].set_options(row.from_file(carrier.param_groups()[i].options()));
+}
+
+std::unique_ptr<OptimizerParamState> BlankState(const Optimizer& optimizer,
+                                                std::shared_ptr<void> held) {
+  const Row* const row = RowOf(optimizer);
+  return row != nullptr ? row->blank(std::move(held))
+                        : MakeBlank<torch::optim::LBFGSParamState>(std::move(held));
 }
 
 }  // namespace offload::zero3

@@ -12,6 +12,7 @@
 #include <torch/serialize/archive.h>
 
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -34,5 +35,9 @@ void SaveState(const torch::optim::Optimizer& optimizer, std::span<const KeptSta
 // that is of another class or of other groups; nothing has changed then.
 void LoadState(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive,
                const std::function<void(std::span<const KeptState>)>& take);
+
+// Of the class that the optimizer's states have, without values; holds `held`.
+std::unique_ptr<torch::optim::OptimizerParamState> BlankState(
+    const torch::optim::Optimizer& optimizer, std::shared_ptr<void> held);
 
 }  // namespace offload::zero3
