@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "base/version.h"
+#include "proto/depths.h"
 #include "proto/pool_path.h"
 
 namespace offload::client {
@@ -186,7 +187,7 @@ absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
       .region_bytes = reply.region_bytes(),
       .io_engine = reply.io_engine(),
       .pipeline_blocks = reply.pipeline_blocks(),
-      .write_cost = reply.write_cost(),
+      .write_cost = reply.write_cost() > 0 ? reply.write_cost() : proto::kWriteCost,
       .trainable = std::vector<bool>(reply.trainable().begin(), reply.trainable().end())};
 }
 

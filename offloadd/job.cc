@@ -391,7 +391,7 @@ void Job::OnStepDone() {
 void Job::WaitDurable(StepDone done) {
   if (absl::Status status = Check(JobCall::kWaitDurable); !status.ok())
     return done(std::move(status));
-  if (!executor_->busy() && !StepIsReady() && store_->committed().epoch == step_)
+  if (!executor_->busy() && store_->committed().epoch == step_)
     return done(step_);
   executor_->Hurry();
   executor_->CommitSoon();

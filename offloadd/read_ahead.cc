@@ -69,6 +69,7 @@ std::shared_ptr<ReadAhead::Piece> ReadAhead::Take(uint32_t store_tensor, uint32_
   if (found == pieces_.end()) return nullptr;
   std::shared_ptr<Piece> piece = std::move(found->second);
   pieces_.erase(found);
+  std::erase(sequence_, Key{store_tensor, index});  // as many as there are blocks
   return piece;
 }
 

@@ -70,7 +70,8 @@ class ReadAhead {
   size_t next_tensor_ = 0;       // in order_, to be looked at
   uint32_t next_extent_ = 0;     // of that
   Pieces pieces_;
-  std::deque<Key> sequence_;  // keys of pieces_, and of some that are gone, as they were started
+  std::deque<Key>
+      sequence_;  // keys of pieces_, and of some that were forgotten, as they were started
 };
 
 }  // namespace offload::daemon

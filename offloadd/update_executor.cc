@@ -50,9 +50,11 @@ void UpdateExecutor::Begin(StepPlan plan) {
   OFFLOAD_CHECK(MayBegin() && unfinished_.empty()) << "step " << plan.step;
   step_ = plan.step;
   const Durability& durability = context_->durability;
-  step_is_checkpoint_ = durability.steps > 0 ? *step_ % durability.steps == 0
-                                             : context_->clock->NowSeconds() - committed_seconds_ >=
-                                                   durability.seconds;
+  step_is_checkpoint_ =
+      durability.steps > 0
+          ? *step_ % durability.steps == 0
+          : !commit_.has_value() &&  // from whose end the next interval counts
+                context_->clock->NowSeconds() - committed_seconds_ >= durability.seconds;
   context_->unsettled_puts = false;
   if (plan.trainer_state.has_value()) trainer_state_ = std::move(plan.trainer_state);
   hurry_ = false;
@@ -95,7 +97,7 @@ void UpdateExecutor::CommitSoon() {
 
 void UpdateExecutor::Demand(uint32_t store_tensor) {
   order_.Demand(store_tensor);
-  if (commit_.has_value()) write_back_.Hasten(store_tensor);
+  if (commit_.has_value() && write_back_.Awaits(store_tensor)) write_back_.Hasten(store_tensor);
 }
 
 void UpdateExecutor::Reorder() {
@@ -389,13 +391,8 @@ void UpdateExecutor::FinishStep() {
   } else {
     written_step_ = step_;
   }
-  events_.on_written(EndStep());
-}
-
-// Who waited for the step has it.
-uint64_t UpdateExecutor::EndStep() {
-  hurry_ = false;
-  return *std::exchange(step_, std::nullopt);
+  hurry_ = false;  // who waited for the step has it
+  events_.on_written(*std::exchange(step_, std::nullopt));
 }
 
 // Of all that there is.
@@ -427,7 +424,8 @@ void UpdateExecutor::FinishCommit(const absl::Status& status) {
   context_->commit_wanted = false;
   if (!status.ok()) return context_->fail(status);
   committed_seconds_ = context_->clock->NowSeconds();
-  if (!context_->durability.has_intervals()) EndStep();
+  if (!context_->durability.has_intervals()) step_.reset();
+  if (!step_.has_value()) hurry_ = false;  // who waited has what there was
   for (const std::shared_ptr<Extent>& extent : std::exchange(held_back_, {})) Write(extent);
   events_.on_committed(epoch);
 }

@@ -152,7 +152,6 @@ class UpdateExecutor {
   bool CommitsStep() const { return step_is_checkpoint_ || commit_asked_; }
   bool HasNews() const;
   void FinishStep();
-  uint64_t EndStep();
   void BeginCommit();
   void ContinueCommit();
   void FinishCommit(const absl::Status& status);

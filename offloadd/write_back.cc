@@ -29,6 +29,7 @@ bool WriteBack::Awaits(uint32_t store_tensor) const {
 }
 
 void WriteBack::Hasten(uint32_t store_tensor) {
+  if (queue_.empty() || queue_.front().first == store_tensor) return;
   std::stable_partition(
       queue_.begin(), queue_.end(),
       [store_tensor](const ResidentState::Key& key) { return key.first == store_tensor; });

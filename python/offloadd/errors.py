@@ -9,6 +9,7 @@ _WORDS = [
     ("Convert the module, module->to(torch::kFloat), before attaching it",
      "Convert the model before attach(): model.float() or model.to(torch.bfloat16)"),
     ("call requires_grad_(true)", "call requires_grad_(True)"),
+    ("Call requires_grad_(true)", "Call requires_grad_(True)"),
     ("before requires_grad_(true)", "before requires_grad_(True)"),
     ("or set may_thaw when a job is made over several pools", "or make the job with attach(…, unfreeze=True)"),
     ("or open it with weights_at_close = memory", "or attach with weights_at_close=\"memory\""),

@@ -643,8 +643,11 @@ class Handle:
 def open_ahead(options):
     """Opens the job of attach(**options), which will take it, unless it is open: (engine, the trainer's state). For integrations."""
     global _constructed
+    opened = init(**{key: value for key, value in options.items() if key in OPTIONS or key == "config"})
+    if _constructed is not None and any(_constructed.options.get(key) != opened.options.get(key) for key in ("job", "nvme_path")):
+        raise Error.of(1002, f"the job {_constructed.options.get('job')} was opened, and no attach() has taken it",
+                       "Attach to it with its own options, or start the program again")
     if _constructed is None:
-        opened = init(**{key: value for key, value in options.items() if key in OPTIONS or key == "config"})
         opened._engine = _open_engine(opened.options)
         _constructed = opened
     return _constructed._engine, _stored_state(_constructed._engine)[1]

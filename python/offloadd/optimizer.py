@@ -580,7 +580,8 @@ class Part:
         for group in self.optimizer.param_groups:
             planes = self.recipe.planes(self.recipe.values(group))
             for parameter in group["params"]:
-                yield parameter, *self._read(state_of(parameter) or {}, planes, group)
+                if not is_table(parameter):
+                    yield parameter, *self._read(state_of(parameter) or {}, planes, group)
 
     def _read(self, state, planes, group):
         """torch's state of one parameter. SGD counts nothing: a momentum buffer says that there was an update."""

@@ -27,7 +27,7 @@
 #include "proto/shm_abi.h"
 #include "proto/slab_layout.h"
 #include "zero3/planner.h"
-#include "zero3/torch/trainer_state.h"
+#include "zero3/trainer_state.h"
 
 namespace offload::zero3 {
 namespace {
@@ -177,6 +177,7 @@ absl::Status offload_job::Open(const offload_options& options, std::vector<proto
                                                    .io_engine = TextOr(options.io, "auto"),
                                                    .durability = durability}));
   input.good_pipeline_blocks = std::max(info.pipeline_blocks, input.good_pipeline_blocks);
+  input.write_cost = info.write_cost;
   OFFLOAD_ASSIGN_OR_RETURN(plan, MakePlan(input));
   OFFLOAD_RETURN_IF_ERROR(session->DeclareTensors(input.catalogue.tensors));
   OFFLOAD_RETURN_IF_ERROR(session->Seal(optimizer, plan.memory, plan.pins_offset, nullptr));
@@ -386,7 +387,7 @@ int offload_acquire(offload_job* job, size_t tensor, const void** weights) {
 }
 
 void offload_release(offload_job* job, size_t tensor) {
-  job->session->Release(static_cast<uint32_t>(tensor));
+  if (job->CheckTensor(tensor).ok()) job->session->Release(static_cast<uint32_t>(tensor));
 }
 
 void offload_prefetch(offload_job* job, size_t tensor) {

@@ -452,6 +452,11 @@ at::Tensor Gradient::Norm(double p) {
 
 // ---- Accumulation ------------------------------------------------------------------------------
 
+// Somebody else has it. Torch counts the Python object, too, which lives as long as the tensor.
+static bool IsShared(const at::Tensor& tensor) {
+  return !torch::autograd::impl::is_tensor_stealable(tensor);
+}
+
 void Gradient::AfterAccumulation(const at::Tensor& added) {
   const c10::AutoGradMode no_grad(false);
   {
@@ -463,7 +468,7 @@ void Gradient::AfterAccumulation(const at::Tensor& added) {
   if (!grad.defined() || grad.requires_grad() || grad.layout() != at::kStrided) return;
   if (!IsOwn(grad)) {
     // What torch has taken over as it came is of no use to anybody else.
-    const bool is_taken = added.defined() && grad.is_alias_of(added);
+    const bool is_taken = added.defined() && grad.is_alias_of(added) && !IsShared(grad);
     if (!is_taken && IsTrainers(grad)) return;
     AdoptStolen(grad);
   }
@@ -492,7 +497,7 @@ void Gradient::CheckFits(const at::Tensor& value) const {
 // Somebody has another reference to it or its memory, and would miss what is done to `.grad`.
 bool Gradient::IsTrainers(const at::Tensor& grad) {
   return grad.layout() == at::kStrided &&
-         (grad.use_count() > 1 || grad.unsafeGetTensorImpl()->unsafe_storage().use_count() > 1);
+         (IsShared(grad) || grad.unsafeGetTensorImpl()->unsafe_storage().use_count() > 1);
 }
 
 void Gradient::AdoptStolen(const at::Tensor& stolen) {
@@ -514,7 +519,7 @@ void Gradient::TakeValues(const at::Tensor& values) {
 // its buffer is then theirs. They get a copy to keep, and the accumulator a new storage.
 void Gradient::LeaveTensorToOthers() {
   const c10::Storage& storage = tensor_.unsafeGetTensorImpl()->unsafe_storage();
-  if (IsOwn(tensor_) && tensor_.use_count() == 1 && storage.use_count() == 1) return;
+  if (IsOwn(tensor_) && !IsShared(tensor_) && storage.use_count() == 1) return;
   Pins pins;
   pins.Add(this, Access::kRead);
   c10::DataPtr copy = c10::GetCPUAllocator()->allocate(size_bytes_);
@@ -552,7 +557,9 @@ bool Gradient::PrepareStep() {
     Lock lock(mutex());
     WaitWhileMoving(lock);
     CheckOpen();
-    settle = zero_ || !(std::fabs(scale_) <= 1.0f);
+    // All ranks have the same bytes, whether one has looked at them or not.
+    const bool is_compared = scale_ != 1.0f && attachment_->input().gradients_reduced;
+    settle = zero_ || is_compared || !(std::fabs(scale_) <= 1.0f);
   }
   if (settle) {
     Pins pins;

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/torch_state.h"
 
@@ -47,7 +48,8 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
     std::vector<KeptState> states;
     for (const OptimizerParamGroup& group : param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
-        if (parameter.numel() == 0 || engine_->update_count(parameter) == 0) continue;
+        if (parameter.numel() == 0 || IsTable(parameter)) continue;
+        if (engine_->update_count(parameter) == 0) continue;
         states.push_back(engine_->GatherState(parameter));
       }
     }

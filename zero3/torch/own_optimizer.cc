@@ -19,6 +19,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "zero3/torch/named_optimizer.h"
+#include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/torch_state.h"
 
@@ -69,7 +70,9 @@ void SetMark(Optimizer& own, std::shared_ptr<Attached> attached) {
 void BeginAnew(const Attached& attached) {
   std::vector<KeptState> blank;
   for (const OptimizerParamGroup& group : attached.inner->param_groups()) {
-    for (const at::Tensor& parameter : group.params()) blank.push_back({.parameter = parameter});
+    for (const at::Tensor& parameter : group.params()) {
+      if (!IsTable(parameter)) blank.push_back({.parameter = parameter});
+    }
   }
   KeeperOf(attached).ReplaceState(blank);
 }

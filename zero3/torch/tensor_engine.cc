@@ -291,7 +291,7 @@ std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
       continue;
     }
     Parameter& first = parameters[known->second];
-    CheckShared(named, Described(first.name, first.tensor, first.trainable));
+    CheckShared(named, Described(first.name, first.tensor, first.tensor.requires_grad()));
     // The one with the gradient stands for all.
     first.aliases.push_back(tensor);
     if (tensor.requires_grad()) std::swap(first.tensor, first.aliases.back());
@@ -681,7 +681,7 @@ std::optional<WeightFile> TensorEngine::OpenInitialWeights() {
 
 std::vector<at::Tensor> TensorEngine::FindThawed(std::span<const GroupUpdate> updates) const {
   std::vector<at::Tensor> thawed;
-  if (sums_ != nullptr) return thawed;
+  if (attachment_->world_size() > 1) return thawed;  // GradientOf() says what to do
   for (const GroupUpdate& update : updates) {
     for (const at::Tensor& parameter : update.tensors) {
       if (parameter.numel() == 0 || !parameter.grad().defined()) continue;
@@ -705,7 +705,7 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
   if (has_unsettled_states_) {
     ThrowStatus(MakeError(ErrorId::kBadValue,
                           "a frozen parameter has a gradient after the optimizer's state was "
-                          "loaded, without a step between them",
+                          "loaded or cleared, without a step between them",
                           "Take a step before requires_grad_(true)"));
   }
   std::vector<proto::Tensor> before = declared_;
@@ -732,7 +732,11 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
     Reopen();
   } catch (...) {
     for (WeightResidency* const weight : weights_) weight->Close();
-    attachment_->Close();
+    try {
+      attachment_->Close();
+    } catch (const std::exception& error) {
+      Log().error("closing job {}: {}", options_.job, error.what());
+    }
     throw;
   }
   WatchGradients(trained);
@@ -1112,8 +1116,10 @@ void TensorEngine::BeginWith(std::vector<KeptState> states) {
 std::vector<at::Tensor> TensorEngine::FrozenWithState(std::span<const KeptState> states) const {
   std::vector<at::Tensor> frozen;
   for (const KeptState& state : states) {
-    const bool has_state = state.update_count > 0 && state.parameter.numel() > 0;
-    if (has_state && !declared_[IdOf(state.parameter)].trainable) frozen.push_back(state.parameter);
+    const bool needs_room =
+        state.parameter.numel() > 0 && (state.update_count > 0 || state.parameter.requires_grad());
+    if (needs_room && !declared_[IdOf(state.parameter)].trainable)
+      frozen.push_back(state.parameter);
   }
   return frozen;
 }
