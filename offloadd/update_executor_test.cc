@@ -273,6 +273,20 @@ TEST(UpdateExecutorTest, ACheckpointIsWrittenWhileTheNextStepRuns) {
   EXPECT_EQ(parts.CompareDurable(parts.now), "");
 }
 
+TEST(UpdateExecutorTest, AnIntervalByTheClockBeginsWithTheEndOfACheckpoint) {
+  PartsOptions options = InMemoryWithCheckpoints();
+  options.durability = {.steps = 0, .seconds = 10};
+  Parts parts(options);
+  parts.clock().AdvanceSeconds(10);
+  parts.Begin(1, kAll);
+  while (!parts.executor().MayBegin()) parts.Turn();
+  ASSERT_TRUE(parts.executor().committing());
+  parts.Begin(2, kAll);
+  parts.Run();
+  EXPECT_EQ(parts.written, std::vector<uint64_t>({1, 2}));
+  EXPECT_EQ(parts.committed, std::vector<uint64_t>({1}));
+}
+
 TEST(UpdateExecutorTest, APowerCutBesideACheckpointLeavesItOrTheOneBefore) {
   int cuts_before = 0, cuts_after = 0;
   for (int turns = 0; cuts_after < 3; ++turns) {
