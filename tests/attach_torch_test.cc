@@ -475,7 +475,8 @@ TEST_F(AttachTest, EverythingThatCannotBeAttachedIsSaidAtOnce) {
   engine_ = Engine::Open(OptionsFor(*model_, {"unsupported_model"}));
   model_->scale.set_data(torch::ones({}, at::kDouble));
   model_->up->weight.set_data(torch::zeros({kInner, 2 * kWidth}).slice(1, 0, kWidth));
-  model_->down->weight.set_data(torch::zeros({2 * kWidth, kInner}).slice(0, 0, kWidth));
+  const Tensor larger = torch::zeros({2 * kWidth, kInner});
+  model_->down->weight.set_data(larger.slice(0, 0, kWidth));
   model_->norm->bias.set_data(torch::ones({kWidth}, at::kDouble));
   ExpectError(1601,
               "parameters 'scale', 'norm.bias' have dtype Double, float32 and bfloat16 are "

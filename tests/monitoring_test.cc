@@ -215,9 +215,9 @@ TEST_F(MonitoringTest, ATraceHasPhasesWaitsTransfersAndArrows) {
 
 TEST_F(MonitoringTest, AStepLogHasALineForEveryStepOfAllRuns) {
   const std::string path = pool_ + "/run.jsonl";
+  Job job(pool_, "logged", {.dtype = Dtype::kBFloat16});
   for (int run = 0; run < 2; ++run) {
     const ScopedVariable variable("OFFLOADD_STEP_LOG", path);
-    Job job(pool_, "logged", {.dtype = Dtype::kBFloat16});
     ASSERT_NO_FATAL_FAILURE(job.Open());
     for (int i = 0; i < 3; ++i) TrainStep(job);
     job.Close();

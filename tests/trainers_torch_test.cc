@@ -691,7 +691,7 @@ TEST(TrainersTest, AKilledThawLeavesTheJobAsItWas) {
     Unfreezing run(at::kFloat, offloading, OptionsFor("killed_thaw"));
     run.Train(0, 2);
     if (offloading) {
-      setenv("OFFLOADD_FAULT_POINT", "job.laid_out_anew:1", 1);
+      setenv("OFFLOADD_FAULT_POINT", "job.laid_out_anew:1:exit", 1);
       run.Restart(2);
       ExpectError(1801, "", [&] { run.engine().Seal(); });
       unsetenv("OFFLOADD_FAULT_POINT");
