@@ -257,12 +257,18 @@ Tensor InMemoryOptimizer::step(LossClosure closure) {
     loss = closure();
   }
   const at::NoGradGuard no_gradients;
+  // Parts of one vector share a version: all are looked at before one is written.
+  ForEachWithGradient([this](Tensor& parameter) { FollowWeight(parameter); });
   for (auto& group : param_groups_) {
     const OptimizerSpec optimizer = CheckedSpec(optimizer_, group.options());
     for (Tensor& parameter : group.params()) {
       if (parameter.grad().defined()) UpdateParameter(optimizer, parameter);
     }
   }
+  ForEachWithGradient([this](Tensor& parameter) {
+    states_->states_[parameter.unsafeGetTensorImpl()].version =
+        static_cast<int64_t>(parameter._version());
+  });
   ++states_->steps_;
   return loss;
 }
@@ -352,7 +358,15 @@ void InMemoryOptimizer::load(torch::serialize::InputArchive& archive) {
   LoadState(*this, archive, [this](std::span<const KeptState> states) { ReplaceState(states); });
 }
 
-void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& parameter) {
+void InMemoryOptimizer::ForEachWithGradient(absl::FunctionRef<void(Tensor& parameter)> work) {
+  for (auto& group : param_groups_) {
+    for (Tensor& parameter : group.params()) {
+      if (parameter.grad().defined()) work(parameter);
+    }
+  }
+}
+
+void InMemoryOptimizer::FollowWeight(const Tensor& parameter) {
   InMemoryState& state = states_->states_[parameter.unsafeGetTensorImpl()];
   if (IsItsOwnMaster(parameter)) {
     state.master = parameter.detach();  // anew, since its storage may be another one
@@ -361,6 +375,10 @@ void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& 
   } else if (WasWritten(parameter, state)) {
     state.master.copy_(parameter);
   }
+}
+
+void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& parameter) {
+  InMemoryState& state = states_->states_[parameter.unsafeGetTensorImpl()];
   for (size_t i = 0; i < state.planes.size(); ++i) {
     if (states_->kept_.Plane(i) != nullptr && !state.planes[i].defined())
       state.planes[i] = at::zeros_like(state.master, at::MemoryFormat::Preserve);
@@ -370,7 +388,6 @@ void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& 
   const Tensor gradient = given.layout() == at::kStrided ? given : given.to_dense();
   UpdateOf(optimizer)(optimizer, gradient.to(at::kFloat), state);
   if (!IsItsOwnMaster(parameter)) parameter.copy_(state.master);
-  state.version = static_cast<int64_t>(parameter._version());
 }
 
 }  // namespace offload::zero3

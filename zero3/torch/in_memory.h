@@ -31,6 +31,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "kernels/optimizer.h"
 #include "zero3/torch/kept_state.h"
 #include "zero3/torch/named_optimizer.h"
@@ -88,6 +89,9 @@ class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeep
   }
 
  private:
+  void ForEachWithGradient(absl::FunctionRef<void(torch::Tensor& parameter)> work);
+  // A master follows what was written into its weight since the last step.
+  void FollowWeight(const torch::Tensor& parameter);
   void UpdateParameter(const kernels::OptimizerSpec& optimizer, torch::Tensor& parameter);
 
   const NamedOptimizer optimizer_;
