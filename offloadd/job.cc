@@ -391,8 +391,7 @@ void Job::OnStepDone() {
 void Job::WaitDurable(StepDone done) {
   if (absl::Status status = Check(JobCall::kWaitDurable); !status.ok())
     return done(std::move(status));
-  if (!executor_->busy() && store_->committed().epoch == step_)
-    return done(step_);
+  if (!executor_->busy() && store_->committed().epoch == step_) return done(step_);
   executor_->Hurry();
   executor_->CommitSoon();
   durable_waiters_.push_back({step_, std::move(done)});

@@ -180,7 +180,7 @@ class UpdateExecutor {
   uint32_t uncomputed_tasks_ = 0;
   uint32_t extents_in_flight_ = 0;
   uint32_t extents_in_flight_max_ = 0;
-  uint64_t gradient_offset_ = 0;  // in a block
+  uint64_t gradient_offset_ = 0;                    // in a block
   std::vector<std::shared_ptr<Extent>> held_back_;  // computed, to be written after the commit
 };
 

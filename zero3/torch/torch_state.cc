@@ -134,7 +134,7 @@ void Load(Optimizer& optimizer, InputArchive& archive) {
 template <class State, class Options>
 Row RowWith(KeptState (*read)(const OptimizerParamState& state),
             std::unique_ptr<OptimizerParamState> (*write)(const KeptState& state)) {
-  return {typeid(Options),      read, write, MakeBlank<State>, Save<State, Options>,
+  return {typeid(Options),     read, write, MakeBlank<State>, Save<State, Options>,
           Load<State, Options>};
 }
 template <class State, class Options>

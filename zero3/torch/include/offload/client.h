@@ -25,8 +25,8 @@
  * with its own weights. One process has a job; a job made here may be attached by any language.
  *
  * Functions that return int return 0, or the number of an error (1203 for OFD-1203; 1 for one
- * without a number), whose text offload_error() then has. Nothing has changed then, but for what the
- * text says; after OFD-1801 or a lost drive a job is only good for offload_close().
+ * without a number), whose text offload_error() then has. Nothing has changed then, but for what
+ * the text says; after OFD-1801 or a lost drive a job is only good for offload_close().
  *
  * Thread safety: one thread per job at a time; offload_acquire, offload_release and
  * offload_prefetch from any thread, at any time but during offload_close. */
@@ -92,16 +92,16 @@ int64_t offload_step_count(const offload_job* job);
 
 /* Writes elements [begin, begin + count) of a plane of a tensor, in its order. Planes are "weight"
  * (in the tensor's type; a bf16 tensor's master becomes its value), and in fp32 "master" and what
- * the optimizer keeps ("exp_avg", ...). `begin` is a multiple of OFFLOAD_EXTENT_ELEMENTS; `count` is
- * one, too, unless the piece goes to the end. Of a job that exists: durable with the next step.
+ * the optimizer keeps ("exp_avg", ...). `begin` is a multiple of OFFLOAD_EXTENT_ELEMENTS; `count`
+ * is one, too, unless the piece goes to the end. Of a job that exists: durable with the next step.
  * Not between offload_acquire() and offload_release() of the tensor. */
 int offload_put(offload_job* job, size_t tensor, const char* plane, uint64_t begin, uint64_t count,
                 const void* values);
 /* Reads as offload_put() writes, as of the last step; zeros before it. */
 int offload_get(offload_job* job, size_t tensor, const char* plane, uint64_t begin, uint64_t count,
                 void* values);
-/* Once, after a new job's weights are there (others are zeros): commits step 0 and gives the job its
- * name. Does nothing for a job that existed. */
+/* Once, after a new job's weights are there (others are zeros): commits step 0 and gives the job
+ * its name. Does nothing for a job that existed. */
 int offload_publish(offload_job* job);
 
 /* Pins a tensor's weights in shared memory, read-only, row by row, up to date with the last step;
@@ -113,8 +113,8 @@ void offload_release(offload_job* job, size_t tensor);
 void offload_prefetch(offload_job* job, size_t tensor);
 
 /* Copies a gradient, whole and in the tensor's type, for the next step; what was delivered for that
- * before is replaced. Waits for the tensor's last update. OFD-1701 when it is not finite, 1002 for a
- * frozen tensor. */
+ * before is replaced. Waits for the tensor's last update. OFD-1701 when it is not finite, 1002 for
+ * a frozen tensor. */
 int offload_deliver_gradient(offload_job* job, size_t tensor, const void* gradient);
 /* One step over the tensors whose gradient was delivered since the last one. Other values of
  * `parameters` count from now on. Returns when the step is recorded: after the commit of the one
