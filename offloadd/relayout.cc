@@ -11,6 +11,7 @@
 #include "base/status_macros.h"
 #include "kernels/split.h"
 #include "offloadd/extent_update.h"
+#include "swap/verified_read.h"
 
 namespace offload::daemon {
 namespace {
@@ -30,13 +31,7 @@ absl::Status ReadPlane(swap::Store& store, const swap::ExtentId& id, MappedRegio
   *stamp = store.stamp(id);
   if (stamp->never_written()) return absl::OkStatus();
   OFFLOAD_ASSIGN_OR_RETURN(*bytes, MappedRegion::Anonymous(store.ExtentBytes(id)));
-  const swap::ReadRequest request{id, bytes->data()};
-  OFFLOAD_RETURN_IF_ERROR(RunToEnd(store, [&](swap::Store::Done done) {
-    store.Read({&request, 1}, {stamp, 1}, std::move(done));
-  }));
-  if (store.Verify(id, *stamp, bytes->span())) return absl::OkStatus();
-  return RunToEnd(
-      store, [&](swap::Store::Done done) { store.ReadAgain(request, *stamp, std::move(done)); });
+  return swap::ReadVerified(store, {id, bytes->data()}, stamp);
 }
 
 absl::StatusOr<Extent> ReadExtent(const LaidOutStore& from, uint32_t store_tensor, uint32_t index) {

@@ -9,6 +9,7 @@
 #include "kernels/split.h"
 #include "proto/buffer_tensors.h"
 #include "swap/fork.h"
+#include "swap/verified_read.h"
 #include "zero3/dimension_order.h"
 
 namespace offload::tools {
@@ -150,15 +151,8 @@ absl::Status StoredModel::ReadPlane(const swap::ExtentId& id, const MappedRegion
   const uint64_t size_bytes = store_->ExtentBytes(id);
   if (size_bytes > kPlaneBytesMax)
     return MakeError(ErrorId::kStoreDamaged, absl::StrCat(swap::NameOf(id), " is too large"));
-  const swap::ReadRequest request{id, to.data()};
   swap::Stamp stamp;
-  OFFLOAD_RETURN_IF_ERROR(RunToEnd(*store_, [&](swap::Store::Done done) {
-    store_->Read({&request, 1}, {&stamp, 1}, std::move(done));
-  }));
-  if (stamp.never_written() || store_->Verify(id, stamp, {to.data(), size_bytes}))
-    return absl::OkStatus();
-  return RunToEnd(
-      *store_, [&](swap::Store::Done done) { store_->ReadAgain(request, stamp, std::move(done)); });
+  return swap::ReadVerified(*store_, {id, to.data()}, &stamp);
 }
 
 void StoredModel::Narrow(size_t count) {
