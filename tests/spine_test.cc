@@ -218,12 +218,14 @@ TEST_F(SpineTest, CheckpointIntervalIsWhatAKilledDaemonLeaves) {
 // What stays in memory, in an interval that only the end of the job ends.
 class SpineIntervalTest : public SpineTest {
  protected:
-  void TrainAndResumeInMemory(Variant variant) {
-    variant.durability = "checkpoint:1000";
+  // All of it stays in memory.
+  static Variant InMemory(Variant variant, const char* durability = "checkpoint:1000") {
+    variant.durability = durability;
     variant.state_resident = 9;
     variant.weights_resident = true;
-    TrainAndResume(variant);
+    return variant;
   }
+  void TrainAndResumeInMemory(Variant variant) { TrainAndResume(InMemory(std::move(variant))); }
 };
 
 TEST_F(SpineIntervalTest, BFloat16AdamW) { TrainAndResumeInMemory({.dtype = Dtype::kBFloat16}); }
@@ -300,12 +302,7 @@ TEST_F(SpineIntervalTest, WhatStaysInMemoryIsWrittenAtTheCheckpointOnly) {
 
 TEST_F(SpineIntervalTest, TieBitsThatFillAPlaneAreWrittenAtOnce) {
   Job job(pool_, "job",
-          {.dtype = Dtype::kBFloat16,
-           .optimizer = kHalfSteps,
-           .state_resident = 9,
-           .weights_resident = true,
-           .durability = "checkpoint:1000",
-           .half_steps = true});
+          InMemory({.dtype = Dtype::kBFloat16, .optimizer = kHalfSteps, .half_steps = true}));
   ASSERT_NO_FATAL_FAILURE(job.Open());
   const proto::SlabHeader& header = job.session().slab_header();
   job.ExpectEqual();
@@ -327,11 +324,7 @@ TEST_F(SpineIntervalTest, TieBitsThatFillAPlaneAreWrittenAtOnce) {
 
 // The steps after it are not part of it.
 TEST_F(SpineIntervalTest, ACheckpointThatIsAskedForHoldsTheLastStep) {
-  Job job(pool_, "job",
-          {.dtype = Dtype::kBFloat16,
-           .state_resident = 9,
-           .weights_resident = true,
-           .durability = "checkpoint:1000"});
+  Job job(pool_, "job", InMemory({.dtype = Dtype::kBFloat16}));
   ASSERT_NO_FATAL_FAILURE(job.Open());
   EXPECT_EQ(job.session().Checkpoint().value(), 0u) << "nothing is newer";
   job.Step();
@@ -351,12 +344,8 @@ TEST_F(SpineIntervalTest, ACheckpointThatIsAskedForHoldsTheLastStep) {
 // The bits of a step beside a checkpoint are written when that is committed.
 TEST_F(SpineIntervalTest, TieBitsOfTheNextStepAreNotInACheckpoint) {
   Job job(pool_, "job",
-          {.dtype = Dtype::kBFloat16,
-           .optimizer = kHalfSteps,
-           .state_resident = 9,
-           .weights_resident = true,
-           .durability = "checkpoint:2",
-           .half_steps = true});
+          InMemory({.dtype = Dtype::kBFloat16, .optimizer = kHalfSteps, .half_steps = true},
+                   "checkpoint:2"));
   ASSERT_NO_FATAL_FAILURE(job.Open());
   uint64_t step = 0;
   for (int life = 0; life < 3; ++life) {
