@@ -50,7 +50,7 @@ v1::Tensor ToMessage(const proto::Tensor& tensor) {
   v1::Tensor message;
   message.set_name(tensor.name);
   message.mutable_shape()->Add(tensor.shape.begin(), tensor.shape.end());
-  message.set_dtype(tensor.dtype == proto::Dtype::kFloat32 ? v1::FLOAT32 : v1::BFLOAT16);
+  message.set_dtype(static_cast<v1::Dtype>(tensor.dtype));
   message.set_trainable(tensor.trainable);
   message.mutable_dimension_order()->Add(tensor.dimension_order.begin(),
                                          tensor.dimension_order.end());

@@ -115,7 +115,8 @@ absl::Status RingClient::AttachGradientWords() {
 
 // ---- Tensors ----------------------------------------------------------------------------------
 
-absl::StatusOr<const std::byte*> RingClient::Acquire(uint32_t tensor) {
+// Pins it; null when it is not resident.
+absl::StatusOr<const std::byte*> RingClient::Look(uint32_t tensor) {
   if (tensor >= tensor_count_) {
     return MakeError(ErrorId::kInternal,
                      absl::StrCat("acquiring tensor ", tensor, " of ", tensor_count_));
@@ -131,8 +132,19 @@ absl::StatusOr<const std::byte*> RingClient::Acquire(uint32_t tensor) {
     options_.monitor->Used(tensor);
     return slab_.data() + proto::OffsetOf(seen);
   }
-  absl::StatusOr<const std::byte*> bytes =
-      AcquireSlowly(tensor, proto::StateOf(seen) == proto::kPending);
+  return nullptr;
+}
+
+absl::StatusOr<const std::byte*> RingClient::TryAcquire(uint32_t tensor) {
+  OFFLOAD_ASSIGN_OR_RETURN(const std::byte* const present, Look(tensor));
+  if (present == nullptr) Release(tensor);
+  return present;
+}
+
+absl::StatusOr<const std::byte*> RingClient::Acquire(uint32_t tensor) {
+  OFFLOAD_ASSIGN_OR_RETURN(const std::byte* const present, Look(tensor));
+  if (present != nullptr) return present;
+  absl::StatusOr<const std::byte*> bytes = AcquireSlowly(tensor, State(tensor) == proto::kPending);
   if (!bytes.ok()) Release(tensor);
   return bytes;
 }

@@ -73,6 +73,7 @@ class RingClient {
 
   absl::StatusOr<const std::byte*> Acquire(uint32_t tensor);
   void Release(uint32_t tensor);
+  absl::StatusOr<const std::byte*> TryAcquire(uint32_t tensor);
   bool Prefetch(uint32_t tensor);
   proto::TensorState State(uint32_t tensor) const;
   void SetSchedulePosition(uint32_t position);
@@ -87,6 +88,7 @@ class RingClient {
   // 0 with one rank, and in a forked child. Acquire: what the word says was written before it.
   uint64_t GradientWord(uint32_t tensor) const;
   const std::byte* slab() const { return slab_.data(); }
+  uint64_t slab_bytes() const { return slab_.size(); }
   std::byte* region() const { return region_.data(); }
   uint64_t region_bytes() const { return region_.size(); }
   const proto::SlabHeader& slab_header() const {
@@ -115,6 +117,7 @@ class RingClient {
 
   explicit RingClient(Options options, UniqueFd wake);
 
+  absl::StatusOr<const std::byte*> Look(uint32_t tensor);
   absl::StatusOr<const std::byte*> AcquireSlowly(uint32_t tensor, bool is_pending);
   uint64_t SubmitLocked(proto::SubmissionEntry entry, bool nobody_waits)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -244,6 +244,10 @@ absl::StatusOr<const std::byte*> Session::Acquire(uint32_t tensor) {
   return impl_->rings->Acquire(tensor);
 }
 
+absl::StatusOr<const std::byte*> Session::TryAcquire(uint32_t tensor) {
+  return impl_->rings->TryAcquire(tensor);
+}
+
 void Session::Release(uint32_t tensor) { impl_->rings->Release(tensor); }
 
 bool Session::Prefetch(uint32_t tensor) { return impl_->rings->Prefetch(tensor); }
@@ -333,6 +337,7 @@ uint64_t Session::GradientWord(uint32_t tensor) const { return impl_->rings->Gra
 absl::Status Session::Wait(Ticket ticket) { return impl_->rings->Wait(ticket); }
 
 const std::byte* Session::slab() const { return impl_->rings->slab(); }
+uint64_t Session::slab_bytes() const { return impl_->rings->slab_bytes(); }
 std::byte* Session::region() const { return impl_->rings->region(); }
 uint64_t Session::region_bytes() const { return impl_->rings->region_bytes(); }
 const proto::SlabHeader& Session::slab_header() const { return impl_->rings->slab_header(); }

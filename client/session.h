@@ -77,8 +77,8 @@ using Group = kernels::OptimizerSpec;
 struct TensorUpdate {
   uint32_t tensor = 0;
   uint32_t group = 0;
-  uint64_t update_count = 1;    // of this tensor, 1 at its first update
-  float gradient_scale = 1.0f;  // multiplies the gradient first
+  uint64_t update_count = 1;  // of this tensor, 1 at its first update
+  double gradient_scale = 1;  // multiplies the gradient first
   // With several ranks, for a gradient that every rank has whole: where it is in the region, if the
   // trainer has written it instead of the sum, and the crc32c of its bytes.
   uint64_t own_gradient_offset = 0;
@@ -137,6 +137,8 @@ class Session {
   // Requires Seal. Errors: OFD-1801, 1303, or what failed the job.
   absl::StatusOr<const std::byte*> Acquire(uint32_t tensor);
   void Release(uint32_t tensor);
+  // The same for a tensor that is resident and up to date now, else null. Never blocks.
+  absl::StatusOr<const std::byte*> TryAcquire(uint32_t tensor);
   // Asks for a tensor that will be needed; never blocks, never fails. False when it is resident or
   // the ring has no room.
   bool Prefetch(uint32_t tensor);
@@ -149,7 +151,8 @@ class Session {
              uint64_t region_offset) {
     return PutPlane(tensor, proto::Plane::kWeight, element_offset, element_count, region_offset);
   }
-  // Weights, or fp32 values of bf16 masters or of a plane that the optimizer keeps.
+  // Weights, or values of bf16 and fp16 masters or of a plane that the optimizer keeps: fp32, of an
+  // fp64 tensor fp64.
   Ticket PutPlane(uint32_t tensor, proto::Plane plane, uint64_t element_offset,
                   uint64_t element_count, uint64_t region_offset);
   // With several ranks: the first one ends the puts that overwrite a tensor with it; the others say
@@ -184,6 +187,7 @@ class Session {
   absl::Status Wait(Ticket ticket);
 
   const std::byte* slab() const;  // all of it, read-only; where sums are, SlabLayout says
+  uint64_t slab_bytes() const;
   std::byte* region() const;
   uint64_t region_bytes() const;
   const proto::SlabHeader& slab_header() const;

@@ -100,6 +100,9 @@ void DefineOffloading(CLI::App& app, Flags& flags, Words& words) {
                  "on: weights and optimizer state on NVMe; what --nvme-path says by itself")
       ->check(CLI::IsMember({"on", "off"}));
   app.add_option("--ram", flags.ram, "memory budget of the offloaded state: 512MiB, 8GiB");
+  app.add_option("--gpu-ram", flags.gpu_ram,
+                 "with --device: the budget of the device's memory for weights and gradients: "
+                 "auto, 8GiB");
   app.add_option("--nvme-path", flags.nvme_path,
                  "folder on the drive, or several with commas between; turns offloading on");
   app.add_option("--job", flags.job, "names the run; the same name resumes it");
@@ -126,12 +129,20 @@ absl::Status DecideOffloading(const CLI::App& app, const Words& words, Flags& fl
       words.offload == "on" || (app.count("--offload") == 0 && !flags.nvme_path.empty());
   if (flags.offload) return absl::OkStatus();
   for (const char* const flag :
-       {"--nvme-path", "--ram", "--job", "--durability", "--generations", "--zero-stage",
-        "--weights-home", "--state-home", "--checksums", "--io"}) {
+       {"--nvme-path", "--ram", "--gpu-ram", "--job", "--durability", "--generations",
+        "--zero-stage", "--weights-home", "--state-home", "--checksums", "--io"}) {
     if (app.count(flag) == 0) continue;
     return MakeError(ErrorId::kBadValue, absl::StrCat(flag, " has no effect without offloading"),
                      app.count("--offload") == 0 ? "Add --nvme-path DIR, or leave it away"
                                                  : "Say --offload on, or leave it away");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckDevice(const CLI::App& app, const Flags& flags) {
+  if (flags.device == "cpu" && app.count("--gpu-ram") > 0) {
+    return MakeError(ErrorId::kBadValue, "--gpu-ram has no effect on the CPU",
+                     "Add --device cuda, or leave it away");
   }
   return absl::OkStatus();
 }
@@ -141,6 +152,7 @@ absl::Status ReadWords(const CLI::App& app, const Words& words, Flags& flags) {
   flags.precision = words.dtype == "bf16" ? Precision::kBFloat16 : Precision::kFloat32;
   flags.optimizer = words.optimizer == "sgd" ? OptimizerKind::kSgd : OptimizerKind::kAdamW;
   OFFLOAD_RETURN_IF_ERROR(DecideOffloading(app, words, flags));
+  OFFLOAD_RETURN_IF_ERROR(CheckDevice(app, flags));
   OFFLOAD_ASSIGN_OR_RETURN(const uint64_t parameters, ParseCount(words.parameters));
   flags.parameters = static_cast<int64_t>(std::min<uint64_t>(parameters, int64_t{1} << 50));
   OFFLOAD_RETURN_IF_ERROR(ParseByteSize(flags.ram).status());

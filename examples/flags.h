@@ -60,6 +60,9 @@ struct Flags {
   int64_t zero_stage = -1;  // -1: what saves most
   std::string weights_home = "auto", state_home = "auto";
 
+  std::string device = "cpu";    // by torch's name: cuda, cuda:1
+  std::string gpu_ram = "auto";  // of a device, with offloading
+
   int64_t threads = 0;  // 0: what torch chooses
   bool json = false;
 };

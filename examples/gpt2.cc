@@ -111,7 +111,7 @@ Gpt2::Gpt2(const ModelShape& shape) {
 }
 
 torch::Tensor Gpt2::forward(const torch::Tensor& tokens) {
-  const at::Tensor places = at::arange(tokens.size(1), at::kLong);
+  const at::Tensor places = at::arange(tokens.size(1), tokens.options());
   at::Tensor hidden = at::embedding(embedding_, tokens) + at::embedding(positions_, places);
   for (const auto& layer : layers_) hidden = layer->forward(hidden);
   return at::linear(norm_->forward(hidden), embedding_);

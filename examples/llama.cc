@@ -120,21 +120,23 @@ Llama::Llama(const ModelShape& shape)
 }
 
 torch::Tensor Llama::forward(const torch::Tensor& tokens) {
-  const RotaryTable& rotary = Rotary(tokens.size(1));
+  const RotaryTable& rotary = Rotary(tokens.size(1), tokens.device());
   at::Tensor hidden = at::embedding(embedding_, tokens);
   for (const auto& layer : layers_) hidden = layer->forward(hidden, rotary);
   hidden = norm_->forward(hidden);
   return head_ != nullptr ? head_->forward(hidden) : at::linear(hidden, embedding_);
 }
 
-const RotaryTable& Llama::Rotary(int64_t length) {
-  if (rotary_.first.defined() && rotary_.first.size(0) == length) return rotary_;
+const RotaryTable& Llama::Rotary(int64_t length, at::Device device) {
+  const bool is_there = rotary_.first.defined() && rotary_.first.size(0) == length &&
+                        rotary_.first.device() == device;
+  if (is_there) return rotary_;
   const at::NoGradGuard no_gradients;
   const at::Tensor exponents = at::arange(0, head_size_, 2, at::kFloat) / double(head_size_);
   const at::Tensor frequencies = at::pow(rotary_base_, -exponents);
   const at::Tensor angles = at::outer(at::arange(length, at::kFloat), frequencies);
   const at::Tensor both = at::cat({angles, angles}, -1);
-  rotary_ = {both.cos(), both.sin()};
+  rotary_ = {both.cos().to(device), both.sin().to(device)};
   return rotary_;
 }
 

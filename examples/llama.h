@@ -78,7 +78,7 @@ class Llama : public LanguageModel {
  private:
   // Computed on first use and kept, outside of the parameters: a cast of the model must not round
   // it.
-  const RotaryTable& Rotary(int64_t length);
+  const RotaryTable& Rotary(int64_t length, at::Device device);
 
   const int64_t head_size_;
   const double rotary_base_;

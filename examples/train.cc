@@ -1,8 +1,11 @@
 // An ordinary libtorch trainer. Offloading is one call, in MakeOptimizer(): everything else is what
 // it would be without.
+#include "examples/train.h"
 
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
+#include <dlfcn.h>
 #include <offload/torch.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/types.h>
@@ -20,6 +23,7 @@
 
 #include "absl/strings/str_format.h"
 #include "base/crc32c.h"
+#include "base/error.h"
 #include "base/status_macros.h"
 #include "examples/amx_probe.h"
 #include "examples/flags.h"
@@ -53,9 +57,11 @@ class Stopwatch {
 };
 
 // The mean loss of one batch, [rows, length + 1] tokens row after row.
-torch::Tensor Loss(LanguageModel& model, std::vector<int64_t> batch, int64_t rows) {
-  const at::Tensor tokens =
-      torch::tensor(batch, at::kLong).view({rows, static_cast<int64_t>(batch.size()) / rows});
+torch::Tensor Loss(LanguageModel& model, std::vector<int64_t> batch, int64_t rows,
+                   c10::Device device) {
+  const at::Tensor tokens = torch::tensor(batch, at::kLong)
+                                .view({rows, static_cast<int64_t>(batch.size()) / rows})
+                                .to(device);
   const int64_t length = tokens.size(1) - 1;
   const at::Tensor logits = model.forward(tokens.narrow(1, 0, length));
   return at::cross_entropy_loss(logits.reshape({rows * length, -1}).to(at::kFloat),
@@ -78,17 +84,19 @@ double ValueAt(const std::string& bytes, size_t index) {
   return value;
 }
 
-// With an engine the model is never whole in memory, not even while it is made.
+// With an engine the model is never whole in memory, not even while it is made; a device has to
+// hold it until it is attached.
 std::shared_ptr<LanguageModel> NewModel(const Flags& flags, const ModelShape& shape,
-                                        const std::shared_ptr<Engine>& engine) {
+                                        c10::Device device, const std::shared_ptr<Engine>& engine) {
   std::optional<InitGuard> guard;
-  if (engine != nullptr) guard.emplace(engine);
+  if (engine != nullptr && device.is_cpu()) guard.emplace(engine);
   torch::manual_seed(flags.seed);
   const std::shared_ptr<LanguageModel> model = MakeModel(shape);
   if (flags.precision == Precision::kBFloat16) model->to(at::kBFloat16);
   if (engine == nullptr && !flags.init_from.empty()) {
     LoadWeights(*model, flags.init_from, LoadOptionsOf(shape));
   }
+  if (!device.is_cpu()) model->to(device);
   return model;
 }
 
@@ -102,6 +110,7 @@ std::shared_ptr<Engine> OpenEngine(const Flags& flags, const ModelShape& shape) 
   Options options = Options::FromEnvironment();
   options.nvme_path = flags.nvme_path;
   options.ram = flags.ram;
+  options.gpu_ram = flags.gpu_ram;
   options.job = flags.job;
   options.io = flags.io;
   options.durability = flags.durability;
@@ -139,14 +148,15 @@ uint64_t StateBytes(const Flags& flags, int64_t parameters) {
 
 class Trainer {
  public:
-  Trainer(const Flags& flags, const ModelShape& shape, const TextData& data)
+  Trainer(const Flags& flags, const ModelShape& shape, c10::Device device, const TextData& data)
       : flags_(flags),
         shape_(shape),
+        device_(device),
         data_(data),
         engine_(OpenEngine(flags, shape)),
         rank_(engine_ != nullptr ? engine_->rank() : 0),
         world_size_(engine_ != nullptr ? engine_->world_size() : 1),
-        model_(NewModel(flags, shape, engine_)),
+        model_(NewModel(flags, shape, device, engine_)),
         optimizer_(MakeOptimizer(flags, *model_, engine_.get())),
         reporter_(flags.json, rank_ == 0 ? std::cout : silence_) {
     if (engine_ != nullptr) engine_->Seal();  // what there is to refuse is refused here
@@ -217,7 +227,7 @@ class Trainer {
       const int64_t number = micro_batch * world_size_ + rank_;
       const at::Tensor loss =
           Loss(*model_, data_.TrainingBatch(flags_.seed, step, number, flags_.batch_rows),
-               flags_.batch_rows);
+               flags_.batch_rows, device_);
       losses.push_back(loss.item<double>());
       report.seconds.forward += stopwatch.Lap();
       (loss / static_cast<double>(micro_batches_of_rank)).backward();
@@ -252,7 +262,7 @@ class Trainer {
     double sum = 0;
     for (int64_t index = 0; index < kEvaluationBatches; ++index) {
       auto batch = data_.EvaluationBatch(index, kEvaluationBatches, flags_.batch_rows);
-      sum += Loss(*model_, std::move(batch), flags_.batch_rows).item<double>();
+      sum += Loss(*model_, std::move(batch), flags_.batch_rows, device_).item<double>();
     }
     return sum / static_cast<double>(kEvaluationBatches);
   }
@@ -267,7 +277,8 @@ class Trainer {
       const int64_t length = std::min(count, flags_.sequence_length);
       const at::Tensor input =
           torch::tensor(tokens, at::kLong).narrow(0, count - length, length).unsqueeze(0);
-      const at::Tensor logits = model_->forward(input).select(1, length - 1).select(0, 0);
+      const at::Tensor logits =
+          model_->forward(input.to(device_)).select(1, length - 1).select(0, 0).cpu();
       const int64_t token = Choose(logits.to(at::kDouble) / kSampleTemperature, index);
       tokens.push_back(token);
       if (token == kEndOfText) break;
@@ -364,6 +375,7 @@ class Trainer {
 
   const Flags& flags_;
   const ModelShape& shape_;
+  const c10::Device device_;
   const TextData& data_;
   std::shared_ptr<Engine> engine_;  // null with --offload off
   const int64_t rank_, world_size_;
@@ -385,16 +397,43 @@ absl::StatusOr<ModelShape> ShapeOf(const Flags& flags) {
                                     .tied_embedding = flags.tied_embedding});
 }
 
+// The device of torch that --device names.
+absl::StatusOr<c10::Device> DeviceOf(const Flags& flags) {
+  std::optional<c10::Device> device;
+  try {
+    device.emplace(flags.device);
+  } catch (const c10::Error&) {
+    return MakeError(ErrorId::kBadValue,
+                     absl::StrFormat("--device %s is no device of this program", flags.device),
+                     "Use cpu, or cuda");
+  }
+  if (!device->is_cuda()) return *device;
+  // Programs that do not need it are not linked with it: it costs half a second and 2 GB of
+  // addresses. Torch looks for it once.
+  dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
+  if (!at::globalContext().hasCUDA()) {
+    return MakeError(ErrorId::kGpuMissing,
+                     absl::StrFormat("--device %s, and torch finds no GPU", flags.device));
+  }
+  if (!flags.offload) {
+    return MakeError(ErrorId::kBadValue,
+                     "--device cuda without offloading, which this example does not do",
+                     "Add --nvme-path DIR");
+  }
+  return *device;
+}
+
 absl::Status Train(const Flags& flags) {
   if (!flags.export_folder.empty()) {
     OFFLOAD_RETURN_IF_ERROR(zero3::CheckHoldsNoCheckpoint(flags.export_folder));
   }
+  OFFLOAD_ASSIGN_OR_RETURN(const c10::Device device, DeviceOf(flags));
   OFFLOAD_ASSIGN_OR_RETURN(const ModelShape shape, ShapeOf(flags));
   OFFLOAD_ASSIGN_OR_RETURN(std::vector<uint16_t> tokens, ReadTokens(flags.text_paths));
   OFFLOAD_ASSIGN_OR_RETURN(const TextData data,
                            TextData::Make(std::move(tokens), flags.sequence_length));
   if (flags.threads > 0) at::set_num_threads(static_cast<int>(flags.threads));
-  Trainer(flags, shape, data).Run();
+  Trainer(flags, shape, device, data).Run();
   return absl::OkStatus();
 }
 
@@ -403,7 +442,9 @@ void MultiplyInHalfPrecision() {
   at::matmul(matrix, matrix);
 }
 
-int Main(int argc, char** argv) {
+}  // namespace
+
+int TrainMain(int argc, char** argv) {
   const absl::StatusOr<Flags> flags = ParseFlags(argc, argv);
   if (!flags.ok()) {
     std::cerr << flags.status().message() << std::endl;
@@ -426,7 +467,4 @@ int Main(int argc, char** argv) {
   return kFailed;
 }
 
-}  // namespace
 }  // namespace offload::examples
-
-int main(int argc, char** argv) { return offload::examples::Main(argc, argv); }

@@ -20,7 +20,7 @@ OFFLOAD_DEVICE_CODE inline Run ScalarsOf(const DeviceRun& run) {
   return scalars;
 }
 
-// The arrays of a run with its dtypes. Ties stay null: each element has its own.
+// The arrays of a run with its dtypes, fp32 and bf16. Ties stay null: each element has its own.
 template <Dtype kWeight, Dtype kGradient>
 OFFLOAD_DEVICE_CODE inline ElementArrays<kWeight, kGradient> ArraysOf(const DeviceRun& run) {
   return {static_cast<typename ElementOf<kWeight>::Type*>(run.weight),
@@ -33,7 +33,8 @@ OFFLOAD_DEVICE_CODE inline ElementArrays<kWeight, kGradient> ArraysOf(const Devi
 
 // How many elements of the run lie before the tail of their tensor.
 template <class Rule>
-uint64_t TailBeginOf(const typename Rule::Constants& constants, const DeviceRun& run) {
+uint64_t TailBeginOf(const typename Rule::template ConstantsOf<float>& constants,
+                     const DeviceRun& run) {
   if constexpr (Rule::kHasTail) {
     Run place;
     place.count = run.count;
@@ -55,7 +56,7 @@ bool WithDeviceRule(RuleList<Rule...>, const OptimizerSpec& optimizer, int64_t s
     if (&R::kRow != &optimizer.row()) return false;
     optimizer.row().prepare(optimizer.values().data(), step, &coefficients);
     function.template operator()<R>(
-        *reinterpret_cast<const typename R::Constants*>(coefficients.bytes));
+        *reinterpret_cast<const typename R::template ConstantsOf<float>*>(coefficients.bytes));
     return true;
   };
   return (call.template operator()<Rule>() || ...);

@@ -35,6 +35,12 @@ void StepOver(const Step& step, const DeviceRun& run, uint64_t begin, uint64_t e
 void CheckDeviceRun(const OptimizerSpec& optimizer, const DeviceRun& run) {
   OFFLOAD_CHECK(run.count <= run.tensor_count && run.begin <= run.tensor_count - run.count)
       << "run of " << run.count << " elements at " << run.begin << " of " << run.tensor_count;
+  const auto is_served = [](Dtype dtype) {
+    return dtype == Dtype::kFloat32 || dtype == Dtype::kBFloat16;
+  };
+  OFFLOAD_CHECK(is_served(run.weight_dtype) && is_served(run.gradient_dtype))
+      << "devices update fp32 and bf16 weights, not " << DtypeName(run.weight_dtype)
+      << " with gradients of " << DtypeName(run.gradient_dtype);
   OFFLOAD_CHECK(run.weight_dtype == Dtype::kFloat32 ||
                 (run.residual != nullptr && run.ties != nullptr))
       << "a bf16 run needs its residual and tie bits";

@@ -15,7 +15,7 @@ constexpr uint32_t kWarp = 32;
 
 template <class Rule, Dtype kWeight, Dtype kGradient>
 __global__ void __launch_bounds__(kThreadsPerBlock)
-    UpdateElements(const typename Rule::Constants constants, const DeviceRun run,
+    UpdateElements(const typename Rule::template ConstantsOf<float> constants, const DeviceRun run,
                    const uint64_t tail_begin) {
   const Run scalars = ScalarsOf(run);
   const typename Rule::template Step<Element, false> body(constants, scalars);

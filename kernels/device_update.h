@@ -6,7 +6,8 @@
 // which stands in for a GPU and proves the arithmetic where there is none.
 //
 // Rules whose update depends on norms of the whole tensor (LAMB), and those that nobody has asked
-// for yet, are not among them: SupportsDeviceUpdate().
+// for yet, are not among them: SupportsDeviceUpdate(). Weights and gradients are fp32 or bf16;
+// others are refused.
 //
 // Tie bits: in a store they are packed, one for each element whose residual is -32768
 // (kernels/split.h). Threads cannot share a position in them, so on a device there is one bit per
@@ -39,7 +40,7 @@ struct DeviceRun {
   float* state[kStatePlanesMax] = {};
   Dtype gradient_dtype = Dtype::kFloat32;
   const void* gradient = nullptr;
-  float gradient_scale = 1.0f;
+  double gradient_scale = 1;
   // One fp32 value on the device that takes the place of gradient_scale, so that a clip coefficient
   // never has to come to the host; may be null.
   const float* gradient_scale_on_device = nullptr;

@@ -18,6 +18,7 @@ namespace offload::kernels {
 
 struct Element {
   using Float = float;
+  using Scalar = float;
   static constexpr size_t kWidth = 1;
 
   OFFLOAD_DEVICE_CODE static float Load(const float* from) { return *from; }
@@ -69,6 +70,7 @@ struct Element {
 template <Dtype kWeight, Dtype kGradient>
 struct ElementArrays {
   static constexpr bool kIsSplit = kWeight == Dtype::kBFloat16;
+  static constexpr bool kIsHalf = false;
 
   typename ElementOf<kWeight>::Type* weight;
   int16_t* residual;

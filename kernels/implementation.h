@@ -21,8 +21,10 @@ using UpdateFunction = void (*)(const Coefficients&, const Run&);
 using NormsFunction = void (*)(const Coefficients&, const Run&, Norms*);
 
 struct Implementation {
-  UpdateFunction updates[kOptimizerCount];  // in the order of the table
-  NormsFunction norms[kOptimizerCount];     // likewise; null where no norms are needed
+  UpdateFunction updates[kOptimizerCount];         // in the order of the table
+  NormsFunction norms[kOptimizerCount];            // likewise; null where no norms are needed
+  UpdateFunction double_updates[kOptimizerCount];  // of fp64 models
+  NormsFunction double_norms[kOptimizerCount];
   void (*split)(const uint32_t* master, size_t count, uint16_t* hi, int16_t* lo, TieWriter*);
   void (*merge)(const uint16_t* hi, const int16_t* lo, size_t count, uint32_t* master, TieReader*);
   bool (*all_finite)(Dtype, const void* values, size_t count);

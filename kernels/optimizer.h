@@ -23,7 +23,7 @@
 namespace offload::kernels {
 
 inline constexpr size_t kParametersMax = 12;
-// fp32 values that an optimizer keeps per element, at most.
+// Values that an optimizer keeps per element, at most: fp32, of fp64 models fp64.
 inline constexpr size_t kStatePlanesMax = 3;
 
 enum class Range : uint8_t {
@@ -47,9 +47,9 @@ struct StatePlane {
   int kept_if = -1;                  // index of a parameter: kept only where that is not 0
 };
 
-// The constants of one update in fp32, as the optimizer's rule lays them out.
+// The constants of one update in fp32, or fp64, as the optimizer's rule lays them out.
 struct Coefficients {
-  alignas(16) unsigned char bytes[80];
+  alignas(16) unsigned char bytes[112];
 };
 
 struct Optimizer {
@@ -58,9 +58,10 @@ struct Optimizer {
   std::span<const StatePlane> planes;
   // Why values that are each within their range do not fit together; null when they do.
   const char* (*conflict)(const double* values);
-  // Computes the constants of a tensor's update number `step` (1: its first) in double, as torch
-  // does, and rounds them once.
+  // Compute the constants of a tensor's update number `step` (1: its first) in double, as torch
+  // does, and round them once: to fp32, or not at all.
   void (*prepare)(const double* values, int64_t step, Coefficients* coefficients);
+  void (*prepare_double)(const double* values, int64_t step, Coefficients* coefficients);
   // Whether these values follow somebody who takes the roots of a vector library
   // (kernels/square_root.h). Null: none do.
   bool (*takes_library_roots)(const double* values) = nullptr;

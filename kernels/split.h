@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/dtype.h"
 #include "kernels/isa.h"
 
 namespace offload::kernels {
@@ -45,6 +46,14 @@ struct TieWriter {
 void Split(const uint32_t* master, size_t count, uint16_t* hi, int16_t* lo, TieWriter* ties);
 // Merges them again.
 void Merge(const uint16_t* hi, const int16_t* lo, size_t count, uint32_t* master, TieReader* ties);
+
+// The same for fp16.
+void SplitHalf(const float* master, size_t count, Half* weight, uint32_t* residual);
+void MergeHalf(const Half* weight, const uint32_t* residual, size_t count, float* master);
+
+// The nearest fp16 number, ties to even; infinity from 65520 on.
+Half ToHalf(float value);
+float FromHalf(Half value);
 
 // The same by a given implementation, which the processor must support: for tests and benchmarks.
 void Split(Isa isa, const uint32_t* master, size_t count, uint16_t* hi, int16_t* lo,

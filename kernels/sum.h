@@ -7,8 +7,8 @@
 //                     S  = S is nothing ? p' : round(fl32(S) + fl32(p'))
 //
 // `round` is to the dtype, nearest and ties to even, after every operation: what torch's mul_ and
-// add_ do one after the other, bit for bit. A NaN stays one; in bf16 it becomes 0xFFFF, as in
-// torch's vectors, unless nothing at all is computed with it.
+// add_ do one after the other, bit for bit. fp64 is computed in fp64 throughout. A NaN stays one;
+// in bf16 it becomes 0xFFFF, as in torch's vectors, unless nothing at all is computed with it.
 //
 // Pure over its arguments, single-threaded, allocates nothing. Results do not depend on where a
 // tensor is cut.
@@ -17,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/dtype.h"
 #include "kernels/isa.h"
 #include "kernels/update.h"
 
@@ -32,7 +33,7 @@ struct SumRun {
   SumStart start = SumStart::kNothing;
   const void* const* parts = nullptr;  // in order; at least one
   size_t part_count = 0;
-  float factor = 1.0f;
+  double factor = 1;  // rounded to fp32 for all but fp64
 };
 
 // True when no element of the new sum is NaN or infinite.

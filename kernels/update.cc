@@ -33,19 +33,38 @@ Isa ChooseIsa() {
 void CheckRun(const OptimizerSpec& optimizer, const Run& run) {
   OFFLOAD_CHECK(run.count <= run.tensor_count && run.begin <= run.tensor_count - run.count)
       << "run of " << run.count << " elements at " << run.begin << " of " << run.tensor_count;
-  OFFLOAD_CHECK(run.weight_dtype == Dtype::kFloat32 ||
+  OFFLOAD_CHECK(run.weight_dtype != Dtype::kBFloat16 ||
                 (run.residual != nullptr && run.ties_in != nullptr && run.ties_out != nullptr))
       << "a bf16 run needs its residual and tie bits";
+  OFFLOAD_CHECK(run.weight_dtype != Dtype::kFloat16 || run.half_residual != nullptr)
+      << "an fp16 run needs its residual";
+  for (const Dtype dtype : {Dtype::kFloat64, Dtype::kFloat16}) {
+    OFFLOAD_CHECK((run.weight_dtype == dtype) == (run.gradient_dtype == dtype))
+        << DtypeName(run.weight_dtype) << " weights with " << DtypeName(run.gradient_dtype)
+        << " gradients";
+  }
+  const bool is_double = run.weight_dtype == Dtype::kFloat64;
   for (size_t i = 0; i < kStatePlanesMax; ++i) {
-    OFFLOAD_CHECK(run.count == 0 || run.state[i] != nullptr || optimizer.Plane(i) == nullptr)
+    const bool is_there = is_double ? run.double_state[i] != nullptr : run.state[i] != nullptr;
+    OFFLOAD_CHECK(run.count == 0 || is_there || optimizer.Plane(i) == nullptr)
         << optimizer.name() << " needs " << optimizer.Plane(i)->name;
   }
+}
+
+// The constants of an update in the dtype that the run is computed with.
+Coefficients CoefficientsOf(const OptimizerSpec& optimizer, int64_t step, const Run& run) {
+  const Optimizer& row = optimizer.row();
+  const auto prepare = run.weight_dtype == Dtype::kFloat64 ? row.prepare_double : row.prepare;
+  Coefficients coefficients;
+  prepare(optimizer.values().data(), step, &coefficients);
+  return coefficients;
 }
 
 }  // namespace
 
 bool IsSupported(Isa isa) {
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
   switch (isa) {
     case Isa::kReference:
       return true;
@@ -89,9 +108,10 @@ const Implementation& ImplementationOf(Isa isa) {
 
 void Update(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& run) {
   CheckRun(optimizer, run);
-  Coefficients coefficients;
-  optimizer.row().prepare(optimizer.values().data(), step, &coefficients);
-  ImplementationOf(isa).updates[optimizer.index()](coefficients, run);
+  const Implementation& implementation = ImplementationOf(isa);
+  const auto& updates =
+      run.weight_dtype == Dtype::kFloat64 ? implementation.double_updates : implementation.updates;
+  updates[optimizer.index()](CoefficientsOf(optimizer, step, run), run);
 }
 
 void Update(const OptimizerSpec& optimizer, int64_t step, const Run& run) {
@@ -105,9 +125,10 @@ bool NeedsNorms(const OptimizerSpec& optimizer) {
 void AddNorms(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& run, Norms* norms) {
   CheckRun(optimizer, run);
   OFFLOAD_CHECK(NeedsNorms(optimizer)) << optimizer.name();
-  Coefficients coefficients;
-  optimizer.row().prepare(optimizer.values().data(), step, &coefficients);
-  ImplementationOf(isa).norms[optimizer.index()](coefficients, run, norms);
+  const Implementation& implementation = ImplementationOf(isa);
+  const auto& functions =
+      run.weight_dtype == Dtype::kFloat64 ? implementation.double_norms : implementation.norms;
+  functions[optimizer.index()](CoefficientsOf(optimizer, step, run), run, norms);
 }
 
 void AddNorms(const OptimizerSpec& optimizer, int64_t step, const Run& run, Norms* norms) {

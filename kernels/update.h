@@ -1,7 +1,7 @@
 // kernels/update.h
 //
 // The optimizer update of a run of elements in one pass: unscale, clip, decay, state, weight, and
-// for bf16 models the merge of the fp32 master from its halves before and the exact split after.
+// for bf16 and fp16 models the merge of the fp32 master before and the exact split after.
 // Formulas and their order of roundings are torch's, bit for bit (torch 2.11, CPU with FMA); every
 // rule in kernels/rules names the source of its own.
 //
@@ -17,37 +17,40 @@
 #include <cstdint>
 #include <span>
 
+#include "kernels/dtype.h"
 #include "kernels/isa.h"
 #include "kernels/optimizer.h"
 #include "kernels/split.h"
 
 namespace offload::kernels {
 
-enum class Dtype : uint8_t { kFloat32 = 0, kBFloat16 = 1 };
-
 // A run of elements of one tensor. Pointers are to its first element; arrays are updated in place.
 struct Run {
   size_t count = 0;
   uint64_t begin = 0;         // index of the first element in its tensor
   uint64_t tensor_count = 0;  // elements of the whole tensor: in torch's fused kernels the last
-                              // tensor_count mod 8 elements round in another order
-  // fp32 model: the master. bf16 model: the working weight, its other half is `residual`.
+                              // ones, less than 32 bytes of them, round in another order
+  // fp32 and fp64 models: the master. bf16 and fp16 models: the working weight, with the rest of
+  // the master in a residual. A gradient of fp64 or fp16 comes with a weight of that dtype, and
+  // only with one.
   Dtype weight_dtype = Dtype::kFloat32;
   void* weight = nullptr;
-  int16_t* residual = nullptr;  // bf16 models only
+  int16_t* residual = nullptr;        // bf16 models only
+  uint32_t* half_residual = nullptr;  // fp16 models only
   // bf16: tie bits of these elements before and after, in element order (kernels/split.h); advanced
   // by the call.
   TieReader* ties_in = nullptr;
   TieWriter* ties_out = nullptr;
   // By number of the plane in the optimizer's row. Those that it does not keep may be null.
   float* state[kStatePlanesMax] = {};
+  double* double_state[kStatePlanesMax] = {};  // fp64 models: in place of `state`
   Dtype gradient_dtype = Dtype::kFloat32;
   const void* gradient = nullptr;
-  // Multiplies the gradient first, rounding to the gradient's dtype as torch's in-place mul_ does.
-  // 1 means untouched.
-  float gradient_scale = 1.0f;
+  // Multiplies the gradient first, rounding to the gradient's dtype as torch's in-place mul_ does;
+  // an fp32 number but for fp64 models. 1 means untouched.
+  double gradient_scale = 1;
   // SquareRoots::corrections() of the library whose roots are taken, by optimizers that follow
-  // somebody who calls one (TakesLibraryRoots()). Null: the nearest roots.
+  // somebody who calls one (TakesLibraryRoots()). Null, and of fp64 models: the nearest roots.
   const uint32_t* roots = nullptr;
   // Of optimizers that need norms: TrustRatio() of the whole tensor.
   double trust_ratio = 1;

@@ -1,4 +1,4 @@
-// The kernels with 8 lanes: AVX2 and FMA.
+// The kernels with 8 lanes of fp32: AVX2 and FMA.
 #include <immintrin.h>
 
 #include "kernels/vector_update.h"
@@ -8,6 +8,7 @@ namespace {
 
 struct Avx2 {
   using Float = __m256;
+  using Scalar = float;
   static constexpr size_t kWidth = 8;
 
   static Float Load(const float* from) { return _mm256_loadu_ps(from); }
@@ -105,20 +106,75 @@ struct Avx2 {
     StoreHalves(lo, lows);
   }
 
+  static Float LoadHalf(const Half* from) { return _mm256_cvtph_ps(LoadHalves(from)); }
+  static __m128i ToHalves(Float value) {
+    return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static Float RoundToHalf(Float value) { return _mm256_cvtph_ps(ToHalves(value)); }
+  static void StoreHalf(Half* to, Float value) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), ToHalves(value));
+  }
+  static Float MergeHalf(const Half* weight, const uint32_t* residual) {
+    const __m256i bits = _mm256_castps_si256(LoadHalf(weight));
+    const __m256i rest = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(residual));
+    return _mm256_castsi256_ps(_mm256_add_epi32(bits, rest));
+  }
+  static void SplitHalf(Float master, Half* weight, uint32_t* residual) {
+    const __m128i halves = ToHalves(master);
+    const __m256i bits = _mm256_castps_si256(_mm256_cvtph_ps(halves));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(weight), halves);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(residual),
+                        _mm256_sub_epi32(_mm256_castps_si256(master), bits));
+  }
+
   static bool AnyNonFinite(const float* from) {
     const __m256i exponent = _mm256_set1_epi32(0x7F800000);
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     return LaneBits(_mm256_cmpeq_epi32(_mm256_and_si256(bits, exponent), exponent)) != 0;
   }
-  static bool AnyNonFinite(const uint16_t* from) {
-    const __m128i exponent = _mm_set1_epi16(0x7F80);
+  static bool AnyNonFinite(const uint16_t* from) { return AnyHas(0x7F80, from); }
+  static bool AnyNonFinite(const Half* from) { return AnyHas(0x7C00, from); }
+  // Whether any element has all bits of the exponent.
+  static bool AnyHas(int16_t exponent_bits, const void* from) {
+    const __m128i exponent = _mm_set1_epi16(exponent_bits);
     const __m128i bits = LoadHalves(from);
     return _mm_movemask_epi8(_mm_cmpeq_epi16(_mm_and_si128(bits, exponent), exponent)) != 0;
   }
 };
 
+// Of fp64 models, with 4 lanes.
+struct Avx2Double {
+  using Float = __m256d;
+  using Scalar = double;
+  static constexpr size_t kWidth = 4;
+
+  static Float Load(const double* from) { return _mm256_loadu_pd(from); }
+  static void Store(double* to, Float value) { _mm256_storeu_pd(to, value); }
+  static Float Broadcast(double value) { return _mm256_set1_pd(value); }
+  static Float Fma(Float a, Float b, Float c) { return _mm256_fmadd_pd(a, b, c); }
+  static Float Sqrt(Float value) { return _mm256_sqrt_pd(value); }
+  static Float Max(Float a, Float b) {
+    const Float larger = _mm256_max_pd(a, b);  // b when either is NaN
+    return _mm256_blendv_pd(larger, a, _mm256_cmp_pd(a, a, _CMP_UNORD_Q));
+  }
+
+  static Float Sign(Float value) {
+    const Float zero = _mm256_setzero_pd(), one = _mm256_set1_pd(1.0);
+    return _mm256_sub_pd(_mm256_and_pd(_mm256_cmp_pd(value, zero, _CMP_GT_OQ), one),
+                         _mm256_and_pd(_mm256_cmp_pd(value, zero, _CMP_LT_OQ), one));
+  }
+
+  static bool AnyNonFinite(const double* from) {
+    const __m256i exponent = _mm256_set1_epi64x(0x7FF0000000000000);
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    const __m256i found = _mm256_cmpeq_epi64(_mm256_and_si256(bits, exponent), exponent);
+    return _mm256_movemask_pd(_mm256_castsi256_pd(found)) != 0;
+  }
+};
+
 }  // namespace
 
-constinit const Implementation kAvx2Implementation = VectorImplementation<Avx2>(Rules());
+constinit const Implementation kAvx2Implementation =
+    VectorImplementation<Avx2, Avx2Double>(Rules());
 
 }  // namespace offload::kernels

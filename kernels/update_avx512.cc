@@ -1,4 +1,4 @@
-// The kernels with 16 lanes: AVX-512 F, BW, DQ, VL.
+// The kernels with 16 lanes of fp32: AVX-512 F, BW, DQ, VL.
 #include <immintrin.h>
 
 #include "kernels/vector_update.h"
@@ -8,6 +8,7 @@ namespace {
 
 struct Avx512 {
   using Float = __m512;
+  using Scalar = float;
   static constexpr size_t kWidth = 16;
 
   static Float Load(const float* from) { return _mm512_loadu_ps(from); }
@@ -92,20 +93,76 @@ struct Avx512 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(lo), lows);
   }
 
+  static Float LoadHalf(const Half* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+  static __m256i ToHalves(Float value) {
+    return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static Float RoundToHalf(Float value) { return _mm512_cvtph_ps(ToHalves(value)); }
+  static void StoreHalf(Half* to, Float value) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), ToHalves(value));
+  }
+  static Float MergeHalf(const Half* weight, const uint32_t* residual) {
+    const __m512i bits = _mm512_castps_si512(LoadHalf(weight));
+    return _mm512_castsi512_ps(_mm512_add_epi32(bits, _mm512_loadu_si512(residual)));
+  }
+  static void SplitHalf(Float master, Half* weight, uint32_t* residual) {
+    const __m256i halves = ToHalves(master);
+    const __m512i bits = _mm512_castps_si512(_mm512_cvtph_ps(halves));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weight), halves);
+    _mm512_storeu_si512(residual, _mm512_sub_epi32(_mm512_castps_si512(master), bits));
+  }
+
   static bool AnyNonFinite(const float* from) {
     const __m512i exponent = _mm512_set1_epi32(0x7F800000);
     const __m512i bits = _mm512_loadu_si512(from);
     return _mm512_cmpeq_epi32_mask(_mm512_and_si512(bits, exponent), exponent) != 0;
   }
-  static bool AnyNonFinite(const uint16_t* from) {
-    const __m256i exponent = _mm256_set1_epi16(0x7F80);
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  static bool AnyNonFinite(const uint16_t* from) { return AnyHas(0x7F80, from); }
+  static bool AnyNonFinite(const Half* from) { return AnyHas(0x7C00, from); }
+  // Whether any element has all bits of the exponent.
+  static bool AnyHas(int16_t exponent_bits, const void* from) {
+    const __m256i exponent = _mm256_set1_epi16(exponent_bits);
+    const __m256i bits = _mm256_loadu_si256(static_cast<const __m256i*>(from));
     return _mm256_cmpeq_epi16_mask(_mm256_and_si256(bits, exponent), exponent) != 0;
+  }
+};
+
+// Of fp64 models, with 8 lanes.
+struct Avx512Double {
+  using Float = __m512d;
+  using Scalar = double;
+  static constexpr size_t kWidth = 8;
+
+  static Float Load(const double* from) { return _mm512_loadu_pd(from); }
+  static void Store(double* to, Float value) { _mm512_storeu_pd(to, value); }
+  static Float Broadcast(double value) { return _mm512_set1_pd(value); }
+  static Float Fma(Float a, Float b, Float c) { return _mm512_fmadd_pd(a, b, c); }
+  static Float Sqrt(Float value) { return _mm512_sqrt_pd(value); }
+  static Float Max(Float a, Float b) {
+    const Float larger = _mm512_max_pd(a, b);  // b when either is NaN
+    return _mm512_mask_mov_pd(larger, _mm512_cmp_pd_mask(a, a, _CMP_UNORD_Q), a);
+  }
+
+  static Float Sign(Float value) {
+    const Float zero = _mm512_setzero_pd();
+    const __mmask8 above = _mm512_cmp_pd_mask(value, zero, _CMP_GT_OQ);
+    const __mmask8 below = _mm512_cmp_pd_mask(value, zero, _CMP_LT_OQ);
+    const Float positive = _mm512_maskz_mov_pd(above, _mm512_set1_pd(1.0));
+    return _mm512_mask_mov_pd(positive, below, _mm512_set1_pd(-1.0));
+  }
+
+  static bool AnyNonFinite(const double* from) {
+    const __m512i exponent = _mm512_set1_epi64(0x7FF0000000000000);
+    const __m512i bits = _mm512_loadu_si512(from);
+    return _mm512_cmpeq_epi64_mask(_mm512_and_si512(bits, exponent), exponent) != 0;
   }
 };
 
 }  // namespace
 
-constinit const Implementation kAvx512Implementation = VectorImplementation<Avx512>(Rules());
+constinit const Implementation kAvx512Implementation =
+    VectorImplementation<Avx512, Avx512Double>(Rules());
 
 }  // namespace offload::kernels

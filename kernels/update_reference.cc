@@ -19,36 +19,64 @@ float RoundToBFloat16(float value) {
   return FromBFloat16(static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16));
 }
 
+float Wide(uint16_t half) { return FromBFloat16(half); }
+float Wide(Half half) { return FromHalf(half); }
+template <class T>
+T Wide(T value) {
+  return value;
+}
+
+template <class T>
+bool AllFiniteOf(const void* values, size_t count) {
+  const auto is_finite = [](T value) { return std::isfinite(Wide(value)); };
+  return std::all_of(static_cast<const T*>(values), static_cast<const T*>(values) + count,
+                     is_finite);
+}
+
 bool AllFiniteReference(Dtype dtype, const void* values, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    const float value = dtype == Dtype::kFloat32
-                            ? static_cast<const float*>(values)[i]
-                            : FromBFloat16(static_cast<const uint16_t*>(values)[i]);
-    if (!std::isfinite(value)) return false;
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return AllFiniteOf<float>(values, count);
+    case Dtype::kBFloat16:
+      return AllFiniteOf<uint16_t>(values, count);
+    case Dtype::kFloat16:
+      return AllFiniteOf<Half>(values, count);
+    case Dtype::kFloat64:
+      break;
   }
-  return true;
+  return AllFiniteOf<double>(values, count);
 }
 
-template <class Rule>
+template <class Rule, class T>
+const typename Rule::template ConstantsOf<T>& ConstantsIn(const Coefficients& coefficients) {
+  return *reinterpret_cast<const typename Rule::template ConstantsOf<T>*>(coefficients.bytes);
+}
+
+template <class Rule, class T>
 void ReferenceUpdate(const Coefficients& coefficients, const Run& run) {
-  Rule::Reference(*reinterpret_cast<const typename Rule::Constants*>(coefficients.bytes), run);
+  Rule::Reference(ConstantsIn<Rule, T>(coefficients), run);
 }
 
-template <class Rule>
+template <class Rule, class T>
 void ReferenceNorms(const Coefficients& coefficients, const Run& run, Norms* norms) {
-  Rule::ReferenceNorms(*reinterpret_cast<const typename Rule::Constants*>(coefficients.bytes), run,
-                       norms);
+  Rule::ReferenceNorms(ConstantsIn<Rule, T>(coefficients), run, norms);
 }
-template <class Rule>
+template <class Rule, class T>
 constexpr NormsFunction NormsOf() {
-  if constexpr (requires { &Rule::ReferenceNorms; }) return ReferenceNorms<Rule>;
+  if constexpr (requires { &Rule::template ReferenceNorms<T>; }) return ReferenceNorms<Rule, T>;
   return nullptr;
 }
 
 template <class... Rule>
 constexpr Implementation ReferenceImplementation(RuleList<Rule...>) {
-  return {{ReferenceUpdate<Rule>...}, {NormsOf<Rule>()...}, SplitReference, MergeReference,
-          AllFiniteReference,         AddPartsReference};
+  return {{ReferenceUpdate<Rule, float>...},
+          {NormsOf<Rule, float>()...},
+          {ReferenceUpdate<Rule, double>...},
+          {NormsOf<Rule, double>()...},
+          SplitReference,
+          MergeReference,
+          AllFiniteReference,
+          AddPartsReference};
 }
 
 }  // namespace
@@ -57,36 +85,69 @@ constinit const Implementation kReferenceImplementation = ReferenceImplementatio
 
 namespace rules {
 
+template <>
 float LoadGradient(const Run& run, size_t i, bool maximize) {
+  const auto scale = static_cast<float>(run.gradient_scale);
   float gradient;
   if (run.gradient_dtype == Dtype::kFloat32) {
-    gradient = static_cast<const float*>(run.gradient)[i] * run.gradient_scale;
+    gradient = static_cast<const float*>(run.gradient)[i] * scale;
+  } else if (run.gradient_dtype == Dtype::kFloat16) {
+    const float wide = FromHalf(static_cast<const Half*>(run.gradient)[i]);
+    gradient = FromHalf(ToHalf(wide * scale));
   } else {
     const float wide = FromBFloat16(static_cast<const uint16_t*>(run.gradient)[i]);
-    gradient = RoundToBFloat16(wide * run.gradient_scale);
+    gradient = RoundToBFloat16(wide * scale);
   }
   return maximize ? -gradient : gradient;
 }
 
+template <>
+double LoadGradient(const Run& run, size_t i, bool maximize) {
+  const double gradient = static_cast<const double*>(run.gradient)[i] * run.gradient_scale;
+  return maximize ? -gradient : gradient;
+}
+
+template <>
 float LoadMaster(const Run& run, size_t i) {
   if (run.weight_dtype == Dtype::kFloat32) return static_cast<const float*>(run.weight)[i];
+  if (run.weight_dtype == Dtype::kFloat16) {
+    float master;
+    MergeHalf(static_cast<const Half*>(run.weight) + i, run.half_residual + i, 1, &master);
+    return master;
+  }
   uint32_t bits;
   MergeReference(static_cast<const uint16_t*>(run.weight) + i, run.residual + i, 1, &bits,
                  run.ties_in);
   return std::bit_cast<float>(bits);
 }
 
+template <>
+double LoadMaster(const Run& run, size_t i) {
+  return static_cast<const double*>(run.weight)[i];
+}
+
+template <>
 void StoreMaster(const Run& run, size_t i, float master) {
   if (run.weight_dtype == Dtype::kFloat32) {
     static_cast<float*>(run.weight)[i] = master;
+    return;
+  }
+  if (run.weight_dtype == Dtype::kFloat16) {
+    SplitHalf(&master, 1, static_cast<Half*>(run.weight) + i, run.half_residual + i);
     return;
   }
   const uint32_t bits = std::bit_cast<uint32_t>(master);
   SplitReference(&bits, 1, static_cast<uint16_t*>(run.weight) + i, run.residual + i, run.ties_out);
 }
 
+template <>
+void StoreMaster(const Run& run, size_t i, double master) {
+  static_cast<double*>(run.weight)[i] = master;
+}
+
 size_t CountBeforeTail(const Run& run) {
-  const uint64_t tail_begin = run.tensor_count / 8 * 8;
+  const uint64_t per_vector = 32 / MasterBytes(run.weight_dtype);
+  const uint64_t tail_begin = run.tensor_count / per_vector * per_vector;
   if (tail_begin <= run.begin) return 0;
   return std::min<uint64_t>(run.count, tail_begin - run.begin);
 }

@@ -2,16 +2,20 @@
 //
 // A run of elements as vectors, for the steps of kernels/rules and for vector_update.h, which runs
 // them. V, a type of the file that is compiled for an instruction set, names the instructions:
-//   V::Float                       a vector of V::kWidth fp32 lanes; + - * / round each lane once
+//   V::Float                       a vector of V::kWidth lanes of V::Scalar, float or, for fp64
+//   models,
+//                                  double; + - * / round each lane once
 //   V::Load, Store, Broadcast      unaligned: a run may begin inside a bundle of small tensors
 //   V::Fma(a, b, c)                a*b + c, rounded once
 //   V::Sqrt                        correctly rounded
-//   V::CorrectRoot(value, nearest, corrections)                       kernels/square_root.h
+//   V::CorrectRoot(value, nearest, corrections)                       kernels/square_root.h; of
+//                                                                     float, like the last lines
 //   V::Max                         NaN where either is
 //   V::Sign                        1, -1, or 0 for zeros and NaN
+//   V::AnyNonFinite                of kWidth elements in memory
 //   V::LoadBFloat16, V::RoundToBFloat16
 //   V::Merge(hi, lo, ties), V::Split(master, hi, lo, ties)
-//   V::AnyNonFinite(const float*), V::AnyNonFinite(const uint16_t*)   of kWidth elements
+//   V::LoadHalf, V::RoundToHalf, V::MergeHalf(weight, residual), V::SplitHalf(master, …)
 //
 // The last elements of a run that do not fill a vector take the same path, through zero-padded
 // copies, so a result never depends on where a tensor is cut. Padding never has a tie: its master
@@ -37,20 +41,40 @@ template <>
 struct ElementOf<Dtype::kBFloat16> {
   using Type = uint16_t;
 };
+template <>
+struct ElementOf<Dtype::kFloat16> {
+  using Type = Half;
+};
+template <>
+struct ElementOf<Dtype::kFloat64> {
+  using Type = double;
+};
+// What an optimizer computes with.
+template <Dtype kWeight>
+struct MasterOf {
+  using Type = float;
+};
+template <>
+struct MasterOf<Dtype::kFloat64> {
+  using Type = double;
+};
 
 // The arrays of a run, with types.
 template <Dtype kWeight, Dtype kGradient>
 struct Arrays {
   using Weight = typename ElementOf<kWeight>::Type;
   using Gradient = typename ElementOf<kGradient>::Type;
+  using State = typename MasterOf<kWeight>::Type;
   static constexpr bool kIsSplit = kWeight == Dtype::kBFloat16;
+  static constexpr bool kIsHalf = kWeight == Dtype::kFloat16;
 
   Weight* weight;
   int16_t* residual;
-  float* state[kStatePlanesMax];
+  State* state[kStatePlanesMax];
   const Gradient* gradient;
   TieReader* ties_in;
   TieWriter* ties_out;
+  uint32_t* half_residual;
 };
 
 // One vector's worth of arrays for the elements that do not fill one.
@@ -61,17 +85,20 @@ class PaddedArrays {
       : arrays_(arrays), begin_(begin), count_(count) {
     CopyIn(weight_, arrays.weight);
     CopyIn(residual_, arrays.residual);
+    CopyIn(half_residual_, arrays.half_residual);
     for (size_t i = 0; i < kStatePlanesMax; ++i) CopyIn(state_[i], arrays.state[i]);
     CopyIn(gradient_, arrays.gradient);
   }
   ~PaddedArrays() {
     CopyOut(weight_, arrays_.weight);
     CopyOut(residual_, arrays_.residual);
+    CopyOut(half_residual_, arrays_.half_residual);
     for (size_t i = 0; i < kStatePlanesMax; ++i) CopyOut(state_[i], arrays_.state[i]);
   }
   Arrays view() {
-    return {weight_,   residual_,       {state_[0], state_[1], state_[2]},
-            gradient_, arrays_.ties_in, arrays_.ties_out};
+    return {weight_,       residual_,       {state_[0], state_[1], state_[2]},
+            gradient_,     arrays_.ties_in, arrays_.ties_out,
+            half_residual_};
   }
 
  private:
@@ -88,8 +115,9 @@ class PaddedArrays {
   const size_t begin_, count_;
   typename Arrays::Weight weight_[V::kWidth] = {};
   int16_t residual_[V::kWidth] = {};
+  uint32_t half_residual_[V::kWidth] = {};
   static_assert(kStatePlanesMax == 3);
-  float state_[kStatePlanesMax][V::kWidth] = {};
+  typename Arrays::State state_[kStatePlanesMax][V::kWidth] = {};
   typename Arrays::Gradient gradient_[V::kWidth] = {};
 };
 
@@ -111,16 +139,22 @@ struct GradientLoader {
   bool is_scaled;
 
   OFFLOAD_DEVICE_CODE GradientLoader(const Run& run, bool maximize)
-      : factor(V::Broadcast(maximize ? -run.gradient_scale : run.gradient_scale)),
-        is_scaled(run.gradient_scale != 1.0f) {}
+      : factor(V::Broadcast(
+            static_cast<typename V::Scalar>(maximize ? -run.gradient_scale : run.gradient_scale))),
+        is_scaled(run.gradient_scale != 1) {}
 
-  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE typename V::Float Load(const float* gradient) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE typename V::Float Load(
+      const typename V::Scalar* gradient) const {
     return V::Load(gradient) * factor;
   }
   [[gnu::always_inline]] OFFLOAD_DEVICE_CODE typename V::Float Load(
       const uint16_t* gradient) const {
     const typename V::Float scaled = V::LoadBFloat16(gradient) * factor;
     return is_scaled ? V::RoundToBFloat16(scaled) : scaled;
+  }
+  [[gnu::always_inline]] typename V::Float Load(const Half* gradient) const {
+    const typename V::Float scaled = V::LoadHalf(gradient) * factor;
+    return is_scaled ? V::RoundToHalf(scaled) : scaled;
   }
 };
 
@@ -134,7 +168,11 @@ struct RootTaker {
   [[gnu::always_inline]] OFFLOAD_DEVICE_CODE typename V::Float operator()(
       typename V::Float value) const {
     const typename V::Float nearest = V::Sqrt(value);
-    return corrections == nullptr ? nearest : V::CorrectRoot(value, nearest, corrections);
+    if constexpr (sizeof(typename V::Scalar) == sizeof(double)) {
+      return nearest;
+    } else {
+      return corrections == nullptr ? nearest : V::CorrectRoot(value, nearest, corrections);
+    }
   }
 };
 
@@ -143,6 +181,8 @@ template <class V, class Arrays>
                                                                                size_t i) {
   if constexpr (Arrays::kIsSplit) {
     return V::Merge(arrays.weight + i, arrays.residual + i, arrays.ties_in);
+  } else if constexpr (Arrays::kIsHalf) {
+    return V::MergeHalf(arrays.weight + i, arrays.half_residual + i);
   } else {
     return V::Load(arrays.weight + i);
   }
@@ -153,35 +193,51 @@ template <class V, class Arrays>
                                                                    typename V::Float master) {
   if constexpr (Arrays::kIsSplit) {
     V::Split(master, arrays.weight + i, arrays.residual + i, arrays.ties_out);
+  } else if constexpr (Arrays::kIsHalf) {
+    V::SplitHalf(master, arrays.weight + i, arrays.half_residual + i);
   } else {
     V::Store(arrays.weight + i, master);
   }
 }
 
+// The arrays of a run of these dtypes.
+template <class V, Dtype kWeight, Dtype kGradient>
+Arrays<kWeight, kGradient> ArraysOf(const Run& run) {
+  using Result = Arrays<kWeight, kGradient>;
+  Result arrays{static_cast<typename Result::Weight*>(run.weight),
+                run.residual,
+                {},
+                static_cast<const typename Result::Gradient*>(run.gradient),
+                run.ties_in,
+                run.ties_out,
+                run.half_residual};
+  for (size_t i = 0; i < kStatePlanesMax; ++i) {
+    if constexpr (kWeight == Dtype::kFloat64) {
+      arrays.state[i] = run.double_state[i];
+    } else {
+      arrays.state[i] = run.state[i];
+    }
+  }
+  return arrays;
+}
+
 // Calls function(arrays) with the arrays of the run's dtypes.
 template <class V, Dtype kWeight, class Function>
 void WithGradient(const Run& run, const Function& function) {
-  auto* weight = static_cast<typename ElementOf<kWeight>::Type*>(run.weight);
   if (run.gradient_dtype == Dtype::kFloat32) {
-    function(Arrays<kWeight, Dtype::kFloat32>{weight,
-                                              run.residual,
-                                              {run.state[0], run.state[1], run.state[2]},
-                                              static_cast<const float*>(run.gradient),
-                                              run.ties_in,
-                                              run.ties_out});
+    function(ArraysOf<V, kWeight, Dtype::kFloat32>(run));
   } else {
-    function(Arrays<kWeight, Dtype::kBFloat16>{weight,
-                                               run.residual,
-                                               {run.state[0], run.state[1], run.state[2]},
-                                               static_cast<const uint16_t*>(run.gradient),
-                                               run.ties_in,
-                                               run.ties_out});
+    function(ArraysOf<V, kWeight, Dtype::kBFloat16>(run));
   }
 }
 template <class V, class Function>
 void WithArrays(const Run& run, const Function& function) {
-  if (run.weight_dtype == Dtype::kFloat32) {
+  if constexpr (sizeof(typename V::Scalar) == sizeof(double)) {
+    function(ArraysOf<V, Dtype::kFloat64, Dtype::kFloat64>(run));
+  } else if (run.weight_dtype == Dtype::kFloat32) {
     WithGradient<V, Dtype::kFloat32>(run, function);
+  } else if (run.weight_dtype == Dtype::kFloat16) {
+    function(ArraysOf<V, Dtype::kFloat16, Dtype::kFloat16>(run));
   } else {
     WithGradient<V, Dtype::kBFloat16>(run, function);
   }

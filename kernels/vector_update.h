@@ -1,7 +1,8 @@
 // kernels/vector_update.h
 //
 // The kernels once for every vector width: the steps of all rules (kernels/rules) over whole runs,
-// and split, merge and the search for what is not finite. vector_run.h says what V provides.
+// and split, merge and the search for what is not finite. vector_run.h says what V provides, and D,
+// which is V for fp64 models.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +15,8 @@ namespace offload::kernels {
 
 template <class V, class Rule>
 void VectorUpdate(const Coefficients& coefficients, const Run& run) {
-  const auto& constants = *reinterpret_cast<const typename Rule::Constants*>(coefficients.bytes);
+  using Constants = typename Rule::template ConstantsOf<typename V::Scalar>;
+  const auto& constants = *reinterpret_cast<const Constants*>(coefficients.bytes);
   const typename Rule::template Step<V, false> step(constants, run);
   WithArrays<V>(run, [&](const auto& arrays) {
     if constexpr (Rule::kHasTail) {
@@ -30,9 +32,10 @@ void VectorUpdate(const Coefficients& coefficients, const Run& run) {
 
 template <class V, class Rule>
 void VectorNorms(const Coefficients& coefficients, const Run& run, Norms* norms) {
-  const auto& constants = *reinterpret_cast<const typename Rule::Constants*>(coefficients.bytes);
+  using Constants = typename Rule::template ConstantsOf<typename V::Scalar>;
+  const auto& constants = *reinterpret_cast<const Constants*>(coefficients.bytes);
   const typename Rule::template Terms<V> terms(constants, run);
-  alignas(64) float weight[V::kWidth], update[V::kWidth];
+  alignas(64) typename V::Scalar weight[V::kWidth], update[V::kWidth];
   const auto add = [&](size_t begin, size_t count) {
     for (size_t j = 0; j < count; ++j) {
       const size_t lane = (run.begin + begin + j) % Norms::kLanes;
@@ -55,7 +58,8 @@ void VectorNorms(const Coefficients& coefficients, const Run& run, Norms* norms)
 }
 template <class V, class Rule>
 constexpr NormsFunction VectorNormsOf() {
-  if constexpr (requires { &Rule::ReferenceNorms; }) return VectorNorms<V, Rule>;
+  if constexpr (requires { &Rule::template ReferenceNorms<typename V::Scalar>; })
+    return VectorNorms<V, Rule>;
   return nullptr;
 }
 
@@ -89,21 +93,31 @@ bool AllFiniteOf(Dtype dtype, const T* values, size_t count) {
   }
   return kReferenceImplementation.all_finite(dtype, values + i, count - i);
 }
-template <class V>
+template <class V, class D>
 bool VectorAllFinite(Dtype dtype, const void* values, size_t count) {
-  return dtype == Dtype::kFloat32
-             ? AllFiniteOf<V>(dtype, static_cast<const float*>(values), count)
-             : AllFiniteOf<V>(dtype, static_cast<const uint16_t*>(values), count);
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return AllFiniteOf<V>(dtype, static_cast<const float*>(values), count);
+    case Dtype::kBFloat16:
+      return AllFiniteOf<V>(dtype, static_cast<const uint16_t*>(values), count);
+    case Dtype::kFloat16:
+      return AllFiniteOf<V>(dtype, static_cast<const Half*>(values), count);
+    case Dtype::kFloat64:
+      break;
+  }
+  return AllFiniteOf<D>(dtype, static_cast<const double*>(values), count);
 }
 
-template <class V, class... Rule>
+template <class V, class D, class... Rule>
 constexpr Implementation VectorImplementation(RuleList<Rule...>) {
   return {{VectorUpdate<V, Rule>...},
           {VectorNormsOf<V, Rule>()...},
+          {VectorUpdate<D, Rule>...},
+          {VectorNormsOf<D, Rule>()...},
           VectorSplit<V>,
           VectorMerge<V>,
-          VectorAllFinite<V>,
-          VectorAddParts<V>};
+          VectorAllFinite<V, D>,
+          VectorAddParts<V, D>};
 }
 
 // Of the candidates (lanes whose lo is -32768), the lanes whose tie went down.

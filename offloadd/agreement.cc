@@ -14,10 +14,23 @@ namespace {
 
 absl::Status Difference(const std::string& what) { return MakeError(ErrorId::kRanksDiffer, what); }
 
+const char* ShortName(proto::Dtype dtype) {
+  switch (dtype) {
+    case proto::Dtype::kFloat32:
+      return "fp32";
+    case proto::Dtype::kBFloat16:
+      return "bf16";
+    case proto::Dtype::kFloat16:
+      return "fp16";
+    case proto::Dtype::kFloat64:
+      break;
+  }
+  return "fp64";
+}
+
 std::string Describe(const proto::Tensor& tensor) {
-  return absl::StrCat(tensor.dtype == proto::Dtype::kFloat32 ? "fp32" : "bf16", " of shape [",
-                      absl::StrJoin(tensor.shape, ", "), "], ",
-                      tensor.trainable ? "trainable" : "frozen",
+  return absl::StrCat(ShortName(tensor.dtype), " of shape [", absl::StrJoin(tensor.shape, ", "),
+                      "], ", tensor.trainable ? "trainable" : "frozen",
                       tensor.dimension_order.empty() ? "" : ", dimensions in memory in the order ",
                       absl::StrJoin(tensor.dimension_order, ", "));
 }

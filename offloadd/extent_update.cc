@@ -18,10 +18,6 @@ constexpr uint32_t kTileElements = 16 * 1024;
 constexpr uint32_t kTieWordBits = 64;
 constexpr uint64_t kTieBytesMax = proto::kExtentElements / 8;
 
-kernels::Dtype KernelDtype(proto::Dtype dtype) {
-  return dtype == proto::Dtype::kFloat32 ? kernels::Dtype::kFloat32 : kernels::Dtype::kBFloat16;
-}
-
 template <typename T>
 T* At(const PlaneMemory& plane, uint64_t element) {
   return plane.bytes == nullptr ? nullptr : reinterpret_cast<T*>(plane.bytes) + element;
@@ -111,8 +107,8 @@ class Pass {
 
   // Elements that are not updated keep their tie bits.
   void SkipTies(uint32_t begin, uint32_t end) {
+    if (!update_.plane_set->Has(proto::Plane::kTies)) return;
     const int16_t* residual = At<int16_t>(update_.planes[proto::Plane::kResidual], 0);
-    if (residual == nullptr) return;
     for (uint32_t i = begin; i < end; ++i) {
       if (residual[i] == INT16_MIN) ties_out_.writer().Append(ties_in_.reader().Next());
     }
@@ -123,15 +119,25 @@ class Pass {
     run.count = end - begin;
     run.begin = update_.begin + begin - member.begin;
     run.tensor_count = member.count;
-    run.weight_dtype = KernelDtype(update_.dtype);
+    run.weight_dtype = update_.dtype;
     run.gradient_dtype = run.weight_dtype;
     const uint64_t weight_bytes = proto::DtypeBytes(update_.dtype);
     run.weight = update_.planes[proto::Plane::kWeight].bytes + begin * weight_bytes;
-    run.residual = At<int16_t>(update_.planes[proto::Plane::kResidual], begin);
+    if (update_.dtype == proto::Dtype::kFloat16) {
+      run.half_residual = At<uint32_t>(update_.planes[proto::Plane::kResidual], begin);
+    } else {
+      run.residual = At<int16_t>(update_.planes[proto::Plane::kResidual], begin);
+    }
     run.ties_in = &ties_in_.reader();
     run.ties_out = &ties_out_.writer();
-    for (size_t i = 0; i < proto::kStatePlanes.size(); ++i)
-      run.state[i] = At<float>(update_.planes[proto::kStatePlanes[i]], begin);
+    for (size_t i = 0; i < proto::kStatePlanes.size(); ++i) {
+      const PlaneMemory& plane = update_.planes[proto::kStatePlanes[i]];
+      if (update_.dtype == proto::Dtype::kFloat64) {
+        run.double_state[i] = At<double>(plane, begin);
+      } else {
+        run.state[i] = At<float>(plane, begin);
+      }
+    }
     run.gradient = member.gradient != nullptr ? member.gradient + run.begin * weight_bytes
                                               : update_.spilled_gradient + begin * weight_bytes;
     run.gradient_scale = member.gradient_scale;

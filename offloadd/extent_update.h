@@ -63,7 +63,7 @@ struct MemberUpdate {
   double trust_ratio = 1;  // of optimizers that need norms, from the sweep before
   const std::byte* gradient =
       nullptr;  // of its first element; null: the extent's bytes are in `spilled_gradient`
-  float gradient_scale = 1.0f;
+  double gradient_scale = 1;
 };
 
 struct ExtentUpdate {

@@ -15,10 +15,6 @@ using proto::RingOperation;
 // So little is added on the loop: a worker would take longer to begin.
 constexpr uint64_t kElementsOnLoopMax = 8192;
 
-kernels::Dtype KernelDtype(proto::Dtype dtype) {
-  return dtype == proto::Dtype::kFloat32 ? kernels::Dtype::kFloat32 : kernels::Dtype::kBFloat16;
-}
-
 kernels::SumStart KernelStart(GradientStart start) {
   switch (start) {
     case GradientStart::kNothing:
@@ -40,7 +36,7 @@ uint64_t SizeBytes(uint64_t elements, proto::Dtype dtype) {
 GradientSum::GradientSum(JobContext* context, uint64_t step, UpdateWanted update_wanted)
     : context_(context),
       update_wanted_(std::move(update_wanted)),
-      factor_(context->gradient_sum ? 1.0f : 1.0f / static_cast<float>(context->plan.world_size)),
+      factor_(context->gradient_sum ? 1.0 : 1.0 / context->plan.world_size),
       order_(&context->catalogue, context->plan.world_size, step) {
   for (uint32_t i = context->plan.sum_blocks; i > 0; --i) {
     free_blocks_.push_back(context->slab + context->layout.sum_blocks_offset +
@@ -196,7 +192,7 @@ GradientSum::SweepPointer GradientSum::MakeSweep(GradientOrder::Addition additio
 }
 
 void GradientSum::Add(Sweep& sweep) const {
-  sweep.finite = kernels::AddParts({.dtype = KernelDtype(sweep.dtype),
+  sweep.finite = kernels::AddParts({.dtype = sweep.dtype,
                                     .count = sweep.elements,
                                     .sum = sweep.sum,
                                     .start = KernelStart(sweep.addition.start),

@@ -93,7 +93,7 @@ class GradientSum {
 
   JobContext* const context_;
   const UpdateWanted update_wanted_;
-  const float factor_;
+  const double factor_;
   GradientOrder order_;
   bool flushing_ = false;
   uint64_t sum_bytes_ = 0;

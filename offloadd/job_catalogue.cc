@@ -11,10 +11,6 @@
 namespace offload::daemon {
 namespace {
 
-const char* DtypeName(proto::Dtype dtype) {
-  return dtype == proto::Dtype::kFloat32 ? "float32" : "bfloat16";
-}
-
 // "adamw (exp_avg, exp_avg_sq)"
 std::string DescribeOptimizer(std::string_view name, const proto::KeptPlanes& planes) {
   std::vector<std::string> names;
@@ -25,7 +21,7 @@ std::string DescribeOptimizer(std::string_view name, const proto::KeptPlanes& pl
 
 std::string Describe(const proto::Tensor& tensor) {
   return absl::StrCat("\"", tensor.name, "\" [", absl::StrJoin(tensor.shape, ", "), "] ",
-                      DtypeName(tensor.dtype), tensor.trainable ? "" : " frozen");
+                      proto::DtypeName(tensor.dtype), tensor.trainable ? "" : " frozen");
 }
 
 bool HasBecome(const proto::Tensor& before, const proto::Tensor& now) {

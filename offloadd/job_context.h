@@ -149,5 +149,9 @@ inline uint64_t WeightExtentOffset(const proto::StoreTensor& tensor, uint32_t in
 inline bool HasResidual(const proto::StoreTensor& tensor) {
   return tensor.planes.Has(proto::Plane::kResidual);
 }
+// Its residual has tie bits (kernels/split.h).
+inline bool HasTies(const proto::StoreTensor& tensor) {
+  return tensor.planes.Has(proto::Plane::kTies);
+}
 
 }  // namespace offload::daemon

@@ -21,10 +21,6 @@ using proto::Plane;
 
 constexpr uint64_t kOddPlace = 61;
 
-kernels::Dtype KernelDtype(Dtype dtype) {
-  return dtype == Dtype::kFloat32 ? kernels::Dtype::kFloat32 : kernels::Dtype::kBFloat16;
-}
-
 uint32_t BitsOf(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -61,7 +57,7 @@ kernels::Run RunOver(std::vector<float>& masters,
   run.count = run.tensor_count = masters.size();
   run.weight = masters.data();
   for (size_t i = 0; i < states.size(); ++i) run.state[i] = states[i].data();
-  run.gradient_dtype = KernelDtype(dtype);
+  run.gradient_dtype = dtype;
   run.gradient = gradient.data();
   run.gradient_scale = gradient_scale;
   return run;
@@ -175,7 +171,7 @@ Bytes SumParts(Dtype dtype, std::vector<const GradientPart*> parts, float factor
   }
   for (const GradientPart* part : parts) {
     const void* const values = part->values.data();
-    kernels::AddParts({.dtype = KernelDtype(dtype),
+    kernels::AddParts({.dtype = dtype,
                        .count = sum.size() / proto::DtypeBytes(dtype),
                        .sum = sum.data(),
                        .start = start,

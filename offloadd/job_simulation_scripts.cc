@@ -288,10 +288,7 @@ void Simulation::AddRounds(StepScript& script) {
 void Simulation::ChooseStarts(StepScript& script, bool after_refusal) {
   script.starts.resize(script.rounds.back().beginning + 1);
   const auto is_finite = [this](uint32_t tensor) {
-    const kernels::Dtype dtype = tensors_[tensor].dtype == Dtype::kFloat32
-                                     ? kernels::Dtype::kFloat32
-                                     : kernels::Dtype::kBFloat16;
-    return kernels::AllFinite(dtype, sums_[tensor].data(),
+    return kernels::AllFinite(tensors_[tensor].dtype, sums_[tensor].data(),
                               sums_[tensor].size() / proto::DtypeBytes(tensors_[tensor].dtype));
   };
   for (size_t beginning = 0; beginning < script.starts.size(); ++beginning) {

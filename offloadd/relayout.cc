@@ -114,7 +114,7 @@ class BundleReader {
 
   absl::StatusOr<const Bundle*> Find(uint32_t store_tensor) {
     const proto::StoreTensor& tensor = from_.catalogue->store_tensors[store_tensor];
-    std::optional<Bundle>& last = last_[tensor.trainable ? 1 : 0];
+    std::optional<Bundle>& last = last_[static_cast<size_t>(tensor.dtype)][tensor.trainable];
     if (last.has_value() && last->store_tensor == store_tensor) return &*last;
     last.emplace();
     last->store_tensor = store_tensor;
@@ -126,7 +126,7 @@ class BundleReader {
 
  private:
   const LaidOutStore from_;
-  std::optional<Bundle> last_[2];  // frozen, trained
+  std::optional<Bundle> last_[proto::kDtypeCount][2];  // frozen, trained
 };
 
 // Makes a bundle of members that come from one or several.
@@ -138,8 +138,9 @@ class BundleWriter {
   absl::Status Write(uint32_t store_tensor) {
     const proto::StoreTensor& tensor = to_.catalogue->store_tensors[store_tensor];
     OFFLOAD_ASSIGN_OR_RETURN(Extent extent, MakeZeros(store_tensor));
-    std::vector<uint32_t> masters(tensor.planes.Has(proto::Plane::kResidual) ? tensor.element_count
-                                                                             : 0);
+    // Residuals without tie bits are copied as they are.
+    std::vector<uint32_t> masters(tensor.planes.Has(proto::Plane::kTies) ? tensor.element_count
+                                                                         : 0);
     for (const uint32_t member : tensor.members)
       OFFLOAD_RETURN_IF_ERROR(CopyMember(member, extent, masters));
     if (!masters.empty()) OFFLOAD_RETURN_IF_ERROR(Split(masters, extent));

@@ -1,6 +1,7 @@
 #include "offloadd/relayout.h"
 
 #include <array>
+#include <bit>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -23,11 +24,11 @@ using proto::Plane;
 
 constexpr uint32_t kSectorBytes = 4096;
 
-// Large and small ones of both types; `thawed` of them are trained after all.
+// Large and small ones of all types; `thawed` of them are trained after all.
 std::vector<proto::Tensor> Tensors(bool thawed) {
   std::vector<proto::Tensor> tensors;
-  for (const Dtype dtype : {Dtype::kBFloat16, Dtype::kFloat32}) {
-    const std::string name = dtype == Dtype::kBFloat16 ? "bf16" : "fp32";
+  for (const Dtype dtype : {Dtype::kBFloat16, Dtype::kFloat32, Dtype::kFloat16, Dtype::kFloat64}) {
+    const std::string name = proto::DtypeName(dtype);
     const auto add = [&](const std::string& rest, int64_t elements, bool trainable) {
       tensors.push_back(
           {.name = name + rest, .shape = {elements}, .dtype = dtype, .trainable = trainable});
@@ -43,7 +44,8 @@ std::vector<proto::Tensor> Tensors(bool thawed) {
   return tensors;
 }
 
-// The values of one plane of a tensor, by element: of bf16 masters for kMaster.
+// The values of one plane of a tensor, by element: of bf16 and fp16 the masters. Of fp64 numbers
+// half of the bits, the others follow from them.
 using Values = std::vector<uint32_t>;
 
 // Many ties, so that those of some extents need their plane, and those of others do not.
@@ -55,6 +57,22 @@ Values RandomMasters(Random& random, uint64_t count, uint64_t one_tie_in) {
     if (random.OneIn(one_tie_in)) value = (value & 0xFFFF0000) | 0x8000;
   }
   return values;
+}
+
+Values WideOf(const uint32_t* halves, uint64_t count) {
+  Values wide;
+  for (uint64_t i = 0; i < count; ++i) wide.insert(wide.end(), {halves[i], halves[i] * 3 + 1});
+  return wide;
+}
+Values HalvesOf(const MappedRegion& bytes, uint64_t count) {
+  const auto* const wide = reinterpret_cast<const uint32_t*>(bytes.data());
+  Values halves(count);
+  for (uint64_t i = 0; i < count; ++i) {
+    halves[i] = wide[2 * i];
+    const bool is_zero = wide[2 * i] == 0 && wide[2 * i + 1] == 0;
+    EXPECT_TRUE(is_zero || wide[2 * i + 1] == wide[2 * i] * 3 + 1) << i;
+  }
+  return halves;
 }
 
 std::unique_ptr<swap::Store> MakeStore(const proto::Catalogue& catalogue, uint8_t uuid) {
@@ -93,8 +111,24 @@ void WriteContents(swap::Store& store, const proto::Catalogue& catalogue, uint32
     const uint64_t begin = uint64_t{index} * proto::kExtentElements;
     const uint32_t* const masters = contents.masters.data() + begin;
     const auto id = [&](Plane plane) { return ExtentIdOf(store_tensor, plane, index); };
+    if (tensor.dtype == Dtype::kFloat64) {
+      Write(store, id(Plane::kWeight), WideOf(masters, count).data(), count * 8);
+      if (tensor.trainable)
+        Write(store, id(Plane::kState0), WideOf(contents.exp_avg.data() + begin, count).data(),
+              count * 8);
+      continue;
+    }
     if (tensor.trainable)
       Write(store, id(Plane::kState0), contents.exp_avg.data() + begin, count * 4);
+    if (tensor.dtype == Dtype::kFloat16) {
+      std::vector<kernels::Half> weights(count);
+      Values residual(count);
+      kernels::SplitHalf(reinterpret_cast<const float*>(masters), count, weights.data(),
+                         residual.data());
+      Write(store, id(Plane::kWeight), weights.data(), count * 2);
+      if (tensor.trainable) Write(store, id(Plane::kResidual), residual.data(), count * 4);
+      continue;
+    }
     if (tensor.dtype == Dtype::kFloat32) {
       Write(store, id(Plane::kWeight), masters, count * 4);
       continue;
@@ -136,9 +170,29 @@ Contents ReadContents(swap::Store& store, const proto::Catalogue& catalogue,
     const auto read = [&](Plane plane) {
       return Read(store, ExtentIdOf(store_tensor, plane, index), &stamp);
     };
-    if (tensor.trainable)
-      std::memcpy(contents.exp_avg.data() + begin, read(Plane::kState0).data(), count * 4);
+    const auto take = [&](Plane plane, Values& values) {
+      const MappedRegion bytes = read(plane);
+      if (tensor.dtype != Dtype::kFloat64) {
+        std::memcpy(values.data() + begin, bytes.data(), count * 4);
+        return;
+      }
+      const Values halves = HalvesOf(bytes, count);
+      std::copy(halves.begin(), halves.end(), values.begin() + static_cast<ptrdiff_t>(begin));
+    };
+    if (tensor.trainable) take(Plane::kState0, contents.exp_avg);
+    if (tensor.dtype == Dtype::kFloat64) {
+      take(Plane::kWeight, contents.masters);
+      continue;
+    }
     const MappedRegion weights = read(Plane::kWeight);
+    if (tensor.dtype == Dtype::kFloat16) {
+      MappedRegion residual = *MappedRegion::Anonymous(proto::PaddedBytes(count * 4));
+      if (tensor.trainable) residual = read(Plane::kResidual);
+      kernels::MergeHalf(reinterpret_cast<const kernels::Half*>(weights.data()),
+                         reinterpret_cast<const uint32_t*>(residual.data()), count,
+                         reinterpret_cast<float*>(contents.masters.data() + begin));
+      continue;
+    }
     if (tensor.dtype == Dtype::kFloat32) {
       std::memcpy(contents.masters.data() + begin, weights.data(), count * 4);
       continue;
@@ -168,6 +222,12 @@ class RelayoutTest : public testing::TestWithParam<uint64_t> {
         Values masters = RandomMasters(random_, count, GetParam());
         if (!tensor.trainable && tensor.dtype == Dtype::kBFloat16) {
           for (uint32_t& master : masters) master &= 0xFFFF0000;
+        }
+        if (!tensor.trainable && tensor.dtype == Dtype::kFloat16) {
+          for (uint32_t& master : masters) {
+            const float value = std::bit_cast<float>(master);
+            master = std::bit_cast<uint32_t>(kernels::FromHalf(kernels::ToHalf(value)));
+          }
         }
         const Values moments = RandomMasters(random_, count, GetParam());
         const uint64_t offset = before_.placements[member].element_offset;

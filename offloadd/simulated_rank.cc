@@ -21,9 +21,7 @@ using proto::RingOperation;
 using proto::SubmissionEntry;
 
 bool IsFinite(proto::Dtype dtype, const Bytes& values) {
-  return kernels::AllFinite(
-      dtype == proto::Dtype::kFloat32 ? kernels::Dtype::kFloat32 : kernels::Dtype::kBFloat16,
-      values.data(), values.size() / proto::DtypeBytes(dtype));
+  return kernels::AllFinite(dtype, values.data(), values.size() / proto::DtypeBytes(dtype));
 }
 
 }  // namespace
@@ -208,8 +206,7 @@ bool SimulatedRank::Seal() {
     proto::v1::Tensor* const message = request.add_tensors();
     message->set_name(tensor.name);
     message->add_shape(tensor.shape.front());
-    message->set_dtype(tensor.dtype == proto::Dtype::kFloat32 ? proto::v1::FLOAT32
-                                                              : proto::v1::BFLOAT16);
+    message->set_dtype(static_cast<proto::v1::Dtype>(tensor.dtype));
     message->set_trainable(tensor.trainable);
   }
   uint64_t count = 0;

@@ -33,7 +33,7 @@ struct Entry {
   uint32_t rank = 0;
   uint32_t group = 0;
   uint64_t update_count = 0;
-  float gradient_scale = 1;
+  double gradient_scale = 1;
   uint64_t own_gradient_offset = 0;  // 0: the sum is updated with
   uint32_t own_gradient_crc = 0;
 };
@@ -99,7 +99,7 @@ absl::Status CompareEntries(const std::string& name, const Entry& a, const Entry
     return Difference(
         absl::StrCat("the number of updates", of, ": ", a.update_count, " and ", b.update_count));
   }
-  if (std::bit_cast<uint32_t>(a.gradient_scale) != std::bit_cast<uint32_t>(b.gradient_scale)) {
+  if (std::bit_cast<uint64_t>(a.gradient_scale) != std::bit_cast<uint64_t>(b.gradient_scale)) {
     return Difference(absl::StrCat("the gradient's scale", of, ": ", a.gradient_scale, " and ",
                                    b.gradient_scale));
   }

@@ -17,9 +17,9 @@ namespace {
 using proto::Plane;
 using proto::RingOperation;
 
-// The largest that a transfer needs: an fp32 plane of an extent, or both halves of its bf16
-// masters.
-constexpr uint64_t kBufferBytes = uint64_t{proto::kExtentElements} * 4;
+// The largest that a transfer needs: an fp64 plane of an extent. The weights and residuals of
+// narrow ones take less; pages that nobody touches cost nothing.
+constexpr uint64_t kBufferBytes = uint64_t{proto::kExtentElements} * 8;
 constexpr uint32_t kBuffersMax = 4;
 constexpr uint32_t kMergeElements = 1024;
 
@@ -304,8 +304,8 @@ void Transfers::Read(const TransferPointer& transfer) {
 void Transfers::ReadTies(const TransferPointer& transfer) {
   const proto::StoreTensor& tensor = context_->store_tensor(transfer->store_tensor);
   const bool wanted =
-      HasResidual(tensor) && (IsPut(transfer->entry) ? transfer->writes_residual && tensor.bundle
-                                                     : transfer->entry.plane == Plane::kMaster);
+      HasTies(tensor) && (IsPut(transfer->entry) ? transfer->writes_residual && tensor.bundle
+                                                 : transfer->entry.plane == Plane::kMaster);
   if (!wanted) return;
   const swap::Stamp stamp = state_->TieStamp(transfer->store_tensor, transfer->index);
   transfer->ties.word = stamp.word;
@@ -398,6 +398,15 @@ void Transfers::ComputeGet(Transfer& transfer) const {
 
 // Merges from the extent's beginning, because tie bits are counted from there.
 void Transfers::MergeMaster(Transfer& transfer, std::byte* to) const {
+  if (!HasTies(context_->store_tensor(transfer.store_tensor))) {
+    const auto* weight =
+        reinterpret_cast<const kernels::Half*>(transfer.planes[Plane::kWeight].bytes);
+    const auto* residual =
+        reinterpret_cast<const uint32_t*>(transfer.planes[Plane::kResidual].bytes);
+    kernels::MergeHalf(weight + transfer.begin, residual + transfer.begin, transfer.count,
+                       reinterpret_cast<float*>(to));
+    return;
+  }
   const auto* hi = reinterpret_cast<const uint16_t*>(transfer.planes[Plane::kWeight].bytes);
   const auto* lo = reinterpret_cast<const int16_t*>(transfer.planes[Plane::kResidual].bytes);
   TieSource ties(transfer.ties);
@@ -426,6 +435,14 @@ void Transfers::ComputePut(Transfer& transfer) const {
 // split.
 void Transfers::TakeFromRank(Transfer& transfer) const {
   const std::byte* from = context_->ranks[transfer.rank].region + transfer.entry.region_offset;
+  if (transfer.entry.plane == Plane::kMaster &&
+      !HasTies(context_->store_tensor(transfer.store_tensor))) {
+    kernels::SplitHalf(
+        reinterpret_cast<const float*>(from), transfer.count,
+        reinterpret_cast<kernels::Half*>(transfer.planes[Plane::kWeight].bytes) + transfer.begin,
+        reinterpret_cast<uint32_t*>(transfer.planes[Plane::kResidual].bytes) + transfer.begin);
+    return;
+  }
   if (transfer.entry.plane == Plane::kMaster) {
     absl::StatusOr<TieBits> ties = SplitInto(
         reinterpret_cast<uint16_t*>(transfer.planes[Plane::kWeight].bytes),
@@ -447,8 +464,14 @@ void Transfers::TakeFromRank(Transfer& transfer) const {
 
 void Transfers::PutZeroResidual(Transfer& transfer) const {
   const PlaneMemory& residual = transfer.planes[Plane::kResidual];
-  if (!context_->store_tensor(transfer.store_tensor).bundle) {
+  const proto::StoreTensor& tensor = context_->store_tensor(transfer.store_tensor);
+  if (!tensor.bundle) {
     std::memset(residual.bytes, 0, residual.size_bytes);
+    return;
+  }
+  if (!HasTies(tensor)) {
+    std::memset(residual.bytes + tensor.planes.Bytes(Plane::kResidual, transfer.begin), 0,
+                tensor.planes.Bytes(Plane::kResidual, transfer.count));
     return;
   }
   absl::StatusOr<TieBits> ties =

@@ -1,6 +1,6 @@
 """Puts a built offload into a prefix: library, headers, programs, CMake package, pkg-config file, man pages.
 
-Usage: install.py --prefix DIR --library FILE --preloaded FILE --header FILE --client-header FILE --daemon FILE --tool FILE --version-header FILE
+Usage: install.py --prefix DIR --library FILE --preloaded FILE --header FILE --scaler-header FILE --client-header FILE --daemon FILE --tool FILE --version-header FILE
 
 The libtorch that the library was built with is read from the library itself; its release is what users need.
 tools/install builds everything and calls this.
@@ -93,6 +93,7 @@ def install(options):
     put(options.daemon, under("bin", "offloadd"), executable)
     put(options.tool, under("bin", "offloadctl"), executable)
     put(options.header, under("include", "offload", "torch.h"), 0o644)
+    put(options.scaler_header, under("include", "offload", "grad_scaler.h"), 0o644)
     put(options.client_header, under("include", "offload", "client.h"), 0o644)
     for name in ("offload-config.cmake", "offload-config-version.cmake"):
         put_filled(os.path.join(HERE, name + ".in"), under("lib", "cmake", "offload", name), values)
@@ -104,7 +105,7 @@ def install(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("prefix", "library", "preloaded", "header", "client-header", "daemon", "tool", "version-header"):
+    for name in ("prefix", "library", "preloaded", "header", "scaler-header", "client-header", "daemon", "tool", "version-header"):
         parser.add_argument("--" + name, required=True)
     options = parser.parse_args()
     options.prefix = os.path.abspath(options.prefix)

@@ -101,7 +101,9 @@ class InstallTest(unittest.TestCase):
         source = os.path.join(self.folder, "says.cc")
         with open(source, "w", encoding="utf-8") as file:
             # The header of the library without torch's: an Error crosses its border.
-            file.write("""#include <offload/torch.h>
+            file.write("""#include <offload/grad_scaler.h>
+                          #include <offload/torch.h>
+                          offload::GradScaler ScalerOf(offload::Engine& engine) { return offload::GradScaler(engine); }
                           int main() {
                             try { offload::Options options; options.nvme_path = "."; options.ram = "much"; offload::Engine::Open(options); }
                             catch (const offload::Error& error) { return error.id() != 0 ? 7 : 8; }
@@ -164,5 +166,5 @@ class InstallTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    FILES = dict(zip(("library", "header", "daemon", "tool", "version-header", "preloaded", "client-header"), map(os.path.abspath, sys.argv[1:8])))
+    FILES = dict(zip(("library", "header", "daemon", "tool", "version-header", "preloaded", "client-header", "scaler-header"), map(os.path.abspath, sys.argv[1:9])))
     unittest.main(argv=sys.argv[:1])

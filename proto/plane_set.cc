@@ -3,21 +3,22 @@
 namespace offload::proto {
 
 PlaneSet::PlaneSet(Dtype dtype, bool trainable, const kernels::OptimizerSpec& optimizer)
-    : trainable_(trainable) {
+    : master_bits_(trainable ? static_cast<uint8_t>(8 * kernels::MasterBytes(dtype)) : 0) {
   bits_[IndexOf(Plane::kWeight)] = static_cast<uint8_t>(8 * DtypeBytes(dtype));
   if (!trainable) return;
   if (dtype == Dtype::kBFloat16) {
     bits_[IndexOf(Plane::kResidual)] = 16;
     bits_[IndexOf(Plane::kTies)] = 1;
   }
+  if (dtype == Dtype::kFloat16) bits_[IndexOf(Plane::kResidual)] = 32;
   for (size_t i = 0; i < kStatePlanes.size(); ++i) {
     states_[i] = optimizer.Plane(i);
-    if (states_[i] != nullptr) bits_[IndexOf(kStatePlanes[i])] = 32;
+    if (states_[i] != nullptr) bits_[IndexOf(kStatePlanes[i])] = master_bits_;
   }
 }
 
 uint32_t PlaneSet::Bits(Plane plane) const {
-  if (plane == Plane::kMaster) return trainable_ ? 32 : 0;
+  if (plane == Plane::kMaster) return master_bits_;
   return IndexOf(plane) < bits_.size() ? bits_[IndexOf(plane)] : 0;
 }
 
@@ -61,7 +62,7 @@ std::optional<Plane> PlaneSet::Find(std::string_view name) const {
 }
 
 std::string PlaneSet::Names() const {
-  std::string names = trainable_ ? "weight, master" : "weight";
+  std::string names = master_bits_ != 0 ? "weight, master" : "weight";
   for (const kernels::StatePlane* state : states_) {
     if (state != nullptr) names.append(", ").append(state->name);
   }

@@ -5,7 +5,9 @@
 // transfers, updates and Gather go by. Asked per tensor: tensors of one job may differ.
 //
 //   bf16, trained by AdamW   weight 16, residual 16, exp_avg 32, exp_avg_sq 32, ties 1
+//   fp16, trained by AdamW   weight 16, residual 32, exp_avg 32, exp_avg_sq 32
 //   fp32, trained by AdamW   weight 32 (the master itself), exp_avg 32, exp_avg_sq 32
+//   fp64, trained by AdamW   weight 64 (the master itself), exp_avg 64, exp_avg_sq 64
 //   frozen                   weight
 //
 // Pure values, no input from outside: names come from the optimizer's row (kernels/optimizer.h).
@@ -18,23 +20,27 @@
 #include <string>
 #include <string_view>
 
+#include "kernels/dtype.h"
 #include "kernels/optimizer.h"
 
 namespace offload::proto {
 
-enum class Dtype : uint8_t { kFloat32 = 0, kBFloat16 = 1 };
-inline constexpr uint32_t DtypeBytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+using kernels::Dtype;
+using kernels::DtypeBytes;
+using kernels::DtypeName;
+using kernels::kDtypeCount;
 
 // The numbers are part of the store's format (swap::Plane) and of the rings. What an optimizer
 // keeps in its states is its row's business.
 enum class Plane : uint32_t {
-  kWeight = 0,    // working dtype: fp32 (the master itself) or bf16 (the high half of the master)
-  kResidual = 1,  // low half of the fp32 master (bf16 models)
-  kState0 = 2,    // fp32, like the other states
+  kWeight = 0,  // working dtype: fp32, fp64 (the master itself), bf16 or fp16 (the master's cast)
+  kResidual =
+      1,        // what the cast has left of the fp32 master (bf16 and fp16 models; kernels/split.h)
+  kState0 = 2,  // in the dtype of the master, like the other states
   kState1 = 3,
   kTies = 4,  // tie bits of the residual, only where they do not fit into a word
   kState2 = 5,
-  kMaster = 16,  // fp32; kept as weight and residual, so only to be asked for
+  kMaster = 16,  // fp32, of fp64 models fp64; kept as weight and residual, so only to be asked for
 };
 inline constexpr size_t kPlaneCount = 6;  // of those that are kept; the size of arrays by plane
 inline constexpr std::array<Plane, kernels::kStatePlanesMax> kStatePlanes = {
@@ -70,7 +76,7 @@ class PlaneSet {
  private:
   std::array<uint8_t, kPlaneCount> bits_{};
   std::array<const kernels::StatePlane*, kernels::kStatePlanesMax> states_{};
-  bool trainable_ = false;
+  uint8_t master_bits_ = 0;  // of what is trained
 };
 
 }  // namespace offload::proto

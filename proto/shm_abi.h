@@ -18,7 +18,7 @@
 
 namespace offload::proto {
 
-inline constexpr uint32_t kProtocolVersion = 2;
+inline constexpr uint32_t kProtocolVersion = 3;
 
 // ---- The slab -----------------------------------------------------------------------------------
 inline constexpr uint32_t kSlabMagic = 0x534c464f;  // "OFLS"
@@ -136,12 +136,13 @@ enum class RingOperation : uint32_t {
   kPrefetch = 2,
   // tensor, plane, element_offset, element_count, region_offset: values of the plane replace the
   // stored ones. kWeight (working dtype): the master becomes the value, residual zero, moments
-  // kept. kMaster (fp32, of a bf16 tensor that is trained): weight and residual, moments kept.
-  // kState… (fp32): that plane alone. Waits for the commit of the last step. Completes when the
-  // bytes are taken; durable with the next Step or EndLoad (offload.proto), else dropped when the
-  // job ends.
+  // kept. kMaster (fp32, of a bf16 or fp16 tensor that is trained): weight and residual, moments
+  // kept. kState… (fp32, of an fp64 tensor fp64): that plane alone. Waits for the commit of the
+  // last step. Completes when the bytes are taken; durable with the next Step or EndLoad
+  // (offload.proto), else dropped when the job ends.
   kPut = 3,
-  // As kPut, the other way: bytes of any plane as of the last step; plane kMaster: fp32 masters.
+  // As kPut, the other way: bytes of any plane as of the last step; plane kMaster: masters, in fp32
+  // (of an fp64 tensor fp64).
   kGet = 4,
   // scratch_offset, length_bytes, region_offset, all multiples of 4096.
   kScratchWrite = 5,

@@ -75,7 +75,7 @@ absl::Status CheckTensors(std::vector<Tensor>& tensors) {
     if (!names.insert(tensor.name).second) {
       return Unsupported(absl::StrCat("two parameters have the name \"", tensor.name, "\""));
     }
-    if (tensor.dtype != Dtype::kFloat32 && tensor.dtype != Dtype::kBFloat16) {
+    if (static_cast<size_t>(tensor.dtype) >= kDtypeCount) {
       return Unsupported(absl::StrCat("parameter \"", tensor.name, "\" has the unknown dtype ",
                                       static_cast<int>(tensor.dtype)));
     }
@@ -275,11 +275,11 @@ absl::StatusOr<Catalogue> BuildCatalogue(std::vector<Tensor> tensors,
   OFFLOAD_RETURN_IF_ERROR(CheckTensors(tensors));
   Catalogue catalogue;
   catalogue.placements.reserve(tensors.size());
-  BundleWriter bundles[2][2];  // by dtype, trainable
+  BundleWriter bundles[kDtypeCount][2];  // by dtype, trainable
   for (uint32_t id = 0; id < tensors.size(); ++id) {
     const Tensor& tensor = tensors[id];
     if (tensor.element_count <= kBundledElementsMax) {
-      BundleWriter& bundle = bundles[static_cast<int>(tensor.dtype)][tensor.trainable ? 1 : 0];
+      BundleWriter& bundle = bundles[static_cast<size_t>(tensor.dtype)][tensor.trainable ? 1 : 0];
       catalogue.placements.push_back(bundle.Place(tensor, id, catalogue.store_tensors));
       continue;
     }

@@ -13,6 +13,11 @@ namespace {
 constexpr std::string_view kCatalogueMagic = "OFDC";
 constexpr uint32_t kCatalogueVersion = 2, kCatalogueVersionWithOrders = 3;
 
+static_assert(static_cast<int>(Dtype::kFloat32) == v1::FLOAT32 &&
+              static_cast<int>(Dtype::kBFloat16) == v1::BFLOAT16 &&
+              static_cast<int>(Dtype::kFloat64) == v1::FLOAT64 &&
+              static_cast<int>(Dtype::kFloat16) == v1::FLOAT16);
+
 // Of the first release: a byte for what the optimizer keeps, then the tensors.
 bool IsFirstVersion(std::string_view bytes) {
   return !bytes.empty() && static_cast<uint8_t>(bytes[0]) <= 2;
@@ -26,18 +31,13 @@ absl::StatusOr<Tensor> TensorFromMessage(const v1::Tensor& message) {
   tensor.shape.assign(message.shape().begin(), message.shape().end());
   tensor.trainable = message.trainable();
   tensor.dimension_order.assign(message.dimension_order().begin(), message.dimension_order().end());
-  switch (message.dtype()) {
-    case v1::FLOAT32:
-      tensor.dtype = Dtype::kFloat32;
-      return tensor;
-    case v1::BFLOAT16:
-      tensor.dtype = Dtype::kBFloat16;
-      return tensor;
-    default:
-      return MakeError(ErrorId::kUnsupportedModel,
-                       absl::StrCat("parameter \"", message.name(), "\" has the unknown dtype ",
-                                    static_cast<int>(message.dtype())));
+  if (!v1::Dtype_IsValid(message.dtype())) {
+    return MakeError(ErrorId::kUnsupportedModel,
+                     absl::StrCat("parameter \"", message.name(), "\" has the unknown dtype ",
+                                  static_cast<int>(message.dtype())));
   }
+  tensor.dtype = static_cast<Dtype>(message.dtype());
+  return tensor;
 }
 
 KeptPlanes KeptBy(const kernels::OptimizerSpec& optimizer) {
@@ -56,7 +56,7 @@ std::string EncodeCatalogue(const Catalogue& catalogue, const kernels::Optimizer
     v1::Tensor* out = message.add_tensors();
     out->set_name(tensor.name);
     for (const int64_t dimension : tensor.shape) out->add_shape(dimension);
-    out->set_dtype(tensor.dtype == Dtype::kFloat32 ? v1::FLOAT32 : v1::BFLOAT16);
+    out->set_dtype(static_cast<v1::Dtype>(tensor.dtype));
     out->set_trainable(tensor.trainable);
     for (const uint32_t dimension : tensor.dimension_order) out->add_dimension_order(dimension);
     if (!tensor.dimension_order.empty()) version = kCatalogueVersionWithOrders;

@@ -473,16 +473,18 @@ TEST_F(AttachTest, EverythingThatCannotBeAttachedIsSaidAtOnce) {
   setenv("OFFLOADD_DISABLE", "0", 1);
   model_ = MakeModel(at::kFloat);
   engine_ = Engine::Open(OptionsFor(*model_, {"unsupported_model"}));
-  model_->scale.set_data(torch::ones({}, at::kDouble));
+  model_->scale.set_data(torch::ones({}, at::kComplexFloat));
   model_->up->weight.set_data(torch::zeros({kInner, 2 * kWidth}).slice(1, 0, kWidth));
   const Tensor larger = torch::zeros({2 * kWidth, kInner});
   model_->down->weight.set_data(larger.slice(0, 0, kWidth));
-  model_->norm->bias.set_data(torch::ones({kWidth}, at::kDouble));
-  ExpectError(1601,
-              "parameters 'scale', 'norm.bias' have dtype Double, float32 and bfloat16 are "
-              "supported; parameter 'up.weight' has elements that overlap or lie apart in memory; "
-              "parameter 'down.weight' is a part of a larger tensor",
-              [&] { engine_->SGD(*model_, torch::optim::SGDOptions(1e-3)); });
+  model_->norm->bias.set_data(torch::ones({kWidth}, at::kComplexFloat));
+  ExpectError(
+      1601,
+      "parameters 'scale', 'norm.bias' have dtype ComplexFloat, float32, bfloat16, float16 and "
+      "float64 are supported; parameter 'up.weight' has elements that overlap or lie apart in "
+      "memory; "
+      "parameter 'down.weight' is a part of a larger tensor",
+      [&] { engine_->SGD(*model_, torch::optim::SGDOptions(1e-3)); });
 }
 
 TEST_F(AttachTest, FrozenTableOfWholeNumbersStaysInMemoryAndIsResumed) {
@@ -509,7 +511,7 @@ TEST_F(AttachTest, UnsupportedOptionsAreRefused) {
     engine_->SGD(*model_,
                  torch::optim::SGDOptions(1e-3).momentum(0.9).dampening(0.5).nesterov(true));
   });
-  model_->scale.set_data(torch::ones({}, at::kDouble));
+  model_->scale.set_data(torch::ones({}, at::kComplexFloat));
   ExpectError(1601, "scale", [&] { engine_->AdamW(*model_, torch::optim::AdamWOptions(1e-3)); });
 }
 

@@ -608,13 +608,13 @@ Programs Kinds() {
           [](Run&) {
             return torch::randn({300, 300}, at::kDouble);
           },
-          1601),
+          0),
       Kind(
           "half_weight",
           [](Run&) {
             return torch::randn({300, 300}).to(at::kHalf);
           },
-          1601),
+          0),
       Kind(
           "complex_weight",
           [](Run&) {

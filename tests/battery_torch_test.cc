@@ -1,6 +1,6 @@
 // Every program of the battery computes offloaded what it computes in memory, bit for bit, with as
 // little memory as can be and with plenty; or it is refused, with the error that it names. bf16 has
-// plenty only with OFFLOADD_LONG_TESTS=1, for the sake of time.
+// plenty, and fp64 and fp16 their turn, only with OFFLOADD_LONG_TESTS=1, for the sake of time.
 
 #include "tests/battery_torch.h"
 
@@ -68,7 +68,16 @@ struct Case {
 };
 
 std::string NameOf(const Case& of) {
-  return of.program.name + (of.dtype == at::kFloat ? "_fp32" : "_bf16");
+  switch (of.dtype) {
+    case at::kFloat:
+      return of.program.name + "_fp32";
+    case at::kBFloat16:
+      return of.program.name + "_bf16";
+    case at::kHalf:
+      return of.program.name + "_fp16";
+    default:
+      return of.program.name + "_fp64";
+  }
 }
 
 struct Outcome {
@@ -133,23 +142,38 @@ TEST_P(BatteryTest, ComputesWhatItComputesInMemory) {
     EXPECT_EQ(outcome.error, refused) << outcome.text;
     return;
   }
+  const at::ScalarType dtype = GetParam().dtype;
   SetOffloading(false);
-  const Outcome in_memory = RunOnce(GetParam(), "1GiB");
+  Outcome in_memory;
+  try {
+    in_memory = RunOnce(GetParam(), "1GiB");
+  } catch (const c10::Error& error) {
+    if (dtype != at::kHalf && dtype != at::kDouble) throw;
+    GTEST_SKIP() << "torch itself does not run it: " << error.what_without_backtrace();
+  }
   SetOffloading(true);
   ASSERT_FALSE(in_memory.error.has_value()) << in_memory.text;
   ASSERT_FALSE(in_memory.seen.empty());
-  ExpectSame(in_memory, RunAtTheFloor(GetParam()), "at the floor");
+  const Outcome at_the_floor = RunAtTheFloor(GetParam());
+  if (dtype == at::kDouble && at_the_floor.error == 1604)
+    GTEST_SKIP() << "refused as it should be: " << at_the_floor.text;
+  ExpectSame(in_memory, at_the_floor, "at the floor");
   if (GetParam().dtype == at::kFloat || getenv("OFFLOADD_LONG_TESTS") != nullptr)
     ExpectSame(in_memory, RunOnce(GetParam(), "1GiB"), "with 1 GiB");
 }
 
 std::vector<Case> Cases() {
+  const bool in_every_type = getenv("OFFLOADD_LONG_TESTS") != nullptr;
   std::vector<Case> cases;
   for (const auto programs :
        {ModulePrograms, LoopPrograms, EditPrograms, LifePrograms, StridePrograms}) {
     for (Program& program : programs()) {
       cases.push_back({program, at::kFloat});
-      if (!program.fp32_only) cases.push_back({std::move(program), at::kBFloat16});
+      if (program.fp32_only) continue;
+      cases.push_back({program, at::kBFloat16});
+      if (!in_every_type) continue;
+      cases.push_back({program, at::kDouble});
+      cases.push_back({std::move(program), at::kHalf});
     }
   }
   return cases;

@@ -141,8 +141,21 @@ void NoOptimizer(const Arguments&) {
 void DoublePrecision(const Arguments& arguments) {
   Linear model(64, 64);
   model->to(torch::kDouble);
+  SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    const Tensor loss = model->forward(torch::randn({4, 64}, torch::kDouble)).square().mean();
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    PrintStep(step, loss);
+  }
+}
+
+void ComplexWeights(const Arguments&) {
+  Linear model(64, 64);
+  model->to(torch::kComplexFloat);
   SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));
-  model->forward(torch::randn({4, 64}, torch::kDouble)).sum().backward();
+  model->forward(torch::randn({4, 64}, torch::kComplexFloat)).abs().sum().backward();
   optimizer.step();
 }
 
@@ -214,6 +227,7 @@ int main(int argc, char** argv) {
       {"own_optimizer", OwnOptimizer},
       {"no_optimizer", NoOptimizer},
       {"double_precision", DoublePrecision},
+      {"complex_weights", ComplexWeights},
       {"own_function", OwnFunction},
       {"environment", Environment},
       {"large", Large},

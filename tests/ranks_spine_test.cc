@@ -135,9 +135,11 @@ TEST_F(RanksTest, AnyNumberOfRanksTakesTheStepsOfOneAndAnyOtherNumberGoesOn) {
 TEST_F(RanksTest, TheDaemonAddsGradientsAsOneProcessDoesInTheOrderOfPassesAndRanks) {
   for (const auto& [world_size, dtype, spill] :
        {std::tuple(2u, Dtype::kBFloat16, true), std::tuple(3u, Dtype::kFloat32, false),
-        std::tuple(3u, Dtype::kFloat32, true), std::tuple(4u, Dtype::kBFloat16, false)}) {
+        std::tuple(3u, Dtype::kFloat32, true), std::tuple(4u, Dtype::kBFloat16, false),
+        std::tuple(2u, Dtype::kFloat64, true), std::tuple(3u, Dtype::kFloat16, false)}) {
     SCOPED_TRACE(absl::StrCat(world_size, spill ? " ranks, spilled" : " ranks"));
-    const std::string name = absl::StrCat("sums", world_size, spill ? "s" : "");
+    const std::string name =
+        absl::StrCat("sums", world_size, static_cast<int>(dtype), spill ? "s" : "");
     const std::string run_id = NewRunId();
     Ranks ranks;
     for (uint32_t rank = 0; rank < world_size; ++rank) {

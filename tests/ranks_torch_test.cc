@@ -7,6 +7,7 @@
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
+#include <offload/grad_scaler.h>
 #include <offload/torch.h>
 #include <spawn.h>
 #include <stdlib.h>
@@ -104,7 +105,9 @@ class Run {
     model->to(dtype);
     engine = Engine::Open(options);
     alone_ = engine->world_size() == 1;
-    optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3).weight_decay(0.1));
+    // Whose roots are the nearest, which those of fp64 have to be.
+    const auto flavour = dtype == at::kDouble ? AdamWFlavour::kFused : AdamWFlavour::kMulAdd;
+    optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3).weight_decay(0.1), flavour);
     if (!alone_ || ranks == 1) return;
     for (const Tensor& parameter : model->parameters()) {
       if (!parameter.requires_grad()) continue;
@@ -133,7 +136,8 @@ class Run {
     for (int rank = 0; rank < ranks_; ++rank) {
       if (!alone_ && rank != engine->rank()) continue;
       if (!takes_part(rank)) continue;
-      Loss((step * 10 + pass) * 10 + rank, detour(rank)).backward();
+      const Tensor loss = Loss((step * 10 + pass) * 10 + rank, detour(rank));
+      (scaled ? scaled(loss, rank) : loss).backward();
     }
   }
   static bool Never(int) { return false; }
@@ -179,6 +183,7 @@ class Run {
   std::shared_ptr<Model> model;
   std::shared_ptr<Engine> engine;
   std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::function<Tensor(const Tensor& loss, int rank)> scaled;  // what backward begins with
   Log log;
 
  private:
@@ -266,6 +271,26 @@ void SkippedSteps(Run& run) {
   run.optimizer->zero_grad();
   run.Backward(2, 0);
   run.optimizer->step();
+}
+
+// The loss of one rank overflows: none takes the step, and all have the same scale.
+void Scaled(Run& run) {
+  GradScaler scaler(*run.engine, {.init_scale = 256, .growth_interval = 2});
+  for (int64_t step = 0; step < 5; ++step) {
+    run.scaled = [&](const Tensor& loss, int rank) {
+      const bool overflows = step == 2 && rank == run.ranks() - 1;
+      return scaler.Scale(overflows ? loss * std::numeric_limits<double>::infinity() : loss);
+    };
+    run.Backward(step, 0);
+    run.Backward(step, 1);
+    if (step != 1) scaler.Unscale(*run.optimizer);
+    if (step != 1 && step != 2) run.Clip(0.3);
+    run.log.Add("taken", torch::tensor(scaler.Step(*run.optimizer)));
+    scaler.Update();
+    run.log.Add("scale", torch::tensor(scaler.scale()));
+    run.optimizer->zero_grad(/*set_to_none=*/step % 2 == 0);
+    run.LogWeights();
+  }
 }
 
 // Somebody keeps gradients, of which plain torch says that they are theirs.
@@ -477,6 +502,7 @@ constexpr Scenario kScenarios[] = {
     {"UnevenPaths", UnevenPaths},
     {"NeverZeroed", NeverZeroed},
     {"SkippedSteps", SkippedSteps},
+    {"Scaled", Scaled},
     {"KeptGradients", KeptGradients},
     {"Written", Written},
     {"Files", Files},
@@ -515,6 +541,8 @@ std::string PathOf(const std::string& job, int rank) {
 }
 
 at::ScalarType DtypeOf(const std::string& word) {
+  if (word == "fp16") return at::kHalf;
+  if (word == "fp64") return at::kDouble;
   return word == "bf16" ? at::kBFloat16 : at::kFloat;
 }
 
@@ -630,7 +658,11 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"KeptGradients", 2, "fp32"}, Case{"Written", 2, "bf16"}, Case{"Files", 2, "fp32"},
         Case{"OwnReduction", 1, "bf16"}, Case{"OwnReduction", 2, "bf16"},
         Case{"OwnReduction", 3, "fp32"}, Case{"OwnReductionThatDiffers", 2, "fp32"},
-        Case{"Ordinary", 2, "fp32", /*spills=*/true}, Case{"Written", 2, "bf16", true}),
+        Case{"Ordinary", 2, "fp32", /*spills=*/true}, Case{"Written", 2, "bf16", true},
+        Case{"Ordinary", 2, "fp16"}, Case{"Ordinary", 3, "fp64", true},
+        Case{"UnevenPaths", 2, "fp64"}, Case{"Written", 2, "fp16", true}, Case{"Files", 2, "fp16"},
+        Case{"OwnReduction", 2, "fp64"}, Case{"OwnReduction", 2, "fp16"}, Case{"Scaled", 2, "fp16"},
+        Case{"Scaled", 3, "fp32", true}),
     [](const auto& info) { return info.param.Job(); });
 
 struct Refusal {

@@ -1,7 +1,7 @@
 // tests/spine_fixture.h
 //
 // A trainer's job at the real daemon beside the same one in memory: it takes steps over any kind of
-// plan and compares, plane by plane and bit by bit, with the kernels run over fp32 masters.
+// plan and compares, plane by plane and bit by bit, with the kernels run over fp32 (fp64) masters.
 //
 // Thread safety: one thread.
 #pragma once
@@ -85,10 +85,10 @@ inline const TensorShape kShapes[] = {
     {"frozen.bias", {77}, false},     {"head", {3, 16384}, true},   {"scale", {32768}, true},
 };
 
-// A tensor as a trainer in memory has it: fp32 master and state.
+// A tensor as a trainer in memory has it: master and state, which are fp32 numbers but for fp64.
 struct Reference {
-  std::vector<float> master;
-  std::array<std::vector<float>, kernels::kStatePlanesMax> state;
+  std::vector<double> master;
+  std::array<std::vector<double>, kernels::kStatePlanesMax> state;
   uint64_t update_count = 0;
 };
 using References = std::vector<Reference>;
@@ -283,29 +283,26 @@ class Job {
 
   // What a Put() then takes; part of the history with the next step, or at the end of a load.
   void ChangeWeights(uint32_t tensor, float by) {
-    for (float& value : references_[tensor].master) {
-      value = variant_.dtype == Dtype::kFloat32 ? value + by : FromBFloat16(ToBFloat16(value + by));
-    }
+    for (double& value : references_[tensor].master) value = Rounded(value + by);
   }
   // As another trainer has left them, after so many updates: what TryPutStates() then takes.
   void SetStates(uint32_t tensor, uint64_t update_count) {
     references_[tensor].update_count = update_count;
-    for (std::vector<float>& plane : references_[tensor].state) {
-      for (float& value : plane) value = std::fabs(normal_(random_));
+    for (std::vector<double>& plane : references_[tensor].state) {
+      for (double& value : plane) value = std::fabs(normal_(random_));
     }
   }
   // Masters that a trainer may have, every third right between two bf16.
   void SetMasters(uint32_t tensor) {
-    std::vector<float>& master = references_[tensor].master;
+    std::vector<double>& master = references_[tensor].master;
     for (size_t i = 0; i < master.size(); ++i) {
-      master[i] = normal_(random_);
-      if (i % 3 == 0)
-        master[i] =
-            std::bit_cast<float>((std::bit_cast<uint32_t>(master[i]) & 0xffff0000) | 0x8000);
+      auto bits = std::bit_cast<uint32_t>(normal_(random_));
+      if (i % 3 == 0) bits = (bits & 0xffff0000) | 0x8000;
+      master[i] = std::bit_cast<float>(bits);
     }
   }
   void SetWeights(uint32_t tensor, std::vector<float> values) {
-    references_[tensor].master = std::move(values);
+    references_[tensor].master.assign(values.begin(), values.end());
   }
   void EndLoad() {
     const absl::Status status = session_->EndLoad();
@@ -375,38 +372,72 @@ class Job {
     for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
       Reference reference;
       reference.master.resize(count(tensor));
-      for (float& value : reference.master) {
-        value = normal_(random_);
-        if (variant_.dtype == Dtype::kBFloat16) value = FromBFloat16(ToBFloat16(value));
-      }
-      for (std::vector<float>& plane : reference.state) plane.resize(count(tensor), 0);
+      for (double& value : reference.master) value = Rounded(Value());
+      for (std::vector<double>& plane : reference.state) plane.resize(count(tensor), 0);
       references.push_back(std::move(reference));
     }
     return references;
   }
 
-  std::vector<std::byte> BytesOf(const std::vector<float>& values) const {
-    std::vector<std::byte> bytes(values.size() * sizeof(float));
-    std::memcpy(bytes.data(), values.data(), bytes.size());
+  template <class To>
+  static std::vector<std::byte> BytesAs(const std::vector<double>& values,
+                                        To (*cast)(double value)) {
+    std::vector<std::byte> bytes(values.size() * sizeof(To));
+    for (size_t i = 0; i < values.size(); ++i) {
+      const To value = cast(values[i]);
+      std::memcpy(bytes.data() + i * sizeof(To), &value, sizeof(To));
+    }
     return bytes;
   }
 
-  std::vector<std::byte> CastBytes(const std::vector<float>& values) const {
-    if (variant_.dtype == Dtype::kFloat32) return BytesOf(values);
-    std::vector<std::byte> bytes(values.size() * 2);
-    for (size_t i = 0; i < values.size(); ++i) {
-      const uint16_t cast = ToBFloat16(values[i]);
-      std::memcpy(bytes.data() + 2 * i, &cast, 2);
+  // Of masters and states.
+  std::vector<std::byte> BytesOf(const std::vector<double>& values) const {
+    if (variant_.dtype == Dtype::kFloat64)
+      return BytesAs<double>(values, [](double value) { return value; });
+    return BytesAs<float>(values, [](double value) { return static_cast<float>(value); });
+  }
+
+  // Of weights and gradients.
+  std::vector<std::byte> CastBytes(const std::vector<double>& values) const {
+    switch (variant_.dtype) {
+      case Dtype::kBFloat16:
+        return BytesAs<uint16_t>(
+            values, [](double value) { return ToBFloat16(static_cast<float>(value)); });
+      case Dtype::kFloat16:
+        return BytesAs<kernels::Half>(
+            values, [](double value) { return kernels::ToHalf(static_cast<float>(value)); });
+      case Dtype::kFloat32:
+      case Dtype::kFloat64:
+        break;
     }
-    return bytes;
+    return BytesOf(values);
+  }
+
+  // A number of any kind that the dtype has; of fp64 one that fp32 has not.
+  double Value() {
+    return variant_.dtype == Dtype::kFloat64 ? normal_(random_) / 3.0 : normal_(random_);
+  }
+  // The nearest number of the dtype.
+  double Rounded(double value) const {
+    switch (variant_.dtype) {
+      case Dtype::kBFloat16:
+        return FromBFloat16(ToBFloat16(static_cast<float>(value)));
+      case Dtype::kFloat16:
+        return kernels::FromHalf(kernels::ToHalf(static_cast<float>(value)));
+      case Dtype::kFloat32:
+        return static_cast<float>(value);
+      case Dtype::kFloat64:
+        break;
+    }
+    return value;
   }
   std::vector<std::byte> WorkingBytes(uint32_t tensor) const {
     return CastBytes(references_[tensor].master);
   }
 
   std::vector<std::byte> Gradient(uint32_t tensor) {
-    std::vector<float> values(count(tensor));
-    for (float& value : values) value = normal_(random_);
+    std::vector<double> values(count(tensor));
+    for (double& value : values) value = Value();
     if (variant_.half_steps) {
       for (size_t i = 0; i < values.size(); ++i)
         values[i] = std::ldexp(1.0f, std::ilogb(references_[tensor].master[i]) - 8);
@@ -438,7 +469,7 @@ class Job {
 
   // ---- Gradients that the daemon adds up.
 
-  static constexpr uint64_t kRingExtents = 3, kRingSlotBytes = proto::kExtentElements * 4;
+  static constexpr uint64_t kRingExtents = 3, kRingSlotBytes = proto::kExtentElements * 8;
   static constexpr uint32_t kPasses = 2;
 
   // What a rank's pass gives for a tensor in this step; sometimes nothing.
@@ -447,8 +478,8 @@ class Job {
   }
   std::vector<std::byte> PartOf(uint32_t tensor, uint32_t pass, uint32_t rank) const {
     std::minstd_rand random(static_cast<uint32_t>(((step_ * 64 + tensor) * 8 + pass) * 8 + rank));
-    std::vector<float> values(count(tensor));
-    for (float& value : values) value = static_cast<float>(random()) * 0x1p-30f - 1.0f;
+    std::vector<double> values(count(tensor));
+    for (double& value : values) value = static_cast<float>(random()) * 0x1p-30f - 1.0f;
     return CastBytes(values);
   }
   proto::GradientStart Start() const { return static_cast<proto::GradientStart>(step_ % 3); }
@@ -463,15 +494,13 @@ class Job {
         const void* const parts[] = {part.data()};
         const proto::GradientStart start =
             std::exchange(exists, true) ? proto::GradientStart::kPrevious : Start();
-        kernels::AddParts(kernels::Isa::kReference,
-                          {.dtype = variant_.dtype == Dtype::kFloat32 ? kernels::Dtype::kFloat32
-                                                                      : kernels::Dtype::kBFloat16,
-                           .count = count(tensor),
-                           .sum = sums_[tensor].data(),
-                           .start = static_cast<kernels::SumStart>(start),
-                           .parts = parts,
-                           .part_count = 1,
-                           .factor = 1.0f / static_cast<float>(plan_.world_size)});
+        kernels::AddParts(kernels::Isa::kReference, {.dtype = variant_.dtype,
+                                                     .count = count(tensor),
+                                                     .sum = sums_[tensor].data(),
+                                                     .start = static_cast<kernels::SumStart>(start),
+                                                     .parts = parts,
+                                                     .part_count = 1,
+                                                     .factor = 1.0 / plan_.world_size});
       }
     }
     return exists;
@@ -591,13 +620,45 @@ class Job {
     ++reference.update_count;
     kernels::Run run;
     run.count = run.tensor_count = reference.master.size();
-    run.weight_dtype = kernels::Dtype::kFloat32;
-    run.weight = reference.master.data();
-    for (size_t i = 0; i < reference.state.size(); ++i) run.state[i] = reference.state[i].data();
-    run.gradient_dtype =
-        variant_.dtype == Dtype::kFloat32 ? kernels::Dtype::kFloat32 : kernels::Dtype::kBFloat16;
+    run.gradient_dtype = variant_.dtype;
     run.gradient = gradient.data();
     run.gradient_scale = scale;
+    if (variant_.dtype == Dtype::kFloat64) {
+      run.weight_dtype = Dtype::kFloat64;
+      run.weight = reference.master.data();
+      for (size_t i = 0; i < reference.state.size(); ++i)
+        run.double_state[i] = reference.state[i].data();
+      return Run(reference, group, run);
+    }
+    UpdateInFp32(reference, group, run);
+  }
+
+  // Over fp32 masters, whatever the weights are. The kernels take fp16 gradients with fp16 weights
+  // only: here they are scaled before.
+  static void UpdateInFp32(Reference& reference, const client::Group& group, kernels::Run run) {
+    std::vector<float> master(reference.master.begin(), reference.master.end()), gradient;
+    std::array<std::vector<float>, kernels::kStatePlanesMax> state;
+    for (size_t i = 0; i < state.size(); ++i) {
+      state[i].assign(reference.state[i].begin(), reference.state[i].end());
+      run.state[i] = state[i].data();
+    }
+    run.weight = master.data();
+    if (run.gradient_dtype == Dtype::kFloat16) {
+      const auto scale = static_cast<float>(std::exchange(run.gradient_scale, 1));
+      for (size_t i = 0; i < run.count; ++i) {
+        const float value = kernels::FromHalf(static_cast<const kernels::Half*>(run.gradient)[i]);
+        gradient.push_back(kernels::FromHalf(kernels::ToHalf(value * scale)));
+      }
+      run.gradient_dtype = Dtype::kFloat32;
+      run.gradient = gradient.data();
+    }
+    Run(reference, group, run);
+    reference.master.assign(master.begin(), master.end());
+    for (size_t i = 0; i < state.size(); ++i)
+      reference.state[i].assign(state[i].begin(), state[i].end());
+  }
+
+  static void Run(const Reference& reference, const client::Group& group, kernels::Run run) {
     const auto step = static_cast<int64_t>(reference.update_count);
     if (kernels::NeedsNorms(group)) run.trust_ratio = TrustRatio(group, step, run);
     kernels::Update(group, step, run);
@@ -605,15 +666,20 @@ class Job {
 
   // Of the whole tensor, block by block.
   static double TrustRatio(const client::Group& group, int64_t step, const kernels::Run& whole) {
-    const uint64_t gradient_bytes = whole.gradient_dtype == kernels::Dtype::kFloat32 ? 4 : 2;
+    const uint64_t gradient_bytes = proto::DtypeBytes(whole.gradient_dtype);
+    const uint64_t weight_bytes = proto::DtypeBytes(whole.weight_dtype);
     std::vector<kernels::Norms> blocks;
     for (uint64_t begin = 0; begin < whole.count; begin += kernels::Norms::kBlockElements) {
       kernels::Run run = whole;
       run.begin = begin;
       run.count = std::min<uint64_t>(kernels::Norms::kBlockElements, whole.count - begin);
-      run.weight = static_cast<float*>(whole.weight) + begin;
+      run.weight = static_cast<std::byte*>(whole.weight) + begin * weight_bytes;
       run.gradient = static_cast<const std::byte*>(whole.gradient) + begin * gradient_bytes;
-      for (float*& plane : run.state) plane += begin;
+      for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
+        run.state[i] = whole.state[i] == nullptr ? nullptr : whole.state[i] + begin;
+        run.double_state[i] =
+            whole.double_state[i] == nullptr ? nullptr : whole.double_state[i] + begin;
+      }
       kernels::AddNorms(group, step, run, &blocks.emplace_back());
     }
     return kernels::TrustRatio(blocks);

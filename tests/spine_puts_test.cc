@@ -60,7 +60,7 @@ TEST_F(SpinePutsTest, PutsWithoutAStepAreDroppedHoweverTheJobEnds) {
          job.Leave();
        }},
   };
-  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16}) {
+  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat64, Dtype::kFloat16}) {
     Job job(pool_, absl::StrCat("job", static_cast<int>(dtype)),
             {.dtype = dtype, .state_resident = 1});
     ASSERT_NO_FATAL_FAILURE(job.Open());
@@ -109,7 +109,7 @@ TEST_F(SpinePutsTest, TheEndOfALoadMakesThemDurableUnderTheStepThatThereIs) {
 constexpr uint32_t kWithStates[] = {0, 1, 3, 7};
 
 TEST_F(SpinePutsTest, ANewJobBeginsWithWhatAnOptimizerHasKept) {
-  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16}) {
+  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16, Dtype::kFloat64, Dtype::kFloat16}) {
     for (const uint32_t state_resident : {0, 1}) {
       SCOPED_TRACE(absl::StrCat("dtype ", static_cast<int>(dtype), ", ", state_resident));
       Job job(pool_, absl::StrCat("job", static_cast<int>(dtype), state_resident),
@@ -159,9 +159,11 @@ TEST_F(SpinePutsTest, WhatAnOptimizerKeepsIsPutAsWeightsAre) {
 }
 
 TEST_F(SpinePutsTest, MastersArePutWithAllTheirBits) {
-  for (const uint32_t state_resident : {0, 1}) {
-    Job job(pool_, absl::StrCat("job", state_resident),
-            {.dtype = Dtype::kBFloat16, .state_resident = state_resident});
+  for (const auto& [state_resident, dtype] :
+       {std::pair(0u, Dtype::kBFloat16), std::pair(1u, Dtype::kBFloat16),
+        std::pair(0u, Dtype::kFloat16), std::pair(1u, Dtype::kFloat16)}) {
+    Job job(pool_, absl::StrCat("job", static_cast<int>(dtype), state_resident),
+            {.dtype = dtype, .state_resident = state_resident});
     ASSERT_NO_FATAL_FAILURE(job.Open());
     const auto put = [&] {
       for (const uint32_t tensor : kWithStates) {

@@ -68,6 +68,26 @@ TEST_F(SpineTest, BFloat16AdamWWithSpilledGradients) {
 TEST_F(SpineTest, Fp32AdamWWithSpilledGradients) {
   TrainAndResume({.dtype = Dtype::kFloat32, .spill = true});
 }
+TEST_F(SpineTest, Fp64AdamWFromTheDrive) { TrainAndResume({.dtype = Dtype::kFloat64}); }
+TEST_F(SpineTest, Fp16AdamWFromTheDrive) { TrainAndResume({.dtype = Dtype::kFloat16}); }
+TEST_F(SpineTest, Fp64AdamWWithSpilledGradientsAndStatePartlyInMemory) {
+  TrainAndResume({.dtype = Dtype::kFloat64, .state_resident = 1, .spill = true});
+}
+TEST_F(SpineTest, Fp16AdamWWithSpilledGradientsAndStatePartlyInMemory) {
+  TrainAndResume({.dtype = Dtype::kFloat16, .state_resident = 1, .spill = true});
+}
+TEST_F(SpineTest, Fp64LambWithEverythingInMemory) {
+  TrainAndResume({.dtype = Dtype::kFloat64,
+                  .optimizer = kLamb,
+                  .state_resident = 9,
+                  .weights_resident = true});
+}
+TEST_F(SpineTest, Fp16LambWithEverythingInMemory) {
+  TrainAndResume({.dtype = Dtype::kFloat16,
+                  .optimizer = kLamb,
+                  .state_resident = 9,
+                  .weights_resident = true});
+}
 TEST_F(SpineTest, Fp32SgdWithMomentum) {
   TrainAndResume({.dtype = Dtype::kFloat32, .optimizer = kMomentum});
 }

@@ -23,6 +23,8 @@
 #include <utility>
 #include <vector>
 
+#include "zero3/torch/devices.h"
+
 namespace offload {
 namespace {
 
@@ -180,6 +182,12 @@ void KeepWritten(const c10::FunctionSchema& schema, size_t i, const c10::IValue&
   }
 }
 
+// The operator makes it as large as it has to be, which an alias cannot become.
+bool IsEmptyResult(const c10::Argument& argument, const c10::IValue& value) {
+  return argument.is_out() && value.isTensor() && IsOurs(value.toTensor()) &&
+         value.toTensor().numel() == 0;
+}
+
 void RunOnCpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   device->RunStream(current);
   const c10::FunctionSchema& schema = op.schema();
@@ -187,7 +195,9 @@ void RunOnCpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::vector<c10::IValue> on_cpu;
   for (size_t i = 0; i < arguments.size(); ++i) {
     Note(arguments[i], IsWritten(schema.arguments()[i]) ? Use::kWrite : Use::kRead);
-    on_cpu.push_back(ToCpu(arguments[i]));
+    on_cpu.push_back(IsEmptyResult(schema.arguments()[i], arguments[i])
+                         ? at::empty({0}, arguments[i].toTensor().options().device(at::kCPU))
+                         : ToCpu(arguments[i]));
     torch::jit::push(*stack, on_cpu.back());
   }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
@@ -387,6 +397,10 @@ void Register() {
   c10::SetAllocator(kType, new StandinAllocator);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   TakeKernelsOfCpu();
+  zero3::RegisterAccelerator(
+      kType, [](c10::Device) -> absl::StatusOr<std::shared_ptr<accelerator::Accelerator>> {
+        return std::shared_ptr<accelerator::Accelerator>(device, [](accelerator::Accelerator*) {});
+      });
 }
 
 }  // namespace

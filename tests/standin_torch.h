@@ -27,7 +27,7 @@ namespace offload {
 // standin:0.
 c10::Device StandinDevice();
 
-// From now on the device is this accelerator. The first call
+// From now on the device is this accelerator, and models on it can be attached. The first call
 // registers the backend. No tensor of an earlier accelerator may live; the accelerator outlives
 // every tensor.
 void UseStandin(accelerator::HostAccelerator& accelerator);

@@ -754,7 +754,7 @@ TEST(TrainersTest, ParameterInMemoryOfTheProgramIsRefused) {
 TEST(TrainersTest, OtherTypesAreRefusedWithAndWithoutOffloading) {
   for (const bool offloading : {false, true}) {
     SetOffloading(offloading);
-    for (const at::ScalarType dtype : {at::kDouble, at::kHalf}) {
+    for (const at::ScalarType dtype : {at::kComplexFloat, at::kFloat8_e4m3fn}) {
       nn::Linear layer(30, 20);
       layer->to(dtype);
       auto engine = Engine::Open(OptionsFor("types"));

@@ -206,8 +206,11 @@ class UntouchedTest(unittest.TestCase):
         self.assertEqual((result.code, len(result.steps())), (1, 4))
         self.assertIn("OFD-1604 the program makes a second optimizer", result.error)
 
+    def test_a_model_of_double_precision(self):
+        self.check_oddity("double_precision")
+
     def test_models_that_cannot_be_attached_are_refused(self):
-        self.check_refused(self.oddity("double_precision"), "OFD-1601 ")
+        self.check_refused(self.oddity("complex_weights"), "OFD-1601 ")
         self.check_refused(self.oddity("own_function"), "OFD-1601 parameters have gradients, but no forward pass over them was seen")
 
     def test_a_program_that_does_not_train_says_so(self):

@@ -22,15 +22,27 @@ namespace {
 
 using proto::Dtype;
 
+zero3::FileDtype FileDtypeOf(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kFloat32:
+      return zero3::FileDtype::kF32;
+    case Dtype::kBFloat16:
+      return zero3::FileDtype::kBF16;
+    case Dtype::kFloat16:
+      return zero3::FileDtype::kF16;
+    case Dtype::kFloat64:
+      break;
+  }
+  return zero3::FileDtype::kF64;
+}
+
 std::vector<zero3::FileTensor> FileTensors(const StoredModel& model, Values values) {
   std::vector<zero3::FileTensor> tensors;
   for (uint32_t id = 0; id < model.catalogue().tensors.size(); ++id) {
     if (!model.IsWeight(id)) continue;
     const proto::Tensor& tensor = model.catalogue().tensors[id];
     tensors.push_back({.name = tensor.name,
-                       .dtype = DtypeOf(values, tensor.dtype) == Dtype::kFloat32
-                                    ? zero3::FileDtype::kF32
-                                    : zero3::FileDtype::kBF16,
+                       .dtype = FileDtypeOf(DtypeOf(values, tensor.dtype)),
                        .shape = {tensor.shape.begin(), tensor.shape.end()}});
   }
   return tensors;
@@ -55,7 +67,8 @@ class ExportCommand : public Command {
     app.add_option("--snapshot", snapshot_, "of the job, which may be in use; none: the last step");
     CLI::Option* const dtype =
         app.add_option("--dtype", dtype_,
-                       "weights: as they are; float32: the masters of bfloat16 weights; bfloat16")
+                       "weights: as they are; float32: the masters of bfloat16 and float16 "
+                       "weights, float64 rounded; bfloat16")
             ->check(CLI::IsMember({"weights", "float32", "bfloat16"}));
     CLI::Option* const shard =
         app.add_option("--shard", shard_, "the most bytes of a file, such as 5GB");

@@ -22,6 +22,7 @@
 #include "tools/plan_advice.h"
 #include "tools/plan_model.h"
 #include "tools/plan_report.h"
+#include "zero3/gpu/gpu_tensors.h"
 #include "zero3/planner.h"
 
 namespace offload::tools {
@@ -33,7 +34,7 @@ constexpr uint64_t kQuickFileBytes = uint64_t{1} << 30;
 
 struct Flags {
   ModelSource source;
-  std::string ram, pool;
+  std::string ram, gpu_ram, pool;
   std::string dtype = "bf16", optimizer = "adamw";
   std::string durability = "step";
   std::string gradients = "added";
@@ -101,13 +102,15 @@ class PlanCommand : public Command {
         ->check(CLI::Range(int64_t{1}, int64_t{1} << 24));
     app.add_option("--ram", flags_.ram, "the memory budget: 512MiB, 32GiB")
         ->envname("OFFLOADD_RAM");
+    app.add_option("--gpu-ram", flags_.gpu_ram,
+                   "of a model on a device: the budget of its memory for weights and gradients");
     app.add_flag("--advise", flags_.advise,
                  "what budgets from the least to everything in memory would buy");
     app.add_option("--compute-seconds", flags_.compute_seconds,
                    "with --advise: what a step takes on this machine in memory")
         ->check(CLI::Range(1e-6, 1e6));
-    app.add_option("--dtype", flags_.dtype, "of weights and gradients: bf16 or fp32")
-        ->check(CLI::IsMember({"bf16", "fp32"}));
+    app.add_option("--dtype", flags_.dtype, "of weights and gradients: bf16, fp16, fp32 or fp64")
+        ->check(CLI::IsMember({"bf16", "fp16", "fp32", "fp64"}));
     app.add_option("--optimizer", flags_.optimizer, "adamw, sgd (with momentum), ...")
         ->check(CLI::IsMember(OptimizerChoices()));
     app.add_option("--micro-batches", flags_.micro_batches, "whose gradients add up to one step")
@@ -140,10 +143,11 @@ class PlanCommand : public Command {
   }
 
   absl::StatusOr<Answer> Run() override {
-    const bool is_half = flags_.dtype == "bf16";
-    OFFLOAD_ASSIGN_OR_RETURN(
-        PlanModel model,
-        ReadModel(flags_.source, is_half ? proto::Dtype::kBFloat16 : proto::Dtype::kFloat32));
+    const proto::Dtype dtype = flags_.dtype == "bf16"   ? proto::Dtype::kBFloat16
+                               : flags_.dtype == "fp16" ? proto::Dtype::kFloat16
+                               : flags_.dtype == "fp32" ? proto::Dtype::kFloat32
+                                                        : proto::Dtype::kFloat64;
+    OFFLOAD_ASSIGN_OR_RETURN(PlanModel model, ReadModel(flags_.source, dtype));
     PlanReport report;
     report.model = absl::StrCat(model.description, ", ", flags_.dtype, ", ", flags_.optimizer);
     report.micro_batches = flags_.micro_batches;
@@ -159,6 +163,9 @@ class PlanCommand : public Command {
     if (flags_.optimizer == "sgd") optimizer.Set("momentum", 0.9);
     OFFLOAD_ASSIGN_OR_RETURN(report.input.catalogue,
                              proto::BuildCatalogue(std::move(model.tensors), optimizer));
+    if (!flags_.gpu_ram.empty()) {
+      OFFLOAD_ASSIGN_OR_RETURN(report.gpu, PlanGpu(report.input.catalogue));
+    }
     absl::StatusOr<zero3::Plan> plan = zero3::Plan();
     if (!flags_.ram.empty()) plan = zero3::MakePlan(report.input);
     if (!plan.ok()) return ReportRefusal(report, plan.status());
@@ -179,7 +186,20 @@ class PlanCommand : public Command {
     return policy;
   }
 
+  absl::StatusOr<GpuTier> PlanGpu(const proto::Catalogue& catalogue) const {
+    GpuTier gpu;
+    OFFLOAD_ASSIGN_OR_RETURN(gpu.ram_bytes, ParseByteSize(flags_.gpu_ram));
+    OFFLOAD_ASSIGN_OR_RETURN(
+        gpu.plan, zero3::MakeGpuPlan(zero3::GpuTensorsOf(catalogue.tensors), gpu.ram_bytes));
+    return gpu;
+  }
+
   absl::Status CheckFlags() const {
+    if (!flags_.gpu_ram.empty() && (flags_.ranks > 1 || flags_.advise)) {
+      return MakeError(ErrorId::kBadValue,
+                       absl::StrCat("--gpu-ram with ", flags_.advise ? "--advise" : "--ranks"),
+                       "A model on a device has one rank: leave one of the two away");
+    }
     if (flags_.ram.empty() && !flags_.advise) {
       return MakeError(ErrorId::kBadValue, "there is no --ram",
                        "Give a budget, or --advise to see what each would buy");

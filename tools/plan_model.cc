@@ -53,9 +53,9 @@ absl::StatusOr<PlanModel> FromParameters(const ModelSource& source, proto::Dtype
 // What is not of a floating type is a table, never a parameter; so are the rotary frequencies that
 // old checkpoints hold.
 bool IsParameter(const zero3::FileTensor& tensor) {
-  const bool is_float = tensor.dtype == zero3::FileDtype::kF32 ||
-                        tensor.dtype == zero3::FileDtype::kF16 ||
-                        tensor.dtype == zero3::FileDtype::kBF16;
+  const bool is_float =
+      tensor.dtype == zero3::FileDtype::kF32 || tensor.dtype == zero3::FileDtype::kF16 ||
+      tensor.dtype == zero3::FileDtype::kBF16 || tensor.dtype == zero3::FileDtype::kF64;
   return is_float && !tensor.name.ends_with("rotary_emb.inv_freq");
 }
 

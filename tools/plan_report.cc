@@ -72,6 +72,17 @@ void AddMemory(const zero3::Plan& plan, Answer& answer) {
   answer.data["floor_without_spilling_bytes"] = plan.floor_without_spilling_bytes;
 }
 
+void AddGpu(const PlanReport& report, Answer& answer) {
+  if (!report.gpu.has_value()) return;
+  const zero3::GpuPlan& plan = report.gpu->plan;
+  answer.data["gpu"] = {{"gpu_ram_bytes", report.gpu->ram_bytes},
+                        {"window_bytes", plan.window_bytes},
+                        {"weight_bytes", plan.weight_bytes},
+                        {"gradient_bytes", plan.gradient_bytes},
+                        {"floor_bytes", plan.floor_bytes}};
+  answer.text += zero3::DescribeGpuPlan(plan, report.gpu->ram_bytes);
+}
+
 void AddSpace(const PlanReport& report, const zero3::Plan& plan, Answer& answer) {
   if (report.pool.empty()) return;
   const uint64_t needed_bytes = plan.store_bytes + plan.memory.scratch_bytes;
@@ -188,6 +199,7 @@ Answer ReportPlan(const PlanReport& report, const zero3::Plan& plan) {
   answer.text =
       absl::StrCat("Model     ", report.model, "\n", zero3::DescribePlan(report.input, plan));
   AddMemory(plan, answer);
+  AddGpu(report, answer);
   AddSpace(report, plan, answer);
   AddStep(report, plan, answer);
   AddLife(report, plan, answer);

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "tools/command.h"
+#include "zero3/gpu/gpu_plan.h"
 #include "zero3/planner.h"
 
 namespace offload::tools {
@@ -35,6 +36,12 @@ struct StepSeconds {
 };
 StepSeconds SecondsOf(const Traffic& traffic, const Drive& drive);
 
+// The tier above ram, where a budget of it was given.
+struct GpuTier {
+  uint64_t ram_bytes = 0;
+  zero3::GpuPlan plan;
+};
+
 struct PlanReport {
   std::string model;
   zero3::PlanInput input;
@@ -42,6 +49,7 @@ struct PlanReport {
   std::string pool;         // "" when none was named
   uint64_t free_bytes = 0;  // of the pool
   std::optional<Drive> drive;
+  std::optional<GpuTier> gpu;
 };
 
 // The answer for a plan that memory allows. Exit code 3 with OFD-1204 when the pool has no room.

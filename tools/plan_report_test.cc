@@ -6,6 +6,8 @@
 
 #include "base/error.h"
 #include "proto/slab_layout.h"
+#include "zero3/gpu/gpu_plan.h"
+#include "zero3/gpu/gpu_tensors.h"
 #include "zero3/model_shapes.h"
 
 namespace offload::tools {
@@ -29,6 +31,22 @@ zero3::Plan PlanFor(const PlanReport& report) {
   auto plan = zero3::MakePlan(report.input);
   EXPECT_TRUE(plan.ok()) << plan.status();
   return *std::move(plan);
+}
+
+TEST(PlanReportTest, AGpuIsOneTierMore) {
+  PlanReport report = ReportFor(50'000'000, 256 * kMebibyte);
+  const zero3::Plan plan = PlanFor(report);
+  EXPECT_EQ(ReportPlan(report, plan).text.find("gpu_ram"), std::string::npos);
+  const uint64_t gpu_ram_bytes = 100 * kMebibyte;
+  report.gpu = GpuTier{
+      gpu_ram_bytes,
+      *zero3::MakeGpuPlan(zero3::GpuTensorsOf(report.input.catalogue.tensors), gpu_ram_bytes)};
+  const Answer answer = ReportPlan(report, plan);
+  EXPECT_NE(answer.text.find("gpu_ram: 100.0 MiB, window of weights "), std::string::npos)
+      << answer.text;
+  EXPECT_LE(answer.data["gpu"]["window_bytes"].get<uint64_t>() +
+                answer.data["gpu"]["gradient_bytes"].get<uint64_t>(),
+            gpu_ram_bytes);
 }
 
 TEST(PlanReportTest, ADriveThatDoesBothAtOnceIsBoundedByTheSlowerDirection) {

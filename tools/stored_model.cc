@@ -17,7 +17,7 @@ namespace {
 
 using proto::Dtype;
 
-constexpr uint64_t kPlaneBytesMax = uint64_t{proto::kExtentElements} * sizeof(float);
+constexpr uint64_t kPlaneBytesMax = uint64_t{proto::kExtentElements} * sizeof(double);
 
 // As torch rounds: to the nearest, ties to even.
 uint16_t ToBFloat16(uint32_t bits) {
@@ -139,11 +139,8 @@ StoredModel::Piece StoredModel::Read(uint32_t store_tensor, uint32_t index, Valu
   const Dtype dtype = DtypeOf(wanted, tensor.dtype);
   const size_t size_bytes = count * proto::DtypeBytes(dtype);
   if (dtype == tensor.dtype) return std::span<const std::byte>(weight_.data(), size_bytes);
-  if (dtype == Dtype::kBFloat16) {
-    Narrow(count);
-  } else {
-    OFFLOAD_RETURN_IF_ERROR(Widen(tensor, {store_tensor, swap::Plane::kResidual, index}, count));
-  }
+  OFFLOAD_RETURN_IF_ERROR(ToFloat32(tensor, {store_tensor, swap::Plane::kResidual, index}, count));
+  if (dtype == Dtype::kBFloat16) Narrow(count);
   return std::span<const std::byte>(values_.data(), size_bytes);
 }
 
@@ -155,13 +152,47 @@ absl::Status StoredModel::ReadPlane(const swap::ExtentId& id, const MappedRegion
   return swap::ReadVerified(*store_, {id, to.data()}, &stamp);
 }
 
+// In place.
 void StoredModel::Narrow(size_t count) {
   for (size_t i = 0; i < count; ++i) {
     uint32_t bits;
-    std::memcpy(&bits, weight_.data() + i * sizeof(bits), sizeof(bits));
+    std::memcpy(&bits, values_.data() + i * sizeof(bits), sizeof(bits));
     const uint16_t rounded = ToBFloat16(bits);
     std::memcpy(values_.data() + i * sizeof(rounded), &rounded, sizeof(rounded));
   }
+}
+
+// The weights as fp32 numbers, or their masters where they have some.
+absl::Status StoredModel::ToFloat32(const proto::StoreTensor& tensor,
+                                    const swap::ExtentId& residual, size_t count) {
+  switch (tensor.dtype) {
+    case Dtype::kFloat32:
+      std::memcpy(values_.data(), weight_.data(), count * sizeof(float));
+      return absl::OkStatus();
+    case Dtype::kBFloat16:
+      return Widen(tensor, residual, count);
+    case Dtype::kFloat16:
+      return WidenHalves(tensor, residual, count);
+    case Dtype::kFloat64:
+      break;
+  }
+  const auto* weights = reinterpret_cast<const double*>(weight_.data());
+  auto* values = reinterpret_cast<float*>(values_.data());
+  for (size_t i = 0; i < count; ++i) values[i] = static_cast<float>(weights[i]);
+  return absl::OkStatus();
+}
+
+absl::Status StoredModel::WidenHalves(const proto::StoreTensor& tensor,
+                                      const swap::ExtentId& residual, size_t count) {
+  const auto* weights = reinterpret_cast<const kernels::Half*>(weight_.data());
+  auto* values = reinterpret_cast<float*>(values_.data());
+  if (!tensor.trainable) {
+    for (size_t i = 0; i < count; ++i) values[i] = kernels::FromHalf(weights[i]);
+    return absl::OkStatus();
+  }
+  OFFLOAD_RETURN_IF_ERROR(ReadPlane(residual, residual_));
+  kernels::MergeHalf(weights, reinterpret_cast<const uint32_t*>(residual_.data()), count, values);
+  return absl::OkStatus();
 }
 
 // The fp32 masters of bf16 weights; the weights themselves where they are not trained.

@@ -22,7 +22,7 @@
 
 namespace offload::tools {
 
-// kWeights: as they are; kFloat32: the masters of bf16 weights.
+// kWeights: as they are; kFloat32: the masters of bf16 and fp16 weights, fp64 rounded.
 enum class Values { kWeights, kFloat32, kBFloat16 };
 
 proto::Dtype DtypeOf(Values values, proto::Dtype stored);
@@ -60,6 +60,10 @@ class StoredModel {
                           const ElementSink& sink) const;
   Piece Read(uint32_t store_tensor, uint32_t index, Values wanted);
   absl::Status ReadPlane(const swap::ExtentId& id, const MappedRegion& to);
+  absl::Status ToFloat32(const proto::StoreTensor& tensor, const swap::ExtentId& residual,
+                         size_t count);
+  absl::Status WidenHalves(const proto::StoreTensor& tensor, const swap::ExtentId& residual,
+                           size_t count);
   absl::Status Widen(const proto::StoreTensor& tensor, const swap::ExtentId& residual,
                      size_t count);
   void Narrow(size_t count);

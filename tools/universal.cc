@@ -51,6 +51,19 @@ absl::Status CheckName(const std::string& name) {
                    absl::StrCat("a tensor is called \"", zero3::ShownName(name), "\""));
 }
 
+// Its files hold fp32 numbers.
+absl::Status CheckTypes(const proto::Catalogue& catalogue) {
+  for (const proto::Tensor& tensor : catalogue.tensors) {
+    if (tensor.dtype != proto::Dtype::kFloat64) continue;
+    return MakeError(ErrorId::kUnsupportedModel,
+                     absl::StrCat("'", tensor.name,
+                                  "' is float64, and a universal checkpoint holds float32"),
+                     "Export the weights without --universal, or write it in the trainer: "
+                     "handle.save_universal(folder) keeps float64");
+  }
+  return absl::OkStatus();
+}
+
 class UniversalWriter {
  public:
   using Progress = std::function<void(uint64_t, uint64_t)>;
@@ -166,6 +179,7 @@ absl::Status CheckHoldsNoUniversal(const std::string& folder, const std::string&
 absl::StatusOr<uint64_t> WriteUniversal(StoredModel& model, const std::string& folder,
                                         const std::string& tag,
                                         const std::function<void(uint64_t, uint64_t)>& progress) {
+  OFFLOAD_RETURN_IF_ERROR(CheckTypes(model.catalogue()));
   OFFLOAD_RETURN_IF_ERROR(CheckHoldsNoUniversal(folder, tag));
   OFFLOAD_ASSIGN_OR_RETURN(std::vector<uint64_t> counts, UpdateCounts(model));
   const fs::path target = fs::path(folder) / tag, building = absl::StrCat(target.string(), ".part");

@@ -126,7 +126,7 @@ absl::Status CheckTensorFits(const FileEntry* entry, const WantedTensor& wanted)
   }
   const FileDtype dtype = entry->tensor.dtype;
   if (wanted.any_type || dtype == FileDtype::kF32 || dtype == FileDtype::kBF16 ||
-      dtype == FileDtype::kF16) {
+      dtype == FileDtype::kF16 || (wanted.is_double && dtype == FileDtype::kF64)) {
     return absl::OkStatus();
   }
   return MakeError(ErrorId::kFileDtype,

@@ -85,13 +85,14 @@ absl::Status CheckHoldsNoCheckpoint(const std::string& folder);
 struct WantedTensor {
   std::string name;
   std::vector<uint64_t> shape;
-  bool any_type = false;  // whoever reads it looks at that
+  bool is_double = false;  // F64 fits, too
+  bool any_type = false;   // whoever reads it looks at that
 };
 
 // OFD-1402 with the first difference: a tensor that is missing, has another shape, or that nobody
 // wants. Names in `ignored` may be there or not (the output matrix of a tied model), and so may
 // tables of rotary frequencies, which old checkpoints hold. OFD-1403 for a type other than F32, F16
-// and BF16.
+// and BF16, which a weight takes, and F64 for a weight that is not fp64 itself.
 absl::Status CheckFits(const HfCheckpoint& checkpoint, std::span<const WantedTensor> wanted,
                        std::span<const std::string> ignored = {});
 

@@ -2,16 +2,18 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "proto/slab_layout.h"
 
 namespace offload::zero3 {
 namespace {
 
 constexpr uint32_t kMagic = 0x544c464f;  // "OFLT"
-constexpr uint32_t kVersion = 1, kVersionWithBuffers = 2;
+constexpr uint32_t kVersion = 1, kVersionWithBuffers = 2, kVersionWithScales = 3;
 
 struct Header {
   uint32_t magic, version;
@@ -26,6 +28,40 @@ absl::Status Damaged(std::string_view what) {
                    absl::StrCat("the trainer state of the last epoch ", std::string(what)));
 }
 
+static_assert(sizeof(LossScale) == 8);
+
+void AppendLength(uint64_t length, std::string& bytes) {
+  bytes.append(reinterpret_cast<const char*>(&length), sizeof(length));
+}
+
+// Nothing when the bytes end within it.
+std::optional<uint64_t> TakeLength(std::string_view& bytes) {
+  uint64_t length = 0;
+  if (bytes.size() < sizeof(length)) return std::nullopt;
+  std::memcpy(&length, bytes.data(), sizeof(length));
+  bytes.remove_prefix(sizeof(length));
+  return length;
+}
+
+absl::Status TakeBuffers(std::string_view& bytes, TrainerState& state) {
+  const std::optional<uint64_t> length = TakeLength(bytes);
+  if (!length.has_value()) return Damaged("ends before its buffers");
+  if (*length > bytes.size()) return Damaged("ends within its buffers");
+  state.buffers = std::string(bytes.substr(0, *length));
+  bytes.remove_prefix(*length);
+  return absl::OkStatus();
+}
+
+absl::Status TakeScales(std::string_view& bytes, TrainerState& state) {
+  const std::optional<uint64_t> count = TakeLength(bytes);
+  if (!count.has_value()) return Damaged("ends before its scales");
+  if (*count > bytes.size() / sizeof(LossScale)) return Damaged("ends within its scales");
+  state.loss_scales.resize(*count);
+  if (*count > 0) std::memcpy(state.loss_scales.data(), bytes.data(), *count * sizeof(LossScale));
+  bytes.remove_prefix(*count * sizeof(LossScale));
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<std::string> EncodeTrainerState(const TrainerState& state) {
@@ -34,14 +70,20 @@ absl::StatusOr<std::string> EncodeTrainerState(const TrainerState& state) {
     if (runs.empty() || runs.back().update_count != count) runs.push_back({count, 0});
     ++runs.back().length;
   }
-  const uint32_t version = state.buffers.empty() ? kVersion : kVersionWithBuffers;
+  const uint32_t version = !state.loss_scales.empty() ? kVersionWithScales
+                           : !state.buffers.empty()   ? kVersionWithBuffers
+                                                      : kVersion;
   const Header header = {kMagic, version, state.update_counts.size(), runs.size()};
   std::string bytes(reinterpret_cast<const char*>(&header), sizeof(header));
   bytes.append(reinterpret_cast<const char*>(runs.data()), runs.size() * sizeof(CountRun));
-  if (!state.buffers.empty()) {
-    const uint64_t length = state.buffers.size();
-    bytes.append(reinterpret_cast<const char*>(&length), sizeof(length));
+  if (version >= kVersionWithBuffers) {
+    AppendLength(state.buffers.size(), bytes);
     bytes += state.buffers;
+  }
+  if (version >= kVersionWithScales) {
+    AppendLength(state.loss_scales.size(), bytes);
+    bytes.append(reinterpret_cast<const char*>(state.loss_scales.data()),
+                 state.loss_scales.size() * sizeof(LossScale));
   }
   const size_t room = kTrainerStateBytesMax - std::min(kTrainerStateBytesMax, bytes.size());
   if (state.trainer.size() > room) {
@@ -59,8 +101,7 @@ absl::StatusOr<TrainerState> DecodeTrainerState(std::string_view bytes) {
     return Damaged(absl::StrCat("has only ", bytes.size(), " bytes"));
   std::memcpy(&header, bytes.data(), sizeof(header));
   bytes.remove_prefix(sizeof(header));
-  if (header.magic != kMagic ||
-      (header.version != kVersion && header.version != kVersionWithBuffers))
+  if (header.magic != kMagic || header.version < kVersion || header.version > kVersionWithScales)
     return Damaged("is not from this library");
   if (header.tensors > proto::kTensorsMax || header.runs > bytes.size() / sizeof(CountRun)) {
     return Damaged(absl::StrCat("says ", header.tensors, " tensors in ", header.runs, " runs"));
@@ -75,15 +116,8 @@ absl::StatusOr<TrainerState> DecodeTrainerState(std::string_view bytes) {
   }
   if (state.update_counts.size() != header.tensors) return Damaged("has too few update counts");
   bytes.remove_prefix(header.runs * sizeof(CountRun));
-  if (header.version == kVersionWithBuffers) {
-    uint64_t length = 0;
-    if (bytes.size() < sizeof(length)) return Damaged("ends before its buffers");
-    std::memcpy(&length, bytes.data(), sizeof(length));
-    bytes.remove_prefix(sizeof(length));
-    if (length > bytes.size()) return Damaged("ends within its buffers");
-    state.buffers = std::string(bytes.substr(0, length));
-    bytes.remove_prefix(length);
-  }
+  if (header.version >= kVersionWithBuffers) OFFLOAD_RETURN_IF_ERROR(TakeBuffers(bytes, state));
+  if (header.version >= kVersionWithScales) OFFLOAD_RETURN_IF_ERROR(TakeScales(bytes, state));
   state.trainer = std::string(bytes);
   return state;
 }

@@ -1,13 +1,14 @@
 // zero3/trainer_state.h
 //
 // The blob that is committed with every step: what the engine has to remember (how often each
-// tensor was updated, for the bias correction; small buffers) and behind it the trainer's own
-// bytes.
+// tensor was updated, for the bias correction; small buffers; the scales of losses) and behind it
+// the trainer's own bytes.
 //
 // Format, little endian: u32 magic, u32 version, u64 tensors, u64 runs, then (u64 update count, u64
-// length) per run of tensors with equal counts, in version 2 u64 length and bytes of the buffers
-// (buffers.h), then the trainer's bytes to the end. Version 1 is written where there are no
-// buffers.
+// length) per run of tensors with equal counts, from version 2 on u64 length and bytes of the
+// buffers (buffers.h), in version 3 u64 count and (f32 scale, i32 growth tracker) of each
+// GradScaler, then the trainer's bytes to the end. Written is the first version that has what there
+// is.
 //
 // Thread safety: pure functions.
 #pragma once
@@ -23,10 +24,17 @@ namespace offload::zero3 {
 
 inline constexpr size_t kTrainerStateBytesMax = size_t{1} << 20;
 
+// What a GradScaler goes on with.
+struct LossScale {
+  float scale = 0;
+  int32_t growth_tracker = 0;  // steps since the scale has changed
+};
+
 struct TrainerState {
   std::vector<uint64_t> update_counts;  // per tensor
   std::string trainer;
-  std::string buffers;  // encoded
+  std::string buffers;                 // encoded
+  std::vector<LossScale> loss_scales;  // in the order in which the program makes its scalers
 };
 
 // OFD-1002 when it is longer than a commit takes.

@@ -33,6 +33,23 @@ TEST(TrainerStateTest, BuffersStandBesideTheTrainersBytes) {
   EXPECT_EQ(back->buffers, state.buffers);
 }
 
+TEST(TrainerStateTest, ScalesStandBesideBothOrAlone) {
+  for (const std::string& buffers : {std::string("b\0c", 3), std::string()}) {
+    const TrainerState state = {.update_counts = {1, 2},
+                                .trainer = "trainer",
+                                .buffers = buffers,
+                                .loss_scales = {{65536.0f, 1999}, {0.25f, 0}}};
+    const auto back = DecodeTrainerState(Encode(state));
+    ASSERT_TRUE(back.ok()) << back.status();
+    EXPECT_EQ(back->trainer, state.trainer);
+    EXPECT_EQ(back->buffers, state.buffers);
+    ASSERT_EQ(back->loss_scales.size(), 2u);
+    EXPECT_EQ(back->loss_scales[0].scale, 65536.0f);
+    EXPECT_EQ(back->loss_scales[0].growth_tracker, 1999);
+    EXPECT_EQ(back->loss_scales[1].scale, 0.25f);
+  }
+}
+
 TEST(TrainerStateTest, NoBytesAreAStateWithoutTensors) {
   const auto state = DecodeTrainerState("");
   ASSERT_TRUE(state.ok());
@@ -50,7 +67,8 @@ TEST(TrainerStateTest, TooLongATrainerStateIsRefusedWithTheLimit) {
 }
 
 TEST(TrainerStateTest, EveryTruncationAndBitFlipIsRefusedOrHarmless) {
-  const std::string bytes = Encode({.update_counts = {1, 2, 3, 3}, .buffers = "buffers"});
+  const std::string bytes =
+      Encode({.update_counts = {1, 2, 3, 3}, .buffers = "buffers", .loss_scales = {{2.0f, 1}}});
   for (size_t length = 1; length < bytes.size(); ++length) {
     EXPECT_EQ(ErrorIdOf(DecodeTrainerState(bytes.substr(0, length)).status()),
               ErrorId::kStoreDamaged)

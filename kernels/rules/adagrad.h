@@ -1,6 +1,7 @@
 // kernels/rules/adagrad.h
 //
-// Adagrad (torch 2.11, CPU with FMA; `fl` rounds a double to fp32):
+// Adagrad (torch 2.11, CPU with FMA; `fl` rounds a double to fp32, and
+// for fp64 models not at all):
 //   g'  = fma(wd, p, g), or g when wd is zero
 //   sum = fma(g', g', sum), where sum begins with initial_accumulator_value
 //   p   = p - (fl(lr/(1 + (t-1)*lr_decay)) * g') / (sqrt(sum) + fl(eps))
@@ -15,9 +16,10 @@
 
 namespace offload::kernels::rules {
 
+template <class T>
 struct AdagradConstants {
-  float lr;  // after its decay
-  float weight_decay, initial_sum, eps;
+  T lr;  // after its decay
+  T weight_decay, initial_sum, eps;
   bool has_weight_decay, maximize;
   bool first;  // the sum has no value yet
   bool fused;
@@ -27,7 +29,7 @@ template <class V>
 struct AdagradStep {
   using Float = typename V::Float;
 
-  AdagradStep(const AdagradConstants& c, const Run& run)
+  AdagradStep(const AdagradConstants<typename V::Scalar>& c, const Run& run)
       : gradient_loader(run, c.maximize),
         lr(V::Broadcast(c.lr)),
         weight_decay(V::Broadcast(c.weight_decay)),
@@ -55,9 +57,11 @@ struct AdagradStep {
 };
 
 struct Adagrad {
-  using Constants = AdagradConstants;
+  template <class T>
+  using ConstantsOf = AdagradConstants<T>;
   static const Optimizer kRow;
-  static void Reference(const Constants& constants, const Run& run);
+  template <class T>
+  static void Reference(const AdagradConstants<T>& constants, const Run& run);
   static constexpr bool kHasTail = false;
   template <class V, bool kInTail>
   using Step = AdagradStep<V>;

@@ -22,10 +22,11 @@ constexpr Parameter kParameters[] = {
 constexpr StatePlane kPlanes[] = {
     {"exp_avg"}, {"exp_avg_sq"}, {"max_exp_avg_sq", nullptr, kAmsgrad}};
 
+template <class T>
 void Prepare(const double* values, int64_t step, Coefficients* coefficients) {
-  const AdamL2Constants constants = {.adam = AdamConstantsOf(values, step),
-                                     .weight_decay = Float(values[kWeightDecay]),
-                                     .has_weight_decay = values[kWeightDecay] != 0};
+  const AdamL2Constants<T> constants = {.adam = AdamConstantsOf<T>(values, step),
+                                        .weight_decay = static_cast<T>(values[kWeightDecay]),
+                                        .has_weight_decay = values[kWeightDecay] != 0};
   Keep(constants, coefficients);
 }
 
@@ -35,19 +36,29 @@ constinit const Optimizer Adam::kRow = {.name = "adam",
                                         .parameters = kParameters,
                                         .planes = kPlanes,
                                         .conflict = nullptr,
-                                        .prepare = Prepare,
+                                        .prepare = Prepare<float>,
+                                        .prepare_double = Prepare<double>,
                                         .takes_library_roots = AdamTakesLibraryRoots};
 
-size_t Adam::TailBegin(const Constants& c, const Run& run) { return AdamW::TailBegin(c.adam, run); }
+template <class T>
+size_t Adam::TailBegin(const AdamL2Constants<T>& c, const Run& run) {
+  return AdamW::TailBegin(c.adam, run);
+}
 
-void Adam::Reference(const Constants& c, const Run& run) {
+template <class T>
+void Adam::Reference(const AdamL2Constants<T>& c, const Run& run) {
   const size_t tail_begin = TailBegin(c, run);
   for (size_t i = 0; i < run.count; ++i) {
-    const float master = LoadMaster(run, i);
-    float gradient = LoadGradient(run, i, c.adam.maximize);
+    const T master = LoadMaster<T>(run, i);
+    T gradient = LoadGradient<T>(run, i, c.adam.maximize);
     if (c.has_weight_decay) gradient = std::fma(c.weight_decay, master, gradient);
-    StoreMaster(run, i, NextAdamMaster(c.adam, run, i, i >= tail_begin, gradient, master));
+    StoreMaster<T>(run, i, NextAdamMaster(c.adam, run, i, i >= tail_begin, gradient, master));
   }
 }
+
+template size_t Adam::TailBegin(const AdamL2Constants<float>&, const Run&);
+template size_t Adam::TailBegin(const AdamL2Constants<double>&, const Run&);
+template void Adam::Reference(const AdamL2Constants<float>&, const Run&);
+template void Adam::Reference(const AdamL2Constants<double>&, const Run&);
 
 }  // namespace offload::kernels::rules

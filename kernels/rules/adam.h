@@ -12,15 +12,16 @@
 
 namespace offload::kernels::rules {
 
+template <class T>
 struct AdamL2Constants {
-  AdamConstants adam;
-  float weight_decay;
+  AdamConstants<T> adam;
+  T weight_decay;
   bool has_weight_decay;
 };
 
 template <class V, bool kInTail>
 struct AdamStep {
-  OFFLOAD_DEVICE_CODE AdamStep(const AdamL2Constants& c, const Run& run)
+  OFFLOAD_DEVICE_CODE AdamStep(const AdamL2Constants<typename V::Scalar>& c, const Run& run)
       : gradient_loader(run, c.adam.maximize),
         weight_decay(V::Broadcast(c.weight_decay)),
         has_weight_decay(c.has_weight_decay),
@@ -41,11 +42,14 @@ struct AdamStep {
 };
 
 struct Adam {
-  using Constants = AdamL2Constants;
+  template <class T>
+  using ConstantsOf = AdamL2Constants<T>;
   static const Optimizer kRow;
-  static void Reference(const Constants& constants, const Run& run);
+  template <class T>
+  static void Reference(const AdamL2Constants<T>& constants, const Run& run);
   static constexpr bool kHasTail = true;
-  static size_t TailBegin(const Constants& constants, const Run& run);
+  template <class T>
+  static size_t TailBegin(const AdamL2Constants<T>& constants, const Run& run);
   template <class V, bool kInTail>
   using Step = AdamStep<V, kInTail>;
 };

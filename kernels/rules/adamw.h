@@ -1,14 +1,15 @@
 // kernels/rules/adamw.h
 //
-// AdamW. Formulas (torch 2.11, CPU with FMA; `fl` rounds a double to fp32); a decay of zero
-// multiplies by one, which changes nothing:
+// AdamW. Formulas (torch 2.11, CPU with FMA; `fl` rounds a double to fp32, and for fp64
+// models, which are computed in fp64 throughout, not at all); a decay of zero multiplies by one,
+// which changes nothing:
 //   p1 = p * fl(1 - lr*wd)
 //   r  = amsgrad ? max(r, v) : v
 //   p  = p1 - (fl(lr/(1-b1^t)) * m) / (sqrt(r)/fl(sqrt(1-b2^t)) + fl(eps))
 //
 // kFused is at::_fused_adamw_. Its m is a lerp, which torch computes from the nearer end:
 //   m  = fma(w, g-m, m) for w = fl(1-b1) < 0.5, else fma(w-1, g-m, g)
-//   v  = fma(fl(1-b2)*g, g, v*fl(b2))     in its loop over vectors of 8
+//   v  = fma(fl(1-b2)*g, g, v*fl(b2))     in its loop over vectors of 32 bytes
 //   v  = fma(v, fl(b2), (fl(1-b2)*g)*g)   in its scalar loop over the rest: the rule of the tail
 //
 // kLerp is lerp_, then mul_ and addcmul_, sqrt, addcdiv_: no tail, Python's `** 0.5` for the root
@@ -38,17 +39,18 @@ enum class AdamWFlavour : uint8_t {
 
 namespace rules {
 
+template <class T>
 struct AdamConstants {
-  float decay;  // 1 - lr*weight_decay
-  float beta1;
-  float exp_avg_weight;  // 1 - beta1
-  float beta2;
-  float exp_avg_sq_weight;      // 1 - beta2
-  float bias_correction2_sqrt;  // sqrt(1 - beta2^step)
-  float eps;
-  float step_size;  // lr / (1 - beta1^step)
-  bool is_lerp;     // exp_avg moves by lerp; else it is multiplied, then added to
-  bool has_tail;    // the last tensor_count mod 8 elements round exp_avg_sq in another order
+  T decay;  // 1 - lr*weight_decay
+  T beta1;
+  T exp_avg_weight;  // 1 - beta1
+  T beta2;
+  T exp_avg_sq_weight;      // 1 - beta2
+  T bias_correction2_sqrt;  // sqrt(1 - beta2^step)
+  T eps;
+  T step_size;    // lr / (1 - beta1^step)
+  bool is_lerp;   // exp_avg moves by lerp; else it is multiplied, then added to
+  bool has_tail;  // the last tensor_count mod 8 elements round exp_avg_sq in another order
   bool amsgrad;
   bool maximize;
   bool takes_library_roots;
@@ -57,19 +59,21 @@ struct AdamConstants {
 bool AdamTakesLibraryRoots(const double* values);
 
 // Of values in the order of AdamW's parameters.
-AdamConstants AdamConstantsOf(const double* values, int64_t step);
+template <class T>
+AdamConstants<T> AdamConstantsOf(const double* values, int64_t step);
 
 // The moments of the Adam family for one element, stored: returns where the master goes from
 // `start`.
-float NextAdamMaster(const AdamConstants& constants, const Run& run, size_t i, bool in_tail,
-                     float gradient, float start);
+template <class T>
+T NextAdamMaster(const AdamConstants<T>& constants, const Run& run, size_t i, bool in_tail,
+                 T gradient, T start);
 
 // The same for a vector.
 template <class V, bool kInTail>
 struct AdamMoments {
   using Float = typename V::Float;
 
-  OFFLOAD_DEVICE_CODE AdamMoments(const AdamConstants& c, const Run& run)
+  OFFLOAD_DEVICE_CODE AdamMoments(const AdamConstants<typename V::Scalar>& c, const Run& run)
       : beta1(V::Broadcast(c.beta1)),
         exp_avg_weight(V::Broadcast(c.exp_avg_weight)),
         beta2(V::Broadcast(c.beta2)),
@@ -119,7 +123,7 @@ struct AdamMoments {
 
 template <class V, bool kInTail>
 struct AdamWStep {
-  OFFLOAD_DEVICE_CODE AdamWStep(const AdamConstants& c, const Run& run)
+  OFFLOAD_DEVICE_CODE AdamWStep(const AdamConstants<typename V::Scalar>& c, const Run& run)
       : gradient_loader(run, c.maximize), decay(V::Broadcast(c.decay)), moments(c, run) {}
 
   template <class Arrays>
@@ -135,11 +139,14 @@ struct AdamWStep {
 };
 
 struct AdamW {
-  using Constants = AdamConstants;
+  template <class T>
+  using ConstantsOf = AdamConstants<T>;
   static const Optimizer kRow;
-  static void Reference(const Constants& constants, const Run& run);
+  template <class T>
+  static void Reference(const AdamConstants<T>& constants, const Run& run);
   static constexpr bool kHasTail = true;
-  static size_t TailBegin(const Constants& constants, const Run& run);
+  template <class T>
+  static size_t TailBegin(const AdamConstants<T>& constants, const Run& run);
   template <class V, bool kInTail>
   using Step = AdamWStep<V, kInTail>;
 };

@@ -2,7 +2,8 @@
 //
 // LAMB ("Large Batch Optimization for Deep Learning: Training BERT in 76 minutes",
 // arXiv:1904.00962, algorithm 2, with the identity as its function of the norm). torch has none:
-// the order of operations is ours, by torch's operators; `fl` rounds a double to fp32:
+// the order of operations is ours, by torch's operators; `fl` rounds a double to fp32, and
+// for fp64 models not at all:
 //   m  = fma(fl(1-b1), g, m*fl(b1))
 //   v  = fma(fl(1-b2)*g, g, v*fl(b2))
 //   u  = (m*fl(1/(1-b1^t))) / (sqrt(v)/fl(sqrt(1-b2^t)) + fl(eps))
@@ -19,11 +20,12 @@
 
 namespace offload::kernels::rules {
 
+template <class T>
 struct LambConstants {
-  float beta1, exp_avg_weight;     // 1 - beta1
-  float beta2, exp_avg_sq_weight;  // 1 - beta2
-  float exp_avg_scale;             // 1 / (1 - beta1^step)
-  float bias_correction2_sqrt, eps, weight_decay;
+  T beta1, exp_avg_weight;     // 1 - beta1
+  T beta2, exp_avg_sq_weight;  // 1 - beta2
+  T exp_avg_scale;             // 1 / (1 - beta1^step)
+  T bias_correction2_sqrt, eps, weight_decay;
   double lr;
   bool has_weight_decay, maximize;
 };
@@ -32,7 +34,7 @@ template <class V>
 struct LambDirection {
   using Float = typename V::Float;
 
-  LambDirection(const LambConstants& c, const Run& run)
+  LambDirection(const LambConstants<typename V::Scalar>& c, const Run& run)
       : gradient_loader(run, c.maximize),
         beta1(V::Broadcast(c.beta1)),
         exp_avg_weight(V::Broadcast(c.exp_avg_weight)),
@@ -65,8 +67,9 @@ struct LambDirection {
 
 template <class V>
 struct LambStep {
-  LambStep(const LambConstants& c, const Run& run)
-      : direction(c, run), negative_lr(V::Broadcast(-static_cast<float>(c.lr * run.trust_ratio))) {}
+  LambStep(const LambConstants<typename V::Scalar>& c, const Run& run)
+      : direction(c, run),
+        negative_lr(V::Broadcast(-static_cast<typename V::Scalar>(c.lr * run.trust_ratio))) {}
 
   template <class Arrays>
   [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {
@@ -85,11 +88,11 @@ struct LambStep {
 // What the first sweep adds up: the master and u' of a vector.
 template <class V>
 struct LambTerms {
-  LambTerms(const LambConstants& c, const Run& run) : direction(c, run) {}
+  LambTerms(const LambConstants<typename V::Scalar>& c, const Run& run) : direction(c, run) {}
 
   template <class Arrays>
-  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i, float* weight,
-                                         float* update) const {
+  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i, typename V::Scalar* weight,
+                                         typename V::Scalar* update) const {
     typename V::Float exp_avg, exp_avg_sq;
     const typename V::Float master = LoadMaster<V>(arrays, i);
     V::Store(weight, master);
@@ -100,10 +103,13 @@ struct LambTerms {
 };
 
 struct Lamb {
-  using Constants = LambConstants;
+  template <class T>
+  using ConstantsOf = LambConstants<T>;
   static const Optimizer kRow;
-  static void Reference(const Constants& constants, const Run& run);
-  static void ReferenceNorms(const Constants& constants, const Run& run, Norms* norms);
+  template <class T>
+  static void Reference(const LambConstants<T>& constants, const Run& run);
+  template <class T>
+  static void ReferenceNorms(const LambConstants<T>& constants, const Run& run, Norms* norms);
   static constexpr bool kHasTail = false;
   template <class V, bool kInTail>
   using Step = LambStep<V>;

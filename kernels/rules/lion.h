@@ -1,7 +1,8 @@
 // kernels/rules/lion.h
 //
 // Lion ("Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675), by the operators of the
-// PyTorch program that its authors published with it, in their order; `fl` rounds a double to fp32:
+// PyTorch program that its authors published with it, in their order; `fl`
+// rounds a double to fp32, and for fp64 models not at all:
 //   p1 = p * fl(1 - lr*wd)
 //   u  = m*fl(b1) + g*fl(1-b1)            each product rounded, then the sum
 //   p  = p1 - fl(lr)*sign(u)
@@ -14,10 +15,11 @@
 
 namespace offload::kernels::rules {
 
+template <class T>
 struct LionConstants {
-  float lr, decay;              // decay: 1 - lr*weight_decay
-  float beta1, update_weight;   // 1 - beta1
-  float beta2, exp_avg_weight;  // 1 - beta2
+  T lr, decay;              // decay: 1 - lr*weight_decay
+  T beta1, update_weight;   // 1 - beta1
+  T beta2, exp_avg_weight;  // 1 - beta2
   bool maximize;
 };
 
@@ -25,7 +27,7 @@ template <class V>
 struct LionStep {
   using Float = typename V::Float;
 
-  LionStep(const LionConstants& c, const Run& run)
+  LionStep(const LionConstants<typename V::Scalar>& c, const Run& run)
       : gradient_loader(run, c.maximize),
         negative_lr(V::Broadcast(-c.lr)),
         decay(V::Broadcast(c.decay)),
@@ -49,9 +51,11 @@ struct LionStep {
 };
 
 struct Lion {
-  using Constants = LionConstants;
+  template <class T>
+  using ConstantsOf = LionConstants<T>;
   static const Optimizer kRow;
-  static void Reference(const Constants& constants, const Run& run);
+  template <class T>
+  static void Reference(const LionConstants<T>& constants, const Run& run);
   static constexpr bool kHasTail = false;
   template <class V, bool kInTail>
   using Step = LionStep<V>;

@@ -16,14 +16,15 @@ constexpr Parameter kParameters[] = {
 constexpr StatePlane kPlanes[] = {
     {"square_avg"}, {"momentum_buffer", nullptr, kMomentum}, {"grad_avg", nullptr, kCentered}};
 
+template <class T>
 void Prepare(const double* values, int64_t, Coefficients* coefficients) {
-  const RmsPropConstants constants = {
-      .lr = Float(values[kLr]),
-      .alpha = Float(values[kAlpha]),
-      .weight = Float(1 - values[kAlpha]),
-      .eps = Float(values[kEps]),
-      .weight_decay = Float(values[kWeightDecay]),
-      .momentum = Float(values[kMomentum]),
+  const RmsPropConstants<T> constants = {
+      .lr = static_cast<T>(values[kLr]),
+      .alpha = static_cast<T>(values[kAlpha]),
+      .weight = static_cast<T>(1 - values[kAlpha]),
+      .eps = static_cast<T>(values[kEps]),
+      .weight_decay = static_cast<T>(values[kWeightDecay]),
+      .momentum = static_cast<T>(values[kMomentum]),
       .has_weight_decay = values[kWeightDecay] != 0,
       .has_momentum = values[kMomentum] != 0,
       .centered = values[kCentered] != 0,
@@ -40,33 +41,38 @@ constinit const Optimizer RmsProp::kRow = {
     .parameters = kParameters,
     .planes = kPlanes,
     .conflict = nullptr,
-    .prepare = Prepare,
+    .prepare = Prepare<float>,
+    .prepare_double = Prepare<double>,
     .takes_library_roots = [](const double*) { return true; }};
 
-void RmsProp::Reference(const Constants& c, const Run& run) {
+template <class T>
+void RmsProp::Reference(const RmsPropConstants<T>& c, const Run& run) {
   for (size_t i = 0; i < run.count; ++i) {
-    const float master = LoadMaster(run, i);
-    float gradient = LoadGradient(run, i, c.maximize);
+    const T master = LoadMaster<T>(run, i);
+    T gradient = LoadGradient<T>(run, i, c.maximize);
     if (c.has_weight_decay) gradient = std::fma(c.weight_decay, master, gradient);
-    const float square_avg = std::fma(c.weight * gradient, gradient, run.state[0][i] * c.alpha);
-    run.state[0][i] = square_avg;
-    float variance = square_avg;
+    const T square_avg = std::fma(c.weight * gradient, gradient, StateOf<T>(run, 0)[i] * c.alpha);
+    StateOf<T>(run, 0)[i] = square_avg;
+    T variance = square_avg;
     if (c.centered) {
-      const float start = run.state[2][i];
-      const float grad_avg =
+      const T start = StateOf<T>(run, 2)[i];
+      const T grad_avg =
           c.lerp ? Lerp(start, gradient, c.weight) : std::fma(c.weight, gradient, start * c.alpha);
-      run.state[2][i] = grad_avg;
+      StateOf<T>(run, 2)[i] = grad_avg;
       variance = std::fma(-grad_avg, grad_avg, square_avg);
     }
-    const float average = TakeRoot(variance, run.roots) + c.eps;
+    const T average = TakeRoot(variance, run.roots) + c.eps;
     if (!c.has_momentum) {
-      StoreMaster(run, i, master - (c.lr * gradient) / average);
+      StoreMaster<T>(run, i, master - (c.lr * gradient) / average);
       continue;
     }
-    const float buffer = run.state[1][i] * c.momentum + gradient / average;
-    run.state[1][i] = buffer;
-    StoreMaster(run, i, std::fma(-c.lr, buffer, master));
+    const T buffer = StateOf<T>(run, 1)[i] * c.momentum + gradient / average;
+    StateOf<T>(run, 1)[i] = buffer;
+    StoreMaster<T>(run, i, std::fma(-c.lr, buffer, master));
   }
 }
+
+template void RmsProp::Reference(const RmsPropConstants<float>&, const Run&);
+template void RmsProp::Reference(const RmsPropConstants<double>&, const Run&);
 
 }  // namespace offload::kernels::rules

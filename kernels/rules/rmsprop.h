@@ -1,7 +1,8 @@
 // kernels/rules/rmsprop.h
 //
 // RMSprop by the operators of torch.optim.RMSprop's loop over parameters; sqrt is that of torch's
-// vector library (Run::roots). `fl` rounds a double to fp32:
+// vector library (Run::roots). `fl` rounds a double to fp32, and
+// for fp64 models not at all:
 //   g'  = fma(wd, p, g), or g when wd is zero
 //   sq  = fma(fl(1-alpha)*g', g', sq*fl(alpha))
 //   ga  = lerp(ga, g', fl(1-alpha)), from the nearer end       centered only
@@ -18,8 +19,9 @@
 
 namespace offload::kernels::rules {
 
+template <class T>
 struct RmsPropConstants {
-  float lr, alpha, weight, eps, weight_decay, momentum;  // weight: 1 - alpha
+  T lr, alpha, weight, eps, weight_decay, momentum;  // weight: 1 - alpha
   bool has_weight_decay, has_momentum, centered, lerp, maximize;
 };
 
@@ -27,7 +29,7 @@ template <class V>
 struct RmsPropStep {
   using Float = typename V::Float;
 
-  RmsPropStep(const RmsPropConstants& c, const Run& run)
+  RmsPropStep(const RmsPropConstants<typename V::Scalar>& c, const Run& run)
       : gradient_loader(run, c.maximize),
         lr(V::Broadcast(c.lr)),
         alpha(V::Broadcast(c.alpha)),
@@ -77,9 +79,11 @@ struct RmsPropStep {
 };
 
 struct RmsProp {
-  using Constants = RmsPropConstants;
+  template <class T>
+  using ConstantsOf = RmsPropConstants<T>;
   static const Optimizer kRow;
-  static void Reference(const Constants& constants, const Run& run);
+  template <class T>
+  static void Reference(const RmsPropConstants<T>& constants, const Run& run);
   static constexpr bool kHasTail = false;
   template <class V, bool kInTail>
   using Step = RmsPropStep<V>;

@@ -2,13 +2,14 @@
 //
 // The table of optimizers: one line each. A rule is a type with
 //   kRow                      name, parameters, planes, checks, constants (kernels/optimizer.h)
-//   Constants                 what kRow.prepare fills in, at most a Coefficients long
-//   Reference(c, run)         the scalar definition
+//   ConstantsOf<T>            what kRow.prepare fills in for float, kRow.prepare_double for double;
+//                             at most a Coefficients long
+//   Reference<T>(c, run)      the scalar definition, in float or double
 //   Step<V, kInTail>          the same for one vector (kernels/vector_run.h)
 //   kHasTail                  whether a tensor's last elements may round differently; then
 //   TailBegin(c, run)         says how many elements of the run lie before them
 // and, where an update depends on norms of its tensor, so that there are two sweeps,
-//   ReferenceNorms(c, run, norms), Terms<V>   the first of them, which changes nothing
+//   ReferenceNorms<T>(c, run, norms), Terms<V>   the first of them, which changes nothing
 // The order is nobody's business outside this library: stores and messages name optimizers.
 #pragma once
 

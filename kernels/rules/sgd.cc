@@ -19,12 +19,13 @@ const char* Conflict(const double* values) {
   return "nesterov needs momentum and no dampening";
 }
 
+template <class T>
 void Prepare(const double* values, int64_t step, Coefficients* coefficients) {
-  const SgdConstants constants = {
-      .lr = Float(values[kLr]),
-      .momentum = Float(values[kMomentum]),
-      .weight_decay = Float(values[kWeightDecay]),
-      .gradient_weight = Float(1 - values[kDampening]),
+  const SgdConstants<T> constants = {
+      .lr = static_cast<T>(values[kLr]),
+      .momentum = static_cast<T>(values[kMomentum]),
+      .weight_decay = static_cast<T>(values[kWeightDecay]),
+      .gradient_weight = static_cast<T>(1 - values[kDampening]),
       .has_momentum = values[kMomentum] != 0,
       .has_weight_decay = values[kWeightDecay] != 0,
       .nesterov = values[kNesterov] != 0,
@@ -40,22 +41,27 @@ constinit const Optimizer Sgd::kRow = {.name = "sgd",
                                        .parameters = kParameters,
                                        .planes = kPlanes,
                                        .conflict = Conflict,
-                                       .prepare = Prepare};
+                                       .prepare = Prepare<float>,
+                                       .prepare_double = Prepare<double>};
 
-void Sgd::Reference(const Constants& c, const Run& run) {
+template <class T>
+void Sgd::Reference(const SgdConstants<T>& c, const Run& run) {
   for (size_t i = 0; i < run.count; ++i) {
-    const float master = LoadMaster(run, i);
-    float direction = LoadGradient(run, i, c.maximize);
+    const T master = LoadMaster<T>(run, i);
+    T direction = LoadGradient<T>(run, i, c.maximize);
     if (c.has_weight_decay) direction = std::fma(c.weight_decay, master, direction);
     if (c.has_momentum) {
-      const float buffer =
+      const T buffer =
           c.first ? direction
-                  : std::fma(c.gradient_weight, direction, run.state[0][i] * c.momentum);
-      run.state[0][i] = buffer;
+                  : std::fma(c.gradient_weight, direction, StateOf<T>(run, 0)[i] * c.momentum);
+      StateOf<T>(run, 0)[i] = buffer;
       direction = c.nesterov ? std::fma(c.momentum, buffer, direction) : buffer;
     }
-    StoreMaster(run, i, std::fma(-c.lr, direction, master));
+    StoreMaster<T>(run, i, std::fma(-c.lr, direction, master));
   }
 }
+
+template void Sgd::Reference(const SgdConstants<float>&, const Run&);
+template void Sgd::Reference(const SgdConstants<double>&, const Run&);
 
 }  // namespace offload::kernels::rules

@@ -14,9 +14,10 @@
 
 namespace offload::kernels::rules {
 
+template <class T>
 struct SgdConstants {
-  float lr, momentum, weight_decay;
-  float gradient_weight;  // 1 - dampening
+  T lr, momentum, weight_decay;
+  T gradient_weight;  // 1 - dampening
   bool has_momentum, has_weight_decay, nesterov, maximize;
   bool first;  // the momentum buffer has no value yet
 };
@@ -25,7 +26,7 @@ template <class V>
 struct SgdStep {
   using Float = typename V::Float;
 
-  OFFLOAD_DEVICE_CODE SgdStep(const SgdConstants& c, const Run& run)
+  OFFLOAD_DEVICE_CODE SgdStep(const SgdConstants<typename V::Scalar>& c, const Run& run)
       : gradient_loader(run, c.maximize),
         negative_lr(V::Broadcast(-c.lr)),
         momentum(V::Broadcast(c.momentum)),
@@ -58,9 +59,11 @@ struct SgdStep {
 };
 
 struct Sgd {
-  using Constants = SgdConstants;
+  template <class T>
+  using ConstantsOf = SgdConstants<T>;
   static const Optimizer kRow;
-  static void Reference(const Constants& constants, const Run& run);
+  template <class T>
+  static void Reference(const SgdConstants<T>& constants, const Run& run);
   static constexpr bool kHasTail = false;
   template <class V, bool kInTail>
   using Step = SgdStep<V>;

@@ -1,5 +1,5 @@
-"""OFFLOADD_DISABLE=1: the same script in memory, to compare with. Parameters of fp32 are trained by torch's optimizer as it is; those of
-bf16 and fp16 by the same on fp32 masters and moments, as the daemon does it."""
+"""OFFLOADD_DISABLE=1: the same script in memory, to compare with. Parameters of fp32 and fp64 are trained by torch's optimizer as it is;
+those of bf16 and fp16 by the same on fp32 masters and moments, as the daemon does it."""
 
 import collections
 import copy
@@ -51,11 +51,13 @@ class Masters:
 
     @staticmethod
     def _widened(value):
-        return value.float().clone() if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        return (value.float() if _is_narrow(value) else value).clone()
 
     def _master(self, parameter):
         if parameter not in self._master_of:
-            self._master_of[parameter] = parameter if parameter.dtype == torch.float32 else \
+            self._master_of[parameter] = parameter if not _is_narrow(parameter) else \
                 torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
             self._see(parameter)
         return self._master_of[parameter]
@@ -115,7 +117,9 @@ class Masters:
 
     def state_of(self, parameter):
         master = self._master_of.get(parameter, parameter)
-        return master, self._optimizer.state.get(master, {})
+        state = self._optimizer.state.get(master, {})
+        is_written = master is not parameter and self._is_written(parameter, master)
+        return (parameter.detach().float() if is_written else master), state
 
     def states(self):
         """As `optimizer.state` would be."""
@@ -131,8 +135,12 @@ def _class_with_masters(cls):
     return made
 
 
-def _is_narrow(optimizer):
-    return any(parameter.dtype in (torch.bfloat16, torch.float16) for group in optimizer.param_groups for parameter in group["params"])
+def _is_narrow(parameter):
+    return parameter.dtype in (torch.bfloat16, torch.float16)
+
+
+def _has_narrow(optimizer):
+    return any(_is_narrow(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 class Plan(dict):
@@ -155,7 +163,7 @@ class Handle:
         if initial_weights is not None:
             self.load_weights(initial_weights)
         for optimizer in optimizers:
-            if _is_narrow(optimizer) and not recipe_of(optimizer).is_foreign:
+            if _has_narrow(optimizer) and not recipe_of(optimizer).is_foreign:
                 cls = type(optimizer)
                 optimizer._masters = Masters(cls, optimizer)
                 optimizer._step_supports_amp_scaling = False
@@ -192,8 +200,9 @@ class Handle:
                 state = optimizer.state.get(parameter, {})
             if state:
                 break
-        found = master.float() if plane == "master" else state.get(plane)
-        return torch.zeros_like(parameter, dtype=torch.float32) if found is None else served.copy_of(found)
+        wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        found = master.to(wide) if plane == "master" else state.get(plane)
+        return torch.zeros_like(parameter, dtype=wide) if found is None else served.copy_of(found)
 
     def gather(self, parameters, plane="weight", *, write=False):
         from .handle import Gathered

@@ -9,6 +9,7 @@ import copy
 import functools
 import itertools
 import logging
+import math
 import weakref
 
 import torch
@@ -32,8 +33,8 @@ def is_table(parameter):
 
 
 def _has_tensor_lr(group):
-    """torch's loops then compute with it in fp32; its fused kernels do not."""
-    return isinstance(group["lr"], torch.Tensor) and not group.get("fused")
+    """torch's loops then compute with it in fp32; its fused kernels do not, and those over a float64 tensor compute as with a number."""
+    return isinstance(group["lr"], torch.Tensor) and group["lr"].dtype != torch.float64 and not group.get("fused")
 
 
 def _adam(group):
@@ -85,8 +86,24 @@ def _base_of(cls):
     return base if base is not None and _step_function(cls) is _step_function(base) else None
 
 
+@functools.cache
+def _are_double_roots_nearest():
+    """Whether torch's square roots of float64 numbers are those that the daemon takes: a library that gives up the last place does so for one
+    number in a hundred."""
+    values = torch.rand(1 << 14, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1
+    return values.sqrt().tolist() == [math.sqrt(value) for value in values.tolist()]
+
+
+def _has_own_roots(base, optimizer):
+    """Whether it takes roots of float64 that the daemon does not have: those of torch's vector library, which its fused kernels do without."""
+    if base is torch.optim.SGD or not any(parameter.dtype == torch.float64 for group in optimizer.param_groups for parameter in group["params"]):
+        return False
+    return not (all(group.get("fused") for group in optimizer.param_groups) or _are_double_roots_nearest())
+
+
 def recipe_of(optimizer):
-    return Foreign(optimizer) if _base_of(type(optimizer)) is None else Recipe(optimizer)
+    base = _base_of(type(optimizer))
+    return Foreign(optimizer) if base is None or _has_own_roots(base, optimizer) else Recipe(optimizer)
 
 
 class Foreign:
@@ -165,6 +182,10 @@ class ParameterState(dict):
         if key in self and (value is super().__getitem__(key) or value is self._given.get(key, lambda: self)()):
             return
         _refuse_write()
+
+    def __iter__(self):
+        """As it is; with one of our own dict(state) asks for the values, instead of copying what stands for them."""
+        return super().__iter__()
 
     def get(self, key, default=None):
         return self[key] if key in self else default
@@ -479,9 +500,9 @@ class Part:
             is_plain = self.recipe.kind == "sgd" and options["momentum"] == options["weight_decay"] == 0
             for parameter in [p for p in parameters if p.grad is not None and p.grad.layout != torch.strided]:
                 shape = list(parameter.shape)
-                if not is_plain or parameter.dtype != torch.float32:
+                if not is_plain or parameter.dtype not in (torch.float32, torch.float64):
                     raise Error.of(1601, f"the gradient of a parameter of shape {shape} is sparse",
-                                   "Make the embedding with sparse=False, or train it in float32 with SGD without momentum and decay")
+                                   "Make the embedding with sparse=False, or train it in float32 or float64 with SGD without momentum and decay")
                 if not parameter.grad._values().isfinite().all():
                     raise Error.of(1701, f"the gradient of a parameter of shape {shape} holds NaN or infinity, the step was not taken",
                                    "Lower the learning rate or clip; the last epoch is intact")

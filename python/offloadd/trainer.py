@@ -187,9 +187,9 @@ def _is_plateau(scheduler):
 
 
 def _what_is_rounded(model):
-    """A checkpoint of bf16 weights has no masters, and Trainer's optimizer loads moments in the type of their weights."""
-    is_narrow = any(p.dtype != torch.float32 and p.requires_grad for p in model.parameters())
-    return ": its bfloat16 weights are the masters now, and its moments are rounded as they are" if is_narrow else ""
+    """A checkpoint of bf16 or fp16 weights has no masters, and Trainer's optimizer loads moments in the type of their weights."""
+    is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) and p.requires_grad for p in model.parameters())
+    return ": its 16-bit weights are the masters now, and its moments are rounded as they are" if is_narrow else ""
 
 
 def callback_of(trainer):

@@ -93,7 +93,7 @@ def load(folder, parameters, optimizers):
         known[parameter] = name
         values[parameter] = _tensor(os.path.join(own, "fp32.pt"), name, parameter)
         states[parameter] = _state(own, name, parameter)
-        if parameter.dtype != torch.float32 and parameter.requires_grad:
+        if parameter.dtype not in (torch.float32, torch.float64) and parameter.requires_grad:
             states[parameter]["master"] = values[parameter]
     _check_names(zero, parameters)
     with torch.no_grad():
@@ -147,13 +147,17 @@ def save(folder, tag, parameters, master_of, state_of):
                        "Choose a folder with enough free space that this user may write to") from None
 
 
+def _wide(value):
+    return value if value.dtype == torch.float64 else value.float()
+
+
 def _write(folder, master, state):
     os.makedirs(folder)
-    _write_file(os.path.join(folder, "fp32.pt"), {"param": master.float(), "cat_dim": 0})
+    _write_file(os.path.join(folder, "fp32.pt"), {"param": _wide(master), "cat_dim": 0})
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             continue
-        _write_file(os.path.join(folder, f"{key}.pt"), value if key == "step" else {"param": value.float(), "cat_dim": 0})
+        _write_file(os.path.join(folder, f"{key}.pt"), value if key == "step" else {"param": _wide(value), "cat_dim": 0})
 
 
 def _write_file(path, value):

@@ -3,7 +3,9 @@
 A case is a function of a Run. It builds what it trains from the run, calls run.attach() where a script would, and returns what it has
 seen. It is run in memory once per type, and offloaded with the least memory that trains (gradients on the drive) or with twice that.
 
-    serving_test.py [--all] [--loud] [NAME...]       --all: each type with each memory; --loud: what the daemons say
+    serving_test.py [--all] [--loud] [--types=TYPE,...] [NAME...]
+
+--all: each type with each memory; --loud: what the daemons say; --types: in place of a case's own, where it has both of the usual ones
 """
 
 import contextlib
@@ -24,9 +26,10 @@ from offloadd import in_memory
 
 VOCABULARY, WIDTH, LENGTH = 256, 48, 12
 _cases = []
+USUAL_TYPES = ("fp32", "bf16")
 
 
-def case(function=None, *, types=("fp32", "bf16"), tolerance=0.0, refused=None, memory=("floor", "double"), may_refuse=None):
+def case(function=None, *, types=USUAL_TYPES, tolerance=0.0, refused=None, memory=("floor", "double"), may_refuse=None):
     """`refused`: the number of the error that the offloaded run must end with; `tolerance`: of what is not promised bit for bit, in
     fp32; `may_refuse`: an error that is right, too."""
     if function is None:
@@ -34,6 +37,14 @@ def case(function=None, *, types=("fp32", "bf16"), tolerance=0.0, refused=None, 
     function.may_refuse = may_refuse
     _cases.append((function, types, tolerance, refused, memory))
     return function
+
+
+def retype(types, names=None):
+    """Gives the cases so far, or those of these names and no others, other types in place of the usual ones."""
+    _cases[:] = [(function, types if its == USUAL_TYPES else its, *rest) for function, its, *rest in _cases
+                 if names is None or function.__name__ in names]
+    missing = set(names or ()) - {function.__name__ for function, *_ in _cases}
+    assert not missing, missing
 
 
 # ---- What is trained ---------------------------------------------------------------------------
@@ -114,7 +125,7 @@ class Run:
         key = (tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in parameters), unfreeze)
         if key not in _floors:
             try:
-                probe = torch.optim.AdamW(parameters, amsgrad=True)
+                probe = torch.optim.AdamW(parameters, amsgrad=True, fused=True)
                 with offloadd.attach(copies, probe, nvme_path=self.folder, ram="1GiB", job="probe", spill_gradients=True,
                                      unfreeze=unfreeze) as handle:
                     _floors[key] = handle.plan()["floor_bytes"]
@@ -249,7 +260,7 @@ def _verdict(function, dtype, tolerance, refused, memory, expected):
 
 
 def _types(name):
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "fp16": torch.float16}[name]
 
 
 def _results(only, everything):
@@ -307,6 +318,9 @@ def _quiet():
 def main():
     torch.set_num_threads(1)
     results = []
+    for option in sys.argv[1:]:
+        if option.startswith("--types="):
+            retype(tuple(option.split("=")[1].split(",")))
     with contextlib.nullcontext() if "--loud" in sys.argv else _quiet():
         for name, wrong, seconds in _results([each for each in sys.argv[1:] if not each.startswith("-")], "--all" in sys.argv):
             results.append((name, wrong, seconds))

@@ -42,13 +42,17 @@ absl::StatusOr<GpuPlan> MakeGpuPlan(std::span<const GpuTensor> tensors, uint64_t
                      FormatBytes(plan.floor_bytes), ": ", FormatBytes(plan.window_bytes),
                      " for a window of weights (the largest has ",
                      FormatBytes(weights.largest_bytes), ") and ", FormatBytes(plan.gradient_bytes),
-                     " for gradients on their way"));
+                     " for gradients on their way"),
+        absl::StrCat("Set gpu_ram to ", plan.floor_bytes, " bytes or more"));
   }
   const uint64_t rest_bytes = gpu_ram_bytes - plan.floor_bytes;
   plan.gradient_bytes +=
       std::min(gradients.all_bytes - plan.gradient_bytes, rest_bytes / kPartOfRestForGradients);
   plan.window_bytes = std::min(weights.all_bytes, (gpu_ram_bytes - plan.gradient_bytes) /
                                                       kDeviceAlignment * kDeviceAlignment);
+  // What weights leave over is for gradients.
+  if (plan.window_bytes == weights.all_bytes)
+    plan.gradient_bytes = std::min(gradients.all_bytes, gpu_ram_bytes - plan.window_bytes);
   plan.lookahead_bytes = plan.window_bytes == weights.all_bytes
                              ? plan.window_bytes
                              : plan.window_bytes - 2 * weights.largest_bytes;
@@ -56,11 +60,10 @@ absl::StatusOr<GpuPlan> MakeGpuPlan(std::span<const GpuTensor> tensors, uint64_t
 }
 
 std::string DescribeGpuPlan(const GpuPlan& plan, uint64_t gpu_ram_bytes) {
-  return absl::StrCat("gpu_ram    ", FormatBytes(gpu_ram_bytes), " (at least ",
-                      FormatBytes(plan.floor_bytes), ")\n", "  weights    ",
-                      FormatBytes(plan.window_bytes), " of ", FormatBytes(plan.weight_bytes), "\n",
-                      "  gradients  ", FormatBytes(plan.gradient_bytes),
-                      " on their way to the host\n");
+  return absl::StrCat("gpu_ram: ", FormatBytes(gpu_ram_bytes), ", window of weights ",
+                      FormatBytes(plan.window_bytes), " of ", FormatBytes(plan.weight_bytes),
+                      ", gradients on their way ", FormatBytes(plan.gradient_bytes),
+                      "; least that trains: ", FormatBytes(plan.floor_bytes), "\n");
 }
 
 }  // namespace offload::zero3

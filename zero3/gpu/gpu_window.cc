@@ -61,7 +61,7 @@ GpuWindow::~GpuWindow() {
   WaitForUsers(0, options_.window_bytes).IgnoreError();
   if (const auto last = events_.Record(copies_); last.ok())
     accelerator_->EventSynchronize(**last).IgnoreError();
-  for (const CopyUnderWay& copy : under_way_) source_->Return(copy.tensor);
+  ReturnUnfinished();
   if (bytes_ != nullptr) accelerator_->Free(bytes_).IgnoreError();
   if (copies_ != accelerator::Stream{}) accelerator_->StreamDestroy(copies_).IgnoreError();
 }
@@ -115,6 +115,7 @@ absl::Status GpuWindow::Unpin(uint32_t tensor, accelerator::Stream stream) {
   } else {
     weight.uses.push_back({stream, *std::move(last)});
   }
+  if (weight.pins == 0 && weight.is_old) return Keep(Evict(tensor));
   return absl::OkStatus();
 }
 
@@ -127,17 +128,48 @@ absl::Status GpuWindow::RecordStream(uint32_t tensor, accelerator::Stream stream
   return failed_;
 }
 
+void GpuWindow::SetRecording(bool recording) {
+  const std::lock_guard lock(mutex_);
+  schedule_.SetRecording(recording);
+}
+
+absl::Status GpuWindow::Changed(std::span<const uint32_t> tensors) {
+  const std::lock_guard lock(mutex_);
+  return EvictOld(tensors);
+}
+
+absl::Status GpuWindow::EvictOld(std::span<const uint32_t> tensors) {
+  if (!failed_.ok()) return failed_;
+  for (const uint32_t tensor : tensors) {
+    Weight& weight = weights_[tensor];
+    if (weight.copied == nullptr) continue;
+    weight.is_old = true;
+    if (weight.pins == 0) OFFLOAD_RETURN_IF_ERROR(Keep(Evict(tensor)));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status GpuWindow::EndStep(std::span<const uint32_t> changed) {
   const std::lock_guard lock(mutex_);
-  if (!failed_.ok()) return failed_;
+  OFFLOAD_RETURN_IF_ERROR(EvictOld(changed));
   wanted_.clear();
-  for (const uint32_t tensor : changed) {
-    OFFLOAD_CHECK(weights_[tensor].pins == 0) << "tensor " << tensor << " is pinned";
-    if (weights_[tensor].copied != nullptr) OFFLOAD_RETURN_IF_ERROR(Keep(Evict(tensor)));
-  }
   const bool is_new = schedule_.EndStep([this](uint32_t next) { wanted_.push_back(next); });
   if (is_new) order_ = UseOrder(schedule_.order(), static_cast<uint32_t>(weights_.size()));
   return Keep(BringAhead());
+}
+
+// What a device that has failed was copying nobody reads any more.
+void GpuWindow::BeginSourceWait() {
+  const std::lock_guard lock(mutex_);
+  ++source_waits_;
+  if (failed_.ok()) Keep(ReturnAll()).IgnoreError();  // every later call says so
+  if (!failed_.ok()) ReturnUnfinished();
+}
+
+void GpuWindow::EndSourceWait() {
+  const std::lock_guard lock(mutex_);
+  OFFLOAD_CHECK(source_waits_ > 0) << "nobody waits for the source";
+  --source_waits_;
 }
 
 // ---- Bringing weights in -------------------------------------------------------------------
@@ -153,7 +185,8 @@ absl::Status GpuWindow::BringNow(uint32_t tensor) {
         "Raise gpu_ram");
   }
   OFFLOAD_ASSIGN_OR_RETURN(const std::byte* const host, LeaseNow(tensor));
-  return Fill(tensor, *place, host);
+  OFFLOAD_RETURN_IF_ERROR(Fill(tensor, *place, host));
+  return source_waits_ > 0 ? ReturnAll() : absl::OkStatus();
 }
 
 absl::StatusOr<const std::byte*> GpuWindow::LeaseNow(uint32_t tensor) {
@@ -171,7 +204,7 @@ absl::StatusOr<const std::byte*> GpuWindow::LeaseNow(uint32_t tensor) {
 
 // Copies what the schedule wants, in its order, as far as it costs nobody a wait.
 absl::Status GpuWindow::BringAhead() {
-  while (!wanted_.empty()) {
+  while (!wanted_.empty() && source_waits_ == 0) {
     const uint32_t tensor = wanted_.front();
     if (weights_[tensor].copied == nullptr) {
       OFFLOAD_ASSIGN_OR_RETURN(const bool may, MayCopyAhead(weights_[tensor]));
@@ -268,6 +301,7 @@ absl::Status GpuWindow::Evict(uint32_t tensor) {
   retired_.push_back(std::move(place));
   places_.Release(tensor);
   weight.copied = nullptr;
+  weight.is_old = false;
   weight.uses.clear();
   weight.ordered.clear();
   weight.recorded.clear();
@@ -299,6 +333,12 @@ absl::Status GpuWindow::ReturnOldest() {
 absl::Status GpuWindow::ReturnAll() {
   while (!under_way_.empty()) OFFLOAD_RETURN_IF_ERROR(ReturnOldest());
   return absl::OkStatus();
+}
+
+void GpuWindow::ReturnUnfinished() {
+  for (const CopyUnderWay& copy : under_way_) source_->Return(copy.tensor);
+  under_way_.clear();
+  leased_bytes_ = 0;
 }
 
 absl::Status GpuWindow::Keep(absl::Status status) {

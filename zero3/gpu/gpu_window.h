@@ -84,9 +84,21 @@ class GpuWindow {
   // record_stream).
   absl::Status RecordStream(uint32_t tensor, accelerator::Stream stream);
 
-  // After the optimizer's step, whose updates have changed the source's bytes of these weights:
-  // they are read anew. None of them may be pinned. The order of the step becomes the schedule.
+  // Whether what is pinned from now on belongs to a step, whose order is recorded.
+  void SetRecording(bool recording);
+
+  // The source's bytes of these weights have changed: they are read anew. Of one that is pinned
+  // that counts when it no longer is.
+  absl::Status Changed(std::span<const uint32_t> tensors);
+  // After the optimizer's step, whose updates have changed these weights. The order of the step
+  // becomes the schedule.
   absl::Status EndStep(std::span<const uint32_t> changed);
+
+  // The host is about to wait for the source, outside of the window: from now on, until as many
+  // EndSourceWait(), nothing is leased but during a Pin(). Waits for copies. A source that has to
+  // make room, or to change bytes, could else wait for what the window holds and nobody returns.
+  void BeginSourceWait();
+  void EndSourceWait();
 
   Counters counters() const;
   uint64_t leased_bytes() const;
@@ -99,6 +111,7 @@ class GpuWindow {
   struct Weight {
     uint64_t slot_bytes = 0, size_bytes = 0;
     uint32_t pins = 0;
+    bool is_old = false;                        // the source's bytes have changed
     uint64_t arrival = 0;                       // order of copies
     RecordedEvent copied;                       // null when it is not in the window
     std::vector<accelerator::Stream> ordered;   // streams that wait for `copied`
@@ -128,9 +141,11 @@ class GpuWindow {
   absl::Status CopyIn(uint32_t tensor, uint64_t offset_bytes, const std::byte* host);
   absl::Status WaitForUsers(uint64_t begin, uint64_t end);
   absl::Status Evict(uint32_t tensor);
+  absl::Status EvictOld(std::span<const uint32_t> tensors);
   absl::Status ReturnCopied();
   absl::Status ReturnOldest();
   absl::Status ReturnAll();
+  void ReturnUnfinished();
   uint64_t NextUse(uint32_t tensor) const;
   absl::Status Keep(absl::Status status);
 
@@ -150,6 +165,7 @@ class GpuWindow {
   std::vector<Retired> retired_;
   std::deque<CopyUnderWay> under_way_;  // whose leases are held, in the order of the copy stream
   uint64_t leased_bytes_ = 0;
+  int source_waits_ = 0;  // BeginSourceWait()
   uint64_t arrivals_ = 0;
   Counters counters_;
   absl::Status failed_;

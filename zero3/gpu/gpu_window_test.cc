@@ -175,6 +175,55 @@ TEST_P(GpuWindowTest, WhatDoesNotFitBesideOthersIsAnErrorThatChangesNothing) {
   EXPECT_TRUE(window.Unpin(3, trainer.stream()).ok());
 }
 
+TEST_P(GpuWindowTest, WhatChangesWhileItIsPinnedIsReadAnewAfterwards) {
+  Trainer trainer(device_.get(), kFloorBytes);
+  trainer.Operator(0);
+  trainer.Finish();
+  ASSERT_TRUE(trainer.window().Pin(0, trainer.stream()).ok());
+  Random(2).Fill(trainer.weights().memory());
+  const uint32_t changed = 0;
+  ASSERT_TRUE(trainer.window().Changed({&changed, 1}).ok());
+  ASSERT_TRUE(trainer.window().Unpin(0, trainer.stream()).ok());
+  trainer.Operator(0);
+  trainer.Finish();
+  EXPECT_TRUE(std::ranges::equal(trainer.result(), trainer.weights().weight(0)));
+}
+
+TEST(GpuWindowLeaseTest, WhileTheHostWaitsForTheSourceNothingIsLeased) {
+  HostAccelerator device({.pace = accelerator::Pace::kLate, .queries_are_late = true});
+  {
+    Trainer trainer(&device, kFloorBytes);
+    trainer.ForwardAndBackward();
+    trainer.Step();
+    trainer.Operator(0);
+    EXPECT_GT(trainer.weights().leases(), 0);
+    trainer.window().BeginSourceWait();
+    EXPECT_EQ(trainer.weights().leases(), 0);
+    for (const uint32_t tensor : {1, 2, 3, 4}) {
+      trainer.Operator(tensor);
+      EXPECT_EQ(trainer.weights().leases(), 0);
+    }
+    trainer.window().EndSourceWait();
+    trainer.Operator(5);
+    trainer.Operator(6);
+    EXPECT_GT(trainer.weights().leases(), 0);
+  }
+  EXPECT_THAT(device.Violations(), testing::IsEmpty());
+  EXPECT_THAT(device.Leftovers(), testing::IsEmpty());
+}
+
+TEST(GpuWindowLeaseTest, ABrokenDeviceHoldsNothingFromTheSource) {
+  HostAccelerator device({.pace = accelerator::Pace::kLate, .failing_copy = 3});
+  static Trainer* const trainer = new Trainer(&device, kFloorBytes);  // cannot end in order
+  for (uint32_t tensor = 0; tensor < kWeights; ++tensor) {
+    if (!trainer->window().Pin(tensor, trainer->stream()).ok()) break;
+    trainer->window().Unpin(tensor, trainer->stream()).IgnoreError();
+  }
+  trainer->window().BeginSourceWait();
+  EXPECT_EQ(trainer->weights().leases(), 0);
+  EXPECT_EQ(ErrorIdOf(trainer->window().Pin(0, trainer->stream()).status()), ErrorId::kGpuFailed);
+}
+
 TEST(SteadyStateTest, NeitherForwardNorBackwardMakesTheHostWait) {
   HostAccelerator device({.pace = accelerator::Pace::kEager});
   {

@@ -83,6 +83,14 @@ void GradientReturn::DeliverOldest() {
   }
 }
 
+absl::Status GradientReturn::WaitForCopies(accelerator::Stream stream) {
+  const std::lock_guard lock(mutex_);
+  if (!failed_.ok()) return failed_;
+  const absl::StatusOr<RecordedEvent> copied = events_.Record(copies_);
+  if (!copied.ok()) return Keep(copied.status());
+  return Keep(accelerator_->StreamWaitEvent(stream, **copied));
+}
+
 absl::Status GradientReturn::Poll() {
   const std::lock_guard lock(mutex_);
   if (!failed_.ok()) return failed_;

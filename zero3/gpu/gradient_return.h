@@ -50,6 +50,9 @@ class GradientReturn {
 
   // The gradient is final behind what `stream` has been given so far.
   absl::Status Add(Gradient gradient, accelerator::Stream stream);
+  // What `stream` is given from now on comes after the copies so far: it may write into gradients
+  // that are on their way.
+  absl::Status WaitForCopies(accelerator::Stream stream);
   // Delivers what has arrived. Never waits.
   absl::Status Poll();
   // Waits for everything and delivers it: before the optimizer's step.

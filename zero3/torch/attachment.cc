@@ -16,6 +16,7 @@
 #include "base/error.h"
 #include "client/backward.h"
 #include "proto/shm_abi.h"
+#include "zero3/torch/device_memory.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/throw_status.h"
 
@@ -29,12 +30,11 @@ constexpr uint64_t kBlockBytes = 8ull << 20;  // of staging, for reading and put
 constexpr uint64_t kRawBytesMin = 16ull << 20, kRawWeightsMin = 4;
 constexpr uint64_t kReserveStepBytes = 256ull << 20;  // of the scratch file
 
-// Forward with gradients, and all of backward; evaluation is not part of a step.
+}  // namespace
+
 bool IsTraining() {
   return c10::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() != -1;
 }
-
-}  // namespace
 
 // ---- Staging -----------------------------------------------------------------------------------
 
@@ -261,6 +261,7 @@ void Attachment::FollowPut(uint32_t tensor) {
 
 absl::Status Attachment::StreamOut(uint32_t tensor, proto::Plane plane, uint64_t element_bytes,
                                    Drain drain) {
+  const DaemonWait wait(*this);
   const uint64_t element_count = this->tensor(tensor).element_count;
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
   Staging::Piece piece =
@@ -299,6 +300,15 @@ absl::Status Attachment::CopyOut(uint32_t tensor, proto::Plane plane, uint64_t e
 }
 
 absl::Status Attachment::StreamIn(uint32_t tensor, const std::byte* bytes) {
+  const uint64_t element_bytes = proto::DtypeBytes(this->tensor(tensor).dtype);
+  return StreamIn(tensor, [&](uint64_t begin, uint64_t count, std::byte* target) {
+    std::memcpy(target, bytes + begin * element_bytes, count * element_bytes);
+    return absl::OkStatus();
+  });
+}
+
+absl::Status Attachment::StreamIn(uint32_t tensor, Fill fill) {
+  const DaemonWait wait(*this);
   if (rank() > 0) return session().Wait(session().FollowPut(tensor));
   const uint64_t element_count = this->tensor(tensor).element_count;
   const uint64_t element_bytes = proto::DtypeBytes(this->tensor(tensor).dtype);
@@ -317,8 +327,8 @@ absl::Status Attachment::StreamIn(uint32_t tensor, const std::byte* bytes) {
     if (tickets.size() == blocks) wait_for_oldest();
     const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
     const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
-    std::memcpy(region() + offset, bytes + begin * element_bytes, count * element_bytes);
-    tickets.push_back(session().Put(tensor, begin, count, offset));
+    failure.Update(fill(begin, count, region() + offset));
+    if (failure.ok()) tickets.push_back(session().Put(tensor, begin, count, offset));
   }
   while (!tickets.empty()) wait_for_oldest();
   if (failure.ok() && world_size() > 1) failure = session().Wait(session().FollowPut(tensor));
@@ -394,6 +404,7 @@ void Attachment::Close() {
     std::lock_guard lock(seal_mutex_);
     seal_ = nullptr;
   }
+  device_.reset();
   const absl::Status closed = session_->CloseJob();
   session_.reset();
   ThrowIfError(closed);

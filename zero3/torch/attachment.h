@@ -122,6 +122,8 @@ class RawUser {
   ~RawUser() = default;
 };
 
+class DeviceMemory;
+
 class Attachment : public std::enable_shared_from_this<Attachment> {
  public:
   explicit Attachment(std::unique_ptr<client::Session> session);
@@ -174,8 +176,14 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // All of them, in order, to `target`.
   absl::Status CopyOut(uint32_t tensor, proto::Plane plane, uint64_t element_bytes,
                        std::byte* target);
-  // Puts a weight whose bytes are anywhere.
+  // Puts a weight whose bytes are anywhere: `fill` copies elements [begin, begin + count) of it.
+  using Fill = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, std::byte* target)>;
+  absl::Status StreamIn(uint32_t tensor, Fill fill);
   absl::Status StreamIn(uint32_t tensor, const std::byte* bytes);
+
+  // ---- The device of the parameters; null for the host ----
+  void SetDevice(std::shared_ptr<DeviceMemory> device) { device_ = std::move(device); }
+  DeviceMemory* device() const { return device_.get(); }
 
   // ---- Room that operations share ----
   // Of the window, while a weight is in use; 0 for one that always has a place.
@@ -219,7 +227,11 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::atomic<uint64_t> raw_accesses_{0};
   std::mutex schedule_mutex_;
   std::unique_ptr<Schedule> schedule_;
+  std::shared_ptr<DeviceMemory> device_;  // uses the session and the staging buffer
 };
+
+// Forward with gradients, and all of backward; evaluation is not part of a step.
+bool IsTraining();
 
 // The OFD-1802 of a closed engine.
 absl::Status SessionEnded(const std::string& subject);

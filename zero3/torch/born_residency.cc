@@ -21,7 +21,7 @@
 namespace offload::zero3 {
 namespace {
 
-// A read has to begin and end where writes did: this divides every extent, of either dtype.
+// A read has to begin and end where writes did: this divides every extent, of any dtype.
 constexpr uint64_t kTransferBytes = uint64_t{proto::kExtentElements} * 2;
 static_assert(ScratchSpace::kStripeBytes == kTransferBytes);
 constexpr uint64_t kMoveBytes = 4ull << 20;  // of staging

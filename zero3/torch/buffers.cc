@@ -12,6 +12,7 @@
 #include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "zero3/torch/devices.h"
 #include "zero3/torch/residency.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/weight_residency.h"
@@ -33,7 +34,7 @@ at::Tensor InOrder(const at::Tensor& tensor) {
   const at::NoGradGuard no_grad;
   // One that was constructed outside memory has no bytes to point to.
   if (Residency::Of(tensor) != nullptr) return tensor.detach().clone(at::MemoryFormat::Contiguous);
-  return tensor.detach().contiguous();
+  return tensor.detach().contiguous().cpu();
 }
 
 void Append(std::string& to, const void* bytes, size_t size_bytes) {
@@ -45,7 +46,7 @@ void Assign(const at::Tensor& tensor, std::string_view bytes) {
   const at::NoGradGuard no_grad;
   const at::Tensor present = InOrder(tensor);
   if (std::memcmp(present.const_data_ptr(), bytes.data(), SizeBytes(tensor)) == 0) return;
-  at::Tensor value = at::empty(tensor.sizes(), tensor.options().requires_grad(false));
+  at::Tensor value = at::empty(tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()));
   std::memcpy(value.mutable_data_ptr(), bytes.data(), SizeBytes(tensor));
   at::Tensor target = tensor.detach();
   target.copy_(value);
@@ -65,11 +66,14 @@ std::string ShapeText(at::IntArrayRef sizes) {
 void Buffers::CheckSupported(std::span<const NamedTensor> buffers) {
   for (const NamedTensor& named : buffers) {
     const at::Tensor& tensor = named.tensor;
-    if (!tensor.defined() || (tensor.device().is_cpu() && tensor.layout() == at::kStrided))
-      continue;
+    if (!tensor.defined()) continue;
+    const bool is_somewhere = tensor.device().is_cpu() || HasAccelerator(tensor.device().type());
+    if (is_somewhere && tensor.layout() == at::kStrided) continue;
     ThrowStatus(MakeError(
         ErrorId::kUnsupportedModel,
-        absl::StrCat("buffer '", named.name, "' is not a dense tensor in the memory of the host"),
+        absl::StrCat("buffer '", named.name,
+                     "' is not a dense tensor of the host or of a device for which there is an "
+                     "accelerator plug-in"),
         "Keep it in an ordinary member of the module, or make it dense, to_dense(), before the "
         "module is attached"));
   }

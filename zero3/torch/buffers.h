@@ -40,7 +40,7 @@ class Buffers {
     bool is_stored = false;
   };
 
-  // OFD-1601 for one that is not dense, or not in the memory of the host.
+  // OFD-1601 for one that is not dense, or on a device that nothing here drives.
   static void CheckSupported(std::span<const NamedTensor> buffers);
   // Adds those that are not known yet. Errors as above.
   void Add(std::span<const NamedTensor> buffers);

@@ -17,6 +17,8 @@
 #include "base/crc32c.h"
 #include "base/error.h"
 #include "kernels/update.h"
+#include "zero3/torch/device_memory.h"
+#include "zero3/torch/dtypes.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -58,21 +60,29 @@ class AccumulationHook : public torch::autograd::FunctionPostHook {
 
 // Reads a number out of a Scalar or a 0-dim tensor; nothing for what mul_ would treat otherwise. A
 // Scalar takes the type of the tensor that it multiplies, before it does.
-std::optional<float> Factor(const c10::IValue& value, at::ScalarType multiplied) {
+std::optional<double> Factor(const c10::IValue& value, const at::Tensor& of) {
+  const at::ScalarType multiplied = of.scalar_type();
+  const bool is_double = multiplied == at::kDouble;
+  if (multiplied == at::kHalf) return std::nullopt;
   if (value.isDouble() || value.isInt()) {
-    const float factor = static_cast<float>(value.toScalar().toDouble());
-    return multiplied == at::kBFloat16 ? static_cast<float>(c10::BFloat16(factor)) : factor;
+    const double factor = value.toScalar().toDouble();
+    if (is_double) return factor;
+    return multiplied == at::kBFloat16
+               ? static_cast<float>(c10::BFloat16(static_cast<float>(factor)))
+               : static_cast<float>(factor);
   }
   if (!value.isTensor()) return std::nullopt;
   const at::Tensor& tensor = value.toTensor();
-  if (!tensor.defined() || tensor.dim() != 0 || !tensor.device().is_cpu() ||
-      tensor.requires_grad() || Residency::Of(tensor) != nullptr) {
+  if (!tensor.defined() || tensor.dim() != 0 ||
+      !(tensor.device().is_cpu() || tensor.device() == of.device()) || tensor.requires_grad() ||
+      Residency::Of(tensor) != nullptr) {
     return std::nullopt;
   }
   const at::ScalarType type = tensor.scalar_type();
   if (!c10::isFloatingType(type) && !c10::isIntegralType(type, /*includeBool=*/false))
     return std::nullopt;
-  return static_cast<float>(tensor.item().toDouble());
+  const double factor = tensor.item().toDouble();
+  return is_double ? factor : static_cast<float>(factor);
 }
 
 }  // namespace
@@ -143,7 +153,7 @@ Gradient::Gradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<Gradi
   const proto::GradientPlacement& placement = attachment_->plan().memory.gradients[tensor];
   if (placement.home == proto::GradientHome::kRegion) region_offset_ = placement.offset_bytes;
   tensor_ = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter_);
-  if (!attachment_->serves_raw()) return;
+  if (!attachment_->serves_raw() || !parameter.device().is_cpu()) return;
   swap_.SetHomeThrows(false);
   AddRawRange(swap_.home(), size_bytes_, this);
 }
@@ -229,6 +239,10 @@ std::mutex& Gradient::accumulation_mutex() const {
   return AccumulationMutex(*accumulation_, AccumulationTag{});
 }
 
+at::Tensor Gradient::ScaleTensor() const {
+  return at::scalar_tensor(scale_, at::TensorOptions(MasterType(parameter_)));
+}
+
 at::Tensor Gradient::Plain() const {
   return at::from_blob(bytes(), parameter_.sizes(), parameter_.strides(),
                        at::TensorOptions().dtype(parameter_.scalar_type()));
@@ -276,6 +290,7 @@ void Gradient::WaitForUpdate(Lock& lock) {
   client::Session& session = attachment_->session();
   if (session.State(tensor_id_) == proto::kPending) {
     Alone(lock, [&] {
+      const DaemonWait wait(*attachment_);
       ValueOrThrow(session.Acquire(tensor_id_), subject_);
       session.Release(tensor_id_);
     });
@@ -300,12 +315,12 @@ void Gradient::Load(Access access, Lock& lock) {
 void Gradient::Settle(Access access, Lock& lock) {
   const bool overwrite = access == Access::kOverwrite;
   if (zero_ && !overwrite) Alone(lock, [&] { std::memset(bytes(), 0, size_bytes_); });
-  if (!zero_ && scale_ != 1.0f && !overwrite) {
-    Alone(lock, [&] { Plain().mul_(at::scalar_tensor(scale_)); });
+  if (!zero_ && scale_ != 1 && !overwrite) {
+    Alone(lock, [&] { Plain().mul_(ScaleTensor()); });
   }
-  if (zero_ || scale_ != 1.0f || access != Access::kRead) Changed();
+  if (zero_ || scale_ != 1 || access != Access::kRead) Changed();
   zero_ = false;
-  scale_ = 1.0f;
+  scale_ = 1;
 }
 
 void Gradient::Changed() {
@@ -345,7 +360,7 @@ void Gradient::Pin(Access access) {
 }
 
 void Gradient::Bring(Access access, Lock& lock) {
-  const bool unsettled = zero_ || scale_ != 1.0f;
+  const bool unsettled = zero_ || scale_ != 1;
   if (access != Access::kRead || unsettled) {
     WaitForUpdate(lock);
     FinishWriting(lock);
@@ -381,7 +396,8 @@ void Gradient::LetGo() {
 // ---- What needs no kernel ----------------------------------------------------------------------
 
 bool Gradient::Serve(Special special, torch::jit::Stack* stack) {
-  if (special == Special::kSet || special == Special::kSetData) return false;
+  if (special == Special::kSet || special == Special::kSetData || special == Special::kRecordStream)
+    return false;
   FinishRaw();
   if (special == Special::kNorm) {
     // Of a view with other strides torch may add in another order.
@@ -401,23 +417,22 @@ bool Gradient::Serve(Special special, torch::jit::Stack* stack) {
     CheckOpen();
     if (uses_ > 0) return false;
     zero_ = true;
-    scale_ = 1.0f;
+    scale_ = 1;
     norms_.clear();
     finite_ = true;
     ShowBytes();
     torch::jit::drop(*stack, 1);
   } else {
-    const std::optional<float> factor =
-        Factor(torch::jit::peek(*stack, 1, 2), parameter_.scalar_type());
+    const std::optional<double> factor = Factor(torch::jit::peek(*stack, 1, 2), parameter_);
     if (!factor.has_value()) return false;
     Lock lock(mutex());
     WaitWhileMoving(lock);
     CheckOpen();
-    if (uses_ > 0 || updating_ || zero_ || scale_ != 1.0f) return false;
+    if (uses_ > 0 || updating_ || zero_ || scale_ != 1) return false;
     NoteFinite();
     scale_ = *factor;
-    if (scale_ != 1.0f) norms_.clear();
-    if (!(std::fabs(scale_) <= 1.0f)) finite_.reset();
+    if (scale_ != 1) norms_.clear();
+    if (!(std::fabs(scale_) <= 1)) finite_.reset();
     ShowBytes();
     torch::jit::drop(*stack, 2);
   }
@@ -433,7 +448,7 @@ at::Tensor Gradient::Norm(double p) {
     Lock lock(mutex());
     WaitWhileMoving(lock);
     CheckOpen();
-    if (!zero_ && scale_ == 1.0f && !raw_writable()) {
+    if (!zero_ && scale_ == 1 && !raw_writable()) {
       for (const auto& [known_p, norm] : norms_) {
         if (known_p == p) return norm.clone();
       }
@@ -505,6 +520,12 @@ void Gradient::AdoptStolen(const at::Tensor& stolen) {
   parameter_.mutable_grad() = tensor_;  // drops the stolen buffer
 }
 
+c10::DataPtr Gradient::CopyBytes() {
+  c10::DataPtr copy = c10::GetCPUAllocator()->allocate(size_bytes_);
+  std::memcpy(copy.get(), bytes(), size_bytes_);
+  return copy;
+}
+
 void Gradient::TakeValues(const at::Tensor& values) {
   CheckFits(values);
   LeaveTensorToOthers();
@@ -522,8 +543,7 @@ void Gradient::LeaveTensorToOthers() {
   if (IsOwn(tensor_) && !IsShared(tensor_) && storage.use_count() == 1) return;
   Pins pins;
   pins.Add(this, Access::kRead);
-  c10::DataPtr copy = c10::GetCPUAllocator()->allocate(size_bytes_);
-  std::memcpy(copy.get(), bytes(), size_bytes_);
+  c10::DataPtr copy = CopyBytes();
   pins.Finish();
   {
     Lock lock(mutex());
@@ -558,8 +578,8 @@ bool Gradient::PrepareStep() {
     WaitWhileMoving(lock);
     CheckOpen();
     // All ranks have the same bytes, whether one has looked at them or not.
-    const bool is_compared = scale_ != 1.0f && attachment_->input().gradients_reduced;
-    settle = zero_ || is_compared || !(std::fabs(scale_) <= 1.0f);
+    const bool is_compared = scale_ != 1 && attachment_->input().gradients_reduced;
+    settle = zero_ || is_compared || !(std::fabs(scale_) <= 1);
   }
   if (settle) {
     Pins pins;
@@ -592,8 +612,7 @@ bool Gradient::IsFinite() {
   }
   Pins pins;
   pins.Add(this, Access::kRead);
-  const kernels::Dtype dtype =
-      parameter_.scalar_type() == at::kFloat ? kernels::Dtype::kFloat32 : kernels::Dtype::kBFloat16;
+  const kernels::Dtype dtype = TrainedDtype(parameter_.scalar_type()).value();
   const bool finite = kernels::AllFinite(dtype, bytes(), parameter_.numel());
   {
     Lock lock(mutex());

@@ -147,10 +147,12 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   // Whether the trainer may write the bytes through a pointer of its own: then nothing that was
   // found out about them is kept.
   virtual bool raw_writable() const { return !spilled() && !attachment_->serves_raw(); }
-  bool busy() const { return updating_ || zero_ || scale_ != 1.0f; }
+  bool busy() const { return updating_ || zero_ || scale_ != 1; }
   virtual std::byte* bytes() const { return attachment_->region() + *region_offset_; }
   // A plain tensor over the bytes in memory, with the parameter's strides.
-  at::Tensor Plain() const;
+  virtual at::Tensor Plain() const;
+  // scale_ as a 0-dim tensor, which mul_ takes for a number.
+  at::Tensor ScaleTensor() const;
   void CheckOpen() const;
   void CheckFits(const at::Tensor& value) const;
   // Whether it is the accumulator's tensor. One that was given another storage (set_data) is not.
@@ -171,11 +173,13 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   void Load(Access access, Lock& lock);  // region_offset_ is set after it
   virtual void ShowBytes();              // the storage's pointer and whether it throws
   static bool IsTrainers(const at::Tensor& grad);
-  void AdoptStolen(const at::Tensor& stolen);
+  virtual void AdoptStolen(const at::Tensor& stolen);
   void TakeValues(const at::Tensor& values);
   void LeaveTensorToOthers();
+  // Between pins: memory of its own with the value.
+  virtual c10::DataPtr CopyBytes();
   virtual at::Tensor Norm(double p);
-  bool IsFinite();
+  virtual bool IsFinite();
 
   const std::shared_ptr<Attachment> attachment_;
   const std::shared_ptr<GradientWindow> window_;
@@ -195,7 +199,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   bool closed_ = false;
   bool updating_ = false;
   bool zero_ = true;
-  float scale_ = 1.0f;
+  double scale_ = 1;
   bool on_drive_ = false;  // spilled: the scratch file has the bytes
   bool dirty_ = false;     // spilled: the slot is newer than the scratch file
   std::vector<client::Ticket> writes_;

@@ -18,6 +18,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "proto/plane_set.h"
+#include "zero3/torch/dtypes.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/torch_state.h"
 
@@ -27,7 +28,8 @@ namespace {
 using kernels::OptimizerSpec;
 using torch::Tensor;
 
-// An update of state.master and state.planes with an fp32 gradient; state.step counts it already.
+// An update of state.master and state.planes with a gradient of their type; state.step counts it
+// already.
 using Update = void (*)(const OptimizerSpec&, const Tensor& gradient, InMemoryState&);
 
 bool IsOn(const OptimizerSpec& optimizer, std::string_view flag) {
@@ -46,7 +48,12 @@ at::Tensor StepTensor(const InMemoryState& state) {
 // The nearest root, where somebody else's definition asks for it: the vector library behind sqrt()
 // is off by one in the last place for some numbers. A double has more than twice the digits, so
 // rounding twice changes nothing.
-Tensor NearestRoot(const Tensor& values) { return values.to(at::kDouble).sqrt_().to(at::kFloat); }
+// The roots of doubles are the nearest.
+Tensor NearestRoot(const Tensor& values) {
+  return values.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true)
+      .sqrt_()
+      .to(values.scalar_type());
+}
 
 // ---- AdamW -------------------------------------------------------------------------------------
 
@@ -191,11 +198,12 @@ void UpdateLion(const OptimizerSpec& optimizer, const Tensor& gradient, InMemory
 // ---- LAMB ---------------------------------------------------------------------------------------
 
 // The sum of squares in the order that kernels::Norms has: eight lanes through a block, pairwise.
+template <class T>
 double SumOfSquares(const Tensor& values) {
   constexpr int64_t kBlockElements = 256 * 1024;
   // In the order of memory: all of them have the strides of their parameter.
   const Tensor dense = values.is_non_overlapping_and_dense() ? values : values.contiguous();
-  const float* const data = dense.const_data_ptr<float>();
+  const T* const data = dense.const_data_ptr<T>();
   double sum = 0;
   for (int64_t begin = 0; begin < values.numel(); begin += kBlockElements) {
     double lane[8] = {};
@@ -205,6 +213,11 @@ double SumOfSquares(const Tensor& values) {
         ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
   }
   return sum;
+}
+
+double NormOf(const Tensor& values) {
+  return std::sqrt(values.scalar_type() == at::kDouble ? SumOfSquares<double>(values)
+                                                       : SumOfSquares<float>(values));
 }
 
 // Algorithm 2 of the paper.
@@ -220,8 +233,8 @@ void UpdateLamb(const OptimizerSpec& optimizer, const Tensor& gradient, InMemory
       NearestRoot(exp_avg_sq).div_(std::sqrt(1 - std::pow(beta2, step))).add_(optimizer.Get("eps"));
   Tensor update = (exp_avg * (1 / (1 - std::pow(beta1, step)))).div_(denominator);
   if (weight_decay != 0) update.add_(state.master, weight_decay);
-  const double weight_norm = std::sqrt(SumOfSquares(state.master));
-  const double update_norm = std::sqrt(SumOfSquares(update));
+  const double weight_norm = NormOf(state.master);
+  const double update_norm = NormOf(update);
   const double ratio = weight_norm > 0 && update_norm > 0 ? weight_norm / update_norm : 1;
   state.master.add_(update, -(optimizer.Get("lr") * ratio));
 }
@@ -275,7 +288,9 @@ Tensor InMemoryOptimizer::step(LossClosure closure) {
 
 namespace {
 
-bool IsItsOwnMaster(const Tensor& parameter) { return parameter.scalar_type() == at::kFloat; }
+bool IsItsOwnMaster(const Tensor& parameter) {
+  return parameter.scalar_type() == MasterType(parameter);
+}
 
 // Somebody else wrote the weight since our last update.
 bool WasWritten(const Tensor& parameter, const InMemoryState& state) {
@@ -297,14 +312,14 @@ Tensor InMemoryStates::Gather(const Tensor& parameter, const std::string& plane)
   if (plane == "master") {
     const bool has_master = !IsItsOwnMaster(parameter) && state != nullptr &&
                             state->master.defined() && !WasWritten(parameter, *state);
-    return (has_master ? state->master : parameter).detach().to(at::kFloat).clone();
+    return (has_master ? state->master : parameter).detach().to(MasterType(parameter)).clone();
   }
   const proto::PlaneSet planes(proto::Dtype::kFloat32, parameter.requires_grad(), kept_);
   const std::optional<proto::Plane> found = planes.Find(plane);
   for (size_t i = 0; found.has_value() && i < proto::kStatePlanes.size(); ++i) {
     if (proto::kStatePlanes[i] != *found) continue;
     if (state == nullptr || !state->planes[i].defined())
-      return at::zeros(parameter.sizes(), at::kFloat);
+      return at::zeros(parameter.sizes(), MasterType(parameter));
     return state->planes[i].clone();
   }
   ThrowStatus(MakeError(ErrorId::kBadValue,
@@ -317,16 +332,17 @@ void InMemoryOptimizer::ReplaceState(std::span<const KeptState> states) {
   for (const KeptState& given : states) ThrowIfError(CheckFits(given, ""));
   for (const KeptState& given : states) {
     InMemoryState& state = states_->states_[given.parameter.unsafeGetTensorImpl()];
+    const at::ScalarType type = MasterType(given.parameter);
     state.step = static_cast<int64_t>(given.update_count);
     if (given.master.defined()) {
       Tensor parameter = given.parameter;
       parameter.copy_(given.master);
-      state.master = given.master.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+      state.master = given.master.to(type, /*non_blocking=*/false, /*copy=*/true);
       state.version = static_cast<int64_t>(parameter._version());
     }
     for (size_t i = 0; i < state.planes.size(); ++i) {
       const bool is_kept = states_->kept_.Plane(i) != nullptr && given.planes[i].defined();
-      state.planes[i] = is_kept ? given.planes[i].to(at::kFloat, /*non_blocking=*/false,
+      state.planes[i] = is_kept ? given.planes[i].to(type, /*non_blocking=*/false,
                                                      /*copy=*/true)
                                 : Tensor();
     }
@@ -371,7 +387,7 @@ void InMemoryOptimizer::FollowWeight(const Tensor& parameter) {
   if (IsItsOwnMaster(parameter)) {
     state.master = parameter.detach();  // anew, since its storage may be another one
   } else if (!state.master.defined()) {
-    state.master = parameter.detach().to(at::kFloat);
+    state.master = parameter.detach().to(MasterType(parameter));
   } else if (WasWritten(parameter, state)) {
     state.master.copy_(parameter);
   }
@@ -386,7 +402,7 @@ void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& 
   ++state.step;
   const Tensor& given = parameter.grad();
   const Tensor gradient = given.layout() == at::kStrided ? given : given.to_dense();
-  UpdateOf(optimizer)(optimizer, gradient.to(at::kFloat), state);
+  UpdateOf(optimizer)(optimizer, gradient.to(MasterType(parameter)), state);
   if (!IsItsOwnMaster(parameter)) parameter.copy_(state.master);
 }
 

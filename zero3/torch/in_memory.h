@@ -3,7 +3,8 @@
 // The trainer in memory that offloading is compared with, bit for bit.
 //
 // Arithmetic
-//   * fp32 parameters: torch's own operators on the parameter itself. Where torch has a fused
+//   * fp32 and fp64 parameters: torch's own operators on the parameter itself. Where torch has a
+//   fused
 //     kernel for the CPU (AdamW, Adam, Adagrad) that, else the operators of torch.optim's loop over
 //     parameters, in their order (in_memory.cc).
 //   * bf16 and fp16 parameters: the same operators on an fp32 master and fp32 state kept here, with
@@ -13,8 +14,8 @@
 //   * A parameter that somebody else wrote to keeps its state, and its master becomes what was
 //     written: one whose version changed (copy_, an initialiser), or whose master's cast is not the
 //     weight any more (an edit through .data() or a pointer).
-// Beyond the state it needs at most one parameter's fp32 gradient and a few temporaries of that
-// size.
+// Beyond the state it needs at most one parameter's gradient in the type of its master and a few
+// temporaries of that size.
 //
 // Thread safety: as torch::optim::Optimizer: one thread.
 #pragma once
@@ -39,8 +40,9 @@
 namespace offload::zero3 {
 
 struct InMemoryState {
-  torch::Tensor master;  // fp32; of an fp32 parameter the parameter itself
-  // fp32, by number of the plane in the optimizer's row; undefined where it keeps none.
+  torch::Tensor master;  // fp32; of an fp32 or fp64 parameter the parameter itself
+  // In the type of the master, by number of the plane in the optimizer's row; undefined where it
+  // keeps none.
   std::array<torch::Tensor, kernels::kStatePlanesMax> planes;
   int64_t step = 0;     // updates of this parameter
   int64_t version = 0;  // of the parameter after our last write

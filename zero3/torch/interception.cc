@@ -28,6 +28,7 @@ struct Verdict {
   bool pins = false;  // any argument but kSkip
   Pins::Allocates allocates = Pins::Allocates::kResults;
   bool is_split = false;  // runs for each tensor of its first list, with those of the others
+  bool is_loop = false;   // _foreach_*
   Special special = Special::kNone;
   std::vector<Argument> arguments;
 };
@@ -82,8 +83,8 @@ bool ReadsNoData(std::string_view name) {
                                                 "aten::is_conj",
                                                 "aten::_debug_has_internal_overlap",
                                                 "aten::infer_size"};
-  // The CPU kernels of _foreach_* are loops over dispatched operators, which come here one by one:
-  // pinning the list would gather the whole model.
+  // Of _foreach_* only loops over dispatched operators run (BelowManaged), which come here one by
+  // one: pinning the list would gather the whole model.
   return kNames->contains(name) ||
          absl::StartsWith(absl::string_view(name.data(), name.size()), "aten::_foreach_") ||
          absl::StartsWith(absl::string_view(name.data(), name.size()), "aten::new_") ||
@@ -107,6 +108,7 @@ Special SpecialOf(const c10::FunctionSchema& schema) {
   if (name == "aten::set_" && overload == "source_Tensor") return Special::kSet;
   // set_data() is no operator. This is what it asks before it takes the other tensor's memory.
   if (name == "aten::_has_compatible_shallow_copy_type") return Special::kSetData;
+  if (name == "aten::record_stream") return Special::kRecordStream;
   return Special::kNone;
 }
 
@@ -129,6 +131,7 @@ std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
   verdict->schema = &schema;
   verdict->special = SpecialOf(schema);
   verdict->is_split = IsOverWholeLists(schema);
+  verdict->is_loop = absl::StartsWith(schema.name(), "aten::_foreach_");
   verdict->allocates = AllocatesOf(schema.name());
   const bool reads_no_data = ReadsNoData(schema.name());
   for (const c10::Argument& argument : schema.arguments()) {
@@ -339,6 +342,20 @@ bool CopySeveral(const Verdict& verdict, const Uses& uses, torch::jit::Stack* st
   return true;
 }
 
+// The keys that are left. The kernels of _foreach_* are loops on the CPU; those of a device take
+// the addresses of all tensors at once, so there, too, the CPU's run.
+c10::DispatchKeySet BelowManaged(const Verdict& verdict, c10::DispatchKeySet keys) {
+  const c10::DispatchKeySet below =
+      keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kManagedKey);
+  if (!verdict.is_loop || below.has_backend(c10::BackendComponent::CPUBit)) return below;
+  c10::DispatchKeySet on_cpu = below | c10::DispatchKeySet(c10::BackendComponent::CPUBit);
+  for (const auto backend :
+       {c10::BackendComponent::CUDABit, c10::BackendComponent::PrivateUse1Bit}) {
+    on_cpu = on_cpu.remove_backend(backend);
+  }
+  return on_cpu;
+}
+
 Uses CollectUses(const Verdict& verdict, torch::jit::Stack* stack) {
   Uses uses;
   for (size_t i = 0; verdict.pins && i < verdict.arguments.size(); ++i) {
@@ -351,8 +368,7 @@ Uses CollectUses(const Verdict& verdict, torch::jit::Stack* stack) {
 void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   static auto* const kVerdicts = new VerdictTable();
   const Verdict& verdict = kVerdicts->Find(op.schema());
-  const c10::DispatchKeySet below =
-      keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kManagedKey);
+  const c10::DispatchKeySet below = BelowManaged(verdict, keys);
   if (verdict.special != Special::kNone && ServedByResidency(verdict, stack)) return;
   if (verdict.is_split &&
       torch::jit::peek(*stack, 0, verdict.arguments.size()).toListRef().size() > 1)

@@ -26,7 +26,7 @@ struct KeptState {
   uint64_t update_count = 0;  // 0: the next update is its first
   // By number of the plane in the optimizer's row. Undefined: zeros.
   std::array<at::Tensor, kernels::kStatePlanesMax> planes;
-  // The fp32 value of the parameter, which becomes its cast to the nearest. Undefined: the
+  // The value of the parameter, which becomes its cast to the nearest. Undefined: the
   // parameter stays as it is.
   at::Tensor master;
 };

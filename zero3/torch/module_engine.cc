@@ -117,6 +117,15 @@ void ModuleEngine::AttachForeign(torch::nn::Module& module, ParameterGroups grou
                           "Begin a new job, with SetInitialWeights() from saved weights, or use "
                           "AdamW, Adam, SGD, Adagrad or RMSprop of torch::optim"));
   }
+  for (const at::Tensor& parameter : module.parameters()) {
+    if (parameter.device().is_cpu()) continue;
+    ThrowStatus(
+        MakeError(ErrorId::kUnsupportedOptimizer,
+                  absl::StrCat(optimizer, " runs in this process, on ", parameter.device().str(),
+                               ", where only the daemon's optimizers are served"),
+                  "Use AdamW, Adam, SGD, Adagrad or RMSprop of torch::optim, or move the "
+                  "module to the host"));
+  }
   Attach(module, groups, kernels::OptimizerSpec("sgd", {}));
   Log().info(
       "{} runs in this process, weight by weight; what it keeps is in memory and is not part "

@@ -90,6 +90,7 @@ class ModuleEngine final : public Engine {
   PlanSummary plan() const override { return tensors_->plan(); }
 
   TensorEngine& tensors() const { return *tensors_; }
+  std::weak_ptr<TensorEngine> weak_tensors() const { return tensors_; }
 
  private:
   // OFD-1601 for a parameter of the groups that neither the module nor one before has.

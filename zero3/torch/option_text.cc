@@ -18,6 +18,7 @@ const std::map<std::string, Member>& Members() {
   static const auto* const kMembers = new std::map<std::string, Member>{
       {"nvme_path", &Options::nvme_path},
       {"ram", &Options::ram},
+      {"gpu_ram", &Options::gpu_ram},
       {"job", &Options::job},
       {"io", &Options::io},
       {"durability", &Options::durability},

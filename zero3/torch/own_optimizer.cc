@@ -1,6 +1,7 @@
 #include "zero3/torch/own_optimizer.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/Type.h>
 #include <dlfcn.h>
 #include <offload/torch.h>
 #include <torch/optim/lbfgs.h>
@@ -19,6 +20,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "zero3/torch/named_optimizer.h"
+#include "zero3/torch/square_roots.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/torch_state.h"
@@ -273,6 +275,17 @@ void CheckIsInFront() {
       "Link offload first, or make the optimizer with engine->AdamW(…) or its siblings"));
 }
 
+// It takes square roots that the daemon does not have.
+bool HasRootsOfItsOwn(const NamedOptimizer& named, const std::vector<OptimizerParamGroup>& groups) {
+  const auto has_double = [](const OptimizerParamGroup& group) {
+    return std::any_of(group.params().begin(), group.params().end(), [](const at::Tensor& tensor) {
+      return tensor.scalar_type() == at::kDouble;
+    });
+  };
+  return std::any_of(groups.begin(), groups.end(), has_double) &&
+         SpecOfAll(named, groups).TakesLibraryRoots() && !TorchDoubleRootsAreNearest();
+}
+
 }  // namespace
 
 void Divert(Optimizer& own, const Engine& engine, std::shared_ptr<Optimizer> inner) {
@@ -292,20 +305,22 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
   std::optional<zero3::NamedOptimizer> named = zero3::NamedAs(optimizer);
   zero3::TakeLeftState(optimizer);
   const ParamGroups groups = optimizer.param_groups();
-  if (named.has_value() || dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr)
-    zero3::CheckIsInFront();
-  if (named.has_value()) {
+  const bool steps_itself = named.has_value()
+                                ? zero3::HasRootsOfItsOwn(*named, groups)
+                                : dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr;
+  if (named.has_value() || steps_itself) zero3::CheckIsInFront();
+  if (steps_itself) {
+    AttachForeign(module, groups, c10::demangle(typeid(optimizer).name()));
+    zero3::Follow(optimizer, *this, [weak = weak_from_this()] {
+      if (const auto engine = weak.lock()) engine->CommitStep();
+    });
+  } else if (named.has_value()) {
     std::vector<zero3::KeptState> states = zero3::StateOf(optimizer);
     std::shared_ptr<torch::optim::Optimizer> inner =
         MakeOptimizer(module, groups, *std::move(named));
     if (!states.empty()) dynamic_cast<zero3::StateKeeper&>(*inner).BeginWith(std::move(states));
     optimizer.state().clear();
     zero3::Divert(optimizer, *this, std::move(inner));
-  } else if (dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr) {
-    AttachForeign(module, groups, "torch::optim::LBFGS");
-    zero3::Follow(optimizer, *this, [weak = weak_from_this()] {
-      if (const auto engine = weak.lock()) engine->CommitStep();
-    });
   } else {
     AttachForeign(module, groups, "an optimizer of the trainer's own");
   }

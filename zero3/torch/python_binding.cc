@@ -116,6 +116,7 @@ class PythonEngine final : public torch::CustomClassHolder {
   // job.
   bool Attach(const Strings& names, const Tensors& tensors, const Strings& buffer_names,
               const Tensors& buffers, const std::string& kind, const std::vector<Values>& groups) {
+    CheckOnHost(names, tensors);
     TensorEngine& engine = this->tensors();
     guard_.reset();
     EndConstruction();
@@ -127,6 +128,19 @@ class PythonEngine final : public torch::CustomClassHolder {
     std::erase_if(kept, [](const NamedTensor& buffer) { return buffer.name.empty(); });
     engine.AttachBuffers(kept);
     return has_new;
+  }
+
+  // What this package adds to a model (pickling, assigned data, saved files) knows the memory of
+  // the host only.
+  static void CheckOnHost(const Strings& names, const Tensors& tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (!tensors[i].defined() || tensors[i].device().is_cpu()) continue;
+      ThrowStatus(
+          MakeError(ErrorId::kUnsupportedModel,
+                    absl::StrCat("parameter '", names[i], "' is on ", tensors[i].device().str(),
+                                 ", and Python models are trained on the CPU"),
+                    "Move the model there before attach(), model.to(\"cpu\")"));
+    }
   }
 
   void Step(const std::string& kind, const std::vector<Tensors>& groups,

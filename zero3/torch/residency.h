@@ -41,7 +41,7 @@ enum class Access : uint8_t {
 };
 
 // Operators that a residency may answer without its bytes.
-enum class Special : uint8_t { kNone, kNorm, kMultiply, kZero, kSet, kSetData };
+enum class Special : uint8_t { kNone, kNorm, kMultiply, kZero, kSet, kSetData, kRecordStream };
 
 // The end of what an operator does with bytes.
 class Completion {

@@ -5,9 +5,12 @@
 #include <ATen/ops/sqrt.h>
 #include <c10/core/InferenceMode.h>
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
+#include <random>
 #include <span>
+#include <vector>
 
 #include "base/error.h"
 #include "zero3/torch/throw_status.h"
@@ -30,11 +33,31 @@ kernels::SquareRoots Measure() {
                         "Python), whose roots are the nearest"));
 }
 
+bool MeasureDoubles() {
+  constexpr int64_t kSamples = 64 * 1024;
+  const c10::InferenceMode plain;
+  std::mt19937_64 random(20261122);
+  std::uniform_real_distribution<double> one_to_four(1, 4);
+  std::vector<double> values(kSamples);
+  for (double& value : values) value = one_to_four(random);
+  std::vector<double> roots = values;
+  at::from_blob(roots.data(), {kSamples}, at::kDouble).sqrt_();
+  for (size_t i = 0; i < values.size(); ++i) {
+    if (roots[i] != std::sqrt(values[i])) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 const kernels::SquareRoots& TorchSquareRoots() {
   static const kernels::SquareRoots roots = Measure();
   return roots;
+}
+
+bool TorchDoubleRootsAreNearest() {
+  static const bool are_nearest = MeasureDoubles();
+  return are_nearest;
 }
 
 }  // namespace offload::zero3

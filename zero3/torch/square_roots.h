@@ -12,4 +12,9 @@ namespace offload::zero3 {
 // when they follow no pattern that can be measured.
 const kernels::SquareRoots& TorchSquareRoots();
 
+// Whether those of fp64 numbers, which are too many to be measured, are the nearest, as those are
+// that the daemon takes. By samples, once per process: a library that gives up the last place does
+// so for one number in a hundred.
+bool TorchDoubleRootsAreNearest();
+
 }  // namespace offload::zero3

@@ -85,7 +85,7 @@ void SummedGradient::BeforeAccumulation() {
 }
 
 void SummedGradient::CheckAccumulates() const {
-  if (zero_ || (!own_.has_value() && scale_ == 1.0f)) return;
+  if (zero_ || (!own_.has_value() && scale_ == 1)) return;
   Refuse(subject_, "was written by the trainer, and backward() would add to it",
          "Write gradients after the last backward() of a step, and call zero_grad() before the "
          "next");
@@ -119,7 +119,7 @@ void SummedGradient::NoteExisting() {
     Lock lock(mutex());
     given_ = true;
     zero_ = false;
-    scale_ = 1.0f;
+    scale_ = 1;
     DropCopies();
   }
   at::Tensor& grad = parameter_.mutable_grad();
@@ -145,7 +145,7 @@ void SummedGradient::LetGoOfSum() {
   WaitWhileMoving(lock);
   if (!goes_on) zero_ = true;
   if (zero_) {
-    scale_ = 1.0f;
+    scale_ = 1;
     DropOwn(lock);
   }
   if (!own_.has_value()) updating_ = false;  // the daemon keeps the order
@@ -208,7 +208,7 @@ void SummedGradient::Bring(Access access, Lock& lock) {
 
 void SummedGradient::BringForReading(Lock& lock) {
   if (!zero_ && !own_.has_value()) LoadSum(lock);
-  if (!zero_ && scale_ == 1.0f) return;
+  if (!zero_ && scale_ == 1) return;
   c10::DataPtr copy = c10::GetCPUAllocator()->allocate(size_bytes_);
   Alone(lock, [&] { CopyTo(static_cast<std::byte*>(copy.get())); });
   settled_ = std::move(copy);
@@ -220,7 +220,7 @@ void SummedGradient::BringForWriting(Access access, Lock& lock) {
   const bool was_own = own_.has_value();
   if (was_own) WaitForUpdate(lock);
   if (!was_own && !zero_ && !overwrites) LoadSum(lock);
-  const bool is_value = was_own && !zero_ && scale_ == 1.0f;
+  const bool is_value = was_own && !zero_ && scale_ == 1;
   Alone(lock, [&] {
     const uint64_t piece =
         was_own ? *own_ : ValueOrThrow(sums_->stream().ring().Take(size_bytes_), subject_);
@@ -229,7 +229,7 @@ void SummedGradient::BringForWriting(Access access, Lock& lock) {
   });
   replaced_ = std::move(settled_);  // this thread's reads may still use it
   zero_ = false;
-  scale_ = 1.0f;
+  scale_ = 1;
   norms_.clear();
   finite_.reset();
   if (pins_ > 0) ShowBytes();
@@ -269,9 +269,9 @@ void SummedGradient::CopyTo(std::byte* target) const {
     return;
   }
   if (target != bytes()) std::memcpy(target, bytes(), size_bytes_);
-  if (scale_ == 1.0f) return;
+  if (scale_ == 1) return;
   at::from_blob(target, parameter_.sizes(), at::TensorOptions().dtype(parameter_.scalar_type()))
-      .mul_(at::scalar_tensor(scale_));
+      .mul_(ScaleTensor());
 }
 
 void SummedGradient::Rest() {
@@ -281,6 +281,9 @@ void SummedGradient::Rest() {
 
 // ---- Norms -------------------------------------------------------------------------------------
 
+// The word that ranks share has room for fp32: each takes the norm of an fp64 sum by itself.
+bool SummedGradient::HasSharedNorm() const { return parameter_.scalar_type() != at::kDouble; }
+
 at::Tensor SummedGradient::Norm(double p) {
   bool of_sum = false;
   {
@@ -288,7 +291,7 @@ at::Tensor SummedGradient::Norm(double p) {
     WaitWhileMoving(lock);
     CheckOpen();
     if (zero_ && p > 0) return at::zeros({}, parameter_.scalar_type());
-    of_sum = p == 2.0 && !zero_ && !own_.has_value() && scale_ == 1.0f;
+    of_sum = p == 2.0 && !zero_ && !own_.has_value() && scale_ == 1 && HasSharedNorm();
   }
   if (!of_sum) return Gradient::Norm(p);
   const float norm = ValueOrThrow(sums_->stream().Norm(tensor_id_), subject_);
@@ -299,7 +302,8 @@ std::optional<float> SummedGradient::NormOfSum() {
   const c10::AutoGradMode no_grad(false);
   {
     Lock lock(mutex());
-    if (closed_ || zero_ || own_.has_value() || scale_ != 1.0f) return std::nullopt;
+    if (closed_ || zero_ || own_.has_value() || scale_ != 1 || !HasSharedNorm())
+      return std::nullopt;
     if (!IsOwn(parameter_.grad())) return std::nullopt;
   }
   return Gradient::Norm(2.0).item().toFloat();
@@ -317,7 +321,7 @@ bool SummedGradient::PrepareStep() {
     if (sums_->stream().Exists(tensor_id_)) NoteExisting();
   }
   if (!parameter_.grad().defined()) return false;
-  if (zero_ || !(std::fabs(scale_) <= 1.0f)) {
+  if (zero_ || !(std::fabs(scale_) <= 1)) {
     Pins pins;
     pins.Add(this, Access::kWrite);
     pins.Finish();

@@ -70,6 +70,7 @@ class SummedGradient final : public Gradient {
   void DropOwn(Lock& lock);
   void DropCopies();
   void CheckAccumulates() const;
+  bool HasSharedNorm() const;
   // Without the lock: the value.
   void CopyTo(std::byte* target) const;
 

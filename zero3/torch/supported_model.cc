@@ -13,6 +13,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "zero3/torch/devices.h"
+#include "zero3/torch/dtypes.h"
 #include "zero3/torch/residency.h"
 #include "zero3/torch/throw_status.h"
 
@@ -27,11 +29,9 @@ struct Reason {
   bool operator==(const Reason& other) const { return of_one == other.of_one; }
 };
 
-bool IsTrainedType(at::ScalarType type) { return type == at::kFloat || type == at::kBFloat16; }
-
 Reason OfType(at::ScalarType type) {
-  const std::string rest =
-      absl::StrCat(" dtype ", c10::toString(type), ", float32 and bfloat16 are supported");
+  const std::string rest = absl::StrCat(" dtype ", c10::toString(type),
+                                        ", float32, bfloat16, float16 and float64 are supported");
   return {absl::StrCat("has", rest), absl::StrCat("have", rest),
           "Convert the module, module->to(torch::kFloat), before attaching it"};
 }
@@ -91,8 +91,15 @@ const Reason* FirstReason(const at::Tensor& tensor, Memory memory, const LonelyP
   static const Reason kSparse{"is sparse", "are sparse",
                               "Register a dense one, parameter.to_dense()"};
   static const Reason kDevice{
-      "is not in the memory of the host", "are not in the memory of the host",
-      "Move the module there, module->to(torch::kCPU), before attaching it"};
+      "is on a device for which there is no accelerator plug-in",
+      "are on a device for which there is no accelerator plug-in",
+      "Move the module to the host, module->to(torch::kCPU), or to a CUDA device, before attaching "
+      "it"};
+  static const Reason kDeviceType{
+      "is on a device and neither float32 nor bfloat16",
+      "are on a device and neither float32 nor bfloat16",
+      "Cast the module before attaching it, module->to(torch::kBFloat16), or move it to the host, "
+      "module->to(torch::kCPU)"};
   static const Reason kGaps{"has elements that overlap or lie apart in memory",
                             "have elements that overlap or lie apart in memory",
                             "Lay it out anew before attaching the module, "
@@ -111,7 +118,10 @@ const Reason* FirstReason(const at::Tensor& tensor, Memory memory, const LonelyP
       "Give the module a copy, parameter.set_data(parameter.clone()), before attaching it, and "
       "copy it back with Engine::Gather"};
   if (tensor.layout() != at::kStrided) return &kSparse;
-  if (!tensor.device().is_cpu()) return &kDevice;
+  if (!tensor.device().is_cpu() && !HasAccelerator(tensor.device().type())) return &kDevice;
+  if (!tensor.device().is_cpu() && tensor.scalar_type() != at::kFloat &&
+      tensor.scalar_type() != at::kBFloat16)
+    return &kDeviceType;
   if (!tensor.is_non_overlapping_and_dense()) return &kGaps;
   if (IsPart(tensor) && !parts.Have(tensor)) return &kPart;
   if (memory == Memory::kOfTorch && IsInOwnMemory(tensor)) return &kOwnMemory;
@@ -156,24 +166,39 @@ bool HasElements(const at::Tensor& tensor) { return tensor.defined() && tensor.n
 
 }  // namespace
 
+static void CheckOneDevice(std::span<const NamedTensor> parameters) {
+  const NamedTensor* first = nullptr;
+  for (const NamedTensor& named : parameters) {
+    if (!HasElements(named.tensor)) continue;
+    if (first == nullptr) first = &named;
+    if (named.tensor.device() == first->tensor.device()) continue;
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedModel,
+        absl::StrCat("parameter '", first->name, "' is on ", first->tensor.device().str(),
+                     " and parameter '", named.name, "' on ", named.tensor.device().str()),
+        "Move the module to one device before attaching it"));
+  }
+}
+
 void CheckSupported(std::span<const NamedTensor> parameters, Memory memory) {
   Refusal refusal;
   const LonelyParts parts(parameters);
   for (const auto& [name, tensor] : parameters) {
     if (!HasElements(tensor)) continue;
-    if (!IsTrainedType(tensor.scalar_type())) {
+    if (!TrainedDtype(tensor.scalar_type()).has_value()) {
       refusal.Add(OfType(tensor.scalar_type()), name);
     } else if (const Reason* const reason = FirstReason(tensor, memory, parts)) {
       refusal.Add(*reason, name);
     }
   }
   refusal.ThrowIfAny();
+  CheckOneDevice(parameters);
 }
 
 void CheckSupportedTypes(std::span<const NamedTensor> parameters) {
   Refusal refusal;
   for (const auto& [name, tensor] : parameters) {
-    if (HasElements(tensor) && !IsTrainedType(tensor.scalar_type()))
+    if (HasElements(tensor) && !TrainedDtype(tensor.scalar_type()).has_value())
       refusal.Add(OfType(tensor.scalar_type()), name);
   }
   refusal.ThrowIfAny();

@@ -16,9 +16,9 @@ namespace offload::zero3 {
 enum class Memory { kOfTorch, kAny };
 
 // Throws OFD-1601 when some are sparse, of a type that is not trained here, with gaps or overlaps,
-// parts of larger tensors, not in the memory of the host, or in memory that the program gave them.
-// Parts that do not overlap, of memory that only parameters of the list use, are no such parts:
-// nobody sees whether they lie there.
+// parts of larger tensors, on a device that nothing here drives, on several devices, or in memory
+// that the program gave them. Parts that do not overlap, of memory that only parameters of the list
+// use, are no such parts: nobody sees whether they lie there.
 void CheckSupported(std::span<const NamedTensor> parameters, Memory memory);
 // The types alone, which is all that training in memory asks.
 void CheckSupportedTypes(std::span<const NamedTensor> parameters);

@@ -13,10 +13,12 @@
 #include <deque>
 #include <iterator>
 #include <map>
+#include <numeric>
 #include <span>
 #include <unordered_set>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -30,6 +32,10 @@
 #include "proto/shm_abi.h"
 #include "zero3/dimension_order.h"
 #include "zero3/torch/born_residency.h"
+#include "zero3/torch/device_gradient.h"
+#include "zero3/torch/device_memory.h"
+#include "zero3/torch/devices.h"
+#include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/open_job.h"
 #include "zero3/torch/square_roots.h"
@@ -50,15 +56,11 @@ constexpr uint64_t kBlockBytes = 8ull << 20;  // of staging, for loading and gat
 
 std::string Key(const std::string& text) { return absl::StrCat("'", text, "'"); }
 
-proto::Dtype DtypeOf(const at::Tensor& tensor) {
-  return tensor.scalar_type() == at::kFloat ? proto::Dtype::kFloat32 : proto::Dtype::kBFloat16;
-}
-
 // As the daemon knows it.
 proto::Tensor Described(const std::string& name, const at::Tensor& tensor, bool trainable) {
   return {.name = name,
           .shape = tensor.sizes().vec(),
-          .dtype = DtypeOf(tensor),
+          .dtype = TrainedDtype(tensor.scalar_type()).value(),
           .trainable = trainable,
           .element_count = static_cast<uint64_t>(tensor.numel()),
           .dimension_order = OrderOf(tensor.sizes(), tensor.strides())};
@@ -179,7 +181,8 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
       write_cost_(job.write_cost),
       attachment_(std::make_shared<Attachment>(std::move(session))),
       step_(job.step),
-      state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))) {
+      state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))),
+      device_plan_(options.gpu_ram) {
   // How often tensors were updated is the same in all ranks, what the trainer keeps is not.
   if (!job.trainer_state_is_own) state_.trainer.clear();
   attachment_->SetServesRaw(Serves(options.raw_access));
@@ -220,6 +223,13 @@ void TensorEngine::EndRawAtClose() {
   }
 }
 
+static c10::DataPtr OnDevice(const c10::DataPtr& host, size_t size_bytes, c10::Device device) {
+  at::Tensor tensor = AllocateBytes(size_bytes, device);
+  CopyToDevice(static_cast<std::byte*>(tensor.mutable_data_ptr()),
+               static_cast<const std::byte*>(host.get()), size_bytes, device);
+  return TakeBytes(std::move(tensor));
+}
+
 // The bytes that a parameter keeps, none when it keeps none.
 c10::DataPtr TensorEngine::WeightAtClose(const WeightResidency& weight) {
   if (!leaves_weights() || !attached_.sealed) return {};
@@ -228,6 +238,8 @@ c10::DataPtr TensorEngine::WeightAtClose(const WeightResidency& weight) {
   try {
     ThrowIfError(attachment_->CopyOut(weight.tensor(), proto::Plane::kWeight, element_bytes,
                                       static_cast<std::byte*>(bytes.get())));
+    if (const DeviceMemory* const device = attachment_->device())
+      bytes = OnDevice(bytes, weight.size_bytes(), device->device());
   } catch (const std::exception& error) {
     Log().error("parameter '{}' has no weights any more: {}", weight.name(), error.what());
     return {};
@@ -341,6 +353,28 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
           .policy = policy_};
 }
 
+void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& input) {
+  const Plan plan = ValueOrThrow(MakePlan(input));
+  const c10::Device device = parameter.tensor.device();
+  if (!device.is_cpu() && attachment_->world_size() > 1) {
+    Unsupported(parameter.name,
+                absl::StrCat("is on ", device.str(), " in a job of ", attachment_->world_size(),
+                             " ranks, which train on the CPU only"),
+                "Train with one process, or move the module to the host");
+  }
+  if (!device.is_cpu() && plan.gradients_spilled) {
+    ThrowStatus(
+        MakeError(ErrorId::kBudgetTooSmall,
+                  absl::StrCat("gradients of a model on ", device.str(), " stay in memory, and ",
+                               options_.spill_gradients
+                                   ? "spill_gradients is set"
+                                   : absl::StrCat("ram is ", FormatBytes(ram_bytes_), ", it takes ",
+                                                  FormatBytes(plan.floor_without_spilling_bytes))),
+                  "Raise ram, and do not set spill_gradients"));
+  }
+  device_plan_.Make(device, input.catalogue.tensors);
+}
+
 bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
                           const kernels::OptimizerSpec& optimizer) {
   std::vector<Parameter> parameters = FindNew(tensors);
@@ -360,8 +394,12 @@ bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
         "Attach all modules of a job before the first operation on one of them, or open an engine "
         "with a job of its own"));
   }
+  for (const Parameter& parameter : parameters) {
+    if (parameter.trainable && parameter.tensor.scalar_type() == at::kDouble)
+      CheckDoubleRoots(optimizer, parameter.name);
+  }
   PlanInput input = DescribeJob(parameters, optimizer);
-  if (!parameters.empty()) ThrowIfError(MakePlan(input).status());
+  if (!parameters.empty()) PlanForDevice(parameters.front(), input);
   SayRoots(optimizer);
   NameForFiles(tensors);
   if (!parameters.empty()) {
@@ -504,6 +542,10 @@ void TensorEngine::Declare() {
   ThrowIfError(
       session.Seal(optimizer_, plan.memory, plan.pins_offset, Progress("formatting the store")));
   attachment_->SetPlan(std::move(input), std::move(plan));
+  if (device_plan_.is_made()) {
+    attachment_->SetDevice(std::make_shared<DeviceMemory>(
+        *attachment_, device_plan_.device(), device_plan_.accelerator(), device_plan_.plan()));
+  }
 }
 
 void TensorEngine::BeginCounts() {
@@ -582,16 +624,36 @@ Gradient* TensorEngine::MakeGradient(uint32_t id, const at::Tensor& parameter) {
   const bool spilled =
       home == proto::GradientHome::kScratch || home == proto::GradientHome::kSlabScratch;
   auto window = spilled ? gradient_window_ : nullptr;
+  if (attachment_->device() != nullptr) return new DeviceGradient(attachment_, id, parameter);
   if (sums_ == nullptr) return new Gradient(attachment_, std::move(window), id, parameter);
   return new SummedGradient(attachment_, std::move(window), sums_, id, parameter);
 }
 
+// A device may have the rest of the buffer.
+uint64_t TensorEngine::BlockBytes() const {
+  return attachment_->device() != nullptr ? kBlockBytes / 2 : kBlockBytes;
+}
+
+// The daemon has other weights than the device. One that has failed has none, and says so to the
+// next operator.
+void TensorEngine::DropFromDevice() {
+  if (attachment_->device() == nullptr) return;
+  std::vector<uint32_t> all(weights_.size());
+  std::iota(all.begin(), all.end(), 0);
+  try {
+    attachment_->device()->Changed(all);
+  } catch (const std::exception& error) {
+    Log().error("{}", error.what());
+  }
+}
+
 absl::Status TensorEngine::StreamIn(uint32_t id, proto::Plane plane, Fill fill) {
+  const DaemonWait wait(*attachment_);
   const proto::Tensor& tensor = attachment_->tensor(id);
   const uint64_t element_bytes = attachment_->input().catalogue.planes(id).Bits(plane) / 8;
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
   Staging::Piece piece = attachment_->staging().Take(
-      std::min(kBlockBytes, proto::PaddedBytes(tensor.element_count * element_bytes)));
+      std::min(BlockBytes(), proto::PaddedBytes(tensor.element_count * element_bytes)));
   const uint64_t blocks = std::max<uint64_t>(piece.size_bytes() / extent_bytes, 1);
   std::deque<client::Ticket> tickets;
   absl::Status failure;
@@ -702,6 +764,13 @@ void TensorEngine::CheckThaws() const {
 
 void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
   CheckThaws();
+  if (attachment_->device() != nullptr) {
+    ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
+                          absl::StrCat("parameter '", declared_[IdOf(parameters.front())].name,
+                                       "' was frozen when it was attached, and is on a device"),
+                          "Call requires_grad_(true) before attaching, or make the job with "
+                          "options.may_thaw"));
+  }
   if (has_unsettled_states_) {
     ThrowStatus(MakeError(ErrorId::kBadValue,
                           "a frozen parameter has a gradient after the optimizer's state was "
@@ -847,6 +916,8 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
       if (!gradient->is_watched() && parameter.requires_grad()) gradient->Watch();
       if (!gradient->PrepareStep()) continue;
       const uint32_t id = ids_.at(parameter.unsafeGetTensorImpl());
+      if (parameter.scalar_type() == at::kDouble)
+        CheckDoubleRoots(updates[group].group, declared_[id].name);
       stepped.push_back(id);
       command.updates.push_back({id, group, state_.update_counts[id] + 1});
       gradient->Describe(command.updates.back());
@@ -863,8 +934,12 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
 
   if (sums_ != nullptr) command.passes = sums_->stream().passes();
   std::vector<uint32_t> ahead;
-  if (EndsRound(updates)) ahead = attachment_->EndScheduleStep();
-  ThrowIfError(attachment_->session().Step(command));
+  const bool ends_round = EndsRound(updates);
+  if (ends_round) ahead = attachment_->EndScheduleStep();
+  {
+    const DaemonWait wait(*attachment_);
+    ThrowIfError(attachment_->session().Step(command));
+  }
   if (sums_ != nullptr) ThrowIfError(sums_->stream().Stepped());
   state_ = std::move(next);
   has_unsettled_states_ = false;
@@ -875,7 +950,23 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
     c10::TensorImpl* const parameter = gradients_[id]->parameter().unsafeGetTensorImpl();
     if (!parameter->is_inference()) parameter->bump_version();
   }
+  if (DeviceMemory* const device = attachment_->device())
+    ends_round ? device->EndRound(stepped) : device->Changed(stepped);
   attachment_->Prefetch(ahead);
+}
+
+// Those of fp64 numbers follow no rule that the daemon could take.
+void TensorEngine::CheckDoubleRoots(const kernels::OptimizerSpec& optimizer,
+                                    std::string_view name) {
+  if (!optimizer.TakesLibraryRoots() || TorchDoubleRootsAreNearest()) return;
+  ThrowStatus(MakeError(
+      ErrorId::kUnsupportedOptimizer,
+      absl::StrCat("parameter ", Key(std::string(name)), " has dtype Double, and ",
+                   std::string(optimizer.name()),
+                   " as it is asked for takes the square roots of this libtorch's vector library, "
+                   "which are not the nearest and follow no pattern in fp64"),
+      "Use SGD, Lion or LAMB, or AdamW and Adam as AdamWFlavour::kFused, whose roots are the "
+      "nearest; or attach an optimizer object of torch::optim, which then runs in this process"));
 }
 
 // What torch's operators would take for the roots, the daemon takes.
@@ -914,12 +1005,14 @@ bool TensorEngine::EndsRound(std::span<const GroupUpdate> updates) {
 void TensorEngine::WaitDurable() {
   if (!declared_.empty()) Seal();
   attachment_->EndRaw();
+  const DaemonWait wait(*attachment_);
   ValueOrThrow(attachment_->session().WaitDurable());
 }
 
 int64_t TensorEngine::Checkpoint() {
   if (!declared_.empty()) Seal();
   attachment_->EndRaw();
+  const DaemonWait wait(*attachment_);
   return static_cast<int64_t>(ValueOrThrow(attachment_->session().Checkpoint()));
 }
 
@@ -928,6 +1021,16 @@ void TensorEngine::SetTrainerState(std::string blob) {
   next.trainer = std::move(blob);
   ValueOrThrow(EncodeTrainerState(next));  // refuses what is too long here, not at the step
   state_ = std::move(next);
+}
+
+size_t TensorEngine::AddLossScale(LossScale* start) {
+  const size_t index = loss_scales_++;
+  if (index < state_.loss_scales.size()) {
+    *start = state_.loss_scales[index];
+  } else {
+    state_.loss_scales.push_back(*start);
+  }
+  return index;
 }
 
 uint32_t TensorEngine::IdOf(const at::Tensor& parameter) const {
@@ -948,8 +1051,9 @@ uint64_t TensorEngine::update_count(const at::Tensor& parameter) const {
 
 at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& plane) {
   if (parameter.defined() && parameter.numel() == 0)
-    return at::empty(parameter.sizes(), plane == "weight" ? parameter.options().requires_grad(false)
-                                                          : at::TensorOptions(at::kFloat));
+    return at::empty(parameter.sizes(), plane == "weight"
+                                            ? parameter.options().requires_grad(false)
+                                            : at::TensorOptions(MasterType(parameter)));
   if (plane == "weight" && parameter.defined() && IsTable(parameter))
     return parameter.detach().clone();
   const uint32_t id = IdOf(parameter);
@@ -957,8 +1061,9 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
   Seal();
   const proto::Tensor& tensor = attachment_->tensor(id);
   const at::ScalarType own = parameter.scalar_type();
-  // An fp32 weight is its own master, and so is a frozen one.
-  const bool plain_master = own == at::kFloat || !tensor.trainable;
+  const at::ScalarType master = MasterType(own);
+  // An fp32 or fp64 weight is its own master, and so is a frozen one.
+  const bool plain_master = own == master || !tensor.trainable;
   const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
   std::optional<proto::Plane> found = planes.Find(plane);
   if (plane == "master" && plain_master) found = proto::Plane::kWeight;
@@ -968,15 +1073,16 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
                   absl::StrCat("parameter ", Key(tensor.name), " has no plane ", Key(plane)),
                   absl::StrCat("Its planes are ", planes.Names())));
   }
-  const at::ScalarType dtype = *found == proto::Plane::kWeight     ? own
-                               : *found == proto::Plane::kResidual ? at::kShort
-                                                                   : at::kFloat;
+  const at::ScalarType dtype = *found == proto::Plane::kWeight ? own
+                               : *found == proto::Plane::kResidual
+                                   ? (own == at::kHalf ? at::kInt : at::kShort)
+                                   : master;
   at::Tensor gathered =
       at::empty_strided(parameter.sizes(), parameter.strides(), at::TensorOptions().dtype(dtype));
   ThrowIfError(CopyOut(id, *found, gathered.element_size(),
                        static_cast<std::byte*>(gathered.mutable_data_ptr())),
                absl::StrCat("parameter ", Key(tensor.name)));
-  return plane == "master" ? gathered.to(at::kFloat) : gathered;
+  return plane == "master" ? gathered.to(master) : gathered;
 }
 
 absl::Status TensorEngine::CopyOut(uint32_t id, proto::Plane plane, uint64_t element_bytes,
@@ -1031,6 +1137,8 @@ void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& optio
 void TensorEngine::LoadAlone(const std::string& path, const LoadOptions& options) {
   WeightFile file = ValueOrThrow(WeightFile::Open(path, file_weights_, options), path);
   half_loaded_ = true;
+  const DaemonWait wait(*attachment_);
+  const absl::Cleanup drop = [this] { DropFromDevice(); };
   LoadFrom(file);
   ThrowIfError(attachment_->session().EndLoad(), path);
   half_loaded_ = false;
@@ -1160,6 +1268,7 @@ void TensorEngine::CheckStates(std::span<const KeptState> states) const {
 }
 
 void TensorEngine::PutStates(std::span<const KeptState> states) {
+  const absl::Cleanup drop = [this] { DropFromDevice(); };
   for (const KeptState& state : states) {
     if (state.parameter.numel() == 0) continue;
     const uint32_t id = IdOf(state.parameter);
@@ -1171,23 +1280,25 @@ void TensorEngine::PutStates(std::span<const KeptState> states) {
 absl::Status TensorEngine::PutState(uint32_t id, const KeptState& state) {
   const at::NoGradGuard no_grad;
   const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
+  const at::ScalarType master = MasterType(state.parameter);
   for (size_t i = 0; i < state.planes.size(); ++i) {
     const proto::Plane plane = proto::kStatePlanes[i];
     if (!planes.Has(plane)) continue;
     const at::Tensor& given = state.planes[i];
     OFFLOAD_RETURN_IF_ERROR(PutValues(
-        id, plane, given.defined() ? InOrderOf(state.parameter, given.to(at::kFloat)) : given));
+        id, plane, given.defined() ? InOrderOf(state.parameter, given.to(master)) : given));
   }
   if (!state.master.defined()) return absl::OkStatus();
   if (planes.Has(proto::Plane::kResidual))
     return PutValues(id, proto::Plane::kMaster,
-                     InOrderOf(state.parameter, state.master.to(at::kFloat)));
+                     InOrderOf(state.parameter, state.master.to(master)));
   return PutValues(id, proto::Plane::kWeight,
                    InOrderOf(state.parameter, state.master.to(state.parameter.scalar_type())));
 }
 
 // Values in the order of memory; zeros where there are none.
-absl::Status TensorEngine::PutValues(uint32_t id, proto::Plane plane, const at::Tensor& values) {
+absl::Status TensorEngine::PutValues(uint32_t id, proto::Plane plane, const at::Tensor& given) {
+  const at::Tensor values = given.defined() ? given.cpu() : given;
   const uint64_t element_bytes = attachment_->input().catalogue.planes(id).Bits(plane) / 8;
   const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
     std::byte* const to = attachment_->region() + offset;
@@ -1236,6 +1347,11 @@ Statistics TensorEngine::statistics() const {
       static_cast<int64_t>(header.durable_step.load(std::memory_order_relaxed));
   statistics.wait_seconds = attachment_->session().wait_seconds();
   statistics.raw_accesses = attachment_->raw_accesses();
+  statistics.gpu_ram_bytes = device_plan_.gpu_ram_bytes();
+  if (const DeviceMemory* const device = attachment_->device()) {
+    statistics.gpu_peak_bytes = device->bytes_max_ever();
+    statistics.gpu_waits = device->host_waits();
+  }
   return statistics;
 }
 
@@ -1263,6 +1379,10 @@ PlanSummary TensorEngine::plan() {
   summary.floor_bytes = plan.floor_bytes;
   summary.floor_without_spilling_bytes = plan.floor_without_spilling_bytes;
   summary.text = DescribePlan(attachment_->input(), plan);
+  if (!device_plan_.is_made()) return summary;
+  summary.gpu_window_bytes = device_plan_.plan().window_bytes;
+  summary.gpu_gradient_bytes = device_plan_.plan().gradient_bytes;
+  summary.text += DescribeGpuPlan(device_plan_.plan(), device_plan_.gpu_ram_bytes());
   return summary;
 }
 

@@ -33,6 +33,7 @@
 #include "kernels/optimizer.h"
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/buffers.h"
+#include "zero3/torch/device_plan.h"
 #include "zero3/torch/gradient.h"
 #include "zero3/torch/gradient_sums.h"
 #include "zero3/torch/kept_state.h"
@@ -84,6 +85,11 @@ class TensorEngine {
   std::vector<std::string> Exchange(std::string blob);
   void SetTrainerState(std::string blob);
   const std::string& trainer_state() const { return state_.trainer; }
+  // Of one more GradScaler of the program: its number, and what the job has of it in the place of
+  // `start`.
+  size_t AddLossScale(LossScale* start);
+  // What is committed with the next step.
+  void SetLossScale(size_t index, LossScale scale) { state_.loss_scales.at(index) = scale; }
   at::Tensor Gather(const at::Tensor& parameter, const std::string& plane);
   // As StateKeeper: what an optimizer keeps of parameters of the job, as of the last step. With
   // several ranks all of them call with the same, and the first one's counts.
@@ -123,6 +129,7 @@ class TensorEngine {
   // `large_buffers`: with those, behind the parameters.
   PlanInput DescribeJob(const std::vector<Parameter>& more, const kernels::OptimizerSpec& optimizer,
                         bool large_buffers = false) const;
+  void PlanForDevice(const Parameter& parameter, const PlanInput& input);
   void CheckFree(const NamedTensor& named) const;
   // The weight over a tensor's storage when it is one of the job's.
   WeightResidency* Own(const at::Tensor& tensor) const;
@@ -182,9 +189,12 @@ class TensorEngine {
   using Drain =
       absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, const std::byte* bytes)>;
   absl::Status StreamIn(uint32_t id, proto::Plane plane, Fill fill);
+  uint64_t BlockBytes() const;
+  void DropFromDevice();
   absl::Status StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, Drain drain);
   absl::Status CopyOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, std::byte* target);
   bool EndsRound(std::span<const GroupUpdate> updates);
+  static void CheckDoubleRoots(const kernels::OptimizerSpec& optimizer, std::string_view name);
   void SayRoots(const kernels::OptimizerSpec& optimizer);
   uint32_t IdOf(const at::Tensor& parameter) const;
   Gradient* GradientOf(const at::Tensor& parameter) const;
@@ -202,6 +212,7 @@ class TensorEngine {
   const std::shared_ptr<Attachment> attachment_;
   uint64_t step_;
   struct TrainerState state_;
+  size_t loss_scales_ = 0;  // of this run
   kernels::OptimizerSpec optimizer_;
   bool roots_are_said_ = false;
   bool half_loaded_ = false;
@@ -225,6 +236,7 @@ class TensorEngine {
   std::shared_ptr<GradientSums> sums_;     // where the daemon adds those of several ranks
   std::vector<WeightResidency*> weights_;  // by id; one reference each
   std::vector<Gradient*> gradients_;       // by id, null when frozen; one reference each
+  DevicePlan device_plan_;
 };
 
 // The error of a call that needs an attached module.

@@ -12,6 +12,8 @@
 #include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "zero3/torch/born_residency.h"
+#include "zero3/torch/device_memory.h"
+#include "zero3/torch/devices.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -22,8 +24,10 @@ WeightResidency::WeightResidency(std::shared_ptr<Attachment> attachment, uint32_
                 attachment->homes().Take(size_bytes)),
       attachment_(std::move(attachment)),
       tensor_(tensor),
+      torch_device_(device),
       raw_(swap_.home(), size_bytes) {
-  if (!attachment_->serves_raw()) return;
+  // An address of a device cannot be served by a fault.
+  if (!attachment_->serves_raw() || !device.is_cpu()) return;
   swap_.SetHomeThrows(false);
   AddRawRange(swap_.home(), size_bytes, this);
 }
@@ -52,8 +56,13 @@ void WeightResidency::Adopt(c10::StorageImpl* storage) {
 
 absl::Status WeightResidency::ReadInitial(uint64_t begin, uint64_t length, uint64_t region_offset) {
   if (initial_born_ != nullptr) return initial_born_->ReadInto(begin, length, region_offset);
-  std::memcpy(attachment_->region() + region_offset,
-              static_cast<const std::byte*>(initial_.get()) + begin, length);
+  std::byte* const target = attachment_->region() + region_offset;
+  const std::byte* const bytes = static_cast<const std::byte*>(initial_.get()) + begin;
+  if (torch_device_.is_cpu()) {
+    std::memcpy(target, bytes, length);
+  } else {
+    CopyToHost(target, bytes, length, torch_device_);
+  }
   return absl::OkStatus();
 }
 
@@ -83,6 +92,7 @@ void WeightResidency::Pin(Access access) {
       continue;
     }
     if (state_ == State::kWriting || (state_ == State::kReading && !writes)) {
+      if (state_ == State::kReading && device() != nullptr) device()->Pin(tensor_);
       if (pins_ == 0) swap_.PointTo(bytes_, /*throws=*/false);
       AddPin();
       return;
@@ -115,6 +125,7 @@ void WeightResidency::Pin(Access access) {
     throw;
   }
   lock.lock();
+  if (before == State::kReading) TakePinsBack();
   bytes_ = bytes;
   swap_.PointTo(bytes, /*throws=*/false);
   state_ = writes ? State::kWriting : State::kReading;
@@ -146,6 +157,7 @@ void WeightResidency::WaitForOthers(Lock& lock) {
 }
 
 std::byte* WeightResidency::FetchForReading() {
+  if (device() != nullptr) return device()->Pin(tensor_);
   // The slab is mapped read-only; torch wants a pointer without const.
   auto* const bytes =
       const_cast<std::byte*>(ValueOrThrow(attachment_->session().Acquire(tensor_), subject_));
@@ -165,7 +177,8 @@ std::byte* WeightResidency::CopyForReading() {
 
 uint64_t WeightResidency::window_bytes() const {
   attachment_->EnsureSealed();  // as the pin would
-  return attachment_->WindowBytes(tensor_);
+  // On a device who finds no room beside others has none of it meanwhile.
+  return device() != nullptr ? 0 : attachment_->WindowBytes(tensor_);
 }
 
 std::atomic<bool> WeightResidency::takes_data_ = true;
@@ -185,7 +198,15 @@ bool WeightResidency::IsParameter(const at::Tensor& tensor) const {
 // parameter's old memory would see the difference, and who looks at that of `data`.
 void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& data) {
   if (!IsParameter(parameter) || closed() || !data.defined()) return;
-  const bool fits = data.layout() == at::kStrided && data.device() == parameter.device() &&
+  if (data.device() != parameter.device()) {
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedModel,
+        absl::StrCat(subject_, " cannot move from ", parameter.device().str(), " to ",
+                     data.device().str(), " (set_data, module->to()) while it is attached"),
+        "Move the module before attaching it; close the engine first, with weights_at_close = "
+        "memory, to move it later"));
+  }
+  const bool fits = data.layout() == at::kStrided &&
                     data.scalar_type() == parameter.scalar_type() &&
                     data.sizes() == parameter.sizes();
   if (!fits || !HaveSameOrder(parameter, data)) {
@@ -254,11 +275,16 @@ bool WeightResidency::Serve(Special special, torch::jit::Stack* stack) {
                torch::jit::peek(*stack, 1, 2).toTensor());
     return false;
   }
+  if (special == Special::kRecordStream && !torch_device_.is_cpu()) {
+    RecordStream(torch::jit::peek(*stack, 1, 2).toStream());
+    torch::jit::drop(*stack, 2);
+    return true;
+  }
   if (special != Special::kSet) return false;
   at::Tensor target = torch::jit::peek(*stack, 0, 2).toTensor();
   if (!IsParameter(target)) return false;  // an alias goes its way alone
   const at::Tensor source = torch::jit::peek(*stack, 1, 2).toTensor();
-  if (!source.defined() || source.layout() != at::kStrided || !source.device().is_cpu() ||
+  if (!source.defined() || source.layout() != at::kStrided || source.device() != target.device() ||
       source.sizes() != target.sizes() || source.scalar_type() != target.scalar_type())
     return false;
   // For other strides torch may take other kernels, which give other bits.
@@ -391,7 +417,41 @@ std::byte* WeightResidency::MakePrivate(Access access) {
   return static_cast<std::byte*>(private_.get());
 }
 
+// Memory of torch's, since the window has room for what is read only.
+std::byte* WeightResidency::FetchForWritingThere(Access access) {
+  at::Tensor copy = AllocateBytes(size_bytes_, torch_device_);
+  auto* const bytes = static_cast<std::byte*>(copy.mutable_data_ptr());
+  if (access == Access::kWrite) {
+    const DaemonWait wait(*attachment_);
+    const std::byte* const host = ValueOrThrow(attachment_->session().Acquire(tensor_), subject_);
+    CopyToDevice(bytes, host, size_bytes_, torch_device_);
+    attachment_->session().Release(tensor_);
+  }
+  private_ = TakeBytes(std::move(copy));
+  return bytes;
+}
+
+// The operations of this thread that read it go on with what is written.
+void WeightResidency::TakePinsBack() {
+  for (int use = 0; device() != nullptr && use < uses_; ++use)
+    device()->Unpin(tensor_).IgnoreError();  // the next pin says so
+}
+
+// The operator was launched. What it writes is put back by whoever comes last, so it ends here.
+absl::Status WeightResidency::EndUse() {
+  if (device() == nullptr) return absl::OkStatus();
+  if (state_ == State::kReading) return device()->Unpin(tensor_);
+  SynchronizeCurrentStream(torch_device_);
+  return absl::OkStatus();
+}
+
+void WeightResidency::RecordStream(const c10::Stream& stream) {
+  Lock lock(mutex_);
+  if (device() != nullptr && state_ == State::kReading) device()->RecordStream(tensor_, stream);
+}
+
 std::byte* WeightResidency::FetchForWriting(Access access) {
+  if (device() != nullptr) return FetchForWritingThere(access);
   if (attachment_->rank() > 0) return MakePrivate(access);
   Staging::Piece piece = attachment_->staging().Take(size_bytes_);
   std::byte* const copy = attachment_->region() + piece.region_offset();
@@ -409,8 +469,12 @@ void WeightResidency::Unpin(Completion* done) {
   std::swap(*std::find(holders_.begin(), holders_.end(), std::this_thread::get_id()),
             holders_.back());
   holders_.pop_back();
+  const absl::Status ended = EndUse();
   if (--pins_ == 0) swap_.PointHome();
-  if (done == nullptr) return LetGo(lock);
+  if (done == nullptr) {
+    LetGo(lock);
+    return ThrowIfError(ended, subject_);
+  }
   Reference();
   lock.unlock();
   done->WhenDone([this] {
@@ -446,7 +510,9 @@ void WeightResidency::PutBack(Lock& lock) {
   lock.unlock();
   std::exception_ptr failure;
   try {
-    if (staging_) {
+    if (device() != nullptr) {
+      ThrowIfError(PutFromDevice(), subject_);
+    } else if (staging_) {
       attachment_->PutWeight(tensor_, staging_.region_offset());
     } else {
       attachment_->FollowPut(tensor_);
@@ -460,6 +526,18 @@ void WeightResidency::PutBack(Lock& lock) {
   state_ = State::kHome;
   changed_.NotifyAll();
   if (failure) std::rethrow_exception(failure);
+}
+
+absl::Status WeightResidency::PutFromDevice() {
+  const auto* const bytes = static_cast<const std::byte*>(private_.get());
+  const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(tensor_).dtype);
+  const absl::Status put = attachment_->StreamIn(
+      tensor_, [&](uint64_t begin, uint64_t count, std::byte* target) -> absl::Status {
+        CopyToHost(target, bytes + begin * element_bytes, count * element_bytes, torch_device_);
+        return absl::OkStatus();
+      });
+  device()->Changed({&tensor_, 1});
+  return put;
 }
 
 void WeightResidency::Close(c10::DataPtr bytes) {

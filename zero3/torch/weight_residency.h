@@ -90,12 +90,21 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   void WaitForOthers(Lock& lock);
   std::byte* FetchForReading();
   std::byte* FetchForWriting(Access access);
+  std::byte* FetchForWritingThere(Access access);
+  void TakePinsBack();
+  absl::Status EndUse();
+  void RecordStream(const c10::Stream& stream);
   std::byte* MakePrivate(Access access);
   void LetGo(Lock& lock);
   void PutBack(Lock& lock);
 
+  // Null for the memory of the host.
+  DeviceMemory* device() const { return attachment_->device(); }
+  absl::Status PutFromDevice();
+
   const std::shared_ptr<Attachment> attachment_;
   const uint32_t tensor_;
+  const c10::Device torch_device_;
   WaitQueue changed_;
   State state_ = State::kInitial;
   bool closed_ = false;
@@ -106,8 +115,8 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   std::byte* bytes_ = nullptr;                         // kReading, kWriting
   bool acquired_ = false;                              // the session's pin is ours
   Staging::Piece staging_;                             // kWriting
-  // kReading: bytes that do not take room of the window. kWriting, of ranks after the first: what
-  // they write does not count.
+  // kReading: bytes that do not take room of the window. kWriting, on a device: what is put back;
+  // of ranks after the first: what they write does not count.
   c10::DataPtr private_;
   RawCopy raw_;  // at home; newer than the daemon's, and what operators use, while it is shown
   absl::InlinedVector<const c10::TensorImpl*, 1> parameters_;

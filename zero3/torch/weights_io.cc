@@ -48,11 +48,11 @@ std::optional<at::ScalarType> ScalarTypeOf(FileDtype dtype) {
 }
 
 absl::StatusOr<FileDtype> FileDtypeOf(const std::string& name, at::ScalarType dtype) {
-  if (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf)
+  if (dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kDouble)
     return *FileDtypeOf(dtype);
   return MakeError(ErrorId::kUnsupportedModel,
                    absl::StrCat("parameter '", name, "' has dtype ", c10::toString(dtype),
-                                ", files hold float32, bfloat16 and float16"));
+                                ", files hold float32, bfloat16, float16 and float64"));
 }
 
 std::vector<uint64_t> FileShape(const FileWeight& weight) {
@@ -182,7 +182,10 @@ absl::StatusOr<WeightFile> WeightFile::Open(const std::string& path,
   });
   for (const FileWeight& weight : weights) {
     if (weight.is_buffer && !has_buffers) continue;
-    wanted.push_back({weight.name, FileShape(weight), weight.is_buffer});
+    wanted.push_back({.name = weight.name,
+                      .shape = FileShape(weight),
+                      .is_double = weight.dtype == at::kDouble,
+                      .any_type = weight.is_buffer});
     ignored.insert(ignored.end(), weight.other_names.begin(), weight.other_names.end());
   }
   OFFLOAD_RETURN_IF_ERROR(CheckFits(checkpoint, wanted, ignored));

@@ -20,6 +20,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "zero3/torch/dtypes.h"
 
 namespace offload::untouched {
 namespace {
@@ -188,8 +189,8 @@ void Watch::OnParameter(at::Tensor& parameter) {
 // Only what a module has made for itself: nobody else has its bytes.
 bool Watch::IsBorn(const at::Tensor& parameter) const {
   return born_above_bytes_.has_value() && parameter.nbytes() >= *born_above_bytes_ &&
-         (parameter.scalar_type() == at::kFloat || parameter.scalar_type() == at::kBFloat16) &&
-         parameter.is_cpu() && parameter.is_contiguous() && parameter.is_leaf() &&
+         zero3::TrainedDtype(parameter.scalar_type()).has_value() && parameter.is_cpu() &&
+         parameter.is_contiguous() && parameter.is_leaf() &&
          parameter.storage().nbytes() == parameter.nbytes() && parameter.storage().use_count() == 1;
 }
 

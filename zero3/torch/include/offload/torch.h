@@ -75,6 +75,11 @@ struct Options {
   std::string nvme_path;
   std::string
       ram;  // the memory budget, "8GiB": what the daemon and this library hold never exceeds it
+  // A second budget, of the device that the module is on, "8GiB": the window of weights and the
+  // gradients on their way, never exceeded. Beside it: activations, one weight and one gradient
+  // that an operator writes. "auto": half of what the device has free when the module is attached,
+  // and no more than all weights and gradients. Of no meaning on the CPU.
+  std::string gpu_ram = "auto";
   std::string job = "default";  // names the run in the pool; the same name resumes it
   std::string io = "auto";      // auto | uring | libaio | threads
   // Or "checkpoint:100": a commit after so many steps only; "checkpoint:10min": after so long.
@@ -166,6 +171,9 @@ struct Statistics {
   int64_t durable_step = 0;   // the last committed epoch
   double wait_seconds = 0;    // this process blocked on the daemon, in all
   uint64_t raw_accesses = 0;  // tensors brought to memory for a pointer
+  // Of a module on a device: gpu_ram, what was held of it at most, and how often the host waited
+  // for a copy of a weight.
+  uint64_t gpu_ram_bytes = 0, gpu_peak_bytes = 0, gpu_waits = 0;
 };
 
 // What the planner decided, for printing. All in bytes.
@@ -173,7 +181,8 @@ struct PlanSummary {
   uint64_t parameters = 0, state_bytes = 0, gradient_bytes = 0, store_bytes = 0;
   uint64_t window_bytes = 0, pipeline_bytes = 0, resident_bytes = 0, region_bytes = 0,
            overhead_bytes = 0;
-  uint64_t total_bytes = 0;  // the sum, ≤ ram
+  uint64_t total_bytes = 0;                               // the sum, ≤ ram
+  uint64_t gpu_window_bytes = 0, gpu_gradient_bytes = 0;  // the sum, ≤ gpu_ram; 0 on the CPU
   bool gradients_spilled = false;
   // Predicted for a step of one micro-batch, and for each further one.
   double read_bytes_per_parameter = 0, write_bytes_per_parameter = 0;

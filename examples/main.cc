@@ -1,0 +1,3 @@
+#include "examples/train.h"
+
+int main(int argc, char** argv) { return offload::examples::TrainMain(argc, argv); }

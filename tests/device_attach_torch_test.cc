@@ -1,0 +1,675 @@
+// A model on a device trains as the same model in the device's memory does: the same program runs
+// twice on the stand-in, once attached and once with OFFLOADD_DISABLE=1, and everything it can see
+// is compared bit by bit. The stand-in's checker judges what the attached run did to the device.
+
+#include <ATen/Functions.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <offload/torch.h>
+#include <torch/autograd.h>
+#include <torch/nn/functional.h>
+#include <torch/nn/modules.h>
+#include <torch/nn/utils/clip_grad.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "accelerator/host_accelerator.h"
+#include "examples/language_model.h"
+#include "gmock/gmock.h"
+#include "tests/standin_torch.h"
+#include "tests/torch_fixture.h"
+#include "zero3/gpu/gpu_plan.h"
+#include "zero3/gpu/gpu_tensors.h"
+#include "zero3/planner.h"
+
+namespace offload {
+namespace {
+
+namespace nn = torch::nn;
+using accelerator::HostAccelerator;
+using accelerator::Pace;
+using at::Tensor;
+using examples::LanguageModel;
+using examples::ModelKind;
+using examples::ModelShape;
+
+constexpr int64_t kSteps = 4, kMicroBatches = 2, kLength = 12, kVocabulary = 200;
+constexpr uint64_t kMiB = uint64_t{1} << 20;
+
+struct Recipe {
+  std::string name;
+  ModelKind kind = ModelKind::kLlama;
+  bool tied = false;
+  at::ScalarType dtype = at::kFloat;
+  double gpu_ram = 1;         // of the smallest that runs; 0: auto
+  uint64_t ram_more_mib = 0;  // than the smallest that runs
+  std::string weights_home = "nvme";
+  bool slab_is_registered = true;
+  bool queries_are_late = false;
+  Pace pace = Pace::kRandom;
+  bool freezes = false;
+  bool two_streams = false;
+  bool checkpoints = false;  // activations
+};
+
+ModelShape ShapeOf(const Recipe& recipe) {
+  return {
+      .kind = recipe.kind,
+      .layers = 3,
+      .hidden = 192,  // the largest tensors pass through the daemon's window, others are bundled
+      .heads = 4,
+      .key_value_heads = recipe.kind == ModelKind::kLlama ? 2 : 4,
+      .head_size = 48,
+      .feed_forward = 256,
+      .vocabulary = kVocabulary,
+      .context = kLength,
+      .tied_embedding = recipe.tied || recipe.kind == ModelKind::kGpt2};
+}
+
+std::shared_ptr<LanguageModel> MakeModelOf(const Recipe& recipe) {
+  torch::manual_seed(11);
+  std::shared_ptr<LanguageModel> model = examples::MakeModel(ShapeOf(recipe));
+  model->to(recipe.dtype);
+  model->to(StandinDevice());
+  int64_t number = 0;
+  for (Tensor& parameter : model->parameters()) {
+    if (recipe.freezes && ++number % 3 == 0) parameter.requires_grad_(false);
+  }
+  return model;
+}
+
+std::vector<proto::Tensor> TensorsOf(const nn::Module& model) {
+  std::vector<proto::Tensor> tensors;
+  std::set<const void*> seen;
+  for (const auto& item : model.named_parameters()) {
+    const Tensor& tensor = item.value();
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    tensors.push_back({.name = item.key(),
+                       .shape = tensor.sizes().vec(),
+                       .dtype = tensor.scalar_type() == at::kFloat ? proto::Dtype::kFloat32
+                                                                   : proto::Dtype::kBFloat16,
+                       .trainable = tensor.requires_grad(),
+                       .element_count = static_cast<uint64_t>(tensor.numel())});
+  }
+  return tensors;
+}
+
+uint64_t GpuFloor(const nn::Module& model) {
+  return zero3::MakeGpuPlan(zero3::GpuTensorsOf(TensorsOf(model)), uint64_t{1} << 40)->floor_bytes;
+}
+
+uint64_t RamFloor(const nn::Module& model, const std::string& weights_home) {
+  zero3::PlanInput input;
+  input.catalogue = *proto::BuildCatalogue(TensorsOf(model), kernels::OptimizerSpec());
+  input.policy = {.weights = *zero3::ParseHome("weights", weights_home)};
+  input.ram_bytes = uint64_t{1} << 40;
+  return zero3::MakePlan(input)->floor_without_spilling_bytes;
+}
+
+Options OptionsFor(const nn::Module& model, const Recipe& recipe) {
+  const uint64_t ram_bytes = RamFloor(model, recipe.weights_home) + recipe.ram_more_mib * kMiB;
+  Options options = PoolOptions(recipe.name, std::to_string(ram_bytes));
+  options.weights_home = recipe.weights_home;
+  if (recipe.gpu_ram > 0) {
+    const double gpu_bytes = static_cast<double>(GpuFloor(model)) * recipe.gpu_ram;
+    options.gpu_ram = std::to_string(static_cast<uint64_t>(gpu_bytes));
+  }
+  return options;
+}
+
+// As torch.nn.utils.clip_grad_norm_ of Python with foreach=True.
+Tensor ClipTogether(const nn::Module& model, double max_norm) {
+  std::vector<Tensor> gradients;
+  for (const Tensor& parameter : model.parameters()) {
+    if (parameter.grad().defined()) gradients.push_back(parameter.grad());
+  }
+  const Tensor norm = at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients, 2)), 2);
+  at::_foreach_mul_(gradients, at::clamp(max_norm / (norm + 1e-6), std::nullopt, 1.0));
+  return norm;
+}
+
+// What a run shows, in order.
+using Seen = std::vector<std::pair<std::string, Tensor>>;
+
+void See(Seen& seen, const std::string& what, const Tensor& value) {
+  seen.emplace_back(what, value.detach().cpu().clone());
+}
+
+// Forward without a graph, and again in backward: as torch.utils.checkpoint does it.
+struct Checkpointed : torch::autograd::Function<Checkpointed> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& anchor,
+                        const Tensor& tokens, LanguageModel* model) {
+    context->save_for_backward({tokens});
+    context->saved_data["model"] = reinterpret_cast<int64_t>(model);
+    const at::NoGradGuard no_grad;
+    return model->forward(tokens);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const Tensor tokens = context->get_saved_variables().front();
+    auto* const model = reinterpret_cast<LanguageModel*>(context->saved_data["model"].toInt());
+    const at::AutoGradMode with_grad(true);
+    torch::autograd::backward({model->forward(tokens)}, {gradients.front()});
+    return {Tensor(), Tensor(), Tensor()};
+  }
+};
+
+class Training {
+ public:
+  Training(const Recipe& recipe, bool offloads)
+      : recipe_(recipe),
+        offloads_(offloads),
+        device_({.seed = 3,
+                 .pace = recipe.pace,
+                 .queries_are_late = recipe.queries_are_late,
+                 .registers_read_only = recipe.slab_is_registered}) {
+    UseStandin(device_);
+    SetOffloading(offloads);
+    model_ = MakeModelOf(recipe_);
+    options_ = OptionsFor(*model_, recipe_);
+    Open();
+  }
+  ~Training() {
+    Close();
+    model_.reset();
+    seen.clear();
+    if (side_.has_value()) {
+      const accelerator::Stream side{static_cast<uintptr_t>(side_->id())};
+      EXPECT_TRUE(device_.StreamDestroy(side).ok());
+    }
+    EXPECT_THAT(device_.Violations(), testing::IsEmpty());
+    EXPECT_THAT(device_.Leftovers(), testing::IsEmpty());
+  }
+
+  void Open() {
+    engine_ = Engine::Open(options_);
+    optimizer_ = engine_->AdamW(*model_, torch::optim::AdamWOptions(1e-2).weight_decay(0.1));
+  }
+  void Close() {
+    optimizer_.reset();
+    engine_.reset();
+  }
+
+  Tensor Tokens(int64_t number) const {
+    torch::manual_seed(100 + number);
+    return torch::randint(kVocabulary, {2, kLength}).to(StandinDevice());
+  }
+
+  Tensor Loss(int64_t number) {
+    const Tensor tokens = Tokens(number);
+    const Tensor input = tokens.slice(1, 0, kLength - 1);
+    const Tensor logits =
+        recipe_.checkpoints
+            ? Checkpointed::apply(
+                  torch::zeros({}, at::TensorOptions(StandinDevice()).requires_grad(true)), input,
+                  model_.get())
+            : model_->forward(input);
+    return nn::functional::cross_entropy(logits.to(at::kFloat).reshape({-1, kVocabulary}),
+                                         tokens.slice(1, 1).reshape({-1}));
+  }
+
+  void Step(int64_t step) {
+    for (int64_t i = 0; i < kMicroBatches; ++i) {
+      const Tensor loss = InStream([&] { return Loss(step * kMicroBatches + i) / kMicroBatches; });
+      loss.backward();
+      See(seen, "loss", loss);
+    }
+    if (step == 2) SeeGradients();
+    const double max_norm = step % 2 == 0 ? 0.1 : 1e6;
+    See(seen, "norm",
+        step < 2 ? torch::tensor(nn::utils::clip_grad_norm_(model_->parameters(), max_norm))
+                 : ClipTogether(*model_, max_norm));
+    optimizer_->step();
+    if (step % 2 == 0) SeeGradients();
+    optimizer_->zero_grad(/*set_to_none=*/step % 2 == 0);
+    if (step == 1) Write();
+    const at::NoGradGuard no_grad;
+    See(seen, "evaluation", InStream([&] { return Loss(1000); }));
+  }
+
+  void SeeGradients() {
+    for (const auto& item : model_->named_parameters()) {
+      const Tensor gradient = item.value().grad();
+      if (!gradient.defined()) continue;
+      EXPECT_EQ(gradient.device(), StandinDevice());
+      See(seen, item.key() + " gradient", gradient);
+    }
+  }
+
+  // The trainer writes weights: all of one, and parts.
+  void Write() {
+    const at::NoGradGuard no_grad;
+    std::vector<Tensor> parameters = model_->parameters();
+    parameters[0].mul_(0.5);
+    parameters[1].fill_(0.25);
+    parameters[2].slice(0, 1, 3).copy_(torch::full_like(parameters[2].slice(0, 1, 3), 0.125));
+  }
+
+  void SeeState() {
+    for (const auto& item : model_->named_parameters()) {
+      See(seen, item.key() + " on the device", item.value() * 1);
+      for (const char* plane : {"weight", "master", "exp_avg", "exp_avg_sq"}) {
+        const bool is_trained = item.value().requires_grad();
+        if (!is_trained && plane != std::string("weight")) continue;
+        See(seen, item.key() + " " + plane, engine_->Gather(item.value(), plane));
+      }
+    }
+  }
+
+  // ram and gpu_ram are what they say.
+  void CheckBudgets() const {
+    const Statistics statistics = engine_->statistics();
+    EXPECT_LE(statistics.peak_bytes, statistics.budget_bytes);
+    EXPECT_GT(statistics.gpu_peak_bytes, 0u);
+    EXPECT_LE(statistics.gpu_peak_bytes, statistics.gpu_ram_bytes);
+    if (recipe_.gpu_ram > 0) EXPECT_EQ(std::to_string(statistics.gpu_ram_bytes), options_.gpu_ram);
+    EXPECT_NE(engine_->plan().text.find("gpu_ram"), std::string::npos) << engine_->plan().text;
+  }
+
+  bool offloads() const { return offloads_; }
+  Engine& engine() { return *engine_; }
+  LanguageModel& model() { return *model_; }
+  HostAccelerator& device() { return device_; }
+  torch::optim::Optimizer& optimizer() { return *optimizer_; }
+  Options& options() { return options_; }
+
+  Seen seen;
+
+ private:
+  // On a stream of its own, which begins behind the present one and before what comes next.
+  template <typename Work>
+  Tensor InStream(const Work& work) {
+    if (!recipe_.two_streams) return work();
+    const c10::impl::VirtualGuardImpl guard(StandinDevice().type());
+    const c10::Stream present = guard.getStream(StandinDevice());
+    if (!side_.has_value()) side_ = NewStandinStream();
+    c10::Event begun(StandinDevice().type()), done(StandinDevice().type());
+    begun.record(present);
+    begun.block(*side_);
+    Tensor result;
+    {
+      const c10::StreamGuard side(*side_);
+      result = work();
+    }
+    done.record(*side_);
+    done.block(present);
+    result.record_stream(present);
+    return result;
+  }
+
+  const Recipe recipe_;
+  const bool offloads_;
+  HostAccelerator device_;
+  std::optional<c10::Stream> side_;
+  std::shared_ptr<LanguageModel> model_;
+  Options options_;
+  std::shared_ptr<Engine> engine_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+void ExpectEqual(const Seen& expected, const Seen& actual) {
+  ASSERT_EQ(expected.size(), actual.size());
+  for (size_t i = 0; i < expected.size(); ++i) {
+    ASSERT_EQ(expected[i].first, actual[i].first);
+    EXPECT_TRUE(torch::equal(expected[i].second, actual[i].second))
+        << i << ", " << expected[i].first << " differs in "
+        << (expected[i].second != actual[i].second).sum().item<int64_t>() << " of "
+        << expected[i].second.numel();
+  }
+}
+
+Seen Train(const Recipe& recipe, bool offloads) {
+  Training run(recipe, offloads);
+  for (int64_t step = 0; step < kSteps; ++step) run.Step(step);
+  run.SeeState();
+  if (offloads) run.CheckBudgets();
+  return std::exchange(run.seen, {});
+}
+
+class DeviceParityTest : public testing::TestWithParam<Recipe> {};
+
+TEST_P(DeviceParityTest, AttachedTrainingIsBitEqual) {
+  ExpectEqual(Train(GetParam(), /*offloads=*/false), Train(GetParam(), /*offloads=*/true));
+}
+
+constexpr ModelKind kLlama = ModelKind::kLlama, kGpt2 = ModelKind::kGpt2;
+
+INSTANTIATE_TEST_SUITE_P(
+    Recipes, DeviceParityTest,
+    testing::Values(
+        Recipe{.name = "llama", .queries_are_late = true, .pace = Pace::kLate},
+        Recipe{.name = "llama_bf16", .dtype = at::kBFloat16, .gpu_ram = 1.3, .ram_more_mib = 1},
+        Recipe{.name = "llama_tied", .tied = true, .gpu_ram = 2, .ram_more_mib = 6},
+        Recipe{.name = "llama_tied_bf16", .tied = true, .dtype = at::kBFloat16},
+        Recipe{.name = "llama_frozen", .gpu_ram = 1.5, .freezes = true},
+        Recipe{.name = "llama_frozen_bf16",
+               .dtype = at::kBFloat16,
+               .ram_more_mib = 200,
+               .freezes = true},
+        Recipe{.name = "llama_auto",
+               .gpu_ram = 0,
+               .ram_more_mib = 200,
+               .weights_home = "auto",
+               .pace = Pace::kEager},
+        Recipe{.name = "llama_staged", .slab_is_registered = false},
+        Recipe{.name = "llama_two_streams", .gpu_ram = 1.2, .two_streams = true},
+        Recipe{.name = "llama_checkpointed", .gpu_ram = 1.2, .checkpoints = true},
+        Recipe{.name = "gpt2", .kind = kGpt2, .gpu_ram = 1.1},
+        Recipe{.name = "gpt2_bf16",
+               .kind = kGpt2,
+               .dtype = at::kBFloat16,
+               .queries_are_late = true,
+               .pace = Pace::kLate},
+        Recipe{.name = "gpt2_bf16_staged_two_streams",
+               .kind = kGpt2,
+               .dtype = at::kBFloat16,
+               .gpu_ram = 3,
+               .slab_is_registered = false,
+               .two_streams = true}),
+    [](const testing::TestParamInfo<Recipe>& info) { return info.param.name; });
+
+// Four sizes of each budget, from the smallest that run.
+INSTANTIATE_TEST_SUITE_P(
+    Sizes, DeviceParityTest, testing::ValuesIn([] {
+      std::vector<Recipe> recipes;
+      const double gpu_ram[] = {1, 1.2, 1.7, 4};
+      const uint64_t ram_more_mib[] = {0, 1, 4, 64};
+      for (size_t i = 0; i < 4; ++i) {
+        for (const size_t j : {i, 3 - i}) {
+          recipes.push_back({.name = "gpu_" + std::to_string(i) + "_ram_" + std::to_string(j),
+                             .dtype = i % 2 == 0 ? at::kFloat : at::kBFloat16,
+                             .gpu_ram = gpu_ram[i],
+                             .ram_more_mib = ram_more_mib[j],
+                             .queries_are_late = i == 1,
+                             .pace = i == 1 ? Pace::kLate : Pace::kRandom});
+        }
+      }
+      return recipes;
+    }()),
+    [](const testing::TestParamInfo<Recipe>& info) { return info.param.name; });
+
+// With room for all gradients, or nothing to add to them, the host waits for nothing in forward and
+// backward.
+TEST(DeviceAttachTest, TheHostWaitsForNothingInSteadyState) {
+  for (const auto& [gpu_ram, micro_batches] : {std::pair{0.0, 2}, std::pair{1.5, 1}}) {
+    Training run({.name = "steady" + std::to_string(micro_batches),
+                  .gpu_ram = gpu_ram,
+                  .ram_more_mib = 200,
+                  .weights_home = "auto",
+                  .pace = Pace::kEager},
+                 /*offloads=*/true);
+    for (int64_t step = 0; step < 4; ++step) {
+      std::vector<Tensor> losses;
+      const uint64_t before = run.device().counters().synchronizes;
+      for (int64_t i = 0; i < micro_batches; ++i) {
+        losses.push_back(run.Loss(step * micro_batches + i));
+        losses.back().backward();
+      }
+      if (step >= 2) EXPECT_EQ(run.device().counters().synchronizes, before) << step;
+      run.optimizer().step();
+      run.optimizer().zero_grad();
+    }
+    EXPECT_EQ(run.engine().statistics().gpu_waits, 0u);
+  }
+}
+
+TEST(DeviceAttachTest, AJobGoesOnWhereItWas) {
+  const Recipe recipe{.name = "goes_on", .gpu_ram = 1.2};
+  const Seen expected = Train(recipe, /*offloads=*/false);
+  Training run(recipe, /*offloads=*/true);
+  run.options().weights_at_close = "memory";
+  for (int64_t step = 0; step < kSteps; ++step) {
+    // What was written after a step belongs to the next one.
+    if (step == 1 || step == 3) {
+      run.Close();
+      run.Open();
+      EXPECT_EQ(run.engine().step(), step);
+    }
+    run.Step(step);
+  }
+  run.SeeState();
+  ExpectEqual(expected, run.seen);
+}
+
+TEST(DeviceAttachTest, WeightsGoToFilesAndComeBack) {
+  const std::string folder = Pool() + "/saved";
+  Training run({.name = "files"}, /*offloads=*/true);
+  run.Step(0);
+  run.engine().SaveWeights(folder);
+  Seen saved;
+  const auto see = [&](Seen& to) {
+    const at::NoGradGuard no_grad;
+    for (const auto& item : run.model().named_parameters()) See(to, item.key(), item.value() * 1);
+  };
+  see(saved);
+  run.Step(2);
+  run.engine().LoadWeights(folder);
+  Seen loaded;
+  see(loaded);
+  ExpectEqual(saved, loaded);
+}
+
+// Two threads evaluate the model in a window that has room for one of them; both wait, and neither
+// sees anything else than when it is alone.
+TEST(DeviceAttachTest, ThreadsShareTheWindow) {
+  Training run({.name = "threads"}, /*offloads=*/true);
+  run.Step(0);
+  std::vector<Tensor> tokens, expected;
+  const auto evaluate = [&](const Tensor& of) {
+    const at::NoGradGuard no_grad;
+    return run.model().forward(of).cpu();
+  };
+  for (int64_t i = 0; i < 2; ++i) {
+    tokens.push_back(run.Tokens(2000 + i).slice(1, 0, kLength - 1));
+    expected.push_back(evaluate(tokens.back()));
+  }
+  std::vector<std::thread> threads;
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    threads.emplace_back([&, i] {
+      for (int round = 0; round < 3; ++round)
+        EXPECT_TRUE(torch::equal(evaluate(tokens[i]), expected[i])) << i << ", " << round;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+// What the device holds beside gpu_ram is what an operator uses: here a weight's gradient, a
+// product, and numbers.
+TEST(DeviceAttachTest, TheDeviceHoldsNoMoreThanGpuRam) {
+  constexpr int64_t kMatrices = 24, kWidth = 192;
+  constexpr uint64_t kMatrixBytes = kWidth * kWidth * sizeof(float);
+  for (const double factor : {1.0, 1.3, 2.0, 3.5}) {
+    HostAccelerator device({.pace = Pace::kEager});
+    UseStandin(device);
+    SetOffloading(true);
+    const Recipe recipe{.name = "holds" + std::to_string(factor), .gpu_ram = factor};
+    nn::Module model;
+    for (int64_t i = 0; i < kMatrices; ++i)
+      model.register_parameter("weight" + std::to_string(i), torch::randn({kWidth, kWidth}));
+    model.to(StandinDevice());
+    const Options options = OptionsFor(model, recipe);
+    const auto engine = Engine::Open(options);
+    const auto optimizer = engine->AdamW(model, torch::optim::AdamWOptions(1e-2));
+    const auto held_bytes = [&] {
+      const accelerator::MemoryInfo memory = *device.MemGetInfo();
+      return memory.total_bytes - memory.free_bytes;
+    };
+    uint64_t held_bytes_max = 0;
+    for (int step = 0; step < 3; ++step) {
+      for (const Tensor& weight : model.parameters()) {
+        (weight * 0.5).sum().backward();
+        if (step > 0) held_bytes_max = std::max(held_bytes_max, held_bytes());
+      }
+      optimizer->step();
+      optimizer->zero_grad();
+    }
+    const uint64_t gpu_ram_bytes = std::stoull(options.gpu_ram);
+    EXPECT_GT(2 * kMatrices * kMatrixBytes, gpu_ram_bytes);
+    EXPECT_GT(held_bytes_max, gpu_ram_bytes / 2);
+    EXPECT_LE(held_bytes_max, gpu_ram_bytes + 3 * kMatrixBytes);
+    EXPECT_LE(engine->statistics().gpu_peak_bytes, gpu_ram_bytes);
+  }
+}
+
+// ---- What is refused ---------------------------------------------------------------------------
+
+class DeviceErrorTest : public testing::Test {
+ protected:
+  DeviceErrorTest() : device_(HostAccelerator::Options()) {
+    UseStandin(device_);
+    SetOffloading(true);
+    model_ = MakeModelOf(recipe_);
+    options_ = OptionsFor(*model_, recipe_);
+  }
+  void Attach() {
+    engine_ = Engine::Open(options_);
+    optimizer_ = engine_->AdamW(*model_, torch::optim::AdamWOptions(1e-2));
+  }
+  Tensor Forward() {
+    return model_->forward(torch::zeros({1, kLength}, at::kLong).to(StandinDevice()));
+  }
+
+  const Recipe recipe_{.name = "refused"};
+  HostAccelerator device_;
+  std::shared_ptr<LanguageModel> model_;
+  Options options_;
+  std::shared_ptr<Engine> engine_;
+  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+};
+
+TEST_F(DeviceErrorTest, ADeviceWithoutAPlugIn) {
+  nn::Module module;
+  module.register_parameter("weight", torch::empty({3}, at::kMeta));
+  engine_ = Engine::Open(options_);
+  ExpectError(1601, "accelerator plug-in",
+              [&] { engine_->AdamW(module, torch::optim::AdamWOptions(1e-2)); });
+}
+
+TEST_F(DeviceErrorTest, ASecondDevice) {
+  model_->parameters().back().set_data(model_->parameters().back().cpu());
+  ExpectError(1601, "on cpu", [&] { Attach(); });
+}
+
+TEST_F(DeviceErrorTest, AGpuRamBelowTheFloor) {
+  options_.gpu_ram = "much";
+  ExpectError(1002, "much", [&] { Attach(); });
+  const std::string floor = std::to_string(GpuFloor(*model_));
+  options_.gpu_ram = std::to_string(GpuFloor(*model_) - 1);
+  ExpectError(2003, "Set gpu_ram to " + floor + " bytes", [&] { Attach(); });
+  engine_.reset();
+  options_.gpu_ram = floor;
+  Attach();
+  Forward();
+}
+
+TEST_F(DeviceErrorTest, SeveralRanks) {
+  options_.world_size = options_.local_world_size = 2;
+  options_.rank = options_.local_rank = 0;
+  options_.run_id = "device";
+  ExpectError(1601, "in a job of 2 ranks", [&] { Attach(); });
+}
+
+TEST_F(DeviceErrorTest, GradientsThatWouldSpill) {
+  options_.spill_gradients = true;
+  ExpectError(1301, "spill_gradients", [&] { Attach(); });
+}
+
+TEST_F(DeviceErrorTest, AnOptimizerThatRunsInTheTrainer) {
+  torch::optim::LBFGS optimizer(model_->parameters());
+  engine_ = Engine::Open(options_);
+  ExpectError(1604, "LBFGS", [&] { engine_->Attach(*model_, optimizer); });
+}
+
+TEST_F(DeviceErrorTest, AMoveWhileAttached) {
+  Attach();
+  const Tensor before = Forward();
+  ExpectError(1601, "cannot move", [&] { model_->to(at::kCPU); });
+  EXPECT_TRUE(torch::equal(Forward(), before));
+  Forward().sum().backward();
+  optimizer_->step();
+  EXPECT_EQ(engine_->step(), 1);
+}
+
+TEST_F(DeviceErrorTest, ARawPointer) {
+  Attach();
+  Forward();
+  try {
+    model_->parameters()[0].data_ptr<float>();
+    ADD_FAILURE() << "no error";
+  } catch (const std::exception& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("OFD-1603"));
+  }
+}
+
+TEST_F(DeviceErrorTest, ACudaGraph) {
+  Attach();
+  Forward();
+  const Tensor tokens = torch::zeros({1, kLength}, at::kLong).to(StandinDevice());
+  device_.SetCapturing({}, true);
+  ExpectError(2005, "captured", [&] { model_->forward(tokens); });
+  device_.SetCapturing({}, false);
+  Forward();
+}
+
+// One step of a model on random tokens that depend on its number.
+void TrainOnce(LanguageModel& model, torch::optim::Optimizer& optimizer, int64_t number) {
+  torch::manual_seed(number);
+  const Tensor tokens = torch::randint(kVocabulary, {1, kLength}).to(StandinDevice());
+  model.forward(tokens).sum().backward();
+  optimizer.step();
+  optimizer.zero_grad();
+}
+
+// Every later call fails, too, and the job goes on from its last step.
+TEST(DeviceAttachTest, ADeviceThatFailsEndsTheRunWithItsText) {
+  const Recipe recipe{.name = "fails"};
+  int64_t steps = 0;
+  {
+    HostAccelerator device({.failing_copy = 150});
+    UseStandin(device);
+    SetOffloading(true);
+    const std::shared_ptr<LanguageModel> model = MakeModelOf(recipe);
+    const auto engine = Engine::Open(OptionsFor(*model, recipe));
+    const auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-2));
+    // Who meets it first may be an operator of the device itself.
+    try {
+      for (int64_t step = 0; step < 50; ++step) TrainOnce(*model, *optimizer, step);
+      ADD_FAILURE() << "no error";
+    } catch (const std::exception& error) {
+      EXPECT_THAT(error.what(), testing::HasSubstr("stand-in is broken"));
+    }
+    ExpectError(2004, "stand-in is broken", [&] { model->parameters()[0].sum(); });
+    steps = engine->step();
+    EXPECT_GT(steps, 0);
+  }
+  // `more` steps from where the job is, or all of them in memory.
+  const auto train = [&](bool offloads) {
+    HostAccelerator device(HostAccelerator::Options{});
+    UseStandin(device);
+    SetOffloading(offloads);
+    const std::shared_ptr<LanguageModel> model = MakeModelOf(recipe);
+    const auto engine = Engine::Open(OptionsFor(*model, recipe));
+    const auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-2));
+    if (offloads) EXPECT_EQ(engine->step(), steps);
+    for (int64_t step = offloads ? steps : 0; step < steps + 2; ++step)
+      TrainOnce(*model, *optimizer, step);
+    Seen seen;
+    for (const auto& item : model->named_parameters())
+      See(seen, item.key(), engine->Gather(item.value(), "master"));
+    return seen;
+  };
+  ExpectEqual(train(/*offloads=*/false), train(/*offloads=*/true));
+}
+
+}  // namespace
+}  // namespace offload

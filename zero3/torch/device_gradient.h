@@ -1,0 +1,57 @@
+// zero3/torch/device_gradient.h
+//
+// The gradient of a parameter on a device: `.grad` is a tensor there. The accumulator in the rank's
+// region gets its bytes by copies that the device makes (device_gradients.h); while operators use
+// the gradient its bytes are on the device, left there by the last one or fetched. Norms are those
+// of the device's kernels.
+//
+// What is remembered (zero, scale) and guarded (the update of the last step) is as in Gradient.
+//
+// Thread safety: as Gradient.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+
+#include "zero3/torch/device_memory.h"
+#include "zero3/torch/gradient.h"
+
+namespace offload::zero3 {
+
+class DeviceGradient final : public Gradient {
+ public:
+  // The attachment has a device; the plan keeps the gradient in the region.
+  DeviceGradient(std::shared_ptr<Attachment> attachment, uint32_t tensor,
+                 const at::Tensor& parameter);
+
+  void Pin(Access access) override;
+  bool Serve(Special special, torch::jit::Stack* stack) override;
+  // Waits until the accumulator has the value.
+  void FinishWriting() override;
+
+ private:
+  ~DeviceGradient() override = default;
+  bool raw_writable() const override { return false; }
+  at::Tensor Plain() const override { return on_device_; }
+  void ShowBytes() override;
+  void AdoptStolen(const at::Tensor& stolen) override;
+  c10::DataPtr CopyBytes() override;
+  void Bring(Access access, Lock& lock) override;
+  void Rest() override;
+  bool IsFinite() override;
+
+  DeviceGradients& bytes_on_device() const { return attachment_->device()->gradients(); }
+  bool MayTake(const at::Tensor& stolen) const;
+  void MakeThere(Access access);
+  void Fetch(Access access);
+
+  const c10::Device device_;
+  at::Tensor on_device_;  // while operators use it
+  std::optional<c10::Stream> made_on_;
+  bool is_newer_ = false;  // than what is on its way to the accumulator
+};
+
+}  // namespace offload::zero3

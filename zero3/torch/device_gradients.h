@@ -1,0 +1,74 @@
+// zero3/torch/device_gradients.h
+//
+// The bytes of gradients on a device. What torch has accumulated starts its way to the host at
+// once, behind the stream that wrote it, and stays on the device as long as there is room: the next
+// micro-batch is added there, and clipping looks at it there. The host's copy, in the rank's
+// region, is the one that the daemon reads.
+//
+// Invariants
+//   * Bytes at rest, on their way to the host or arrived, never exceed the plan's share of gpu_ram.
+//     Those that operators use are not counted, as before they were gradients of ours.
+//   * Bytes that are on their way stay; where there are none, the host has the value.
+//
+// Thread safety: all methods may be called from any thread; those of one gradient by one at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "accelerator/accelerator.h"
+#include "zero3/gpu/gradient_return.h"
+
+namespace offload::zero3 {
+
+class DeviceGradients {
+ public:
+  // `tensor_count`: gradients have the numbers of their parameters. The accelerator outlives this.
+  static absl::StatusOr<std::unique_ptr<DeviceGradients>> Make(
+      accelerator::Accelerator* accelerator, uint64_t bytes_max, size_t tensor_count);
+
+  // The bytes of a gradient, in use until Rest(); undefined when only the host has them. Who writes
+  // does it on `stream`, which waits for copies that still read.
+  absl::StatusOr<at::Tensor> Use(uint32_t tensor, bool writes, accelerator::Stream stream);
+  // Gives a gradient bytes, in use until Rest(), instead of what it had. Waits when that is on its
+  // way.
+  absl::Status Give(uint32_t tensor, at::Tensor bytes);
+  // Starts their way to `host`, registered memory, behind `stream`. A failure is returned by
+  // Flush(), too. Waits on the host only when more would be on their way than fits.
+  absl::Status Return(uint32_t tensor, std::byte* host, accelerator::Stream stream);
+  // Nobody uses them any more.
+  void Rest(uint32_t tensor);
+  // Waits until what is on its way has arrived.
+  absl::Status Flush();
+
+  uint64_t bytes_max_ever() const;  // at rest, at once
+
+ private:
+  struct Bytes {
+    at::Tensor tensor;
+    bool is_used = false;
+    int on_their_way = 0;  // copies
+  };
+
+  DeviceGradients(uint64_t bytes_max, size_t tensor_count)
+      : bytes_max_(bytes_max), gradients_(tensor_count) {}
+  void Arrived(uint32_t tensor);
+  void MakeRoom();
+  static uint64_t SizeOf(const Bytes& bytes);
+
+  const uint64_t bytes_max_;
+  mutable std::mutex mutex_;
+  std::vector<Bytes> gradients_;  // by number
+  std::list<uint32_t> resting_;   // with bytes, longest first
+  uint64_t resting_bytes_ = 0, resting_bytes_max_ = 0;
+  std::unique_ptr<GradientReturn> return_;  // calls Arrived()
+};
+
+}  // namespace offload::zero3

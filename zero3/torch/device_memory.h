@@ -1,0 +1,124 @@
+// zero3/torch/device_memory.h
+//
+// What an engine holds of a device: the window of weights over the job's slab, the gradients on
+// their way to the rank's region, and the page-locked mappings that copies need. It is the only
+// user of an Accelerator above torch, and knows no kind of it.
+//
+// gpu_ram is divided once (gpu_plan.h). Beside it stand, as torch's own memory: activations, one
+// gradient and one weight that an operator writes.
+//
+// Errors: as GpuWindow's and GradientReturn's, thrown; after one of the device all calls throw it.
+//
+// Thread safety: all methods may be called from any thread, construction and destruction when no
+// operation runs.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "accelerator/accelerator.h"
+#include "accelerator/host_registration.h"
+#include "client/session.h"
+#include "zero3/gpu/gpu_plan.h"
+#include "zero3/gpu/gpu_window.h"
+#include "zero3/torch/attachment.h"
+#include "zero3/torch/device_gradients.h"
+#include "zero3/torch/wait_graph.h"
+
+namespace offload::zero3 {
+
+class DeviceMemory {
+ public:
+  // `attachment` has its plan, and outlives this. Throws OFD-2001 when the memory that is shared
+  // with the daemon cannot be page-locked, 2003 when the device has no room for the window.
+  DeviceMemory(Attachment& attachment, c10::Device device,
+               std::shared_ptr<accelerator::Accelerator> accelerator, const GpuPlan& plan);
+  ~DeviceMemory();  // waits for the device
+  DeviceMemory(const DeviceMemory&) = delete;
+  DeviceMemory& operator=(const DeviceMemory&) = delete;
+
+  // ---- Weights; the stream is the calling thread's current one ----
+  // Where a weight is on the device, good until Unpin() for what is launched on the stream. Waits
+  // while operations of other threads leave no room.
+  std::byte* Pin(uint32_t tensor);
+  absl::Status Unpin(uint32_t tensor);
+  // Of one that is pinned: `stream` uses it, too.
+  void RecordStream(uint32_t tensor, const c10::Stream& stream);
+  // The daemon's bytes have changed.
+  void Changed(std::span<const uint32_t> tensors);
+  // The same by a step that ends a round of the schedule.
+  void EndRound(std::span<const uint32_t> changed);
+
+  // The window holds nothing of the daemon's until EndDaemonWait(), as often (DaemonWait).
+  void BeginDaemonWait() { window_->BeginSourceWait(); }
+  void EndDaemonWait() { window_->EndSourceWait(); }
+
+  DeviceGradients& gradients() { return *gradients_; }
+  accelerator::Accelerator& accelerator() { return *accelerator_; }
+  c10::Device device() const { return device_; }
+
+  uint64_t bytes_max_ever() const { return window_bytes_ + gradients_->bytes_max_ever(); }
+  // Waits of the host for copies of weights, in all.
+  uint64_t host_waits() const { return window_->counters().host_waits; }
+
+ private:
+  // The session's tensors, in the slab.
+  class SlabWeights final : public WeightSource {
+   public:
+    explicit SlabWeights(Attachment& attachment) : attachment_(attachment) {}
+    void Prefetch(uint32_t tensor) override { attachment_.session().Prefetch(tensor); }
+    absl::StatusOr<const std::byte*> TryLease(uint32_t tensor) override {
+      return attachment_.session().TryAcquire(tensor);
+    }
+    absl::StatusOr<const std::byte*> Lease(uint32_t tensor) override {
+      return attachment_.session().Acquire(tensor);
+    }
+    void Return(uint32_t tensor) override { attachment_.session().Release(tensor); }
+
+   private:
+    Attachment& attachment_;
+  };
+
+  void Register(Attachment& attachment);
+  GpuWindow::Options WindowOptions(Attachment& attachment, const GpuPlan& plan);
+
+  const c10::Device device_;
+  const std::shared_ptr<accelerator::Accelerator> accelerator_;
+  const uint64_t window_bytes_;
+  accelerator::HostRegistration slab_, region_;
+  Staging::Piece staging_;  // where the slab is not registered
+  SlabWeights source_;
+  std::unique_ptr<GpuWindow> window_;
+  std::unique_ptr<DeviceGradients> gradients_;
+  std::mutex mutex_;
+  WaitQueue unpinned_;
+  std::vector<WaitGraph::Thread> holders_;  // one per pin
+  uint64_t unpins_ = 0;
+};
+
+// While it lives the calling thread waits for the daemon, which may need room, or the end of a use,
+// that the device's window has: the window lets go of all. Nothing for a model of the host. It may
+// wait for copies, and must not be made while one of the window's own leases is waited for.
+class DaemonWait {
+ public:
+  explicit DaemonWait(const Attachment& attachment) : device_(attachment.device()) {
+    if (device_ != nullptr) device_->BeginDaemonWait();
+  }
+  ~DaemonWait() {
+    if (device_ != nullptr) device_->EndDaemonWait();
+  }
+  DaemonWait(const DaemonWait&) = delete;
+  DaemonWait& operator=(const DaemonWait&) = delete;
+
+ private:
+  DeviceMemory* const device_;
+};
+
+}  // namespace offload::zero3

@@ -1,0 +1,52 @@
+#include "zero3/torch/device_plan.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/byte_size.h"
+#include "base/error.h"
+#include "zero3/gpu/gpu_tensors.h"
+#include "zero3/torch/devices.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload::zero3 {
+namespace {
+
+// The other half is for activations and torch's own buffers.
+constexpr uint64_t kPartOfFree = 2;
+
+std::optional<uint64_t> ParseGpuRam(const std::string& gpu_ram) {
+  if (gpu_ram == "auto") return std::nullopt;
+  return ValueOrThrow(ParseByteSize(gpu_ram), "gpu_ram");
+}
+
+uint64_t AllBytes(std::span<const GpuTensor> tensors) {
+  uint64_t size_bytes = 0;
+  for (const GpuTensor& tensor : tensors)
+    size_bytes += DeviceBytes(tensor.weight_bytes) + DeviceBytes(tensor.gradient_bytes);
+  return size_bytes;
+}
+
+}  // namespace
+
+DevicePlan::DevicePlan(const std::string& gpu_ram) : given_bytes_(ParseGpuRam(gpu_ram)) {}
+
+void DevicePlan::Make(c10::Device device, std::span<const proto::Tensor> tensors) {
+  if (device_.has_value() && *device_ != device) {
+    ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
+                          absl::StrCat("one module of the job is on ", device_->str(),
+                                       " and another on ", device.str()),
+                          "Move them to one device before attaching them, or give each a job"));
+  }
+  device_ = device;
+  if (device.is_cpu()) return;
+  if (accelerator_ == nullptr) accelerator_ = ValueOrThrow(AcceleratorOf(device), device.str());
+  const std::vector<GpuTensor> needs = GpuTensorsOf(tensors);
+  const accelerator::MemoryInfo memory = ValueOrThrow(accelerator_->MemGetInfo(), device.str());
+  gpu_ram_bytes_ =
+      given_bytes_.value_or(std::min(memory.free_bytes / kPartOfFree, AllBytes(needs)));
+  plan_ = ValueOrThrow(MakeGpuPlan(needs, gpu_ram_bytes_), device.str());
+}
+
+}  // namespace offload::zero3
