@@ -149,6 +149,18 @@ void AppendUpdates(const StepCommand& command, size_t begin, v1::StepRequest& re
   });
 }
 
+grpc::Status WriteStep(const StepCommand& command, grpc::ClientWriter<v1::StepRequest>& writer) {
+  v1::StepRequest request = StepHead(command);
+  for (size_t begin = 0; begin == 0 || begin < command.updates.size();
+       begin += kListEntriesPerMessage) {
+    AppendUpdates(command, begin, request);
+    if (!writer.Write(request)) return writer.Finish();
+    request.Clear();
+  }
+  writer.WritesDone();
+  return writer.Finish();
+}
+
 }  // namespace
 
 ControlClient::ControlClient(const std::string& path, const proto::Token& token,
@@ -168,6 +180,7 @@ absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
   request.set_io_engine(options.io_engine);
   request.set_update_threads(options.update_threads);
   request.set_durability(options.durability);
+  request.set_update_in_backward(options.update_in_backward);
   request.set_generations(options.generations);
   SetWorld(options, request);
   v1::OpenJobReply reply;
@@ -292,19 +305,17 @@ absl::Status ControlClient::SetSquareRoots(const kernels::SquareRoots& roots) {
   });
 }
 
+absl::Status ControlClient::BeginStep(const StepCommand& command) {
+  v1::Empty reply;
+  return Run("BeginStep", std::nullopt, [&](grpc::ClientContext& context) {
+    return WriteStep(command, *stub_->BeginStep(&context, &reply));
+  });
+}
+
 absl::Status ControlClient::Step(const StepCommand& command) {
   v1::StepReply reply;
   return Run("Step", std::nullopt, [&](grpc::ClientContext& context) {
-    const auto writer = stub_->Step(&context, &reply);
-    v1::StepRequest request = StepHead(command);
-    for (size_t begin = 0; begin == 0 || begin < command.updates.size();
-         begin += kListEntriesPerMessage) {
-      AppendUpdates(command, begin, request);
-      if (!writer->Write(request)) return writer->Finish();
-      request.Clear();
-    }
-    writer->WritesDone();
-    return writer->Finish();
+    return WriteStep(command, *stub_->Step(&context, &reply));
   });
 }
 

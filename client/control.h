@@ -47,6 +47,7 @@ class ControlClient {
   absl::Status EndLoad();
   absl::Status SetSchedule(std::span<const uint32_t> tensors);
   absl::Status SetSquareRoots(const kernels::SquareRoots& roots);
+  absl::Status BeginStep(const StepCommand& command);
   absl::Status Step(const StepCommand& command);
   absl::StatusOr<uint64_t> WaitDurable();
   absl::StatusOr<uint64_t> Checkpoint();

@@ -192,6 +192,15 @@ bool RingClient::Prefetch(uint32_t tensor) {
   return true;
 }
 
+void RingClient::ReleaseGradient(uint32_t tensor) {
+  if (tensor >= tensor_count_ || !options_.health->ok()) return;
+  SubmissionEntry entry{};
+  entry.operation = RingOperation::kReleaseGradient;
+  entry.tensor = tensor;
+  absl::MutexLock lock(&mutex_);
+  if (HasRoom()) SubmitLocked(entry, /*nobody_waits=*/true);
+}
+
 TensorState RingClient::State(uint32_t tensor) const {
   if (tensor >= tensor_count_ || options_.health->forked()) return proto::kAbsent;
   return proto::StateOf(word(tensor)->load(std::memory_order_relaxed));

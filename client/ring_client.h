@@ -75,6 +75,8 @@ class RingClient {
   void Release(uint32_t tensor);
   absl::StatusOr<const std::byte*> TryAcquire(uint32_t tensor);
   bool Prefetch(uint32_t tensor);
+  // Says it when there is room.
+  void ReleaseGradient(uint32_t tensor);
   proto::TensorState State(uint32_t tensor) const;
   void SetSchedulePosition(uint32_t position);
 

@@ -210,6 +210,12 @@ absl::Status Session::SetSquareRoots(const kernels::SquareRoots& roots) {
   return impl_->control->SetSquareRoots(roots);
 }
 
+absl::Status Session::BeginStep(const StepCommand& command) {
+  return impl_->control->BeginStep(command);
+}
+
+void Session::ReleaseGradient(uint32_t tensor) { impl_->rings->ReleaseGradient(tensor); }
+
 absl::Status Session::Step(const StepCommand& command) {
   const bool is_alone = impl_->world.world_size <= 1;
   impl_->monitor.Enter(proto::StepPhase::kStep);

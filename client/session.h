@@ -10,8 +10,8 @@
 //   within a second.
 //   * After a fork the child's session is dead (OFD-1802); the parent's goes on.
 //
-// Thread safety: Acquire, Release, Prefetch, Submit and Wait may be called from any thread; the
-// rest from one thread at a time.
+// Thread safety: Acquire, Release, Prefetch, ReleaseGradient, Submit and Wait may be called from
+// any thread; the rest from one thread at a time.
 #pragma once
 
 #include <cstddef>
@@ -51,6 +51,9 @@ struct JobOptions {
   // "step": every step is committed. "checkpoint:N": those whose number is a multiple of N, and
   // what there is at WaitDurable and at the end; after a crash the job resumes at the last of them.
   std::string durability = "step";
+  // "auto": what the next step needs is read, and tensors that BeginStep() and ReleaseGradient()
+  // name are updated, before the step is called for, as far as memory reaches. "never": nothing is.
+  std::string update_in_backward = "auto";
   uint32_t generations = 0;  // spare ones that a new store is formatted with, for snapshots
   // Where this rank stands; what follows is for several ranks only. Nearly all calls wait until all
   // ranks have made them.
@@ -120,6 +123,13 @@ class Session {
   // For optimizers whose TakesLibraryRoots() is true: those of the library that they follow. Once,
   // before the first step of one; without it they take the nearest roots.
   absl::Status SetSquareRoots(const kernels::SquareRoots& roots);
+  // What the next Step() will probably say, once its backward has begun: updates of tensors that
+  // ReleaseGradient() names may begin then. Binds nobody, changes nothing that anybody sees, and is
+  // of use as far as the step says the same and gradients stay as they were released. For one rank
+  // and gradients in the region. From any thread, one at a time.
+  absl::Status BeginStep(const StepCommand& command);
+  // The tensor's gradient is probably final. Never blocks, never fails; after BeginStep().
+  void ReleaseGradient(uint32_t tensor);
   absl::Status Step(const StepCommand& command);
   // Returns, when every step that was recorded is committed, the last of them.
   absl::StatusOr<uint64_t> WaitDurable();

@@ -50,6 +50,8 @@ constexpr Key kKeys[] = {
      "how the daemon reads and writes"},
     {"update.threads", nullptr, KeyType::kCount, "0", "1024",
      "of the daemon's optimizer; 0: half of the cores"},
+    {"update.in_backward", nullptr, KeyType::kChoice, "auto", "auto|never",
+     "auto: work for a step begins during its backward where results are the same"},
     {"durability", nullptr, KeyType::kDurability, "step", "",
      "step, or a commit after every N steps (checkpoint:N) or so long after the one before "
      "(checkpoint:10min) only"},
@@ -168,18 +170,20 @@ Setting Settings::Get(std::string_view name) const {
 }
 
 std::vector<std::pair<std::string, std::string>> Settings::EngineOptions() const {
-  constexpr std::pair<const char*, const char*> kSame[] = {{"pool", "nvme_path"},
-                                                           {"memory.ram", "ram"},
-                                                           {"job", "job"},
-                                                           {"io.engine", "io"},
-                                                           {"durability", "durability"},
-                                                           {"state.generations", "generations"},
-                                                           {"update.threads", "update_threads"},
-                                                           {"policy.params", "weights_home"},
-                                                           {"policy.optimizer", "state_home"},
-                                                           {"policy.persistence", "persistence"},
-                                                           {"policy.prefetch", "prefetch"},
-                                                           {"policy.max_live", "max_live"}};
+  constexpr std::pair<const char*, const char*> kSame[] = {
+      {"pool", "nvme_path"},
+      {"memory.ram", "ram"},
+      {"job", "job"},
+      {"io.engine", "io"},
+      {"durability", "durability"},
+      {"state.generations", "generations"},
+      {"update.threads", "update_threads"},
+      {"update.in_backward", "update_in_backward"},
+      {"policy.params", "weights_home"},
+      {"policy.optimizer", "state_home"},
+      {"policy.persistence", "persistence"},
+      {"policy.prefetch", "prefetch"},
+      {"policy.max_live", "max_live"}};
   std::vector<std::pair<std::string, std::string>> options;
   for (const auto& [key, option] : kSame) {
     if (has(key)) options.emplace_back(option, Get(key).value);

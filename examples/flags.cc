@@ -108,6 +108,9 @@ void DefineOffloading(CLI::App& app, Flags& flags, Words& words) {
   app.add_option("--job", flags.job, "names the run; the same name resumes it");
   app.add_option("--durability", flags.durability,
                  "step: every step is committed; checkpoint:N: every Nth; checkpoint:10min");
+  app.add_option("--update-in-backward", flags.update_in_backward,
+                 "auto: updates begin during the backward; never: at step(); losses are the same")
+      ->check(CLI::IsMember({"auto", "never"}));
   app.add_option("--generations", flags.generations, "spare ones of a new job, for snapshots")
       ->check(CLI::Range(0, 14));
   app.add_option("--zero-stage", flags.zero_stage,
@@ -129,8 +132,8 @@ absl::Status DecideOffloading(const CLI::App& app, const Words& words, Flags& fl
       words.offload == "on" || (app.count("--offload") == 0 && !flags.nvme_path.empty());
   if (flags.offload) return absl::OkStatus();
   for (const char* const flag :
-       {"--nvme-path", "--ram", "--gpu-ram", "--job", "--durability", "--generations",
-        "--zero-stage", "--weights-home", "--state-home", "--checksums", "--io"}) {
+       {"--nvme-path", "--ram", "--gpu-ram", "--job", "--durability", "--update-in-backward",
+        "--generations", "--zero-stage", "--weights-home", "--state-home", "--checksums", "--io"}) {
     if (app.count(flag) == 0) continue;
     return MakeError(ErrorId::kBadValue, absl::StrCat(flag, " has no effect without offloading"),
                      app.count("--offload") == 0 ? "Add --nvme-path DIR, or leave it away"

@@ -56,6 +56,7 @@ struct Flags {
   std::string job = "default";
   std::string io = "auto";
   std::string durability = "step";
+  std::string update_in_backward = "auto";
   int64_t generations = 0;
   int64_t zero_stage = -1;  // -1: what saves most
   std::string weights_home = "auto", state_home = "auto";

@@ -114,6 +114,7 @@ std::shared_ptr<Engine> OpenEngine(const Flags& flags, const ModelShape& shape) 
   options.job = flags.job;
   options.io = flags.io;
   options.durability = flags.durability;
+  options.update_in_backward = flags.update_in_backward;
   options.generations = static_cast<int>(flags.generations);
   options.zero_stage = static_cast<int>(flags.zero_stage);
   options.weights_home = flags.weights_home;
@@ -220,6 +221,8 @@ class Trainer {
   // Takes one optimizer step; `step` counts the steps before it.
   StepReport Step(int64_t step) {
     StepReport report;
+    report.learning_rate = LearningRate(flags_, step);
+    for (auto& group : optimizer_->param_groups()) group.options().set_lr(report.learning_rate);
     Stopwatch stopwatch;
     std::vector<double> losses;
     const int64_t micro_batches_of_rank = flags_.micro_batches / flags_.as_ranks;
@@ -234,8 +237,6 @@ class Trainer {
       report.seconds.backward += stopwatch.Lap();
     }
     report.loss = MeanLoss(losses);
-    report.learning_rate = LearningRate(flags_, step);
-    for (auto& group : optimizer_->param_groups()) group.options().set_lr(report.learning_rate);
     if (flags_.clip > 0) {
       report.grad_norm = torch::nn::utils::clip_grad_norm_(model_->parameters(), flags_.clip);
     }

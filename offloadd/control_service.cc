@@ -284,6 +284,18 @@ grpc::Status ControlService::SetSquareRoots(grpc::ServerContext* context,
       }));
 }
 
+grpc::Status ControlService::BeginStep(grpc::ServerContext* context,
+                                       grpc::ServerReader<v1::StepRequest>* reader, v1::Empty*) {
+  const absl::StatusOr<std::shared_ptr<Session>> session = SessionOf(*context);
+  if (!session.ok()) return ToGrpc(session.status());
+  auto messages = Stream<v1::StepRequest>::Read(reader, *session);
+  if (!messages.ok()) return ToGrpc(messages.status());
+  return ToGrpc(OnJob<absl::Status>(
+      **session, [&](Job& job, Rank&, const std::function<void(absl::Status)>& done) {
+        done(job.BeginStep(messages->messages()));
+      }));
+}
+
 grpc::Status ControlService::Step(grpc::ServerContext* context,
                                   grpc::ServerReader<v1::StepRequest>* reader,
                                   v1::StepReply* reply) {

@@ -55,6 +55,9 @@ class ControlService final : public proto::v1::Control::Service {
   grpc::Status SetSquareRoots(grpc::ServerContext* context,
                               grpc::ServerReader<proto::v1::SetSquareRootsRequest>* reader,
                               proto::v1::Empty* reply) override;
+  grpc::Status BeginStep(grpc::ServerContext* context,
+                         grpc::ServerReader<proto::v1::StepRequest>* reader,
+                         proto::v1::Empty* reply) override;
   grpc::Status Step(grpc::ServerContext* context,
                     grpc::ServerReader<proto::v1::StepRequest>* reader,
                     proto::v1::StepReply* reply) override;

@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "offloadd/gradient_digest.h"
 
 namespace offload::daemon {
 namespace {
@@ -21,6 +22,12 @@ constexpr uint64_t kTieBytesMax = proto::kExtentElements / 8;
 template <typename T>
 T* At(const PlaneMemory& plane, uint64_t element) {
   return plane.bytes == nullptr ? nullptr : reinterpret_cast<T*>(plane.bytes) + element;
+}
+
+// A worker's own copy of a tile's gradients.
+std::byte* GradientsOfThread() {
+  alignas(64) static thread_local std::byte bytes[kTileElements * sizeof(double)];
+  return bytes;
 }
 
 // Checksums of one plane before and after the update.
@@ -49,6 +56,7 @@ class Pass {
     if (update_.norms_only) update_.norms.assign(update_.members.size(), {});
     for (uint32_t begin = 0; begin < update_.elements; begin += kTileElements) {
       const uint32_t end = std::min(begin + kTileElements, update_.elements);
+      CopyWeights(begin, end);
       TakeChecksums(begin, end, /*before=*/true);
       UpdateTile(begin, end);
       TakeChecksums(begin, end, /*before=*/false);
@@ -61,16 +69,29 @@ class Pass {
     return ExtentIdOf(update_.store_tensor, plane, update_.index);
   }
 
+  struct Bytes {
+    uint64_t from = 0, to = 0;
+  };
+  // Of a tile in a plane; the last one takes the padding along.
+  Bytes BytesOf(proto::Plane plane, uint32_t begin, uint32_t end) const {
+    const uint64_t element_bytes = update_.plane_set->Bits(plane) / 8;
+    return {begin * element_bytes,
+            end == update_.elements ? update_.planes[plane].size_bytes : end * element_bytes};
+  }
+
+  void CopyWeights(uint32_t begin, uint32_t end) {
+    if (update_.weight_source == nullptr) return;
+    const auto [from, to] = BytesOf(proto::Plane::kWeight, begin, end);
+    std::memcpy(update_.planes[proto::Plane::kWeight].bytes + from, update_.weight_source + from,
+                to - from);
+  }
+
   void TakeChecksums(uint32_t begin, uint32_t end, bool before) {
     for (const proto::Plane plane : proto::kUpdatedPlanes) {
       std::optional<swap::Checksum>& checksum =
           before ? checksums_[plane].before : checksums_[plane].after;
       if (!checksum.has_value()) continue;
-      const uint64_t element_bytes = update_.plane_set->Bits(plane) / 8;
-      // The last tile takes the padding along.
-      const uint64_t to =
-          end == update_.elements ? update_.planes[plane].size_bytes : end * element_bytes;
-      const uint64_t from = begin * element_bytes;
+      const auto [from, to] = BytesOf(plane, begin, end);
       checksum->Update({update_.planes[plane].bytes + from, to - from});
     }
   }
@@ -107,8 +128,8 @@ class Pass {
 
   // Elements that are not updated keep their tie bits.
   void SkipTies(uint32_t begin, uint32_t end) {
-    if (!update_.plane_set->Has(proto::Plane::kTies)) return;
     const int16_t* residual = At<int16_t>(update_.planes[proto::Plane::kResidual], 0);
+    if (residual == nullptr || !update_.plane_set->Has(proto::Plane::kTies)) return;
     for (uint32_t i = begin; i < end; ++i) {
       if (residual[i] == INT16_MIN) ties_out_.writer().Append(ties_in_.reader().Next());
     }
@@ -140,6 +161,7 @@ class Pass {
     }
     run.gradient = member.gradient != nullptr ? member.gradient + run.begin * weight_bytes
                                               : update_.spilled_gradient + begin * weight_bytes;
+    if (update_.takes_gradient_digest) run.gradient = TakeGradients(run, weight_bytes);
     run.gradient_scale = member.gradient_scale;
     run.trust_ratio = member.trust_ratio;
     run.roots = update_.roots;
@@ -150,7 +172,15 @@ class Pass {
     }
   }
 
+  const void* TakeGradients(const kernels::Run& run, uint64_t element_bytes) {
+    std::byte* const copy = GradientsOfThread();
+    std::memcpy(copy, run.gradient, run.count * element_bytes);
+    digest_.Update(copy, run.count * element_bytes);
+    return copy;
+  }
+
   void Finish() {
+    update_.gradient_digest = digest_.Finish();
     for (const proto::Plane plane : proto::kUpdatedPlanes) {
       PlaneChecksums& checksums = checksums_[plane];
       if (checksums.after.has_value()) update_.crc[plane] = checksums.after->Finish();
@@ -166,6 +196,7 @@ class Pass {
 
   ExtentUpdate& update_;
   ByPlane<PlaneChecksums> checksums_;
+  GradientDigest digest_;
   TieSource ties_in_;
   TieSink ties_out_;
   size_t next_member_ = 0;
@@ -245,6 +276,19 @@ void RunExtentUpdate(ExtentUpdate& update) {
   update.is_spoiled = false;
   Verify(update);
   if (!update.HasWrong()) Pass(update).Run();
+}
+
+uint64_t DigestGradients(const ExtentUpdate& update) {
+  const uint64_t element_bytes = proto::DtypeBytes(update.dtype);
+  GradientDigest digest;
+  for (const MemberUpdate& member : update.members) {
+    const uint64_t begin = std::max(member.begin, update.begin);
+    const uint64_t end = std::min(member.begin + member.count, update.begin + update.elements);
+    if (begin < end)
+      digest.Update(member.gradient + (begin - member.begin) * element_bytes,
+                    (end - begin) * element_bytes);
+  }
+  return digest.Finish();
 }
 
 absl::StatusOr<TieBits> ClearResidual(std::span<int16_t> residual, uint64_t dropped_begin,

@@ -75,8 +75,10 @@ struct ExtentUpdate {
   proto::Dtype dtype = proto::Dtype::kFloat32;
   const proto::PlaneSet* plane_set = nullptr;
   const uint32_t* roots = nullptr;  // as kernels::Run has them
-  uint64_t sequence = 0;            // that the outputs are bound to
-  PlaneFlags left;                  // stays in memory unwritten: gets no checksum
+  // The weights as they are before, in memory that keeps them; null: where the plane is.
+  const std::byte* weight_source = nullptr;
+  uint64_t sequence = 0;  // that the outputs are bound to
+  PlaneFlags left;        // stays in memory unwritten: gets no checksum
   // Nothing is changed before all that was read has its checksum: planes in memory are nowhere
   // else.
   bool verifies_first = false;
@@ -85,11 +87,14 @@ struct ExtentUpdate {
   const std::byte* spilled_gradient = nullptr;
   std::span<const MemberUpdate> members;  // ascending, those that are updated
   bool norms_only = false;  // the first of two sweeps: verify and add up, and change nothing
+  // The gradient may change meanwhile: it is read once, and its digest is that of what was read.
+  bool takes_gradient_digest = false;
 
   // Results.
   ByPlane<uint32_t> crc;
   TieBits ties_out;
   std::vector<kernels::Norms> norms;  // of the first of two sweeps: one for each member
+  uint64_t gradient_digest = 0;       // with takes_gradient_digest; as DigestGradients()
   PlaneFlags wrong;  // were read and do not have their checksum: the other results are worthless
   bool is_spoiled = false;  // and so are all planes: the update has gone over them
   absl::Status status;
@@ -99,6 +104,9 @@ struct ExtentUpdate {
 
 // Fills the results. May run again when planes that are wrong or spoiled have been read anew.
 void RunExtentUpdate(ExtentUpdate& update);
+
+// GradientDigest over the members' gradients inside the extent, in order; of those in memory.
+uint64_t DigestGradients(const ExtentUpdate& update);
 
 // Copies the tie bits of elements [begin, end) that stay, dropping those of [dropped_begin,
 // dropped_end), whose residual becomes zero. Used when a member of a bundle is put.

@@ -258,6 +258,15 @@ absl::Status Job::SetSquareRoots(std::shared_ptr<const kernels::SquareRoots> roo
                    "Run all ranks with one libtorch");
 }
 
+absl::Status Job::BeginStep(const std::vector<proto::v1::StepRequest>& messages) {
+  OFFLOAD_RETURN_IF_ERROR(Check(JobCall::kBeginStep));
+  if (world_size() > 1 || !context_.updates_ahead || OffLoopIsBusy() || !gate_->empty())
+    return absl::OkStatus();
+  OFFLOAD_ASSIGN_OR_RETURN(StepPlan plan, MakeStepPlan(messages, context_));
+  if (plan.step == step_ + 1) executor_->Expect(std::move(plan));
+  return absl::OkStatus();
+}
+
 void Job::Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done) {
   absl::Status status = Check(JobCall::kStep);
   if (status.ok()) status = CheckAllAreHere();
@@ -486,6 +495,9 @@ void Job::Handle(Rank& rank, const proto::SubmissionEntry& entry) {
                             context_.Counted([&rank, tag = entry.tag](const absl::Status& status) {
                               rank.Complete(tag, status, 0);
                             }));
+    case proto::RingOperation::kReleaseGradient:
+      executor_->ReleaseGradient(entry.tensor);
+      return rank.Complete(entry.tag, absl::OkStatus(), 0);
     case proto::RingOperation::kBeginGradients:
     case proto::RingOperation::kGradient:
     case proto::RingOperation::kEndPass:

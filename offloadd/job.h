@@ -139,6 +139,9 @@ class Job {
   absl::Status SetSchedule(Rank& rank, const std::vector<uint32_t>& tensors);
   // OFD-1805 when another rank has said others.
   absl::Status SetSquareRoots(std::shared_ptr<const kernels::SquareRoots> roots);
+  // What the next Step will probably say. Ignored where nothing is made of it: the job works ahead
+  // of no steps, has several ranks, or has been called for that step or another one.
+  absl::Status BeginStep(const std::vector<proto::v1::StepRequest>& messages);
   void Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done);
   void WaitDurable(StepDone done);
   // Has the last recorded step committed, and does not wait for it; returns its number.

@@ -70,6 +70,7 @@ struct JobContext {
 
   Durability durability;       // which steps are committed
   bool reads_ahead = true;     // for the next step before it is called for (ReadAhead)
+  bool updates_ahead = false;  // too, where it is announced (update_in_backward = auto)
   bool published = false;      // the store has its name; before that the weights are being put
   bool commit_wanted = false;  // no write may begin until the commit is done
   // Puts lie in the open epoch that no step and no end of a load has made part of it: nothing is
@@ -77,6 +78,7 @@ struct JobContext {
   bool unsettled_puts = false;
   bool changing_snapshots = false;  // or about to: no put begins, and nothing is committed
   uint32_t writes_in_flight = 0;
+  uint32_t writes_aside = 0;  // of these: to places that are in no epoch (UpdateAhead)
   uint64_t outstanding = 0;
   double room_timeout_seconds = 0;  // after which an acquire that nothing can serve fails
   absl::Status failure;

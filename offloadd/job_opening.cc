@@ -47,6 +47,12 @@ absl::Status Job::ReadOptions(const proto::v1::OpenJobRequest& request) {
   update_threads_asked_ = request.update_threads();
   OFFLOAD_ASSIGN_OR_RETURN(io_.engine, ParseEngine(request.io_engine()));
   OFFLOAD_ASSIGN_OR_RETURN(context_.durability, ParseDurability(request.durability()));
+  const std::string& ahead = request.update_in_backward();
+  if (!ahead.empty() && ahead != "auto" && ahead != "never") {
+    return MakeError(ErrorId::kBadValue, absl::StrCat("update_in_backward \"", ahead, "\""),
+                     "Use auto or never");
+  }
+  context_.updates_ahead = ahead != "never";
   if (request.generations() > swap::kGenerationsMax) {
     return MakeError(ErrorId::kBadValue, absl::StrCat(request.generations(), " spare generations; ",
                                                       "at most ", swap::kGenerationsMax));

@@ -33,6 +33,7 @@ constexpr CallRow kCalls[kJobCalls] = {
     {"EndLoad", Bit(JobPhase::kTraining), "Publish", ""},
     {"SetSchedule", kWhileSealed, "Seal", ""},
     {"SetSquareRoots", kWhileLiving, "OpenJob", ""},
+    {"BeginStep", Bit(JobPhase::kTraining), "Publish", ""},
     {"Step", Bit(JobPhase::kTraining), "Publish", ""},
     {"WaitDurable", Bit(JobPhase::kTraining), "Publish", ""},
     {"Checkpoint", Bit(JobPhase::kTraining), "Publish", ""},

@@ -43,12 +43,13 @@ enum class JobCall : uint8_t {
   kEndLoad,
   kSetSchedule,
   kSetSquareRoots,
+  kBeginStep,
   kStep,
   kWaitDurable,
   kCheckpoint,
   kExchange,
 };
-inline constexpr int kJobCalls = 12;
+inline constexpr int kJobCalls = 13;
 std::string_view NameOf(JobCall call);
 
 // OFD-1503 "Step before Publish", "DeclareTensors after Seal", "Seal for the second time", "Step

@@ -40,6 +40,7 @@ TEST(JobPhaseTest, EveryCallHasItsPhases) {
   EXPECT_EQ(AllowedPhases(JobCall::kEndLoad), std::set{kTraining});
   EXPECT_EQ(AllowedPhases(JobCall::kSetSchedule), sealed);
   EXPECT_EQ(AllowedPhases(JobCall::kSetSquareRoots), living);
+  EXPECT_EQ(AllowedPhases(JobCall::kBeginStep), std::set{kTraining});
   EXPECT_EQ(AllowedPhases(JobCall::kStep), std::set{kTraining});
   EXPECT_EQ(AllowedPhases(JobCall::kWaitDurable), std::set{kTraining});
   EXPECT_EQ(AllowedPhases(JobCall::kCheckpoint), std::set{kTraining});

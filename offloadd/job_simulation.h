@@ -36,6 +36,7 @@ struct SimulatedPlan {
   kernels::OptimizerSpec optimizer;
   std::vector<kernels::OptimizerSpec> groups;
   uint64_t interval = 1;  // steps from commit to commit
+  std::string update_in_backward;
   uint32_t generations = 0;
   bool gradient_sum = false;
   uint64_t ram_bytes = 0;
@@ -122,6 +123,11 @@ class SimulatedRank {
   void AddHold();
   void AddRound(const std::shared_ptr<StepScript>& script, uint32_t round);
   void AddGradientsOfOne(const std::shared_ptr<StepScript>& script);
+  void AddGradientOfOne(const std::shared_ptr<StepScript>& script, uint32_t tensor);
+  void AnnounceStep(const std::shared_ptr<StepScript>& script);
+  void WriteInRegion(uint32_t tensor, const std::function<Bytes()>& values);
+  void AddPause();
+  void Release(uint32_t tensor);
   void AddStep(const std::shared_ptr<StepScript>& script);
   void AddCheckpoint();
   void AddEnd();
@@ -280,6 +286,7 @@ class Simulation {
   SimulatedMachine machine_;
   JobSimulationResult result_;
   SimulatedPlan plan_;
+  bool favours_ahead_ = false;  // much may be updated before it is called for
   std::vector<proto::Tensor> tensors_;
 
   // A launch.

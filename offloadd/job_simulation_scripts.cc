@@ -46,7 +46,8 @@ uint64_t ChooseElements(Random& random, uint64_t bundled_in_four) {
 
 void Simulation::ChooseModel() {
   const uint64_t count = 2 + random_.Below(3);
-  const uint64_t bundled_in_four = random_.OneIn(8) ? 0 : 3;
+  favours_ahead_ = random_.OneIn(4);
+  const uint64_t bundled_in_four = favours_ahead_ || random_.OneIn(8) ? 0 : 3;
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t elements = ChooseElements(random_, bundled_in_four);
     tensors_.push_back({.name = absl::StrCat("tensor.", i),
@@ -65,8 +66,9 @@ void Simulation::ChooseModel() {
 }
 
 void Simulation::ChooseLaunch() {
-  plan_.world_size = static_cast<uint32_t>(1 + random_.Below(4));
-  plan_.interval = random_.OneIn(2) ? 1 : 1 + random_.Below(3);
+  plan_.world_size = favours_ahead_ ? 1 : static_cast<uint32_t>(1 + random_.Below(4));
+  plan_.interval = favours_ahead_ || random_.OneIn(2) ? 1 : 1 + random_.Below(3);
+  plan_.update_in_backward = random_.OneIn(4) ? "never" : "auto";
   plan_.gradient_sum = plan_.world_size > 1 && random_.OneIn(4);
   ChooseMemory();
   ChooseGradientHomes();
@@ -106,12 +108,13 @@ void Simulation::ChooseMemory() {
   memory.window_bytes = random_.OneIn(2) ? largest_bytes : std::max(largest_bytes, all_bytes);
   if (random_.OneIn(4)) memory.window_bytes = largest_bytes * 2;
   plan_.holds_all = memory.window_bytes >= all_bytes;
-  memory.pipeline_blocks = static_cast<uint32_t>(1 + random_.Below(3));
+  memory.pipeline_blocks = static_cast<uint32_t>(1 + random_.Below(4));
+  if (favours_ahead_) memory.state_resident.assign(memory.state_resident.size(), 0);
 }
 
 void Simulation::ChooseGradientHomes() {
   proto::MemoryPlan& memory = plan_.memory;
-  const bool spills = random_.OneIn(2);
+  const bool spills = !favours_ahead_ && random_.OneIn(2);
   for (uint32_t i = 0; i < tensors_.size(); ++i) {
     proto::GradientPlacement home;
     const proto::StoreTensor& tensor =
@@ -162,6 +165,7 @@ proto::v1::OpenJobRequest Simulation::OpenRequest(uint32_t rank) const {
   request.set_update_threads(2);
   request.set_durability(plan_.interval == 1 ? "step"
                                              : absl::StrCat("checkpoint:", plan_.interval));
+  request.set_update_in_backward(plan_.update_in_backward);
   request.set_generations(plan_.generations);
   if (plan_.world_size == 1) return request;
   proto::v1::World& world = *request.mutable_world();

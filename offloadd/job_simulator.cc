@@ -181,6 +181,10 @@ void Simulation::EndLaunch() {
   }
   while (machine_.RunOne()) continue;
   result_.puts_dropped += has_unsettled_puts_;
+  proto::v1::JobStatus status;
+  job_->FillStatus(&status);
+  result_.used_ahead += status.updates_ahead().used();
+  result_.lost_ahead += status.updates_ahead().lost();
   job_.reset();
   ranks_.clear();
   changing_snapshots_ = false;
@@ -516,6 +520,8 @@ void JobSimulationResult::Add(const JobSimulationResult& other) {
   kills += other.kills;
   power_cuts += other.power_cuts;
   drive_faults += other.drive_faults;
+  used_ahead += other.used_ahead;
+  lost_ahead += other.lost_ahead;
   newer_states_found += other.newer_states_found;
   puts_dropped += other.puts_dropped;
 }

@@ -16,6 +16,8 @@
 //   others on other paths; look, go on, begin anew     order of passes and ranks, whoever came first
 //   a step, with clipping, with gradients that the     weights, masters, states, epoch and trainer
 //   trainer wrote, of the same or another optimizer    states become the model's
+//   a rank says what the step will be and which      nothing anybody sees changes before the step,
+//   gradients are final, rightly or not                which becomes the model's all the same
 //   a step whose gradients are not finite, or in       is refused to all ranks alike, and nothing has
 //   which ranks differ                                 changed
 //   the first rank puts weights                        others see them when they have followed; they
@@ -55,8 +57,9 @@ struct JobSimulationResult {
   uint64_t steps_beside_checkpoints = 0;  // that began before an interval's was durable
   uint64_t snapshots = 0, snapshots_read = 0;
   uint64_t deaths = 0, kills = 0, power_cuts = 0, drive_faults = 0;
-  uint64_t newer_states_found = 0;  // than the one that was known to be durable
-  uint64_t puts_dropped = 0;        // launches that ended with puts of no step and no load
+  uint64_t used_ahead = 0, lost_ahead = 0;  // extents that were updated before their step's call
+  uint64_t newer_states_found = 0;          // than the one that was known to be durable
+  uint64_t puts_dropped = 0;                // launches that ended with puts of no step and no load
 
   void Add(const JobSimulationResult& other);  // counts only
 };

@@ -116,6 +116,8 @@ void Job::FillStatus(proto::v1::JobStatus* status) const {
     resident->set_state(state_->loaded_bytes());
     resident->set_gradients(gradients_ != nullptr ? gradients_->resident_bytes() : 0);
     resident->set_buffers(executor_->buffer_bytes());
+    status->mutable_updates_ahead()->set_used(executor_->used_ahead());
+    status->mutable_updates_ahead()->set_lost(executor_->lost_ahead());
   }
   if (store_ != nullptr) *status->add_devices() = DescribeDevice("store", store_->device());
   if (scratch_ != nullptr) *status->add_devices() = DescribeDevice("scratch", scratch_->device());

@@ -28,6 +28,8 @@ const Term kTerms[] = {
     {"pool", [](auto&, auto& request) { return OrDefault(request.pool()); }},
     {"io_engine", [](auto&, auto& request) { return OrDefault(request.io_engine()); }},
     {"durability", [](auto&, auto& request) { return OrDefault(request.durability()); }},
+    {"update_in_backward",
+     [](auto&, auto& request) { return OrDefault(request.update_in_backward()); }},
     {"update_threads", [](auto&, auto& request) { return absl::StrCat(request.update_threads()); }},
     {"generations", [](auto&, auto& request) { return absl::StrCat(request.generations()); }},
     {"gradient sum", [](auto& world, auto&) { return Truth(world.gradient_sum()); }},

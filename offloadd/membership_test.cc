@@ -118,6 +118,8 @@ TEST_F(MembershipTest, TheFirstTermThatDiffersIsNamedAndWhoDiffersIsNoMember) {
       {[](World&, OpenJobRequest& request) { request.set_io_engine("threads"); }, "io_engine"},
       {[](World&, OpenJobRequest& request) { request.set_durability("checkpoint:2"); },
        "durability"},
+      {[](World&, OpenJobRequest& request) { request.set_update_in_backward("never"); },
+       "update_in_backward"},
       {[](World&, OpenJobRequest& request) { request.set_update_threads(3); }, "update_threads"},
       {[](World&, OpenJobRequest& request) { request.set_generations(3); }, "generations"},
       {[](World& world, OpenJobRequest&) { world.set_gradient_sum(true); }, "gradient sum"},

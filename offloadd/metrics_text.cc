@@ -82,6 +82,7 @@ class Writer {
     WriteDaemon(pool_free_bytes);
     WriteSteps();
     WriteStalls();
+    WriteAhead();
     WriteMemory();
     WriteTransfers();
     WriteErrors();
@@ -157,6 +158,18 @@ class Writer {
         prefetches.Add({{"job", job.job()}, {"result", proto::kPrefetchResultNames[i]}},
                        static_cast<double>(job.figures().prefetches(i)));
       }
+    }
+  }
+
+  void WriteAhead() {
+    Family ahead = Start("offloadd_updates_ahead_total", "counter",
+                         "Extents that were updated before their step was called for.");
+    for (const v1::JobStatus& job : status_.jobs()) {
+      if (!job.has_updates_ahead()) continue;
+      const std::pair<const char*, uint64_t> results[] = {{"used", job.updates_ahead().used()},
+                                                          {"lost", job.updates_ahead().lost()}};
+      for (const auto& [name, extents] : results)
+        ahead.Add({{"job", job.job()}, {"result", name}}, static_cast<double>(extents));
     }
   }
 

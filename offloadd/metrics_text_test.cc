@@ -28,6 +28,8 @@ proto::v1::StatusReply Sample() {
   for (int i = 0; i < 3; ++i) job->mutable_figures()->add_phase_seconds(i + 0.5);
   for (int i = 0; i < 18; ++i) job->mutable_figures()->add_stall_seconds(i);
   for (int i = 0; i < 3; ++i) job->mutable_figures()->add_prefetches(i + 10);
+  job->mutable_updates_ahead()->set_used(41);
+  job->mutable_updates_ahead()->set_lost(2);
   job->mutable_durations()->add_upper_seconds(0.1);
   job->mutable_durations()->add_upper_seconds(1);
   job->mutable_durations()->add_counts(2);
@@ -96,6 +98,8 @@ TEST(MetricsTextTest, EveryLineIsInTheFormatAndEverySampleIsThereOnce) {
       samples["offloadd_stall_seconds_total{job=\"train#1\",phase=\"backward\",cause=\"commit\"}"],
       9);
   EXPECT_EQ(samples["offloadd_prefetch_total{job=\"train#1\",result=\"miss\"}"], 12);
+  EXPECT_EQ(samples["offloadd_updates_ahead_total{job=\"train#1\",result=\"used\"}"], 41);
+  EXPECT_EQ(samples["offloadd_updates_ahead_total{job=\"train#1\",result=\"lost\"}"], 2);
   EXPECT_EQ(samples["offloadd_resident_bytes{job=\"train#1\",tier=\"ram\",class=\"weights\"}"],
             static_cast<double>(1ull << 53));
 }

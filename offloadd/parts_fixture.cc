@@ -34,6 +34,7 @@ Parts::Parts(PartsOptions options) : loop_(Must(EventLoop::Create())) {
   context.run_on_worker = machine_.MakeExecutor(1, "update");
   context.durability = options.durability;
   context.reads_ahead = options.reads_ahead;
+  context.updates_ahead = options.updates_ahead;
   context.depths = options.depths;
   context.room_timeout_seconds = 30;
   context.optimizer = options.optimizer;
@@ -253,6 +254,14 @@ Bytes Parts::Got(uint64_t tag) const {
 
 // ---- Steps -------------------------------------------------------------------------------------
 
+Bytes& Parts::GradientOf(uint64_t step, uint32_t tensor) {
+  const proto::Tensor& declared = context.catalogue.tensors[tensor];
+  Bytes& gradient = gradients_[step << 32 | tensor];
+  if (gradient.empty())
+    gradient = MakeValues(declared.dtype, declared.element_count, /*key=*/1000 * step + tensor);
+  return gradient;
+}
+
 TaskPlan Parts::MakeTask(uint32_t store_tensor, const std::vector<uint32_t>& tensors,
                          uint64_t step) {
   const proto::Catalogue& catalogue = context.catalogue;
@@ -260,30 +269,38 @@ TaskPlan Parts::MakeTask(uint32_t store_tensor, const std::vector<uint32_t>& ten
   TaskPlan task{.store_tensor = store_tensor};
   for (const uint32_t tensor : catalogue.store_tensors[store_tensor].members) {
     if (std::find(tensors.begin(), tensors.end(), tensor) == tensors.end()) continue;
-    const proto::Tensor& declared = catalogue.tensors[tensor];
-    Bytes& gradient = gradients_[step << 32 | tensor];
-    gradient = MakeValues(declared.dtype, declared.element_count, /*key=*/1000 * step + tensor);
-    const TensorValues& before = *now.tensors[tensor];
     task.tensors.push_back(tensor);
     task.members.push_back({.begin = catalogue.placements[tensor].element_offset,
-                            .count = declared.element_count,
+                            .count = catalogue.tensors[tensor].element_count,
                             .optimizer = optimizer,
-                            .step = static_cast<int64_t>(before.updates) + 1,
-                            .gradient = gradient.data()});
-    now.tensors[tensor] =
-        UpdateValues(catalogue, tensor, before, context.optimizer, gradient, 1.0f);
+                            .step = static_cast<int64_t>(now.tensors[tensor]->updates) + 1,
+                            .gradient = GradientOf(step, tensor).data()});
   }
   return task;
 }
 
-void Parts::Begin(uint64_t step, const std::vector<uint32_t>& tensors) {
+StepPlan Parts::MakePlanOf(uint64_t step, const std::vector<uint32_t>& tensors) {
   StepPlan plan{.step = step};
   for (uint32_t i = 0; i < context.catalogue.store_tensors.size(); ++i) {
     TaskPlan task = MakeTask(i, tensors, step);
     if (!task.tensors.empty()) plan.tasks.push_back(std::move(task));
   }
+  return plan;
+}
+
+void Parts::Begin(uint64_t step, const std::vector<uint32_t>& tensors) {
+  StepPlan plan = MakePlanOf(step, tensors);
+  for (const uint32_t tensor : tensors) {
+    now.tensors[tensor] = UpdateValues(context.catalogue, tensor, *now.tensors[tensor],
+                                       context.optimizer, GradientOf(step, tensor), 1.0f);
+  }
   now.epoch = step;
   executor_->Begin(std::move(plan));
+}
+
+void Parts::Announce(uint64_t step, const std::vector<uint32_t>& tensors) {
+  executor_->Expect(MakePlanOf(step, tensors));
+  for (const uint32_t tensor : tensors) executor_->ReleaseGradient(tensor);
 }
 
 // ---- What is there -----------------------------------------------------------------------------

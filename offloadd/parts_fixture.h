@@ -44,6 +44,7 @@ struct PartsOptions {
   uint32_t ranks = 1;
   Durability durability;
   bool reads_ahead = false;
+  bool updates_ahead = false;
   proto::Depths depths;
 };
 
@@ -85,6 +86,10 @@ class Parts {
   // ---- Steps.
   // Begins one that updates these tensors with gradients of its own, and says so to the model.
   void Begin(uint64_t step, const std::vector<uint32_t>& tensors);
+  // Says that it will come, and that these gradients of it are final.
+  void Announce(uint64_t step, const std::vector<uint32_t>& tensors);
+  // Made when it is asked for first; not changed after Begin().
+  Bytes& GradientOf(uint64_t step, uint32_t tensor);
   std::vector<uint64_t> written, committed;  // steps, as they were reported
   std::vector<uint32_t> computed;            // tensors
 
@@ -118,6 +123,7 @@ class Parts {
   proto::PinWord& Pin(uint32_t tensor, uint32_t rank);
   uint64_t Submit(uint32_t rank, proto::SubmissionEntry entry);
   uint64_t TakeRoom(uint64_t size_bytes);
+  StepPlan MakePlanOf(uint64_t step, const std::vector<uint32_t>& tensors);
   TaskPlan MakeTask(uint32_t store_tensor, const std::vector<uint32_t>& tensors, uint64_t step);
 
   Random random_{1};

@@ -1,7 +1,7 @@
 // offloadd/pipeline_blocks.h
 //
 // The blocks of the update pipeline: memory for the state of one extent each, from its read to its
-// write. Updates take them, and so does what is read before a step is called for.
+// write. Updates take them, and so does what is read or updated before a step is called for.
 //
 // Thread safety: the loop's thread only; the bytes are lent to workers.
 #pragma once
@@ -27,7 +27,9 @@ class PipelineBlocks {
   PipelineBlocks(const PipelineBlocks&) = delete;
   PipelineBlocks& operator=(const PipelineBlocks&) = delete;
 
+  uint32_t count() const { return count_; }
   size_t free_count() const { return free_.size(); }
+  uint64_t block_bytes() const { return block_bytes_; }
   uint64_t bytes_in_use() const { return (count_ - free_.size()) * block_bytes_; }
 
   // Requires that one is free.

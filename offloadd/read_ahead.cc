@@ -20,7 +20,7 @@ void ReadAhead::BeginStep(std::vector<uint32_t> store_tensors) {
 }
 
 // A few at a time: weights may be asked for meanwhile.
-void ReadAhead::Turn() {
+void ReadAhead::Turn(const std::function<bool(uint32_t store_tensor, uint32_t index)>& is_done) {
   auto reading =
       std::ranges::count_if(pieces_, [](const auto& entry) { return !entry.second->is_read; });
   while (next_tensor_ < order_.size() && blocks_->free_count() > 0 &&
@@ -33,7 +33,7 @@ void ReadAhead::Turn() {
       continue;
     }
     const uint32_t index = next_extent_++;
-    if (!NeedsReading(store_tensor, index)) continue;
+    if (!NeedsReading(store_tensor, index) || is_done(store_tensor, index)) continue;
     Start(store_tensor, index);
     ++reading;
   }

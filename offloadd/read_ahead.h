@@ -45,11 +45,15 @@ class ReadAhead {
 
   // The tensors of a step that begins, first ones first. What was read of others is forgotten.
   void BeginStep(std::vector<uint32_t> store_tensors);
-  // Starts what can be started. Requires that no step and no put is under way.
-  void Turn();
+  // Starts what can be started, but for extents that `is_done` is true of. Requires that no step
+  // and no put is under way.
+  void Turn(const std::function<bool(uint32_t store_tensor, uint32_t index)>& is_done);
 
   // Gives away what was read of an extent, or is being read; null: nothing. The block goes along.
   std::shared_ptr<Piece> Take(uint32_t store_tensor, uint32_t index);
+  bool Has(uint32_t store_tensor, uint32_t index) const {
+    return pieces_.count({store_tensor, index}) != 0;
+  }
   void Forget(uint32_t store_tensor);
   // Gives a block back, of what is needed last. False when there is none that is not being read.
   bool GiveBack();

@@ -519,35 +519,87 @@ void SimulatedRank::ReadSpilled(const std::shared_ptr<StepScript>& script, uint3
 }
 
 // A rank alone writes the whole gradient where it is at home, when the update before has read it.
+// Says now and then what the step will be, rightly or not, and which gradients are final, of which
+// some change all the same.
 void SimulatedRank::AddGradientsOfOne(const std::shared_ptr<StepScript>& script) {
+  Random& random = sim_.random();
+  const bool announces = !random.OneIn(3);
+  if (announces) AnnounceStep(script);
   for (const uint32_t tensor : script->rounds[0].given[0][0]) {
     Use(tensor);
-    const proto::Tensor& declared = sim_.plan().catalogue.tensors[tensor];
-    const proto::GradientPlacement& home = sim_.plan().memory.gradients[tensor];
-    if (home.home == GradientHome::kRegion) {
-      Then("writes its gradient", [this, script, tensor, offset_bytes = home.offset_bytes] {
-        const Bytes values = sim_.PartValues(*script, 0, 0, 0, tensor);
-        std::memcpy(region_ + offset_bytes, values.data(), values.size());
-        return true;
+    const bool is_in_place = sim_.plan().memory.gradients[tensor].home == GradientHome::kRegion;
+    if (announces && is_in_place && random.OneIn(4)) {
+      WriteInRegion(tensor, [this, script, tensor] {
+        return sim_.PartValues(*script, 0, /*pass=*/1, 0, tensor);
       });
-      continue;
+      Release(tensor);
+      if (random.OneIn(2)) AddForward();
     }
-    const uint64_t element_bytes = proto::DtypeBytes(declared.dtype);
-    for (uint32_t extent = 0; extent < proto::ExtentCount(declared.element_count); ++extent) {
-      const uint64_t begin_bytes = uint64_t{extent} * proto::kExtentElements * element_bytes;
-      const uint64_t size_bytes =
-          proto::ExtentElements(declared.element_count, extent) * element_bytes;
-      Await("writes its gradient",
-            [this, script, tensor, begin_bytes, size_bytes, offset_bytes = home.offset_bytes] {
-              const Bytes values = sim_.PartValues(*script, 0, 0, 0, tensor);
-              SubmissionEntry entry = Entry(RingOperation::kScratchWrite);
-              entry.element_offset = offset_bytes + begin_bytes;
-              entry.element_count = proto::PaddedBytes(size_bytes);
-              entry.region_offset = sim_.plan().transfer_offset;
-              std::memcpy(region_ + entry.region_offset, values.data() + begin_bytes, size_bytes);
-              return entry;
-            });
+    AddGradientOfOne(script, tensor);
+    if (announces && !random.OneIn(5)) Release(tensor);
+  }
+  if (announces && random.OneIn(2)) AddForward();
+  if (announces && random.OneIn(2)) AddPause();
+  if (announces && random.OneIn(8)) AnnounceStep(script);  // the gradients before it count no more
+}
+
+void SimulatedRank::AnnounceStep(const std::shared_ptr<StepScript>& script) {
+  const bool is_right = !sim_.random().OneIn(4);
+  Then("announces a step", [this, script, is_right] {
+    std::vector<proto::v1::StepRequest> messages = StepMessages(*script);
+    if (!is_right) {
+      proto::v1::Optimizer group = messages.front().groups(0);
+      group.set_parameters(0, group.parameters(0) / 2);  // of every optimizer the learning rate
+      *messages.front().mutable_groups(0) = group;
     }
+    const absl::Status status = job().BeginStep(messages);
+    if (!status.ok()) Fail("BeginStep", status);
+    return true;
+  });
+}
+
+// Time for what may be done ahead.
+void SimulatedRank::AddPause() {
+  const auto turns = std::make_shared<uint64_t>(sim_.random().Below(200));
+  Then("computes", [turns] { return *turns == 0 || --*turns == 0; });
+}
+
+void SimulatedRank::Release(uint32_t tensor) {
+  Then("releases a gradient", [this, tensor] {
+    unwatched_.insert(Submit(Entry(RingOperation::kReleaseGradient, tensor)));
+    return true;
+  });
+}
+
+void SimulatedRank::WriteInRegion(uint32_t tensor, const std::function<Bytes()>& values) {
+  Then("writes its gradient", [this, tensor, values] {
+    const Bytes bytes = values();
+    std::memcpy(region_ + sim_.plan().memory.gradients[tensor].offset_bytes, bytes.data(),
+                bytes.size());
+    return true;
+  });
+}
+
+void SimulatedRank::AddGradientOfOne(const std::shared_ptr<StepScript>& script, uint32_t tensor) {
+  const proto::Tensor& declared = sim_.plan().catalogue.tensors[tensor];
+  const proto::GradientPlacement& home = sim_.plan().memory.gradients[tensor];
+  const auto part = [this, script, tensor] { return sim_.PartValues(*script, 0, 0, 0, tensor); };
+  if (home.home == GradientHome::kRegion) return WriteInRegion(tensor, part);
+  const uint64_t element_bytes = proto::DtypeBytes(declared.dtype);
+  for (uint32_t extent = 0; extent < proto::ExtentCount(declared.element_count); ++extent) {
+    const uint64_t begin_bytes = uint64_t{extent} * proto::kExtentElements * element_bytes;
+    const uint64_t size_bytes =
+        proto::ExtentElements(declared.element_count, extent) * element_bytes;
+    Await("writes its gradient",
+          [this, part, begin_bytes, size_bytes, offset_bytes = home.offset_bytes] {
+            const Bytes values = part();
+            SubmissionEntry entry = Entry(RingOperation::kScratchWrite);
+            entry.element_offset = offset_bytes + begin_bytes;
+            entry.element_count = proto::PaddedBytes(size_bytes);
+            entry.region_offset = sim_.plan().transfer_offset;
+            std::memcpy(region_ + entry.region_offset, values.data() + begin_bytes, size_bytes);
+            return entry;
+          });
   }
 }
 

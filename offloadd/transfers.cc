@@ -155,7 +155,8 @@ bool Transfers::CanStart(const proto::SubmissionEntry& entry) {
     executor_->Demand(store_tensor);
     return false;
   }
-  if (IsPut(entry) && !IsFollow(entry) && !CanPut()) return false;
+  if (IsPut(entry) && !IsFollow(entry) && !(executor_->Forget(store_tensor) && CanPut()))
+    return false;
   if (tensor.bundle && !cache_->loaded(store_tensor)) {
     cache_->EnsureLoading(store_tensor);
     return false;
@@ -214,7 +215,6 @@ void Transfers::Start(const Request& request) {
   if (IsPut(entry)) {
     ++context_->writes_in_flight;  // no commit from here on, the checksums bind the open sequence
     context_->unsettled_puts = context_->published;
-    executor_->Forget(placement.store_tensor);
   }
   Users& users = users_[placement.store_tensor];
   ++(IsPut(entry) ? users.puts : users.gets);

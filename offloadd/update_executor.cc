@@ -39,6 +39,7 @@ UpdateExecutor::UpdateExecutor(JobContext* context, WeightCache* cache, Resident
       write_back_(context, cache, state),
       blocks_(*context),
       read_ahead_(context, state, &blocks_),
+      update_ahead_(context, cache, state, &blocks_, &read_ahead_),
       pace_(kLimits.schedule_stall_seconds),
       committed_seconds_(context->clock->NowSeconds()),
       extents_in_flight_max_(ExtentsInFlightMax(*context)),
@@ -58,6 +59,8 @@ void UpdateExecutor::Begin(StepPlan plan) {
   context_->unsettled_puts = false;
   if (plan.trainer_state.has_value()) trainer_state_ = std::move(plan.trainer_state);
   hurry_ = false;
+  updated_ahead_ = update_ahead_.expects() && update_ahead_.HasStarted();
+  update_ahead_.BeginStep(plan);
   pace_.Begin(cache_->position(), context_->clock->NowSeconds());
   std::vector<UpdateOrder::Task> order;
   for (TaskPlan& task_plan : plan.tasks) {
@@ -81,8 +84,8 @@ void UpdateExecutor::Begin(StepPlan plan) {
 bool UpdateExecutor::HasNews() const {
   if (written_step_.has_value()) return true;
   if (commit_.has_value()) return false;
-  return context_->store->has_uncommitted_writes() || context_->writes_in_flight > 0 ||
-         !state_->unwritten().empty();
+  return context_->store->has_uncommitted_writes() ||
+         context_->writes_in_flight > context_->writes_aside || !state_->unwritten().empty();
 }
 
 bool UpdateExecutor::HasUncommitted() const {
@@ -110,13 +113,13 @@ bool UpdateExecutor::Turn() {
     for (auto task = started_.begin();
          task != started_.end() && extents_in_flight_ < extents_in_flight_max_;) {
       StartExtents(**task);
-      task = (*task)->next_extent == (*task)->extent_count ? started_.erase(task) : std::next(task);
+      task = HasMore(**task) ? std::next(task) : started_.erase(task);
     }
     if (!started_.empty() || !StartTask()) break;
   }
   if (step_.has_value() ? unfinished_.empty() : commit_asked_) FinishStep();
   ContinueCommit();
-  if (MayReadAhead()) read_ahead_.Turn();
+  if (MayWorkAhead()) WorkAhead();
   return !order_.empty() && extents_in_flight_ < extents_in_flight_max_;
 }
 
@@ -129,7 +132,9 @@ bool UpdateExecutor::MayChange(uint32_t store_tensor) const {
 Readiness UpdateExecutor::Look(uint32_t store_tensor) {
   if (!MayChange(store_tensor)) return Readiness::kBusy;
   const Task& task = unfinished_.at(store_tensor);
-  if (cache_->held(store_tensor) || cache_->loading(store_tensor)) return Readiness::kBusy;
+  if (cache_->held(store_tensor) || cache_->loading(store_tensor) ||
+      update_ahead_.IsUnderWay(store_tensor))
+    return Readiness::kBusy;
   for (const uint32_t tensor : task.plan.tensors) {
     if (!cache_->Unused(tensor)) return Readiness::kBusy;
   }
@@ -166,17 +171,47 @@ bool UpdateExecutor::StartTask() {
   return true;
 }
 
-// What is read stays right until the step or a put, and who waits for weights goes first.
-bool UpdateExecutor::MayReadAhead() const {
-  return context_->reads_ahead && context_->published && !busy() && !hurry_ && !commit_asked_ &&
-         !context_->commit_wanted && !context_->changing_snapshots && !context_->unsettled_puts &&
-         !cache_->demanded() && !cache_->reading();
+// ---- Before the step ---------------------------------------------------------------------------
+
+void UpdateExecutor::Expect(StepPlan plan) {
+  if (context_->updates_ahead) update_ahead_.Expect(std::move(plan));
+}
+
+bool UpdateExecutor::Forget(uint32_t store_tensor) {
+  read_ahead_.Forget(store_tensor);
+  return update_ahead_.Forget(store_tensor);
+}
+
+// Work ahead binds the open sequence and the state that the store has now: nothing may be about to
+// change either. Who waits for weights goes first.
+bool UpdateExecutor::MayWorkAhead() const {
+  return context_->published && !busy() && !hurry_ && !commit_asked_ && !context_->commit_wanted &&
+         !context_->changing_snapshots && !context_->unsettled_puts && !cache_->demanded();
+}
+
+// Updates go before reads: they end in the backward, and what is read stays in its block.
+void UpdateExecutor::WorkAhead() {
+  do {
+    update_ahead_.Turn();
+  } while (update_ahead_.WaitsForBlocks() && read_ahead_.GiveBack());
+  const bool updates = update_ahead_.expects() ? update_ahead_.HasWork() : updated_ahead_;
+  if (!context_->reads_ahead || updates || cache_->reading()) return;
+  read_ahead_.Turn([this](uint32_t store_tensor, uint32_t index) {
+    return update_ahead_.Has(store_tensor, index);
+  });
 }
 
 // ---- An extent ---------------------------------------------------------------------------------
 
 void UpdateExecutor::StartExtents(Task& task) {
   const uint32_t resident = context_->plan.state_resident[task.plan.store_tensor];
+  while (!task.again.empty() && extents_in_flight_ < extents_in_flight_max_) {
+    const uint32_t index = task.again.back();
+    task.again.pop_back();
+    if (StartExtent(task, index)) continue;
+    task.again.push_back(index);
+    return;
+  }
   while (task.next_extent < task.extent_count && extents_in_flight_ < extents_in_flight_max_) {
     // Counted before the extent runs: its end may begin the task anew.
     if (!StartExtent(task, ExtentAtTurn(task.next_extent++, task.extent_count, resident))) {
@@ -186,6 +221,12 @@ void UpdateExecutor::StartExtents(Task& task) {
   }
 }
 
+// The task has more to be started than was thought.
+void UpdateExecutor::StartAgain(Task& task) {
+  if (std::find(started_.begin(), started_.end(), &task) == started_.end())
+    started_.push_back(&task);
+}
+
 bool UpdateExecutor::NeedsBlock(const Task& task, uint32_t index) const {
   if (task.plan.spilled) return true;
   const uint32_t store_tensor = task.plan.store_tensor;
@@ -193,23 +234,38 @@ bool UpdateExecutor::NeedsBlock(const Task& task, uint32_t index) const {
   return proto::StateBytes(context_->store_tensor(store_tensor), index) > 0;
 }
 
+std::shared_ptr<UpdateExecutor::Extent> UpdateExecutor::MakeExtent(Task& task, uint32_t index) {
+  auto extent = std::make_shared<Extent>();
+  extent->task = &task;
+  extent->update = DescribeExtent(*context_, task.plan.store_tensor, index, task.plan.members);
+  extent->update.norms_only = task.norms_only;
+  ++extents_in_flight_;
+  return extent;
+}
+
 bool UpdateExecutor::StartExtent(Task& task, uint32_t index) {
   const uint32_t store_tensor = task.plan.store_tensor;
+  if (std::optional<UpdateAhead::Updated> updated = update_ahead_.Take(store_tensor, index)) {
+    CompareGradient(task, index, *std::move(updated));
+    return true;
+  }
   std::shared_ptr<ReadAhead::Piece> piece;
   const bool needs_block = NeedsBlock(task, index);
   if (needs_block) {
     piece = read_ahead_.Take(store_tensor, index);
     if (piece == nullptr && !HasBlock()) return false;
   }
-  auto extent = std::make_shared<Extent>();
-  extent->task = &task;
+  const std::shared_ptr<Extent> extent = MakeExtent(task, index);
   if (needs_block) extent->block = piece != nullptr ? piece->block : blocks_.Take();
-  ++extents_in_flight_;
-  extent->update = DescribeExtent(*context_, store_tensor, index, task.plan.members);
-  extent->update.norms_only = task.norms_only;
   PlacePlanes(*extent);
   Read(extent, piece);
   return true;
+}
+
+PlaneMemory UpdateExecutor::PlaceWeights(const ExtentUpdate& update) const {
+  const proto::StoreTensor& tensor = context_->store_tensor(update.store_tensor);
+  return {.bytes = cache_->slot(update.store_tensor) + WeightExtentOffset(tensor, update.index),
+          .size_bytes = proto::PaddedBytes(WeightBytes(tensor, update.elements))};
 }
 
 void UpdateExecutor::PlacePlanes(Extent& extent) {
@@ -218,9 +274,7 @@ void UpdateExecutor::PlacePlanes(Extent& extent) {
   update.planes = state_->Has(update.store_tensor, update.index)
                       ? state_->Planes(update.store_tensor, update.index)
                       : StatePlanes(tensor, update.index, extent.block);
-  PlaneMemory& weight = update.planes[proto::Plane::kWeight];
-  weight.bytes = cache_->slot(update.store_tensor) + WeightExtentOffset(tensor, update.index);
-  weight.size_bytes = proto::PaddedBytes(WeightBytes(tensor, update.elements));
+  update.planes[proto::Plane::kWeight] = PlaceWeights(update);
   for (const proto::Plane plane : proto::kUpdatedPlanes) {
     if (update.planes[plane].bytes == nullptr) continue;
     update.left[plane] = state_->Leaves(update.store_tensor, update.index, plane);
@@ -295,6 +349,44 @@ void UpdateExecutor::ReadAgain(const std::shared_ptr<Extent>& extent) {
   FinishRead(extent, absl::OkStatus());
 }
 
+// The gradient that the update before the step has taken may not be the step's.
+void UpdateExecutor::CompareGradient(Task& task, uint32_t index, UpdateAhead::Updated updated) {
+  const std::shared_ptr<Extent> extent = MakeExtent(task, index);
+  extent->ahead = std::move(updated);
+  auto is_right = std::make_shared<bool>(false);
+  context_->Compute(
+      [extent, is_right] {
+        *is_right = DigestGradients(extent->update) == extent->ahead->gradient_digest;
+      },
+      [this, extent, is_right] { Adopt(extent, *is_right); });
+}
+
+// What was written becomes the step's, and its weights come to their slot; or the extent begins
+// anew.
+void UpdateExecutor::Adopt(const std::shared_ptr<Extent>& extent, bool is_right) {
+  update_ahead_.Judge(is_right);
+  if (context_->failed()) return Release(*extent);
+  ExtentUpdate& update = extent->update;
+  if (!is_right) {
+    Release(*extent);
+    extent->task->again.push_back(update.index);
+    return StartAgain(*extent->task);
+  }
+  if (absl::Status status = context_->store->Adopt(extent->ahead->writes, extent->ahead->sequence);
+      !status.ok()) {
+    context_->fail(status);
+    return Release(*extent);
+  }
+  update.members = {};
+  update.planes[proto::Plane::kWeight] = PlaceWeights(update);
+  update.left[proto::Plane::kWeight] = true;
+  PlaneFlags wanted;
+  wanted[proto::Plane::kWeight] = true;
+  extent->transfers =
+      ReadPlanes(*context_, wanted, update,
+                 [this, extent](const absl::Status& status) { FinishRead(extent, status); });
+}
+
 void UpdateExecutor::FinishRead(const std::shared_ptr<Extent>& extent, const absl::Status& status) {
   extent->status.Update(status);
   if (--extent->transfers > 0) return;
@@ -316,7 +408,7 @@ void UpdateExecutor::FinishCompute(const std::shared_ptr<Extent>& extent) {
   if (state_->Has(update.store_tensor, update.index))
     state_->SetLoaded(update.store_tensor, update.index);
   if (extent->task->norms_only) return FinishNorms(*extent);
-  state_->MarkUnwritten(update);
+  if (!extent->ahead.has_value()) state_->MarkUnwritten(update);
   Task& task = *extent->task;
   if (++task.computed == task.extent_count) {
     cache_->Updated(update.store_tensor);
@@ -345,8 +437,7 @@ void UpdateExecutor::FinishNorms(Extent& extent) {
   task.computed = 0;
   task.next_extent = 0;
   task.reads_weights = false;
-  if (std::find(started_.begin(), started_.end(), &task) == started_.end())
-    started_.push_back(&task);
+  StartAgain(task);
 }
 
 void UpdateExecutor::Write(const std::shared_ptr<Extent>& extent) {

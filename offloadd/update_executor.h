@@ -6,9 +6,10 @@
 // stays in memory for good is not written at all before the commit (WriteBack). Runs ahead of the
 // next forward and shares its reads: updated weights stay in the window.
 //
-// Between two steps, while ranks compute their backward, state that the next one needs is read into
-// free blocks (ReadAhead). The checkpoint that ends an interval is written and committed beside the
-// steps that follow.
+// Between two steps, while ranks compute their backward, work for the next one begins: state that
+// it needs is read into free blocks (ReadAhead), and where the step is announced, extents are
+// updated beside the state that there is (UpdateAhead). The checkpoint that ends an interval is
+// written and committed beside the steps that follow.
 //
 // Invariants
 //   * At most one step is recorded and not written. A step begins after the commit of the one
@@ -46,6 +47,7 @@
 #include "offloadd/read_ahead.h"
 #include "offloadd/resident_state.h"
 #include "offloadd/step_plan.h"
+#include "offloadd/update_ahead.h"
 #include "offloadd/update_order.h"
 #include "offloadd/weight_cache.h"
 #include "offloadd/write_back.h"
@@ -82,8 +84,12 @@ class UpdateExecutor {
   // count, and while there are any nothing else does.
   bool HasUncommitted() const;
 
-  // Somebody is about to put values of the tensor: what was read ahead of it is forgotten.
-  void Forget(uint32_t store_tensor) { read_ahead_.Forget(store_tensor); }
+  // The step that ranks will probably call for, and which of its gradients are final (UpdateAhead).
+  void Expect(StepPlan plan);
+  void ReleaseGradient(uint32_t tensor) { update_ahead_.Release(tensor); }
+  // Somebody is about to put values of the tensor: what was done ahead for it is forgotten. False
+  // while something of it is under way.
+  bool Forget(uint32_t store_tensor);
 
   // True from Begin() to the commit, or to the last write of a step inside an interval; and while a
   // commit is under way.
@@ -102,13 +108,17 @@ class UpdateExecutor {
   bool Turn();
 
   uint64_t buffer_bytes() const { return blocks_.bytes_in_use(); }
+  // Since the job began: extents that were updated before their step was called for, of use or not.
+  uint64_t used_ahead() const { return update_ahead_.used_extents(); }
+  uint64_t lost_ahead() const { return update_ahead_.lost_extents(); }
 
  private:
   struct Task {
     TaskPlan plan;
     bool reads_weights = false;  // they were not in the slab
     uint32_t extent_count = 0;
-    uint32_t next_extent = 0;  // turn of the next one to be started
+    uint32_t next_extent = 0;     // turn of the next one to be started
+    std::vector<uint32_t> again;  // these, too: what was done ahead was for another gradient
     uint32_t computed = 0;
     uint32_t written = 0;
     // The first of two sweeps over the extents, which only adds up norms: per extent, per member.
@@ -120,6 +130,8 @@ class UpdateExecutor {
     std::byte* block = nullptr;  // null: needs none
     uint32_t transfers = 0;      // reads under way
     int tries = 1;               // of the update, which finds out whether what was read is right
+    // It was updated ahead, and only its weights are brought.
+    std::optional<UpdateAhead::Updated> ahead;
     ExtentUpdate update;
     absl::Status status;
   };
@@ -134,14 +146,23 @@ class UpdateExecutor {
   bool MayChange(uint32_t store_tensor) const;
   Readiness Look(uint32_t store_tensor);
   bool StartTask();
+  // Whether there are extents to be started.
+  static bool HasMore(const Task& task) {
+    return task.next_extent < task.extent_count || !task.again.empty();
+  }
   void StartExtents(Task& task);
+  void StartAgain(Task& task);
   bool NeedsBlock(const Task& task, uint32_t index) const;
   bool HasBlock() { return blocks_.free_count() > 0 || read_ahead_.GiveBack(); }
+  std::shared_ptr<Extent> MakeExtent(Task& task, uint32_t index);
   bool StartExtent(Task& task, uint32_t index);
   void PlacePlanes(Extent& extent);
+  PlaneMemory PlaceWeights(const ExtentUpdate& update) const;
   void Read(const std::shared_ptr<Extent>& extent, const std::shared_ptr<ReadAhead::Piece>& piece);
   void ReadAgain(const std::shared_ptr<Extent>& extent);
   void ReadGradient(const std::shared_ptr<Extent>& extent);
+  void CompareGradient(Task& task, uint32_t index, UpdateAhead::Updated updated);
+  void Adopt(const std::shared_ptr<Extent>& extent, bool is_right);
   void FinishRead(const std::shared_ptr<Extent>& extent, const absl::Status& status);
   void Compute(const std::shared_ptr<Extent>& extent);
   void FinishCompute(const std::shared_ptr<Extent>& extent);
@@ -155,7 +176,8 @@ class UpdateExecutor {
   void BeginCommit();
   void ContinueCommit();
   void FinishCommit(const absl::Status& status);
-  bool MayReadAhead() const;
+  bool MayWorkAhead() const;
+  void WorkAhead();
 
   JobContext* context_;
   WeightCache* cache_;
@@ -164,6 +186,7 @@ class UpdateExecutor {
   WriteBack write_back_;
   PipelineBlocks blocks_;
   ReadAhead read_ahead_;
+  UpdateAhead update_ahead_;
   UpdateOrder order_;
   Pace pace_;
 
@@ -173,6 +196,7 @@ class UpdateExecutor {
   bool step_is_checkpoint_ = false;
   double committed_seconds_ = 0;  // the time of the last commit
   bool hurry_ = false;
+  bool updated_ahead_ = false;                     // of the last step, by UpdateAhead
   std::optional<Commit> commit_;                   // under way
   bool commit_asked_ = false;                      // of what is in no commit
   std::unordered_map<uint32_t, Task> unfinished_;  // by store tensor: recorded and not all written

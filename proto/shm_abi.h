@@ -167,6 +167,11 @@ enum class RingOperation : uint32_t {
   kAwaitGradient = 10,
   // tensor, element_offset: the bits of torch's 2-norm of the sum, as fp32. Completes at once.
   kPublishNorm = 11,
+
+  // tensor: its gradient is probably the one that the step takes that BeginStep (offload.proto) has
+  // announced, and its update may begin. A hint: what is taken is what the step says. Completes at
+  // once.
+  kReleaseGradient = 12,
 };
 // kGradient: what the gradient of a step begins with.
 enum class GradientStart : uint32_t {

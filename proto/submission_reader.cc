@@ -206,6 +206,9 @@ absl::Status CheckSubmission(const SubmissionEntry& entry, const SubmissionLimit
     case RingOperation::kPrefetch:
       OFFLOAD_RETURN_IF_ERROR(CheckTensor(entry, limits));
       return CheckNoTransfer(entry);
+    case RingOperation::kReleaseGradient:
+      OFFLOAD_RETURN_IF_ERROR(CheckTrainable(entry, limits));
+      return CheckNoTransfer(entry);
     case RingOperation::kPut:
     case RingOperation::kGet:
       return CheckTransfer(entry, limits);
@@ -237,6 +240,7 @@ uint64_t TransferBytes(const SubmissionEntry& entry, const SubmissionLimits& lim
     case RingOperation::kEndPass:
     case RingOperation::kAwaitGradient:
     case RingOperation::kPublishNorm:
+    case RingOperation::kReleaseGradient:
       return 0;
     case RingOperation::kGradient:
       return entry.element_count * DtypeBytes(limits.catalogue->tensors[entry.tensor].dtype);

@@ -196,6 +196,21 @@ TEST_F(CheckSubmissionTest, AcceptsOperationsOnGradientsWhereTheDaemonAddsThem) 
   ExpectAccepted(Entry(RingOperation::kPublishNorm, 1, UINT32_MAX));
 }
 
+TEST_F(CheckSubmissionTest, AReleaseNamesATrainableTensorAndNothingElse) {
+  const RingOperation release = RingOperation::kReleaseGradient;
+  ExpectAccepted(Entry(release, 1));
+  ExpectFault(Entry(release, 2), "tensor 2");
+  ExpectFault(Entry(release, 3), "tensor 3");
+  ExpectFault(Entry(release, 1, 1), "element_offset");
+  ExpectFault(Entry(release, 1, 0, 1), "element_count");
+  ExpectFault(Entry(release, 1, 0, 0, 4096), "region_offset");
+  SubmissionEntry entry = Entry(release, 1);
+  entry.pass = 1;
+  ExpectFault(entry, "pass");
+  limits_.catalogue = nullptr;
+  ExpectFault(Entry(release, 1), "not sealed");
+}
+
 TEST_F(CheckSubmissionTest, RefusesOperationsOnGradientsThatRanksAddThemselves) {
   for (const RingOperation operation :
        {RingOperation::kBeginGradients, RingOperation::kGradient, RingOperation::kEndPass,

@@ -30,6 +30,14 @@ bool AllZero(std::span<const std::byte> bytes) {
                            std::memcmp(bytes.data(), bytes.data() + 1, bytes.size() - 1) == 0);
 }
 
+// What a watch is told of them.
+Transfer WriteOf(const Store& store, std::span<const WriteRequest> requests) {
+  uint64_t bytes = 0;
+  for (const WriteRequest& request : requests) bytes += store.ExtentBytes(request.id);
+  const ExtentId& id = requests.front().id;
+  return {Transfer::Kind::kWrite, id.tensor, id.index, bytes};
+}
+
 }  // namespace
 
 std::string NameOf(const ExtentId& id) {
@@ -147,7 +155,7 @@ absl::Status Store::Impl::CollectWrites(std::span<const WriteRequest> requests,
 
 uint32_t Store::Impl::ChoosePlace(uint64_t index) const {
   const TableEntry& found = entry(index);
-  if (found.sequence == open_sequence() || tentative.contains(index)) return found.place();
+  if (IsOpen(index)) return found.place();
   uint32_t taken = found.sequence == 0 ? 0 : 1u << found.place();
   for (const std::vector<uint8_t>& places : snapshot_places) {
     if (!places.empty() && places[index] != kNoPlace) taken |= 1u << places[index];
@@ -176,6 +184,36 @@ void Store::Impl::Write(std::span<const WriteRequest> requests, Done done) {
   has_firm_writes |= std::any_of(requests.begin(), requests.end(),
                                  [](const WriteRequest& request) { return !request.tentative; });
   StartTransfers(std::move(batch), /*is_write=*/true);
+}
+
+void Store::Impl::WriteAside(std::span<const WriteRequest> requests, Done done) {
+  auto batch = std::make_unique<Batch>();
+  batch->pieces.reserve(requests.size());
+  absl::Status status = CollectWrites(requests, &batch->pieces);
+  for (Piece& piece : batch->pieces) {
+    piece.aside = true;
+    if (IsOpen(piece.entry)) {
+      status.Update(absl::FailedPreconditionError(absl::StrCat(
+          NameOf(piece.id), " is written aside, and is part of the open epoch already")));
+    }
+  }
+  if (!status.ok() || batch->pieces.empty()) return Defer(std::move(done), std::move(status));
+  batch->done = std::move(done);
+  StartTransfers(std::move(batch), /*is_write=*/true);
+}
+
+absl::Status Store::Impl::Adopt(std::span<const WriteRequest> requests, uint64_t sequence) {
+  std::vector<Piece> pieces;
+  OFFLOAD_RETURN_IF_ERROR(CollectWrites(requests, &pieces));
+  for (const Piece& piece : pieces) {
+    if (sequence == open_sequence() && !IsOpen(piece.entry)) continue;
+    return absl::FailedPreconditionError(absl::StrCat(
+        NameOf(piece.id), " was written aside in sequence ", sequence, ", the open one is ",
+        open_sequence(), IsOpen(piece.entry) ? " and has it already" : ""));
+  }
+  for (const Piece& piece : pieces) SetEntry(piece.entry, piece.written);
+  if (!pieces.empty()) has_uncommitted_writes = has_firm_writes = true;
+  return absl::OkStatus();
 }
 
 // Joins pieces that are neighbours on disk. The batch owns itself until its last transfer has
@@ -221,6 +259,7 @@ void Store::Impl::FinishTransfer(Batch* batch, size_t begin, size_t end, bool is
       // bytes that may not be there.
       for (size_t i = begin; i < end; ++i) {
         const Piece& piece = batch->pieces[i];
+        if (piece.aside) continue;
         if (piece.tentative) tentative.try_emplace(piece.entry, entry(piece.entry));
         SetEntry(piece.entry, piece.written);
       }
@@ -306,13 +345,17 @@ void Store::Read(std::span<const ReadRequest> requests, std::span<Stamp> stamps,
   impl_->Read(requests, stamps, std::move(done));
 }
 void Store::Write(std::span<const WriteRequest> requests, Done done) {
-  if (impl_->watch && !requests.empty()) {
-    uint64_t bytes = 0;
-    for (const WriteRequest& request : requests) bytes += ExtentBytes(request.id);
-    const ExtentId& id = requests.front().id;
-    done = impl_->watch({Transfer::Kind::kWrite, id.tensor, id.index, bytes}, std::move(done));
-  }
+  if (impl_->watch && !requests.empty())
+    done = impl_->watch(WriteOf(*this, requests), std::move(done));
   impl_->Write(requests, std::move(done));
+}
+void Store::WriteAside(std::span<const WriteRequest> requests, Done done) {
+  if (impl_->watch && !requests.empty())
+    done = impl_->watch(WriteOf(*this, requests), std::move(done));
+  impl_->WriteAside(requests, std::move(done));
+}
+absl::Status Store::Adopt(std::span<const WriteRequest> requests, uint64_t sequence) {
+  return impl_->Adopt(requests, sequence);
 }
 
 Checksum Store::StartChecksum(const ExtentId& id, uint64_t sequence) const {

@@ -242,6 +242,17 @@ class Store {
   // may be written again in the same epoch after its earlier write is done.
   void Write(std::span<const WriteRequest> requests, Done done);
 
+  // Writes extents to where Write() would, and leaves them out of the open epoch: nothing refers to
+  // what is written until Adopt(). An extent must not be part of the open epoch, which its only
+  // other place has then; it is written again, or forgotten, freely. Refused (FAILED_PRECONDITION)
+  // while a commit runs; counts as a write in flight.
+  void WriteAside(std::span<const WriteRequest> requests, Done done);
+  // Makes what WriteAside() has written part of the open epoch, as if Write() had: all or, with an
+  // error, nothing. `requests` as they were given there (`bytes` may be null), each the last of its
+  // extent, and done; `sequence`: open_sequence() at that time. FAILED_PRECONDITION when a commit
+  // or another write of the extent came since, or a commit runs.
+  absl::Status Adopt(std::span<const WriteRequest> requests, uint64_t sequence);
+
   // Starts the checksum of an extent as written in `sequence`. Thread safe.
   Checksum StartChecksum(const ExtentId& id, uint64_t sequence) const;
   // True when `bytes` (whole extent) are those of `stamp`. Thread safe.

@@ -129,21 +129,22 @@ absl::Status ReadNow(Store& store, const ExtentId& id, std::span<std::byte> byte
   });
 }
 
-absl::Status WriteScript(Store& store) {
+ScriptWrites MakeScriptWrites(const Store& store) {
   const uint64_t sequence = store.open_sequence();
-  std::vector<MappedRegion> buffers;
-  std::vector<WriteRequest> requests;
+  ScriptWrites writes;
   for (const ExtentId& id : AllExtents(store)) {
     if (!IsWrittenIn(id, sequence)) continue;
-    buffers.push_back(Buffer(store.ExtentBytes(id)));
-    FillExtent(id, sequence, buffers.back().span());
+    const MappedRegion& buffer = writes.buffers.emplace_back(Buffer(store.ExtentBytes(id)));
+    FillExtent(id, sequence, writes.buffers.back().span());
     Checksum checksum = store.StartChecksum(id, sequence);
-    checksum.Update(buffers.back().span());
-    requests.push_back(
-        {id, buffers.back().data(), checksum.Finish(), /*word=*/Hash(id, sequence), /*flags=*/0});
+    checksum.Update(buffer.span());
+    writes.requests.push_back(
+        {id, buffer.data(), checksum.Finish(), /*word=*/Hash(id, sequence), /*flags=*/0});
   }
-  return WriteNow(store, requests);
+  return writes;
 }
+
+absl::Status WriteScript(Store& store) { return WriteNow(store, MakeScriptWrites(store).requests); }
 
 absl::Status CommitScript(Store& store) {
   OFFLOAD_RETURN_IF_ERROR(WriteScript(store));

@@ -70,6 +70,12 @@ absl::Status WriteNow(Store& store, std::span<const WriteRequest> requests);
 absl::Status CommitNow(Store& store, uint64_t epoch, const std::string& blob);
 absl::Status ReadNow(Store& store, const ExtentId& id, std::span<std::byte> bytes, Stamp* stamp);
 
+// What the script writes in the open sequence, with the memory of the bytes.
+struct ScriptWrites {
+  std::vector<MappedRegion> buffers;
+  std::vector<WriteRequest> requests;
+};
+ScriptWrites MakeScriptWrites(const Store& store);
 // Writes the script's extents of the open sequence; commits them.
 absl::Status WriteScript(Store& store);
 absl::Status CommitScript(Store& store);

@@ -54,6 +54,7 @@ struct Store::Impl {
     TableEntry written;      // for writes: what the table says afterwards
     ExtentId id{};           // for reads: what an error names
     bool tentative = false;  // for writes
+    bool aside = false;      // for writes: the table says nothing of it
   };
   // The requests of one call of Read or Write, until the last of their transfers has completed.
   struct Batch {
@@ -107,10 +108,16 @@ struct Store::Impl {
   // store.cc
   void Read(std::span<const ReadRequest> requests, std::span<Stamp> stamps, Done done);
   void Write(std::span<const WriteRequest> requests, Done done);
+  void WriteAside(std::span<const WriteRequest> requests, Done done);
+  absl::Status Adopt(std::span<const WriteRequest> requests, uint64_t sequence);
   absl::Status CollectReads(std::span<const ReadRequest> requests, std::span<Stamp> stamps,
                             std::vector<Piece>* pieces) const;
   absl::Status CollectWrites(std::span<const WriteRequest> requests,
                              std::vector<Piece>* pieces) const;
+  // The extent has been written since the last commit.
+  bool IsOpen(uint64_t index) const {
+    return entry(index).sequence == open_sequence() || tentative.contains(index);
+  }
   uint32_t ChoosePlace(uint64_t index) const;
   void StartTransfers(std::unique_ptr<Batch> batch, bool is_write);
   void FinishTransfer(Batch* batch, size_t begin, size_t end, bool is_write, absl::Status status);

@@ -650,6 +650,54 @@ TEST(StoreTest, RemoveTakesAStoreAwayAlsoADamagedOne) {
   EXPECT_EQ(IdOf(RemoveStore(pool.path(), "../job")), ErrorId::kBadValue);
 }
 
+absl::Status WriteAsideNow(Store& store, std::span<const WriteRequest> requests) {
+  return RunToEnd(store, [&](Store::Done done) { store.WriteAside(requests, std::move(done)); });
+}
+
+TEST(StoreTest, WhatIsWrittenAsideIsNothingUntilItIsAdopted) {
+  for (const bool adopts : {false, true}) {
+    TemporaryPool pool;
+    MakeStore(pool, 2);
+    auto store = MustOpen(pool);
+    const uint64_t sequence = store->open_sequence();
+    const ScriptWrites writes = MakeScriptWrites(*store);
+    ASSERT_EQ(WriteAsideNow(*store, writes.requests), absl::OkStatus());
+    EXPECT_EQ(CheckScript(*store, 2), absl::OkStatus());
+    EXPECT_FALSE(store->has_uncommitted_writes());
+    if (adopts) {
+      ASSERT_EQ(store->Adopt(writes.requests, sequence), absl::OkStatus());
+      EXPECT_TRUE(store->has_uncommitted_writes());
+      ASSERT_EQ(CommitNow(*store, EpochOf(sequence), BlobOf(sequence)), absl::OkStatus());
+    }
+    store.reset();
+    store = MustOpen(pool);
+    EXPECT_EQ(CheckScript(*store, adopts ? 3 : 2), absl::OkStatus());
+    // Either way the next epochs are written as ever.
+    for (int i = 0; i < 2; ++i) ASSERT_EQ(CommitScript(*store), absl::OkStatus());
+    EXPECT_EQ(CheckScript(*store, adopts ? 5 : 4), absl::OkStatus());
+  }
+}
+
+TEST(StoreTest, WhatIsWrittenAsideIsOfOneEpochAndGivesWayToWrites) {
+  TemporaryPool pool;
+  MakeStore(pool, 2);
+  auto store = MustOpen(pool);
+  uint64_t sequence = store->open_sequence();
+  ScriptWrites aside = MakeScriptWrites(*store);
+  ASSERT_EQ(WriteAsideNow(*store, aside.requests), absl::OkStatus());
+  ASSERT_EQ(CommitScript(*store), absl::OkStatus());  // over what was written aside
+  EXPECT_TRUE(absl::IsFailedPrecondition(store->Adopt(aside.requests, sequence)));
+  EXPECT_EQ(CheckScript(*store, 3), absl::OkStatus());
+
+  sequence = store->open_sequence();
+  aside = MakeScriptWrites(*store);
+  ASSERT_EQ(WriteScript(*store), absl::OkStatus());
+  EXPECT_TRUE(absl::IsFailedPrecondition(WriteAsideNow(*store, aside.requests)));
+  EXPECT_TRUE(absl::IsFailedPrecondition(store->Adopt(aside.requests, sequence)));
+  ASSERT_EQ(CommitNow(*store, EpochOf(sequence), BlobOf(sequence)), absl::OkStatus());
+  EXPECT_EQ(CheckScript(*store, 4), absl::OkStatus());
+}
+
 TEST(PoolTest, NamesOfJobs) {
   for (const char* good : {"a", "run-1", "A.b_c-d#2", "x.offload"})
     EXPECT_TRUE(IsValidJobName(good)) << good;

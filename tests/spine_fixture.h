@@ -12,12 +12,14 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <memory>
 #include <random>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -196,6 +198,25 @@ class Job {
     SeedByStep();
     const absl::Status handed_over = MakeStep({}, true, &command);
     return handed_over.ok() ? session_->Step(command) : handed_over;
+  }
+  // The same, announced before it is called for, and called for when the daemon has done what it
+  // can ahead; until then everything is as before. `changes`: what is announced are other
+  // gradients.
+  absl::Status AnnouncedStep(bool changes = false) {
+    const References before = references_;
+    client::StepCommand command;
+    SeedByStep();
+    absl::Status status = MakeStep({}, /*hands_over=*/true, &command);
+    const References after = std::exchange(references_, before);
+    if (changes) ComplementGradients();
+    if (status.ok()) status = session_->BeginStep(command);
+    if (status.ok()) status = ReleaseGradients(command);
+    if (!status.ok()) return status;
+    Forward();
+    ExpectEqual();
+    if (changes) ComplementGradients();
+    references_ = after;
+    return session_->Step(command);
   }
   // Takes numbered steps of a new job in memory only, as far as `step`.
   void SkipTo(uint64_t step) {
@@ -460,6 +481,35 @@ class Job {
     const uint64_t bytes = proto::PaddedBytes(gradient.size());
     std::memcpy(session_->region() + staging_offset_, gradient.data(), gradient.size());
     return session_->Wait(session_->ScratchWrite(placement.offset_bytes, bytes, staging_offset_));
+  }
+
+  void ComplementGradients() {
+    for (uint32_t tensor = 0; tensor < catalogue_.tensors.size(); ++tensor) {
+      if (plan_.gradients[tensor].home != proto::GradientHome::kRegion) continue;
+      std::byte* const gradient = session_->region() + plan_.gradients[tensor].offset_bytes;
+      for (uint64_t i = 0; i < count(tensor) * proto::DtypeBytes(variant_.dtype); ++i)
+        gradient[i] ^= std::byte{1};
+    }
+  }
+
+  // Returns when the state of all that are no bundles is written once more, or the job has failed.
+  absl::Status ReleaseGradients(const client::StepCommand& command) {
+    const proto::SlabHeader& header = session_->slab_header();
+    while (header.durable_step.load() + 1 < command.step && session_->health().ok())
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    uint64_t expected = header.bytes_written.load();
+    for (const client::TensorUpdate& update : command.updates) {
+      const proto::Placement& placement = catalogue_.placements[update.tensor];
+      const proto::StoreTensor& tensor = catalogue_.store_tensors[placement.store_tensor];
+      if (tensor.bundle) continue;
+      expected += proto::WeightSlotBytes(tensor);
+      for (uint32_t i = 0; i < proto::ExtentCount(tensor.element_count); ++i)
+        expected += proto::StateBytes(tensor, i);
+      session_->ReleaseGradient(update.tensor);
+    }
+    while (header.bytes_written.load() < expected && session_->health().ok())
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return session_->health();
   }
 
   void SeedByStep() {

@@ -430,6 +430,52 @@ TEST_F(SpineIntervalTest, ADaemonThatIsKilledWhileItWritesThemLeavesTheCheckpoin
   }
 }
 
+// Four blocks are two extents of an update that begins before its step.
+Variant Foreseen(Dtype dtype) { return {.dtype = dtype, .pipeline_blocks = 4}; }
+
+TEST_F(SpineTest, UpdatesThatBeginBeforeTheStepAreTheStepsOrNothing) {
+  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16}) {
+    SCOPED_TRACE(dtype == Dtype::kFloat32 ? "fp32" : "bf16");
+    Job job(pool_, dtype == Dtype::kFloat32 ? "fp32" : "bf16", Foreseen(dtype));
+    ASSERT_NO_FATAL_FAILURE(job.Open());
+    for (const bool changes : {false, true}) {
+      ASSERT_TRUE(job.NumberedStep().ok());
+      ASSERT_TRUE(job.AnnouncedStep(changes).ok());
+      ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+    }
+    job.Close();
+    ASSERT_NO_FATAL_FAILURE(job.Open());
+    EXPECT_EQ(job.info().step, 4u);
+    ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+    job.Close();
+  }
+}
+
+TEST_F(SpineTest, ADaemonThatIsKilledAmidSuchUpdatesLeavesTheStepBefore) {
+  const std::pair<const char*, uint64_t> kills[] = {{"job.update_ahead:1:exit", 1},
+                                                    {"job.update_ahead:3:exit", 1},
+                                                    {"job.update_ahead:7:exit", 2}};
+  int jobs = 0;
+  for (const auto& [place, step] : kills) {
+    SCOPED_TRACE(place);
+    const std::string name = absl::StrCat("job", ++jobs);
+    Job job(pool_, name, Foreseen(Dtype::kBFloat16));
+    setenv("OFFLOADD_FAULT_POINT", place, 1);
+    const absl::Status opened = job.TryOpen();
+    unsetenv("OFFLOADD_FAULT_POINT");
+    ASSERT_TRUE(opened.ok()) << opened;
+    ASSERT_TRUE(job.NumberedStep().ok());
+    while (job.AnnouncedStep().ok()) ASSERT_LT(job.step(), 8u);
+    job.Leave();
+    Job after(pool_, name, Foreseen(Dtype::kBFloat16));
+    after.SkipTo(step);
+    ASSERT_NO_FATAL_FAILURE(after.Open());
+    EXPECT_EQ(after.info().step, step);
+    ASSERT_NO_FATAL_FAILURE(after.ExpectEqual());
+    after.Close();
+  }
+}
+
 TEST_F(SpineTest, SnapshotInsideAnIntervalNamesTheStepThatItFinds) {
   Job job(pool_, "job",
           {.dtype = Dtype::kFloat32,

@@ -112,6 +112,8 @@ Json Describe(const proto::v1::JobStatus& job, const Rates& rates) {
           {"written_bytes_per_second", rates.written},
           {"last_step", job.has_last_step() ? DescribeRecord(job.last_step()) : Json(nullptr)},
           {"figures", DescribeFigures(job.figures())},
+          {"updates_ahead",
+           {{"used", job.updates_ahead().used()}, {"lost", job.updates_ahead().lost()}}},
           {"io_engine", job.io_engine()},
           {"devices", DescribeDevices(job)},
           {"errors", DescribeErrors(job)},

@@ -19,8 +19,8 @@ from .optimizer import Foreign, check_free, has_stepped, is_table, recipe_of
 
 _log = logging.getLogger("offloadd")
 
-OPTIONS = ("nvme_path", "ram", "job", "io", "durability", "generations", "update_threads", "spill_gradients", "rank", "world_size",
-           "local_rank", "local_world_size", "run_id", "gradients", "gradient_average", "raw_access", "weights_at_close",
+OPTIONS = ("nvme_path", "ram", "job", "io", "durability", "generations", "update_threads", "update_in_backward", "spill_gradients", "rank",
+           "world_size", "local_rank", "local_world_size", "run_id", "gradients", "gradient_average", "raw_access", "weights_at_close",
            "zero_stage", "weights_home", "state_home", "persistence", "prefetch", "max_live")
 _STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "budget_bytes", "durable_step", "wait_seconds",
                "raw_accesses")
@@ -448,6 +448,9 @@ class Handle:
         self._settle()
         self._running().apply(kind, groups, values)
 
+    def foresee(self, kind, values):
+        self._running().foresee(kind, values)
+
     def replace_state(self, parameters, counts, names, planes):
         self._running().replace_state(parameters, counts, names, planes)
 
@@ -670,8 +673,8 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
                      they are refused
     weights_at_close "released", or "memory": the model is an ordinary one when the job is closed
 
-    Further options: io, durability, generations, update_threads, spill_gradients; zero_stage, weights_home, state_home, persistence,
-    prefetch, max_live, gradients, gradient_average (docs/ranks.md); and rank … for launchers of one's own.
+    Further options: io, durability, generations, update_threads, update_in_backward, spill_gradients; zero_stage, weights_home,
+    state_home, persistence, prefetch, max_live, gradients, gradient_average (docs/ranks.md); and rank … for launchers of one's own.
     """
     global _constructed
     models = _listed(model) if model is not None else []

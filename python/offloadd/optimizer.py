@@ -287,6 +287,10 @@ class _Offloaded:
         self._opt_called = True  # what torch's schedulers look for
         return loss
 
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        self._offload_part.foresee()
+
     def add_param_group(self, group):
         super().add_param_group(group)
         try:
@@ -456,6 +460,16 @@ class Part:
 
     def group_values(self):
         return [self.recipe.values(group) for group in self.optimizer.param_groups]
+
+    def foresee(self):
+        """After a scheduler, before the backward: the hyper-parameters that updates may take which begin in the backward."""
+        if not self.handle.is_open:
+            return
+        try:
+            values = self.group_values()
+        except Error:  # step() says it
+            return
+        self.handle.foresee(self.recipe.kind, values)
 
     def check_groups(self):
         """Groups that were added since: their parameters have to be the job's."""

@@ -48,8 +48,13 @@ class AccumulationHook : public torch::autograd::FunctionPostHook {
   ~AccumulationHook() override { gradient_->Unreference(); }
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                             const torch::autograd::variable_list& inputs) override {
-    std::lock_guard lock(mutex_);
-    gradient_->AfterAccumulation(inputs.front());
+    bool is_in_place = false;
+    {
+      std::lock_guard lock(mutex_);
+      gradient_->AfterAccumulation(inputs.front());
+      is_in_place = gradient_->IsInPlace();
+    }
+    if (is_in_place) gradient_->Announce();
     return outputs;
   }
 
@@ -493,6 +498,15 @@ void Gradient::AfterAccumulation(const at::Tensor& added) {
   Lock lock(mutex());
   WaitWhileMoving(lock);
   StartWriting(lock);
+}
+
+bool Gradient::IsInPlace() {
+  {
+    Lock lock(mutex());
+    if (closed_) return false;
+  }
+  const at::Tensor& grad = parameter_.grad();
+  return !spilled() && grad.defined() && IsOwn(grad);
 }
 
 bool Gradient::IsOwn(const at::Tensor& grad) const {

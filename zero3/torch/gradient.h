@@ -42,6 +42,7 @@
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/raw_access.h"
 #include "zero3/torch/residency.h"
+#include "zero3/torch/step_announcement.h"
 #include "zero3/torch/wait_graph.h"
 
 namespace offload::zero3 {
@@ -83,6 +84,17 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   // its way to the drive. A tensor that the trainer has put there and uses elsewhere, too (a view
   // of a flat buffer), stays, and is taken by the step.
   virtual void AfterAccumulation(const at::Tensor& added);
+  // The same lock is held: whether `.grad` is the accumulator's, which the daemon reads where it
+  // is.
+  bool IsInPlace();
+  // Passes that leave a gradient in place are told to it from now on; null: to nobody.
+  void AnnounceTo(std::shared_ptr<StepAnnouncement> announcement) {
+    announcement_ = std::move(announcement);
+  }
+  // A pass has left the gradient in place; no lock is held.
+  void Announce() const {
+    if (announcement_ != nullptr) announcement_->Accumulated(tensor_id_);
+  }
   // Watches the parameter's accumulation from now on.
   virtual void Watch();
   bool is_watched() const { return accumulation_ != nullptr; }
@@ -187,8 +199,9 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   const std::vector<int64_t> strides_;  // the parameter's
   at::Tensor parameter_, tensor_;
   std::shared_ptr<torch::autograd::Node> accumulation_;  // torch has a weak reference only
-  std::optional<uint64_t> region_offset_;                // of the bytes in memory
-  WaitQueue own_changed_;                                // of one that is not spilled
+  std::shared_ptr<StepAnnouncement> announcement_;
+  std::optional<uint64_t> region_offset_;  // of the bytes in memory
+  WaitQueue own_changed_;                  // of one that is not spilled
   bool moving_ = false;
   WaitGraph::Thread mover_;
   int pins_ = 0;  // operators between Pin() and Unpin()

@@ -43,6 +43,7 @@ OpenedJob OpenJob(const Options& options, const client::World& world, uint64_t r
   job.ram_bytes = std::max(ram_bytes, proto::OpenBytes(world.world_size));
   job.io_engine = options.io;
   job.durability = options.durability;
+  job.update_in_backward = options.update_in_backward;
   job.generations = static_cast<uint32_t>(std::max(options.generations, 0));
   job.update_threads = static_cast<uint32_t>(std::max(options.update_threads, 0));
   opened.info = ValueOrThrow(opened.session->OpenJob(job));

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <mutex>
 #include <span>
 #include <utility>
 #include <vector>
@@ -24,7 +25,14 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
                    NamedOptimizer optimizer)
       : Optimizer(std::move(groups), optimizer.defaults->clone()),
         engine_(std::move(engine)),
-        optimizer_(std::move(optimizer)) {}
+        optimizer_(std::move(optimizer)),
+        living_(std::make_shared<Living>()) {
+    living_->self = this;
+  }
+  ~OffloadOptimizer() override {
+    const std::lock_guard lock(living_->mutex);
+    living_->self = nullptr;
+  }
 
   torch::Tensor step(LossClosure closure) override {
     const at::NoGradGuard no_grad;
@@ -36,7 +44,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
     std::vector<GroupUpdate> updates;
     for (const OptimizerParamGroup& group : param_groups())
       updates.push_back({GroupOf(group.options()), group.params()});
-    engine_->Step(updates);
+    engine_->Step(updates, [living = living_] { return GroupsNowOf(*living); });
     return loss;
   }
 
@@ -64,6 +72,21 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
   }
 
  private:
+  // For the backward, which may outlive the optimizer.
+  struct Living {
+    std::mutex mutex;
+    OffloadOptimizer* self = nullptr;  // null: no more
+  };
+
+  static std::vector<client::Group> GroupsNowOf(Living& living) {
+    const std::lock_guard lock(living.mutex);
+    std::vector<client::Group> groups;
+    if (living.self == nullptr) return groups;
+    for (const OptimizerParamGroup& group : living.self->param_groups())
+      groups.push_back(living.self->GroupOf(group.options()));
+    return groups;
+  }
+
   client::Group GroupOf(const torch::optim::OptimizerOptions& options) const {
     client::Group group = CheckedSpec(optimizer_, options);
     for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
@@ -93,6 +116,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
 
   const std::shared_ptr<TensorEngine> engine_;
   const NamedOptimizer optimizer_;
+  const std::shared_ptr<Living> living_;
 };
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -150,7 +151,23 @@ class PythonEngine final : public torch::CustomClassHolder {
     std::vector<GroupUpdate> updates;
     for (size_t i = 0; i < groups.size(); ++i)
       updates.push_back({GroupOf(kind, values.at(i)), groups[i]});
-    engine.Step(updates);
+    Foresee(kind, values);
+    engine.Step(updates, [foreseen = foreseen_] {
+      const std::lock_guard lock(foreseen->mutex);
+      return foreseen->groups;
+    });
+  }
+
+  // What the groups of the optimizer have now, the next step will probably have.
+  void Foresee(const std::string& kind, const std::vector<Values>& values) {
+    std::vector<client::Group> groups;
+    try {
+      for (const Values& each : values) groups.push_back(GroupOf(kind, each));
+    } catch (const std::exception&) {  // the step says why
+      groups.clear();
+    }
+    const std::lock_guard lock(foreseen_->mutex);
+    foreseen_->groups = std::move(groups);
   }
 
   // What the optimizer keeps, under torch.optim's names, and "master": for each parameter one
@@ -220,8 +237,15 @@ class PythonEngine final : public torch::CustomClassHolder {
                   "Give the optimizer these options when it is made, with a new job"));
   }
 
+  // Read by backwards, which may outlive this.
+  struct Foreseen {
+    std::mutex mutex;
+    std::vector<client::Group> groups;
+  };
+
   std::shared_ptr<ModuleEngine> engine_;
   std::unique_ptr<InitGuard> guard_;
+  const std::shared_ptr<Foreseen> foreseen_ = std::make_shared<Foreseen>();
 };
 
 using Pointer = c10::intrusive_ptr<PythonEngine>;
@@ -316,6 +340,7 @@ TORCH_LIBRARY(offloadd, m) {
       .def("attach", &PythonEngine::Attach)
       .def("seal", [](const Pointer& self) { self->tensors().Seal(); })
       .def("apply", &PythonEngine::Step)
+      .def("foresee", &PythonEngine::Foresee)
       .def("begin_with", &PythonEngine::BeginWith)
       .def("replace_state", &PythonEngine::ReplaceState)
       .def("step_count", [](const Pointer& self) { return self->tensors().step(); })

@@ -612,6 +612,7 @@ void TensorEngine::WatchGradients(std::span<const at::Tensor> trained) {
   }
   if (attachment_->input().AddsGradients())
     sums_ = std::make_shared<GradientSums>(attachment_, /*step=*/step_ + 1);
+  announcement_ = MakeAnnouncement();
   for (uint32_t id = 0; id < weights_.size(); ++id) {
     if (!trained[id].defined()) continue;
     gradients_[id] = MakeGradient(id, trained[id]);
@@ -625,8 +626,11 @@ Gradient* TensorEngine::MakeGradient(uint32_t id, const at::Tensor& parameter) {
       home == proto::GradientHome::kScratch || home == proto::GradientHome::kSlabScratch;
   auto window = spilled ? gradient_window_ : nullptr;
   if (attachment_->device() != nullptr) return new DeviceGradient(attachment_, id, parameter);
-  if (sums_ == nullptr) return new Gradient(attachment_, std::move(window), id, parameter);
-  return new SummedGradient(attachment_, std::move(window), sums_, id, parameter);
+  if (sums_ != nullptr)
+    return new SummedGradient(attachment_, std::move(window), sums_, id, parameter);
+  auto* const gradient = new Gradient(attachment_, std::move(window), id, parameter);
+  gradient->AnnounceTo(announcement_);
+  return gradient;
 }
 
 // A device may have the rest of the buffer.
@@ -645,6 +649,24 @@ void TensorEngine::DropFromDevice() {
   } catch (const std::exception& error) {
     Log().error("{}", error.what());
   }
+}
+
+// Of one rank: what several add up the daemon has to wait for. Within an interval there is no place
+// for a second step.
+std::shared_ptr<StepAnnouncement> TensorEngine::MakeAnnouncement() const {
+  if (attachment_->world_size() > 1 || attachment_->device() != nullptr ||
+      options_.update_in_backward == "never" || attachment_->input().durability.has_intervals())
+    return nullptr;
+  return std::make_shared<StepAnnouncement>(
+      StepAnnouncement::Channel{.begin_step =
+                                    [attachment = attachment_](const client::StepCommand& command) {
+                                      return attachment->session().BeginStep(command);
+                                    },
+                                .release_gradient =
+                                    [attachment = attachment_](uint32_t tensor) {
+                                      attachment->session().ReleaseGradient(tensor);
+                                    }},
+      weights_.size());
 }
 
 absl::Status TensorEngine::StreamIn(uint32_t id, proto::Plane plane, Fill fill) {
@@ -898,7 +920,7 @@ void TensorEngine::CheckGiven(bool writes) const {
   for (WeightResidency* const weight : weights_) weight->CheckGiven(writes);
 }
 
-void TensorEngine::Step(std::span<const GroupUpdate> updates) {
+void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_now) {
   Seal();
   CheckWhole();
   CheckGiven(/*writes=*/true);
@@ -952,6 +974,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   }
   if (DeviceMemory* const device = attachment_->device())
     ends_round ? device->EndRound(stepped) : device->Changed(stepped);
+  if (announcement_ != nullptr) announcement_->Stepped(command, std::move(groups_now));
   attachment_->Prefetch(ahead);
 }
 

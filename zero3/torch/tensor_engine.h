@@ -37,6 +37,7 @@
 #include "zero3/torch/gradient.h"
 #include "zero3/torch/gradient_sums.h"
 #include "zero3/torch/kept_state.h"
+#include "zero3/torch/step_announcement.h"
 #include "zero3/torch/weight_residency.h"
 #include "zero3/torch/weights_io.h"
 #include "zero3/trainer_state.h"
@@ -75,8 +76,10 @@ class TensorEngine {
   void CheckConstructs() const;
 
   int64_t step() const { return static_cast<int64_t>(step_); }
-  // Takes one step of the job. OFD-1701 for gradients that are not finite.
-  void Step(std::span<const GroupUpdate> updates);
+  // Takes one step of the job. OFD-1701 for gradients that are not finite. `groups_now`: the
+  // hyper-parameters of the same groups, for the backward of the next step; null: they will be the
+  // same.
+  void Step(std::span<const GroupUpdate> updates, GroupsNow groups_now = nullptr);
   // A step of somebody else's optimizer: commits what it wrote into weights.
   void CommitStep();
   void WaitDurable();
@@ -199,6 +202,7 @@ class TensorEngine {
   uint32_t IdOf(const at::Tensor& parameter) const;
   Gradient* GradientOf(const at::Tensor& parameter) const;
   Gradient* MakeGradient(uint32_t id, const at::Tensor& parameter);
+  std::shared_ptr<StepAnnouncement> MakeAnnouncement() const;
   // Whether the step has to do with a parameter's gradient, defined here or only in other ranks.
   bool MayHaveGradient(const at::Tensor& parameter) const;
 
@@ -233,9 +237,10 @@ class TensorEngine {
   std::shared_ptr<GradientWindow> gradient_window_;
   const void* round_ends_with_ = nullptr;  // the first tensor of an optimizer
   int steps_of_round_ = 0;
-  std::shared_ptr<GradientSums> sums_;     // where the daemon adds those of several ranks
-  std::vector<WeightResidency*> weights_;  // by id; one reference each
-  std::vector<Gradient*> gradients_;       // by id, null when frozen; one reference each
+  std::shared_ptr<GradientSums> sums_;              // where the daemon adds those of several ranks
+  std::shared_ptr<StepAnnouncement> announcement_;  // where updates may begin in a backward
+  std::vector<WeightResidency*> weights_;           // by id; one reference each
+  std::vector<Gradient*> gradients_;                // by id, null when frozen; one reference each
   DevicePlan device_plan_;
 };
 

@@ -86,6 +86,10 @@ struct Options {
   std::string durability = "step";
   int generations = 0;     // spare ones of a new store: so many snapshots need no growth
   int update_threads = 0;  // of the daemon's optimizer; 0: half of the cores
+  // "auto": updates begin during the backward, tensor by tensor, beside the state that there is,
+  // and become the step's when step() says the same (docs/tuning.md); "never": they begin at
+  // step(). Results are the same.
+  std::string update_in_backward = "auto";
   // Pointers into offloaded tensors (data_ptr(), accessors, custom kernels, torch::save): "serve"
   // brings a tensor to memory, beside `ram`, at the first touch and until the end of the step, and
   // puts back what was written; "error" refuses the pointer (OFD-1603).
