@@ -1068,6 +1068,33 @@ Programs Gradients() {
                     run.See(kept);
                   }
                 }),
+      WithAdamW("gradient_that_is_a_weight",
+                [](Run& run, Setting& s) {
+                  nn::LinearImpl &first = LinearAt(s.model, 0), &middle = LinearAt(s.model, 2),
+                                 &last = LinearAt(s.model, 4);
+                  for (int step = 0; step < 4; ++step) {
+                    s.Loss(step).backward();
+                    first.weight.mutable_grad() = first.weight.detach();
+                    middle.bias.mutable_grad() = last.bias.detach();
+                    s.optimizer->step();
+                    run.See(last.bias);
+                    run.See(s.Loss(step));
+                    s.optimizer->zero_grad();
+                  }
+                }),
+      {"weight_transposed_in_place",
+       [](Run& run) {
+         Setting s(run);
+         s.Sgd();
+         for (int step = 0; step < 2; ++step) {
+           s.Loss(step).backward();
+           s.optimizer->step();
+           s.optimizer->zero_grad();
+           const NoGradGuard no_grad;
+           LinearAt(s.model, 4).weight.t_();
+         }
+       },
+       1601},
       {"gradient_pointers_kept",
        [](Run& run) {
          Setting s(run);

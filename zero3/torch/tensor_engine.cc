@@ -808,6 +808,14 @@ Gradient* TensorEngine::GradientOf(const at::Tensor& parameter) const {
     Unsupported(weights_[id]->name(), "has another storage than when it was attached",
                 "Cast and replace tensors before attaching the module");
   }
+  if (!std::ranges::equal(parameter.sizes(), declared_[id].shape) ||
+      OrderOf(parameter.sizes(), parameter.strides()) != declared_[id].dimension_order) {
+    Unsupported(weights_[id]->name(),
+                "has another shape or order of dimensions than when it was "
+                "attached (t_(), transpose_(), squeeze_())",
+                "Use a view of it in forward, parameter.t(), or lay the module out before "
+                "attaching it");
+  }
   if (gradients_[id] == nullptr)
     ThrowStatus(MakeError(
         ErrorId::kUnsupportedModel,
@@ -859,6 +867,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   command.trainer_state = ValueOrThrow(EncodeTrainerState(next));
   for (const uint32_t id : stepped) gradients_[id]->FinishWriting();
   StoreLargeBuffers();
+  attachment_->EndRaw();  // of pointers that were used since it began
   for (const client::Group& group : command.groups) SayRoots(group);
 
   if (sums_ != nullptr) command.passes = sums_->stream().passes();
