@@ -369,7 +369,9 @@ void InMemoryOptimizer::ForEachWithGradient(absl::FunctionRef<void(Tensor& param
 void InMemoryOptimizer::FollowWeight(const Tensor& parameter) {
   InMemoryState& state = states_->states_[parameter.unsafeGetTensorImpl()];
   if (IsItsOwnMaster(parameter)) {
-    state.master = parameter.detach();  // anew, since its storage may be another one
+    // Anew, since its storage may be another one; with a version of its own, as torch's classes
+    // write weights: a graph from before the step goes on with the new ones.
+    state.master = parameter.variable_data();
   } else if (!state.master.defined()) {
     state.master = parameter.detach().to(at::kFloat);
   } else if (WasWritten(parameter, state)) {
@@ -387,7 +389,7 @@ void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& 
   const Tensor& given = parameter.grad();
   const Tensor gradient = given.layout() == at::kStrided ? given : given.to_dense();
   UpdateOf(optimizer)(optimizer, gradient.to(at::kFloat), state);
-  if (!IsItsOwnMaster(parameter)) parameter.copy_(state.master);
+  if (!IsItsOwnMaster(parameter)) parameter.variable_data().copy_(state.master);
 }
 
 }  // namespace offload::zero3

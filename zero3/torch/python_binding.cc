@@ -137,6 +137,15 @@ class PythonEngine final : public torch::CustomClassHolder {
     for (size_t i = 0; i < groups.size(); ++i)
       updates.push_back({GroupOf(kind, values.at(i)), groups[i]});
     engine.Step(updates);
+    const bool is_alone = engine.attachment()->world_size() == 1;
+    for (const Tensors& group : groups) {
+      for (const at::Tensor& parameter : group) {
+        if (is_alone && !parameter.grad().defined()) continue;
+        // Backward of a graph from before the step is an error in torch.optim, and is one here.
+        c10::TensorImpl* const impl = parameter.unsafeGetTensorImpl();
+        if (!impl->is_inference()) impl->bump_version();
+      }
+    }
   }
 
   // What the optimizer keeps, under torch.optim's names, and "master": for each parameter one

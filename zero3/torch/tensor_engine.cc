@@ -878,12 +878,9 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   state_ = std::move(next);
   has_unsettled_states_ = false;
   ++step_;
-  for (const uint32_t id : stepped) {
-    gradients_[id]->BeginUpdate();
-    // Backward of a graph from before the step is an error in plain torch, and is one here.
-    c10::TensorImpl* const parameter = gradients_[id]->parameter().unsafeGetTensorImpl();
-    if (!parameter->is_inference()) parameter->bump_version();
-  }
+  // The parameters' versions stay: torch's C++ classes write through data(), and a graph from
+  // before the step goes on with the new weights. Python's bump them, and so does its binding.
+  for (const uint32_t id : stepped) gradients_[id]->BeginUpdate();
   attachment_->Prefetch(ahead);
 }
 
