@@ -744,6 +744,7 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
 
 // In another session: memory is planned anew, too.
 void TensorEngine::Reopen() {
+  before_ = statistics();
   attachment_->Reopen([this] {
     OpenedJob opened = OpenJob(options_, WorldOf(options_), ram_bytes_);
     if (!opened.info.exists || opened.info.step != step_) {
@@ -1233,14 +1234,16 @@ absl::Status NotAttached() {
 Statistics TensorEngine::statistics() const {
   const proto::SlabHeader& header = attachment_->session().slab_header();
   Statistics statistics;
-  statistics.bytes_read = header.bytes_read.load(std::memory_order_relaxed);
-  statistics.bytes_written = header.bytes_written.load(std::memory_order_relaxed);
+  statistics.bytes_read = before_.bytes_read + header.bytes_read.load(std::memory_order_relaxed);
+  statistics.bytes_written =
+      before_.bytes_written + header.bytes_written.load(std::memory_order_relaxed);
   statistics.resident_bytes = header.resident_bytes.load(std::memory_order_relaxed);
-  statistics.peak_bytes = header.peak_bytes.load(std::memory_order_relaxed);
+  statistics.peak_bytes =
+      std::max(before_.peak_bytes, header.peak_bytes.load(std::memory_order_relaxed));
   statistics.budget_bytes = ram_bytes_;
   statistics.durable_step =
       static_cast<int64_t>(header.durable_step.load(std::memory_order_relaxed));
-  statistics.wait_seconds = attachment_->session().wait_seconds();
+  statistics.wait_seconds = before_.wait_seconds + attachment_->session().wait_seconds();
   statistics.raw_accesses = attachment_->raw_accesses();
   return statistics;
 }
