@@ -20,6 +20,7 @@
 #include "proto/plane_set.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/torch_state.h"
+#include "zero3/torch/update_counts.h"
 
 namespace offload::zero3 {
 namespace {
@@ -385,7 +386,7 @@ void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& 
     if (states_->kept_.Plane(i) != nullptr && !state.planes[i].defined())
       state.planes[i] = at::zeros_like(state.master, at::MemoryFormat::Preserve);
   }
-  ++state.step;
+  if (IsCounted(optimizer)) ++state.step;
   const Tensor& given = parameter.grad();
   const Tensor gradient = given.layout() == at::kStrided ? given : given.to_dense();
   UpdateOf(optimizer)(optimizer, gradient.to(at::kFloat), state);

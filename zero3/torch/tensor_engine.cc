@@ -36,6 +36,7 @@
 #include "zero3/torch/summed_gradient.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/update_counts.h"
 
 namespace offload::zero3 {
 namespace {
@@ -847,6 +848,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
   client::StepCommand command;
   command.step = step_ + 1;
   std::vector<uint32_t> stepped;
+  struct TrainerState next = state_;
   for (uint32_t group = 0; group < updates.size(); ++group) {
     command.groups.push_back(updates[group].group);
     for (const at::Tensor& parameter : updates[group].tensors) {
@@ -857,12 +859,11 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates) {
       if (!gradient->PrepareStep()) continue;
       const uint32_t id = ids_.at(parameter.unsafeGetTensorImpl());
       stepped.push_back(id);
-      command.updates.push_back({id, group, state_.update_counts[id] + 1});
+      command.updates.push_back({id, group, next.update_counts[id] + 1});
+      if (IsCounted(updates[group].group)) ++next.update_counts[id];
       gradient->Describe(command.updates.back());
     }
   }
-  struct TrainerState next = state_;
-  for (const uint32_t id : stepped) ++next.update_counts[id];
   next.buffers = buffers_.EncodeSmall();
   command.has_trainer_state = true;
   command.trainer_state = ValueOrThrow(EncodeTrainerState(next));
