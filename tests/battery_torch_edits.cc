@@ -151,6 +151,14 @@ Programs Edits() {
                    run.See(torch::from_blob(bytes.data(), p.sizes(), p.options()).clone());
                  }),
       EachEdited(
+          "written_through_a_pointer_with_what_it_has",
+          [](Run&, Tensor& p, int step) {
+            auto* const bytes = static_cast<volatile char*>(p.mutable_data_ptr());
+            for (size_t i = 0; i < p.nbytes(); i += 100) bytes[i] = bytes[i];
+            if (step == 2) p.mul_(1.0);
+          },
+          false),
+      EachEdited(
           "from_raw_memory",
           [](Run&, Tensor& p, int step) {
             std::vector<float> values(p.numel());

@@ -219,7 +219,6 @@ TEST_P(SteppedOptimizerTest, AFileOfMemoryIsLoadedIntoAJob) {
     Log log;
     Train(model, *optimizer, 40, 42, &log);  // which is forgotten
     Load(files, model, *optimizer);
-    EXPECT_EQ(optimizer->state().size(), 1u);
     log.assign(kBefore, Tensor());
     Train(model, *optimizer, kBefore, kBefore + kAfter, &log);
     AddWeights(model, &log);
@@ -243,7 +242,6 @@ TEST_P(SteppedOptimizerTest, AFileOfAJobIsLoadedInMemory) {
       engine->Attach(model, *optimizer);
       Train(model, *optimizer, 0, kBefore, &log);
       torch::save(*optimizer, kept);
-      EXPECT_EQ(optimizer->state().size(), 1u);
       const torch::NoGradGuard no_grad;
       for (size_t i = 0; i < model.parameters().size(); ++i)
         other.parameters()[i].copy_(model.parameters()[i]);
@@ -256,8 +254,94 @@ TEST_P(SteppedOptimizerTest, AFileOfAJobIsLoadedInMemory) {
   }
 }
 
+// ---- What the trainer sees and changes of a state -----------------------------------------------
+
+enum class Where { kPlain, kInMemory, kOffloaded };
+
+// `edit` comes between the steps, and again before the last one.
+Log EditedBetweenSteps(const Make& make, Where where, const std::string& job,
+                       const std::function<void(Model&, optim::Optimizer&)>& edit) {
+  SetOffloading(where == Where::kOffloaded);
+  Model model(at::kFloat);
+  const Optimizer optimizer = make(model.parameters());
+  std::shared_ptr<Engine> engine;
+  if (where != Where::kPlain) {
+    engine = Engine::Open(PoolOptions(job, "256MiB"));
+    engine->Attach(model, *optimizer);
+  }
+  Log log;
+  Train(model, *optimizer, 0, kBefore, &log);
+  edit(model, *optimizer);
+  Train(model, *optimizer, kBefore, kBefore + kAfter, &log);
+  edit(model, *optimizer);
+  Train(model, *optimizer, kBefore + kAfter, kBefore + kAfter + 1, &log);
+  AddWeights(model, &log);
+  return log;
+}
+
+void ExpectSameEverywhere(const Make& make, const std::string& job,
+                          const std::function<void(Model&, optim::Optimizer&)>& edit) {
+  const Log expected = EditedBetweenSteps(make, Where::kPlain, job, edit);
+  ExpectSame(expected, EditedBetweenSteps(make, Where::kInMemory, job, edit));
+  ExpectSame(expected, EditedBetweenSteps(make, Where::kOffloaded, job, edit));
+}
+
+TEST_P(SteppedOptimizerTest, WhatIsErasedOfItsStateBeginsAnew) {
+  const std::string name = GetParam().name;
+  const bool keeps = name != "plain_sgd";
+  const bool may_lose = name != "adagrad";  // whose step() needs a state of every parameter
+  ExpectSameEverywhere(GetParam().make, name + "_erased", [&](Model& model, auto& optimizer) {
+    auto& state = optimizer.state();
+    const auto found = state.find(model.first->weight.unsafeGetTensorImpl());
+    ASSERT_EQ(found != state.end(), keeps);
+    if (keeps && may_lose) state.erase(found);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Optimizers, SteppedOptimizerTest, testing::ValuesIn(kCases),
                          [](const auto& info) { return info.param.name; });
+
+TEST(OptimizerStateTest, MomentsAreSeenAndEditsOfThemCount) {
+  Log seen[2];
+  for (const Where where : {Where::kPlain, Where::kInMemory, Where::kOffloaded}) {
+    Log& log = seen[where == Where::kPlain ? 0 : 1];
+    log = EditedBetweenSteps(
+        Maker<optim::Adam>(optim::AdamOptions(1e-2)), where, "moments",
+        [](Model& model, optim::Optimizer& optimizer) {
+          const auto of = [&](const Tensor& parameter) -> optim::AdamParamState& {
+            return static_cast<optim::AdamParamState&>(
+                *optimizer.state().at(parameter.unsafeGetTensorImpl()));
+          };
+          for (const Tensor& parameter : model.parameters()) {
+            EXPECT_EQ(of(parameter).exp_avg().sizes(), parameter.sizes());
+            of(parameter).exp_avg().mul_(of(parameter).exp_avg_sq().mean() + 0.5);
+          }
+          of(model.last->weight).exp_avg_sq().data_ptr<float>()[3] = 0.25f;
+          of(model.last->bias).step(of(model.last->bias).step() + 7);
+          for (auto& [key, state] : optimizer.state())
+            static_cast<optim::AdamParamState&>(*state).exp_avg_sq().mul_(2);
+        });
+    if (where != Where::kPlain) ExpectSame(seen[0], log);
+  }
+}
+
+// torch's buffer begins with the first step that has momentum, whatever went before it.
+TEST(OptimizerStateTest, MomentumThatIsSwitchedOnLaterBeginsWithItsFirstStep) {
+  const Make make = [](const std::vector<Tensor>& parameters) -> Optimizer {
+    std::vector<optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<Tensor>(parameters.begin(), parameters.begin() + 2),
+                        std::make_unique<optim::SGDOptions>(0.05));
+    groups.emplace_back(
+        std::vector<Tensor>(parameters.begin() + 2, parameters.end()),
+        std::make_unique<optim::SGDOptions>(optim::SGDOptions(0.05).momentum(0.9).dampening(0.1)));
+    return std::make_shared<optim::SGD>(std::move(groups), optim::SGDOptions(0.05));
+  };
+  ExpectSameEverywhere(make, "momentum_later", [](Model&, optim::Optimizer& optimizer) {
+    static_cast<optim::SGDOptions&>(optimizer.param_groups()[0].options())
+        .momentum(0.8)
+        .dampening(0.4);
+  });
+}
 
 // ---- Files of the engine's own optimizers -------------------------------------------------------
 

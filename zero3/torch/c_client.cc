@@ -27,6 +27,7 @@
 #include "proto/shm_abi.h"
 #include "proto/slab_layout.h"
 #include "zero3/planner.h"
+#include "zero3/torch/update_counts.h"
 #include "zero3/trainer_state.h"
 
 namespace offload::zero3 {
@@ -324,7 +325,8 @@ absl::Status offload_job::Step(const offload_parameter* parameters, size_t count
   offload::zero3::TrainerState after = state;
   for (uint32_t id = 0; id < delivered.size(); ++id) {
     if (!delivered[id]) continue;
-    command.updates.push_back({id, /*group=*/0, ++after.update_counts[id]});
+    command.updates.push_back({id, /*group=*/0, after.update_counts[id] + 1});
+    if (offload::zero3::IsCounted(next)) ++after.update_counts[id];
   }
   command.has_trainer_state = true;
   OFFLOAD_ASSIGN_OR_RETURN(command.trainer_state, offload::zero3::EncodeTrainerState(after));

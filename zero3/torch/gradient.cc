@@ -543,10 +543,13 @@ c10::DataPtr Gradient::CopyBytes() {
 void Gradient::TakeValues(const at::Tensor& values) {
   CheckFits(values);
   LeaveTensorToOthers();
+  // Of an offloaded tensor, a weight or another's gradient, by way of its residency: read as plain
+  // bytes it would be served as through a raw pointer, and the step would change it under that.
+  const at::Tensor plain_values = Residency::Of(values) != nullptr ? values.clone() : values;
   const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
   Pins pins;
   pins.Add(this, Access::kOverwrite);
-  Plain().copy_(values);
+  Plain().copy_(plain_values);
   pins.Finish();
 }
 

@@ -21,6 +21,7 @@
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/torch_state.h"
+#include "zero3/torch/update_counts.h"
 
 namespace offload::zero3 {
 namespace {
@@ -385,7 +386,9 @@ void InMemoryOptimizer::ForEachWithGradient(absl::FunctionRef<void(Tensor& param
 void InMemoryOptimizer::FollowWeight(const Tensor& parameter) {
   InMemoryState& state = states_->states_[parameter.unsafeGetTensorImpl()];
   if (IsItsOwnMaster(parameter)) {
-    state.master = parameter.detach();  // anew, since its storage may be another one
+    // Anew, since its storage may be another one; with a version of its own, as torch's classes
+    // write weights: a graph from before the step goes on with the new ones.
+    state.master = parameter.variable_data();
   } else if (!state.master.defined()) {
     state.master = parameter.detach().to(MasterType(parameter));
   } else if (WasWritten(parameter, state)) {
@@ -399,11 +402,11 @@ void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& 
     if (states_->kept_.Plane(i) != nullptr && !state.planes[i].defined())
       state.planes[i] = at::zeros_like(state.master, at::MemoryFormat::Preserve);
   }
-  ++state.step;
+  if (IsCounted(optimizer)) ++state.step;
   const Tensor& given = parameter.grad();
   const Tensor gradient = given.layout() == at::kStrided ? given : given.to_dense();
   UpdateOf(optimizer)(optimizer, gradient.to(MasterType(parameter)), state);
-  if (!IsItsOwnMaster(parameter)) parameter.copy_(state.master);
+  if (!IsItsOwnMaster(parameter)) parameter.variable_data().copy_(state.master);
 }
 
 }  // namespace offload::zero3

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "zero3/torch/in_memory.h"
 #include "zero3/torch/throw_status.h"
@@ -64,11 +65,18 @@ kernels::OptimizerSpec SpecOfAll(const NamedOptimizer& optimizer,
   std::unordered_set<const void*> seen;
   for (const OptimizerParamGroup& group : groups) {
     if (group.has_options()) all.KeepToo(CheckedSpec(optimizer, group.options()));
-    // torch allows a tensor in one place only, and says so less clearly.
+    // torch steps a tensor as often as a group names it.
     for (const at::Tensor& parameter : group.params()) {
       if (!seen.insert(parameter.unsafeGetTensorImpl()).second) {
-        ThrowStatus(MakeError(ErrorId::kBadValue,
-                              "a parameter is in two places of the optimizer's groups"));
+        ThrowStatus(MakeError(
+            ErrorId::kBadValue,
+            absl::StrCat("a parameter of shape [", absl::StrJoin(parameter.sizes(), ", "),
+                         "] is in two places of the optimizer's groups, and every step would "
+                         "update it twice; parameters() of a module names those of a submodule "
+                         "that is registered in two places twice"),
+            "Give the optimizer every parameter once: register the shared submodule in one place, "
+            "or make the optimizer with engine->AdamW(module, …) or its siblings, which take each "
+            "once"));
       }
     }
   }

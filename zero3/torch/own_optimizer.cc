@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <type_traits>
 #include <typeinfo>
 #include <unordered_set>
 #include <utility>
@@ -19,6 +20,7 @@
 
 #include "base/check.h"
 #include "base/error.h"
+#include "zero3/torch/log.h"
 #include "zero3/torch/named_optimizer.h"
 #include "zero3/torch/square_roots.h"
 #include "zero3/torch/supported_model.h"
@@ -31,6 +33,7 @@ namespace {
 
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
+using torch::optim::OptimizerParamState;
 using Closure = Optimizer::LossClosure;
 
 struct Attached {
@@ -42,8 +45,11 @@ struct Attached {
   std::unordered_set<const void*> parameters;  // TensorImpl
   std::shared_ptr<Optimizer> inner;            // null: libtorch's own step, then `after`
   std::function<void()> after;
-  std::vector<KeptState> left;  // for libtorch's own steps after the engine
-  std::exception_ptr failure;   // why there is none
+  bool may_keep = false;         // it has stepped, or has loaded a state
+  bool is_shown = false;         // state() has been asked for since the last step
+  std::vector<KeptState> shown;  // copies of what it gave
+  std::vector<KeptState> left;   // for libtorch's own steps after the engine
+  std::exception_ptr failure;    // why there is none
 };
 
 StateKeeper& KeeperOf(const Attached& attached) {
@@ -61,11 +67,36 @@ std::unordered_set<const void*> ParametersOf(const Optimizer& optimizer) {
   return parameters;
 }
 
+// What libtorch has under a name.
+template <typename Function>
+Function Next(const char* name) {
+  void* const found = ::dlsym(RTLD_NEXT, name);
+  OFFLOAD_CHECK(found != nullptr) << name;
+  return reinterpret_cast<Function>(found);
+}
+
+// The object's own map: state() shows what the inner optimizer keeps.
+using StateMap = std::remove_reference_t<decltype(std::declval<Optimizer&>().state())>;
+StateMap& MapOf(const Optimizer& own) {
+  using StateFunction = StateMap& (*)(Optimizer*);
+  static const auto next = Next<StateFunction>("_ZN5torch5optim9Optimizer5stateEv");
+  return next(const_cast<Optimizer*>(&own));  // attached as one that may be changed
+}
+thread_local int plain_states = 0;
+// While libtorch's or our own code looks at state(), that is the map.
+class PlainState {
+ public:
+  PlainState() { ++plain_states; }
+  ~PlainState() { --plain_states; }
+  PlainState(const PlainState&) = delete;
+  PlainState& operator=(const PlainState&) = delete;
+};
+
 // An attached object has a mark among its state, where no parameter has its place: it goes where
 // the object is moved to, and dies with it.
 void* KeyOf(const Attached& attached) { return reinterpret_cast<void*>(attached.mark); }
 void SetMark(Optimizer& own, std::shared_ptr<Attached> attached) {
-  own.state()[KeyOf(*attached)] = BlankState(own, attached);
+  MapOf(own)[KeyOf(*attached)] = BlankState(own, attached);
 }
 
 // What is kept begins anew, as in memory when state() is cleared.
@@ -82,8 +113,10 @@ void BeginAnew(const Attached& attached) {
 // The object has what the closed engine has left, and no mark.
 void GoOnInMemory(Optimizer& own, const Attached& attached) {
   if (attached.failure) std::rethrow_exception(attached.failure);
-  own.state().erase(KeyOf(attached));
-  if (!attached.left.empty()) SetState(own, attached.left);
+  MapOf(own).erase(KeyOf(attached));
+  if (attached.left.empty() || attached.is_shown) return;  // what is shown is the same, or edited
+  const PlainState plain;
+  SetState(own, attached.left);
 }
 
 // Attached objects of engines that are there, and of closed ones while the objects live.
@@ -132,7 +165,8 @@ class Table {
 
  private:
   static bool IsMarked(const Optimizer& own, const Attached& attached) {
-    return own.state().find(KeyOf(attached)) != own.state().end();
+    const StateMap& map = MapOf(own);
+    return map.find(KeyOf(attached)) != map.end();
   }
   std::shared_ptr<Attached> FindClosed(const Optimizer& own) {
     std::lock_guard lock(mutex_);
@@ -195,12 +229,63 @@ void CopyGroups(Optimizer& from, Optimizer& to) {
   }
 }
 
-// What libtorch has under a name.
-template <typename Function>
-Function Next(const char* name) {
-  void* const found = ::dlsym(RTLD_NEXT, name);
-  OFFLOAD_CHECK(found != nullptr) << name;
-  return reinterpret_cast<Function>(found);
+// ---- What state() shows -------------------------------------------------------------------------
+
+// The object is given copies of what is kept, and the next step takes back what the trainer has
+// changed of them.
+void Show(Optimizer& own, Attached& attached) {
+  CopyGroups(own, *attached.inner);
+  attached.shown = KeeperOf(attached).GatherState();
+  std::vector<KeptState> copies = attached.shown;
+  for (KeptState& copy : copies) {
+    for (at::Tensor& plane : copy.planes) {
+      if (plane.defined()) plane = plane.clone();
+    }
+  }
+  const PlainState plain;
+  std::unique_ptr<OptimizerParamState> mark = std::move(MapOf(own)[KeyOf(attached)]);
+  SetState(own, copies);
+  MapOf(own)[KeyOf(attached)] = std::move(mark);
+  attached.is_shown = true;
+}
+
+bool IsSame(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.defined() || !b.defined()) return a.defined() == b.defined();
+  return a.is_same_size(b) && at::equal(a, b);
+}
+
+bool IsSame(const KeptState& a, const KeptState& b) {
+  return a.update_count == b.update_count &&
+         std::equal(a.planes.begin(), a.planes.end(), b.planes.begin(),
+                    [](const at::Tensor& x, const at::Tensor& y) { return IsSame(x, y); });
+}
+
+const KeptState* Find(const std::vector<KeptState>& states, const at::Tensor& parameter) {
+  const auto found = std::find_if(states.begin(), states.end(), [&](const KeptState& state) {
+    return state.parameter.is_same(parameter);
+  });
+  return found == states.end() ? nullptr : &*found;
+}
+
+void TakeBack(Optimizer& own, Attached& attached) {
+  if (!attached.is_shown) return;
+  const at::NoGradGuard no_grad;
+  const PlainState plain;
+  const std::vector<KeptState> now = StateOf(own);
+  std::vector<KeptState> changed;
+  for (const KeptState& state : now) {
+    const KeptState* const before = Find(attached.shown, state.parameter);
+    if (before == nullptr || !IsSame(*before, state)) changed.push_back(state);
+  }
+  for (const KeptState& state : attached.shown) {
+    if (Find(now, state.parameter) == nullptr) changed.push_back({.parameter = state.parameter});
+  }
+  if (!changed.empty()) KeeperOf(attached).ReplaceState(changed);
+  std::unique_ptr<OptimizerParamState> mark = std::move(MapOf(own)[KeyOf(attached)]);
+  MapOf(own).clear();
+  MapOf(own)[KeyOf(attached)] = std::move(mark);
+  attached.shown.clear();
+  attached.is_shown = false;
 }
 
 using StepFunction = at::Tensor (*)(Optimizer*, Closure);
@@ -211,8 +296,11 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
   const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
   if (attached == nullptr) return next(own, std::move(closure));
   if (attached->inner != nullptr) {
+    TakeBack(*own, *attached);
     CopyGroups(*own, *attached->inner);
-    return attached->inner->step(std::move(closure));
+    at::Tensor loss = attached->inner->step(std::move(closure));
+    attached->may_keep = true;
+    return loss;
   }
   at::Tensor loss = next(own, std::move(closure));
   attached->after();
@@ -225,16 +313,17 @@ class Lent {
  public:
   Lent(Optimizer& own, std::shared_ptr<Attached> attached)
       : own_(own), attached_(std::move(attached)) {
-    own_.state().erase(KeyOf(*attached_));
+    MapOf(own_).erase(KeyOf(*attached_));
   }
   ~Lent() {
-    if (attached_->inner != nullptr) own_.state().clear();
+    if (attached_->inner != nullptr) MapOf(own_).clear();
     SetMark(own_, attached_);
   }
   Lent(const Lent&) = delete;
   Lent& operator=(const Lent&) = delete;
 
  private:
+  const PlainState plain_;
   Optimizer& own_;
   const std::shared_ptr<Attached> attached_;
 };
@@ -244,6 +333,7 @@ void Save(const Optimizer* own, torch::serialize::OutputArchive& archive, SaveFu
   auto& object = const_cast<Optimizer&>(*own);  // was attached as one that may be changed
   const std::shared_ptr<Attached> attached = OfProcess().Find(object);
   if (attached == nullptr) return next(own, archive);
+  TakeBack(object, *attached);
   const Lent lent(object, attached);
   if (attached->inner != nullptr) {
     CopyGroups(object, *attached->inner);
@@ -256,9 +346,12 @@ void Save(const Optimizer* own, torch::serialize::OutputArchive& archive, SaveFu
 void Load(Optimizer* own, torch::serialize::InputArchive& archive, LoadFunction next) {
   const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
   if (attached == nullptr) return next(own, archive);
+  TakeBack(*own, *attached);
   const Lent lent(*own, attached);
   next(own, archive);
-  if (attached->inner != nullptr) KeeperOf(*attached).ReplaceState(StateOf(*own));
+  if (attached->inner == nullptr) return;
+  KeeperOf(*attached).ReplaceState(StateOf(*own));
+  attached->may_keep = true;
 }
 
 // Throws when libtorch's functions stand in front of ours: its own step() would be called, and the
@@ -295,6 +388,20 @@ void Follow(Optimizer& own, const Engine& engine, std::function<void()> after) {
   OfProcess().Add(own, {.engine = &engine, .after = std::move(after)});
 }
 void TakeLeftState(Optimizer& own) { OfProcess().Find(own); }
+
+static StateMap& ShownState(Optimizer& own) {
+  StateMap& map = MapOf(own);
+  if (plain_states > 0) return map;
+  try {
+    const std::shared_ptr<Attached> attached = OfProcess().Find(own);
+    const bool shows = attached != nullptr && attached->inner != nullptr && attached->may_keep;
+    if (shows && !attached->is_shown) Show(own, *attached);
+  } catch (const std::exception& error) {  // whoever asks for a state may not be thrown at
+    Log().error("state() of the optimizer has nothing of the job: {}", error.what());
+  }
+  return map;
+}
+
 void Undivert(const Optimizer* attached_at, const Engine& engine) {
   OfProcess().Close(attached_at, &engine);
 }
@@ -356,6 +463,13 @@ Engine::~Engine() {
   }
 
 namespace torch::optim {
+
+auto Optimizer::state() noexcept -> offload::zero3::StateMap& {
+  return offload::zero3::ShownState(*this);
+}
+auto Optimizer::state() const noexcept -> const offload::zero3::StateMap& {
+  return offload::zero3::ShownState(const_cast<Optimizer&>(*this));
+}
 
 OFFLOAD_DIVERT(AdamW, "5AdamW")
 OFFLOAD_DIVERT(Adam, "4Adam")

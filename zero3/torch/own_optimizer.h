@@ -7,8 +7,9 @@
 // libtorch_cpu.so that a program may define in front of it, also for calls from inside libtorch:
 // here step(), save() and load() of the attached objects are diverted, and those of all others go
 // on to libtorch. An attached object may be moved. It holds no state but while it is saved or
-// loaded; what the trainer does to it counts nevertheless: groups and options are those of the
-// object at each step, and after state().clear() all that is kept begins anew.
+// loaded, and from state(), which is diverted, too, to the next step: that takes back what the
+// trainer has changed of it. Groups and options are those of the object at each step, and after
+// state().clear() all that is kept begins anew.
 //
 // Thread safety: as torch::optim::Optimizer: one thread for each.
 #pragma once

@@ -156,6 +156,15 @@ class PythonEngine final : public torch::CustomClassHolder {
       const std::lock_guard lock(foreseen->mutex);
       return foreseen->groups;
     });
+    const bool is_alone = engine.attachment()->world_size() == 1;
+    for (const Tensors& group : groups) {
+      for (const at::Tensor& parameter : group) {
+        if (is_alone && !parameter.grad().defined()) continue;
+        // Backward of a graph from before the step is an error in torch.optim, and is one here.
+        c10::TensorImpl* const impl = parameter.unsafeGetTensorImpl();
+        if (!impl->is_inference()) impl->bump_version();
+      }
+    }
   }
 
   // What the groups of the optimizer have now, the next step will probably have.

@@ -42,6 +42,7 @@
 #include "zero3/torch/summed_gradient.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/update_counts.h"
 
 namespace offload::zero3 {
 namespace {
@@ -835,6 +836,7 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
 
 // In another session: memory is planned anew, too.
 void TensorEngine::Reopen() {
+  before_ = statistics();
   attachment_->Reopen([this] {
     OpenedJob opened = OpenJob(options_, WorldOf(options_), ram_bytes_);
     if (!opened.info.exists || opened.info.step != step_) {
@@ -899,6 +901,14 @@ Gradient* TensorEngine::GradientOf(const at::Tensor& parameter) const {
     Unsupported(weights_[id]->name(), "has another storage than when it was attached",
                 "Cast and replace tensors before attaching the module");
   }
+  if (!std::ranges::equal(parameter.sizes(), declared_[id].shape) ||
+      OrderOf(parameter.sizes(), parameter.strides()) != declared_[id].dimension_order) {
+    Unsupported(weights_[id]->name(),
+                "has another shape or order of dimensions than when it was "
+                "attached (t_(), transpose_(), squeeze_())",
+                "Use a view of it in forward, parameter.t(), or lay the module out before "
+                "attaching it");
+  }
   if (gradients_[id] == nullptr)
     ThrowStatus(MakeError(
         ErrorId::kUnsupportedModel,
@@ -929,6 +939,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   client::StepCommand command;
   command.step = step_ + 1;
   std::vector<uint32_t> stepped;
+  struct TrainerState next = state_;
   for (uint32_t group = 0; group < updates.size(); ++group) {
     command.groups.push_back(updates[group].group);
     for (const at::Tensor& parameter : updates[group].tensors) {
@@ -941,17 +952,17 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
       if (parameter.scalar_type() == at::kDouble)
         CheckDoubleRoots(updates[group].group, declared_[id].name);
       stepped.push_back(id);
-      command.updates.push_back({id, group, state_.update_counts[id] + 1});
+      command.updates.push_back({id, group, next.update_counts[id] + 1});
+      if (IsCounted(updates[group].group)) ++next.update_counts[id];
       gradient->Describe(command.updates.back());
     }
   }
-  struct TrainerState next = state_;
-  for (const uint32_t id : stepped) ++next.update_counts[id];
   next.buffers = buffers_.EncodeSmall();
   command.has_trainer_state = true;
   command.trainer_state = ValueOrThrow(EncodeTrainerState(next));
   for (const uint32_t id : stepped) gradients_[id]->FinishWriting();
   StoreLargeBuffers();
+  attachment_->EndRaw();  // of pointers that were used since it began
   for (const client::Group& group : command.groups) SayRoots(group);
 
   if (sums_ != nullptr) command.passes = sums_->stream().passes();
@@ -966,12 +977,9 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   state_ = std::move(next);
   has_unsettled_states_ = false;
   ++step_;
-  for (const uint32_t id : stepped) {
-    gradients_[id]->BeginUpdate();
-    // Backward of a graph from before the step is an error in plain torch, and is one here.
-    c10::TensorImpl* const parameter = gradients_[id]->parameter().unsafeGetTensorImpl();
-    if (!parameter->is_inference()) parameter->bump_version();
-  }
+  // The parameters' versions stay: torch's C++ classes write through data(), and a graph from
+  // before the step goes on with the new weights. Python's bump them, and so does its binding.
+  for (const uint32_t id : stepped) gradients_[id]->BeginUpdate();
   if (DeviceMemory* const device = attachment_->device())
     ends_round ? device->EndRound(stepped) : device->Changed(stepped);
   if (announcement_ != nullptr) announcement_->Stepped(command, std::move(groups_now));
@@ -1361,14 +1369,16 @@ absl::Status NotAttached() {
 Statistics TensorEngine::statistics() const {
   const proto::SlabHeader& header = attachment_->session().slab_header();
   Statistics statistics;
-  statistics.bytes_read = header.bytes_read.load(std::memory_order_relaxed);
-  statistics.bytes_written = header.bytes_written.load(std::memory_order_relaxed);
+  statistics.bytes_read = before_.bytes_read + header.bytes_read.load(std::memory_order_relaxed);
+  statistics.bytes_written =
+      before_.bytes_written + header.bytes_written.load(std::memory_order_relaxed);
   statistics.resident_bytes = header.resident_bytes.load(std::memory_order_relaxed);
-  statistics.peak_bytes = header.peak_bytes.load(std::memory_order_relaxed);
+  statistics.peak_bytes =
+      std::max(before_.peak_bytes, header.peak_bytes.load(std::memory_order_relaxed));
   statistics.budget_bytes = ram_bytes_;
   statistics.durable_step =
       static_cast<int64_t>(header.durable_step.load(std::memory_order_relaxed));
-  statistics.wait_seconds = attachment_->session().wait_seconds();
+  statistics.wait_seconds = before_.wait_seconds + attachment_->session().wait_seconds();
   statistics.raw_accesses = attachment_->raw_accesses();
   statistics.gpu_ram_bytes = device_plan_.gpu_ram_bytes();
   if (const DeviceMemory* const device = attachment_->device()) {

@@ -232,6 +232,7 @@ class TensorEngine {
     std::vector<at::Tensor> tensors;                          // by id
   } attached_;                                                // empty after the seal
   std::unordered_map<const c10::TensorImpl*, uint32_t> ids_;  // of every attached tensor
+  Statistics before_;                                         // of sessions that a thaw has ended
   std::exception_ptr store_failure_;
   std::vector<FileWeight> file_weights_;  // of the job, without tensors
   std::shared_ptr<GradientWindow> gradient_window_;

@@ -1,6 +1,7 @@
 #include "zero3/torch/torch_state.h"
 
 #include <ATen/ops/all.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/eq.h>
 #include <offload/torch.h>
 #include <torch/optim/adagrad.h>
@@ -83,11 +84,13 @@ std::unique_ptr<OptimizerParamState> WriteRmsProp(const KeptState& kept) {
 }
 
 template <class State>
-std::unique_ptr<OptimizerParamState> MakeBlank(std::shared_ptr<void> held) {
+std::unique_ptr<OptimizerParamState> MakeBlank(const OptimizerParamState* values,
+                                               std::shared_ptr<void> held) {
   struct Blank : State {
     std::shared_ptr<void> held;
   };
   auto blank = std::make_unique<Blank>();
+  if (values != nullptr) static_cast<State&>(*blank) = static_cast<const State&>(*values);
   blank->held = std::move(held);
   return blank;
 }
@@ -117,7 +120,8 @@ struct Row {
   const std::type_info& options;
   KeptState (*read)(const OptimizerParamState& state);
   std::unique_ptr<OptimizerParamState> (*write)(const KeptState& state);
-  std::unique_ptr<OptimizerParamState> (*blank)(std::shared_ptr<void> held);
+  std::unique_ptr<OptimizerParamState> (*blank)(const OptimizerParamState* values,
+                                                std::shared_ptr<void> held);
   void (*save)(const Optimizer& optimizer, OutputArchive& archive);
   void (*load)(Optimizer& optimizer, InputArchive& archive);
   Convert to_file = Same, from_file = Same;
@@ -254,8 +258,10 @@ void LoadState(Optimizer& optimizer, InputArchive& archive,
 std::unique_ptr<OptimizerParamState> BlankState(const Optimizer& optimizer,
                                                 std::shared_ptr<void> held) {
   const Row* const row = RowOf(optimizer);
-  return row != nullptr ? row->blank(std::move(held))
-                        : MakeBlank<torch::optim::LBFGSParamState>(std::move(held));
+  if (row == nullptr) return MakeBlank<torch::optim::LBFGSParamState>(nullptr, std::move(held));
+  KeptState empty;
+  empty.planes.fill(at::empty({0}));
+  return row->blank(row->write(empty).get(), std::move(held));
 }
 
 }  // namespace offload::zero3

@@ -36,7 +36,7 @@ void SaveState(const torch::optim::Optimizer& optimizer, std::span<const KeptSta
 void LoadState(torch::optim::Optimizer& optimizer, torch::serialize::InputArchive& archive,
                const std::function<void(std::span<const KeptState>)>& take);
 
-// Of the class that the optimizer's states have, without values; holds `held`.
+// Of the class that the optimizer's states have, with empty tensors; holds `held`.
 std::unique_ptr<torch::optim::OptimizerParamState> BlankState(
     const torch::optim::Optimizer& optimizer, std::shared_ptr<void> held);
 

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/devices.h"
@@ -314,6 +315,7 @@ bool WeightResidency::PinRaw(Access access, Lock& lock) {
     return false;
   }
   if (writes && !raw_.was_written()) raw_.AllowWriting();
+  raw_by_operators_ |= writes;
   if (pins_ == 0 || state_ == State::kHome) swap_.PointTo(swap_.home(), /*throws=*/false);
   AddPin();
   return true;
@@ -382,12 +384,12 @@ bool WeightResidency::EndRaw(bool wait) {
   }
   state_ = State::kMoving;
   mover_ = std::this_thread::get_id();
-  const bool written = raw_.was_written();
+  const bool written = raw_.was_written(), by_operators = raw_by_operators_;
   if (written) raw_.StopWriting();
   lock.unlock();
   absl::Status put;
   try {
-    if (written) put = attachment_->StreamIn(tensor_, swap_.home());
+    if (written) put = PutRaw(by_operators);
   } catch (...) {
     lock.lock();
     if (written) raw_.AllowWriting();
@@ -397,12 +399,39 @@ bool WeightResidency::EndRaw(bool wait) {
   }
   lock.lock();
   raw_.Remove();
+  raw_by_operators_ = false;
   state_ = State::kHome;
   changed_.NotifyAll();
   lock.unlock();
   attachment_->ForgetRaw(this);
   ThrowIfError(put, subject_);
   return true;
+}
+
+// A page that may be written is not yet a weight that was: a master keeps its fp32 value under a
+// weight whose bytes are the same, as in memory. What operators write counts whatever the bytes
+// are, since the tensor's version says so. Ranks put together, and fp32 weights are their own
+// masters.
+absl::Status WeightResidency::PutRaw(bool by_operators) {
+  const bool has_master = attachment_->tensor(tensor_).dtype != proto::Dtype::kFloat32;
+  if (has_master && !by_operators && attachment_->world_size() == 1) {
+    OFFLOAD_ASSIGN_OR_RETURN(const bool is_unchanged, IsAsInJob());
+    if (is_unchanged) return absl::OkStatus();
+  }
+  return attachment_->StreamIn(tensor_, swap_.home());
+}
+
+absl::StatusOr<bool> WeightResidency::IsAsInJob() const {
+  const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(tensor_).dtype);
+  bool is_same = true;
+  OFFLOAD_RETURN_IF_ERROR(attachment_->StreamOut(
+      tensor_, proto::Plane::kWeight, element_bytes,
+      [&](uint64_t begin, uint64_t count, const std::byte* bytes) {
+        is_same &=
+            std::memcmp(swap_.home() + begin * element_bytes, bytes, count * element_bytes) == 0;
+        return absl::OkStatus();
+      }));
+  return is_same;
 }
 
 std::byte* WeightResidency::MakePrivate(Access access) {

@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/raw_access.h"
 #include "zero3/torch/residency.h"
@@ -97,6 +98,8 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   std::byte* MakePrivate(Access access);
   void LetGo(Lock& lock);
   void PutBack(Lock& lock);
+  absl::Status PutRaw(bool by_operators);
+  absl::StatusOr<bool> IsAsInJob() const;
 
   // Null for the memory of the host.
   DeviceMemory* device() const { return attachment_->device(); }
@@ -119,6 +122,7 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   // of ranks after the first: what they write does not count.
   c10::DataPtr private_;
   RawCopy raw_;  // at home; newer than the daemon's, and what operators use, while it is shown
+  bool raw_by_operators_ = false;  // operators have written what is shown
   absl::InlinedVector<const c10::TensorImpl*, 1> parameters_;
   // What set_data() gave, while others may have it.
   struct Given {
