@@ -384,6 +384,33 @@ told += [optimizer.state[p]["exp_avg"].tolist() for p in model[0].parameters()] 
 print(json.dumps([told, hasattr(optimizer, "_offload_part")]))
 """
 
+ENDED = """
+import json, os, sys, torch, offloadd
+folder, ends = sys.argv[1:]
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+handle = offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="ended")
+if hasattr(handle, "_engine"):
+    print(handle._engine.daemon_pid(), flush=True)
+def interrupt(*_):
+    raise KeyboardInterrupt
+for step in range(handle.step, 5):
+    if step == 2 and ends == "in forward":
+        model[2].register_forward_hook(interrupt)
+    if step == 2 and ends == "in backward":
+        model[2].weight.register_hook(lambda gradient: os._exit(4))
+    loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+    loss.backward()
+    if step == 2 and ends == "before step":
+        sys.exit(3)
+    optimizer.step()
+    if step == 2 and ends == "after step":
+        raise RuntimeError("after a step that nobody has waited for")
+    optimizer.zero_grad()
+print(json.dumps([loss.item(), [p.tolist() for p in model.parameters()], handle.step]))
+"""
+
 KILLED = """
 import os, sys, time, json, torch, transformers, offloadd
 sys.path.insert(0, os.environ["TESTS"])
@@ -418,6 +445,31 @@ def untouched_script(run):
     launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
     told, arguments, attached = json.loads(start(run, SCRIPT, "a", "-b", launcher=launcher).communicate()[0].splitlines()[-1])
     return told, arguments, attached == run.offloaded
+
+
+def wait_for_the_end(process):
+    """Of a daemon."""
+    until = time.monotonic() + 60
+    while os.path.exists(f"/proc/{process}"):
+        assert time.monotonic() < until, "the daemon has outlived its trainer"
+        time.sleep(0.05)
+
+
+@case(types=("fp32",), memory=("floor",))
+def ended_in_the_middle_of_a_step(run):
+    """The interpreter ends wherever it is: with a clean status, without a daemon that stays, and the job goes on behind its last step."""
+    if run.offloaded:
+        for ends, status in (("in forward", (130, 1, -signal.SIGINT)), ("in backward", (4,)), ("before step", (3,)), ("after step", (1,))):
+            process = start(run, ENDED, run.folder, ends)
+            daemon = process.communicate()[0].split()[0]
+            assert process.returncode in status, (ends, process.returncode)
+            wait_for_the_end(daemon)
+    else:
+        os.environ["OFFLOADD_DISABLE"] = "1"
+    try:
+        return json.loads(start(run, ENDED, run.folder, "").communicate()[0].splitlines()[-1])
+    finally:
+        os.environ.pop("OFFLOADD_DISABLE", None)
 
 
 def untouched_script_that_unfreezes(kind):
