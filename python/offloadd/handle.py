@@ -603,7 +603,7 @@ class Handle:
     def save_universal(self, folder, tag=None):
         """Writes masters and optimizer state as a universal checkpoint of DeepSpeed, FOLDER/TAG, one parameter at a time."""
         served.settle_replaced(self._identities)
-        universal.save(folder, tag or f"global_step{self.step}_universal", list(self._parameters.items()),
+        universal.save(folder, tag or f"global_step{self.step}_universal", self.step, list(self._parameters.items()),
                        lambda parameter: self.gather_one(parameter, "master"), self._state_of)
 
     def _state_of(self, parameter):
