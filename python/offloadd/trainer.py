@@ -112,6 +112,9 @@ class TrainerCallback(transformers.TrainerCallback):
         trainer = self.trainer()
         if state.global_step == 0:
             return self._begin_anew(beginning, optimizer)
+        if self.handle.world_size > 1:
+            raise Error.of(1602, f"job {self.handle.job} ended before its first step, and a checkpoint is to be resumed in it by several ranks",
+                           f"Remove it, offloadctl rm {self.handle.nvme_path} {self.handle.job} --yes: a new job begins with the checkpoint")
         if trainer is not None and self.checkpoint is not None and beginning.difference(self.handle) is not None:
             trainer._load_from_checkpoint(self.checkpoint)
         beginning.check(self.handle, "the checkpoint")
