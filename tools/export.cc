@@ -1,21 +1,24 @@
-// offloadctl export: the weights of a job as a safetensors folder, or all that it trains with as a
-// universal checkpoint of DeepSpeed, without daemon, trainer or torch.
+// offloadctl export: the weights and buffers of a job as a safetensors folder, or all that it
+// trains with as a universal checkpoint of DeepSpeed, without daemon, trainer or torch.
 
 #include <algorithm>
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "proto/buffer_tensors.h"
 #include "tools/command.h"
 #include "tools/jobs.h"
 #include "tools/stored_model.h"
 #include "tools/universal.h"
 #include "zero3/hf_layout.h"
+#include "zero3/stored_buffers.h"
 
 namespace offload::tools {
 namespace {
@@ -48,11 +51,22 @@ std::vector<zero3::FileTensor> FileTensors(const StoredModel& model, Values valu
   return tensors;
 }
 
+std::vector<zero3::FileTensor> FileTensors(const std::vector<zero3::StoredBuffer>& buffers) {
+  std::vector<zero3::FileTensor> tensors;
+  for (const zero3::StoredBuffer& buffer : buffers) {
+    tensors.push_back({.name = buffer.name,
+                       .dtype = *zero3::FileDtypeOfStored(buffer.type),
+                       .shape = {buffer.shape.begin(), buffer.shape.end()}});
+  }
+  return tensors;
+}
+
 class ExportCommand : public Command {
  public:
   const char* name() const override { return "export"; }
   const char* summary() const override {
-    return "Writes the weights of a job, as they are after its last step or in a snapshot, into a "
+    return "Writes weights and buffers of a job, as they are after its last step or in a snapshot, "
+           "into a "
            "safetensors folder; with --universal masters and optimizer state for DeepSpeed";
   }
   const char* examples() const override {
@@ -100,12 +114,24 @@ class ExportCommand : public Command {
                                  : Values::kBFloat16;
   }
 
-  absl::StatusOr<uint64_t> WriteWeights(StoredModel& model) const {
+  absl::StatusOr<uint64_t> WriteWeights(StoredModel& model) {
     zero3::HfCheckpointWriter::Settings settings;
     if (!shard_.empty()) {
       OFFLOAD_ASSIGN_OR_RETURN(settings.shard_bytes, ParseByteSize(shard_));
     }
-    const std::vector<zero3::FileTensor> tensors = FileTensors(model, values());
+    OFFLOAD_ASSIGN_OR_RETURN(std::vector<zero3::StoredBuffer> buffers, model.Buffers());
+    for (const zero3::StoredBuffer& buffer : buffers) {
+      if (zero3::FileDtypeOfStored(buffer.type).has_value()) continue;
+      return MakeError(ErrorId::kFileDtype,
+                       absl::StrCat("buffer '", buffer.name, "' has a type that files have not"),
+                       "Save the weights from the trainer");
+    }
+    buffer_count_ = buffers.size();
+    for (const proto::Tensor& tensor : model.catalogue().tensors)
+      unknown_buffers_ += proto::IsBufferTensor(tensor.name);
+    for (const zero3::StoredBuffer& buffer : buffers) unknown_buffers_ -= buffer.is_in_store;
+    std::vector<zero3::FileTensor> tensors = FileTensors(model, values());
+    for (zero3::FileTensor& tensor : FileTensors(buffers)) tensors.push_back(std::move(tensor));
     uint64_t total_bytes = 0, done_bytes = 0;
     for (const zero3::FileTensor& tensor : tensors)
       total_bytes += zero3::DataBytes(tensor).value_or(0);
@@ -119,6 +145,13 @@ class ExportCommand : public Command {
     };
     for (uint32_t id = 0; id < model.catalogue().store_tensors.size(); ++id)
       OFFLOAD_RETURN_IF_ERROR(model.Copy(id, values(), write));
+    for (const zero3::StoredBuffer& buffer : buffers) {
+      OFFLOAD_RETURN_IF_ERROR(model.CopyBuffer(buffer, [&](std::span<const std::byte> bytes) {
+        done_bytes += bytes.size();
+        progress(done_bytes, total_bytes);
+        return writer->Append(buffer.name, bytes);
+      }));
+    }
     OFFLOAD_RETURN_IF_ERROR(writer->Commit());
     return total_bytes;
   }
@@ -132,17 +165,23 @@ class ExportCommand : public Command {
                    {"step", step},
                    {"folder", folder_},
                    {"weights", model.weight_count()},
+                   {"buffers", buffer_count_},
                    {"bytes", bytes}};
     answer.text = absl::StrCat(model.weight_count(), " weights of job ", job_, " at step ", step,
                                " in ", folder_, ", ", FormatDecimalBytes(bytes), "\n");
     if (universal_) {
       answer.data["tag"] = UniversalTag(model);
       answer.advice =
-          "Options, schedules and buffers are the program's: they are not in the folder.";
+          "Options, schedules and buffers are the program's: they are not in the folder. In "
+          "DeepSpeed: load_checkpoint(FOLDER, load_lr_scheduler_states=False), with "
+          "\"checkpoint\": {\"load_universal\": true}.";
     } else {
       answer.advice =
-          "Buffers of the module (running statistics) and its configuration are the trainer's: "
-          "they are not in the folder.";
+          unknown_buffers_ == 0
+              ? "The configuration of the module is the trainer's: it is not in the folder."
+              : absl::StrCat(unknown_buffers_,
+                             " large buffers are not in the folder: the job has to take a step "
+                             "with this version first.");
     }
     return answer;
   }
@@ -150,6 +189,8 @@ class ExportCommand : public Command {
   std::string pool_, job_, folder_, snapshot_, shard_;
   std::string dtype_ = "weights";
   bool universal_ = false;
+  size_t buffer_count_ = 0;
+  int64_t unknown_buffers_ = 0;  // in the store, of a type that an earlier version did not write
 };
 
 }  // namespace

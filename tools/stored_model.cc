@@ -1,6 +1,8 @@
 #include "tools/stored_model.h"
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -8,9 +10,11 @@
 #include "base/status_macros.h"
 #include "kernels/split.h"
 #include "proto/buffer_tensors.h"
+#include "proto/trainer_states.h"
 #include "swap/fork.h"
 #include "swap/verified_read.h"
 #include "zero3/dimension_order.h"
+#include "zero3/trainer_state.h"
 
 namespace offload::tools {
 namespace {
@@ -77,6 +81,11 @@ absl::StatusOr<StoredModel> StoredModel::Open(const std::string& pool, const std
   model.kept_ = std::move(stored.planes);
   OFFLOAD_ASSIGN_OR_RETURN(model.catalogue_, proto::BuildCatalogue(std::move(stored.tensors)));
   OFFLOAD_RETURN_IF_ERROR(CheckFits(model.catalogue_, *model.store_));
+  const std::string state = proto::DecodeTrainerStates(model.store_->committed().blob).front();
+  OFFLOAD_ASSIGN_OR_RETURN(zero3::TrainerState decoded, zero3::DecodeTrainerState(state));
+  model.update_counts_ = std::move(decoded.update_counts);
+  model.update_counts_.resize(model.catalogue_.tensors.size());
+  model.buffers_ = std::move(decoded.buffers);
   for (MappedRegion* region : {&model.weight_, &model.residual_, &model.ties_}) {
     OFFLOAD_ASSIGN_OR_RETURN(*region, MappedRegion::Anonymous(kPlaneBytesMax));
   }
@@ -98,7 +107,8 @@ absl::Status StoredModel::Copy(uint32_t store_tensor, Values wanted, const Eleme
   const Dtype dtype = DtypeOf(wanted, catalogue_.store_tensors[store_tensor].dtype);
   return CopyPieces(
       store_tensor, proto::DtypeBytes(dtype),
-      [&](uint32_t index) { return Read(store_tensor, index, wanted); }, sink);
+      [&](uint32_t index) { return Read(store_tensor, index, wanted); },
+      [this](uint32_t tensor) { return IsWeight(tensor); }, sink);
 }
 
 absl::Status StoredModel::CopyState(uint32_t store_tensor, proto::Plane state,
@@ -110,18 +120,60 @@ absl::Status StoredModel::CopyState(uint32_t store_tensor, proto::Plane state,
     return std::span<const std::byte>(weight_.data(),
                                       proto::ExtentElements(elements, index) * sizeof(float));
   };
-  return CopyPieces(store_tensor, sizeof(float), read, sink);
+  return CopyPieces(
+      store_tensor, sizeof(float), read, [this](uint32_t tensor) { return IsWeight(tensor); },
+      sink);
+}
+
+absl::StatusOr<std::vector<zero3::StoredBuffer>> StoredModel::Buffers() const {
+  return zero3::DecodeStoredBuffers(buffers_);
+}
+
+absl::Status StoredModel::CopyBuffer(const zero3::StoredBuffer& buffer, const BufferSink& sink) {
+  if (!buffer.is_in_store) return sink(std::as_bytes(std::span(buffer.bytes)));
+  const std::optional<zero3::FileDtype> dtype = zero3::FileDtypeOfStored(buffer.type);
+  const std::string name = proto::BufferTensorName(buffer.name);
+  const auto found = std::find_if(catalogue_.tensors.begin(), catalogue_.tensors.end(),
+                                  [&](const proto::Tensor& tensor) { return tensor.name == name; });
+  std::optional<uint64_t> size_bytes;
+  if (dtype.has_value() && found != catalogue_.tensors.end()) {
+    size_bytes = zero3::DataBytes(
+        {.name = {}, .dtype = *dtype, .shape = {buffer.shape.begin(), buffer.shape.end()}});
+  }
+  if (!size_bytes.has_value() || *size_bytes > found->element_count * sizeof(float)) {
+    return MakeError(ErrorId::kStoreDamaged, absl::StrCat(store_->path(), ": buffer '", buffer.name,
+                                                          "' is not among its tensors"));
+  }
+  return CopyLargeBuffer(static_cast<uint32_t>(found - catalogue_.tensors.begin()), *size_bytes,
+                         sink);
+}
+
+// Its bytes are those of fp32 elements, padded.
+absl::Status StoredModel::CopyLargeBuffer(uint32_t tensor, uint64_t size_bytes,
+                                          const BufferSink& sink) {
+  const uint32_t store_tensor = catalogue_.placements[tensor].store_tensor;
+  uint64_t left_bytes = size_bytes;
+  return CopyPieces(
+      store_tensor, sizeof(float),
+      [&](uint32_t index) { return Read(store_tensor, index, Values::kWeights); },
+      [tensor](uint32_t member) { return member == tensor; },
+      [&](uint32_t, std::span<const std::byte> bytes) {
+        bytes = bytes.first(std::min<uint64_t>(bytes.size(), left_bytes));
+        left_bytes -= bytes.size();
+        return bytes.empty() ? absl::OkStatus() : sink(bytes);
+      });
 }
 
 absl::Status StoredModel::CopyPieces(uint32_t store_tensor, uint64_t element_bytes,
                                      const std::function<Piece(uint32_t index)>& read,
+                                     const std::function<bool(uint32_t tensor)>& wants,
                                      const ElementSink& sink) const {
   const proto::StoreTensor& tensor = catalogue_.store_tensors[store_tensor];
   Rows rows(catalogue_, element_bytes, sink);
   for (uint32_t index = 0; index < proto::ExtentCount(tensor.element_count); ++index) {
     OFFLOAD_ASSIGN_OR_RETURN(const std::span<const std::byte> bytes, read(index));
     for (const uint32_t member : tensor.members) {
-      if (!IsWeight(member)) continue;
+      if (!wants(member)) continue;
       const uint64_t begin = catalogue_.placements[member].element_offset * element_bytes;
       const uint64_t size_bytes = catalogue_.tensors[member].element_count * element_bytes;
       OFFLOAD_RETURN_IF_ERROR(

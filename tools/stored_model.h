@@ -19,6 +19,7 @@
 #include "proto/slab_layout.h"
 #include "proto/stored_catalogue.h"
 #include "swap/store.h"
+#include "zero3/stored_buffers.h"
 
 namespace offload::tools {
 
@@ -29,6 +30,8 @@ proto::Dtype DtypeOf(Values values, proto::Dtype stored);
 
 // Takes the next elements of a parameter, row by row. `tensor` is its number in the catalogue.
 using ElementSink = std::function<absl::Status(uint32_t tensor, std::span<const std::byte> bytes)>;
+
+using BufferSink = std::function<absl::Status(std::span<const std::byte> bytes)>;
 
 class StoredModel {
  public:
@@ -48,6 +51,14 @@ class StoredModel {
   // Gives `sink` what a store tensor has: one parameter, or those of a bundle. One that does not
   // lie row by row is collected first: it is in memory twice.
   absl::Status Copy(uint32_t store_tensor, Values wanted, const ElementSink& sink);
+  // How often each tensor of the catalogue was updated.
+  const std::vector<uint64_t>& update_counts() const { return update_counts_; }
+  // The buffers of the module, as they were committed; of a job of several ranks, the first one's.
+  absl::StatusOr<std::vector<zero3::StoredBuffer>> Buffers() const;
+  // Gives `sink` the bytes of one of them, row by row, in pieces. OFD-1207 when it is to be in the
+  // store, and is not.
+  absl::Status CopyBuffer(const zero3::StoredBuffer& buffer, const BufferSink& sink);
+
   // The same of a state, fp32, of one that is trained.
   absl::Status CopyState(uint32_t store_tensor, proto::Plane state, const ElementSink& sink);
 
@@ -57,7 +68,9 @@ class StoredModel {
   StoredModel() = default;
   absl::Status CopyPieces(uint32_t store_tensor, uint64_t element_bytes,
                           const std::function<Piece(uint32_t index)>& read,
+                          const std::function<bool(uint32_t tensor)>& wants,
                           const ElementSink& sink) const;
+  absl::Status CopyLargeBuffer(uint32_t tensor, uint64_t size_bytes, const BufferSink& sink);
   Piece Read(uint32_t store_tensor, uint32_t index, Values wanted);
   absl::Status ReadPlane(const swap::ExtentId& id, const MappedRegion& to);
   absl::Status ToFloat32(const proto::StoreTensor& tensor, const swap::ExtentId& residual,
@@ -71,6 +84,8 @@ class StoredModel {
   std::unique_ptr<swap::Store> store_;
   proto::Catalogue catalogue_;
   proto::KeptPlanes kept_;
+  std::vector<uint64_t> update_counts_;
+  std::string buffers_;  // encoded
   MappedRegion weight_, residual_, ties_;
   std::vector<std::byte> values_;
 };

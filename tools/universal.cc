@@ -11,11 +11,10 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
-#include "proto/trainer_states.h"
 #include "zero3/hf_layout.h"
+#include "zero3/pickle.h"
 #include "zero3/safetensors.h"
 #include "zero3/saved_tensor.h"
-#include "zero3/trainer_state.h"
 
 namespace offload::tools {
 namespace {
@@ -24,20 +23,14 @@ namespace fs = std::filesystem;
 using Form = zero3::SavedTensorWriter::Form;
 
 constexpr char kLatest[] = "latest_universal";
+constexpr char kFormatVersion[] = "0.19.6";  // of DeepSpeed
+// It reads as many groups as its program has, and of each what takes the place of the program's own
+// options: nothing.
+constexpr size_t kGroups = 1024;
 
 absl::Status CannotWrite(const fs::path& path, const std::error_code& error) {
   return MakeError(ErrorId::kFileWrite,
                    absl::StrCat(path.string(), " cannot be written: ", error.message()));
-}
-
-// How often each tensor of the catalogue was updated; what is beyond the end never was.
-absl::StatusOr<std::vector<uint64_t>> UpdateCounts(const StoredModel& model) {
-  const std::vector<std::string> states =
-      proto::DecodeTrainerStates(model.store().committed().blob);
-  OFFLOAD_ASSIGN_OR_RETURN(zero3::TrainerState state, zero3::DecodeTrainerState(states.front()));
-  std::vector<uint64_t> counts = std::move(state.update_counts);
-  counts.resize(model.catalogue().tensors.size());
-  return counts;
 }
 
 // Names become folders: none may lead out.
@@ -64,13 +57,53 @@ absl::Status CheckTypes(const proto::Catalogue& catalogue) {
   return absl::OkStatus();
 }
 
+using Items = std::vector<std::pair<std::string, std::string>>;
+
+// A file of torch.save() with one number in it, which `object` says the place of.
+absl::Status WriteNumber(const fs::path& path, float number, const std::string& object) {
+  OFFLOAD_ASSIGN_OR_RETURN(zero3::SavedTensorWriter file,
+                           zero3::SavedTensorWriter::Create(path, {}, object));
+  OFFLOAD_RETURN_IF_ERROR(file.Append(std::as_bytes(std::span(&number, 1))));
+  return file.Commit();
+}
+
+// What DeepSpeed reads beside the parameters: the state of its optimizer (stages 1 and 2 look for
+// the groups at the top, stage 3 below), and that of its engine, under the names of all stages.
+absl::Status WriteGlobalState(const fs::path& folder, uint64_t step) {
+  const auto text = [](const char* key) { return zero3::PickledText(key); };
+  const auto number = [](int64_t value) { return zero3::PickledInteger(value); };
+  const std::string none = zero3::PickledDictionary({});
+  const std::string groups = zero3::PickledList(std::vector<std::string>(
+      kGroups, zero3::PickledDictionary(Items{{text("params"), zero3::PickledList({})}})));
+  const Items first = {{text("step"), zero3::PickledTensor({})}};
+  const Items states = {{number(0), zero3::PickledDictionary(first)}};
+  const Items optimizer = {{text("state"), zero3::PickledDictionary(states)},
+                           {text("param_groups"), groups}};
+  OFFLOAD_RETURN_IF_ERROR(
+      WriteNumber(folder / "zero" / "optimizer_state.pt", static_cast<float>(step),
+                  zero3::PickledDictionary(
+                      Items{{text("ds_version"), text(kFormatVersion)},
+                            {text("optimizer_state_dict"), zero3::PickledDictionary(optimizer)},
+                            {text("param_groups"), groups}})));
+  const std::string engine =
+      zero3::PickledDictionary(Items{{text("module"), none},
+                                     {text("ds_version"), text(kFormatVersion)},
+                                     {text("dp_world_size"), number(1)},
+                                     {text("mp_world_size"), number(1)},
+                                     {text("skipped_steps"), number(0)},
+                                     {text("global_steps"), number(static_cast<int64_t>(step))}});
+  for (const char* name :
+       {"mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"})
+    OFFLOAD_RETURN_IF_ERROR(WriteNumber(folder / name, static_cast<float>(step), engine));
+  return absl::OkStatus();
+}
+
 class UniversalWriter {
  public:
   using Progress = std::function<void(uint64_t, uint64_t)>;
 
-  UniversalWriter(StoredModel& model, fs::path zero, std::vector<uint64_t> counts,
-                  const Progress& progress)
-      : model_(model), zero_(std::move(zero)), counts_(std::move(counts)), progress_(progress) {
+  UniversalWriter(StoredModel& model, fs::path zero, const Progress& progress)
+      : model_(model), zero_(std::move(zero)), counts_(model.update_counts()), progress_(progress) {
     for (const proto::StoreTensor& tensor : model.catalogue().store_tensors)
       total_bytes_ += tensor.element_count * sizeof(float) * PlaneCount(tensor);
   }
@@ -135,19 +168,16 @@ class UniversalWriter {
   absl::Status WriteCounts(const proto::StoreTensor& tensor) const {
     for (const uint32_t member : tensor.members) {
       if (!model_.IsWeight(member) || counts_[member] == 0) continue;
-      const float count = static_cast<float>(counts_[member]);
-      OFFLOAD_ASSIGN_OR_RETURN(
-          zero3::SavedTensorWriter file,
-          zero3::SavedTensorWriter::Create(FolderOf(member) / "step.pt", {}, Form::kTensor));
-      OFFLOAD_RETURN_IF_ERROR(file.Append(std::as_bytes(std::span(&count, 1))));
-      OFFLOAD_RETURN_IF_ERROR(file.Commit());
+      OFFLOAD_RETURN_IF_ERROR(WriteNumber(FolderOf(member) / "step.pt",
+                                          static_cast<float>(counts_[member]),
+                                          zero3::PickledTensor({})));
     }
     return absl::OkStatus();
   }
 
   StoredModel& model_;
   const fs::path zero_;
-  const std::vector<uint64_t> counts_;
+  const std::vector<uint64_t>& counts_;
   const Progress& progress_;
   std::optional<zero3::SavedTensorWriter> file_;
   uint64_t written_bytes_ = 0, total_bytes_ = 0;
@@ -181,14 +211,14 @@ absl::StatusOr<uint64_t> WriteUniversal(StoredModel& model, const std::string& f
                                         const std::function<void(uint64_t, uint64_t)>& progress) {
   OFFLOAD_RETURN_IF_ERROR(CheckTypes(model.catalogue()));
   OFFLOAD_RETURN_IF_ERROR(CheckHoldsNoUniversal(folder, tag));
-  OFFLOAD_ASSIGN_OR_RETURN(std::vector<uint64_t> counts, UpdateCounts(model));
   const fs::path target = fs::path(folder) / tag, building = absl::StrCat(target.string(), ".part");
   std::error_code error;
   fs::remove_all(building, error);
   fs::create_directories(building / "zero", error);
   if (error) return CannotWrite(building, error);
-  UniversalWriter writer(model, building / "zero", std::move(counts), progress);
+  UniversalWriter writer(model, building / "zero", progress);
   absl::Status status = writer.Write();
+  if (status.ok()) status = WriteGlobalState(building, model.store().committed().epoch);
   if (status.ok()) status = SyncFolders(building);
   if (!status.ok()) {
     fs::remove_all(building, error);

@@ -7,6 +7,8 @@
 //   FOLDER/TAG/zero/NAME/fp32.pt            the master
 //   FOLDER/TAG/zero/NAME/exp_avg.pt …       each state, under torch's name
 //   FOLDER/TAG/zero/NAME/step.pt            how often the parameter was updated
+//   FOLDER/TAG/zero/optimizer_state.pt      the step, and groups without options
+//   FOLDER/TAG/…_model_states.pt            the step, for the engine of each stage
 //
 // Errors: OFD-1404; those of a store that is damaged.
 #pragma once

@@ -7,12 +7,12 @@
 #include <cstring>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/posix_io.h"
 #include "base/status_macros.h"
 #include "zero3/file_errors.h"
+#include "zero3/pickle.h"
 
 namespace offload::zero3 {
 namespace {
@@ -66,58 +66,11 @@ uint32_t Crc32(const std::string& bytes) { return Crc32(0, std::as_bytes(std::sp
 
 // ---- The pickle --------------------------------------------------------------------------------
 
-void PutText(std::string& to, std::string_view text) {
-  to += 'X';
-  Put(to, static_cast<uint32_t>(text.size()));
-  to += text;
-}
-
-void PutInteger(std::string& to, int64_t number) {
-  to.append("\x8a\x08", 2);
-  Put(to, number);
-}
-
-void PutTuple(std::string& to, std::span<const int64_t> numbers) {
-  to += '(';
-  for (const int64_t number : numbers) PutInteger(to, number);
-  to += 't';
-}
-
-// _rebuild_tensor_v2(storage, offset, shape, strides, requires_grad, hooks)
-std::string PickledTensor(std::span<const int64_t> shape, int64_t element_count) {
-  std::vector<int64_t> strides(shape.size());
-  int64_t stride = 1;
-  for (size_t n = shape.size(); n-- > 0; stride *= shape[n]) strides[n] = stride;
-  std::string pickle = "ctorch._utils\n_rebuild_tensor_v2\n((";
-  PutText(pickle, "storage");
-  pickle += "ctorch\nFloatStorage\n";
-  PutText(pickle, "0");
-  PutText(pickle, "cpu");
-  PutInteger(pickle, element_count);
-  pickle += "tQ";
-  PutInteger(pickle, 0);
-  PutTuple(pickle, shape);
-  PutTuple(pickle, strides);
-  pickle +=
-      "\x89"
-      "ccollections\nOrderedDict\n)RtR";
-  return pickle;
-}
-
-std::string Pickle(std::span<const int64_t> shape, int64_t element_count,
-                   SavedTensorWriter::Form form) {
-  std::string pickle = "\x80\x02";
-  if (form == SavedTensorWriter::Form::kTensor) {
-    pickle += PickledTensor(shape, element_count);
-  } else {
-    pickle += "}(";
-    PutText(pickle, "param");
-    pickle += PickledTensor(shape, element_count);
-    PutText(pickle, "cat_dim");
-    PutInteger(pickle, 0);
-    pickle += 'u';
-  }
-  return pickle + '.';
+std::string ObjectOf(std::span<const int64_t> shape, SavedTensorWriter::Form form) {
+  if (form == SavedTensorWriter::Form::kTensor) return PickledTensor(shape);
+  const std::pair<std::string, std::string> items[] = {{PickledText("param"), PickledTensor(shape)},
+                                                       {PickledText("cat_dim"), PickledInteger(0)}};
+  return PickledDictionary(items);
 }
 
 // ---- The archive -------------------------------------------------------------------------------
@@ -211,12 +164,18 @@ std::string DirectoryEnd(uint64_t entries, uint64_t offset_bytes, uint64_t size_
 absl::StatusOr<SavedTensorWriter> SavedTensorWriter::Create(std::string path,
                                                             std::span<const int64_t> shape,
                                                             Form form) {
+  return Create(std::move(path), shape, ObjectOf(shape, form));
+}
+
+absl::StatusOr<SavedTensorWriter> SavedTensorWriter::Create(std::string path,
+                                                            std::span<const int64_t> shape,
+                                                            std::string_view object) {
   int64_t element_count = 1;
   for (const int64_t dimension : shape) element_count *= dimension;
   UniqueFd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
   if (!file.valid()) return CannotWrite(path, errno);
   SavedTensorWriter writer(std::move(path), std::move(file));
-  const Contents contents = {Pickle(shape, element_count, form), "little", "", "3\n"};
+  const Contents contents = {Pickle(object), "little", "", "3\n"};
   writer.Place(contents, static_cast<uint64_t>(element_count) * kElementBytes);
   for (size_t i = 0; i < contents.size(); ++i) {
     if (i == kElements) continue;

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -37,6 +38,9 @@ class SavedTensorWriter {
   // writing ends before Commit(): the caller has put it where it harms nobody.
   static absl::StatusOr<SavedTensorWriter> Create(std::string path, std::span<const int64_t> shape,
                                                   Form form);
+  // The same with any object around the tensor, a piece of pickle.h.
+  static absl::StatusOr<SavedTensorWriter> Create(std::string path, std::span<const int64_t> shape,
+                                                  std::string_view object);
 
   // Appends elements. INVALID_ARGUMENT when the tensor has not so many.
   absl::Status Append(std::span<const std::byte> bytes);

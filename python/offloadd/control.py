@@ -26,4 +26,4 @@ def run(*arguments):
 
 
 def snapshot(pool, job, name):
-    run("snapshot", "create", pool, job, name, "--yes")
+    run("snapshot", "create", pool.split(",")[0], job, name, "--yes")

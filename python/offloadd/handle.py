@@ -13,6 +13,7 @@ import weakref
 import torch
 
 from . import in_memory, pickled, served, universal
+from .beginning import Beginning, has_begun
 from .errors import Error
 from .library import Engine, is_disabled
 from .optimizer import Foreign, check_free, has_stepped, is_table, recipe_of
@@ -110,9 +111,17 @@ def reduces_gradients(options):
     return _options(None, None, None, options.get("config"), known).get("gradients") == "reduced_by_trainer"
 
 
+def _job_of(options):
+    return str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
+
+
+def _pool_of(options):
+    given = options.get("nvme_path") or os.environ.get("OFFLOADD_POOL")
+    return ",".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given)
+
+
 def _open_engine(options):
-    job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
-    pool = str(options.get("nvme_path") or os.environ.get("OFFLOADD_POOL"))
+    job, pool = _job_of(options), _pool_of(options)
     if any(handle.job == job and handle.nvme_path == pool for handle in handles()):
         gc.collect()  # what a notebook has left behind
     for handle in handles():
@@ -344,8 +353,7 @@ class Handle:
         self._process = os.getpid()
         self._models, self.optimizers = [weakref.ref(model) for model in models], optimizers
         self.options = dict(options)
-        self.job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
-        self.nvme_path = str(options.get("nvme_path") or os.environ.get("OFFLOADD_POOL"))
+        self.job, self.nvme_path = _job_of(options), _pool_of(options)
         self._parts = []
         self.last_step = 0  # when it was closed
         self._attach(models, unfreeze)
@@ -598,7 +606,7 @@ class Handle:
     def save_universal(self, folder, tag=None):
         """Writes masters and optimizer state as a universal checkpoint of DeepSpeed, FOLDER/TAG, one parameter at a time."""
         served.settle_replaced(self._identities)
-        universal.save(folder, tag or f"global_step{self.step}_universal", list(self._parameters.items()),
+        universal.save(folder, tag or f"global_step{self.step}_universal", self.step, list(self._parameters.items()),
                        lambda parameter: self.gather_one(parameter, "master"), self._state_of)
 
     def _state_of(self, parameter):
@@ -654,6 +662,14 @@ def open_ahead(options):
         opened._engine = _open_engine(opened.options)
         _constructed = opened
     return _constructed._engine, _stored_state(_constructed._engine)[1]
+
+
+def beginning_of(model, options):
+    """What the model brings along to the job of attach(model, …, **options), where that was made before and has taken no step; else
+    None. Opens the job."""
+    engine = open_ahead(options)[0]
+    opened = _constructed.options
+    return Beginning(_names_of([model])) if has_begun(engine, _pool_of(opened), _job_of(opened)) else None
 
 
 def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=None, unfreeze=None, initial_weights=None, **others):

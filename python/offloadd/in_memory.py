@@ -247,7 +247,7 @@ class Handle:
         universal.load(folder, self._named()[0], self.optimizers)
 
     def save_universal(self, folder, tag=None):
-        universal.save(folder, tag or f"global_step{self.step}_universal", self._named()[0],
+        universal.save(folder, tag or f"global_step{self.step}_universal", self.step, self._named()[0],
                        lambda parameter: self.gather_one(parameter, "master"), self._state_of)
 
     def _state_of(self, parameter):

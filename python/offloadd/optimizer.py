@@ -571,7 +571,10 @@ class Part:
         load_groups({**{key: value for key, value in state_dict.items() if key != "offloadd"}, "state": {}})
         if not replaces:
             return
-        states = dict(self._states_in(state_dict))
+        self.replace(dict(self._states_in(state_dict)))
+
+    def replace(self, states):
+        """The state is torch's of `states`, by parameter; of others there is none. Durable with the next step()."""
         self.handle.replace_state(*self._as_columns(self._rows(states.get)))
         self._replaced_at = self.handle.step
         self._replacements += 1

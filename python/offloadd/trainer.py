@@ -74,6 +74,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def __init__(self, *, resume=True, **options):
         self.options, self.resume, self.handle = options, resume, None
         self.trainer = lambda: None  # while it trains
+        self.checkpoint = None  # that it was told to resume from
         self._scheduler = None
         _patch_trainer()
 
@@ -91,22 +92,50 @@ class TrainerCallback(transformers.TrainerCallback):
             if any(each is optimizer for each in self.handle.optimizers):
                 return  # train() again
             self.handle.close()
-        loaded = self._take_loaded(optimizer)
+        beginning = None if is_disabled() else handles.beginning_of(model, self.options)
+        loaded = self._take_loaded(optimizer, beginning is not None)
         self.handle = handles.attach(model, optimizer, **self.options)
         self._scheduler = lr_scheduler
         if state.global_step > 0 == self.handle.step and not is_disabled():
             _log.warning("offloadd: job %s begins with the checkpoint of step %d%s", self.handle.job, state.global_step, _what_is_rounded(model))
         try:
-            self._check(state, optimizer, loaded)
+            if beginning is not None:
+                self._begin_with(beginning, state, optimizer, loaded)
+            else:
+                self._check(state, optimizer, loaded)
         except BaseException:
             self.handle.close()
             raise
 
-    def _take_loaded(self, optimizer):
+    def _begin_with(self, beginning, state, optimizer, loaded):
+        """The job ended before its first step, with whatever it was made with: it begins with the checkpoint all the same."""
+        trainer = self.trainer()
+        if state.global_step == 0:
+            return self._begin_anew(beginning, optimizer)
+        if self.handle.world_size > 1:
+            raise Error.of(1602, f"job {self.handle.job} ended before its first step, and a checkpoint is to be resumed in it by several ranks",
+                           f"Remove it, offloadctl rm {self.handle.nvme_path} {self.handle.job} --yes: a new job begins with the checkpoint")
+        if trainer is not None and self.checkpoint is not None and beginning.difference(self.handle) is not None:
+            trainer._load_from_checkpoint(self.checkpoint)
+        beginning.check(self.handle, "the checkpoint")
+        if not optimizer._offload_part.is_foreign:
+            optimizer._offload_part.replace(loaded)
+
+    def _begin_anew(self, beginning, optimizer):
+        """Without a checkpoint the job's own weights are what it begins with, unless they came with a checkpoint."""
+        handle = self.handle
+        if any(handle.update_count(p) for group in optimizer.param_groups for p in group["params"]):
+            raise Error.of(1602, f"job {handle.job} was made with a checkpoint and ended before its first step, the Trainer has none",
+                           f"Resume from a checkpoint, or remove the job: offloadctl rm {handle.nvme_path} {handle.job} --yes")
+        if (name := beginning.difference(handle)) is not None:
+            _log.warning("offloadd: job %s ended before its first step: it begins with the weights that it was made with, and '%s' has "
+                         "others in the model", handle.job, name)
+
+    def _take_loaded(self, optimizer, has_begun):
         """What a checkpoint has brought into the optimizer, out of it where the job has its own; a new job begins with it."""
         if is_disabled() or recipe_of(optimizer).is_foreign or not has_stepped(optimizer):
             return {}
-        if handles.open_ahead(self.options)[0].step_count() == 0:
+        if handles.open_ahead(self.options)[0].step_count() == 0 and not has_begun:
             return {}
         loaded = dict(optimizer.state)
         optimizer.state.clear()
@@ -238,6 +267,11 @@ def _last_checkpoint(folder):
     return int(found.rsplit("-", 1)[1]) if is_whole else 0
 
 
+def _checkpoint_of(trainer, given):
+    """The folder that train(resume_from_checkpoint=given) loads."""
+    return transformers.trainer_utils.get_last_checkpoint(trainer.args.output_dir) if given is True else given or None
+
+
 @functools.lru_cache(maxsize=None)
 def _patch_trainer():
     """train() continues a job that has steps: always without resume_from_checkpoint, and with True when the job is further than the last
@@ -249,6 +283,7 @@ def _patch_trainer():
         callback = callback_of(self)
         if callback is not None:
             callback.trainer = weakref.ref(self)
+            callback.checkpoint = _checkpoint_of(self, resume_from_checkpoint)
         if callback is None or args or isinstance(resume_from_checkpoint, (str, os.PathLike)):
             return original(self, resume_from_checkpoint, *args, **kwargs)
         if callback.handle is not None:

@@ -3,12 +3,16 @@
     FOLDER/latest_universal                 the name of TAG, where FOLDER holds several
     FOLDER/TAG/zero/NAME/fp32.pt            the master
     FOLDER/TAG/zero/NAME/exp_avg.pt …       each plane of the optimizer, under torch's name
-    FOLDER/TAG/zero/NAME/step.pt            how often the parameter was updated
+    FOLDER/TAG/zero/NAME/step.pt            how often the parameter was updated; DeepSpeed's stage 3 leaves it out
+    FOLDER/TAG/zero/optimizer_state.pt      the step, and groups without options
+    FOLDER/TAG/…_model_states.pt            the step, for the engine of each stage
 
 Each file holds a tensor in the parameter's shape, or flat, or {"param": tensor, …}; what is written is the latter. What the files hold is
-mapped, not read at once; nothing but tensors, numbers and dictionaries is taken from a pickle.
+mapped, not read at once; nothing but tensors, numbers and dictionaries is taken from a pickle: what else optimizer_state.pt holds (the
+loss scaler of DeepSpeed) is left out, and not run.
 """
 
+import functools
 import os
 import pickle
 import shutil
@@ -19,6 +23,9 @@ from . import progress
 from .errors import Error
 
 _LATEST = "latest_universal"
+_FORMAT_VERSION = "0.19.6"  # of DeepSpeed
+# It reads as many groups as its program has, and of each what takes the place of the program's own options: nothing.
+_GROUPS = 1024
 _AGAIN = "Make the checkpoint again, with DeepSpeed's ds_to_universal.py; nothing was loaded from it"
 
 
@@ -70,11 +77,63 @@ def _count(path):
     return int(held)
 
 
-def _state(folder, name, parameter):
+class _LeftOut:
+    """In the place of an object of any other class."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __setstate__(self, state):
+        pass
+
+    append = extend = __setitem__ = __init__
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        if (module, name) in (("torch._utils", "_rebuild_tensor_v2"), ("collections", "OrderedDict")) or \
+                (module == "torch" and name.endswith("Storage")):
+            return super().find_class(module, name)
+        return _LeftOut
+
+
+class _DataOnly:
+    """A module that torch.load() unpickles with."""
+
+    Unpickler = _Unpickler
+
+
+def _common_count(zero):
+    """How often all parameters were updated, as the optimizer's own state says; None where it does not."""
+    path = os.path.join(zero, "optimizer_state.pt")
+    if not os.path.isfile(path):
+        return None
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=False, mmap=True, pickle_module=_DataOnly)
+        states = held["optimizer_state_dict"]["state"].values()
+        steps = {float(state["step"]) for state in states if "step" in state}
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return None
+    except Exception as error:  # noqa: torch has many for a file that is none of its own
+        raise Error.of(1401, f"{path} is no file of torch.save(): {str(error).splitlines()[0]}", _AGAIN) from None
+    if len(steps) > 1:
+        raise Error.of(1401, f"{path} holds several counts of steps, and the parameters have none of their own", _AGAIN)
+    count = steps.pop() if steps else None
+    if count is not None and (count < 0 or count != int(count)):
+        raise Error.of(1401, f"{path} holds no number of steps", _AGAIN)
+    return count
+
+
+def _state(folder, name, parameter, common_count):
     """torch's state of one parameter, as the folder has it; empty when it was never updated."""
     files = sorted(os.listdir(folder))
     planes = [file[:-3] for file in files if file.endswith(".pt") and file not in ("fp32.pt", "step.pt")]
     state = {"step": torch.tensor(float(_count(os.path.join(folder, "step.pt"))))} if "step.pt" in files else {}
+    if not state and set(planes) - {"momentum_buffer"}:  # SGD counts nothing
+        count = common_count()
+        if count is None:
+            raise Error.of(1401, f"{folder} has no step.pt, and the checkpoint says nowhere how often '{name}' was updated", _AGAIN)
+        state = {"step": torch.tensor(count)}
     state.update({plane: _tensor(os.path.join(folder, f"{plane}.pt"), name, parameter) for plane in planes})
     return state
 
@@ -84,6 +143,7 @@ def load(folder, parameters, optimizers):
     weights are rounded to the nearest, their masters are the values themselves."""
     zero = _zero_folder(folder)
     values, states, known = {}, {}, {}
+    common_count = functools.lru_cache(maxsize=None)(lambda: _common_count(zero))
     for name, parameter in parameters:
         own = os.path.join(zero, name)
         if parameter in known and not os.path.isdir(own):
@@ -92,7 +152,7 @@ def load(folder, parameters, optimizers):
             raise Error.of(1402, f"{zero} does not fit the model: '{name}' is missing", "Use the checkpoint of this model")
         known[parameter] = name
         values[parameter] = _tensor(os.path.join(own, "fp32.pt"), name, parameter)
-        states[parameter] = _state(own, name, parameter)
+        states[parameter] = _state(own, name, parameter, common_count)
         if parameter.dtype not in (torch.float32, torch.float64) and parameter.requires_grad:
             states[parameter]["master"] = values[parameter]
     _check_names(zero, parameters)
@@ -124,7 +184,7 @@ def _state_dict(optimizer, states):
     return {"state": state, "param_groups": groups}
 
 
-def save(folder, tag, parameters, master_of, state_of):
+def save(folder, tag, step, parameters, master_of, state_of):
     """Writes a checkpoint, one parameter after the other. `state_of(parameter)` is torch's state of it."""
     folder = os.fspath(folder)
     target = os.path.join(folder, tag)
@@ -139,6 +199,7 @@ def save(folder, tag, parameters, master_of, state_of):
                 continue
             written.add(id(parameter))
             _write(os.path.join(building, "zero", name), master_of(parameter), state_of(parameter))
+        _write_global_state(building, step)
         os.rename(building, target)
         with open(os.path.join(folder, _LATEST), "w", encoding="utf-8") as file:
             file.write(tag)
@@ -158,6 +219,18 @@ def _write(folder, master, state):
         if not isinstance(value, torch.Tensor):
             continue
         _write_file(os.path.join(folder, f"{key}.pt"), value if key == "step" else {"param": _wide(value), "cat_dim": 0})
+
+
+def _write_global_state(folder, step):
+    """What DeepSpeed reads beside the parameters: the state of its optimizer (stages 1 and 2 look for the groups at the top, stage 3
+    below), and that of its engine, under the names of all stages."""
+    groups = [{"params": []} for _ in range(_GROUPS)]
+    optimizer = {"state": {0: {"step": torch.tensor(float(step))}}, "param_groups": groups}
+    _write_file(os.path.join(folder, "zero", "optimizer_state.pt"),
+                {"ds_version": _FORMAT_VERSION, "optimizer_state_dict": optimizer, "param_groups": groups})
+    engine = {"module": {}, "ds_version": _FORMAT_VERSION, "dp_world_size": 1, "mp_world_size": 1, "skipped_steps": 0, "global_steps": step}
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        _write_file(os.path.join(folder, name), engine)
 
 
 def _write_file(path, value):

@@ -33,9 +33,19 @@ class Watch:
         torch.optim.Optimizer.__init__ = initialise
 
     def add(self, optimizer):
+        """An optimizer that was just made."""
+        self._tell_of_late(optimizer)
         self._order.append(weakref.ref(optimizer))
         if self._forward is None and not handles.handles():
             self._forward = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
+
+    @staticmethod
+    def _tell_of_late(optimizer):
+        of_jobs = {each for handle in handles.handles() for each in handle.identities()}
+        if any(id(parameter) in of_jobs for group in optimizer.param_groups for parameter in group["params"]):
+            _log.warning("offloadd: a %s is made after training has begun: what it keeps stays in memory, and its steps are not part of the "
+                         "job. Make all optimizers before the first step, or give this one's parameters to add_param_group()",
+                         type(optimizer).__name__)
 
     def made(self):
         """The optimizers that are alive and were not attached, in their order."""

@@ -426,6 +426,51 @@ def universal_checkpoint_is_loaded(run):
     return told, states_of(optimizer)
 
 
+class Scaler:
+    """What DeepSpeed's loss scaler is to whoever reads its files: a class that is not there, and that may do anything."""
+
+    def __reduce__(self):
+        return os.mkdir, (Scaler.made,)
+
+
+def steps_in_the_middle(folder, state):
+    """As DeepSpeed's stage 3 lays it out: how often is said once for all parameters, beside other things."""
+    zero = os.path.join(folder, "global_step2_universal", "zero")
+    for name in os.listdir(zero):
+        os.remove(os.path.join(zero, name, "step.pt"))
+    if state is not None:
+        Scaler.made = os.path.join(folder, "made")
+        torch.save({"loss_scaler": Scaler(), "optimizer_state_dict": {"state": state}, "param_groups": []}, os.path.join(zero, "optimizer_state.pt"))
+
+
+def universal_checkpoint_of_stage_3(name, state, **options):
+    """A case: no parameter has a count of its own."""
+
+    def function(run):
+        source = run.model()
+        plain = fused(source.parameters())
+        run.train(source, plain, steps=2)
+        folder = folders_of(run, source, plain, steps=2)
+        steps_in_the_middle(folder, state)
+        expected = run.train(source, plain, first=2)
+        model = run.model()
+        optimizer = fused(model.parameters())
+        run.attach(model, optimizer).load_universal(folder)
+        assert not os.path.exists(os.path.join(folder, "made")), "it was run"
+        told = run.train(model, optimizer, first=2)
+        assert told == expected, (told, expected)
+        return told, states_of(optimizer)
+
+    function.__name__ = name
+    case(function, **options)
+
+
+universal_checkpoint_of_stage_3("universal_checkpoint_of_stage_3_is_loaded", {0: {"step": 2}, 1: {"step": torch.tensor(2.0)}}, **FP32)
+universal_checkpoint_of_stage_3("universal_checkpoint_of_two_counts_is_refused", {0: {"step": 2}, 1: {"step": 3}}, refused=1401, **REFUSED)
+universal_checkpoint_of_stage_3("universal_checkpoint_that_does_not_count_is_refused", {0: {}}, refused=1401, **REFUSED)
+universal_checkpoint_of_stage_3("universal_checkpoint_without_any_count_is_refused", None, refused=1401, **REFUSED)
+
+
 @case
 def universal_checkpoint_comes_back(run):
     model = run.model(tied=True)

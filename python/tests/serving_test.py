@@ -18,7 +18,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 import offloadd
-from battery import VOCABULARY, Transformer, case, main
+from battery import VOCABULARY, Transformer, case, difference, main
 
 FP32 = {"types": ("fp32",)}
 
@@ -469,15 +469,65 @@ def exported_without_a_trainer(run):
     return [*files[:2], told[2], *files[2:]]
 
 
+class WithBuffers(torch.nn.Module):
+    """Small ones and large ones of several types, and one that no file has."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(24, 48), torch.nn.BatchNorm1d(48), torch.nn.Linear(48, 4)
+        self.register_buffer("mask", torch.rand(601, 1001) > 0.5)
+        self.register_buffer("table", torch.randn(300, 701))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(8), persistent=False)
+
+    def forward(self, x):
+        self.seen += 1
+        self.table[:4] += 1
+        return self.last(self.norm(self.first(x)).relu())
+
+
+@case(memory=("double",))
+def exported_with_its_buffers(run):
+    """What offloadctl writes is the whole state_dict: running statistics, counts, masks, also those that are tensors of the store."""
+    import safetensors.torch
+
+    model = run.make(WithBuffers)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    handle = run.attach(model, optimizer)
+    for step in range(3):
+        model(torch.randn(8, 24, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    told = dict(sorted((name, value.clone()) for name, value in model.state_dict().items()))
+    run.models.clear()
+    if not run.offloaded:
+        return told
+    from offloadd import control
+
+    handle.close()
+    control.run("export", run.folder, handle.job, os.path.join(run.folder, "out"))
+    found = safetensors.torch.load_file(os.path.join(run.folder, "out", "model.safetensors"))
+    run.make(WithBuffers).load_state_dict(found, strict=True)
+    model = run.make(WithBuffers)
+    with run.attach(model, AdamW(model.parameters(), 1e-3, fused=True), job="other") as other:
+        other.load_weights(os.path.join(run.folder, "out"))
+        assert difference(told, dict(sorted((name, value.clone()) for name, value in model.state_dict().items())), 0.0) is None
+    run.models.clear()
+    return dict(sorted(found.items()))
+
+
 def tensors_under(folder):
     """{path: what torch loads of it} of every file of a universal checkpoint."""
+    def value_of(held):
+        held = held.get("param", held) if isinstance(held, dict) else held
+        return held.clone() if isinstance(held, torch.Tensor) else held
+
     found = {}
     for parent, _, files in os.walk(folder):
         for file in files:
             if file.endswith(".pt"):
                 path = os.path.join(parent, file)
-                held = torch.load(path, weights_only=True, mmap=True)
-                found[os.path.relpath(path, folder)] = held["param"].clone() if isinstance(held, dict) else held.clone()
+                found[os.path.relpath(path, folder)] = value_of(torch.load(path, weights_only=True, mmap=True))
     return dict(sorted(found.items()))
 
 
@@ -510,7 +560,8 @@ def exported_as_universal(make, name, **options):
                 assert a.read() == b.read() == f"global_step{step}_universal"
             expected, found = tensors_under(there), tensors_under(here)
             assert list(expected) == list(found), set(expected) ^ set(found)
-            assert all(torch.equal(expected[path], found[path]) and expected[path].shape == found[path].shape for path in expected)
+            assert difference(expected, found, 0.0) is None, difference(expected, found, 0.0)
+            assert found[f"global_step{step}_universal/mp_rank_00_model_states.pt"]["global_steps"] == step
             for path in found:  # torch does not look at the checksums
                 with zipfile.ZipFile(os.path.join(here, path)) as archive:
                     assert archive.testzip() is None

@@ -158,6 +158,63 @@ from_plain_checkpoint("checkpoint_of_memory_in_a_new_job_dropout", make=gpt2)
 from_plain_checkpoint("checkpoint_without_its_optimizer_in_a_new_job", save_only_model=True)
 
 
+class StopBeforeTheFirst(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+def ended_before_its_first_step(run, make, **options):
+    """A job that is made, and has taken no step."""
+    try:
+        fit(run, run.make(make), more=[StopBeforeTheFirst()], **options)
+    except KeyboardInterrupt:
+        pass
+    for handle in offloadd.handles():
+        handle.close()
+    run.models.clear()
+
+
+def checkpoint_in_a_job_without_steps(name, make=gpt2, first=None, resume=True, **options):
+    """A case: a job was ended before its first step, with the weights of another beginning; a checkpoint of memory is resumed in it."""
+
+    def function(run):
+        options_of_both = {"save_strategy": "steps", "save_steps": 2, "max_steps": 7, **options}
+        fit(run, run.make(make), callbacks=False, more=[StopAt(4)], **options_of_both)
+        run.models.clear()
+        folder = os.path.join(run.folder, "out", "checkpoint-")
+        if run.offloaded:
+            ended_before_its_first_step(run, make, trains=({"resume_from_checkpoint": first and folder + first},), **options_of_both)
+        trainer, log = fit(run, run.make(make), trains=({"resume_from_checkpoint": resume and folder + "4" if resume == "4" else resume},),
+                           **options_of_both)
+        assert not run.offloaded or run.handles[-1].step == 3, run.handles[-1].step
+        return log, trainer.state.global_step
+
+    function.__name__ = name
+    case(function, **FP32)
+
+
+checkpoint_in_a_job_without_steps("checkpoint_in_a_job_that_was_ended_before_its_first_step")
+checkpoint_in_a_job_without_steps("named_checkpoint_in_a_job_that_was_ended_before_its_first_step", make=llama, resume="4")
+checkpoint_in_a_job_without_steps("later_checkpoint_in_a_job_that_was_begun_with_another", first="2", resume="4")
+checkpoint_in_a_job_without_steps("same_checkpoint_in_a_job_that_was_ended_before_its_first_step", first="4", resume="4")
+checkpoint_in_a_job_without_steps("checkpoint_of_weights_in_a_job_that_was_ended_before_its_first_step", save_only_model=True)
+
+
+@case(refused=1602, types=("fp32",), memory=("floor",))
+def job_that_was_made_with_a_checkpoint_does_not_begin_without(run):
+    fit(run, run.make(llama), callbacks=False, save_strategy="steps", save_steps=2)
+    run.models.clear()
+    ended_before_its_first_step(run, llama, trains=({"resume_from_checkpoint": os.path.join(run.folder, "out", "checkpoint-2")},))
+    fit(run, run.make(llama))
+
+
+@case(types=("fp32",), memory=("floor",))
+def job_that_was_ended_before_its_first_step_begins(run):
+    if run.offloaded:
+        ended_before_its_first_step(run, llama)
+    return fit(run, run.make(llama))[1]
+
+
 @case(**FP32)
 def checkpoint_of_memory_in_a_new_job_that_is_stopped_too(run):
     """The job counts from its own beginning: it is continued at Trainer's step, with a checkpoint and without."""
@@ -300,6 +357,60 @@ told.append([p.tolist() for p in model.parameters()])
 print(json.dumps([told, sys.argv[1:], hasattr(optimizer, "_offload_part")]))
 """
 
+UNFREEZING = """
+import sys, json, torch
+kind = sys.argv[1]
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+model[0].requires_grad_(False)
+make = lambda parameters: torch.optim.AdamW(parameters, 1e-2, fused=True)
+optimizer = make(model.parameters() if kind == "all" else [p for p in model.parameters() if p.requires_grad])
+optimizers, told = [optimizer], []
+for step in range(6):
+    if step == 3:
+        model[0].requires_grad_(True)
+        if kind == "group":
+            optimizer.add_param_group({"params": list(model[0].parameters()), "lr": 1e-3})
+        if kind == "second":
+            optimizers.append(make(model[0].parameters()))
+    loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+    loss.backward()
+    for each in optimizers:
+        each.step()
+        each.zero_grad()
+    told.append(loss.item())
+told += [p.tolist() for p in model.parameters()]
+told += [optimizer.state[p]["exp_avg"].tolist() for p in model[0].parameters()] if kind != "second" else []
+print(json.dumps([told, hasattr(optimizer, "_offload_part")]))
+"""
+
+ENDED = """
+import json, os, sys, torch, offloadd
+folder, ends = sys.argv[1:]
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+handle = offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="ended")
+if hasattr(handle, "_engine"):
+    print(handle._engine.daemon_pid(), flush=True)
+def interrupt(*_):
+    raise KeyboardInterrupt
+for step in range(handle.step, 5):
+    if step == 2 and ends == "in forward":
+        model[2].register_forward_hook(interrupt)
+    if step == 2 and ends == "in backward":
+        model[2].weight.register_hook(lambda gradient: os._exit(4))
+    loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+    loss.backward()
+    if step == 2 and ends == "before step":
+        sys.exit(3)
+    optimizer.step()
+    if step == 2 and ends == "after step":
+        raise RuntimeError("after a step that nobody has waited for")
+    optimizer.zero_grad()
+print(json.dumps([loss.item(), [p.tolist() for p in model.parameters()], handle.step]))
+"""
+
 KILLED = """
 import os, sys, time, json, torch, transformers, offloadd
 sys.path.insert(0, os.environ["TESTS"])
@@ -334,6 +445,48 @@ def untouched_script(run):
     launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
     told, arguments, attached = json.loads(start(run, SCRIPT, "a", "-b", launcher=launcher).communicate()[0].splitlines()[-1])
     return told, arguments, attached == run.offloaded
+
+
+def wait_for_the_end(process):
+    """Of a daemon."""
+    until = time.monotonic() + 60
+    while os.path.exists(f"/proc/{process}"):
+        assert time.monotonic() < until, "the daemon has outlived its trainer"
+        time.sleep(0.05)
+
+
+@case(types=("fp32",), memory=("floor",))
+def ended_in_the_middle_of_a_step(run):
+    """The interpreter ends wherever it is: with a clean status, without a daemon that stays, and the job goes on behind its last step."""
+    if run.offloaded:
+        for ends, status in (("in forward", (130, 1, -signal.SIGINT)), ("in backward", (4,)), ("before step", (3,)), ("after step", (1,))):
+            process = start(run, ENDED, run.folder, ends)
+            daemon = process.communicate()[0].split()[0]
+            assert process.returncode in status, (ends, process.returncode)
+            wait_for_the_end(daemon)
+    else:
+        os.environ["OFFLOADD_DISABLE"] = "1"
+    try:
+        return json.loads(start(run, ENDED, run.folder, "").communicate()[0].splitlines()[-1])
+    finally:
+        os.environ.pop("OFFLOADD_DISABLE", None)
+
+
+def untouched_script_that_unfreezes(kind):
+    """A case: parameters are thawed in the middle of the script, and nobody has said so before."""
+
+    def function(run):
+        launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
+        told, attached = json.loads(start(run, UNFREEZING, kind, launcher=launcher).communicate()[0].splitlines()[-1])
+        return told, attached == run.offloaded
+
+    function.__name__ = f"untouched_script_that_unfreezes_{kind}"
+    case(function, types=("fp32",), memory=("floor",))
+
+
+untouched_script_that_unfreezes("all")
+untouched_script_that_unfreezes("group")
+untouched_script_that_unfreezes("second")
 
 
 @case(types=("fp32",), memory=("floor",))

@@ -22,9 +22,10 @@ namespace {
 
 constexpr uint64_t kRankMax = 64;
 
-// One of the encoded buffers: the header, its sizes (int64), its name, its bytes.
+// One of the encoded buffers: the header, its sizes (int64), its name, its bytes. Of those in the
+// store there are no bytes. Tools read it, too: zero3/stored_buffers.h.
 struct Header {
-  uint32_t name_bytes, dtype, dimensions, reserved;
+  uint32_t name_bytes, dtype, dimensions, is_in_store;
   uint64_t data_bytes;
 };
 
@@ -39,6 +40,19 @@ at::Tensor InOrder(const at::Tensor& tensor) {
 
 void Append(std::string& to, const void* bytes, size_t size_bytes) {
   to.append(static_cast<const char*>(bytes), size_bytes);
+}
+
+// `data_bytes` are to follow; none of one in the store.
+void AppendDescribed(std::string& to, const std::string& name, const at::Tensor& tensor,
+                     uint64_t data_bytes) {
+  const Header header = {.name_bytes = static_cast<uint32_t>(name.size()),
+                         .dtype = static_cast<uint32_t>(tensor.scalar_type()),
+                         .dimensions = static_cast<uint32_t>(tensor.dim()),
+                         .is_in_store = data_bytes == 0 ? 1u : 0u,
+                         .data_bytes = data_bytes};
+  Append(to, &header, sizeof(header));
+  Append(to, tensor.sizes().data(), tensor.dim() * sizeof(int64_t));
+  to += name;
 }
 
 // Keeps the version when nothing changes.
@@ -124,16 +138,10 @@ std::string Buffers::EncodeSmall() const {
   std::string encoded;
   for (const NamedTensor& named : small_) {
     const at::Tensor bytes = InOrder(named.tensor);
-    const Header header = {.name_bytes = static_cast<uint32_t>(named.name.size()),
-                           .dtype = static_cast<uint32_t>(bytes.scalar_type()),
-                           .dimensions = static_cast<uint32_t>(bytes.dim()),
-                           .reserved = 0,
-                           .data_bytes = SizeBytes(bytes)};
-    Append(encoded, &header, sizeof(header));
-    Append(encoded, bytes.sizes().data(), bytes.dim() * sizeof(int64_t));
-    encoded += named.name;
+    AppendDescribed(encoded, named.name, bytes, SizeBytes(bytes));
     Append(encoded, bytes.const_data_ptr(), SizeBytes(bytes));
   }
+  for (const Large& large : large_) AppendDescribed(encoded, large.name, large.tensor, 0);
   return encoded;
 }
 
@@ -158,14 +166,15 @@ absl::Status Buffers::Restore(std::string_view encoded) {
         all_.begin(), all_.end(), [&name](const NamedTensor& named) { return named.name == name; });
     if (found == all_.end() || !restored_.insert(name).second) continue;
     const at::Tensor& tensor = found->tensor;
+    const bool is_in_store = header.is_in_store != 0;
     if (tensor.sizes() != sizes || static_cast<uint32_t>(tensor.scalar_type()) != header.dtype ||
-        SizeBytes(tensor) != data.size()) {
+        (!is_in_store && SizeBytes(tensor) != data.size())) {
       return MakeError(
           ErrorId::kOtherModel,
           absl::StrCat("buffer '", name, "' has the shape ", ShapeText(sizes), " in the job, ",
                        ShapeText(tensor.sizes()), " in the model, or another type"));
     }
-    zero3::Assign(tensor, data);
+    if (!is_in_store) zero3::Assign(tensor, data);
   }
   return absl::OkStatus();
 }
