@@ -11,7 +11,7 @@ import sys
 import tempfile
 import unittest
 
-FILES = {}
+FILES = {}  # by option; headers in a list
 HERE = os.path.dirname(os.path.abspath(__file__))
 EXAMPLE = os.path.join(os.path.dirname(HERE), "examples", "cmake")
 C_TRAINER = os.path.join(os.path.dirname(HERE), "tests", "c_trainer.c")
@@ -44,8 +44,8 @@ def call(*words, expect=0, **options):
 def install(prefix, expect=0, **instead):
     """Installs into a prefix; returns what was said."""
     files = FILES | instead
-    return call(sys.executable, os.path.join(HERE, "install.py"), "--prefix", prefix,
-                *(word for name, path in files.items() for word in (f"--{name}", path)), expect=expect)
+    words = [word for name, paths in files.items() for path in paths for word in (f"--{name}", path)]
+    return call(sys.executable, os.path.join(HERE, "install.py"), "--prefix", prefix, *words, expect=expect)
 
 
 def losses(text):
@@ -102,7 +102,10 @@ class InstallTest(unittest.TestCase):
         with open(source, "w", encoding="utf-8") as file:
             # The header of the library without torch's: an Error crosses its border.
             file.write("""#include <offload/torch.h>
+                          #include <offload/vertical.h>
                           int main() {
+                            torch::nn::Sequential sequence(torch::nn::Linear(2, 2));
+                            if (offload::Blocks(sequence).size() != 1) return 8;
                             try { offload::Options options; options.nvme_path = "."; options.ram = "much"; offload::Engine::Open(options); }
                             catch (const offload::Error& error) { return error.id() != 0 ? 7 : 8; }
                             return 9;
@@ -164,5 +167,6 @@ class InstallTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    FILES = dict(zip(("library", "header", "daemon", "tool", "version-header", "preloaded", "client-header"), map(os.path.abspath, sys.argv[1:8])))
+    for option, path in zip(("library", "header", "daemon", "tool", "version-header", "preloaded", "header", "header"), sys.argv[1:9], strict=True):
+        FILES.setdefault(option, []).append(os.path.abspath(path))
     unittest.main(argv=sys.argv[:1])
