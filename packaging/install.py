@@ -1,6 +1,6 @@
 """Puts a built offload into a prefix: library, headers, programs, CMake package, pkg-config file, man pages.
 
-Usage: install.py --prefix DIR --library FILE --preloaded FILE --header FILE --scaler-header FILE --client-header FILE --daemon FILE --tool FILE --version-header FILE
+Usage: install.py --prefix DIR --library FILE --preloaded FILE --header FILE [--header FILE …] --daemon FILE --tool FILE --version-header FILE
 
 The libtorch that the library was built with is read from the library itself; its release is what users need.
 tools/install builds everything and calls this.
@@ -92,9 +92,8 @@ def install(options):
     put(options.preloaded, under("lib", "liboffload_untouched.so"), executable)
     put(options.daemon, under("bin", "offloadd"), executable)
     put(options.tool, under("bin", "offloadctl"), executable)
-    put(options.header, under("include", "offload", "torch.h"), 0o644)
-    put(options.scaler_header, under("include", "offload", "grad_scaler.h"), 0o644)
-    put(options.client_header, under("include", "offload", "client.h"), 0o644)
+    for header in options.header:
+        put(header, under("include", "offload", os.path.basename(header)), 0o644)
     for name in ("offload-config.cmake", "offload-config-version.cmake"):
         put_filled(os.path.join(HERE, name + ".in"), under("lib", "cmake", "offload", name), values)
     put_filled(os.path.join(HERE, "offload.pc.in"), under("lib", "pkgconfig", "offload.pc"), values)
@@ -105,8 +104,9 @@ def install(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("prefix", "library", "preloaded", "header", "scaler-header", "client-header", "daemon", "tool", "version-header"):
+    for name in ("prefix", "library", "preloaded", "daemon", "tool", "version-header"):
         parser.add_argument("--" + name, required=True)
+    parser.add_argument("--header", action="append", required=True)
     options = parser.parse_args()
     options.prefix = os.path.abspath(options.prefix)
     try:

@@ -1,6 +1,6 @@
 """Installs into a folder, builds examples/cmake there with CMake and with pkg-config, and trains with it.
 
-Usage: install_test.py LIBRARY HEADER DAEMON TOOL VERSION_HEADER PRELOADED CLIENT_HEADER
+Usage: install_test.py LIBRARY HEADER DAEMON TOOL VERSION_HEADER PRELOADED HEADER…
 """
 
 import os
@@ -11,7 +11,7 @@ import sys
 import tempfile
 import unittest
 
-FILES = {}
+FILES = {}  # by option; headers in a list
 HERE = os.path.dirname(os.path.abspath(__file__))
 EXAMPLE = os.path.join(os.path.dirname(HERE), "examples", "cmake")
 C_TRAINER = os.path.join(os.path.dirname(HERE), "tests", "c_trainer.c")
@@ -44,8 +44,8 @@ def call(*words, expect=0, **options):
 def install(prefix, expect=0, **instead):
     """Installs into a prefix; returns what was said."""
     files = FILES | instead
-    return call(sys.executable, os.path.join(HERE, "install.py"), "--prefix", prefix,
-                *(word for name, path in files.items() for word in (f"--{name}", path)), expect=expect)
+    words = [word for name, paths in files.items() for path in paths for word in (f"--{name}", path)]
+    return call(sys.executable, os.path.join(HERE, "install.py"), "--prefix", prefix, *words, expect=expect)
 
 
 def losses(text):
@@ -103,8 +103,11 @@ class InstallTest(unittest.TestCase):
             # The header of the library without torch's: an Error crosses its border.
             file.write("""#include <offload/grad_scaler.h>
                           #include <offload/torch.h>
+                          #include <offload/vertical.h>
                           offload::GradScaler ScalerOf(offload::Engine& engine) { return offload::GradScaler(engine); }
                           int main() {
+                            torch::nn::Sequential sequence(torch::nn::Linear(2, 2));
+                            if (offload::Blocks(sequence).size() != 1) return 8;
                             try { offload::Options options; options.nvme_path = "."; options.ram = "much"; offload::Engine::Open(options); }
                             catch (const offload::Error& error) { return error.id() != 0 ? 7 : 8; }
                             return 9;
@@ -166,5 +169,6 @@ class InstallTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    FILES = dict(zip(("library", "header", "daemon", "tool", "version-header", "preloaded", "client-header", "scaler-header"), map(os.path.abspath, sys.argv[1:9])))
+    for option, path in zip(("library", "header", "daemon", "tool", "version-header", "preloaded", "header", "header", "header"), sys.argv[1:10], strict=True):
+        FILES.setdefault(option, []).append(os.path.abspath(path))
     unittest.main(argv=sys.argv[:1])

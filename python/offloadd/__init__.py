@@ -11,9 +11,10 @@ memory. Errors are offloadd.Error; their `id` is the number of the identifier.
 from .errors import Error, error_id
 from .handle import Gathered, Handle, attach, gather, handles, init
 from .library import is_disabled
+from .vertical import vertical_backward
 
 __version__ = "0.1.0"
-__all__ = ["Error", "Gathered", "Handle", "attach", "error_id", "gather", "handles", "init", "is_disabled"]
+__all__ = ["Error", "Gathered", "Handle", "attach", "error_id", "gather", "handles", "init", "is_disabled", "vertical_backward"]
 
 
 def metrics():

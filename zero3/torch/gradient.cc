@@ -496,6 +496,7 @@ void Gradient::AfterAccumulation(const at::Tensor& added) {
   Norm(2.0);  // while the bytes are here: neither clipping nor the finite check reads them again
   IsFinite();
   Lock lock(mutex());
+  if (!timing_.AddPass()) return;
   WaitWhileMoving(lock);
   StartWriting(lock);
 }
@@ -648,6 +649,7 @@ void Gradient::Describe(client::TensorUpdate& update) const {
 void Gradient::BeginUpdate() {
   Lock lock(mutex());
   WaitWhileMoving(lock);
+  timing_.Stepped();
   updating_ = true;
   ShowBytes();
 }
@@ -702,6 +704,7 @@ void Gradient::Evict(Lock& lock) {
   const Moving moving(*this);
   if (!zero_) StartWriting(lock);
   FinishWriting(lock);
+  timing_.Evicted();
   window_->Leave(this, *region_offset_, size_bytes_);
   region_offset_.reset();
 }

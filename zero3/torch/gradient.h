@@ -71,6 +71,30 @@ class GradientWindow {
   std::vector<Gradient*> users_;  // with a slot, least recently taken first
 };
 
+// When the write of a spilled gradient begins: after each pass of a step, so that another can have
+// its room at once; but after the last one only, where the passes of the step before all found it
+// still in the window, as those of blocks in vertical order do (offload/vertical.h).
+class WriteTiming {
+ public:
+  // A pass was added; whether to write now. Who does not is written when it is evicted, or by the
+  // step.
+  bool AddPass() {
+    came_back_ |= was_evicted_;
+    return ++passes_ >= passes_before_ || !stayed_before_;
+  }
+  void Evicted() { was_evicted_ = true; }
+  void Stepped() {
+    stayed_before_ = !came_back_;
+    passes_before_ = std::exchange(passes_, 0);
+    was_evicted_ = came_back_ = false;
+  }
+
+ private:
+  int passes_ = 0, passes_before_ = 0;
+  bool stayed_before_ = false;
+  bool was_evicted_ = false, came_back_ = false;  // since the step
+};
+
 class Gradient : public Residency, public RawOwner, public RawUser {
  public:
   // `window` is null for gradients that stay in the region.
@@ -215,6 +239,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   double scale_ = 1;
   bool on_drive_ = false;  // spilled: the scratch file has the bytes
   bool dirty_ = false;     // spilled: the slot is newer than the scratch file
+  WriteTiming timing_;     // spilled
   std::vector<client::Ticket> writes_;
   std::vector<std::pair<double, at::Tensor>> norms_;  // of the value
   std::optional<bool> finite_;
