@@ -75,7 +75,7 @@ TEST_F(CheckSubmissionTest, AcceptsEveryOperationAtItsLimits) {
 }
 
 TEST_F(CheckSubmissionTest, RefusesUnknownOperations) {
-  ExpectFault(Entry(static_cast<RingOperation>(12)), "operation 12");
+  ExpectFault(Entry(static_cast<RingOperation>(13)), "operation 13");
   ExpectFault(Entry(static_cast<RingOperation>(UINT32_MAX)), "operation");
 }
 

@@ -126,7 +126,6 @@ Seen Train(const Recipe& recipe, Engine& engine, nn::Sequential& model, Optimize
       if (death.waits) engine.WaitDurable();
       kill(getpid(), SIGKILL);
     };
-    engine.SetTrainerState(std::to_string(i + 1));
     for (int64_t part = 0; part < recipe.micro_batches; ++part) {
       const Tensor x = Numbers(i * 8 + part, {4, kWidth}).to(recipe.dtype);
       Tensor loss = (model->forward(x) - x).square().mean();
@@ -140,6 +139,7 @@ Seen Train(const Recipe& recipe, Engine& engine, nn::Sequential& model, Optimize
       scaler.Unscale(optimizer);
       seen[i].push_back(torch::tensor(nn::utils::clip_grad_norm_(model->parameters(), 0.05)));
     }
+    engine.SetTrainerState(std::to_string(i + 1));
     seen[i].push_back(torch::tensor(scaler.Step(optimizer)));
     may_die(Moment::kAfterStep);
     scaler.Update();
@@ -223,6 +223,8 @@ class GradScalerTest : public testing::TestWithParam<Recipe> {};
 TEST_P(GradScalerTest, ComputesWhatTorchsOperatorsDo) {
   const Recipe& recipe = GetParam();
   const Seen expected = TrainWithOperators(recipe);
+  const auto steps = expected.back().back().item<int64_t>();
+  EXPECT_TRUE(steps > 2 && steps < kIterations) << steps << " steps were taken";
   ExpectSame(expected, TrainWithScaler(recipe, "none", "1GiB"), "in memory");
   const std::string floor = FloorOf(recipe);
   ExpectSame(expected, TrainWithScaler(recipe, recipe.name + "_tight", floor), "at the floor");
@@ -250,7 +252,8 @@ TEST_P(GradScalerTest, ARunThatWasKilledGoesOnWithItsScale) {
     ASSERT_EQ(waitpid(child, &status, 0), child);
     ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
     const Seen resumed = TrainWithScaler(recipe, job, floor);
-    EXPECT_TRUE(resumed[0].empty()) << "it began anew";
+    // Where the first steps are skipped there is nothing to go on from.
+    if (!recipe.overflows.empty()) EXPECT_TRUE(resumed[0].empty()) << "it began anew";
     ExpectSame(expected, resumed, "resumed");
   }
 }
@@ -263,7 +266,7 @@ INSTANTIATE_TEST_SUITE_P(
         Recipe{.name = "half_sgd_clipped",
                .dtype = at::kHalf,
                .optimizer = Sgd,
-               .options = {.init_scale = 0x1p22, .growth_interval = 2},
+               .options = {.init_scale = 0x1p20, .growth_interval = 2},
                .overflows = {},
                .clips = true,
                .micro_batches = 2},
@@ -316,7 +319,7 @@ TEST(TwoOptimizersTest, OneIsSkippedAndTheScaleIsOfBoth) {
     std::vector<nn::Sequential> models = {MakeModel(at::kHalf), MakeModel(at::kHalf)};
     auto engine = Engine::Open(PoolOptions("two", "256MiB"));
     std::vector<OptimizerPointer> optimizers;
-    for (const nn::Sequential& model : models) optimizers.push_back(Sgd(*engine, *model));
+    for (nn::Sequential& model : models) optimizers.push_back(Sgd(*engine, *model));
     const GradScalerOptions options = {.init_scale = 1024, .growth_interval = 2};
     if (run == 0) {
       Operators operators(options);

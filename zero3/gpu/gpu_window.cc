@@ -331,6 +331,7 @@ absl::Status GpuWindow::ReturnOldest() {
 }
 
 absl::Status GpuWindow::ReturnAll() {
+  OFFLOAD_RETURN_IF_ERROR(ReturnCopied());
   while (!under_way_.empty()) OFFLOAD_RETURN_IF_ERROR(ReturnOldest());
   return absl::OkStatus();
 }

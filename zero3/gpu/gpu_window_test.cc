@@ -193,8 +193,6 @@ TEST(GpuWindowLeaseTest, WhileTheHostWaitsForTheSourceNothingIsLeased) {
   HostAccelerator device({.pace = accelerator::Pace::kLate, .queries_are_late = true});
   {
     Trainer trainer(&device, kFloorBytes);
-    trainer.ForwardAndBackward();
-    trainer.Step();
     trainer.Operator(0);
     EXPECT_GT(trainer.weights().leases(), 0);
     trainer.window().BeginSourceWait();

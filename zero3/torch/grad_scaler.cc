@@ -102,6 +102,17 @@ struct GradScaler::Impl {
                            options.backoff_factor, options.growth_interval);
   }
 
+  // Where the daemon adds the gradients of ranks, each would have to keep all of them unscaled.
+  void CheckUnscales() const {
+    const auto open = engine.lock();
+    if (open == nullptr || open->attachment()->world_size() == 1) return;
+    if (open->attachment()->input().gradients_reduced) return;
+    Refuse(
+        "a GradScaler unscales gradients in place, which several ranks cannot do with gradients "
+        "that the daemon adds up",
+        "Reduce them in the trainer and set options.gradients = \"reduced_by_trainer\"");
+  }
+
   // What the next commit takes.
   void HandOver(const Tensor& its_scale, const Tensor& its_tracker) const {
     if (const auto open = engine.lock())
@@ -140,6 +151,7 @@ void GradScaler::Unscale(Optimizer& optimizer) {
   if (iteration.stage == Stage::kUnscaled)
     Refuse("Unscale() was called for this optimizer since the last Update()",
            "Call it once, after the last backward() of a step");
+  impl_->CheckUnscales();
   if (iteration.stage == Stage::kStepped)
     Refuse("Unscale() is called after Step()", "Call Update() at the end of an iteration");
   const at::NoGradGuard no_grad;

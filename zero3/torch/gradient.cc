@@ -64,11 +64,10 @@ class AccumulationHook : public torch::autograd::FunctionPostHook {
 };
 
 // Reads a number out of a Scalar or a 0-dim tensor; nothing for what mul_ would treat otherwise. A
-// Scalar takes the type of the tensor that it multiplies, before it does.
+// Scalar takes the type of the tensor that it multiplies, before it does; beside fp16 it is fp32.
 std::optional<double> Factor(const c10::IValue& value, const at::Tensor& of) {
   const at::ScalarType multiplied = of.scalar_type();
   const bool is_double = multiplied == at::kDouble;
-  if (multiplied == at::kHalf) return std::nullopt;
   if (value.isDouble() || value.isInt()) {
     const double factor = value.toScalar().toDouble();
     if (is_double) return factor;

@@ -53,7 +53,8 @@ class GradScaler {
   // The loss, of any shape, times the scale; torch promotes a 0-dim fp16 loss to fp32.
   at::Tensor Scale(const at::Tensor& loss) const;
   // Divides the gradients of the optimizer's parameters by the scale, in place, and notes whether
-  // all were finite. Once between two calls of Update(), before Step(): OFD-1002.
+  // all were finite. Once between two calls of Update(), before Step(): OFD-1002. Of several ranks
+  // the trainer reduces the gradients before (Options::gradients), or it is refused (OFD-1002).
   void Unscale(torch::optim::Optimizer& optimizer);
   // Unscales what Unscale() did not, and takes the optimizer's step, unless a gradient was not
   // finite: then weights, state and Engine::step() stay as they are. Whether it was taken. OFD-1002

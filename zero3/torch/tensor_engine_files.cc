@@ -1,0 +1,196 @@
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/byte_size.h"
+#include "base/check.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "proto/buffer_tensors.h"
+#include "zero3/dimension_order.h"
+#include "zero3/torch/device_memory.h"
+#include "zero3/torch/dtypes.h"
+#include "zero3/torch/log.h"
+#include "zero3/torch/progress.h"
+#include "zero3/torch/tensor_engine.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload::zero3 {
+
+// Weights and buffers in files.
+
+// Files see the tensors as they are attached, under all their names.
+void TensorEngine::NameForFiles(std::span<const NamedTensor> tensors) {
+  if (attached_.sealed) return;
+  std::vector<NamedTensor> names = attached_.names;
+  std::unordered_set<std::string> known;
+  for (const NamedTensor& named : names) known.insert(named.name);
+  for (const NamedTensor& named : tensors) {
+    if (named.tensor.defined() && known.insert(named.name).second) names.push_back(named);
+  }
+  file_weights_ = ValueOrThrow(FindFileWeights(names));
+  for (FileWeight& weight : file_weights_) weight.tensor.reset();
+  attached_.names = std::move(names);
+}
+
+void TensorEngine::SetInitialWeights(std::string path, LoadOptions options) {
+  initial_weights_ = std::move(path);
+  initial_options_ = std::move(options);
+}
+
+std::optional<WeightFile> TensorEngine::OpenInitialWeights() {
+  if (initial_weights_.empty()) return std::nullopt;
+  if (exists_) {
+    Log().info("job {} exists, at step {}: it keeps its weights, {} is not loaded", options_.job,
+               step_, initial_weights_);
+    return std::nullopt;
+  }
+  return ValueOrThrow(WeightFile::Open(initial_weights_, file_weights_, initial_options_),
+                      initial_weights_);
+}
+
+// From a file that fits.
+void TensorEngine::LoadFrom(WeightFile& file) {
+  FileProgress progress("loading weights", file_weights_);
+  for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
+    const FileWeight& weight = file_weights_[at];
+    if (weight.is_buffer) {
+      if (file.Has(weight)) ThrowIfError(file.ReadBuffer(weight));
+      continue;
+    }
+    if (weight.ElementCount() == 0) continue;  // the daemon does not know it
+    OFFLOAD_CHECK(weight.name == attachment_->tensor(id).name) << weight.name;
+    const bool is_rows = attachment_->tensor(id).dimension_order.empty();
+    ThrowIfError(is_rows ? LoadRows(id, weight, file) : LoadReordered(id, weight, file),
+                 absl::StrCat("parameter '", weight.name, "'"));
+    ++id;
+    progress.Done(weight);
+  }
+}
+
+absl::Status TensorEngine::LoadRows(uint32_t id, const FileWeight& weight, WeightFile& file) {
+  return StreamIn(id, proto::Plane::kWeight, [&](uint64_t begin, uint64_t count, uint64_t offset) {
+    return file.Read(weight, begin, count, attachment_->region() + offset);
+  });
+}
+
+// One that does not lie row by row: all of it is in memory meanwhile.
+absl::Status TensorEngine::LoadReordered(uint32_t id, const FileWeight& weight, WeightFile& file) {
+  const proto::Tensor& tensor = attachment_->tensor(id);
+  const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
+  std::vector<std::byte> rows(proto::kExtentElements * element_bytes);
+  std::vector<std::byte> elements(tensor.element_count * element_bytes);
+  for (uint64_t begin = 0; begin < tensor.element_count; begin += proto::kExtentElements) {
+    const uint64_t count = std::min<uint64_t>(tensor.element_count - begin, proto::kExtentElements);
+    OFFLOAD_RETURN_IF_ERROR(file.Read(weight, begin, count, rows.data()));
+    CopyFromRows(tensor.shape, tensor.dimension_order, element_bytes, {begin, count}, rows.data(),
+                 elements.data());
+  }
+  return StreamIn(id, proto::Plane::kWeight, [&](uint64_t begin, uint64_t count, uint64_t offset) {
+    std::memcpy(attachment_->region() + offset, elements.data() + begin * element_bytes,
+                count * element_bytes);
+    return absl::OkStatus();
+  });
+}
+
+// The other ranks wait, first until nobody uses a weight any more, then for what became of it.
+void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& options) {
+  // It would make them durable, and not how often their tensors were updated.
+  if (has_unsettled_states_) {
+    ThrowStatus(MakeError(ErrorId::kBadValue,
+                          "LoadWeights() after the optimizer's state was loaded, without a step "
+                          "between them",
+                          "Load the weights first, or take a step before"));
+  }
+  Seal();
+  CheckGiven(/*writes=*/true);
+  attachment_->EndRaw();
+  if (attachment_->world_size() == 1) return LoadAlone(path, options);
+  Exchange("");
+  std::string failure;
+  if (attachment_->rank() == 0) {
+    try {
+      LoadAlone(path, options);
+    } catch (const std::exception& error) {
+      failure = absl::StrCat(half_loaded_ ? "1" : "0", error.what());
+    }
+  }
+  failure = Exchange(std::move(failure)).front();
+  half_loaded_ = absl::StartsWith(failure, "1");
+  if (!failure.empty()) ThrowStatus(absl::AbortedError(failure.substr(1)));
+}
+
+void TensorEngine::LoadAlone(const std::string& path, const LoadOptions& options) {
+  WeightFile file = ValueOrThrow(WeightFile::Open(path, file_weights_, options), path);
+  half_loaded_ = true;
+  const DaemonWait wait(*attachment_);
+  const absl::Cleanup drop = [this] { DropFromDevice(); };
+  LoadFrom(file);
+  ThrowIfError(attachment_->session().EndLoad(), path);
+  half_loaded_ = false;
+}
+
+// The daemon drops half a load by itself, unless a step would make it part of its epoch.
+void TensorEngine::CheckWhole() const {
+  if (half_loaded_)
+    ThrowStatus(MakeError(ErrorId::kHalfLoaded, absl::StrCat("job ", options_.job)));
+}
+
+void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& options) {
+  Seal();
+  CheckWhole();
+  CheckGiven(/*writes=*/false);
+  // Every rank has buffers of its own; those of the one that saves count.
+  auto writer = ValueOrThrow(CreateWeightFiles(folder, file_weights_, options), folder);
+  FileProgress progress("saving weights", file_weights_);
+  for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
+    const FileWeight& weight = file_weights_[at];
+    if (weight.is_buffer) {
+      ThrowIfError(AppendBuffer(weight, *writer), folder);
+      continue;
+    }
+    if (weight.ElementCount() == 0) continue;
+    const bool is_rows = attachment_->tensor(id).dimension_order.empty();
+    ThrowIfError(is_rows ? SaveRows(id, weight, *writer) : SaveReordered(id, weight, *writer),
+                 absl::StrCat("parameter '", weight.name, "'"));
+    ++id;
+    progress.Done(weight);
+  }
+  ThrowIfError(writer->Commit(), folder);
+}
+
+absl::Status TensorEngine::SaveRows(uint32_t id, const FileWeight& weight,
+                                    HfCheckpointWriter& writer) {
+  const uint64_t element_bytes = c10::elementSize(weight.dtype);
+  return StreamOut(id, proto::Plane::kWeight, element_bytes,
+                   [&](uint64_t, uint64_t count, const std::byte* bytes) {
+                     return writer.Append(weight.name, std::span(bytes, count * element_bytes));
+                   });
+}
+
+// One that does not lie row by row: all of it is in memory meanwhile.
+absl::Status TensorEngine::SaveReordered(uint32_t id, const FileWeight& weight,
+                                         HfCheckpointWriter& writer) {
+  const proto::Tensor& tensor = attachment_->tensor(id);
+  const uint64_t element_bytes = proto::DtypeBytes(tensor.dtype);
+  std::vector<std::byte> rows(proto::kExtentElements * element_bytes);
+  std::vector<std::byte> elements(tensor.element_count * element_bytes);
+  OFFLOAD_RETURN_IF_ERROR(CopyOut(id, proto::Plane::kWeight, element_bytes, elements.data()));
+  for (uint64_t begin = 0; begin < tensor.element_count; begin += proto::kExtentElements) {
+    const uint64_t count = std::min<uint64_t>(tensor.element_count - begin, proto::kExtentElements);
+    CopyToRows(tensor.shape, tensor.dimension_order, element_bytes, {begin, count}, elements.data(),
+               rows.data());
+    OFFLOAD_RETURN_IF_ERROR(
+        writer.Append(weight.name, std::span(rows.data(), count * element_bytes)));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace offload::zero3

@@ -1,0 +1,155 @@
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+
+#include <cstring>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/byte_size.h"
+#include "base/check.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "zero3/dimension_order.h"
+#include "zero3/torch/device_memory.h"
+#include "zero3/torch/devices.h"
+#include "zero3/torch/dtypes.h"
+#include "zero3/torch/log.h"
+#include "zero3/torch/tensor_engine.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload::zero3 {
+
+// What the optimizer keeps.
+
+void TensorEngine::BeginWith(std::vector<KeptState> states) {
+  if (states.empty()) return;
+  RequireAttached();
+  CheckStates(states);
+  if (exists_) {
+    Log().info(
+        "job {} exists, at step {}: it keeps its optimizer's state, that of the attached "
+        "optimizer is not taken",
+        options_.job, step_);
+    return;
+  }
+  if (attached_.sealed) return ReplaceState(states);
+  const std::vector<at::Tensor> frozen = FrozenWithState(states);
+  if (!frozen.empty()) CheckThaws();
+  for (const at::Tensor& parameter : frozen) declared_[IdOf(parameter)].trainable = true;
+  std::move(states.begin(), states.end(), std::back_inserter(initial_states_));
+}
+
+// They may be thawed, and go on with it then.
+std::vector<at::Tensor> TensorEngine::FrozenWithState(std::span<const KeptState> states) const {
+  std::vector<at::Tensor> frozen;
+  for (const KeptState& state : states) {
+    const bool needs_room =
+        state.parameter.numel() > 0 && (state.update_count > 0 || state.parameter.requires_grad());
+    if (needs_room && !declared_[IdOf(state.parameter)].trainable)
+      frozen.push_back(state.parameter);
+  }
+  return frozen;
+}
+
+void TensorEngine::PutInitialStates() {
+  const std::vector<KeptState> states = std::exchange(initial_states_, {});
+  if (attachment_->rank() == 0) PutStates(states);
+  CountAs(states);
+}
+
+void TensorEngine::ReplaceState(std::span<const KeptState> states) {
+  CheckStates(states);
+  Seal();
+  attachment_->EndRaw();
+  if (const std::vector<at::Tensor> frozen = FrozenWithState(states); !frozen.empty()) Thaw(frozen);
+  if (attachment_->world_size() == 1) {
+    PutStates(states);
+  } else {
+    Exchange("");  // nobody steps or reads any more
+    std::string failure;
+    try {
+      if (attachment_->rank() == 0) PutStates(states);
+    } catch (const std::exception& error) {
+      failure = error.what();
+    }
+    failure = Exchange(std::move(failure)).front();
+    if (!failure.empty()) ThrowStatus(absl::AbortedError(failure));
+  }
+  CountAs(states);
+  has_unsettled_states_ = true;
+}
+
+void TensorEngine::CheckStates(std::span<const KeptState> states) const {
+  for (const KeptState& state : states) {
+    if (state.parameter.numel() == 0) continue;
+    ThrowIfError(CheckFits(state, declared_[IdOf(state.parameter)].name));
+  }
+}
+
+void TensorEngine::PutStates(std::span<const KeptState> states) {
+  const absl::Cleanup drop = [this] { DropFromDevice(); };
+  for (const KeptState& state : states) {
+    if (state.parameter.numel() == 0) continue;
+    const uint32_t id = IdOf(state.parameter);
+    ThrowIfError(PutState(id, state), absl::StrCat("parameter '", declared_[id].name, "'"));
+  }
+}
+
+// Those that the job does not keep (of a frozen tensor all) are of no use to any step of it.
+absl::Status TensorEngine::PutState(uint32_t id, const KeptState& state) {
+  const at::NoGradGuard no_grad;
+  const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
+  const at::ScalarType master = MasterType(state.parameter);
+  for (size_t i = 0; i < state.planes.size(); ++i) {
+    const proto::Plane plane = proto::kStatePlanes[i];
+    if (!planes.Has(plane)) continue;
+    const at::Tensor& given = state.planes[i];
+    OFFLOAD_RETURN_IF_ERROR(PutValues(
+        id, plane, given.defined() ? InOrderOf(state.parameter, given.to(master)) : given));
+  }
+  if (!state.master.defined()) return absl::OkStatus();
+  if (planes.Has(proto::Plane::kResidual))
+    return PutValues(id, proto::Plane::kMaster,
+                     InOrderOf(state.parameter, state.master.to(master)));
+  return PutValues(id, proto::Plane::kWeight,
+                   InOrderOf(state.parameter, state.master.to(state.parameter.scalar_type())));
+}
+
+// Values in the order of memory; zeros where there are none.
+absl::Status TensorEngine::PutValues(uint32_t id, proto::Plane plane, const at::Tensor& given) {
+  const at::Tensor values = given.defined() ? given.cpu() : given;
+  const uint64_t element_bytes = attachment_->input().catalogue.planes(id).Bits(plane) / 8;
+  const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
+    std::byte* const to = attachment_->region() + offset;
+    if (values.defined()) {
+      const auto* const from = static_cast<const std::byte*>(values.const_data_ptr());
+      std::memcpy(to, from + begin * element_bytes, count * element_bytes);
+    } else {
+      std::memset(to, 0, count * element_bytes);
+    }
+    return absl::OkStatus();
+  };
+  return StreamIn(id, plane, fill);
+}
+
+void TensorEngine::CountAs(std::span<const KeptState> states) {
+  for (const KeptState& state : states) {
+    if (state.parameter.numel() == 0) continue;
+    const uint32_t id = IdOf(state.parameter);
+    if (declared_[id].trainable) state_.update_counts[id] = state.update_count;
+  }
+}
+
+KeptState TensorEngine::GatherState(const at::Tensor& parameter) {
+  KeptState state{.parameter = parameter, .update_count = update_count(parameter)};
+  for (size_t i = 0; i < state.planes.size(); ++i) {
+    const kernels::StatePlane* const plane = optimizer_.Plane(i);
+    if (plane != nullptr) state.planes[i] = Gather(parameter, plane->name);
+  }
+  return state;
+}
+
+}  // namespace offload::zero3

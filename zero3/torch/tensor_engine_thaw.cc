@@ -1,0 +1,146 @@
+#include <ATen/core/grad_mode.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/byte_size.h"
+#include "base/check.h"
+#include "base/error.h"
+#include "base/status_macros.h"
+#include "zero3/torch/born_residency.h"
+#include "zero3/torch/device_memory.h"
+#include "zero3/torch/log.h"
+#include "zero3/torch/open_job.h"
+#include "zero3/torch/tensor_engine.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload::zero3 {
+
+// Parameters that were frozen and are trained after all.
+
+std::vector<at::Tensor> TensorEngine::FindThawed(std::span<const GroupUpdate> updates) const {
+  std::vector<at::Tensor> thawed;
+  if (attachment_->world_size() > 1) return thawed;  // GradientOf() says what to do
+  for (const GroupUpdate& update : updates) {
+    for (const at::Tensor& parameter : update.tensors) {
+      if (parameter.numel() == 0 || !parameter.grad().defined()) continue;
+      const auto known = ids_.find(parameter.unsafeGetTensorImpl());
+      if (known != ids_.end() && !declared_[known->second].trainable) thawed.push_back(parameter);
+    }
+  }
+  return thawed;
+}
+
+void TensorEngine::CheckThaws() const {
+  if (attachment_->world_size() == 1) return;
+  ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
+                        "the optimizer has a state of a frozen parameter, and there are several "
+                        "ranks",
+                        "Call requires_grad_(true) in all ranks before attaching"));
+}
+
+void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
+  CheckThaws();
+  if (attachment_->device() != nullptr) {
+    ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
+                          absl::StrCat("parameter '", declared_[IdOf(parameters.front())].name,
+                                       "' was frozen when it was attached, and is on a device"),
+                          "Call requires_grad_(true) before attaching, or make the job with "
+                          "options.may_thaw"));
+  }
+  if (has_unsettled_states_) {
+    ThrowStatus(MakeError(ErrorId::kBadValue,
+                          "a frozen parameter has a gradient after the optimizer's state was "
+                          "loaded or cleared, without a step between them",
+                          "Take a step before requires_grad_(true)"));
+  }
+  std::vector<proto::Tensor> before = declared_;
+  for (const at::Tensor& parameter : parameters) declared_[IdOf(parameter)].trainable = true;
+  try {
+    CheckLeavable();
+    ThrowIfError(MakePlan(DescribeJob({}, optimizer_, /*large_buffers=*/true)).status());
+  } catch (...) {
+    declared_ = std::move(before);
+    throw;
+  }
+  Log().info(
+      "parameter '{}'{} is trained now: the store of job {} is laid out anew with room "
+      "for what the optimizer keeps",
+      declared_[IdOf(parameters.front())].name,
+      parameters.size() == 1 ? "" : absl::StrCat(" and ", parameters.size() - 1, " more"),
+      options_.job);
+  BringHome(attachment_.get());
+  // What was written into weights goes with the epoch that there is.
+  ThrowIfError(attachment_->session().EndLoad());
+  std::vector<at::Tensor> trained = LeaveGradients();
+  for (const at::Tensor& parameter : parameters) trained[IdOf(parameter)] = parameter;
+  try {
+    Reopen();
+  } catch (...) {
+    for (WeightResidency* const weight : weights_) weight->Close();
+    try {
+      attachment_->Close();
+    } catch (const std::exception& error) {
+      Log().error("closing job {}: {}", options_.job, error.what());
+    }
+    throw;
+  }
+  WatchGradients(trained);
+}
+
+// In another session: memory is planned anew, too.
+void TensorEngine::Reopen() {
+  before_ = statistics();
+  attachment_->Reopen([this] {
+    OpenedJob opened = OpenJob(options_, WorldOf(options_), ram_bytes_);
+    if (!opened.info.exists || opened.info.step != step_) {
+      ThrowStatus(
+          MakeError(ErrorId::kSessionEnded, absl::StrCat("job ", options_.job,
+                                                         " was changed by another process, it "
+                                                         "is at step ",
+                                                         opened.info.step, " instead of ", step_)));
+    }
+    return std::move(opened.session);
+  });
+  roots_are_said_ = false;
+  SayRoots(optimizer_);
+  Declare();
+}
+
+// All that are in the scratch file would be in memory at once.
+void TensorEngine::CheckLeavable() const {
+  uint64_t size_bytes = 0;
+  for (const Gradient* gradient : gradients_) {
+    if (gradient != nullptr) size_bytes += gradient->live_bytes();
+  }
+  if (!attachment_->plan().gradients_spilled || size_bytes <= ram_bytes_ / 4) return;
+  ThrowStatus(MakeError(
+      ErrorId::kUnsupportedModel,
+      absl::StrCat("a frozen parameter has a gradient, and the others have ",
+                   FormatDecimalBytes(size_bytes), " on the drive, more than a quarter of ram (",
+                   FormatBytes(ram_bytes_),
+                   "), which would be in memory while the store is laid "
+                   "out anew"),
+      "Start the program again and call requires_grad_(true) before its first step: the job goes "
+      "on where it is"));
+}
+
+// They are ordinary tensors until the next step takes them. Returns their parameters by id.
+std::vector<at::Tensor> TensorEngine::LeaveGradients() {
+  std::vector<at::Tensor> trained(gradients_.size());
+  for (uint32_t id = 0; id < gradients_.size(); ++id) {
+    Gradient* const gradient = std::exchange(gradients_[id], nullptr);
+    if (gradient == nullptr) continue;
+    trained[id] = gradient->parameter();
+    gradient->LeaveInMemory();
+    gradient->Unreference();
+  }
+  gradient_window_.reset();
+  return trained;
+}
+
+}  // namespace offload::zero3
