@@ -186,10 +186,10 @@ TEST(JobCatalogueTest, NonsensePlansAreViolations) {
 TEST(JobCatalogueTest, ATensorOfAnotherDtypeIsRefusedAsMessageAndInAStore) {
   proto::v1::DeclareTensorsRequest message;
   message.add_tensors()->set_name("weight");
-  message.mutable_tensors(0)->set_dtype(static_cast<proto::v1::Dtype>(2));
+  message.mutable_tensors(0)->set_dtype(static_cast<proto::v1::Dtype>(4));
   const absl::Status refused = TensorFromMessage(message.tensors(0)).status();
   EXPECT_EQ(ErrorIdOf(refused), ErrorId::kUnsupportedModel) << refused;
-  EXPECT_NE(refused.message().find("\"weight\" has the unknown dtype 2"), absl::string_view::npos);
+  EXPECT_NE(refused.message().find("\"weight\" has the unknown dtype 4"), absl::string_view::npos);
   std::string stored = EncodeCatalogue(*proto::BuildCatalogue({}), OptimizerSpec());
   message.AppendToString(&stored);  // the tensors of both messages have the same field
   EXPECT_EQ(ErrorIdOf(DecodeCatalogue(stored).status()), ErrorId::kUnsupportedModel);

@@ -48,11 +48,11 @@ absl::Status CheckName(const std::string& name) {
 absl::Status CheckTypes(const proto::Catalogue& catalogue) {
   for (const proto::Tensor& tensor : catalogue.tensors) {
     if (tensor.dtype != proto::Dtype::kFloat64) continue;
-    return MakeError(ErrorId::kUnsupportedModel,
-                     absl::StrCat("'", tensor.name,
-                                  "' is float64, and a universal checkpoint holds float32"),
-                     "Export the weights without --universal, or write it in the trainer: "
-                     "handle.save_universal(folder) keeps float64");
+    return MakeError(
+        ErrorId::kUnsupportedModel,
+        absl::StrCat("'", tensor.name, "' is float64, and a universal checkpoint holds float32"),
+        "Export the weights without --universal, or write it in the trainer: "
+        "handle.save_universal(folder) keeps float64");
   }
   return absl::OkStatus();
 }

@@ -1165,8 +1165,8 @@ def cast_after_attach_is_refused(run):
 
 
 @case(refused=1601, types=("fp32",), memory=("floor",))
-def double_precision_is_refused(run):
-    model = run.model().double()
+def complex_weights_are_refused(run):
+    model = torch.nn.Linear(8, 8, dtype=torch.complex64)
     run.attach(model, AdamW(model.parameters()))
 
 

@@ -4,6 +4,8 @@
 #include <exception>
 #include <utility>
 
+#include "zero3/torch/update_counts.h"
+
 namespace offload::zero3 {
 namespace {
 
@@ -37,7 +39,8 @@ void StepAnnouncement::Stepped(const client::StepCommand& command, GroupsNow gro
   groups_now_ = std::move(groups_now);
   next_ = {.step = command.step + 1, .groups = command.groups, .updates = command.updates};
   for (client::TensorUpdate& update : next_.updates)
-    update = {update.tensor, update.group, update.update_count + 1};
+    update = {update.tensor, update.group,
+              update.update_count + IsCounted(command.groups.at(update.group))};
 }
 
 void StepAnnouncement::Accumulated(uint32_t tensor) {

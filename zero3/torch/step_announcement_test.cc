@@ -9,7 +9,9 @@
 namespace offload::zero3 {
 namespace {
 
-client::Group WithRate(double rate) { return client::Group("sgd", {{"lr", rate}}); }
+client::Group WithRate(double rate) {
+  return client::Group("sgd", {{"lr", rate}, {"momentum", 0.9}});
+}
 
 class StepAnnouncementTest : public ::testing::Test {
  protected:
@@ -55,6 +57,16 @@ TEST_F(StepAnnouncementTest, TheNextStepIsTheLastOneOnceMore) {
   ASSERT_EQ(next.updates.size(), 3u);
   EXPECT_EQ(next.updates[0].update_count, 2u);
   EXPECT_EQ(next.updates[0].gradient_scale, 1.0f);
+}
+
+TEST_F(StepAnnouncementTest, UpdatesThatKeepNothingAreNotCounted) {
+  client::StepCommand command{.step = 1, .groups = {client::Group("sgd", {{"lr", 1}})}};
+  command.updates.push_back({0, 0, /*update_count=*/1});
+  Backward({0});
+  announcement_.Stepped(command, nullptr);
+  Backward({0});
+  ASSERT_EQ(announced_.size(), 1u);
+  EXPECT_EQ(announced_.front().updates[0].update_count, 1u);
 }
 
 TEST_F(StepAnnouncementTest, AGradientIsFinalWithAsManyPassesAsBefore) {

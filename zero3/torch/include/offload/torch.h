@@ -16,9 +16,10 @@
 // Buffers of the modules (running statistics, masks) stay in memory and belong to the job, too:
 // they are committed with every step and given back when it is attached again.
 //
-// What is computed is what the trainer computes without us, bit for bit (fp32: torch's fused AdamW;
-// bf16: fp32 masters and moments, nearest-even cast). OFFLOADD_DISABLE=1 makes all of this a no-op
-// with the same arithmetic in memory, so that you can check it yourself.
+// What is computed is what the trainer computes without us, bit for bit (fp32 and fp64: torch's own
+// optimizers; bf16 and fp16: fp32 masters and moments, nearest-even cast). OFFLOADD_DISABLE=1 makes
+// all of this a no-op with the same arithmetic in memory, so that you can check it yourself. Scaled
+// losses: <offload/grad_scaler.h>.
 //
 // Errors are thrown as offload::Error, from the call or from the operator that met them; what()
 // begins with the identifier (OFD-nnnn) and ends with the way out.
@@ -103,7 +104,7 @@ struct Options {
   // Bytes one gradient needs beside the accumulators are not counted, nor are activations and torch
   // itself.
   bool spill_gradients = false;  // keep gradients on NVMe even where memory could hold them (frees
-                                 // 2 or 4 bytes per parameter)
+                                 // 2, 4 or 8 bytes per parameter)
 
   // What `ram` is spent on. A stage of ZeRO, 0 to 3, says what comes first and never refuses; -1:
   // what saves most traffic (docs/ranks.md). A home is a demand, refused (OFD-1301) when ram does
@@ -136,7 +137,9 @@ struct Options {
 // torch::optim::AdamW and Adam, kLerp those of torch.optim in Python, kFused those of
 // at::_fused_adamw_ and at::_fused_adam_ (Python's fused=True), which is the fastest. Square roots
 // of the first two are those of torch's vector library on this processor, which are not always the
-// nearest; they are measured when the first such optimizer is attached.
+// nearest; they are measured when the first such optimizer is attached. Those of fp64 are too many:
+// where they are not the nearest, fp64 parameters take kFused, and the others are refused
+// (OFD-1604).
 enum class AdamWFlavour { kFused, kLerp, kMulAdd };
 
 // torch has no Lion: these are the options of its paper (arXiv:2302.06675), in torch's manner.
@@ -197,8 +200,9 @@ struct PlanSummary {
 
 // Weights come from a safetensors file, or from a folder as Hugging Face lays it out. Its tensors
 // are the model's, exactly: same names (of module.named_parameters(); a tied weight under its first
-// name), same shapes. F32, BF16 and F16 become the model's type, rounded to the nearest, ties to
-// even, where it is narrower; a bf16 weight's fp32 master is the rounded value.
+// name), same shapes. F32, BF16 and F16, of an fp64 weight F64, too, become the model's type,
+// rounded to the nearest, ties to even, where it is narrower; the fp32 master of a bf16 or fp16
+// weight is the rounded value.
 struct LoadOptions {
   std::vector<std::string> ignored;  // tensors that may be there and are not loaded
 };
@@ -281,7 +285,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   OptimizerPointer LAMB(torch::nn::Module& module, ParamGroups groups, LAMBOptions defaults);
 
   // Attaches a module with an optimizer that the trainer has made itself, and keeps: an existing
-  // trainer goes on with its own line.
+  // trainer goes on with its own line. One that takes square roots of fp64 numbers that the daemon
+  // does not have (AdamWFlavour) runs as LBFGS does.
   //
   //   torch::optim::AdamW optimizer(model->parameters(), 1e-4);
   //   engine->Attach(*model, optimizer);
@@ -323,7 +328,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   virtual void SetTrainerState(std::string blob) = 0;
   virtual std::string TrainerState() const = 0;
 
-  // A private copy of a parameter ("weight"), its fp32 master, or what the optimizer keeps of it
+  // A private copy of a parameter ("weight"), its "master" (fp32; of fp64 the weight itself), or
+  // what the optimizer keeps of it
   // under torch.optim's names, as of the last step() that returned; zeros before its first:
   //   AdamW      exp_avg, exp_avg_sq; with amsgrad max_exp_avg_sq
   //   SGD        momentum_buffer, or exp_avg
@@ -392,8 +398,8 @@ class InitGuard {
 };
 
 // The in-memory trainer that everything above is compared with, and what OFFLOADD_DISABLE=1 gives:
-// fp32 parameters are updated as torch's optimizer of that name does it, bf16 parameters by the
-// same on fp32 masters and moments, then cast back.
+// fp32 and fp64 parameters are updated as torch's optimizer of that name does it, bf16 and fp16
+// ones by the same on fp32 masters and moments, then cast back.
 std::unique_ptr<torch::optim::Optimizer> InMemoryAdamW(
     torch::nn::Module& module, torch::optim::AdamWOptions options,
     AdamWFlavour flavour = AdamWFlavour::kMulAdd);
