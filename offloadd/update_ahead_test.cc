@@ -243,9 +243,6 @@ TEST(UpdateAheadTest, WithOneBlockThereIsNoRoomForIt) {
 
 TEST(AheadPolicyTest, StepsAreLeftOutAsLongAsTheWorkIsLost) {
   AheadPolicy policy;
-  EXPECT_EQ(policy.Allowed(100), 100u);
-  policy.Judge(/*used=*/1000, /*lost=*/1);
-  EXPECT_EQ(policy.Allowed(100), 100u);
   int steps = 0, worked = 0;
   for (; steps < 1000; ++steps) {
     const uint64_t allowed = policy.Allowed(100);
@@ -257,6 +254,18 @@ TEST(AheadPolicyTest, StepsAreLeftOutAsLongAsTheWorkIsLost) {
   while (policy.Allowed(100) == 0) continue;
   policy.Judge(10, 0);
   EXPECT_GT(policy.Allowed(100), 0u) << "one that was of use is enough";
+}
+
+TEST(AheadPolicyTest, AFewExtentsBeginAndEachStepOfUseDoublesThem) {
+  AheadPolicy policy;
+  for (const uint64_t allowed : {100, 200, 400, 800, 1600, 1600}) {
+    EXPECT_EQ(policy.Allowed(1600), allowed);
+    policy.Judge(/*used=*/allowed, /*lost=*/0);
+  }
+  policy.Judge(/*used=*/1, /*lost=*/1599);
+  EXPECT_EQ(policy.Allowed(1600), 0u);
+  EXPECT_LE(policy.Allowed(1600), 100u) << "and then from the beginning";
+  EXPECT_EQ(policy.Allowed(0), 0u);
 }
 
 // Bytes for each parameter, of bf16.
