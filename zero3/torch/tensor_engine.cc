@@ -1,9 +1,11 @@
 #include "zero3/torch/tensor_engine.h"
 
 #include <ATen/Functions.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
 #include <malloc.h>
+#include <sched.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -608,7 +610,16 @@ void TensorEngine::DropFromDevice() {
 
 // Of one rank: what several add up the daemon has to wait for. Within an interval there is no place
 // for a second step.
+// Where torch computes on every core, updates beside it take the backward more than they give the
+// forward.
+static bool HasFreeCore() {
+  cpu_set_t own;
+  CPU_ZERO(&own);
+  return sched_getaffinity(0, sizeof own, &own) == 0 && at::get_num_threads() < CPU_COUNT(&own);
+}
+
 std::shared_ptr<StepAnnouncement> TensorEngine::MakeAnnouncement() const {
+  if (!HasFreeCore()) return nullptr;
   if (attachment_->world_size() > 1 || attachment_->device() != nullptr ||
       options_.update_in_backward == "never" || attachment_->input().durability.has_intervals())
     return nullptr;
