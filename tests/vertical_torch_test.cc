@@ -16,6 +16,7 @@
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/torch_fixture.h"
@@ -343,12 +344,14 @@ struct Outcome {
 
 enum class Order { kOrdinary, kVertical };
 
-Outcome Train(const std::string& job, Order order, size_t count, int64_t steps) {
+Outcome Train(const std::string& job, const std::string& ram, Order order, size_t count,
+              int64_t steps) {
   torch::manual_seed(13);
   nn::Sequential model;
   for (int i = 0; i < 10; ++i) model->push_back(FeedForward(kWide, 1024));
-  Options options = PoolOptions(job, "48MiB");
+  Options options = PoolOptions(job, ram);
   options.weights_home = options.state_home = "nvme";
+  options.update_in_backward = "never";  // whose bytes depend on what was foreseen
   const auto engine = Engine::Open(options);
   const auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3));
   Outcome run;
@@ -388,20 +391,29 @@ Outcome Train(const std::string& job, Order order, size_t count, int64_t steps) 
   return run;
 }
 
+// With all gradients in memory, and with gradients that pass a window of their own: those are
+// written again where the window has no room for all of a block's.
 TEST(VerticalOffloadedTest, AccumulationCostsNoByteMore) {
-  SetOffloading(true);
-  const Outcome one = Train("one", Order::kOrdinary, 1, 5);
-  const Outcome ordinary = Train("ordinary", Order::kOrdinary, 8, 5);
-  const Outcome vertical = Train("vertical", Order::kVertical, 8, 5);
-  ExpectSame(ordinary.results, vertical.results);
-  EXPECT_LE(vertical.bytes_per_step, 1.1 * one.bytes_per_step);
-  EXPECT_GE(ordinary.bytes_per_step, 1.5 * one.bytes_per_step);
-  printf(
-      "bytes of a step: %.0f with one micro-batch; with eight %.0f one after the other, %.0f "
-      "in vertical order\n",
-      one.bytes_per_step, ordinary.bytes_per_step, vertical.bytes_per_step);
-  SetOffloading(false);
-  ExpectSame(Train("memory", Order::kVertical, 8, 5).results, vertical.results);
+  const std::pair<const char*, double> cases[] = {{"96MiB", 1.1}, {"48MiB", 1.5}};
+  for (const auto& [ram, allowed] : cases) {
+    SCOPED_TRACE(ram);
+    SetOffloading(true);
+    const auto train = [ram = ram](const char* job, Order order, size_t count) {
+      return Train(std::string(job) + ram, ram, order, count, 5);
+    };
+    const Outcome one = train("one", Order::kOrdinary, 1);
+    const Outcome ordinary = train("ordinary", Order::kOrdinary, 8);
+    const Outcome vertical = train("vertical", Order::kVertical, 8);
+    ExpectSame(ordinary.results, vertical.results);
+    EXPECT_LE(vertical.bytes_per_step, allowed * one.bytes_per_step);
+    EXPECT_GE(ordinary.bytes_per_step, 1.7 * one.bytes_per_step);
+    printf(
+        "bytes of a step: %.0f with one micro-batch; with eight %.0f one after the other, %.0f "
+        "in vertical order\n",
+        one.bytes_per_step, ordinary.bytes_per_step, vertical.bytes_per_step);
+    SetOffloading(false);
+    ExpectSame(train("memory", Order::kVertical, 8).results, vertical.results);
+  }
 }
 
 }  // namespace
