@@ -78,10 +78,7 @@ class _Buffers:
 
     def __init__(self, module):
         self.buffers = list(module.buffers())
-        self.known = self.copies()
-
-    def copies(self):
-        return [buffer.detach().clone() for buffer in self.buffers]
+        self.known = [buffer.detach().clone() for buffer in self.buffers]
 
     def take_changes(self):
         """What has changed since the last call, by number, as it was before."""
@@ -175,7 +172,6 @@ class _Pass:
         if not any(gradient is not None for gradient in self.gradients):
             return False
         buffers = _Buffers(self.module_of(block))
-        after = buffers.copies()
         for m in range(len(self.inputs)):
             gradient, expected = self.gradients[m], self.outputs[m]
             self.gradients[m] = self.outputs[m] = None
@@ -194,7 +190,7 @@ class _Pass:
                         "leave a model with other state to micro-batches one after the other")
             torch.autograd.backward([output], [gradient])
             self.keep(block, m, value)
-        buffers.set(enumerate(after))
+        buffers.set(enumerate(buffers.known))
         return True
 
     def keep(self, block, m, value):

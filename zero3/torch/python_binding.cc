@@ -149,9 +149,12 @@ class PythonEngine final : public torch::CustomClassHolder {
     const at::NoGradGuard no_grad;
     TensorEngine& engine = tensors();
     std::vector<GroupUpdate> updates;
-    for (size_t i = 0; i < groups.size(); ++i)
+    std::vector<client::Group> now;
+    for (size_t i = 0; i < groups.size(); ++i) {
       updates.push_back({GroupOf(kind, values.at(i)), groups[i]});
-    Foresee(kind, values);
+      now.push_back(updates.back().group);
+    }
+    SetForeseen(std::move(now));
     engine.Step(updates, [foreseen = foreseen_] {
       const std::lock_guard lock(foreseen->mutex);
       return foreseen->groups;
@@ -167,6 +170,11 @@ class PythonEngine final : public torch::CustomClassHolder {
     }
   }
 
+  void SetForeseen(std::vector<client::Group> groups) {
+    const std::lock_guard lock(foreseen_->mutex);
+    foreseen_->groups = std::move(groups);
+  }
+
   // What the groups of the optimizer have now, the next step will probably have.
   void Foresee(const std::string& kind, const std::vector<Values>& values) {
     std::vector<client::Group> groups;
@@ -175,8 +183,7 @@ class PythonEngine final : public torch::CustomClassHolder {
     } catch (const std::exception&) {  // the step says why
       groups.clear();
     }
-    const std::lock_guard lock(foreseen_->mutex);
-    foreseen_->groups = std::move(groups);
+    SetForeseen(std::move(groups));
   }
 
   // What the optimizer keeps, under torch.optim's names, and "master": for each parameter one

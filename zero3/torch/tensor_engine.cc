@@ -10,26 +10,20 @@
 #include <spdlog/spdlog.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <deque>
-#include <iterator>
 #include <map>
 #include <numeric>
 #include <span>
 #include <unordered_set>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/byte_size.h"
-#include "base/check.h"
 #include "base/crc32c.h"
 #include "base/durability.h"
 #include "base/error.h"
-#include "base/status_macros.h"
 #include "proto/buffer_tensors.h"
 #include "proto/shm_abi.h"
 #include "zero3/dimension_order.h"
@@ -39,7 +33,6 @@
 #include "zero3/torch/devices.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
-#include "zero3/torch/open_job.h"
 #include "zero3/torch/progress.h"
 #include "zero3/torch/square_roots.h"
 #include "zero3/torch/summed_gradient.h"

@@ -1,6 +1,3 @@
-#include <ATen/Functions.h>
-#include <ATen/core/grad_mode.h>
-
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -8,15 +5,11 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
-#include "base/byte_size.h"
 #include "base/check.h"
 #include "base/error.h"
 #include "base/status_macros.h"
-#include "proto/buffer_tensors.h"
 #include "zero3/dimension_order.h"
 #include "zero3/torch/device_memory.h"
-#include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/progress.h"
 #include "zero3/torch/tensor_engine.h"

@@ -1,16 +1,8 @@
-#include <ATen/core/grad_mode.h>
-
-#include <algorithm>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
-#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "base/byte_size.h"
-#include "base/check.h"
 #include "base/error.h"
-#include "base/status_macros.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/log.h"

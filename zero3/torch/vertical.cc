@@ -97,7 +97,7 @@ class RandomNumbers {
 class BufferValues {
  public:
   explicit BufferValues(const torch::nn::Module& module) : buffers_(module.buffers()) {
-    known_ = Copies();
+    for (const Tensor& buffer : buffers_) known_.push_back(buffer.detach().clone());
   }
 
   // What has changed since the last call, by the buffer's number, as it was before.
@@ -114,15 +114,11 @@ class BufferValues {
     const at::NoGradGuard no_gradients;
     for (const auto& [i, value] : values) buffers_[i].copy_(value);
   }
-  std::vector<Tensor> Copies() const {
-    std::vector<Tensor> copies;
-    for (const Tensor& buffer : buffers_) copies.push_back(buffer.detach().clone());
-    return copies;
-  }
-  void SetAll(const std::vector<Tensor>& values) {
+  // All of them as they were known last.
+  void Restore() {
     const at::NoGradGuard no_gradients;
     for (size_t i = 0; i < buffers_.size(); ++i) {
-      if (!SameBits(buffers_[i], values[i])) buffers_[i].copy_(values[i]);
+      if (!SameBits(buffers_[i], known_[i])) buffers_[i].copy_(known_[i]);
     }
   }
 
@@ -254,7 +250,6 @@ class VerticalPass {
   // False when nothing before this block has a gradient.
   bool Backward(size_t block) {
     BufferValues buffers(ModuleOf(block));
-    const std::vector<Tensor> after = buffers.Copies();
     bool further = false;
     for (size_t m = 0; m < inputs_.size(); ++m) {
       const Tensor gradient = std::exchange(incoming_[m], Tensor());
@@ -278,7 +273,7 @@ class VerticalPass {
       Keep(block, m, input);
       further |= incoming_[m].defined();
     }
-    buffers.SetAll(after);
+    buffers.Restore();
     return further;
   }
 
