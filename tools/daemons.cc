@@ -105,10 +105,12 @@ void SetDeadline(grpc::ClientContext& context, double timeout_seconds) {
                        std::chrono::milliseconds(static_cast<int64_t>(timeout_seconds * 1e3)));
 }
 
-// A daemon that does not answer is described by where it should have.
+// A daemon that does not answer is described by where it should have. One that ends meanwhile
+// cancels what it was asked, without a word.
 absl::Status Judge(const Connection& connection, const grpc::Status& said) {
   const absl::Status status = proto::FromGrpc(said);
-  return absl::IsUnavailable(status) ? NoAnswer(connection.path, status) : status;
+  const bool ended = absl::IsCancelled(status) && !ErrorIdOf(status).has_value();
+  return absl::IsUnavailable(status) || ended ? NoAnswer(connection.path, status) : status;
 }
 
 }  // namespace

@@ -342,7 +342,8 @@ class MemoryWatch:
     def __init__(self, run, sample_seconds=SAMPLE_SECONDS):
         self._run = run
         self._sample_seconds = sample_seconds
-        self._lock = threading.Lock()
+        self._sampling = threading.Lock()  # one sample at a time: no old one ends after a mark
+        self._untouched, self._untouched_at = 0, -1e9
         self._peak, self._least = 0, float("inf")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -361,24 +362,25 @@ class MemoryWatch:
 
     def mark_range(self):
         """The same, of the least and the peak."""
-        self._sample(untouched_bytes(self._run.processes()))
-        with self._lock:
+        with self._sampling:
+            self._sample(stale_seconds=0)
             least, peak = self._least, self._peak
             self._peak, self._least = 0, float("inf")
         return least, peak
 
-    def _sample(self, untouched):
-        sample = untouched + sum(map(proportional_bytes, self._run.processes()))
-        with self._lock:
-            self._peak, self._least = max(self._peak, sample), min(self._least, sample)
+    def _sample(self, stale_seconds):
+        processes = self._run.processes()
+        if time.monotonic() - self._untouched_at >= stale_seconds:
+            self._untouched, self._untouched_at = untouched_bytes(processes), time.monotonic()
+        sample = self._untouched + sum(map(proportional_bytes, processes))
+        self._peak, self._least = max(self._peak, sample), min(self._least, sample)
 
     def _watch(self):
-        untouched, last, pause = 0, -1e9, self._sample_seconds
+        pause = self._sample_seconds
         while not self._stop.wait(pause):
             begin = time.monotonic()
-            if begin - last > self.UNTOUCHED_SECONDS:
-                untouched, last = untouched_bytes(self._run.processes()), begin
-            self._sample(untouched)
+            with self._sampling:
+                self._sample(self.UNTOUCHED_SECONDS)
             pause = max(self._sample_seconds, self.PAUSE_FACTOR * (time.monotonic() - begin))
 
 
