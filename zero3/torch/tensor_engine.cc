@@ -15,6 +15,7 @@
 #include <map>
 #include <numeric>
 #include <span>
+#include <thread>
 #include <unordered_set>
 #include <utility>
 
@@ -601,16 +602,21 @@ void TensorEngine::DropFromDevice() {
   }
 }
 
-// Of one rank: what several add up the daemon has to wait for. Within an interval there is no place
-// for a second step.
 // Where torch computes on every core, updates beside it take the backward more than they give the
 // forward.
 static bool HasFreeCore() {
   cpu_set_t own;
   CPU_ZERO(&own);
-  return sched_getaffinity(0, sizeof own, &own) == 0 && at::get_num_threads() < CPU_COUNT(&own);
+  if (sched_getaffinity(0, sizeof own, &own) != 0) return false;
+  // torch settles a thread's number of threads at the first question, and products before it are
+  // computed with another one: asked on the trainer's thread, it would change the bits of its first.
+  int computing = 0;
+  std::thread([&] { computing = at::get_num_threads(); }).join();
+  return computing < CPU_COUNT(&own);
 }
 
+// Of one rank: what several add up the daemon has to wait for. Within an interval there is no place
+// for a second step.
 std::shared_ptr<StepAnnouncement> TensorEngine::MakeAnnouncement() const {
   if (!HasFreeCore()) return nullptr;
   if (attachment_->world_size() > 1 || attachment_->device() != nullptr ||
