@@ -15,7 +15,8 @@ import trainer_run  # noqa: E402
 
 # Trains nothing: says the lines of a run whose every step takes a second in memory and 1.5 offloaded. The
 # offloaded one shares two memfds with a child called offloadd: MAPPED_MIB that both touch, and UNTOUCHED_MIB
-# that are allocated only.
+# that are allocated only. FILE_MIB and WRITTEN_MIB of a mapped file it reads, and writes for itself; MOMENT_MIB it has
+# for a moment of every step.
 TRAINER = r'''#!PYTHON
 import json, mmap, os, shutil, subprocess, sys, time
 flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
@@ -23,7 +24,8 @@ on = flags["--offload"] == "on" if "--offload" in flags else False
 parameters = int(float(flags["--params"].replace("M", "e6")))
 tiny = parameters < 1e6
 def say(**line): print(json.dumps(line), flush=True)
-touched, untouched = (0, 0) if tiny else (int(os.environ.get("MAPPED_MIB", 0)), int(os.environ.get("UNTOUCHED_MIB", 0)))
+def sizes(name): return 0 if tiny else int(os.environ.get(name, 0))
+touched, untouched = sizes("MAPPED_MIB"), sizes("UNTOUCHED_MIB")
 resumed, keep = 0, []
 if on:
     marker = os.path.join(flags["--nvme-path"], flags["--job"])
@@ -36,6 +38,13 @@ if on:
             keep.append(mmap.mmap(fd, mib << 20))
     if touched:
         for page in range(0, touched << 20, 4096): keep[0][page] = 1
+    for mib, kind in ((sizes("FILE_MIB"), mmap.ACCESS_READ), (sizes("WRITTEN_MIB"), mmap.ACCESS_COPY)):
+        if not mib: continue
+        file = open(os.path.join(os.path.dirname(os.environ["OFFLOADD_BINARY"]), "library"), "rb")
+        keep.append(mmap.mmap(file.fileno(), mib << 20, access=kind))
+        for page in range(0, mib << 20, 4096):
+            if kind == mmap.ACCESS_READ: keep[-1][page]
+            else: keep[-1][page] = 1
     child = subprocess.Popen([os.environ["OFFLOADD_BINARY"], "60"], close_fds=False)
     time.sleep(0.05)
 say(event="start", model="fake", parameters=parameters, state_bytes=12 * parameters, gradient_bytes=2 * parameters,
@@ -47,6 +56,7 @@ if os.environ.get("TRAINER_FAILS"):
 grow = []
 for step in range(resumed + 1, int(flags["--steps"]) + 1):
     time.sleep(float(os.environ.get("STEP_SECONDS", 0.01)))
+    if on and sizes("MOMENT_MIB"): b"x" * (sizes("MOMENT_MIB") << 20)
     if os.environ.get("GROWS") and on: grow.append(bytearray(os.urandom(1 << 20)) * 16)
     if on: open(marker, "w").write(str(step))
     wrong = on and str(step) == os.environ.get("WRONG_STEP")
@@ -181,15 +191,27 @@ class RankCostsTest(ScriptTest):
         self.assertEqual(code, 0 if result["holds"] else 1)
         self.assertEqual([(row["read_bytes_per_parameter"], row["written_bytes_per_parameter"]) for row in result["ranks"]],
                          [(14, 12)] * 2)
+        self.assertEqual([row["sum_bytes"] for row in result["ranks"]], [0, 2e6])  # is the job's, and no rank's
+        held = [row["anonymous_peak_bytes"] + row["shared_peak_bytes"] - row["sum_bytes"] for row in result["ranks"]]
+        self.assertEqual(result["ranks"][1]["added_bytes"], (held[1] - held[0]) / 2)
         return result["ranks"][1]
 
     def test_says_what_a_further_rank_holds_beyond_a_process_in_memory(self):
-        nothing, much = self.costs(), self.costs(MAPPED_MIB="48")
-        self.assertAlmostEqual((much["own_bytes"] - nothing["own_bytes"]) / trainer_run.MIB, 48, delta=6)
+        with open(os.path.join(self.bin, "offloadd/library"), "wb") as file:
+            file.write(bytes(24 << 20))
+        nothing = self.costs()
+        much = self.costs(MAPPED_MIB="32", UNTOUCHED_MIB="16", FILE_MIB="24", WRITTEN_MIB="8", MOMENT_MIB="40")
+
+        def more(key):
+            return (much[key] - nothing[key]) / trainer_run.MIB
+        self.assertAlmostEqual(more("own_bytes"), 32 + 16 + 8 + 40, delta=6)
+        self.assertAlmostEqual(more("anonymous_peak_bytes"), 3 * (8 + 40), delta=12)
+        self.assertAlmostEqual(more("shared_peak_bytes"), 3 * (32 + 16), delta=6)
+        self.assertAlmostEqual(more("file_bytes"), 24, delta=6)  # one file, however many map it
         self.assertFalse(much["holds"])
 
     def test_refuses_counts_that_compare_nothing(self):
-        for arguments in (["--count", "1"], ["--count", "2"], ["--steps", "3"]):
+        for arguments in (["--count", "1"], ["--count", "2"], ["--steps", "3"], ["--ram", "50%"]):
             self.assertEqual(self.run_script("rank_costs", *arguments).returncode, 2, arguments)
 
 
