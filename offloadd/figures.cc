@@ -27,11 +27,22 @@ proto::v1::Transfer::Kind KindOf(swap::Transfer::Kind kind) {
   return proto::v1::Transfer::SCRATCH_WRITE;
 }
 
+bool IsMatrix(const proto::Tensor& tensor) {
+  return std::ranges::count_if(tensor.shape, [](int64_t size) { return size > 1; }) >= 2;
+}
+
 void FillTensor(const proto::Catalogue& catalogue, uint32_t store_tensor,
                 const ActivityLog::Tally& tally, proto::v1::TensorFigures* figures) {
   const std::vector<uint32_t>& members = catalogue.store_tensors[store_tensor].members;
   figures->set_name(catalogue.tensors[members.front()].name);
   figures->set_member_count(static_cast<uint32_t>(members.size()));
+  uint64_t matrix_elements = 0;
+  for (const uint32_t member : members) {
+    const proto::Tensor& tensor = catalogue.tensors[member];
+    if (IsMatrix(tensor)) matrix_elements += tensor.element_count;
+  }
+  figures->set_matrix_elements(matrix_elements);
+  figures->set_trained(catalogue.store_tensors[store_tensor].trainable);
   figures->set_bytes_read(tally.bytes_read);
   figures->set_bytes_written(tally.bytes_written);
   for (size_t cause = 0; cause < ActivityLog::kWaitCauses; ++cause) {
@@ -59,6 +70,7 @@ void FillRecord(const StepRecord& record, proto::v1::StepRecord* message) {
   message->set_bytes_read(record.bytes_read);
   message->set_bytes_written(record.bytes_written);
   message->set_resident_bytes(record.resident_bytes);
+  message->set_commits(record.commits);
 }
 
 void FillDurations(const StepHistory::Durations& durations, proto::v1::StepDurations* message) {
@@ -66,6 +78,44 @@ void FillDurations(const StepHistory::Durations& durations, proto::v1::StepDurat
   for (const uint64_t count : durations.counts) message->add_counts(count);
   message->set_count(durations.count);
   message->set_sum_seconds(durations.sum_seconds);
+}
+
+void FillPlannedStep(const proto::StepTraffic& traffic, const proto::Catalogue& catalogue,
+                     proto::v1::PlannedStep* step) {
+  uint64_t elements = 0, trained = 0;
+  for (const proto::Tensor& tensor : catalogue.tensors) {
+    if (!IsMatrix(tensor)) continue;
+    elements += tensor.element_count;
+    trained += tensor.trainable ? tensor.element_count : 0;
+  }
+  step->set_matrix_elements(elements);
+  step->set_trained_matrix_elements(trained);
+  step->set_weight_read_bytes(traffic.weight_read_bytes);
+  step->set_state_read_bytes(traffic.state_read_bytes);
+  step->set_gradient_read_bytes(traffic.gradient_read_bytes);
+  step->set_gradient_written_bytes(traffic.gradient_written_bytes);
+  step->set_written_bytes(traffic.written_bytes);
+  step->set_checkpoint_bytes(traffic.checkpoint_bytes);
+  step->set_order_known(traffic.order_known);
+  step->set_passes(traffic.passes);
+}
+
+void FillDepths(const proto::Depths& depths, uint32_t pipeline_blocks, proto::v1::Depths* message) {
+  message->set_update_threads(depths.update_threads);
+  message->set_pipeline_blocks(pipeline_blocks);
+  message->set_loads(depths.loads);
+  message->set_transfers(depths.transfers);
+  message->set_write_backs(depths.write_backs);
+}
+
+void FillStepsOfPlan(const PlanComparison::Steps& steps, proto::v1::StepsOfPlan* message) {
+  message->set_first_step(steps.first_step);
+  message->set_step_count(steps.step_count);
+  message->set_checkpoints(steps.checkpoints);
+  message->set_bytes_read(steps.bytes_read);
+  message->set_bytes_written(steps.bytes_written);
+  message->set_seconds(steps.seconds);
+  message->set_compute_seconds(steps.compute_seconds);
 }
 
 void FillTransfers(const ActivityLog::Taken& taken, const proto::Catalogue& catalogue,

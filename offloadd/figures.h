@@ -10,8 +10,11 @@
 #include <vector>
 
 #include "offloadd/activity_log.h"
+#include "offloadd/plan_comparison.h"
 #include "offloadd/step_history.h"
+#include "proto/depths.h"
 #include "proto/offload.pb.h"
+#include "proto/planned_traffic.h"
 #include "proto/slab_layout.h"
 #include "proto/step_words.h"
 
@@ -20,6 +23,10 @@ namespace offload::daemon {
 void FillFigures(const proto::StepSums& sums, proto::v1::StepFigures* figures);
 void FillRecord(const StepRecord& record, proto::v1::StepRecord* message);
 void FillDurations(const StepHistory::Durations& durations, proto::v1::StepDurations* message);
+void FillPlannedStep(const proto::StepTraffic& traffic, const proto::Catalogue& catalogue,
+                     proto::v1::PlannedStep* step);
+void FillDepths(const proto::Depths& depths, uint32_t pipeline_blocks, proto::v1::Depths* message);
+void FillStepsOfPlan(const PlanComparison::Steps& steps, proto::v1::StepsOfPlan* message);
 void FillTransfers(const ActivityLog::Taken& taken, const proto::Catalogue& catalogue,
                    proto::v1::TakeTransfersReply* reply);
 // The first part has `job`; each has a bounded number of entries.

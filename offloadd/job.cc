@@ -55,7 +55,8 @@ Job::Job(JobIdentity identity, std::unique_ptr<EventLoop> loop, Machine& machine
     : identity_(std::move(identity)),
       loop_(std::move(loop)),
       machine_(machine),
-      activity_(&machine.clock()) {
+      activity_(&machine.clock()),
+      meter_(&machine.clock(), machine.replan_options().busy_bytes) {
   context_.loop = loop_.get();
   context_.clock = &machine_.clock();
   context_.activity = &activity_;
@@ -242,6 +243,7 @@ absl::Status Job::SetSchedule(Rank& rank, const std::vector<uint32_t>& tensors) 
   if (rank.number() != 0) return absl::OkStatus();
   cache_->SetSchedule(tensors);
   executor_->Reorder();
+  PlanStep(tensors);
   return absl::OkStatus();
 }
 
@@ -338,6 +340,7 @@ void Job::StartRecordedStep() {
   }
   step_ = plan->step;
   AddToHistory();
+  ConsiderReplan();
   if (gradients_ != nullptr) gradients_->BeginNextStep(TensorsOf(*plan));
   plan->trainer_state = TakeTrainerStates();
   TakePositions();
@@ -377,6 +380,7 @@ void Job::AnswerStep(const absl::StatusOr<uint64_t>& durable_step) {
 }
 
 void Job::OnCommitted(uint64_t step) {
+  ++commits_;
   header()->durable_step.store(step, std::memory_order_relaxed);
   for (DurableWaiter& waiter : std::exchange(durable_waiters_, {})) {
     if (waiter.step <= step) {
@@ -549,6 +553,7 @@ void Job::TakePositions() {
 
 int Job::Turn() {
   StartOffLoop();
+  DropRetired();
   if (world_size() > 1) WatchRanks();
   if (OffLoopIsBusy()) return TurnOffLoop();
   for (const std::unique_ptr<Rank>& rank : ranks_) {

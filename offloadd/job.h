@@ -39,6 +39,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <thread>
 #include <utility>
@@ -53,7 +54,10 @@
 #include "offloadd/job_phase.h"
 #include "offloadd/machine.h"
 #include "offloadd/membership.h"
+#include "offloadd/plan_comparison.h"
 #include "offloadd/rank.h"
+#include "offloadd/rate_meter.h"
+#include "offloadd/replan_policy.h"
 #include "offloadd/resident_state.h"
 #include "offloadd/step_gate.h"
 #include "offloadd/step_history.h"
@@ -61,6 +65,7 @@
 #include "offloadd/update_executor.h"
 #include "offloadd/weight_cache.h"
 #include "proto/offload.pb.h"
+#include "proto/planned_traffic.h"
 #include "proto/shared_memory.h"
 #include "swap/scrubber.h"
 
@@ -177,6 +182,7 @@ class Job {
   // What opening, sealing and reserving make off the loop, for the loop to take over.
   struct Made {
     absl::Status status;
+    proto::MachineRates rates;
     proto::Depths depths;
     double write_cost = 0;
     proto::SharedMemory slab;
@@ -288,6 +294,13 @@ class Job {
   void GrowFor(SnapshotChange& change);
   void FinishChange(absl::Status status);
 
+  // ---- The plan of a step.
+  // `touches`: as SetSchedule has them; empty: not known.
+  void PlanStep(std::span<const uint32_t> touches);
+  void ConsiderReplan();
+  void DropRetired();
+  void FillPlan(proto::v1::PlanStatus* plan) const;
+
   // How long the loop may sleep, as EventLoop::SetTurn says.
   int Turn();
   void TakePositions();
@@ -323,7 +336,8 @@ class Job {
   absl::Status end_reason_;  // a rank is gone or at fault: the others are told
   std::vector<Progress> seal_progress_;
   std::vector<std::string> trainer_states_;  // by rank, as they will be committed
-  ActivityLog activity_;                     // watches the two that follow
+  ActivityLog activity_;                     // watches store and scratch file,
+  RateMeter meter_;                          // and so does this
   StepHistory history_;
   std::unique_ptr<swap::Store> store_;
   std::unique_ptr<swap::Scratch> scratch_;
@@ -347,6 +361,14 @@ class Job {
   std::deque<SnapshotChange> changes_;  // one at a time
   std::vector<Done> close_waiters_;
   std::vector<std::function<void()>> leave_waiters_;
+  proto::MachineRates opened_rates_;  // of the pool, when it was opened
+  proto::StepTraffic planned_;
+  PlanComparison comparison_;
+  std::optional<ReplanPolicy> replan_;  // once it is sealed
+  uint64_t replans_ = 0;
+  std::string last_replan_;
+  std::vector<Executor> retired_;  // whose threads may still be at work
+  uint64_t commits_ = 0;           // of steps
   double last_step_seconds_ = 0, seconds_per_step_ = 0;
   uint64_t peak_bytes_ = 0;
 

@@ -27,6 +27,7 @@
 #include "base/durability.h"
 #include "kernels/square_root.h"
 #include "offloadd/activity_log.h"
+#include "offloadd/core_time.h"
 #include "offloadd/event_loop.h"
 #include "offloadd/machine.h"
 #include "proto/depths.h"
@@ -80,6 +81,7 @@ struct JobContext {
   uint32_t writes_in_flight = 0;
   uint32_t writes_aside = 0;  // of these: to places that are in no epoch (UpdateAhead)
   uint64_t outstanding = 0;
+  CoreTime computed;                // by workers, all together
   double room_timeout_seconds = 0;  // after which an acquire that nothing can serve fails
   absl::Status failure;
 
@@ -114,9 +116,11 @@ struct JobContext {
   void Compute(std::function<void()> work, std::function<void()> done) {
     ++outstanding;
     run_on_worker([this, work = std::move(work), done = std::move(done)]() mutable {
+      const CoreTime before = CoreTime::Now();
       work();
-      loop->Post([this, done = std::move(done)] {
+      loop->Post([this, spent = CoreTime::Now().Since(before), done = std::move(done)] {
         --outstanding;
+        computed.Add(spent);
         done();
       });
     });

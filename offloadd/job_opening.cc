@@ -137,6 +137,7 @@ void Job::OpenStore(Made& made) {
                                         .write_bytes_per_second = rates.write_bytes_per_second,
                                         .latency_seconds = rates.latency_seconds,
                                         .cores = machine_.cores()};
+  made.rates = measured;
   made.depths = proto::ChooseDepths(measured, update_threads_asked_);
   made.write_cost = proto::WriteCost(measured);
   absl::StatusOr<std::unique_ptr<swap::Store>> store =
@@ -210,13 +211,13 @@ void Job::TakeOver(Made& made) {
     if (store_ != nullptr) loop_->Unwatch(store_->event_fd());
     store_ = std::move(made.store);
     context_.store = store_.get();
-    store_->SetWatch(activity_.Watch());
+    store_->SetWatch(meter_.Watch(activity_.Watch()));
     loop_->Watch(store_->event_fd(), [] {});  // the turn polls
   }
   if (made.scratch != nullptr) {
     scratch_ = std::move(made.scratch);
     context_.scratch = scratch_.get();
-    scratch_->SetWatch(activity_.Watch());
+    scratch_->SetWatch(meter_.Watch(activity_.Watch()));
     loop_->Watch(scratch_->event_fd(), [] {});
   }
 }
@@ -240,6 +241,7 @@ void Job::FinishOpening(Made& made) {
   io_engine_ = store_existed_ ? store_->device().engine() : scratch_->device().engine();
   header()->durable_step.store(step_, std::memory_order_relaxed);
   header()->updated_step.store(step_, std::memory_order_relaxed);
+  opened_rates_ = made.rates;
   context_.depths = made.depths;
   context_.write_cost = made.write_cost;
   context_.run_on_worker = machine_.MakeExecutor(context_.depths.update_threads, "update");

@@ -155,7 +155,7 @@ absl::StatusOr<std::unique_ptr<swap::Store>> Job::LayOutAnew() {
   const absl::Status copied =
       CopyEpoch({store_.get(), &*outgrown_}, {grown.get(), &context_.catalogue},
                 MakeStoreOptions().cancelled);
-  store_->SetWatch(activity_.Watch());
+  store_->SetWatch(meter_.Watch(activity_.Watch()));
   OFFLOAD_RETURN_IF_ERROR(copied);
   FaultPoint("job.laid_out_anew");
   OFFLOAD_RETURN_IF_ERROR(machine_.PublishStore(*grown));
@@ -193,6 +193,8 @@ void Job::FinishSeal(Made& made) {
   }
   context_.published = store_existed_;
   MakeParts();
+  replan_.emplace(machine_.replan_options(), opened_rates_);
+  PlanStep(/*touches=*/{});
   if (context_.published) MakeScrubber();
   SetPhase(store_existed_ ? JobPhase::kTraining : JobPhase::kSealed);
   UpdateLimits();

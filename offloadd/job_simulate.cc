@@ -35,6 +35,7 @@ nlohmann::ordered_json Table(const JobSimulationResult& sum) {
           {"kills", sum.kills},
           {"power cuts", sum.power_cuts},
           {"faults of the drive", sum.drive_faults},
+          {"replans", sum.replans},
           {"extents updated ahead of a step", sum.used_ahead},
           {"of no use", sum.lost_ahead},
           {"newer states found", sum.newer_states_found},

@@ -36,6 +36,7 @@ struct SimulatedPlan {
   kernels::OptimizerSpec optimizer;
   std::vector<kernels::OptimizerSpec> groups;
   uint64_t interval = 1;  // steps from commit to commit
+  uint32_t update_threads = 0;
   std::string update_in_backward;
   uint32_t generations = 0;
   bool gradient_sum = false;
@@ -253,6 +254,7 @@ class Simulation {
   // What a seed chooses.
   void ChooseModel();
   void ChooseLaunch();
+  void ChooseRates();
   void ChooseMemory();
   void ChooseGradientHomes();
   void ChooseRegions();

@@ -1,6 +1,7 @@
 // What a seed chooses: a model, where it stands in memory, and what the ranks of a launch do.
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <utility>
 
@@ -80,10 +81,23 @@ void Simulation::ChooseLaunch() {
                     plan_.world_size * (plan_.memory.region_bytes + kOpenRegionBytes) +
                     proto::PaddedBytes(proto::OverheadBytes(plan_.catalogue));
   machine_.SetScratchBytes(plan_.memory.scratch_bytes);
+  ChooseRates();
   steps_left_ = static_cast<uint32_t>(random_.Below(kSteps + 1));
   slowness_.clear();
   for (uint32_t rank = 0; rank < plan_.world_size; ++rank)
     slowness_.push_back(random_.OneIn(3) ? 1 + random_.Below(20) : 1);
+}
+
+// From drives that give some kilobytes per second to ones that no machine has: what steps measure
+// is something else. Judged after every step, by whatever it shows.
+void Simulation::ChooseRates() {
+  plan_.update_threads = random_.OneIn(3) ? 2 : 0;
+  const auto rate = [this] { return std::pow(10, 3 + 8 * random_.Unit()); };
+  machine_.SetRates({.read_bytes_per_second = rate(),
+                     .write_bytes_per_second = rate(),
+                     .latency_seconds = random_.Unit() * 1e-3},
+                    static_cast<uint32_t>(2 + random_.Below(31)));
+  machine_.SetReplanOptions({.steps = 1, .bytes = 1, .busy_bytes = 1, .gap_steps = 1});
 }
 
 void Simulation::ChooseMemory() {
@@ -162,7 +176,7 @@ proto::v1::OpenJobRequest Simulation::OpenRequest(uint32_t rank) const {
   request.set_job("job");
   request.set_pool("memory");
   request.set_ram_bytes(plan_.ram_bytes);
-  request.set_update_threads(2);
+  request.set_update_threads(plan_.update_threads);
   request.set_durability(plan_.interval == 1 ? "step"
                                              : absl::StrCat("checkpoint:", plan_.interval));
   request.set_update_in_backward(plan_.update_in_backward);

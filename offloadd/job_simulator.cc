@@ -183,6 +183,7 @@ void Simulation::EndLaunch() {
   result_.puts_dropped += has_unsettled_puts_;
   proto::v1::JobStatus status;
   job_->FillStatus(&status);
+  result_.replans += status.plan().replans();
   result_.used_ahead += status.updates_ahead().used();
   result_.lost_ahead += status.updates_ahead().lost();
   job_.reset();
@@ -520,6 +521,7 @@ void JobSimulationResult::Add(const JobSimulationResult& other) {
   kills += other.kills;
   power_cuts += other.power_cuts;
   drive_faults += other.drive_faults;
+  replans += other.replans;
   used_ahead += other.used_ahead;
   lost_ahead += other.lost_ahead;
   newer_states_found += other.newer_states_found;

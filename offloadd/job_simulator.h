@@ -23,6 +23,8 @@
 //   the first rank puts weights                        others see them when they have followed; they
 //                                                      are durable with a step or EndLoad, else gone
 //   gets, looks at spilled sums                        the model's bytes
+//   drives give something else than was assumed,     nothing of all this changes
+//   and a job replans between two steps
 //   a checkpoint is asked for, or ends an interval,    it is of the last step, whole
 //   and steps go on beside it
 //   snapshots are made and deleted meanwhile           they hold a committed state, whole
@@ -57,6 +59,7 @@ struct JobSimulationResult {
   uint64_t steps_beside_checkpoints = 0;  // that began before an interval's was durable
   uint64_t snapshots = 0, snapshots_read = 0;
   uint64_t deaths = 0, kills = 0, power_cuts = 0, drive_faults = 0;
+  uint64_t replans = 0;                     // since the drive gave something else than was assumed
   uint64_t used_ahead = 0, lost_ahead = 0;  // extents that were updated before their step's call
   uint64_t newer_states_found = 0;          // than the one that was known to be durable
   uint64_t puts_dropped = 0;                // launches that ended with puts of no step and no load

@@ -56,12 +56,14 @@ WorkDone Job::Work() const {
     work.bytes_read += device->counters().read_bytes.load(std::memory_order_relaxed);
     work.bytes_written += device->counters().written_bytes.load(std::memory_order_relaxed);
   }
+  work.commits = commits_;
   return work;
 }
 
 void Job::AddToHistory() {
   history_.Add(step_, static_cast<double>(machine_.NowUnixSeconds()),
                header()->resident_bytes.load(std::memory_order_relaxed));
+  comparison_.Add(history_.records().back());
 }
 
 void Job::UpdateHeader() {
@@ -111,6 +113,12 @@ void Job::FillStatus(proto::v1::JobStatus* status) const {
     FillRecord(history_.records().back(), status->mutable_last_step());
   FillDurations(history_.durations(), status->mutable_durations());
   if (IsSealed()) {
+    FillPlan(status->mutable_plan());
+    constexpr double kNanosecond = 1e-9;
+    proto::v1::ComputeTime* const compute = status->mutable_compute();
+    compute->set_seconds(kNanosecond * static_cast<double>(context_.computed.nanoseconds));
+    compute->set_core_seconds(kNanosecond *
+                              static_cast<double>(context_.computed.core_nanoseconds));
     proto::v1::ResidentBytes* const resident = status->mutable_resident();
     resident->set_weights(cache_->resident_bytes());
     resident->set_state(state_->loaded_bytes());

@@ -1,5 +1,6 @@
 #include "offloadd/machine.h"
 
+#include <algorithm>
 #include <ctime>
 #include <map>
 #include <mutex>
@@ -9,6 +10,7 @@
 #include "base/status_macros.h"
 #include "base/string_view.h"
 #include "base/worker_pool.h"
+#include "offloadd/environment.h"
 #include "spdlog/spdlog.h"
 
 namespace offload::daemon {
@@ -29,20 +31,23 @@ class RealMachine final : public Machine {
     return proto::SharedMemory::Create(name, size_bytes);
   }
   uint32_t cores() const override { return std::thread::hardware_concurrency(); }
-  // Two jobs that ask for one pool at once do not measure beside each other.
+  // OFFLOADD_REPLAN: bytes that a judgement needs; 0: nothing is replanned. OFFLOADD_REPLAN_STEPS:
+  // steps, too.
+  ReplanOptions replan_options() const override {
+    ReplanOptions options;
+    options.bytes = NumberFrom("OFFLOADD_REPLAN", options.bytes);
+    options.steps = static_cast<uint32_t>(
+        std::clamp(NumberFrom("OFFLOADD_REPLAN_STEPS", options.steps), 1.0, 1e6));
+    options.busy_bytes =
+        static_cast<uint64_t>(std::min(options.bytes, static_cast<double>(options.busy_bytes)));
+    return options;
+  }
+  // OFFLOADD_POOL_READ, OFFLOADD_POOL_WRITE: bytes per second that are assumed instead.
   swap::PoolRates MeasurePool(const std::string& pool, const aio::OpenOptions& io) override {
-    std::lock_guard lock(mutex_);
-    const auto known = rates_.find(pool);
-    if (known != rates_.end()) return known->second;
-    const absl::StatusOr<swap::PoolRates> rates = swap::MeasurePool(pool, io);
-    if (!rates.ok()) {
-      spdlog::info("pool {}: not measured: {}", pool, ToStd(rates.status().message()));
-      return {};
-    }
-    spdlog::info("pool {}: reads {:.2f} GB/s, writes {:.2f} GB/s, {:.0f} us", pool,
-                 rates->read_bytes_per_second * 1e-9, rates->write_bytes_per_second * 1e-9,
-                 rates->latency_seconds * 1e6);
-    return rates_[pool] = *rates;
+    swap::PoolRates rates = MeasureOnce(pool, io);
+    rates.read_bytes_per_second = NumberFrom("OFFLOADD_POOL_READ", rates.read_bytes_per_second);
+    rates.write_bytes_per_second = NumberFrom("OFFLOADD_POOL_WRITE", rates.write_bytes_per_second);
+    return rates;
   }
   absl::Status CheckPool(const std::string& pool) override { return swap::CheckPool(pool); }
   absl::StatusOr<std::unique_ptr<swap::Store>> OpenStore(
@@ -62,6 +67,22 @@ class RealMachine final : public Machine {
   }
 
  private:
+  // Two jobs that ask for one pool at once do not measure beside each other.
+  swap::PoolRates MeasureOnce(const std::string& pool, const aio::OpenOptions& io) {
+    std::lock_guard lock(mutex_);
+    const auto known = rates_.find(pool);
+    if (known != rates_.end()) return known->second;
+    const absl::StatusOr<swap::PoolRates> rates = swap::MeasurePool(pool, io);
+    if (!rates.ok()) {
+      spdlog::info("pool {}: not measured: {}", pool, ToStd(rates.status().message()));
+      return {};
+    }
+    spdlog::info("pool {}: reads {:.2f} GB/s, writes {:.2f} GB/s, {:.0f} us", pool,
+                 rates->read_bytes_per_second * 1e-9, rates->write_bytes_per_second * 1e-9,
+                 rates->latency_seconds * 1e6);
+    return rates_[pool] = *rates;
+  }
+
   std::mutex mutex_;
   std::map<std::string, swap::PoolRates> rates_;  // by pool; guarded by mutex_
 };

@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "base/clock.h"
+#include "offloadd/replan_policy.h"
 #include "proto/shared_memory.h"
 #include "swap/pool_rates.h"
 #include "swap/scratch.h"
@@ -46,6 +47,9 @@ class Machine {
   virtual uint32_t cores() const = 0;
   // As swap::MeasurePool, once for a pool; zeros when it cannot be measured. Off the loop.
   virtual swap::PoolRates MeasurePool(const std::string& pool, const aio::OpenOptions& io) = 0;
+
+  // When what was measured is replaced by what steps show; a judgement of no bytes: never.
+  virtual ReplanOptions replan_options() const = 0;
 
   // As swap::CheckPool, Store::Open, Store::Create, Store::Publish and Scratch::Create.
   virtual absl::Status CheckPool(const std::string& pool) = 0;

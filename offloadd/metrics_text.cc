@@ -83,6 +83,7 @@ class Writer {
     WriteSteps();
     WriteStalls();
     WriteAhead();
+    WritePlan();
     WriteMemory();
     WriteTransfers();
     WriteErrors();
@@ -171,6 +172,25 @@ class Writer {
       for (const auto& [name, extents] : results)
         ahead.Add({{"job", job.job()}, {"result", name}}, static_cast<double>(extents));
     }
+  }
+
+  void WritePlan() {
+    Family planned = Start("offloadd_planned_step_bytes", "gauge",
+                           "Bytes of the drive that are planned of a step, and of a checkpoint "
+                           "beside it.");
+    for (const v1::JobStatus& job : status_.jobs()) {
+      if (!job.has_plan()) continue;
+      const v1::PlannedStep& step = job.plan().step();
+      const std::pair<const char*, uint64_t> operations[] = {
+          {"read", step.weight_read_bytes() + step.state_read_bytes() + step.gradient_read_bytes()},
+          {"write", step.written_bytes() + step.gradient_written_bytes()},
+          {"checkpoint", step.checkpoint_bytes()}};
+      for (const auto& [name, bytes] : operations)
+        planned.Add({{"job", job.job()}, {"op", name}}, static_cast<double>(bytes));
+    }
+    PerJob("offloadd_replans_total", "counter",
+           "How often the pool gave something else than was assumed.",
+           [](const v1::JobStatus& job) { return job.plan().replans(); });
   }
 
   void WriteMemory() {

@@ -30,6 +30,9 @@ proto::v1::StatusReply Sample() {
   for (int i = 0; i < 3; ++i) job->mutable_figures()->add_prefetches(i + 10);
   job->mutable_updates_ahead()->set_used(41);
   job->mutable_updates_ahead()->set_lost(2);
+  job->mutable_plan()->mutable_step()->set_weight_read_bytes(30);
+  job->mutable_plan()->mutable_step()->set_state_read_bytes(12);
+  job->mutable_plan()->set_replans(3);
   job->mutable_durations()->add_upper_seconds(0.1);
   job->mutable_durations()->add_upper_seconds(1);
   job->mutable_durations()->add_counts(2);
@@ -100,6 +103,8 @@ TEST(MetricsTextTest, EveryLineIsInTheFormatAndEverySampleIsThereOnce) {
   EXPECT_EQ(samples["offloadd_prefetch_total{job=\"train#1\",result=\"miss\"}"], 12);
   EXPECT_EQ(samples["offloadd_updates_ahead_total{job=\"train#1\",result=\"used\"}"], 41);
   EXPECT_EQ(samples["offloadd_updates_ahead_total{job=\"train#1\",result=\"lost\"}"], 2);
+  EXPECT_EQ(samples["offloadd_planned_step_bytes{job=\"train#1\",op=\"read\"}"], 42);
+  EXPECT_EQ(samples["offloadd_replans_total{job=\"train#1\"}"], 3);
   EXPECT_EQ(samples["offloadd_resident_bytes{job=\"train#1\",tier=\"ram\",class=\"weights\"}"],
             static_cast<double>(1ull << 53));
 }

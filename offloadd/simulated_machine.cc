@@ -11,7 +11,7 @@ namespace offload::daemon {
 bool SimulatedMachine::RunOne() {
   if (work_.empty()) return false;
   const auto chosen = work_.begin() + static_cast<ptrdiff_t>(random_.Below(work_.size()));
-  const std::function<void()> work = std::move(*chosen);
+  const std::function<void()> work = std::move(chosen->work);
   work_.erase(chosen);
   work();
   return true;
@@ -31,8 +31,21 @@ std::unique_ptr<aio::Device> SimulatedMachine::Traced() {
   return std::make_unique<swap::TracedDevice>(drive_.get(), &trace_, &read_ranges_);
 }
 
+// What the last copy has been given and has not run is run when it goes.
 Executor SimulatedMachine::MakeExecutor(size_t thread_count, const std::string& name) {
-  return [this](std::function<void()> work) { work_.push_back(std::move(work)); };
+  const uint64_t number = ++executors_;
+  const std::shared_ptr<void> last(nullptr, [this, number](void*) {
+    for (;;) {
+      const auto mine = std::ranges::find(work_, number, &Work::executor);
+      if (mine == work_.end()) return;
+      const std::function<void()> work = std::move(mine->work);
+      work_.erase(mine);
+      work();
+    }
+  });
+  return [this, number, last](std::function<void()> work) {
+    work_.push_back({number, std::move(work)});
+  };
 }
 
 absl::StatusOr<proto::SharedMemory> SimulatedMachine::CreateMemory(const std::string& name,

@@ -30,6 +30,12 @@ class SimulatedMachine final : public Machine {
   bool RunOne();
   FakeClock& fake_clock() { return clock_; }
   void SetScratchBytes(uint64_t bytes) { scratch_bytes_ = bytes; }
+  // What a job that is opened finds of the pool and the processor.
+  void SetRates(const swap::PoolRates& rates, uint32_t cores) {
+    rates_ = rates;
+    cores_ = cores;
+  }
+  void SetReplanOptions(const ReplanOptions& options) { replan_options_ = options; }
 
   // Null before a store was made.
   aio::FaultyDevice* drive() { return drive_.get(); }
@@ -42,10 +48,11 @@ class SimulatedMachine final : public Machine {
   const Clock& clock() const override { return clock_; }
   int64_t NowUnixSeconds() const override { return 1'800'000'000; }
   bool RunsLoops() const override { return false; }
-  uint32_t cores() const override { return 2; }
+  uint32_t cores() const override { return cores_; }
   swap::PoolRates MeasurePool(const std::string& pool, const aio::OpenOptions& io) override {
-    return {};
+    return rates_;
   }
+  ReplanOptions replan_options() const override { return replan_options_; }
   Executor MakeExecutor(size_t thread_count, const std::string& name) override;
   absl::StatusOr<proto::SharedMemory> CreateMemory(const std::string& name,
                                                    uint64_t size_bytes) override;
@@ -60,14 +67,22 @@ class SimulatedMachine final : public Machine {
       const std::string& pool, swap::ScratchOptions options) override;
 
  private:
+  struct Work {
+    uint64_t executor = 0;
+    std::function<void()> work;
+  };
   std::unique_ptr<aio::Device> Traced();
 
   Random& random_;
   swap::Trace& trace_;
   swap::ReadRanges read_ranges_;
   FakeClock clock_;
-  std::deque<std::function<void()>> work_;
+  std::deque<Work> work_;
+  uint64_t executors_ = 0;
   uint64_t scratch_bytes_ = 0;
+  swap::PoolRates rates_;
+  uint32_t cores_ = 2;
+  ReplanOptions replan_options_;
   std::unique_ptr<aio::FaultyDevice> drive_;
   bool has_store_ = false;
 };

@@ -12,6 +12,7 @@ StepRecord Joined(const StepRecord& first, const StepRecord& second) {
   joined.seconds += first.seconds;
   joined.bytes_read += first.bytes_read;
   joined.bytes_written += first.bytes_written;
+  joined.commits += first.commits;
   proto::AddTo(joined.sums, first.sums);
   return joined;
 }
@@ -27,6 +28,7 @@ void StepHistory::Add(uint64_t step, double unix_seconds, uint64_t resident_byte
   record.sums = proto::Difference(now.sums, last_.sums);
   record.bytes_read = now.bytes_read - std::min(now.bytes_read, last_.bytes_read);
   record.bytes_written = now.bytes_written - std::min(now.bytes_written, last_.bytes_written);
+  record.commits = now.commits - std::min(now.commits, last_.commits);
   record.resident_bytes = resident_bytes;
   last_ = now;
   Count(record.seconds);

@@ -21,6 +21,7 @@ struct WorkDone {
   double now_seconds = 0;  // monotonic
   proto::StepSums sums;    // the mean of its ranks
   uint64_t bytes_read = 0, bytes_written = 0;
+  uint64_t commits = 0;  // that have ended
 };
 
 // Of one step, or of some that follow each other: what was done between the call of the step before
@@ -31,6 +32,7 @@ struct StepRecord {
   double seconds = 0;
   proto::StepSums sums;
   uint64_t bytes_read = 0, bytes_written = 0;
+  uint64_t commits = 0;         // that ended meanwhile
   uint64_t resident_bytes = 0;  // at its end
 
   uint64_t step_count() const { return last_step - first_step + 1; }

@@ -13,6 +13,7 @@ WorkDone After(uint64_t steps) {
   work.sums.phase_nanoseconds[0] = steps * 1'000'000'000;
   work.sums.stall_nanoseconds[0][1] = steps * 500'000'000;
   work.bytes_read = 7 + steps * 1000;
+  work.commits = 1 + steps / 2;
   return work;
 }
 
@@ -36,6 +37,8 @@ TEST(StepHistoryTest, ARecordHasWhatWasDoneSinceTheStepBefore) {
   EXPECT_EQ(last.sums.phase_nanoseconds[0], 1'000'000'000u);
   EXPECT_EQ(last.sums.StallNanoseconds(), 500'000'000u);
   EXPECT_EQ(last.bytes_read, 1000u);
+  EXPECT_EQ(last.commits, 0u);
+  EXPECT_EQ(history.records()[1].commits, 1u);
   EXPECT_EQ(last.resident_bytes, 3u);
   EXPECT_DOUBLE_EQ(last.end_unix_seconds, 1e9 + 3);
 }

@@ -103,6 +103,8 @@ void UpdateExecutor::Demand(uint32_t store_tensor) {
   if (commit_.has_value() && write_back_.Awaits(store_tensor)) write_back_.Hasten(store_tensor);
 }
 
+void UpdateExecutor::TakeDepths() { extents_in_flight_max_ = ExtentsInFlightMax(*context_); }
+
 void UpdateExecutor::Reorder() {
   order_.Reorder([this](uint32_t store_tensor) { return cache_->NextUse(store_tensor); });
 }

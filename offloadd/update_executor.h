@@ -98,6 +98,8 @@ class UpdateExecutor {
   bool Updating(uint32_t store_tensor) const { return unfinished_.count(store_tensor) != 0; }
   // A rank or a transfer waits for this tensor.
   void Demand(uint32_t store_tensor);
+  // How much may be under way at a time has changed.
+  void TakeDepths();
   // The schedule has changed.
   void Reorder();
   // Somebody waits for the whole step: do not wait for the forward.

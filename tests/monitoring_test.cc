@@ -168,6 +168,50 @@ TEST_F(MonitoringTest, TopMetricsAndReportTellWhatAJobHasDone) {
   EXPECT_EQ(CtlJson("top --once --socket " + socket_path())["daemons"][0]["jobs"].size(), 0u);
 }
 
+// Whatever the drive gives: it is planned in bytes.
+TEST_F(MonitoringTest, PlannedBytesAreThoseThatStepsMove) {
+  const NodeDaemon daemon({"--pool", pool_});
+  Job job(pool_, "planned", {.state_resident = 1});
+  job.UseNodeDaemon();
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  const auto report = [&] {
+    EXPECT_TRUE(job.session().WaitDurable().ok());
+    return CtlJson("report planned --socket " + socket_path());
+  };
+  const auto written = [](const Json& report) {
+    uint64_t bytes = 0;
+    for (const Json& layer : report["layers"]) bytes += layer["bytes_written"].get<uint64_t>();
+    return bytes;
+  };
+  job.SetSchedule();
+  TrainStep(job);
+  const Json before = report();
+  EXPECT_TRUE(before["plan"]["step"]["order_known"]) << before["plan"];
+  EXPECT_TRUE(before["plan"]["comparison"].is_null()) << before["plan"];
+  constexpr uint64_t kMore = 12;
+  for (uint64_t i = 0; i < kMore; ++i) TrainStep(job);
+  const Json after = report();
+  const Json& step = after["plan"]["step"];
+  EXPECT_EQ(written(after) - written(before), kMore * (step["written_bytes"].get<uint64_t>() +
+                                                       step["checkpoint_bytes"].get<uint64_t>()));
+  const Json& comparison = after["plan"]["comparison"];
+  ASSERT_TRUE(comparison.is_object()) << after["plan"];
+  EXPECT_GE(comparison["steps"], 10);
+  EXPECT_EQ(comparison["checkpoints"], comparison["steps"]);
+  // Beside extents there are tables and superblocks.
+  EXPECT_GE(comparison["written_bytes"]["ratio"], 1);
+  EXPECT_LT(comparison["written_bytes"]["ratio"], 2);
+  EXPECT_GE(comparison["read_bytes"]["measured"], step["state_read_bytes"]);
+  EXPECT_LE(comparison["memory_bytes"]["ratio"], 1);
+  EXPECT_GT(comparison["seconds"]["measured"], 0);
+  const std::string text = Ctl("status --interval 0.01 --socket " + socket_path());
+  EXPECT_TRUE(absl::StrContains(text, "steps from ")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "of it on a core")) << text;
+  EXPECT_EQ(Metric(Metrics(), "offloadd_planned_step_bytes{job=\"planned\",op=\"write\"}"),
+            step["written_bytes"].get<double>());
+  job.Close();
+}
+
 // The events of a trace by their types and names, which are pairs where they have to be.
 struct Trace {
   explicit Trace(const std::string& path) : json(Json::parse(ReadAll(path), nullptr, false)) {

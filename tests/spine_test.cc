@@ -476,6 +476,54 @@ TEST_F(SpineTest, ADaemonThatIsKilledAmidSuchUpdatesLeavesTheStepBefore) {
   }
 }
 
+// Assumes of the pool that it gives a byte a second, and judges every step by whatever it shows.
+class SpineReplanTest : public SpineTest {
+ protected:
+  SpineReplanTest() {
+    for (const char* variable : kVariables) setenv(variable, "1", 1);
+  }
+  ~SpineReplanTest() override {
+    for (const char* variable : kVariables) unsetenv(variable);
+  }
+
+ private:
+  static constexpr const char* kVariables[] = {"OFFLOADD_POOL_READ", "OFFLOADD_POOL_WRITE",
+                                               "OFFLOADD_REPLAN", "OFFLOADD_REPLAN_STEPS"};
+};
+
+TEST_F(SpineReplanTest, StepsAreTheSameAfterIt) {
+  for (const char* durability : {"step", "checkpoint:2"}) {
+    Job job(pool_, durability[0] == 's' ? "steps" : "intervals",
+            {.dtype = Dtype::kBFloat16, .durability = durability});
+    ASSERT_NO_FATAL_FAILURE(job.Open());
+    for (int i = 0; i < 4; ++i) job.Step();
+    ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+    job.Close();
+  }
+}
+
+// It is the last thing before a step begins, when the one before it is committed.
+TEST_F(SpineReplanTest, ADaemonThatIsKilledAmidItLeavesTheStepBefore) {
+  const Variant variant = {.dtype = Dtype::kBFloat16};
+  Job job(pool_, "job", variant);
+  setenv("OFFLOADD_FAULT_POINT", "job.replan:1:exit", 1);
+  const absl::Status opened = job.TryOpen();
+  unsetenv("OFFLOADD_FAULT_POINT");
+  ASSERT_TRUE(opened.ok()) << opened;
+  uint64_t steps = 0;
+  for (; job.NumberedStep().ok(); ++steps) ASSERT_LT(steps, 30u) << "nothing was replanned";
+  EXPECT_GE(steps, 1u) << "two judgements";
+  job.Leave();
+  Job after(pool_, "job", variant);
+  after.SkipTo(steps);
+  ASSERT_NO_FATAL_FAILURE(after.Open());
+  EXPECT_EQ(after.info().step, steps);
+  ASSERT_NO_FATAL_FAILURE(after.ExpectEqual());
+  after.Step();
+  ASSERT_NO_FATAL_FAILURE(after.ExpectEqual());
+  after.Close();
+}
+
 TEST_F(SpineTest, SnapshotInsideAnIntervalNamesTheStepThatItFinds) {
   Job job(pool_, "job",
           {.dtype = Dtype::kFloat32,

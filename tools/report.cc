@@ -17,6 +17,7 @@
 #include "proto/pool_path.h"
 #include "tools/command.h"
 #include "tools/daemons.h"
+#include "tools/plan_status.h"
 #include "tools/report_page.h"
 
 namespace offload::tools {
@@ -49,6 +50,12 @@ class ReportCommand : public Command {
     app.add_option("--interval", interval_seconds_,
                    "seconds between two reports that --follow makes")
         ->check(CLI::Range(0.01, 3600.0));
+    app.add_option(
+        "--tokens", operations_.tokens,
+        "of a step, all micro-batches and ranks together: adds an estimate of operations");
+    app.add_option("--peak-gflops", peak_gflops_,
+                   "that the processors could do: adds the share of it that was reached")
+        ->check(CLI::Range(0.001, 1e12));
     daemons_.DefineFlags(app);
   }
 
@@ -56,14 +63,18 @@ class ReportCommand : public Command {
     if (job_.empty())
       return MakeError(ErrorId::kBadValue, "report needs a job",
                        "offloadctl status shows the jobs that run");
+    if (peak_gflops_ > 0 && operations_.tokens == 0)
+      return MakeError(ErrorId::kBadValue, "--peak-gflops without --tokens",
+                       "Say how many tokens a step has");
+    operations_.peak_per_second = peak_gflops_ * 1e9;
     OFFLOAD_ASSIGN_OR_RETURN(const Found found, Find());
     OFFLOAD_ASSIGN_OR_RETURN(JobReport report, Ask(found));
     OFFLOAD_RETURN_IF_ERROR(Save(report));
     if (follow_) OFFLOAD_RETURN_IF_ERROR(Follow(found, report));
     Answer answer;
-    answer.data = DescribeReport(report);
+    answer.data = DescribeReport(report, operations_);
     answer.text = absl::StrCat(report.steps.size(), " records of ", Printable(job_), " up to step ",
-                               report.job.step(), "\n");
+                               report.job.step(), "\n", PlanLines(report.job));
     if (output_.empty()) {
       answer.advice = "Add -o report.html for the page, or --json for the numbers.";
       return answer;
@@ -98,7 +109,7 @@ class ReportCommand : public Command {
     if (output_.empty()) return absl::OkStatus();
     const std::string unfinished = output_ + ".new";
     std::ofstream file(unfinished, std::ios::binary | std::ios::trunc);
-    file << ReportPage(report, MadeAt()) << std::flush;
+    file << ReportPage(report, MadeAt(), operations_) << std::flush;
     std::error_code error;
     if (file.good()) std::filesystem::rename(unfinished, output_, error);
     if (file.good() && !error) return absl::OkStatus();
@@ -133,6 +144,8 @@ class ReportCommand : public Command {
 
   std::string job_, output_, pool_;
   DaemonChoice daemons_;
+  Operations operations_;
+  double peak_gflops_ = 0;
   double interval_seconds_ = 5;
   bool follow_ = false;
 };

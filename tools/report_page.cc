@@ -12,6 +12,7 @@
 #include "absl/strings/str_split.h"
 #include "base/byte_size.h"
 #include "tools/chart.h"
+#include "tools/plan_status.h"
 #include "tools/step_figures.h"
 
 namespace offload::tools {
@@ -205,7 +206,74 @@ std::string Bar(const LayerFigures& layer, double largest_seconds) {
   return absl::StrCat(bar, "</td>");
 }
 
-std::string Layers(const JobReport& report) {
+double OperationsOf(const LayerFigures& layer, const Operations& operations) {
+  return EstimateOperations(layer.matrix_elements, layer.trained_matrix_elements,
+                            operations.tokens);
+}
+
+// Of all records, as the mean of their steps.
+struct OperationsOfStep {
+  double count = 0;
+  double seconds = 0, compute_seconds = 0;
+
+  double PerSecond() const { return seconds > 0 ? count / seconds : 0; }
+  double PerComputeSecond() const { return compute_seconds > 0 ? count / compute_seconds : 0; }
+};
+OperationsOfStep EstimateStep(const JobReport& report, const Operations& operations) {
+  OperationsOfStep step;
+  double steps = 0;
+  for (const v1::StepRecord& record : report.steps) {
+    steps += Steps(record);
+    step.seconds += record.seconds();
+    for (size_t phase = 0; phase < proto::kStepPhases; ++phase)
+      step.compute_seconds += std::max(0.0, ComputeSeconds(record, phase));
+  }
+  if (steps > 0) step.seconds /= steps;
+  if (steps > 0) step.compute_seconds /= steps;
+  for (const LayerFigures& layer : FiguresOfLayers(report.tensors))
+    step.count += OperationsOf(layer, operations);
+  return step;
+}
+
+std::string OperationsTable(const JobReport& report, const Operations& operations) {
+  if (operations.tokens == 0) return "";
+  const OperationsOfStep step = EstimateStep(report, operations);
+  const auto share = [&](double per_second) {
+    return operations.peak_per_second > 0
+               ? absl::StrCat(", ", Percent(per_second / operations.peak_per_second),
+                              " of the peak that was named")
+               : "";
+  };
+  const auto rate = [&](double per_second) {
+    return absl::StrCat(absl::StrFormat("%.4g GFLOP/s", per_second * 1e-9), share(per_second));
+  };
+  return absl::StrCat(
+      "<h2>Operations, estimated</h2>\n<table>\n",
+      Row({absl::StrCat("Of a step of ", operations.tokens, " tokens"),
+           absl::StrFormat("%.4g TFLOP", step.count * 1e-12)}),
+      Row({"Over the whole step", rate(step.PerSecond())}),
+      Row({"Over the time in which ranks did not wait", rate(step.PerComputeSecond())}),
+      "</table>\n<p class=\"note\">Not counted but estimated from the sizes of matrices: six for "
+      "each trained element and token, four for each frozen one. Attention itself and what is "
+      "computed anew are not in it; a table of embeddings, which is only looked up, is.</p>\n");
+}
+
+Json DescribeOperations(const JobReport& report, const Operations& operations) {
+  if (operations.tokens == 0) return nullptr;
+  const OperationsOfStep step = EstimateStep(report, operations);
+  const auto share = [&](double per_second) {
+    return operations.peak_per_second > 0 ? Json(per_second / operations.peak_per_second)
+                                          : Json(nullptr);
+  };
+  return {{"tokens", operations.tokens},
+          {"per_step", step.count},
+          {"per_second", step.PerSecond()},
+          {"per_compute_second", step.PerComputeSecond()},
+          {"utilization", share(step.PerSecond())},
+          {"compute_utilization", share(step.PerComputeSecond())}};
+}
+
+std::string Layers(const JobReport& report, const Operations& operations) {
   std::vector<LayerFigures> layers = FiguresOfLayers(report.tensors);
   std::stable_sort(layers.begin(), layers.end(), [](const LayerFigures& a, const LayerFigures& b) {
     return a.WaitSeconds() > b.WaitSeconds();
@@ -213,15 +281,19 @@ std::string Layers(const JobReport& report) {
   std::string html = "<h2>Layers, by what ranks waited for them</h2>\n";
   if (layers.empty()) return html + "<p>No tensor yet.</p>\n";
   const double largest = layers.front().WaitSeconds();
-  absl::StrAppend(
-      &html, "<table>\n",
-      Row({"layer", "waits", "seconds", "update, late, miss", "read", "written"}, "th"));
+  std::vector<std::string> heading = {"layer", "waits",  "seconds", "update, late, miss",
+                                      "read",  "written"};
+  if (operations.tokens > 0) heading.push_back("GFLOP a step, estimated");
+  absl::StrAppend(&html, "<table>\n", Row(heading, "th"));
   for (size_t i = 0; i < std::min(layers.size(), kLayersShown); ++i) {
     const LayerFigures& layer = layers[i];
     absl::StrAppend(&html, "<tr><td>", EscapeHtml(layer.layer), "</td><td>", layer.waits,
                     "</td><td>", absl::StrFormat("%.3f", layer.WaitSeconds()), "</td>",
                     Bar(layer, largest), "<td>", FormatDecimalBytes(layer.bytes_read), "</td><td>",
-                    FormatDecimalBytes(layer.bytes_written), "</td></tr>\n");
+                    FormatDecimalBytes(layer.bytes_written), "</td>");
+    if (operations.tokens > 0)
+      absl::StrAppendFormat(&html, "<td>%.4g</td>", OperationsOf(layer, operations) * 1e-9);
+    html += "</tr>\n";
   }
   html += "</table>\n";
   if (layers.size() > kLayersShown) {
@@ -231,7 +303,7 @@ std::string Layers(const JobReport& report) {
   return html;
 }
 
-Json DescribeLayers(const JobReport& report) {
+Json DescribeLayers(const JobReport& report, const Operations& operations) {
   Json layers = Json::array();
   for (const LayerFigures& layer : FiguresOfLayers(report.tensors)) {
     layers.push_back({{"layer", layer.layer},
@@ -241,7 +313,10 @@ Json DescribeLayers(const JobReport& report) {
                       {"wait_seconds",
                        {{"update", layer.update_seconds},
                         {"late", layer.late_seconds},
-                        {"miss", layer.miss_seconds}}}});
+                        {"miss", layer.miss_seconds}}},
+                      {"matrix_elements", layer.matrix_elements}});
+    if (operations.tokens > 0)
+      layers.back()["estimated_operations"] = OperationsOf(layer, operations);
   }
   return layers;
 }
@@ -281,27 +356,30 @@ std::vector<LayerFigures> FiguresOfLayers(const std::vector<v1::TensorFigures>& 
     layer.update_seconds += WaitSeconds(tensor, 0);
     layer.late_seconds += WaitSeconds(tensor, 1);
     layer.miss_seconds += WaitSeconds(tensor, 2);
+    layer.matrix_elements += tensor.matrix_elements();
+    if (tensor.trained()) layer.trained_matrix_elements += tensor.matrix_elements();
     for (const uint64_t waits : tensor.waits()) layer.waits += waits;
   }
   return layers;
 }
 
-std::string ReportPage(const JobReport& report, const std::string& made_at) {
+std::string ReportPage(const JobReport& report, const std::string& made_at,
+                       const Operations& operations) {
   const std::string title = absl::StrCat("offloadd: job ", EscapeHtml(report.job.job()));
   return absl::StrCat(
       "<!DOCTYPE html>\n<html lang=\"en\"><head><meta charset=\"utf-8\">\n"
       "<meta name=\"viewport\" content=\"width=device-width\">\n<title>",
       title, "</title><style>", kStyle, "</style></head>\n<body>\n<h1>", title,
       "</h1>\n<p class=\"note\">", EscapeHtml(made_at), "</p>\n", Summary(report),
-      TimeChart(report), TrafficChart(report), PrefetchChart(report), MemoryChart(report),
-      Layers(report),
+      PlanTable(report.job), OperationsTable(report, operations), TimeChart(report),
+      TrafficChart(report), PrefetchChart(report), MemoryChart(report), Layers(report, operations),
       "<p class=\"note\">Phases and waits are the mean of the job's ranks. Where several threads "
       "of "
       "a rank wait at once, each counts. Old steps are shown as the mean of several.</p>\n"
       "</body></html>\n");
 }
 
-Json DescribeReport(const JobReport& report) {
+Json DescribeReport(const JobReport& report, const Operations& operations) {
   Json steps = Json::array();
   for (const v1::StepRecord& record : report.steps) steps.push_back(DescribeRecord(record));
   return {{"job", report.job.job()},
@@ -311,8 +389,10 @@ Json DescribeReport(const JobReport& report) {
           {"bytes_read", report.job.bytes_read()},
           {"bytes_written", report.job.bytes_written()},
           {"figures", DescribeFigures(report.job.figures())},
+          {"plan", DescribePlanStatus(report.job)},
+          {"estimated_operations", DescribeOperations(report, operations)},
           {"steps", std::move(steps)},
-          {"layers", DescribeLayers(report)}};
+          {"layers", DescribeLayers(report, operations)}};
 }
 
 }  // namespace offload::tools

@@ -24,14 +24,22 @@ struct LayerFigures {
   uint64_t bytes_read = 0, bytes_written = 0;
   double update_seconds = 0, late_seconds = 0, miss_seconds = 0;  // ranks waited, by cause
   uint64_t waits = 0;
+  uint64_t matrix_elements = 0, trained_matrix_elements = 0;
 
   double WaitSeconds() const { return update_seconds + late_seconds + miss_seconds; }
 };
 std::vector<LayerFigures> FiguresOfLayers(const std::vector<proto::v1::TensorFigures>& tensors);
 
+// What the estimate of operations takes from who asks for it (plan_status.h, EstimateOperations).
+struct Operations {
+  uint64_t tokens = 0;         // of a step, all micro-batches and ranks together; 0: no estimate
+  double peak_per_second = 0;  // that the processors could do; 0: not known
+};
+
 // `made_at`: when it was made, as the page says it.
-std::string ReportPage(const JobReport& report, const std::string& made_at);
+std::string ReportPage(const JobReport& report, const std::string& made_at,
+                       const Operations& operations = {});
 // The same as numbers.
-Json DescribeReport(const JobReport& report);
+Json DescribeReport(const JobReport& report, const Operations& operations = {});
 
 }  // namespace offload::tools

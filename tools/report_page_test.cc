@@ -121,6 +121,27 @@ TEST(ReportPageTest, NumbersAreTheSameAsJson) {
   EXPECT_EQ(report["layers"][1]["wait_seconds"]["late"], 4);
 }
 
+TEST(ReportPageTest, OperationsAreEstimatedWhereTokensAreNamed) {
+  JobReport report = Sample();
+  report.tensors[0].set_matrix_elements(1'000'000);
+  report.tensors[0].set_trained(true);
+  report.tensors[2].set_matrix_elements(500'000);
+  EXPECT_TRUE(DescribeReport(report)["estimated_operations"].is_null());
+  EXPECT_FALSE(absl::StrContains(ReportPage(report, "now"), "FLOP"));
+  const Operations asked = {.tokens = 1000, .peak_per_second = 8e9};
+  const Json described = DescribeReport(report, asked);
+  // 6 and 4 for each; six steps take 13 seconds, of which 18 % are waits.
+  EXPECT_DOUBLE_EQ(described["estimated_operations"]["per_step"], 8e9);
+  EXPECT_NEAR(described["estimated_operations"]["per_second"], 8e9 * 6 / 13, 1);
+  EXPECT_NEAR(described["estimated_operations"]["utilization"], 6.0 / 13, 1e-9);
+  EXPECT_NEAR(described["estimated_operations"]["compute_utilization"], 6.0 / 13 / 0.82, 1e-9);
+  EXPECT_DOUBLE_EQ(described["layers"][1]["estimated_operations"], 2e9);
+  const std::string page = ReportPage(report, "now", asked);
+  ExpectBalanced(page);
+  EXPECT_TRUE(absl::StrContains(page, "estimated from the sizes of matrices"));
+  EXPECT_TRUE(absl::StrContains(page, "46.2 % of the peak that was named"));
+}
+
 TEST(LayerOfTest, EndsWithTheFirstNumberOrBeforeTheLastPart) {
   EXPECT_EQ(LayerOf("model.layers.31.self_attn.q_proj.weight"), "model.layers.31");
   EXPECT_EQ(LayerOf("0.weight"), "0");

@@ -1,5 +1,6 @@
 // offloadctl status: daemons, their jobs, and what these do.
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -11,6 +12,7 @@
 #include "base/status_macros.h"
 #include "tools/command.h"
 #include "tools/daemons.h"
+#include "tools/plan_status.h"
 #include "tools/step_figures.h"
 
 namespace offload::tools {
@@ -114,6 +116,9 @@ Json Describe(const proto::v1::JobStatus& job, const Rates& rates) {
           {"figures", DescribeFigures(job.figures())},
           {"updates_ahead",
            {{"used", job.updates_ahead().used()}, {"lost", job.updates_ahead().lost()}}},
+          {"plan", DescribePlanStatus(job)},
+          {"compute",
+           {{"seconds", job.compute().seconds()}, {"core_seconds", job.compute().core_seconds()}}},
           {"io_engine", job.io_engine()},
           {"devices", DescribeDevices(job)},
           {"errors", DescribeErrors(job)},
@@ -144,6 +149,15 @@ std::string Line(const proto::v1::JobStatus& job, const Rates& rates) {
       FormatBytes(job.ram_bytes()), FormatBytes(job.resident_bytes()), rates.read * 1e-9,
       rates.written * 1e-9, FormatDecimalBytes(job.bytes_read()),
       FormatDecimalBytes(job.bytes_written()), Printable(job.io_engine()), Printable(job.pool()));
+}
+
+// What the daemon's threads lack is what others took who computed meanwhile.
+std::string ComputeLine(const proto::v1::JobStatus& job) {
+  const proto::v1::ComputeTime& compute = job.compute();
+  if (compute.seconds() <= 0) return "";
+  return absl::StrFormat("compute %s  %.3g s of update threads, %.0f%% of it on a core\n",
+                         Printable(job.job()), compute.seconds(),
+                         100 * std::min(1.0, compute.core_seconds() / compute.seconds()));
 }
 
 // One line for each of several ranks.
@@ -210,7 +224,8 @@ class StatusCommand : public Command {
     for (const proto::v1::JobStatus& job : reply.jobs()) {
       const Rates rates = RatesOf(answers, job);
       daemon["jobs"].push_back(Describe(job, rates));
-      absl::StrAppend(&answer.text, Line(job, rates), RankLines(job), ErrorLine(job));
+      absl::StrAppend(&answer.text, Line(job, rates), PlanLines(job), ComputeLine(job),
+                      RankLines(job), ErrorLine(job));
       for (const proto::v1::DeviceStatus& device : job.devices()) answer.text += Line(device);
     }
     answer.data["daemons"].push_back(std::move(daemon));

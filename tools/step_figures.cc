@@ -75,6 +75,7 @@ Json DescribeRecord(const proto::v1::StepRecord& record) {
                     {"seconds", record.seconds()},
                     {"bytes_read", record.bytes_read()},
                     {"bytes_written", record.bytes_written()},
+                    {"commits", record.commits()},
                     {"resident_bytes", record.resident_bytes()}};
   described.update(DescribeFigures(record.figures()));
   return described;

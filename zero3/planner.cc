@@ -13,6 +13,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "proto/planned_traffic.h"
 #include "proto/shm_abi.h"
 #include "zero3/keep_order.h"
 
@@ -509,41 +510,24 @@ void Count(const PlanInput& input, Plan& plan) {
     plan.trainable_count += tensor.element_count;
     plan.gradient_bytes += tensor.element_count * proto::DtypeBytes(tensor.dtype);
   }
-  uint64_t read = 0, further = 0;
-  uint64_t written = 0, left = 0;  // by every step, and what stays in memory
   for (size_t i = 0; i < catalogue.store_tensors.size(); ++i) {
     const proto::StoreTensor& tensor = catalogue.store_tensors[i];
     const uint64_t weight_bytes = proto::WeightSlotBytes(tensor);
-    const bool resident = plan.memory.weight_resident[i];
-    if (resident) plan.resident_weight_bytes += weight_bytes;
-    uint64_t state_bytes = 0, paged_state_bytes = 0, tie_bytes = 0;
+    if (plan.memory.weight_resident[i]) plan.resident_weight_bytes += weight_bytes;
+    uint64_t state_bytes = 0, tie_bytes = 0;
     for (uint32_t extent = 0; extent < proto::ExtentCount(tensor.element_count); ++extent) {
-      const uint64_t bytes = proto::StateBytes(tensor, extent);
-      state_bytes += bytes;
-      if (extent >= plan.memory.state_resident[i]) paged_state_bytes += bytes;
+      state_bytes += proto::StateBytes(tensor, extent);
       tie_bytes += PaddedBytes(tensor.planes.Bytes(
           proto::Plane::kTies, proto::ExtentElements(tensor.element_count, extent)));
     }
     plan.state_bytes += weight_bytes + state_bytes;
     plan.store_bytes += 2 * (weight_bytes + state_bytes + tie_bytes);
-    // A paged weight is read with the update that the next forward shares, and once more for
-    // backward.
-    const uint64_t weight_reads = resident ? 0 : 2 * weight_bytes;
-    read += weight_reads + paged_state_bytes;
-    further += weight_reads;
-    if (!tensor.trainable) continue;
-    written += paged_state_bytes + (resident ? 0 : weight_bytes);
-    left += state_bytes - paged_state_bytes + (resident ? weight_bytes : 0);
   }
-  for (size_t i = 0; i < catalogue.tensors.size(); ++i) {
-    const GradientHome home = plan.memory.gradients[i].home;
-    if (home != GradientHome::kScratch && home != GradientHome::kSlabScratch) continue;
-    const uint64_t bytes = PaddedBytes(catalogue.tensors[i].element_count *
-                                       proto::DtypeBytes(catalogue.tensors[i].dtype));
-    read += bytes;
-    written += bytes;
-    further += 2 * bytes;
-  }
+  const proto::StepTraffic step = proto::PlanTraffic(catalogue, plan.memory, /*touches=*/{});
+  const uint64_t read = step.ReadBytes(), written = step.WrittenBytes();
+  const uint64_t left = step.checkpoint_bytes;
+  const uint64_t further =
+      step.weight_read_bytes + step.gradient_read_bytes + step.gradient_written_bytes;
   const double parameters = static_cast<double>(std::max<uint64_t>(plan.parameter_count, 1));
   plan.read_bytes_per_parameter = read / parameters;
   const uint64_t steps = input.durability.steps;
