@@ -27,13 +27,14 @@ def main():
 
     job = given.job or os.environ.get("OFFLOADD_JOB") or os.path.splitext(os.path.basename(given.script))[0]
     options = {"nvme_path": given.nvme_path, "ram": given.ram, "job": job, "config": given.config}
-    untouched.begin({key: value for key, value in options.items() if value is not None})
+    watch = untouched.begin({key: value for key, value in options.items() if value is not None})
     sys.argv = [given.script, *given.arguments]
     if given.module:
         runpy.run_module(given.script, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
         runpy.run_path(given.script, run_name="__main__")
+    watch.tell_at_the_end()
 
 
 if __name__ == "__main__":

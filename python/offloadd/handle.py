@@ -371,25 +371,31 @@ class Handle:
                 raise Error.of(1604, f"the optimizer's moments are in job {former}, and this is a new one",
                                f"Attach to job {former}, or make a new optimizer")
             recipes.append(recipe_of(optimizer))
-        kinds = {recipe.kind for recipe in recipes}
+        kinds = {recipe.kind for recipe in recipes if not recipe.is_foreign} or {Foreign.kind}
         if len(kinds) > 1:
             raise Error.of(1604, f"one job with optimizers of several kinds ({', '.join(sorted(kinds))})",
-                           "Use optimizers of one kind for all parts of a job, or a job for each")
+                           "Use optimizers of one kind for all parts of a job, give each model a job of its own, or attach one of the optimizers: "
+                           "the other goes on in this process, with what it keeps in memory")
         self._check_once()
         named = _with_strangers(_names_of(models), self.optimizers)
         buffers = _buffers_of(models)
-        if any(recipe.is_foreign for recipe in recipes) and self._engine.step_count() > 0:
-            raise Error.of(1604, f"the job is at step {self._engine.step_count()}, but what {recipes[0].name} keeps is in memory and is not "
+        foreign = [recipe.name for recipe in recipes if recipe.is_foreign]
+        if foreign and self._engine.step_count() > 0:
+            raise Error.of(1604, f"the job is at step {self._engine.step_count()}, but what {foreign[0]} keeps is in memory and is not "
                                  "part of it", "Begin a new job with the saved weights, or use AdamW, Adam, SGD, Adagrad or RMSprop of torch.optim")
         parts = [recipe.part(self, optimizer) for optimizer, recipe in zip(self.optimizers, recipes)]
-        values = [row for part in parts for row in part.group_values()]
+        self._kind = kinds.pop()
+        values = [row for part in parts if not part.is_foreign for row in part.group_values()]
+        # What an optimizer that runs in this process says to the daemon: a step of nothing.
+        self._idle_values = values[0] if values else [0.0] * len(Engine.parameters_of(self._kind))
+        values = values or [self._idle_values]
         unfrozen = _to_unfreeze(named, unfreeze)
         for parameter in unfrozen:
             parameter.requires_grad_(True)
         try:
             self._identities = {id(parameter) for _, parameter in named}
             self._engine.attach([name for name, _ in named], [parameter for _, parameter in named],
-                                [name for name, _ in buffers], [buffer for _, buffer in buffers], recipes[0].kind, values)
+                                [name for name, _ in buffers], [buffer for _, buffer in buffers], self._kind, values)
             for part in parts:
                 self._take_what_was_kept(part)
             self._read_mark()
@@ -444,8 +450,7 @@ class Handle:
     def commit(self):
         """A step of an optimizer that runs in this process."""
         self._settle()
-        kind = Foreign.kind
-        self._running().apply(kind, [[]], [[0.0] * len(Engine.parameters_of(kind))])
+        self._running().apply(self._kind, [[]], [self._idle_values])
 
     def _settle(self):
         """Before a step: what was put in the place of the job's tensors."""

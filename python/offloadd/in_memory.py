@@ -10,7 +10,7 @@ import torch
 
 from . import pickled, served, universal
 from .library import Engine
-from .optimizer import recipe_of
+from .optimizer import recipe_of, step_function, swap_class
 
 
 class _WithMasters:
@@ -87,7 +87,7 @@ class Masters:
             if self._is_written(parameter, master):
                 master.copy_(parameter)
             master.grad = None if parameter.grad is None else parameter.grad.float()
-        self._optimizer.step()
+        step_function(type(self._optimizer))(self._optimizer)  # without torch's hooks, which were called for the script's own
         for parameter, master in self._pairs(optimizer):
             if master is not parameter and master.grad is not None:
                 parameter.copy_(master)
@@ -167,7 +167,7 @@ class Handle:
                 cls = type(optimizer)
                 optimizer._masters = Masters(cls, optimizer)
                 optimizer._step_supports_amp_scaling = False
-                optimizer.__class__ = _class_with_masters(cls)
+                swap_class(optimizer, _class_with_masters(cls))
             depth = []  # a step() that calls that of its base class is one step
             optimizer.register_step_pre_hook(lambda *_, depth=depth: depth.append(0))
             optimizer.register_step_post_hook(lambda *_, depth=depth: self._count(depth))

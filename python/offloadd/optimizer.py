@@ -27,6 +27,11 @@ def number(value):
     return float(value.item() if isinstance(value, torch.Tensor) else value)
 
 
+def _is_narrow_number(value):
+    """A number of numpy 2 that is not as wide as Python's: what is computed with it has its width, too."""
+    return type(value).__module__ == "numpy" and not isinstance(value, float) and value.dtype.kind == "f" and type(value * 1.0) is type(value)
+
+
 def is_table(parameter):
     """Whether it is frozen and of whole numbers: it stays in memory, and no optimizer does anything with it."""
     return not parameter.requires_grad and not parameter.is_floating_point() and not parameter.is_complex()
@@ -69,7 +74,8 @@ _SERVED = {
 }
 
 
-def _step_function(cls):
+def step_function(cls):
+    """Its step(), without what torch and others have put around it."""
     function = cls.step
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -80,10 +86,10 @@ def _refuse(what, fix):
     raise Error.of(1604, what, fix)
 
 
-def _base_of(cls):
+def served_class_of(cls):
     """The class of the table whose step() it has, None when it has another one."""
     base = next((known for known in cls.__mro__ if known in _SERVED), None)
-    return base if base is not None and _step_function(cls) is _step_function(base) else None
+    return base if base is not None and step_function(cls) is step_function(base) else None
 
 
 @functools.cache
@@ -102,7 +108,7 @@ def _has_own_roots(base, optimizer):
 
 
 def recipe_of(optimizer):
-    base = _base_of(type(optimizer))
+    base = served_class_of(type(optimizer))
     return Foreign(optimizer) if base is None or _has_own_roots(base, optimizer) else Recipe(optimizer)
 
 
@@ -124,7 +130,7 @@ class Recipe:
     is_foreign = False
 
     def __init__(self, optimizer):
-        base = _base_of(type(optimizer))
+        base = served_class_of(type(optimizer))
         self.name = base.__name__
         self.kind_of, self._values_of, self.counts = _SERVED[base]
         kinds = {self.kind_of(group) for group in optimizer.param_groups}
@@ -144,9 +150,22 @@ class Recipe:
             _refuse("SGD with fused=True", "Leave fused out: the daemon's SGD is that of the ordinary one, bit for bit")
         if self.kind_of(group) != self.kind:
             _refuse(f"{self.name} whose kind of weight decay changes", "Use one kind of weight decay in all groups")
+        self._check_types(group)
         values = self._values_of(group)
         values["maximize"] = bool(group.get("maximize"))
         return [number(values[name]) for name in self.parameters]
+
+    def _check_types(self, group):
+        """torch's loops compute with what they are given; its fused kernels, and the rates of SGD and RMSprop, take everything as a double."""
+        if group.get("fused"):
+            return
+        for name, value in group.items():
+            if name == "params" or (self.kind in ("sgd", "rmsprop") and name in ("lr", "weight_decay")):
+                continue
+            for each in value if isinstance(value, (tuple, list)) else (value,):
+                if _is_narrow_number(each) or (isinstance(each, torch.Tensor) and name != "lr"):
+                    what = "tensors" if isinstance(each, torch.Tensor) else f"a {each.dtype} of numpy"
+                    _refuse(f"{self.name} with {name} given as {what}, which rounds what torch's loop computes with it", f"Write float({name})")
 
     def planes(self, values):
         return Engine.planes_of(self.kind, values)
@@ -157,7 +176,55 @@ class Recipe:
 
 def _refuse_write(*_, **__):
     _refuse("the optimizer's state is in the store of the job, and cannot be written from here",
-            "Begin a new job to start without moments; lr and other options are in param_groups")
+            "Change it in what state_dict() gives, and load_state_dict() that; lr and other options are in param_groups")
+
+
+class ShownState(torch.Tensor):
+    """A copy of what is in the store: an ordinary tensor for whoever reads it, OFD-1604 for whoever writes into it."""
+
+    @staticmethod
+    def of(values):
+        with torch.inference_mode():  # whose tensors torch refuses to write
+            return values.clone().as_subclass(ShownState)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in _ALIASES:
+            return args[0]
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = function(*args, **(kwargs or {}))
+                if isinstance(result, (tuple, list)):
+                    return type(result)(map(_shown, result)) if type(result) in (tuple, list) else result
+                return _shown(result)
+        except RuntimeError as error:
+            if "Inplace update to inference tensor" not in str(error):
+                raise
+        _refuse_write()
+
+    def __repr__(self, *, tensor_contents=None):
+        return repr(self.clone())
+
+    def __format__(self, form):
+        return format(self.clone(), form)
+
+    def __reduce_ex__(self, protocol):
+        return self.clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        return self.clone()
+
+
+_ALIASES = {torch.Tensor.data.__get__, torch.Tensor.detach}  # which torch would let be written
+
+
+def _shown(result):
+    """Of something that was made of a ShownState: views of it are as it is."""
+    if isinstance(result, torch.Tensor):
+        return result.as_subclass(ShownState) if result.is_inference() and not isinstance(result, ShownState) else result
+    if hasattr(result, "flags"):  # numpy
+        result.flags.writeable = False
+    return result
 
 
 class ParameterState(dict):
@@ -171,9 +238,7 @@ class ParameterState(dict):
         value = super().__getitem__(key)
         if value is not None:
             return value
-        gathered = self._gather(key)
-        with torch.inference_mode():
-            given = gathered.clone()
+        given = ShownState.of(self._gather(key))
         self._given[key] = weakref.ref(given)
         return given
 
@@ -362,6 +427,21 @@ def _is_same(value, other):
     return value.dtype == other.dtype and torch.equal(value, other)
 
 
+def swap_class(optimizer, cls):
+    """The instance's class becomes one with another step()."""
+    wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's, made before: it would call the step of the former class
+    optimizer.__class__ = cls
+    if wrapped is not None:
+
+        @functools.wraps(cls.step)
+        def again(*args, **kwargs):
+            return cls.step(optimizer, *args, **kwargs)
+
+        again._wrapped_by_lr_sched = True  # the mark that torch's schedulers look for
+        again.__func__ = cls.step
+        optimizer.step = again
+
+
 def _check_own_step(optimizer):
     """A step that somebody put on the instance would not reach the daemon."""
     own = optimizer.__dict__.get("step")
@@ -389,10 +469,6 @@ class ForeignPart:
     def __init__(self, handle, optimizer, name):
         self.handle, self.optimizer, self.name = handle, optimizer, name
         self._depth = 0
-
-    def group_values(self):
-        parameters = Engine.parameters_of(Foreign.kind)
-        return [[0.0] * len(parameters)]
 
     def swap(self):
         self.optimizer._offload_part = self
@@ -433,21 +509,10 @@ class Part:
     def swap(self):
         """From now on the instance is ours."""
         optimizer = self.optimizer
-        wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's, made before us: it would call the step of torch
-        optimizer.__class__ = _offloaded_class(type(optimizer))
+        swap_class(optimizer, _offloaded_class(type(optimizer)))
         optimizer._offload_part = self
         optimizer._step_supports_amp_scaling = False  # else GradScaler leaves infinities and the scale to a fused step
         optimizer.__dict__["state"] = self._state
-        if wrapped is not None:
-            step = type(optimizer).step
-
-            @functools.wraps(step)
-            def again(*args, **kwargs):
-                return step(optimizer, *args, **kwargs)
-
-            again._wrapped_by_lr_sched = True  # the mark that torch's schedulers look for
-            again.__func__ = step
-            optimizer.step = again
         self._checked = len(optimizer.param_groups)
 
     def release(self):

@@ -2,6 +2,7 @@
 of, with all optimizers that were made. Hugging Face's Trainer is attached by its callback."""
 
 import functools
+import gc
 import logging
 import sys
 import weakref
@@ -9,17 +10,40 @@ import weakref
 import torch
 
 from . import handle as handles
+from .optimizer import recipe_of, served_class_of
 
 _log = logging.getLogger("offloadd")
 
 
+def _run_closure_first(optimizer):
+    """step(closure), with the first forward pass in the closure (Lightning): the step has to be that of the class which the optimizer has behind
+    it. torch's own run the closure once, before anything else."""
+    of = weakref.ref(optimizer)
+
+    @functools.wraps(type(optimizer).step)
+    def step(closure=None, **others):
+        optimizer = of()
+        optimizer._opt_called = True  # what torch's schedulers look for
+        if closure is None:
+            return type(optimizer).step(optimizer, **others)
+        with torch.enable_grad():
+            loss = closure()
+        return type(optimizer).step(optimizer, lambda: loss, **others)
+
+    step._wrapped_by_lr_sched = True
+    step.__func__ = type(optimizer).step
+    optimizer.step = step
+
+
 class Watch:
-    """Sees optimizers being made, and waits for the first forward pass."""
+    """Sees optimizers being made, and waits for the first forward pass with a parameter of one."""
 
     def __init__(self, options):
         self.options = options
         self._order = []
         self._forward = None
+        self._jobs = 0
+        self._attaches_itself = False  # the script
 
     def begin(self):
         original = torch.optim.Optimizer.__init__
@@ -36,7 +60,9 @@ class Watch:
         """An optimizer that was just made."""
         self._tell_of_late(optimizer)
         self._order.append(weakref.ref(optimizer))
-        if self._forward is None and not handles.handles():
+        if served_class_of(type(optimizer)) is not None:
+            _run_closure_first(optimizer)
+        if self._forward is None:
             self._forward = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
 
     @staticmethod
@@ -52,19 +78,57 @@ class Watch:
         alive = [each() for each in self._order]
         return [each for each in alive if each is not None and not hasattr(each, "_offload_part")]
 
+    @staticmethod
+    def of_one_job(optimizers):
+        """Those that one job can have. The others go on as they are: those of another kind, and those around or inside of one that runs in
+        this process (sharpness-aware ones hold another optimizer for the same parameters)."""
+        chosen, kind, in_process = [], None, set()
+        for optimizer in optimizers:
+            recipe = recipe_of(optimizer)
+            mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if mine & in_process or (not recipe.is_foreign and kind not in (None, recipe.kind)):
+                _log.warning("offloadd: a %s goes on beside the optimizers of the job: what it keeps stays in memory, and its steps are not part "
+                             "of the job", type(optimizer).__name__)
+                continue
+            if recipe.is_foreign:
+                in_process |= mine
+            else:
+                kind = recipe.kind
+            chosen.append(optimizer)
+        return chosen
+
+    def options_of_next(self):
+        """Of the next job of this process: a script that trains several models, one after the other, has a job for each."""
+        self._jobs += 1
+        job = self.options.get("job")
+        return self.options if self._jobs == 1 or job is None else {**self.options, "job": f"{job}-{self._jobs}"}
+
+    def tell_at_the_end(self):
+        """A script may train without ever calling a module: then nothing is offloaded."""
+        if self._order and not self._jobs and not self._attaches_itself:
+            _log.warning("offloadd: nothing was offloaded: no forward pass of a torch.nn.Module with parameters of an optimizer was seen. "
+                         "Call offloadd.attach(model, optimizer, …) in the script")
+
     def _before_forward(self, module, inputs):
-        if not torch.is_grad_enabled() or not module.training:
+        if not torch.is_grad_enabled() or torch.jit.is_tracing():
             return
         optimizers = self.made()
         mine = {id(parameter) for parameter in module.parameters()}
-        is_attached = bool(handles.handles())
-        if not is_attached and not any(id(p) in mine for each in optimizers for group in each.param_groups for p in group["params"]):
+        if optimizers and not any(id(p) in mine for each in optimizers for group in each.param_groups for p in group["params"]):
             return
         self._forward.remove()
         self._forward = None
-        if is_attached:
+        if not optimizers:
+            self._attaches_itself = True
             return
-        handle = handles.attach(module, optimizers, **self.options)
+        if handles.handles():
+            gc.collect()  # models of before
+        open_handles = handles.handles()
+        if open_handles:
+            if not any(mine & handle.identities() for handle in open_handles):
+                _log.warning("offloadd: a %s is trained beside the model of job %s: it stays in memory", type(module).__name__, open_handles[0].job)
+            return
+        handle = handles.attach(module, self.of_one_job(optimizers), **self.options_of_next())
         if handle.step:
             _log.warning("offloadd: job %s continues after %d steps", handle.job, handle.step)
 
@@ -95,11 +159,13 @@ class _WhenImported:
 
 
 def begin(options):
-    Watch(options).begin()
-    sys.meta_path.insert(0, _WhenImported("transformers.trainer", lambda: watch_trainer(options)))
+    watch = Watch(options)
+    watch.begin()
+    sys.meta_path.insert(0, _WhenImported("transformers.trainer", lambda: watch_trainer(watch)))
+    return watch
 
 
-def watch_trainer(options):
+def watch_trainer(watch):
     """transformers.trainer was just executed: a Trainer that is made gets the callback. The package is complete by then."""
     module = sys.modules["transformers.trainer"]
     original = module.Trainer.__init__
@@ -110,6 +176,6 @@ def watch_trainer(options):
         from .trainer import TrainerCallback, callback_of
 
         if callback_of(self) is None:
-            self.add_callback(TrainerCallback(**options))
+            self.add_callback(TrainerCallback(**watch.options_of_next()))
 
     module.Trainer.__init__ = initialise

@@ -447,6 +447,92 @@ def untouched_script(run):
     return told, arguments, attached == run.offloaded
 
 
+SEVERAL = """
+import json, torch
+told = []
+
+def train(model, *optimizers):
+    for step in range(3):
+        loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(loss.item())
+    return [hasattr(optimizer, "_offload_part") for optimizer in optimizers]
+
+def fold(n):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4)).eval()
+    adamw = torch.optim.AdamW(model.parameters() if n < 2 else model[0].parameters(), 1e-2, fused=True)
+    return train(model, adamw, *([torch.optim.SGD(model[2].parameters(), 0.1, momentum=0.9)] if n == 2 else []))
+
+print(json.dumps([told, [fold(n) for n in range(3)]]))
+"""
+
+LIGHTNING = """
+import json, sys, torch, lightning
+torch.manual_seed(0)
+told = []
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+
+    def training_step(self, batch, index):
+        loss = self.layers(batch).pow(2).mean()
+        told.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+module = Module()
+trainer = lightning.Trainer(accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False,
+                            enable_checkpointing=False, gradient_clip_val=0.1)
+trainer.fit(module, torch.utils.data.DataLoader(torch.randn(12, 16), 4))
+told.append([p.tolist() for p in module.parameters()])
+print(json.dumps([told, hasattr(trainer.optimizers[0], "_offload_part")]))
+"""
+
+WITHOUT_A_MODULE = """
+import torch
+weight = torch.nn.Parameter(torch.ones(4))
+optimizer = torch.optim.SGD([weight], 0.1)
+weight.sum().backward()
+optimizer.step()
+"""
+
+
+@case(types=("fp32",), memory=("floor",))
+def untouched_script_that_trains_several_models(run):
+    """One after the other, in eval mode: each has a job of its own, and begins anew; the last has optimizers of two kinds, and one of them
+    goes on in memory."""
+    launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
+    told, attached = json.loads(start(run, SEVERAL, launcher=launcher).communicate()[0].splitlines()[-1])
+    return told, attached == [[run.offloaded], [run.offloaded], [run.offloaded, False]]
+
+
+@case(types=("fp32",), memory=("floor",))
+def untouched_script_with_lightning(run):
+    """Which runs the first forward pass inside of the first step()."""
+    launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
+    told, attached = json.loads(start(run, LIGHTNING, launcher=launcher).communicate()[0].splitlines()[-1])
+    return told, attached == run.offloaded
+
+
+@case(types=("fp32",), memory=("floor",))
+def untouched_script_without_a_module_is_told_of(run):
+    if run.offloaded:
+        with open(path := os.path.join(run.folder, "script.py"), "w", encoding="utf-8") as file:
+            file.write(WITHOUT_A_MODULE)
+        done = subprocess.run([sys.executable, "-m", "offloadd", "--pool", run.folder, "--ram", "128MiB", path], capture_output=True, text=True,
+                              check=True)
+        assert "nothing was offloaded" in done.stderr, done.stderr
+
+
 def wait_for_the_end(process):
     """Of a daemon."""
     until = time.monotonic() + 60

@@ -1,13 +1,16 @@
 """Optimizers, gradients, schedulers, clipping: the loops that people write."""
 
 import copy
+import io
 import logging
 import os
 import sys
 
+import numpy
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim import lr_scheduler as schedulers
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from battery import Transformer, case, main
 
@@ -63,6 +66,11 @@ trains(lambda p: SGD(p, torch.tensor(0.1), momentum=0.9, foreach=True))("sgd_for
 REFUSED = {"refused": 1604, "types": ("fp32",), "memory": ("floor",)}
 trains(lambda p: SGD(p, 0.1, differentiable=True), **REFUSED)("differentiable_is_refused")
 trains(lambda p: SGD(p, 0.1, fused=True), **REFUSED)("sgd_fused_is_refused")
+trains(lambda p: AdamW(p, 1e-3, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False), **REFUSED)("betas_as_tensors_are_refused")
+# torch computes with such a rate in fp32, where the optimizer is not a fused one.
+trains(lambda p: AdamW(p, numpy.float32(3e-3)), **REFUSED)("rate_of_numpy_is_refused")
+trains(lambda p: AdamW(p, numpy.float32(3e-3), fused=True), types=("fp32",))("rate_of_numpy_fused")
+trains(lambda p: SGD(p, numpy.float32(0.1), momentum=0.9), types=("fp32",))("rate_of_numpy_sgd")
 
 
 class OwnStep(AdamW):
@@ -151,6 +159,36 @@ def job_of_an_optimizer_in_this_process_is_not_resumed(run):
         handle.close()
 
 
+def beside_adamw(run, **options):
+    """Muon for matrices, which runs in this process, and AdamW for the rest."""
+    model = run.model()
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if not any(p is each for each in matrices)]
+    optimizers = [torch.optim.Muon(matrices, 1e-2), AdamW(rest, 1e-3, fused=True)]
+    handle = run.attach(model, optimizers, **options)
+    told = []
+    for step in range(3):
+        loss = run.loss(model, step)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(loss.item())
+    return told, handle, [optimizer.state_dict()["state"] for optimizer in optimizers]
+
+
+@case
+def optimizer_in_this_process_beside_adamw(run):
+    told, handle, states = beside_adamw(run)
+    return told, handle.step, states
+
+
+@case(refused=1604, types=("fp32",), memory=("floor",))
+def job_with_an_optimizer_in_this_process_is_not_resumed(run):
+    for _ in range(2):
+        beside_adamw(run, job="both")[1].close()
+
+
 @case
 def subclass_without_step(run):
     model = run.model()
@@ -176,6 +214,38 @@ def writing_the_state_is_refused(run):
     run.attach(model, optimizer)
     run.train(model, optimizer)
     optimizer.state[model.head.weight]["momentum_buffer"] = torch.zeros(1)
+
+
+def state_written(name, write):
+    def function(run):
+        model = run.model()
+        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        run.attach(model, optimizer)
+        run.train(model, optimizer)
+        write(optimizer.state[model.head.weight]["momentum_buffer"])
+
+    function.__name__ = f"writing_the_state_{name}_is_refused"
+    case(function, **REFUSED)
+
+
+state_written("in_place", lambda state: state.mul_(0.5))
+state_written("through_data", lambda state: state.data.zero_())
+state_written("through_a_view", lambda state: state.detach()[1:].zero_())
+
+
+@case(types=("fp32",))
+def state_is_read_as_any_tensor(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    state = optimizer.state[model.norm.weight]["exp_avg"]
+    optimizer.state[model.norm.weight]["exp_avg"] = state.to("cpu")
+    file = io.BytesIO()
+    torch.save([state, state[2:4]], file)
+    file.seek(0)
+    return [repr(state), f"{state[0]:.6f}", state.tolist(), state.numpy().sum().item(), state + 1, state.norm(), torch.stack([state, state]), len(state),
+            copy.deepcopy(state), torch.load(file), state.view(-1, 2).sum(0), [each.item() for each in state.unbind()], state.shape]
 
 
 @case(refused=1604, types=("fp32",), memory=("floor",))
@@ -327,7 +397,7 @@ def optimizer_in_memory_for_the_rest(run):
 # ---- Schedulers, closures, hooks ---------------------------------------------------------------
 
 
-def scheduled(make, name, before=False):
+def scheduled(make, name, before=False, types=("fp32",)):
     def function(run):
         model = run.model()
         optimizer = AdamW(model.parameters(), 1e-3, fused=True)
@@ -340,13 +410,13 @@ def scheduled(make, name, before=False):
         return run.train(model, optimizer, steps=5, scheduler=scheduler), scheduler.state_dict()["last_epoch"]
 
     function.__name__ = name
-    case(function, types=("fp32",))
+    case(function, types=types)
 
 
 scheduled(lambda o: schedulers.LambdaLR(o, lambda e: 1 / (1 + e)), "lambda_lr")
 scheduled(lambda o: schedulers.LambdaLR(o, lambda e: 1 / (1 + e)), "lambda_lr_made_before", before=True)
 scheduled(lambda o: schedulers.CosineAnnealingLR(o, 5), "cosine")
-scheduled(lambda o: schedulers.CosineAnnealingLR(o, 5), "cosine_made_before", before=True)
+scheduled(lambda o: schedulers.CosineAnnealingLR(o, 5), "cosine_made_before", before=True, types=("fp32", "bf16"))
 scheduled(lambda o: schedulers.OneCycleLR(o, 1e-2, total_steps=7), "one_cycle_changes_betas")
 scheduled(lambda o: schedulers.OneCycleLR(o, 1e-2, total_steps=7), "one_cycle_made_before", before=True)
 scheduled(lambda o: schedulers.SequentialLR(o, [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.StepLR(o, 1, 0.5)], [2]), "sequential")
@@ -405,6 +475,19 @@ def step_hooks(run):
     run.attach(model, optimizer)
     optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append("after"))
     return run.train(model, optimizer), seen
+
+
+@case(types=("bf16",))
+def step_hooks_of_all_optimizers(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    seen = []
+    hook = register_optimizer_step_post_hook(lambda o, args, kwargs: seen.append(type(o).__name__))
+    try:
+        return run.train(model, optimizer), seen
+    finally:
+        hook.remove()
 
 
 @case(types=("fp32",))

@@ -18,60 +18,12 @@ from ..errors import Error
 from ..library import is_disabled
 from . import comm, schedules, setup
 from .adam import DeepSpeedCPUAdam
+from .files import LATEST, STATE, WEIGHTS, mark_in, tag_in, weights_in, write_text
 from .missing import missing, refuse, refusing
 
 _log = logging.getLogger("offloadd")
 
-_STATE, _WEIGHTS, _LATEST = "offloadd.json", "weights", "latest"
 _OPTIMIZERS = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad, "RMSprop": torch.optim.RMSprop}
-
-
-# ---- Files of a checkpoint -----------------------------------------------------------------------
-
-def tag_in(folder, tag):
-    """The tag, or the one that the folder calls its latest; None when it has none."""
-    if tag is not None:
-        return str(tag)
-    path = os.path.join(folder, _LATEST)
-    if not os.path.exists(path):
-        return None
-    with open(path, encoding="utf-8") as file:
-        return file.read().strip()
-
-
-_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-
-
-def _tensors_of(path):
-    """(name, tensor) of a safetensors file that was written here; the tensors are views of the file."""
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    data = torch.from_file(path, shared=False, size=os.path.getsize(path), dtype=torch.uint8)[8 + length:]
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            yield name, data[begin:end].view(_TYPES[entry["dtype"]]).view(entry["shape"])
-
-
-def weights_in(folder):
-    """The weights of a checkpoint; tied ones under their first name."""
-    if os.path.exists(os.path.join(folder, "model.pt")):
-        return torch.load(os.path.join(folder, "model.pt"), weights_only=True, mmap=True)
-    files = sorted(name for name in os.listdir(os.path.join(folder, _WEIGHTS)) if name.endswith(".safetensors"))
-    return {name: tensor for file in files for name, tensor in _tensors_of(os.path.join(folder, _WEIGHTS, file))}
-
-
-def buffers_in(folder):
-    return torch.load(os.path.join(folder, "trainer.pt"), weights_only=False)["buffers"]
-
-
-def _write_text(path, text):
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + ".new", path)
 
 
 # ---- What a configuration makes --------------------------------------------------------------------
@@ -189,6 +141,8 @@ class DeepSpeedEngine(torch.nn.Module):
         if not is_disabled():
             setup.check_options(options)
         self._handle = attaching.attach(self.module, optimizer, **options)
+        for name, value in (("overflow", False), ("loss_scale", 1.0), ("cur_scale", 1.0)):
+            optimizer.__dict__.setdefault(name, value)  # what programs ask DeepSpeed's own
         if own and not is_disabled():
             setup.jobs.own(self._handle, self.module)
         if self._handle.step and not own:
@@ -491,7 +445,8 @@ class DeepSpeedEngine(torch.nn.Module):
     def _bookkeeping(self):
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         scheduler = self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None
-        return {"global_steps": self.global_steps, "global_samples": self.global_samples, "micro_steps": self.micro_steps,
+        frozen = [name for name, parameter in self.module.named_parameters() if not parameter.requires_grad]
+        return {"global_steps": self.global_steps, "global_samples": self.global_samples, "micro_steps": self.micro_steps, "frozen": frozen,
                 "skipped_steps": self.skipped_steps, "groups": groups, "lr_scheduler": scheduler,
                 "buffers": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}}
 
@@ -504,13 +459,13 @@ class DeepSpeedEngine(torch.nn.Module):
         comm.barrier()
         if comm.get_rank() == 0:
             os.makedirs(folder, exist_ok=True)
-            if os.path.exists(os.path.join(folder, _STATE)):
-                os.unlink(os.path.join(folder, _STATE))  # what is half written is no checkpoint
+            if os.path.exists(os.path.join(folder, STATE)):
+                os.unlink(os.path.join(folder, STATE))  # what is half written is no checkpoint
             mark = self._save_state(folder)
             torch.save({**self._bookkeeping(), "client_state": dict(client_state or {})}, os.path.join(folder, "trainer.pt"))
-            _write_text(os.path.join(folder, _STATE), json.dumps(mark, indent=1))
+            write_text(os.path.join(folder, STATE), json.dumps(mark, indent=1))
             if save_latest:
-                _write_text(os.path.join(save_dir, _LATEST), tag)
+                write_text(os.path.join(save_dir, LATEST), tag)
         comm.barrier()
         return True
 
@@ -518,23 +473,28 @@ class DeepSpeedEngine(torch.nn.Module):
         if is_disabled():
             torch.save(self._copied(), os.path.join(folder, "model.pt"))
             masters = [master.detach() for master in _masters_of(self.optimizer)]
-            torch.save({"optimizer": self.optimizer.state_dict(), "masters": masters}, os.path.join(folder, "optimizer.pt"))
+            named = {id(parameter): name for name, parameter in self.module.named_parameters()}
+            names = [named.get(id(parameter), "") for group in self.optimizer.param_groups for parameter in group["params"]]
+            torch.save({"optimizer": self.optimizer.state_dict(), "masters": masters, "names": names}, os.path.join(folder, "optimizer.pt"))
             return {"version": 1, "in_memory": True, "step": self._handle.step}
+        shutil.rmtree(os.path.join(folder, WEIGHTS), ignore_errors=True)
+        self._handle.save_weights(os.path.join(folder, WEIGHTS))
+        if self._runs_in_process():
+            # What it keeps is in memory, and all else are the weights.
+            torch.save({"optimizer": self.optimizer.state_dict(), "masters": []}, os.path.join(folder, "optimizer.pt"))
+            return {"version": 1, "in_process": True, "step": self._handle.step}
         name = self._snapshot(folder)
-        shutil.rmtree(os.path.join(folder, _WEIGHTS), ignore_errors=True)
-        self._handle.save_weights(os.path.join(folder, _WEIGHTS))
         return {"version": 1, "job": self._handle.job, "pool": self._handle.nvme_path, "snapshot": name, "step": self._handle.step}
 
     def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
                         load_module_only=False, custom_load_fn=None):
         tag = tag_in(load_dir, tag)
         folder = None if tag is None else os.path.join(os.path.abspath(load_dir), tag)
-        if folder is None or not os.path.exists(os.path.join(folder, _STATE)):
+        if folder is None or not os.path.exists(os.path.join(folder, STATE)):
             self._refuse_foreign(load_dir, folder)
             _log.warning("offloadd: %s has no checkpoint to load", load_dir)
             return None, None
-        with open(os.path.join(folder, _STATE), encoding="utf-8") as file:
-            mark = json.load(file)
+        mark = mark_in(folder)
         trainer = torch.load(os.path.join(folder, "trainer.pt"), weights_only=False)
         if load_module_only or not load_optimizer_states or custom_load_fn is not None or self.optimizer is None:
             self._load_weights(folder, load_module_strict, custom_load_fn)
@@ -546,8 +506,8 @@ class DeepSpeedEngine(torch.nn.Module):
         return folder, trainer["client_state"]
 
     def _load_weights(self, folder, strict, custom_load_fn):
-        if self._handle is not None and not is_disabled() and custom_load_fn is None and os.path.isdir(os.path.join(folder, _WEIGHTS)):
-            return self._handle.load_weights(os.path.join(folder, _WEIGHTS))
+        if self._handle is not None and not is_disabled() and custom_load_fn is None and os.path.isdir(os.path.join(folder, WEIGHTS)):
+            return self._handle.load_weights(os.path.join(folder, WEIGHTS))
         whole = weights_in(folder)
         if custom_load_fn is not None:
             return custom_load_fn(src=whole, dst=self.module)
@@ -580,7 +540,28 @@ class DeepSpeedEngine(torch.nn.Module):
             _load_masters(self.optimizer, stored["masters"])
             self._handle.step = mark["step"]
             return
+        if mark.get("in_process") or self._runs_in_process():
+            if not (mark.get("in_process") and self._runs_in_process()):
+                raise Error.of(1602, f"{folder} is of an optimizer that runs in {'this process' if mark.get('in_process') else 'the daemon'}, "
+                                     f"and {type(self.optimizer).__name__} in the other",
+                               "Use the optimizer of the checkpoint, or load_optimizer_states=False")
+            self._handle.load_weights(os.path.join(folder, WEIGHTS))
+            self.optimizer.load_state_dict(torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True)["optimizer"])
+            return
         self._continue_from(mark)
+        self._take_edits(folder)
+
+    @torch.no_grad()
+    def _take_edits(self, folder):
+        """What the program had written into weights since its last step is in the files, and not in the snapshot."""
+        named = dict(self.module.named_parameters())
+        for name, value in weights_in(folder).items():
+            if name in named and not torch.equal(named[name], value):
+                named[name].copy_(value)
+
+    def _runs_in_process(self):
+        part = getattr(self.optimizer, "_offload_part", None)
+        return part is not None and part.is_foreign
 
     def _continue_from(self, mark):
         """A new job of the snapshot takes the place of the present one."""

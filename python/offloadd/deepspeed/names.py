@@ -111,7 +111,9 @@ def install(*, nvme_path=None, ram=None, job=None, **options):
     setup.set_installed({"nvme_path": nvme_path, "ram": ram, "job": job, **options})
     sys.modules["deepspeed"] = whole
     for name, ours in _MODULES.items():
-        sys.modules[f"deepspeed.{name}"] = package(name) if ours is None else _ours(ours)
+        sys.modules[f"deepspeed.{name}"] = module = package(name) if ours is None else _ours(ours)
+        if not hasattr(module, "__path__"):
+            module.__path__ = []  # else Python says of what is missing below it that this is no package
     whole.ops, whole.runtime = package("ops"), package("runtime")
     if not any(finder is _Finder for finder in sys.meta_path):
         # Behind the others for distributions, before them for modules: a folder `deepspeed` elsewhere is not ours.

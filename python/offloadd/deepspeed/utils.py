@@ -2,10 +2,12 @@
 
 import logging
 import os
+import sys
 
 import torch
 
 from .. import handle as attaching
+from ..errors import Error
 from .missing import refuse, refusing
 
 logger = logging.getLogger("DeepSpeed")
@@ -117,11 +119,31 @@ def instrument_w_nvtx(function):
 
 
 def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False):
-    """The weights of a checkpoint that this engine has saved, as fp32."""
-    from .engine import buffers_in, tag_in, weights_in
+    """The weights of a checkpoint that this engine has saved, as fp32: of bf16 models the masters, where the pool is there, and buffers."""
+    from .files import buffers_in, masters_in, tag_in, weights_in
 
-    folder = os.path.join(checkpoint_dir, tag_in(checkpoint_dir, tag))
-    return {**{name: value.float() for name, value in weights_in(folder).items()}, **buffers_in(folder)}
+    found = tag_in(checkpoint_dir, tag)
+    if found is None:
+        raise Error.of(1405, f"{checkpoint_dir} has no file latest", "Name the tag of the checkpoint, or the folder that holds it")
+    folder = os.path.join(checkpoint_dir, found)
+    weights, frozen = weights_in(folder), set(buffers_in(folder, "frozen") if exclude_frozen_parameters else ())
+    if any(value.dtype == torch.bfloat16 for value in weights.values()):
+        weights.update(masters_in(folder))
+    # Copies: what is read there is a part of a mapped file, which torch.save() would write as a whole.
+    return {**{name: value.to(torch.float32, copy=True) for name, value in weights.items() if name not in frozen}, **buffers_in(folder)}
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_dir, max_shard_size="5GB", safe_serialization=False, tag=None,
+                                               exclude_frozen_parameters=False):
+    """Writes the same into a folder, in one file whatever max_shard_size says: pytorch_model.bin, or model.safetensors."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    os.makedirs(output_dir, exist_ok=True)
+    if safe_serialization:
+        from safetensors.torch import save_file
+
+        save_file({name: value.contiguous() for name, value in state.items()}, os.path.join(output_dir, "model.safetensors"), {"format": "pt"})
+    else:
+        torch.save(state, os.path.join(output_dir, "pytorch_model.bin"))
 
 
 def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):
@@ -132,5 +154,7 @@ def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):
 def clip_grad_norm_(parameters, max_norm, norm_type=2, mpu=None):
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
+
+zero_to_fp32 = sys.modules[__name__]  # in DeepSpeed a module of its own
 
 __getattr__ = refusing("deepspeed.utils")
