@@ -196,7 +196,8 @@ absl::StatusOr<Flags> ParseFlags(int argc, const char* const* argv) {
   DefineModel(app, flags, words);
   DefineTraining(app, flags, words);
   DefineOffloading(app, flags, words);
-  app.add_option("--device", flags.device, "where the model is: cpu, cuda, cuda:1");
+  app.add_option("--device", flags.device,
+                 "where the model is: cpu, cuda (of several ranks each has its own), cuda:1");
   app.add_option("--threads", flags.threads, "of torch; 0: what it chooses")
       ->check(CLI::NonNegativeNumber);
   app.add_flag("--json", flags.json, "one JSON object per line on stdout, messages on stderr");

@@ -12,6 +12,7 @@
 #include <torch/utils.h>
 
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
 #include <iostream>
 #include <map>
@@ -409,6 +410,9 @@ absl::StatusOr<c10::Device> DeviceOf(const Flags& flags) {
                      "Use cpu, or cuda");
   }
   if (!device->is_cuda()) return *device;
+  const char* const local_rank = std::getenv("LOCAL_RANK");  // torchrun's
+  if (!device->has_index() && local_rank != nullptr)
+    device->set_index(static_cast<c10::DeviceIndex>(std::atoi(local_rank)));
   // Programs that do not need it are not linked with it: it costs half a second and 2 GB of
   // addresses. Torch looks for it once.
   dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);

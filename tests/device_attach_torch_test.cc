@@ -426,6 +426,30 @@ TEST(DeviceAttachTest, TheHostWaitsForNothingInSteadyState) {
   }
 }
 
+// With room for all weights they stay on the device: each that was updated is copied once a step,
+// however many micro-batches use it, and frozen ones never again.
+TEST(DeviceAttachTest, WithRoomOnlyWhatWasUpdatedIsCopiedAgain) {
+  Training run({.name = "copied_once",
+                .gpu_ram = 0,
+                .ram_more_mib = 200,
+                .pace = Pace::kEager,
+                .freezes = true},
+               /*offloads=*/true);
+  uint64_t trained_bytes = 0, frozen_bytes = 0;
+  for (const Tensor& parameter : run.model().parameters())
+    (parameter.requires_grad() ? trained_bytes : frozen_bytes) += parameter.nbytes();
+  EXPECT_GT(frozen_bytes, 0u);
+  uint64_t before = 0;
+  for (int64_t step = 0; step < 5; ++step) {
+    for (int64_t i = 0; i < kMicroBatches; ++i) run.Loss(step * kMicroBatches + i).backward();
+    const uint64_t now = run.device().counters().bytes_to_device;
+    EXPECT_EQ(now - before, step == 0 ? trained_bytes + frozen_bytes : trained_bytes) << step;
+    before = now;
+    run.optimizer().step();
+    run.optimizer().zero_grad();
+  }
+}
+
 TEST(DeviceAttachTest, AJobGoesOnWhereItWas) {
   const Recipe recipe{.name = "goes_on", .gpu_ram = 1.2};
   const Seen expected = Train(recipe, /*offloads=*/false);
@@ -573,24 +597,6 @@ TEST_F(DeviceErrorTest, AGpuRamBelowTheFloor) {
   options_.gpu_ram = floor;
   Attach();
   Forward();
-}
-
-TEST_F(DeviceErrorTest, SeveralRanks) {
-  options_.world_size = options_.local_world_size = 2;
-  options_.run_id = "device";
-  options_.ram = "256MiB";
-  const std::shared_ptr<LanguageModel> models[] = {model_, MakeModelOf(recipe_)};
-  std::shared_ptr<Engine> engines[2];
-  const auto attach = [&](int rank) {
-    Options options = options_;
-    options.rank = options.local_rank = rank;
-    engines[rank] = Engine::Open(options);
-    ExpectError(1601, "in a job of 2 ranks",
-                [&] { engines[rank]->AdamW(*models[rank], torch::optim::AdamWOptions(1e-2)); });
-  };
-  std::thread first([&] { attach(0); }), second([&] { attach(1); });
-  first.join();
-  second.join();
 }
 
 TEST_F(DeviceErrorTest, GradientsThatWouldSpill) {

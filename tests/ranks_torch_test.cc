@@ -1,7 +1,8 @@
 // Several ranks must compute what one process computes that takes their micro-batches in the order
 // (micro-batch, rank): every scenario runs once in memory, in one process, and once in N processes
 // against a real daemon; what they can see of gradients, norms, weights, masters and moments is
-// compared bit by bit.
+// compared bit by bit. On devices, too: each rank has its own stand-in, which judges what it is
+// told.
 //
 // The test starts itself again as a rank: the environment says which scenario and where to write.
 
@@ -34,6 +35,9 @@
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "accelerator/host_accelerator.h"
+#include "tests/standin_torch.h"
 
 extern char** environ;
 
@@ -79,7 +83,7 @@ struct Log {
   std::vector<Tensor> values;
   void Add(const std::string& name, const Tensor& value) {
     names.push_back(name);
-    values.push_back(value.detach().clone());
+    values.push_back(value.detach().cpu().clone());
   }
   void Save(const std::string& path) const {
     torch::save(values, path);
@@ -98,11 +102,13 @@ struct Log {
 // One process of a run: a rank of several, or the one that does the work of all of them.
 class Run {
  public:
-  Run(int ranks, at::ScalarType dtype, const Options& options) : ranks_(ranks), options_(options) {
+  Run(int ranks, at::ScalarType dtype, const Options& options, c10::Device device)
+      : ranks_(ranks), options_(options), device_(device) {
     at::set_num_threads(1);
     torch::manual_seed(3);
     model = std::make_shared<Model>();
     model->to(dtype);
+    model->to(device);
     engine = Engine::Open(options);
     alone_ = engine->world_size() == 1;
     // Whose roots are the nearest, which those of fp64 have to be.
@@ -145,7 +151,7 @@ class Run {
 
   Tensor Loss(int64_t batch, bool detour) {
     torch::manual_seed(1000 + batch);
-    const Tensor tokens = torch::randint(kTokens, {2, 9});
+    const Tensor tokens = torch::randint(kTokens, {2, 9}).to(device_);
     const Tensor logits = model->forward(tokens.slice(1, 0, 8), detour);
     return nn::functional::cross_entropy(logits.to(at::kFloat).view({-1, kTokens}),
                                          tokens.slice(1, 1, 9).reshape({-1}));
@@ -189,6 +195,7 @@ class Run {
  private:
   const int ranks_;
   const Options options_;
+  const c10::Device device_;
   bool alone_ = false;
 };
 
@@ -535,6 +542,17 @@ std::string Folder() {
   return folder != nullptr ? folder : "/var/tmp";
 }
 
+bool IsOnDevice(const std::string& job) { return job.find("OnDevice") != std::string::npos; }
+
+// The stand-in of this process, of which no tensor may live.
+accelerator::HostAccelerator& NewDevice(bool is_late) {
+  auto* const device = new accelerator::HostAccelerator(
+      {.pace = is_late ? accelerator::Pace::kLate : accelerator::Pace::kRandom,
+       .queries_are_late = is_late});  // outlives what torch keeps of it
+  UseStandin(*device);
+  return *device;
+}
+
 Options OptionsFor(const std::string& job) {
   Options options;
   options.nvme_path = Folder();
@@ -542,6 +560,10 @@ Options OptionsFor(const std::string& job) {
   options.job = job;
   options.spill_gradients = job.find("Spilled") != std::string::npos;
   if (job.starts_with("OwnReduction")) options.gradients = "reduced_by_trainer";
+  if (IsOnDevice(job)) {
+    options.gpu_ram = "6MiB";  // a little more than the least
+    options.weights_home = "nvme";
+  }
   return options;
 }
 
@@ -559,15 +581,21 @@ at::ScalarType DtypeOf(const std::string& word) {
 int BeARank(const std::string& scenario, int ranks, const std::string& dtype,
             const std::string& path, const std::string& job) {
   std::string failure;
+  accelerator::HostAccelerator* const device =
+      IsOnDevice(job) ? &NewDevice(/*is_late=*/atoi(getenv("RANK")) % 2 == 1) : nullptr;
   try {
-    Run run(ranks, DtypeOf(dtype), OptionsFor(job));
-    for (const Scenario& each : kScenarios) {
-      if (each.name == scenario) each.run(run);
+    {
+      Run run(ranks, DtypeOf(dtype), OptionsFor(job), device ? StandinDevice() : c10::kCPU);
+      for (const Scenario& each : kScenarios) {
+        if (each.name == scenario) each.run(run);
+      }
+      run.LogState();
+      run.log.Save(path);
+      run.engine->Exchange("");  // nobody closes while others still look
     }
-    run.LogState();
-    run.log.Save(path);
-    run.engine->Exchange("");  // nobody closes while others still look
-    return 0;
+    if (device == nullptr) return 0;
+    for (const std::string& violation : device->Violations()) failure += violation + "\n";
+    if (failure.empty()) return 0;
   } catch (const c10::Error& error) {
     failure = error.what_without_backtrace();
   } catch (const std::exception& error) {
@@ -610,9 +638,12 @@ std::vector<int> RunRanks(const std::string& scenario, int ranks, const std::str
   return codes;
 }
 
-Log RunAlone(const std::string& scenario, int ranks, const std::string& dtype) {
+Log RunAlone(const std::string& scenario, int ranks, const std::string& dtype, bool on_device) {
   setenv("OFFLOADD_DISABLE", "1", 1);
-  Run run(ranks, DtypeOf(dtype), OptionsFor("alone"));
+  // Files are written of models in memory of the host, which have the stand-in's bits.
+  on_device = on_device && scenario != "Files";
+  if (on_device) NewDevice(/*is_late=*/false);
+  Run run(ranks, DtypeOf(dtype), OptionsFor("alone"), on_device ? StandinDevice() : c10::kCPU);
   for (const Scenario& each : kScenarios) {
     if (each.name == scenario) each.run(run);
   }
@@ -639,19 +670,25 @@ struct Case {
   int ranks;
   const char* dtype;
   bool spills = false;
+  bool on_device = false;
   std::string Job() const {
-    return std::string(scenario) + std::to_string(ranks) + dtype + (spills ? "Spilled" : "");
+    return std::string(scenario) + std::to_string(ranks) + dtype + (spills ? "Spilled" : "") +
+           (on_device ? "OnDevice" : "");
   }
 };
+
+Case OnDevice(const char* scenario, int ranks, const char* dtype) {
+  return {.scenario = scenario, .ranks = ranks, .dtype = dtype, .on_device = true};
+}
 
 class RanksTest : public ::testing::TestWithParam<Case> {};
 
 TEST_P(RanksTest, ComputeWhatOneProcessDoes) {
-  const auto [scenario, ranks, dtype, spills] = GetParam();
+  const auto [scenario, ranks, dtype, spills, on_device] = GetParam();
   const std::string job = GetParam().Job();
   const std::vector<int> codes = RunRanks(scenario, ranks, dtype, job);
   ASSERT_EQ(codes, std::vector<int>(ranks, 0));
-  const Log reference = RunAlone(scenario, ranks, dtype);
+  const Log reference = RunAlone(scenario, ranks, dtype, on_device);
   for (int rank = 0; rank < ranks; ++rank) {
     SCOPED_TRACE(rank);
     ExpectEqual(reference, Log::Load(PathOf(job, rank)));
@@ -674,20 +711,33 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"OwnReductionScaled", 2, "fp16"}, Case{"OwnReductionScaled", 2, "fp32"}),
     [](const auto& info) { return info.param.Job(); });
 
+// Each rank with a device of its own.
+INSTANTIATE_TEST_SUITE_P(
+    OnDevices, RanksTest,
+    ::testing::Values(OnDevice("Ordinary", 2, "bf16"), OnDevice("Ordinary", 4, "fp32"),
+                      OnDevice("UnevenPaths", 3, "bf16"), OnDevice("NeverZeroed", 2, "fp32"),
+                      OnDevice("SkippedSteps", 2, "fp32"), OnDevice("KeptGradients", 2, "bf16"),
+                      OnDevice("Written", 2, "bf16"), OnDevice("Written", 2, "fp32"),
+                      OnDevice("Files", 2, "fp32")),
+    [](const auto& info) { return info.param.Job(); });
+
 struct Refusal {
   const char* scenario;
   int rank;          // who says why
   const char* text;  // what it says
+  bool on_device = false;
+  std::string Job() const { return std::string(scenario) + (on_device ? "OnDevice" : ""); }
 };
 
 class RefusalTest : public ::testing::TestWithParam<Refusal> {};
 
 TEST_P(RefusalTest, EndsAllRanksWithTheReason) {
-  const auto [scenario, rank, text] = GetParam();
-  const std::vector<int> codes = RunRanks(scenario, 2, "fp32", scenario);
+  const auto [scenario, rank, text, on_device] = GetParam();
+  const std::string job = GetParam().Job();
+  const std::vector<int> codes = RunRanks(scenario, 2, "fp32", job);
   EXPECT_EQ(codes, (std::vector<int>{1, 1}));
   std::stringstream said;
-  said << std::ifstream(PathOf(scenario, rank) + ".failure").rdbuf();
+  said << std::ifstream(PathOf(job, rank) + ".failure").rdbuf();
   EXPECT_NE(said.str().find(text), std::string::npos) << said.str();
 }
 
@@ -702,8 +752,12 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"AddedToClipped", 0, "call zero_grad() before the next"},
         Refusal{"DifferentialGradient", 0, "create_graph"},
         Refusal{"ReadAmidBackward", 0, "while backward runs"},
-        Refusal{"ReducedByTrainerToo", 0, "DistributedDataParallel"}),
-    [](const auto& info) { return info.param.scenario; });
+        Refusal{"ReducedByTrainerToo", 0, "DistributedDataParallel"},
+        Refusal{"OwnReduction", 1, "OFD-1601 parameter 'scale' is on standin:0", true},
+        Refusal{"EditedByOneRank", 0, "up.weight", true},
+        Refusal{"ChangedInPlaceByOtherRanks", 1, "OFD-1606 parameter 'up.weight' is changed", true},
+        Refusal{"ReadAmidBackward", 0, "while backward runs", true}),
+    [](const auto& info) { return info.param.Job(); });
 
 TEST(RanksTrainerStateTest, IsOfEachRankAndEmptyForNewOnes) {
   EXPECT_EQ(RunRanks("KeepsTrainerState", 2, "fp32", "state"), std::vector<int>(2, 0));
@@ -711,6 +765,9 @@ TEST(RanksTrainerStateTest, IsOfEachRankAndEmptyForNewOnes) {
 }
 
 }  // namespace
+
+// Torch asks for the devices that there are before its first backward, wherever that is.
+void ShowDevice() { NewDevice(/*is_late=*/false); }
 
 int ChildMain() {
   return BeARank(getenv("RANKS_TEST_SCENARIO"), atoi(getenv("WORLD_SIZE")),
@@ -722,5 +779,6 @@ int ChildMain() {
 int main(int argc, char** argv) {
   if (getenv("RANKS_TEST_SCENARIO") != nullptr) return offload::ChildMain();
   ::testing::InitGoogleTest(&argc, argv);
+  offload::ShowDevice();
   return RUN_ALL_TESTS();
 }

@@ -1,4 +1,5 @@
-"""examples/train --device: the same numbers on a device as in its memory, and names that are no devices."""
+"""examples/train --device: the same numbers on a device as in its memory, with one rank and with several, each with a device of its own;
+a rank that is killed; and names that are no devices."""
 
 import os
 import re
@@ -6,6 +7,7 @@ import sys
 import tempfile
 import unittest
 
+from launch import Launch
 from trainer import Trainer
 
 TRAIN, STANDIN, DAEMON = None, None, None
@@ -54,6 +56,58 @@ class TrainDeviceTest(unittest.TestCase):
         trainer, code = run(TRAIN, "--gpu-ram", "1GiB", "--nvme-path", self.folder.name)
         self.assertEqual(code, 2)
         self.assertIn("--gpu-ram has no effect on the CPU", trainer.stderr)
+
+
+class RanksOnDevicesTest(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory(dir=os.environ.get("TEST_TMPDIR"))
+        self.addCleanup(self.folder.cleanup)
+
+    def flags(self, dtype, steps, micro_batches, job):
+        return ["--device", "standin", "--params", "400K", "--seq", "32", "--batch", "1", "--sample", "0", "--threads", "1", "--clip", "0.5",
+                "--dtype", dtype, "--steps", str(steps), "--micro-batches", str(micro_batches), "--nvme-path", self.folder.name,
+                "--ram", "256MiB", "--gpu-ram", "4MiB", "--weights-home", "nvme", "--job", job, "--checksums"]
+
+    def in_memory(self, ranks, dtype, steps, micro_batches=2):
+        flags = [*self.flags(dtype, steps, ranks * micro_batches, "memory"), "--as-ranks", str(ranks)]
+        trainer = Trainer(STANDIN, flags, {"OFFLOADD_DISABLE": "1"})
+        self.assertEqual(trainer.wait(), 0, trainer.stderr)
+        return trainer
+
+    def ranks(self, ranks, dtype, steps, job):
+        return Launch(STANDIN, ranks, self.flags(dtype, steps, 2, job), {"OFFLOADD_BINARY": DAEMON})
+
+    @staticmethod
+    def shown(run):
+        return [(line["step"], line["loss"], line["grad_norm"]) for line in run.steps()]
+
+    def test_ranks_compute_what_one_process_does(self):
+        for ranks, dtype in [(2, "bf16"), (4, "fp32")]:
+            one = self.in_memory(ranks, dtype, steps=3)
+            many = self.ranks(ranks, dtype, 3, f"{ranks}{dtype}")
+            self.assertEqual(many.wait(), [0] * ranks, many.messages())
+            self.assertEqual(self.shown(one), self.shown(many))
+            self.assertEqual(len(self.shown(one)), 3)
+            self.assertEqual(one.lines[-1]["checksums"], many.ranks[0].lines[-1]["checksums"])
+            self.assertEqual(set(one.lines[-1]["checksums"]), {"weight", "master", "exp_avg", "exp_avg_sq"})
+
+    def test_a_rank_that_is_killed_ends_the_others_and_the_job_goes_on(self):
+        steps = 40
+        expected = {step: line for step, *line in self.shown(self.in_memory(2, "fp32", steps))}
+        run = self.ranks(2, "fp32", steps, "killed")
+        while not run.steps():
+            self.assertIsNotNone(run.ranks[0].read_line())
+        run.kill(1)
+        codes = run.wait()
+        self.assertEqual(codes, [1, -9], run.messages())
+        self.assertIn("OFD-1803", run.ranks[0].stderr)
+        seen = self.shown(run)
+        run = self.ranks(2, "fp32", steps, "killed")
+        self.assertEqual(run.wait(), [0, 0], run.messages())
+        self.assertGreaterEqual(run.start()["resumed_step"], len(seen) - 1)
+        for step, *line in seen + self.shown(run):
+            self.assertEqual(line, expected[step])
+        self.assertEqual(self.shown(run)[-1][0], steps)
 
 
 if __name__ == "__main__":

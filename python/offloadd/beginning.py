@@ -15,7 +15,7 @@ from .served import copy_of
 
 def _digest(tensor):
     """Of its elements, row by row."""
-    rows = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    rows = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.blake2b(memoryview(rows.numpy()), digest_size=16).digest()
 
 

@@ -20,15 +20,15 @@ from .optimizer import Foreign, check_free, has_stepped, is_table, recipe_of
 
 _log = logging.getLogger("offloadd")
 
-OPTIONS = ("nvme_path", "ram", "job", "io", "durability", "generations", "update_threads", "update_in_backward", "spill_gradients", "rank",
+OPTIONS = ("nvme_path", "ram", "gpu_ram", "job", "io", "durability", "generations", "update_threads", "update_in_backward", "spill_gradients", "rank",
            "world_size", "local_rank", "local_world_size", "run_id", "gradients", "gradient_average", "raw_access", "weights_at_close",
            "zero_stage", "weights_home", "state_home", "persistence", "prefetch", "max_live")
 _STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "budget_bytes", "durable_step", "wait_seconds",
-               "raw_accesses")
+               "raw_accesses", "gpu_ram_bytes", "gpu_peak_bytes", "gpu_waits")
 _PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_bytes", "pipeline_bytes", "resident_bytes",
          "region_bytes", "overhead_bytes", "total_bytes", "gradients_spilled", "read_bytes_per_parameter",
          "write_bytes_per_parameter", "further_read_bytes_per_parameter", "further_write_bytes_per_parameter", "floor_bytes",
-         "floor_without_spilling_bytes")
+         "floor_without_spilling_bytes", "gpu_window_bytes", "gpu_gradient_bytes")
 _STATE_MAGIC = b"OFDPY\x01"
 _OWN_STATE_BYTES = len(_STATE_MAGIC) + 16
 
@@ -240,6 +240,9 @@ class _Reassigned:
                 self._tell(buffer, f"buffer {key} of a {type(module).__name__} has become {now.dtype}{list(now.shape)}, it was "
                                    f"{buffer.dtype}{list(buffer.shape)} when it was attached: what it holds from now on is not part of the job")
         for module, key, parameter, now in self._changed(self._parameters):
+            if now.device != parameter.device:
+                raise Error.of(1601, f"parameter {key} of a {type(module).__name__} was moved from {parameter.device} to {now.device} after "
+                                     "attach()", "Move the model before attach(), or after close() with weights_at_close=\"memory\"")
             if id(now) not in identities:
                 self._tell(parameter, f"parameter {key} of a {type(module).__name__} is another one than when it was attached "
                                       "(load_state_dict(assign=True), or an assignment): neither the optimizer nor the job has it. Replace "
@@ -253,13 +256,14 @@ _BUFFER_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, to
 
 def _buffers_of(models):
     """(name, buffer). Those that belong to a state_dict (running statistics, masks) stay in memory and are committed with every step;
-    others, which the model makes anew, have an empty name."""
+    others, which the model makes anew, have an empty name. Those on other devices than the parameters are not part of the job."""
     named = []
+    devices = {torch.device("cpu"), *(p.device for model in models for p in model.parameters())} - {torch.device("meta")}
     for n, model in enumerate(models):
         prefix = "" if n == 0 else f"{n}/"
         for path, module in model.named_modules(remove_duplicate=False):
             for key, buffer in module._buffers.items():
-                if buffer is None or buffer.device.type != "cpu" or buffer.layout != torch.strided:
+                if buffer is None or buffer.device not in devices or buffer.layout != torch.strided:
                     continue
                 is_kept = key not in module._non_persistent_buffers_set and buffer.dtype in _BUFFER_TYPES
                 name = f"{path}.{key}" if path else key
@@ -380,6 +384,10 @@ class Handle:
         named = _with_strangers(_names_of(models), self.optimizers)
         buffers = _buffers_of(models)
         foreign = [recipe.name for recipe in recipes if recipe.is_foreign]
+        device = next((p.device for _, p in named if p.device.type != "cpu"), None)
+        if device is not None and foreign:
+            raise Error.of(1604, f"{foreign[0]} runs in this process, on {device}, where only the daemon's optimizers are served",
+                           "Use AdamW, Adam, SGD, Adagrad or RMSprop of torch.optim, or move the model to the host")
         if foreign and self._engine.step_count() > 0:
             raise Error.of(1604, f"the job is at step {self._engine.step_count()}, but what {foreign[0]} keeps is in memory and is not "
                                  "part of it", "Begin a new job with the saved weights, or use AdamW, Adam, SGD, Adagrad or RMSprop of torch.optim")
@@ -556,8 +564,8 @@ class Handle:
         return tables[given]
 
     def gather(self, parameters, plane="weight", *, write=False):
-        """Private copies: of one parameter (by itself or its name) a tensor, of several a list. `plane` is "weight", "master", or a
-        moment by torch's name ("exp_avg"). As a context manager with write=True, changes are written back at its end."""
+        """Private copies in memory of the host: of one parameter (by itself or its name) a tensor, of several a list. `plane` is "weight",
+        "master", or a moment by torch's name ("exp_avg"). As a context manager with write=True, changes are written back at its end."""
         if write and plane != "weight":
             raise Error.of(1002, f"gather({plane!r}, write=True)", "Only weights can be written")
         return Gathered.of(self, parameters, plane, write)
@@ -685,6 +693,7 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
                      read: for generate() and evaluation
     nvme_path        a directory on a drive with direct I/O, or several over which the state is striped
     ram              the memory budget, "8GiB"
+    gpu_ram          of a model on a GPU: that of the device's memory, or "auto" (docs/gpu.md)
     job              names the run in the pool; the same name resumes it
     config           a configuration (docs/python.md)
     unfreeze         frozen parameters whose optimizer state has room in a new job at once: True, names (patterns), or parameters

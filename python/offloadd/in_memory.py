@@ -191,7 +191,7 @@ class Handle:
 
     def gather_one(self, parameter, plane="weight"):
         if plane == "weight":
-            return served.copy_of(parameter)
+            return served.copy_of(parameter).cpu()
         master, state = parameter, {}
         for optimizer in self.optimizers:
             if hasattr(optimizer, "_masters"):
@@ -202,7 +202,7 @@ class Handle:
                 break
         wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         found = master.to(wide) if plane == "master" else state.get(plane)
-        return torch.zeros_like(parameter, dtype=wide) if found is None else served.copy_of(found)
+        return torch.zeros_like(parameter, dtype=wide, device="cpu") if found is None else served.copy_of(found).cpu()
 
     def gather(self, parameters, plane="weight", *, write=False):
         from .handle import Gathered

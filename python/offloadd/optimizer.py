@@ -424,7 +424,7 @@ def _is_same(value, other):
     """Of two entries of a state; numbers may be tensors."""
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return number(value) == number(other)
-    return value.dtype == other.dtype and torch.equal(value, other)
+    return value.dtype == other.dtype and torch.equal(value.cpu(), other.cpu())
 
 
 def swap_class(optimizer, cls):
@@ -605,10 +605,14 @@ class Part:
                 count = self.handle.update_count(parameter)
                 if count == 0 or not (planes or self.recipe.counts):
                     continue
-                names = {"step": torch.tensor(float(count))} if self.recipe.counts else {}
+                there = parameter.device if group.get("fused") else None  # where torch keeps it
+                names = {"step": torch.tensor(float(count), device=there)} if self.recipe.counts else {}
                 names.update(dict.fromkeys(planes))
-                found.append((parameter, ParameterState(names, functools.partial(self.handle.gather_one, parameter))))
+                found.append((parameter, ParameterState(names, functools.partial(self._gather, parameter))))
         return found
+
+    def _gather(self, parameter, plane):
+        return self.handle.gather_one(parameter, plane).to(parameter.device)
 
     def state_dict(self, whole):
         """torch's, where the state fits memory well; else with a text in place of each tensor, which no other optimizer can load."""
@@ -691,7 +695,7 @@ class Part:
         if _is_elsewhere(state):
             raise Error.of(1602, "the optimizer has loaded a checkpoint that says only where its moments are",
                            "Attach to the job of the checkpoint: its moments are in its store")
-        kept = {name: state[name].detach() for name in planes if state.get(name) is not None}
+        kept = {name: state[name].detach().cpu() for name in planes if state.get(name) is not None}
         count = int(number(state.get("step", 0))) if self.recipe.counts else int(bool(kept))
         if count < 0:
             raise Error.of(1002, f"a state after {count} steps", "Load a state that an optimizer has saved")
@@ -706,7 +710,7 @@ class Part:
                         "Give the group the initial_accumulator_value that its sums have")
             kept = {}
         if isinstance(state.get("master"), torch.Tensor):  # of universal.load()
-            kept["master"] = state["master"]
+            kept["master"] = state["master"].cpu()
         return count, kept
 
     @staticmethod

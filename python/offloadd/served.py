@@ -79,7 +79,7 @@ def _tensor_address(original):
 def _storage_address(original):
     @functools.wraps(original)
     def data_ptr(self):
-        if self.device.type == "cpu" and _asks_for_identity():
+        if self.device.type != "meta" and _asks_for_identity():
             return Engine.identity_of_storage(self._cdata) or original(self)
         with _in_our_words():
             return original(self)
@@ -127,7 +127,7 @@ def _over_a_copy(tensor, copies):
         if copied is None:
             copied = flat.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).clone().untyped_storage()
             copies[key] = copied
-        made = torch.empty(0, dtype=tensor.dtype).set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.__dict__:
         made.__dict__.update(tensor.__dict__)
     return made.requires_grad_(tensor.requires_grad)
@@ -168,7 +168,7 @@ def _new_tensor(original):
     def call(self, data, *, dtype=None, device=None, requires_grad=False, **others):
         if not managed(self):
             return original(self, data, dtype=dtype, device=device, requires_grad=requires_grad, **others)
-        return torch.empty(0, dtype=self.dtype).new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **others)
+        return torch.empty(0, dtype=self.dtype, device=self.device).new_tensor(data, dtype=dtype, device=device, requires_grad=requires_grad, **others)
 
     return call
 
@@ -176,7 +176,7 @@ def _new_tensor(original):
 def _new(original):
     @functools.wraps(original)
     def call(self, *args, **kwargs):
-        return original(torch.empty(0, dtype=self.dtype) if managed(self) else self, *args, **kwargs)
+        return original(torch.empty(0, dtype=self.dtype, device=self.device) if managed(self) else self, *args, **kwargs)
 
     return call
 
@@ -245,6 +245,10 @@ def forget_replaced(identities):
 def _replaceable(original):
     def set_data(self, value):
         if managed(self) and is_attached(self):
+            if self.device != value.device:
+                raise Error.of(1601, f"a parameter of shape {list(self.shape)} would move from {self.device} to {value.device} (p.data = …, "
+                                     "model.to(device))",
+                               'Move the model before attach(), or after close() with weights_at_close="memory"')
             if self.shape != value.shape:  # which autograd stumbles over before the next step
                 raise Error.of(1601, f"a parameter of shape {list(self.shape)} would become one of {list(value.shape)} (p.data = …, "
                                      "resize_token_embeddings())",

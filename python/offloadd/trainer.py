@@ -32,7 +32,8 @@ _KEPT_BYTES_MAX = 900_000  # beside buffers, in a step's state of the trainer
 def _random_state():
     import numpy
 
-    return {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()}
+    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()}
+    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state
 
 
 def _bytes_of(data):
@@ -63,7 +64,7 @@ def _moments_are(handle, optimizer, state):
         for name in part.recipe.planes(part.recipe.values(optimizer.param_groups[0])):
             theirs = state[parameter].get(name)
             # Loading has rounded them to the type of the parameter.
-            if isinstance(theirs, torch.Tensor) and not torch.equal(theirs, handle.gather_one(parameter, name).to(theirs.dtype)):
+            if isinstance(theirs, torch.Tensor) and not torch.equal(theirs.cpu(), handle.gather_one(parameter, name).to(theirs.dtype)):
                 return False
     return True
 

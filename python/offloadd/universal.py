@@ -214,11 +214,11 @@ def _wide(value):
 
 def _write(folder, master, state):
     os.makedirs(folder)
-    _write_file(os.path.join(folder, "fp32.pt"), {"param": _wide(master), "cat_dim": 0})
+    _write_file(os.path.join(folder, "fp32.pt"), {"param": _wide(master.cpu()), "cat_dim": 0})
     for key, value in state.items():
         if not isinstance(value, torch.Tensor):
             continue
-        _write_file(os.path.join(folder, f"{key}.pt"), value if key == "step" else {"param": _wide(value), "cat_dim": 0})
+        _write_file(os.path.join(folder, f"{key}.pt"), value.cpu() if key == "step" else {"param": _wide(value.cpu()), "cat_dim": 0})
 
 
 def _write_global_state(folder, step):

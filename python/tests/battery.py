@@ -26,6 +26,7 @@ from offloadd import in_memory
 
 VOCABULARY, WIDTH, LENGTH = 256, 48, 12
 _cases = []
+device = None  # where models and batches are, if not in memory of the host
 USUAL_TYPES = ("fp32", "bf16")
 
 
@@ -92,13 +93,13 @@ class Run:
         self._jobs = 0
 
     def model(self, **options):
-        torch.manual_seed(0)
-        return Transformer(**options).to(self.dtype)
+        return self.make(lambda: Transformer(**options))
 
     def make(self, build):
         """Another model, with the weights of a seed."""
         torch.manual_seed(0)
-        return build().to(self.dtype)
+        model = build().to(self.dtype)
+        return model if device is None else model.to(device)
 
     def attach(self, model, optimizer, **options):
         models = model if isinstance(model, list) else [model]
@@ -110,8 +111,10 @@ class Run:
             if "job" not in options:
                 self._jobs += 1
             options = {"job": f"job{self._jobs}", **options}
+            if device is not None and self.memory == "floor":
+                options = {"gpu_ram": gpu_ram_of(models), **options}
             handle = offloadd.attach(model, optimizer, nvme_path=self.folder, ram=self.ram(models, optimizer, bool(options.get("unfreeze"))),
-                                     spill_gradients=self.memory == "floor", **options)
+                                     spill_gradients=self.memory == "floor" and device is None, **options)
         self.handles.append(handle)
         return handle
 
@@ -128,7 +131,8 @@ class Run:
                 probe = torch.optim.AdamW(parameters, amsgrad=True, fused=True)
                 with offloadd.attach(copies, probe, nvme_path=self.folder, ram="1GiB", job="probe", spill_gradients=True,
                                      unfreeze=unfreeze) as handle:
-                    _floors[key] = handle.plan()["floor_bytes"]
+                    # Gradients of a model on a device stay in memory.
+                    _floors[key] = handle.plan()["floor_bytes" if device is None else "floor_without_spilling_bytes"]
             finally:
                 shutil.rmtree(os.path.join(self.folder, "probe"), ignore_errors=True)
                 for name in os.listdir(self.folder):
@@ -138,7 +142,8 @@ class Run:
         return str(_floors[key] * (1 if self.memory == "floor" else 2))
 
     def batch(self, step, size=2):
-        return torch.randint(VOCABULARY, (size, LENGTH), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(VOCABULARY, (size, LENGTH), generator=torch.Generator().manual_seed(step))
+        return ids if device is None else ids.to(device)
 
     def loss(self, model, step, size=2):
         ids = self.batch(step, size)
@@ -184,6 +189,11 @@ class Run:
 
 
 _floors = {}
+
+
+def gpu_ram_of(models):
+    """Bytes of a device in which any such model trains: room for three of its largest weights and two gradients."""
+    return str(5 * max(256 * (p.numel() * p.element_size() // 256 + 1) for model in models for p in model.parameters()))
 
 
 # ---- Comparing ---------------------------------------------------------------------------------

@@ -186,7 +186,10 @@ absl::Status GpuWindow::BringNow(uint32_t tensor) {
   }
   OFFLOAD_ASSIGN_OR_RETURN(const std::byte* const host, LeaseNow(tensor));
   OFFLOAD_RETURN_IF_ERROR(Fill(tensor, *place, host));
-  return source_waits_ > 0 ? ReturnAll() : absl::OkStatus();
+  if (source_waits_ > 0) return ReturnAll();
+  while (options_.source_is_shared && leased_bytes_ > options_.leased_bytes_max)
+    OFFLOAD_RETURN_IF_ERROR(ReturnOldest());
+  return absl::OkStatus();
 }
 
 absl::StatusOr<const std::byte*> GpuWindow::LeaseNow(uint32_t tensor) {
@@ -225,7 +228,8 @@ absl::Status GpuWindow::BringAhead() {
 
 absl::StatusOr<bool> GpuWindow::MayCopyAhead(const Weight& weight) {
   if (ring_.has_value()) return ring_->HasRoom(weight.size_bytes);
-  return leased_bytes_ == 0 || leased_bytes_ + weight.size_bytes <= options_.leased_bytes_max;
+  if (leased_bytes_ + weight.size_bytes <= options_.leased_bytes_max) return true;
+  return leased_bytes_ == 0 && !options_.source_is_shared;
 }
 
 std::optional<WeightWindow::Room> GpuWindow::FindPlace(uint32_t tensor,

@@ -49,6 +49,9 @@ class GpuWindow {
     uint64_t lookahead_bytes = 0;  // GpuPlan
     // Host memory that leases of copies under way may hold at once.
     uint64_t leased_bytes_max = 0;
+    // Others lease from the source, too, and may need room while nobody calls this window: after a
+    // call no more is held than that. Otherwise one weight alone may be larger.
+    bool source_is_shared = false;
     // Empty where the source's memory is registered. Otherwise registered memory, which outlives
     // the window: weights pass through it.
     std::span<std::byte> staging;

@@ -52,17 +52,21 @@ class HostWeights final : public WeightSource {
 // A model of equal weights, its window, and an operator that reads a weight to the host.
 class Trainer {
  public:
-  Trainer(Accelerator* device, uint64_t gpu_ram_bytes)
+  // `shared_leases_max`: bytes that may be leased of weights that are not its own alone; 0: they
+  // are.
+  Trainer(Accelerator* device, uint64_t gpu_ram_bytes, uint64_t shared_leases_max = 0)
       : device_(device), result_(kWeightBytes), gradients_(kWeights * kWeightBytes) {
     const std::vector<GpuTensor> tensors(kWeights, {kWeightBytes, kWeightBytes});
     plan_ = *MakeGpuPlan(tensors, gpu_ram_bytes);
     Hold(weights_.memory());
     Hold(result_);
     Hold(gradients_);
-    window_ = *GpuWindow::Make(device, &weights_, std::vector<uint64_t>(kWeights, kWeightBytes),
-                               {.window_bytes = plan_.window_bytes,
-                                .lookahead_bytes = plan_.lookahead_bytes,
-                                .leased_bytes_max = kWeights * kWeightBytes});
+    window_ = *GpuWindow::Make(
+        device, &weights_, std::vector<uint64_t>(kWeights, kWeightBytes),
+        {.window_bytes = plan_.window_bytes,
+         .lookahead_bytes = plan_.lookahead_bytes,
+         .leased_bytes_max = shared_leases_max > 0 ? shared_leases_max : kWeights * kWeightBytes,
+         .source_is_shared = shared_leases_max > 0});
     return_ = *GradientReturn::Make(
         device, {.bucket_bytes = 2 * kWeightBytes, .held_bytes_max = plan_.gradient_bytes},
         [this](uint32_t tensor) { delivered_.push_back(tensor); });
@@ -239,6 +243,25 @@ TEST(SteadyStateTest, NeitherForwardNorBackwardMakesTheHostWait) {
   }
   EXPECT_THAT(device.Violations(), testing::IsEmpty());
   EXPECT_THAT(device.Leftovers(), testing::IsEmpty());
+}
+
+// Who has the source, too, may wait for room while nobody calls this window.
+TEST(SharedSourceTest, AfterACallNoMoreIsLeasedThanThisOnesShare) {
+  for (const uint64_t leases_max : {kWeightBytes / 2, 2 * kWeightBytes}) {
+    HostAccelerator device({.pace = accelerator::Pace::kLate, .queries_are_late = true});
+    {
+      Trainer trainer(&device, kFloorBytes, leases_max);
+      for (int step = 0; step < 3; ++step) {
+        for (uint32_t tensor = 0; tensor < kWeights; ++tensor) {
+          trainer.Operator(tensor);
+          EXPECT_LE(trainer.window().leased_bytes(), leases_max);
+          EXPECT_LE(trainer.weights().leases() * kWeightBytes, leases_max);
+        }
+        trainer.Step();
+      }
+    }
+    EXPECT_THAT(device.Violations(), testing::IsEmpty());
+  }
 }
 
 TEST(SteadyStateTest, GpuRamIsNeverExceededAndMoreOfItMeansFewerBytes) {

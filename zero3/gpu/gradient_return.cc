@@ -104,6 +104,12 @@ absl::Status GradientReturn::Flush() {
   return absl::OkStatus();
 }
 
+absl::Status GradientReturn::FlushOldest() {
+  const std::lock_guard lock(mutex_);
+  if (!failed_.ok()) return failed_;
+  return Keep(WaitForOldest());
+}
+
 absl::Status GradientReturn::Keep(absl::Status status) {
   if (failed_.ok() && !status.ok()) {
     failed_ = status;

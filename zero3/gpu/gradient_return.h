@@ -57,6 +57,8 @@ class GradientReturn {
   absl::Status Poll();
   // Waits for everything and delivers it: before the optimizer's step.
   absl::Status Flush();
+  // The same for the oldest bucket; nothing to do when there is none.
+  absl::Status FlushOldest();
 
  private:
   struct Bucket {

@@ -21,7 +21,7 @@ using accelerator::HostRegistration;
 // Of the staging buffer, for weights on their way through it.
 constexpr uint64_t kRingBytes = proto::kLoadingStagingBytes / 2;
 
-// Of the daemon's window, which needs the rest for what it updates and reads ahead.
+// Of the daemon's window, for all ranks: it needs the rest for what it updates and reads ahead.
 constexpr uint64_t kPartForLeases = 4;
 
 // Of every tensor of the job, by number; 0 for buffers, which stay where they are.
@@ -49,9 +49,14 @@ DeviceMemory::DeviceMemory(Attachment& attachment, c10::Device device,
   gradients_ = ValueOrThrow(
       DeviceGradients::Make(accelerator_.get(), plan.gradient_bytes, weight_bytes.size()),
       device_.str());
+  if (!attachment.input().AddsGradients()) return;
+  parts_ = ValueOrThrow(
+      DeviceParts::Make(accelerator_.get(), plan.gradient_bytes, attachment.plan().ring_bytes),
+      device_.str());
 }
 
 DeviceMemory::~DeviceMemory() {
+  parts_.reset();
   gradients_.reset();
   window_.reset();
 }
@@ -75,11 +80,13 @@ void DeviceMemory::Register(Attachment& attachment) {
 
 GpuWindow::Options DeviceMemory::WindowOptions(Attachment& attachment, const GpuPlan& plan) {
   const uint64_t slab_window_bytes = attachment.plan().memory.window_bytes;
-  GpuWindow::Options options{.window_bytes = plan.window_bytes,
-                             .lookahead_bytes = plan.lookahead_bytes,
-                             .leased_bytes_max = slab_window_bytes == 0
-                                                     ? std::numeric_limits<uint64_t>::max()
-                                                     : slab_window_bytes / kPartForLeases};
+  GpuWindow::Options options{
+      .window_bytes = plan.window_bytes,
+      .lookahead_bytes = plan.lookahead_bytes,
+      .leased_bytes_max = slab_window_bytes == 0
+                              ? std::numeric_limits<uint64_t>::max()
+                              : slab_window_bytes / kPartForLeases / attachment.world_size(),
+      .source_is_shared = attachment.world_size() > 1};
   if (slab_.held()) return options;
   staging_ = attachment.staging().Take(kRingBytes);
   options.staging = {attachment.region() + staging_.region_offset(), kRingBytes};

@@ -30,6 +30,7 @@
 #include "zero3/gpu/gpu_window.h"
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/device_gradients.h"
+#include "zero3/torch/device_parts.h"
 #include "zero3/torch/wait_graph.h"
 
 namespace offload::zero3 {
@@ -61,10 +62,15 @@ class DeviceMemory {
   void EndDaemonWait() { window_->EndSourceWait(); }
 
   DeviceGradients& gradients() { return *gradients_; }
+  // With several ranks whose gradients the daemon adds.
+  DeviceParts& parts() { return *parts_; }
   accelerator::Accelerator& accelerator() { return *accelerator_; }
   c10::Device device() const { return device_; }
 
-  uint64_t bytes_max_ever() const { return window_bytes_ + gradients_->bytes_max_ever(); }
+  uint64_t bytes_max_ever() const {
+    return window_bytes_ + gradients_->bytes_max_ever() +
+           (parts_ != nullptr ? parts_->bytes_max_ever() : 0);
+  }
   // Waits of the host for copies of weights, in all.
   uint64_t host_waits() const { return window_->counters().host_waits; }
 
@@ -97,6 +103,7 @@ class DeviceMemory {
   SlabWeights source_;
   std::unique_ptr<GpuWindow> window_;
   std::unique_ptr<DeviceGradients> gradients_;
+  std::unique_ptr<DeviceParts> parts_;
   std::mutex mutex_;
   WaitQueue unpinned_;
   std::vector<WaitGraph::Thread> holders_;  // one per pin

@@ -120,7 +120,8 @@ absl::Status GradientStream::Deliver(uint32_t tensor, proto::GradientStart start
   for (uint64_t begin = 0; begin < element_count; begin += proto::kExtentElements) {
     const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
     OFFLOAD_ASSIGN_OR_RETURN(const uint64_t offset, ring_.Take(count * element_bytes));
-    std::memcpy(options_.region + offset, bytes + begin * element_bytes, count * element_bytes);
+    if (bytes != nullptr)  // otherwise the channel brings them, from a device
+      std::memcpy(options_.region + offset, bytes + begin * element_bytes, count * element_bytes);
     ring_.Deliver(offset, count * element_bytes,
                   channel_->DeliverGradient(tensor, pass, start, begin, count, offset));
   }

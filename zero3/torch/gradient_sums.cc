@@ -6,12 +6,18 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/status_macros.h"
+#include "zero3/torch/device_memory.h"
+#include "zero3/torch/devices.h"
 #include "zero3/torch/summed_gradient.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
 
-// The session, while the engine lives.
+// The session, while the engine lives. Parts of a model on a device are copied into the ring by the
+// device: the daemon hears of them, in their order, when they are there, and of everything that
+// follows after them. Who waits for the daemon, and so for other ranks, lets go of what the
+// device's window holds.
 class GradientSums::Channel final : public GradientChannel {
  public:
   explicit Channel(std::shared_ptr<Attachment> attachment) : attachment_(std::move(attachment)) {}
@@ -20,23 +26,47 @@ class GradientSums::Channel final : public GradientChannel {
   client::Ticket DeliverGradient(uint32_t tensor, uint32_t pass, proto::GradientStart start,
                                  uint64_t element_offset, uint64_t element_count,
                                  uint64_t region_offset) override {
-    return session().DeliverGradient(tensor, pass, start, element_offset, element_count,
-                                     region_offset);
+    const auto tell = [=, this] {
+      return session().DeliverGradient(tensor, pass, start, element_offset, element_count,
+                                       region_offset);
+    };
+    DeviceMemory* const device = attachment_->device();
+    if (device == nullptr) return tell();
+    const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(tensor).dtype);
+    return device->parts().Start(
+        tensor, element_offset * element_bytes, element_count * element_bytes,
+        attachment_->region() + region_offset, CurrentStream(device->device()), tell);
   }
+  // After a failure of the device the daemon does not hear of the end, and every wait here says so.
   client::Ticket EndPass(uint32_t pass, bool wait) override {
-    return session().EndPass(pass, wait);
+    return FinishCopies().ok() ? session().EndPass(pass, wait) : kNeverTold;
   }
   absl::StatusOr<uint64_t> AwaitGradient(uint32_t tensor, uint32_t passes) override {
+    OFFLOAD_RETURN_IF_ERROR(FinishCopies());
+    const DaemonWait wait(*attachment_);
     return session().AwaitGradient(tensor, passes);
   }
   client::Ticket PublishNorm(uint32_t tensor, float norm) override {
     return session().PublishNorm(tensor, norm);
   }
   uint64_t GradientWord(uint32_t tensor) const override { return session().GradientWord(tensor); }
-  absl::Status Wait(client::Ticket ticket) override { return session().Wait(ticket); }
+  absl::Status Wait(client::Ticket ticket) override {
+    if (ticket == kNeverTold) return FinishCopies();
+    if (DeviceParts::IsOwn(ticket)) {
+      OFFLOAD_ASSIGN_OR_RETURN(ticket, attachment_->device()->parts().TicketOf(ticket));
+    }
+    const DaemonWait wait(*attachment_);
+    return session().Wait(ticket);
+  }
 
  private:
+  static constexpr client::Ticket kNeverTold = ~client::Ticket{0};
+
   client::Session& session() const { return attachment_->session(); }
+  absl::Status FinishCopies() const {
+    DeviceMemory* const device = attachment_->device();
+    return device != nullptr ? device->parts().Flush() : absl::OkStatus();
+  }
   const std::shared_ptr<Attachment> attachment_;
 };
 

@@ -117,7 +117,6 @@ class PythonEngine final : public torch::CustomClassHolder {
   // job.
   bool Attach(const Strings& names, const Tensors& tensors, const Strings& buffer_names,
               const Tensors& buffers, const std::string& kind, const std::vector<Values>& groups) {
-    CheckOnHost(names, tensors);
     TensorEngine& engine = this->tensors();
     guard_.reset();
     EndConstruction();
@@ -129,19 +128,6 @@ class PythonEngine final : public torch::CustomClassHolder {
     std::erase_if(kept, [](const NamedTensor& buffer) { return buffer.name.empty(); });
     engine.AttachBuffers(kept);
     return has_new;
-  }
-
-  // What this package adds to a model (pickling, assigned data, saved files) knows the memory of
-  // the host only.
-  static void CheckOnHost(const Strings& names, const Tensors& tensors) {
-    for (size_t i = 0; i < tensors.size(); ++i) {
-      if (!tensors[i].defined() || tensors[i].device().is_cpu()) continue;
-      ThrowStatus(
-          MakeError(ErrorId::kUnsupportedModel,
-                    absl::StrCat("parameter '", names[i], "' is on ", tensors[i].device().str(),
-                                 ", and Python models are trained on the CPU"),
-                    "Move the model there before attach(), model.to(\"cpu\")"));
-    }
   }
 
   void Step(const std::string& kind, const std::vector<Tensors>& groups,
@@ -286,9 +272,10 @@ std::vector<FileWeight> FileWeightsOf(const Strings& names, const Tensors& tenso
 Values StatisticsOf(const Pointer& self) {
   const Statistics s = self->tensors().statistics();
   const auto number = [](auto value) { return static_cast<double>(value); };
-  return {number(s.bytes_read), number(s.bytes_written), number(s.resident_bytes),
-          number(s.peak_bytes), number(s.budget_bytes),  number(s.durable_step),
-          s.wait_seconds,       number(s.raw_accesses)};
+  return {number(s.bytes_read),     number(s.bytes_written), number(s.resident_bytes),
+          number(s.peak_bytes),     number(s.budget_bytes),  number(s.durable_step),
+          s.wait_seconds,           number(s.raw_accesses),  number(s.gpu_ram_bytes),
+          number(s.gpu_peak_bytes), number(s.gpu_waits)};
 }
 
 std::tuple<Values, std::string> PlanOf(const Pointer& self) {
@@ -300,7 +287,8 @@ std::tuple<Values, std::string> PlanOf(const Pointer& self) {
        number(p.region_bytes), number(p.overhead_bytes), number(p.total_bytes),
        number(p.gradients_spilled), p.read_bytes_per_parameter, p.write_bytes_per_parameter,
        p.further_read_bytes_per_parameter, p.further_write_bytes_per_parameter,
-       number(p.floor_bytes), number(p.floor_without_spilling_bytes)},
+       number(p.floor_bytes), number(p.floor_without_spilling_bytes), number(p.gpu_window_bytes),
+       number(p.gpu_gradient_bytes)},
       p.text};
 }
 

@@ -107,11 +107,15 @@ void SummedGradient::AfterAccumulation(const at::Tensor&) {
            "Use autograd::grad for such terms of the loss, and backward() without create_graph");
   }
   CheckFits(grad);
+  Deliver(grad);
+  NoteExisting();
+}
+
+void SummedGradient::Deliver(const at::Tensor& grad) {
   const at::Tensor part = InOrderOf(parameter_, grad);
   ThrowIfError(sums_->stream().Deliver(tensor_id_, start_,
                                        static_cast<const std::byte*>(part.const_data_ptr())),
                subject_);
-  NoteExisting();
 }
 
 void SummedGradient::NoteExisting() {
@@ -285,17 +289,19 @@ void SummedGradient::Rest() {
 bool SummedGradient::HasSharedNorm() const { return parameter_.scalar_type() != at::kDouble; }
 
 at::Tensor SummedGradient::Norm(double p) {
+  const auto options =
+      at::TensorOptions().dtype(parameter_.scalar_type()).device(parameter_.device());
   bool of_sum = false;
   {
     Lock lock(mutex());
     WaitWhileMoving(lock);
     CheckOpen();
-    if (zero_ && p > 0) return at::zeros({}, parameter_.scalar_type());
+    if (zero_ && p > 0) return at::zeros({}, options);
     of_sum = p == 2.0 && !zero_ && !own_.has_value() && scale_ == 1 && HasSharedNorm();
   }
   if (!of_sum) return Gradient::Norm(p);
   const float norm = ValueOrThrow(sums_->stream().Norm(tensor_id_), subject_);
-  return at::scalar_tensor(norm, at::TensorOptions().dtype(parameter_.scalar_type()));
+  return at::scalar_tensor(norm, options);
 }
 
 std::optional<float> SummedGradient::NormOfSum() {

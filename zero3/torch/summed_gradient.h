@@ -28,7 +28,7 @@
 
 namespace offload::zero3 {
 
-class SummedGradient final : public Gradient {
+class SummedGradient : public Gradient {
  public:
   SummedGradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<GradientWindow> window,
                  std::shared_ptr<GradientSums> sums, uint32_t tensor, const at::Tensor& parameter);
@@ -51,21 +51,29 @@ class SummedGradient final : public Gradient {
   // torch's 2-norm of the sum itself; nothing when it is not `.grad`.
   std::optional<float> NormOfSum();
 
- private:
+ protected:
   ~SummedGradient() override = default;
-  std::byte* bytes() const override;
   bool raw_writable() const override { return own_.has_value(); }
   void ShowBytes() override;
   at::Tensor Norm(double p) override;
   void BeforePin() override;
   void Bring(Access access, Lock& lock) override;
   void Rest() override;
+  // Sends what torch has left in `.grad` to the daemon.
+  virtual void Deliver(const at::Tensor& grad);
 
   // mutex() held.
   const std::byte* SumBytes() const;  // in memory
+  void WaitForOtherUses(Lock& lock);
+
+  const std::shared_ptr<GradientSums> sums_;
+  std::optional<uint64_t> own_;  // region offset
+  proto::GradientStart start_ = proto::GradientStart::kNothing;
+
+ private:
+  std::byte* bytes() const override;
   void BringForReading(Lock& lock);
   void BringForWriting(Access access, Lock& lock);
-  void WaitForOtherUses(Lock& lock);
   void LoadSum(Lock& lock);
   void DropOwn(Lock& lock);
   void DropCopies();
@@ -74,13 +82,10 @@ class SummedGradient final : public Gradient {
   // Without the lock: the value.
   void CopyTo(std::byte* target) const;
 
-  const std::shared_ptr<GradientSums> sums_;
-  std::optional<uint64_t> own_;  // region offset
-  c10::DataPtr settled_;         // the value, while reads use it and the bytes are not the value
-  c10::DataPtr replaced_;        // what was settled_ before the reading operation wrote
-  bool given_ = false;           // a part of some rank is in the sum of this generation
-  bool taken_away_ = false;      // `.grad` was the tensor when accumulation began
-  proto::GradientStart start_ = proto::GradientStart::kNothing;
+  c10::DataPtr settled_;     // the value, while reads use it and the bytes are not the value
+  c10::DataPtr replaced_;    // what was settled_ before the reading operation wrote
+  bool given_ = false;       // a part of some rank is in the sum of this generation
+  bool taken_away_ = false;  // `.grad` was the tensor when accumulation began
 };
 
 }  // namespace offload::zero3

@@ -36,6 +36,7 @@
 #include "zero3/torch/log.h"
 #include "zero3/torch/progress.h"
 #include "zero3/torch/square_roots.h"
+#include "zero3/torch/summed_device_gradient.h"
 #include "zero3/torch/summed_gradient.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
@@ -321,11 +322,13 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
 void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& input) {
   const Plan plan = ValueOrThrow(MakePlan(input));
   const c10::Device device = parameter.tensor.device();
-  if (!device.is_cpu() && attachment_->world_size() > 1) {
+  if (!device.is_cpu() && input.gradients_reduced) {
+    // What communicates on streams of its own would write after the operator was launched.
     Unsupported(parameter.name,
-                absl::StrCat("is on ", device.str(), " in a job of ", attachment_->world_size(),
-                             " ranks, which train on the CPU only"),
-                "Train with one process, or move the module to the host");
+                absl::StrCat("is on ", device.str(),
+                             " in a job whose gradients the trainer "
+                             "reduces (gradients = reduced_by_trainer)"),
+                "Let the daemon add them, gradients = added, or move the module to the host");
   }
   if (!device.is_cpu() && plan.gradients_spilled) {
     ThrowStatus(
@@ -576,6 +579,8 @@ Gradient* TensorEngine::MakeGradient(uint32_t id, const at::Tensor& parameter) {
   const bool spilled =
       home == proto::GradientHome::kScratch || home == proto::GradientHome::kSlabScratch;
   auto window = spilled ? gradient_window_ : nullptr;
+  if (attachment_->device() != nullptr && sums_ != nullptr)
+    return new SummedDeviceGradient(attachment_, sums_, id, parameter);
   if (attachment_->device() != nullptr) return new DeviceGradient(attachment_, id, parameter);
   if (sums_ != nullptr)
     return new SummedGradient(attachment_, std::move(window), sums_, id, parameter);
@@ -916,6 +921,7 @@ absl::Status TensorEngine::StreamOut(uint32_t id, proto::Plane plane, uint64_t e
 
 std::vector<std::string> TensorEngine::Exchange(std::string blob) {
   if (attachment_->world_size() == 1) return {std::move(blob)};
+  const DaemonWait wait(*attachment_);
   return ValueOrThrow(attachment_->session().Exchange(blob));
 }
 

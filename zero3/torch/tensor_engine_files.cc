@@ -116,6 +116,7 @@ void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& optio
     }
   }
   failure = Exchange(std::move(failure)).front();
+  DropFromDevice();
   half_loaded_ = absl::StartsWith(failure, "1");
   if (!failure.empty()) ThrowStatus(absl::AbortedError(failure.substr(1)));
 }

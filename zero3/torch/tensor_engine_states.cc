@@ -68,6 +68,7 @@ void TensorEngine::ReplaceState(std::span<const KeptState> states) {
       failure = error.what();
     }
     failure = Exchange(std::move(failure)).front();
+    DropFromDevice();
     if (!failure.empty()) ThrowStatus(absl::AbortedError(failure));
   }
   CountAs(states);

@@ -434,13 +434,16 @@ absl::StatusOr<bool> WeightResidency::IsAsInJob() const {
   return is_same;
 }
 
+// Of several ranks only the first changes a weight from its old value.
+static void CheckMayChange(const std::string& subject, uint32_t rank, Access access) {
+  if (access != Access::kWrite || rank == 0) return;
+  ThrowStatus(MakeError(ErrorId::kWeightOfRanks,
+                        absl::StrCat(subject, " is changed in place by rank ", rank,
+                                     ", and every rank would apply the change")));
+}
+
 std::byte* WeightResidency::MakePrivate(Access access) {
-  if (access == Access::kWrite) {
-    ThrowStatus(
-        MakeError(ErrorId::kWeightOfRanks,
-                  absl::StrCat(subject_, " is changed in place by rank ", attachment_->rank(),
-                               ", and every rank would apply the change")));
-  }
+  CheckMayChange(subject_, attachment_->rank(), access);
   private_ = c10::GetCPUAllocator()->allocate(size_bytes_);
   if (std::exchange(acquired_, false)) attachment_->session().Release(tensor_);
   return static_cast<std::byte*>(private_.get());
@@ -448,6 +451,7 @@ std::byte* WeightResidency::MakePrivate(Access access) {
 
 // Memory of torch's, since the window has room for what is read only.
 std::byte* WeightResidency::FetchForWritingThere(Access access) {
+  CheckMayChange(subject_, attachment_->rank(), access);
   at::Tensor copy = AllocateBytes(size_bytes_, torch_device_);
   auto* const bytes = static_cast<std::byte*>(copy.mutable_data_ptr());
   if (access == Access::kWrite) {

@@ -343,7 +343,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     @property
     def device(self):
-        return torch.device("cpu")
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     @property
     def global_rank(self):

@@ -1,0 +1,291 @@
+"""Models on a device, the stand-in of tests/standin_torch.h: what people do with the package, in the device's memory and offloaded from
+there, compared bit by bit. The cases are those of models on the CPU, and a few of its own; the device's checker judges all of them.
+
+    device_test.py [NAME...]                as training_test.py
+    device_test.py --rank FOLDER            is a rank itself"""
+
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import types
+
+_LIBRARY = os.environ.setdefault("OFFLOADD_LIBRARY", os.path.abspath(os.path.join("tests", "offloadd_standin.so")))
+os.environ.setdefault("OFFLOADD_BINARY", os.path.abspath(os.path.join("python", "offloadd", "offloadd")))
+
+import torch
+from torch.optim import SGD, AdamW
+
+import battery
+import serving_test  # noqa: its cases are declared
+import training_test  # noqa
+from battery import case, main, retype
+
+_standin = ctypes.CDLL(_LIBRARY)
+_standin.offloadd_standin_violations.restype = ctypes.c_char_p
+_standin.offloadd_standin_bytes_to_device.restype = ctypes.c_uint64
+DEVICE = torch.device("privateuseone:0")
+
+
+def use_standin(seed=1, is_late=False, registers_slab=True):
+    _standin.offloadd_standin_use(ctypes.c_uint64(seed), int(is_late), int(registers_slab))
+    module = types.ModuleType("torch.standin")
+    module.is_available, module.device_count, module.current_device = lambda: True, lambda: 1, lambda: 0
+    module._is_in_bad_fork, module._is_initialized = lambda: False, lambda: True
+    # Its random operators draw from the CPU's generator.
+    module.manual_seed_all = module.manual_seed = lambda seed: None
+    module.get_rng_state, module.set_rng_state = lambda *_: torch.get_rng_state(), lambda state, *_: torch.set_rng_state(state)
+    module.device = lambda *_: contextlib.nullcontext()
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+    torch._register_device_module("standin", module)
+    battery.device = DEVICE
+
+
+def violations():
+    return _standin.offloadd_standin_violations().decode()
+
+
+ONE = {"types": ("fp32",), "memory": ("floor",)}
+BOTH = {"types": ("fp32", "bf16"), "memory": ("floor",)}
+
+# What is the same on a device.
+retype(("fp32", "bf16"), {
+    "adamw_fused", "adamw_default", "adagrad_default", "rmsprop_options", "sgd_nesterov", "groups_with_options", "closure", "accumulation",
+    "gradients_after_the_step", "gradients_given_other_storages", "tied", "checkpointing", "frozen", "evaluation_between",
+    "weights_given_other_storages", "initialised_after_attach", "state_dict_loaded_after_attach", "functional_call", "closed_and_attached_again",
+    "repr_of_a_parameter", "tolist", "deepcopy_model", "state_dict_cloned", "new_tensor", "new",
+})
+
+
+def adamw(model):
+    return AdamW(model.parameters(), 1e-2, fused=True)
+
+
+def states_of(optimizer):
+    return [dict(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
+
+
+# ---- What is right -----------------------------------------------------------------------------
+
+
+@case(**BOTH)
+def resumed(run):
+    def make():
+        model = run.model()
+        optimizer = adamw(model)
+        if run.offloaded or not run.handles:
+            run.attach(model, optimizer, job="resumed")
+        return model, optimizer
+
+    model, optimizer = make()
+    told = run.train(model, optimizer, clip=0.1, micro=2)
+    if run.offloaded:
+        run.handles.pop().close()
+        run.models.clear()
+        model, optimizer = make()
+        assert run.handles[-1].step == 3
+    return told + run.train(model, optimizer, first=3, clip=0.1, micro=2), states_of(optimizer)
+
+
+@case(**BOTH)
+def state_is_where_the_parameter_is(run):
+    """As torch keeps it; what the handle gathers is in memory of the host."""
+    model = run.model(tied=True)
+    optimizer = adamw(model)
+    handle = run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    weight = model.blocks[0].up.weight
+    assert weight.device == DEVICE
+    assert optimizer.state[weight]["exp_avg"].device == DEVICE
+    gathered = [handle.gather(weight, plane) for plane in ("weight", "master", "exp_avg", "exp_avg_sq")]
+    assert all(each.device.type == "cpu" for each in gathered)
+    return told, gathered, states_of(optimizer)
+
+
+@case(**ONE)
+def state_dict_goes_both_ways(run):
+    model = run.model()
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    saved = optimizer.state_dict()
+    states = {key: {name: value.clone() for name, value in state.items()} for key, state in saved["state"].items()}
+    kept = {"model": {name: value.clone() for name, value in model.state_dict().items()}, "optimizer": {**saved, "state": states}}
+    told += run.train(model, optimizer, first=3)
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    return told + run.train(model, optimizer, first=3), states_of(optimizer)
+
+
+@case(**ONE)
+def optimizer_that_has_stepped(run):
+    """A new job begins with its moments."""
+    model = run.model()
+    optimizer = adamw(model)
+    told = run.train(model, optimizer, steps=2)
+    run.attach(model, optimizer)
+    return told + run.train(model, optimizer, first=2), states_of(optimizer)
+
+
+@case(**ONE)
+def weights_in_files(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    handle = run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    folder = os.path.join(run.folder, "weights")
+    if run.offloaded:
+        handle.save_weights(folder)
+    else:  # files are written of offloaded models, and of those in memory of the host
+        kept = [p.detach().clone() for p in model.parameters()]
+    told += run.train(model, optimizer, first=3)
+    if run.offloaded:
+        handle.load_weights(folder)
+    else:
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), kept):
+                parameter.copy_(value)
+    return told + run.train(model, optimizer, first=3)
+
+
+@case(**BOTH)
+def weights_that_are_written(run):
+    """The master becomes what was written."""
+    model = run.model()
+    optimizer = adamw(model)
+    handle = run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    with torch.no_grad():
+        model.head.weight.mul_(0.9)
+        model.blocks[0].first.bias.add_(0.25)
+    model.embed.weight.data[3] = 0.125
+    with handle.gather([model.norm.weight], write=True) as copies:
+        copies[0][2] = 5.0
+    told.append([handle.gather(p, "master") for p in (model.head.weight, model.blocks[0].first.bias, model.embed.weight, model.norm.weight)])
+    return told + run.train(model, optimizer, first=3)
+
+
+@case(**ONE)
+def memory_of_the_device_is_what_was_said(run):
+    model = run.model()
+    optimizer = adamw(model)
+    handle = run.attach(model, optimizer)
+    told = run.train(model, optimizer, micro=2)
+    if run.offloaded:
+        statistics, plan = handle.statistics(), handle.plan()
+        assert 0 < statistics["gpu_peak_bytes"] <= statistics["gpu_ram_bytes"] < sum(p.numel() * 8 for p in model.parameters()), statistics
+        assert statistics["peak_bytes"] <= statistics["budget_bytes"], statistics
+        assert plan["gpu_window_bytes"] + plan["gpu_gradient_bytes"] <= statistics["gpu_ram_bytes"]
+        assert "gpu_ram" in plan.text, plan.text
+    return told
+
+
+@case(types=("fp32",), memory=("double",))
+def two_ranks(run):
+    """Each has a device of its own."""
+    if not run.offloaded:
+        model = run.model()
+        optimizer = adamw(model)
+        run.attach(model, optimizer)
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5)
+        told = rank_loop(run, model, optimizer, range(2))
+        run.models.clear()  # what it trains is in other processes
+        return told
+    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": f"device-{os.getpid()}"}
+    ranks = [subprocess.Popen([sys.executable, __file__, "--rank", run.folder], stdout=subprocess.PIPE, text=True,
+                              env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    said = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
+    assert said[0] == said[1]
+    return said[0]
+
+
+def rank_loop(run, model, optimizer, ranks):
+    """Norms, and sums over what the job keeps, of two micro-batches a rank."""
+    told = []
+    for step in range(3):
+        for micro in range(2):
+            for rank in ranks:
+                run.loss(model, step * 10 + micro * 2 + rank).backward()
+        told.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return told + [p.detach().double().sum().item() for p in model.parameters()] + \
+        [run.handles[0].gather(p, "exp_avg").double().sum().item() for p in model.parameters()]
+
+
+def be_a_rank(folder):
+    torch.set_num_threads(1)
+    use_standin(is_late=os.environ["RANK"] == "1")
+    run = battery.Run("256MiB", torch.float32, folder)
+    model = run.model()
+    optimizer = adamw(model)
+    handle = run.attach(model, optimizer)
+    told = rank_loop(run, model, optimizer, [handle.rank])
+    handle.close()
+    found = violations()
+    assert not found, found
+    print(json.dumps(told))
+
+
+# ---- What is refused ---------------------------------------------------------------------------
+
+
+def refusal(id, **options):
+    return case(**{"refused": id, "types": ("fp32",), "memory": ("floor",), **options})
+
+
+@refusal(1601)
+def moved_while_attached(run):
+    model = run.model()
+    run.attach(model, adamw(model))
+    model.to("cpu")
+
+
+@refusal(1601)
+def parameter_replaced_by_one_elsewhere(run):
+    model = run.model()
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    run.loss(model, 0).backward()
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().cpu())
+    optimizer.step()
+
+
+@refusal(1604)
+def optimizer_that_runs_in_this_process(run):
+    model = run.model()
+    run.attach(model, torch.optim.NAdam(model.parameters()))
+
+
+@refusal(1601, types=("fp16",))
+def half_precision(run):
+    model = run.model()
+    run.attach(model, adamw(model))
+
+
+@refusal(2003)
+def too_little_of_the_device(run):
+    model = run.model()
+    run.attach(model, adamw(model), gpu_ram="1KiB")
+
+
+@refusal(1603)
+def pointer_to_a_weight(run):
+    model = run.model()
+    run.attach(model, adamw(model))
+    run.loss(model, 0)
+    ctypes.string_at(model.head.weight.data_ptr(), 4)
+
+
+if __name__ == "__main__":
+    if "--rank" in sys.argv:
+        be_a_rank(sys.argv[-1])
+        sys.exit(0)
+    use_standin()
+    code = main()
+    found = violations()
+    print(found, end="")
+    sys.exit(1 if found else code)
