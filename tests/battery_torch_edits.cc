@@ -166,6 +166,59 @@ Programs Edits() {
             p.copy_(torch::from_blob(values.data(), p.sizes()));
           },
           false),
+      // In none of these a master follows: the tensor's version does not change, or the bytes do
+      // not.
+      EachEdited("the_same_written_through_data", [](Run&, Tensor& p, int) { p.data().mul_(1.0); }),
+      EachEdited(
+          "changed_through_data_and_back",
+          [](Run& run, Tensor& p, int step) {
+            const Tensor before = p.data().clone();
+            p.data().mul_(step + 3).add_(0.25);
+            run.See(p.sum());
+            p.data().copy_(before);
+          },
+          false),
+      EachEdited("changed_through_a_pointer_and_back",
+                 [](Run& run, Tensor& p, int) {
+                   std::vector<char> bytes(p.nbytes());
+                   std::memcpy(bytes.data(), p.const_data_ptr(), bytes.size());
+                   std::memset(p.mutable_data_ptr(), 0, bytes.size());
+                   run.See(p.sum());
+                   std::memcpy(p.mutable_data_ptr(), bytes.data(), bytes.size());
+                 }),
+      Edited("other_weights_given_and_taken_back",
+             [](Run& run, Setting& s, int step) {
+               std::vector<Tensor> before;
+               for (Tensor& p : s.model->parameters()) {
+                 before.push_back(p.data().clone());
+                 p.set_data(run.Noise(step + 20, p.sizes()) * 0.05);
+               }
+               run.See(battery::Loss(run, s.model, 70));
+               const auto parameters = s.model->parameters();
+               for (size_t i = 0; i < parameters.size(); ++i)
+                 parameters[i].set_data(before[i].clone());
+               for (const Tensor& p : parameters) run.See(s.engine->Gather(p, "master"));
+             }),
+      // In these it does, though the bytes are the same.
+      EachEdited("the_same_written_with_its_version", [](Run&, Tensor& p, int) { p.mul_(1.0); }),
+      EachEdited(
+          "its_version_alone_changes",
+          [](Run&, Tensor& p, int step) {
+            if (step == 1) p.unsqueeze_(0).squeeze_(0);
+            if (step == 2) p.unsafeGetTensorImpl()->bump_version();
+          },
+          false),
+      EachEdited("changed_through_data_and_back_with_its_version",
+                 [](Run&, Tensor& p, int) {
+                   const Tensor before = p.clone();
+                   p.data().zero_();
+                   p.copy_(before);
+                 }),
+      Edited("the_same_written_by_a_list_operator",
+             [](Run&, Setting& s, int) {
+               const NoGradGuard no_grad;
+               at::_foreach_mul_(s.model->parameters(), 1.0);
+             }),
       EachEdited("accessor",
                  [](Run& run, Tensor& p, int) {
                    if (p.dim() != 2 || p.scalar_type() != at::kFloat) return;

@@ -331,6 +331,24 @@ Programs SeveralModels() {
          }
          run.See(*model);
        }},
+      {"large_masters_changed_through_data_and_back",
+       [](Run& run) {
+         torch::manual_seed(2);
+         nn::Sequential model;
+         for (int i = 0; i < 4; ++i) model->push_back(nn::Linear(1100, 1100));
+         model->to(at::kBFloat16);
+         auto engine = run.Open();
+         auto optimizer = engine->SGD(*model, optim::SGDOptions(0.1));
+         Mean(model->forward(run.Noise(1, {2, 1100}).to(at::kBFloat16))).backward();
+         optimizer->step();
+         for (const Tensor& p : model->parameters()) {
+           const Tensor before = p.data().clone();
+           p.data().mul_(2);
+           p.data().copy_(before);
+         }
+         optimizer->step();
+       },
+       1601, true},
       {"module_registered_after_attaching",
        [](Run& run) {
          auto model = Perceptron(run);

@@ -1027,6 +1027,11 @@ Programs OwnOptimizers() {
   };
 }
 
+Program Refused(Program program) {
+  program.refused = 1601;
+  return program;
+}
+
 // Gradients that are the trainer's own memory, and pointers to them that it keeps.
 Programs Gradients() {
   return {
@@ -1077,6 +1082,20 @@ Programs Gradients() {
                     s.optimizer->zero_grad();
                   }
                 }),
+      Refused(WithAdamW("gradient_that_is_its_own_parameter",
+                        [](Run&, Setting& s) {
+                          Tensor& bias = LinearAt(s.model, 4).bias;
+                          s.Loss(0).backward();
+                          bias.mutable_grad() = bias.detach();
+                          s.optimizer->step();
+                        })),
+      Refused(WithSgd("gradient_that_is_a_row_of_an_earlier_weight",
+                      [](Run&, Setting& s) {
+                        s.Loss(0).backward();
+                        LinearAt(s.model, 4).bias.mutable_grad() =
+                            LinearAt(s.model, 2).weight.detach().select(1, 3);
+                        s.optimizer->step();
+                      })),
       {"weight_transposed_in_place",
        [](Run& run) {
          Setting s(run);

@@ -474,8 +474,7 @@ Programs ModulePrograms() {
       Of(
           "embedding_sparse",
           [] { return nn::Embedding(nn::EmbeddingOptions(1000, 200).sparse(true)); },
-          [](Run& run, auto& m, int b) { return Mean(m->forward(run.Indices(b, 1000, {12}))); },
-          kSgd),
+          [](Run& run, auto& m, int b) { return Mean(m->forward(run.Indices(b, 1000, {12}))); }),
       Of(
           "embedding_bag_mean", [] { return nn::EmbeddingBag(500, 300); },
           [](Run& run, auto& m, int b) {

@@ -109,6 +109,25 @@ void SavedOptimizer(const Arguments& arguments) {
   torch::save(optimizer, arguments.out);
 }
 
+// Looks at what the optimizer keeps, and changes it.
+void OwnState(const Arguments& arguments) {
+  Linear model(64, 64);
+  torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-2));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    optimizer.zero_grad();
+    Loss(model, step).backward();
+    optimizer.step();
+    Tensor sum = torch::zeros({});
+    for (const Tensor& parameter : model->parameters()) {
+      auto& state = static_cast<torch::optim::AdamParamState&>(
+          *optimizer.state().at(parameter.unsafeGetTensorImpl()));
+      sum = sum + state.exp_avg().abs().sum() + state.exp_avg_sq().sum() + state.step();
+      if (step == 1) state.exp_avg().mul_(0.5);
+    }
+    PrintStep(step, sum);
+  }
+}
+
 // Reads the file of the other.
 void LoadedOptimizer(const Arguments& arguments) {
   Linear model(64, 64);
@@ -231,6 +250,7 @@ int main(int argc, char** argv) {
       {"own_function", OwnFunction},
       {"environment", Environment},
       {"large", Large},
+      {"own_state", OwnState},
       {"saved_optimizer", SavedOptimizer},
       {"loaded_optimizer", LoadedOptimizer},
   };

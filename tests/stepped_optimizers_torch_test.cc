@@ -101,9 +101,10 @@ Log AttachedInTheMiddle(const Make& make, at::ScalarType dtype, bool offloading,
   const Optimizer optimizer = make(model.parameters());
   Log log;
   Train(model, *optimizer, 0, kBefore, &log);
+  const size_t kept = optimizer->state().size();
   auto engine = Engine::Open(options);
   engine->Attach(model, *optimizer);
-  EXPECT_EQ(optimizer->state().size(), 1u) << "a mark; the rest is in the job";
+  EXPECT_EQ(optimizer->state().size(), kept + 1) << "and a mark";
   Train(model, *optimizer, kBefore, kBefore + kAfter, &log);
   EXPECT_EQ(engine->step(), kAfter);
   AddWeights(model, &log);
@@ -325,6 +326,185 @@ TEST(OptimizerStateTest, MomentsAreSeenAndEditsOfThemCount) {
   }
 }
 
+// The options that a closure leaves count, and what it sees is of the step before.
+TEST(OptimizerStateTest, AClosureSeesTheStateAndSetsOptions) {
+  const auto train = [](Where where) {
+    SetOffloading(where == Where::kOffloaded);
+    Model model(at::kFloat);
+    optim::Adam optimizer(model.parameters(), optim::AdamOptions(1e-2));
+    std::shared_ptr<Engine> engine;
+    if (where != Where::kPlain) {
+      engine = Engine::Open(PoolOptions("closure", "256MiB"));
+      engine->Attach(model, optimizer);
+    }
+    Log log;
+    const auto see = [&] {
+      for (const Tensor& parameter : model.parameters()) {
+        const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
+        if (found == optimizer.state().end()) continue;
+        log.push_back(static_cast<optim::AdamParamState&>(*found->second).exp_avg().clone());
+      }
+    };
+    for (int64_t step = 0; step < 4; ++step) {
+      log.push_back(optimizer.step([&] {
+        optimizer.zero_grad();
+        Tensor loss = model.Loss(step);
+        loss.backward();
+        see();
+        optimizer.param_groups()[0].options().set_lr(step == 2 ? 3e-3 : 1e-2);
+        return loss;
+      }));
+      see();
+    }
+    AddWeights(model, &log);
+    return log;
+  };
+  const Log expected = train(Where::kPlain);
+  ExpectSame(expected, train(Where::kInMemory));
+  ExpectSame(expected, train(Where::kOffloaded));
+}
+
+TEST(OptimizerStateTest, ARunThatGoesOnShowsTheStateOfTheJobBeforeItsFirstStep) {
+  SetOffloading(true);
+  Log log, kept;
+  for (int run = 0; run < 3; ++run) {
+    Model model(at::kFloat);
+    auto engine = Engine::Open(PoolOptions("shown", "256MiB"));
+    std::shared_ptr<optim::Optimizer> optimizer;
+    if (run == 2) {  // the engine's own
+      optimizer = engine->AdamW(model, optim::AdamWOptions(1e-2));
+    } else {
+      optimizer = std::make_shared<optim::AdamW>(model.parameters(), optim::AdamWOptions(1e-2));
+      engine->Attach(model, *optimizer);
+    }
+    if (run == 0) Train(model, *optimizer, 0, kBefore, &log);
+    Log shown;
+    for (const Tensor& parameter : model.parameters()) {
+      const auto found = optimizer->state().find(parameter.unsafeGetTensorImpl());
+      ASSERT_NE(found, optimizer->state().end());
+      const auto& state = static_cast<const optim::AdamWParamState&>(*found->second);
+      shown.push_back(state.exp_avg_sq().clone());
+      shown.push_back(torch::tensor(state.step()));
+      EXPECT_TRUE(torch::equal(state.exp_avg(), engine->Gather(parameter, "exp_avg")));
+    }
+    if (run == 0) kept = shown;
+    ExpectSame(kept, shown);
+  }
+}
+
+TEST(OptimizerStateTest, EditsOfWhatTheEnginesOwnOptimizerShowsCount) {
+  const auto train = [](Where where) {
+    SetOffloading(where == Where::kOffloaded);
+    Model model(at::kFloat);
+    std::shared_ptr<optim::Optimizer> optimizer;
+    std::shared_ptr<Engine> engine;
+    if (where == Where::kPlain) {
+      optimizer =
+          std::make_shared<optim::SGD>(model.parameters(), optim::SGDOptions(1e-2).momentum(0.9));
+    } else {
+      engine = Engine::Open(PoolOptions("own_shown", "256MiB"));
+      optimizer = engine->SGD(model, optim::SGDOptions(1e-2).momentum(0.9));
+      EXPECT_TRUE(optimizer->state().empty());
+    }
+    Log log;
+    for (int64_t step = 0; step < 4; ++step) {
+      Train(model, *optimizer, step, step + 1, &log);
+      auto& state = optimizer->state();
+      for (const Tensor& parameter : model.parameters()) {
+        const auto found = state.find(parameter.unsafeGetTensorImpl());
+        if (found == state.end()) continue;
+        auto& buffer = static_cast<optim::SGDParamState&>(*found->second).momentum_buffer();
+        log.push_back(buffer.clone());
+        if (step == 1) buffer.mul_(0.5);
+        if (step == 2 && parameter.dim() == 2) state.erase(found);
+      }
+    }
+    AddWeights(model, &log);
+    return log;
+  };
+  const Log expected = train(Where::kPlain);
+  ExpectSame(expected, train(Where::kInMemory));
+  ExpectSame(expected, train(Where::kOffloaded));
+}
+
+// ---- Sparse gradients ---------------------------------------------------------------------------
+
+struct SparseModel : nn::Module {
+  SparseModel() {
+    torch::manual_seed(7);
+    words = register_module("words", nn::Embedding(nn::EmbeddingOptions(3000, 100).sparse(true)));
+    bags = register_module(
+        "bags", nn::EmbeddingBag(nn::EmbeddingBagOptions(500, 100).sparse(true).mode(torch::kSum)));
+    last = register_module("last", nn::Linear(100, 7));
+  }
+  // Of indices that occur often, so that most rows are added more than once.
+  Tensor Loss(int64_t step) {
+    torch::manual_seed(1000 + step);
+    const Tensor x =
+        words(torch::randint(40, {64})) + bags(torch::randint(step % 2 == 0 ? 30 : 500, {64, 3}));
+    return last(x).square().mean();
+  }
+  nn::Embedding words{nullptr};
+  nn::EmbeddingBag bags{nullptr};
+  nn::Linear last{nullptr};
+};
+
+Log TrainSparse(const Make& make, Where where, const std::string& job, const std::string& ram) {
+  SetOffloading(where == Where::kOffloaded);
+  SparseModel model;
+  const Optimizer optimizer = make(model.parameters());
+  std::shared_ptr<Engine> engine;
+  if (where != Where::kPlain) {
+    engine = Engine::Open(PoolOptions(job, ram));
+    engine->Attach(model, *optimizer);
+  }
+  Log log;
+  for (int64_t step = 0; step < 5; ++step) {
+    for (int64_t micro_batch = 0; micro_batch <= step % 2; ++micro_batch) {
+      const Tensor loss = model.Loss(2 * step + micro_batch);
+      loss.backward();
+      log.push_back(loss.detach().clone());
+    }
+    if (step == 3) {
+      for (auto& group : optimizer->param_groups()) group.options().set_lr(0.3);
+    }
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+  for (const Tensor& parameter : model.parameters()) log.push_back(parameter.detach().clone());
+  return log;
+}
+
+TEST(SparseGradientsTest, AreTakenAsTorchTakesThem) {
+  const std::pair<const char*, Make> makes[] = {
+      {"sparse_sgd", Maker<optim::SGD>(optim::SGDOptions(0.5))},
+      {"sparse_adagrad", Maker<optim::Adagrad>(optim::AdagradOptions(0.1))},
+      {"sparse_adagrad_with_sum",
+       Maker<optim::Adagrad>(
+           optim::AdagradOptions(0.1).initial_accumulator_value(0.3).lr_decay(0.1).eps(1e-6))}};
+  for (const auto& [name, make] : makes) {
+    SCOPED_TRACE(name);
+    const Log expected = TrainSparse(make, Where::kPlain, name, "");
+    ExpectSame(expected, TrainSparse(make, Where::kInMemory, name, "256MiB"));
+    ExpectSame(expected, TrainSparse(make, Where::kOffloaded, name, "256MiB"));
+  }
+}
+
+TEST(SparseGradientsTest, AreRefusedWhereTorchKeepsSparseStateOrTakesNone) {
+  const std::pair<const char*, Make> makes[] = {
+      {"with momentum keeps a sparse buffer",
+       Maker<optim::SGD>(optim::SGDOptions(0.5).momentum(0.9))},
+      {"with weight_decay takes no sparse gradient",
+       Maker<optim::Adagrad>(optim::AdagradOptions(0.1).weight_decay(0.1))}};
+  for (const auto& [text, make] : makes) {
+    for (const Where where : {Where::kInMemory, Where::kOffloaded}) {
+      ExpectError(1604, text, [&] {
+        TrainSparse(make, where, std::string("sparse_refused_") + text[5], "256MiB");
+      });
+    }
+  }
+}
+
 // torch's buffer begins with the first step that has momentum, whatever went before it.
 TEST(OptimizerStateTest, MomentumThatIsSwitchedOnLaterBeginsWithItsFirstStep) {
   const Make make = [](const std::vector<Tensor>& parameters) -> Optimizer {
@@ -406,7 +586,7 @@ TEST_P(GivenOptimizerTest, AFileGoesOnInAnotherJob) {
       model.save(archive);
       archive.save_to(module);
       torch::save(*optimizer, kept);
-      EXPECT_TRUE(optimizer->state().empty());
+      EXPECT_EQ(optimizer->state().size(), model.parameters().size());
       module_file = module.str(), kept_file = kept.str();
       if (!saves_offloaded) {
         expected = before;
@@ -561,6 +741,8 @@ TEST_F(KeptStateTest, AFileOfALargeStateIsRefused) {
   const Optimizer optimizer = AdamW()(model.parameters());
   auto engine = Engine::Open(PoolOptions("large", "128MiB"));
   engine->Attach(model, *optimizer);
+  for (Tensor& parameter : model.parameters()) parameter.mutable_grad() = torch::ones({1 << 20});
+  optimizer->step();
   std::stringstream file;
   ExpectError(1604, "more than a quarter of ram", [&] { torch::save(*optimizer, file); });
 }

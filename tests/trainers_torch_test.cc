@@ -3,8 +3,10 @@
 // optimizer and a loop that somebody might have written without knowing of us.
 
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 #include <offload/torch.h>
+#include <setjmp.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/wait.h>
@@ -17,6 +19,7 @@
 #include <torch/types.h>
 #include <unistd.h>
 
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -241,7 +244,10 @@ TEST(TrainersTest, SparseGradients) {
     }
   };
   ExpectParity({"sparse_adamw", SparseEmbedding, AdamW, accumulate});
-  ExpectParity({"sparse_sgd", SparseEmbedding, SGD, accumulate});
+  const auto plain_sgd = [](Engine& engine, nn::Module& module) {
+    return engine.SGD(module, torch::optim::SGDOptions(0.05));
+  };
+  ExpectParity({"sparse_sgd", SparseEmbedding, plain_sgd, accumulate});
 }
 
 TEST(TrainersTest, ComposedFlavours) {
@@ -726,6 +732,79 @@ TEST(TrainersTest, ThreadsRunAnLstmAtTheFloor) {
   }
   for (std::thread& thread : threads) thread.join();
   for (const Tensor& result : results) EXPECT_TRUE(torch::equal(result, results[0]));
+}
+
+// ---- Handlers of SIGSEGV ------------------------------------------------------------------------
+
+sigjmp_buf after_own_fault;
+volatile int own_faults = 0;
+void TakeOwnFault(int, siginfo_t*, void*) {
+  own_faults = own_faults + 1;
+  siglongjmp(after_own_fault, 1);
+}
+void FaultElsewhere() {
+  if (sigsetjmp(after_own_fault, 1) == 0) *reinterpret_cast<volatile int*>(8) = 1;
+}
+
+using SigactionFunction = int (*)(int, const struct sigaction*, struct sigaction*);
+
+TEST(TrainersTest, AHandlerOfTheProgramsOwnGetsTheOtherFaults) {
+  SetOffloading(true);
+  const Trainer trainer = Perceptron(at::kFloat);
+  auto engine = Engine::Open(OptionsFor("handlers"));
+  const auto optimizer = SGD(*engine, *trainer.module);
+  const auto step = [&] {
+    trainer.loss(0).backward();
+    optimizer->step();
+    optimizer->zero_grad();
+  };
+  const auto touch = [&] {
+    for (const Tensor& parameter : trainer.module->parameters()) {
+      const Tensor gathered = engine->Gather(parameter);
+      EXPECT_EQ(
+          std::memcmp(parameter.const_data_ptr(), gathered.const_data_ptr(), parameter.nbytes()),
+          0);
+    }
+  };
+  step();
+  struct sigaction own = {}, before = {}, now = {};
+  own.sa_sigaction = &TakeOwnFault;
+  own.sa_flags = SA_SIGINFO;
+  ASSERT_EQ(sigaction(SIGSEGV, &own, &before), 0);
+  touch();
+  FaultElsewhere();
+  EXPECT_EQ(own_faults, 1);
+  step();
+  touch();
+  ASSERT_EQ(sigaction(SIGSEGV, &before, &now), 0);
+  EXPECT_EQ(now.sa_sigaction, &TakeOwnFault);
+  touch();
+  const auto was = signal(SIGSEGV, SIG_IGN);
+  EXPECT_EQ(was, before.sa_handler);
+  step();
+  touch();
+  EXPECT_EQ(signal(SIGSEGV, was), SIG_IGN);
+
+  // One that comes without our knowledge is behind ours from the next step on.
+  const auto unseen = reinterpret_cast<SigactionFunction>(dlsym(RTLD_NEXT, "sigaction"));
+  ASSERT_EQ(unseen(SIGSEGV, &own, nullptr), 0);
+  step();
+  touch();
+  FaultElsewhere();
+  EXPECT_EQ(own_faults, 2);
+  ASSERT_EQ(sigaction(SIGSEGV, &before, nullptr), 0);
+}
+
+TEST(TrainersDeathTest, AFaultWithoutAHandlerEndsTheProgramAsEver) {
+  const auto raise_it = [] {
+    SetOffloading(true);
+    const Trainer trainer = Perceptron(at::kFloat);
+    auto engine = Engine::Open(OptionsFor("default_handler"));
+    const auto optimizer = SGD(*engine, *trainer.module);
+    signal(SIGSEGV, SIG_DFL);
+    raise(SIGSEGV);
+  };
+  EXPECT_EXIT(raise_it(), testing::KilledBySignal(SIGSEGV), "");
 }
 
 TEST(TrainersTest, RawAccessCanBeRefused) {

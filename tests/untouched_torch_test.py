@@ -198,6 +198,9 @@ class UntouchedTest(unittest.TestCase):
         here = self.run_offloaded(TRAINERS["oddities"], "4", self.file("plain"), "loaded_optimizer", options=["--job", "loaded"])
         self.assertEqual((here.code, here.out), (0, plain.out), here.error)
 
+    def test_the_state_of_an_optimizer_is_seen_and_edits_of_it_count(self):
+        self.check_oddity("own_state")
+
     def test_an_optimizer_of_the_programs_own_is_refused(self):
         self.check_refused(self.oddity("own_optimizer"), "OFD-1604 the program trains with (anonymous namespace)::OwnSgd")
 

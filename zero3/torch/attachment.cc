@@ -380,6 +380,12 @@ void Attachment::BeginRaw(RawUser* user) {
   }
 }
 
+bool Attachment::KeepMaster(uint64_t size_bytes) {
+  if (kept_master_bytes_.fetch_add(size_bytes) + size_bytes <= raw_bytes_max_) return true;
+  kept_master_bytes_ -= size_bytes;
+  return false;
+}
+
 void Attachment::ForgetRaw(RawUser* user) {
   std::lock_guard lock(raw_mutex_);
   raw_users_.remove(user);

@@ -200,6 +200,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void ForgetRaw(RawUser* user);
   // All of them: the step comes, or somebody reads what the daemon has.
   void EndRaw();
+  // Room for the masters of weights that were edited, until the step; beside `ram`, like the bytes
+  // of raw pointers and as much.
+  bool KeepMaster(uint64_t size_bytes);
+  void DropMaster(uint64_t size_bytes) { kept_master_bytes_ -= size_bytes; }
   uint64_t raw_accesses() const { return raw_accesses_.load(std::memory_order_relaxed); }
 
   void Close();
@@ -221,6 +225,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   Plan plan_;
   uint64_t window_bytes_ = 0, largest_slot_bytes_ = 0, raw_bytes_max_ = 0;
   std::atomic<bool> is_held_{false};
+  std::atomic<uint64_t> kept_master_bytes_ = 0;
   bool serves_raw_ = true;
   std::mutex raw_mutex_;
   std::list<RawUser*> raw_users_;  // oldest first

@@ -585,7 +585,7 @@ bool Gradient::PrepareStep() {
   if (!grad.defined()) return false;
   FinishRaw();
   if (!IsOwn(grad)) {
-    const bool stays = IsTrainers(grad);
+    const bool stays = grad.is_sparse() || IsTrainers(grad);
     const at::Tensor values = grad.is_sparse() ? grad.detach().to_dense() : grad.detach();
     stays ? TakeValues(values) : AdoptStolen(values);
   }

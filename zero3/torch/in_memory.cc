@@ -19,6 +19,7 @@
 #include "base/error.h"
 #include "proto/plane_set.h"
 #include "zero3/torch/dtypes.h"
+#include "zero3/torch/sparse_update.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/torch_state.h"
 #include "zero3/torch/update_counts.h"
@@ -276,6 +277,13 @@ Tensor InMemoryOptimizer::step(LossClosure closure) {
     loss = closure();
   }
   const at::NoGradGuard no_gradients;
+  TakeBackState(*this, *this);
+  for (const auto& group : param_groups_) {  // refused before anything is changed
+    const OptimizerSpec optimizer = CheckedSpec(optimizer_, group.options());
+    for (const Tensor& parameter : group.params()) {
+      if (parameter.grad().defined()) IsSparseUpdate(optimizer, parameter, "");
+    }
+  }
   // Parts of one vector share a version: all are looked at before one is written.
   ForEachWithGradient([this](Tensor& parameter) { FollowWeight(parameter); });
   for (auto& group : param_groups_) {
@@ -373,10 +381,12 @@ std::vector<KeptState> InMemoryOptimizer::GatherState() const {
 }
 
 void InMemoryOptimizer::save(torch::serialize::OutputArchive& archive) const {
+  TakeBackState(const_cast<InMemoryOptimizer&>(*this), const_cast<InMemoryOptimizer&>(*this));
   SaveState(*this, GatherState(), archive);
 }
 
 void InMemoryOptimizer::load(torch::serialize::InputArchive& archive) {
+  TakeBackState(*this, *this);
   LoadState(*this, archive, [this](std::span<const KeptState> states) { ReplaceState(states); });
 }
 
@@ -406,6 +416,15 @@ void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& 
   for (size_t i = 0; i < state.planes.size(); ++i) {
     if (states_->kept_.Plane(i) != nullptr && !state.planes[i].defined())
       state.planes[i] = at::zeros_like(state.master, at::MemoryFormat::Preserve);
+  }
+  if (IsSparseUpdate(optimizer, parameter, "")) {
+    KeptState kept{.parameter = parameter,
+                   .update_count = static_cast<uint64_t>(state.step),
+                   .planes = state.planes};
+    AddSparsely(optimizer, parameter.grad(), state.master, kept);
+    state.step = static_cast<int64_t>(kept.update_count);
+    state.planes = kept.planes;
+    return;
   }
   if (IsCounted(optimizer)) ++state.step;
   const Tensor& given = parameter.grad();

@@ -10,7 +10,7 @@
 //   * bf16 and fp16 parameters: the same operators on an fp32 master and fp32 state kept here, with
 //     the gradient upcast, then the weight becomes the nearest-even cast of the master.
 //   * A parameter without gradient is skipped, as everywhere in torch.
-//   * A sparse gradient is made dense first.
+//   * A sparse gradient is made dense first, or added element by element (sparse_update.h).
 //   * A parameter that somebody else wrote to keeps its state, and its master becomes what was
 //     written: one whose version changed (copy_, an initialiser), or whose master's cast is not the
 //     weight any more (an edit through .data() or a pointer).
@@ -79,6 +79,7 @@ class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeep
   void ReplaceState(std::span<const KeptState> states) override;
   bool IsLeft() const override { return states_->steps() > 0; }
   std::vector<KeptState> GatherState() const override;
+  ShownState& shown_state() override { return shown_; }
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -98,6 +99,7 @@ class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeep
 
   const NamedOptimizer optimizer_;
   const std::shared_ptr<InMemoryStates> states_;
+  ShownState shown_;
 };
 
 }  // namespace offload::zero3

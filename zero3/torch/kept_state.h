@@ -35,6 +35,12 @@ struct KeptState {
 // `name`: of the parameter, for the text; may be empty.
 absl::Status CheckFits(const KeptState& state, std::string_view name);
 
+// Copies of what is kept that stand in an object's state(), as they were given.
+struct ShownState {
+  bool is_shown = false;
+  std::vector<KeptState> states;
+};
+
 // An optimizer whose state is not in an object of torch's.
 class StateKeeper {
  public:
@@ -50,6 +56,8 @@ class StateKeeper {
   virtual bool IsLeft() const = 0;
   // Copies, of every parameter that was updated. OFD-1604 where they are too large for memory.
   virtual std::vector<KeptState> GatherState() const = 0;
+  // What the optimizer's own state() shows.
+  virtual ShownState& shown_state() = 0;
 };
 
 }  // namespace offload::zero3

@@ -41,6 +41,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
       const at::AutoGradMode grad(true);
       loss = closure();
     }
+    TakeBackState(*this, *this);
     std::vector<GroupUpdate> updates;
     for (const OptimizerParamGroup& group : param_groups())
       updates.push_back({GroupOf(group.options()), group.params()});
@@ -52,8 +53,9 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
   void ReplaceState(std::span<const KeptState> states) override { engine_->ReplaceState(states); }
   bool IsLeft() const override { return engine_->leaves_weights() && engine_->step() > 0; }
   std::vector<KeptState> GatherState() const override {
-    CheckIsSmall();
     std::vector<KeptState> states;
+    if (!engine_->keeps_state()) return states;
+    CheckIsSmall();
     for (const OptimizerParamGroup& group : param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
         if (parameter.numel() == 0 || IsTable(parameter)) continue;
@@ -64,10 +66,15 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
     return states;
   }
 
+  ShownState& shown_state() override { return shown_; }
+
   void save(torch::serialize::OutputArchive& archive) const override {
+    auto& self = const_cast<OffloadOptimizer&>(*this);  // whose shown state is no part of its value
+    TakeBackState(self, self);
     SaveState(*this, GatherState(), archive);
   }
   void load(torch::serialize::InputArchive& archive) override {
+    TakeBackState(*this, *this);
     LoadState(*this, archive, [this](std::span<const KeptState> states) { ReplaceState(states); });
   }
 
@@ -117,6 +124,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
   const std::shared_ptr<TensorEngine> engine_;
   const NamedOptimizer optimizer_;
   const std::shared_ptr<Living> living_;
+  ShownState shown_;
 };
 
 }  // namespace

@@ -45,11 +45,10 @@ struct Attached {
   std::unordered_set<const void*> parameters;  // TensorImpl
   std::shared_ptr<Optimizer> inner;            // null: libtorch's own step, then `after`
   std::function<void()> after;
-  bool may_keep = false;         // it has stepped, or has loaded a state
-  bool is_shown = false;         // state() has been asked for since the last step
-  std::vector<KeptState> shown;  // copies of what it gave
-  std::vector<KeptState> left;   // for libtorch's own steps after the engine
-  std::exception_ptr failure;    // why there is none
+  bool may_keep = false;        // it has stepped, or has loaded a state
+  ShownState shown;             // since the last step
+  std::vector<KeptState> left;  // for libtorch's own steps after the engine
+  std::exception_ptr failure;   // why there is none
 };
 
 StateKeeper& KeeperOf(const Attached& attached) {
@@ -82,16 +81,6 @@ StateMap& MapOf(const Optimizer& own) {
   static const auto next = Next<StateFunction>("_ZN5torch5optim9Optimizer5stateEv");
   return next(const_cast<Optimizer*>(&own));  // attached as one that may be changed
 }
-thread_local int plain_states = 0;
-// While libtorch's or our own code looks at state(), that is the map.
-class PlainState {
- public:
-  PlainState() { ++plain_states; }
-  ~PlainState() { --plain_states; }
-  PlainState(const PlainState&) = delete;
-  PlainState& operator=(const PlainState&) = delete;
-};
-
 // An attached object has a mark among its state, where no parameter has its place: it goes where
 // the object is moved to, and dies with it.
 void* KeyOf(const Attached& attached) { return reinterpret_cast<void*>(attached.mark); }
@@ -114,7 +103,8 @@ void BeginAnew(const Attached& attached) {
 void GoOnInMemory(Optimizer& own, const Attached& attached) {
   if (attached.failure) std::rethrow_exception(attached.failure);
   MapOf(own).erase(KeyOf(attached));
-  if (attached.left.empty() || attached.is_shown) return;  // what is shown is the same, or edited
+  if (attached.left.empty() || attached.shown.is_shown)
+    return;  // what is shown is the same, or edited
   const PlainState plain;
   SetState(own, attached.left);
 }
@@ -234,58 +224,14 @@ void CopyGroups(Optimizer& from, Optimizer& to) {
 // The object is given copies of what is kept, and the next step takes back what the trainer has
 // changed of them.
 void Show(Optimizer& own, Attached& attached) {
+  if (attached.shown.is_shown) return;
   CopyGroups(own, *attached.inner);
-  attached.shown = KeeperOf(attached).GatherState();
-  std::vector<KeptState> copies = attached.shown;
-  for (KeptState& copy : copies) {
-    for (at::Tensor& plane : copy.planes) {
-      if (plane.defined()) plane = plane.clone();
-    }
-  }
-  const PlainState plain;
-  std::unique_ptr<OptimizerParamState> mark = std::move(MapOf(own)[KeyOf(attached)]);
-  SetState(own, copies);
-  MapOf(own)[KeyOf(attached)] = std::move(mark);
-  attached.is_shown = true;
-}
-
-bool IsSame(const at::Tensor& a, const at::Tensor& b) {
-  if (!a.defined() || !b.defined()) return a.defined() == b.defined();
-  return a.is_same_size(b) && at::equal(a, b);
-}
-
-bool IsSame(const KeptState& a, const KeptState& b) {
-  return a.update_count == b.update_count &&
-         std::equal(a.planes.begin(), a.planes.end(), b.planes.begin(),
-                    [](const at::Tensor& x, const at::Tensor& y) { return IsSame(x, y); });
-}
-
-const KeptState* Find(const std::vector<KeptState>& states, const at::Tensor& parameter) {
-  const auto found = std::find_if(states.begin(), states.end(), [&](const KeptState& state) {
-    return state.parameter.is_same(parameter);
-  });
-  return found == states.end() ? nullptr : &*found;
+  ShowState(own, KeeperOf(attached), attached.shown, KeyOf(attached));
 }
 
 void TakeBack(Optimizer& own, Attached& attached) {
-  if (!attached.is_shown) return;
-  const at::NoGradGuard no_grad;
-  const PlainState plain;
-  const std::vector<KeptState> now = StateOf(own);
-  std::vector<KeptState> changed;
-  for (const KeptState& state : now) {
-    const KeptState* const before = Find(attached.shown, state.parameter);
-    if (before == nullptr || !IsSame(*before, state)) changed.push_back(state);
-  }
-  for (const KeptState& state : attached.shown) {
-    if (Find(now, state.parameter) == nullptr) changed.push_back({.parameter = state.parameter});
-  }
-  if (!changed.empty()) KeeperOf(attached).ReplaceState(changed);
-  std::unique_ptr<OptimizerParamState> mark = std::move(MapOf(own)[KeyOf(attached)]);
-  MapOf(own).clear();
-  MapOf(own)[KeyOf(attached)] = std::move(mark);
-  attached.shown.clear();
-  attached.is_shown = false;
+  if (attached.inner != nullptr)
+    TakeBackState(own, KeeperOf(attached), attached.shown, KeyOf(attached));
 }
 
 using StepFunction = at::Tensor (*)(Optimizer*, Closure);
@@ -298,7 +244,13 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
   if (attached->inner != nullptr) {
     TakeBack(*own, *attached);
     CopyGroups(*own, *attached->inner);
-    at::Tensor loss = attached->inner->step(std::move(closure));
+    const auto follow = [&]() -> at::Tensor {  // a closure may change options, and look at state()
+      at::Tensor loss = closure();
+      TakeBack(*own, *attached);
+      CopyGroups(*own, *attached->inner);
+      return loss;
+    };
+    at::Tensor loss = attached->inner->step(closure != nullptr ? Closure(follow) : Closure());
     attached->may_keep = true;
     return loss;
   }
@@ -381,21 +333,24 @@ bool HasRootsOfItsOwn(const NamedOptimizer& named, const std::vector<OptimizerPa
 
 }  // namespace
 
-void Divert(Optimizer& own, const Engine& engine, std::shared_ptr<Optimizer> inner) {
-  OfProcess().Add(own, {.engine = &engine, .inner = std::move(inner)});
+void Divert(Optimizer& own, const Engine& engine, std::shared_ptr<Optimizer> inner, bool may_keep) {
+  OfProcess().Add(own, {.engine = &engine, .inner = std::move(inner), .may_keep = may_keep});
 }
 void Follow(Optimizer& own, const Engine& engine, std::function<void()> after) {
   OfProcess().Add(own, {.engine = &engine, .after = std::move(after)});
 }
 void TakeLeftState(Optimizer& own) { OfProcess().Find(own); }
 
-static StateMap& ShownState(Optimizer& own) {
+static StateMap& StateToShow(Optimizer& own) {
   StateMap& map = MapOf(own);
-  if (plain_states > 0) return map;
+  if (PlainState::is_on()) return map;
   try {
     const std::shared_ptr<Attached> attached = OfProcess().Find(own);
-    const bool shows = attached != nullptr && attached->inner != nullptr && attached->may_keep;
-    if (shows && !attached->is_shown) Show(own, *attached);
+    if (attached != nullptr) {
+      if (attached->inner != nullptr && attached->may_keep) Show(own, *attached);
+    } else if (auto* const keeper = dynamic_cast<StateKeeper*>(&own)) {  // engine->AdamW(…)
+      ShowState(own, *keeper, keeper->shown_state());
+    }
   } catch (const std::exception& error) {  // whoever asks for a state may not be thrown at
     Log().error("state() of the optimizer has nothing of the job: {}", error.what());
   }
@@ -423,11 +378,12 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
     });
   } else if (named.has_value()) {
     std::vector<zero3::KeptState> states = zero3::StateOf(optimizer);
+    const bool may_keep = step() > 0 || !states.empty();
     std::shared_ptr<torch::optim::Optimizer> inner =
         MakeOptimizer(module, groups, *std::move(named));
     if (!states.empty()) dynamic_cast<zero3::StateKeeper&>(*inner).BeginWith(std::move(states));
     optimizer.state().clear();
-    zero3::Divert(optimizer, *this, std::move(inner));
+    zero3::Divert(optimizer, *this, std::move(inner), may_keep);
   } else {
     AttachForeign(module, groups, "an optimizer of the trainer's own");
   }
@@ -465,10 +421,10 @@ Engine::~Engine() {
 namespace torch::optim {
 
 auto Optimizer::state() noexcept -> offload::zero3::StateMap& {
-  return offload::zero3::ShownState(*this);
+  return offload::zero3::StateToShow(*this);
 }
 auto Optimizer::state() const noexcept -> const offload::zero3::StateMap& {
-  return offload::zero3::ShownState(const_cast<Optimizer&>(*this));
+  return offload::zero3::StateToShow(const_cast<Optimizer&>(*this));
 }
 
 OFFLOAD_DIVERT(AdamW, "5AdamW")

@@ -26,9 +26,10 @@ class Engine;
 namespace offload::zero3 {
 
 // From now on step() of `own` is that of `inner`, a StateKeeper, with the groups and options that
-// `own` has then; save() and load() are libtorch's, of what `inner` keeps.
+// `own` has then; save() and load() are libtorch's, of what `inner` keeps. `may_keep`: it does
+// already.
 void Divert(torch::optim::Optimizer& own, const Engine& engine,
-            std::shared_ptr<torch::optim::Optimizer> inner);
+            std::shared_ptr<torch::optim::Optimizer> inner, bool may_keep);
 // From now on `after` follows each step() of `own` that libtorch has made.
 void Follow(torch::optim::Optimizer& own, const Engine& engine, std::function<void()> after);
 // What a closed engine has left of an object is in it afterwards.

@@ -152,6 +152,7 @@ class PythonEngine final : public torch::CustomClassHolder {
         // Backward of a graph from before the step is an error in torch.optim, and is one here.
         c10::TensorImpl* const impl = parameter.unsafeGetTensorImpl();
         if (!impl->is_inference()) impl->bump_version();
+        engine.FollowVersions({&parameter, 1});
       }
     }
   }

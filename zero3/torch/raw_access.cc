@@ -1,11 +1,13 @@
 #include "zero3/torch/raw_access.h"
 
+#include <dlfcn.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
@@ -34,7 +36,6 @@ struct Ranges {
   };
   std::mutex mutex;
   std::map<const std::byte*, Range> by_begin;
-  struct sigaction before = {};
 };
 Ranges& AllRanges() {
   static auto* const kRanges = new Ranges;
@@ -59,13 +60,49 @@ bool IsWrite(const void* context) {
 #endif
 }
 
+// ---- Handlers of others -------------------------------------------------------------------------
+
+// The program's own, newest last. One that was put in front of ours later is called after it, and
+// may call the one that it had found, which is ours again: the next older one's turn.
+struct Handlers {
+  static constexpr int kMax = 8;
+  std::mutex mutex;
+  std::array<struct sigaction, kMax> all = {};
+  std::atomic<int> count = 0;
+};
+Handlers& AllHandlers() {
+  static auto* const kHandlers = new Handlers;
+  return *kHandlers;
+}
+
+// libc's, and the kernel's: ours stands in front of it for the program.
+int RealSigaction(int signal, const struct sigaction* action, struct sigaction* before) {
+  using Function = int (*)(int, const struct sigaction*, struct sigaction*);
+  static const auto next = reinterpret_cast<Function>(::dlsym(RTLD_NEXT, "sigaction"));
+  return next(signal, action, before);
+}
+
+// How many handlers have had a signal is noted in a field that the kernel leaves zero, since the
+// chain is one of plain calls.
+constexpr int kTurnMark = 0x0ff1'0ad0;
+
 void CallHandlerBefore(int signal, siginfo_t* info, void* context) {
-  const struct sigaction& before = AllRanges().before;
+  Handlers& handlers = AllHandlers();
+  const int turns = (info->si_errno & ~0xf) == kTurnMark ? info->si_errno & 0xf : 0;
+  const int at = handlers.count.load(std::memory_order_acquire) - 1 - turns;
+  struct sigaction before = {};
+  before.sa_handler = SIG_DFL;
+  if (at >= 0) before = handlers.all[at];
+  info->si_errno = kTurnMark | (turns + 1);
   if ((before.sa_flags & SA_SIGINFO) != 0 && before.sa_sigaction != nullptr)
     return before.sa_sigaction(signal, info, context);
+  if (before.sa_handler == SIG_IGN && info->si_code <= 0) return;  // kill() and raise()
   if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN && before.sa_handler != nullptr)
     return before.sa_handler(signal);
-  ::sigaction(signal, &before, nullptr);  // the instruction faults again, without us
+  before.sa_handler = SIG_DFL;
+  RealSigaction(signal, &before, nullptr);
+  // The instruction faults again, without us; what was sent has to be sent again.
+  if (info->si_code <= 0) ::raise(signal);
 }
 
 thread_local bool serving = false;
@@ -88,20 +125,66 @@ void OnFault(int signal, siginfo_t* info, void* context) {
   errno = error;
 }
 
-void Install() {
+struct sigaction OwnAction() {
   struct sigaction action = {};
   action.sa_sigaction = &OnFault;
   // On the stack of the program: an alternate one (Python's faulthandler has 16 KiB) is too small.
   action.sa_flags = SA_SIGINFO | SA_NODEFER;
   ::sigemptyset(&action.sa_mask);
-  OFFLOAD_CHECK(::sigaction(SIGSEGV, &action, &AllRanges().before) == 0) << errno;
+  return action;
 }
+
+bool IsOwn(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == &OnFault;
+}
+
+// Every one is kept while others may call it. Of more than there is room for the newest counts.
+void AddHandler(const struct sigaction& action) {
+  Handlers& handlers = AllHandlers();
+  const int count = handlers.count.load(std::memory_order_relaxed);
+  if (count > 0 && handlers.all[count - 1].sa_sigaction == action.sa_sigaction) return;
+  handlers.all[std::min(count, Handlers::kMax - 1)] = action;
+  handlers.count.store(std::min(count + 1, Handlers::kMax), std::memory_order_release);
+}
+
+std::atomic<bool> is_installed = false;
 
 }  // namespace
 
+void StayInFront() {
+  if (!is_installed.load(std::memory_order_acquire)) return;
+  struct sigaction now = {};
+  if (RealSigaction(SIGSEGV, nullptr, &now) != 0 || IsOwn(now)) return;
+  Handlers& handlers = AllHandlers();
+  std::lock_guard lock(handlers.mutex);
+  const struct sigaction own = OwnAction();
+  OFFLOAD_CHECK(RealSigaction(SIGSEGV, &own, &now) == 0) << errno;
+  if (!IsOwn(now)) AddHandler(now);
+}
+
+bool KeepForLater(const struct sigaction* action, struct sigaction* before) {
+  if (!is_installed.load(std::memory_order_acquire)) return false;
+  StayInFront();
+  Handlers& handlers = AllHandlers();
+  std::lock_guard lock(handlers.mutex);
+  const int count = handlers.count.load(std::memory_order_relaxed);
+  const struct sigaction newest = handlers.all[count - 1];
+  // The program sees its own, and has no way to call ours: its one takes the other's place.
+  if (action != nullptr) handlers.all[count - 1] = *action;
+  if (before != nullptr) *before = newest;
+  return true;
+}
+
 void AddRawRange(const std::byte* begin, size_t size_bytes, RawOwner* owner) {
   static std::once_flag installed;
-  std::call_once(installed, &Install);
+  std::call_once(installed, [] {
+    struct sigaction before = {};
+    const struct sigaction own = OwnAction();
+    OFFLOAD_CHECK(RealSigaction(SIGSEGV, &own, &before) == 0) << errno;
+    AddHandler(before);
+    is_installed.store(true, std::memory_order_release);
+  });
+  StayInFront();
   Ranges& ranges = AllRanges();
   std::lock_guard lock(ranges.mutex);
   ranges.by_begin[begin] = {.size_bytes = WholePages(size_bytes), .owner = owner};

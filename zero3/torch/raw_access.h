@@ -6,8 +6,10 @@
 //
 // The touch arrives as SIGSEGV on the thread that made it. It is an ordinary point of that thread's
 // program, which holds no lock of ours there, so the handler calls the owner of the range like any
-// function; it waits as an operator does. Faults of other addresses go to the handler that was
-// there before.
+// function; it waits as an operator does. Faults of other addresses go to the program's own
+// handler, whenever it was installed: sigaction() and signal() are defined in front of the C
+// library's (system_calls.cc) and keep it for that. One that comes another way (a library that is
+// not linked against ours, as in Python) stands in front of ours until the next attach or step.
 //
 // What cannot be served (the engine is closed, the daemon is lost) ends the program with the error
 // on standard error: no exception can leave an instruction.
@@ -18,6 +20,8 @@
 //
 // Thread safety: all functions from any thread; a range's owner is not removed while it serves.
 #pragma once
+
+#include <signal.h>
 
 #include <cstddef>
 
@@ -35,6 +39,11 @@ class RawOwner {
 // From now on `owner` serves touches of the range.
 void AddRawRange(const std::byte* begin, size_t size_bytes, RawOwner* owner);
 void RemoveRawRange(const std::byte* begin);
+// Puts the handler in front of one that was installed without our knowledge, which then gets what
+// is not ours.
+void StayInFront();
+// sigaction() of SIGSEGV; false while there is no handler of ours.
+bool KeepForLater(const struct sigaction* action, struct sigaction* before);
 // Serves what of a buffer is in such ranges; false, said on standard error, when that fails.
 bool ServeBuffer(const void* buffer, size_t size_bytes, bool writes);
 

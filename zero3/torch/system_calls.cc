@@ -1,7 +1,9 @@
 // In front of the C library: calls that hand buffers to the kernel, which cannot wait for a page of
-// ours. Each serves its buffer and goes on.
+// ours. Each serves its buffer and goes on. And those that would put another handler in the place
+// of the one that serves such pages.
 
 #include <dlfcn.h>
+#include <signal.h>
 #include <stdio.h>
 #include <sys/types.h>
 #include <sys/uio.h>
@@ -36,6 +38,7 @@ ssize_t Fault() {
 }  // namespace offload::zero3
 
 using offload::zero3::Fault;
+using offload::zero3::KeepForLater;
 using offload::zero3::Next;
 using offload::zero3::ServeAll;
 using offload::zero3::ServeBuffer;
@@ -80,6 +83,22 @@ size_t fread(void* buffer, size_t size, size_t count, FILE* file) {
 size_t fwrite(const void* buffer, size_t size, size_t count, FILE* file) {
   static const auto next = Next<size_t (*)(const void*, size_t, size_t, FILE*)>("fwrite");
   return ServeBuffer(buffer, size * count, false) ? next(buffer, size, count, file) : 0;
+}
+
+int sigaction(int signal, const struct sigaction* action, struct sigaction* before) noexcept {
+  using Function = int (*)(int, const struct sigaction*, struct sigaction*);
+  static const auto next = Next<Function>("sigaction");
+  return signal == SIGSEGV && KeepForLater(action, before) ? 0 : next(signal, action, before);
+}
+
+sighandler_t signal(int signal, sighandler_t handler) noexcept {
+  static const auto next = Next<sighandler_t (*)(int, sighandler_t)>("signal");
+  struct sigaction action = {}, before = {};
+  action.sa_handler = handler;
+  action.sa_flags = SA_RESTART;
+  sigemptyset(&action.sa_mask);
+  return signal == SIGSEGV && KeepForLater(&action, &before) ? before.sa_handler
+                                                             : next(signal, handler);
 }
 
 }  // extern "C"

@@ -35,6 +35,8 @@
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/progress.h"
+#include "zero3/torch/raw_access.h"
+#include "zero3/torch/sparse_update.h"
 #include "zero3/torch/square_roots.h"
 #include "zero3/torch/summed_device_gradient.h"
 #include "zero3/torch/summed_gradient.h"
@@ -550,7 +552,7 @@ void TensorEngine::StartWeights(WeightFile* initial) {
   if (puts && initial != nullptr) LoadFrom(*initial);
   for (uint32_t id = 0; id < weights_.size(); ++id) {
     if (puts && initial == nullptr) LoadInitial(id);
-    weights_[id]->Start();
+    weights_[id]->Start(/*goes_on=*/exists_);
   }
 }
 
@@ -725,11 +727,14 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   Seal();
   CheckWhole();
   CheckGiven(/*writes=*/true);
+  CheckGradientsOfWeights(updates);
+  StayInFront();
   attachment_->EndRaw();
   if (const std::vector<at::Tensor> thawed = FindThawed(updates); !thawed.empty()) Thaw(thawed);
   client::StepCommand command;
   command.step = step_ + 1;
   std::vector<uint32_t> stepped;
+  std::vector<SparseUpdate> sparse;
   struct TrainerState next = state_;
   for (uint32_t group = 0; group < updates.size(); ++group) {
     command.groups.push_back(updates[group].group);
@@ -738,8 +743,13 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
       Gradient* const gradient = GradientOf(parameter);
       // It was frozen until now.
       if (!gradient->is_watched() && parameter.requires_grad()) gradient->Watch();
+      if (AddsSparsely(updates[group].group, parameter)) {
+        sparse.push_back({parameter, updates[group].group});
+        continue;
+      }
       if (!gradient->PrepareStep()) continue;
       const uint32_t id = ids_.at(parameter.unsafeGetTensorImpl());
+      FollowEdits(id);
       if (parameter.scalar_type() == at::kDouble)
         CheckDoubleRoots(updates[group].group, declared_[id].name);
       stepped.push_back(id);
@@ -753,6 +763,9 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   command.trainer_state = ValueOrThrow(EncodeTrainerState(next));
   for (const uint32_t id : stepped) gradients_[id]->FinishWriting();
   StoreLargeBuffers();
+  for (const SparseUpdate& update : sparse)
+    next.update_counts[IdOf(update.parameter)] += Add(update);
+  if (!sparse.empty()) command.trainer_state = ValueOrThrow(EncodeTrainerState(next));
   attachment_->EndRaw();  // of pointers that were used since it began
   for (const client::Group& group : command.groups) SayRoots(group);
 
@@ -770,11 +783,75 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   ++step_;
   // The parameters' versions stay: torch's C++ classes write through data(), and a graph from
   // before the step goes on with the new weights. Python's bump them, and so does its binding.
-  for (const uint32_t id : stepped) gradients_[id]->BeginUpdate();
+  for (const uint32_t id : stepped) {
+    gradients_[id]->BeginUpdate();
+    weights_[id]->Stepped();
+  }
   if (DeviceMemory* const device = attachment_->device())
     ends_round ? device->EndRound(stepped) : device->Changed(stepped);
   if (announcement_ != nullptr) announcement_->Stepped(command, std::move(groups_now));
   attachment_->Prefetch(ahead);
+}
+
+// The step takes all gradients as they are now. torch would take that one as the step has left it.
+void TensorEngine::CheckGradientsOfWeights(std::span<const GroupUpdate> updates) const {
+  std::unordered_set<const Residency*> stepped;
+  for (const GroupUpdate& update : updates) {
+    for (const at::Tensor& parameter : update.tensors) {
+      const at::Tensor& gradient = parameter.grad();
+      if (!gradient.defined() || parameter.numel() == 0) continue;
+      stepped.insert(Residency::Of(parameter));
+      const Residency* const of = Residency::Of(gradient);
+      if (dynamic_cast<const WeightResidency*>(of) == nullptr || !stepped.contains(of)) continue;
+      ThrowStatus(MakeError(
+          ErrorId::kUnsupportedModel,
+          absl::StrCat("the gradient of a parameter of shape [",
+                       absl::StrJoin(parameter.sizes(), ", "), "] is parameter ", Key(of->name()),
+                       " itself, which the same step changes before it is read or while it is"),
+          "Give .grad a copy, weight.detach().clone()"));
+    }
+  }
+}
+
+void TensorEngine::FollowEdits(uint32_t id) {
+  const std::vector<float> master = weights_[id]->FollowEdits();
+  if (master.empty()) return;
+  const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
+    std::memcpy(attachment_->region() + offset, master.data() + begin, count * sizeof(float));
+    return absl::OkStatus();
+  };
+  ThrowIfError(StreamIn(id, proto::Plane::kMaster, fill),
+               absl::StrCat("parameter ", Key(declared_[id].name)));
+}
+
+void TensorEngine::FollowVersions(std::span<const at::Tensor> tensors) const {
+  for (const at::Tensor& tensor : tensors) {
+    const auto known = ids_.find(tensor.unsafeGetTensorImpl());
+    if (known != ids_.end()) weights_[known->second]->Stepped();
+  }
+}
+
+// Where several processes or a device compute, gradients are made dense.
+bool TensorEngine::AddsSparsely(const kernels::OptimizerSpec& optimizer,
+                                const at::Tensor& parameter) const {
+  if (attachment_->world_size() > 1 || attachment_->device() != nullptr) return false;
+  const std::string& name = declared_[IdOf(parameter)].name;
+  if (!IsSparseUpdate(optimizer, parameter, name)) return false;
+  if (at::isfinite(parameter.grad()._values()).all().item<bool>()) return true;
+  ThrowStatus(MakeError(ErrorId::kNonFinite,
+                        absl::StrCat("the gradient of parameter ", Key(name),
+                                     " holds NaN or infinity, the step was not taken")));
+}
+
+int TensorEngine::Add(const SparseUpdate& update) {
+  at::Tensor weight = update.parameter.variable_data();
+  KeptState state;
+  if (update.optimizer.name() != "sgd") state = GatherState(update.parameter);
+  state.parameter = update.parameter;
+  AddSparsely(update.optimizer, update.parameter.grad(), weight, state);
+  if (update.optimizer.name() == "sgd") return 0;
+  PutStates({&state, 1});
+  return 1;
 }
 
 // Those of fp64 numbers follow no rule that the daemon could take.
@@ -899,6 +976,10 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
                                : *found == proto::Plane::kResidual
                                    ? (own == at::kHalf ? at::kInt : at::kShort)
                                    : master;
+  if (plane == "master") {
+    attachment_->EndRaw();
+    FollowEdits(id);
+  }
   at::Tensor gathered =
       at::empty_strided(parameter.sizes(), parameter.strides(), at::TensorOptions().dtype(dtype));
   ThrowIfError(CopyOut(id, *found, gathered.element_size(),

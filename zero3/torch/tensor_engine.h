@@ -80,6 +80,8 @@ class TensorEngine {
   // hyper-parameters of the same groups, for the backward of the next step; null: they will be the
   // same.
   void Step(std::span<const GroupUpdate> updates, GroupsNow groups_now = nullptr);
+  // The versions of these tensors have changed because of a step, not of an edit.
+  void FollowVersions(std::span<const at::Tensor> tensors) const;
   // A step of somebody else's optimizer: commits what it wrote into weights.
   void CommitStep();
   void WaitDurable();
@@ -112,6 +114,8 @@ class TensorEngine {
   bool Has(const at::Tensor& parameter) const {
     return ids_.contains(parameter.unsafeGetTensorImpl());
   }
+  // Whether there is anything to gather; does not make the store.
+  bool keeps_state() const;
   // How often the job has updated a parameter.
   uint64_t update_count(const at::Tensor& parameter) const;
 
@@ -197,6 +201,17 @@ class TensorEngine {
   absl::Status StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, Drain drain);
   absl::Status CopyOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, std::byte* target);
   bool EndsRound(std::span<const GroupUpdate> updates);
+  // The master of a weight that is about to be updated is what it would be in memory.
+  void FollowEdits(uint32_t id);
+  void CheckGradientsOfWeights(std::span<const GroupUpdate> updates) const;
+  // A sparse gradient that is added in this process (sparse_update.h).
+  struct SparseUpdate {
+    at::Tensor parameter;
+    kernels::OptimizerSpec optimizer;
+  };
+  bool AddsSparsely(const kernels::OptimizerSpec& optimizer, const at::Tensor& parameter) const;
+  // Returns by how much the parameter's count of updates grows.
+  int Add(const SparseUpdate& update);
   static void CheckDoubleRoots(const kernels::OptimizerSpec& optimizer, std::string_view name);
   void SayRoots(const kernels::OptimizerSpec& optimizer);
   uint32_t IdOf(const at::Tensor& parameter) const;

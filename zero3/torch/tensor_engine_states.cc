@@ -1,5 +1,6 @@
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -88,6 +89,7 @@ void TensorEngine::PutStates(std::span<const KeptState> states) {
     if (state.parameter.numel() == 0) continue;
     const uint32_t id = IdOf(state.parameter);
     ThrowIfError(PutState(id, state), absl::StrCat("parameter '", declared_[id].name, "'"));
+    if (state.master.defined()) weights_[id]->Stepped();
   }
 }
 
@@ -134,6 +136,12 @@ void TensorEngine::CountAs(std::span<const KeptState> states) {
     const uint32_t id = IdOf(state.parameter);
     if (declared_[id].trainable) state_.update_counts[id] = state.update_count;
   }
+}
+
+bool TensorEngine::keeps_state() const {
+  return !initial_states_.empty() ||
+         std::any_of(state_.update_counts.begin(), state_.update_counts.end(),
+                     [](uint64_t count) { return count > 0; });
 }
 
 KeptState TensorEngine::GatherState(const at::Tensor& parameter) {

@@ -1,8 +1,10 @@
 #include "zero3/torch/torch_state.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/all.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/eq.h>
+#include <ATen/ops/equal.h>
 #include <offload/torch.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -262,6 +264,77 @@ std::unique_ptr<OptimizerParamState> BlankState(const Optimizer& optimizer,
   KeptState empty;
   empty.planes.fill(at::empty({0}));
   return row->blank(row->write(empty).get(), std::move(held));
+}
+
+// ---- state() -----------------------------------------------------------------------------------
+
+thread_local int PlainState::depth_ = 0;
+
+namespace {
+
+bool IsSame(const at::Tensor& a, const at::Tensor& b) {
+  if (!a.defined() || !b.defined()) return a.defined() == b.defined();
+  return a.is_same_size(b) && at::equal(a, b);
+}
+
+bool IsSame(const KeptState& a, const KeptState& b) {
+  return a.update_count == b.update_count &&
+         std::equal(a.planes.begin(), a.planes.end(), b.planes.begin(),
+                    [](const at::Tensor& x, const at::Tensor& y) { return IsSame(x, y); });
+}
+
+const KeptState* Find(const std::vector<KeptState>& states, const at::Tensor& parameter) {
+  const auto found = std::find_if(states.begin(), states.end(), [&](const KeptState& state) {
+    return state.parameter.is_same(parameter);
+  });
+  return found == states.end() ? nullptr : &*found;
+}
+
+// Takes everything but the mark out of the map while `work` runs.
+template <class Work>
+void WithoutMark(Optimizer& optimizer, void* mark, Work work) {
+  std::unique_ptr<OptimizerParamState> kept;
+  if (mark != nullptr) kept = std::move(optimizer.state()[mark]);
+  work();
+  if (mark != nullptr) optimizer.state()[mark] = std::move(kept);
+}
+
+}  // namespace
+
+void ShowState(Optimizer& optimizer, StateKeeper& keeper, ShownState& shown, void* mark) {
+  if (shown.is_shown) return;
+  const PlainState plain;
+  shown.states = keeper.GatherState();
+  std::vector<KeptState> copies = shown.states;
+  for (KeptState& copy : copies) {
+    for (at::Tensor& plane : copy.planes) {
+      if (plane.defined()) plane = plane.clone();
+    }
+  }
+  WithoutMark(optimizer, mark, [&] { SetState(optimizer, copies); });
+  // As it will be read again: SGD's state has no count.
+  const Row& row = FileRowOf(optimizer);
+  for (KeptState& state : shown.states)
+    state.update_count = row.read(*row.write(state)).update_count;
+  shown.is_shown = true;
+}
+
+void TakeBackState(Optimizer& optimizer, StateKeeper& keeper, ShownState& shown, void* mark) {
+  if (!shown.is_shown) return;
+  const at::NoGradGuard no_grad;
+  const PlainState plain;
+  const std::vector<KeptState> now = StateOf(optimizer);
+  std::vector<KeptState> changed;
+  for (const KeptState& state : now) {
+    const KeptState* const before = Find(shown.states, state.parameter);
+    if (before == nullptr || !IsSame(*before, state)) changed.push_back(state);
+  }
+  for (const KeptState& state : shown.states) {
+    if (Find(now, state.parameter) == nullptr) changed.push_back({.parameter = state.parameter});
+  }
+  if (!changed.empty()) keeper.ReplaceState(changed);
+  WithoutMark(optimizer, mark, [&] { optimizer.state().clear(); });
+  shown = ShownState();
 }
 
 }  // namespace offload::zero3

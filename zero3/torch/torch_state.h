@@ -40,4 +40,30 @@ void LoadState(torch::optim::Optimizer& optimizer, torch::serialize::InputArchiv
 std::unique_ptr<torch::optim::OptimizerParamState> BlankState(
     const torch::optim::Optimizer& optimizer, std::shared_ptr<void> held);
 
+// ---- state() of an optimizer that keeps nothing itself ------------------------------------------
+
+// While it lives, state() of the calling thread is the object's own map.
+class PlainState {
+ public:
+  PlainState() { ++depth_; }
+  ~PlainState() { --depth_; }
+  PlainState(const PlainState&) = delete;
+  PlainState& operator=(const PlainState&) = delete;
+  static bool is_on() { return depth_ > 0; }
+
+ private:
+  static thread_local int depth_;
+};
+
+// Gives state() copies of what `keeper` keeps, unless it has them. The mark of an attached object,
+// under `mark`, stays.
+void ShowState(torch::optim::Optimizer& optimizer, StateKeeper& keeper, ShownState& shown,
+               void* mark = nullptr);
+// Hands what was changed of them to `keeper`, and takes them away.
+void TakeBackState(torch::optim::Optimizer& optimizer, StateKeeper& keeper, ShownState& shown,
+                   void* mark = nullptr);
+inline void TakeBackState(torch::optim::Optimizer& optimizer, StateKeeper& keeper) {
+  TakeBackState(optimizer, keeper, keeper.shown_state());
+}
+
 }  // namespace offload::zero3

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/crc32c.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "zero3/torch/born_residency.h"
@@ -67,10 +68,12 @@ absl::Status WeightResidency::ReadInitial(uint64_t begin, uint64_t length, uint6
   return absl::OkStatus();
 }
 
-void WeightResidency::Start() {
+void WeightResidency::Start(bool goes_on) {
   c10::DataPtr initial;  // freed without the lock: it may be another residency's last
   Lock lock(mutex_);
   state_ = State::kHome;
+  has_residual_ = goes_on;
+  version_then_ = Version();
   initial_born_ = nullptr;
   initial = std::exchange(initial_, c10::DataPtr());
   changed_.NotifyAll();
@@ -315,7 +318,6 @@ bool WeightResidency::PinRaw(Access access, Lock& lock) {
     return false;
   }
   if (writes && !raw_.was_written()) raw_.AllowWriting();
-  raw_by_operators_ |= writes;
   if (pins_ == 0 || state_ == State::kHome) swap_.PointTo(swap_.home(), /*throws=*/false);
   AddPin();
   return true;
@@ -384,12 +386,12 @@ bool WeightResidency::EndRaw(bool wait) {
   }
   state_ = State::kMoving;
   mover_ = std::this_thread::get_id();
-  const bool written = raw_.was_written(), by_operators = raw_by_operators_;
+  const bool written = raw_.was_written();
   if (written) raw_.StopWriting();
   lock.unlock();
   absl::Status put;
   try {
-    if (written) put = PutRaw(by_operators);
+    if (written) put = PutRaw();
   } catch (...) {
     lock.lock();
     if (written) raw_.AllowWriting();
@@ -399,7 +401,6 @@ bool WeightResidency::EndRaw(bool wait) {
   }
   lock.lock();
   raw_.Remove();
-  raw_by_operators_ = false;
   state_ = State::kHome;
   changed_.NotifyAll();
   lock.unlock();
@@ -409,29 +410,132 @@ bool WeightResidency::EndRaw(bool wait) {
 }
 
 // A page that may be written is not yet a weight that was: a master keeps its fp32 value under a
-// weight whose bytes are the same, as in memory. What operators write counts whatever the bytes
-// are, since the tensor's version says so. Ranks put together, and fp32 weights are their own
-// masters.
-absl::Status WeightResidency::PutRaw(bool by_operators) {
-  const bool has_master = attachment_->tensor(tensor_).dtype != proto::Dtype::kFloat32;
-  if (has_master && !by_operators && attachment_->world_size() == 1) {
-    OFFLOAD_ASSIGN_OR_RETURN(const bool is_unchanged, IsAsInJob());
-    if (is_unchanged) return absl::OkStatus();
+// weight whose bytes are the same, as in memory.
+absl::Status WeightResidency::PutRaw() {
+  if (HasMaster() && !SeesVersion() && has_residual_) {
+    OFFLOAD_ASSIGN_OR_RETURN(const Compared with_job, CompareInBlocks(swap_.home()));
+    OFFLOAD_ASSIGN_OR_RETURN(const bool is_none, SeeHidden(with_job));
+    if (is_none) return absl::OkStatus();
   }
   return attachment_->StreamIn(tensor_, swap_.home());
 }
 
-absl::StatusOr<bool> WeightResidency::IsAsInJob() const {
+// What an operator has written.
+void WeightResidency::PutStaged() {
+  const std::byte* const bytes = attachment_->region() + staging_.region_offset();
+  if (!HasMaster() || SeesVersion() || !has_residual_)
+    return attachment_->PutWeight(tensor_, staging_.region_offset());
+  const Compared with_job = CompareWithJob(bytes);
+  if (with_job.is_same) return;
+  const std::vector<std::byte> written(bytes, bytes + size_bytes_);
+  staging_.Reset();
+  ValueOrThrow(SeeHidden(with_job), subject_);
+  ThrowIfError(attachment_->StreamIn(tensor_, written.data()), subject_);
+}
+
+// ---- Masters follow edits ----------------------------------------------------------------------
+
+// In memory an edit is seen by the tensor's version, whatever the bytes are, or by a master whose
+// cast is another weight. Ranks put together, and fp32 and fp64 weights are their own masters.
+bool WeightResidency::HasMaster() const {
+  const proto::Tensor& tensor = attachment_->tensor(tensor_);
+  return tensor.trainable && torch_device_.is_cpu() && attachment_->world_size() == 1 &&
+         (tensor.dtype == proto::Dtype::kBFloat16 || tensor.dtype == proto::Dtype::kFloat16);
+}
+
+uint64_t WeightResidency::Version() const {
+  uint64_t sum = 0;
+  for (const c10::VariableVersion& version : versions_) sum += VersionOf(version);
+  return sum;
+}
+
+// The version says that the weight was written: its master is the weight from now on.
+bool WeightResidency::SeesVersion() {
+  const uint64_t version = Version();
+  if (version == version_then_) return false;
+  version_then_ = version;
+  has_residual_ = false;
+  ForgetHidden();
+  return true;
+}
+
+void WeightResidency::ForgetHidden() {
+  if (hidden_.has_value()) attachment_->DropMaster(hidden_->master.size() * sizeof(float));
+  hidden_.reset();
+}
+
+// What is about to be put is no edit when it is what the job has; else what that has is kept, since
+// the trainer may put it back. The staging buffer is free.
+absl::StatusOr<bool> WeightResidency::SeeHidden(const Compared& with_job) {
+  if (with_job.is_same || hidden_.has_value()) return with_job.is_same;
+  hidden_ = Hidden{.crc = with_job.crc};
+  const uint64_t element_count = attachment_->tensor(tensor_).element_count;
+  if (!attachment_->KeepMaster(element_count * sizeof(float))) return false;
+  hidden_->master.resize(element_count);
+  OFFLOAD_RETURN_IF_ERROR(
+      attachment_->CopyOut(tensor_, proto::Plane::kMaster, sizeof(float),
+                           reinterpret_cast<std::byte*>(hidden_->master.data())));
+  return false;
+}
+
+// By the window: whoever asks has the staging buffer.
+WeightResidency::Compared WeightResidency::CompareWithJob(const std::byte* bytes) {
+  const std::byte* const own = ValueOrThrow(attachment_->session().Acquire(tensor_), subject_);
+  const Compared compared{.is_same = std::memcmp(own, bytes, size_bytes_) == 0,
+                          .crc = Crc32c(0, own, size_bytes_)};
+  attachment_->session().Release(tensor_);
+  return compared;
+}
+
+// By the staging buffer: whoever asks may have the window.
+absl::StatusOr<WeightResidency::Compared> WeightResidency::CompareInBlocks(
+    const std::byte* bytes) const {
   const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(tensor_).dtype);
-  bool is_same = true;
+  Compared compared{.is_same = true, .crc = 0};
   OFFLOAD_RETURN_IF_ERROR(attachment_->StreamOut(
       tensor_, proto::Plane::kWeight, element_bytes,
-      [&](uint64_t begin, uint64_t count, const std::byte* bytes) {
-        is_same &=
-            std::memcmp(swap_.home() + begin * element_bytes, bytes, count * element_bytes) == 0;
+      [&](uint64_t begin, uint64_t count, const std::byte* own) {
+        compared.is_same &=
+            std::memcmp(bytes + begin * element_bytes, own, count * element_bytes) == 0;
+        compared.crc = Crc32c(compared.crc, own, count * element_bytes);
         return absl::OkStatus();
       }));
-  return is_same;
+  return compared;
+}
+
+uint32_t WeightResidency::CrcInJob() {
+  const std::byte* const own = ValueOrThrow(attachment_->session().Acquire(tensor_), subject_);
+  const uint32_t crc = Crc32c(0, own, size_bytes_);
+  attachment_->session().Release(tensor_);
+  return crc;
+}
+
+std::vector<float> WeightResidency::FollowEdits() {
+  if (!HasMaster() || !has_residual_) return {};
+  if (Version() != version_then_) {
+    // The version alone has changed, or by an operator around the one that wrote (_foreach_*).
+    Pins pins;
+    pins.Add(this, Access::kWrite);
+    pins.Finish();
+    return {};
+  }
+  if (!hidden_.has_value() || CrcInJob() != hidden_->crc) return {};
+  if (!hidden_->master.empty() || size_bytes_ == 0) return hidden_->master;
+  ThrowStatus(MakeError(
+      ErrorId::kUnsupportedModel,
+      absl::StrCat(subject_,
+                   " was changed through .data() or a pointer and then changed back: its fp32 "
+                   "master, which is the same as before in memory, was lost with the first change, "
+                   "since there is no room to keep those of so large weights"),
+      "Write both times under NoGradGuard, parameter.copy_(…), or compute with a copy of the "
+      "module"));
+}
+
+void WeightResidency::Stepped() {
+  Lock lock(mutex_);
+  version_then_ = Version();
+  has_residual_ = true;
+  ForgetHidden();
 }
 
 // Of several ranks only the first changes a weight from its old value.
@@ -546,7 +650,7 @@ void WeightResidency::PutBack(Lock& lock) {
     if (device() != nullptr) {
       ThrowIfError(PutFromDevice(), subject_);
     } else if (staging_) {
-      attachment_->PutWeight(tensor_, staging_.region_offset());
+      PutStaged();
     } else {
       attachment_->FollowPut(tensor_);
     }

@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -40,14 +41,16 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   void Adopt(c10::StorageImpl* storage);
   // Copies bytes [begin, begin + length) of that to the region; both as in the daemon's extents.
   absl::Status ReadInitial(uint64_t begin, uint64_t length, uint64_t region_offset);
-  // The daemon has the weights: frees what the storage held.
-  void Start();
+  // The daemon has the weights: frees what the storage held. `goes_on`: with masters of a job that
+  // exists.
+  void Start(bool goes_on);
 
   void Pin(Access access) override;
   void Unpin(Completion* done) override;
   // A tensor over the storage that the program knows as a parameter.
   void AddParameter(const at::Tensor& tensor) {
     parameters_.push_back(tensor.unsafeGetTensorImpl());
+    versions_.push_back(tensor.unsafeGetTensorImpl()->version_counter());
   }
   // torch::load and set_data() put a tensor in the place of the parameter: its values are taken.
   bool Serve(Special special, torch::jit::Stack* stack) override;
@@ -69,6 +72,15 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   // What set_data() gave the parameter shares its memory in plain torch. Throws OFD-1601 when that
   // was written since, or the parameter is about to be and the program still has the memory.
   void CheckGiven(bool writes);
+
+  // ---- Masters follow edits ----
+  // A step is about to update it: its master becomes the weight when the tensor's version says that
+  // it was written, however it was. Returns the master to put, fp32 in the order of memory, when an
+  // edit that no version tells of was taken back by another: in memory the master is what it was.
+  // OFD-1601 when there was no room to keep that.
+  std::vector<float> FollowEdits();
+  // The step was taken, or the tensor's version was changed because of it.
+  void Stepped();
 
   // Waits until nobody uses it; from then on Pin() throws OFD-1802. The attachment's session may
   // end after it. A parameter in memory that was not started gets its bytes back.
@@ -98,8 +110,22 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   std::byte* MakePrivate(Access access);
   void LetGo(Lock& lock);
   void PutBack(Lock& lock);
-  absl::Status PutRaw(bool by_operators);
-  absl::StatusOr<bool> IsAsInJob() const;
+  absl::Status PutRaw();
+  // Whether an edit has a master to think of.
+  bool HasMaster() const;
+  uint64_t Version() const;
+  // Of the thread that moves it.
+  bool SeesVersion();
+  struct Compared {
+    bool is_same;
+    uint32_t crc;  // of the job's
+  };
+  absl::StatusOr<bool> SeeHidden(const Compared& with_job);
+  void ForgetHidden();
+  Compared CompareWithJob(const std::byte* bytes);
+  absl::StatusOr<Compared> CompareInBlocks(const std::byte* bytes) const;
+  uint32_t CrcInJob();
+  void PutStaged();
 
   // Null for the memory of the host.
   DeviceMemory* device() const { return attachment_->device(); }
@@ -122,7 +148,6 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   // of ranks after the first: what they write does not count.
   c10::DataPtr private_;
   RawCopy raw_;  // at home; newer than the daemon's, and what operators use, while it is shown
-  bool raw_by_operators_ = false;  // operators have written what is shown
   absl::InlinedVector<const c10::TensorImpl*, 1> parameters_;
   // What set_data() gave, while others may have it.
   struct Given {
@@ -131,6 +156,16 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
     uint32_t version_then = 0;
   };
   std::optional<Given> given_;
+  // Of the tensors that the program knows: what tells of a write, beside the bytes.
+  absl::InlinedVector<c10::VariableVersion, 1> versions_;
+  uint64_t version_then_ = 0;  // at the last step, or when what was written since became the master
+  bool has_residual_ = false;  // the master may be another value than the weight
+  // What the first edit since then, of which no version tells, has replaced.
+  struct Hidden {
+    uint32_t crc = 0;           // of the weight
+    std::vector<float> master;  // empty where there is no room
+  };
+  std::optional<Hidden> hidden_;
   std::exception_ptr failure_;             // of what ended after its operator
   c10::DataPtr initial_;                   // kInitial
   BornResidency* initial_born_ = nullptr;  // whose bytes initial_ names

@@ -22,6 +22,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -71,6 +72,14 @@ void Load(Optimizer& optimizer, torch::serialize::InputArchive& archive, LoadFun
   }
   attached->load(archive);
   CopyOptions(*attached, optimizer);
+}
+
+using StateMap = std::remove_reference_t<decltype(std::declval<Optimizer&>().state())>;
+
+StateMap& State(Optimizer& optimizer) {
+  static const auto next = Next<StateMap& (*)(Optimizer*)>("_ZN5torch5optim9Optimizer5stateEv");
+  Optimizer* const attached = Watch::OfProcess().BeforeFile(optimizer);
+  return next(attached != nullptr ? attached : &optimizer);
 }
 
 // ---- Begin and end of the process ---------------------------------------------------------------
@@ -198,6 +207,14 @@ void Optimizer::add_param_group(const OptimizerParamGroup& group) {
       "_ZN5torch5optim9Optimizer15add_param_groupERKNS0_19OptimizerParamGroupE");
   next(this, group);
   Watch::OfProcess().OnGroup(*this);
+}
+
+// What the attached object keeps, since nothing else does.
+auto Optimizer::state() noexcept -> offload::untouched::StateMap& {
+  return offload::untouched::State(*this);
+}
+auto Optimizer::state() const noexcept -> const offload::untouched::StateMap& {
+  return offload::untouched::State(const_cast<Optimizer&>(*this));
 }
 
 void Optimizer::zero_grad(bool set_to_none) {
