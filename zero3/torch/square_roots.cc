@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <future>
 #include <optional>
 #include <random>
 #include <span>
@@ -48,15 +49,23 @@ bool MeasureDoubles() {
   return true;
 }
 
+// On a thread of its own: torch settles a thread's number of threads with the first operation that
+// is large enough, and products before it are computed with another one. On the trainer's thread
+// that would change the bits of what follows.
+template <typename Result>
+Result OnOwnThread(Result (*measure)()) {
+  return std::async(std::launch::async, measure).get();
+}
+
 }  // namespace
 
 const kernels::SquareRoots& TorchSquareRoots() {
-  static const kernels::SquareRoots roots = Measure();
+  static const kernels::SquareRoots roots = OnOwnThread(&Measure);
   return roots;
 }
 
 bool TorchDoubleRootsAreNearest() {
-  static const bool are_nearest = MeasureDoubles();
+  static const bool are_nearest = OnOwnThread(&MeasureDoubles);
   return are_nearest;
 }
 
