@@ -94,7 +94,8 @@ class GradientStream {
   // A gradient is about to be accumulated by this backward (the number of its graph task).
   absl::Status EnterBackward(int64_t backward);
   // What this rank's pass gave for a tensor: copied, and on its way. `start` is what `.grad` was
-  // before; it counts for the first part of a generation. Waits while the ring is full.
+  // before; it counts for the first part of a generation. Waits while the ring is full. Without
+  // `bytes` the channel brings them to the ring, from a device.
   absl::Status Deliver(uint32_t tensor, proto::GradientStart start, const std::byte* bytes);
   // The backward has ended. When the pass has, and some trainable tensor got nothing from it, waits
   // until other ranks have ended theirs, and returns those tensors to which one of them has given a

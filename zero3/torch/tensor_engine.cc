@@ -616,7 +616,8 @@ static bool HasFreeCore() {
   CPU_ZERO(&own);
   if (sched_getaffinity(0, sizeof own, &own) != 0) return false;
   // torch settles a thread's number of threads at the first question, and products before it are
-  // computed with another one: asked on the trainer's thread, it would change the bits of its first.
+  // computed with another one: asked on the trainer's thread, it would change the bits of its
+  // first.
   int computing = 0;
   std::thread([&] { computing = at::get_num_threads(); }).join();
   return computing < CPU_COUNT(&own);
