@@ -18,7 +18,7 @@ std::string DescribeRate(const char* verb, double now, double before) {
   return absl::StrFormat("%s %.2f GB/s (assumed: %.2f)", verb, now * 1e-9, before * 1e-9);
 }
 
-// "6 update threads (4)", or nothing.
+// ", 6 update threads instead of 4", or nothing.
 std::string DescribeChange(const char* what, uint32_t now, uint32_t before) {
   return now == before ? "" : absl::StrCat(", ", now, " ", what, " instead of ", before);
 }

@@ -11,24 +11,11 @@ Used by tools/rank_costs.
 
 import collections
 
-from trainer_run import RunFailed, untouched_bytes
+from trainer_run import RunFailed, kernel_bytes, untouched_bytes
 
 RESET_PEAK = "5"  # to /proc/PID/clear_refs
 
 Peaks = collections.namedtuple("Peaks", "anonymous shared files")
-
-
-def kernel_bytes(pid, name):
-    """Returns {key: bytes} of the lines of /proc/PID/NAME that count kB; nothing of a process that has ended. Raises RunFailed when it
-    may not be read."""
-    try:
-        with open(f"/proc/{pid}/{name}", encoding="utf-8") as file:
-            words = [line.split() for line in file]
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
-    except OSError as error:
-        raise RunFailed(f"the memory of process {pid} cannot be read: {error}") from None
-    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in words if len(line) == 3 and line[2] == "kB"}
 
 
 def reset_peak(pid):

@@ -268,12 +268,24 @@ def child_named(parent, name):
 # ---- memory ------------------------------------------------------------------------------------------
 
 
+def kernel_bytes(pid, name):
+    """Returns {key: bytes} of the lines of /proc/PID/NAME that count kB; nothing of a process that has ended. Raises RunFailed when it
+    may not be read."""
+    try:
+        with open(f"/proc/{pid}/{name}", encoding="utf-8") as file:
+            words = [line.split() for line in file]
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    except OSError as error:
+        raise RunFailed(f"the memory of process {pid} cannot be read: {error}") from None
+    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in words if len(line) == 3 and line[2] == "kB"}
+
+
 def proportional_bytes(pid):
     """Returns the proportional set size of a process; 0 when it is gone."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="utf-8") as file:
-            return sum(int(line.split()[1]) * 1024 for line in file if line.startswith("Pss:"))
-    except OSError:
+        return kernel_bytes(pid, "smaps_rollup").get("Pss", 0)
+    except RunFailed:
         return 0
 
 

@@ -427,6 +427,13 @@ def _is_same(value, other):
     return value.dtype == other.dtype and torch.equal(value.cpu(), other.cpu())
 
 
+def put_step(optimizer, step):
+    """On the instance, marked as torch's schedulers want a step() that they need not wrap."""
+    step._wrapped_by_lr_sched = True
+    step.__func__ = type(optimizer).step
+    optimizer.step = step
+
+
 def swap_class(optimizer, cls):
     """The instance's class becomes one with another step()."""
     wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's, made before: it would call the step of the former class
@@ -437,9 +444,7 @@ def swap_class(optimizer, cls):
         def again(*args, **kwargs):
             return cls.step(optimizer, *args, **kwargs)
 
-        again._wrapped_by_lr_sched = True  # the mark that torch's schedulers look for
-        again.__func__ = cls.step
-        optimizer.step = again
+        put_step(optimizer, again)
 
 
 def _check_own_step(optimizer):

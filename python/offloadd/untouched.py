@@ -10,7 +10,7 @@ import weakref
 import torch
 
 from . import handle as handles
-from .optimizer import recipe_of, served_class_of
+from .optimizer import put_step, recipe_of, served_class_of
 
 _log = logging.getLogger("offloadd")
 
@@ -30,9 +30,7 @@ def _run_closure_first(optimizer):
             loss = closure()
         return type(optimizer).step(optimizer, lambda: loss, **others)
 
-    step._wrapped_by_lr_sched = True
-    step.__func__ = type(optimizer).step
-    optimizer.step = step
+    put_step(optimizer, step)
 
 
 class Watch:

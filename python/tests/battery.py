@@ -166,6 +166,24 @@ class Run:
                 told.append(scheduler.get_last_lr())
         return told
 
+    def resumed(self, make_optimizer, **how):
+        """Three steps, the end of the offloaded run, and three more of its job, with a model and an optimizer made anew."""
+        def make():
+            model = self.model()
+            optimizer = make_optimizer(model)
+            if self.offloaded or not self.handles:
+                self.attach(model, optimizer, job="resumed")
+            return model, optimizer
+
+        model, optimizer = make()
+        told = self.train(model, optimizer, **how)
+        if self.offloaded:
+            self.handles.pop().close()
+            self.models.clear()
+            model, optimizer = make()
+            assert self.handles[-1].step == 3
+        return told + self.train(model, optimizer, first=3, **how), states_of(optimizer)
+
     def fit(self, model, batches, make=None):
         """The ordinary loop of a Hugging Face model; losses and norms."""
         model.train()
@@ -189,6 +207,10 @@ class Run:
 
 
 _floors = {}
+
+
+def states_of(optimizer):
+    return [dict(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
 
 
 def gpu_ram_of(models):

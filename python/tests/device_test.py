@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW
 import battery
 import serving_test  # noqa: its cases are declared
 import training_test  # noqa
-from battery import case, main, retype
+from battery import case, main, retype, states_of
 
 _standin = ctypes.CDLL(_LIBRARY)
 _standin.offloadd_standin_violations.restype = ctypes.c_char_p
@@ -63,30 +63,12 @@ def adamw(model):
     return AdamW(model.parameters(), 1e-2, fused=True)
 
 
-def states_of(optimizer):
-    return [dict(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
-
-
 # ---- What is right -----------------------------------------------------------------------------
 
 
 @case(**BOTH)
 def resumed(run):
-    def make():
-        model = run.model()
-        optimizer = adamw(model)
-        if run.offloaded or not run.handles:
-            run.attach(model, optimizer, job="resumed")
-        return model, optimizer
-
-    model, optimizer = make()
-    told = run.train(model, optimizer, clip=0.1, micro=2)
-    if run.offloaded:
-        run.handles.pop().close()
-        run.models.clear()
-        model, optimizer = make()
-        assert run.handles[-1].step == 3
-    return told + run.train(model, optimizer, first=3, clip=0.1, micro=2), states_of(optimizer)
+    return run.resumed(adamw, clip=0.1, micro=2)
 
 
 @case(**BOTH)

@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 import training_test  # noqa: its cases are declared
-from battery import VOCABULARY, WIDTH, case, main, retype
+from battery import VOCABULARY, WIDTH, case, main, retype, states_of
 
 # The ordinary loop with every optimizer, and what reads and writes gradients and weights.
 retype(("fp64", "fp16"), {
@@ -20,27 +20,9 @@ retype(("fp64", "fp16"), {
 BOTH = {"types": ("fp64", "fp16")}
 
 
-def states_of(optimizer):
-    return [dict(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
-
-
 @case(**BOTH)
 def resumed(run):
-    def make():
-        model = run.model()
-        optimizer = AdamW(model.parameters(), 1e-3, amsgrad=True, fused=True)
-        if run.offloaded or not run.handles:
-            run.attach(model, optimizer, job="resumed")
-        return model, optimizer
-
-    model, optimizer = make()
-    told = run.train(model, optimizer, clip=0.1)
-    if run.offloaded:
-        run.handles.pop().close()
-        run.models.clear()
-        model, optimizer = make()
-        assert run.handles[-1].step == 3
-    return told + run.train(model, optimizer, first=3, clip=0.1), states_of(optimizer)
+    return run.resumed(lambda model: AdamW(model.parameters(), 1e-3, amsgrad=True, fused=True), clip=0.1)
 
 
 @case(**BOTH)
