@@ -1,0 +1,2 @@
+// What files that include torch are compiled with: precompiled.bzl.
+#include <torch/torch.h>
