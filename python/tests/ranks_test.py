@@ -1,14 +1,12 @@
 """Two ranks as torchrun starts them: a plain loop, Accelerate, and Hugging Face's Trainer, against DistributedDataParallel in memory; where the
-daemon adds their gradients, and where DistributedDataParallel reduces them.
-
-    ranks_test.py RANK_PROGRAM FOLDER       is a rank itself"""
+daemon adds their gradients, and where DistributedDataParallel reduces them. Ranks are forks of a process that has imported what they need."""
 
 import contextlib
 import copy
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 
@@ -18,7 +16,23 @@ import offloadd
 from offloadd import in_memory
 from battery import case, main
 
+# The ranks' threads are counted when torch is imported.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch.nn.parallel.distributed", "torch.optim", "accelerate", "offloadd", "families_test", "trainers_test"])
+
 ONE = {"types": ("fp32",), "memory": ("floor",)}
+
+
+def rank_of(program, folder, environment, loud, said):
+    """A rank's whole life: what it says goes into a pipe."""
+    os.environ.update(environment)
+    if not loud:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    torch.set_num_threads(1)
+    told = globals()[program](int(environment["RANK"]), folder)
+    for each in offloadd.handles():
+        each.close()
+    said.send(json.dumps(told))
 
 
 def launch(run, program):
@@ -27,14 +41,22 @@ def launch(run, program):
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     folder = run.folder if run.offloaded else "-"
-    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1",
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
               "TORCHELASTIC_RUN_ID": f"test-{os.getpid()}-{port}", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, program, folder], stdout=subprocess.PIPE, stderr=None if "--loud" in sys.argv else subprocess.DEVNULL,
-                         text=True, env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=240)[0] for rank in ranks]
-    return json.loads(said[0].splitlines()[-1])
+    heard, ranks = [], []
+    for rank in range(2):
+        hears, said = _processes.Pipe(duplex=False)
+        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(_processes.Process(target=rank_of, args=(program, folder, environment, "--loud" in sys.argv, said)))
+        ranks[-1].start()
+        said.close()
+        heard.append(hears)
+    try:
+        return [json.loads(each.recv()) for each in heard if each.poll(240)][0]
+    finally:
+        for each in ranks:
+            each.join(60)
+            each.kill()
 
 
 @case(**ONE)
@@ -303,13 +325,5 @@ def train(rank, folder, **options):
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        torch.set_num_threads(1)
-        programs = {each.__name__: each for each in (
-            loop, stepped, wrapped, accelerate, train, reduced, reduced_without_sync, reduced_in_half, reduced_attached_first, reduced_trainer,
-            reduced_accelerate, reduced_differently, bucket_views)}
-        print(json.dumps(programs[sys.argv[1]](int(os.environ["RANK"]), sys.argv[2])), flush=True)
-        for each in offloadd.handles():
-            each.close()
-        sys.exit(0)
+    os.environ["OMP_NUM_THREADS"] = "1"
     sys.exit(main())
