@@ -1,71 +1,30 @@
 // Nothing but translation: no test without a GPU sees it run.
 #include "accelerator/cuda_accelerator.h"
 
-#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "accelerator/cuda_error.h"
+#include "accelerator/cuda_calls.h"
+#include "accelerator/cuda_peers.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 
 namespace offload::accelerator {
 namespace {
 
-cudaStream_t Unwrap(Stream stream) { return reinterpret_cast<cudaStream_t>(stream.handle); }
-cudaEvent_t Unwrap(Event event) { return reinterpret_cast<cudaEvent_t>(event.handle); }
-
-absl::Status StatusOf(cudaError_t error, const char* call) {
-  if (error == cudaSuccess) return absl::OkStatus();
-  // Otherwise the next launch of whoever shares the process would report it.
-  cudaGetLastError();
-  return CudaStatus(error, call, cudaGetErrorName(error), cudaGetErrorString(error));
-}
-#define OFFLOAD_CUDA(function, ...) StatusOf(function(__VA_ARGS__), #function)
-
-// Whether the calling thread has used a device, so that its current one is more than a default.
-bool HasContext() {
-  using Function = CUresult (*)(CUcontext*);
-  static const Function function = [] {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuCtxGetCurrent", &address, 12000,
-                                                               cudaEnableDefault, &result);
-    const bool is_found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return reinterpret_cast<Function>(is_found ? address : nullptr);
-  }();
-  CUcontext context = nullptr;
-  return function != nullptr && function(&context) == CUDA_SUCCESS && context != nullptr;
-}
-
-// The calling thread uses a device for a while. Setting a device makes a context on it, hundreds of
-// MiB, so a thread that had none of its own stays with ours.
-class OnDevice {
- public:
-  explicit OnDevice(int device) {
-    if (cudaGetDevice(&before_) != cudaSuccess || before_ == device) return;
-    changes_back_ = HasContext();
-    cudaSetDevice(device);
-  }
-  ~OnDevice() {
-    if (changes_back_) cudaSetDevice(before_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int before_ = 0;
-  bool changes_back_ = false;
-};
-
-class CudaAccelerator final : public Accelerator {
+class CudaAccelerator final : public Accelerator, public PeerDevice {
  public:
   CudaAccelerator(int device, std::string name, bool registers_read_only)
-      : device_(device), name_(std::move(name)), registers_read_only_(registers_read_only) {}
+      : device_(device),
+        name_(std::move(name)),
+        registers_read_only_(registers_read_only),
+        peers_(MakeCudaPeers(device)) {}
 
   std::string Name() const override { return absl::StrCat("cuda:", device_, " ", name_); }
+
+  Peers* peers() override { return peers_.get(); }
 
   absl::StatusOr<MemoryInfo> MemGetInfo() override {
     const OnDevice on(device_);
@@ -190,6 +149,7 @@ class CudaAccelerator final : public Accelerator {
   const int device_;
   const std::string name_;
   const bool registers_read_only_;
+  const std::unique_ptr<Peers> peers_;
 };
 
 absl::Status CheckRuntime() {

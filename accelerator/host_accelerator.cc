@@ -1,11 +1,14 @@
 #include "accelerator/host_accelerator.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "accelerator/host_collectives.h"
 #include "base/check.h"
 #include "base/error.h"
 #include "base/status_macros.h"
@@ -16,6 +19,7 @@ namespace {
 constexpr size_t kAlignment = 256;
 constexpr int kPoison = 0xFF;
 constexpr uint64_t kCommandsAtOnce = 4;
+constexpr std::chrono::microseconds kOthersPause(50);
 
 const char* UseName(Use use) { return use == Use::kWrite ? "write" : "read"; }
 
@@ -33,6 +37,8 @@ bool Overlap(const std::byte* begin, const std::byte* end, const std::byte* othe
 HostAccelerator::HostAccelerator(const Options& options)
     : options_(options), random_(options.seed) {
   streams_.push_back(std::make_unique<StreamState>());  // the default stream
+  if (!options.peer_address.empty())
+    peers_ = std::make_unique<HostPeers>(this, options.peer_address);
 }
 
 HostAccelerator::~HostAccelerator() {
@@ -78,12 +84,12 @@ absl::Status HostAccelerator::Free(std::byte* bytes) {
 }
 
 void HostAccelerator::FreeAsync(std::byte* bytes, Stream stream) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   const auto allocation = allocations_.find(bytes);
   OFFLOAD_CHECK(allocation != allocations_.end()) << "not allocated";
   Join(&StateOf(stream).clock, host_clock_);
   CheckUnused(bytes, allocation->second, StateOf(stream).clock, "memory freed in use");
-  RunTo(stream);
+  RunTo(stream, lock);
   Forget(allocation);
 }
 
@@ -204,11 +210,11 @@ absl::StatusOr<bool> HostAccelerator::EventQuery(Event event) {
 }
 
 absl::Status HostAccelerator::EventSynchronize(Event event) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   ++counters_.synchronizes;
   const std::shared_ptr<const Record> record = events_.at(event.handle);
   while (!record->is_done) {
-    if (RunOne()) continue;
+    if (RunOneOrWait(lock)) continue;
     Report("a wait that can never end");
     break;
   }
@@ -222,7 +228,7 @@ void HostAccelerator::Submit(Stream stream, std::function<void()> run,
                              std::shared_ptr<const Record> waited_for) {
   StreamState& state = StateOf(stream);
   if (state.is_capturing) Report("a command on a stream that is being captured");
-  state.commands.push_back({std::move(run), std::move(waited_for)});
+  state.commands.push_back({std::move(run), std::move(waited_for), nullptr});
 }
 
 // Executes the next command of some stream. False when none can be executed.
@@ -231,13 +237,28 @@ bool HostAccelerator::RunOne() {
   for (const auto& stream : streams_) {
     if (stream->commands.empty()) continue;
     const Command& next = stream->commands.front();
-    if (next.waited_for == nullptr || next.waited_for->is_done) ready.push_back(stream.get());
+    const bool is_ordered = next.waited_for == nullptr || next.waited_for->is_done;
+    if (is_ordered && (!next.is_ready || is_broken_ || next.is_ready()))
+      ready.push_back(stream.get());
   }
   if (ready.empty()) return false;
   StreamState& chosen = *ready[random_.Below(ready.size())];
   const Command command = std::move(chosen.commands.front());
   chosen.commands.pop_front();
   command.run();
+  return true;
+}
+
+// The same, or waits a while for others that decide when one can be. False when that is no use.
+bool HostAccelerator::RunOneOrWait(std::unique_lock<std::mutex>& lock) {
+  if (RunOne()) return true;
+  const bool waits_for_others = std::ranges::any_of(streams_, [](const auto& stream) {
+    return !stream->commands.empty() && stream->commands.front().is_ready;
+  });
+  if (!waits_for_others) return false;
+  lock.unlock();
+  std::this_thread::sleep_for(kOthersPause);
+  lock.lock();
   return true;
 }
 
@@ -261,15 +282,15 @@ void HostAccelerator::RunAll() {
 }
 
 void HostAccelerator::RunStream(Stream stream) {
-  const std::lock_guard lock(mutex_);
-  RunTo(stream);
+  std::unique_lock lock(mutex_);
+  RunTo(stream, lock);
 }
 
 // Others run, too, as the seed says.
-void HostAccelerator::RunTo(Stream stream) {
+void HostAccelerator::RunTo(Stream stream, std::unique_lock<std::mutex>& lock) {
   const StreamState& state = StateOf(stream);
   while (!state.commands.empty()) {
-    if (RunOne()) continue;
+    if (RunOneOrWait(lock)) continue;
     Report("a wait that can never end");
     return;
   }
@@ -379,6 +400,16 @@ void HostAccelerator::Launch(Stream stream, std::function<void()> kernel) {
   Advance();
 }
 
+void HostAccelerator::LaunchWhenReady(Stream stream, std::function<bool()> is_ready,
+                                      std::function<void()> kernel) {
+  const std::lock_guard lock(mutex_);
+  Submit(stream, [this, kernel = std::move(kernel)] {
+    if (!is_broken_) kernel();
+  });
+  StateOf(stream).commands.back().is_ready = std::move(is_ready);
+  Advance();
+}
+
 // ---- The checker ---------------------------------------------------------------------------
 
 void HostAccelerator::NoteUse(Stream stream, Use use, const std::byte* device, size_t size_bytes) {
@@ -443,6 +474,11 @@ void HostAccelerator::CheckUnused(const std::byte* bytes, size_t size_bytes, con
 }
 
 void HostAccelerator::Report(const std::string& finding) { ++violations_[finding]; }
+
+void HostAccelerator::AddViolation(const std::string& finding) {
+  const std::lock_guard lock(mutex_);
+  Report(finding);
+}
 
 std::vector<std::string> HostAccelerator::Violations() {
   const std::lock_guard lock(mutex_);

@@ -32,6 +32,7 @@
 #include <vector>
 
 #include "accelerator/accelerator.h"
+#include "accelerator/peers.h"
 #include "base/random.h"
 
 namespace offload::accelerator {
@@ -43,7 +44,7 @@ enum class Pace : uint8_t {
   kLate,    // when the host waits for them, and no sooner
 };
 
-class HostAccelerator final : public Accelerator {
+class HostAccelerator final : public Accelerator, public PeerDevice {
  public:
   struct Options {
     uint64_t seed = 1;
@@ -55,6 +56,7 @@ class HostAccelerator final : public Accelerator {
     bool registers_read_write = true;  // and with kReadWrite
     uint64_t memory_bytes = uint64_t{1} << 30;
     uint64_t failing_copy = 0;  // the n-th copy breaks the device; 0: none
+    std::string peer_address;   // differs from that of every other device; "": it reaches none
   };
   struct Counters {
     uint64_t synchronizes = 0;  // EventSynchronize: the host waits
@@ -68,6 +70,7 @@ class HostAccelerator final : public Accelerator {
   ~HostAccelerator() override;
 
   std::string Name() const override { return "stand-in"; }
+  Peers* peers() override { return peers_.get(); }
   absl::StatusOr<MemoryInfo> MemGetInfo() override;
   absl::StatusOr<std::byte*> Malloc(size_t size_bytes) override;
   absl::Status Free(std::byte* bytes) override;
@@ -97,6 +100,9 @@ class HostAccelerator final : public Accelerator {
 
   // An operator: `kernel` runs when the stream gets there. Its accesses are to be noted first.
   void Launch(Stream stream, std::function<void()> kernel);
+  // The same as soon as `is_ready` says so, which others decide: an event that stands for it may
+  // be waited for, and is not done before.
+  void LaunchWhenReady(Stream stream, std::function<bool()> is_ready, std::function<void()> kernel);
   void SetCapturing(Stream stream, bool capturing);
   // Executes everything that can be executed; the host learns nothing by it.
   void RunAll();
@@ -106,6 +112,8 @@ class HostAccelerator final : public Accelerator {
   // As cudaFreeAsync: gives memory back behind what `stream` has been given so far, and that has to
   // come after every use of it.
   void FreeAsync(std::byte* bytes, Stream stream);
+  // Reports a finding of one's own.
+  void AddViolation(const std::string& finding);
   // Runs everything and returns what was found: "finding (how many times)".
   std::vector<std::string> Violations();
   // Memory, registrations, streams and events that nobody has given back.
@@ -130,6 +138,7 @@ class HostAccelerator final : public Accelerator {
   struct Command {
     std::function<void()> run;                 // under the lock
     std::shared_ptr<const Record> waited_for;  // null: may run at once
+    std::function<bool()> is_ready;            // none: it is
   };
   struct StreamState {
     std::deque<Command> commands;
@@ -144,7 +153,8 @@ class HostAccelerator final : public Accelerator {
   void Submit(Stream stream, std::function<void()> run,
               std::shared_ptr<const Record> waited_for = nullptr);
   bool RunOne();
-  void RunTo(Stream stream);
+  bool RunOneOrWait(std::unique_lock<std::mutex>& lock);
+  void RunTo(Stream stream, std::unique_lock<std::mutex>& lock);
   void Forget(std::map<const std::byte*, size_t>::iterator allocation);
   void Advance();
   absl::Status Broken() const;
@@ -175,6 +185,7 @@ class HostAccelerator final : public Accelerator {
   bool is_broken_ = false;
   uint64_t copies_ = 0;
   Counters counters_;
+  std::unique_ptr<Peers> peers_;
 };
 
 }  // namespace offload::accelerator

@@ -22,14 +22,23 @@ cc_library(
     visibility = ["//visibility:public"],
     deps = [":headers"],
 )
+
+# Its header alone: the library is opened when it is used, the one that torch brings.
+cc_library(
+    name = "nccl",
+    hdrs = glob(["nccl/**"]),
+    includes = ["nccl"],
+    visibility = ["//visibility:public"],
+)
 """
 
 _EMPTY_BUILD = """
-[cc_library(name = name, visibility = ["//visibility:public"]) for name in ["headers", "cudart"]]
+[cc_library(name = name, visibility = ["//visibility:public"]) for name in ["headers", "cudart", "nccl"]]
 """
 
 _DEFS = """
 HAS_CUDA = {has_cuda}
+HAS_NCCL = {has_nccl}
 NVCC = "{nvcc}"
 """
 
@@ -38,6 +47,15 @@ def _lib(repository_ctx, home):
         lib = home + "/" + folder
         if repository_ctx.path(lib + "/libcudart.so.%d" % _MAJOR).exists:
             return lib
+    return None
+
+def _nccl(repository_ctx, home):
+    """Returns the folder of nccl.h, of the toolkit or of the wheel beside torch's, or None."""
+    root = str(repository_ctx.path(Label("//:WORKSPACE")).dirname)
+    wheels = [root + "/.venv/lib/python3." + minor + "/site-packages/nvidia/nccl/include" for minor in ["11", "10", "12", "13"]]
+    for folder in [home + "/include"] + wheels + ["/usr/include"]:
+        if repository_ctx.path(folder + "/nccl.h").exists:
+            return folder
     return None
 
 def _defect(repository_ctx, home):
@@ -72,11 +90,14 @@ def _home(repository_ctx):
 def _local_cuda_impl(repository_ctx):
     home = _home(repository_ctx)
     if home == None:
-        repository_ctx.file("defs.bzl", _DEFS.format(has_cuda = False, nvcc = ""))
+        repository_ctx.file("defs.bzl", _DEFS.format(has_cuda = False, has_nccl = False, nvcc = ""))
         repository_ctx.file("BUILD", _EMPTY_BUILD)
         return
     repository_ctx.symlink(home + "/include", "include")
-    repository_ctx.file("defs.bzl", _DEFS.format(has_cuda = True, nvcc = home + "/bin/nvcc"))
+    nccl = _nccl(repository_ctx, home)
+    if nccl != None:
+        repository_ctx.symlink(nccl + "/nccl.h", "nccl/nccl.h")
+    repository_ctx.file("defs.bzl", _DEFS.format(has_cuda = True, has_nccl = nccl != None, nvcc = home + "/bin/nvcc"))
     repository_ctx.file("BUILD", _BUILD.format(lib = _lib(repository_ctx, home), major = _MAJOR))
 
 local_cuda = repository_rule(
