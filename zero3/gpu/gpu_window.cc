@@ -13,8 +13,6 @@
 namespace offload::zero3 {
 namespace {
 
-constexpr uint8_t kPoison = 0xFF;  // NaN in fp32, bf16 and fp16
-
 std::vector<uint64_t> SlotsOf(std::span<const uint64_t> weight_bytes) {
   std::vector<uint64_t> slots;
   for (const uint64_t size_bytes : weight_bytes) slots.push_back(DeviceBytes(size_bytes));
@@ -47,11 +45,16 @@ absl::StatusOr<std::unique_ptr<GpuWindow>> GpuWindow::Make(accelerator::Accelera
       std::unique_ptr<GpuWindow>(new GpuWindow(accelerator, source, weight_bytes, options));
   OFFLOAD_ASSIGN_OR_RETURN(window->copies_, accelerator->StreamCreate());
   OFFLOAD_ASSIGN_OR_RETURN(window->bytes_, accelerator->Malloc(options.window_bytes));
+  if (options.peers != nullptr) {
+    OFFLOAD_ASSIGN_OR_RETURN(window->gathers_, accelerator->StreamCreate());
+    window->follower_ = std::thread([window = window.get()] { window->FollowPeers(); });
+  }
   return window;
 }
 
 GpuWindow::~GpuWindow() {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
+  LeavePeers();
   // The copy stream behind all users, the host behind the copy stream. A device that has failed
   // executes nothing any more.
   for (uint32_t tensor = 0; tensor < weights_.size(); ++tensor) {
@@ -61,7 +64,12 @@ GpuWindow::~GpuWindow() {
   WaitForUsers(0, options_.window_bytes).IgnoreError();
   if (const auto last = events_.Record(copies_); last.ok())
     accelerator_->EventSynchronize(**last).IgnoreError();
+  lock.unlock();
+  is_closing_ = true;
+  if (follower_.joinable())
+    follower_.join();  // until now it has ended waits for peers that are gone
   ReturnUnfinished();
+  if (gathers_ != accelerator::Stream{}) accelerator_->StreamDestroy(gathers_).IgnoreError();
   if (bytes_ != nullptr) accelerator_->Free(bytes_).IgnoreError();
   if (copies_ != accelerator::Stream{}) accelerator_->StreamDestroy(copies_).IgnoreError();
 }
@@ -83,6 +91,8 @@ absl::StatusOr<std::byte*> GpuWindow::Pin(uint32_t tensor, accelerator::Stream s
   schedule_.Touch(tensor, [this](uint32_t next) { wanted_.push_back(next); });
   ++counters_.pins;
   OFFLOAD_RETURN_IF_ERROR(Keep(ReturnCopied()));
+  OFFLOAD_RETURN_IF_ERROR(Keep(IssueAgreed()));
+  if (weight.offered != nullptr) OFFLOAD_RETURN_IF_ERROR(Keep(TakeBack(tensor)));
   if (weight.copied == nullptr) {
     ++counters_.misses;
     const absl::Status status = BringNow(tensor);
@@ -142,6 +152,7 @@ absl::Status GpuWindow::EvictOld(std::span<const uint32_t> tensors) {
   if (!failed_.ok()) return failed_;
   for (const uint32_t tensor : tensors) {
     Weight& weight = weights_[tensor];
+    if (weight.offered != nullptr) OFFLOAD_RETURN_IF_ERROR(Keep(TakeBack(tensor)));
     if (weight.copied == nullptr) continue;
     weight.is_old = true;
     if (weight.pins == 0) OFFLOAD_RETURN_IF_ERROR(Keep(Evict(tensor)));
@@ -175,7 +186,11 @@ void GpuWindow::EndSourceWait() {
 // ---- Bringing weights in -------------------------------------------------------------------
 
 absl::Status GpuWindow::BringNow(uint32_t tensor) {
-  const auto place = FindPlace(tensor, std::nullopt);
+  auto place = FindPlace(tensor, std::nullopt);
+  if (!place.has_value() && !offers_.empty()) {
+    OFFLOAD_RETURN_IF_ERROR(TakeBackAll());
+    place = FindPlace(tensor, std::nullopt);
+  }
   if (!place.has_value()) {
     return MakeError(
         ErrorId::kWindowExhausted,
@@ -187,12 +202,16 @@ absl::Status GpuWindow::BringNow(uint32_t tensor) {
   OFFLOAD_ASSIGN_OR_RETURN(const std::byte* const host, LeaseNow(tensor));
   OFFLOAD_RETURN_IF_ERROR(Fill(tensor, *place, host));
   if (source_waits_ > 0) return ReturnAll();
+  if (options_.source_is_shared && leased_bytes_ + offered_bytes_ > options_.leased_bytes_max)
+    OFFLOAD_RETURN_IF_ERROR(TakeBackAll());
   while (options_.source_is_shared && leased_bytes_ > options_.leased_bytes_max)
     OFFLOAD_RETURN_IF_ERROR(ReturnOldest());
   return absl::OkStatus();
 }
 
 absl::StatusOr<const std::byte*> GpuWindow::LeaseNow(uint32_t tensor) {
+  if (leased_bytes_ + offered_bytes_ + weights_[tensor].size_bytes > options_.leased_bytes_max)
+    OFFLOAD_RETURN_IF_ERROR(TakeBackAll());
   while (leased_bytes_ > 0 &&
          leased_bytes_ + weights_[tensor].size_bytes > options_.leased_bytes_max) {
     OFFLOAD_RETURN_IF_ERROR(ReturnOldest());
@@ -207,9 +226,10 @@ absl::StatusOr<const std::byte*> GpuWindow::LeaseNow(uint32_t tensor) {
 
 // Copies what the schedule wants, in its order, as far as it costs nobody a wait.
 absl::Status GpuWindow::BringAhead() {
+  OFFLOAD_RETURN_IF_ERROR(CopyOldOffers());
   while (!wanted_.empty() && source_waits_ == 0) {
     const uint32_t tensor = wanted_.front();
-    if (weights_[tensor].copied == nullptr) {
+    if (weights_[tensor].copied == nullptr && weights_[tensor].offered == nullptr) {
       OFFLOAD_ASSIGN_OR_RETURN(const bool may, MayCopyAhead(weights_[tensor]));
       const auto place = FindPlace(tensor, NextUse(tensor));
       if (!may || !place.has_value()) return absl::OkStatus();
@@ -218,7 +238,8 @@ absl::Status GpuWindow::BringAhead() {
         source_->Prefetch(tensor);
         return absl::OkStatus();
       }
-      OFFLOAD_RETURN_IF_ERROR(Fill(tensor, *place, host));
+      OFFLOAD_RETURN_IF_ERROR(MayOffer(weights_[tensor]) ? Offer(tensor, *place, host)
+                                                         : Fill(tensor, *place, host));
       ++counters_.prefetches;
     }
     wanted_.pop_front();
@@ -227,15 +248,18 @@ absl::Status GpuWindow::BringAhead() {
 }
 
 absl::StatusOr<bool> GpuWindow::MayCopyAhead(const Weight& weight) {
+  if (ring_.has_value() && MayOffer(weight)) return true;  // a part of it takes room, and later
   if (ring_.has_value()) return ring_->HasRoom(weight.size_bytes);
-  if (leased_bytes_ + weight.size_bytes <= options_.leased_bytes_max) return true;
-  return leased_bytes_ == 0 && !options_.source_is_shared;
+  const uint64_t leased_bytes = leased_bytes_ + offered_bytes_;
+  if (leased_bytes + weight.size_bytes <= options_.leased_bytes_max) return true;
+  return leased_bytes == 0 && !options_.source_is_shared;
 }
 
 std::optional<WeightWindow::Room> GpuWindow::FindPlace(uint32_t tensor,
                                                        std::optional<uint64_t> needed) const {
   return places_.Find(weights_[tensor].slot_bytes, needed, [this](uint32_t other) {
-    return Occupant{.evictable = weights_[other].pins == 0, .next_use = NextUse(other)};
+    const bool evictable = weights_[other].pins == 0 && weights_[other].offered == nullptr;
+    return Occupant{.evictable = evictable, .next_use = NextUse(other)};
   });
 }
 
@@ -266,16 +290,18 @@ absl::Status GpuWindow::CopyIn(uint32_t tensor, uint64_t offset_bytes, const std
   Weight& weight = weights_[tensor];
   std::byte* const device = bytes_ + offset_bytes;
   OFFLOAD_RETURN_IF_ERROR(WaitForUsers(offset_bytes, offset_bytes + weight.slot_bytes));
-  if (ring_.has_value()) {
-    accelerator_->NoteHostUse(accelerator::Use::kRead, host, weight.size_bytes);
-    OFFLOAD_RETURN_IF_ERROR(ring_->CopyToDevice(device, {host, weight.size_bytes}, copies_));
-  } else {
-    OFFLOAD_RETURN_IF_ERROR(accelerator_->MemcpyToDevice(device, host, weight.size_bytes, copies_));
-  }
+  OFFLOAD_RETURN_IF_ERROR(CopyPiece(device, host, weight.size_bytes));
   OFFLOAD_ASSIGN_OR_RETURN(weight.copied, events_.Record(copies_));
   places_.Occupy(tensor, offset_bytes, weight.slot_bytes);
   weight.arrival = ++arrivals_;
   return absl::OkStatus();
+}
+
+absl::Status GpuWindow::CopyPiece(std::byte* device, const std::byte* host, uint64_t size_bytes) {
+  if (size_bytes == 0) return absl::OkStatus();
+  if (!ring_.has_value()) return accelerator_->MemcpyToDevice(device, host, size_bytes, copies_);
+  accelerator_->NoteHostUse(accelerator::Use::kRead, host, size_bytes);
+  return ring_->CopyToDevice(device, {host, size_bytes}, copies_);
 }
 
 // Orders the copy stream behind everything that has used a range. All writes into the window are
@@ -295,6 +321,7 @@ absl::Status GpuWindow::Evict(uint32_t tensor) {
   Weight& weight = weights_[tensor];
   const uint64_t begin = *places_.OffsetOf(tensor), end = begin + weight.slot_bytes;
   Retired place{begin, end, {}};
+  if (weight.is_gathered) place.uses.push_back(weight.copied);
   for (Use& use : weight.uses) place.uses.push_back(std::move(use.last));
   absl::Status status;
   for (const accelerator::Stream stream : weight.recorded) {
@@ -305,13 +332,14 @@ absl::Status GpuWindow::Evict(uint32_t tensor) {
   retired_.push_back(std::move(place));
   places_.Release(tensor);
   weight.copied = nullptr;
+  weight.is_gathered = false;
   weight.is_old = false;
   weight.uses.clear();
   weight.ordered.clear();
   weight.recorded.clear();
   if (!options_.poisons || !status.ok()) return status;
   OFFLOAD_RETURN_IF_ERROR(WaitForUsers(begin, end));
-  return accelerator_->Memset(bytes_ + begin, kPoison, end - begin, copies_);
+  return accelerator_->Memset(bytes_ + begin, kNanByte, end - begin, copies_);
 }
 
 // ---- Leases --------------------------------------------------------------------------------
@@ -335,6 +363,7 @@ absl::Status GpuWindow::ReturnOldest() {
 }
 
 absl::Status GpuWindow::ReturnAll() {
+  OFFLOAD_RETURN_IF_ERROR(TakeBackAll());
   OFFLOAD_RETURN_IF_ERROR(ReturnCopied());
   while (!under_way_.empty()) OFFLOAD_RETURN_IF_ERROR(ReturnOldest());
   return absl::OkStatus();
@@ -344,10 +373,19 @@ void GpuWindow::ReturnUnfinished() {
   for (const CopyUnderWay& copy : under_way_) source_->Return(copy.tensor);
   under_way_.clear();
   leased_bytes_ = 0;
+  for (const uint32_t tensor : std::deque<uint32_t>(offers_)) {
+    EndOffer(tensor);
+    source_->Return(tensor);
+  }
 }
 
 absl::Status GpuWindow::Keep(absl::Status status) {
-  if (failed_.ok()) failed_ = status;
+  if (failed_.ok() && !status.ok()) {
+    failed_ = status;
+    // Of a rank that is gone the others know themselves.
+    if (options_.peers != nullptr && ErrorIdOf(status) != ErrorId::kRankLost)
+      options_.peers->agreement().Fail();
+  }
   return status;
 }
 
@@ -358,7 +396,7 @@ GpuWindow::Counters GpuWindow::counters() const {
 
 uint64_t GpuWindow::leased_bytes() const {
   const std::lock_guard lock(mutex_);
-  return leased_bytes_;
+  return leased_bytes_ + offered_bytes_;
 }
 
 }  // namespace offload::zero3

@@ -8,10 +8,16 @@
 //
 // Invariants
 //   * One allocation for the life of the window, window_bytes long: it never holds more.
-//   * Only the copy stream writes into the window.
+//   * Only the copy stream, and the stream of gathers behind it, write into the window.
 //   * A place that was given up is written again only behind the last event of every stream that
 //     used it.
 //   * A weight's place does not change while it is pinned, and a pinned weight is never evicted.
+//
+// With peers, ranks whose devices reach each other, what is brought ahead of use is offered to
+// them: when all have offered a weight each copies its part and gathers the rest
+// (gather_agreement.h). An operator that comes before that takes the offer back, and the weight is
+// copied whole; no rank ever waits for another one to make its way. A thread issues what was agreed
+// while nobody calls.
 //
 // What the window decides (who stays, who makes room, what comes next) are base/residency.h and
 // zero3/schedule.h, which know no device; this file moves bytes.
@@ -23,6 +29,7 @@
 // Thread safety: all methods may be called from any thread.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -30,12 +37,14 @@
 #include <mutex>
 #include <optional>
 #include <span>
+#include <thread>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "accelerator/accelerator.h"
 #include "base/residency.h"
 #include "zero3/gpu/event_pool.h"
+#include "zero3/gpu/peer_group.h"
 #include "zero3/gpu/staging_ring.h"
 #include "zero3/gpu/weight_source.h"
 #include "zero3/schedule.h"
@@ -58,6 +67,13 @@ class GpuWindow {
     // Fills places that were given up with NaN, to find what reads them too late. For debugging:
     // costs the GPU's bandwidth.
     bool poisons = false;
+    // Those who gather weights together; null: there is nobody. It outlives the window.
+    PeerGroup* peers = nullptr;
+    // With peers: where the source begins, of which all ranks have the same bytes at the same
+    // offsets.
+    const std::byte* source_begin = nullptr;
+    // Smaller weights are not worth a gather.
+    uint64_t gathered_bytes_min = uint64_t{16} << 10;
   };
   struct Counters {
     uint64_t pins = 0;
@@ -65,6 +81,8 @@ class GpuWindow {
     uint64_t prefetches = 0;  // copies ahead of use
     uint64_t host_waits = 0;  // for copies, not for the source
     uint64_t source_waits = 0;
+    uint64_t gathers = 0;     // weights that came with the peers, once each
+    uint64_t taken_back = 0;  // offers that no gather came of
   };
 
   // `weight_bytes`: of each tensor; 0 for those that never come here. Accelerator and source
@@ -117,6 +135,8 @@ class GpuWindow {
     bool is_old = false;                        // the source's bytes have changed
     uint64_t arrival = 0;                       // order of copies
     RecordedEvent copied;                       // null when it is not in the window
+    const std::byte* offered = nullptr;         // its leased bytes, while it is: it has a place
+    bool is_gathered = false;                   // `copied` is of the stream of gathers
     std::vector<accelerator::Stream> ordered;   // streams that wait for `copied`
     std::vector<Use> uses;                      // since then
     std::vector<accelerator::Stream> recorded;  // RecordStream
@@ -149,6 +169,22 @@ class GpuWindow {
   absl::Status ReturnOldest();
   absl::Status ReturnAll();
   void ReturnUnfinished();
+
+  // ---- With peers; gpu_window_peers.cc
+  bool MayOffer(const Weight& weight) const;
+  absl::Status Offer(uint32_t tensor, const WeightWindow::Room& place, const std::byte* host);
+  absl::Status TakeBack(uint32_t tensor, bool keeps_lease = false);
+  absl::Status TakeBackAll();
+  absl::Status CopyOldOffers();
+  absl::Status IssueAgreed();
+  absl::Status Gather(uint32_t tensor);
+  const std::byte* EndOffer(uint32_t tensor);
+  absl::Status CopyPiece(std::byte* device, const std::byte* host, uint64_t size_bytes);
+  void LeavePeers();
+  void FollowPeers();
+
+  static constexpr uint8_t kNanByte = 0xFF;  // of which NaN is made in fp32, bf16 and fp16
+
   uint64_t NextUse(uint32_t tensor) const;
   absl::Status Keep(absl::Status status);
 
@@ -172,6 +208,11 @@ class GpuWindow {
   uint64_t arrivals_ = 0;
   Counters counters_;
   absl::Status failed_;
+  accelerator::Stream gathers_;
+  std::deque<uint32_t> offers_;  // oldest first
+  uint64_t offered_bytes_ = 0;   // leased, beside leased_bytes_
+  std::atomic<bool> is_closing_{false};
+  std::thread follower_;
 };
 
 }  // namespace offload::zero3
