@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 #include <offload/grad_scaler.h>
 #include <offload/torch.h>
+#include <signal.h>
 #include <spawn.h>
 #include <stdlib.h>
 #include <sys/wait.h>
@@ -489,6 +490,19 @@ void ReducedByTrainerToo(Run& run) {
   run.Backward(0, 0);
 }
 
+// ---- What ends a run ----
+
+void KilledInTheThirdStep(Run& run) {
+  for (int64_t step = 0; step < 4; ++step) {
+    if (run.Is(1) && step == 2) {
+      run.model->down->weight.register_hook([](const Tensor&) { raise(SIGKILL); });
+    }
+    run.Backward(step, 0);
+    run.optimizer->step();
+    run.optimizer->zero_grad();
+  }
+}
+
 // ---- A run after another, with more ranks ----
 
 std::string StateOf(int rank) { return "the state of rank " + std::to_string(rank); }
@@ -531,6 +545,7 @@ constexpr Scenario kScenarios[] = {
     {"DifferentialGradient", DifferentialGradient},
     {"ReadAmidBackward", ReadAmidBackward},
     {"ReducedByTrainerToo", ReducedByTrainerToo},
+    {"KilledInTheThirdStep", KilledInTheThirdStep},
     {"KeepsTrainerState", KeepsTrainerState},
     {"FindsTrainerState", FindsTrainerState},
 };
@@ -543,12 +558,14 @@ std::string Folder() {
 }
 
 bool IsOnDevice(const std::string& job) { return job.find("OnDevice") != std::string::npos; }
+bool ArePeers(const std::string& job) { return job.find("Peers") != std::string::npos; }
 
-// The stand-in of this process, of which no tensor may live.
-accelerator::HostAccelerator& NewDevice(bool is_late) {
+// The stand-in of this process, of which no tensor may live. With an address it reaches others.
+accelerator::HostAccelerator& NewDevice(bool is_late, const std::string& address = "") {
   auto* const device = new accelerator::HostAccelerator(
       {.pace = is_late ? accelerator::Pace::kLate : accelerator::Pace::kRandom,
-       .queries_are_late = is_late});  // outlives what torch keeps of it
+       .queries_are_late = is_late,
+       .peer_address = address});  // outlives what torch keeps of it
   UseStandin(*device);
   return *device;
 }
@@ -581,8 +598,11 @@ at::ScalarType DtypeOf(const std::string& word) {
 int BeARank(const std::string& scenario, int ranks, const std::string& dtype,
             const std::string& path, const std::string& job) {
   std::string failure;
+  const std::string rank = getenv("RANK");
   accelerator::HostAccelerator* const device =
-      IsOnDevice(job) ? &NewDevice(/*is_late=*/atoi(getenv("RANK")) % 2 == 1) : nullptr;
+      IsOnDevice(job) ? &NewDevice(/*is_late=*/atoi(rank.c_str()) % 2 == 1,
+                                   ArePeers(job) ? "standin/" + rank : "")
+                      : nullptr;
   try {
     {
       Run run(ranks, DtypeOf(dtype), OptionsFor(job), device ? StandinDevice() : c10::kCPU);
@@ -591,10 +611,13 @@ int BeARank(const std::string& scenario, int ranks, const std::string& dtype,
       }
       run.LogState();
       run.log.Save(path);
+      const bool gathers = run.engine->plan().text.find("gathers the others'") != std::string::npos;
+      if (gathers != ArePeers(job)) failure = run.engine->plan().text;
       run.engine->Exchange("");  // nobody closes while others still look
     }
-    if (device == nullptr) return 0;
-    for (const std::string& violation : device->Violations()) failure += violation + "\n";
+    if (device != nullptr) {
+      for (const std::string& violation : device->Violations()) failure += violation + "\n";
+    }
     if (failure.empty()) return 0;
   } catch (const c10::Error& error) {
     failure = error.what_without_backtrace();
@@ -671,9 +694,10 @@ struct Case {
   const char* dtype;
   bool spills = false;
   bool on_device = false;
+  bool are_peers = false;
   std::string Job() const {
     return std::string(scenario) + std::to_string(ranks) + dtype + (spills ? "Spilled" : "") +
-           (on_device ? "OnDevice" : "");
+           (on_device ? "OnDevice" : "") + (are_peers ? "Peers" : "");
   }
 };
 
@@ -681,10 +705,16 @@ Case OnDevice(const char* scenario, int ranks, const char* dtype) {
   return {.scenario = scenario, .ranks = ranks, .dtype = dtype, .on_device = true};
 }
 
+Case OnPeers(const char* scenario, int ranks, const char* dtype) {
+  Case on_peers = OnDevice(scenario, ranks, dtype);
+  on_peers.are_peers = true;
+  return on_peers;
+}
+
 class RanksTest : public ::testing::TestWithParam<Case> {};
 
 TEST_P(RanksTest, ComputeWhatOneProcessDoes) {
-  const auto [scenario, ranks, dtype, spills, on_device] = GetParam();
+  const auto [scenario, ranks, dtype, spills, on_device, are_peers] = GetParam();
   const std::string job = GetParam().Job();
   const std::vector<int> codes = RunRanks(scenario, ranks, dtype, job);
   ASSERT_EQ(codes, std::vector<int>(ranks, 0));
@@ -719,6 +749,14 @@ INSTANTIATE_TEST_SUITE_P(
                       OnDevice("SkippedSteps", 2, "fp32"), OnDevice("KeptGradients", 2, "bf16"),
                       OnDevice("Written", 2, "bf16"), OnDevice("Written", 2, "fp32"),
                       OnDevice("Files", 2, "fp32")),
+    [](const auto& info) { return info.param.Job(); });
+
+// The same, and the devices reach each other: weights are gathered.
+INSTANTIATE_TEST_SUITE_P(
+    OnPeers, RanksTest,
+    ::testing::Values(OnPeers("Ordinary", 2, "bf16"), OnPeers("Ordinary", 4, "fp32"),
+                      OnPeers("UnevenPaths", 3, "bf16"), OnPeers("SkippedSteps", 2, "fp32"),
+                      OnPeers("Written", 2, "bf16"), OnPeers("Files", 2, "fp32")),
     [](const auto& info) { return info.param.Job(); });
 
 struct Refusal {
@@ -758,6 +796,16 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"ChangedInPlaceByOtherRanks", 1, "OFD-1606 parameter 'up.weight' is changed", true},
         Refusal{"ReadAmidBackward", 0, "while backward runs", true}),
     [](const auto& info) { return info.param.Job(); });
+
+TEST(RanksTest, OneThatIsKilledIsAnErrorOfTheOthersWhoseDevicesReachIts) {
+  const std::string job = "KilledInTheThirdStepOnDevicePeers";
+  EXPECT_EQ(RunRanks("KilledInTheThirdStep", 3, "fp32", job), (std::vector<int>{1, -SIGKILL, 1}));
+  for (const int rank : {0, 2}) {
+    std::stringstream said;
+    said << std::ifstream(PathOf(job, rank) + ".failure").rdbuf();
+    EXPECT_NE(said.str().find("OFD-1803 rank 1"), std::string::npos) << said.str();
+  }
+}
 
 TEST(RanksTrainerStateTest, IsOfEachRankAndEmptyForNewOnes) {
   EXPECT_EQ(RunRanks("KeepsTrainerState", 2, "fp32", "state"), std::vector<int>(2, 0));

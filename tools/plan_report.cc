@@ -81,6 +81,10 @@ void AddGpu(const PlanReport& report, Answer& answer) {
                         {"gradient_bytes", plan.gradient_bytes},
                         {"floor_bytes", plan.floor_bytes}};
   answer.text += zero3::DescribeGpuPlan(plan, report.gpu->ram_bytes);
+  if (report.input.world_size > 1) {
+    answer.text +=
+        "weights: gathered where the ranks' devices reach each other, else copied by each rank\n";
+  }
 }
 
 void AddSpace(const PlanReport& report, const zero3::Plan& plan, Answer& answer) {

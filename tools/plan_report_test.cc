@@ -47,6 +47,10 @@ TEST(PlanReportTest, AGpuIsOneTierMore) {
   EXPECT_LE(answer.data["gpu"]["window_bytes"].get<uint64_t>() +
                 answer.data["gpu"]["gradient_bytes"].get<uint64_t>(),
             gpu_ram_bytes);
+  EXPECT_EQ(answer.text.find("weights: gathered"), std::string::npos);
+  report.input.world_size = 2;
+  EXPECT_NE(ReportPlan(report, PlanFor(report)).text.find("weights: gathered where the ranks'"),
+            std::string::npos);
 }
 
 TEST(PlanReportTest, ADriveThatDoesBothAtOnceIsBoundedByTheSlowerDirection) {

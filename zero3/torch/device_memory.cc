@@ -1,7 +1,9 @@
 #include "zero3/torch/device_memory.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
+#include <string_view>
 #include <thread>
 #include <utility>
 
@@ -10,6 +12,7 @@
 #include "proto/shm_abi.h"
 #include "zero3/gpu/gpu_tensors.h"
 #include "zero3/torch/devices.h"
+#include "zero3/torch/log.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -20,6 +23,9 @@ using accelerator::HostRegistration;
 
 // Of the staging buffer, for weights on their way through it.
 constexpr uint64_t kRingBytes = proto::kLoadingStagingBytes / 2;
+
+// "off": each rank copies weights for itself, also where devices reach each other.
+constexpr char kPeersVariable[] = "OFFLOADD_GPU_PEERS";
 
 // Of the daemon's window, for all ranks: it needs the rest for what it updates and reads ahead.
 constexpr uint64_t kPartForLeases = 4;
@@ -43,6 +49,7 @@ DeviceMemory::DeviceMemory(Attachment& attachment, c10::Device device,
       source_(attachment) {
   Register(attachment);
   const std::vector<uint64_t> weight_bytes = WeightBytes(attachment);
+  if (attachment.world_size() > 1) JoinPeers(attachment, weight_bytes.size());
   window_ = ValueOrThrow(
       GpuWindow::Make(accelerator_.get(), &source_, weight_bytes, WindowOptions(attachment, plan)),
       device_.str());
@@ -58,6 +65,11 @@ DeviceMemory::DeviceMemory(Attachment& attachment, c10::Device device,
 DeviceMemory::~DeviceMemory() {
   parts_.reset();
   gradients_.reset();
+  const GpuWindow::Counters counters = window_->counters();
+  if (peers_ != nullptr) {
+    Log().debug("weights: {} gathered, {} offered and copied", counters.gathers,
+                counters.taken_back);
+  }
   window_.reset();
 }
 
@@ -78,6 +90,32 @@ void DeviceMemory::Register(Attachment& attachment) {
                         "Allow the process to lock them, or lower ram"));
 }
 
+// Whether devices reach each other all ranks have to know, and nobody can before they have a device
+// each: so they ask each other now.
+void DeviceMemory::JoinPeers(Attachment& attachment, size_t tensor_count) {
+  const char* const wish = std::getenv(kPeersVariable);
+  const bool takes_part = wish == nullptr || std::string_view(wish) != "off";
+  PeerGroup::Joined joined = ValueOrThrow(
+      PeerGroup::Join(accelerator_.get(), tensor_count,
+                      {.rank = attachment.rank(),
+                       .world_size = attachment.world_size(),
+                       .takes_part = takes_part},
+                      [&](const std::string& says) { return attachment.session().Exchange(says); }),
+      device_.str());
+  peers_ = std::move(joined.group);
+  why_no_peers_ = std::move(joined.why_not);
+  if (attachment.rank() == 0) Log().info("{}", DescribeWay());
+}
+
+std::string DeviceMemory::DescribeWay() const {
+  if (peers_ != nullptr) {
+    return absl::StrCat("weights: each of ", peers_->world_size(),
+                        " devices copies its part from the slab and gathers the others'");
+  }
+  if (why_no_peers_.empty()) return "weights: copied from the slab";
+  return absl::StrCat("weights: each rank copies them from the slab (", why_no_peers_, ")");
+}
+
 GpuWindow::Options DeviceMemory::WindowOptions(Attachment& attachment, const GpuPlan& plan) {
   const uint64_t slab_window_bytes = attachment.plan().memory.window_bytes;
   GpuWindow::Options options{
@@ -86,7 +124,9 @@ GpuWindow::Options DeviceMemory::WindowOptions(Attachment& attachment, const Gpu
       .leased_bytes_max = slab_window_bytes == 0
                               ? std::numeric_limits<uint64_t>::max()
                               : slab_window_bytes / kPartForLeases / attachment.world_size(),
-      .source_is_shared = attachment.world_size() > 1};
+      .source_is_shared = attachment.world_size() > 1,
+      .peers = peers_.get(),
+      .source_begin = attachment.session().slab()};
   if (slab_.held()) return options;
   staging_ = attachment.staging().Take(kRingBytes);
   options.staging = {attachment.region() + staging_.region_offset(), kRingBytes};

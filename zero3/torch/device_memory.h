@@ -21,6 +21,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "accelerator/accelerator.h"
@@ -28,6 +29,7 @@
 #include "client/session.h"
 #include "zero3/gpu/gpu_plan.h"
 #include "zero3/gpu/gpu_window.h"
+#include "zero3/gpu/peer_group.h"
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/device_gradients.h"
 #include "zero3/torch/device_parts.h"
@@ -37,8 +39,9 @@ namespace offload::zero3 {
 
 class DeviceMemory {
  public:
-  // `attachment` has its plan, and outlives this. Throws OFD-2001 when the memory that is shared
-  // with the daemon cannot be page-locked, 2003 when the device has no room for the window.
+  // `attachment` has its plan, and outlives this. Collective for several ranks. Throws OFD-2001
+  // when the memory that is shared with the daemon cannot be page-locked, 2003 when the device has
+  // no room for the window.
   DeviceMemory(Attachment& attachment, c10::Device device,
                std::shared_ptr<accelerator::Accelerator> accelerator, const GpuPlan& plan);
   ~DeviceMemory();  // waits for the device
@@ -73,6 +76,8 @@ class DeviceMemory {
   }
   // Waits of the host for copies of weights, in all.
   uint64_t host_waits() const { return window_->counters().host_waits; }
+  // Which way weights take, as a line for people.
+  std::string DescribeWay() const;
 
  private:
   // The session's tensors, in the slab.
@@ -93,13 +98,16 @@ class DeviceMemory {
   };
 
   void Register(Attachment& attachment);
+  void JoinPeers(Attachment& attachment, size_t tensor_count);
   GpuWindow::Options WindowOptions(Attachment& attachment, const GpuPlan& plan);
 
   const c10::Device device_;
   const std::shared_ptr<accelerator::Accelerator> accelerator_;
   const uint64_t window_bytes_;
   accelerator::HostRegistration slab_, region_;
-  Staging::Piece staging_;  // where the slab is not registered
+  Staging::Piece staging_;            // where the slab is not registered
+  std::unique_ptr<PeerGroup> peers_;  // null: each rank copies for itself
+  std::string why_no_peers_;
   SlabWeights source_;
   std::unique_ptr<GpuWindow> window_;
   std::unique_ptr<DeviceGradients> gradients_;

@@ -1062,6 +1062,8 @@ PlanSummary TensorEngine::plan() {
   summary.gpu_window_bytes = device_plan_.plan().window_bytes;
   summary.gpu_gradient_bytes = device_plan_.plan().gradient_bytes;
   summary.text += DescribeGpuPlan(device_plan_.plan(), device_plan_.gpu_ram_bytes());
+  if (const DeviceMemory* const device = attachment_->device())
+    summary.text += device->DescribeWay() + "\n";
   return summary;
 }
 
