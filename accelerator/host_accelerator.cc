@@ -475,6 +475,11 @@ void HostAccelerator::CheckUnused(const std::byte* bytes, size_t size_bytes, con
 
 void HostAccelerator::Report(const std::string& finding) { ++violations_[finding]; }
 
+void HostAccelerator::CountCollective() {
+  const std::lock_guard lock(mutex_);
+  ++counters_.collectives;
+}
+
 void HostAccelerator::AddViolation(const std::string& finding) {
   const std::lock_guard lock(mutex_);
   Report(finding);

@@ -64,6 +64,7 @@ class HostAccelerator final : public Accelerator, public PeerDevice {
     uint64_t copies_to_device = 0, copies_to_host = 0;
     uint64_t bytes_to_device = 0, bytes_to_host = 0;
     uint64_t allocated_bytes_max = 0;  // at once
+    uint64_t collectives = 0;          // gathers that have begun
   };
 
   explicit HostAccelerator(const Options& options);
@@ -112,6 +113,7 @@ class HostAccelerator final : public Accelerator, public PeerDevice {
   // As cudaFreeAsync: gives memory back behind what `stream` has been given so far, and that has to
   // come after every use of it.
   void FreeAsync(std::byte* bytes, Stream stream);
+  void CountCollective();
   // Reports a finding of one's own.
   void AddViolation(const std::string& finding);
   // Runs everything and returns what was found: "finding (how many times)".

@@ -121,6 +121,7 @@ class HostCollectives final : public Collectives {
               .size_bytes = std::min<uint64_t>(kSlotBytes, part_bytes - offset)},
              stream);
     }
+    shared_->device->CountCollective();
     changed_.notify_all();
     return absl::OkStatus();
   }

@@ -66,7 +66,9 @@ struct Model : nn::Module {
 
   Tensor forward(const Tensor& tokens, bool detour) {
     Tensor x = embedding(tokens);
+    if (amid_forward) amid_forward();
     x = x + down(torch::gelu(up(norm(x))));
+    if (amid_forward) amid_forward();
     x = x + torch::tanh(frozen(x)) * scale;
     if (detour) x = x + sometimes(x);
     return nn::functional::linear(norm(x), embedding->weight);
@@ -76,6 +78,7 @@ struct Model : nn::Module {
   nn::LayerNorm norm{nullptr};
   nn::Linear up{nullptr}, down{nullptr}, frozen{nullptr}, sometimes{nullptr};
   Tensor scale;
+  std::function<void()> amid_forward;
 };
 
 // What a run shows, in order.
@@ -157,6 +160,16 @@ class Run {
     return nn::functional::cross_entropy(logits.to(at::kFloat).view({-1, kTokens}),
                                          tokens.slice(1, 1, 9).reshape({-1}));
   }
+  // Waits for the other ranks, by means that the engine knows nothing of.
+  void Meet() {
+    if (alone_) return;
+    const std::string meeting =
+        options_.nvme_path + "/" + options_.job + ".meeting" + std::to_string(meetings_++) + ".";
+    std::ofstream(meeting + std::to_string(engine->rank()));
+    for (int rank = 0; rank < ranks_; ++rank) {
+      while (!std::filesystem::exists(meeting + std::to_string(rank))) usleep(1000);
+    }
+  }
   std::string folder() const { return options_.nvme_path + "/" + options_.job + ".files"; }
   std::string EmptyFolder() const {
     std::filesystem::remove_all(folder());
@@ -198,6 +211,7 @@ class Run {
   const Options options_;
   const c10::Device device_;
   bool alone_ = false;
+  int meetings_ = 0;
 };
 
 // ---- Scenarios ---------------------------------------------------------------------------------
@@ -213,6 +227,19 @@ void Ordinary(Run& run) {
     if (step == 2) run.LogGradients();  // right after the step they are still there
     run.optimizer->zero_grad(/*set_to_none=*/step % 2 == 0);
     run.LogWeights();
+  }
+}
+
+// The same, in step: what one rank has announced amid its forward the others have, too.
+void InStep(Run& run) {
+  run.model->amid_forward = [&] { run.Meet(); };
+  for (int64_t step = 0; step < 4; ++step) {
+    run.Backward(step, 0);
+    run.Backward(step, 1);
+    run.Clip(0.2);
+    run.optimizer->step();
+    run.optimizer->zero_grad();
+    run.engine->WaitDurable();  // all weights are updated: nothing announced waits for that
   }
 }
 
@@ -528,6 +555,7 @@ struct Scenario {
 };
 constexpr Scenario kScenarios[] = {
     {"Ordinary", Ordinary},
+    {"InStep", InStep},
     {"UnevenPaths", UnevenPaths},
     {"NeverZeroed", NeverZeroed},
     {"SkippedSteps", SkippedSteps},
@@ -579,7 +607,7 @@ Options OptionsFor(const std::string& job) {
   if (job.starts_with("OwnReduction")) options.gradients = "reduced_by_trainer";
   if (IsOnDevice(job)) {
     options.gpu_ram = "6MiB";  // a little more than the least
-    options.weights_home = "nvme";
+    options.weights_home = job.starts_with("InStep") ? "ram" : "nvme";
   }
   return options;
 }
@@ -616,6 +644,8 @@ int BeARank(const std::string& scenario, int ranks, const std::string& dtype,
       run.engine->Exchange("");  // nobody closes while others still look
     }
     if (device != nullptr) {
+      if (scenario == "InStep" && device->counters().collectives == 0)
+        failure += "nothing was gathered\n";
       for (const std::string& violation : device->Violations()) failure += violation + "\n";
     }
     if (failure.empty()) return 0;
@@ -752,12 +782,13 @@ INSTANTIATE_TEST_SUITE_P(
     [](const auto& info) { return info.param.Job(); });
 
 // The same, and the devices reach each other: weights are gathered.
-INSTANTIATE_TEST_SUITE_P(
-    OnPeers, RanksTest,
-    ::testing::Values(OnPeers("Ordinary", 2, "bf16"), OnPeers("Ordinary", 4, "fp32"),
-                      OnPeers("UnevenPaths", 3, "bf16"), OnPeers("SkippedSteps", 2, "fp32"),
-                      OnPeers("Written", 2, "bf16"), OnPeers("Files", 2, "fp32")),
-    [](const auto& info) { return info.param.Job(); });
+INSTANTIATE_TEST_SUITE_P(OnPeers, RanksTest,
+                         ::testing::Values(OnPeers("InStep", 2, "bf16"),
+                                           OnPeers("InStep", 4, "fp32"),
+                                           OnPeers("UnevenPaths", 3, "bf16"),
+                                           OnPeers("Written", 2, "bf16"),
+                                           OnPeers("Files", 2, "fp32")),
+                         [](const auto& info) { return info.param.Job(); });
 
 struct Refusal {
   const char* scenario;

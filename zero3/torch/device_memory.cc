@@ -65,10 +65,10 @@ DeviceMemory::DeviceMemory(Attachment& attachment, c10::Device device,
 DeviceMemory::~DeviceMemory() {
   parts_.reset();
   gradients_.reset();
-  const GpuWindow::Counters counters = window_->counters();
-  if (peers_ != nullptr) {
-    Log().debug("weights: {} gathered, {} offered and copied", counters.gathers,
-                counters.taken_back);
+  if (peers_ != nullptr && peers_->rank() == 0) {
+    const GpuWindow::Counters counters = window_->counters();
+    Log().info("weights: {} times gathered, {} times offered and copied", counters.gathers,
+               counters.taken_back);
   }
   window_.reset();
 }
