@@ -334,6 +334,21 @@ TEST(PeerGroupTest, NobodyTakesPartWhenOneDoesNotReachTheOthers) {
   });
 }
 
+TEST(PeerGroupTest, NobodyTakesPartWhenOneHasNoDevice) {
+  Slab slab;
+  Threads threads(2);
+  threads.Run([&](uint32_t number) {
+    if (number == 1) {
+      EXPECT_TRUE(PeerGroup::StayOut(threads.ExchangeOf(number)).ok());
+      return;
+    }
+    Rank rank(&slab, number, OptionsOf(number, 1));
+    rank.Join(2, threads.ExchangeOf(number));
+    EXPECT_EQ(rank.group(), nullptr);
+    EXPECT_THAT(rank.why_not(), HasSubstr("rank 1: has no device"));
+  });
+}
+
 TEST(PeerGroupTest, NobodyTakesPartWhenTwoHaveOneDeviceOrOneIsToldNotTo) {
   Slab slab;
   Threads threads(2);

@@ -118,6 +118,11 @@ absl::StatusOr<PeerGroup::Joined> PeerGroup::Join(accelerator::Accelerator* acce
   return joined;
 }
 
+absl::Status PeerGroup::StayOut(const Exchange& exchange) {
+  std::string why_not;
+  return AllSay(exchange, absl::CancelledError("has no device"), &why_not).status();
+}
+
 absl::Status PeerGroup::Health() {
   for (const uint32_t rank : watch_.Ended()) {
     if (agreement_->HasLeft(rank)) continue;

@@ -41,6 +41,9 @@ class PeerGroup {
   static absl::StatusOr<Joined> Join(accelerator::Accelerator* accelerator, size_t tensor_count,
                                      const Rank& self, const Exchange& exchange);
 
+  // What a rank without a device calls meanwhile: then no rank has a group.
+  static absl::Status StayOut(const Exchange& exchange);
+
   uint32_t rank() const { return rank_; }
   uint32_t world_size() const { return world_size_; }
   GatherAgreement& agreement() { return *agreement_; }

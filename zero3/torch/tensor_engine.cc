@@ -28,6 +28,7 @@
 #include "proto/buffer_tensors.h"
 #include "proto/shm_abi.h"
 #include "zero3/dimension_order.h"
+#include "zero3/gpu/peer_group.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/device_gradient.h"
 #include "zero3/torch/device_memory.h"
@@ -501,6 +502,9 @@ void TensorEngine::Declare() {
   if (device_plan_.is_made()) {
     attachment_->SetDevice(std::make_shared<DeviceMemory>(
         *attachment_, device_plan_.device(), device_plan_.accelerator(), device_plan_.plan()));
+  } else if (attachment_->world_size() > 1) {
+    ThrowIfError(PeerGroup::StayOut(  // ranks with a device ask all of them
+        [&](const std::string& says) { return attachment_->session().Exchange(says); }));
   }
 }
 
