@@ -1,6 +1,7 @@
 #include "tools/top_view.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -8,6 +9,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "base/byte_size.h"
+#include "tools/plan_status.h"
 #include "tools/step_figures.h"
 
 namespace offload::tools {
@@ -85,6 +87,25 @@ std::string DriveLine(const v1::JobStatus& job, const Rates& rates) {
                          FormatBytes(job.ram_bytes()));
 }
 
+// Nothing before the job is sealed; what steps were of it after kStepsCompared of them.
+std::string PlanLine(const v1::JobStatus& job) {
+  if (!job.has_plan()) return "";
+  const v1::PlanStatus& plan = job.plan();
+  std::string line = absl::StrCat("  plan ", FormatDecimalBytes(PlannedReadBytes(plan.step())),
+                                  " read ", FormatDecimalBytes(PlannedWrittenBytes(plan.step())),
+                                  " written");
+  const std::optional<PlanComparison> compared = ComparePlan(plan);
+  const auto ratio = [](const Beside& beside) {
+    return beside.Ratio().has_value() ? absl::StrFormat("%.2f", *beside.Ratio()) : "-";
+  };
+  if (compared.has_value()) {
+    absl::StrAppend(&line, "  measured ", ratio(compared->read_bytes), "r ",
+                    ratio(compared->written_bytes), "w  time ", ratio(compared->seconds));
+  }
+  if (plan.replans() > 0) absl::StrAppend(&line, "  replans ", plan.replans());
+  return line + "\n";
+}
+
 std::string RankLines(const v1::JobStatus& job) {
   std::string lines;
   for (const v1::RankStatus& rank : job.ranks()) {
@@ -97,7 +118,7 @@ std::string RankLines(const v1::JobStatus& job) {
 
 std::string JobLines(const v1::JobStatus& job, const Rates& rates) {
   return absl::StrCat(JobLine(job), job.has_last_step() ? PhaseLine(job.last_step()) : "",
-                      DriveLine(job, rates), RankLines(job));
+                      DriveLine(job, rates), PlanLine(job), RankLines(job));
 }
 
 Json DescribeRanks(const v1::JobStatus& job) {
@@ -124,6 +145,7 @@ Json DescribeJob(const v1::JobStatus& job, const Rates& rates) {
           {"written_bytes_per_second", rates.written},
           {"resident_bytes", job.resident_bytes()},
           {"ram_bytes", job.ram_bytes()},
+          {"plan", DescribePlanStatus(job)},
           {"ranks", DescribeRanks(job)}};
 }
 

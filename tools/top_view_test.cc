@@ -70,6 +70,29 @@ TEST(TopViewTest, ShowsTheLastStepItsWaitsAndTheDrive) {
   EXPECT_EQ(lines[5], "  rank 0  pid 4242  mapped  step 118  touch 33");
 }
 
+TEST(TopViewTest, ShowsThePlanBesideWhatStepsWere) {
+  proto::v1::JobStatus job = Sample();
+  EXPECT_TRUE(DescribeTop(kAddress, Answers(job))["jobs"][0]["plan"].is_null());
+  proto::v1::PlanStatus* const plan = job.mutable_plan();
+  plan->mutable_step()->set_weight_read_bytes(1'000'000'000);
+  plan->mutable_step()->set_state_read_bytes(500'000'000);
+  plan->mutable_step()->set_written_bytes(1'300'000'000);
+  plan->mutable_steps()->set_first_step(2);
+  plan->mutable_steps()->set_step_count(9);
+  EXPECT_EQ(Lines(TopText(kAddress, Answers(job)))[5], "  plan 1.50 GB read 1.30 GB written");
+  plan->mutable_steps()->set_step_count(10);
+  plan->mutable_steps()->set_bytes_read(15'300'000'000);
+  plan->mutable_steps()->set_bytes_written(12'870'000'000);
+  plan->mutable_steps()->set_seconds(22);
+  plan->mutable_steps()->set_compute_seconds(20);
+  plan->set_replans(3);
+  EXPECT_EQ(Lines(TopText(kAddress, Answers(job)))[5],
+            "  plan 1.50 GB read 1.30 GB written  measured 1.02r 0.99w  time 1.10  replans 3");
+  EXPECT_DOUBLE_EQ(
+      DescribeTop(kAddress, Answers(job))["jobs"][0]["plan"]["comparison"]["read_bytes"]["ratio"],
+      1.02);
+}
+
 TEST(TopViewTest, FitsEightyColumnsWhateverTheNumbersAre) {
   proto::v1::JobStatus job = Sample();
   job.set_job(std::string(300, 'x'));
@@ -81,6 +104,12 @@ TEST(TopViewTest, FitsEightyColumnsWhateverTheNumbersAre) {
     seconds = 1e200;
   for (double& seconds : *job.mutable_last_step()->mutable_figures()->mutable_stall_seconds())
     seconds = 1e299;
+  job.mutable_plan()->mutable_step()->set_state_read_bytes(UINT64_MAX);
+  job.mutable_plan()->mutable_step()->set_written_bytes(UINT64_MAX);
+  job.mutable_plan()->mutable_steps()->set_step_count(10);
+  job.mutable_plan()->mutable_steps()->set_seconds(1e300);
+  job.mutable_plan()->mutable_steps()->set_compute_seconds(1);
+  job.mutable_plan()->set_replans(UINT64_MAX);
   const DaemonAddress far = {absl::StrCat("/", std::string(200, 'y')), true};
   for (const std::string& line : Lines(TopText(far, Answers(job))))
     EXPECT_LE(line.size(), kTopColumns) << line;

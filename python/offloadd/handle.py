@@ -4,6 +4,7 @@ import atexit
 import fnmatch
 import functools
 import gc
+import json
 import logging
 import os
 import sys
@@ -589,6 +590,18 @@ class Handle:
         made = {f"offloadd/{key}": float(value) for key, value in self.statistics().items()}
         made["offloadd/step"] = float(self.step)
         return made
+
+    def status(self):
+        """What the daemon knows of this job, as `offloadctl status --json` says it: bytes, latencies, phases and waits, and under "plan"
+        what a step is to move and take beside what steps were ("comparison": None before ten of them)."""
+        from .control import run
+
+        self._running()
+        jobs = [job for daemon in json.loads(run("status", "--json"))["daemons"] for job in daemon["jobs"]]
+        for job in jobs:
+            if job["job"] == self.job and any(rank["pid"] == os.getpid() for rank in job["ranks"]):
+                return job
+        raise Error.of(1501, f"no daemon that answers has job {self.job} of this process", "Ask the daemon's own user for it")
 
     def wait_durable(self):
         """Blocks until every step that was taken is on the drive."""

@@ -4,7 +4,6 @@ bit for bit, and where the step can be foreseen the updates are of use.
     update_in_backward_test.py [NAME...]
 """
 
-import json
 import os
 import sys
 import tempfile
@@ -12,7 +11,7 @@ import tempfile
 import torch
 
 import offloadd
-from offloadd import control, in_memory
+from offloadd import in_memory
 
 WIDTH, LAYERS, STEPS = 256, 4, 6  # every weight is of its own in the store, none fits into `ram` for good
 RAM = "48MiB"
@@ -159,8 +158,9 @@ def run(function, dtype, attach):
         weights = [parameter.detach().clone() for parameter in model.parameters()]
     ahead = None
     if attach is not in_memory_handle:
-        jobs = [job for daemon in json.loads(control.run("status", "--json"))["daemons"] for job in daemon["jobs"]]
-        ahead = next(job["updates_ahead"] for job in jobs if job["job"] == handle.job)
+        status = handle.status()
+        ahead = status["updates_ahead"]
+        assert status["step"] == handle.step and status["plan"]["step"]["written_bytes"] > 0, status
     handle.close()
     return loop.told, weights, ahead
 
