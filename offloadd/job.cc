@@ -243,6 +243,8 @@ absl::Status Job::SetSchedule(Rank& rank, const std::vector<uint32_t>& tensors) 
   if (rank.number() != 0) return absl::OkStatus();
   cache_->SetSchedule(tensors);
   executor_->Reorder();
+  touches_.clear();
+  if (tensors.size() <= proto::kPlannedTouchesMax) touches_ = tensors;
   PlanStep(tensors);
   return absl::OkStatus();
 }

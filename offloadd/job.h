@@ -108,6 +108,10 @@ class Job {
   // True when the session has a rank here, or is on the way to one. Asks the loop.
   bool HasMember(uint64_t session);
 
+  // ---- For the simulator: what a sealed job has, null before; and who has which memory.
+  UpdateExecutor* executor() { return executor_.get(); }
+  ResidentState* resident_state() { return state_.get(); }
+
   // ---- On the loop: who comes and goes.
 
   // Opens the store of the job or finds that there is none, makes the memories, and waits for the
@@ -362,6 +366,7 @@ class Job {
   std::vector<Done> close_waiters_;
   std::vector<std::function<void()>> leave_waiters_;
   proto::MachineRates opened_rates_;  // of the pool, when it was opened
+  std::vector<uint32_t> touches_;     // of a step, by the schedule; empty: not known, or too many
   proto::StepTraffic planned_;
   PlanComparison comparison_;
   std::optional<ReplanPolicy> replan_;  // once it is sealed

@@ -27,6 +27,7 @@ std::string DescribeReplan(const proto::MachineRates& rates, const proto::Machin
                            const proto::Depths& now, const proto::Depths& before) {
   const std::string changes =
       absl::StrCat(DescribeChange("update threads", now.update_threads, before.update_threads),
+                   DescribeChange("blocks", now.pipeline_blocks, before.pipeline_blocks),
                    DescribeChange("loads", now.loads, before.loads),
                    DescribeChange("transfers", now.transfers, before.transfers),
                    DescribeChange("write-backs", now.write_backs, before.write_backs));
@@ -47,12 +48,15 @@ void Job::PlanStep(std::span<const uint32_t> touches) {
 }
 
 // Between two steps, when no update is under way. What changes is how much is under way at a time,
-// never what is computed or where it stands: a crash in here leaves what it would have left before.
+// and which extents keep their state in memory, never what is computed or where it stands on the
+// drive: a crash in here leaves what it would have left before.
 void Job::ConsiderReplan() {
+  if (executor_->TakeExchanged()) PlanStep(touches_);
   const proto::MachineRates assumed = replan_->assumed();
   const std::optional<proto::MachineRates> rates = replan_->Step(meter_.Take());
   if (!rates.has_value()) return;
-  const proto::Depths before = context_.depths;
+  proto::Depths before = context_.depths;
+  before.pipeline_blocks = context_.plan.pipeline_blocks;  // those that there are
   context_.depths = proto::ChooseDepths(*rates, update_threads_asked_);
   FaultPoint("job.replan");
   if (context_.depths.update_threads != before.update_threads) {

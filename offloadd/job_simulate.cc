@@ -36,6 +36,8 @@ nlohmann::ordered_json Table(const JobSimulationResult& sum) {
           {"power cuts", sum.power_cuts},
           {"faults of the drive", sum.drive_faults},
           {"replans", sum.replans},
+          {"places that the pipeline took", sum.places_taken},
+          {"places that it gave", sum.places_given},
           {"extents updated ahead of a step", sum.used_ahead},
           {"of no use", sum.lost_ahead},
           {"newer states found", sum.newer_states_found},

@@ -275,6 +275,14 @@ class Simulation {
   void MeetFate();
   void AddFault();
   void ChangeSnapshots();
+  // job_simulation_mistakes.cc: one of options_.mistake, when there is an opportunity.
+  void PlantMistake();
+  bool ChangesAmid();
+  bool DropsUnwritten();
+  bool TakesAsRead();
+  bool HasTwoOwners();
+  std::optional<uint32_t> WhoKeeps(bool next) const;
+  bool IsBetweenSteps() const;
   void EndLaunch();
   bool IsOver() const;
   bool AllAreGone() const;
@@ -288,7 +296,8 @@ class Simulation {
   SimulatedMachine machine_;
   JobSimulationResult result_;
   SimulatedPlan plan_;
-  bool favours_ahead_ = false;  // much may be updated before it is called for
+  bool favours_ahead_ = false;    // much may be updated before it is called for
+  bool favours_replans_ = false;  // places may pass between pipeline and what stays
   std::vector<proto::Tensor> tensors_;
 
   // A launch.
@@ -303,6 +312,7 @@ class Simulation {
   Fate fate_ = Fate::kCloses;
   uint64_t fate_turn_ = 0, turns_ = 0;
   bool has_met_fate_ = false;
+  bool has_mistaken_ = false;
   bool is_dead_ = false;  // the daemon is
   bool may_fail_ = false, drive_failed_ = false;
   bool changing_snapshots_ = false;

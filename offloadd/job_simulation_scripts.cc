@@ -18,7 +18,8 @@ using proto::Dtype;
 using proto::GradientHome;
 using proto::GradientStart;
 
-constexpr uint64_t kSteps = 3;  // of a launch, at most
+constexpr uint64_t kSteps = 3;         // of a launch, at most
+constexpr uint64_t kStepsReplans = 6;  // of one that is to replan
 
 kernels::OptimizerSpec ChooseOptimizer(Random& random) {
   switch (random.Below(8)) {
@@ -48,12 +49,19 @@ uint64_t ChooseElements(Random& random, uint64_t bundled_in_four) {
 void Simulation::ChooseModel() {
   const uint64_t count = 2 + random_.Below(3);
   favours_ahead_ = random_.OneIn(4);
+  favours_replans_ = options_.mistake != PlantedMistake::kNone || random_.OneIn(4);
+  // Places pass only where all are of one size.
+  const uint64_t equal_elements = proto::kBundledElementsMax + 1 + random_.Below(3000);
+  const Dtype equal_dtype = random_.OneIn(2) ? Dtype::kFloat32 : Dtype::kBFloat16;
   const uint64_t bundled_in_four = favours_ahead_ || random_.OneIn(8) ? 0 : 3;
   for (uint64_t i = 0; i < count; ++i) {
-    const uint64_t elements = ChooseElements(random_, bundled_in_four);
+    const uint64_t elements =
+        favours_replans_ ? equal_elements : ChooseElements(random_, bundled_in_four);
     tensors_.push_back({.name = absl::StrCat("tensor.", i),
                         .shape = {static_cast<int64_t>(elements)},
-                        .dtype = random_.OneIn(2) ? Dtype::kFloat32 : Dtype::kBFloat16,
+                        .dtype = favours_replans_    ? equal_dtype
+                                 : random_.OneIn(2) ? Dtype::kFloat32
+                                                    : Dtype::kBFloat16,
                         .trainable = i == 0 || !random_.OneIn(6),
                         .element_count = elements});
   }
@@ -69,6 +77,8 @@ void Simulation::ChooseModel() {
 void Simulation::ChooseLaunch() {
   plan_.world_size = favours_ahead_ ? 1 : static_cast<uint32_t>(1 + random_.Below(4));
   plan_.interval = favours_ahead_ || random_.OneIn(2) ? 1 : 1 + random_.Below(3);
+  if (options_.mistake == PlantedMistake::kChangesAmid) plan_.interval = 1;
+  if (options_.mistake == PlantedMistake::kDropsUnwritten) plan_.interval = 3;
   plan_.update_in_backward = random_.OneIn(4) ? "never" : "auto";
   plan_.gradient_sum = plan_.world_size > 1 && random_.OneIn(4);
   ChooseMemory();
@@ -82,7 +92,8 @@ void Simulation::ChooseLaunch() {
                     proto::PaddedBytes(proto::OverheadBytes(plan_.catalogue));
   machine_.SetScratchBytes(plan_.memory.scratch_bytes);
   ChooseRates();
-  steps_left_ = static_cast<uint32_t>(random_.Below(kSteps + 1));
+  steps_left_ = static_cast<uint32_t>(favours_replans_ ? 2 + random_.Below(kStepsReplans - 1)
+                                                      : random_.Below(kSteps + 1));
   slowness_.clear();
   for (uint32_t rank = 0; rank < plan_.world_size; ++rank)
     slowness_.push_back(random_.OneIn(3) ? 1 + random_.Below(20) : 1);
@@ -92,7 +103,12 @@ void Simulation::ChooseLaunch() {
 // is something else. Judged after every step, by whatever it shows.
 void Simulation::ChooseRates() {
   plan_.update_threads = random_.OneIn(3) ? 2 : 0;
-  const auto rate = [this] { return std::pow(10, 3 + 8 * random_.Unit()); };
+  // Slow and fast ones ask for pipelines that are too flat or too deep.
+  const bool is_fast = random_.OneIn(2);
+  const auto rate = [this, is_fast] {
+    if (favours_replans_) return is_fast ? 1e11 : 1e3 * (1 + random_.Unit());
+    return std::pow(10, 3 + 8 * random_.Unit());
+  };
   machine_.SetRates({.read_bytes_per_second = rate(),
                      .write_bytes_per_second = rate(),
                      .latency_seconds = random_.Unit() * 1e-3},
@@ -122,13 +138,13 @@ void Simulation::ChooseMemory() {
   memory.window_bytes = random_.OneIn(2) ? largest_bytes : std::max(largest_bytes, all_bytes);
   if (random_.OneIn(4)) memory.window_bytes = largest_bytes * 2;
   plan_.holds_all = memory.window_bytes >= all_bytes;
-  memory.pipeline_blocks = static_cast<uint32_t>(1 + random_.Below(4));
-  if (favours_ahead_) memory.state_resident.assign(memory.state_resident.size(), 0);
+  memory.pipeline_blocks = static_cast<uint32_t>(1 + random_.Below(favours_replans_ ? 12 : 4));
+  if (favours_ahead_ && !favours_replans_) memory.state_resident.assign(memory.state_resident.size(), 0);
 }
 
 void Simulation::ChooseGradientHomes() {
   proto::MemoryPlan& memory = plan_.memory;
-  const bool spills = !favours_ahead_ && random_.OneIn(2);
+  const bool spills = !favours_ahead_ && !favours_replans_ && random_.OneIn(2);
   for (uint32_t i = 0; i < tensors_.size(); ++i) {
     proto::GradientPlacement home;
     const proto::StoreTensor& tensor =

@@ -58,10 +58,13 @@ void Simulation::Launch() {
   sums_.assign(tensors_.size(), {});
   scripts_.clear();
   turns_ = 0;
+  has_mistaken_ = false;
   has_met_fate_ = is_dead_ = may_fail_ = drive_failed_ = has_unsettled_puts_ = is_loading_ = false;
   fate_ = static_cast<Fate>(random_.OneIn(3) ? 0 : random_.Below(5));
   fate_turn_ = random_.Below(800 * (1 + steps_left_));
-  const uint64_t fault_turn = random_.OneIn(10) ? 1 + random_.Below(3000) : 0;
+  uint64_t fault_turn = random_.OneIn(10) ? 1 + random_.Below(3000) : 0;
+  // Who looks for a mistake must not take it for what a fault or a death leaves.
+  if (options_.mistake != PlantedMistake::kNone) fate_ = Fate::kCloses, fault_turn = 0;
   auto job = Job::Create({.name = "job", .pool = "memory", .store = "job"}, machine_);
   OFFLOAD_CHECK(job.ok()) << job.status().ToString();
   job_ = *std::move(job);
@@ -69,6 +72,7 @@ void Simulation::Launch() {
     ranks_.push_back(std::make_unique<SimulatedRank>(this, rank));
   while (!IsOver() && !ended()) {
     Turn();
+    if (options_.mistake != PlantedMistake::kNone && !has_mistaken_) PlantMistake();
     if (turns_ >= fate_turn_ && !has_met_fate_ && IsFateful()) MeetFate();
     if (turns_ == fault_turn) AddFault();
     if (turns_ > kTurnsMax) SayWhoWaits();
@@ -186,6 +190,11 @@ void Simulation::EndLaunch() {
   result_.replans += status.plan().replans();
   result_.used_ahead += status.updates_ahead().used();
   result_.lost_ahead += status.updates_ahead().lost();
+  if (UpdateExecutor* const executor = job_->executor(); executor != nullptr) {
+    result_.places_taken += executor->exchange().taken();
+    result_.places_given += executor->exchange().given();
+    if (const std::string wrong = executor->AuditPlaces(); !wrong.empty()) Violate(wrong);
+  }
   job_.reset();
   ranks_.clear();
   changing_snapshots_ = false;
@@ -522,6 +531,9 @@ void JobSimulationResult::Add(const JobSimulationResult& other) {
   power_cuts += other.power_cuts;
   drive_faults += other.drive_faults;
   replans += other.replans;
+  places_taken += other.places_taken;
+  places_given += other.places_given;
+  mistakes += other.mistakes;
   used_ahead += other.used_ahead;
   lost_ahead += other.lost_ahead;
   newer_states_found += other.newer_states_found;

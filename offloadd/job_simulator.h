@@ -23,8 +23,9 @@
 //   the first rank puts weights                        others see them when they have followed; they
 //                                                      are durable with a step or EndLoad, else gone
 //   gets, looks at spilled sums                        the model's bytes
-//   drives give something else than was assumed,     nothing of all this changes
-//   and a job replans between two steps
+//   drives give something else than was assumed,     nothing of all this changes, and every place
+//   a job replans between two steps, and places      in memory has one owner
+//   pass between pipeline and what stays
 //   a checkpoint is asked for, or ends an interval,    it is of the last step, whole
 //   and steps go on beside it
 //   snapshots are made and deleted meanwhile           they hold a committed state, whole
@@ -43,8 +44,20 @@
 
 namespace offload::daemon {
 
+// What a replan must not do, done by the simulator itself: it is to be found.
+enum class PlantedMistake : uint8_t {
+  kNone,
+  kControl,        // none, in the runs in which the others are planted
+  kChangesAmid,    // what stays changes while a step is under way
+  kDropsUnwritten, // a place is taken from state that the store does not have
+  kStaysUnread,    // what begins to stay is taken as read
+  kKeepsBlock,     // a block is never given back
+  kHasTwoOwners,   // a block that is given to what stays remains in the pipeline, too
+};
+
 struct JobSimulationOptions {
   uint64_t seed = 1;
+  PlantedMistake mistake = PlantedMistake::kNone;
 };
 
 struct JobSimulationResult {
@@ -60,6 +73,8 @@ struct JobSimulationResult {
   uint64_t snapshots = 0, snapshots_read = 0;
   uint64_t deaths = 0, kills = 0, power_cuts = 0, drive_faults = 0;
   uint64_t replans = 0;                     // since the drive gave something else than was assumed
+  uint64_t places_taken = 0, places_given = 0;  // by the pipeline, and to what stays
+  uint64_t mistakes = 0;                        // that were planted
   uint64_t used_ahead = 0, lost_ahead = 0;  // extents that were updated before their step's call
   uint64_t newer_states_found = 0;          // than the one that was known to be durable
   uint64_t puts_dropped = 0;                // launches that ended with puts of no step and no load

@@ -35,6 +35,7 @@ TEST_P(JobSimulatorTest, EverySeedHoldsTwiceWithTheSameTraceAndMeetsEverything) 
                                sum.gets,           sum.exchanges,    sum.checkpoints,
                                sum.snapshots_read, sum.deaths,       sum.kills,
                                sum.power_cuts,     sum.drive_faults, sum.replans,
+                               sum.places_taken,   sum.places_given,
                                sum.used_ahead,     sum.lost_ahead,   sum.newer_states_found,
                                sum.puts_dropped})
     EXPECT_GT(count, 0u);
@@ -48,6 +49,35 @@ INSTANTIATE_TEST_SUITE_P(Seeds, JobSimulatorTest, testing::Range<uint64_t>(1, 20
 TEST(JobSimulatorSelfTest, DifferentSeedsHaveDifferentTraces) {
   EXPECT_NE(SimulateJob({.seed = 1}).trace_hash, SimulateJob({.seed = 2}).trace_hash);
 }
+
+// In every one of a row of runs that has an opportunity, unless what was spoilt is used no more.
+class JobSimulatorMistakeTest : public testing::TestWithParam<PlantedMistake> {};
+
+TEST_P(JobSimulatorMistakeTest, IsFound) {
+  spdlog::set_level(spdlog::level::off);
+  constexpr uint64_t kRuns = 40;
+  uint64_t planted = 0, found = 0;
+  for (uint64_t seed = 1; seed <= kRuns; ++seed) {
+    const JobSimulationResult result = SimulateJob({.seed = seed, .mistake = GetParam()});
+    planted += result.mistakes > 0;
+    found += !result.violation.empty();
+    EXPECT_TRUE(result.violation.empty() || result.mistakes > 0)
+        << "seed " << seed << ": " << result.violation;
+  }
+  RecordProperty("planted", static_cast<int>(planted));
+  RecordProperty("found", static_cast<int>(found));
+  if (GetParam() == PlantedMistake::kControl) {
+    EXPECT_EQ(found, 0u);
+    return;
+  }
+  EXPECT_GT(planted, kRuns / 4);
+  EXPECT_GT(found, planted / 2) << "of " << planted;
+}
+INSTANTIATE_TEST_SUITE_P(Mistakes, JobSimulatorMistakeTest,
+                         testing::Values(PlantedMistake::kControl, PlantedMistake::kChangesAmid,
+                                         PlantedMistake::kDropsUnwritten,
+                                         PlantedMistake::kStaysUnread, PlantedMistake::kKeepsBlock,
+                                         PlantedMistake::kHasTwoOwners));
 
 }  // namespace
 }  // namespace offload::daemon

@@ -79,8 +79,8 @@ void Parts::MakePlan(const PartsOptions& options) {
   for (size_t i = 0; i < store_count; ++i) {
     const proto::StoreTensor& tensor = context.catalogue.store_tensors[i];
     plan.weight_resident.push_back(tensor.bundle || options.keeps_weights);
-    plan.state_resident.push_back(options.keeps_state ? proto::ExtentCount(tensor.element_count)
-                                                      : 0);
+    const bool keeps_state = options.keeps_state || i < options.keeps_state_of;
+    plan.state_resident.push_back(keeps_state ? proto::ExtentCount(tensor.element_count) : 0);
   }
   context.layout = Must(proto::ComputeSlabLayout(context.catalogue, plan));
 }

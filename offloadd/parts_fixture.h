@@ -40,6 +40,7 @@ struct PartsOptions {
   uint64_t window_bytes = 0;   // for weights that are no bundles
   bool keeps_weights = false;  // for good, instead
   bool keeps_state = false;    // for good
+  uint32_t keeps_state_of = 0;  // else of so many first tensors of the store
   uint32_t pipeline_blocks = 2;
   uint32_t ranks = 1;
   Durability durability;
@@ -106,6 +107,7 @@ class Parts {
   WeightCache& cache() { return *cache_; }
   Transfers& transfers() { return *transfers_; }
   UpdateExecutor& executor() { return *executor_; }
+  ResidentState& state() { return *state_; }
   aio::FaultyDevice& drive() { return *machine_.drive(); }
   FakeClock& clock() { return machine_.fake_clock(); }
   // Store tensors whose update a rank asked for.

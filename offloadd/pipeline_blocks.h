@@ -1,7 +1,8 @@
 // offloadd/pipeline_blocks.h
 //
 // The blocks of the update pipeline: memory for the state of one extent each, from its read to its
-// write. Updates take them, and so does what is read or updated before a step is called for.
+// write. Updates take them, and so does what is read or updated before a step is called for. Between
+// steps their number may change (PipelineExchange).
 //
 // Thread safety: the loop's thread only; the bytes are lent to workers.
 #pragma once
@@ -41,8 +42,21 @@ class PipelineBlocks {
   }
   void Return(std::byte* block) { free_.push_back(block); }
 
+  // One more, of block_bytes() that nobody uses.
+  void Add(std::byte* block) {
+    ++count_;
+    Return(block);
+  }
+  // Gives one away for good. Requires that one is free.
+  std::byte* Remove() {
+    std::byte* const block = Take();
+    --count_;
+    return block;
+  }
+  const std::vector<std::byte*>& free() const { return free_; }
+
  private:
-  const uint32_t count_;
+  uint32_t count_;
   const uint64_t block_bytes_;
   std::vector<std::byte*> free_;
 };

@@ -12,6 +12,7 @@
 // Thread safety: the loop's thread only.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -55,6 +56,7 @@ class ReadAhead {
     return pieces_.count({store_tensor, index}) != 0;
   }
   void Forget(uint32_t store_tensor);
+  size_t piece_count() const { return pieces_.size(); }
   // Gives a block back, of what is needed last. False when there is none that is not being read.
   bool GiveBack();
 

@@ -72,6 +72,29 @@ class ResidentState {
   }
   uint64_t loaded_bytes() const { return loaded_bytes_; }
 
+  // ---- What is kept changes (PipelineExchange): plan and layout follow.
+
+  // The last extent that the tensor keeps does not stay any more; returns its place. Requires that
+  // the store has its state.
+  std::byte* GiveUpLast(uint32_t store_tensor) {
+    const auto index = static_cast<uint32_t>(loaded_[store_tensor].size() - 1);
+    if (Loaded(store_tensor, index))
+      loaded_bytes_ -= proto::StateBytes(context_->store_tensor(store_tensor), index);
+    loaded_[store_tensor].pop_back();
+    std::vector<uint64_t>& offsets = context_->layout.state_offset[store_tensor];
+    std::byte* const place = context_->slab + offsets.back();
+    offsets.pop_back();
+    --context_->plan.state_resident[store_tensor];
+    return place;
+  }
+  // The next extent stays from its next update on, in `place` of the slab.
+  void KeepNext(uint32_t store_tensor, std::byte* place) {
+    loaded_[store_tensor].push_back(false);
+    context_->layout.state_offset[store_tensor].push_back(
+        static_cast<uint64_t>(place - context_->slab));
+    ++context_->plan.state_resident[store_tensor];
+  }
+
   // ---- What the store does not have yet.
 
   // True when a step leaves the plane in memory, for a later commit to write.

@@ -79,6 +79,8 @@ class UpdateAhead {
   // gradients apart. Who takes it says by Judge() whether its gradient was the step's.
   std::optional<Updated> Take(uint32_t store_tensor, uint32_t index);
   void Judge(bool is_right) { ++(is_right ? used_extents_ : lost_extents_); }
+  // True when nothing is under way here, nor waits for its step.
+  bool empty() const { return tensors_.empty() && of_step_.empty(); }
   // True while an extent of the tensor is read, computed or written here.
   bool IsUnderWay(uint32_t store_tensor) const;
   // Forgets what was done for a tensor. False while something of it is under way.

@@ -40,6 +40,7 @@ UpdateExecutor::UpdateExecutor(JobContext* context, WeightCache* cache, Resident
       blocks_(*context),
       read_ahead_(context, state, &blocks_),
       update_ahead_(context, cache, state, &blocks_, &read_ahead_),
+      exchange_(context, cache, state, &blocks_),
       pace_(kLimits.schedule_stall_seconds),
       committed_seconds_(context->clock->NowSeconds()),
       extents_in_flight_max_(ExtentsInFlightMax(*context)),
@@ -103,7 +104,10 @@ void UpdateExecutor::Demand(uint32_t store_tensor) {
   if (commit_.has_value() && write_back_.Awaits(store_tensor)) write_back_.Hasten(store_tensor);
 }
 
-void UpdateExecutor::TakeDepths() { extents_in_flight_max_ = ExtentsInFlightMax(*context_); }
+void UpdateExecutor::TakeDepths() {
+  extents_in_flight_max_ = ExtentsInFlightMax(*context_);
+  exchange_.Want(context_->depths.pipeline_blocks);
+}
 
 void UpdateExecutor::Reorder() {
   order_.Reorder([this](uint32_t store_tensor) { return cache_->NextUse(store_tensor); });
@@ -171,6 +175,12 @@ bool UpdateExecutor::StartTask() {
   task.reads_weights = !had_weights;
   started_.push_back(&task);
   return true;
+}
+
+std::string UpdateExecutor::AuditPlaces() const {
+  const auto held_back = std::ranges::count_if(
+      held_back_, [](const auto& extent) { return extent->block != nullptr; });
+  return exchange_.Audit(read_ahead_.piece_count() + static_cast<uint64_t>(held_back));
 }
 
 // ---- Before the step ---------------------------------------------------------------------------
@@ -474,6 +484,14 @@ void UpdateExecutor::Release(Extent& extent) {
 
 // ---- The commit --------------------------------------------------------------------------------
 
+// When a step has ended, before the next one begins and before anything is done ahead of it.
+void UpdateExecutor::ExchangePlaces() {
+  const bool is_ahead = read_ahead_.piece_count() > 0 || !update_ahead_.empty();
+  if (step_.has_value() || commit_.has_value() || is_ahead || !exchange_.Turn()) return;
+  has_exchanged_ = true;
+  extents_in_flight_max_ = ExtentsInFlightMax(*context_);
+}
+
 // After the last write of a step, or when a commit is asked for without one. (Puts that begin while
 // one is asked for would come into it, so none does.)
 void UpdateExecutor::FinishStep() {
@@ -485,7 +503,9 @@ void UpdateExecutor::FinishStep() {
     written_step_ = step_;
   }
   hurry_ = false;  // who waited for the step has it
-  events_.on_written(*std::exchange(step_, std::nullopt));
+  const uint64_t written = *std::exchange(step_, std::nullopt);
+  ExchangePlaces();
+  events_.on_written(written);
 }
 
 // Of all that there is.
@@ -519,6 +539,7 @@ void UpdateExecutor::FinishCommit(const absl::Status& status) {
   committed_seconds_ = context_->clock->NowSeconds();
   if (!context_->durability.has_intervals()) step_.reset();
   if (!step_.has_value()) hurry_ = false;  // who waited has what there was
+  ExchangePlaces();
   for (const std::shared_ptr<Extent>& extent : std::exchange(held_back_, {})) Write(extent);
   events_.on_committed(epoch);
 }

@@ -39,11 +39,13 @@
 #include <span>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "offloadd/extent_update.h"
 #include "offloadd/job_context.h"
 #include "offloadd/pipeline_blocks.h"
+#include "offloadd/pipeline_exchange.h"
 #include "offloadd/read_ahead.h"
 #include "offloadd/resident_state.h"
 #include "offloadd/step_plan.h"
@@ -98,8 +100,11 @@ class UpdateExecutor {
   bool Updating(uint32_t store_tensor) const { return unfinished_.count(store_tensor) != 0; }
   // A rank or a transfer waits for this tensor.
   void Demand(uint32_t store_tensor);
-  // How much may be under way at a time has changed.
+  // How much may be under way at a time has changed; the number of blocks follows at the ends of
+  // steps.
   void TakeDepths();
+  // True when it has, and with it what stays in memory, since the last call.
+  bool TakeExchanged() { return std::exchange(has_exchanged_, false); }
   // The schedule has changed.
   void Reorder();
   // Somebody waits for the whole step: do not wait for the forward.
@@ -113,6 +118,12 @@ class UpdateExecutor {
   // Since the job began: extents that were updated before their step was called for, of use or not.
   uint64_t used_ahead() const { return update_ahead_.used_extents(); }
   uint64_t lost_ahead() const { return update_ahead_.lost_extents(); }
+
+  // For the simulator, which breaks what they promise, and for tests.
+  PipelineExchange& exchange() { return exchange_; }
+  PipelineBlocks& blocks() { return blocks_; }
+  // What is wrong with the places of state; empty: nothing. Requires that nothing is under way.
+  std::string AuditPlaces() const;
 
  private:
   struct Task {
@@ -174,6 +185,7 @@ class UpdateExecutor {
   void Release(Extent& extent);
   bool CommitsStep() const { return step_is_checkpoint_ || commit_asked_; }
   bool HasNews() const;
+  void ExchangePlaces();
   void FinishStep();
   void BeginCommit();
   void ContinueCommit();
@@ -189,6 +201,7 @@ class UpdateExecutor {
   PipelineBlocks blocks_;
   ReadAhead read_ahead_;
   UpdateAhead update_ahead_;
+  PipelineExchange exchange_;
   UpdateOrder order_;
   Pace pace_;
 
@@ -199,6 +212,7 @@ class UpdateExecutor {
   double committed_seconds_ = 0;  // the time of the last commit
   bool hurry_ = false;
   bool updated_ahead_ = false;                     // of the last step, by UpdateAhead
+  bool has_exchanged_ = false;
   std::optional<Commit> commit_;                   // under way
   bool commit_asked_ = false;                      // of what is in no commit
   std::unordered_map<uint32_t, Task> unfinished_;  // by store tensor: recorded and not all written

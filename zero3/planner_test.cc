@@ -289,6 +289,32 @@ TEST(PlannerTest, StateComesBeforeFrozenWeightsWhereWritesAreDear) {
   EXPECT_LT(seldom.resident_weight_bytes, every_step.resident_weight_bytes);
 }
 
+// So that a job goes on with what it keeps when its drive turns out to be another one.
+TEST(PlannerTest, OfATrainedModelAnotherCostOfWritesWouldBuyLittleElse) {
+  std::vector<proto::Tensor> tensors = {MakeTensor(0, 8 << 20, Dtype::kBFloat16)};
+  for (size_t i = 1; i < 60; ++i)
+    tensors.push_back(MakeTensor(i, i % 3 == 0 ? 1'900'000 : 700'000, Dtype::kBFloat16));
+  PlanInput input = Input(std::move(tensors));
+  input.durability.steps = 20;
+  const Plan rich = PlanFor(input, uint64_t{1} << 40);
+  size_t differing = 0;
+  for (uint64_t ram = rich.floor_without_spilling_bytes; ram < rich.total_bytes; ram += 9 * kMiB) {
+    std::vector<Plan> plans;
+    const double costs[] = {1, 4, 16};
+    for (const double cost : costs) {
+      input.write_cost = cost;
+      plans.push_back(PlanFor(input, ram));
+    }
+    differing += plans.front().resident_weight_bytes != plans.back().resident_weight_bytes;
+    for (size_t i = 0; i < plans.size(); ++i) {
+      input.write_cost = costs[i];
+      for (const Plan& other : plans)
+        EXPECT_LE(Cost(input, other), 1.01 * Cost(input, plans[i])) << "ram " << ram;
+    }
+  }
+  EXPECT_GT(differing, 0u);
+}
+
 TEST(PlannerTest, FloorsAreExact) {
   Random random(8);
   for (int model = 0; model < 60; ++model) {
