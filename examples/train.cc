@@ -365,9 +365,11 @@ class Trainer {
     if (comparison_.planned_memory_bytes > 0) ComparePlan(report);
   }
 
-  // Once, after the first steps; that in which the order of tensors is learned is none of them.
+  // Once, after the first steps, but for that in which the order of tensors is learned, and the
+  // next, beside which the update of the first one runs: of a new job's state it has nothing to
+  // read.
   void ComparePlan(const StepReport& report) {
-    if (++steps_reported_ == 1 || comparison_.steps == kStepsCompared) return;
+    if (++steps_reported_ <= 2 || comparison_.steps == kStepsCompared) return;
     ++comparison_.steps;
     comparison_.read_bytes += static_cast<double>(report.bytes_read) / kStepsCompared;
     comparison_.written_bytes += static_cast<double>(report.bytes_written) / kStepsCompared;

@@ -18,8 +18,9 @@ using proto::Dtype;
 using proto::GradientHome;
 using proto::GradientStart;
 
-constexpr uint64_t kSteps = 3;         // of a launch, at most
-constexpr uint64_t kStepsReplans = 6;  // of one that is to replan
+constexpr uint64_t kSteps = 3;  // of a launch, at most
+// Of one that is to replan: it takes some to know.
+constexpr uint64_t kStepsReplansLeast = 4, kStepsReplansMost = 8;
 
 kernels::OptimizerSpec ChooseOptimizer(Random& random) {
   switch (random.Below(8)) {
@@ -47,9 +48,9 @@ uint64_t ChooseElements(Random& random, uint64_t bundled_in_four) {
 // ---- The model ---------------------------------------------------------------------------------
 
 void Simulation::ChooseModel() {
-  const uint64_t count = 2 + random_.Below(3);
   favours_ahead_ = random_.OneIn(4);
-  favours_replans_ = options_.mistake != PlantedMistake::kNone || random_.OneIn(4);
+  favours_replans_ = options_.mistake != PlantedMistake::kNone || random_.OneIn(6);
+  const uint64_t count = (favours_replans_ ? 4 : 2) + random_.Below(3);
   // Places pass only where all are of one size.
   const uint64_t equal_elements = proto::kBundledElementsMax + 1 + random_.Below(3000);
   const Dtype equal_dtype = random_.OneIn(2) ? Dtype::kFloat32 : Dtype::kBFloat16;
@@ -59,7 +60,7 @@ void Simulation::ChooseModel() {
         favours_replans_ ? equal_elements : ChooseElements(random_, bundled_in_four);
     tensors_.push_back({.name = absl::StrCat("tensor.", i),
                         .shape = {static_cast<int64_t>(elements)},
-                        .dtype = favours_replans_    ? equal_dtype
+                        .dtype = favours_replans_   ? equal_dtype
                                  : random_.OneIn(2) ? Dtype::kFloat32
                                                     : Dtype::kBFloat16,
                         .trainable = i == 0 || !random_.OneIn(6),
@@ -92,8 +93,10 @@ void Simulation::ChooseLaunch() {
                     proto::PaddedBytes(proto::OverheadBytes(plan_.catalogue));
   machine_.SetScratchBytes(plan_.memory.scratch_bytes);
   ChooseRates();
-  steps_left_ = static_cast<uint32_t>(favours_replans_ ? 2 + random_.Below(kStepsReplans - 1)
-                                                      : random_.Below(kSteps + 1));
+  steps_left_ = static_cast<uint32_t>(
+      favours_replans_
+          ? kStepsReplansLeast + random_.Below(kStepsReplansMost - kStepsReplansLeast + 1)
+          : random_.Below(kSteps + 1));
   slowness_.clear();
   for (uint32_t rank = 0; rank < plan_.world_size; ++rank)
     slowness_.push_back(random_.OneIn(3) ? 1 + random_.Below(20) : 1);
@@ -138,8 +141,11 @@ void Simulation::ChooseMemory() {
   memory.window_bytes = random_.OneIn(2) ? largest_bytes : std::max(largest_bytes, all_bytes);
   if (random_.OneIn(4)) memory.window_bytes = largest_bytes * 2;
   plan_.holds_all = memory.window_bytes >= all_bytes;
-  memory.pipeline_blocks = static_cast<uint32_t>(1 + random_.Below(favours_replans_ ? 12 : 4));
-  if (favours_ahead_ && !favours_replans_) memory.state_resident.assign(memory.state_resident.size(), 0);
+  memory.pipeline_blocks = static_cast<uint32_t>(1 + random_.Below(4));
+  // More than any good pipeline has, so that some are given away, or hardly enough.
+  if (favours_replans_) memory.pipeline_blocks = (random_.OneIn(2) ? 8 : 0) + 1 + random_.Below(3);
+  if (favours_ahead_ && !favours_replans_)
+    memory.state_resident.assign(memory.state_resident.size(), 0);
 }
 
 void Simulation::ChooseGradientHomes() {

@@ -63,6 +63,7 @@ void Simulation::Launch() {
   fate_ = static_cast<Fate>(random_.OneIn(3) ? 0 : random_.Below(5));
   fate_turn_ = random_.Below(800 * (1 + steps_left_));
   uint64_t fault_turn = random_.OneIn(10) ? 1 + random_.Below(3000) : 0;
+  if (favours_replans_ && !random_.OneIn(4)) fate_ = Fate::kCloses;
   // Who looks for a mistake must not take it for what a fault or a death leaves.
   if (options_.mistake != PlantedMistake::kNone) fate_ = Fate::kCloses, fault_turn = 0;
   auto job = Job::Create({.name = "job", .pool = "memory", .store = "job"}, machine_);

@@ -47,12 +47,12 @@ namespace offload::daemon {
 // What a replan must not do, done by the simulator itself: it is to be found.
 enum class PlantedMistake : uint8_t {
   kNone,
-  kControl,        // none, in the runs in which the others are planted
-  kChangesAmid,    // what stays changes while a step is under way
-  kDropsUnwritten, // a place is taken from state that the store does not have
-  kStaysUnread,    // what begins to stay is taken as read
-  kKeepsBlock,     // a block is never given back
-  kHasTwoOwners,   // a block that is given to what stays remains in the pipeline, too
+  kControl,         // none, in the runs in which the others are planted
+  kChangesAmid,     // what stays changes while a step is under way
+  kDropsUnwritten,  // a place is taken from state that the store does not have
+  kStaysUnread,     // what begins to stay is taken as read
+  kKeepsBlock,      // a block is never given back
+  kHasTwoOwners,    // a block that is given to what stays remains in the pipeline, too
 };
 
 struct JobSimulationOptions {
@@ -72,7 +72,7 @@ struct JobSimulationResult {
   uint64_t steps_beside_checkpoints = 0;  // that began before an interval's was durable
   uint64_t snapshots = 0, snapshots_read = 0;
   uint64_t deaths = 0, kills = 0, power_cuts = 0, drive_faults = 0;
-  uint64_t replans = 0;                     // since the drive gave something else than was assumed
+  uint64_t replans = 0;  // since the drive gave something else than was assumed
   uint64_t places_taken = 0, places_given = 0;  // by the pipeline, and to what stays
   uint64_t mistakes = 0;                        // that were planted
   uint64_t used_ahead = 0, lost_ahead = 0;  // extents that were updated before their step's call

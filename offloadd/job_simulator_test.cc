@@ -29,14 +29,29 @@ TEST_P(JobSimulatorTest, EverySeedHoldsTwiceWithTheSameTraceAndMeetsEverything) 
     sum.Add(first);
   }
   EXPECT_GT(sum.steps, kSeedsPerPart);
-  for (const uint64_t count : {sum.refused_steps,  sum.acquires,     sum.looks,
-                               sum.spilled_looks,  sum.rounds_anew,  sum.own_gradients,
-                               sum.state_puts,     sum.master_puts,  sum.loads,
-                               sum.gets,           sum.exchanges,    sum.checkpoints,
-                               sum.snapshots_read, sum.deaths,       sum.kills,
-                               sum.power_cuts,     sum.drive_faults, sum.replans,
-                               sum.places_taken,   sum.places_given,
-                               sum.used_ahead,     sum.lost_ahead,   sum.newer_states_found,
+  for (const uint64_t count : {sum.refused_steps,
+                               sum.acquires,
+                               sum.looks,
+                               sum.spilled_looks,
+                               sum.rounds_anew,
+                               sum.own_gradients,
+                               sum.state_puts,
+                               sum.master_puts,
+                               sum.loads,
+                               sum.gets,
+                               sum.exchanges,
+                               sum.checkpoints,
+                               sum.snapshots_read,
+                               sum.deaths,
+                               sum.kills,
+                               sum.power_cuts,
+                               sum.drive_faults,
+                               sum.replans,
+                               sum.places_taken,
+                               sum.places_given,
+                               sum.used_ahead,
+                               sum.lost_ahead,
+                               sum.newer_states_found,
                                sum.puts_dropped})
     EXPECT_GT(count, 0u);
   // A drive is seldom so slow; of the other parts some meet none.

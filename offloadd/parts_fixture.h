@@ -37,9 +37,9 @@ proto::Tensor TestTensor(const std::string& name, uint64_t elements,
 struct PartsOptions {
   std::vector<proto::Tensor> tensors;
   kernels::OptimizerSpec optimizer;
-  uint64_t window_bytes = 0;   // for weights that are no bundles
-  bool keeps_weights = false;  // for good, instead
-  bool keeps_state = false;    // for good
+  uint64_t window_bytes = 0;    // for weights that are no bundles
+  bool keeps_weights = false;   // for good, instead
+  bool keeps_state = false;     // for good
   uint32_t keeps_state_of = 0;  // else of so many first tensors of the store
   uint32_t pipeline_blocks = 2;
   uint32_t ranks = 1;

@@ -1,8 +1,8 @@
 // offloadd/pipeline_blocks.h
 //
 // The blocks of the update pipeline: memory for the state of one extent each, from its read to its
-// write. Updates take them, and so does what is read or updated before a step is called for. Between
-// steps their number may change (PipelineExchange).
+// write. Updates take them, and so does what is read or updated before a step is called for.
+// Between steps their number may change (PipelineExchange).
 //
 // Thread safety: the loop's thread only; the bytes are lent to workers.
 #pragma once

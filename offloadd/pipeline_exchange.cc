@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <set>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 
@@ -40,9 +41,10 @@ void PipelineExchange::Want(uint32_t block_count) {
 }
 
 bool PipelineExchange::Turn() {
-  const bool is_written = !context_->unsettled_puts &&
-                          context_->writes_in_flight == context_->writes_aside;
+  const bool is_written =
+      !context_->unsettled_puts && context_->writes_in_flight == context_->writes_aside;
   if (!wanted_.has_value() || context_->failed() || !is_written) return false;
+  if (blocks_->block_bytes() == 0) return false;  // plain SGD keeps nothing
   const uint64_t before = taken_ + given_;
   for (uint32_t moves = 0; moves < kMovesMax && blocks_->count() != *wanted_; ++moves) {
     if (!(blocks_->count() < *wanted_ ? Take() : Give())) break;
@@ -107,17 +109,23 @@ std::string PipelineExchange::Audit(uint64_t blocks_in_use) const {
     return absl::StrCat("of ", blocks_->count(), " blocks ", blocks_->free_count(),
                         " are free and ", blocks_in_use, " in use");
   }
-  std::set<const std::byte*> places(blocks_->free().begin(), blocks_->free().end());
-  uint64_t count = blocks_->count() - blocks_in_use;
+  std::set<const std::byte*> places;
+  uint64_t count = blocks_in_use, large_count = 0;  // those without bytes may lie together
+  const auto add = [&](const std::byte* place, uint64_t size_bytes) {
+    ++count;
+    large_count += size_bytes > 0;
+    if (size_bytes > 0) places.insert(place);
+  };
+  for (const std::byte* const block : blocks_->free()) add(block, blocks_->block_bytes());
   for (uint32_t i = 0; i < context_->catalogue.store_tensors.size(); ++i) {
-    for (const uint64_t offset : context_->layout.state_offset[i])
-      places.insert(context_->slab + offset);
-    count += context_->plan.state_resident[i];
-    if (context_->plan.state_resident[i] != context_->layout.state_offset[i].size())
+    const std::vector<uint64_t>& offsets = context_->layout.state_offset[i];
+    if (context_->plan.state_resident[i] != offsets.size())
       return absl::StrCat("store tensor ", i, " keeps extents without places");
+    for (uint32_t index = 0; index < offsets.size(); ++index)
+      add(context_->slab + offsets[index], proto::StateBytes(context_->store_tensor(i), index));
   }
-  if (places.size() != count) return "places have two owners";
-  return count + blocks_in_use == place_count_ ? "" : "there were more or fewer places";
+  if (places.size() != large_count) return "places have two owners";
+  return count == place_count_ ? "" : "there were more or fewer places";
 }
 
 }  // namespace offload::daemon

@@ -1,9 +1,9 @@
 // offloadd/pipeline_exchange.h
 //
 // Memory that passes between the update pipeline and the state that stays, when a replan asks for
-// another depth: a deeper pipeline takes the places of extents whose state was kept, a shallower one
-// gives blocks to extents whose state was read in every step. The sum is what `ram` pays for, and a
-// place has one owner at any time.
+// another depth: a deeper pipeline takes the places of extents whose state was kept, a shallower
+// one gives blocks to extents whose state was read in every step. The sum is what `ram` pays for,
+// and a place has one owner at any time.
 //
 // Invariants
 //   * Places move between two steps only, when no update and no transfer works in them.

@@ -22,9 +22,8 @@ std::vector<uint32_t> All() {
 
 // Equal ones, of which the first keep their state.
 PartsOptions Keeping(uint32_t kept, uint32_t blocks) {
-  PartsOptions options{.window_bytes = 3 * kElements * 4,
-                       .keeps_state_of = kept,
-                       .pipeline_blocks = blocks};
+  PartsOptions options{
+      .window_bytes = 3 * kElements * 4, .keeps_state_of = kept, .pipeline_blocks = blocks};
   for (uint32_t i = 0; i < kTensors; ++i)
     options.tensors.push_back(TestTensor(absl::StrCat("tensor.", i), kElements));
   return options;

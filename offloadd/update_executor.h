@@ -211,7 +211,7 @@ class UpdateExecutor {
   bool step_is_checkpoint_ = false;
   double committed_seconds_ = 0;  // the time of the last commit
   bool hurry_ = false;
-  bool updated_ahead_ = false;                     // of the last step, by UpdateAhead
+  bool updated_ahead_ = false;  // of the last step, by UpdateAhead
   bool has_exchanged_ = false;
   std::optional<Commit> commit_;                   // under way
   bool commit_asked_ = false;                      // of what is in no commit

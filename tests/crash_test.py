@@ -29,6 +29,7 @@ STEPS = ["--ram", "52MiB"], {}
 INTERVALS = ["--ram", "160MiB", "--durability", f"checkpoint:{INTERVAL_STEPS}"], {}
 FORESEEN = ["--ram", "72MiB"], NEXT_TO_NOTHING
 KINDS = STEPS, INTERVALS, FORESEEN
+KILLS_OF_JOB = 4  # then it comes to its end, and the next kind has its turn
 
 
 class Failure(Exception):
@@ -65,6 +66,7 @@ class Victim:
         self.kept = 0  # the step that the next run has to find, or a later one
         self.kills = {"trainer": 0, "daemon": 0, "both": 0}
         self.before_first_step = 0
+        self.kills_of_job = 0
         self.replans = 0
         self.seconds = max(3.0, seconds)  # of a whole run, learnt
 
@@ -88,17 +90,19 @@ class Victim:
         run = Trainer(self.options.train, self.arguments(), self.environment())
         daemons = []
         timer = threading.Timer(moment, lambda: daemons.append(run.kill(who)))
-        timer.start()
+        if self.kills_of_job < KILLS_OF_JOB:
+            timer.start()
         code = run.wait()
         timer.cancel()
-        timer.join()
+        if timer.ident is not None:
+            timer.join()
         for daemon in daemons:
             check(daemon is None or wait_until_gone(daemon), "the daemon of a killed trainer did not end")
         self.judge(run, code, who if daemons else None)
         if code == 0:
             self.seconds = time.monotonic() - begin
             self.job_index += 1
-            self.kept = 0
+            self.kept = self.kills_of_job = 0
 
     def judge(self, run, code, killed):
         check_losses(run, self.reference)
@@ -118,6 +122,7 @@ class Victim:
             check(code == 0, f"exit code {code} without a kill: {run.stderr}")
         elif code != 0:
             self.kills[killed] += 1
+            self.kills_of_job += 1
             self.before_first_step += not numbers
             if code > 0:
                 check("OFD-1801" in run.stderr or "OFD-1501" in run.stderr, f"the daemon was killed: {run.stderr}")
@@ -143,6 +148,7 @@ def main():
             victim.run_once()
         run = Trainer(options.train, victim.arguments(), victim.environment())  # what is left ends well
         victim.judge(run, run.wait(), None)
+        check(victim.replans > 0, "nothing was replanned")
         leftovers = [name for name in os.listdir(pool) if "building" in name]
         check(not leftovers, f"left behind: {leftovers}")
     except Failure as failure:

@@ -91,9 +91,9 @@ std::string DriveLine(const v1::JobStatus& job, const Rates& rates) {
 std::string PlanLine(const v1::JobStatus& job) {
   if (!job.has_plan()) return "";
   const v1::PlanStatus& plan = job.plan();
-  std::string line = absl::StrCat("  plan ", FormatDecimalBytes(PlannedReadBytes(plan.step())),
-                                  " read ", FormatDecimalBytes(PlannedWrittenBytes(plan.step())),
-                                  " written");
+  std::string line =
+      absl::StrCat("  plan ", FormatDecimalBytes(PlannedReadBytes(plan.step())), " read ",
+                   FormatDecimalBytes(PlannedWrittenBytes(plan.step())), " written");
   const std::optional<PlanComparison> compared = ComparePlan(plan);
   const auto ratio = [](const Beside& beside) {
     return beside.Ratio().has_value() ? absl::StrFormat("%.2f", *beside.Ratio()) : "-";

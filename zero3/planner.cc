@@ -502,6 +502,20 @@ void PlaceRegion(const PlanInput& input, const Needs& needs, const Choice& choic
   memory.region_bytes = end;
 }
 
+// The order in which a step uses its tensors, as far as a plan can know: forwards go through the
+// model as it is declared, backwards the other way.
+std::vector<uint32_t> LikelyTouches(const proto::Catalogue& catalogue, uint32_t passes) {
+  std::vector<uint32_t> touches;
+  if (catalogue.tensors.size() * 2 * passes > proto::kPlannedTouchesMax) return touches;
+  std::vector<uint32_t> forward(catalogue.tensors.size());
+  std::iota(forward.begin(), forward.end(), 0);
+  for (uint32_t pass = 0; pass < passes; ++pass) {
+    touches.insert(touches.end(), forward.begin(), forward.end());
+    touches.insert(touches.end(), forward.rbegin(), forward.rend());
+  }
+  return touches;
+}
+
 void Count(const PlanInput& input, Plan& plan) {
   const proto::Catalogue& catalogue = input.catalogue;
   for (const proto::Tensor& tensor : catalogue.tensors) {
@@ -523,11 +537,16 @@ void Count(const PlanInput& input, Plan& plan) {
     plan.state_bytes += weight_bytes + state_bytes;
     plan.store_bytes += 2 * (weight_bytes + state_bytes + tie_bytes);
   }
-  const proto::StepTraffic step = proto::PlanTraffic(catalogue, plan.memory, /*touches=*/{});
+  const proto::StepTraffic step =
+      proto::PlanTraffic(catalogue, plan.memory, LikelyTouches(catalogue, 1));
+  const proto::StepTraffic two_passes =
+      proto::PlanTraffic(catalogue, plan.memory, LikelyTouches(catalogue, 2));
   const uint64_t read = step.ReadBytes(), written = step.WrittenBytes();
   const uint64_t left = step.checkpoint_bytes;
-  const uint64_t further =
-      step.weight_read_bytes + step.gradient_read_bytes + step.gradient_written_bytes;
+  const uint64_t further_weights = two_passes.order_known
+                                       ? two_passes.weight_read_bytes - step.weight_read_bytes
+                                       : step.weight_read_bytes;
+  const uint64_t further = further_weights + step.gradient_read_bytes + step.gradient_written_bytes;
   const double parameters = static_cast<double>(std::max<uint64_t>(plan.parameter_count, 1));
   plan.read_bytes_per_parameter = read / parameters;
   const uint64_t steps = input.durability.steps;
