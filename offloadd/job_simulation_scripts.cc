@@ -116,6 +116,9 @@ void Simulation::ChooseRates() {
                      .write_bytes_per_second = rate(),
                      .latency_seconds = random_.Unit() * 1e-3},
                     static_cast<uint32_t>(2 + random_.Below(31)));
+  // Transfers end in the turn in which they begin, as the clock that stands still would see it.
+  const auto tick = static_cast<int64_t>(std::pow(10, 2 + 2 * random_.Unit()));
+  machine_.SetTick(favours_replans_ ? tick : 0);
   machine_.SetReplanOptions({.steps = 1, .bytes = 1, .busy_bytes = 1, .gap_steps = 1});
 }
 

@@ -20,6 +20,21 @@
 
 namespace offload::daemon {
 
+// Goes on by a little whenever it is looked at, so that what is under way takes its time, too.
+class TickingClock final : public Clock {
+ public:
+  explicit TickingClock(FakeClock* clock) : clock_(*clock) {}
+  int64_t NowNanoseconds() const override {
+    clock_.AdvanceNanoseconds(tick_nanoseconds_);
+    return clock_.NowNanoseconds();
+  }
+  void SetTick(int64_t nanoseconds) { tick_nanoseconds_ = nanoseconds; }
+
+ private:
+  FakeClock& clock_;
+  int64_t tick_nanoseconds_ = 0;
+};
+
 class SimulatedMachine final : public Machine {
  public:
   static constexpr uint32_t kGenerationsMax = 2;  // that the drive has room for
@@ -29,6 +44,8 @@ class SimulatedMachine final : public Machine {
   // Runs one of the functions that wait for a thread; false when there is none.
   bool RunOne();
   FakeClock& fake_clock() { return clock_; }
+  // How long a look at the clock takes.
+  void SetTick(int64_t nanoseconds) { ticking_.SetTick(nanoseconds); }
   void SetScratchBytes(uint64_t bytes) { scratch_bytes_ = bytes; }
   // What a job that is opened finds of the pool and the processor.
   void SetRates(const swap::PoolRates& rates, uint32_t cores) {
@@ -45,7 +62,7 @@ class SimulatedMachine final : public Machine {
   // The committed store, or what a snapshot of it holds, for a judge.
   absl::StatusOr<std::unique_ptr<swap::Store>> OpenToRead(const std::string& snapshot = "");
 
-  const Clock& clock() const override { return clock_; }
+  const Clock& clock() const override { return ticking_; }
   int64_t NowUnixSeconds() const override { return 1'800'000'000; }
   bool RunsLoops() const override { return false; }
   uint32_t cores() const override { return cores_; }
@@ -77,6 +94,7 @@ class SimulatedMachine final : public Machine {
   swap::Trace& trace_;
   swap::ReadRanges read_ranges_;
   FakeClock clock_;
+  TickingClock ticking_{&clock_};
   std::deque<Work> work_;
   uint64_t executors_ = 0;
   uint64_t scratch_bytes_ = 0;
