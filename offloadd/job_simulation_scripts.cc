@@ -78,6 +78,7 @@ void Simulation::ChooseModel() {
 void Simulation::ChooseLaunch() {
   plan_.world_size = favours_ahead_ ? 1 : static_cast<uint32_t>(1 + random_.Below(4));
   plan_.interval = favours_ahead_ || random_.OneIn(2) ? 1 : 1 + random_.Below(3);
+  if (favours_replans_ && !random_.OneIn(4)) plan_.interval = 1;
   if (options_.mistake == PlantedMistake::kChangesAmid) plan_.interval = 1;
   if (options_.mistake == PlantedMistake::kDropsUnwritten) plan_.interval = 3;
   plan_.update_in_backward = random_.OneIn(4) ? "never" : "auto";
@@ -117,7 +118,7 @@ void Simulation::ChooseRates() {
                      .latency_seconds = random_.Unit() * 1e-3},
                     static_cast<uint32_t>(2 + random_.Below(31)));
   // Transfers end in the turn in which they begin, as the clock that stands still would see it.
-  const auto tick = static_cast<int64_t>(std::pow(10, 2 + 2 * random_.Unit()));
+  const auto tick = static_cast<int64_t>(std::pow(10, 2 + 3 * random_.Unit()));
   machine_.SetTick(favours_replans_ ? tick : 0);
   machine_.SetReplanOptions({.steps = 1, .bytes = 1, .busy_bytes = 1, .gap_steps = 1});
 }
@@ -127,7 +128,7 @@ void Simulation::ChooseMemory() {
   proto::MemoryPlan& memory = plan_.memory = {};
   memory.world_size = plan_.world_size;
   const uint64_t resident_one_in = 1 + random_.Below(4);
-  const bool keeps_state = random_.OneIn(3);
+  const bool keeps_state = random_.OneIn(3) && !favours_replans_;
   uint64_t largest_bytes = 0, all_bytes = 0;
   for (const proto::StoreTensor& tensor : catalogue.store_tensors) {
     const bool is_resident = tensor.bundle || random_.OneIn(resident_one_in);
@@ -146,7 +147,7 @@ void Simulation::ChooseMemory() {
   plan_.holds_all = memory.window_bytes >= all_bytes;
   memory.pipeline_blocks = static_cast<uint32_t>(1 + random_.Below(4));
   // More than any good pipeline has, so that some are given away, or hardly enough.
-  if (favours_replans_) memory.pipeline_blocks = (random_.OneIn(2) ? 8 : 0) + 1 + random_.Below(3);
+  if (favours_replans_) memory.pipeline_blocks = random_.OneIn(2) ? 1 : 9 + random_.Below(3);
   if (favours_ahead_ && !favours_replans_)
     memory.state_resident.assign(memory.state_resident.size(), 0);
 }
