@@ -118,11 +118,13 @@ class Run {
     // Whose roots are the nearest, which those of fp64 have to be.
     const auto flavour = dtype == at::kDouble ? AdamWFlavour::kFused : AdamWFlavour::kMulAdd;
     optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3).weight_decay(0.1), flavour);
-    if (!alone_ || ranks == 1) return;
-    for (const Tensor& parameter : model->parameters()) {
-      if (!parameter.requires_grad()) continue;
-      parameter.register_hook([share = 1.0 / ranks](const Tensor& g) { return g * share; });
-    }
+    for (const Tensor& parameter : model->parameters()) Share(parameter);
+  }
+
+  // In all ranks, between steps.
+  void Thaw(Tensor parameter) {
+    parameter.requires_grad_(true);
+    Share(parameter);
   }
 
   int ranks() const { return ranks_; }
@@ -207,6 +209,12 @@ class Run {
   Log log;
 
  private:
+  // What the daemon makes of each rank's gradient.
+  void Share(const Tensor& parameter) const {
+    if (!alone_ || ranks_ == 1 || !parameter.requires_grad()) return;
+    parameter.register_hook([share = 1.0 / ranks_](const Tensor& g) { return g * share; });
+  }
+
   const int ranks_;
   const Options options_;
   const c10::Device device_;
@@ -342,6 +350,35 @@ void Written(Run& run) {
   backward(1);
   run.Clip(0.3);
   run.LogGradients();  // clipped
+  run.optimizer->step();
+}
+
+// Frozen parameters are trained from the third step on, one of them in the last rank only, and what
+// was trained is frozen for a step.
+void Thawed(Run& run) {
+  const auto in_last = [&](int rank) { return rank == run.ranks() - 1; };
+  for (Tensor& parameter : run.model->sometimes->parameters()) parameter.requires_grad_(false);
+  for (int64_t step = 0; step < 6; ++step) {
+    if (step == 2) {
+      for (Tensor& parameter : run.model->frozen->parameters()) run.Thaw(parameter);
+      for (Tensor& parameter : run.model->sometimes->parameters()) parameter.requires_grad_(true);
+    }
+    if (step == 3 || step == 4) run.model->up->weight.requires_grad_(step == 4);
+    run.Backward(step, 0, in_last);
+    run.Backward(step, 1);
+    run.Clip(0.3);
+    if (step >= 2) run.LogGradients();
+    run.optimizer->step();
+    run.optimizer->zero_grad(/*set_to_none=*/step % 2 == 0);
+    run.LogWeights();
+  }
+}
+
+void ThawedUnannounced(Run& run) {
+  run.Backward(0, 0);
+  run.optimizer->step();
+  for (Tensor& parameter : run.model->frozen->parameters()) parameter.requires_grad_(true);
+  run.Backward(1, 0);
   run.optimizer->step();
 }
 
@@ -561,6 +598,8 @@ constexpr Scenario kScenarios[] = {
     {"SkippedSteps", SkippedSteps},
     {"KeptGradients", KeptGradients},
     {"Written", Written},
+    {"Thawed", Thawed},
+    {"ThawedUnannounced", ThawedUnannounced},
     {"Files", Files},
     {"OwnReduction", OwnReduction},
     {"OwnReductionScaled", OwnReductionScaled},
@@ -605,6 +644,7 @@ Options OptionsFor(const std::string& job) {
   options.job = job;
   options.spill_gradients = job.find("Spilled") != std::string::npos;
   if (job.starts_with("OwnReduction")) options.gradients = "reduced_by_trainer";
+  options.may_thaw = job.starts_with("Thawed") && !job.starts_with("ThawedUnannounced");
   if (IsOnDevice(job)) {
     options.gpu_ram = "6MiB";  // a little more than the least
     options.weights_home = job.starts_with("InStep") ? "ram" : "nvme";
@@ -762,13 +802,14 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"Ordinary", 4, "fp32"}, Case{"UnevenPaths", 2, "fp32"}, Case{"UnevenPaths", 3, "bf16"},
         Case{"NeverZeroed", 2, "bf16"}, Case{"SkippedSteps", 2, "fp32"},
         Case{"KeptGradients", 2, "fp32"}, Case{"Written", 2, "bf16"}, Case{"Files", 2, "fp32"},
-        Case{"OwnReduction", 1, "bf16"}, Case{"OwnReduction", 2, "bf16"},
-        Case{"OwnReduction", 3, "fp32"}, Case{"OwnReductionThatDiffers", 2, "fp32"},
-        Case{"Ordinary", 2, "fp32", /*spills=*/true}, Case{"Written", 2, "bf16", true},
-        Case{"Ordinary", 2, "fp16"}, Case{"Ordinary", 3, "fp64", true},
-        Case{"UnevenPaths", 2, "fp64"}, Case{"Written", 2, "fp16", true}, Case{"Files", 2, "fp16"},
-        Case{"OwnReduction", 2, "fp64"}, Case{"OwnReduction", 2, "fp16"},
-        Case{"OwnReductionScaled", 2, "fp16"}, Case{"OwnReductionScaled", 2, "fp32"}),
+        Case{"Thawed", 2, "fp32"}, Case{"Thawed", 3, "bf16", true}, Case{"OwnReduction", 1, "bf16"},
+        Case{"OwnReduction", 2, "bf16"}, Case{"OwnReduction", 3, "fp32"},
+        Case{"OwnReductionThatDiffers", 2, "fp32"}, Case{"Ordinary", 2, "fp32", /*spills=*/true},
+        Case{"Written", 2, "bf16", true}, Case{"Ordinary", 2, "fp16"},
+        Case{"Ordinary", 3, "fp64", true}, Case{"UnevenPaths", 2, "fp64"},
+        Case{"Written", 2, "fp16", true}, Case{"Files", 2, "fp16"}, Case{"OwnReduction", 2, "fp64"},
+        Case{"OwnReduction", 2, "fp16"}, Case{"OwnReductionScaled", 2, "fp16"},
+        Case{"OwnReductionScaled", 2, "fp32"}),
     [](const auto& info) { return info.param.Job(); });
 
 // Each rank with a device of its own.
@@ -818,6 +859,7 @@ INSTANTIATE_TEST_SUITE_P(
                 "OFD-1805 the gradient of \"up.weight\" differs between ranks 0 and 1"},
         Refusal{"ChangedInPlaceByOtherRanks", 1, "OFD-1606 parameter 'up.weight' is changed"},
         Refusal{"ScaledSums", 0, "reduced_by_trainer"},
+        Refusal{"ThawedUnannounced", 0, "options.may_thaw"},
         Refusal{"AddedToClipped", 0, "call zero_grad() before the next"},
         Refusal{"DifferentialGradient", 0, "create_graph"},
         Refusal{"ReadAmidBackward", 0, "while backward runs"},

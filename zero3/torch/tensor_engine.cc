@@ -156,10 +156,6 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
   if (!job.trainer_state_is_own) state_.trainer.clear();
   attachment_->SetServesRaw(Serves(options.raw_access));
   CheckWeightsAtClose(options.weights_at_close);
-  if (options.may_thaw && attachment_->world_size() > 1) {
-    ThrowStatus(MakeError(ErrorId::kBadValue, "may_thaw is set for several ranks",
-                          "Thaw parameters before attaching; the job may exist"));
-  }
   attachment_->SetSealing([this] { MakeStore(); });
 }
 
@@ -560,6 +556,14 @@ void TensorEngine::StartWeights(WeightFile* initial) {
   }
 }
 
+// The daemon adds what other ranks have of a gradient from the first backward after a thaw on.
+// Hooks need a tensor that requires gradients, and stay with one that does not any more.
+static void WatchFrozen(at::Tensor parameter, Gradient* gradient) {
+  parameter.set_requires_grad(true);
+  gradient->Watch();
+  parameter.set_requires_grad(false);
+}
+
 void TensorEngine::WatchGradients(std::span<const at::Tensor> trained) {
   const Plan& plan = attachment_->plan();
   if (plan.gradients_spilled)
@@ -576,7 +580,11 @@ void TensorEngine::WatchGradients(std::span<const at::Tensor> trained) {
   for (uint32_t id = 0; id < weights_.size(); ++id) {
     if (!trained[id].defined()) continue;
     gradients_[id] = MakeGradient(id, trained[id]);
-    if (trained[id].requires_grad()) gradients_[id]->Watch();
+    if (trained[id].requires_grad()) {
+      gradients_[id]->Watch();
+    } else if (sums_ != nullptr) {
+      WatchFrozen(trained[id], gradients_[id]);
+    }
   }
 }
 
@@ -713,7 +721,7 @@ Gradient* TensorEngine::GradientOf(const at::Tensor& parameter) const {
         absl::StrCat("parameter ", Key(weights_[id]->name()),
                      " was frozen when it was attached, and has a gradient now"),
         "With several ranks, call requires_grad_(true) in all of them before attaching: start the "
-        "program again, the job goes on with it"));
+        "program again, the job goes on with it. Or make the job with options.may_thaw"));
   return gradients_[id];
 }
 

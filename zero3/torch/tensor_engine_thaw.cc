@@ -32,7 +32,8 @@ void TensorEngine::CheckThaws() const {
   ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
                         "the optimizer has a state of a frozen parameter, and there are several "
                         "ranks",
-                        "Call requires_grad_(true) in all ranks before attaching"));
+                        "Call requires_grad_(true) in all ranks before attaching, or make the job "
+                        "with options.may_thaw"));
 }
 
 void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
