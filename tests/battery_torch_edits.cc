@@ -443,6 +443,43 @@ Programs Edits() {
                              }
                              if (step == 2) run.See(*vector);
                            })),
+      // In one expression with what it was, and beside a graph and views of its old memory, which
+      // keep that.
+      Edited("set_data_of_what_it_was",
+             [](Run& run, Setting& s, int step) {
+               Tensor& weight = LinearAt(s.model, 4).weight;
+               weight.set_data(weight.detach() * 0.9);
+               const Tensor old = weight.detach(), row = weight.data()[3];
+               const Tensor x = run.Noise(step + 9, {2, kWidth}).requires_grad_();
+               const Tensor loss = Mean(LinearAt(s.model, 4).forward(x));
+               weight.set_data(run.Noise(step + 20, weight.sizes()) * 0.05);
+               loss.backward();
+               run.See(x.grad());
+               const NoGradGuard no_grad;
+               row.mul_(2);
+               run.See(old);
+               run.See(weight);
+               if (step % 2 == 0) weight.set_data(old);
+               run.See(row);
+             }),
+      // Averages are evaluated in the place of the weights.
+      Edited(
+          "set_data_there_and_back",
+          [](Run& run, Setting& s, int step) {
+            std::vector<Tensor> own;
+            for (Tensor& parameter : s.model->parameters()) {
+              own.push_back(parameter.data());
+              parameter.set_data(run.Noise(step + 40, parameter.sizes()) * 0.05);
+            }
+            {
+              const NoGradGuard no_grad;
+              run.See(Loss(run, s.model, step + 60));
+            }
+            size_t i = 0;
+            for (Tensor& parameter : s.model->parameters()) parameter.set_data(own[i++]);
+            run.See(*s.model);
+          },
+          /*sgd=*/false),
       Edited("set_data",
              [](Run& run, Setting& s, int step) {
                if (step == 1)

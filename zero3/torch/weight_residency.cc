@@ -199,7 +199,7 @@ bool WeightResidency::IsParameter(const at::Tensor& tensor) const {
 
 // The values are copied, and `data` becomes a tensor over our storage, so that what set_data() does
 // next changes nothing. In plain torch the memory changes and the values follow: who looks at the
-// parameter's old memory would see the difference, and who looks at that of `data`.
+// parameter's old memory would see the difference, and so gets it, and who looks at that of `data`.
 void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& data) {
   if (!IsParameter(parameter) || closed() || !data.defined()) return;
   if (data.device() != parameter.device()) {
@@ -223,7 +223,9 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
   }
   Residency* const other = Residency::Of(data);
   if (other == this) return;
-  if (other != nullptr || parameter.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1) {
+  const bool is_shared = parameter.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1;
+  const bool is_left = is_shared && torch_device_.is_cpu() && parameters_.size() == 1;
+  if (other != nullptr || (is_shared && !is_left)) {
     ThrowStatus(MakeError(
         ErrorId::kUnsupportedModel,
         absl::StrCat(subject_, " is given the memory of another tensor (set_data) while ",
@@ -233,11 +235,27 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
         "Copy the values under NoGradGuard, parameter.copy_(…), and keep copies, "
         "parameter.clone(), where tensors are kept"));
   }
+  const at::AutoGradMode no_grad(false);
+  if (is_left) {
+    // Who looks at the old memory keeps it, beside `ram`; the parameter gets a storage of its own.
+    attachment_->EnsureSealed();
+    EndRaw(/*wait=*/true);
+    c10::DataPtr old = c10::GetCPUAllocator()->allocate(size_bytes_);
+    ThrowIfError(attachment_->CopyOut(tensor_, proto::Plane::kWeight,
+                                      proto::DtypeBytes(attachment_->tensor(tensor_).dtype),
+                                      static_cast<std::byte*>(old.get())),
+                 subject_);
+    Lock lock(mutex_);
+    while (state_ != State::kHome) WaitForOthers(lock);
+    const c10::Storage left = parameter.unsafeGetTensorImpl()->unsafe_storage();
+    swap_.HandOver(std::move(old));
+    const at::Tensor fresh = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter);
+    parameter.unsafeGetTensorImpl()->shallow_copy_from(fresh.getIntrusivePtr());
+  }
   {
     Lock lock(mutex_);
     given_.reset();  // what was given before is the parameter's no more
   }
-  const at::AutoGradMode no_grad(false);
   if (!at::equal(parameter, data)) parameter.variable_data().copy_(data);
   const c10::Storage storage = data.unsafeGetTensorImpl()->unsafe_storage();
   const c10::VariableVersion version = data.unsafeGetTensorImpl()->version_counter();
