@@ -478,6 +478,7 @@ Log TrainSparse(const Make& make, Where where, const std::string& job, const std
 TEST(SparseGradientsTest, AreTakenAsTorchTakesThem) {
   const std::pair<const char*, Make> makes[] = {
       {"sparse_sgd", Maker<optim::SGD>(optim::SGDOptions(0.5))},
+      {"sparse_momentum", Maker<optim::SGD>(optim::SGDOptions(0.5).momentum(0.9).nesterov(true))},
       {"sparse_adagrad", Maker<optim::Adagrad>(optim::AdagradOptions(0.1))},
       {"sparse_adagrad_with_sum",
        Maker<optim::Adagrad>(
@@ -490,18 +491,27 @@ TEST(SparseGradientsTest, AreTakenAsTorchTakesThem) {
   }
 }
 
-TEST(SparseGradientsTest, AreRefusedWhereTorchKeepsSparseStateOrTakesNone) {
+TEST(SparseGradientsTest, AreRefusedWhereTorchTakesNone) {
   const std::pair<const char*, Make> makes[] = {
-      {"with momentum keeps a sparse buffer",
-       Maker<optim::SGD>(optim::SGDOptions(0.5).momentum(0.9))},
-      {"with weight_decay takes no sparse gradient",
+      {"sparse_decayed_sgd", Maker<optim::SGD>(optim::SGDOptions(0.5).weight_decay(0.1))},
+      {"sparse_decayed_adagrad",
        Maker<optim::Adagrad>(optim::AdagradOptions(0.1).weight_decay(0.1))}};
-  for (const auto& [text, make] : makes) {
+  for (const auto& [name, make] : makes) {
     for (const Where where : {Where::kInMemory, Where::kOffloaded}) {
-      ExpectError(1604, text, [&] {
-        TrainSparse(make, where, std::string("sparse_refused_") + text[5], "256MiB");
-      });
+      ExpectError(1604, "with weight_decay takes no sparse gradient",
+                  [&] { TrainSparse(make, where, name, "256MiB"); });
     }
+  }
+}
+
+TEST(SparseGradientsTest, AreRefusedWhereAnOptimizerOfTheEngineWouldKeepSparseState) {
+  for (const bool offloading : {false, true}) {
+    SetOffloading(offloading);
+    SparseModel model;
+    const auto engine = Engine::Open(PoolOptions("sparse_given", "256MiB"));
+    const auto optimizer = engine->SGD(model, optim::SGDOptions(0.5).momentum(0.9));
+    model.Loss(0).backward();
+    ExpectError(1604, "attach an object of torch::optim::SGD", [&] { optimizer->step(); });
   }
 }
 

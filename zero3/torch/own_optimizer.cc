@@ -4,6 +4,7 @@
 #include <c10/util/Type.h>
 #include <dlfcn.h>
 #include <offload/torch.h>
+#include <torch/nn/modules/embedding.h>
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
@@ -20,6 +21,7 @@
 
 #include "base/check.h"
 #include "base/error.h"
+#include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/named_optimizer.h"
 #include "zero3/torch/square_roots.h"
@@ -331,6 +333,35 @@ bool HasRootsOfItsOwn(const NamedOptimizer& named, const std::vector<OptimizerPa
          SpecOfAll(named, groups).TakesLibraryRoots() && !TorchDoubleRootsAreNearest();
 }
 
+// torch's SGD keeps a sparse buffer of such gradients, whose elements are added one by one: no
+// plane of the job has its bits.
+bool HasSparseMomentum(const torch::nn::Module& module, const Optimizer& optimizer) {
+  std::unordered_set<const void*> sparse;
+  const auto add = [&](const auto& embedding) {
+    const at::Tensor& weight = embedding.weight;
+    if (embedding.options.sparse() && weight.defined() && weight.requires_grad() &&
+        weight.scalar_type() == MasterType(weight))
+      sparse.insert(weight.unsafeGetTensorImpl());
+  };
+  const auto look = [&](const torch::nn::Module& part) {
+    if (const auto* const one = part.as<torch::nn::EmbeddingImpl>()) add(*one);
+    if (const auto* const bag = part.as<torch::nn::EmbeddingBagImpl>()) add(*bag);
+  };
+  look(module);
+  // Itself may be on the stack.
+  for (const auto& part : module.modules(/*include_self=*/false)) look(*part);
+  if (sparse.empty() || dynamic_cast<const torch::optim::SGD*>(&optimizer) == nullptr) return false;
+  const auto keeps = [&](const OptimizerParamGroup& group) {
+    const auto& options = static_cast<const torch::optim::SGDOptions&>(
+        group.has_options() ? group.options() : optimizer.defaults());
+    return options.momentum() != 0 &&
+           std::any_of(group.params().begin(), group.params().end(), [&](const at::Tensor& tensor) {
+             return sparse.contains(tensor.unsafeGetTensorImpl());
+           });
+  };
+  return std::any_of(optimizer.param_groups().begin(), optimizer.param_groups().end(), keeps);
+}
+
 }  // namespace
 
 void Divert(Optimizer& own, const Engine& engine, std::shared_ptr<Optimizer> inner, bool may_keep) {
@@ -367,9 +398,10 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
   std::optional<zero3::NamedOptimizer> named = zero3::NamedAs(optimizer);
   zero3::TakeLeftState(optimizer);
   const ParamGroups groups = optimizer.param_groups();
-  const bool steps_itself = named.has_value()
-                                ? zero3::HasRootsOfItsOwn(*named, groups)
-                                : dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr;
+  const bool steps_itself =
+      named.has_value() ? zero3::HasRootsOfItsOwn(*named, groups) ||
+                              (zero3::HasSparseMomentum(module, optimizer) && world_size() == 1)
+                        : dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr;
   if (named.has_value() || steps_itself) zero3::CheckIsInFront();
   if (steps_itself) {
     AttachForeign(module, groups, c10::demangle(typeid(optimizer).name()));

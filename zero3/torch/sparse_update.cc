@@ -63,7 +63,9 @@ bool IsSparseUpdate(const OptimizerSpec& optimizer, const Tensor& parameter,
                              "are added one by one"
                            : " with weight_decay takes no sparse gradient in torch"),
         keeps
-            ? "Give the embedding sparse(false), or its parameters a group without momentum"
+            ? "Give the embedding sparse(false), or its parameters a group without momentum; or "
+              "attach an object of torch::optim::SGD with a module of torch::nn::Embedding, which "
+              "then runs in this process"
             : "Give the embedding sparse(false), or its parameters a group without weight_decay"));
   }
   return true;
