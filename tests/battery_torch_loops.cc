@@ -1,6 +1,7 @@
 // Programs of the battery that differ in how they train: loops, losses, optimizers, schedules.
 
 #include <ATen/Functions.h>
+#include <ATen/Parallel.h>
 #include <torch/autograd.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim.h>
@@ -11,7 +12,9 @@
 #include <cmath>
 #include <memory>
 #include <sstream>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "tests/battery_torch.h"
 
@@ -807,6 +810,50 @@ Programs Loops() {
                     s.optimizer->step();
                     s.optimizer->zero_grad();
                     run.See(loss);
+                  }
+                }),
+      // Another backward over other weights, from a hook of an activation.
+      WithSgd("backward_in_a_hook",
+              [](Run& run, Setting& s) {
+                for (int step = 0; step < 3; ++step) {
+                  const Tensor inner = LinearAt(s.model, 0).forward(run.Noise(step, {4, kWidth}));
+                  inner.register_hook([&](const Tensor& gradient) {
+                    const at::AutoGradMode grad(true);
+                    Mean(LinearAt(s.model, 2).forward(gradient.detach() * 100)).backward();
+                    Mean(LinearAt(s.model, 0).forward(run.Noise(step + 7, {2, kWidth}))).backward();
+                  });
+                  const Tensor y = LinearAt(s.model, 2).forward(torch::relu(inner));
+                  Mean(LinearAt(s.model, 4).forward(y) - 1).backward();
+                  run.SeeGradients(*s.model);
+                  s.optimizer->step();
+                  s.optimizer->zero_grad();
+                }
+              }),
+      // Gradients of copies of the model, which threads have computed, are put in and added to.
+      WithAdamW("replicas_in_threads",
+                [](Run& run, Setting& s) {
+                  for (int step = 0; step < 3; ++step) {
+                    std::vector<std::shared_ptr<nn::Module>> replicas;
+                    std::vector<std::thread> threads;
+                    for (int i = 0; i < 2; ++i) replicas.push_back(s.model->clone());
+                    for (int i = 0; i < 2; ++i) {
+                      threads.emplace_back([&, i] {
+                        at::set_num_threads(1);
+                        nn::Sequential replica(
+                            std::dynamic_pointer_cast<nn::SequentialImpl>(replicas[i]));
+                        battery::Loss(run, replica, 10 * step + i).backward();
+                      });
+                    }
+                    for (std::thread& thread : threads) thread.join();
+                    s.optimizer->zero_grad();
+                    const std::vector<Tensor> own = s.model->parameters();
+                    for (size_t i = 0; i < own.size(); ++i) {
+                      own[i].mutable_grad() = replicas[0]->parameters()[i].grad();
+                      own[i].grad().add_(replicas[1]->parameters()[i].grad());
+                    }
+                    if (step == 1) s.Loss(step + 50).backward();
+                    s.optimizer->step();
+                    run.SeeGradients(*s.model);
                   }
                 }),
       WithSgd("alternating_parts",

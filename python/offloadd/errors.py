@@ -10,6 +10,7 @@ _WORDS = [
      "Convert the model before attach(): model.float() or model.to(torch.bfloat16)"),
     ("requires_grad_(true)", "requires_grad_(True)"),
     ("or set may_thaw when a job is made over several pools", "or make the job with attach(…, unfreeze=True)"),
+    ("make the job with options.may_thaw", "make the job with attach(…, unfreeze=True)"),
     ("or open it with weights_at_close = memory", "or attach with weights_at_close=\"memory\""),
     ("offload::Engine", "handle"),
     ("Attach it with AdamW() or SGD() first", "Call offloadd.attach(model, optimizer) first"),
