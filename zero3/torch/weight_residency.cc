@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/equal.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <cstring>
@@ -238,6 +239,7 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
   const at::AutoGradMode no_grad(false);
   if (is_left) {
     // Who looks at the old memory keeps it, beside `ram`; the parameter gets a storage of its own.
+    const c10::InferenceMode ordinary(false);
     attachment_->EnsureSealed();
     EndRaw(/*wait=*/true);
     c10::DataPtr old = c10::GetCPUAllocator()->allocate(size_bytes_);
