@@ -462,6 +462,22 @@ Programs Edits() {
                if (step % 2 == 0) weight.set_data(old);
                run.See(row);
              }),
+      Edited("loaded_beside_a_view",
+             [](Run& run, Setting& s, int) {
+               Tensor& weight = LinearAt(s.model, 0).weight;
+               const Tensor row = weight.detach()[2];
+               std::stringstream file;
+               torch::save(s.model, file);
+               {
+                 const NoGradGuard no_grad;
+                 weight.mul_(0.5);
+               }
+               torch::load(s.model, file);
+               run.See(row);
+               const NoGradGuard no_grad;
+               row.fill_(0.25);
+               run.See(weight);
+             }),
       // Averages are evaluated in the place of the weights.
       Edited(
           "set_data_there_and_back",

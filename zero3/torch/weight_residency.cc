@@ -321,6 +321,10 @@ bool WeightResidency::Serve(Special special, torch::jit::Stack* stack) {
                           "module out like that before attaching it"));
   }
   const at::AutoGradMode no_grad(false);
+  // Who looks at the old memory keeps it, as beside set_data().
+  if (target.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1 && torch_device_.is_cpu() &&
+      parameters_.size() == 1)
+    TakeData(target, target.clone(at::MemoryFormat::Preserve));
   target.copy_(source);
   torch::jit::drop(*stack, 2);
   torch::jit::push(*stack, std::move(target));
