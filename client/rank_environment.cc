@@ -5,6 +5,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 
@@ -104,6 +105,26 @@ absl::StatusOr<std::optional<World>> WorldOf(const Launcher& launcher, const Loo
   return world;
 }
 
+// Ranks that somebody has numbered by hand, or a launcher that does not say how many of them are on
+// this node: one of several that trained alone would be silently wrong.
+absl::Status CheckNobodyNumbersRanks(const Lookup& lookup) {
+  uint32_t world_size = 0;
+  if (!lookup("RANK").has_value() || !absl::SimpleAtoi(Value(lookup, "WORLD_SIZE"), &world_size) ||
+      world_size < 2)
+    return absl::OkStatus();
+  std::vector<std::string> missing;
+  for (const char* const name : {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}) {
+    if (!lookup(name).has_value()) missing.emplace_back(name);
+  }
+  return MakeError(
+      ErrorId::kBadValue,
+      absl::StrCat("RANK and WORLD_SIZE say that this is one of ", world_size, " ranks, ",
+                   absl::StrJoin(missing, " and "), missing.size() == 1 ? " is" : " are",
+                   " not set"),
+      "Start the ranks with torchrun, set LOCAL_RANK and LOCAL_WORLD_SIZE, too, or, to train "
+      "alone, unset RANK");
+}
+
 absl::Status BadWorld(const World& world, const std::string& what, const std::string& way_out) {
   const std::string said = world.launcher.empty() ? "" : absl::StrCat(world.launcher, " says ");
   return MakeError(ErrorId::kBadValue, absl::StrCat(said, what), way_out);
@@ -127,6 +148,7 @@ absl::StatusOr<World> WorldFromEnvironment(const Lookup& lookup, pid_t parent_pi
     OFFLOAD_RETURN_IF_ERROR(CheckWorld(*world));
     return *world;
   }
+  OFFLOAD_RETURN_IF_ERROR(CheckNobodyNumbersRanks(lookup));
   return World();
 }
 

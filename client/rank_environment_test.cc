@@ -98,6 +98,13 @@ TEST(RankEnvironmentTest, AVariableThatIsLeftOverMakesNoLauncher) {
   EXPECT_EQ(WorldOf(Without(kOpenMpi, "OMPI_COMM_WORLD_LOCAL_SIZE"))->world_size, 1u);
 }
 
+TEST(RankEnvironmentTest, ARankOfSeveralDoesNotTrainAlone) {
+  ExpectError({{"RANK", "0"}, {"WORLD_SIZE", "2"}},
+              "one of 2 ranks, LOCAL_RANK and LOCAL_WORLD_SIZE are not set");
+  ExpectError(Without(kTorchrun, "LOCAL_WORLD_SIZE"), "LOCAL_WORLD_SIZE is not set");
+  EXPECT_EQ(WorldOf({{"RANK", "0"}, {"WORLD_SIZE", "1"}})->world_size, 1u);
+}
+
 TEST(RankEnvironmentTest, ABatchScriptOrAShellOfSlurmIsNoRank) {
   EXPECT_EQ(WorldOf(Without(kSlurm, "SLURM_STEP_ID"))->world_size, 1u);
   EXPECT_EQ(WorldOf(With(kSlurm, "SLURM_STEP_ID", "4294967290"))->world_size, 1u);

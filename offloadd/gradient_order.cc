@@ -411,6 +411,30 @@ bool GradientOrder::IsSettled() const {
          std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& rank) { return rank.steps; });
 }
 
+bool GradientOrder::Waits(uint32_t rank) const {
+  const auto is_its = [rank](const Wait& wait) { return wait.ticket.rank == rank; };
+  return std::any_of(looks_.begin(), looks_.end(), is_its) ||
+         std::any_of(ends_.begin(), ends_.end(), is_its);
+}
+
+std::vector<uint32_t> GradientOrder::WaitedFor() const {
+  std::vector<uint32_t> ranks;
+  for (uint32_t rank = 0; rank < ranks_.size(); ++rank) {
+    const auto is_in_the_way = [this, rank](const Wait& look) {
+      return std::any_of(rounds_.begin(), rounds_.end(), [&](const Round& round) {
+        return round.number <= look.round && round.number > closed_ && !HasClosed(round, rank);
+      });
+    };
+    const auto has_to_end = [this, rank](const Wait& end) {
+      return rank != end.ticket.rank && !HasPassed(end.round, rank, end.pass);
+    };
+    if (std::any_of(looks_.begin(), looks_.end(), is_in_the_way) ||
+        std::any_of(ends_.begin(), ends_.end(), has_to_end))
+      ranks.push_back(rank);
+  }
+  return ranks;
+}
+
 uint64_t GradientOrder::word(uint32_t tensor) const {
   const Tensor& t = tensors_[tensor];
   return proto::MakeGradientWord(t.bits, t.step, t.norm_bits, t.first_pass);

@@ -108,6 +108,10 @@ class GradientOrder {
   // The tensor has been given a gradient by some rank, now or in an earlier step.
   bool HasSum(uint32_t tensor) const { return tensors_[tensor].beginning != 0; }
   bool IsFinite(uint32_t tensor) const { return tensors_[tensor].finite; }
+  // A look of the rank, or the end of a pass that it waits for, is not answered.
+  bool Waits(uint32_t rank) const;
+  // Ranks without which these are not answered; none when nobody waits.
+  std::vector<uint32_t> WaitedFor() const;
 
  private:
   // Where a part stands in the chain of its extent.

@@ -358,6 +358,33 @@ TEST_F(GradientOrderTest, WhoeverWaitsIsKnown) {
   EXPECT_TRUE(order_.TakeTickets().empty());
 }
 
+TEST_F(GradientOrderTest, RanksThatOthersWaitForAreKnown) {
+  using Ranks = std::vector<uint32_t>;
+  Begin({0, 1});
+  EXPECT_TRUE(End(0, 0).ok());
+  EXPECT_EQ(order_.WaitedFor(), Ranks()) << "nobody looks";
+  EXPECT_TRUE(Look(0, 0, 1).ok());
+  EXPECT_EQ(order_.WaitedFor(), Ranks({1, 2}));
+  EXPECT_TRUE(order_.Waits(0));
+  order_.Step(1);
+  EXPECT_EQ(order_.WaitedFor(), Ranks({2}));
+  Begin({2});
+  EXPECT_TRUE(End(2, 0).ok());
+  EXPECT_EQ(order_.WaitedFor(), Ranks({2})) << "it may make another pass";
+  EXPECT_TRUE(Look(2, 1, 1).ok());
+  EXPECT_EQ(order_.WaitedFor(), Ranks());
+  EXPECT_FALSE(order_.Waits(0));
+}
+
+TEST_F(GradientOrderTest, ARankThatOthersWaitForAtTheEndOfAPassIsKnown) {
+  Begin({0, 1, 2});
+  EXPECT_TRUE(End(0, 0, /*waits=*/true).ok());
+  EXPECT_TRUE(End(1, 0).ok());
+  EXPECT_EQ(order_.WaitedFor(), std::vector<uint32_t>({2}));
+  EXPECT_TRUE(order_.Waits(0));
+  EXPECT_FALSE(order_.Waits(1));
+}
+
 TEST_F(GradientOrderTest, RanksThatBreakTheOrderAreNamed) {
   ExpectError(Give(1, 0, 0), ErrorId::kProtocol, {"rank 1", "before it has begun"});
   ExpectError(Look(1, 0, 0), ErrorId::kProtocol, {"rank 1 looks at \"t0\""});

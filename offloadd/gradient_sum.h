@@ -55,6 +55,9 @@ class GradientSum {
   // What a step needs to know. HasSum: some rank has given a part, in this step or before.
   bool HasSum(uint32_t tensor) const { return order_.HasSum(tensor); }
   bool IsFinite(uint32_t tensor) const { return order_.IsFinite(tensor); }
+  // Of ranks that wait for sums, or for ends of passes.
+  bool Waits(uint32_t rank) const { return order_.Waits(rank); }
+  std::vector<uint32_t> WaitedFor() const { return order_.WaitedFor(); }
 
   // Answers everything that has not begun; nothing more may be handled.
   void FailQueued(const absl::Status& status);

@@ -65,6 +65,10 @@ Job::Job(JobIdentity identity, std::unique_ptr<EventLoop> loop, Machine& machine
   context_.complete = [this](uint32_t rank, uint64_t tag, const absl::Status& status,
                              uint64_t value) { ranks_[rank]->Complete(tag, status, value); };
   context_.fail = [this](absl::Status status) { Fail(std::move(status)); };
+  context_.waits_for_ranks = [this](uint32_t rank) {
+    return context_.ranks[rank].is_stepping || context_.ranks[rank].is_exchanging ||
+           (gradients_ != nullptr && gradients_->Waits(rank));
+  };
   loop_->SetTurn([this] { return Turn(); });
 }
 
@@ -556,13 +560,16 @@ void Job::TakePositions() {
 int Job::Turn() {
   StartOffLoop();
   DropRetired();
-  if (world_size() > 1) WatchRanks();
-  if (OffLoopIsBusy()) return TurnOffLoop();
+  if (OffLoopIsBusy()) {
+    if (world_size() > 1) WatchRanks();
+    return TurnOffLoop();
+  }
   for (const std::unique_ptr<Rank>& rank : ranks_) {
     if (rank == nullptr) continue;
     if (rank->rings() != nullptr) rank->rings()->Awake();
     ReadRing(*rank, kLimits.ring_entries_per_turn);
   }
+  if (world_size() > 1) WatchRanks();  // also for what they have just begun to wait for
   if (phase() == JobPhase::kDrained)
     return SleepLimit(/*waiting=*/false, /*completions=*/0, kNeverSeconds);
   bool waiting = false;

@@ -256,8 +256,8 @@ class Job {
   // "rank 2 (process 4711)".
   static std::string Describe(const Rank& rank);
   struct Wait {
-    std::string what;               // that some have called
-    std::vector<uint32_t> missing;  // who have not
+    std::string what;               // that some do
+    std::vector<uint32_t> missing;  // whom they wait for
     friend bool operator==(const Wait&, const Wait&) = default;
   };
   std::optional<Wait> FindWait() const;

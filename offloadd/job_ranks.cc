@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "base/string_view.h"
 #include "offloadd/job.h"
@@ -168,8 +169,8 @@ void Job::AnswerExchange() {
 
 // What some ranks wait for the others to do, and who these are; missing when nobody waits.
 std::optional<Job::Wait> Job::FindWait() const {
-  const auto waiting = [this](const char* what, auto member) -> std::optional<Wait> {
-    Wait wait{.what = what};
+  const auto waiting = [this](const char* call, auto member) -> std::optional<Wait> {
+    Wait wait{.what = absl::StrCat("have called ", call)};
     for (const std::unique_ptr<Rank>& rank : ranks_) {
       if (rank == nullptr) return std::nullopt;  // they are still joining
       if (rank->calls.*member == nullptr) wait.missing.push_back(rank->number());
@@ -180,7 +181,10 @@ std::optional<Job::Wait> Job::FindWait() const {
   if (auto wait = waiting("Seal", &Rank::Calls::seal)) return wait;
   if (auto wait = waiting("Publish", &Rank::Calls::publish)) return wait;
   if (auto wait = waiting("Step", &Rank::Calls::step)) return wait;
-  return waiting("Exchange", &Rank::Calls::exchange);
+  if (auto wait = waiting("Exchange", &Rank::Calls::exchange)) return wait;
+  if (gradients_ == nullptr) return std::nullopt;
+  Wait look{.what = "look at gradients", .missing = gradients_->WaitedFor()};
+  return look.missing.empty() ? std::nullopt : std::optional(std::move(look));
 }
 
 void Job::WatchRanks() {
@@ -192,8 +196,13 @@ void Job::WatchRanks() {
     wait_report_seconds_ = now + kLimits.rank_report_seconds;
   }
   if (!wait_.has_value() || now < wait_report_seconds_) return;
-  spdlog::warn("job {}: {} of {} are waited for by the others, who have called {}", identity_.name,
-               NameRanks(wait_->missing), world_size(), wait_->what);
+  std::vector<std::string> missing;
+  for (const uint32_t number : wait_->missing) {
+    const Rank& rank = *ranks_[number];
+    missing.push_back(absl::StrCat(Describe(rank), ", which has called step ", rank.step, " last"));
+  }
+  spdlog::warn("job {}: ranks of {} {} and wait for {}", identity_.name, world_size(), wait_->what,
+               absl::StrJoin(missing, ", and for "));
   wait_report_seconds_ = now + 6 * kLimits.rank_report_seconds;
 }
 

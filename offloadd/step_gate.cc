@@ -100,8 +100,12 @@ absl::Status CompareEntries(const std::string& name, const Entry& a, const Entry
         absl::StrCat("the number of updates", of, ": ", a.update_count, " and ", b.update_count));
   }
   if (std::bit_cast<uint64_t>(a.gradient_scale) != std::bit_cast<uint64_t>(b.gradient_scale)) {
-    return Difference(absl::StrCat("the gradient's scale", of, ": ", a.gradient_scale, " and ",
-                                   b.gradient_scale));
+    return MakeError(
+        ErrorId::kRanksDiffer,
+        absl::StrCat("the gradient's scale", of, ": ", a.gradient_scale, " and ", b.gradient_scale),
+        "Clip on all ranks alike, each after a backward pass of its own: a rank that "
+        "has no batch left makes one with its loss times 0, or it has no gradients to "
+        "clip");
   }
   const bool is_own = a.own_gradient_offset != 0;
   if (is_own != (b.own_gradient_offset != 0)) {

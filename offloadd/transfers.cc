@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "kernels/split.h"
+#include "proto/buffer_tensors.h"
 
 namespace offload::daemon {
 namespace {
@@ -92,6 +93,8 @@ void Transfers::EndSequence(const Request& request) {
 
 absl::StatusOr<bool> Transfers::IsFollowed(const Request& request) {
   if (context_->ranks.size() == 1 || !context_->published) return true;
+  // Nobody uses those but who resumes.
+  if (proto::IsBufferTensor(context_->catalogue.tensors[request.entry.tensor].name)) return true;
   const Follows& follows = FollowsOf(request.entry.tensor);
   for (uint32_t rank = 1; rank < context_->ranks.size(); ++rank) {
     const RankMemory& other = context_->ranks[rank];

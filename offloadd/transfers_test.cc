@@ -10,6 +10,7 @@
 #include "base/error.h"
 #include "gtest/gtest.h"
 #include "offloadd/parts_fixture.h"
+#include "proto/buffer_tensors.h"
 
 namespace offload::daemon {
 namespace {
@@ -352,6 +353,15 @@ TEST(TransfersTest, ARankThatStepsInsteadOfFollowingIsNamed) {
   EXPECT_TRUE(absl::StrContains(parts.StatusOf(put).message(), "rank 1")) << parts.StatusOf(put);
   EXPECT_FALSE(parts.transfers().putting());
   EXPECT_TRUE(parts.transfers().idle());
+}
+
+TEST(TransfersTest, ABufferIsPutWithoutTheOthers) {
+  Parts parts(Options(/*ranks=*/2));
+  parts.context.catalogue.tensors[0].name = proto::BufferTensorName("mask");
+  parts.context.ranks[1].is_stepping = true;
+  const uint64_t put = parts.Put(0, Values(parts, 0, 9));
+  parts.Run();
+  EXPECT_TRUE(parts.StatusOf(put).ok()) << parts.StatusOf(put);
 }
 
 TEST(TransfersTest, AFailureAnswersWhoWaitsAndWhoFollows) {

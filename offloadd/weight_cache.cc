@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "offloadd/extent_update.h"
 #include "offloadd/limits.h"
+#include "spdlog/spdlog.h"
 
 namespace offload::daemon {
 
@@ -363,6 +364,29 @@ bool WeightCache::ServeDemands() {
   return waits_for_room;
 }
 
+// For room, or for other ranks.
+bool WeightCache::IsWaiting(uint32_t rank) const {
+  if (context_->waits_for_ranks && context_->waits_for_ranks(rank)) return true;
+  return std::any_of(states_.begin(), states_.end(), [rank](const State& state) {
+    return std::any_of(state.waiters.begin(), state.waiters.end(),
+                       [rank](const Waiter& waiter) { return waiter.rank == rank; });
+  });
+}
+
+// Of several ranks, one that uses weights and waits for nothing: it is slow, and its operation
+// ends.
+std::optional<uint32_t> WeightCache::WhoMayLetGo() const {
+  if (context_->ranks.size() == 1) return std::nullopt;
+  for (uint32_t rank = 0; rank < context_->ranks.size(); ++rank) {
+    const proto::PinWord* const pins = context_->ranks[rank].pins;
+    if (pins == nullptr || IsWaiting(rank)) continue;
+    for (uint32_t tensor = 0; tensor < pending_.size(); ++tensor) {
+      if (pins[tensor].load(std::memory_order_relaxed) != 0) return rank;
+    }
+  }
+  return std::nullopt;
+}
+
 void WeightCache::CheckPatience(uint32_t store_tensor) {
   State& state = states_[store_tensor];
   const double now = context_->clock->NowSeconds();
@@ -370,6 +394,12 @@ void WeightCache::CheckPatience(uint32_t store_tensor) {
     state.waiting_since = now;  // what is in flight may still make room
   if (now - state.waiting_since < context_->room_timeout_seconds) return;
   const proto::StoreTensor& tensor = context_->store_tensor(store_tensor);
+  if (const std::optional<uint32_t> rank = WhoMayLetGo()) {
+    spdlog::warn("other ranks wait for the room of weights that rank {} has used for {} s", *rank,
+                 context_->room_timeout_seconds);
+    state.waiting_since = now;
+    return;
+  }
   const absl::Status status =
       MakeError(ErrorId::kWindowExhausted,
                 absl::StrCat(AnyPending(tensor) ? "no room to update \"" : "no room for \"",

@@ -149,6 +149,8 @@ class WeightCache {
   void PutLastRankFirst();
   bool ServeDemands();
   bool ServeWishes();
+  bool IsWaiting(uint32_t rank) const;
+  std::optional<uint32_t> WhoMayLetGo() const;
   void CheckPatience(uint32_t store_tensor);
 
   JobContext* context_;

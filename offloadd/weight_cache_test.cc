@@ -110,6 +110,50 @@ TEST(WeightCacheTest, WhoWaitsInVainForRoomIsToldWhyAndMayAskAgain) {
   EXPECT_TRUE(parts.StatusOf(again).ok()) << parts.StatusOf(again);
 }
 
+TEST(WeightCacheTest, ASlowRankIsWaitedForHoweverLongItUsesTheRoom) {
+  Parts parts(Options(2, /*ranks=*/2));
+  for (const uint32_t tensor : {0, 1}) parts.Acquire(tensor, /*rank=*/1);
+  parts.Run();
+  const uint64_t waiting = parts.Acquire(3, /*rank=*/0);
+  for (int i = 0; i < 5; ++i) {
+    parts.Run();
+    parts.clock().AdvanceSeconds(31);
+  }
+  parts.Run();
+  EXPECT_FALSE(parts.IsAnswered(waiting));
+  parts.Release(0, /*rank=*/1);
+  parts.Run();
+  EXPECT_TRUE(parts.StatusOf(waiting).ok()) << parts.StatusOf(waiting);
+}
+
+// Each has what the other wants room for: no operation will end before one of them is given up.
+TEST(WeightCacheTest, OfRanksThatWaitForEachOthersRoomOneIsTold) {
+  Parts parts(Options(2, /*ranks=*/2));
+  for (const uint32_t rank : {0, 1}) parts.Acquire(rank, rank);
+  parts.Run();
+  const uint64_t first = parts.Acquire(2, /*rank=*/0), second = parts.Acquire(3, /*rank=*/1);
+  parts.Run();
+  parts.clock().AdvanceSeconds(31);
+  parts.Run();
+  EXPECT_EQ(ErrorIdOf(parts.StatusOf(first)), ErrorId::kWindowExhausted);
+  EXPECT_FALSE(parts.IsAnswered(second));
+  for (const uint32_t tensor : {0, 2}) parts.Release(tensor, /*rank=*/0);
+  parts.Run();
+  EXPECT_TRUE(parts.StatusOf(second).ok()) << parts.StatusOf(second);
+}
+
+TEST(WeightCacheTest, ARankThatWaitsForOthersLetsNothingGo) {
+  Parts parts(Options(2, /*ranks=*/2));
+  parts.context.waits_for_ranks = [](uint32_t rank) { return rank == 1; };
+  for (const uint32_t tensor : {0, 1}) parts.Acquire(tensor, /*rank=*/1);
+  parts.Run();
+  const uint64_t waiting = parts.Acquire(3, /*rank=*/0);
+  parts.Run();
+  parts.clock().AdvanceSeconds(31);
+  parts.Run();
+  EXPECT_EQ(ErrorIdOf(parts.StatusOf(waiting)), ErrorId::kWindowExhausted);
+}
+
 TEST(WeightCacheTest, WithoutAScheduleTheOldestMakesRoom) {
   Parts parts(Options(3));
   Use(parts, {2, 0, 1, 2, 3});

@@ -586,6 +586,50 @@ void FindsTrainerState(Run& run) {
   }
 }
 
+// ---- Buffers, over runs with other numbers of ranks ----
+
+// One that travels with the trainer's state, and one that is in the store.
+struct Counting : nn::Module {
+  Counting() : layer(register_module("layer", nn::Linear(8, 4))) {
+    small = register_buffer("small", torch::zeros({16}));
+    large = register_buffer("large", torch::zeros({80000}));
+  }
+  nn::Linear layer;
+  Tensor small, large;
+};
+
+// Small ones are each rank's own, or the first one's where there was no such rank; large ones are
+// the first one's. `then`: what the first rank had, `own`: what this one had, if it was there.
+void CountInBuffers(const Options& options) {
+  torch::manual_seed(3);
+  auto model = std::make_shared<Counting>();
+  auto engine = Engine::Open(options);
+  auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-2));
+  const int rank = engine->rank();
+  const int64_t begin = engine->step();
+  // Runs of 1, 2, 3, 1 ranks, two steps each, that add the rank's number and 1.
+  const double then = static_cast<double>(begin);
+  const double own = begin == 4 && rank == 1 ? 2 + 2 * 2 : then;
+  const auto check = [&](const Tensor& buffer, double expected) {
+    if ((buffer == expected).all().item<bool>()) return;
+    throw std::runtime_error("a buffer of rank " + std::to_string(rank) + " is " +
+                             std::to_string(buffer[0].item<double>()) + " instead of " +
+                             std::to_string(expected) + " at step " + std::to_string(begin));
+  };
+  model->layer(torch::zeros({1, 8}));
+  check(model->small, own);
+  check(model->large, then);
+  for (int step = 0; step < 2; ++step) {
+    model->layer(torch::randn({2, 8})).square().mean().backward();
+    const torch::NoGradGuard no_grad;
+    model->small.add_(rank + 1);
+    model->large.add_(rank + 1);
+    optimizer->step();
+    optimizer->zero_grad();
+  }
+  engine->Exchange("");
+}
+
 struct Scenario {
   const char* name;
   void (*run)(Run&);
@@ -672,6 +716,11 @@ int BeARank(const std::string& scenario, int ranks, const std::string& dtype,
                                    ArePeers(job) ? "standin/" + rank : "")
                       : nullptr;
   try {
+    if (scenario == "CountInBuffers") {
+      at::set_num_threads(1);
+      CountInBuffers(OptionsFor(job));
+      return 0;
+    }
     {
       Run run(ranks, DtypeOf(dtype), OptionsFor(job), device ? StandinDevice() : c10::kCPU);
       for (const Scenario& each : kScenarios) {
@@ -883,6 +932,13 @@ TEST(RanksTest, OneThatIsKilledIsAnErrorOfTheOthersWhoseDevicesReachIts) {
 TEST(RanksTrainerStateTest, IsOfEachRankAndEmptyForNewOnes) {
   EXPECT_EQ(RunRanks("KeepsTrainerState", 2, "fp32", "state"), std::vector<int>(2, 0));
   EXPECT_EQ(RunRanks("FindsTrainerState", 3, "fp32", "state"), std::vector<int>(3, 0));
+}
+
+TEST(RanksBuffersTest, GoOnWithAnyNumberOfRanks) {
+  for (const int ranks : {1, 2, 3, 1}) {
+    EXPECT_EQ(RunRanks("CountInBuffers", ranks, "fp32", "buffers"), std::vector<int>(ranks, 0))
+        << ranks << " ranks";
+  }
 }
 
 }  // namespace

@@ -4,7 +4,7 @@ Suites must pass, by falling back, without io_uring (seccomp), as another user w
 One writer meets limits under which no store can work: files that may not grow, and fewer and fewer descriptors. It must work or say
 no with an identifier.
 
-usage: refusals_test.py STORE_WORKER NO_URING SUITE... [--parts N] [--directory DIR]
+usage: refusals_test.py STORE_WORKER NO_URING SUITE... [--parts N] [--seed S] [--directory DIR]
 """
 
 import argparse
@@ -51,7 +51,8 @@ class Refusals:
         self.rows = []
 
     def suite(self, condition, launcher, suite):
-        environment = {**os.environ, "TEST_TMPDIR": self.folder, "GTEST_TOTAL_SHARDS": str(self.options.parts), "GTEST_SHARD_INDEX": "0"}
+        environment = {**os.environ, "TEST_TMPDIR": self.folder, "GTEST_TOTAL_SHARDS": str(self.options.parts),
+                       "GTEST_SHARD_INDEX": str(self.options.seed % self.options.parts)}
         done = subprocess.run([*launcher, suite], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                               stderr=subprocess.STDOUT, text=True, errors="replace", check=False, timeout=600)
         passed, skipped = count(done.stdout, "PASSED"), count(done.stdout, "SKIPPED")
@@ -107,7 +108,7 @@ if __name__ == "__main__":
     parser.add_argument("worker", type=os.path.abspath)
     parser.add_argument("no_uring", type=os.path.abspath)
     parser.add_argument("suites", nargs="+")
-    parser.add_argument("--parts", type=int, default=1, help="run the first of so many parts of each suite")
+    parser.add_argument("--parts", type=int, default=1, help="run one of so many parts of each suite")
+    parser.add_argument("--seed", type=int, default=0, help="says which part")
     parser.add_argument("--directory", help="where the stores stand (default: TEST_TMPDIR)")
-    parser.set_defaults(seed=0)
     sys.exit(main(test, parser.parse_args()))

@@ -343,7 +343,9 @@ uint64_t Attachment::WindowBytes(uint32_t tensor) const {
 
 // However the places lie, a hole for the largest is left.
 bool Attachment::BeginHolding(size_t count, uint64_t size_bytes) {
-  if (size_bytes + (count + 1) * largest_slot_bytes_ > window_bytes_) return false;
+  // Every rank may hold as much of the one window at the same time.
+  const uint64_t needed_bytes = size_bytes + (count + 1) * largest_slot_bytes_;
+  if (plan().memory.world_size * needed_bytes > window_bytes_) return false;
   return !is_held_.exchange(true, std::memory_order_acquire);
 }
 

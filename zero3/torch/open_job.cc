@@ -12,9 +12,12 @@
 namespace offload::zero3 {
 
 client::World WorldOf(const Options& options) {
-  client::World world =
-      ValueOrThrow(client::WorldFromEnvironment(client::EnvironmentOfProcess(), ::getppid()));
-  if (options.world_size != 0) {
+  const absl::StatusOr<client::World> launched =
+      client::WorldFromEnvironment(client::EnvironmentOfProcess(), ::getppid());
+  client::World world = launched.value_or(client::World());
+  if (options.world_size == 0) {
+    ThrowIfError(launched.status());
+  } else {
     const auto given = [](int value, int otherwise, int none) {
       return static_cast<uint32_t>(value == none ? otherwise : value);
     };

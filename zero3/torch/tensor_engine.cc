@@ -110,6 +110,39 @@ void CheckWeightsAtClose(const std::string& value) {
                         "Set it to released or memory"));
 }
 
+// Of a job that exists, whose tensors are those of the model, and then its large buffers.
+size_t StoredBuffers(const std::vector<bool>& stored, const std::vector<proto::Tensor>& declared) {
+  return stored.size() - std::min(stored.size(), declared.size());
+}
+
+// Of all buffers but the `large_count` largest.
+uint64_t SmallBytes(const Buffers& buffers, size_t large_count) {
+  std::vector<uint64_t> sizes;
+  for (const NamedTensor& named : buffers.all())
+    sizes.push_back(named.tensor.numel() * named.tensor.element_size());
+  std::sort(sizes.begin(), sizes.end());
+  sizes.resize(sizes.size() - std::min(sizes.size(), large_count));
+  return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0});
+}
+
+// What a rank gives with a step. Throws OFD-1002 when it is more than its part of a commit.
+std::string Encoded(const struct TrainerState& state, const Attachment& attachment) {
+  std::string bytes = ValueOrThrow(EncodeTrainerState(state));
+  const uint32_t ranks = attachment.world_size();
+  constexpr uint64_t kLengthsBytes = 64;  // and more than those, that stand between several
+  const uint64_t bytes_max =
+      ranks == 1 ? kTrainerStateBytesMax : kTrainerStateBytesMax / ranks - kLengthsBytes;
+  if (bytes.size() > bytes_max) {
+    ThrowStatus(MakeError(
+        ErrorId::kBadValue,
+        absl::StrCat("the trainer's state has ", state.trainer.size(), " bytes, buffers and ",
+                     "update counts ", bytes.size() - state.trainer.size(), "; of each of ", ranks,
+                     " ranks a step takes at most ", bytes_max),
+        "Keep less in the trainer's state, or train with fewer ranks"));
+  }
+  return bytes;
+}
+
 }  // namespace
 
 spdlog::logger& Log() {
@@ -388,7 +421,7 @@ void TensorEngine::AttachBuffers(std::span<const NamedTensor> buffers) {
   ThrowIfError(buffers_.Restore(state_.buffers));
   // Those in the store come before anything uses them, which may be before any parameter is used.
   const bool is_complete = declared_.size() == state_.update_counts.size();
-  if (is_complete && buffers_.size_bytes() > SmallBuffersBytes()) Seal();
+  if (is_complete && StoredBuffers(stored_trainable_, declared_) > 0) Seal();
 }
 
 void TensorEngine::Adopt(Parameter parameter) {
@@ -452,13 +485,11 @@ void TensorEngine::MakeStore() {
   const at::NoGradGuard no_grad;
   std::optional<WeightFile> initial = OpenInitialWeights();
   try {
-    // With several ranks each has its own in its part of the trainer's state, large ones none.
-    buffers_.Divide(SmallBuffersBytes());
-    if (attachment_->world_size() > 1 && !buffers_.large().empty()) {
-      Log().warn("{} large buffers, among them '{}', are not part of a job of several ranks",
-                 buffers_.large().size(), buffers_.large().front().name);
-      buffers_.large().clear();
-    }
+    // Every rank has small ones of its own, in its part of the trainer's state; large ones are in
+    // the store, the first rank's. A job has as many of those as when it was made, however many
+    // ranks go on with it.
+    buffers_.Divide(exists_ ? SmallBytes(buffers_, StoredBuffers(stored_trainable_, declared_))
+                            : SmallBuffersBytes());
     TakeThawed();
     Declare();
     BeginCounts();
@@ -468,12 +499,15 @@ void TensorEngine::MakeStore() {
     BringHome(attachment_.get());
     if (exists_) {
       RestoreLargeBuffers();
+      struct TrainerState next = state_;
+      next.trainer.clear();  // the trainer may give less
+      next.buffers = buffers_.EncodeSmall();
+      Encoded(next, *attachment_);  // or there are too many ranks for them
     } else {
       StoreLargeBuffers();
       state_.buffers = buffers_.EncodeSmall();
     }
-    if (!exists_)
-      ThrowIfError(attachment_->session().Publish(ValueOrThrow(EncodeTrainerState(state_))));
+    if (!exists_) ThrowIfError(attachment_->session().Publish(Encoded(state_, *attachment_)));
   } catch (...) {
     store_failure_ = std::current_exception();  // the daemon takes a declaration once
     throw;
@@ -516,6 +550,7 @@ void TensorEngine::BeginCounts() {
 
 // Puts those whose bytes have changed.
 void TensorEngine::StoreLargeBuffers() {
+  if (attachment_->rank() > 0) return;
   for (size_t n = 0; n < buffers_.large().size(); ++n) {
     Buffers::Large& buffer = buffers_.large()[n];
     const std::string bytes = Buffers::BytesOf(buffer);
@@ -773,12 +808,12 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   }
   next.buffers = buffers_.EncodeSmall();
   command.has_trainer_state = true;
-  command.trainer_state = ValueOrThrow(EncodeTrainerState(next));
+  command.trainer_state = Encoded(next, *attachment_);
   for (const uint32_t id : stepped) gradients_[id]->FinishWriting();
   StoreLargeBuffers();
   for (const SparseUpdate& update : sparse)
     next.update_counts[IdOf(update.parameter)] += Add(update);
-  if (!sparse.empty()) command.trainer_state = ValueOrThrow(EncodeTrainerState(next));
+  if (!sparse.empty()) command.trainer_state = Encoded(next, *attachment_);
   attachment_->EndRaw();  // of pointers that were used since it began
   for (const client::Group& group : command.groups) SayRoots(group);
 
@@ -931,7 +966,7 @@ int64_t TensorEngine::Checkpoint() {
 void TensorEngine::SetTrainerState(std::string blob) {
   struct TrainerState next = state_;
   next.trainer = std::move(blob);
-  ValueOrThrow(EncodeTrainerState(next));  // refuses what is too long here, not at the step
+  Encoded(next, *attachment_);  // refuses what is too long here, not at the step
   state_ = std::move(next);
 }
 
