@@ -265,6 +265,7 @@ absl::Status GradientOrder::Deliver(uint32_t tensor, uint32_t extent, uint32_t p
   const uint64_t number = ranks_[ticket.rank].round;
   const Part part{{number, pass, ticket.rank}, FindRound(number)->beginning, start, ticket};
   OFFLOAD_RETURN_IF_ERROR(CountExtent(tensor, extent, part.position));
+  ++ranks_[ticket.rank].said;
   Tensor& t = tensors_[tensor];
   ++t.held;
   ++t.unsettled;
@@ -292,6 +293,7 @@ absl::Status GradientOrder::EndPass(uint32_t pass, bool waits, const Ticket& tic
   if (ranks_[rank].unfinished > 0) {
     return Violation(absl::StrCat("rank ", rank, " ends pass ", pass, " amid a tensor"));
   }
+  ++ranks_[rank].said;
   ++StandOf(rank).ended;
   if (waits) {
     ends_.push_back({.ticket = ticket, .round = ranks_[rank].round, .pass = pass});
@@ -435,6 +437,24 @@ std::vector<uint32_t> GradientOrder::WaitedFor() const {
   return ranks;
 }
 
+std::vector<uint32_t> GradientOrder::PartsWaitFor() const {
+  std::vector<uint32_t> ranks;
+  if (waiting_.empty()) return ranks;
+  const Tensor& t = tensors_[*waiting_.begin()];
+  auto parts = parts_.end();
+  uint32_t extent = t.first_extent;
+  for (; extent < t.first_extent + t.extent_count && parts == parts_.end(); ++extent)
+    parts = parts_.find(extent);
+  if (parts == parts_.end() || t.update_pending || extents_[parts->first].adding > 0) return ranks;
+  const Position& position = parts->second.front().position;
+  const Round* const round = FindRound(position.round);
+  for (uint32_t rank = 0; rank < ranks_.size(); ++rank) {
+    const bool is_outside = round != nullptr && !HasEntered(*round, rank);
+    if (is_outside || IsBefore(rank, extents_[parts->first].last, position)) ranks.push_back(rank);
+  }
+  return ranks;
+}
+
 uint64_t GradientOrder::word(uint32_t tensor) const {
   const Tensor& t = tensors_[tensor];
   return proto::MakeGradientWord(t.bits, t.step, t.norm_bits, t.first_pass);
@@ -499,14 +519,18 @@ std::optional<uint32_t> GradientOrder::FirstPassIn(uint32_t tensor, uint64_t rou
 
 // ---- The order ---------------------------------------------------------------------------------
 
-// True when nothing will stand between the two any more. A rank makes its passes in order, so of
-// each only the last that would stand there is asked for.
+// True when something of the rank may yet stand between the two. It makes its passes in order, so
+// only the last that would stand there is asked for.
+bool GradientOrder::IsBefore(uint32_t rank, const Position& last, const Position& position) const {
+  if (rank == position.rank) return false;  // it has come here itself
+  if (rank > position.rank && position.pass == 0) return false;
+  const Position before{position.round, position.pass - (rank > position.rank ? 1 : 0), rank};
+  return before > last && !HasPassed(before.round, rank, before.pass);
+}
+
 bool GradientOrder::IsNext(const Position& last, const Position& position) const {
   for (uint32_t rank = 0; rank < ranks_.size(); ++rank) {
-    if (rank > position.rank && position.pass == 0) break;
-    if (rank == position.rank) continue;  // it has come here itself
-    const Position before{position.round, position.pass - (rank > position.rank ? 1 : 0), rank};
-    if (before > last && !HasPassed(before.round, rank, before.pass)) return false;
+    if (IsBefore(rank, last, position)) return false;
   }
   return true;
 }

@@ -112,6 +112,11 @@ class GradientOrder {
   bool Waits(uint32_t rank) const;
   // Ranks without which these are not answered; none when nobody waits.
   std::vector<uint32_t> WaitedFor() const;
+  // Ranks without whose parts, or ends of passes, one that was delivered cannot be added; none when
+  // there is no such part.
+  std::vector<uint32_t> PartsWaitFor() const;
+  // How much a rank has said so far.
+  uint64_t said(uint32_t rank) const { return ranks_[rank].said; }
 
  private:
   // Where a part stands in the chain of its extent.
@@ -166,6 +171,7 @@ class GradientOrder {
   struct Rank {
     uint64_t round = 0;  // that it is in, or will enter
     bool steps = false;
+    uint64_t said = 0;        // parts and ends
     uint32_t unfinished = 0;  // tensors of which it has delivered a part, but not all
     std::vector<Delivery> deliveries;
   };
@@ -194,6 +200,7 @@ class GradientOrder {
     return ranks_[rank].steps || round.stands[rank].closed;
   }
   bool HasPassed(uint64_t round, uint32_t rank, uint32_t pass) const;
+  bool IsBefore(uint32_t rank, const Position& last, const Position& position) const;
   bool IsNext(const Position& last, const Position& position) const;
   bool IsAddedUpTo(uint32_t tensor, uint64_t round) const;
 

@@ -376,6 +376,23 @@ TEST_F(GradientOrderTest, RanksThatOthersWaitForAreKnown) {
   EXPECT_FALSE(order_.Waits(0));
 }
 
+TEST_F(GradientOrderTest, RanksThatPartsWaitForAreKnown) {
+  using Ranks = std::vector<uint32_t>;
+  Begin({0, 1});
+  EXPECT_TRUE(Give(1, 0, 0).ok());
+  EXPECT_EQ(order_.PartsWaitFor(), Ranks({0, 2})) << "one has not begun";
+  Begin({2});
+  EXPECT_EQ(order_.PartsWaitFor(), Ranks({0})) << "one comes behind it";
+  EXPECT_EQ(order_.said(0), 0u);
+  EXPECT_TRUE(End(0, 0).ok());
+  EXPECT_EQ(order_.said(0), 1u);
+  EXPECT_EQ(order_.PartsWaitFor(), Ranks()) << "it is being added";
+  EXPECT_EQ(Add(), "0.1;");
+  EXPECT_TRUE(End(1, 0).ok());
+  EXPECT_TRUE(Give(0, 1, 1).ok());
+  EXPECT_EQ(order_.PartsWaitFor(), Ranks({2}));
+}
+
 TEST_F(GradientOrderTest, ARankThatOthersWaitForAtTheEndOfAPassIsKnown) {
   Begin({0, 1, 2});
   EXPECT_TRUE(End(0, 0, /*waits=*/true).ok());

@@ -58,6 +58,8 @@ class GradientSum {
   // Of ranks that wait for sums, or for ends of passes.
   bool Waits(uint32_t rank) const { return order_.Waits(rank); }
   std::vector<uint32_t> WaitedFor() const { return order_.WaitedFor(); }
+  std::vector<uint32_t> PartsWaitFor() const { return order_.PartsWaitFor(); }
+  uint64_t said(uint32_t rank) const { return order_.said(rank); }
 
   // Answers everything that has not begun; nothing more may be handled.
   void FailQueued(const absl::Status& status);

@@ -258,6 +258,7 @@ class Job {
   struct Wait {
     std::string what;               // that some do
     std::vector<uint32_t> missing;  // whom they wait for
+    uint64_t said = 0;              // by these, of gradients
     friend bool operator==(const Wait&, const Wait&) = default;
   };
   std::optional<Wait> FindWait() const;

@@ -184,7 +184,12 @@ std::optional<Job::Wait> Job::FindWait() const {
   if (auto wait = waiting("Exchange", &Rank::Calls::exchange)) return wait;
   if (gradients_ == nullptr) return std::nullopt;
   Wait look{.what = "look at gradients", .missing = gradients_->WaitedFor()};
-  return look.missing.empty() ? std::nullopt : std::optional(std::move(look));
+  if (!look.missing.empty()) return look;
+  // Their rings may be full: nobody says that.
+  Wait parts{.what = "give gradients", .missing = gradients_->PartsWaitFor()};
+  if (parts.missing.empty()) return std::nullopt;
+  for (const uint32_t rank : parts.missing) parts.said += gradients_->said(rank);
+  return parts;
 }
 
 void Job::WatchRanks() {
