@@ -7,13 +7,13 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 import unittest
 
 from trainer import Trainer
 
 TRAIN, OFFLOADD = (os.path.abspath(path) for path in sys.argv[1:3])
 MODEL = ["--params", "1M", "--seq", "16", "--batch", "1", "--threads", "1", "--sample", "0", "--seed", "3", "--offload", "on", "--job", "job"]
-JOIN_SECONDS = 3  # how long a rank waits for those that do not come
 
 
 def flags_with(changes):
@@ -29,7 +29,7 @@ class BadRanksTest(unittest.TestCase):
 
     def start(self, rank, world_size, flags=None, run_id=None, **variables):
         """A rank; `variables` replace what a launcher says, None takes one away."""
-        said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "OFFLOADD_JOIN_TIMEOUT": JOIN_SECONDS,
+        said = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size,
                 "OFFLOADD_LOCK_TIMEOUT": 1, "TORCHELASTIC_RUN_ID": run_id or f"{os.getpid()}-{self.id()}", "OFFLOADD_BINARY": OFFLOADD} | variables
         arguments = flags_with({"--nvme-path": self.pool} | (flags or {}))
         environment = {name: str(value) for name, value in said.items() if value is not None}
@@ -53,40 +53,51 @@ class BadRanksTest(unittest.TestCase):
             self.assertEqual(code, 0, rank.stderr)
         self.assertEqual(ranks[0].start()["resumed_step"], begins)
 
-    def differ(self, text, flags, **variables):
-        """Two ranks of which the second is started otherwise: both say the same difference, and nothing is made."""
-        said = self.ended(self.start(0, 2), self.start(1, 2, flags, **variables))
-        # Who was first waits in vain for one that was refused; else both are told.
-        self.assertTrue(any("OFD-1805" in each and text in each for each in said), said)
-        self.assertTrue(all("OFD-1805" in each or "OFD-1804" in each for each in said), said)
+    def differ(self, text, flags):
+        """Two ranks of which the second is started otherwise: both are told the difference, and nothing is made."""
+        for said in self.ended(self.start(0, 2), self.start(1, 2, flags)):
+            self.assertIn("OFD-1805", said)
+            self.assertIn(text, said)
+        self.assertEqual(self.stores(), [])
+
+    def is_refused(self, text, *ranks):
+        """Who comes second is told, and is no rank; the other goes on waiting."""
+        while all(rank.process.poll() is None for rank in ranks):
+            time.sleep(0.05)
+        second = next(rank for rank in ranks if rank.process.poll() is not None)
+        for rank in ranks:
+            if rank is not second:
+                rank.process.kill()
+                rank.wait()
+        said = self.ended(second)[0]
+        self.assertIn("OFD-1805", said)
+        self.assertIn(text, said)
         self.assertEqual(self.stores(), [])
 
     def test_two_with_one_number(self):
-        said = self.ended(self.start(0, 2), self.start(0, 2))
-        self.assertTrue(any("OFD-1805" in each and "both are rank 0 of 2" in each for each in said), said)
-        self.assertTrue(any("OFD-1804" in each and "rank 1 of 2" in each for each in said), said)
-        self.assertEqual(self.stores(), [])
+        self.is_refused("both are rank 0 of 2", self.start(0, 2), self.start(0, 2))
 
     def test_missing_ones_are_named(self):
-        for text in self.ended(self.start(0, 4), self.start(2, 4)):
+        # Two seconds are enough for the other one, or it is named, too.
+        for text in self.ended(*(self.start(rank, 4, OFFLOADD_JOIN_TIMEOUT=2) for rank in (0, 2))):
             self.assertIn("OFD-1804", text)
-            self.assertIn("ranks 1 and 3 of 4", text)
+            self.assertRegex(text, r"waited in vain for ranks .*1.* and 3 of 4")
         self.assertEqual(self.stores(), [])
 
     def test_other_model(self):
         self.differ("\"model.", {"--params": "2M"})
 
-    def test_other_budget(self):
-        self.differ("ram is ", {"--ram": "96MiB"})
-
     def test_other_optimizer(self):
         self.differ("optimizer", {"--optimizer": "sgd"})
 
-    def test_other_world(self):
-        self.differ("world size is ", {}, WORLD_SIZE=3, LOCAL_WORLD_SIZE=3)
-
     def test_other_rate(self):
         self.differ("optimizer.parameters[0]: ", {"--lr": "0.5"})
+
+    def test_other_budget(self):
+        self.is_refused("ram is ", self.start(0, 2), self.start(1, 2, {"--ram": "96MiB"}))
+
+    def test_other_world(self):
+        self.is_refused("world size is ", self.start(0, 2), self.start(1, 2, WORLD_SIZE=3, LOCAL_WORLD_SIZE=3))
 
     def test_other_number_of_steps(self):
         # The rate of the second step is another one: that is taken by nobody.
