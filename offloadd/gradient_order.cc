@@ -136,6 +136,7 @@ absl::Status GradientOrder::Begin(uint32_t rank, uint64_t step) {
                      ranks_[rank].steps ? " after it has called for step " : " of step ", step_));
   }
   if (StandOf(rank).entered) OFFLOAD_RETURN_IF_ERROR(BeginAnew(rank));
+  ranks_[rank].gave = 0;
   StandOf(rank).entered = true;
   Advance();
   return absl::OkStatus();
@@ -294,6 +295,7 @@ absl::Status GradientOrder::EndPass(uint32_t pass, bool waits, const Ticket& tic
     return Violation(absl::StrCat("rank ", rank, " ends pass ", pass, " amid a tensor"));
   }
   ++ranks_[rank].said;
+  ranks_[rank].gave = FindRound(ranks_[rank].round)->beginning;
   ++StandOf(rank).ended;
   if (waits) {
     ends_.push_back({.ticket = ticket, .round = ranks_[rank].round, .pass = pass});
@@ -368,6 +370,7 @@ void GradientOrder::BeginNextStep(std::span<const uint32_t> updated) {
   for (Rank& rank : ranks_) {
     rank.round = number;
     rank.steps = false;
+    rank.gave = 0;
     rank.unfinished = 0;
   }
 }

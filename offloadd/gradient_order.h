@@ -115,6 +115,10 @@ class GradientOrder {
   // Ranks without whose parts, or ends of passes, one that was delivered cannot be added; none when
   // there is no such part.
   std::vector<uint32_t> PartsWaitFor() const;
+  // The rank has made passes for this step, but none since others have begun anew.
+  bool IsBehind(uint32_t rank) const {
+    return ranks_[rank].gave != 0 && ranks_[rank].gave < rounds_.back().beginning;
+  }
   // How much a rank has said so far.
   uint64_t said(uint32_t rank) const { return ranks_[rank].said; }
 
@@ -172,6 +176,7 @@ class GradientOrder {
     uint64_t round = 0;  // that it is in, or will enter
     bool steps = false;
     uint64_t said = 0;        // parts and ends
+    uint64_t gave = 0;        // the beginning of its last pass of this step; 0: none
     uint32_t unfinished = 0;  // tensors of which it has delivered a part, but not all
     std::vector<Delivery> deliveries;
   };

@@ -294,6 +294,23 @@ TEST_F(GradientOrderTest, ZeroingOnSomeRanksOnlyIsAnError) {
   ExpectError(End(1, 1), ErrorId::kGradientOfRanks, {"rank 1 goes on", "zeroed without a step"});
 }
 
+// It had no pass before that: what it gave went to the sum that the others have left.
+TEST_F(GradientOrderTest, ARankThatDoesNotBeginAnewIsBehind) {
+  Begin({0, 1, 2});
+  EXPECT_TRUE(Give(0, 0, 0).ok());
+  EXPECT_TRUE(End(0, 0).ok());
+  EXPECT_FALSE(order_.IsBehind(0));
+  Begin({0});  // has zeroed it
+  EXPECT_FALSE(order_.IsBehind(0));
+  for (const uint32_t rank : {0, 1}) {
+    EXPECT_TRUE(Give(rank, 0, 0).ok());
+    EXPECT_TRUE(End(rank, 0).ok());
+  }
+  EXPECT_FALSE(order_.IsBehind(0));
+  EXPECT_TRUE(order_.IsBehind(1));
+  EXPECT_FALSE(order_.IsBehind(2)) << "it has given nothing";
+}
+
 TEST_F(GradientOrderTest, AnEndThatWaitsTellsWhatOthersGave) {
   Begin({0, 1, 2});
   EXPECT_TRUE(End(0, 0, /*waits=*/true).ok());

@@ -60,6 +60,7 @@ class GradientSum {
   std::vector<uint32_t> WaitedFor() const { return order_.WaitedFor(); }
   std::vector<uint32_t> PartsWaitFor() const { return order_.PartsWaitFor(); }
   uint64_t said(uint32_t rank) const { return order_.said(rank); }
+  bool IsBehind(uint32_t rank) const { return order_.IsBehind(rank); }
 
   // Answers everything that has not begun; nothing more may be handled.
   void FailQueued(const absl::Status& status);

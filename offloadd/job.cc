@@ -355,8 +355,24 @@ void Job::StartRecordedStep() {
   AnswerStep(store_->committed().epoch);
 }
 
+// What a rank gave before the others zeroed theirs is in no sum any more. One that has nothing has
+// zeroed it, too.
+absl::Status Job::CheckNobodyIsBehind() const {
+  if (gradients_ == nullptr) return absl::OkStatus();
+  for (uint32_t rank = 0; rank < world_size(); ++rank) {
+    if (!gate_->NamesTensors(rank) || !gradients_->IsBehind(rank)) continue;
+    return MakeError(ErrorId::kGradientOfRanks,
+                     absl::StrCat("rank ", rank, " steps with gradients of a backward pass, since ",
+                                  "which other ranks have zeroed theirs without a step"),
+                     "Zero gradients without a step only after a backward pass on every rank");
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<StepPlan> Job::TakeStep() {
+  const absl::Status standing = CheckNobodyIsBehind();
   OFFLOAD_ASSIGN_OR_RETURN(const StepMessages messages, gate_->Take());
+  OFFLOAD_RETURN_IF_ERROR(standing);
   OFFLOAD_ASSIGN_OR_RETURN(StepPlan plan, MakeStepPlan(messages, context_));
   if (plan.step != step_ + 1)
     return WrongState(absl::StrCat("step ", plan.step, " after step ", step_));

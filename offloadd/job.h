@@ -281,6 +281,7 @@ class Job {
   bool StepIsReady() const { return gate_.has_value() && gate_->IsComplete(); }
   void StartRecordedStep();
   absl::StatusOr<StepPlan> TakeStep();
+  absl::Status CheckNobodyIsBehind() const;
   absl::Status CheckSums(const StepMessages& messages) const;
   void AnswerStep(const absl::StatusOr<uint64_t>& durable_step);
   std::optional<std::string> TakeTrainerStates();

@@ -145,6 +145,11 @@ absl::Status StepGate::Add(uint32_t rank, StepMessages messages) {
   return absl::OkStatus();
 }
 
+bool StepGate::NamesTensors(uint32_t rank) const {
+  return Has(rank) && std::any_of(requests_[rank]->begin(), requests_[rank]->end(),
+                                  [](const StepRequest& part) { return part.tensors_size() > 0; });
+}
+
 bool StepGate::empty() const {
   return std::none_of(requests_.begin(), requests_.end(),
                       [](const auto& request) { return request.has_value(); });

@@ -37,6 +37,8 @@ class StepGate {
   bool empty() const;
   bool IsComplete() const;
   bool Has(uint32_t rank) const { return requests_[rank].has_value(); }
+  // The rank has called for a step with gradients.
+  bool NamesTensors(uint32_t rank) const;
   std::vector<uint32_t> Missing() const;
 
   // Requires IsComplete(), and empties the gate. The messages of one rank that ask for what all do;
