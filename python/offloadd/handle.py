@@ -17,7 +17,7 @@ from . import in_memory, pickled, served, universal
 from .beginning import Beginning, has_begun
 from .errors import Error
 from .library import Engine, is_disabled
-from .optimizer import Foreign, check_free, has_stepped, is_table, recipe_of
+from .optimizer import Foreign, check_free, has_stepped, is_table, recipe_of, refuse_unless_kept, shaped_as
 
 _log = logging.getLogger("offloadd")
 
@@ -485,6 +485,20 @@ class Handle:
     def gather_one(self, parameter, plane="weight"):
         return self._running().gather(parameter, plane)
 
+    def write_one(self, parameter, plane, value):
+        """Gives a weight, its "master" or a moment the values of a tensor; durable with the next step()."""
+        self._running()
+        value = shaped_as(parameter, value)
+        if plane in ("weight", "master"):
+            with torch.no_grad():
+                parameter.copy_(value)
+        part = next((part for part in self._parts if part.has(parameter)), None)
+        if plane == "weight" or (plane == "master" and (part is None or parameter.dtype in (torch.float32, torch.float64))):
+            return
+        if part is None:
+            refuse_unless_kept({}, plane)
+        part.write(parameter, plane, value)
+
     def is_state_small(self):
         """Whether all moments, twice, are little beside the memory budget."""
         plan = self.plan()
@@ -798,9 +812,11 @@ def gather(parameters, plane="weight", *, write=False):
     chosen = list(parameters) if several else [parameters]
 
     def copy(parameter):
-        for handle in list(_open_handles):
-            if handle.is_open and id(parameter) in handle.identities():
-                return handle.gather_one(parameter, plane)
+        handle = handle_of(parameter)
+        if handle is not None:
+            return handle.gather_one(parameter, plane)
+        if plane != "weight":
+            raise Error.of(1002, f"a parameter of shape {list(parameter.shape)} is in no job, and has no {plane}", "Attach its model and optimizer")
         return served.copy_of(parameter)
 
     copies = Gathered(chosen, [copy(each) for each in chosen], write)
@@ -811,6 +827,11 @@ def gather(parameters, plane="weight", *, write=False):
 def _close_all():
     for handle in handles():
         handle.close()
+
+
+def handle_of(parameter):
+    """The handle of the job that a parameter is of, with OFFLOADD_DISABLE=1 the one in memory; None where there is none."""
+    return next((each for each in [*handles(), *in_memory.handles()] if id(parameter) in each.identities()), None)
 
 
 def handles():

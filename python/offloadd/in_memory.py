@@ -4,13 +4,15 @@ those of bf16 and fp16 by the same on fp32 masters and moments, as the daemon do
 import collections
 import copy
 import functools
+import itertools
 import os
+import weakref
 
 import torch
 
 from . import pickled, served, universal
 from .library import Engine
-from .optimizer import recipe_of, step_function, swap_class
+from .optimizer import recipe_of, refuse_unless_kept, shaped_as, step_function, swap_class
 
 
 class _WithMasters:
@@ -59,13 +61,13 @@ class Masters:
         if parameter not in self._master_of:
             self._master_of[parameter] = parameter if not _is_narrow(parameter) else \
                 torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
-            self._see(parameter)
+            self.see(parameter)
         return self._master_of[parameter]
 
     def _groups(self, optimizer):
         return [{**group, "params": [self._master(parameter) for parameter in group["params"]]} for group in optimizer.param_groups]
 
-    def _see(self, parameter):
+    def see(self, parameter):
         """Remembers what tells that somebody has written to it since."""
         self._seen[parameter] = parameter._version, parameter.data_ptr()
 
@@ -92,7 +94,7 @@ class Masters:
             if master is not parameter and master.grad is not None:
                 parameter.copy_(master)
                 master.grad = None
-            self._see(parameter)
+            self.see(parameter)
 
     def state_dict(self, optimizer):
         self._follow(optimizer)
@@ -105,15 +107,15 @@ class Masters:
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         for key, (parameter, master) in zip(keys, self._pairs(optimizer)):
             if "master" in state_dict["state"].get(key, {}):
-                self._replace(parameter, master, state_dict["state"][key]["master"])
+                self.replace(parameter, master, state_dict["state"][key]["master"])
         for theirs, ours in zip(optimizer.param_groups, self._optimizer.param_groups):
             theirs.update({key: value for key, value in ours.items() if key != "params"})
 
     @torch.no_grad()
-    def _replace(self, parameter, master, value):
+    def replace(self, parameter, master, value):
         master.copy_(value)
         parameter.copy_(value)
-        self._see(parameter)
+        self.see(parameter)
 
     def state_of(self, parameter):
         master = self._master_of.get(parameter, parameter)
@@ -143,6 +145,14 @@ def _has_narrow(optimizer):
     return any(_is_narrow(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
+_handles = weakref.WeakSet()
+
+
+def handles():
+    """Those of this process."""
+    return list(_handles)
+
+
 class Plan(dict):
     text = "OFFLOADD_DISABLE is set: everything is in memory\n"
 
@@ -157,6 +167,7 @@ class Handle:
 
     def __init__(self, models, optimizers, options, initial_weights=None):
         self.models, self.optimizers, self.options = models, optimizers, dict(options)
+        _handles.add(self)
         self.job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
         self.nvme_path = str(options.get("nvme_path") or "")
         self.step, self.trainer_state = 0, b""
@@ -203,6 +214,23 @@ class Handle:
         wide = torch.float64 if parameter.dtype == torch.float64 else torch.float32
         found = master.to(wide) if plane == "master" else state.get(plane)
         return torch.zeros_like(parameter, dtype=wide, device="cpu") if found is None else served.copy_of(found).cpu()
+
+    def identities(self):
+        of_models = (parameter for model in self.models for parameter in model.parameters())
+        of_optimizers = (parameter for optimizer in self.optimizers for group in optimizer.param_groups for parameter in group["params"])
+        return {id(parameter) for parameter in itertools.chain(of_models, of_optimizers)}
+
+    @torch.no_grad()
+    def write_one(self, parameter, plane, value):
+        """As offloadd.Handle's."""
+        value = shaped_as(parameter, value)
+        masters = next((o._masters for o in self.optimizers if hasattr(o, "_masters") and parameter in o._masters._master_of), None)
+        if plane == "master" and masters is not None and masters._master_of[parameter] is not parameter:
+            masters.replace(parameter, masters._master_of[parameter], value)
+        elif plane in ("weight", "master"):
+            parameter.copy_(value)
+        else:
+            refuse_unless_kept(self._state_of(parameter), plane)[plane].copy_(value)
 
     def gather(self, parameters, plane="weight", *, write=False):
         from .handle import Gathered

@@ -454,6 +454,21 @@ def _check_own_step(optimizer):
         _refuse("the optimizer's step() was replaced on the instance", "Attach before whatever replaces it")
 
 
+def refuse_unless_kept(state, plane):
+    """Returns the state, of a parameter that was updated."""
+    if plane not in state:
+        kept = f"it has {', '.join(state)}" if state else "it was not updated yet"
+        raise Error.of(1002, f"a parameter's optimizer keeps no {plane}: {kept}", "Write what step() has made")
+    return state
+
+
+def shaped_as(parameter, value):
+    """The values that are to be written into something of a parameter."""
+    if value.numel() != parameter.numel():
+        raise Error.of(1002, f"values of shape {list(value.shape)} for a parameter of shape {list(parameter.shape)}", "Give a whole tensor")
+    return value.reshape(parameter.shape)
+
+
 def check_free(optimizer):
     """Refuses what cannot be attached. One whose job is closed becomes what it was before; returns that job when it has moments there."""
     part = getattr(optimizer, "_offload_part", None)
@@ -488,6 +503,15 @@ class ForeignPart:
     def tell(self):
         _log.warning("offloadd: %s runs in this process; what it keeps is in memory and is not part of the job, which cannot be resumed",
                      self.name)
+
+    def has(self, parameter):
+        return any(parameter is each for group in self.optimizer.param_groups for each in group["params"])
+
+    def write(self, parameter, plane, value):
+        """As Part.write(); there are no masters."""
+        if plane != "master":
+            with torch.no_grad():
+                refuse_unless_kept(self.optimizer.state.get(parameter, {}), plane)[plane].copy_(value)
 
     def _begin(self, *_):
         self._depth += 1
@@ -650,6 +674,20 @@ class Part:
     def replace(self, states):
         """The state is torch's of `states`, by parameter; of others there is none. Durable with the next step()."""
         self.handle.replace_state(*self._as_columns(self._rows(states.get)))
+        self._replaced_at = self.handle.step
+        self._replacements += 1
+
+    def has(self, parameter):
+        return any(parameter is each for group in self.optimizer.param_groups for each in group["params"])
+
+    def write(self, parameter, plane, value):
+        """Gives a moment of one parameter, or its "master", other values. Durable with the next step()."""
+        group = next(group for group in self.optimizer.param_groups if any(parameter is each for each in group["params"]))
+        state = dict(self._state.get(parameter, {}))
+        if plane != "master":
+            refuse_unless_kept(state, plane)
+        row = self._read({**state, plane: value}, self.recipe.planes(self.recipe.values(group)), group)
+        self.handle.replace_state(*self._as_columns([(parameter, *row)]))
         self._replaced_at = self.handle.step
         self._replacements += 1
 

@@ -220,7 +220,8 @@ class _Replaced:
         parameter = self.parameter()
         if parameter.shape != self.own.shape or parameter.dtype != self.own.dtype:
             raise Error.of(1601, f"a parameter of {self.own.dtype}, shape {list(self.own.shape)}, has become one of {parameter.dtype}, shape "
-                                 f"{list(parameter.shape)} (p.data = …, or a cast such as model.to(dtype))", "Change types and shapes before attach()")
+                                 f"{list(parameter.shape)} (p.data = …, or a cast such as model.to(dtype))",
+                           "Change types and shapes before attach(); a model that casts parameters of its own has done so after one forward pass")
         if self.was_shared or _is_shared(parameter):
             raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, too",
                            "Set the value with p.copy_(x) under torch.no_grad(), or keep no x")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 import torch
 
@@ -463,6 +464,24 @@ class DeepSpeedTest(unittest.TestCase):
             self.assertEqual(engine_loop(engine, 4 - first, first=first)[-len(after):], after)
             self.assertTrue(all(torch.equal(value, weights[name]) for name, value in here.state_dict().items()))
 
+    def back_to_a_checkpoint(self, folder):
+        """Losses of a bf16 model that goes back from its fifth step to its third, and its weights."""
+        here = make()
+        engine, *_ = self.initialize(here, self.config(bf16={"enabled": True}, gradient_clipping=0.5))
+        told = engine_loop(engine, 3, clip=0.5)
+        engine.save_checkpoint(os.path.join(self.folder.name, folder), client_state={"position": 3})
+        told += engine_loop(engine, 2, clip=0.5, first=3)
+        _, state = engine.load_checkpoint(os.path.join(self.folder.name, folder))
+        told += engine_loop(engine, 3, clip=0.5, first=state["position"])
+        return told, copies(here)
+
+    def test_checkpoints_in_memory_are_as_those_of_the_job(self):
+        told, weights = self.back_to_a_checkpoint("offloaded")
+        with unittest.mock.patch.dict(os.environ, {"OFFLOADD_DISABLE": "1"}):
+            told_in_memory, in_memory = self.back_to_a_checkpoint("in_memory")
+        self.assertEqual(told, told_in_memory)
+        self.assertTrue(all(torch.equal(value, weights[name]) for name, value in in_memory.items()))
+
     def test_the_weights_of_a_checkpoint_are_for_everybody(self):
         saved = os.path.join(self.folder.name, "saved")
         here = make(tied=True)
@@ -587,8 +606,37 @@ class DeepSpeedTest(unittest.TestCase):
         utils = offloadd.deepspeed.utils
         self.assertTrue(torch.equal(utils.safe_get_full_fp32_param(here.up.weight), there.up.weight))
         self.assertTrue(torch.equal(utils.safe_get_full_optimizer_state(here.up.weight, "exp_avg"), optimizer.state[there.up.weight]["exp_avg"]))
-        with self.assertRaises(offloadd.Error):
-            utils.safe_set_full_optimizer_state(here.up.weight, torch.zeros(1), "exp_avg")
+        for values, name in ((torch.zeros(1), "exp_avg"), (torch.zeros_like(here.up.weight), "momentum_buffer")):
+            with self.assertRaisesRegex(offloadd.Error, "OFD-1002"):
+                utils.safe_set_full_optimizer_state(here.up.weight, values, name)
+
+    def with_masters_and_moments_that_are_written(self, engine, dtype):
+        """The loop against one that writes the same into torch's own optimizer."""
+        utils, here = offloadd.deepspeed.utils, engine.module
+        there = make(dtype)
+        optimizer = self.adamw(there.parameters()) if dtype == torch.float32 else Masters(there, self.adamw)
+        masters = list(there.parameters()) if dtype == torch.float32 else [master for _, master in optimizer.pairs]
+        state = getattr(optimizer, "optimizer", optimizer).state
+        for first in (0, 2):
+            self.assertEqual(engine_loop(engine, 2, first=first), plain(there, optimizer, 2, first=first))
+            for p, q, master in zip(here.parameters(), there.parameters(), masters):
+                utils.safe_set_full_fp32_param(p, utils.safe_get_full_fp32_param(p) * 1.0009)
+                utils.safe_set_full_optimizer_state(p, utils.safe_get_full_optimizer_state(p, "exp_avg") / 3, "exp_avg")
+                with torch.no_grad():
+                    master.mul_(1.0009)
+                    q.copy_(master)
+                    state[master]["exp_avg"].div_(3)
+                self.assertTrue(torch.equal(utils.safe_get_full_fp32_param(p), master))
+                self.assertTrue(torch.equal(utils.safe_get_full_optimizer_state(p, "exp_avg"), state[master]["exp_avg"]))
+        self.assertEqual(engine_loop(engine, 2, first=4), plain(there, optimizer, 2, first=4))
+        self.check_equal(here, there)
+
+    def test_masters_and_moments_can_be_written(self):
+        for dtype in (torch.float32, torch.bfloat16):
+            for disabled in ("", "1"):
+                with self.subTest(dtype=dtype, disabled=disabled), unittest.mock.patch.dict(os.environ, {"OFFLOADD_DISABLE": disabled}):
+                    engine, *_ = self.initialize(make(), self.config(bf16={"enabled": dtype == torch.bfloat16}))
+                    self.with_masters_and_moments_that_are_written(engine, dtype)
 
     def test_attributes_that_are_not_there_are_named(self):
         engine, *_ = self.initialize(make(), self.config())

@@ -94,7 +94,7 @@ def _load_masters(optimizer, stored):
     if stored:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                optimizer._masters._versions[parameter] = parameter._version  # what was written is no news
+                optimizer._masters.see(parameter)  # what was written is no news
 
 
 def _reattach(model, old, options):

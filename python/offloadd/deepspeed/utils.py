@@ -55,13 +55,9 @@ def set_z3_leaf_module(module, flag):
     pass
 
 
-def _handle_of(parameter):
-    return next((each for each in attaching.handles() if id(parameter) in each.identities()), None)
-
-
 def safe_get_full_fp32_param(param):
     """The fp32 master."""
-    handle = _handle_of(param)
+    handle = attaching.handle_of(param)
     return param.detach().float().clone() if handle is None else handle.gather_one(param, "master")
 
 
@@ -70,19 +66,25 @@ def safe_get_full_grad(param):
 
 
 def safe_get_full_optimizer_state(param, optim_state_key):
-    handle = _handle_of(param)
-    if handle is None:
-        return None
-    return handle.gather_one(param, optim_state_key)
+    handle = attaching.handle_of(param)
+    return None if handle is None else handle.gather_one(param, optim_state_key)
 
 
+@torch.no_grad()
 def safe_set_full_fp32_param(param, value):
-    with torch.no_grad():
+    """Of bf16 weights the master, whose rounding they become."""
+    handle = attaching.handle_of(param)
+    if handle is None:
         param.copy_(value)
+    else:
+        handle.write_one(param, "master", value)
 
 
 def safe_set_full_optimizer_state(param, value, optim_state_key):
-    refuse(f"writing the optimizer's {optim_state_key}: it is in the store of the job", "Begin a new job to start without moments")
+    handle = attaching.handle_of(param)
+    if handle is None:
+        refuse(f"writing {optim_state_key} of a parameter that no engine has", "Call it after deepspeed.initialize()")
+    handle.write_one(param, optim_state_key, value)
 
 
 def safe_set_full_grad(param, value):
