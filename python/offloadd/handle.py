@@ -17,7 +17,7 @@ from . import in_memory, pickled, served, universal
 from .beginning import Beginning, has_begun
 from .errors import Error
 from .library import Engine, is_disabled
-from .optimizer import Foreign, check_free, has_stepped, is_table, recipe_of, refuse_unless_kept, shaped_as
+from .optimizer import Foreign, check_arithmetic, check_free, has_stepped, is_table, recipe_of, refuse_unless_kept, shaped_as
 
 _log = logging.getLogger("offloadd")
 
@@ -86,8 +86,6 @@ def _strings(options):
             continue
         if key not in OPTIONS:
             raise Error.of(1002, f"there is no option {key}", f"The options are {', '.join(OPTIONS)}")
-        if isinstance(value, (list, tuple)) and key == "nvme_path":
-            value = ",".join(os.fspath(each) for each in value)
         pairs += [key, str(int(value)) if isinstance(value, bool) else os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
     return pairs
 
@@ -103,7 +101,15 @@ def _options(nvme_path, ram, job, config, others):
 
             options.update(options_of(config))
     options.update({key: value for key, value in {"nvme_path": nvme_path, "ram": ram, "job": job, **others}.items() if value is not None})
+    if options.get("nvme_path"):
+        options["nvme_path"] = _absolute(options["nvme_path"])
     return options
+
+
+def _absolute(pools):
+    """For a script that goes to another directory later."""
+    given = [os.fspath(each) for each in pools] if isinstance(pools, (list, tuple)) else os.fspath(pools).split(",")
+    return ",".join(each if not each or os.path.isabs(each) else os.path.join(os.getcwd(), each) for each in given)
 
 
 def reduces_gradients(options):
@@ -118,7 +124,7 @@ def _job_of(options):
 
 def _pool_of(options):
     given = options.get("nvme_path") or os.environ.get("OFFLOADD_POOL")
-    return ",".join(map(str, given)) if isinstance(given, (list, tuple)) else str(given)
+    return _absolute(given) if given else str(given)
 
 
 def _open_engine(options):
@@ -377,6 +383,8 @@ class Handle:
                                f"Attach to job {former}, or make a new optimizer")
             recipes.append(recipe_of(optimizer))
         kinds = {recipe.kind for recipe in recipes if not recipe.is_foreign} or {Foreign.kind}
+        if any(not recipe.is_foreign for recipe in recipes) and any(p.requires_grad for model in models for p in model.parameters()):
+            check_arithmetic()
         if len(kinds) > 1:
             raise Error.of(1604, f"one job with optimizers of several kinds ({', '.join(sorted(kinds))})",
                            "Use optimizers of one kind for all parts of a job, give each model a job of its own, or attach one of the optimizers: "
@@ -735,7 +743,8 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
     """
     global _constructed
     models = _listed(model) if model is not None else []
-    if optimizer is None:
+    is_only_read = optimizer is None
+    if is_only_read:
         for each in models:
             each.requires_grad_(False)
         optimizer = torch.optim.SGD  # which keeps nothing
@@ -767,8 +776,12 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
         if is_pickled and handle.step == 0:
             handle.load_weights(initial_weights)
         return handle
-    except BaseException:
+    except BaseException as error:
         (handle or engine).close()
+        if is_only_read and isinstance(error, Error) and error.id == 1602 and "was trained with" in str(error):
+            raise Error.of(1602, f"job {_job_of(options)} was trained, and attach() was given no optimizer",
+                           "Give it the optimizer that the job was trained with, which need not step, or read the weights that offloadctl export "
+                           "writes in a job of their own") from None
         raise
 
 

@@ -174,6 +174,16 @@ class Recipe:
         return Part(handle, optimizer, self)
 
 
+_SMALLEST, _ONE = 5e-324, 1.0
+
+
+def check_arithmetic():
+    """OFD-1604 where this thread takes the smallest numbers for 0: the daemon's do not."""
+    if _SMALLEST * _ONE == 0.0:
+        _refuse("torch.set_flush_denormal(True) is set, with which an update in this thread has other bits than in the daemon",
+                "Call torch.set_flush_denormal(False)")
+
+
 def _refuse_write(*_, **__):
     _refuse("the optimizer's state is in the store of the job, and cannot be written from here",
             "Change it in what state_dict() gives, and load_state_dict() that; lr and other options are in param_groups")
@@ -592,6 +602,7 @@ class Part:
             _refuse(f"step() with {', '.join(given)}", "Call step() without arguments, or with a closure")
         if self.optimizer.__dict__.get("state") is not self._state:
             _refuse_write()
+        check_arithmetic()
         self.check_groups()
         values = self.group_values()
         self._check_momentum(values)

@@ -113,7 +113,8 @@ class Run:
             options = {"job": f"job{self._jobs}", **options}
             if device is not None and self.memory == "floor":
                 options = {"gpu_ram": gpu_ram_of(models), **options}
-            handle = offloadd.attach(model, optimizer, nvme_path=self.folder, ram=self.ram(models, optimizer, bool(options.get("unfreeze"))),
+            options.setdefault("nvme_path", self.folder)
+            handle = offloadd.attach(model, optimizer, ram=self.ram(models, optimizer, bool(options.get("unfreeze"))),
                                      spill_gradients=self.memory == "floor" and device is None, **options)
         self.handles.append(handle)
         return handle

@@ -440,6 +440,46 @@ def snapshot(run):
     return run.train(model, optimizer)
 
 
+@case(types=("fp32",), memory=("floor",))
+def script_goes_to_another_directory(run):
+    model, before = run.model(), os.getcwd()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    try:
+        os.chdir(run.folder)
+        handle = run.attach(model, optimizer, nvme_path=".")
+        os.chdir(os.sep)
+        told = run.train(model, optimizer)
+        handle.snapshot("kept")
+        told.append(run.weights())
+        run.models.clear()
+        if run.offloaded:
+            handle.close()
+            again = run.model()
+            with run.attach(again, torch.optim.AdamW(again.parameters(), 1e-3, fused=True), job="job1") as resumed:
+                assert resumed.step == 3
+            run.models.clear()
+        return told
+    finally:
+        os.chdir(before)
+
+
+@case(types=("fp32",), memory=("floor",))
+def trained_job_without_an_optimizer_is_told_of(run):
+    model = run.model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+    with run.attach(model, optimizer):
+        told = run.train(model, optimizer)
+    run.models.clear()
+    if run.offloaded:
+        try:
+            run.attach(run.model(), None, job="job1")
+            assert False
+        except offloadd.Error as error:
+            assert error.id == 1602 and "the optimizer that the job was trained with" in str(error), error
+        run.models.clear()
+    return told
+
+
 @case
 def exported_without_a_trainer(run):
     """offloadctl export, of a snapshot while the job goes on and of the last step after it."""

@@ -701,6 +701,37 @@ def infinite_gradient_is_refused(run):
     optimizer.step()
 
 
+def flushing(function):
+    """A case whose offloaded run takes the smallest numbers for 0 from somewhere on."""
+
+    def flushed(run):
+        try:
+            return function(run)
+        finally:
+            torch.set_flush_denormal(False)
+
+    flushed.__name__ = function.__name__
+    case(flushed, refused=1604, types=("fp32",), memory=("floor",))
+
+
+@flushing
+def flushed_denormals_are_refused(run):
+    torch.set_flush_denormal(True)
+    model = run.model()
+    run.attach(model, AdamW(model.parameters(), 1e-3, fused=True))
+
+
+@flushing
+def denormals_flushed_later_are_refused(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    run.loss(model, 0).backward()
+    optimizer.step()
+    torch.set_flush_denormal(True)
+    optimizer.step()
+
+
 @case(types=("fp32",))
 def grad_scaler(run):
     model = run.model()
