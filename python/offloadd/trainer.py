@@ -11,7 +11,6 @@ import io
 import json
 import logging
 import os
-import random
 import shutil
 import tempfile
 import weakref
@@ -20,20 +19,15 @@ import torch
 import transformers
 
 from . import handle as handles
+from . import unfinished
 from .errors import Error
 from .library import is_disabled
 from .optimizer import has_stepped, recipe_of
 
 _log = logging.getLogger("offloadd")
 _MAGIC = "offloadd.TrainerCallback"
+_RANDOM = "rng_state.pth"
 _KEPT_BYTES_MAX = 900_000  # beside buffers, in a step's state of the trainer
-
-
-def _random_state():
-    import numpy
-
-    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()}
-    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state
 
 
 def _bytes_of(data):
@@ -76,6 +70,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self.options, self.resume, self.handle = options, resume, None
         self.trainer = lambda: None  # while it trains
         self.checkpoint = None  # that it was told to resume from
+        self.norm = None  # of the gradients, the last one
         self._scheduler = None
         _patch_trainer()
 
@@ -97,6 +92,8 @@ class TrainerCallback(transformers.TrainerCallback):
         loaded = self._take_loaded(optimizer, beginning is not None)
         self.handle = handles.attach(model, optimizer, **self.options)
         self._scheduler = lr_scheduler
+        if self.trainer() is not None and not is_disabled():
+            unfinished.remember_norms(self.trainer(), self)
         if state.global_step > 0 == self.handle.step and not is_disabled():
             _log.warning("offloadd: job %s begins with the checkpoint of step %d%s", self.handle.job, state.global_step, _what_is_rounded(model))
         try:
@@ -160,13 +157,13 @@ class TrainerCallback(transformers.TrainerCallback):
         if self.handle is None or is_disabled():
             return
         steps = {"magic": _MAGIC, "step": state.global_step + 1, "job_step": self.handle.step + 1}
-        kept = _bytes_of({**steps, "random": _random_state(), "epoch": state.epoch, "scheduler": self._scheduler_state(),
-                          "trainer": self._trainer_state(state)})
+        kept = _bytes_of({**steps, "random": unfinished.random_state(), "epoch": state.epoch, "scheduler": self._scheduler_state(),
+                          "trainer": self._trainer_state(state), "loop": unfinished.loop_of(self.trainer(), self.norm)})
         self.handle.trainer_state = kept if len(kept) <= _KEPT_BYTES_MAX else _bytes_of(steps)
 
     def _scheduler_state(self):
-        """The scheduler's, which will step once more after the optimizer."""
-        return self._scheduler.state_dict() if self._scheduler is not None and not _is_plateau(self._scheduler) else None
+        """The scheduler's, which will step once more after the optimizer, or with what an evaluation gives."""
+        return self._scheduler.state_dict() if self._scheduler is not None else None
 
     def _trainer_state(self, state):
         """As trainer_state.json has it, with the log of the last steps."""
@@ -212,8 +209,9 @@ class TrainerCallback(transformers.TrainerCallback):
         return kept if kept is not None and "trainer" in kept else None
 
 
-def _is_plateau(scheduler):
-    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+def _is_stepped_by_evaluation(scheduler):
+    scheduler = getattr(scheduler, "scheduler", scheduler)
+    return isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or type(scheduler).__name__ == "GreedyLR"
 
 
 def _what_is_rounded(model):
@@ -234,7 +232,7 @@ def _write_checkpoint(trainer, kept):
     state["global_step"] = kept["step"]
     with open(os.path.join(folder, "trainer_state.json"), "w", encoding="utf-8") as file:
         json.dump(state, file)
-    torch.save(kept["random"], os.path.join(folder, "rng_state.pth"))
+    torch.save(kept["random"], os.path.join(folder, _RANDOM))
     return folder
 
 
@@ -247,17 +245,20 @@ def _continue(trainer, kept, original, kwargs):
         if kept["scheduler"] is not None:
             trainer.lr_scheduler.load_state_dict(kept["scheduler"])
             trainer.lr_scheduler.optimizer._opt_called = True
-            getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler).step()
+            if not _is_stepped_by_evaluation(trainer.lr_scheduler):
+                getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler).step()
         for group, lr in zip(trainer.optimizer.param_groups, trainer.lr_scheduler.get_last_lr()):
             group["lr"] = lr
 
     trainer._load_from_checkpoint = lambda *_, **__: None
     trainer._load_optimizer_and_scheduler = load_scheduler
+    take_back = unfinished.finish_first(trainer, kept, kwargs.get("ignore_keys_for_eval"), os.path.join(folder, _RANDOM))
     try:
         return original(trainer, resume_from_checkpoint=folder, **kwargs)
     finally:
         for name in ("_load_from_checkpoint", "_load_optimizer_and_scheduler"):
             trainer.__dict__.pop(name, None)
+        take_back()
         shutil.rmtree(os.path.dirname(folder), ignore_errors=True)
 
 

@@ -38,8 +38,8 @@ def log_of(trainer):
 def fit(run, model, callbacks=True, optimizers=(None, None), trains=({},), more=(), **options):
     """Trainer with its defaults; its log."""
     arguments = transformers.TrainingArguments(
-        os.path.join(run.folder, "out"), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, per_device_train_batch_size=2,
-        **{"max_steps": 4, "save_strategy": "no", **options})
+        os.path.join(run.folder, "out"), use_cpu=True, report_to=[], disable_tqdm=True, per_device_train_batch_size=2,
+        **{"logging_steps": 1, "max_steps": 4, "save_strategy": "no", **options})
     callback = None
     if run.offloaded and callbacks:
         callback = offloadd.TrainerCallback(nvme_path=run.folder, ram=run.ram([model], torch.optim.AdamW(model.parameters())), job="trainer",
@@ -103,8 +103,13 @@ def resumed_from_the_last_checkpoint(run):
 
 
 class Stop(transformers.TrainerCallback):
+    """Ends the process, as it were, when a step was taken and nothing was told of it."""
+
+    def __init__(self, step=3):
+        self.step = step
+
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
+        if state.global_step == self.step:
             raise KeyboardInterrupt
 
 
@@ -119,6 +124,38 @@ def interrupted_and_continued_without_a_checkpoint(run):
     for handle in offloadd.handles():
         handle.close()
     return fit(run, run.make(llama))[1][-2]
+
+
+def stopped_before_what_was_due(name, step, **options):
+    """A step that is to be logged, evaluated and saved is the last one of a process: the next one does that first. Everything is equal, also
+    what dropout draws behind it."""
+
+    def function(run):
+        if run.offloaded:
+            try:
+                fit(run, run.make(gpt2), more=[Stop(step)], **options)
+            except KeyboardInterrupt:
+                pass
+            for handle in offloadd.handles():
+                handle.close()
+        trainer, log = fit(run, run.make(gpt2), **options)
+        kept = {key: getattr(trainer.state, key) for key in ("global_step", "best_metric", "best_model_checkpoint", "total_flos")}
+        if kept["best_model_checkpoint"]:
+            kept["best_model_checkpoint"] = os.path.basename(kept["best_model_checkpoint"])
+        return log, kept
+
+    function.__name__ = name
+    case(function, **FP32)
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3, "max_steps": 7, "logging_steps": 2, "learning_rate": 5e-3}
+stopped_before_what_was_due("stopped_before_an_evaluation", 3, lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 0},
+                            **EVALUATED)
+stopped_before_what_was_due("stopped_before_a_checkpoint_that_is_the_best", 3, save_strategy="steps", save_steps=3, load_best_model_at_end=True,
+                            **EVALUATED)
+stopped_before_what_was_due("stopped_after_the_last_step", 7, **EVALUATED)
+stopped_before_what_was_due("stopped_at_the_end_of_an_epoch", 3, gradient_accumulation_steps=5, num_train_epochs=2, max_steps=-1,
+                            eval_strategy="epoch", logging_strategy="epoch", logging_steps=500)
 
 
 @case(refused=1602, types=("fp32",), memory=("floor",))

@@ -1,0 +1,111 @@
+"""The end of a step of Hugging Face's Trainer, for a process that was killed in it.
+
+A step is in the job before Trainer has logged, evaluated and saved what is due after it, and before callbacks were told. A run that
+continues there does all of that again: what a killed process has done of it is gone, or done again with the same result.
+"""
+
+import random
+import time
+import weakref
+
+import torch
+
+_NEEDED = ("_run_epoch", "_maybe_log_save_evaluate", "_get_learning_rate")  # of transformers 5
+
+
+def random_state():
+    import numpy
+
+    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()}
+    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state
+
+
+def _set_random_state(state):
+    import numpy
+
+    random.setstate(state["python"])
+    numpy.random.set_state(state["numpy"])
+    torch.random.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def remember_norms(trainer, callback):
+    """The norm that Trainer logs is a variable of its loop: callback.norm is the last one."""
+    if "_get_grad_norm" in vars(trainer) or not hasattr(trainer, "_get_grad_norm"):
+        return
+    of, to = weakref.ref(trainer), weakref.ref(callback)
+
+    def get_grad_norm(*args, **kwargs):
+        norm = type(of())._get_grad_norm(of(), *args, **kwargs)
+        if to() is not None:
+            to().norm = norm
+        return norm
+
+    trainer._get_grad_norm = get_grad_norm
+
+
+def loop_of(trainer, norm):
+    """What the loop has added up, before a step of the optimizer."""
+    if trainer is None or not all(hasattr(trainer, name) for name in (*_NEEDED, "_tr_loss")):
+        return None
+    return {"loss": trainer._tr_loss.detach().cpu().clone(), "total_loss": trainer._total_loss_scalar, "last_logged": trainer._globalstep_last_logged,
+            "first": trainer._initial_global_step, "norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
+            "learning_rate": trainer._get_learning_rate()}
+
+
+def _epoch_after(trainer, step):
+    """(epoch as Trainer's state has it after so many steps, its number, whether it ends there)."""
+    args, loader = trainer.args, trainer.callback_handler.train_dataloader
+    micro = args.gradient_accumulation_steps
+    try:
+        batches = len(loader)
+    except TypeError:
+        batches = args.max_steps * micro
+    steps = max(-(-batches // micro), 1)
+    epoch, before = divmod(step - 1, steps)
+    return epoch + min((before + 1) * micro, batches) / batches, epoch, before + 1 == steps
+
+
+def _finish(trainer, kept, ignore_keys):
+    loop, state, handler = kept["loop"], trainer.state, trainer.callback_handler
+    trainer._tr_loss = loop["loss"].to(trainer.args.device)
+    trainer._total_loss_scalar, trainer._globalstep_last_logged = loop["total_loss"], loop["last_logged"]
+    trainer._initial_global_step = loop["first"]
+    state.epoch, epoch, is_last = _epoch_after(trainer, state.global_step)
+    _set_random_state(kept["random"])
+
+    def do_what_is_due():
+        trainer._maybe_log_save_evaluate(trainer._tr_loss, loop["norm"], trainer.model_wrapped, None, epoch, ignore_keys, time.time(),
+                                         learning_rate=loop["learning_rate"])
+
+    trainer.control = handler.on_step_end(trainer.args, state, trainer.control)
+    do_what_is_due()
+    if is_last or trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+        trainer.control = handler.on_epoch_end(trainer.args, state, trainer.control)
+        do_what_is_due()
+    if trainer.control.should_training_stop:
+        trainer._run_epoch = lambda *_, **__: None  # which would begin with a step
+
+
+def finish_first(trainer, kept, ignore_keys, rng_file):
+    """Has the end of the step that the job is at done when training begins; then the random numbers are in the file that Trainer goes on
+    with. Returns a function that takes this back."""
+    handler = trainer.callback_handler
+    if kept.get("loop") is None or not all(hasattr(trainer, name) for name in _NEEDED):
+        return lambda: None
+    original = handler.on_train_begin
+
+    def on_train_begin(args, state, control):
+        trainer.control = original(args, state, control)
+        _finish(trainer, kept, ignore_keys)
+        torch.save(random_state(), rng_file)
+        return trainer.control
+
+    handler.on_train_begin = on_train_begin
+
+    def take_back():
+        vars(handler).pop("on_train_begin", None)
+        vars(trainer).pop("_run_epoch", None)
+
+    return take_back
