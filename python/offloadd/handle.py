@@ -367,6 +367,7 @@ class Handle:
         self.job, self.nvme_path = _job_of(options), _pool_of(options)
         self._parts = []
         self.last_step = 0  # when it was closed
+        self.has_loaded_weights = False
         self._attach(models, unfreeze)
         _open_handles.add(self)
         for model in models:
@@ -637,6 +638,7 @@ class Handle:
     def load_weights(self, path, *, ignored=()):
         """Takes the weights of a safetensors file or folder, or of one that torch.save() has written; moments and step stay."""
         engine, files = self._running(), pickled.files_of(path)
+        self.has_loaded_weights = True
         if files is None:
             engine.load_weights(os.fspath(path), list(ignored))
         else:
@@ -720,6 +722,18 @@ def beginning_of(model, options):
     return Beginning(_names_of([model])) if has_begun(engine, _pool_of(opened), _job_of(opened)) else None
 
 
+def _load_again(model, handle):
+    """Lightning loads a checkpoint's weights before it asks for optimizers. A job that exists has its own, which attach() has put in their place:
+    with the checkpoint's moments, of another step, they are loaded again."""
+    connector = getattr(getattr(model, "_trainer", None), "_checkpoint_connector", None)
+    loaded = getattr(connector, "_loaded_checkpoint", None) or {}
+    marks = [state.get("offloadd") or {} for state in loaded.get("optimizer_states", [])]
+    is_of_this_step = all(mark.get("id") == handle.mark()["id"] and mark.get("step") == handle.step for mark in marks)
+    if handle.step > 0 and "state_dict" in loaded and marks and not is_of_this_step:
+        _log.warning("offloadd: job %s is at step %d: it goes on with the weights of the checkpoint", handle.job, handle.step)
+        model.load_state_dict(loaded["state_dict"], strict=model.strict_loading)
+
+
 def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=None, unfreeze=None, initial_weights=None, **others):
     """Offloads the model's weights, gradients and optimizer state; the script goes on with the same `model` and `optimizer`.
 
@@ -775,6 +789,8 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
         handle = Handle(engine, models, optimizers, options, unfreeze)
         if is_pickled and handle.step == 0:
             handle.load_weights(initial_weights)
+        for each in models:
+            _load_again(each, handle)
         return handle
     except BaseException as error:
         (handle or engine).close()

@@ -543,6 +543,7 @@ class Part:
         self._without_momentum = set()  # groups that were stepped without
         self._checked = 0
         self._replaced_at, self._replacements = None, 0  # the job's step, how often
+        self._begun_at, self._versions = 0, []  # the job's step and the parameters' versions when it was attached
         self._state = StateOfAll(self)
 
     def swap(self):
@@ -553,6 +554,8 @@ class Part:
         optimizer._step_supports_amp_scaling = False  # else GradScaler leaves infinities and the scale to a fused step
         optimizer.__dict__["state"] = self._state
         self._checked = len(optimizer.param_groups)
+        self._begun_at = self.handle.step
+        self._versions = [parameter._version for parameter in self._parameters()]
 
     def release(self):
         optimizer = self.optimizer
@@ -708,6 +711,20 @@ class Part:
         parameters = itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
         return [(parameter, state_dict["state"].get(key) or {}) for key, parameter in zip(keys, parameters)]
 
+    def _parameters(self):
+        return itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+
+    def _check_weights_are_loaded(self, mark, here):
+        """OFD-1602 for moments of another step of the job beside the job's own weights: a script that loads a checkpoint, and attaches, and then
+        loads the rest of it."""
+        was_resumed = 0 < self._begun_at == here["step"]
+        if not was_resumed or mark is None or mark.get("id") != here["id"] or mark["step"] == here["step"] or self.handle.has_loaded_weights:
+            return
+        if self._versions == [parameter._version for parameter in self._parameters()]:
+            raise Error.of(1602, f"the moments are of step {mark['step']}, and the weights of step {here['step']}, at which job {here['job']} "
+                                 "was attached",
+                           "Load the weights after attach(), too; or attach to a job of another name, which begins with the checkpoint")
+
     def _is_edited(self, state_dict):
         """Whether it is not what state_dict() gives now. Texts in place of tensors cannot have been edited."""
         own = dict(self.states())
@@ -728,6 +745,7 @@ class Part:
         if mark is not None and mark.get("id") == here["id"] and mark["step"] == here["step"] != self._replaced_at and not self._is_edited(state_dict):
             return False
         if not any(map(_is_elsewhere, states.values())):
+            self._check_weights_are_loaded(mark, here)
             return bool(states) or any(True for _ in self.states())
         if mark is None or mark.get("id") != here["id"]:
             raise Error.of(1602, f"the checkpoint is of job {mark['job'] if mark else '(unknown)'}, this is another job {here['job']}",

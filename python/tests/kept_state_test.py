@@ -264,6 +264,23 @@ def checkpoint_of_another_job(run):
     return run.train(model, optimizer, first=3), states_of(optimizer)
 
 
+@case(refused=1602, **REFUSED)
+def moments_of_another_step_without_weights_are_refused(run):
+    """As of a script that loads the weights of a checkpoint, attaches, and loads the optimizer's state then."""
+    model = run.model()
+    optimizer = fused(model.parameters())
+    with run.attach(model, optimizer, job="job"):
+        run.train(model, optimizer)
+        kept, weights = saved(optimizer.state_dict()), {name: value.clone() for name, value in model.state_dict().items()}
+        run.train(model, optimizer)
+    run.models.clear()
+    model = run.model()
+    model.load_state_dict(weights)
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer, job="job")
+    optimizer.load_state_dict(kept)
+
+
 @case(**FP32)
 def fresh_state_begins_anew(run):
     model = run.model()

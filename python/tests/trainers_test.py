@@ -374,6 +374,40 @@ def lightning_module(run):
     return module.told, torch.load(file, weights_only=False)["state_dict"]
 
 
+@case(types=("fp32",), memory=("floor",))
+def lightning_resumes_an_older_checkpoint(run):
+    """Lightning loads weights before it asks for optimizers, the job is two steps further than the checkpoint."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = run.make(llama)
+            self.told = []
+
+        def training_step(self, batch, index):
+            loss = self.model(**batch).loss
+            self.told.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), 1e-3, fused=True)
+            run.attach(self, optimizer, job="lightning")
+            return optimizer
+
+    def fit(steps, checkpoint=None):
+        module, kept = Module(), lightning.pytorch.callbacks.ModelCheckpoint(run.folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        trainer = lightning.Trainer(accelerator="cpu", max_steps=steps, logger=False, enable_progress_bar=False, enable_model_summary=False,
+                                    callbacks=[kept], default_root_dir=run.folder)
+        trainer.fit(module, torch.utils.data.DataLoader(Data(), batch_size=2), ckpt_path=checkpoint)
+        return module.told
+
+    told = fit(4)
+    run.handles.pop().close()
+    run.models.clear()
+    return told, fit(5, os.path.join(run.folder, "step=2.ckpt"))
+
+
 # ---- Scripts that know of nothing --------------------------------------------------------------
 
 SCRIPT = """
