@@ -2,12 +2,15 @@
 
 import importlib.metadata
 import importlib.util
+import logging
 import sys
 import types
 
 from ..errors import Error
 from . import setup
 from .missing import refusing
+
+_log = logging.getLogger("offloadd")
 
 VERSION = "0.19.6"  # what programs compare with
 
@@ -102,6 +105,14 @@ def _admit_bf16():
             module.is_torch_bf16_gpu_available = is_torch_bf16_gpu_available
 
 
+def _tell_of_early_transformers():
+    """It looks for deepspeed once; without it `deepspeed=` of its Trainer ends in a TypeError about object.__init__()."""
+    module = sys.modules.get("transformers.integrations.deepspeed")
+    if module is not None and getattr(module, "DeepSpeedConfig", None) is object:
+        _log.warning("offloadd: transformers was imported before install() and found no deepspeed: its Trainer takes no deepspeed=… in this "
+                     "process. Call install() first")
+
+
 def install(*, nvme_path=None, ram=None, job=None, **options):
     """Makes `import deepspeed` mean this. The options are attach()'s, and count more than variables and configurations."""
     whole = _ours("")
@@ -118,4 +129,5 @@ def install(*, nvme_path=None, ram=None, job=None, **options):
     if not any(finder is _Finder for finder in sys.meta_path):
         # Behind the others for distributions, before them for modules: a folder `deepspeed` elsewhere is not ours.
         sys.meta_path.insert(0, _Finder)
+        _tell_of_early_transformers()
         _admit_bf16()
