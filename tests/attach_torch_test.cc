@@ -508,6 +508,16 @@ TEST_F(AttachTest, UnsupportedOptionsAreRefused) {
   ExpectError(1601, "scale", [&] { engine_->AdamW(*model_, torch::optim::AdamWOptions(1e-3)); });
 }
 
+TEST_F(AttachTest, StepInAThreadThatFlushesDenormalsIsRefused) {
+  Open({"denormals"});
+  Loss(*model_, 0, false).backward();
+  ASSERT_TRUE(at::globalContext().setFlushDenormal(true));
+  ExpectError(1604, "setFlushDenormal", [&] { optimizer_->step(); });
+  at::globalContext().setFlushDenormal(false);
+  optimizer_->step();
+  EXPECT_EQ(engine_->step(), 1);
+}
+
 TEST_F(AttachTest, GradientThatSomebodyKeptKeepsItsValue) {
   Open({"kept_gradient"});
   Loss(*model_, 0, false).backward();

@@ -428,7 +428,9 @@ TEST(OptimizerErrorsTest, ObjectsOfTorchThatTakeThemRunInThisProcess) {
     }
     std::vector<Tensor>& seen = results.emplace_back();
     for (const Tensor& parameter : model.parameters()) seen.push_back(parameter.detach().clone());
-    if (run > 0) EXPECT_EQ(engine->step(), 4);
+    if (run > 0) {
+      EXPECT_EQ(engine->step(), 4);
+    }
   }
   for (const int run : {1, 2}) {
     for (size_t i = 0; i < results[0].size(); ++i)

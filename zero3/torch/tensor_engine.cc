@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <map>
 #include <numeric>
 #include <span>
@@ -141,6 +142,18 @@ std::string Encoded(const struct TrainerState& state, const Attachment& attachme
         "Keep less in the trainer's state, or train with fewer ranks"));
   }
   return bytes;
+}
+
+// Throws OFD-1604 where this thread takes the smallest numbers for 0
+// (at::Context::setFlushDenormal): an update in it has other bits than the daemon's.
+void CheckArithmetic() {
+  volatile double smallest = std::numeric_limits<double>::denorm_min();
+  if (smallest * 1.0 != 0.0) return;
+  ThrowStatus(
+      MakeError(ErrorId::kUnsupportedOptimizer,
+                "this thread takes denormal numbers for 0 (setFlushDenormal), with which an "
+                "update in it has other bits than in the daemon",
+                "Call at::globalContext().setFlushDenormal(false) before the step"));
 }
 
 }  // namespace
@@ -774,6 +787,7 @@ void TensorEngine::CheckGiven(bool writes) const {
 void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_now) {
   Seal();
   CheckWhole();
+  CheckArithmetic();
   CheckGiven(/*writes=*/true);
   CheckGradientsOfWeights(updates);
   StayInFront();
