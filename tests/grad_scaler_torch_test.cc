@@ -253,7 +253,9 @@ TEST_P(GradScalerTest, ARunThatWasKilledGoesOnWithItsScale) {
     ASSERT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL) << status;
     const Seen resumed = TrainWithScaler(recipe, job, floor);
     // Where the first steps are skipped there is nothing to go on from.
-    if (!recipe.overflows.empty()) EXPECT_TRUE(resumed[0].empty()) << "it began anew";
+    if (!recipe.overflows.empty()) {
+      EXPECT_TRUE(resumed[0].empty()) << "it began anew";
+    }
     ExpectSame(expected, resumed, "resumed");
   }
 }

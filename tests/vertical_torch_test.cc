@@ -99,7 +99,9 @@ void ExpectSame(const Results& a, const Results& b) {
   ASSERT_EQ(a.size(), b.size());
   for (size_t i = 0; i < a.size(); ++i) {
     ASSERT_EQ(a[i].defined(), b[i].defined()) << i;
-    if (a[i].defined()) EXPECT_TRUE(at::allclose(a[i], b[i], 0, 0, /*equal_nan=*/true)) << i;
+    if (a[i].defined()) {
+      EXPECT_TRUE(at::allclose(a[i], b[i], 0, 0, /*equal_nan=*/true)) << i;
+    }
   }
 }
 
