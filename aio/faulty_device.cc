@@ -102,6 +102,8 @@ void FaultyDevice::Start(std::unique_ptr<Op> op) {
 
 size_t FaultyDevice::Poll(bool wait) {
   size_t completed = CompleteRefused();
+  if (!wait && ++polls_ < polls_per_completion_) return completed;
+  polls_ = 0;
   for (size_t count = queue_.ChooseCount(); count > 0; --count, ++completed) {
     Pending pending = queue_.Pop();
     absl::Status status = is_cut_ ? PowerIsOff() : Execute(pending);

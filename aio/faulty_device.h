@@ -129,6 +129,9 @@ class FaultyDevice final : public Device {
   // Requires that nothing is in flight. Scripted faults stay.
   void RestorePower();
 
+  // A slow drive: of so many polls that do not wait only the last completes anything. At least 1.
+  void SetPollsPerCompletion(uint32_t polls) { polls_per_completion_ = polls; }
+
   size_t Poll(bool wait) override;
   int event_fd() const override { return -1; }
   absl::Status Resize(uint64_t size_bytes) override { return behind_->Resize(size_bytes); }
@@ -173,6 +176,7 @@ class FaultyDevice final : public Device {
   const Options options_;
   const uint64_t sector_bytes_;
   Random random_;
+  uint32_t polls_per_completion_ = 1, polls_ = 0;
   ScrambledQueue<Pending> queue_;
   std::vector<ScriptedFault> faults_;
   std::map<uint64_t, std::vector<Version>>

@@ -298,6 +298,7 @@ class Simulation {
   SimulatedPlan plan_;
   bool favours_ahead_ = false;    // much may be updated before it is called for
   bool favours_replans_ = false;  // places may pass between pipeline and what stays
+  bool favours_beside_ = false;   // intervals of a slow drive end while steps go on
   std::vector<proto::Tensor> tensors_;
 
   // A launch.

@@ -50,6 +50,7 @@ uint64_t ChooseElements(Random& random, uint64_t bundled_in_four) {
 void Simulation::ChooseModel() {
   favours_ahead_ = random_.OneIn(4);
   favours_replans_ = options_.mistake != PlantedMistake::kNone || random_.OneIn(6);
+  favours_beside_ = !favours_replans_ && !favours_ahead_ && random_.OneIn(5);
   const uint64_t count = (favours_replans_ ? 4 : 2) + random_.Below(3);
   // Places pass only where all are of one size.
   const uint64_t equal_elements = proto::kBundledElementsMax + 1 + random_.Below(3000);
@@ -79,6 +80,7 @@ void Simulation::ChooseLaunch() {
   plan_.world_size = favours_ahead_ ? 1 : static_cast<uint32_t>(1 + random_.Below(4));
   plan_.interval = favours_ahead_ || random_.OneIn(2) ? 1 : 1 + random_.Below(3);
   if (favours_replans_ && !random_.OneIn(4)) plan_.interval = 1;
+  if (favours_beside_) plan_.interval = 2 + random_.Below(2);
   if (options_.mistake == PlantedMistake::kChangesAmid) plan_.interval = 1;
   if (options_.mistake == PlantedMistake::kDropsUnwritten) plan_.interval = 3;
   plan_.update_in_backward = random_.OneIn(4) ? "never" : "auto";
@@ -94,10 +96,12 @@ void Simulation::ChooseLaunch() {
                     proto::PaddedBytes(proto::OverheadBytes(plan_.catalogue));
   machine_.SetScratchBytes(plan_.memory.scratch_bytes);
   ChooseRates();
+  machine_.SetPollsPerCompletion(favours_beside_ ? static_cast<uint32_t>(10 + random_.Below(300))
+                                                 : 1);
   steps_left_ = static_cast<uint32_t>(
       favours_replans_
           ? kStepsReplansLeast + random_.Below(kStepsReplansMost - kStepsReplansLeast + 1)
-          : random_.Below(kSteps + 1));
+          : random_.Below(kSteps + 1) + (favours_beside_ ? plan_.interval : 0));
   slowness_.clear();
   for (uint32_t rank = 0; rank < plan_.world_size; ++rank)
     slowness_.push_back(random_.OneIn(3) ? 1 + random_.Below(20) : 1);
@@ -128,7 +132,7 @@ void Simulation::ChooseMemory() {
   proto::MemoryPlan& memory = plan_.memory = {};
   memory.world_size = plan_.world_size;
   const uint64_t resident_one_in = 1 + random_.Below(4);
-  const bool keeps_state = random_.OneIn(3) && !favours_replans_;
+  const bool keeps_state = (random_.OneIn(3) && !favours_replans_) || favours_beside_;
   uint64_t largest_bytes = 0, all_bytes = 0;
   for (const proto::StoreTensor& tensor : catalogue.store_tensors) {
     const bool is_resident = tensor.bundle || random_.OneIn(resident_one_in);

@@ -42,6 +42,7 @@ TEST_P(JobSimulatorTest, EverySeedHoldsTwiceWithTheSameTraceAndMeetsEverything) 
   if (!kIsSanitized) {
     EXPECT_GT(sum.places_taken, 0u);
     EXPECT_GT(sum.places_given, 0u);
+    EXPECT_GT(sum.steps_beside_checkpoints, 0u);
   }
 }
 INSTANTIATE_TEST_SUITE_P(Seeds, JobSimulatorTest, testing::Range<uint64_t>(1, 2001, 250));

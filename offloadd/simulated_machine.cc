@@ -53,6 +53,11 @@ absl::StatusOr<proto::SharedMemory> SimulatedMachine::CreateMemory(const std::st
   return proto::SharedMemory::CreatePrivate(size_bytes);
 }
 
+void SimulatedMachine::SetPollsPerCompletion(uint32_t polls) {
+  polls_per_completion_ = polls;
+  if (drive_ != nullptr) drive_->SetPollsPerCompletion(polls);
+}
+
 absl::StatusOr<std::unique_ptr<swap::Store>> SimulatedMachine::OpenStore(
     const std::string& pool, const std::string& job, const swap::StoreOptions& options) {
   if (!has_store_) return absl::NotFoundError("no store");
@@ -67,6 +72,7 @@ absl::StatusOr<std::unique_ptr<swap::Store>> SimulatedMachine::CreateStore(
   drive_ = std::make_unique<aio::FaultyDevice>(
       std::move(memory),
       aio::FaultyDevice::Options{.seed = random_.Next(), .reorders = !random_.OneIn(4)});
+  drive_->SetPollsPerCompletion(polls_per_completion_);
   return swap::Store::CreateOn(Traced(), spec, std::array<uint8_t, 16>{7}, options.generations);
 }
 

@@ -46,6 +46,8 @@ class SimulatedMachine final : public Machine {
   FakeClock& fake_clock() { return clock_; }
   // How long a look at the clock takes.
   void SetTick(int64_t nanoseconds) { ticking_.SetTick(nanoseconds); }
+  // How slow the drive is (FaultyDevice).
+  void SetPollsPerCompletion(uint32_t polls);
   void SetScratchBytes(uint64_t bytes) { scratch_bytes_ = bytes; }
   // What a job that is opened finds of the pool and the processor.
   void SetRates(const swap::PoolRates& rates, uint32_t cores) {
@@ -98,6 +100,7 @@ class SimulatedMachine final : public Machine {
   std::deque<Work> work_;
   uint64_t executors_ = 0;
   uint64_t scratch_bytes_ = 0;
+  uint32_t polls_per_completion_ = 1;
   swap::PoolRates rates_;
   uint32_t cores_ = 2;
   ReplanOptions replan_options_;
