@@ -50,8 +50,10 @@ class MemoryPeaks:
             if counts:
                 self._anonymous[pid] = max(self._anonymous[pid], status["VmHWM"] - self._stays[pid])
                 mapped.update(kernel_bytes(pid, "smaps_rollup"))
-        if counts:
-            self._shared = max(self._shared, mapped["Pss_Shmem"] + untouched_bytes(processes))
+        untouched = untouched_bytes(processes) if counts else 0
+        # What one that ends meanwhile no longer shares is the others' alone: proportions of several moments are no sum.
+        if counts and all("VmHWM" in kernel_bytes(pid, "status") for pid in processes):
+            self._shared = max(self._shared, mapped["Pss_Shmem"] + untouched)
             self._files = max(self._files, mapped["Pss_File"])
 
     def peaks(self):

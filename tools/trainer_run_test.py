@@ -25,6 +25,12 @@ parameters = int(float(flags["--params"].replace("M", "e6")))
 tiny = parameters < 1e6
 def say(**line): print(json.dumps(line), flush=True)
 def sizes(name): return 0 if tiny else int(os.environ.get(name, 0))
+def meet(where):
+    # Ranks begin and end together, however fast their interpreters start.
+    ranks = int(os.environ.get("WORLD_SIZE", 1)) if on else 1
+    name = os.path.join(flags.get("--nvme-path", ""), where)
+    if ranks > 1: open(name + os.environ["RANK"], "w").close()
+    while ranks > 1 and not all(os.path.exists(name + str(rank)) for rank in range(ranks)): time.sleep(0.01)
 touched, untouched = sizes("MAPPED_MIB"), sizes("UNTOUCHED_MIB")
 resumed, keep = 0, []
 if on:
@@ -47,6 +53,7 @@ if on:
             else: keep[-1][page] = 1
     child = subprocess.Popen([os.environ["OFFLOADD_BINARY"], "60"], close_fds=False)
     time.sleep(0.05)
+meet("begins")
 say(event="start", model="fake", parameters=parameters, state_bytes=12 * parameters, gradient_bytes=2 * parameters,
     ram_bytes=0, resumed_step=resumed, steps=int(flags["--steps"]),
     planned={"read_bytes_per_step": 14 * parameters, "write_bytes_per_step": 12 * parameters, "memory_bytes": 0})
@@ -64,6 +71,7 @@ for step in range(resumed + 1, int(flags["--steps"]) + 1):
         seconds={"forward": 0.25, "backward": 0.5, "step": 0.75 if on else 0.25, "wait": 0.25 if on else 0},
         bytes_read=14 * parameters if on else 0, bytes_written=12 * parameters if on else 0,
         resident_bytes=0, peak_bytes=0, durable_epoch=step)
+meet("ends")
 if on:
     child.kill()
     child.wait()
