@@ -592,6 +592,9 @@ void TensorEngine::RestoreLargeBuffers() {
     buffer.crc = Crc32c(0, bytes.data(), bytes.size());
     buffer.is_stored = true;
   }
+  // The first rank may put others with its next step.
+  if (!buffers_.large().empty() && attachment_->world_size() > 1)
+    ThrowIfError(attachment_->session().Exchange("").status());
 }
 
 // Those of a new job are the first rank's.
