@@ -130,6 +130,8 @@ uint64_t ScratchSpace::InFile(uint64_t offset) const {
 std::byte* HomeRanges::Take(size_t size_bytes) {
   size_bytes = proto::PaddedBytes(std::max<size_t>(size_bytes, 1));
   std::lock_guard lock(mutex_);
+  if (const auto given = given_.find(size_bytes); given != given_.end())
+    return given_.extract(given).mapped();
   if (left_bytes_ < size_bytes) {
     const size_t chunk_bytes = std::max(kChunkBytes, size_bytes);
     chunks_.push_back(ValueOrThrow(MappedRegion::Reserve(chunk_bytes), "address space"));
@@ -139,6 +141,11 @@ std::byte* HomeRanges::Take(size_t size_bytes) {
   std::byte* const taken = chunk.data() + (chunk.size() - left_bytes_);
   left_bytes_ -= size_bytes;
   return taken;
+}
+
+void HomeRanges::Give(std::byte* home, size_t size_bytes) {
+  std::lock_guard lock(mutex_);
+  given_.emplace(proto::PaddedBytes(std::max<size_t>(size_bytes, 1)), home);
 }
 
 // ---- Attachment --------------------------------------------------------------------------------

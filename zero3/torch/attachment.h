@@ -99,14 +99,17 @@ class ScratchSpace {
 // reservation for many: the kernel limits the number of mappings.
 class HomeRanges {
  public:
-  // `size_bytes` rounded up to a page. Thread safe. Never given back before the object goes.
+  // `size_bytes` rounded up to a page. Thread safe.
   std::byte* Take(size_t size_bytes);
+  // One that is without access again, and that nobody points to.
+  void Give(std::byte* home, size_t size_bytes);
 
  private:
   static constexpr size_t kChunkBytes = size_t{64} << 30;
   std::mutex mutex_;
   std::vector<MappedRegion> chunks_;
   size_t left_bytes_ = 0;
+  std::multimap<size_t, std::byte*> given_;  // by size
 };
 
 // A tensor whose bytes are at its home, because a raw pointer was used (raw_access.h).

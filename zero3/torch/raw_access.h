@@ -63,13 +63,15 @@ class RawCopy {
   // Whoever writes is stopped from now on, and serves himself again.
   void StopWriting();
   void Remove();
+  // Another range is home from now on. Requires that nothing is shown.
+  void MoveHome(std::byte* home) { home_ = home; }
 
   bool is_shown() const { return is_shown_; }
   bool was_written() const { return was_written_; }
   size_t size_bytes() const { return size_bytes_; }
 
  private:
-  std::byte* const home_;
+  std::byte* home_;
   const size_t size_bytes_;  // whole pages
   bool is_shown_ = false, was_written_ = false;
 };

@@ -82,6 +82,8 @@ class StorageSwap {
   // Turns the storage into an ordinary one that owns `bytes`. May end the owner's last reference
   // but the caller's.
   void HandOver(c10::DataPtr bytes);
+  // Another range is home from now on. Requires that no storage is managed.
+  void MoveHome(std::byte* home) { home_ = home; }
   // Forgets the storage, which another swap has taken over; pointers that name this one may live
   // on.
   void Leave();
@@ -101,7 +103,7 @@ class StorageSwap {
   Owner& owner_;
   const c10::Device device_;
   const size_t size_bytes_;
-  std::byte* const home_;
+  std::byte* home_;
   bool home_throws_ = true;
   std::atomic<int> data_ptrs_{0};
   std::atomic<c10::StorageImpl*> storage_{nullptr};

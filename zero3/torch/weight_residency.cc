@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -198,6 +199,50 @@ bool WeightResidency::IsParameter(const at::Tensor& tensor) const {
          parameters_.end();
 }
 
+// What somebody looks at after set_data() stays where it was, also for pointers that were taken
+// before (numpy()).
+class WeightResidency::LeftCopy {
+ public:
+  LeftCopy(std::shared_ptr<Attachment> attachment, std::byte* home, size_t size_bytes)
+      : attachment_(std::move(attachment)), home_(home), copy_(home, size_bytes) {
+    filled_ = copy_.Allocate();
+  }
+  ~LeftCopy() {
+    if (filled_ != nullptr) {
+      copy_.Discard(filled_);
+    } else {
+      copy_.Remove();
+      attachment_->homes().Give(home_, copy_.size_bytes());
+    }
+  }
+  LeftCopy(const LeftCopy&) = delete;
+  LeftCopy& operator=(const LeftCopy&) = delete;
+
+  std::byte* bytes() const { return filled_; }
+  void Show() { copy_.Show(std::exchange(filled_, nullptr), /*writable=*/true); }
+  static c10::DataPtr AsDataPtr(std::unique_ptr<LeftCopy> left) {
+    std::byte* const home = left->home_;
+    return {home, left.release(), [](void* context) { delete static_cast<LeftCopy*>(context); },
+            c10::Device(c10::kCPU)};
+  }
+
+ private:
+  const std::shared_ptr<Attachment> attachment_;  // whose the range is
+  std::byte* const home_;
+  RawCopy copy_;
+  std::byte* filled_ = nullptr;
+};
+
+// The storage leaves with our home; another range is that of the next one.
+void WeightResidency::MoveHome(std::byte* home, std::unique_ptr<LeftCopy> left) {
+  left->Show();
+  RemoveRawRange(swap_.home());
+  swap_.HandOver(LeftCopy::AsDataPtr(std::move(left)));
+  swap_.MoveHome(home);
+  raw_.MoveHome(home);
+  if (attachment_->serves_raw()) AddRawRange(home, size_bytes_, this);
+}
+
 // The values are copied, and `data` becomes a tensor over our storage, so that what set_data() does
 // next changes nothing. In plain torch the memory changes and the values follow: who looks at the
 // parameter's old memory would see the difference, and so gets it, and who looks at that of `data`.
@@ -242,15 +287,16 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
     const c10::InferenceMode ordinary(false);
     attachment_->EnsureSealed();
     EndRaw(/*wait=*/true);
-    c10::DataPtr old = c10::GetCPUAllocator()->allocate(size_bytes_);
-    ThrowIfError(attachment_->CopyOut(tensor_, proto::Plane::kWeight,
-                                      proto::DtypeBytes(attachment_->tensor(tensor_).dtype),
-                                      static_cast<std::byte*>(old.get())),
-                 subject_);
+    auto old = std::make_unique<LeftCopy>(attachment_, swap_.home(), size_bytes_);
+    std::byte* const home = attachment_->homes().Take(size_bytes_);
+    ThrowIfError(
+        attachment_->CopyOut(tensor_, proto::Plane::kWeight,
+                             proto::DtypeBytes(attachment_->tensor(tensor_).dtype), old->bytes()),
+        subject_);
     Lock lock(mutex_);
     while (state_ != State::kHome) WaitForOthers(lock);
     const c10::Storage left = parameter.unsafeGetTensorImpl()->unsafe_storage();
-    swap_.HandOver(std::move(old));
+    MoveHome(home, std::move(old));
     const at::Tensor fresh = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter);
     parameter.unsafeGetTensorImpl()->shallow_copy_from(fresh.getIntrusivePtr());
   }

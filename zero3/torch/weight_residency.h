@@ -95,7 +95,9 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   static std::atomic<bool> takes_data_;
 
   bool IsParameter(const at::Tensor& tensor) const;
+  class LeftCopy;
   void TakeData(const at::Tensor& parameter, const at::Tensor& data);
+  void MoveHome(std::byte* home, std::unique_ptr<LeftCopy> left);
   void CheckGivenLocked(bool writes);
   bool PinRaw(Access access, Lock& lock);
   std::byte* CopyForReading();
