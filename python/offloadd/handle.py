@@ -467,16 +467,16 @@ class Handle:
 
     def commit(self):
         """A step of an optimizer that runs in this process."""
-        self._settle()
+        self.settle()
         self._running().apply(self._kind, [[]], [self._idle_values])
 
-    def _settle(self):
+    def settle(self):
         """Before a step: what was put in the place of the job's tensors."""
         served.settle_replaced(self._identities)
         self._reassigned.settle(self._identities)
 
     def apply(self, kind, groups, values):
-        self._settle()
+        self.settle()
         self._running().apply(kind, groups, values)
 
     def foresee(self, kind, values):
@@ -646,7 +646,7 @@ class Handle:
 
     def save_weights(self, folder, *, shard_bytes=0):
         """Writes the weights as a safetensors folder, in constant memory."""
-        self._settle()
+        self.settle()
         self._running().save_weights(os.fspath(folder), shard_bytes)
 
     def load_universal(self, folder):

@@ -544,6 +544,7 @@ class Part:
         self._checked = 0
         self._replaced_at, self._replacements = None, 0  # the job's step, how often
         self._begun_at, self._versions = 0, []  # the job's step and the parameters' versions when it was attached
+        self._moments_of = None  # another step of the job, whose moments were loaded beside its own weights
         self._state = StateOfAll(self)
 
     def swap(self):
@@ -607,6 +608,7 @@ class Part:
             _refuse_write()
         check_arithmetic()
         self.check_groups()
+        self._check_weights_are_loaded()
         values = self.group_values()
         self._check_momentum(values)
         groups = [[p for p in group["params"] if not is_table(p)] for group in self.optimizer.param_groups]
@@ -714,16 +716,22 @@ class Part:
     def _parameters(self):
         return itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
 
-    def _check_weights_are_loaded(self, mark, here):
+    def _note_whose_moments(self, mark, here):
+        is_of_another_step = mark is not None and mark.get("id") == here["id"] and mark["step"] != here["step"]
+        self._moments_of = mark["step"] if is_of_another_step and 0 < self._begun_at == here["step"] else None
+
+    def _check_weights_are_loaded(self):
         """OFD-1602 for moments of another step of the job beside the job's own weights: a script that loads a checkpoint, and attaches, and then
-        loads the rest of it."""
-        was_resumed = 0 < self._begun_at == here["step"]
-        if not was_resumed or mark is None or mark.get("id") != here["id"] or mark["step"] == here["step"] or self.handle.has_loaded_weights:
+        loads the rest of it. It may load the weights last."""
+        if self._moments_of is None:
             return
-        if self._versions == [parameter._version for parameter in self._parameters()]:
-            raise Error.of(1602, f"the moments are of step {mark['step']}, and the weights of step {here['step']}, at which job {here['job']} "
-                                 "was attached",
-                           "Load the weights after attach(), too; or attach to a job of another name, which begins with the checkpoint")
+        self.handle.settle()
+        if not self.handle.has_loaded_weights and self._versions == [parameter._version for parameter in self._parameters()]:
+            raise Error.of(1602, f"the moments are of step {self._moments_of}, and the weights of step {self.handle.step}, at which job "
+                                 f"{self.handle.job} was attached",
+                           "Load the weights after attach(), too (load_state_dict(), p.copy_()); or attach to a job of another name, which "
+                           "begins with the checkpoint")
+        self._moments_of = None
 
     def _is_edited(self, state_dict):
         """Whether it is not what state_dict() gives now. Texts in place of tensors cannot have been edited."""
@@ -745,7 +753,7 @@ class Part:
         if mark is not None and mark.get("id") == here["id"] and mark["step"] == here["step"] != self._replaced_at and not self._is_edited(state_dict):
             return False
         if not any(map(_is_elsewhere, states.values())):
-            self._check_weights_are_loaded(mark, here)
+            self._note_whose_moments(mark, here)
             return bool(states) or any(True for _ in self.states())
         if mark is None or mark.get("id") != here["id"]:
             raise Error.of(1602, f"the checkpoint is of job {mark['job'] if mark else '(unknown)'}, this is another job {here['job']}",

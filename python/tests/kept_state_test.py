@@ -279,6 +279,7 @@ def moments_of_another_step_without_weights_are_refused(run):
     optimizer = fused(model.parameters())
     run.attach(model, optimizer, job="job")
     optimizer.load_state_dict(kept)
+    run.train(model, optimizer)
 
 
 @case(**FP32)
