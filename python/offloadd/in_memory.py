@@ -290,7 +290,7 @@ class Handle:
         pass
 
     def close(self):
-        pass
+        _handles.discard(self)
 
     def __enter__(self):
         return self
