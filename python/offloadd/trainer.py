@@ -26,7 +26,6 @@ from .optimizer import has_stepped, recipe_of
 
 _log = logging.getLogger("offloadd")
 _MAGIC = "offloadd.TrainerCallback"
-_RANDOM = "rng_state.pth"
 _KEPT_BYTES_MAX = 900_000  # beside buffers, in a step's state of the trainer
 
 
@@ -157,21 +156,23 @@ class TrainerCallback(transformers.TrainerCallback):
         if self.handle is None or is_disabled():
             return
         steps = {"magic": _MAGIC, "step": state.global_step + 1, "job_step": self.handle.step + 1}
+        loop = unfinished.loop_of(self.trainer(), self.norm)
         kept = _bytes_of({**steps, "random": unfinished.random_state(), "epoch": state.epoch, "scheduler": self._scheduler_state(),
-                          "trainer": self._trainer_state(state), "loop": unfinished.loop_of(self.trainer(), self.norm)})
+                          "trainer": self._trainer_state(state, loop), "loop": loop})
         self.handle.trainer_state = kept if len(kept) <= _KEPT_BYTES_MAX else _bytes_of(steps)
 
     def _scheduler_state(self):
         """The scheduler's, which will step once more after the optimizer, or with what an evaluation gives."""
         return self._scheduler.state_dict() if self._scheduler is not None else None
 
-    def _trainer_state(self, state):
+    def _trainer_state(self, state, loop):
         """As trainer_state.json has it, with the log of the last steps."""
         kept = {key: value for key, value in vars(state).items() if key not in ("log_history", "stateful_callbacks")}
         whole = json.loads(json.dumps(kept, default=lambda _: None))
         whole["log_history"] = json.loads(json.dumps(state.log_history[-200:], default=str))
         trainer = self.trainer()
-        whole["total_flos"] += getattr(trainer, "current_flos", 0)  # not added up yet
+        if loop is None:
+            whole["total_flos"] += getattr(trainer, "current_flos", 0)  # not added up yet
         whole["stateful_callbacks"] = json.loads(json.dumps(self._callback_states(), default=str))
         return json.dumps(whole)
 
@@ -232,7 +233,7 @@ def _write_checkpoint(trainer, kept):
     state["global_step"] = kept["step"]
     with open(os.path.join(folder, "trainer_state.json"), "w", encoding="utf-8") as file:
         json.dump(state, file)
-    torch.save(kept["random"], os.path.join(folder, _RANDOM))
+    torch.save(kept["random"], unfinished.random_file(trainer, folder))
     return folder
 
 
@@ -240,19 +241,23 @@ def _continue(trainer, kept, original, kwargs):
     """Runs train() as from a checkpoint of the job's last step, whose weights and moments are in the job."""
     folder = _write_checkpoint(trainer, kept)
 
-    def load_scheduler(checkpoint):
-        # The state that was kept is from before the scheduler's own step.
-        if kept["scheduler"] is not None:
-            trainer.lr_scheduler.load_state_dict(kept["scheduler"])
-            trainer.lr_scheduler.optimizer._opt_called = True
-            if not _is_stepped_by_evaluation(trainer.lr_scheduler):
-                getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler).step()
+    def set_rates():
         for group, lr in zip(trainer.optimizer.param_groups, trainer.lr_scheduler.get_last_lr()):
             group["lr"] = lr
 
+    def load_scheduler(checkpoint):
+        # The state that was kept is from before the scheduler's own step, which may begin with the groups' rates.
+        if kept["scheduler"] is not None:
+            trainer.lr_scheduler.load_state_dict(kept["scheduler"])
+            trainer.lr_scheduler.optimizer._opt_called = True
+            set_rates()
+            if not _is_stepped_by_evaluation(trainer.lr_scheduler):
+                getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler).step()
+        set_rates()
+
     trainer._load_from_checkpoint = lambda *_, **__: None
     trainer._load_optimizer_and_scheduler = load_scheduler
-    take_back = unfinished.finish_first(trainer, kept, kwargs.get("ignore_keys_for_eval"), os.path.join(folder, _RANDOM))
+    take_back = unfinished.finish_first(trainer, kept, kwargs.get("ignore_keys_for_eval"), unfinished.random_file(trainer, folder))
     try:
         return original(trainer, resume_from_checkpoint=folder, **kwargs)
     finally:

@@ -4,6 +4,7 @@ A step is in the job before Trainer has logged, evaluated and saved what is due 
 continues there does all of that again: what a killed process has done of it is gone, or done again with the same result.
 """
 
+import os
 import random
 import time
 import weakref
@@ -51,7 +52,7 @@ def loop_of(trainer, norm):
         return None
     return {"loss": trainer._tr_loss.detach().cpu().clone(), "total_loss": trainer._total_loss_scalar, "last_logged": trainer._globalstep_last_logged,
             "first": trainer._initial_global_step, "norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
-            "learning_rate": trainer._get_learning_rate()}
+            "learning_rate": trainer._get_learning_rate(), "flos": trainer.current_flos}
 
 
 def _epoch_after(trainer, step):
@@ -67,11 +68,27 @@ def _epoch_after(trainer, step):
     return epoch + min((before + 1) * micro, batches) / batches, epoch, before + 1 == steps
 
 
+def _restore_callbacks(trainer):
+    """What callbacks export (EarlyStoppingCallback's patience). Trainer restores it on demand, where a run begins again; this one goes on."""
+    kept = {name: list(data) if isinstance(data, list) else [data] for name, data in trainer.state.stateful_callbacks.items()}
+    for callback in trainer.callback_handler.callbacks:
+        states = kept.get(type(callback).__name__)
+        for name, value in (states.pop(0).get("attributes", {}) if states else {}).items():
+            if not isinstance(value, str) or isinstance(getattr(callback, name, None), str):  # others have become texts
+                setattr(callback, name, value)
+
+
 def _finish(trainer, kept, ignore_keys):
     loop, state, handler = kept["loop"], trainer.state, trainer.callback_handler
     trainer._tr_loss = loop["loss"].to(trainer.args.device)
     trainer._total_loss_scalar, trainer._globalstep_last_logged = loop["total_loss"], loop["last_logged"]
-    trainer._initial_global_step = loop["first"]
+    trainer._initial_global_step, trainer.current_flos = loop["first"], loop["flos"]
+    _restore_callbacks(trainer)
+    # What callbacks note at the beginnings of the epoch and the step (the time) is gone with the process.
+    state.global_step -= 1
+    trainer.control = handler.on_epoch_begin(trainer.args, state, trainer.control)
+    trainer.control = handler.on_step_begin(trainer.args, state, trainer.control)
+    state.global_step += 1
     state.epoch, epoch, is_last = _epoch_after(trainer, state.global_step)
     _set_random_state(kept["random"])
 
@@ -88,6 +105,12 @@ def _finish(trainer, kept, ignore_keys):
         trainer._run_epoch = lambda *_, **__: None  # which would begin with a step
 
 
+def random_file(trainer, folder):
+    """Where Trainer looks for this rank's random numbers in a checkpoint."""
+    several = trainer.args.world_size > 1
+    return os.path.join(folder, f"rng_state_{trainer.args.process_index}.pth" if several else "rng_state.pth")
+
+
 def finish_first(trainer, kept, ignore_keys, rng_file):
     """Has the end of the step that the job is at done when training begins; then the random numbers are in the file that Trainer goes on
     with. Returns a function that takes this back."""
@@ -99,13 +122,23 @@ def finish_first(trainer, kept, ignore_keys, rng_file):
     def on_train_begin(args, state, control):
         trainer.control = original(args, state, control)
         _finish(trainer, kept, ignore_keys)
-        torch.save(random_state(), rng_file)
+        state_now = random_state()
+        if "cuda" in state_now and args.world_size > 1:  # as Trainer has it then: of all devices
+            state_now["cuda"] = torch.cuda.get_rng_state_all()
+        torch.save(state_now, rng_file)
         return trainer.control
 
+    def evaluate(*args, skip_scheduler=False, **kwargs):
+        return None if skip_scheduler else type(trainer)._evaluate(trainer, *args, **kwargs)
+
     handler.on_train_begin = on_train_begin
+    if "_evaluate" not in vars(trainer):
+        trainer._evaluate = evaluate  # but what eval_on_start asks for: it was done when the run began
 
     def take_back():
         vars(handler).pop("on_train_begin", None)
         vars(trainer).pop("_run_epoch", None)
+        if vars(trainer).get("_evaluate") is evaluate:
+            del trainer._evaluate
 
     return take_back

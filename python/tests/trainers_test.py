@@ -126,19 +126,42 @@ def interrupted_and_continued_without_a_checkpoint(run):
     return fit(run, run.make(llama))[1][-2]
 
 
-def stopped_before_what_was_due(name, step, **options):
+class Times(transformers.TrainerCallback):
+    """Looks at the end of a step and of an epoch at what it noted at their beginnings."""
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.epoch_at = state.global_step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.step_at = state.global_step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        assert self.step_at == state.global_step - 1
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        assert self.epoch_at < state.global_step
+
+
+def stopped_before_what_was_due(name, step, scheduler=None, others=(), **options):
     """A step that is to be logged, evaluated and saved is the last one of a process: the next one does that first. Everything is equal, also
     what dropout draws behind it."""
 
     def function(run):
+        def made():
+            model = run.make(gpt2)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True) if scheduler else None
+            return model, (optimizer, scheduler and scheduler(optimizer)), [Times(), *(each() for each in others)]
+
         if run.offloaded:
             try:
-                fit(run, run.make(gpt2), more=[Stop(step)], **options)
+                model, optimizers, more = made()
+                fit(run, model, optimizers=optimizers, more=[*more, Stop(step)], **options)
             except KeyboardInterrupt:
                 pass
             for handle in offloadd.handles():
                 handle.close()
-        trainer, log = fit(run, run.make(gpt2), **options)
+        model, optimizers, more = made()
+        trainer, log = fit(run, model, optimizers=optimizers, more=more, **options)
         kept = {key: getattr(trainer.state, key) for key in ("global_step", "best_metric", "best_model_checkpoint", "total_flos")}
         if kept["best_model_checkpoint"]:
             kept["best_model_checkpoint"] = os.path.basename(kept["best_model_checkpoint"])
@@ -153,6 +176,11 @@ stopped_before_what_was_due("stopped_before_an_evaluation", 3, lr_scheduler_type
                             **EVALUATED)
 stopped_before_what_was_due("stopped_before_a_checkpoint_that_is_the_best", 3, save_strategy="steps", save_steps=3, load_best_model_at_end=True,
                             **EVALUATED)
+stopped_before_what_was_due("stopped_with_a_scheduler_that_begins_with_the_last_rate", 3,
+                            scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8), eval_on_start=True, **EVALUATED)
+stopped_before_what_was_due("stopped_before_it_ends_early", 3, others=[lambda: transformers.EarlyStoppingCallback(2)],
+                            **{**EVALUATED, "eval_steps": 1, "learning_rate": 0.3, "max_steps": 12}, save_strategy="steps", save_steps=1,
+                            load_best_model_at_end=True, metric_for_best_model="loss")
 stopped_before_what_was_due("stopped_after_the_last_step", 7, **EVALUATED)
 stopped_before_what_was_due("stopped_at_the_end_of_an_epoch", 3, gradient_accumulation_steps=5, num_train_epochs=2, max_steps=-1,
                             eval_strategy="epoch", logging_strategy="epoch", logging_steps=500)
