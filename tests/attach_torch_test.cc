@@ -462,6 +462,34 @@ TEST_F(AttachTest, TensorThatSetDataGaveFollowsTheParameter) {
   EXPECT_TRUE(torch::equal(kept, weight));
 }
 
+// Also those that were taken before; and again, where the parameter has moved on.
+TEST_F(AttachTest, PointersToTheMemoryThatSetDataLeavesStayTrue) {
+  Open({"set_data_left"});
+  TrainStep(*engine_, *optimizer_, *model_, 0, log_);
+  Tensor& weight = model_->twice->weight;
+  std::vector<Tensor> kept;
+  std::vector<float*> pointers;
+  std::vector<float> values;
+  for (int i = 0; i < 3; ++i) {
+    kept.push_back(weight.detach());
+    pointers.push_back(kept.back().data_ptr<float>());
+    values.push_back(kept.back()[0][0].item<float>());
+    weight.set_data(torch::full({kWidth, kWidth}, 0.125 * (i + 1)));
+  }
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(pointers[i][0], values[i]) << i;
+    pointers[i][0] = 7;
+    EXPECT_EQ(kept[i][0][0].item<float>(), 7) << i;
+  }
+  EXPECT_TRUE(torch::equal(weight, torch::full({kWidth, kWidth}, 0.375)));
+  kept.clear();
+  float* const own = weight.data_ptr<float>();
+  own[1] = 0.5;
+  TrainStep(*engine_, *optimizer_, *model_, 1, log_);
+  EXPECT_EQ(engine_->step(), 2);
+  Close();
+}
+
 TEST_F(AttachTest, EverythingThatCannotBeAttachedIsSaidAtOnce) {
   setenv("OFFLOADD_DISABLE", "0", 1);
   model_ = MakeModel(at::kFloat);
