@@ -1,13 +1,16 @@
 // What holds on every device: copies, events, and the update, whose bits are the processor's.
 #include "accelerator/any_device.h"
 
+#include <bit>
 #include <cstring>
 #include <vector>
 
 #include "accelerator/host_registration.h"
+#include "accelerator/sums.h"
 #include "base/random.h"
 #include "gtest/gtest.h"
 #include "kernels/adversarial.h"
+#include "kernels/device_sum.h"
 #include "kernels/device_update.h"
 #include "kernels/update.h"
 
@@ -119,6 +122,20 @@ void UpdateOnDevice(Bench* bench, const kernels::OptimizerSpec& optimizer, int64
   if (is_split) kernels::PackTies(run.residual, run.count, ties.data(), run.ties_out);
 }
 
+// Finite numbers, subnormal and huge ones among them, so that every bit of a sum is defined.
+std::vector<std::byte> Gradients(Dtype dtype, size_t count, Random& random) {
+  std::vector<std::byte> bytes(count * kernels::DtypeBytes(dtype));
+  for (size_t i = 0; i < count; ++i) {
+    constexpr float kFactors[] = {1.0f, 1e-39f, 1e30f, -0.0f};
+    const auto value = static_cast<float>(random.Unit() - 0.5) * kFactors[random.Below(4)];
+    const auto bits = std::bit_cast<uint32_t>(value);
+    const auto half = static_cast<uint16_t>(bits >> 16);
+    if (dtype == Dtype::kFloat32) std::memcpy(&bytes[i * 4], &bits, 4);
+    if (dtype == Dtype::kBFloat16) std::memcpy(&bytes[i * 2], &half, 2);
+  }
+  return bytes;
+}
+
 TEST_P(DeviceTest, UpdatesAreThoseOfTheProcessorBitForBit) {
   Random random(1);
   for (const kernels::OptimizerSpec& optimizer : kernels::ManyOptimizers()) {
@@ -137,6 +154,42 @@ TEST_P(DeviceTest, UpdatesAreThoseOfTheProcessorBitForBit) {
         }
         ASSERT_EQ(device.Bits(), processor.Bits()) << optimizer.name() << " of " << count;
       }
+    }
+  }
+}
+
+TEST_P(DeviceTest, SumsAreThoseOfTheProcessorBitForBit) {
+  Random random(2);
+  for (const Dtype dtype : {Dtype::kFloat32, Dtype::kBFloat16}) {
+    for (const kernels::SumStart start :
+         {kernels::SumStart::kNothing, kernels::SumStart::kZeros, kernels::SumStart::kSum}) {
+      constexpr size_t kCount = 1003, kParts = 3;
+      Bench bench(device_.get());
+      const size_t size_bytes = kCount * kernels::DtypeBytes(dtype);
+      std::vector<std::vector<std::byte>> arrays;  // the parts, and the sum before
+      for (size_t i = 0; i <= kParts; ++i) arrays.push_back(Gradients(dtype, kCount, random));
+      kernels::DeviceSum sum{.dtype = dtype,
+                             .start = start,
+                             .part_count = kParts,
+                             .count = kCount,
+                             .sum = bench.Put(arrays[kParts].data(), size_bytes),
+                             .factor = 1.0 / kParts};
+      std::vector<const void*> parts;
+      for (size_t i = 0; i < kParts; ++i) {
+        sum.parts[i] = bench.Put(arrays[i].data(), size_bytes);
+        parts.push_back(arrays[i].data());
+      }
+      ASSERT_TRUE(SummingDeviceOf(device_.get())->AddParts(sum, bench.stream()).ok());
+      std::vector<std::byte> added(size_bytes);
+      bench.Get(sum.sum, added.data(), size_bytes);
+      kernels::AddParts({.dtype = dtype,
+                         .count = kCount,
+                         .sum = arrays[kParts].data(),
+                         .start = start,
+                         .parts = parts.data(),
+                         .part_count = kParts,
+                         .factor = 1.0 / kParts});
+      EXPECT_EQ(added, arrays[kParts]) << size_bytes;
     }
   }
 }

@@ -7,14 +7,20 @@
 
 #include "absl/strings/str_cat.h"
 #include "accelerator/cuda_calls.h"
+#include "accelerator/cuda_error.h"
 #include "accelerator/cuda_peers.h"
+#include "accelerator/sums.h"
+#include "accelerator/timing.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 
 namespace offload::accelerator {
 namespace {
 
-class CudaAccelerator final : public Accelerator, public PeerDevice {
+class CudaAccelerator final : public Accelerator,
+                              public PeerDevice,
+                              public SummingDevice,
+                              public TimingDevice {
  public:
   CudaAccelerator(int device, std::string name, bool registers_read_only)
       : device_(device),
@@ -144,6 +150,32 @@ class CudaAccelerator final : public Accelerator, public PeerDevice {
     const int error = kernels::LaunchUpdate(optimizer, step, run, Unwrap(stream));
     return StatusOf(static_cast<cudaError_t>(error), "kernels::LaunchUpdate");
   }
+  absl::Status AddParts(const kernels::DeviceSum& sum, Stream stream) override {
+    const OnDevice on(device_);
+    const int error = kernels::LaunchSum(sum, Unwrap(stream));
+    return StatusOf(static_cast<cudaError_t>(error), "kernels::LaunchSum");
+  }
+
+  absl::StatusOr<Event> TimedEventCreate() override {
+    const OnDevice on(device_);
+    cudaEvent_t event = nullptr;
+    OFFLOAD_RETURN_IF_ERROR(OFFLOAD_CUDA(cudaEventCreateWithFlags, &event, cudaEventDefault));
+    return Event{reinterpret_cast<uintptr_t>(event)};
+  }
+  absl::StatusOr<std::optional<double>> SecondsBetween(Event begin, Event end) override {
+    const OnDevice on(device_);
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // as EventQuery()
+    OFFLOAD_RETURN_IF_ERROR(OFFLOAD_CUDA(cudaThreadExchangeStreamCaptureMode, &mode));
+    float milliseconds = 0;
+    const cudaError_t error = cudaEventElapsedTime(&milliseconds, Unwrap(begin), Unwrap(end));
+    OFFLOAD_RETURN_IF_ERROR(OFFLOAD_CUDA(cudaThreadExchangeStreamCaptureMode, &mode));
+    if (error == cudaErrorNotReady) {
+      cudaGetLastError();
+      return std::nullopt;
+    }
+    OFFLOAD_RETURN_IF_ERROR(StatusOf(error, "cudaEventElapsedTime"));
+    return milliseconds * 1e-3;
+  }
 
  private:
   const int device_;
@@ -167,10 +199,7 @@ absl::StatusOr<std::unique_ptr<Accelerator>> OpenCudaDevice(int device) {
   OFFLOAD_RETURN_IF_ERROR(CheckRuntime());
   int count = 0;
   OFFLOAD_RETURN_IF_ERROR(OFFLOAD_CUDA(cudaGetDeviceCount, &count));
-  if (device < 0 || device >= count) {
-    return MakeError(ErrorId::kGpuMissing,
-                     absl::StrCat("cuda:", device, " of ", count, " devices"));
-  }
+  if (device < 0 || device >= count) return NoSuchDevice(device, count);
   cudaDeviceProp properties;
   OFFLOAD_RETURN_IF_ERROR(OFFLOAD_CUDA(cudaGetDeviceProperties, &properties, device));
   int registers_read_only = 0;

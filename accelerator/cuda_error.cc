@@ -60,4 +60,11 @@ absl::Status CudaStatus(int error, std::string_view call, std::string_view name,
   return MakeError(ErrorId::kGpuFailed, what);
 }
 
+absl::Status NoSuchDevice(int device, int count) {
+  return MakeError(ErrorId::kGpuMissing,
+                   "cuda:" + std::to_string(device) + " of " + std::to_string(count) + " devices",
+                   "Name one that CUDA_VISIBLE_DEVICES shows; of a GPU that is divided (MIG) a "
+                   "process sees one instance, which that names, as cuda:0");
+}
+
 }  // namespace offload::accelerator

@@ -22,4 +22,7 @@ CudaFailure CudaFailureOf(int error);
 absl::Status CudaStatus(int error, std::string_view call, std::string_view name,
                         std::string_view text);
 
+// OFD-2001 for cuda:`device` of `count` that the process sees.
+absl::Status NoSuchDevice(int device, int count);
+
 }  // namespace offload::accelerator

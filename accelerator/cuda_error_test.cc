@@ -26,5 +26,13 @@ TEST(CudaStatusTest, WhatTheCallerCanDoDecidesTheIdentifier) {
   EXPECT_EQ(ErrorIdOf(CudaStatus(700, "", "", "")), ErrorId::kGpuFailed);  // illegal address
 }
 
+TEST(NoSuchDeviceTest, SaysHowManyThereAreAndWhatAnInstanceIsCalled) {
+  const absl::Status status = NoSuchDevice(3, 1);
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kGpuMissing);
+  EXPECT_EQ(status.message(),
+            "OFD-2001 cuda:3 of 1 devices. Name one that CUDA_VISIBLE_DEVICES shows; of a GPU that "
+            "is divided (MIG) a process sees one instance, which that names, as cuda:0.");
+}
+
 }  // namespace
 }  // namespace offload::accelerator

@@ -2,7 +2,9 @@
 
 #include <dlfcn.h>
 #include <link.h>
+#include <unistd.h>
 
+#include <climits>
 #include <cstdlib>
 #include <set>
 #include <string_view>
@@ -16,6 +18,7 @@
 namespace offload::accelerator {
 namespace {
 
+constexpr char kPlugin[] = "liboffload_cuda.so";
 constexpr std::string_view kRuntime = "libcudart.so.";
 constexpr std::string_view kRuntimeOfOurs = "libcudart.so.13";
 constexpr std::string_view kTorch = "libc10_cuda.so";
@@ -39,6 +42,17 @@ std::vector<std::string> LoadedLibraries() {
   return paths;
 }
 
+// The library or program that this code was linked into.
+std::string OwnFile() {
+  Dl_info here = {};
+  dladdr(reinterpret_cast<const void*>(&CudaPluginPath), &here);
+  const std::string file = here.dli_fname == nullptr ? "" : here.dli_fname;
+  if (file.find('/') != std::string::npos) return file;
+  char path[PATH_MAX];  // a program, by the name that it was called with
+  const ssize_t length = readlink("/proc/self/exe", path, sizeof(path));
+  return length <= 0 ? file : std::string(path, static_cast<size_t>(length));
+}
+
 absl::Status PluginError(const std::string& what) { return MakeError(ErrorId::kGpuPlugin, what); }
 
 }  // namespace
@@ -47,10 +61,11 @@ std::string CudaPluginPath() {
   if (const char* const path = std::getenv("OFFLOADD_CUDA_PLUGIN");
       path != nullptr && *path != '\0')
     return path;
-  Dl_info here = {};
-  dladdr(reinterpret_cast<const void*>(&CudaPluginPath), &here);
-  const std::string_view file = here.dli_fname == nullptr ? "" : here.dli_fname;
-  return absl::StrCat(std::string(file.substr(0, file.rfind('/') + 1)), "liboffload_cuda.so");
+  const std::string file = OwnFile();
+  const std::string folder = file.substr(0, file.rfind('/') + 1);
+  const std::string beside = folder + kPlugin, in_prefix = folder + "../lib/" + kPlugin;
+  return access(beside.c_str(), F_OK) != 0 && access(in_prefix.c_str(), F_OK) == 0 ? in_prefix
+                                                                                   : beside;
 }
 
 std::string RuntimeConflict(std::span<const std::string> libraries) {

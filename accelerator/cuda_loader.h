@@ -16,7 +16,7 @@
 namespace offload::accelerator {
 
 // Where the plug-in is: OFFLOADD_CUDA_PLUGIN, else beside the program or library that this code was
-// linked into.
+// linked into, or in the lib of a prefix whose bin has that.
 std::string CudaPluginPath();
 
 // Opens a device by its number in CUDA through the plug-in at `path`, which stays loaded. OFD-2002

@@ -7,9 +7,11 @@
 #include <chrono>
 #include <cstring>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <type_traits>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "accelerator/cuda_calls.h"
@@ -33,6 +35,10 @@ struct Nccl {
   decltype(&::ncclCommDestroy) comm_destroy = nullptr;
   decltype(&::ncclCommAbort) comm_abort = nullptr;
   decltype(&::ncclAllGather) all_gather = nullptr;
+  decltype(&::ncclGroupStart) group_start = nullptr;
+  decltype(&::ncclGroupEnd) group_end = nullptr;
+  decltype(&::ncclSend) send = nullptr;
+  decltype(&::ncclRecv) recv = nullptr;
   decltype(&::ncclGetErrorString) error_string = nullptr;
 };
 
@@ -54,6 +60,10 @@ absl::StatusOr<const Nccl*> OpenNccl() {
     find("ncclCommDestroy", &nccl.comm_destroy);
     find("ncclCommAbort", &nccl.comm_abort);
     find("ncclAllGather", &nccl.all_gather);
+    find("ncclGroupStart", &nccl.group_start);
+    find("ncclGroupEnd", &nccl.group_end);
+    find("ncclSend", &nccl.send);
+    find("ncclRecv", &nccl.recv);
     find("ncclGetErrorString", &nccl.error_string);
     if (!status.ok()) return status;
     return nccl;
@@ -105,14 +115,34 @@ class NcclCollectives final : public Collectives {
       result = nccl_->all_gather(bytes + rank_ * part_bytes, bytes, part_bytes, ncclInt8, comm_,
                                  Unwrap(stream));
     }
-    const auto deadline = std::chrono::steady_clock::now() + kPatience;
-    while (result == ncclInProgress && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(kPause);
+    return Launched(result, "ncclAllGather");
+  }
+
+  // Sends and receives of one group go on together: no order of theirs can deadlock.
+  absl::Status ExchangeSlices(std::span<const SlicedRange> ranges, Stream stream) override {
+    const OnDevice on(device_);
+    ncclResult_t result = ncclSuccess;
+    {
       const std::lock_guard lock(mutex_);
       OFFLOAD_RETURN_IF_ERROR(Ended());
-      nccl_->comm_async_error(comm_, &result);
+      result = nccl_->group_start();
+      for (const SlicedRange& range : ranges) {
+        const std::vector<size_t>& offsets = range.offsets_bytes;
+        const size_t own_bytes = offsets[rank_ + 1] - offsets[rank_];
+        for (size_t rank = 0; rank + 1 < offsets.size(); ++rank) {
+          if (rank == rank_) continue;
+          const int peer = static_cast<int>(rank);
+          if (Begun(result))
+            result = nccl_->send(range.from + offsets[rank], offsets[rank + 1] - offsets[rank],
+                                 ncclInt8, peer, comm_, Unwrap(stream));
+          if (Begun(result))
+            result = nccl_->recv(range.to[rank], own_bytes, ncclInt8, peer, comm_, Unwrap(stream));
+        }
+      }
+      const ncclResult_t ended = nccl_->group_end();  // also after a failure
+      if (Begun(result)) result = ended;
     }
-    return NcclStatus(*nccl_, result, "ncclAllGather");
+    return Launched(result, "ncclSend, ncclRecv");
   }
 
   absl::Status AsyncError() override {
@@ -134,6 +164,18 @@ class NcclCollectives final : public Collectives {
  private:
   static bool Begun(ncclResult_t result) {
     return result == ncclSuccess || result == ncclInProgress;
+  }
+
+  // What a call has begun, until the stream has it. Abort() may come between.
+  absl::Status Launched(ncclResult_t result, const char* call) {
+    const auto deadline = std::chrono::steady_clock::now() + kPatience;
+    while (result == ncclInProgress && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(kPause);
+      const std::lock_guard lock(mutex_);
+      OFFLOAD_RETURN_IF_ERROR(Ended());
+      nccl_->comm_async_error(comm_, &result);
+    }
+    return NcclStatus(*nccl_, result, call);
   }
 
   absl::Status Ended() const {

@@ -35,7 +35,7 @@ bool Overlap(const std::byte* begin, const std::byte* end, const std::byte* othe
 }  // namespace
 
 HostAccelerator::HostAccelerator(const Options& options)
-    : options_(options), random_(options.seed) {
+    : options_(options), random_(options.seed), memory_bytes_(options.memory_bytes) {
   streams_.push_back(std::make_unique<StreamState>());  // the default stream
   if (!options.peer_address.empty())
     peers_ = std::make_unique<HostPeers>(this, options.peer_address);
@@ -50,14 +50,19 @@ HostAccelerator::~HostAccelerator() {
 absl::StatusOr<MemoryInfo> HostAccelerator::MemGetInfo() {
   const std::lock_guard lock(mutex_);
   OFFLOAD_RETURN_IF_ERROR(Broken());
-  return MemoryInfo{options_.memory_bytes - allocated_bytes_, options_.memory_bytes};
+  return MemoryInfo{memory_bytes_ - std::min(memory_bytes_, allocated_bytes_), memory_bytes_};
+}
+
+void HostAccelerator::SetMemoryBytes(uint64_t memory_bytes) {
+  const std::lock_guard lock(mutex_);
+  memory_bytes_ = memory_bytes;
 }
 
 absl::StatusOr<std::byte*> HostAccelerator::Malloc(size_t size_bytes) {
   const std::lock_guard lock(mutex_);
   OFFLOAD_RETURN_IF_ERROR(Broken());
   const size_t rounded_bytes = (size_bytes + kAlignment - 1) / kAlignment * kAlignment;
-  const uint64_t free_bytes = options_.memory_bytes - allocated_bytes_;
+  const uint64_t free_bytes = memory_bytes_ - std::min(memory_bytes_, allocated_bytes_);
   if (rounded_bytes == 0 || rounded_bytes > free_bytes) {
     return MakeError(
         ErrorId::kGpuMemory,
@@ -177,7 +182,10 @@ absl::Status HostAccelerator::EventRecord(Event event, Stream stream) {
   Join(&of.clock, host_clock_);
   const auto record = std::make_shared<Record>(Record{.is_done = false, .clock = of.clock});
   events_.at(event.handle) = record;
-  Submit(stream, [record] { record->is_done = true; });
+  Submit(stream, [this, record] {
+    record->is_done = true;
+    record->seconds = seconds_;
+  });
   Advance();
   return absl::OkStatus();
 }
@@ -220,6 +228,14 @@ absl::Status HostAccelerator::EventSynchronize(Event event) {
   }
   Join(&host_clock_, record->clock);
   return Broken();
+}
+
+absl::StatusOr<std::optional<double>> HostAccelerator::SecondsBetween(Event begin, Event end) {
+  const std::lock_guard lock(mutex_);
+  OFFLOAD_RETURN_IF_ERROR(Broken());
+  const Record &first = *events_.at(begin.handle), &last = *events_.at(end.handle);
+  if (!first.is_done || !last.is_done) return std::nullopt;
+  return last.seconds - first.seconds;
 }
 
 // ---- The scheduler -------------------------------------------------------------------------
@@ -341,6 +357,7 @@ void HostAccelerator::Copy(std::byte* to, const std::byte* from, size_t size_byt
     if (!is_broken_) std::memset(to, kPoison, size_bytes);
   });
   Submit(stream, [this, to, from, size_bytes, promised = std::move(promised)] {
+    seconds_ += static_cast<double>(size_bytes) / kCopiedBytesPerSecond;
     if (is_broken_) return;
     std::memcpy(to, from, size_bytes);
     if (!promised.empty() && std::memcmp(to, promised.data(), size_bytes) != 0)
@@ -368,6 +385,24 @@ absl::Status HostAccelerator::Update(const kernels::OptimizerSpec& optimizer, in
   CheckRun(optimizer, run, stream);
   Submit(stream, [this, optimizer, step, run] {
     if (!is_broken_) kernels::UpdateOnHost(optimizer, step, run);
+  });
+  Advance();
+  return absl::OkStatus();
+}
+
+absl::Status HostAccelerator::AddParts(const kernels::DeviceSum& sum, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  OFFLOAD_RETURN_IF_ERROR(Broken());
+  const auto check = [&](Use use, const void* array) {
+    const auto* const bytes = static_cast<const std::byte*>(array);
+    const size_t size_bytes = sum.count * kernels::DtypeBytes(sum.dtype);
+    CheckRange(allocations_, bytes, size_bytes, "a sum outside of device memory");
+    Check(IndexOf(stream), use, bytes, size_bytes);
+  };
+  for (uint32_t part = 0; part < sum.part_count; ++part) check(Use::kRead, sum.parts[part]);
+  check(Use::kWrite, sum.sum);
+  Submit(stream, [this, sum] {
+    if (!is_broken_) kernels::AddPartsOnHost(sum);
   });
   Advance();
   return absl::OkStatus();
@@ -478,6 +513,11 @@ void HostAccelerator::Report(const std::string& finding) { ++violations_[finding
 void HostAccelerator::CountCollective() {
   const std::lock_guard lock(mutex_);
   ++counters_.collectives;
+}
+
+void HostAccelerator::CountExchange() {
+  const std::lock_guard lock(mutex_);
+  ++counters_.exchanges;
 }
 
 void HostAccelerator::AddViolation(const std::string& finding) {

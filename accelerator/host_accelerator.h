@@ -20,6 +20,8 @@
 //
 // A copy fills its target with 0xFF, NaN in every dtype, at some time before the bytes arrive.
 //
+// Time passes by copies alone, one at a time: each takes its bytes over kCopiedBytesPerSecond.
+//
 // Thread safety: all methods may be called from any thread.
 #pragma once
 
@@ -28,11 +30,14 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "accelerator/accelerator.h"
 #include "accelerator/peers.h"
+#include "accelerator/sums.h"
+#include "accelerator/timing.h"
 #include "base/random.h"
 
 namespace offload::accelerator {
@@ -44,8 +49,13 @@ enum class Pace : uint8_t {
   kLate,    // when the host waits for them, and no sooner
 };
 
-class HostAccelerator final : public Accelerator, public PeerDevice {
+class HostAccelerator final : public Accelerator,
+                              public PeerDevice,
+                              public SummingDevice,
+                              public TimingDevice {
  public:
+  static constexpr double kCopiedBytesPerSecond = 10e9;
+
   struct Options {
     uint64_t seed = 1;
     Pace pace = Pace::kRandom;
@@ -65,6 +75,7 @@ class HostAccelerator final : public Accelerator, public PeerDevice {
     uint64_t bytes_to_device = 0, bytes_to_host = 0;
     uint64_t allocated_bytes_max = 0;  // at once
     uint64_t collectives = 0;          // gathers that have begun
+    uint64_t exchanges = 0;            // of slices, the same
   };
 
   explicit HostAccelerator(const Options& options);
@@ -94,6 +105,9 @@ class HostAccelerator final : public Accelerator, public PeerDevice {
   absl::Status Memset(std::byte* device, uint8_t value, size_t size_bytes, Stream stream) override;
   absl::Status Update(const kernels::OptimizerSpec& optimizer, int64_t step,
                       const kernels::DeviceRun& run, Stream stream) override;
+  absl::Status AddParts(const kernels::DeviceSum& sum, Stream stream) override;
+  absl::StatusOr<Event> TimedEventCreate() override { return EventCreate(); }
+  absl::StatusOr<std::optional<double>> SecondsBetween(Event begin, Event end) override;
   void NoteUse(Stream stream, Use use, const std::byte* device, size_t size_bytes) override;
   void NoteHostUse(Use use, const std::byte* bytes, size_t size_bytes) override;
 
@@ -113,7 +127,10 @@ class HostAccelerator final : public Accelerator, public PeerDevice {
   // As cudaFreeAsync: gives memory back behind what `stream` has been given so far, and that has to
   // come after every use of it.
   void FreeAsync(std::byte* bytes, Stream stream);
+  // As if the device were of this size from now on, or so much of it were somebody else's.
+  void SetMemoryBytes(uint64_t memory_bytes);
   void CountCollective();
+  void CountExchange();
   // Reports a finding of one's own.
   void AddViolation(const std::string& finding);
   // Runs everything and returns what was found: "finding (how many times)".
@@ -136,6 +153,7 @@ class HostAccelerator final : public Accelerator, public PeerDevice {
   struct Record {
     bool is_done = false;
     Clock clock;
+    double seconds = 0;  // when it was
   };
   struct Command {
     std::function<void()> run;                 // under the lock
@@ -180,12 +198,13 @@ class HostAccelerator final : public Accelerator, public PeerDevice {
   std::map<uintptr_t, std::shared_ptr<Record>> events_;
   uintptr_t next_event_ = 1;
   std::map<const std::byte*, size_t> allocations_, registrations_;
-  uint64_t allocated_bytes_ = 0;
+  uint64_t memory_bytes_, allocated_bytes_ = 0;
   std::vector<Access> accesses_;
   Clock host_clock_;
   std::map<std::string, int> violations_;
   bool is_broken_ = false;
   uint64_t copies_ = 0;
+  double seconds_ = 0;
   Counters counters_;
   std::unique_ptr<Peers> peers_;
 };

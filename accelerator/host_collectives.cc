@@ -5,6 +5,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <new>
@@ -31,7 +32,7 @@ struct alignas(64) Seat {
   std::atomic<uint64_t> posted;    // pieces that it has shown
   std::atomic<uint64_t> consumed;  // pieces that it has taken from all others
   // Of the piece shown last.
-  uint64_t part_bytes, offset_bytes;
+  uint64_t whole_bytes, offset_bytes;
 };
 
 size_t MemoryBytes(uint32_t world_size) { return world_size * (sizeof(Seat) + kSlotBytes); }
@@ -57,23 +58,21 @@ struct Shared {
   }
 };
 
-// A piece of every rank's part: [offset_bytes, offset_bytes + size_bytes) of it.
+// What a slot carries of a collective at once.
 struct Piece {
   uint64_t number = 0;
-  std::byte* bytes = nullptr;
-  uint64_t part_bytes = 0, offset_bytes = 0, size_bytes = 0;
-  std::byte* Of(uint32_t rank) const { return bytes + rank * part_bytes + offset_bytes; }
+  // The same in all ranks, and differs between collectives of other kinds and sizes.
+  uint64_t whole_bytes = 0, offset_bytes = 0;
+  std::function<void(std::byte* slot)> show;                     // puts this rank's bytes into it
+  std::function<void(uint32_t of, const std::byte* slot)> take;  // gets another rank's out of it
 };
 
 void Show(const Shared& shared, const Piece& piece) {
   if (shared.HasFailed()) return;
   Seat& seat = shared.seat(shared.rank);
-  seat.part_bytes = piece.part_bytes;
+  seat.whole_bytes = piece.whole_bytes;
   seat.offset_bytes = piece.offset_bytes;
-  for (uint32_t rank = 0; rank < shared.world_size; ++rank) {
-    if (rank != shared.rank) std::memset(piece.Of(rank), kPoison, piece.size_bytes);
-  }
-  std::memcpy(shared.slot(shared.rank), piece.Of(shared.rank), piece.size_bytes);
+  piece.show(shared.slot(shared.rank));
   seat.posted.store(piece.number + 1, std::memory_order_release);  // with all of the above
 }
 
@@ -82,11 +81,11 @@ void Take(Shared* shared, const Piece& piece) {
   for (uint32_t rank = 0; rank < shared->world_size; ++rank) {
     if (rank == shared->rank) continue;
     const Seat& seat = shared->seat(rank);
-    if (seat.part_bytes != piece.part_bytes || seat.offset_bytes != piece.offset_bytes) {
+    if (seat.whole_bytes != piece.whole_bytes || seat.offset_bytes != piece.offset_bytes) {
       if (!shared->differs.exchange(true)) shared->is_reported = false;
       return;
     }
-    std::memcpy(piece.Of(rank), shared->slot(rank), piece.size_bytes);
+    piece.take(rank, shared->slot(rank));
   }
   shared->seat(shared->rank).consumed.store(piece.number + 1, std::memory_order_release);
 }
@@ -113,15 +112,30 @@ class HostCollectives final : public Collectives {
       shared_->device->NoteUse(stream, rank == shared_->rank ? Use::kRead : Use::kWrite,
                                bytes + rank * part_bytes, part_bytes);
     }
-    for (uint64_t offset = 0; offset < part_bytes; offset += kSlotBytes) {
-      Submit({.number = next_++,
-              .bytes = bytes,
-              .part_bytes = part_bytes,
-              .offset_bytes = offset,
-              .size_bytes = std::min<uint64_t>(kSlotBytes, part_bytes - offset)},
-             stream);
-    }
+    for (uint64_t offset = 0; offset < part_bytes; offset += kSlotBytes)
+      Submit(PieceOfGather(bytes, part_bytes, offset), stream);
     shared_->device->CountCollective();
+    changed_.notify_all();
+    return absl::OkStatus();
+  }
+
+  absl::Status ExchangeSlices(std::span<const SlicedRange> ranges, Stream stream) override {
+    const std::lock_guard lock(mutex_);
+    OFFLOAD_RETURN_IF_ERROR(AsyncError());
+    for (const SlicedRange& range : ranges) {
+      uint64_t largest_bytes = 0;
+      const uint64_t own_bytes = SliceBytes(range, shared_->rank);
+      for (uint32_t rank = 0; rank < shared_->world_size; ++rank) {
+        largest_bytes = std::max(largest_bytes, SliceBytes(range, rank));
+        if (rank == shared_->rank) continue;
+        shared_->device->NoteUse(stream, Use::kRead, range.from + range.offsets_bytes[rank],
+                                 SliceBytes(range, rank));
+        shared_->device->NoteUse(stream, Use::kWrite, range.to[rank], own_bytes);
+      }
+      for (uint64_t offset = 0; offset < largest_bytes; offset += SliceOfSlot())
+        Submit(PieceOfExchange(range, offset), stream);
+    }
+    shared_->device->CountExchange();
     changed_.notify_all();
     return absl::OkStatus();
   }
@@ -137,6 +151,58 @@ class HostCollectives final : public Collectives {
   void Abort() override { shared_->is_aborted = true; }
 
  private:
+  // In an exchange a slot has room for as many ranks.
+  uint64_t SliceOfSlot() const { return kSlotBytes / shared_->world_size; }
+
+  static uint64_t SliceBytes(const SlicedRange& range, uint32_t rank) {
+    return range.offsets_bytes[rank + 1] - range.offsets_bytes[rank];
+  }
+
+  // [offset_bytes, offset_bytes + kSlotBytes) of every rank's part, as far as it goes.
+  Piece PieceOfGather(std::byte* bytes, uint64_t part_bytes, uint64_t offset_bytes) {
+    const uint64_t size_bytes = std::min<uint64_t>(kSlotBytes, part_bytes - offset_bytes);
+    const auto place = [=](uint32_t rank) { return bytes + rank * part_bytes + offset_bytes; };
+    return {.number = next_++,
+            .whole_bytes = 2 * part_bytes,
+            .offset_bytes = offset_bytes,
+            .show =
+                [=, own = shared_->rank, world_size = shared_->world_size](std::byte* slot) {
+                  for (uint32_t rank = 0; rank < world_size; ++rank) {
+                    if (rank != own) std::memset(place(rank), kPoison, size_bytes);
+                  }
+                  std::memcpy(slot, place(own), size_bytes);
+                },
+            .take = [=](uint32_t of,
+                        const std::byte* slot) { std::memcpy(place(of), slot, size_bytes); }};
+  }
+
+  // The same of every slice, as far as it goes.
+  Piece PieceOfExchange(const SlicedRange& range, uint64_t offset_bytes) {
+    const auto size_bytes = [range, offset_bytes, most = SliceOfSlot()](uint32_t rank) {
+      const uint64_t slice_bytes = SliceBytes(range, rank);
+      return std::min(most, slice_bytes - std::min(slice_bytes, offset_bytes));
+    };
+    return {.number = next_++,
+            .whole_bytes = 2 * range.offsets_bytes.back() + 1,
+            .offset_bytes = offset_bytes,
+            .show =
+                [=, own = shared_->rank, each_bytes = SliceOfSlot()](std::byte* slot) {
+                  for (uint32_t rank = 0; rank < range.to.size(); ++rank) {
+                    if (rank == own) continue;
+                    std::memset(range.to[rank] + offset_bytes, kPoison, size_bytes(own));
+                    std::memcpy(slot + rank * each_bytes,
+                                range.from + range.offsets_bytes[rank] + offset_bytes,
+                                size_bytes(rank));
+                  }
+                },
+            .take =
+                [=, own = shared_->rank, each_bytes = SliceOfSlot()](uint32_t of,
+                                                                     const std::byte* slot) {
+                  std::memcpy(range.to[of] + offset_bytes, slot + own * each_bytes,
+                              size_bytes(own));
+                }};
+  }
+
   void Submit(const Piece& piece, Stream stream) {
     const std::shared_ptr<Shared> shared = shared_;
     shared->device->LaunchWhenReady(

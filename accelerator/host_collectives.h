@@ -8,7 +8,7 @@
 // Reported as violations of the device (host_accelerator.h): ranks whose calls differ in order or
 // size, which on a GPU would hang or exchange the wrong bytes; and what its accesses conflict with.
 //
-// The parts of other ranks are filled with 0xFF, NaN in every dtype, before their bytes arrive.
+// Where bytes of other ranks come there is 0xFF, NaN in every dtype, before they arrive.
 //
 // Thread safety: all methods may be called from any thread.
 #pragma once

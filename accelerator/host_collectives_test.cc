@@ -48,6 +48,23 @@ struct Rank {
     if (waits) device.StreamWaitEvent(gathers, event).IgnoreError();
     return collectives->AllGather(bytes, part_bytes, gathers);
   }
+  // Every rank's bytes to the part of each other one; slices of uneven sizes, some of several
+  // pieces. `received` is by rank.
+  absl::Status Exchange(uint32_t round, std::vector<std::byte*>* received) {
+    const size_t size_bytes = world_size * kPartBytes;
+    std::vector<size_t> offsets;
+    for (uint32_t of = 0; of < world_size; ++of)
+      offsets.push_back(of * of * kPartBytes / world_size);
+    offsets.push_back(size_bytes);
+    for (size_t i = 0; i < size_bytes; ++i) bytes[i] = ByteOf(rank, round, i);  // nothing runs yet
+    received->assign(world_size, nullptr);
+    for (uint32_t of = 0; of < world_size; ++of) {
+      if (of != rank) (*received)[of] = *device.Malloc(size_bytes);
+    }
+    own_begin = offsets[rank], own_end = offsets[rank + 1];
+    return collectives->ExchangeSlices(std::vector<SlicedRange>{{bytes, offsets, *received}},
+                                       gathers);
+  }
   void Wait() {
     device.EventRecord(event, gathers).IgnoreError();
     device.EventSynchronize(event).IgnoreError();
@@ -63,6 +80,7 @@ struct Rank {
   HostAccelerator device;
   std::vector<std::byte> host;
   std::byte* bytes = nullptr;
+  size_t own_begin = 0, own_end = 0;  // of the last exchange
   Stream copies, gathers;
   Event event;
   std::unique_ptr<Collectives> collectives;
@@ -149,6 +167,37 @@ TEST(HostCollectivesTest, RanksThatDifferAreFound) {
     rank.Wait();
     EXPECT_EQ(ErrorIdOf(rank.collectives->AsyncError()), ErrorId::kGpuFailed);
     EXPECT_FALSE(rank.Gather(1).ok());
+  });
+  EXPECT_THAT(found, Contains(HasSubstr("collectives that differ between ranks")));
+}
+
+TEST(HostCollectivesTest, EveryRankGetsItsSliceOfEveryOtherOne) {
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    const uint32_t world_size = 2 + seed % 3;
+    const auto found = RunRanks(world_size, seed, [](Rank& rank) {
+      std::vector<std::byte*> received;
+      ASSERT_TRUE(rank.Exchange(4, &received).ok());
+      rank.Wait();
+      for (uint32_t of = 0; of < rank.world_size; ++of) {
+        if (of == rank.rank) continue;
+        for (size_t i = rank.own_begin; i < rank.own_end; ++i)
+          ASSERT_EQ(received[of][i - rank.own_begin], ByteOf(of, 4, i)) << of << " " << i;
+        ASSERT_TRUE(rank.device.Free(received[of]).ok());
+      }
+      ASSERT_TRUE(rank.Gather(1).ok()) << "and a gather comes behind it";
+      rank.Wait();
+      rank.ExpectAllOf(1);
+    });
+    EXPECT_THAT(found, IsEmpty()) << "seed " << seed;
+  }
+}
+
+TEST(HostCollectivesTest, AGatherOfOneRankAndAnExchangeOfAnotherAreFound) {
+  const auto found = RunRanks(2, 3, [](Rank& rank) {
+    std::vector<std::byte*> received;
+    ASSERT_TRUE((rank.rank == 0 ? rank.Gather(0) : rank.Exchange(0, &received)).ok());
+    rank.Wait();
+    EXPECT_EQ(ErrorIdOf(rank.collectives->AsyncError()), ErrorId::kGpuFailed);
   });
   EXPECT_THAT(found, Contains(HasSubstr("collectives that differ between ranks")));
 }

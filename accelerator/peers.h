@@ -11,13 +11,24 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "accelerator/accelerator.h"
 
 namespace offload::accelerator {
+
+// A range of device memory that is divided among the ranks: slice r is
+// [offsets_bytes[r], offsets_bytes[r + 1]) of it.
+struct SlicedRange {
+  const std::byte* from = nullptr;    // this rank's bytes, of which it reads the others' slices
+  std::vector<size_t> offsets_bytes;  // the same in all ranks; of one more than there are ranks
+  // By rank: where its bytes of this rank's own slice are written. The own one is not used.
+  std::vector<std::byte*> to;
+};
 
 // A rank's end of the connection between all ranks.
 class Collectives {
@@ -29,10 +40,13 @@ class Collectives {
   // rank · part_bytes, is read and the others are written. Returns without waiting for the device.
   // A rank that does not come leaves the others' streams where they are until Abort().
   virtual absl::Status AllGather(std::byte* bytes, size_t part_bytes, Stream stream) = 0;
+  // Collective, as above: of every range each rank gets its own slice from every other one. What a
+  // rank moves is what a reduce-scatter moves; nothing is computed.
+  virtual absl::Status ExchangeSlices(std::span<const SlicedRange> ranges, Stream stream) = 0;
   // Why the connection has failed, as far as it knows; never waits. It may not notice that a rank
   // has died.
   virtual absl::Status AsyncError() = 0;
-  // What is under way ends soon, and leaves any bytes in the parts of other ranks. Of this rank
+  // What is under way ends soon, and leaves any bytes where those of other ranks come. Of this rank
   // only: the others have to be told.
   virtual void Abort() = 0;
 };

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 #include "base/check.h"
@@ -26,17 +26,19 @@ constexpr uint32_t MultiplyModulo(uint32_t a, uint32_t b) {
   return product;
 }
 
-// x^(8 * size_bytes) modulo the polynomial: what appending that many zero bytes multiplies a
-// register by.
-constexpr uint32_t PowerOfBytes(uint64_t size_bytes) {
+// x^exponent modulo the polynomial.
+constexpr uint32_t Power(uint64_t exponent) {
   uint32_t result = kOne;
-  uint32_t square = kOne >> 8;  // x^8
-  for (; size_bytes != 0; size_bytes >>= 1) {
-    if (size_bytes & 1) result = MultiplyModulo(result, square);
+  uint32_t square = kOne >> 1;  // x
+  for (; exponent != 0; exponent >>= 1) {
+    if (exponent & 1) result = MultiplyModulo(result, square);
     square = MultiplyModulo(square, square);
   }
   return result;
 }
+
+// What appending that many zero bytes multiplies a register by.
+constexpr uint32_t PowerOfBytes(uint64_t size_bytes) { return Power(8 * size_bytes); }
 
 // tables[k][b]: the register after byte b and then k zero bytes.
 using SliceTables = std::array<std::array<uint32_t, 256>, 8>;
@@ -120,6 +122,75 @@ __attribute__((target("sse4.2"))) uint64_t ThreeLanes(uint64_t crc, const unsign
   return crc;
 }
 
+// Where carry-less products of 512 bits are there, long inputs are folded (after V. Gopal et al.,
+// "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction", Intel 2009), four
+// registers beside each other: twice as fast as three lanes.
+//
+// Sixteen bytes in a register are a polynomial whose coefficient of x^127 is bit 0. A message is
+// the same modulo the polynomial when its first bytes are multiplied by x^bits and added to those
+// that stand so many bits behind them. Each half is multiplied on its own; since a carry-less
+// product of two reflected halves stands one bit too low, its factor has one power less.
+struct FoldFactors {
+  int64_t low = 0, high = 0;  // for the half that comes first, and the other
+};
+constexpr FoldFactors FactorsOf(uint64_t bits) {
+  return {.low = static_cast<int64_t>(uint64_t{Power(bits + 63)} << 32),
+          .high = static_cast<int64_t>(uint64_t{Power(bits - 1)} << 32)};
+}
+
+constexpr size_t kFoldBytes = sizeof(__m512i);
+constexpr size_t kFoldsBeside = 4;  // the latency of a product
+constexpr size_t kFoldedBytesMin = 2 * kFoldsBeside * kFoldBytes;
+
+#define OFFLOAD_TARGET_FOLD __attribute__((target("avx512f,vpclmulqdq,pclmul,sse4.2")))
+
+OFFLOAD_TARGET_FOLD inline __m512i Broadcast(const FoldFactors& factors) {
+  return _mm512_set_epi64(factors.high, factors.low, factors.high, factors.low, factors.high,
+                          factors.low, factors.high, factors.low);
+}
+
+OFFLOAD_TARGET_FOLD inline __m512i Load(const unsigned char* bytes, size_t index) {
+  return _mm512_loadu_si512(bytes + index * kFoldBytes);
+}
+
+// `bytes` times the factors, plus `next`.
+OFFLOAD_TARGET_FOLD inline __m512i Fold(__m512i bytes, __m512i factors, __m512i next) {
+  constexpr int kSumOfThree = 0x96;
+  return _mm512_ternarylogic_epi64(_mm512_clmulepi64_epi128(bytes, factors, 0x00),
+                                   _mm512_clmulepi64_epi128(bytes, factors, 0x11), next,
+                                   kSumOfThree);
+}
+
+// Takes as many whole registers as there are, at least kFoldedBytesMin bytes; `crc` is a register,
+// not inverted.
+OFFLOAD_TARGET_FOLD uint64_t TakeFolded(uint64_t crc, const unsigned char*& bytes,
+                                        size_t& size_bytes) {
+  constexpr FoldFactors kByOne = FactorsOf(8 * kFoldBytes);
+  constexpr FoldFactors kByAll = FactorsOf(8 * kFoldBytes * kFoldsBeside);
+  const __m512i by_all = Broadcast(kByAll), by_one = Broadcast(kByOne);
+  __m512i a = Load(bytes, 0), b = Load(bytes, 1), c = Load(bytes, 2), d = Load(bytes, 3);
+  a = _mm512_xor_si512(a, _mm512_zextsi128_si512(_mm_cvtsi64_si128(static_cast<int64_t>(crc))));
+  bytes += kFoldsBeside * kFoldBytes;
+  size_bytes -= kFoldsBeside * kFoldBytes;
+  for (; size_bytes >= kFoldsBeside * kFoldBytes;
+       bytes += kFoldsBeside * kFoldBytes, size_bytes -= kFoldsBeside * kFoldBytes) {
+    a = Fold(a, by_all, Load(bytes, 0));
+    b = Fold(b, by_all, Load(bytes, 1));
+    c = Fold(c, by_all, Load(bytes, 2));
+    d = Fold(d, by_all, Load(bytes, 3));
+  }
+  __m512i sum = Fold(Fold(Fold(a, by_one, b), by_one, c), by_one, d);
+  for (; size_bytes >= kFoldBytes; bytes += kFoldBytes, size_bytes -= kFoldBytes)
+    sum = Fold(sum, by_one, Load(bytes, 0));
+  alignas(kFoldBytes) uint64_t words[kFoldBytes / 8];
+  _mm512_store_si512(words, sum);
+  uint64_t value = 0;
+  for (const uint64_t word : words) value = _mm_crc32_u64(value, word);
+  return value;
+}
+
+#undef OFFLOAD_TARGET_FOLD
+
 #endif
 
 }  // namespace
@@ -172,9 +243,33 @@ uint32_t Crc32cSse42(uint32_t crc, const void* data, size_t size_bytes) {
 
 }  // namespace internal
 
+namespace {
+
+#if defined(__x86_64__)
+
+// `crc` as Crc32c() takes it. Where inputs are long; the rest and short ones are Crc32cSse42()'s.
+uint32_t Crc32cFolded(uint32_t crc, const void* data, size_t size_bytes) {
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  if (size_bytes >= kFoldedBytesMin)
+    crc = ~static_cast<uint32_t>(TakeFolded(static_cast<uint32_t>(~crc), bytes, size_bytes));
+  return internal::Crc32cSse42(crc, bytes, size_bytes);
+}
+
+#endif
+
+auto Choose() {
+#if defined(__x86_64__)
+  if (internal::Crc32cHasSse42() && __builtin_cpu_supports("avx512f") &&
+      __builtin_cpu_supports("vpclmulqdq"))
+    return &Crc32cFolded;
+#endif
+  return internal::Crc32cHasSse42() ? &internal::Crc32cSse42 : &internal::Crc32cPortable;
+}
+
+}  // namespace
+
 uint32_t Crc32c(uint32_t crc, const void* data, size_t size_bytes) {
-  static const auto implementation =
-      internal::Crc32cHasSse42() ? &internal::Crc32cSse42 : &internal::Crc32cPortable;
+  static const auto implementation = Choose();
   return implementation(crc, data, size_bytes);
 }
 

@@ -49,7 +49,8 @@ TEST_P(Crc32cTest, GivesThePublishedVectors) {  // RFC 3720, B.4
 
 TEST_P(Crc32cTest, AgreesWithTheDefinitionAroundEveryLaneBorder) {
   const std::vector<unsigned char> bytes = MakeBytes(40000);
-  for (const size_t border : {0, 8, 256, 768, 1536, 4096, 12288, 12288 + 768, 24576, 36864}) {
+  for (const size_t border :
+       {0, 8, 64, 256, 512, 576, 768, 832, 1536, 2048, 4096, 12288, 12288 + 768, 24576, 36864}) {
     for (size_t size = border < 9 ? 0 : border - 9; size <= border + 9; ++size) {
       ASSERT_EQ(GetParam()(7, bytes.data() + 1, size), Reference(7, bytes.data() + 1, size))
           << size;
@@ -60,7 +61,7 @@ TEST_P(Crc32cTest, AgreesWithTheDefinitionAroundEveryLaneBorder) {
 TEST_P(Crc32cTest, ExtendsWhatCameBefore) {
   const std::vector<unsigned char> bytes = MakeBytes(20000);
   const uint32_t whole = GetParam()(0, bytes.data(), bytes.size());
-  for (const size_t cut : {0, 1, 13, 4096, 12288, 19999, 20000}) {
+  for (const size_t cut : {0, 1, 13, 511, 512, 4096, 12288, 19488, 19999, 20000}) {
     const uint32_t first = GetParam()(0, bytes.data(), cut);
     EXPECT_EQ(GetParam()(first, bytes.data() + cut, bytes.size() - cut), whole) << cut;
   }

@@ -5,12 +5,12 @@
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
@@ -22,6 +22,7 @@
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "client/leftovers.h"
+#include "proto/socket_directory.h"
 
 extern char** environ;
 
@@ -69,7 +70,9 @@ absl::StatusOr<std::string> MakeDirectory() {
     if (parent.empty() || parent.size() + kLongestName > proto::kSocketPathBytesMax) continue;
     RemoveLeftovers(parent);
     std::string directory = absl::StrCat(parent, "/offloadd-XXXXXX");
-    if (::mkdtemp(directory.data()) != nullptr) return directory;  // mode 0700
+    if (::mkdtemp(directory.data()) == nullptr) continue;
+    // The umask may have taken bits away.
+    if (::chmod(directory.c_str(), 0700) == 0) return directory;
   }
   return StartError(
       absl::StrCat("no directory for the daemon's socket can be made in /tmp: ", ErrnoText(errno)));
@@ -92,14 +95,18 @@ std::vector<std::string> EnvironmentForDaemon() {
   return variables;
 }
 
-// The calls can only fail for want of memory; then the daemon is not started.
+constexpr int kInheritedLock = STDERR_FILENO + 1;
+
+// Descriptor `lock` becomes kInheritedLock in the daemon; -1: there is none. The calls can only
+// fail for want of memory; then the daemon is not started.
 class SpawnSettings {
  public:
-  SpawnSettings() {
+  explicit SpawnSettings(int lock) {
     ::posix_spawn_file_actions_init(&actions_);
     ::posix_spawn_file_actions_addopen(&actions_, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
     ::posix_spawn_file_actions_adddup2(&actions_, STDERR_FILENO, STDOUT_FILENO);
-    ::posix_spawn_file_actions_addclosefrom_np(&actions_, STDERR_FILENO + 1);
+    if (lock >= 0) ::posix_spawn_file_actions_adddup2(&actions_, lock, kInheritedLock);
+    ::posix_spawn_file_actions_addclosefrom_np(&actions_, kInheritedLock + (lock >= 0 ? 1 : 0));
     ::posix_spawnattr_init(&attributes_);
     sigset_t signals;
     ::sigemptyset(&signals);
@@ -150,8 +157,11 @@ absl::StatusOr<Connection> StartPrivate() {
 
 // Nobody else may have made it, or may look into it.
 absl::StatusOr<UniqueFd> OpenOwnDirectory(const std::string& directory) {
-  if (::mkdir(directory.c_str(), 0700) != 0 && errno != EEXIST)
+  const bool is_made = ::mkdir(directory.c_str(), 0700) == 0;
+  if (!is_made && errno != EEXIST)
     return StartError(absl::StrCat(directory, " cannot be made: ", ErrnoText(errno)));
+  if (is_made && ::chmod(directory.c_str(), 0700) != 0)  // the umask may have taken bits away
+    return StartError(absl::StrCat(directory, ": ", ErrnoText(errno)));
   UniqueFd opened(::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
   struct stat status = {};
   if (!opened.valid() || ::fstat(opened.get(), &status) != 0) {
@@ -165,25 +175,19 @@ absl::StatusOr<UniqueFd> OpenOwnDirectory(const std::string& directory) {
   return opened;
 }
 
-// False when the directory has another one's lock, or has been removed meanwhile.
-bool LockDirectory(const UniqueFd& opened, const std::string& directory) {
-  struct stat ours = {}, there = {};
-  return ::flock(opened.get(), LOCK_EX | LOCK_NB) == 0 && ::fstat(opened.get(), &ours) == 0 &&
-         ::stat(directory.c_str(), &there) == 0 && ours.st_ino == there.st_ino &&
-         ours.st_dev == there.st_dev;
-}
-
-absl::StatusOr<Connection> StartShared(const std::string& directory, const World& world) {
+absl::StatusOr<Connection> StartShared(const std::string& directory, const UniqueFd& lock,
+                                       const World& world) {
   OFFLOAD_ASSIGN_OR_RETURN(const std::string binary, FindDaemonBinary());
   OFFLOAD_ASSIGN_OR_RETURN(PrivateDaemon daemon,
-                           PrivateDaemon::StartShared(binary, directory, world.world_size));
+                           PrivateDaemon::StartShared(binary, directory, lock, world.world_size));
   OFFLOAD_ASSIGN_OR_RETURN(UniqueFd socket, daemon.ConnectWhenReady());
   OFFLOAD_ASSIGN_OR_RETURN(Connection connection, Meet(std::move(socket)));
   connection.private_daemon = std::move(daemon);
   return connection;
 }
 
-// Whoever has the lock starts the daemon; who has not waits until one listens, or the lock is free.
+// Whoever has the lock starts the daemon, which keeps the lock until it has ended; who has not
+// waits until one listens, or the lock is free.
 absl::StatusOr<Connection> FindOrStartShared(const World& world) {
   const std::string directory = RanksDirectory(world.run_id);
   const std::string socket_path = directory + "/offloadd.sock";
@@ -193,7 +197,7 @@ absl::StatusOr<Connection> FindOrStartShared(const World& world) {
       std::chrono::steady_clock::now() + 3 * std::chrono::milliseconds(kStartTimeoutMilliseconds);
   while (std::chrono::steady_clock::now() < deadline) {
     OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd opened, OpenOwnDirectory(directory));
-    const bool is_ours = opened.valid() && LockDirectory(opened, directory);
+    const bool is_ours = proto::LockSocketDirectory(opened, directory);
     // With the lock, too: somebody may have started it just before.
     absl::StatusOr<UniqueFd> socket = proto::ConnectToDaemon(socket_path);
     if (socket.ok()) {
@@ -202,12 +206,14 @@ absl::StatusOr<Connection> FindOrStartShared(const World& world) {
       if (connection.ok() || ErrorIdOf(connection.status()) != ErrorId::kDaemonLost)
         return connection;
     } else if (is_ours) {
-      return StartShared(directory, world);
+      return StartShared(directory, opened, world);
     }
     ::poll(nullptr, 0, kStartPollMilliseconds);
   }
   return StartError(absl::StrCat("rank ", world.rank, " finds no daemon of its launch in ",
-                                 directory, ", and another rank is starting one there"));
+                                 directory,
+                                 ": another rank is starting one there, or the last one has not "
+                                 "ended"));
 }
 
 }  // namespace
@@ -220,6 +226,14 @@ std::string RanksDirectory(const std::string& run_id) {
                       absl::Hex(hash, absl::kZeroPad16));
 }
 
+void OpenClosedStreams() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(stream, F_GETFD) >= 0) continue;
+    const int opened = ::open("/dev/null", O_RDWR);
+    if (opened >= 0 && opened != stream) ::close(opened);  // another thread was first
+  }
+}
+
 absl::StatusOr<PrivateDaemon> PrivateDaemon::Start(const std::string& binary) {
   PrivateDaemon daemon;
   OFFLOAD_ASSIGN_OR_RETURN(daemon.directory_, MakeDirectory());
@@ -229,21 +243,24 @@ absl::StatusOr<PrivateDaemon> PrivateDaemon::Start(const std::string& binary) {
 
 absl::StatusOr<PrivateDaemon> PrivateDaemon::StartShared(const std::string& binary,
                                                          const std::string& directory,
+                                                         const UniqueFd& lock,
                                                          uint32_t rank_count) {
   PrivateDaemon daemon;
   daemon.is_shared_ = true;
   daemon.directory_ = directory;
-  OFFLOAD_RETURN_IF_ERROR(daemon.Spawn(binary, {"--ranks", absl::StrCat(rank_count)}));
+  OFFLOAD_RETURN_IF_ERROR(daemon.Spawn(binary, {"--ranks", absl::StrCat(rank_count)}, lock.get()));
   return daemon;
 }
 
 absl::Status PrivateDaemon::Spawn(const std::string& binary,
-                                  const std::vector<std::string>& more_arguments) {
+                                  const std::vector<std::string>& more_arguments, int lock) {
   std::vector<std::string> arguments = {binary,        "--private",    "--socket",
                                         socket_path(), "--parent-pid", absl::StrCat(::getpid())};
   arguments.insert(arguments.end(), more_arguments.begin(), more_arguments.end());
+  if (lock >= 0)
+    arguments.insert(arguments.end(), {"--directory-lock", absl::StrCat(kInheritedLock)});
   std::vector<std::string> environment = EnvironmentForDaemon();
-  const SpawnSettings settings;
+  const SpawnSettings settings(lock);
   pid_t pid = -1;
   const int error = ::posix_spawn(&pid, binary.c_str(), settings.actions(), settings.attributes(),
                                   Pointers(arguments).data(), Pointers(environment).data());
@@ -278,10 +295,13 @@ PrivateDaemon& PrivateDaemon::operator=(PrivateDaemon&& other) noexcept {
 
 bool PrivateDaemon::HasEnded(int timeout_ms) {
   if (!end_.empty()) return true;
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
   pollfd ended{.fd = pidfd_.get(), .events = POLLIN};
   int count = 0;
-  do {
-    count = ::poll(&ended, 1, timeout_ms);
+  do {  // a trainer's timer may interrupt each of them
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline - Clock::now());
+    count = ::poll(&ended, 1, static_cast<int>(std::max<int64_t>(left.count(), 0)));
   } while (count < 0 && errno == EINTR);
   if (count <= 0) return false;
   int status = 0;
@@ -327,7 +347,7 @@ void PrivateDaemon::WaitForEnd() {
     ::kill(pid_, SIGKILL);  // ours and not reaped: the number cannot be another process's
     ::waitpid(pid_, nullptr, 0);
   }
-  if (!directory_.empty()) RemoveSocketDirectory(directory_);
+  if (!directory_.empty()) proto::RemoveSocketDirectory(directory_);
   Forget();
 }
 

@@ -26,15 +26,19 @@
 
 namespace offload::client {
 
+// Opens /dev/null in the place of standard streams that are closed: what the library opens, or the
+// daemon, would have their numbers, and what anybody prints would go there.
+void OpenClosedStreams();
+
 // A child process with its directory; both are gone when the object is.
 class PrivateDaemon {
  public:
   // Starts `binary` in a fresh directory; it is not ready yet. OFD-1501.
   static absl::StatusOr<PrivateDaemon> Start(const std::string& binary);
-  // Starts it in `directory` for so many ranks.
+  // Starts it in `directory` for so many ranks; it has the directory's `lock`, too, until it ends.
   static absl::StatusOr<PrivateDaemon> StartShared(const std::string& binary,
                                                    const std::string& directory,
-                                                   uint32_t rank_count);
+                                                   const UniqueFd& lock, uint32_t rank_count);
 
   PrivateDaemon() = default;
   PrivateDaemon(PrivateDaemon&& other) noexcept;
@@ -60,7 +64,8 @@ class PrivateDaemon {
   void Forget();
 
  private:
-  absl::Status Spawn(const std::string& binary, const std::vector<std::string>& more_arguments);
+  absl::Status Spawn(const std::string& binary, const std::vector<std::string>& more_arguments,
+                     int lock = -1);
   // True when it has ended within the time.
   bool HasEnded(int timeout_ms);
 

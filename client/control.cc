@@ -149,15 +149,19 @@ void AppendUpdates(const StepCommand& command, size_t begin, v1::StepRequest& re
   });
 }
 
+// Where one message says it all, as nearly always, the whole call is one write to the socket, and
+// wakes the daemon once: the context's initial metadata are corked, and the last message ends the
+// stream.
 grpc::Status WriteStep(const StepCommand& command, grpc::ClientWriter<v1::StepRequest>& writer) {
   v1::StepRequest request = StepHead(command);
   for (size_t begin = 0; begin == 0 || begin < command.updates.size();
        begin += kListEntriesPerMessage) {
     AppendUpdates(command, begin, request);
-    if (!writer.Write(request)) return writer.Finish();
+    grpc::WriteOptions options;
+    if (command.updates.size() - begin <= kListEntriesPerMessage) options.set_last_message();
+    if (!writer.Write(request, options)) break;
     request.Clear();
   }
-  writer.WritesDone();
   return writer.Finish();
 }
 
@@ -308,6 +312,7 @@ absl::Status ControlClient::SetSquareRoots(const kernels::SquareRoots& roots) {
 absl::Status ControlClient::BeginStep(const StepCommand& command) {
   v1::Empty reply;
   return Run("BeginStep", std::nullopt, [&](grpc::ClientContext& context) {
+    context.set_initial_metadata_corked(true);
     return WriteStep(command, *stub_->BeginStep(&context, &reply));
   });
 }
@@ -315,6 +320,7 @@ absl::Status ControlClient::BeginStep(const StepCommand& command) {
 absl::Status ControlClient::Step(const StepCommand& command) {
   v1::StepReply reply;
   return Run("Step", std::nullopt, [&](grpc::ClientContext& context) {
+    context.set_initial_metadata_corked(true);
     return WriteStep(command, *stub_->Step(&context, &reply));
   });
 }

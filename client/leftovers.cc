@@ -16,6 +16,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/unique_fd.h"
+#include "proto/socket_directory.h"
 
 namespace offload::client {
 namespace {
@@ -60,15 +61,8 @@ void RemoveLeftovers(const std::string& parent, std::chrono::seconds minimum_age
   for (; !error && entries != std::filesystem::directory_iterator(); entries.increment(error)) {
     const std::string directory = entries->path();
     if (!HasOurName(entries->path().filename()) || !IsOursAndOld(directory, minimum_age)) continue;
-    if (IsUnbound(directory + kSocketName)) RemoveSocketDirectory(directory);
+    if (IsUnbound(directory + kSocketName)) proto::RemoveSocketDirectory(directory);
   }
-}
-
-void RemoveSocketDirectory(const std::string& directory) {
-  for (const char* name : {kSocketName, "/control.sock", "/metrics.sock"}) {
-    ::unlink(absl::StrCat(directory, name).c_str());
-  }
-  ::rmdir(directory.c_str());
 }
 
 }  // namespace offload::client

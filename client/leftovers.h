@@ -4,8 +4,8 @@
 //
 // A directory is removed when all of this holds: its name is offloadd- and six letters or digits,
 // as mkdtemp makes it; this user owns it; it has not changed for `minimum_age` (a daemon that
-// starts has no socket yet); no process has its socket bound; and it holds nothing but a daemon's
-// sockets.
+// starts has no socket yet); no process has its socket bound; nobody has its lock (a rank that
+// starts a daemon in what another one left); and it holds nothing but a daemon's sockets.
 //
 // Thread safety: may be called from any thread and process at the same time; who comes second finds
 // nothing.
@@ -20,8 +20,5 @@ inline constexpr std::chrono::seconds kLeftoverAge(60);
 
 // Looks in `parent` only. Whatever fails is left as it is.
 void RemoveLeftovers(const std::string& parent, std::chrono::seconds minimum_age = kLeftoverAge);
-
-// The daemon's own sockets in `directory`, then the directory, if nothing else is in it.
-void RemoveSocketDirectory(const std::string& directory);
 
 }  // namespace offload::client

@@ -1,5 +1,6 @@
 #include "client/leftovers.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -10,6 +11,7 @@
 #include <fstream>
 
 #include "base/unique_fd.h"
+#include "proto/socket_directory.h"
 
 namespace offload::client {
 namespace {
@@ -70,6 +72,18 @@ TEST_F(LeftoversTest, LeavesADirectoryInWhichADaemonMayBeStarting) {
   const std::string young = Directory("offloadd-cccccc");
   RemoveLeftovers(parent_, std::chrono::hours(24));
   EXPECT_TRUE(exists(young));
+}
+
+TEST_F(LeftoversTest, LeavesADirectoryInWhichARankStartsADaemonAfterADeadOne) {
+  const std::string ranks = Directory("offloadd-ranks-0-0123456789abcdef");
+  Bind(ranks).reset();
+  UniqueFd lock(::open(ranks.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  ASSERT_TRUE(proto::LockSocketDirectory(lock, ranks));
+  RemoveLeftovers(parent_, kAnyAge);
+  EXPECT_TRUE(exists(ranks + "/offloadd.sock"));
+  lock.reset();
+  RemoveLeftovers(parent_, kAnyAge);
+  EXPECT_FALSE(exists(ranks));
 }
 
 TEST_F(LeftoversTest, LeavesWhatMkdtempDidNotMakeForADaemon) {

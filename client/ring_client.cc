@@ -103,6 +103,20 @@ absl::Status RingClient::AttachTensors(size_t tensor_count, uint64_t pins_offset
   return absl::OkStatus();
 }
 
+absl::Status RingClient::AttachUseTimes(uint64_t offset) {
+  proto::StepWords& words = *proto::StepWordsOf(region_.data());
+  words.use_times_offset.store(offset, std::memory_order_relaxed);
+  if (proto::UseTimesOf(region_.data(), region_.size(), tensor_count_).size() < tensor_count_) {
+    words.use_times_offset.store(0, std::memory_order_relaxed);
+    return MakeError(ErrorId::kProtocol,
+                     absl::StrCat("times of use of ", tensor_count_, " tensors at ", offset,
+                                  " in a region of ", region_.size()));
+  }
+  options_.monitor->AttachUseTimes(
+      {reinterpret_cast<proto::UseTimes*>(region_.data() + offset), tensor_count_});
+  return absl::OkStatus();
+}
+
 absl::Status RingClient::AttachGradientWords() {
   const uint64_t offset = proto::GradientWordsOffset(tensor_count_);
   if (!IsInside(offset, tensor_count_ * sizeof(proto::GradientWord), slab_.size())) {

@@ -67,6 +67,10 @@ class RingClient {
   // From now on tensors can be acquired. OFD-1503 when words or pins would stand outside.
   absl::Status AttachTensors(size_t tensor_count, uint64_t pins_offset);
 
+  // From now on it is counted how long tensors are in use. Requires AttachTensors(). OFD-1503 when
+  // the table would stand outside.
+  absl::Status AttachUseTimes(uint64_t offset);
+
   // From now on gradient words can be read, with several ranks. Requires AttachTensors(). OFD-1503
   // when they would stand outside.
   absl::Status AttachGradientWords();

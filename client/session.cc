@@ -17,6 +17,7 @@
 #include "client/ring_client.h"
 #include "client/step_log.h"
 #include "client/step_monitor.h"
+#include "proto/gpu_words.h"
 #include "proto/handshake.h"
 #include "proto/shared_memory.h"
 
@@ -133,7 +134,8 @@ absl::Status Session::Impl::StartStepLog() {
   static std::atomic<uint32_t> logs_of_process{0};
   OFFLOAD_ASSIGN_OR_RETURN(
       step_log, StepLog::Open(TracePath(path, world.rank, logs_of_process.fetch_add(1) + 1),
-                              proto::StepWordsOf(rings->region()), &rings->slab_header()));
+                              proto::StepWordsOf(rings->region()),
+                              proto::GpuWordsOf(rings->region()), &rings->slab_header()));
   return absl::OkStatus();
 }
 
@@ -147,6 +149,7 @@ void Session::Impl::Close() {
 }
 
 absl::StatusOr<std::unique_ptr<Session>> Session::Connect(const ConnectOptions& options) {
+  OpenClosedStreams();
   OFFLOAD_ASSIGN_OR_RETURN(Connection connection, ConnectOrStart(options));
   auto impl = std::make_unique<Impl>();
   OFFLOAD_RETURN_IF_ERROR(impl->Start(std::move(connection)));
@@ -200,6 +203,10 @@ absl::Status Session::Publish(const std::string& trainer_state) {
 
 absl::Status Session::EndLoad() {
   return impl_->Timed(proto::StallCause::kTransfer, [&] { return impl_->control->EndLoad(); });
+}
+
+absl::Status Session::CountUses(uint64_t use_times_offset) {
+  return impl_->rings->AttachUseTimes(use_times_offset);
 }
 
 absl::Status Session::SetSchedule(std::span<const uint32_t> tensors) {

@@ -120,6 +120,10 @@ class Session {
   // waited for before.
   absl::Status EndLoad();
   absl::Status SetSchedule(std::span<const uint32_t> tensors);
+  // Where in the region it is counted how long each tensor is in use (proto/step_words.h,
+  // UseTimes), for people to see. Without it nobody counts. Requires Seal, before the first use.
+  // OFD-1503 when the table would stand outside.
+  absl::Status CountUses(uint64_t use_times_offset);
   // For optimizers whose TakesLibraryRoots() is true: those of the library that they follow. Once,
   // before the first step of one; without it they take the nearest roots.
   absl::Status SetSquareRoots(const kernels::SquareRoots& roots);

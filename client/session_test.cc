@@ -3,6 +3,8 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -576,6 +578,22 @@ TEST_F(ConnectTest, APrivateDaemonThatEndsAtOnceIsToldWithItsExitStatus) {
   EXPECT_NE(status.message().find("exit status 1"), absl::string_view::npos) << status;
 }
 
+TEST_F(ConnectTest, ClosedStreamsAreOpenedBeforeAnythingElse) {
+  ::setenv("OFFLOADD_BINARY", "/bin/false", 1);
+  const auto connect = [] {
+    for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) ::close(stream);
+    const absl::Status status = Error({.only_private = true});
+    const bool is_told = status.message().find("exit status 1") != absl::string_view::npos;
+    struct stat null = {}, here = {};
+    ::stat("/dev/null", &null);
+    for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+      if (::fstat(stream, &here) != 0 || here.st_ino != null.st_ino) ::_exit(1);
+    }
+    ::_exit(is_told ? 0 : 2);
+  };
+  EXPECT_EXIT(connect(), testing::ExitedWithCode(0), "");
+}
+
 // This program itself is the private daemon (main() below).
 class PrivateDaemonTest : public ConnectTest {
  protected:
@@ -607,6 +625,31 @@ TEST_F(PrivateDaemonTest, IsStartedUsedAndEndsWithTheSession) {
   session_.reset();
   EXPECT_EQ(::kill(pid, 0), -1);
   EXPECT_EQ(errno, ESRCH);
+}
+
+// A timer of the trainer's interrupts calls that wait, sooner than they end.
+class Timer {
+ protected:
+  Timer() {
+    struct sigaction action = {};
+    action.sa_handler = [](int) {};
+    ::sigaction(SIGALRM, &action, nullptr);
+    Set(1000);
+  }
+  ~Timer() { Set(0); }
+
+ private:
+  static void Set(suseconds_t microseconds) {
+    const itimerval every{.it_interval = {0, microseconds}, .it_value = {0, microseconds}};
+    ::setitimer(ITIMER_REAL, &every, nullptr);
+  }
+};
+class TimerTest : private Timer, public PrivateDaemonTest {};
+
+TEST_F(TimerTest, APrivateDaemonIsStartedAndUsedBesideATimer) {
+  EXPECT_TRUE(session_->daemon_is_private());
+  EXPECT_TRUE(session_->OpenJob({.job = "j", .ram_bytes = 1}).ok());
+  EXPECT_TRUE(session_->Wait(session_->Put(0, 0, 64, kBufferOffset)).ok());
 }
 
 TEST_F(PrivateDaemonTest, IsToldToHaveBeenKilled) {

@@ -51,6 +51,15 @@ std::string PrefetchesByName(const proto::StepSums& sums) {
   return json + "}";
 }
 
+std::string GpuPart(const proto::GpuFigures& gpu) {
+  if (gpu.gpu_ram_bytes == 0) return "";
+  return absl::StrFormat(
+      ",\"gpu\":{\"used_bytes\":%d,\"peak_bytes\":%d,\"bytes_to_device\":%d,\"bytes_to_host\":%d,"
+      "\"stall_seconds\":%.9f,\"host_waits\":%d}",
+      gpu.used_bytes, gpu.peak_bytes, gpu.bytes_to_device, gpu.bytes_to_host,
+      static_cast<double>(gpu.stall_nanoseconds) * 1e-9, gpu.host_waits);
+}
+
 }  // namespace
 
 std::string ToJsonLine(const StepLine& line) {
@@ -62,11 +71,12 @@ std::string ToJsonLine(const StepLine& line) {
       ",\"stall_seconds\":", StallsByName(line.sums),
       ",\"prefetches\":", PrefetchesByName(line.sums), ",\"bytes_read\":", line.bytes_read,
       ",\"bytes_written\":", line.bytes_written, ",\"resident_bytes\":", line.resident_bytes,
-      "}\n");
+      GpuPart(line.gpu), "}\n");
 }
 
 absl::StatusOr<std::unique_ptr<StepLog>> StepLog::Open(const std::string& path,
                                                        const proto::StepWords* words,
+                                                       const proto::GpuWords* gpu,
                                                        const proto::SlabHeader* header) {
   UniqueFd file(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
   if (!file.valid()) {
@@ -74,14 +84,15 @@ absl::StatusOr<std::unique_ptr<StepLog>> StepLog::Open(const std::string& path,
                      absl::StrCat("the step log ", path, " cannot be written: ", ErrnoText(errno)),
                      "Set OFFLOADD_STEP_LOG to a file in a directory that exists, or to nothing");
   }
-  return std::unique_ptr<StepLog>(new StepLog(path, std::move(file), words, header));
+  return std::unique_ptr<StepLog>(new StepLog(path, std::move(file), words, gpu, header));
 }
 
 StepLog::StepLog(std::string path, UniqueFd file, const proto::StepWords* words,
-                 const proto::SlabHeader* header)
+                 const proto::GpuWords* gpu, const proto::SlabHeader* header)
     : path_(std::move(path)),
       file_(std::move(file)),
       words_(*words),
+      gpu_(*gpu),
       header_(*header),
       last_(Now()) {}
 
@@ -89,7 +100,8 @@ StepLog::Moment StepLog::Now() const {
   return {.nanoseconds = Clock::Real().NowNanoseconds(),
           .sums = proto::ReadStepWords(words_),
           .bytes_read = header_.bytes_read.load(std::memory_order_relaxed),
-          .bytes_written = header_.bytes_written.load(std::memory_order_relaxed)};
+          .bytes_written = header_.bytes_written.load(std::memory_order_relaxed),
+          .gpu = proto::ReadGpuWords(gpu_)};
 }
 
 void StepLog::Add(uint64_t step) {
@@ -103,7 +115,8 @@ void StepLog::Add(uint64_t step) {
                   .sums = proto::Difference(now.sums, last_.sums),
                   .bytes_read = now.bytes_read - last_.bytes_read,
                   .bytes_written = now.bytes_written - last_.bytes_written,
-                  .resident_bytes = header_.resident_bytes.load(std::memory_order_relaxed)});
+                  .resident_bytes = header_.resident_bytes.load(std::memory_order_relaxed),
+                  .gpu = proto::Difference(now.gpu, last_.gpu)});
   last_ = now;
   const ssize_t written = ::write(file_.get(), line.data(), line.size());
   if (written == static_cast<ssize_t>(line.size())) return;

@@ -16,6 +16,7 @@
 
 #include "absl/status/statusor.h"
 #include "base/unique_fd.h"
+#include "proto/gpu_words.h"
 #include "proto/shm_abi.h"
 #include "proto/step_words.h"
 
@@ -29,16 +30,18 @@ struct StepLine {
   proto::StepSums sums;
   uint64_t bytes_read = 0, bytes_written = 0;  // by the daemon, on the drive
   uint64_t resident_bytes = 0;                 // at the end
+  proto::GpuFigures gpu;  // of the rank's device; sums are of the step. Without one: no part of it
 };
 // With the end of the line.
 std::string ToJsonLine(const StepLine& line);
 
 class StepLog {
  public:
-  // Appends to what is at `path`. `words` and `header` outlive the object. OFD-1002 when the file
-  // cannot be written.
+  // Appends to what is at `path`. `words`, `gpu` and `header` outlive the object. OFD-1002 when the
+  // file cannot be written.
   static absl::StatusOr<std::unique_ptr<StepLog>> Open(const std::string& path,
                                                        const proto::StepWords* words,
+                                                       const proto::GpuWords* gpu,
                                                        const proto::SlabHeader* header);
   StepLog(const StepLog&) = delete;
   StepLog& operator=(const StepLog&) = delete;
@@ -51,14 +54,16 @@ class StepLog {
     int64_t nanoseconds = 0;
     proto::StepSums sums;
     uint64_t bytes_read = 0, bytes_written = 0;
+    proto::GpuFigures gpu;
   };
   StepLog(std::string path, UniqueFd file, const proto::StepWords* words,
-          const proto::SlabHeader* header);
+          const proto::GpuWords* gpu, const proto::SlabHeader* header);
   Moment Now() const;
 
   const std::string path_;
   UniqueFd file_;
   const proto::StepWords& words_;
+  const proto::GpuWords& gpu_;
   const proto::SlabHeader& header_;
   Moment last_;
 };

@@ -21,7 +21,7 @@ class StepLogTest : public testing::Test {
  protected:
   StepLogTest() { std::filesystem::remove(path_); }
   std::unique_ptr<StepLog> Open() {
-    auto log = StepLog::Open(path_, words_.get(), header_.get());
+    auto log = StepLog::Open(path_, words_.get(), gpu_.get(), header_.get());
     EXPECT_TRUE(log.ok()) << log.status();
     return log.ok() ? *std::move(log) : nullptr;
   }
@@ -34,6 +34,7 @@ class StepLogTest : public testing::Test {
 
   const std::string path_ = testing::TempDir() + "/run.jsonl";
   const std::unique_ptr<proto::StepWords> words_{new proto::StepWords()};
+  const std::unique_ptr<proto::GpuWords> gpu_{new proto::GpuWords()};
   const std::unique_ptr<proto::SlabHeader> header_{new proto::SlabHeader()};
 };
 
@@ -67,6 +68,27 @@ TEST_F(StepLogTest, ALineHasWhatItsStepAdded) {
   }
 }
 
+TEST_F(StepLogTest, OfADeviceALineHasWhatItsStepAdded) {
+  const auto log = Open();
+  log->Add(1);
+  for (const uint64_t step : {2, 3}) {
+    proto::StoreGpuWords({.device = "cuda:0",
+                          .gpu_ram_bytes = 900,
+                          .used_bytes = 500,
+                          .bytes_to_device = 1000 * step,
+                          .stall_nanoseconds = 250'000'000 * step},
+                         *gpu_);
+    log->Add(step);
+  }
+  const std::vector<Json> lines = Lines();
+  ASSERT_EQ(lines.size(), 3u);
+  EXPECT_FALSE(lines[0].contains("gpu"));
+  EXPECT_EQ(lines[1]["gpu"]["bytes_to_device"], 2000);
+  EXPECT_EQ(lines[2]["gpu"]["bytes_to_device"], 1000);
+  EXPECT_EQ(lines[2]["gpu"]["stall_seconds"], 0.25);
+  EXPECT_EQ(lines[2]["gpu"]["used_bytes"], 500);
+}
+
 TEST_F(StepLogTest, ARunThatIsResumedGoesOnInTheSameFile) {
   Open()->Add(1);
   Open()->Add(2);
@@ -76,13 +98,13 @@ TEST_F(StepLogTest, ARunThatIsResumedGoesOnInTheSameFile) {
 }
 
 TEST_F(StepLogTest, AFileThatCannotBeWrittenIsAnError) {
-  const auto log =
-      StepLog::Open(testing::TempDir() + "/missing/run.jsonl", words_.get(), header_.get());
+  const auto log = StepLog::Open(testing::TempDir() + "/missing/run.jsonl", words_.get(),
+                                 gpu_.get(), header_.get());
   EXPECT_EQ(ErrorIdOf(log.status()), ErrorId::kBadValue);
 }
 
 TEST_F(StepLogTest, ADriveWithoutRoomEndsTheLogAndNothingElse) {
-  auto log = StepLog::Open("/dev/full", words_.get(), header_.get());
+  auto log = StepLog::Open("/dev/full", words_.get(), gpu_.get(), header_.get());
   ASSERT_TRUE(log.ok()) << log.status();
   testing::internal::CaptureStderr();
   (*log)->Add(1);

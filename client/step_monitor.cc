@@ -63,8 +63,8 @@ void StepMonitor::Enter(StepPhase next) {
   const int64_t since = std::exchange(phase_since_, now);
   words_->phase_nanoseconds[static_cast<size_t>(before)].fetch_add(
       static_cast<uint64_t>(now - since), std::memory_order_relaxed);
-  if (!is_tracing()) return;
   if (next == StepPhase::kStep) EndUse(now);
+  if (!is_tracing()) return;
   TraceEvent event = Event('X', "phase", NameOf(before));
   event.thread = main_thread_;
   event.begin_nanoseconds = since;
@@ -103,10 +103,8 @@ StallCause StepMonitor::Missed(uint32_t tensor, bool is_pending) {
   const uint64_t id = asked_[tensor].exchange(0, std::memory_order_relaxed);
   if (id != 0 || !is_pending)
     CountPrefetch(id != 0 ? PrefetchResult::kLate : PrefetchResult::kMiss);
-  if (is_tracing()) {
-    TraceUse(tensor);
-    if (id != 0) EndArrow(tensor, id);
-  }
+  if (used_tensor_.load(std::memory_order_relaxed) != tensor) NoteUse(tensor);
+  if (is_tracing() && id != 0) EndArrow(tensor, id);
   if (is_pending) return StallCause::kUpdate;
   return id != 0 ? StallCause::kLate : StallCause::kMiss;
 }
@@ -119,19 +117,25 @@ void StepMonitor::EndArrow(uint32_t tensor, uint64_t id) {
   trace_->Add(event);
 }
 
-// A tensor is shown until the next one is used, or the step begins.
-void StepMonitor::TraceUse(uint32_t tensor) {
+// A tensor is in use until the next one is, or the step begins.
+void StepMonitor::NoteUse(uint32_t tensor) {
+  if (health_->forked()) return;
   absl::MutexLock lock(&mutex_);
-  if (used_tensor_ == tensor) return;
   const int64_t now = Now();
   EndUse(now);
-  used_tensor_ = tensor;
+  used_tensor_.store(tensor, std::memory_order_relaxed);
   used_since_ = now;
+  used_in_ = PhaseOfThread();
 }
 
 void StepMonitor::EndUse(int64_t now_nanoseconds) {
-  const uint32_t tensor = std::exchange(used_tensor_, TraceEvent::kNoTensor);
+  const uint32_t tensor = used_tensor_.exchange(TraceEvent::kNoTensor, std::memory_order_relaxed);
   if (tensor == TraceEvent::kNoTensor) return;
+  if (tensor < use_times_.size()) {
+    use_times_[tensor].nanoseconds[used_in_ == StepPhase::kBackward ? 1 : 0].fetch_add(
+        static_cast<uint64_t>(now_nanoseconds - used_since_), std::memory_order_relaxed);
+  }
+  if (!is_tracing()) return;
   TraceEvent event = Event('X', "use", "");
   event.thread = kUseTrack;
   event.tensor = tensor;

@@ -7,7 +7,8 @@
 // Which phase it is follows from the threads that use tensors: SetBackward() says of the calling
 // thread whether it is inside a backward pass (backward.h).
 //
-// Cost of a use of a resident tensor without a trace: three loads and a thread-local one.
+// Cost of a use of a resident tensor without a trace: four loads and a thread-local one; a lock and
+// a look at the clock when it is another tensor than the one before.
 //
 // Thread safety: Enter, Asked, Used, Missed and Stall from any thread, after Attach…() and
 // StartTrace(); a forked child does nothing.
@@ -18,6 +19,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -68,6 +70,8 @@ class StepMonitor {
   // `words` outlive every call but those of Stop().
   void Attach(proto::StepWords* words) { words_ = words; }
   void AttachTensors(size_t count);
+  // Of the trainer's tensors, each with its own; outlives every call but those of StopTrace().
+  void AttachUseTimes(std::span<proto::UseTimes> times) { use_times_ = times; }
   // OFD-1002 when the file cannot be written.
   absl::Status StartTrace(TraceOptions options);
   void NameTensors(std::vector<std::string> names);
@@ -82,7 +86,7 @@ class StepMonitor {
   void Used(uint32_t tensor) {
     NoteThread();
     if (asked_[tensor].load(std::memory_order_relaxed) != 0) CountOnTime(tensor);
-    if (is_tracing()) TraceUse(tensor);
+    if (used_tensor_.load(std::memory_order_relaxed) != tensor) NoteUse(tensor);
   }
   // It was not; what the thread is going to wait for.
   proto::StallCause Missed(uint32_t tensor, bool is_pending);
@@ -117,7 +121,7 @@ class StepMonitor {
   void CountOnTime(uint32_t tensor);
   void CountPrefetch(proto::PrefetchResult result);
   void EndArrow(uint32_t tensor, uint64_t id);
-  void TraceUse(uint32_t tensor);
+  void NoteUse(uint32_t tensor);
   void EndUse(int64_t now_nanoseconds) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   TraceEvent Event(char type, const char* category, const char* name) const;
   void AddTransfer(const TimedTransfer& transfer);
@@ -128,6 +132,7 @@ class StepMonitor {
   const Health* const health_;
   proto::StepWords unattached_{};
   proto::StepWords* words_ = &unattached_;
+  std::span<proto::UseTimes> use_times_;      // by tensor; empty when nobody counts
   std::vector<std::atomic<uint64_t>> asked_;  // by tensor: the id of its arrow; 0: not asked for
   std::atomic<uint64_t> next_id_{1};
   std::atomic<int64_t> stall_nanoseconds_{0};
@@ -142,8 +147,9 @@ class StepMonitor {
 
   absl::Mutex mutex_;
   int64_t phase_since_ ABSL_GUARDED_BY(mutex_) = 0;
-  uint32_t used_tensor_ ABSL_GUARDED_BY(mutex_) = TraceEvent::kNoTensor;
+  std::atomic<uint32_t> used_tensor_{TraceEvent::kNoTensor};  // written with the lock
   int64_t used_since_ ABSL_GUARDED_BY(mutex_) = 0;
+  proto::StepPhase used_in_ ABSL_GUARDED_BY(mutex_) = proto::StepPhase::kForward;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
 };
 

@@ -9,7 +9,11 @@
 #include <thread>
 
 #include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/string_view.h"
 #include "config/ds_config.h"
+#include "config/json_text.h"
 #include "config/settings.h"
 #include "config/toml_file.h"
 
@@ -30,7 +34,8 @@ Json ErrorAsJson(const absl::Status& status) { return {{"error", std::string(sta
 
 extern "C" {
 
-// A DeepSpeed configuration: ImportAsJson(), or {"error": text}.
+// A DeepSpeed configuration: ImportAsJson() and "document", the configuration as it was read, or
+// {"error": text}.
 __attribute__((visibility("default"))) char* offloadd_config_import(const char* text,
                                                                     const char* name,
                                                                     int64_t world_size,
@@ -41,7 +46,15 @@ __attribute__((visibility("default"))) char* offloadd_config_import(const char* 
   options.processors = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
   options.has_pool = has_pool != 0;
   const auto import = offload::config::ImportDsConfig(text, options);
-  return Given(import.ok() ? offload::config::ImportAsJson(*import) : ErrorAsJson(import.status()));
+  if (!import.ok()) return Given(ErrorAsJson(import.status()));
+  Json object = offload::config::ImportAsJson(*import);
+  std::string decoded;
+  auto document = offload::config::ReadRelaxedJson(text, name);
+  if (!document.ok() &&
+      absl::WebSafeBase64Unescape(absl::StripAsciiWhitespace(absl::string_view(text)), &decoded))
+    document = offload::config::ReadRelaxedJson(decoded, name);
+  object["document"] = document.ok() ? *std::move(document) : Json::object();
+  return Given(object);
 }
 
 // The settings of a file ("": the machine's and the user's) under the environment: {"options":

@@ -23,6 +23,10 @@ constexpr size_t kShownMax = 60;
 // DeepSpeed clips since 0.19.3 where nothing is said; before, it did not.
 constexpr double kClippingOtherwise = 1.0;
 constexpr int64_t kElementsMax = int64_t{1} << 44;  // of a model
+// Of fp32, with room for doubling.
+constexpr double kLossScalePowerMax = 100;
+constexpr double kLossScaleMax = 0x1p100, kLossScaleMin = 0x1p-100;
+constexpr double kCountMax = 0x1p24;
 
 bool IsAuto(const Json& value) { return value.is_string() && value == "auto"; }
 
@@ -232,6 +236,13 @@ class Importer {
         {"scheduler.type", &Importer::SchedulerType},
         {"scheduler.params", &Importer::SchedulerParams},
         {"fp16.enabled", &Importer::Fp16},
+        {"fp16.auto_cast", &Importer::AutoCast},
+        {"fp16.loss_scale", &Importer::LossScale},
+        {"fp16.initial_scale_power", &Importer::InitialScalePower},
+        {"fp16.loss_scale_window", &Importer::LossScaleWindow},
+        {"fp16.hysteresis", &Importer::Hysteresis},
+        {"fp16.consecutive_hysteresis", &Importer::ConsecutiveHysteresis},
+        {"fp16.min_loss_scale", &Importer::MinLossScale},
         {"bf16.enabled", &Importer::Bf16},
         {"torch_autocast", &Importer::Autocast},
         {"amp", &Importer::Amp},
@@ -254,6 +265,7 @@ class Importer {
         {"zero_optimization.max_live_parameters", &Importer::Threshold},
         {"zero_optimization.zenflow", &Importer::ZenFlow},
         {"zero_optimization.aio", &Importer::Aio},
+        {"checkpoint.load_universal", &Importer::LoadUniversal},
         {"aio", &Importer::Aio},
     };
     return handlers->at(known);
@@ -343,6 +355,11 @@ class Importer {
       import_.fates.push_back({fate_.key + "." + name, Shown(param)});
     }
   }
+  void LoadUniversal(const std::string&, const Json& value) {
+    if (!IsSet(value)) return Ignore("off");
+    import_.training.load_universal = true;
+    ToTrainer("load_checkpoint() loads it; a loop of your own: handle.load_universal()");
+  }
   void SchedulerType(const std::string&, const Json& value) {
     if (IsAuto(value)) return ToTrainer("the trainer's own scheduler");
     import_.training.scheduler = value.get<std::string>();
@@ -376,11 +393,32 @@ class Importer {
 
   // Types.
   void Fp16(const std::string&, const Json& value) {
-    if (IsAuto(value)) return ToTrainer("decided at attach; fp16 itself is not there, bf16 is");
+    if (IsAuto(value)) return ToTrainer("decided at attach");
     if (!value.get<bool>()) return Ignore("off");
-    fp16_ = true;
-    Reject(ErrorId::kDsConfigUnsupported,
-           "weights are fp32 or bf16; set \"bf16\": {\"enabled\": true} instead");
+    fp16_fate_ = import_.fates.size();
+    Map("training.fp16.enabled = true");
+  }
+  // What belongs to fp16; of no effect where that is off, which FinishTypes() says.
+  void Scaling(const Json& value, double least, double most) {
+    if (IsAuto(value)) return ToTrainer("decided at attach");
+    const double number = value.is_boolean() ? value.get<bool>() : value.get<double>();
+    if (!(number >= least && number <= most)) {
+      scaling_wrong_.emplace_back(import_.fates.size(),
+                                  absl::StrCat("is not between ", least, " and ", most));
+    }
+    scaling_.push_back(import_.fates.size());
+    Map(absl::StrCat("training.", fate_.key, " = ", Shown(value)));
+  }
+  void AutoCast(const std::string&, const Json& value) { Scaling(value, 0, 1); }
+  void LossScale(const std::string&, const Json& value) { Scaling(value, 0, kLossScaleMax); }
+  void InitialScalePower(const std::string&, const Json& value) {
+    Scaling(value, 0, kLossScalePowerMax);
+  }
+  void LossScaleWindow(const std::string&, const Json& value) { Scaling(value, 1, kCountMax); }
+  void Hysteresis(const std::string&, const Json& value) { Scaling(value, 1, kCountMax); }
+  void ConsecutiveHysteresis(const std::string&, const Json& value) { Scaling(value, 0, 1); }
+  void MinLossScale(const std::string&, const Json& value) {
+    Scaling(value, kLossScaleMin, kLossScaleMax);
   }
   void Bf16(const std::string&, const Json& value) {
     bf16_seen_ = true;
@@ -730,20 +768,30 @@ class Importer {
 
   void FinishTypes() {
     if (!bf16_seen_) import_.training.bf16 = false;
-    if (fp16_ && import_.training.bf16.value_or(false)) {
-      for (Fate& fate : import_.fates) {
-        if (fate.key == "fp16.enabled") fate.note = "fp16 and bf16 are both on; switch fp16 off";
-      }
-    }
+    FinishScaling();
     if (gradient_type_.empty() || !import_.training.bf16.has_value()) return;
-    const bool fits = *import_.training.bf16
-                          ? gradient_type_ == "bf16" || gradient_type_ == "bfloat16"
-                          : gradient_type_ == "fp32" || gradient_type_ == "float32";
-    if (!fits) {
+    const bool is_fp16 = fp16_fate_.has_value();
+    const char* const type = is_fp16 ? "fp16" : *import_.training.bf16 ? "bf16" : "fp32";
+    const char* const long_type = is_fp16                  ? "float16"
+                                  : *import_.training.bf16 ? "bfloat16"
+                                                           : "float32";
+    if (gradient_type_ != type && gradient_type_ != long_type) {
       Refuse(gradient_type_fate_, ErrorId::kDsConfigUnsupported,
-             absl::StrCat("gradients add up in the parameters' type, which is ",
-                          *import_.training.bf16 ? "bf16" : "fp32"));
+             absl::StrCat("gradients add up in the parameters' type, which is ", type));
     }
+  }
+  void FinishScaling() {
+    if (!fp16_fate_.has_value()) {
+      for (const size_t i : scaling_) {
+        import_.fates[i].verdict = Verdict::kIgnored;
+        import_.fates[i].target.clear();
+        import_.fates[i].note = "belongs to fp16";
+      }
+      return;
+    }
+    for (const auto& [i, why] : scaling_wrong_) Refuse(i, ErrorId::kDsConfigValue, why);
+    if (import_.training.bf16.value_or(false))
+      Refuse(*fp16_fate_, ErrorId::kDsConfigConflict, "fp16 and bf16 are both on; switch one off");
   }
 
   const ImportOptions& options_;
@@ -755,11 +803,14 @@ class Importer {
   std::vector<Param> optimizer_params_;
   std::map<std::string, Json> aio_;
   std::vector<std::string> pools_;
+  std::optional<size_t> fp16_fate_;
+  std::vector<size_t> scaling_;  // fates of what belongs to fp16
+  std::vector<std::pair<size_t, std::string>> scaling_wrong_;
   std::string gradient_type_;
   size_t gradient_type_fate_ = 0;
   int stage_ = 0;
   std::optional<size_t> stage_fate_;
-  bool offloads_ = false, wants_nvme_ = false, fp16_ = false, bf16_seen_ = false;
+  bool offloads_ = false, wants_nvme_ = false, bf16_seen_ = false;
   bool clipping_seen_ = false, batches_auto_ = false, accumulation_auto_ = false;
 };
 
@@ -832,6 +883,24 @@ std::string ImportTable(const Import& import) {
   return table;
 }
 
+namespace {
+
+// What is mapped of the section fp16; empty where that is off. The keys without their prefix.
+Json Fp16AsJson(const Import& import) {
+  constexpr std::string_view kTarget = "training.fp16.";
+  Json section = Json::object();
+  for (const Fate& fate : import.fates) {
+    const std::string_view target = fate.target;
+    if (fate.verdict != Verdict::kMapped || !target.starts_with(kTarget)) continue;
+    const size_t value = target.find(" = ");
+    section[std::string(target.substr(kTarget.size(), value - kTarget.size()))] =
+        Json::parse(target.substr(value + 3));
+  }
+  return section;
+}
+
+}  // namespace
+
 Json ImportAsJson(const Import& import) {
   const auto or_null = [](const auto& value) { return value ? Json(*value) : Json(nullptr); };
   const Training& training = import.training;
@@ -848,10 +917,12 @@ Json ImportAsJson(const Import& import) {
                         {"accumulation", or_null(training.accumulation)},
                         {"gradient_clipping", or_null(training.gradient_clipping)},
                         {"bf16", or_null(training.bf16)},
+                        {"fp16", Fp16AsJson(import)},
                         {"optimizer", training.optimizer},
                         {"optimizer_params", training.optimizer_params},
                         {"scheduler", training.scheduler},
-                        {"scheduler_params", training.scheduler_params}};
+                        {"scheduler_params", training.scheduler_params},
+                        {"load_universal", training.load_universal}};
   object["keys"] = Json::array();
   object["rejected"] = Json::array();
   for (const Fate& fate : import.fates) {

@@ -49,6 +49,7 @@ struct Training {
   Json optimizer_params = Json::object();
   std::string scheduler;  // as in the file; empty: the trainer's own
   Json scheduler_params = Json::object();
+  bool load_universal = false;  // the checkpoints that are loaded are universal ones
 };
 
 struct Import {

@@ -16,7 +16,6 @@ constexpr char kParallel[] = "another kind of parallelism; ranks here hold all o
 constexpr char kTune[] = "the daemon chooses by itself; see offloadctl doctor and tuning.md";
 constexpr char kOneArena[] = "memory.ram is the only budget; all of it is one arena";
 constexpr char kMonitor[] = "offloadctl status --json has the counters";
-constexpr char kOnlyFp16[] = "belongs to fp16";
 constexpr char kLearned[] = "the order of tensors is learned in the first step and read ahead";
 constexpr char kCheckpoints[] = "every step is a checkpoint in the pool";
 constexpr char kActivations[] =
@@ -39,15 +38,15 @@ constexpr DsKey kKeys[] = {
 
     {"fp16", kSection, kRecurse, ""},
     {"fp16.enabled", kBool, kSpecial, ""},
-    {"fp16.auto_cast", kBool, kIgnored, kOnlyFp16},
-    {"fp16.loss_scale", kNumber, kIgnored, kOnlyFp16},
-    {"fp16.initial_scale_power", kNumber, kIgnored, kOnlyFp16},
-    {"fp16.loss_scale_window", kNumber, kIgnored, kOnlyFp16},
-    {"fp16.hysteresis", kNumber, kIgnored, kOnlyFp16},
-    {"fp16.consecutive_hysteresis", kBool, kIgnored, kOnlyFp16},
-    {"fp16.min_loss_scale", kNumber, kIgnored, kOnlyFp16},
-    {"fp16.fp16_scale_tolerance", kNumber, kIgnored, kOnlyFp16},
-    {"fp16.opt_level", kText, kIgnored, kOnlyFp16},
+    {"fp16.auto_cast", kBool, kSpecial, ""},
+    {"fp16.loss_scale", kNumber, kSpecial, ""},
+    {"fp16.initial_scale_power", kInteger, kSpecial, ""},
+    {"fp16.loss_scale_window", kInteger, kSpecial, ""},
+    {"fp16.hysteresis", kInteger, kSpecial, ""},
+    {"fp16.consecutive_hysteresis", kBool, kSpecial, ""},
+    {"fp16.min_loss_scale", kNumber, kSpecial, ""},
+    {"fp16.fp16_scale_tolerance", kNumber, kIgnored, "DeepSpeed has no use for it, either"},
+    {"fp16.opt_level", kText, kIgnored, "belongs to apex"},
     {"fp16.fp16_master_weights_and_grads", kBool, kRejectedIfLossy, "masters are fp32"},
     {"bf16", kSection, kRecurse, ""},
     {"bf16.enabled", kBool, kSpecial, ""},
@@ -62,7 +61,7 @@ constexpr DsKey kKeys[] = {
     {"bf16.loss_scale_window", kNumber, kIgnored, "bf16 has no loss scale"},
     {"bf16.hysteresis", kNumber, kIgnored, "bf16 has no loss scale"},
     {"bf16.min_loss_scale", kNumber, kIgnored, "bf16 has no loss scale"},
-    {"bf16.auto_cast", kBool, kIgnored, kOnlyFp16},
+    {"bf16.auto_cast", kBool, kIgnored, "belongs to fp16"},
     {"torch_autocast", kSection, kSpecial, ""},
     {"amp", kSection, kSpecial, ""},
     {"data_types", kSection, kRecurse, ""},
@@ -181,7 +180,7 @@ constexpr DsKey kKeys[] = {
     {"activation_checkpointing.synchronize_checkpoint_boundary", kBool, kIgnored, kActivations},
     {"activation_checkpointing.profile", kBool, kIgnored, kActivations},
     {"checkpoint", kSection, kRecurse, ""},
-    {"checkpoint.load_universal", kBool, kRejectedIfSet, "universal checkpoints cannot be loaded"},
+    {"checkpoint.load_universal", kBool, kSpecial, ""},
     {"checkpoint.tag_validation", kAny, kIgnored, kCheckpoints},
     {"checkpoint.checkpoint_serialization", kBool, kIgnored, kCheckpoints},
     {"checkpoint.use_node_local_storage", kBool, kIgnored, kCheckpoints},

@@ -368,7 +368,10 @@ TEST(DsConfigTest, StageZeroWithOffloadingContradictsItself) {
 }
 
 TEST(DsConfigTest, OtherTypesOfNumbersAreRejected) {
-  ExpectRejected(With("fp16.enabled", "true"), "fp16.enabled", ErrorId::kDsConfigUnsupported);
+  ExpectRejected(R"({"fp16": {"enabled": true}, "bf16": {"enabled": true}})", "fp16.enabled",
+                 ErrorId::kDsConfigConflict);
+  ExpectRejected(R"({"fp16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp32"}})",
+                 "data_types.grad_accum_dtype", ErrorId::kDsConfigUnsupported);
   ExpectRejected(With("amp.enabled", "true"), "amp", ErrorId::kDsConfigUnsupported);
   ExpectRejected(With("torch_autocast.enabled", "true"), "torch_autocast",
                  ErrorId::kDsConfigUnsupported);
@@ -376,6 +379,29 @@ TEST(DsConfigTest, OtherTypesOfNumbersAreRejected) {
                  "data_types.grad_accum_dtype", ErrorId::kDsConfigUnsupported);
   EXPECT_TRUE(Read(With("data_types.grad_accum_dtype", "\"fp32\"")).Problem().ok());
   EXPECT_EQ(Read(With("bfloat16.enabled", "true")).training.bf16, true);
+}
+
+TEST(DsConfigTest, LossesOfFp16AreScaled) {
+  const auto fp16_of = [](const std::string& text) {
+    return ImportAsJson(Read(text))["training"]["fp16"];
+  };
+  const Json section = fp16_of(R"({"fp16": {"enabled": "true", "loss_scale": 0,
+      "initial_scale_power": "12", "loss_scale_window": 1e2, "hysteresis": 3,
+      "consecutive_hysteresis": true, "min_loss_scale": 0.25, "auto_cast": 1}})");
+  EXPECT_EQ(section, Json::parse(R"({"enabled": true, "loss_scale": 0, "initial_scale_power": 12,
+      "loss_scale_window": 100, "hysteresis": 3, "consecutive_hysteresis": true,
+      "min_loss_scale": 0.25, "auto_cast": true})"));
+  EXPECT_EQ(fp16_of(With("fp16.enabled", "\"auto\"")), Json::object());
+  EXPECT_EQ(fp16_of(R"({"fp16": {"enabled": false, "loss_scale": 8}})"), Json::object());
+  for (const char* const wrong :
+       {R"("loss_scale": -1)", R"("loss_scale_window": 0)", R"("min_loss_scale": 0)",
+        R"("hysteresis": 0)", R"("initial_scale_power": 2000)"}) {
+    const std::string text = absl::StrCat("{\"fp16\": {", wrong, ", \"enabled\": true}}");
+    EXPECT_EQ(Read(text).Count(Verdict::kRejected), 1u) << text;
+    const std::string off = absl::StrCat("{\"fp16\": {", wrong, "}}");
+    EXPECT_EQ(Read(off).Count(Verdict::kRejected), 0u) << off;
+    EXPECT_EQ(Read(off).Count(Verdict::kIgnored), 1u) << off;
+  }
 }
 
 TEST(DsConfigTest, RanksAddOrAverage) {
@@ -390,6 +416,14 @@ TEST(DsConfigTest, CoresBecomeThreads) {
   const Import import = Read(With(key, "0.5"), {.processors = 8, .has_pool = true});
   EXPECT_EQ(import.settings.Get("update.threads").value, "4");
   ExpectRejected(With(key, "8"), key, ErrorId::kDsConfigValue);
+}
+
+TEST(DsConfigTest, UniversalCheckpointsAreLoadedByTheProgram) {
+  const Import import = Read(R"({"checkpoint": {"load_universal": true}})");
+  EXPECT_TRUE(import.Problem().ok());
+  EXPECT_TRUE(import.training.load_universal);
+  EXPECT_TRUE(ImportAsJson(import)["training"]["load_universal"].get<bool>());
+  EXPECT_FALSE(Read(R"({"checkpoint": {"load_universal": "false"}})").training.load_universal);
 }
 
 TEST(DsConfigTest, UnknownKeysAreSaidWithASuggestion) {
@@ -432,9 +466,9 @@ TEST(DsConfigTest, TheTableEndsWithItsSum) {
             std::string::npos)
       << table;
   EXPECT_NE(table.find(" rejected.\n"), std::string::npos);
-  const Json json = ImportAsJson(Read(R"({"fp16": {"enabled": true}})"));
+  const Json json = ImportAsJson(Read(R"({"amp": {"enabled": true}})"));
   EXPECT_EQ(json["rejected"].size(), 1u);
-  EXPECT_TRUE(json["rejected"][0].get<std::string>().starts_with("OFD-1104 fp16.enabled = true: "));
+  EXPECT_TRUE(json["rejected"][0].get<std::string>().starts_with("OFD-1104 amp = "));
   EXPECT_EQ(json["training"]["batch_size"], nullptr);
 }
 

@@ -24,6 +24,10 @@ constexpr Key kKeys[] = {
      "names the run in the pool; the same name resumes it"},
     {"memory.ram", "OFFLOADD_RAM", KeyType::kSize, "", "",
      "what daemon and library together may hold in memory"},
+    {"gpu.device", "OFFLOADD_DEVICE", KeyType::kText, "", "",
+     "where models of the host are trained, by torch's name (cuda:0); none: where they are"},
+    {"gpu.ram", "OFFLOADD_GPU_RAM", KeyType::kSize, "auto", "",
+     "what the library may hold of a GPU's memory for weights and gradients; auto: half of it"},
     {"pool", "OFFLOADD_POOL", KeyType::kPools, "", "",
      "directories on drives with direct I/O; several are striped by their speed"},
     {"policy.stage", nullptr, KeyType::kChoice, "auto", "auto|0|1|2|3",
@@ -49,7 +53,7 @@ constexpr Key kKeys[] = {
     {"io.engine", "OFFLOADD_IO", KeyType::kChoice, "auto", "auto|uring|libaio|threads",
      "how the daemon reads and writes"},
     {"update.threads", nullptr, KeyType::kCount, "0", "1024",
-     "of the daemon's optimizer; 0: half of the cores"},
+     "of the daemon's optimizer; 0: half of the cores, and more where no drive paces it"},
     {"update.in_backward", nullptr, KeyType::kChoice, "auto", "auto|never",
      "auto: work for a step begins during its backward where results are the same"},
     {"durability", nullptr, KeyType::kDurability, "step", "",
@@ -78,6 +82,7 @@ std::string Complaint(const Key& key, std::string_view value) {
     case KeyType::kText:
       return "";
     case KeyType::kSize:
+      if (!text.empty() && text == key.otherwise) return "";
       return ParseByteSize(value).ok() ? "" : "is no size; write one such as 8GiB";
     case KeyType::kCount:
       if (!IsInteger(value, number)) return "is no count; write an integer from 0";
@@ -173,6 +178,8 @@ std::vector<std::pair<std::string, std::string>> Settings::EngineOptions() const
   constexpr std::pair<const char*, const char*> kSame[] = {
       {"pool", "nvme_path"},
       {"memory.ram", "ram"},
+      {"gpu.device", "device"},
+      {"gpu.ram", "gpu_ram"},
       {"job", "job"},
       {"io.engine", "io"},
       {"durability", "durability"},

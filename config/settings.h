@@ -25,7 +25,7 @@ namespace offload::config {
 
 enum class KeyType {
   kText,        // anything that is not empty
-  kSize,        // "8GiB", 8e9
+  kSize,        // "8GiB", 8e9; or the default, "auto"
   kCount,       // an integer from 0
   kChoice,      // one of Key::choices
   kHome,        // "auto", "ram", "nvme", or the share between 0 and 1 that stays in memory

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "config/toml_file.h"
@@ -49,6 +50,9 @@ TEST(SettingsTest, AValueThatDoesNotFitIsRefusedWithItsOrigin) {
   } wrong[] = {{"memory.ram", "lots"},
                {"memory.ram", ""},
                {"memory.ram", "-1"},
+               {"memory.ram", "auto"},
+               {"gpu.ram", "half"},
+               {"gpu.device", ""},
                {"state.generations", "15"},
                {"state.generations", "two"},
                {"state.generations", "-1"},
@@ -111,6 +115,7 @@ TEST(SettingsTest, EverySettingIsAnOptionOfTheEngineOrTheOnlyChoice) {
   }
   ASSERT_TRUE(settings.Set("memory.ram", "1GiB", "test").ok());
   ASSERT_TRUE(settings.Set("pool", "/a", "test").ok());
+  ASSERT_TRUE(settings.Set("gpu.device", "cuda:0", "test").ok());
   ASSERT_TRUE(settings.Set("policy.gradients", "nvme", "test").ok());
   ASSERT_TRUE(settings.Set("ranks.gradients", "sum", "test").ok());
   const auto options = settings.EngineOptions();
@@ -240,6 +245,14 @@ TEST(TomlFileTest, AFileIsReadAndTheEnvironmentWins) {
   EXPECT_EQ(settings->Get("job").value, "env");
   EXPECT_EQ(settings->Get("memory.ram").origin, path.string() + ":2");
   std::filesystem::remove(path);
+}
+
+TEST(SettingsTest, TheGpuIsTheEnginesDevice) {
+  const Settings settings = FromToml("gpu = { device = \"cuda:1\", ram = \"20GiB\" }");
+  const std::vector<std::pair<std::string, std::string>> expected = {{"device", "cuda:1"},
+                                                                     {"gpu_ram", "20GiB"}};
+  EXPECT_EQ(settings.EngineOptions(), expected);
+  EXPECT_EQ(FromToml("gpu.ram = \"auto\"").Get("gpu.ram").value, "auto");
 }
 
 }  // namespace

@@ -1,10 +1,12 @@
-"""Generates text with the weights of a job (a fine-tuned model, say) or of a folder, in a fixed amount of memory.
+"""Generates text with the weights of a folder, or of a job that was trained, in a fixed amount of memory.
 
+    python examples/generate.py MODEL_FOLDER "Once upon" --pool /nvme0 --ram 8GiB
     python examples/generate.py MODEL_FOLDER "Once upon" --pool /nvme0 --ram 8GiB --job finetune
 
-MODEL_FOLDER gives configuration and tokenizer, and the weights of a new job; a job that exists has its own."""
+MODEL_FOLDER gives configuration and tokenizer, and the weights where no job is named: they alone are written to the drive, once."""
 
 import argparse
+import os
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -18,18 +20,19 @@ def parse():
     parser.add_argument("prompt")
     parser.add_argument("--pool", required=True, help="a directory on a drive with direct I/O")
     parser.add_argument("--ram", default="8GiB", help="the memory budget of the weights")
-    parser.add_argument("--job", default="generate")
+    parser.add_argument("--job", help="one that was trained with AdamW")
     parser.add_argument("--tokens", type=int, default=40)
     return parser.parse_args()
 
 
 def main():
     given = parse()
-    with offloadd.init(nvme_path=given.pool, ram=given.ram, job=given.job):
+    job = given.job or "generate-" + os.path.basename(os.path.abspath(given.model))
+    with offloadd.init(nvme_path=given.pool, ram=given.ram, job=job):
         model = AutoModelForCausalLM.from_pretrained(given.model)
     tokenizer = AutoTokenizer.from_pretrained(given.model)
-    # A job is attached as it was made; nothing is trained here, so the optimizer is that of the training, or any.
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    # A job is attached as it was made. Without an optimizer there are weights alone.
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True) if given.job else None
     with offloadd.attach(model, optimizer) as handle, torch.no_grad():
         model.eval()
         ids = tokenizer(given.prompt, return_tensors="pt")["input_ids"]

@@ -85,23 +85,24 @@ double ValueAt(const std::string& bytes, size_t index) {
   return value;
 }
 
-// With an engine the model is never whole in memory, not even while it is made; a device has to
-// hold it until it is attached.
+// With an engine the model is never whole in memory, not even while it is made, nor in that of a
+// device, where it goes when it is attached.
 std::shared_ptr<LanguageModel> NewModel(const Flags& flags, const ModelShape& shape,
                                         c10::Device device, const std::shared_ptr<Engine>& engine) {
   std::optional<InitGuard> guard;
-  if (engine != nullptr && device.is_cpu()) guard.emplace(engine);
+  if (engine != nullptr) guard.emplace(engine);
   torch::manual_seed(flags.seed);
   const std::shared_ptr<LanguageModel> model = MakeModel(shape);
   if (flags.precision == Precision::kBFloat16) model->to(at::kBFloat16);
   if (engine == nullptr && !flags.init_from.empty()) {
     LoadWeights(*model, flags.init_from, LoadOptionsOf(shape));
   }
-  if (!device.is_cpu()) model->to(device);
+  if (engine == nullptr) model->to(device);
   return model;
 }
 
-std::shared_ptr<Engine> OpenEngine(const Flags& flags, const ModelShape& shape) {
+std::shared_ptr<Engine> OpenEngine(const Flags& flags, const ModelShape& shape,
+                                   c10::Device device) {
   if (!flags.offload) {
     // Under a launcher of several processes each would train a model of its own: refused.
     setenv("OFFLOADD_DISABLE", "1", /*overwrite=*/1);
@@ -112,6 +113,7 @@ std::shared_ptr<Engine> OpenEngine(const Flags& flags, const ModelShape& shape) 
   options.nvme_path = flags.nvme_path;
   options.ram = flags.ram;
   options.gpu_ram = flags.gpu_ram;
+  options.device = device.str();
   options.job = flags.job;
   options.io = flags.io;
   options.durability = flags.durability;
@@ -155,7 +157,7 @@ class Trainer {
         shape_(shape),
         device_(device),
         data_(data),
-        engine_(OpenEngine(flags, shape)),
+        engine_(OpenEngine(flags, shape, device)),
         rank_(engine_ != nullptr ? engine_->rank() : 0),
         world_size_(engine_ != nullptr ? engine_->world_size() : 1),
         model_(NewModel(flags, shape, device, engine_)),
@@ -421,11 +423,6 @@ absl::StatusOr<c10::Device> DeviceOf(const Flags& flags) {
   if (!at::globalContext().hasCUDA()) {
     return MakeError(ErrorId::kGpuMissing,
                      absl::StrFormat("--device %s, and torch finds no GPU", flags.device));
-  }
-  if (!flags.offload) {
-    return MakeError(ErrorId::kBadValue,
-                     "--device cuda without offloading, which this example does not do",
-                     "Add --nvme-path DIR");
   }
   return *device;
 }

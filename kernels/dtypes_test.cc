@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/random.h"
@@ -303,6 +304,45 @@ TEST_P(DtypesTest, CastsAsTheReferenceDoes) {
       ASSERT_EQ(weight[i].bits, ToHalf(masters[i]).bits) << masters[i];
       ASSERT_EQ(merged[i], masters[i]);
     }
+  }
+}
+
+// A loss scale is taken out of a gradient in fp32: fp16 would lose what the scale has saved.
+TEST(HalfTest, UnscalesInFp32) {
+  constexpr double kUnscale = 0.37 / 65536;
+  constexpr size_t kCount = 4133;  // several pieces, and a tail
+  for (const std::string_view name : {"adamw", "adam", "sgd", "adagrad", "rmsprop"}) {
+    Random random(15);
+    std::vector<Half> weight(kCount), gradient(kCount);
+    std::vector<uint32_t> residual(kCount);
+    std::vector<float> masters(kCount), wide(kCount), merged(kCount);
+    std::vector<std::vector<float>> states(kStatePlanesMax, std::vector<float>(kCount));
+    for (size_t i = 0; i < kCount; ++i) {
+      masters[i] = static_cast<float>(random.Unit());
+      gradient[i] = ToHalf(static_cast<float>(random.Unit() * 100));
+      wide[i] = FromHalf(gradient[i]) * static_cast<float>(kUnscale);
+      for (auto& plane : states) plane[i] = static_cast<float>(random.Unit());
+    }
+    SplitHalf(masters.data(), kCount, weight.data(), residual.data());
+    auto expected_states = states;
+    kernels::Run run{.count = kCount,
+                     .tensor_count = kCount,
+                     .weight_dtype = Dtype::kFloat16,
+                     .weight = weight.data(),
+                     .half_residual = residual.data(),
+                     .gradient_dtype = Dtype::kFloat16,
+                     .gradient = gradient.data()};
+    kernels::Run expected{
+        .count = kCount, .tensor_count = kCount, .weight = masters.data(), .gradient = wide.data()};
+    for (size_t i = 0; i < kStatePlanesMax; ++i) {
+      run.state[i] = states[i].data();
+      expected.state[i] = expected_states[i].data();
+    }
+    Update(OptimizerSpec(name, {{"unscale", kUnscale}}), 2, run);
+    Update(OptimizerSpec(name, {{"unscale", kUnscale}}), 2, expected);  // of fp32: no effect
+    MergeHalf(weight.data(), residual.data(), kCount, merged.data());
+    EXPECT_EQ(merged, masters) << name;
+    EXPECT_EQ(states, expected_states) << name;
   }
 }
 

@@ -1,12 +1,14 @@
 // Chooses the implementation.
 #include "kernels/update.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <string_view>
 
 #include "base/check.h"
 #include "kernels/implementation.h"
+#include "kernels/split.h"
 
 namespace offload::kernels {
 namespace {
@@ -60,6 +62,49 @@ Coefficients CoefficientsOf(const OptimizerSpec& optimizer, int64_t step, const 
   return coefficients;
 }
 
+// What multiplies gradients of fp16, in fp32 and last: the inverse of a loss scale, times a clip
+// coefficient. Rounding that to fp16 would lose what the scale has saved. A parameter of the rules
+// of torch.optim, without effect on gradients of other types.
+float UnscaleOf(const OptimizerSpec& optimizer, const Run& run) {
+  if (run.gradient_dtype != Dtype::kFloat16) return 1;
+  for (size_t i = optimizer.values().size(); i-- > 0;) {
+    if (std::string_view(optimizer.row().parameters[i].name) == "unscale")
+      return static_cast<float>(optimizer.values()[i]);
+  }
+  return 1;
+}
+
+// Updates piece by piece, with masters that are merged and gradients that are widened and unscaled
+// before, as those of an fp32 model: the arithmetic is the same. Pieces end where vectors do, so
+// that the tail of the tensor is the last one's.
+template <class Function>
+void UpdateUnscaled(const Run& run, float unscale, const Function& update) {
+  constexpr size_t kPiece = 2048;
+  alignas(64) float master[kPiece], gradient[kPiece];
+  const auto scale = static_cast<float>(run.gradient_scale);
+  for (size_t begin = 0; begin < run.count; begin += kPiece) {
+    const size_t count = std::min(kPiece, run.count - begin);
+    Half* const weight = static_cast<Half*>(run.weight) + begin;
+    const Half* const narrow = static_cast<const Half*>(run.gradient) + begin;
+    MergeHalf(weight, run.half_residual + begin, count, master);
+    for (size_t i = 0; i < count; ++i) {
+      float wide = FromHalf(narrow[i]);
+      if (scale != 1) wide = FromHalf(ToHalf(wide * scale));
+      gradient[i] = wide * unscale;
+    }
+    Run piece = run;
+    piece.begin += begin;
+    piece.count = count;
+    for (float*& state : piece.state) state = state == nullptr ? nullptr : state + begin;
+    piece.weight_dtype = piece.gradient_dtype = Dtype::kFloat32;
+    piece.weight = master;
+    piece.gradient = gradient;
+    piece.gradient_scale = 1;
+    update(piece);
+    SplitHalf(master, count, weight, run.half_residual + begin);
+  }
+}
+
 }  // namespace
 
 bool IsSupported(Isa isa) {
@@ -111,7 +156,11 @@ void Update(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& ru
   const Implementation& implementation = ImplementationOf(isa);
   const auto& updates =
       run.weight_dtype == Dtype::kFloat64 ? implementation.double_updates : implementation.updates;
-  updates[optimizer.index()](CoefficientsOf(optimizer, step, run), run);
+  const auto update = updates[optimizer.index()];
+  const Coefficients coefficients = CoefficientsOf(optimizer, step, run);
+  const float unscale = UnscaleOf(optimizer, run);
+  if (unscale == 1) return update(coefficients, run);
+  UpdateUnscaled(run, unscale, [&](const Run& piece) { update(coefficients, piece); });
 }
 
 void Update(const OptimizerSpec& optimizer, int64_t step, const Run& run) {

@@ -3,11 +3,15 @@
 #include <google/protobuf/util/message_differencer.h>
 
 #include <algorithm>
+#include <bit>
+#include <charconv>
 #include <string>
+#include <string_view>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
+#include "kernels/optimizer.h"
 
 namespace offload::daemon {
 namespace {
@@ -42,6 +46,22 @@ proto::v1::SealRequest Join(const std::vector<proto::v1::SealRequest>& messages)
   return joined;
 }
 
+// The name comes from outside.
+std::string ParameterName(const std::string& optimizer, size_t index) {
+  for (const std::string_view name : kernels::OptimizerNames()) {
+    if (name != optimizer) continue;
+    const kernels::OptimizerSpec spec(name);
+    if (index < spec.row().parameters.size()) return spec.row().parameters[index].name;
+  }
+  return absl::StrCat("parameter ", index);
+}
+
+// As short as tells it from every other number.
+std::string Shortest(double value) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof(text), value).ptr};
+}
+
 }  // namespace
 
 absl::Status CompareTensors(OfRank<std::vector<proto::Tensor>> a,
@@ -64,17 +84,42 @@ absl::Status CompareTensors(OfRank<std::vector<proto::Tensor>> a,
                                  " and ", b.said.size(), " in rank ", b.rank));
 }
 
+std::string DifferenceOf(OfRank<proto::v1::Optimizer> a, OfRank<proto::v1::Optimizer> b) {
+  // Equal bytes are equal numbers.
+  if (a.said.SerializeAsString() == b.said.SerializeAsString()) return "";
+  const auto between = [&](const std::string& name, const std::string& one,
+                           const std::string& other) {
+    return absl::StrCat(name, " is ", one, " in rank ", a.rank, " and ", other, " in rank ",
+                        b.rank);
+  };
+  if (a.said.name() != b.said.name()) return between("optimizer", a.said.name(), b.said.name());
+  const int count = a.said.parameters_size();
+  if (count != b.said.parameters_size()) {
+    return between(absl::StrCat("the number of parameters of ", a.said.name()), absl::StrCat(count),
+                   absl::StrCat(b.said.parameters_size()));
+  }
+  for (int i = 0; i < count; ++i) {
+    const double value = a.said.parameters(i), other = b.said.parameters(i);
+    if (std::bit_cast<uint64_t>(value) != std::bit_cast<uint64_t>(other))
+      return between(ParameterName(a.said.name(), i), Shortest(value), Shortest(other));
+  }
+  return absl::StrCat("the optimizer is another one in rank ", a.rank, " than in rank ", b.rank);
+}
+
 absl::Status ComparePlans(OfRank<std::vector<proto::v1::SealRequest>> a,
                           OfRank<std::vector<proto::v1::SealRequest>> b) {
   const proto::v1::SealRequest plan = Join(a.said), other = Join(b.said);
   if (plan.SerializeAsString() == other.SerializeAsString()) return absl::OkStatus();
+  const std::string optimizer =
+      DifferenceOf({a.rank, plan.optimizer()}, {b.rank, other.optimizer()});
+  if (!optimizer.empty()) return Difference(absl::StrCat("the optimizer: ", optimizer));
   std::string differences;
   google::protobuf::util::MessageDifferencer differencer;
   differencer.ReportDifferencesToString(&differences);
   differencer.Compare(plan, other);
   const std::string first = differences.substr(0, differences.find('\n'));
-  return Difference(absl::StrCat("the optimizer or the plan of memory differs between ranks ",
-                                 a.rank, " and ", b.rank, ": ", first));
+  return Difference(absl::StrCat("the plan of memory differs between ranks ", a.rank, " and ",
+                                 b.rank, ": ", first));
 }
 
 }  // namespace offload::daemon

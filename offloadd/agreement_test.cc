@@ -66,5 +66,36 @@ TEST(AgreementTest, TheFirstFieldThatDiffersIsNamed) {
   ExpectDifference(ComparePlans({0, plan}, {2, other}), "gradient_home");
 }
 
+TEST(AgreementTest, AnOptimizersParameterIsNamedAsTorchDoes) {
+  std::vector<SealRequest> plan(1), other(1);
+  proto::v1::Optimizer& optimizer = *plan[0].mutable_optimizer();
+  optimizer.set_name("adamw");
+  for (const double value : {1e-3, 0.9, 0.999}) optimizer.add_parameters(value);
+  plan[0].set_window_bytes(4096);
+  other[0] = plan[0];
+  other[0].mutable_optimizer()->set_parameters(0, 0.5);
+  ExpectDifference(ComparePlans({0, plan}, {1, other}), "lr is 0.001 in rank 0 and 0.5 in rank 1");
+  other[0] = plan[0];
+  other[0].mutable_optimizer()->set_parameters(2, 0.9990000000000001);
+  ExpectDifference(ComparePlans({0, plan}, {1, other}),
+                   "beta2 is 0.999 in rank 0 and 0.9990000000000001 in rank 1");
+  other[0].mutable_optimizer()->set_name("lion");
+  ExpectDifference(ComparePlans({0, plan}, {1, other}),
+                   "optimizer is adamw in rank 0 and lion in rank 1");
+  other[0] = plan[0];
+  other[0].mutable_optimizer()->add_parameters(1);
+  ExpectDifference(ComparePlans({0, plan}, {1, other}), "number of parameters of adamw is 3");
+}
+
+// What a daemon of another release may be told; a difference is one whatever it is called.
+TEST(AgreementTest, OptimizersThatNobodyKnowsAreComparedToo) {
+  proto::v1::Optimizer a, b;
+  for (proto::v1::Optimizer* optimizer : {&a, &b}) optimizer->set_name("unknown");
+  EXPECT_EQ(DifferenceOf({0, a}, {1, b}), "");
+  a.add_parameters(0.0);
+  b.add_parameters(-0.0);
+  EXPECT_EQ(DifferenceOf({0, a}, {1, b}), "parameter 0 is 0 in rank 0 and -0 in rank 1");
+}
+
 }  // namespace
 }  // namespace offload::daemon

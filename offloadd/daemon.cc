@@ -28,6 +28,7 @@
 #include "offloadd/metrics_text.h"
 #include "offloadd/status_reply.h"
 #include "proto/grpc_status.h"
+#include "proto/socket_directory.h"
 #include "spdlog/spdlog.h"
 #include "swap/store.h"
 
@@ -54,12 +55,18 @@ Daemon::~Daemon() {
       server->Shutdown(std::chrono::system_clock::now() + std::chrono::milliseconds(50));
   }
   metrics_.reset();
-  unlink(options_.socket_path.c_str());
   unlink(control_path_.c_str());
   if (options_.peers.admits_others()) unlink(ranks_path_.c_str());
+  // The last one: from then on another daemon may start here.
+  unlink(options_.socket_path.c_str());
   // The client made the directory for us; it may have been killed.
   if (options_.is_private) {
-    rmdir(std::filesystem::path(options_.socket_path).parent_path().c_str());
+    const std::string directory = std::filesystem::path(options_.socket_path).parent_path();
+    if (options_.directory_lock >= 0) {
+      rmdir(directory.c_str());
+    } else {
+      proto::RemoveEmptySocketDirectory(directory);
+    }
   }
 }
 
@@ -173,6 +180,8 @@ void Daemon::Run() { loop_->Run(); }
 
 // Whoever is refused often must not fill the log.
 void Daemon::LogRefusal(const absl::Status& status) {
+  // Ranks of a next launch look in until a private daemon has ended: nothing to be read.
+  if (shutting_down_ && options_.is_private) return;
   constexpr int kPerSecond = 5;
   const double now = Clock::Real().NowSeconds();
   if (now - refusals_since_seconds_ >= 1) {
@@ -209,7 +218,8 @@ absl::Status Daemon::Welcome(UniqueFd socket) {
     return MakeError(ErrorId::kRefused,
                      absl::StrCat("this is the private daemon of process ", options_.parent_pid));
   }
-  if (shutting_down_) return MakeError(ErrorId::kRefused, "the daemon is shutting down");
+  // As if it had ended: ranks of another launch of the same name start one of their own then.
+  if (shutting_down_) return MakeError(ErrorId::kDaemonLost, "the daemon is shutting down");
   if (sessions_.size() >= static_cast<size_t>(kLimits.sessions_max)) {
     return MakeError(ErrorId::kRefused,
                      absl::StrCat("the daemon has ", kLimits.sessions_max, " sessions already"));

@@ -46,6 +46,7 @@ struct DaemonOptions {
   bool is_private = false;
   pid_t parent_pid = 0;     // of a private daemon; 0: not watched
   uint32_t rank_count = 1;  // that share a private daemon
+  int directory_lock = -1;  // inherited: of the socket's directory (proto/socket_directory.h)
   PoolPolicy pools;
   double handshake_timeout_seconds = kLimits.handshake_timeout_seconds;
   double drain_timeout_seconds = kLimits.drain_timeout_seconds;

@@ -136,7 +136,8 @@ void FillTransfers(const ActivityLog::Taken& taken, const proto::Catalogue& cata
 
 std::vector<proto::v1::ReportPart> MakeReport(proto::v1::JobStatus job, const StepHistory& history,
                                               const proto::Catalogue& catalogue,
-                                              std::span<const ActivityLog::Tally> tallies) {
+                                              std::span<const ActivityLog::Tally> tallies,
+                                              std::span<const UseSeconds> uses) {
   std::vector<proto::v1::ReportPart> parts(1);
   *parts.front().mutable_job() = std::move(job);
   for (const StepRecord& record : history.records()) FillRecord(record, parts.front().add_steps());
@@ -145,6 +146,16 @@ std::vector<proto::v1::ReportPart> MakeReport(proto::v1::JobStatus job, const St
     const size_t end = std::min(tallies.size(), begin + kEntriesPerPart);
     for (size_t i = begin; i < end; ++i)
       FillTensor(catalogue, static_cast<uint32_t>(i), tallies[i], part.add_tensors());
+  }
+  for (size_t begin = 0; begin < uses.size(); begin += kEntriesPerPart) {
+    proto::v1::ReportPart& part = parts.emplace_back();
+    const size_t end = std::min(uses.size(), begin + kEntriesPerPart);
+    for (size_t i = begin; i < end; ++i) {
+      proto::v1::TensorUse* const use = part.add_uses();
+      use->set_name(catalogue.tensors[i].name);
+      use->set_forward_seconds(uses[i].forward);
+      use->set_backward_seconds(uses[i].backward);
+    }
   }
   return parts;
 }

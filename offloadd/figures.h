@@ -29,9 +29,15 @@ void FillDepths(const proto::Depths& depths, uint32_t pipeline_blocks, proto::v1
 void FillStepsOfPlan(const PlanComparison::Steps& steps, proto::v1::StepsOfPlan* message);
 void FillTransfers(const ActivityLog::Taken& taken, const proto::Catalogue& catalogue,
                    proto::v1::TakeTransfersReply* reply);
-// The first part has `job`; each has a bounded number of entries.
+// Of a tensor of the trainer's, the mean of ranks: proto::UseTimes.
+struct UseSeconds {
+  double forward = 0, backward = 0;
+};
+// The first part has `job`; each has a bounded number of entries. `tallies`: of the store's
+// tensors; `uses`: of the trainer's, or empty.
 std::vector<proto::v1::ReportPart> MakeReport(proto::v1::JobStatus job, const StepHistory& history,
                                               const proto::Catalogue& catalogue,
-                                              std::span<const ActivityLog::Tally> tallies);
+                                              std::span<const ActivityLog::Tally> tallies,
+                                              std::span<const UseSeconds> uses);
 
 }  // namespace offload::daemon

@@ -260,6 +260,25 @@ void GradientOrder::CompareStart(uint32_t tensor, const Part& part, bool is_firs
   }
 }
 
+// In the order of the chain a slice of each rank follows the other, and nothing comes between.
+void GradientOrder::CountSlice(uint32_t tensor, const Part& part, Extent& extent) {
+  const bool is_next = part.ticket.is_slice && part.position.rank == extent.slices &&
+                       (extent.slices == 0 || (part.position.round == extent.last.round &&
+                                               part.position.pass == extent.last.pass));
+  if (!is_next && (part.ticket.is_slice || extent.slices > 0)) {
+    fault_.Update(Violation(absl::StrCat(
+        "rank ", part.position.rank, " delivers ", part.ticket.is_slice ? "a slice" : "a part",
+        " of \"", catalogue_->tensors[tensor].name, "\" in pass ", part.position.pass, " where ",
+        extent.slices == 0 ? "no slices of other ranks stand"
+                           : absl::StrCat("the slice of rank ", extent.slices, " is missing"))));
+  }
+  if (!is_next) return;
+  if (extent.slices == 0) ++tensors_[tensor].amid_slices;
+  if (++extent.slices < ranks_.size()) return;
+  extent.slices = 0;
+  --tensors_[tensor].amid_slices;
+}
+
 absl::Status GradientOrder::Deliver(uint32_t tensor, uint32_t extent, uint32_t pass,
                                     GradientStart start, const Ticket& ticket) {
   OFFLOAD_RETURN_IF_ERROR(EnterForPass(ticket.rank, pass));
@@ -491,6 +510,11 @@ void GradientOrder::MarkFinal(uint32_t tensor) {
   const bool is_final = (t.bits & proto::kGradientExists) != 0 && t.step == step_ &&
                         closed_ == under_way_ && IsAddedUpTo(tensor, under_way_);
   if (!is_final || (t.bits & proto::kGradientFinal) != 0) return;
+  if (t.amid_slices > 0) {
+    fault_.Update(
+        Violation(absl::StrCat("ranks have delivered slices of \"",
+                               catalogue_->tensors[tensor].name, "\", and others nothing")));
+  }
   SetBits(tensor,
           proto::kGradientExists | proto::kGradientFinal | (t.finite ? proto::kGradientFinite : 0));
 }
@@ -557,6 +581,7 @@ void GradientOrder::AdvanceExtent(uint32_t tensor, uint32_t extent) {
     const bool is_first = e.last.round < part.beginning;
     if (is_first) addition.start = part.start;
     CompareStart(tensor, part, is_first);
+    CountSlice(tensor, part, e);
     e.last = position;
     ++e.adding;
     addition.parts.push_back(part.ticket);

@@ -6,6 +6,9 @@
 // Words
 //   * A *part* is one extent of one tensor's gradient from backward pass m of rank r. The sum of an
 //   extent is the chain of its parts in the order (m, r): it depends on neither arrival nor memory.
+//   * A *slice* is what ranks deliver in place of parts when they have added these themselves, on
+//   their devices: rank r's slice of the sum up to and with pass m. It stands where the part of
+//   (m, r) would. Of a pass and an extent all ranks deliver slices, or none.
 //   * A *round* is what happens between two looks by all ranks: ranks enter it, make passes, and
 //   close it by looking at a sum, by stepping, or by beginning anew. A round is *under way* when
 //   every rank has entered it: only then have all let go of what the sums were before, and only
@@ -51,6 +54,7 @@ class GradientOrder {
     uint32_t rank = 0;
     uint64_t tag = 0;
     uint64_t region_offset = 0;  // of a part; not looked at here
+    bool is_slice = false;       // of a part: of the sum
   };
   // Parts that are added now, in one sweep.
   struct Addition {
@@ -138,15 +142,17 @@ class GradientOrder {
   struct Extent {
     Position last;        // that was added, or is being added
     uint32_t adding = 0;  // parts in the addition that is under way
+    uint32_t slices = 0;  // of the pass of `last`, as long as some are missing
   };
   struct Tensor {
     uint32_t first_extent = 0, extent_count = 0;
-    uint32_t held = 0;        // parts in parts_
-    uint32_t unsettled = 0;   // these, and the ones that are being added
-    uint64_t beginning = 0;   // in which it was given a gradient last; 0: never
-    uint64_t step = 0;        // of that
-    uint32_t first_pass = 0;  // of that, as far as parts have come
-    uint8_t bits = 0;         // GradientBits
+    uint32_t held = 0;         // parts in parts_
+    uint32_t unsettled = 0;    // these, and the ones that are being added
+    uint64_t beginning = 0;    // in which it was given a gradient last; 0: never
+    uint64_t step = 0;         // of that
+    uint32_t first_pass = 0;   // of that, as far as parts have come
+    uint32_t amid_slices = 0;  // extents of which some are missing
+    uint8_t bits = 0;          // GradientBits
     uint32_t norm_bits = 0;
     bool finite = true;
     bool update_pending = false, update_wanted = false;
@@ -195,6 +201,7 @@ class GradientOrder {
   absl::Status EnterForPass(uint32_t rank, uint32_t pass);
   absl::Status GoOn(uint32_t rank);
   void CompareStart(uint32_t tensor, const Part& part, bool is_first);
+  void CountSlice(uint32_t tensor, const Part& part, Extent& extent);
   absl::Status CountExtent(uint32_t tensor, uint32_t extent, const Position& position);
   absl::Status PassesDiffer(uint32_t rank, const Round& round) const;
 

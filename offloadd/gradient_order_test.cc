@@ -41,6 +41,10 @@ class GradientOrderTest : public ::testing::Test {
     return order_.Deliver(tensor, extent, pass, start,
                           {.rank = rank, .tag = pass, .region_offset = 0});
   }
+  absl::Status GiveSlice(uint32_t rank, uint32_t tensor, uint32_t pass) {
+    return order_.Deliver(tensor, 0, pass, GradientStart::kNothing,
+                          {.rank = rank, .tag = pass, .region_offset = 0, .is_slice = true});
+  }
   absl::Status End(uint32_t rank, uint32_t pass, bool waits = false) {
     return order_.EndPass(pass, waits, {.rank = rank, .tag = 1000 + pass, .region_offset = 0});
   }
@@ -131,6 +135,53 @@ TEST_F(GradientOrderTest, ARankThatHasEndedAPassSeesWhatBeganInItAndNotWhatOther
   EXPECT_FALSE(proto::HasBegunBy(order_.word(0), 0));
   EXPECT_TRUE(proto::HasBegunBy(order_.word(0), 1));
   EXPECT_TRUE(proto::HasBegunBy(order_.word(0), 2));
+}
+
+TEST_F(GradientOrderTest, SlicesOfAllRanksStandWhereTheirPartsWould) {
+  Begin({0, 1, 2});
+  EXPECT_TRUE(GiveSlice(2, 0, 0).ok());
+  EXPECT_EQ(Add(), "");
+  EXPECT_TRUE(GiveSlice(0, 0, 0).ok());
+  EXPECT_TRUE(GiveSlice(1, 0, 0).ok());
+  EXPECT_EQ(Add(), "0.0;0.1 0.2;");
+  for (const uint32_t rank : {0, 1, 2}) EXPECT_TRUE(End(rank, 0).ok());
+  for (const uint32_t rank : {0, 1, 2})
+    EXPECT_TRUE(Give(rank, 0, 1).ok());  // whole ones may follow
+  EXPECT_EQ(Add(), "1.0;1.1 1.2;");
+  for (const uint32_t rank : {0, 1, 2}) EXPECT_TRUE(End(rank, 1).ok());
+  for (const uint32_t rank : {0, 1, 2}) EXPECT_TRUE(GiveSlice(rank, 0, 2).ok());
+  for (const uint32_t rank : {0, 1, 2}) EXPECT_TRUE(End(rank, 2).ok());
+  for (const uint32_t rank : {0, 1, 2}) EXPECT_TRUE(Look(rank, 0, 3).ok());
+  EXPECT_EQ(Add(), "2.0;2.1 2.2;");
+  EXPECT_TRUE(order_.fault().ok()) << order_.fault();
+  EXPECT_EQ(bits(0), proto::kGradientExists | proto::kGradientFinal | proto::kGradientFinite);
+}
+
+TEST_F(GradientOrderTest, ASliceAmongPartsOrAPartAmongSlicesIsAFault) {
+  for (const bool part_comes_first : {true, false}) {
+    GradientOrder order(&catalogue_, 3, /*step=*/0);
+    for (const uint32_t rank : {0, 1, 2}) ASSERT_TRUE(order.Begin(rank, 1).ok());
+    for (const uint32_t rank : {0, 1, 2}) {
+      const bool is_slice = part_comes_first == (rank > 0);
+      ASSERT_TRUE(
+          order.Deliver(0, 0, 0, GradientStart::kNothing, {.rank = rank, .is_slice = is_slice})
+              .ok());
+      order.TakeAdditions();
+      order.Added(0, 0, true);
+    }
+    ExpectError(order.fault(), ErrorId::kProtocol,
+                {part_comes_first ? "a slice" : "a part", "\"t0\" in pass 0"});
+  }
+}
+
+TEST_F(GradientOrderTest, ARankThatEndsItsPassWithoutItsSliceIsAFault) {
+  Begin({0, 1, 2});
+  EXPECT_TRUE(GiveSlice(0, 0, 0).ok());
+  EXPECT_TRUE(GiveSlice(1, 0, 0).ok());
+  EXPECT_EQ(Add(), "0.0;0.1;");
+  for (const uint32_t rank : {0, 1, 2}) EXPECT_TRUE(End(rank, 0).ok());
+  for (const uint32_t rank : {0, 1, 2}) order_.Step(rank);
+  ExpectError(order_.fault(), ErrorId::kProtocol, {"slices of \"t0\", and others nothing"});
 }
 
 TEST_F(GradientOrderTest, APartOfASlowerRankIsTheFirstThoughItComesLater) {

@@ -2,8 +2,10 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/error.h"
+#include "proto/gradient_slices.h"
 
 namespace offload::daemon {
 namespace {
@@ -84,9 +86,7 @@ absl::Status GradientSum::Submit(uint32_t rank, const proto::SubmissionEntry& en
       return status;
     }
     case RingOperation::kGradient:
-      return order_.Deliver(entry.tensor,
-                            static_cast<uint32_t>(entry.element_offset / proto::kExtentElements),
-                            entry.pass, entry.start, ticket);
+      return SubmitPart(ticket, entry);
     case RingOperation::kEndPass:
       return order_.EndPass(entry.pass, entry.start != GradientStart::kNothing, ticket);
     case RingOperation::kAwaitGradient:
@@ -100,6 +100,31 @@ absl::Status GradientSum::Submit(uint32_t rank, const proto::SubmissionEntry& en
   }
   OFFLOAD_CHECK(false) << "operation " << static_cast<uint32_t>(entry.operation);
   return absl::OkStatus();
+}
+
+// Fewer elements than the extent has are the rank's slice of the sum.
+absl::Status GradientSum::SubmitPart(GradientOrder::Ticket ticket,
+                                     const proto::SubmissionEntry& entry) {
+  const auto extent = static_cast<uint32_t>(entry.element_offset / proto::kExtentElements);
+  const uint64_t elements =
+      proto::ExtentElements(context_->catalogue.tensors[entry.tensor].element_count, extent);
+  ticket.is_slice = entry.element_count != elements;
+  if (ticket.is_slice) {
+    const uint32_t ranks = context_->plan.world_size;
+    const bool is_own = proto::CanBeSliced(elements, ranks) &&
+                        entry.element_offset % proto::kExtentElements ==
+                            proto::SliceBegin(elements, ranks, ticket.rank) &&
+                        entry.element_count == proto::SliceElements(elements, ranks, ticket.rank);
+    if (!is_own || context_->plan.gradients[entry.tensor].home != GradientHome::kSlab) {
+      return MakeError(
+          ErrorId::kProtocol,
+          absl::StrCat(
+              "rank ", ticket.rank, " delivers ", entry.element_count, " elements at ",
+              entry.element_offset, " of \"", context_->catalogue.tensors[entry.tensor].name,
+              is_own ? "\", whose sum is not in the slab" : "\", which are not its slice"));
+    }
+  }
+  return order_.Deliver(entry.tensor, extent, entry.pass, entry.start, ticket);
 }
 
 void GradientSum::Step(uint32_t rank) {
@@ -191,14 +216,45 @@ GradientSum::SweepPointer GradientSum::MakeSweep(GradientOrder::Addition additio
   return sweep;
 }
 
+// Slices have begun with what the start says already.
 void GradientSum::Add(Sweep& sweep) const {
-  sweep.finite = kernels::AddParts({.dtype = sweep.dtype,
-                                    .count = sweep.elements,
-                                    .sum = sweep.sum,
-                                    .start = KernelStart(sweep.addition.start),
-                                    .parts = sweep.parts.data(),
-                                    .part_count = sweep.parts.size(),
-                                    .factor = factor_});
+  const std::vector<GradientOrder::Ticket>& tickets = sweep.addition.parts;
+  kernels::SumStart start = KernelStart(sweep.addition.start);
+  for (size_t part = 0; part < tickets.size();) {
+    size_t end = part + 1;
+    bool finite = true;
+    if (tickets[part].is_slice) {
+      finite = PutSlice(sweep, part);
+    } else {
+      while (end < tickets.size() && !tickets[end].is_slice) ++end;
+      finite = AddParts(sweep, part, end, start);
+    }
+    sweep.finite = sweep.finite && finite;
+    start = kernels::SumStart::kSum;
+    part = end;
+  }
+}
+
+bool GradientSum::AddParts(const Sweep& sweep, size_t begin, size_t end,
+                           kernels::SumStart start) const {
+  return kernels::AddParts({.dtype = sweep.dtype,
+                            .count = sweep.elements,
+                            .sum = sweep.sum,
+                            .start = start,
+                            .parts = sweep.parts.data() + begin,
+                            .part_count = end - begin,
+                            .factor = factor_});
+}
+
+bool GradientSum::PutSlice(const Sweep& sweep, size_t part) const {
+  const uint32_t ranks = context_->plan.world_size, rank = sweep.addition.parts[part].rank;
+  const uint64_t begin = proto::SliceBegin(sweep.elements, ranks, rank);
+  return kernels::AddParts({.dtype = sweep.dtype,
+                            .count = proto::SliceElements(sweep.elements, ranks, rank),
+                            .sum = sweep.sum + SizeBytes(begin, sweep.dtype),
+                            .start = kernels::SumStart::kNothing,
+                            .parts = sweep.parts.data() + part,
+                            .part_count = 1});
 }
 
 void GradientSum::Compute(const SweepPointer& sweep) {

@@ -2,6 +2,7 @@
 //
 // Adds up the gradients of several ranks: takes what they submit, adds parts on workers in the
 // order that gradient_order.h says, answers, and shows the state of every sum in its gradient word.
+// Slices of sums, which ranks have added themselves, are put where they belong.
 // A sum is in the slab, or, when its home is the scratch file, read, added to and written back
 // extent by extent through a few blocks.
 //
@@ -83,6 +84,7 @@ class GradientSum {
   using SweepPointer = std::shared_ptr<Sweep>;
 
   absl::Status Submit(uint32_t rank, const proto::SubmissionEntry& entry);
+  absl::Status SubmitPart(GradientOrder::Ticket ticket, const proto::SubmissionEntry& entry);
   // Does what the order says, until it says nothing.
   void Flush();
   SweepPointer MakeSweep(GradientOrder::Addition addition) const;
@@ -96,6 +98,8 @@ class GradientSum {
   void StoreWords();
   proto::GradientWord* word(uint32_t tensor) const;
   void Add(Sweep& sweep) const;  // on a worker
+  bool AddParts(const Sweep& sweep, size_t begin, size_t end, kernels::SumStart start) const;
+  bool PutSlice(const Sweep& sweep, size_t part) const;
 
   JobContext* const context_;
   const UpdateWanted update_wanted_;

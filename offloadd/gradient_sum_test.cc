@@ -16,6 +16,7 @@
 #include "base/mapped_region.h"
 #include "base/worker_pool.h"
 #include "gtest/gtest.h"
+#include "proto/gradient_slices.h"
 
 namespace offload::daemon {
 namespace {
@@ -142,6 +143,29 @@ class GradientSumTest : public ::testing::TestWithParam<GradientHome> {
                 entry.element_count, value);
     Submit(rank, tag, entry);
   }
+  // Fills the rank's place for its slice of the extent's sum with `value`.
+  void GiveSlice(uint32_t rank, uint64_t tag, uint32_t tensor, uint32_t extent, float value,
+                 uint32_t pass = 0) {
+    const uint64_t elements =
+        proto::ExtentElements(context_.catalogue.tensors[tensor].element_count, extent);
+    proto::SubmissionEntry entry{};
+    entry.operation = RingOperation::kGradient;
+    entry.tensor = tensor;
+    entry.pass = pass;
+    entry.element_offset =
+        uint64_t{extent} * proto::kExtentElements + proto::SliceBegin(elements, 2, rank);
+    entry.element_count = proto::SliceElements(elements, 2, rank);
+    entry.region_offset = (tensor * 2 + extent) * (2ull << 20);
+    std::fill_n(regions_[rank].begin() + static_cast<ptrdiff_t>(entry.region_offset / 4),
+                entry.element_count, value);
+    Submit(rank, tag, entry);
+  }
+  void End(uint32_t rank, uint64_t tag, uint32_t pass) {
+    proto::SubmissionEntry entry{};
+    entry.operation = RingOperation::kEndPass;
+    entry.pass = pass;
+    Submit(rank, tag, entry);
+  }
   void Look(uint32_t rank, uint64_t tag, uint32_t tensor) {
     proto::SubmissionEntry entry{};
     entry.operation = RingOperation::kAwaitGradient;
@@ -214,6 +238,60 @@ TEST_P(GradientSumTest, SumsAreTheAverageOfWhatRanksGive) {
   EXPECT_EQ(SumOf(1, 1), 7.5f);
   EXPECT_EQ(Bits(1), proto::kGradientExists | proto::kGradientFinal | proto::kGradientFinite);
   EXPECT_EQ(answers_[40].second, answers_[41].second);
+}
+
+// Neither scaled nor added: ranks have done so. What follows is added to them.
+TEST_P(GradientSumTest, SlicesArePutInTheirPlaces) {
+  OnLoop([this] {
+    Begin(1);
+    for (const uint32_t rank : {1, 0}) GiveSlice(rank, 10 + rank, 0, 0, 5.0f);
+    for (const uint32_t rank : {0, 1}) Look(rank, 40 + rank, 0);
+  });
+  WaitFor({10, 11, 40, 41});
+  EXPECT_EQ(SumOf(0, 0), 5.0f);
+  EXPECT_EQ(Bits(0), proto::kGradientExists | proto::kGradientFinal | proto::kGradientFinite);
+  OnLoop([this] {
+    for (const uint32_t rank : {0, 1}) sum_->Step(rank);
+    sum_->BeginNextStep({});
+    Begin(2);
+    for (const uint32_t rank : {0, 1}) GiveSlice(rank, 50 + rank, 0, 0, 2.0f);
+    for (const uint32_t rank : {0, 1}) {
+      End(rank, 60 + rank, 0);
+      proto::SubmissionEntry part{};
+      part.operation = RingOperation::kGradient;
+      part.pass = 1;
+      part.element_count = kSmall;
+      part.region_offset = 4ull << 20;
+      std::fill_n(regions_[rank].begin() + (1 << 20), kSmall, 8.0f);
+      Submit(rank, 70 + rank, part);
+    }
+  });
+  WaitFor({50, 51, 70, 71});
+  EXPECT_EQ(SumOf(0, 0), 10.0f) << "2 + 8 / 2 + 8 / 2";
+}
+
+TEST_P(GradientSumTest, ASliceThatIsNotFiniteIsFound) {
+  OnLoop([this] {
+    Begin(1);
+    GiveSlice(0, 10, 0, 0, 1.0f);
+    GiveSlice(1, 11, 0, 0, std::numeric_limits<float>::quiet_NaN());
+    for (const uint32_t rank : {0, 1}) Look(rank, 40 + rank, 0);
+  });
+  WaitFor({10, 11, 40, 41});
+  EXPECT_EQ(Bits(0), proto::kGradientExists | proto::kGradientFinal);
+}
+
+TEST_P(GradientSumTest, ElementsThatAreNotTheRanksSliceAreRefused) {
+  OnLoop([this] {
+    Begin(1);
+    proto::SubmissionEntry entry{};
+    entry.operation = RingOperation::kGradient;
+    entry.element_offset = 1;
+    entry.element_count = 50;
+    Submit(0, 10, entry);
+  });
+  WaitFor({10});
+  EXPECT_EQ(ErrorIdOf(answers_[10].first), ErrorId::kProtocol) << answers_[10].first;
 }
 
 TEST_P(GradientSumTest, ASumGoesOnFromTheStepBefore) {

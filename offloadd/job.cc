@@ -67,7 +67,8 @@ Job::Job(JobIdentity identity, std::unique_ptr<EventLoop> loop, Machine& machine
   context_.fail = [this](absl::Status status) { Fail(std::move(status)); };
   context_.waits_for_ranks = [this](uint32_t rank) {
     return context_.ranks[rank].is_stepping || context_.ranks[rank].is_exchanging ||
-           (gradients_ != nullptr && gradients_->Waits(rank));
+           (gradients_ != nullptr && gradients_->Waits(rank)) ||
+           (transfers_ != nullptr && transfers_->Waits(rank));
   };
   loop_->SetTurn([this] { return Turn(); });
 }

@@ -304,6 +304,7 @@ class Job {
   // `touches`: as SetSchedule has them; empty: not known.
   void PlanStep(std::span<const uint32_t> touches);
   void ConsiderReplan();
+  void TakeDepths(const proto::Depths& depths);
   void DropRetired();
   void FillPlan(proto::v1::PlanStatus* plan) const;
 
@@ -325,7 +326,7 @@ class Job {
   std::atomic<bool> cancelled_{false};  // asked off the loop: nobody wants the job any more
 
   uint64_t ram_bytes_ = 0;
-  uint32_t update_threads_asked_ = 0;  // 0: as ChooseDepths() says
+  uint32_t update_threads_asked_ = 0;  // 0: as DepthsOfPlan() says
   aio::OpenOptions io_;
   std::string io_engine_;
   uint64_t pins_offset_ = 0;

@@ -89,8 +89,8 @@ struct JobContext {
   std::function<void(uint32_t rank, uint64_t tag, absl::Status status, uint64_t value)> complete;
   // Makes the job failed; the first status stays.
   std::function<void(absl::Status)> fail;
-  // The rank is in a step, an exchange or a look at gradients, which wait for the others. Empty: no
-  // rank ever is.
+  // The rank is in a step, an exchange, a look at gradients or a transfer that has not begun, which
+  // wait for the others. Empty: no rank ever is.
   std::function<bool(uint32_t rank)> waits_for_ranks;
 
   const proto::StoreTensor& store_tensor(uint32_t index) const {

@@ -9,6 +9,7 @@
 #include "base/fault_point.h"
 #include "offloadd/figures.h"
 #include "offloadd/job.h"
+#include "offloadd/plan_depths.h"
 #include "spdlog/spdlog.h"
 
 namespace offload::daemon {
@@ -57,18 +58,21 @@ void Job::ConsiderReplan() {
   if (!rates.has_value()) return;
   proto::Depths before = context_.depths;
   before.pipeline_blocks = context_.plan.pipeline_blocks;  // those that there are
-  context_.depths = proto::ChooseDepths(*rates, update_threads_asked_);
+  TakeDepths(DepthsOfPlan(*rates, update_threads_asked_, context_.catalogue, context_.plan));
   FaultPoint("job.replan");
-  if (context_.depths.update_threads != before.update_threads) {
-    retired_.push_back(std::exchange(
-        context_.run_on_worker, machine_.MakeExecutor(context_.depths.update_threads, "update")));
-  }
   executor_->TakeDepths();
   ++replans_;
   last_replan_ = absl::StrCat("before step ", step_, ": ",
                               DescribeReplan(*rates, assumed, context_.depths, before));
   comparison_.Begin();
   spdlog::info("job {}: replanned {}", identity_.name, last_replan_);
+}
+
+void Job::TakeDepths(const proto::Depths& depths) {
+  const proto::Depths before = std::exchange(context_.depths, depths);
+  if (depths.update_threads == before.update_threads) return;
+  retired_.push_back(std::exchange(context_.run_on_worker,
+                                   machine_.MakeExecutor(depths.update_threads, "update")));
 }
 
 // Threads end when nothing is left that they might still have to do, so that nobody waits for it.

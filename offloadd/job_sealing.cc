@@ -19,6 +19,7 @@
 #include "offloadd/job.h"
 #include "offloadd/job_catalogue.h"
 #include "offloadd/limits.h"
+#include "offloadd/plan_depths.h"
 #include "offloadd/relayout.h"
 #include "spdlog/spdlog.h"
 
@@ -192,6 +193,7 @@ void Job::FinishSeal(Made& made) {
       memory.pins = reinterpret_cast<const proto::PinWord*>(memory.region + pins_offset_);
   }
   context_.published = store_existed_;
+  TakeDepths(DepthsOfPlan(opened_rates_, update_threads_asked_, context_.catalogue, context_.plan));
   MakeParts();
   replan_.emplace(machine_.replan_options(), opened_rates_);
   PlanStep(/*touches=*/{});

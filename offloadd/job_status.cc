@@ -1,11 +1,15 @@
 // What a job tells of itself: to its rank in the slab's header, and to offloadctl status.
 
 #include <algorithm>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "offloadd/device_status.h"
 #include "offloadd/figures.h"
 #include "offloadd/job.h"
+#include "proto/gpu_words.h"
+#include "proto/step_words.h"
 
 namespace offload::daemon {
 namespace {
@@ -32,12 +36,61 @@ std::string NameOf(Rank::State state) {
   return kNames[static_cast<int>(state)];
 }
 
+// As the rank says, if it has mapped its memory and has a device. A text of protobuf's is UTF-8.
+void FillGpu(Rank& rank, proto::v1::RankStatus* status) {
+  constexpr double kNanosecond = 1e-9;
+  if (rank.rings() == nullptr) return;
+  const proto::GpuFigures figures = proto::ReadGpuWords(*proto::GpuWordsOf(rank.region().data()));
+  if (figures.gpu_ram_bytes == 0) return;
+  proto::v1::GpuStatus* const gpu = status->mutable_gpu();
+  if (std::ranges::all_of(figures.device,
+                          [](char letter) { return letter >= ' ' && letter <= '~'; }))
+    gpu->set_device(figures.device);
+  gpu->set_gpu_ram_bytes(figures.gpu_ram_bytes);
+  gpu->set_window_bytes(figures.window_bytes);
+  gpu->set_used_bytes(figures.used_bytes);
+  gpu->set_peak_bytes(figures.peak_bytes);
+  gpu->set_bytes_to_device(figures.bytes_to_device);
+  gpu->set_bytes_to_host(figures.bytes_to_host);
+  gpu->set_stall_seconds(kNanosecond * static_cast<double>(figures.stall_nanoseconds));
+  gpu->set_host_waits(figures.host_waits);
+}
+
 void FillRank(Rank& rank, proto::v1::RankStatus* status) {
   status->set_rank(rank.number());
   status->set_pid(static_cast<uint32_t>(rank.pid()));
   status->set_phase(NameOf(rank.state));
   status->set_step(rank.step);
   status->set_position(rank.position());
+  FillGpu(rank, status);
+}
+
+// Of the ranks that count; empty when none does.
+std::vector<UseSeconds> MeanUseSeconds(const JobContext& context) {
+  constexpr double kNanosecond = 1e-9;
+  std::vector<UseSeconds> uses;
+  size_t ranks = 0;
+  for (const RankMemory& rank : context.ranks) {
+    if (rank.region == nullptr) continue;
+    const std::span<const proto::UseTimes> times =
+        proto::UseTimesOf(rank.region, rank.region_bytes, context.catalogue.tensors.size());
+    if (times.empty()) continue;
+    uses.resize(times.size());
+    ++ranks;
+    for (size_t i = 0; i < times.size(); ++i) {
+      const auto seconds = [&times, i](size_t phase) {
+        return kNanosecond *
+               static_cast<double>(times[i].nanoseconds[phase].load(std::memory_order_relaxed));
+      };
+      uses[i].forward += seconds(0);
+      uses[i].backward += seconds(1);
+    }
+  }
+  for (UseSeconds& use : uses) {
+    use.forward /= static_cast<double>(ranks);
+    use.backward /= static_cast<double>(ranks);
+  }
+  return uses;
 }
 
 }  // namespace
@@ -136,7 +189,8 @@ void Job::FillStatus(proto::v1::JobStatus* status) const {
 std::vector<proto::v1::ReportPart> Job::Report() const {
   proto::v1::JobStatus status;
   FillStatus(&status);
-  return MakeReport(std::move(status), history_, context_.catalogue, activity_.tallies());
+  return MakeReport(std::move(status), history_, context_.catalogue, activity_.tallies(),
+                    IsSealed() ? MeanUseSeconds(context_) : std::vector<UseSeconds>());
 }
 
 void Job::TakeTransfers(proto::v1::TakeTransfersReply* reply) {

@@ -42,6 +42,12 @@ void AddFlags(CLI::App& app, Flags& flags) {
                  "How many ranks of one launch share a private daemon")
       ->type_name("N")
       ->check(CLI::Range(1u, kLimits.ranks_max));
+  app.add_option(
+         "--directory-lock", flags.daemon.directory_lock,
+         "A descriptor that holds the lock of the directory they meet in, until this daemon "
+         "has ended")
+      ->type_name("N")
+      ->check(CLI::Range(3, 1 << 20));
   app.add_option("--pool", flags.daemon.pools.allowed,
                  "A directory that jobs may live in; the first one is the default (repeatable)")
       ->type_name("DIR");

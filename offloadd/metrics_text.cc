@@ -85,6 +85,7 @@ class Writer {
     WriteAhead();
     WritePlan();
     WriteMemory();
+    WriteGpus();
     WriteTransfers();
     WriteErrors();
     return std::move(text_);
@@ -210,6 +211,40 @@ class Writer {
                      static_cast<double>(bytes));
       }
     }
+  }
+
+  // One sample per rank that has a device.
+  template <typename Value>
+  void PerGpu(std::string_view name, std::string_view type, std::string_view help,
+              const Value& value) {
+    Family family = Start(name, type, help);
+    for (const v1::JobStatus& job : status_.jobs()) {
+      for (const v1::RankStatus& rank : job.ranks()) {
+        if (!rank.has_gpu()) continue;
+        const std::string number = absl::StrCat(rank.rank());
+        family.Add({{"job", job.job()}, {"rank", number}, {"device", rank.gpu().device()}},
+                   static_cast<double>(value(rank.gpu())));
+      }
+    }
+  }
+
+  void WriteGpus() {
+    PerGpu("offloadd_gpu_ram_bytes", "gauge", "The budget of a rank's device.",
+           [](const v1::GpuStatus& gpu) { return gpu.gpu_ram_bytes(); });
+    PerGpu("offloadd_gpu_used_bytes", "gauge", "Of the budget: weights and gradients there now.",
+           [](const v1::GpuStatus& gpu) { return gpu.used_bytes(); });
+    PerGpu("offloadd_gpu_peak_bytes", "gauge", "Held of the budget at most.",
+           [](const v1::GpuStatus& gpu) { return gpu.peak_bytes(); });
+    PerGpu("offloadd_gpu_copied_to_device_bytes_total", "counter", "Copied to a rank's device.",
+           [](const v1::GpuStatus& gpu) { return gpu.bytes_to_device(); });
+    PerGpu("offloadd_gpu_copied_to_host_bytes_total", "counter", "Copied from a rank's device.",
+           [](const v1::GpuStatus& gpu) { return gpu.bytes_to_host(); });
+    PerGpu("offloadd_gpu_stall_seconds_total", "counter",
+           "Time of a device's streams waiting for copies.",
+           [](const v1::GpuStatus& gpu) { return gpu.stall_seconds(); });
+    PerGpu("offloadd_gpu_host_waits_total", "counter",
+           "Waits of a trainer's threads for copies to its device.",
+           [](const v1::GpuStatus& gpu) { return gpu.host_waits(); });
   }
 
   // Calls `add` with the labels of each operation of each file, and what was counted.

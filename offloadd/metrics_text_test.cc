@@ -25,6 +25,11 @@ proto::v1::StatusReply Sample() {
   job->set_step(118);
   job->set_durable_step(117);
   job->add_ranks();
+  proto::v1::GpuStatus* const gpu = job->mutable_ranks(0)->mutable_gpu();
+  gpu->set_device("cuda:1");
+  gpu->set_gpu_ram_bytes(20ull << 30);
+  gpu->set_bytes_to_device(123456);
+  gpu->set_stall_seconds(0.25);
   for (int i = 0; i < 3; ++i) job->mutable_figures()->add_phase_seconds(i + 0.5);
   for (int i = 0; i < 18; ++i) job->mutable_figures()->add_stall_seconds(i);
   for (int i = 0; i < 3; ++i) job->mutable_figures()->add_prefetches(i + 10);
@@ -107,6 +112,20 @@ TEST(MetricsTextTest, EveryLineIsInTheFormatAndEverySampleIsThereOnce) {
   EXPECT_EQ(samples["offloadd_replans_total{job=\"train#1\"}"], 3);
   EXPECT_EQ(samples["offloadd_resident_bytes{job=\"train#1\",tier=\"ram\",class=\"weights\"}"],
             static_cast<double>(1ull << 53));
+  const auto of_gpu = [&](const char* name) {
+    return samples[absl::StrCat("offloadd_gpu_", name,
+                                "{job=\"train#1\",rank=\"0\",device=\"cuda:1\"}")];
+  };
+  EXPECT_EQ(of_gpu("ram_bytes"), static_cast<double>(20ull << 30));
+  EXPECT_EQ(of_gpu("copied_to_device_bytes_total"), 123456);
+  EXPECT_EQ(of_gpu("stall_seconds_total"), 0.25);
+}
+
+TEST(MetricsTextTest, ARankWithoutADeviceHasNoSamplesOfOne) {
+  proto::v1::StatusReply status = Sample();
+  status.mutable_jobs(0)->mutable_ranks(0)->clear_gpu();
+  for (const auto& [sample, value] : Parse(MetricsText(status, {})))
+    EXPECT_FALSE(absl::StartsWith(sample, "offloadd_gpu")) << sample;
 }
 
 TEST(MetricsTextTest, HistogramsAreCumulativeAndEndWithAll) {

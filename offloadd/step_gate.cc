@@ -9,6 +9,7 @@
 #include "base/check.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "offloadd/agreement.h"
 
 namespace offload::daemon {
 namespace {
@@ -70,7 +71,6 @@ absl::StatusOr<Entries> Read(uint32_t rank, const StepMessages& messages) {
   return entries;
 }
 
-// Parameters of the optimizer, as the peer wrote them: equal bytes are equal numbers.
 absl::Status CompareHeads(uint32_t rank, const StepRequest& head, const StepRequest& first) {
   if (head.step() != first.step()) {
     return Difference(absl::StrCat("rank 0 is at step ", first.step(), " and rank ", rank,
@@ -82,10 +82,10 @@ absl::Status CompareHeads(uint32_t rank, const StepRequest& head, const StepRequ
                                    rank));
   }
   for (int i = 0; i < head.groups_size(); ++i) {
-    if (head.groups(i).SerializeAsString() == first.groups(i).SerializeAsString()) continue;
-    return Difference(absl::StrCat("the optimizer of group ", i, " of step ", first.step(), " is {",
-                                   first.groups(i).ShortDebugString(), "} in rank 0 and {",
-                                   head.groups(i).ShortDebugString(), "} in rank ", rank));
+    const std::string difference = DifferenceOf({0, first.groups(i)}, {rank, head.groups(i)});
+    if (difference.empty()) continue;
+    return Difference(
+        absl::StrCat("the optimizer of group ", i, " of step ", first.step(), ": ", difference));
   }
   return absl::OkStatus();
 }

@@ -16,7 +16,8 @@ StepMessages StepOf(const std::vector<uint32_t>& tensors,
                     const std::function<void(StepRequest&)>& change = {}) {
   StepRequest message;
   message.set_step(7);
-  message.add_groups()->add_parameters(0.5);
+  message.add_groups()->set_name("sgd");
+  message.mutable_groups(0)->add_parameters(0.5);
   message.set_tensor_count(static_cast<uint32_t>(tensors.size()));
   for (const uint32_t tensor : tensors) {
     message.add_tensors(tensor);
@@ -99,7 +100,7 @@ TEST_F(StepGateTest, TheFirstDifferenceIsNamedWithItsRanks) {
   ExpectDifference(StepOf({1, 2}, [](auto& step) { step.add_groups(); }), "1 groups in rank 0");
   ExpectDifference(
       StepOf({1, 2}, [](auto& step) { step.mutable_groups(0)->set_parameters(0, 0.25); }),
-      "the optimizer of group 0");
+      "the optimizer of group 0 of step 7: lr is 0.5 in rank 0 and 0.25 in rank 2");
   ExpectDifference(StepOf({1, 2}, [](auto& step) { step.set_group_of(1, 1); }),
                    "the group of \"weight.2\" differs between ranks 0 and 2: 0 and 1");
   ExpectDifference(StepOf({1, 2}, [](auto& step) { step.set_update_count(0, 6); }),

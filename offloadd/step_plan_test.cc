@@ -162,7 +162,7 @@ TEST_F(StepPlanTest, AnOptimizerThatCannotBeIsRefused) {
       },
       "flavour 3");
   ExpectRefused([](StepRequest& step) { step.mutable_groups(0)->add_parameters(1); },
-                "adamw with 10 parameters");
+                "adamw with 11 parameters");
   ExpectRefused([](StepRequest& step) { step.mutable_groups(0)->set_name("newton"); }, "newton");
   ExpectRefused([](StepRequest& step) { step.mutable_groups(0)->Clear(); }, "unknown optimizer");
 }

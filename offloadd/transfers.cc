@@ -91,6 +91,14 @@ void Transfers::EndSequence(const Request& request) {
   context_->complete(request.rank, request.entry.tag, absl::OkStatus(), 0);
 }
 
+bool Transfers::Waits(uint32_t rank) const {
+  const auto is_its = [rank](const auto& waiting) { return waiting.rank == rank; };
+  return std::any_of(queue_.begin(), queue_.end(), is_its) ||
+         std::any_of(follows_.begin(), follows_.end(), [&](const auto& follows) {
+           return std::any_of(follows.second.waiters.begin(), follows.second.waiters.end(), is_its);
+         });
+}
+
 absl::StatusOr<bool> Transfers::IsFollowed(const Request& request) {
   if (context_->ranks.size() == 1 || !context_->published) return true;
   // Nobody uses those but who resumes.

@@ -49,6 +49,8 @@ class Transfers {
   bool idle() const { return queue_.empty() && in_flight_ == 0; }
   // True while a put waits or is under way.
   bool putting() const { return puts_ > 0; }
+  // The rank has a transfer that has not begun, perhaps because others have to follow.
+  bool Waits(uint32_t rank) const;
 
   // Writes all bundles into the open epoch of a store that is not published. `done` runs once.
   void WriteBundles(std::function<void(absl::Status)> done);

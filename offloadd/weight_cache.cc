@@ -364,27 +364,42 @@ bool WeightCache::ServeDemands() {
   return waits_for_room;
 }
 
-// For room, or for other ranks.
-bool WeightCache::IsWaiting(uint32_t rank) const {
-  if (context_->waits_for_ranks && context_->waits_for_ranks(rank)) return true;
+bool WeightCache::IsWaitingForWeights(uint32_t rank) const {
   return std::any_of(states_.begin(), states_.end(), [rank](const State& state) {
     return std::any_of(state.waiters.begin(), state.waiters.end(),
                        [rank](const Waiter& waiter) { return waiter.rank == rank; });
   });
 }
 
-// Of several ranks, one that uses weights and waits for nothing: it is slow, and its operation
-// ends.
-std::optional<uint32_t> WeightCache::WhoMayLetGo() const {
-  if (context_->ranks.size() == 1) return std::nullopt;
-  for (uint32_t rank = 0; rank < context_->ranks.size(); ++rank) {
-    const proto::PinWord* const pins = context_->ranks[rank].pins;
-    if (pins == nullptr || IsWaiting(rank)) continue;
-    for (uint32_t tensor = 0; tensor < pending_.size(); ++tensor) {
-      if (pins[tensor].load(std::memory_order_relaxed) != 0) return rank;
-    }
+bool WeightCache::IsWaitingForRanks(uint32_t rank) const {
+  return context_->waits_for_ranks && context_->waits_for_ranks(rank);
+}
+
+bool WeightCache::IsUsingWeights(uint32_t rank) const {
+  const proto::PinWord* const pins = context_->ranks[rank].pins;
+  if (pins == nullptr) return false;
+  return std::any_of(pins, pins + pending_.size(), [](const proto::PinWord& pin) {
+    return pin.load(std::memory_order_relaxed) != 0;
+  });
+}
+
+// Of several ranks, those whose weights will make room of themselves: of a rank that waits for
+// nothing, which is slow, and of one that waits for such a rank. Empty: there are none.
+std::string WeightCache::WhoMayLetGo() const {
+  const auto count = static_cast<uint32_t>(context_->ranks.size());
+  if (count == 1) return "";
+  std::optional<uint32_t> busy;
+  for (uint32_t rank = 0; rank < count; ++rank) {
+    if (!context_->ranks[rank].is_here || IsWaitingForWeights(rank) || IsWaitingForRanks(rank))
+      continue;
+    if (IsUsingWeights(rank)) return absl::StrCat("rank ", rank);
+    busy = rank;
   }
-  return std::nullopt;
+  for (uint32_t rank = 0; rank < count && busy.has_value(); ++rank) {
+    if (!IsWaitingForWeights(rank) && IsWaitingForRanks(rank) && IsUsingWeights(rank))
+      return absl::StrCat("rank ", rank, ", which waits for rank ", *busy);
+  }
+  return "";
 }
 
 void WeightCache::CheckPatience(uint32_t store_tensor) {
@@ -394,9 +409,9 @@ void WeightCache::CheckPatience(uint32_t store_tensor) {
     state.waiting_since = now;  // what is in flight may still make room
   if (now - state.waiting_since < context_->room_timeout_seconds) return;
   const proto::StoreTensor& tensor = context_->store_tensor(store_tensor);
-  if (const std::optional<uint32_t> rank = WhoMayLetGo()) {
-    spdlog::warn("other ranks wait for the room of weights that rank {} has used for {} s", *rank,
-                 context_->room_timeout_seconds);
+  if (const std::string who = WhoMayLetGo(); !who.empty()) {
+    spdlog::warn("for {} s a rank has waited for the room of weights that others use: {}",
+                 context_->room_timeout_seconds, who);
     state.waiting_since = now;
     return;
   }

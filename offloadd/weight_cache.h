@@ -25,6 +25,7 @@
 #include <functional>
 #include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "base/residency.h"
@@ -149,8 +150,10 @@ class WeightCache {
   void PutLastRankFirst();
   bool ServeDemands();
   bool ServeWishes();
-  bool IsWaiting(uint32_t rank) const;
-  std::optional<uint32_t> WhoMayLetGo() const;
+  bool IsWaitingForWeights(uint32_t rank) const;
+  bool IsWaitingForRanks(uint32_t rank) const;
+  bool IsUsingWeights(uint32_t rank) const;
+  std::string WhoMayLetGo() const;
   void CheckPatience(uint32_t store_tensor);
 
   JobContext* context_;

@@ -154,6 +154,44 @@ TEST(WeightCacheTest, ARankThatWaitsForOthersLetsNothingGo) {
   EXPECT_EQ(ErrorIdOf(parts.StatusOf(waiting)), ErrorId::kWindowExhausted);
 }
 
+// An operator that writes one weight has others pinned, and its put waits for the ranks that
+// follow.
+TEST(WeightCacheTest, ARankWhosePutWaitsForOthersLetsNothingGo) {
+  Parts parts(Options(2, /*ranks=*/2));
+  parts.context.waits_for_ranks = [&](uint32_t rank) { return parts.transfers().Waits(rank); };
+  for (const uint32_t tensor : {0, 1}) parts.Acquire(tensor, /*rank=*/0);
+  parts.Run();
+  const uint64_t end = parts.EndPuts(4, /*rank=*/0);
+  const uint64_t waiting = parts.Acquire(3, /*rank=*/1);
+  parts.Run();
+  parts.clock().AdvanceSeconds(31);
+  parts.Run();
+  EXPECT_EQ(ErrorIdOf(parts.StatusOf(waiting)), ErrorId::kWindowExhausted);
+  parts.Release(3, /*rank=*/1);
+  EXPECT_FALSE(parts.IsAnswered(end));
+  const uint64_t follows = parts.EndPuts(4, /*rank=*/1);
+  parts.Run();
+  for (const uint64_t tag : {end, follows}) EXPECT_TRUE(parts.StatusOf(tag).ok());
+}
+
+TEST(WeightCacheTest, ARankThatWaitsForASlowOneIsWaitedFor) {
+  Parts parts(Options(2, /*ranks=*/3));
+  parts.context.waits_for_ranks = [](uint32_t rank) { return rank == 1; };
+  for (const uint32_t tensor : {0, 1}) parts.Acquire(tensor, /*rank=*/1);
+  parts.Run();
+  const uint64_t waiting = parts.Acquire(3, /*rank=*/0);
+  for (int i = 0; i < 3; ++i) {
+    parts.Run();
+    parts.clock().AdvanceSeconds(31);
+  }
+  parts.Run();
+  EXPECT_FALSE(parts.IsAnswered(waiting)) << "rank 2 is busy, without any weights";
+  parts.context.waits_for_ranks = [](uint32_t rank) { return rank != 0; };
+  parts.clock().AdvanceSeconds(31);
+  parts.Run();
+  EXPECT_EQ(ErrorIdOf(parts.StatusOf(waiting)), ErrorId::kWindowExhausted);
+}
+
 TEST(WeightCacheTest, WithoutAScheduleTheOldestMakesRoom) {
   Parts parts(Options(3));
   Use(parts, {2, 0, 1, 2, 3});

@@ -1,6 +1,6 @@
 """Puts a built offload into a prefix: library, headers, programs, CMake package, pkg-config file, man pages.
 
-Usage: install.py --prefix DIR --library FILE --preloaded FILE --header FILE [--header FILE …] --daemon FILE --tool FILE --version-header FILE
+Usage: install.py --prefix DIR --library FILE --preloaded FILE --plugin FILE --header FILE [--header FILE …] --daemon FILE --tool FILE --version-header FILE
 
 The libtorch that the library was built with is read from the library itself; its release is what users need.
 tools/install builds everything and calls this.
@@ -90,6 +90,7 @@ def install(options):
     put(options.library, under("lib", SONAME), executable)
     link(SONAME, under("lib", "liboffload.so"))
     put(options.preloaded, under("lib", "liboffload_untouched.so"), executable)
+    put(options.plugin, under("lib", "liboffload_cuda.so"), executable)
     put(options.daemon, under("bin", "offloadd"), executable)
     put(options.tool, under("bin", "offloadctl"), executable)
     for header in options.header:
@@ -104,7 +105,7 @@ def install(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("prefix", "library", "preloaded", "daemon", "tool", "version-header"):
+    for name in ("prefix", "library", "preloaded", "plugin", "daemon", "tool", "version-header"):
         parser.add_argument("--" + name, required=True)
     parser.add_argument("--header", action="append", required=True)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Installs into a folder, builds examples/cmake there with CMake and with pkg-config, and trains with it.
 
-Usage: install_test.py LIBRARY HEADER DAEMON TOOL VERSION_HEADER PRELOADED HEADER…
+Usage: install_test.py LIBRARY HEADER DAEMON TOOL VERSION_HEADER PRELOADED PLUGIN HEADER…
 """
 
 import os
@@ -70,6 +70,10 @@ class InstallTest(unittest.TestCase):
     def tearDownClass(cls):
         shutil.rmtree(cls.folder)
 
+    def test_the_plug_in_for_gpus_is_beside_the_library_which_looks_for_it_there(self):
+        plugin = os.path.join(self.prefix, "lib", "liboffload_cuda.so")
+        self.assertIn("offload_cuda_open", call("nm", "--dynamic", "--defined-only", plugin))
+
     def test_a_trainer_of_ones_own_is_built_with_cmake_and_resumes(self):
         build, pool = os.path.join(self.folder, "build"), os.path.join(self.folder, "pool")
         os.mkdir(pool)
@@ -90,7 +94,7 @@ class InstallTest(unittest.TestCase):
         names = [line.split(maxsplit=2)[2] for line in symbols]
         self.assertTrue(any(name.startswith("offload::Engine::Open(") for name in names), names)
         # The linker shows copies of the C++ library's own inline functions, whatever the script says.
-        foreign = [name for name in names if not re.match(r"(p?read|p?write|readv|writev|fread|fwrite|sigaction|signal)$|std::|.*offload::|torch::optim::\w+::(step|save|load|state)\(|offload_\w+$", name)]
+        foreign = [name for name in names if not re.match(r"(p?read|p?write|readv|writev|fread|fwrite|sigaction|signal|pthread_sigmask|sigprocmask)$|std::|.*offload::|torch::optim::\w+::(step|save|load|state)\(|offload_\w+$", name)]
         self.assertEqual(foreign, [])
         self.assertEqual([name for name in names if "zero3::" in name and "NamedOptimizer" not in name], [])
 
@@ -170,6 +174,7 @@ class InstallTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    for option, path in zip(("library", "header", "daemon", "tool", "version-header", "preloaded", "header", "header", "header"), sys.argv[1:10], strict=True):
+    options = ("library", "header", "daemon", "tool", "version-header", "preloaded", "plugin", "header", "header", "header")
+    for option, path in zip(options, sys.argv[1:11], strict=True):
         FILES.setdefault(option, []).append(os.path.abspath(path))
     unittest.main(argv=sys.argv[:1])

@@ -1,5 +1,7 @@
 #include "proto/step_words.h"
 
+#include "base/checked.h"
+
 namespace offload::proto {
 namespace {
 
@@ -29,6 +31,16 @@ uint64_t StepSums::StallNanoseconds() const {
     for (const uint64_t stall : phase) sum += stall;
   }
   return sum;
+}
+
+std::span<const UseTimes> UseTimesOf(const std::byte* region, uint64_t region_bytes,
+                                     uint64_t tensor_count) {
+  const auto& words = *reinterpret_cast<const StepWords*>(region + kStepWordsOffset);
+  const uint64_t offset = words.use_times_offset.load(std::memory_order_relaxed);
+  if (offset < kRegionFixedBytes || !IsAligned(offset, alignof(UseTimes)) ||
+      !IsInside(offset, tensor_count * sizeof(UseTimes), region_bytes))
+    return {};
+  return {reinterpret_cast<const UseTimes*>(region + offset), tensor_count};
 }
 
 StepSums ReadStepWords(const StepWords& words) {

@@ -18,6 +18,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string_view>
 
 #include "proto/shm_abi.h"
@@ -54,6 +55,8 @@ struct StepWords {
   std::atomic<uint64_t> phase_nanoseconds[kStepPhases];
   std::atomic<uint64_t> stall_nanoseconds[kStepPhases][kStallCauses];
   std::atomic<uint64_t> prefetches[kPrefetchResults];
+  // In the region: UseTimes of each of the trainer's tensors; 0: there are none.
+  std::atomic<uint64_t> use_times_offset;
 };
 inline constexpr uint64_t kStepWordsOffset = 2048;
 static_assert(sizeof(RegionHeader) <= kStepWordsOffset &&
@@ -62,6 +65,23 @@ static_assert(sizeof(RegionHeader) <= kStepWordsOffset &&
 inline StepWords* StepWordsOf(std::byte* region) {
   return reinterpret_cast<StepWords*>(region + kStepWordsOffset);
 }
+
+// How long a tensor was the last one that the rank had come for: from its use, waits for it
+// included, to that of another one or to the call of the step. As the words.
+struct UseTimes {
+  std::atomic<uint64_t> nanoseconds[2];  // in forward and backward
+};
+// Behind the pin words, to the end of their table.
+inline constexpr uint64_t UseTimesOffset(uint64_t pins_offset, uint64_t tensor_count) {
+  return pins_offset + (tensor_count * sizeof(PinWord) + 63) / 64 * 64;
+}
+inline constexpr uint64_t PinTableBytes(uint64_t tensor_count) {
+  return UseTimesOffset(0, tensor_count) + tensor_count * sizeof(UseTimes);
+}
+// What `region`, of so many bytes, has of `tensor_count` tensors; empty when the rank names no
+// place, or one that is not inside.
+std::span<const UseTimes> UseTimesOf(const std::byte* region, uint64_t region_bytes,
+                                     uint64_t tensor_count);
 
 // The words at one moment, or what was added between two.
 struct StepSums {

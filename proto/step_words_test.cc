@@ -26,6 +26,25 @@ TEST(StepWordsTest, SumsAreTheWordsAndTheirDifferenceIsWhatWasAdded) {
   EXPECT_EQ(ReadStepWords(words).AllNanoseconds(), 35u);
 }
 
+TEST(StepWordsTest, TimesOfUseAreReadOnlyWhereTheyAreInside) {
+  constexpr uint64_t kTensors = 100, kBytes = kRegionFixedBytes + 4096;
+  static_assert(PinTableBytes(kTensors) <= 4096);
+  std::vector<std::byte> memory(kBytes + 64);
+  std::byte* const region = memory.data() + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64);
+  StepWords& words = *StepWordsOf(region);
+  EXPECT_TRUE(UseTimesOf(region, kBytes, kTensors).empty());
+  const uint64_t last = kBytes - kTensors * sizeof(UseTimes);
+  words.use_times_offset = UseTimesOffset(kRegionFixedBytes, kTensors);
+  EXPECT_EQ(UseTimesOf(region, kBytes, kTensors).size(), kTensors);
+  words.use_times_offset = last;
+  EXPECT_EQ(UseTimesOf(region, kBytes, kTensors).size(), kTensors);
+  for (const uint64_t bad : {last + 8, last - 4, kRegionFixedBytes - 8, uint64_t{8}, UINT64_MAX - 7,
+                             UINT64_MAX - kTensors * sizeof(UseTimes) + 1}) {
+    words.use_times_offset = bad;
+    EXPECT_TRUE(UseTimesOf(region, kBytes, kTensors).empty()) << bad;
+  }
+}
+
 TEST(StepWordsTest, ARankWhoseWordsGoBackHasDoneNothing) {
   StepSums before;
   before.phase_nanoseconds[0] = 100;

@@ -134,21 +134,22 @@ absl::Status CheckTrainable(const SubmissionEntry& entry, const SubmissionLimits
              : Fault("tensor", entry.tensor, "a frozen one, without gradient");
 }
 
-// A part of a gradient: a whole extent.
+// A part of a gradient: a whole extent, or a slice of one.
 absl::Status CheckPart(const SubmissionEntry& entry, const SubmissionLimits& limits) {
   OFFLOAD_RETURN_IF_ERROR(CheckTrainable(entry, limits));
   OFFLOAD_RETURN_IF_ERROR(CheckStart(entry, static_cast<uint32_t>(GradientStart::kPrevious)));
   const Tensor& tensor = limits.catalogue->tensors[entry.tensor];
-  if (!IsAligned(entry.element_offset, kExtentElements) ||
-      entry.element_offset >= tensor.element_count) {
-    return Fault("element_offset", entry.element_offset, "not the beginning of an extent");
+  if (entry.element_offset >= tensor.element_count) {
+    return Fault("element_offset", entry.element_offset,
+                 absl::StrCat("the tensor has ", tensor.element_count));
   }
-  const uint32_t elements = ExtentElements(
+  const uint64_t elements = ExtentElements(
       tensor.element_count, static_cast<uint32_t>(entry.element_offset / kExtentElements));
-  if (entry.element_count != elements) {
+  if (entry.element_count == 0 ||
+      !IsInside(entry.element_offset % kExtentElements, entry.element_count, elements)) {
     return Fault("element_count", entry.element_count, absl::StrCat("the extent has ", elements));
   }
-  return CheckBuffer(entry.region_offset, uint64_t{elements} * DtypeBytes(tensor.dtype), limits);
+  return CheckBuffer(entry.region_offset, entry.element_count * DtypeBytes(tensor.dtype), limits);
 }
 
 absl::Status CheckNorm(const SubmissionEntry& entry, const SubmissionLimits& limits) {

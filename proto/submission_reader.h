@@ -47,7 +47,8 @@ struct SubmissionLimits {
 //
 // kPut may cover a part of an extent (from its first element); kGet the same. Planes that the
 // tensor does not have (PlaneSet) are refused, and so are tie bits, which are nobody's to see.
-// kGradient covers a whole extent of a trainable tensor.
+// kGradient covers a whole extent of a trainable tensor, or a slice of one; whose slice it is the
+// reader does not know.
 absl::Status CheckSubmission(const SubmissionEntry& entry, const SubmissionLimits& limits);
 
 // Bytes that a checked kPut, kGet, kGradient or kScratch… moves; 0 for the other operations.

@@ -186,6 +186,7 @@ TEST_F(CheckSubmissionTest, AcceptsOperationsOnGradientsWhereTheDaemonAddsThem) 
   ExpectAccepted(part);
   ExpectAccepted(Entry(RingOperation::kGradient, 0, 2 * kExtentElements, 100, kBuffer));
   ExpectAccepted(Entry(RingOperation::kGradient, 1, 0, 10, kBuffer));
+  ExpectAccepted(Entry(RingOperation::kGradient, 0, kExtentElements + 64, 128, kBuffer));
   SubmissionEntry end = Entry(RingOperation::kEndPass);
   end.pass = 3;
   end.start = static_cast<GradientStart>(1);
@@ -218,17 +219,19 @@ TEST_F(CheckSubmissionTest, RefusesOperationsOnGradientsThatRanksAddThemselves) 
     ExpectFault(Entry(operation), "operation");
 }
 
-TEST_F(CheckSubmissionTest, RefusesPartsThatAreNoWholeExtentOfATrainableTensor) {
+TEST_F(CheckSubmissionTest, RefusesPartsThatAreNotOfOneExtentOfATrainableTensor) {
   limits_.adds_gradients = true;
   const auto part = [](uint32_t tensor, uint64_t offset, uint64_t count) {
     return Entry(RingOperation::kGradient, tensor, offset, count, kBuffer);
   };
   ExpectFault(part(2, 0, 64), "tensor 2");
   ExpectFault(part(3, 0, 64), "tensor 3");
-  ExpectFault(part(0, 1, kExtentElements), "element_offset");
+  ExpectFault(part(0, 1, kExtentElements), "element_count");
   ExpectFault(part(0, 3 * kExtentElements, 1), "element_offset");
   ExpectFault(part(0, kHuge - kExtentElements + 1, kExtentElements), "element_offset");
-  ExpectFault(part(0, 0, kExtentElements - 1), "element_count");
+  ExpectFault(part(0, 0, kExtentElements + 1), "element_count");
+  ExpectFault(part(0, kExtentElements - 1, 2), "element_count");
+  ExpectFault(part(0, 0, kHuge), "element_count");
   ExpectFault(part(0, 2 * kExtentElements, 101), "element_count");
   ExpectFault(part(1, 0, 0), "element_count");
   SubmissionEntry entry = part(1, 0, 10);

@@ -91,7 +91,7 @@ class BadRanksTest(unittest.TestCase):
         self.differ("optimizer", {"--optimizer": "sgd"})
 
     def test_other_rate(self):
-        self.differ("optimizer.parameters[0]: ", {"--lr": "0.5"})
+        self.differ("the optimizer: lr is ", {"--lr": "0.5"})
 
     def test_other_budget(self):
         self.is_refused("ram is ", self.start(0, 2), self.start(1, 2, {"--ram": "96MiB"}))

@@ -2,6 +2,7 @@
 // averages, files, pointers.
 
 #include <ATen/Functions.h>
+#include <signal.h>
 #include <torch/nn/utils/convert_parameters.h>
 #include <torch/optim.h>
 #include <torch/serialize.h>
@@ -523,6 +524,19 @@ Programs Edits() {
                nn::Sequential copy = Perceptron(run);
                torch::load(copy, file);
                run.See(*copy);
+             }),
+      // What a thread does that leaves signals to another one.
+      Edited("pointers_while_all_signals_are_blocked",
+             [](Run& run, Setting& s, int) {
+               sigset_t all, before;
+               sigfillset(&all);
+               ::pthread_sigmask(SIG_BLOCK, &all, &before);
+               std::stringstream file;
+               torch::save(s.model, file);
+               nn::Sequential copy = Perceptron(run);
+               torch::load(copy, file);
+               run.See(*copy);
+               ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
              }),
       Edited(
           "saved_to_a_file_and_loaded",

@@ -1009,6 +1009,30 @@ class FusedByHand : public optim::Optimizer {
   std::vector<Tensor> exp_avgs_, exp_avg_sqs_, steps_;
 };
 
+// A group is added with parameters that a living optimizer has.
+Program TakesWhatAnotherHas() {
+  Program program = {
+      "own_optimizer_takes_what_another_has", [](Run& run) {
+        Setting s(run);
+        const std::vector<Tensor> all = s.model->parameters();
+        optim::Adam left({all[0], all[1]}, optim::AdamOptions(1e-2));
+        optim::Adam right({all[2], all[3], all[4], all[5]}, optim::AdamOptions(1e-2));
+        s.engine->Attach(*s.model, left);
+        s.engine->Attach(*s.model, right);
+        for (int step = 0; step < 3; ++step) {
+          s.Loss(step).backward();
+          left.step();
+          right.step();
+          s.model->zero_grad();
+        }
+        left.add_param_group(optim::OptimizerParamGroup({all[2]}));
+        Train(run, s.model, left, 3, 5);
+        s.End();
+      }};
+  program.refused = 1002;
+  return program;
+}
+
 Programs OwnOptimizers() {
   return {
       OwnEdited("own_optimizer_loses_a_parameter",
@@ -1036,6 +1060,133 @@ Programs OwnOptimizers() {
                 [](Setting&, auto& own, int step) {
                   if (step == 3) own->state().clear();
                 }),
+      {"own_optimizer_made_anew",
+       [](Run& run) {
+         Setting s(run);
+         std::unique_ptr<optim::Adam> own;
+         for (int phase = 0; phase < 3; ++phase) {
+           own = std::make_unique<optim::Adam>(s.model->parameters(),
+                                               optim::AdamOptions(1e-2 / (phase + 1)));
+           s.engine->Attach(*s.model, *own);
+           Train(run, s.model, *own, 2 * phase, 2 * phase + 2);
+         }
+         run.See(s.engine->Gather(LinearAt(s.model, 2).weight, "exp_avg"));
+         s.End();
+       }},
+      {"own_optimizer_made_anew_in_a_block",
+       [](Run& run) {
+         Setting s(run);
+         for (int phase = 0; phase < 3; ++phase) {
+           optim::SGD own(s.model->parameters(), optim::SGDOptions(0.05).momentum(0.9));
+           s.engine->Attach(*s.model, own);
+           Train(run, s.model, own, 2 * phase, 2 * phase + 2);
+         }
+         s.End();
+       }},
+      // One for all, one for each of two parts, and one for all.
+      {"own_optimizers_divide_and_unite",
+       [](Run& run) {
+         Setting s(run);
+         const std::vector<Tensor> all = s.model->parameters();
+         auto first = std::make_unique<optim::AdamW>(all, optim::AdamWOptions(1e-2));
+         s.engine->Attach(*s.model, *first);
+         Train(run, s.model, *first, 0, 2);
+         first.reset();
+         std::stringstream file;
+         {
+           optim::AdamW left({all[0], all[1], all[2]}, optim::AdamWOptions(3e-3));
+           optim::AdamW right({all[3], all[4], all[5]}, optim::AdamWOptions(1e-3));
+           s.engine->Attach(*s.model, left);
+           s.engine->Attach(*s.model, right);
+           for (int step = 0; step < 3; ++step) {
+             s.Loss(step).backward();
+             left.step();
+             if (step > 0) right.step();
+             s.model->zero_grad();
+           }
+           torch::save(right, file);
+         }
+         optim::AdamW last(all, optim::AdamWOptions(1e-2));
+         s.engine->Attach(*s.model, last);
+         Train(run, s.model, last, 5, 7);
+         s.End();
+       }},
+      // The second is made between backward and step, and goes on with what the first has kept.
+      {"own_optimizer_replaced_by_its_file",
+       [](Run& run) {
+         Setting s(run);
+         auto own = std::make_unique<optim::Adam>(s.model->parameters(), optim::AdamOptions(1e-2));
+         s.engine->Attach(*s.model, *own);
+         Train(run, s.model, *own, 0, 3);
+         s.Loss(3).backward();
+         std::stringstream file;
+         torch::save(*own, file);
+         own = std::make_unique<optim::Adam>(s.model->parameters(), optim::AdamOptions(1));
+         torch::load(*own, file);
+         s.engine->Attach(*s.model, *own);
+         own->step();
+         own->zero_grad();
+         Train(run, s.model, *own, 4, 6);
+         s.End();
+       }},
+      // One that has read a file and never stepped is followed by one that begins anew.
+      {"own_optimizer_that_only_read_a_file",
+       [](Run& run) {
+         Setting s(run);
+         std::stringstream file;
+         {
+           optim::Adam own(s.model->parameters(), optim::AdamOptions(1e-2));
+           s.engine->Attach(*s.model, own);
+           Train(run, s.model, own, 0, 3);
+           torch::save(own, file);
+         }
+         {
+           optim::Adam reads(s.model->parameters(), optim::AdamOptions(1e-2));
+           s.engine->Attach(*s.model, reads);
+           torch::load(reads, file);
+         }
+         optim::Adam last(s.model->parameters(), optim::AdamOptions(1e-2));
+         s.engine->Attach(*s.model, last);
+         Train(run, s.model, last, 3, 6);
+         s.End();
+       }},
+      // Those of the engine follow nobody: refused, in memory, too.
+      {"own_optimizer_before_one_of_the_engines",
+       [](Run& run) {
+         Setting s(run);
+         {
+           optim::Adam own(s.model->parameters(), optim::AdamOptions(1e-2));
+           s.engine->Attach(*s.model, own);
+           Train(run, s.model, own, 0, 3);
+         }
+         try {
+           const auto other = s.engine->Adam(*s.model, optim::AdamOptions(1e-2));
+           Train(run, s.model, *other, 3, 6);
+         } catch (const Error& error) {
+           run.See(error.id());
+         }
+         s.End();
+       }},
+      TakesWhatAnotherHas(),
+      {"lbfgs_after_adam",
+       [](Run& run) {
+         Setting s(run);
+         optim::Adam first(s.model->parameters(), optim::AdamOptions(1e-2));
+         s.engine->Attach(*s.model, first);
+         Train(run, s.model, first, 0, 2);
+         for (int phase = 0; phase < 2; ++phase) {
+           optim::LBFGS second(s.model->parameters(), optim::LBFGSOptions(0.5).max_iter(3));
+           s.engine->Attach(*s.model, second);
+           run.See(second.step([&] {
+             second.zero_grad();
+             Tensor loss = s.Loss(0);
+             loss.backward();
+             return loss;
+           }));
+         }
+         Train(run, s.model, first, 3, 5);
+         s.End();
+       }},
       {"own_optimizer_goes_on_in_memory",
        [](Run& run) {
          auto model = Perceptron(run);

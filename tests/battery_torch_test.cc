@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/battery_torch_phases.h"
 #include "tests/torch_fixture.h"
 
 namespace offload::battery {
@@ -166,7 +167,7 @@ std::vector<Case> Cases() {
   const bool in_every_type = getenv("OFFLOADD_LONG_TESTS") != nullptr;
   std::vector<Case> cases;
   for (const auto programs :
-       {ModulePrograms, LoopPrograms, EditPrograms, LifePrograms, StridePrograms}) {
+       {ModulePrograms, LoopPrograms, EditPrograms, LifePrograms, StridePrograms, PhasePrograms}) {
     for (Program& program : programs()) {
       cases.push_back({program, at::kFloat});
       if (program.fp32_only) continue;

@@ -11,7 +11,6 @@
 #include <torch/nn/functional.h>
 #include <torch/nn/modules.h>
 #include <torch/nn/utils/clip_grad.h>
-#include <torch/optim/lbfgs.h>
 #include <torch/types.h>
 
 #include <algorithm>
@@ -43,6 +42,9 @@ using examples::LanguageModel;
 using examples::ModelKind;
 using examples::ModelShape;
 
+// Gradients that ram does not hold.
+enum class Spills : uint8_t { kNone, kSome, kAll };
+
 constexpr int64_t kSteps = 4, kMicroBatches = 2, kLength = 12, kVocabulary = 200;
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
@@ -60,6 +62,7 @@ struct Recipe {
   bool freezes = false;
   bool two_streams = false;
   bool checkpoints = false;  // activations
+  Spills spills = Spills::kNone;
 };
 
 ModelShape ShapeOf(const Recipe& recipe) {
@@ -108,18 +111,23 @@ uint64_t GpuFloor(const nn::Module& model) {
   return zero3::MakeGpuPlan(zero3::GpuTensorsOf(TensorsOf(model)), uint64_t{1} << 40)->floor_bytes;
 }
 
-uint64_t RamFloor(const nn::Module& model, const std::string& weights_home) {
+uint64_t RamFloor(const nn::Module& model, const std::string& weights_home, Spills spills) {
   zero3::PlanInput input;
   input.catalogue = *proto::BuildCatalogue(TensorsOf(model), kernels::OptimizerSpec());
   input.policy = {.weights = *zero3::ParseHome("weights", weights_home)};
   input.ram_bytes = uint64_t{1} << 40;
-  return zero3::MakePlan(input)->floor_without_spilling_bytes;
+  const zero3::Plan plan = *zero3::MakePlan(input);
+  if (spills == Spills::kAll) return plan.floor_bytes;
+  if (spills == Spills::kSome) return plan.floor_without_spilling_bytes - kMiB / 2;
+  return plan.floor_without_spilling_bytes;
 }
 
 Options OptionsFor(const nn::Module& model, const Recipe& recipe) {
-  const uint64_t ram_bytes = RamFloor(model, recipe.weights_home) + recipe.ram_more_mib * kMiB;
+  const uint64_t ram_bytes =
+      RamFloor(model, recipe.weights_home, recipe.spills) + recipe.ram_more_mib * kMiB;
   Options options = PoolOptions(recipe.name, std::to_string(ram_bytes));
   options.weights_home = recipe.weights_home;
+  options.spill_gradients = recipe.spills == Spills::kAll;
   if (recipe.gpu_ram > 0) {
     const double gpu_bytes = static_cast<double>(GpuFloor(model)) * recipe.gpu_ram;
     options.gpu_ram = std::to_string(static_cast<uint64_t>(gpu_bytes));
@@ -274,6 +282,7 @@ class Training {
     EXPECT_LE(statistics.gpu_peak_bytes, statistics.gpu_ram_bytes);
     if (recipe_.gpu_ram > 0) EXPECT_EQ(std::to_string(statistics.gpu_ram_bytes), options_.gpu_ram);
     EXPECT_NE(engine_->plan().text.find("gpu_ram"), std::string::npos) << engine_->plan().text;
+    EXPECT_EQ(engine_->plan().gradients_spilled, recipe_.spills != Spills::kNone);
   }
 
   bool offloads() const { return offloads_; }
@@ -377,6 +386,36 @@ INSTANTIATE_TEST_SUITE_P(
                .slab_is_registered = false,
                .two_streams = true}),
     [](const testing::TestParamInfo<Recipe>& info) { return info.param.name; });
+
+// Gradients pass through a window of the region on their way to the scratch file and back.
+INSTANTIATE_TEST_SUITE_P(Spilled, DeviceParityTest,
+                         testing::Values(Recipe{.name = "spilled_late",
+                                                .queries_are_late = true,
+                                                .pace = Pace::kLate,
+                                                .spills = Spills::kAll},
+                                         Recipe{.name = "spilled_bf16_two_streams",
+                                                .dtype = at::kBFloat16,
+                                                .gpu_ram = 1.2,
+                                                .two_streams = true,
+                                                .spills = Spills::kAll},
+                                         Recipe{.name = "spilled_tied_frozen_checkpointed",
+                                                .kind = kGpt2,
+                                                .tied = true,
+                                                .freezes = true,
+                                                .checkpoints = true,
+                                                .spills = Spills::kAll},
+                                         Recipe{.name = "spilled_and_on_the_device",
+                                                .dtype = at::kBFloat16,
+                                                .gpu_ram = 6,
+                                                .pace = Pace::kEager,
+                                                .spills = Spills::kAll},
+                                         Recipe{.name = "spilled_in_part",
+                                                .gpu_ram = 1.5,
+                                                .slab_is_registered = false,
+                                                .spills = Spills::kSome}),
+                         [](const testing::TestParamInfo<Recipe>& info) {
+                           return info.param.name;
+                         });
 
 // Four sizes of each budget, from the smallest that run.
 INSTANTIATE_TEST_SUITE_P(
@@ -597,17 +636,6 @@ TEST_F(DeviceErrorTest, AGpuRamBelowTheFloor) {
   options_.gpu_ram = floor;
   Attach();
   Forward();
-}
-
-TEST_F(DeviceErrorTest, GradientsThatWouldSpill) {
-  options_.spill_gradients = true;
-  ExpectError(1301, "spill_gradients", [&] { Attach(); });
-}
-
-TEST_F(DeviceErrorTest, AnOptimizerThatRunsInTheTrainer) {
-  torch::optim::LBFGS optimizer(model_->parameters());
-  engine_ = Engine::Open(options_);
-  ExpectError(1604, "LBFGS", [&] { engine_->Attach(*model_, optimizer); });
 }
 
 TEST_F(DeviceErrorTest, AMoveWhileAttached) {

@@ -81,6 +81,11 @@ class MonitoringTest : public SpineFixture {
     return -1;
   }
 
+  // Of all steps of a report.
+  static double PhaseSeconds(const Json& report, const char* phase) {
+    return report["figures"]["phase_seconds"][phase].get<double>() + 1e-6;
+  }
+
   // Forward, backward (which uses everything again) and a step.
   static void TrainStep(Job& job) {
     job.Forward();
@@ -149,6 +154,18 @@ TEST_F(MonitoringTest, TopMetricsAndReportTellWhatAJobHasDone) {
     written += layer["bytes_written"].get<uint64_t>();
   }
   EXPECT_EQ(layers.count("embedding"), 1u) << report["layers"];
+  // Every tensor is used in both phases, one after the other.
+  for (const char* phase : {"forward", "backward"}) {
+    double in_use = 0;
+    for (const Json& layer : report["layers"]) {
+      const double seconds = layer["use_seconds"][phase];
+      if (!absl::EndsWith(layer["layer"].get<std::string>(), "small tensors")) {
+        EXPECT_GT(seconds, 0) << layer << phase;
+      }
+      in_use += seconds;
+    }
+    EXPECT_LE(in_use, PhaseSeconds(report, phase)) << phase;
+  }
   // Beside extents the drive has tables and superblocks.
   EXPECT_LE(written, header.bytes_written.load());
   EXPECT_GT(written, header.bytes_written.load() / 2);

@@ -84,7 +84,7 @@ TEST_F(NodeDaemonTest, WhileItDrainsItRefusesRanksAndASecondSignalEndsItAtOnce) 
   node.Signal();
   absl::Status status;
   while (status.ok()) status = client::Session::Connect({.allow_private = false}).status();
-  EXPECT_EQ(ErrorIdOf(status), ErrorId::kRefused) << status;
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kDaemonLost) << status;
   EXPECT_NE(status.message().find("shutting down"), absl::string_view::npos) << status;
   EXPECT_EQ(node.Terminate(), 1);
   job.Leave();

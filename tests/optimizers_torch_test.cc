@@ -1,9 +1,12 @@
 // Every optimizer in its forms: the kernels beside the trainer in memory, which runs torch's own
-// operators, over 100 steps; and the same through the daemon. The same bits.
+// operators, and those that torch does not have beside the definition of their authors, over 100
+// steps; and the same through the daemon. The same bits.
 #include <offload/torch.h>
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -11,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "kernels/update.h"
 #include "zero3/torch/in_memory.h"
@@ -26,6 +30,70 @@ using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
 bool SameBits(const Tensor& a, const Tensor& b) {
   return a.sizes() == b.sizes() && a.dtype() == b.dtype() &&
          std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
+}
+
+// What an optimizer is that torch does not have, by torch's operators; `step` counts from 1.
+using Definition = void (*)(const OptimizerSpec& spec, int64_t step, const Tensor& gradient,
+                            Tensor& master, std::array<Tensor, kernels::kStatePlanesMax>& planes);
+
+// The PyTorch program of the authors.
+void DefineLion(const OptimizerSpec& spec, int64_t, const Tensor& gradient, Tensor& master,
+                std::array<Tensor, kernels::kStatePlanesMax>& planes) {
+  const double lr = spec.Get("lr"), beta1 = spec.Get("beta1"), beta2 = spec.Get("beta2");
+  Tensor& exp_avg = planes[0];
+  master.mul_(1 - lr * spec.Get("weight_decay"));
+  const Tensor update = exp_avg * beta1 + gradient * (1 - beta1);
+  master.add_(update.sign(), -lr);
+  exp_avg.mul_(beta2).add_(gradient, 1 - beta2);
+}
+
+// The vector library behind sqrt() is off by one in the last place for some numbers. A double has
+// more than twice the digits, so rounding twice changes nothing. Of doubles one by one, which asks
+// the processor.
+Tensor NearestRoot(const Tensor& values) {
+  if (values.scalar_type() != at::kDouble)
+    return values.to(at::kDouble).sqrt_().to(values.scalar_type());
+  Tensor roots = values.clone();
+  double* const data = roots.mutable_data_ptr<double>();
+  for (int64_t i = 0; i < roots.numel(); ++i) data[i] = std::sqrt(data[i]);
+  return roots;
+}
+
+// The sum of squares in the order that kernels::Norms has: eight lanes through a block, pairwise.
+double NormOf(const Tensor& values) {
+  const Tensor wide = values.to(at::kDouble).contiguous();
+  const double* const data = wide.const_data_ptr<double>();
+  double sum = 0;
+  for (int64_t begin = 0; begin < wide.numel(); begin += 256 * 1024) {
+    double lane[8] = {};
+    const int64_t end = std::min<int64_t>(begin + 256 * 1024, wide.numel());
+    for (int64_t i = begin; i < end; ++i) lane[i % 8] += data[i] * data[i];
+    sum +=
+        ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
+  }
+  return std::sqrt(sum);
+}
+
+// Algorithm 2 of the paper.
+void DefineLamb(const OptimizerSpec& spec, int64_t step, const Tensor& gradient, Tensor& master,
+                std::array<Tensor, kernels::kStatePlanesMax>& planes) {
+  const double beta1 = spec.Get("beta1"), beta2 = spec.Get("beta2");
+  const double weight_decay = spec.Get("weight_decay"), count = static_cast<double>(step);
+  auto& [exp_avg, exp_avg_sq, unused] = planes;
+  exp_avg.mul_(beta1).add_(gradient, 1 - beta1);
+  exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, 1 - beta2);
+  const Tensor denominator =
+      NearestRoot(exp_avg_sq).div_(std::sqrt(1 - std::pow(beta2, count))).add_(spec.Get("eps"));
+  Tensor update = (exp_avg * (1 / (1 - std::pow(beta1, count)))).div_(denominator);
+  if (weight_decay != 0) update.add_(master, weight_decay);
+  const double weight_norm = NormOf(master), update_norm = NormOf(update);
+  const double ratio = weight_norm > 0 && update_norm > 0 ? weight_norm / update_norm : 1;
+  master.add_(update, -(spec.Get("lr") * ratio));
+}
+
+Definition DefinitionOf(const OptimizerSpec& spec) {
+  if (spec.name() == "lion") return DefineLion;
+  return spec.name() == "lamb" ? DefineLamb : nullptr;
 }
 
 struct Case {
@@ -253,22 +321,46 @@ bool IsServed(const Case& one, at::ScalarType dtype) {
          zero3::TorchDoubleRootsAreNearest();
 }
 
+// The definition, on a master and planes of its own.
+struct Defined {
+  explicit Defined(const Tensor& start) : dtype(start.scalar_type()) {
+    master = start.to(MasterTypeOf(start), /*non_blocking=*/false, /*copy=*/true);
+    for (Tensor& plane : planes) plane = torch::zeros_like(master);
+  }
+  Tensor weight() const { return master.to(dtype); }
+
+  at::ScalarType dtype;
+  Tensor master;
+  std::array<Tensor, kernels::kStatePlanesMax> planes;
+};
+
 void ExpectSameBits(const Case& one, int64_t count, at::ScalarType dtype, int64_t steps) {
   const Tensor start = (torch::randn({count}, at::kDouble) * 0.02).to(dtype);
   OneParameter model(start);
   Offloaded ours(start);
+  Defined defined(start);
+  const Definition define = DefinitionOf(one.spec);
   const OptimizerPointer pointer = one.in_memory(model);
-  const auto& theirs = dynamic_cast<const zero3::InMemoryOptimizer&>(*pointer);
+  const auto& in_memory = dynamic_cast<const zero3::InMemoryOptimizer&>(*pointer);
   for (int64_t step = 1; step <= steps; ++step) {
-    model.weight.mutable_grad() = (torch::randn({count}, at::kDouble) * 0.01).to(dtype);
-    ours.Update(one.spec, step, model.weight.grad());
+    const Tensor gradient = (torch::randn({count}, at::kDouble) * 0.01).to(dtype);
+    model.weight.mutable_grad() = gradient;
+    ours.Update(one.spec, step, gradient);
     pointer->step();
+    if (define != nullptr) {
+      define(one.spec, step, gradient.to(defined.master.scalar_type()), defined.master,
+             defined.planes);
+      ASSERT_TRUE(SameBits(ours.weight, defined.weight())) << count << " elements, step " << step;
+    }
     ASSERT_TRUE(SameBits(ours.weight, model.weight.detach()))
         << count << " elements, step " << step;
     for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
       if (one.spec.Plane(i) == nullptr) continue;
-      ASSERT_TRUE(SameBits(ours.state[i], theirs.StateOf(model.weight)->planes[i]))
-          << one.spec.Plane(i)->name << ", " << count << " elements, step " << step;
+      const auto where = [&] {
+        return absl::StrCat(one.spec.Plane(i)->name, ", ", count, " elements, step ", step);
+      };
+      ASSERT_TRUE(SameBits(ours.state[i], in_memory.StateOf(model.weight)->planes[i])) << where();
+      ASSERT_TRUE(define == nullptr || SameBits(ours.state[i], defined.planes[i])) << where();
     }
   }
 }

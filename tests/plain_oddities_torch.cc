@@ -81,11 +81,46 @@ void Replaced(const Arguments& arguments) {
   PrintEvaluation(Loss(kept, 0));
 }
 
-void SecondPhase(const Arguments& arguments) {
+// Phases of a training, each with an optimizer of its own. All of the parameters come late to the
+// last one.
+void Phases(const Arguments& arguments) {
   Linear model(64, 64);
   for (const double lr : {1e-2, 1e-3}) {
     SGD optimizer(model->parameters(), torch::optim::SGDOptions(lr).momentum(0.9));
     Train(model, optimizer, arguments.loops.front());
+  }
+  auto optimizer = std::make_unique<SGD>(model->parameters(), torch::optim::SGDOptions(1e-2));
+  optimizer = std::make_unique<SGD>(std::vector{model->weight},
+                                    torch::optim::SGDOptions(1e-2).momentum(0.5));
+  Train(model, *optimizer, arguments.loops.front());
+  optimizer->add_param_group(torch::optim::OptimizerParamGroup({model->bias}));
+  Train(model, *optimizer, arguments.loops.front());
+  optimizer->param_groups().erase(optimizer->param_groups().begin());
+  Train(model, *optimizer, arguments.loops.front());
+}
+
+// Fine tuning by a method of the second order.
+void AdamThenLbfgs(const Arguments& arguments) {
+  Linear model(64, 64);
+  torch::optim::Adam first(model->parameters(), torch::optim::AdamOptions(1e-2));
+  Train(model, first, arguments.loops.front() - 1);
+  torch::optim::LBFGS second(model->parameters(), torch::optim::LBFGSOptions(0.1).max_iter(3));
+  PrintStep(arguments.loops.front(), second.step([&] {
+    second.zero_grad();
+    const Tensor loss = Loss(model, 7);
+    loss.backward();
+    return loss;
+  }));
+}
+
+// Two over the same parameters, in turn.
+void Alternating(const Arguments& arguments) {
+  Linear model(64, 64);
+  SGD fast(model->parameters(), torch::optim::SGDOptions(1e-1).momentum(0.9));
+  SGD slow(model->parameters(), torch::optim::SGDOptions(1e-3).momentum(0.5));
+  for (int round = 0; round < arguments.loops.front(); ++round) {
+    Train(model, fast, 1);
+    Train(model, slow, 1);
   }
 }
 
@@ -223,6 +258,19 @@ void Large(const Arguments& arguments) {
   say_memory("trained");
 }
 
+// A global looks at its model when the program ends.
+struct Last {
+  Linear model{nullptr};
+  ~Last() {
+    if (!model.is_empty()) PrintEvaluation(model->weight.detach().clone().sum());
+  }
+} last;
+void UsedAtTheEnd(const Arguments& arguments) {
+  last.model = Linear(64, 64);
+  SGD optimizer(last.model->parameters(), torch::optim::SGDOptions(1e-2));
+  Train(last.model, optimizer, arguments.loops.front());
+}
+
 void Environment(const Arguments&) {
   std::fflush(stdout);
   if (std::system("echo LD_PRELOAD is $LD_PRELOAD") != 0) std::exit(3);
@@ -241,7 +289,9 @@ int main(int argc, char** argv) {
       {"adversaries", Adversaries},
       {"free_tensor", FreeTensor},
       {"replaced", Replaced},
-      {"second_phase", SecondPhase},
+      {"phases", Phases},
+      {"adam_then_lbfgs", AdamThenLbfgs},
+      {"alternating", Alternating},
       {"lbfgs", Lbfgs},
       {"own_optimizer", OwnOptimizer},
       {"no_optimizer", NoOptimizer},
@@ -250,6 +300,7 @@ int main(int argc, char** argv) {
       {"own_function", OwnFunction},
       {"environment", Environment},
       {"large", Large},
+      {"used_at_the_end", UsedAtTheEnd},
       {"own_state", OwnState},
       {"saved_optimizer", SavedOptimizer},
       {"loaded_optimizer", LoadedOptimizer},

@@ -1,6 +1,6 @@
 """Several ranks of examples/train, as torchrun starts them, against one process in memory that takes their micro-batches in rank
 order: losses, norms, exported weights, and checksums of weights, masters and moments are equal, bit for bit. Then ranks and daemons are killed at random moments and the job
-goes on with another number of ranks: every loss is that of the uninterrupted run with the same global batch.
+goes on with another number of ranks (1, 2 or 4: a third is rounded): every loss is that of the uninterrupted run with the same global batch.
 
 usage: ranks_test.py TRAIN OFFLOADD [--kills N] [--seed S] [--steps N] [--directory DIR] [--long] [--only CASE]
 """

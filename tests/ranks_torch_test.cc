@@ -67,6 +67,12 @@ struct Model : nn::Module {
   Tensor forward(const Tensor& tokens, bool detour) {
     Tensor x = embedding(tokens);
     if (amid_forward) amid_forward();
+    if (amid_backward) {
+      x.register_hook([this](const Tensor& g) {
+        amid_backward();
+        return g;
+      });
+    }
     x = x + down(torch::gelu(up(norm(x))));
     if (amid_forward) amid_forward();
     x = x + torch::tanh(frozen(x)) * scale;
@@ -78,7 +84,7 @@ struct Model : nn::Module {
   nn::LayerNorm norm{nullptr};
   nn::Linear up{nullptr}, down{nullptr}, frozen{nullptr}, sometimes{nullptr};
   Tensor scale;
-  std::function<void()> amid_forward;
+  std::function<void()> amid_forward, amid_backward;
 };
 
 // What a run shows, in order.
@@ -238,12 +244,13 @@ void Ordinary(Run& run) {
   }
 }
 
-// The same, in step: what one rank has announced amid its forward the others have, too.
+// The same, in step: what one rank has announced amid its forward the others have, too, and what
+// it has given amid its backward.
 void InStep(Run& run) {
-  run.model->amid_forward = [&] { run.Meet(); };
+  run.model->amid_forward = run.model->amid_backward = [&] { run.Meet(); };
   for (int64_t step = 0; step < 4; ++step) {
-    run.Backward(step, 0);
-    run.Backward(step, 1);
+    run.Backward(step, 0, run.Always);
+    run.Backward(step, 1, run.Always);
     run.Clip(0.2);
     run.optimizer->step();
     run.optimizer->zero_grad();
@@ -590,9 +597,9 @@ void FindsTrainerState(Run& run) {
 
 // One that travels with the trainer's state, and one that is in the store.
 struct Counting : nn::Module {
-  Counting() : layer(register_module("layer", nn::Linear(8, 4))) {
+  explicit Counting(bool has_large = true) : layer(register_module("layer", nn::Linear(8, 4))) {
     small = register_buffer("small", torch::zeros({16}));
-    large = register_buffer("large", torch::zeros({80000}));
+    if (has_large) large = register_buffer("large", torch::zeros({80000}));
   }
   nn::Linear layer;
   Tensor small, large;
@@ -627,6 +634,29 @@ void CountInBuffers(const Options& options) {
     optimizer->step();
     optimizer->zero_grad();
   }
+  engine->Exchange("");
+}
+
+// A job that was made without a buffer, too large for its steps, goes on as it was: what it knows
+// comes back, the other one begins as it is built.
+void GetALargeBuffer(const Options& options) {
+  torch::manual_seed(3);
+  auto model = std::make_shared<Counting>(/*has_large=*/false);
+  auto engine = Engine::Open(options);
+  const int64_t begin = engine->step();
+  Tensor late;
+  if (begin > 0) late = model->register_buffer("late", torch::full({300000}, 7));
+  auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-2));
+  model->layer(torch::zeros({1, 8}));
+  if (!(model->small == static_cast<double>(begin)).all().item<bool>())
+    throw std::runtime_error("the small buffer is another one");
+  if (begin > 0 && !(late == 7).all().item<bool>())
+    throw std::runtime_error("the late one changed");
+  model->layer(torch::randn({2, 8})).square().mean().backward();
+  const torch::NoGradGuard no_grad;
+  model->small.add_(1);
+  if (late.defined()) late.add_(1);
+  optimizer->step();
   engine->Exchange("");
 }
 
@@ -711,14 +741,16 @@ int BeARank(const std::string& scenario, int ranks, const std::string& dtype,
             const std::string& path, const std::string& job) {
   std::string failure;
   const std::string rank = getenv("RANK");
+  const bool is_told_not_to = job.starts_with("Ordinary") && !ArePeers(job);  // by one of them
+  if (is_told_not_to && rank == "1") setenv("OFFLOADD_GPU_PEERS", "off", 1);
   accelerator::HostAccelerator* const device =
       IsOnDevice(job) ? &NewDevice(/*is_late=*/atoi(rank.c_str()) % 2 == 1,
-                                   ArePeers(job) ? "standin/" + rank : "")
+                                   ArePeers(job) || is_told_not_to ? "standin/" + rank : "")
                       : nullptr;
   try {
-    if (scenario == "CountInBuffers") {
+    if (scenario == "CountInBuffers" || scenario == "GetALargeBuffer") {
       at::set_num_threads(1);
-      CountInBuffers(OptionsFor(job));
+      (scenario == "CountInBuffers" ? CountInBuffers : GetALargeBuffer)(OptionsFor(job));
       return 0;
     }
     {
@@ -728,13 +760,17 @@ int BeARank(const std::string& scenario, int ranks, const std::string& dtype,
       }
       run.LogState();
       run.log.Save(path);
-      const bool gathers = run.engine->plan().text.find("gathers the others'") != std::string::npos;
-      if (gathers != ArePeers(job)) failure = run.engine->plan().text;
+      for (const char* way : {"gathers the others'", "adds a slice of all ranks'"}) {
+        const bool is_taken = run.engine->plan().text.find(way) != std::string::npos;
+        if (is_taken != ArePeers(job)) failure = run.engine->plan().text;
+      }
       run.engine->Exchange("");  // nobody closes while others still look
     }
     if (device != nullptr) {
       if (scenario == "InStep" && device->counters().collectives == 0)
         failure += "nothing was gathered\n";
+      if (scenario == "InStep" && device->counters().exchanges < 4)
+        failure += "in a step nothing was exchanged\n";
       for (const std::string& violation : device->Violations()) failure += violation + "\n";
     }
     if (failure.empty()) return 0;
@@ -830,6 +866,11 @@ Case OnPeers(const char* scenario, int ranks, const char* dtype) {
   return on_peers;
 }
 
+Case Spilled(Case each) {
+  each.spills = true;
+  return each;
+}
+
 class RanksTest : public ::testing::TestWithParam<Case> {};
 
 TEST_P(RanksTest, ComputeWhatOneProcessDoes) {
@@ -868,17 +909,18 @@ INSTANTIATE_TEST_SUITE_P(
                       OnDevice("UnevenPaths", 3, "bf16"), OnDevice("NeverZeroed", 2, "fp32"),
                       OnDevice("SkippedSteps", 2, "fp32"), OnDevice("KeptGradients", 2, "bf16"),
                       OnDevice("Written", 2, "bf16"), OnDevice("Written", 2, "fp32"),
-                      OnDevice("Files", 2, "fp32")),
+                      OnDevice("Files", 2, "fp32"), Spilled(OnDevice("Ordinary", 2, "fp32")),
+                      Spilled(OnDevice("Written", 2, "bf16"))),
     [](const auto& info) { return info.param.Job(); });
 
-// The same, and the devices reach each other: weights are gathered.
-INSTANTIATE_TEST_SUITE_P(OnPeers, RanksTest,
-                         ::testing::Values(OnPeers("InStep", 2, "bf16"),
-                                           OnPeers("InStep", 4, "fp32"),
-                                           OnPeers("UnevenPaths", 3, "bf16"),
-                                           OnPeers("Written", 2, "bf16"),
-                                           OnPeers("Files", 2, "fp32")),
-                         [](const auto& info) { return info.param.Job(); });
+// The same, and the devices reach each other: weights are gathered, slices of gradients exchanged.
+INSTANTIATE_TEST_SUITE_P(
+    OnPeers, RanksTest,
+    ::testing::Values(OnPeers("InStep", 2, "bf16"), OnPeers("InStep", 4, "fp32"),
+                      OnPeers("UnevenPaths", 3, "bf16"), OnPeers("SkippedSteps", 2, "fp32"),
+                      OnPeers("NeverZeroed", 2, "bf16"), OnPeers("Written", 2, "bf16"),
+                      OnPeers("Files", 2, "fp32"), Spilled(OnPeers("NeverZeroed", 2, "fp32"))),
+    [](const auto& info) { return info.param.Job(); });
 
 struct Refusal {
   const char* scenario;
@@ -937,6 +979,13 @@ TEST(RanksTrainerStateTest, IsOfEachRankAndEmptyForNewOnes) {
 TEST(RanksBuffersTest, GoOnWithAnyNumberOfRanks) {
   for (const int ranks : {1, 2, 3, 1}) {
     EXPECT_EQ(RunRanks("CountInBuffers", ranks, "fp32", "buffers"), std::vector<int>(ranks, 0))
+        << ranks << " ranks";
+  }
+}
+
+TEST(RanksBuffersTest, ThatAJobDoesNotKnowAndThatDoNotFitAreNoPartOfIt) {
+  for (const int ranks : {2, 2, 1}) {
+    EXPECT_EQ(RunRanks("GetALargeBuffer", ranks, "fp32", "late-buffer"), std::vector<int>(ranks, 0))
         << ranks << " ranks";
   }
 }

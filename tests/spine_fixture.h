@@ -31,6 +31,7 @@
 #include "kernels/update.h"
 #include "proto/shm_abi.h"
 #include "proto/slab_layout.h"
+#include "proto/step_words.h"
 
 namespace offload {
 
@@ -121,6 +122,8 @@ class Job {
     info_ = *info;
     absl::Status status = session_->DeclareTensors(catalogue_.tensors);
     if (status.ok()) status = session_->Seal(variant_.optimizer, plan_, pins_offset_, nullptr);
+    if (status.ok())
+      status = session_->CountUses(proto::UseTimesOffset(pins_offset_, catalogue_.tensors.size()));
     step_ = info_.step;
     if (!status.ok() || info_.exists) return status;
     references_ = InitialWeights();

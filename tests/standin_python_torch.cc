@@ -41,4 +41,14 @@ __attribute__((visibility("default"))) uint64_t offloadd_standin_bytes_to_device
   return device->counters().bytes_to_device;
 }
 
+__attribute__((visibility("default"))) uint64_t offloadd_standin_allocated_bytes() {
+  const auto memory = *device->MemGetInfo();
+  return memory.total_bytes - memory.free_bytes;
+}
+
+// It has no more than this from now on; a model that needs more gets "the stand-in has … B free".
+__attribute__((visibility("default"))) void offloadd_standin_set_memory_bytes(uint64_t bytes) {
+  device->SetMemoryBytes(bytes);
+}
+
 }  // extern "C"

@@ -204,10 +204,21 @@ class UntouchedTest(unittest.TestCase):
     def test_an_optimizer_of_the_programs_own_is_refused(self):
         self.check_refused(self.oddity("own_optimizer"), "OFD-1604 the program trains with (anonymous namespace)::OwnSgd")
 
-    def test_a_second_optimizer_after_the_first_has_trained_is_refused(self):
-        result = self.oddity("second_phase")
-        self.assertEqual((result.code, len(result.steps())), (1, 4))
-        self.assertIn("OFD-1604 the program makes a second optimizer", result.error)
+    def test_phases_have_optimizers_of_their_own(self):
+        plain, offloaded = self.plain("oddities", "4", self.file("plain"), "phases"), self.oddity("phases")
+        self.assertEqual((offloaded.code, offloaded.out), (0, plain.out), offloaded.error)
+        self.assertEqual(len(plain.steps()), 20)
+
+    def test_lbfgs_goes_on_where_adam_has_trained(self):
+        self.check_oddity("adam_then_lbfgs")
+
+    def test_destructors_of_globals_use_the_model(self):
+        self.assertEqual(len(self.check_oddity("used_at_the_end").evaluations()), 1)
+
+    def test_optimizers_in_turn_over_the_same_parameters_are_refused(self):
+        plain, result = self.plain("oddities", "4", self.file("plain"), "alternating"), self.oddity("alternating")
+        self.assertEqual((result.code, result.steps()), (1, plain.steps()[:2]))
+        self.assertIn("OFD-1604 the program goes back to an optimizer after another one has trained the same parameters", result.error)
 
     def test_a_model_of_double_precision(self):
         self.check_oddity("double_precision")

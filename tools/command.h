@@ -66,6 +66,7 @@ std::unique_ptr<Command> MakeRemoveCommand();  // jobs.cc
 std::unique_ptr<Command> MakeFsckCommand();    // fsck.cc
 std::unique_ptr<Command> MakeSnapshotCommand();
 std::unique_ptr<Command> MakeExportCommand();   // export.cc
+std::unique_ptr<Command> MakeImportCommand();   // import.cc
 std::unique_ptr<Command> MakeConfigCommand();   // config.cc
 std::unique_ptr<Command> MakeRunCommand();      // run.cc
 std::unique_ptr<Command> MakeExplainCommand();  // explain.cc

@@ -175,6 +175,7 @@ absl::StatusOr<JobReport> AskReport(const std::string& socket, const std::string
     if (part.has_job()) report.job = part.job();
     report.steps.insert(report.steps.end(), part.steps().begin(), part.steps().end());
     report.tensors.insert(report.tensors.end(), part.tensors().begin(), part.tensors().end());
+    report.uses.insert(report.uses.end(), part.uses().begin(), part.uses().end());
   }
   OFFLOAD_RETURN_IF_ERROR(Judge(connection, reader->Finish()));
   return report;

@@ -68,6 +68,7 @@ struct JobReport {
   proto::v1::JobStatus job;
   std::vector<proto::v1::StepRecord> steps;       // ascending, without gaps
   std::vector<proto::v1::TensorFigures> tensors;  // of the store
+  std::vector<proto::v1::TensorUse> uses;         // of the trainer's tensors
 };
 absl::StatusOr<JobReport> AskReport(const std::string& socket, const std::string& pool,
                                     const std::string& job, double timeout_seconds);

@@ -23,6 +23,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "accelerator/copy_rates.h"
+#include "accelerator/cuda_loader.h"
 #include "aio/device.h"
 #include "aio/probe.h"
 #include "base/byte_size.h"
@@ -55,6 +57,7 @@ struct Check {
   std::string detail;
   std::string fix;    // "" when nothing is to be done
   std::string error;  // "OFD-1203" when the finding has an identifier
+  Json figures;       // what was measured, where a program may want it
 };
 
 std::string ReadFile(const std::string& path) {
@@ -220,12 +223,38 @@ Check ProcessorCheck() {
   return check;
 }
 
+// Whatever the plug-in says is about GPUs only: training on the CPU goes on without it.
+Check CopyCheck(size_t device) {
+  Check check = {"GPU", absl::StrCat("cuda:", device, " copies")};
+  const auto cuda = accelerator::OpenCuda(static_cast<int>(device), accelerator::CudaPluginPath());
+  absl::StatusOr<accelerator::CopyRates> rates = cuda.status();
+  if (cuda.ok()) rates = accelerator::MeasureCopyRates(cuda->get());
+  if (!rates.ok()) {
+    check.grade = Grade::kWarn;
+    check.detail = std::string(rates.status().message());
+    check.fix = "docs/gpu.md";
+    return check;
+  }
+  check.figures = {{"to_device_gbps", rates->to_device * 1e-9},
+                   {"to_host_gbps", rates->to_host * 1e-9},
+                   {"both_gbps", rates->both * 1e-9}};
+  check.detail =
+      absl::StrFormat("%.1f GB/s to the device, %.1f back, %.1f in all both ways at once; %s",
+                      rates->to_device * 1e-9, rates->to_host * 1e-9, rates->both * 1e-9,
+                      rates->registers_slab
+                          ? "it reads the slab itself"
+                          : "it cannot read the slab itself: weights pass through a staging ring");
+  return check;
+}
+
 std::vector<Check> GpuChecks() {
   std::vector<Check> checks;
-  for (const GpuFinding& finding : GpuFindings(ProbeGpus())) {
+  const GpuProbe probe = ProbeGpus();
+  for (const GpuFinding& finding : GpuFindings(probe)) {
     const Grade grade = finding.fix.empty() ? Grade::kOk : Grade::kWarn;
     checks.push_back({"GPU", finding.name, grade, finding.detail, finding.fix});
   }
+  for (size_t i = 0; i < probe.devices.size(); ++i) checks.push_back(CopyCheck(i));
   return checks;
 }
 
@@ -364,7 +393,8 @@ class DoctorCommand : public Command {
            {"grade", GradeName(check.grade)},
            {"detail", check.detail},
            {"fix", check.fix},
-           {"error", check.error.empty() ? Json(nullptr) : Json(check.error)}});
+           {"error", check.error.empty() ? Json(nullptr) : Json(check.error)},
+           {"figures", check.figures}});
       fails += check.grade == Grade::kFail ? 1 : 0;
       warnings += check.grade == Grade::kWarn ? 1 : 0;
       if (check.grade == Grade::kFail && first_error.empty()) first_error = check.error;

@@ -25,7 +25,7 @@ ARROWS = {
     "zero3": ["base", "proto", "client", "kernels", "accelerator"],
     "zero3/torch": ["base", "config", "proto", "client", "zero3", "kernels", "accelerator"],
     "examples": ["base", "zero3", "zero3/torch"],
-    "tools": ["base", "config", "proto", "client", "zero3", "swap", "aio", "kernels"],
+    "tools": ["base", "config", "proto", "client", "zero3", "swap", "aio", "kernels", "accelerator"],
     "tests": ["base", "config", "kernels", "accelerator", "proto", "aio", "swap", "offloadd", "client", "zero3", "zero3/torch",
               "examples", "tools"],
 }

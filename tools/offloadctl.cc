@@ -35,6 +35,7 @@ std::vector<std::unique_ptr<Command>> AllCommands() {
   commands.push_back(MakeFsckCommand());
   commands.push_back(MakeSnapshotCommand());
   commands.push_back(MakeExportCommand());
+  commands.push_back(MakeImportCommand());
   commands.push_back(MakeConfigCommand());
   commands.push_back(MakeRunCommand());
   commands.push_back(MakeExplainCommand());

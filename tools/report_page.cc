@@ -48,6 +48,12 @@ double Steps(const v1::StepRecord& record) {
   return static_cast<double>(record.last_step() - record.first_step() + 1);
 }
 
+double StepsOf(const JobReport& report) {
+  double steps = 0;
+  for (const v1::StepRecord& record : report.steps) steps += Steps(record);
+  return steps;
+}
+
 std::string Percent(double share) {
   return share < 0 ? "–" : absl::StrFormat("%.1f %%", share * 100);
 }
@@ -221,16 +227,15 @@ struct OperationsOfStep {
 };
 OperationsOfStep EstimateStep(const JobReport& report, const Operations& operations) {
   OperationsOfStep step;
-  double steps = 0;
+  const double steps = StepsOf(report);
   for (const v1::StepRecord& record : report.steps) {
-    steps += Steps(record);
     step.seconds += record.seconds();
     for (size_t phase = 0; phase < proto::kStepPhases; ++phase)
       step.compute_seconds += std::max(0.0, ComputeSeconds(record, phase));
   }
   if (steps > 0) step.seconds /= steps;
   if (steps > 0) step.compute_seconds /= steps;
-  for (const LayerFigures& layer : FiguresOfLayers(report.tensors))
+  for (const LayerFigures& layer : FiguresOfLayers(report))
     step.count += OperationsOf(layer, operations);
   return step;
 }
@@ -274,7 +279,7 @@ Json DescribeOperations(const JobReport& report, const Operations& operations) {
 }
 
 std::string Layers(const JobReport& report, const Operations& operations) {
-  std::vector<LayerFigures> layers = FiguresOfLayers(report.tensors);
+  std::vector<LayerFigures> layers = FiguresOfLayers(report);
   std::stable_sort(layers.begin(), layers.end(), [](const LayerFigures& a, const LayerFigures& b) {
     return a.WaitSeconds() > b.WaitSeconds();
   });
@@ -283,7 +288,10 @@ std::string Layers(const JobReport& report, const Operations& operations) {
   const double largest = layers.front().WaitSeconds();
   std::vector<std::string> heading = {"layer", "waits",  "seconds", "update, late, miss",
                                       "read",  "written"};
+  const double steps = std::max(StepsOf(report), 1.0);
+  if (!report.uses.empty()) heading.insert(heading.end(), {"forward", "backward, ms a step"});
   if (operations.tokens > 0) heading.push_back("GFLOP a step, estimated");
+  if (operations.tokens > 0 && !report.uses.empty()) heading.push_back("GFLOP/s");
   absl::StrAppend(&html, "<table>\n", Row(heading, "th"));
   for (size_t i = 0; i < std::min(layers.size(), kLayersShown); ++i) {
     const LayerFigures& layer = layers[i];
@@ -291,11 +299,27 @@ std::string Layers(const JobReport& report, const Operations& operations) {
                     "</td><td>", absl::StrFormat("%.3f", layer.WaitSeconds()), "</td>",
                     Bar(layer, largest), "<td>", FormatDecimalBytes(layer.bytes_read), "</td><td>",
                     FormatDecimalBytes(layer.bytes_written), "</td>");
-    if (operations.tokens > 0)
-      absl::StrAppendFormat(&html, "<td>%.4g</td>", OperationsOf(layer, operations) * 1e-9);
+    if (!report.uses.empty()) {
+      absl::StrAppendFormat(&html, "<td>%.4g</td><td>%.4g</td>",
+                            layer.forward_seconds / steps * 1e3,
+                            layer.backward_seconds / steps * 1e3);
+    }
+    const double gigaoperations = OperationsOf(layer, operations) * 1e-9;
+    const double use_seconds = (layer.forward_seconds + layer.backward_seconds) / steps;
+    if (operations.tokens > 0) absl::StrAppendFormat(&html, "<td>%.4g</td>", gigaoperations);
+    if (operations.tokens > 0 && !report.uses.empty()) {
+      absl::StrAppend(&html, "<td>",
+                      use_seconds > 0 ? absl::StrFormat("%.4g", gigaoperations / use_seconds) : "–",
+                      "</td>");
+    }
     html += "</tr>\n";
   }
   html += "</table>\n";
+  if (!report.uses.empty()) {
+    html +=
+        "<p class=\"note\">A layer has the time from the use of one of its tensors, waits for it "
+        "included, to that of another layer's or to step().</p>\n";
+  }
   if (layers.size() > kLayersShown) {
     absl::StrAppend(&html, "<p class=\"note\">", layers.size() - kLayersShown,
                     " layers that were waited for less are left out; --json has all.</p>\n");
@@ -305,7 +329,7 @@ std::string Layers(const JobReport& report, const Operations& operations) {
 
 Json DescribeLayers(const JobReport& report, const Operations& operations) {
   Json layers = Json::array();
-  for (const LayerFigures& layer : FiguresOfLayers(report.tensors)) {
+  for (const LayerFigures& layer : FiguresOfLayers(report)) {
     layers.push_back({{"layer", layer.layer},
                       {"bytes_read", layer.bytes_read},
                       {"bytes_written", layer.bytes_written},
@@ -314,6 +338,8 @@ Json DescribeLayers(const JobReport& report, const Operations& operations) {
                        {{"update", layer.update_seconds},
                         {"late", layer.late_seconds},
                         {"miss", layer.miss_seconds}}},
+                      {"use_seconds",
+                       {{"forward", layer.forward_seconds}, {"backward", layer.backward_seconds}}},
                       {"matrix_elements", layer.matrix_elements}});
     if (operations.tokens > 0)
       layers.back()["estimated_operations"] = OperationsOf(layer, operations);
@@ -340,17 +366,19 @@ std::string LayerOf(const std::string& tensor) {
   return absl::StrJoin(parts, ".");
 }
 
-std::vector<LayerFigures> FiguresOfLayers(const std::vector<v1::TensorFigures>& tensors) {
+std::vector<LayerFigures> FiguresOfLayers(const JobReport& report) {
   std::vector<LayerFigures> layers;
   std::map<std::string, size_t> places;
-  for (const v1::TensorFigures& tensor : tensors) {
-    // Small tensors of many layers are read and written together.
-    const std::string name = tensor.member_count() > 1
-                                 ? absl::StrCat(tensor.member_count(), " small tensors")
-                                 : LayerOf(tensor.name());
+  const auto find = [&](const std::string& name) -> LayerFigures& {
     const auto [place, is_new] = places.emplace(name, layers.size());
     if (is_new) layers.push_back({.layer = name});
-    LayerFigures& layer = layers[place->second];
+    return layers[place->second];
+  };
+  for (const v1::TensorFigures& tensor : report.tensors) {
+    // Small tensors of many layers are read and written together.
+    LayerFigures& layer =
+        find(tensor.member_count() > 1 ? absl::StrCat(tensor.member_count(), " small tensors")
+                                       : LayerOf(tensor.name()));
     layer.bytes_read += tensor.bytes_read();
     layer.bytes_written += tensor.bytes_written();
     layer.update_seconds += WaitSeconds(tensor, 0);
@@ -359,6 +387,11 @@ std::vector<LayerFigures> FiguresOfLayers(const std::vector<v1::TensorFigures>& 
     layer.matrix_elements += tensor.matrix_elements();
     if (tensor.trained()) layer.trained_matrix_elements += tensor.matrix_elements();
     for (const uint64_t waits : tensor.waits()) layer.waits += waits;
+  }
+  for (const v1::TensorUse& use : report.uses) {
+    LayerFigures& layer = find(LayerOf(use.name()));
+    layer.forward_seconds += use.forward_seconds();
+    layer.backward_seconds += use.backward_seconds();
   }
   return layers;
 }

@@ -24,11 +24,12 @@ struct LayerFigures {
   uint64_t bytes_read = 0, bytes_written = 0;
   double update_seconds = 0, late_seconds = 0, miss_seconds = 0;  // ranks waited, by cause
   uint64_t waits = 0;
+  double forward_seconds = 0, backward_seconds = 0;  // in use, waits included
   uint64_t matrix_elements = 0, trained_matrix_elements = 0;
 
   double WaitSeconds() const { return update_seconds + late_seconds + miss_seconds; }
 };
-std::vector<LayerFigures> FiguresOfLayers(const std::vector<proto::v1::TensorFigures>& tensors);
+std::vector<LayerFigures> FiguresOfLayers(const JobReport& report);
 
 // What the estimate of operations takes from who asks for it (plan_status.h, EstimateOperations).
 struct Operations {

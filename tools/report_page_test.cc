@@ -102,7 +102,7 @@ TEST(ReportPageTest, AJobWithoutStepsHasAPage) {
 }
 
 TEST(ReportPageTest, LayersAreSumsOfTheirTensorsThoseThatCostMostFirst) {
-  const std::vector<LayerFigures> layers = FiguresOfLayers(Sample().tensors);
+  const std::vector<LayerFigures> layers = FiguresOfLayers(Sample());
   ASSERT_EQ(layers.size(), 4u);
   EXPECT_EQ(layers[0].layer, "model.layers.0");
   EXPECT_DOUBLE_EQ(layers[0].late_seconds, 3);
@@ -111,6 +111,32 @@ TEST(ReportPageTest, LayersAreSumsOfTheirTensorsThoseThatCostMostFirst) {
   EXPECT_EQ(layers[3].layer, "7 small tensors");
   const std::string page = ReportPage(Sample(), "now");
   EXPECT_LT(page.find("<td>model.layers.11</td>"), page.find("<td>model.layers.0</td>"));
+}
+
+TEST(ReportPageTest, TimesOfUseAreThoseOfTheLayerWhoseTensorsTheyAre) {
+  JobReport report = Sample();
+  EXPECT_FALSE(absl::StrContains(ReportPage(report, "now"), "backward, ms a step"));
+  for (const char* name : {"model.layers.0.norm", "model.layers.0.mlp.up.weight", "new.weight"}) {
+    proto::v1::TensorUse& use = report.uses.emplace_back();
+    use.set_name(name);
+    use.set_forward_seconds(0.6);
+    use.set_backward_seconds(1.2);
+  }
+  const std::vector<LayerFigures> layers = FiguresOfLayers(report);
+  ASSERT_EQ(layers.size(), 5u);
+  EXPECT_DOUBLE_EQ(layers[0].forward_seconds, 1.2);
+  EXPECT_DOUBLE_EQ(layers[0].backward_seconds, 2.4);
+  EXPECT_EQ(layers[1].forward_seconds, 0);
+  EXPECT_EQ(layers[4].layer, "new");
+  EXPECT_EQ(DescribeReport(report)["layers"][0]["use_seconds"]["backward"], 2.4);
+  const std::string page = ReportPage(report, "now");
+  ExpectBalanced(page);
+  EXPECT_TRUE(absl::StrContains(page, "<td>200</td><td>400</td></tr>")) << page;  // of six steps
+  // Four for each element and token of a step, in 0.6 seconds.
+  report.tensors[0].set_matrix_elements(1'500'000);
+  const std::string with_operations = ReportPage(report, "now", {.tokens = 100});
+  ExpectBalanced(with_operations);
+  EXPECT_TRUE(absl::StrContains(with_operations, "<td>0.6</td><td>1</td></tr>"));
 }
 
 TEST(ReportPageTest, NumbersAreTheSameAsJson) {

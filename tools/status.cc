@@ -13,6 +13,7 @@
 #include "tools/command.h"
 #include "tools/daemons.h"
 #include "tools/plan_status.h"
+#include "tools/rank_view.h"
 #include "tools/step_figures.h"
 
 namespace offload::tools {
@@ -84,24 +85,13 @@ Json DescribeScrub(const proto::v1::ScrubStatus& scrub) {
           {"bad_names", std::move(names)}};
 }
 
-Json DescribeRanks(const proto::v1::JobStatus& job) {
-  Json ranks = Json::array();
-  for (const proto::v1::RankStatus& rank : job.ranks()) {
-    ranks.push_back({{"rank", rank.rank()},
-                     {"pid", rank.pid()},
-                     {"phase", rank.phase()},
-                     {"step", rank.step()},
-                     {"position", rank.position()}});
-  }
-  return ranks;
-}
-
-Json Describe(const proto::v1::JobStatus& job, const Rates& rates) {
+Json Describe(const TwoAnswers& answers, const proto::v1::JobStatus& job) {
+  const Rates rates = RatesOf(answers, job);
   return {{"job", job.job()},
           {"pool", job.pool()},
           {"phase", job.phase()},
           {"client_pid", job.client_pid()},
-          {"ranks", DescribeRanks(job)},
+          {"ranks", DescribeRanks(answers, job)},
           {"step", job.step()},
           {"durable_step", job.durable_step()},
           {"seconds_per_step", job.seconds_per_step()},
@@ -173,6 +163,23 @@ std::string RankLines(const proto::v1::JobStatus& job) {
   return lines;
 }
 
+// One line for each rank that has a device.
+std::string GpuLines(const TwoAnswers& answers, const proto::v1::JobStatus& job) {
+  std::string lines;
+  for (const proto::v1::RankStatus& rank : job.ranks()) {
+    if (!rank.has_gpu()) continue;
+    const proto::v1::GpuStatus& gpu = rank.gpu();
+    absl::StrAppend(
+        &lines,
+        absl::StrFormat("gpu     %s  rank %d  %s, %.3g s in all  %s to the device %s back  host "
+                        "waits %d\n",
+                        Printable(job.job()), rank.rank(), GpuText(answers, job, rank),
+                        gpu.stall_seconds(), FormatDecimalBytes(gpu.bytes_to_device()),
+                        FormatDecimalBytes(gpu.bytes_to_host()), gpu.host_waits()));
+  }
+  return lines;
+}
+
 class StatusCommand : public Command {
  public:
   const char* name() const override { return "status"; }
@@ -223,9 +230,9 @@ class StatusCommand : public Command {
                     "  jobs ", reply.jobs_size(), "\n");
     for (const proto::v1::JobStatus& job : reply.jobs()) {
       const Rates rates = RatesOf(answers, job);
-      daemon["jobs"].push_back(Describe(job, rates));
+      daemon["jobs"].push_back(Describe(answers, job));
       absl::StrAppend(&answer.text, Line(job, rates), PlanLines(job), ComputeLine(job),
-                      RankLines(job), ErrorLine(job));
+                      RankLines(job), GpuLines(answers, job), ErrorLine(job));
       for (const proto::v1::DeviceStatus& device : job.devices()) answer.text += Line(device);
     }
     answer.data["daemons"].push_back(std::move(daemon));

@@ -21,14 +21,6 @@ namespace {
 
 using proto::Dtype;
 
-constexpr uint64_t kPlaneBytesMax = uint64_t{proto::kExtentElements} * sizeof(double);
-
-// As torch rounds: to the nearest, ties to even.
-uint16_t ToBFloat16(uint32_t bits) {
-  if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FC0;
-  return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
-
 // OFD-1207 when the store's own list of tensors is not that of the catalogue.
 absl::Status CheckFits(const proto::Catalogue& catalogue, const swap::Store& store) {
   bool fits = catalogue.store_tensors.size() == store.spec().tensors.size() &&
@@ -67,6 +59,11 @@ class Rows {
 
 }  // namespace
 
+uint16_t ToBFloat16(uint32_t bits) {
+  if ((bits & 0x7FFFFFFF) > 0x7F800000) return 0x7FC0;
+  return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
 Dtype DtypeOf(Values values, Dtype stored) {
   if (values == Values::kWeights) return stored;
   return values == Values::kFloat32 ? Dtype::kFloat32 : Dtype::kBFloat16;
@@ -78,6 +75,7 @@ absl::StatusOr<StoredModel> StoredModel::Open(const std::string& pool, const std
   OFFLOAD_ASSIGN_OR_RETURN(model.store_, swap::OpenForkSource(pool, job, snapshot, {}));
   OFFLOAD_ASSIGN_OR_RETURN(proto::StoredCatalogue stored,
                            proto::DecodeCatalogue(model.store_->spec().catalogue));
+  model.optimizer_ = std::move(stored.optimizer);
   model.kept_ = std::move(stored.planes);
   OFFLOAD_ASSIGN_OR_RETURN(model.catalogue_, proto::BuildCatalogue(std::move(stored.tensors)));
   OFFLOAD_RETURN_IF_ERROR(CheckFits(model.catalogue_, *model.store_));
@@ -91,6 +89,17 @@ absl::StatusOr<StoredModel> StoredModel::Open(const std::string& pool, const std
   }
   model.values_.resize(kPlaneBytesMax);
   return model;
+}
+
+// A rank that was never given a state takes the first one's. Buffers, which come last, have no
+// counts.
+absl::StatusOr<std::string> StoredModel::BlobWith(std::vector<uint64_t> update_counts) const {
+  const std::string& blob = store_->committed().blob;
+  OFFLOAD_ASSIGN_OR_RETURN(const zero3::TrainerState state,
+                           zero3::DecodeTrainerState(proto::DecodeTrainerStates(blob).front()));
+  update_counts.resize(weight_count());
+  return zero3::EncodeTrainerState(
+      {.update_counts = std::move(update_counts), .buffers = state.buffers});
 }
 
 bool StoredModel::IsWeight(uint32_t tensor) const {

@@ -28,6 +28,12 @@ enum class Values { kWeights, kFloat32, kBFloat16 };
 
 proto::Dtype DtypeOf(Values values, proto::Dtype stored);
 
+// The most bytes of an extent of any plane.
+inline constexpr uint64_t kPlaneBytesMax = uint64_t{proto::kExtentElements} * sizeof(double);
+
+// The nearest bf16 number to one of fp32, ties to even, as torch rounds; bits of both.
+uint16_t ToBFloat16(uint32_t bits);
+
 // Takes the next elements of a parameter, row by row. `tensor` is its number in the catalogue.
 using ElementSink = std::function<absl::Status(uint32_t tensor, std::span<const std::byte> bytes)>;
 
@@ -41,7 +47,13 @@ class StoredModel {
                                           const std::string& snapshot);
 
   const swap::Store& store() const { return *store_; }
+  // An extent of a plane as it is, into memory of at least ExtentBytes(id); zeros when it was never
+  // written.
+  absl::Status ReadExtent(const swap::ExtentId& id, const MappedRegion& to) {
+    return ReadPlane(id, to);
+  }
   const proto::Catalogue& catalogue() const { return catalogue_; }
+  const std::string& optimizer() const { return optimizer_; }  // its name
   // What the optimizer keeps of what it trains, with torch's names.
   const proto::KeptPlanes& kept() const { return kept_; }
   // Whether a tensor of the catalogue is a parameter, and no buffer.
@@ -53,6 +65,9 @@ class StoredModel {
   absl::Status Copy(uint32_t store_tensor, Values wanted, const ElementSink& sink);
   // How often each tensor of the catalogue was updated.
   const std::vector<uint64_t>& update_counts() const { return update_counts_; }
+  // What is committed with a first step of another job that begins with other values: the buffers,
+  // these counts, and nothing that a trainer has kept for itself.
+  absl::StatusOr<std::string> BlobWith(std::vector<uint64_t> update_counts) const;
   // The buffers of the module, as they were committed; of a job of several ranks, the first one's.
   absl::StatusOr<std::vector<zero3::StoredBuffer>> Buffers() const;
   // Gives `sink` the bytes of one of them, row by row, in pieces. OFD-1207 when it is to be in the
@@ -83,6 +98,7 @@ class StoredModel {
 
   std::unique_ptr<swap::Store> store_;
   proto::Catalogue catalogue_;
+  std::string optimizer_;
   proto::KeptPlanes kept_;
   std::vector<uint64_t> update_counts_;
   std::string buffers_;  // encoded

@@ -10,6 +10,7 @@
 #include "absl/strings/str_split.h"
 #include "base/byte_size.h"
 #include "tools/plan_status.h"
+#include "tools/rank_view.h"
 #include "tools/step_figures.h"
 
 namespace offload::tools {
@@ -106,34 +107,25 @@ std::string PlanLine(const v1::JobStatus& job) {
   return line + "\n";
 }
 
-std::string RankLines(const v1::JobStatus& job) {
+std::string RankLines(const TwoAnswers& answers, const v1::JobStatus& job) {
   std::string lines;
   for (const v1::RankStatus& rank : job.ranks()) {
+    const std::string gpu = GpuText(answers, job, rank);
     absl::StrAppend(&lines, "  rank ", rank.rank(), "  pid ", rank.pid(), "  ",
                     Printable(rank.phase()), "  step ", rank.step(), "  touch ", rank.position(),
-                    "\n");
+                    "\n", gpu.empty() ? "" : absl::StrCat("    ", gpu, "\n"));
   }
   return lines;
 }
 
-std::string JobLines(const v1::JobStatus& job, const Rates& rates) {
+std::string JobLines(const TwoAnswers& answers, const v1::JobStatus& job) {
   return absl::StrCat(JobLine(job), job.has_last_step() ? PhaseLine(job.last_step()) : "",
-                      DriveLine(job, rates), PlanLine(job), RankLines(job));
+                      DriveLine(job, RatesOf(answers, job)), PlanLine(job),
+                      RankLines(answers, job));
 }
 
-Json DescribeRanks(const v1::JobStatus& job) {
-  Json ranks = Json::array();
-  for (const v1::RankStatus& rank : job.ranks()) {
-    ranks.push_back({{"rank", rank.rank()},
-                     {"pid", rank.pid()},
-                     {"phase", rank.phase()},
-                     {"step", rank.step()},
-                     {"position", rank.position()}});
-  }
-  return ranks;
-}
-
-Json DescribeJob(const v1::JobStatus& job, const Rates& rates) {
+Json DescribeJob(const TwoAnswers& answers, const v1::JobStatus& job) {
+  const Rates rates = RatesOf(answers, job);
   return {{"job", job.job()},
           {"pool", job.pool()},
           {"phase", job.phase()},
@@ -146,7 +138,7 @@ Json DescribeJob(const v1::JobStatus& job, const Rates& rates) {
           {"resident_bytes", job.resident_bytes()},
           {"ram_bytes", job.ram_bytes()},
           {"plan", DescribePlanStatus(job)},
-          {"ranks", DescribeRanks(job)}};
+          {"ranks", DescribeRanks(answers, job)}};
 }
 
 }  // namespace
@@ -168,7 +160,7 @@ std::string TopText(const DaemonAddress& address, const TwoAnswers& answers) {
                    "  pid ", reply.pid(), "  up ", FormatDuration(reply.uptime_seconds()),
                    "  jobs ", reply.jobs_size(), "  ", Printable(address.socket), "\n");
   if (!reply.jobs().empty()) text += Heading();
-  for (const v1::JobStatus& job : reply.jobs()) text += JobLines(job, RatesOf(answers, job));
+  for (const v1::JobStatus& job : reply.jobs()) text += JobLines(answers, job);
   std::string clipped;
   for (const auto& line : absl::StrSplit(text, '\n', absl::SkipEmpty()))
     absl::StrAppend(&clipped, Clip(std::string(line), kTopColumns), "\n");
@@ -177,8 +169,7 @@ std::string TopText(const DaemonAddress& address, const TwoAnswers& answers) {
 
 Json DescribeTop(const DaemonAddress& address, const TwoAnswers& answers) {
   Json jobs = Json::array();
-  for (const v1::JobStatus& job : answers.reply.jobs())
-    jobs.push_back(DescribeJob(job, RatesOf(answers, job)));
+  for (const v1::JobStatus& job : answers.reply.jobs()) jobs.push_back(DescribeJob(answers, job));
   return {{"socket", address.socket},
           {"private", address.is_private},
           {"version", answers.reply.version()},

@@ -110,6 +110,10 @@ TEST(TopViewTest, FitsEightyColumnsWhateverTheNumbersAre) {
   job.mutable_plan()->mutable_steps()->set_seconds(1e300);
   job.mutable_plan()->mutable_steps()->set_compute_seconds(1);
   job.mutable_plan()->set_replans(UINT64_MAX);
+  proto::v1::GpuStatus* const gpu = job.mutable_ranks(0)->mutable_gpu();
+  gpu->set_device(std::string(300, 'x'));
+  gpu->set_used_bytes(UINT64_MAX);
+  gpu->set_stall_seconds(1e300);
   const DaemonAddress far = {absl::StrCat("/", std::string(200, 'y')), true};
   for (const std::string& line : Lines(TopText(far, Answers(job))))
     EXPECT_LE(line.size(), kTopColumns) << line;
@@ -123,6 +127,48 @@ TEST(TopViewTest, AJobWithoutAStepSaysWhatItDoes) {
   EXPECT_NE(text.find("new?[31m"), std::string::npos) << text;
   EXPECT_NE(text.find("formatting"), std::string::npos) << text;
   EXPECT_TRUE(DescribeTop(kAddress, Answers(job))["jobs"][0]["last_step"].is_null());
+}
+
+// Two seconds after another look.
+TwoAnswers AnswersOfADevice() {
+  proto::v1::JobStatus job = Sample();
+  proto::v1::GpuStatus* const gpu = job.mutable_ranks(0)->mutable_gpu();
+  gpu->set_device("cuda:0");
+  gpu->set_gpu_ram_bytes(20ull << 30);
+  gpu->set_window_bytes(15ull << 30);
+  gpu->set_used_bytes(18ull << 30);
+  gpu->set_peak_bytes(19ull << 30);
+  gpu->set_bytes_to_device(30'000'000'000);
+  gpu->set_bytes_to_host(3'000'000'000);
+  gpu->set_stall_seconds(5.5);
+  gpu->set_host_waits(4);
+  TwoAnswers answers = Answers(job);
+  proto::v1::GpuStatus* const before =
+      answers.jobs_before.Mutable(0)->mutable_ranks(0)->mutable_gpu();
+  before->set_bytes_to_device(10'000'000'000);
+  before->set_bytes_to_host(2'000'000'000);
+  before->set_stall_seconds(5.44);
+  return answers;
+}
+
+TEST(TopViewTest, ShowsTheDeviceOfARankThatHasOne) {
+  const TwoAnswers answers = AnswersOfADevice();
+  EXPECT_EQ(Lines(TopText(kAddress, answers))[6],
+            "    cuda:0  18.0 GiB of 20.0 GiB, peak 19.0 GiB  10.00in 0.50out GB/s  stall 3%");
+  const Json gpu = DescribeTop(kAddress, answers)["jobs"][0]["ranks"][0]["gpu"];
+  EXPECT_EQ(gpu["window_bytes"], 15ull << 30);
+  EXPECT_EQ(gpu["host_waits"], 4);
+  EXPECT_DOUBLE_EQ(gpu["to_device_bytes_per_second"], 1e10);
+  EXPECT_NEAR(gpu["stall_share"], 0.03, 1e-9);
+  EXPECT_TRUE(DescribeTop(kAddress, Answers(Sample()))["jobs"][0]["ranks"][0]["gpu"].is_null());
+}
+
+// Its region is new, and the words in it begin at zero.
+TEST(TopViewTest, ARankThatHasJoinedAgainHasNoRatesYet) {
+  TwoAnswers answers = AnswersOfADevice();
+  answers.jobs_before.Mutable(0)->mutable_ranks(0)->set_pid(1);
+  EXPECT_EQ(Lines(TopText(kAddress, answers))[6],
+            "    cuda:0  18.0 GiB of 20.0 GiB, peak 19.0 GiB  0.00in 0.00out GB/s  stall 0%");
 }
 
 TEST(TopViewTest, RecordsOfSeveralStepsAreShownPerStep) {

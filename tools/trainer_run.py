@@ -52,6 +52,19 @@ def add_model_arguments(parser, params, steps):
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
 
 
+def add_device_arguments(parser):
+    """Adds the flags that say where the model is trained."""
+    parser.add_argument("--device", default="cpu", help="where the model is trained, by torch's name: cuda, cuda:1 (default cpu)")
+    parser.add_argument("--gpu-ram", help="with --device: the budget of the device's memory for weights and gradients")
+
+
+def device_flags(options, offloaded):
+    """Returns the trainer's flags for that."""
+    if options.device == "cpu":
+        return []
+    return ["--device", options.device, *(["--gpu-ram", options.gpu_ram] if offloaded and options.gpu_ram else [])]
+
+
 def share_micro_batches(parser, options):
     """Sets --micro-batches when it was left out; ends with a usage error when the ranks cannot share them."""
     if options.micro_batches is None:
@@ -241,14 +254,37 @@ class Run:
 class TrainerRun(Run):
     """A run of examples/train."""
 
-    def __init__(self, options, flags, ranks=1):
+    def __init__(self, options, flags, ranks=1, environment=None):
         train, daemon = program(options, "examples/train"), program(options, "offloadd/offloadd")
         if train is None:
             raise RunFailed(f"{options.bin}/examples/train is not built")
-        environment = trainer_environment()
+        environment = {**trainer_environment(), **(environment or {})}
         if daemon is not None:
             environment.setdefault("OFFLOADD_BINARY", daemon)
         super().__init__([([train, "--json", *flags], {**environment, **of_rank}) for of_rank in rank_environments(ranks)])
+
+
+def step_log_lines(path):
+    """Returns the objects of a step log (OFFLOADD_STEP_LOG); none when there is no file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+    except FileNotFoundError:
+        return []
+
+
+def measure_link(options):
+    """Returns GB/s of copies to the device and back, alone and together, by `offloadctl doctor`; None where it does not say."""
+    offloadctl = program(options, "tools/offloadctl")
+    if options.device == "cpu" or offloadctl is None:
+        return None
+    result = subprocess.run([offloadctl, "doctor", "--json"], capture_output=True, text=True, check=False)
+    name = options.device if ":" in options.device else options.device + ":0"
+    try:
+        figures = [check["figures"] for check in json.loads(result.stdout)["checks"] if check["name"] == name + " copies"]
+    except (ValueError, KeyError):
+        return None
+    return figures[0] if figures else None
 
 
 def child_named(parent, name):

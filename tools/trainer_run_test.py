@@ -21,6 +21,11 @@ TRAINER = r'''#!PYTHON
 import json, mmap, os, shutil, subprocess, sys, time
 flags = dict(zip(sys.argv[2::2], sys.argv[3::2]))
 on = flags["--offload"] == "on" if "--offload" in flags else False
+for flag, variable in (("--device", "DEVICE"), ("--gpu-ram", "GPU_RAM")):
+    # Of the model, which costs nothing, there are only the sizes.
+    asked = int(flags["--steps"]) > 0 and (on or flag == "--device")
+    assert flags.get(flag) == (os.environ.get(variable) if asked else None), flags
+if os.environ.get("MEMORY_FAILS") and not on and int(flags["--steps"]) > 0: sys.exit("no room")
 parameters = int(float(flags["--params"].replace("M", "e6")))
 tiny = parameters < 1e6
 def say(**line): print(json.dumps(line), flush=True)
@@ -30,7 +35,10 @@ def meet(where):
     ranks = int(os.environ.get("WORLD_SIZE", 1)) if on else 1
     name = os.path.join(flags.get("--nvme-path", ""), where)
     if ranks > 1: open(name + os.environ["RANK"], "w").close()
-    while ranks > 1 and not all(os.path.exists(name + str(rank)) for rank in range(ranks)): time.sleep(0.01)
+    end = time.monotonic() + 100
+    while ranks > 1 and not all(os.path.exists(name + str(rank)) for rank in range(ranks)):
+        if time.monotonic() > end: sys.exit("a rank is missing where it " + where)
+        time.sleep(0.01)
 touched, untouched = sizes("MAPPED_MIB"), sizes("UNTOUCHED_MIB")
 resumed, keep = 0, []
 if on:
@@ -65,8 +73,15 @@ for step in range(resumed + 1, int(flags["--steps"]) + 1):
     time.sleep(float(os.environ.get("STEP_SECONDS", 0.01)))
     if on and sizes("MOMENT_MIB"): b"x" * (sizes("MOMENT_MIB") << 20)
     if os.environ.get("GROWS") and on: grow.append(bytearray(os.urandom(1 << 20)) * 16)
-    if on: open(marker, "w").write(str(step))
+    if on:  # whole or not at all, whenever it is killed
+        new = marker + ".new" + os.environ.get("RANK", "")  # of each rank its own: the other one may just be moving its
+        with open(new, "w") as file: file.write(str(step))
+        os.replace(new, marker)
     wrong = on and str(step) == os.environ.get("WRONG_STEP")
+    if on and "OFFLOADD_STEP_LOG" in os.environ:  # a second in memory, and a quarter of the step in vain
+        with open(os.environ["OFFLOADD_STEP_LOG"], "a") as file:
+            file.write(json.dumps({"step": step, "seconds": 1.5, "gpu": {"bytes_to_device": 36_000_000_000, "bytes_to_host": 2_000_000_000,
+                                                                         "stall_seconds": 0.375 if step > 2 else 99}}) + "\n")
     say(event="step", step=step, loss=2.0 if wrong else 1.0 / step, grad_norm=1.0, learning_rate=1e-3,
         seconds={"forward": 0.25, "backward": 0.5, "step": 0.75 if on else 0.25, "wait": 0.25 if on else 0},
         bytes_read=14 * parameters if on else 0, bytes_written=12 * parameters if on else 0,
@@ -80,6 +95,10 @@ say(event="end", step=int(flags["--steps"]), durable_epoch=int(flags["--steps"])
 
 IO_BENCH = r'''#!PYTHON
 print('{"path":"x","engine":"uring","file_bytes":1,"read_gbps":2.0,"write_gbps":1.0,"mixed_gbps":2.6}')
+'''
+
+DOCTOR = r'''#!PYTHON
+print('{"checks":[{"name":"standin:0 copies","figures":{"to_device_gbps":30.0,"to_host_gbps":20.0,"both_gbps":40.0}}]}')
 '''
 
 KERNEL = r'''#!/bin/sh
@@ -139,6 +158,34 @@ class BenchTest(ScriptTest):
         result = self.run_script("bench", "--steps", "3", "--rounds", "1", "--no-kernels")
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertIn("reached   0.867 of max(io, 1.3 x compute) = 1.30 s", result.stdout)
+        self.assertNotIn("link", result.stdout)
+
+    def test_a_device_computes_beside_the_cores(self):
+        _, result = self.run_json("bench", "--params", "100M", "--steps", "4", "--device", "standin", "--gpu-ram", "1GiB", "--no-kernels",
+                                  DEVICE="standin", GPU_RAM="1GiB")
+        self.assertAlmostEqual(result["bound"]["bound_seconds"], 1.0)  # both
+        self.assertIsNone(result["bound"]["link_seconds"])  # there is no offloadctl
+        self.assertAlmostEqual(result["offloaded"]["tokens_per_second"], 2 * 128 / 1.5)
+        self.assertAlmostEqual(result["offloaded"]["tflops"], 6 * 100e6 * 2 * 128 / 1.5 * 1e-12)
+        self.assertAlmostEqual(result["memory"]["tokens_per_second"], 2 * 128)
+
+    def test_the_link_to_a_device_may_be_the_bound(self):
+        self.write("tools/offloadctl", DOCTOR)
+        _, result = self.run_json("bench", "--params", "100M", "--steps", "4", "--device", "standin", "--no-kernels", DEVICE="standin")
+        self.assertAlmostEqual(result["bound"]["link_seconds"], 1.2)
+        self.assertAlmostEqual(result["bound"]["fraction"], 1.2 / 1.5)
+        self.assertAlmostEqual(result["gpu"]["stall_share"], 0.25)
+        run = self.run_script("bench", "--params", "100M", "--steps", "4", "--device", "standin", "--no-kernels", DEVICE="standin")
+        self.assertIn("0.800 of max(io, compute, link) = 1.20 s", run.stdout)
+        self.assertIn("the GPU waits for copies 25.0 % of a step", run.stdout)
+        self.assertIn("36.00 GB to the device and 2.00 GB back a step (30.0 in, 20.0 out, 40.0 both GB/s)", run.stdout)
+
+    def test_a_device_may_have_no_room_for_the_run_in_memory(self):
+        code, result = self.run_json("bench", "--steps", "4", "--device", "standin", "--no-kernels", DEVICE="standin", MEMORY_FAILS="1")
+        self.assertEqual((code, result["memory"], result["bound"]["compute_seconds"]), (0, None, 0))
+        run = self.run_script("bench", "--steps", "4", "--no-kernels", "--device", "standin", DEVICE="standin", MEMORY_FAILS="1")
+        self.assertIn("not in the memory of standin: no room", run.stderr)
+        self.assertIn("tokens/s", run.stdout)
 
     def test_repeats_what_the_trainer_said_when_it_fails(self):
         result = self.run_script("bench", TRAINER_FAILS="1")
@@ -165,6 +212,15 @@ class DemoTest(ScriptTest):
         self.assertAlmostEqual(result["measured"]["bytes_read"], 14e6)
         self.assertIn("SIGKILL to the trainer", run.stderr)
         self.assertIn("All 8 losses are, to the last digit", run.stderr)
+
+    def test_on_a_device_the_losses_are_those_of_a_run_there(self):
+        run = self.run_script("demo", "--json", "--params", "1M", "--steps", "8", "--device", "standin", STEP_SECONDS="0.3", DEVICE="standin",
+                              MEMORY_FAILS="1")
+        self.assertEqual(run.returncode, 0, run.stderr)
+        result = json.loads(run.stdout)
+        self.assertEqual((result["steps_compared"], result["losses_that_differ"], result["compute_seconds"]), (8, 0, 0))
+        self.assertIn("1. Offloaded, on standin, not interrupted", run.stderr)
+        self.assertIn("those of the run that was not killed", run.stderr)
 
     def test_fails_when_one_loss_differs(self):
         run = self.demo(WRONG_STEP="7")

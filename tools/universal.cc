@@ -22,7 +22,6 @@ namespace {
 namespace fs = std::filesystem;
 using Form = zero3::SavedTensorWriter::Form;
 
-constexpr char kLatest[] = "latest_universal";
 constexpr char kFormatVersion[] = "0.19.6";  // of DeepSpeed
 // It reads as many groups as its program has, and of each what takes the place of the program's own
 // options: nothing.
@@ -33,13 +32,8 @@ absl::Status CannotWrite(const fs::path& path, const std::error_code& error) {
                    absl::StrCat(path.string(), " cannot be written: ", error.message()));
 }
 
-// Names become folders: none may lead out.
 absl::Status CheckName(const std::string& name) {
-  const fs::path path(name);
-  const bool leads_out =
-      name.empty() || path.is_absolute() ||
-      std::any_of(path.begin(), path.end(), [](const fs::path& part) { return part == ".."; });
-  if (!leads_out) return absl::OkStatus();
+  if (!LeadsOut(name)) return absl::OkStatus();
   return MakeError(ErrorId::kStoreDamaged,
                    absl::StrCat("a tensor is called \"", zero3::ShownName(name), "\""));
 }
@@ -195,6 +189,12 @@ absl::Status SyncFolders(const fs::path& top) {
 
 }  // namespace
 
+bool LeadsOut(const std::string& name) {
+  const fs::path path(name);
+  return name.empty() || path.is_absolute() ||
+         std::any_of(path.begin(), path.end(), [](const fs::path& part) { return part == ".."; });
+}
+
 std::string UniversalTag(const StoredModel& model) {
   return absl::StrCat("global_step", model.store().committed().epoch, "_universal");
 }
@@ -226,7 +226,8 @@ absl::StatusOr<uint64_t> WriteUniversal(StoredModel& model, const std::string& f
   }
   fs::rename(building, target, error);
   if (error) return CannotWrite(target, error);
-  OFFLOAD_RETURN_IF_ERROR(zero3::WriteTextFile((fs::path(folder) / kLatest).string(), tag));
+  OFFLOAD_RETURN_IF_ERROR(
+      zero3::WriteTextFile((fs::path(folder) / kLatestUniversal).string(), tag));
   return writer.written_bytes();
 }
 

@@ -23,6 +23,12 @@
 
 namespace offload::tools {
 
+// Of the folder that holds checkpoints: a file with the tag of the last one.
+inline constexpr char kLatestUniversal[] = "latest_universal";
+
+// Parameters' names become folders: whether this one would lead out of the checkpoint, or nowhere.
+bool LeadsOut(const std::string& name);
+
 // "global_step7_universal"
 std::string UniversalTag(const StoredModel& model);
 

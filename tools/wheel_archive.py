@@ -18,6 +18,16 @@ Requires-Python: >=3.10
 Requires-Dist: torch ==2.11.*
 """
 WHEEL = "Wheel-Version: 1.0\nGenerator: offloadd\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n"
+# Commands on PATH. offloadctl is a program of its own: it needs neither Python nor torch, so torch is not imported for it.
+ENTRY_POINTS = "[console_scripts]\noffloadd-run = offloadd.deepspeed.launcher:main\n"
+OFFLOADCTL = """#!python
+import importlib.util
+import os
+import sys
+
+program = os.path.join(os.path.dirname(importlib.util.find_spec("offloadd").origin), "offloadctl")
+os.execv(program, ["offloadctl", *sys.argv[1:]])
+"""
 EPOCH = (2020, 1, 1, 0, 0, 0)  # the same bytes for the same files
 
 
@@ -45,7 +55,9 @@ def pack(tree, target):
     version = version_of(tree)
     info = f"offloadd-{version}.dist-info"
     entries = list(files_of(tree))
-    entries += [(f"{info}/METADATA", METADATA.format(version=version).encode(), 0o644), (f"{info}/WHEEL", WHEEL.encode(), 0o644)]
+    entries += [(f"offloadd-{version}.data/scripts/offloadctl", OFFLOADCTL.encode(), 0o755),
+                (f"{info}/METADATA", METADATA.format(version=version).encode(), 0o644), (f"{info}/WHEEL", WHEEL.encode(), 0o644),
+                (f"{info}/entry_points.txt", ENTRY_POINTS.encode(), 0o644)]
     record = "".join(f"{name},{digest(data)},{len(data)}\n" for name, data, _ in entries) + f"{info}/RECORD,,\n"
     path = os.path.join(target, f"offloadd-{version}-py3-none-linux_x86_64.whl")
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:

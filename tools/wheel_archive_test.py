@@ -1,6 +1,7 @@
 """Tests the archive that tools/wheel makes."""
 
 import os
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -32,6 +33,17 @@ class WheelArchiveTest(unittest.TestCase):
         self.assertEqual(os.path.basename(path), "offloadd-1.2.3-py3-none-linux_x86_64.whl")
         with zipfile.ZipFile(path) as archive:
             self.assertIn(b"Version: 1.2.3\n", archive.read("offloadd-1.2.3.dist-info/METADATA"))
+
+    def test_commands_are_on_the_path(self):
+        with zipfile.ZipFile(wheel_archive.pack(self.tree, self.target)) as archive:
+            self.assertIn(b"offloadd-run = offloadd.deepspeed.launcher:main\n", archive.read("offloadd-1.2.3.dist-info/entry_points.txt"))
+            script = archive.read("offloadd-1.2.3.data/scripts/offloadctl").decode()
+        self.write("offloadctl", "#!/bin/sh\necho \"$0 $*\"\n", 0o755)
+        with open(os.path.join(self.tree, "script"), "w", encoding="utf-8") as file:
+            file.write(script)
+        done = subprocess.run([sys.executable, file.name, "ls", "/nvme0"], env={**os.environ, "PYTHONPATH": self.tree}, text=True,
+                              capture_output=True, check=True)
+        self.assertEqual(done.stdout, os.path.join(self.tree, "offloadd", "offloadctl") + " ls /nvme0\n")
 
     def test_programs_stay_programs(self):
         with zipfile.ZipFile(wheel_archive.pack(self.tree, self.target)) as archive:

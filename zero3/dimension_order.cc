@@ -71,16 +71,18 @@ std::vector<int64_t> StridesOf(Dimensions sizes, const DimensionOrder& order) {
 
 void CopyToRows(Dimensions sizes, const DimensionOrder& order, size_t element_bytes, RowRange range,
                 const std::byte* elements, std::byte* rows) {
-  OFFLOAD_CHECK(element_bytes == 2 || element_bytes == 4) << element_bytes;
-  return element_bytes == 2 ? ToRows<2>(sizes, order, range, elements, rows)
-                            : ToRows<4>(sizes, order, range, elements, rows);
+  OFFLOAD_CHECK(element_bytes == 2 || element_bytes == 4 || element_bytes == 8) << element_bytes;
+  if (element_bytes == 2) return ToRows<2>(sizes, order, range, elements, rows);
+  if (element_bytes == 4) return ToRows<4>(sizes, order, range, elements, rows);
+  ToRows<8>(sizes, order, range, elements, rows);
 }
 
 void CopyFromRows(Dimensions sizes, const DimensionOrder& order, size_t element_bytes,
                   RowRange range, const std::byte* rows, std::byte* elements) {
-  OFFLOAD_CHECK(element_bytes == 2 || element_bytes == 4) << element_bytes;
-  return element_bytes == 2 ? FromRows<2>(sizes, order, range, rows, elements)
-                            : FromRows<4>(sizes, order, range, rows, elements);
+  OFFLOAD_CHECK(element_bytes == 2 || element_bytes == 4 || element_bytes == 8) << element_bytes;
+  if (element_bytes == 2) return FromRows<2>(sizes, order, range, rows, elements);
+  if (element_bytes == 4) return FromRows<4>(sizes, order, range, rows, elements);
+  FromRows<8>(sizes, order, range, rows, elements);
 }
 
 }  // namespace offload::zero3

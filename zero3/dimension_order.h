@@ -25,8 +25,8 @@ DimensionOrder OrderOf(Dimensions sizes, Dimensions strides);
 // as of a row.
 std::vector<int64_t> StridesOf(Dimensions sizes, const DimensionOrder& order);
 
-// Between elements [begin, begin + count) of the rows and all elements in the order of memory, of 2
-// or 4 bytes each.
+// Between elements [begin, begin + count) of the rows and all elements in the order of memory, of
+// 2, 4 or 8 bytes each.
 struct RowRange {
   uint64_t begin = 0, count = 0;
 };

@@ -65,6 +65,7 @@ TEST(DimensionOrderTest, RowsAreCopiedInPieces) {
        {DimensionOrder{}, {0, 2, 1}, {1, 0, 2}, {1, 2, 0}, {2, 0, 1}, {2, 1, 0}}) {
     ExpectRows<uint32_t>({3, 4, 5}, order);
     ExpectRows<uint16_t>({5, 2, 7}, order);
+    ExpectRows<uint64_t>({4, 3, 6}, order);
   }
   ExpectRows<uint32_t>({6, 1, 5}, {2, 0});
 }

@@ -15,6 +15,7 @@
 #include "base/status_macros.h"
 #include "proto/planned_traffic.h"
 #include "proto/shm_abi.h"
+#include "proto/step_words.h"
 #include "zero3/keep_order.h"
 
 namespace offload::zero3 {
@@ -230,7 +231,7 @@ Needs::Needs(const PlanInput& input)
   block_bytes = proto::FullStateBytes(catalogue);
   slab_fixed_bytes = PaddedBytes(sizeof(proto::SlabHeader)) +
                      PaddedBytes(catalogue.tensors.size() * sizeof(proto::TensorWord));
-  pins_bytes = PaddedBytes(catalogue.tensors.size() * sizeof(proto::PinWord));
+  pins_bytes = PaddedBytes(proto::PinTableBytes(catalogue.tensors.size()));
   staging_bytes = proto::kLoadingStagingBytes;
   // The daemon counts in whole pages.
   overhead_bytes = PaddedBytes(proto::OverheadBytes(catalogue));
@@ -485,6 +486,7 @@ void PlaceRegion(const PlanInput& input, const Needs& needs, const Choice& choic
   plan.staging_offset = proto::kRegionFixedBytes;
   plan.staging_bytes = needs.staging_bytes;
   plan.pins_offset = plan.staging_offset + plan.staging_bytes;
+  plan.use_times_offset = proto::UseTimesOffset(plan.pins_offset, input.catalogue.tensors.size());
   plan.gradient_window_offset = plan.pins_offset + needs.pins_bytes;
   plan.gradient_window_bytes = choice.gradient_window_bytes;
   uint64_t end = plan.gradient_window_offset + plan.gradient_window_bytes;
@@ -688,7 +690,7 @@ std::string DescribePlan(const PlanInput& input, const Plan& plan) {
   const uint64_t ranks = memory.world_size;
   const uint64_t words =
       PaddedBytes(input.catalogue.tensors.size() * sizeof(proto::TensorWord));  // of either kind
-  const uint64_t pins = PaddedBytes(input.catalogue.tensors.size() * sizeof(proto::PinWord));
+  const uint64_t pins = PaddedBytes(proto::PinTableBytes(input.catalogue.tensors.size()));
   const uint64_t tables = plan.slab.tensor_words_offset + (ranks > 1 ? 2 : 1) * words +
                           ranks * (proto::kRegionFixedBytes + pins);
   std::string text =

@@ -50,14 +50,15 @@ struct PlanInput {
 struct Plan {
   proto::MemoryPlan memory;
   proto::SlabLayout slab;
-  // The region: fixed part, staging (at the same place before there is a plan), pins, window for
-  // spilled gradients, gradients. Of several ranks: fixed part, staging, pins, ring, window, at the
-  // same places for all, and gradients that the trainer reduces; behind that the first rank has the
-  // rest of its staging.
+  // The region: fixed part, staging (at the same place before there is a plan), pins with times of
+  // use, window for spilled gradients, gradients. Of several ranks: fixed part, staging, pins,
+  // ring, window, at the same places for all, and gradients that the trainer reduces; behind that
+  // the first rank has the rest of its staging.
   uint64_t staging_offset = 0;  // one writable copy of the largest tensor, at least
                                 // kLoadingStagingBytes; used for loading, too
   uint64_t staging_bytes = 0;
   uint64_t pins_offset = 0;
+  uint64_t use_times_offset = 0;  // behind the pins (proto/step_words.h)
   uint64_t gradient_window_offset =
       0;  // spilled gradients pass through here: at least twice the largest gradient
   uint64_t gradient_window_bytes = 0;  // 0 when gradients stay in DRAM

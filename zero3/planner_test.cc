@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "base/random.h"
 #include "proto/shm_abi.h"
+#include "proto/step_words.h"
 
 namespace offload::zero3 {
 namespace {
@@ -127,6 +128,8 @@ void ExpectSound(const PlanInput& input, const Plan& plan) {
   EXPECT_EQ(plan.gradients_spilled, scratch_end > 0);
   EXPECT_GE(plan.gradient_window_bytes, 2 * largest_spilled);
   EXPECT_GE(plan.gradient_window_offset,
+            plan.use_times_offset + input.catalogue.tensors.size() * sizeof(proto::UseTimes));
+  EXPECT_GE(plan.use_times_offset,
             plan.pins_offset + input.catalogue.tensors.size() * sizeof(proto::PinWord));
   EXPECT_EQ(plan.pins_offset, plan.staging_offset + plan.staging_bytes);
 }

@@ -13,6 +13,7 @@
 #include "base/status_macros.h"
 #include "zero3/file_errors.h"
 #include "zero3/pickle.h"
+#include "zero3/zip_crc.h"
 
 namespace offload::zero3 {
 namespace {
@@ -25,44 +26,7 @@ void Put(std::string& to, T number) {
   to.append(reinterpret_cast<const char*>(&number), sizeof(number));
 }
 
-// ---- The checksum of ZIP -----------------------------------------------------------------------
-
-using CrcTables = std::array<std::array<uint32_t, 256>, 8>;
-
-// tables[k][b]: the remainder of byte b followed by k bytes of zeros.
-constexpr CrcTables MakeCrcTables() {
-  CrcTables tables{};
-  for (uint32_t b = 0; b < 256; ++b) {
-    uint32_t remainder = b;
-    for (int bit = 0; bit < 8; ++bit)
-      remainder = (remainder >> 1) ^ ((remainder & 1) != 0 ? 0xEDB88320u : 0u);
-    tables[0][b] = remainder;
-  }
-  for (size_t k = 1; k < tables.size(); ++k)
-    for (uint32_t b = 0; b < 256; ++b)
-      tables[k][b] = (tables[k - 1][b] >> 8) ^ tables[0][tables[k - 1][b] & 0xFF];
-  return tables;
-}
-
-constexpr CrcTables kCrcTables = MakeCrcTables();
-
-// Goes on from the checksum of what came before; 0 at the beginning. Eight bytes at a time.
-uint32_t Crc32(uint32_t crc, std::span<const std::byte> bytes) {
-  crc = ~crc;
-  size_t at = 0;
-  for (; at + 8 <= bytes.size(); at += 8) {
-    uint64_t word;
-    std::memcpy(&word, bytes.data() + at, sizeof(word));
-    word ^= crc;
-    crc = 0;
-    for (size_t k = 0; k < 8; ++k) crc ^= kCrcTables[7 - k][(word >> (8 * k)) & 0xFF];
-  }
-  for (; at < bytes.size(); ++at)
-    crc = (crc >> 8) ^ kCrcTables[0][(crc ^ static_cast<uint8_t>(bytes[at])) & 0xFF];
-  return ~crc;
-}
-
-uint32_t Crc32(const std::string& bytes) { return Crc32(0, std::as_bytes(std::span(bytes))); }
+uint32_t CrcOf(const std::string& bytes) { return ZipCrc(0, std::as_bytes(std::span(bytes))); }
 
 // ---- The pickle --------------------------------------------------------------------------------
 
@@ -196,7 +160,7 @@ void SavedTensorWriter::Place(const Contents& contents, uint64_t elements_bytes)
     Record& record = records_[i];
     record = {.name = kNames[i],
               .size_bytes = i == kElements ? elements_bytes : contents[i].size(),
-              .crc = Crc32(contents[i]),
+              .crc = CrcOf(contents[i]),
               .offset_bytes = at};
     const uint64_t least =
         at + kLocalHeaderBytes + record.name.size() + kLocalZip64Bytes + kFieldHeadBytes;
@@ -219,7 +183,7 @@ absl::Status SavedTensorWriter::Append(std::span<const std::byte> bytes) {
   }
   OFFLOAD_RETURN_IF_ERROR(
       PwriteFully(file_.get(), record.data_offset_bytes + written_bytes_, bytes));
-  record.crc = Crc32(record.crc, bytes);
+  record.crc = ZipCrc(record.crc, bytes);
   written_bytes_ += bytes.size();
   return absl::OkStatus();
 }

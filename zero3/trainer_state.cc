@@ -13,7 +13,8 @@ namespace offload::zero3 {
 namespace {
 
 constexpr uint32_t kMagic = 0x544c464f;  // "OFLT"
-constexpr uint32_t kVersion = 1, kVersionWithBuffers = 2, kVersionWithScales = 3;
+constexpr uint32_t kVersion = 1, kVersionWithBuffers = 2, kVersionWithScales = 3,
+                   kVersionWithSuccessions = 4;
 
 struct Header {
   uint32_t magic, version;
@@ -70,9 +71,10 @@ absl::StatusOr<std::string> EncodeTrainerState(const TrainerState& state) {
     if (runs.empty() || runs.back().update_count != count) runs.push_back({count, 0});
     ++runs.back().length;
   }
-  const uint32_t version = !state.loss_scales.empty() ? kVersionWithScales
-                           : !state.buffers.empty()   ? kVersionWithBuffers
-                                                      : kVersion;
+  const uint32_t version = state.successions.has_value() ? kVersionWithSuccessions
+                           : !state.loss_scales.empty()  ? kVersionWithScales
+                           : !state.buffers.empty()      ? kVersionWithBuffers
+                                                         : kVersion;
   const Header header = {kMagic, version, state.update_counts.size(), runs.size()};
   std::string bytes(reinterpret_cast<const char*>(&header), sizeof(header));
   bytes.append(reinterpret_cast<const char*>(runs.data()), runs.size() * sizeof(CountRun));
@@ -85,6 +87,7 @@ absl::StatusOr<std::string> EncodeTrainerState(const TrainerState& state) {
     bytes.append(reinterpret_cast<const char*>(state.loss_scales.data()),
                  state.loss_scales.size() * sizeof(LossScale));
   }
+  if (version >= kVersionWithSuccessions) AppendLength(*state.successions, bytes);
   const size_t room = kTrainerStateBytesMax - std::min(kTrainerStateBytesMax, bytes.size());
   if (state.trainer.size() > room) {
     return MakeError(ErrorId::kBadValue,
@@ -101,7 +104,8 @@ absl::StatusOr<TrainerState> DecodeTrainerState(std::string_view bytes) {
     return Damaged(absl::StrCat("has only ", bytes.size(), " bytes"));
   std::memcpy(&header, bytes.data(), sizeof(header));
   bytes.remove_prefix(sizeof(header));
-  if (header.magic != kMagic || header.version < kVersion || header.version > kVersionWithScales)
+  if (header.magic != kMagic || header.version < kVersion ||
+      header.version > kVersionWithSuccessions)
     return Damaged("is not from this library");
   if (header.tensors > proto::kTensorsMax || header.runs > bytes.size() / sizeof(CountRun)) {
     return Damaged(absl::StrCat("says ", header.tensors, " tensors in ", header.runs, " runs"));
@@ -118,6 +122,10 @@ absl::StatusOr<TrainerState> DecodeTrainerState(std::string_view bytes) {
   bytes.remove_prefix(header.runs * sizeof(CountRun));
   if (header.version >= kVersionWithBuffers) OFFLOAD_RETURN_IF_ERROR(TakeBuffers(bytes, state));
   if (header.version >= kVersionWithScales) OFFLOAD_RETURN_IF_ERROR(TakeScales(bytes, state));
+  if (header.version >= kVersionWithSuccessions) {
+    state.successions = TakeLength(bytes);
+    if (!state.successions.has_value()) return Damaged("ends before its successions");
+  }
   state.trainer = std::string(bytes);
   return state;
 }

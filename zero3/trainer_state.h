@@ -6,14 +6,15 @@
 //
 // Format, little endian: u32 magic, u32 version, u64 tensors, u64 runs, then (u64 update count, u64
 // length) per run of tensors with equal counts, from version 2 on u64 length and bytes of the
-// buffers (buffers.h), in version 3 u64 count and (f32 scale, i32 growth tracker) of each
-// GradScaler, then the trainer's bytes to the end. Written is the first version that has what there
-// is.
+// buffers (buffers.h), from version 3 on u64 count and (f32 scale, i32 growth tracker) of each
+// GradScaler, in version 4 u64 successions, then the trainer's bytes to the end. Written is the
+// first version that has what there is.
 //
 // Thread safety: pure functions.
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -35,6 +36,9 @@ struct TrainerState {
   std::string trainer;
   std::string buffers;                 // encoded
   std::vector<LossScale> loss_scales;  // in the order in which the program makes its scalers
+  // How often an object of torch::optim had taken the place of one that was destroyed. Nothing: not
+  // counted.
+  std::optional<uint64_t> successions;
 };
 
 // OFD-1002 when it is longer than a commit takes.

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
 
 #include "base/error.h"
@@ -50,6 +51,17 @@ TEST(TrainerStateTest, ScalesStandBesideBothOrAlone) {
   }
 }
 
+TEST(TrainerStateTest, SuccessionsThatAreNotCountedAreNotNone) {
+  for (const auto& successions :
+       {std::optional<uint64_t>(), std::optional<uint64_t>(0), std::optional<uint64_t>(7)}) {
+    const auto back = DecodeTrainerState(
+        Encode({.update_counts = {1, 2}, .trainer = "trainer", .successions = successions}));
+    ASSERT_TRUE(back.ok()) << back.status();
+    EXPECT_EQ(back->successions, successions);
+    EXPECT_EQ(back->trainer, "trainer");
+  }
+}
+
 TEST(TrainerStateTest, NoBytesAreAStateWithoutTensors) {
   const auto state = DecodeTrainerState("");
   ASSERT_TRUE(state.ok());
@@ -67,8 +79,10 @@ TEST(TrainerStateTest, TooLongATrainerStateIsRefusedWithTheLimit) {
 }
 
 TEST(TrainerStateTest, EveryTruncationAndBitFlipIsRefusedOrHarmless) {
-  const std::string bytes =
-      Encode({.update_counts = {1, 2, 3, 3}, .buffers = "buffers", .loss_scales = {{2.0f, 1}}});
+  const std::string bytes = Encode({.update_counts = {1, 2, 3, 3},
+                                    .buffers = "buffers",
+                                    .loss_scales = {{2.0f, 1}},
+                                    .successions = 3});
   for (size_t length = 1; length < bytes.size(); ++length) {
     EXPECT_EQ(ErrorIdOf(DecodeTrainerState(bytes.substr(0, length)).status()),
               ErrorId::kStoreDamaged)

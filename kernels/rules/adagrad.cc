@@ -16,6 +16,7 @@ constexpr Parameter kParameters[] = {
     {"maximize", 0, Range::kFlag},
     {"fused", 1, Range::kFlag},
     {"tensor_lr", 0, Range::kFlag},
+    {"unscale", 1, Range::kNotNegative},  // update.cc
 };
 constexpr StatePlane kPlanes[] = {{"sum"}};
 

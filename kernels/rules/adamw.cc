@@ -17,6 +17,7 @@ constexpr Parameter kParameters[] = {
     {"amsgrad", 0, Range::kFlag},
     {"maximize", 0, Range::kFlag},
     {"tensor_lr", 0, Range::kFlag},
+    {"unscale", 1, Range::kNotNegative},  // update.cc
 };
 constexpr StatePlane kPlanes[] = {
     {"exp_avg"}, {"exp_avg_sq"}, {"max_exp_avg_sq", nullptr, kAmsgrad}};

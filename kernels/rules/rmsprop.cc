@@ -12,6 +12,7 @@ constexpr Parameter kParameters[] = {
     {"eps", 1e-8, Range::kNotNegative},   {"weight_decay", 0, Range::kNotNegative},
     {"momentum", 0, Range::kNotNegative}, {"centered", 0, Range::kFlag},
     {"maximize", 0, Range::kFlag},        {"lerp", 1, Range::kFlag},
+    {"unscale", 1, Range::kNotNegative},  // update.cc
 };
 constexpr StatePlane kPlanes[] = {
     {"square_avg"}, {"momentum_buffer", nullptr, kMomentum}, {"grad_avg", nullptr, kCentered}};

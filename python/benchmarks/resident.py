@@ -24,6 +24,8 @@ def parse():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=4, help="of a round")
     parser.add_argument("--ram", default="4GiB")
+    parser.add_argument("--durability", default="step", help="checkpoint:1000 writes nothing meanwhile")
+    parser.add_argument("--update-threads", type=int, default=0, help="of the daemon; 0: as it chooses")
     return parser.parse_args()
 
 
@@ -54,7 +56,8 @@ class Side:
 def main():
     given = parse()
     memory, offloaded = Side(given), Side(given)
-    with offloadd.attach(offloaded.model, offloaded.optimizer, nvme_path=given.pool, ram=given.ram, job="benchmark-resident") as handle:
+    with offloadd.attach(offloaded.model, offloaded.optimizer, nvme_path=given.pool, ram=given.ram, job="benchmark-resident",
+                         durability=given.durability, update_threads=given.update_threads) as handle:
         if handle.step:
             raise SystemExit(f"job {handle.job} is there already: offloadctl rm {given.pool} {handle.job} --yes")
         for side in (memory, offloaded):

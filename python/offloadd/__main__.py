@@ -4,7 +4,9 @@ Runs a training script as it is, offloaded. What is not given is taken from OFFL
 otherwise named after the script."""
 
 import argparse
+import hashlib
 import os
+import re
 import runpy
 import sys
 
@@ -21,11 +23,19 @@ def _arguments():
     return parser.parse_args()
 
 
+def _job_after(script, is_module):
+    """A name for its job, of the characters that names of jobs have."""
+    name = script if is_module else os.path.splitext(os.path.basename(os.path.abspath(script)))[0]
+    plain = re.sub(r"[^A-Za-z0-9._#-]", "_", name).lstrip(".")[:100] or "script"
+    # What two scripts would share is told apart.
+    return plain if plain == name else f"{plain[:93]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:6]}"
+
+
 def main():
     given = _arguments()
     from . import untouched
 
-    job = given.job or os.environ.get("OFFLOADD_JOB") or os.path.splitext(os.path.basename(given.script))[0]
+    job = given.job or os.environ.get("OFFLOADD_JOB") or _job_after(given.script, given.module)
     options = {"nvme_path": given.nvme_path, "ram": given.ram, "job": job, "config": given.config}
     watch = untouched.begin({key: value for key, value in options.items() if value is not None})
     sys.argv = [given.script, *given.arguments]

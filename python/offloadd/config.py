@@ -18,7 +18,8 @@ _functions.offloadd_config_free.restype = None
 _functions.offloadd_config_free.argtypes = [ctypes.c_void_p]
 
 # Options of attach() that a variable sets, too, and which it sets more strongly than a file.
-_VARIABLES = {"nvme_path": "OFFLOADD_POOL", "ram": "OFFLOADD_RAM", "job": "OFFLOADD_JOB", "io": "OFFLOADD_IO"}
+_VARIABLES = {"nvme_path": "OFFLOADD_POOL", "ram": "OFFLOADD_RAM", "job": "OFFLOADD_JOB", "io": "OFFLOADD_IO", "device": "OFFLOADD_DEVICE",
+              "gpu_ram": "OFFLOADD_GPU_RAM"}
 
 
 def _answer(pointer):
@@ -74,7 +75,8 @@ def import_deepspeed(config, world_size=1, has_pool=None, tell=True):
     if "\0" in text:
         raise Error.of(1101, f"{name} is no JSON", "Correct the text")
     made = Import(_answer(_functions.offloadd_config_import(text.encode(), name.encode(), world_size, int(has_pool))))
-    made.raw = config if isinstance(config, dict) else None
+    document = made.pop("document")
+    made.raw = config if isinstance(config, dict) else document
     if made["rejected"]:
         more = len(made["rejected"]) - 1
         raise Error(made["rejected"][0] + (f" (and {more} more: offloadctl config import lists them)" if more else ""))
@@ -94,5 +96,9 @@ def options_of(config):
     of a file: variables win."""
     if isinstance(config, (str, os.PathLike)) and os.fspath(config).endswith(".toml"):
         return read_toml(os.fspath(config))
-    options = import_deepspeed(config).options
+    made = import_deepspeed(config)
+    if made.training["fp16"]:
+        raise Error.of(1104, "fp16.enabled = true in attach(config=…): the loop is the program's own, which attach() neither casts nor scales",
+                       "Use offloadd.deepspeed.initialize(), or bf16; or remove the section and cast the model yourself")
+    options = made.options
     return {key: value for key, value in options.items() if not os.environ.get(_VARIABLES.get(key, ""))}

@@ -1,6 +1,7 @@
 """attach(), and what it gives: the job of a model and its optimizers."""
 
 import atexit
+import contextlib
 import fnmatch
 import functools
 import gc
@@ -8,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import uuid
 import weakref
 
@@ -17,11 +19,11 @@ from . import in_memory, pickled, served, universal
 from .beginning import Beginning, has_begun
 from .errors import Error
 from .library import Engine, is_disabled
-from .optimizer import Foreign, check_arithmetic, check_free, has_stepped, is_table, recipe_of, refuse_unless_kept, shaped_as
+from .optimizer import Foreign, check_arithmetic, check_free, has_stepped, is_table, parameters_of, recipe_of, refuse_unless_kept, shaped_as
 
 _log = logging.getLogger("offloadd")
 
-OPTIONS = ("nvme_path", "ram", "gpu_ram", "job", "io", "durability", "generations", "update_threads", "update_in_backward", "spill_gradients", "rank",
+OPTIONS = ("nvme_path", "ram", "gpu_ram", "device", "job", "io", "durability", "generations", "update_threads", "update_in_backward", "spill_gradients", "rank",
            "world_size", "local_rank", "local_world_size", "run_id", "gradients", "gradient_average", "raw_access", "weights_at_close",
            "zero_stage", "weights_home", "state_home", "persistence", "prefetch", "max_live")
 _STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "budget_bytes", "durable_step", "wait_seconds",
@@ -39,6 +41,7 @@ _by_model = weakref.WeakKeyDictionary()
 served.steps_taken = lambda: sum(handle.step for handle in handles())
 served.is_attached = lambda parameter: any(id(parameter) in handle.identities() for handle in handles())
 _constructed = None  # an engine that init() has opened and no attach() has taken
+_constructed_in_memory = {}  # with OFFLOADD_DISABLE=1: the options of such an init()
 
 
 class Plan(dict):
@@ -169,6 +172,19 @@ def _check_model(model):
         if parameter.device.type == "meta":
             raise Error.of(1601, f"parameter '{key}' is on device meta, it has no value",
                            "Build the model with `with offloadd.init(...):` instead of on meta")
+        _check_has_memory(f"parameter '{key}'", parameter)
+
+
+def _is_wrapper(tensor):
+    """A DTensor, and other classes with a __torch_dispatch__ of their own, hold other tensors."""
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+
+
+def _check_has_memory(what, tensor):
+    if _is_wrapper(tensor):
+        raise Error.of(1601, f"{what} is a {type(tensor).__name__}, which has no memory of its own",
+                       "Attach the model as it is before fully_shard(), parallelize_module() or quantize_(): ranks of a node share weights and "
+                       "optimizer state in any case")
 
 
 @functools.lru_cache(maxsize=None)
@@ -212,13 +228,16 @@ class _Reassigned:
     """What a module assigns anew after attach(), where the job has the tensor that was there at first: the values of a buffer
     (`self.mean = 0.9 * self.mean + …`) are taken before every step; of a parameter nobody trains the new one, which is told once."""
 
-    def __init__(self, models):
+    def __init__(self, models, beside=()):
+        """`beside`: further modules of which the job has the buffers alone."""
         self._buffers, self._parameters = [], []
-        for module in (module for model in models for module in model.modules()):
+        own = {id(module): module for model in models for module in model.modules()}
+        others = {id(module): module for model in beside for module in model.modules()}
+        for module in {**own, **others}.values():
             for key, buffer in module._buffers.items():
                 if buffer is not None and key not in module._non_persistent_buffers_set:
                     self._buffers.append((weakref.ref(module), "_buffers", key, buffer))
-            for key, parameter in module._parameters.items():
+            for key, parameter in module._parameters.items() if id(module) in own else ():
                 if parameter is not None:
                     places = self._buffers if is_table(parameter) else self._parameters
                     places.append((weakref.ref(module), "_parameters", key, parameter))
@@ -229,7 +248,7 @@ class _Reassigned:
         """(module, key, what was there, what is there)."""
         for place, kind, key, tensor in places:
             module = place()
-            now = getattr(module, kind).get(key) if module is not None else None
+            now = dict(getattr(module, kind).items()).get(key) if module is not None else None  # of a ScriptModule no dictionary
             if now is not None and now is not tensor:
                 yield module, key, tensor, now
 
@@ -261,21 +280,34 @@ _BUFFER_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, to
                  torch.bool)
 
 
-def _buffers_of(models):
+def _buffers_of(models, destination=None):
     """(name, buffer). Those that belong to a state_dict (running statistics, masks) stay in memory and are committed with every step;
-    others, which the model makes anew, have an empty name. Those on other devices than the parameters are not part of the job."""
+    others, which the model makes anew, have an empty name. Those on other devices than the parameters, or where these go, are not part of
+    the job."""
     named = []
-    devices = {torch.device("cpu"), *(p.device for model in models for p in model.parameters())} - {torch.device("meta")}
+    devices = {torch.device("cpu"), destination, *(p.device for model in models for p in model.parameters())} - {torch.device("meta")}
     for n, model in enumerate(models):
         prefix = "" if n == 0 else f"{n}/"
         for path, module in model.named_modules(remove_duplicate=False):
             for key, buffer in module._buffers.items():
-                if buffer is None or buffer.device not in devices or buffer.layout != torch.strided:
+                if buffer is None or buffer.device not in devices or buffer.layout != torch.strided or _is_wrapper(buffer):
                     continue
                 is_kept = key not in module._non_persistent_buffers_set and buffer.dtype in _BUFFER_TYPES
                 name = f"{path}.{key}" if path else key
                 named.append((prefix + name.replace("_orig_mod.", "") if is_kept else "", buffer))
     return named + _tables_of(models)
+
+
+def _buffers_beside(beside, buffers, destination=None):
+    """(name, buffer) of those that further modules keep and `buffers` has not."""
+    known = {id(buffer) for _, buffer in buffers}
+    named = []
+    for n, module in enumerate(beside):
+        for name, buffer in _buffers_of([module], destination):
+            if name and id(buffer) not in known:
+                known.add(id(buffer))
+                named.append((f"beside/{n}/{name}", buffer))
+    return named
 
 
 def _with_strangers(named, optimizers):
@@ -286,6 +318,7 @@ def _with_strangers(named, optimizers):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in known and not is_table(parameter):
+                    _check_has_memory("a parameter of the optimizer", parameter)
                     known.add(id(parameter))
                     named.append((f"optimizer/{n}/{count}", parameter))
                     count += 1
@@ -359,7 +392,7 @@ class Handle:
     step         how many steps the job has taken, over all of its runs
     """
 
-    def __init__(self, engine, models, optimizers, options, unfreeze=None):
+    def __init__(self, engine, models, optimizers, options, unfreeze=None, beside=()):
         self._engine = engine
         self._process = os.getpid()
         self._models, self.optimizers = [weakref.ref(model) for model in models], optimizers
@@ -368,12 +401,12 @@ class Handle:
         self._parts = []
         self.last_step = 0  # when it was closed
         self.has_loaded_weights = False
-        self._attach(models, unfreeze)
+        self._attach(models, unfreeze, beside)
         _open_handles.add(self)
         for model in models:
             _by_model[model] = self
 
-    def _attach(self, models, unfreeze):
+    def _attach(self, models, unfreeze, beside):
         for model in models:
             _check_model(model)
         recipes = []
@@ -392,12 +425,10 @@ class Handle:
                            "the other goes on in this process, with what it keeps in memory")
         self._check_once()
         named = _with_strangers(_names_of(models), self.optimizers)
-        buffers = _buffers_of(models)
+        destination = in_memory.destination_of(self.options)
+        buffers = _buffers_of(models, destination)
+        buffers += _buffers_beside(beside, buffers, destination)
         foreign = [recipe.name for recipe in recipes if recipe.is_foreign]
-        device = next((p.device for _, p in named if p.device.type != "cpu"), None)
-        if device is not None and foreign:
-            raise Error.of(1604, f"{foreign[0]} runs in this process, on {device}, where only the daemon's optimizers are served",
-                           "Use AdamW, Adam, SGD, Adagrad or RMSprop of torch.optim, or move the model to the host")
         if foreign and self._engine.step_count() > 0:
             raise Error.of(1604, f"the job is at step {self._engine.step_count()}, but what {foreign[0]} keeps is in memory and is not "
                                  "part of it", "Begin a new job with the saved weights, or use AdamW, Adam, SGD, Adagrad or RMSprop of torch.optim")
@@ -422,7 +453,7 @@ class Handle:
             for parameter in unfrozen:
                 parameter.requires_grad_(False)
         self._parameters = dict(named)
-        self._reassigned = _Reassigned(models)
+        self._reassigned = _Reassigned(models, beside)
         self._parts = parts
         self.adds_gradients = self._engine.world_size() > 1 and not reduces_gradients(self.options)
         if self.adds_gradients:
@@ -470,9 +501,12 @@ class Handle:
         self.settle()
         self._running().apply(self._kind, [[]], [self._idle_values])
 
+    def _in_process(self):
+        return {id(parameter) for part in self._parts if part.is_foreign for parameter in parameters_of(part.optimizer)}
+
     def settle(self):
         """Before a step: what was put in the place of the job's tensors."""
-        served.settle_replaced(self._identities)
+        served.settle_replaced(self._identities, self._in_process())
         self._reassigned.settle(self._identities)
 
     def apply(self, kind, groups, values):
@@ -485,6 +519,15 @@ class Handle:
     def replace_state(self, parameters, counts, names, planes):
         self._running().replace_state(parameters, counts, names, planes)
 
+    def begin_loss_scale(self, scale, count):
+        """One more pair of numbers of a loss scaler, fp32 and a 32-bit integer, which is committed with every step: (its number, and the pair
+        as the job has it, else as given)."""
+        return self._running().add_loss_scale(scale, count)
+
+    def keep_loss_scale(self, number, scale, count):
+        """Part of the next step."""
+        self._running().set_loss_scale(number, scale, count)
+
     def update_count(self, parameter):
         return self._running().update_count(parameter) if parameter.numel() and not is_table(parameter) else 0
 
@@ -492,7 +535,11 @@ class Handle:
         return self._identities
 
     def gather_one(self, parameter, plane="weight"):
-        return self._running().gather(parameter, plane)
+        running = self._running()
+        part = next((part for part in self._parts if part.has(parameter)), None) if plane == "sum" else None
+        if part is not None and part.recipe.kind == "adagrad" and self.update_count(parameter) == 0:
+            return part.first_sum(parameter)
+        return running.gather(parameter, plane)
 
     def write_one(self, parameter, plane, value):
         """Gives a weight, its "master" or a moment the values of a tensor; durable with the next step()."""
@@ -655,7 +702,7 @@ class Handle:
 
     def save_universal(self, folder, tag=None):
         """Writes masters and optimizer state as a universal checkpoint of DeepSpeed, FOLDER/TAG, one parameter at a time."""
-        served.settle_replaced(self._identities)
+        served.settle_replaced(self._identities, self._in_process())
         universal.save(folder, tag or f"global_step{self.step}_universal", self.step, list(self._parameters.items()),
                        lambda parameter: self.gather_one(parameter, "master"), self._state_of)
 
@@ -665,10 +712,17 @@ class Handle:
     def _kept_buffers(self):
         return [(name, buffer) for name, buffer in _buffers_of([model for model in self.models if model is not None]) if name]
 
+    def check_is_stepped(self):
+        """OFD-1602 where moments were loaded since the last step, which a snapshot would not have."""
+        if any(not part.is_foreign and part.waits_for_a_step() for part in self._parts):
+            raise Error.of(1602, f"what was loaded into job {self.job} is part of its next step, and a snapshot is of the last one",
+                           "Take a step first, or keep the checkpoint that was loaded")
+
     def snapshot(self, name):
         """Keeps the job as it is after the last step, under a name (`offloadctl snapshot` lists, forks and deletes)."""
         from .control import snapshot
 
+        self.check_is_stepped()
         self.wait_durable()
         snapshot(self.nvme_path, self.job, name)
 
@@ -714,12 +768,17 @@ def open_ahead(options):
     return _constructed._engine, _stored_state(_constructed._engine)[1]
 
 
+def was_made_before(options):
+    """Whether the job of attach(**options) was made before and has taken no step. Opens the job."""
+    engine = open_ahead(options)[0]
+    opened = _constructed.options
+    return has_begun(engine, _pool_of(opened), _job_of(opened))
+
+
 def beginning_of(model, options):
     """What the model brings along to the job of attach(model, …, **options), where that was made before and has taken no step; else
     None. Opens the job."""
-    engine = open_ahead(options)[0]
-    opened = _constructed.options
-    return Beginning(_names_of([model])) if has_begun(engine, _pool_of(opened), _job_of(opened)) else None
+    return Beginning(_names_of([model])) if was_made_before(options) else None
 
 
 def _load_again(model, handle):
@@ -734,6 +793,15 @@ def _load_again(model, handle):
         model.load_state_dict(loaded["state_dict"], strict=model.strict_loading)
 
 
+def _as_opened(opened, options):
+    """Those of attach() behind an init(), whose engine has its own already."""
+    for key, variable in (("device", "OFFLOADD_DEVICE"), ("gpu_ram", "OFFLOADD_GPU_RAM")):
+        at_first = opened.get(key) or os.environ.get(variable)
+        if key in options and str(options[key]) != str(at_first):
+            raise Error.of(1002, f"attach() was given {key} = {options[key]}, but init() has opened the job with {at_first}", f"Give {key} to init()")
+    return {**opened, **options}
+
+
 def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=None, unfreeze=None, initial_weights=None, **others):
     """Offloads the model's weights, gradients and optimizer state; the script goes on with the same `model` and `optimizer`.
 
@@ -743,6 +811,8 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
     nvme_path        a directory on a drive with direct I/O, or several over which the state is striped
     ram              the memory budget, "8GiB"
     gpu_ram          of a model on a GPU: that of the device's memory, or "auto" (docs/gpu.md)
+    device           "cuda:0": where the model is trained; what it has in memory of the host goes there, parameters without ever being there
+                     as a whole, so that it may be larger than the device's memory. Without it the model stays where it is
     job              names the run in the pool; the same name resumes it
     config           a configuration (docs/python.md)
     unfreeze         frozen parameters whose optimizer state has room in a new job at once: True, names (patterns), or parameters
@@ -755,8 +825,9 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
     Further options: io, durability, generations, update_threads, update_in_backward, spill_gradients; zero_stage, weights_home,
     state_home, persistence, prefetch, max_live, gradients, gradient_average (docs/ranks.md); and rank … for launchers of one's own.
     """
-    global _constructed
+    global _constructed, _constructed_in_memory
     models = _listed(model) if model is not None else []
+    beside = others.pop("_beside", ())  # modules of which the job is to have the buffers, too
     is_only_read = optimizer is None
     if is_only_read:
         for each in models:
@@ -771,22 +842,22 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
         if not isinstance(each, torch.optim.Optimizer):
             raise Error.of(1604, f"{type(each).__name__} is no torch.optim.Optimizer", "Give attach() the optimizer of the script")
     options = _options(nvme_path, ram, job, config, others)
+    if is_disabled():
+        options, _constructed_in_memory = {**_constructed_in_memory, **options}, {}
     if reduces_gradients({**(_constructed.options if _constructed is not None else {}), **options}):
         models = [_without_wrapper(each) for each in models]
     if is_disabled():
         return in_memory.Handle(models, optimizers, options, initial_weights)
+    if _constructed is not None:
+        options = _as_opened(_constructed.options, options)
     engine, _constructed = _constructed, None
-    if engine is None:
-        engine = _open_engine(options)
-    else:
-        options = {**engine.options, **options}
-        engine = engine.take()
+    engine = _open_engine(options) if engine is None else engine.take()
     handle = None
     try:
         is_pickled = initial_weights is not None and pickled.files_of(initial_weights) is not None
         if initial_weights is not None and not is_pickled:
             engine.set_initial_weights(os.fspath(initial_weights), [])
-        handle = Handle(engine, models, optimizers, options, unfreeze)
+        handle = Handle(engine, models, optimizers, options, unfreeze, beside)
         if is_pickled and handle.step == 0:
             handle.load_weights(initial_weights)
         for each in models:
@@ -803,26 +874,34 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
 
 class init:
     """`with offloadd.init(nvme_path=…, ram=…, job=…):` builds a model that is larger than memory: big tensors made inside go to the
-    pool as soon as the operation that fills them ends. attach() then takes the job that was opened here."""
+    pool as soon as the operation that fills them ends. attach() then takes the job that was opened here. With `device` the model is
+    built in the same way, on the host, and trained there: it is never whole in either memory."""
 
     def __init__(self, *, nvme_path=None, ram=None, job=None, config=None, **others):
         self.options = _options(nvme_path, ram, job, config, others)
         self._engine = None
+        self._constructs_in = None  # the thread
 
     def __enter__(self):
-        global _constructed
+        global _constructed, _constructed_in_memory
         if is_disabled():
+            _constructed_in_memory = self.options
             return self
         if _constructed is not None:
             raise Error.of(1002, "init() inside another init(), or a second one before attach()", "Build all models of a job in one init()")
         self._engine = _open_engine(self.options)
         self._engine.begin_construction()
         _constructed = self
+        self._constructs_in = threading.get_ident()
         served.install()
+        served.install_serializers()
         return self
 
     def __exit__(self, failure, *_):
-        global _constructed
+        global _constructed, _constructed_in_memory
+        if failure is not None:
+            _constructed_in_memory = {}
+        self._constructs_in = None
         if self._engine is None:
             return
         self._engine.end_construction()
@@ -833,6 +912,26 @@ class init:
     def take(self):
         engine, self._engine = self._engine, None
         return engine
+
+
+@contextlib.contextmanager
+def _in_ordinary_memory():
+    """In an init(): new tensors are ordinary ones."""
+    opened = _constructed
+    if opened is None or opened._engine is None or opened._constructs_in != threading.get_ident():
+        yield False
+        return
+    opened._engine.end_construction()
+    constructs_in, opened._constructs_in = opened._constructs_in, None  # what is loaded may load something itself
+    try:
+        yield True
+    finally:
+        if opened._engine is not None:
+            opened._engine.begin_construction()
+            opened._constructs_in = constructs_in
+
+
+served.ordinary_memory = _in_ordinary_memory
 
 
 def gather(parameters, plane="weight", *, write=False):
@@ -865,4 +964,4 @@ def handle_of(parameter):
 
 def handles():
     """The jobs that are open in this process."""
-    return [handle for handle in list(_open_handles) if handle.is_open]
+    return [handle for handle in list(_open_handles) if handle.is_open and getattr(handle, "_process", os.getpid()) == os.getpid()]

@@ -10,12 +10,12 @@ import weakref
 
 import torch
 
-from . import pickled, served, universal
+from . import pickled, served, state_hooks, universal
 from .library import Engine
-from .optimizer import recipe_of, refuse_unless_kept, shaped_as, step_function, swap_class
+from .optimizer import CopiedAsItWas, check_unscale, parameters_of, recipe_of, refuse_unless_kept, shaped_as, step_function, swap_class
 
 
-class _WithMasters:
+class _WithMasters(CopiedAsItWas):
     """What the instance's class gets before its own when a parameter is of a narrow type. `_masters` is the optimizer that steps."""
 
     @torch.no_grad()
@@ -29,10 +29,10 @@ class _WithMasters:
         return loss
 
     def state_dict(self):
-        return self._masters.state_dict(self)
+        return state_hooks.give(self, lambda: self._masters.state_dict(self))
 
     def load_state_dict(self, state_dict):
-        self._masters.load_state_dict(self, state_dict)
+        state_hooks.take(self, state_dict, functools.partial(self._masters.load_state_dict, self))
 
     @property
     def state(self):
@@ -44,12 +44,21 @@ class Masters:
 
     def __init__(self, cls, optimizer):
         self._master_of, self._seen = {}, {}
+        self.unscale = None  # as Part's
         self._optimizer = cls.__new__(cls)
         state = {"defaults": optimizer.defaults, "state": collections.defaultdict(dict), "param_groups": self._groups(optimizer)}
         self._optimizer.__setstate__(state)
         for parameter, master in self._pairs(optimizer):
             if parameter in optimizer.state:  # Adagrad's, from the beginning
                 self._optimizer.state[master] = {key: self._widened(value) for key, value in optimizer.state[parameter].items()}
+        self._begin_sums()
+
+    def _begin_sums(self):
+        """Adagrad's of no step, which were rounded to the type of the parameter."""
+        for group in self._optimizer.param_groups:
+            for state in (self._optimizer.state.get(master, {}) for master in group["params"]):
+                if "initial_accumulator_value" in group and "sum" in state and not state["step"]:
+                    state["sum"].fill_(group["initial_accumulator_value"])
 
     @staticmethod
     def _widened(value):
@@ -76,12 +85,13 @@ class Masters:
         return self._seen[parameter] != (parameter._version, parameter.data_ptr()) or not torch.equal(parameter, master.to(parameter.dtype))
 
     def _pairs(self, optimizer):
-        return [(parameter, self._master(parameter)) for group in optimizer.param_groups for parameter in group["params"]]
+        return [(parameter, self._master(parameter)) for parameter in parameters_of(optimizer)]
 
     def _follow(self, optimizer):
         self._optimizer.param_groups[:] = self._groups(optimizer)
 
     def step(self, optimizer):
+        check_unscale(self.unscale)
         self._follow(optimizer)
         for parameter, master in self._pairs(optimizer):
             if master is parameter:
@@ -89,6 +99,8 @@ class Masters:
             if self._is_written(parameter, master):
                 master.copy_(parameter)
             master.grad = None if parameter.grad is None else parameter.grad.float()
+            if master.grad is not None and self.unscale is not None:
+                master.grad.mul_(self.unscale)
         step_function(type(self._optimizer))(self._optimizer)  # without torch's hooks, which were called for the script's own
         for parameter, master in self._pairs(optimizer):
             if master is not parameter and master.grad is not None:
@@ -132,6 +144,7 @@ class Masters:
 @functools.lru_cache(maxsize=None)
 def _class_with_masters(cls):
     made = type(cls.__name__, (_WithMasters, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    made._class_of_copies = cls
     made.step = torch.optim.Optimizer.profile_hook_step(_WithMasters._masters_step)
     made.step.hooked = True
     return made
@@ -142,7 +155,7 @@ def _is_narrow(parameter):
 
 
 def _has_narrow(optimizer):
-    return any(_is_narrow(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return any(map(_is_narrow, parameters_of(optimizer)))
 
 
 _handles = weakref.WeakSet()
@@ -151,6 +164,36 @@ _handles = weakref.WeakSet()
 def handles():
     """Those of this process."""
     return list(_handles)
+
+
+def destination_of(options):
+    """Where attach(device=…) has a model of the host trained; None: it stays."""
+    device = torch.device(str(options.get("device") or os.environ.get("OFFLOADD_DEVICE") or "cpu"))
+    return None if device.type == "cpu" else device
+
+
+def _move(models, optimizers, device):
+    """As model.to(), with what optimizers have, too; parameters that share memory go on to share it."""
+    if device is None:
+        return
+    for model in models:
+        sharing = {}
+        for parameter in model.parameters():
+            if parameter.numel():
+                key = parameter.untyped_storage().data_ptr(), parameter.storage_offset(), parameter.shape, parameter.stride(), parameter.dtype
+                sharing.setdefault(key, []).append(parameter)
+        model.to(device)
+        for first, *others in sharing.values():  # which to() has taken apart
+            for other in others:
+                other.data = first.data
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            stays = () if group.get("fused") or group.get("capturable") else ("step",)
+            for parameter in group["params"]:
+                if parameter.device.type == "cpu":
+                    parameter.data = parameter.data.to(device)
+                state = optimizer.state.get(parameter, {})
+                state.update({key: value.to(device) for key, value in state.items() if isinstance(value, torch.Tensor) and key not in stays})
 
 
 class Plan(dict):
@@ -171,6 +214,7 @@ class Handle:
         self.job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
         self.nvme_path = str(options.get("nvme_path") or "")
         self.step, self.trainer_state = 0, b""
+        _move(models, optimizers, destination_of(options))
         if initial_weights is not None:
             self.load_weights(initial_weights)
         for optimizer in optimizers:
@@ -217,8 +261,7 @@ class Handle:
 
     def identities(self):
         of_models = (parameter for model in self.models for parameter in model.parameters())
-        of_optimizers = (parameter for optimizer in self.optimizers for group in optimizer.param_groups for parameter in group["params"])
-        return {id(parameter) for parameter in itertools.chain(of_models, of_optimizers)}
+        return {id(parameter) for parameter in itertools.chain(of_models, *map(parameters_of, self.optimizers))}
 
     @torch.no_grad()
     def write_one(self, parameter, plane, value):
@@ -236,6 +279,12 @@ class Handle:
         from .handle import Gathered
 
         return Gathered.of(self, parameters, plane, write)
+
+    def begin_loss_scale(self, scale, count):
+        return 0, scale, count
+
+    def keep_loss_scale(self, number, scale, count):
+        pass
 
     def plan(self):
         return Plan(parameters=sum(parameter.numel() for model in self.models for parameter in model.parameters()))

@@ -13,7 +13,9 @@ import math
 import weakref
 
 import torch
+from torch.optim.optimizer import _get_scalar_dtype
 
+from . import state_hooks
 from .errors import Error
 from .library import Engine
 
@@ -152,7 +154,7 @@ class Recipe:
             _refuse(f"{self.name} whose kind of weight decay changes", "Use one kind of weight decay in all groups")
         self._check_types(group)
         values = self._values_of(group)
-        values["maximize"] = bool(group.get("maximize"))
+        values["maximize"], values["unscale"] = bool(group.get("maximize")), 1.0
         return [number(values[name]) for name in self.parameters]
 
     def _check_types(self, group):
@@ -172,6 +174,11 @@ class Recipe:
 
     def part(self, handle, optimizer):
         return Part(handle, optimizer, self)
+
+
+def parameters_of(optimizer):
+    """Of all groups, in their order."""
+    return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
 _SMALLEST, _ONE = 5e-324, 1.0
@@ -349,7 +356,23 @@ class StateOfAll(collections.defaultdict):
     __setitem__ = __delitem__ = clear = pop = popitem = update = setdefault = _refuse_write
 
 
-class _Offloaded:
+class CopiedAsItWas:
+    """Copies of the instance, and those in a file, are of the class that it had (`_class_of_copies`), with the state as it is now."""
+
+    def __getstate__(self):
+        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+
+    def __reduce_ex__(self, protocol):
+        return _make_again, (self._class_of_copies, self.__getstate__())
+
+    def __deepcopy__(self, memo):
+        made = self._class_of_copies.__new__(self._class_of_copies)
+        memo[id(self)] = made
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
+
+class _Offloaded(CopiedAsItWas):
     """What the instance's class gets before its own."""
 
     @torch.no_grad()
@@ -375,26 +398,15 @@ class _Offloaded:
             raise
 
     def state_dict(self):
-        return self._offload_part.state_dict(super().state_dict())
+        own = super().state_dict
+        return state_hooks.give(self, lambda: self._offload_part.state_dict(own()))
 
     def load_state_dict(self, state_dict):
-        self._offload_part.load(super().load_state_dict, state_dict)
+        state_hooks.take(self, state_dict, functools.partial(self._offload_part.load, super().load_state_dict))
 
     def __setstate__(self, state):
         # torch's load_state_dict() ends here; our state is where it was.
         super().__setstate__({key: value for key, value in state.items() if key != "state"})
-
-    def __getstate__(self):
-        return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
-
-    def __reduce_ex__(self, protocol):
-        return _make_again, (self._offload_class, self.__getstate__())
-
-    def __deepcopy__(self, memo):
-        made = self._offload_class.__new__(self._offload_class)
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return made
 
 
 def _make_again(cls, state):
@@ -406,7 +418,7 @@ def _make_again(cls, state):
 @functools.lru_cache(maxsize=None)
 def _offloaded_class(cls):
     made = type(cls.__name__, (_Offloaded, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__})
-    made._offload_class = cls
+    made._offload_class = made._class_of_copies = cls
     made.step = torch.optim.Optimizer.profile_hook_step(_Offloaded._offload_step)  # torch's step hooks
     made.step.hooked = True
     return made
@@ -423,6 +435,12 @@ def has_stepped(optimizer):
         elif any(value is not None for value in state.values()):
             return True
     return False
+
+
+def _first_sum(parameter, group, _):
+    """Adagrad's, of no step."""
+    kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+    return torch.full_like(parameter, group["initial_accumulator_value"], dtype=kind, requires_grad=False)
 
 
 def _is_elsewhere(state):
@@ -515,7 +533,7 @@ class ForeignPart:
                      self.name)
 
     def has(self, parameter):
-        return any(parameter is each for group in self.optimizer.param_groups for each in group["params"])
+        return any(parameter is each for each in parameters_of(self.optimizer))
 
     def write(self, parameter, plane, value):
         """As Part.write(); there are no masters."""
@@ -533,6 +551,15 @@ class ForeignPart:
             self.handle.commit()
 
 
+UNKNOWN = float("nan")  # Part.unscale between two steps of the engine that scales the loss
+
+
+def check_unscale(factor):
+    """Before a step."""
+    if factor is not None and factor != factor:
+        raise Error.of(1002, "optimizer.step() of gradients that have the loss scale of fp16", "Call engine.step(), which takes it out of them")
+
+
 class Part:
     """One optimizer of a job: reads its groups, says them to the engine, shows its state."""
 
@@ -543,9 +570,11 @@ class Part:
         self._without_momentum = set()  # groups that were stepped without
         self._checked = 0
         self._replaced_at, self._replacements = None, 0  # the job's step, how often
+        self._moments_at = None  # the job's step when moments were given to it, which are part of the next one
         self._begun_at, self._versions = 0, []  # the job's step and the parameters' versions when it was attached
         self._moments_of = None  # another step of the job, whose moments were loaded beside its own weights
         self._state = StateOfAll(self)
+        self.unscale = None  # with a scaled loss: a number that multiplies fp16 gradients in the update, in fp32
 
     def swap(self):
         """From now on the instance is ours."""
@@ -556,7 +585,7 @@ class Part:
         optimizer.__dict__["state"] = self._state
         self._checked = len(optimizer.param_groups)
         self._begun_at = self.handle.step
-        self._versions = [parameter._version for parameter in self._parameters()]
+        self._versions = [parameter._version for parameter in parameters_of(self.optimizer)]
 
     def release(self):
         optimizer = self.optimizer
@@ -567,11 +596,15 @@ class Part:
     # ---- The step ----
 
     def group_values(self):
-        return [self.recipe.values(group) for group in self.optimizer.param_groups]
+        rows = [self.recipe.values(group) for group in self.optimizer.param_groups]
+        if self.unscale is not None:
+            for row in rows:
+                row[self.recipe.parameters.index("unscale")] = self.unscale
+        return rows
 
     def foresee(self):
         """After a scheduler, before the backward: the hyper-parameters that updates may take which begin in the backward."""
-        if not self.handle.is_open:
+        if not self.handle.is_open or self.unscale is not None:  # which is known when all of the backward is done
             return
         try:
             values = self.group_values()
@@ -609,6 +642,7 @@ class Part:
         check_arithmetic()
         self.check_groups()
         self._check_weights_are_loaded()
+        check_unscale(self.unscale)
         values = self.group_values()
         self._check_momentum(values)
         groups = [[p for p in group["params"] if not is_table(p)] for group in self.optimizer.param_groups]
@@ -620,9 +654,13 @@ class Part:
         an addition to the weight: it is made here, and the parameters leave their groups for this step."""
         sparse = []
         for parameters, row in zip(groups, values):
+            # Every step comes here: an access to a gradient costs, so there is one of each.
+            found = [p for p in parameters if (grad := p.grad) is not None and grad.layout != torch.strided]
+            if not found:
+                continue
             options = dict(zip(self.recipe.parameters, row))
             is_plain = self.recipe.kind == "sgd" and options["momentum"] == options["weight_decay"] == 0
-            for parameter in [p for p in parameters if p.grad is not None and p.grad.layout != torch.strided]:
+            for parameter in found:
                 shape = list(parameter.shape)
                 if not is_plain or parameter.dtype not in (torch.float32, torch.float64):
                     raise Error.of(1601, f"the gradient of a parameter of shape {shape} is sparse",
@@ -642,19 +680,25 @@ class Part:
         return self.handle.step, sum(len(group["params"]) for group in self.optimizer.param_groups), self._replacements
 
     def states(self):
-        """(parameter, its state) for every one that was updated."""
-        found = []
+        """(parameter, its state) for every one that was updated; of Adagrad, whose sums are there from the beginning, for every one."""
+        found, begins_at_once = [], self.recipe.kind == "adagrad"
         for group in self.optimizer.param_groups:
             planes = self.recipe.planes(self.recipe.values(group))
             for parameter in group["params"]:
                 count = self.handle.update_count(parameter)
-                if count == 0 or not (planes or self.recipe.counts):
+                if (count == 0 and (not begins_at_once or is_table(parameter))) or not (planes or self.recipe.counts):
                     continue
                 there = parameter.device if group.get("fused") else None  # where torch keeps it
-                names = {"step": torch.tensor(float(count), device=there)} if self.recipe.counts else {}
+                kind = _get_scalar_dtype(bool(group.get("fused")))
+                names = {"step": torch.tensor(float(count), dtype=kind, device=there)} if self.recipe.counts else {}
                 names.update(dict.fromkeys(planes))
-                found.append((parameter, ParameterState(names, functools.partial(self._gather, parameter))))
+                gather = functools.partial(self._gather, parameter) if count else functools.partial(_first_sum, parameter, group)
+                found.append((parameter, ParameterState(names, gather)))
         return found
+
+    def first_sum(self, parameter):
+        """What Adagrad has before a parameter's first step."""
+        return _first_sum(parameter, next(group for group in self.optimizer.param_groups if any(p is parameter for p in group["params"])), None)
 
     def _gather(self, parameter, plane):
         return self.handle.gather_one(parameter, plane).to(parameter.device)
@@ -689,12 +733,23 @@ class Part:
 
     def replace(self, states):
         """The state is torch's of `states`, by parameter; of others there is none. Durable with the next step()."""
-        self.handle.replace_state(*self._as_columns(self._rows(states.get)))
+        rows = list(self._rows(states.get))
+        has_moments = any(count for _, count, _ in rows) or any(map(self.handle.update_count, parameters_of(self.optimizer)))
+        self._put(rows)
+        if has_moments:
+            self._moments_at = self.handle.step
+
+    def waits_for_a_step(self):
+        """Whether moments were given to the job that its last step does not have."""
+        return self._moments_at == self.handle.step
+
+    def _put(self, rows):
+        self.handle.replace_state(*self._as_columns(rows))
         self._replaced_at = self.handle.step
         self._replacements += 1
 
     def has(self, parameter):
-        return any(parameter is each for group in self.optimizer.param_groups for each in group["params"])
+        return any(parameter is each for each in parameters_of(self.optimizer))
 
     def write(self, parameter, plane, value):
         """Gives a moment of one parameter, or its "master", other values. Durable with the next step()."""
@@ -703,18 +758,14 @@ class Part:
         if plane != "master":
             refuse_unless_kept(state, plane)
         row = self._read({**state, plane: value}, self.recipe.planes(self.recipe.values(group)), group)
-        self.handle.replace_state(*self._as_columns([(parameter, *row)]))
-        self._replaced_at = self.handle.step
-        self._replacements += 1
+        self._put([(parameter, *row)])
+        if plane != "master":
+            self._moments_at = self.handle.step
 
     def _states_in(self, state_dict):
         """(parameter, its state in the dictionary) of every parameter."""
         keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
-        return [(parameter, state_dict["state"].get(key) or {}) for key, parameter in zip(keys, parameters)]
-
-    def _parameters(self):
-        return itertools.chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
+        return [(parameter, state_dict["state"].get(key) or {}) for key, parameter in zip(keys, parameters_of(self.optimizer))]
 
     def _note_whose_moments(self, mark, here):
         is_of_another_step = mark is not None and mark.get("id") == here["id"] and mark["step"] != here["step"]
@@ -726,7 +777,7 @@ class Part:
         if self._moments_of is None:
             return
         self.handle.settle()
-        if not self.handle.has_loaded_weights and self._versions == [parameter._version for parameter in self._parameters()]:
+        if not self.handle.has_loaded_weights and self._versions == [parameter._version for parameter in parameters_of(self.optimizer)]:
             raise Error.of(1602, f"the moments are of step {self._moments_of}, and the weights of step {self.handle.step}, at which job "
                                  f"{self.handle.job} was attached",
                            "Load the weights after attach(), too (load_state_dict(), p.copy_()); or attach to a job of another name, which "

@@ -5,8 +5,10 @@ pickles. Code that only compares addresses gets a number that tells storages apa
 the library serves, or, with raw_access="error", OFD-1603.
 """
 
+import contextlib
 import copy
 import functools
+import multiprocessing.reduction
 import sys
 import weakref
 
@@ -27,10 +29,21 @@ def managed(tensor):
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and _is_managed(tensor)
 
 
+ordinary_memory = contextlib.nullcontext  # in an init() a context, true, in which new tensors are in memory; it is for making them alone
+
+
+def _in_memory(tensor):
+    """clone(), for those who follow pointers: in an init() the clone would be offloaded, too."""
+    with ordinary_memory() as is_constructing:
+        if is_constructing:
+            made = torch.empty_like(tensor, requires_grad=False)
+    return made.copy_(tensor) if is_constructing else tensor.clone()
+
+
 def copy_of(tensor):
     """Its values now, in a tensor of its own."""
     with torch.no_grad():
-        return tensor.detach().clone()
+        return _in_memory(tensor.detach())
 
 
 # ---- Addresses ---------------------------------------------------------------------------------
@@ -118,14 +131,14 @@ _copied = weakref.WeakValueDictionary()
 steps_taken = int  # a function: grows with every step of any job
 
 
-def _over_a_copy(tensor, copies):
+def _over_a_copy(tensor, copies, clone=torch.clone):
     """The same view of a copy of its whole storage, which `copies` remembers."""
     with torch.no_grad():
         storage, flat = tensor.untyped_storage(), tensor.detach()
         key = (storage._cdata, tensor._version, steps_taken())
         copied = copies.get(key)
         if copied is None:
-            copied = flat.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0).clone().untyped_storage()
+            copied = clone(flat.as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)).untyped_storage()
             copies[key] = copied
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
     if tensor.__dict__:
@@ -136,7 +149,7 @@ def _over_a_copy(tensor, copies):
 def _pickled(original):
     @functools.wraps(original)
     def call(self, protocol):
-        return original(_over_a_copy(self, _copied) if managed(self) else self, protocol)
+        return original(_over_a_copy(self, _copied, _in_memory) if managed(self) else self, protocol)
 
     return call
 
@@ -215,27 +228,49 @@ class _Replaced:
         self.parameter = weakref.ref(parameter, lambda _: _replaced.pop(key, None))
         self.was_shared = _is_shared(parameter)
         self.own = parameter.detach()
+        self.given = weakref.ref(self.own)  # the tensor whose storage the parameter has now
 
-    def settle(self):
+    def _follower(self, parameter):
+        """The tensor that was given, where it and the parameter are all that is over the storage, and it can be over the job's instead."""
+        given = self.given()
+        if given is None or given is self.own or type(given) is not torch.Tensor or given.requires_grad or given._base is not None:
+            return None
+        if not given.untyped_storage().resizable() or given.is_shared():  # somebody else's memory: numpy's, a file's, another process's
+            return None
+        # A second tensor beside the parameter's, and the object that asks.
+        if _storage_of(given) != _storage_of(parameter) or torch._C._storage_Use_Count(_storage_of(parameter)) != 3:
+            return None
+        is_whole = given.storage_offset() == self.own.storage_offset() == 0
+        return given if is_whole and given.shape == self.own.shape and given.stride() == self.own.stride() else None
+
+    def settle(self, may_stay):
+        """Has the job take the value; whether the parameter has its own storage again."""
         parameter = self.parameter()
         if parameter.shape != self.own.shape or parameter.dtype != self.own.dtype:
             raise Error.of(1601, f"a parameter of {self.own.dtype}, shape {list(self.own.shape)}, has become one of {parameter.dtype}, shape "
                                  f"{list(parameter.shape)} (p.data = …, or a cast such as model.to(dtype))",
                            "Change types and shapes before attach(); a model that casts parameters of its own has done so after one forward pass")
-        if self.was_shared or _is_shared(parameter):
+        stays = may_stay and not self.was_shared and _is_shared(parameter)
+        follower = None if stays or self.was_shared else self._follower(parameter)
+        if not stays and follower is None and (self.was_shared or _is_shared(parameter)):
             raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, too",
                            "Set the value with p.copy_(x) under torch.no_grad(), or keep no x")
         with torch.no_grad():
             self.own.copy_(parameter.detach())
-        _parameter_data.__set__(parameter, self.own)
+        if not stays:
+            _parameter_data.__set__(parameter, self.own)
+        if follower is not None:  # both go on to be one
+            _parameter_data.__set__(follower, self.own)
+        return not stays
 
 
-def settle_replaced(identities):
+def settle_replaced(identities, in_process=frozenset()):
     """Before a step: `p.data = x` has given parameters storages of their own. The job takes the values, and the parameters their storages
-    back, which nobody can tell where no other tensor is over either; else OFD-1601."""
+    back, which nobody can tell where no other tensor is over either, or only x, which gets the job's storage, too. Those whose optimizer runs in this process (`in_process`) may share x
+    with what it keeps, and stay in memory as that does; else OFD-1601."""
     for key in [key for key in _replaced if key in identities]:
-        _replaced[key].settle()
-        del _replaced[key]
+        if _replaced[key].settle(key in in_process):
+            del _replaced[key]
 
 
 def forget_replaced(identities):
@@ -261,10 +296,23 @@ def _replaceable(original):
                 _replaced[id(self)] = _Replaced(self)
         original.__set__(self, value)
         there = _replaced.get(id(self))
+        if there is not None:
+            there.given = weakref.ref(value)
         if there is not None and _storage_of(there.own) == _storage_of(self):
             del _replaced[id(self)]  # put back
 
     return property(original.__get__, set_data, original.__delete__, original.__doc__)
+
+
+def _into_memory(original):
+    """torch.load(), which reads a file into storages by their addresses."""
+
+    @functools.wraps(original)
+    def call(*args, **kwargs):
+        with ordinary_memory():
+            return original(*args, **kwargs)
+
+    return call
 
 
 def _wrap(owner, name, make):
@@ -288,11 +336,16 @@ def install():
     _wrap(tensor, "data_ptr", _tensor_address)
     Engine.leave_data()
     _wrap(torch.nn.Parameter, "data", _replaceable)
-    for name in ("share_memory_", "__dlpack__"):
-        _wrap(tensor, name, _refused_in_our_words)
+    _wrap(tensor, "__dlpack__", _refused_in_our_words)
+    _wrap(tensor, "share_memory_", _refuse_to_share)
     _wrap(torch.UntypedStorage, "data_ptr", _storage_address)
     _wrap(torch.nn.utils, "vector_to_parameters", _set_from_vector)
     _wrap(torch.utils, "swap_tensors", _refuse_to_swap)
+    _wrap(torch, "load", _into_memory)
+    reducers = multiprocessing.reduction.ForkingPickler._extra_reducers  # torch's
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        if kind in reducers:
+            reducers[kind] = _refuse_to_share(reducers[kind])
     torch.nn.utils.convert_parameters.vector_to_parameters = torch.nn.utils.vector_to_parameters
 
 
@@ -305,6 +358,19 @@ def _refuse_to_swap(original):
             raise Error.of(1601, f"swap_tensors() with a parameter of shape {list(t1.shape)} that is attached",
                            "Set its value with p.copy_() under torch.no_grad(), or swap before attach()")
         return original(t1, t2)
+
+    return call
+
+
+def _refuse_to_share(original):
+    """share_memory_(), and what torch does to a tensor that goes through a queue or to a process that is spawned: both processes write it."""
+
+    @functools.wraps(original)
+    def call(tensor):
+        if managed(tensor):
+            raise Error.of(1603, f"a parameter of shape {list(tensor.shape)} would be shared with another process",
+                           "Send a copy, copy.deepcopy(model), or attach to a job in the other process")
+        return original(tensor)
 
     return call
 

@@ -19,14 +19,16 @@ import torch
 import transformers
 
 from . import handle as handles
-from . import unfinished
+from . import position, unfinished
 from .errors import Error
 from .library import is_disabled
+from .log_history import LogHistory, unpack
 from .optimizer import has_stepped, recipe_of
 
 _log = logging.getLogger("offloadd")
 _MAGIC = "offloadd.TrainerCallback"
-_KEPT_BYTES_MAX = 900_000  # beside buffers, in a step's state of the trainer
+_KEPT_BYTES_MAX = 900_000  # of all ranks, beside buffers, in a step's state of the trainer
+_LOG_BYTES_MAX = 400_000  # of them, of all ranks: of the log, compressed
 
 
 def _bytes_of(data):
@@ -70,7 +72,9 @@ class TrainerCallback(transformers.TrainerCallback):
         self.trainer = lambda: None  # while it trains
         self.checkpoint = None  # that it was told to resume from
         self.norm = None  # of the gradients, the last one
+        self.position = None  # in the data
         self._scheduler = None
+        self._log = LogHistory(_LOG_BYTES_MAX // int(os.environ.get("WORLD_SIZE", "1")))
         _patch_trainer()
 
     # ---- Trainer's events ----
@@ -151,25 +155,40 @@ class TrainerCallback(transformers.TrainerCallback):
             raise Error.of(1602, f"the moments of the checkpoint are not those of job {handle.job}, although both are at step {handle.step}",
                            "Resume the job that the checkpoint was written by")
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        if self.position is not None:
+            self.position.begin_epoch()
+
+    def _count_batch(self):
+        if self.position is not None:
+            self.position.batches += 1
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self._count_batch()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._count_batch()
+
+    def on_pre_optimizer_step(self, args, state, control, train_dataloader=None, **kwargs):
         """What is needed to go on after this step travels with it."""
         if self.handle is None or is_disabled():
             return
         steps = {"magic": _MAGIC, "step": state.global_step + 1, "job_step": self.handle.step + 1}
+        if self.position is not None:
+            steps["position"] = self.position.after_this(train_dataloader, self.trainer())
         loop = unfinished.loop_of(self.trainer(), self.norm)
-        kept = _bytes_of({**steps, "random": unfinished.random_state(), "epoch": state.epoch, "scheduler": self._scheduler_state(),
-                          "trainer": self._trainer_state(state, loop), "loop": loop})
-        self.handle.trainer_state = kept if len(kept) <= _KEPT_BYTES_MAX else _bytes_of(steps)
+        kept = _bytes_of({**steps, "random": position.random_state(), "epoch": state.epoch, "scheduler": self._scheduler_state(),
+                          "trainer": self._trainer_state(state, loop), "log": self._log.pack(state.log_history), "loop": loop})
+        self.handle.trainer_state = kept if len(kept) <= _KEPT_BYTES_MAX // self.handle.world_size else _bytes_of(steps)
 
     def _scheduler_state(self):
         """The scheduler's, which will step once more after the optimizer, or with what an evaluation gives."""
         return self._scheduler.state_dict() if self._scheduler is not None else None
 
     def _trainer_state(self, state, loop):
-        """As trainer_state.json has it, with the log of the last steps."""
+        """As trainer_state.json has it, without the log."""
         kept = {key: value for key, value in vars(state).items() if key not in ("log_history", "stateful_callbacks")}
         whole = json.loads(json.dumps(kept, default=lambda _: None))
-        whole["log_history"] = json.loads(json.dumps(state.log_history[-200:], default=str))
         trainer = self.trainer()
         if loop is None:
             whole["total_flos"] += getattr(trainer, "current_flos", 0)  # not added up yet
@@ -197,7 +216,19 @@ class TrainerCallback(transformers.TrainerCallback):
         if self.handle is not None:
             self.handle.close()
 
-    # ---- Continuing a job without a checkpoint ----
+    # ---- Continuing a job ----
+
+    def position_at(self, step):
+        """Where the job is in the data, if that is Trainer's step and its micro-batches are the same."""
+        if is_disabled():
+            return None
+        if self.handle is not None and self.handle.is_open:
+            job_step, data = self.handle.step, self.handle.trainer_state
+        else:
+            engine, data = handles.open_ahead(self.options)
+            job_step = engine.step_count()
+        kept = _kept_in(data, job_step)
+        return position.kept_for(self.trainer(), kept.get("position")) if kept is not None and kept["step"] == step else None
 
     def kept_state(self):
         """What the job has to continue from, None for a new one. Opens it; attach() will take it over."""
@@ -231,6 +262,8 @@ def _write_checkpoint(trainer, kept):
     os.mkdir(folder)
     state = json.loads(kept["trainer"])
     state["global_step"] = kept["step"]
+    if "log" in kept:  # of earlier versions it is in the state
+        state["log_history"] = unpack(kept["log"])
     with open(os.path.join(folder, "trainer_state.json"), "w", encoding="utf-8") as file:
         json.dump(state, file)
     torch.save(kept["random"], unfinished.random_file(trainer, folder))
@@ -257,7 +290,7 @@ def _continue(trainer, kept, original, kwargs):
 
     trainer._load_from_checkpoint = lambda *_, **__: None
     trainer._load_optimizer_and_scheduler = load_scheduler
-    take_back = unfinished.finish_first(trainer, kept, kwargs.get("ignore_keys_for_eval"), unfinished.random_file(trainer, folder))
+    take_back = unfinished.finish_first(trainer, callback_of(trainer), kept, kwargs.get("ignore_keys_for_eval"), unfinished.random_file(trainer, folder))
     try:
         return original(trainer, resume_from_checkpoint=folder, **kwargs)
     finally:
@@ -288,10 +321,18 @@ def _patch_trainer():
     @functools.wraps(original)
     def train(self, resume_from_checkpoint=None, *args, **kwargs):
         callback = callback_of(self)
-        if callback is not None:
-            callback.trainer = weakref.ref(self)
-            callback.checkpoint = _checkpoint_of(self, resume_from_checkpoint)
-        if callback is None or args or isinstance(resume_from_checkpoint, (str, os.PathLike)):
+        if callback is None:
+            return original(self, resume_from_checkpoint, *args, **kwargs)
+        callback.trainer = weakref.ref(self)
+        callback.checkpoint = _checkpoint_of(self, resume_from_checkpoint)
+        position.follow(self, callback, callback.position_at)
+        try:
+            return begin(self, callback, resume_from_checkpoint, *args, **kwargs)
+        finally:
+            position.leave(self)
+
+    def begin(self, callback, resume_from_checkpoint, *args, **kwargs):
+        if args or isinstance(resume_from_checkpoint, (str, os.PathLike)):
             return original(self, resume_from_checkpoint, *args, **kwargs)
         if callback.handle is not None:
             return original(self, resume_from_checkpoint, **kwargs)  # not the first time in this process

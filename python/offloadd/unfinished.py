@@ -5,30 +5,14 @@ continues there does all of that again: what a killed process has done of it is 
 """
 
 import os
-import random
 import time
 import weakref
 
 import torch
 
+from .position import epoch_of, kept_for, length_of, random_state, set_random_state
+
 _NEEDED = ("_run_epoch", "_maybe_log_save_evaluate", "_get_learning_rate")  # of transformers 5
-
-
-def random_state():
-    import numpy
-
-    state = {"python": random.getstate(), "numpy": numpy.random.get_state(), "cpu": torch.random.get_rng_state()}
-    return {**state, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else state
-
-
-def _set_random_state(state):
-    import numpy
-
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
-    torch.random.set_rng_state(state["cpu"])
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def remember_norms(trainer, callback):
@@ -59,9 +43,8 @@ def _epoch_after(trainer, step):
     """(epoch as Trainer's state has it after so many steps, its number, whether it ends there)."""
     args, loader = trainer.args, trainer.callback_handler.train_dataloader
     micro = args.gradient_accumulation_steps
-    try:
-        batches = len(loader)
-    except TypeError:
+    batches = length_of(loader)
+    if batches is None:
         batches = args.max_steps * micro
     steps = max(-(-batches // micro), 1)
     epoch, before = divmod(step - 1, steps)
@@ -78,7 +61,7 @@ def _restore_callbacks(trainer):
                 setattr(callback, name, value)
 
 
-def _finish(trainer, kept, ignore_keys):
+def _finish(trainer, callback, kept, ignore_keys):
     loop, state, handler = kept["loop"], trainer.state, trainer.callback_handler
     trainer._tr_loss = loop["loss"].to(trainer.args.device)
     trainer._total_loss_scalar, trainer._globalstep_last_logged = loop["total_loss"], loop["last_logged"]
@@ -89,8 +72,12 @@ def _finish(trainer, kept, ignore_keys):
     trainer.control = handler.on_epoch_begin(trainer.args, state, trainer.control)
     trainer.control = handler.on_step_begin(trainer.args, state, trainer.control)
     state.global_step += 1
-    state.epoch, epoch, is_last = _epoch_after(trainer, state.global_step)
-    _set_random_state(kept["random"])
+    at = kept_for(trainer, kept.get("position"))
+    if at is not None:
+        state.epoch, epoch, is_last = epoch_of(at, trainer), at["epoch"], at["is_last"]
+    else:
+        state.epoch, epoch, is_last = _epoch_after(trainer, state.global_step)
+    set_random_state(kept["random"])
 
     def do_what_is_due():
         trainer._maybe_log_save_evaluate(trainer._tr_loss, loop["norm"], trainer.model_wrapped, None, epoch, ignore_keys, time.time(),
@@ -101,8 +88,22 @@ def _finish(trainer, kept, ignore_keys):
     if is_last or trainer.control.should_epoch_stop or trainer.control.should_training_stop:
         trainer.control = handler.on_epoch_end(trainer.args, state, trainer.control)
         do_what_is_due()
-    if trainer.control.should_training_stop:
-        trainer._run_epoch = lambda *_, **__: None  # which would begin with a step
+    if trainer.control.should_training_stop or (trainer.control.should_epoch_stop and not is_last):
+        _leave_out(trainer, epoch)
+    if callback.position is not None:
+        callback.position.restart()
+
+
+def _leave_out(trainer, ended):
+    """An epoch that has ended, or a training, begins with no further step."""
+    is_over = trainer.control.should_training_stop
+
+    def run_epoch(*args, epoch, **kwargs):
+        if not is_over and epoch != ended:
+            return type(trainer)._run_epoch(trainer, *args, epoch=epoch, **kwargs)
+        trainer._load_rng_state(kwargs["resume_from_checkpoint"])
+
+    trainer._run_epoch = run_epoch
 
 
 def random_file(trainer, folder):
@@ -111,7 +112,7 @@ def random_file(trainer, folder):
     return os.path.join(folder, f"rng_state_{trainer.args.process_index}.pth" if several else "rng_state.pth")
 
 
-def finish_first(trainer, kept, ignore_keys, rng_file):
+def finish_first(trainer, callback, kept, ignore_keys, rng_file):
     """Has the end of the step that the job is at done when training begins; then the random numbers are in the file that Trainer goes on
     with. Returns a function that takes this back."""
     handler = trainer.callback_handler
@@ -121,7 +122,7 @@ def finish_first(trainer, kept, ignore_keys, rng_file):
 
     def on_train_begin(args, state, control):
         trainer.control = original(args, state, control)
-        _finish(trainer, kept, ignore_keys)
+        _finish(trainer, callback, kept, ignore_keys)
         state_now = random_state()
         if "cuda" in state_now and args.world_size > 1:  # as Trainer has it then: of all devices
             state_now["cuda"] = torch.cuda.get_rng_state_all()

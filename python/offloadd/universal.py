@@ -29,16 +29,43 @@ _GROUPS = 1024
 _AGAIN = "Make the checkpoint again, with DeepSpeed's ds_to_universal.py; nothing was loaded from it"
 
 
+# What a checkpoint says of DeepSpeed's engine; all else there is the program's own (client_state).
+ENGINE_KEYS = ("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+               "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples",
+               "dp_world_size", "mp_world_size", "ds_config", "ds_version", "universal_checkpoint_info")
+
+
+def folder_of(folder, tag=None):
+    """The checkpoint's own folder: FOLDER/TAG, the one that FOLDER calls its latest, or FOLDER."""
+    folder = os.fspath(folder)
+    if tag is not None:
+        return os.path.join(folder, str(tag))
+    latest = os.path.join(folder, _LATEST)
+    if not os.path.isfile(latest):
+        return folder
+    with open(latest, encoding="utf-8") as file:
+        tag = file.read().strip()
+    if tag in ("", ".", "..") or os.path.basename(tag) != tag:
+        raise Error.of(1401, f"{latest} names {tag!r}, which is no folder beside it", _AGAIN)
+    return os.path.join(folder, tag)
+
+
+def engine_state(folder):
+    """What the checkpoint in that folder says of the engine, and what the program has put beside it: plain values; empty where it says nothing."""
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        path = os.path.join(folder, name)
+        if not os.path.isfile(path):
+            continue
+        held = _data_of(path)
+        if not isinstance(held, dict):
+            raise Error.of(1401, f"{path} holds no state of an engine", _AGAIN)
+        return {key: value for key, value in held.items() if isinstance(key, str) and not isinstance(value, _LeftOut)}
+    return {}
+
+
 def _zero_folder(folder):
     """The folder whose folders are parameters."""
-    folder = os.fspath(folder)
-    latest = os.path.join(folder, _LATEST)
-    if os.path.isfile(latest):
-        with open(latest, encoding="utf-8") as file:
-            tag = file.read().strip()
-        if not tag or os.path.basename(tag) != tag:
-            raise Error.of(1401, f"{latest} names {tag!r}, which is no folder beside it", _AGAIN)
-        folder = os.path.join(folder, tag)
+    folder = folder_of(folder)
     zero = os.path.join(folder, "zero")
     if not os.path.isdir(zero):
         raise Error.of(1405, f"{folder} has no folder zero: it is no universal checkpoint of DeepSpeed",
@@ -103,19 +130,25 @@ class _DataOnly:
     Unpickler = _Unpickler
 
 
+def _data_of(path):
+    """What a file holds, without the objects that would have to be made."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=True, pickle_module=_DataOnly)
+    except Exception as error:  # noqa: torch has many for a file that is none of its own
+        raise Error.of(1401, f"{path} is no file of torch.save(): {str(error).splitlines()[0]}", _AGAIN) from None
+
+
 def _common_count(zero):
     """How often all parameters were updated, as the optimizer's own state says; None where it does not."""
     path = os.path.join(zero, "optimizer_state.pt")
     if not os.path.isfile(path):
         return None
+    held = _data_of(path)
     try:
-        held = torch.load(path, map_location="cpu", weights_only=False, mmap=True, pickle_module=_DataOnly)
         states = held["optimizer_state_dict"]["state"].values()
         steps = {float(state["step"]) for state in states if "step" in state}
-    except (KeyError, TypeError, AttributeError, ValueError):
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError):
         return None
-    except Exception as error:  # noqa: torch has many for a file that is none of its own
-        raise Error.of(1401, f"{path} is no file of torch.save(): {str(error).splitlines()[0]}", _AGAIN) from None
     if len(steps) > 1:
         raise Error.of(1401, f"{path} holds several counts of steps, and the parameters have none of their own", _AGAIN)
     count = steps.pop() if steps else None
@@ -209,7 +242,7 @@ def save(folder, tag, step, parameters, master_of, state_of):
 
 
 def _wide(value):
-    return value if value.dtype == torch.float64 else value.float()
+    return (value if value.dtype == torch.float64 else value.float()).contiguous()  # row by row, for whoever reads it without torch
 
 
 def _write(folder, master, state):

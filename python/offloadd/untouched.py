@@ -4,13 +4,15 @@ of, with all optimizers that were made. Hugging Face's Trainer is attached by it
 import functools
 import gc
 import logging
+import os
 import sys
 import weakref
 
 import torch
 
 from . import handle as handles
-from .optimizer import put_step, recipe_of, served_class_of
+from .loaded import Loaded
+from .optimizer import has_stepped, parameters_of, put_step, recipe_of, served_class_of
 
 _log = logging.getLogger("offloadd")
 
@@ -33,6 +35,38 @@ def _run_closure_first(optimizer):
     put_step(optimizer, step)
 
 
+def _modules_alive():
+    # By type(): others may answer anything when they are asked for their class.
+    return [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module) and "_modules" in each.__dict__]
+
+
+def _modules_beside(module, optimizers):
+    """The outermost modules around parameters of the optimizers, other than `module`, in the order of these: their buffers belong to what is
+    trained, too. A script may call a module inside of its model, or train several at once."""
+    alive = _modules_alive()
+    around, holders = {}, {}
+    for each in alive:
+        for child in each._modules.values():
+            around.setdefault(id(child), []).append(each)
+        for parameter in each._parameters.values():
+            holders.setdefault(id(parameter), []).append(each)
+    found, seen = {}, set()
+    ascending = [each for optimizer in optimizers for parameter in parameters_of(optimizer) for each in holders.get(id(parameter), ())]
+    while ascending:
+        each = ascending.pop(0)
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        parents = around.get(id(each), [])
+        if not parents:
+            found[id(each)] = each
+        ascending[:0] = parents
+    found.pop(id(module), None)
+    # Where they share a part: by what each has, which is the same in every run.
+    place = {id(p): number for number, p in enumerate(p for optimizer in optimizers for p in parameters_of(optimizer))}
+    return sorted(found.values(), key=lambda each: [place[id(p)] for p in each.parameters() if id(p) in place])
+
+
 class Watch:
     """Sees optimizers being made, and waits for the first forward pass with a parameter of one."""
 
@@ -41,7 +75,10 @@ class Watch:
         self._order = []
         self._forward = None
         self._jobs = 0
+        self._forks, self._process = 0, ""  # of this process; which one it is, of those that were forked
         self._attaches_itself = False  # the script
+        self._loaded = weakref.WeakSet()  # optimizers whose load_state_dict() was called
+        self._given_weights = weakref.WeakSet()  # modules
 
     def begin(self):
         original = torch.optim.Optimizer.__init__
@@ -53,15 +90,39 @@ class Watch:
             watch.add(self)
 
         torch.optim.Optimizer.__init__ = initialise
+        load_state_dict = torch.nn.Module.load_state_dict
+
+        @functools.wraps(load_state_dict)
+        def load(self, *args, **kwargs):
+            watch._given_weights.add(self)
+            return load_state_dict(self, *args, **kwargs)
+
+        torch.nn.Module.load_state_dict = load
+        os.register_at_fork(before=self._before_fork, after_in_child=self._after_fork)
+
+    def _before_fork(self):
+        self._forks += 1
+
+    def _after_fork(self):
+        self._process += f"-p{self._forks}"
+        self._jobs = self._forks = 0
 
     def add(self, optimizer):
         """An optimizer that was just made."""
         self._tell_of_late(optimizer)
         self._order.append(weakref.ref(optimizer))
+        optimizer.register_load_state_dict_post_hook(self._note_loaded)
         if served_class_of(type(optimizer)) is not None:
             _run_closure_first(optimizer)
         if self._forward is None:
             self._forward = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
+
+    def _note_loaded(self, optimizer):
+        """One that keeps something, and has nothing after its load_state_dict(), was given no checkpoint."""
+        recipe = recipe_of(optimizer)
+        keeps = recipe.is_foreign or recipe.counts or any(recipe.planes(recipe.values(group)) for group in optimizer.param_groups)
+        if has_stepped(optimizer) or not keeps:
+            self._loaded.add(optimizer)
 
     @staticmethod
     def _tell_of_late(optimizer):
@@ -96,10 +157,14 @@ class Watch:
         return chosen
 
     def options_of_next(self):
-        """Of the next job of this process: a script that trains several models, one after the other, has a job for each."""
+        """Of the next job of this process: a script that trains several models, one after the other, has a job for each, as has one that
+        forks a process for each."""
         self._jobs += 1
         job = self.options.get("job")
-        return self.options if self._jobs == 1 or job is None else {**self.options, "job": f"{job}-{self._jobs}"}
+        if job is None:
+            return self.options
+        process = "" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else self._process  # ranks have one together
+        return {**self.options, "job": job + process + (f"-{self._jobs}" if self._jobs > 1 else "")}
 
     def tell_at_the_end(self):
         """A script may train without ever calling a module: then nothing is offloaded."""
@@ -126,9 +191,29 @@ class Watch:
             if not any(mine & handle.identities() for handle in open_handles):
                 _log.warning("offloadd: a %s is trained beside the model of job %s: it stays in memory", type(module).__name__, open_handles[0].job)
             return
-        handle = handles.attach(module, self.of_one_job(optimizers), **self.options_of_next())
-        if handle.step:
+        chosen, options = self.of_one_job(optimizers), self.options_of_next()
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            options = {"gradients": "reduced_by_trainer", **options}
+        beside = _modules_beside(module, chosen)
+        loaded = Loaded.before(module, chosen, options, any(each in self._loaded for each in chosen), beside)
+        handle = handles.attach(module, chosen, _beside=beside, **options)
+        if loaded is not None:
+            loaded.take(handle)
+        elif handle.step and any(not mine.isdisjoint(map(id, each.parameters())) for each in self._given_weights):
+            _log.warning("offloadd: job %s continues after %d steps, with its own weights: those that the script has loaded came without its "
+                         "optimizer's state, and are not taken. To begin with them name another job (--job), or remove this one, offloadctl rm "
+                         "%s %s --yes; to go on at a checkpoint, have the script load its optimizer's state, too", handle.job, handle.step,
+                         handle.nvme_path, handle.job)
+        elif handle.step:
             _log.warning("offloadd: job %s continues after %d steps", handle.job, handle.step)
+        self._tell_of_averages(handle)
+
+    @staticmethod
+    def _tell_of_averages(handle):
+        """Copies of weights that no optimizer trains are nobody's."""
+        if handle.step and any(issubclass(type(each), torch.optim.swa_utils.AveragedModel) for each in _modules_alive()):
+            _log.warning("offloadd: an AveragedModel is not part of job %s, and begins anew after its step %d: let the script save and load it",
+                         handle.job, handle.step)
 
 
 class _WhenImported:

@@ -106,7 +106,7 @@ class Run:
         self.models += models
         if not self.offloaded:
             optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
-            handle = in_memory.Handle(models, optimizers, {"job": "memory"})
+            handle = in_memory.Handle(models, optimizers, {"job": "memory", "device": options.get("device")})
         else:
             if "job" not in options:
                 self._jobs += 1
@@ -115,7 +115,7 @@ class Run:
                 options = {"gpu_ram": gpu_ram_of(models), **options}
             options.setdefault("nvme_path", self.folder)
             handle = offloadd.attach(model, optimizer, ram=self.ram(models, optimizer, bool(options.get("unfreeze"))),
-                                     spill_gradients=self.memory == "floor" and device is None, **options)
+                                     spill_gradients=self.memory == "floor", **options)
         self.handles.append(handle)
         return handle
 
@@ -126,14 +126,15 @@ class Run:
         copies = [torch.nn.ParameterList(torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad) for p in m.parameters())
                   for m in models]
         parameters = [p for each in copies for p in each]
-        key = (tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in parameters), unfreeze)
+        # On a device what is not spilled is another path: with twice the memory all of them stay in it.
+        floor = "floor_bytes" if device is None or self.memory == "floor" else "floor_without_spilling_bytes"
+        key = (tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in parameters), unfreeze, floor)
         if key not in _floors:
             try:
                 probe = torch.optim.AdamW(parameters, amsgrad=True, fused=True)
                 with offloadd.attach(copies, probe, nvme_path=self.folder, ram="1GiB", job="probe", spill_gradients=True,
                                      unfreeze=unfreeze) as handle:
-                    # Gradients of a model on a device stay in memory.
-                    _floors[key] = handle.plan()["floor_bytes" if device is None else "floor_without_spilling_bytes"]
+                    _floors[key] = handle.plan()[floor]
             finally:
                 shutil.rmtree(os.path.join(self.folder, "probe"), ignore_errors=True)
                 for name in os.listdir(self.folder):

@@ -103,7 +103,9 @@ def engine_loop(engine, steps, micro=1, clip=None, first=0):
     return told
 
 
-class DeepSpeedTest(unittest.TestCase):
+class DeepSpeedCase(unittest.TestCase):
+    """What the tests of engines begin with."""
+
     def setUp(self):
         torch.set_num_threads(1)
         self.folder = tempfile.TemporaryDirectory(dir=os.environ.get("TEST_TMPDIR") or None)
@@ -152,6 +154,9 @@ class DeepSpeedTest(unittest.TestCase):
     @staticmethod
     def adamw(parameters):
         return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+class DeepSpeedTest(DeepSpeedCase):
 
     # ---- The loop ----
 
@@ -348,7 +353,7 @@ class DeepSpeedTest(unittest.TestCase):
 
     def test_what_would_train_something_else_is_refused(self):
         zero = self.config()["zero_optimization"]
-        refused = [(1104, {"fp16": {"enabled": True}}), (1107, {"zero_optimization": {**zero, "zenflow": {"topk_ratio": 0.1}}}),
+        refused = [(1103, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}), (1107, {"zero_optimization": {**zero, "zenflow": {"topk_ratio": 0.1}}}),
                    (1104, {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1}}}), (1104, {"optimizer": {"type": "Lion"}}),
                    (1105, {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}), (1103, {"train_batch_size": 6}),
                    (1102, {"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}),
@@ -427,8 +432,8 @@ class DeepSpeedTest(unittest.TestCase):
         self.assertEqual(told, plain(there, self.adamw(there.parameters()), 4))
         self.assertEqual(self.jobs(), ["named.offload"])
 
-    def scheduled(self):
-        return self.config(gradient_clipping=0.5, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 1e-2}})
+    def scheduled(self, **changes):
+        return self.config(gradient_clipping=0.5, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 1e-2}}, **changes)
 
     def test_a_checkpoint_is_loaded_by_another_run(self):
         saved, there = os.path.join(self.folder.name, "saved"), make()
@@ -546,6 +551,42 @@ class DeepSpeedTest(unittest.TestCase):
         with self.assertRaisesRegex(offloadd.Error, "OFD-1602.*in this process"):
             engine.load_checkpoint(saved)
 
+    def test_a_universal_checkpoint_is_loaded(self):
+        saved, there = os.path.join(self.folder.name, "saved"), make(torch.bfloat16)
+        optimizer = Masters(there, self.adamw)
+        schedule = offloadd.deepspeed.schedules.WarmupLR(optimizer.optimizer, 0, 1e-2, 8)
+        expected = plain(there, optimizer, 6, clip=0.5, scheduler=schedule)
+        engine, *_ = self.initialize(make(), self.scheduled(bf16={"enabled": True}))
+        told = engine_loop(engine, 3, clip=0.5)
+        engine.handle.save_universal(saved)
+        scheduler = engine.lr_scheduler.state_dict()
+        engine.destroy()
+        universal = self.scheduled(bf16={"enabled": True}, checkpoint={"load_universal": True})
+        engine, *_ = self.initialize(make(), universal)
+        engine_loop(engine, 1, clip=0.5, first=9)
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1402.*load_lr_scheduler_states"):
+            engine.load_checkpoint(saved)
+        # As DeepSpeed's own file has it: the schedule, what the program gave, and objects of classes that nobody may make.
+        path = os.path.join(saved, "global_step3_universal", "mp_rank_00_model_states.pt")
+        torch.save({**torch.load(path), "lr_scheduler": scheduler, "position": 3, "args": argparse.Namespace(lr=1)}, path)
+        here = engine.module
+        found, state = engine.load_checkpoint(saved)
+        self.assertEqual([found, state], [os.path.dirname(path), {"position": 3}])
+        self.assertEqual([engine.global_steps, engine.micro_steps], [3, 3])
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1602.*next step"):
+            engine.save_checkpoint(saved, "without_a_step")
+        told += engine_loop(engine, 3, clip=0.5, first=3)
+        self.assertEqual(told, expected)
+        engine.save_checkpoint(saved, "with_a_step", save_latest=False)
+        here.calls.copy_(there.calls)  # buffers are not in it
+        self.check_equal(here, there)
+        engine.load_checkpoint(saved, "global_step3_universal", load_module_only=True)
+        self.assertEqual(engine.global_steps, 6)
+        self.assertTrue(engine.load_universal_checkpoint())
+        self.assertEqual(engine_loop(engine, 1, first=3)[0], expected[len(expected) // 2])
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1405"):
+            engine.load_checkpoint(saved, "other")
+
     def test_there_is_no_checkpoint(self):
         engine, *_ = self.initialize(make(), self.config())
         self.assertEqual(engine.load_checkpoint(self.folder.name), (None, None))
@@ -637,6 +678,15 @@ class DeepSpeedTest(unittest.TestCase):
                 with self.subTest(dtype=dtype, disabled=disabled), unittest.mock.patch.dict(os.environ, {"OFFLOADD_DISABLE": disabled}):
                     engine, *_ = self.initialize(make(), self.config(bf16={"enabled": dtype == torch.bfloat16}))
                     self.with_masters_and_moments_that_are_written(engine, dtype)
+
+    def test_questions_about_the_configuration(self):
+        engine, *_ = self.initialize(make(), self.config(steps_per_print=7))
+        self.assertEqual((engine.steps_per_print(), engine.dump_state(), engine.zero_reduce_bucket_size()), (7, False, 500_000_000))
+        self.assertEqual(engine.optimizer_params(), {"lr": 1e-2, "weight_decay": 0.1})
+        self.assertIsNone(engine.scheduler_params())
+        self.assertEqual((engine.communication_data_type, engine.load_universal_checkpoint()), (torch.float32, False))
+        self.assertFalse(engine.monitor.enabled or engine.flops_profiler_enabled())
+        engine.monitor.write_events([("loss", 1.0, 1)])
 
     def test_attributes_that_are_not_there_are_named(self):
         engine, *_ = self.initialize(make(), self.config())

@@ -80,7 +80,9 @@ config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvm
                                 "stage3_param_persistence_threshold": "auto", "stage3_gather_16bit_weights_on_model_save": True},
           "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
           "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}
-more = {"use_cpu": True} if mode == "memory" else {"deepspeed": config}
+if os.environ.get("FP16"):
+    config["fp16"] = {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 22, "loss_scale_window": 3, "hysteresis": 1}
+more = {"use_cpu": True} if mode == "memory" else {"deepspeed": config, "fp16": bool(os.environ.get("FP16"))}
 args = TrainingArguments(folder, report_to=[], max_steps=int(steps), per_device_train_batch_size=2, gradient_accumulation_steps=2,
                          disable_tqdm=True, save_strategy="steps", save_steps=2, logging_steps=1, learning_rate=1e-3, **more)
 torch.manual_seed(0)
@@ -90,7 +92,7 @@ torch.manual_seed(1)
 data = [{"input_ids": (x := torch.randint(128, (8,))), "labels": x} for _ in range(64)]
 trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:4])
 trainer.train(resume_from_checkpoint=sys.argv[4] if len(sys.argv) > 4 else None)
-told = [[h["loss"], h["grad_norm"], h["learning_rate"]] for h in trainer.state.log_history if "loss" in h]
+told = [[h["loss"], h.get("grad_norm"), h["learning_rate"]] for h in trainer.state.log_history if "loss" in h]
 told.append(trainer.evaluate()["eval_loss"])
 trainer.save_model(os.path.join(folder, "final"))
 from safetensors.torch import load_file
@@ -176,15 +178,19 @@ class ProgramsTest(unittest.TestCase):
     @unittest.skipUnless(importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate"),
                          "transformers and accelerate are not installed: the Trainer is not tested")
     def test_the_trainer_with_a_configuration(self):
-        def told(mode, folder, *arguments):
+        def told(mode, folder, *arguments, **environment):
             folder = os.path.join(self.folder, folder)
-            self.run_python("-c", TRAINER, mode, folder, *arguments)
+            self.run_python("-c", TRAINER, mode, folder, *arguments, **environment)
             return self.read(os.path.join(folder, "told.json"))
 
         memory = told("memory", "memory", "4")
         self.assertEqual(told("installed", "offloaded", "4"), memory)
         first = os.path.join(self.folder, "offloaded", "checkpoint-2")
         self.assertEqual(told("installed", "resumed", "4", first)[-2:], memory[-2:], "as if it had not been interrupted")
+        in_memory = told("installed", "fp16_memory", "8", FP16="1", OFFLOADD_DISABLE="1")
+        self.assertEqual(told("installed", "fp16", "8", FP16="1"), in_memory)
+        at = [step[2] for step in in_memory[:-2]]
+        self.assertLess(len(set(at)), len(at), "the schedule has waited for steps that were skipped")
 
 
 if __name__ == "__main__":

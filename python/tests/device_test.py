@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import types
 
 _LIBRARY = os.environ.setdefault("OFFLOADD_LIBRARY", os.path.abspath(os.path.join("tests", "offloadd_standin.so")))
@@ -19,13 +20,16 @@ import torch
 from torch.optim import SGD, AdamW
 
 import battery
+import offloadd
 import serving_test  # noqa: its cases are declared
 import training_test  # noqa
 from battery import case, main, retype, states_of
+from offloadd import handle as handle_module
 
 _standin = ctypes.CDLL(_LIBRARY)
 _standin.offloadd_standin_violations.restype = ctypes.c_char_p
 _standin.offloadd_standin_bytes_to_device.restype = ctypes.c_uint64
+_standin.offloadd_standin_allocated_bytes.restype = ctypes.c_uint64
 DEVICE = torch.device("privateuseone:0")
 
 
@@ -164,6 +168,182 @@ def memory_of_the_device_is_what_was_said(run):
     return told
 
 
+def device_in_status():
+    """What offloadctl shows of the device of this process."""
+    while True:  # other daemons of this machine may end just then
+        said = subprocess.run([os.path.join(os.path.dirname(offloadd.__file__), "offloadctl"), "status", "--json", "--interval", "0.01"], capture_output=True, text=True, check=False)
+        daemons = json.loads(said.stdout).get("daemons", []) if said.stdout else []
+        ranks = [rank for daemon in daemons for job in daemon["jobs"] for rank in job["ranks"] if rank["pid"] == os.getpid()]
+        if ranks and ranks[0]["gpu"]:
+            return ranks[0]["gpu"]
+        time.sleep(0.1)
+
+
+@case(**BOTH)
+def status_shows_the_device(run):
+    model = run.model()
+    optimizer = adamw(model)
+    handle = run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=2, micro=2)
+    if run.offloaded:
+        gpu, statistics = device_in_status(), handle.statistics()
+        assert gpu["device"] == "standin:0" and gpu["gpu_ram_bytes"] == statistics["gpu_ram_bytes"], gpu
+        assert gpu["window_bytes"] == handle.plan()["gpu_window_bytes"], gpu
+        assert 0 < gpu["used_bytes"] <= gpu["peak_bytes"] == statistics["gpu_peak_bytes"], (gpu, statistics)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        assert gpu["bytes_to_device"] >= 2 * weights and gpu["bytes_to_host"] >= 2 * 2 * weights, (gpu, weights)
+        assert gpu["stall_seconds"] >= 0, gpu
+    return told + run.train(model, optimizer, first=2)
+
+
+LAYERS = 8
+ROOM = 1 << 30
+
+
+def on_host(model, optimizer):
+    """Weights and what the optimizer keeps, one tensor at a time."""
+    states = [{key: value.detach().cpu() for key, value in optimizer.state[p].items()} for p in model.parameters()]
+    return [p.detach().cpu() for p in model.parameters()], states
+
+
+def larger_model(run):
+    """On the host."""
+    torch.manual_seed(0)
+    return battery.Transformer(layers=LAYERS, checkpointing="at will").to(run.dtype)
+
+
+@contextlib.contextmanager
+def little_memory(run):
+    """Of the device, for an offloaded run: three quarters of what the weights of larger_model() need."""
+    weights = sum(p.numel() * p.element_size() for p in larger_model(run).parameters())
+    if run.offloaded:
+        _standin.offloadd_standin_set_memory_bytes(ctypes.c_uint64(_standin.offloadd_standin_allocated_bytes() + weights * 3 // 4))
+    try:
+        yield
+    finally:
+        _standin.offloadd_standin_set_memory_bytes(ctypes.c_uint64(ROOM))
+
+
+@case(**BOTH)
+def larger_than_the_device(run):
+    """Built on the host and resumed; the script's objects stay what they are."""
+    told = []
+    with little_memory(run):
+        for part in range(2):
+            if part == 0 or run.offloaded:
+                model = larger_model(run)
+                if part == 1:
+                    torch.nn.init.zeros_(model.head.weight)  # what the job has counts
+                optimizer = adamw(model)
+                weight = model.head.weight
+                run.attach(model, optimizer, device=DEVICE, job="larger")
+                assert weight is model.head.weight and weight.device == DEVICE and all(p.device == DEVICE for p in model.parameters())
+            told += run.train(model, optimizer, first=3 * part, clip=0.1)
+            if part == 0 and run.offloaded:
+                assert optimizer.state[weight]["exp_avg"].device == DEVICE
+                run.handles.pop().close()
+                run.models.clear()
+        return told, on_host(model, optimizer)
+
+
+@case(**BOTH)
+def larger_than_both_memories(run):
+    """Built inside init()."""
+    with little_memory(run):
+        options = {"job": "born", "device": DEVICE}
+        if run.offloaded:
+            probe = larger_model(run)
+            options["gpu_ram"] = battery.gpu_ram_of([probe])
+            ram = run.ram([probe], None)
+            with offloadd.init(nvme_path=run.folder, ram=ram, **options):
+                model = larger_model(run)
+        else:
+            model = larger_model(run)
+        optimizer = adamw(model)
+        handle = run.attach(model, optimizer, **options)
+        told = run.train(model, optimizer, clip=0.1)
+        if run.offloaded:
+            statistics = handle.statistics()
+            assert statistics["gpu_peak_bytes"] <= statistics["gpu_ram_bytes"], statistics
+        return told, on_host(model, optimizer)
+
+
+class WithBuffers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = torch.nn.Linear(16, 16), torch.nn.BatchNorm1d(16)
+        self.register_buffer("kept", torch.randn(16))
+        self.register_buffer("made_anew", torch.randn(16), persistent=False)
+        self.table = torch.nn.Parameter(torch.randperm(16), requires_grad=False)
+        self.nothing = torch.nn.Parameter(torch.empty(0, 16))
+
+    def forward(self, x):
+        return self.norm(self.linear(x) * self.kept + self.made_anew)[:, self.table] + self.nothing.sum()
+
+
+@case(types=("fp32",), memory=("double",))
+def buffers_go_along(run):
+    """With an optimizer that has stepped on the host, and a gradient that is there."""
+    torch.manual_seed(0)
+    model = WithBuffers()
+    optimizer = adamw(model)
+    x = torch.randn(8, 16)
+    model(x).square().sum().backward()
+    optimizer.step()
+    buffers = list(model.buffers())
+    run.attach(model, optimizer, device="privateuseone:0")
+    assert all(a is b for a, b in zip(model.buffers(), buffers)) or not run.offloaded
+    assert all(t.device == DEVICE for t in [*model.buffers(), *model.parameters(), model.linear.weight.grad])
+    told = []
+    for step in range(3):
+        loss = model(x.to(DEVICE) + step).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told, [dict(optimizer.state[p]) for p in model.parameters() if p.requires_grad and p.numel()], list(model.buffers())
+
+
+@case(types=("fp32", "bf16", "fp16", "fp64"), memory=("floor",))
+def every_type(run):
+    model = run.model()
+    optimizer = adamw(model)
+    handle = run.attach(model, optimizer)
+    told = run.train(model, optimizer, clip=0.1, micro=2)
+    with torch.no_grad():
+        model.head.weight.mul_(0.9)
+    model.embed.weight.data[3] = 0.125
+    told += run.train(model, optimizer, first=3)
+    return told, [handle.gather(p, plane) for p in model.parameters() for plane in ("weight", "master", "exp_avg", "exp_avg_sq")]
+
+
+class SignOfTheMean(torch.optim.Optimizer):
+    """Of the script's own."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                    mean.lerp_(p.grad, 0.1)
+                    p.add_(mean.sign(), alpha=-group["lr"])
+
+
+@case(types=("fp32", "bf16", "fp64"), memory=("floor",))
+def optimizers_that_run_in_this_process(run):
+    told = []
+    for make in (lambda p: torch.optim.NAdam(p, 1e-2), lambda p: torch.optim.Adafactor(p, 1e-2), lambda p: SignOfTheMean(p, 1e-3)):
+        model = run.model()
+        optimizer = make(model.parameters())
+        run.attach(model, optimizer)
+        told += run.train(model, optimizer, clip=0.1, micro=2)
+    return told
+
+
 @case(types=("fp32",), memory=("double",))
 def two_ranks(run):
     """Each has a device of its own."""
@@ -236,16 +416,22 @@ def parameter_replaced_by_one_elsewhere(run):
     optimizer.step()
 
 
-@refusal(1604)
-def optimizer_that_runs_in_this_process(run):
-    model = run.model()
-    run.attach(model, torch.optim.NAdam(model.parameters()))
+@refusal(1002)
+def device_that_is_none(run):
+    model = larger_model(run)
+    run.attach(model, adamw(model), device="gpu")
 
 
-@refusal(1601, types=("fp16",))
-def half_precision(run):
-    model = run.model()
-    run.attach(model, adamw(model))
+@refusal(1002)
+def device_after_init(run):
+    """The job is open already, without one."""
+    with offloadd.init(nvme_path=run.folder, ram="64MiB", job="opened"):
+        model = larger_model(run)
+    try:
+        run.attach(model, adamw(model), job="opened", device=DEVICE)
+    finally:
+        handle_module._constructed.take().close()
+        handle_module._constructed = None
 
 
 @refusal(2003)

@@ -5,6 +5,7 @@ import io
 import os
 import shutil
 import sys
+import zipfile
 
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
@@ -124,6 +125,19 @@ def adagrad_that_begins_elsewhere_is_refused(run):
 # ---- Checkpoints -------------------------------------------------------------------------------
 
 
+@case
+def adagrad_has_sums_from_the_beginning(run):
+    """Also of a parameter without a gradient: a copy, and a dictionary that is loaded in memory, train it."""
+    model = run.model()
+    model.norm.requires_grad_(False)
+    optimizer = Adagrad(model.parameters(), 1e-2, initial_accumulator_value=0.5)
+    run.attach(model, optimizer)
+    copies = copy.deepcopy((model, optimizer))
+    told, first = run.train(*copies, steps=2), states_of(optimizer)
+    told += run.train(model, optimizer, steps=2)
+    return told, first, states_of(optimizer), states_of(copies[1])
+
+
 def loads(make):
     """A case that loads what plain torch has saved, into a job that has steps of its own."""
 
@@ -233,6 +247,30 @@ edits(lambda states: [state["exp_avg"].zero_() for state in states.values()])("s
 edits(lambda states: states[0]["step"].fill_(1))("state_with_another_count")
 edits(lambda states: states.pop(0))("state_without_a_parameter")
 edits(lambda states: states.clear())("state_that_is_cleared")
+
+
+@case
+def hooks_around_the_state(run):
+    """Of state_dict() and load_state_dict(): they see and change what they would in plain torch."""
+    model = run.model()
+    optimizer = AdamW(list(model.named_parameters()), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told, seen = run.train(model, optimizer), []
+
+    def halve(_, given):
+        return {**given, "state": {key: {**state, "exp_avg": state["exp_avg"] * 0.5} for key, state in given["state"].items()}}
+
+    def double(_, given):
+        given["param_groups"][0]["lr"] = 2e-3
+        for state in given["state"].values():
+            state["exp_avg_sq"].mul_(2)
+
+    optimizer.register_state_dict_pre_hook(lambda _: seen.append("asked"))
+    optimizer.register_state_dict_post_hook(halve)
+    optimizer.register_load_state_dict_pre_hook(double)
+    optimizer.register_load_state_dict_post_hook(lambda each: seen.append([state["exp_avg_sq"].clone() for state in each.state.values()]))
+    optimizer.load_state_dict(optimizer.state_dict())
+    return told, seen, run.train(model, optimizer, first=3), states_of(optimizer), optimizer.param_groups[0]["lr"]
 
 
 @case
@@ -561,6 +599,156 @@ def universal_checkpoint_without_steps_is_refused(run):
 @case(refused=1405, **REFUSED)
 def folder_that_is_no_universal_checkpoint_is_refused(run):
     damaged_universal(run, lambda zero: os.rename(zero, zero + "_gone"))
+
+
+# ---- The same by offloadctl, with neither torch nor trainer ------------------------------------
+
+
+def made_of_universal(name, make, **options):
+    """A case: a job that offloadctl has made of a checkpoint goes on as the one that has written it."""
+
+    def begin(run, job):
+        model = run.make(Net)
+        model.frozen.requires_grad_(False)
+        optimizer = make([p for p in model.parameters() if p.requires_grad])
+        return model, optimizer, run.attach(model, optimizer, job=job)
+
+    def function(run):
+        model, optimizer, handle = begin(run, "source")
+        told = [train_net(run, model, optimizer, step) for step in range(2)]
+        if run.offloaded:
+            from offloadd import control
+
+            folder = os.path.join(run.folder, "universal")
+            handle.save_universal(folder)
+            train_net(run, model, optimizer, 7)  # the job is like the new one, its values are not
+            run.models.clear()
+            run.handles.pop().close()
+            assert "would make job made" in control.run("import", run.folder, "source", folder, "--as", "made")
+            control.run("import", run.folder, "source", folder, "--as", "made", "--yes")
+            model, optimizer, handle = begin(run, "made")
+            assert handle.step == 2, handle.step
+            assert bool((model.running == 3).all()), "buffers are not in the checkpoint"
+        masters = handle.gather([p for p in model.parameters() if p.requires_grad], "master")
+        told += [masters, states_of(optimizer), model.frozen.detach().clone()]
+        return told, [train_net(run, model, optimizer, step) for step in (2, 3)]
+
+    function.__name__ = name
+    case(function, **options)
+
+
+class Net(torch.nn.Module):
+    """Weights of several extents, small ones that share one, one that does not lie row by row, and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = torch.nn.Linear(600, 500)
+        self.turned = torch.nn.Parameter((torch.randn(300, 200) * 0.05).t())
+        self.frozen = torch.nn.Parameter(torch.randn(200) * 0.1)
+        self.norm = torch.nn.LayerNorm(200)
+        self.register_buffer("running", torch.zeros(90_000))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.running += 1
+        return self.norm(self.wide(x)[:, :300] @ self.turned.t()) * self.frozen
+
+
+def train_net(run, model, optimizer, step):
+    x = torch.randn(3, 600, generator=torch.Generator().manual_seed(step)).to(run.dtype)
+    loss = model(x).double().pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+made_of_universal("job_of_a_universal_checkpoint", fused, types=("fp32", "bf16", "fp16", "fp64"))
+made_of_universal("job_of_a_universal_checkpoint_of_rmsprop", lambda p: RMSprop(p, 1e-3, centered=True, momentum=0.5), **FP32)
+made_of_universal("job_of_a_universal_checkpoint_of_momentum", lambda p: SGD(p, 1e-2, momentum=0.9, dampening=0.1), types=("bf16",))
+
+
+def damaged(folder, what):
+    """Damages a checkpoint; the number that the refusal has."""
+    wide = os.path.join(folder, "here", "zero", "wide.weight")
+    if what == "flipped":
+        with open(os.path.join(wide, "exp_avg.pt"), "r+b") as file:
+            file.seek(500_000)
+            byte = file.read(1)
+            file.seek(500_000)
+            file.write(bytes([byte[0] ^ 1]))
+    elif what == "short":
+        os.truncate(os.path.join(wide, "fp32.pt"), 700_000)
+    elif what == "code":
+        torch.save(Transformer(1), os.path.join(wide, "fp32.pt"))
+    elif what == "text":
+        torch.save({"param": "weights"}, os.path.join(wide, "fp32.pt"))
+    elif what == "old form":
+        torch.save(torch.zeros(500, 600), os.path.join(wide, "fp32.pt"), _use_new_zipfile_serialization=False)
+    elif what == "compressed":
+        with zipfile.ZipFile(os.path.join(wide, "fp32.pt")) as archive, \
+                zipfile.ZipFile(os.path.join(wide, "packed"), "w", zipfile.ZIP_DEFLATED) as packed:
+            for name in archive.namelist():
+                packed.writestr(name, archive.read(name))
+        os.rename(os.path.join(wide, "packed"), os.path.join(wide, "fp32.pt"))
+    elif what == "turned":
+        torch.save({"param": torch.zeros(600, 500).t()}, os.path.join(wide, "fp32.pt"))
+    elif what == "negative":
+        torch.save(-1, os.path.join(wide, "step.pt"))
+    elif what == "gone":
+        shutil.rmtree(wide)
+        return 1402
+    elif what == "other shape":
+        torch.save(torch.zeros(3), os.path.join(wide, "exp_avg.pt"))
+        return 1402
+    elif what == "one more":
+        shutil.copytree(wide, wide + "2")
+        return 1402
+    elif what == "one moment":
+        os.remove(os.path.join(wide, "exp_avg_sq.pt"))
+        return 1402
+    elif what == "of another optimizer":
+        shutil.copy(os.path.join(wide, "exp_avg.pt"), os.path.join(wide, "momentum_buffer.pt"))
+        return 1402
+    elif what == "no checkpoint":
+        shutil.rmtree(os.path.join(folder, "here", "zero"))
+        return 1405
+    return 1401
+
+
+@case(**REFUSED)
+def universal_checkpoints_that_offloadctl_refuses(run):
+    model = run.make(Net)
+    optimizer = fused(model.parameters())
+    handle = run.attach(model, optimizer, job="source")
+    told = train_net(run, model, optimizer, 0)
+    run.models.clear()
+    if not run.offloaded:
+        return told
+    from offloadd import control
+
+    handle.save_universal(os.path.join(run.folder, "good"), "here")
+    run.handles.pop().close()
+    for what in ("flipped", "short", "code", "text", "old form", "compressed", "turned", "negative", "gone", "other shape", "one more", "one moment",
+                 "of another optimizer", "no checkpoint"):
+        folder = os.path.join(run.folder, what.replace(" ", "_"))
+        shutil.copytree(os.path.join(run.folder, "good"), folder)
+        expected = damaged(folder, what)
+        try:
+            control.run("import", run.folder, "source", folder, "--as", "made", "--yes")
+            raise AssertionError(f"{what}: was taken")
+        except offloadd.Error as error:
+            assert error.id == expected, (what, error)
+        assert "made" not in control.run("ls", run.folder), what
+        shutil.rmtree(folder)
+    control.run("import", run.folder, "source", os.path.join(run.folder, "good"), "--as", "made", "--yes")
+    for job, error_id in (("made", 1205), ("none", 1002)):  # one that is there already, one that is not
+        try:
+            control.run("import", run.folder, "source" if job == "made" else job, os.path.join(run.folder, "good"), "--as", "made", "--yes")
+            raise AssertionError("was taken")
+        except offloadd.Error as error:
+            assert error.id == error_id, error
+    return told
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import tempfile
 import torch
 
 import offloadd
-from offloadd import in_memory
+from offloadd import in_memory, untouched
 from battery import case, main
 
 # The ranks' threads are counted when torch is imported.
@@ -107,6 +107,11 @@ def reduced_in_transformers(run):
 @case(**ONE)
 def accelerate_reduces(run):
     return launch(run, "reduced_accelerate")
+
+
+@case(**ONE)
+def reduced_in_an_unchanged_script(run):
+    return launch(run, "unchanged")
 
 
 @case(**ONE)
@@ -250,6 +255,19 @@ def reduced_trainer(rank, folder):
 
 def reduced_accelerate(rank, folder):
     return accelerate(rank, folder, gradients="reduced_by_trainer")
+
+
+def unchanged(rank, folder):
+    """What a script does under `python -m offloadd`."""
+    torch.distributed.init_process_group("gloo")
+    if folder != "-":
+        untouched.begin({"nvme_path": folder, "ram": "128MiB", "job": "ranks"})
+    torch.manual_seed(0)
+    model = Paths()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+    ddp = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    told = reduced_steps(ddp, model, optimizer, rank, 2, torch.float32)
+    return [told, [handle.world_size for handle in offloadd.handles()] == ([] if folder == "-" else [2])]
 
 
 def reduced_differently(rank, folder):

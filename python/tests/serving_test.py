@@ -12,6 +12,7 @@ import pickle
 import sys
 import threading
 import zipfile
+from multiprocessing.reduction import ForkingPickler
 
 import numpy
 import torch
@@ -370,7 +371,7 @@ def fresh_state_dict_is_loaded(run):
     return run.train(model, optimizer)
 
 
-@case(**FP32)
+@case
 def optimizer_is_copied_and_pickled(run):
     _, optimizer = started(run)
     copied, pickled = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
@@ -632,7 +633,7 @@ def universal_by_offloadctl_goes_on(run):
     return run.train(model, optimizer, first=2)
 
 
-@case
+@case(types=("fp32", "bf16", "fp64"))
 def transposed_weights_are_rows_in_files(run):
     import safetensors.torch
 
@@ -653,7 +654,7 @@ def transposed_weights_are_rows_in_files(run):
             optimizer.zero_grad()
 
     model = run.make(Net)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=run.dtype == torch.float64)
     handle = run.attach(model, optimizer)
     train()
     folder = os.path.join(run.folder, "rows")
@@ -673,6 +674,9 @@ def transposed_weights_are_rows_in_files(run):
         handle.close()
         control.run("export", run.folder, handle.job, os.path.join(run.folder, "exported"))
         files.append(safetensors.torch.load_file(os.path.join(run.folder, "exported", "model.safetensors")))
+        if run.dtype == torch.float64:  # which universal checkpoints do not hold
+            assert all(torch.equal(files[-1][name], value) for name, value in saved.items())
+            return told
         control.run("export", run.folder, handle.job, os.path.join(run.folder, "universal"), "--universal")
         universal = tensors_under(os.path.join(run.folder, "universal"))
         masters = {os.path.dirname(path).split("/")[-1]: value for path, value in universal.items() if path.endswith("fp32.pt")}
@@ -738,6 +742,43 @@ def constructed_larger_than_memory(run):
     else:
         run.attach(model, optimizer)
     return run.train(model, optimizer)
+
+
+def constructed(name, build, **options):
+    def function(run):
+        torch.manual_seed(0)
+        with offloadd.init(nvme_path=run.folder, ram="256MiB", job="born") if run.offloaded else contextlib.nullcontext():
+            model = build(run)
+        optimizer = SGD(model.parameters(), 0.1)
+        if run.offloaded:
+            run.models.append(model)
+            run.handles.append(offloadd.attach(model, optimizer))
+        else:
+            run.attach(model, optimizer)
+        told = []
+        for step in range(2):
+            loss = model(torch.randn(64, 160, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+        return told
+
+    function.__name__ = name
+    case(function, memory=("256MiB",), **options)
+
+
+def with_a_dry_run(run):
+    model = torch.nn.Sequential(torch.nn.Linear(160, 1600), torch.nn.GELU(), torch.nn.Linear(1600, 160)).to(run.dtype)
+    model(torch.ones(64, 160, dtype=run.dtype))
+    return model
+
+
+# Kernels that ask for empty tensors and write them, that take memory of their own, and set_().
+constructed("constructed_with_weight_norm", lambda run: torch.nn.utils.weight_norm(torch.nn.Linear(160, 160)).to(run.dtype))
+constructed("constructed_orthogonal", lambda run: torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(160, 160), orthogonal_map="cayley"),
+            types=("fp32",))
+constructed("constructed_with_a_dry_run", with_a_dry_run)
 
 
 @case(memory=("256MiB",))
@@ -826,6 +867,30 @@ def restored_plain_sgd(run):
 
 
 # ---- Threads and processes ---------------------------------------------------------------------
+
+
+def refused_to_share(share, name):
+    """With another process, whose writes would be lost; the model is as it was."""
+
+    def function(run):
+        model = run.model(layers=1)
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        run.attach(model, optimizer)
+        told = run.train(model, optimizer, steps=1)
+        if run.offloaded:
+            try:
+                share(model)
+                told.append("shared")
+            except offloadd.Error as error:
+                assert error.id == 1603, error
+        return told + run.train(model, optimizer, steps=1, first=1)
+
+    function.__name__ = name
+    case(function, types=("fp32",), memory=("floor",))
+
+
+refused_to_share(lambda model: model.share_memory(), "sharing_memory_is_refused")
+refused_to_share(lambda model: ForkingPickler.dumps(model), "sending_to_another_process_is_refused")
 
 
 @case(**FP32)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ try:
 except ImportError:
     leave_out("transformers is not installed (tools/setup)")
 
+from offloadd.log_history import LogHistory, unpack  # noqa: E402
 from families_test import IDS, gpt2, llama, tokens, with_adapters  # noqa: E402
 
 FP32 = {"types": ("fp32",)}
@@ -30,12 +32,27 @@ class Data(torch.utils.data.Dataset):
         ids = tokens(i, size=1)[0]
         return {"input_ids": ids, "labels": ids}
 
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    """Without a length: it ends, and begins again with other elements."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return (Data()[i + self.epoch] for i in range(10))
+
 
 def log_of(trainer):
     return [{key: value for key, value in entry.items() if "runtime" not in key and "per_second" not in key} for entry in trainer.state.log_history]
 
 
-def fit(run, model, callbacks=True, optimizers=(None, None), trains=({},), more=(), **options):
+def fit(run, model, callbacks=True, optimizers=(None, None), trains=({},), more=(), data=Data, **options):
     """Trainer with its defaults; its log."""
     arguments = transformers.TrainingArguments(
         os.path.join(run.folder, "out"), use_cpu=True, report_to=[], disable_tqdm=True, per_device_train_batch_size=2,
@@ -44,7 +61,7 @@ def fit(run, model, callbacks=True, optimizers=(None, None), trains=({},), more=
     if run.offloaded and callbacks:
         callback = offloadd.TrainerCallback(nvme_path=run.folder, ram=run.ram([model], torch.optim.AdamW(model.parameters())), job="trainer",
                                             spill_gradients=run.memory == "floor")
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data(), eval_dataset=Data(), optimizers=optimizers,
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data(), eval_dataset=Data(), optimizers=optimizers,
                                    callbacks=[*([callback] if callback else []), *more])
     trainer.remove_callback(transformers.PrinterCallback)
     for each in trains:
@@ -126,6 +143,26 @@ def interrupted_and_continued_without_a_checkpoint(run):
     return fit(run, run.make(llama))[1][-2]
 
 
+@case(types=("fp32",), memory=("floor",))
+def log_is_kept_however_long_it_is(run):
+    history, log = [], LogHistory(400_000)
+    for step in range(5000):
+        history.append({"loss": 1 / (step + 1), "grad_norm": step / 7, "learning_rate": 1e-5, "epoch": step / 100, "step": step})
+        if step % 100 == 99 or step < 3:
+            chunks = log.pack(history)
+            assert unpack(chunks) == history and sum(map(len, chunks)) < 400_000
+    history[-1]["added"] = 1  # by a callback, later
+    assert unpack(log.pack(history)) == history
+    assert unpack(log.pack(history[:10])) == history[:10], "another log"
+    short = LogHistory(20_000)
+    chunks = short.pack(history)
+    kept = unpack(chunks)
+    assert sum(map(len, chunks)) <= 20_000 and kept == history[-len(kept):] and len(kept) > 256
+    entries = [{"text": str(n) * 1000} for n in range(50)]
+    found = unpack(LogHistory(100).pack(entries))
+    return 0 < len(found) < 50 and found == entries[-len(found):]
+
+
 class Times(transformers.TrainerCallback):
     """Looks at the end of a step and of an epoch at what it noted at their beginnings."""
 
@@ -139,7 +176,7 @@ class Times(transformers.TrainerCallback):
         assert self.step_at == state.global_step - 1
 
     def on_epoch_end(self, args, state, control, **kwargs):
-        assert self.epoch_at < state.global_step
+        assert self.epoch_at <= state.global_step
 
 
 def stopped_before_what_was_due(name, step, scheduler=None, others=(), **options):
@@ -184,6 +221,67 @@ stopped_before_what_was_due("stopped_before_it_ends_early", 3, others=[lambda: t
 stopped_before_what_was_due("stopped_after_the_last_step", 7, **EVALUATED)
 stopped_before_what_was_due("stopped_at_the_end_of_an_epoch", 3, gradient_accumulation_steps=5, num_train_epochs=2, max_steps=-1,
                             eval_strategy="epoch", logging_strategy="epoch", logging_steps=500)
+
+
+
+
+class EpochsOfThree(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_epoch_stop = state.global_step % 3 == 0
+
+
+# Five batches in two steps, of which the last goes into the next epoch's first.
+STREAMED = {"data": Stream, "gradient_accumulation_steps": 2, "max_steps": 7, "logging_steps": 1}
+stopped_before_what_was_due("stopped_in_the_second_pass_of_data_without_a_length", 3, **STREAMED)
+stopped_before_what_was_due("stopped_at_the_end_of_a_pass_of_data_without_a_length", 2, **STREAMED)
+stopped_before_what_was_due("stopped_in_an_epoch_behind_one_that_ended_early", 4, others=[EpochsOfThree], max_steps=-1, num_train_epochs=3)
+stopped_before_what_was_due("stopped_where_a_callback_ends_the_epoch", 3, others=[EpochsOfThree], max_steps=-1, num_train_epochs=3)
+# The order of an epoch is drawn from the random numbers at its beginning.
+stopped_before_what_was_due("stopped_in_an_epoch_of_samples_grouped_by_their_length", 3, train_sampling_strategy="group_by_length",
+                            dataloader_num_workers=1, gradient_accumulation_steps=3, max_steps=6)
+
+
+@case(**FP32)
+def checkpoint_in_the_second_pass_of_data_without_a_length(run):
+    """Trainer looks for its step in the first pass."""
+    options = {**STREAMED, "save_strategy": "steps", "save_steps": 3}
+    if run.offloaded:
+        fit(run, run.make(gpt2), more=[StopAt(3)], **options)
+        run.handles.pop().close()
+        run.models.clear()
+        options["trains"] = ({"resume_from_checkpoint": os.path.join(run.folder, "out", "checkpoint-3")},)
+    return [entry["loss"] for entry in fit(run, run.make(gpt2), **options)[1][-5:-1]]
+
+
+@case(**FP32)
+def stopped_behind_a_checkpoint_between_epochs(run):
+    """The order of the epoch is made of the random numbers in the checkpoint, not of those of the process that resumes from it."""
+    options = {"train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 3, "max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    if run.offloaded:
+        fit(run, run.make(gpt2), more=[StopAt(4)], **options)
+        run.handles.pop().close()
+        run.models.clear()
+        try:
+            checkpoint = os.path.join(run.folder, "out", "checkpoint-4")
+            fit(run, run.make(gpt2), more=[Stop(6)], trains=({"resume_from_checkpoint": checkpoint},), **options)
+        except KeyboardInterrupt:
+            pass
+        for handle in offloadd.handles():
+            handle.close()
+    return [entry["loss"] for entry in fit(run, run.make(gpt2), **options)[1][-5:-1]]
+
+
+@case(**FP32)
+def continued_with_more_micro_batches_in_a_step(run):
+    """To them the last step is at another place in the data, as it is where Trainer goes on at a checkpoint."""
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    fit(run, run.make(gpt2), more=[StopAt(3)], **options)
+    if run.offloaded:
+        run.handles.pop().close()
+    run.models.clear()
+    if not run.offloaded:
+        options["trains"] = ({"resume_from_checkpoint": os.path.join(run.folder, "out", "checkpoint-3")},)
+    return [(entry["loss"], entry["epoch"]) for entry in fit(run, run.make(gpt2), gradient_accumulation_steps=3, **options)[1][-4:-1]]
 
 
 @case(refused=1602, types=("fp32",), memory=("floor",))
@@ -374,8 +472,8 @@ by_accelerate("accelerate_saves_and_loads", saved=True)
 # ---- Lightning ---------------------------------------------------------------------------------
 
 
-@case(**FP32)
-def lightning_module(run):
+def lightning_of(run, rates=None, **options):
+    """A module whose job is attached with these options; `rates` makes the scheduler of an optimizer."""
     import lightning
 
     class Module(lightning.LightningModule):
@@ -391,10 +489,17 @@ def lightning_module(run):
 
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.parameters(), 1e-3, fused=True)
-            run.attach(self, optimizer)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+            run.attach(self, optimizer, **options)
+            return ([optimizer], [rates(optimizer)]) if rates else optimizer
 
-    module = Module()
+    return Module()
+
+
+@case(**FP32)
+def lightning_module(run):
+    import lightning
+
+    module = lightning_of(run, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
     trainer = lightning.Trainer(accelerator="cpu", max_steps=4, gradient_clip_val=0.5, accumulate_grad_batches=2, logger=False,
                                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(module, torch.utils.data.DataLoader(Data(), batch_size=2))
@@ -407,24 +512,9 @@ def lightning_resumes_an_older_checkpoint(run):
     """Lightning loads weights before it asks for optimizers, the job is two steps further than the checkpoint."""
     import lightning
 
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = run.make(llama)
-            self.told = []
-
-        def training_step(self, batch, index):
-            loss = self.model(**batch).loss
-            self.told.append(loss.item())
-            return loss
-
-        def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(self.parameters(), 1e-3, fused=True)
-            run.attach(self, optimizer, job="lightning")
-            return optimizer
-
     def fit(steps, checkpoint=None):
-        module, kept = Module(), lightning.pytorch.callbacks.ModelCheckpoint(run.folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+        module = lightning_of(run, job="lightning")
+        kept = lightning.pytorch.callbacks.ModelCheckpoint(run.folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
         trainer = lightning.Trainer(accelerator="cpu", max_steps=steps, logger=False, enable_progress_bar=False, enable_model_summary=False,
                                     callbacks=[kept], default_root_dir=run.folder)
         trainer.fit(module, torch.utils.data.DataLoader(Data(), batch_size=2), ckpt_path=checkpoint)
@@ -454,6 +544,33 @@ for step in range(4):
     told.append(loss.item())
 told.append([p.tolist() for p in model.parameters()])
 print(json.dumps([told, sys.argv[1:], hasattr(optimizer, "_offload_part")]))
+"""
+
+ITS_OWN_CHECKPOINT = """
+import os, sys, json, torch
+file, kill_at, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.manual_seed(0 if kill_at >= -1 else 1)
+model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1) if kind == "sgd" else torch.optim.AdamW(model.parameters(), 1e-2)
+first = 0
+if os.path.exists(file):
+    kept = torch.load(file)
+    if kind != "empty":
+        model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"] if kind != "empty" else optimizer.state_dict())
+    first = kept["step"]
+for step in range(first, 9):
+    loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+    loss.backward()
+    if kill_at == -2:
+        os.kill(os.getpid(), 9)
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 3 == 2:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, file)
+    if step == kill_at:
+        os.kill(os.getpid(), 9)
+print(json.dumps([loss.item(), [value.tolist() for value in model.state_dict().values()]]))
 """
 
 UNFREEZING = """
@@ -546,6 +663,27 @@ def untouched_script(run):
     return told, arguments, attached == run.offloaded
 
 
+def untouched_script_that_goes_on_at_its_own_checkpoint(kind, kills):
+    """A case: it is killed behind its checkpoint, where that is, or (-2, with other weights) before its first step; what it does then is what
+    it would have done in memory. Of an "empty" one the job has all but the number of the step."""
+
+    def function(run):
+        launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
+        for kill_at in kills if run.offloaded else ():
+            assert start(run, ITS_OWN_CHECKPOINT, os.path.join(run.folder, "kept.pt"), str(kill_at), kind, launcher=launcher).wait() == -signal.SIGKILL
+            time.sleep(0.3)  # its daemon drains
+        text = start(run, ITS_OWN_CHECKPOINT, os.path.join(run.folder, "kept.pt"), "-1", kind, launcher=launcher).communicate()[0]
+        return json.loads(text.splitlines()[-1])
+
+    function.__name__ = f"untouched_script_that_goes_on_at_its_own_checkpoint_{kind}"
+    case(function, types=("fp32",), memory=("floor",))
+
+
+untouched_script_that_goes_on_at_its_own_checkpoint("sgd", [4])
+untouched_script_that_goes_on_at_its_own_checkpoint("adamw", [-2, 5, 7])
+untouched_script_that_goes_on_at_its_own_checkpoint("empty", [-2, 5])
+
+
 SEVERAL = """
 import json, torch
 told = []
@@ -567,6 +705,22 @@ def fold(n):
     return train(model, adamw, *([torch.optim.SGD(model[2].parameters(), 0.1, momentum=0.9)] if n == 2 else []))
 
 print(json.dumps([told, [fold(n) for n in range(3)]]))
+"""
+
+FORKED = SEVERAL.split("print(")[0] + """
+import multiprocessing
+context, attached = multiprocessing.get_context("fork"), []
+
+def child(n, queue):
+    queue.put([fold(n), told])
+
+for n in range(2):
+    queue = context.SimpleQueue()
+    process = context.Process(target=child, args=(n, queue))
+    process.start()
+    attached.append(queue.get())
+    process.join()
+print(json.dumps(attached))
 """
 
 LIGHTNING = """
@@ -596,6 +750,41 @@ told.append([p.tolist() for p in module.parameters()])
 print(json.dumps([told, hasattr(trainer.optimizers[0], "_offload_part")]))
 """
 
+# The first module that is called is one inside of the model; another model is trained beside it; both have buffers.
+BESIDE = """
+import json, os, sys, torch
+begin, end, kept = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32))
+        self.decoder = torch.nn.Sequential(torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 8))
+        self.register_buffer("scale", torch.ones(1))
+
+    def reconstruct(self, x):
+        hidden = self.encoder(x)
+        self.scale = 0.9 * self.scale + 0.1 * x.abs().max()
+        return self.decoder(hidden) * self.scale
+
+torch.manual_seed(0)
+model, critic = Model(), torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
+average = torch.optim.swa_utils.AveragedModel(critic)
+optimizer = torch.optim.AdamW([*critic.parameters(), *model.parameters()], 1e-2, fused=True)
+if os.path.exists(kept):
+    model.load_state_dict(torch.load(kept))
+for step in range(begin, end):
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+    made = model.reconstruct(x)
+    loss = (made - x).square().mean() + critic(made).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if kept != "-":
+    torch.save(model.state_dict(), kept)
+print(json.dumps([loss.item(), [value.tolist() for each in (model, critic) for value in each.state_dict().values()]]))
+"""
+
 WITHOUT_A_MODULE = """
 import torch
 weight = torch.nn.Parameter(torch.ones(4))
@@ -615,11 +804,47 @@ def untouched_script_that_trains_several_models(run):
 
 
 @case(types=("fp32",), memory=("floor",))
+def jobs_are_named_after_scripts(run):
+    """Scripts of one package do not share one."""
+    from offloadd.__main__ import _job_after
+
+    scripts = [("runs/train.py", False), ("my train (1).py", False), ("folder/", False), ("package.train", True), ("package.tune", True)]
+    named = [_job_after(*each) for each in scripts]
+    assert named[:1] + named[2:] == ["train", "folder", "package.train", "package.tune"], named
+    similar = {_job_after(name, False) for name in ("my train (1).py", "my_train__1_.py", "my train [1].py", "\u8bad\u7ec3.py", "\u6d4b\u8bd5.py")}
+    assert len(similar) == 5 and all(re.fullmatch(r"[A-Za-z0-9._#-]{1,100}", name) for name in similar | set(named)), (similar, named)
+
+
+@case(types=("fp32",), memory=("floor",))
+def untouched_script_that_trains_in_forked_processes(run):
+    """Each has a job of its own, and begins anew."""
+    launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
+    (attached, told), (attached_then, told_then) = json.loads(start(run, FORKED, launcher=launcher).communicate()[0].splitlines()[-1])
+    return told, told_then, attached == attached_then == [run.offloaded]
+
+
+@case(types=("fp32",), memory=("floor",))
 def untouched_script_with_lightning(run):
     """Which runs the first forward pass inside of the first step()."""
     launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
     told, attached = json.loads(start(run, LIGHTNING, launcher=launcher).communicate()[0].splitlines()[-1])
     return told, attached == run.offloaded
+
+
+@case(types=("fp32",), memory=("floor",))
+def untouched_script_with_buffers_of_modules_that_are_not_called_first(run):
+    if not run.offloaded:
+        return json.loads(start(run, BESIDE, "0", "6", "-").communicate()[0])
+    with open(path := os.path.join(run.folder, "script.py"), "w", encoding="utf-8") as file:
+        file.write(BESIDE)
+    done, kept = [], os.path.join(run.folder, "kept.pt")
+    for begin, end, folder in (("0", "3", "-"), ("3", "6", "-"), ("0", "1", kept), ("1", "2", kept)):
+        job = "kept" if folder == kept else "beside"
+        done.append(subprocess.run([sys.executable, "-m", "offloadd", "--pool", run.folder, "--ram", "128MiB", "--job", job, path, begin, end, folder],
+                                   capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}))
+    assert "continues after 3 steps" in done[1].stderr and "AveragedModel" in done[1].stderr, done[1].stderr
+    assert "came without its optimizer's state" in done[3].stderr, done[3].stderr
+    return json.loads(done[1].stdout)
 
 
 @case(types=("fp32",), memory=("floor",))

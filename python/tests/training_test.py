@@ -7,11 +7,13 @@ import os
 import sys
 
 import numpy
+import safetensors.torch
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import offloadd
 from battery import Transformer, case, main
 
 # ---- Optimizers --------------------------------------------------------------------------------
@@ -54,6 +56,7 @@ trains(lambda p: Adam(p, 1e-3))("adam_default")
 trains(lambda p: Adagrad(p, 1e-2, fused=True))("adagrad_fused")
 trains(lambda p: Adagrad(p, 1e-2, fused=True, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5))("adagrad_fused_options")
 trains(lambda p: Adagrad(p, 1e-2))("adagrad_default")
+trains(lambda p: Adagrad(p, 1e-2, initial_accumulator_value=0.1), types=("bf16",))("adagrad_that_begins_with_a_number_of_fp32")
 trains(lambda p: RMSprop(p, 1e-3))("rmsprop")
 trains(lambda p: RMSprop(p, 1e-3, momentum=0.9, centered=True, weight_decay=0.1, alpha=0.9))("rmsprop_options")
 trains(lambda p: SGD(p, 0.1))("sgd")
@@ -701,6 +704,17 @@ def infinite_gradient_is_refused(run):
     optimizer.step()
 
 
+@case(refused=1701, types=("fp32",), memory=("256MiB",))
+def one_infinite_number_of_many_is_refused(run):
+    """The last one, where several threads share the look at them."""
+    model = run.make(lambda: torch.nn.Linear(700, 900))
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    model(torch.ones(4, 700)).sum().backward()
+    model.weight.grad[-1, -1] = float("inf")
+    optimizer.step()
+
+
 def flushing(function):
     """A case whose offloaded run takes the smallest numbers for 0 from somewhere on."""
 
@@ -1196,15 +1210,110 @@ def weights_given_other_storages(run):
     return told + go(model, optimizer, range(2, 4))
 
 
+@case(types=("fp32",), memory=("floor",))
+def started_under_any_umask(run):
+    model = run.model(layers=1)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    before = os.umask(0o777)
+    try:
+        run.attach(model, optimizer)
+    finally:
+        os.umask(before)
+    return run.train(model, optimizer)
+
+
+@case(types=("fp32",), memory=("floor",))
+def files_and_pointers_while_a_model_is_built(run):
+    """What follows pointers has a copy in memory: torch.save and torch.load, safetensors, numpy."""
+    def make():
+        model = torch.nn.Sequential(torch.nn.Linear(256, 300), torch.nn.Linear(300, 256))
+        torch.save(model.state_dict(), path := os.path.join(run.folder, "built.pt"))
+        safetensors.torch.save_file(model.state_dict(), path + ".safetensors")
+        told = [torch.load(path)["0.weight"].sum().item(), safetensors.torch.load_file(path + ".safetensors")["1.weight"].sum().item(),
+                float(model[0].weight.detach().numpy()[0, 0]), model[1].weight.tolist()[-1][-1], repr(model[0].weight)]
+        model.load_state_dict({name: value * 2 for name, value in torch.load(path).items()})
+        return model, told
+
+    torch.manual_seed(0)
+    if run.offloaded:
+        with offloadd.init(nvme_path=run.folder, ram=f"{64 << 20}", job="built"):
+            model, told = make()
+        handle = offloadd.attach(model, SGD(model.parameters(), 0.1))
+        values = [handle.gather(p) for p in model.parameters()]
+        handle.close()
+        return told, values
+    model, told = make()
+    return told, [p.detach() for p in model.parameters()]
+
+
 @case(refused=1601, types=("fp32",), memory=("floor",))
 def storage_that_two_tensors_are_over_is_refused(run):
     model = run.model()
     optimizer = SGD(model.parameters(), 0.1)
     run.attach(model, optimizer)
-    average = [torch.zeros_like(p) for p in model.parameters()]
+    average = [torch.zeros(2 * p.numel()) for p in model.parameters()]
     for p, value in zip(model.parameters(), average):
-        p.data = value
+        p.data = value[:p.numel()].view_as(p)
     run.train(model, optimizer)
+
+
+@case
+def values_that_live_on_beside_the_weights_that_they_were_given_to(run):
+    """`p.data = x`, and x is kept: both are one from then on, also after steps."""
+    model = run.model(layers=1)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, 1)
+    kept = [p.detach() * 0.5 for p in model.parameters()]
+    for p, value in zip(model.parameters(), kept):
+        p.data = value
+    for step in range(1, 4):
+        told += run.train(model, optimizer, 1, first=step)
+        told += [torch.equal(p, value) for p, value in zip(model.parameters(), kept)]
+        told += [value.clone() for value in kept]
+        for value in kept:
+            value.mul_(0.75)
+        told.append(run.loss(model, step).item())
+    return told
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Goes back to weights that it has kept, and keeps them on: both are over one storage."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.base = SGD(self.param_groups, lr, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["kept"] = p.data.clone()
+            p.add_(p.grad, alpha=0.1)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p in self.param_groups[0]["params"]:
+            p.data = self.state[p]["kept"]
+        self.base.step()
+        self.zero_grad()
+
+
+@case
+def storages_shared_with_an_optimizer_in_this_process(run):
+    model = run.model(layers=1)
+    optimizer = SharpnessAware(model.parameters(), 0.1)
+    handle = run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        def closure():
+            loss = run.loss(model, step)
+            loss.backward()
+            told.append(loss.item())
+
+        closure()
+        optimizer.step(closure)
+        told.append(handle.gather("head.weight"))
+    return told
 
 
 @case
@@ -1296,6 +1405,19 @@ def offload(run, model, optimizer):
     import offloadd
 
     offloadd.attach(model, optimizer, nvme_path=run.folder, ram="256MiB")
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def distributed_tensors_are_refused(run):
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = run.model()
+        model.head.weight = torch.nn.Parameter(distribute_tensor(model.head.weight.detach(), init_device_mesh("cpu", (1,)), [Replicate()]))
+        offload(run, model, AdamW(model.parameters()))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @case(refused=1601, types=("fp32",), memory=("floor",))
@@ -1530,12 +1652,49 @@ def model_in_memory_after_close(run):
 
 
 @case(types=("fp32",))
+def scripted_model(run):
+    model = torch.jit.script(run.make(lambda: torch.nn.Sequential(torch.nn.Embedding(256, 16), torch.nn.GELU(), torch.nn.Linear(16, 256))))
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer)
+
+
+@case(types=("fp64",), memory=("floor",))
+def steps_have_torchs_type(run):
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = run.model(layers=1)
+        optimizers = [AdamW(model.blocks.parameters(), 1e-3, fused=True), AdamW([model.embed.weight], 1e-3, fused=True)]
+        run.attach(model, optimizers)
+        told = run.train(model, optimizers[0], steps=2)
+        return told, [each["step"] for each in optimizers[0].state.values()]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@case(types=("fp32",))
 def compiled_model_runs_eagerly(run):
     model = run.model(layers=1)
     optimizer = AdamW(model.parameters(), 1e-3, fused=True)
     run.attach(model, optimizer)
     if run.offloaded:
         model = torch.compile(model)
+    return run.train(model, optimizer)
+
+
+@case(types=("fp32",), memory=("double",))
+def a_gpu_that_is_not_there(run):
+    """The package has the plug-in, which says so; the model is what it was."""
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    if run.offloaded and not torch.cuda.is_available():
+        try:
+            run.attach(model, optimizer, device="cuda:0")
+            raise AssertionError("attached")
+        except offloadd.Error as error:
+            assert error.id in (2001, 2002) and "cannot open" not in str(error), error
+        run.models.clear()
+    run.attach(model, optimizer)
     return run.train(model, optimizer)
 
 

@@ -11,10 +11,12 @@
 #include <vector>
 
 #include "accelerator/accelerator.h"
+#include "accelerator/sums.h"
 
 namespace offload::zero3 {
 
-class CarelessAccelerator final : public accelerator::Accelerator {
+class CarelessAccelerator final : public accelerator::Accelerator,
+                                  public accelerator::SummingDevice {
  public:
   struct Mistakes {
     bool others_wait = true;    // streams that were not created here wait for events
@@ -83,6 +85,9 @@ class CarelessAccelerator final : public accelerator::Accelerator {
   absl::Status Update(const kernels::OptimizerSpec& optimizer, int64_t step,
                       const kernels::DeviceRun& run, accelerator::Stream stream) override {
     return device_->Update(optimizer, step, run, stream);
+  }
+  absl::Status AddParts(const kernels::DeviceSum& sum, accelerator::Stream stream) override {
+    return accelerator::SummingDeviceOf(device_)->AddParts(sum, stream);
   }
   void NoteUse(accelerator::Stream stream, accelerator::Use use, const std::byte* device,
                size_t size_bytes) override {

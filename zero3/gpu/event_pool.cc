@@ -10,7 +10,9 @@ EventPool::~EventPool() {
 
 absl::StatusOr<RecordedEvent> EventPool::Record(accelerator::Stream stream) {
   if (free_.empty()) {
-    OFFLOAD_ASSIGN_OR_RETURN(const accelerator::Event created, accelerator_->EventCreate());
+    OFFLOAD_ASSIGN_OR_RETURN(const accelerator::Event created, timing_ != nullptr
+                                                                   ? timing_->TimedEventCreate()
+                                                                   : accelerator_->EventCreate());
     free_.push_back(created);
   }
   const accelerator::Event event = free_.back();

@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "accelerator/accelerator.h"
+#include "accelerator/timing.h"
 
 namespace offload::zero3 {
 
@@ -18,7 +19,10 @@ using RecordedEvent = std::shared_ptr<const accelerator::Event>;
 
 class EventPool {
  public:
-  explicit EventPool(accelerator::Accelerator* accelerator) : accelerator_(accelerator) {}
+  // With `timing`, the same device: events whose times count.
+  explicit EventPool(accelerator::Accelerator* accelerator,
+                     accelerator::TimingDevice* timing = nullptr)
+      : accelerator_(accelerator), timing_(timing) {}
   ~EventPool();
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
@@ -28,6 +32,7 @@ class EventPool {
 
  private:
   accelerator::Accelerator* const accelerator_;
+  accelerator::TimingDevice* const timing_;
   std::vector<accelerator::Event> free_;
 };
 

@@ -34,11 +34,13 @@ struct GatherAgreement::Header {
   std::atomic<uint64_t> failed;  // a rank, or kUnknownRank
   std::atomic<uint64_t> agreed_count;
   uint64_t issued_counts[kRanksMax];
+  std::atomic<uint64_t> passed[kRanksMax];  // positions; 0: none
 };
 
 struct GatherAgreement::Entry {
   uint64_t offered_by;  // ranks
   uint64_t source_offset;
+  std::atomic<uint64_t> declined;  // the last position at which a rank has; 0: none
 };
 
 class GatherAgreement::Lock {
@@ -111,6 +113,28 @@ bool GatherAgreement::Withdraw(uint32_t tensor) {
   Entry& entry = entries_[tensor];
   if ((entry.offered_by & Bit(rank_)) == 0) return false;
   entry.offered_by &= ~Bit(rank_);
+  return true;
+}
+
+void GatherAgreement::Decline(uint32_t tensor, uint64_t position) {
+  const Lock lock(header_);
+  std::atomic<uint64_t>& declined = entries_[tensor].declined;
+  if (declined >= position) return;
+  declined = position;
+  Announce();
+}
+
+void GatherAgreement::Pass(uint64_t position) {
+  const Lock lock(header_);
+  header_->passed[rank_] = position;
+  Announce();
+}
+
+bool GatherAgreement::MayBeAgreed(uint32_t tensor, uint64_t position) const {
+  if (!IsOpen() || entries_[tensor].declined >= position) return false;
+  for (uint32_t rank = 0; rank < header_->world_size; ++rank) {
+    if (rank != rank_ && header_->passed[rank] >= position) return false;
+  }
   return true;
 }
 

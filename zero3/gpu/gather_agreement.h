@@ -5,6 +5,11 @@
 // to gather a weight and may take that back until all others have offered it, too. Who offers last
 // puts it into the list of what is agreed, which every rank then issues, whole and in its order.
 //
+// Gradients whose slices are exchanged (slice_exchange.h) are items of the same list, since all
+// collectives of a connection have one order; what has to be the same in all ranks is then a stamp
+// of the pass in place of an offset. A rank that will not offer one says so, which spares the
+// others a wait.
+//
 // The agreement lies in memory that the ranks share.
 //
 // Invariants
@@ -44,6 +49,12 @@ class GatherAgreement {
   // Offers a tensor that this rank has no offer of. False when it cannot be: somebody has left, or
   // has offered other bytes.
   bool Offer(uint32_t tensor, uint64_t source_offset);
+  // This rank will not offer the tensor at `position` or before, which only grows.
+  void Decline(uint32_t tensor, uint64_t position);
+  // The same of all tensors.
+  void Pass(uint64_t position);
+  // Whether all ranks may yet offer it at `position`.
+  bool MayBeAgreed(uint32_t tensor, uint64_t position) const;
   // Takes an offer back; false when it is agreed: it has to be issued.
   bool Withdraw(uint32_t tensor);
   // What this rank has to issue next; none when it has issued all that is agreed. Each is returned
@@ -58,7 +69,7 @@ class GatherAgreement {
   // Who said so first; kRanksMax for one that ended amid a call.
   std::optional<uint32_t> FailedRank() const;
 
-  // Counts what concerns others: agreements and failures.
+  // Counts what concerns others: agreements, failures, and what is declined or passed.
   uint32_t news() const;
   // Returns when it differs from `seen`, after `patience`, or sooner.
   void WaitForNews(uint32_t seen, std::chrono::milliseconds patience) const;

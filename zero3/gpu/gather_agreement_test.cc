@@ -83,6 +83,24 @@ TEST(GatherAgreementTest, NothingIsAgreedWithWhoHasLeft) {
   EXPECT_TRUE(shared[0].Withdraw(1));
 }
 
+TEST(GatherAgreementTest, WhatARankDeclinesOrHasPassedIsNotWaitedFor) {
+  Shared shared(3);
+  EXPECT_TRUE(shared[0].MayBeAgreed(1, 7));
+  const uint32_t seen = shared[0].news();
+  shared[2].Decline(1, 7);
+  EXPECT_NE(shared[0].news(), seen);
+  EXPECT_FALSE(shared[0].MayBeAgreed(1, 7));
+  EXPECT_FALSE(shared[0].MayBeAgreed(1, 6)) << "nor what came before";
+  EXPECT_TRUE(shared[0].MayBeAgreed(1, 8));
+  EXPECT_TRUE(shared[0].MayBeAgreed(2, 7));
+  shared[1].Pass(9);
+  EXPECT_FALSE(shared[0].MayBeAgreed(2, 9));
+  EXPECT_TRUE(shared[0].MayBeAgreed(2, 10));
+  EXPECT_TRUE(shared[1].MayBeAgreed(2, 9)) << "its own passes are not others'";
+  shared[2].Leave();
+  EXPECT_FALSE(shared[0].MayBeAgreed(2, 10));
+}
+
 TEST(GatherAgreementTest, AFailureIsNewsForWhoWaits) {
   Shared shared(2);
   const uint32_t seen = shared[0].news();

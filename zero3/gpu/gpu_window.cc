@@ -27,6 +27,7 @@ GpuWindow::GpuWindow(accelerator::Accelerator* accelerator, WeightSource* source
       source_(source),
       options_(options),
       events_(accelerator),
+      stalls_(accelerator),
       schedule_(SlotsOf(weight_bytes), options.lookahead_bytes),
       places_(options.window_bytes),
       weights_(weight_bytes.size()) {
@@ -100,7 +101,9 @@ absl::StatusOr<std::byte*> GpuWindow::Pin(uint32_t tensor, accelerator::Stream s
     OFFLOAD_RETURN_IF_ERROR(Keep(status));
   }
   if (std::ranges::find(weight.ordered, stream) == weight.ordered.end()) {
-    OFFLOAD_RETURN_IF_ERROR(Keep(accelerator_->StreamWaitEvent(stream, *weight.copied)));
+    OFFLOAD_RETURN_IF_ERROR(Keep(weight.is_known_copied
+                                     ? accelerator_->StreamWaitEvent(stream, *weight.copied)
+                                     : stalls_.Wait(stream, *weight.copied)));
     weight.ordered.push_back(stream);
   }
   ++weight.pins;
@@ -299,6 +302,7 @@ absl::Status GpuWindow::CopyIn(uint32_t tensor, uint64_t offset_bytes, const std
 
 absl::Status GpuWindow::CopyPiece(std::byte* device, const std::byte* host, uint64_t size_bytes) {
   if (size_bytes == 0) return absl::OkStatus();
+  counters_.bytes_to_device += size_bytes;
   if (!ring_.has_value()) return accelerator_->MemcpyToDevice(device, host, size_bytes, copies_);
   accelerator_->NoteHostUse(accelerator::Use::kRead, host, size_bytes);
   return ring_->CopyToDevice(device, {host, size_bytes}, copies_);
@@ -332,6 +336,7 @@ absl::Status GpuWindow::Evict(uint32_t tensor) {
   retired_.push_back(std::move(place));
   places_.Release(tensor);
   weight.copied = nullptr;
+  weight.is_known_copied = false;
   weight.is_gathered = false;
   weight.is_old = false;
   weight.uses.clear();
@@ -349,7 +354,9 @@ absl::Status GpuWindow::ReturnCopied() {
     OFFLOAD_ASSIGN_OR_RETURN(const bool is_copied,
                              accelerator_->EventQuery(*under_way_.front().copied));
     if (!is_copied) return absl::OkStatus();
-    leased_bytes_ -= weights_[under_way_.front().tensor].size_bytes;
+    Weight& weight = weights_[under_way_.front().tensor];
+    weight.is_known_copied |= weight.copied == under_way_.front().copied;
+    leased_bytes_ -= weight.size_bytes;
     source_->Return(under_way_.front().tensor);
     under_way_.pop_front();
   }
@@ -391,7 +398,10 @@ absl::Status GpuWindow::Keep(absl::Status status) {
 
 GpuWindow::Counters GpuWindow::counters() const {
   const std::lock_guard lock(mutex_);
-  return counters_;
+  Counters counters = counters_;
+  counters.used_bytes = places_.occupied_bytes();
+  counters.stall_seconds = stalls_.Seconds();
+  return counters;
 }
 
 uint64_t GpuWindow::leased_bytes() const {

@@ -46,10 +46,20 @@
 #include "zero3/gpu/event_pool.h"
 #include "zero3/gpu/peer_group.h"
 #include "zero3/gpu/staging_ring.h"
+#include "zero3/gpu/stream_stalls.h"
 #include "zero3/gpu/weight_source.h"
 #include "zero3/schedule.h"
 
 namespace offload::zero3 {
+
+// What ranks agree on beside weights (slice_exchange.h).
+class AgreedWork {
+ public:
+  virtual ~AgreedWork() = default;
+  // Gives item `item`, counted from behind the weights, to the stream of collectives. Called under
+  // the window's lock, in the order of the agreement; must neither call the window nor wait.
+  virtual absl::Status Issue(uint32_t item, accelerator::Stream stream) = 0;
+};
 
 class GpuWindow {
  public:
@@ -69,6 +79,9 @@ class GpuWindow {
     bool poisons = false;
     // Those who gather weights together; null: there is nobody. It outlives the window.
     PeerGroup* peers = nullptr;
+    // With peers: of the agreement's items behind the weights; outlives the window. May be null
+    // when there are none.
+    AgreedWork* other_work = nullptr;
     // With peers: where the source begins, of which all ranks have the same bytes at the same
     // offsets.
     const std::byte* source_begin = nullptr;
@@ -83,6 +96,9 @@ class GpuWindow {
     uint64_t source_waits = 0;
     uint64_t gathers = 0;     // weights that came with the peers, once each
     uint64_t taken_back = 0;  // offers that no gather came of
+    uint64_t bytes_to_device = 0;
+    uint64_t used_bytes = 0;   // by weights, now
+    double stall_seconds = 0;  // of operators' streams, for copies that were not done
   };
 
   // `weight_bytes`: of each tensor; 0 for those that never come here. Accelerator and source
@@ -121,6 +137,9 @@ class GpuWindow {
   void BeginSourceWait();
   void EndSourceWait();
 
+  // With peers: issues what is agreed so far. Waits for nothing.
+  absl::Status FollowAgreement();
+
   Counters counters() const;
   uint64_t leased_bytes() const;
 
@@ -135,6 +154,7 @@ class GpuWindow {
     bool is_old = false;                        // the source's bytes have changed
     uint64_t arrival = 0;                       // order of copies
     RecordedEvent copied;                       // null when it is not in the window
+    bool is_known_copied = false;               // the host knows that `copied` is done
     const std::byte* offered = nullptr;         // its leased bytes, while it is: it has a place
     bool is_gathered = false;                   // `copied` is of the stream of gathers
     std::vector<accelerator::Stream> ordered;   // streams that wait for `copied`
@@ -177,6 +197,7 @@ class GpuWindow {
   absl::Status TakeBackAll();
   absl::Status CopyOldOffers();
   absl::Status IssueAgreed();
+  absl::Status Issue(uint32_t item);
   absl::Status Gather(uint32_t tensor);
   const std::byte* EndOffer(uint32_t tensor);
   absl::Status CopyPiece(std::byte* device, const std::byte* host, uint64_t size_bytes);
@@ -193,6 +214,7 @@ class GpuWindow {
   const Options options_;
   mutable std::mutex mutex_;
   EventPool events_;
+  mutable StreamStalls stalls_;
   std::optional<StagingRing> ring_;
   std::byte* bytes_ = nullptr;
   accelerator::Stream copies_;

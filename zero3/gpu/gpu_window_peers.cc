@@ -99,8 +99,20 @@ absl::Status GpuWindow::TakeBackAll() {
 absl::Status GpuWindow::IssueAgreed() {
   if (options_.peers == nullptr) return absl::OkStatus();
   while (const std::optional<uint32_t> tensor = options_.peers->agreement().TakeNext())
-    OFFLOAD_RETURN_IF_ERROR(Gather(*tensor));
+    OFFLOAD_RETURN_IF_ERROR(Issue(*tensor));
   return absl::OkStatus();
+}
+
+absl::Status GpuWindow::Issue(uint32_t item) {
+  if (item < weights_.size()) return Gather(item);
+  OFFLOAD_CHECK(options_.other_work != nullptr) << "item " << item;
+  return options_.other_work->Issue(item - static_cast<uint32_t>(weights_.size()), gathers_);
+}
+
+absl::Status GpuWindow::FollowAgreement() {
+  const std::lock_guard lock(mutex_);
+  if (!failed_.ok()) return failed_;
+  return Keep(IssueAgreed());
 }
 
 // The lease goes back when the rank's own part is copied. What a gather that was aborted leaves is

@@ -193,6 +193,22 @@ TEST_P(GpuWindowTest, WhatChangesWhileItIsPinnedIsReadAnewAfterwards) {
   EXPECT_TRUE(std::ranges::equal(trainer.result(), trainer.weights().weight(0)));
 }
 
+// Copies that are done when they are submitted cost nobody a wait.
+TEST(GpuWindowCountersTest, CountCopiesAndWhatIsInUse) {
+  HostAccelerator device({.pace = accelerator::Pace::kEager});
+  Trainer trainer(&device, kFloorBytes);
+  EXPECT_EQ(trainer.window().counters().used_bytes, 0u);
+  for (int step = 0; step < 2; ++step) {
+    trainer.ForwardAndBackward();
+    trainer.Step();
+  }
+  const GpuWindow::Counters counters = trainer.window().counters();
+  EXPECT_EQ(counters.bytes_to_device, (counters.misses + counters.prefetches) * kWeightBytes);
+  EXPECT_GT(counters.used_bytes, 0u);
+  EXPECT_EQ(counters.used_bytes % kWeightBytes, 0u);
+  EXPECT_EQ(counters.stall_seconds, 0);
+}
+
 TEST(GpuWindowLeaseTest, WhileTheHostWaitsForTheSourceNothingIsLeased) {
   HostAccelerator device({.pace = accelerator::Pace::kLate, .queries_are_late = true});
   {

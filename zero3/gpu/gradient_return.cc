@@ -42,6 +42,7 @@ absl::Status GradientReturn::Copy(Gradient gradient, accelerator::Stream stream)
   OFFLOAD_RETURN_IF_ERROR(accelerator_->StreamWaitEvent(copies_, *written));
   OFFLOAD_RETURN_IF_ERROR(
       accelerator_->MemcpyToHost(added.host, added.device, added.size_bytes, copies_));
+  bytes_to_host_ += added.size_bytes;
   if (open_.size_bytes >= options_.bucket_bytes) OFFLOAD_RETURN_IF_ERROR(CloseBucket());
   OFFLOAD_RETURN_IF_ERROR(DeliverArrived());
   while (held_bytes_ > options_.held_bytes_max) OFFLOAD_RETURN_IF_ERROR(WaitForOldest());
@@ -88,7 +89,7 @@ absl::Status GradientReturn::WaitForCopies(accelerator::Stream stream) {
   if (!failed_.ok()) return failed_;
   const absl::StatusOr<RecordedEvent> copied = events_.Record(copies_);
   if (!copied.ok()) return Keep(copied.status());
-  return Keep(accelerator_->StreamWaitEvent(stream, **copied));
+  return Keep(stalls_.Wait(stream, **copied));
 }
 
 absl::Status GradientReturn::Poll() {
@@ -108,6 +109,11 @@ absl::Status GradientReturn::FlushOldest() {
   const std::lock_guard lock(mutex_);
   if (!failed_.ok()) return failed_;
   return Keep(WaitForOldest());
+}
+
+GradientReturn::Counters GradientReturn::counters() const {
+  const std::lock_guard lock(mutex_);
+  return {.bytes_to_host = bytes_to_host_, .stall_seconds = stalls_.Seconds()};
 }
 
 absl::Status GradientReturn::Keep(absl::Status status) {

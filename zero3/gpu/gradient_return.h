@@ -23,6 +23,7 @@
 #include "absl/status/statusor.h"
 #include "accelerator/accelerator.h"
 #include "zero3/gpu/event_pool.h"
+#include "zero3/gpu/stream_stalls.h"
 
 namespace offload::zero3 {
 
@@ -38,6 +39,10 @@ class GradientReturn {
     std::byte* host = nullptr;          // registered, size_bytes; untouched until it is delivered
     uint64_t size_bytes = 0;
     std::function<void()> drop;  // lets go of the device memory; called once, also after an error
+  };
+  struct Counters {
+    uint64_t bytes_to_host = 0;
+    double stall_seconds = 0;  // of streams, in WaitForCopies()
   };
   // The gradient of `tensor` stands in host memory.
   using Deliver = std::function<void(uint32_t tensor)>;
@@ -60,6 +65,8 @@ class GradientReturn {
   // The same for the oldest bucket; nothing to do when there is none.
   absl::Status FlushOldest();
 
+  Counters counters() const;
+
  private:
   struct Bucket {
     std::vector<Gradient> gradients;
@@ -71,7 +78,8 @@ class GradientReturn {
       : accelerator_(accelerator),
         options_(options),
         deliver_(std::move(deliver)),
-        events_(accelerator) {}
+        events_(accelerator),
+        stalls_(accelerator) {}
 
   absl::Status Copy(Gradient gradient, accelerator::Stream stream);
   absl::Status CloseBucket();
@@ -84,12 +92,14 @@ class GradientReturn {
   accelerator::Accelerator* const accelerator_;
   const Options options_;
   const Deliver deliver_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   EventPool events_;
+  mutable StreamStalls stalls_;
   accelerator::Stream copies_;
   Bucket open_;
   std::deque<Bucket> closed_;
   uint64_t held_bytes_ = 0;  // in open and closed buckets
+  uint64_t bytes_to_host_ = 0;
   absl::Status failed_;
 };
 

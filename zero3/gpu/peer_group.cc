@@ -70,8 +70,11 @@ absl::StatusOr<PeerGroup::Joined> PeerGroup::Join(accelerator::Accelerator* acce
       if (!absl::SimpleAtoi(who.first, &pid)) return absl::InternalError(ranks[rank]);
       group->pids_.push_back(pid);
       if (rank != self.rank && !peers->CanAccess(who.second)) {
-        return absl::UnavailableError(
-            absl::StrCat(accelerator->Name(), " does not reach ", who.second));
+        return absl::UnavailableError(absl::StrCat(
+            accelerator->Name(), " does not reach ", who.second,
+            who.second == peers->Address() ? ", its own GPU, which ranks share, or have instances "
+                                             "of (MIG)"
+                                           : ""));
       }
     }
     return absl::OkStatus();

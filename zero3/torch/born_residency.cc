@@ -19,6 +19,10 @@
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
+
+// Whether the calling thread runs a kernel whose memory cannot be born elsewhere (interception.cc).
+bool RunsRawKernel();
+
 namespace {
 
 // A read has to begin and end where writes did: this divides every extent, of any dtype.
@@ -61,7 +65,7 @@ class BornAllocator final : public c10::Allocator {
   }
 
   c10::DataPtr allocate(size_t size_bytes) override {
-    if (size_bytes < kBornBytesMin || constructing == nullptr)
+    if (size_bytes < kBornBytesMin || constructing == nullptr || RunsRawKernel())
       return ordinary_.load()->allocate(size_bytes);
     auto* const residency = new BornResidency(constructing, size_bytes);
     // The kernel that asks for it is going to write it, right away.
@@ -71,6 +75,8 @@ class BornAllocator final : public c10::Allocator {
     residency->Unreference();
     return pointer;
   }
+  // For raw_deallocate(): what raw_allocate() gives is ordinary.
+  c10::DeleterFnPtr raw_deleter() const override { return ordinary_.load()->raw_deleter(); }
   void copy_data(void* target, const void* source, std::size_t count) const override {
     std::memcpy(target, source, count);
   }

@@ -122,16 +122,20 @@ void Buffers::Divide(uint64_t small_bytes_max) {
   });
   uint64_t small_bytes = 0;
   for (const size_t i : order) {
-    const NamedTensor& named = all_[i];
-    small_bytes += SizeBytes(named.tensor);
-    if (small_bytes <= small_bytes_max) {
-      small_.push_back(named);
-    } else {
-      large_.push_back({.name = named.name,
-                        .tensor = named.tensor,
-                        .element_count = (SizeBytes(named.tensor) + 3) / 4});
-    }
+    small_bytes += SizeBytes(all_[i].tensor);
+    Place(all_[i], small_bytes <= small_bytes_max);
   }
+}
+
+void Buffers::DivideByNames(const std::unordered_set<std::string>& small) {
+  for (const NamedTensor& named : all_) Place(named, small.contains(named.name));
+}
+
+void Buffers::Place(const NamedTensor& named, bool is_small) {
+  if (is_small) return small_.push_back(named);
+  large_.push_back({.name = named.name,
+                    .tensor = named.tensor,
+                    .element_count = (SizeBytes(named.tensor) + 3) / 4});
 }
 
 std::string Buffers::EncodeSmall() const {

@@ -48,6 +48,8 @@ class Buffers {
   uint64_t size_bytes() const;
   // Divides them, once for all; the same way in every run that adds the same ones.
   void Divide(uint64_t small_bytes_max);
+  // Those that have no name of these are not small.
+  void DivideByNames(const std::unordered_set<std::string>& small);
   std::vector<Large>& large() { return large_; }
   const std::vector<Large>& large() const { return large_; }
 
@@ -62,6 +64,8 @@ class Buffers {
   static void Assign(Large& large, std::string_view bytes);
 
  private:
+  void Place(const NamedTensor& named, bool is_small);
+
   std::vector<NamedTensor> all_;
   std::vector<NamedTensor> small_;
   std::vector<Large> large_;

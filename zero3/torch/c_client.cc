@@ -182,6 +182,7 @@ absl::Status offload_job::Open(const offload_options& options, std::vector<proto
   OFFLOAD_ASSIGN_OR_RETURN(plan, MakePlan(input));
   OFFLOAD_RETURN_IF_ERROR(session->DeclareTensors(input.catalogue.tensors));
   OFFLOAD_RETURN_IF_ERROR(session->Seal(optimizer, plan.memory, plan.pins_offset, nullptr));
+  OFFLOAD_RETURN_IF_ERROR(session->CountUses(plan.use_times_offset));
   OFFLOAD_ASSIGN_OR_RETURN(state, offload::zero3::DecodeTrainerState(info.trainer_state));
   step = info.step;
   published = info.exists;

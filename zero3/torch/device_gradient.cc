@@ -3,7 +3,6 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
@@ -13,17 +12,11 @@
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
-namespace {
 
-c10::Stream CurrentTorchStream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-}  // namespace
-
-DeviceGradient::DeviceGradient(std::shared_ptr<Attachment> attachment, uint32_t tensor,
+DeviceGradient::DeviceGradient(std::shared_ptr<Attachment> attachment,
+                               std::shared_ptr<GradientWindow> window, uint32_t tensor,
                                const at::Tensor& parameter)
-    : Gradient(std::move(attachment), /*window=*/nullptr, tensor, parameter),
+    : Gradient(std::move(attachment), std::move(window), tensor, parameter),
       device_(parameter.device()) {}
 
 // ---- Pins --------------------------------------------------------------------------------------
@@ -46,7 +39,15 @@ void DeviceGradient::ShowBytes() {
 void DeviceGradient::Bring(Access access, Lock& lock) {
   const bool changes = access != Access::kRead || zero_ || scale_ != 1;
   if (changes) WaitForUpdate(lock);
-  Alone(lock, [&] { MakeThere(changes && access == Access::kRead ? Access::kWrite : access); });
+  const Access needed = changes && access == Access::kRead ? Access::kWrite : access;
+  if (spilled()) {
+    BringSpilled(needed, changes, lock);
+  } else {
+    Alone(lock, [&] {
+      UseThere(needed);
+      MakeThere(needed);
+    });
+  }
   if (!changes) return;
   // What was remembered of a zero_() or mul_() is there for every stream, as in plain torch, where
   // it would have been done long ago.
@@ -58,15 +59,44 @@ void DeviceGradient::Bring(Access access, Lock& lock) {
   finite_.reset();
 }
 
-// Marked, without the lock.
-void DeviceGradient::MakeThere(Access access) {
-  at::Tensor found = ValueOrThrow(
-      bytes_on_device().Use(tensor_id_, access != Access::kRead, CurrentStream(device_)), subject_);
-  if (found.defined()) {
-    on_device_ = std::move(found);
-  } else {
-    Fetch(access);
+// A slot for what will be copied to the host, and for what is fetched.
+void DeviceGradient::BringSpilled(Access access, bool changes, Lock& lock) {
+  const bool had_slot = region_offset_.has_value();
+  try {
+    Alone(lock, [&] { UseThere(access); });
+    if (changes || !on_device_.defined())
+      TakeSlot(on_device_.defined() ? Access::kOverwrite : access, lock);
+    Alone(lock, [&] { MakeThere(access); });
+  } catch (...) {
+    if (!had_slot && region_offset_.has_value()) {  // it need not have the value
+      window_->Leave(this, *region_offset_, size_bytes_);
+      region_offset_.reset();
+    }
+    if (uses_ == 0) {
+      bytes_on_device().Rest(tensor_id_);
+      on_device_.reset();
+    }
+    throw;
   }
+}
+
+// With what the scratch file has, unless it is overwritten.
+void DeviceGradient::TakeSlot(Access access, Lock& lock) {
+  if (access != Access::kRead) Gradient::FinishWriting(lock);
+  if (region_offset_.has_value()) return;
+  Load(access, lock);
+  attachment_->device()->accelerator().NoteHostUse(accelerator::Use::kWrite, bytes(), size_bytes_);
+}
+
+// ---- Bytes on the device; marked, without the lock ---------------------------------------------
+
+void DeviceGradient::UseThere(Access access) {
+  on_device_ = ValueOrThrow(
+      bytes_on_device().Use(tensor_id_, access != Access::kRead, CurrentStream(device_)), subject_);
+}
+
+void DeviceGradient::MakeThere(Access access) {
+  if (!on_device_.defined()) Fetch(access);
   if (access == Access::kOverwrite) return;
   if (zero_) {
     on_device_.zero_();
@@ -79,9 +109,11 @@ void DeviceGradient::Fetch(Access access) {
   at::Tensor fetched =
       at::empty_strided(parameter_.sizes(), strides_,
                         at::TensorOptions().dtype(parameter_.scalar_type()).device(device_));
-  if (access != Access::kOverwrite && !zero_)
+  if (access != Access::kOverwrite && !zero_) {
     CopyToDevice(static_cast<std::byte*>(fetched.mutable_data_ptr()), bytes(), size_bytes_,
                  device_);
+    attachment_->device()->CountFetched(size_bytes_);
+  }
   ThrowIfError(bytes_on_device().Give(tensor_id_, fetched), subject_);
   made_on_ = CurrentTorchStream(device_);
   on_device_ = std::move(fetched);
@@ -89,8 +121,10 @@ void DeviceGradient::Fetch(Access access) {
 
 // A failure of the device is met again by the step.
 void DeviceGradient::Rest() {
-  if (std::exchange(is_newer_, false))
+  if (std::exchange(is_newer_, false)) {
     bytes_on_device().Return(tensor_id_, bytes(), CurrentStream(device_)).IgnoreError();
+    dirty_ = spilled();
+  }
   bytes_on_device().Rest(tensor_id_);
   on_device_.reset();
 }
@@ -131,6 +165,7 @@ void DeviceGradient::AdoptStolen(const at::Tensor& stolen) {
     CheckOpen();
     const Moving moving(*this);
     WaitForUpdate(lock);
+    if (spilled()) TakeSlot(Access::kOverwrite, lock);
     Alone(lock, [&] {
       DeviceGradients& gradients = bytes_on_device();
       ThrowIfError(gradients.Give(tensor_id_, taken), subject_);
@@ -138,6 +173,7 @@ void DeviceGradient::AdoptStolen(const at::Tensor& stolen) {
       gradients.Rest(tensor_id_);
     });
     made_on_ = CurrentTorchStream(device_);
+    dirty_ = spilled();
     zero_ = false;
     scale_ = 1;
     norms_.clear();
@@ -150,11 +186,51 @@ void DeviceGradient::AdoptStolen(const at::Tensor& stolen) {
 c10::DataPtr DeviceGradient::CopyBytes() { return TakeBytes(on_device_.clone()); }
 
 void DeviceGradient::FinishWriting() {
+  if (spilled()) return Gradient::FinishWriting();
   ThrowIfError(bytes_on_device().Flush(), subject_);
   attachment_->device()->accelerator().NoteHostUse(accelerator::Use::kRead, bytes(), size_bytes_);
 }
 
+// ---- Spilled -----------------------------------------------------------------------------------
+
+// The norm while the bytes are there; the host waits for no copy of the device.
+void DeviceGradient::AfterPass() {
+  Norm(2.0);
+  ThrowIfError(bytes_on_device().Poll(), subject_);
+  Lock lock(mutex());
+  is_due_ = timing_.AddPass();
+  window_->WriteDue(lock);
+}
+
+void DeviceGradient::Arrive(Lock& lock) {
+  Alone(lock, [&] { ThrowIfError(bytes_on_device().WaitFor(tensor_id_), subject_); });
+  attachment_->device()->accelerator().NoteHostUse(accelerator::Use::kRead, bytes(), size_bytes_);
+}
+
+bool DeviceGradient::IsDue() const {
+  return is_due_ && dirty_ && bytes_on_device().HasArrived(tensor_id_);
+}
+
+bool DeviceGradient::IsFiniteThere() {
+  {
+    Lock lock(mutex());
+    NoteFinite();
+    if (finite_.has_value()) return *finite_;
+  }
+  const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
+  Pins pins;
+  pins.Add(this, Access::kRead);
+  const bool finite = Plain().isfinite().all().item().toBool();
+  pins.Finish();
+  Lock lock(mutex());
+  finite_ = finite;
+  return finite;
+}
+
+// ---- The step ----------------------------------------------------------------------------------
+
 bool DeviceGradient::IsFinite() {
+  if (spilled()) return IsFiniteThere();
   {
     Lock lock(mutex());
     if (finite_.has_value()) return *finite_;

@@ -5,6 +5,10 @@
 // the gradient its bytes are on the device, left there by the last one or fetched. Norms are those
 // of the device's kernels.
 //
+// Of one that the plan spills the accumulator is a slot of the window of such gradients: the device
+// copies into it, and it is written to the scratch file when the copy has arrived. What the device
+// has no longer is read into a slot and fetched from there.
+//
 // What is remembered (zero, scale) and guarded (the update of the last step) is as in Gradient.
 //
 // Thread safety: as Gradient.
@@ -23,9 +27,9 @@ namespace offload::zero3 {
 
 class DeviceGradient final : public Gradient {
  public:
-  // The attachment has a device; the plan keeps the gradient in the region.
-  DeviceGradient(std::shared_ptr<Attachment> attachment, uint32_t tensor,
-                 const at::Tensor& parameter);
+  // The attachment has a device. `window` is null for gradients that stay in the region.
+  DeviceGradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<GradientWindow> window,
+                 uint32_t tensor, const at::Tensor& parameter);
 
   void Pin(Access access) override;
   bool Serve(Special special, torch::jit::Stack* stack) override;
@@ -41,17 +45,25 @@ class DeviceGradient final : public Gradient {
   c10::DataPtr CopyBytes() override;
   void Bring(Access access, Lock& lock) override;
   void Rest() override;
+  void AfterPass() override;
+  void Arrive(Lock& lock) override;
+  bool IsDue() const override;
   bool IsFinite() override;
 
   DeviceGradients& bytes_on_device() const { return attachment_->device()->gradients(); }
   bool MayTake(const at::Tensor& stolen) const;
+  void UseThere(Access access);
   void MakeThere(Access access);
+  void BringSpilled(Access access, bool changes, Lock& lock);
+  void TakeSlot(Access access, Lock& lock);
   void Fetch(Access access);
+  bool IsFiniteThere();
 
   const c10::Device device_;
   at::Tensor on_device_;  // while operators use it
   std::optional<c10::Stream> made_on_;
   bool is_newer_ = false;  // than what is on its way to the accumulator
+  bool is_due_ = false;    // spilled: to be written as soon as its copy has arrived
 };
 
 }  // namespace offload::zero3

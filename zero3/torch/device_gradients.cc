@@ -9,14 +9,14 @@
 namespace offload::zero3 {
 
 absl::StatusOr<std::unique_ptr<DeviceGradients>> DeviceGradients::Make(
-    accelerator::Accelerator* accelerator, uint64_t bytes_max, size_t tensor_count) {
+    accelerator::Accelerator* accelerator, uint64_t bytes_max, size_t tensor_count,
+    uint64_t bucket_bytes_max) {
   std::unique_ptr<DeviceGradients> made(new DeviceGradients(bytes_max, tensor_count));
   OFFLOAD_ASSIGN_OR_RETURN(
       made->return_,
       GradientReturn::Make(
           accelerator,
-          {.bucket_bytes = std::min(GradientReturn::Options().bucket_bytes, bytes_max / 2),
-           .held_bytes_max = bytes_max},
+          {.bucket_bytes = std::min(bucket_bytes_max, bytes_max / 2), .held_bytes_max = bytes_max},
           [gradients = made.get()](uint32_t tensor) { gradients->Arrived(tensor); }));
   return made;
 }
@@ -103,6 +103,22 @@ void DeviceGradients::MakeRoom() {
 }
 
 absl::Status DeviceGradients::Flush() { return return_->Flush(); }
+
+// Of a device that has failed nothing arrives any more, and the wait says so.
+absl::Status DeviceGradients::WaitFor(uint32_t tensor) {
+  while (!HasArrived(tensor)) OFFLOAD_RETURN_IF_ERROR(return_->FlushOldest());
+  return absl::OkStatus();
+}
+
+bool DeviceGradients::HasArrived(uint32_t tensor) const {
+  const std::lock_guard lock(mutex_);
+  return gradients_[tensor].on_their_way == 0;
+}
+
+uint64_t DeviceGradients::bytes() const {
+  const std::lock_guard lock(mutex_);
+  return resting_bytes_;
+}
 
 uint64_t DeviceGradients::bytes_max_ever() const {
   const std::lock_guard lock(mutex_);

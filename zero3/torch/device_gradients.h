@@ -5,6 +5,8 @@
 // micro-batch is added there, and clipping looks at it there. The host's copy, in the rank's
 // region, is the one that the daemon reads.
 //
+// Who spills them (device_gradient.h) moves the host's copy on.
+//
 // Invariants
 //   * Bytes at rest, on their way to the host or arrived, never exceed the plan's share of gpu_ram.
 //     Those that operators use are not counted, as before they were gradients of ours.
@@ -30,9 +32,11 @@ namespace offload::zero3 {
 
 class DeviceGradients {
  public:
-  // `tensor_count`: gradients have the numbers of their parameters. The accelerator outlives this.
+  // `tensor_count`: gradients have the numbers of their parameters. `bucket_bytes_max`: of copies
+  // that are known to have arrived together. The accelerator outlives this.
   static absl::StatusOr<std::unique_ptr<DeviceGradients>> Make(
-      accelerator::Accelerator* accelerator, uint64_t bytes_max, size_t tensor_count);
+      accelerator::Accelerator* accelerator, uint64_t bytes_max, size_t tensor_count,
+      uint64_t bucket_bytes_max = GradientReturn::Options().bucket_bytes);
 
   // The bytes of a gradient, in use until Rest(); undefined when only the host has them. Who writes
   // does it on `stream`, which waits for copies that still read.
@@ -47,8 +51,15 @@ class DeviceGradients {
   void Rest(uint32_t tensor);
   // Waits until what is on its way has arrived.
   absl::Status Flush();
+  // The same, of one gradient.
+  absl::Status WaitFor(uint32_t tensor);
+  // Whether nothing of it is on its way, as far as is known without a wait. Poll() finds out.
+  bool HasArrived(uint32_t tensor) const;
+  absl::Status Poll() { return return_->Poll(); }
 
-  uint64_t bytes_max_ever() const;  // at rest, at once
+  uint64_t bytes() const;           // at rest
+  uint64_t bytes_max_ever() const;  // at once
+  GradientReturn::Counters counters() const { return return_->counters(); }
 
  private:
   struct Bytes {

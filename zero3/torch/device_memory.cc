@@ -8,10 +8,16 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "base/byte_size.h"
 #include "base/error.h"
 #include "proto/shm_abi.h"
 #include "zero3/gpu/gpu_tensors.h"
+#include "zero3/gpu/slice_exchange.h"
+#include "zero3/torch/device_parts.h"
 #include "zero3/torch/devices.h"
+#include "zero3/torch/exchanged_parts.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/throw_status.h"
 
@@ -30,6 +36,17 @@ constexpr char kPeersVariable[] = "OFFLOADD_GPU_PEERS";
 // Of the daemon's window, for all ranks: it needs the rest for what it updates and reads ahead.
 constexpr uint64_t kPartForLeases = 4;
 
+// What ranks agree on of a tensor: its weight, and its gradient.
+constexpr size_t kItemsPerTensor = 2;
+
+constexpr uint64_t kPartsOfGradientBytes = 3;
+
+// Of the window of spilled gradients, for those whose copies are waited for together.
+constexpr uint64_t kPartForBuckets = 8;
+
+// Pins between two tellings of the daemon.
+constexpr uint64_t kUnpinsUntold = 64;
+
 // Of every tensor of the job, by number; 0 for buffers, which stay where they are.
 std::vector<uint64_t> WeightBytes(const Attachment& attachment) {
   std::vector<uint64_t> sizes;
@@ -38,39 +55,99 @@ std::vector<uint64_t> WeightBytes(const Attachment& attachment) {
   return sizes;
 }
 
+// Spilled gradients are written as soon as they are known to have come to their window.
+uint64_t BucketBytes(const Attachment& attachment) {
+  const uint64_t bucket_bytes = GradientReturn::Options().bucket_bytes;
+  if (!attachment.plan().gradients_spilled) return bucket_bytes;
+  return std::min(bucket_bytes, attachment.plan().gradient_window_bytes / kPartForBuckets);
+}
+
 }  // namespace
 
 DeviceMemory::DeviceMemory(Attachment& attachment, c10::Device device,
                            std::shared_ptr<accelerator::Accelerator> accelerator,
-                           const GpuPlan& plan)
+                           const GpuPlan& plan, uint64_t gpu_ram_bytes, bool averages_gradients)
     : device_(device),
       accelerator_(std::move(accelerator)),
       window_bytes_(plan.window_bytes),
-      source_(attachment) {
+      source_(attachment),
+      gpu_ram_bytes_(gpu_ram_bytes),
+      words_(*proto::GpuWordsOf(attachment.region())) {
   Register(attachment);
   const std::vector<uint64_t> weight_bytes = WeightBytes(attachment);
   if (attachment.world_size() > 1) JoinPeers(attachment, weight_bytes.size());
+  MakeExchange(attachment, plan, averages_gradients);
+  if (attachment.rank() == 0 && attachment.world_size() > 1) {
+    for (const absl::string_view way : absl::StrSplit(DescribeWay(), '\n'))
+      Log().info("{}", std::string(way));
+  }
   window_ = ValueOrThrow(
       GpuWindow::Make(accelerator_.get(), &source_, weight_bytes, WindowOptions(attachment, plan)),
       device_.str());
-  gradients_ = ValueOrThrow(
-      DeviceGradients::Make(accelerator_.get(), plan.gradient_bytes, weight_bytes.size()),
-      device_.str());
-  if (!attachment.input().AddsGradients()) return;
-  parts_ = ValueOrThrow(
-      DeviceParts::Make(accelerator_.get(), plan.gradient_bytes, attachment.plan().ring_bytes),
-      device_.str());
+  gradients_ = ValueOrThrow(DeviceGradients::Make(accelerator_.get(), plan.gradient_bytes,
+                                                  weight_bytes.size(), BucketBytes(attachment)),
+                            device_.str());
+  if (attachment.input().AddsGradients()) MakeParts(attachment, plan);
+  Publish();
 }
 
+// The window's thread follows the other ranks until nothing of an exchange is under way.
 DeviceMemory::~DeviceMemory() {
+  exchanged_parts_.reset();
   parts_.reset();
+  if (exchange_ != nullptr) exchange_->Drain();
   gradients_.reset();
   if (peers_ != nullptr && peers_->rank() == 0) {
     const GpuWindow::Counters counters = window_->counters();
     Log().info("weights: {} times gathered, {} times offered and copied", counters.gathers,
                counters.taken_back);
   }
+  if (exchange_ != nullptr && peers_->rank() == 0) {
+    const SliceExchange::Counters counters = exchange_->counters();
+    Log().info("gradients: {} times exchanged, {} times offered and copied", counters.exchanged,
+               counters.taken_back);
+  }
   window_.reset();
+  exchange_.reset();
+}
+
+// Of what gpu_ram has for gradients a third each: slices and their sums, gradients that are
+// offered, and copies on their way.
+void DeviceMemory::MakeExchange(Attachment& attachment, const GpuPlan& plan,
+                                bool averages_gradients) {
+  if (peers_ == nullptr || !attachment.input().AddsGradients()) return;
+  const size_t tensor_count = attachment.input().catalogue.tensors.size();
+  exchange_ = ValueOrThrow(
+      SliceExchange::Make(accelerator_.get(),
+                          {.peers = peers_.get(),
+                           .first_item = static_cast<uint32_t>(tensor_count),
+                           .tensor_count = tensor_count,
+                           .area_bytes = plan.gradient_bytes / kPartsOfGradientBytes,
+                           .factor = averages_gradients ? 1.0 / attachment.world_size() : 1.0}),
+      device_.str());
+}
+
+void DeviceMemory::MakeParts(Attachment& attachment, const GpuPlan& plan) {
+  const uint64_t copied_bytes =
+      exchange_ == nullptr ? plan.gradient_bytes : plan.gradient_bytes / kPartsOfGradientBytes;
+  parts_ = ValueOrThrow(
+      DeviceParts::Make(accelerator_.get(), copied_bytes, attachment.plan().ring_bytes),
+      device_.str());
+  std::vector<ExchangedParts::Tensor> tensors;
+  for (const proto::Tensor& tensor : attachment.input().catalogue.tensors)
+    tensors.push_back({.dtype = tensor.dtype, .element_count = tensor.element_count});
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    tensors[i].takes_slices =
+        attachment.plan().memory.gradients[i].home == proto::GradientHome::kSlab;
+  }
+  exchanged_parts_ =
+      std::make_unique<ExchangedParts>(parts_.get(), exchange_.get(), std::move(tensors));
+  if (exchange_ != nullptr) exchange_->Connect([this] { return window_->FollowAgreement(); });
+}
+
+uint64_t DeviceMemory::bytes_max_ever() const {
+  return window_bytes_ + gradients_->bytes_max_ever() +
+         (exchanged_parts_ != nullptr ? exchanged_parts_->bytes_max_ever() : 0);
 }
 
 void DeviceMemory::Register(Attachment& attachment) {
@@ -96,7 +173,7 @@ void DeviceMemory::JoinPeers(Attachment& attachment, size_t tensor_count) {
   const char* const wish = std::getenv(kPeersVariable);
   const bool takes_part = wish == nullptr || std::string_view(wish) != "off";
   PeerGroup::Joined joined = ValueOrThrow(
-      PeerGroup::Join(accelerator_.get(), tensor_count,
+      PeerGroup::Join(accelerator_.get(), kItemsPerTensor * tensor_count,
                       {.rank = attachment.rank(),
                        .world_size = attachment.world_size(),
                        .takes_part = takes_part},
@@ -104,13 +181,18 @@ void DeviceMemory::JoinPeers(Attachment& attachment, size_t tensor_count) {
       device_.str());
   peers_ = std::move(joined.group);
   why_no_peers_ = std::move(joined.why_not);
-  if (attachment.rank() == 0) Log().info("{}", DescribeWay());
 }
 
 std::string DeviceMemory::DescribeWay() const {
   if (peers_ != nullptr) {
-    return absl::StrCat("weights: each of ", peers_->world_size(),
-                        " devices copies its part from the slab and gathers the others'");
+    return absl::StrCat(
+        "weights: each of ", peers_->world_size(),
+        " devices copies its part from the slab and gathers the others'",
+        exchange_ == nullptr
+            ? ""
+            : absl::StrCat("\ngradients: each of ", peers_->world_size(),
+                           " devices adds a slice of all ranks', in ",
+                           FormatBytes(exchange_->area_bytes()), " of gpu_ram, and copies that"));
   }
   if (why_no_peers_.empty()) return "weights: copied from the slab";
   return absl::StrCat("weights: each rank copies them from the slab (", why_no_peers_, ")");
@@ -126,6 +208,7 @@ GpuWindow::Options DeviceMemory::WindowOptions(Attachment& attachment, const Gpu
                               : slab_window_bytes / kPartForLeases / attachment.world_size(),
       .source_is_shared = attachment.world_size() > 1,
       .peers = peers_.get(),
+      .other_work = exchange_.get(),
       .source_begin = attachment.session().slab()};
   if (slab_.held()) return options;
   staging_ = attachment.staging().Take(kRingBytes);
@@ -159,10 +242,12 @@ std::byte* DeviceMemory::Pin(uint32_t tensor) {
 
 absl::Status DeviceMemory::Unpin(uint32_t tensor) {
   const absl::Status status = window_->Unpin(tensor, CurrentStream(device_));
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   holders_.erase(std::find(holders_.begin(), holders_.end(), std::this_thread::get_id()));
-  ++unpins_;
+  const bool tells = ++unpins_ % kUnpinsUntold == 0;
   unpinned_.NotifyAll();
+  lock.unlock();
+  if (tells) Publish();
   return status;
 }
 
@@ -176,6 +261,26 @@ void DeviceMemory::Changed(std::span<const uint32_t> tensors) {
 
 void DeviceMemory::EndRound(std::span<const uint32_t> changed) {
   ThrowIfError(window_->EndStep(changed));
+  Publish();
+}
+
+void DeviceMemory::Publish() {
+  constexpr double kNanosecond = 1e-9;
+  const GpuWindow::Counters window = window_->counters();
+  const GradientReturn::Counters gradients = gradients_->counters();
+  const GradientReturn::Counters parts =
+      exchanged_parts_ != nullptr ? exchanged_parts_->counters() : GradientReturn::Counters();
+  const double stall_seconds = window.stall_seconds + gradients.stall_seconds + parts.stall_seconds;
+  proto::StoreGpuWords({.device = device_.str(),
+                        .gpu_ram_bytes = gpu_ram_bytes_,
+                        .window_bytes = window_bytes_,
+                        .used_bytes = window.used_bytes + gradients_->bytes(),
+                        .peak_bytes = bytes_max_ever(),
+                        .bytes_to_device = window.bytes_to_device + fetched_bytes_,
+                        .bytes_to_host = gradients.bytes_to_host + parts.bytes_to_host,
+                        .stall_nanoseconds = static_cast<uint64_t>(stall_seconds / kNanosecond),
+                        .host_waits = window.host_waits},
+                       words_);
 }
 
 }  // namespace offload::zero3

@@ -16,6 +16,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -27,23 +28,28 @@
 #include "accelerator/accelerator.h"
 #include "accelerator/host_registration.h"
 #include "client/session.h"
+#include "proto/gpu_words.h"
 #include "zero3/gpu/gpu_plan.h"
 #include "zero3/gpu/gpu_window.h"
 #include "zero3/gpu/peer_group.h"
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/device_gradients.h"
-#include "zero3/torch/device_parts.h"
 #include "zero3/torch/wait_graph.h"
 
 namespace offload::zero3 {
+
+class DeviceParts;
+class ExchangedParts;
+class SliceExchange;
 
 class DeviceMemory {
  public:
   // `attachment` has its plan, and outlives this. Collective for several ranks. Throws OFD-2001
   // when the memory that is shared with the daemon cannot be page-locked, 2003 when the device has
-  // no room for the window.
+  // no room for the window. `averages_gradients`: of several ranks, rather than adding them.
   DeviceMemory(Attachment& attachment, c10::Device device,
-               std::shared_ptr<accelerator::Accelerator> accelerator, const GpuPlan& plan);
+               std::shared_ptr<accelerator::Accelerator> accelerator, const GpuPlan& plan,
+               uint64_t gpu_ram_bytes, bool averages_gradients);
   ~DeviceMemory();  // waits for the device
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
@@ -61,22 +67,24 @@ class DeviceMemory {
   void EndRound(std::span<const uint32_t> changed);
 
   // The window holds nothing of the daemon's until EndDaemonWait(), as often (DaemonWait).
-  void BeginDaemonWait() { window_->BeginSourceWait(); }
+  void BeginDaemonWait() {
+    window_->BeginSourceWait();
+    Publish();
+  }
   void EndDaemonWait() { window_->EndSourceWait(); }
 
   DeviceGradients& gradients() { return *gradients_; }
-  // With several ranks whose gradients the daemon adds.
-  DeviceParts& parts() { return *parts_; }
+  // With several ranks whose gradients are added for them.
+  ExchangedParts& parts() { return *exchanged_parts_; }
+  // A gradient was fetched from the host.
+  void CountFetched(uint64_t size_bytes) { fetched_bytes_ += size_bytes; }
   accelerator::Accelerator& accelerator() { return *accelerator_; }
   c10::Device device() const { return device_; }
 
-  uint64_t bytes_max_ever() const {
-    return window_bytes_ + gradients_->bytes_max_ever() +
-           (parts_ != nullptr ? parts_->bytes_max_ever() : 0);
-  }
+  uint64_t bytes_max_ever() const;
   // Waits of the host for copies of weights, in all.
   uint64_t host_waits() const { return window_->counters().host_waits; }
-  // Which way weights take, as a line for people.
+  // Which ways weights and gradients take, as lines for people.
   std::string DescribeWay() const;
 
  private:
@@ -97,8 +105,12 @@ class DeviceMemory {
     Attachment& attachment_;
   };
 
+  // Tells the daemon how things are (proto/gpu_words.h).
+  void Publish();
   void Register(Attachment& attachment);
   void JoinPeers(Attachment& attachment, size_t tensor_count);
+  void MakeExchange(Attachment& attachment, const GpuPlan& plan, bool averages_gradients);
+  void MakeParts(Attachment& attachment, const GpuPlan& plan);
   GpuWindow::Options WindowOptions(Attachment& attachment, const GpuPlan& plan);
 
   const c10::Device device_;
@@ -109,13 +121,18 @@ class DeviceMemory {
   std::unique_ptr<PeerGroup> peers_;  // null: each rank copies for itself
   std::string why_no_peers_;
   SlabWeights source_;
+  std::unique_ptr<SliceExchange> exchange_;  // of gradients, with peers; null: there is none
   std::unique_ptr<GpuWindow> window_;
   std::unique_ptr<DeviceGradients> gradients_;
   std::unique_ptr<DeviceParts> parts_;
+  std::unique_ptr<ExchangedParts> exchanged_parts_;
   std::mutex mutex_;
   WaitQueue unpinned_;
   std::vector<WaitGraph::Thread> holders_;  // one per pin
   uint64_t unpins_ = 0;
+  const uint64_t gpu_ram_bytes_;
+  proto::GpuWords& words_;
+  std::atomic<uint64_t> fetched_bytes_{0};
 };
 
 // While it lives the calling thread waits for the daemon, which may need room, or the end of a use,

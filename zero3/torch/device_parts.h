@@ -62,6 +62,7 @@ class DeviceParts {
   absl::Status Flush();
 
   uint64_t bytes_max_ever() const;  // on their way, at once
+  GradientReturn::Counters counters() const { return return_->counters(); }
 
  private:
   static constexpr client::Ticket kOwn = client::Ticket{1} << 63;

@@ -7,6 +7,7 @@
 #include "base/byte_size.h"
 #include "base/error.h"
 #include "zero3/gpu/gpu_tensors.h"
+#include "zero3/torch/device_move.h"
 #include "zero3/torch/devices.h"
 #include "zero3/torch/throw_status.h"
 
@@ -30,7 +31,8 @@ uint64_t AllBytes(std::span<const GpuTensor> tensors) {
 
 }  // namespace
 
-DevicePlan::DevicePlan(const std::string& gpu_ram) : given_bytes_(ParseGpuRam(gpu_ram)) {}
+DevicePlan::DevicePlan(const std::string& gpu_ram, const std::string& device)
+    : given_bytes_(ParseGpuRam(gpu_ram)), destination_(DestinationOf(device)) {}
 
 void DevicePlan::Make(c10::Device device, std::span<const proto::Tensor> tensors) {
   if (device_.has_value() && *device_ != device) {

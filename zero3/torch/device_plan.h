@@ -1,6 +1,7 @@
 // zero3/torch/device_plan.h
 //
-// What a job needs of the device that its parameters are on, decided when they are attached.
+// Which device a job's parameters are on or go to, and what it needs there, decided when they are
+// attached.
 //
 // Thread safety: none; one owner.
 #pragma once
@@ -21,8 +22,16 @@ namespace offload::zero3 {
 
 class DevicePlan {
  public:
-  // `gpu_ram`: "auto" or a size. Throws OFD-1002.
-  explicit DevicePlan(const std::string& gpu_ram);
+  // `gpu_ram`: "auto" or a size; `device`: Options::device. Throws OFD-1002, and OFD-1601, 2001 for
+  // a device that nothing in this program drives.
+  DevicePlan(const std::string& gpu_ram, const std::string& device);
+
+  // Where tensors of the host go; nothing when they stay.
+  std::optional<c10::Device> destination() const { return destination_; }
+  // Where a parameter is trained that is on `device` now.
+  c10::Device TrainedOn(c10::Device device) const {
+    return device.is_cpu() ? destination_.value_or(device) : device;
+  }
 
   // Plans for `tensors`, all of the job so far, which are on `device`; nothing for the host. Throws
   // OFD-2001, 2002 when the device cannot be opened, 2003 when gpu_ram is too small, 1601 for a
@@ -37,6 +46,7 @@ class DevicePlan {
 
  private:
   const std::optional<uint64_t> given_bytes_;
+  const std::optional<c10::Device> destination_;
   std::optional<c10::Device> device_;
   std::shared_ptr<accelerator::Accelerator> accelerator_;
   uint64_t gpu_ram_bytes_ = 0;

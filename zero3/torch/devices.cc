@@ -65,8 +65,12 @@ accelerator::Stream StreamOf(const c10::Stream& stream) {
   return {reinterpret_cast<uintptr_t>(stream.native_handle())};
 }
 
+c10::Stream CurrentTorchStream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
 accelerator::Stream CurrentStream(c10::Device device) {
-  return StreamOf(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  return StreamOf(CurrentTorchStream(device));
 }
 
 void SynchronizeCurrentStream(c10::Device device) {

@@ -30,7 +30,9 @@ bool HasAccelerator(c10::DeviceType type);
 // OFD-2001, 2002 when it cannot be opened. Requires HasAccelerator().
 absl::StatusOr<std::shared_ptr<accelerator::Accelerator>> AcceleratorOf(c10::Device device);
 
-// The stream on which the calling thread launches operators.
+// The stream on which the calling thread launches operators, as torch and as the accelerator name
+// it.
+c10::Stream CurrentTorchStream(c10::Device device);
 accelerator::Stream CurrentStream(c10::Device device);
 accelerator::Stream StreamOf(const c10::Stream& stream);
 // Waits until it has executed what it was given.

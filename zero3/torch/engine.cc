@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <optional>
 #include <string_view>
 #include <utility>
 
@@ -13,6 +14,7 @@
 #include "base/byte_size.h"
 #include "base/error.h"
 #include "zero3/hf_layout.h"
+#include "zero3/torch/device_move.h"
 #include "zero3/torch/in_memory.h"
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/open_job.h"
@@ -37,18 +39,26 @@ bool IsDisabled() {
 // The same arithmetic without a daemon.
 class InMemoryEngine final : public Engine {
  public:
+  explicit InMemoryEngine(const Options& options) : destination_(DestinationOf(options.device)) {}
+
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,
                                                          NamedOptimizer&& optimizer) override {
     groups = modules_.LeaveToOthers(module, std::move(groups));
     CheckSupportedTypes(modules_.Names(module));
+    if (destination_.has_value()) MoveWithBytes(module, *destination_);
     auto made = std::make_unique<InMemoryOptimizer>(groups, std::move(optimizer));
     return Keep(std::move(made), module, groups);
   }
   void AttachForeign(torch::nn::Module& module, ParameterGroups groups,
                      const std::string&) override {
     CheckSupportedTypes(modules_.Names(module));
-    Remember(module, groups);
+    if (destination_.has_value()) MoveWithBytes(module, *destination_);
+    const std::vector<at::Tensor> parameters = module.parameters();
+    const auto is_known = [this](const at::Tensor& parameter) {
+      return known_.contains(parameter.unsafeGetTensorImpl());
+    };
+    if (!std::all_of(parameters.begin(), parameters.end(), is_known)) Remember(module, groups);
   }
   void CommitStep() override { ++own_steps_; }
   void Seal() override {}
@@ -69,8 +79,9 @@ class InMemoryEngine final : public Engine {
     if (names_.empty()) ThrowStatus(NotAttached());
     if (states_.empty())
       return InMemoryStates(kernels::OptimizerSpec("sgd", {})).Gather(parameter, plane);
-    for (const auto& states : states_) {
-      if (states->StateOf(parameter) != nullptr) return states->Gather(parameter, plane);
+    // The last one that had it.
+    for (auto states = states_.rbegin(); states != states_.rend(); ++states) {
+      if ((*states)->StateOf(parameter) != nullptr) return (*states)->Gather(parameter, plane);
     }
     return states_.front()->Gather(parameter, plane);
   }
@@ -140,6 +151,7 @@ class InMemoryEngine final : public Engine {
     ThrowIfError(AddFileBuffers(buffers_, weights));
     return weights;
   }
+  const std::optional<c10::Device> destination_;
   ModuleList modules_;
   std::vector<std::shared_ptr<InMemoryStates>> states_;  // one of each optimizer
   int64_t own_steps_ = 0;                                // of optimizers that are not ours
@@ -161,13 +173,15 @@ Options Options::FromEnvironment() {
   options.ram = zero3::Environment("OFFLOADD_RAM", options.ram);
   options.job = zero3::Environment("OFFLOADD_JOB", options.job);
   options.io = zero3::Environment("OFFLOADD_IO", options.io);
+  options.device = zero3::Environment("OFFLOADD_DEVICE", options.device);
+  options.gpu_ram = zero3::Environment("OFFLOADD_GPU_RAM", options.gpu_ram);
   return options;
 }
 
 std::shared_ptr<Engine> Engine::Open(const Options& options) {
   const client::World world = zero3::WorldOf(options);
   if (zero3::IsDisabled()) {
-    if (world.world_size == 1) return std::make_shared<zero3::InMemoryEngine>();
+    if (world.world_size == 1) return std::make_shared<zero3::InMemoryEngine>(options);
     zero3::ThrowStatus(MakeError(ErrorId::kBadValue,
                                  absl::StrCat(world.world_size,
                                               " ranks cannot train in memory: nobody would add "

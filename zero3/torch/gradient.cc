@@ -1,6 +1,7 @@
 #include "zero3/torch/gradient.h"
 
 #include <ATen/Functions.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -8,6 +9,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -89,6 +91,18 @@ std::optional<double> Factor(const c10::IValue& value, const at::Tensor& of) {
   return is_double ? factor : static_cast<float>(factor);
 }
 
+// On torch's threads, as the update that it stands in for would have read them.
+bool AllFinite(kernels::Dtype dtype, const std::byte* values, int64_t count) {
+  constexpr int64_t kGrain = 1 << 16;
+  const uint64_t element_bytes = kernels::DtypeBytes(dtype);
+  std::atomic<bool> finite = true;
+  at::parallel_for(0, count, kGrain, [&](int64_t begin, int64_t end) {
+    if (!kernels::AllFinite(dtype, values + begin * element_bytes, end - begin))
+      finite.store(false, std::memory_order_relaxed);
+  });
+  return finite.load(std::memory_order_relaxed);
+}
+
 }  // namespace
 
 // ---- The window --------------------------------------------------------------------------------
@@ -138,6 +152,16 @@ void GradientWindow::Leave(Gradient* gradient, uint64_t offset, uint64_t size_by
   users_.erase(std::find(users_.begin(), users_.end(), gradient));
   free_.Return(offset, size_bytes);
   changed_.NotifyAll();
+}
+
+void GradientWindow::WriteDue(std::unique_lock<std::mutex>& lock) {
+  for (;;) {
+    const auto due = std::find_if(users_.begin(), users_.end(), [](const Gradient* user) {
+      return user->uses_ == 0 && !user->moving_ && user->IsDue();
+    });
+    if (due == users_.end()) return;
+    (*due)->StartWriting(lock);
+  }
 }
 
 // ---- The gradient ------------------------------------------------------------------------------
@@ -491,7 +515,10 @@ void Gradient::AfterAccumulation(const at::Tensor& added) {
     if (!is_taken && IsTrainers(grad)) return;
     AdoptStolen(grad);
   }
-  if (!spilled()) return;
+  if (spilled()) AfterPass();
+}
+
+void Gradient::AfterPass() {
   Norm(2.0);  // while the bytes are here: neither clipping nor the finite check reads them again
   IsFinite();
   Lock lock(mutex());
@@ -630,7 +657,7 @@ bool Gradient::IsFinite() {
   Pins pins;
   pins.Add(this, Access::kRead);
   const kernels::Dtype dtype = TrainedDtype(parameter_.scalar_type()).value();
-  const bool finite = kernels::AllFinite(dtype, bytes(), parameter_.numel());
+  const bool finite = AllFinite(dtype, bytes(), parameter_.numel());
   {
     Lock lock(mutex());
     finite_ = finite;
@@ -686,6 +713,7 @@ void Gradient::WaitFor(std::vector<client::Ticket> tickets) {
 // The writes stay in flight.
 void Gradient::StartWriting(Lock& lock) {
   if (!dirty_) return;
+  Arrive(lock);
   FinishWriting(lock);
   std::vector<client::Ticket> writes;
   Alone(lock, [&] { writes = Transfer(/*write=*/true, *region_offset_); });
@@ -701,6 +729,7 @@ void Gradient::FinishWriting(Lock& lock) {
 
 void Gradient::Evict(Lock& lock) {
   const Moving moving(*this);
+  Arrive(lock);
   if (!zero_) StartWriting(lock);
   FinishWriting(lock);
   timing_.Evicted();

@@ -63,6 +63,9 @@ class GradientWindow {
   // pinned by the calling thread, or by threads that wait for it.
   uint64_t Take(Gradient* gradient, uint64_t size_bytes, std::unique_lock<std::mutex>& lock);
   void Leave(Gradient* gradient, uint64_t offset, uint64_t size_bytes);
+  // mutex() held by `lock`, which is let go meanwhile: starts the writes of those that are due and
+  // whose bytes have come meanwhile (Gradient::IsDue).
+  void WriteDue(std::unique_lock<std::mutex>& lock);
 
  private:
   std::mutex mutex_;
@@ -201,6 +204,13 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   virtual void Bring(Access access, Lock& lock);
   // Nobody uses the bytes any more.
   virtual void Rest() {}
+  // A pass has been added to a spilled gradient.
+  virtual void AfterPass();
+  // Waits until what others than operators bring to the slot has come; with the lock held at both
+  // ends.
+  virtual void Arrive(Lock& lock) {}
+  // mutex() held: it waits in its slot to be written, and can be now.
+  virtual bool IsDue() const { return false; }
   // Nobody moves it after it, until the lock is let go.
   void WaitWhileMoving(Lock& lock);
   // Marks it and works without the lock.
@@ -216,6 +226,9 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   virtual c10::DataPtr CopyBytes();
   virtual at::Tensor Norm(double p);
   virtual bool IsFinite();
+  void NoteFinite();
+  // Of writes to the scratch file: lets go of the lock meanwhile.
+  void FinishWriting(Lock& lock);
 
   const std::shared_ptr<Attachment> attachment_;
   const std::shared_ptr<GradientWindow> window_;
@@ -250,9 +263,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   void Settle(Access access, Lock& lock);  // the bytes are the value after it
   void Changed();                          // the bytes are
   void LetGo();
-  void NoteFinite();
   void StartWriting(Lock& lock);
-  void FinishWriting(Lock& lock);
   // Without the lock: asks for the transfer of all bytes; what is left to wait for.
   std::vector<client::Ticket> Transfer(bool write, uint64_t region_offset);
   void WaitFor(std::vector<client::Ticket> tickets);

@@ -9,37 +9,62 @@
 #include "base/status_macros.h"
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/devices.h"
+#include "zero3/torch/exchanged_parts.h"
 #include "zero3/torch/summed_gradient.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
+namespace {
+
+// The start of a sum as kernels know it.
+kernels::SumStart KernelStart(proto::GradientStart start) {
+  switch (start) {
+    case proto::GradientStart::kNothing:
+      return kernels::SumStart::kNothing;
+    case proto::GradientStart::kZeros:
+      return kernels::SumStart::kZeros;
+    case proto::GradientStart::kPrevious:
+      break;
+  }
+  return kernels::SumStart::kSum;
+}
+
+}  // namespace
 
 // The session, while the engine lives. Parts of a model on a device are copied into the ring by the
-// device: the daemon hears of them, in their order, when they are there, and of everything that
-// follows after them. Who waits for the daemon, and so for other ranks, lets go of what the
-// device's window holds.
+// device, or slices of the ranks' sum (exchanged_parts.h): the daemon hears of them, in their
+// order, when they are there, and of everything that follows after them. Who waits for the daemon,
+// and so for other ranks, lets go of what the device's window holds.
 class GradientSums::Channel final : public GradientChannel {
  public:
   explicit Channel(std::shared_ptr<Attachment> attachment) : attachment_(std::move(attachment)) {}
 
-  client::Ticket BeginGradients(uint64_t step) override { return session().BeginGradients(step); }
+  client::Ticket BeginGradients(uint64_t step) override {
+    if (DeviceMemory* const device = attachment_->device()) device->parts().Begin(step);
+    return session().BeginGradients(step);
+  }
   client::Ticket DeliverGradient(uint32_t tensor, uint32_t pass, proto::GradientStart start,
                                  uint64_t element_offset, uint64_t element_count,
                                  uint64_t region_offset) override {
-    const auto tell = [=, this] {
-      return session().DeliverGradient(tensor, pass, start, element_offset, element_count,
-                                       region_offset);
+    const auto tell = [=, this](uint64_t offset, uint64_t count) {
+      return session().DeliverGradient(tensor, pass, start, offset, count, region_offset);
     };
     DeviceMemory* const device = attachment_->device();
-    if (device == nullptr) return tell();
-    const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(tensor).dtype);
-    return device->parts().Start(
-        tensor, element_offset * element_bytes, element_count * element_bytes,
-        attachment_->region() + region_offset, CurrentStream(device->device()), tell);
+    if (device == nullptr) return tell(element_offset, element_count);
+    return device->parts().Start({.tensor = tensor,
+                                  .pass = pass,
+                                  .start = KernelStart(start),
+                                  .element_offset = element_offset,
+                                  .element_count = element_count,
+                                  .host = attachment_->region() + region_offset,
+                                  .tell = tell},
+                                 CurrentStream(device->device()));
   }
   // After a failure of the device the daemon does not hear of the end, and every wait here says so.
   client::Ticket EndPass(uint32_t pass, bool wait) override {
-    return FinishCopies().ok() ? session().EndPass(pass, wait) : kNeverTold;
+    DeviceMemory* const device = attachment_->device();
+    if (device != nullptr && !device->parts().EndPass(pass).ok()) return kNeverTold;
+    return session().EndPass(pass, wait);
   }
   absl::StatusOr<uint64_t> AwaitGradient(uint32_t tensor, uint32_t passes) override {
     OFFLOAD_RETURN_IF_ERROR(FinishCopies());
@@ -51,16 +76,16 @@ class GradientSums::Channel final : public GradientChannel {
   }
   uint64_t GradientWord(uint32_t tensor) const override { return session().GradientWord(tensor); }
   absl::Status Wait(client::Ticket ticket) override {
-    if (ticket == kNeverTold) return FinishCopies();
-    if (DeviceParts::IsOwn(ticket)) {
+    if (ExchangedParts::IsOwn(ticket)) {
       OFFLOAD_ASSIGN_OR_RETURN(ticket, attachment_->device()->parts().TicketOf(ticket));
     }
+    if (ticket == kNeverTold) return FinishCopies();
     const DaemonWait wait(*attachment_);
     return session().Wait(ticket);
   }
 
  private:
-  static constexpr client::Ticket kNeverTold = ~client::Ticket{0};
+  static constexpr client::Ticket kNeverTold = ExchangedParts::kNeverTold;
 
   client::Session& session() const { return attachment_->session(); }
   absl::Status FinishCopies() const {

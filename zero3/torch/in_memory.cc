@@ -19,6 +19,7 @@
 #include "base/error.h"
 #include "proto/plane_set.h"
 #include "zero3/torch/dtypes.h"
+#include "zero3/torch/rule_update.h"
 #include "zero3/torch/sparse_update.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/torch_state.h"
@@ -45,21 +46,6 @@ Tensor Descent(const OptimizerSpec& optimizer, const Tensor& gradient) {
 
 at::Tensor StepTensor(const InMemoryState& state) {
   return at::full({}, static_cast<double>(state.step), at::kFloat);
-}
-
-// The nearest root, where somebody else's definition asks for it: the vector library behind sqrt()
-// is off by one in the last place for some numbers. A double has more than twice the digits, so
-// rounding twice changes nothing. Of doubles one by one, which asks the processor.
-Tensor NearestRoot(const Tensor& values) {
-  if (values.scalar_type() == at::kDouble) {
-    Tensor roots = values.clone();
-    double* const data = roots.mutable_data_ptr<double>();
-    for (int64_t i = 0; i < roots.numel(); ++i) data[i] = std::sqrt(data[i]);
-    return roots;
-  }
-  return values.to(at::kDouble, /*non_blocking=*/false, /*copy=*/true)
-      .sqrt_()
-      .to(values.scalar_type());
 }
 
 // ---- AdamW -------------------------------------------------------------------------------------
@@ -188,78 +174,19 @@ void UpdateRmsProp(const OptimizerSpec& optimizer, const Tensor& gradient, InMem
   state.master.add_(momentum_buffer, -lr);
 }
 
-// ---- Lion ---------------------------------------------------------------------------------------
-
-// The PyTorch program of the authors.
-void UpdateLion(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
-  const Tensor direction = Descent(optimizer, gradient);
-  const double lr = optimizer.Get("lr");
-  const double beta1 = optimizer.Get("beta1"), beta2 = optimizer.Get("beta2");
-  Tensor& exp_avg = state.planes[0];
-  state.master.mul_(1 - lr * optimizer.Get("weight_decay"));
-  const Tensor update = exp_avg * beta1 + direction * (1 - beta1);
-  state.master.add_(update.sign(), -lr);
-  exp_avg.mul_(beta2).add_(direction, 1 - beta2);
-}
-
-// ---- LAMB ---------------------------------------------------------------------------------------
-
-// The sum of squares in the order that kernels::Norms has: eight lanes through a block, pairwise.
-template <class T>
-double SumOfSquares(const Tensor& values) {
-  constexpr int64_t kBlockElements = 256 * 1024;
-  // In the order of memory: all of them have the strides of their parameter.
-  const Tensor dense = values.is_non_overlapping_and_dense() ? values : values.contiguous();
-  const T* const data = dense.const_data_ptr<T>();
-  double sum = 0;
-  for (int64_t begin = 0; begin < values.numel(); begin += kBlockElements) {
-    double lane[8] = {};
-    const int64_t end = std::min(begin + kBlockElements, values.numel());
-    for (int64_t i = begin; i < end; ++i) lane[i % 8] += double{data[i]} * data[i];
-    sum +=
-        ((lane[0] + lane[1]) + (lane[2] + lane[3])) + ((lane[4] + lane[5]) + (lane[6] + lane[7]));
-  }
-  return sum;
-}
-
-double NormOf(const Tensor& values) {
-  return std::sqrt(values.scalar_type() == at::kDouble ? SumOfSquares<double>(values)
-                                                       : SumOfSquares<float>(values));
-}
-
-// Algorithm 2 of the paper.
-void UpdateLamb(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
-  const Tensor descent = Descent(optimizer, gradient);
-  auto& [exp_avg, exp_avg_sq, unused] = state.planes;
-  const double beta1 = optimizer.Get("beta1"), beta2 = optimizer.Get("beta2");
-  const double weight_decay = optimizer.Get("weight_decay");
-  const double step = static_cast<double>(state.step);
-  exp_avg.mul_(beta1).add_(descent, 1 - beta1);
-  exp_avg_sq.mul_(beta2).addcmul_(descent, descent, 1 - beta2);
-  const Tensor denominator =
-      NearestRoot(exp_avg_sq).div_(std::sqrt(1 - std::pow(beta2, step))).add_(optimizer.Get("eps"));
-  Tensor update = (exp_avg * (1 / (1 - std::pow(beta1, step)))).div_(denominator);
-  if (weight_decay != 0) update.add_(state.master, weight_decay);
-  const double weight_norm = NormOf(state.master);
-  const double update_norm = NormOf(update);
-  const double ratio = weight_norm > 0 && update_norm > 0 ? weight_norm / update_norm : 1;
-  state.master.add_(update, -(optimizer.Get("lr") * ratio));
-}
-
 // ---- The table ---------------------------------------------------------------------------------
 
+// Of optimizers that torch has: its operators. The others follow their rule.
 constexpr std::pair<std::string_view, Update> kUpdates[] = {
     {"adamw", UpdateAdamW},     {"sgd", UpdateSgd},         {"adam", UpdateAdam},
-    {"adagrad", UpdateAdagrad}, {"rmsprop", UpdateRmsProp}, {"lion", UpdateLion},
-    {"lamb", UpdateLamb},
+    {"adagrad", UpdateAdagrad}, {"rmsprop", UpdateRmsProp},
 };
 
-Update UpdateOf(const OptimizerSpec& optimizer) {
+void UpdateInMemory(const OptimizerSpec& optimizer, const Tensor& gradient, InMemoryState& state) {
   for (const auto& [name, update] : kUpdates) {
-    if (name == optimizer.name()) return update;
+    if (name == optimizer.name()) return update(optimizer, gradient, state);
   }
-  OFFLOAD_CHECK(false) << "no reference for " << optimizer.name();
-  return nullptr;
+  UpdateByRule(optimizer, state.step, gradient, state.master, state.planes);
 }
 
 }  // namespace
@@ -346,7 +273,7 @@ void InMemoryOptimizer::ReplaceState(std::span<const KeptState> states) {
   for (const KeptState& given : states) ThrowIfError(CheckFits(given, ""));
   for (const KeptState& given : states) {
     InMemoryState& state = states_->states_[given.parameter.unsafeGetTensorImpl()];
-    const at::ScalarType type = MasterType(given.parameter);
+    const at::TensorOptions type = given.parameter.options().dtype(MasterType(given.parameter));
     state.step = static_cast<int64_t>(given.update_count);
     if (given.master.defined()) {
       Tensor parameter = given.parameter;
@@ -429,7 +356,7 @@ void InMemoryOptimizer::UpdateParameter(const OptimizerSpec& optimizer, Tensor& 
   if (IsCounted(optimizer)) ++state.step;
   const Tensor& given = parameter.grad();
   const Tensor gradient = given.layout() == at::kStrided ? given : given.to_dense();
-  UpdateOf(optimizer)(optimizer, gradient.to(MasterType(parameter)), state);
+  UpdateInMemory(optimizer, gradient.to(MasterType(parameter)), state);
   if (!IsItsOwnMaster(parameter)) parameter.variable_data().copy_(state.master);
 }
 

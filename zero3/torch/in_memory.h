@@ -4,9 +4,9 @@
 //
 // Arithmetic
 //   * fp32 and fp64 parameters: torch's own operators on the parameter itself. Where torch has a
-//   fused
-//     kernel for the CPU (AdamW, Adam, Adagrad) that, else the operators of torch.optim's loop over
-//     parameters, in their order (in_memory.cc).
+//   fused kernel for the CPU (AdamW, Adam, Adagrad) that, else the operators of torch.optim's loop
+//   over parameters, in their order (in_memory.cc). Optimizers that torch does not have follow
+//   their rule (rule_update.h).
 //   * bf16 and fp16 parameters: the same operators on an fp32 master and fp32 state kept here, with
 //     the gradient upcast, then the weight becomes the nearest-even cast of the master.
 //   * A parameter without gradient is skipped, as everywhere in torch.

@@ -5,6 +5,8 @@
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
 
+#include <functional>
+
 namespace offload::zero3 {
 namespace {
 
@@ -150,6 +152,41 @@ TEST(InMemoryTest, AmsgradIsTorchsOwnClassBitForBit) {
   }
   EXPECT_TRUE(ours.first.equal(theirs.first));
   EXPECT_TRUE(ours.second.equal(theirs.second));
+}
+
+// Rows of eleven in memory of twenty, columns first, and two sliced axes: whatever lies where.
+TEST(InMemoryTest, RulesFollowTheElementsWhereverTheyLie) {
+  torch::manual_seed(8);
+  const Tensor start = torch::randn({37, 11});
+  const auto slice = [](const Tensor& values) {
+    Tensor whole = torch::zeros({37, 20});
+    whole.narrow(1, 0, 11).copy_(values);
+    return whole.narrow(1, 0, 11);
+  };
+  const std::function<Tensor(const Tensor&)> layouts[] = {
+      [](const Tensor& values) { return values.clone(); }, slice,
+      [](const Tensor& values) { return values.t().contiguous().t(); }};
+  for (const bool is_lamb : {false, true}) {
+    Tensor expected;
+    for (const auto& weights : layouts) {
+      for (const auto& gradients : layouts) {
+        torch::nn::Module model;
+        Tensor parameter = model.register_parameter("weight", weights(start));
+        const auto optimizer =
+            is_lamb ? InMemoryLAMB(model, LAMBOptions()) : InMemoryLion(model, LionOptions());
+        for (int64_t step = 0; step < 3; ++step) {
+          torch::manual_seed(static_cast<uint64_t>(step));
+          parameter.mutable_grad() = gradients(torch::randn({37, 11}));
+          optimizer->step();
+        }
+        if (!expected.defined()) expected = parameter.detach().clone();
+        // LAMB adds its norms in the order of memory.
+        const bool is_exact = !is_lamb || parameter.stride(0) != 1;
+        EXPECT_TRUE(is_exact ? parameter.equal(expected) : parameter.allclose(expected, 1e-6, 1e-6))
+            << is_lamb << parameter.strides();
+      }
+    }
+  }
 }
 
 TEST(InMemoryTest, OptionsThatMakeNoSenseAreRefused) {

@@ -149,6 +149,22 @@ void CheckTraining(const config::Training& training) {
         absl::StrCat("scheduler.type = ", training.scheduler, ": in C++ schedules are the loop's"),
         "Remove the section, and set lr in param_groups()"));
   }
+  if (training.load_universal) {
+    ThrowStatus(
+        MakeError(ErrorId::kDsConfigUnsupported,
+                  "checkpoint.load_universal = true: in C++ no universal checkpoint is loaded",
+                  "Remove the key, and make the job with offloadctl import"));
+  }
+}
+
+void CheckFp16(const config::Import& import) {
+  for (const config::Fate& fate : import.fates) {
+    if (fate.verdict != config::Verdict::kMapped || fate.key != "fp16.enabled") continue;
+    ThrowStatus(MakeError(ErrorId::kDsConfigUnsupported,
+                          "fp16.enabled = true: in C++ the loop scales its losses",
+                          "Set bf16, or remove the section, cast the module to torch::kHalf and "
+                          "use offload::GradScaler"));
+  }
 }
 
 }  // namespace
@@ -171,6 +187,7 @@ Initialized Engine::Initialize(torch::nn::Module& module, const std::string& ds_
       zero3::ValueOrThrow(config::ImportDsConfig(zero3::TextOf(ds_config), import_options));
   zero3::ThrowIfError(import.Problem());
   zero3::CheckTraining(import.training);
+  zero3::CheckFp16(import);
   settings.Override(import.settings);
   settings.Override(variables);
 

@@ -20,6 +20,20 @@
 namespace offload::zero3 {
 namespace {
 
+thread_local int raw_kernels = 0;  // that run on this thread, one inside of another
+
+// While one of them runs, the thread's large allocations are in memory, also in a construction.
+class RawKernel {
+ public:
+  explicit RawKernel(bool is_one) : count_(is_one ? 1 : 0) { raw_kernels += count_; }
+  ~RawKernel() { raw_kernels -= count_; }
+  RawKernel(const RawKernel&) = delete;
+  RawKernel& operator=(const RawKernel&) = delete;
+
+ private:
+  const int count_;
+};
+
 enum class Argument : uint8_t { kSkip, kRead, kWrite, kOverwrite };
 
 // What the schema of an operator says, worked out once.
@@ -29,6 +43,7 @@ struct Verdict {
   Pins::Allocates allocates = Pins::Allocates::kResults;
   bool is_split = false;  // runs for each tensor of its first list, with those of the others
   bool is_loop = false;   // _foreach_*
+  bool takes_raw_memory = false;
   Special special = Special::kNone;
   std::vector<Argument> arguments;
 };
@@ -126,6 +141,21 @@ bool IsOverWholeLists(const c10::FunctionSchema& schema) {
                                       absl::StartsWith(name, "aten::_fused_"));
 }
 
+// Operators whose kernels may be oneDNN's, which asks torch's allocator for bytes that are no
+// tensor's (raw_allocate()) and have to be in memory.
+bool TakesRawMemory(absl::string_view name) {
+  static constexpr std::array<absl::string_view, 14> kPrefixes = {
+      "aten::convolution", "aten::_convolution",
+      "aten::slow_conv",   "aten::thnn_conv",
+      "aten::mkldnn",      "aten::_mkldnn",
+      "aten::addmm",       "aten::_addmm",
+      "aten::mm",          "aten::bmm",
+      "aten::baddbmm",     "aten::addbmm",
+      "aten::gelu",        "aten::_scaled_dot_product"};
+  return std::any_of(kPrefixes.begin(), kPrefixes.end(),
+                     [name](absl::string_view prefix) { return absl::StartsWith(name, prefix); });
+}
+
 std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
   auto verdict = std::make_unique<Verdict>();
   verdict->schema = &schema;
@@ -133,6 +163,7 @@ std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
   verdict->is_split = IsOverWholeLists(schema);
   verdict->is_loop = absl::StartsWith(schema.name(), "aten::_foreach_");
   verdict->allocates = AllocatesOf(schema.name());
+  verdict->takes_raw_memory = TakesRawMemory(schema.name());
   const bool reads_no_data = ReadsNoData(schema.name());
   for (const c10::Argument& argument : schema.arguments()) {
     const c10::AliasInfo* alias = argument.alias_info();
@@ -375,7 +406,11 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
     return RunOneByOne(op, keys, stack);
   Uses uses = CollectUses(verdict, stack);
   if (CopySeveral(verdict, uses, stack)) uses = CollectUses(verdict, stack);
+  // Whether two storages are one, which set_() asks, is seen only where both have bytes.
+  for (size_t i = 0; verdict.special == Special::kSet && i < verdict.arguments.size(); ++i)
+    Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), Argument::kRead, uses);
   const SharedRoom room(uses);
+  const RawKernel raw_kernel(verdict.takes_raw_memory);
   Pins pins(verdict.allocates);
   for (const auto& [residency, access] : uses) pins.Add(residency, access);
   op.redispatchBoxed(below, stack);
@@ -387,6 +422,8 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
 }
 
 }  // namespace
+
+bool RunsRawKernel() { return raw_kernels > 0; }
 
 TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&RunManaged>());

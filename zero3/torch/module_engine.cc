@@ -8,8 +8,10 @@
 #include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "zero3/torch/born_residency.h"
+#include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/optimizers.h"
+#include "zero3/torch/own_optimizer.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 
@@ -42,6 +44,11 @@ int ModuleList::NumberOf(std::string_view name) {
   return number;
 }
 
+static constexpr char kToGoOn[] =
+    "To go on with another one: attached objects of torch::optim may follow each other, when the "
+    "first is destroyed before; else close the engine with weights_at_close = memory and open a "
+    "new job";
+
 ParameterGroups ModuleList::LeaveToOthers(const torch::nn::Module& module,
                                           ParameterGroups groups) const {
   if (claimed_.empty() || groups.size() != 1 || groups.front().has_options()) return groups;
@@ -53,17 +60,22 @@ ParameterGroups ModuleList::LeaveToOthers(const torch::nn::Module& module,
     return groups;
   std::vector<at::Tensor> free;
   for (const at::Tensor& parameter : all) {
-    if (!claimed_.contains(parameter.unsafeGetTensorImpl())) free.push_back(parameter);
+    if (!IsClaimed(parameter)) free.push_back(parameter);
   }
   if (free.empty()) {
-    ThrowStatus(MakeError(
-        ErrorId::kUnsupportedOptimizer, "every parameter of the module has an optimizer already",
-        "Give each optimizer a module, or explicit groups, of its own. To go on with another one, "
-        "close the engine with weights_at_close = memory and open a new job"));
+    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
+                          "every parameter of the module has an optimizer already",
+                          absl::StrCat("Give each optimizer a module, or explicit groups, of its "
+                                       "own. ",
+                                       kToGoOn)));
   }
   ParameterGroups left;
   left.emplace_back(std::move(free));
   return left;
+}
+
+bool ModuleList::IsClaimed(const at::Tensor& parameter) const {
+  return claimed_.contains(parameter.unsafeGetTensorImpl()) && !IsLeftByDead(parameter);
 }
 
 void ModuleList::CheckFree(const ParameterGroups& groups) const {
@@ -72,14 +84,13 @@ void ModuleList::CheckFree(const ParameterGroups& groups) const {
     for (const at::Tensor& parameter : group.params()) {
       const void* const impl = parameter.unsafeGetTensorImpl();
       const bool twice = !seen.insert(impl).second;
-      if (!twice && !claimed_.contains(impl)) continue;
+      if (!twice && !IsClaimed(parameter)) continue;
       ThrowStatus(MakeError(
           ErrorId::kBadValue,
           absl::StrCat("a parameter of shape [", absl::StrJoin(parameter.sizes(), ", "), "] is in ",
                        twice ? "two places of the optimizer's groups"
                              : "the groups of an optimizer, but another one has it already"),
-          "Name every parameter once, in the groups of one optimizer. To go on with another one, "
-          "close the engine with weights_at_close = memory and open a new job"));
+          absl::StrCat("Name every parameter once, in the groups of one optimizer. ", kToGoOn)));
     }
   }
 }
@@ -100,33 +111,78 @@ void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& grou
   modules_.CheckFree(groups);
   const std::vector<NamedTensor> names = modules_.Names(module);
   const std::vector<NamedTensor> buffers = modules_.BufferNames(module);
-  CheckSupported(names, Memory::kOfTorch);
+  CheckSupported(names, Memory::kOfTorch, tensors_->destination());
   Buffers::CheckSupported(buffers);
   const bool has_new = tensors_->Attach(names, optimizer);
+  std::vector<at::Tensor> others;
+  for (const NamedTensor& named : buffers) others.push_back(named.tensor);
+  tensors_->MoveOthers(others);
   tensors_->AttachBuffers(buffers);
   modules_.Add(has_new);
   modules_.Claim(groups);
 }
 
+void ModuleEngine::AttachWeights(torch::nn::Module& module, const ParameterGroups& groups) {
+  const std::vector<at::Tensor> parameters = module.parameters();
+  if (std::all_of(parameters.begin(), parameters.end(), [this](const at::Tensor& parameter) {
+        return parameter.numel() == 0 || tensors_->Has(parameter);
+      })) {
+    CheckHas(module, groups);  // it writes weights, as the trainer itself may
+    return;
+  }
+  Attach(module, groups,
+         modules_.IsEmpty() ? kernels::OptimizerSpec("sgd", {}) : tensors_->optimizer());
+}
+
+bool ModuleEngine::IsOfOtherKind(const kernels::OptimizerSpec& optimizer) const {
+  if (modules_.IsEmpty() || world_size() > 1 || tensors_->destination().has_value() ||
+      tensors_->attachment()->device() != nullptr)
+    return false;
+  kernels::OptimizerSpec all = optimizer;
+  if (all.index() == tensors_->optimizer().index()) all.KeepToo(tensors_->optimizer());
+  return !KeepTheSame(all, tensors_->optimizer());
+}
+
+absl::Status ModuleEngine::CheckResumes(const ParameterGroups& groups,
+                                        const kernels::OptimizerSpec& optimizer) const {
+  const auto has_master = [](const torch::optim::OptimizerParamGroup& group) {
+    return std::any_of(group.params().begin(), group.params().end(), [](const at::Tensor& tensor) {
+      return tensor.scalar_type() != MasterType(tensor);
+    });
+  };
+  const bool keeps =
+      optimizer.KeepsAnything() || std::any_of(groups.begin(), groups.end(), has_master);
+  if (begun_at_ == 0 || !keeps) return absl::OkStatus();
+  const std::string name(optimizer.name());
+  return MakeError(
+      ErrorId::kUnsupportedOptimizer,
+      absl::StrCat("the job is at step ", tensors_->step(), " and keeps what ",
+                   std::string(tensors_->optimizer().name()), " does; ", name,
+                   " trained in the memory of an earlier run, where its state was lost"),
+      absl::StrCat("Give the phase that trains with ", name,
+                   " a job of its own, from saved weights, to resume it"));
+}
+
+void ModuleEngine::AttachInProcess(torch::nn::Module& module, const ParameterGroups& groups,
+                                   const kernels::OptimizerSpec& optimizer) {
+  modules_.CheckFree(groups);
+  AttachWeights(module, groups);
+  Log().info(
+      "the job keeps what {} does: {} runs in this process, weight by weight; what it keeps is in "
+      "memory beside ram and is not part of the job, which cannot be resumed while it trains",
+      tensors_->optimizer().name(), optimizer.name());
+}
+
 void ModuleEngine::AttachForeign(torch::nn::Module& module, ParameterGroups groups,
                                  const std::string& optimizer) {
-  if (tensors_->step() > 0) {
+  if (begun_at_ > 0) {
     ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
                           absl::StrCat("the job is at step ", tensors_->step(), ", but what ",
                                        optimizer, " keeps is in memory and is not part of it"),
                           "Begin a new job, with SetInitialWeights() from saved weights, or use "
                           "AdamW, Adam, SGD, Adagrad or RMSprop of torch::optim"));
   }
-  for (const at::Tensor& parameter : module.parameters()) {
-    if (parameter.device().is_cpu()) continue;
-    ThrowStatus(
-        MakeError(ErrorId::kUnsupportedOptimizer,
-                  absl::StrCat(optimizer, " runs in this process, on ", parameter.device().str(),
-                               ", where only the daemon's optimizers are served"),
-                  "Use AdamW, Adam, SGD, Adagrad or RMSprop of torch::optim, or move the "
-                  "module to the host"));
-  }
-  Attach(module, groups, kernels::OptimizerSpec("sgd", {}));
+  AttachWeights(module, groups);
   Log().info(
       "{} runs in this process, weight by weight; what it keeps is in memory and is not part "
       "of the job, which cannot be resumed",
@@ -155,7 +211,11 @@ std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::
                                                                      NamedOptimizer&& optimizer) {
   groups = modules_.LeaveToOthers(module, std::move(groups));
   CheckHas(module, groups);
-  Attach(module, groups, SpecOfAll(optimizer, groups));
+  kernels::OptimizerSpec spec = SpecOfAll(optimizer, groups);
+  // One that keeps less finds all that it needs.
+  if (!modules_.IsEmpty() && spec.index() == tensors_->optimizer().index())
+    spec.KeepToo(tensors_->optimizer());
+  Attach(module, groups, spec);
   return MakeOffloadOptimizer(tensors_, std::move(groups), std::move(optimizer));
 }
 

@@ -38,6 +38,7 @@ class ModuleList {
   static int NumberOf(std::string_view name);
   // They are attached; `has_new` when some were not before.
   void Add(bool has_new) { count_ += has_new ? 1 : 0; }
+  bool IsEmpty() const { return count_ == 0; }
 
   // `groups`, or, when they are all of the module's parameters in one group without options, those
   // of them that no optimizer has. OFD-1604 when there are none.
@@ -48,6 +49,8 @@ class ModuleList {
 
  private:
   std::string Prefix() const;
+  // By an object that lives; torch's objects that die leave theirs to the next.
+  bool IsClaimed(const at::Tensor& parameter) const;
 
   int count_ = 0;
   std::unordered_set<const void*> claimed_;  // TensorImpl
@@ -55,13 +58,22 @@ class ModuleList {
 
 class ModuleEngine final : public Engine {
  public:
-  explicit ModuleEngine(std::shared_ptr<TensorEngine> tensors) : tensors_(std::move(tensors)) {}
+  explicit ModuleEngine(std::shared_ptr<TensorEngine> tensors)
+      : tensors_(std::move(tensors)), begun_at_(tensors_->step()) {}
 
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,
                                                          NamedOptimizer&& optimizer) override;
   void AttachForeign(torch::nn::Module& module, ParameterGroups groups,
                      const std::string& optimizer) override;
+  // Whether an optimizer keeps other planes than the job's, which can run in this process then.
+  bool IsOfOtherKind(const kernels::OptimizerSpec& optimizer) const;
+  // Takes part like AttachForeign, with an optimizer of ours whose state is in memory.
+  void AttachInProcess(torch::nn::Module& module, const ParameterGroups& groups,
+                       const kernels::OptimizerSpec& optimizer);
+  // OFD-1604 when the job goes on after steps of such an optimizer, which were of another run.
+  absl::Status CheckResumes(const ParameterGroups& groups,
+                            const kernels::OptimizerSpec& optimizer) const;
   void CommitStep() override { tensors_->CommitStep(); }
   void Seal() override { tensors_->Seal(); }
   int rank() const override { return static_cast<int>(tensors_->attachment()->rank()); }
@@ -90,6 +102,8 @@ class ModuleEngine final : public Engine {
   PlanSummary plan() const override { return tensors_->plan(); }
 
   TensorEngine& tensors() const { return *tensors_; }
+  // Whether the job had steps when this process opened it.
+  bool has_resumed() const { return begun_at_ > 0; }
   std::weak_ptr<TensorEngine> weak_tensors() const { return tensors_; }
 
  private:
@@ -97,8 +111,11 @@ class ModuleEngine final : public Engine {
   void CheckHas(const torch::nn::Module& module, const ParameterGroups& groups) const;
   void Attach(torch::nn::Module& module, const ParameterGroups& groups,
               const kernels::OptimizerSpec& optimizer);
+  // Its weights become the job's, where they are not yet.
+  void AttachWeights(torch::nn::Module& module, const ParameterGroups& groups);
 
   const std::shared_ptr<TensorEngine> tensors_;
+  const int64_t begun_at_;  // the step that the job was at when this process opened it
   ModuleList modules_;
 };
 

@@ -13,6 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "zero3/torch/in_memory.h"
+#include "zero3/torch/own_options.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload {
@@ -22,9 +23,15 @@ namespace {
 using torch::optim::OptimizerOptions;
 using torch::optim::OptimizerParamGroup;
 
+template <class Options>
+constexpr bool kIsTorchs =
+    OptionsList<torch::optim::AdamWOptions, torch::optim::AdamOptions, torch::optim::SGDOptions,
+                torch::optim::AdagradOptions, torch::optim::RMSpropOptions>::kHas<Options>;
+
 // `spec_of` reads options of the class.
 template <class Options, class SpecOf>
 NamedOptimizer Named(Options defaults, SpecOf spec_of) {
+  static_assert(kIsTorchs<Options> || OwnOptions::kHas<Options>, "to be listed in own_options.h");
   return {.defaults = std::make_unique<Options>(std::move(defaults)),
           .spec_of = [spec_of](const OptimizerOptions& any) {
             const auto* const options = dynamic_cast<const Options*>(&any);

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <mutex>
 #include <span>
 #include <utility>
@@ -50,7 +51,23 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
   }
 
   void BeginWith(std::vector<KeptState> states) override { engine_->BeginWith(std::move(states)); }
-  void ReplaceState(std::span<const KeptState> states) override { engine_->ReplaceState(states); }
+  // Those that will be trained and are frozen yet begin with nothing: the store gets room for all
+  // of them at once, before it takes what no epoch has.
+  void ReplaceState(std::span<const KeptState> states) override {
+    std::vector<KeptState> all(states.begin(), states.end());
+    for (const OptimizerParamGroup& group : param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        const bool is_thawed = parameter.requires_grad() && parameter.numel() > 0 &&
+                               !IsTable(parameter) && engine_->IsFrozen(parameter);
+        const auto is_its = [&](const KeptState& state) {
+          return state.parameter.is_same(parameter);
+        };
+        if (is_thawed && std::none_of(states.begin(), states.end(), is_its))
+          all.push_back({.parameter = parameter});
+      }
+    }
+    engine_->ReplaceState(all);
+  }
   bool IsLeft() const override { return engine_->leaves_weights() && engine_->step() > 0; }
   std::vector<KeptState> GatherState() const override {
     std::vector<KeptState> states;

@@ -19,6 +19,7 @@ const std::map<std::string, Member>& Members() {
       {"nvme_path", &Options::nvme_path},
       {"ram", &Options::ram},
       {"gpu_ram", &Options::gpu_ram},
+      {"device", &Options::device},
       {"job", &Options::job},
       {"io", &Options::io},
       {"durability", &Options::durability},

@@ -21,8 +21,11 @@
 
 #include "base/check.h"
 #include "base/error.h"
+#include "zero3/torch/copied_groups.h"
 #include "zero3/torch/dtypes.h"
+#include "zero3/torch/in_memory.h"
 #include "zero3/torch/log.h"
+#include "zero3/torch/module_engine.h"
 #include "zero3/torch/named_optimizer.h"
 #include "zero3/torch/square_roots.h"
 #include "zero3/torch/supported_model.h"
@@ -45,12 +48,15 @@ struct Attached {
   const std::type_info* type = nullptr;        // of the object
   const Optimizer* own = nullptr;              // where it was last seen
   std::unordered_set<const void*> parameters;  // TensorImpl
-  std::shared_ptr<Optimizer> inner;            // null: libtorch's own step, then `after`
-  std::function<void()> after;
-  bool may_keep = false;        // it has stepped, or has loaded a state
-  ShownState shown;             // since the last step
-  std::vector<KeptState> left;  // for libtorch's own steps after the engine
-  std::exception_ptr failure;   // why there is none
+  std::shared_ptr<Optimizer> inner;            // null: libtorch's own step
+  std::function<void()> after;                 // of a step; null: it is one of the job's
+  absl::Status refusal;                        // of each step
+  bool may_keep = false;                       // it has stepped, or has loaded a state
+  bool has_stepped = false;                    // in this process, or has got a state
+  bool is_heir = false;                        // taken for another at the place of one that is dead
+  ShownState shown;                            // since the last step
+  std::vector<KeptState> left;                 // for libtorch's own steps after the engine
+  std::exception_ptr failure;                  // why there is none
 };
 
 StateKeeper& KeeperOf(const Attached& attached) {
@@ -111,6 +117,12 @@ void GoOnInMemory(Optimizer& own, const Attached& attached) {
   SetState(own, attached.left);
 }
 
+// What dead objects have left to a living one.
+struct Left {
+  std::unordered_set<const void*> all;      // TensorImpl
+  std::unordered_set<const void*> stepped;  // of them: in this process
+};
+
 // Attached objects of engines that are there, and of closed ones while the objects live.
 class Table {
  public:
@@ -134,8 +146,82 @@ class Table {
     std::shared_ptr<Attached> cleared = FindCleared(own);
     if (cleared == nullptr) return nullptr;
     SetMark(own, cleared);
-    if (cleared->inner != nullptr) BeginAnew(*cleared);
+    cleared->is_heir = true;
+    if (cleared->inner != nullptr) {
+      CopyGroups(own, *cleared->inner);
+      BeginAnew(*cleared);
+    }
     return cleared;
+  }
+
+  // What a closed engine has left of an object is in it afterwards.
+  void TakeLeft(Optimizer& own) {
+    if (const std::shared_ptr<Attached> closed = FindClosed(own)) GoOnInMemory(own, *closed);
+  }
+
+  // Whether it is attached to this engine already, without having been asked for.
+  bool IsHeir(Optimizer& own, const Engine& engine) {
+    const std::shared_ptr<Attached> marked = FindMarked(own);
+    return marked != nullptr && marked->engine == &engine && std::exchange(marked->is_heir, false);
+  }
+
+  // Those that step themselves write weights, as the trainer may, and own nothing.
+  bool IsLeftByDead(const void* parameter) {
+    std::lock_guard lock(mutex_);
+    bool is_left = false;
+    for (const std::shared_ptr<Attached>& attached : attached_) {
+      if (attached->inner == nullptr || !attached->parameters.contains(parameter)) continue;
+      if (!IsDead(attached)) return false;
+      is_left = true;
+    }
+    return is_left;
+  }
+
+  // Whether another object that lives has one of these parameters.
+  bool HasLivingOwner(const Attached& self, const std::unordered_set<const void*>& parameters) {
+    std::lock_guard lock(mutex_);
+    return std::any_of(attached_.begin(), attached_.end(), [&](const auto& other) {
+      return other.get() != &self && other->engine == self.engine && other->inner != nullptr &&
+             !IsDead(other) &&
+             std::any_of(parameters.begin(), parameters.end(), [&](const void* parameter) {
+               return other->parameters.contains(parameter);
+             });
+    });
+  }
+
+  // What dead objects have left of these parameters.
+  Left FindLeft(const Engine& engine, const std::unordered_set<const void*>& parameters) {
+    std::lock_guard lock(mutex_);
+    Left left;
+    for (const std::shared_ptr<Attached>& attached : attached_) {
+      if (attached->engine != &engine || !IsDead(attached)) continue;
+      for (const void* const parameter : attached->parameters) {
+        if (!parameters.contains(parameter)) continue;
+        left.all.insert(parameter);
+        if (attached->has_stepped) left.stepped.insert(parameter);
+      }
+    }
+    return left;
+  }
+
+  // The same; a living object has them now.
+  Left Inherit(const Engine& engine, const std::unordered_set<const void*>& parameters) {
+    const Left left = FindLeft(engine, parameters);
+    std::lock_guard lock(mutex_);
+    for (const std::shared_ptr<Attached>& attached : attached_) {
+      if (attached->engine != &engine || !IsDead(attached)) continue;
+      std::erase_if(attached->parameters,
+                    [&](const void* parameter) { return parameters.contains(parameter); });
+    }
+    std::erase_if(attached_, [&](const std::shared_ptr<Attached>& attached) {
+      return attached->engine == &engine && IsDead(attached) && attached->parameters.empty();
+    });
+    return left;
+  }
+
+  void AddParameters(Attached& attached, const std::unordered_set<const void*>& parameters) {
+    std::lock_guard lock(mutex_);
+    attached.parameters.insert(parameters.begin(), parameters.end());
   }
 
   void Close(const Optimizer* attached_at, const Engine* engine) {
@@ -156,6 +242,10 @@ class Table {
   }
 
  private:
+  // Nobody but the table has it: no object's mark.
+  static bool IsDead(const std::shared_ptr<Attached>& attached) {
+    return attached.use_count() == 1;
+  }
   static bool IsMarked(const Optimizer& own, const Attached& attached) {
     const StateMap& map = MapOf(own);
     return map.find(KeyOf(attached)) != map.end();
@@ -177,10 +267,12 @@ class Table {
     }
     return nullptr;
   }
-  // The trainer has cleared state(), or has made another at the place of one that is dead.
+  // The trainer has cleared state(), or has made another at the place of one that is dead: the last
+  // that was attached there.
   std::shared_ptr<Attached> FindCleared(const Optimizer& own) {
     std::lock_guard lock(mutex_);
-    for (const std::shared_ptr<Attached>& attached : attached_) {
+    for (auto it = attached_.rbegin(); it != attached_.rend(); ++it) {
+      const std::shared_ptr<Attached>& attached = *it;
       if (attached->own != &own || *attached->type != typeid(own)) continue;
       for (const void* const parameter : ParametersOf(own)) {
         if (attached->parameters.contains(parameter)) return attached;
@@ -209,18 +301,6 @@ Table& OfProcess() {
   return *kTable;
 }
 
-// Groups and options as the trainer's object has them now.
-void CopyGroups(Optimizer& from, Optimizer& to) {
-  auto &source = from.param_groups(), &target = to.param_groups();
-  while (target.size() > source.size()) target.pop_back();
-  for (size_t i = 0; i < source.size(); ++i) {
-    if (i == target.size()) target.emplace_back(std::vector<at::Tensor>());
-    target[i].params() = source[i].params();
-    target[i].set_options(source[i].has_options() ? source[i].options().clone()
-                                                  : from.defaults().clone());
-  }
-}
-
 // ---- What state() shows -------------------------------------------------------------------------
 
 // The object is given copies of what is kept, and the next step takes back what the trainer has
@@ -236,6 +316,56 @@ void TakeBack(Optimizer& own, Attached& attached) {
     TakeBackState(own, KeeperOf(attached), attached.shown, KeyOf(attached));
 }
 
+// What an optimizer that is dead has kept of these parameters goes, and with it masters of 16-bit
+// ones: what comes begins with the weights, as one in memory does. One parameter after the other,
+// since their masters are in memory meanwhile.
+void BeginWithWeights(StateKeeper& keeper, const std::vector<OptimizerParamGroup>& groups,
+                      const std::unordered_set<const void*>& parameters) {
+  const at::NoGradGuard no_grad;
+  for (const OptimizerParamGroup& group : groups) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameters.contains(parameter.unsafeGetTensorImpl()) || parameter.numel() == 0 ||
+          IsTable(parameter))
+        continue;
+      KeptState blank{.parameter = parameter};
+      if (parameter.scalar_type() != MasterType(parameter))
+        blank.master = parameter.detach().to(MasterType(parameter));
+      keeper.ReplaceState({&blank, 1});
+    }
+  }
+}
+
+// A parameter of a dead object has another one now. Whether none of the job's steps is that
+// other's: the dead one may have stepped in an earlier run.
+bool SucceedsAnew(const Engine& engine) {
+  const auto* const offloads = dynamic_cast<const ModuleEngine*>(&engine);
+  return offloads != nullptr && offloads->tensors().Succeed() && offloads->tensors().keeps_state();
+}
+
+// The inner optimizer gets what the trainer has changed: kept state, groups, options.
+void Update(Optimizer& own, Attached& attached) {
+  std::unordered_set<const void*> gained;
+  for (const OptimizerParamGroup& group : own.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      const void* const impl = parameter.unsafeGetTensorImpl();
+      if (!attached.parameters.contains(impl)) gained.insert(impl);
+    }
+  }
+  if (!gained.empty() && OfProcess().HasLivingOwner(attached, gained)) {
+    ThrowStatus(MakeError(
+        ErrorId::kBadValue,
+        "a group was added to the optimizer with a parameter that another one has already",
+        "Destroy the other one before, or name every parameter in the groups of one optimizer"));
+  }
+  TakeBack(own, attached);
+  CopyGroups(own, *attached.inner);
+  if (gained.empty()) return;
+  const Left left = OfProcess().Inherit(*attached.engine, gained);
+  const bool begins_anew = !left.all.empty() && SucceedsAnew(*attached.engine);
+  BeginWithWeights(KeeperOf(attached), own.param_groups(), begins_anew ? left.all : left.stepped);
+  OfProcess().AddParameters(attached, gained);
+}
+
 using StepFunction = at::Tensor (*)(Optimizer*, Closure);
 using SaveFunction = void (*)(const Optimizer*, torch::serialize::OutputArchive&);
 using LoadFunction = void (*)(Optimizer*, torch::serialize::InputArchive&);
@@ -243,23 +373,39 @@ using LoadFunction = void (*)(Optimizer*, torch::serialize::InputArchive&);
 at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
   const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
   if (attached == nullptr) return next(own, std::move(closure));
+  ThrowIfError(attached->refusal);
   if (attached->inner != nullptr) {
-    TakeBack(*own, *attached);
-    CopyGroups(*own, *attached->inner);
+    Update(*own, *attached);
     const auto follow = [&]() -> at::Tensor {  // a closure may change options, and look at state()
       at::Tensor loss = closure();
-      TakeBack(*own, *attached);
-      CopyGroups(*own, *attached->inner);
+      Update(*own, *attached);
       return loss;
     };
     at::Tensor loss = attached->inner->step(closure != nullptr ? Closure(follow) : Closure());
-    attached->may_keep = true;
+    attached->may_keep = attached->has_stepped = true;
+    if (attached->after != nullptr) attached->after();
     return loss;
   }
   at::Tensor loss = next(own, std::move(closure));
+  attached->has_stepped = true;
   attached->after();
   return loss;
 }
+
+// While an object is attached: it begins anew with what a dead one has left. Optimizers that the
+// engine makes do not.
+class Heritage {
+ public:
+  Heritage() { open = true; }
+  ~Heritage() { open = false; }
+  Heritage(const Heritage&) = delete;
+  Heritage& operator=(const Heritage&) = delete;
+  static bool is_open() { return open; }
+
+ private:
+  static thread_local bool open;
+};
+thread_local bool Heritage::open = false;
 
 // While libtorch looks at all of an object's state: without the mark; what was put there of ours is
 // gone afterwards.
@@ -305,7 +451,7 @@ void Load(Optimizer* own, torch::serialize::InputArchive& archive, LoadFunction 
   next(own, archive);
   if (attached->inner == nullptr) return;
   KeeperOf(*attached).ReplaceState(StateOf(*own));
-  attached->may_keep = true;
+  attached->may_keep = attached->has_stepped = true;  // who comes after it begins anew
 }
 
 // Throws when libtorch's functions stand in front of ours: its own step() would be called, and the
@@ -362,15 +508,86 @@ bool HasSparseMomentum(const torch::nn::Module& module, const Optimizer& optimiz
   return std::any_of(optimizer.param_groups().begin(), optimizer.param_groups().end(), keeps);
 }
 
+// What an object that is being attached has in itself.
+std::vector<KeptState> OwnStateOf(Optimizer& own) {
+  const PlainState plain;
+  return StateOf(own);
+}
+
+// The daemon does not have the planes of an object of another kind than the job's: it steps with
+// the arithmetic of OFFLOADD_DISABLE=1, and each step is committed like an edit of the trainer's.
+void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer& own,
+                     NamedOptimizer named) {
+  const std::vector<KeptState> states = OwnStateOf(own);
+  const std::vector<OptimizerParamGroup> groups = own.param_groups();
+  const kernels::OptimizerSpec spec = SpecOfAll(named, groups);
+  const auto parameters = ParametersOf(own);
+  const Left left = OfProcess().FindLeft(engine, parameters);
+  const bool follows = left.all.size() == parameters.size();
+  const bool is_new = !left.all.empty() && engine.tensors().Succeed();
+  // One of an earlier run that has lost what it kept. It may be there only for the next to follow.
+  absl::Status refusal;
+  if (left.stepped.size() < parameters.size() && !is_new)
+    refusal = engine.CheckResumes(groups, spec);
+  if (!follows) ThrowIfError(refusal);
+  {
+    const Heritage heritage;
+    engine.AttachInProcess(module, groups, spec);
+  }
+  auto inner = std::make_shared<InMemoryOptimizer>(groups, std::move(named));
+  if (!states.empty()) inner->ReplaceState(states);
+  MapOf(own).clear();
+  const auto commit = [weak = engine.weak_from_this()] {
+    if (const auto alive = weak.lock()) alive->CommitStep();
+  };
+  OfProcess().Add(own, {.engine = &engine,
+                        .inner = std::move(inner),
+                        .after = commit,
+                        .refusal = std::move(refusal),
+                        .may_keep = !states.empty(),
+                        .has_stepped = !states.empty()});
+}
+
+// The same, of an object that is being attached. `engine`: null in memory.
+bool BeginsAnew(ModuleEngine* engine, const Left& left) {
+  if (engine == nullptr) return false;
+  if (!left.all.empty()) return SucceedsAnew(*engine);
+  if (const uint64_t successions = engine->tensors().CountSuccessions(); successions > 0) {
+    Log().info(
+        "the job has had {} optimizers one after another: the first of this run goes on with what "
+        "the last has kept (state().clear() lets it begin anew), and so does each that takes its "
+        "place without a step between, as often as before",
+        successions + 1);
+  }
+  return false;
+}
+
+// An object that was asked for its state, or was given one, before it was attached: it has begun
+// anew, in place of the dead one that was where it is.
+void CountHeir(Engine& engine) {
+  auto* const offloads = dynamic_cast<ModuleEngine*>(&engine);
+  if (offloads == nullptr || offloads->tensors().Succeed() || !offloads->has_resumed()) return;
+  Log().warn(
+      "an optimizer's state() was read, or loaded, before the optimizer was attached: it begins "
+      "anew, though an earlier run may have stepped it; attach it first to go on");
+}
+
 }  // namespace
 
-void Divert(Optimizer& own, const Engine& engine, std::shared_ptr<Optimizer> inner, bool may_keep) {
-  OfProcess().Add(own, {.engine = &engine, .inner = std::move(inner), .may_keep = may_keep});
+void Divert(Optimizer& own, const Engine& engine, std::shared_ptr<Optimizer> inner, bool may_keep,
+            bool has_state) {
+  OfProcess().Add(own, {.engine = &engine,
+                        .inner = std::move(inner),
+                        .may_keep = may_keep,
+                        .has_stepped = has_state});
 }
 void Follow(Optimizer& own, const Engine& engine, std::function<void()> after) {
   OfProcess().Add(own, {.engine = &engine, .after = std::move(after)});
 }
-void TakeLeftState(Optimizer& own) { OfProcess().Find(own); }
+void TakeLeftState(Optimizer& own) { OfProcess().TakeLeft(own); }
+bool IsLeftByDead(const at::Tensor& parameter) {
+  return Heritage::is_open() && OfProcess().IsLeftByDead(parameter.unsafeGetTensorImpl());
+}
 
 static StateMap& StateToShow(Optimizer& own) {
   StateMap& map = MapOf(own);
@@ -397,6 +614,7 @@ void Undivert(const Optimizer* attached_at, const Engine& engine) {
 void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimizer) {
   std::optional<zero3::NamedOptimizer> named = zero3::NamedAs(optimizer);
   zero3::TakeLeftState(optimizer);
+  if (zero3::OfProcess().IsHeir(optimizer, *this)) return zero3::CountHeir(*this);
   const ParamGroups groups = optimizer.param_groups();
   const bool steps_itself =
       named.has_value() ? zero3::HasRootsOfItsOwn(*named, groups) ||
@@ -408,14 +626,25 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
     zero3::Follow(optimizer, *this, [weak = weak_from_this()] {
       if (const auto engine = weak.lock()) engine->CommitStep();
     });
+  } else if (auto* const offloads = dynamic_cast<zero3::ModuleEngine*>(this);
+             named.has_value() && offloads != nullptr &&
+             offloads->IsOfOtherKind(zero3::SpecOfAll(*named, groups))) {
+    zero3::AttachInProcess(*offloads, module, optimizer, *std::move(named));
   } else if (named.has_value()) {
-    std::vector<zero3::KeptState> states = zero3::StateOf(optimizer);
+    const std::vector<zero3::KeptState> states = zero3::OwnStateOf(optimizer);
     const bool may_keep = step() > 0 || !states.empty();
-    std::shared_ptr<torch::optim::Optimizer> inner =
-        MakeOptimizer(module, groups, *std::move(named));
-    if (!states.empty()) dynamic_cast<zero3::StateKeeper&>(*inner).BeginWith(std::move(states));
-    optimizer.state().clear();
-    zero3::Divert(optimizer, *this, std::move(inner), may_keep);
+    std::shared_ptr<torch::optim::Optimizer> inner = [&] {
+      const zero3::Heritage heritage;
+      return MakeOptimizer(module, groups, *std::move(named));
+    }();
+    auto& keeper = dynamic_cast<zero3::StateKeeper&>(*inner);
+    const zero3::Left left = zero3::OfProcess().Inherit(*this, zero3::ParametersOf(optimizer));
+    const bool begins_anew = zero3::BeginsAnew(offloads, left);
+    zero3::BeginWithWeights(keeper, groups, begins_anew ? left.all : left.stepped);
+    if (!states.empty())
+      begins_anew || !left.stepped.empty() ? keeper.ReplaceState(states) : keeper.BeginWith(states);
+    zero3::MapOf(optimizer).clear();
+    zero3::Divert(optimizer, *this, std::move(inner), may_keep, /*has_state=*/!states.empty());
   } else {
     AttachForeign(module, groups, "an optimizer of the trainer's own");
   }

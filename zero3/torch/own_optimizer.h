@@ -27,11 +27,14 @@ namespace offload::zero3 {
 
 // From now on step() of `own` is that of `inner`, a StateKeeper, with the groups and options that
 // `own` has then; save() and load() are libtorch's, of what `inner` keeps. `may_keep`: it does
-// already.
+// already. `has_state`: it has brought its own.
 void Divert(torch::optim::Optimizer& own, const Engine& engine,
-            std::shared_ptr<torch::optim::Optimizer> inner, bool may_keep);
+            std::shared_ptr<torch::optim::Optimizer> inner, bool may_keep, bool has_state);
 // From now on `after` follows each step() of `own` that libtorch has made.
 void Follow(torch::optim::Optimizer& own, const Engine& engine, std::function<void()> after);
+// Whether an object that is being attached by this thread may have the parameter: an attached one
+// has had it that is dead, and none that lives has it.
+bool IsLeftByDead(const at::Tensor& parameter);
 // What a closed engine has left of an object is in it afterwards.
 void TakeLeftState(torch::optim::Optimizer& own);
 // The engine closes: the object that was attached at this address, and may be elsewhere or dead, is

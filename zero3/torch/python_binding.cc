@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -123,7 +124,9 @@ class PythonEngine final : public torch::CustomClassHolder {
     for (const at::Tensor& buffer : buffers) LearnStorage(buffer);
     kernels::OptimizerSpec optimizer = SpecOf(kind, groups.at(0));
     for (const Values& values : groups) optimizer.KeepToo(SpecOf(kind, values));
-    const bool has_new = engine.Attach(Named(names, tensors), optimizer);
+    // The package seals the job next.
+    const bool has_new = engine.Attach(Named(names, tensors), optimizer, /*takes_now=*/true);
+    engine.MoveOthers(buffers);
     std::vector<NamedTensor> kept = Named(buffer_names, buffers);
     std::erase_if(kept, [](const NamedTensor& buffer) { return buffer.name.empty(); });
     engine.AttachBuffers(kept);
@@ -361,6 +364,18 @@ TORCH_LIBRARY(offloadd, m) {
            })
       .def("trainer_state",
            [](const Pointer& self) { return BytesOf(self->tensors().trainer_state()); })
+      .def("add_loss_scale",
+           [](const Pointer& self, double scale, int64_t count) {
+             LossScale start = {static_cast<float>(scale), static_cast<int32_t>(count)};
+             const size_t index = self->tensors().AddLossScale(&start);
+             return std::make_tuple(static_cast<int64_t>(index), double{start.scale},
+                                    int64_t{start.growth_tracker});
+           })
+      .def("set_loss_scale",
+           [](const Pointer& self, int64_t index, double scale, int64_t count) {
+             self->tensors().SetLossScale(static_cast<size_t>(index),
+                                          {static_cast<float>(scale), static_cast<int32_t>(count)});
+           })
       .def("gather",
            [](const Pointer& self, const at::Tensor& parameter, const std::string& plane) {
              const at::NoGradGuard no_grad;

@@ -109,9 +109,11 @@ Pins::~Pins() {
 }
 
 Pins* Pins::Filling() {
+  // A kernel that asks an operation for a tensor without values (empty_like) writes it by its
+  // address.
   Pins* pins = top_;
-  while (pins != nullptr && pins->allocates_ == Allocates::kForCaller) pins = pins->below_;
-  return pins == nullptr || pins->allocates_ == Allocates::kEmpty ? nullptr : pins;
+  while (pins != nullptr && pins->allocates_ != Allocates::kResults) pins = pins->below_;
+  return pins;
 }
 
 int Pins::CountOwn(const Residency* residency) {

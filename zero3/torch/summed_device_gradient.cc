@@ -2,28 +2,22 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
 
 #include "kernels/update.h"
 #include "zero3/torch/devices.h"
 #include "zero3/torch/dtypes.h"
+#include "zero3/torch/exchanged_parts.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
-namespace {
-
-c10::Stream CurrentTorchStream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-}  // namespace
 
 SummedDeviceGradient::SummedDeviceGradient(std::shared_ptr<Attachment> attachment,
+                                           std::shared_ptr<GradientWindow> window,
                                            std::shared_ptr<GradientSums> sums, uint32_t tensor,
                                            const at::Tensor& parameter)
-    : SummedGradient(std::move(attachment), /*window=*/nullptr, std::move(sums), tensor, parameter),
+    : SummedGradient(std::move(attachment), std::move(window), std::move(sums), tensor, parameter),
       device_(parameter.device()) {}
 
 // ---- Accumulation ------------------------------------------------------------------------------
@@ -35,7 +29,7 @@ void SummedDeviceGradient::Deliver(const at::Tensor& grad) {
       grad.use_count() == 1 && grad.unsafeGetTensorImpl()->unsafe_storage().use_count() <= 2;
   at::Tensor part = InOrderOf(parameter_, grad);
   if (!is_alone && part.is_same(grad)) part = grad.clone(at::MemoryFormat::Preserve);
-  DeviceParts& parts = attachment_->device()->parts();
+  ExchangedParts& parts = attachment_->device()->parts();
   parts.Give(tensor_id_, static_cast<const std::byte*>(part.const_data_ptr()),
              std::make_shared<const at::Tensor>(part));
   const absl::Status delivered =
@@ -74,6 +68,7 @@ at::Tensor SummedDeviceGradient::Fetch(bool with_value) const {
   if (zero_) return fetched.zero_();
   CopyToDevice(static_cast<std::byte*>(fetched.mutable_data_ptr()), HostBytes(), size_bytes_,
                device_);
+  attachment_->device()->CountFetched(size_bytes_);
   return scale_ == 1 ? fetched : fetched.mul_(ScaleTensor());
 }
 
@@ -82,11 +77,12 @@ void SummedDeviceGradient::Bring(Access access, Lock& lock) {
   const bool writes = access != Access::kRead;
   if (writes) WaitForOtherUses(lock);
   if (writes && own_.has_value()) WaitForUpdate(lock);
+  // Reads of the operation that writes have the value already, and go on with it.
+  const bool goes_on = on_device_.defined() && access == Access::kWrite;
+  const bool fetches_value = !goes_on && access != Access::kOverwrite;
+  if (fetches_value && !zero_ && !own_.has_value()) LoadSum(lock);
   Alone(lock, [&] {
-    // Reads of the operation that writes have the value already, and go on with it.
-    at::Tensor made = on_device_.defined() && access == Access::kWrite
-                          ? on_device_.clone()
-                          : Fetch(/*with_value=*/access != Access::kOverwrite);
+    at::Tensor made = goes_on ? on_device_.clone() : Fetch(fetches_value);
     // What is remembered is done for every stream, as in plain torch, long ago.
     if (zero_ || scale_ != 1) SynchronizeCurrentStream(device_);
     if (writes && !own_.has_value())

@@ -2,8 +2,9 @@
 //
 // The gradient of a parameter on a device when several ranks train: `.grad` is a tensor there with
 // the value of the daemon's sum, copied when an operator looks at it and dropped when the operator
-// was launched. What torch accumulates goes from the device into the ring of the rank's region
-// (device_parts.h). Norms are those of the device's kernels.
+// was launched; a sum that the plan spills passes through the window of such gradients on its way.
+// What torch accumulates goes from the device into the ring of the rank's region
+// (exchanged_parts.h). Norms are those of the device's kernels.
 //
 // What the trainer writes is in memory of the device while operators use it, and in a piece of the
 // ring (own_) when they have let go, where daemon and checksum find it.
@@ -24,8 +25,9 @@ namespace offload::zero3 {
 
 class SummedDeviceGradient final : public SummedGradient {
  public:
-  // As SummedGradient; the attachment has a device, and nothing is spilled.
-  SummedDeviceGradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<GradientSums> sums,
+  // As SummedGradient; the attachment has a device.
+  SummedDeviceGradient(std::shared_ptr<Attachment> attachment,
+                       std::shared_ptr<GradientWindow> window, std::shared_ptr<GradientSums> sums,
                        uint32_t tensor, const at::Tensor& parameter);
 
   void Pin(Access access) override;

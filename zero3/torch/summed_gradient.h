@@ -64,6 +64,7 @@ class SummedGradient : public Gradient {
 
   // mutex() held.
   const std::byte* SumBytes() const;  // in memory
+  void LoadSum(Lock& lock);           // a spilled one, into the window
   void WaitForOtherUses(Lock& lock);
 
   const std::shared_ptr<GradientSums> sums_;
@@ -74,7 +75,6 @@ class SummedGradient : public Gradient {
   std::byte* bytes() const override;
   void BringForReading(Lock& lock);
   void BringForWriting(Access access, Lock& lock);
-  void LoadSum(Lock& lock);
   void DropOwn(Lock& lock);
   void DropCopies();
   void CheckAccumulates() const;

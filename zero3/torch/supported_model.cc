@@ -95,11 +95,6 @@ const Reason* FirstReason(const at::Tensor& tensor, Memory memory, const LonelyP
       "are on a device for which there is no accelerator plug-in",
       "Move the module to the host, module->to(torch::kCPU), or to a CUDA device, before attaching "
       "it"};
-  static const Reason kDeviceType{
-      "is on a device and neither float32 nor bfloat16",
-      "are on a device and neither float32 nor bfloat16",
-      "Cast the module before attaching it, module->to(torch::kBFloat16), or move it to the host, "
-      "module->to(torch::kCPU)"};
   static const Reason kGaps{"has elements that overlap or lie apart in memory",
                             "have elements that overlap or lie apart in memory",
                             "Lay it out anew before attaching the module, "
@@ -119,9 +114,6 @@ const Reason* FirstReason(const at::Tensor& tensor, Memory memory, const LonelyP
       "copy it back with Engine::Gather"};
   if (tensor.layout() != at::kStrided) return &kSparse;
   if (!tensor.device().is_cpu() && !HasAccelerator(tensor.device().type())) return &kDevice;
-  if (!tensor.device().is_cpu() && tensor.scalar_type() != at::kFloat &&
-      tensor.scalar_type() != at::kBFloat16)
-    return &kDeviceType;
   if (!tensor.is_non_overlapping_and_dense()) return &kGaps;
   if (IsPart(tensor) && !parts.Have(tensor)) return &kPart;
   if (memory == Memory::kOfTorch && IsInOwnMemory(tensor)) return &kOwnMemory;
@@ -166,21 +158,34 @@ bool HasElements(const at::Tensor& tensor) { return tensor.defined() && tensor.n
 
 }  // namespace
 
-static void CheckOneDevice(std::span<const NamedTensor> parameters) {
+static c10::Device TrainedOn(const at::Tensor& tensor, std::optional<c10::Device> destination) {
+  return tensor.device().is_cpu() ? destination.value_or(tensor.device()) : tensor.device();
+}
+
+static void CheckOneDevice(std::span<const NamedTensor> parameters,
+                           std::optional<c10::Device> destination) {
   const NamedTensor* first = nullptr;
   for (const NamedTensor& named : parameters) {
     if (!HasElements(named.tensor)) continue;
     if (first == nullptr) first = &named;
-    if (named.tensor.device() == first->tensor.device()) continue;
-    ThrowStatus(MakeError(
-        ErrorId::kUnsupportedModel,
-        absl::StrCat("parameter '", first->name, "' is on ", first->tensor.device().str(),
-                     " and parameter '", named.name, "' on ", named.tensor.device().str()),
-        "Move the module to one device before attaching it"));
+    const c10::Device device = TrainedOn(named.tensor, destination);
+    const c10::Device others = TrainedOn(first->tensor, destination);
+    if (device != destination.value_or(device)) {
+      ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
+                            absl::StrCat("parameter '", named.name, "' is on ", device.str(),
+                                         ", and `device` is ", destination->str()),
+                            "Name its device, or leave the module on the host"));
+    }
+    if (device == others) continue;
+    ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
+                          absl::StrCat("parameter '", first->name, "' is on ", others.str(),
+                                       " and parameter '", named.name, "' on ", device.str()),
+                          "Move the module to one device before attaching it"));
   }
 }
 
-void CheckSupported(std::span<const NamedTensor> parameters, Memory memory) {
+void CheckSupported(std::span<const NamedTensor> parameters, Memory memory,
+                    std::optional<c10::Device> destination) {
   Refusal refusal;
   const LonelyParts parts(parameters);
   for (const auto& [name, tensor] : parameters) {
@@ -192,7 +197,7 @@ void CheckSupported(std::span<const NamedTensor> parameters, Memory memory) {
     }
   }
   refusal.ThrowIfAny();
-  CheckOneDevice(parameters);
+  CheckOneDevice(parameters, destination);
 }
 
 void CheckSupportedTypes(std::span<const NamedTensor> parameters) {

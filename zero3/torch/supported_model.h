@@ -6,6 +6,9 @@
 // Thread safety: pure functions of tensors that nobody changes meanwhile.
 #pragma once
 
+#include <c10/core/Device.h>
+
+#include <optional>
 #include <span>
 
 #include "zero3/torch/weights_io.h"
@@ -18,8 +21,10 @@ enum class Memory { kOfTorch, kAny };
 // Throws OFD-1601 when some are sparse, of a type that is not trained here, with gaps or overlaps,
 // parts of larger tensors, on a device that nothing here drives, on several devices, or in memory
 // that the program gave them. Parts that do not overlap, of memory that only parameters of the list
-// use, are no such parts: nobody sees whether they lie there.
-void CheckSupported(std::span<const NamedTensor> parameters, Memory memory);
+// use, are no such parts: nobody sees whether they lie there. Those of the host go to
+// `destination`, where there is one.
+void CheckSupported(std::span<const NamedTensor> parameters, Memory memory,
+                    std::optional<c10::Device> destination);
 // The types alone, which is all that training in memory asks.
 void CheckSupportedTypes(std::span<const NamedTensor> parameters);
 

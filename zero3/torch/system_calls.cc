@@ -1,6 +1,7 @@
 // In front of the C library: calls that hand buffers to the kernel, which cannot wait for a page of
 // ours. Each serves its buffer and goes on. And those that would put another handler in the place
-// of the one that serves such pages.
+// of the one that serves such pages, or block its signal: the kernel ends a thread that has blocked
+// SIGSEGV where it touches one, and a mask of all signals is what threads of a trainer often have.
 
 #include <dlfcn.h>
 #include <signal.h>
@@ -29,6 +30,15 @@ bool ServeAll(const struct iovec* parts, int count, bool writes) {
   return true;
 }
 
+// A change of the thread's mask, as the C library makes it, that never blocks SIGSEGV.
+int ChangeMask(int (*change)(int, const sigset_t*, sigset_t*), int how, const sigset_t* signals,
+               sigset_t* before) {
+  if (signals == nullptr || how == SIG_UNBLOCK) return change(how, signals, before);
+  sigset_t others = *signals;
+  sigdelset(&others, SIGSEGV);
+  return change(how, &others, before);
+}
+
 ssize_t Fault() {
   errno = EFAULT;
   return -1;
@@ -37,6 +47,7 @@ ssize_t Fault() {
 }  // namespace
 }  // namespace offload::zero3
 
+using offload::zero3::ChangeMask;
 using offload::zero3::Fault;
 using offload::zero3::KeepForLater;
 using offload::zero3::Next;
@@ -101,4 +112,22 @@ sighandler_t signal(int signal, sighandler_t handler) noexcept {
                                                              : next(signal, handler);
 }
 
+int pthread_sigmask(int how, const sigset_t* signals, sigset_t* before) noexcept {
+  static const auto next = Next<int (*)(int, const sigset_t*, sigset_t*)>("pthread_sigmask");
+  return ChangeMask(next, how, signals, before);
+}
+
+int sigprocmask(int how, const sigset_t* signals, sigset_t* before) noexcept {
+  static const auto next = Next<int (*)(int, const sigset_t*, sigset_t*)>("sigprocmask");
+  return ChangeMask(next, how, signals, before);
+}
+
 }  // extern "C"
+
+// Both may be called in a signal's handler and in a forked child, where symbols cannot be looked
+// for.
+__attribute__((constructor)) static void FindMasks() {
+  sigset_t now;
+  ::pthread_sigmask(SIG_BLOCK, nullptr, &now);
+  ::sigprocmask(SIG_BLOCK, nullptr, &now);
+}

@@ -30,9 +30,11 @@
 #include "proto/shm_abi.h"
 #include "zero3/dimension_order.h"
 #include "zero3/gpu/peer_group.h"
+#include "zero3/stored_buffers.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/device_gradient.h"
 #include "zero3/torch/device_memory.h"
+#include "zero3/torch/device_move.h"
 #include "zero3/torch/devices.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
@@ -126,13 +128,18 @@ uint64_t SmallBytes(const Buffers& buffers, size_t large_count) {
   return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0});
 }
 
+// A rank's part of what is committed with a step.
+uint64_t StateBytesMax(const Attachment& attachment) {
+  const uint32_t ranks = attachment.world_size();
+  constexpr uint64_t kLengthsBytes = 64;  // and more than those, that stand between several
+  return ranks == 1 ? kTrainerStateBytesMax : kTrainerStateBytesMax / ranks - kLengthsBytes;
+}
+
 // What a rank gives with a step. Throws OFD-1002 when it is more than its part of a commit.
 std::string Encoded(const struct TrainerState& state, const Attachment& attachment) {
   std::string bytes = ValueOrThrow(EncodeTrainerState(state));
   const uint32_t ranks = attachment.world_size();
-  constexpr uint64_t kLengthsBytes = 64;  // and more than those, that stand between several
-  const uint64_t bytes_max =
-      ranks == 1 ? kTrainerStateBytesMax : kTrainerStateBytesMax / ranks - kLengthsBytes;
+  const uint64_t bytes_max = StateBytesMax(attachment);
   if (bytes.size() > bytes_max) {
     ThrowStatus(MakeError(
         ErrorId::kBadValue,
@@ -142,6 +149,38 @@ std::string Encoded(const struct TrainerState& state, const Attachment& attachme
         "Keep less in the trainer's state, or train with fewer ranks"));
   }
   return bytes;
+}
+
+// What the job has of a model's buffers, beside those in the store.
+std::unordered_set<std::string> KnownNames(std::string_view stored) {
+  std::unordered_set<std::string> names;
+  for (const StoredBuffer& buffer : ValueOrThrow(DecodeStoredBuffers(stored)))
+    names.insert(buffer.name);
+  return names;
+}
+
+// Divides the buffers of a job that exists as it has them: `large_count` are in the store. Jobs of
+// several ranks were once made without their large ones, and a model may have got some since: where
+// they do not fit into a step, those that the job does not know are no part of it.
+void DivideAsStored(Buffers& buffers, size_t large_count, const struct TrainerState& state,
+                    const Attachment& attachment, const std::string& job) {
+  const uint64_t small_bytes = SmallBytes(buffers, large_count);
+  struct TrainerState rest = state;
+  rest.trainer.clear();
+  rest.buffers.clear();
+  uint64_t encoded_bytes = ValueOrThrow(EncodeTrainerState(rest)).size() + small_bytes;
+  for (const NamedTensor& named : buffers.all())
+    encoded_bytes += 64 + named.name.size() + named.tensor.dim() * sizeof(int64_t);
+  if (large_count > 0 || encoded_bytes <= StateBytesMax(attachment))
+    return buffers.Divide(small_bytes);
+  buffers.DivideByNames(KnownNames(state.buffers));
+  if (buffers.large().empty()) return;
+  Log().warn(
+      "job '{}' was made without {} of the model's buffers, among them '{}', which do not fit into "
+      "its steps: they begin as the program builds them at every start. A new job that begins with "
+      "these weights has them",
+      job, buffers.large().size(), buffers.large().front().name);
+  buffers.large().clear();
 }
 
 // Throws OFD-1604 where this thread takes the smallest numbers for 0
@@ -197,7 +236,7 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
       attachment_(std::make_shared<Attachment>(std::move(session))),
       step_(job.step),
       state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))),
-      device_plan_(options.gpu_ram) {
+      device_plan_(options.gpu_ram, options.device) {
   // How often tensors were updated is the same in all ranks, what the trainer keeps is not.
   if (!job.trainer_state_is_own) state_.trainer.clear();
   attachment_->SetServesRaw(Serves(options.raw_access));
@@ -215,10 +254,14 @@ TensorEngine::~TensorEngine() {
       gradient->Close();
       gradient->Unreference();
     }
-    for (WeightResidency* weight : weights_) {
-      weight->Close(WeightAtClose(*weight));
-      weight->Unreference();
+    for (uint32_t id = 0; id < weights_.size(); ++id) {
+      const c10::Storage values = weights_[id]->TakeValues();
+      weights_[id]->Close(WeightAtClose(*weights_[id]));
+      // There was no store: it is what it was.
+      if (values) MoveBack(attached_.moved.at(id), values);
+      weights_[id]->Unreference();
     }
+    for (auto& [tensor, before] : attached_.others_moved) tensor.set_data(before);
     attachment_->Close();
   } catch (const std::exception& error) {
     Log().error("closing the job: {}", error.what());
@@ -289,7 +332,7 @@ std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
   std::vector<Parameter> parameters;
   std::map<std::pair<const void*, int64_t>, size_t> by_storage;  // and offset: parts have several
   std::unordered_set<const void*> seen;
-  CheckSupported(tensors, Memory::kAny);
+  CheckSupported(tensors, Memory::kAny, destination());
   for (const NamedTensor& named : tensors) {
     const at::Tensor& tensor = named.tensor;
     if (!tensor.defined() || tensor.numel() == 0 ||
@@ -328,8 +371,7 @@ WeightResidency* TensorEngine::Own(const at::Tensor& tensor) const {
   return weight != nullptr && weight->attachment() == attachment_.get() ? weight : nullptr;
 }
 
-// What one keeps of a tensor is what the other does.
-static bool KeepTheSame(const kernels::OptimizerSpec& a, const kernels::OptimizerSpec& b) {
+bool KeepTheSame(const kernels::OptimizerSpec& a, const kernels::OptimizerSpec& b) {
   if (a.index() != b.index()) return false;
   for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
     if ((a.Plane(i) == nullptr) != (b.Plane(i) == nullptr)) return false;
@@ -365,8 +407,8 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
 }
 
 void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& input) {
-  const Plan plan = ValueOrThrow(MakePlan(input));
-  const c10::Device device = parameter.tensor.device();
+  ThrowIfError(MakePlan(input).status());  // ram is too small: said before anything moves
+  const c10::Device device = device_plan_.TrainedOn(parameter.tensor.device());
   if (!device.is_cpu() && input.gradients_reduced) {
     // What communicates on streams of its own would write after the operator was launched.
     Unsupported(parameter.name,
@@ -375,29 +417,21 @@ void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& in
                              "reduces (gradients = reduced_by_trainer)"),
                 "Let the daemon add them, gradients = added, or move the module to the host");
   }
-  if (!device.is_cpu() && plan.gradients_spilled) {
-    ThrowStatus(
-        MakeError(ErrorId::kBudgetTooSmall,
-                  absl::StrCat("gradients of a model on ", device.str(), " stay in memory, and ",
-                               options_.spill_gradients
-                                   ? "spill_gradients is set"
-                                   : absl::StrCat("ram is ", FormatBytes(ram_bytes_), ", it takes ",
-                                                  FormatBytes(plan.floor_without_spilling_bytes))),
-                  "Raise ram, and do not set spill_gradients"));
-  }
   device_plan_.Make(device, input.catalogue.tensors);
 }
 
 bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
-                          const kernels::OptimizerSpec& optimizer) {
+                          const kernels::OptimizerSpec& optimizer, bool takes_now) {
   std::vector<Parameter> parameters = FindNew(tensors);
   if (parameters.empty() && declared_.empty())
     ThrowStatus(MakeError(ErrorId::kUnsupportedModel, "the module has no parameters",
                           "Attach it when it has what is to be trained"));
   if (!declared_.empty() && !KeepTheSame(optimizer, optimizer_)) {
-    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
-                          "the job has an optimizer that keeps other moments",
-                          "Use optimizers of one kind for all parts of a job, or a job for each"));
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedOptimizer, "the job has an optimizer that keeps other moments",
+        "Use optimizers of one kind for all parts of a job, or a job for each; those that run in "
+        "the trainer (LBFGS, your own, an object of torch::optim of another kind) are attached "
+        "after them"));
   }
   if (!parameters.empty() && attached_.sealed) {
     ThrowStatus(MakeError(
@@ -420,8 +454,11 @@ bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
     optimizer_ = optimizer;
   }
   const bool has_new = !parameters.empty();
-  for (Parameter& parameter : parameters) Adopt(std::move(parameter));
+  for (Parameter& parameter : parameters) Adopt(std::move(parameter), takes_now);
   MarkAliases(tensors);
+  for (const NamedTensor& named : tensors) {
+    if (named.tensor.defined() && named.tensor.numel() == 0) MoveOthers({&named.tensor, 1});
+  }
   return has_new;
 }
 
@@ -437,7 +474,32 @@ void TensorEngine::AttachBuffers(std::span<const NamedTensor> buffers) {
   if (is_complete && StoredBuffers(stored_trainable_, declared_) > 0) Seal();
 }
 
-void TensorEngine::Adopt(Parameter parameter) {
+// The values stay where they are until the store is made.
+c10::Storage TensorEngine::MoveToDevice(Parameter& parameter, bool takes_now) {
+  const auto id = static_cast<uint32_t>(weights_.size());
+  const auto& storage = parameter.tensor.unsafeGetTensorImpl()->unsafe_storage();
+  const bool is_seen = storage.use_count() > parameter.aliases.size();
+  // Who has them, too, may write them before.
+  if (is_seen && !takes_now) {
+    const at::Tensor copy = parameter.tensor.clone(at::MemoryFormat::Preserve);
+    for (at::Tensor& alias : parameter.aliases) alias.set_data(copy);
+  }
+  attached_.moved[id] = parameter.aliases;
+  return MoveWithoutBytes(parameter.aliases, *destination());
+}
+
+void TensorEngine::MoveOthers(std::span<const at::Tensor> tensors) {
+  if (!destination().has_value()) return;
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.defined() || !tensor.device().is_cpu()) continue;
+    // One that was constructed outside memory is not brought home for it.
+    if (Residency::Of(tensor) == nullptr)
+      attached_.others_moved.emplace_back(tensor, tensor.detach());
+    MoveWithBytes(tensor, *destination());
+  }
+}
+
+void TensorEngine::Adopt(Parameter parameter, bool takes_now) {
   const at::NoGradGuard no_grad;
   const auto id = static_cast<uint32_t>(weights_.size());
   // Nobody looks at the whole (CheckSupported).
@@ -445,11 +507,15 @@ void TensorEngine::Adopt(Parameter parameter) {
     parameter.tensor.set_data(parameter.tensor.clone(at::MemoryFormat::Preserve));
   parameter.aliases.push_back(parameter.tensor);
   const size_t size_bytes = parameter.tensor.numel() * parameter.tensor.element_size();
+  c10::Storage values;
+  if (parameter.tensor.device().is_cpu() && destination().has_value())
+    values = MoveToDevice(parameter, takes_now);
   weights_.push_back(
       new WeightResidency(attachment_, id, parameter.name, parameter.tensor.device(), size_bytes));
   for (at::Tensor& tensor : parameter.aliases) Mark(tensor, id);
   weights_.back()->Adopt(
-      parameter.tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+      parameter.tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl(),
+      std::move(values));
   gradients_.push_back(nullptr);
   attached_.tensors.push_back(parameter.tensor);
 }
@@ -501,8 +567,12 @@ void TensorEngine::MakeStore() {
     // Every rank has small ones of its own, in its part of the trainer's state; large ones are in
     // the store, the first rank's. A job has as many of those as when it was made, however many
     // ranks go on with it.
-    buffers_.Divide(exists_ ? SmallBytes(buffers_, StoredBuffers(stored_trainable_, declared_))
-                            : SmallBuffersBytes());
+    if (exists_) {
+      DivideAsStored(buffers_, StoredBuffers(stored_trainable_, declared_), state_, *attachment_,
+                     options_.job);
+    } else {
+      buffers_.Divide(SmallBuffersBytes());
+    }
     TakeThawed();
     Declare();
     BeginCounts();
@@ -541,10 +611,12 @@ void TensorEngine::Declare() {
   ThrowIfError(session.DeclareTensors(input.catalogue.tensors));
   ThrowIfError(
       session.Seal(optimizer_, plan.memory, plan.pins_offset, Progress("formatting the store")));
+  ThrowIfError(session.CountUses(plan.use_times_offset));
   attachment_->SetPlan(std::move(input), std::move(plan));
   if (device_plan_.is_made()) {
     attachment_->SetDevice(std::make_shared<DeviceMemory>(
-        *attachment_, device_plan_.device(), device_plan_.accelerator(), device_plan_.plan()));
+        *attachment_, device_plan_.device(), device_plan_.accelerator(), device_plan_.plan(),
+        device_plan_.gpu_ram_bytes(), options_.gradient_average));
   } else if (attachment_->world_size() > 1) {
     ThrowIfError(PeerGroup::StayOut(  // ranks with a device ask all of them
         [&](const std::string& says) { return attachment_->session().Exchange(says); }));
@@ -645,8 +717,9 @@ Gradient* TensorEngine::MakeGradient(uint32_t id, const at::Tensor& parameter) {
       home == proto::GradientHome::kScratch || home == proto::GradientHome::kSlabScratch;
   auto window = spilled ? gradient_window_ : nullptr;
   if (attachment_->device() != nullptr && sums_ != nullptr)
-    return new SummedDeviceGradient(attachment_, sums_, id, parameter);
-  if (attachment_->device() != nullptr) return new DeviceGradient(attachment_, id, parameter);
+    return new SummedDeviceGradient(attachment_, std::move(window), sums_, id, parameter);
+  if (attachment_->device() != nullptr)
+    return new DeviceGradient(attachment_, std::move(window), id, parameter);
   if (sums_ != nullptr)
     return new SummedGradient(attachment_, std::move(window), sums_, id, parameter);
   auto* const gradient = new Gradient(attachment_, std::move(window), id, parameter);
@@ -686,12 +759,23 @@ static bool HasFreeCore() {
   return computing < CPU_COUNT(&own);
 }
 
+// Then there is nothing to begin in a backward: what stays in memory is updated at step().
+static bool KeepsAllState(const proto::Catalogue& catalogue, const proto::MemoryPlan& plan) {
+  for (uint32_t i = 0; i < catalogue.store_tensors.size(); ++i) {
+    const proto::StoreTensor& tensor = catalogue.store_tensors[i];
+    if (tensor.trainable && plan.state_resident[i] < proto::ExtentCount(tensor.element_count))
+      return false;
+  }
+  return true;
+}
+
 // Of one rank: what several add up the daemon has to wait for. Within an interval there is no place
 // for a second step.
 std::shared_ptr<StepAnnouncement> TensorEngine::MakeAnnouncement() const {
   if (!HasFreeCore()) return nullptr;
   if (attachment_->world_size() > 1 || attachment_->device() != nullptr ||
-      options_.update_in_backward == "never" || attachment_->input().durability.has_intervals())
+      options_.update_in_backward == "never" || attachment_->input().durability.has_intervals() ||
+      KeepsAllState(attachment_->input().catalogue, attachment_->plan().memory))
     return nullptr;
   return std::make_shared<StepAnnouncement>(
       StepAnnouncement::Channel{.begin_step =

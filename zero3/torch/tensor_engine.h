@@ -63,7 +63,14 @@ class TensorEngine {
   // first name. Those that it has already are skipped; true when there was a new one. OFD-1601 for
   // what is not supported, 1604 for another optimizer than the job's, 1301 when the state does not
   // fit `ram`.
-  bool Attach(std::span<const NamedTensor> tensors, const kernels::OptimizerSpec& optimizer);
+  // With Options::device those of the host become tensors of the device; where their values are
+  // taken later (`takes_now` is false: Seal() does not follow at once), those whose memory others
+  // see, too, get a copy first.
+  bool Attach(std::span<const NamedTensor> tensors, const kernels::OptimizerSpec& optimizer,
+              bool takes_now = false);
+  // What of a module is no parameter of the job goes to Options::device, too; before
+  // AttachBuffers(). Nothing without one.
+  void MoveOthers(std::span<const at::Tensor> tensors);
   // Adds buffers of the same module, which stay where they are, to what is committed. Those of a
   // job that exists get their values: the small ones now, the others when the store is opened,
   // which is now, too, when all parameters of the job are there.
@@ -72,6 +79,8 @@ class TensorEngine {
   // The first operator that touches a tensor does it, too, and so does whatever needs it here.
   void Seal();
 
+  // Where tensors of the host go when they are attached; nothing when they stay.
+  std::optional<c10::Device> destination() const { return device_plan_.destination(); }
   // OFD-1301 when `ram` is less than what a construction outside memory passes through.
   void CheckConstructs() const;
 
@@ -114,6 +123,17 @@ class TensorEngine {
   bool Has(const at::Tensor& parameter) const {
     return ids_.contains(parameter.unsafeGetTensorImpl());
   }
+  // Whether it was attached, and is not trained by the job.
+  bool IsFrozen(const at::Tensor& parameter) const {
+    const auto known = ids_.find(parameter.unsafeGetTensorImpl());
+    return known != ids_.end() && !declared_[known->second].trainable;
+  }
+  // Successions (zero3/trainer_state.h) are counted from now on, where the job is new. Returns how
+  // many it has had.
+  uint64_t CountSuccessions();
+  // An object of torch::optim takes the place of one that was destroyed. True when the job has not
+  // seen as many before: none of its steps is that object's.
+  bool Succeed();
   // Whether there is anything to gather; does not make the store.
   bool keeps_state() const;
   // How often the job has updated a parameter.
@@ -140,7 +160,8 @@ class TensorEngine {
   void CheckFree(const NamedTensor& named) const;
   // The weight over a tensor's storage when it is one of the job's.
   WeightResidency* Own(const at::Tensor& tensor) const;
-  void Adopt(Parameter parameter);
+  void Adopt(Parameter parameter, bool takes_now);
+  c10::Storage MoveToDevice(Parameter& parameter, bool takes_now);
   void Mark(at::Tensor tensor, uint32_t id);
   void NameForFiles(std::span<const NamedTensor> tensors);
   void MarkAliases(std::span<const NamedTensor> tensors);
@@ -163,6 +184,8 @@ class TensorEngine {
   std::vector<at::Tensor> LeaveGradients();
   void LoadInitial(uint32_t id);
   std::vector<at::Tensor> FrozenWithState(std::span<const KeptState> states) const;
+  // All that is kept, where some of it was replaced since the last step: no epoch has it.
+  std::vector<KeptState> GatherUnsettled();
   void PutInitialStates();
   void CheckStates(std::span<const KeptState> states) const;
   void PutStates(std::span<const KeptState> states);
@@ -231,7 +254,8 @@ class TensorEngine {
   const std::shared_ptr<Attachment> attachment_;
   uint64_t step_;
   struct TrainerState state_;
-  size_t loss_scales_ = 0;  // of this run
+  size_t loss_scales_ = 0;    // of this run
+  uint64_t successions_ = 0;  // of this run
   kernels::OptimizerSpec optimizer_;
   bool roots_are_said_ = false;
   bool half_loaded_ = false;
@@ -243,11 +267,13 @@ class TensorEngine {
   Buffers buffers_;
   struct {
     bool sealed = false;
-    std::vector<NamedTensor> names;                           // of all tensors
-    std::vector<at::Tensor> tensors;                          // by id
-  } attached_;                                                // empty after the seal
-  std::unordered_map<const c10::TensorImpl*, uint32_t> ids_;  // of every attached tensor
-  Statistics before_;                                         // of sessions that a thaw has ended
+    std::vector<NamedTensor> names;                               // of all tensors
+    std::vector<at::Tensor> tensors;                              // by id
+    std::unordered_map<uint32_t, std::vector<at::Tensor>> moved;  // those that were of the host
+    std::vector<std::pair<at::Tensor, at::Tensor>> others_moved;  // and what they were
+  } attached_;                                                    // empty after the seal
+  std::unordered_map<const c10::TensorImpl*, uint32_t> ids_;      // of every attached tensor
+  Statistics before_;  // of sessions that a thaw has ended
   std::exception_ptr store_failure_;
   std::vector<FileWeight> file_weights_;  // of the job, without tensors
   std::shared_ptr<GradientWindow> gradient_window_;
@@ -259,6 +285,9 @@ class TensorEngine {
   std::vector<Gradient*> gradients_;                // by id, null when frozen; one reference each
   DevicePlan device_plan_;
 };
+
+// Whether what one keeps of a tensor is what the other does.
+bool KeepTheSame(const kernels::OptimizerSpec& a, const kernels::OptimizerSpec& b);
 
 // The error of a call that needs an attached module.
 absl::Status NotAttached();

@@ -6,6 +6,8 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "base/byte_size.h"
+#include "base/error.h"
 #include "base/status_macros.h"
 #include "zero3/dimension_order.h"
 #include "zero3/torch/dtypes.h"
@@ -76,6 +78,29 @@ void TensorEngine::ReplaceState(std::span<const KeptState> states) {
   has_unsettled_states_ = true;
 }
 
+std::vector<KeptState> TensorEngine::GatherUnsettled() {
+  std::vector<KeptState> states;
+  if (!has_unsettled_states_) return states;
+  const uint64_t state_bytes = plan().state_bytes;
+  if (state_bytes > ram_bytes_ / 4) {
+    ThrowStatus(MakeError(
+        ErrorId::kBadValue,
+        absl::StrCat("a frozen parameter has a gradient after the optimizer's state was loaded or "
+                     "cleared, without a step between them, and weights and state are ",
+                     FormatDecimalBytes(state_bytes), ", more than a quarter of ram (",
+                     FormatBytes(ram_bytes_), "), to be kept while the store is laid out anew"),
+        "Call requires_grad_(true) before the optimizer is attached or loaded, or take a step "
+        "between"));
+  }
+  for (const Gradient* const gradient : gradients_) {
+    if (gradient == nullptr) continue;
+    KeptState& state = states.emplace_back(GatherState(gradient->parameter()));
+    if (state.parameter.scalar_type() != MasterType(state.parameter))
+      state.master = Gather(state.parameter, "master");
+  }
+  return states;
+}
+
 void TensorEngine::CheckStates(std::span<const KeptState> states) const {
   for (const KeptState& state : states) {
     if (state.parameter.numel() == 0) continue;
@@ -136,6 +161,18 @@ void TensorEngine::CountAs(std::span<const KeptState> states) {
     const uint32_t id = IdOf(state.parameter);
     if (declared_[id].trainable) state_.update_counts[id] = state.update_count;
   }
+}
+
+uint64_t TensorEngine::CountSuccessions() {
+  if (!exists_ && !state_.successions.has_value()) state_.successions = 0;
+  return state_.successions.value_or(0);
+}
+
+bool TensorEngine::Succeed() {
+  ++successions_;
+  if (!state_.successions.has_value() || successions_ <= *state_.successions) return false;
+  state_.successions = successions_;
+  return true;
 }
 
 bool TensorEngine::keeps_state() const {

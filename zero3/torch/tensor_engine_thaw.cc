@@ -30,8 +30,8 @@ std::vector<at::Tensor> TensorEngine::FindThawed(std::span<const GroupUpdate> up
 void TensorEngine::CheckThaws() const {
   if (attachment_->world_size() == 1) return;
   ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
-                        "the optimizer has a state of a frozen parameter, and there are several "
-                        "ranks",
+                        "a parameter that was frozen is to be trained, or has a state in the "
+                        "optimizer, and there are several ranks",
                         "Call requires_grad_(true) in all ranks before attaching, or make the job "
                         "with options.may_thaw"));
 }
@@ -45,12 +45,7 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
                           "Call requires_grad_(true) before attaching, or make the job with "
                           "options.may_thaw"));
   }
-  if (has_unsettled_states_) {
-    ThrowStatus(MakeError(ErrorId::kBadValue,
-                          "a frozen parameter has a gradient after the optimizer's state was "
-                          "loaded or cleared, without a step between them",
-                          "Take a step before requires_grad_(true)"));
-  }
+  const std::vector<KeptState> unsettled = GatherUnsettled();
   std::vector<proto::Tensor> before = declared_;
   for (const at::Tensor& parameter : parameters) declared_[IdOf(parameter)].trainable = true;
   try {
@@ -73,6 +68,8 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
   for (const at::Tensor& parameter : parameters) trained[IdOf(parameter)] = parameter;
   try {
     Reopen();
+    WatchGradients(trained);
+    PutStates(unsettled);
   } catch (...) {
     for (WeightResidency* const weight : weights_) weight->Close();
     try {
@@ -82,7 +79,6 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
     }
     throw;
   }
-  WatchGradients(trained);
 }
 
 // In another session: memory is planned anew, too.

@@ -22,6 +22,7 @@
 
 #include "base/check.h"
 #include "base/error.h"
+#include "zero3/torch/own_options.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -108,13 +109,16 @@ using Convert = std::unique_ptr<OptimizerOptions> (*)(const OptimizerOptions& op
 std::unique_ptr<OptimizerOptions> Same(const OptimizerOptions& options) { return options.clone(); }
 
 using torch::optim::AdamWOptions;
+// Those that both have.
 template <class From, class To>
 std::unique_ptr<OptimizerOptions> Converted(const OptimizerOptions& any) {
   const auto& options = static_cast<const From&>(any);
   auto converted = std::make_unique<To>(options.lr());
-  converted->betas(options.betas()).weight_decay(options.weight_decay());
-  constexpr bool kHasEps = !std::is_same_v<From, LionOptions> && !std::is_same_v<To, LionOptions>;
-  if constexpr (kHasEps) converted->eps(options.eps());
+  if constexpr (requires { options.betas(), converted->betas(); })
+    converted->betas(options.betas());
+  if constexpr (requires { options.eps(), converted->eps(); }) converted->eps(options.eps());
+  if constexpr (requires { options.weight_decay(), converted->weight_decay(); })
+    converted->weight_decay(options.weight_decay());
   return converted;
 }
 
@@ -161,16 +165,20 @@ Row RowLikeAdamW() {
           Converted<AdamWOptions, Options>};
 }
 
-const Row* RowOf(const Optimizer& optimizer) {
-  static const Row kRows[] = {
+template <class... Options>
+std::vector<Row> MakeRows(OptionsList<Options...>) {
+  return {
       AdamRow<torch::optim::AdamWParamState, AdamWOptions>(),
       AdamRow<torch::optim::AdamParamState, torch::optim::AdamOptions>(),
       RowWith<SGDParamState, torch::optim::SGDOptions>(ReadSgd, WriteSgd),
       RowWith<AdagradParamState, torch::optim::AdagradOptions>(ReadAdagrad, WriteAdagrad),
       RowWith<RMSpropParamState, torch::optim::RMSpropOptions>(ReadRmsProp, WriteRmsProp),
-      RowLikeAdamW<LionOptions>(),
-      RowLikeAdamW<LAMBOptions>(),
+      RowLikeAdamW<Options>()...,
   };
+}
+
+const Row* RowOf(const Optimizer& optimizer) {
+  static const std::vector<Row> kRows = MakeRows(OwnOptions());
   const torch::optim::OptimizerOptions& options = optimizer.defaults();
   for (const Row& row : kRows) {
     if (row.options == typeid(options)) return &row;

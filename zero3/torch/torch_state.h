@@ -2,7 +2,7 @@
 //
 // What optimizers with the options of torch's own classes (AdamW, Adam, SGD, Adagrad, RMSprop)
 // keep, as KeptState and back, and their files, which are libtorch's. SGD counts no updates: a
-// momentum buffer says that there was one. Lion and LAMB, which libtorch does not have,
+// momentum buffer says that there was one. Those that libtorch does not have (own_options.h)
 // have files as AdamW with their options and moments would have them.
 //
 // Thread safety: as torch::optim::Optimizer: one thread.

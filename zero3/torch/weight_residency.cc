@@ -48,9 +48,15 @@ bool WeightResidency::closed() {
 
 // ---- Before the store is sealed ----------------------------------------------------------------
 
-void WeightResidency::Adopt(c10::StorageImpl* storage) {
+void WeightResidency::Adopt(c10::StorageImpl* storage, c10::Storage values) {
   Lock lock(mutex_);
   initial_ = swap_.Manage(storage, ReleasedText());
+  if (values) {
+    initial_values_ = std::move(values);
+    initial_born_ =
+        dynamic_cast<BornResidency*>(Residency::Of(initial_values_.unsafeGetStorageImpl()));
+    return;
+  }
   StorageSwap* const before = StorageSwap::Named(initial_);
   if (before == nullptr) return;
   auto& owner = static_cast<Residency&>(before->owner());
@@ -58,11 +64,18 @@ void WeightResidency::Adopt(c10::StorageImpl* storage) {
   owner.LeaveStorage();
 }
 
+c10::Storage WeightResidency::TakeValues() {
+  Lock lock(mutex_);
+  initial_born_ = nullptr;
+  return std::exchange(initial_values_, {});
+}
+
 absl::Status WeightResidency::ReadInitial(uint64_t begin, uint64_t length, uint64_t region_offset) {
   if (initial_born_ != nullptr) return initial_born_->ReadInto(begin, length, region_offset);
   std::byte* const target = attachment_->region() + region_offset;
-  const std::byte* const bytes = static_cast<const std::byte*>(initial_.get()) + begin;
-  if (torch_device_.is_cpu()) {
+  const void* const all = initial_values_ ? initial_values_.data() : initial_.get();
+  const std::byte* const bytes = static_cast<const std::byte*>(all) + begin;
+  if (torch_device_.is_cpu() || initial_values_) {
     std::memcpy(target, bytes, length);
   } else {
     CopyToHost(target, bytes, length, torch_device_);
@@ -72,12 +85,14 @@ absl::Status WeightResidency::ReadInitial(uint64_t begin, uint64_t length, uint6
 
 void WeightResidency::Start(bool goes_on) {
   c10::DataPtr initial;  // freed without the lock: it may be another residency's last
+  c10::Storage values;
   Lock lock(mutex_);
   state_ = State::kHome;
   has_residual_ = goes_on;
   version_then_ = Version();
   initial_born_ = nullptr;
   initial = std::exchange(initial_, c10::DataPtr());
+  values = std::exchange(initial_values_, {});
   changed_.NotifyAll();
   lock.unlock();
 }
@@ -750,11 +765,13 @@ absl::Status WeightResidency::PutFromDevice() {
 void WeightResidency::Close(c10::DataPtr bytes) {
   const auto storage = swap_.Lock();  // lives while its message changes
   c10::DataPtr initial;
+  c10::Storage values;
   Lock lock(mutex_);
   while (state_ != State::kHome && state_ != State::kInitial) changed_.WaitForOthers(lock);
   closed_ = true;
   swap_.SetHomeThrows(true);
   initial = std::exchange(initial_, c10::DataPtr());
+  values = std::exchange(initial_values_, {});
   if (!storage) return;
   if (state_ == State::kInitial && initial && initial_born_ == nullptr &&
       StorageSwap::Named(initial) == nullptr) {

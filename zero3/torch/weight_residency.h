@@ -37,8 +37,11 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   bool closed();
 
   // ---- Before the store is sealed ----
-  // Takes the storage of the parameter over, and keeps what it held.
-  void Adopt(c10::StorageImpl* storage);
+  // Takes the storage of the parameter over, and keeps what it held: its bytes, or those that
+  // `values`, of the host, has for one of a device (device_move.h).
+  void Adopt(c10::StorageImpl* storage, c10::Storage values = {});
+  // Of one that was not started; none when it kept bytes of its own.
+  c10::Storage TakeValues();
   // Copies bytes [begin, begin + length) of that to the region; both as in the daemon's extents.
   absl::Status ReadInitial(uint64_t begin, uint64_t length, uint64_t region_offset);
   // The daemon has the weights: frees what the storage held. `goes_on`: with masters of a job that
@@ -170,7 +173,8 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   std::optional<Hidden> hidden_;
   std::exception_ptr failure_;             // of what ended after its operator
   c10::DataPtr initial_;                   // kInitial
-  BornResidency* initial_born_ = nullptr;  // whose bytes initial_ names
+  c10::Storage initial_values_;            // in its place
+  BornResidency* initial_born_ = nullptr;  // whose bytes initial_ or initial_values_ name
 };
 
 }  // namespace offload::zero3

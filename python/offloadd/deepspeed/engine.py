@@ -14,12 +14,14 @@ import torch
 from .. import config as configuration
 from .. import control
 from .. import handle as attaching
+from .. import universal
 from ..errors import Error
 from ..library import is_disabled
-from . import comm, schedules, setup
+from . import comm, loss_scale, schedules, setup, zero
 from .adam import DeepSpeedCPUAdam
 from .files import LATEST, STATE, WEIGHTS, mark_in, tag_in, weights_in, write_text
 from .missing import missing, refuse, refusing
+from .questions import Questions
 
 _log = logging.getLogger("offloadd")
 
@@ -107,7 +109,14 @@ def _reattach(model, old, options):
 
 # ---- The engine ------------------------------------------------------------------------------------
 
-class DeepSpeedEngine(torch.nn.Module):
+class _BackwardPasses:
+    under_way = 0  # of engines: a loss may come through several
+
+
+_backward_passes = _BackwardPasses()
+
+
+class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
     """The model, its optimizer in the daemon, and the loop's bookkeeping. Gradients are clipped by torch's clip_grad_norm_; weights,
     moments and results are those of the same loop in memory, bit for bit."""
 
@@ -118,7 +127,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self._settings = _Settings(imported, comm.get_world_size())
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._boundary, self._norm, self._applied = None, None, False
-        self._in_backward = self._in_no_sync = False
+        self._in_no_sync = False
         self._snapshots = []  # (name, folder) of the job's
         self.collate_fn = collate_fn
         self._options = options
@@ -145,9 +154,12 @@ class DeepSpeedEngine(torch.nn.Module):
             optimizer.__dict__.setdefault(name, value)  # what programs ask DeepSpeed's own
         if own and not is_disabled():
             setup.jobs.own(self._handle, self.module)
+        self._begin_scaling()
         if self._handle.step and not own:
             _log.warning("offloadd: job %s continues at step %s", self._handle.job, self._handle.step)
             self.global_steps = self._handle.step
+            if self._scaler is not None:  # it counts those that were skipped, too
+                self.global_steps, self.skipped_steps = self._scaler.cur_iter, self._scaler.cur_iter - self._handle.step
 
     def _scheduler(self, given):
         if self.optimizer is None:
@@ -178,19 +190,39 @@ class DeepSpeedEngine(torch.nn.Module):
     # ---- The loop ----
 
     def forward(self, *args, **kwargs):
-        result = self.module(*args, **kwargs)
-        if self._settings.accumulation > 1 and torch.is_grad_enabled() and self.module.training:
-            self._scale_when_called_directly(result)
+        result = self.module(*(loss_scale.as_half(args) if self.fp16_auto_cast() else args), **kwargs)
+        if (self._settings.accumulation > 1 or self._scaler is not None) and torch.is_grad_enabled() and self.module.training:
+            self._is_scaled = False
+            return self._scale_when_called_directly(result)
         return result
 
     def _scale_when_called_directly(self, result):
         """loss.backward() in place of engine.backward(loss): DeepSpeed divides what flows in, too."""
-        tensors = [result] if isinstance(result, torch.Tensor) else list(result.values()) if hasattr(result, "values") else result
-        if not isinstance(tensors, (list, tuple)):
-            return
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda grad: None if self._in_backward else grad / self._settings.accumulation)
+
+        def divide(grad):
+            if _backward_passes.under_way or grad is None:
+                return None
+            self._check_is_scaled()
+            return grad / self._settings.accumulation if self._settings.accumulation > 1 else None
+
+        def seen(value):
+            """What the loop is given in place of an output: a loss that was computed of another one inside of the model is divided once."""
+            if not isinstance(value, torch.Tensor) or not value.requires_grad:
+                return value
+            given = value.view_as(value)
+            given.register_hook(divide)
+            return given
+
+        if isinstance(result, torch.Tensor):
+            return seen(result)
+        if isinstance(result, (list, tuple)):
+            values = [seen(value) for value in result]
+            return type(result)(*values) if hasattr(result, "_fields") else type(result)(values)
+        if isinstance(result, dict):
+            for key, value in list(result.items()):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    result[key] = seen(value)
+        return result
 
     def backward(self, loss, retain_graph=False, scale_wrt_gas=True, **others):
         self._need_optimizer("backward")
@@ -200,15 +232,13 @@ class DeepSpeedEngine(torch.nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise Error.of(1002, "engine.backward() was given something that is no scalar tensor", "Give it the loss")
         scaled = loss / self._settings.accumulation if scale_wrt_gas and self._settings.accumulation > 1 else loss
-        self._in_backward = True
+        self._has_scaled = True
+        _backward_passes.under_way += 1
         try:
-            scaled.backward(retain_graph=retain_graph)
+            (scaled if self._scaler is None else scaled * self.cur_scale).backward(retain_graph=retain_graph)
         finally:
-            self._in_backward = False
+            _backward_passes.under_way -= 1
         return scaled
-
-    def scale(self, loss):
-        return loss
 
     def is_gradient_accumulation_boundary(self):
         return (self.micro_steps + 1) % self._settings.accumulation == 0 if self._boundary is None else self._boundary
@@ -237,19 +267,25 @@ class DeepSpeedEngine(torch.nn.Module):
             raise Error.of(1002, "engine.step() inside engine.no_sync()", "Leave the context first")
         self._applied = False
         if self.is_gradient_accumulation_boundary():
-            parameters = self._trained()
-            if parameters and self._settings.clipping > 0:
-                self._norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.clipping)
-            elif parameters:
-                self._norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-            self.optimizer.step()
+            self._applied = self._take_step(self._trained())
             self._clear_gradients()
-            if self.lr_scheduler is not None:
+            self.skipped_steps += not self._applied
+            if self._applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self.global_steps += 1
             self.global_samples += self._settings.batch or 0
-            self._applied = True
         self.micro_steps += 1
+
+    def _take_step(self, parameters):
+        """Whether it was taken: with fp16 one whose gradients overflow is not."""
+        if self._scaler is not None:
+            return self._step_scaled(parameters, self._settings.clipping)
+        if parameters and self._settings.clipping > 0:
+            self._norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.clipping)
+        elif parameters:
+            self._norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        self.optimizer.step()
+        return True
 
     def was_step_applied(self):
         return self._applied
@@ -315,13 +351,10 @@ class DeepSpeedEngine(torch.nn.Module):
     def bfloat16_enabled(self):
         return self._settings.bf16
 
-    def fp16_enabled(self):
+    def amp_enabled(self):
         return False
 
-    amp_enabled = dynamic_loss_scale = fp16_auto_cast = wall_clock_breakdown = eigenvalue_enabled = sparse_gradients_enabled = fp16_enabled
-
-    def loss_scale(self):
-        return 1.0
+    wall_clock_breakdown = eigenvalue_enabled = sparse_gradients_enabled = amp_enabled
 
     def zero_optimization(self):
         return True
@@ -448,12 +481,15 @@ class DeepSpeedEngine(torch.nn.Module):
         frozen = [name for name, parameter in self.module.named_parameters() if not parameter.requires_grad]
         return {"global_steps": self.global_steps, "global_samples": self.global_samples, "micro_steps": self.micro_steps, "frozen": frozen,
                 "skipped_steps": self.skipped_steps, "groups": groups, "lr_scheduler": scheduler,
+                "loss_scale": None if self._scaler is None else self._scaler.state(),
                 "buffers": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}}
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         """Keeps weights, moments and step as a snapshot of the job in the pool, and in the folder what leads to it, the weights for
         others to read, and the trainer's state."""
         self._need_optimizer("save_checkpoint")
+        if not is_disabled():
+            self._handle.check_is_stepped()
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
         folder = os.path.join(os.path.abspath(save_dir), tag)
         comm.barrier()
@@ -488,6 +524,8 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
                         load_module_only=False, custom_load_fn=None):
+        if self._imported.training["load_universal"]:
+            return self._load_universal(load_dir, tag, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
         tag = tag_in(load_dir, tag)
         folder = None if tag is None else os.path.join(os.path.abspath(load_dir), tag)
         if folder is None or not os.path.exists(os.path.join(folder, STATE)):
@@ -504,6 +542,32 @@ class DeepSpeedEngine(torch.nn.Module):
         if not load_module_only and self.optimizer is not None:
             self._load_bookkeeping(trainer, load_optimizer_states, load_lr_scheduler_states)
         return folder, trainer["client_state"]
+
+    def _load_universal(self, load_dir, tag, with_state, with_scheduler, module_only, custom_load_fn):
+        """"checkpoint": {"load_universal": true}: masters and moments, durable with the next step(), and the engine's counts."""
+        if custom_load_fn is not None:
+            refuse("load_checkpoint(custom_load_fn=…) of a universal checkpoint", "Leave it out")
+        folder = universal.folder_of(load_dir, tag)
+        if with_state and not module_only and self.optimizer is not None:
+            self._handle.load_universal(folder)
+        else:
+            universal.load(folder, list(self.module.named_parameters(remove_duplicate=False)), [])
+        state = universal.engine_state(folder)
+        if not module_only:
+            self._take_counts(folder, state, with_scheduler)
+        return folder, {key: value for key, value in state.items() if key not in universal.ENGINE_KEYS}
+
+    def _take_counts(self, folder, state, with_scheduler):
+        """Those of a universal checkpoint, and its schedule."""
+        self.global_steps, self.skipped_steps = state.get("global_steps", 0), state.get("skipped_steps", 0)
+        self.global_samples = state.get("global_samples", self.global_steps * (self._settings.batch or 0))
+        self.micro_steps = self.global_steps * self._settings.accumulation
+        if with_scheduler and self.lr_scheduler is not None:
+            if not isinstance(state.get("lr_scheduler"), dict):
+                raise Error.of(1402, f"{folder} has no state of a schedule, and the program has {type(self.lr_scheduler).__name__}",
+                               "load_checkpoint(…, load_lr_scheduler_states=False), and set the schedule yourself")
+            self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+            schedules.write_rates(self.lr_scheduler)
 
     def _load_weights(self, folder, strict, custom_load_fn):
         if self._handle is not None and not is_disabled() and custom_load_fn is None and os.path.isdir(os.path.join(folder, WEIGHTS)):
@@ -527,7 +591,8 @@ class DeepSpeedEngine(torch.nn.Module):
         names = os.listdir(where) if os.path.isdir(where) else []
         if any(name.endswith("_states.pt") for name in names):
             refuse(f"{where} is a checkpoint of DeepSpeed itself, in its shards",
-                   "Convert its weights with DeepSpeed's zero_to_fp32.py, and load them with model.load_state_dict()")
+                   "Convert it with DeepSpeed's ds_to_universal.py, and load that with \"checkpoint\": {\"load_universal\": true} in the configuration; "
+                   "or its weights alone with zero_to_fp32.py and model.load_state_dict()")
 
     def _load_state(self, folder, mark):
         if is_disabled() or mark.get("in_memory"):
@@ -571,6 +636,7 @@ class DeepSpeedEngine(torch.nn.Module):
             control.run("snapshot", "fork", mark["pool"], mark["job"], mark["snapshot"], "--as", name, "--yes")
         comm.barrier()
         self._handle = _reattach(self.module, old, {**self._options, "nvme_path": mark["pool"], "job": name})
+        self._begin_scaling()
         self._snapshots = []
         setup.jobs.remove(old.job)
         setup.jobs.own(self._handle, self.module)
@@ -585,6 +651,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.global_steps, self.global_samples = trainer["global_steps"], trainer["global_samples"]
         self.micro_steps, self.skipped_steps = trainer["micro_steps"], trainer["skipped_steps"]
         if load_optimizer_states:
+            self._load_scale(trainer.get("loss_scale"))
             for group, stored in zip(self.optimizer.param_groups, trainer["groups"]):
                 group.update(stored)
         if load_lr_scheduler_states and self.lr_scheduler is not None and trainer["lr_scheduler"] is not None:
@@ -610,10 +677,13 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
         comm.init_distributed()
     world_size = comm.get_world_size()
     imported = configuration.import_deepspeed(given, world_size=world_size, has_pool=setup.has_pool() or None, tell=comm.get_rank() == 0)
-    if imported.training["bf16"]:
-        model.to(torch.bfloat16)
+    if imported.training["bf16"] or imported.training["fp16"]:
+        with zero.GatheredParameters(list(model.parameters())):  # of zero.Init they may be in the pool
+            model.to(torch.bfloat16 if imported.training["bf16"] else torch.float16)
     optimizer = _optimizer(optimizer, model, model_parameters, imported.training)
-    engine = DeepSpeedEngine(model, optimizer, imported, _raw(given), lr_scheduler, collate_fn, training_data, setup.options_for(imported))
+    if imported.training["fp16"] and optimizer is not None:
+        loss_scale.check(optimizer)
+    engine = DeepSpeedEngine(model, optimizer, imported, imported.raw, lr_scheduler, collate_fn, training_data, setup.options_for(imported))
     return engine, optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -624,16 +694,6 @@ def _configuration(args, config, config_params):
     if given is None:
         raise Error.of(1105, "deepspeed.initialize() without a configuration", "Give it config=, a dictionary or the path of a file")
     return given
-
-
-def _raw(given):
-    if isinstance(given, dict):
-        return given
-    try:
-        with open(given, encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError):
-        return {}
 
 
 def _optimizer(given, model, model_parameters, training):

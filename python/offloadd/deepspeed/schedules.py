@@ -245,6 +245,15 @@ class OneCycle(_Schedule):
             self._write_momentum(self.get_mom())
 
 
+def write_rates(schedule):
+    """Gives the groups the rates of a schedule whose state was loaded without theirs."""
+    if isinstance(schedule, _Schedule):
+        schedule.step(schedule.last_batch_iteration)
+    else:
+        for group, rate in zip(schedule.optimizer.param_groups, schedule.get_last_lr()):
+            group["lr"] = rate
+
+
 BY_NAME = {each.__name__: each for each in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)}
 
 

@@ -129,7 +129,7 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_f
         raise Error.of(1405, f"{checkpoint_dir} has no file latest", "Name the tag of the checkpoint, or the folder that holds it")
     folder = os.path.join(checkpoint_dir, found)
     weights, frozen = weights_in(folder), set(buffers_in(folder, "frozen") if exclude_frozen_parameters else ())
-    if any(value.dtype == torch.bfloat16 for value in weights.values()):
+    if any(value.dtype in (torch.bfloat16, torch.float16) for value in weights.values()):
         weights.update(masters_in(folder))
     # Copies: what is read there is a part of a mapped file, which torch.save() would write as a whole.
     return {**{name: value.to(torch.float32, copy=True) for name, value in weights.items() if name not in frozen}, **buffers_in(folder)}

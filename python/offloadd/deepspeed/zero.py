@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import sys
+import threading
 
 import torch
 
@@ -72,13 +73,14 @@ class GatheredParameters:
         if pending is not None and pending._engine is not None and not getattr(pending, "is_under_way", False):
             self._engine, self._pending = pending._engine, pending
             pending.is_under_way = True
+            pending._constructs_in = threading.get_ident()
             self._engine.begin_construction()
 
     def __exit__(self, *_):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.end_construction()
-            self._pending.is_under_way = False
+            self._pending.is_under_way, self._pending._constructs_in = False, None
         return False
 
 

@@ -32,12 +32,14 @@
 #include "absl/strings/str_split.h"
 #include "base/check.h"
 #include "base/error.h"
+#include "zero3/torch/copied_groups.h"
 #include "zero3/torch/untouched/watch.h"
 
 namespace offload::untouched {
 namespace {
 
 using torch::optim::Optimizer;
+using zero3::CopyGroups;
 
 // What stands behind ours under a name.
 template <typename Function>
@@ -71,14 +73,14 @@ void Load(Optimizer& optimizer, torch::serialize::InputArchive& archive, LoadFun
     return Watch::OfProcess().OnRead(optimizer);
   }
   attached->load(archive);
-  CopyOptions(*attached, optimizer);
+  CopyGroups(*attached, optimizer);
 }
 
 using StateMap = std::remove_reference_t<decltype(std::declval<Optimizer&>().state())>;
 
 StateMap& State(Optimizer& optimizer) {
   static const auto next = Next<StateMap& (*)(Optimizer*)>("_ZN5torch5optim9Optimizer5stateEv");
-  Optimizer* const attached = Watch::OfProcess().BeforeFile(optimizer);
+  Optimizer* const attached = Watch::OfProcess().BeforeLook(optimizer);
   return next(attached != nullptr ? attached : &optimizer);
 }
 
@@ -120,7 +122,9 @@ void CheckRelease() {
 
 pid_t begun_by = 0;  // not a forked child
 
+// Registered before anything of the program, and called behind all of it.
 void OnExit(int status, void*) {
+  Watch::OfProcess().Close();
   if (Watch::OfProcess().has_attached() || begun_by != ::getpid()) return;
   const absl::Status refused = MakeError(
       ErrorId::kUnsupportedModel,

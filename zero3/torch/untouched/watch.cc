@@ -18,8 +18,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "zero3/torch/copied_groups.h"
 #include "zero3/torch/dtypes.h"
 
 namespace offload::untouched {
@@ -28,6 +30,7 @@ namespace {
 using torch::optim::Optimizer;
 using torch::optim::OptimizerOptions;
 using torch::optim::OptimizerParamGroup;
+using zero3::CopyGroups;
 using ParamGroups = std::vector<OptimizerParamGroup>;
 
 constexpr char kOtherOptimizers[] =
@@ -83,15 +86,6 @@ bool Share(const ParamGroups& a, const ParamGroups& b) {
       return tensors.contains(tensor.unsafeGetTensorImpl());
     });
   });
-}
-
-bool SameTensors(const ParamGroups& a, const ParamGroups& b) {
-  const auto same = [](const at::Tensor& x, const at::Tensor& y) { return x.is_same(y); };
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [&same](const OptimizerParamGroup& x, const OptimizerParamGroup& y) {
-                      return std::equal(x.params().begin(), x.params().end(), y.params().begin(),
-                                        y.params().end(), same);
-                    });
 }
 
 template <class Class, class Options>
@@ -150,14 +144,6 @@ void EndProgram(const char* reason) {
   std::fflush(nullptr);
   Say(reason);
   ::_exit(EXIT_FAILURE);
-}
-
-void CopyOptions(Optimizer& from, Optimizer& to) {
-  for (size_t i = 0; i < from.param_groups().size(); ++i) {
-    const OptimizerParamGroup& group = from.param_groups()[i];
-    to.param_groups()[i].set_options(group.has_options() ? group.options().clone()
-                                                         : from.defaults().clone());
-  }
 }
 
 void Say(const std::string& text) { std::fprintf(stderr, "offloadctl run: %s\n", text.c_str()); }
@@ -224,21 +210,21 @@ void Watch::OnNames(const torch::nn::Module& module, const NamedTensors& paramet
 void Watch::OnGroup(const Optimizer& optimizer) {
   if (inside || state_ == State::kClosed) return;
   const ParamGroups& groups = optimizer.param_groups();
-  if (FirstParameter(groups) == nullptr) return;
   std::lock_guard lock(mutex_);
-  Seen* seen = groups.size() == 1 ? nullptr : Find(optimizer);
-  if (seen == nullptr) {
-    Forget(groups);
-    seen = &optimizers_.emplace_back();
-  } else if (seen->attached != nullptr) {
-    Refuse(ErrorId::kUnsupportedOptimizer,
-           "a group of parameters was added to an optimizer after the first forward pass",
-           "Add all groups before, or attach the model in the program (docs/attach.md)");
+  Seen* seen = Find(optimizer);
+  // Its constructor runs; what has had its place is dead.
+  const bool begins = typeid(optimizer) == typeid(Optimizer) && groups.size() == 1;
+  if (begins && seen != nullptr) {
+    optimizers_.remove_if([seen](const Seen& other) { return &other == seen; });
+    seen = nullptr;
   }
+  if (FirstParameter(groups) == nullptr) return;
+  if (seen == nullptr) seen = &optimizers_.emplace_back();
   for (const at::Tensor& tensor : groups.back().params()) {
-    foreign_count_ += registered_.Contains(tensor) ? 0 : 1;
+    if (state_ == State::kWatching) foreign_count_ += registered_.Contains(tensor) ? 0 : 1;
     registered_.AddParameter(tensor);
   }
+  seen->identity = &optimizer.defaults();
   seen->groups = ParamGroups(groups);
   seen->defaults = optimizer.defaults().clone();
   if (state_ == State::kWatching && callback_ == at::INVALID_CALLBACK_HANDLE) {
@@ -255,26 +241,23 @@ void Watch::OnRead(const Optimizer& optimizer) {
   if (seen != nullptr && seen->attached == nullptr) seen->has_read = true;
 }
 
-// Objects that a new one replaces: their parameters are its own.
-void Watch::Forget(const ParamGroups& groups) {
-  optimizers_.remove_if([&groups](const Seen& seen) {
-    if (!Share(seen.groups, groups)) return false;
-    if (seen.attached == nullptr) return true;
-    Refuse(ErrorId::kUnsupportedOptimizer,
-           "the program makes a second optimizer for parameters that it trains already: what the "
-           "first one keeps of them cannot begin anew in a job",
-           "Train each phase with a job of its own (save the weights, load them in the next), or "
-           "attach the model in the program (docs/attach.md)");
-  });
-}
-
 Watch::Seen* Watch::Find(const Optimizer& optimizer) {
-  const at::Tensor* const first = FirstParameter(optimizer.param_groups());
-  if (first == nullptr) return nullptr;
+  // The watch's own may have their defaults where those of one that is dead were.
+  if (std::any_of(optimizers_.begin(), optimizers_.end(),
+                  [&optimizer](const Seen& seen) { return seen.attached.get() == &optimizer; }))
+    return nullptr;
   for (Seen& seen : optimizers_) {
-    if (FirstParameter(seen.groups)->is_same(*first)) return &seen;
+    if (seen.identity == &optimizer.defaults()) return &seen;
   }
   return nullptr;
+}
+
+// A newer object has some of its parameters.
+bool Watch::IsSuperseded(const Seen& seen) const {
+  const auto at = std::find_if(optimizers_.begin(), optimizers_.end(),
+                               [&seen](const Seen& other) { return &other == &seen; });
+  return std::any_of(std::next(at), optimizers_.end(),
+                     [&seen](const Seen& newer) { return Share(seen.groups, newer.groups); });
 }
 
 void Watch::BeforeZeroGrad(const Optimizer& optimizer) {
@@ -336,13 +319,17 @@ void Watch::Attach() {
   for (const Seen& seen : optimizers_) CheckNothingRan(seen);
   OpenEngine();
   model_ = registered_.Model();
-  for (Seen& seen : optimizers_) AttachOptimizer(seen);
+  for (const at::Tensor& parameter : model_->parameters())
+    attached_tensors_.insert(parameter.unsafeGetTensorImpl());
+  for (Seen& seen : optimizers_) {
+    if (!IsSuperseded(seen)) AttachOptimizer(seen);
+  }
   engine_->Seal();
   is_resumed_ = engine_->step() > 0;
   state_ = State::kAttached;
   attached_by_ = ::getpid();
   SayAttached();
-  std::atexit([] { Watch::OfProcess().Close(); });
+  std::atexit([] { Watch::OfProcess().Commit(); });
 }
 
 void Watch::AttachOptimizer(Seen& seen) {
@@ -377,37 +364,96 @@ void Watch::SayAttached() const {
 
 // ---- Steps --------------------------------------------------------------------------------------
 
-// The attached object gets the options that the program's has, and, from one that has read a file
-// before the first forward pass, the state.
-void Watch::Follow(Optimizer& optimizer, Seen& seen) {
-  if (!SameTensors(optimizer.param_groups(), seen.groups)) {
-    Refuse(ErrorId::kUnsupportedOptimizer,
-           "the program has changed which parameters its optimizer has, after the first forward "
-           "pass",
-           "Attach the model in the program (docs/attach.md)");
+void Watch::CheckIsNotReplaced(const Seen& seen) {
+  if (seen.attached != nullptr || !seen.has_stepped) return;
+  Refuse(ErrorId::kUnsupportedOptimizer,
+         "the program goes back to an optimizer after another one has trained the same "
+         "parameters: what it had kept of them is not in the job any more",
+         "Train each phase with a job of its own (save the weights, load them in the next), or "
+         "give every optimizer parameters of its own");
+}
+
+// What has trained some of these parameters is replaced.
+void Watch::TakeOver(Seen& seen) {
+  CheckIsNotReplaced(seen);
+  for (Seen& other : optimizers_) {
+    if (&other == &seen || other.attached == nullptr || !Share(other.groups, seen.groups)) continue;
+    seen.begins_anew |= other.has_stepped;
+    other.attached.reset();
   }
-  if (std::exchange(seen.has_read, false) && !is_resumed_) {  // else the job has its own
+  const Inside here;
+  OrEnd([this, &seen] { AttachOptimizer(seen); });
+}
+
+// Parameters that the program has added to an optimizer are of the job, and of no other optimizer.
+void Watch::CheckGroups(const Optimizer& optimizer, const Seen& seen) const {
+  std::unordered_set<const void*> known;
+  for (const OptimizerParamGroup& group : seen.groups) {
+    for (const at::Tensor& parameter : group.params())
+      known.insert(parameter.unsafeGetTensorImpl());
+  }
+  bool has_gained = false;
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params()) {
+      has_gained |= !known.contains(parameter.unsafeGetTensorImpl());
+      if (attached_tensors_.contains(parameter.unsafeGetTensorImpl())) continue;
+      Refuse(ErrorId::kUnsupportedModel,
+             absl::StrCat("the optimizer has a parameter of shape [",
+                          absl::StrJoin(parameter.sizes(), ", "),
+                          "] that was made after the first forward pass"),
+             "Make all modules before, or attach the model in the program (docs/attach.md)");
+    }
+  }
+  if (!has_gained) return;
+  for (const Seen& other : optimizers_) {
+    if (&other == &seen || other.attached == nullptr ||
+        !Share(other.groups, optimizer.param_groups()))
+      continue;
+    Refuse(ErrorId::kUnsupportedOptimizer,
+           "a group was added to an optimizer with parameters that another one has trained: what "
+           "that one keeps of them cannot be told from what the first would",
+           "Make one optimizer anew with all groups, or attach the model in the program "
+           "(docs/attach.md)");
+  }
+}
+
+// The attached object gets the groups that the program's has, and, from one that has read a file
+// before it was attached, the state, unless the job has its own.
+void Watch::Follow(Optimizer& optimizer, Seen& seen) {
+  CheckGroups(optimizer, seen);
+  if (std::exchange(seen.has_read, false) && (!is_resumed_ || seen.begins_anew)) {
     const Inside here;
     OrEnd([&] { MoveState(optimizer, *seen.attached); });
   }
-  CopyOptions(optimizer, *seen.attached);
+  CopyGroups(optimizer, *seen.attached);
+  seen.groups = ParamGroups(optimizer.param_groups());
 }
 
 Optimizer* Watch::BeforeFile(Optimizer& optimizer) {
   if (inside) return nullptr;
   std::lock_guard lock(mutex_);
   Seen* const seen = Find(optimizer);
-  if (seen == nullptr || seen->attached == nullptr || seen->attached.get() == &optimizer)
-    return nullptr;
+  if (seen == nullptr) return nullptr;
+  CheckIsNotReplaced(*seen);
+  if (seen->attached == nullptr) return nullptr;
   Follow(optimizer, *seen);
   return seen->attached.get();
+}
+
+Optimizer* Watch::BeforeLook(Optimizer& optimizer) {
+  if (!inside) {
+    std::lock_guard lock(mutex_);
+    const Seen* const seen = Find(optimizer);
+    if (seen != nullptr && seen->attached == nullptr && seen->has_stepped) return nullptr;
+  }
+  return BeforeFile(optimizer);
 }
 
 Optimizer* Watch::BeforeStep(Optimizer& optimizer) {
   if (inside) return nullptr;
   std::lock_guard lock(mutex_);
   Seen* const seen = Find(optimizer);
-  if (seen == nullptr || seen->attached.get() == &optimizer) return nullptr;
+  if (seen == nullptr) return nullptr;
   if (state_ == State::kWatching) {  // the first forward pass may be in the closure
     const Inside here;
     OrEnd([this] { Attach(); });
@@ -415,18 +461,35 @@ Optimizer* Watch::BeforeStep(Optimizer& optimizer) {
   if (callback_ != at::INVALID_CALLBACK_HANDLE) {
     at::removeCallback(std::exchange(callback_, at::INVALID_CALLBACK_HANDLE));
   }
-  if (seen->attached == nullptr) {  // made after the first forward pass
-    const Inside here;
-    OrEnd([this, seen] { AttachOptimizer(*seen); });
-  }
+  if (seen->attached == nullptr) TakeOver(*seen);  // made after the first forward pass
   Follow(optimizer, *seen);
+  seen->has_stepped = true;
   return seen->attached.get();
+}
+
+void Watch::Commit() {
+  if (attached_by_ != ::getpid()) return;  // a forked child's exit
+  std::lock_guard lock(mutex_);
+  if (state_ != State::kAttached) return;
+  const Inside here;
+  try {
+    engine_->WaitDurable();
+  } catch (const std::exception& error) {
+    Say(error.what());
+  }
+  const std::vector<at::Tensor> parameters = model_->parameters();
+  if (!std::all_of(parameters.begin(), parameters.end(),
+                   [](const at::Tensor& parameter) { return parameter.is_cpu(); }))
+    CloseEngine();  // while what drives the device is there
 }
 
 void Watch::Close() {
   if (attached_by_ != ::getpid()) return;  // a forked child's exit
   std::lock_guard lock(mutex_);
-  if (state_ != State::kAttached) return;
+  if (state_ == State::kAttached) CloseEngine();
+}
+
+void Watch::CloseEngine() {
   state_ = State::kClosed;
   optimizers_.clear();
   model_.reset();

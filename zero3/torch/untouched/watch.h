@@ -16,7 +16,9 @@
 //
 // Behind each of the program's optimizers stands one of the watch's own, of the same class and over
 // the same tensors, which is attached (Engine::Attach) and stays where it is; the program's is
-// recognised by its first parameter, wherever it moves the object.
+// recognised by its default options, which it takes along wherever it is moved. Of several objects
+// over the same tensors, made in turn for the phases of a training, one at a time is attached: from
+// its first step on, the one before it is taken for dead.
 //
 // Thread safety: all methods from any thread.
 #pragma once
@@ -34,6 +36,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 #include "zero3/torch/untouched/registered.h"
@@ -61,8 +64,12 @@ class Watch {
   // forward pass is in its closure.
   torch::optim::Optimizer* BeforeStep(torch::optim::Optimizer& optimizer);
   torch::optim::Optimizer* BeforeFile(torch::optim::Optimizer& optimizer);
+  // Null also for one that was replaced: there is nothing to see.
+  torch::optim::Optimizer* BeforeLook(torch::optim::Optimizer& optimizer);
 
-  // The process ends by exit(): commits what was stepped.
+  // The process ends by exit(): commits what was stepped. The program's own functions and
+  // destructors that run then may use the model until it is closed, behind all of them.
+  void Commit();
   void Close();
   // Whether anything was attached.
   bool has_attached() const { return state_ != State::kWatching; }
@@ -76,14 +83,20 @@ class Watch {
 
   // An object of torch::optim, as it was made.
   struct Seen {
+    const torch::optim::OptimizerOptions* identity = nullptr;  // its own defaults
     ParamGroups groups;
     std::unique_ptr<torch::optim::OptimizerOptions> defaults;
-    bool has_read = false;                              // a file, before it was attached
-    std::unique_ptr<torch::optim::Optimizer> attached;  // null until it is
+    bool has_read = false;     // a file, before it was attached
+    bool has_stepped = false;  // attached
+    bool begins_anew = false;  // what had stepped these parameters before is replaced
+    std::unique_ptr<torch::optim::Optimizer>
+        attached;  // null until it is, and when another took over
   };
 
   Seen* Find(const torch::optim::Optimizer& optimizer);
-  void Forget(const ParamGroups& groups);
+  bool IsSuperseded(const Seen& seen) const;
+  void TakeOver(Seen& seen);
+  static void CheckIsNotReplaced(const Seen& seen);
   bool IsTrigger(c10::ArrayRef<const c10::IValue> inputs) const;
   void OpenEngine();
   bool IsBorn(const at::Tensor& parameter) const;
@@ -91,8 +104,10 @@ class Watch {
   void CheckNothingRan(const Seen& seen) const;
   void Attach();
   void AttachOptimizer(Seen& seen);
+  void CheckGroups(const torch::optim::Optimizer& optimizer, const Seen& seen) const;
   void Follow(torch::optim::Optimizer& optimizer, Seen& seen);
   void SayAttached() const;
+  void CloseEngine();
 
   std::mutex mutex_;
   std::atomic<State> state_ = State::kWatching;
@@ -105,13 +120,11 @@ class Watch {
   bool is_resumed_ = false;
   std::atomic<pid_t> attached_by_ = 0;
   std::shared_ptr<torch::nn::Module> model_;
+  std::unordered_set<const void*> attached_tensors_;  // TensorImpl, of the job's parameters
 };
 
 // Says why on standard error and ends the process at once, with exit status 1.
 [[noreturn]] void EndProgram(const char* reason);
-
-// Gives the groups of one the options that those of the other have.
-void CopyOptions(torch::optim::Optimizer& from, torch::optim::Optimizer& to);
 
 // One line on standard error.
 void Say(const std::string& text);

@@ -81,6 +81,11 @@ struct Options {
   // that an operator writes. "auto": half of what the device has free when the module is attached,
   // and no more than all weights and gradients. Of no meaning on the CPU.
   std::string gpu_ram = "auto";
+  // A device by torch's name, "cuda:0": what a module has in the memory of the host goes there when
+  // it is attached, parameters by way of the window, so that they are never there as a whole. For
+  // models that are larger than the device's memory: they are built on the host (InitGuard, where
+  // they are larger than that, too) and not moved with to(). "": modules stay where they are.
+  std::string device;
   std::string job = "default";  // names the run in the pool; the same name resumes it
   std::string io = "auto";      // auto | uring | libaio | threads
   // Or "checkpoint:100": a commit after so many steps only; "checkpoint:10min": after so long.
@@ -129,7 +134,7 @@ struct Options {
   // refused (OFD-1805, with tensor and ranks).
   std::string gradients = "added";
 
-  // OFFLOADD_POOL, OFFLOADD_RAM, OFFLOADD_JOB, OFFLOADD_IO.
+  // OFFLOADD_POOL, OFFLOADD_RAM, OFFLOADD_JOB, OFFLOADD_IO, OFFLOADD_DEVICE, OFFLOADD_GPU_RAM.
   static Options FromEnvironment();
 };
 

@@ -1,0 +1,217 @@
+#include "tests/battery_torch_phases.h"
+
+#include <stdlib.h>
+#include <torch/optim.h>
+#include <torch/serialize.h>
+
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace offload::battery {
+namespace {
+
+using Maker = std::unique_ptr<optim::Optimizer> (*)(std::vector<Tensor>);
+
+template <class Class, class Options>
+std::unique_ptr<optim::Optimizer> Make(std::vector<Tensor> parameters, Options options) {
+  return std::make_unique<Class>(std::move(parameters), options);
+}
+std::unique_ptr<optim::Optimizer> Adam(std::vector<Tensor> parameters) {
+  return Make<optim::Adam>(std::move(parameters), optim::AdamOptions(1e-2));
+}
+std::unique_ptr<optim::Optimizer> SlowAdam(std::vector<Tensor> parameters) {
+  return Make<optim::Adam>(std::move(parameters), optim::AdamOptions(1e-3).betas({0.8, 0.9}));
+}
+std::unique_ptr<optim::Optimizer> AdamW(std::vector<Tensor> parameters) {
+  return Make<optim::AdamW>(std::move(parameters), optim::AdamWOptions(1e-2).weight_decay(0.1));
+}
+std::unique_ptr<optim::Optimizer> AmsGrad(std::vector<Tensor> parameters) {
+  return Make<optim::AdamW>(std::move(parameters), optim::AdamWOptions(1e-3).amsgrad(true));
+}
+std::unique_ptr<optim::Optimizer> Momentum(std::vector<Tensor> parameters) {
+  return Make<optim::SGD>(std::move(parameters), optim::SGDOptions(0.05).momentum(0.9));
+}
+std::unique_ptr<optim::Optimizer> Sgd(std::vector<Tensor> parameters) {
+  return Make<optim::SGD>(std::move(parameters), optim::SGDOptions(0.05));
+}
+
+// Two steps with each, which is destroyed before the next is made.
+Program InTurn(std::string name, std::vector<Maker> makers) {
+  return {std::move(name), [makers](Run& run) {
+            auto model = Perceptron(run);
+            auto engine = run.Open();
+            uint64_t batch = 0;
+            for (const Maker make : makers) {
+              auto own = make(model->parameters());
+              engine->Attach(*model, *own);
+              Train(run, model, *own, batch, batch + 2);
+              batch += 2;
+              run.See(static_cast<double>(own->state().size() > 0));
+            }
+            run.See(static_cast<double>(engine->step()));
+            run.See(*model);
+          }};
+}
+
+void SetTrained(nn::Sequential& model, size_t at, bool trained) {
+  for (Tensor& parameter : LinearAt(model, at).parameters()) parameter.set_requires_grad(trained);
+}
+
+bool IsInMemory() {
+  const char* const disabled = getenv("OFFLOADD_DISABLE");
+  return disabled != nullptr && disabled[0] == '1';
+}
+
+// A run that ends where its first phase does, and one that ends within the second. Each makes all
+// optimizers again, in their order.
+void ResumeBetweenPhases(Run& run, Maker first, Maker second) {
+  const bool in_memory = IsInMemory();
+  nn::Sequential model(nullptr);
+  std::shared_ptr<Engine> engine;
+  std::unique_ptr<optim::Optimizer> own;
+  const auto follow = [&](Maker make) {
+    own.reset();
+    own = make(model->parameters());
+    engine->Attach(*model, *own);
+  };
+  const auto begin = [&](bool is_first) {
+    if (in_memory && !is_first) return;
+    own.reset();
+    engine.reset();
+    model = Perceptron(run);
+    engine = is_first ? run.Open() : run.Reopen();
+    follow(first);
+  };
+  begin(/*is_first=*/true);
+  Train(run, model, *own, 0, 3);
+  begin(/*is_first=*/false);
+  follow(second);
+  Train(run, model, *own, 3, 5);
+  if (!in_memory) {
+    begin(/*is_first=*/false);
+    follow(second);
+  }
+  Train(run, model, *own, 5, 7);
+  run.See(*model);
+}
+
+// Of two optimizers one steps before a run ends, the other behind that; then both give way to one
+// of all parameters.
+void ResumeBeforeOneOfBoth(Run& run) {
+  nn::Sequential model(nullptr);
+  std::shared_ptr<Engine> engine;
+  std::unique_ptr<optim::Optimizer> first, second;
+  const auto begin = [&](bool is_first) {
+    if (IsInMemory() && !is_first) return;
+    first.reset();
+    second.reset();
+    engine.reset();
+    model = Perceptron(run);
+    engine = is_first ? run.Open() : run.Reopen();
+    std::vector<Tensor> others;
+    for (const size_t at : {2, 4}) {
+      for (const Tensor& parameter : LinearAt(model, at).parameters()) others.push_back(parameter);
+    }
+    first = Adam(LinearAt(model, 0).parameters());
+    second = Adam(others);
+    engine->Attach(*model, *first);
+    engine->Attach(*model, *second);
+  };
+  const auto train = [&](optim::Optimizer& own, uint64_t batch, uint64_t end) {
+    for (; batch < end; ++batch) {
+      const Tensor loss = Loss(run, model, batch);
+      loss.backward();
+      own.step();
+      model->zero_grad();
+      run.See(loss);
+    }
+  };
+  begin(/*is_first=*/true);
+  train(*first, 0, 2);
+  train(*second, 2, 3);
+  begin(/*is_first=*/false);
+  train(*second, 3, 5);
+  first.reset();
+  second.reset();
+  const auto both = SlowAdam(model->parameters());
+  engine->Attach(*model, *both);
+  train(*both, 5, 7);
+  run.See(*model);
+}
+
+}  // namespace
+
+Programs PhasePrograms() {
+  return {
+      InTurn("phases_of_two_kinds", {AdamW, Momentum, AdamW}),
+      InTurn("phases_that_keep_more", {Sgd, AmsGrad}),
+      InTurn("phases_that_keep_less", {AmsGrad, AdamW}),
+      InTurn("phases_with_and_without_momentum", {Momentum, Sgd, Momentum}),
+      {"two_kinds_side_by_side",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         std::vector<Tensor> weights, biases;
+         for (const Tensor& parameter : model->parameters())
+           (parameter.dim() > 1 ? weights : biases).push_back(parameter);
+         auto of_weights = AdamW(weights), of_biases = Momentum(biases);
+         auto engine = run.Open();
+         engine->Attach(*model, *of_weights);
+         engine->Attach(*model, *of_biases);
+         for (int step = 0; step < 3; ++step) {
+           const Tensor loss = Loss(run, model, step);
+           loss.backward();
+           of_weights->step();
+           of_biases->step();
+           of_weights->zero_grad();
+           of_biases->zero_grad();
+           run.See(loss);
+         }
+         run.See(*model);
+       }},
+      // A group's parameters that were frozen stand before those that were not.
+      {"thawed_for_the_next_optimizer",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         SetTrained(model, 0, false);
+         auto engine = run.Open();
+         auto own = Adam(model->parameters());
+         engine->Attach(*model, *own);
+         Train(run, model, *own, 0, 2);
+         SetTrained(model, 0, true);
+         own.reset();
+         own = SlowAdam(model->parameters());
+         engine->Attach(*model, *own);
+         Train(run, model, *own, 2, 4);
+         run.See(*model);
+       }},
+      {"thawed_after_a_file",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         SetTrained(model, 2, false);
+         auto engine = run.Open();
+         auto own = Adam(model->parameters());
+         engine->Attach(*model, *own);
+         Train(run, model, *own, 0, 2);
+         std::stringstream file;
+         torch::save(*own, file);
+         Train(run, model, *own, 2, 3);
+         torch::load(*own, file);
+         SetTrained(model, 2, true);
+         Train(run, model, *own, 3, 5);
+         run.See(*model);
+       }},
+      {"resumed_between_phases", [](Run& run) { ResumeBetweenPhases(run, Adam, SlowAdam); }},
+      {"resumed_before_one_of_both", ResumeBeforeOneOfBoth},
+      // Of fp32 weights the second keeps nothing that could be lost.
+      {"resumed_within_a_phase_that_keeps_nothing",
+       [](Run& run) { ResumeBetweenPhases(run, Adam, Sgd); }, 0, /*fp32_only=*/true},
+      // What the second one has kept is gone with the run that ends within it.
+      {"resumed_within_a_phase_of_another_kind",
+       [](Run& run) { ResumeBetweenPhases(run, Momentum, Adam); }, 1604},
+  };
+}
+
+}  // namespace offload::battery
