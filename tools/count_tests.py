@@ -2,7 +2,9 @@
 
 Reads the build events (--build_event_json_file) for the targets that ran and their verdicts, and
 each target's test.xml for its cases. A target without cases in its XML counts as one; a target that failed
-although no case did (a crash after the last one, a time-out) adds one failure.
+although no case did (a crash after the last one, a time-out) adds one failure. A target that
+passed only when it was tried again counts as it did then, and is named: its first failure is a defect to
+be looked for, of the test or of what it tests.
 
 Exit code 1 when anything failed.
 """
@@ -44,25 +46,34 @@ def count_cases(xml_path):
 
 
 def read_events(lines):
-    """Returns {label: (verdict, [paths of test.xml])} for every test target of the run."""
-    verdicts, files = {}, {}
+    """Returns {label: (verdict, [test.xml of every shard's last attempt], [logs of attempts that failed])}."""
+    verdicts, files, failures = {}, {}, {}
     for line in lines:
         event = json.loads(line)
         if "testSummary" in event:
             label = event["id"]["testSummary"]["label"]
             verdicts[label] = event["testSummary"].get("overallStatus", "NO_STATUS")
         if "testResult" in event:
-            label = event["id"]["testResult"]["label"]
-            for output in event["testResult"].get("testActionOutput", []):
-                if output.get("name") == "test.xml":
-                    path = urllib.parse.unquote(urllib.parse.urlparse(output["uri"]).path)
-                    files.setdefault(label, []).append(path)
-    return {label: (verdict, files.get(label, [])) for label, verdict in verdicts.items()}
+            attempt = event["id"]["testResult"]
+            label = attempt["label"]
+            outputs = {
+                output.get("name"): urllib.parse.unquote(urllib.parse.urlparse(output.get("uri", "")).path)
+                for output in event["testResult"].get("testActionOutput", [])}
+            if "test.xml" in outputs:
+                number = (attempt.get("attempt", 1), outputs["test.xml"])
+                shard = files.setdefault(label, {})
+                part = (attempt.get("run", 1), attempt.get("shard", 1))
+                shard[part] = max(shard.get(part, number), number)
+            if event["testResult"].get("status", "PASSED") != "PASSED":
+                failures.setdefault(label, []).append(outputs.get("test.log", "no log"))
+    return {
+        label: (verdict, [path for _, path in files.get(label, {}).values()], failures.get(label, []))
+        for label, verdict in verdicts.items()}
 
 
 def count_target(verdict, xml_paths):
     count = Count()
-    for path in xml_paths[-1:]:  # the last attempt decides
+    for path in xml_paths:
         count.add(count_cases(path))
     good = verdict in ("PASSED", "FLAKY")
     if not good and count.failed == 0:
@@ -75,9 +86,11 @@ def count_target(verdict, xml_paths):
 def main(path):
     total = Count()
     with open(path, encoding="utf-8") as lines:
-        for label, (verdict, xml_paths) in sorted(read_events(lines).items()):
+        for label, (verdict, xml_paths, logs) in sorted(read_events(lines).items()):
             count = count_target(verdict, xml_paths)
             total.add(count)
+            if verdict == "FLAKY":
+                print(f"{label}: passed when tried again, failed before: {', '.join(logs)}")
             if count.failed > 0:
                 print(f"{label}: {count}")
     print(total)

@@ -50,7 +50,21 @@ class CountTestsTest(unittest.TestCase):
             {"id": {"testSummary": {"label": "//a:b"}}, "testSummary": {"overallStatus": "FAILED"}},
             {"id": {"buildFinished": {}}},
         ]
-        self.assertEqual(count_tests.read_events(map(json.dumps, events)), {"//a:b": ("FAILED", [path])})
+        self.assertEqual(count_tests.read_events(map(json.dumps, events)), {"//a:b": ("FAILED", [path], [])})
+
+    def test_last_attempt_of_every_shard_counts(self):
+        def attempt(shard, number, status, path):
+            return {"id": {"testResult": {"label": "//a:b", "run": 1, "shard": shard, "attempt": number}},
+                    "testResult": {"status": status, "testActionOutput": [
+                        {"name": "test.log", "uri": f"file:///{shard}.{number}.log"},
+                        {"name": "test.xml", "uri": "file://" + path}]}}
+
+        events = [
+            attempt(1, 1, "FAILED", "/1.1"), attempt(2, 1, "PASSED", "/2.1"), attempt(1, 2, "PASSED", "/1.2"),
+            {"id": {"testSummary": {"label": "//a:b"}}, "testSummary": {"overallStatus": "FLAKY"}},
+        ]
+        self.assertEqual(count_tests.read_events(map(json.dumps, events)),
+                         {"//a:b": ("FLAKY", ["/1.2", "/2.1"], ["/1.1.log"])})
 
 
 if __name__ == "__main__":

@@ -5,13 +5,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <barrier>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -24,6 +22,7 @@
 #include "zero3/gpu/careless_accelerator.h"
 #include "zero3/gpu/gpu_plan.h"
 #include "zero3/gpu/gpu_window.h"
+#include "zero3/gpu/peer_fixture.h"
 #include "zero3/gpu/peer_group.h"
 
 namespace offload::zero3 {
@@ -139,7 +138,9 @@ class Rank {
   void Close() {
     if (window_ == nullptr) return;
     Finish();
+    window_->BeginSourceWait();  // takes back its offers: the others can agree to nothing more
     gathers_ = window_->counters().gathers;
+    window_->EndSourceWait();
     window_.reset();
     group_.reset();
     EXPECT_EQ(source_.leases(), 0);
@@ -167,34 +168,6 @@ class Rank {
   Stream stream_;
   accelerator::Event event_;
   uint64_t gathers_ = 0;
-};
-
-// Ranks as threads of this process.
-class Threads {
- public:
-  explicit Threads(uint32_t world_size) : barrier_(world_size), said_(world_size) {}
-
-  PeerGroup::Exchange ExchangeOf(uint32_t rank) {
-    return [this, rank](const std::string& says) -> absl::StatusOr<std::vector<std::string>> {
-      said_[rank] = says;
-      barrier_.arrive_and_wait();
-      const std::vector<std::string> all = said_;
-      barrier_.arrive_and_wait();
-      return all;
-    };
-  }
-  void Meet() { barrier_.arrive_and_wait(); }
-  uint32_t world_size() const { return static_cast<uint32_t>(said_.size()); }
-
-  void Run(const std::function<void(uint32_t rank)>& body) {
-    std::vector<std::thread> threads;
-    for (uint32_t rank = 0; rank < world_size(); ++rank) threads.emplace_back(body, rank);
-    for (std::thread& thread : threads) thread.join();
-  }
-
- private:
-  std::barrier<> barrier_;
-  std::vector<std::string> said_;
 };
 
 // A step, as all ranks take it: the bytes of all weights change while nobody has a lease.
@@ -387,20 +360,6 @@ TEST(GpuWindowPeersTest, AFailedDeviceIsAnErrorOfAllRanks) {
     EXPECT_EQ(rank.Operator(0), status) << "and stays one";
     threads.Meet();
   });
-}
-
-// Messages of two processes.
-PeerGroup::Exchange ExchangeOver(int socket, uint32_t rank) {
-  return [socket, rank](const std::string& says) -> absl::StatusOr<std::vector<std::string>> {
-    if (send(socket, says.data(), says.size(), 0) < 0) return absl::InternalError("send");
-    char bytes[4096];
-    const ssize_t size = recv(socket, bytes, sizeof(bytes), 0);
-    if (size < 0) return absl::InternalError("recv");
-    std::vector<std::string> said(2);
-    said[rank] = says;
-    said[1 - rank] = std::string(bytes, static_cast<size_t>(size));
-    return said;
-  };
 }
 
 // Rank 1 agrees to gather, and never comes: it is killed while rank 0's stream waits for it.
