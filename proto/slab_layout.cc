@@ -1,7 +1,6 @@
 #include "proto/slab_layout.h"
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
@@ -332,6 +331,18 @@ uint64_t FullStateBytes(const Catalogue& catalogue) {
     largest = std::max(largest, StateBytes(tensor, 0));  // the first is the largest
   }
   return largest;
+}
+
+std::optional<uint64_t> ExtentsInMemory(const Catalogue& catalogue, const MemoryPlan& plan) {
+  uint64_t count = 0;
+  for (size_t i = 0; i < catalogue.store_tensors.size(); ++i) {
+    const StoreTensor& tensor = catalogue.store_tensors[i];
+    if (!tensor.trainable) continue;
+    const uint32_t extents = ExtentCount(tensor.element_count);
+    if (plan.state_resident[i] < extents) return std::nullopt;
+    count += extents;
+  }
+  return count;
 }
 
 absl::StatusOr<SlabLayout> ComputeSlabLayout(const Catalogue& catalogue, const MemoryPlan& plan) {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -118,6 +119,10 @@ struct MemoryPlan {
       0;                    // of the regions of the ranks after the first, when there are any
   uint32_t sum_blocks = 0;  // for sums in the scratch file: extents being added to at a time
 };
+
+// How many extents a step updates, where the state of all of them stays in memory; nothing where
+// that of one is read from the drive.
+std::optional<uint64_t> ExtentsInMemory(const Catalogue& catalogue, const MemoryPlan& plan);
 
 // Offsets in the slab. Everything begins at a multiple of 4096.
 struct SlabLayout {

@@ -759,23 +759,14 @@ static bool HasFreeCore() {
   return computing < CPU_COUNT(&own);
 }
 
-// Then there is nothing to begin in a backward: what stays in memory is updated at step().
-static bool KeepsAllState(const proto::Catalogue& catalogue, const proto::MemoryPlan& plan) {
-  for (uint32_t i = 0; i < catalogue.store_tensors.size(); ++i) {
-    const proto::StoreTensor& tensor = catalogue.store_tensors[i];
-    if (tensor.trainable && plan.state_resident[i] < proto::ExtentCount(tensor.element_count))
-      return false;
-  }
-  return true;
-}
-
 // Of one rank: what several add up the daemon has to wait for. Within an interval there is no place
-// for a second step.
+// for a second step. What stays in memory is updated at step(): there is nothing to begin before.
 std::shared_ptr<StepAnnouncement> TensorEngine::MakeAnnouncement() const {
   if (!HasFreeCore()) return nullptr;
   if (attachment_->world_size() > 1 || attachment_->device() != nullptr ||
       options_.update_in_backward == "never" || attachment_->input().durability.has_intervals() ||
-      KeepsAllState(attachment_->input().catalogue, attachment_->plan().memory))
+      proto::ExtentsInMemory(attachment_->input().catalogue, attachment_->plan().memory)
+          .has_value())
     return nullptr;
   return std::make_shared<StepAnnouncement>(
       StepAnnouncement::Channel{.begin_step =

@@ -90,8 +90,10 @@ struct Options {
   std::string io = "auto";      // auto | uring | libaio | threads
   // Or "checkpoint:100": a commit after so many steps only; "checkpoint:10min": after so long.
   std::string durability = "step";
-  int generations = 0;     // spare ones of a new store: so many snapshots need no growth
-  int update_threads = 0;  // of the daemon's optimizer; 0: half of the cores
+  int generations = 0;  // spare ones of a new store: so many snapshots need no growth
+  // Of the daemon's optimizer. 0: half of the cores, more where the drive is fast or all state
+  // stays in memory (docs/tuning.md).
+  int update_threads = 0;
   // "auto": updates begin during the backward, tensor by tensor, beside the state that there is,
   // and become the step's when step() says the same (docs/tuning.md); "never": they begin at
   // step(). Results are the same.
