@@ -3,6 +3,7 @@
 // For tests: tensors full of what breaks kernels, and every optimizer of the table in many forms.
 #pragma once
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -44,6 +45,7 @@ inline float AdversarialValue(Random* random) {
   const uint64_t kind = random->Below(8);
   if (kind == 0) return kSpecial[random->Below(std::size(kSpecial))];
   if (kind == 1) return std::bit_cast<float>(static_cast<uint32_t>(random->Next()));
+  if (kind == 2) return std::bit_cast<float>(static_cast<uint32_t>(random->Next()) & 0x007FFFFF);
   return static_cast<float>(random->Unit() * 2 - 1);
 }
 
@@ -219,15 +221,20 @@ inline std::vector<OptimizerSpec> ManyOptimizers() {
   return many;
 }
 
-// Corrections of every kind in no order: what a library could have, and more.
-inline const uint32_t* AnyRoots() {
-  static const std::vector<uint32_t> corrections = [] {
+// Corrections of every kind in no order: what a library could have, and more. At step 1 none, at
+// step 3 those of normal numbers, at step 4 of subnormal ones, too.
+inline const uint32_t* RootsOfStep(int64_t step) {
+  static const auto corrections = [] {
     Random random(7);
-    std::vector<uint32_t> words(SquareRoots::kEntries / SquareRoots::kEntriesPerWord);
+    std::vector<uint32_t> words(SquareRoots::kWords);
     for (uint32_t& word : words) word = static_cast<uint32_t>(random.Next());
-    return words;
+    std::array<std::vector<uint32_t>, 2> both = {words, words};
+    for (const uint32_t of_subnormals : {0, 1})
+      both[of_subnormals][SquareRoots::kSubnormalWord] = of_subnormals;
+    return both;
   }();
-  return corrections.data();
+  return step < 3 ? nullptr : corrections[step - 3].data();
 }
+inline constexpr int64_t kStepsOfRoots[] = {1, 3, 4};
 
 }  // namespace offload::kernels

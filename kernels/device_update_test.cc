@@ -55,8 +55,8 @@ TEST(DeviceUpdateTest, EveryElementIsThatOfTheProcessorsKernelsBitForBit) {
         for (const OptimizerSpec& optimizer : SupportedOptimizers()) {
           Tensor device(shape, count, &random);
           Tensor processor = device;
-          for (const int64_t step : {1, 3}) {
-            const uint32_t* const roots = step == 3 ? AnyRoots() : nullptr;
+          for (const int64_t step : kStepsOfRoots) {
+            const uint32_t* const roots = RootsOfStep(step);
             device.Apply({}, scale, [&](kernels::Run run) {
               run.roots = roots;
               UpdateAsDevice(optimizer, step, run);

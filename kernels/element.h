@@ -30,9 +30,11 @@ struct Element {
 
   OFFLOAD_DEVICE_CODE static float CorrectRoot(float value, float nearest,
                                                const uint32_t* corrections) {
+    const uint32_t least = corrections[SquareRoots::kSubnormalWord] != 0 ? 1 : 0x00800000;
     const auto bits = std::bit_cast<uint32_t>(value);
-    if (bits - 0x00800000u >= 0x7F000000u) return nearest;  // not a positive normal number
-    const uint32_t entry = bits & 0x00FFFFFF;
+    if (bits - least >= 0x7F800000 - least) return nearest;
+    const auto normal = bits >= 0x00800000 ? bits : std::bit_cast<uint32_t>(value * 0x1p64f);
+    const uint32_t entry = normal & 0x00FFFFFF;
     const uint32_t places = corrections[entry / 16] << (30 - 2 * (entry % 16));
     static_assert(SquareRoots::kEntriesPerWord == 16);
     const int32_t correction = static_cast<int32_t>(places) >> 30;

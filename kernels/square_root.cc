@@ -23,17 +23,19 @@ std::vector<int32_t> PlacesOff(const std::function<void(std::span<float>)>& take
   return places;
 }
 
-// Numbers of every exponent, subnormal ones included.
+// Numbers of every exponent, and so many subnormal ones of every magnitude that a library whose
+// roots are off once in a thousand shows what it does to them.
 std::vector<float> Samples() {
-  constexpr uint32_t kPerExponent = 64, kExponents = 255;
+  constexpr uint32_t kPerExponent = 64, kExponents = 255, kSubnormal = 64 * 1024;
   std::minstd_rand random(20261122);
+  const auto mantissa = [&] { return static_cast<uint32_t>(random()) & 0x007FFFFF; };
   std::vector<float> samples;
-  for (uint32_t exponent = 0; exponent < kExponents; ++exponent) {
-    for (uint32_t i = 0; i < kPerExponent; ++i) {
-      const auto mantissa = static_cast<uint32_t>(random()) & 0x007FFFFF;
-      samples.push_back(std::bit_cast<float>(exponent << 23 | mantissa));
-    }
+  for (uint32_t exponent = 1; exponent < kExponents; ++exponent) {
+    for (uint32_t i = 0; i < kPerExponent; ++i)
+      samples.push_back(std::bit_cast<float>(exponent << 23 | mantissa()));
   }
+  for (uint32_t i = 0; i < kSubnormal; ++i)
+    samples.push_back(std::bit_cast<float>(mantissa() >> (i % 23)));
   samples.push_back(0.0f);
   samples.push_back(INFINITY);
   return samples;
@@ -63,11 +65,19 @@ std::optional<SquareRoots> SquareRoots::Measure(
   const std::vector<float> samples = Samples();
   std::vector<float> taken = samples;
   take_roots(taken);
-  for (size_t i = 0; i < samples.size(); ++i) {
-    const float expected = CorrectRoot(samples[i], std::sqrt(samples[i]), roots.corrections());
-    if (std::bit_cast<uint32_t>(taken[i]) != std::bit_cast<uint32_t>(expected)) return std::nullopt;
+  for (const bool subnormals_have_entries : {false, true}) {
+    roots.corrections_[kSubnormalWord] = subnormals_have_entries ? 1 : 0;
+    if (roots.Follow(samples, taken)) return roots;
   }
-  return roots;
+  return std::nullopt;
+}
+
+bool SquareRoots::Follow(std::span<const float> values, std::span<const float> roots) const {
+  for (size_t i = 0; i < values.size(); ++i) {
+    const float root = CorrectRoot(values[i], std::sqrt(values[i]), corrections());
+    if (std::bit_cast<uint32_t>(root) != std::bit_cast<uint32_t>(roots[i])) return false;
+  }
+  return true;
 }
 
 std::optional<SquareRoots> SquareRoots::FromBytes(std::string_view bytes) {

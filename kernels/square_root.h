@@ -8,7 +8,8 @@
 // the nearest root by one place at most. SquareRoots measures them once (some 0.1 s) and keeps two
 // bits for each.
 //
-// Subnormal numbers, zeros, infinities and NaN have the nearest root, which Measure() checks, too.
+// Subnormal numbers have the nearest root, or that of the normal number which is 2^64 times as
+// large: that, too, depends on the processor. Zeros, infinities and NaN have the nearest one.
 //
 // Thread safety: a value; const methods may be called by any thread.
 #pragma once
@@ -28,7 +29,10 @@ class SquareRoots {
  public:
   static constexpr size_t kEntries = size_t{1} << 24;
   static constexpr size_t kEntriesPerWord = 16;
-  static constexpr size_t kBytes = kEntries / 4;
+  // The word behind the entries: not zero when subnormal numbers have roots as normal ones have.
+  static constexpr size_t kSubnormalWord = kEntries / kEntriesPerWord;
+  static constexpr size_t kWords = kSubnormalWord + 1;
+  static constexpr size_t kBytes = kWords * sizeof(uint32_t);
 
   // Asks `take_roots`, which replaces values by their roots, for the roots that tell all others.
   // Nothing when it does otherwise than said above: then there is no way to follow it.
@@ -48,18 +52,21 @@ class SquareRoots {
   bool operator==(const SquareRoots&) const = default;
 
  private:
-  SquareRoots() : corrections_(kEntries / kEntriesPerWord) {}
+  SquareRoots() : corrections_(kWords) {}
+  bool Follow(std::span<const float> values, std::span<const float> roots) const;
 
   // The two bits of entry i, a number of two's complement, begin at bit 2 * (i mod 16) of word
-  // i / 16. The entry of a value is its lowest 24 bits: mantissa and parity of the exponent.
+  // i / 16. The entry of a normal value is its lowest 24 bits: mantissa and parity of the exponent.
   std::vector<uint32_t> corrections_;
 };
 
 // The root of `value`, whose nearest one is `nearest`.
 inline float CorrectRoot(float value, float nearest, const uint32_t* corrections) {
+  const uint32_t least = corrections[SquareRoots::kSubnormalWord] != 0 ? 1 : 0x00800000;
   const auto bits = std::bit_cast<uint32_t>(value);
-  if (bits - 0x00800000u >= 0x7F000000u) return nearest;  // not a positive normal number
-  const uint32_t entry = bits & 0x00FFFFFF;
+  if (bits - least >= 0x7F800000 - least) return nearest;  // not a positive number with an entry
+  const auto normal = bits >= 0x00800000 ? bits : std::bit_cast<uint32_t>(value * 0x1p64f);
+  const uint32_t entry = normal & 0x00FFFFFF;
   const uint32_t word = corrections[entry / SquareRoots::kEntriesPerWord];
   const uint32_t places = word << (30 - 2 * (entry % SquareRoots::kEntriesPerWord));
   const int32_t correction = static_cast<int32_t>(places) >> 30;

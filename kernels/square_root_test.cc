@@ -28,6 +28,14 @@ int PlacesOff(float value) {
 void TakeRootsCarelessly(std::span<float> values) {
   for (float& value : values) value = Moved(std::sqrt(value), PlacesOff(value));
 }
+// One that makes normal numbers of subnormal ones first.
+void TakeRootsOfNormalNumbers(std::span<float> values) {
+  for (float& value : values) {
+    const int exponent = value > 0 && !std::isnormal(value) && std::isfinite(value) ? 64 : 0;
+    const float normal = std::ldexp(value, exponent);
+    value = std::ldexp(Moved(std::sqrt(normal), PlacesOff(normal)), -exponent / 2);
+  }
+}
 void TakeNearestRoots(std::span<float> values) {
   for (float& value : values) value = std::sqrt(value);
 }
@@ -46,6 +54,23 @@ TEST(SquareRootsTest, FollowTheLibraryThatTheyMeasured) {
     TakeRootsCarelessly(expected);
     ASSERT_EQ(Corrected(*roots, value), expected[0]) << value;
   }
+}
+
+TEST(SquareRootsTest, FollowALibraryThatMakesSubnormalNumbersNormal) {
+  const std::optional<SquareRoots> roots = SquareRoots::Measure(TakeRootsOfNormalNumbers);
+  ASSERT_TRUE(roots.has_value());
+  int off = 0;
+  for (uint32_t bits = 0; bits < 0x7F800000; bits += bits < 0x00800000 ? 61 : 4099) {
+    const auto value = std::bit_cast<float>(bits);
+    std::vector<float> expected = {value};
+    TakeRootsOfNormalNumbers(expected);
+    ASSERT_EQ(Corrected(*roots, value), expected[0]) << value;
+    if (!std::isnormal(value)) off += expected[0] != std::sqrt(value);
+  }
+  EXPECT_GT(off, 1000);
+  const auto read = SquareRoots::FromBytes(roots->bytes());
+  ASSERT_TRUE(read.has_value());
+  EXPECT_EQ(*read, *roots);
 }
 
 TEST(SquareRootsTest, LeaveWhatIsNotAPositiveNormalNumberAlone) {

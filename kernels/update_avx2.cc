@@ -1,6 +1,7 @@
 // The kernels with 8 lanes of fp32: AVX2 and FMA.
 #include <immintrin.h>
 
+#include "kernels/square_root.h"
 #include "kernels/vector_update.h"
 
 namespace offload::kernels {
@@ -17,14 +18,18 @@ struct Avx2 {
   static Float Fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
   static Float Sqrt(Float value) { return _mm256_sqrt_ps(value); }
   static Float CorrectRoot(Float value, Float nearest, const uint32_t* corrections) {
+    const int least = corrections[SquareRoots::kSubnormalWord] != 0 ? 1 : 0x00800000;
     const __m256i bits = _mm256_castps_si256(value);
-    const __m256i is_normal =
-        _mm256_and_si256(_mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x007FFFFF)),
+    const __m256i has_entry =
+        _mm256_and_si256(_mm256_cmpgt_epi32(bits, _mm256_set1_epi32(least - 1)),
                          _mm256_cmpgt_epi32(_mm256_set1_epi32(0x7F800000), bits));
-    const __m256i entry = _mm256_and_si256(bits, _mm256_set1_epi32(0x00FFFFFF));
+    const __m256i is_normal = _mm256_cmpgt_epi32(bits, _mm256_set1_epi32(0x007FFFFF));
+    const __m256i normal = _mm256_blendv_epi8(
+        _mm256_castps_si256(_mm256_mul_ps(value, _mm256_set1_ps(0x1p64f))), bits, is_normal);
+    const __m256i entry = _mm256_and_si256(normal, _mm256_set1_epi32(0x00FFFFFF));
     const __m256i words = _mm256_mask_i32gather_epi32(_mm256_setzero_si256(),
                                                       reinterpret_cast<const int*>(corrections),
-                                                      _mm256_srli_epi32(entry, 4), is_normal, 4);
+                                                      _mm256_srli_epi32(entry, 4), has_entry, 4);
     const __m256i place = _mm256_and_si256(entry, _mm256_set1_epi32(15));
     const __m256i left = _mm256_sub_epi32(_mm256_set1_epi32(30), _mm256_add_epi32(place, place));
     const __m256i correction = _mm256_srai_epi32(_mm256_sllv_epi32(words, left), 30);

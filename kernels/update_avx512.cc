@@ -1,6 +1,7 @@
 // The kernels with 16 lanes of fp32: AVX-512 F, BW, DQ, VL.
 #include <immintrin.h>
 
+#include "kernels/square_root.h"
 #include "kernels/vector_update.h"
 
 namespace offload::kernels {
@@ -17,11 +18,16 @@ struct Avx512 {
   static Float Fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static Float Sqrt(Float value) { return _mm512_sqrt_ps(value); }
   static Float CorrectRoot(Float value, Float nearest, const uint32_t* corrections) {
+    const int least = corrections[SquareRoots::kSubnormalWord] != 0 ? 1 : 0x00800000;
     const __m512i bits = _mm512_castps_si512(value);
-    const __mmask16 is_normal = _mm512_cmplt_epu32_mask(
-        _mm512_sub_epi32(bits, _mm512_set1_epi32(0x00800000)), _mm512_set1_epi32(0x7F000000));
-    const __m512i entry = _mm512_and_si512(bits, _mm512_set1_epi32(0x00FFFFFF));
-    const __m512i words = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), is_normal,
+    const __mmask16 has_entry = _mm512_cmplt_epu32_mask(
+        _mm512_sub_epi32(bits, _mm512_set1_epi32(least)), _mm512_set1_epi32(0x7F800000 - least));
+    const __mmask16 is_subnormal =
+        _mm512_mask_cmplt_epu32_mask(has_entry, bits, _mm512_set1_epi32(0x00800000));
+    const __m512i normal = _mm512_castps_si512(
+        _mm512_mask_mul_ps(value, is_subnormal, value, _mm512_set1_ps(0x1p64f)));
+    const __m512i entry = _mm512_and_si512(normal, _mm512_set1_epi32(0x00FFFFFF));
+    const __m512i words = _mm512_mask_i32gather_epi32(_mm512_setzero_si512(), has_entry,
                                                       _mm512_srli_epi32(entry, 4), corrections, 4);
     const __m512i place = _mm512_and_si512(entry, _mm512_set1_epi32(15));
     const __m512i left = _mm512_sub_epi32(_mm512_set1_epi32(30), _mm512_add_epi32(place, place));

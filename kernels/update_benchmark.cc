@@ -33,8 +33,7 @@ struct Planes {
 
 // With roots of a library: a sixth of them is off by one place.
 const uint32_t* LibraryRoots() {
-  static const std::vector<uint32_t> corrections(
-      SquareRoots::kEntries / SquareRoots::kEntriesPerWord, 0x00010030);
+  static const std::vector<uint32_t> corrections(SquareRoots::kWords, 0x00010030);
   return corrections.data();
 }
 

@@ -15,15 +15,15 @@
 namespace offload::kernels {
 namespace {
 
-// Calls check(update) for a tensor's first update and a later one, where update(isa, run) is one of
+// Calls check(update) for a tensor's first update and later ones, where update(isa, run) is one of
 // the updates.
 template <class Check>
 void ForEveryUpdate(const Check& check) {
   for (const OptimizerSpec& optimizer : ManyOptimizers()) {
-    for (const int64_t step : {1, 3}) {
+    for (const int64_t step : kStepsOfRoots) {
       SCOPED_TRACE(std::string(optimizer.name()));
       check([&](Isa isa, Run run) {
-        if (step == 3) run.roots = AnyRoots();
+        run.roots = RootsOfStep(step);
         Update(isa, optimizer, step, run);
       });
     }
@@ -118,7 +118,7 @@ bool FollowsRoots(const OptimizerSpec& optimizer) {
   Tensor others = nearest;
   nearest.Apply({}, 1, [&](const Run& run) { Update(optimizer, 3, run); });
   others.Apply({}, 1, [&](Run run) {
-    run.roots = AnyRoots();
+    run.roots = RootsOfStep(3);
     Update(optimizer, 3, run);
   });
   return nearest.Bits() != others.Bits();

@@ -227,13 +227,16 @@ TEST(KernelsTorchTest, SquareRootsAreThoseOfTorchWhereverTheyStand) {
   const SquareRoots& roots = zero3::TorchSquareRoots();
   std::cout << "torch's square roots are " << (roots.AreNearest() ? "" : "not ") << "the nearest\n";
   for (const int64_t count : {1, 3, 8, 15, 16, 17, 31, 63, 1000, 100003}) {
-    const Tensor values = RandomTensor(count, 1).square() * torch::exp(20 * torch::randn({count}));
-    const Tensor taken = values.sqrt();
-    for (int64_t i = 0; i < count; ++i) {
-      const float value = values.const_data_ptr<float>()[i];
-      ASSERT_EQ(taken.const_data_ptr<float>()[i],
-                CorrectRoot(value, std::sqrt(value), roots.corrections()))
-          << value;
+    const Tensor normal = RandomTensor(count, 1).square() * torch::exp(20 * torch::randn({count}));
+    const Tensor subnormal = RandomTensor(count, 1).square() * 1e-39;
+    for (const Tensor& values : {normal, subnormal}) {
+      const Tensor taken = values.sqrt();
+      for (int64_t i = 0; i < count; ++i) {
+        const float value = values.const_data_ptr<float>()[i];
+        ASSERT_EQ(taken.const_data_ptr<float>()[i],
+                  CorrectRoot(value, std::sqrt(value), roots.corrections()))
+            << value;
+      }
     }
   }
 }
