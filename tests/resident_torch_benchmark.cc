@@ -1,7 +1,7 @@
 // What offloading costs a step when everything is resident: a stack of perceptrons in memory and
 // offloaded with room for all of it, in turns.
 //
-//   bazel run -c opt //tests:resident_torch_benchmark -- POOL [ROUNDS]
+//   bazel run -c opt //tests:resident_torch_benchmark -- POOL [ROUNDS [DURABILITY]]
 //
 // Prints the medians of the two, and of their ratios, for hidden sizes 64, 512 and 2048; the
 // processor time of the trainer's process alone in brackets. The daemon's update runs beside it.
@@ -89,10 +89,11 @@ class Side {
 };
 
 // True when the losses are equal.
-bool Compare(const std::string& pool, int hidden, int rounds) {
+bool Compare(const std::string& pool, int hidden, int rounds, const std::string& durability) {
   offload::Options options;
   options.nvme_path = pool;
   options.ram = "1GiB";
+  options.durability = durability;
   options.job = "benchmark-resident-" + std::to_string(hidden);
   const auto engine = offload::Engine::Open(options);
   if (engine->step() != 0) {
@@ -131,11 +132,12 @@ bool Compare(const std::string& pool, int hidden, int rounds) {
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    std::fprintf(stderr, "usage: %s POOL [ROUNDS]\n", argv[0]);
+    std::fprintf(stderr, "usage: %s POOL [ROUNDS [DURABILITY]]\n", argv[0]);
     return 2;
   }
   const int rounds = argc > 2 ? std::atoi(argv[2]) : 9;
+  const std::string durability = argc > 3 ? argv[3] : "step";
   bool equal = true;
-  for (const int hidden : {64, 512, 2048}) equal &= Compare(argv[1], hidden, rounds);
+  for (const int hidden : {64, 512, 2048}) equal &= Compare(argv[1], hidden, rounds, durability);
   return equal ? 0 : 1;
 }
