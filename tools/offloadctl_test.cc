@@ -251,6 +251,27 @@ TEST_F(OffloadctlTest, PlanAddsUpToTheBudget) {
   EXPECT_TRUE(plan["per_step"]["seconds"]["mixed"].is_number());
 }
 
+TEST_F(OffloadctlTest, PlanKnowsTheLinkOfADevice) {
+  const std::string model = "--params 100M --ram 512MiB --read-gbps 2 --write-gbps 1 ";
+  const Json plan = RunJson("plan",
+                            model +
+                                "--gpu-ram 2GiB --to-device-gbps 10 --to-host-gbps 5 "
+                                "--compute-seconds 0.01 --micro-batches 3",
+                            0);
+  const Json& link = plan["link"];
+  EXPECT_EQ(link["to_device_bytes"].get<uint64_t>(), 2 * plan["parameters"].get<uint64_t>());
+  EXPECT_EQ(link["to_host_bytes"].get<uint64_t>(), 3 * plan["gradient_bytes"].get<uint64_t>());
+  EXPECT_DOUBLE_EQ(link["seconds"].get<double>(),
+                   static_cast<double>(link["to_host_bytes"].get<uint64_t>()) / 5e9);
+  EXPECT_EQ(plan["bound"]["bound_by"], "drive");
+  EXPECT_EQ(plan["bound"]["link_seconds"], link["seconds"]);
+  EXPECT_EQ(RunJson("plan", model + "--gpu-ram 2GiB --advise", 0)["budgets"].is_array(), true);
+  EXPECT_TRUE(RunJson("plan", model + "--compute-seconds 9", 0)["bound"]["seconds"].is_number());
+  for (const char* wrong : {"--device cuda:0", "--gpu-ram 2GiB --to-host-gbps 5",
+                            "--gpu-ram 2GiB --device gpu", "--gpu-ram 2GiB --ranks 2"})
+    EXPECT_EQ(RunJson("plan", model + wrong, 2)["error"]["id"], "OFD-1002") << wrong;
+}
+
 TEST_F(OffloadctlTest, PlanCountsTheRegionsOfAllRanks) {
   const Json one = RunJson("plan", "--params 100M --ram 1GiB", 0);
   const Json two = RunJson("plan", "--params 100M --ram 1GiB --ranks 2", 0);

@@ -6,9 +6,15 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "accelerator/copy_rates.h"
+#include "accelerator/cuda_loader.h"
 #include "base/byte_size.h"
 #include "base/durability.h"
 #include "base/error.h"
@@ -23,6 +29,7 @@
 #include "tools/plan_model.h"
 #include "tools/plan_report.h"
 #include "zero3/gpu/gpu_tensors.h"
+#include "zero3/gpu/gpu_traffic.h"
 #include "zero3/planner.h"
 
 namespace offload::tools {
@@ -34,13 +41,14 @@ constexpr uint64_t kQuickFileBytes = uint64_t{1} << 30;
 
 struct Flags {
   ModelSource source;
-  std::string ram, gpu_ram, pool;
+  std::string ram, gpu_ram, device, pool;
   std::string dtype = "bf16", optimizer = "adamw";
   std::string durability = "step";
   std::string gradients = "added";
   int64_t micro_batches = 1;
   uint32_t ranks = 1;
-  double read_gbps = 0, write_gbps = 0, mixed_gbps = 0;  // 0: not given
+  double read_gbps = 0, write_gbps = 0, mixed_gbps = 0;        // 0: not given
+  double to_device_gbps = 0, to_host_gbps = 0, both_gbps = 0;  // likewise
   int64_t zero_stage = -1;
   std::string weights_home = "auto", state_home = "auto";
   zero3::ZeroPolicy hints;
@@ -74,6 +82,39 @@ absl::StatusOr<std::optional<Drive>> FindDrive(const Flags& flags) {
   return drive;
 }
 
+// "cuda" or "cuda:1".
+absl::StatusOr<int> NumberOf(absl::string_view device) {
+  int number = 0;
+  absl::string_view rest = device;
+  const bool is_cuda = absl::ConsumePrefix(&rest, "cuda");
+  if (is_cuda && rest.empty()) return number;
+  if (is_cuda && absl::ConsumePrefix(&rest, ":") && absl::SimpleAtoi(rest, &number) && number >= 0)
+    return number;
+  return MakeError(ErrorId::kBadValue, absl::StrCat("--device ", device), "Name one: cuda:0");
+}
+
+// As FindDrive.
+absl::StatusOr<std::optional<Link>> FindLink(const Flags& flags) {
+  const bool both = flags.to_device_gbps > 0 && flags.to_host_gbps > 0;
+  const bool some = flags.to_device_gbps > 0 || flags.to_host_gbps > 0 || flags.both_gbps > 0;
+  if (both) {
+    return Link{flags.to_device_gbps * 1e9, flags.to_host_gbps * 1e9, flags.both_gbps * 1e9,
+                "given"};
+  }
+  if (some) {
+    return MakeError(ErrorId::kBadValue, "one rate does not describe a link",
+                     "Give --to-device-gbps and --to-host-gbps, or --device cuda:0 to measure "
+                     "them");
+  }
+  if (flags.device.empty()) return std::optional<Link>();
+  OFFLOAD_ASSIGN_OR_RETURN(const int number, NumberOf(flags.device));
+  OFFLOAD_ASSIGN_OR_RETURN(const auto device,
+                           accelerator::OpenCuda(number, accelerator::CudaPluginPath()));
+  OFFLOAD_ASSIGN_OR_RETURN(const accelerator::CopyRates rates,
+                           accelerator::MeasureCopyRates(device.get()));
+  return Link{rates.to_device, rates.to_host, rates.both, "measured"};
+}
+
 std::vector<std::string> OptimizerChoices() {
   const auto names = kernels::OptimizerNames();
   return {names.begin(), names.end()};
@@ -88,7 +129,9 @@ class PlanCommand : public Command {
   const char* examples() const override {
     return "  offloadctl plan --params 8B --ram 32GiB --pool /nvme0\n"
            "  offloadctl plan /models/Llama-3.1-8B --ram 32GiB --read-gbps 6.8 --write-gbps 4.9\n"
-           "  offloadctl plan --params 8B --advise --pool /nvme0 --compute-seconds 12\n";
+           "  offloadctl plan --params 8B --advise --pool /nvme0 --compute-seconds 12\n"
+           "  offloadctl plan --params 8B --ram 64GiB --gpu-ram 20GiB --device cuda:0 --pool "
+           "/nvme0\n";
   }
   void DefineFlags(CLI::App& app) override {
     app.add_option("MODEL", flags_.source.model,
@@ -104,10 +147,20 @@ class PlanCommand : public Command {
         ->envname("OFFLOADD_RAM");
     app.add_option("--gpu-ram", flags_.gpu_ram,
                    "of a model on a device: the budget of its memory for weights and gradients");
+    app.add_option("--device", flags_.device, "with --gpu-ram: cuda:0, whose link is measured now");
+    for (const auto& [flag, rate, copies] :
+         {std::tuple{"--to-device-gbps", &flags_.to_device_gbps, "to the device"},
+          {"--to-host-gbps", &flags_.to_host_gbps, "back"},
+          {"--both-gbps", &flags_.both_gbps, "both ways at once, in all"}}) {
+      app.add_option(flag, *rate,
+                     absl::StrCat("of copies ", copies, ", in 1e9 bytes per second: what ",
+                                  "offloadctl doctor says"))
+          ->check(CLI::Range(1e-6, 1e6));
+    }
     app.add_flag("--advise", flags_.advise,
                  "what budgets from the least to everything in memory would buy");
     app.add_option("--compute-seconds", flags_.compute_seconds,
-                   "with --advise: what a step takes on this machine in memory")
+                   "what a step takes on this machine in memory: for the time of a step")
         ->check(CLI::Range(1e-6, 1e6));
     app.add_option("--dtype", flags_.dtype, "of weights and gradients: bf16, fp16, fp32 or fp64")
         ->check(CLI::IsMember({"bf16", "fp16", "fp32", "fp64"}));
@@ -151,6 +204,7 @@ class PlanCommand : public Command {
     PlanReport report;
     report.model = absl::StrCat(model.description, ", ", flags_.dtype, ", ", flags_.optimizer);
     report.micro_batches = flags_.micro_batches;
+    report.compute_seconds = flags_.compute_seconds;
     report.input.world_size = flags_.ranks;
     report.input.gradients_reduced = flags_.ranks > 1 && flags_.gradients == "reduced_by_trainer";
     OFFLOAD_ASSIGN_OR_RETURN(report.input.durability, ParseDurability(flags_.durability));
@@ -170,7 +224,10 @@ class PlanCommand : public Command {
     if (!flags_.ram.empty()) plan = zero3::MakePlan(report.input);
     if (!plan.ok()) return ReportRefusal(report, plan.status());
     OFFLOAD_RETURN_IF_ERROR(LookAtPool(report));
-    if (flags_.advise) return ReportOffers(report, flags_.compute_seconds);
+    if (report.gpu.has_value()) {
+      OFFLOAD_ASSIGN_OR_RETURN(report.gpu->link, FindLink(flags_));
+    }
+    if (flags_.advise) return ReportOffers(report);
     if (report.drive.has_value()) plan = zero3::MakePlan(report.input);
     if (!plan.ok()) return ReportRefusal(report, plan.status());
     return ReportPlan(report, *plan);
@@ -189,23 +246,28 @@ class PlanCommand : public Command {
   absl::StatusOr<GpuTier> PlanGpu(const proto::Catalogue& catalogue) const {
     GpuTier gpu;
     OFFLOAD_ASSIGN_OR_RETURN(gpu.ram_bytes, ParseByteSize(flags_.gpu_ram));
-    OFFLOAD_ASSIGN_OR_RETURN(
-        gpu.plan, zero3::MakeGpuPlan(zero3::GpuTensorsOf(catalogue.tensors), gpu.ram_bytes));
+    const std::vector<zero3::GpuTensor> tensors = zero3::GpuTensorsOf(catalogue.tensors);
+    OFFLOAD_ASSIGN_OR_RETURN(gpu.plan, zero3::MakeGpuPlan(tensors, gpu.ram_bytes));
+    gpu.traffic =
+        zero3::PlanLinkTraffic(tensors, gpu.plan, static_cast<uint64_t>(flags_.micro_batches));
     return gpu;
   }
 
   absl::Status CheckFlags() const {
-    if (!flags_.gpu_ram.empty() && (flags_.ranks > 1 || flags_.advise)) {
-      return MakeError(ErrorId::kBadValue,
-                       absl::StrCat("--gpu-ram with ", flags_.advise ? "--advise" : "--ranks"),
-                       "A model on a device has one rank: leave one of the two away");
+    if (!flags_.gpu_ram.empty() && flags_.ranks > 1) {
+      return MakeError(ErrorId::kBadValue, "--gpu-ram with --ranks",
+                       "How ranks share a link their devices decide, when they are attached "
+                       "(Engine::plan()): leave one of the two away");
+    }
+    if (flags_.gpu_ram.empty() && (!flags_.device.empty() || flags_.to_device_gbps > 0 ||
+                                   flags_.to_host_gbps > 0 || flags_.both_gbps > 0)) {
+      return MakeError(ErrorId::kBadValue, "a device or its link without --gpu-ram",
+                       "Add --gpu-ram, the budget of the device's memory");
     }
     if (flags_.ram.empty() && !flags_.advise) {
       return MakeError(ErrorId::kBadValue, "there is no --ram",
                        "Give a budget, or --advise to see what each would buy");
     }
-    if (flags_.compute_seconds > 0 && !flags_.advise)
-      return MakeError(ErrorId::kBadValue, "--compute-seconds is without --advise", "Add --advise");
     return absl::OkStatus();
   }
 

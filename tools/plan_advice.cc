@@ -16,16 +16,9 @@ namespace {
 
 constexpr uint64_t kMebibyte = uint64_t{1} << 20;
 constexpr uint64_t kUnlimitedRam = uint64_t{1} << 60;
-constexpr double kComputeBesideStream = 1.3;
 constexpr int kParts = 8;  // between the floor that keeps gradients and everything
 
 uint64_t UpToMebibyte(uint64_t bytes) { return (bytes + kMebibyte - 1) / kMebibyte * kMebibyte; }
-
-std::optional<double> DriveSeconds(const PlanReport& report, const zero3::Plan& plan) {
-  if (!report.drive.has_value()) return std::nullopt;
-  const StepSeconds seconds = SecondsOf(TrafficOf(plan, report.micro_batches), *report.drive);
-  return seconds.mixed.value_or(seconds.overlapped);
-}
 
 std::string Share(uint64_t part_bytes, uint64_t all_bytes) {
   return absl::StrFormat("%3.0f%%", 100.0 * static_cast<double>(part_bytes) /
@@ -64,11 +57,6 @@ std::string Rates(const PlanReport& report) {
 
 }  // namespace
 
-double SecondsOfStep(double drive_seconds, double compute_seconds) {
-  if (drive_seconds == 0) return compute_seconds;
-  return std::max(drive_seconds, kComputeBesideStream * compute_seconds);
-}
-
 absl::StatusOr<std::vector<BudgetOffer>> OfferBudgets(const PlanReport& report) {
   zero3::PlanInput input = report.input;
   input.ram_bytes = kUnlimitedRam;
@@ -89,7 +77,7 @@ absl::StatusOr<std::vector<BudgetOffer>> OfferBudgets(const PlanReport& report) 
   return offers;
 }
 
-absl::StatusOr<Answer> ReportOffers(const PlanReport& report, double compute_seconds) {
+absl::StatusOr<Answer> ReportOffers(const PlanReport& report) {
   OFFLOAD_ASSIGN_OR_RETURN(const std::vector<BudgetOffer> offers, OfferBudgets(report));
   Answer answer;
   answer.data = {{"model", report.model}, {"micro_batches", report.micro_batches}};
@@ -104,10 +92,12 @@ absl::StatusOr<Answer> ReportOffers(const PlanReport& report, double compute_sec
                              "state\n");
   Json& rows = answer.data["budgets"] = Json::array();
   for (const BudgetOffer& offer : offers) {
-    const std::optional<double> drive_seconds = DriveSeconds(report, offer.plan);
+    const StepBound bound = BoundOf(report, offer.plan);
+    const std::optional<double> drive_seconds = bound.drive;
     std::optional<double> step_seconds;
-    if (drive_seconds.has_value() && compute_seconds > 0)
-      step_seconds = SecondsOfStep(*drive_seconds, compute_seconds);
+    if (bound.drive.has_value() && bound.compute.has_value() &&
+        (bound.link.has_value() || !report.gpu.has_value()))
+      step_seconds = bound.seconds;
     const Traffic traffic = TrafficOf(offer.plan, report.micro_batches);
     rows.push_back({{"ram_bytes", offer.ram_bytes},
                     {"read_bytes", traffic.read_bytes},
@@ -120,7 +110,7 @@ absl::StatusOr<Answer> ReportOffers(const PlanReport& report, double compute_sec
                     {"checkpoint_bytes", offer.plan.checkpoint_bytes}});
     answer.text += Line(report, offer, offers.back().plan, drive_seconds, step_seconds);
   }
-  if (compute_seconds == 0)
+  if (report.compute_seconds == 0)
     answer.advice = "Next: --compute-seconds, what a step takes in memory, for the time of a step";
   return answer;
 }

@@ -15,10 +15,6 @@
 
 namespace offload::tools {
 
-// Seconds of a step that has `drive_seconds` of transfers beside `compute_seconds` in memory: a
-// machine whose cores do both computes 1.3 times as long beside the stream.
-double SecondsOfStep(double drive_seconds, double compute_seconds);
-
 struct BudgetOffer {
   uint64_t ram_bytes = 0;  // whole MiB
   zero3::Plan plan;
@@ -28,8 +24,8 @@ struct BudgetOffer {
 // budget that `report` has. OFD-1301 for one that does not train.
 absl::StatusOr<std::vector<BudgetOffer>> OfferBudgets(const PlanReport& report);
 
-// A line for each budget: bytes of a step, the drive's time, and, where `compute_seconds` is not 0,
-// the step's.
-absl::StatusOr<Answer> ReportOffers(const PlanReport& report, double compute_seconds);
+// A line for each budget: bytes of a step, the drive's time, and, where that of the computation is
+// known (and on a device that of the link), the step's.
+absl::StatusOr<Answer> ReportOffers(const PlanReport& report);
 
 }  // namespace offload::tools

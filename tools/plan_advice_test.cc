@@ -26,12 +26,6 @@ PlanReport Report(bool has_drive = true) {
   return report;
 }
 
-TEST(PlanAdviceTest, AStepIsTheDrivesOrTheComputationBesideIt) {
-  EXPECT_DOUBLE_EQ(SecondsOfStep(3, 1), 3);
-  EXPECT_DOUBLE_EQ(SecondsOfStep(3, 10), 13);
-  EXPECT_DOUBLE_EQ(SecondsOfStep(0, 10), 10) << "nothing is streamed";
-}
-
 TEST(PlanAdviceTest, BudgetsGoFromTheFloorToEverythingAndMoreIsNeverSlower) {
   for (const uint64_t interval : {1, 100}) {
     PlanReport report = Report();
@@ -57,7 +51,8 @@ TEST(PlanAdviceTest, BudgetsGoFromTheFloorToEverythingAndMoreIsNeverSlower) {
 TEST(PlanAdviceTest, ABudgetThatWasNamedIsAmongThem) {
   PlanReport report = Report();
   report.input.ram_bytes = 300 * kMebibyte + 4096;
-  const auto answer = ReportOffers(report, /*compute_seconds=*/0.5);
+  report.compute_seconds = 0.5;
+  const auto answer = ReportOffers(report);
   ASSERT_TRUE(answer.ok()) << answer.status();
   EXPECT_TRUE(absl::StrContains(answer->text, "<- --ram")) << answer->text;
   int named = 0;
@@ -68,11 +63,27 @@ TEST(PlanAdviceTest, ABudgetThatWasNamedIsAmongThem) {
   }
   EXPECT_EQ(named, 1);
   report.input.ram_bytes = kMebibyte;
-  EXPECT_EQ(ErrorIdOf(ReportOffers(report, 0).status()), ErrorId::kBudgetTooSmall);
+  EXPECT_EQ(ErrorIdOf(ReportOffers(report).status()), ErrorId::kBudgetTooSmall);
+}
+
+// The link's time is that of gpu_ram, whatever ram is.
+TEST(PlanAdviceTest, OnADeviceAStepTakesTheLinkToo) {
+  PlanReport report = Report();
+  report.compute_seconds = 0.001;
+  report.gpu = GpuTier{.traffic = {.weight_bytes = 50'000'000'000}};
+  const auto unknown = ReportOffers(report);
+  ASSERT_TRUE(unknown.ok()) << unknown.status();
+  report.gpu->link = Link{.to_device = 1e9, .to_host = 1e9};
+  const auto known = ReportOffers(report);
+  ASSERT_TRUE(known.ok()) << known.status();
+  for (const Json& row : unknown->data["budgets"]) EXPECT_TRUE(row["step_seconds"].is_null());
+  for (const Json& row : known->data["budgets"]) EXPECT_EQ(row["step_seconds"], 50);
 }
 
 TEST(PlanAdviceTest, WithoutRatesThereAreBytesAndNoTimes) {
-  const auto answer = ReportOffers(Report(/*has_drive=*/false), /*compute_seconds=*/1);
+  PlanReport report = Report(/*has_drive=*/false);
+  report.compute_seconds = 1;
+  const auto answer = ReportOffers(report);
   ASSERT_TRUE(answer.ok()) << answer.status();
   for (const Json& row : answer->data["budgets"]) {
     EXPECT_TRUE(row["drive_seconds"].is_null());

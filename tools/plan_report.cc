@@ -16,6 +16,7 @@ namespace {
 // Written bytes that a common drive of 1 TB is rated for; gives wear a scale.
 constexpr double kRatedBytes = 600e12;
 constexpr uint64_t kUnlimitedRam = uint64_t{1} << 60;
+constexpr double kComputeBesideStream = 1.3;
 
 uint64_t Rounded(double value) { return static_cast<uint64_t>(std::llround(value)); }
 std::string Traffic10(double bytes) { return FormatDecimalBytes(Rounded(bytes)); }
@@ -72,6 +73,10 @@ void AddMemory(const zero3::Plan& plan, Answer& answer) {
   answer.data["floor_without_spilling_bytes"] = plan.floor_without_spilling_bytes;
 }
 
+Json RateOf(double bytes_per_second) {
+  return bytes_per_second > 0 ? Json(bytes_per_second) : Json(nullptr);
+}
+
 void AddGpu(const PlanReport& report, Answer& answer) {
   if (!report.gpu.has_value()) return;
   const zero3::GpuPlan& plan = report.gpu->plan;
@@ -85,6 +90,83 @@ void AddGpu(const PlanReport& report, Answer& answer) {
     answer.text +=
         "weights: gathered where the ranks' devices reach each other, else copied by each rank\n";
   }
+}
+
+// What of all there is a tier holds.
+std::string Part(uint64_t part_bytes, uint64_t all_bytes, const char* of) {
+  const std::string part = FormatBytes(part_bytes), all = FormatBytes(all_bytes);
+  const bool is_all = part_bytes >= all_bytes || part == all;
+  return absl::StrCat(is_all ? "all " : part + " of ", all, " of ", of);
+}
+
+// One line per memory, from the device down.
+void AddTiers(const PlanReport& report, const zero3::Plan& plan, Answer& answer) {
+  if (!report.gpu.has_value() || report.input.world_size > 1) return;
+  const zero3::GpuPlan& gpu = report.gpu->plan;
+  const zero3::LinkTraffic& traffic = report.gpu->traffic;
+  const uint64_t all_weights = gpu.weight_bytes;
+  const uint64_t state_bytes = plan.state_bytes - std::min(plan.state_bytes, all_weights);
+  const uint64_t spilled_bytes = plan.memory.scratch_bytes;
+  const uint64_t kept_bytes = plan.gradient_bytes - std::min(plan.gradient_bytes, spilled_bytes);
+  const uint64_t ram_weights = plan.resident_weight_bytes + plan.memory.window_bytes;
+  absl::StrAppend(
+      &answer.text, "Tier      gpu_ram ", FormatBytes(report.gpu->ram_bytes), ": ",
+      Part(gpu.window_bytes, all_weights, "weights"), ", ",
+      Part(gpu.gradient_bytes, plan.gradient_bytes, "gradients"), "; a step copies ",
+      Traffic10(static_cast<double>(traffic.ToDeviceBytes())), " there and ",
+      Traffic10(static_cast<double>(traffic.ToHostBytes())), " back\n", "Tier      ram ",
+      FormatBytes(report.input.ram_bytes), ": ", Part(ram_weights, all_weights, "weights"), ", ",
+      Part(kept_bytes, plan.gradient_bytes, "gradients"), ", ",
+      Part(plan.resident_state_bytes, state_bytes, "optimizer state"), "\n", "Tier      drive ",
+      FormatDecimalBytes(plan.store_bytes + spilled_bytes), ": everything, in two places",
+      spilled_bytes > 0 ? absl::StrCat(", and ", FormatBytes(spilled_bytes), " of gradients") : "",
+      "\n");
+}
+
+void AddLink(const PlanReport& report, Answer& answer) {
+  if (!report.gpu.has_value() || report.input.world_size > 1) return;
+  const zero3::LinkTraffic& traffic = report.gpu->traffic;
+  Json link = {{"to_device_bytes", traffic.ToDeviceBytes()},
+               {"to_host_bytes", traffic.ToHostBytes()},
+               {"weight_bytes", traffic.weight_bytes},
+               {"fetched_gradient_bytes", traffic.fetched_bytes}};
+  if (report.gpu->link.has_value()) {
+    const Link& rates = *report.gpu->link;
+    const double seconds = LinkSeconds(traffic, rates);
+    link["source"] = rates.source;
+    link["to_device_bytes_per_second"] = rates.to_device;
+    link["to_host_bytes_per_second"] = rates.to_host;
+    link["both_bytes_per_second"] = RateOf(rates.both);
+    link["seconds"] = seconds;
+    absl::StrAppendFormat(
+        &answer.text, "Link      %s to the device, %s back, at %.2f / %.2f GB/s (%s): %s s\n",
+        Traffic10(static_cast<double>(traffic.ToDeviceBytes())),
+        Traffic10(static_cast<double>(traffic.ToHostBytes())), rates.to_device * 1e-9,
+        rates.to_host * 1e-9, rates.source, Seconds(seconds));
+  }
+  answer.data["link"] = std::move(link);
+}
+
+Json SecondsOrNull(std::optional<double> seconds) {
+  return seconds.has_value() ? Json(*seconds) : Json(nullptr);
+}
+
+// Where more is known than the drive's part, which has a line of its own.
+void AddBound(const PlanReport& report, const zero3::Plan& plan, Answer& answer) {
+  const StepBound bound = BoundOf(report, plan);
+  if (!bound.compute.has_value() && !bound.link.has_value()) return;
+  answer.data["bound"] = {{"compute_seconds", SecondsOrNull(bound.compute)},
+                          {"link_seconds", SecondsOrNull(bound.link)},
+                          {"drive_seconds", SecondsOrNull(bound.drive)},
+                          {"seconds", bound.seconds},
+                          {"bound_by", bound.bound_by}};
+  const auto part = [](const char* name, std::optional<double> seconds) {
+    return absl::StrCat(name, " ", seconds.has_value() ? Seconds(*seconds) + " s" : "not known");
+  };
+  absl::StrAppend(&answer.text, "Step      ", Seconds(bound.seconds), " s at least, the ",
+                  bound.bound_by, "'s: ", part("compute", bound.compute),
+                  report.gpu.has_value() ? ", " + part("link", bound.link) : "", ", ",
+                  part("drive", bound.drive), "\n");
 }
 
 void AddSpace(const PlanReport& report, const zero3::Plan& plan, Answer& answer) {
@@ -115,14 +197,13 @@ void AddStep(const PlanReport& report, const zero3::Plan& plan, Answer& answer) 
   if (report.drive.has_value()) {
     const Drive& drive = *report.drive;
     const StepSeconds seconds = SecondsOf(traffic, drive);
-    step["drive"] = {
-        {"source", drive.source},
-        {"read_bytes_per_second", drive.read},
-        {"write_bytes_per_second", drive.write},
-        {"mixed_bytes_per_second", drive.mixed > 0 ? Json(drive.mixed) : Json(nullptr)}};
+    step["drive"] = {{"source", drive.source},
+                     {"read_bytes_per_second", drive.read},
+                     {"write_bytes_per_second", drive.write},
+                     {"mixed_bytes_per_second", RateOf(drive.mixed)}};
     step["seconds"] = {{"overlapped", seconds.overlapped},
                        {"serial", seconds.serial},
-                       {"mixed", seconds.mixed.has_value() ? Json(*seconds.mixed) : Json(nullptr)}};
+                       {"mixed", SecondsOrNull(seconds.mixed)}};
     absl::StrAppend(&answer.text,
                     absl::StrFormat("  at %.2f r / %.2f w GB/s (%s): disk %s-%s s",
                                     drive.read * 1e-9, drive.write * 1e-9, drive.source,
@@ -196,6 +277,37 @@ StepSeconds SecondsOf(const Traffic& traffic, const Drive& drive) {
   return seconds;
 }
 
+double LinkSeconds(const zero3::LinkTraffic& traffic, const Link& link) {
+  const auto to_device = static_cast<double>(traffic.ToDeviceBytes());
+  const auto to_host = static_cast<double>(traffic.ToHostBytes());
+  return std::max({to_device / link.to_device, to_host / link.to_host,
+                   link.both > 0 ? (to_device + to_host) / link.both : 0});
+}
+
+std::optional<double> DriveSeconds(const PlanReport& report, const zero3::Plan& plan) {
+  if (!report.drive.has_value()) return std::nullopt;
+  const StepSeconds seconds = SecondsOf(TrafficOf(plan, report.micro_batches), *report.drive);
+  return seconds.mixed.value_or(seconds.overlapped);
+}
+
+StepBound BoundOf(const PlanReport& report, const zero3::Plan& plan) {
+  StepBound bound;
+  bound.drive = DriveSeconds(report, plan);
+  if (report.gpu.has_value() && report.gpu->link.has_value())
+    bound.link = LinkSeconds(report.gpu->traffic, *report.gpu->link);
+  if (report.compute_seconds > 0) {
+    const bool is_slowed = !report.gpu.has_value() && bound.drive.value_or(0) > 0;
+    bound.compute = report.compute_seconds * (is_slowed ? kComputeBesideStream : 1);
+  }
+  for (const auto& [part, name] :
+       {std::pair{bound.compute, "compute"}, {bound.link, "link"}, {bound.drive, "drive"}}) {
+    if (part.value_or(0) < bound.seconds || !part.has_value()) continue;
+    bound.seconds = *part;
+    bound.bound_by = name;
+  }
+  return bound;
+}
+
 Answer ReportPlan(const PlanReport& report, const zero3::Plan& plan) {
   Answer answer;
   answer.data = Base(report);
@@ -204,8 +316,11 @@ Answer ReportPlan(const PlanReport& report, const zero3::Plan& plan) {
       absl::StrCat("Model     ", report.model, "\n", zero3::DescribePlan(report.input, plan));
   AddMemory(plan, answer);
   AddGpu(report, answer);
+  AddTiers(report, plan, answer);
   AddSpace(report, plan, answer);
   AddStep(report, plan, answer);
+  AddLink(report, answer);
+  AddBound(report, plan, answer);
   AddLife(report, plan, answer);
   AddStages(report, answer);
   if (const std::optional<Saving> saving = FindSaving(report, plan); saving.has_value()) {

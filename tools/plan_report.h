@@ -12,6 +12,7 @@
 
 #include "tools/command.h"
 #include "zero3/gpu/gpu_plan.h"
+#include "zero3/gpu/gpu_traffic.h"
 #include "zero3/planner.h"
 
 namespace offload::tools {
@@ -36,10 +37,22 @@ struct StepSeconds {
 };
 StepSeconds SecondsOf(const Traffic& traffic, const Drive& drive);
 
+// Bytes per second of copies to a device and back; both counts the two directions at once, 0: not
+// known.
+struct Link {
+  double to_device = 0, to_host = 0, both = 0;
+  std::string source;  // "measured" or "given"
+};
+
+// How long the link takes for a step, both directions at once.
+double LinkSeconds(const zero3::LinkTraffic& traffic, const Link& link);
+
 // The tier above ram, where a budget of it was given.
 struct GpuTier {
   uint64_t ram_bytes = 0;
   zero3::GpuPlan plan;
+  zero3::LinkTraffic traffic;  // of a step, all its micro-batches
+  std::optional<Link> link;
 };
 
 struct PlanReport {
@@ -50,7 +63,21 @@ struct PlanReport {
   uint64_t free_bytes = 0;  // of the pool
   std::optional<Drive> drive;
   std::optional<GpuTier> gpu;
+  double compute_seconds = 0;  // of a step in memory; 0: not known
 };
+
+// How long the drive takes for a step, at the rate of the mix if that is known; nothing without
+// rates.
+std::optional<double> DriveSeconds(const PlanReport& report, const zero3::Plan& plan);
+
+// What a step takes at least: the longest of what goes on at once. A machine whose cores do both
+// computes 1.3 times as long beside the stream of a drive; a device does not.
+struct StepBound {
+  std::optional<double> compute, link, drive;  // seconds; nothing where it is not known
+  double seconds = 0;                          // the longest
+  const char* bound_by = "";                   // "compute", "link" or "drive"
+};
+StepBound BoundOf(const PlanReport& report, const zero3::Plan& plan);
 
 // The answer for a plan that memory allows. Exit code 3 with OFD-1204 when the pool has no room.
 Answer ReportPlan(const PlanReport& report, const zero3::Plan& plan);

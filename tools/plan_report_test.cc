@@ -2,12 +2,14 @@
 
 #include <gtest/gtest.h>
 
+#include <optional>
 #include <string>
 
 #include "base/error.h"
 #include "proto/slab_layout.h"
 #include "zero3/gpu/gpu_plan.h"
 #include "zero3/gpu/gpu_tensors.h"
+#include "zero3/gpu/gpu_traffic.h"
 #include "zero3/model_shapes.h"
 
 namespace offload::tools {
@@ -33,14 +35,20 @@ zero3::Plan PlanFor(const PlanReport& report) {
   return *std::move(plan);
 }
 
+GpuTier TierFor(const PlanReport& report, uint64_t gpu_ram_bytes) {
+  const auto tensors = zero3::GpuTensorsOf(report.input.catalogue.tensors);
+  const auto plan = zero3::MakeGpuPlan(tensors, gpu_ram_bytes);
+  EXPECT_TRUE(plan.ok()) << plan.status();
+  return {gpu_ram_bytes, *plan, zero3::PlanLinkTraffic(tensors, *plan, report.micro_batches),
+          std::nullopt};
+}
+
 TEST(PlanReportTest, AGpuIsOneTierMore) {
   PlanReport report = ReportFor(50'000'000, 256 * kMebibyte);
   const zero3::Plan plan = PlanFor(report);
   EXPECT_EQ(ReportPlan(report, plan).text.find("gpu_ram"), std::string::npos);
   const uint64_t gpu_ram_bytes = 100 * kMebibyte;
-  report.gpu = GpuTier{
-      gpu_ram_bytes,
-      *zero3::MakeGpuPlan(zero3::GpuTensorsOf(report.input.catalogue.tensors), gpu_ram_bytes)};
+  report.gpu = TierFor(report, gpu_ram_bytes);
   const Answer answer = ReportPlan(report, plan);
   EXPECT_NE(answer.text.find("gpu_ram: 100.0 MiB, window of weights "), std::string::npos)
       << answer.text;
@@ -51,6 +59,62 @@ TEST(PlanReportTest, AGpuIsOneTierMore) {
   report.input.world_size = 2;
   EXPECT_NE(ReportPlan(report, PlanFor(report)).text.find("weights: gathered where the ranks'"),
             std::string::npos);
+}
+
+TEST(PlanReportTest, EachMemoryHasALineAndTheLinkItsBytes) {
+  PlanReport report = ReportFor(50'000'000, 256 * kMebibyte);
+  report.micro_batches = 2;
+  report.gpu = TierFor(report, 4096 * kMebibyte);
+  const zero3::Plan plan = PlanFor(report);
+  const Answer answer = ReportPlan(report, plan);
+  for (const char* line :
+       {"\nTier      gpu_ram 4.0 GiB: all ", "\nTier      ram 256.0 MiB: ", "\nTier      drive "})
+    EXPECT_NE(answer.text.find(line), std::string::npos) << line << "\n" << answer.text;
+  EXPECT_EQ(answer.data["link"]["to_device_bytes"].get<uint64_t>(),
+            2 * plan.parameter_count)  // bf16, once
+      << "all weights stay from pass to pass";
+  EXPECT_EQ(answer.data["link"]["to_host_bytes"].get<uint64_t>(), 2 * plan.gradient_bytes);
+  EXPECT_FALSE(answer.data["link"].contains("seconds")) << "no rates";
+  EXPECT_FALSE(answer.data.contains("bound"));
+}
+
+TEST(PlanReportTest, AStepTakesTheLongestOfComputationLinkAndDrive) {
+  PlanReport report = ReportFor(50'000'000, 256 * kMebibyte);
+  report.gpu = TierFor(report, 4096 * kMebibyte);
+  const zero3::Plan plan = PlanFor(report);
+  EXPECT_STREQ(BoundOf(report, plan).bound_by, "");
+  report.gpu->link = Link{.to_device = 1e9, .to_host = 0.5e9, .source = "given"};
+  const double link = static_cast<double>(plan.gradient_bytes) / 0.5e9;
+  EXPECT_DOUBLE_EQ(*BoundOf(report, plan).link, link);
+  report.gpu->link->both = 0.1e9;
+  EXPECT_DOUBLE_EQ(*BoundOf(report, plan).link, 2 * static_cast<double>(plan.gradient_bytes) / 1e8);
+  report.gpu->link->both = 0;
+  report.drive = Drive{.read = 1e9, .write = 1e9, .mixed = 1e8, .source = "given"};
+  StepBound bound = BoundOf(report, plan);
+  EXPECT_STREQ(bound.bound_by, "drive");
+  EXPECT_DOUBLE_EQ(bound.seconds, *bound.drive);
+  EXPECT_FALSE(bound.compute.has_value());
+  report.compute_seconds = 1000;
+  bound = BoundOf(report, plan);
+  EXPECT_STREQ(bound.bound_by, "compute");
+  EXPECT_DOUBLE_EQ(bound.seconds, 1000) << "a device computes beside the stream";
+  const Answer answer = ReportPlan(report, plan);
+  EXPECT_EQ(answer.data["bound"]["bound_by"], "compute");
+  EXPECT_NE(answer.text.find("\nStep      1000 s at least, the compute's: "), std::string::npos)
+      << answer.text;
+  EXPECT_NE(answer.text.find("\nLink      "), std::string::npos) << answer.text;
+}
+
+// Of one that does both with the same cores.
+TEST(PlanReportTest, AProcessorComputesLongerBesideTheDrive) {
+  PlanReport report = ReportFor(50'000'000, 256 * kMebibyte);
+  const zero3::Plan plan = PlanFor(report);
+  report.compute_seconds = 1000;
+  EXPECT_DOUBLE_EQ(BoundOf(report, plan).seconds, 1000) << "no rates: nothing is known of a stream";
+  report.drive = Drive{.read = 1e9, .write = 1e9, .source = "given"};
+  EXPECT_DOUBLE_EQ(BoundOf(report, plan).seconds, 1300);
+  report.drive = Drive{.read = 1e5, .write = 1e5, .source = "given"};
+  EXPECT_STREQ(BoundOf(report, plan).bound_by, "drive");
 }
 
 TEST(PlanReportTest, ADriveThatDoesBothAtOnceIsBoundedByTheSlowerDirection) {
