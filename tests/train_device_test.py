@@ -1,8 +1,10 @@
 """examples/train --device: the same numbers on a device as in its memory, with one rank and with several, each with a device of its own;
-a rank that is killed; and names that are no devices."""
+a rank that is killed; names that are no devices; and what is copied beside what `offloadctl plan` says."""
 
+import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -10,7 +12,7 @@ import unittest
 from launch import Launch
 from trainer import Trainer
 
-TRAIN, STANDIN, DAEMON = None, None, None
+TRAIN, STANDIN, DAEMON, OFFLOADCTL = None, None, None, None
 MODEL = ["--params", "400K", "--steps", "3", "--micro-batches", "2", "--seq", "32", "--batch", "2", "--sample", "0", "--threads", "1"]
 
 
@@ -48,6 +50,31 @@ class TrainDeviceTest(unittest.TestCase):
         self.assertIsNotNone(least, trainer.stderr)
         trainer, code = self.offloaded("--gpu-ram", least.group(1))
         self.assertEqual(code, 0, trainer.stderr)
+
+    def planned(self, gpu_ram):
+        command = [OFFLOADCTL, "plan", "--params", "400K", "--dtype", "fp32", "--ram", "256MiB", "--micro-batches", "2", "--gpu-ram", gpu_ram]
+        return json.loads(subprocess.run([*command, "--json"], capture_output=True, check=True).stdout)
+
+    def copied(self, gpu_ram):
+        """Bytes of a step to the device and back, the mean."""
+        log = os.path.join(self.folder.name, gpu_ram + ".jsonl")
+        flags = [*MODEL, "--clip", "0", "--device", "standin", "--nvme-path", self.folder.name, "--ram", "256MiB", "--job", gpu_ram]
+        trainer = Trainer(STANDIN, [*flags, "--gpu-ram", gpu_ram], {"OFFLOADD_BINARY": DAEMON, "OFFLOADD_STEP_LOG": log})
+        self.assertEqual(trainer.wait(), 0, trainer.stderr)
+        with open(log, encoding="utf-8") as file:
+            steps = [json.loads(line)["gpu"] for line in file]
+        return [sum(step[name] for step in steps) / len(steps) for name in ("bytes_to_device", "bytes_to_host")]
+
+    # The least, where weights come again for the backward and gradients for the second micro-batch, and one that holds everything. The model
+    # uses its tensors in nearly the planned order; the log may count a copy with the step before.
+    def test_a_step_copies_what_offloadctl_plans(self):
+        least = str(self.planned("1GiB")["gpu"]["floor_bytes"])
+        for gpu_ram in [least, "64MiB"]:
+            link = self.planned(gpu_ram)["link"]
+            to_device, to_host = self.copied(gpu_ram)
+            self.assertAlmostEqual(to_device / link["to_device_bytes"], 1, delta=0.25, msg=(gpu_ram, to_device, link))
+            self.assertAlmostEqual(to_host / link["to_host_bytes"], 1, delta=0.25, msg=(gpu_ram, to_host, link))
+            self.assertEqual(link["fetched_gradient_bytes"] > 0, gpu_ram == least)
 
     def test_a_device_that_is_not_there_is_refused_by_name(self):
         trainer, code = run(TRAIN, "--device", "standin")
@@ -111,5 +138,5 @@ class RanksOnDevicesTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    TRAIN, STANDIN, DAEMON = (os.path.abspath(path) for path in sys.argv[1:4])
+    TRAIN, STANDIN, DAEMON, OFFLOADCTL = (os.path.abspath(path) for path in sys.argv[1:5])
     unittest.main(argv=sys.argv[:1])

@@ -267,7 +267,14 @@ TEST_F(OffloadctlTest, PlanKnowsTheLinkOfADevice) {
   EXPECT_EQ(plan["bound"]["link_seconds"], link["seconds"]);
   EXPECT_EQ(RunJson("plan", model + "--gpu-ram 2GiB --advise", 0)["budgets"].is_array(), true);
   EXPECT_TRUE(RunJson("plan", model + "--compute-seconds 9", 0)["bound"]["seconds"].is_number());
-  for (const char* wrong : {"--device cuda:0", "--gpu-ram 2GiB --to-host-gbps 5",
+  const Json estimate = RunJson("plan", model + "--tokens 1000 --gflops 100", 0);
+  const double operations = 6.0 * 1000 * estimate["parameters"].get<double>();
+  EXPECT_TRUE(estimate["bound"]["compute_is_estimated"].get<bool>());
+  EXPECT_NEAR(estimate["bound"]["compute_seconds"].get<double>(), 1.3 * operations / 100e9,
+              0.01 * operations / 100e9)
+      << "norms are no matrices";
+  for (const char* wrong : {"--tokens 1000", "--tokens 1000 --gflops 100 --compute-seconds 9",
+                            "--device cuda:0", "--gpu-ram 2GiB --to-host-gbps 5",
                             "--gpu-ram 2GiB --device gpu", "--gpu-ram 2GiB --ranks 2"})
     EXPECT_EQ(RunJson("plan", model + wrong, 2)["error"]["id"], "OFD-1002") << wrong;
 }

@@ -28,6 +28,7 @@
 #include "tools/plan_advice.h"
 #include "tools/plan_model.h"
 #include "tools/plan_report.h"
+#include "tools/plan_status.h"
 #include "zero3/gpu/gpu_tensors.h"
 #include "zero3/gpu/gpu_traffic.h"
 #include "zero3/planner.h"
@@ -53,7 +54,9 @@ struct Flags {
   std::string weights_home = "auto", state_home = "auto";
   zero3::ZeroPolicy hints;
   bool advise = false;
-  double compute_seconds = 0;  // 0: not given
+  double compute_seconds = 0;  // 0: not given, like the next two
+  uint64_t tokens = 0;
+  double gflops = 0;
 };
 
 // Rates that are given go before rates that would have to be measured.
@@ -115,6 +118,18 @@ absl::StatusOr<std::optional<Link>> FindLink(const Flags& flags) {
   return Link{rates.to_device, rates.to_host, rates.both, "measured"};
 }
 
+// Seconds in which a machine of `gflops` does what a step of `tokens` takes, by the estimate of
+// `offloadctl report`.
+double EstimateSeconds(const proto::Catalogue& catalogue, uint64_t tokens, double gflops) {
+  uint64_t elements = 0, trained_elements = 0;
+  for (const proto::Tensor& tensor : catalogue.tensors) {
+    if (tensor.shape.size() < 2) continue;
+    elements += tensor.element_count;
+    if (tensor.trainable) trained_elements += tensor.element_count;
+  }
+  return EstimateOperations(elements, trained_elements, tokens) / (gflops * 1e9);
+}
+
 std::vector<std::string> OptimizerChoices() {
   const auto names = kernels::OptimizerNames();
   return {names.begin(), names.end()};
@@ -162,6 +177,11 @@ class PlanCommand : public Command {
     app.add_option("--compute-seconds", flags_.compute_seconds,
                    "what a step takes on this machine in memory: for the time of a step")
         ->check(CLI::Range(1e-6, 1e6));
+    app.add_option("--tokens", flags_.tokens,
+                   "of a step, all micro-batches together: with --gflops, in place of that, for an "
+                   "estimate");
+    app.add_option("--gflops", flags_.gflops, "that the machine, or the device, reaches")
+        ->check(CLI::Range(0.001, 1e12));
     app.add_option("--dtype", flags_.dtype, "of weights and gradients: bf16, fp16, fp32 or fp64")
         ->check(CLI::IsMember({"bf16", "fp16", "fp32", "fp64"}));
     app.add_option("--optimizer", flags_.optimizer, "adamw, sgd (with momentum), ...")
@@ -217,6 +237,11 @@ class PlanCommand : public Command {
     if (flags_.optimizer == "sgd") optimizer.Set("momentum", 0.9);
     OFFLOAD_ASSIGN_OR_RETURN(report.input.catalogue,
                              proto::BuildCatalogue(std::move(model.tensors), optimizer));
+    if (flags_.tokens > 0) {
+      report.compute_seconds =
+          EstimateSeconds(report.input.catalogue, flags_.tokens, flags_.gflops);
+      report.compute_is_estimated = true;
+    }
     if (!flags_.gpu_ram.empty()) {
       OFFLOAD_ASSIGN_OR_RETURN(report.gpu, PlanGpu(report.input.catalogue));
     }
@@ -263,6 +288,14 @@ class PlanCommand : public Command {
                                    flags_.to_host_gbps > 0 || flags_.both_gbps > 0)) {
       return MakeError(ErrorId::kBadValue, "a device or its link without --gpu-ram",
                        "Add --gpu-ram, the budget of the device's memory");
+    }
+    if ((flags_.tokens > 0) != (flags_.gflops > 0)) {
+      return MakeError(ErrorId::kBadValue, "only one of --tokens and --gflops",
+                       "An estimate of the computation takes both");
+    }
+    if (flags_.tokens > 0 && flags_.compute_seconds > 0) {
+      return MakeError(ErrorId::kBadValue, "--compute-seconds beside an estimate",
+                       "Leave --tokens and --gflops away");
     }
     if (flags_.ram.empty() && !flags_.advise) {
       return MakeError(ErrorId::kBadValue, "there is no --ram",

@@ -111,7 +111,9 @@ absl::StatusOr<Answer> ReportOffers(const PlanReport& report) {
     answer.text += Line(report, offer, offers.back().plan, drive_seconds, step_seconds);
   }
   if (report.compute_seconds == 0)
-    answer.advice = "Next: --compute-seconds, what a step takes in memory, for the time of a step";
+    answer.advice =
+        "Next: --compute-seconds, what a step takes in memory, for the time of a step; or --tokens "
+        "and --gflops, for an estimate";
   return answer;
 }
 

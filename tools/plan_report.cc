@@ -114,8 +114,12 @@ void AddTiers(const PlanReport& report, const zero3::Plan& plan, Answer& answer)
       Part(gpu.window_bytes, all_weights, "weights"), ", ",
       Part(gpu.gradient_bytes, plan.gradient_bytes, "gradients"), "; a step copies ",
       Traffic10(static_cast<double>(traffic.ToDeviceBytes())), " there and ",
-      Traffic10(static_cast<double>(traffic.ToHostBytes())), " back\n", "Tier      ram ",
-      FormatBytes(report.input.ram_bytes), ": ", Part(ram_weights, all_weights, "weights"), ", ",
+      Traffic10(static_cast<double>(traffic.ToHostBytes())), " back",
+      traffic.clip_bytes == 0
+          ? ""
+          : absl::StrCat(", and ", FormatDecimalBytes(traffic.clip_bytes), " there where it clips"),
+      "\n", "Tier      ram ", FormatBytes(report.input.ram_bytes), ": ",
+      Part(ram_weights, all_weights, "weights"), ", ",
       Part(kept_bytes, plan.gradient_bytes, "gradients"), ", ",
       Part(plan.resident_state_bytes, state_bytes, "optimizer state"), "\n", "Tier      drive ",
       FormatDecimalBytes(plan.store_bytes + spilled_bytes), ": everything, in two places",
@@ -129,7 +133,8 @@ void AddLink(const PlanReport& report, Answer& answer) {
   Json link = {{"to_device_bytes", traffic.ToDeviceBytes()},
                {"to_host_bytes", traffic.ToHostBytes()},
                {"weight_bytes", traffic.weight_bytes},
-               {"fetched_gradient_bytes", traffic.fetched_bytes}};
+               {"fetched_gradient_bytes", traffic.fetched_bytes},
+               {"clip_bytes", traffic.clip_bytes}};
   if (report.gpu->link.has_value()) {
     const Link& rates = *report.gpu->link;
     const double seconds = LinkSeconds(traffic, rates);
@@ -158,6 +163,7 @@ void AddBound(const PlanReport& report, const zero3::Plan& plan, Answer& answer)
   answer.data["bound"] = {{"compute_seconds", SecondsOrNull(bound.compute)},
                           {"link_seconds", SecondsOrNull(bound.link)},
                           {"drive_seconds", SecondsOrNull(bound.drive)},
+                          {"compute_is_estimated", report.compute_is_estimated},
                           {"seconds", bound.seconds},
                           {"bound_by", bound.bound_by}};
   const auto part = [](const char* name, std::optional<double> seconds) {
@@ -165,6 +171,7 @@ void AddBound(const PlanReport& report, const zero3::Plan& plan, Answer& answer)
   };
   absl::StrAppend(&answer.text, "Step      ", Seconds(bound.seconds), " s at least, the ",
                   bound.bound_by, "'s: ", part("compute", bound.compute),
+                  report.compute_is_estimated ? " (estimated)" : "",
                   report.gpu.has_value() ? ", " + part("link", bound.link) : "", ", ",
                   part("drive", bound.drive), "\n");
 }

@@ -64,6 +64,7 @@ struct PlanReport {
   std::optional<Drive> drive;
   std::optional<GpuTier> gpu;
   double compute_seconds = 0;  // of a step in memory; 0: not known
+  bool compute_is_estimated = false;
 };
 
 // How long the drive takes for a step, at the rate of the mix if that is known; nothing without

@@ -6,8 +6,6 @@
 #include <optional>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "base/byte_size.h"
 #include "base/residency.h"
 #include "zero3/schedule.h"
 
@@ -113,22 +111,30 @@ class PlannedGradients {
   // `begins`: there is nothing yet that it could be added to.
   void Add(uint32_t tensor, bool begins) {
     const uint64_t size_bytes = tensors_[tensor].gradient_bytes;
-    if (size_bytes == 0) return;
     returned_bytes_ += size_bytes;
-    if (place_[tensor].has_value()) {
-      Leave(tensor);
-    } else if (!begins) {
-      fetched_bytes_ += size_bytes;
-    }
-    place_[tensor] = resting_.insert(resting_.end(), tensor);
-    resting_bytes_ += DeviceBytes(size_bytes);
-    while (resting_bytes_ > bytes_max_) Leave(resting_.front());
+    if (!begins && !place_[tensor].has_value()) fetched_bytes_ += size_bytes;
+    Use(tensor);
+  }
+
+  // Its norm is asked for.
+  void Clip(uint32_t tensor) {
+    if (!place_[tensor].has_value()) clip_bytes_ += tensors_[tensor].gradient_bytes;
+    Use(tensor);
   }
 
   uint64_t fetched_bytes() const { return fetched_bytes_; }
   uint64_t returned_bytes() const { return returned_bytes_; }
+  uint64_t clip_bytes() const { return clip_bytes_; }
 
  private:
+  void Use(uint32_t tensor) {
+    if (tensors_[tensor].gradient_bytes == 0) return;
+    if (place_[tensor].has_value()) Leave(tensor);
+    place_[tensor] = resting_.insert(resting_.end(), tensor);
+    resting_bytes_ += DeviceBytes(tensors_[tensor].gradient_bytes);
+    while (resting_bytes_ > bytes_max_) Leave(resting_.front());
+  }
+
   void Leave(uint32_t tensor) {
     resting_.erase(*place_[tensor]);
     place_[tensor].reset();
@@ -139,7 +145,8 @@ class PlannedGradients {
   const uint64_t bytes_max_;
   std::list<uint32_t> resting_;  // longest first
   std::vector<std::optional<std::list<uint32_t>::iterator>> place_;
-  uint64_t resting_bytes_ = 0, fetched_bytes_ = 0, returned_bytes_ = 0;
+  uint64_t resting_bytes_ = 0;
+  uint64_t fetched_bytes_ = 0, returned_bytes_ = 0, clip_bytes_ = 0;
 };
 
 LinkTraffic Follow(std::span<const GpuTensor> tensors, const GpuPlan& plan,
@@ -157,11 +164,13 @@ LinkTraffic Follow(std::span<const GpuTensor> tensors, const GpuPlan& plan,
         gradients.Add(tensor, /*begins=*/pass == 0);
       }
     }
+    for (uint32_t tensor = 0; tensor < count; ++tensor) gradients.Clip(tensor);
     window.EndStep();
-    now = {window.copied_bytes(), gradients.fetched_bytes(), gradients.returned_bytes()};
+    now = {window.copied_bytes(), gradients.fetched_bytes(), gradients.returned_bytes(),
+           gradients.clip_bytes()};
   }
   return {now.weight_bytes - before.weight_bytes, now.fetched_bytes - before.fetched_bytes,
-          now.gradient_bytes - before.gradient_bytes};
+          now.gradient_bytes - before.gradient_bytes, now.clip_bytes - before.clip_bytes};
 }
 
 // What `more` moves beyond `less`, so many times.
@@ -179,21 +188,7 @@ LinkTraffic PlanLinkTraffic(std::span<const GpuTensor> tensors, const GpuPlan& p
   const uint64_t times = micro_batches - kMicroBatches;
   return {Further(before.weight_bytes, last.weight_bytes, times),
           Further(before.fetched_bytes, last.fetched_bytes, times),
-          Further(before.gradient_bytes, last.gradient_bytes, times)};
-}
-
-std::string DescribeLinkTraffic(std::span<const GpuTensor> tensors, const GpuPlan& plan) {
-  const LinkTraffic one = PlanLinkTraffic(tensors, plan, 1),
-                    two = PlanLinkTraffic(tensors, plan, 2);
-  const auto text = [](uint64_t to_device_bytes, uint64_t to_host_bytes) {
-    return absl::StrCat(FormatDecimalBytes(to_device_bytes), " to the device and ",
-                        FormatDecimalBytes(to_host_bytes), " back");
-  };
-  return absl::StrCat("link: a step moves ", text(one.ToDeviceBytes(), one.ToHostBytes()),
-                      ", each further micro-batch ",
-                      text(two.ToDeviceBytes() - std::min(one.ToDeviceBytes(), two.ToDeviceBytes()),
-                           two.ToHostBytes() - one.ToHostBytes()),
-                      "\n");
+          Further(before.gradient_bytes, last.gradient_bytes, times), last.clip_bytes};
 }
 
 }  // namespace offload::zero3

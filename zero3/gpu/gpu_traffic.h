@@ -5,15 +5,13 @@
 // bytes, over the order in which steps use their tensors as far as a plan can know it: forwards go
 // through the model as it is declared, backwards the other way.
 //
-// Of one rank. Not counted: what a trainer writes or looks at between two steps, and gradients that
-// were not kept and that clipping reads.
+// Of one rank. Not counted: what a trainer writes or looks at between two steps.
 //
 // Thread safety: pure functions.
 #pragma once
 
 #include <cstdint>
 #include <span>
-#include <string>
 
 #include "zero3/gpu/gpu_plan.h"
 
@@ -23,6 +21,8 @@ struct LinkTraffic {
   uint64_t weight_bytes = 0;   // to the device
   uint64_t fetched_bytes = 0;  // to the device: of gradients that a further micro-batch is added to
   uint64_t gradient_bytes = 0;  // to the host
+  // To the device, beside the others: of gradients that were not kept, when the trainer clips.
+  uint64_t clip_bytes = 0;
 
   uint64_t ToDeviceBytes() const { return weight_bytes + fetched_bytes; }
   uint64_t ToHostBytes() const { return gradient_bytes; }
@@ -33,8 +33,5 @@ struct LinkTraffic {
 // updated by it.
 LinkTraffic PlanLinkTraffic(std::span<const GpuTensor> tensors, const GpuPlan& plan,
                             uint64_t micro_batches);
-
-// The traffic of a step of one micro-batch as a line for people, and of each further one.
-std::string DescribeLinkTraffic(std::span<const GpuTensor> tensors, const GpuPlan& plan);
 
 }  // namespace offload::zero3
