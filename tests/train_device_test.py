@@ -58,7 +58,7 @@ class TrainDeviceTest(unittest.TestCase):
     def copied(self, gpu_ram):
         """Bytes of a step to the device and back, the mean."""
         log = os.path.join(self.folder.name, gpu_ram + ".jsonl")
-        flags = [*MODEL, "--clip", "0", "--device", "standin", "--nvme-path", self.folder.name, "--ram", "256MiB", "--job", gpu_ram]
+        flags = [*MODEL[:2], "--steps", "8", *MODEL[4:], "--clip", "0", "--device", "standin", "--nvme-path", self.folder.name, "--ram", "256MiB", "--job", gpu_ram]
         trainer = Trainer(STANDIN, [*flags, "--gpu-ram", gpu_ram], {"OFFLOADD_BINARY": DAEMON, "OFFLOADD_STEP_LOG": log})
         self.assertEqual(trainer.wait(), 0, trainer.stderr)
         with open(log, encoding="utf-8") as file:
