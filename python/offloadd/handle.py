@@ -425,6 +425,7 @@ class Handle:
                            "the other goes on in this process, with what it keeps in memory")
         self._check_once()
         named = _with_strangers(_names_of(models), self.optimizers)
+        served.check_arrays(named)
         destination = in_memory.destination_of(self.options)
         buffers = _buffers_of(models, destination)
         buffers += _buffers_beside(beside, buffers, destination)

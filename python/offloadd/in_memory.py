@@ -12,7 +12,7 @@ import torch
 
 from . import pickled, served, state_hooks, universal
 from .library import Engine
-from .optimizer import CopiedAsItWas, check_unscale, parameters_of, recipe_of, refuse_unless_kept, shaped_as, step_function, swap_class
+from .optimizer import CopiedAsItWas, after_steps, check_unscale, parameters_of, recipe_of, refuse_unless_kept, shaped_as, step_function, swap_class
 
 
 class _WithMasters(CopiedAsItWas):
@@ -223,13 +223,10 @@ class Handle:
                 optimizer._masters = Masters(cls, optimizer)
                 optimizer._step_supports_amp_scaling = False
                 swap_class(optimizer, _class_with_masters(cls))
-            depth = []  # a step() that calls that of its base class is one step
-            optimizer.register_step_pre_hook(lambda *_, depth=depth: depth.append(0))
-            optimizer.register_step_post_hook(lambda *_, depth=depth: self._count(depth))
+            after_steps(optimizer, self._count)
 
-    def _count(self, depth):
-        depth.pop()
-        self.step += not depth
+    def _count(self):
+        self.step += 1
 
     @property
     def optimizer(self):

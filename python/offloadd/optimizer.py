@@ -10,6 +10,7 @@ import functools
 import itertools
 import logging
 import math
+import sys
 import weakref
 
 import torch
@@ -74,6 +75,9 @@ _SERVED = {
     torch.optim.Adagrad: (lambda group: "adagrad", _adagrad, True),
     torch.optim.RMSprop: (lambda group: "rmsprop", _rmsprop, True),
 }
+
+
+_COMPUTED_WITH = frozenset(("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "lr_decay", "initial_accumulator_value"))
 
 
 def step_function(cls):
@@ -162,7 +166,8 @@ class Recipe:
         if group.get("fused"):
             return
         for name, value in group.items():
-            if name == "params" or (self.kind in ("sgd", "rmsprop") and name in ("lr", "weight_decay")):
+            # What schedulers keep in a group (initial_lr, max_lr) is not computed with.
+            if name not in _COMPUTED_WITH or (self.kind in ("sgd", "rmsprop") and name in ("lr", "weight_decay")):
                 continue
             for each in value if isinstance(value, (tuple, list)) else (value,):
                 if _is_narrow_number(each) or (isinstance(each, torch.Tensor) and name != "lr"):
@@ -509,6 +514,24 @@ def check_free(optimizer):
     return None
 
 
+_wrapper_code = torch.optim.Optimizer.profile_hook_step(_refuse_write).__code__  # torch's, around every step()
+
+
+def after_steps(optimizer, then):
+    """Calls a function after every step() of the optimizer; returns the hook. One that calls that of its base class is one step. There may have
+    been others that have raised an error."""
+
+    def end(*_):
+        frame = sys._getframe(1).f_back
+        while frame is not None:
+            if frame.f_code is _wrapper_code and frame.f_locals["args"][0] is optimizer:
+                return
+            frame = frame.f_back
+        then()
+
+    return optimizer.register_step_post_hook(end)
+
+
 class ForeignPart:
     """Counts the steps of an optimizer that runs in this process: each is one of the job."""
 
@@ -516,16 +539,13 @@ class ForeignPart:
 
     def __init__(self, handle, optimizer, name):
         self.handle, self.optimizer, self.name = handle, optimizer, name
-        self._depth = 0
 
     def swap(self):
         self.optimizer._offload_part = self
-        # A step() that calls that of its base class is one step.
-        self._hooks = [self.optimizer.register_step_pre_hook(self._begin), self.optimizer.register_step_post_hook(self._end)]
+        self._hook = after_steps(self.optimizer, self.handle.commit)
 
     def release(self):
-        for hook in self._hooks:
-            hook.remove()
+        self._hook.remove()
         del self.optimizer._offload_part
 
     def tell(self):
@@ -540,15 +560,6 @@ class ForeignPart:
         if plane != "master":
             with torch.no_grad():
                 refuse_unless_kept(self.optimizer.state.get(parameter, {}), plane)[plane].copy_(value)
-
-    def _begin(self, *_):
-        self._depth += 1
-
-    def _end(self, *_):
-        self._depth -= 1
-        if self._depth <= 0:
-            self._depth = 0
-            self.handle.commit()
 
 
 UNKNOWN = float("nan")  # Part.unscale between two steps of the engine that scales the loss

@@ -5,6 +5,7 @@ pickles. Code that only compares addresses gets a number that tells storages apa
 the library serves, or, with raw_access="error", OFD-1603.
 """
 
+import bisect
 import contextlib
 import copy
 import functools
@@ -110,6 +111,36 @@ def _of_a_copy(original):
         return original(copy_of(tensor) if managed(tensor) else tensor, *args, **kwargs)
 
     return call
+
+
+# Arrays that were made of tensors in memory, by id: they go on to point where a tensor was.
+_arrays = weakref.WeakValueDictionary()
+
+
+def _noted(original):
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        array = original(self, *args, **kwargs)
+        _arrays[id(array)] = array
+        return array
+
+    return call
+
+
+torch.Tensor.numpy = _noted(torch.Tensor.numpy)
+
+
+def check_arrays(named):
+    """OFD-1601 where a numpy array is over the memory of a parameter that is to be attached: it would point to memory that is free."""
+    begins = sorted(array.__array_interface__["data"][0] for array in list(_arrays.values()) if array.nbytes)
+    for name, parameter in named if begins else ():
+        if parameter.device.type != "cpu" or managed(parameter) or not parameter.numel():
+            continue
+        storage = parameter.untyped_storage()
+        first = bisect.bisect_left(begins, storage.data_ptr())
+        if first < len(begins) and begins[first] < storage.data_ptr() + storage.nbytes():
+            raise Error.of(1601, f"a numpy array is over the memory of parameter '{name}' (numpy() before attach()), which will be elsewhere",
+                           "Keep a copy, p.detach().numpy().copy(), or make the array after attach()")
 
 
 def _read_only(original):

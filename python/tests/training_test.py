@@ -152,6 +152,31 @@ def state_of_an_optimizer_in_this_process(run):
     return [state["steps"] for state in optimizer.state.values()], handle.step
 
 
+@case(types=("fp32",))
+def step_that_throws_in_this_process(run):
+    """The steps that follow are counted."""
+    model = run.model()
+    optimizer = torch.optim.NAdam(model.parameters(), 1e-3)
+    handle = run.attach(model, optimizer)
+    told, counts = [], []
+    for step in range(4):
+        def closure():
+            if step == 1:
+                raise KeyError(step)
+            optimizer.zero_grad()
+            loss = run.loss(model, step)
+            loss.backward()
+            return loss
+
+        try:
+            told.append(optimizer.step(closure).item())
+        except KeyError:
+            pass
+        counts.append(handle.step)
+    assert counts == [1, 1, 2, 3], counts
+    return told
+
+
 @case(refused=1604, types=("fp32",), memory=("floor",))
 def job_of_an_optimizer_in_this_process_is_not_resumed(run):
     for _ in range(2):
@@ -425,6 +450,23 @@ scheduled(lambda o: schedulers.OneCycleLR(o, 1e-2, total_steps=7), "one_cycle_ma
 scheduled(lambda o: schedulers.SequentialLR(o, [schedulers.LinearLR(o, 0.1, total_iters=2), schedulers.StepLR(o, 1, 0.5)], [2]), "sequential")
 scheduled(lambda o: schedulers.CyclicLR(o, 1e-4, 1e-2, 2, cycle_momentum=False), "cyclic")
 scheduled(lambda o: schedulers.MultiStepLR(o, [1, 3]), "multi_step")
+
+
+def rate_as_tensor_with_a_scheduler(make, name):
+    """The scheduler keeps tensors in the groups: the rate that was there at first."""
+
+    def function(run):
+        model = run.model()
+        optimizer = make(model.parameters())
+        run.attach(model, optimizer)
+        return run.train(model, optimizer, scheduler=schedulers.ExponentialLR(optimizer, 0.7)), optimizer.param_groups[0]["initial_lr"]
+
+    function.__name__ = name
+    case(function, types=("fp32",))
+
+
+rate_as_tensor_with_a_scheduler(lambda p: AdamW(p, torch.tensor(0.0123), foreach=False), "adamw_lr_tensor_and_a_scheduler")
+rate_as_tensor_with_a_scheduler(lambda p: Adagrad(p, torch.tensor(0.0123)), "adagrad_lr_tensor_and_a_scheduler")
 
 
 @case(types=("fp32",))
