@@ -161,6 +161,12 @@ def _without_wrapper(model):
     return model.module
 
 
+def _without_prepare(optimizer):
+    """The script's own, of one that Accelerate's prepare() or Lightning has wrapped."""
+    wraps = not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ == "AcceleratedOptimizer"
+    return getattr(optimizer, "optimizer", optimizer) if wraps else optimizer
+
+
 def _check_model(model):
     name = type(model).__name__
     if name in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine"):
@@ -838,7 +844,7 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
         arguments = {key: others.pop(key) for key in list(others) if key not in OPTIONS}
         optimizer = optimizer([p for each in models for p in each.parameters()], **arguments)
     optimizers = _listed(optimizer)
-    optimizers = [getattr(each, "optimizer", each) if not isinstance(each, torch.optim.Optimizer) else each for each in optimizers]
+    optimizers = [_without_prepare(each) for each in optimizers]
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
             raise Error.of(1604, f"{type(each).__name__} is no torch.optim.Optimizer", "Give attach() the optimizer of the script")

@@ -419,7 +419,7 @@ def two_trainings_of_one_trainer(run):
 # ---- Accelerate --------------------------------------------------------------------------------
 
 
-def accelerated(run, micro=1, prepared_first=False, saved=False):
+def accelerated(run, micro=1, prepared_first=False, saved=False, wrapped_is_given=False):
     import accelerate
 
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -432,7 +432,7 @@ def accelerated(run, micro=1, prepared_first=False, saved=False):
     loader = torch.utils.data.DataLoader(Data(), batch_size=2)
     model, wrapped, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if prepared_first:
-        run.attach(model, optimizer)
+        run.attach(model, wrapped if wrapped_is_given and run.offloaded else optimizer)
     told = []
     for n, batch in enumerate(loader):
         if n == 4:
@@ -466,6 +466,7 @@ def by_accelerate(name, **options):
 by_accelerate("accelerate")
 by_accelerate("accelerate_accumulation", micro=2)
 by_accelerate("accelerate_prepared_before", prepared_first=True)
+by_accelerate("accelerate_prepared_optimizer_is_given", prepared_first=True, wrapped_is_given=True)
 by_accelerate("accelerate_saves_and_loads", saved=True)
 
 
