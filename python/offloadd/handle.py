@@ -248,6 +248,9 @@ class _Reassigned:
                     places = self._buffers if is_table(parameter) else self._parameters
                     places.append((weakref.ref(module), "_parameters", key, parameter))
         self._told = set()
+        # (module, how many buffers it has, the keys of those that are there)
+        self._there = [(weakref.ref(module), len(module._buffers), {key for key, buffer in module._buffers.items() if buffer is not None})
+                       for module in {**own, **others}.values() if not isinstance(module, torch.jit.ScriptModule)]
 
     @staticmethod
     def _changed(places):
@@ -263,7 +266,21 @@ class _Reassigned:
             self._told.add(id(tensor))
             _log.warning("offloadd: %s", text)
 
+    def _tell_of_new(self):
+        """Of buffers that a module has made since."""
+        for n, (place, count, there) in enumerate(self._there):
+            module = place()
+            if module is None or count == len(module._buffers) == len(there):
+                continue
+            new = [key for key, buffer in module._buffers.items() if buffer is not None and key not in there]
+            self._there[n] = place, len(module._buffers), there.union(new)
+            for key in new:
+                if key not in module._non_persistent_buffers_set:
+                    _log.warning("offloadd: buffer %s of a %s was not there when it was attached: what it holds is not part of the job, and a run "
+                                 "that is resumed begins without it. Give it a value before attach()", key, type(module).__name__)
+
     def settle(self, identities):
+        self._tell_of_new()
         for module, key, buffer, now in self._changed(self._buffers):
             if now.shape == buffer.shape and now.dtype == buffer.dtype and now.device == buffer.device:
                 with torch.no_grad():

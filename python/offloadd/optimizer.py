@@ -364,6 +364,10 @@ class StateOfAll(collections.defaultdict):
 class CopiedAsItWas:
     """Copies of the instance, and those in a file, are of the class that it had (`_class_of_copies`), with the state as it is now."""
 
+    def __new__(cls, *args, **kwargs):
+        """`type(optimizer)(parameters, …)` is another one of the class that it had."""
+        return cls._class_of_copies(*args, **kwargs) if "_class_of_copies" in vars(cls) else super().__new__(cls)
+
     def __getstate__(self):
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
 

@@ -1618,6 +1618,73 @@ def buffers_assigned_anew_are_resumed(run):
     return told, model.mean
 
 
+class Lines:
+    """What is told meanwhile."""
+
+    def __enter__(self):
+        self._handler, lines = logging.Handler(), []
+        self._handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("offloadd").addHandler(self._handler)
+        return lines
+
+    def __exit__(self, *_):
+        logging.getLogger("offloadd").removeHandler(self._handler)
+
+
+class LateMeans(torch.nn.Module):
+    """Buffers that the first forward pass makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("mean", None)
+        self.register_buffer("never", None)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x):
+        if self.mean is None:
+            self.register_buffer("count", torch.zeros(()))
+            self.table = torch.ones(8)
+        self.mean = x.mean(0) * self.table if self.mean is None else 0.9 * self.mean + 0.1 * x.mean(0)
+        self.count += 1
+        return self.layer(x - self.mean)
+
+
+@case(types=("fp32",))
+def buffers_that_are_made_later_are_told_of(run):
+    model = run.make(LateMeans)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    with Lines() as lines:
+        for step in range(3):
+            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+    if run.offloaded:
+        assert [line.split()[2] for line in lines if "was not there" in line] == ["mean", "count"], lines
+    return told, model.mean, model.count
+
+
+@case(types=("fp32", "bf16"))
+def another_optimizer_of_its_class(run):
+    """It is an ordinary one."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=2)
+    other = torch.nn.Linear(4, 4)
+    second = type(optimizer)(other.parameters(), lr=1e-2)
+    for step in range(2):
+        other(torch.full((2, 4), step + 1.0)).pow(2).sum().backward()
+        second.step()
+        second.zero_grad()
+    assert type(second) is AdamW
+    return told + run.train(model, optimizer, first=2), other.weight, second.state_dict()
+
+
 @case(types=("fp32",))
 def parameters_assigned_anew_are_told_of(run):
     """In plain torch nothing trains them either."""
