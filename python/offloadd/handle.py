@@ -449,6 +449,7 @@ class Handle:
         self._check_once()
         named = _with_strangers(_names_of(models), self.optimizers)
         served.check_arrays(named)
+        served.check_not_shared(named)
         destination = in_memory.destination_of(self.options)
         buffers = _buffers_of(models, destination)
         buffers += _buffers_beside(beside, buffers, destination)

@@ -143,6 +143,24 @@ def check_arrays(named):
                            "Keep a copy, p.detach().numpy().copy(), or make the array after attach()")
 
 
+def _shared_memory():
+    """(begin, end) of what this process has mapped to share it."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        places = [line.split()[:2] for line in file]
+    return [tuple(int(each, 16) for each in place.split("-")) for place, flags in places if flags.endswith("s")]
+
+
+def check_not_shared(named):
+    """OFD-1603 for parameters that other processes, or a file, are to follow: what is trained would not reach them."""
+    mapped = [(name, p) for name, p in named if p.device.type == "cpu" and p.numel() and not managed(p) and p.untyped_storage().is_shared()]
+    places = _shared_memory() if mapped else ()  # files may be mapped privately (torch.load(mmap=True))
+    for name, parameter in mapped:
+        address = parameter.untyped_storage().data_ptr()
+        if any(begin <= address < end for begin, end in places):
+            raise Error.of(1603, f"parameter '{name}' is in memory that is shared with other processes (share_memory(), or torch.multiprocessing): "
+                                 "they would not see how it is trained", "Attach a copy, copy.deepcopy(model), or train this model in memory")
+
+
 def _read_only(original):
     @functools.wraps(original)
     def call(self, *args, **kwargs):

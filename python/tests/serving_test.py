@@ -295,6 +295,24 @@ array_of_before("copied_array_of_before_attach", lambda m: m.head.weight.detach(
 array_of_before("list_and_array_that_is_gone_before_attach", lambda m: m.head.weight.detach().numpy().sum().item())
 
 
+@case(types=("fp32",), memory=("floor",), refused=1603)
+def model_that_was_shared_before_attach_is_refused(run):
+    model = run.model()
+    model.share_memory()
+    run.attach(model, SGD(model.parameters(), 0.1))
+
+
+@case(types=("fp32",), memory=("floor",))
+def weights_of_a_mapped_file(run):
+    """They are mapped privately."""
+    torch.save(run.model().state_dict(), path := os.path.join(run.folder, "weights.pt"))
+    model = run.model()
+    model.load_state_dict(torch.load(path, mmap=True), assign=True)
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer), torch.load(path)
+
+
 def refused_access(look, name):
     def function(run):
         model = run.model()
