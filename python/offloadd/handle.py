@@ -132,7 +132,7 @@ def _pool_of(options):
 
 def _open_engine(options):
     job, pool = _job_of(options), _pool_of(options)
-    if any(handle.job == job and handle.nvme_path == pool for handle in handles()):
+    if _outlived or any(handle.job == job and handle.nvme_path == pool for handle in handles()):
         gc.collect()  # what a notebook has left behind
     for handle in handles():
         if handle.job != job or handle.nvme_path != pool:
@@ -143,6 +143,8 @@ def _open_engine(options):
             raise Error.of(1205, f"job {job} is attached already in this process",
                            "Attach several models in one call, attach([a, b], [optimizer_a, optimizer_b]), give each a job of its own, "
                            "or close() the handle first")
+    for each in [each for each in _outlived if each.job == job and each.nvme_path == pool]:
+        each.close()
     return Engine(_strings(options))
 
 
@@ -404,6 +406,46 @@ def _run_as_before():
     if _stance["forced"] and not handles():
         _stance["forced"] = False
         torch.compiler.set_stance("default")
+
+
+# ---- Jobs whose model is gone ------------------------------------------------------------------
+
+def _is_held(reference):
+    """Whether anybody has the parameter, or another tensor over its storage, beside the engine."""
+    parameter = reference()
+    # The engine's reference, ours, and that of the question.
+    return parameter is not None and (sys.getrefcount(parameter) > 3 or served.is_shared(parameter))
+
+
+class _Outlived:
+    """A job that stays open while somebody has one of its weights: a view, a module, a graph."""
+
+    def __init__(self, handle, parameters):
+        self.job, self.nvme_path = handle.job, handle.nvme_path
+        self._engine, self._process = handle._engine, handle._process
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+
+    def is_over(self):
+        return not any(map(_is_held, self._parameters))
+
+    def close(self):
+        _outlived.remove(self)
+        engine, self._engine = self._engine, None
+        if os.getpid() == self._process:
+            engine.close()
+
+
+_outlived = []
+
+
+def _close_outlived(phase, _):
+    """When the garbage collector is done, which is what ends handles: they and their optimizers refer to each other."""
+    if phase == "stop":
+        for each in [each for each in _outlived if each.is_over()]:
+            each.close()
+
+
+gc.callbacks.append(_close_outlived)
 
 
 # ---- The handle --------------------------------------------------------------------------------
@@ -763,6 +805,12 @@ class Handle:
             engine.close()
             _run_as_before()
 
+    def __del__(self):
+        """The model and the optimizer are gone, too; a state_dict() of the model may live on."""
+        parameters = self.__dict__.get("_parameters")
+        if parameters and self._engine is not None and os.getpid() == self._process and not sys.is_finalizing():
+            _outlived.append(_Outlived(self, parameters.values()))
+
     def __enter__(self):
         return self
 
@@ -978,8 +1026,8 @@ def gather(parameters, plane="weight", *, write=False):
 
 @atexit.register
 def _close_all():
-    for handle in handles():
-        handle.close()
+    for job in [*handles(), *_outlived]:
+        job.close()
 
 
 def handle_of(parameter):

@@ -254,7 +254,7 @@ def _storage_of(tensor):
     return tensor.untyped_storage()._cdata
 
 
-def _is_shared(tensor):
+def is_shared(tensor):
     """Whether another tensor is over its storage."""
     return torch._C._storage_Use_Count(_storage_of(tensor)) > 2  # the tensor's and that of the object that asks
 
@@ -275,7 +275,7 @@ class _Replaced:
     def __init__(self, parameter):
         key = id(parameter)
         self.parameter = weakref.ref(parameter, lambda _: _replaced.pop(key, None))
-        self.was_shared = _is_shared(parameter)
+        self.was_shared = is_shared(parameter)
         self.own = parameter.detach()
         self.given = weakref.ref(self.own)  # the tensor whose storage the parameter has now
 
@@ -299,9 +299,9 @@ class _Replaced:
             raise Error.of(1601, f"a parameter of {self.own.dtype}, shape {list(self.own.shape)}, has become one of {parameter.dtype}, shape "
                                  f"{list(parameter.shape)} (p.data = …, or a cast such as model.to(dtype))",
                            "Change types and shapes before attach(); a model that casts parameters of its own has done so after one forward pass")
-        stays = may_stay and not self.was_shared and _is_shared(parameter)
+        stays = may_stay and not self.was_shared and is_shared(parameter)
         follower = None if stays or self.was_shared else self._follower(parameter)
-        if not stays and follower is None and (self.was_shared or _is_shared(parameter)):
+        if not stays and follower is None and (self.was_shared or is_shared(parameter)):
             raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, too",
                            "Set the value with p.copy_(x) under torch.no_grad(), or keep no x")
         with torch.no_grad():

@@ -19,7 +19,8 @@ import torch
 from torch.optim import SGD, AdamW
 
 import offloadd
-from battery import VOCABULARY, Transformer, case, difference, main
+from battery import VOCABULARY, WIDTH, Transformer, case, difference, main, own
+from offloadd import handle as handles
 
 FP32 = {"types": ("fp32",)}
 
@@ -880,6 +881,29 @@ def jobs_end_with_their_models(run):
     del model
     gc.collect()
     assert not offloadd.handles()
+    return told
+
+
+@case(**FP32)
+def weights_that_outlive_their_model(run):
+    """Models of several folds, of which something is kept: a state_dict(), a module, a parameter."""
+    def train(fold, keep):
+        torch.manual_seed(fold)
+        model = Transformer(1).to(run.dtype)
+        optimizer = SGD(model.parameters(), 0.1)
+        if run.offloaded:
+            offloadd.attach(model, optimizer, nvme_path=run.folder, ram="128MiB", job=f"fold{fold}")
+        told.append(run.train(model, optimizer, steps=2))
+        return keep(model)
+
+    told = []
+    gc.collect(), gc.collect()
+    kept = [train(0, lambda m: m.state_dict()), train(1, lambda m: m.norm), train(2, lambda m: m.head.weight)]
+    gc.collect()
+    told += [own(kept[0]), copy.deepcopy(kept[0]), own(kept[1](torch.ones(2, WIDTH, dtype=run.dtype))), kept[2].sum().item()]
+    kept.clear()
+    gc.collect(), gc.collect()  # the handle is gone after the first
+    assert not handles._outlived
     return told
 
 
