@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import ctypes
 import fnmatch
 import functools
 import gc
@@ -1022,6 +1023,16 @@ def gather(parameters, plane="weight", *, write=False):
 
     copies = Gathered(chosen, [copy(each) for each in chosen], write)
     return copies if several or write else copies[0]
+
+
+def _leave_to_the_parent():
+    """In a forked child, whose sessions are its parent's: engines are not destroyed here, whatever becomes of what refers to them."""
+    opened = [_constructed, *_open_handles]
+    for engine in [each._engine for each in opened if each is not None and each._engine is not None]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 
 @atexit.register

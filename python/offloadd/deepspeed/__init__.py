@@ -47,8 +47,8 @@ _refuse = refusing("deepspeed")
 
 
 def __getattr__(name):
-    if name in ("ops", "runtime"):  # packages of names only, made by install()
-        from . import names
+    from . import names
 
+    if name in names.PACKAGES:
         return names.package(name)
     return _refuse(name)

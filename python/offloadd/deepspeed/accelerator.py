@@ -55,7 +55,60 @@ class Accelerator:
     def memory_allocated(self, device_index=None):
         return 0
 
-    max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+    max_memory_allocated = memory_reserved = max_memory_reserved = memory_cached = max_memory_cached = memory_allocated
+
+    def memory_stats(self, device_index=None):
+        return {}
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def total_memory(self, device_index=None):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def available_memory(self, device_index=None):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+
+    # Operations are over when they return: there is nothing to order.
+
+    Stream = Event = None
+
+    def stream(self, stream):
+        return contextlib.nullcontext()
+
+    def current_stream(self, device_index=None):
+        return None
+
+    default_stream = current_stream
+
+    def resolves_data_dependency(self):
+        return True
+
+    def handles_memory_backpressure(self):
+        return False
+
+    def is_graph_supported(self):
+        return False
+
+    def lazy_call(self, callback):
+        return callback()
+
+    def amp(self):
+        return torch.cpu.amp
+
+    def default_generator(self, device_index):
+        return torch.default_generator
+
+    def get_compile_backend(self):
+        return "eager"
+
+    def visible_devices_envs(self):
+        return []
+
+    def export_envs(self):
+        return []
+
+    BFloat16Tensor, ByteTensor, DoubleTensor, FloatTensor = torch.BFloat16Tensor, torch.ByteTensor, torch.DoubleTensor, torch.FloatTensor
+    HalfTensor, IntTensor, LongTensor = torch.HalfTensor, torch.IntTensor, torch.LongTensor
 
     def communication_backend_name(self):
         return "gloo"
@@ -63,11 +116,13 @@ class Accelerator:
     def is_bf16_supported(self):
         return True
 
-    def is_fp16_supported(self):
+    is_fp16_supported = is_bf16_supported
+
+    def is_triton_supported(self):
         return False
 
     def supported_dtypes(self):
-        return [torch.float32, torch.bfloat16]
+        return [torch.float32, torch.bfloat16, torch.float16]
 
     def preferred_dtype(self):
         return torch.bfloat16

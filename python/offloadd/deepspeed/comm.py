@@ -1,5 +1,7 @@
 """deepspeed.comm: torch.distributed under another name. A program without a launcher is a world of one rank."""
 
+import ctypes
+import functools
 import logging
 import os
 
@@ -22,9 +24,23 @@ def _is_launched():
     return all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def _leave_groups_to_the_parent():
+    """In a forked child: a group of gloo that is destroyed waits for threads that are not there. So it never is."""
+    if is_initialized():
+        for group, (_, store) in torch.distributed.distributed_c10d._world.pg_map.items():
+            for each in (group, store):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+
+
+@functools.lru_cache(maxsize=None)
+def _survive_forks():
+    os.register_at_fork(after_in_child=_leave_groups_to_the_parent)
+
+
 def init_distributed(dist_backend=None, auto_mpi_discovery=True, distributed_port=29500, verbose=True, timeout=None, init_method=None,
                      dist_init_required=None, config=None, rank=-1, world_size=-1):
     """Makes the process group, with gloo: this release computes on the CPU."""
+    _survive_forks()
     if is_initialized() or dist_init_required is False:
         return
     if dist_backend not in (None, "gloo"):
@@ -67,6 +83,30 @@ def destroy_process_group(group=None):
         torch.distributed.destroy_process_group(group)
 
 
+def get_all_ranks_from_group(group=None):
+    return torch.distributed.get_process_group_ranks(group if group is not None else get_world_group())
+
+
+def inference_all_reduce(tensor, op=None, group=None):
+    return torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.SUM if op is None else op, group)
+
+
+def has_all_gather_into_tensor():
+    return True
+
+
+has_reduce_scatter_tensor = has_all_gather_into_tensor
+
+
+def configure(deepspeed_config=None, enabled=None, prof_all=None, prof_ops=None, verbose=None, debug=None):
+    """Of DeepSpeed's log of communication, which nobody keeps here."""
+
+
+def log_summary(show_straggler=False, return_dict=False):
+    _log.info("log_summary(): communication is not logged; offloadctl status --json counts what the daemon moves")
+    return {} if return_dict else None
+
+
 def broadcast_object(value, source=0):
     """The first rank's value, in all ranks."""
     if not is_initialized() or get_world_size() == 1:
@@ -79,10 +119,17 @@ def broadcast_object(value, source=0):
 # What is called the same in torch, with the same arguments.
 _SAME = {"all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce", "reduce_scatter", "reduce_scatter_tensor", "gather",
          "scatter", "send", "recv", "isend", "irecv", "new_group", "ReduceOp", "all_gather_object", "broadcast_object_list", "monitored_barrier",
-         "all_to_all", "all_to_all_single", "get_backend", "group", "ProcessGroup"}
+         "all_to_all", "all_to_all_single", "get_backend", "group", "ProcessGroup", "P2POp", "batch_isend_irecv", "gather_object",
+         "scatter_object_list"}
+
+
+_RENAMED = {"allgather_fn": "all_gather_into_tensor", "reduce_scatter_fn": "reduce_scatter_tensor"}
 
 
 def __getattr__(name):
+    name = _RENAMED.get(name, name)
+    if name == "default_pg_timeout":
+        return torch.distributed.constants.default_pg_timeout
     if name in _SAME:
         return getattr(torch.distributed, name)
     if name.startswith("__"):

@@ -17,7 +17,10 @@ import sys
 import time
 
 from ..errors import Error
-from .missing import refuse
+from .missing import refuse, refusing
+
+# What accelerate's launcher asks for, and writes for launches on several machines only.
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 # Flags of deepspeed's launcher that place ranks on several machines or in several ways; here there is one.
 _ELSEWHERE = ("min_elastic_nodes", "max_elastic_nodes", "elastic_training", "autotuning", "force_multi", "venv_script")
@@ -167,3 +170,6 @@ def run_program(arguments):
         sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
         runpy.run_path(arguments[0], run_name="__main__")
     return 0
+
+
+__getattr__ = refusing("deepspeed.launcher.runner")

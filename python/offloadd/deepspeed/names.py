@@ -17,9 +17,13 @@ VERSION = "0.19.6"  # what programs compare with
 # DeepSpeed's module -> ours; None: a package that only leads to others.
 _MODULES = {
     "accelerator": "accelerator",
+    "checkpoint": None,
+    "checkpoint.utils": "utils",
     "checkpointing": "checkpointing",
     "comm": "comm",
     "comm.comm": "comm",
+    "launcher": None,
+    "launcher.runner": "launcher",
     "ops": None,
     "ops.adam": "adam",
     "ops.adagrad": "adam",
@@ -41,6 +45,7 @@ _MODULES = {
     "utils.zero_to_fp32": "utils",
     "zero": "zero",
 }
+PACKAGES = [name for name, ours in _MODULES.items() if ours is None and "." not in name]
 _packages = {}
 
 
@@ -125,7 +130,8 @@ def install(*, nvme_path=None, ram=None, job=None, **options):
         sys.modules[f"deepspeed.{name}"] = module = package(name) if ours is None else _ours(ours)
         if not hasattr(module, "__path__"):
             module.__path__ = []  # else Python says of what is missing below it that this is no package
-    whole.ops, whole.runtime = package("ops"), package("runtime")
+    for name in PACKAGES:
+        setattr(whole, name, package(name))
     if not any(finder is _Finder for finder in sys.meta_path):
         # Behind the others for distributions, before them for modules: a folder `deepspeed` elsewhere is not ours.
         sys.meta_path.insert(0, _Finder)

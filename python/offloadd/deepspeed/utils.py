@@ -153,6 +153,25 @@ def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):
     return model
 
 
+def clone_tensors_for_torch_save(item, device="cpu"):
+    """The same lists and dictionaries over copies of their tensors, on the device. Tied weights stay one tensor, so that they are written once."""
+    copies = {}
+
+    def copied(value):
+        if isinstance(value, torch.Tensor):
+            place = (value.untyped_storage()._cdata, value.storage_offset(), value.shape, value.stride(), value.dtype)
+            if place not in copies:
+                copies[place] = (value, value.detach().to(device, copy=True))
+            return copies[place][1]
+        if isinstance(value, dict):
+            return type(value)((key, copied(each)) for key, each in value.items())
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(copied, value))
+        return value
+
+    return copied(item)
+
+
 def clip_grad_norm_(parameters, max_norm, norm_type=2, mpu=None):
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 

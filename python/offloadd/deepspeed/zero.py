@@ -11,7 +11,7 @@ import torch
 from .. import config as configuration
 from .. import handle as attaching
 from ..library import is_disabled
-from . import setup
+from . import comm, setup
 from .missing import refuse, refusing
 
 _log = logging.getLogger("offloadd")
@@ -27,6 +27,8 @@ class Init(contextlib.ContextDecorator):
                  param_swapper=None):
         if zero_quantized_weights or zero_quantized_nontrainable_weights:
             refuse("zero.Init with quantized weights")
+        if enabled:
+            comm.init_distributed()  # transformers asks for the rank while it loads
         self._config = config if config_dict_or_path is None else config_dict_or_path
         self._enabled = enabled and module is None and not is_disabled()
         self._inner = None
