@@ -214,6 +214,9 @@ class Importer {
         return Members(fate_.key + ".", value);
       case Treatment::kIgnored:
         return Ignore(key.note);
+      case Treatment::kMissed:
+        if (IsSet(value)) Warn(absl::StrCat(fate_.key, " has no effect: ", key.note));
+        return Ignore(key.note);
       case Treatment::kTrainer:
         return ToTrainer(key.note);
       case Treatment::kRejectedIfSet:

@@ -16,6 +16,8 @@ constexpr char kParallel[] = "another kind of parallelism; ranks here hold all o
 constexpr char kTune[] = "the daemon chooses by itself; see offloadctl doctor and tuning.md";
 constexpr char kOneArena[] = "memory.ram is the only budget; all of it is one arena";
 constexpr char kMonitor[] = "offloadctl status --json has the counters";
+constexpr char kLogged[] =
+    "nothing is written; handle.metrics() and offloadctl status --json have figures for loggers";
 constexpr char kLearned[] = "the order of tensors is learned in the first step and read ahead";
 constexpr char kCheckpoints[] = "every step is a checkpoint in the pool";
 constexpr char kActivations[] =
@@ -173,7 +175,7 @@ constexpr DsKey kKeys[] = {
     {"aio.use_gds", kBool, kIgnored, "bytes pass through memory"},
 
     {"activation_checkpointing", kSection, kRecurse, ""},
-    {"activation_checkpointing.cpu_checkpointing", kBool, kIgnored, kActivations},
+    {"activation_checkpointing.cpu_checkpointing", kBool, kMissed, kActivations},
     {"activation_checkpointing.partition_activations", kBool, kIgnored, kActivations},
     {"activation_checkpointing.contiguous_memory_optimization", kBool, kIgnored, kActivations},
     {"activation_checkpointing.number_checkpoints", kInteger, kIgnored, kActivations},
@@ -214,18 +216,18 @@ constexpr DsKey kKeys[] = {
     {"vocabulary_size", kInteger, kTrainer, ""},
 
     {"steps_per_print", kNumber, kIgnored, "progress is the trainer's to print"},
-    {"wall_clock_breakdown", kBool, kIgnored, kMonitor},
-    {"memory_breakdown", kBool, kIgnored, kMonitor},
+    {"wall_clock_breakdown", kBool, kMissed, kMonitor},
+    {"memory_breakdown", kBool, kMissed, kMonitor},
     {"dump_state", kBool, kIgnored, "offloadctl config dump shows the settings"},
     {"timers", kAny, kIgnored, kMonitor},
     {"log_level", kAny, kIgnored, "logging is the program's"},
-    {"flops_profiler", kSection, kIgnored, kMonitor},
-    {"comms_logger", kSection, kIgnored, kMonitor},
+    {"flops_profiler", kSection, kMissed, kMonitor},
+    {"comms_logger", kSection, kMissed, kMonitor},
     {"autotuning", kSection, kRejectedIfSet, "it searches for keys that there are not here"},
-    {"tensorboard", kSection, kIgnored, kMonitor},
-    {"wandb", kSection, kIgnored, kMonitor},
-    {"csv_monitor", kSection, kIgnored, kMonitor},
-    {"comet", kSection, kIgnored, kMonitor},
+    {"tensorboard", kSection, kMissed, kLogged},
+    {"wandb", kSection, kMissed, kLogged},
+    {"csv_monitor", kSection, kMissed, kLogged},
+    {"comet", kSection, kMissed, kLogged},
 };
 
 constexpr std::string_view kZero = "zero_optimization.";

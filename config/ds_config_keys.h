@@ -17,6 +17,7 @@ enum class Shape { kAny, kBool, kInteger, kNumber, kText, kList, kSection };
 enum class Treatment {
   kRecurse,          // its members have entries of their own
   kIgnored,          // accepted without effect; `note` says why
+  kMissed,           // likewise, with a warning where it is switched on: it would be looked for
   kTrainer,          // the trainer's business
   kRejectedIfSet,    // true, a number above 1, a text, a list or a section: rejected with 1104
   kRejectedIfLossy,  // likewise with 1107: it changes what is computed

@@ -434,6 +434,15 @@ TEST(DsConfigTest, UnknownKeysAreSaidWithASuggestion) {
   EXPECT_NE(import.warnings[0].find("did you mean \"gradient_clipping\"?"), std::string::npos);
 }
 
+TEST(DsConfigTest, SaysWhatASwitchedOnMonitorMisses) {
+  const Import import = Read(R"({"gradient_clipping": 0, "tensorboard": {"enabled": true},
+                                 "wall_clock_breakdown": true, "wandb": {"enabled": false}})");
+  EXPECT_EQ(import.Count(Verdict::kIgnored), 3u);
+  ASSERT_EQ(import.warnings.size(), 2u);
+  EXPECT_EQ(import.warnings[0].find("tensorboard has no effect: nothing is written"), 0u);
+  EXPECT_EQ(import.warnings[1].find("wall_clock_breakdown has no effect"), 0u);
+}
+
 TEST(DsConfigTest, SyntaxIsGenerousAndDuplicatesAreNot) {
   EXPECT_EQ(Read("# a comment\n{ // another\n \"train_batch_size\": 8, /* and \n one */ }")
                 .training.batch_size,

@@ -688,12 +688,39 @@ class DeepSpeedTest(DeepSpeedCase):
         self.assertFalse(engine.monitor.enabled or engine.flops_profiler_enabled())
         engine.monitor.write_events([("loss", 1.0, 1)])
 
+    def test_what_programs_ask_the_accelerator(self):
+        accelerator = offloadd.deepspeed.get_accelerator()
+        self.assertTrue(accelerator.is_fp16_supported() and accelerator.is_bf16_supported())
+        self.assertEqual(accelerator.supported_dtypes(), [torch.float32, torch.bfloat16, torch.float16])
+        self.assertEqual(accelerator.FloatTensor([1.0]).dtype, torch.float32)
+        self.assertGreater(accelerator.total_memory(), accelerator.available_memory())
+        with accelerator.stream(accelerator.current_stream()):
+            self.assertEqual((accelerator.memory_stats(), accelerator.memory_cached(), accelerator.lazy_call(lambda: 3)), ({}, 0, 3))
+
+    def test_words_of_communication(self):
+        comm, ones = offloadd.deepspeed.comm, torch.ones(4)
+        offloadd.deepspeed.init_distributed()
+        comm.configure(enabled=True, prof_all=True)
+        comm.inference_all_reduce(ones)
+        whole = torch.zeros(4)
+        comm.allgather_fn(whole, ones)
+        self.assertTrue(torch.equal(whole, ones))
+        self.assertEqual((comm.log_summary(return_dict=True), comm.get_all_ranks_from_group()), ({}, [0]))
+
+    def test_tied_tensors_stay_one_when_they_are_cloned(self):
+        engine, *_ = self.initialize(make(tied=True), self.config())
+        whole = offloadd.deepspeed.utils.clone_tensors_for_torch_save({"module": engine.module.state_dict(), "steps": [1, (2, None)]})
+        self.assertIs(whole["module"]["head.weight"], whole["module"]["embed.weight"])
+        self.assertTrue(torch.equal(whole["module"]["up.weight"], engine.module.up.weight))
+        self.assertNotEqual(whole["module"]["up.weight"].data_ptr(), whole["module"]["down.weight"].data_ptr())
+        self.assertEqual(whole["steps"], [1, (2, None)])
+
     def test_attributes_that_are_not_there_are_named(self):
         engine, *_ = self.initialize(make(), self.config())
         for owner, name in ((offloadd.deepspeed, "PipelineModule"), (offloadd.deepspeed, "init_inference"), (engine, "curriculum_learning_enabled"),
                             (offloadd.deepspeed.zero, "TiledLinear"), (offloadd.deepspeed.comm, "all_to_all_quantized"),
                             (offloadd.deepspeed.utils, "groups"), (offloadd.deepspeed.checkpointing, "get_cuda_rng_tracker"),
-                            (offloadd.deepspeed.get_accelerator(), "Stream"), (offloadd.deepspeed.schedules, "SuperConvergence")):
+                            (offloadd.deepspeed.get_accelerator(), "op_builder_dir"), (offloadd.deepspeed.schedules, "SuperConvergence")):
             self.assertFalse(hasattr(owner, name), name)
             with self.assertRaisesRegex(offloadd.Error, f"OFD-1108.*{name}"):
                 getattr(owner, name)
@@ -752,6 +779,8 @@ from deepspeed.runtime.lr_schedules import WarmupLR, VALID_LR_SCHEDULES
 from deepspeed.runtime.zero.partition_parameters import zero_wrapper_for_fp_tensor_constructor
 from deepspeed.utils import logger, safe_get_full_grad
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 import deepspeed.comm as dist
 assert importlib.util.find_spec("deepspeed") and importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
 assert importlib.metadata.version("deepspeed") == deepspeed.__version__

@@ -65,6 +65,114 @@ with open(sys.argv[1], "w") as file:
     json.dump({"losses": losses, "weights": [p.detach().flatten().tolist() for p in model.parameters()]}, file)
 """
 
+# fp16 on several ranks, each of which computes what all of them have to have trained: sums of the ranks' gradients over fp32 masters.
+FP16_RANKS = """
+import argparse, json
+import torch
+import deepspeed
+
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int, default=-1)
+parser.add_argument("--output")
+args = parser.parse_args()
+torch.set_num_threads(1)
+deepspeed.init_distributed()
+rank, ranks = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
+
+def loss_of(model, step, micro, rank):
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(step * 100 + micro * 10 + rank)).half()
+    x = x * 30 if step == 5 and rank == 1 else x  # only this rank's gradients overflow
+    return (model(x) - x).float().pow(2).mean()
+
+model = make()
+engine, optimizer, _, _ = deepspeed.initialize(args=args, model=model, model_parameters=model.parameters())
+mine = []
+for step in range(12):
+    scale, losses = optimizer.cur_scale, []
+    for micro in range(2):
+        loss = loss_of(engine, step, micro, rank)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    mine.append([scale, engine.get_global_grad_norm() if engine.was_step_applied() else None, losses])
+told = [None] * ranks
+deepspeed.comm.all_gather_object(told, mine)
+
+plain = make().half()
+masters = [torch.nn.Parameter(p.detach().float()) for p in plain.parameters()]
+adam = torch.optim.AdamW(masters, lr=1e-2, fused=True, weight_decay=0.0)
+for step in range(12):
+    scale, sums = told[0][step][0], [None] * len(masters)
+    for micro in range(2):
+        for each in range(ranks):
+            loss = loss_of(plain, step, micro, each)
+            assert loss.item() == told[each][step][2][micro], (step, micro, each)
+            plain.zero_grad()
+            (loss / 2 * scale).backward()
+            parts = [p.grad * (1 / ranks) for p in plain.parameters()]
+            sums = [part if total is None else total + part for total, part in zip(sums, parts)]
+    norm = None
+    if all(total.isfinite().all() for total in sums):
+        for master, total in zip(masters, sums):
+            master.grad = total.float() / scale
+        norm = torch.nn.utils.clip_grad_norm_(masters, 0.05).item()
+        adam.step()
+        with torch.no_grad():
+            for p, master in zip(plain.parameters(), masters):
+                p.copy_(master)
+    assert [each[step][:2] for each in told] == [[scale, norm]] * ranks, (step, scale, norm, told)
+assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters()))
+if rank == 0:
+    with open(args.output, "w") as file:
+        json.dump({"skipped": engine.skipped_steps, "overflowed": [step for step in range(12) if mine[step][1] is None]}, file)
+"""
+
+# Children that drop what they have of their parent's model, in the ways that there are.
+FORKS = """
+import gc, multiprocessing, os, sys
+import torch
+import deepspeed
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Linear(16, 16)
+engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={"train_batch_size": 8, "gradient_clipping": 0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})
+
+def train(seed):
+    loss = engine(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).square().mean()
+    engine.backward(loss)
+    engine.step()
+
+def drops():
+    global engine, model
+    del engine, model
+    gc.collect()
+
+def ends():
+    engine.destroy()
+
+def nothing():
+    pass
+
+train(0)
+codes = []
+for act in (drops, ends, nothing):
+    child = os.fork()
+    if child == 0:
+        act()
+        sys.exit(4)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+process = multiprocessing.get_context("fork").Process(target=drops)
+process.start()
+process.join()
+train(1)
+print(codes, process.exitcode, engine.handle.step)
+"""
+
 # The Trainer's own optimizer and schedule, so that the same program trains in memory without deepspeed=.
 TRAINER = """
 import json, os, sys
@@ -75,7 +183,7 @@ if mode == "installed":
     offloadd.deepspeed.install()
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 torch.set_num_threads(1)
-config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"},
+config = {"zero_optimization": {"stage": int(os.environ.get("STAGE", "3")), "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"},
                                 "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
                                 "stage3_param_persistence_threshold": "auto", "stage3_gather_16bit_weights_on_model_save": True},
           "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto",
@@ -83,11 +191,15 @@ config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvm
 if os.environ.get("FP16"):
     config["fp16"] = {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 22, "loss_scale_window": 3, "hysteresis": 1}
 more = {"use_cpu": True} if mode == "memory" else {"deepspeed": config, "fp16": bool(os.environ.get("FP16"))}
-args = TrainingArguments(folder, report_to=[], max_steps=int(steps), per_device_train_batch_size=2, gradient_accumulation_steps=2,
+args = TrainingArguments(folder, report_to=[], max_steps=int(steps), per_device_train_batch_size=2,
+                         gradient_accumulation_steps=int(os.environ.get("ACCUMULATION", "2")),
                          disable_tqdm=True, save_strategy="steps", save_steps=2, logging_steps=1, learning_rate=1e-3, **more)
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                                     num_key_value_heads=1))
+                                     num_key_value_heads=1, tie_word_embeddings="TIED" in os.environ))
+if os.environ.get("STAGE") == "3":  # what is loaded behind `args` is built by zero.Init
+    model.save_pretrained(os.path.join(folder, "first"))
+    model = LlamaForCausalLM.from_pretrained(os.path.join(folder, "first"))
 torch.manual_seed(1)
 data = [{"input_ids": (x := torch.randint(128, (8,))), "labels": x} for _ in range(64)]
 trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:4])
@@ -95,11 +207,12 @@ trainer.train(resume_from_checkpoint=sys.argv[4] if len(sys.argv) > 4 else None)
 told = [[h["loss"], h.get("grad_norm"), h["learning_rate"]] for h in trainer.state.log_history if "loss" in h]
 told.append(trainer.evaluate()["eval_loss"])
 trainer.save_model(os.path.join(folder, "final"))
-from safetensors.torch import load_file
-weights = load_file(os.path.join(folder, "final", "model.safetensors"))
-told.append({name: value.flatten().tolist() for name, value in sorted(weights.items())})
-with open(os.path.join(folder, "told.json"), "w") as file:
-    json.dump(told, file)
+if trainer.is_world_process_zero():
+    from safetensors.torch import load_file
+    weights = load_file(os.path.join(folder, "final", "model.safetensors"))
+    told += [{name: value.flatten().tolist() for name, value in sorted(weights.items())}, args.world_size]
+    with open(os.path.join(folder, "told.json"), "w") as file:
+        json.dump(told, file)
 """
 
 
@@ -159,6 +272,23 @@ class ProgramsTest(unittest.TestCase):
     def test_a_rank_that_fails_ends_all_with_its_status(self):
         self.launch("--num_gpus", "2", program_flags=["--fail_at", "2"], status=3)
 
+    def test_fp16_on_two_ranks(self):
+        self.program = self.write("fp16.py", FP16_RANKS)
+        self.config = self.write("fp16.json", json.dumps({
+            "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.05,
+            "fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 3, "hysteresis": 1},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}))
+        self.launch("--num_gpus", "2")
+        told = self.read("told.json")
+        self.assertEqual(told["skipped"], len(told["overflowed"]))
+        self.assertIn(5, told["overflowed"], "where one rank's gradients overflow no rank steps")
+
+    def test_forked_children_end_silently(self):
+        done = self.run_python("-m", "offloadd.deepspeed", self.write("forks.py", FORKS))
+        self.assertEqual(done.stdout, "[4, 4, 4] 0 2\n")
+        self.assertNotIn("OFD-", done.stderr)
+        self.assertEqual(os.listdir(self.pool), [], "the parent has deleted its job")
+
     def test_what_the_launcher_does_not_do_is_refused(self):
         for flags in (["--num_nodes", "2"], ["--autotuning", "run"], ["--exclude", "localhost:0"], ["--num_gpus", "0"]):
             self.assertRegex(self.launch(*flags, status=2).stderr, "OFD-1(104|002)")
@@ -186,11 +316,27 @@ class ProgramsTest(unittest.TestCase):
         memory = told("memory", "memory", "4")
         self.assertEqual(told("installed", "offloaded", "4"), memory)
         first = os.path.join(self.folder, "offloaded", "checkpoint-2")
-        self.assertEqual(told("installed", "resumed", "4", first)[-2:], memory[-2:], "as if it had not been interrupted")
+        self.assertEqual(told("installed", "resumed", "4", first)[-3:], memory[-3:], "as if it had not been interrupted")
+        tied = told("memory", "tied_memory", "2", TIED="1")
+        for stage in ("2", "3"):
+            self.assertEqual(told("installed", f"tied{stage}", "2", TIED="1", STAGE=stage), tied, stage)
         in_memory = told("installed", "fp16_memory", "8", FP16="1", OFFLOADD_DISABLE="1")
         self.assertEqual(told("installed", "fp16", "8", FP16="1"), in_memory)
-        at = [step[2] for step in in_memory[:-2]]
+        at = [step[2] for step in in_memory[:-3]]
         self.assertLess(len(set(at)), len(at), "the schedule has waited for steps that were skipped")
+
+    @unittest.skipUnless(importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate"),
+                         "transformers and accelerate are not installed: the Trainer is not tested")
+    def test_two_ranks_of_the_trainer_share_the_data(self):
+        """As with DistributedDataParallel in memory. Without a GPU Accelerate has to be told that there are ranks."""
+        program, told = self.write("trainer.py", TRAINER), {}
+        for mode in ("memory", "installed"):
+            folder = os.path.join(self.folder, mode)
+            self.run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, mode, folder, "2",
+                            ACCUMULATION="1", STAGE="2", OMP_NUM_THREADS="1")
+            told[mode] = self.read(os.path.join(folder, "told.json"))
+        self.assertEqual(told["installed"], told["memory"])
+        self.assertEqual(told["memory"][-1], 2)
 
 
 if __name__ == "__main__":

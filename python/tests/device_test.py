@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+import unittest.mock
 
 _LIBRARY = os.environ.setdefault("OFFLOADD_LIBRARY", os.path.abspath(os.path.join("tests", "offloadd_standin.so")))
 os.environ.setdefault("OFFLOADD_BINARY", os.path.abspath(os.path.join("python", "offloadd", "offloadd")))
@@ -21,6 +22,7 @@ from torch.optim import SGD, AdamW
 
 import battery
 import offloadd
+import offloadd.deepspeed
 import serving_test  # noqa: its cases are declared
 import training_test  # noqa
 from battery import case, main, retype, states_of
@@ -315,6 +317,29 @@ def every_type(run):
     model.embed.weight.data[3] = 0.125
     told += run.train(model, optimizer, first=3)
     return told, [handle.gather(p, plane) for p in model.parameters() for plane in ("weight", "master", "exp_avg", "exp_avg_sq")]
+
+
+@case(types=("fp32",), memory=("floor",))
+def fp16_of_deepspeed(run):
+    """The engine casts the model and scales losses; steps that overflow are skipped."""
+    model, told = run.model(), []
+    options = {"nvme_path": run.folder, "ram": "256MiB", "gpu_ram": "256MiB", "job": "fp16"} if run.offloaded else {}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+              "fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}}
+    with unittest.mock.patch.dict(os.environ, {} if run.offloaded else {"OFFLOADD_DISABLE": "1"}):
+        offloadd.deepspeed.setup.set_installed(options)
+        engine, optimizer, *_ = offloadd.deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        for step in range(10):
+            scale = optimizer.cur_scale
+            loss = run.loss(engine, step)
+            engine.backward(loss)
+            engine.step()
+            told.append((scale, loss.item(), engine.get_global_grad_norm()))
+        assert 0 < engine.skipped_steps < 10, told
+        weights = [p.detach().clone() for p in model.parameters()]
+        masters = [offloadd.deepspeed.utils.safe_get_full_fp32_param(p).cpu() for p in model.parameters()]
+        engine.destroy()
+    return told, weights, masters
 
 
 class SignOfTheMean(torch.optim.Optimizer):

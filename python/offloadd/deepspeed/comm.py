@@ -4,6 +4,7 @@ import ctypes
 import functools
 import logging
 import os
+import sys
 
 import torch
 
@@ -16,7 +17,19 @@ def is_available():
     return torch.distributed.is_available()
 
 
+def _tell_accelerate():
+    """Accelerate takes several ranks without a GPU for one unless it is told a backend, and each would train on all of the data. It
+    asks is_initialized() while its state is made."""
+    accelerate = sys.modules.get("accelerate.state")
+    if accelerate is None or int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        return
+    state = accelerate.PartialState._shared_state
+    if "backend" in state and state["backend"] is None and "num_processes" not in state:
+        state["backend"] = "gloo"
+
+
 def is_initialized():
+    _tell_accelerate()
     return is_available() and torch.distributed.is_initialized()
 
 
