@@ -3,6 +3,7 @@
 
 #include <ATen/Functions.h>
 #include <torch/data.h>
+#include <torch/nn/utils/clip_grad.h>
 #include <torch/optim.h>
 #include <torch/serialize.h>
 
@@ -320,6 +321,29 @@ Programs SeveralModels() {
            Train(run, model, *optimizer, job, job + 2);
            run.See(*model);
          }
+       }},
+      // What was accumulated and not stepped goes on in memory, and with the next job.
+      {"gradients_left_at_close",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         for (int job = 0; job < 2; ++job) {
+           auto engine = run.Open([](Options& o) { o.weights_at_close = "memory"; });
+           auto optimizer = MakeSgd(*engine, *model);
+           battery::Loss(run, model, 10 * job).backward();
+           optimizer->step();
+           if (job == 0) optimizer->zero_grad();
+           battery::Loss(run, model, 10 * job + 1).backward();
+           run.See(nn::utils::clip_grad_norm_(model->parameters(), 0.05));
+           const Tensor kept = model->parameters()[0].grad();
+           optimizer.reset();
+           engine.reset();
+           run.See(kept);
+           run.SeeGradients(*model);
+           for (const Tensor& parameter : model->parameters()) parameter.grad().mul_(0.5);
+           battery::Loss(run, model, 10 * job + 2).backward();
+           run.SeeGradients(*model);
+         }
+         run.See(*model);
        }},
       {"one_model_in_two_jobs_in_turn",
        [](Run& run) {

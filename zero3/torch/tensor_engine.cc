@@ -244,14 +244,26 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
   attachment_->SetSealing([this] { MakeStore(); });
 }
 
+// What no step has taken goes with the weights, so that one in memory can.
+static void LeaveAtClose(Gradient& gradient) {
+  try {
+    gradient.LeaveInMemory();
+  } catch (const std::exception& error) {
+    Log().error("a gradient is lost with the job: {}", error.what());
+    gradient.Close();
+  }
+}
+
 TensorEngine::~TensorEngine() {
   attachment_->SetSealing(nullptr);
   try {
+    const bool leaves_gradients = leaves_weights() && attached_.sealed && sums_ == nullptr &&
+                                  attachment_->device() == nullptr;
     if (sums_ != nullptr) sums_->Close();
     EndRawAtClose();
     for (Gradient* gradient : gradients_) {
       if (gradient == nullptr) continue;
-      gradient->Close();
+      leaves_gradients ? LeaveAtClose(*gradient) : gradient->Close();
       gradient->Unreference();
     }
     for (uint32_t id = 0; id < weights_.size(); ++id) {
