@@ -1168,6 +1168,54 @@ Programs OwnOptimizers() {
          s.End();
        }},
       TakesWhatAnotherHas(),
+      {"own_optimizer_names_a_parameter_twice_later",
+       [](Run& run) {
+         Setting s(run);
+         optim::Adam own(s.model->parameters(), optim::AdamOptions(1e-2));
+         s.engine->Attach(*s.model, own);
+         Train(run, s.model, own, 0, 2);
+         own.param_groups()[0].params().push_back(LinearAt(s.model, 2).weight);
+         Train(run, s.model, own, 2, 3);
+       },
+       1002},
+      // Refused when they are stepped, in memory, too; nothing has changed.
+      {"own_optimizer_needs_what_is_not_kept",
+       [](Run& run) {
+         Setting s(run);
+         optim::SGD own(s.model->parameters(), optim::SGDOptions(0.05));
+         s.engine->Attach(*s.model, own);
+         Train(run, s.model, own, 0, 2);
+         auto& options = static_cast<optim::SGDOptions&>(own.param_groups()[0].options());
+         options.momentum(0.9);
+         try {
+           Train(run, s.model, own, 2, 3);
+         } catch (const Error& error) {
+           run.See(error.id());
+         }
+         options.momentum(0);
+         own.zero_grad();
+         Train(run, s.model, own, 3, 5);
+         s.End();
+       }},
+      {"gradient_of_another_type",
+       [](Run& run) {
+         Setting s(run);
+         optim::SGD own(s.model->parameters(), optim::SGDOptions(0.05));
+         s.engine->Attach(*s.model, own);
+         for (const at::ScalarType type : {run.dtype(), at::kDouble}) {
+           s.Loss(0).backward();
+           for (Tensor& parameter : s.model->parameters())
+             parameter.mutable_grad() = parameter.grad().to(type);
+           try {
+             own.step();
+           } catch (const Error& error) {
+             run.See(error.id());
+           }
+           own.zero_grad();
+         }
+         s.End();
+       },
+       0, true},
       {"lbfgs_after_adam",
        [](Run& run) {
          Setting s(run);

@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/check.h"
 #include "base/error.h"
 #include "proto/plane_set.h"
@@ -189,6 +190,18 @@ void UpdateInMemory(const OptimizerSpec& optimizer, const Tensor& gradient, InMe
   UpdateByRule(optimizer, state.step, gradient, state.master, state.planes);
 }
 
+// Offloaded gradients are of their parameter's type, and what is refused there is refused here.
+void CheckGradientFits(const Tensor& parameter) {
+  const Tensor& gradient = parameter.grad();
+  if (gradient.sizes() == parameter.sizes() && gradient.scalar_type() == parameter.scalar_type())
+    return;
+  ThrowStatus(MakeError(
+      ErrorId::kUnsupportedModel,
+      absl::StrCat("the gradient of a parameter of shape [", absl::StrJoin(parameter.sizes(), ", "),
+                   "] is of another shape or type"),
+      "Give it the shape and type of its parameter"));
+}
+
 }  // namespace
 
 InMemoryOptimizer::InMemoryOptimizer(std::vector<torch::optim::OptimizerParamGroup> groups,
@@ -205,10 +218,14 @@ Tensor InMemoryOptimizer::step(LossClosure closure) {
   }
   const at::NoGradGuard no_gradients;
   TakeBackState(*this, *this);
+  CheckEachOnce(param_groups_);
   for (const auto& group : param_groups_) {  // refused before anything is changed
     const OptimizerSpec optimizer = CheckedSpec(optimizer_, group.options());
+    CheckKeeps(states_->kept_, optimizer);
     for (const Tensor& parameter : group.params()) {
-      if (parameter.grad().defined()) IsSparseUpdate(optimizer, parameter, "");
+      if (!parameter.grad().defined()) continue;
+      IsSparseUpdate(optimizer, parameter, "");
+      CheckGradientFits(parameter);
     }
   }
   // Parts of one vector share a version: all are looked at before one is written.

@@ -66,13 +66,9 @@ kernels::OptimizerSpec CheckedSpec(const NamedOptimizer& optimizer,
       MakeError(ErrorId::kBadValue, absl::StrCat("optimizer options that cannot be: ", violation)));
 }
 
-kernels::OptimizerSpec SpecOfAll(const NamedOptimizer& optimizer,
-                                 std::span<const OptimizerParamGroup> groups) {
-  kernels::OptimizerSpec all = CheckedSpec(optimizer, *optimizer.defaults);
+void CheckEachOnce(std::span<const OptimizerParamGroup> groups) {
   std::unordered_set<const void*> seen;
   for (const OptimizerParamGroup& group : groups) {
-    if (group.has_options()) all.KeepToo(CheckedSpec(optimizer, group.options()));
-    // torch steps a tensor as often as a group names it.
     for (const at::Tensor& parameter : group.params()) {
       if (!seen.insert(parameter.unsafeGetTensorImpl()).second) {
         ThrowStatus(MakeError(
@@ -87,6 +83,26 @@ kernels::OptimizerSpec SpecOfAll(const NamedOptimizer& optimizer,
       }
     }
   }
+}
+
+void CheckKeeps(const kernels::OptimizerSpec& kept, const kernels::OptimizerSpec& needed) {
+  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
+    const kernels::StatePlane* const plane = needed.Plane(i);
+    if (plane == nullptr || kept.Plane(i) != nullptr) continue;
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedOptimizer,
+        absl::StrCat("options that need ", plane->name, ", for a job that was made without"),
+        "Give the optimizer these options when it is made, with a new job"));
+  }
+}
+
+kernels::OptimizerSpec SpecOfAll(const NamedOptimizer& optimizer,
+                                 std::span<const OptimizerParamGroup> groups) {
+  kernels::OptimizerSpec all = CheckedSpec(optimizer, *optimizer.defaults);
+  for (const OptimizerParamGroup& group : groups) {
+    if (group.has_options()) all.KeepToo(CheckedSpec(optimizer, group.options()));
+  }
+  CheckEachOnce(groups);
   return all;
 }
 

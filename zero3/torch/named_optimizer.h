@@ -38,6 +38,12 @@ std::vector<torch::optim::OptimizerParamGroup> OneGroup(const torch::nn::Module&
 kernels::OptimizerSpec CheckedSpec(const NamedOptimizer& optimizer,
                                    const torch::optim::OptimizerOptions& options);
 
+// OFD-1002 for a parameter that is in two places: torch steps it as often as a group names it.
+void CheckEachOnce(std::span<const torch::optim::OptimizerParamGroup> groups);
+
+// OFD-1604 where `needed` takes a plane that `kept` does not have.
+void CheckKeeps(const kernels::OptimizerSpec& kept, const kernels::OptimizerSpec& needed);
+
 // The optimizer with its defaults, but keeping all that any of the groups keeps. OFD-1002 for
 // values that make no sense, and for a parameter that is in two places.
 kernels::OptimizerSpec SpecOfAll(const NamedOptimizer& optimizer,

@@ -43,6 +43,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
       loss = closure();
     }
     TakeBackState(*this, *this);
+    CheckEachOnce(param_groups());
     std::vector<GroupUpdate> updates;
     for (const OptimizerParamGroup& group : param_groups())
       updates.push_back({GroupOf(group.options()), group.params()});
@@ -113,14 +114,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
 
   client::Group GroupOf(const torch::optim::OptimizerOptions& options) const {
     client::Group group = CheckedSpec(optimizer_, options);
-    for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
-      const kernels::StatePlane* const needed = group.Plane(i);
-      if (needed == nullptr || engine_->optimizer().Plane(i) != nullptr) continue;
-      ThrowStatus(MakeError(
-          ErrorId::kUnsupportedOptimizer,
-          absl::StrCat("options that need ", needed->name, ", for a job that was made without"),
-          "Give the optimizer these options when it is made, with a new job"));
-    }
+    CheckKeeps(engine_->optimizer(), group);
     return group;
   }
 
