@@ -795,6 +795,18 @@ Programs Kinds() {
          run.See(model->forward(run.Noise(0, {2, 3})));
        },
        1601},
+      {"made_in_inference_mode",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         {
+           const c10::InferenceMode inference;
+           torch::manual_seed(3);
+           model->push_back(run.Cast(nn::Linear(kWidth, kWidth)));
+         }
+         auto engine = run.Open();
+         auto optimizer = MakeSgd(*engine, *model);
+       },
+       1601},
       {"attached_twice",
        [](Run& run) {
          auto model = Perceptron(run);

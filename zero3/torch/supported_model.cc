@@ -112,7 +112,13 @@ const Reason* FirstReason(const at::Tensor& tensor, Memory memory, const LonelyP
       "what is trained",
       "Give the module a copy, parameter.set_data(parameter.clone()), before attaching it, and "
       "copy it back with Engine::Gather"};
+  static const Reason kInference{
+      "was made under c10::InferenceMode, so that nobody sees when it is written",
+      "were made under c10::InferenceMode, so that nobody sees when they are written",
+      "Make the module outside of it (torch::NoGradGuard does as well), or keep it out of the "
+      "module that is attached"};
   if (tensor.layout() != at::kStrided) return &kSparse;
+  if (tensor.is_inference()) return &kInference;
   if (!tensor.device().is_cpu() && !HasAccelerator(tensor.device().type())) return &kDevice;
   if (!tensor.is_non_overlapping_and_dense()) return &kGaps;
   if (IsPart(tensor) && !parts.Have(tensor)) return &kPart;
