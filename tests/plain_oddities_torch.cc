@@ -9,7 +9,9 @@
 #include <iostream>
 #include <map>
 #include <memory>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "tests/plain_trainer_torch.h"
 
@@ -53,6 +55,76 @@ void Adversaries(const Arguments& arguments) {
     generator_loss.backward();
     optimizers[0].step();
     PrintStep(step, critic_loss + generator_loss);
+  }
+}
+
+// A thread for each of two models, which share nothing.
+void Threads(const Arguments& arguments) {
+  std::vector<Linear> models = {Linear(64, 64), Linear(64, 64)};
+  std::vector<std::unique_ptr<SGD>> optimizers;
+  for (Linear& model : models)
+    optimizers.push_back(
+        std::make_unique<SGD>(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9)));
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i)
+    threads.emplace_back([&, i] {
+      for (int step = 0; step < 20 * arguments.loops.front(); ++step) {
+        const Tensor x = torch::full({4, 64}, 0.01 * (step % 7 + i));
+        models[i]->forward(x).square().mean().backward();
+        optimizers[i]->step();
+        optimizers[i]->zero_grad();
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  for (Linear& model : models) PrintEvaluation(Loss(model, 0));
+}
+
+// Models are made and moved, each with its optimizer behind it.
+void InTurn(const Arguments& arguments) {
+  std::vector<Linear> models;
+  std::vector<std::unique_ptr<SGD>> optimizers;
+  for (int i = 0; i < 3; ++i) {
+    models.emplace_back(64, 64);
+    models.back()->to(torch::kCPU);
+    models.back()->to(torch::kCPU, torch::kFloat);
+    models.back()->to(torch::kFloat);
+    optimizers.push_back(std::make_unique<SGD>(models.back()->parameters(),
+                                               torch::optim::SGDOptions(1e-2).momentum(0.9)));
+  }
+  for (int i = 0; i < 3; ++i) Train(models[i], *optimizers[i], arguments.loops.front());
+}
+
+// A second model, made when the first one is trained.
+void Late(const Arguments& arguments) {
+  for (int i = 0; i < 2; ++i) {
+    Linear model(64, 64);
+    SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));
+    Train(model, optimizer, arguments.loops.front());
+  }
+}
+
+// What teaches is made and used without gradients of any kind.
+void Inference(const Arguments& arguments) {
+  Linear teacher(nullptr);
+  {
+    const c10::InferenceMode inference;
+    teacher = Linear(64, 64);
+  }
+  Linear model(64, 64);
+  SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    torch::manual_seed(100 + step);
+    const Tensor x = torch::randn({4, 64});
+    Tensor y;
+    {
+      const c10::InferenceMode inference;
+      y = teacher->forward(x);
+    }
+    const Tensor loss = (model->forward(x) - y.clone()).square().mean();
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    PrintStep(step, loss);
   }
 }
 
@@ -228,8 +300,13 @@ struct OwnLinear : torch::autograd::Function<OwnLinear> {
 void OwnFunction(const Arguments& arguments) {
   Tensor weight = torch::randn({64, 8}).requires_grad_(true);
   SGD optimizer({weight}, torch::optim::SGDOptions(1e-2));
-  OwnLinear::apply(torch::randn({4, 64}), weight).sum().backward();
-  optimizer.step();
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    const Tensor loss = OwnLinear::apply(torch::randn({4, 64}), weight).square().mean();
+    loss.backward();
+    optimizer.step();
+    optimizer.zero_grad();
+    PrintStep(step, loss);
+  }
 }
 
 // Says on standard error how much memory the process has, when the model is made and once it has
@@ -287,6 +364,10 @@ int main(int argc, char** argv) {
   const Arguments arguments = ParseArguments(argc, argv);
   static const std::map<std::string, std::function<void(const Arguments&)>> kPrograms = {
       {"adversaries", Adversaries},
+      {"threads", Threads},
+      {"in_turn", InTurn},
+      {"late", Late},
+      {"inference", Inference},
       {"free_tensor", FreeTensor},
       {"replaced", Replaced},
       {"phases", Phases},

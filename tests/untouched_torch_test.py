@@ -134,11 +134,11 @@ class UntouchedTest(unittest.TestCase):
     def oddity(self, name, **options):
         return self.run_offloaded(TRAINERS["oddities"], "4", self.file(name), name, **options)
 
-    def check_oddity(self, name):
+    def check_oddity(self, name, steps=4):
         plain = self.plain("oddities", "4", self.file("plain"), name)
         offloaded = self.oddity(name)
         self.assertEqual((offloaded.code, offloaded.out), (0, plain.out), offloaded.error)
-        self.assertEqual(len(plain.steps()), 4)
+        self.assertEqual(len(plain.steps()), steps)
         return offloaded
 
     def names_of(self, job):
@@ -225,7 +225,25 @@ class UntouchedTest(unittest.TestCase):
 
     def test_models_that_cannot_be_attached_are_refused(self):
         self.check_refused(self.oddity("complex_weights"), "OFD-1601 ")
-        self.check_refused(self.oddity("own_function"), "OFD-1601 parameters have gradients, but no forward pass over them was seen")
+
+    def test_a_function_of_the_programs_own_is_all_of_the_model(self):
+        self.check_oddity("own_function")
+        # Its first gradients are of other weights than the job's.
+        self.check_refused(self.oddity("own_function", options=["--resume"]), "OFD-1601 parameters have gradients before a forward pass over them was seen")
+
+    def test_threads_train_a_model_each(self):
+        self.assertEqual(len(self.check_oddity("threads", steps=0).evaluations()), 2)
+
+    def test_models_are_made_and_moved_each_before_its_optimizer(self):
+        self.check_oddity("in_turn", steps=12)
+
+    def test_a_model_of_inference_mode_stays_in_memory(self):
+        self.check_oddity("inference")
+
+    def test_a_model_that_is_made_later_is_refused(self):
+        plain, result = self.plain("oddities", "4", self.file("plain"), "late"), self.oddity("late")
+        self.assertEqual((result.code, result.steps()), (1, plain.steps()[:4]))
+        self.assertIn("OFD-1601 the optimizer has a parameter of shape [64, 64] that was made after the first forward pass", result.error)
 
     def test_a_program_that_does_not_train_says_so(self):
         result = self.oddity("no_optimizer")

@@ -21,6 +21,7 @@
 #include <unistd.h>
 
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -54,9 +55,19 @@ using SaveFunction = void (*)(const Optimizer*, torch::serialize::OutputArchive&
 using LoadFunction = void (*)(Optimizer*, torch::serialize::InputArchive&);
 
 at::Tensor Step(Optimizer& optimizer, Optimizer::LossClosure closure, StepFunction next) {
+  // Threads may train a model each, and have one engine: their steps come one after another. A
+  // closure runs beside those of others. The attached object's step comes through here, too.
+  static auto* const mutex = new std::recursive_mutex;
+  std::unique_lock lock(*mutex);
+  const auto outside = [&lock, &closure]() -> at::Tensor {
+    lock.unlock();
+    at::Tensor loss = closure();
+    lock.lock();
+    return loss;
+  };
+  const Optimizer::LossClosure given = closure != nullptr ? outside : Optimizer::LossClosure();
   Optimizer* const attached = Watch::OfProcess().BeforeStep(optimizer);
-  return attached != nullptr ? attached->step(std::move(closure))
-                             : next(&optimizer, std::move(closure));
+  return attached != nullptr ? attached->step(given) : next(&optimizer, given);
 }
 
 void Save(const Optimizer& optimizer, torch::serialize::OutputArchive& archive, SaveFunction next) {
@@ -181,6 +192,24 @@ OrderedDict<std::string, Tensor> Module::named_parameters(bool recurse) const {
     Watch::OfProcess().OnNames(*this, parameters);
   }
   return named;
+}
+
+void Module::to(Device device, Dtype dtype, bool non_blocking) {
+  static const auto next = Next<void (*)(Module*, Device, Dtype, bool)>(
+      "_ZN5torch2nn6Module2toEN3c106DeviceENS2_10ScalarTypeEb");
+  Watch::OfProcess().Cast([&] { next(this, device, dtype, non_blocking); });
+}
+
+void Module::to(Dtype dtype, bool non_blocking) {
+  static const auto next =
+      Next<void (*)(Module*, Dtype, bool)>("_ZN5torch2nn6Module2toEN3c1010ScalarTypeEb");
+  Watch::OfProcess().Cast([&] { next(this, dtype, non_blocking); });
+}
+
+void Module::to(Device device, bool non_blocking) {
+  static const auto next =
+      Next<void (*)(Module*, Device, bool)>("_ZN5torch2nn6Module2toEN3c106DeviceEb");
+  Watch::OfProcess().Cast([&] { next(this, device, non_blocking); });
 }
 
 }  // namespace torch::nn

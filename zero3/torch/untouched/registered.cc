@@ -28,6 +28,9 @@ Module& ParentOf(Module& root, std::string& name) {
   return *parent;
 }
 
+// Tensors of InferenceMode are never trained, and stay where they are.
+bool IsAttachable(const at::Tensor& tensor) { return tensor.defined() && !tensor.is_inference(); }
+
 class ModelBuilder {
  public:
   void Put(std::string name, const at::Tensor& tensor, bool is_buffer) {
@@ -52,7 +55,7 @@ class ModelBuilder {
 }  // namespace
 
 void Registered::Add(const at::Tensor& tensor, bool is_buffer) {
-  if (!tensor.defined() || !known_.insert(tensor.unsafeGetTensorImpl()).second) return;
+  if (!IsAttachable(tensor) || !known_.insert(tensor.unsafeGetTensorImpl()).second) return;
   if (tensors_.size() >= forget_at_) ForgetDead();
   tensors_.push_back(MakeEntry("", tensor, is_buffer));
 }
@@ -81,7 +84,7 @@ void Registered::AddNames(const NamedTensors& parameters, const NamedTensors& bu
   Names names;
   const auto add = [&names](const NamedTensors& tensors, bool is_buffer) {
     for (const auto& [name, tensor] : tensors) {
-      if (tensor.defined()) names.push_back(MakeEntry(name, tensor, is_buffer));
+      if (IsAttachable(tensor)) names.push_back(MakeEntry(name, tensor, is_buffer));
     }
   };
   add(parameters, /*is_buffer=*/false);

@@ -11,6 +11,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <exception>
+#include <functional>
 #include <sstream>
 #include <string>
 #include <typeinfo>
@@ -42,9 +43,12 @@ thread_local bool inside = false;
 class Inside {
  public:
   Inside() { inside = true; }
-  ~Inside() { inside = false; }
+  ~Inside() { inside = before_; }
   Inside(const Inside&) = delete;
   Inside& operator=(const Inside&) = delete;
+
+ private:
+  const bool before_ = inside;
 };
 
 [[noreturn]] void Refuse(ErrorId id, const std::string& what, const std::string& fix) {
@@ -234,6 +238,11 @@ void Watch::OnGroup(const Optimizer& optimizer) {
   }
 }
 
+void Watch::Cast(const std::function<void()>& cast) {
+  const Inside here;
+  cast();
+}
+
 void Watch::OnRead(const Optimizer& optimizer) {
   if (inside) return;
   std::lock_guard lock(mutex_);
@@ -301,23 +310,26 @@ void Watch::OpenEngine() {
   }
 }
 
-// A gradient that is there already is of weights that a job may replace, by operators that nobody
-// saw.
+// A gradient that is there already is of weights that the job replaces. A new job takes both as
+// they are.
 void Watch::CheckNothingRan(const Seen& seen) const {
   for (const OptimizerParamGroup& group : seen.groups) {
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined()) continue;
       Refuse(ErrorId::kUnsupportedModel,
-             "parameters have gradients, but no forward pass over them was seen",
-             "Make the optimizer before the first forward pass, or attach the model in the program "
-             "(docs/attach.md)");
+             "parameters have gradients before a forward pass over them was seen, and the job that "
+             "is resumed has other weights",
+             "Make the optimizer before the first forward pass, and no gradients before it, or "
+             "attach the model in the program (docs/attach.md)");
     }
   }
 }
 
 void Watch::Attach() {
-  for (const Seen& seen : optimizers_) CheckNothingRan(seen);
   OpenEngine();
+  if (engine_->step() > 0) {
+    for (const Seen& seen : optimizers_) CheckNothingRan(seen);
+  }
   model_ = registered_.Model();
   for (const at::Tensor& parameter : model_->parameters())
     attached_tensors_.insert(parameter.unsafeGetTensorImpl());
@@ -376,6 +388,7 @@ void Watch::CheckIsNotReplaced(const Seen& seen) {
 // What has trained some of these parameters is replaced.
 void Watch::TakeOver(Seen& seen) {
   CheckIsNotReplaced(seen);
+  CheckIsAttached(seen.groups);
   for (Seen& other : optimizers_) {
     if (&other == &seen || other.attached == nullptr || !Share(other.groups, seen.groups)) continue;
     seen.begins_anew |= other.has_stepped;
@@ -385,17 +398,9 @@ void Watch::TakeOver(Seen& seen) {
   OrEnd([this, &seen] { AttachOptimizer(seen); });
 }
 
-// Parameters that the program has added to an optimizer are of the job, and of no other optimizer.
-void Watch::CheckGroups(const Optimizer& optimizer, const Seen& seen) const {
-  std::unordered_set<const void*> known;
-  for (const OptimizerParamGroup& group : seen.groups) {
-    for (const at::Tensor& parameter : group.params())
-      known.insert(parameter.unsafeGetTensorImpl());
-  }
-  bool has_gained = false;
-  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
+void Watch::CheckIsAttached(const ParamGroups& groups) const {
+  for (const OptimizerParamGroup& group : groups) {
     for (const at::Tensor& parameter : group.params()) {
-      has_gained |= !known.contains(parameter.unsafeGetTensorImpl());
       if (attached_tensors_.contains(parameter.unsafeGetTensorImpl())) continue;
       Refuse(ErrorId::kUnsupportedModel,
              absl::StrCat("the optimizer has a parameter of shape [",
@@ -403,6 +408,21 @@ void Watch::CheckGroups(const Optimizer& optimizer, const Seen& seen) const {
                           "] that was made after the first forward pass"),
              "Make all modules before, or attach the model in the program (docs/attach.md)");
     }
+  }
+}
+
+// Parameters that the program has added to an optimizer are of the job, and of no other optimizer.
+void Watch::CheckGroups(const Optimizer& optimizer, const Seen& seen) const {
+  CheckIsAttached(optimizer.param_groups());
+  std::unordered_set<const void*> known;
+  for (const OptimizerParamGroup& group : seen.groups) {
+    for (const at::Tensor& parameter : group.params())
+      known.insert(parameter.unsafeGetTensorImpl());
+  }
+  bool has_gained = false;
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params())
+      has_gained |= !known.contains(parameter.unsafeGetTensorImpl());
   }
   if (!has_gained) return;
   for (const Seen& other : optimizers_) {

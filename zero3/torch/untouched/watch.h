@@ -31,6 +31,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -53,6 +54,8 @@ class Watch {
   void OnNames(const torch::nn::Module& module, const NamedTensors& parameters);
   void OnGroup(const torch::optim::Optimizer& optimizer);
   void OnRead(const torch::optim::Optimizer& optimizer);
+  // A module is moved or cast: an operator over its parameters, and no forward pass.
+  void Cast(const std::function<void()>& cast);
 
   // ---- What it is about to do ----
   void BeforeOperator(c10::ArrayRef<const c10::IValue> inputs);
@@ -104,6 +107,7 @@ class Watch {
   void CheckNothingRan(const Seen& seen) const;
   void Attach();
   void AttachOptimizer(Seen& seen);
+  void CheckIsAttached(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
   void CheckGroups(const torch::optim::Optimizer& optimizer, const Seen& seen) const;
   void Follow(torch::optim::Optimizer& optimizer, Seen& seen);
   void SayAttached() const;
