@@ -441,22 +441,38 @@ bool GradientOrder::Waits(uint32_t rank) const {
          std::any_of(ends_.begin(), ends_.end(), is_its);
 }
 
+bool GradientOrder::HoldsUpLook(uint32_t rank, const Wait& look) const {
+  return std::any_of(rounds_.begin(), rounds_.end(), [&](const Round& round) {
+    return round.number <= look.round && round.number > closed_ && !HasClosed(round, rank);
+  });
+}
+
+bool GradientOrder::HoldsUpEnd(uint32_t rank, const Wait& end) const {
+  return rank != end.ticket.rank && !HasPassed(end.round, rank, end.pass);
+}
+
 std::vector<uint32_t> GradientOrder::WaitedFor() const {
   std::vector<uint32_t> ranks;
   for (uint32_t rank = 0; rank < ranks_.size(); ++rank) {
-    const auto is_in_the_way = [this, rank](const Wait& look) {
-      return std::any_of(rounds_.begin(), rounds_.end(), [&](const Round& round) {
-        return round.number <= look.round && round.number > closed_ && !HasClosed(round, rank);
-      });
-    };
-    const auto has_to_end = [this, rank](const Wait& end) {
-      return rank != end.ticket.rank && !HasPassed(end.round, rank, end.pass);
-    };
-    if (std::any_of(looks_.begin(), looks_.end(), is_in_the_way) ||
-        std::any_of(ends_.begin(), ends_.end(), has_to_end))
+    if (std::any_of(looks_.begin(), looks_.end(),
+                    [&](const Wait& look) { return HoldsUpLook(rank, look); }) ||
+        std::any_of(ends_.begin(), ends_.end(),
+                    [&](const Wait& end) { return HoldsUpEnd(rank, end); }))
       ranks.push_back(rank);
   }
   return ranks;
+}
+
+bool GradientOrder::IsAheadOf(uint32_t rank, uint32_t other) const {
+  for (const Wait& look : looks_) {
+    if (look.ticket.rank == rank && HoldsUpLook(other, look)) return true;
+  }
+  for (const Wait& end : ends_) {
+    if (end.ticket.rank == rank && HoldsUpEnd(other, end)) return true;
+  }
+  const std::vector<uint32_t> late = PartsWaitFor();
+  return std::find(late.begin(), late.end(), other) != late.end() &&
+         std::find(late.begin(), late.end(), rank) == late.end();
 }
 
 std::vector<uint32_t> GradientOrder::PartsWaitFor() const {

@@ -114,6 +114,9 @@ class GradientOrder {
   bool IsFinite(uint32_t tensor) const { return tensors_[tensor].finite; }
   // A look of the rank, or the end of a pass that it waits for, is not answered.
   bool Waits(uint32_t rank) const;
+  // The rank waits so, or has given a part that cannot be added, for want of what `other` says: it
+  // is further in its program.
+  bool IsAheadOf(uint32_t rank, uint32_t other) const;
   // Ranks without which these are not answered; none when nobody waits.
   std::vector<uint32_t> WaitedFor() const;
   // Ranks without whose parts, or ends of passes, one that was delivered cannot be added; none when
@@ -212,6 +215,9 @@ class GradientOrder {
     return ranks_[rank].steps || round.stands[rank].closed;
   }
   bool HasPassed(uint64_t round, uint32_t rank, uint32_t pass) const;
+  // A look, and the end of a pass, that is not answered before `rank` has said more.
+  bool HoldsUpLook(uint32_t rank, const Wait& look) const;
+  bool HoldsUpEnd(uint32_t rank, const Wait& end) const;
   bool IsBefore(uint32_t rank, const Position& last, const Position& position) const;
   bool IsNext(const Position& last, const Position& position) const;
   bool IsAddedUpTo(uint32_t tensor, uint64_t round) const;

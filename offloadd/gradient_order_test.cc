@@ -434,8 +434,11 @@ TEST_F(GradientOrderTest, RanksThatOthersWaitForAreKnown) {
   EXPECT_TRUE(Look(0, 0, 1).ok());
   EXPECT_EQ(order_.WaitedFor(), Ranks({1, 2}));
   EXPECT_TRUE(order_.Waits(0));
+  EXPECT_TRUE(order_.IsAheadOf(0, 1) && order_.IsAheadOf(0, 2));
+  EXPECT_FALSE(order_.IsAheadOf(1, 0) || order_.IsAheadOf(1, 2));
   order_.Step(1);
   EXPECT_EQ(order_.WaitedFor(), Ranks({2}));
+  EXPECT_FALSE(order_.IsAheadOf(0, 1));
   Begin({2});
   EXPECT_TRUE(End(2, 0).ok());
   EXPECT_EQ(order_.WaitedFor(), Ranks({2})) << "it may make another pass";
@@ -449,6 +452,8 @@ TEST_F(GradientOrderTest, RanksThatPartsWaitForAreKnown) {
   Begin({0, 1});
   EXPECT_TRUE(Give(1, 0, 0).ok());
   EXPECT_EQ(order_.PartsWaitFor(), Ranks({0, 2})) << "one has not begun";
+  EXPECT_TRUE(order_.IsAheadOf(1, 0) && order_.IsAheadOf(1, 2));
+  EXPECT_FALSE(order_.IsAheadOf(0, 1) || order_.IsAheadOf(2, 0));
   Begin({2});
   EXPECT_EQ(order_.PartsWaitFor(), Ranks({0})) << "one comes behind it";
   EXPECT_EQ(order_.said(0), 0u);
@@ -468,6 +473,8 @@ TEST_F(GradientOrderTest, ARankThatOthersWaitForAtTheEndOfAPassIsKnown) {
   EXPECT_EQ(order_.WaitedFor(), std::vector<uint32_t>({2}));
   EXPECT_TRUE(order_.Waits(0));
   EXPECT_FALSE(order_.Waits(1));
+  EXPECT_TRUE(order_.IsAheadOf(0, 2));
+  EXPECT_FALSE(order_.IsAheadOf(0, 1));
 }
 
 TEST_F(GradientOrderTest, RanksThatBreakTheOrderAreNamed) {

@@ -58,6 +58,7 @@ class GradientSum {
   bool IsFinite(uint32_t tensor) const { return order_.IsFinite(tensor); }
   // Of ranks that wait for sums, or for ends of passes.
   bool Waits(uint32_t rank) const { return order_.Waits(rank); }
+  bool IsAheadOf(uint32_t rank, uint32_t other) const { return order_.IsAheadOf(rank, other); }
   std::vector<uint32_t> WaitedFor() const { return order_.WaitedFor(); }
   std::vector<uint32_t> PartsWaitFor() const { return order_.PartsWaitFor(); }
   uint64_t said(uint32_t rank) const { return order_.said(rank); }

@@ -70,6 +70,9 @@ Job::Job(JobIdentity identity, std::unique_ptr<EventLoop> loop, Machine& machine
            (gradients_ != nullptr && gradients_->Waits(rank)) ||
            (transfers_ != nullptr && transfers_->Waits(rank));
   };
+  context_.is_ahead_of_first = [this](uint32_t rank) {
+    return gradients_ != nullptr && gradients_->IsAheadOf(rank, /*other=*/0);
+  };
   loop_->SetTurn([this] { return Turn(); });
 }
 

@@ -92,6 +92,9 @@ struct JobContext {
   // The rank is in a step, an exchange, a look at gradients or a transfer that has not begun, which
   // wait for the others. Empty: no rank ever is.
   std::function<bool(uint32_t rank)> waits_for_ranks;
+  // The rank waits for gradients of the first one, which is not as far in its program. Empty: no
+  // rank ever does.
+  std::function<bool(uint32_t rank)> is_ahead_of_first;
 
   const proto::StoreTensor& store_tensor(uint32_t index) const {
     return catalogue.store_tensors[index];

@@ -355,6 +355,33 @@ TEST(TransfersTest, ARankThatStepsInsteadOfFollowingIsNamed) {
   EXPECT_TRUE(parts.transfers().idle());
 }
 
+TEST(TransfersTest, ARankThatLooksAtGradientsForGoodInsteadOfFollowingIsNamed) {
+  Parts parts(Options(/*ranks=*/3));
+  bool is_ahead = true;
+  parts.context.is_ahead_of_first = [&](uint32_t rank) { return is_ahead && rank == 2; };
+  const uint64_t put = parts.Put(1, Values(parts, 1, 9));
+  parts.Run();
+  parts.clock().AdvanceSeconds(60);
+  parts.Run();
+  EXPECT_FALSE(parts.IsAnswered(put)) << "rank 1 may be on its way to it";
+  parts.EndPuts(1, /*rank=*/1);
+  parts.Run();
+  parts.clock().AdvanceSeconds(20);
+  is_ahead = false;  // a thread of rank 0 has given what it waited for
+  parts.Run();
+  is_ahead = true;
+  parts.Run();
+  parts.clock().AdvanceSeconds(20);
+  parts.Run();
+  EXPECT_FALSE(parts.IsAnswered(put));
+  parts.clock().AdvanceSeconds(20);
+  parts.Run();
+  EXPECT_EQ(ErrorIdOf(parts.StatusOf(put)), ErrorId::kRanksDiffer);
+  for (const char* part : {"\"bf16\"", "rank 2 waits for the gradients of rank 0"})
+    EXPECT_TRUE(absl::StrContains(parts.StatusOf(put).message(), part)) << parts.StatusOf(put);
+  EXPECT_FALSE(parts.transfers().putting());
+}
+
 TEST(TransfersTest, ABufferIsPutWithoutTheOthers) {
   Parts parts(Options(/*ranks=*/2));
   parts.context.catalogue.tensors[0].name = proto::BufferTensorName("mask");

@@ -77,6 +77,11 @@ _SERVED = {
 }
 
 
+def serve(cls, kind, values):
+    """One more class, which has no number of updates in its state: `values` gives those of a group by the daemon's names."""
+    _SERVED[cls] = (lambda group: kind, values, False)
+
+
 _COMPUTED_WITH = frozenset(("lr", "betas", "eps", "weight_decay", "momentum", "dampening", "alpha", "lr_decay", "initial_accumulator_value"))
 
 

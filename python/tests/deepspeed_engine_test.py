@@ -337,6 +337,47 @@ class DeepSpeedTest(DeepSpeedCase):
             engine.backward(engine(batch(0)))
         self.assertEqual(caught.exception.id, 1105)
 
+    def test_lion_is_the_program_of_its_paper(self):
+        lion = {"type": "Lion", "params": {"lr": 1e-3, "betas": [0.95, 0.98], "weight_decay": 0.1}}
+        for dtype, changes in ((torch.float32, {}), (torch.bfloat16, {"bf16": {"enabled": True}})):
+            here, there = make(), make(dtype)
+            engine, *_ = self.initialize(here, self.config(optimizer=lion, **changes))
+            self.assertIsInstance(engine.optimizer, offloadd.deepspeed.ops.lion.DeepSpeedCPULion)
+            self.assertFalse(engine.handle.optimizer.state)
+
+            def plain_lion(parameters):
+                return offloadd.deepspeed.ops.lion.FusedLion(parameters, lr=1e-3, betas=(0.95, 0.98), weight_decay=0.1)
+
+            optimizer = plain_lion(there.parameters()) if dtype == torch.float32 else Masters(there, plain_lion)
+            for step in range(4):
+                losses = [model(batch(step)) for model in (engine, there)]
+                self.assertEqual(losses[0].item(), losses[1].item())
+                engine.backward(losses[0]), losses[1].backward()
+                engine.step(), optimizer.step(), optimizer.zero_grad()
+            self.check_equal(here, there)
+            state = getattr(optimizer, "optimizer", optimizer).state
+            kept = next(iter(state.values()))["exp_avg"]
+            first = next(iter(here.parameters()))
+            self.assertTrue(torch.equal(engine.optimizer.state[first]["exp_avg"], kept))
+
+    def test_parts_of_parameters_are_rows_of_elements(self):
+        here = make()
+        engine, *_ = self.initialize(here, self.config())
+        engine_loop(engine, 1)
+        utils, weight = offloadd.deepspeed.utils, here.up.weight
+        self.assertTrue(torch.equal(utils.safe_get_local_fp32_param(weight), weight.detach().reshape(-1)))
+        moment = utils.safe_get_local_optimizer_state(weight, "exp_avg")
+        utils.safe_set_local_optimizer_state(weight, moment * 2, "exp_avg")
+        utils.safe_set_local_fp32_param(weight, torch.arange(float(weight.numel())))
+        self.assertTrue(torch.equal(utils.safe_get_full_optimizer_state(weight, "exp_avg"), (moment * 2).reshape(weight.shape)))
+        self.assertTrue(torch.equal(weight, torch.arange(float(weight.numel())).reshape(weight.shape)))
+        engine.backward(engine(batch(1)))
+        before = utils.safe_get_local_grad(weight)
+        utils.safe_update_full_grad_vectorized(list(here.parameters()), lambda grad, _: grad * 2)
+        self.assertTrue(torch.equal(utils.safe_get_local_grad(weight), before * 2))
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1002.*a part of 3 elements"):
+            utils.safe_set_local_fp32_param(weight, torch.zeros(3))
+
     # ---- Configurations ----
 
     def test_a_configuration_is_a_file_or_arguments_too(self):
@@ -354,7 +395,7 @@ class DeepSpeedTest(DeepSpeedCase):
     def test_what_would_train_something_else_is_refused(self):
         zero = self.config()["zero_optimization"]
         refused = [(1103, {"fp16": {"enabled": True}, "bf16": {"enabled": True}}), (1107, {"zero_optimization": {**zero, "zenflow": {"topk_ratio": 0.1}}}),
-                   (1104, {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1}}}), (1104, {"optimizer": {"type": "Lion"}}),
+                   (1104, {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1}}}), (1104, {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}, "fp16": {"enabled": True}}),
                    (1105, {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}), (1103, {"train_batch_size": 6}),
                    (1102, {"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}),
                    (1102, {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}}),

@@ -131,6 +131,126 @@ if rank == 0:
         json.dump({"skipped": engine.skipped_steps, "overflowed": [step for step in range(12) if mine[step][1] is None]}, file)
 """
 
+# What one rank writes into gathered parameters is the value of all. Every rank has the same batch, so that the average of their gradients
+# is that of one process, to the bit.
+GATHERED = """
+import argparse, contextlib, json
+import torch
+import deepspeed
+import offloadd
+torch.set_num_threads(1)
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.add_argument("--local_rank", type=int)
+parser.add_argument("--output")
+args = parser.parse_args()
+with open(args.deepspeed_config) as file:
+    dtype = torch.bfloat16 if json.load(file).get("bf16") else torch.float32
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(16, 24), torch.nn.GELU(), torch.nn.Linear(24, 16)).to(dtype)
+
+model = make()
+engine, *_ = deepspeed.initialize(args, model, model_parameters=model.parameters())
+rank, plain = deepspeed.comm.get_rank(), make()
+masters = list(plain.parameters()) if dtype == torch.float32 else [torch.nn.Parameter(p.detach().float()) for p in plain.parameters()]
+adam = torch.optim.AdamW(masters, lr=1e-2, weight_decay=0.1, fused=True)
+
+def step(number):
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number)).to(dtype)
+    losses = [engine(x).float().square().mean(), plain(x).float().square().mean()]
+    assert losses[0].item() == losses[1].item(), number
+    engine.backward(losses[0]), losses[1].backward()
+    engine.step()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    for master, p in zip(masters, plain.parameters()):
+        master.grad = p.grad.float()
+    adam.step()
+    with torch.no_grad():
+        [p.copy_(master) for master, p in zip(masters, plain.parameters()) if master is not p]
+    plain.zero_grad()
+
+def whole(ps):
+    ps[0].copy_(torch.full(ps[0].shape, 0.25))
+
+def view(ps):
+    ps[0][0].fill_(0.5)
+    ps[0].view(-1)[::3] = -0.25
+
+def data(ps):
+    ps[0].data.mul_(0.5)
+    ps[1].data.view(-1)[0] += 1
+
+def drawn(ps):
+    torch.nn.init.uniform_(ps[0], -0.1, 0.1, generator=torch.Generator().manual_seed(5))
+
+def lists(ps):
+    torch._foreach_mul_(ps, 0.5)
+
+def array(ps):
+    if dtype == torch.float32:
+        ps[0].detach().numpy()[1] = 0.125
+
+def nothing(ps):
+    pass
+
+def check():
+    for ours, theirs in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(ours, theirs), (rank, write.__name__, modifier)
+
+write, modifier = nothing, 0
+step(0)
+for number, write in enumerate((whole, view, data, drawn, lists, array, nothing)):
+    for modifier in (0, 1):
+        params = list(model.parameters())
+        with deepspeed.zero.GatheredParameters(params if number % 2 else params[:2], modifier_rank=modifier), torch.no_grad():
+            if rank == modifier:
+                write(params[:2])
+            elif number % 2:
+                params[0].fill_(9)  # which counts for nobody
+                assert params[0].min() == 9
+            with deepspeed.zero.GatheredParameters(params[0], modifier_rank=modifier):
+                pass
+        before = [p.detach().clone() for p in plain.parameters()]
+        with torch.no_grad():
+            write(list(plain.parameters())[:2])
+            if dtype != torch.float32:
+                [master.copy_(p) for master, p, old in zip(masters, plain.parameters(), before) if not torch.equal(p, old)]
+        check()
+        step(2 * number + modifier + 1)
+        check()
+
+def refused(text, call):
+    try:
+        call()
+    except offloadd.Error as error:
+        assert text in str(error), error
+    else:
+        assert False, text
+
+weight = model[0].weight
+utils, odd = deepspeed.utils, model[0].bias  # of 24 elements: 12 each
+part = utils.safe_get_local_fp32_param(odd)
+assert torch.equal(part, utils.safe_get_full_fp32_param(odd)[12 * rank:12 * rank + 12])
+if dtype == torch.float32:
+    utils.safe_set_local_fp32_param(odd, part + rank)
+    with torch.no_grad():
+        plain[0].bias[12:] += 1
+    check()
+
+with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
+    refused("OFD-1002 engine.step() inside of GatheredParameters", engine.step)
+    refused("OFD-1002 GatheredParameters(modifier_rank=1) inside", deepspeed.zero.GatheredParameters(weight, modifier_rank=1).__enter__)
+with contextlib.suppress(KeyError), deepspeed.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+    weight.fill_(7)
+    raise KeyError
+check()
+deepspeed.comm.barrier()
+if rank == 0:
+    with open(args.output, "w") as file:
+        json.dump(engine.handle.step, file)
+"""
+
 # Children that drop what they have of their parent's model, in the ways that there are.
 FORKS = """
 import gc, multiprocessing, os, sys
@@ -282,6 +402,15 @@ class ProgramsTest(unittest.TestCase):
         told = self.read("told.json")
         self.assertEqual(told["skipped"], len(told["overflowed"]))
         self.assertIn(5, told["overflowed"], "where one rank's gradients overflow no rank steps")
+
+    def test_what_one_rank_writes_into_gathered_parameters_is_for_all(self):
+        self.program = self.write("gathered.py", GATHERED)
+        for dtype in ({}, {"bf16": {"enabled": True}}):
+            self.config = self.write("gathered.json", json.dumps({
+                "train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.5, **dtype, "zero_optimization": {"stage": 3},
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}))
+            self.launch("--num_gpus", "2")
+            self.assertEqual(self.read("told.json"), 15)
 
     def test_forked_children_end_silently(self):
         done = self.run_python("-m", "offloadd.deepspeed", self.write("forks.py", FORKS))

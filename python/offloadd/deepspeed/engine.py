@@ -20,12 +20,13 @@ from ..library import is_disabled
 from . import comm, loss_scale, schedules, setup, zero
 from .adam import DeepSpeedCPUAdam
 from .files import LATEST, STATE, WEIGHTS, mark_in, tag_in, weights_in, write_text
+from .lion import DeepSpeedCPULion
 from .missing import missing, refuse, refusing
 from .questions import Questions
 
 _log = logging.getLogger("offloadd")
 
-_OPTIMIZERS = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad, "RMSprop": torch.optim.RMSprop}
+_OPTIMIZERS = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad, "RMSprop": torch.optim.RMSprop, "Lion": DeepSpeedCPULion}
 
 
 # ---- What a configuration makes --------------------------------------------------------------------
@@ -265,6 +266,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         self._need_optimizer("step")
         if self._in_no_sync:
             raise Error.of(1002, "engine.step() inside engine.no_sync()", "Leave the context first")
+        zero.check_is_left("engine.step()")
         self._applied = False
         if self.is_gradient_accumulation_boundary():
             self._applied = self._take_step(self._trained())

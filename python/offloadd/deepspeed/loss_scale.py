@@ -78,9 +78,11 @@ class LossScaler:
 
 def check(optimizer):
     """OFD-1104 for what does not unscale."""
-    if recipe_of(optimizer).is_foreign:
-        refuse(f"fp16.enabled with {type(optimizer).__name__}, whose update runs in this process and has no fp32 masters",
-               "Use AdamW, Adam, SGD, Adagrad or RMSprop, or \"bf16\": {\"enabled\": true}")
+    recipe, fix = recipe_of(optimizer), "Use AdamW, Adam, SGD, Adagrad or RMSprop, or \"bf16\": {\"enabled\": true}"
+    if recipe.is_foreign:
+        refuse(f"fp16.enabled with {type(optimizer).__name__}, whose update runs in this process and has no fp32 masters", fix)
+    if "unscale" not in recipe.parameters:
+        refuse(f"fp16.enabled with {type(optimizer).__name__}, whose update does not take the loss scale out of gradients", fix)
     other = next((p for p in parameters_of(optimizer) if p.dtype != torch.float16), None)
     if other is not None:
         refuse(f"fp16.enabled with a parameter of {other.dtype}, shape {list(other.shape)}, in the optimizer", "Give initialize() the model that has it")

@@ -8,14 +8,13 @@ import torch
 
 from .. import handle as attaching
 from ..errors import Error
+from . import comm
 from .missing import refuse, refusing
 
 logger = logging.getLogger("DeepSpeed")
 
 
 def log_dist(message, ranks=None, level=logging.INFO):
-    from . import comm
-
     if not ranks or -1 in ranks or comm.get_rank() in ranks:
         logger.log(level, "[Rank %s] %s", comm.get_rank(), message)
 
@@ -91,10 +90,65 @@ def safe_set_full_grad(param, value):
     param.grad = value.to(param.dtype)
 
 
-# Parts of a parameter: with one copy for all ranks, all of it.
-safe_get_local_fp32_param, safe_get_local_grad = safe_get_full_fp32_param, safe_get_full_grad
-safe_get_local_optimizer_state, safe_set_local_fp32_param = safe_get_full_optimizer_state, safe_set_full_fp32_param
-safe_set_local_optimizer_state = safe_set_full_optimizer_state
+def safe_update_full_grad_vectorized(param_list, update_func):
+    """`update_func(gradient, parameter)` gives the new gradient."""
+    for param in param_list:
+        if param.grad is not None:
+            safe_set_full_grad(param, update_func(safe_get_full_grad(param), param))
+
+
+# Parts of a parameter: there is one copy for all ranks, and each rank is shown the part that it would have of it.
+
+
+def _part_of(whole):
+    """A rank's part: of all elements in a row, as many for every rank, zeros behind the last one."""
+    if whole is None:
+        return None
+    count, world_size = whole.numel(), comm.get_world_size()
+    size = -(-count // world_size)
+    begin = min(count, size * comm.get_rank())
+    part = whole.new_zeros(size)
+    part[:min(count, begin + size) - begin] = whole.reshape(-1)[begin:begin + size]
+    return part
+
+
+def _whole_of(param, part):
+    """Of the parts that all ranks give, each its own."""
+    world_size = comm.get_world_size()
+    size = -(-param.numel() // world_size)
+    if part.numel() != size:
+        raise Error.of(1002, f"a part of {part.numel()} elements, of a parameter of shape {list(param.shape)} and {world_size} ranks",
+                       f"Give {size} elements on every rank, as safe_get_local_… does")
+    parts = [part.detach().reshape(-1).contiguous()]
+    if world_size > 1:
+        parts = [torch.empty_like(parts[0]) for _ in range(world_size)]
+        torch.distributed.all_gather(parts, part.detach().reshape(-1).contiguous())
+    return torch.cat(parts)[:param.numel()].reshape(param.shape)
+
+
+def safe_get_local_fp32_param(param):
+    return _part_of(safe_get_full_fp32_param(param))
+
+
+def safe_get_local_grad(param):
+    return _part_of(safe_get_full_grad(param))
+
+
+def safe_get_local_optimizer_state(param, optim_state_key):
+    return _part_of(safe_get_full_optimizer_state(param, optim_state_key))
+
+
+def safe_set_local_fp32_param(param, value):
+    """Of this and those that follow: by all ranks together."""
+    safe_set_full_fp32_param(param, _whole_of(param, value))
+
+
+def safe_set_local_grad(param, value):
+    safe_set_full_grad(param, _whole_of(param, value))
+
+
+def safe_set_local_optimizer_state(param, value, optim_state_key):
+    safe_set_full_optimizer_state(param, _whole_of(param, value), optim_state_key)
 
 
 class RepeatingLoader:

@@ -10,6 +10,7 @@ import torch
 
 from .. import config as configuration
 from .. import handle as attaching
+from ..errors import Error
 from ..library import is_disabled
 from . import comm, setup
 from .missing import refuse, refusing
@@ -63,12 +64,55 @@ class Init(contextlib.ContextDecorator):
             return inner.__exit__(*failure)
 
 
+def _bits(tensor):
+    """A copy of a tensor's bytes, in the order of its elements."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).clone()
+
+
+class _Held:
+    """A parameter of several ranks that has memory of its own while it is gathered: what each rank writes there is its own affair, and
+    what the modifying rank has written is everybody's afterwards."""
+
+    def __init__(self, parameter, rank):
+        self.parameter, self.rank = parameter, rank
+        self.own = parameter.data
+        with torch.no_grad():
+            parameter.data = parameter.detach().clone()
+
+    def end(self):
+        """Gives the parameter its place in the job back, and what was written."""
+        written, self.parameter.data = _bits(self.parameter), self.own
+        return written
+
+    def is_changed(self, written):
+        return not torch.equal(written, _bits(self.parameter))
+
+    @torch.no_grad()
+    def take(self, written):
+        """The modifying rank's values, in all ranks."""
+        torch.distributed.broadcast(written, src=self.rank)
+        self.parameter.copy_(written.view(self.parameter.dtype).view(self.parameter.shape))
+
+
+_held = {}  # id(parameter) -> _Held
+
+
+def check_is_left(call):
+    if _held:
+        raise Error.of(1002, f"{call} inside of GatheredParameters(modifier_rank={next(iter(_held.values())).rank})",
+                       "Leave its block first: what is written there is not in the job before that")
+
+
 class GatheredParameters:
-    """Parameters are whole for torch's operations always, and what is written into them counts; so there is nothing to gather. Between
-    zero.Init and initialize() operations on what was built in the pool work inside of this, as with DeepSpeed."""
+    """Parameters are whole for torch's operations always, so that there is nothing to gather. With one rank, and without a modifier_rank,
+    what is written counts as outside of it. With a modifier_rank and several ranks, all of which have to come here, parameters are
+    copies in each rank's memory, and at the end what that rank has written there is the value of all. Between zero.Init and
+    initialize() operations on what was built in the pool work inside of this, as with DeepSpeed."""
 
     def __init__(self, params, modifier_rank=None, fwd_module=None, enabled=True):
-        self._engine = None
+        self._params = [params] if isinstance(params, torch.Tensor) else list(params)
+        self._rank = modifier_rank if enabled else None
+        self._engine, self._here = None, []
 
     def __enter__(self):
         pending = attaching._constructed
@@ -77,12 +121,35 @@ class GatheredParameters:
             pending.is_under_way = True
             pending._constructs_in = threading.get_ident()
             self._engine.begin_construction()
+        if self._rank is not None:
+            for parameter in self._params:
+                self._hold(parameter)
 
-    def __exit__(self, *_):
+    def _hold(self, parameter):
+        held = _held.get(id(parameter))
+        if held is not None and held.rank != self._rank:
+            raise Error.of(1002, f"GatheredParameters(modifier_rank={self._rank}) inside of one with modifier_rank={held.rank}, of the same "
+                                 "parameter", "Name one rank")
+        handle = attaching.handle_of(parameter)
+        if held is None and handle is not None and handle.world_size > 1:
+            _held[id(parameter)] = _Held(parameter, self._rank)
+            self._here.append(_held[id(parameter)])
+
+    def __exit__(self, failure, *_):
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.end_construction()
             self._pending.is_under_way, self._pending._constructs_in = False, None
+        here, self._here = self._here, []
+        written = [held.end() for held in here]
+        for held in here:
+            del _held[id(held.parameter)]
+        if here and failure is None:
+            comm.init_distributed()
+            changed = [held.is_changed(bits) for held, bits in zip(here, written)]
+            for held, bits, is_changed in zip(here, written, comm.broadcast_object(changed, self._rank)):
+                if is_changed:
+                    held.take(bits)
         return False
 
 
