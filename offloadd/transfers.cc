@@ -101,25 +101,25 @@ bool Transfers::Waits(uint32_t rank) const {
 
 // Threads of a trainer may write and look at gradients at once: only a rank that waits on and on
 // never comes to the put.
-bool Transfers::IsBeyond(uint32_t rank, Request& put) const {
+bool Transfers::IsBeyond(uint32_t rank, Follows& follows) const {
   if (context_->is_ahead_of_first == nullptr || !context_->is_ahead_of_first(rank)) {
-    put.ahead_since.reset();
+    follows.ahead_since.reset();
     return false;
   }
   const double now = context_->clock->NowSeconds();
-  if (!put.ahead_since.has_value()) put.ahead_since = now;
-  return now - *put.ahead_since >= context_->room_timeout_seconds;
+  if (!follows.ahead_since.has_value()) follows.ahead_since = now;
+  return now - *follows.ahead_since >= context_->room_timeout_seconds;
 }
 
-absl::StatusOr<bool> Transfers::IsFollowed(Request& request) {
+absl::StatusOr<bool> Transfers::IsFollowed(const Request& request) {
   if (context_->ranks.size() == 1 || !context_->published) return true;
   // Nobody uses those but who resumes.
   if (proto::IsBufferTensor(context_->catalogue.tensors[request.entry.tensor].name)) return true;
-  const Follows& follows = FollowsOf(request.entry.tensor);
+  Follows& follows = FollowsOf(request.entry.tensor);
   for (uint32_t rank = 1; rank < context_->ranks.size(); ++rank) {
     const RankMemory& other = context_->ranks[rank];
     if (follows.counts[rank] > follows.ended || other.is_exchanging || !other.is_here) continue;
-    const bool is_beyond = !other.is_stepping && IsBeyond(rank, request);
+    const bool is_beyond = !other.is_stepping && IsBeyond(rank, follows);
     if (!other.is_stepping && !is_beyond) return false;
     return MakeError(
         ErrorId::kRanksDiffer,
@@ -150,12 +150,11 @@ bool Transfers::Turn() {
   std::unordered_set<uint32_t> blocked;
   bool waiting = false;
   for (size_t i = 0; i < queue_.size() && in_flight_ < context_->depths.transfers;) {
-    absl::StatusOr<bool> can_start =
-        blocked.count(context_->catalogue.placements[queue_[i].entry.tensor].store_tensor) == 0;
-    if (*can_start && IsPut(queue_[i].entry)) can_start = IsFollowed(queue_[i]);
     const Request request = queue_[i];
     const proto::SubmissionEntry& entry = request.entry;
     const uint32_t store_tensor = context_->catalogue.placements[entry.tensor].store_tensor;
+    absl::StatusOr<bool> can_start = blocked.count(store_tensor) == 0;
+    if (*can_start && IsPut(entry)) can_start = IsFollowed(request);
     if (!can_start.ok()) {
       --puts_;
       queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(i));

@@ -59,7 +59,6 @@ class Transfers {
   struct Request {
     uint32_t rank;
     proto::SubmissionEntry entry;
-    std::optional<double> ahead_since;  // of a put: when another rank was seen to be beyond it
   };
   // A transfer under way. Its extent is a whole one of the store; the rank's elements are [begin,
   // begin + count) of it.
@@ -95,6 +94,7 @@ class Transfers {
     };
     uint64_t ended = 0;            // sequences of the first rank
     std::vector<uint64_t> counts;  // per rank
+    std::optional<double> ahead_since;  // when another rank was seen to be beyond a put that waits
     std::vector<Waiter> waiters;
   };
 
@@ -103,8 +103,8 @@ class Transfers {
   void Follow(uint32_t rank, const proto::SubmissionEntry& entry);
   void EndSequence(const Request& request);
   // True when no other rank reads the old bytes any more; the reason when one never will say so.
-  absl::StatusOr<bool> IsFollowed(Request& request);
-  bool IsBeyond(uint32_t rank, Request& put) const;
+  absl::StatusOr<bool> IsFollowed(const Request& request);
+  bool IsBeyond(uint32_t rank, Follows& follows) const;
   bool CanStart(const proto::SubmissionEntry& entry);
   bool CanPut();
   void Start(const Request& request);

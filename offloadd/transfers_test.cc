@@ -360,6 +360,7 @@ TEST(TransfersTest, ARankThatLooksAtGradientsForGoodInsteadOfFollowingIsNamed) {
   bool is_ahead = true;
   parts.context.is_ahead_of_first = [&](uint32_t rank) { return is_ahead && rank == 2; };
   const uint64_t put = parts.Put(1, Values(parts, 1, 9));
+  const uint64_t end = parts.EndPuts(1);
   parts.Run();
   parts.clock().AdvanceSeconds(60);
   parts.Run();
@@ -379,6 +380,7 @@ TEST(TransfersTest, ARankThatLooksAtGradientsForGoodInsteadOfFollowingIsNamed) {
   EXPECT_EQ(ErrorIdOf(parts.StatusOf(put)), ErrorId::kRanksDiffer);
   for (const char* part : {"\"bf16\"", "rank 2 waits for the gradients of rank 0"})
     EXPECT_TRUE(absl::StrContains(parts.StatusOf(put).message(), part)) << parts.StatusOf(put);
+  EXPECT_EQ(ErrorIdOf(parts.StatusOf(end)), ErrorId::kRanksDiffer) << "at once";
   EXPECT_FALSE(parts.transfers().putting());
 }
 
