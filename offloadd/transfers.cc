@@ -127,7 +127,8 @@ absl::StatusOr<bool> Transfers::IsFollowed(const Request& request) {
                      "\" in place while rank ", rank,
                      is_beyond ? " waits for the gradients of rank 0" : " takes a step",
                      " without having done so"),
-        "Write weights on every rank, and in the same places of the program (not under if rank == 0)");
+        "Write weights on every rank, and in the same places of the program (not under if rank == "
+        "0)");
   }
   return true;
 }

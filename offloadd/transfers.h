@@ -92,8 +92,8 @@ class Transfers {
       uint64_t tag;
       uint64_t sequence;
     };
-    uint64_t ended = 0;            // sequences of the first rank
-    std::vector<uint64_t> counts;  // per rank
+    uint64_t ended = 0;                 // sequences of the first rank
+    std::vector<uint64_t> counts;       // per rank
     std::optional<double> ahead_since;  // when another rank was seen to be beyond a put that waits
     std::vector<Waiter> waiters;
   };

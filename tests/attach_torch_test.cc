@@ -682,5 +682,35 @@ TEST_F(AttachTest, ConstructionAndAttachHoldOneTensorAtATime) {
   }
 }
 
+TEST_F(AttachTest, TheLeastRamThatIsToldHoldsLargeBuffersToo) {
+  setenv("OFFLOADD_DISABLE", "0", 1);
+  nn::Linear model(768, 768);
+  model->register_buffer("mask", torch::ones({768, 768}));
+  model->register_buffer("seen", model->weight.detach());  // is the weight
+  Options options;
+  options.nvme_path = Pool();
+  options.ram = "9MiB";
+  options.job = "masked";
+  const auto attach = [&] {
+    optimizer_.reset();
+    engine_.reset();
+    engine_ = Engine::Open(options);
+    optimizer_ = engine_->AdamW(*model, torch::optim::AdamWOptions(1e-3));
+    engine_->Seal();
+  };
+  std::string told;
+  try {
+    attach();
+  } catch (const Error& error) {
+    told = error.what();
+  }
+  const std::string words = "Set ram to at least ";
+  ASSERT_NE(told.find(words), std::string::npos) << told;
+  const uint64_t floor = std::stoull(told.substr(told.find(words) + words.size()));
+  options.ram = std::to_string(floor);
+  EXPECT_NO_THROW(attach());
+  EXPECT_EQ(engine_->plan().floor_bytes, floor);
+}
+
 }  // namespace
 }  // namespace offload

@@ -113,7 +113,7 @@ void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& grou
   const std::vector<NamedTensor> buffers = modules_.BufferNames(module);
   CheckSupported(names, Memory::kOfTorch, tensors_->destination());
   Buffers::CheckSupported(buffers);
-  const bool has_new = tensors_->Attach(names, optimizer);
+  const bool has_new = tensors_->Attach(names, optimizer, buffers);
   std::vector<at::Tensor> others;
   for (const NamedTensor& named : buffers) others.push_back(named.tensor);
   tensors_->MoveOthers(others);

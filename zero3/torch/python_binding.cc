@@ -124,11 +124,11 @@ class PythonEngine final : public torch::CustomClassHolder {
     for (const at::Tensor& buffer : buffers) LearnStorage(buffer);
     kernels::OptimizerSpec optimizer = SpecOf(kind, groups.at(0));
     for (const Values& values : groups) optimizer.KeepToo(SpecOf(kind, values));
-    // The package seals the job next.
-    const bool has_new = engine.Attach(Named(names, tensors), optimizer, /*takes_now=*/true);
-    engine.MoveOthers(buffers);
     std::vector<NamedTensor> kept = Named(buffer_names, buffers);
     std::erase_if(kept, [](const NamedTensor& buffer) { return buffer.name.empty(); });
+    // The package seals the job next.
+    const bool has_new = engine.Attach(Named(names, tensors), optimizer, kept, /*takes_now=*/true);
+    engine.MoveOthers(buffers);
     engine.AttachBuffers(kept);
     return has_new;
   }

@@ -393,19 +393,17 @@ bool KeepTheSame(const kernels::OptimizerSpec& a, const kernels::OptimizerSpec& 
 
 PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
                                     const kernels::OptimizerSpec& optimizer,
-                                    bool large_buffers) const {
+                                    const Buffers& buffers) const {
   std::vector<proto::Tensor> tensors = declared_;
   for (const Parameter& parameter : more) {
     tensors.push_back(Described(parameter.name, parameter.tensor, parameter.trainable));
   }
-  if (large_buffers) {
-    for (const Buffers::Large& buffer : buffers_.large()) {
-      tensors.push_back({.name = proto::BufferTensorName(buffer.name),
-                         .shape = {static_cast<int64_t>(buffer.element_count)},
-                         .dtype = proto::Dtype::kFloat32,
-                         .trainable = false,
-                         .element_count = buffer.element_count});
-    }
+  for (const Buffers::Large& buffer : buffers.large()) {
+    tensors.push_back({.name = proto::BufferTensorName(buffer.name),
+                       .shape = {static_cast<int64_t>(buffer.element_count)},
+                       .dtype = proto::Dtype::kFloat32,
+                       .trainable = false,
+                       .element_count = buffer.element_count});
   }
   return {.catalogue = ValueOrThrow(proto::BuildCatalogue(std::move(tensors), optimizer)),
           .ram_bytes = ram_bytes_,
@@ -418,8 +416,27 @@ PlanInput TensorEngine::DescribeJob(const std::vector<Parameter>& more,
           .policy = policy_};
 }
 
+// Said before anything moves. Which buffers of a job that exists are large ones is its own affair.
+void TensorEngine::CheckRam(const std::vector<Parameter>& more,
+                            const kernels::OptimizerSpec& optimizer,
+                            std::span<const NamedTensor> buffers) const {
+  Buffers all = buffers_;
+  if (!exists_) {
+    std::unordered_set<const void*> storages;
+    for (const Parameter& parameter : more)
+      storages.insert(parameter.tensor.storage().unsafeGetStorageImpl());
+    std::vector<NamedTensor> others(buffers.begin(), buffers.end());
+    std::erase_if(others, [&](const NamedTensor& named) {
+      return named.tensor.defined() && named.tensor.has_storage() &&
+             storages.contains(named.tensor.storage().unsafeGetStorageImpl());
+    });
+    all.Add(others);
+    all.Divide(SmallBuffersBytes());
+  }
+  ThrowIfError(MakePlan(DescribeJob(more, optimizer, all)).status());
+}
+
 void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& input) {
-  ThrowIfError(MakePlan(input).status());  // ram is too small: said before anything moves
   const c10::Device device = device_plan_.TrainedOn(parameter.tensor.device());
   if (!device.is_cpu() && input.gradients_reduced) {
     // What communicates on streams of its own would write after the operator was launched.
@@ -433,7 +450,8 @@ void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& in
 }
 
 bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
-                          const kernels::OptimizerSpec& optimizer, bool takes_now) {
+                          const kernels::OptimizerSpec& optimizer,
+                          std::span<const NamedTensor> buffers, bool takes_now) {
   std::vector<Parameter> parameters = FindNew(tensors);
   if (parameters.empty() && declared_.empty())
     ThrowStatus(MakeError(ErrorId::kUnsupportedModel, "the module has no parameters",
@@ -457,8 +475,11 @@ bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
     if (parameter.trainable && parameter.tensor.scalar_type() == at::kDouble)
       CheckDoubleRoots(optimizer, parameter.name);
   }
-  PlanInput input = DescribeJob(parameters, optimizer);
-  if (!parameters.empty()) PlanForDevice(parameters.front(), input);
+  PlanInput input = DescribeJob(parameters, optimizer, buffers_);
+  if (!parameters.empty()) {
+    CheckRam(parameters, optimizer, buffers);
+    PlanForDevice(parameters.front(), input);
+  }
   SayRoots(optimizer);
   NameForFiles(tensors);
   if (!parameters.empty()) {
@@ -617,7 +638,7 @@ void TensorEngine::TakeThawed() {
 }
 
 void TensorEngine::Declare() {
-  PlanInput input = DescribeJob({}, optimizer_, /*large_buffers=*/true);
+  PlanInput input = DescribeJob({}, optimizer_, buffers_);
   Plan plan = ValueOrThrow(MakePlan(input));
   client::Session& session = attachment_->session();
   ThrowIfError(session.DeclareTensors(input.catalogue.tensors));

@@ -65,9 +65,10 @@ class TensorEngine {
   // fit `ram`.
   // With Options::device those of the host become tensors of the device; where their values are
   // taken later (`takes_now` is false: Seal() does not follow at once), those whose memory others
-  // see, too, get a copy first.
+  // see, too, get a copy first. `buffers`: those that AttachBuffers() is given next, which `ram`
+  // has to hold as well.
   bool Attach(std::span<const NamedTensor> tensors, const kernels::OptimizerSpec& optimizer,
-              bool takes_now = false);
+              std::span<const NamedTensor> buffers, bool takes_now = false);
   // What of a module is no parameter of the job goes to Options::device, too; before
   // AttachBuffers(). Nothing without one.
   void MoveOthers(std::span<const at::Tensor> tensors);
@@ -153,9 +154,11 @@ class TensorEngine {
 
   // What of the list the job does not have, as it would be declared.
   std::vector<Parameter> FindNew(std::span<const NamedTensor> tensors) const;
-  // `large_buffers`: with those, behind the parameters.
+  // With the large ones of `buffers` behind the parameters.
   PlanInput DescribeJob(const std::vector<Parameter>& more, const kernels::OptimizerSpec& optimizer,
-                        bool large_buffers = false) const;
+                        const Buffers& buffers) const;
+  void CheckRam(const std::vector<Parameter>& more, const kernels::OptimizerSpec& optimizer,
+                std::span<const NamedTensor> buffers) const;
   void PlanForDevice(const Parameter& parameter, const PlanInput& input);
   void CheckFree(const NamedTensor& named) const;
   // The weight over a tensor's storage when it is one of the job's.

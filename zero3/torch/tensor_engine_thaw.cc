@@ -50,7 +50,7 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
   for (const at::Tensor& parameter : parameters) declared_[IdOf(parameter)].trainable = true;
   try {
     CheckLeavable();
-    ThrowIfError(MakePlan(DescribeJob({}, optimizer_, /*large_buffers=*/true)).status());
+    ThrowIfError(MakePlan(DescribeJob({}, optimizer_, buffers_)).status());
   } catch (...) {
     declared_ = std::move(before);
     throw;
