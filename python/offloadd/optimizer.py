@@ -132,6 +132,9 @@ class Foreign:
         self.name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
     def part(self, handle, optimizer):
+        if handle.world_size > 1 and isinstance(optimizer, torch.optim.LBFGS):
+            _refuse(f"{self.name} with several ranks: it decides by the loss, which is another one in each of them",
+                    "Use an optimizer that takes gradients only, or train with one rank")
         return ForeignPart(handle, optimizer, self.name)
 
 
@@ -551,11 +554,20 @@ class ForeignPart:
 
     def swap(self):
         self.optimizer._offload_part = self
-        self._hook = after_steps(self.optimizer, self.handle.commit)
+        self._hooks = [self.optimizer.register_step_pre_hook(self._begin), after_steps(self.optimizer, self._end)]
 
     def release(self):
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         del self.optimizer._offload_part
+
+    @staticmethod
+    def _begin(*_):
+        Engine.set_in_own_step(True)
+
+    def _end(self):
+        Engine.set_in_own_step(False)
+        self.handle.commit()
 
     def tell(self):
         _log.warning("offloadd: %s runs in this process; what it keeps is in memory and is not part of the job, which cannot be resumed",

@@ -70,6 +70,16 @@ def optimizer_that_has_stepped(run):
 
 
 @case(**ONE)
+def optimizers_that_run_in_the_process(run):
+    return launch(run, "in_process")
+
+
+@case(**ONE)
+def what_ranks_cannot_step_with_is_refused(run):
+    return launch(run, "refused") if run.offloaded else [1604, 1604, 1606]
+
+
+@case(**ONE)
 def accelerate_prepares(run):
     return launch(run, "accelerate")
 
@@ -182,6 +192,78 @@ def stepped(rank, folder):
         model.load_state_dict(kept["model"])
         optimizer.load_state_dict(kept["optimizer"])
         return told + steps(trained, optimizer, rank)
+
+
+class Whitened(torch.optim.Optimizer):
+    """Of its own: writes gradients, and weights in place."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            kept = self.state[p].setdefault("kept", torch.zeros_like(p))
+            p.grad.div_(p.grad.norm() + 1e-6)
+            kept.mul_(0.9).add_(p.grad)
+            p.mul_(0.99).sub_(self.param_groups[0]["lr"] * kept)
+
+
+def in_process(rank, folder):
+    torch.distributed.init_process_group("gloo")
+    model = network()
+    weights, biases = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+    optimizers = []
+
+    class Both:
+        @staticmethod
+        def step():
+            for each in optimizers:
+                each.step()
+
+        @staticmethod
+        def zero_grad():
+            model.zero_grad()
+
+    told = []
+    for number, optimizers[:] in enumerate(([torch.optim.NAdam(model.parameters(), 1e-2)], [Whitened(weights), torch.optim.AdamW(biases, 1e-2, fused=True)])):
+        if folder == "-":
+            told += steps(torch.nn.parallel.DistributedDataParallel(model), Both, rank)
+            continue
+        with offloadd.attach(model, optimizers, nvme_path=folder, ram="128MiB", job=f"ranks{number}", weights_at_close="memory") as handle:
+            told += steps(model, Both, rank)
+            assert handle.step == 3 * len(optimizers), handle.step
+    return told
+
+
+def refused(rank, folder):
+    torch.distributed.init_process_group("gloo")
+    told = []
+
+    def error_of(call):
+        try:
+            call()
+        except offloadd.Error as error:
+            told.append(error.id)
+
+    model = network()
+    error_of(lambda: attach(model, torch.optim.LBFGS(model.parameters()), folder))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="hook"):
+        model[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        error_of(model(batch(0, rank)).sum().backward)
+    own = network()
+    optimizer = Whitened(own.parameters())
+    with offloadd.attach(own, optimizer, nvme_path=folder, ram="128MiB", job="own"):
+        own(batch(0, rank)).sum().backward()
+        optimizer.step()
+        if rank == 1:  # outside of the step that all take alike
+            with torch.no_grad():
+                error_of(lambda: own[0].weight.mul_(2))
+        else:
+            told.append(1606)
+    return told
 
 
 # ---- Gradients that the trainer reduces ----

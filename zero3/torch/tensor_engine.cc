@@ -8,6 +8,7 @@
 #include <sched.h>
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <cstring>
@@ -895,7 +896,16 @@ void TensorEngine::CheckGiven(bool writes) const {
   for (WeightResidency* const weight : weights_) weight->CheckGiven(writes);
 }
 
+// A rank's own gradients are not those of the step before all ranks have added theirs.
+void TensorEngine::CheckIsNotInBackward() const {
+  if (attachment_->world_size() == 1 || torch::autograd::get_current_graph_task_id() == -1) return;
+  ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
+                        "a step inside of a backward pass (in a hook), with several ranks",
+                        "Step when backward() has returned, or train with one rank"));
+}
+
 void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_now) {
+  CheckIsNotInBackward();
   Seal();
   CheckWhole();
   CheckArithmetic();

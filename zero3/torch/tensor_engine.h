@@ -213,6 +213,7 @@ class TensorEngine {
   void RequireAttached() const;
   void CheckGiven(bool writes) const;
   // OFD-1406 after a load that has failed midway.
+  void CheckIsNotInBackward() const;
   void CheckWhole() const;
 
   // Moves a tensor through the staging buffer, an extent at a time in order, several in flight.

@@ -203,6 +203,7 @@ uint64_t WeightResidency::window_bytes() const {
 }
 
 std::atomic<bool> WeightResidency::takes_data_ = true;
+thread_local bool WeightResidency::in_own_step_ = false;
 
 // Inference tensors have none.
 static uint32_t VersionOf(const c10::VariableVersion& version) {
@@ -624,23 +625,28 @@ void WeightResidency::Stepped() {
 }
 
 // Of several ranks only the first changes a weight from its old value.
-static void CheckMayChange(const std::string& subject, uint32_t rank, Access access) {
-  if (access != Access::kWrite || rank == 0) return;
+void WeightResidency::CheckMayChange(Access access) const {
+  if (access != Access::kWrite || attachment_->rank() == 0 || in_own_step_) return;
   ThrowStatus(MakeError(ErrorId::kWeightOfRanks,
-                        absl::StrCat(subject, " is changed in place by rank ", rank,
+                        absl::StrCat(subject_, " is changed in place by rank ", attachment_->rank(),
                                      ", and every rank would apply the change")));
 }
 
 std::byte* WeightResidency::MakePrivate(Access access) {
-  CheckMayChange(subject_, attachment_->rank(), access);
+  CheckMayChange(access);
   private_ = c10::GetCPUAllocator()->allocate(size_bytes_);
+  if (access == Access::kWrite) {
+    std::memcpy(private_.get(), ValueOrThrow(attachment_->session().Acquire(tensor_), subject_),
+                size_bytes_);
+    attachment_->session().Release(tensor_);
+  }
   if (std::exchange(acquired_, false)) attachment_->session().Release(tensor_);
   return static_cast<std::byte*>(private_.get());
 }
 
 // Memory of torch's, since the window has room for what is read only.
 std::byte* WeightResidency::FetchForWritingThere(Access access) {
-  CheckMayChange(subject_, attachment_->rank(), access);
+  CheckMayChange(access);
   at::Tensor copy = AllocateBytes(size_bytes_, torch_device_);
   auto* const bytes = static_cast<std::byte*>(copy.mutable_data_ptr());
   if (access == Access::kWrite) {
