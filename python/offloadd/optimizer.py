@@ -132,6 +132,9 @@ class Foreign:
         self.name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
     def part(self, handle, optimizer):
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            _refuse("ZeroRedundancyOptimizer, which divides what an optimizer keeps among ranks: they share a job's in any case",
+                    "Attach the optimizer that it would make, such as torch.optim.AdamW(model.parameters())")
         if handle.world_size > 1 and isinstance(optimizer, torch.optim.LBFGS):
             _refuse(f"{self.name} with several ranks: it decides by the loss, which is another one in each of them",
                     "Use an optimizer that takes gradients only, or train with one rank")
@@ -563,10 +566,10 @@ class ForeignPart:
 
     @staticmethod
     def _begin(*_):
-        Engine.set_in_own_step(True)
+        Engine.set_writes_alike(True)
 
     def _end(self):
-        Engine.set_in_own_step(False)
+        Engine.set_writes_alike(False)
         self.handle.commit()
 
     def tell(self):

@@ -80,6 +80,11 @@ def what_ranks_cannot_step_with_is_refused(run):
 
 
 @case(**ONE)
+def reductions_by_hand(run):
+    return launch(run, "reduced_by_hand")
+
+
+@case(**ONE)
 def accelerate_prepares(run):
     return launch(run, "accelerate")
 
@@ -263,6 +268,49 @@ def refused(rank, folder):
                 error_of(lambda: own[0].weight.mul_(2))
         else:
             told.append(1606)
+    return told
+
+
+def reduced_by_hand(rank, folder):
+    """As in tutorials: weights are sent around at the beginning, and gradients reduced one by one, one after the other or at once."""
+    torch.distributed.init_process_group("gloo")
+    told = []
+    for number, gradients in enumerate(("added", "reduced_by_trainer")):
+        model = network()
+        if rank == 1 and folder == "-":
+            with torch.no_grad():
+                model[0].weight.zero_()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+        context = contextlib.nullcontext() if folder == "-" else offloadd.attach(
+            model, optimizer, nvme_path=folder, ram="128MiB", job=f"by_hand{number}", gradients=gradients)
+        with context:
+            for p in model.parameters():
+                torch.distributed.broadcast(p.data, 0)
+            for step in range(3):
+                model(batch(step, rank)).pow(2).mean().backward()
+                works = [torch.distributed.all_reduce(p.grad, async_op=step == 1) for p in model.parameters()]
+                for work in works:
+                    work and work.wait()
+                for p in model.parameters():
+                    p.grad /= 2
+                optimizer.step()
+                optimizer.zero_grad()
+            seen = torch.zeros(64, 16)
+            if rank == 0:
+                torch.distributed.send(model[0].weight.data, 1)
+            else:
+                torch.distributed.recv(seen, 0)
+                assert torch.equal(seen, model[0].weight)
+                if folder != "-":
+                    try:
+                        torch.distributed.recv(model[0].weight.data, 0)
+                        told.append("received")
+                    except offloadd.Error as error:
+                        assert error.id == 1601, error
+            gathered = [torch.zeros(64, 16) for _ in range(2)]
+            torch.distributed.all_gather(gathered, model[0].weight.data)
+            assert torch.equal(*gathered)
+            told += [p.tolist() for p in model.parameters()]
     return told
 
 

@@ -10,12 +10,15 @@
 #include <memory>
 #include <mutex>
 #include <string_view>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/match.h"
+#include "base/error.h"
 #include "zero3/torch/residency.h"
+#include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
 namespace {
@@ -44,6 +47,9 @@ struct Verdict {
   bool is_split = false;  // runs for each tensor of its first list, with those of the others
   bool is_loop = false;   // _foreach_*
   bool takes_raw_memory = false;
+  bool is_communication = false;  // of c10d: goes on when the operator has returned
+  bool is_message = false;        // from one rank to another
+  bool gives_all_the_same = false;
   Special special = Special::kNone;
   std::vector<Argument> arguments;
 };
@@ -156,6 +162,62 @@ bool TakesRawMemory(absl::string_view name) {
                      [name](absl::string_view prefix) { return absl::StartsWith(name, prefix); });
 }
 
+// Operators of c10d write their first argument, though their schema does not say so.
+bool IsCommunication(absl::string_view name) { return absl::StartsWith(name, "c10d::"); }
+
+bool IsMessage(absl::string_view name) {
+  return name == "c10d::send" || absl::StartsWith(name, "c10d::recv_");
+}
+
+bool IsBarrier(absl::string_view name) {
+  return name == "c10d::barrier" || name == "c10d::monitored_barrier_";
+}
+
+// Afterwards all ranks of the group have the same in it.
+bool GivesAllTheSame(absl::string_view name) {
+  return absl::StartsWith(name, "c10d::allreduce_") || absl::StartsWith(name, "c10d::allgather_") ||
+         name == "c10d::_allgather_base_" || name == "c10d::broadcast_";
+}
+
+// What a point-to-point operation has of bytes of ours. Its work may be waited for once only, and
+// by the caller, who may start others before: so it sends copies, and receives nothing.
+void LeaveOutOfMessages(const Verdict& verdict, torch::jit::Stack* stack) {
+  c10::IValue& tensors = torch::jit::peek(*stack, 0, verdict.arguments.size());
+  c10::List<at::Tensor> copies;
+  for (const at::Tensor& tensor : tensors.toTensorVector()) {
+    const Residency* const residency = Residency::Of(tensor);
+    if (residency != nullptr && verdict.schema->name() != "c10d::send") {
+      ThrowStatus(MakeError(
+          ErrorId::kUnsupportedModel,
+          absl::StrCat("'", residency->name(), "' is offloaded, and would be received into"),
+          "Receive into a tensor of its own, and copy_() that"));
+    }
+    copies.push_back(residency != nullptr ? tensor.detach().clone() : tensor);
+  }
+  tensors = std::move(copies);
+}
+
+// Its kernel has handed the bytes to other threads, which are done with them at its end.
+void WaitForWork(size_t count, const torch::jit::Stack& stack) {
+  for (size_t i = 0; i < count; ++i) {
+    const c10::IValue& value = torch::jit::peek(stack, i, count);
+    if (value.isCustomClass()) value.toCustomClass<c10d::Work>()->wait();
+  }
+}
+
+class CommunicationScope {
+ public:
+  explicit CommunicationScope(bool alike) : before_(WritesAlike()) {
+    SetWritesAlike(before_ || alike);
+  }
+  ~CommunicationScope() { SetWritesAlike(before_); }
+  CommunicationScope(const CommunicationScope&) = delete;
+  CommunicationScope& operator=(const CommunicationScope&) = delete;
+
+ private:
+  const bool before_;
+};
+
 std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
   auto verdict = std::make_unique<Verdict>();
   verdict->schema = &schema;
@@ -164,6 +226,9 @@ std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
   verdict->is_loop = absl::StartsWith(schema.name(), "aten::_foreach_");
   verdict->allocates = AllocatesOf(schema.name());
   verdict->takes_raw_memory = TakesRawMemory(schema.name());
+  verdict->is_communication = IsCommunication(schema.name());
+  verdict->is_message = IsMessage(schema.name());
+  verdict->gives_all_the_same = GivesAllTheSame(schema.name());
   const bool reads_no_data = ReadsNoData(schema.name());
   for (const c10::Argument& argument : schema.arguments()) {
     const c10::AliasInfo* alias = argument.alias_info();
@@ -176,6 +241,8 @@ std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
             : Overwrites(schema.name()) ? Argument::kOverwrite
                                         : Argument::kWrite;
     }
+    if (verdict->is_communication && verdict->arguments.empty() && !IsBarrier(schema.name()))
+      use = Argument::kWrite;
     verdict->pins |= use != Argument::kSkip;
     verdict->arguments.push_back(use);
   }
@@ -404,6 +471,7 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   if (verdict.is_split &&
       torch::jit::peek(*stack, 0, verdict.arguments.size()).toListRef().size() > 1)
     return RunOneByOne(op, keys, stack);
+  if (verdict.is_message) LeaveOutOfMessages(verdict, stack);
   Uses uses = CollectUses(verdict, stack);
   if (CopySeveral(verdict, uses, stack)) uses = CollectUses(verdict, stack);
   // Whether two storages are one, which set_() asks, is seen only where both have bytes.
@@ -411,9 +479,11 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
     Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), Argument::kRead, uses);
   const SharedRoom room(uses);
   const RawKernel raw_kernel(verdict.takes_raw_memory);
+  const CommunicationScope communication(verdict.gives_all_the_same);
   Pins pins(verdict.allocates);
   for (const auto& [residency, access] : uses) pins.Add(residency, access);
   op.redispatchBoxed(below, stack);
+  if (verdict.is_communication && !uses.empty()) WaitForWork(op.schema().returns().size(), *stack);
   // What is only allocated has no bytes and no pin, and has to be known all the same: whoever
   // touches it outside of the construction is told so.
   if (verdict.allocates == Pins::Allocates::kEmpty || pins.HasMoreThan(uses.size()))

@@ -428,7 +428,7 @@ TORCH_LIBRARY(offloadd, m) {
       .def_static("planes_of", &PlanesOf)
       .def_static("is_managed", &IsManaged)
       .def_static("leave_data", [] { WeightResidency::LeaveData(); })
-      .def_static("set_in_own_step", [](bool is_in) { WeightResidency::SetInOwnStep(is_in); })
+      .def_static("set_writes_alike", [](bool alike) { SetWritesAlike(alike); })
       .def_static("identity_of", &IdentityOf)
       .def_static("identity_of_storage", &IdentityOfStorage);
 }

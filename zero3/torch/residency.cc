@@ -11,6 +11,11 @@
 
 namespace offload::zero3 {
 
+static thread_local bool writes_alike = false;
+
+bool WritesAlike() { return writes_alike; }
+void SetWritesAlike(bool alike) { writes_alike = alike; }
+
 Residency::Residency(std::string name, std::string subject, c10::Device device, size_t size_bytes,
                      std::byte* home)
     : name_(std::move(name)),

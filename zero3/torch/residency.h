@@ -40,6 +40,12 @@ enum class Access : uint8_t {
   kOverwrite /* the whole storage, without looking at it */
 };
 
+// Whether what the calling thread writes is written alike by all ranks of a job: in the step of an
+// optimizer of the trainer's, in a collective operation. Ranks after the first then change copies
+// of weights in place, and the first one's count; otherwise that is OFD-1606.
+bool WritesAlike();
+void SetWritesAlike(bool alike);
+
 // Operators that a residency may answer without its bytes.
 enum class Special : uint8_t { kNone, kNorm, kMultiply, kZero, kSet, kSetData, kRecordStream };
 

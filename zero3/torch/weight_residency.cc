@@ -203,7 +203,6 @@ uint64_t WeightResidency::window_bytes() const {
 }
 
 std::atomic<bool> WeightResidency::takes_data_ = true;
-thread_local bool WeightResidency::in_own_step_ = false;
 
 // Inference tensors have none.
 static uint32_t VersionOf(const c10::VariableVersion& version) {
@@ -626,7 +625,7 @@ void WeightResidency::Stepped() {
 
 // Of several ranks only the first changes a weight from its old value.
 void WeightResidency::CheckMayChange(Access access) const {
-  if (access != Access::kWrite || attachment_->rank() == 0 || in_own_step_) return;
+  if (access != Access::kWrite || attachment_->rank() == 0 || WritesAlike()) return;
   ThrowStatus(MakeError(ErrorId::kWeightOfRanks,
                         absl::StrCat(subject_, " is changed in place by rank ", attachment_->rank(),
                                      ", and every rank would apply the change")));

@@ -72,10 +72,6 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   // From now on set_data() replaces storages: the Python package watches `p.data = x` itself, and
   // copies the values before the next step.
   static void LeaveData() { takes_data_ = false; }
-  // Whether the calling thread is in the step of an optimizer of the trainer's, which all ranks
-  // take alike: ranks after the first change copies in place, and the first one's weights count.
-  // Outside of it that is OFD-1606.
-  static void SetInOwnStep(bool in_own_step) { in_own_step_ = in_own_step; }
   // What set_data() gave the parameter shares its memory in plain torch. Throws OFD-1601 when that
   // was written since, or the parameter is about to be and the program still has the memory.
   void CheckGiven(bool writes);
@@ -100,7 +96,6 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
 
   ~WeightResidency() override;
   static std::atomic<bool> takes_data_;
-  static thread_local bool in_own_step_;
 
   void CheckMayChange(Access access) const;
 
