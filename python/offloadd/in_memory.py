@@ -12,7 +12,7 @@ import torch
 
 from . import pickled, served, state_hooks, universal
 from .library import Engine
-from .optimizer import CopiedAsItWas, after_steps, check_unscale, parameters_of, recipe_of, refuse_unless_kept, shaped_as, step_function, swap_class
+from .optimizer import CopiedAsItWas, after_steps, check_unscale, loss_of, parameters_of, recipe_of, refuse_unless_kept, shaped_as, step_function, swap_class
 
 
 class _WithMasters(CopiedAsItWas):
@@ -20,10 +20,7 @@ class _WithMasters(CopiedAsItWas):
 
     @torch.no_grad()
     def _masters_step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._masters.step(self)
         self._opt_called = True
         return loss

@@ -192,6 +192,14 @@ class Recipe:
         return Part(handle, optimizer, self)
 
 
+def loss_of(closure):
+    """What the closure of a step() gives, which computes gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def parameters_of(optimizer):
     """Of all groups, in their order."""
     return itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -397,10 +405,7 @@ class _Offloaded(CopiedAsItWas):
 
     @torch.no_grad()
     def _offload_step(self, closure=None, **others):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._offload_part.step(**others)
         self._opt_called = True  # what torch's schedulers look for
         return loss

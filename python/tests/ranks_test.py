@@ -266,6 +266,7 @@ def refused(rank, folder):
         if rank == 1:  # outside of the step that all take alike
             with torch.no_grad():
                 error_of(lambda: own[0].weight.mul_(2))
+            assert told[-1] == 1606, told  # who listens hears the first rank only, and that this one is gone
         else:
             told.append(1606)
     return told
@@ -304,9 +305,10 @@ def reduced_by_hand(rank, folder):
                 if folder != "-":
                     try:
                         torch.distributed.recv(model[0].weight.data, 0)
-                        told.append("received")
                     except offloadd.Error as error:
                         assert error.id == 1601, error
+                    else:
+                        assert False, "received into a weight"
             gathered = [torch.zeros(64, 16) for _ in range(2)]
             torch.distributed.all_gather(gathered, model[0].weight.data)
             assert torch.equal(*gathered)

@@ -205,17 +205,20 @@ void WaitForWork(size_t count, const torch::jit::Stack& stack) {
   }
 }
 
-class CommunicationScope {
+// While a collective operation has its pins. Others ask for nothing of the thread.
+class CollectiveScope {
  public:
-  explicit CommunicationScope(bool alike) : before_(WritesAlike()) {
-    SetWritesAlike(before_ || alike);
+  explicit CollectiveScope(bool is_one) : sets_(is_one && !WritesAlike()) {
+    if (sets_) SetWritesAlike(true);
   }
-  ~CommunicationScope() { SetWritesAlike(before_); }
-  CommunicationScope(const CommunicationScope&) = delete;
-  CommunicationScope& operator=(const CommunicationScope&) = delete;
+  ~CollectiveScope() {
+    if (sets_) SetWritesAlike(false);
+  }
+  CollectiveScope(const CollectiveScope&) = delete;
+  CollectiveScope& operator=(const CollectiveScope&) = delete;
 
  private:
-  const bool before_;
+  const bool sets_;
 };
 
 std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
@@ -479,7 +482,7 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
     Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), Argument::kRead, uses);
   const SharedRoom room(uses);
   const RawKernel raw_kernel(verdict.takes_raw_memory);
-  const CommunicationScope communication(verdict.gives_all_the_same);
+  const CollectiveScope collective(verdict.gives_all_the_same);
   Pins pins(verdict.allocates);
   for (const auto& [residency, access] : uses) pins.Add(residency, access);
   op.redispatchBoxed(below, stack);

@@ -212,8 +212,9 @@ class TensorEngine {
   std::optional<WeightFile> OpenInitialWeights();
   void RequireAttached() const;
   void CheckGiven(bool writes) const;
-  // OFD-1406 after a load that has failed midway.
+  // OFD-1604 inside of a backward pass, with several ranks.
   void CheckIsNotInBackward() const;
+  // OFD-1406 after a load that has failed midway.
   void CheckWhole() const;
 
   // Moves a tensor through the staging buffer, an extent at a time in order, several in flight.

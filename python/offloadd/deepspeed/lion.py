@@ -16,10 +16,7 @@ class DeepSpeedCPULion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """What counts where nothing is offloaded."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = serving.loss_of(closure)
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for parameter in group["params"]:

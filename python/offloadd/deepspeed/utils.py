@@ -119,10 +119,11 @@ def _whole_of(param, part):
     if part.numel() != size:
         raise Error.of(1002, f"a part of {part.numel()} elements, of a parameter of shape {list(param.shape)} and {world_size} ranks",
                        f"Give {size} elements on every rank, as safe_get_local_… does")
-    parts = [part.detach().reshape(-1).contiguous()]
+    own = part.detach().reshape(-1).contiguous()
+    parts = [own]
     if world_size > 1:
-        parts = [torch.empty_like(parts[0]) for _ in range(world_size)]
-        torch.distributed.all_gather(parts, part.detach().reshape(-1).contiguous())
+        parts = [torch.empty_like(own) for _ in range(world_size)]
+        torch.distributed.all_gather(parts, own)
     return torch.cat(parts)[:param.numel()].reshape(param.shape)
 
 
