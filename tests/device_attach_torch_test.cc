@@ -280,7 +280,9 @@ class Training {
     EXPECT_LE(statistics.peak_bytes, statistics.budget_bytes);
     EXPECT_GT(statistics.gpu_peak_bytes, 0u);
     EXPECT_LE(statistics.gpu_peak_bytes, statistics.gpu_ram_bytes);
-    if (recipe_.gpu_ram > 0) EXPECT_EQ(std::to_string(statistics.gpu_ram_bytes), options_.gpu_ram);
+    if (recipe_.gpu_ram > 0) {
+      EXPECT_EQ(std::to_string(statistics.gpu_ram_bytes), options_.gpu_ram);
+    }
     EXPECT_NE(engine_->plan().text.find("gpu_ram"), std::string::npos) << engine_->plan().text;
     EXPECT_EQ(engine_->plan().gradients_spilled, recipe_.spills != Spills::kNone);
   }
@@ -708,7 +710,9 @@ TEST(DeviceAttachTest, ADeviceThatFailsEndsTheRunWithItsText) {
     const std::shared_ptr<LanguageModel> model = MakeModelOf(recipe);
     const auto engine = Engine::Open(OptionsFor(*model, recipe));
     const auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-2));
-    if (offloads) EXPECT_EQ(engine->step(), steps);
+    if (offloads) {
+      EXPECT_EQ(engine->step(), steps);
+    }
     for (int64_t step = offloads ? steps : 0; step < steps + 2; ++step)
       TrainOnce(*model, *optimizer, step);
     Seen seen;
