@@ -12,7 +12,8 @@ import torch
 
 from . import pickled, served, state_hooks, universal
 from .library import Engine
-from .optimizer import CopiedAsItWas, after_steps, check_unscale, loss_of, parameters_of, recipe_of, refuse_unless_kept, shaped_as, step_function, swap_class
+from .optimizer import CopiedAsItWas, after_steps, check_unscale, is_narrow, loss_of, parameters_of, recipe_of, refuse_unless_kept, shaped_as, \
+    step_function, swap_class
 
 
 class _WithMasters(CopiedAsItWas):
@@ -34,6 +35,10 @@ class _WithMasters(CopiedAsItWas):
     @property
     def state(self):
         return self._masters.states()
+
+    def _each_master(self):
+        for parameter in parameters_of(self):
+            yield self._masters.state_of(parameter)[0] if is_narrow(parameter) else None
 
 
 class Masters:
@@ -61,11 +66,11 @@ class Masters:
     def _widened(value):
         if not isinstance(value, torch.Tensor):
             return value
-        return (value.float() if _is_narrow(value) else value).clone()
+        return (value.float() if is_narrow(value) else value).clone()
 
     def _master(self, parameter):
         if parameter not in self._master_of:
-            self._master_of[parameter] = parameter if not _is_narrow(parameter) else \
+            self._master_of[parameter] = parameter if not is_narrow(parameter) else \
                 torch.nn.Parameter(parameter.detach().float(), requires_grad=parameter.requires_grad)
             self.see(parameter)
         return self._master_of[parameter]
@@ -126,6 +131,15 @@ class Masters:
         parameter.copy_(value)
         self.see(parameter)
 
+    def begin_with(self, parameter, value):
+        """The value of a master under a weight that is its cast, or was written since."""
+        if torch.equal(parameter, value.to(parameter)):
+            self._master_of[parameter].copy_(value)
+
+    def values(self):
+        """(parameter, its master now) of every one of a narrow type."""
+        return [(parameter, self.state_of(parameter)[0]) for parameter in self._master_of if is_narrow(parameter)]
+
     def state_of(self, parameter):
         master = self._master_of.get(parameter, parameter)
         state = self._optimizer.state.get(master, {})
@@ -147,12 +161,23 @@ def _class_with_masters(cls):
     return made
 
 
-def _is_narrow(parameter):
-    return parameter.dtype in (torch.bfloat16, torch.float16)
-
-
 def _has_narrow(optimizer):
-    return any(map(_is_narrow, parameters_of(optimizer)))
+    return any(map(is_narrow, parameters_of(optimizer)))
+
+
+@torch.no_grad()
+def give_masters(optimizer, values=()):
+    """Has masters train the parameters of narrow types. `values`: of each parameter the master's, or None, in the optimizer's order; without them
+    they are the parameters'."""
+    cls = type(optimizer)
+    masters = Masters(cls, optimizer)
+    for parameter, value in zip(parameters_of(optimizer), values):
+        if value is not None:
+            masters.begin_with(parameter, value)
+    optimizer._masters = masters
+    optimizer._step_supports_amp_scaling = False
+    optimizer.__dict__["state"] = collections.defaultdict(dict)  # the masters' optimizer has it
+    swap_class(optimizer, _class_with_masters(cls))
 
 
 _handles = weakref.WeakSet()
@@ -215,11 +240,8 @@ class Handle:
         if initial_weights is not None:
             self.load_weights(initial_weights)
         for optimizer in optimizers:
-            if _has_narrow(optimizer) and not recipe_of(optimizer).is_foreign:
-                cls = type(optimizer)
-                optimizer._masters = Masters(cls, optimizer)
-                optimizer._step_supports_amp_scaling = False
-                swap_class(optimizer, _class_with_masters(cls))
+            if _has_narrow(optimizer) and not hasattr(optimizer, "_masters") and not recipe_of(optimizer).is_foreign:
+                give_masters(optimizer)
             after_steps(optimizer, self._count)
 
     def _count(self):

@@ -40,6 +40,11 @@ def is_table(parameter):
     return not parameter.requires_grad and not parameter.is_floating_point() and not parameter.is_complex()
 
 
+def is_narrow(parameter):
+    """Whether what trains it is an fp32 master."""
+    return parameter.dtype in (torch.bfloat16, torch.float16)
+
+
 def _has_tensor_lr(group):
     """torch's loops then compute with it in fp32; its fused kernels do not, and those over a float64 tensor compute as with a number."""
     return isinstance(group["lr"], torch.Tensor) and group["lr"].dtype != torch.float64 and not group.get("fused")
@@ -98,7 +103,8 @@ def _refuse(what, fix):
 
 
 def served_class_of(cls):
-    """The class of the table whose step() it has, None when it has another one."""
+    """The class of the table whose step() it has, None when it has another one. Of an instance whose class was swapped that counts which it had."""
+    cls = getattr(cls, "_class_of_copies", cls)
     base = next((known for known in cls.__mro__ if known in _SERVED), None)
     return base if base is not None and step_function(cls) is step_function(base) else None
 
@@ -381,7 +387,8 @@ class StateOfAll(collections.defaultdict):
 
 
 class CopiedAsItWas:
-    """Copies of the instance, and those in a file, are of the class that it had (`_class_of_copies`), with the state as it is now."""
+    """Copies of the instance, and those in a file, are of the class that it had (`_class_of_copies`), with the state as it is now. Parameters of
+    narrow types have fp32 masters in copies, too (`_each_master`), which train them as the instance does, in memory."""
 
     def __new__(cls, *args, **kwargs):
         """`type(optimizer)(parameters, …)` is another one of the class that it had."""
@@ -391,13 +398,13 @@ class CopiedAsItWas:
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
 
     def __reduce_ex__(self, protocol):
-        return _make_again, (self._class_of_copies, self.__getstate__())
+        return _make_again, (self._class_of_copies, self.__getstate__(), list(self._each_master()))
 
     def __deepcopy__(self, memo):
         made = self._class_of_copies.__new__(self._class_of_copies)
         memo[id(self)] = made
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return made
+        return _with_masters(made, self._each_master())
 
 
 class _Offloaded(CopiedAsItWas):
@@ -433,10 +440,23 @@ class _Offloaded(CopiedAsItWas):
         # torch's load_state_dict() ends here; our state is where it was.
         super().__setstate__({key: value for key, value in state.items() if key != "state"})
 
+    def _each_master(self):
+        for parameter in parameters_of(self):
+            yield self._offload_part.handle.gather_one(parameter, "master") if is_narrow(parameter) else None
 
-def _make_again(cls, state):
+
+def _make_again(cls, state, masters=()):
     made = cls.__new__(cls)
     made.__setstate__({**state, "state": collections.defaultdict(dict, state["state"])})
+    return _with_masters(made, masters)
+
+
+def _with_masters(made, masters):
+    """A copy, over the parameters in their order: of each its fp32 master, None where it is its own."""
+    if any(map(is_narrow, parameters_of(made))):
+        from . import in_memory
+
+        in_memory.give_masters(made, masters)
     return made
 
 
@@ -615,11 +635,15 @@ class Part:
         self._moments_of = None  # another step of the job, whose moments were loaded beside its own weights
         self._state = StateOfAll(self)
         self.unscale = None  # with a scaled loss: a number that multiplies fp16 gradients in the update, in fp32
+        # Of a copy of an attached optimizer, until it is attached itself.
+        self._masters = dict(optimizer._masters.values()) if hasattr(optimizer, "_masters") else {}
 
     def swap(self):
         """From now on the instance is ours."""
         optimizer = self.optimizer
-        swap_class(optimizer, _offloaded_class(type(optimizer)))
+        optimizer.__dict__.pop("_masters", None)
+        self._masters = {}
+        swap_class(optimizer, _offloaded_class(getattr(type(optimizer), "_class_of_copies", type(optimizer))))
         optimizer._offload_part = self
         optimizer._step_supports_amp_scaling = False  # else GradScaler leaves infinities and the scale to a fused step
         optimizer.__dict__["state"] = self._state
@@ -761,7 +785,13 @@ class Part:
 
     def kept_in_memory(self):
         """What the optimizer has kept before it is attached, as the engine takes it: of the parameters that it has updated."""
-        return self._as_columns(row for row in self._rows(self.optimizer.state.get) if row[1] or row[2])
+        masters = self._masters
+
+        def state_of(parameter):
+            state = self.optimizer.state.get(parameter)
+            return {**(state or {}), "master": masters[parameter]} if parameter in masters else state
+
+        return self._as_columns(row for row in self._rows(state_of) if row[1] or row[2])
 
     def load(self, load_groups, state_dict):
         """load_state_dict(): groups and state are those of the dictionary. The state is durable with the next step()."""
@@ -880,8 +910,8 @@ class Part:
                 _refuse("Adagrad has sums of no step that are not its initial_accumulator_value",
                         "Give the group the initial_accumulator_value that its sums have")
             kept = {}
-        if isinstance(state.get("master"), torch.Tensor):  # of universal.load()
-            kept["master"] = state["master"].cpu()
+        if isinstance(state.get("master"), torch.Tensor):  # of universal.load(), and of copies
+            kept["master"] = state["master"].detach().cpu()
         return count, kept
 
     @staticmethod

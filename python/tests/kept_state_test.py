@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import pickle
 import shutil
 import sys
 import zipfile
@@ -11,7 +12,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import offloadd
-from battery import Transformer, case, main
+from battery import Transformer, case, difference, main
 
 FP32 = {"types": ("fp32",)}
 REFUSED = {"types": ("fp32",), "memory": ("floor",)}
@@ -111,6 +112,36 @@ def job_that_began_in_the_middle_is_resumed(run):
         handle = run.attach(model, optimizer, job="resumed")
         assert handle.step == 3, handle.step
     return told + run.train(model, optimizer, first=5), states_of(optimizer)
+
+
+def copied(make, types=("fp32", "bf16", "fp16")):
+    """A case that copies model and optimizer after some steps, in memory and by a file: what they train on is what the original trains, and what a
+    job of the copy trains."""
+
+    def declare(name):
+        def function(run):
+            model = run.model()
+            optimizer = make(model.parameters())
+            run.attach(model, optimizer)
+            told = run.train(model, optimizer)
+            copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+            attached = copy.deepcopy((model, optimizer))
+            told.append(run.train(model, optimizer, first=3))
+            for each in copies:
+                again = run.train(*each, first=3), states_of(each[1]), [p.detach().clone() for p in each[0].parameters()]
+                assert difference([told[-1], states_of(optimizer), list(model.parameters())], list(again), 0.0) is None
+            run.attach(*attached)
+            return told, run.train(*attached, first=3), run.train(*attached, first=6), run.train(*copies[0], first=6), states_of(attached[1])
+
+        function.__name__ = name
+        case(function, types=types)
+
+    return declare
+
+
+copied(fused)("copies_train_as_the_original")
+copied(lambda p: SGD(p, 0.1, momentum=0.9))("copies_with_momentum_train_as_the_original")
+copied(lambda p: SGD(p, 0.1), types=("bf16",))("copies_of_plain_sgd_train_as_the_original")
 
 
 @case(refused=1604, **REFUSED)
