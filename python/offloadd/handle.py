@@ -759,10 +759,10 @@ class Handle:
         else:
             pickled.load(files, list(self._parameters.items()), self._kept_buffers(), ignored)
 
-    def save_weights(self, folder, *, shard_bytes=0):
-        """Writes the weights as a safetensors folder, in constant memory."""
+    def save_weights(self, folder, *, shard_bytes=0, left_out=()):
+        """Writes the weights as a safetensors folder, in constant memory, without those that are named in `left_out`."""
         self.settle()
-        self._running().save_weights(os.fspath(folder), shard_bytes)
+        self._running().save_weights(os.fspath(folder), shard_bytes, list(left_out))
 
     def load_universal(self, folder):
         """Takes masters and optimizer state of a universal checkpoint of DeepSpeed; durable with the next step()."""

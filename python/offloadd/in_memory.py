@@ -323,8 +323,9 @@ class Handle:
 
         return _names_of(self.models), [(name, buffer) for name, buffer in _buffers_of(self.models) if name]
 
-    def _in_lists(self):
-        return [list(column) for named in self._named() for column in ((name for name, _ in named), (tensor for _, tensor in named))]
+    def _in_lists(self, left_out=()):
+        named_of_both = [[each for each in named if each[0] not in left_out] for named in self._named()]
+        return [list(column) for named in named_of_both for column in ((name for name, _ in named), (tensor for _, tensor in named))]
 
     def load_weights(self, path, *, ignored=()):
         files = pickled.files_of(path)
@@ -333,8 +334,8 @@ class Handle:
         else:
             pickled.load(files, *self._named(), ignored)
 
-    def save_weights(self, folder, *, shard_bytes=0):
-        Engine.save_from_memory(*self._in_lists(), os.fspath(folder), shard_bytes)
+    def save_weights(self, folder, *, shard_bytes=0, left_out=()):
+        Engine.save_from_memory(*self._in_lists(left_out), os.fspath(folder), shard_bytes)
 
     def load_universal(self, folder):
         universal.load(folder, self._named()[0], self.optimizers)

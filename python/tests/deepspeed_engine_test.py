@@ -562,6 +562,27 @@ class DeepSpeedTest(DeepSpeedCase):
         trained = offloadd.deepspeed.utils.get_fp32_state_dict_from_zero_checkpoint(saved, exclude_frozen_parameters=True)
         self.assertEqual(set(found) - set(trained), {"embed.weight"})
 
+    def test_frozen_weights_are_left_out_of_a_checkpoint(self):
+        names = {"up.weight", "up.bias", "down.weight", "down.bias", "norm.weight", "norm.bias", "calls"}
+        for disabled in ("0", "1"):
+            saved = os.path.join(self.folder.name, "saved" + disabled)
+            with self.subTest(disabled=disabled), unittest.mock.patch.dict(os.environ, {"OFFLOADD_DISABLE": disabled}):
+                here = make(tied=True)
+                here.embed.requires_grad_(False)
+                engine, *_ = self.initialize(here, self.config(bf16={"enabled": True}))
+                engine_loop(engine, 2)
+                engine.save_checkpoint(saved, exclude_frozen_parameters=True)
+                kept = copies(here)
+                told = engine_loop(engine, 2, first=2)
+                self.assertEqual(set(offloadd.deepspeed.files.weights_in(os.path.join(saved, "global_step2"))), names)
+                self.assertEqual(set(offloadd.deepspeed.utils.get_fp32_state_dict_from_zero_checkpoint(saved)), names)
+                engine.load_checkpoint(saved)
+                self.assertEqual(engine_loop(engine, 2, first=2), told)
+                engine.load_checkpoint(saved, load_module_only=True)
+                for name, value in kept.items():
+                    self.assertTrue(torch.equal(here.state_dict()[name], value), name)
+                engine.destroy()
+
     def test_weights_that_were_written_after_the_last_step_are_in_a_checkpoint(self):
         saved = os.path.join(self.folder.name, "saved")
         here, there = make(), make()

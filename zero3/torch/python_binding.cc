@@ -390,8 +390,9 @@ TORCH_LIBRARY(offloadd, m) {
              self->tensors().LoadWeights(path, Ignoring(ignored));
            })
       .def("save_weights",
-           [](const Pointer& self, const std::string& folder, int64_t shard_bytes) {
-             self->tensors().SaveWeights(folder, ShardsOf(shard_bytes));
+           [](const Pointer& self, const std::string& folder, int64_t shard_bytes,
+              const Strings& left_out) {
+             self->tensors().SaveWeights(folder, ShardsOf(shard_bytes), left_out);
            })
       .def("begin_construction", &PythonEngine::BeginConstruction)
       .def("end_construction", &PythonEngine::EndConstructionHere)

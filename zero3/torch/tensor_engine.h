@@ -113,7 +113,9 @@ class TensorEngine {
   KeptState GatherState(const at::Tensor& parameter);
   void SetInitialWeights(std::string path, LoadOptions options);
   void LoadWeights(const std::string& path, const LoadOptions& options);
-  void SaveWeights(const std::string& folder, const SaveOptions& options);
+  // `left_out`: names of tensors that are not in the files.
+  void SaveWeights(const std::string& folder, const SaveOptions& options,
+                   std::span<const std::string> left_out = {});
   Statistics statistics() const;
   PlanSummary plan();
 

@@ -1,7 +1,9 @@
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -138,24 +140,30 @@ void TensorEngine::CheckWhole() const {
     ThrowStatus(MakeError(ErrorId::kHalfLoaded, absl::StrCat("job ", options_.job)));
 }
 
-void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& options) {
+void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& options,
+                               std::span<const std::string> left_out) {
   Seal();
   CheckWhole();
   CheckGiven(/*writes=*/false);
+  const auto is_saved = [&](const FileWeight& weight) {
+    return !absl::c_linear_search(left_out, weight.name);
+  };
+  std::vector<FileWeight> saved;
+  absl::c_copy_if(file_weights_, std::back_inserter(saved), is_saved);
   // Every rank has buffers of its own; those of the one that saves count.
-  auto writer = ValueOrThrow(CreateWeightFiles(folder, file_weights_, options), folder);
-  FileProgress progress("saving weights", file_weights_);
-  for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
-    const FileWeight& weight = file_weights_[at];
+  auto writer = ValueOrThrow(CreateWeightFiles(folder, saved, options), folder);
+  FileProgress progress("saving weights", saved);
+  for (uint32_t next = 0; const FileWeight& weight : file_weights_) {
     if (weight.is_buffer) {
-      ThrowIfError(AppendBuffer(weight, *writer), folder);
+      if (is_saved(weight)) ThrowIfError(AppendBuffer(weight, *writer), folder);
       continue;
     }
     if (weight.ElementCount() == 0) continue;
+    const uint32_t id = next++;
+    if (!is_saved(weight)) continue;
     const bool is_rows = attachment_->tensor(id).dimension_order.empty();
     ThrowIfError(is_rows ? SaveRows(id, weight, *writer) : SaveReordered(id, weight, *writer),
                  absl::StrCat("parameter '", weight.name, "'"));
-    ++id;
     progress.Done(weight);
   }
   ThrowIfError(writer->Commit(), folder);

@@ -427,7 +427,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
         whole = self.module.state_dict(prefix=prefix)
         if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters():
+            for name, parameter in self.module.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
                     whole.pop(prefix + name, None)
         return whole
@@ -477,18 +477,20 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         setup.jobs.keep(self._handle.job)
         return name
 
+    def _frozen(self):
+        return [name for name, parameter in self.module.named_parameters() if not parameter.requires_grad]
+
     def _bookkeeping(self):
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         scheduler = self.lr_scheduler.state_dict() if hasattr(self.lr_scheduler, "state_dict") else None
-        frozen = [name for name, parameter in self.module.named_parameters() if not parameter.requires_grad]
-        return {"global_steps": self.global_steps, "global_samples": self.global_samples, "micro_steps": self.micro_steps, "frozen": frozen,
+        return {"global_steps": self.global_steps, "global_samples": self.global_samples, "micro_steps": self.micro_steps, "frozen": self._frozen(),
                 "skipped_steps": self.skipped_steps, "groups": groups, "lr_scheduler": scheduler,
                 "loss_scale": None if self._scaler is None else self._scaler.state(),
                 "buffers": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}}
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         """Keeps weights, moments and step as a snapshot of the job in the pool, and in the folder what leads to it, the weights for
-        others to read, and the trainer's state."""
+        others to read (with exclude_frozen_parameters those that are trained), and the trainer's state."""
         self._need_optimizer("save_checkpoint")
         if not is_disabled():
             self._handle.check_is_stepped()
@@ -499,7 +501,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             os.makedirs(folder, exist_ok=True)
             if os.path.exists(os.path.join(folder, STATE)):
                 os.unlink(os.path.join(folder, STATE))  # what is half written is no checkpoint
-            mark = self._save_state(folder)
+            mark = self._save_state(folder, self._frozen() if exclude_frozen_parameters else [])
             torch.save({**self._bookkeeping(), "client_state": dict(client_state or {})}, os.path.join(folder, "trainer.pt"))
             write_text(os.path.join(folder, STATE), json.dumps(mark, indent=1))
             if save_latest:
@@ -507,22 +509,24 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         comm.barrier()
         return True
 
-    def _save_state(self, folder):
+    def _save_state(self, folder, left_out):
+        """What leads to it: as load_checkpoint() reads it. `left_out`: names of weights that the files do not have."""
         if is_disabled():
-            torch.save(self._copied(), os.path.join(folder, "model.pt"))
+            torch.save(self._copied(exclude_frozen_parameters=bool(left_out)), os.path.join(folder, "model.pt"))
             masters = [master.detach() for master in _masters_of(self.optimizer)]
             named = {id(parameter): name for name, parameter in self.module.named_parameters()}
             names = [named.get(id(parameter), "") for group in self.optimizer.param_groups for parameter in group["params"]]
             torch.save({"optimizer": self.optimizer.state_dict(), "masters": masters, "names": names}, os.path.join(folder, "optimizer.pt"))
-            return {"version": 1, "in_memory": True, "step": self._handle.step}
+            return {"version": 1, "in_memory": True, "step": self._handle.step, "left_out": left_out}
         shutil.rmtree(os.path.join(folder, WEIGHTS), ignore_errors=True)
-        self._handle.save_weights(os.path.join(folder, WEIGHTS))
+        self._handle.save_weights(os.path.join(folder, WEIGHTS), left_out=left_out)
         if self._runs_in_process():
             # What it keeps is in memory, and all else are the weights.
             torch.save({"optimizer": self.optimizer.state_dict(), "masters": []}, os.path.join(folder, "optimizer.pt"))
-            return {"version": 1, "in_process": True, "step": self._handle.step}
+            return {"version": 1, "in_process": True, "step": self._handle.step, "left_out": left_out}
         name = self._snapshot(folder)
-        return {"version": 1, "job": self._handle.job, "pool": self._handle.nvme_path, "snapshot": name, "step": self._handle.step}
+        return {"version": 1, "job": self._handle.job, "pool": self._handle.nvme_path, "snapshot": name, "step": self._handle.step,
+                "left_out": left_out}
 
     def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
                         load_module_only=False, custom_load_fn=None):
@@ -573,14 +577,22 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
 
     def _load_weights(self, folder, strict, custom_load_fn):
         if self._handle is not None and not is_disabled() and custom_load_fn is None and os.path.isdir(os.path.join(folder, WEIGHTS)):
-            return self._handle.load_weights(os.path.join(folder, WEIGHTS))
+            return self._load_files(folder)
         whole = weights_in(folder)
         if custom_load_fn is not None:
             return custom_load_fn(src=whole, dst=self.module)
         absent = set(self.module.state_dict()) - set(whole) - {name for name, _ in self.module.named_buffers()} - self._second_names()
+        absent -= set(mark_in(folder).get("left_out", ()))
         if absent and strict:
             raise Error.of(1402, f"{folder} has no weights of {', '.join(sorted(absent))}", "Use the checkpoint of this model")
         self.module.load_state_dict(whole, strict=False)
+
+    def _load_files(self, folder):
+        """Weights that were left out stay as they are."""
+        if mark_in(folder).get("left_out"):
+            self.module.load_state_dict(weights_in(folder), strict=False)
+        else:
+            self._handle.load_weights(os.path.join(folder, WEIGHTS))
 
     def _second_names(self):
         first = {name for name, _ in self.module.named_parameters()}
@@ -601,7 +613,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             if not (is_disabled() and mark.get("in_memory")):
                 raise Error.of(1602, f"{folder} was saved with OFFLOADD_DISABLE={'1' if mark.get('in_memory') else '0'}, and this run is otherwise",
                                "Load it in a run of its kind")
-            self.module.load_state_dict(weights_in(folder))
+            self.module.load_state_dict(weights_in(folder), strict=not mark.get("left_out"))
             stored = torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True)
             self.optimizer.load_state_dict(stored["optimizer"])
             _load_masters(self.optimizer, stored["masters"])
@@ -612,7 +624,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
                 raise Error.of(1602, f"{folder} is of an optimizer that runs in {'this process' if mark.get('in_process') else 'the daemon'}, "
                                      f"and {type(self.optimizer).__name__} in the other",
                                "Use the optimizer of the checkpoint, or load_optimizer_states=False")
-            self._handle.load_weights(os.path.join(folder, WEIGHTS))
+            self._load_files(folder)
             self.optimizer.load_state_dict(torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True)["optimizer"])
             return
         self._continue_from(mark)

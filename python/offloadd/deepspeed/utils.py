@@ -185,7 +185,7 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_f
     folder = os.path.join(checkpoint_dir, found)
     weights, frozen = weights_in(folder), set(buffers_in(folder, "frozen") if exclude_frozen_parameters else ())
     if any(value.dtype in (torch.bfloat16, torch.float16) for value in weights.values()):
-        weights.update(masters_in(folder))
+        weights.update((name, value) for name, value in masters_in(folder).items() if name in weights)  # not those that the files leave out
     # Copies: what is read there is a part of a mapped file, which torch.save() would write as a whole.
     return {**{name: value.to(torch.float32, copy=True) for name, value in weights.items() if name not in frozen}, **buffers_in(folder)}
 
