@@ -100,6 +100,8 @@ def _options(nvme_path, ram, job, config, others):
     if config is not None:
         if isinstance(config, dict) and all(key in OPTIONS for key in config):
             options.update(config)
+        elif not isinstance(config, (dict, str, os.PathLike)):
+            raise Error.of(1002, f"config is {config!r}", "Give it a dictionary, or the path of a file (offloadd.toml, ds_config.json)")
         else:
             from .config import options_of  # files, and dictionaries in the manner of DeepSpeed
 
@@ -112,6 +114,9 @@ def _options(nvme_path, ram, job, config, others):
 
 def _absolute(pools):
     """For a script that goes to another directory later."""
+    several = list(pools) if isinstance(pools, (list, tuple)) else [pools]
+    if not all(isinstance(each, (str, os.PathLike)) for each in several):
+        raise Error.of(1002, f"nvme_path is {pools!r}, which is no path", "Give it a directory, or a list of several")
     given = [os.fspath(each) for each in pools] if isinstance(pools, (list, tuple)) else os.fspath(pools).split(",")
     return ",".join(each if not each or os.path.isabs(each) else os.path.join(os.getcwd(), each) for each in given)
 
@@ -359,6 +364,9 @@ def _to_unfreeze(named, unfreeze):
     if unfreeze is True:
         return [p for _, p in frozen]
     patterns = [each for each in _listed(unfreeze) if isinstance(each, str)]
+    for each in patterns:
+        if not any(fnmatch.fnmatchcase(name, each) for name, _ in named):
+            raise Error.of(1002, f"unfreeze: no parameter is called {each}", "Name them as model.named_parameters() does, with * for what differs")
     given = {id(each) for each in _listed(unfreeze) if isinstance(each, torch.Tensor)}
     return [p for name, p in frozen if id(p) in given or any(fnmatch.fnmatchcase(name, each) for each in patterns)]
 
@@ -901,6 +909,9 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
     """
     global _constructed, _constructed_in_memory
     models = _listed(model) if model is not None else []
+    for each in models:
+        if not isinstance(each, torch.nn.Module):
+            raise Error.of(1601, f"{type(each).__name__} is no torch.nn.Module", "Give attach() the model itself, attach(model, optimizer, …)")
     beside = others.pop("_beside", ())  # modules of which the job is to have the buffers, too
     is_only_read = optimizer is None
     if is_only_read:

@@ -452,6 +452,30 @@ def unknown_name_is_refused(run):
     run.handles[0].gather("nonsense")
 
 
+def mistaken(said, name, **options):
+    """A case: what attach() says of an argument, beside its number."""
+
+    @case(types=("fp32",), memory=("floor",))
+    def function(run):
+        if run.offloaded:
+            model = run.model()
+            try:
+                offloadd.attach(options.get("model", model), AdamW(model.parameters()),
+                                **{"nvme_path": run.folder, "ram": "64MiB", **{key: value for key, value in options.items() if key != "model"}})
+            except offloadd.Error as error:
+                assert said in str(error), error
+            else:
+                raise AssertionError("no error")
+
+    function.__name__ = name
+
+
+mistaken("OFD-1002 nvme_path is 3, which is no path.", "number_as_nvme_path", nvme_path=3)
+mistaken("OFD-1002 config is [1].", "list_as_config", config=[1])
+mistaken("OFD-1601 dict is no torch.nn.Module.", "state_dict_as_model", model={})
+mistaken("OFD-1002 unfreeze: no parameter is called layers.*.", "names_to_unfreeze_that_are_none", unfreeze=["layers.*"])
+
+
 @case(refused=1002, types=("fp32",), memory=("floor",))
 def unknown_option_is_refused(run):
     model = run.model()
