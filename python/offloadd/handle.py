@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import difflib
 import fnmatch
 import functools
 import gc
@@ -89,7 +90,8 @@ def _strings(options):
         if value is None:
             continue
         if key not in OPTIONS:
-            raise Error.of(1002, f"there is no option {key}", f"The options are {', '.join(OPTIONS)}")
+            meant = difflib.get_close_matches(str(key), OPTIONS, n=1)
+            raise Error.of(1002, f"there is no option {key}", f"Did you mean {meant[0]}?" if meant else f"The options are {', '.join(OPTIONS)}")
         pairs += [key, str(int(value)) if isinstance(value, bool) else os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
     return pairs
 
@@ -98,8 +100,8 @@ def _options(nvme_path, ram, job, config, others):
     """Arguments count more than the configuration, which counts more than the environment."""
     options = {}
     if config is not None:
-        if isinstance(config, dict) and all(key in OPTIONS for key in config):
-            options.update(config)
+        if isinstance(config, dict) and (not config or any(key in OPTIONS for key in config)):
+            options.update(config)  # what else it has is refused by name
         elif not isinstance(config, (dict, str, os.PathLike)):
             raise Error.of(1002, f"config is {config!r}", "Give it a dictionary, or the path of a file (offloadd.toml, ds_config.json)")
         else:

@@ -472,6 +472,7 @@ def mistaken(said, name, **options):
 
 mistaken("OFD-1002 nvme_path is 3, which is no path.", "number_as_nvme_path", nvme_path=3)
 mistaken("OFD-1002 config is [1].", "list_as_config", config=[1])
+mistaken("OFD-1002 there is no option nvme_pth. Did you mean nvme_path?", "typing_error_in_a_configuration", config={"nvme_pth": "/", "job": "typo"})
 mistaken("OFD-1601 dict is no torch.nn.Module.", "state_dict_as_model", model={})
 mistaken("OFD-1002 unfreeze: no parameter is called layers.*.", "names_to_unfreeze_that_are_none", unfreeze=["layers.*"])
 
