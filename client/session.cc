@@ -272,15 +272,18 @@ void Session::SetSchedulePosition(uint32_t position) {
 }
 
 Ticket Session::PutPlane(uint32_t tensor, proto::Plane plane, uint64_t element_offset,
-                         uint64_t element_count, uint64_t region_offset) {
+                         uint64_t element_count, uint64_t region_offset, uint64_t digest) {
   proto::SubmissionEntry entry =
       Transfer(proto::RingOperation::kPut, element_offset, element_count, region_offset);
   entry.tensor = tensor;
   entry.plane = plane;
+  entry.digest = digest;
   return impl_->rings->Submit(entry);
 }
 
-Ticket Session::FollowPut(uint32_t tensor) { return Put(tensor, 0, 0, 0); }
+Ticket Session::FollowPut(uint32_t tensor, uint64_t digest) {
+  return PutPlane(tensor, proto::Plane::kWeight, 0, 0, 0, digest);
+}
 
 Ticket Session::Get(uint32_t tensor, proto::Plane plane, uint64_t element_offset,
                     uint64_t element_count, uint64_t region_offset) {

@@ -167,11 +167,14 @@ class Session {
   }
   // Weights, or values of bf16 and fp16 masters or of a plane that the optimizer keeps: fp32, of an
   // fp64 tensor fp64.
+  // `digest`, with several ranks: of the whole tensor, when it was made from the old one; 0 else.
   Ticket PutPlane(uint32_t tensor, proto::Plane plane, uint64_t element_offset,
-                  uint64_t element_count, uint64_t region_offset);
+                  uint64_t element_count, uint64_t region_offset, uint64_t digest = 0);
   // With several ranks: the first one ends the puts that overwrite a tensor with it; the others say
   // with it that they overwrite it, too, and read it no more. Theirs is done when the first's is.
-  Ticket FollowPut(uint32_t tensor);
+  // Errors, of all that write the tensor: OFD-1606 when digests differ, 1805 when one of them will
+  // not come to it.
+  Ticket FollowPut(uint32_t tensor, uint64_t digest = 0);
   Ticket Get(uint32_t tensor, proto::Plane plane, uint64_t element_offset, uint64_t element_count,
              uint64_t region_offset);
   Ticket ScratchWrite(uint64_t scratch_offset, uint64_t length_bytes, uint64_t region_offset);

@@ -5,10 +5,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/bytes_digest.h"
 #include "base/check.h"
 #include "base/error.h"
 #include "base/status_macros.h"
-#include "offloadd/gradient_digest.h"
 
 namespace offload::daemon {
 namespace {
@@ -196,7 +196,7 @@ class Pass {
 
   ExtentUpdate& update_;
   ByPlane<PlaneChecksums> checksums_;
-  GradientDigest digest_;
+  BytesDigest digest_;
   TieSource ties_in_;
   TieSink ties_out_;
   size_t next_member_ = 0;
@@ -280,7 +280,7 @@ void RunExtentUpdate(ExtentUpdate& update) {
 
 uint64_t DigestGradients(const ExtentUpdate& update) {
   const uint64_t element_bytes = proto::DtypeBytes(update.dtype);
-  GradientDigest digest;
+  BytesDigest digest;
   for (const MemberUpdate& member : update.members) {
     const uint64_t begin = std::max(member.begin, update.begin);
     const uint64_t end = std::min(member.begin + member.count, update.begin + update.elements);

@@ -70,8 +70,8 @@ Job::Job(JobIdentity identity, std::unique_ptr<EventLoop> loop, Machine& machine
            (gradients_ != nullptr && gradients_->Waits(rank)) ||
            (transfers_ != nullptr && transfers_->Waits(rank));
   };
-  context_.is_ahead_of_first = [this](uint32_t rank) {
-    return gradients_ != nullptr && gradients_->IsAheadOf(rank, /*other=*/0);
+  context_.is_ahead_of = [this](uint32_t rank, uint32_t other) {
+    return gradients_ != nullptr && gradients_->IsAheadOf(rank, other);
   };
   loop_->SetTurn([this] { return Turn(); });
 }

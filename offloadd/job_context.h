@@ -44,8 +44,8 @@ struct RankMemory {
   uint64_t region_bytes = 0;             // that have pages
   const proto::PinWord* pins = nullptr;  // null without a rank: it uses nothing
   bool is_here = false;                  // neither gone nor ready with the job
-  bool is_stepping = false;              // has called Step, or Exchange, and waits for the others
-  bool is_exchanging = false;
+  bool is_stepping = false;              // has called Step, and waits for the others
+  bool is_exchanging = false;            // the same of Exchange
 };
 
 struct JobContext {
@@ -92,9 +92,9 @@ struct JobContext {
   // The rank is in a step, an exchange, a look at gradients or a transfer that has not begun, which
   // wait for the others. Empty: no rank ever is.
   std::function<bool(uint32_t rank)> waits_for_ranks;
-  // The rank waits for gradients of the first one, which is not as far in its program. Empty: no
-  // rank ever does.
-  std::function<bool(uint32_t rank)> is_ahead_of_first;
+  // The rank waits for gradients of another one, which is not as far in its program. Empty: no rank
+  // ever does.
+  std::function<bool(uint32_t rank, uint32_t other)> is_ahead_of;
 
   const proto::StoreTensor& store_tensor(uint32_t index) const {
     return catalogue.store_tensors[index];

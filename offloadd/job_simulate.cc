@@ -24,6 +24,7 @@ nlohmann::ordered_json Table(const JobSimulationResult& sum) {
           {"puts", sum.puts},
           {"of them with what the optimizer keeps", sum.state_puts},
           {"of them of masters", sum.master_puts},
+          {"puts that were refused", sum.refused_puts},
           {"loads", sum.loads},
           {"gets", sum.gets},
           {"exchanges", sum.exchanges},

@@ -71,6 +71,8 @@ struct StepScript {
   std::vector<uint32_t> puts;       // of the first rank
   std::set<uint32_t> puts_states;   // of them: what the optimizer keeps, too
   std::set<uint32_t> puts_masters;  // of them: bf16 masters instead of weights
+  std::set<uint32_t> changes;       // of them: made from the old value by all ranks alike
+  std::vector<uint32_t> differing;  // made from the old value, by the last rank otherwise
   bool followed_by_exchange = false, ends_load = false;
   std::vector<Round> rounds;
   std::vector<std::map<uint32_t, proto::GradientStart>> starts;  // by beginning
@@ -140,7 +142,9 @@ class SimulatedRank {
   void JudgeLook(const StepScript& script, uint32_t round, uint32_t tensor, uint64_t word);
   void ReadSpilled(const std::shared_ptr<StepScript>& script, uint32_t round, uint32_t tensor);
   void Put(const std::shared_ptr<StepScript>& script, uint32_t tensor);
-  void PutPlane(uint32_t tensor, proto::Plane plane, const std::function<Bytes()>& values);
+  void PutPlane(uint32_t tensor, proto::Plane plane, uint64_t digest,
+                const std::function<Bytes()>& values);
+  void Differ(const std::shared_ptr<StepScript>& script, uint32_t tensor);
   void Follow(const std::shared_ptr<StepScript>& script, uint32_t tensor);
   void Get(uint32_t tensor, proto::Plane plane);
   void Exchange();
@@ -158,6 +162,9 @@ class SimulatedRank {
   void Await(const char* what, std::function<proto::SubmissionEntry()> entry,
              std::function<void(uint64_t value)> then = nullptr);
   void CheckUse(uint32_t tensor, uint64_t word);
+
+  // The same of what the job refuses.
+  void AwaitRefusal(const char* what, const proto::SubmissionEntry& entry, ErrorId error);
 
   // A call that was answered; of an error the rank ends.
   void Answered(const char* call, const absl::Status& status);

@@ -289,6 +289,11 @@ std::shared_ptr<StepScript> Simulation::MakeScript(uint64_t step, bool after_ref
     }
     script->ends_load = random_.OneIn(2);
     script->followed_by_exchange = random_.OneIn(3);
+    for (const uint32_t tensor : script->puts) {
+      if (plan_.world_size > 1 && random_.OneIn(2)) script->changes.insert(tensor);
+    }
+    if (plan_.world_size > 1 && random_.OneIn(3))
+      script->differing = Some(4, /*trainable_only=*/false);
   }
   AddRounds(*script);
   ChooseStarts(*script, after_refusal);

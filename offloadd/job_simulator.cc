@@ -518,6 +518,7 @@ void JobSimulationResult::Add(const JobSimulationResult& other) {
   spilled_looks += other.spilled_looks;
   own_gradients += other.own_gradients;
   puts += other.puts;
+  refused_puts += other.refused_puts;
   state_puts += other.state_puts;
   master_puts += other.master_puts;
   loads += other.loads;

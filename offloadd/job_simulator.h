@@ -22,6 +22,7 @@
 //   which ranks differ                                 changed
 //   the first rank puts weights                        others see them when they have followed; they
 //                                                      are durable with a step or EndLoad, else gone
+//   ranks make different values of a weight            is refused to all of them, and nothing is put
 //   gets, looks at spilled sums                        the model's bytes
 //   drives give something else than was assumed,     nothing of all this changes, and every place
 //   a job replans between two steps, and places      in memory has one owner
@@ -68,6 +69,7 @@ struct JobSimulationResult {
   uint64_t uses = 0, acquires = 0;  // of weights; those that had to wait
   uint64_t parts = 0, looks = 0, rounds_anew = 0, spilled_looks = 0, own_gradients = 0;
   uint64_t puts = 0, state_puts = 0, master_puts = 0, loads = 0, gets = 0, exchanges = 0;
+  uint64_t refused_puts = 0;              // answers to puts and follows of ranks that differ
   uint64_t checkpoints = 0;               // that were asked for
   uint64_t steps_beside_checkpoints = 0;  // that began before an interval's was durable
   uint64_t snapshots = 0, snapshots_read = 0;

@@ -36,7 +36,7 @@ TEST_P(JobSimulatorTest, EverySeedHoldsTwiceWithTheSameTraceAndMeetsEverything) 
                                sum.snapshots_read, sum.deaths,       sum.kills,
                                sum.power_cuts,     sum.drive_faults, sum.replans,
                                sum.used_ahead,     sum.lost_ahead,   sum.newer_states_found,
-                               sum.puts_dropped})
+                               sum.puts_dropped,   sum.refused_puts})
     EXPECT_GT(count, 0u);
   // Of few seeds hardly one may be of the kind.
   if (!kIsSanitized) {

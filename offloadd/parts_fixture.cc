@@ -206,7 +206,7 @@ uint64_t Parts::TakeRoom(uint64_t size_bytes) {
 }
 
 // Every extent is put by itself.
-uint64_t Parts::Put(uint32_t tensor, const Bytes& values, uint32_t rank) {
+uint64_t Parts::Put(uint32_t tensor, const Bytes& values, uint32_t rank, uint64_t digest) {
   const proto::Tensor& declared = context.catalogue.tensors[tensor];
   const uint64_t element_bytes = proto::DtypeBytes(declared.dtype);
   uint64_t tag = 0;
@@ -220,15 +220,17 @@ uint64_t Parts::Put(uint32_t tensor, const Bytes& values, uint32_t rank) {
                         .tensor = tensor,
                         .element_offset = begin,
                         .element_count = count,
-                        .region_offset = offset});
+                        .region_offset = offset,
+                        .digest = digest});
   }
   if (rank == 0)
     now.tensors[tensor] = PutWeights(context.catalogue, tensor, values, now.tensors[tensor].get());
   return tag;
 }
 
-uint64_t Parts::EndPuts(uint32_t tensor, uint32_t rank) {
-  return Submit(rank, {.operation = proto::RingOperation::kPut, .tensor = tensor});
+uint64_t Parts::EndPuts(uint32_t tensor, uint32_t rank, uint64_t digest) {
+  return Submit(rank,
+                {.operation = proto::RingOperation::kPut, .tensor = tensor, .digest = digest});
 }
 
 uint64_t Parts::Get(uint32_t tensor, proto::Plane plane, uint32_t rank) {

@@ -71,9 +71,9 @@ class Parts {
   uint64_t Acquire(uint32_t tensor, uint32_t rank = 0);
   void Release(uint32_t tensor, uint32_t rank = 0) { --Pin(tensor, rank); }
   // Asks for a whole tensor of one extent.
-  uint64_t Put(uint32_t tensor, const Bytes& values, uint32_t rank = 0);
+  uint64_t Put(uint32_t tensor, const Bytes& values, uint32_t rank = 0, uint64_t digest = 0);
   // Ends the puts of the first rank, or follows them.
-  uint64_t EndPuts(uint32_t tensor, uint32_t rank = 0);
+  uint64_t EndPuts(uint32_t tensor, uint32_t rank = 0, uint64_t digest = 0);
   uint64_t Get(uint32_t tensor, proto::Plane plane, uint32_t rank = 0);
   // What a Get has brought.
   Bytes Got(uint64_t tag) const;

@@ -96,6 +96,19 @@ void SimulatedRank::Answered(const char* call, const absl::Status& status) {
 
 // ---- Its ring ----------------------------------------------------------------------------------
 
+// Of a put that is made from the old value.
+static uint64_t DigestOf(const StepScript& script, uint32_t tensor) {
+  return script.changes.contains(tensor) ? script.id : 0;
+}
+
+static SubmissionEntry EndOfPuts(uint32_t tensor, uint64_t digest) {
+  SubmissionEntry entry{};
+  entry.operation = RingOperation::kPut;
+  entry.tensor = tensor;
+  entry.digest = digest;
+  return entry;
+}
+
 SubmissionEntry SimulatedRank::Entry(RingOperation operation, uint32_t tensor) {
   SubmissionEntry entry{};
   entry.operation = operation;
@@ -151,6 +164,22 @@ void SimulatedRank::Await(const char* what, std::function<SubmissionEntry()> ent
     const std::optional<uint64_t> value = Completed(tag);
     if (!value.has_value()) return false;
     if (then) then(*value);
+    return true;
+  });
+}
+
+void SimulatedRank::AwaitRefusal(const char* what, const SubmissionEntry& entry, ErrorId error) {
+  Then(what, [this, what, entry, error, tag = uint64_t{0}]() mutable {
+    if (tag == 0) {
+      tag = Submit(entry);
+      return false;
+    }
+    const auto found = completed_.find(tag);
+    if (found == completed_.end()) return false;
+    if (found->second.code == 0) sim_.Violate(absl::StrCat("rank ", number_, " ", what));
+    if (found->second.error != static_cast<int32_t>(error)) return Completed(tag).has_value();
+    completed_.erase(found);
+    ++sim_.result().refused_puts;
     return true;
   });
 }
@@ -249,6 +278,7 @@ void SimulatedRank::AddScript(const std::shared_ptr<StepScript>& script) {
   Random& random = sim_.random();
   const SimulatedPlan& plan = sim_.plan();
   if (script->exchanges) Exchange();
+  for (const uint32_t tensor : script->differing) Differ(script, tensor);
   if (!script->puts.empty()) {
     for (const uint32_t tensor : script->puts) {
       if (number_ == 0) {
@@ -620,7 +650,8 @@ void SimulatedRank::WriteOwn(const std::shared_ptr<StepScript>& script, uint32_t
 
 void SimulatedRank::Put(const std::shared_ptr<StepScript>& script, uint32_t tensor) {
   const bool puts_masters = script != nullptr && script->puts_masters.contains(tensor);
-  PutPlane(tensor, puts_masters ? Plane::kMaster : Plane::kWeight, [=, this] {
+  const uint64_t digest = script != nullptr ? DigestOf(*script, tensor) : 0;
+  PutPlane(tensor, puts_masters ? Plane::kMaster : Plane::kWeight, digest, [=, this] {
     if (script == nullptr) return sim_.now(tensor).weights;
     return puts_masters ? sim_.PutMasterValues(*script, tensor) : sim_.PutValues(*script, tensor);
   });
@@ -629,13 +660,13 @@ void SimulatedRank::Put(const std::shared_ptr<StepScript>& script, uint32_t tens
   for (size_t i = 0; puts_states && i < proto::kStatePlanes.size(); ++i) {
     const Plane plane = proto::kStatePlanes[i];
     if (!sim_.plan().catalogue.planes(tensor).Has(plane)) continue;
-    PutPlane(tensor, plane, [this, script, tensor, plane, i] {
+    PutPlane(tensor, plane, digest, [this, script, tensor, plane, i] {
       return script == nullptr ? PlaneBytes(sim_.plan().catalogue, tensor, sim_.now(tensor), plane)
                                : sim_.PutStateValues(*script, tensor, i);
     });
   }
   if (script != nullptr && sim_.plan().world_size > 1)
-    Await("puts", [tensor] { return Entry(RingOperation::kPut, tensor); });
+    Await("puts", [=] { return EndOfPuts(tensor, digest); });
   Then("puts", [this, script, tensor, puts_states, puts_masters] {
     ++sim_.result().puts;
     sim_.result().state_puts += puts_states;
@@ -645,7 +676,8 @@ void SimulatedRank::Put(const std::shared_ptr<StepScript>& script, uint32_t tens
   });
 }
 
-void SimulatedRank::PutPlane(uint32_t tensor, Plane plane, const std::function<Bytes()>& values) {
+void SimulatedRank::PutPlane(uint32_t tensor, Plane plane, uint64_t digest,
+                             const std::function<Bytes()>& values) {
   const uint64_t element_count = sim_.plan().catalogue.tensors[tensor].element_count;
   const uint64_t element_bytes = sim_.plan().catalogue.planes(tensor).Bits(plane) / 8;
   for (uint32_t extent = 0; extent < proto::ExtentCount(element_count); ++extent) {
@@ -656,6 +688,7 @@ void SimulatedRank::PutPlane(uint32_t tensor, Plane plane, const std::function<B
       entry.element_offset = uint64_t{extent} * proto::kExtentElements;
       entry.element_count = proto::ExtentElements(element_count, extent);
       entry.region_offset = sim_.plan().transfer_offset;
+      entry.digest = digest;
       std::memcpy(region_ + entry.region_offset,
                   bytes.data() + entry.element_offset * element_bytes,
                   entry.element_count * element_bytes);
@@ -666,8 +699,22 @@ void SimulatedRank::PutPlane(uint32_t tensor, Plane plane, const std::function<B
 
 void SimulatedRank::Follow(const std::shared_ptr<StepScript>& script, uint32_t tensor) {
   Await(
-      "follows a put", [tensor] { return Entry(RingOperation::kPut, tensor); },
+      "follows a put", [=] { return EndOfPuts(tensor, DigestOf(*script, tensor)); },
       [this, script, tensor](uint64_t) { sim_.ApplyPut(*script, tensor); });
+}
+
+// Nothing of it is put, and all are told so.
+void SimulatedRank::Differ(const std::shared_ptr<StepScript>& script, uint32_t tensor) {
+  const bool is_last = number_ + 1 == sim_.plan().world_size;
+  if (number_ == 0) {
+    SubmissionEntry entry = EndOfPuts(tensor, script->id);
+    entry.element_count =
+        proto::ExtentElements(sim_.plan().catalogue.tensors[tensor].element_count, /*extent=*/0);
+    entry.region_offset = sim_.plan().transfer_offset;
+    AwaitRefusal("puts what differs", entry, ErrorId::kWeightOfRanks);
+  }
+  AwaitRefusal("changes what differs", EndOfPuts(tensor, script->id + (is_last ? 1 : 0)),
+               ErrorId::kWeightOfRanks);
 }
 
 void SimulatedRank::Get(uint32_t tensor, Plane plane) {

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/error.h"
+#include "base/string_view.h"
 #include "kernels/split.h"
 #include "proto/buffer_tensors.h"
 
@@ -64,6 +65,7 @@ bool Transfers::IsFollow(const proto::SubmissionEntry& entry) const {
 Transfers::Follows& Transfers::FollowsOf(uint32_t tensor) {
   Follows& follows = follows_[tensor];
   follows.counts.resize(context_->ranks.size(), 0);
+  follows.digests.resize(context_->ranks.size(), 0);
   return follows;
 }
 
@@ -71,66 +73,144 @@ Transfers::Follows& Transfers::FollowsOf(uint32_t tensor) {
 void Transfers::Follow(uint32_t rank, const proto::SubmissionEntry& entry) {
   Follows& follows = FollowsOf(entry.tensor);
   const uint64_t sequence = ++follows.counts[rank];
+  follows.digests[rank] = entry.digest;
   if (!context_->published || sequence <= follows.ended)
     return context_->complete(rank, entry.tag, absl::OkStatus(), 0);
-  follows.waiters.push_back({rank, entry.tag, sequence});
+  followers_.push_back({rank, entry.tag, entry.tensor, sequence, std::nullopt});
 }
 
-// All puts of the sequence are done.
-void Transfers::EndSequence(const Request& request) {
+// All puts of the sequence are done, or none of them was.
+void Transfers::EndSequence(const Request& request, const absl::Status& status) {
   Follows& follows = FollowsOf(request.entry.tensor);
   ++follows.ended;
   // Who waited in an exchange instead has seen it, too.
   for (uint64_t& count : follows.counts) count = std::max(count, follows.ended);
-  std::erase_if(follows.waiters, [&](const Follows::Waiter& waiter) {
-    if (waiter.sequence > follows.ended) return false;
-    context_->complete(waiter.rank, waiter.tag, absl::OkStatus(), 0);
+  std::erase_if(followers_, [&](const Follower& follower) {
+    if (follower.tensor != request.entry.tensor || follower.sequence > follows.ended) return false;
+    context_->complete(follower.rank, follower.tag, status, 0);
     return true;
   });
   --puts_;
-  context_->complete(request.rank, request.entry.tag, absl::OkStatus(), 0);
+  context_->complete(request.rank, request.entry.tag, status, 0);
 }
 
 bool Transfers::Waits(uint32_t rank) const {
   const auto is_its = [rank](const auto& waiting) { return waiting.rank == rank; };
   return std::any_of(queue_.begin(), queue_.end(), is_its) ||
-         std::any_of(follows_.begin(), follows_.end(), [&](const auto& follows) {
-           return std::any_of(follows.second.waiters.begin(), follows.second.waiters.end(), is_its);
-         });
+         std::any_of(followers_.begin(), followers_.end(), is_its);
 }
 
-// Threads of a trainer may write and look at gradients at once: only a rank that waits on and on
-// never comes to the put.
-bool Transfers::IsBeyond(uint32_t rank, Follows& follows) const {
-  if (context_->is_ahead_of_first == nullptr || !context_->is_ahead_of_first(rank)) {
-    follows.ahead_since.reset();
-    return false;
+const std::string& Transfers::NameOf(uint32_t tensor) const {
+  return context_->catalogue.tensors[tensor].name;
+}
+
+bool Transfers::FirstPuts(uint32_t tensor) const {
+  return std::any_of(queue_.begin(), queue_.end(), [tensor](const Request& request) {
+    return IsPut(request.entry) && request.entry.tensor == tensor;
+  });
+}
+
+// A weight that the first rank puts, and that another has to follow before.
+std::optional<uint32_t> Transfers::FirstPutsWithout(uint32_t rank) {
+  for (const Request& request : queue_) {
+    if (!IsPut(request.entry)) continue;
+    const Follows& follows = FollowsOf(request.entry.tensor);
+    if (follows.counts[rank] <= follows.ended) return request.entry.tensor;
+  }
+  return std::nullopt;
+}
+
+// What the rank does that waits for `other`; empty when it does not.
+std::string Transfers::WaitOf(uint32_t rank, uint32_t other) {
+  const RankMemory& memory = context_->ranks[rank];
+  if (context_->is_ahead_of != nullptr && context_->is_ahead_of(rank, other))
+    return absl::StrCat("waits for the gradients of rank ", other);
+  if (memory.is_exchanging) return "waits in an exchange";
+  if (rank == 0) {
+    const std::optional<uint32_t> tensor = FirstPutsWithout(other);
+    return tensor.has_value() ? absl::StrCat("writes \"", NameOf(*tensor), "\"") : "";
+  }
+  for (const Follower& follower : followers_) {
+    if (follower.rank == rank && !FirstPuts(follower.tensor))
+      return absl::StrCat("writes \"", NameOf(follower.tensor), "\"");
+  }
+  return "";
+}
+
+// Why a rank will not come to what `writer` writes; empty: it may. Threads of a trainer may write
+// and wait for other ranks at once: only a rank that waits on and on never comes to it.
+std::string Transfers::PassesBy(uint32_t rank, uint32_t writer, std::optional<double>& since) {
+  const RankMemory& memory = context_->ranks[rank];
+  if (!memory.is_here) return "has closed the job";
+  if (memory.is_stepping) return "takes a step";
+  std::string wait = WaitOf(rank, writer);
+  if (wait.empty()) {
+    since.reset();
+    return wait;
   }
   const double now = context_->clock->NowSeconds();
-  if (!follows.ahead_since.has_value()) follows.ahead_since = now;
-  return now - *follows.ahead_since >= context_->room_timeout_seconds;
+  if (!since.has_value()) since = now;
+  return now - *since >= context_->room_timeout_seconds ? wait : "";
 }
 
+absl::Status Transfers::PassedBy(uint32_t writer, uint32_t tensor, uint32_t rank,
+                                 std::string_view instead) const {
+  return MakeError(
+      ErrorId::kRanksDiffer,
+      absl::StrCat("rank ", writer, " writes \"", NameOf(tensor), "\" in place while rank ", rank,
+                   " ", ToAbsl(instead), " without having done so"),
+      absl::StrCat("Write weights on every rank, and in the same places of the program (not under "
+                   "if rank == ",
+                   writer, ")"));
+}
+
+// True when no other rank reads the old bytes any more; the reason when one never will say so, or
+// has made another value of them.
 absl::StatusOr<bool> Transfers::IsFollowed(const Request& request) {
   if (context_->ranks.size() == 1 || !context_->published) return true;
+  const uint32_t tensor = request.entry.tensor;
   // Nobody uses those but who resumes.
-  if (proto::IsBufferTensor(context_->catalogue.tensors[request.entry.tensor].name)) return true;
-  Follows& follows = FollowsOf(request.entry.tensor);
+  if (proto::IsBufferTensor(NameOf(tensor))) return true;
+  Follows& follows = FollowsOf(tensor);
   for (uint32_t rank = 1; rank < context_->ranks.size(); ++rank) {
     const RankMemory& other = context_->ranks[rank];
-    if (follows.counts[rank] > follows.ended || other.is_exchanging || !other.is_here) continue;
-    const bool is_beyond = !other.is_stepping && IsBeyond(rank, follows);
-    if (!other.is_stepping && !is_beyond) return false;
-    return MakeError(
-        ErrorId::kRanksDiffer,
-        absl::StrCat("rank 0 writes \"", context_->catalogue.tensors[request.entry.tensor].name,
-                     "\" in place while rank ", rank,
-                     is_beyond ? " waits for the gradients of rank 0" : " takes a step",
-                     " without having done so"),
-        "Write weights on every rank, and in the same places of the program (not under if rank == "
-        "0)");
+    const bool follows_it = follows.counts[rank] > follows.ended;
+    if (follows_it && follows.digests[rank] != request.entry.digest) {
+      return MakeError(ErrorId::kWeightOfRanks,
+                       absl::StrCat("ranks 0 and ", rank, " change \"", NameOf(tensor),
+                                    "\" in place, and not to the same value"));
+    }
+    if (follows_it || other.is_exchanging || !other.is_here) continue;
+    const std::string instead = PassesBy(rank, /*writer=*/0, follows.passed_since);
+    if (instead.empty()) return false;
+    return PassedBy(/*writer=*/0, tensor, rank, instead);
   }
   return true;
+}
+
+// Of those whose first rank will not come, why. `may` is set when there may be more with time.
+std::vector<std::pair<Transfers::Follower, absl::Status>> Transfers::FindLeftAlone(bool& may) {
+  std::vector<std::pair<Follower, absl::Status>> found;
+  for (Follower& follower : followers_) {
+    if (FirstPuts(follower.tensor)) continue;
+    const std::string instead = PassesBy(/*rank=*/0, follower.rank, follower.passed_since);
+    may |= follower.passed_since.has_value();
+    if (!instead.empty())
+      found.emplace_back(follower, PassedBy(follower.rank, follower.tensor, /*rank=*/0, instead));
+  }
+  return found;
+}
+
+// What it has followed does not count.
+void Transfers::Refuse(const Follower& refused, const absl::Status& status) {
+  const auto found =
+      std::find_if(followers_.begin(), followers_.end(), [&](const Follower& follower) {
+        return follower.rank == refused.rank && follower.tag == refused.tag;
+      });
+  if (found == followers_.end()) return;
+  followers_.erase(found);
+  --FollowsOf(refused.tensor).counts[refused.rank];
+  context_->complete(refused.rank, refused.tag, status, 0);
 }
 
 // ---- The queue ---------------------------------------------------------------------------------
@@ -150,6 +230,7 @@ bool Transfers::Turn() {
   if (context_->failed()) return false;
   std::unordered_set<uint32_t> blocked;
   bool waiting = false;
+  const auto left_alone = FindLeftAlone(waiting);
   for (size_t i = 0; i < queue_.size() && in_flight_ < context_->depths.transfers;) {
     const Request request = queue_[i];
     const proto::SubmissionEntry& entry = request.entry;
@@ -157,9 +238,8 @@ bool Transfers::Turn() {
     absl::StatusOr<bool> can_start = blocked.count(store_tensor) == 0;
     if (*can_start && IsPut(entry)) can_start = IsFollowed(request);
     if (!can_start.ok()) {
-      --puts_;
       queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(i));
-      context_->complete(request.rank, entry.tag, can_start.status(), 0);
+      Refuse(request, can_start.status());
       continue;
     }
     if (!*can_start || !CanStart(entry)) {
@@ -171,9 +251,17 @@ bool Transfers::Turn() {
       continue;
     }
     queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(i));
-    IsFollow(entry) ? EndSequence(request) : Start(request);
+    IsFollow(entry) ? EndSequence(request, absl::OkStatus()) : Start(request);
   }
+  for (const auto& [follower, status] : left_alone) Refuse(follower, status);
   return waiting;
+}
+
+// A put of a sequence that is none: at its end those that follow it are told, too.
+void Transfers::Refuse(const Request& request, const absl::Status& status) {
+  if (IsFollow(request.entry)) return EndSequence(request, status);
+  --puts_;
+  context_->complete(request.rank, request.entry.tag, status, 0);
 }
 
 bool Transfers::CanStart(const proto::SubmissionEntry& entry) {
@@ -208,10 +296,8 @@ bool Transfers::CanPut() {
 }
 
 void Transfers::FailQueued(const absl::Status& status) {
-  for (auto& [tensor, follows] : follows_) {
-    for (const Follows::Waiter& waiter : std::exchange(follows.waiters, {}))
-      context_->complete(waiter.rank, waiter.tag, status, 0);
-  }
+  for (const Follower& follower : std::exchange(followers_, {}))
+    context_->complete(follower.rank, follower.tag, status, 0);
   for (const Request& request : std::exchange(queue_, {})) {
     puts_ -= IsPut(request.entry);
     context_->complete(request.rank, request.entry.tag, status, 0);

@@ -15,7 +15,10 @@
 //   * Of several ranks the first one's puts count. They come in sequences, each ended by a put of
 //   no elements, and the k-th sequence of a tensor begins when every other rank has put no elements
 //   of it for the k-th time (it follows: it does not read the old bytes any more), or waits in an
-//   exchange; those are answered when the sequence has ended.
+//   exchange; those are answered when the sequence has ended. What ranks have made of the old value
+//   is the same on all of them, or nothing of the sequence is put (OFD-1606).
+//   * Whoever puts or follows what another rank will not come to is told so (OFD-1805): at once
+//   when that one takes a step, else when it has waited for this one for room_timeout_seconds.
 //
 // Thread safety: the loop's thread only; computations run on workers.
 #pragma once
@@ -23,7 +26,11 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "base/mapped_region.h"
@@ -85,26 +92,37 @@ class Transfers {
   struct Users {
     uint32_t puts = 0, gets = 0;
   };
-  // Of a tensor that several ranks have overwritten: how often, and whose calls wait for the first.
+  // Of a tensor that several ranks have overwritten: how often.
   struct Follows {
-    struct Waiter {
-      uint32_t rank;
-      uint64_t tag;
-      uint64_t sequence;
-    };
-    uint64_t ended = 0;                 // sequences of the first rank
-    std::vector<uint64_t> counts;       // per rank
-    std::optional<double> ahead_since;  // when another rank was seen to be beyond a put that waits
-    std::vector<Waiter> waiters;
+    uint64_t ended = 0;                  // sequences of the first rank
+    std::vector<uint64_t> counts;        // per rank
+    std::vector<uint64_t> digests;       // per rank, of the last it follows
+    std::optional<double> passed_since;  // when a put's missing rank was seen to wait for the first
+  };
+  // A call that waits for the first rank.
+  struct Follower {
+    uint32_t rank;
+    uint64_t tag;
+    uint32_t tensor;
+    uint64_t sequence;
+    std::optional<double> passed_since;  // when the first rank was seen to wait for this one
   };
 
   bool IsFollow(const proto::SubmissionEntry& entry) const;
   Follows& FollowsOf(uint32_t tensor);
   void Follow(uint32_t rank, const proto::SubmissionEntry& entry);
-  void EndSequence(const Request& request);
-  // True when no other rank reads the old bytes any more; the reason when one never will say so.
+  void EndSequence(const Request& request, const absl::Status& status);
+  void Refuse(const Request& request, const absl::Status& status);
   absl::StatusOr<bool> IsFollowed(const Request& request);
-  bool IsBeyond(uint32_t rank, Follows& follows) const;
+  std::vector<std::pair<Follower, absl::Status>> FindLeftAlone(bool& may);
+  void Refuse(const Follower& refused, const absl::Status& status);
+  std::string PassesBy(uint32_t rank, uint32_t writer, std::optional<double>& since);
+  absl::Status PassedBy(uint32_t writer, uint32_t tensor, uint32_t rank,
+                        std::string_view instead) const;
+  std::string WaitOf(uint32_t rank, uint32_t other);
+  bool FirstPuts(uint32_t tensor) const;
+  std::optional<uint32_t> FirstPutsWithout(uint32_t rank);
+  const std::string& NameOf(uint32_t tensor) const;
   bool CanStart(const proto::SubmissionEntry& entry);
   bool CanPut();
   void Start(const Request& request);
@@ -134,6 +152,7 @@ class Transfers {
   std::deque<Request> queue_;
   std::unordered_map<uint32_t, Users> users_;      // by store tensor
   std::unordered_map<uint32_t, Follows> follows_;  // by tensor
+  std::vector<Follower> followers_;
   uint32_t in_flight_ = 0;
   uint32_t puts_ = 0;  // queued and in flight
   uint32_t buffers_in_use_ = 0;

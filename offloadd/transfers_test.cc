@@ -358,7 +358,9 @@ TEST(TransfersTest, ARankThatStepsInsteadOfFollowingIsNamed) {
 TEST(TransfersTest, ARankThatLooksAtGradientsForGoodInsteadOfFollowingIsNamed) {
   Parts parts(Options(/*ranks=*/3));
   bool is_ahead = true;
-  parts.context.is_ahead_of_first = [&](uint32_t rank) { return is_ahead && rank == 2; };
+  parts.context.is_ahead_of = [&](uint32_t rank, uint32_t other) {
+    return is_ahead && rank == 2 && other == 0;
+  };
   const uint64_t put = parts.Put(1, Values(parts, 1, 9));
   const uint64_t end = parts.EndPuts(1);
   parts.Run();
@@ -382,6 +384,141 @@ TEST(TransfersTest, ARankThatLooksAtGradientsForGoodInsteadOfFollowingIsNamed) {
     EXPECT_TRUE(absl::StrContains(parts.StatusOf(put).message(), part)) << parts.StatusOf(put);
   EXPECT_EQ(ErrorIdOf(parts.StatusOf(end)), ErrorId::kRanksDiffer) << "at once";
   EXPECT_FALSE(parts.transfers().putting());
+}
+
+TEST(TransfersTest, RanksThatMakeTheSameOfTheOldValuePutItOnce) {
+  Parts parts(Options(/*ranks=*/3));
+  const uint64_t put = parts.Put(0, Values(parts, 0, 9), /*rank=*/0, /*digest=*/5);
+  for (const uint32_t rank : {1, 2}) parts.EndPuts(0, rank, /*digest=*/5);
+  const uint64_t end = parts.EndPuts(0, /*rank=*/0, /*digest=*/5);
+  parts.Run();
+  for (const uint64_t tag : {put, end})
+    EXPECT_TRUE(parts.StatusOf(tag).ok()) << parts.StatusOf(tag);
+  const uint64_t after = parts.Get(0, Plane::kWeight, /*rank=*/2);
+  parts.Run();
+  EXPECT_EQ(parts.Got(after), Expected(parts, 0, Plane::kWeight));
+}
+
+// A rank that overwrites what another one changes has no digest.
+TEST(TransfersTest, RanksThatMakeDifferentValuesPutNothingAndAreAllToldSo) {
+  for (const uint64_t other : {0, 6}) {
+    Parts parts(Options(/*ranks=*/3));
+    const Bytes before = Expected(parts, 1, Plane::kWeight);
+    const uint64_t put = parts.Put(1, Values(parts, 1, 9), /*rank=*/0, /*digest=*/5);
+    const uint64_t end = parts.EndPuts(1, /*rank=*/0, /*digest=*/5);
+    const uint64_t first = parts.EndPuts(1, /*rank=*/1, /*digest=*/5);
+    const uint64_t second = parts.EndPuts(1, /*rank=*/2, other);
+    parts.Run();
+    for (const uint64_t tag : {put, end, first, second}) {
+      EXPECT_EQ(ErrorIdOf(parts.StatusOf(tag)), ErrorId::kWeightOfRanks) << parts.StatusOf(tag);
+      EXPECT_TRUE(
+          absl::StrContains(parts.StatusOf(tag).message(), "ranks 0 and 2 change \"bf16\""));
+    }
+    EXPECT_TRUE(parts.transfers().idle());
+    EXPECT_FALSE(parts.transfers().putting() || parts.context.unsettled_puts);
+    const uint64_t after = parts.Get(1, Plane::kWeight);
+    parts.Run();
+    EXPECT_EQ(parts.Got(after), before);
+
+    const uint64_t again = parts.Put(1, Values(parts, 1, 10));
+    parts.Run();
+    EXPECT_FALSE(parts.IsAnswered(again)) << "what was refused is over for all";
+    for (const uint32_t rank : {0, 1, 2}) parts.EndPuts(1, rank);
+    parts.Run();
+    EXPECT_TRUE(parts.StatusOf(again).ok()) << parts.StatusOf(again);
+  }
+}
+
+TEST(TransfersTest, ThoseThatFollowWhatOneRankHasPassedByAreToldSo) {
+  Parts parts(Options(/*ranks=*/3));
+  parts.context.ranks[1].is_stepping = true;
+  const uint64_t follow = parts.EndPuts(1, /*rank=*/2);
+  parts.Put(1, Values(parts, 1, 9));
+  parts.EndPuts(1);
+  parts.Run();
+  EXPECT_EQ(ErrorIdOf(parts.StatusOf(follow)), ErrorId::kRanksDiffer) << parts.StatusOf(follow);
+}
+
+TEST(TransfersTest, ARankThatWritesWhileTheFirstStepsIsToldSo) {
+  Parts parts(Options(/*ranks=*/2));
+  const uint64_t follow = parts.EndPuts(1, /*rank=*/1);
+  parts.Run();
+  parts.clock().AdvanceSeconds(60);
+  parts.Run();
+  EXPECT_FALSE(parts.IsAnswered(follow)) << "rank 0 may be on its way to it";
+  parts.context.ranks[0].is_stepping = true;
+  parts.Run();
+  EXPECT_EQ(ErrorIdOf(parts.StatusOf(follow)), ErrorId::kRanksDiffer);
+  for (const char* part : {"rank 1 writes \"bf16\"", "rank 0 takes a step"})
+    EXPECT_TRUE(absl::StrContains(parts.StatusOf(follow).message(), part))
+        << parts.StatusOf(follow);
+
+  parts.context.ranks[0].is_stepping = false;
+  const uint64_t put = parts.Put(1, Values(parts, 1, 9));
+  parts.EndPuts(1);
+  parts.Run();
+  EXPECT_FALSE(parts.IsAnswered(put)) << "what was refused does not count";
+  parts.EndPuts(1, /*rank=*/1);
+  parts.Run();
+  EXPECT_TRUE(parts.StatusOf(put).ok()) << parts.StatusOf(put);
+}
+
+TEST(TransfersTest, ARankThatWritesWhileTheFirstWaitsForItForGoodIsToldSo) {
+  for (const bool exchanges : {false, true}) {
+    Parts parts(Options(/*ranks=*/2));
+    bool waits = true;
+    parts.context.is_ahead_of = [&](uint32_t rank, uint32_t other) {
+      return waits && !exchanges && rank == 0 && other == 1;
+    };
+    parts.context.ranks[0].is_exchanging = exchanges;
+    const uint64_t follow = parts.EndPuts(1, /*rank=*/1);
+    parts.Run();
+    parts.clock().AdvanceSeconds(20);
+    waits = parts.context.ranks[0].is_exchanging = false;
+    parts.Run();
+    waits = true;
+    parts.context.ranks[0].is_exchanging = exchanges;
+    parts.Run();
+    parts.clock().AdvanceSeconds(20);
+    parts.Run();
+    EXPECT_FALSE(parts.IsAnswered(follow)) << "it went on meanwhile";
+    parts.clock().AdvanceSeconds(20);
+    parts.Run();
+    EXPECT_EQ(ErrorIdOf(parts.StatusOf(follow)), ErrorId::kRanksDiffer);
+    EXPECT_TRUE(absl::StrContains(
+        parts.StatusOf(follow).message(),
+        exchanges ? "rank 0 waits in an exchange" : "rank 0 waits for the gradients of rank 1"))
+        << parts.StatusOf(follow);
+  }
+}
+
+TEST(TransfersTest, RanksThatWriteInDifferentOrdersAreToldSoWithBothWeights) {
+  Parts parts(Options(/*ranks=*/2));
+  const uint64_t put = parts.Put(1, Values(parts, 1, 9));
+  parts.EndPuts(1);
+  const uint64_t follow = parts.EndPuts(0, /*rank=*/1);
+  parts.Run();
+  parts.clock().AdvanceSeconds(20);
+  parts.Run();
+  EXPECT_FALSE(parts.IsAnswered(put) || parts.IsAnswered(follow)) << "another thread may come";
+  parts.clock().AdvanceSeconds(20);
+  parts.Run();
+  const auto expect = [&](uint64_t tag, const char* text) {
+    EXPECT_EQ(ErrorIdOf(parts.StatusOf(tag)), ErrorId::kRanksDiffer);
+    EXPECT_TRUE(absl::StrContains(parts.StatusOf(tag).message(), text)) << parts.StatusOf(tag);
+  };
+  expect(put, "rank 0 writes \"bf16\" in place while rank 1 writes \"fp32\"");
+  expect(follow, "rank 1 writes \"fp32\" in place while rank 0 writes \"bf16\"");
+}
+
+TEST(TransfersTest, ARankThatWritesWhenTheFirstHasClosedIsToldSo) {
+  Parts parts(Options(/*ranks=*/2));
+  parts.context.ranks[0].is_here = false;
+  const uint64_t follow = parts.EndPuts(1, /*rank=*/1);
+  parts.Run();
+  EXPECT_EQ(ErrorIdOf(parts.StatusOf(follow)), ErrorId::kRanksDiffer);
+  EXPECT_TRUE(absl::StrContains(parts.StatusOf(follow).message(), "rank 0 has closed the job"))
+      << parts.StatusOf(follow);
 }
 
 TEST(TransfersTest, ABufferIsPutWithoutTheOthers) {

@@ -139,7 +139,9 @@ enum class RingOperation : uint32_t {
   // kept. kMaster (fp32, of a bf16 or fp16 tensor that is trained): weight and residual, moments
   // kept. kState… (fp32, of an fp64 tensor fp64): that plane alone. Waits for the commit of the
   // last step. Completes when the bytes are taken; durable with the next Step or EndLoad
-  // (offload.proto), else dropped when the job ends.
+  // (offload.proto), else dropped when the job ends. With several ranks, digest: of the whole
+  // tensor as it is put, when it was made from the old one; a sequence of puts is refused when
+  // another rank, which follows it with a put of no elements, has another digest or none.
   kPut = 3,
   // As kPut, the other way: bytes of any plane as of the last step; plane kMaster: masters, in fp32
   // (of an fp64 tensor fp64).
@@ -192,7 +194,7 @@ struct SubmissionEntry {
   uint64_t region_offset;  // multiple of 4096; the buffer ends inside the region
   GradientStart start;     // kGradient; kEndPass: 1 to wait
   uint32_t reserved1;      // 0
-  uint64_t reserved2;      // 0
+  uint64_t digest;         // kPut of several ranks; 0: not made from the old values
 };
 static_assert(std::is_trivially_copyable_v<SubmissionEntry> && sizeof(SubmissionEntry) == 64);
 

@@ -195,7 +195,8 @@ bool IsGradientOperation(RingOperation operation) {
 
 absl::Status CheckSubmission(const SubmissionEntry& entry, const SubmissionLimits& limits) {
   OFFLOAD_RETURN_IF_ERROR(ExpectZero("reserved1", entry.reserved1));
-  OFFLOAD_RETURN_IF_ERROR(ExpectZero("reserved2", entry.reserved2));
+  if (entry.operation != RingOperation::kPut || !limits.has_several_ranks)
+    OFFLOAD_RETURN_IF_ERROR(ExpectZero("digest", entry.digest));
   if (IsGradientOperation(entry.operation)) return CheckGradientOperation(entry, limits);
   OFFLOAD_RETURN_IF_ERROR(ExpectZero("pass", entry.pass));
   OFFLOAD_RETURN_IF_ERROR(CheckStart(entry, 0));

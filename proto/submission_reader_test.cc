@@ -87,8 +87,11 @@ TEST_F(CheckSubmissionTest, RefusesReservedAndUnusedFields) {
   entry.reserved1 = 1;
   ExpectFault(entry, "reserved1");
   entry = Entry(RingOperation::kAcquire, 1);
-  entry.reserved2 = kHuge;
-  ExpectFault(entry, "reserved2");
+  for (const RingOperation operation : {RingOperation::kAcquire, RingOperation::kPut}) {
+    entry = Entry(operation, 1);
+    entry.digest = kHuge;
+    ExpectFault(entry, "digest");
+  }
   ExpectFault(Entry(RingOperation::kNop, 1), "tensor");
   ExpectFault(Entry(RingOperation::kAcquire, 1, 0, 0, 0, Plane::kMaster), "plane");
   ExpectFault(Entry(RingOperation::kAcquire, 1, 5), "element_offset");
@@ -135,6 +138,18 @@ TEST_F(CheckSubmissionTest, RefusesPlanesThatATensorDoesNotHave) {
   limits_.catalogue = &momentum;
   ExpectAccepted(get(0, Plane::kState0));
   ExpectFault(get(0, Plane::kState1), "plane");
+}
+
+TEST_F(CheckSubmissionTest, AcceptsDigestsOfPutsOfSeveralRanks) {
+  limits_.has_several_ranks = true;
+  for (const uint64_t count : {0, 1}) {
+    SubmissionEntry entry = Entry(RingOperation::kPut, 0, 0, count, count == 0 ? 0 : kBuffer);
+    entry.digest = kHuge;
+    ExpectAccepted(entry);
+  }
+  SubmissionEntry get = Entry(RingOperation::kGet, 0, 0, 1, kBuffer);
+  get.digest = 1;
+  ExpectFault(get, "digest");
 }
 
 TEST_F(CheckSubmissionTest, RefusesElementRangesOutsideTheTensor) {

@@ -84,7 +84,7 @@ SubmissionEntry RandomEntry(std::mt19937_64& random) {
       entry.reserved1 = wild();
       break;
     default:
-      entry.reserved2 = wild();
+      entry.digest = wild();
       break;
   }
   return entry;

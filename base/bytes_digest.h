@@ -1,9 +1,9 @@
-// offloadd/gradient_digest.h
+// base/bytes_digest.h
 //
-// 64 bits that tell whether a gradient is the one that was read before: its crc32c, which sees
-// every short change, and beside it a product over its words, which is of another kind. Two
-// gradients that differ have the same digest once in 2^64; a crc alone would meet its 2^32 in the
-// life of a long run.
+// 64 bits that tell whether bytes are those that were read before, or that another process has:
+// their crc32c, which sees every short change, and beside it a product over their words, which is
+// of another kind. Bytes that differ have the same digest once in 2^64; a crc alone would meet its
+// 2^32 in the life of a long run.
 //
 // Thread safety: none; one owner.
 #pragma once
@@ -15,9 +15,9 @@
 
 #include "base/crc32c.h"
 
-namespace offload::daemon {
+namespace offload {
 
-class GradientDigest {
+class BytesDigest {
  public:
   // The bytes that follow; of all calls but the last a multiple of kBlockBytes.
   void Update(const std::byte* bytes, size_t size_bytes) {
@@ -48,4 +48,4 @@ class GradientDigest {
   uint64_t lanes_[kLanes] = {};
 };
 
-}  // namespace offload::daemon
+}  // namespace offload
