@@ -240,7 +240,9 @@ if dtype == torch.float32:
 
 with deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
     refused("OFD-1002 engine.step() inside of GatheredParameters", engine.step)
-    refused("OFD-1002 GatheredParameters(modifier_rank=1) inside", deepspeed.zero.GatheredParameters(weight, modifier_rank=1).__enter__)
+    refused("OFD-1002 GatheredParameters(modifier_rank=1) inside", deepspeed.zero.GatheredParameters([odd, weight], modifier_rank=1).__enter__)
+with deepspeed.zero.GatheredParameters(odd, modifier_rank=0):
+    pass  # what was refused holds nothing
 with contextlib.suppress(KeyError), deepspeed.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
     weight.fill_(7)
     raise KeyError

@@ -121,9 +121,14 @@ class GatheredParameters:
             pending.is_under_way = True
             pending._constructs_in = threading.get_ident()
             self._engine.begin_construction()
-        if self._rank is not None:
+        if self._rank is None:
+            return
+        try:
             for parameter in self._params:
                 self._hold(parameter)
+        except BaseException as failure:  # nobody leaves what was not entered
+            self.__exit__(type(failure))
+            raise
 
     def _hold(self, parameter):
         held = _held.get(id(parameter))
