@@ -231,6 +231,32 @@ TEST_F(RanksTest, AWeightThatOnlyTheFirstOverwritesIsAnErrorOnceTheOthersStep) {
   OnAll(ranks, [](Job& rank) { rank.Close(); });
 }
 
+TEST_F(RanksTest, AWeightThatOnlyALaterRankOverwritesIsAnErrorOnceTheFirstSteps) {
+  const Ranks ranks = Launch(2);
+  OnAll(ranks, [](Job& rank) { ASSERT_NO_FATAL_FAILURE(rank.Open()); });
+  client::StepCommand step;
+  step.step = 1;
+  std::thread first([&] { EXPECT_TRUE(ranks[0]->session().Step(step).ok()); });
+  client::Session& later = ranks[1]->session();
+  ExpectError(later.Wait(later.FollowPut(0)), ErrorId::kRanksDiffer,
+              "rank 1 writes \"embedding\" in place while rank 0 takes a step");
+  EXPECT_TRUE(later.Step(step).ok());
+  first.join();
+  OnAll(ranks, [](Job& rank) { rank.Close(); });
+}
+
+TEST_F(RanksTest, AWeightOfWhichRanksMakeDifferentValuesIsAnErrorOfAll) {
+  const Ranks ranks = Launch(2);
+  OnAll(ranks, [](Job& rank) {
+    ASSERT_NO_FATAL_FAILURE(rank.Open());
+    const absl::Status changed =
+        rank.session().Wait(rank.session().FollowPut(0, /*digest=*/1 + rank.rank()));
+    ExpectError(changed, ErrorId::kWeightOfRanks, "ranks 0 and 1 change \"embedding\" in place");
+    ASSERT_NO_FATAL_FAILURE(rank.Forward());
+    rank.Close();
+  });
+}
+
 // ---- Joining -----------------------------------------------------------------------------------
 
 TEST_F(RanksTest, RanksThatWantDifferentThingsAreToldTheFirstOne) {

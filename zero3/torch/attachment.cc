@@ -242,7 +242,7 @@ void Attachment::Prefetch(const std::vector<uint32_t>& tensors) {
   for (const uint32_t tensor : tensors) session_->Prefetch(tensor);
 }
 
-void Attachment::PutWeight(uint32_t tensor, uint64_t region_offset) {
+void Attachment::PutWeight(uint32_t tensor, uint64_t region_offset, uint64_t digest) {
   const uint64_t element_count = this->tensor(tensor).element_count;
   const uint64_t element_bytes = proto::DtypeBytes(this->tensor(tensor).dtype);
   std::vector<client::Ticket> tickets;
@@ -253,17 +253,17 @@ void Attachment::PutWeight(uint32_t tensor, uint64_t region_offset) {
   };
   for (uint64_t begin = 0; begin < element_count && failure.ok(); begin += proto::kExtentElements) {
     const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
-    tickets.push_back(session_->Put(tensor, begin, count, region_offset + begin * element_bytes));
+    tickets.push_back(session_->PutPlane(tensor, proto::Plane::kWeight, begin, count,
+                                         region_offset + begin * element_bytes, digest));
     if (tickets.size() == kTransfersInFlight) wait_for_all();
   }
-  if (world_size() > 1) tickets.push_back(session_->FollowPut(tensor));
+  if (world_size() > 1) tickets.push_back(session_->FollowPut(tensor, digest));
   wait_for_all();
   ThrowIfError(failure, absl::StrCat("parameter '", this->tensor(tensor).name, "'"));
 }
 
-void Attachment::FollowPut(uint32_t tensor) {
-  ThrowIfError(session_->Wait(session_->FollowPut(tensor)),
-               absl::StrCat("parameter '", this->tensor(tensor).name, "'"));
+absl::Status Attachment::EndPut(uint32_t tensor, uint64_t digest) {
+  return world_size() > 1 ? session().Wait(session().FollowPut(tensor, digest)) : absl::OkStatus();
 }
 
 absl::Status Attachment::StreamOut(uint32_t tensor, proto::Plane plane, uint64_t element_bytes,
@@ -306,17 +306,18 @@ absl::Status Attachment::CopyOut(uint32_t tensor, proto::Plane plane, uint64_t e
                    });
 }
 
-absl::Status Attachment::StreamIn(uint32_t tensor, const std::byte* bytes) {
+absl::Status Attachment::StreamIn(uint32_t tensor, const std::byte* bytes, uint64_t digest) {
   const uint64_t element_bytes = proto::DtypeBytes(this->tensor(tensor).dtype);
-  return StreamIn(tensor, [&](uint64_t begin, uint64_t count, std::byte* target) {
+  const auto fill = [&](uint64_t begin, uint64_t count, std::byte* target) {
     std::memcpy(target, bytes + begin * element_bytes, count * element_bytes);
     return absl::OkStatus();
-  });
+  };
+  return StreamIn(tensor, fill, digest);
 }
 
-absl::Status Attachment::StreamIn(uint32_t tensor, Fill fill) {
+absl::Status Attachment::StreamIn(uint32_t tensor, Fill fill, uint64_t digest) {
   const DaemonWait wait(*this);
-  if (rank() > 0) return session().Wait(session().FollowPut(tensor));
+  if (rank() > 0) return EndPut(tensor, digest);
   const uint64_t element_count = this->tensor(tensor).element_count;
   const uint64_t element_bytes = proto::DtypeBytes(this->tensor(tensor).dtype);
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
@@ -335,10 +336,13 @@ absl::Status Attachment::StreamIn(uint32_t tensor, Fill fill) {
     const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
     const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
     failure.Update(fill(begin, count, region() + offset));
-    if (failure.ok()) tickets.push_back(session().Put(tensor, begin, count, offset));
+    if (failure.ok())
+      tickets.push_back(
+          session().PutPlane(tensor, proto::Plane::kWeight, begin, count, offset, digest));
   }
   while (!tickets.empty()) wait_for_oldest();
-  if (failure.ok() && world_size() > 1) failure = session().Wait(session().FollowPut(tensor));
+  // The others wait for the end, whatever it is.
+  failure.Update(EndPut(tensor, digest));
   return failure;
 }
 
@@ -407,6 +411,10 @@ void Attachment::EndRaw() {
       std::lock_guard lock(raw_mutex_);
       if (raw_users_.empty()) return;
       user = raw_users_.front();
+      // What was written is put on all ranks in one order, whichever pointer each used first.
+      for (RawUser* const other : raw_users_) {
+        if (world_size() > 1 && other->raw_name() < user->raw_name()) user = other;
+      }
     }
     user->EndRaw(/*wait=*/true);
     ForgetRaw(user);

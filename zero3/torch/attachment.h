@@ -167,9 +167,11 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   void Prefetch(const std::vector<uint32_t>& tensors);
 
   // Moves a weight between the region and the daemon, in the daemon's blocks. Blocks; throws.
-  void PutWeight(uint32_t tensor, uint64_t region_offset);
-  // The same of the ranks after the first, whose bytes do not count: waits for those of the first.
-  void FollowPut(uint32_t tensor);
+  // `digest`: of all of it, when it was made from the old one, for ranks to be compared; 0 else.
+  void PutWeight(uint32_t tensor, uint64_t region_offset, uint64_t digest);
+  // Ends the puts of a weight; of ranks after the first, whose bytes do not count: waits for those
+  // of the first. Nothing for one that is alone.
+  absl::Status EndPut(uint32_t tensor, uint64_t digest);
 
   // Reads elements of a plane in order, several blocks in flight, through the staging buffer.
   // `drain` gets them in memory that is lent for the call.
@@ -181,8 +183,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                        std::byte* target);
   // Puts a weight whose bytes are anywhere: `fill` copies elements [begin, begin + count) of it.
   using Fill = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, std::byte* target)>;
-  absl::Status StreamIn(uint32_t tensor, Fill fill);
-  absl::Status StreamIn(uint32_t tensor, const std::byte* bytes);
+  // With several ranks all of them call it; `digest` as for PutWeight().
+  absl::Status StreamIn(uint32_t tensor, Fill fill, uint64_t digest);
+  absl::Status StreamIn(uint32_t tensor, const std::byte* bytes, uint64_t digest);
 
   // ---- The device of the parameters; null for the host ----
   void SetDevice(std::shared_ptr<DeviceMemory> device) { device_ = std::move(device); }

@@ -135,7 +135,7 @@ void ModuleEngine::AttachWeights(torch::nn::Module& module, const ParameterGroup
 }
 
 bool ModuleEngine::IsOfOtherKind(const kernels::OptimizerSpec& optimizer) const {
-  if (modules_.IsEmpty() || world_size() > 1 || tensors_->destination().has_value() ||
+  if (modules_.IsEmpty() || tensors_->destination().has_value() ||
       tensors_->attachment()->device() != nullptr)
     return false;
   kernels::OptimizerSpec all = optimizer;

@@ -616,6 +616,13 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
   zero3::TakeLeftState(optimizer);
   if (zero3::OfProcess().IsHeir(optimizer, *this)) return zero3::CountHeir(*this);
   const ParamGroups groups = optimizer.param_groups();
+  if (world_size() > 1 && dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr) {
+    zero3::ThrowStatus(MakeError(
+        ErrorId::kUnsupportedOptimizer,
+        "torch::optim::LBFGS with several ranks: it decides by the loss, which is another one in "
+        "each of them",
+        "Use an optimizer that takes gradients only, or train with one rank"));
+  }
   const bool steps_itself =
       named.has_value() ? zero3::HasRootsOfItsOwn(*named, groups) ||
                               (zero3::HasSparseMomentum(module, optimizer) && world_size() == 1)

@@ -41,8 +41,8 @@ enum class Access : uint8_t {
 };
 
 // Whether what the calling thread writes is written alike by all ranks of a job: in the step of an
-// optimizer of the trainer's, in a collective operation. Ranks after the first then change copies
-// of weights in place, and the first one's count; otherwise that is OFD-1606.
+// optimizer of the trainer's, in a collective operation. What ranks make of weights in place is
+// then not compared; otherwise one that differs is OFD-1606. The first rank's counts in any case.
 bool WritesAlike();
 void SetWritesAlike(bool alike);
 

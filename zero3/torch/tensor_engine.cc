@@ -997,14 +997,16 @@ void TensorEngine::CheckGradientsOfWeights(std::span<const GroupUpdate> updates)
 }
 
 void TensorEngine::FollowEdits(uint32_t id) {
-  const std::vector<float> master = weights_[id]->FollowEdits();
-  if (master.empty()) return;
+  const std::optional<std::vector<float>> master = weights_[id]->FollowEdits();
+  if (!master.has_value()) return;
   const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
-    std::memcpy(attachment_->region() + offset, master.data() + begin, count * sizeof(float));
+    std::memcpy(attachment_->region() + offset, master->data() + begin, count * sizeof(float));
     return absl::OkStatus();
   };
-  ThrowIfError(StreamIn(id, proto::Plane::kMaster, fill),
-               absl::StrCat("parameter ", Key(declared_[id].name)));
+  absl::Status put;
+  if (attachment_->rank() == 0) put = StreamIn(id, proto::Plane::kMaster, fill);
+  put.Update(attachment_->EndPut(id, /*digest=*/0));
+  ThrowIfError(put, absl::StrCat("parameter ", Key(declared_[id].name)));
 }
 
 void TensorEngine::FollowVersions(std::span<const at::Tensor> tensors) const {
@@ -1161,7 +1163,11 @@ at::Tensor TensorEngine::Gather(const at::Tensor& parameter, const std::string& 
                                    : master;
   if (plane == "master") {
     attachment_->EndRaw();
-    FollowEdits(id);
+    if (attachment_->world_size() == 1) {
+      FollowEdits(id);
+    } else if (weights_[id]->IsItsMaster()) {  // ranks put together, and this one may be alone
+      return Gather(parameter, "weight").to(master);
+    }
   }
   at::Tensor gathered =
       at::empty_strided(parameter.sizes(), parameter.strides(), at::TensorOptions().dtype(dtype));

@@ -121,6 +121,7 @@ void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& optio
   DropFromDevice();
   half_loaded_ = absl::StartsWith(failure, "1");
   if (!failure.empty()) ThrowStatus(absl::AbortedError(failure.substr(1)));
+  for (WeightResidency* const weight : weights_) weight->Stepped();
 }
 
 void TensorEngine::LoadAlone(const std::string& path, const LoadOptions& options) {

@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/bytes_digest.h"
 #include "base/crc32c.h"
 #include "base/error.h"
 #include "base/status_macros.h"
@@ -109,13 +110,20 @@ void WeightResidency::Pin(Access access) {
     CheckGivenLocked(writes);
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
     if (raw_.is_shown() && state_ != State::kMoving) {
+      if (writes && attachment_->world_size() > 1 && Pins::CountOwn(this) == 0) {
+        // Ranks write together, whichever of them has used a pointer.
+        lock.unlock();
+        EndRaw(/*wait=*/true);
+        lock.lock();
+        continue;
+      }
       if (PinRaw(access, lock)) return;
       continue;
     }
     if (state_ == State::kWriting || (state_ == State::kReading && !writes)) {
       if (state_ == State::kReading && device() != nullptr) device()->Pin(tensor_);
       if (pins_ == 0) swap_.PointTo(bytes_, /*throws=*/false);
-      AddPin();
+      AddPin(access);
       return;
     }
     // An operation that reads may call one that writes: then all uses are this thread's, and it may
@@ -150,12 +158,13 @@ void WeightResidency::Pin(Access access) {
   bytes_ = bytes;
   swap_.PointTo(bytes, /*throws=*/false);
   state_ = writes ? State::kWriting : State::kReading;
-  AddPin();
+  AddPin(access);
 }
 
-void WeightResidency::AddPin() {
+void WeightResidency::AddPin(Access access) {
   ++pins_;
   ++uses_;
+  is_compared_ |= access == Access::kWrite && attachment_->world_size() > 1 && !WritesAlike();
   holders_.push_back(std::this_thread::get_id());
   changed_.NotifyAll();
 }
@@ -404,7 +413,7 @@ bool WeightResidency::PinRaw(Access access, Lock& lock) {
   }
   if (writes && !raw_.was_written()) raw_.AllowWriting();
   if (pins_ == 0 || state_ == State::kHome) swap_.PointTo(swap_.home(), /*throws=*/false);
-  AddPin();
+  AddPin(access);
   return true;
 }
 
@@ -497,34 +506,56 @@ bool WeightResidency::EndRaw(bool wait) {
 // A page that may be written is not yet a weight that was: a master keeps its fp32 value under a
 // weight whose bytes are the same, as in memory.
 absl::Status WeightResidency::PutRaw() {
-  if (HasMaster() && !SeesVersion() && has_residual_) {
-    OFFLOAD_ASSIGN_OR_RETURN(const Compared with_job, CompareInBlocks(swap_.home()));
-    OFFLOAD_ASSIGN_OR_RETURN(const bool is_none, SeeHidden(with_job));
-    if (is_none) return absl::OkStatus();
+  const uint64_t digest = TakeDigest(swap_.home());
+  if (!HasMaster() || SeesVersion() || !has_residual_)
+    return attachment_->StreamIn(tensor_, swap_.home(), digest);
+  OFFLOAD_ASSIGN_OR_RETURN(const Compared with_job, CompareInBlocks(swap_.home()));
+  if (attachment_->rank() > 0) {
+    OFFLOAD_RETURN_IF_ERROR(attachment_->EndPut(tensor_, digest));
+    OFFLOAD_ASSIGN_OR_RETURN(const Compared with_new, CompareInBlocks(swap_.home()));
+    NoteHidden(with_job.crc, with_new.crc);
+    return absl::OkStatus();
   }
-  return attachment_->StreamIn(tensor_, swap_.home());
+  OFFLOAD_ASSIGN_OR_RETURN(const bool is_none, SeeHidden(with_job));
+  return is_none ? attachment_->EndPut(tensor_, digest)
+                 : attachment_->StreamIn(tensor_, swap_.home(), digest);
 }
 
 // What an operator has written.
 void WeightResidency::PutStaged() {
   const std::byte* const bytes = attachment_->region() + staging_.region_offset();
   if (!HasMaster() || SeesVersion() || !has_residual_)
-    return attachment_->PutWeight(tensor_, staging_.region_offset());
+    return attachment_->PutWeight(tensor_, staging_.region_offset(), TakeDigest(bytes));
+  const uint64_t digest = TakeDigest(bytes);
   const Compared with_job = CompareWithJob(bytes);
-  if (with_job.is_same) return;
+  if (with_job.is_same) return ThrowIfError(attachment_->EndPut(tensor_, digest), subject_);
   const std::vector<std::byte> written(bytes, bytes + size_bytes_);
   staging_.Reset();
   ValueOrThrow(SeeHidden(with_job), subject_);
-  ThrowIfError(attachment_->StreamIn(tensor_, written.data()), subject_);
+  ThrowIfError(attachment_->StreamIn(tensor_, written.data(), digest), subject_);
+}
+
+// The same on a rank after the first.
+void WeightResidency::Follow() {
+  const uint64_t digest = TakeDigest(static_cast<const std::byte*>(private_.get()));
+  const bool is_seen = !HasMaster() || SeesVersion() || !has_residual_;
+  const uint32_t before = is_seen ? 0 : CrcInJob();
+  ThrowIfError(attachment_->EndPut(tensor_, digest), subject_);
+  if (!is_seen) NoteHidden(before, CrcInJob());
+}
+
+// What the first rank knows of an edit, but for the master that it keeps.
+void WeightResidency::NoteHidden(uint32_t crc_before, uint32_t crc_now) {
+  if (crc_before != crc_now && !hidden_.has_value()) hidden_ = Hidden{.crc = crc_before};
 }
 
 // ---- Masters follow edits ----------------------------------------------------------------------
 
 // In memory an edit is seen by the tensor's version, whatever the bytes are, or by a master whose
-// cast is another weight. Ranks put together, and fp32 and fp64 weights are their own masters.
+// cast is another weight. fp32 and fp64 weights are their own masters.
 bool WeightResidency::HasMaster() const {
   const proto::Tensor& tensor = attachment_->tensor(tensor_);
-  return tensor.trainable && torch_device_.is_cpu() && attachment_->world_size() == 1 &&
+  return tensor.trainable && torch_device_.is_cpu() &&
          (tensor.dtype == proto::Dtype::kBFloat16 || tensor.dtype == proto::Dtype::kFloat16);
 }
 
@@ -595,17 +626,21 @@ uint32_t WeightResidency::CrcInJob() {
   return crc;
 }
 
-std::vector<float> WeightResidency::FollowEdits() {
-  if (!HasMaster() || !has_residual_) return {};
+bool WeightResidency::IsItsMaster() const {
+  return HasMaster() && has_residual_ && Version() != version_then_;
+}
+
+std::optional<std::vector<float>> WeightResidency::FollowEdits() {
+  if (!HasMaster() || !has_residual_) return std::nullopt;
   if (Version() != version_then_) {
     // The version alone has changed, or by an operator around the one that wrote (_foreach_*).
     Pins pins;
     pins.Add(this, Access::kWrite);
     pins.Finish();
-    return {};
+    return std::nullopt;
   }
-  if (!hidden_.has_value() || CrcInJob() != hidden_->crc) return {};
-  if (!hidden_->master.empty() || size_bytes_ == 0) return hidden_->master;
+  if (!hidden_.has_value() || CrcInJob() != hidden_->crc || size_bytes_ == 0) return std::nullopt;
+  if (!hidden_->master.empty() || attachment_->rank() > 0) return hidden_->master;
   ThrowStatus(MakeError(
       ErrorId::kUnsupportedModel,
       absl::StrCat(subject_,
@@ -623,16 +658,37 @@ void WeightResidency::Stepped() {
   ForgetHidden();
 }
 
-// Of several ranks only the first changes a weight from its old value.
-void WeightResidency::CheckMayChange(Access access) const {
-  if (access != Access::kWrite || attachment_->rank() == 0 || WritesAlike()) return;
-  ThrowStatus(MakeError(ErrorId::kWeightOfRanks,
-                        absl::StrCat(subject_, " is changed in place by rank ", attachment_->rank(),
-                                     ", and every rank would apply the change")));
+// ---- Several ranks -----------------------------------------------------------------------------
+
+static uint64_t Finished(const BytesDigest& digest) {
+  return std::max<uint64_t>(digest.Finish(), 1);
+}
+
+// Of what is put, which the daemon compares with that of the other ranks; 0: it was not made from
+// the old value, and the first rank's counts whatever it is.
+uint64_t WeightResidency::TakeDigest(const std::byte* bytes) {
+  if (!std::exchange(is_compared_, false)) return 0;
+  BytesDigest digest;
+  digest.Update(bytes, size_bytes_);
+  return Finished(digest);
+}
+
+// The same of bytes on the device.
+uint64_t WeightResidency::TakeDigestThere(const std::byte* bytes) {
+  if (!std::exchange(is_compared_, false)) return 0;
+  constexpr size_t kBlockBytes = size_t{1} << 20;
+  static_assert(kBlockBytes % BytesDigest::kBlockBytes == 0);
+  std::vector<std::byte> block(std::min(size_bytes_, kBlockBytes));
+  BytesDigest digest;
+  for (size_t begin = 0; begin < size_bytes_; begin += kBlockBytes) {
+    const size_t length = std::min(size_bytes_ - begin, kBlockBytes);
+    CopyToHost(block.data(), bytes + begin, length, torch_device_);
+    digest.Update(block.data(), length);
+  }
+  return Finished(digest);
 }
 
 std::byte* WeightResidency::MakePrivate(Access access) {
-  CheckMayChange(access);
   private_ = c10::GetCPUAllocator()->allocate(size_bytes_);
   if (access == Access::kWrite) {
     std::memcpy(private_.get(), ValueOrThrow(attachment_->session().Acquire(tensor_), subject_),
@@ -645,7 +701,6 @@ std::byte* WeightResidency::MakePrivate(Access access) {
 
 // Memory of torch's, since the window has room for what is read only.
 std::byte* WeightResidency::FetchForWritingThere(Access access) {
-  CheckMayChange(access);
   at::Tensor copy = AllocateBytes(size_bytes_, torch_device_);
   auto* const bytes = static_cast<std::byte*>(copy.mutable_data_ptr());
   if (access == Access::kWrite) {
@@ -742,7 +797,7 @@ void WeightResidency::PutBack(Lock& lock) {
     } else if (staging_) {
       PutStaged();
     } else {
-      attachment_->FollowPut(tensor_);
+      Follow();
     }
   } catch (...) {
     failure = std::current_exception();
@@ -758,11 +813,11 @@ void WeightResidency::PutBack(Lock& lock) {
 absl::Status WeightResidency::PutFromDevice() {
   const auto* const bytes = static_cast<const std::byte*>(private_.get());
   const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(tensor_).dtype);
-  const absl::Status put = attachment_->StreamIn(
-      tensor_, [&](uint64_t begin, uint64_t count, std::byte* target) -> absl::Status {
-        CopyToHost(target, bytes + begin * element_bytes, count * element_bytes, torch_device_);
-        return absl::OkStatus();
-      });
+  const auto fill = [&](uint64_t begin, uint64_t count, std::byte* target) -> absl::Status {
+    CopyToHost(target, bytes + begin * element_bytes, count * element_bytes, torch_device_);
+    return absl::OkStatus();
+  };
+  const absl::Status put = attachment_->StreamIn(tensor_, fill, TakeDigestThere(bytes));
   device()->Changed({&tensor_, 1});
   return put;
 }

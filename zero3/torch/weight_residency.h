@@ -80,8 +80,11 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   // A step is about to update it: its master becomes the weight when the tensor's version says that
   // it was written, however it was. Returns the master to put, fp32 in the order of memory, when an
   // edit that no version tells of was taken back by another: in memory the master is what it was.
-  // OFD-1601 when there was no room to keep that.
-  std::vector<float> FollowEdits();
+  // OFD-1601 when there was no room to keep that. Of several ranks all call it; those after the
+  // first, which have no master, get an empty one, whose put they follow.
+  std::optional<std::vector<float>> FollowEdits();
+  // Whether FollowEdits() would make the weight its master.
+  bool IsItsMaster() const;
   // The step was taken, or the tensor's version was changed because of it.
   void Stepped();
 
@@ -97,8 +100,6 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   ~WeightResidency() override;
   static std::atomic<bool> takes_data_;
 
-  void CheckMayChange(Access access) const;
-
   bool IsParameter(const at::Tensor& tensor) const;
   class LeftCopy;
   void TakeData(const at::Tensor& parameter, const at::Tensor& data);
@@ -106,7 +107,7 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   void CheckGivenLocked(bool writes);
   bool PinRaw(Access access, Lock& lock);
   std::byte* CopyForReading();
-  void AddPin();
+  void AddPin(Access access);
   void WaitForOthers(Lock& lock);
   std::byte* FetchForReading();
   std::byte* FetchForWriting(Access access);
@@ -133,6 +134,10 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   absl::StatusOr<Compared> CompareInBlocks(const std::byte* bytes) const;
   uint32_t CrcInJob();
   void PutStaged();
+  void Follow();
+  void NoteHidden(uint32_t crc_before, uint32_t crc_now);
+  uint64_t TakeDigest(const std::byte* bytes);
+  uint64_t TakeDigestThere(const std::byte* bytes);
 
   // Null for the memory of the host.
   DeviceMemory* device() const { return attachment_->device(); }
@@ -151,6 +156,7 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   std::byte* bytes_ = nullptr;                         // kReading, kWriting
   bool acquired_ = false;                              // the session's pin is ours
   Staging::Piece staging_;                             // kWriting
+  bool is_compared_ = false;  // what is written is made from the old value, as on all ranks
   // kReading: bytes that do not take room of the window. kWriting, on a device: what is put back;
   // of ranks after the first: what they write does not count.
   c10::DataPtr private_;
