@@ -536,6 +536,41 @@ TEST_F(AttachTest, UnsupportedOptionsAreRefused) {
   ExpectError(1601, "scale", [&] { engine_->AdamW(*model_, torch::optim::AdamWOptions(1e-3)); });
 }
 
+TEST_F(AttachTest, NumbersThatCannotBeAreRefusedByName) {
+  setenv("OFFLOADD_DISABLE", "0", 1);
+  model_ = MakeModel(at::kFloat);
+  const auto refuses = [&](const std::string& text, int Options::*number, int value,
+                           int world_size = 0) {
+    Options options = OptionsFor(*model_, {"numbers"});
+    options.world_size = world_size;
+    options.*number = value;
+    ExpectError(1002, text, [&] { Engine::Open(options); });
+  };
+  refuses("generations is -1", &Options::generations, -1);
+  refuses("update_threads is -4", &Options::update_threads, -4);
+  refuses("world_size is -1", &Options::world_size, -1);
+  refuses("rank is -1", &Options::local_rank, 0, /*world_size=*/2);
+  refuses("rank is 3, and world_size is not set", &Options::rank, 3);
+  refuses("local_rank is 0, and world_size is not set", &Options::local_rank, 0);
+  refuses("local_world_size is 2, and world_size is not set", &Options::local_world_size, 2);
+}
+
+TEST_F(AttachTest, AWayOutOfSeveralReasonsIsSaidOnce) {
+  setenv("OFFLOADD_DISABLE", "0", 1);
+  model_ = MakeModel(at::kFloat);
+  engine_ = Engine::Open(OptionsFor(*model_, {"two_types"}));
+  model_->scale.set_data(torch::ones({}, at::kComplexFloat));
+  model_->norm->bias.set_data(torch::ones({kWidth}, at::kComplexDouble));
+  ExpectError(1601, "are supported. Convert the module, module->to(torch::kFloat), before",
+              [&] { engine_->SGD(*model_, torch::optim::SGDOptions(1e-3)); });
+  try {
+    engine_->SGD(*model_, torch::optim::SGDOptions(1e-3));
+  } catch (const Error& error) {
+    const std::string text = error.what(), way_out = "Convert the module";
+    EXPECT_EQ(text.find(way_out), text.rfind(way_out)) << text;
+  }
+}
+
 TEST_F(AttachTest, StepInAThreadThatFlushesDenormalsIsRefused) {
   Open({"denormals"});
   Loss(*model_, 0, false).backward();

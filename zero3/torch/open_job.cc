@@ -5,26 +5,51 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "base/error.h"
 #include "proto/slab_layout.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
+namespace {
+
+// Throws OFD-1002 for less than `least`.
+uint32_t AtLeast(int least, const char* name, int value) {
+  if (value >= least) return static_cast<uint32_t>(value);
+  ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat(name, " is ", value),
+                        absl::StrCat("Set it to ", least, " or more, or leave it out")));
+}
+
+// Without the number of ranks the others would count for nothing, and each rank would train alone.
+void CheckNamesNoRank(const Options& options) {
+  const auto refuse = [](const char* name, int value) {
+    ThrowStatus(MakeError(ErrorId::kBadValue,
+                          absl::StrCat(name, " is ", value, ", and world_size is not set"),
+                          "Set rank and world_size both, or leave them to the launcher"));
+  };
+  if (options.rank != -1) refuse("rank", options.rank);
+  if (options.local_rank != -1) refuse("local_rank", options.local_rank);
+  if (options.local_world_size != 0) refuse("local_world_size", options.local_world_size);
+}
+
+}  // namespace
 
 client::World WorldOf(const Options& options) {
   const absl::StatusOr<client::World> launched =
       client::WorldFromEnvironment(client::EnvironmentOfProcess(), ::getppid());
   client::World world = launched.value_or(client::World());
   if (options.world_size == 0) {
+    CheckNamesNoRank(options);
     ThrowIfError(launched.status());
   } else {
-    const auto given = [](int value, int otherwise, int none) {
-      return static_cast<uint32_t>(value == none ? otherwise : value);
-    };
-    world.rank = static_cast<uint32_t>(options.rank);
-    world.world_size = static_cast<uint32_t>(options.world_size);
-    world.local_rank = given(options.local_rank, options.rank, -1);
-    world.local_world_size = given(options.local_world_size, options.world_size, 0);
+    world.world_size = AtLeast(1, "world_size", options.world_size);
+    world.rank = AtLeast(0, "rank", options.rank);
+    world.local_rank =
+        options.local_rank == -1 ? world.rank : AtLeast(0, "local_rank", options.local_rank);
+    world.local_world_size = options.local_world_size == 0
+                                 ? world.world_size
+                                 : AtLeast(1, "local_world_size", options.local_world_size);
     world.launcher = "options";
   }
   if (options.run_id != "auto") world.run_id = options.run_id;
@@ -47,8 +72,8 @@ OpenedJob OpenJob(const Options& options, const client::World& world, uint64_t r
   job.io_engine = options.io;
   job.durability = options.durability;
   job.update_in_backward = options.update_in_backward;
-  job.generations = static_cast<uint32_t>(std::max(options.generations, 0));
-  job.update_threads = static_cast<uint32_t>(std::max(options.update_threads, 0));
+  job.generations = AtLeast(0, "generations", options.generations);
+  job.update_threads = AtLeast(0, "update_threads", options.update_threads);
   opened.info = ValueOrThrow(opened.session->OpenJob(job));
   return opened;
 }

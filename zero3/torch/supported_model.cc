@@ -141,7 +141,8 @@ class Refusal {
     std::vector<std::string> what, fixes;
     for (const auto& [reason, names] : reasons_) {
       what.push_back(Say(reason, names));
-      fixes.push_back(reason.fix);
+      if (std::find(fixes.begin(), fixes.end(), reason.fix) == fixes.end())
+        fixes.push_back(reason.fix);
     }
     ThrowStatus(MakeError(ErrorId::kUnsupportedModel, absl::StrJoin(what, "; "),
                           absl::StrJoin(fixes, ". ")));
