@@ -626,6 +626,20 @@ TEST_F(AttachTest, ResumedRunContinuesAsIfItHadNotStopped) {
   ExpectEqual(whole, parts);
 }
 
+TEST_F(AttachTest, AnOperatorThatThrowsLeavesTheWeightThatItWasToOverwrite) {
+  Open({"thrown"});
+  const torch::NoGradGuard no_grad;
+  Tensor& weight = model_->up->weight;
+  const Tensor before = weight.clone();
+  EXPECT_THROW(weight.copy_(torch::zeros({3, 3, 3})), c10::Error);
+  EXPECT_THROW(weight.uniform_(1, -1), c10::Error);
+  EXPECT_THROW(weight.normal_(0, -1), c10::Error);
+  EXPECT_THROW(weight.fill_(torch::zeros({2})), c10::Error);
+  EXPECT_TRUE(torch::equal(weight, before));
+  EXPECT_TRUE(torch::equal(engine_->Gather(weight), before));
+  Close();
+}
+
 TEST_F(AttachTest, BackwardThatThrowsLeavesARunnableModel) {
   Open({"thrown"});
   for (int attempt = 0; attempt < 2; ++attempt) {

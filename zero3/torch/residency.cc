@@ -106,6 +106,7 @@ void Pins::Finish(Completion* done) {
 }
 
 Pins::~Pins() {
+  for (Residency* const residency : residencies_) residency->Abandon();
   try {
     Finish();
   } catch (...) {  // an operator is failing already, with its own reason

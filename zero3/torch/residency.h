@@ -81,6 +81,9 @@ class Residency : public StorageSwap::Owner {
   // go, and stores what was written. Throws offload::Error when that fails; the pin is gone
   // nevertheless. What fails after `done` is thrown by the next Pin().
   virtual void Unpin(Completion* done) = 0;
+  // The operation has thrown: what it was to overwrite without looking stays what it was. Before
+  // its Unpin().
+  virtual void Abandon() {}
   // Answers an operator whose first argument is a tensor over the whole storage; false: run the
   // kernel.
   virtual bool Serve(Special special, torch::jit::Stack* stack) { return false; }
@@ -163,7 +166,8 @@ class Pins {
   Pins& operator=(const Pins&) = delete;
 
   void Add(Residency* residency, Access access);
-  // Unpins, and throws the first failure. Without it the destructor unpins and is silent.
+  // Unpins, and throws the first failure. Without it the operation has thrown: the destructor
+  // unpins and is silent.
   void Finish(Completion* done = nullptr);
   // Takes part in the unpinning of a residency that is pinned already.
   void AddPinned(Residency* residency);

@@ -158,7 +158,14 @@ void WeightResidency::Pin(Access access) {
   bytes_ = bytes;
   swap_.PointTo(bytes, /*throws=*/false);
   state_ = writes ? State::kWriting : State::kReading;
+  is_overwritten_ = access == Access::kOverwrite;
   AddPin(access);
+}
+
+// The copy never had the weight's bytes.
+void WeightResidency::Abandon() {
+  Lock lock(mutex_);
+  is_abandoned_ = state_ == State::kWriting && is_overwritten_ && uses_ == 1;
 }
 
 void WeightResidency::AddPin(Access access) {
@@ -792,7 +799,9 @@ void WeightResidency::PutBack(Lock& lock) {
   lock.unlock();
   std::exception_ptr failure;
   try {
-    if (device() != nullptr) {
+    if (std::exchange(is_abandoned_, false)) {
+      // Nothing was written.
+    } else if (device() != nullptr) {
       ThrowIfError(PutFromDevice(), subject_);
     } else if (staging_) {
       PutStaged();

@@ -50,6 +50,7 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
 
   void Pin(Access access) override;
   void Unpin(Completion* done) override;
+  void Abandon() override;
   // A tensor over the storage that the program knows as a parameter.
   void AddParameter(const at::Tensor& tensor) {
     parameters_.push_back(tensor.unsafeGetTensorImpl());
@@ -149,8 +150,10 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   WaitQueue changed_;
   State state_ = State::kInitial;
   bool closed_ = false;
-  int pins_ = 0;  // operators between Pin() and Unpin()
-  int uses_ = 0;  // these, and those that an accelerator still runs: the bytes stay
+  bool is_overwritten_ = false;  // by who writes it, without looking
+  bool is_abandoned_ = false;    // and who has thrown
+  int pins_ = 0;                 // operators between Pin() and Unpin()
+  int uses_ = 0;                 // these, and those that an accelerator still runs: the bytes stay
   absl::InlinedVector<WaitGraph::Thread, 4> holders_;  // one per pin
   WaitGraph::Thread mover_;                            // kMoving
   std::byte* bytes_ = nullptr;                         // kReading, kWriting
