@@ -19,6 +19,7 @@
 #include <torch/nn/functional.h>
 #include <torch/nn/modules.h>
 #include <torch/nn/utils/clip_grad.h>
+#include <torch/optim.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
 #include <unistd.h>
