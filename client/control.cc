@@ -106,6 +106,7 @@ v1::StepRequest StepHead(const StepCommand& command) {
   if (command.has_trainer_state) request.set_trainer_state(command.trainer_state);
   request.set_tensor_count(static_cast<uint32_t>(command.updates.size()));
   request.set_passes(command.passes);
+  request.set_partial(command.is_partial);
   return request;
 }
 

@@ -94,6 +94,9 @@ struct StepCommand {
   bool has_trainer_state = false;
   std::string trainer_state;
   uint32_t passes = 0;  // with several ranks: backward passes that this one has made
+  // The caller has what further tensors become with this step, and puts it before the next one that
+  // is not partial, or before EndLoad(): nothing is committed in between. One rank, in an interval.
+  bool is_partial = false;
 };
 
 using Ticket = uint64_t;  // never 0

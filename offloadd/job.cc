@@ -122,7 +122,7 @@ void Job::Shutdown(std::function<void()> done) {
 }
 
 // Moves towards the end: updates first, then a commit of steps that wait for one. Unsettled puts go
-// with the open epoch.
+// with the open epoch, and so do partial steps.
 void Job::Drain() {
   if (phase() != JobPhase::kClosing || OffLoopIsBusy()) return;
   if (IsSealed() && !context_.failed()) {
@@ -229,8 +229,9 @@ void Job::EndLoad(Done done) {
   if (absl::Status status = Check(JobCall::kEndLoad); !status.ok()) return done(std::move(status));
   if (StepIsReady() || transfers_->putting())
     return done(WrongState("EndLoad while a step or puts are under way"));
-  const bool loaded = std::exchange(context_.unsettled_puts, false);
-  if (!loaded || !executor_->HasUncommitted()) return done(absl::OkStatus());
+  const bool loaded = context_.is_unsettled();
+  context_.unsettled_puts = context_.is_partial = false;
+  if (!loaded || !(executor_->busy() || executor_->HasUncommitted())) return done(absl::OkStatus());
   executor_->CommitSoon();
   durable_waiters_.push_back(
       {step_,
@@ -340,8 +341,8 @@ void Job::StartRecordedStep() {
   if (!StepIsReady() || !executor_->MayBegin()) return;
   if (gradients_ != nullptr && !gradients_->IsSettled()) return;
   if (transfers_->putting()) return;  // they came before it
-  // Between two steps it is the turn of a change of snapshots.
-  if (!changes_.empty() && !NeedsGrowth(changes_.front())) return;
+  // Between two steps it is the turn of a change of snapshots, which a partial one lets wait.
+  if (!changes_.empty() && !NeedsGrowth(changes_.front()) && !context_.is_partial) return;
   absl::StatusOr<StepPlan> plan = TakeStep();
   if (!plan.ok()) {
     if (gradients_ != nullptr) gradients_->CancelStep();
@@ -428,8 +429,9 @@ void Job::OnStepDone() {
 }
 
 void Job::WaitDurable(StepDone done) {
-  if (absl::Status status = Check(JobCall::kWaitDurable); !status.ok())
-    return done(std::move(status));
+  absl::Status status = Check(JobCall::kWaitDurable);
+  if (status.ok() && context_.is_partial) status = WrongState("WaitDurable after a partial step");
+  if (!status.ok()) return done(std::move(status));
   if (!executor_->busy() && store_->committed().epoch == step_) return done(step_);
   executor_->Hurry();
   executor_->CommitSoon();
@@ -438,6 +440,7 @@ void Job::WaitDurable(StepDone done) {
 
 absl::StatusOr<uint64_t> Job::Checkpoint() {
   OFFLOAD_RETURN_IF_ERROR(Check(JobCall::kCheckpoint));
+  if (context_.is_partial) return WrongState("Checkpoint after a partial step");
   executor_->CommitSoon();
   return step_;
 }

@@ -20,6 +20,8 @@
 //   * Every call is answered once, also when its rank or the daemon goes away.
 //   * A job ends drained: no transfer or computation is under way, every recorded step is committed
 //   unless the job has failed, the store is closed. Its memories stay until the object goes.
+//   * Partial steps are no state of the job: nothing is committed, and no snapshot made, until a
+//   whole one or the end of a load; where neither comes the job ends at its last commit.
 //   * Only a step or the end of a load makes puts durable. What was put since is in no commit and
 //   in no snapshot, and is gone when the job ends, however it ends.
 //   * A snapshot is made or deleted between two steps, when all of them are committed.

@@ -77,6 +77,9 @@ struct JobContext {
   // Puts lie in the open epoch that no step and no end of a load has made part of it: nothing is
   // committed while it is so. All steps are committed then.
   bool unsettled_puts = false;
+  // The last step was partial: what other tensors have become its rank has elsewhere, so that
+  // nothing is committed before the next whole step or the end of a load.
+  bool is_partial = false;
   bool changing_snapshots = false;  // or about to: no put begins, and nothing is committed
   uint32_t writes_in_flight = 0;
   uint32_t writes_aside = 0;  // of these: to places that are in no epoch (UpdateAhead)
@@ -100,6 +103,8 @@ struct JobContext {
     return catalogue.store_tensors[index];
   }
   bool failed() const { return !failure.ok(); }
+  // What there is may not be committed.
+  bool is_unsettled() const { return unsettled_puts || is_partial; }
 
   // Of a tensor, by all ranks: a rank acquires after it has looked, so both look in one order
   // (shm_abi.h).

@@ -42,7 +42,10 @@ nlohmann::ordered_json Table(const JobSimulationResult& sum) {
           {"extents updated ahead of a step", sum.used_ahead},
           {"of no use", sum.lost_ahead},
           {"newer states found", sum.newer_states_found},
-          {"launches that lost puts", sum.puts_dropped}};
+          {"launches that lost puts", sum.puts_dropped},
+          {"partial steps", sum.partial_steps},
+          {"launches that lost partial steps", sum.partial_dropped},
+          {"ends of loads after them", sum.partial_loads}};
 }
 
 int Main(int argc, char** argv) {

@@ -44,6 +44,8 @@ struct SimulatedPlan {
   uint32_t world_size = 1;
   proto::MemoryPlan memory;
   proto::SlabLayout layout;
+  // Tensors that this launch updates elsewhere, and puts now and then.
+  std::set<uint32_t> elsewhere;
   bool holds_all = false;  // the window, so that ranks may keep pins while they wait
   // Of a region.
   uint64_t pins_offset = 0, slots_offset = 0, slot_bytes = 0, transfer_offset = 0;
@@ -80,6 +82,8 @@ struct StepScript {
   std::vector<std::set<uint32_t>> named;                         // in the step, by rank
   std::set<uint32_t> own;                                        // gradients that the trainer wrote
   float gradient_scale = 1;
+  bool is_partial = false;     // some tensors have become something else elsewhere
+  bool hides_partial = false;  // a mistake: and it does not say so
   Refusal refusal = Refusal::kNone;
   std::vector<std::optional<std::string>> trainer_states;  // by rank
 
@@ -242,6 +246,8 @@ class Simulation {
   void EndEndLoad(const absl::Status& status);
   void ApplyStep(StepScript& script, const absl::StatusOr<uint64_t>& durable_step);
   void KnowDurable(uint64_t step);
+  // The last step was partial, and nothing has made it whole.
+  bool is_partial() const { return is_partial_; }
   // An error that a rank has got: false when nothing has happened that may lead to one.
   bool MayFail() const { return may_fail_; }
   void Violate(std::string what);
@@ -250,7 +256,8 @@ class Simulation {
  private:
   struct Version {
     JobState state;
-    bool is_load = false;  // by EndLoad
+    bool is_load = false;     // by EndLoad
+    bool is_partial = false;  // no state that may be found
   };
   struct Snapshot {
     std::vector<JobState> candidates;
@@ -262,6 +269,10 @@ class Simulation {
   void ChooseModel();
   void ChooseLaunch();
   void ChooseRates();
+  void ChooseElsewhere();
+  bool IsBundled(uint32_t tensor) const {
+    return plan_.catalogue.store_tensors[plan_.catalogue.placements[tensor].store_tensor].bundle;
+  }
   void ChooseMemory();
   void ChooseGradientHomes();
   void ChooseRegions();
@@ -294,6 +305,8 @@ class Simulation {
   bool IsOver() const;
   bool AllAreGone() const;
   void SayWhoWaits();
+  size_t OldestThatMayBeFound() const;
+  std::vector<JobState> StatesThatMayBeFound() const;
   void Judge();
   void JudgeSnapshots(swap::Store& store);
 
@@ -306,6 +319,7 @@ class Simulation {
   bool favours_ahead_ = false;    // much may be updated before it is called for
   bool favours_replans_ = false;  // places may pass between pipeline and what stays
   bool favours_beside_ = false;   // intervals of a slow drive end while steps go on
+  bool favours_partial_ = false;  // steps of one rank that are partial
   std::vector<proto::Tensor> tensors_;
 
   // A launch.
@@ -330,12 +344,14 @@ class Simulation {
   // The model.
   JobState now_;
   bool has_unsettled_puts_ = false;
+  bool is_partial_ = false;
   bool is_load_begun_ = false;
-  bool is_loading_ = false;                  // EndLoad is called with puts
-  std::vector<std::string> trainer_states_;  // by rank
-  std::vector<Bytes> sums_;                  // by tensor: of this launch's last gradients
-  std::vector<Version> versions_;            // begun; the first durable or later
-  size_t durable_ = 0;                       // index of the last one that is known to be
+  bool is_loading_ = false;  // EndLoad is called with puts, or after a partial step
+  bool was_partial_ = false, had_unsettled_puts_ = false;  // before it
+  std::vector<std::string> trainer_states_;                // by rank
+  std::vector<Bytes> sums_;        // by tensor: of this launch's last gradients
+  std::vector<Version> versions_;  // begun; the first durable or later
+  size_t durable_ = 0;             // index of the last one that is known to be
   std::map<std::string, Snapshot> snapshots_;
 };
 

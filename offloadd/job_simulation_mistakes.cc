@@ -29,6 +29,7 @@ void Simulation::PlantMistake() {
   switch (options_.mistake) {
     case PlantedMistake::kNone:
     case PlantedMistake::kControl:
+    case PlantedMistake::kHidesPartial:  // a script does
       return;
     case PlantedMistake::kChangesAmid:
       has_mistaken_ = ChangesAmid();

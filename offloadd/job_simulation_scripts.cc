@@ -51,11 +51,16 @@ void Simulation::ChooseModel() {
   favours_ahead_ = random_.OneIn(4);
   favours_replans_ = options_.mistake != PlantedMistake::kNone || random_.OneIn(6);
   favours_beside_ = !favours_replans_ && !favours_ahead_ && random_.OneIn(5);
+  favours_partial_ = !favours_replans_ && !favours_ahead_ && !favours_beside_ && random_.OneIn(5);
+  if (options_.mistake == PlantedMistake::kHidesPartial)
+    favours_partial_ = true, favours_ahead_ = favours_replans_ = favours_beside_ = false;
   const uint64_t count = (favours_replans_ ? 4 : 2) + random_.Below(3);
   // Places pass only where all are of one size.
   const uint64_t equal_elements = proto::kBundledElementsMax + 1 + random_.Below(3000);
   const Dtype equal_dtype = random_.OneIn(2) ? Dtype::kFloat32 : Dtype::kBFloat16;
-  const uint64_t bundled_in_four = favours_ahead_ || random_.OneIn(8) ? 0 : 3;
+  const uint64_t bundled_in_four = favours_ahead_ || random_.OneIn(8) ? 0
+                                   : favours_partial_                 ? 1
+                                                                      : 3;
   for (uint64_t i = 0; i < count; ++i) {
     const uint64_t elements =
         favours_replans_ ? equal_elements : ChooseElements(random_, bundled_in_four);
@@ -83,6 +88,11 @@ void Simulation::ChooseLaunch() {
   if (favours_beside_) plan_.interval = 2 + random_.Below(2);
   if (options_.mistake == PlantedMistake::kChangesAmid) plan_.interval = 1;
   if (options_.mistake == PlantedMistake::kDropsUnwritten) plan_.interval = 3;
+  if (favours_partial_ && !random_.OneIn(6)) {
+    plan_.world_size = 1;
+    plan_.interval = 2 + random_.Below(3);
+  }
+  ChooseElsewhere();
   plan_.update_in_backward = random_.OneIn(4) ? "never" : "auto";
   plan_.gradient_sum = plan_.world_size > 1 && random_.OneIn(4);
   ChooseMemory();
@@ -101,10 +111,20 @@ void Simulation::ChooseLaunch() {
   steps_left_ = static_cast<uint32_t>(
       favours_replans_
           ? kStepsReplansLeast + random_.Below(kStepsReplansMost - kStepsReplansLeast + 1)
-          : random_.Below(kSteps + 1) + (favours_beside_ ? plan_.interval : 0));
+          : random_.Below(kSteps + 1) + (favours_beside_ || favours_partial_ ? plan_.interval : 0));
   slowness_.clear();
   for (uint32_t rank = 0; rank < plan_.world_size; ++rank)
     slowness_.push_back(random_.OneIn(3) ? 1 + random_.Below(20) : 1);
+}
+
+// Whole extents: members of a bundle are written together.
+void Simulation::ChooseElsewhere() {
+  plan_.elsewhere.clear();
+  if (!favours_partial_ || plan_.world_size > 1 || plan_.interval == 1) return;
+  for (uint32_t tensor = 0; tensor < tensors_.size(); ++tensor) {
+    if (tensors_[tensor].trainable && !IsBundled(tensor) && !random_.OneIn(3))
+      plan_.elsewhere.insert(tensor);
+  }
 }
 
 // From drives that give some kilobytes per second to ones that no machine has: what steps measure
@@ -279,8 +299,13 @@ std::shared_ptr<StepScript> Simulation::MakeScript(uint64_t step, bool after_ref
   script->id = ++scripts_made_;
   script->step = step;
   script->exchanges = random_.OneIn(4);
-  if (random_.OneIn(4)) {
+  if (random_.OneIn(plan_.elsewhere.empty() ? 4 : 2)) {
     script->puts = Some(2, /*trainable_only=*/false);
+    // What partial steps have updated is put when they are whole.
+    if (!scripts_.empty() && scripts_.back()->is_partial) {
+      std::erase_if(script->puts,
+                    [this](uint32_t tensor) { return !plan_.elsewhere.contains(tensor); });
+    }
     for (const uint32_t tensor : script->puts) {
       if (!tensors_[tensor].trainable) continue;
       if (random_.OneIn(3)) script->puts_states.insert(tensor);
@@ -294,6 +319,11 @@ std::shared_ptr<StepScript> Simulation::MakeScript(uint64_t step, bool after_ref
     }
     if (plan_.world_size > 1 && random_.OneIn(3))
       script->differing = Some(4, /*trainable_only=*/false);
+  }
+  script->is_partial = !plan_.elsewhere.empty() && !random_.OneIn(3);
+  if (options_.mistake == PlantedMistake::kHidesPartial && script->is_partial && steps_left_ == 0) {
+    script->hides_partial = true;
+    ++result_.mistakes;
   }
   AddRounds(*script);
   ChooseStarts(*script, after_refusal);
@@ -327,6 +357,8 @@ void Simulation::AddRounds(StepScript& script) {
       for (std::vector<uint32_t>& tensors : given) {
         tensors = Some(1, /*trainable_only=*/true);
         while (!tensors.empty() && random_.OneIn(4)) tensors.pop_back();  // skipped
+        std::erase_if(tensors,
+                      [this](uint32_t tensor) { return plan_.elsewhere.contains(tensor); });
       }
       std::vector<uint32_t>& looks = round.looks.emplace_back();
       if (world_size > 1 && (round.goes_on || random_.OneIn(2))) looks = Some(2, true);

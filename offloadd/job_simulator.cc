@@ -60,6 +60,7 @@ void Simulation::Launch() {
   turns_ = 0;
   has_mistaken_ = false;
   has_met_fate_ = is_dead_ = may_fail_ = drive_failed_ = has_unsettled_puts_ = is_loading_ = false;
+  is_partial_ = false;
   fate_ = static_cast<Fate>(random_.OneIn(3) ? 0 : random_.Below(5));
   fate_turn_ = random_.Below(800 * (1 + steps_left_));
   uint64_t fault_turn = random_.OneIn(10) ? 1 + random_.Below(3000) : 0;
@@ -186,6 +187,7 @@ void Simulation::EndLaunch() {
   }
   while (machine_.RunOne()) continue;
   result_.puts_dropped += has_unsettled_puts_;
+  result_.partial_dropped += is_partial_;
   proto::v1::JobStatus status;
   job_->FillStatus(&status);
   result_.replans += status.plan().replans();
@@ -331,10 +333,12 @@ void Simulation::ApplyPut(StepScript& script, uint32_t tensor) {
 }
 
 void Simulation::BeginEndLoad() {
-  is_loading_ = has_unsettled_puts_;
+  was_partial_ = is_partial_;
+  had_unsettled_puts_ = has_unsettled_puts_;
+  is_loading_ = has_unsettled_puts_ || is_partial_;
   is_load_begun_ = false;
   if (!is_loading_) return;
-  has_unsettled_puts_ = false;
+  has_unsettled_puts_ = is_partial_ = false;
   versions_.push_back({now_, /*is_load=*/true});
 }
 
@@ -343,16 +347,19 @@ void Simulation::EndEndLoad(const absl::Status& status) {
   is_loading_ = false;
   if (!status.ok() && !is_load_begun_) {  // refused: nothing has changed
     versions_.pop_back();
-    has_unsettled_puts_ = true;
+    has_unsettled_puts_ = had_unsettled_puts_;
+    is_partial_ = was_partial_;
   }
   if (!status.ok()) return;
+  result_.partial_loads += was_partial_;
   durable_ = versions_.size() - 1;
   ++result_.loads;
 }
 
 void Simulation::KnowDurable(uint64_t step) {
   for (size_t i = durable_ + 1; i < versions_.size(); ++i) {
-    if (!versions_[i].is_load && versions_[i].state.epoch <= step) durable_ = i;
+    const Version& version = versions_[i];
+    if (!version.is_load && !version.is_partial && version.state.epoch <= step) durable_ = i;
   }
 }
 
@@ -393,9 +400,11 @@ void Simulation::ApplyStep(StepScript& script, const absl::StatusOr<uint64_t>& d
   if (has_states) now_.blob = proto::EncodeTrainerStates(trainer_states_);
   now_.epoch = script.step;
   has_unsettled_puts_ = false;
-  versions_.push_back({now_});
+  is_partial_ = script.is_partial;
+  versions_.push_back({now_, /*is_load=*/false, is_partial_});
   KnowDurable(*durable_step);
   ++result_.steps;
+  result_.partial_steps += is_partial_;
   result_.steps_beside_checkpoints +=
       plan_.interval > 1 && *durable_step < (script.step - 1) / plan_.interval * plan_.interval;
 }
@@ -429,8 +438,7 @@ void Simulation::ChangeSnapshots() {
           snapshots_.erase(name);
           return;
         }
-        for (size_t i = durable_; i < versions_.size(); ++i)
-          snapshot.candidates.push_back(versions_[i].state);
+        snapshot.candidates = StatesThatMayBeFound();
         snapshot.is_sure = step.ok();
         result_.snapshots += step.ok();
       });
@@ -464,6 +472,27 @@ void Simulation::JudgeSnapshots(swap::Store& store) {
 
 // ---- After a launch ----------------------------------------------------------------------------
 
+std::vector<JobState> Simulation::StatesThatMayBeFound() const {
+  std::vector<JobState> states;
+  for (size_t i = durable_; i < versions_.size(); ++i) {
+    if (!versions_[i].is_partial) states.push_back(versions_[i].state);
+  }
+  return states;
+}
+
+// Of a launch that has ended with partial steps it is the last checkpoint before them.
+size_t Simulation::OldestThatMayBeFound() const {
+  if (is_dead_ || drive_failed_) return durable_;
+  if (!is_partial_) return versions_.size() - 1;
+  size_t oldest = durable_;
+  for (size_t i = durable_; i < versions_.size(); ++i) {
+    const Version& version = versions_[i];
+    if (!version.is_partial && !version.is_load && version.state.epoch % plan_.interval == 0)
+      oldest = i;
+  }
+  return oldest;
+}
+
 void Simulation::Judge() {
   machine_.DropUnnamedStore();
   if (!machine_.has_store()) {
@@ -474,19 +503,20 @@ void Simulation::Judge() {
   // What was under way when it ended may be there.
   for (auto& [name, snapshot] : snapshots_) {
     if (!snapshot.candidates.empty()) continue;
-    for (size_t i = durable_; i < versions_.size(); ++i)
-      snapshot.candidates.push_back(versions_[i].state);
+    snapshot.candidates = StatesThatMayBeFound();
   }
   machine_.drive()->ClearFaults();
   if (machine_.drive()->is_cut()) machine_.drive()->RestorePower();
   auto store = machine_.OpenToRead();
   if (!store.ok()) return Violate(store.status().ToString());
-  const size_t oldest = is_dead_ || drive_failed_ ? durable_ : versions_.size() - 1;
+  const size_t oldest = OldestThatMayBeFound();
   std::string difference;
   size_t found = versions_.size();
   while (found > oldest) {
     const std::string other =
-        CompareWithStore(plan_.catalogue, versions_[found - 1].state, **store);
+        versions_[found - 1].is_partial
+            ? "the last step is partial"
+            : CompareWithStore(plan_.catalogue, versions_[found - 1].state, **store);
     if (other.empty()) break;
     absl::StrAppend(&difference, difference.empty() ? "" : "; ", other);
     --found;
@@ -526,6 +556,9 @@ void JobSimulationResult::Add(const JobSimulationResult& other) {
   exchanges += other.exchanges;
   checkpoints += other.checkpoints;
   steps_beside_checkpoints += other.steps_beside_checkpoints;
+  partial_steps += other.partial_steps;
+  partial_dropped += other.partial_dropped;
+  partial_loads += other.partial_loads;
   snapshots += other.snapshots;
   snapshots_read += other.snapshots_read;
   deaths += other.deaths;

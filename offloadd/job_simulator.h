@@ -23,6 +23,9 @@
 //   the first rank puts weights                        others see them when they have followed; they
 //                                                      are durable with a step or EndLoad, else gone
 //   ranks make different values of a weight            is refused to all of them, and nothing is put
+//   steps of one rank are partial: it has some         nothing is committed, and no snapshot made,
+//   tensors elsewhere, puts them with a later step,    before a whole step or the end of a load, and
+//   ends a load, or ends                               what is found is never between two of them
 //   gets, looks at spilled sums                        the model's bytes
 //   drives give something else than was assumed,     nothing of all this changes, and every place
 //   a job replans between two steps, and places      in memory has one owner
@@ -45,7 +48,7 @@
 
 namespace offload::daemon {
 
-// What a replan must not do, done by the simulator itself: it is to be found.
+// What a replan, or a rank, must not do, done by the simulator itself: it is to be found.
 enum class PlantedMistake : uint8_t {
   kNone,
   kControl,         // none, in the runs in which the others are planted
@@ -54,6 +57,7 @@ enum class PlantedMistake : uint8_t {
   kStaysUnread,     // what begins to stay is taken as read
   kKeepsBlock,      // a block is never given back
   kHasTwoOwners,    // a block that is given to what stays remains in the pipeline, too
+  kHidesPartial,    // a rank does not say that its last step is partial
 };
 
 struct JobSimulationOptions {
@@ -72,6 +76,8 @@ struct JobSimulationResult {
   uint64_t refused_puts = 0;              // answers to puts and follows of ranks that differ
   uint64_t checkpoints = 0;               // that were asked for
   uint64_t steps_beside_checkpoints = 0;  // that began before an interval's was durable
+  uint64_t partial_steps = 0, partial_dropped = 0;  // and launches that ended with such
+  uint64_t partial_loads = 0;                       // that were ended after them
   uint64_t snapshots = 0, snapshots_read = 0;
   uint64_t deaths = 0, kills = 0, power_cuts = 0, drive_faults = 0;
   uint64_t replans = 0;  // since the drive gave something else than was assumed

@@ -29,14 +29,15 @@ TEST_P(JobSimulatorTest, EverySeedHoldsTwiceWithTheSameTraceAndMeetsEverything) 
     sum.Add(first);
   }
   EXPECT_GT(sum.steps, kSeedsPerPart);
-  for (const uint64_t count : {sum.refused_steps,  sum.acquires,     sum.looks,
-                               sum.spilled_looks,  sum.rounds_anew,  sum.own_gradients,
-                               sum.state_puts,     sum.master_puts,  sum.loads,
-                               sum.gets,           sum.exchanges,    sum.checkpoints,
-                               sum.snapshots_read, sum.deaths,       sum.kills,
-                               sum.power_cuts,     sum.drive_faults, sum.replans,
-                               sum.used_ahead,     sum.lost_ahead,   sum.newer_states_found,
-                               sum.puts_dropped,   sum.refused_puts})
+  for (const uint64_t count : {sum.refused_steps,  sum.acquires,      sum.looks,
+                               sum.spilled_looks,  sum.rounds_anew,   sum.own_gradients,
+                               sum.state_puts,     sum.master_puts,   sum.loads,
+                               sum.gets,           sum.exchanges,     sum.checkpoints,
+                               sum.snapshots_read, sum.deaths,        sum.kills,
+                               sum.power_cuts,     sum.drive_faults,  sum.replans,
+                               sum.used_ahead,     sum.lost_ahead,    sum.newer_states_found,
+                               sum.puts_dropped,   sum.partial_steps, sum.partial_dropped,
+                               sum.partial_loads,  sum.refused_puts})
     EXPECT_GT(count, 0u);
   // Of few seeds hardly one may be of the kind.
   if (!kIsSanitized) {
@@ -78,7 +79,8 @@ INSTANTIATE_TEST_SUITE_P(Mistakes, JobSimulatorMistakeTest,
                          testing::Values(PlantedMistake::kControl, PlantedMistake::kChangesAmid,
                                          PlantedMistake::kDropsUnwritten,
                                          PlantedMistake::kStaysUnread, PlantedMistake::kKeepsBlock,
-                                         PlantedMistake::kHasTwoOwners));
+                                         PlantedMistake::kHasTwoOwners,
+                                         PlantedMistake::kHidesPartial));
 
 }  // namespace
 }  // namespace offload::daemon

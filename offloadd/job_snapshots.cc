@@ -62,7 +62,8 @@ void Job::RunChanges() {
     return;
   }
   if (NeedsGrowth(change)) return GrowFor(change);
-  context_.changing_snapshots = !executor_->busy() && !executor_->HasUncommitted();
+  context_.changing_snapshots =
+      !executor_->busy() && !executor_->HasUncommitted() && !context_.is_partial;
   if (!context_.changing_snapshots) {
     executor_->Hurry();
     return executor_->CommitSoon();

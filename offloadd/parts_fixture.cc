@@ -290,8 +290,9 @@ StepPlan Parts::MakePlanOf(uint64_t step, const std::vector<uint32_t>& tensors) 
   return plan;
 }
 
-void Parts::Begin(uint64_t step, const std::vector<uint32_t>& tensors) {
+void Parts::Begin(uint64_t step, const std::vector<uint32_t>& tensors, bool is_partial) {
   StepPlan plan = MakePlanOf(step, tensors);
+  plan.is_partial = is_partial;
   for (const uint32_t tensor : tensors) {
     now.tensors[tensor] = UpdateValues(context.catalogue, tensor, *now.tensors[tensor],
                                        context.optimizer, GradientOf(step, tensor), 1.0f);

@@ -86,7 +86,7 @@ class Parts {
 
   // ---- Steps.
   // Begins one that updates these tensors with gradients of its own, and says so to the model.
-  void Begin(uint64_t step, const std::vector<uint32_t>& tensors);
+  void Begin(uint64_t step, const std::vector<uint32_t>& tensors, bool is_partial = false);
   // Says that it will come, and that these gradients of it are final.
   void Announce(uint64_t step, const std::vector<uint32_t>& tensors);
   // Made when it is asked for first; not changed after Begin().

@@ -116,6 +116,10 @@ class ResidentState {
     if (found == unwritten_.end()) return false;
     return plane == proto::Plane::kWeight ? found->second.weight : found->second.state;
   }
+  bool HasUnwritten(uint32_t store_tensor) const {
+    const auto found = unwritten_.lower_bound({store_tensor, 0});
+    return found != unwritten_.end() && found->first.first == store_tensor;
+  }
   // An update was computed that leaves some planes.
   void MarkUnwritten(const ExtentUpdate& update) {
     const bool weight = update.left[proto::Plane::kWeight];

@@ -780,6 +780,7 @@ std::vector<proto::v1::StepRequest> SimulatedRank::StepMessages(const StepScript
     message.set_has_trainer_state(true);
     message.set_trainer_state(*script.trainer_states[number_]);
   }
+  message.set_partial(script.is_partial && !script.hides_partial);
   message.set_tensor_count(static_cast<uint32_t>(script.named[number_].size()));
   for (const uint32_t tensor : script.named[number_]) {
     message.add_tensors(tensor);
@@ -830,6 +831,10 @@ void SimulatedRank::AddStep(const std::shared_ptr<StepScript>& script) {
 void SimulatedRank::AddCheckpoint() {
   Then("asks for a checkpoint", [this] {
     const absl::StatusOr<uint64_t> step = job().Checkpoint();
+    if (sim_.is_partial()) {
+      if (step.ok()) sim_.Violate("a checkpoint of a partial step");
+      return true;
+    }
     Answered("Checkpoint", step.status());
     if (!step.ok()) return true;
     if (*step != sim_.epoch()) sim_.Violate("a checkpoint is of another step");
@@ -843,6 +848,11 @@ void SimulatedRank::AddEnd() {
     Then("closes the job", [this] {
       answer_.reset();
       job().WaitDurable([this](const absl::StatusOr<uint64_t>& step) {
+        if (sim_.is_partial()) {
+          if (step.ok()) sim_.Violate("a partial step is durable");
+          answer_ = absl::OkStatus();
+          return;
+        }
         if (step.ok()) sim_.KnowDurable(*step);
         Answered("WaitDurable", step.status());
       });

@@ -142,6 +142,9 @@ absl::StatusOr<StepPlan> MakeStepPlan(const std::vector<proto::v1::StepRequest>&
   if (first.trainer_state().size() > kLimits.trainer_state_bytes_max) {
     return Violation(absl::StrCat("a trainer state of ", first.trainer_state().size(), " bytes"));
   }
+  plan.is_partial = first.partial();
+  if (plan.is_partial && (context.ranks.size() > 1 || !context.durability.has_intervals()))
+    return Violation("a partial step of several ranks, or outside of an interval");
   OFFLOAD_ASSIGN_OR_RETURN(const Groups groups, ReadGroups(first, context.optimizer));
   std::vector<bool> seen(context.catalogue.tensors.size(), false);
   std::map<uint32_t, TaskPlan> tasks;

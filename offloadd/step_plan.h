@@ -30,6 +30,7 @@ struct StepPlan {
   uint64_t step = 0;
   std::optional<std::string> trainer_state;
   std::vector<TaskPlan> tasks;
+  bool is_partial = false;  // the rank has the rest elsewhere
 };
 
 // OFD-1503 for what the client must not send, OFD-1604 for an optimizer that the job was not sealed

@@ -107,6 +107,18 @@ TEST_F(StepPlanTest, AStepMayUpdateNothingAndKeepTheTrainersState) {
   EXPECT_FALSE(plan->trainer_state.has_value());
 }
 
+TEST_F(StepPlanTest, PartialStepsAreOfOneRankInAnInterval) {
+  StepRequest partial = Good();
+  partial.set_partial(true);
+  const std::string text = "a partial step of several ranks, or outside of an interval";
+  ExpectRefused([](StepRequest& step) { step.set_partial(true); }, text);
+  context_.durability = {.steps = 2};
+  EXPECT_TRUE(Plan({partial})->is_partial);
+  EXPECT_FALSE(Plan({Good()})->is_partial);
+  context_.ranks.push_back(context_.ranks.front());
+  ExpectRefused([](StepRequest& step) { step.set_partial(true); }, text);
+}
+
 TEST_F(StepPlanTest, ListsThatDoNotFitTogetherAreRefused) {
   EXPECT_EQ(ErrorIdOf(Plan({}).status()), ErrorId::kProtocol);
   const std::string differ = "lists differ in length";

@@ -342,6 +342,12 @@ void Transfers::Start(const Request& request) {
                                          context_->catalogue.tensors[entry.tensor].name,
                                          "\", whose extent has ", whole)));
   }
+  if (IsPut(entry) && state_->HasUnwritten(placement.store_tensor)) {
+    return Finish(transfer, MakeError(ErrorId::kProtocol,
+                                      absl::StrCat("a put of \"",
+                                                   context_->catalogue.tensors[entry.tensor].name,
+                                                   "\" after a partial step that has updated it")));
+  }
   PlacePlanes(transfer);
 }
 

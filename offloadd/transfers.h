@@ -10,7 +10,8 @@
 //   residual zero, and leaves what the optimizer keeps; one of bf16 masters replaces weight and
 //   residual; one of a state plane replaces that alone. It is unsettled until the next step or the
 //   end of a load, and dropped if neither comes; so it begins only after the commit of every step
-//   before it, which has nothing of it.
+//   before it, which has nothing of it. After partial steps, which no commit has either, it is of
+//   tensors that those have not updated.
 //   * Everything that the drive gave is verified before it reaches the rank.
 //   * Of several ranks the first one's puts count. They come in sequences, each ended by a put of
 //   no elements, and the k-th sequence of a tensor begins when every other rank has put no elements

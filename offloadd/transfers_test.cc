@@ -130,6 +130,40 @@ TEST(TransfersTest, APutWaitsForTheCommitOfTheStepBefore) {
   }
 }
 
+// They commit nothing, whoever asks, and what they have left in memory has to be written before it
+// can be put.
+TEST(TransfersTest, APutAfterPartialStepsIsOfWhatTheyHaveNotUpdated) {
+  PartsOptions options = Options();
+  options.durability = {.steps = 2};
+  options.keeps_weights = options.keeps_state = true;
+  Parts parts(options);
+  const JobState before = parts.now;
+  parts.Begin(1, {0}, /*is_partial=*/true);
+  parts.executor().CommitSoon();
+  parts.Run();
+  parts.Begin(2, {0}, /*is_partial=*/true);
+  parts.Run();
+  parts.executor().CommitSoon();
+  parts.Run();
+  EXPECT_FALSE(parts.executor().HasUncommitted());
+  EXPECT_EQ(parts.committed, std::vector<uint64_t>());
+  const JobState stepped = parts.now;
+  const uint64_t refused = parts.Put(0, Values(parts, 0, 9));
+  parts.Run();
+  EXPECT_EQ(ErrorIdOf(parts.StatusOf(refused)), ErrorId::kProtocol);
+  parts.now = stepped;
+  const uint64_t put = parts.Put(1, Values(parts, 1, 9));
+  parts.Run();
+  EXPECT_TRUE(parts.StatusOf(put).ok()) << parts.StatusOf(put);
+  EXPECT_EQ(parts.committed, std::vector<uint64_t>());
+  EXPECT_EQ(parts.CompareDurable(before), "");
+  parts.Begin(3, {4});
+  parts.executor().CommitSoon();
+  parts.Run();
+  EXPECT_EQ(parts.committed, std::vector<uint64_t>({3}));
+  EXPECT_EQ(parts.CompareDurable(parts.now), "");
+}
+
 TEST(TransfersTest, OnlyAStepOrTheEndOfALoadMakesAPutDurable) {
   Parts parts(Options());
   const JobState before = parts.now;

@@ -58,6 +58,7 @@ void UpdateExecutor::Begin(StepPlan plan) {
           : !commit_.has_value() &&  // from whose end the next interval counts
                 context_->clock->NowSeconds() - committed_seconds_ >= durability.seconds;
   context_->unsettled_puts = false;
+  context_->is_partial = plan.is_partial;
   if (plan.trainer_state.has_value()) trainer_state_ = std::move(plan.trainer_state);
   hurry_ = false;
   updated_ahead_ = update_ahead_.expects() && update_ahead_.HasStarted();
@@ -90,10 +91,11 @@ bool UpdateExecutor::HasNews() const {
 }
 
 bool UpdateExecutor::HasUncommitted() const {
-  return !context_->unsettled_puts && (commit_.has_value() || HasNews());
+  return !context_->is_unsettled() && (commit_.has_value() || HasNews());
 }
 
 void UpdateExecutor::CommitSoon() {
+  if (context_->is_partial) return;
   const bool is_held = commit_.has_value() && commit_->epoch == step_;
   if ((step_.has_value() && !is_held) || (!context_->unsettled_puts && HasNews()))
     commit_asked_ = true;
@@ -123,7 +125,7 @@ bool UpdateExecutor::Turn() {
     }
     if (!started_.empty() || !StartTask()) break;
   }
-  if (step_.has_value() ? unfinished_.empty() : commit_asked_) FinishStep();
+  if (step_.has_value() ? unfinished_.empty() : CommitsStep()) FinishStep();
   ContinueCommit();
   if (MayWorkAhead()) WorkAhead();
   return !order_.empty() && extents_in_flight_ < extents_in_flight_max_;

@@ -78,12 +78,12 @@ class UpdateExecutor {
   void Begin(StepPlan plan);
   // Commits what HasUncommitted() means, without waiting for the end of the interval: together with
   // the step that is under way, else at once. Does nothing when there is nothing, or when the
-  // commit that is under way holds it.
+  // commit that is under way holds it, or after a partial step.
   void CommitSoon();
   // True while a commit is under way; it holds all steps before the one that is.
   bool committing() const { return commit_.has_value(); }
-  // True when a step is written, or puts are settled, that are not committed. Unsettled puts do not
-  // count, and while there are any nothing else does.
+  // True when a step is written, or puts are settled, that are not committed. Unsettled puts and
+  // partial steps do not count, and while there are any nothing else does.
   bool HasUncommitted() const;
 
   // The step that ranks will probably call for, and which of its gradients are final (UpdateAhead).
@@ -183,7 +183,10 @@ class UpdateExecutor {
   void Write(const std::shared_ptr<Extent>& extent);
   void FinishWrite(const std::shared_ptr<Extent>& extent, const absl::Status& status);
   void Release(Extent& extent);
-  bool CommitsStep() const { return step_is_checkpoint_ || commit_asked_; }
+  // What was asked for before a partial step comes with the next whole one.
+  bool CommitsStep() const {
+    return !context_->is_partial && ((step_.has_value() && step_is_checkpoint_) || commit_asked_);
+  }
   bool HasNews() const;
   void ExchangePlaces();
   void FinishStep();
