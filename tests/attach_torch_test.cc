@@ -2,7 +2,6 @@
 // against a real daemon and once with OFFLOADD_DISABLE=1, and everything it can see is compared bit
 // by bit.
 
-#include <dirent.h>
 #include <gtest/gtest.h>
 #include <offload/torch.h>
 #include <signal.h>
@@ -18,11 +17,11 @@
 #include <limits>
 #include <memory>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "tests/private_daemon.h"
 #include "tests/torch_fixture.h"
 #include "zero3/planner.h"
 
@@ -310,25 +309,6 @@ class AttachTest : public testing::Test {
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
   Log log_;
 };
-
-// The private daemon: our only child.
-std::optional<pid_t> FindDaemon() {
-  std::optional<pid_t> found;
-  DIR* const folder = opendir("/proc");
-  while (const dirent* entry = readdir(folder)) {
-    const pid_t pid = atoi(entry->d_name);
-    if (pid <= 0) continue;
-    std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
-    std::string line;
-    std::getline(file, line);
-    std::istringstream fields(line.substr(line.rfind(')') + 1));
-    std::string state;
-    pid_t parent = 0;
-    if (fields >> state >> parent && parent == getpid() && state != "Z") found = pid;
-  }
-  closedir(folder);
-  return found;
-}
 
 TEST_F(AttachTest, RawAccessThatIsRefusedNamesTheParameterAndTheWayOut) {
   setenv("OFFLOADD_DISABLE", "0", 1);

@@ -1,5 +1,6 @@
 #include "zero3/gpu/gpu_plan.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "base/error.h"
@@ -51,6 +52,74 @@ TEST(GpuPlanTest, TheSumNeverExceedsGpuRamAndMoreIsNeverLess) {
   EXPECT_EQ(last.lookahead_bytes, 120 * kMiB);
   EXPECT_EQ(last.gradient_bytes, 110 * kMiB);
   EXPECT_EQ(MakeGpuPlan(Model(), 230 * kMiB)->gradient_bytes, 110 * kMiB);
+}
+
+// The same, of which all but the frozen one could be updated there.
+std::vector<GpuTensor> ModelWithState() {
+  std::vector<GpuTensor> tensors = Model();
+  for (GpuTensor& tensor : tensors) tensor.state_bytes = 5 * tensor.gradient_bytes;
+  return tensors;
+}
+
+TEST(GpuPlanTest, TheTierBeginsWhereAllWeightsAndGradientsFit) {
+  struct Case {
+    uint64_t rest_bytes;  // beside those
+    size_t tensors;
+    uint64_t weight_bytes, state_bytes;
+  };
+  const Case cases[] = {
+      {0, 0, 0, 0},
+      {50 * kMiB, 0, 0, 0},  // the window keeps a place
+      {50 * kMiB + kDeviceAlignment, 1, 10 * kMiB, 50 * kMiB},
+      {149 * kMiB, 2, 20 * kMiB, 100 * kMiB},
+      {500 * kMiB, 9, 90 * kMiB, 450 * kMiB},  // the largest does not fit into what is left
+      {551 * kMiB, 10, 110 * kMiB, 550 * kMiB},
+  };
+  const uint64_t without = 120 * kMiB + 110 * kMiB;
+  for (const Case& expected : cases) {
+    const uint64_t gpu_ram_bytes = without + expected.rest_bytes;
+    const GpuPlan plan = *MakeGpuPlan(ModelWithState(), gpu_ram_bytes);
+    EXPECT_EQ(std::count(plan.stays.begin(), plan.stays.end(), true),
+              static_cast<int64_t>(expected.tensors))
+        << expected.rest_bytes;
+    EXPECT_EQ(plan.tier_weight_bytes, expected.weight_bytes);
+    EXPECT_EQ(plan.tier_state_bytes, expected.state_bytes);
+    EXPECT_EQ(plan.window_bytes + plan.tier_weight_bytes, 120 * kMiB);
+    EXPECT_EQ(plan.lookahead_bytes, plan.window_bytes);
+    EXPECT_EQ(plan.gradient_bytes, 110 * kMiB);
+    EXPECT_EQ(plan.state_bytes, 550 * kMiB);
+    EXPECT_LE(plan.total_bytes(), gpu_ram_bytes);
+    EXPECT_FALSE(plan.Stays(0)) << "it is frozen";
+    EXPECT_FALSE(plan.Stays(11)) << "there is none";
+  }
+  const GpuPlan less = *MakeGpuPlan(ModelWithState(), without - kMiB);
+  EXPECT_TRUE(less.stays.empty());
+}
+
+TEST(GpuPlanTest, ATableOfTheUpdatesHasItsRoomInTheTier) {
+  const uint64_t without = 120 * kMiB + 110 * kMiB + kDeviceAlignment;
+  EXPECT_TRUE(MakeGpuPlan(ModelWithState(), without + 54 * kMiB - 1, 4 * kMiB)->stays.empty());
+  const GpuPlan plan = *MakeGpuPlan(ModelWithState(), without + 54 * kMiB, 4 * kMiB);
+  EXPECT_EQ(plan.tier_state_bytes, 54 * kMiB);
+  EXPECT_EQ(plan.total_bytes(), 120 * kMiB + 110 * kMiB + 54 * kMiB);
+}
+
+TEST(GpuPlanTest, WhereAllStaysTheWindowHasAPlace) {
+  const std::vector<GpuTensor> tensors(3, {kMiB, kMiB, 4 * kMiB});
+  const GpuPlan plan = *MakeGpuPlan(tensors, 18 * kMiB + kDeviceAlignment);
+  EXPECT_EQ(plan.tier_bytes(), 15 * kMiB);
+  EXPECT_EQ(plan.window_bytes, kDeviceAlignment);
+  EXPECT_EQ(plan.total_bytes(), 18 * kMiB + kDeviceAlignment);
+}
+
+TEST(GpuPlanTest, ThePlanSaysWhatIsUpdatedThereOrWhyNothingIs) {
+  EXPECT_THAT(DescribeGpuPlan(*MakeGpuPlan(ModelWithState(), 400 * kMiB), 400 * kMiB),
+              testing::HasSubstr("updated on the device: 3 tensors, 30.0 MiB of weights with "
+                                 "150.0 MiB of optimizer state; put into the job at checkpoints"));
+  EXPECT_THAT(DescribeGpuPlan(*MakeGpuPlan(ModelWithState(), 200 * kMiB), 200 * kMiB),
+              testing::HasSubstr("updated on the device: nothing, since gpu_ram has no room"));
+  EXPECT_THAT(DescribeGpuPlan(*MakeGpuPlan(Model(), 200 * kMiB), 200 * kMiB, "it rains"),
+              testing::HasSubstr("updated on the device: nothing, since it rains"));
 }
 
 TEST(GpuPlanTest, ASmallModelNeedsNoMoreThanItself) {

@@ -1,5 +1,10 @@
 #include "zero3/gpu/gpu_tensors.h"
 
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/string_view.h"
+#include "kernels/device_update.h"
 #include "proto/buffer_tensors.h"
 
 namespace offload::zero3 {
@@ -13,6 +18,46 @@ std::vector<GpuTensor> GpuTensorsOf(std::span<const proto::Tensor> tensors) {
     needs.push_back({size_bytes, tensor.trainable ? size_bytes : 0});
   }
   return needs;
+}
+
+std::string WhyNoTier(const TierConditions& conditions) {
+  if (conditions.durability.steps <= 1)
+    return "durability is not checkpoint:N with N steps, more than one";
+  if (conditions.world_size > 1) return "the job has several ranks";
+  if (!kernels::SupportsDeviceUpdate(conditions.optimizer))
+    return absl::StrCat("devices have no kernel of ", ToAbsl(conditions.optimizer.name()));
+  return "";
+}
+
+std::vector<GpuTensor> GpuTensorsOf(const proto::Catalogue& catalogue,
+                                    const TierConditions& conditions) {
+  std::vector<GpuTensor> needs = GpuTensorsOf(catalogue.tensors);
+  if (!WhyNoTier(conditions).empty()) return needs;
+  for (uint32_t i = 0; i < needs.size(); ++i) {
+    const proto::Tensor& tensor = catalogue.tensors[i];
+    const bool is_bundled = catalogue.store_tensors[catalogue.placements[i].store_tensor].bundle;
+    const bool has_kernel =
+        tensor.dtype == proto::Dtype::kFloat32 || tensor.dtype == proto::Dtype::kBFloat16;
+    if (needs[i].gradient_bytes == 0 || is_bundled || !has_kernel) continue;
+    needs[i].state_bytes = TierPlanesOf(catalogue.planes(i), tensor.element_count).size_bytes;
+  }
+  return needs;
+}
+
+TierPlanes TierPlanesOf(const proto::PlaneSet& planes, uint64_t element_count) {
+  TierPlanes offsets;
+  const auto take = [&](uint64_t size_bytes) {
+    return std::exchange(offsets.size_bytes, offsets.size_bytes + DeviceBytes(size_bytes));
+  };
+  if (planes.Has(proto::Plane::kResidual)) {
+    offsets.residual = take(element_count * sizeof(int16_t));
+    offsets.ties = take(kernels::TieWords(element_count) * sizeof(uint32_t));
+  }
+  for (size_t i = 0; i < proto::kStatePlanes.size(); ++i) {
+    if (planes.Has(proto::kStatePlanes[i])) offsets.state[i] = take(element_count * sizeof(float));
+  }
+  if (offsets.size_bytes == 0) take(1);  // plain SGD of fp32 weights keeps nothing
+  return offsets;
 }
 
 }  // namespace offload::zero3

@@ -22,9 +22,10 @@ constexpr uint64_t kMicroBatches = 3;
 // takes as long as the window has slots, and a plan should not take seconds.
 constexpr size_t kFollowedTensorsMax = 1200;
 
-std::vector<uint64_t> SlotsOf(std::span<const GpuTensor> tensors) {
+std::vector<uint64_t> SlotsOf(std::span<const GpuTensor> tensors, const GpuPlan& plan) {
   std::vector<uint64_t> slots;
-  for (const GpuTensor& tensor : tensors) slots.push_back(DeviceBytes(tensor.weight_bytes));
+  for (const GpuTensor& tensor : tensors)
+    slots.push_back(plan.Stays(slots.size()) ? 0 : DeviceBytes(tensor.weight_bytes));
   return slots;
 }
 
@@ -33,10 +34,11 @@ class PlannedWindow {
  public:
   PlannedWindow(std::span<const GpuTensor> tensors, const GpuPlan& plan)
       : tensors_(tensors),
-        slots_(SlotsOf(tensors)),
+        slots_(SlotsOf(tensors, plan)),
         schedule_(slots_, plan.lookahead_bytes),
         places_(plan.window_bytes),
-        is_coarse_(tensors.size() > kFollowedTensorsMax && plan.window_bytes < plan.weight_bytes),
+        is_coarse_(tensors.size() > kFollowedTensorsMax &&
+                   plan.window_bytes + plan.tier_weight_bytes < plan.weight_bytes),
         arrival_(tensors.size(), 0) {}
 
   void Use(uint32_t tensor) {
@@ -161,16 +163,24 @@ LinkTraffic Follow(std::span<const GpuTensor> tensors, const GpuPlan& plan,
       for (uint32_t tensor = 0; tensor < count; ++tensor) window.Use(tensor);
       for (uint32_t tensor = count; tensor-- > 0;) {
         window.Use(tensor);
-        gradients.Add(tensor, /*begins=*/pass == 0);
+        if (!plan.Stays(tensor)) gradients.Add(tensor, /*begins=*/pass == 0);
       }
     }
-    for (uint32_t tensor = 0; tensor < count; ++tensor) gradients.Clip(tensor);
+    for (uint32_t tensor = 0; tensor < count; ++tensor) {
+      if (!plan.Stays(tensor)) gradients.Clip(tensor);
+    }
     window.EndStep();
     now = {window.copied_bytes(), gradients.fetched_bytes(), gradients.returned_bytes(),
            gradients.clip_bytes()};
   }
+  uint64_t checkpoint_bytes = 0;
+  for (uint32_t tensor = 0; tensor < count; ++tensor) {
+    if (plan.Stays(tensor))
+      checkpoint_bytes += tensors[tensor].weight_bytes + tensors[tensor].state_bytes;
+  }
   return {now.weight_bytes - before.weight_bytes, now.fetched_bytes - before.fetched_bytes,
-          now.gradient_bytes - before.gradient_bytes, now.clip_bytes - before.clip_bytes};
+          now.gradient_bytes - before.gradient_bytes, now.clip_bytes - before.clip_bytes,
+          checkpoint_bytes};
 }
 
 // What `more` moves beyond `less`, so many times.
@@ -188,7 +198,8 @@ LinkTraffic PlanLinkTraffic(std::span<const GpuTensor> tensors, const GpuPlan& p
   const uint64_t times = micro_batches - kMicroBatches;
   return {Further(before.weight_bytes, last.weight_bytes, times),
           Further(before.fetched_bytes, last.fetched_bytes, times),
-          Further(before.gradient_bytes, last.gradient_bytes, times), last.clip_bytes};
+          Further(before.gradient_bytes, last.gradient_bytes, times), last.clip_bytes,
+          last.checkpoint_bytes};
 }
 
 }  // namespace offload::zero3

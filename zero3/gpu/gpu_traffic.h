@@ -23,6 +23,8 @@ struct LinkTraffic {
   uint64_t gradient_bytes = 0;  // to the host
   // To the device, beside the others: of gradients that were not kept, when the trainer clips.
   uint64_t clip_bytes = 0;
+  // To the host, at a checkpoint alone: of what is updated on the device.
+  uint64_t checkpoint_bytes = 0;
 
   uint64_t ToDeviceBytes() const { return weight_bytes + fetched_bytes; }
   uint64_t ToHostBytes() const { return gradient_bytes; }
@@ -30,7 +32,7 @@ struct LinkTraffic {
 };
 
 // Of a step of so many micro-batches, once steps repeat themselves. All that have gradients are
-// updated by it.
+// updated by it. Tensors of the tier move at checkpoints only.
 LinkTraffic PlanLinkTraffic(std::span<const GpuTensor> tensors, const GpuPlan& plan,
                             uint64_t micro_batches);
 

@@ -142,6 +142,15 @@ TEST(GpuTrafficTest, EverythingThatFitsTravelsOnceAStep) {
   EXPECT_EQ(traffic.gradient_bytes, 4 * AllGradients(tensors)) << "each pass has its copy";
 }
 
+TEST(GpuTrafficTest, WhatIsUpdatedThereTravelsAtCheckpointsAlone) {
+  const std::vector<GpuTensor> tensors(8, {16 * kKiB, 16 * kKiB, 80 * kKiB});
+  const GpuPlan plan = *MakeGpuPlan(tensors, (8 * 32 + 3 * 80) * kKiB + kDeviceAlignment);
+  const LinkTraffic traffic = PlanLinkTraffic(tensors, plan, 2);
+  EXPECT_EQ(traffic, (LinkTraffic{.weight_bytes = 5 * 16 * kKiB,
+                                  .gradient_bytes = 2 * 5 * 16 * kKiB,
+                                  .checkpoint_bytes = 3 * 96 * kKiB}));
+}
+
 TEST(GpuTrafficTest, FrozenWeightsThatFitDoNotTravelAtAll) {
   const std::vector<GpuTensor> tensors(8, {16 * kKiB, 0});
   const GpuPlan plan = *MakeGpuPlan(tensors, 8 * 16 * kKiB);

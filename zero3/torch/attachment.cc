@@ -219,6 +219,7 @@ void Attachment::Reopen(absl::FunctionRef<std::unique_ptr<client::Session>()> op
 
 void Attachment::Touch(uint32_t tensor) {
   client::SetBackward(torch::autograd::get_current_graph_task_id() != -1);
+  if (device_ != nullptr && device_->Stays(tensor)) return;
   if (plan_.memory.weight_resident[input_.catalogue.placements[tensor].store_tensor]) return;
   const bool training = IsTraining();
   std::lock_guard lock(schedule_mutex_);
@@ -268,6 +269,7 @@ absl::Status Attachment::EndPut(uint32_t tensor, uint64_t digest) {
 
 absl::Status Attachment::StreamOut(uint32_t tensor, proto::Plane plane, uint64_t element_bytes,
                                    Drain drain) {
+  if (device_ != nullptr) device_->BeforeRead(tensor);
   const DaemonWait wait(*this);
   const uint64_t element_count = this->tensor(tensor).element_count;
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
@@ -316,10 +318,18 @@ absl::Status Attachment::StreamIn(uint32_t tensor, const std::byte* bytes, uint6
 }
 
 absl::Status Attachment::StreamIn(uint32_t tensor, Fill fill, uint64_t digest) {
+  absl::Status put;
+  if (rank() == 0) put = StreamIn(tensor, proto::Plane::kWeight, fill, digest);
   const DaemonWait wait(*this);
-  if (rank() > 0) return EndPut(tensor, digest);
+  put.Update(EndPut(tensor, digest));  // the others wait for the end, whatever it is
+  return put;
+}
+
+absl::Status Attachment::StreamIn(uint32_t tensor, proto::Plane plane, Fill fill, uint64_t digest) {
+  if (device_ != nullptr) device_->BeforePut(tensor);
+  const DaemonWait wait(*this);
   const uint64_t element_count = this->tensor(tensor).element_count;
-  const uint64_t element_bytes = proto::DtypeBytes(this->tensor(tensor).dtype);
+  const uint64_t element_bytes = input_.catalogue.planes(tensor).Bits(plane) / 8;
   const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
   Staging::Piece piece =
       staging_->Take(std::min(kBlockBytes / 2, proto::PaddedBytes(element_count * element_bytes)));
@@ -337,12 +347,9 @@ absl::Status Attachment::StreamIn(uint32_t tensor, Fill fill, uint64_t digest) {
     const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
     failure.Update(fill(begin, count, region() + offset));
     if (failure.ok())
-      tickets.push_back(
-          session().PutPlane(tensor, proto::Plane::kWeight, begin, count, offset, digest));
+      tickets.push_back(session().PutPlane(tensor, plane, begin, count, offset, digest));
   }
   while (!tickets.empty()) wait_for_oldest();
-  // The others wait for the end, whatever it is.
-  failure.Update(EndPut(tensor, digest));
   return failure;
 }
 

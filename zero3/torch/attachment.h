@@ -181,9 +181,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // All of them, in order, to `target`.
   absl::Status CopyOut(uint32_t tensor, proto::Plane plane, uint64_t element_bytes,
                        std::byte* target);
-  // Puts a weight whose bytes are anywhere: `fill` copies elements [begin, begin + count) of it.
+  // Puts a plane whose bytes are anywhere: `fill` copies elements [begin, begin + count) of it.
   using Fill = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, std::byte* target)>;
-  // With several ranks all of them call it; `digest` as for PutWeight().
+  absl::Status StreamIn(uint32_t tensor, proto::Plane plane, Fill fill, uint64_t digest);
+  // A weight. With several ranks all of them call it; `digest` as for PutWeight().
   absl::Status StreamIn(uint32_t tensor, Fill fill, uint64_t digest);
   absl::Status StreamIn(uint32_t tensor, const std::byte* bytes, uint64_t digest);
 

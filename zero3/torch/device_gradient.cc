@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "base/check.h"
 #include "kernels/update.h"
 #include "zero3/torch/devices.h"
 #include "zero3/torch/dtypes.h"
@@ -17,7 +18,8 @@ DeviceGradient::DeviceGradient(std::shared_ptr<Attachment> attachment,
                                std::shared_ptr<GradientWindow> window, uint32_t tensor,
                                const at::Tensor& parameter)
     : Gradient(std::move(attachment), std::move(window), tensor, parameter),
-      device_(parameter.device()) {}
+      device_(parameter.device()),
+      stays_(attachment_->device()->Stays(tensor)) {}
 
 // ---- Pins --------------------------------------------------------------------------------------
 
@@ -110,6 +112,7 @@ void DeviceGradient::Fetch(Access access) {
       at::empty_strided(parameter_.sizes(), strides_,
                         at::TensorOptions().dtype(parameter_.scalar_type()).device(device_));
   if (access != Access::kOverwrite && !zero_) {
+    OFFLOAD_CHECK(!stays_) << subject_;
     CopyToDevice(static_cast<std::byte*>(fetched.mutable_data_ptr()), bytes(), size_bytes_,
                  device_);
     attachment_->device()->CountFetched(size_bytes_);
@@ -121,7 +124,7 @@ void DeviceGradient::Fetch(Access access) {
 
 // A failure of the device is met again by the step.
 void DeviceGradient::Rest() {
-  if (std::exchange(is_newer_, false)) {
+  if (std::exchange(is_newer_, false) && !stays_) {
     bytes_on_device().Return(tensor_id_, bytes(), CurrentStream(device_)).IgnoreError();
     dirty_ = spilled();
   }
@@ -169,7 +172,8 @@ void DeviceGradient::AdoptStolen(const at::Tensor& stolen) {
     Alone(lock, [&] {
       DeviceGradients& gradients = bytes_on_device();
       ThrowIfError(gradients.Give(tensor_id_, taken), subject_);
-      ThrowIfError(gradients.Return(tensor_id_, bytes(), CurrentStream(device_)), subject_);
+      if (!stays_)
+        ThrowIfError(gradients.Return(tensor_id_, bytes(), CurrentStream(device_)), subject_);
       gradients.Rest(tensor_id_);
     });
     made_on_ = CurrentTorchStream(device_);
@@ -184,6 +188,21 @@ void DeviceGradient::AdoptStolen(const at::Tensor& stolen) {
 }
 
 c10::DataPtr DeviceGradient::CopyBytes() { return TakeBytes(on_device_.clone()); }
+
+void DeviceGradient::GiveToUpdate(
+    absl::FunctionRef<void(const at::Tensor& bytes, double scale)> update) {
+  const accelerator::Stream stream = CurrentStream(device_);
+  Lock lock(mutex());
+  WaitWhileMoving(lock);
+  OFFLOAD_CHECK(stays_ && !zero_) << subject_;
+  const at::Tensor there =
+      ValueOrThrow(bytes_on_device().Use(tensor_id_, /*writes=*/false, stream), subject_);
+  OFFLOAD_CHECK(there.defined()) << subject_;
+  const c10::Stream torch_stream = CurrentTorchStream(device_);
+  if (made_on_ != torch_stream) there.record_stream(torch_stream);
+  update(there, scale_);
+  if (uses_ == 0) bytes_on_device().Rest(tensor_id_);
+}
 
 void DeviceGradient::FinishWriting() {
   if (spilled()) return Gradient::FinishWriting();
@@ -230,7 +249,7 @@ bool DeviceGradient::IsFiniteThere() {
 // ---- The step ----------------------------------------------------------------------------------
 
 bool DeviceGradient::IsFinite() {
-  if (spilled()) return IsFiniteThere();
+  if (spilled() || stays_) return IsFiniteThere();
   {
     Lock lock(mutex());
     if (finite_.has_value()) return *finite_;

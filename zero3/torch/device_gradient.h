@@ -9,6 +9,9 @@
 // copies into it, and it is written to the scratch file when the copy has arrived. What the device
 // has no longer is read into a slot and fetched from there.
 //
+// Of a parameter that is updated on the device (device_tier.h) the bytes stay there, and the
+// accumulator has nothing.
+//
 // What is remembered (zero, scale) and guarded (the update of the last step) is as in Gradient.
 //
 // Thread safety: as Gradient.
@@ -20,6 +23,7 @@
 #include <memory>
 #include <optional>
 
+#include "absl/functional/function_ref.h"
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/gradient.h"
 
@@ -35,6 +39,8 @@ class DeviceGradient final : public Gradient {
   bool Serve(Special special, torch::jit::Stack* stack) override;
   // Waits until the accumulator has the value.
   void FinishWriting() override;
+  // Of one that stays and has a value: its bytes, and what they are to be multiplied with.
+  void GiveToUpdate(absl::FunctionRef<void(const at::Tensor& bytes, double scale)> update);
 
  private:
   ~DeviceGradient() override = default;
@@ -60,6 +66,7 @@ class DeviceGradient final : public Gradient {
   bool IsFiniteThere();
 
   const c10::Device device_;
+  const bool stays_;
   at::Tensor on_device_;  // while operators use it
   std::optional<c10::Stream> made_on_;
   bool is_newer_ = false;  // than what is on its way to the accumulator

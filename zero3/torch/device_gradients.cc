@@ -10,8 +10,9 @@ namespace offload::zero3 {
 
 absl::StatusOr<std::unique_ptr<DeviceGradients>> DeviceGradients::Make(
     accelerator::Accelerator* accelerator, uint64_t bytes_max, size_t tensor_count,
-    uint64_t bucket_bytes_max) {
-  std::unique_ptr<DeviceGradients> made(new DeviceGradients(bytes_max, tensor_count));
+    uint64_t bucket_bytes_max, std::vector<bool> stays) {
+  std::unique_ptr<DeviceGradients> made(
+      new DeviceGradients(bytes_max, tensor_count, std::move(stays)));
   OFFLOAD_ASSIGN_OR_RETURN(
       made->return_,
       GradientReturn::Make(
@@ -92,7 +93,8 @@ void DeviceGradients::Rest(uint32_t tensor) {
 void DeviceGradients::MakeRoom() {
   for (auto next = resting_.begin(); next != resting_.end() && resting_bytes_ > bytes_max_;) {
     Bytes& bytes = gradients_[*next];
-    if (bytes.on_their_way > 0) {
+    const bool stays = *next < stays_.size() && stays_[*next];
+    if (stays || bytes.on_their_way > 0) {
       ++next;
       continue;
     }

@@ -10,7 +10,8 @@
 // Invariants
 //   * Bytes at rest, on their way to the host or arrived, never exceed the plan's share of gpu_ram.
 //     Those that operators use are not counted, as before they were gradients of ours.
-//   * Bytes that are on their way stay; where there are none, the host has the value.
+//   * Bytes that are on their way stay; where there are none, the host has the value. Those of
+//   parameters that are updated on the device always stay, and the host has nothing of them.
 //
 // Thread safety: all methods may be called from any thread; those of one gradient by one at a time.
 #pragma once
@@ -22,6 +23,7 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -33,10 +35,12 @@ namespace offload::zero3 {
 class DeviceGradients {
  public:
   // `tensor_count`: gradients have the numbers of their parameters. `bucket_bytes_max`: of copies
-  // that are known to have arrived together. The accelerator outlives this.
+  // that are known to have arrived together. `stays`, by number: what is updated on the device is
+  // never returned, and never makes room. The accelerator outlives this.
   static absl::StatusOr<std::unique_ptr<DeviceGradients>> Make(
       accelerator::Accelerator* accelerator, uint64_t bytes_max, size_t tensor_count,
-      uint64_t bucket_bytes_max = GradientReturn::Options().bucket_bytes);
+      uint64_t bucket_bytes_max = GradientReturn::Options().bucket_bytes,
+      std::vector<bool> stays = {});
 
   // The bytes of a gradient, in use until Rest(); undefined when only the host has them. Who writes
   // does it on `stream`, which waits for copies that still read.
@@ -68,13 +72,14 @@ class DeviceGradients {
     int on_their_way = 0;  // copies
   };
 
-  DeviceGradients(uint64_t bytes_max, size_t tensor_count)
-      : bytes_max_(bytes_max), gradients_(tensor_count) {}
+  DeviceGradients(uint64_t bytes_max, size_t tensor_count, std::vector<bool> stays)
+      : bytes_max_(bytes_max), stays_(std::move(stays)), gradients_(tensor_count) {}
   void Arrived(uint32_t tensor);
   void MakeRoom();
   static uint64_t SizeOf(const Bytes& bytes);
 
   const uint64_t bytes_max_;
+  const std::vector<bool> stays_;  // empty: none does
   mutable std::mutex mutex_;
   std::vector<Bytes> gradients_;  // by number
   std::list<uint32_t> resting_;   // with bytes, longest first

@@ -16,6 +16,7 @@
 #include "zero3/gpu/gpu_tensors.h"
 #include "zero3/gpu/slice_exchange.h"
 #include "zero3/torch/device_parts.h"
+#include "zero3/torch/device_tier.h"
 #include "zero3/torch/devices.h"
 #include "zero3/torch/exchanged_parts.h"
 #include "zero3/torch/log.h"
@@ -47,11 +48,12 @@ constexpr uint64_t kPartForBuckets = 8;
 // Pins between two tellings of the daemon.
 constexpr uint64_t kUnpinsUntold = 64;
 
-// Of every tensor of the job, by number; 0 for buffers, which stay where they are.
-std::vector<uint64_t> WeightBytes(const Attachment& attachment) {
+// Of every tensor of the job, by number; 0 for buffers, and for what is in the tier, which stay
+// where they are.
+std::vector<uint64_t> WeightBytes(const Attachment& attachment, const GpuPlan& plan) {
   std::vector<uint64_t> sizes;
   for (const GpuTensor& tensor : GpuTensorsOf(attachment.input().catalogue.tensors))
-    sizes.push_back(tensor.weight_bytes);
+    sizes.push_back(plan.Stays(sizes.size()) ? 0 : tensor.weight_bytes);
   return sizes;
 }
 
@@ -74,7 +76,7 @@ DeviceMemory::DeviceMemory(Attachment& attachment, c10::Device device,
       gpu_ram_bytes_(gpu_ram_bytes),
       words_(*proto::GpuWordsOf(attachment.region())) {
   Register(attachment);
-  const std::vector<uint64_t> weight_bytes = WeightBytes(attachment);
+  const std::vector<uint64_t> weight_bytes = WeightBytes(attachment, plan);
   if (attachment.world_size() > 1) JoinPeers(attachment, weight_bytes.size());
   MakeExchange(attachment, plan, averages_gradients);
   if (attachment.rank() == 0 && attachment.world_size() > 1) {
@@ -84,9 +86,12 @@ DeviceMemory::DeviceMemory(Attachment& attachment, c10::Device device,
   window_ = ValueOrThrow(
       GpuWindow::Make(accelerator_.get(), &source_, weight_bytes, WindowOptions(attachment, plan)),
       device_.str());
-  gradients_ = ValueOrThrow(DeviceGradients::Make(accelerator_.get(), plan.gradient_bytes,
-                                                  weight_bytes.size(), BucketBytes(attachment)),
-                            device_.str());
+  if (!plan.stays.empty())
+    tier_ = std::make_unique<DeviceTier>(attachment, device_, accelerator_.get(), plan);
+  gradients_ =
+      ValueOrThrow(DeviceGradients::Make(accelerator_.get(), plan.gradient_bytes,
+                                         weight_bytes.size(), BucketBytes(attachment), plan.stays),
+                   device_.str());
   if (attachment.input().AddsGradients()) MakeParts(attachment, plan);
   Publish();
 }
@@ -108,6 +113,7 @@ DeviceMemory::~DeviceMemory() {
                counters.taken_back);
   }
   window_.reset();
+  tier_.reset();
   exchange_.reset();
 }
 
@@ -146,7 +152,8 @@ void DeviceMemory::MakeParts(Attachment& attachment, const GpuPlan& plan) {
 }
 
 uint64_t DeviceMemory::bytes_max_ever() const {
-  return window_bytes_ + gradients_->bytes_max_ever() +
+  return window_bytes_ + (tier_ != nullptr ? tier_->size_bytes() : 0) +
+         gradients_->bytes_max_ever() +
          (exchanged_parts_ != nullptr ? exchanged_parts_->bytes_max_ever() : 0);
 }
 
@@ -219,6 +226,8 @@ GpuWindow::Options DeviceMemory::WindowOptions(Attachment& attachment, const Gpu
 // ---- Weights -----------------------------------------------------------------------------------
 
 std::byte* DeviceMemory::Pin(uint32_t tensor) {
+  if (tier_ != nullptr) tier_->CheckWhole();
+  if (Stays(tensor)) return tier_->Pin(tensor);
   const accelerator::Stream stream = CurrentStream(device_);
   window_->SetRecording(IsTraining());
   std::unique_lock lock(mutex_);
@@ -241,6 +250,10 @@ std::byte* DeviceMemory::Pin(uint32_t tensor) {
 }
 
 absl::Status DeviceMemory::Unpin(uint32_t tensor) {
+  if (Stays(tensor)) {
+    tier_->Unpin();
+    return absl::OkStatus();
+  }
   const absl::Status status = window_->Unpin(tensor, CurrentStream(device_));
   std::unique_lock lock(mutex_);
   holders_.erase(std::find(holders_.begin(), holders_.end(), std::this_thread::get_id()));
@@ -252,10 +265,24 @@ absl::Status DeviceMemory::Unpin(uint32_t tensor) {
 }
 
 void DeviceMemory::RecordStream(uint32_t tensor, const c10::Stream& stream) {
+  if (Stays(tensor)) return;  // its memory is nobody else's
   ThrowIfError(window_->RecordStream(tensor, StreamOf(stream)));
 }
 
+bool DeviceMemory::Stays(uint32_t tensor) const { return tier_ != nullptr && tier_->Has(tensor); }
+
+void DeviceMemory::BeforeRead(uint32_t tensor) {
+  if (tier_ != nullptr) tier_->BeforeRead(tensor);
+}
+
+void DeviceMemory::BeforePut(uint32_t tensor) {
+  if (tier_ != nullptr) tier_->BeforePut(tensor);
+}
+
 void DeviceMemory::Changed(std::span<const uint32_t> tensors) {
+  for (const uint32_t tensor : tensors) {
+    if (Stays(tensor)) tier_->Changed(tensor);
+  }
   ThrowIfError(window_->Changed(tensors));
 }
 
@@ -274,7 +301,8 @@ void DeviceMemory::Publish() {
   proto::StoreGpuWords({.device = device_.str(),
                         .gpu_ram_bytes = gpu_ram_bytes_,
                         .window_bytes = window_bytes_,
-                        .used_bytes = window.used_bytes + gradients_->bytes(),
+                        .used_bytes = window.used_bytes + gradients_->bytes() +
+                                      (tier_ != nullptr ? tier_->size_bytes() : 0),
                         .peak_bytes = bytes_max_ever(),
                         .bytes_to_device = window.bytes_to_device + fetched_bytes_,
                         .bytes_to_host = gradients.bytes_to_host + parts.bytes_to_host,

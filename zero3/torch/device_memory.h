@@ -1,8 +1,9 @@
 // zero3/torch/device_memory.h
 //
 // What an engine holds of a device: the window of weights over the job's slab, the gradients on
-// their way to the rank's region, and the page-locked mappings that copies need. It is the only
-// user of an Accelerator above torch, and knows no kind of it.
+// their way to the rank's region, the tensors that stay and are updated there (device_tier.h), and
+// the page-locked mappings that copies need. It is the only user of an Accelerator above torch, and
+// knows no kind of it.
 //
 // gpu_ram is divided once (gpu_plan.h). Beside it stand, as torch's own memory: activations, one
 // gradient and one weight that an operator writes.
@@ -39,6 +40,7 @@
 namespace offload::zero3 {
 
 class DeviceParts;
+class DeviceTier;
 class ExchangedParts;
 class SliceExchange;
 
@@ -61,6 +63,13 @@ class DeviceMemory {
   absl::Status Unpin(uint32_t tensor);
   // Of one that is pinned: `stream` uses it, too.
   void RecordStream(uint32_t tensor, const c10::Stream& stream);
+  // ---- Tensors that are updated here; null: there are none ----
+  DeviceTier* tier() { return tier_.get(); }
+  bool Stays(uint32_t tensor) const;
+  // Somebody is about to read the daemon's planes of a tensor, or to put some.
+  void BeforeRead(uint32_t tensor);
+  void BeforePut(uint32_t tensor);
+
   // The daemon's bytes have changed.
   void Changed(std::span<const uint32_t> tensors);
   // The same by a step that ends a round of the schedule.
@@ -123,6 +132,7 @@ class DeviceMemory {
   SlabWeights source_;
   std::unique_ptr<SliceExchange> exchange_;  // of gradients, with peers; null: there is none
   std::unique_ptr<GpuWindow> window_;
+  std::unique_ptr<DeviceTier> tier_;
   std::unique_ptr<DeviceGradients> gradients_;
   std::unique_ptr<DeviceParts> parts_;
   std::unique_ptr<ExchangedParts> exchanged_parts_;

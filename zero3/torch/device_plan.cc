@@ -6,9 +6,9 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
-#include "zero3/gpu/gpu_tensors.h"
 #include "zero3/torch/device_move.h"
 #include "zero3/torch/devices.h"
+#include "zero3/torch/square_roots.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -22,11 +22,20 @@ std::optional<uint64_t> ParseGpuRam(const std::string& gpu_ram) {
   return ValueOrThrow(ParseByteSize(gpu_ram), "gpu_ram");
 }
 
-uint64_t AllBytes(std::span<const GpuTensor> tensors) {
-  uint64_t size_bytes = 0;
-  for (const GpuTensor& tensor : tensors)
+uint64_t AllBytes(std::span<const GpuTensor> tensors, uint64_t table_bytes) {
+  uint64_t size_bytes = 0, state_bytes = 0;
+  for (const GpuTensor& tensor : tensors) {
     size_bytes += DeviceBytes(tensor.weight_bytes) + DeviceBytes(tensor.gradient_bytes);
-  return size_bytes;
+    state_bytes += tensor.state_bytes;
+  }
+  if (state_bytes == 0) return size_bytes;
+  return size_bytes + state_bytes + table_bytes + kDeviceAlignment;  // and a window of its own
+}
+
+// Which of an optimizer's updates take the roots of torch's library its groups say at each step.
+uint64_t RootsBytes(const kernels::OptimizerSpec& optimizer) {
+  const bool may_take = optimizer.name() != "sgd" && !TorchSquareRoots().AreNearest();
+  return may_take ? DeviceBytes(kernels::SquareRoots::kBytes) : 0;
 }
 
 }  // namespace
@@ -34,7 +43,8 @@ uint64_t AllBytes(std::span<const GpuTensor> tensors) {
 DevicePlan::DevicePlan(const std::string& gpu_ram, const std::string& device)
     : given_bytes_(ParseGpuRam(gpu_ram)), destination_(DestinationOf(device)) {}
 
-void DevicePlan::Make(c10::Device device, std::span<const proto::Tensor> tensors) {
+void DevicePlan::Make(c10::Device device, const proto::Catalogue& catalogue,
+                      const TierConditions& conditions) {
   if (device_.has_value() && *device_ != device) {
     ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
                           absl::StrCat("one module of the job is on ", device_->str(),
@@ -44,11 +54,13 @@ void DevicePlan::Make(c10::Device device, std::span<const proto::Tensor> tensors
   device_ = device;
   if (device.is_cpu()) return;
   if (accelerator_ == nullptr) accelerator_ = ValueOrThrow(AcceleratorOf(device), device.str());
-  const std::vector<GpuTensor> needs = GpuTensorsOf(tensors);
+  why_no_tier_ = WhyNoTier(conditions);
+  const std::vector<GpuTensor> needs = GpuTensorsOf(catalogue, conditions);
+  const uint64_t table_bytes = why_no_tier_.empty() ? RootsBytes(conditions.optimizer) : 0;
   const accelerator::MemoryInfo memory = ValueOrThrow(accelerator_->MemGetInfo(), device.str());
-  gpu_ram_bytes_ =
-      given_bytes_.value_or(std::min(memory.free_bytes / kPartOfFree, AllBytes(needs)));
-  plan_ = ValueOrThrow(MakeGpuPlan(needs, gpu_ram_bytes_), device.str());
+  gpu_ram_bytes_ = given_bytes_.value_or(
+      std::min(memory.free_bytes / kPartOfFree, AllBytes(needs, table_bytes)));
+  plan_ = ValueOrThrow(MakeGpuPlan(needs, gpu_ram_bytes_, table_bytes), device.str());
 }
 
 }  // namespace offload::zero3

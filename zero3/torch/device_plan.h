@@ -11,12 +11,12 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 
 #include "accelerator/accelerator.h"
 #include "proto/slab_layout.h"
 #include "zero3/gpu/gpu_plan.h"
+#include "zero3/gpu/gpu_tensors.h"
 
 namespace offload::zero3 {
 
@@ -33,16 +33,19 @@ class DevicePlan {
     return device.is_cpu() ? destination_.value_or(device) : device;
   }
 
-  // Plans for `tensors`, all of the job so far, which are on `device`; nothing for the host. Throws
-  // OFD-2001, 2002 when the device cannot be opened, 2003 when gpu_ram is too small, 1601 for a
-  // second device.
-  void Make(c10::Device device, std::span<const proto::Tensor> tensors);
+  // Plans for the tensors of `catalogue`, all of the job so far, which are on `device`; nothing for
+  // the host. Throws OFD-2001, 2002 when the device cannot be opened, 2003 when gpu_ram is too
+  // small, 1601 for a second device.
+  void Make(c10::Device device, const proto::Catalogue& catalogue,
+            const TierConditions& conditions);
 
   bool is_made() const { return accelerator_ != nullptr; }
   c10::Device device() const { return *device_; }
   const std::shared_ptr<accelerator::Accelerator>& accelerator() const { return accelerator_; }
   const GpuPlan& plan() const { return plan_; }
   uint64_t gpu_ram_bytes() const { return gpu_ram_bytes_; }
+  // What stands against tensors that are updated there; empty: nothing.
+  const std::string& why_no_tier() const { return why_no_tier_; }
 
  private:
   const std::optional<uint64_t> given_bytes_;
@@ -50,6 +53,7 @@ class DevicePlan {
   std::optional<c10::Device> device_;
   std::shared_ptr<accelerator::Accelerator> accelerator_;
   uint64_t gpu_ram_bytes_ = 0;
+  std::string why_no_tier_;
   GpuPlan plan_;
 };
 

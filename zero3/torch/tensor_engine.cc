@@ -21,12 +21,14 @@
 #include <unordered_set>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/byte_size.h"
 #include "base/crc32c.h"
 #include "base/durability.h"
 #include "base/error.h"
+#include "base/string_view.h"
 #include "proto/buffer_tensors.h"
 #include "proto/shm_abi.h"
 #include "zero3/dimension_order.h"
@@ -36,6 +38,7 @@
 #include "zero3/torch/device_gradient.h"
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/device_move.h"
+#include "zero3/torch/device_tier.h"
 #include "zero3/torch/devices.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
@@ -262,6 +265,7 @@ TensorEngine::~TensorEngine() {
                                   attachment_->device() == nullptr;
     if (sums_ != nullptr) sums_->Close();
     EndRawAtClose();
+    SettleAtClose();
     for (Gradient* gradient : gradients_) {
       if (gradient == nullptr) continue;
       leaves_gradients ? LeaveAtClose(*gradient) : gradient->Close();
@@ -287,6 +291,15 @@ void TensorEngine::EndRawAtClose() {
     attachment_->EndRaw();
   } catch (const std::exception& error) {
     Log().error("closing the job: {}", error.what());
+  }
+}
+
+// What only the device has is lost otherwise, with all steps since the last checkpoint.
+void TensorEngine::SettleAtClose() {
+  try {
+    SettleTier();
+  } catch (const std::exception& error) {
+    Log().error("the job ends at its last checkpoint: {}", error.what());
   }
 }
 
@@ -437,7 +450,8 @@ void TensorEngine::CheckRam(const std::vector<Parameter>& more,
   ThrowIfError(MakePlan(DescribeJob(more, optimizer, all)).status());
 }
 
-void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& input) {
+void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& input,
+                                 const kernels::OptimizerSpec& optimizer) {
   const c10::Device device = device_plan_.TrainedOn(parameter.tensor.device());
   if (!device.is_cpu() && input.gradients_reduced) {
     // What communicates on streams of its own would write after the operator was launched.
@@ -447,7 +461,9 @@ void TensorEngine::PlanForDevice(const Parameter& parameter, const PlanInput& in
                              "reduces (gradients = reduced_by_trainer)"),
                 "Let the daemon add them, gradients = added, or move the module to the host");
   }
-  device_plan_.Make(device, input.catalogue.tensors);
+  device_plan_.Make(
+      device, input.catalogue,
+      {.optimizer = optimizer, .durability = input.durability, .world_size = input.world_size});
 }
 
 bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
@@ -479,7 +495,7 @@ bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
   PlanInput input = DescribeJob(parameters, optimizer, buffers_);
   if (!parameters.empty()) {
     CheckRam(parameters, optimizer, buffers);
-    PlanForDevice(parameters.front(), input);
+    PlanForDevice(parameters.front(), input, optimizer);
   }
   SayRoots(optimizer);
   NameForFiles(tensors);
@@ -749,11 +765,11 @@ Gradient* TensorEngine::MakeGradient(uint32_t id, const at::Tensor& parameter) {
   const proto::GradientHome home = attachment_->plan().memory.gradients[id].home;
   const bool spilled =
       home == proto::GradientHome::kScratch || home == proto::GradientHome::kSlabScratch;
-  auto window = spilled ? gradient_window_ : nullptr;
-  if (attachment_->device() != nullptr && sums_ != nullptr)
+  DeviceMemory* const device = attachment_->device();
+  auto window = spilled && !(device != nullptr && device->Stays(id)) ? gradient_window_ : nullptr;
+  if (device != nullptr && sums_ != nullptr)
     return new SummedDeviceGradient(attachment_, std::move(window), sums_, id, parameter);
-  if (attachment_->device() != nullptr)
-    return new DeviceGradient(attachment_, std::move(window), id, parameter);
+  if (device != nullptr) return new DeviceGradient(attachment_, std::move(window), id, parameter);
   if (sums_ != nullptr)
     return new SummedGradient(attachment_, std::move(window), sums_, id, parameter);
   auto* const gradient = new Gradient(attachment_, std::move(window), id, parameter);
@@ -815,6 +831,7 @@ std::shared_ptr<StepAnnouncement> TensorEngine::MakeAnnouncement() const {
 }
 
 absl::Status TensorEngine::StreamIn(uint32_t id, proto::Plane plane, Fill fill) {
+  if (DeviceMemory* const device = attachment_->device()) device->BeforePut(id);
   const DaemonWait wait(*attachment_);
   const proto::Tensor& tensor = attachment_->tensor(id);
   const uint64_t element_bytes = attachment_->input().catalogue.planes(id).Bits(plane) / 8;
@@ -908,6 +925,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   CheckIsNotInBackward();
   Seal();
   CheckWhole();
+  if (const DeviceTier* const tier = Tier()) tier->CheckWhole();
   CheckArithmetic();
   CheckGiven(/*writes=*/true);
   CheckGradientsOfWeights(updates);
@@ -916,7 +934,9 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   if (const std::vector<at::Tensor> thawed = FindThawed(updates); !thawed.empty()) Thaw(thawed);
   client::StepCommand command;
   command.step = step_ + 1;
-  std::vector<uint32_t> stepped;
+  std::vector<uint32_t> stepped, there;
+  DeviceTier* const tier = Tier();
+  std::vector<client::TensorUpdate> updates_there;
   std::vector<SparseUpdate> sparse;
   struct TrainerState next = state_;
   for (uint32_t group = 0; group < updates.size(); ++group) {
@@ -935,10 +955,12 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
       FollowEdits(id);
       if (parameter.scalar_type() == at::kDouble)
         CheckDoubleRoots(updates[group].group, declared_[id].name);
-      stepped.push_back(id);
-      command.updates.push_back({id, group, next.update_counts[id] + 1});
+      const bool is_there = tier != nullptr && tier->Has(id);
+      (is_there ? there : stepped).push_back(id);
+      std::vector<client::TensorUpdate>& list = is_there ? updates_there : command.updates;
+      list.push_back({id, group, next.update_counts[id] + 1});
       if (IsCounted(updates[group].group)) ++next.update_counts[id];
-      gradient->Describe(command.updates.back());
+      gradient->Describe(list.back());
     }
   }
   next.buffers = buffers_.EncodeSmall();
@@ -951,6 +973,13 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   if (!sparse.empty()) command.trainer_state = Encoded(next, *attachment_);
   attachment_->EndRaw();  // of pointers that were used since it began
   for (const client::Group& group : command.groups) SayRoots(group);
+  const absl::Cleanup fails = [&] {
+    if (tier != nullptr) tier->StepFailed(command.step);
+  };
+  if (tier != nullptr) {
+    CheckStep(command, updates_there);
+    command.is_partial = UpdateThere(command, updates_there);
+  }
 
   if (sums_ != nullptr) command.passes = sums_->stream().passes();
   std::vector<uint32_t> ahead;
@@ -960,6 +989,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
     const DaemonWait wait(*attachment_);
     ThrowIfError(attachment_->session().Step(command));
   }
+  if (tier != nullptr) tier->Stepped(command.is_partial);
   if (sums_ != nullptr) ThrowIfError(sums_->stream().Stepped());
   state_ = std::move(next);
   has_unsettled_states_ = false;
@@ -970,10 +1000,60 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
     gradients_[id]->BeginUpdate();
     weights_[id]->Stepped();
   }
+  for (const uint32_t id : there) weights_[id]->Stepped();
   if (DeviceMemory* const device = attachment_->device())
     ends_round ? device->EndRound(stepped) : device->Changed(stepped);
   if (announcement_ != nullptr) announcement_->Stepped(command, std::move(groups_now));
   attachment_->Prefetch(ahead);
+}
+
+DeviceTier* TensorEngine::Tier() const {
+  DeviceMemory* const device = attachment_->device();
+  return device != nullptr ? device->tier() : nullptr;
+}
+
+// The daemon would say so when the device has updated.
+void TensorEngine::CheckStep(const client::StepCommand& command,
+                             std::span<const client::TensorUpdate> there) const {
+  const auto unsupported = [](const auto&... text) {
+    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer, absl::StrCat(text...)));
+  };
+  for (const client::Group& group : command.groups) {
+    if (group.name() != optimizer_.name())
+      unsupported("a step of ", ToAbsl(group.name()), " for a job of ", ToAbsl(optimizer_.name()));
+    if (const std::string wrong = group.Violation(); !wrong.empty()) unsupported(wrong);
+  }
+  const auto check_planes = [&](const client::TensorUpdate& update) {
+    const proto::PlaneSet& planes = attachment_->input().catalogue.planes(update.tensor);
+    const client::Group& group = command.groups[update.group];
+    for (size_t i = 0; i < proto::kStatePlanes.size(); ++i) {
+      const kernels::StatePlane* const needed = group.Plane(i);
+      if (needed == nullptr || planes.Has(proto::kStatePlanes[i])) continue;
+      unsupported(ToAbsl(group.name()), " with these parameters needs ", needed->name, " of ",
+                  Key(attachment_->tensor(update.tensor).name), ", the job was sealed without it");
+    }
+  };
+  std::ranges::for_each(command.updates, check_planes);
+  std::ranges::for_each(there, check_planes);
+}
+
+// Those whose planes are on the device. A step that the daemon commits brings them there first;
+// true when this one leaves some out.
+bool TensorEngine::UpdateThere(const client::StepCommand& command,
+                               std::span<const client::TensorUpdate> updates) {
+  DeviceTier& tier = *Tier();
+  for (const client::TensorUpdate& update : updates) {
+    auto& gradient = static_cast<DeviceGradient&>(*gradients_[update.tensor]);
+    gradient.GiveToUpdate([&](const at::Tensor& bytes, double scale) {
+      tier.Update(update.tensor, command.groups[update.group], update.update_count, bytes, scale);
+    });
+  }
+  if (command.step % attachment_->input().durability.steps == 0) tier.PutAll();
+  return tier.has_news();
+}
+
+void TensorEngine::SettleTier() {
+  if (DeviceTier* const tier = Tier()) tier->Settle();
 }
 
 // The step takes all gradients as they are now. torch would take that one as the step has left it.
@@ -1089,6 +1169,7 @@ bool TensorEngine::EndsRound(std::span<const GroupUpdate> updates) {
 void TensorEngine::WaitDurable() {
   if (!declared_.empty()) Seal();
   attachment_->EndRaw();
+  SettleTier();
   const DaemonWait wait(*attachment_);
   ValueOrThrow(attachment_->session().WaitDurable());
 }
@@ -1096,6 +1177,7 @@ void TensorEngine::WaitDurable() {
 int64_t TensorEngine::Checkpoint() {
   if (!declared_.empty()) Seal();
   attachment_->EndRaw();
+  SettleTier();
   const DaemonWait wait(*attachment_);
   return static_cast<int64_t>(ValueOrThrow(attachment_->session().Checkpoint()));
 }
@@ -1249,7 +1331,8 @@ PlanSummary TensorEngine::plan() {
   if (!device_plan_.is_made()) return summary;
   summary.gpu_window_bytes = device_plan_.plan().window_bytes;
   summary.gpu_gradient_bytes = device_plan_.plan().gradient_bytes;
-  summary.text += DescribeGpuPlan(device_plan_.plan(), device_plan_.gpu_ram_bytes());
+  summary.text += DescribeGpuPlan(device_plan_.plan(), device_plan_.gpu_ram_bytes(),
+                                  device_plan_.why_no_tier());
   if (const DeviceMemory* const device = attachment_->device())
     summary.text += device->DescribeWay() + "\n";
   return summary;

@@ -51,6 +51,8 @@ struct GroupUpdate {
   std::span<const at::Tensor> tensors;
 };
 
+class DeviceTier;
+
 class TensorEngine {
  public:
   TensorEngine(const Options& options, uint64_t ram_bytes, std::unique_ptr<client::Session> session,
@@ -161,7 +163,8 @@ class TensorEngine {
                         const Buffers& buffers) const;
   void CheckRam(const std::vector<Parameter>& more, const kernels::OptimizerSpec& optimizer,
                 std::span<const NamedTensor> buffers) const;
-  void PlanForDevice(const Parameter& parameter, const PlanInput& input);
+  void PlanForDevice(const Parameter& parameter, const PlanInput& input,
+                     const kernels::OptimizerSpec& optimizer);
   void CheckFree(const NamedTensor& named) const;
   // The weight over a tensor's storage when it is one of the job's.
   WeightResidency* Own(const at::Tensor& tensor) const;
@@ -202,6 +205,7 @@ class TensorEngine {
   uint64_t SmallBuffersBytes() const { return Buffers::kSmallBytesMax / attachment_->world_size(); }
   void StoreLargeBuffers();
   void EndRawAtClose();
+  void SettleAtClose();
   c10::DataPtr WeightAtClose(const WeightResidency& weight);
   void RestoreLargeBuffers();
   void LoadFrom(WeightFile& file);
@@ -231,6 +235,14 @@ class TensorEngine {
   absl::Status StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, Drain drain);
   absl::Status CopyOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, std::byte* target);
   bool EndsRound(std::span<const GroupUpdate> updates);
+  // Null where nothing is updated on a device.
+  DeviceTier* Tier() const;
+  void CheckStep(const client::StepCommand& command,
+                 std::span<const client::TensorUpdate> there) const;
+  bool UpdateThere(const client::StepCommand& command,
+                   std::span<const client::TensorUpdate> updates);
+  // Before the job's last step is to be durable.
+  void SettleTier();
   // The master of a weight that is about to be updated is what it would be in memory.
   void FollowEdits(uint32_t id);
   void CheckGradientsOfWeights(std::span<const GroupUpdate> updates) const;

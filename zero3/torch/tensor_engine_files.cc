@@ -126,6 +126,7 @@ void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& optio
 
 void TensorEngine::LoadAlone(const std::string& path, const LoadOptions& options) {
   WeightFile file = ValueOrThrow(WeightFile::Open(path, file_weights_, options), path);
+  SettleTier();  // the end of the load would commit what there is
   half_loaded_ = true;
   const DaemonWait wait(*attachment_);
   const absl::Cleanup drop = [this] { DropFromDevice(); };

@@ -711,6 +711,7 @@ std::byte* WeightResidency::FetchForWritingThere(Access access) {
   at::Tensor copy = AllocateBytes(size_bytes_, torch_device_);
   auto* const bytes = static_cast<std::byte*>(copy.mutable_data_ptr());
   if (access == Access::kWrite) {
+    device()->BeforeRead(tensor_);
     const DaemonWait wait(*attachment_);
     const std::byte* const host = ValueOrThrow(attachment_->session().Acquire(tensor_), subject_);
     CopyToDevice(bytes, host, size_bytes_, torch_device_);
