@@ -243,7 +243,7 @@ class PlanCommand : public Command {
       report.compute_is_estimated = true;
     }
     if (!flags_.gpu_ram.empty()) {
-      OFFLOAD_ASSIGN_OR_RETURN(report.gpu, PlanGpu(report.input.catalogue));
+      OFFLOAD_ASSIGN_OR_RETURN(report.gpu, PlanGpu(report.input, optimizer));
     }
     absl::StatusOr<zero3::Plan> plan = zero3::Plan();
     if (!flags_.ram.empty()) plan = zero3::MakePlan(report.input);
@@ -268,10 +268,14 @@ class PlanCommand : public Command {
     return policy;
   }
 
-  absl::StatusOr<GpuTier> PlanGpu(const proto::Catalogue& catalogue) const {
+  absl::StatusOr<GpuTier> PlanGpu(const zero3::PlanInput& input,
+                                  const kernels::OptimizerSpec& optimizer) const {
     GpuTier gpu;
     OFFLOAD_ASSIGN_OR_RETURN(gpu.ram_bytes, ParseByteSize(flags_.gpu_ram));
-    const std::vector<zero3::GpuTensor> tensors = zero3::GpuTensorsOf(catalogue.tensors);
+    const zero3::TierConditions conditions = {
+        .optimizer = optimizer, .durability = input.durability, .world_size = input.world_size};
+    gpu.why_no_tier = zero3::WhyNoTier(conditions);
+    const std::vector<zero3::GpuTensor> tensors = zero3::GpuTensorsOf(input.catalogue, conditions);
     OFFLOAD_ASSIGN_OR_RETURN(gpu.plan, zero3::MakeGpuPlan(tensors, gpu.ram_bytes));
     gpu.traffic =
         zero3::PlanLinkTraffic(tensors, gpu.plan, static_cast<uint64_t>(flags_.micro_batches));

@@ -84,8 +84,10 @@ void AddGpu(const PlanReport& report, Answer& answer) {
                         {"window_bytes", plan.window_bytes},
                         {"weight_bytes", plan.weight_bytes},
                         {"gradient_bytes", plan.gradient_bytes},
+                        {"updated_weight_bytes", plan.tier_weight_bytes},
+                        {"updated_state_bytes", plan.tier_state_bytes},
                         {"floor_bytes", plan.floor_bytes}};
-  answer.text += zero3::DescribeGpuPlan(plan, report.gpu->ram_bytes);
+  answer.text += zero3::DescribeGpuPlan(plan, report.gpu->ram_bytes, report.gpu->why_no_tier);
   if (report.input.world_size > 1) {
     answer.text +=
         "weights: gathered where the ranks' devices reach each other, else copied by each rank\n";
@@ -111,13 +113,20 @@ void AddTiers(const PlanReport& report, const zero3::Plan& plan, Answer& answer)
   const uint64_t ram_weights = plan.resident_weight_bytes + plan.memory.window_bytes;
   absl::StrAppend(
       &answer.text, "Tier      gpu_ram ", FormatBytes(report.gpu->ram_bytes), ": ",
-      Part(gpu.window_bytes, all_weights, "weights"), ", ",
-      Part(gpu.gradient_bytes, plan.gradient_bytes, "gradients"), "; a step copies ",
-      Traffic10(static_cast<double>(traffic.ToDeviceBytes())), " there and ",
+      Part(gpu.window_bytes + gpu.tier_weight_bytes, all_weights, "weights"), ", ",
+      Part(gpu.gradient_bytes, plan.gradient_bytes, "gradients"),
+      gpu.stays.empty()
+          ? ""
+          : absl::StrCat(", ", Part(gpu.tier_state_bytes, state_bytes, "optimizer state")),
+      "; a step copies ", Traffic10(static_cast<double>(traffic.ToDeviceBytes())), " there and ",
       Traffic10(static_cast<double>(traffic.ToHostBytes())), " back",
       traffic.clip_bytes == 0
           ? ""
           : absl::StrCat(", and ", FormatDecimalBytes(traffic.clip_bytes), " there where it clips"),
+      traffic.checkpoint_bytes == 0
+          ? ""
+          : absl::StrCat(", and ", FormatDecimalBytes(traffic.checkpoint_bytes),
+                         " back at a checkpoint"),
       "\n", "Tier      ram ", FormatBytes(report.input.ram_bytes), ": ",
       Part(ram_weights, all_weights, "weights"), ", ",
       Part(kept_bytes, plan.gradient_bytes, "gradients"), ", ",
@@ -134,7 +143,8 @@ void AddLink(const PlanReport& report, Answer& answer) {
                {"to_host_bytes", traffic.ToHostBytes()},
                {"weight_bytes", traffic.weight_bytes},
                {"fetched_gradient_bytes", traffic.fetched_bytes},
-               {"clip_bytes", traffic.clip_bytes}};
+               {"clip_bytes", traffic.clip_bytes},
+               {"checkpoint_bytes", traffic.checkpoint_bytes}};
   if (report.gpu->link.has_value()) {
     const Link& rates = *report.gpu->link;
     const double seconds = LinkSeconds(traffic, rates);

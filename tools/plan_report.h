@@ -53,6 +53,7 @@ struct GpuTier {
   zero3::GpuPlan plan;
   zero3::LinkTraffic traffic;  // of a step, all its micro-batches
   std::optional<Link> link;
+  std::string why_no_tier;  // zero3/gpu/gpu_tensors.h
 };
 
 struct PlanReport {
