@@ -125,10 +125,14 @@ class Run:
             return self.memory
         copies = [torch.nn.ParameterList(torch.nn.Parameter(torch.empty(p.shape, dtype=p.dtype), p.requires_grad) for p in m.parameters())
                   for m in models]
+        buffers = [(copied, buffer) for copied, m in zip(copies, models) for buffer in m.buffers()]
+        for number, (copied, buffer) in enumerate(buffers):  # large ones count
+            copied.register_buffer(f"buffer{number}", torch.empty(buffer.shape, dtype=buffer.dtype))
         parameters = [p for each in copies for p in each]
         # On a device what is not spilled is another path: with twice the memory all of them stay in it.
         floor = "floor_bytes" if device is None or self.memory == "floor" else "floor_without_spilling_bytes"
-        key = (tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in parameters), unfreeze, floor)
+        shapes = [(tuple(each.shape), each.dtype, each.requires_grad) for each in parameters + [buffer for _, buffer in buffers]]
+        key = (tuple(shapes), unfreeze, floor)
         if key not in _floors:
             try:
                 probe = torch.optim.AdamW(parameters, amsgrad=True, fused=True)
