@@ -592,6 +592,7 @@ int Job::Turn() {
     if (rank->rings() != nullptr) rank->rings()->Awake();
     ReadRing(*rank, kLimits.ring_entries_per_turn);
   }
+  AnswerLooks();
   if (world_size() > 1) WatchRanks();  // also for what they have just begun to wait for
   if (phase() == JobPhase::kDrained)
     return SleepLimit(/*waiting=*/false, /*completions=*/0, kNeverSeconds);

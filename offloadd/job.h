@@ -270,6 +270,7 @@ class Job {
   // OFD-1802 naming a rank that has closed the job already.
   absl::Status CheckAllAreHere() const;
   // Answers the calls that wait for ranks that will not make them.
+  void AnswerLooks();
   void AnswerWaiting(const absl::Status& status);
   // Ends the job since a rank is gone or at fault.
   void EndBecause(const absl::Status& reason);

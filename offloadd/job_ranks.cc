@@ -76,6 +76,19 @@ void Job::AnswerWaiting(const absl::Status& status) {
   if (phase() != JobPhase::kPublishing) AnswerPublish(status);
 }
 
+// Who waits for gradients of a rank that has closed the job, which gives none any more.
+void Job::AnswerLooks() {
+  if (gradients_ == nullptr || phase() != JobPhase::kTraining) return;
+  const absl::Status status = CheckAllAreHere();
+  if (status.ok()) return;
+  for (const std::vector<uint32_t>& missing :
+       {gradients_->WaitedFor(), gradients_->PartsWaitFor()}) {
+    for (const uint32_t rank : missing) {
+      if (!ranks_[rank]->is_here()) return gradients_->FailQueued(status);
+    }
+  }
+}
+
 void Job::Close(Rank& rank, Done done) {
   if (rank.is_here()) rank.state = Rank::State::kLeft;
   UpdateMemory(rank);

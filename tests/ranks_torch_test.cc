@@ -1078,8 +1078,9 @@ INSTANTIATE_TEST_SUITE_P(
                 "OFD-1805 the gradient of \"up.weight\" differs between ranks 0 and 1"},
         Refusal{"ChangedDifferently", 0, "OFD-1606 ranks 0 and 1 change \"up.weight\" in place"},
         Refusal{"ChangedDifferently", 1, "OFD-1606 ranks 0 and 1 change \"up.weight\" in place"},
-        Refusal{"ChangedByTheLastRank", 1,
-                "OFD-1805 rank 1 writes \"up.weight\" in place while rank 0 takes a step"},
+        Refusal{
+            "ChangedByTheLastRank", 1,
+            "OFD-1805 rank 1 writes \"up.weight\" in place while rank 0 waits for the gradients"},
         Refusal{"OverwrittenByTheLastRankBeforeALook", 1,
                 "while rank 0 waits for the gradients of rank 1"},
         Refusal{"OwnOptimizerLBFGS", 0, "OFD-1604 torch::optim::LBFGS with several ranks"},
