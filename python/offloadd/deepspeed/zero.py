@@ -75,13 +75,14 @@ class _Held:
 
     def __init__(self, parameter, rank):
         self.parameter, self.rank = parameter, rank
-        self.own = parameter.data
+        self.own, self._version = parameter.data, parameter._version
         with torch.no_grad():
             parameter.data = parameter.detach().clone()
 
     def end(self):
-        """Gives the parameter its place in the job back, and what was written."""
+        """Gives the parameter its place in the job back, whose weight nobody has changed, and what was written."""
         written, self.parameter.data = _bits(self.parameter), self.own
+        torch._C._autograd._unsafe_set_version_counter((self.parameter,), (self._version,))
         return written
 
     def is_changed(self, written):
