@@ -267,7 +267,7 @@ class Job {
   void WatchRanks();
   int LateRankMilliseconds(int sleep_ms) const;
   void AnswerExchange();
-  // OFD-1802 naming a rank that has closed the job already.
+  // OFD-1803 naming a rank that has closed the job already.
   absl::Status CheckAllAreHere() const;
   // Answers the calls that wait for ranks that will not make them.
   void AnswerLooks();

@@ -55,7 +55,7 @@ void Job::UpdateMemory(const Rank& rank) {
 absl::Status Job::CheckAllAreHere() const {
   for (const std::unique_ptr<Rank>& rank : ranks_) {
     if (rank == nullptr || rank->is_here()) continue;
-    return MakeError(ErrorId::kSessionEnded,
+    return MakeError(ErrorId::kRankLost,
                      absl::StrCat(Describe(*rank), " has closed job ", identity_.name));
   }
   return absl::OkStatus();

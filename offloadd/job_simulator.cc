@@ -431,7 +431,8 @@ void Simulation::ChangeSnapshots() {
         changing_snapshots_ = false;
         Snapshot& snapshot = snapshots_[name];
         const bool is_refused = ErrorIdOf(step.status()) == ErrorId::kSnapshot ||
-                                ErrorIdOf(step.status()) == ErrorId::kSessionEnded;
+                                ErrorIdOf(step.status()) == ErrorId::kSessionEnded ||
+                                ErrorIdOf(step.status()) == ErrorId::kRankLost;
         if (!step.ok() && !is_refused && !may_fail_) Violate(step.status().ToString());
         // A failed drive leaves open whether it is there.
         if (!step.ok() && !may_fail_) {

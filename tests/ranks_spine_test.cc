@@ -446,7 +446,7 @@ TEST_F(RanksTest, ARankThatClosesWhileOthersStepIsToldToThem) {
     }
     client::StepCommand step;
     step.step = 2;
-    ExpectError(rank.session().Step(step), ErrorId::kSessionEnded, "rank 2 (process");
+    ExpectError(rank.session().Step(step), ErrorId::kRankLost, "rank 2 (process");
     ASSERT_NO_FATAL_FAILURE(rank.ExpectEqual()) << "what needs nobody else goes on";
     rank.Close();
   });

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from ..errors import Error
+from ..errors import Error, error_id
 from .missing import refuse, refusing
 
 # What accelerate's launcher asks for, and writes for launches on several machines only.
@@ -25,6 +25,9 @@ DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 # Flags of deepspeed's launcher that place ranks on several machines or in several ways; here there is one.
 _ELSEWHERE = ("min_elastic_nodes", "max_elastic_nodes", "elastic_training", "autotuning", "force_multi", "venv_script")
 _TERMINATE_SECONDS = 30
+# The exit status of a rank that only went down with another one, and how long that other one may take to end after it.
+_ENDED_BY_ANOTHER = 75
+_CAUSE_SECONDS = 5
 
 
 def parser():
@@ -109,25 +112,36 @@ def _command(flags, rank):
 
 
 def _wait(processes):
-    """The exit status: of the first rank that failed, after which the others are ended."""
+    """The exit status: of the first rank that failed by itself, after which the others are ended."""
     running, status = list(processes), 0
-    deadline = None
+    followed_until = deadline = None
+
+    def end_with(code):
+        nonlocal status, deadline
+        status, deadline = code, time.monotonic() + _TERMINATE_SECONDS
+        for other in running:
+            other.terminate()
+
     while running:
         for process in list(running):
             code = process.poll()
             if code is None:
                 continue
             running.remove(process)
-            if code != 0 and status == 0:
-                status = code if code > 0 else 128 - code
-                deadline = time.monotonic() + _TERMINATE_SECONDS
-                for other in running:
-                    other.terminate()
-        if deadline is not None and time.monotonic() > deadline:
+            if code == 0 or status != 0:
+                continue
+            if code != _ENDED_BY_ANOTHER:
+                end_with(code if code > 0 else 128 - code)
+            elif followed_until is None:
+                followed_until = time.monotonic() + _CAUSE_SECONDS
+        now = time.monotonic()
+        if status == 0 and followed_until is not None and now > followed_until:
+            end_with(1)
+        if deadline is not None and now > deadline:
             for other in running:
                 other.kill()
         time.sleep(0.05)
-    return status
+    return status or (0 if followed_until is None else 1)
 
 
 def main(arguments=None):
@@ -163,12 +177,18 @@ def run_program(arguments):
         print("offloadd.deepspeed.rank is started by offloadd-run", file=sys.stderr)
         return 2
     sys.argv = arguments
-    if is_module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
-        runpy.run_path(arguments[0], run_name="__main__")
+    try:
+        if is_module:
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except Exception as failure:
+        if error_id(failure) != 1803:
+            raise
+        sys.excepthook(type(failure), failure, failure.__traceback__)
+        return _ENDED_BY_ANOTHER
     return 0
 
 
