@@ -103,6 +103,9 @@ def cc_binary(**attributes):
 def cc_library(**attributes):
     _cc_library(**_begun_with_torch(attributes, optimized = not attributes.get("testonly", False)))
 
-# Tests are compiled to be ready soon, not to run fast.
-def cc_test(**attributes):
-    _cc_test(**_begun_with_torch(attributes, optimized = False))
+# Tests are compiled to be ready soon, not to run fast: optimized is for those that compute for long themselves.
+def cc_test(optimized = False, **attributes):
+    begun = _begun_with_torch(attributes, optimized = optimized)
+    if not optimized and begun == attributes:
+        begun = dict(attributes, copts = attributes.get("copts", []) + UNOPTIMIZED)
+    _cc_test(**begun)
