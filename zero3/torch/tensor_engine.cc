@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
 #include <limits>
 #include <map>
 #include <numeric>
@@ -54,8 +53,6 @@
 
 namespace offload::zero3 {
 namespace {
-
-constexpr uint64_t kBlockBytes = 8ull << 20;  // of staging, for loading and gathering
 
 [[noreturn]] void Unsupported(std::string_view name, std::string_view why, std::string fix) {
   ThrowStatus(MakeError(ErrorId::kUnsupportedModel,
@@ -691,12 +688,11 @@ void TensorEngine::StoreLargeBuffers() {
     const std::string bytes = Buffers::BytesOf(buffer);
     const uint32_t crc = Crc32c(0, bytes.data(), bytes.size());
     if (buffer.is_stored && buffer.crc == crc) continue;
-    const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
-      std::memcpy(attachment_->region() + offset, bytes.data() + begin * sizeof(float),
-                  count * sizeof(float));
+    const auto fill = [&](uint64_t begin, uint64_t count, std::byte* target) {
+      std::memcpy(target, bytes.data() + begin * sizeof(float), count * sizeof(float));
       return absl::OkStatus();
     };
-    ThrowIfError(StreamIn(IdOfLarge(n), proto::Plane::kWeight, fill),
+    ThrowIfError(attachment_->StreamIn(IdOfLarge(n), proto::Plane::kWeight, fill, /*digest=*/0),
                  absl::StrCat("buffer ", Key(buffer.name)));
     buffer.crc = crc;
     buffer.is_stored = true;
@@ -777,11 +773,6 @@ Gradient* TensorEngine::MakeGradient(uint32_t id, const at::Tensor& parameter) {
   return gradient;
 }
 
-// A device may have the rest of the buffer.
-uint64_t TensorEngine::BlockBytes() const {
-  return attachment_->device() != nullptr ? kBlockBytes / 2 : kBlockBytes;
-}
-
 // The daemon has other weights than the device. One that has failed has none, and says so to the
 // next operator.
 void TensorEngine::DropFromDevice() {
@@ -830,41 +821,13 @@ std::shared_ptr<StepAnnouncement> TensorEngine::MakeAnnouncement() const {
       weights_.size());
 }
 
-absl::Status TensorEngine::StreamIn(uint32_t id, proto::Plane plane, Fill fill) {
-  if (DeviceMemory* const device = attachment_->device()) device->BeforePut(id);
-  const DaemonWait wait(*attachment_);
-  const proto::Tensor& tensor = attachment_->tensor(id);
-  const uint64_t element_bytes = attachment_->input().catalogue.planes(id).Bits(plane) / 8;
-  const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
-  Staging::Piece piece = attachment_->staging().Take(
-      std::min(BlockBytes(), proto::PaddedBytes(tensor.element_count * element_bytes)));
-  const uint64_t blocks = std::max<uint64_t>(piece.size_bytes() / extent_bytes, 1);
-  std::deque<client::Ticket> tickets;
-  absl::Status failure;
-  const auto wait_for_oldest = [&] {
-    failure.Update(attachment_->session().Wait(tickets.front()));
-    tickets.pop_front();
-  };
-  for (uint64_t begin = 0, block = 0; begin < tensor.element_count && failure.ok();
-       begin += proto::kExtentElements, ++block) {
-    if (tickets.size() == blocks) wait_for_oldest();
-    const uint64_t count = std::min<uint64_t>(tensor.element_count - begin, proto::kExtentElements);
-    const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
-    failure.Update(fill(begin, count, offset));
-    if (failure.ok())
-      tickets.push_back(attachment_->session().PutPlane(id, plane, begin, count, offset));
-  }
-  while (!tickets.empty()) wait_for_oldest();
-  return failure;
-}
-
 // From what the tensors held, where a new job finds its weights.
 void TensorEngine::LoadInitial(uint32_t id) {
   const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(id).dtype);
-  const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
-    return weights_[id]->ReadInitial(begin * element_bytes, count * element_bytes, offset);
+  const auto fill = [&](uint64_t begin, uint64_t count, std::byte* target) {
+    return weights_[id]->ReadInitial(begin * element_bytes, count * element_bytes, target);
   };
-  ThrowIfError(StreamIn(id, proto::Plane::kWeight, fill),
+  ThrowIfError(attachment_->StreamIn(id, proto::Plane::kWeight, fill, /*digest=*/0),
                absl::StrCat("parameter ", Key(weights_[id]->name())));
 }
 
@@ -1079,12 +1042,13 @@ void TensorEngine::CheckGradientsOfWeights(std::span<const GroupUpdate> updates)
 void TensorEngine::FollowEdits(uint32_t id) {
   const std::optional<std::vector<float>> master = weights_[id]->FollowEdits();
   if (!master.has_value()) return;
-  const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
-    std::memcpy(attachment_->region() + offset, master->data() + begin, count * sizeof(float));
+  const auto fill = [&](uint64_t begin, uint64_t count, std::byte* target) {
+    std::memcpy(target, master->data() + begin, count * sizeof(float));
     return absl::OkStatus();
   };
   absl::Status put;
-  if (attachment_->rank() == 0) put = StreamIn(id, proto::Plane::kMaster, fill);
+  if (attachment_->rank() == 0)
+    put = attachment_->StreamIn(id, proto::Plane::kMaster, fill, /*digest=*/0);
   put.Update(attachment_->EndPut(id, /*digest=*/0));
   ThrowIfError(put, absl::StrCat("parameter ", Key(declared_[id].name)));
 }
@@ -1266,7 +1230,7 @@ absl::Status TensorEngine::CopyOut(uint32_t id, proto::Plane plane, uint64_t ele
 }
 
 absl::Status TensorEngine::StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes,
-                                     Drain drain) {
+                                     Attachment::Drain drain) {
   attachment_->EndRaw();
   return attachment_->StreamOut(id, plane, element_bytes, drain);
 }

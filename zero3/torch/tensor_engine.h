@@ -28,7 +28,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "client/session.h"
 #include "kernels/optimizer.h"
 #include "zero3/torch/attachment.h"
@@ -223,16 +222,10 @@ class TensorEngine {
   // OFD-1406 after a load that has failed midway.
   void CheckWhole() const;
 
-  // Moves a tensor through the staging buffer, an extent at a time in order, several in flight.
-  // `fill` puts elements [begin, begin + count) of the weight at an offset of the region; `drain`
-  // takes them from memory that is lent for the call.
-  using Fill = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, uint64_t offset)>;
-  using Drain =
-      absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, const std::byte* bytes)>;
-  absl::Status StreamIn(uint32_t id, proto::Plane plane, Fill fill);
-  uint64_t BlockBytes() const;
   void DropFromDevice();
-  absl::Status StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, Drain drain);
+  // The attachment's, after what was written through pointers.
+  absl::Status StreamOut(uint32_t id, proto::Plane plane, uint64_t element_bytes,
+                         Attachment::Drain drain);
   absl::Status CopyOut(uint32_t id, proto::Plane plane, uint64_t element_bytes, std::byte* target);
   bool EndsRound(std::span<const GroupUpdate> updates);
   // Null where nothing is updated on a device.

@@ -71,9 +71,10 @@ void TensorEngine::LoadFrom(WeightFile& file) {
 }
 
 absl::Status TensorEngine::LoadRows(uint32_t id, const FileWeight& weight, WeightFile& file) {
-  return StreamIn(id, proto::Plane::kWeight, [&](uint64_t begin, uint64_t count, uint64_t offset) {
-    return file.Read(weight, begin, count, attachment_->region() + offset);
-  });
+  const auto fill = [&](uint64_t begin, uint64_t count, std::byte* target) {
+    return file.Read(weight, begin, count, target);
+  };
+  return attachment_->StreamIn(id, proto::Plane::kWeight, fill, /*digest=*/0);
 }
 
 // One that does not lie row by row: all of it is in memory meanwhile.
@@ -88,11 +89,11 @@ absl::Status TensorEngine::LoadReordered(uint32_t id, const FileWeight& weight, 
     CopyFromRows(tensor.shape, tensor.dimension_order, element_bytes, {begin, count}, rows.data(),
                  elements.data());
   }
-  return StreamIn(id, proto::Plane::kWeight, [&](uint64_t begin, uint64_t count, uint64_t offset) {
-    std::memcpy(attachment_->region() + offset, elements.data() + begin * element_bytes,
-                count * element_bytes);
+  const auto fill = [&](uint64_t begin, uint64_t count, std::byte* target) {
+    std::memcpy(target, elements.data() + begin * element_bytes, count * element_bytes);
     return absl::OkStatus();
-  });
+  };
+  return attachment_->StreamIn(id, proto::Plane::kWeight, fill, /*digest=*/0);
 }
 
 // The other ranks wait, first until nobody uses a weight any more, then for what became of it.

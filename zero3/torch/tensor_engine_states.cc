@@ -142,8 +142,7 @@ absl::Status TensorEngine::PutState(uint32_t id, const KeptState& state) {
 absl::Status TensorEngine::PutValues(uint32_t id, proto::Plane plane, const at::Tensor& given) {
   const at::Tensor values = given.defined() ? given.cpu() : given;
   const uint64_t element_bytes = attachment_->input().catalogue.planes(id).Bits(plane) / 8;
-  const auto fill = [&](uint64_t begin, uint64_t count, uint64_t offset) {
-    std::byte* const to = attachment_->region() + offset;
+  const auto fill = [&](uint64_t begin, uint64_t count, std::byte* to) {
     if (values.defined()) {
       const auto* const from = static_cast<const std::byte*>(values.const_data_ptr());
       std::memcpy(to, from + begin * element_bytes, count * element_bytes);
@@ -152,7 +151,7 @@ absl::Status TensorEngine::PutValues(uint32_t id, proto::Plane plane, const at::
     }
     return absl::OkStatus();
   };
-  return StreamIn(id, plane, fill);
+  return attachment_->StreamIn(id, plane, fill, /*digest=*/0);
 }
 
 void TensorEngine::CountAs(std::span<const KeptState> states) {

@@ -71,9 +71,9 @@ c10::Storage WeightResidency::TakeValues() {
   return std::exchange(initial_values_, {});
 }
 
-absl::Status WeightResidency::ReadInitial(uint64_t begin, uint64_t length, uint64_t region_offset) {
-  if (initial_born_ != nullptr) return initial_born_->ReadInto(begin, length, region_offset);
-  std::byte* const target = attachment_->region() + region_offset;
+absl::Status WeightResidency::ReadInitial(uint64_t begin, uint64_t length, std::byte* target) {
+  if (initial_born_ != nullptr)
+    return initial_born_->ReadInto(begin, length, target - attachment_->region());
   const void* const all = initial_values_ ? initial_values_.data() : initial_.get();
   const std::byte* const bytes = static_cast<const std::byte*>(all) + begin;
   if (torch_device_.is_cpu() || initial_values_) {

@@ -42,8 +42,9 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   void Adopt(c10::StorageImpl* storage, c10::Storage values = {});
   // Of one that was not started; none when it kept bytes of its own.
   c10::Storage TakeValues();
-  // Copies bytes [begin, begin + length) of that to the region; both as in the daemon's extents.
-  absl::Status ReadInitial(uint64_t begin, uint64_t length, uint64_t region_offset);
+  // Copies bytes [begin, begin + length) of that to `target`, which lies in the region; both as in
+  // the daemon's extents.
+  absl::Status ReadInitial(uint64_t begin, uint64_t length, std::byte* target);
   // The daemon has the weights: frees what the storage held. `goes_on`: with masters of a job that
   // exists.
   void Start(bool goes_on);
