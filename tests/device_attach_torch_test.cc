@@ -8,7 +8,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <offload/torch.h>
 #include <torch/autograd.h>
-#include <torch/nn/functional.h>
 #include <torch/nn/modules.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/types.h>
@@ -16,7 +15,6 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -25,6 +23,7 @@
 #include "accelerator/host_accelerator.h"
 #include "examples/language_model.h"
 #include "gmock/gmock.h"
+#include "tests/standin_fixture.h"
 #include "tests/standin_torch.h"
 #include "tests/torch_fixture.h"
 #include "zero3/gpu/gpu_plan.h"
@@ -91,22 +90,6 @@ std::shared_ptr<LanguageModel> MakeModelOf(const Recipe& recipe) {
   return model;
 }
 
-std::vector<proto::Tensor> TensorsOf(const nn::Module& model) {
-  std::vector<proto::Tensor> tensors;
-  std::set<const void*> seen;
-  for (const auto& item : model.named_parameters()) {
-    const Tensor& tensor = item.value();
-    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
-    tensors.push_back({.name = item.key(),
-                       .shape = tensor.sizes().vec(),
-                       .dtype = tensor.scalar_type() == at::kFloat ? proto::Dtype::kFloat32
-                                                                   : proto::Dtype::kBFloat16,
-                       .trainable = tensor.requires_grad(),
-                       .element_count = static_cast<uint64_t>(tensor.numel())});
-  }
-  return tensors;
-}
-
 uint64_t GpuFloor(const nn::Module& model) {
   return zero3::MakeGpuPlan(zero3::GpuTensorsOf(TensorsOf(model)), uint64_t{1} << 40)->floor_bytes;
 }
@@ -144,13 +127,6 @@ Tensor ClipTogether(const nn::Module& model, double max_norm) {
   const Tensor norm = at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients, 2)), 2);
   at::_foreach_mul_(gradients, at::clamp(max_norm / (norm + 1e-6), std::nullopt, 1.0));
   return norm;
-}
-
-// What a run shows, in order.
-using Seen = std::vector<std::pair<std::string, Tensor>>;
-
-void See(Seen& seen, const std::string& what, const Tensor& value) {
-  seen.emplace_back(what, value.detach().cpu().clone());
 }
 
 // Forward without a graph, and again in backward: as torch.utils.checkpoint does it.
@@ -195,8 +171,7 @@ class Training {
       const accelerator::Stream side{static_cast<uintptr_t>(side_->id())};
       EXPECT_TRUE(device_.StreamDestroy(side).ok());
     }
-    EXPECT_THAT(device_.Violations(), testing::IsEmpty());
-    EXPECT_THAT(device_.Leftovers(), testing::IsEmpty());
+    ExpectClean(device_);
   }
 
   void Open() {
@@ -209,8 +184,7 @@ class Training {
   }
 
   Tensor Tokens(int64_t number) const {
-    torch::manual_seed(100 + number);
-    return torch::randint(kVocabulary, {2, kLength}).to(StandinDevice());
+    return TokensOnStandin(number, kVocabulary, /*sequences=*/2, kLength);
   }
 
   Tensor Loss(int64_t number) {
@@ -222,8 +196,7 @@ class Training {
                   torch::zeros({}, at::TensorOptions(StandinDevice()).requires_grad(true)), input,
                   model_.get())
             : model_->forward(input);
-    return nn::functional::cross_entropy(logits.to(at::kFloat).reshape({-1, kVocabulary}),
-                                         tokens.slice(1, 1).reshape({-1}));
+    return NextTokenLoss(logits, tokens);
   }
 
   void Step(int64_t step) {
@@ -327,17 +300,6 @@ class Training {
   std::shared_ptr<Engine> engine_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_;
 };
-
-void ExpectEqual(const Seen& expected, const Seen& actual) {
-  ASSERT_EQ(expected.size(), actual.size());
-  for (size_t i = 0; i < expected.size(); ++i) {
-    ASSERT_EQ(expected[i].first, actual[i].first);
-    EXPECT_TRUE(torch::equal(expected[i].second, actual[i].second))
-        << i << ", " << expected[i].first << " differs in "
-        << (expected[i].second != actual[i].second).sum().item<int64_t>() << " of "
-        << expected[i].second.numel();
-  }
-}
 
 Seen Train(const Recipe& recipe, bool offloads) {
   Training run(recipe, offloads);

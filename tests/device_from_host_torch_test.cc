@@ -18,6 +18,7 @@
 
 #include "accelerator/host_accelerator.h"
 #include "gmock/gmock.h"
+#include "tests/standin_fixture.h"
 #include "tests/standin_torch.h"
 #include "tests/torch_fixture.h"
 
@@ -79,21 +80,6 @@ struct Recipe {
   bool resumes = false;  // after every step, with a model made anew
 };
 
-using Seen = std::vector<std::pair<std::string, Tensor>>;
-
-void See(Seen& seen, const std::string& what, const Tensor& value) {
-  seen.emplace_back(what, value.detach().cpu().clone());
-}
-
-void ExpectEqual(const Seen& expected, const Seen& actual) {
-  ASSERT_EQ(expected.size(), actual.size());
-  for (size_t i = 0; i < expected.size(); ++i) {
-    ASSERT_EQ(expected[i].first, actual[i].first);
-    EXPECT_TRUE(torch::equal(expected[i].second, actual[i].second))
-        << i << ", " << expected[i].first;
-  }
-}
-
 uint64_t WeightBytes(const nn::Module& model) {
   uint64_t size_bytes = 0;
   for (const Tensor& parameter : model.parameters())
@@ -122,8 +108,7 @@ class Training {
   ~Training() {
     End();
     seen.clear();
-    EXPECT_THAT(device_.Violations(), testing::IsEmpty());
-    EXPECT_THAT(device_.Leftovers(), testing::IsEmpty());
+    ExpectClean(device_);
   }
 
   void Begin(uint64_t seed) {
@@ -154,8 +139,7 @@ class Training {
   }
 
   Tensor Loss(int64_t number) {
-    torch::manual_seed(100 + number);
-    const Tensor tokens = torch::randint(kVocabulary, {1, kLength}).to(StandinDevice());
+    const Tensor tokens = TokensOnStandin(number, kVocabulary, /*sequences=*/1, kLength);
     return nn::functional::cross_entropy(model_->forward(tokens).to(at::kFloat),
                                          tokens.reshape({-1}));
   }

@@ -9,7 +9,6 @@
 #include <offload/torch.h>
 #include <signal.h>
 #include <sys/wait.h>
-#include <torch/nn/functional.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/serialize.h>
 #include <torch/types.h>
@@ -27,6 +26,7 @@
 #include "examples/language_model.h"
 #include "kernels/square_root.h"
 #include "tests/private_daemon.h"
+#include "tests/standin_fixture.h"
 #include "tests/standin_torch.h"
 #include "tests/torch_fixture.h"
 #include "zero3/gpu/gpu_plan.h"
@@ -92,17 +92,7 @@ kernels::OptimizerSpec SpecOf(const Recipe& recipe) {
 }
 
 std::vector<zero3::GpuTensor> NeedsOf(const nn::Module& model, const Recipe& recipe) {
-  std::vector<proto::Tensor> tensors;
-  for (const auto& item : model.named_parameters()) {
-    const Tensor& tensor = item.value();
-    tensors.push_back({.name = item.key(),
-                       .shape = tensor.sizes().vec(),
-                       .dtype = tensor.scalar_type() == at::kFloat ? proto::Dtype::kFloat32
-                                                                   : proto::Dtype::kBFloat16,
-                       .trainable = true,
-                       .element_count = static_cast<uint64_t>(tensor.numel())});
-  }
-  return zero3::GpuTensorsOf(*proto::BuildCatalogue(std::move(tensors), SpecOf(recipe)),
+  return zero3::GpuTensorsOf(*proto::BuildCatalogue(TensorsOf(model), SpecOf(recipe)),
                              {.optimizer = SpecOf(recipe), .durability = {.steps = kInterval}});
 }
 
@@ -125,9 +115,6 @@ uint64_t GpuRamOf(const nn::Module& model, const Recipe& recipe) {
   return without + all.tier_state_bytes + table_bytes;
 }
 
-// What a run shows, in order.
-using Seen = std::vector<std::pair<std::string, Tensor>>;
-
 class Training {
  public:
   Training(const Recipe& recipe, bool offloads)
@@ -149,8 +136,7 @@ class Training {
     Close();
     model_.reset();
     seen.clear();
-    EXPECT_THAT(device_.Violations(), testing::IsEmpty());
-    EXPECT_THAT(device_.Leftovers(), testing::IsEmpty());
+    ExpectClean(device_);
   }
 
   void Open() {
@@ -188,11 +174,8 @@ class Training {
   }
 
   Tensor Loss(int64_t number) {
-    torch::manual_seed(100 + number);
-    const Tensor tokens = torch::randint(kVocabulary, {2, kLength}).to(StandinDevice());
-    const Tensor logits = model_->forward(tokens.slice(1, 0, kLength - 1));
-    return nn::functional::cross_entropy(logits.to(at::kFloat).reshape({-1, kVocabulary}),
-                                         tokens.slice(1, 1).reshape({-1}));
+    const Tensor tokens = TokensOnStandin(number, kVocabulary, /*sequences=*/2, kLength);
+    return NextTokenLoss(model_->forward(tokens.slice(1, 0, kLength - 1)), tokens);
   }
 
   void Backward(int64_t step) {
@@ -214,11 +197,9 @@ class Training {
     rest_->zero_grad();
   }
 
-  void See(const std::string& what, const Tensor& value) {
-    seen.emplace_back(what, value.detach().cpu().clone());
-  }
-  void See(const std::string& what, double value) {
-    seen.emplace_back(what, torch::tensor(value, at::kDouble));
+  template <typename Value>
+  void See(const std::string& what, const Value& value) {
+    offload::See(seen, what, value);
   }
   void SeeState() {
     std::vector<std::string> planes = {"weight", "master"};
@@ -260,17 +241,6 @@ class Training {
   std::shared_ptr<Engine> engine_;
   std::unique_ptr<torch::optim::Optimizer> optimizer_, rest_;
 };
-
-void ExpectEqual(const Seen& expected, const Seen& actual) {
-  ASSERT_EQ(expected.size(), actual.size());
-  for (size_t i = 0; i < expected.size(); ++i) {
-    ASSERT_EQ(expected[i].first, actual[i].first);
-    EXPECT_TRUE(torch::equal(expected[i].second, actual[i].second))
-        << i << ", " << expected[i].first << " differs in "
-        << (expected[i].second != actual[i].second).sum().item<int64_t>() << " of "
-        << expected[i].second.numel();
-  }
-}
 
 using Program = std::function<void(Training& run)>;
 
