@@ -36,8 +36,12 @@ bool HasOurName(const std::string& name) {
 
 bool IsOursAndOld(const std::string& directory, std::chrono::seconds minimum_age) {
   struct stat status = {};
-  return ::lstat(directory.c_str(), &status) == 0 && S_ISDIR(status.st_mode) &&
-         status.st_uid == ::geteuid() && ::time(nullptr) - status.st_mtime >= minimum_age.count();
+  if (::lstat(directory.c_str(), &status) != 0) return false;
+  // time() may be a tick behind what a file system writes.
+  timespec now = {};
+  ::clock_gettime(CLOCK_REALTIME, &now);
+  return S_ISDIR(status.st_mode) && status.st_uid == ::geteuid() &&
+         now.tv_sec - status.st_mtime >= minimum_age.count();
 }
 
 // Connects with another socket type than the daemon's: the kernel refuses either way, with

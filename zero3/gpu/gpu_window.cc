@@ -388,10 +388,14 @@ void GpuWindow::ReturnUnfinished() {
 
 absl::Status GpuWindow::Keep(absl::Status status) {
   if (failed_.ok() && !status.ok()) {
+    if (options_.peers != nullptr && ErrorIdOf(status) != ErrorId::kRankLost) {
+      // A connection that was ended for a rank that is gone. Of that the others know themselves.
+      if (absl::Status reason = options_.peers->Health(); ErrorIdOf(reason) == ErrorId::kRankLost)
+        status = std::move(reason);
+      else
+        options_.peers->agreement().Fail();
+    }
     failed_ = status;
-    // Of a rank that is gone the others know themselves.
-    if (options_.peers != nullptr && ErrorIdOf(status) != ErrorId::kRankLost)
-      options_.peers->agreement().Fail();
   }
   return status;
 }
