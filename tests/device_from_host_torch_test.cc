@@ -18,8 +18,8 @@
 
 #include "accelerator/host_accelerator.h"
 #include "gmock/gmock.h"
-#include "tests/standin_fixture.h"
 #include "tests/standin_torch.h"
+#include "tests/standin_torch_fixture.h"
 #include "tests/torch_fixture.h"
 
 namespace offload {

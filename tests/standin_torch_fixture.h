@@ -1,8 +1,8 @@
 // What tests that train a model on the stand-in device have in common: what a run shows, compared
-// bit by bit, and the device that judges it. With torch_fixture.h.
+// bit by bit, and the device that judges it. Beside torch_fixture.h.
 
-#ifndef OFFLOAD_TESTS_STANDIN_FIXTURE_H_
-#define OFFLOAD_TESTS_STANDIN_FIXTURE_H_
+#ifndef OFFLOAD_TESTS_STANDIN_TORCH_FIXTURE_H_
+#define OFFLOAD_TESTS_STANDIN_TORCH_FIXTURE_H_
 
 #include <ATen/Functions.h>
 #include <torch/nn/functional.h>
@@ -81,4 +81,4 @@ inline std::vector<proto::Tensor> TensorsOf(const torch::nn::Module& model) {
 
 }  // namespace offload
 
-#endif  // OFFLOAD_TESTS_STANDIN_FIXTURE_H_
+#endif  // OFFLOAD_TESTS_STANDIN_TORCH_FIXTURE_H_
