@@ -56,6 +56,8 @@ std::optional<uint64_t> Multiply(std::string_view number, double factor) {
   if (parsed.ec != std::errc() || parsed.ptr != end || !std::isfinite(value)) return std::nullopt;
   value *= factor;
   if (!(value >= 0) || value >= kTwoTo64) return std::nullopt;
+  // Who writes 0.5 means a share, or has left the unit out.
+  if (value != std::floor(value) && (factor == 1 || value < 1)) return std::nullopt;
   return static_cast<uint64_t>(value);
 }
 

@@ -37,11 +37,17 @@ absl::Status Job::ReadOptions(const proto::v1::OpenJobRequest& request) {
     return MakeError(ErrorId::kBadValue, absl::StrCat("job name \"", request.job(), "\""),
                      "Use letters, digits and . _ - #, at most 128, not beginning with a dot");
   }
-  if (request.ram_bytes() > kLimits.ram_bytes_max ||
-      request.update_threads() > kLimits.update_threads_max) {
+  if (request.ram_bytes() > kLimits.ram_bytes_max) {
     return MakeError(ErrorId::kBadValue,
-                     absl::StrCat("ram of ", request.ram_bytes(), " bytes with ",
-                                  request.update_threads(), " update threads"));
+                     absl::StrCat("ram is ", FormatBytes(request.ram_bytes()), ", a job has ",
+                                  FormatBytes(kLimits.ram_bytes_max), " at most"),
+                     "Set ram to what the job may take of this node's memory");
+  }
+  if (request.update_threads() > kLimits.update_threads_max) {
+    return MakeError(ErrorId::kBadValue,
+                     absl::StrCat("update_threads is ", request.update_threads(), ", a job has ",
+                                  kLimits.update_threads_max, " at most"),
+                     "Set it to the cores that updates may take, or leave it out");
   }
   ram_bytes_ = AlignDown(request.ram_bytes(), proto::kSectorBytes);
   update_threads_asked_ = request.update_threads();

@@ -178,12 +178,18 @@ absl::Status CheckOnePool(const std::string& pool) {
 
 absl::StatusOr<std::vector<std::string>> SplitPools(std::string_view pool) {
   std::vector<std::string> pools = absl::StrSplit(ToAbsl(pool), ',');
+  if (pools.size() == 1) return pools;
   for (size_t i = 0; i < pools.size(); ++i) {
-    const bool repeated =
-        std::find(pools.begin(), pools.begin() + i, pools[i]) != pools.begin() + i;
-    if (pools.size() > 1 && (pools[i].empty() || repeated)) {
+    if (pools[i].empty()) {
       return MakeError(ErrorId::kBadValue,
-                       absl::StrCat("pools \"", ToAbsl(pool), "\": each is named once"));
+                       absl::StrCat("nvme_path \"", ToAbsl(pool), "\": there is a comma with no path "
+                                    "on one side of it"),
+                       "Leave it out, or give a directory there");
+    }
+    if (std::find(pools.begin(), pools.begin() + i, pools[i]) != pools.begin() + i) {
+      return MakeError(ErrorId::kBadValue,
+                       absl::StrCat("nvme_path \"", ToAbsl(pool), "\" names ", pools[i], " twice"),
+                       "Name each directory once: the state is striped over all of them");
     }
   }
   return pools;

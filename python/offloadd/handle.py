@@ -92,7 +92,8 @@ def _strings(options):
         if key not in OPTIONS:
             meant = difflib.get_close_matches(str(key), OPTIONS, n=1)
             raise Error.of(1002, f"there is no option {key}", f"Did you mean {meant[0]}?" if meant else f"The options are {', '.join(OPTIONS)}")
-        pairs += [key, str(int(value)) if isinstance(value, bool) else os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
+        is_flag = isinstance(value, bool) and key not in ("ram", "gpu_ram")
+        pairs += [key, str(int(value)) if is_flag else os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
     return pairs
 
 

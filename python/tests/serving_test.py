@@ -471,6 +471,11 @@ def mistaken(said, name, **options):
 
 
 mistaken("OFD-1002 nvme_path is 3, which is no path.", "number_as_nvme_path", nvme_path=3)
+mistaken("there is a comma with no path on one side of it. Leave it out", "comma_behind_nvme_path", nvme_path="/a,")
+mistaken("names /a twice.", "nvme_path_twice", nvme_path="/a,/a")
+mistaken('OFD-1002 "0.5" is not a size in bytes.', "share_as_ram", ram=0.5)
+mistaken('OFD-1002 "True" is not a size in bytes.', "flag_as_ram", ram=True)
+mistaken("OFD-1002 ram is 921600.0 GiB, a job has", "ram_of_many_terabytes", ram="900TiB")
 mistaken("OFD-1002 config is [1].", "list_as_config", config=[1])
 mistaken("OFD-1002 there is no option nvme_pth. Did you mean nvme_path?", "typing_error_in_a_configuration", config={"nvme_pth": "/", "job": "typo"})
 mistaken("OFD-1601 dict is no torch.nn.Module.", "state_dict_as_model", model={})
