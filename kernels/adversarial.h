@@ -177,6 +177,8 @@ inline std::vector<OptimizerSpec> ManySgd() {
       many.push_back(plain);
       many.push_back(OptimizerSpec(plain).Set("momentum", 0.9).Set("dampening", 0.3));
       many.push_back(OptimizerSpec(plain).Set("momentum", 0.9).Set("nesterov", 1));
+      many.push_back(OptimizerSpec(plain).Set("momentum", 0.9).Set("dampening", 0.3));
+      many.back().Set("fused", 1);
     }
   }
   return many;

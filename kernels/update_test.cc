@@ -140,6 +140,28 @@ TEST(TrustRatioTest, IsOneWhereANormIsZero) {
   EXPECT_EQ(TrustRatio({&norms, 1}), 2);
 }
 
+TEST_P(UpdateTest, TheLastElementsOfATensorRoundTheMomentumOfFusedSgdInAnotherOrder) {
+  for (const double fused : {0, 1}) {
+    float gradient[8], buffer[8], other[8], weight[8] = {};
+    Random random(3);
+    for (size_t i = 0; i < 8; ++i) {
+      gradient[i] = static_cast<float>(random.Unit());
+      other[i] = buffer[i] = static_cast<float>(random.Unit());
+    }
+    const OptimizerSpec sgd("sgd", {{"momentum", 0.9}, {"dampening", 0.3}, {"fused", fused}});
+    kernels::Run run{
+        .count = 7, .begin = 8, .tensor_count = 15, .weight = weight, .state = {buffer}};
+    run.gradient = gradient;
+    Update(GetParam(), sgd, 2, run);
+    run.tensor_count = 16;  // the same elements, no longer in the tail
+    run.state[0] = other;
+    Update(GetParam(), sgd, 2, run);
+    size_t differing_count = 0;
+    for (size_t i = 0; i < 7; ++i) differing_count += buffer[i] != other[i];
+    EXPECT_EQ(differing_count > 0, fused == 1);
+  }
+}
+
 TEST_P(UpdateTest, TheLastElementsOfATensorRoundInAnotherOrder) {
   size_t differing_count = 0;
   Random random(3);
@@ -233,7 +255,7 @@ TEST(OptimizerSpecTest, WhatComesFromAMessageIsChecked) {
   OptimizerSpec spec;
   EXPECT_EQ(OptimizerSpec::Read("adamwx", {}, &spec), "unknown optimizer \"adamwx\"");
   EXPECT_EQ(OptimizerSpec::Read("sgd", {}, &spec), "sgd with 0 parameters");
-  const std::vector<double> values = {0.1, 0.9, 0, 0, 2, 0, 1};
+  const std::vector<double> values = {0.1, 0.9, 0, 0, 2, 0, 0, 1};
   EXPECT_EQ(OptimizerSpec::Read("sgd", values, &spec), "sgd with nesterov 2");
   const OptimizerSpec sent("adamw", {{"lr", 0.25}});
   EXPECT_EQ(OptimizerSpec::Read(sent.name(), sent.values(), &spec), "");

@@ -5,13 +5,13 @@
 namespace offload::kernels::rules {
 namespace {
 
-enum { kLr, kMomentum, kDampening, kWeightDecay, kNesterov, kMaximize };
+enum { kLr, kMomentum, kDampening, kWeightDecay, kNesterov, kMaximize, kFused };
 
 constexpr Parameter kParameters[] = {
     {"lr", 1e-3, Range::kNotNegative},   {"momentum", 0, Range::kNotNegative},
     {"dampening", 0, Range::kFinite},    {"weight_decay", 0, Range::kNotNegative},
     {"nesterov", 0, Range::kFlag},       {"maximize", 0, Range::kFlag},
-    {"unscale", 1, Range::kNotNegative},  // update.cc
+    {"fused", 0, Range::kFlag},          {"unscale", 1, Range::kNotNegative},  // update.cc
 };
 constexpr StatePlane kPlanes[] = {{"momentum_buffer", "exp_avg", kMomentum}};
 
@@ -32,6 +32,7 @@ void Prepare(const double* values, int64_t step, Coefficients* coefficients) {
       .nesterov = values[kNesterov] != 0,
       .maximize = values[kMaximize] != 0,
       .first = step == 1,
+      .has_tail = values[kFused] != 0,
   };
   Keep(constants, coefficients);
 }
@@ -46,16 +47,29 @@ constinit const Optimizer Sgd::kRow = {.name = "sgd",
                                        .prepare_double = Prepare<double>};
 
 template <class T>
+size_t Sgd::TailBegin(const SgdConstants<T>& c, const Run& run) {
+  return c.has_tail ? CountBeforeTail(run) : run.count;
+}
+
+template size_t Sgd::TailBegin(const SgdConstants<float>&, const Run&);
+template size_t Sgd::TailBegin(const SgdConstants<double>&, const Run&);
+
+template <class T>
+static T NextBuffer(const SgdConstants<T>& c, bool in_tail, T buffer, T direction) {
+  if (in_tail) return std::fma(c.momentum, buffer, c.gradient_weight * direction);
+  return std::fma(c.gradient_weight, direction, buffer * c.momentum);
+}
+
+template <class T>
 void Sgd::Reference(const SgdConstants<T>& c, const Run& run) {
+  const size_t tail_begin = TailBegin(c, run);
   for (size_t i = 0; i < run.count; ++i) {
     const T master = LoadMaster<T>(run, i);
     T direction = LoadGradient<T>(run, i, c.maximize);
     if (c.has_weight_decay) direction = std::fma(c.weight_decay, master, direction);
     if (c.has_momentum) {
-      const T buffer =
-          c.first ? direction
-                  : std::fma(c.gradient_weight, direction, StateOf<T>(run, 0)[i] * c.momentum);
-      StateOf<T>(run, 0)[i] = buffer;
+      T& buffer = StateOf<T>(run, 0)[i];
+      buffer = c.first ? direction : NextBuffer(c, i >= tail_begin, buffer, direction);
       direction = c.nesterov ? std::fma(c.momentum, buffer, direction) : buffer;
     }
     StoreMaster<T>(run, i, std::fma(-c.lr, direction, master));

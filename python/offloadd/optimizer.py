@@ -60,7 +60,7 @@ def _adam(group):
 
 
 def _sgd(group):
-    return {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov")}
+    return {name: group[name] for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov")} | {"fused": bool(group.get("fused"))}
 
 
 def _adagrad(group):
@@ -169,8 +169,6 @@ class Recipe:
         for flag in ("differentiable", "capturable"):
             if group.get(flag):
                 _refuse(f"{self.name} with {flag}=True", f"Leave {flag} out")
-        if self.kind == "sgd" and group.get("fused"):
-            _refuse("SGD with fused=True", "Leave fused out: the daemon's SGD is that of the ordinary one, bit for bit")
         if self.kind_of(group) != self.kind:
             _refuse(f"{self.name} whose kind of weight decay changes", "Use one kind of weight decay in all groups")
         self._check_types(group)
