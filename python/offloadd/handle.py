@@ -578,7 +578,7 @@ class Handle:
     def commit(self):
         """A step of an optimizer that runs in this process."""
         self.settle()
-        self._running().apply(self._kind, [[]], [self._idle_values])
+        self._running().apply(self._kind, [[]], [self._idle_values], [False])
 
     def _in_process(self):
         return {id(parameter) for part in self._parts if part.is_foreign for parameter in parameters_of(part.optimizer)}
@@ -588,9 +588,9 @@ class Handle:
         served.settle_replaced(self._identities, self._in_process())
         self._reassigned.settle(self._identities)
 
-    def apply(self, kind, groups, values):
+    def apply(self, kind, groups, values, counts):
         self.settle()
-        self._running().apply(kind, groups, values)
+        self._running().apply(kind, groups, values, counts)
 
     def foresee(self, kind, values):
         self._running().foresee(kind, values)

@@ -104,11 +104,14 @@ class Masters:
             if master.grad is not None and self.unscale is not None:
                 master.grad.mul_(self.unscale)
         step_function(type(self._optimizer))(self._optimizer)  # without torch's hooks, which were called for the script's own
-        for parameter, master in self._pairs(optimizer):
-            if master is not parameter and master.grad is not None:
-                parameter.copy_(master)
-                master.grad = None
-            self.see(parameter)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                master = self._master(parameter)
+                if master is not parameter and master.grad is not None:
+                    # torch's fused kernels do not count what they write: a graph from before the step goes backward after it.
+                    (parameter.data if group.get("fused") else parameter).copy_(master)
+                    master.grad = None
+                self.see(parameter)
 
     def state_dict(self, optimizer):
         self._follow(optimizer)

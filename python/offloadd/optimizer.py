@@ -709,7 +709,8 @@ class Part:
         self._check_momentum(values)
         groups = [[p for p in group["params"] if not is_table(p)] for group in self.optimizer.param_groups]
         self._add_sparse(groups, values)
-        self.handle.apply(self.recipe.kind, groups, values)
+        # torch's fused kernels write weights without counting it: a graph from before the step goes backward after it.
+        self.handle.apply(self.recipe.kind, groups, values, [not group.get("fused") for group in self.optimizer.param_groups])
 
     def _add_sparse(self, groups, values):
         """torch adds the elements of a sparse gradient one by one, which rounds otherwise than their sums do. SGD that keeps nothing is such

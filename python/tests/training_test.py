@@ -738,6 +738,33 @@ def retained_graph(run):
     return loss
 
 
+def graph_after_a_step(name, make, **options):
+    def function(run):
+        """As in plain torch: an error, and with fused=True, which does not count what it writes, none."""
+        model = run.model()
+        optimizer = make(model.parameters())
+        run.attach(model, optimizer)
+        loss = run.loss(model, 0)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            told = "modified by an inplace operation" in str(error)
+        else:
+            told = "goes on"
+        gradients = [p.grad.clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        return told, gradients, run.train(model, optimizer, first=1)
+
+    function.__name__ = f"graph_after_a_step_{name}"
+    case(function, **options)
+
+
+graph_after_a_step("of_fused_adamw", lambda p: AdamW(p, 1e-3, fused=True))
+graph_after_a_step("of_adamw", lambda p: AdamW(p, 1e-3))
+
+
 @case(types=("fp32",))
 def backward_that_throws(run):
     model = run.model()

@@ -133,8 +133,10 @@ class PythonEngine final : public torch::CustomClassHolder {
     return has_new;
   }
 
+  // `counts`: of each group, whether torch counts its update as a write of the tensors (their
+  // version), which lets the backward of a graph from before the step fail.
   void Step(const std::string& kind, const std::vector<Tensors>& groups,
-            const std::vector<Values>& values) {
+            const std::vector<Values>& values, const c10::List<bool>& counts) {
     const at::NoGradGuard no_grad;
     TensorEngine& engine = tensors();
     std::vector<GroupUpdate> updates;
@@ -149,10 +151,10 @@ class PythonEngine final : public torch::CustomClassHolder {
       return foreseen->groups;
     });
     const bool is_alone = engine.attachment()->world_size() == 1;
-    for (const Tensors& group : groups) {
-      for (const at::Tensor& parameter : group) {
+    for (size_t i = 0; i < groups.size(); ++i) {
+      if (!counts.get(i)) continue;
+      for (const at::Tensor& parameter : groups[i]) {
         if (is_alone && !parameter.grad().defined()) continue;
-        // Backward of a graph from before the step is an error in torch.optim, and is one here.
         c10::TensorImpl* const impl = parameter.unsafeGetTensorImpl();
         if (!impl->is_inference()) impl->bump_version();
         engine.FollowVersions({&parameter, 1});
