@@ -727,6 +727,45 @@ def double_backward(run):
 
 
 @case(types=("fp32",))
+def weights_written_under_a_graph(run):
+    """torch keeps what backward needs, and tells tensors apart by their addresses."""
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    told = []
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        for step in range(3):
+            loss = run.loss(model, step)
+            with torch.no_grad():
+                model.blocks[1].up.weight.mul_(0.9)
+                model.head.weight.mul_(0.9)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+    return told
+
+
+@case(types=("fp32",))
+def operators_that_a_dispatch_mode_sees(run):
+    class Log(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    seen = []
+    for step in range(2):
+        with Log():
+            run.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+@case(types=("fp32",))
 def retained_graph(run):
     model = run.model()
     optimizer = SGD(model.parameters(), 0.1)

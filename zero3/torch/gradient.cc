@@ -29,6 +29,9 @@ namespace {
 // Transfers of one gradient in flight.
 constexpr size_t kTransfersInFlight = 32;
 
+constexpr c10::DispatchKeySet kModeKeys{c10::DispatchKey::Python,
+                                        c10::DispatchKey::PythonTLSSnapshot};
+
 // torch holds this lock of an AccumulateGrad while it adds to `.grad`, but not while it calls the
 // hooks, and says that they have to look after themselves. The member is protected; an explicit
 // instantiation may name it.
@@ -572,6 +575,9 @@ void Gradient::TakeValues(const at::Tensor& values) {
   LeaveTensorToOthers();
   // Of an offloaded tensor, a weight or another's gradient, by way of its residency: read as plain
   // bytes it would be served as through a raw pointer, and the step would change it under that.
+  // A dispatch mode of the program sees what it would see in plain torch, which only keeps them.
+  const bool is_wrapper = values.key_set().has(c10::DispatchKey::Python);
+  const c10::impl::ExcludeDispatchKeyGuard unseen(is_wrapper ? c10::DispatchKeySet() : kModeKeys);
   const at::Tensor plain_values = Residency::Of(values) != nullptr ? values.clone() : values;
   const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
   Pins pins;

@@ -327,21 +327,18 @@ bool IsManaged(const at::Tensor& tensor) {
 }
 
 // A number that tells tensors over managed storages apart as data_ptr() does for others, for code
-// that compares addresses and never follows them. Between operations only; 0 for what is not
-// managed.
+// that compares addresses and never follows them: the same in the middle of operations, where hooks
+// and dispatch modes ask. 0 for what is not managed.
 int64_t IdentityOf(const at::Tensor& tensor) {
   if (!IsManaged(tensor)) return 0;
-  c10::StorageImpl* const storage =
-      tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  const auto home = reinterpret_cast<int64_t>(storage->_mutable_data_ptr_no_checks().get());
-  return home + tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
+  return reinterpret_cast<int64_t>(Residency::Of(tensor)->home()) +
+         tensor.storage_offset() * static_cast<int64_t>(tensor.element_size());
 }
 
 // The same of a whole storage, by the address of torch's object.
 int64_t IdentityOfStorage(int64_t address) {
-  auto* const storage = reinterpret_cast<c10::StorageImpl*>(address);
-  if (Residency::Of(storage) == nullptr) return 0;
-  return reinterpret_cast<int64_t>(storage->_mutable_data_ptr_no_checks().get());
+  const Residency* const residency = Residency::Of(reinterpret_cast<c10::StorageImpl*>(address));
+  return residency != nullptr ? reinterpret_cast<int64_t>(residency->home()) : 0;
 }
 
 TORCH_LIBRARY(offloadd, m) {

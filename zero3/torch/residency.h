@@ -107,6 +107,8 @@ class Residency : public StorageSwap::Owner {
   void LeaveStorage();
 
   const std::string& name() const { return name_; }
+  // Where the storage points while no operation uses it.
+  const std::byte* home() const { return swap_.home(); }
   size_t size_bytes() const { return size_bytes_; }
   // True for a tensor that has every element of the storage once, in whatever order.
   bool IsWhole(const at::Tensor& tensor) const;
