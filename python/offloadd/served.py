@@ -166,10 +166,12 @@ def _read_only(original):
     def call(self, *args, **kwargs):
         if not managed(self):
             return original(self, *args, **kwargs)
-        if self.requires_grad and not kwargs.get("force"):
+        if self.requires_grad and torch.is_grad_enabled() and not kwargs.get("force"):
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-        array = original(copy_of(self), *args, **kwargs)
-        array.flags.writeable = False
+        copied = copy_of(self)
+        array = original(copied, *args, **kwargs)
+        if array.__array_interface__["data"][0] == copied.data_ptr():  # not one of another type, which is somebody's own in any case
+            array.flags.writeable = False
         return array
 
     return call
@@ -376,7 +378,7 @@ def install():
     _wrap(torch._tensor_str, "_tensor_str", _of_a_copy)  # the part of repr() that looks at the values
     _wrap(tensor, "tolist", _of_a_copy)
     _wrap(tensor, "numpy", _read_only)
-    _wrap(tensor, "__array__", _of_a_copy)
+    _wrap(tensor, "__array__", _read_only)
     _wrap(tensor, "__reduce_ex__", _pickled)
     _wrap(tensor, "__deepcopy__", _deeply_copied)
     tensor.__copy__ = _copied_shallowly

@@ -276,6 +276,24 @@ def writing_into_numpy_is_refused(run):
     return "written and lost"
 
 
+@case(**FP32)
+def arrays_of_other_functions_are_read_only(run):
+    """What is written into numpy.asarray(p) would be lost; numpy.array(p), and one of another type, are copies in plain torch, too."""
+    model, _ = started(run)
+    weight = model.norm.bias.detach()
+    for own in (numpy.array(weight), numpy.asarray(weight, dtype=numpy.float64)):
+        own[0] = 1
+    with torch.no_grad():
+        told = model.norm.bias.numpy().tolist()
+    if run.offloaded:
+        try:
+            numpy.asarray(weight)[0] = 1
+            return "written and lost"
+        except ValueError:
+            pass
+    return told, weight.tolist()
+
+
 def array_of_before(name, look, **options):
     """Arrays over the memory that a parameter had: it is another's after attach()."""
 
