@@ -618,6 +618,14 @@ def check_unscale(factor):
         raise Error.of(1002, "optimizer.step() of gradients that have the loss scale of fp16", "Call engine.step(), which takes it out of them")
 
 
+def _check_lies_alike(parameter, gradient):
+    """For a fused kernel of torch, which goes through both as they are in memory, and so would add elements to others than theirs."""
+    if any(size > 1 and there != here for size, there, here in zip(parameter.shape, parameter.stride(), gradient.stride())):
+        raise Error.of(1601, f"the gradient that a parameter of shape {list(parameter.shape)} was given lies in memory in another order (strides "
+                             f"{gradient.stride()}, and the parameter's are {parameter.stride()}): torch's kernels with fused=True add its elements "
+                             "to others than theirs", "Give .grad a copy in the parameter's order, torch.empty_like(p).copy_(g), or leave fused out")
+
+
 class Part:
     """One optimizer of a job: reads its groups, says them to the engine, shows its state."""
 
@@ -716,9 +724,16 @@ class Part:
         """torch adds the elements of a sparse gradient one by one, which rounds otherwise than their sums do. SGD that keeps nothing is such
         an addition to the weight: it is made here, and the parameters leave their groups for this step."""
         sparse = []
-        for parameters, row in zip(groups, values):
-            # Every step comes here: an access to a gradient costs, so there is one of each.
-            found = [p for p in parameters if (grad := p.grad) is not None and grad.layout != torch.strided]
+        for group, parameters, row in zip(self.optimizer.param_groups, groups, values):
+            found, is_fused = [], group.get("fused")
+            for p in parameters:
+                grad = p.grad  # every step comes here: an access to a gradient costs, so there is one of each
+                if grad is None:
+                    continue
+                if grad.layout != torch.strided:
+                    found.append(p)
+                elif is_fused and grad.stride() != p.stride():
+                    _check_lies_alike(p, grad)
             if not found:
                 continue
             options = dict(zip(self.recipe.parameters, row))

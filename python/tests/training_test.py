@@ -680,6 +680,33 @@ def gradients_given_other_storages(run):
     return told, averages
 
 
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def transposed_gradient_of_a_fused_optimizer_is_refused(run):
+    """torch's fused kernels would take it as it lies in memory."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    run.loss(model, 0).backward()
+    model.head.weight.grad = model.head.weight.grad.t().contiguous().t()
+    optimizer.step()
+
+
+@case(types=("fp32",))
+def transposed_gradient(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        loss = run.loss(model, step)
+        loss.backward()
+        told.append(loss.item())
+        model.head.weight.grad = model.head.weight.grad.t().contiguous().t()
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
 @case
 def gradients_by_autograd_grad(run):
     model = run.model()
