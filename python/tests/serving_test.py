@@ -868,6 +868,26 @@ constructed("constructed_orthogonal", lambda run: torch.nn.utils.parametrization
 constructed("constructed_with_a_dry_run", with_a_dry_run)
 
 
+def starting_with(look):
+    def build(run):
+        model = torch.nn.Sequential(torch.nn.Linear(160, 1600), torch.nn.GELU(), torch.nn.Linear(1600, 160)).to(run.dtype)
+        with torch.no_grad():
+            look(model[0].weight, model[2].weight)
+        return model
+
+    return build
+
+
+# Kernels that have other operations make what they then read by its address.
+constructed("constructed_with_a_mean", starting_with(lambda a, b: a.sub_(a.mean(0))))
+constructed("constructed_with_a_mask", starting_with(lambda a, b: b.copy_(b * a[a > 0].mean())))
+constructed("constructed_with_a_sorted_sample", starting_with(lambda a, b: a.div_(a.unique()[-1] * a.median())))
+constructed("constructed_from_singular_values", starting_with(lambda a, b: a.copy_(a * torch.linalg.svd(a, full_matrices=False)[1])), types=("fp32",))
+constructed("constructed_orthogonal_by_an_exponential",
+            lambda run: torch.nn.Sequential(torch.nn.Linear(160, 600), torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(600, 600))),
+            types=("fp32",))
+
+
 @case(memory=("256MiB",))
 def constructed_and_laid_out_larger_than_memory(run):
     def build():

@@ -47,7 +47,12 @@ class BornResidency final : public Residency {
  private:
   ~BornResidency() override;
   void Move(bool write);
-  void ForgetStorage() override { dead_ = true; }
+  // What an operation has made on the way: nobody looks at it any more, though the operation may go
+  // on, and with it the pin.
+  void ForgetStorage() override {
+    dead_ = true;
+    bytes_.Unmap();
+  }
 
   const std::shared_ptr<Attachment> attachment_;
   MappedRegion bytes_;

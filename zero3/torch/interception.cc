@@ -483,13 +483,13 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   const SharedRoom room(uses);
   const RawKernel raw_kernel(verdict.takes_raw_memory);
   const CollectiveScope collective(verdict.gives_all_the_same);
-  Pins pins(verdict.allocates);
+  Pins pins(verdict.allocates, verdict.is_loop);
   for (const auto& [residency, access] : uses) pins.Add(residency, access);
   op.redispatchBoxed(below, stack);
   if (verdict.is_communication && !uses.empty()) WaitForWork(op.schema().returns().size(), *stack);
   // What is only allocated has no bytes and no pin, and has to be known all the same: whoever
   // touches it outside of the construction is told so.
-  if (verdict.allocates == Pins::Allocates::kEmpty || pins.HasMoreThan(uses.size()))
+  if (verdict.allocates == Pins::Allocates::kEmpty || pins.HasAllocated())
     LearnResults(op.schema().returns().size(), *stack);
   pins.Finish();
 }

@@ -87,10 +87,18 @@ void Pins::Add(Residency* residency, Access access) {
 
 void Pins::AddPinned(Residency* residency) {
   residency->Reference();
-  residencies_.push_back(residency);
+  allocated_.push_back(residency);
+}
+
+void Pins::LeaveAllocated() {
+  Pins* const outer = FillingFrom(below_);
+  auto& to = outer != nullptr && !outer->is_loop_ ? outer->allocated_ : residencies_;
+  to.insert(to.end(), allocated_.begin(), allocated_.end());
+  allocated_.clear();
 }
 
 void Pins::Finish(Completion* done) {
+  LeaveAllocated();
   std::exception_ptr failure;
   while (!residencies_.empty()) {
     Residency* residency = residencies_.back();
@@ -114,10 +122,11 @@ Pins::~Pins() {
   top_ = below_;
 }
 
-Pins* Pins::Filling() {
-  // A kernel that asks an operation for a tensor without values (empty_like) writes it by its
-  // address.
-  Pins* pins = top_;
+Pins* Pins::Filling() { return FillingFrom(top_); }
+
+// A kernel that asks an operation for a tensor without values (empty_like) writes it by its
+// address.
+Pins* Pins::FillingFrom(Pins* pins) {
   while (pins != nullptr && pins->allocates_ != Allocates::kResults) pins = pins->below_;
   return pins;
 }

@@ -160,7 +160,9 @@ class Pins {
     kEmpty,      // tensors without values
     kForCaller,  // bytes of a tensor that the operation below it is about to fill: resize_
   };
-  explicit Pins(Allocates allocates = Allocates::kResults) : allocates_(allocates), below_(top_) {
+  // `is_loop`: it runs other operations for the elements of a list and looks at no bytes itself.
+  explicit Pins(Allocates allocates = Allocates::kResults, bool is_loop = false)
+      : allocates_(allocates), is_loop_(is_loop), below_(top_) {
     top_ = this;
   }
   ~Pins();
@@ -171,11 +173,13 @@ class Pins {
   // Unpins, and throws the first failure. Without it the operation has thrown: the destructor
   // unpins and is silent.
   void Finish(Completion* done = nullptr);
-  // Takes part in the unpinning of a residency that is pinned already.
+  // Takes part in the unpinning of a residency that is pinned already: of memory that the operation
+  // has allocated. Finish() leaves it to the operation that runs this one, whose kernel may read
+  // the result by its address.
   void AddPinned(Residency* residency);
-  // Whether something was pinned while the operation ran: its results may be of residencies that do
-  // not know their storage yet.
-  bool HasMoreThan(size_t count) const { return residencies_.size() > count; }
+  // Whether the operation has allocated something: its results may be of residencies that do not
+  // know their storage yet.
+  bool HasAllocated() const { return !allocated_.empty(); }
   // The innermost operation of the calling thread, null outside.
   static Pins* Current() { return top_; }
   // The operation of the calling thread that gives a value to what is allocated now; null when none
@@ -185,10 +189,15 @@ class Pins {
   static int CountOwn(const Residency* residency);
 
  private:
+  static Pins* FillingFrom(Pins* pins);
+  void LeaveAllocated();
+
   static thread_local Pins* top_;
   const Allocates allocates_;
+  const bool is_loop_;
   Pins* const below_;
   absl::InlinedVector<Residency*, 4> residencies_;
+  absl::InlinedVector<Residency*, 4> allocated_;
 };
 
 }  // namespace offload::zero3
