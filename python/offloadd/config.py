@@ -55,6 +55,8 @@ def _text_of(config):
             return json.dumps(config), "the configuration"
         except (TypeError, ValueError) as error:
             raise Error.of(1101, f"the configuration is no JSON: {error}", "Write numbers, texts, lists and dictionaries") from None
+    if not isinstance(config, (str, bytes, os.PathLike)):
+        raise Error.of(1101, f"the configuration is a {type(config).__name__}", "Give a dictionary, the path of a file, or its text")
     text = os.fspath(config)
     if isinstance(text, bytes):
         text = os.fsdecode(text)

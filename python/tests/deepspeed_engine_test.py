@@ -399,11 +399,30 @@ class DeepSpeedTest(DeepSpeedCase):
                    (1105, {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}), (1103, {"train_batch_size": 6}),
                    (1102, {"optimizer": {"type": "AdamW", "params": {"weight_deacy": 0.1}}}),
                    (1102, {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}}),
-                   (1104, {"scheduler": {"type": "Warmup"}}), (1104, {"tensor_parallel": {"autotp_size": 2}})]
+                   (1104, {"scheduler": {"type": "Warmup"}}), (1104, {"tensor_parallel": {"autotp_size": 2}}),
+                   (1104, {"scheduler": {"type": "Optimizer"}}), (1104, {"scheduler": {"type": "LRScheduler"}}),
+                   (1105, {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}}),
+                   (1105, {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-3}}}),
+                   (1102, {"scheduler": {"type": "LambdaLR", "params": {"lr_lambda": "lambda t: 1"}}})]
         for number, changes in refused:
             with self.subTest(changes), self.assertRaises(offloadd.Error) as caught:
                 self.initialize(make(), self.config(**changes))
             self.assertEqual(caught.exception.id, number, str(caught.exception))
+
+    def test_a_configuration_that_is_none_is_refused(self):
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1101 the configuration is a list"):
+            self.initialize(make(), [self.config()])
+
+    def test_what_is_auto_is_the_default(self):
+        """As if it were not there: nobody else is there to decide it."""
+        for kind, keys in (("RMSprop", ("alpha", "eps", "momentum")), ("Adagrad", ("eps", "weight_decay")), ("Lion", ("betas",)),
+                           ("SGD", ("momentum", "nesterov")), ("AdamW", ("betas", "eps", "weight_decay"))):
+            groups = []
+            for params in ({}, dict.fromkeys(keys, "auto")):
+                engine, optimizer, _, _ = self.initialize(make(), self.config(optimizer={"type": kind, "params": {"lr": 1e-3, **params}}))
+                groups.append({key: value for key, value in optimizer.param_groups[0].items() if key != "params"})
+                engine.destroy()
+            self.assertEqual(*groups)
 
     def test_a_run_without_a_drive_or_a_budget_says_how_to_name_them(self):
         del os.environ["OFFLOADD_RAM"]
@@ -740,6 +759,11 @@ class DeepSpeedTest(DeepSpeedCase):
                 with self.subTest(dtype=dtype, disabled=disabled), unittest.mock.patch.dict(os.environ, {"OFFLOADD_DISABLE": disabled}):
                     engine, *_ = self.initialize(make(), self.config(bf16={"enabled": dtype == torch.bfloat16}))
                     self.with_masters_and_moments_that_are_written(engine, dtype)
+
+    def test_questions_about_a_configuration_in_its_old_form(self):
+        os.environ["OFFLOADD_POOL"] = self.pool
+        engine, *_ = self.initialize(make(), self.config(zero_optimization=True))
+        self.assertEqual(engine.zero_reduce_bucket_size(), 500_000_000)
 
     def test_questions_about_the_configuration(self):
         engine, *_ = self.initialize(make(), self.config(steps_per_print=7))

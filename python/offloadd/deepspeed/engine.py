@@ -31,35 +31,49 @@ _OPTIMIZERS = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad, "RMSprop"
 
 # ---- What a configuration makes --------------------------------------------------------------------
 
-def _value(params, name, otherwise=None):
-    value = params.get(name, otherwise)
-    if value == "auto":
-        if otherwise is None:
-            raise Error.of(1105, f"optimizer.params.{name} is \"auto\", and nobody has decided it", f"Write a number for {name}")
-        return otherwise
-    return value
+def _decided(params):
+    """Those that say something: what is "auto" is the optimizer's default, but for the rate, which there is no default for."""
+    if params.get("lr") == "auto":
+        raise Error.of(1105, "optimizer.params.lr is \"auto\", and nobody has decided it", "Write a number for lr")
+    return {name: value for name, value in params.items() if value != "auto"}
 
 
 def _make_optimizer(training, parameters):
-    kind, params = training["optimizer"], training["optimizer_params"]
+    kind, params = training["optimizer"], _decided(training["optimizer_params"])
     if kind in ("AdamW", "Adam"):
-        return DeepSpeedCPUAdam(parameters, lr=_value(params, "lr"), betas=_value(params, "betas", (0.9, 0.999)), eps=_value(params, "eps", 1e-8),
-                                weight_decay=_value(params, "weight_decay", 0.0), adamw_mode=kind == "AdamW")
+        return DeepSpeedCPUAdam(parameters, **params, adamw_mode=kind == "AdamW")
     if kind not in _OPTIMIZERS:
         refuse(f"optimizer.type {kind} in Python", f"Use AdamW, Adam, {', '.join(_OPTIMIZERS)}")
-    return _OPTIMIZERS[kind](parameters, **{name: _value(params, name, 0.0 if name != "lr" else None) for name in params})
+    if kind == "Lion":
+        params.setdefault("betas", (0.9, 0.99))  # those of a configuration that has none
+    return _OPTIMIZERS[kind](parameters, **params)
+
+
+def _scheduler_class(name):
+    cls = schedules.BY_NAME.get(name) or getattr(torch.optim.lr_scheduler, name, None)
+    base = torch.optim.lr_scheduler.LRScheduler
+    if cls is None or cls is base or not (name in schedules.BY_NAME or isinstance(cls, type) and issubclass(cls, base)):
+        refuse(f"scheduler.type {name}", f"Use {', '.join(schedules.BY_NAME)}, or one of torch.optim.lr_scheduler")
+    return cls
 
 
 def _make_scheduler(training, optimizer):
     name, params = training["scheduler"], training["scheduler_params"]
-    cls = schedules.BY_NAME.get(name) or getattr(torch.optim.lr_scheduler, name, None)
-    if cls is None:
-        refuse(f"scheduler.type {name}", f"Use {', '.join(schedules.BY_NAME)}, or one of torch.optim.lr_scheduler")
-    known = inspect.signature(cls.__init__).parameters
+    cls = _scheduler_class(name)
+    known = dict(list(inspect.signature(cls.__init__).parameters.items())[2:])
     for key in params:
         if key not in known:
-            raise Error.of(1102, f"scheduler.params.{key} is no parameter of {name}", f"It takes {', '.join(list(known)[2:])}")
-    return cls(optimizer, **{key: value for key, value in params.items() if value != "auto"})
+            raise Error.of(1102, f"scheduler.params.{key} is no parameter of {name}", f"It takes {', '.join(known)}")
+    decided = {key: value for key, value in params.items() if value != "auto"}
+    for key, parameter in known.items():
+        if key not in decided and parameter.default is parameter.empty:
+            what = "is \"auto\", and nobody has decided it" if key in params else f"is missing, which {name} needs"
+            raise Error.of(1105, f"scheduler.params.{key} {what}", f"Write a value for {key}")
+    try:
+        return cls(optimizer, **decided)
+    except (TypeError, ValueError, AttributeError) as error:  # of torch's, which take functions and schedules, too
+        raise Error.of(1102, f"{name} takes no such scheduler.params: {error}",
+                       "Correct them, or make the schedule in the program: initialize(lr_scheduler=…)") from error
 
 
 class _Settings:

@@ -19,7 +19,8 @@ def _told(key, otherwise, section=None):
     def ask(self):
         whole = self._raw if isinstance(self._raw, dict) else {}
         if section is not None:
-            whole = whole.get(section) or {}
+            whole = whole.get(section)
+            whole = whole if isinstance(whole, dict) else {}  # of zero_optimization it may be true
         value = whole.get(key, otherwise)
         return otherwise if value == "auto" else value
 
