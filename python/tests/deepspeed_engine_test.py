@@ -547,6 +547,31 @@ class DeepSpeedTest(DeepSpeedCase):
         self.assertEqual(told, told_in_memory)
         self.assertTrue(all(torch.equal(value, weights[name]) for name, value in in_memory.items()))
 
+    def test_a_checkpoint_of_a_model_with_other_parts(self):
+        """Is refused while the engine still trains; its weights alone are loaded as far as they fit."""
+        engine, *_ = self.initialize(make(), self.config())
+        engine_loop(engine, 2)
+        engine.save_checkpoint(self.folder.name)
+        stored = copies(engine.module)
+        engine.destroy()
+        other = make()
+        other.more = torch.nn.Linear(4, 4)
+        engine, *_ = self.initialize(other, self.config())
+        for how in ({}, {"load_module_only": True}):
+            with self.assertRaisesRegex(offloadd.Error, "OFD-1402.*more.weight"):
+                engine.load_checkpoint(self.folder.name, **how)
+        engine_loop(engine, 1)
+        engine.load_checkpoint(self.folder.name, load_module_only=True, load_module_strict=False)
+        for name, value in stored.items():
+            self.assertTrue(torch.equal(other.state_dict()[name], value), name)
+        engine_loop(engine, 1)
+        engine.destroy()
+        smaller = make()
+        del smaller.head.weight, smaller.head
+        engine, *_ = self.initialize(smaller, self.config())
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1402.*head.weight"):
+            engine.load_checkpoint(self.folder.name)
+
     def test_the_weights_of_a_checkpoint_are_for_everybody(self):
         saved = os.path.join(self.folder.name, "saved")
         here = make(tied=True)

@@ -591,7 +591,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
 
     def _load_weights(self, folder, strict, custom_load_fn):
         if self._handle is not None and not is_disabled() and custom_load_fn is None and os.path.isdir(os.path.join(folder, WEIGHTS)):
-            return self._load_files(folder)
+            return self._load_files(folder, strict)
         whole = weights_in(folder)
         if custom_load_fn is not None:
             return custom_load_fn(src=whole, dst=self.module)
@@ -601,9 +601,9 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             raise Error.of(1402, f"{folder} has no weights of {', '.join(sorted(absent))}", "Use the checkpoint of this model")
         self.module.load_state_dict(whole, strict=False)
 
-    def _load_files(self, folder):
-        """Weights that were left out stay as they are."""
-        if mark_in(folder).get("left_out"):
+    def _load_files(self, folder, strict=True):
+        """Weights that were left out stay as they are, and without `strict` those that are not there."""
+        if not strict or mark_in(folder).get("left_out"):
             self.module.load_state_dict(weights_in(folder), strict=False)
         else:
             self._handle.load_weights(os.path.join(folder, WEIGHTS))
@@ -641,8 +641,24 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             self._load_files(folder)
             self.optimizer.load_state_dict(torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True)["optimizer"])
             return
+        self._check_fits(folder, mark)
         self._continue_from(mark)
         self._take_edits(folder)
+
+    def _check_fits(self, folder, mark):
+        """OFD-1402 for a checkpoint of another model, while this one still has its job."""
+        stored, mine = weights_in(folder), dict(self.module.named_parameters())
+        left_out = set(mark.get("left_out", ()))
+        wrong = [f"no weights of {name}" for name in mine if name not in stored and name not in left_out]
+        wrong += [f"{value.dtype}{list(value.shape)} as {name}, which is {mine[name].dtype}{list(mine[name].shape)} in the model"
+                  for name, value in stored.items() if name in mine and (value.shape, value.dtype) != (mine[name].shape, mine[name].dtype)]
+        others = {name for name, _ in self.module.named_buffers()} | self._second_names()
+        wrong += [f"weights of {name}, which the model has not" for name in stored if name not in mine and name not in others]
+        if wrong:
+            more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise Error.of(1402, f"{folder} has {wrong[0]}{more}",
+                           "Use the checkpoint of this model; the weights alone that fit: load_checkpoint(…, load_optimizer_states=False, "
+                           "load_module_strict=False)")
 
     @torch.no_grad()
     def _take_edits(self, folder):
