@@ -71,13 +71,14 @@ def _finish(trainer, callback, kept, ignore_keys):
     state.global_step -= 1
     trainer.control = handler.on_epoch_begin(trainer.args, state, trainer.control)
     trainer.control = handler.on_step_begin(trainer.args, state, trainer.control)
+    set_random_state(kept["random"])
+    trainer.control = handler.on_optimizer_step(trainer.args, state, trainer.control)  # which may write weights
     state.global_step += 1
     at = kept_for(trainer, kept.get("position"))
     if at is not None:
         state.epoch, epoch, is_last = epoch_of(at, trainer), at["epoch"], at["is_last"]
     else:
         state.epoch, epoch, is_last = _epoch_after(trainer, state.global_step)
-    set_random_state(kept["random"])
 
     def do_what_is_due():
         trainer._maybe_log_save_evaluate(trainer._tr_loss, loop["norm"], trainer.model_wrapped, None, epoch, ignore_keys, time.time(),

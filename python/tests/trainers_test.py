@@ -218,6 +218,16 @@ stopped_before_what_was_due("stopped_with_a_scheduler_that_begins_with_the_last_
 stopped_before_what_was_due("stopped_before_it_ends_early", 3, others=[lambda: transformers.EarlyStoppingCallback(2)],
                             **{**EVALUATED, "eval_steps": 1, "learning_rate": 0.3, "max_steps": 12}, save_strategy="steps", save_steps=1,
                             load_best_model_at_end=True, metric_for_best_model="loss")
+class Shrinks(transformers.TrainerCallback):
+    """Writes weights behind each step of the optimizer, with random numbers."""
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 - 0.01 * torch.rand(()))
+
+
+stopped_before_what_was_due("stopped_before_weights_are_written_behind_the_optimizer", 3, others=[Shrinks], **EVALUATED)
 stopped_before_what_was_due("stopped_after_the_last_step", 7, **EVALUATED)
 stopped_before_what_was_due("stopped_at_the_end_of_an_epoch", 3, gradient_accumulation_steps=5, num_train_epochs=2, max_steps=-1,
                             eval_strategy="epoch", logging_strategy="epoch", logging_steps=500)
