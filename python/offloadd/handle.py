@@ -844,10 +844,9 @@ def open_ahead(options):
     """Opens the job of attach(**options), which will take it, unless it is open: (engine, the trainer's state). For integrations."""
     global _constructed
     opened = init(**{key: value for key, value in options.items() if key in OPTIONS or key == "config"})
-    if _constructed is not None and any(_constructed.options.get(key) != opened.options.get(key) for key in ("job", "nvme_path")):
-        raise Error.of(1002, f"the job {_constructed.options.get('job')} was opened, and no attach() has taken it",
-                       "Attach to it with its own options, or start the program again")
-    if _constructed is None:
+    if _constructed is not None:
+        _check_is_of(_constructed.options, opened.options)
+    else:
         opened._engine = _open_engine(opened.options)
         _constructed = opened
     return _constructed._engine, _stored_state(_constructed._engine)[1]
@@ -878,13 +877,34 @@ def _load_again(model, handle):
         model.load_state_dict(loaded["state_dict"], strict=model.strict_loading)
 
 
+# What attach() may be given otherwise than init(), whose values count: results are the same.
+_HOW_FAST = ("ram", "io", "durability", "generations", "update_threads", "update_in_backward", "spill_gradients", "zero_stage", "weights_home",
+             "state_home", "persistence", "prefetch", "max_live")
+
+
+def _check_is_of(opened, options):
+    """OFD-1002 where options name another job than the one that init() has opened."""
+    for key, there in (("job", _job_of(opened)), ("nvme_path", _pool_of(opened))):
+        if str(options.get(key, there)) != there:
+            raise Error.of(1002, f"attach() was given {key} = {options[key]}, but init() has opened job {_job_of(opened)} in {_pool_of(opened)}, and no "
+                                 "attach() has taken it", "Attach to that job: leave its options out, they are init()'s; or start the program again")
+
+
 def _as_opened(opened, options):
     """Those of attach() behind an init(), whose engine has its own already."""
-    for key, variable in (("device", "OFFLOADD_DEVICE"), ("gpu_ram", "OFFLOADD_GPU_RAM")):
-        at_first = opened.get(key) or os.environ.get(variable)
-        if key in options and str(options[key]) != str(at_first):
-            raise Error.of(1002, f"attach() was given {key} = {options[key]}, but init() has opened the job with {at_first}", f"Give {key} to init()")
-    return {**opened, **options}
+    _check_is_of(opened, options)
+    given = {"device": opened.get("device") or os.environ.get("OFFLOADD_DEVICE"),
+             "gpu_ram": opened.get("gpu_ram") or os.environ.get("OFFLOADD_GPU_RAM"),
+             "raw_access": opened.get("raw_access", "serve"), "weights_at_close": opened.get("weights_at_close", "released")}
+    for key, value in options.items():
+        at_first = given.get(key, opened.get(key))
+        if key not in OPTIONS or key in ("job", "nvme_path") or str(value) == str(at_first):
+            continue
+        if key not in _HOW_FAST:
+            raise Error.of(1002, f"attach() was given {key} = {value}, but init() has opened the job with {at_first}", f"Give {key} to init()")
+        _log.warning("offloadd: %s = %s of attach() counts for nothing: init() has opened job %s with %s", key, value, _job_of(opened),
+                     "its default" if at_first is None else at_first)
+    return {**options, **opened}
 
 
 def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=None, unfreeze=None, initial_weights=None, **others):

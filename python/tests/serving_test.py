@@ -831,6 +831,28 @@ def constructed_larger_than_memory(run):
     return run.train(model, optimizer)
 
 
+def attached_otherwise_than_constructed(name, **options):
+    """A case: attach() is given what init() was not; it is refused, and the job of init() can be taken all the same."""
+
+    def function(run):
+        with offloadd.init(nvme_path=run.folder, ram="256MiB", job="born"):
+            model = Transformer(2)
+        optimizer = SGD(model.parameters(), 0.1)
+        try:
+            offloadd.attach(model, optimizer, **options)
+        finally:
+            run.handles.append(offloadd.attach(model, optimizer, nvme_path=run.folder, ram="128MiB", job="born", weights_at_close="released"))
+            assert run.handles[-1].job == "born" and run.handles[-1].statistics()["budget_bytes"] == 256 << 20
+
+    function.__name__ = name
+    case(function, refused=1002, types=("fp32",), memory=("floor",))
+
+
+attached_otherwise_than_constructed("constructed_in_another_job", job="other")
+attached_otherwise_than_constructed("constructed_in_another_pool", nvme_path="other")
+attached_otherwise_than_constructed("constructed_and_closed_otherwise", weights_at_close="memory")
+
+
 def constructed(name, build, **options):
     def function(run):
         torch.manual_seed(0)

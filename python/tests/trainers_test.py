@@ -119,6 +119,36 @@ def resumed_from_the_last_checkpoint(run):
     return first, fit(run, run.make(llama), save_strategy="steps", save_steps=2, max_steps=6, trains=({"resume_from_checkpoint": True},))[1]
 
 
+@case(**FP32)
+def callback_takes_the_job_that_the_model_was_built_in(run):
+    """Without options of its own, in a new job and in one that goes on."""
+
+    def trained(*more):
+        if not run.offloaded:
+            return fit(run, run.make(llama))[1]
+        torch.manual_seed(0)
+        with offloadd.init(nvme_path=run.folder, ram="64MiB", job="built"):
+            model = llama()
+        run.models.append(model)
+        run.handles.append(callback := offloadd.TrainerCallback())
+        return fit(run, model, callbacks=False, more=[callback, *more])[1]
+
+    if run.offloaded:
+        try:
+            trained(Stop(2))
+        except KeyboardInterrupt:
+            pass
+        for each in run.handles:
+            each.close()
+        run.handles.clear()
+        run.models.clear()
+    log = trained()
+    if run.offloaded:
+        run.handles[:] = [each.handle for each in run.handles]
+        run.models.pop()
+    return log[:-1]
+
+
 class Stop(transformers.TrainerCallback):
     """Ends the process, as it were, when a step was taken and nothing was told of it."""
 

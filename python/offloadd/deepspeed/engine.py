@@ -164,7 +164,8 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             options = {**options, "job": pending.options["job"] if pending is not None else setup.jobs.new_name()}
         if not is_disabled():
             setup.check_options(options)
-        self._handle = attaching.attach(self.module, optimizer, **options)
+        of_job = options if pending is None else {"job": options["job"]}  # what zero.Init has opened has its own
+        self._handle = attaching.attach(self.module, optimizer, **of_job)
         for name, value in (("overflow", False), ("loss_scale", 1.0), ("cur_scale", 1.0)):
             optimizer.__dict__.setdefault(name, value)  # what programs ask DeepSpeed's own
         if own and not is_disabled():
