@@ -547,6 +547,23 @@ class DeepSpeedTest(DeepSpeedCase):
         self.assertEqual(told, told_in_memory)
         self.assertTrue(all(torch.equal(value, weights[name]) for name, value in in_memory.items()))
 
+    def test_a_schedule_of_a_replaced_optimizer_goes_on_behind_a_checkpoint(self):
+        for disabled in ("0", "1"):
+            with self.subTest(disabled=disabled), unittest.mock.patch.dict(os.environ, {"OFFLOADD_DISABLE": disabled}):
+                model, rates = make(), []
+                replaced = torch.optim.AdamW(model.parameters(), lr=1.0)
+                scheduler = torch.optim.lr_scheduler.LambdaLR(replaced, lambda t: 1 / (t + 1))
+                adam = offloadd.deepspeed.adam.DeepSpeedCPUAdam(replaced.param_groups, lr=1.0)
+                engine, *_ = self.initialize(model, self.config(optimizer=None), optimizer=adam)
+                for step in range(3):
+                    rates += engine_loop(engine, 1, first=step)[1:]
+                    scheduler.step()
+                    if step == 1:
+                        engine.save_checkpoint(folder := os.path.join(self.folder.name, disabled))
+                        engine.load_checkpoint(folder)
+                self.assertEqual(rates, [1, 1 / 2, 1 / 3])
+                self.assertEqual(engine.get_lr(), [1 / 4])
+
     def test_a_checkpoint_of_a_model_with_other_parts(self):
         """Is refused while the engine still trains; its weights alone are loaded as far as they fit."""
         engine, *_ = self.initialize(make(), self.config())

@@ -630,7 +630,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
                                "Load it in a run of its kind")
             self.module.load_state_dict(weights_in(folder), strict=not mark.get("left_out"))
             stored = torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True)
-            self.optimizer.load_state_dict(stored["optimizer"])
+            self._load_optimizer(stored["optimizer"])
             _load_masters(self.optimizer, stored["masters"])
             self._handle.step = mark["step"]
             return
@@ -640,11 +640,19 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
                                      f"and {type(self.optimizer).__name__} in the other",
                                "Use the optimizer of the checkpoint, or load_optimizer_states=False")
             self._load_files(folder)
-            self.optimizer.load_state_dict(torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True)["optimizer"])
+            self._load_optimizer(torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True)["optimizer"])
             return
         self._check_fits(folder, mark)
         self._continue_from(mark)
         self._take_edits(folder)
+
+    def _load_optimizer(self, state):
+        """Its groups stay the dictionaries that they are: a schedule of another optimizer, which DeepSpeedCPUAdam has replaced, writes into them."""
+        groups = self.optimizer.param_groups
+        self.optimizer.load_state_dict(state)
+        for group, loaded in zip(groups, self.optimizer.param_groups):
+            group.update(loaded)
+        self.optimizer.param_groups = groups
 
     def _check_fits(self, folder, mark):
         """OFD-1402 for a checkpoint of another model, while this one still has its job."""
