@@ -452,6 +452,26 @@ def bf16_model_is_resumed_from_its_checkpoint(run):
 
 
 @case(**FP32)
+def two_jobs_of_one_model(run):
+    """The second is refused while the first has the model, and begins with what that has left in memory."""
+    model, told = run.make(llama), []
+    for job in ("first", "second"):
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+        run.attach(model, optimizer, job=job, weights_at_close="memory")
+        told.append(fit(run, model, callbacks=False, optimizers=(optimizer, None), max_steps=2)[1])
+        if run.offloaded and job == "first":
+            try:
+                offloadd.attach(model, torch.optim.SGD(model.parameters(), 0.1), nvme_path=run.folder, ram="64MiB", job="beside")
+                told.append("attached twice")
+            except offloadd.Error as error:
+                assert error.id == 1601 and "weights_at_close" in str(error), error
+            run.handles.pop().close()
+        run.models.clear()
+    run.models.append(model)
+    return told
+
+
+@case(**FP32)
 def two_trainings_of_one_trainer(run):
     return fit(run, run.make(llama), trains=({}, {}), max_steps=2)[1]
 

@@ -338,7 +338,8 @@ void TensorEngine::CheckFree(const NamedTensor& named) const {
   auto* const weight = dynamic_cast<WeightResidency*>(residency);
   if (weight == nullptr || !weight->closed()) {
     Unsupported(named.name, "belongs to another engine",
-                "Give each engine models of its own; copy what they have in common");
+                "Close that one before, opened with weights_at_close = memory, or give each engine "
+                "models of its own");
   }
   if (!exists_ && initial_weights_.empty()) {
     Unsupported(named.name,
