@@ -189,6 +189,17 @@ void LogMoments(Engine& engine, Model& model, const Recipe& recipe, Log& log) {
   }
 }
 
+// Operators that throw instead of overwriting gradients, which stay what they are.
+void FailToOverwrite(Model& model) {
+  for (Tensor& parameter : model.parameters()) {
+    Tensor gradient = parameter.grad();
+    if (!gradient.defined() || gradient.numel() == 0) continue;
+    EXPECT_THROW(gradient.copy_(torch::zeros({3, 3, 3, 3})), c10::Error);
+    const torch::NoGradGuard no_grad;
+    EXPECT_THROW(gradient.normal_(0, -1), c10::Error);
+  }
+}
+
 void TrainStep(Engine& engine, torch::optim::Optimizer& optimizer, Model& model, int64_t step,
                Log& log) {
   const bool detour = step % 3 == 1;  // another path than the recorded one
@@ -197,11 +208,13 @@ void TrainStep(Engine& engine, torch::optim::Optimizer& optimizer, Model& model,
     loss.backward();
     log.Add("loss", loss);
   }
+  if (step % 3 == 0) FailToOverwrite(model);
   // Active in some steps, not in others, and absent in one.
   if (step != 3)
     log.Add("norm", nn::utils::clip_grad_norm_(model.parameters(), step % 2 == 0 ? 0.3 : 1e6));
   optimizer.param_groups()[0].options().set_lr(optimizer.param_groups()[0].options().get_lr() *
                                                0.9);
+  if (step % 3 == 2) FailToOverwrite(model);  // clipped
   optimizer.step();
   if (step % 2 == 0) {  // right after the step: gradients and parameters
     for (const auto& item : model.named_parameters()) {
@@ -210,6 +223,7 @@ void TrainStep(Engine& engine, torch::optim::Optimizer& optimizer, Model& model,
     LogState(engine, model, log);
   }
   optimizer.zero_grad(/*set_to_none=*/step % 2 == 0);
+  if (step == 1) FailToOverwrite(model);  // zero
   if (step % 2 == 1) {  // evaluation between the step and the next forward
     const torch::NoGradGuard no_grad;
     log.Add("evaluation", Loss(model, 77, false));
@@ -660,7 +674,9 @@ TEST_F(AttachTest, ModelBuiltUnderTheGuardIsTheSame) {
     InitGuard guard(engine_);
     model_ = MakeModel(recipe.dtype);
     EXPECT_ANY_THROW(model_->embedding->weight.data_ptr());  // its bytes are in the pool
-    const Tensor big = torch::ones({64, 1024}) * 2 + 1;      // results of kernels, too
+    Tensor big = torch::ones({64, 1024}) * 2 + 1;            // results of kernels, too
+    EXPECT_THROW(big.copy_(torch::zeros({3, 3, 3})), c10::Error);
+    EXPECT_THROW(big.uniform_(1, -1), c10::Error);
     EXPECT_EQ(big.sum().item<float>(), 3 * 65536);
   }
   optimizer_ = MakeOptimizer(*engine_, *model_, recipe);

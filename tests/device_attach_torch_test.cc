@@ -206,13 +206,16 @@ class Training {
       See(seen, "loss", loss);
     }
     if (step == 2) SeeGradients();
+    if (step == 1) FailToOverwrite();
     const double max_norm = step % 2 == 0 ? 0.1 : 1e6;
     See(seen, "norm",
         step < 2 ? torch::tensor(nn::utils::clip_grad_norm_(model_->parameters(), max_norm))
                  : ClipTogether(*model_, max_norm));
+    if (step == 0) FailToOverwrite();  // clipped
     optimizer_->step();
     if (step % 2 == 0) SeeGradients();
     optimizer_->zero_grad(/*set_to_none=*/step % 2 == 0);
+    if (step == 1) FailToOverwrite();  // zero
     if (step == 1) Write();
     const at::NoGradGuard no_grad;
     See(seen, "evaluation", InStream([&] { return Loss(1000); }));
@@ -224,6 +227,14 @@ class Training {
       if (!gradient.defined()) continue;
       EXPECT_EQ(gradient.device(), StandinDevice());
       See(seen, item.key() + " gradient", gradient);
+    }
+  }
+
+  // Operators that throw instead of overwriting gradients, which stay what they are.
+  void FailToOverwrite() {
+    for (Tensor& parameter : model_->parameters()) {
+      if (!parameter.grad().defined()) continue;
+      EXPECT_ANY_THROW(parameter.mutable_grad().copy_(torch::zeros({3, 3, 3, 3})));
     }
   }
 

@@ -371,6 +371,15 @@ void KeptGradients(Run& run) {
 }
 
 // The trainer writes gradients, alike in all ranks, and weights.
+void FailToOverwrite(Tensor gradient) {
+  try {
+    gradient.copy_(torch::zeros({3, 3, 3}));
+  } catch (const c10::Error&) {
+    return;
+  }
+  throw std::runtime_error("it was overwritten");
+}
+
 void Written(Run& run) {
   const torch::NoGradGuard no_grad;
   const auto backward = [&](int64_t step) {
@@ -381,7 +390,11 @@ void Written(Run& run) {
   run.model->up->weight.grad().add_(0.01);
   run.model->down->weight.grad().slice(0, 3, 5).zero_();
   run.model->norm->weight.mutable_grad() = torch::full_like(run.model->norm->weight.grad(), 0.5);
+  for (const Tensor& parameter : run.model->parameters()) {
+    if (parameter.grad().defined()) FailToOverwrite(parameter.grad());  // written, and not
+  }
   run.Clip(0.3);
+  FailToOverwrite(run.model->norm->bias.grad());  // clipped
   run.LogGradients();
   run.optimizer->step();
   run.LogGradients();

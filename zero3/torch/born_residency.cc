@@ -124,6 +124,7 @@ void BornResidency::Pin(Access access) {
   std::lock_guard lock(mutex_);
   if (!bytes_.valid()) {
     bytes_ = ValueOrThrow(MappedRegion::Anonymous(proto::PaddedBytes(size_bytes_)), subject_);
+    is_fresh_ = access == Access::kOverwrite;
     if (has_value_ && access != Access::kOverwrite) {
       try {
         Move(/*write=*/false);
@@ -151,6 +152,11 @@ void BornResidency::Unpin(Completion* done) {
   }
   swap_.PointHome();
   bytes_.Unmap();
+}
+
+void BornResidency::Abandon() {
+  std::lock_guard lock(mutex_);
+  if (is_fresh_ && pins_ == 1) written_ = false;
 }
 
 void BornResidency::Move(bool write) {

@@ -39,6 +39,7 @@ class BornResidency final : public Residency {
 
   void Pin(Access access) override;
   void Unpin(Completion* done) override;
+  void Abandon() override;
   // Copies bytes [begin, begin + length) to the region; both as in the daemon's extents.
   absl::Status ReadInto(uint64_t begin, uint64_t length, uint64_t region_offset);
   // Makes it an ordinary storage again.
@@ -58,6 +59,7 @@ class BornResidency final : public Residency {
   MappedRegion bytes_;
   int pins_ = 0;
   bool written_ = false;    // bytes_ are newer than the scratch file
+  bool is_fresh_ = false;   // bytes_ were made to be overwritten, and never had the value
   bool has_value_ = false;  // the scratch file has one
   bool dead_ = false;
   uint64_t scratch_offset_ = 0;

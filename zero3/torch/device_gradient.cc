@@ -61,6 +61,12 @@ void DeviceGradient::Bring(Access access, Lock& lock) {
   finite_.reset();
 }
 
+void DeviceGradient::DropOverwritten() {
+  Gradient::DropOverwritten();
+  is_newer_ = false;
+  if (!was_there_) bytes_on_device().Drop(tensor_id_);
+}
+
 // A slot for what will be copied to the host, and for what is fetched.
 void DeviceGradient::BringSpilled(Access access, bool changes, Lock& lock) {
   const bool had_slot = region_offset_.has_value();
@@ -93,8 +99,10 @@ void DeviceGradient::TakeSlot(Access access, Lock& lock) {
 // ---- Bytes on the device; marked, without the lock ---------------------------------------------
 
 void DeviceGradient::UseThere(Access access) {
+  const bool is_used = on_device_.defined();
   on_device_ = ValueOrThrow(
       bytes_on_device().Use(tensor_id_, access != Access::kRead, CurrentStream(device_)), subject_);
+  if (!is_used) was_there_ = on_device_.defined();
 }
 
 void DeviceGradient::MakeThere(Access access) {
@@ -151,7 +159,7 @@ bool DeviceGradient::MayTake(const at::Tensor& stolen) const {
   const c10::Storage& storage = stolen.unsafeGetTensorImpl()->unsafe_storage();
   return stolen.is_same(parameter_.grad()) && stolen.use_count() == 1 && storage.use_count() <= 2 &&
          stolen.storage_offset() == 0 && storage.nbytes() == size_bytes_ &&
-         stolen.strides() == at::IntArrayRef(strides_);
+         stolen.strides() == at::IntArrayRef(strides_) && !stolen.is_neg();
 }
 
 void DeviceGradient::AdoptStolen(const at::Tensor& stolen) {

@@ -50,6 +50,7 @@ class DeviceGradient final : public Gradient {
   void AdoptStolen(const at::Tensor& stolen) override;
   c10::DataPtr CopyBytes() override;
   void Bring(Access access, Lock& lock) override;
+  void DropOverwritten() override;
   void Rest() override;
   void AfterPass() override;
   void Arrive(Lock& lock) override;
@@ -69,6 +70,7 @@ class DeviceGradient final : public Gradient {
   const bool stays_;
   at::Tensor on_device_;  // while operators use it
   std::optional<c10::Stream> made_on_;
+  bool was_there_ = false;  // before the operators that use it now
   bool is_newer_ = false;  // than what is on its way to the accumulator
   bool is_due_ = false;    // spilled: to be written as soon as its copy has arrived
 };

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
 #include "base/status_macros.h"
 #include "zero3/gpu/gpu_plan.h"
 
@@ -88,6 +89,12 @@ void DeviceGradients::Rest(uint32_t tensor) {
   resting_bytes_ += SizeOf(bytes);
   MakeRoom();
   resting_bytes_max_ = std::max(resting_bytes_max_, resting_bytes_);
+}
+
+void DeviceGradients::Drop(uint32_t tensor) {
+  const std::lock_guard lock(mutex_);
+  OFFLOAD_CHECK(gradients_[tensor].is_used && gradients_[tensor].on_their_way == 0) << tensor;
+  gradients_[tensor] = {};
 }
 
 void DeviceGradients::MakeRoom() {

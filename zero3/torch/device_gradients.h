@@ -53,6 +53,8 @@ class DeviceGradients {
   absl::Status Return(uint32_t tensor, std::byte* host, accelerator::Stream stream);
   // Nobody uses them any more.
   void Rest(uint32_t tensor);
+  // Nobody uses them any more, and they are not the value: only the host has that.
+  void Drop(uint32_t tensor);
   // Waits until what is on its way has arrived.
   absl::Status Flush();
   // The same, of one gradient.

@@ -190,6 +190,7 @@ Gradient::Gradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<Gradi
 }
 
 Gradient::~Gradient() {
+  attachment_->ForgetRaw(this);
   RemoveRawRange(swap_.home());
   if (raw_.is_shown()) raw_.Remove();
 }
@@ -383,7 +384,10 @@ void Gradient::Pin(Access access) {
   // A gradient in use is in memory, and its bytes are the value.
   if (uses_ == 0 || access != Access::kRead) {
     const Moving moving(*this);
+    const Before before = {zero_, scale_, dirty_, region_offset_.has_value()};
+    if (uses_ == 0) overwritten_.reset();
     Bring(access, lock);
+    if (uses_ == 0 && access == Access::kOverwrite) overwritten_ = before;
   }
   ++uses_;
   if (++pins_ == 1) ShowBytes();
@@ -417,6 +421,24 @@ void Gradient::Unpin(Completion* done) {
     }
     Unreference();
   });
+}
+
+void Gradient::Abandon() {
+  Lock lock(mutex());
+  if (!overwritten_.has_value() || uses_ > 1 || moving_ || closed_) return;
+  DropOverwritten();
+  zero_ = overwritten_->zero;
+  scale_ = overwritten_->scale;
+  dirty_ = overwritten_->dirty;
+  norms_.clear();
+  finite_.reset();
+  overwritten_.reset();
+}
+
+void Gradient::DropOverwritten() {
+  if (!spilled() || overwritten_->has_bytes || !region_offset_.has_value()) return;
+  window_->Leave(this, *region_offset_, size_bytes_);
+  region_offset_.reset();
 }
 
 void Gradient::LetGo() {

@@ -139,6 +139,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
 
   void Pin(Access access) override;
   void Unpin(Completion* done) override;
+  void Abandon() final;
   bool Serve(Special special, torch::jit::Stack* stack) override;
   bool is_copied_among_several() const override { return spilled(); }
 
@@ -202,6 +203,9 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   virtual void BeforePin() {}
   // Makes the bytes there, and the value; marked, with the lock held at both ends.
   virtual void Bring(Access access, Lock& lock);
+  // The bytes that were made there to be overwritten never had the value: nothing is kept of them.
+  // mutex() held.
+  virtual void DropOverwritten();
   // Nobody uses the bytes any more.
   virtual void Rest() {}
   // A pass has been added to a spilled gradient.
@@ -259,6 +263,16 @@ class Gradient : public Residency, public RawOwner, public RawUser {
 
  private:
   friend class GradientWindow;
+
+  // What was known of the value before an operator began to overwrite it.
+  struct Before {
+    bool zero;
+    double scale;
+    bool dirty;
+    bool has_bytes;
+  };
+
+  std::optional<Before> overwritten_;  // while one overwrites it that has found it unused
 
   void Settle(Access access, Lock& lock);  // the bytes are the value after it
   void Changed();                          // the bytes are

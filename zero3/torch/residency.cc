@@ -34,7 +34,7 @@ bool HaveSameOrder(const at::Tensor& a, const at::Tensor& b) {
 }
 
 at::Tensor InOrderOf(const at::Tensor& tensor, const at::Tensor& values) {
-  if (HaveSameOrder(tensor, values)) return values;
+  if (HaveSameOrder(tensor, values)) return values.resolve_neg();
   return at::empty_strided(tensor.sizes(), tensor.strides(), values.options()).copy_(values);
 }
 

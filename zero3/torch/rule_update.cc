@@ -26,7 +26,7 @@ Tensor Dense(const Tensor& tensor) {
 
 // The elements in the order of `like`: the tensor itself, or a copy.
 Tensor InOrderOf(const Tensor& like, const Tensor& tensor) {
-  if (tensor.is_cpu() && tensor.strides() == like.strides()) return tensor;
+  if (tensor.is_cpu() && tensor.strides() == like.strides()) return tensor.resolve_neg();
   return at::empty_strided(like.sizes(), like.strides(), tensor.options().device(at::kCPU))
       .copy_(tensor);
 }

@@ -79,6 +79,7 @@ void SummedDeviceGradient::Bring(Access access, Lock& lock) {
   if (writes && own_.has_value()) WaitForUpdate(lock);
   // Reads of the operation that writes have the value already, and go on with it.
   const bool goes_on = on_device_.defined() && access == Access::kWrite;
+  if (uses_ == 0) took_piece_ = writes && !own_.has_value();
   const bool fetches_value = !goes_on && access != Access::kOverwrite;
   if (fetches_value && !zero_ && !own_.has_value()) LoadSum(lock);
   Alone(lock, [&] {
@@ -98,6 +99,11 @@ void SummedDeviceGradient::Bring(Access access, Lock& lock) {
   norms_.clear();
   finite_.reset();
   if (pins_ > 0) ShowBytes();
+}
+
+void SummedDeviceGradient::DropOverwritten() {
+  SummedGradient::DropOverwritten();
+  is_newer_ = false;
 }
 
 // A failure of the device is met again by who comes next.

@@ -42,6 +42,7 @@ class SummedDeviceGradient final : public SummedGradient {
   void ShowBytes() override;
   c10::DataPtr CopyBytes() override;
   void Bring(Access access, Lock& lock) override;
+  void DropOverwritten() override;
   void Rest() override;
   bool IsFinite() override;
   void Deliver(const at::Tensor& grad) override;

@@ -225,6 +225,7 @@ void SummedGradient::BringForWriting(Access access, Lock& lock) {
   if (was_own) WaitForUpdate(lock);
   if (!was_own && !zero_ && !overwrites) LoadSum(lock);
   const bool is_value = was_own && !zero_ && scale_ == 1;
+  if (uses_ == 0) took_piece_ = !was_own;
   Alone(lock, [&] {
     const uint64_t piece =
         was_own ? *own_ : ValueOrThrow(sums_->stream().ring().Take(size_bytes_), subject_);
@@ -237,6 +238,10 @@ void SummedGradient::BringForWriting(Access access, Lock& lock) {
   norms_.clear();
   finite_.reset();
   if (pins_ > 0) ShowBytes();
+}
+
+void SummedGradient::DropOverwritten() {
+  if (took_piece_) sums_->stream().ring().Return(*std::exchange(own_, std::nullopt), size_bytes_);
 }
 
 // An operation that reads may call one that writes: its own uses may be there.

@@ -58,6 +58,7 @@ class SummedGradient : public Gradient {
   at::Tensor Norm(double p) override;
   void BeforePin() override;
   void Bring(Access access, Lock& lock) override;
+  void DropOverwritten() override;
   void Rest() override;
   // Sends what torch has left in `.grad` to the daemon.
   virtual void Deliver(const at::Tensor& grad);
@@ -69,6 +70,7 @@ class SummedGradient : public Gradient {
 
   const std::shared_ptr<GradientSums> sums_;
   std::optional<uint64_t> own_;  // region offset
+  bool took_piece_ = false;      // who writes, for own_
   proto::GradientStart start_ = proto::GradientStart::kNothing;
 
  private:

@@ -38,6 +38,7 @@ WeightResidency::WeightResidency(std::shared_ptr<Attachment> attachment, uint32_
 }
 
 WeightResidency::~WeightResidency() {
+  attachment_->ForgetRaw(this);
   RemoveRawRange(swap_.home());
   if (raw_.is_shown()) raw_.Remove();
 }
@@ -505,7 +506,6 @@ bool WeightResidency::EndRaw(bool wait) {
   state_ = State::kHome;
   changed_.NotifyAll();
   lock.unlock();
-  attachment_->ForgetRaw(this);
   ThrowIfError(put, subject_);
   return true;
 }
