@@ -8,6 +8,8 @@
 #include <torch/serialize.h>
 
 #include <atomic>
+#include <cstddef>
+#include <cstring>
 #include <filesystem>
 #include <future>
 #include <sstream>
@@ -189,6 +191,44 @@ Programs Threads() {
          for (std::thread& reader : readers) reader.join();
          run.See(static_cast<double>(sum));
          Train(run, model, *optimizer, 2, 3);
+         run.See(*model);
+       }},
+      // Of more weights and gradients than are shown at once: what one thread touches takes the
+      // place of what another writes.
+      {"pointers_written_by_threads",
+       [](Run& run) {
+         torch::manual_seed(4);
+         nn::Sequential model;
+         for (int i = 0; i < 10; ++i) model->push_back(nn::Linear(512, 512));
+         run.Cast(model);
+         auto engine = run.Open();
+         auto optimizer = MakeSgd(*engine, *model);
+         const std::vector<Tensor> parameters = model->parameters();
+         const auto clear = [](const Tensor& tensor, int64_t begin) {
+           auto* const bytes = static_cast<std::byte*>(tensor.data_ptr());
+           const size_t element_bytes = tensor.element_size();
+           for (int64_t i = begin; i < tensor.numel(); i += 1024)
+             std::memset(bytes + i * element_bytes, 0, element_bytes);
+         };
+         for (int step = 0; step < 2; ++step) {
+           const Tensor loss = Mean(model->forward(run.Noise(step, {2, 512})));
+           loss.backward();
+           std::vector<std::thread> threads;
+           for (size_t number = 0; number < 4; ++number) {
+             threads.emplace_back([&, number] {
+               for (size_t i = 0; i < 2 * parameters.size(); ++i) {
+                 const Tensor& parameter = parameters[(i * 7 + number * 5) % parameters.size()];
+                 clear(parameter, static_cast<int64_t>(number));
+                 clear(parameter.grad(), static_cast<int64_t>(number) * 3);
+               }
+             });
+           }
+           for (std::thread& thread : threads) thread.join();
+           run.SeeGradients(*model);
+           optimizer->step();
+           optimizer->zero_grad();
+           run.See(loss);
+         }
          run.See(*model);
        }},
       {"two_engines_in_two_threads",

@@ -434,6 +434,113 @@ TEST(TrainersTest, FilesAreWrittenAndReadThroughPointers) {
                 {at::kFloat}});
 }
 
+// A call that takes bytes from a pointer, and the one that puts them where another points.
+struct Transfer {
+  const char* name;
+  ssize_t (*take)(int end, const iovec& from);
+  ssize_t (*put)(int end, const iovec& to);
+};
+
+msghdr MessageOf(const iovec& part) {
+  msghdr message = {};
+  message.msg_iov = const_cast<iovec*>(&part);
+  message.msg_iovlen = 1;
+  return message;
+}
+
+using End = int;
+using Part = const iovec&;
+const Transfer kThroughFiles[] = {
+    {"pwrite", [](End f, Part p) { return pwrite(f, p.iov_base, p.iov_len, 0); },
+     [](End f, Part p) { return pread(f, p.iov_base, p.iov_len, 0); }},
+    {"pwrite64", [](End f, Part p) { return pwrite64(f, p.iov_base, p.iov_len, 0); },
+     [](End f, Part p) { return pread64(f, p.iov_base, p.iov_len, 0); }},
+    {"pwritev", [](End f, Part p) { return pwritev(f, &p, 1, 0); },
+     [](End f, Part p) { return preadv(f, &p, 1, 0); }},
+    {"pwritev64", [](End f, Part p) { return pwritev64(f, &p, 1, 0); },
+     [](End f, Part p) { return preadv64(f, &p, 1, 0); }},
+    {"pwritev2", [](End f, Part p) { return pwritev2(f, &p, 1, 0, 0); },
+     [](End f, Part p) { return preadv2(f, &p, 1, 0, 0); }},
+    {"pwritev64v2", [](End f, Part p) { return pwritev64v2(f, &p, 1, 0, 0); },
+     [](End f, Part p) { return preadv64v2(f, &p, 1, 0, 0); }},
+};
+const Transfer kThroughSockets[] = {
+    {"write", [](End s, Part p) { return write(s, p.iov_base, p.iov_len); },
+     [](End s, Part p) { return read(s, p.iov_base, p.iov_len); }},
+    {"writev", [](End s, Part p) { return writev(s, &p, 1); },
+     [](End s, Part p) { return readv(s, &p, 1); }},
+    {"send", [](End s, Part p) { return send(s, p.iov_base, p.iov_len, 0); },
+     [](End s, Part p) { return recv(s, p.iov_base, p.iov_len, MSG_WAITALL); }},
+    {"sendto", [](End s, Part p) { return sendto(s, p.iov_base, p.iov_len, 0, nullptr, 0); },
+     [](End s, Part p) {
+       return recvfrom(s, p.iov_base, p.iov_len, MSG_WAITALL, nullptr, nullptr);
+     }},
+    {"sendmsg",
+     [](End s, Part p) {
+       const msghdr message = MessageOf(p);
+       return sendmsg(s, &message, 0);
+     },
+     [](End s, Part p) {
+       msghdr message = MessageOf(p);
+       return recvmsg(s, &message, MSG_WAITALL);
+     }},
+};
+
+// Some of a gradient's bytes into another, each time elsewhere. Operators in between see to it that
+// pointers have to be served anew.
+void MoveParts(Training& run, const Tensor& from, const Tensor& to) {
+  constexpr size_t kBytes = 16 << 10;
+  const int file = open((Pool() + "/raw_part").c_str(), O_CREAT | O_RDWR | O_TRUNC, 0600);
+  int ends[2];
+  ASSERT_GE(file, 0);
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+  size_t at = 0;
+  const auto move = [&](const Transfer& transfer, int in, int out) {
+    SCOPED_TRACE(transfer.name);
+    at += kBytes;
+    const iovec source = {static_cast<char*>(from.data_ptr()) + at, kBytes};
+    const iovec target = {static_cast<char*>(to.data_ptr()) + at, kBytes};
+    EXPECT_EQ(transfer.take(in, source), ssize_t{kBytes}) << strerror(errno);
+    EXPECT_EQ(transfer.put(out, target), ssize_t{kBytes}) << strerror(errno);
+    run.Add(from.sum());
+    run.Add(to.sum());
+  };
+  for (const Transfer& transfer : kThroughFiles) move(transfer, file, file);
+  for (const Transfer& transfer : kThroughSockets) move(transfer, ends[0], ends[1]);
+  for (const int end : {file, ends[0], ends[1]}) close(end);
+}
+
+TEST(TrainersTest, PointersAreGivenToEveryCallThatMovesBytes) {
+  ExpectParity({"raw_calls",
+                Perceptron,
+                AdamW,
+                [](Training& run) {
+                  run.Backward(0);
+                  MoveParts(run, run.trainer.module->parameters()[0].grad(),
+                            run.trainer.module->parameters()[2].grad());
+                  run.optimizer->step();
+                },
+                {at::kFloat}});
+}
+
+// What an operator has ended is not counted any more.
+TEST(TrainersTest, PointersToGradientsAndOperatorsInTurn) {
+  ExpectParity({"raw_in_turn",
+                Perceptron,
+                AdamW,
+                [](Training& run) {
+                  run.Backward(0);
+                  for (int64_t round = 0; round < 20; ++round) {
+                    for (const Tensor& parameter : run.trainer.module->parameters()) {
+                      parameter.grad().data_ptr<float>()[round % 10] = 0.125f;
+                      run.Add(parameter.grad().sum());
+                    }
+                  }
+                  run.optimizer->step();
+                },
+                {at::kFloat}});
+}
+
 TEST(TrainersTest, ManyGradientsInOneOperator) {
   ExpectParity({"gradients_together",
                 Perceptron,

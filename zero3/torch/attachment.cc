@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <optional>
 #include <utility>
 
@@ -379,6 +380,7 @@ void Attachment::BeginRaw(RawUser* user) {
     std::vector<RawUser*> oldest;
     {
       std::lock_guard lock(raw_mutex_);
+      raw_users_.remove(user);  // an operator has ended what it had before
       uint64_t bytes = user->raw_bytes();
       for (const RawUser* other : raw_users_) bytes += other->raw_bytes();
       for (RawUser* other : raw_users_) {
@@ -390,12 +392,26 @@ void Attachment::BeginRaw(RawUser* user) {
         raw_users_.push_back(user);
         return;
       }
+      for (RawUser* other : oldest) raw_users_.remove(other);
     }
-    bool ended = false;
-    for (RawUser* other : oldest) ended |= other->EndRaw(/*wait=*/false);
-    if (ended) continue;
-    std::lock_guard lock(raw_mutex_);  // operators use all of them
-    raw_users_.push_back(user);
+    std::vector<RawUser*> used;
+    std::exception_ptr failure;
+    for (RawUser* other : oldest) {
+      try {
+        if (!other->EndRaw(/*wait=*/false)) used.push_back(other);
+      } catch (...) {
+        used.push_back(other);
+        failure = std::current_exception();
+      }
+    }
+    std::lock_guard lock(raw_mutex_);
+    for (RawUser* other : used) {
+      raw_users_.remove(other);  // it may be there again
+      raw_users_.push_front(other);
+    }
+    if (failure) std::rethrow_exception(failure);
+    if (used.size() < oldest.size()) continue;
+    raw_users_.push_back(user);  // operators use all of them
     return;
   }
 }
@@ -422,9 +438,16 @@ void Attachment::EndRaw() {
       for (RawUser* const other : raw_users_) {
         if (world_size() > 1 && other->raw_name() < user->raw_name()) user = other;
       }
+      // Before its end: another thread may show it again right after.
+      raw_users_.remove(user);
     }
-    user->EndRaw(/*wait=*/true);
-    ForgetRaw(user);
+    try {
+      user->EndRaw(/*wait=*/true);
+    } catch (...) {
+      std::lock_guard lock(raw_mutex_);
+      raw_users_.push_front(user);
+      throw;
+    }
   }
 }
 

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -207,26 +208,37 @@ void Gradient::ServeRaw(bool writes) {
   const c10::AutoGradMode no_grad(false);
   {
     Lock lock(mutex());
-    WaitWhileMoving(lock);
+    do {
+      WaitWhileMoving(lock);
+      WaitWhileRawMoves(lock);
+    } while (moving_);
     CheckOpen();
     if (raw_.is_shown()) {
       if (writes && !raw_.was_written()) raw_.AllowWriting();
       return;
     }
+    moves_raw_ = true;  // none of another thread may come and go between the copy and its place
+    raw_mover_ = std::this_thread::get_id();
   }
-  Pins pins;
-  pins.Add(this, Access::kRead);
-  std::byte* const fresh = raw_.Allocate();
-  std::memcpy(fresh, bytes(), size_bytes_);
+  std::byte* fresh = nullptr;
+  std::exception_ptr failure;
+  try {
+    Pins pins;
+    pins.Add(this, Access::kRead);
+    fresh = raw_.Allocate();
+    std::memcpy(fresh, bytes(), size_bytes_);
+    pins.Finish();
+  } catch (...) {
+    failure = std::current_exception();
+  }
   {
     Lock lock(mutex());
-    if (raw_.is_shown()) {
-      raw_.Discard(fresh);  // another thread was faster
-    } else {
-      raw_.Show(fresh, writes);
-    }
+    if (!failure) raw_.Show(fresh, writes);
+    if (failure && fresh != nullptr) raw_.Discard(fresh);
+    moves_raw_ = false;
+    changed().NotifyAll();
   }
-  pins.Finish();
+  if (failure) std::rethrow_exception(failure);
   attachment_->BeginRaw(this);
 }
 
@@ -237,29 +249,45 @@ bool Gradient::EndRaw(bool wait) {
     if (!wait && (uses_ > 0 || moving_)) return false;
   }
   FinishRaw();
-  attachment_->ForgetRaw(this);
   return true;
 }
 
 void Gradient::FinishRaw() {
-  bool written = false;
   {
     Lock lock(mutex());
-    if (!raw_.is_shown() || ends_raw_) return;
-    ends_raw_ = true;
-    written = raw_.was_written();
-    if (written) raw_.StopWriting();
+    WaitWhileRawMoves(lock);
+    if (!raw_.is_shown() || moves_raw_) return;
+    if (!raw_.was_written()) return raw_.Remove();
+    moves_raw_ = true;
+    raw_mover_ = std::this_thread::get_id();
+    raw_.StopWriting();
   }
-  if (written) {
+  std::exception_ptr failure;
+  try {
     const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
     Pins pins;
     pins.Add(this, Access::kOverwrite);
     std::memcpy(bytes(), swap_.home(), size_bytes_);
     pins.Finish();
+  } catch (...) {
+    failure = std::current_exception();
   }
   Lock lock(mutex());
-  raw_.Remove();
-  ends_raw_ = false;
+  failure ? raw_.AllowWriting() : raw_.Remove();
+  moves_raw_ = false;
+  changed().NotifyAll();
+  if (failure) std::rethrow_exception(failure);
+}
+
+void Gradient::WaitWhileRawMoves(Lock& lock) {
+  while (moves_raw_ && raw_mover_ != std::this_thread::get_id()) {
+    const WaitGraph::Thread mover = raw_mover_;
+    if (changed().Wait(lock, WaitGraph::Needs::kAllHolders, {&mover, 1})) continue;
+    ThrowStatus(MakeError(
+        ErrorId::kWindowExhausted,
+        absl::StrCat(subject_, " is used by a thread that waits for a gradient of this one"),
+        "Let one thread at a time use gradients through pointers"));
+  }
 }
 
 void Gradient::Watch() {

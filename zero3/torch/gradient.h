@@ -181,6 +181,8 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   void RefuseRaw();
   // Makes the bytes the value again.
   void FinishRaw();
+  // Until another thread has shown the bytes at home, or has taken them from there.
+  void WaitWhileRawMoves(Lock& lock);
   std::mutex& mutex() { return window_ != nullptr ? window_->mutex() : mutex_; }
   WaitQueue& changed() { return window_ != nullptr ? window_->changed() : own_changed_; }
   bool spilled() const { return window_ != nullptr; }
@@ -249,7 +251,8 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   int uses_ = 0;  // these, and those that an accelerator still runs
   absl::InlinedVector<WaitGraph::Thread, 4> holders_;  // one per pin
   RawCopy raw_;
-  bool ends_raw_ = false;
+  bool moves_raw_ = false;
+  WaitGraph::Thread raw_mover_;
   bool closed_ = false;
   bool updating_ = false;
   bool zero_ = true;
