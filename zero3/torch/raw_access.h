@@ -15,8 +15,8 @@
 // on standard error: no exception can leave an instruction.
 //
 // A system call that is given such a pointer would fail with EFAULT: a file would be short. So
-// read(), write() and their like, and fread() and fwrite(), are defined in front of the C library's
-// (system_calls.cc) and serve their buffers first.
+// read(), write(), send(), recv() and their like, and fread() and fwrite(), are defined in front of
+// the C library's (system_calls.cc) and serve their buffers first.
 //
 // Thread safety: all functions from any thread; a range's owner is not removed while it serves.
 #pragma once

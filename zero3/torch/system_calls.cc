@@ -6,6 +6,7 @@
 #include <dlfcn.h>
 #include <signal.h>
 #include <stdio.h>
+#include <sys/socket.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -28,6 +29,11 @@ bool ServeAll(const struct iovec* parts, int count, bool writes) {
     if (!ServeBuffer(parts[i].iov_base, parts[i].iov_len, writes)) return false;
   }
   return true;
+}
+
+bool ServeMessage(const struct msghdr* message, bool writes) {
+  return message == nullptr ||
+         ServeAll(message->msg_iov, static_cast<int>(message->msg_iovlen), writes);
 }
 
 // A change of the thread's mask, as the C library makes it, that never blocks SIGSEGV.
@@ -53,6 +59,7 @@ using offload::zero3::KeepForLater;
 using offload::zero3::Next;
 using offload::zero3::ServeAll;
 using offload::zero3::ServeBuffer;
+using offload::zero3::ServeMessage;
 
 extern "C" {
 
@@ -84,6 +91,91 @@ ssize_t readv(int fd, const struct iovec* parts, int count) {
 ssize_t writev(int fd, const struct iovec* parts, int count) {
   static const auto next = Next<ssize_t (*)(int, const struct iovec*, int)>("writev");
   return ServeAll(parts, count, false) ? next(fd, parts, count) : Fault();
+}
+
+ssize_t preadv(int fd, const struct iovec* parts, int count, off_t offset) {
+  static const auto next = Next<decltype(&::preadv)>("preadv");
+  return ServeAll(parts, count, true) ? next(fd, parts, count, offset) : Fault();
+}
+
+ssize_t pwritev(int fd, const struct iovec* parts, int count, off_t offset) {
+  static const auto next = Next<decltype(&::pwritev)>("pwritev");
+  return ServeAll(parts, count, false) ? next(fd, parts, count, offset) : Fault();
+}
+
+ssize_t preadv2(int fd, const struct iovec* parts, int count, off_t offset, int flags) {
+  static const auto next = Next<decltype(&::preadv2)>("preadv2");
+  return ServeAll(parts, count, true) ? next(fd, parts, count, offset, flags) : Fault();
+}
+
+ssize_t pwritev2(int fd, const struct iovec* parts, int count, off_t offset, int flags) {
+  static const auto next = Next<decltype(&::pwritev2)>("pwritev2");
+  return ServeAll(parts, count, false) ? next(fd, parts, count, offset, flags) : Fault();
+}
+
+// What the same calls are named where _FILE_OFFSET_BITS is 64.
+
+ssize_t pread64(int fd, void* buffer, size_t count, off64_t offset) {
+  static const auto next = Next<decltype(&::pread64)>("pread64");
+  return ServeBuffer(buffer, count, true) ? next(fd, buffer, count, offset) : Fault();
+}
+
+ssize_t pwrite64(int fd, const void* buffer, size_t count, off64_t offset) {
+  static const auto next = Next<decltype(&::pwrite64)>("pwrite64");
+  return ServeBuffer(buffer, count, false) ? next(fd, buffer, count, offset) : Fault();
+}
+
+ssize_t preadv64(int fd, const struct iovec* parts, int count, off64_t offset) {
+  static const auto next = Next<decltype(&::preadv64)>("preadv64");
+  return ServeAll(parts, count, true) ? next(fd, parts, count, offset) : Fault();
+}
+
+ssize_t pwritev64(int fd, const struct iovec* parts, int count, off64_t offset) {
+  static const auto next = Next<decltype(&::pwritev64)>("pwritev64");
+  return ServeAll(parts, count, false) ? next(fd, parts, count, offset) : Fault();
+}
+
+ssize_t preadv64v2(int fd, const struct iovec* parts, int count, off64_t offset, int flags) {
+  static const auto next = Next<decltype(&::preadv64v2)>("preadv64v2");
+  return ServeAll(parts, count, true) ? next(fd, parts, count, offset, flags) : Fault();
+}
+
+ssize_t pwritev64v2(int fd, const struct iovec* parts, int count, off64_t offset, int flags) {
+  static const auto next = Next<decltype(&::pwritev64v2)>("pwritev64v2");
+  return ServeAll(parts, count, false) ? next(fd, parts, count, offset, flags) : Fault();
+}
+
+ssize_t send(int fd, const void* buffer, size_t count, int flags) {
+  static const auto next = Next<decltype(&::send)>("send");
+  return ServeBuffer(buffer, count, false) ? next(fd, buffer, count, flags) : Fault();
+}
+
+ssize_t recv(int fd, void* buffer, size_t count, int flags) {
+  static const auto next = Next<decltype(&::recv)>("recv");
+  return ServeBuffer(buffer, count, true) ? next(fd, buffer, count, flags) : Fault();
+}
+
+ssize_t sendto(int fd, const void* buffer, size_t count, int flags, const struct sockaddr* to,
+               socklen_t to_bytes) {
+  static const auto next = Next<decltype(&::sendto)>("sendto");
+  return ServeBuffer(buffer, count, false) ? next(fd, buffer, count, flags, to, to_bytes) : Fault();
+}
+
+ssize_t recvfrom(int fd, void* buffer, size_t count, int flags, struct sockaddr* from,
+                 socklen_t* from_bytes) {
+  static const auto next = Next<decltype(&::recvfrom)>("recvfrom");
+  return ServeBuffer(buffer, count, true) ? next(fd, buffer, count, flags, from, from_bytes)
+                                          : Fault();
+}
+
+ssize_t sendmsg(int fd, const struct msghdr* message, int flags) {
+  static const auto next = Next<decltype(&::sendmsg)>("sendmsg");
+  return ServeMessage(message, false) ? next(fd, message, flags) : Fault();
+}
+
+ssize_t recvmsg(int fd, struct msghdr* message, int flags) {
+  static const auto next = Next<decltype(&::recvmsg)>("recvmsg");
+  return ServeMessage(message, true) ? next(fd, message, flags) : Fault();
 }
 
 size_t fread(void* buffer, size_t size, size_t count, FILE* file) {
