@@ -533,6 +533,23 @@ TEST(OptimizerStateTest, MomentumThatIsSwitchedOnLaterBeginsWithItsFirstStep) {
   });
 }
 
+// All sums begin with the value of the defaults, also of what has its first gradient later.
+TEST(OptimizerStateTest, SumsOfAdagradBeginAsTheDefaultsSay) {
+  const Make make = [](const std::vector<Tensor>& parameters) -> Optimizer {
+    std::vector<optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<Tensor>(parameters.begin(), parameters.begin() + 2));
+    groups.emplace_back(
+        std::vector<Tensor>(parameters.begin() + 2, parameters.end()),
+        std::make_unique<optim::AdagradOptions>(optim::AdagradOptions(0.05).lr_decay(0.1)));
+    return std::make_shared<optim::Adagrad>(
+        std::move(groups), optim::AdagradOptions(0.02).initial_accumulator_value(0.25));
+  };
+  ExpectSameEverywhere(make, "adagrad_groups", [](Model&, optim::Optimizer& optimizer) {
+    static_cast<optim::AdagradOptions&>(optimizer.param_groups()[0].options())
+        .initial_accumulator_value(0.75);
+  });
+}
+
 // ---- Files of the engine's own optimizers -------------------------------------------------------
 
 using Give = std::function<Optimizer(Engine&, nn::Module&)>;

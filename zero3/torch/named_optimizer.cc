@@ -211,15 +211,17 @@ OptimizerPointer InMemoryAdam(torch::nn::Module& module, torch::optim::AdamOptio
 
 namespace {
 
+// torch begins all sums with the value of the defaults when the optimizer is made, whatever groups
+// of their own say, and looks at none later.
 zero3::NamedOptimizer Named(torch::optim::AdagradOptions options) {
-  return zero3::Named(std::move(options), [](const torch::optim::AdagradOptions& o) {
-    return kernels::OptimizerSpec("adagrad",
-                                  {{"lr", o.lr()},
-                                   {"lr_decay", o.lr_decay()},
-                                   {"weight_decay", o.weight_decay()},
-                                   {"initial_accumulator_value", o.initial_accumulator_value()},
-                                   {"eps", o.eps()},
-                                   {"fused", 0}});
+  const double beginning = options.initial_accumulator_value();
+  return zero3::Named(std::move(options), [beginning](const torch::optim::AdagradOptions& o) {
+    return kernels::OptimizerSpec("adagrad", {{"lr", o.lr()},
+                                              {"lr_decay", o.lr_decay()},
+                                              {"weight_decay", o.weight_decay()},
+                                              {"initial_accumulator_value", beginning},
+                                              {"eps", o.eps()},
+                                              {"fused", 0}});
   });
 }
 
