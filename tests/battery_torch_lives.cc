@@ -12,6 +12,7 @@
 #include <cstring>
 #include <filesystem>
 #include <future>
+#include <semaphore>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -126,6 +127,36 @@ Programs Threads() {
            }).join();
            run.See(loss);
          }
+         run.See(*model);
+       }},
+      // torch gives a thread its number of threads at its first parallel operator: this one has
+      // none in plain torch, and none may be put into it.
+      {"backward_in_a_thread_of_its_own",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         auto engine = run.Open();
+         auto optimizer = MakeAdamW(*engine, *model);
+         engine->Seal();
+         Tensor loss;
+         std::binary_semaphore given{0}, done{0};
+         constexpr int kSteps = 5;
+         std::thread thread([&] {
+           for (int step = 0; step < kSteps; ++step) {
+             given.acquire();
+             loss.backward();
+             done.release();
+           }
+         });
+         for (int step = 0; step < kSteps; ++step) {
+           loss = battery::Loss(run, model, step);
+           given.release();
+           done.acquire();
+           nn::utils::clip_grad_norm_(model->parameters(), 0.5);
+           optimizer->step();
+           optimizer->zero_grad();
+           run.See(loss);
+         }
+         thread.join();
          run.See(*model);
        }},
       {"many_readers",

@@ -180,6 +180,7 @@ Gradient::Gradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<Gradi
       window_(std::move(window)),
       tensor_id_(tensor),
       strides_(parameter.strides().vec()),
+      maker_(std::this_thread::get_id()),
       parameter_(parameter),
       raw_(swap_.home(), size_bytes_) {
   const proto::GradientPlacement& placement = attachment_->plan().memory.gradients[tensor];
@@ -572,8 +573,10 @@ void Gradient::AfterAccumulation(const at::Tensor& added) {
 }
 
 void Gradient::AfterPass() {
-  Norm(2.0);  // while the bytes are here: neither clipping nor the finite check reads them again
-  IsFinite();
+  if (!IsElsewhere()) {
+    Norm(2.0);  // while the bytes are here: neither clipping nor the finite check reads them again
+    IsFinite();
+  }
   Lock lock(mutex());
   if (!timing_.AddPass()) return;
   WaitWhileMoving(lock);
@@ -632,7 +635,11 @@ void Gradient::TakeValues(const at::Tensor& values) {
   const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
   Pins pins;
   pins.Add(this, Access::kOverwrite);
-  Plain().copy_(plain_values);
+  if (IsElsewhere() && HaveSameOrder(parameter_, plain_values) && !plain_values.is_neg()) {
+    std::memcpy(bytes(), plain_values.const_data_ptr(), size_bytes_);
+  } else {
+    Plain().copy_(plain_values);
+  }
   pins.Finish();
 }
 

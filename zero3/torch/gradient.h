@@ -227,6 +227,10 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   static bool IsTrainers(const at::Tensor& grad);
   virtual void AdoptStolen(const at::Tensor& stolen);
   void TakeValues(const at::Tensor& values);
+  // A thread of the program's has no number of threads of its own before its first parallel
+  // operator, and what it computes until then is computed by another number: in such a thread, and
+  // any but the one that has attached may be, nothing parallel is run where torch runs nothing.
+  bool IsElsewhere() const { return std::this_thread::get_id() != maker_; }
   void LeaveTensorToOthers();
   // Between pins: memory of its own with the value.
   virtual c10::DataPtr CopyBytes();
@@ -240,6 +244,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   const std::shared_ptr<GradientWindow> window_;
   const uint32_t tensor_id_;
   const std::vector<int64_t> strides_;  // the parameter's
+  const std::thread::id maker_;         // the thread that attached
   at::Tensor parameter_, tensor_;
   std::shared_ptr<torch::autograd::Node> accumulation_;  // torch has a weak reference only
   std::shared_ptr<StepAnnouncement> announcement_;
