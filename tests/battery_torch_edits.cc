@@ -250,6 +250,15 @@ Programs Edits() {
                    run.See(p.cpu().contiguous());
                    run.See(p.toType(at::kLong));
                  }),
+      EachEdited("cloned_lazily",
+                 [](Run& run, Tensor& p, int) {
+                   const NoGradGuard no_grad;
+                   const Tensor clone = at::_lazy_clone(p);
+                   p.mul_(0.5);
+                   run.See(clone);
+                   clone.zero_();
+                   run.See(p);
+                 }),
       EachEdited(
           "weight_decay_by_hand", [](Run&, Tensor& p, int) { p.mul_(1 - 0.01); }, false),
       Edited("matrix_made_orthogonal",

@@ -50,6 +50,7 @@ struct Verdict {
   bool is_communication = false;  // of c10d: goes on when the operator has returned
   bool is_message = false;        // from one rank to another
   bool gives_all_the_same = false;
+  bool is_lazy_clone = false;
   Special special = Special::kNone;
   std::vector<Argument> arguments;
 };
@@ -179,6 +180,15 @@ bool GivesAllTheSame(absl::string_view name) {
          name == "c10d::_allgather_base_" || name == "c10d::broadcast_";
 }
 
+// A clone that shares bytes until one of both is written: bytes that come and go are not shared.
+bool CloneAtOnce(torch::jit::Stack* stack) {
+  const at::Tensor self = torch::jit::peek(*stack, 0, 1).toTensor();
+  if (Residency::Of(self) == nullptr) return false;
+  torch::jit::drop(*stack, 1);
+  torch::jit::push(*stack, self.clone());
+  return true;
+}
+
 // What a point-to-point operation has of bytes of ours. Its work may be waited for once only, and
 // by the caller, who may start others before: so it sends copies, and receives nothing.
 void LeaveOutOfMessages(const Verdict& verdict, torch::jit::Stack* stack) {
@@ -232,6 +242,7 @@ std::unique_ptr<Verdict> Judge(const c10::FunctionSchema& schema) {
   verdict->is_communication = IsCommunication(schema.name());
   verdict->is_message = IsMessage(schema.name());
   verdict->gives_all_the_same = GivesAllTheSame(schema.name());
+  verdict->is_lazy_clone = schema.name() == "aten::_lazy_clone";
   const bool reads_no_data = ReadsNoData(schema.name());
   for (const c10::Argument& argument : schema.arguments()) {
     const c10::AliasInfo* alias = argument.alias_info();
@@ -471,6 +482,7 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   const Verdict& verdict = kVerdicts->Find(op.schema());
   const c10::DispatchKeySet below = BelowManaged(verdict, keys);
   if (verdict.special != Special::kNone && ServedByResidency(verdict, stack)) return;
+  if (verdict.is_lazy_clone && CloneAtOnce(stack)) return;
   if (verdict.is_split &&
       torch::jit::peek(*stack, 0, verdict.arguments.size()).toListRef().size() > 1)
     return RunOneByOne(op, keys, stack);
