@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cfenv>
 #include <fstream>
 #include <limits>
 #include <memory>
@@ -563,6 +564,15 @@ TEST_F(AttachTest, AWayOutOfSeveralReasonsIsSaidOnce) {
     const std::string text = error.what(), way_out = "Convert the module";
     EXPECT_EQ(text.find(way_out), text.rfind(way_out)) << text;
   }
+}
+
+TEST_F(AttachTest, StepInAThreadThatRoundsUpwardIsRefused) {
+  Open({"upward"});
+  Loss(*model_, 0, false).backward();
+  std::fesetround(FE_UPWARD);
+  ExpectError(1604, "fesetround", [&] { optimizer_->step(); });
+  std::fesetround(FE_TONEAREST);
+  optimizer_->step();
 }
 
 TEST_F(AttachTest, StepInAThreadThatFlushesDenormalsIsRefused) {

@@ -11,6 +11,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <cfenv>
 #include <cstring>
 #include <limits>
 #include <map>
@@ -185,8 +186,15 @@ void DivideAsStored(Buffers& buffers, size_t large_count, const struct TrainerSt
 }
 
 // Throws OFD-1604 where this thread takes the smallest numbers for 0
-// (at::Context::setFlushDenormal): an update in it has other bits than the daemon's.
+// (at::Context::setFlushDenormal), or rounds otherwise than to the nearest (fesetround): an update
+// in it has other bits than the daemon's.
 void CheckArithmetic() {
+  if (std::fegetround() != FE_TONEAREST) {
+    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
+                          "this thread does not round to the nearest (fesetround), and an update "
+                          "in it has other bits than in the daemon",
+                          "Call fesetround(FE_TONEAREST) before the step"));
+  }
   volatile double smallest = std::numeric_limits<double>::denorm_min();
   if (smallest * 1.0 != 0.0) return;
   ThrowStatus(
