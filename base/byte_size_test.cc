@@ -35,8 +35,9 @@ TEST(ByteSizeTest, ReadsBinaryAndDecimalUnits) {
 
 TEST(ByteSizeTest, RefusesEverythingElseAndNamesTheText) {
   for (const char* text :
-       {"", " ", "GiB", "-1", "+1", "8GIBS", "8 G iB", "1..5G", "0x10", "inf", "nan", "1e", "1e400",
-        "18446744073709551616", "20000PiB", "lots", "8GiB4", "0.5", "17.5B", "1e-9k"}) {
+       {"",         " ",    "GiB",   "-1",  "+1",    "8GIBS", "8 G iB",
+        "1..5G",    "0x10", "inf",   "nan", "1e",    "1e400", "18446744073709551616",
+        "20000PiB", "lots", "8GiB4", "0.5", "17.5B", "1e-9k"}) {
     const absl::Status status = ParseByteSize(text).status();
     EXPECT_EQ(ErrorIdOf(status), ErrorId::kBadValue) << text;
     EXPECT_NE(status.message().find(text), std::string_view::npos) << status;

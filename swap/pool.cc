@@ -182,7 +182,8 @@ absl::StatusOr<std::vector<std::string>> SplitPools(std::string_view pool) {
   for (size_t i = 0; i < pools.size(); ++i) {
     if (pools[i].empty()) {
       return MakeError(ErrorId::kBadValue,
-                       absl::StrCat("nvme_path \"", ToAbsl(pool), "\": there is a comma with no path "
+                       absl::StrCat("nvme_path \"", ToAbsl(pool),
+                                    "\": there is a comma with no path "
                                     "on one side of it"),
                        "Leave it out, or give a directory there");
     }

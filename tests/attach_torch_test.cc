@@ -225,7 +225,7 @@ void TrainStep(Engine& engine, torch::optim::Optimizer& optimizer, Model& model,
   }
   optimizer.zero_grad(/*set_to_none=*/step % 2 == 0);
   if (step == 1) FailToOverwrite(model);  // zero
-  if (step % 2 == 1) {  // evaluation between the step and the next forward
+  if (step % 2 == 1) {                    // evaluation between the step and the next forward
     const torch::NoGradGuard no_grad;
     log.Add("evaluation", Loss(model, 77, false));
   }

@@ -71,8 +71,8 @@ class DeviceGradient final : public Gradient {
   at::Tensor on_device_;  // while operators use it
   std::optional<c10::Stream> made_on_;
   bool was_there_ = false;  // before the operators that use it now
-  bool is_newer_ = false;  // than what is on its way to the accumulator
-  bool is_due_ = false;    // spilled: to be written as soon as its copy has arrived
+  bool is_newer_ = false;   // than what is on its way to the accumulator
+  bool is_due_ = false;     // spilled: to be written as soon as its copy has arrived
 };
 
 }  // namespace offload::zero3
