@@ -183,8 +183,7 @@ absl::StatusOr<std::vector<std::string>> SplitPools(std::string_view pool) {
     if (pools[i].empty()) {
       return MakeError(ErrorId::kBadValue,
                        absl::StrCat("nvme_path \"", ToAbsl(pool),
-                                    "\": there is a comma with no path "
-                                    "on one side of it"),
+                                    "\": there is a comma with no path on one side of it"),
                        "Leave it out, or give a directory there");
     }
     if (std::find(pools.begin(), pools.begin() + i, pools[i]) != pools.begin() + i) {

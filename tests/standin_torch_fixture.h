@@ -1,8 +1,8 @@
+// tests/standin_torch_fixture.h
+//
 // What tests that train a model on the stand-in device have in common: what a run shows, compared
 // bit by bit, and the device that judges it. Beside torch_fixture.h.
-
-#ifndef OFFLOAD_TESTS_STANDIN_TORCH_FIXTURE_H_
-#define OFFLOAD_TESTS_STANDIN_TORCH_FIXTURE_H_
+#pragma once
 
 #include <ATen/Functions.h>
 #include <torch/nn/functional.h>
@@ -80,5 +80,3 @@ inline std::vector<proto::Tensor> TensorsOf(const torch::nn::Module& model) {
 }
 
 }  // namespace offload
-
-#endif  // OFFLOAD_TESTS_STANDIN_TORCH_FIXTURE_H_

@@ -722,7 +722,8 @@ class Part:
 
     def _add_sparse(self, groups, values):
         """torch adds the elements of a sparse gradient one by one, which rounds otherwise than their sums do. SGD that keeps nothing is such
-        an addition to the weight: it is made here, and the parameters leave their groups for this step."""
+        an addition to the weight: it is made here, and the parameters leave their groups for this step. Gradients that fused kernels would
+        mix up are refused on the way."""
         sparse = []
         for group, parameters, row in zip(self.optimizer.param_groups, groups, values):
             found, is_fused = [], group.get("fused")

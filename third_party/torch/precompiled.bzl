@@ -77,8 +77,11 @@ precompiled_header = rule(
     toolchains = ["@bazel_tools//tools/cpp:toolchain_type"],
 )
 
+def _includes_torch(attributes):
+    return "@torch" in attributes.get("deps", [])
+
 def _begun_with_torch(attributes, optimized):
-    if "@torch" not in attributes.get("deps", []):
+    if not _includes_torch(attributes):
         return attributes
 
     optimization = [] if optimized else UNOPTIMIZED
@@ -105,7 +108,6 @@ def cc_library(**attributes):
 
 # Tests are compiled to be ready soon, not to run fast: optimized is for those that compute for long themselves.
 def cc_test(optimized = False, **attributes):
-    begun = _begun_with_torch(attributes, optimized = optimized)
-    if not optimized and begun == attributes:
-        begun = dict(attributes, copts = attributes.get("copts", []) + UNOPTIMIZED)
-    _cc_test(**begun)
+    if not optimized and not _includes_torch(attributes):
+        attributes["copts"] = attributes.get("copts", []) + UNOPTIMIZED
+    _cc_test(**_begun_with_torch(attributes, optimized))
