@@ -931,7 +931,8 @@ std::vector<int> RunRanks(const std::string& scenario, int ranks, const std::str
     setenv("RANKS_TEST_PATH", PathOf(job, rank).c_str(), 1);
     setenv("OFFLOADD_DISABLE", "0", 1);
     // Ranks that wait for each other for good: nothing else of these is slow.
-    if (scenario == "OverwrittenByTheLastRankBeforeALook") setenv("OFFLOADD_ROOM_TIMEOUT", "3", 1);
+    if (scenario == "ChangedByTheLastRank" || scenario == "OverwrittenByTheLastRankBeforeALook")
+      setenv("OFFLOADD_ROOM_TIMEOUT", "3", 1);
     char program[] = "/proc/self/exe";
     char* arguments[] = {program, nullptr};
     pid_t pid = 0;
