@@ -31,19 +31,49 @@ def _job_after(script, is_module):
     return plain if plain == name else f"{plain[:93]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:6]}"
 
 
-def main():
-    given = _arguments()
-    from . import untouched
+def _options(given):
+    """Of attach(). Paths are where they are now, wherever the script goes; and a mistake in them is told before the script does an hour's work."""
+    from .errors import Error
+    from .handle import absolute_paths
+    from .library import is_disabled
 
+    pools = given.nvme_path or os.environ.get("OFFLOADD_POOL") or None
+    pools = pools and absolute_paths(pools)
+    for pool in pools.split(",") if pools and not is_disabled() else ():
+        if not os.path.isdir(pool.strip()):
+            raise Error.of(1201, f"nvme_path {pool.strip()} is no directory", "Create it, or correct nvme_path")
+    config = given.config and os.path.abspath(given.config)
+    if config and not os.path.isfile(config):
+        raise Error.of(1101, f"there is no file {config}", "Correct --config")
     job = given.job or os.environ.get("OFFLOADD_JOB") or _job_after(given.script, given.module)
-    options = {"nvme_path": given.nvme_path, "ram": given.ram, "job": job, "config": given.config}
-    watch = untouched.begin({key: value for key, value in options.items() if value is not None})
-    sys.argv = [given.script, *given.arguments]
+    options = {"nvme_path": pools, "ram": given.ram, "job": job, "config": config}
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def _run(given):
     if given.module:
         runpy.run_module(given.script, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
         runpy.run_path(given.script, run_name="__main__")
+
+
+def main():
+    given = _arguments()
+    from . import untouched
+    from .errors import Error
+
+    try:
+        watch = untouched.begin(_options(given))
+    except Error as error:
+        sys.exit(str(error))
+    sys.argv = [given.script, *given.arguments]
+    try:
+        _run(given)
+    except SystemExit as end:  # as scripts end that return a code
+        if end.code in (None, 0):
+            watch.tell_at_the_end()
+        raise
     watch.tell_at_the_end()
 
 

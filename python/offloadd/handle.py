@@ -39,6 +39,7 @@ _OWN_STATE_BYTES = len(_STATE_MAGIC) + 16
 
 # A job is open while its model, its optimizer or its handle lives.
 _open_handles = weakref.WeakSet()
+_made = 0  # handles, in this process
 _by_model = weakref.WeakKeyDictionary()
 served.steps_taken = lambda: sum(handle.step for handle in handles())
 served.is_attached = lambda parameter: any(id(parameter) in handle.identities() for handle in handles())
@@ -111,12 +112,12 @@ def _options(nvme_path, ram, job, config, others):
             options.update(options_of(config))
     options.update({key: value for key, value in {"nvme_path": nvme_path, "ram": ram, "job": job, **others}.items() if value is not None})
     if options.get("nvme_path"):
-        options["nvme_path"] = _absolute(options["nvme_path"])
+        options["nvme_path"] = absolute_paths(options["nvme_path"])
     return options
 
 
-def _absolute(pools):
-    """For a script that goes to another directory later."""
+def absolute_paths(pools):
+    """`pools` (a path, several in a list or separated by commas) for a script that goes to another directory later, separated by commas."""
     several = list(pools) if isinstance(pools, (list, tuple)) else [pools]
     if not all(isinstance(each, (str, os.PathLike)) for each in several):
         raise Error.of(1002, f"nvme_path is {pools!r}, which is no path", "Give it a directory, or a list of several")
@@ -136,7 +137,7 @@ def _job_of(options):
 
 def _pool_of(options):
     given = options.get("nvme_path") or os.environ.get("OFFLOADD_POOL")
-    return _absolute(given) if given else str(given)
+    return absolute_paths(given) if given else str(given)
 
 
 def _open_engine(options):
@@ -480,6 +481,8 @@ class Handle:
         self.has_loaded_weights = False
         self._attach(models, unfreeze, beside)
         _open_handles.add(self)
+        global _made
+        _made += 1
         for model in models:
             _by_model[model] = self
 
@@ -1083,3 +1086,8 @@ def handle_of(parameter):
 def handles():
     """The jobs that are open in this process."""
     return [handle for handle in list(_open_handles) if handle.is_open and getattr(handle, "_process", os.getpid()) == os.getpid()]
+
+
+def were_made():
+    """Whether this process has had a job, open or closed."""
+    return _made > 0 or _constructed is not None

@@ -11,28 +11,33 @@ import weakref
 import torch
 
 from . import handle as handles
+from .library import is_disabled
 from .loaded import Loaded
-from .optimizer import has_stepped, parameters_of, put_step, recipe_of, served_class_of
+from .optimizer import has_stepped, parameters_of, recipe_of, served_class_of
 
 _log = logging.getLogger("offloadd")
 
 
-def _run_closure_first(optimizer):
-    """step(closure), with the first forward pass in the closure (Lightning): the step has to be that of the class which the optimizer has behind
-    it. torch's own run the closure once, before anything else."""
-    of = weakref.ref(optimizer)
+_closure_first = set()  # classes
 
-    @functools.wraps(type(optimizer).step)
-    def step(closure=None, **others):
-        optimizer = of()
-        optimizer._opt_called = True  # what torch's schedulers look for
-        if closure is None:
-            return type(optimizer).step(optimizer, **others)
+
+def _run_closure_first(cls):
+    """step(closure), with the first forward pass in the closure (Lightning): the step has to be that of the class which the optimizer has behind
+    it. torch's own run the closure once, before anything else. On the class: what is on an instance does not keep it alive."""
+    if cls in _closure_first:
+        return
+    _closure_first.add(cls)
+    own = cls.step
+
+    @functools.wraps(own)
+    def step(self, closure=None, **others):
+        if closure is None or type(self) is not cls:
+            return own(self, closure, **others)
         with torch.enable_grad():
             loss = closure()
-        return type(optimizer).step(optimizer, lambda: loss, **others)
+        return (own if type(self) is cls else type(self).step)(self, lambda: loss, **others)
 
-    put_step(optimizer, step)
+    cls.step = step
 
 
 def _modules_alive():
@@ -113,7 +118,7 @@ class Watch:
         self._order.append(weakref.ref(optimizer))
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
         if served_class_of(type(optimizer)) is not None:
-            _run_closure_first(optimizer)
+            _run_closure_first(type(optimizer))
         if self._forward is None:
             self._forward = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
 
@@ -167,10 +172,12 @@ class Watch:
         return {**self.options, "job": job + process + (f"-{self._jobs}" if self._jobs > 1 else "")}
 
     def tell_at_the_end(self):
-        """A script may train without ever calling a module: then nothing is offloaded."""
-        if self._order and not self._jobs and not self._attaches_itself:
-            _log.warning("offloadd: nothing was offloaded: no forward pass of a torch.nn.Module with parameters of an optimizer was seen. "
-                         "Call offloadd.attach(model, optimizer, …) in the script")
+        """A script may train without a torch.optim.Optimizer, or without ever calling a module: then nothing is offloaded."""
+        if self._jobs or self._attaches_itself or handles.were_made() or is_disabled():
+            return
+        why = ("no forward pass of a torch.nn.Module with parameters of an optimizer was seen" if self._order
+               else "the script has made no torch.optim.Optimizer, and what it computes without one stays in memory")
+        _log.warning("offloadd: nothing was offloaded: %s. Call offloadd.attach(model, optimizer, …) in the script", why)
 
     def _before_forward(self, module, inputs):
         if not torch.is_grad_enabled() or torch.jit.is_tracing():

@@ -590,7 +590,8 @@ def lightning_resumes_an_older_checkpoint(run):
 # ---- Scripts that know of nothing --------------------------------------------------------------
 
 SCRIPT = """
-import sys, json, torch
+import os, sys, json, torch
+os.chdir("/")  # and what the launcher was given stays where it was
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
@@ -719,7 +720,7 @@ def start(run, text, *arguments, launcher=()):
 
 @case(types=("fp32",), memory=("floor",))
 def untouched_script(run):
-    launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
+    launcher = ("-m", "offloadd", "--pool", os.path.relpath(run.folder), "--ram", "128MiB") if run.offloaded else ()
     told, arguments, attached = json.loads(start(run, SCRIPT, "a", "-b", launcher=launcher).communicate()[0].splitlines()[-1])
     return told, arguments, attached == run.offloaded
 
@@ -847,11 +848,14 @@ print(json.dumps([loss.item(), [value.tolist() for each in (model, critic) for v
 """
 
 WITHOUT_A_MODULE = """
-import torch
+import sys, torch
 weight = torch.nn.Parameter(torch.ones(4))
-optimizer = torch.optim.SGD([weight], 0.1)
 weight.sum().backward()
-optimizer.step()
+if sys.argv[1] == "by hand":
+    weight.data.add_(weight.grad, alpha=-0.1)
+else:
+    torch.optim.SGD([weight], 0.1).step()
+sys.exit(0)
 """
 
 
@@ -913,9 +917,20 @@ def untouched_script_without_a_module_is_told_of(run):
     if run.offloaded:
         with open(path := os.path.join(run.folder, "script.py"), "w", encoding="utf-8") as file:
             file.write(WITHOUT_A_MODULE)
-        done = subprocess.run([sys.executable, "-m", "offloadd", "--pool", run.folder, "--ram", "128MiB", path], capture_output=True, text=True,
-                              check=True)
-        assert "nothing was offloaded" in done.stderr, done.stderr
+        for how, text in (("by hand", "no torch.optim.Optimizer"), ("by an optimizer", "no forward pass")):
+            done = subprocess.run([sys.executable, "-m", "offloadd", "--pool", run.folder, "--ram", "128MiB", path, how], capture_output=True,
+                                  text=True, check=True)
+            assert "nothing was offloaded: " in done.stderr and text in done.stderr, done.stderr
+
+
+@case(types=("fp32",), memory=("floor",))
+def mistakes_in_what_an_untouched_script_is_started_with_are_told_first(run):
+    with open(path := os.path.join(run.folder, "script.py"), "w", encoding="utf-8") as file:
+        file.write("print('begun')")
+    for option, number in (("--pool", 1201), ("--config", 1101)):
+        done = subprocess.run([sys.executable, "-m", "offloadd", "--pool", run.folder, option, os.path.join(run.folder, "nowhere"), path],
+                              capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith(f"OFD-{number} ") and "nowhere" in done.stderr, done
 
 
 def wait_for_the_end(process):
