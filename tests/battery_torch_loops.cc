@@ -12,6 +12,7 @@
 #include <cmath>
 #include <memory>
 #include <sstream>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -884,11 +885,26 @@ Programs Loops() {
          const Tensor loss = s.Loss(0);
          loss.backward({}, true);
          s.optimizer->step();
-         loss.backward();  // as torch's classes in C++ have it; in Python it is an error
+         loss.backward();  // as torch's SGD in C++ has it; that of the others is an error
          run.SeeGradients(*s.model);
          s.optimizer->step();
          s.End();
        }},
+      WithAdamW("backward_after_a_step_that_is_an_error",
+                [](Run& run, Setting& s) {
+                  for (int i = 0; i < 2; ++i) {
+                    const Tensor late = s.Loss(9);
+                    s.Loss(i).backward();
+                    s.optimizer->step();
+                    try {
+                      late.backward();
+                    } catch (const c10::Error&) {  // it would see the new weights
+                      s.optimizer->zero_grad();
+                      continue;
+                    }
+                    throw std::logic_error("a graph from before the step goes backward");
+                  }
+                }),
   };
 }
 

@@ -9,6 +9,7 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/InferenceMode.h>
 #include <offload/torch.h>
 
 #include <cmath>
@@ -236,6 +237,11 @@ Tensor InMemoryOptimizer::step(LossClosure closure) {
       if (parameter.grad().defined()) UpdateParameter(optimizer, parameter);
     }
   }
+  if (optimizer_.counts_as_write && !c10::InferenceMode::is_enabled()) {
+    ForEachWithGradient([](Tensor& parameter) {
+      if (!parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
+    });
+  }
   ForEachWithGradient([this](Tensor& parameter) {
     states_->states_[parameter.unsafeGetTensorImpl()].version =
         static_cast<int64_t>(parameter._version());
@@ -345,8 +351,8 @@ void InMemoryOptimizer::ForEachWithGradient(absl::FunctionRef<void(Tensor& param
 void InMemoryOptimizer::FollowWeight(const Tensor& parameter) {
   InMemoryState& state = states_->states_[parameter.unsafeGetTensorImpl()];
   if (IsItsOwnMaster(parameter)) {
-    // Anew, since its storage may be another one; with a version of its own, as torch's classes
-    // write weights: a graph from before the step goes on with the new ones.
+    // Anew, since its storage may be another one; with a version of its own: whether the step
+    // counts as a write is the optimizer's affair.
     state.master = parameter.variable_data();
   } else if (!state.master.defined()) {
     state.master = parameter.detach().to(MasterType(parameter));

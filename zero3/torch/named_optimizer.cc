@@ -30,17 +30,20 @@ constexpr bool kIsTorchs =
 
 // `spec_of` reads options of the class.
 template <class Options, class SpecOf>
-NamedOptimizer Named(Options defaults, SpecOf spec_of) {
+NamedOptimizer Named(Options defaults, SpecOf spec_of, bool counts_as_write = false) {
   static_assert(kIsTorchs<Options> || OwnOptions::kHas<Options>, "to be listed in own_options.h");
-  return {.defaults = std::make_unique<Options>(std::move(defaults)),
-          .spec_of = [spec_of](const OptimizerOptions& any) {
+  return {
+      .defaults = std::make_unique<Options>(std::move(defaults)),
+      .spec_of =
+          [spec_of](const OptimizerOptions& any) {
             const auto* const options = dynamic_cast<const Options*>(&any);
             if (options == nullptr) {
               ThrowStatus(MakeError(ErrorId::kBadValue,
                                     "a group of parameters has the options of another optimizer"));
             }
             return spec_of(*options);
-          }};
+          },
+      .counts_as_write = counts_as_write};
 }
 
 }  // namespace
@@ -127,7 +130,7 @@ namespace {
 // Of Adam and AdamW, whose options have the same names.
 template <class Options>
 zero3::NamedOptimizer NamedAdam(const char* kernel, Options options, AdamWFlavour flavour) {
-  return zero3::Named(std::move(options), [kernel, flavour](const Options& o) {
+  const auto spec_of = [kernel, flavour](const Options& o) {
     return kernels::OptimizerSpec(kernel, {{"lr", o.lr()},
                                            {"beta1", std::get<0>(o.betas())},
                                            {"beta2", std::get<1>(o.betas())},
@@ -135,7 +138,9 @@ zero3::NamedOptimizer NamedAdam(const char* kernel, Options options, AdamWFlavou
                                            {"weight_decay", o.weight_decay()},
                                            {"flavour", static_cast<double>(flavour)},
                                            {"amsgrad", o.amsgrad() ? 1 : 0}});
-  });
+  };
+  // torch's fused kernels do not.
+  return zero3::Named(std::move(options), spec_of, flavour != AdamWFlavour::kFused);
 }
 
 zero3::NamedOptimizer Named(torch::optim::AdamWOptions options, AdamWFlavour flavour) {
@@ -215,14 +220,15 @@ namespace {
 // of their own say, and looks at none later.
 zero3::NamedOptimizer Named(torch::optim::AdagradOptions options) {
   const double beginning = options.initial_accumulator_value();
-  return zero3::Named(std::move(options), [beginning](const torch::optim::AdagradOptions& o) {
+  const auto spec_of = [beginning](const torch::optim::AdagradOptions& o) {
     return kernels::OptimizerSpec("adagrad", {{"lr", o.lr()},
                                               {"lr_decay", o.lr_decay()},
                                               {"weight_decay", o.weight_decay()},
                                               {"initial_accumulator_value", beginning},
                                               {"eps", o.eps()},
                                               {"fused", 0}});
-  });
+  };
+  return zero3::Named(std::move(options), spec_of, /*counts_as_write=*/true);
 }
 
 }  // namespace
@@ -243,7 +249,7 @@ OptimizerPointer InMemoryAdagrad(torch::nn::Module& module, torch::optim::Adagra
 namespace {
 
 zero3::NamedOptimizer Named(torch::optim::RMSpropOptions options) {
-  return zero3::Named(std::move(options), [](const torch::optim::RMSpropOptions& o) {
+  const auto spec_of = [](const torch::optim::RMSpropOptions& o) {
     return kernels::OptimizerSpec("rmsprop", {{"lr", o.lr()},
                                               {"alpha", o.alpha()},
                                               {"eps", o.eps()},
@@ -251,7 +257,8 @@ zero3::NamedOptimizer Named(torch::optim::RMSpropOptions options) {
                                               {"momentum", o.momentum()},
                                               {"centered", o.centered() ? 1 : 0},
                                               {"lerp", 0}});
-  });
+  };
+  return zero3::Named(std::move(options), spec_of, /*counts_as_write=*/true);
 }
 
 }  // namespace

@@ -25,6 +25,9 @@ namespace offload::zero3 {
 struct NamedOptimizer {
   std::unique_ptr<torch::optim::OptimizerOptions> defaults;
   std::function<kernels::OptimizerSpec(const torch::optim::OptimizerOptions&)> spec_of;
+  // Whether torch counts its update as a write of the weights (their version), which lets the
+  // backward of a graph from before the step fail.
+  bool counts_as_write = false;
 };
 
 // The one that computes what an object of torch::optim computes; nothing for LBFGS and classes that

@@ -150,15 +150,8 @@ class PythonEngine final : public torch::CustomClassHolder {
       const std::lock_guard lock(foreseen->mutex);
       return foreseen->groups;
     });
-    const bool is_alone = engine.attachment()->world_size() == 1;
     for (size_t i = 0; i < groups.size(); ++i) {
-      if (!counts.get(i)) continue;
-      for (const at::Tensor& parameter : groups[i]) {
-        if (is_alone && !parameter.grad().defined()) continue;
-        c10::TensorImpl* const impl = parameter.unsafeGetTensorImpl();
-        if (!impl->is_inference()) impl->bump_version();
-        engine.FollowVersions({&parameter, 1});
-      }
+      if (counts.get(i)) engine.CountAsWrites(groups[i]);
     }
   }
 

@@ -4,6 +4,7 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/InferenceMode.h>
 #include <malloc.h>
 #include <sched.h>
 #include <spdlog/sinks/stdout_sinks.h>
@@ -966,8 +967,8 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   state_ = std::move(next);
   has_unsettled_states_ = false;
   ++step_;
-  // The parameters' versions stay: torch's C++ classes write through data(), and a graph from
-  // before the step goes on with the new weights. Python's bump them, and so does its binding.
+  // The parameters' versions stay, for classes that write through data(): a graph from before the
+  // step goes on with the new weights. Who steps as one that does not says so (CountAsWrites).
   for (const uint32_t id : stepped) {
     gradients_[id]->BeginUpdate();
     weights_[id]->Stepped();
@@ -1062,9 +1063,14 @@ void TensorEngine::FollowEdits(uint32_t id) {
   ThrowIfError(put, absl::StrCat("parameter ", Key(declared_[id].name)));
 }
 
-void TensorEngine::FollowVersions(std::span<const at::Tensor> tensors) const {
+void TensorEngine::CountAsWrites(std::span<const at::Tensor> tensors) const {
+  if (c10::InferenceMode::is_enabled()) return;  // no write counts
+  const bool is_alone = attachment_->world_size() == 1;
   for (const at::Tensor& tensor : tensors) {
-    const auto known = ids_.find(tensor.unsafeGetTensorImpl());
+    if (is_alone && !tensor.grad().defined()) continue;
+    c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+    if (!impl->is_inference()) impl->bump_version();
+    const auto known = ids_.find(impl);
     if (known != ids_.end()) weights_[known->second]->Stepped();
   }
 }

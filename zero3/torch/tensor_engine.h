@@ -91,8 +91,9 @@ class TensorEngine {
   // hyper-parameters of the same groups, for the backward of the next step; null: they will be the
   // same.
   void Step(std::span<const GroupUpdate> updates, GroupsNow groups_now = nullptr);
-  // The versions of these tensors have changed because of a step, not of an edit.
-  void FollowVersions(std::span<const at::Tensor> tensors) const;
+  // After a step that torch counts as a write of the tensors: their versions change, which lets the
+  // backward of a graph from before the step fail. Masters do not take it for an edit.
+  void CountAsWrites(std::span<const at::Tensor> tensors) const;
   // A step of somebody else's optimizer: commits what it wrote into weights.
   void CommitStep();
   void WaitDurable();
