@@ -193,20 +193,20 @@ void AddRawRange(const std::byte* begin, size_t size_bytes, RawOwner* owner) {
   highest = std::max(highest.load(), address + WholePages(size_bytes));
 }
 
-bool ServeBuffer(const void* buffer, size_t size_bytes, bool writes) {
+Served ServeBuffer(const void* buffer, size_t size_bytes, bool writes) {
   const auto address = reinterpret_cast<uintptr_t>(buffer);
   if (size_bytes == 0 || address >= highest.load(std::memory_order_relaxed) ||
       address + size_bytes <= lowest.load(std::memory_order_relaxed) || serving)
-    return true;
+    return Served::kNone;
   RawOwner* const owner = OwnerOf(static_cast<const std::byte*>(buffer));
-  if (owner == nullptr) return true;
+  if (owner == nullptr) return Served::kNone;
   serving = true;
-  bool served = true;
+  Served served = Served::kOurs;
   try {
     owner->ServeRaw(writes);
   } catch (const std::exception& failure) {
     std::fprintf(stderr, "a system call's buffer cannot be served: %s\n", failure.what());
-    served = false;
+    served = Served::kFailed;
   }
   serving = false;
   return served;

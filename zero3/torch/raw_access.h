@@ -44,8 +44,10 @@ void RemoveRawRange(const std::byte* begin);
 void StayInFront();
 // sigaction() of SIGSEGV; false while there is no handler of ours.
 bool KeepForLater(const struct sigaction* action, struct sigaction* before);
-// Serves what of a buffer is in such ranges; false, said on standard error, when that fails.
-bool ServeBuffer(const void* buffer, size_t size_bytes, bool writes);
+// Serves the range that a buffer is in. A failure is said on standard error. What is served may be
+// taken away again before the buffer is used.
+enum class Served { kNone, kOurs, kFailed };
+Served ServeBuffer(const void* buffer, size_t size_bytes, bool writes);
 
 // The bytes of a tensor at its home: page protection and nothing else. The owner's lock is held.
 class RawCopy {

@@ -3,7 +3,11 @@
 #include <ATen/Functions.h>
 #include <c10/core/Allocator.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <stdexcept>
@@ -11,6 +15,7 @@
 #include <vector>
 
 #include "base/mapped_region.h"
+#include "zero3/torch/raw_access.h"
 
 namespace offload::zero3 {
 namespace {
@@ -188,6 +193,50 @@ TEST(StorageSwapTest, AStorageMayBeTakenOverFromAnotherResidency) {
   taker->before().clear();
   EXPECT_EQ(log.size(), 1u);
   taker->Unreference();
+}
+
+// Whose pages another thread's pointers take away between serving and the call, twice.
+class BusyOwner final : public RawOwner {
+ public:
+  explicit BusyOwner(std::byte* range) : range_(range) {}
+  void ServeRaw(bool) override {
+    if (++times_ % 3 == 0) ASSERT_EQ(::mprotect(range_, kBytes, PROT_READ | PROT_WRITE), 0);
+  }
+  void TakeAway() { ASSERT_EQ(::mprotect(range_, kBytes, PROT_NONE), 0); }
+  int times() const { return times_; }
+
+ private:
+  std::byte* const range_;
+  int times_ = 0;
+};
+
+TEST(RawAccessTest, ACallWhoseBufferWasTakenAwayIsMadeAgain) {
+  const MappedRegion home = *MappedRegion::Reserve(kBytes);
+  BusyOwner owner(home.data());
+  AddRawRange(home.data(), kBytes, &owner);
+  int ends[2];
+  ASSERT_EQ(::pipe(ends), 0);
+  ASSERT_EQ(::write(ends[1], "twelve bytes", 12), 12);
+  EXPECT_EQ(::read(ends[0], home.data(), 12), 12);
+  EXPECT_EQ(owner.times(), 3);
+  owner.TakeAway();
+  EXPECT_EQ(::write(ends[1], home.data(), 12), 12);
+  EXPECT_EQ(owner.times(), 6);
+  std::FILE* const file = std::tmpfile();
+  std::setvbuf(file, nullptr, _IONBF, 0);
+  owner.TakeAway();
+  EXPECT_EQ(std::fwrite(home.data(), 3, 4, file), 4u);
+  std::rewind(file);
+  owner.TakeAway();
+  EXPECT_EQ(std::fread(home.data(), 3, 4, file), 4u);
+  EXPECT_EQ(std::memcmp(home.data(), "twelve bytes", 12), 0);
+  std::fclose(file);
+  // Another buffer of the call is wrong.
+  struct iovec parts[] = {{home.data(), 12}, {nullptr, 12}};
+  EXPECT_EQ(::writev(-1, parts, 2), -1);
+  RemoveRawRange(home.data());
+  ::close(ends[0]);
+  ::close(ends[1]);
 }
 
 TEST(PinsTest, PinsOfAThreadAreNestedAndCounted) {

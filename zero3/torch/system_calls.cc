@@ -24,16 +24,20 @@ Function Next(const char* name) {
   return reinterpret_cast<Function>(::dlsym(RTLD_NEXT, name));
 }
 
-bool ServeAll(const struct iovec* parts, int count, bool writes) {
+Served ServeAll(const struct iovec* parts, int count, bool writes) {
+  Served all = Served::kNone;
   for (int i = 0; i < count; ++i) {
-    if (!ServeBuffer(parts[i].iov_base, parts[i].iov_len, writes)) return false;
+    const Served one = ServeBuffer(parts[i].iov_base, parts[i].iov_len, writes);
+    if (one == Served::kFailed) return one;
+    if (one == Served::kOurs) all = one;
   }
-  return true;
+  return all;
 }
 
-bool ServeMessage(const struct msghdr* message, bool writes) {
-  return message == nullptr ||
-         ServeAll(message->msg_iov, static_cast<int>(message->msg_iovlen), writes);
+Served ServeMessage(const struct msghdr* message, bool writes) {
+  return message == nullptr
+             ? Served::kNone
+             : ServeAll(message->msg_iov, static_cast<int>(message->msg_iovlen), writes);
 }
 
 // A change of the thread's mask, as the C library makes it, that never blocks SIGSEGV.
@@ -45,17 +49,47 @@ int ChangeMask(int (*change)(int, const sigset_t*, sigset_t*), int how, const si
   return change(how, &others, before);
 }
 
-ssize_t Fault() {
-  errno = EFAULT;
-  return -1;
+// Between serving and the call another thread's pointers may take the room of these, or its step
+// may put them back: the call is made again. Not for ever: some other buffer of it may be wrong.
+constexpr int kAttemptsMax = 1000;
+
+template <class Serve, class Call>
+ssize_t Make(Serve serve, Call call) {
+  for (int attempt = 1;; ++attempt) {
+    const Served served = serve();
+    if (served == Served::kFailed) {
+      errno = EFAULT;
+      return -1;
+    }
+    const ssize_t result = call();
+    if (result >= 0 || errno != EFAULT || served == Served::kNone || attempt == kAttemptsMax)
+      return result;
+  }
+}
+
+// The same of streams, which give what they have done before.
+template <class Serve, class Call>
+size_t MakeAll(size_t size, size_t count, FILE* file, Serve serve, Call call) {
+  size_t done = 0;
+  for (int attempt = 1;; ++attempt) {
+    const Served served = serve(done);
+    if (served == Served::kFailed) return size == 0 ? 0 : done / size;
+    if (served == Served::kNone && done == 0) return call(done, size, count);
+    errno = 0;
+    done += call(done, 1, size * count - done);
+    if (done == size * count || !::ferror(file) || errno != EFAULT || attempt == kAttemptsMax)
+      return size == 0 ? 0 : done / size;
+    ::clearerr(file);
+  }
 }
 
 }  // namespace
 }  // namespace offload::zero3
 
 using offload::zero3::ChangeMask;
-using offload::zero3::Fault;
 using offload::zero3::KeepForLater;
+using offload::zero3::Make;
+using offload::zero3::MakeAll;
 using offload::zero3::Next;
 using offload::zero3::ServeAll;
 using offload::zero3::ServeBuffer;
@@ -65,127 +99,155 @@ extern "C" {
 
 ssize_t read(int fd, void* buffer, size_t count) {
   static const auto next = Next<ssize_t (*)(int, void*, size_t)>("read");
-  return ServeBuffer(buffer, count, true) ? next(fd, buffer, count) : Fault();
+  return Make([&] { return ServeBuffer(buffer, count, true); },
+              [&] { return next(fd, buffer, count); });
 }
 
 ssize_t write(int fd, const void* buffer, size_t count) {
   static const auto next = Next<ssize_t (*)(int, const void*, size_t)>("write");
-  return ServeBuffer(buffer, count, false) ? next(fd, buffer, count) : Fault();
+  return Make([&] { return ServeBuffer(buffer, count, false); },
+              [&] { return next(fd, buffer, count); });
 }
 
 ssize_t pread(int fd, void* buffer, size_t count, off_t offset) {
   static const auto next = Next<ssize_t (*)(int, void*, size_t, off_t)>("pread");
-  return ServeBuffer(buffer, count, true) ? next(fd, buffer, count, offset) : Fault();
+  return Make([&] { return ServeBuffer(buffer, count, true); },
+              [&] { return next(fd, buffer, count, offset); });
 }
 
 ssize_t pwrite(int fd, const void* buffer, size_t count, off_t offset) {
   static const auto next = Next<ssize_t (*)(int, const void*, size_t, off_t)>("pwrite");
-  return ServeBuffer(buffer, count, false) ? next(fd, buffer, count, offset) : Fault();
+  return Make([&] { return ServeBuffer(buffer, count, false); },
+              [&] { return next(fd, buffer, count, offset); });
 }
 
 ssize_t readv(int fd, const struct iovec* parts, int count) {
   static const auto next = Next<ssize_t (*)(int, const struct iovec*, int)>("readv");
-  return ServeAll(parts, count, true) ? next(fd, parts, count) : Fault();
+  return Make([&] { return ServeAll(parts, count, true); }, [&] { return next(fd, parts, count); });
 }
 
 ssize_t writev(int fd, const struct iovec* parts, int count) {
   static const auto next = Next<ssize_t (*)(int, const struct iovec*, int)>("writev");
-  return ServeAll(parts, count, false) ? next(fd, parts, count) : Fault();
+  return Make([&] { return ServeAll(parts, count, false); },
+              [&] { return next(fd, parts, count); });
 }
 
 ssize_t preadv(int fd, const struct iovec* parts, int count, off_t offset) {
   static const auto next = Next<decltype(&::preadv)>("preadv");
-  return ServeAll(parts, count, true) ? next(fd, parts, count, offset) : Fault();
+  return Make([&] { return ServeAll(parts, count, true); },
+              [&] { return next(fd, parts, count, offset); });
 }
 
 ssize_t pwritev(int fd, const struct iovec* parts, int count, off_t offset) {
   static const auto next = Next<decltype(&::pwritev)>("pwritev");
-  return ServeAll(parts, count, false) ? next(fd, parts, count, offset) : Fault();
+  return Make([&] { return ServeAll(parts, count, false); },
+              [&] { return next(fd, parts, count, offset); });
 }
 
 ssize_t preadv2(int fd, const struct iovec* parts, int count, off_t offset, int flags) {
   static const auto next = Next<decltype(&::preadv2)>("preadv2");
-  return ServeAll(parts, count, true) ? next(fd, parts, count, offset, flags) : Fault();
+  return Make([&] { return ServeAll(parts, count, true); },
+              [&] { return next(fd, parts, count, offset, flags); });
 }
 
 ssize_t pwritev2(int fd, const struct iovec* parts, int count, off_t offset, int flags) {
   static const auto next = Next<decltype(&::pwritev2)>("pwritev2");
-  return ServeAll(parts, count, false) ? next(fd, parts, count, offset, flags) : Fault();
+  return Make([&] { return ServeAll(parts, count, false); },
+              [&] { return next(fd, parts, count, offset, flags); });
 }
 
 // What the same calls are named where _FILE_OFFSET_BITS is 64.
 
 ssize_t pread64(int fd, void* buffer, size_t count, off64_t offset) {
   static const auto next = Next<decltype(&::pread64)>("pread64");
-  return ServeBuffer(buffer, count, true) ? next(fd, buffer, count, offset) : Fault();
+  return Make([&] { return ServeBuffer(buffer, count, true); },
+              [&] { return next(fd, buffer, count, offset); });
 }
 
 ssize_t pwrite64(int fd, const void* buffer, size_t count, off64_t offset) {
   static const auto next = Next<decltype(&::pwrite64)>("pwrite64");
-  return ServeBuffer(buffer, count, false) ? next(fd, buffer, count, offset) : Fault();
+  return Make([&] { return ServeBuffer(buffer, count, false); },
+              [&] { return next(fd, buffer, count, offset); });
 }
 
 ssize_t preadv64(int fd, const struct iovec* parts, int count, off64_t offset) {
   static const auto next = Next<decltype(&::preadv64)>("preadv64");
-  return ServeAll(parts, count, true) ? next(fd, parts, count, offset) : Fault();
+  return Make([&] { return ServeAll(parts, count, true); },
+              [&] { return next(fd, parts, count, offset); });
 }
 
 ssize_t pwritev64(int fd, const struct iovec* parts, int count, off64_t offset) {
   static const auto next = Next<decltype(&::pwritev64)>("pwritev64");
-  return ServeAll(parts, count, false) ? next(fd, parts, count, offset) : Fault();
+  return Make([&] { return ServeAll(parts, count, false); },
+              [&] { return next(fd, parts, count, offset); });
 }
 
 ssize_t preadv64v2(int fd, const struct iovec* parts, int count, off64_t offset, int flags) {
   static const auto next = Next<decltype(&::preadv64v2)>("preadv64v2");
-  return ServeAll(parts, count, true) ? next(fd, parts, count, offset, flags) : Fault();
+  return Make([&] { return ServeAll(parts, count, true); },
+              [&] { return next(fd, parts, count, offset, flags); });
 }
 
 ssize_t pwritev64v2(int fd, const struct iovec* parts, int count, off64_t offset, int flags) {
   static const auto next = Next<decltype(&::pwritev64v2)>("pwritev64v2");
-  return ServeAll(parts, count, false) ? next(fd, parts, count, offset, flags) : Fault();
+  return Make([&] { return ServeAll(parts, count, false); },
+              [&] { return next(fd, parts, count, offset, flags); });
 }
 
 ssize_t send(int fd, const void* buffer, size_t count, int flags) {
   static const auto next = Next<decltype(&::send)>("send");
-  return ServeBuffer(buffer, count, false) ? next(fd, buffer, count, flags) : Fault();
+  return Make([&] { return ServeBuffer(buffer, count, false); },
+              [&] { return next(fd, buffer, count, flags); });
 }
 
 ssize_t recv(int fd, void* buffer, size_t count, int flags) {
   static const auto next = Next<decltype(&::recv)>("recv");
-  return ServeBuffer(buffer, count, true) ? next(fd, buffer, count, flags) : Fault();
+  return Make([&] { return ServeBuffer(buffer, count, true); },
+              [&] { return next(fd, buffer, count, flags); });
 }
 
 ssize_t sendto(int fd, const void* buffer, size_t count, int flags, const struct sockaddr* to,
                socklen_t to_bytes) {
   static const auto next = Next<decltype(&::sendto)>("sendto");
-  return ServeBuffer(buffer, count, false) ? next(fd, buffer, count, flags, to, to_bytes) : Fault();
+  return Make([&] { return ServeBuffer(buffer, count, false); },
+              [&] { return next(fd, buffer, count, flags, to, to_bytes); });
 }
 
 ssize_t recvfrom(int fd, void* buffer, size_t count, int flags, struct sockaddr* from,
                  socklen_t* from_bytes) {
   static const auto next = Next<decltype(&::recvfrom)>("recvfrom");
-  return ServeBuffer(buffer, count, true) ? next(fd, buffer, count, flags, from, from_bytes)
-                                          : Fault();
+  return Make([&] { return ServeBuffer(buffer, count, true); },
+              [&] { return next(fd, buffer, count, flags, from, from_bytes); });
 }
 
 ssize_t sendmsg(int fd, const struct msghdr* message, int flags) {
   static const auto next = Next<decltype(&::sendmsg)>("sendmsg");
-  return ServeMessage(message, false) ? next(fd, message, flags) : Fault();
+  return Make([&] { return ServeMessage(message, false); },
+              [&] { return next(fd, message, flags); });
 }
 
 ssize_t recvmsg(int fd, struct msghdr* message, int flags) {
   static const auto next = Next<decltype(&::recvmsg)>("recvmsg");
-  return ServeMessage(message, true) ? next(fd, message, flags) : Fault();
+  return Make([&] { return ServeMessage(message, true); },
+              [&] { return next(fd, message, flags); });
 }
 
 size_t fread(void* buffer, size_t size, size_t count, FILE* file) {
   static const auto next = Next<size_t (*)(void*, size_t, size_t, FILE*)>("fread");
-  return ServeBuffer(buffer, size * count, true) ? next(buffer, size, count, file) : 0;
+  auto* const bytes = static_cast<char*>(buffer);
+  return MakeAll(
+      size, count, file,
+      [&](size_t done) { return ServeBuffer(bytes + done, size * count - done, true); },
+      [&](size_t done, size_t of, size_t n) { return next(bytes + done, of, n, file); });
 }
 
 size_t fwrite(const void* buffer, size_t size, size_t count, FILE* file) {
   static const auto next = Next<size_t (*)(const void*, size_t, size_t, FILE*)>("fwrite");
-  return ServeBuffer(buffer, size * count, false) ? next(buffer, size, count, file) : 0;
+  const auto* const bytes = static_cast<const char*>(buffer);
+  return MakeAll(
+      size, count, file,
+      [&](size_t done) { return ServeBuffer(bytes + done, size * count - done, false); },
+      [&](size_t done, size_t of, size_t n) { return next(bytes + done, of, n, file); });
 }
 
 int sigaction(int signal, const struct sigaction* action, struct sigaction* before) noexcept {
