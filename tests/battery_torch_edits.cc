@@ -29,6 +29,12 @@ struct Setting {
   std::unique_ptr<optim::Optimizer> optimizer;
 };
 
+nn::Sequential Squares(const Run& run) {
+  torch::manual_seed(12);
+  return run.Cast(nn::Sequential(nn::Linear(kWidth, kWidth), nn::Tanh(), nn::Linear(kWidth, kWidth),
+                                 nn::Tanh(), nn::Linear(kWidth, kWidth)));
+}
+
 // Something is done to the model before the first step, and after each of three.
 using Edit = std::function<void(Run&, Setting&, int step)>;
 Program Edited(std::string name, Edit edit, bool sgd = true) {
@@ -606,6 +612,70 @@ Programs Edits() {
                if (step == 0) s.engine->SaveWeights(folder);
                if (step == 2) s.engine->LoadWeights(folder);
              }),
+      {"parameters_change_places",
+       [](Run& run) {
+         auto model = Squares(run);
+         auto engine = run.Open();
+         auto optimizer = engine->AdamW(*model, optim::AdamWOptions(1e-2));
+         std::vector<Tensor> w;
+         for (const size_t at : {0, 2, 4}) w.push_back(LinearAt(model, at).weight);
+         const auto train = [&](int step) { TrainStep(run, model, *optimizer, step); };
+         train(0);
+         Tensor first = w[0].data();
+         w[0].set_data(w[1].data());
+         run.See(w[0]);
+         w[1].set_data(first);
+         first.mul_(0.5);
+         run.See(w[1]);
+         train(1);
+         run.See(first);
+         first = w[0].data();  // in a circle of three
+         w[0].set_data(w[1].data());
+         w[1].set_data(w[2].data());
+         w[2].set_data(first);
+         train(2);
+         {
+           const NoGradGuard no_grad;
+           first = w[0].detach();
+           w[0].set_(w[2]);
+           w[2].set_(first.storage(), 0, first.sizes(), first.strides());
+         }
+         train(3);
+         w[0].set_data(w[1].data());  // and away from there again
+         w[1].set_data(run.Noise(1, w[1].sizes()) * 0.05);
+         train(4);
+         run.See(*model);
+       }},
+      {"two_parameters_in_one_memory",
+       [](Run& run) {
+         auto model = Squares(run);
+         auto engine = run.Open();
+         auto optimizer = engine->SGD(*model, optim::SGDOptions(0.1));
+         TrainStep(run, model, *optimizer, 0);
+         const NoGradGuard no_grad;
+         LinearAt(model, 0).weight.set_(LinearAt(model, 2).weight);
+         const at::AutoGradMode grad(true);
+         TrainStep(run, model, *optimizer, 1);
+       },
+       1601},
+      {"storages_given_by_set",
+       [](Run& run) {
+         auto model = Squares(run);
+         auto engine = run.Open();
+         auto optimizer = engine->SGD(*model, optim::SGDOptions(0.1));
+         for (int step = 0; step < 3; ++step) {
+           TrainStep(run, model, *optimizer, step);
+           const NoGradGuard no_grad;
+           Tensor& weight = LinearAt(model, 0).weight;
+           Tensor values = run.Noise(step, weight.sizes()) * 0.05;
+           weight.set_(values.storage(), 0, values.sizes(), values.strides());
+           LinearAt(model, 2).bias.set_((run.Noise(step, {kWidth}) * 0.05).storage());
+           values = run.Noise(9, weight.sizes()) * 0.05;
+           LinearAt(model, 4).weight.set_(values);
+           values.mul_(0.5);  // is the parameter's memory
+         }
+         run.See(*model);
+       }},
       {"edited_before_attaching",
        [](Run& run) {
          auto model = Perceptron(run);

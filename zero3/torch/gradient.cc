@@ -478,8 +478,7 @@ void Gradient::LetGo() {
 // ---- What needs no kernel ----------------------------------------------------------------------
 
 bool Gradient::Serve(Special special, torch::jit::Stack* stack) {
-  if (special == Special::kSet || special == Special::kSetData || special == Special::kRecordStream)
-    return false;
+  if (special >= Special::kSet) return false;
   FinishRaw();
   if (special == Special::kNorm) {
     // Of a view with other strides torch may add in another order.

@@ -127,7 +127,12 @@ Special SpecialOf(const c10::FunctionSchema& schema) {
   if (name == "aten::norm" && overload == "Scalar") return Special::kNorm;
   if (name == "aten::mul_") return Special::kMultiply;
   if (name == "aten::zero_") return Special::kZero;
-  if (name == "aten::set_" && overload == "source_Tensor") return Special::kSet;
+  if (name == "aten::set_") {
+    return overload == "source_Tensor"                   ? Special::kSet
+           : overload == "source_Storage"                ? Special::kSetStorage
+           : overload == "source_Storage_storage_offset" ? Special::kSetStrides
+                                                         : Special::kNone;
+  }
   // set_data() is no operator. This is what it asks before it takes the other tensor's memory.
   if (name == "aten::_has_compatible_shallow_copy_type") return Special::kSetData;
   if (name == "aten::record_stream") return Special::kRecordStream;

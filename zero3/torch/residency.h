@@ -47,7 +47,18 @@ bool WritesAlike();
 void SetWritesAlike(bool alike);
 
 // Operators that a residency may answer without its bytes.
-enum class Special : uint8_t { kNone, kNorm, kMultiply, kZero, kSet, kSetData, kRecordStream };
+enum class Special : uint8_t {
+  kNone,
+  kNorm,
+  kMultiply,
+  kZero,
+  // What follows changes what a tensor is, not its bytes.
+  kSet,        /* set_() with a tensor */
+  kSetStorage, /* with a storage */
+  kSetStrides, /* with a storage, offset, sizes and strides */
+  kSetData,
+  kRecordStream
+};
 
 // The end of what an operator does with bytes.
 class Completion {

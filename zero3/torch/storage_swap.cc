@@ -122,6 +122,25 @@ void StorageSwap::HandOver(c10::DataPtr bytes) {
   if (data_ptrs_.fetch_sub(1, std::memory_order_acq_rel) == 1) owner_.Unreference();
 }
 
+void StorageSwap::Exchange(StorageSwap& other, const std::string& message,
+                           const std::string& others_message) {
+  OFFLOAD_CHECK(size_bytes_ == other.size_bytes_) << message;
+  // Keeps both counts above zero: no storage dies.
+  data_ptrs_.fetch_add(1, std::memory_order_relaxed);
+  other.data_ptrs_.fetch_add(1, std::memory_order_relaxed);
+  c10::StorageImpl* const own = storage_.load(std::memory_order_relaxed);
+  storage_.store(other.storage_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  other.storage_.store(own, std::memory_order_relaxed);
+  std::swap(weak_storage_, other.weak_storage_);
+  std::swap(home_, other.home_);
+  SetMessage(message);
+  other.SetMessage(others_message);
+  PointHome();
+  other.PointHome();
+  data_ptrs_.fetch_sub(1, std::memory_order_relaxed);
+  other.data_ptrs_.fetch_sub(1, std::memory_order_relaxed);
+}
+
 void StorageSwap::Leave() {
   Die();
   weak_storage_.reset();

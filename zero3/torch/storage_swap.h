@@ -82,6 +82,10 @@ class StorageSwap {
   // Turns the storage into an ordinary one that owns `bytes`. May end the owner's last reference
   // but the caller's.
   void HandOver(c10::DataPtr bytes);
+  // Takes the storage and the home of the other one, and gives it its own: whoever has a tensor or
+  // a pointer over one of them is with the other owner from now on. Both have a storage of the same
+  // size, which points home; both owners' mutexes are held. The messages are of refused accesses.
+  void Exchange(StorageSwap& other, const std::string& message, const std::string& others_message);
   // Another range is home from now on. Requires that no storage is managed.
   void MoveHome(std::byte* home) { home_ = home; }
   // Forgets the storage, which another swap has taken over; pointers that name this one may live

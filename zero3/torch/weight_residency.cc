@@ -1,6 +1,8 @@
 #include "zero3/torch/weight_residency.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/equal.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/InferenceMode.h>
@@ -275,6 +277,18 @@ void WeightResidency::MoveHome(std::byte* home, std::unique_ptr<LeftCopy> left) 
   if (attachment_->serves_raw()) AddRawRange(home, size_bytes_, this);
 }
 
+void WeightResidency::RefuseMemory(bool is_offloaded) const {
+  ThrowStatus(MakeError(
+      ErrorId::kUnsupportedModel,
+      absl::StrCat(subject_, " is given the memory of another tensor (set_data, set_) while ",
+                   is_offloaded ? "that is offloaded, too, and cannot change places with it (of "
+                                  "another job, tied, on a device, a part of a parameter)"
+                                : "other tensors look at its own: .data(), detach(), a view, "
+                                  "a tied weight"),
+      "Copy the values under NoGradGuard, parameter.copy_(…), and keep copies, "
+      "parameter.clone(), where tensors are kept"));
+}
+
 // The values are copied, and `data` becomes a tensor over our storage, so that what set_data() does
 // next changes nothing. In plain torch the memory changes and the values follow: who looks at the
 // parameter's old memory would see the difference, and so gets it, and who looks at that of `data`.
@@ -300,19 +314,15 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
         "Cast and replace tensors before attaching the module"));
   }
   Residency* const other = Residency::Of(data);
-  if (other == this) return;
+  if (other == this) {
+    if (away_ != nullptr) ComeHome(parameter);
+    return;
+  }
+  if (WeightResidency* const host = Partner(data)) return GoTo(host, parameter);
+  if (other == nullptr) BeAlone(parameter);
   const bool is_shared = parameter.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1;
   const bool is_left = is_shared && torch_device_.is_cpu() && parameters_.size() == 1;
-  if (other != nullptr || (is_shared && !is_left)) {
-    ThrowStatus(MakeError(
-        ErrorId::kUnsupportedModel,
-        absl::StrCat(subject_, " is given the memory of another tensor (set_data) while ",
-                     other != nullptr ? "that is offloaded, too"
-                                      : "other tensors look at its own: .data(), detach(), a view, "
-                                        "a tied weight"),
-        "Copy the values under NoGradGuard, parameter.copy_(…), and keep copies, "
-        "parameter.clone(), where tensors are kept"));
-  }
+  if (other != nullptr || (is_shared && !is_left)) RefuseMemory(other != nullptr);
   const at::AutoGradMode no_grad(false);
   if (is_left) {
     // Who looks at the old memory keeps it, beside `ram`; the parameter gets a storage of its own.
@@ -337,6 +347,12 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
     given_.reset();  // what was given before is the parameter's no more
   }
   if (!at::equal(parameter, data)) parameter.variable_data().copy_(data);
+  BecomeAlias(parameter, data);
+}
+
+// Who has `data` itself has the parameter's memory, as in plain torch; who has another view of what
+// was its memory is noted.
+void WeightResidency::BecomeAlias(const at::Tensor& parameter, const at::Tensor& data) {
   const c10::Storage storage = data.unsafeGetTensorImpl()->unsafe_storage();
   const c10::VariableVersion version = data.unsafeGetTensorImpl()->version_counter();
   data.unsafeGetTensorImpl()->shallow_copy_from(parameter.getIntrusivePtr());
@@ -351,6 +367,15 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
 
 void WeightResidency::CheckGiven(bool writes) {
   Lock lock(mutex_);
+  if (away_ != nullptr) {
+    ThrowStatus(MakeError(
+        ErrorId::kUnsupportedModel,
+        absl::StrCat(subject_, " has the memory of ", away_->subject_,
+                     " (set_data), and both are tensors of the job"),
+        "Let them change places before the step (a.set_data(b's), b.set_data(what a had)), give "
+        "the parameter a copy, set_data(other.detach().clone()), or tie them before attaching the "
+        "module"));
+  }
   CheckGivenLocked(writes);
 }
 
@@ -370,22 +395,65 @@ void WeightResidency::CheckGivenLocked(bool writes) {
       "vector_to_parameters(vector.clone(), …), or copy_() the values"));
 }
 
-bool WeightResidency::Serve(Special special, torch::jit::Stack* stack) {
-  if (special == Special::kSetData) {
-    if (takes_data_)
-      TakeData(torch::jit::peek(*stack, 0, 2).toTensor(),
-               torch::jit::peek(*stack, 1, 2).toTensor());
-    return false;
+namespace {
+
+// How many arguments set_() has.
+size_t SetArguments(Special special) { return special == Special::kSetStrides ? 5 : 2; }
+
+// A tensor over what set_() is given.
+at::Tensor SetSource(Special special, const at::Tensor& target, const torch::jit::Stack& stack) {
+  const c10::IValue& given = torch::jit::peek(stack, 1, SetArguments(special));
+  if (special == Special::kSet) return given.toTensor();
+  c10::Storage storage = given.toStorage();
+  const auto bytes = static_cast<int64_t>(storage.nbytes());
+  std::vector<int64_t> sizes = {bytes / static_cast<int64_t>(target.element_size())};
+  std::vector<int64_t> strides = {1};
+  int64_t offset = 0;
+  if (special == Special::kSetStrides) {
+    offset = torch::jit::peek(stack, 2, 5).toInt();
+    sizes = torch::jit::peek(stack, 3, 5).toIntVector();
+    strides = torch::jit::peek(stack, 4, 5).toIntVector();
+    if (strides.size() != sizes.size()) {
+      const c10::DimVector rows = c10::contiguous_strides(sizes);
+      strides.assign(rows.begin(), rows.end());
+    }
   }
+  const at::TensorOptions options(target.scalar_type());
+  if (Residency::Of(storage.unsafeGetStorageImpl()) == nullptr)
+    return at::empty({0}, options).set_(std::move(storage), offset, sizes, strides);
+  at::Tensor source = MakeManagedTensor(
+      std::move(storage), at::empty_strided(sizes, strides, options.device(at::kMeta)));
+  source.unsafeGetTensorImpl()->set_storage_offset(offset);
+  return source;
+}
+
+}  // namespace
+
+bool WeightResidency::Serve(Special special, torch::jit::Stack* stack) {
   if (special == Special::kRecordStream && !torch_device_.is_cpu()) {
     RecordStream(torch::jit::peek(*stack, 1, 2).toStream());
     torch::jit::drop(*stack, 2);
     return true;
   }
-  if (special != Special::kSet) return false;
-  at::Tensor target = torch::jit::peek(*stack, 0, 2).toTensor();
-  if (!IsParameter(target)) return false;  // an alias goes its way alone
-  const at::Tensor source = torch::jit::peek(*stack, 1, 2).toTensor();
+  const bool sets = special == Special::kSet || special == Special::kSetStorage ||
+                    special == Special::kSetStrides;
+  if (special != Special::kSetData && !sets) return false;
+  const at::Tensor target = torch::jit::peek(*stack, 0, SetArguments(special)).toTensor();
+  WeightResidency* const owner = IsParameter(target) ? this : AwayWith(target);
+  if (owner == nullptr) return false;  // an alias goes its way alone
+  if (special == Special::kSetData) {
+    if (takes_data_) owner->TakeData(target, torch::jit::peek(*stack, 1, 2).toTensor());
+    return false;
+  }
+  const at::AutoGradMode no_grad(false);
+  if (!owner->TakeTensor(target, SetSource(special, target, *stack))) return false;
+  torch::jit::drop(*stack, SetArguments(special));
+  torch::jit::push(*stack, target);
+  return true;
+}
+
+// What set_() does; false: it is torch's affair, and the step refuses what comes of it.
+bool WeightResidency::TakeTensor(at::Tensor target, const at::Tensor& source) {
   if (!source.defined() || source.layout() != at::kStrided || source.device() != target.device() ||
       source.sizes() != target.sizes() || source.scalar_type() != target.scalar_type())
     return false;
@@ -398,14 +466,27 @@ bool WeightResidency::Serve(Special special, torch::jit::Stack* stack) {
                           "Copy the values under NoGradGuard, parameter.copy_(…), or lay the "
                           "module out like that before attaching it"));
   }
-  const at::AutoGradMode no_grad(false);
+  Residency* const other = Residency::Of(source);
+  WeightResidency* const host = Partner(source);
+  if (host == nullptr && other != this && dynamic_cast<WeightResidency*>(other) != nullptr)
+    RefuseMemory(/*is_offloaded=*/true);
+  if (host != nullptr) {
+    GoTo(host, target);
+    PutOver(target, source.unsafeGetTensorImpl()->unsafe_storage());
+  } else if (other == this) {
+    ComeHome(target);
+  }
+  if (host != nullptr || other == this) {
+    if (!target.is_inference()) target.unsafeGetTensorImpl()->bump_version();
+    return true;
+  }
+  BeAlone(target);
   // Who looks at the old memory keeps it, as beside set_data().
   if (target.unsafeGetTensorImpl()->unsafe_storage().use_count() != 1 && torch_device_.is_cpu() &&
       parameters_.size() == 1)
     TakeData(target, target.clone(at::MemoryFormat::Preserve));
   target.copy_(source);
-  torch::jit::drop(*stack, 2);
-  torch::jit::push(*stack, std::move(target));
+  if (other == nullptr) BecomeAlias(target, source);
   return true;
 }
 
@@ -834,6 +915,7 @@ absl::Status WeightResidency::PutFromDevice() {
 
 void WeightResidency::Close(c10::DataPtr bytes) {
   const auto storage = swap_.Lock();  // lives while its message changes
+  const c10::Storage own = ForgetPlace();
   c10::DataPtr initial;
   c10::Storage values;
   Lock lock(mutex_);

@@ -105,6 +105,18 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   bool IsParameter(const at::Tensor& tensor) const;
   class LeftCopy;
   void TakeData(const at::Tensor& parameter, const at::Tensor& data);
+  void BecomeAlias(const at::Tensor& parameter, const at::Tensor& data);
+  bool TakeTensor(at::Tensor target, const at::Tensor& source);
+  [[noreturn]] void RefuseMemory(bool is_offloaded) const;
+  // ---- In each other's memory (weight_exchange.cc) ----
+  static WeightResidency* AwayWith(const at::Tensor& parameter);
+  WeightResidency* Partner(const at::Tensor& data) const;
+  void GoTo(WeightResidency* host, const at::Tensor& parameter);
+  void ComeHome(const at::Tensor& parameter);
+  void BeAlone(const at::Tensor& parameter);
+  void Exchange(WeightResidency& other, at::ScalarType type);
+  void PutOver(const at::Tensor& parameter, c10::Storage storage) const;
+  c10::Storage ForgetPlace();
   void MoveHome(std::byte* home, std::unique_ptr<LeftCopy> left);
   void CheckGivenLocked(bool writes);
   bool PinRaw(Access access, Lock& lock);
@@ -173,6 +185,10 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
     uint32_t version_then = 0;
   };
   std::optional<Given> given_;
+  // set_data() has put the parameter over the storage of this one, which is another parameter's;
+  // null: it is over its own.
+  WeightResidency* away_ = nullptr;
+  c10::Storage own_storage_;  // which nobody else may have meanwhile
   // Of the tensors that the program knows: what tells of a write, beside the bytes.
   absl::InlinedVector<c10::VariableVersion, 1> versions_;
   uint64_t version_then_ = 0;  // at the last step, or when what was written since became the master
