@@ -9,7 +9,6 @@
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/InferenceMode.h>
 #include <offload/torch.h>
 
 #include <cmath>
@@ -237,7 +236,7 @@ Tensor InMemoryOptimizer::step(LossClosure closure) {
       if (parameter.grad().defined()) UpdateParameter(optimizer, parameter);
     }
   }
-  if (optimizer_.counts_as_write && !c10::InferenceMode::is_enabled()) {
+  if (optimizer_.counts_as_write) {
     ForEachWithGradient([](Tensor& parameter) {
       if (!parameter.is_inference()) parameter.unsafeGetTensorImpl()->bump_version();
     });

@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/InferenceMode.h>
 #include <malloc.h>
 #include <sched.h>
 #include <spdlog/sinks/stdout_sinks.h>
@@ -854,8 +853,11 @@ Gradient* TensorEngine::GradientOf(const at::Tensor& parameter) const {
         "own"));
   const uint32_t id = known->second;
   if (Residency::Of(parameter) != weights_[id]) {
-    Unsupported(weights_[id]->name(), "has another storage than when it was attached",
-                "Cast and replace tensors before attaching the module");
+    Unsupported(weights_[id]->name(),
+                "has another storage than when it was attached (its storage was resized, or "
+                "replaced by other means than set_data() and set_() with its shape and type)",
+                "Give it values with copy_() under NoGradGuard, or with set_data(); its memory "
+                "need not be freed by resizing, it is offloaded");
   }
   if (!std::ranges::equal(parameter.sizes(), declared_[id].shape) ||
       OrderOf(parameter.sizes(), parameter.strides()) != declared_[id].dimension_order) {
@@ -1064,7 +1066,6 @@ void TensorEngine::FollowEdits(uint32_t id) {
 }
 
 void TensorEngine::CountAsWrites(std::span<const at::Tensor> tensors) const {
-  if (c10::InferenceMode::is_enabled()) return;  // no write counts
   const bool is_alone = attachment_->world_size() == 1;
   for (const at::Tensor& tensor : tensors) {
     if (is_alone && !tensor.grad().defined()) continue;
