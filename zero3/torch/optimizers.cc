@@ -48,9 +48,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
     for (const OptimizerParamGroup& group : param_groups())
       updates.push_back({GroupOf(group.options()), group.params()});
     engine_->Step(updates, [living = living_] { return GroupsNowOf(*living); });
-    for (const GroupUpdate& update : updates) {
-      if (optimizer_.counts_as_write) engine_->CountAsWrites(update.tensors);
-    }
+    if (optimizer_.counts_as_write) engine_->CountAsWrites(parameters());
     return loss;
   }
 

@@ -150,9 +150,11 @@ class PythonEngine final : public torch::CustomClassHolder {
       const std::lock_guard lock(foreseen->mutex);
       return foreseen->groups;
     });
+    Tensors written;
     for (size_t i = 0; i < groups.size(); ++i) {
-      if (counts.get(i)) engine.CountAsWrites(groups[i]);
+      if (counts.get(i)) written.insert(written.end(), groups[i].begin(), groups[i].end());
     }
+    engine.CountAsWrites(written);
   }
 
   void SetForeseen(std::vector<client::Group> groups) {

@@ -1067,10 +1067,15 @@ void TensorEngine::FollowEdits(uint32_t id) {
 
 void TensorEngine::CountAsWrites(std::span<const at::Tensor> tensors) const {
   const bool is_alone = attachment_->world_size() == 1;
+  std::vector<c10::TensorImpl*> written;
   for (const at::Tensor& tensor : tensors) {
     if (is_alone && !tensor.grad().defined()) continue;
     c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
     if (!impl->is_inference()) impl->bump_version();
+    written.push_back(impl);
+  }
+  // Parts of one vector share a version: it is looked at when all of them have counted.
+  for (const c10::TensorImpl* const impl : written) {
     const auto known = ids_.find(impl);
     if (known != ids_.end()) weights_[known->second]->Stepped();
   }

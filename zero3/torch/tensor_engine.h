@@ -91,8 +91,8 @@ class TensorEngine {
   // hyper-parameters of the same groups, for the backward of the next step; null: they will be the
   // same.
   void Step(std::span<const GroupUpdate> updates, GroupsNow groups_now = nullptr);
-  // After a step that torch counts as a write of the tensors: their versions change, which lets the
-  // backward of a graph from before the step fail. Masters do not take it for an edit.
+  // After a step that torch counts as a write of all these tensors: their versions change, which
+  // lets the backward of a graph from before the step fail. Masters do not take it for an edit.
   void CountAsWrites(std::span<const at::Tensor> tensors) const;
   // A step of somebody else's optimizer: commits what it wrote into weights.
   void CommitStep();
