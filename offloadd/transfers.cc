@@ -188,6 +188,14 @@ absl::StatusOr<bool> Transfers::IsFollowed(const Request& request) {
   return true;
 }
 
+// The rank will follow a put that waits for that when it has read: it reads the old bytes, or those
+// of another member of the bundle, which stay.
+bool Transfers::ReadsBeforeFollowing(const Request& request) {
+  if (request.rank == 0 || IsPut(request.entry)) return false;
+  const Follows& follows = FollowsOf(request.entry.tensor);
+  return follows.counts[request.rank] <= follows.ended;
+}
+
 // Of those whose first rank will not come, why. `may` is set when there may be more with time.
 std::vector<std::pair<Transfers::Follower, absl::Status>> Transfers::FindLeftAlone(bool& may) {
   std::vector<std::pair<Follower, absl::Status>> found;
@@ -228,22 +236,32 @@ void Transfers::Add(uint32_t rank, const proto::SubmissionEntry& entry) {
 
 bool Transfers::Turn() {
   if (context_->failed()) return false;
-  std::unordered_set<uint32_t> blocked;
+  std::unordered_set<uint32_t> blocked, unfollowed;
   bool waiting = false;
   const auto left_alone = FindLeftAlone(waiting);
   for (size_t i = 0; i < queue_.size() && in_flight_ < context_->depths.transfers;) {
     const Request request = queue_[i];
     const proto::SubmissionEntry& entry = request.entry;
     const uint32_t store_tensor = context_->catalogue.placements[entry.tensor].store_tensor;
-    absl::StatusOr<bool> can_start = blocked.count(store_tensor) == 0;
-    if (*can_start && IsPut(entry)) can_start = IsFollowed(request);
+    absl::StatusOr<bool> can_start =
+        blocked.count(store_tensor) == 0 &&
+        (unfollowed.count(store_tensor) == 0 || ReadsBeforeFollowing(request));
+    if (*can_start && IsPut(entry)) {
+      can_start = IsFollowed(request);
+      if (can_start.ok() && !*can_start) {
+        unfollowed.insert(store_tensor);
+        waiting = true;
+        ++i;
+        continue;
+      }
+    }
     if (!can_start.ok()) {
       queue_.erase(queue_.begin() + static_cast<ptrdiff_t>(i));
       Refuse(request, can_start.status());
       continue;
     }
     if (!*can_start || !CanStart(entry)) {
-      blocked.insert(store_tensor);
+      if (unfollowed.count(store_tensor) == 0 || *can_start) blocked.insert(store_tensor);
       waiting = true;
       ++i;
       // A long queue behind a few tensors that wait is not worth looking through in every turn.

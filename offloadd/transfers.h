@@ -4,8 +4,9 @@
 // tensor.
 //
 // Invariants
-//   * Transfers of one tensor run in the order in which they came; a put runs alone, and none while
-//   the tensor's update is pending.
+//   * Transfers of one tensor run in the order in which they came, but for gets of a rank that has
+//   yet to follow a put: those come before it. A put runs alone, and none while the tensor's update
+//   is pending.
 //   * A put becomes part of the open epoch. One of weights makes the written value the master, the
 //   residual zero, and leaves what the optimizer keeps; one of bf16 masters replaces weight and
 //   residual; one of a state plane replaces that alone. It is unsettled until the next step or the
@@ -114,6 +115,7 @@ class Transfers {
   void Follow(uint32_t rank, const proto::SubmissionEntry& entry);
   void EndSequence(const Request& request, const absl::Status& status);
   void Refuse(const Request& request, const absl::Status& status);
+  bool ReadsBeforeFollowing(const Request& request);
   absl::StatusOr<bool> IsFollowed(const Request& request);
   std::vector<std::pair<Follower, absl::Status>> FindLeftAlone(bool& may);
   void Refuse(const Follower& refused, const absl::Status& status);

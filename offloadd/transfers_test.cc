@@ -347,6 +347,30 @@ TEST(TransfersTest, APutBeginsWhenEveryOtherRankFollowsAndEndsForAllAtOnce) {
   EXPECT_NE(parts.Got(after), before);
 }
 
+// It may have to read before it comes to where it follows; members of a bundle are read together.
+TEST(TransfersTest, ARankReadsUntilItFollowsAPutThatWaitsForThat) {
+  for (const uint32_t tensor : {0, 1, 2, 3}) {
+    Parts parts(Options(/*ranks=*/2));
+    const Bytes before = Expected(parts, tensor, Plane::kWeight);
+    const uint64_t put = parts.Put(tensor, Values(parts, tensor, 9));
+    parts.EndPuts(tensor);
+    const uint64_t own = parts.Get(tensor, Plane::kWeight);
+    parts.Run();
+    for (const uint32_t other : {0, 1, 2, 3}) {
+      const uint64_t get = parts.Get(other, Plane::kWeight, /*rank=*/1);
+      parts.Run();
+      ASSERT_TRUE(parts.IsAnswered(get)) << other << " beside a put of " << tensor;
+      EXPECT_EQ(parts.Got(get), other == tensor ? before : Expected(parts, other, Plane::kWeight));
+    }
+    EXPECT_FALSE(parts.IsAnswered(put) || parts.IsAnswered(own));
+    parts.EndPuts(tensor, /*rank=*/1);
+    const uint64_t after = parts.Get(tensor, Plane::kWeight, /*rank=*/1);
+    parts.Run();
+    for (const uint64_t get : {own, after})
+      EXPECT_EQ(parts.Got(get), Expected(parts, tensor, Plane::kWeight));
+  }
+}
+
 TEST(TransfersTest, EverySequenceIsFollowedByItself) {
   Parts parts(Options(/*ranks=*/2));
   parts.EndPuts(0, /*rank=*/1);
