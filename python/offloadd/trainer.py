@@ -178,12 +178,17 @@ class TrainerCallback(transformers.TrainerCallback):
             steps["position"] = self.position.after_this(train_dataloader, self.trainer())
         loop = unfinished.loop_of(self.trainer(), self.norm)
         kept = _bytes_of({**steps, "random": position.random_state(), "epoch": state.epoch, "scheduler": self._scheduler_state(),
-                          "trainer": self._trainer_state(state, loop), "log": self._log.pack(state.log_history), "loop": loop})
+                          "groups": self._groups(), "trainer": self._trainer_state(state, loop), "log": self._log.pack(state.log_history), "loop": loop})
         self.handle.trainer_state = kept if len(kept) <= _KEPT_BYTES_MAX // self.handle.world_size else _bytes_of(steps)
 
     def _scheduler_state(self):
         """The scheduler's, which will step once more after the optimizer, or with what an evaluation gives."""
         return self._scheduler.state_dict() if self._scheduler is not None else None
+
+    def _groups(self):
+        """Options of the optimizer, which callbacks may change."""
+        kept = (bool, int, float, str, tuple, type(None))
+        return [{key: value for key, value in group.items() if isinstance(value, kept)} for group in self.handle.optimizer.param_groups]
 
     def _trainer_state(self, state, loop):
         """As trainer_state.json has it, without the log."""
@@ -278,15 +283,23 @@ def _continue(trainer, kept, original, kwargs):
         for group, lr in zip(trainer.optimizer.param_groups, trainer.lr_scheduler.get_last_lr()):
             group["lr"] = lr
 
+    def take_options():
+        """Those of the step; of jobs of earlier versions the rates alone, which are the scheduler's."""
+        for group, options in zip(trainer.optimizer.param_groups, kept.get("groups", ())):
+            group.update(options)
+        if "groups" not in kept:
+            set_rates()
+
     def load_scheduler(checkpoint):
         # The state that was kept is from before the scheduler's own step, which may begin with the groups' rates.
         if kept["scheduler"] is not None:
             trainer.lr_scheduler.load_state_dict(kept["scheduler"])
             trainer.lr_scheduler.optimizer._opt_called = True
-            set_rates()
+            take_options()
             if not _is_stepped_by_evaluation(trainer.lr_scheduler):
                 getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler).step()
-        set_rates()
+        if "groups" not in kept:
+            set_rates()
 
     trainer._load_from_checkpoint = lambda *_, **__: None
     trainer._load_optimizer_and_scheduler = load_scheduler

@@ -4,12 +4,15 @@ A step is in the job before Trainer has logged, evaluated and saved what is due 
 continues there does all of that again: what a killed process has done of it is gone, or done again with the same result.
 """
 
+import contextlib
 import os
 import time
 import weakref
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from .handle import _is_wrapper
 from .position import epoch_of, kept_for, length_of, random_state, set_random_state
 
 _NEEDED = ("_run_epoch", "_maybe_log_save_evaluate", "_get_learning_rate")  # of transformers 5
@@ -61,6 +64,71 @@ def _restore_callbacks(trainer):
                 setattr(callback, name, value)
 
 
+def _tensors_of(model):
+    """Weights and buffers that have memory of their own."""
+    return [each for each in [*model.parameters(), *model.buffers()] if each.layout == torch.strided and not _is_wrapper(each)]
+
+
+# Functions in the manner of those that write, and write nothing.
+_NO_VALUES = ("requires_grad_", "detach_", "share_memory_")
+
+
+class _WritesCountForNothing(TorchFunctionMode):
+    """Functions that write weights or buffers of a model write copies of them."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._storages = {each.untyped_storage()._cdata for each in _tensors_of(model)}
+
+    def _instead(self, given):
+        if isinstance(given, (list, tuple)):
+            return [self._instead(each) for each in given]
+        is_plain = isinstance(given, torch.Tensor) and given.layout == torch.strided and not _is_wrapper(given)
+        is_kept = is_plain and given.untyped_storage()._cdata in self._storages
+        return given.detach().clone() if is_kept else given
+
+    @staticmethod
+    def _writes(name):
+        in_place = name.endswith("_") and not name.startswith("__") and name not in _NO_VALUES
+        return in_place or name == "__setitem__" or (name.startswith("__i") and hasattr(torch.Tensor, "__" + name[3:]))
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, first = dict(kwargs or {}), args[:1]
+        if args and self._writes(getattr(func, "__name__", "")):
+            args = (self._instead(args[0]), *args[1:])
+        if kwargs.get("out") is not None:
+            first, kwargs["out"] = (kwargs["out"],), self._instead(kwargs["out"])
+        result = func(*args, **kwargs)
+        return first[0] if result is not None and (result is kwargs.get("out") or (args and result is args[0])) else result
+
+
+@contextlib.contextmanager
+def _done_before(trainer):
+    """What is written inside into weights, buffers and options of the optimizer counts for nothing."""
+    tensors = [(each, each.detach()) for each in _tensors_of(trainer.model)]
+    groups = [(group, {key: value for key, value in group.items() if key != "params"}) for group in trainer.optimizer.param_groups]
+    with _WritesCountForNothing(trainer.model):
+        yield
+    for tensor, own in tensors:
+        if tensor.untyped_storage()._cdata != own.untyped_storage()._cdata:  # p.data = …
+            tensor.data = own
+    for group, options in groups:
+        group.update(options)
+
+
+def _epoch_was_begun(trainer):
+    """The loop tells callbacks again of the beginning of the epoch that it goes on in."""
+    handler = trainer.callback_handler
+    original = handler.on_epoch_begin
+
+    def on_epoch_begin(*args):
+        vars(handler).pop("on_epoch_begin", None)
+        with _done_before(trainer):
+            return original(*args)
+
+    handler.on_epoch_begin = on_epoch_begin
+
+
 def _finish(trainer, callback, kept, ignore_keys):
     loop, state, handler = kept["loop"], trainer.state, trainer.callback_handler
     trainer._tr_loss = loop["loss"].to(trainer.args.device)
@@ -69,8 +137,9 @@ def _finish(trainer, callback, kept, ignore_keys):
     _restore_callbacks(trainer)
     # What callbacks note at the beginnings of the epoch and the step (the time) is gone with the process.
     state.global_step -= 1
-    trainer.control = handler.on_epoch_begin(trainer.args, state, trainer.control)
-    trainer.control = handler.on_step_begin(trainer.args, state, trainer.control)
+    with _done_before(trainer):  # the step has been taken with what they have written
+        trainer.control = handler.on_epoch_begin(trainer.args, state, trainer.control)
+        trainer.control = handler.on_step_begin(trainer.args, state, trainer.control)
     set_random_state(kept["random"])
     trainer.control = handler.on_optimizer_step(trainer.args, state, trainer.control)  # which may write weights
     state.global_step += 1
@@ -89,6 +158,8 @@ def _finish(trainer, callback, kept, ignore_keys):
     if is_last or trainer.control.should_epoch_stop or trainer.control.should_training_stop:
         trainer.control = handler.on_epoch_end(trainer.args, state, trainer.control)
         do_what_is_due()
+    else:
+        _epoch_was_begun(trainer)
     if trainer.control.should_training_stop or (trainer.control.should_epoch_stop and not is_last):
         _leave_out(trainer, epoch)
     if callback.position is not None:
@@ -139,6 +210,7 @@ def finish_first(trainer, callback, kept, ignore_keys, rng_file):
 
     def take_back():
         vars(handler).pop("on_train_begin", None)
+        vars(handler).pop("on_epoch_begin", None)
         vars(trainer).pop("_run_epoch", None)
         if vars(trainer).get("_evaluate") is evaluate:
             del trainer._evaluate

@@ -465,6 +465,9 @@ class DeepSpeedTest(DeepSpeedCase):
     def test_a_run_begins_anew_and_leaves_nothing(self):
         for _ in range(2):
             self.check(self.config(), self.adamw, steps=2).destroy()
+            self.assertEqual(len(self.jobs()), 1, "of the model that was trained last, which may be used")
+        self.engines.clear()
+        gc.collect()
         self.assertEqual(self.jobs(), [])
 
     def test_a_job_ends_with_its_model(self):
@@ -732,6 +735,10 @@ class DeepSpeedTest(DeepSpeedCase):
         self.assertEqual(engine_loop(engine, 3), plain(there, self.adamw(there.parameters()), 3))
         self.check_equal(here, there)
         engine.destroy()
+        self.check_equal(here, there)
+        self.engines.clear()
+        del engine, here
+        gc.collect()
         self.assertEqual(self.jobs(), [])
 
     def test_what_was_built_in_the_pool_is_gathered_before_it_is_written(self):

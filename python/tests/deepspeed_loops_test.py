@@ -3,6 +3,7 @@ seen, and the weights, are equal bit for bit."""
 
 import contextlib
 import copy
+import itertools
 import os
 import types
 import unittest
@@ -382,6 +383,62 @@ class LoopsTest(DeepSpeedCase):
         expected += train(PlainEngine(there, torch.optim.SGD(there.parameters(), lr=LR, momentum=0.9)), 2, 2)
         self.assertEqual(told, expected)
         self.check_equal(again, there)
+
+    def test_a_model_goes_on_in_another_engine(self):
+        """Whether the first was destroyed or not: a new optimizer begins with the weights as they are, the same one keeps its moments."""
+        makers = {"new": torch.optim.SGD, "same": None, "in process": torch.optim.NAdam}
+        for kind, dtype, is_destroyed in itertools.product(makers, (torch.float32, torch.bfloat16), (True, False)):
+            if (kind, dtype) == ("in process", torch.bfloat16):
+                continue  # it has no masters, there or here
+            here, there = make(), make(dtype)
+            bf16 = {"bf16": {"enabled": dtype == torch.bfloat16}, "optimizer": None}
+            first = (lambda p: torch.optim.NAdam(p, lr=LR)) if kind == "in process" else self.adamw
+            second = (lambda p: torch.optim.SGD(p, lr=LR)) if kind == "new" else None
+
+            def plainly(make_optimizer):
+                return make_optimizer(there.parameters()) if dtype == torch.float32 else Masters(there, make_optimizer)
+
+            optimizer, plain = first(here.parameters()), plainly(first)
+            engine, *_ = self.initialize(here, self.config(**bf16), optimizer=optimizer)
+            told, expected = train(engine, 2), train(PlainEngine(there, plain), 2)
+            if is_destroyed:
+                engine.destroy()
+                self.check_equal(here, there)
+            for model in (here, there) if kind != "same" else ():
+                with torch.no_grad():
+                    model.head.weight.mul_(0.5)
+            again, *_ = self.initialize(here, self.config(**bf16), optimizer=second(here.parameters()) if second else optimizer)
+            told += train(again, 2, 2)
+            expected += train(PlainEngine(there, plainly(second) if second else plain), 2, 2)
+            self.assertEqual(told, expected, (kind, dtype, is_destroyed))
+            self.check_equal(here, there)
+            with self.assertRaisesRegex(offloadd.Error, "OFD-1802 engine.step.. of an engine that was destroyed"):
+                engine.step()
+            again.destroy()
+
+    def test_a_part_of_another_model_goes_on_in_another_engine(self):
+        whole = [torch.nn.ModuleDict({"inner": make(), "more": torch.nn.Linear(2, 2)}) for _ in range(2)]
+        here, there = make(), make()
+        told, expected = train(self.engine(here), 2), train(PlainEngine(there, self.adamw(there.parameters())), 2)
+        for wrapper, inner in zip(whole, (here, there)):
+            wrapper["more"].load_state_dict(whole[0]["more"].state_dict())
+            wrapper["inner"] = inner
+            wrapper.forward = inner.forward
+        told += train(self.engine(whole[0]), 2, 2)
+        expected += train(PlainEngine(whole[1], self.adamw(whole[1].parameters())), 2, 2)
+        self.assertEqual(told, expected)
+        self.check_equal(*whole)
+
+    def test_a_job_with_a_name_is_not_continued_with_a_new_optimizer(self):
+        deepspeed.setup.set_installed({"job": "named"})
+        here = make()
+        engine = self.engine(here)
+        train(engine, 1)
+        engine.destroy()
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1205 job named has trained this model in this process with another optimizer"):
+            self.engine(here)
+        again, *_ = self.initialize(here, self.config(optimizer=None), optimizer=engine.optimizer)
+        self.assertEqual(again.handle.step, 1)
 
     def test_configurations_with_comments_and_in_base64_are_read_whole(self):
         import base64

@@ -257,7 +257,29 @@ class Shrinks(transformers.TrainerCallback):
                 parameter.mul_(1 - 0.01 * torch.rand(()))
 
 
+class ChangesAtBeginnings(transformers.TrainerCallback):
+    """Writes weights and the optimizer's options before each step and epoch, in several ways."""
+
+    def change(self, model, optimizer):
+        with torch.no_grad():
+            weights = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+            weights[0].copy_(weights[0] * (1 - 0.01 * torch.rand(())))
+            torch._foreach_mul_(weights[1:], 0.99)
+            torch.mul(weights[1], 0.99, out=weights[1])
+            weights[2][1:3] += 0.01
+            weights[3].data = weights[3].data * 0.99
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 2 * group["weight_decay"] + 0.01
+
+    def on_epoch_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.change(model, optimizer)
+
+    def on_step_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.change(model, optimizer)
+
+
 stopped_before_what_was_due("stopped_before_weights_are_written_behind_the_optimizer", 3, others=[Shrinks], **EVALUATED)
+stopped_before_what_was_due("stopped_after_weights_and_options_were_changed_before_the_step", 3, others=[ChangesAtBeginnings], **EVALUATED)
 stopped_before_what_was_due("stopped_after_the_last_step", 7, **EVALUATED)
 stopped_before_what_was_due("stopped_at_the_end_of_an_epoch", 3, gradient_accumulation_steps=5, num_train_epochs=2, max_steps=-1,
                             eval_strategy="epoch", logging_strategy="epoch", logging_steps=500)

@@ -9,6 +9,7 @@ import os
 import shutil
 import uuid
 
+import safetensors.torch
 import torch
 
 from .. import config as configuration
@@ -17,7 +18,7 @@ from .. import handle as attaching
 from .. import universal
 from ..errors import Error
 from ..library import is_disabled
-from . import comm, loss_scale, schedules, setup, zero
+from . import comm, loss_scale, schedules, setup, trainers, zero
 from .adam import DeepSpeedCPUAdam
 from .files import LATEST, STATE, WEIGHTS, mark_in, tag_in, weights_in, write_text
 from .lion import DeepSpeedCPULion
@@ -114,6 +115,32 @@ def _load_masters(optimizer, stored):
                 optimizer._masters.see(parameter)  # what was written is no news
 
 
+def _write_weights(former, model, folder):
+    """What a model is that has parameters of a job: in constant memory where it is the job's own, else one file for each tensor."""
+    theirs = {name: id(parameter) for name, parameter in former._parameters.items()}
+    mine = dict(model.named_parameters(remove_duplicate=False))
+    if theirs == {name: id(parameter) for name, parameter in mine.items()}:
+        return former.save_weights(folder)
+    os.makedirs(folder, exist_ok=True)
+    places = {}
+    for name, tensor in [*mine.items(), *attaching._buffers_of([model])]:
+        if name:
+            places[name] = f"{len(places)}.safetensors"
+            safetensors.torch.save_file({name: attaching.gather(tensor).contiguous()}, os.path.join(folder, places[name]))
+    write_text(os.path.join(folder, "model.safetensors.index.json"), json.dumps({"weight_map": places}))
+
+
+def _end_former(former, model):
+    """Weights as they are now of a model whose job another one takes over, in files beside it: their folder, equal in all ranks."""
+    folder = os.path.join(former.nvme_path.split(",")[0], f"{former.job}-weights")
+    comm.barrier()
+    if comm.get_rank() == 0:
+        _write_weights(former, model, folder)
+    comm.barrier()
+    setup.jobs.remove(former.job)
+    return folder
+
+
 def _reattach(model, old, options):
     """The model and its optimizer, taken over by another job that has been made of this one's state."""
     optimizer = old.optimizer
@@ -142,7 +169,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         self._settings = _Settings(imported, comm.get_world_size())
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._boundary, self._norm, self._applied = None, None, False
-        self._in_no_sync = False
+        self._in_no_sync = self._is_destroyed = False
         self._snapshots = []  # (name, folder) of the job's
         self.collate_fn = collate_fn
         self._options = options
@@ -164,8 +191,14 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             options = {**options, "job": pending.options["job"] if pending is not None else setup.jobs.new_name()}
         if not is_disabled():
             setup.check_options(options)
-        of_job = options if pending is None else {"job": options["job"]}  # what zero.Init has opened has its own
-        self._handle = attaching.attach(self.module, optimizer, **of_job)
+            self._check_goes_on(options["job"], optimizer)
+            former = setup.jobs.former_of(self.module)
+            setup.jobs.make_room(but=former)
+        if pending is None and own and not is_disabled():
+            self._attach_anew(options, optimizer, former)
+        else:
+            of_job = options if pending is None else {"job": options["job"]}  # what zero.Init has opened has its own
+            self._handle = attaching.attach(self.module, optimizer, **of_job)
         for name, value in (("overflow", False), ("loss_scale", 1.0), ("cur_scale", 1.0)):
             optimizer.__dict__.setdefault(name, value)  # what programs ask DeepSpeed's own
         if own and not is_disabled():
@@ -176,6 +209,32 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             self.global_steps = self._handle.step
             if self._scaler is not None:  # it counts those that were skipped, too
                 self.global_steps, self.skipped_steps = self._scaler.cur_iter, self._scaler.cur_iter - self._handle.step
+
+    def _attach_anew(self, options, optimizer, former):
+        """A model that another engine has trained comes with its weights, and an optimizer that has moments there with its job."""
+        if former is None:
+            self._handle = attaching.attach(self.module, optimizer, **options)
+        elif former.optimizer is optimizer and not optimizer._offload_part.is_foreign:
+            former.close()
+            if self._imported.training["fp16"]:
+                self._scaler = loss_scale.LossScaler(self._imported.training["fp16"])  # as with every engine
+            self._handle = attaching.attach(self.module, optimizer, **{**options, "nvme_path": former.nvme_path, "job": former.job})
+        else:
+            folder = _end_former(former, self.module)
+            try:
+                self._handle = attaching.attach(self.module, optimizer, initial_weights=folder, **options)
+            finally:
+                comm.barrier()
+                if comm.get_rank() == 0:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def _check_goes_on(self, job, optimizer):
+        """OFD-1205 for an optimizer that is to begin in a job which has moments of the one before."""
+        former = attaching._by_model.get(self.module)
+        if former is not None and not former.is_open and former.job == job and former.last_step and optimizer not in former.optimizers:
+            raise Error.of(1205, f"job {job} has trained this model in this process with another optimizer, whose moments it has",
+                           "Leave the name of the job out (OFFLOADD_JOB, install(job=…)), so that each engine has its own; or give initialize() "
+                           "the same optimizer, which continues it")
 
     def _scheduler(self, given):
         if self.optimizer is None:
@@ -320,6 +379,9 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         if self.optimizer is None:
             raise Error.of(1105, f"engine.{what}() without an optimizer",
                            "Give initialize() an optimizer or its parameters, with a section \"optimizer\" in the configuration")
+        if self._handle is None or not self._handle.is_open:
+            raise Error.of(1802, f"engine.{what}() of an engine that was destroyed, or whose model another initialize() was given",
+                           "Use the engine that the last initialize() of the model has given")
 
     # ---- What scripts ask ----
 
@@ -711,11 +773,13 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             self.lr_scheduler.load_state_dict(trainer["lr_scheduler"])
 
     def destroy(self):
+        """Ends training with this engine. The model goes on: it has its weights until it is dropped or another model is trained, and a further
+        initialize() takes it."""
         handle, self._handle = self._handle, None
-        if handle is None:
-            return
-        setup.jobs.remove(handle.job)
-        handle.close()
+        self._is_destroyed = True
+        trainers.begin_anew(DeepSpeedEngine)
+        if handle is not None:
+            setup.jobs.end(handle) if not is_disabled() else handle.close()
 
 
 def initialize(args=None, model=None, optimizer=None, model_parameters=None, training_data=None, lr_scheduler=None, distributed_port=29500,
@@ -750,6 +814,8 @@ def _configuration(args, config, config_params):
 
 
 def _optimizer(given, model, model_parameters, training):
+    while type(given).__name__ in ("DeepSpeedOptimizerWrapper", "AcceleratedOptimizer"):  # of another initialize()
+        given = given.optimizer
     if isinstance(given, torch.optim.Optimizer):
         return given
     if model_parameters is None:

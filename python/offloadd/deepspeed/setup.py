@@ -53,6 +53,7 @@ class Jobs:
     def __init__(self):
         self._own = {}  # job -> (pool, handle)
         self._kept = set()
+        self._ended = set()  # jobs whose engine was destroyed
         self._process = os.getpid()
 
     def new_name(self, base="deepspeed"):
@@ -69,6 +70,23 @@ class Jobs:
         self._own[handle.job] = (handle.nvme_path, handle)
         weakref.finalize(model, self.remove, handle.job).atexit = False
 
+    def former_of(self, model):
+        """The handle of the job that has parameters of this model, or None."""
+        mine = {id(parameter) for parameter in model.parameters()}
+        return next((handle for _, handle in self._own.values() if handle.is_open and mine & handle.identities()), None)
+
+    def end(self, handle):
+        """Its engine is destroyed. The model has its weights until it ends, or another one trains."""
+        if handle.job in self._own:
+            self._ended.add(handle.job)
+        else:
+            handle.close()
+
+    def make_room(self, but):
+        """For another job: those whose engine was destroyed end here, but for the handle `but`."""
+        for job in [job for job in self._ended if but is None or job != but.job]:
+            self.remove(job)
+
     def keep(self, job):
         """A checkpoint is in it."""
         self._kept.add(job)
@@ -76,6 +94,7 @@ class Jobs:
     def remove(self, job):
         """Closes a job, and deletes it unless a checkpoint is in it."""
         pool, handle = self._own.pop(job, (None, None))
+        self._ended.discard(job)
         if handle is None or os.getpid() != self._process:
             return
         handle.close()
@@ -85,6 +104,8 @@ class Jobs:
             try:
                 return control.run("rm", pool, job, "--yes")
             except (Error, OSError) as error:
+                if getattr(error, "id", 0) == 1201:  # it went with its pool
+                    return None
                 # Other ranks may not have closed it yet.
                 if getattr(error, "id", 0) != 1205 or attempt + 1 == _REMOVE_ATTEMPTS:
                     return _log.warning("offloadd: job %s of this run stays in %s: %s", job, pool, error)
