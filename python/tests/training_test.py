@@ -1764,6 +1764,69 @@ def buffers_that_are_made_later_are_told_of(run):
     optimizer = AdamW(model.parameters(), 1e-2, fused=True)
     run.attach(model, optimizer)
     told = []
+class Observed(torch.nn.Module):
+    """As observers of quantisation: a scale of one element, and an empty maximum, which are as large as they have to be after the first pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("most", torch.empty(0))
+
+    def forward(self, x):
+        x = self.layer(x)
+        if not self.most.numel():
+            self.scale.resize_(8).fill_(1)
+            self.most.resize_(8).zero_()
+        with torch.no_grad():
+            self.most.copy_(torch.maximum(self.most * 0.9, x.abs().amax(0)))
+            self.scale.lerp_(self.most, 0.5)
+        return x / self.scale
+
+
+@case(types=("fp32",))
+def buffers_that_get_their_size_later_are_resumed(run):
+    def attached():
+        model = run.make(Observed)
+        optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+        return model, optimizer, run.attach(model, optimizer, job="observed")
+
+    def train(first):
+        for step in range(first, first + 3):
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def saved(name):
+        folder = os.path.join(run.folder, name)
+        handle.save_weights(folder)
+        return dict(sorted(safetensors.torch.load_file(os.path.join(folder, "model.safetensors")).items()))
+
+    model, optimizer, handle = attached()
+    files = [saved("at_first")]
+    train(0)
+    files.append(saved("before"))
+    if run.offloaded:
+        handle.close()
+        run.handles.clear()
+        run.models.clear()
+        model, optimizer, handle = attached()
+        assert handle.step == 3, handle.step
+    train(3)
+    return files, saved("after"), model.scale, model.most
+
+
+@case(types=("fp32",), memory=("floor",), refused=1601)
+def large_buffer_that_grows_is_refused(run):
+    model = run.make(lambda: torch.nn.Linear(8, 8))
+    model.register_buffer("queue", torch.zeros(1 << 17))
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    model.queue.resize_(1 << 18).zero_()
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+
+
     with Lines() as lines:
         for step in range(3):
             loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean()
