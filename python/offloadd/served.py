@@ -203,6 +203,36 @@ def _pickled(original):
         return original(_over_a_copy(self, _copied, _in_memory) if managed(self) else self, protocol)
 
     return call
+def give_own_memory(named, engine):
+    """Parameters that are parts of a larger tensor which nothing else uses, as `torch.nn.Parameter(weight[:n])` makes them, get memory of their
+    own, one after the other; those that were constructed in an init() outside of memory. Others stay as they are, and are refused."""
+    by_storage = {}
+    for _, parameter in named:
+        if parameter.device.type == "cpu" and parameter.layout == torch.strided and parameter.numel() and not is_attached(parameter):
+            by_storage.setdefault(_storage_of(parameter), {})[id(parameter)] = parameter
+    for parts in by_storage.values():
+        parts = sorted(parts.values(), key=torch.Tensor.storage_offset)
+        storage = parts[0].untyped_storage()
+        if len(parts) == 1 and storage.nbytes() == parts[0].nbytes:
+            continue
+        # The object that asks is one of both: that of the parameter's storage, of which Python has one, with a reference of torch's.
+        is_used = torch._C._storage_Use_Count(storage._cdata) > len(parts) + 1 or sys.getrefcount(storage) > 3
+        overlap = any(one.storage_offset() + one.numel() > next_.storage_offset() for one, next_ in zip(parts, parts[1:]))
+        if is_used or overlap or not storage.resizable() or len({part.dtype for part in parts}) > 1:
+            continue
+        for part in parts:
+            is_constructed = managed(part)
+            if is_constructed:
+                engine.begin_construction()
+            try:
+                copied = part.detach().clone()
+            finally:
+                if is_constructed:
+                    engine.end_construction()
+            if copied.stride() == part.stride():  # else it has gaps
+                part.data = copied
+
+
 
 
 def _deeply_copied(original):

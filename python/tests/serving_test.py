@@ -892,6 +892,16 @@ constructed("constructed_with_a_dry_run", with_a_dry_run)
 
 def starting_with(look):
     def build(run):
+def cropped(run):
+    model = torch.nn.Linear(160, 1600)
+    model.weight = torch.nn.Parameter(model.weight[:800])
+    model.bias = torch.nn.Parameter(model.bias[:800])
+    return model
+
+
+constructed("constructed_and_cropped", cropped, types=("fp32",))
+
+
         model = torch.nn.Sequential(torch.nn.Linear(160, 1600), torch.nn.GELU(), torch.nn.Linear(1600, 160)).to(run.dtype)
         with torch.no_grad():
             look(model[0].weight, model[2].weight)

@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import offloadd
-from battery import Transformer, case, main, states_of
+from battery import VOCABULARY, Transformer, case, main, states_of
 
 # ---- Optimizers --------------------------------------------------------------------------------
 
@@ -1394,6 +1394,44 @@ def files_and_pointers_while_a_model_is_built(run):
         return told, values
     model, told = make()
     return told, [p.detach() for p in model.parameters()]
+
+
+class Cropped(torch.nn.Module):
+    """Its parameters are parts of tensors that nobody has any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 8)
+        self.embed.weight = torch.nn.Parameter(self.embed.weight[:64])
+        both = torch.randn(16)
+        self.scale, self.shift = torch.nn.Parameter(both[:8]), torch.nn.Parameter(both[8:])
+
+    def forward(self, ids):
+        return (self.embed(ids % 64) * self.scale + self.shift) @ self.embed.weight.t()
+
+
+@case
+def parameters_that_are_parts_of_nobodys_tensors(run):
+    model = run.make(Cropped)
+    optimizer = AdamW(model.parameters(), 1e-2)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        ids = run.batch(step) % 64
+        loss = torch.nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def parameter_that_is_a_part_of_somebodys_tensor_is_refused(run):
+    model = torch.nn.Linear(8, 8)
+    whole = torch.zeros(16, 8)
+    model.weight = torch.nn.Parameter(whole[:8])
+    run.attach(model, SGD(model.parameters(), 0.1))
 
 
 @case(refused=1601, types=("fp32",), memory=("floor",))
