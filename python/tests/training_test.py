@@ -1764,44 +1764,6 @@ def buffers_assigned_anew_are_resumed(run):
     return told, model.mean
 
 
-class Lines:
-    """What is told meanwhile."""
-
-    def __enter__(self):
-        self._handler, lines = logging.Handler(), []
-        self._handler.emit = lambda record: lines.append(record.getMessage())
-        logging.getLogger("offloadd").addHandler(self._handler)
-        return lines
-
-    def __exit__(self, *_):
-        logging.getLogger("offloadd").removeHandler(self._handler)
-
-
-class LateMeans(torch.nn.Module):
-    """Buffers that the first forward pass makes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(8, 8)
-        self.register_buffer("mean", None)
-        self.register_buffer("never", None)
-        self.register_buffer("table", None, persistent=False)
-
-    def forward(self, x):
-        if self.mean is None:
-            self.register_buffer("count", torch.zeros(()))
-            self.table = torch.ones(8)
-        self.mean = x.mean(0) * self.table if self.mean is None else 0.9 * self.mean + 0.1 * x.mean(0)
-        self.count += 1
-        return self.layer(x - self.mean)
-
-
-@case(types=("fp32",))
-def buffers_that_are_made_later_are_told_of(run):
-    model = run.make(LateMeans)
-    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
-    run.attach(model, optimizer)
-    told = []
 class Observed(torch.nn.Module):
     """As observers of quantisation: a scale of one element, and an empty maximum, which are as large as they have to be after the first pass."""
 
@@ -1865,6 +1827,44 @@ def large_buffer_that_grows_is_refused(run):
     optimizer.step()
 
 
+class Lines:
+    """What is told meanwhile."""
+
+    def __enter__(self):
+        self._handler, lines = logging.Handler(), []
+        self._handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("offloadd").addHandler(self._handler)
+        return lines
+
+    def __exit__(self, *_):
+        logging.getLogger("offloadd").removeHandler(self._handler)
+
+
+class LateMeans(torch.nn.Module):
+    """Buffers that the first forward pass makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("mean", None)
+        self.register_buffer("never", None)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x):
+        if self.mean is None:
+            self.register_buffer("count", torch.zeros(()))
+            self.table = torch.ones(8)
+        self.mean = x.mean(0) * self.table if self.mean is None else 0.9 * self.mean + 0.1 * x.mean(0)
+        self.count += 1
+        return self.layer(x - self.mean)
+
+
+@case(types=("fp32",))
+def buffers_that_are_made_later_are_told_of(run):
+    model = run.make(LateMeans)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    told = []
     with Lines() as lines:
         for step in range(3):
             loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean()
@@ -1875,6 +1875,27 @@ def large_buffer_that_grows_is_refused(run):
     if run.offloaded:
         assert [line.split()[2] for line in lines if "was not there" in line] == ["mean", "count"], lines
     return told, model.mean, model.count
+
+
+@case(types=("fp32",))
+def arrays_that_parameters_were_made_over_are_told_of(run):
+    """Where somebody has them who could look, and the parameter is trained."""
+    model = run.make(lambda: torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("kept", "part", "frozen", "gone")}))
+    kept = {name: numpy.full((8, 4), 0.5, "float32") for name in ("kept", "part", "frozen")}
+    kept["kept"] = kept["kept"][:4].copy()
+    model["kept"].weight = torch.nn.Parameter(torch.from_numpy(kept["kept"]))
+    model["part"].weight.data = torch.from_numpy(kept["part"].reshape(8, 4)[:4])
+    model["frozen"].weight = torch.nn.Parameter(torch.from_numpy(kept["frozen"][:4]), requires_grad=False)
+    model["gone"].weight = torch.nn.Parameter(torch.from_numpy(numpy.full((4, 4), 0.5, "float32")))
+    optimizer = SGD(model.parameters(), 0.1)
+    with Lines() as lines:
+        run.attach(model, optimizer)
+    if run.offloaded:
+        assert [line.split()[2] for line in lines if "numpy array" in line] == ["kept.weight", "part.weight"], lines
+    for _ in range(2):
+        sum(layer(torch.ones(1, 4)).pow(2).sum() for layer in model.values()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @case(types=("fp32", "bf16"))
