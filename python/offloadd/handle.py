@@ -507,6 +507,8 @@ class Handle:
         named = _with_strangers(_names_of(models), self.optimizers)
         served.check_arrays(named)
         served.check_not_shared(named)
+        served.tell_of_arrays(named)
+        served.give_own_memory(named, self._engine)
         destination = in_memory.destination_of(self.options)
         buffers = _buffers_of(models, destination)
         buffers += _buffers_beside(beside, buffers, destination)

@@ -689,7 +689,9 @@ class Part:
             for parameter in group["params"]:
                 if id(parameter) not in self.handle.identities():
                     raise Error.of(1601, f"add_param_group() with a parameter of shape {list(parameter.shape)} that was not in the model "
-                                         "when it was attached", "Attach when the model is complete")
+                                         "when it was attached",
+                                   "Give attach() all modules that are trained at some time, attach([model, other], …), with those that are frozen "
+                                   "at first; or give the optimizer their parameters when it is made")
         self._checked = len(self.optimizer.param_groups)
 
     def _check_momentum(self, values):

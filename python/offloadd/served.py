@@ -6,9 +6,11 @@ the library serves, or, with raw_access="error", OFD-1603.
 """
 
 import bisect
+import collections
 import contextlib
 import copy
 import functools
+import logging
 import multiprocessing.reduction
 import sys
 import weakref
@@ -17,6 +19,8 @@ import torch
 
 from .errors import Error, error_id
 from .library import Engine
+
+_log = logging.getLogger("offloadd")
 
 _COMPARES_ADDRESSES = {"transformers", "accelerate", "peft", "huggingface_hub", "safetensors", "lightning", "pytorch_lightning",
                        "lightning_fabric", "diffusers", "torch"}
@@ -129,9 +133,65 @@ def _noted(original):
 
 torch.Tensor.numpy = _noted(torch.Tensor.numpy)
 
+_arrays_of_tensors = weakref.WeakValueDictionary()  # the other way round: those that tensors were made over, by id
+_exported = weakref.WeakSet()  # storages of which there was a DLPack
+
+
+def _noting_array(original):
+    @functools.wraps(original)
+    def call(array):
+        made = original(array)
+        _arrays_of_tensors[id(array)] = array
+        return made
+
+    return call
+
+
+def _noting_storage(original):
+    @functools.wraps(original)
+    def call(self, *args, **kwargs):
+        if self.layout == torch.strided and not managed(self):
+            _exported.add(self.untyped_storage())
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+torch.from_numpy = _noting_array(torch.from_numpy)
+torch.Tensor.__dlpack__ = _noting_storage(torch.Tensor.__dlpack__)
+
+
+def tell_of_arrays(named):
+    """Of numpy arrays that trained parameters were made over, and that somebody still has: they do not follow them any more."""
+    arrays = {array.__array_interface__["data"][0]: array for array in list(_arrays_of_tensors.values()) if array.nbytes}
+    for name, parameter in named if arrays else ():
+        if parameter.device.type != "cpu" or managed(parameter) or not parameter.numel() or not parameter.requires_grad:
+            continue
+        array, owners = arrays.get(parameter.untyped_storage().data_ptr()), 4  # that of the storage, `arrays`, `array`, and the question
+        while array is not None and sys.getrefcount(array) <= owners:
+            array, owners = array.base, 3
+        if array is not None:
+            _log.warning("offloadd: parameter %s was made over a numpy array (torch.from_numpy()) that is still there: the array keeps what it has now, and "
+                         "does not see what is trained", name)
+
+
+def _check_exported(named):
+    """OFD-1601 where others have the memory of a parameter by DLPack."""
+    if not _exported:
+        return
+    counts = collections.Counter(_storage_of(p) for p in {id(p): p for _, p in named if p.layout == torch.strided}.values())
+    for name, parameter in named:
+        if parameter.layout != torch.strided or managed(parameter) or parameter.untyped_storage() not in _exported:
+            continue
+        if torch._C._storage_Use_Count(_storage_of(parameter)) > counts[_storage_of(parameter)] + 1:
+            raise Error.of(1601, f"others have the memory of parameter '{name}' by DLPack (from_dlpack() before attach()), which will be elsewhere",
+                           "Give them a copy, p.detach().clone(), or do so after attach()")
+
 
 def check_arrays(named):
-    """OFD-1601 where a numpy array is over the memory of a parameter that is to be attached: it would point to memory that is free."""
+    """OFD-1601 where a numpy array, or what was made by DLPack, is over the memory of a parameter that is to be attached: it would point to memory
+    that is free."""
+    _check_exported(named)
     begins = sorted(array.__array_interface__["data"][0] for array in list(_arrays.values()) if array.nbytes)
     for name, parameter in named if begins else ():
         if parameter.device.type != "cpu" or managed(parameter) or not parameter.numel():
@@ -141,6 +201,36 @@ def check_arrays(named):
         if first < len(begins) and begins[first] < storage.data_ptr() + storage.nbytes():
             raise Error.of(1601, f"a numpy array is over the memory of parameter '{name}' (numpy() before attach()), which will be elsewhere",
                            "Keep a copy, p.detach().numpy().copy(), or make the array after attach()")
+
+
+def give_own_memory(named, engine):
+    """Parameters that are parts of a larger tensor which nothing else uses, as `torch.nn.Parameter(weight[:n])` makes them, get memory of their
+    own, one after the other; those that were constructed in an init() outside of memory. Others stay as they are, and are refused."""
+    by_storage = {}
+    for _, parameter in named:
+        if parameter.device.type == "cpu" and parameter.layout == torch.strided and parameter.numel() and not is_attached(parameter):
+            by_storage.setdefault(_storage_of(parameter), {})[id(parameter)] = parameter
+    for parts in by_storage.values():
+        parts = sorted(parts.values(), key=torch.Tensor.storage_offset)
+        storage = parts[0].untyped_storage()
+        if len(parts) == 1 and storage.nbytes() == parts[0].nbytes:
+            continue
+        # The object that asks is one of both: that of the parameter's storage, of which Python has one, with a reference of torch's.
+        is_used = torch._C._storage_Use_Count(storage._cdata) > len(parts) + 1 or sys.getrefcount(storage) > 3
+        overlap = any(one.storage_offset() + one.numel() > next_.storage_offset() for one, next_ in zip(parts, parts[1:]))
+        if is_used or overlap or not storage.resizable() or len({part.dtype for part in parts}) > 1:
+            continue
+        for part in parts:
+            is_constructed = managed(part)
+            if is_constructed:
+                engine.begin_construction()
+            try:
+                copied = part.detach().clone()
+            finally:
+                if is_constructed:
+                    engine.end_construction()
+            if copied.stride() == part.stride():  # else it has gaps
+                part.data = copied
 
 
 def _shared_memory():

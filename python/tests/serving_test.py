@@ -310,6 +310,8 @@ def array_of_before(name, look, **options):
 array_of_before("array_of_before_attach_is_refused", lambda m: m.head.weight.detach().numpy(), refused=1601)
 array_of_before("part_of_an_array_of_before_attach_is_refused", lambda m: numpy.asarray(m.blocks[0].qkv.weight.data)[3:5, 7:], refused=1601)
 array_of_before("tensor_over_an_array_of_before_attach_is_refused", lambda m: torch.from_numpy(m.norm.bias.detach().numpy()), refused=1601)
+array_of_before("dlpack_of_before_attach_is_refused", lambda m: torch.from_dlpack(m.norm.bias.detach()), refused=1601)
+array_of_before("dlpack_that_is_gone_before_attach", lambda m: torch.from_dlpack(m.norm.bias.detach()).sum().item())
 array_of_before("copied_array_of_before_attach", lambda m: m.head.weight.detach().numpy().copy().tolist())
 array_of_before("list_and_array_that_is_gone_before_attach", lambda m: m.head.weight.detach().numpy().sum().item())
 
@@ -888,6 +890,16 @@ constructed("constructed_with_weight_norm", lambda run: torch.nn.utils.weight_no
 constructed("constructed_orthogonal", lambda run: torch.nn.utils.parametrizations.orthogonal(torch.nn.Linear(160, 160), orthogonal_map="cayley"),
             types=("fp32",))
 constructed("constructed_with_a_dry_run", with_a_dry_run)
+
+
+def cropped(run):
+    model = torch.nn.Linear(160, 1600)
+    model.weight = torch.nn.Parameter(model.weight[:800])
+    model.bias = torch.nn.Parameter(model.bias[:800])
+    return model
+
+
+constructed("constructed_and_cropped", cropped, types=("fp32",))
 
 
 def starting_with(look):

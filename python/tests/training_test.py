@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import offloadd
-from battery import Transformer, case, main, states_of
+from battery import VOCABULARY, Transformer, case, main, states_of
 
 # ---- Optimizers --------------------------------------------------------------------------------
 
@@ -1396,6 +1396,44 @@ def files_and_pointers_while_a_model_is_built(run):
     return told, [p.detach() for p in model.parameters()]
 
 
+class Cropped(torch.nn.Module):
+    """Its parameters are parts of tensors that nobody has any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 8)
+        self.embed.weight = torch.nn.Parameter(self.embed.weight[:64])
+        both = torch.randn(16)
+        self.scale, self.shift = torch.nn.Parameter(both[:8]), torch.nn.Parameter(both[8:])
+
+    def forward(self, ids):
+        return (self.embed(ids % 64) * self.scale + self.shift) @ self.embed.weight.t()
+
+
+@case
+def parameters_that_are_parts_of_nobodys_tensors(run):
+    model = run.make(Cropped)
+    optimizer = AdamW(model.parameters(), 1e-2)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        ids = run.batch(step) % 64
+        loss = torch.nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def parameter_that_is_a_part_of_somebodys_tensor_is_refused(run):
+    model = torch.nn.Linear(8, 8)
+    whole = torch.zeros(16, 8)
+    model.weight = torch.nn.Parameter(whole[:8])
+    run.attach(model, SGD(model.parameters(), 0.1))
+
+
 @case(refused=1601, types=("fp32",), memory=("floor",))
 def storage_that_two_tensors_are_over_is_refused(run):
     model = run.model()
@@ -1726,6 +1764,69 @@ def buffers_assigned_anew_are_resumed(run):
     return told, model.mean
 
 
+class Observed(torch.nn.Module):
+    """As observers of quantisation: a scale of one element, and an empty maximum, which are as large as they have to be after the first pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("most", torch.empty(0))
+
+    def forward(self, x):
+        x = self.layer(x)
+        if not self.most.numel():
+            self.scale.resize_(8).fill_(1)
+            self.most.resize_(8).zero_()
+        with torch.no_grad():
+            self.most.copy_(torch.maximum(self.most * 0.9, x.abs().amax(0)))
+            self.scale.lerp_(self.most, 0.5)
+        return x / self.scale
+
+
+@case(types=("fp32",))
+def buffers_that_get_their_size_later_are_resumed(run):
+    def attached():
+        model = run.make(Observed)
+        optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+        return model, optimizer, run.attach(model, optimizer, job="observed")
+
+    def train(first):
+        for step in range(first, first + 3):
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def saved(name):
+        folder = os.path.join(run.folder, name)
+        handle.save_weights(folder)
+        return dict(sorted(safetensors.torch.load_file(os.path.join(folder, "model.safetensors")).items()))
+
+    model, optimizer, handle = attached()
+    files = [saved("at_first")]
+    train(0)
+    files.append(saved("before"))
+    if run.offloaded:
+        handle.close()
+        run.handles.clear()
+        run.models.clear()
+        model, optimizer, handle = attached()
+        assert handle.step == 3, handle.step
+    train(3)
+    return files, saved("after"), model.scale, model.most
+
+
+@case(types=("fp32",), memory=("floor",), refused=1601)
+def large_buffer_that_grows_is_refused(run):
+    model = run.make(lambda: torch.nn.Linear(8, 8))
+    model.register_buffer("queue", torch.zeros(1 << 17))
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    model.queue.resize_(1 << 18).zero_()
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+
+
 class Lines:
     """What is told meanwhile."""
 
@@ -1774,6 +1875,27 @@ def buffers_that_are_made_later_are_told_of(run):
     if run.offloaded:
         assert [line.split()[2] for line in lines if "was not there" in line] == ["mean", "count"], lines
     return told, model.mean, model.count
+
+
+@case(types=("fp32",))
+def arrays_that_parameters_were_made_over_are_told_of(run):
+    """Where somebody has them who could look, and the parameter is trained."""
+    model = run.make(lambda: torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("kept", "part", "frozen", "gone")}))
+    kept = {name: numpy.full((8, 4), 0.5, "float32") for name in ("kept", "part", "frozen")}
+    kept["kept"] = kept["kept"][:4].copy()
+    model["kept"].weight = torch.nn.Parameter(torch.from_numpy(kept["kept"]))
+    model["part"].weight.data = torch.from_numpy(kept["part"].reshape(8, 4)[:4])
+    model["frozen"].weight = torch.nn.Parameter(torch.from_numpy(kept["frozen"][:4]), requires_grad=False)
+    model["gone"].weight = torch.nn.Parameter(torch.from_numpy(numpy.full((4, 4), 0.5, "float32")))
+    optimizer = SGD(model.parameters(), 0.1)
+    with Lines() as lines:
+        run.attach(model, optimizer)
+    if run.offloaded:
+        assert [line.split()[2] for line in lines if "numpy array" in line] == ["kept.weight", "part.weight"], lines
+    for _ in range(2):
+        sum(layer(torch.ones(1, 4)).pow(2).sum() for layer in model.values()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @case(types=("fp32", "bf16"))

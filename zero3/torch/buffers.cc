@@ -44,19 +44,35 @@ void Append(std::string& to, const void* bytes, size_t size_bytes) {
 
 // `data_bytes` are to follow; none of one in the store.
 void AppendDescribed(std::string& to, const std::string& name, const at::Tensor& tensor,
-                     uint64_t data_bytes) {
+                     bool is_in_store, uint64_t data_bytes) {
   const Header header = {.name_bytes = static_cast<uint32_t>(name.size()),
                          .dtype = static_cast<uint32_t>(tensor.scalar_type()),
                          .dimensions = static_cast<uint32_t>(tensor.dim()),
-                         .is_in_store = data_bytes == 0 ? 1u : 0u,
+                         .is_in_store = is_in_store ? 1u : 0u,
                          .data_bytes = data_bytes};
   Append(to, &header, sizeof(header));
   Append(to, tensor.sizes().data(), tensor.dim() * sizeof(int64_t));
   to += name;
 }
 
+// Whether a module makes it anew with nothing in it, and gives it a size when it first has
+// something to keep (observers of quantisation, queues); or it was emptied.
+bool MayTakeSize(const at::Tensor& tensor, const std::vector<int64_t>& sizes, uint64_t data_bytes) {
+  uint64_t size_bytes = tensor.element_size();
+  bool is_empty = false;
+  for (const int64_t size : sizes) {
+    if (size < 0 || (size > 0 && size_bytes > UINT32_MAX / static_cast<uint64_t>(size)))
+      return false;
+    size_bytes *= std::max<uint64_t>(size, 1);
+    is_empty |= size == 0;
+  }
+  if ((is_empty ? 0 : size_bytes) != data_bytes || (tensor.numel() > 1 && !is_empty)) return false;
+  return Residency::Of(tensor) == nullptr && !tensor.is_inference() && tensor.storage().resizable();
+}
+
 // Keeps the version when nothing changes.
 void Assign(const at::Tensor& tensor, std::string_view bytes) {
+  if (tensor.numel() == 0) return;
   const at::NoGradGuard no_grad;
   const at::Tensor present = InOrder(tensor);
   if (std::memcmp(present.const_data_ptr(), bytes.data(), SizeBytes(tensor)) == 0) return;
@@ -99,13 +115,16 @@ void Buffers::Add(std::span<const NamedTensor> buffers) {
     const at::Tensor& tensor = named.tensor;
     if (!tensor.defined() || known_.contains(tensor.unsafeGetTensorImpl())) continue;
     // One over a parameter's memory is that parameter.
-    if (tensor.numel() == 0 ||
-        dynamic_cast<const WeightResidency*>(Residency::Of(tensor)) != nullptr)
-      continue;
+    if (dynamic_cast<const WeightResidency*>(Residency::Of(tensor)) != nullptr) continue;
     if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) continue;
     known_.insert(tensor.unsafeGetTensorImpl());
     all_.push_back(named);
   }
+}
+
+uint64_t Buffers::FirstBytes(const NamedTensor& named) const {
+  const auto found = first_bytes_.find(named.tensor.unsafeGetTensorImpl());
+  return found != first_bytes_.end() ? found->second : SizeBytes(named.tensor);
 }
 
 uint64_t Buffers::size_bytes() const {
@@ -118,11 +137,11 @@ void Buffers::Divide(uint64_t small_bytes_max) {
   std::vector<size_t> order(all_.size());
   std::iota(order.begin(), order.end(), 0);
   std::stable_sort(order.begin(), order.end(), [this](size_t a, size_t b) {
-    return SizeBytes(all_[a].tensor) < SizeBytes(all_[b].tensor);
+    return FirstBytes(all_[a]) < FirstBytes(all_[b]);
   });
   uint64_t small_bytes = 0;
   for (const size_t i : order) {
-    small_bytes += SizeBytes(all_[i].tensor);
+    small_bytes += FirstBytes(all_[i]);
     Place(all_[i], small_bytes <= small_bytes_max);
   }
 }
@@ -132,7 +151,7 @@ void Buffers::DivideByNames(const std::unordered_set<std::string>& small) {
 }
 
 void Buffers::Place(const NamedTensor& named, bool is_small) {
-  if (is_small) return small_.push_back(named);
+  if (is_small || FirstBytes(named) == 0) return small_.push_back(named);
   large_.push_back({.name = named.name,
                     .tensor = named.tensor,
                     .element_count = (SizeBytes(named.tensor) + 3) / 4});
@@ -142,10 +161,13 @@ std::string Buffers::EncodeSmall() const {
   std::string encoded;
   for (const NamedTensor& named : small_) {
     const at::Tensor bytes = InOrder(named.tensor);
-    AppendDescribed(encoded, named.name, bytes, SizeBytes(bytes));
+    AppendDescribed(encoded, named.name, bytes, /*is_in_store=*/false, SizeBytes(bytes));
     Append(encoded, bytes.const_data_ptr(), SizeBytes(bytes));
   }
-  for (const Large& large : large_) AppendDescribed(encoded, large.name, large.tensor, 0);
+  for (const Large& large : large_) {
+    CheckFits(large);
+    AppendDescribed(encoded, large.name, large.tensor, /*is_in_store=*/true, 0);
+  }
   return encoded;
 }
 
@@ -171,19 +193,41 @@ absl::Status Buffers::Restore(std::string_view encoded) {
     if (found == all_.end() || !restored_.insert(name).second) continue;
     const at::Tensor& tensor = found->tensor;
     const bool is_in_store = header.is_in_store != 0;
+    if (tensor.sizes() != sizes && !is_in_store &&
+        static_cast<uint32_t>(tensor.scalar_type()) == header.dtype &&
+        MayTakeSize(tensor, sizes, data.size())) {
+      const at::NoGradGuard no_grad;
+      first_bytes_.emplace(tensor.unsafeGetTensorImpl(), SizeBytes(tensor));
+      tensor.resize_(sizes);
+    }
     if (tensor.sizes() != sizes || static_cast<uint32_t>(tensor.scalar_type()) != header.dtype ||
         (!is_in_store && SizeBytes(tensor) != data.size())) {
       return MakeError(
           ErrorId::kOtherModel,
           absl::StrCat("buffer '", name, "' has the shape ", ShapeText(sizes), " in the job, ",
-                       ShapeText(tensor.sizes()), " in the model, or another type"));
+                       ShapeText(tensor.sizes()), " in the model, or another type"),
+          "Give the model a buffer like the job's, or choose another job name, or remove the old "
+          "job "
+          "with offloadctl rm");
     }
     if (!is_in_store) zero3::Assign(tensor, data);
   }
   return absl::OkStatus();
 }
 
+void Buffers::CheckFits(const Large& large) {
+  const uint64_t size_bytes = SizeBytes(large.tensor);
+  if (size_bytes <= large.element_count * sizeof(float)) return;
+  ThrowStatus(MakeError(
+      ErrorId::kUnsupportedModel,
+      absl::StrCat("buffer '", large.name, "' has grown to ", size_bytes,
+                   " bytes, and the store has room for the ", large.element_count * sizeof(float),
+                   " that it had when it was attached"),
+      "Register it with the size that it will have before the module is attached"));
+}
+
 std::string Buffers::BytesOf(const Large& large) {
+  CheckFits(large);
   const at::Tensor bytes = InOrder(large.tensor);
   std::string text(large.element_count * sizeof(float), '\0');
   std::memcpy(text.data(), bytes.const_data_ptr(), SizeBytes(bytes));

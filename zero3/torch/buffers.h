@@ -18,6 +18,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -46,6 +47,8 @@ class Buffers {
   void Add(std::span<const NamedTensor> buffers);
   const std::vector<NamedTensor>& all() const { return all_; }
   uint64_t size_bytes() const;
+  // What one had before Restore() gave it the job's size.
+  uint64_t FirstBytes(const NamedTensor& named) const;
   // Divides them, once for all; the same way in every run that adds the same ones.
   void Divide(uint64_t small_bytes_max);
   // Those that have no name of these are not small.
@@ -53,24 +56,29 @@ class Buffers {
   std::vector<Large>& large() { return large_; }
   const std::vector<Large>& large() const { return large_; }
 
-  // The small ones' bytes, as they are now.
+  // The small ones' bytes, as they are now. Throws OFD-1601 where one in the store has grown beyond
+  // its room there.
   std::string EncodeSmall() const;
-  // Gives buffers the values that `encoded` has for them, each once. OFD-1206 when one has another
-  // shape or type, 1207 for bytes that are not from EncodeSmall.
+  // Gives buffers the values that `encoded` has for them, each once, and those that are empty, or
+  // one element, or were emptied, its size, too. OFD-1602 when one has another shape or type, 1207
+  // for bytes that are not from EncodeSmall.
   absl::Status Restore(std::string_view encoded);
 
-  // The bytes of one of them in order, padded with zeros to `element_count` fp32 elements.
+  // The bytes of one of them in order, padded with zeros to `element_count` fp32 elements. Throws
+  // OFD-1601 when they are more.
   static std::string BytesOf(const Large& large);
   static void Assign(Large& large, std::string_view bytes);
 
  private:
   void Place(const NamedTensor& named, bool is_small);
+  static void CheckFits(const Large& large);
 
   std::vector<NamedTensor> all_;
   std::vector<NamedTensor> small_;
   std::vector<Large> large_;
   std::unordered_set<const void*> known_;     // TensorImpl
   std::unordered_set<std::string> restored_;  // names
+  std::unordered_map<const void*, uint64_t> first_bytes_;  // of those that Restore() has resized
 };
 
 }  // namespace offload::zero3

@@ -124,7 +124,7 @@ size_t StoredBuffers(const std::vector<bool>& stored, const std::vector<proto::T
 uint64_t SmallBytes(const Buffers& buffers, size_t large_count) {
   std::vector<uint64_t> sizes;
   for (const NamedTensor& named : buffers.all())
-    sizes.push_back(named.tensor.numel() * named.tensor.element_size());
+    sizes.push_back(buffers.FirstBytes(named));
   std::sort(sizes.begin(), sizes.end());
   sizes.resize(sizes.size() - std::min(sizes.size(), large_count));
   return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0});

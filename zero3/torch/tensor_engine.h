@@ -213,6 +213,7 @@ class TensorEngine {
   absl::Status LoadReordered(uint32_t id, const FileWeight& weight, WeightFile& file);
   absl::Status SaveRows(uint32_t id, const FileWeight& weight, HfCheckpointWriter& writer);
   absl::Status SaveReordered(uint32_t id, const FileWeight& weight, HfCheckpointWriter& writer);
+  void FollowBufferSizes();
   void LoadAlone(const std::string& path, const LoadOptions& options);
   // What opens before anything of a new job is made; nothing when it takes the tensors' values.
   std::optional<WeightFile> OpenInitialWeights();

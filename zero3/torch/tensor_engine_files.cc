@@ -125,7 +125,15 @@ void TensorEngine::LoadWeights(const std::string& path, const LoadOptions& optio
   for (WeightResidency* const weight : weights_) weight->Stepped();
 }
 
+// The program may give them other sizes.
+void TensorEngine::FollowBufferSizes() {
+  for (FileWeight& weight : file_weights_) {
+    if (weight.is_buffer) weight.shape = weight.tensor.sizes().vec();
+  }
+}
+
 void TensorEngine::LoadAlone(const std::string& path, const LoadOptions& options) {
+  FollowBufferSizes();
   WeightFile file = ValueOrThrow(WeightFile::Open(path, file_weights_, options), path);
   SettleTier();  // the end of the load would commit what there is
   half_loaded_ = true;
@@ -148,6 +156,7 @@ void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& opt
   Seal();
   CheckWhole();
   CheckGiven(/*writes=*/false);
+  FollowBufferSizes();
   const auto is_saved = [&](const FileWeight& weight) {
     return !absl::c_linear_search(left_out, weight.name);
   };
