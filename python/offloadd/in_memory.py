@@ -111,7 +111,8 @@ class Masters:
                     # torch's fused kernels do not count what they write: a graph from before the step goes backward after it.
                     (parameter.data if group.get("fused") else parameter).copy_(master)
                     master.grad = None
-                self.see(parameter)
+        for parameter in parameters_of(optimizer):  # when all are written: parts of one vector have one version
+            self.see(parameter)
 
     def state_dict(self, optimizer):
         self._follow(optimizer)
