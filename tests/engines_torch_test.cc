@@ -24,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/node_daemon.h"
 #include "tests/torch_fixture.h"
 
 namespace offload {
@@ -448,12 +449,12 @@ TEST(SeveralEnginesTest, SecondEngineOfTheSameJobIsRefused) {
   auto optimizer = engine->AdamW(*one, torch::optim::AdamWOptions(1e-3));
   one->forward(Numbers(1, {2, 128})).sum().backward();
   optimizer->step();
-  setenv("OFFLOADD_LOCK_TIMEOUT", "0.5", 1);  // nothing is wrong with waiting but the time
+  // Nothing is wrong with waiting but the time.
+  const ScopedVariable timeout("OFFLOADD_LOCK_TIMEOUT", "0.5");
   ExpectError(1205, "same", [&] {
     auto second = Engine::Open(OptionsFor("same"));
     second->AdamW(*two, torch::optim::AdamWOptions(1e-3))->step();
   });
-  unsetenv("OFFLOADD_LOCK_TIMEOUT");
   EXPECT_EQ(engine->step(), 1);
 }
 

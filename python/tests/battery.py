@@ -119,6 +119,13 @@ class Run:
         self.handles.append(handle)
         return handle
 
+    def end(self):
+        """All jobs, whose models are looked at no more: what follows begins as another process does."""
+        for handle in self.handles:
+            handle.close()
+        self.handles.clear()
+        self.models.clear()
+
     def ram(self, models, optimizer, unfreeze=False):
         """Bytes: the least that trains such a model with any optimizer."""
         if self.memory not in ("floor", "double"):

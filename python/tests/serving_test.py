@@ -786,8 +786,7 @@ def state_of_the_trainer(run):
     handle.trainer_state = bytes(range(256))
     run.train(model, optimizer, steps=1)
     if run.offloaded:
-        handle.close()
-        run.handles.clear(), run.models.clear()
+        run.end()
         model = run.model()
         handle = run.attach(model, AdamW(model.parameters(), 1e-3, fused=True), job="state")
     return told + [handle.trainer_state, handle.step]

@@ -138,10 +138,7 @@ def callback_takes_the_job_that_the_model_was_built_in(run):
             trained(Stop(2))
         except KeyboardInterrupt:
             pass
-        for each in run.handles:
-            each.close()
-        run.handles.clear()
-        run.models.clear()
+        run.end()
     log = trained()
     if run.offloaded:
         run.handles[:] = [each.handle for each in run.handles]

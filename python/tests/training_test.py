@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import sys
+import tempfile
 
 import numpy
 import safetensors.torch
@@ -1024,9 +1025,7 @@ def tables_are_resumed(run):
     model.mask = torch.nn.Parameter(~model.mask, requires_grad=False)
     told = train_quantised(run, model, optimizer)
     if run.offloaded:
-        handle.close()
-        run.handles.clear()
-        run.models.clear()
+        run.end()
         model, optimizer, handle = attached()
         assert handle.step == 2, handle.step
     return told, train_quantised(run, model, optimizer, first=2), model.numbers, model.mask
@@ -1151,8 +1150,7 @@ def channels_last(run):
     handle = run.attach(model, optimizer, **({"job": "again"} if run.offloaded else {}))
     told = train_pictures(run, model, optimizer)
     if run.offloaded:
-        handle.close()
-        run.handles.clear(), run.models.clear()
+        run.end()
         model = run.make(pictures_model)
         optimizer = AdamW(model.parameters(), 1e-2, amsgrad=True)
         run.attach(model, optimizer, job="again")
@@ -1660,8 +1658,7 @@ def closed_and_attached_again(run):
     handle = run.attach(model, optimizer, **({"job": "again"} if run.offloaded else {}))
     told = run.train(model, optimizer)
     if run.offloaded:
-        handle.close()
-        run.handles.clear(), run.models.clear()
+        run.end()
         model = run.make(lambda: Transformer(2))
         optimizer = AdamW(model.parameters(), 1e-3, fused=True)
         assert run.attach(model, optimizer, job="again").step == 3
@@ -1676,8 +1673,7 @@ def closed_and_the_same_objects_attached_again(run):
     handle = run.attach(model, optimizer, **({"job": "again"} if run.offloaded else {}))
     told = run.train(model, optimizer, scheduler=scheduler)
     if run.offloaded:
-        handle.close()
-        run.handles.clear(), run.models.clear()
+        run.end()
         run.attach(model, optimizer, job="again")
     return told + run.train(model, optimizer, first=3, scheduler=scheduler)
 
@@ -1714,13 +1710,41 @@ def running_statistics_are_resumed(run):
     handle = run.attach(model, optimizer, **({"job": "again"} if run.offloaded else {}))
     told = train(model, optimizer, 0)
     if run.offloaded:
-        handle.close()
-        run.handles.clear(), run.models.clear()
+        run.end()
         model = make()
         optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
         run.attach(model, optimizer, job="again")
     told += train(model, optimizer, 2)
     return told, model[1].running_mean, model[1].num_batches_tracked, model.eval()(torch.ones(1, 3, 8, 8))
+
+
+def around_a_restart(run, build, job, look=lambda handle: None):
+    """Three steps, a restart, three steps: (the model, losses, what `look` saw of the handle before, between and after them)."""
+    told, seen = [], []
+
+    def attached():
+        model = run.make(build)
+        optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+        return model, optimizer, run.attach(model, optimizer, job=job)
+
+    def train(first):
+        for step in range(first, first + 3):
+            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+        seen.append(look(handle))
+
+    model, optimizer, handle = attached()
+    seen.append(look(handle))
+    train(0)
+    if run.offloaded:
+        run.end()
+        model, optimizer, handle = attached()
+        assert handle.step == 3, handle.step
+    train(3)
+    return model, told, seen
 
 
 class Centred(torch.nn.Module):
@@ -1738,29 +1762,7 @@ class Centred(torch.nn.Module):
 
 @case(types=("fp32",))
 def buffers_assigned_anew_are_resumed(run):
-    def attached():
-        model = run.make(Centred)
-        optimizer = AdamW(model.parameters(), 1e-2, fused=True)
-        return model, optimizer, run.attach(model, optimizer, job="centred")
-
-    def train(first):
-        for step in range(first, first + 3):
-            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
-
-    told = []
-    model, optimizer, handle = attached()
-    train(0)
-    if run.offloaded:
-        handle.close()
-        run.handles.clear()
-        run.models.clear()
-        model, optimizer, handle = attached()
-        assert handle.step == 3, handle.step
-    train(3)
+    model, told, _ = around_a_restart(run, Centred, "centred")
     return told, model.mean
 
 
@@ -1785,35 +1787,14 @@ class Observed(torch.nn.Module):
 
 
 @case(types=("fp32",))
-def buffers_that_get_their_size_later_are_resumed(run):
-    def attached():
-        model = run.make(Observed)
-        optimizer = AdamW(model.parameters(), 1e-2, fused=True)
-        return model, optimizer, run.attach(model, optimizer, job="observed")
+def buffers_that_get_their_size_later_are_resumed_and_saved(run):
+    def saved(handle):
+        with tempfile.TemporaryDirectory(dir=run.folder) as folder:
+            handle.save_weights(folder)
+            return dict(sorted(safetensors.torch.load_file(os.path.join(folder, "model.safetensors")).items()))
 
-    def train(first):
-        for step in range(first, first + 3):
-            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def saved(name):
-        folder = os.path.join(run.folder, name)
-        handle.save_weights(folder)
-        return dict(sorted(safetensors.torch.load_file(os.path.join(folder, "model.safetensors")).items()))
-
-    model, optimizer, handle = attached()
-    files = [saved("at_first")]
-    train(0)
-    files.append(saved("before"))
-    if run.offloaded:
-        handle.close()
-        run.handles.clear()
-        run.models.clear()
-        model, optimizer, handle = attached()
-        assert handle.step == 3, handle.step
-    train(3)
-    return files, saved("after"), model.scale, model.most
+    model, told, files = around_a_restart(run, Observed, "observed", saved)
+    return told, files, model.scale, model.most
 
 
 @case(types=("fp32",), memory=("floor",), refused=1601)

@@ -207,8 +207,7 @@ absl::Status Buffers::Restore(std::string_view encoded) {
           absl::StrCat("buffer '", name, "' has the shape ", ShapeText(sizes), " in the job, ",
                        ShapeText(tensor.sizes()), " in the model, or another type"),
           "Give the model a buffer like the job's, or choose another job name, or remove the old "
-          "job "
-          "with offloadctl rm");
+          "job with offloadctl rm");
     }
     if (!is_in_store) zero3::Assign(tensor, data);
   }
