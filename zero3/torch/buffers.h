@@ -76,8 +76,8 @@ class Buffers {
   std::vector<NamedTensor> all_;
   std::vector<NamedTensor> small_;
   std::vector<Large> large_;
-  std::unordered_set<const void*> known_;     // TensorImpl
-  std::unordered_set<std::string> restored_;  // names
+  std::unordered_set<const void*> known_;                  // TensorImpl
+  std::unordered_set<std::string> restored_;               // names
   std::unordered_map<const void*, uint64_t> first_bytes_;  // of those that Restore() has resized
 };
 

@@ -123,8 +123,7 @@ size_t StoredBuffers(const std::vector<bool>& stored, const std::vector<proto::T
 // Of all buffers but the `large_count` largest.
 uint64_t SmallBytes(const Buffers& buffers, size_t large_count) {
   std::vector<uint64_t> sizes;
-  for (const NamedTensor& named : buffers.all())
-    sizes.push_back(buffers.FirstBytes(named));
+  for (const NamedTensor& named : buffers.all()) sizes.push_back(buffers.FirstBytes(named));
   std::sort(sizes.begin(), sizes.end());
   sizes.resize(sizes.size() - std::min(sizes.size(), large_count));
   return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0});
