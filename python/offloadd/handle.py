@@ -293,10 +293,16 @@ class _Reassigned:
 
     def settle(self, identities):
         self._tell_of_new()
-        for module, key, buffer, now in self._changed(self._buffers):
+        changed = list(self._changed(self._buffers))
+        own = {id(buffer) for *_, buffer in self._buffers}
+        # Modules that give one buffer the tensor of another (`self.a, self.b = self.b, self.a`): all values, before any is written.
+        values = [now.detach().clone() if id(now) in own else now for *_, now in changed]
+        for (module, key, buffer, now), value in zip(changed, values):
             if now.shape == buffer.shape and now.dtype == buffer.dtype and now.device == buffer.device:
                 with torch.no_grad():
-                    buffer.copy_(now)
+                    buffer.copy_(value)
+                if id(now) in own:
+                    setattr(module, key, buffer)  # else what is written into one is seen in the other
             else:
                 self._tell(buffer, f"buffer {key} of a {type(module).__name__} has become {now.dtype}{list(now.shape)}, it was "
                                    f"{buffer.dtype}{list(buffer.shape)} when it was attached: what it holds from now on is not part of the job")

@@ -1766,6 +1766,51 @@ def buffers_assigned_anew_are_resumed(run):
     return told, model.mean
 
 
+class Exchanging(torch.nn.Module):
+    """Its buffers take each other's tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        for name in ("one", "other", "last", "last_but_one"):
+            self.register_buffer(name, torch.zeros(8))
+
+    def forward(self, x):
+        x = self.layer(x)
+        self.one, self.other = self.other, self.one
+        self.one.add_(x.detach().mean(0))
+        self.last_but_one = self.last
+        self.last = x.detach().mean(0)
+        return x + self.one * 0.5 + self.other + self.last_but_one
+
+
+@case(types=("fp32",))
+def buffers_that_take_each_others_tensors(run):
+    def attached():
+        model = run.make(Exchanging)
+        optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+        return model, optimizer, run.attach(model, optimizer, job="exchanging")
+
+    def train(first):
+        for step in range(first, first + 3):
+            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+
+    told = []
+    model, optimizer, handle = attached()
+    train(0)
+    if run.offloaded:
+        handle.close()
+        run.handles.clear()
+        run.models.clear()
+        model, optimizer, handle = attached()
+    train(3)
+    return told, dict(model.named_buffers())
+
+
 class Observed(torch.nn.Module):
     """As observers of quantisation: a scale of one element, and an empty maximum, which are as large as they have to be after the first pass."""
 
