@@ -243,39 +243,47 @@ def _tables_of(models):
 
 
 class _Reassigned:
-    """What a module assigns anew after attach(), where the job has the tensor that was there at first: the values of a buffer
-    (`self.mean = 0.9 * self.mean + …`) are taken before every step; of a parameter nobody trains the new one, which is told once."""
+    """What a module assigns anew after attach(): the tensor that a buffer becomes (`self.mean = 0.9 * self.mean + …`) is the job's from the next
+    step on; where the job has a parameter that nobody trains, the new one is told of once."""
 
-    def __init__(self, models, beside=()):
-        """`beside`: further modules of which the job has the buffers alone."""
-        self._buffers, self._parameters = [], []
+    def __init__(self, models, beside, buffers):
+        """`beside`: further modules of which the job has the buffers alone. `buffers`: (name, buffer) as attached, those without a name are not
+        kept."""
+        self._parameters = []
+        names = {}  # of the job: a buffer that several modules share has the first of its names
+        for name, buffer in buffers:
+            if name:
+                names.setdefault(id(buffer), name)
+        places = {}  # name -> where modules have it
+        self._now = {}  # name -> the tensor that it is
         own = {id(module): module for model in models for module in model.modules()}
         others = {id(module): module for model in beside for module in model.modules()}
         for module in {**own, **others}.values():
             for key, buffer in module._buffers.items():
-                if buffer is not None and key not in module._non_persistent_buffers_set:
-                    self._buffers.append((weakref.ref(module), "_buffers", key, buffer))
+                if id(buffer) in names and key not in module._non_persistent_buffers_set:
+                    places.setdefault(names[id(buffer)], []).append((weakref.ref(module), "_buffers", key))
+                    self._now[names[id(buffer)]] = buffer
             for key, parameter in module._parameters.items() if id(module) in own else ():
-                if parameter is not None:
-                    places = self._buffers if is_table(parameter) else self._parameters
-                    places.append((weakref.ref(module), "_parameters", key, parameter))
+                if id(parameter) in names and is_table(parameter):
+                    places.setdefault(names[id(parameter)], []).append((weakref.ref(module), "_parameters", key))
+                    self._now[names[id(parameter)]] = parameter
+                elif parameter is not None:
+                    self._parameters.append((weakref.ref(module), key, parameter))
+        self._places = list(places.items())
         self._told = set()
         # (module, how many buffers it has, the keys of those that are there)
         self._there = [(weakref.ref(module), len(module._buffers), {key for key, buffer in module._buffers.items() if buffer is not None})
                        for module in {**own, **others}.values() if not isinstance(module, torch.jit.ScriptModule)]
 
     @staticmethod
-    def _changed(places):
-        """(module, key, what was there, what is there)."""
-        for place, kind, key, tensor in places:
-            module = place()
-            now = dict(getattr(module, kind).items()).get(key) if module is not None else None  # of a ScriptModule no dictionary
-            if now is not None and now is not tensor:
-                yield module, key, tensor, now
+    def _at(place, kind, key):
+        """What is there; None where the module is gone."""
+        module = place()
+        return dict(getattr(module, kind).items()).get(key) if module is not None else None  # of a ScriptModule no dictionary
 
-    def _tell(self, tensor, text):
-        if id(tensor) not in self._told:
-            self._told.add(id(tensor))
+    def _tell(self, key, text):
+        if key not in self._told:
+            self._told.add(key)
             _log.warning("offloadd: %s", text)
 
     def _tell_of_new(self):
@@ -291,29 +299,32 @@ class _Reassigned:
                     _log.warning("offloadd: buffer %s of a %s was not there when it was attached: what it holds is not part of the job, and a run "
                                  "that is resumed begins without it. Give it a value before attach()", key, type(module).__name__)
 
-    def settle(self, identities):
+    def settle(self, identities, engine):
         self._tell_of_new()
-        changed = list(self._changed(self._buffers))
-        own = {id(buffer) for *_, buffer in self._buffers}
-        # Modules that give one buffer the tensor of another (`self.a, self.b = self.b, self.a`): all values, before any is written.
-        values = [now.detach().clone() if id(now) in own else now for *_, now in changed]
-        for (module, key, buffer, now), value in zip(changed, values):
-            if now.shape == buffer.shape and now.dtype == buffer.dtype and now.device == buffer.device:
-                with torch.no_grad():
-                    buffer.copy_(value)
-                if id(now) in own:
-                    setattr(module, key, buffer)  # else what is written into one is seen in the other
-            else:
-                self._tell(buffer, f"buffer {key} of a {type(module).__name__} has become {now.dtype}{list(now.shape)}, it was "
-                                   f"{buffer.dtype}{list(buffer.shape)} when it was attached: what it holds from now on is not part of the job")
-        for module, key, parameter, now in self._changed(self._parameters):
+        for name, places in self._places:
+            there = [now for now in (self._at(*place) for place in places) if now is not None]
+            was = self._now[name]
+            now = next((each for each in there if each is not was), None)
+            if now is None:
+                continue
+            if any(each is not now for each in there):
+                self._tell((name, "shared"), f"buffer {name} was shared when it was attached, and its modules have tensors of their own now: a run "
+                                             "that is resumed gives both the value of one")
+            self._now[name] = now
+            if _is_wrapper(now) or not engine.replace_buffer(name, now):
+                self._tell(name, f"buffer {name} has become {now.dtype}{list(now.shape)} on {now.device}, it was {was.dtype}{list(was.shape)} on "
+                                 f"{was.device} before: what it holds from now on is not part of the job")
+        for place, key, parameter in self._parameters:
+            now = self._at(place, "_parameters", key)
+            if now is None or now is parameter:
+                continue
             if now.device != parameter.device:
-                raise Error.of(1601, f"parameter {key} of a {type(module).__name__} was moved from {parameter.device} to {now.device} after "
+                raise Error.of(1601, f"parameter {key} of a {type(place()).__name__} was moved from {parameter.device} to {now.device} after "
                                      "attach()", "Move the model before attach(), or after close() with weights_at_close=\"memory\"")
             if id(now) not in identities:
-                self._tell(parameter, f"parameter {key} of a {type(module).__name__} is another one than when it was attached "
-                                      "(load_state_dict(assign=True), or an assignment): neither the optimizer nor the job has it. Replace "
-                                      "parameters before attach(), and set values with p.copy_()")
+                self._tell(id(parameter), f"parameter {key} of a {type(place()).__name__} is another one than when it was attached "
+                                          "(load_state_dict(assign=True), or an assignment): neither the optimizer nor the job has it. Replace "
+                                          "parameters before attach(), and set values with p.copy_()")
 
 
 # Types of buffers that are committed; others (complex tables) are constants.
@@ -543,7 +554,7 @@ class Handle:
             for parameter in unfrozen:
                 parameter.requires_grad_(False)
         self._parameters = dict(named)
-        self._reassigned = _Reassigned(models, beside)
+        self._reassigned = _Reassigned(models, beside, buffers)
         self._parts = parts
         self.adds_gradients = self._engine.world_size() > 1 and not reduces_gradients(self.options)
         if self.adds_gradients:
@@ -597,7 +608,19 @@ class Handle:
     def settle(self):
         """Before a step: what was put in the place of the job's tensors."""
         served.settle_replaced(self._identities, self._in_process())
-        self._reassigned.settle(self._identities)
+        self._reassigned.settle(self._identities, self._running())
+        self._settle_states()
+
+    def _end_states(self):
+        with contextlib.suppress(Error):  # a job that has failed: what was shown stays as it was
+            for part in self._parts:
+                if not part.is_foreign:
+                    part.end()
+
+    def _settle_states(self):
+        for part in self._parts:
+            if not part.is_foreign:
+                part.settle()
 
     def apply(self, kind, groups, values, counts):
         self.settle()
@@ -625,6 +648,13 @@ class Handle:
         return self._identities
 
     def gather_one(self, parameter, plane="weight"):
+        """As the program has left it."""
+        if plane != "weight":
+            self._settle_states()
+        return self.gather_stored(parameter, plane)
+
+    def gather_stored(self, parameter, plane):
+        """As the job has it."""
         running = self._running()
         part = next((part for part in self._parts if part.has(parameter)), None) if plane == "sum" else None
         if part is not None and part.recipe.kind == "adagrad" and self.update_count(parameter) == 0:
@@ -777,6 +807,7 @@ class Handle:
         engine, files = self._running(), pickled.files_of(path)
         self.has_loaded_weights = True
         if files is None:
+            self.settle()
             engine.load_weights(os.fspath(path), list(ignored))
         else:
             pickled.load(files, list(self._parameters.items()), self._kept_buffers(), ignored)
@@ -804,6 +835,7 @@ class Handle:
 
     def check_is_stepped(self):
         """OFD-1602 where moments were loaded since the last step, which a snapshot would not have."""
+        self._settle_states()
         if any(not part.is_foreign and part.waits_for_a_step() for part in self._parts):
             raise Error.of(1602, f"what was loaded into job {self.job} is part of its next step, and a snapshot is of the last one",
                            "Take a step first, or keep the checkpoint that was loaded")
@@ -822,6 +854,7 @@ class Handle:
             return
         if os.getpid() == self._process:
             self.last_step = self._engine.step_count()
+            self._end_states()
         engine, self._engine = self._engine, None
         served.forget_replaced(self._identities)
         if os.getpid() == self._process:
@@ -832,6 +865,7 @@ class Handle:
         """The model and the optimizer are gone, too; a state_dict() of the model may live on."""
         parameters = self.__dict__.get("_parameters")
         if parameters and self._engine is not None and os.getpid() == self._process and not sys.is_finalizing():
+            self._end_states()
             _outlived.append(_Outlived(self, parameters.values()))
 
     def __enter__(self):

@@ -34,11 +34,57 @@ class _WithMasters(CopiedAsItWas):
 
     @property
     def state(self):
-        return self._masters.states()
+        return self._masters.states
+
+    @state.setter
+    def state(self, states):
+        if states is not self.state:
+            kept = dict(states.items())
+            self.state.clear()
+            self.state.update(kept)
+
+    def __setstate__(self, state):
+        super().__setstate__({key: value for key, value in state.items() if key != "state"})
+        if "state" in state:
+            self.state = state["state"]
 
     def _each_master(self):
         for parameter in parameters_of(self):
             yield self._masters.state_of(parameter)[0] if is_narrow(parameter) else None
+
+
+class _StateByParameter(collections.abc.MutableMapping):
+    """`optimizer.state`, where it is that of the masters."""
+
+    def __init__(self, optimizer, master_of):
+        self._optimizer, self._master_of = optimizer, master_of  # that of the masters; parameter -> master
+
+    def _master(self, parameter):
+        return self._master_of.get(parameter, parameter)
+
+    def __getitem__(self, parameter):
+        return self._optimizer.state[self._master(parameter)]
+
+    def __contains__(self, parameter):
+        return self._master(parameter) in self._optimizer.state
+
+    def __setitem__(self, parameter, state):
+        self._optimizer.state[self._master(parameter)] = state
+
+    def __delitem__(self, parameter):
+        del self._optimizer.state[self._master(parameter)]
+
+    def __iter__(self):
+        return iter([parameter for parameter, master in self._master_of.items() if self._optimizer.state.get(master)])
+
+    def __len__(self):
+        return len(list(iter(self)))
+
+    def __deepcopy__(self, memo):
+        return copy.deepcopy(collections.defaultdict(dict, self), memo)
+
+    def __reduce_ex__(self, protocol):
+        return collections.defaultdict, (dict,), None, None, iter(list(self.items()))
 
 
 class Masters:
@@ -54,6 +100,7 @@ class Masters:
             if parameter in optimizer.state:  # Adagrad's, from the beginning
                 self._optimizer.state[master] = {key: self._widened(value) for key, value in optimizer.state[parameter].items()}
         self._begin_sums()
+        self.states = _StateByParameter(self._optimizer, self._master_of)
 
     def _begin_sums(self):
         """Adagrad's of no step, which were rounded to the type of the parameter."""
@@ -103,6 +150,7 @@ class Masters:
             master.grad = None if parameter.grad is None else parameter.grad.float()
             if master.grad is not None and self.unscale is not None:
                 master.grad.mul_(self.unscale)
+        self._widen_states()
         step_function(type(self._optimizer))(self._optimizer)  # without torch's hooks, which were called for the script's own
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -114,6 +162,11 @@ class Masters:
         for parameter in parameters_of(optimizer):  # when all are written: parts of one vector have one version
             self.see(parameter)
 
+    def _widen_states(self):
+        """What a program has put into them may be as narrow as its parameters."""
+        for state in self._optimizer.state.values():
+            state.update({key: value.float() for key, value in state.items() if isinstance(value, torch.Tensor) and is_narrow(value)})
+
     def state_dict(self, optimizer):
         self._follow(optimizer)
         return self._optimizer.state_dict()
@@ -121,7 +174,7 @@ class Masters:
     def load_state_dict(self, optimizer, state_dict):
         self._follow(optimizer)
         state = {key: {name: value for name, value in kept.items() if name != "master"} for key, kept in state_dict["state"].items()}
-        self._optimizer.load_state_dict(copy.deepcopy({**state_dict, "state": state}))
+        self._optimizer.load_state_dict({**state_dict, "state": state})
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         for key, (parameter, master) in zip(keys, self._pairs(optimizer)):
             if "master" in state_dict["state"].get(key, {}):
@@ -149,11 +202,6 @@ class Masters:
         state = self._optimizer.state.get(master, {})
         is_written = master is not parameter and self._is_written(parameter, master)
         return (parameter.detach().float() if is_written else master), state
-
-    def states(self):
-        """As `optimizer.state` would be."""
-        kept = ((parameter, self._optimizer.state.get(master)) for parameter, master in self._master_of.items())
-        return collections.defaultdict(dict, {parameter: state for parameter, state in kept if state})
 
 
 @functools.lru_cache(maxsize=None)

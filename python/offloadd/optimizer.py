@@ -11,7 +11,6 @@ import itertools
 import logging
 import math
 import sys
-import weakref
 
 import torch
 from torch.optim.optimizer import _get_scalar_dtype
@@ -19,6 +18,7 @@ from torch.optim.optimizer import _get_scalar_dtype
 from . import state_hooks
 from .errors import Error
 from .library import Engine
+from .optimizer_state import STEP, ParameterState, StateOfAll, refuse_write
 
 _log = logging.getLogger("offloadd")
 
@@ -219,171 +219,6 @@ def check_arithmetic():
                 "Call torch.set_flush_denormal(False)")
 
 
-def _refuse_write(*_, **__):
-    _refuse("the optimizer's state is in the store of the job, and cannot be written from here",
-            "Change it in what state_dict() gives, and load_state_dict() that; lr and other options are in param_groups")
-
-
-class ShownState(torch.Tensor):
-    """A copy of what is in the store: an ordinary tensor for whoever reads it, OFD-1604 for whoever writes into it."""
-
-    @staticmethod
-    def of(values):
-        with torch.inference_mode():  # whose tensors torch refuses to write
-            return values.clone().as_subclass(ShownState)
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        if function in _ALIASES:
-            return args[0]
-        try:
-            with torch._C.DisableTorchFunctionSubclass():
-                result = function(*args, **(kwargs or {}))
-                if isinstance(result, (tuple, list)):
-                    return type(result)(map(_shown, result)) if type(result) in (tuple, list) else result
-                return _shown(result)
-        except RuntimeError as error:
-            if "Inplace update to inference tensor" not in str(error):
-                raise
-        _refuse_write()
-
-    def __repr__(self, *, tensor_contents=None):
-        return repr(self.clone())
-
-    def __format__(self, form):
-        return format(self.clone(), form)
-
-    def __reduce_ex__(self, protocol):
-        return self.clone().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo):
-        return self.clone()
-
-
-_ALIASES = {torch.Tensor.data.__get__, torch.Tensor.detach}  # which torch would let be written
-
-
-def _shown(result):
-    """Of something that was made of a ShownState: views of it are as it is."""
-    if isinstance(result, torch.Tensor):
-        return result.as_subclass(ShownState) if result.is_inference() and not isinstance(result, ShownState) else result
-    if hasattr(result, "flags"):  # numpy
-        result.flags.writeable = False
-    return result
-
-
-class ParameterState(dict):
-    """What torch keeps of one parameter, gathered when it is looked at: tensors that refuse to be written in place."""
-
-    def __init__(self, values, gather):
-        super().__init__(values)
-        self._gather, self._given = gather, {}
-
-    def __getitem__(self, key):
-        value = super().__getitem__(key)
-        if value is not None:
-            return value
-        given = ShownState.of(self._gather(key))
-        self._given[key] = weakref.ref(given)
-        return given
-
-    def __setitem__(self, key, value):
-        """What was read may be put back: some move the state to the device where it is."""
-        if key in self and (value is super().__getitem__(key) or value is self._given.get(key, lambda: self)()):
-            return
-        _refuse_write()
-
-    def __iter__(self):
-        """As it is; with one of our own dict(state) asks for the values, instead of copying what stands for them."""
-        return super().__iter__()
-
-    def get(self, key, default=None):
-        return self[key] if key in self else default
-
-    def items(self):
-        return [(key, self[key]) for key in self]
-
-    def values(self):
-        return [self[key] for key in self]
-
-    def ordinary(self):
-        """A dictionary of tensors that are nobody else's."""
-        return {key: value.clone() for key, value in self.items()}
-
-    copy = ordinary
-
-    def __deepcopy__(self, memo):
-        return self.ordinary()
-
-    def __repr__(self):
-        return repr(dict(self.items()))
-
-    def __reduce_ex__(self, protocol):
-        return collections.OrderedDict, (), None, None, iter(self.ordinary().items())
-
-    __delitem__ = clear = pop = popitem = update = setdefault = _refuse_write
-
-
-class StateOfAll(collections.defaultdict):
-    """`optimizer.state`: parameter -> ParameterState, for the parameters that were updated."""
-
-    def __init__(self, part):
-        super().__init__(dict)
-        self._part, self._filled = part, None
-
-    def _fill(self):
-        now = self._part.age()
-        if now == self._filled:
-            return
-        super().clear()
-        for parameter, state in self._part.states():
-            super().__setitem__(parameter, state)
-        self._filled = now
-
-    def __getitem__(self, parameter):
-        self._fill()
-        return super().__getitem__(parameter) if super().__contains__(parameter) else {}
-
-    def get(self, parameter, default=None):
-        self._fill()
-        return super().get(parameter, default)
-
-    def __contains__(self, parameter):
-        self._fill()
-        return super().__contains__(parameter)
-
-    def __iter__(self):
-        self._fill()
-        return super().__iter__()
-
-    def __len__(self):
-        self._fill()
-        return super().__len__()
-
-    def keys(self):
-        self._fill()
-        return super().keys()
-
-    def items(self):
-        self._fill()
-        return super().items()
-
-    def values(self):
-        self._fill()
-        return super().values()
-
-    def __deepcopy__(self, memo):
-        made = collections.defaultdict(dict)
-        for parameter, state in self.items():
-            made[copy.deepcopy(parameter, memo)] = state.ordinary()
-        return made
-
-    def __reduce_ex__(self, protocol):
-        return collections.defaultdict, (dict,), None, None, iter(list(self.items()))
-
-    __setitem__ = __delitem__ = clear = pop = popitem = update = setdefault = _refuse_write
-
-
 class CopiedAsItWas:
     """Copies of the instance, and those in a file, are of the class that it had (`_class_of_copies`), with the state as it is now. Parameters of
     narrow types have fp32 masters in copies, too (`_each_master`), which train them as the instance does, in memory."""
@@ -435,8 +270,9 @@ class _Offloaded(CopiedAsItWas):
         state_hooks.take(self, state_dict, functools.partial(self._offload_part.load, super().load_state_dict))
 
     def __setstate__(self, state):
-        # torch's load_state_dict() ends here; our state is where it was.
         super().__setstate__({key: value for key, value in state.items() if key != "state"})
+        if "state" in state and not self._offload_part.is_loading:  # torch's load_state_dict() ends here, too
+            self._offload_part.adopt(state["state"])
 
     def _each_master(self):
         for parameter in parameters_of(self):
@@ -478,12 +314,6 @@ def has_stepped(optimizer):
         elif any(value is not None for value in state.values()):
             return True
     return False
-
-
-def _first_sum(parameter, group, _):
-    """Adagrad's, of no step."""
-    kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-    return torch.full_like(parameter, group["initial_accumulator_value"], dtype=kind, requires_grad=False)
 
 
 def _is_elsewhere(state):
@@ -552,7 +382,7 @@ def check_free(optimizer):
     return None
 
 
-_wrapper_code = torch.optim.Optimizer.profile_hook_step(_refuse_write).__code__  # torch's, around every step()
+_wrapper_code = torch.optim.Optimizer.profile_hook_step(refuse_write).__code__  # torch's, around every step()
 
 
 def after_steps(optimizer, then):
@@ -639,6 +469,7 @@ class Part:
         self._moments_at = None  # the job's step when moments were given to it, which are part of the next one
         self._begun_at, self._versions = 0, []  # the job's step and the parameters' versions when it was attached
         self._moments_of = None  # another step of the job, whose moments were loaded beside its own weights
+        self.is_loading = False
         self._state = StateOfAll(self)
         self.unscale = None  # with a scaled loss: a number that multiplies fp16 gradients in the update, in fp32
         # Of a copy of an attached optimizer, until it is attached itself.
@@ -709,8 +540,6 @@ class Part:
         given = {name: value for name, value in others.items() if value is not None}
         if given:
             _refuse(f"step() with {', '.join(given)}", "Call step() without arguments, or with a closure")
-        if self.optimizer.__dict__.get("state") is not self._state:
-            _refuse_write()
         check_arithmetic()
         self.check_groups()
         self._check_weights_are_loaded()
@@ -760,39 +589,74 @@ class Part:
         """Changes whenever states() may."""
         return self.handle.step, sum(len(group["params"]) for group in self.optimizer.param_groups), self._replacements
 
-    def states(self):
-        """(parameter, its state) for every one that was updated; of Adagrad, whose sums are there from the beginning, for every one."""
-        found, begins_at_once = [], self.recipe.kind == "adagrad"
+    def _groups_of_parameters(self):
         for group in self.optimizer.param_groups:
-            planes = self.recipe.planes(self.recipe.values(group))
             for parameter in group["params"]:
-                count = self.handle.update_count(parameter)
-                if (count == 0 and (not begins_at_once or is_table(parameter))) or not (planes or self.recipe.counts):
-                    continue
-                there = parameter.device if group.get("fused") else None  # where torch keeps it
-                kind = _get_scalar_dtype(bool(group.get("fused")))
-                names = {"step": torch.tensor(float(count), dtype=kind, device=there)} if self.recipe.counts else {}
-                names.update(dict.fromkeys(planes))
-                gather = functools.partial(self._gather, parameter) if count else functools.partial(_first_sum, parameter, group)
-                found.append((parameter, ParameterState(names, gather)))
-        return found
+                yield parameter, group
+
+    def _group_of(self, parameter):
+        return next(group for each, group in self._groups_of_parameters() if each is parameter)
+
+    def possible_keys_of(self, parameter):
+        """What torch keeps of a parameter once it was updated; nothing of what is in no group."""
+        group = next((group for each, group in self._groups_of_parameters() if each is parameter), None)
+        return self._all_keys(group) if group is not None else []
+
+    def keys_of(self, parameter):
+        """What torch keeps of a parameter now; of one that was never updated nothing, but Adagrad's sums are there from the beginning."""
+        return self._keys_of(parameter, self._group_of(parameter))
+
+    def _keys_of(self, parameter, group):
+        if self.handle.update_count(parameter) == 0 and (self.recipe.kind != "adagrad" or is_table(parameter)):
+            return []
+        return self._all_keys(group)
+
+    def _all_keys(self, group):
+        return [STEP] * self.recipe.counts + list(self.recipe.planes(self.recipe.values(group)))
+
+    def keys_of_all(self):
+        """(parameter, what torch keeps of it) for every one that has something."""
+        keys = ((parameter, self._keys_of(parameter, group)) for parameter, group in self._groups_of_parameters())
+        return [each for each in keys if each[1]]
+
+    def states(self):
+        """(parameter, its state) for every one that has one."""
+        return [(parameter, ParameterState(self._state, parameter, keys)) for parameter, keys in self.keys_of_all()]
 
     def first_sum(self, parameter):
         """What Adagrad has before a parameter's first step."""
-        return _first_sum(parameter, next(group for group in self.optimizer.param_groups if any(p is parameter for p in group["params"])), None)
+        kind = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        return torch.full_like(parameter, self._group_of(parameter)["initial_accumulator_value"], dtype=kind, requires_grad=False)
 
-    def _gather(self, parameter, plane):
-        return self.handle.gather_one(parameter, plane).to(parameter.device)
+    def gather(self, parameter, key):
+        """One tensor of a parameter's state, where torch keeps it: a copy of what the job has."""
+        count = self.handle.update_count(parameter)
+        if key == STEP:
+            is_fused = bool(self._group_of(parameter).get("fused"))
+            return torch.tensor(float(count), dtype=_get_scalar_dtype(is_fused), device=parameter.device if is_fused else None)
+        return self.handle.gather_stored(parameter, key).to(parameter.device) if count else self.first_sum(parameter)
+
+    def settle(self):
+        """Before a step, and before anybody asks the job: gives it the state that the program has written, or put in the place of the state."""
+        theirs = self.optimizer.__dict__.get("state")
+        if theirs is not self._state:
+            self.optimizer.__dict__["state"] = self._state
+            self.adopt(theirs)
+        self._state.flush()
+
+    def end(self):
+        """Before the job is closed."""
+        self._state.end()
 
     def state_dict(self, whole):
         """torch's, where the state fits memory well; else with a text in place of each tensor, which no other optimizer can load."""
         mark = self.handle.mark()
         if self.handle.is_state_small():
-            whole["state"] = {index: state.ordinary() for index, state in whole["state"].items()}
+            whole["state"] = {index: dict(state.items()) for index, state in whole["state"].items()}  # as in torch, what changes with steps
         else:
             text = f"in the store of offloadd's job {mark['job']}, at step {mark['step']}"
             whole["state"] = {
-                index: {name: text if value is None else value for name, value in dict.items(state)}
+                index: {name: state[name].clone() if name == STEP else text for name in state}
                 for index, state in whole["state"].items()
             }
         whole["offloadd"] = mark
@@ -812,19 +676,45 @@ class Part:
 
     def load(self, load_groups, state_dict):
         """load_state_dict(): groups and state are those of the dictionary. The state is durable with the next step()."""
+        states = dict(self._states_in(state_dict))
+        self._state.refresh_given(states)
         replaces = self._replaces(state_dict)
-        load_groups({**{key: value for key, value in state_dict.items() if key != "offloadd"}, "state": {}})
-        if not replaces:
-            return
-        self.replace(dict(self._states_in(state_dict)))
+        self.is_loading = True
+        try:
+            load_groups({**{key: value for key, value in state_dict.items() if key != "offloadd"}, "state": {}})
+        finally:
+            self.is_loading = False
+        if replaces:
+            self.replace(states)
+        self._state.note_given(states)
 
     def replace(self, states):
         """The state is torch's of `states`, by parameter; of others there is none. Durable with the next step()."""
         rows = list(self._rows(states.get))
         has_moments = any(count for _, count, _ in rows) or any(map(self.handle.update_count, parameters_of(self.optimizer)))
+        self._state.replaced({parameter: states.get(parameter) or {} for parameter in parameters_of(self.optimizer)})
         self._put(rows)
         if has_moments:
             self._moments_at = self.handle.step
+
+    def adopt(self, states):
+        """`optimizer.state` of the program's own takes the place of all that there is."""
+        if not isinstance(states, collections.abc.Mapping):
+            refuse_write(f"optimizer.state was replaced by a {type(states).__name__}")
+        if states is not self._state:
+            self.replace({parameter: dict(state.items()) for parameter, state in states.items()})
+
+    def put_states(self, states):
+        """Of some parameters."""
+        rows = []
+        for parameter, state in states.items():
+            if state and self.recipe.counts and STEP not in state:
+                _refuse(f"the state of a parameter of shape {list(parameter.shape)} was given {', '.join(state)} without the number of its steps",
+                        f"Give all that {self.recipe.name} keeps")
+            group = self._group_of(parameter)
+            rows.append((parameter, *self._read(state, self.recipe.planes(self.recipe.values(group)), group)))
+        self._put(rows)
+        self._moments_at = self.handle.step
 
     def waits_for_a_step(self):
         """Whether moments were given to the job that its last step does not have."""
@@ -840,7 +730,8 @@ class Part:
 
     def write(self, parameter, plane, value):
         """Gives a moment of one parameter, or its "master", other values. Durable with the next step()."""
-        group = next(group for group in self.optimizer.param_groups if any(parameter is each for each in group["params"]))
+        self.settle()
+        group = self._group_of(parameter)
         state = dict(self._state.get(parameter, {}))
         if plane != "master":
             refuse_unless_kept(state, plane)

@@ -251,32 +251,6 @@ def momentum_that_begins_late_is_refused(run):
     run.train(model, optimizer)
 
 
-@case(refused=1604, types=("fp32",), memory=("floor",))
-def writing_the_state_is_refused(run):
-    model = run.model()
-    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
-    run.attach(model, optimizer)
-    run.train(model, optimizer)
-    optimizer.state[model.head.weight]["momentum_buffer"] = torch.zeros(1)
-
-
-def state_written(name, write):
-    def function(run):
-        model = run.model()
-        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
-        run.attach(model, optimizer)
-        run.train(model, optimizer)
-        write(optimizer.state[model.head.weight]["momentum_buffer"])
-
-    function.__name__ = f"writing_the_state_{name}_is_refused"
-    case(function, **REFUSED)
-
-
-state_written("in_place", lambda state: state.mul_(0.5))
-state_written("through_data", lambda state: state.data.zero_())
-state_written("through_a_view", lambda state: state.detach()[1:].zero_())
-
-
 @case(types=("fp32",))
 def state_is_read_as_any_tensor(run):
     model = run.model()
@@ -290,16 +264,6 @@ def state_is_read_as_any_tensor(run):
     file.seek(0)
     return [repr(state), f"{state[0]:.6f}", state.tolist(), state.numpy().sum().item(), state + 1, state.norm(), torch.stack([state, state]), len(state),
             copy.deepcopy(state), torch.load(file), state.view(-1, 2).sum(0), [each.item() for each in state.unbind()], state.shape]
-
-
-@case(refused=1604, types=("fp32",), memory=("floor",))
-def replacing_the_state_is_refused(run):
-    model = run.model()
-    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
-    run.attach(model, optimizer)
-    run.train(model, optimizer)
-    optimizer.state = {}
-    run.train(model, optimizer)
 
 
 # ---- Groups ------------------------------------------------------------------------------------
@@ -1748,14 +1712,16 @@ def around_a_restart(run, build, job, look=lambda handle: None):
 
 
 class Centred(torch.nn.Module):
-    """Its buffer is another tensor after every forward pass."""
+    """Its buffer is another tensor after every forward pass, and the one before is kept."""
 
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(8, 8)
         self.register_buffer("mean", torch.zeros(8))
+        self.means = []
 
     def forward(self, x):
+        self.means.append(self.mean)
         self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
         return self.layer(x - self.mean)
 
@@ -1763,7 +1729,7 @@ class Centred(torch.nn.Module):
 @case(types=("fp32",))
 def buffers_assigned_anew_are_resumed(run):
     model, told, _ = around_a_restart(run, Centred, "centred")
-    return told, model.mean
+    return told, model.mean, model.means[-3:]
 
 
 class Exchanging(torch.nn.Module):
@@ -1786,49 +1752,32 @@ class Exchanging(torch.nn.Module):
 
 @case(types=("fp32",))
 def buffers_that_take_each_others_tensors(run):
-    def attached():
-        model = run.make(Exchanging)
-        optimizer = AdamW(model.parameters(), 1e-2, fused=True)
-        return model, optimizer, run.attach(model, optimizer, job="exchanging")
-
-    def train(first):
-        for step in range(first, first + 3):
-            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
-
-    told = []
-    model, optimizer, handle = attached()
-    train(0)
-    if run.offloaded:
-        handle.close()
-        run.handles.clear()
-        run.models.clear()
-        model, optimizer, handle = attached()
-    train(3)
+    model, told, _ = around_a_restart(run, Exchanging, "exchanging")
     return told, dict(model.named_buffers())
 
 
 class Observed(torch.nn.Module):
-    """As observers of quantisation: a scale of one element, and an empty maximum, which are as large as they have to be after the first pass."""
+    """As observers of quantisation: a scale of one element, and an empty maximum, which are as large as they have to be after the first pass; a least
+    value is another tensor then."""
 
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Linear(8, 8)
         self.register_buffer("scale", torch.ones(1))
         self.register_buffer("most", torch.empty(0))
+        self.register_buffer("least", torch.tensor(0.0))
 
     def forward(self, x):
         x = self.layer(x)
         if not self.most.numel():
             self.scale.resize_(8).fill_(1)
             self.most.resize_(8).zero_()
+            self.least = torch.zeros(8)
         with torch.no_grad():
             self.most.copy_(torch.maximum(self.most * 0.9, x.abs().amax(0)))
             self.scale.lerp_(self.most, 0.5)
-        return x / self.scale
+            self.least = torch.minimum(self.least * 0.9, x.amin(0))
+        return x / self.scale + self.least
 
 
 @case(types=("fp32",))
@@ -1839,7 +1788,7 @@ def buffers_that_get_their_size_later_are_resumed_and_saved(run):
             return dict(sorted(safetensors.torch.load_file(os.path.join(folder, "model.safetensors")).items()))
 
     model, told, files = around_a_restart(run, Observed, "observed", saved)
-    return told, files, model.scale, model.most
+    return told, files, model.scale, model.most, model.least
 
 
 @case(types=("fp32",), memory=("floor",), refused=1601)

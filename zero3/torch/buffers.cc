@@ -8,6 +8,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/error.h"
@@ -122,8 +123,29 @@ void Buffers::Add(std::span<const NamedTensor> buffers) {
   }
 }
 
+bool Buffers::Replace(std::string_view name, const at::Tensor& tensor) {
+  const auto has_name = [name](const auto& each) { return each.name == name; };
+  const auto found = absl::c_find_if(all_, has_name);
+  if (found == all_.end() || !tensor.defined() || tensor.layout() != at::kStrided ||
+      tensor.device() != found->tensor.device() ||
+      tensor.scalar_type() != found->tensor.scalar_type() ||
+      at::has_internal_overlap(tensor) == at::MemOverlap::Yes)
+    return false;
+  const auto small = absl::c_find_if(small_, has_name);
+  if (tensor.sizes() != found->tensor.sizes()) {
+    const bool makes_room = FirstBytes(*found) <= static_cast<uint64_t>(tensor.element_size()) || tensor.numel() == 0;
+    if (small == small_.end() || !makes_room) return false;
+    first_bytes_.try_emplace(found->name, SizeBytes(found->tensor));
+  }
+  found->tensor = tensor;
+  if (small != small_.end()) small->tensor = tensor;
+  const auto large = absl::c_find_if(large_, has_name);
+  if (large != large_.end()) large->tensor = tensor;
+  return true;
+}
+
 uint64_t Buffers::FirstBytes(const NamedTensor& named) const {
-  const auto found = first_bytes_.find(named.tensor.unsafeGetTensorImpl());
+  const auto found = first_bytes_.find(named.name);
   return found != first_bytes_.end() ? found->second : SizeBytes(named.tensor);
 }
 
@@ -197,7 +219,7 @@ absl::Status Buffers::Restore(std::string_view encoded) {
         static_cast<uint32_t>(tensor.scalar_type()) == header.dtype &&
         MayTakeSize(tensor, sizes, data.size())) {
       const at::NoGradGuard no_grad;
-      first_bytes_.emplace(tensor.unsafeGetTensorImpl(), SizeBytes(tensor));
+      first_bytes_.emplace(name, SizeBytes(tensor));
       tensor.resize_(sizes);
     }
     if (tensor.sizes() != sizes || static_cast<uint32_t>(tensor.scalar_type()) != header.dtype ||

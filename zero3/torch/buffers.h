@@ -46,8 +46,13 @@ class Buffers {
   // Adds those that are not known yet. Errors as above.
   void Add(std::span<const NamedTensor> buffers);
   const std::vector<NamedTensor>& all() const { return all_; }
+  // `tensor` is what a module has under this name from now on. False where the buffer is not one of
+  // these, or a run that goes on could not give `tensor`'s value to what its module then makes:
+  // another type or device, another shape unless small and first empty, or of one element, or empty
+  // now.
+  bool Replace(std::string_view name, const at::Tensor& tensor);
   uint64_t size_bytes() const;
-  // What one had before Restore() gave it the job's size.
+  // What one had before Restore() gave it the job's size, or Replace() another.
   uint64_t FirstBytes(const NamedTensor& named) const;
   // Divides them, once for all; the same way in every run that adds the same ones.
   void Divide(uint64_t small_bytes_max);
@@ -76,9 +81,9 @@ class Buffers {
   std::vector<NamedTensor> all_;
   std::vector<NamedTensor> small_;
   std::vector<Large> large_;
-  std::unordered_set<const void*> known_;                  // TensorImpl
+  std::unordered_set<const void*> known_;                  // TensorImpl, of those that were added
   std::unordered_set<std::string> restored_;               // names
-  std::unordered_map<const void*, uint64_t> first_bytes_;  // of those that Restore() has resized
+  std::unordered_map<std::string, uint64_t> first_bytes_;  // of names whose size is another since
 };
 
 }  // namespace offload::zero3

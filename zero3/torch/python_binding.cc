@@ -341,6 +341,10 @@ TORCH_LIBRARY(offloadd, m) {
       .def(torch::init<const Strings&>())
       .def("attach", &PythonEngine::Attach)
       .def("seal", [](const Pointer& self) { self->tensors().Seal(); })
+      .def("replace_buffer",
+           [](const Pointer& self, const std::string& name, const at::Tensor& tensor) {
+             return self->tensors().ReplaceBuffer(name, tensor);
+           })
       .def("apply", &PythonEngine::Step)
       .def("foresee", &PythonEngine::Foresee)
       .def("begin_with", &PythonEngine::BeginWith)

@@ -654,6 +654,15 @@ void TensorEngine::MakeStore() {
   malloc_trim(0);  // the model's own bytes go back to the kernel
 }
 
+bool TensorEngine::ReplaceBuffer(std::string_view name, const at::Tensor& tensor) {
+  const at::Tensor kept = tensor.requires_grad() ? tensor.detach() : tensor;  // not its graph
+  if (!buffers_.Replace(name, kept)) return false;
+  for (FileWeight& weight : file_weights_) {
+    if (weight.is_buffer && weight.name == name) weight.tensor = kept;
+  }
+  return true;
+}
+
 void TensorEngine::TakeThawed() {
   for (uint32_t id = 0; id < declared_.size(); ++id)
     declared_[id].trainable |= attached_.tensors[id].requires_grad();

@@ -77,6 +77,9 @@ class TensorEngine {
   // job that exists get their values: the small ones now, the others when the store is opened,
   // which is now, too, when all parameters of the job are there.
   void AttachBuffers(std::span<const NamedTensor> buffers);
+  // A module has assigned another tensor to a buffer: it is committed from the next step on. False
+  // where that cannot be (Buffers::Replace).
+  bool ReplaceBuffer(std::string_view name, const at::Tensor& tensor);
   // Makes the store of a new job or opens that of an existing one, and brings the weights there.
   // The first operator that touches a tensor does it, too, and so does whatever needs it here.
   void Seal();

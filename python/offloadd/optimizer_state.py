@@ -1,0 +1,418 @@
+"""`optimizer.state` of an attached optimizer, whose tensors are in the store of the job: they are gathered when they are looked at. What a program
+writes into them, puts in their place or removes is the state that the next step goes on with, as in plain torch."""
+
+import collections
+import copy
+import weakref
+
+import torch
+
+from .errors import Error
+
+STEP = "step"  # the key under which torch counts a parameter's updates
+
+
+# What was written is given to the job when it is more than this, else before the next step.
+_WRITTEN_BYTES_MAX = 64 << 20
+
+
+def refuse_write(what, fix="Change it in what state_dict() gives, and load_state_dict() that; lr and other options are in param_groups"):
+    raise Error.of(1604, what, fix)
+
+
+_IN_ALL_RANKS = "Change it in what state_dict() gives, and load_state_dict() that in all ranks"
+
+
+class ShownState(torch.Tensor):
+    """One entry of a parameter's state: has the value that the job has, also after further steps, and gives it what is written here. Views of it
+    (`_base` is the whole) are as it is; numpy arrays of it are read-only."""
+
+    @staticmethod
+    def of(values, place):
+        with torch.inference_mode(False), torch.no_grad():
+            shown = torch.Tensor._make_subclass(ShownState, values.clone())
+            shown._place = place
+        return shown
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function in _ALIASES:
+            return args[0]
+        if function == torch.Tensor.data.__set__:
+            return args[0].copy_(args[1]) if args[1] is not args[0] else None
+        with torch._C.DisableTorchFunctionSubclass():
+            before = [(each, _whole(each), each._version) for each in _shown_among((*args, *(kwargs or {}).values()))]
+            for _, whole, _ in before:
+                whole._place.refresh(whole)
+            before = [(each, whole, each._version) for each, whole, _ in before]
+            result = function(*args, **(kwargs or {}))
+            for each, whole, version in before:
+                if each._version != version:
+                    whole._place.written(whole)
+            if isinstance(result, (tuple, list)):
+                return type(result)(map(_shown, result)) if type(result) in (tuple, list) else result
+            return _shown(result)
+
+    def __repr__(self, *, tensor_contents=None):
+        return repr(self.clone())
+
+    def __format__(self, form):
+        return format(self.clone(), form)
+
+    def __reduce_ex__(self, protocol):
+        return self.clone().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo):
+        return self.clone()
+
+
+_ALIASES = {torch.Tensor.data.__get__, torch.Tensor.detach}  # which have a version of their own, or are no views
+
+
+def _whole(shown):
+    """Where torch functions are those of torch.Tensor."""
+    return shown._base if shown._is_view() else shown
+
+
+def _shown_among(values):
+    for value in values:
+        if isinstance(value, ShownState):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _shown_among(value)
+
+
+def _shown(result):
+    """Of something that was made of a ShownState."""
+    if isinstance(result, torch.Tensor):
+        is_of_one = not isinstance(result, ShownState) and result._is_view() and isinstance(result._base, ShownState)
+        return result.as_subclass(ShownState) if is_of_one else result
+    if hasattr(result, "flags"):  # numpy
+        result.flags.writeable = False
+    return result
+
+
+class _Place:
+    """Where the job has what a ShownState shows, and when it was looked at."""
+
+    def __init__(self, state, parameter, key):
+        self._state, self.parameter, self.key, self._age = weakref.ref(state), parameter, key, state.age()
+
+    def refresh(self, shown):
+        state = self._state()
+        if state is not None and state.is_open():
+            self.refresh_from(state, shown)
+
+    def refresh_from(self, state, shown):
+        now = state.age()
+        if now != self._age:
+            if not state.is_written(self.parameter, self.key):
+                shown.copy_(state.gather(self.parameter, self.key))
+            self._age = now
+
+    def written(self, shown):
+        state = self._state()
+        if state is not None:
+            state.write(self.parameter, {self.key: shown})
+
+    def leave(self):
+        """What is shown is not the parameter's state any more."""
+        self._state = _nothing
+
+
+def _nothing():
+    return None
+
+
+class ParameterState(dict):
+    """What torch keeps of one parameter."""
+
+    def __init__(self, state, parameter, keys):
+        super().__init__(dict.fromkeys(keys))
+        self._state, self._parameter = state, parameter
+
+    def __getitem__(self, key):
+        super().__getitem__(key)
+        return self._state.shown(self._parameter, key)
+
+    def __setitem__(self, key, value):
+        """What was read may be put back: some move the state to the device where it is."""
+        if key in self and self._state.is_shown(self._parameter, key, value):
+            return
+        self._state.put(self._parameter, {key: value})
+        super().__setitem__(key, None)
+
+    def __iter__(self):
+        """As it is; with one of our own dict(state) asks for the values, instead of copying what stands for them."""
+        return super().__iter__()
+
+    def get(self, key, default=None):
+        return self[key] if key in self else default
+
+    def items(self):
+        return [(key, self[key]) for key in self]
+
+    def values(self):
+        return [self[key] for key in self]
+
+    def ordinary(self):
+        """A dictionary of tensors that are nobody else's."""
+        return {key: value.clone() for key, value in self.items()}
+
+    def copy(self):
+        return dict(self.items())
+
+    def update(self, *others, **named):
+        for key, value in dict(*others, **named).items():
+            self[key] = value
+
+    def setdefault(self, key, value=None):
+        if key not in self:
+            self[key] = value
+        return self[key]
+
+    def clear(self):
+        self._state.drop([self._parameter])
+        super().clear()
+
+    def __delitem__(self, key):
+        super().__getitem__(key)
+        if len(self) > 1:
+            refuse_write(f"'{key}' of a parameter's state cannot be removed alone")
+        self.clear()
+
+    def pop(self, key, *default):
+        if key not in self and default:
+            return default[0]
+        value = self[key].clone()
+        del self[key]
+        return value
+
+    def popitem(self):
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def __deepcopy__(self, memo):
+        return self.ordinary()
+
+    def __repr__(self):
+        return repr(dict(self.items()))
+
+    def __reduce_ex__(self, protocol):
+        return collections.OrderedDict, (), None, None, iter(self.ordinary().items())
+
+
+class StateOfAll(collections.defaultdict):
+    """`optimizer.state`: parameter -> ParameterState, for the parameters that were updated. `part` is the optimizer's: it says what there is
+    (`keys_of_all`, `age`), gathers it and takes rows of it."""
+
+    def __init__(self, part):
+        super().__init__(dict)
+        self._part, self._filled = part, None
+        self._shown = weakref.WeakValueDictionary()  # (id of the parameter, key) -> ShownState
+        self._given = {}  # as `_shown`, references to ordinary tensors that were loaded, which torch would go on with
+        self._written = {}  # id of the parameter -> (it, {key: value}), which the job does not have yet
+
+    # ---- What its entries ask ----
+
+    def is_open(self):
+        return self._part.handle.is_open
+
+    def age(self):
+        return self._part.age()
+
+    def gather(self, parameter, key):
+        return self._part.gather(parameter, key)
+
+    def is_written(self, parameter, key):
+        return key in self._written.get(id(parameter), (parameter, {}))[1]
+
+    def is_shown(self, parameter, key, value):
+        return value is not None and value is self._shown.get((id(parameter), key))
+
+    def shown(self, parameter, key):
+        shown = self._shown.get((id(parameter), key))
+        if shown is None:
+            values = self._written[id(parameter)][1][key] if self.is_written(parameter, key) else self.gather(parameter, key)
+            shown = ShownState.of(values, _Place(self, parameter, key))
+            self._shown[id(parameter), key] = shown
+            if self.is_written(parameter, key):
+                self._written[id(parameter)][1][key] = shown
+        with torch._C.DisableTorchFunctionSubclass():
+            shown._place.refresh(shown)
+        return shown
+
+    def write(self, parameter, values):
+        """What the job takes before its next step."""
+        if self._part.handle.world_size > 1:
+            refuse_write("the optimizer's state is one for all ranks, and cannot be written in one of them", _IN_ALL_RANKS)
+        strange = [str(key) for key in values if key not in self._part.possible_keys_of(parameter)]
+        if strange:
+            refuse_write(f"the optimizer's state has no room for {', '.join(strange)}", "Keep it in a dictionary of your own")
+        self._written.setdefault(id(parameter), (parameter, {}))[1].update(values)
+        if sum(value.nbytes for _, written in self._written.values() for value in written.values()) > _WRITTEN_BYTES_MAX:
+            self._give([each for each, _ in self._written.values() if each is not parameter])
+
+    def put(self, parameter, values):
+        """In the place of what is there."""
+        for key, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                value = torch.tensor(float(value))
+            self.write(parameter, {key: torch.Tensor.clone(value.detach())})
+            self._leave(parameter, key)
+
+    def _leave(self, parameter, key):
+        """What was shown goes on as an ordinary tensor."""
+        self._given.pop((id(parameter), key), None)
+        shown = self._shown.pop((id(parameter), key), None)
+        if shown is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                shown._place.refresh_from(self, shown)
+            shown._place.leave()
+
+    def replaced(self, states):
+        """The job is given other states, {parameter: {key: tensor}}. What is shown among them goes on to be."""
+        parameters = {id(parameter): parameter for parameter in states}
+        for parameter_id, key in {*self._shown, *self._given}:
+            parameter = parameters.get(parameter_id)
+            if parameter is not None and not self.is_shown(parameter, key, states[parameter].get(key)):
+                self._leave(parameter, key)
+        for parameter_id in parameters:
+            self._written.pop(parameter_id, None)
+
+    def note_given(self, states):
+        """Tensors that torch keeps as they are when it loads them: what it makes of them later is in them when they are loaded again."""
+        for parameter, state in states.items():
+            kind = parameter.dtype if parameter.element_size() > 2 else torch.float32
+            for key, value in state.items():
+                is_kept = isinstance(value, torch.Tensor) and (key == STEP or (value.dtype, value.device) == (kind, parameter.device))
+                if is_kept and not isinstance(value, ShownState):
+                    self._given[id(parameter), key] = weakref.ref(value)
+
+    def refresh_given(self, states):
+        """Before they are loaded."""
+        for parameter, state in states.items():
+            for key, value in state.items():
+                given = self._given.get((id(parameter), key))
+                if given is not None and given() is value:
+                    with torch.no_grad():
+                        value.copy_(self.shown(parameter, key))
+
+    def end(self):
+        """Before the job is closed: what somebody has of it stays as it is now."""
+        for parameter_id, key in list(self._shown):
+            shown = self._shown.get((parameter_id, key))
+            if shown is not None:
+                self._leave(shown._place.parameter, key)
+
+    def drop(self, parameters):
+        """They are as before their first update."""
+        if self._part.handle.world_size > 1 and parameters:
+            refuse_write("the optimizer's state is one for all ranks, and cannot be removed in one of them", _IN_ALL_RANKS)
+        states = {parameter: {} for parameter in parameters}
+        self.replaced(states)
+        self._part.put_states(states)
+
+    def flush(self):
+        """Gives the job what was written."""
+        self._give([parameter for parameter, _ in self._written.values()])
+
+    def _give(self, parameters):
+        for parameter in parameters:
+            values = self._written[id(parameter)][1]
+            others = [key for key in self._part.keys_of(parameter) if key not in values]
+            self._part.put_states({parameter: {**{key: self.gather(parameter, key) for key in others}, **values}})
+            del self._written[id(parameter)]
+
+    # ---- A dictionary ----
+
+    def _fill(self):
+        now = self.age()
+        if now == self._filled:
+            return
+        super().clear()
+        for parameter, keys in self._part.keys_of_all():
+            super().__setitem__(parameter, ParameterState(self, parameter, keys))
+        self._filled = now
+
+    def __getitem__(self, parameter):
+        """Of a parameter without state an empty one, which takes what is put into it."""
+        self._fill()
+        if not super().__contains__(parameter):
+            super().__setitem__(parameter, ParameterState(self, parameter, ()))
+        return super().__getitem__(parameter)
+
+    def get(self, parameter, default=None):
+        self._fill()
+        return super().get(parameter, default)
+
+    def __contains__(self, parameter):
+        self._fill()
+        return super().__contains__(parameter)
+
+    def __iter__(self):
+        self._fill()
+        return super().__iter__()
+
+    def __len__(self):
+        self._fill()
+        return super().__len__()
+
+    def keys(self):
+        self._fill()
+        return super().keys()
+
+    def items(self):
+        self._fill()
+        return super().items()
+
+    def values(self):
+        self._fill()
+        return super().values()
+
+    def __setitem__(self, parameter, state):
+        if isinstance(state, ParameterState) and self.get(parameter) is state:
+            return
+        if not isinstance(state, collections.abc.Mapping):
+            refuse_write(f"the optimizer's state was given a {type(state).__name__}", "Keep it in a dictionary of your own")
+        values = {key: value for key, value in state.items() if value is not None}
+        if parameter in self:
+            self.drop([parameter])
+        self[parameter].update(values)
+
+    def __delitem__(self, parameter):
+        if parameter not in self:
+            raise KeyError(parameter)
+        self.drop([parameter])
+
+    def pop(self, parameter, *default):
+        if parameter not in self and default:
+            return default[0]
+        state = self[parameter].ordinary()
+        del self[parameter]
+        return state
+
+    def popitem(self):
+        parameter = next(reversed(list(self)))
+        return parameter, self.pop(parameter)
+
+    def clear(self):
+        self.drop(list(self))
+
+    def update(self, *others):
+        for parameter, state in dict(*others).items():
+            self[parameter] = state
+
+    def setdefault(self, parameter, state=None):
+        if parameter not in self:
+            self[parameter] = {} if state is None else state
+        return self[parameter]
+
+    def __deepcopy__(self, memo):
+        made = collections.defaultdict(dict)
+        for parameter, state in self.items():
+            made[copy.deepcopy(parameter, memo)] = state.ordinary()
+        return made
+
+    def __reduce_ex__(self, protocol):
+        return collections.defaultdict, (dict,), None, None, iter(list(self.items()))
