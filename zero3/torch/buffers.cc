@@ -133,7 +133,8 @@ bool Buffers::Replace(std::string_view name, const at::Tensor& tensor) {
     return false;
   const auto small = absl::c_find_if(small_, has_name);
   if (tensor.sizes() != found->tensor.sizes()) {
-    const bool makes_room = FirstBytes(*found) <= static_cast<uint64_t>(tensor.element_size()) || tensor.numel() == 0;
+    const bool makes_room =
+        FirstBytes(*found) <= static_cast<uint64_t>(tensor.element_size()) || tensor.numel() == 0;
     if (small == small_.end() || !makes_room) return false;
     first_bytes_.try_emplace(found->name, SizeBytes(found->tensor));
   }
