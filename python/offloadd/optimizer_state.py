@@ -11,16 +11,15 @@ from .errors import Error
 
 STEP = "step"  # the key under which torch counts a parameter's updates
 
-
 # What was written is given to the job when it is more than this, else before the next step.
 _WRITTEN_BYTES_MAX = 64 << 20
 
 
+_IN_ALL_RANKS = "Change it in what state_dict() gives, and load_state_dict() that in all ranks"
+
+
 def refuse_write(what, fix="Change it in what state_dict() gives, and load_state_dict() that; lr and other options are in param_groups"):
     raise Error.of(1604, what, fix)
-
-
-_IN_ALL_RANKS = "Change it in what state_dict() gives, and load_state_dict() that in all ranks"
 
 
 class ShownState(torch.Tensor):
@@ -41,13 +40,13 @@ class ShownState(torch.Tensor):
         if function == torch.Tensor.data.__set__:
             return args[0].copy_(args[1]) if args[1] is not args[0] else None
         with torch._C.DisableTorchFunctionSubclass():
-            before = [(each, _whole(each), each._version) for each in _shown_among((*args, *(kwargs or {}).values()))]
-            for _, whole, _ in before:
+            wholes = [_whole(each) for each in _shown_among((*args, *(kwargs or {}).values()))]
+            for whole in wholes:
                 whole._place.refresh(whole)
-            before = [(each, whole, each._version) for each, whole, _ in before]
+            versions = [whole._version for whole in wholes]  # which their views share
             result = function(*args, **(kwargs or {}))
-            for each, whole, version in before:
-                if each._version != version:
+            for whole, version in zip(wholes, versions):
+                if whole._version != version:
                     whole._place.written(whole)
             if isinstance(result, (tuple, list)):
                 return type(result)(map(_shown, result)) if type(result) in (tuple, list) else result
@@ -258,8 +257,8 @@ class StateOfAll(collections.defaultdict):
         for key, value in values.items():
             if not isinstance(value, torch.Tensor):
                 value = torch.tensor(float(value))
-            self.write(parameter, {key: torch.Tensor.clone(value.detach())})
             self._leave(parameter, key)
+            self.write(parameter, {key: torch.Tensor.clone(value.detach())})
 
     def _leave(self, parameter, key):
         """What was shown goes on as an ordinary tensor."""
