@@ -534,6 +534,9 @@ class Handle:
             raise Error.of(1604, f"the job is at step {self._engine.step_count()}, but what {foreign[0]} keeps is in memory and is not "
                                  "part of it", "Begin a new job with the saved weights, or use AdamW, Adam, SGD, Adagrad or RMSprop of torch.optim")
         parts = [recipe.part(self, optimizer) for optimizer, recipe in zip(self.optimizers, recipes)]
+        for part in parts:
+            if not part.is_foreign:
+                part.check_named_once()
         self._kind = kinds.pop()
         values = [row for part in parts if not part.is_foreign for row in part.group_values()]
         # What an optimizer that runs in this process says to the daemon: a step of nothing.

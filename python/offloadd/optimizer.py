@@ -465,6 +465,7 @@ class Part:
         self.handle, self.optimizer, self.recipe = handle, optimizer, recipe
         self._without_momentum = set()  # groups that were stepped without
         self._checked = 0
+        self._named_once = None  # how many parameters the groups had when each was found to be there once
         self._replaced_at, self._replacements = None, 0  # the job's step, how often
         self._moments_at = None  # the job's step when moments were given to it, which are part of the next one
         self._begun_at, self._versions = 0, []  # the job's step and the parameters' versions when it was attached
@@ -524,6 +525,21 @@ class Part:
                                    "Give attach() all modules that are trained at some time, attach([model, other], …), with those that are frozen "
                                    "at first; or give the optimizer their parameters when it is made")
         self._checked = len(self.optimizer.param_groups)
+        self.check_named_once()
+
+    def check_named_once(self):
+        """OFD-1002 for a parameter that torch would update twice."""
+        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if count == self._named_once:
+            return
+        seen = set()
+        for parameter in parameters_of(self.optimizer):
+            if id(parameter) in seen:
+                raise Error.of(1002, f"a parameter of shape {list(parameter.shape)} is in two places of the optimizer's groups, and every step would "
+                                     "update it twice (the parameters of two modules with tied weights have it twice)",
+                               "Name it once, as parameters() of the whole model does")
+            seen.add(id(parameter))
+        self._named_once = count
 
     def _check_momentum(self, values):
         """torch begins a momentum buffer when momentum is first not 0; the daemon at a parameter's first update."""

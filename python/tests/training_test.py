@@ -358,6 +358,23 @@ def optimizers_of_two_kinds_are_refused(run):
 
 
 @case(refused=1002, types=("fp32",), memory=("floor",))
+def parameter_that_is_named_twice_is_refused(run):
+    model = run.model()
+    model.head.weight = model.embed.weight
+    run.attach(model, AdamW([*model.embed.parameters(), *model.blocks.parameters(), *model.head.parameters()], 1e-3))
+
+
+@case(refused=1002, types=("fp32",), memory=("floor",))
+def parameter_that_is_named_again_is_refused(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    optimizer.param_groups[0]["params"].append(model.head.weight)
+    run.train(model, optimizer)
+
+
+@case(refused=1002, types=("fp32",), memory=("floor",))
 def parameter_in_two_optimizers_is_refused(run):
     model = run.model()
     run.attach(model, [SGD(model.parameters(), 0.1), SGD(model.head.parameters())])
