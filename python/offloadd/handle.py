@@ -17,7 +17,7 @@ import weakref
 
 import torch
 
-from . import in_memory, pickled, served, universal
+from . import followers, in_memory, pickled, served, universal
 from .beginning import Beginning, has_begun
 from .errors import Error
 from .library import Engine, is_disabled
@@ -42,6 +42,8 @@ _open_handles = weakref.WeakSet()
 _made = 0  # handles, in this process
 _by_model = weakref.WeakKeyDictionary()
 served.steps_taken = lambda: sum(handle.step for handle in handles())
+followers.parameter_over = lambda tensor: next(
+    (found for found in (handle.parameter_over(served.storage_of(tensor)) for handle in handles()) if found is not None), None)
 served.is_attached = lambda parameter: any(id(parameter) in handle.identities() for handle in handles())
 _constructed = None  # an engine that init() has opened and no attach() has taken
 _constructed_in_memory = {}  # with OFFLOADD_DISABLE=1: the options of such an init()
@@ -556,7 +558,7 @@ class Handle:
         finally:
             for parameter in unfrozen:
                 parameter.requires_grad_(False)
-        self._parameters = dict(named)
+        self._parameters, self._by_storage = dict(named), None
         self._reassigned = _Reassigned(models, beside, buffers)
         self._parts = parts
         self.adds_gradients = self._engine.world_size() > 1 and not reduces_gradients(self.options)
@@ -604,6 +606,7 @@ class Handle:
         """A step of an optimizer that runs in this process."""
         self.settle()
         self._running().apply(self._kind, [[]], [self._idle_values], [False])
+        followers.refresh(self._identities)
 
     def _in_process(self):
         return {id(parameter) for part in self._parts if part.is_foreign for parameter in parameters_of(part.optimizer)}
@@ -611,6 +614,7 @@ class Handle:
     def settle(self):
         """Before a step: what was put in the place of the job's tensors."""
         served.settle_replaced(self._identities, self._in_process())
+        followers.check()
         self._reassigned.settle(self._identities, self._running())
         self._settle_states()
 
@@ -628,6 +632,7 @@ class Handle:
     def apply(self, kind, groups, values, counts):
         self.settle()
         self._running().apply(kind, groups, values, counts)
+        followers.refresh(self._identities)
 
     def foresee(self, kind, values):
         self._running().foresee(kind, values)
@@ -649,6 +654,12 @@ class Handle:
 
     def identities(self):
         return self._identities
+
+    def parameter_over(self, storage):
+        """The one whose storage (its address in torch) it is."""
+        if self._by_storage is None:
+            self._by_storage = {served.storage_of(parameter): weakref.ref(parameter) for parameter in self._parameters.values()}
+        return self._by_storage.get(storage, lambda: None)()
 
     def gather_one(self, parameter, plane="weight"):
         """As the program has left it."""

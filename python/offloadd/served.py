@@ -17,6 +17,7 @@ import weakref
 
 import torch
 
+from . import followers
 from .errors import Error, error_id
 from .library import Engine
 
@@ -179,11 +180,11 @@ def _check_exported(named):
     """OFD-1601 where others have the memory of a parameter by DLPack."""
     if not _exported:
         return
-    counts = collections.Counter(_storage_of(p) for p in {id(p): p for _, p in named if p.layout == torch.strided}.values())
+    counts = collections.Counter(storage_of(p) for p in {id(p): p for _, p in named if p.layout == torch.strided}.values())
     for name, parameter in named:
         if parameter.layout != torch.strided or managed(parameter) or parameter.untyped_storage() not in _exported:
             continue
-        if torch._C._storage_Use_Count(_storage_of(parameter)) > counts[_storage_of(parameter)] + 1:
+        if torch._C._storage_Use_Count(storage_of(parameter)) > counts[storage_of(parameter)] + 1:
             raise Error.of(1601, f"others have the memory of parameter '{name}' by DLPack (from_dlpack() before attach()), which will be elsewhere",
                            "Give them a copy, p.detach().clone(), or do so after attach()")
 
@@ -209,7 +210,7 @@ def give_own_memory(named, engine):
     by_storage = {}
     for _, parameter in named:
         if parameter.device.type == "cpu" and parameter.layout == torch.strided and parameter.numel() and not is_attached(parameter):
-            by_storage.setdefault(_storage_of(parameter), {})[id(parameter)] = parameter
+            by_storage.setdefault(storage_of(parameter), {})[id(parameter)] = parameter
     for parts in by_storage.values():
         parts = sorted(parts.values(), key=torch.Tensor.storage_offset)
         storage = parts[0].untyped_storage()
@@ -258,7 +259,7 @@ def _read_only(original):
             return original(self, *args, **kwargs)
         if self.requires_grad and torch.is_grad_enabled() and not kwargs.get("force"):
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-        copied = copy_of(self)
+        copied = followers.copy_for_array(self, copy_of)
         array = original(copied, *args, **kwargs)
         if array.__array_interface__["data"][0] == copied.data_ptr():  # not one of another type, which is somebody's own in any case
             array.flags.writeable = False
@@ -342,13 +343,13 @@ _replaced = {}  # id of a parameter -> _Replaced
 is_attached = bool  # a function: whether a parameter is one of an open job, and not one that is being constructed
 
 
-def _storage_of(tensor):
+def storage_of(tensor):
     return tensor.untyped_storage()._cdata
 
 
 def is_shared(tensor):
     """Whether another tensor is over its storage."""
-    return torch._C._storage_Use_Count(_storage_of(tensor)) > 2  # the tensor's and that of the object that asks
+    return torch._C._storage_Use_Count(storage_of(tensor)) > 2  # the tensor's and that of the object that asks
 
 
 def _order_of(tensor):
@@ -379,7 +380,7 @@ class _Replaced:
         if not given.untyped_storage().resizable() or given.is_shared():  # somebody else's memory: numpy's, a file's, another process's
             return None
         # A second tensor beside the parameter's, and the object that asks.
-        if _storage_of(given) != _storage_of(parameter) or torch._C._storage_Use_Count(_storage_of(parameter)) != 3:
+        if storage_of(given) != storage_of(parameter) or torch._C._storage_Use_Count(storage_of(parameter)) != 3:
             return None
         is_whole = given.storage_offset() == self.own.storage_offset() == 0
         return given if is_whole and given.shape == self.own.shape and given.stride() == self.own.stride() else None
@@ -433,13 +434,13 @@ def _replaceable(original):
             if not _have_same_order(self, value):
                 raise Error.of(1601, f"a parameter of shape {list(self.shape)} would lie in memory in another order (p.data = …, "
                                      "model.to(memory_format=…))", "Lay the model out before attach(), and set values with p.copy_()")
-            if id(self) not in _replaced and _storage_of(value) != _storage_of(self):
+            if id(self) not in _replaced and storage_of(value) != storage_of(self):
                 _replaced[id(self)] = _Replaced(self)
         original.__set__(self, value)
         there = _replaced.get(id(self))
         if there is not None:
             there.given = weakref.ref(value)
-        if there is not None and _storage_of(there.own) == _storage_of(self):
+        if there is not None and storage_of(there.own) == storage_of(self):
             del _replaced[id(self)]  # put back
 
     return property(original.__get__, set_data, original.__delete__, original.__doc__)
@@ -529,6 +530,7 @@ def _set_from_vector(original):
             for parameter in parameters:
                 parameter.copy_(vec[begin:begin + parameter.numel()].view_as(parameter))
                 begin += parameter.numel()
+        followers.follow_vector(vec, parameters)
 
     return call
 

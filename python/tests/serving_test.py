@@ -263,6 +263,54 @@ def weights_of_another_model_are_refused(run):
     run.attach(model, AdamW(model.parameters(), 1e-3, fused=True), initial_weights=folder)
 
 
+@case(types=("fp32",))
+def arrays_that_are_kept_follow_the_steps(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    part, arrays, told = model.norm.bias.detach().numpy()[3:9], [], []
+    for step in range(3):
+        loss = run.loss(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        arrays.append(model.head.weight.detach().numpy())
+        told.append([part.tolist(), *(array[2].tolist() for array in arrays)])
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    return told, model.head.weight.detach().numpy().tolist()
+
+
+@case
+def vector_that_is_kept_follows_the_steps(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    told, kept = [], []
+    for step in range(4):
+        loss = run.loss(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append([loss.item(), *(vector.sum().item() for vector in kept)])
+        if step < 2:
+            kept.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach() * 0.99)
+            torch.nn.utils.vector_to_parameters(kept[-1], model.parameters())
+    return told
+
+
+@case(types=("fp32",), memory=("floor",), refused=1601)
+def vector_that_is_written_later_is_refused(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.nn.utils.vector_to_parameters(vector, model.parameters())
+    run.train(model, optimizer)
+    vector.mul_(0.5)
+    run.train(model, optimizer)
+
+
 @case(types=("fp32",), memory=("double",))
 def writing_into_numpy_is_refused(run):
     model, _ = started(run)

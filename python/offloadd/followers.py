@@ -1,0 +1,96 @@
+"""Memory outside of a job that is a parameter's in plain torch: the array that numpy() gives, the vector of vector_to_parameters(). While somebody
+has it, it gets the parameter's values again after every step."""
+
+import weakref
+
+import torch
+
+from .errors import Error
+
+_arrays = {}  # (id of the parameter, offset, size, stride) -> _Array
+_vectors = {}  # id of the vector -> _Vector
+parameter_over = bool  # a function: the parameter of an open job that is over the storage of a tensor, None when there is none
+
+
+class _Array:
+    """The memory of arrays. These hold its storage, and so do their parts; the tensor that it was is gone."""
+
+    def __init__(self, key, parameter, copied):
+        self._key, self._parameter = key, weakref.ref(parameter)
+        self._storage = weakref.ref(copied.untyped_storage(), lambda _: _arrays.pop(key, None))
+        self._view = copied.dtype, copied.storage_offset(), copied.size(), copied.stride()
+
+    def copied(self):
+        """None where no array is over it any more."""
+        storage, (dtype, *view) = self._storage(), self._view
+        return torch.empty(0, dtype=dtype).set_(storage, *view) if storage is not None else None
+
+    def refresh(self, identities):
+        parameter, copied = self._parameter(), self.copied()
+        if copied is not None and parameter is not None and id(parameter) in identities:
+            _, offset, size, stride = self._key
+            copied.copy_(parameter.detach().as_strided(size, stride, offset))
+
+
+def copy_for_array(tensor, copy_of):
+    """The memory of a read-only array over a tensor of a job: one for all arrays over the same elements, as they are now."""
+    parameter = parameter_over(tensor)
+    if not isinstance(parameter, torch.Tensor):
+        return copy_of(tensor)
+    key = id(parameter), tensor.storage_offset(), tensor.size(), tensor.stride()
+    there = _arrays.get(key)
+    copied = there.copied() if there is not None else None
+    if copied is None:
+        copied = copy_of(tensor)
+        _arrays[key] = _Array(key, parameter, copied)
+    else:
+        with torch.no_grad():
+            there.refresh({id(parameter)})
+    return copied
+
+
+class _Vector:
+    def __init__(self, vector, parameters):
+        key = id(vector)
+        self._vector, self._version = weakref.ref(vector, lambda _: _vectors.pop(key, None)), vector._version
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+
+    def has_any(self, ids):
+        return any(id(each()) in ids for each in self._parameters)
+
+    def check(self):
+        vector = self._vector()
+        if vector is not None and vector._version != self._version:
+            raise Error.of(1601, f"the vector of {vector.numel()} elements that vector_to_parameters() was given has been written since, which the "
+                                 "parameters do not see", "Call vector_to_parameters() again, or keep no vector")
+
+    def refresh(self, identities):
+        vector, begin = self._vector(), 0
+        for parameter in [each() for each in self._parameters] if vector is not None else ():
+            if parameter is None or id(parameter) not in identities:
+                return
+            vector.data[begin:begin + parameter.numel()].copy_(parameter.detach().reshape(-1))  # which torch does not count as a write
+            begin += parameter.numel()
+
+
+def follow_vector(vector, parameters):
+    """A vector whose pieces the parameters have been given."""
+    ids = {id(parameter) for parameter in parameters}
+    for key in [key for key, each in list(_vectors.items()) if each.has_any(ids)]:
+        _vectors.pop(key, None)
+    if not vector.is_inference():
+        _vectors[id(vector)] = _Vector(vector, parameters)
+
+
+def check():
+    """Before a step: OFD-1601 where a program has written where parameters no longer are."""
+    for each in list(_vectors.values()):
+        each.check()
+
+
+def refresh(identities):
+    """After a step of the parameters with these ids."""
+    if _arrays or _vectors:
+        with torch.no_grad():
+            for each in [*_arrays.values(), *_vectors.values()]:
+                each.refresh(identities)
