@@ -692,6 +692,9 @@ TEST_F(AttachTest, ModelBuiltUnderTheGuardIsTheSame) {
     EXPECT_THROW(big.uniform_(1, -1), c10::Error);
     EXPECT_EQ(big.sum().item<float>(), 3 * 65536);
   }
+  EXPECT_TRUE(
+      torch::equal(model_->embedding->weight, plain->embedding->weight));  // not yet attached
+  EXPECT_ANY_THROW(model_->embedding->weight.data_ptr());
   optimizer_ = MakeOptimizer(*engine_, *model_, recipe);
   Log expected, built;
   for (const auto& item : plain->named_parameters()) expected.Add(item.key(), item.value());

@@ -106,6 +106,16 @@ def _storage_address(original):
     return data_ptr
 
 
+def _is_memory_shared(original):
+    """Among processes, which torch asks of the address, in a function that may not throw."""
+
+    @functools.wraps(original)
+    def is_shared(self):
+        return not (self.device.type == "cpu" and Engine.identity_of_storage(self._cdata)) and original(self)
+
+    return is_shared
+
+
 # ---- Bytes -------------------------------------------------------------------------------------
 
 def _of_a_copy(original):
@@ -481,6 +491,7 @@ def install():
     _wrap(tensor, "__dlpack__", _refused_in_our_words)
     _wrap(tensor, "share_memory_", _refuse_to_share)
     _wrap(torch.UntypedStorage, "data_ptr", _storage_address)
+    _wrap(torch.UntypedStorage, "is_shared", _is_memory_shared)
     _wrap(torch.nn.utils, "vector_to_parameters", _set_from_vector)
     _wrap(torch.utils, "swap_tensors", _refuse_to_swap)
     _wrap(torch, "load", _into_memory)

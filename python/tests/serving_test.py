@@ -939,6 +939,34 @@ constructed("constructed_orthogonal", lambda run: torch.nn.utils.parametrization
 constructed("constructed_with_a_dry_run", with_a_dry_run)
 
 
+@case(memory=("256MiB",))
+def constructed_and_used_before_it_is_attached(run):
+    torch.manual_seed(0)
+    with offloadd.init(nvme_path=run.folder, ram="256MiB", job="born") if run.offloaded else contextlib.nullcontext():
+        model = with_a_dry_run(run)
+        told = [model[0].weight.is_shared()]
+    copied = copy.deepcopy(model).requires_grad_(False)
+    told += [repr(model[0].weight), model[2].weight.tolist()[0], len(pickle.dumps(model.state_dict())) > 1 << 20]
+    model.apply(lambda each: torch.nn.init.xavier_uniform_(each.weight) if isinstance(each, torch.nn.Linear) else None)
+    optimizer = AdamW(model.parameters(), 1e-3)
+    handle = None
+    for step in range(4):
+        if step == 2 and run.offloaded:
+            run.models.append(model)
+            handle = offloadd.attach(model, optimizer)
+            run.handles.append(handle)
+        elif step == 2:
+            run.attach(model, optimizer)
+        if run.dtype != torch.float32 and step < 2:
+            continue  # torch keeps no masters
+        loss = model(torch.randn(8, 160, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told, list(copied.parameters())
+
+
 def cropped(run):
     model = torch.nn.Linear(160, 1600)
     model.weight = torch.nn.Parameter(model.weight[:800])

@@ -775,6 +775,35 @@ def operators_that_a_dispatch_mode_sees(run):
 
 
 @case(types=("fp32",))
+def dispatch_mode_that_makes_others_of_operators(run):
+    """What an operator that overwrites everything has become may look at what was there."""
+    class Half(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.copy_.default:
+                return args[0].lerp_(args[1], 0.5)
+            if function in (torch.ops.aten.zero_.default, torch.ops.aten.normal_.default):
+                return args[0]
+            return function(*args, **(kwargs or {}))
+
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    gradients = []
+    for step in range(2):
+        run.loss(model, step).backward()
+        with Half(), torch.no_grad():
+            model.head.weight.copy_(torch.ones_like(model.head.weight))
+            model.norm.weight.normal_()
+            model.embed.weight.data.zero_()
+            model.blocks[0].up.weight.grad.copy_(torch.ones_like(model.blocks[0].up.weight))
+            model.head.weight.grad.zero_()
+        gradients += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients
+
+
+@case(types=("fp32",))
 def retained_graph(run):
     model = run.model()
     optimizer = SGD(model.parameters(), 0.1)

@@ -44,6 +44,10 @@ std::unordered_set<BornResidency*>& Registry() {
 // The engine for which the calling thread constructs, null when it does not.
 thread_local std::shared_ptr<Attachment> constructing;
 
+// Whose construction on this thread is over, while its tensors wait to be attached: operations go
+// on to bring them. Only compared.
+thread_local const Attachment* constructed = nullptr;
+
 // One for the process, in torch's place while any thread constructs. It lives for ever: torch asks
 // storages for the allocator that made them.
 class BornAllocator final : public c10::Allocator {
@@ -229,10 +233,15 @@ void BornResidency::BringHome() {
 // ---- The construction --------------------------------------------------------------------------
 
 void EndConstruction() {
-  if (constructing == nullptr) return;
-  BornAllocator::OfProcess().Uninstall();
-  c10::impl::tls_set_dispatch_key_included(kManagedKey, false);
+  if (constructing != nullptr) BornAllocator::OfProcess().Uninstall();
+  if (constructing != nullptr || constructed != nullptr)
+    c10::impl::tls_set_dispatch_key_included(kManagedKey, false);
   constructing = nullptr;
+  constructed = nullptr;
+}
+
+void ForgetConstructed(const Attachment* attachment) {
+  if (constructed == attachment && constructing == nullptr) EndConstruction();
 }
 
 void LearnStorage(const at::Tensor& tensor) {
@@ -273,7 +282,9 @@ InitGuard::InitGuard(const std::shared_ptr<Engine>& engine) {
 }
 
 InitGuard::~InitGuard() {
-  if (impl_ != nullptr) zero3::EndConstruction();
+  if (impl_ == nullptr || zero3::constructing == nullptr) return;
+  zero3::BornAllocator::OfProcess().Uninstall();
+  zero3::constructed = std::exchange(zero3::constructing, nullptr).get();
 }
 
 }  // namespace offload

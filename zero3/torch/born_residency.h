@@ -66,8 +66,11 @@ class BornResidency final : public Residency {
   std::shared_ptr<ScratchSpace> space_;  // once it has room there
 };
 
-// Ends the construction that runs on this thread, if any; InitGuard's destructor calls it, too.
+// Ends the construction that runs on this thread, if any. After that of an InitGuard operations of
+// the thread have bytes of what was constructed until this is called.
 void EndConstruction();
+// As EndConstruction(), where the one that this thread has made last was for that engine.
+void ForgetConstructed(const Attachment* attachment);
 // Tensors of an engine that were born outside memory and did not become parameters (buffers, say)
 // become ordinary ones.
 void BringHome(const Attachment* attachment);

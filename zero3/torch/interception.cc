@@ -473,11 +473,19 @@ c10::DispatchKeySet BelowManaged(const Verdict& verdict, c10::DispatchKeySet key
   return on_cpu;
 }
 
-Uses CollectUses(const Verdict& verdict, torch::jit::Stack* stack) {
+// Whether a mode of the trainer's in Python, or a class of tensors with operators of its own, is
+// asked next: it may make something else of the operator, or nothing.
+bool MayBecomeAnother(c10::DispatchKeySet below) { return below.has(c10::DispatchKey::Python); }
+
+Uses CollectUses(const Verdict& verdict, c10::DispatchKeySet below, torch::jit::Stack* stack) {
   Uses uses;
   for (size_t i = 0; verdict.pins && i < verdict.arguments.size(); ++i) {
     if (verdict.arguments[i] == Argument::kSkip) continue;
     Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), verdict.arguments[i], uses);
+  }
+  if (!MayBecomeAnother(below)) return uses;
+  for (auto& [residency, access] : uses) {
+    if (access == Access::kOverwrite) access = Access::kWrite;  // which counts on the old bytes
   }
   return uses;
 }
@@ -486,14 +494,17 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   static auto* const kVerdicts = new VerdictTable();
   const Verdict& verdict = kVerdicts->Find(op.schema());
   const c10::DispatchKeySet below = BelowManaged(verdict, keys);
-  if (verdict.special != Special::kNone && ServedByResidency(verdict, stack)) return;
+  const bool computes = verdict.special != Special::kNone && verdict.special < Special::kSet;
+  if (verdict.special != Special::kNone && !(computes && MayBecomeAnother(below)) &&
+      ServedByResidency(verdict, stack))
+    return;
   if (verdict.is_lazy_clone && CloneAtOnce(stack)) return;
   if (verdict.is_split &&
       torch::jit::peek(*stack, 0, verdict.arguments.size()).toListRef().size() > 1)
     return RunOneByOne(op, keys, stack);
   if (verdict.is_message) LeaveOutOfMessages(verdict, stack);
-  Uses uses = CollectUses(verdict, stack);
-  if (CopySeveral(verdict, uses, stack)) uses = CollectUses(verdict, stack);
+  Uses uses = CollectUses(verdict, below, stack);
+  if (CopySeveral(verdict, uses, stack)) uses = CollectUses(verdict, below, stack);
   // Whether two storages are one, which set_() asks, is seen only where both have bytes.
   for (size_t i = 0; verdict.special == Special::kSet && i < verdict.arguments.size(); ++i)
     Collect(torch::jit::peek(*stack, i, verdict.arguments.size()), Argument::kRead, uses);

@@ -192,6 +192,7 @@ class PythonEngine final : public torch::CustomClassHolder {
 
   void Close() {
     guard_.reset();
+    if (engine_ != nullptr) ForgetConstructed(engine_->tensors().attachment().get());
     engine_.reset();
   }
 
