@@ -506,6 +506,17 @@ TEST_F(AttachTest, EverythingThatCannotBeAttachedIsSaidAtOnce) {
       [&] { engine_->SGD(*model_, torch::optim::SGDOptions(1e-3)); });
 }
 
+TEST_F(AttachTest, NameThatTheDaemonCannotReadIsRefused) {
+  setenv("OFFLOADD_DISABLE", "0", 1);
+  model_ = MakeModel(at::kFloat);
+  model_->register_parameter("na\xefve \"\n", torch::ones({3}));
+  engine_ = Engine::Open(OptionsFor(*model_, {"unread_name"}));
+  ExpectError(1601, "the name 'na\\xefve \\\"\\n' of a tensor is not UTF-8", [&] {
+    engine_->SGD(*model_, torch::optim::SGDOptions(1e-3));
+    engine_->Seal();
+  });
+}
+
 TEST_F(AttachTest, FrozenTableOfWholeNumbersStaysInMemoryAndIsResumed) {
   setenv("OFFLOADD_DISABLE", "0", 1);
   recipe_ = {"table"};
