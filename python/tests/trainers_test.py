@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -313,6 +314,18 @@ stopped_before_what_was_due("stopped_at_the_end_of_an_epoch", 3, gradient_accumu
 
 
 
+class Masks(torch.utils.data.Dataset):
+    """Samples of which some tokens are others each time."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        ids = tokens(index, size=1)[0]
+        ids[torch.randint(len(ids), (2,))] = random.randrange(3, IDS)
+        return {"input_ids": ids, "labels": ids}
+
+
 class EpochsOfThree(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_epoch_stop = state.global_step % 3 == 0
@@ -323,6 +336,9 @@ STREAMED = {"data": Stream, "gradient_accumulation_steps": 2, "max_steps": 7, "l
 stopped_before_what_was_due("stopped_in_the_second_pass_of_data_without_a_length", 3, **STREAMED)
 stopped_before_what_was_due("stopped_at_the_end_of_a_pass_of_data_without_a_length", 2, **STREAMED)
 stopped_before_what_was_due("stopped_in_an_epoch_behind_one_that_ended_early", 4, others=[EpochsOfThree], max_steps=-1, num_train_epochs=3)
+for stopped_at in (1, 4):
+    stopped_before_what_was_due(f"stopped_at_step_{stopped_at}_with_data_that_draw_random_numbers", stopped_at, data=Masks, gradient_accumulation_steps=2,
+                                max_steps=-1, num_train_epochs=2)
 stopped_before_what_was_due("stopped_where_a_callback_ends_the_epoch", 3, others=[EpochsOfThree], max_steps=-1, num_train_epochs=3)
 # The order of an epoch is drawn from the random numbers at its beginning.
 stopped_before_what_was_due("stopped_in_an_epoch_of_samples_grouped_by_their_length", 3, train_sampling_strategy="group_by_length",
