@@ -123,7 +123,7 @@ def absolute_paths(pools):
     several = list(pools) if isinstance(pools, (list, tuple)) else [pools]
     if not all(isinstance(each, (str, os.PathLike)) for each in several):
         raise Error.of(1002, f"nvme_path is {pools!r}, which is no path", "Give it a directory, or a list of several")
-    given = [os.fspath(each) for each in pools] if isinstance(pools, (list, tuple)) else os.fspath(pools).split(",")
+    given = [os.fspath(each) for each in pools] if isinstance(pools, (list, tuple)) else map(str.strip, os.fspath(pools).split(","))
     return ",".join(each if not each or os.path.isabs(each) else os.path.join(os.getcwd(), each) for each in given)
 
 

@@ -3,14 +3,19 @@
 Trainer derives it from the number of steps, which says nothing where data have no length, and end and begin again before max_steps, or
 where a callback has ended an epoch early."""
 
+import functools
 import logging
 import random
+import weakref
 
 import torch
+from torch.utils.data import dataloader
 
 _log = logging.getLogger("offloadd")
 _NEEDED = "_init_training_state"  # of transformers 5
 _NUMBERS = "_load_rng_state"
+_FETCHES = "get_batch_samples"
+_fetching = None  # the Position whose Trainer is asking for batches
 
 
 def random_state():
@@ -28,6 +33,30 @@ def set_random_state(state):
     torch.random.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _is_same(a, b):
+    """Whether no random number was drawn on the host between two states."""
+    return torch.equal(a["cpu"], b["cpu"]) and a["python"] == b["python"] and all((x == y) if isinstance(x, (str, int, float)) else (x == y).all()
+                                                                                for x, y in zip(a["numpy"], b["numpy"]))
+
+
+@functools.lru_cache(maxsize=None)
+def _watch_fetches():
+    """Batches of data with an index that are made in this process, one after the other, tell `_fetching`."""
+    iterator = dataloader._SingleProcessDataLoaderIter
+    original = iterator._next_index
+
+    def next_index(self):
+        position = _fetching
+        if position is None or self._dataset_kind != dataloader._DatasetKind.Map or not position.reads(self):
+            return original(self)
+        position.before_index()
+        index = original(self)
+        position.before_fetch()
+        return index
+
+    iterator._next_index = next_index
 
 
 def length_of(loader):
@@ -51,20 +80,63 @@ def kept_for(trainer, kept):
 
 class Position:
     """The epoch of the loop, how many micro-batches of it are behind, and the random numbers at its beginning, of which a sampler may have
-    made its order. `numbers`: those of an epoch that was begun in a process that has ended."""
+    made its order. `numbers`: those of an epoch that was begun in a process that has ended.
 
-    def __init__(self, epoch, batches, numbers=None):
-        self._start = epoch, batches, numbers
+    Data and collators may draw random numbers (masks, crops), and a batch may be made before the step that comes before its own: `fetch`
+    says of the step that the job is at how many batches were `ahead` of it, and which were the numbers `before` the last of them. `load`
+    sets those of the step."""
+
+    def __init__(self, epoch, batches, numbers=None, fetch=None, load=None):
+        self._start = epoch, batches, numbers, fetch
+        self._load = load
         self.restart()
 
     def restart(self):
-        self.epoch, self.batches, self._numbers = self._start
-        self._is_before_first = True
+        self.epoch, self.batches, self._numbers, self._kept_fetch = self._start
+        self._is_before_first, self.has_loaded = True, False
+        self._begin_fetches()
+
+    def _begin_fetches(self):
+        self._iterator, self._before_last, self._fetched = None, None, self.batches
+
+    def reads(self, iterator):
+        """Whether this is what the epoch's batches come from: others are read by it, or by the data."""
+        if self._iterator is None:
+            self._iterator = weakref.ref(iterator)
+        return self._iterator() is iterator
+
+    def before_index(self):
+        if self._fetched > self.batches:  # the first index of an epoch draws its order
+            self._go_on()
+
+    def before_fetch(self):
+        self._go_on()
+        if self._kept_fetch is not None and self._kept_fetch["before"] is not None:
+            set_random_state(self._kept_fetch["before"])
+        self._before_last = random_state()
+        self._fetched += 1
+
+    def _go_on(self):
+        """Where the batches that were ahead are behind, the numbers are those of the step."""
+        if self._kept_fetch is not None and self._fetched - self.batches == self._kept_fetch["ahead"]:
+            self._kept_fetch = None
+            self._load()
+            self.has_loaded = True
+
+    def end_fetches(self):
+        if self._before_last is not None and _is_same(self._before_last, random_state()):
+            self._before_last = None  # no numbers in these data
+
+    def _fetch(self):
+        """What is kept with the step that the next micro-batch ends; None where nothing is known, or more batches are ahead than the last."""
+        ahead = self._fetched - self.batches - 1
+        return {"ahead": ahead, "before": self._before_last if ahead else None} if self._iterator is not None and ahead in (0, 1) else None
 
     def begin_epoch(self):
         if not self._is_before_first:
-            self.epoch, self.batches, self._numbers = self.epoch + 1, 0, None
+            self.epoch, self.batches, self._numbers, self._kept_fetch = self.epoch + 1, 0, None, None
         self._is_before_first = False
+        self._begin_fetches()
         if self._numbers is not None:
             set_random_state(self._numbers)  # Trainer sets those of the step when it has left out what is behind
         else:
@@ -79,13 +151,15 @@ class Position:
         """What is kept with the step that this micro-batch ends."""
         batches = self.batches + 1
         return {"epoch": self.epoch, "batches": batches, "is_last": batches == length_of(loader), "random": self._numbers,
-                "of": _micro_batch_of(trainer)}
+                "of": _micro_batch_of(trainer), "fetch": self._fetch()}
 
 
-def _position_after(kept, args):
+def _position_after(kept, args, load):
     if kept["is_last"]:
         return Position(kept["epoch"] + 1, 0)
-    return Position(kept["epoch"], 0) if args.ignore_data_skip else Position(kept["epoch"], kept["batches"], kept["random"])
+    if args.ignore_data_skip:
+        return Position(kept["epoch"], 0)
+    return Position(kept["epoch"], kept["batches"], kept["random"], kept.get("fetch"), load)
 
 
 def epoch_of(kept, trainer):
@@ -100,25 +174,43 @@ def follow(trainer, callback, kept_at):
     if not hasattr(trainer, _NEEDED):
         return
 
-    def begin(*args, **kwargs):
+    def begin(max_steps, updates, epochs, checkpoint, *args, **kwargs):
+        args = max_steps, updates, epochs, checkpoint, *args
         start = getattr(type(trainer), _NEEDED)(trainer, *args, **kwargs)
         kept = kept_at(trainer.state.global_step) if trainer.state.global_step else None
-        callback.position = _position_after(kept, trainer.args) if kept is not None else Position(*start)
+        load = functools.partial(getattr(type(trainer), _NUMBERS, lambda *_: None), trainer, checkpoint)
+        callback.position = _position_after(kept, trainer.args, load) if kept is not None else Position(*start)
         if kept is None and (trainer.state.epoch or 0) > 1 and not trainer.args.ignore_data_skip and start[0] == 0:
             _log.warning("offloadd: the data of the checkpoint have no length, and ended before its step: Trainer goes on elsewhere in them than "
                          "the run that wrote it. A job that is continued goes on where it was")
         return callback.position.epoch, callback.position.batches
 
     def load_numbers(*args, **kwargs):
+        if callback.position is not None and callback.position.has_loaded:
+            callback.position.has_loaded = False
+            return
         getattr(type(trainer), _NUMBERS)(trainer, *args, **kwargs)
         if callback.position is not None:
             callback.position.numbers_were_loaded()
 
+    def get_batches(*args, **kwargs):
+        global _fetching
+        before, _fetching = _fetching, callback.position
+        try:
+            return getattr(type(trainer), _FETCHES)(trainer, *args, **kwargs)
+        finally:
+            if _fetching is not None:
+                _fetching.end_fetches()
+            _fetching = before
+
     setattr(trainer, _NEEDED, begin)
+    if hasattr(trainer, _FETCHES) and hasattr(dataloader, "_SingleProcessDataLoaderIter"):
+        _watch_fetches()
+        setattr(trainer, _FETCHES, get_batches)
     if hasattr(trainer, _NUMBERS):
         setattr(trainer, _NUMBERS, load_numbers)
 
 
 def leave(trainer):
-    for name in (_NEEDED, _NUMBERS):
+    for name in (_NEEDED, _NUMBERS, _FETCHES):
         trainer.__dict__.pop(name, None)

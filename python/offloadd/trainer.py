@@ -169,10 +169,18 @@ class TrainerCallback(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         self._count_batch()
 
-    def on_pre_optimizer_step(self, args, state, control, train_dataloader=None, **kwargs):
-        """What is needed to go on after this step travels with it."""
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, train_dataloader=None, **kwargs):
+        """What is needed to go on after this step travels with it: as it is when all callbacks have been told, of which some may change it."""
         if self.handle is None or is_disabled():
             return
+
+        def keep(*_):
+            hook.remove()
+            self._keep(state, train_dataloader)
+
+        hook = getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(keep)
+
+    def _keep(self, state, train_dataloader):
         steps = {"magic": _MAGIC, "step": state.global_step + 1, "job_step": self.handle.step + 1}
         if self.position is not None:
             steps["position"] = self.position.after_this(train_dataloader, self.trainer())

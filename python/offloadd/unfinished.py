@@ -104,11 +104,14 @@ class _WritesCountForNothing(TorchFunctionMode):
 
 @contextlib.contextmanager
 def _done_before(trainer):
-    """What is written inside into weights, buffers and options of the optimizer counts for nothing."""
+    """What is written inside into weights, buffers and options of the optimizer counts for nothing, nor do buffers that take others' places."""
     tensors = [(each, each.detach()) for each in _tensors_of(trainer.model)]
+    buffers = [(module, dict(module._buffers)) for module in trainer.model.modules()]
     groups = [(group, {key: value for key, value in group.items() if key != "params"}) for group in trainer.optimizer.param_groups]
     with _WritesCountForNothing(trainer.model):
         yield
+    for module, own in buffers:
+        module._buffers.update(own)
     for tensor, own in tensors:
         if tensor.untyped_storage()._cdata != own.untyped_storage()._cdata:  # p.data = …
             tensor.data = own

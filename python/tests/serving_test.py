@@ -593,7 +593,7 @@ def script_goes_to_another_directory(run):
         if run.offloaded:
             handle.close()
             again = run.model()
-            with run.attach(again, torch.optim.AdamW(again.parameters(), 1e-3, fused=True), job="job1") as resumed:
+            with run.attach(again, torch.optim.AdamW(again.parameters(), 1e-3, fused=True), job="job1", nvme_path=f" {run.folder} ") as resumed:
                 assert resumed.step == 3
             run.models.clear()
         return told

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -206,13 +207,13 @@ class Times(transformers.TrainerCallback):
         assert self.epoch_at <= state.global_step
 
 
-def stopped_before_what_was_due(name, step, scheduler=None, others=(), **options):
+def stopped_before_what_was_due(name, step, scheduler=None, others=(), build=gpt2, **options):
     """A step that is to be logged, evaluated and saved is the last one of a process: the next one does that first. Everything is equal, also
     what dropout draws behind it."""
 
     def function(run):
         def made():
-            model = run.make(gpt2)
+            model = run.make(build)
             optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True) if scheduler else None
             return model, (optimizer, scheduler and scheduler(optimizer)), [Times(), *(each() for each in others)]
 
@@ -275,13 +276,54 @@ class ChangesAtBeginnings(transformers.TrainerCallback):
         self.change(model, optimizer)
 
 
+class ChangesLast(transformers.TrainerCallback):
+    """Changes the optimizer's options when gradients are there; told after the job's own callback."""
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 2 * group["weight_decay"] + 0.01
+
+
+class Scaled(torch.nn.Module):
+    """Has a buffer that decides its losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = gpt2()
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, input_ids, labels=None):
+        return {"loss": self.model(input_ids=input_ids, labels=labels).loss * self.scale.mean()}
+
+
+class ReplacesBuffers(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        model.scale = 1.1 * model.scale
+
+    on_epoch_begin = on_step_begin
+
+
 stopped_before_what_was_due("stopped_before_weights_are_written_behind_the_optimizer", 3, others=[Shrinks], **EVALUATED)
 stopped_before_what_was_due("stopped_after_weights_and_options_were_changed_before_the_step", 3, others=[ChangesAtBeginnings], **EVALUATED)
+stopped_before_what_was_due("stopped_after_options_were_changed_behind_the_gradients", 3, others=[ChangesLast], **EVALUATED)
+stopped_before_what_was_due("stopped_after_buffers_were_replaced_before_the_step", 3, others=[ReplacesBuffers], build=Scaled, **EVALUATED)
 stopped_before_what_was_due("stopped_after_the_last_step", 7, **EVALUATED)
 stopped_before_what_was_due("stopped_at_the_end_of_an_epoch", 3, gradient_accumulation_steps=5, num_train_epochs=2, max_steps=-1,
                             eval_strategy="epoch", logging_strategy="epoch", logging_steps=500)
 
 
+
+
+class Masks(torch.utils.data.Dataset):
+    """Samples of which some tokens are others each time."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, index):
+        ids = tokens(index, size=1)[0]
+        ids[torch.randint(len(ids), (2,))] = random.randrange(3, IDS)
+        return {"input_ids": ids, "labels": ids}
 
 
 class EpochsOfThree(transformers.TrainerCallback):
@@ -294,6 +336,9 @@ STREAMED = {"data": Stream, "gradient_accumulation_steps": 2, "max_steps": 7, "l
 stopped_before_what_was_due("stopped_in_the_second_pass_of_data_without_a_length", 3, **STREAMED)
 stopped_before_what_was_due("stopped_at_the_end_of_a_pass_of_data_without_a_length", 2, **STREAMED)
 stopped_before_what_was_due("stopped_in_an_epoch_behind_one_that_ended_early", 4, others=[EpochsOfThree], max_steps=-1, num_train_epochs=3)
+for stopped_at in (1, 4):
+    stopped_before_what_was_due(f"stopped_at_step_{stopped_at}_with_data_that_draw_random_numbers", stopped_at, data=Masks, gradient_accumulation_steps=2,
+                                max_steps=-1, num_train_epochs=2)
 stopped_before_what_was_due("stopped_where_a_callback_ends_the_epoch", 3, others=[EpochsOfThree], max_steps=-1, num_train_epochs=3)
 # The order of an epoch is drawn from the random numbers at its beginning.
 stopped_before_what_was_due("stopped_in_an_epoch_of_samples_grouped_by_their_length", 3, train_sampling_strategy="group_by_length",
