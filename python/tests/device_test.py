@@ -23,7 +23,8 @@ from torch.optim import SGD, AdamW
 import battery
 import offloadd
 import offloadd.deepspeed
-import serving_test  # noqa: its cases are declared
+import modules_test  # noqa: its cases are declared
+import serving_test  # noqa
 import training_test  # noqa
 from battery import case, main, retype, states_of
 from offloadd import handle as handle_module

@@ -7,7 +7,8 @@ import sys
 import torch
 from torch.optim import SGD, AdamW
 
-import training_test  # noqa: its cases are declared
+import modules_test  # noqa: its cases are declared
+import training_test  # noqa
 from battery import VOCABULARY, WIDTH, case, main, retype, states_of
 
 # The ordinary loop with every optimizer, and what reads and writes gradients and weights.

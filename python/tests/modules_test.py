@@ -1,0 +1,1133 @@
+"""What people's modules are and do: tied and frozen weights, buffers, casts, views, edits, lifetimes."""
+
+import copy
+import logging
+import os
+import sys
+import tempfile
+
+import numpy
+import safetensors.torch
+import torch
+from torch.optim import SGD, AdamW
+from torch.optim import lr_scheduler as schedulers
+
+import offloadd
+from battery import VOCABULARY, Transformer, case, main
+
+
+@case
+def tied(run):
+    model = run.model(tied=True)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer, clip=1.0), model.head.weight is model.embed.weight
+
+
+@case
+def checkpointing(run):
+    model = run.model(checkpointing="modern")
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer, micro=2)
+
+
+@case
+def checkpointing_reentrant(run):
+    model = run.model(checkpointing="reentrant")
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer, micro=2)
+
+
+@case
+def frozen(run):
+    model = run.model()
+    model.embed.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer)
+
+
+class Quantised(torch.nn.Module):
+    """A frozen matrix of whole numbers, with trained scales."""
+
+    def __init__(self, size=64):
+        super().__init__()
+        numbers = torch.randint(-127, 128, (size, 16), dtype=torch.int8, generator=torch.Generator().manual_seed(1))
+        self.numbers = torch.nn.Parameter(numbers, requires_grad=False)
+        self.mask = torch.nn.Parameter(numbers > 0, requires_grad=False)
+        self.scale = torch.nn.Parameter(torch.rand(size, 1))
+        self.head = torch.nn.Linear(size, 4)
+
+    def forward(self, x):
+        weight = self.numbers.to(x.dtype) / 127 * self.mask * self.scale
+        return self.head(torch.nn.functional.linear(x, weight))
+
+
+def train_quantised(run, model, optimizer, first=0):
+    told = []
+    for step in range(first, first + 2):
+        loss = model(torch.randn(3, 16, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case
+def tables_of_whole_numbers(run):
+    """They are in the optimizer, too, as model.parameters() gives them."""
+    model = run.make(Quantised)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    handle = run.attach(model, optimizer)
+    told = [train_quantised(run, model, optimizer), copy.deepcopy(optimizer.state_dict()["state"]), handle.gather("numbers"), model.state_dict()]
+    handle.save_weights(os.path.join(run.folder, "weights"))
+    with torch.no_grad():
+        model.numbers.zero_()
+    handle.load_weights(os.path.join(run.folder, "weights"))
+    return told, train_quantised(run, model, optimizer, first=2)
+
+
+@case
+def tables_are_resumed(run):
+    """Those that are small, and one that is a tensor of the store."""
+
+    def attached():
+        model = run.make(lambda: Quantised(size=20000))
+        optimizer = SGD([model.scale, *model.head.parameters()], 1e-3)
+        return model, optimizer, run.attach(model, optimizer, job="tables")
+
+    model, optimizer, handle = attached()
+    with torch.no_grad():
+        model.numbers[3] = 5
+    model.mask = torch.nn.Parameter(~model.mask, requires_grad=False)
+    told = train_quantised(run, model, optimizer)
+    if run.offloaded:
+        run.end()
+        model, optimizer, handle = attached()
+        assert handle.step == 2, handle.step
+    return told, train_quantised(run, model, optimizer, first=2), model.numbers, model.mask
+
+
+@case
+def frozen_in_the_optimizer(run):
+    model = run.model()
+    model.blocks[0].requires_grad_(False)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer)
+
+
+@case
+def frozen_later(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    model.blocks[0].requires_grad_(False)
+    return told + run.train(model, optimizer, first=3)
+
+
+@case
+def unfrozen_later(run):
+    model = run.model()
+    model.blocks.requires_grad_(False)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    if run.offloaded:
+        run.attach(model, optimizer, unfreeze=True)
+    else:
+        run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    for block in reversed(model.blocks):
+        block.requires_grad_(True)
+        told += run.train(model, optimizer, clip=1.0)
+    return told
+
+
+@case(types=("fp32",))
+def unfrozen_by_name(run):
+    model = run.model()
+    model.blocks.requires_grad_(False)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    if run.offloaded:
+        run.attach(model, optimizer, unfreeze=["blocks.1.*"])
+    else:
+        run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    model.blocks[1].requires_grad_(True)
+    return told + run.train(model, optimizer)
+
+
+@case(memory=("1GiB",))
+def unfrozen_unannounced(run):
+    model = run.model()
+    model.blocks.requires_grad_(False)
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    for block in reversed(model.blocks):
+        block.requires_grad_(True)
+        optimizer.add_param_group({"params": list(block.parameters())})
+        told += run.train(model, optimizer, clip=1.0)
+    return told
+
+
+@case
+def unused_parameters(run):
+    model = run.model()
+    model.extra = torch.nn.Linear(7, 5).to(run.dtype)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer), model.extra.weight.grad
+
+
+@case(types=("fp32",))
+def convolutions(run):
+    model = run.make(lambda: torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+        torch.nn.Conv2d(16, 16, 3, groups=4), torch.nn.GroupNorm(4, 16), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(),
+        torch.nn.Linear(16, 10)))
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 12, 12)), torch.arange(4))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told, model[1].running_mean, model.eval()(torch.ones(1, 3, 12, 12))
+
+
+def pictures_model(memory_format=torch.channels_last):
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 64, 3, padding=1), torch.nn.BatchNorm2d(64), torch.nn.ReLU(), torch.nn.Conv2d(64, 64, 3, groups=64),
+        torch.nn.Conv2d(64, 96, 3), torch.nn.ConvTranspose2d(96, 8, 2)).to(memory_format=memory_format)
+
+
+def train_pictures(run, model, optimizer, first=0):
+    told = []
+    for step in range(first, first + 3):
+        for part in range(2):
+            x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2 * step + part)).to(run.dtype)
+            loss = model(x.to(memory_format=torch.channels_last)).float().pow(2).mean()
+            loss.backward()
+            told.append(loss.item())
+        told.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).item())
+        told.append([p.grad.clone() for p in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+@case
+def channels_last(run):
+    model = run.make(pictures_model)
+    optimizer = AdamW(model.parameters(), 1e-2, amsgrad=True)
+    handle = run.attach(model, optimizer, **({"job": "again"} if run.offloaded else {}))
+    told = train_pictures(run, model, optimizer)
+    if run.offloaded:
+        run.end()
+        model = run.make(pictures_model)
+        optimizer = AdamW(model.parameters(), 1e-2, amsgrad=True)
+        run.attach(model, optimizer, job="again")
+    told += train_pictures(run, model, optimizer, first=3)
+    model.to(memory_format=torch.channels_last)
+    state = run.handles[0].gather(model[4].weight, "exp_avg")
+    return told, state, state.stride(), [p.stride() for p in model.parameters()], copy.deepcopy(model).state_dict()
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def channels_last_after_attach_is_refused(run):
+    model = run.make(lambda: pictures_model(torch.contiguous_format))
+    run.attach(model, SGD(model.parameters(), 0.1))
+    model.to(memory_format=torch.channels_last)
+
+
+@case(refused=1602, types=("fp32",), memory=("double",))
+def job_of_another_layout_is_refused(run):
+    for layout in torch.channels_last, torch.contiguous_format:
+        model = run.make(lambda: pictures_model(layout))
+        with run.attach(model, SGD(model.parameters(), 0.1), job="again"):
+            pass
+
+
+@case(types=("fp32",))
+def recurrent(run):
+    model = run.make(lambda: torch.nn.GRU(16, 24, batch_first=True))
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = model(torch.randn(2, 5, 16))[0].pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(types=("fp32",))
+def embedding_bag_and_dropout(run):
+    model = run.make(lambda: torch.nn.Sequential(torch.nn.EmbeddingBag(100, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 2)))
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = torch.nn.functional.cross_entropy(model(torch.randint(100, (4, 6))), torch.tensor([0, 1, 0, 1]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+def train_sparse(run, make):
+    model = run.make(lambda: torch.nn.Sequential(torch.nn.Embedding(400, 96, sparse=True), torch.nn.Linear(96, 8)))
+    optimizer = make(model.parameters())
+    run.attach(model, optimizer)
+    told = []
+    for step in range(4):  # indices come several times
+        ids = torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(step))
+        loss = model(ids).float().pow(2).mean() * (1e4 if step == 2 else 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(types=("fp32",))
+def sparse_gradients(run):
+    return train_sparse(run, lambda p: SGD(p, 0.7))
+
+
+@case(types=("fp32",))
+def sparse_gradients_maximized(run):
+    return train_sparse(run, lambda p: SGD(p, 0.001, maximize=True))
+
+
+@case(types=("fp32",))
+def sparse_adam(run):
+    model = run.make(lambda: torch.nn.Embedding(400, 96, sparse=True))
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), 0.01)
+    run.attach(model, optimizer)
+    for step in range(3):
+        model(torch.arange(3 * step, 3 * step + 7)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def sparse_gradients_with_momentum_are_refused(run):
+    train_sparse(run, lambda p: SGD(p, 0.1, momentum=0.9))
+
+
+@case(types=("fp32",))
+def parametrizations(run):
+    model = run.make(lambda: torch.nn.Sequential(torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(16, 16)),
+                                                 torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(16, 16))))
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 16)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(types=("fp32",))
+def autocast(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run.loss(model, step)
+        loss.backward()
+        told += [loss.item(), clip(model.parameters(), 1.0).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+@case
+def evaluation_between(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        told += run.train(model, optimizer, steps=1, first=step)
+        model.eval()
+        with torch.no_grad():
+            told.append(run.loss(model, 99).item())
+        with torch.inference_mode():
+            told.append(run.loss(model, 98).item())
+        model.train()
+    return told
+
+
+@case
+def average_of_weights(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    told = []
+    for step in range(3):
+        told += run.train(model, optimizer, steps=1, first=step)
+        average.update_parameters(model)
+    return told, [p.detach() for p in average.parameters()], run.loss(average, 1)
+
+
+@case
+def weights_given_other_storages(run):
+    """`p.data = …`, of trained and of frozen parameters: what MoCo does; put back in between, as for an evaluation."""
+    def make():
+        query = run.model(layers=1)
+        return torch.nn.ModuleList([query, copy.deepcopy(query).requires_grad_(False)])
+
+    def go(model, optimizer, steps):
+        told = []
+        for step in steps:
+            loss = run.loss(model[0], step) + (model[1](run.batch(step)).float() - model[0](run.batch(step)).float()).square().mean()
+            for q, k in zip(model[0].parameters(), model[1].parameters()):
+                k.data = k.data * 0.5 + q.data * 0.5
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            kept = [p.data for p in model[0].parameters()]
+            for p in model[0].parameters():
+                p.data = torch.zeros_like(p)
+            told += [loss.item(), run.loss(model[0], step).item()]
+            for p, before in zip(model[0].parameters(), kept):
+                p.data = before
+            del p, kept, before
+            for p in model[0].parameters():
+                p.data = p.data * 0.99
+        return told
+
+    model = make()
+    optimizer = SGD(model[0].parameters(), 0.1, momentum=0.9)
+    handle = run.attach(model, optimizer, job="replaced")
+    if not run.offloaded:
+        return go(model, optimizer, range(4))
+    told = go(model, optimizer, range(2))
+    # What comes behind the last step is not of the job.
+    scaled = [p.detach().clone() for p in model[0].parameters()]
+    handle.close()
+    run.models.pop()
+    model = make()
+    optimizer = SGD(model[0].parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer, job="replaced")
+    run.handles.pop(0)
+    with torch.no_grad():
+        for p, value in zip(model[0].parameters(), scaled):
+            p.copy_(value)
+    return told + go(model, optimizer, range(2, 4))
+
+
+@case(types=("fp32",), memory=("floor",))
+def started_under_any_umask(run):
+    model = run.model(layers=1)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    before = os.umask(0o777)
+    try:
+        run.attach(model, optimizer)
+    finally:
+        os.umask(before)
+    return run.train(model, optimizer)
+
+
+@case(types=("fp32",), memory=("floor",))
+def files_and_pointers_while_a_model_is_built(run):
+    """What follows pointers has a copy in memory: torch.save and torch.load, safetensors, numpy."""
+    def make():
+        model = torch.nn.Sequential(torch.nn.Linear(256, 300), torch.nn.Linear(300, 256))
+        torch.save(model.state_dict(), path := os.path.join(run.folder, "built.pt"))
+        safetensors.torch.save_file(model.state_dict(), path + ".safetensors")
+        told = [torch.load(path)["0.weight"].sum().item(), safetensors.torch.load_file(path + ".safetensors")["1.weight"].sum().item(),
+                float(model[0].weight.detach().numpy()[0, 0]), model[1].weight.tolist()[-1][-1], repr(model[0].weight)]
+        model.load_state_dict({name: value * 2 for name, value in torch.load(path).items()})
+        return model, told
+
+    torch.manual_seed(0)
+    if run.offloaded:
+        with offloadd.init(nvme_path=run.folder, ram=f"{64 << 20}", job="built"):
+            model, told = make()
+        handle = offloadd.attach(model, SGD(model.parameters(), 0.1))
+        values = [handle.gather(p) for p in model.parameters()]
+        handle.close()
+        return told, values
+    model, told = make()
+    return told, [p.detach() for p in model.parameters()]
+
+
+class Cropped(torch.nn.Module):
+    """Its parameters are parts of tensors that nobody has any more."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, 8)
+        self.embed.weight = torch.nn.Parameter(self.embed.weight[:64])
+        both = torch.randn(16)
+        self.scale, self.shift = torch.nn.Parameter(both[:8]), torch.nn.Parameter(both[8:])
+
+    def forward(self, ids):
+        return (self.embed(ids % 64) * self.scale + self.shift) @ self.embed.weight.t()
+
+
+@case
+def parameters_that_are_parts_of_nobodys_tensors(run):
+    model = run.make(Cropped)
+    optimizer = AdamW(model.parameters(), 1e-2)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        ids = run.batch(step) % 64
+        loss = torch.nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def parameter_that_is_a_part_of_somebodys_tensor_is_refused(run):
+    model = torch.nn.Linear(8, 8)
+    whole = torch.zeros(16, 8)
+    model.weight = torch.nn.Parameter(whole[:8])
+    run.attach(model, SGD(model.parameters(), 0.1))
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def storage_that_two_tensors_are_over_is_refused(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    average = [torch.zeros(2 * p.numel()) for p in model.parameters()]
+    for p, value in zip(model.parameters(), average):
+        p.data = value[:p.numel()].view_as(p)
+    run.train(model, optimizer)
+
+
+@case
+def values_that_live_on_beside_the_weights_that_they_were_given_to(run):
+    """`p.data = x`, and x is kept: both are one from then on, also after steps."""
+    model = run.model(layers=1)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, 1)
+    kept = [p.detach() * 0.5 for p in model.parameters()]
+    for p, value in zip(model.parameters(), kept):
+        p.data = value
+    for step in range(1, 4):
+        told += run.train(model, optimizer, 1, first=step)
+        told += [torch.equal(p, value) for p, value in zip(model.parameters(), kept)]
+        told += [value.clone() for value in kept]
+        for value in kept:
+            value.mul_(0.75)
+        told.append(run.loss(model, step).item())
+    return told
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """Goes back to weights that it has kept, and keeps them on: both are over one storage."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+        self.base = SGD(self.param_groups, lr, momentum=0.9)
+
+    @torch.no_grad()
+    def step(self, closure):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["kept"] = p.data.clone()
+            p.add_(p.grad, alpha=0.1)
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        for p in self.param_groups[0]["params"]:
+            p.data = self.state[p]["kept"]
+        self.base.step()
+        self.zero_grad()
+
+
+@case
+def storages_shared_with_an_optimizer_in_this_process(run):
+    model = run.model(layers=1)
+    optimizer = SharpnessAware(model.parameters(), 0.1)
+    handle = run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        def closure():
+            loss = run.loss(model, step)
+            loss.backward()
+            told.append(loss.item())
+
+        closure()
+        optimizer.step(closure)
+        told.append(handle.gather("head.weight"))
+    return told
+
+
+@case
+def moving_average_by_hand(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    teacher = copy.deepcopy(model)
+    told = []
+    for step in range(3):
+        told += run.train(model, optimizer, steps=1, first=step)
+        with torch.no_grad():
+            for ours, theirs in zip(teacher.parameters(), model.parameters()):
+                ours.mul_(0.9).add_(theirs, alpha=0.1)
+    return told, [p.detach() for p in teacher.parameters()]
+
+
+@case
+def initialised_after_attach(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    torch.manual_seed(5)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    told = run.train(model, optimizer)
+    with torch.no_grad():
+        model.head.weight[3].zero_()
+        model.embed.weight.data.mul_(0.5)
+    return told + run.train(model, optimizer, first=3)
+
+
+@case
+def state_dict_loaded_after_attach(run):
+    model, other = run.model(), run.make(lambda: Transformer(2))
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.01)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    model.load_state_dict(other.state_dict())
+    return told + run.train(model, optimizer, first=3)
+
+
+@case(types=("fp32",))
+def functional_call(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    scaled = {name: p * 2 for name, p in model.named_parameters()}
+    return told, torch.func.functional_call(model, scaled, (run.batch(1),))
+
+
+@case(types=("fp32",))
+def casts_that_change_nothing(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    model.to("cpu").float().train().cpu()
+    return run.train(model, optimizer)
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def cast_after_attach_is_refused(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    model.to(torch.bfloat16)
+    run.train(model, optimizer)
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def complex_weights_are_refused(run):
+    model = torch.nn.Linear(8, 8, dtype=torch.complex64)
+    run.attach(model, AdamW(model.parameters()))
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def data_parallel_is_refused(run):
+    model = torch.nn.DataParallel(run.model())
+    optimizer = AdamW(model.parameters())
+    if run.offloaded:
+        offload(run, model, optimizer)
+
+
+def offload(run, model, optimizer):
+    import offloadd
+
+    offloadd.attach(model, optimizer, nvme_path=run.folder, ram="256MiB")
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def distributed_tensors_are_refused(run):
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = run.model()
+        model.head.weight = torch.nn.Parameter(distribute_tensor(model.head.weight.detach(), init_device_mesh("cpu", (1,)), [Replicate()]))
+        offload(run, model, AdamW(model.parameters()))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def model_on_meta_is_refused(run):
+    with torch.device("meta"):
+        model = Transformer()
+    offload(run, model, AdamW(model.parameters()))
+
+
+@case(refused=1205, types=("fp32",), memory=("floor",))
+def one_job_twice_is_refused(run):
+    model, other = run.model(), run.model()
+    run.attach(model, AdamW(model.parameters()), job="same")
+    run.attach(other, AdamW(other.parameters()), job="same")
+
+
+@case(refused=1604, types=("fp32",), memory=("floor",))
+def attached_twice_is_refused(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters())
+    run.attach(model, optimizer)
+    run.attach(model, optimizer)
+
+
+@case(refused=1802, types=("fp32",), memory=("floor",))
+def use_after_close_is_refused(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters())
+    run.attach(model, optimizer).close()
+    run.loss(model, 0)
+
+
+@case(refused=1301, types=("fp32",), memory=("16MiB", "1MiB"))
+def too_little_memory_is_refused(run):
+    model = run.model()
+    run.attach(model, AdamW(model.parameters()))
+
+
+@case(types=("fp32",), memory=("256MiB",))
+def two_jobs_side_by_side(run):
+    first, second = run.model(), run.make(lambda: Transformer(1))
+    for_first, for_second = AdamW(first.parameters(), 1e-3, fused=True), SGD(second.parameters(), 0.1)
+    run.attach(first, for_first)
+    run.attach(second, for_second)
+    return run.train(first, for_first), run.train(second, for_second)
+
+
+@case
+def closed_and_attached_again(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    handle = run.attach(model, optimizer, **({"job": "again"} if run.offloaded else {}))
+    told = run.train(model, optimizer)
+    if run.offloaded:
+        run.end()
+        model = run.make(lambda: Transformer(2))
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        assert run.attach(model, optimizer, job="again").step == 3
+    return told + run.train(model, optimizer, first=3)
+
+
+@case(types=("fp32",))
+def closed_and_the_same_objects_attached_again(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    scheduler = schedulers.CosineAnnealingLR(optimizer, 8)
+    handle = run.attach(model, optimizer, **({"job": "again"} if run.offloaded else {}))
+    told = run.train(model, optimizer, scheduler=scheduler)
+    if run.offloaded:
+        run.end()
+        run.attach(model, optimizer, job="again")
+    return told + run.train(model, optimizer, first=3, scheduler=scheduler)
+
+
+@case(refused=1604, types=("fp32",), memory=("double",))
+def moments_do_not_go_to_a_new_job(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    handle = run.attach(model, optimizer, weights_at_close="memory")
+    run.train(model, optimizer)
+    handle.close()
+    run.attach(model, optimizer, job="new")
+
+
+@case(types=("fp32",))
+def running_statistics_are_resumed(run):
+    def make():
+        return run.make(lambda: torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU(), torch.nn.Flatten(),
+                                                    torch.nn.Linear(8 * 36, 4)))
+
+    def train(model, optimizer, first):
+        told = []
+        for step in range(first, first + 2):
+            torch.manual_seed(step)
+            loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.arange(4))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+        return told
+
+    model = make()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    handle = run.attach(model, optimizer, **({"job": "again"} if run.offloaded else {}))
+    told = train(model, optimizer, 0)
+    if run.offloaded:
+        run.end()
+        model = make()
+        optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+        run.attach(model, optimizer, job="again")
+    told += train(model, optimizer, 2)
+    return told, model[1].running_mean, model[1].num_batches_tracked, model.eval()(torch.ones(1, 3, 8, 8))
+
+
+def around_a_restart(run, build, job, look=lambda handle: None):
+    """Three steps, a restart, three steps: (the model, losses, what `look` saw of the handle before, between and after them)."""
+    told, seen = [], []
+
+    def attached():
+        model = run.make(build)
+        optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+        return model, optimizer, run.attach(model, optimizer, job=job)
+
+    def train(first):
+        for step in range(first, first + 3):
+            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+        seen.append(look(handle))
+
+    model, optimizer, handle = attached()
+    seen.append(look(handle))
+    train(0)
+    if run.offloaded:
+        run.end()
+        model, optimizer, handle = attached()
+        assert handle.step == 3, handle.step
+    train(3)
+    return model, told, seen
+
+
+class Centred(torch.nn.Module):
+    """Its buffer is another tensor after every forward pass, and the one before is kept."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("mean", torch.zeros(8))
+        self.means = []
+
+    def forward(self, x):
+        self.means.append(self.mean)
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0).detach()
+        return self.layer(x - self.mean)
+
+
+@case(types=("fp32",))
+def buffers_assigned_anew_are_resumed(run):
+    model, told, _ = around_a_restart(run, Centred, "centred")
+    return told, model.mean, model.means[-3:]
+
+
+class Exchanging(torch.nn.Module):
+    """Its buffers take each other's tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        for name in ("one", "other", "last", "last_but_one"):
+            self.register_buffer(name, torch.zeros(8))
+
+    def forward(self, x):
+        x = self.layer(x)
+        self.one, self.other = self.other, self.one
+        self.one.add_(x.detach().mean(0))
+        self.last_but_one = self.last
+        self.last = x.detach().mean(0)
+        return x + self.one * 0.5 + self.other + self.last_but_one
+
+
+@case(types=("fp32",))
+def buffers_that_take_each_others_tensors(run):
+    model, told, _ = around_a_restart(run, Exchanging, "exchanging")
+    return told, dict(model.named_buffers())
+
+
+class Observed(torch.nn.Module):
+    """As observers of quantisation: a scale of one element, and an empty maximum, which are as large as they have to be after the first pass; a least
+    value is another tensor then."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("most", torch.empty(0))
+        self.register_buffer("least", torch.tensor(0.0))
+
+    def forward(self, x):
+        x = self.layer(x)
+        if not self.most.numel():
+            self.scale.resize_(8).fill_(1)
+            self.most.resize_(8).zero_()
+            self.least = torch.zeros(8)
+        with torch.no_grad():
+            self.most.copy_(torch.maximum(self.most * 0.9, x.abs().amax(0)))
+            self.scale.lerp_(self.most, 0.5)
+            self.least = torch.minimum(self.least * 0.9, x.amin(0))
+        return x / self.scale + self.least
+
+
+@case(types=("fp32",))
+def buffers_that_get_their_size_later_are_resumed_and_saved(run):
+    def saved(handle):
+        with tempfile.TemporaryDirectory(dir=run.folder) as folder:
+            handle.save_weights(folder)
+            return dict(sorted(safetensors.torch.load_file(os.path.join(folder, "model.safetensors")).items()))
+
+    model, told, files = around_a_restart(run, Observed, "observed", saved)
+    return told, files, model.scale, model.most, model.least
+
+
+@case(types=("fp32",), memory=("floor",), refused=1601)
+def large_buffer_that_grows_is_refused(run):
+    model = run.make(lambda: torch.nn.Linear(8, 8))
+    model.register_buffer("queue", torch.zeros(1 << 17))
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    model.queue.resize_(1 << 18).zero_()
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+
+
+class Lines:
+    """What is told meanwhile."""
+
+    def __enter__(self):
+        self._handler, lines = logging.Handler(), []
+        self._handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("offloadd").addHandler(self._handler)
+        return lines
+
+    def __exit__(self, *_):
+        logging.getLogger("offloadd").removeHandler(self._handler)
+
+
+class LateMeans(torch.nn.Module):
+    """Buffers that the first forward pass makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+        self.register_buffer("mean", None)
+        self.register_buffer("never", None)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x):
+        if self.mean is None:
+            self.register_buffer("count", torch.zeros(()))
+            self.table = torch.ones(8)
+        self.mean = x.mean(0) * self.table if self.mean is None else 0.9 * self.mean + 0.1 * x.mean(0)
+        self.count += 1
+        return self.layer(x - self.mean)
+
+
+@case(types=("fp32",))
+def buffers_that_are_made_later_are_told_of(run):
+    model = run.make(LateMeans)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    told = []
+    with Lines() as lines:
+        for step in range(3):
+            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+    if run.offloaded:
+        assert [line.split()[2] for line in lines if "was not there" in line] == ["mean", "count"], lines
+    return told, model.mean, model.count
+
+
+@case(types=("fp32",))
+def arrays_that_parameters_were_made_over_are_told_of(run):
+    """Where somebody has them who could look, and the parameter is trained."""
+    model = run.make(lambda: torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("kept", "part", "frozen", "gone")}))
+    kept = {name: numpy.full((8, 4), 0.5, "float32") for name in ("kept", "part", "frozen")}
+    kept["kept"] = kept["kept"][:4].copy()
+    model["kept"].weight = torch.nn.Parameter(torch.from_numpy(kept["kept"]))
+    model["part"].weight.data = torch.from_numpy(kept["part"].reshape(8, 4)[:4])
+    model["frozen"].weight = torch.nn.Parameter(torch.from_numpy(kept["frozen"][:4]), requires_grad=False)
+    model["gone"].weight = torch.nn.Parameter(torch.from_numpy(numpy.full((4, 4), 0.5, "float32")))
+    optimizer = SGD(model.parameters(), 0.1)
+    with Lines() as lines:
+        run.attach(model, optimizer)
+    if run.offloaded:
+        assert [line.split()[2] for line in lines if "numpy array" in line] == ["kept.weight", "part.weight"], lines
+    for _ in range(2):
+        sum(layer(torch.ones(1, 4)).pow(2).sum() for layer in model.values()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(types=("fp32", "bf16"))
+def another_optimizer_of_its_class(run):
+    """It is an ordinary one."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=2)
+    other = torch.nn.Linear(4, 4)
+    second = type(optimizer)(other.parameters(), lr=1e-2)
+    for step in range(2):
+        other(torch.full((2, 4), step + 1.0)).pow(2).sum().backward()
+        second.step()
+        second.zero_grad()
+    assert type(second) is AdamW
+    return told + run.train(model, optimizer, first=2), other.weight, second.state_dict()
+
+
+@case(types=("fp32",))
+def parameters_assigned_anew_are_told_of(run):
+    """In plain torch nothing trains them either."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=1)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("offloadd").addHandler(handler)
+    try:
+        told += run.train(model, optimizer, first=1)
+    finally:
+        logging.getLogger("offloadd").removeHandler(handler)
+    if run.offloaded:
+        assert len(lines) == len(list(model.parameters())) and all("assign=True" in line for line in lines), lines
+    return told
+
+
+@case(types=("bf16",))
+def groups_changed_by_hand(run):
+    """Their order, and what is in them."""
+    model = run.model()
+    optimizer = AdamW([{"params": [p], "lr": 1e-3 * (n + 1)} for n, p in enumerate(model.parameters())], fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=2)
+    optimizer.param_groups.reverse()
+    told += run.train(model, optimizer, first=2, steps=1)
+    optimizer.param_groups[0]["params"] += optimizer.param_groups.pop(1)["params"]
+    absent = optimizer.param_groups[1]["params"].pop()
+    told += run.train(model, optimizer, first=3, steps=1)
+    optimizer.param_groups[0]["params"].append(absent)
+    return told + run.train(model, optimizer, first=4), [optimizer.state[p]["step"].item() for p in model.parameters()]
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def swapped_tensors_are_refused(run):
+    model = run.model()
+    run.attach(model, AdamW(model.parameters(), 1e-3, fused=True))
+    torch.utils.swap_tensors(model.norm.weight, torch.nn.Parameter(torch.ones_like(model.norm.weight)))
+
+
+@case
+def weights_moved_and_put_back(run):
+    """Sharpness-aware: the gradient of a neighbour; the old values come back as other tensors."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    for step in range(3):
+        run.loss(model, step).backward()
+        kept = [p.data.clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=0.1)
+        optimizer.zero_grad()
+        run.loss(model, step).backward()
+        for p in model.parameters():
+            p.data = kept.pop(0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(types=("fp32",))
+def model_in_memory_after_close(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    handle = run.attach(model, optimizer, **({"weights_at_close": "memory"} if run.offloaded else {}))
+    told = run.train(model, optimizer)
+    if run.offloaded:
+        handle.close()
+        run.handles.clear()
+    return told, run.loss(model, 9), [p.detach().numpy().tolist() for p in model.parameters()], model.head.weight.data_ptr() > 0
+
+
+@case(types=("fp32",))
+def scripted_model(run):
+    model = torch.jit.script(run.make(lambda: torch.nn.Sequential(torch.nn.Embedding(256, 16), torch.nn.GELU(), torch.nn.Linear(16, 256))))
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer)
+
+
+@case(types=("fp64",), memory=("floor",))
+def steps_have_torchs_type(run):
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = run.model(layers=1)
+        optimizers = [AdamW(model.blocks.parameters(), 1e-3, fused=True), AdamW([model.embed.weight], 1e-3, fused=True)]
+        run.attach(model, optimizers)
+        told = run.train(model, optimizers[0], steps=2)
+        return told, [each["step"] for each in optimizers[0].state.values()]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@case(types=("fp32",))
+def compiled_model_runs_eagerly(run):
+    model = run.model(layers=1)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    if run.offloaded:
+        model = torch.compile(model)
+    return run.train(model, optimizer)
+
+
+@case(types=("fp32",), memory=("double",))
+def a_gpu_that_is_not_there(run):
+    """The package has the plug-in, which says so; the model is what it was."""
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    if run.offloaded and not torch.cuda.is_available():
+        try:
+            run.attach(model, optimizer, device="cuda:0")
+            raise AssertionError("attached")
+        except offloadd.Error as error:
+            assert error.id in (2001, 2002) and "cannot open" not in str(error), error
+        run.models.clear()
+    run.attach(model, optimizer)
+    return run.train(model, optimizer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
