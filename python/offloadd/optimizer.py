@@ -18,7 +18,7 @@ from torch.optim.optimizer import _get_scalar_dtype
 from . import state_hooks
 from .errors import Error
 from .library import Engine
-from .optimizer_state import STEP, ParameterState, StateOfAll, refuse_write
+from .optimizer_state import STEP, ParameterState, StateOfAll, is_of_another, refuse_write
 
 _log = logging.getLogger("offloadd")
 
@@ -693,6 +693,9 @@ class Part:
     def load(self, load_groups, state_dict):
         """load_state_dict(): groups and state are those of the dictionary. The state is durable with the next step()."""
         states = dict(self._states_in(state_dict))
+        if any(is_of_another(value, self._state) for state in states.values() for value in state.values()):
+            _refuse("load_state_dict() of what another attached optimizer's state_dict() gives: torch's would both go on with the same tensors",
+                    "Give it copies, copy.deepcopy(optimizer.state_dict())")
         self._state.refresh_given(states)
         replaces = self._replaces(state_dict)
         self.is_loading = True

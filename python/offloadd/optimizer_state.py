@@ -91,11 +91,23 @@ def _shown(result):
     return result
 
 
+def is_of_another(value, state):
+    """Whether a value is shown of an open job, and not of this StateOfAll."""
+    if not isinstance(value, ShownState):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        theirs = _whole(value)._place.state()
+    return theirs is not None and theirs is not state and theirs.is_open()
+
+
 class _Place:
     """Where the job has what a ShownState shows, and when it was looked at."""
 
     def __init__(self, state, parameter, key):
         self._state, self.parameter, self.key, self._age = weakref.ref(state), parameter, key, state.age()
+
+    def state(self):
+        return self._state()
 
     def refresh(self, shown):
         state = self._state()

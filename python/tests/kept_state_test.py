@@ -652,6 +652,30 @@ def loss_with_the_state(run):
     return told
 
 
+def two_optimizers(run):
+    optimizers = []
+    for job in ("one", "other"):
+        model = run.model()
+        optimizer = AdamW(model.parameters(), 1e-3)
+        run.attach(model, optimizer, job=job)
+        run.train(model, optimizer)
+        optimizers.append((model, optimizer))
+    return optimizers
+
+
+@case(memory=("floor",))
+def state_of_another_optimizer_is_copied(run):
+    (_, one), (model, other) = two_optimizers(run)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    return run.train(model, other), states_of(one), states_of(other)
+
+
+@case(refused=1604, **REFUSED)
+def state_that_another_optimizer_goes_on_with_is_refused(run):
+    (_, one), (_, other) = two_optimizers(run)
+    other.load_state_dict(one.state_dict())
+
+
 @case(refused=1604, **REFUSED)
 def more_than_the_optimizer_keeps_is_refused(run):
     model = run.model()
