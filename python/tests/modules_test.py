@@ -356,7 +356,7 @@ def autocast(run):
         with torch.autocast("cpu", torch.bfloat16):
             loss = run.loss(model, step)
         loss.backward()
-        told += [loss.item(), clip(model.parameters(), 1.0).item()]
+        told += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()]
         optimizer.step()
         optimizer.zero_grad()
     return told
