@@ -326,6 +326,45 @@ TEST(OptimizerStateTest, MomentsAreSeenAndEditsOfThemCount) {
   }
 }
 
+// References to the map and to an object of it, and a tensor, which are kept over steps and a file.
+TEST(OptimizerStateTest, WhatIsHeldOfAStateFollowsTheSteps) {
+  const auto train = [](Where where) {
+    SetOffloading(where == Where::kOffloaded);
+    Model model(at::kFloat);
+    optim::Adam optimizer(model.parameters(), optim::AdamOptions(1e-2));
+    std::shared_ptr<Engine> engine;
+    if (where != Where::kPlain) {
+      engine = Engine::Open(PoolOptions("held", "256MiB"));
+      engine->Attach(model, optimizer);
+    }
+    Log log;
+    Train(model, optimizer, 0, 1, &log);
+    const auto& all = optimizer.state();
+    auto& state =
+        static_cast<optim::AdamParamState&>(*all.at(model.first->weight.unsafeGetTensorImpl()));
+    const Tensor held = state.exp_avg();
+    for (int64_t step = 1; step < 5; ++step) {
+      Train(model, optimizer, step, step + 1, &log);
+      log.push_back(held.clone());
+      log.push_back(state.exp_avg_sq().clone());
+      log.push_back(at::full({1}, static_cast<double>(state.step())));
+      log.push_back(
+          static_cast<const optim::AdamParamState&>(*all.at(model.last->bias.unsafeGetTensorImpl()))
+              .exp_avg()
+              .clone());
+      std::ostringstream file;
+      torch::save(optimizer, file);
+      held.mul_(0.5);
+      state.exp_avg_sq().mul_(2);
+    }
+    AddWeights(model, &log);
+    return log;
+  };
+  const Log expected = train(Where::kPlain);
+  ExpectSame(expected, train(Where::kInMemory));
+  ExpectSame(expected, train(Where::kOffloaded));
+}
+
 // The options that a closure leaves count, and what it sees is of the step before.
 TEST(OptimizerStateTest, AClosureSeesTheStateAndSetsOptions) {
   const auto train = [](Where where) {

@@ -246,6 +246,7 @@ Tensor InMemoryOptimizer::step(LossClosure closure) {
         static_cast<int64_t>(parameter._version());
   });
   ++states_->steps_;
+  ShowAgain(*this, *this, shown_);
   return loss;
 }
 
@@ -330,8 +331,10 @@ std::vector<KeptState> InMemoryOptimizer::GatherState() const {
 }
 
 void InMemoryOptimizer::save(torch::serialize::OutputArchive& archive) const {
-  TakeBackState(const_cast<InMemoryOptimizer&>(*this), const_cast<InMemoryOptimizer&>(*this));
+  auto& self = const_cast<InMemoryOptimizer&>(*this);  // whose shown state is no part of its value
+  TakeBackState(self, self);
   SaveState(*this, GatherState(), archive);
+  ShowAgain(self, self, self.shown_);
 }
 
 void InMemoryOptimizer::load(torch::serialize::InputArchive& archive) {

@@ -34,8 +34,8 @@
 
 #include "absl/functional/function_ref.h"
 #include "kernels/optimizer.h"
-#include "zero3/torch/kept_state.h"
 #include "zero3/torch/named_optimizer.h"
+#include "zero3/torch/torch_state.h"
 
 namespace offload::zero3 {
 

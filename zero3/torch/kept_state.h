@@ -35,11 +35,7 @@ struct KeptState {
 // `name`: of the parameter, for the text; may be empty.
 absl::Status CheckFits(const KeptState& state, std::string_view name);
 
-// Copies of what is kept that stand in an object's state(), as they were given.
-struct ShownState {
-  bool is_shown = false;
-  std::vector<KeptState> states;
-};
+struct ShownState;  // torch_state.h
 
 // An optimizer whose state is not in an object of torch's.
 class StateKeeper {

@@ -49,6 +49,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
       updates.push_back({GroupOf(group.options()), group.params()});
     engine_->Step(updates, [living = living_] { return GroupsNowOf(*living); });
     if (optimizer_.counts_as_write) engine_->CountAsWrites(parameters());
+    ShowAgain(*this, *this, shown_);
     return loss;
   }
 
@@ -91,6 +92,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
     auto& self = const_cast<OffloadOptimizer&>(*this);  // whose shown state is no part of its value
     TakeBackState(self, self);
     SaveState(*this, GatherState(), archive);
+    ShowAgain(self, self, self.shown_);
   }
   void load(torch::serialize::InputArchive& archive) override {
     TakeBackState(*this, *this);

@@ -383,6 +383,7 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
     };
     at::Tensor loss = attached->inner->step(closure != nullptr ? Closure(follow) : Closure());
     attached->may_keep = attached->has_stepped = true;
+    ShowAgain(*own, KeeperOf(*attached), attached->shown, KeyOf(*attached));
     if (attached->after != nullptr) attached->after();
     return loss;
   }

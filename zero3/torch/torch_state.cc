@@ -42,11 +42,10 @@ KeptState ReadAdam(const OptimizerParamState& any) {
           .planes = {state.exp_avg(), state.exp_avg_sq(), state.max_exp_avg_sq()}};
 }
 template <class State>
-std::unique_ptr<OptimizerParamState> WriteAdam(const KeptState& kept) {
-  auto state = std::make_unique<State>();
-  state->step(static_cast<int64_t>(kept.update_count));
-  state->exp_avg(kept.planes[0]).exp_avg_sq(kept.planes[1]).max_exp_avg_sq(kept.planes[2]);
-  return state;
+void WriteAdam(const KeptState& kept, OptimizerParamState& any) {
+  auto& state = static_cast<State&>(any);
+  state.step(static_cast<int64_t>(kept.update_count));
+  state.exp_avg(kept.planes[0]).exp_avg_sq(kept.planes[1]).max_exp_avg_sq(kept.planes[2]);
 }
 
 using torch::optim::SGDParamState;
@@ -55,10 +54,8 @@ KeptState ReadSgd(const OptimizerParamState& any) {
   return {.update_count = state.momentum_buffer().defined() ? 1u : 0u,
           .planes = {state.momentum_buffer()}};
 }
-std::unique_ptr<OptimizerParamState> WriteSgd(const KeptState& kept) {
-  auto state = std::make_unique<SGDParamState>();
-  state->momentum_buffer(kept.planes[0]);
-  return state;
+void WriteSgd(const KeptState& kept, OptimizerParamState& any) {
+  static_cast<SGDParamState&>(any).momentum_buffer(kept.planes[0]);
 }
 
 using torch::optim::AdagradParamState;
@@ -66,11 +63,10 @@ KeptState ReadAdagrad(const OptimizerParamState& any) {
   const auto& state = static_cast<const AdagradParamState&>(any);
   return {.update_count = static_cast<uint64_t>(state.step()), .planes = {state.sum()}};
 }
-std::unique_ptr<OptimizerParamState> WriteAdagrad(const KeptState& kept) {
-  auto state = std::make_unique<AdagradParamState>();
-  state->step(static_cast<int64_t>(kept.update_count));
-  state->sum(kept.planes[0]);
-  return state;
+void WriteAdagrad(const KeptState& kept, OptimizerParamState& any) {
+  auto& state = static_cast<AdagradParamState&>(any);
+  state.step(static_cast<int64_t>(kept.update_count));
+  state.sum(kept.planes[0]);
 }
 
 using torch::optim::RMSpropParamState;
@@ -79,11 +75,15 @@ KeptState ReadRmsProp(const OptimizerParamState& any) {
   return {.update_count = static_cast<uint64_t>(state.step()),
           .planes = {state.square_avg(), state.momentum_buffer(), state.grad_avg()}};
 }
-std::unique_ptr<OptimizerParamState> WriteRmsProp(const KeptState& kept) {
-  auto state = std::make_unique<RMSpropParamState>();
-  state->step(static_cast<int64_t>(kept.update_count));
-  state->square_avg(kept.planes[0]).momentum_buffer(kept.planes[1]).grad_avg(kept.planes[2]);
-  return state;
+void WriteRmsProp(const KeptState& kept, OptimizerParamState& any) {
+  auto& state = static_cast<RMSpropParamState&>(any);
+  state.step(static_cast<int64_t>(kept.update_count));
+  state.square_avg(kept.planes[0]).momentum_buffer(kept.planes[1]).grad_avg(kept.planes[2]);
+}
+
+template <class State>
+std::unique_ptr<OptimizerParamState> Make() {
+  return std::make_unique<State>();
 }
 
 template <class State>
@@ -125,7 +125,8 @@ std::unique_ptr<OptimizerOptions> Converted(const OptimizerOptions& any) {
 struct Row {
   const std::type_info& options;
   KeptState (*read)(const OptimizerParamState& state);
-  std::unique_ptr<OptimizerParamState> (*write)(const KeptState& state);
+  void (*write)(const KeptState& kept, OptimizerParamState& state);
+  std::unique_ptr<OptimizerParamState> (*make)();
   std::unique_ptr<OptimizerParamState> (*blank)(const OptimizerParamState* values,
                                                 std::shared_ptr<void> held);
   void (*save)(const Optimizer& optimizer, OutputArchive& archive);
@@ -143,8 +144,8 @@ void Load(Optimizer& optimizer, InputArchive& archive) {
 }
 template <class State, class Options>
 Row RowWith(KeptState (*read)(const OptimizerParamState& state),
-            std::unique_ptr<OptimizerParamState> (*write)(const KeptState& state)) {
-  return {typeid(Options),     read, write, MakeBlank<State>, Save<State, Options>,
+            void (*write)(const KeptState& kept, OptimizerParamState& state)) {
+  return {typeid(Options),     read, write, Make<State>, MakeBlank<State>, Save<State, Options>,
           Load<State, Options>};
 }
 template <class State, class Options>
@@ -158,6 +159,7 @@ Row RowLikeAdamW() {
   return {typeid(Options),
           ReadAdam<State>,
           WriteAdam<State>,
+          Make<State>,
           MakeBlank<State>,
           Save<State, AdamWOptions>,
           Load<State, AdamWOptions>,
@@ -175,6 +177,12 @@ std::vector<Row> MakeRows(OptionsList<Options...>) {
       RowWith<RMSpropParamState, torch::optim::RMSpropOptions>(ReadRmsProp, WriteRmsProp),
       RowLikeAdamW<Options>()...,
   };
+}
+
+std::unique_ptr<OptimizerParamState> Made(const Row& row, const KeptState& kept) {
+  std::unique_ptr<OptimizerParamState> state = row.make();
+  row.write(kept, *state);
+  return state;
 }
 
 const Row* RowOf(const Optimizer& optimizer) {
@@ -244,7 +252,7 @@ void SetState(Optimizer& optimizer, std::span<const KeptState> states) {
   optimizer.state().clear();
   const Row* const row = RowOf(optimizer);
   for (const KeptState& kept : states)
-    optimizer.state()[kept.parameter.unsafeGetTensorImpl()] = row->write(kept);
+    optimizer.state()[kept.parameter.unsafeGetTensorImpl()] = Made(*row, kept);
 }
 
 void SaveState(const Optimizer& optimizer, std::span<const KeptState> states,
@@ -271,7 +279,7 @@ std::unique_ptr<OptimizerParamState> BlankState(const Optimizer& optimizer,
   if (row == nullptr) return MakeBlank<torch::optim::LBFGSParamState>(nullptr, std::move(held));
   KeptState empty;
   empty.planes.fill(at::empty({0}));
-  return row->blank(row->write(empty).get(), std::move(held));
+  return row->blank(Made(*row, empty).get(), std::move(held));
 }
 
 // ---- state() -----------------------------------------------------------------------------------
@@ -307,24 +315,58 @@ void WithoutMark(Optimizer& optimizer, void* mark, Work work) {
   if (mark != nullptr) optimizer.state()[mark] = std::move(kept);
 }
 
+// The values, in a tensor that a trainer may have where that can be.
+at::Tensor CopiedInto(const at::Tensor& there, const at::Tensor& values) {
+  if (!values.defined()) return values;
+  if (!there.defined() || there.requires_grad() || !there.is_same_size(values) ||
+      there.scalar_type() != values.scalar_type() || there.device() != values.device())
+    return values.clone();
+  at::Tensor target = there;
+  return target.copy_(values);
+}
+
+uint64_t BytesOf(const std::vector<KeptState>& states) {
+  uint64_t bytes = 0;
+  for (const KeptState& state : states) {
+    for (const at::Tensor& plane : state.planes) bytes += plane.defined() ? plane.nbytes() : 0;
+  }
+  return bytes;
+}
+
 }  // namespace
 
 void ShowState(Optimizer& optimizer, StateKeeper& keeper, ShownState& shown, void* mark) {
   if (shown.is_shown) return;
+  const at::NoGradGuard no_grad;
   const PlainState plain;
-  shown.states = keeper.GatherState();
-  std::vector<KeptState> copies = shown.states;
-  for (KeptState& copy : copies) {
-    for (at::Tensor& plane : copy.planes) {
-      if (plane.defined()) plane = plane.clone();
-    }
-  }
-  WithoutMark(optimizer, mark, [&] { SetState(optimizer, copies); });
-  // As it will be read again: SGD's state has no count.
   const Row& row = FileRowOf(optimizer);
-  for (KeptState& state : shown.states)
-    state.update_count = row.read(*row.write(state)).update_count;
+  shown.states = keeper.GatherState();
+  WithoutMark(optimizer, mark, [&] {
+    optimizer.state().clear();
+    for (KeptState& state : shown.states) {
+      void* const key = state.parameter.unsafeGetTensorImpl();
+      const auto found = shown.objects.find(key);
+      std::unique_ptr<OptimizerParamState> object =
+          found != shown.objects.end() ? std::move(found->second) : row.make();
+      KeptState copy = row.read(*object);
+      copy.update_count = state.update_count;
+      for (size_t i = 0; i < copy.planes.size(); ++i)
+        copy.planes[i] = CopiedInto(copy.planes[i], state.planes[i]);
+      row.write(copy, *object);
+      state.update_count = row.read(*object).update_count;  // SGD's state has none
+      optimizer.state()[key] = std::move(object);
+    }
+  });
+  shown.objects.clear();
   shown.is_shown = true;
+}
+
+void ShowAgain(Optimizer& optimizer, StateKeeper& keeper, ShownState& shown, void* mark) {
+  if (shown.objects.empty() || shown.size_bytes > kFollowedBytesMax) return;
+  try {
+    ShowState(optimizer, keeper, shown, mark);
+  } catch (const std::exception&) {  // the step was taken; who asks for the state is told
+  }
 }
 
 void TakeBackState(Optimizer& optimizer, StateKeeper& keeper, ShownState& shown, void* mark) {
@@ -341,8 +383,16 @@ void TakeBackState(Optimizer& optimizer, StateKeeper& keeper, ShownState& shown,
     if (Find(now, state.parameter) == nullptr) changed.push_back({.parameter = state.parameter});
   }
   if (!changed.empty()) keeper.ReplaceState(changed);
-  WithoutMark(optimizer, mark, [&] { optimizer.state().clear(); });
-  shown = ShownState();
+  ShownState next{.size_bytes = BytesOf(now)};
+  WithoutMark(optimizer, mark, [&] {
+    for (auto& [key, object] : optimizer.state()) {
+      if (object == nullptr) continue;
+      if (next.size_bytes > kFollowedBytesMax) FileRowOf(optimizer).write(KeptState(), *object);
+      next.objects.emplace(key, std::move(object));
+    }
+    optimizer.state().clear();
+  });
+  shown = std::move(next);
 }
 
 }  // namespace offload::zero3

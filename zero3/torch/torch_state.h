@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <span>
+#include <unordered_map>
 #include <vector>
 
 #include "zero3/torch/kept_state.h"
@@ -55,6 +56,20 @@ class PlainState {
   static thread_local int depth_;
 };
 
+// Of states that are no larger, what a trainer has of a state that it has asked for (a reference to
+// the map or to one of its objects, a tensor) has the values of the next step, too. Of larger ones
+// tensors stay what they were, and those of objects are undefined until state() is called again.
+inline constexpr uint64_t kFollowedBytesMax = 16 << 20;
+
+// Copies of what is kept that stand in an object's state(), as they were given.
+struct ShownState {
+  bool is_shown = false;
+  uint64_t size_bytes = 0;  // of what was there last
+  std::vector<KeptState> states;
+  // While it is not shown: those that the map had, by parameter.
+  std::unordered_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>> objects;
+};
+
 // Gives state() copies of what `keeper` keeps, unless it has them. The mark of an attached object,
 // under `mark`, stays.
 void ShowState(torch::optim::Optimizer& optimizer, StateKeeper& keeper, ShownState& shown,
@@ -62,6 +77,9 @@ void ShowState(torch::optim::Optimizer& optimizer, StateKeeper& keeper, ShownSta
 // Hands what was changed of them to `keeper`, and takes them away.
 void TakeBackState(torch::optim::Optimizer& optimizer, StateKeeper& keeper, ShownState& shown,
                    void* mark = nullptr);
+// After that, when the step is done: as ShowState(), where the trainer has asked for a small one.
+void ShowAgain(torch::optim::Optimizer& optimizer, StateKeeper& keeper, ShownState& shown,
+               void* mark = nullptr);
 inline void TakeBackState(torch::optim::Optimizer& optimizer, StateKeeper& keeper) {
   TakeBackState(optimizer, keeper, keeper.shown_state());
 }
