@@ -151,7 +151,7 @@ class Watch:
             recipe = recipe_of(optimizer)
             mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if mine & in_process or (not recipe.is_foreign and kind not in (None, recipe.kind)):
-                _log.warning("offloadd: a %s goes on beside the optimizers of the job: what it keeps stays in memory, and its steps are not part "
+                _log.warning("offloadd: %s goes on beside the optimizers of the job: what it keeps stays in memory, and its steps are not part "
                              "of the job", type(optimizer).__name__)
                 continue
             if recipe.is_foreign:

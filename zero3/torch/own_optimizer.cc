@@ -316,6 +316,12 @@ void TakeBack(Optimizer& own, Attached& attached) {
     TakeBackState(own, KeeperOf(attached), attached.shown, KeyOf(attached));
 }
 
+// What the trainer holds of it has the values of now.
+void FollowHeld(Optimizer& own, Attached& attached) {
+  if (attached.inner != nullptr)
+    ShowAgain(own, KeeperOf(attached), attached.shown, KeyOf(attached));
+}
+
 // What an optimizer that is dead has kept of these parameters goes, and with it masters of 16-bit
 // ones: what comes begins with the weights, as one in memory does. One parameter after the other,
 // since their masters are in memory meanwhile.
@@ -383,7 +389,7 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
     };
     at::Tensor loss = attached->inner->step(closure != nullptr ? Closure(follow) : Closure());
     attached->may_keep = attached->has_stepped = true;
-    ShowAgain(*own, KeeperOf(*attached), attached->shown, KeyOf(*attached));
+    FollowHeld(*own, *attached);
     if (attached->after != nullptr) attached->after();
     return loss;
   }
@@ -435,12 +441,15 @@ void Save(const Optimizer* own, torch::serialize::OutputArchive& archive, SaveFu
   const std::shared_ptr<Attached> attached = OfProcess().Find(object);
   if (attached == nullptr) return next(own, archive);
   TakeBack(object, *attached);
-  const Lent lent(object, attached);
-  if (attached->inner != nullptr) {
-    CopyGroups(object, *attached->inner);
-    SetState(object, KeeperOf(*attached).GatherState());
+  {
+    const Lent lent(object, attached);
+    if (attached->inner != nullptr) {
+      CopyGroups(object, *attached->inner);
+      SetState(object, KeeperOf(*attached).GatherState());
+    }
+    next(own, archive);
   }
-  next(own, archive);
+  FollowHeld(object, *attached);
 }
 
 // Options come with the file; what it says of no parameter stays as it is, as in libtorch.
