@@ -137,7 +137,7 @@ uint64_t GradientWindow::Take(Gradient* gradient, uint64_t size_bytes,
         holders.push_back(user->mover_);
       } else {
         holders.insert(holders.end(), user->holders_.begin(), user->holders_.end());
-        device_holds |= user->uses_ > user->pins_;
+        device_holds |= user->uses_ > user->pins_ + user->raw_pins_;
       }
     }
     if (device_holds) {
@@ -419,7 +419,11 @@ void Gradient::Pin(Access access) {
     if (uses_ == 0 && access == Access::kOverwrite) overwritten_ = before;
   }
   ++uses_;
-  if (++pins_ == 1) ShowBytes();
+  if (IsMovingRaw()) {
+    ++raw_pins_;
+  } else if (++pins_ == 1) {
+    ShowBytes();
+  }
   holders_.push_back(std::this_thread::get_id());
 }
 
@@ -439,7 +443,11 @@ void Gradient::Unpin(Completion* done) {
     std::swap(*std::find(holders_.begin(), holders_.end(), std::this_thread::get_id()),
               holders_.back());
     holders_.pop_back();
-    if (--pins_ == 0) ShowBytes();
+    if (IsMovingRaw()) {
+      --raw_pins_;
+    } else if (--pins_ == 0) {
+      ShowBytes();
+    }
     if (done == nullptr) return LetGo();
   }
   Reference();

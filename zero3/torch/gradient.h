@@ -183,6 +183,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   void FinishRaw();
   // Until another thread has shown the bytes at home, or has taken them from there.
   void WaitWhileRawMoves(Lock& lock);
+  bool IsMovingRaw() const { return moves_raw_ && raw_mover_ == std::this_thread::get_id(); }
   std::mutex& mutex() { return window_ != nullptr ? window_->mutex() : mutex_; }
   WaitQueue& changed() { return window_ != nullptr ? window_->changed() : own_changed_; }
   bool spilled() const { return window_ != nullptr; }
@@ -253,6 +254,9 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   bool moving_ = false;
   WaitGraph::Thread mover_;
   int pins_ = 0;  // operators between Pin() and Unpin()
+  // As those of the thread that brings the bytes home, or takes them back, which another may write
+  // through a pointer meanwhile: it has to be one to their home, and not to what is copied.
+  int raw_pins_ = 0;
   int uses_ = 0;  // these, and those that an accelerator still runs
   absl::InlinedVector<WaitGraph::Thread, 4> holders_;  // one per pin
   RawCopy raw_;
