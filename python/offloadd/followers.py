@@ -35,7 +35,7 @@ class _Array:
 def copy_for_array(tensor, copy_of):
     """The memory of a read-only array over a tensor of a job: one for all arrays over the same elements, as they are now."""
     parameter = parameter_over(tensor)
-    if not isinstance(parameter, torch.Tensor):
+    if parameter is None:
         return copy_of(tensor)
     key = id(parameter), tensor.storage_offset(), tensor.size(), tensor.stride()
     there = _arrays.get(key)

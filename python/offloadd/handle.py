@@ -21,6 +21,7 @@ from . import followers, in_memory, pickled, served, universal
 from .beginning import Beginning, has_begun
 from .errors import Error
 from .library import Engine, is_disabled
+from .named_tensors import Reassigned, buffers_beside, buffers_of, check_has_memory, names_of, tables_of, with_strangers
 from .optimizer import Foreign, check_arithmetic, check_free, has_stepped, is_table, parameters_of, recipe_of, refuse_unless_kept, shaped_as
 
 _log = logging.getLogger("offloadd")
@@ -192,19 +193,7 @@ def _check_model(model):
         if parameter.device.type == "meta":
             raise Error.of(1601, f"parameter '{key}' is on device meta, it has no value",
                            "Build the model with `with offloadd.init(...):` instead of on meta")
-        _check_has_memory(f"parameter '{key}'", parameter)
-
-
-def _is_wrapper(tensor):
-    """A DTensor, and other classes with a __torch_dispatch__ of their own, hold other tensors."""
-    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
-
-
-def _check_has_memory(what, tensor):
-    if _is_wrapper(tensor):
-        raise Error.of(1601, f"{what} is a {type(tensor).__name__}, which has no memory of its own",
-                       "Attach the model as it is before fully_shard(), parallelize_module() or quantize_(): ranks of a node share weights and "
-                       "optimizer state in any case")
+        check_has_memory(f"parameter '{key}'", parameter)
 
 
 @functools.lru_cache(maxsize=None)
@@ -222,161 +211,6 @@ def _refuse_wrappers():
         original(self, module, *args, **kwargs)
 
     wrapper.__init__ = initialise
-
-
-def _all_names_of(models):
-    named = []
-    for n, model in enumerate(models):
-        prefix = "" if n == 0 else f"{n}/"
-        for key, parameter in model.named_parameters(remove_duplicate=False):
-            key = key.replace("_orig_mod.", "")  # of torch.compile
-            named.append((prefix + key, parameter))
-    return named
-
-
-def _names_of(models):
-    """(name, parameter) of all models; those of the first have their own names, those of the n-th further one begin with "n/"."""
-    return [(name, parameter) for name, parameter in _all_names_of(models) if not is_table(parameter)]
-
-
-def _tables_of(models):
-    """Frozen parameters of whole numbers (quantised weights): they are buffers of the job."""
-    return [(name, parameter) for name, parameter in _all_names_of(models) if is_table(parameter)]
-
-
-class _Reassigned:
-    """What a module assigns anew after attach(): the tensor that a buffer becomes (`self.mean = 0.9 * self.mean + …`) is the job's from the next
-    step on; where the job has a parameter that nobody trains, the new one is told of once."""
-
-    def __init__(self, models, beside, buffers):
-        """`beside`: further modules of which the job has the buffers alone. `buffers`: (name, buffer) as attached, those without a name are not
-        kept."""
-        self._parameters = []
-        names = {}  # of the job: a buffer that several modules share has the first of its names
-        for name, buffer in buffers:
-            if name:
-                names.setdefault(id(buffer), name)
-        places = {}  # name -> where modules have it
-        self._now = {}  # name -> the tensor that it is
-        own = {id(module): module for model in models for module in model.modules()}
-        others = {id(module): module for model in beside for module in model.modules()}
-        for module in {**own, **others}.values():
-            for key, buffer in module._buffers.items():
-                if id(buffer) in names and key not in module._non_persistent_buffers_set:
-                    places.setdefault(names[id(buffer)], []).append((weakref.ref(module), "_buffers", key))
-                    self._now[names[id(buffer)]] = buffer
-            for key, parameter in module._parameters.items() if id(module) in own else ():
-                if id(parameter) in names and is_table(parameter):
-                    places.setdefault(names[id(parameter)], []).append((weakref.ref(module), "_parameters", key))
-                    self._now[names[id(parameter)]] = parameter
-                elif parameter is not None:
-                    self._parameters.append((weakref.ref(module), key, parameter))
-        self._places = list(places.items())
-        self._told = set()
-        # (module, how many buffers it has, the keys of those that are there)
-        self._there = [(weakref.ref(module), len(module._buffers), {key for key, buffer in module._buffers.items() if buffer is not None})
-                       for module in {**own, **others}.values() if not isinstance(module, torch.jit.ScriptModule)]
-
-    @staticmethod
-    def _at(place, kind, key):
-        """What is there; None where the module is gone."""
-        module = place()
-        return dict(getattr(module, kind).items()).get(key) if module is not None else None  # of a ScriptModule no dictionary
-
-    def _tell(self, key, text):
-        if key not in self._told:
-            self._told.add(key)
-            _log.warning("offloadd: %s", text)
-
-    def _tell_of_new(self):
-        """Of buffers that a module has made since."""
-        for n, (place, count, there) in enumerate(self._there):
-            module = place()
-            if module is None or count == len(module._buffers) == len(there):
-                continue
-            new = [key for key, buffer in module._buffers.items() if buffer is not None and key not in there]
-            self._there[n] = place, len(module._buffers), there.union(new)
-            for key in new:
-                if key not in module._non_persistent_buffers_set:
-                    _log.warning("offloadd: buffer %s of a %s was not there when it was attached: what it holds is not part of the job, and a run "
-                                 "that is resumed begins without it. Give it a value before attach()", key, type(module).__name__)
-
-    def settle(self, identities, engine):
-        self._tell_of_new()
-        for name, places in self._places:
-            there = [now for now in (self._at(*place) for place in places) if now is not None]
-            was = self._now[name]
-            now = next((each for each in there if each is not was), None)
-            if now is None:
-                continue
-            if any(each is not now for each in there):
-                self._tell((name, "shared"), f"buffer {name} was shared when it was attached, and its modules have tensors of their own now: a run "
-                                             "that is resumed gives both the value of one")
-            self._now[name] = now
-            if _is_wrapper(now) or not engine.replace_buffer(name, now):
-                self._tell(name, f"buffer {name} has become {now.dtype}{list(now.shape)} on {now.device}, it was {was.dtype}{list(was.shape)} on "
-                                 f"{was.device} before: what it holds from now on is not part of the job")
-        for place, key, parameter in self._parameters:
-            now = self._at(place, "_parameters", key)
-            if now is None or now is parameter:
-                continue
-            if now.device != parameter.device:
-                raise Error.of(1601, f"parameter {key} of a {type(place()).__name__} was moved from {parameter.device} to {now.device} after "
-                                     "attach()", "Move the model before attach(), or after close() with weights_at_close=\"memory\"")
-            if id(now) not in identities:
-                self._tell(id(parameter), f"parameter {key} of a {type(place()).__name__} is another one than when it was attached "
-                                          "(load_state_dict(assign=True), or an assignment): neither the optimizer nor the job has it. Replace "
-                                          "parameters before attach(), and set values with p.copy_()")
-
-
-# Types of buffers that are committed; others (complex tables) are constants.
-_BUFFER_TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
-                 torch.bool)
-
-
-def _buffers_of(models, destination=None):
-    """(name, buffer). Those that belong to a state_dict (running statistics, masks) stay in memory and are committed with every step;
-    others, which the model makes anew, have an empty name. Those on other devices than the parameters, or where these go, are not part of
-    the job."""
-    named = []
-    devices = {torch.device("cpu"), destination, *(p.device for model in models for p in model.parameters())} - {torch.device("meta")}
-    for n, model in enumerate(models):
-        prefix = "" if n == 0 else f"{n}/"
-        for path, module in model.named_modules(remove_duplicate=False):
-            for key, buffer in module._buffers.items():
-                if buffer is None or buffer.device not in devices or buffer.layout != torch.strided or _is_wrapper(buffer):
-                    continue
-                is_kept = key not in module._non_persistent_buffers_set and buffer.dtype in _BUFFER_TYPES
-                name = f"{path}.{key}" if path else key
-                named.append((prefix + name.replace("_orig_mod.", "") if is_kept else "", buffer))
-    return named + _tables_of(models)
-
-
-def _buffers_beside(beside, buffers, destination=None):
-    """(name, buffer) of those that further modules keep and `buffers` has not."""
-    known = {id(buffer) for _, buffer in buffers}
-    named = []
-    for n, module in enumerate(beside):
-        for name, buffer in _buffers_of([module], destination):
-            if name and id(buffer) not in known:
-                known.add(id(buffer))
-                named.append((f"beside/{n}/{name}", buffer))
-    return named
-
-
-def _with_strangers(named, optimizers):
-    """Parameters that an optimizer has and no model."""
-    known = {id(parameter) for _, parameter in named}
-    for n, optimizer in enumerate(optimizers):
-        count = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in known and not is_table(parameter):
-                    _check_has_memory("a parameter of the optimizer", parameter)
-                    known.add(id(parameter))
-                    named.append((f"optimizer/{n}/{count}", parameter))
-                    count += 1
-    return named
 
 
 def _to_unfreeze(named, unfreeze):
@@ -523,14 +357,14 @@ class Handle:
                            "Use optimizers of one kind for all parts of a job, give each model a job of its own, or attach one of the optimizers: "
                            "the other goes on in this process, with what it keeps in memory")
         self._check_once()
-        named = _with_strangers(_names_of(models), self.optimizers)
+        named = with_strangers(names_of(models), self.optimizers)
         served.check_arrays(named)
         served.check_not_shared(named)
         served.tell_of_arrays(named)
         served.give_own_memory(named, self._engine)
         destination = in_memory.destination_of(self.options)
-        buffers = _buffers_of(models, destination)
-        buffers += _buffers_beside(beside, buffers, destination)
+        buffers = buffers_of(models, destination)
+        buffers += buffers_beside(beside, buffers, destination)
         foreign = [recipe.name for recipe in recipes if recipe.is_foreign]
         if foreign and self._engine.step_count() > 0:
             raise Error.of(1604, f"the job is at step {self._engine.step_count()}, but what {foreign[0]} keeps is in memory and is not "
@@ -559,7 +393,7 @@ class Handle:
             for parameter in unfrozen:
                 parameter.requires_grad_(False)
         self._parameters, self._by_storage = dict(named), None
-        self._reassigned = _Reassigned(models, beside, buffers)
+        self._reassigned = Reassigned(models, beside, buffers)
         self._parts = parts
         self.adds_gradients = self._engine.world_size() > 1 and not reduces_gradients(self.options)
         if self.adds_gradients:
@@ -618,16 +452,18 @@ class Handle:
         self._reassigned.settle(self._identities, self._running())
         self._settle_states()
 
+    def _kept_parts(self):
+        """Those whose state is the job's."""
+        return [part for part in self._parts if not part.is_foreign]
+
     def _end_states(self):
         with contextlib.suppress(Error):  # a job that has failed: what was shown stays as it was
-            for part in self._parts:
-                if not part.is_foreign:
-                    part.end()
+            for part in self._kept_parts():
+                part.end()
 
     def _settle_states(self):
-        for part in self._parts:
-            if not part.is_foreign:
-                part.settle()
+        for part in self._kept_parts():
+            part.settle()
 
     def apply(self, kind, groups, values, counts):
         self.settle()
@@ -763,7 +599,7 @@ class Handle:
             return given
         if given in self._parameters:
             return self._parameters[given]
-        tables = dict(_tables_of([model for model in self.models if model is not None]))
+        tables = dict(tables_of([model for model in self.models if model is not None]))
         if given not in tables:
             raise Error.of(1002, f"the job has no parameter '{given}'", "Use a name of model.named_parameters()")
         return tables[given]
@@ -845,12 +681,12 @@ class Handle:
         return next((optimizer.state[parameter] for optimizer in self.optimizers if parameter in optimizer.state), {})
 
     def _kept_buffers(self):
-        return [(name, buffer) for name, buffer in _buffers_of([model for model in self.models if model is not None]) if name]
+        return [(name, buffer) for name, buffer in buffers_of([model for model in self.models if model is not None]) if name]
 
     def check_is_stepped(self):
         """OFD-1602 where moments were loaded since the last step, which a snapshot would not have."""
         self._settle_states()
-        if any(not part.is_foreign and part.waits_for_a_step() for part in self._parts):
+        if any(part.waits_for_a_step() for part in self._kept_parts()):
             raise Error.of(1602, f"what was loaded into job {self.job} is part of its next step, and a snapshot is of the last one",
                            "Take a step first, or keep the checkpoint that was loaded")
 
@@ -921,7 +757,7 @@ def was_made_before(options):
 def beginning_of(model, options):
     """What the model brings along to the job of attach(model, …, **options), where that was made before and has taken no step; else
     None. Opens the job."""
-    return Beginning(_names_of([model])) if was_made_before(options) else None
+    return Beginning(names_of([model])) if was_made_before(options) else None
 
 
 def _load_again(model, handle):

@@ -12,6 +12,7 @@ import torch
 
 from . import pickled, served, state_hooks, universal
 from .library import Engine
+from .named_tensors import buffers_of, names_of
 from .optimizer import CopiedAsItWas, after_steps, check_unscale, is_narrow, loss_of, parameters_of, recipe_of, refuse_unless_kept, shaped_as, \
     step_function, swap_class
 
@@ -371,9 +372,7 @@ class Handle:
 
     def _named(self):
         """(parameters, buffers) as they are called in files."""
-        from .handle import _buffers_of, _names_of
-
-        return _names_of(self.models), [(name, buffer) for name, buffer in _buffers_of(self.models) if name]
+        return names_of(self.models), [(name, buffer) for name, buffer in buffers_of(self.models) if name]
 
     def _in_lists(self, left_out=()):
         named_of_both = [[each for each in named if each[0] not in left_out] for named in self._named()]

@@ -2,6 +2,7 @@
 writes into them, puts in their place or removes is the state that the next step goes on with, as in plain torch."""
 
 import collections
+import collections.abc
 import copy
 import weakref
 
@@ -173,9 +174,7 @@ class ParameterState(dict):
     def copy(self):
         return dict(self.items())
 
-    def update(self, *others, **named):
-        for key, value in dict(*others, **named).items():
-            self[key] = value
+    update = collections.abc.MutableMapping.update
 
     def setdefault(self, key, value=None):
         if key not in self:
@@ -213,6 +212,17 @@ class ParameterState(dict):
         return collections.OrderedDict, (), None, None, iter(self.ordinary().items())
 
 
+def _when_filled(name):
+    """A method of a dictionary that looks at what StateOfAll has."""
+    method = getattr(collections.defaultdict, name)
+
+    def call(self, *args):
+        self._fill()
+        return method(self, *args)
+
+    return call
+
+
 class StateOfAll(collections.defaultdict):
     """`optimizer.state`: parameter -> ParameterState, for the parameters that were updated. `part` is the optimizer's: it says what there is
     (`keys_of_all`, `age`), gathers it and takes rows of it."""
@@ -223,6 +233,7 @@ class StateOfAll(collections.defaultdict):
         self._shown = weakref.WeakValueDictionary()  # (id of the parameter, key) -> ShownState
         self._given = {}  # as `_shown`, references to ordinary tensors that were loaded, which torch would go on with
         self._written = {}  # id of the parameter -> (it, {key: value}), which the job does not have yet
+        self._written_bytes = 0  # of these, or more
 
     # ---- What its entries ask ----
 
@@ -260,8 +271,10 @@ class StateOfAll(collections.defaultdict):
         strange = [str(key) for key in values if key not in self._part.possible_keys_of(parameter)]
         if strange:
             refuse_write(f"the optimizer's state has no room for {', '.join(strange)}", "Keep it in a dictionary of your own")
-        self._written.setdefault(id(parameter), (parameter, {}))[1].update(values)
-        if sum(value.nbytes for _, written in self._written.values() for value in written.values()) > _WRITTEN_BYTES_MAX:
+        written = self._written.setdefault(id(parameter), (parameter, {}))[1]
+        self._written_bytes += sum(value.nbytes for key, value in values.items() if key not in written)
+        written.update(values)
+        if self._written_bytes > _WRITTEN_BYTES_MAX:
             self._give([each for each, _ in self._written.values() if each is not parameter])
 
     def put(self, parameter, values):
@@ -334,6 +347,7 @@ class StateOfAll(collections.defaultdict):
             others = [key for key in self._part.keys_of(parameter) if key not in values]
             self._part.put_states({parameter: {**{key: self.gather(parameter, key) for key in others}, **values}})
             del self._written[id(parameter)]
+        self._written_bytes = sum(value.nbytes for _, written in self._written.values() for value in written.values())
 
     # ---- A dictionary ----
 
@@ -353,33 +367,8 @@ class StateOfAll(collections.defaultdict):
             super().__setitem__(parameter, ParameterState(self, parameter, ()))
         return super().__getitem__(parameter)
 
-    def get(self, parameter, default=None):
-        self._fill()
-        return super().get(parameter, default)
-
-    def __contains__(self, parameter):
-        self._fill()
-        return super().__contains__(parameter)
-
-    def __iter__(self):
-        self._fill()
-        return super().__iter__()
-
-    def __len__(self):
-        self._fill()
-        return super().__len__()
-
-    def keys(self):
-        self._fill()
-        return super().keys()
-
-    def items(self):
-        self._fill()
-        return super().items()
-
-    def values(self):
-        self._fill()
-        return super().values()
+    get, __contains__, __iter__, __len__, keys, items, values = map(
+        _when_filled, ("get", "__contains__", "__iter__", "__len__", "keys", "items", "values"))
 
     def __setitem__(self, parameter, state):
         if isinstance(state, ParameterState) and self.get(parameter) is state:
@@ -410,9 +399,7 @@ class StateOfAll(collections.defaultdict):
     def clear(self):
         self.drop(list(self))
 
-    def update(self, *others):
-        for parameter, state in dict(*others).items():
-            self[parameter] = state
+    update = collections.abc.MutableMapping.update
 
     def setdefault(self, parameter, state=None):
         if parameter not in self:

@@ -12,7 +12,7 @@ import weakref
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .handle import _is_wrapper
+from .named_tensors import is_wrapper
 from .position import epoch_of, kept_for, length_of, random_state, set_random_state
 
 _NEEDED = ("_run_epoch", "_maybe_log_save_evaluate", "_get_learning_rate")  # of transformers 5
@@ -66,7 +66,7 @@ def _restore_callbacks(trainer):
 
 def _tensors_of(model):
     """Weights and buffers that have memory of their own."""
-    return [each for each in [*model.parameters(), *model.buffers()] if each.layout == torch.strided and not _is_wrapper(each)]
+    return [each for each in [*model.parameters(), *model.buffers()] if each.layout == torch.strided and not is_wrapper(each)]
 
 
 # Functions in the manner of those that write, and write nothing.
@@ -83,7 +83,7 @@ class _WritesCountForNothing(TorchFunctionMode):
     def _instead(self, given):
         if isinstance(given, (list, tuple)):
             return [self._instead(each) for each in given]
-        is_plain = isinstance(given, torch.Tensor) and given.layout == torch.strided and not _is_wrapper(given)
+        is_plain = isinstance(given, torch.Tensor) and given.layout == torch.strided and not is_wrapper(given)
         is_kept = is_plain and given.untyped_storage()._cdata in self._storages
         return given.detach().clone() if is_kept else given
 

@@ -18,6 +18,7 @@ from .. import handle as attaching
 from .. import universal
 from ..errors import Error
 from ..library import is_disabled
+from ..named_tensors import buffers_of
 from . import comm, loss_scale, schedules, setup, trainers, zero
 from .adam import DeepSpeedCPUAdam
 from .files import LATEST, STATE, WEIGHTS, mark_in, tag_in, weights_in, write_text
@@ -123,7 +124,7 @@ def _write_weights(former, model, folder):
         return former.save_weights(folder)
     os.makedirs(folder, exist_ok=True)
     places = {}
-    for name, tensor in [*mine.items(), *attaching._buffers_of([model])]:
+    for name, tensor in [*mine.items(), *buffers_of([model])]:
         if name:
             places[name] = f"{len(places)}.safetensors"
             safetensors.torch.save_file({name: attaching.gather(tensor).contiguous()}, os.path.join(folder, places[name]))
