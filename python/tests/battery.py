@@ -179,6 +179,18 @@ class Run:
                 told.append(scheduler.get_last_lr())
         return told
 
+    @staticmethod
+    def steps(optimizer, loss_of, steps=3, first=0):
+        """The ordinary loop over `loss_of(step)`; losses."""
+        told = []
+        for step in range(first, first + steps):
+            loss = loss_of(step)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+        return told
+
     def resumed(self, make_optimizer, **how):
         """Three steps, the end of the offloaded run, and three more of its job, with a model and an optimizer made anew."""
         def make():
@@ -220,6 +232,20 @@ class Run:
 
 
 _floors = {}
+
+
+def saved(data, **options):
+    """As a file gives it back."""
+    file = io.BytesIO()
+    torch.save(data, file, **options)
+    file.seek(0)
+    return torch.load(file)
+
+
+def copied_states_of(optimizer):
+    """As state_dict() gives them, without what is None."""
+    states = sorted(optimizer.state_dict()["state"].items())
+    return [{key: value.clone() for key, value in state.items() if value is not None} for _, state in states]
 
 
 def states_of(optimizer):

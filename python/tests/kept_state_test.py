@@ -1,9 +1,6 @@
 """What an optimizer has kept in memory goes into a job: attached after it has stepped, or loaded from a checkpoint."""
 
-import collections
 import copy
-import functools
-import io
 import os
 import pickle
 import shutil
@@ -14,7 +11,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import offloadd
-from battery import Transformer, case, difference, main
+from battery import Transformer, case, copied_states_of, difference, main, saved
 
 FP32 = {"types": ("fp32",)}
 REFUSED = {"types": ("fp32",), "memory": ("floor",)}
@@ -22,19 +19,6 @@ REFUSED = {"types": ("fp32",), "memory": ("floor",)}
 
 def fused(parameters):
     return AdamW(parameters, 1e-3, fused=True)
-
-
-def saved(data):
-    """As a file gives it back."""
-    file = io.BytesIO()
-    torch.save(data, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-def states_of(optimizer):
-    states = sorted(optimizer.state_dict()["state"].items())
-    return [{key: value.clone() for key, value in state.items() if value is not None} for _, state in states]
 
 
 # ---- Attached in the middle --------------------------------------------------------------------
@@ -49,7 +33,7 @@ def attached_in_the_middle(make, **options):
             optimizer = make(model.parameters())
             told = run.train(model, optimizer, steps=3)
             run.attach(model, optimizer)
-            return told + run.train(model, optimizer, first=3), states_of(optimizer)
+            return told + run.train(model, optimizer, first=3), copied_states_of(optimizer)
 
         function.__name__ = name
         case(function, **options)
@@ -74,7 +58,7 @@ def parameters_of_different_ages(run):
     told = run.train(model, optimizer, steps=2)
     model.head.weight.requires_grad_(True)
     run.attach(model, optimizer)
-    return told + run.train(model, optimizer, first=2), states_of(optimizer)
+    return told + run.train(model, optimizer, first=2), copied_states_of(optimizer)
 
 
 @case(**FP32)
@@ -113,7 +97,7 @@ def job_that_began_in_the_middle_is_resumed(run):
         run.train(model, optimizer, steps=1)  # the job keeps what it has
         handle = run.attach(model, optimizer, job="resumed")
         assert handle.step == 3, handle.step
-    return told + run.train(model, optimizer, first=5), states_of(optimizer)
+    return told + run.train(model, optimizer, first=5), copied_states_of(optimizer)
 
 
 def copied(make, types=("fp32", "bf16", "fp16")):
@@ -130,10 +114,10 @@ def copied(make, types=("fp32", "bf16", "fp16")):
             attached = copy.deepcopy((model, optimizer))
             told.append(run.train(model, optimizer, first=3))
             for each in copies:
-                again = run.train(*each, first=3), states_of(each[1]), [p.detach().clone() for p in each[0].parameters()]
-                assert difference([told[-1], states_of(optimizer), list(model.parameters())], list(again), 0.0) is None
+                again = run.train(*each, first=3), copied_states_of(each[1]), [p.detach().clone() for p in each[0].parameters()]
+                assert difference([told[-1], copied_states_of(optimizer), list(model.parameters())], list(again), 0.0) is None
             run.attach(*attached)
-            return told, run.train(*attached, first=3), run.train(*attached, first=6), run.train(*copies[0], first=6), states_of(attached[1])
+            return told, run.train(*attached, first=3), run.train(*attached, first=6), run.train(*copies[0], first=6), copied_states_of(attached[1])
 
         function.__name__ = name
         case(function, types=types)
@@ -166,9 +150,9 @@ def adagrad_has_sums_from_the_beginning(run):
     optimizer = Adagrad(model.parameters(), 1e-2, initial_accumulator_value=0.5)
     run.attach(model, optimizer)
     copies = copy.deepcopy((model, optimizer))
-    told, first = run.train(*copies, steps=2), states_of(optimizer)
+    told, first = run.train(*copies, steps=2), copied_states_of(optimizer)
     told += run.train(model, optimizer, steps=2)
-    return told, first, states_of(optimizer), states_of(copies[1])
+    return told, first, copied_states_of(optimizer), copied_states_of(copies[1])
 
 
 def loads(make):
@@ -186,8 +170,8 @@ def loads(make):
             told = run.train(model, optimizer, first=10)
             model.load_state_dict(checkpoint["model"])
             optimizer.load_state_dict(checkpoint["optimizer"])
-            at_once = states_of(optimizer)
-            return told + run.train(model, optimizer, first=2), at_once, states_of(optimizer)
+            at_once = copied_states_of(optimizer)
+            return told + run.train(model, optimizer, first=2), at_once, copied_states_of(optimizer)
 
         function.__name__ = name
         case(function, types=("fp32",))
@@ -214,7 +198,7 @@ def checkpoint_of_fp32_moments(run):
     run.train(model, optimizer, first=7)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    return run.train(model, optimizer, first=3), states_of(optimizer)
+    return run.train(model, optimizer, first=3), copied_states_of(optimizer)
 
 
 class Convolutions(torch.nn.Module):
@@ -252,7 +236,7 @@ def moments_lie_as_their_parameters_do(run):
             state.update({name: value.clone(memory_format=torch.contiguous_format) for name, value in state.items() if value.dim() == 4})
         optimizer.load_state_dict(rows)
     train(4, 2)
-    return losses, states_of(optimizer)
+    return losses, copied_states_of(optimizer)
 
 
 def edits(change):
@@ -267,7 +251,7 @@ def edits(change):
             state_dict = optimizer.state_dict()
             change(state_dict["state"])
             optimizer.load_state_dict(state_dict)
-            return told + run.train(model, optimizer, first=3), states_of(optimizer)
+            return told + run.train(model, optimizer, first=3), copied_states_of(optimizer)
 
         function.__name__ = name
         case(function, **FP32)
@@ -303,7 +287,7 @@ def hooks_around_the_state(run):
     optimizer.register_load_state_dict_pre_hook(double)
     optimizer.register_load_state_dict_post_hook(lambda each: seen.append([state["exp_avg_sq"].clone() for state in each.state.values()]))
     optimizer.load_state_dict(optimizer.state_dict())
-    return told, seen, run.train(model, optimizer, first=3), states_of(optimizer), optimizer.param_groups[0]["lr"]
+    return told, seen, run.train(model, optimizer, first=3), copied_states_of(optimizer), optimizer.param_groups[0]["lr"]
 
 
 @case
@@ -317,7 +301,7 @@ def checkpoint_of_another_step(run):
     for _ in range(2):  # the second time nothing was stepped between
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-    return run.train(model, optimizer, first=3), states_of(optimizer)
+    return run.train(model, optimizer, first=3), copied_states_of(optimizer)
 
 
 @case(**FP32)
@@ -332,7 +316,7 @@ def checkpoint_of_another_job(run):
     run.attach(model, optimizer)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    return run.train(model, optimizer, first=3), states_of(optimizer)
+    return run.train(model, optimizer, first=3), copied_states_of(optimizer)
 
 
 @case(refused=1602, **REFUSED)
@@ -361,7 +345,7 @@ def fresh_state_begins_anew(run):
     run.attach(model, optimizer)
     run.train(model, optimizer)
     optimizer.load_state_dict(fresh)
-    return states_of(optimizer), run.train(model, optimizer, first=3), states_of(optimizer)
+    return copied_states_of(optimizer), run.train(model, optimizer, first=3), copied_states_of(optimizer)
 
 
 @case(**FP32)
@@ -380,7 +364,7 @@ def loaded_state_is_dropped_without_a_step(run):
         model = run.model()
         optimizer = fused(model.parameters())
         run.attach(model, optimizer, job="dropped")
-    return run.train(model, optimizer, first=2), states_of(optimizer)
+    return run.train(model, optimizer, first=2), copied_states_of(optimizer)
 
 
 @case(refused=1602, **REFUSED)
@@ -421,7 +405,7 @@ def optimizer_with_moments_in_its_job(run):
         optimizer = fused(model.parameters())
         optimizer.load_state_dict(state)
         run.attach(model, optimizer, job="elsewhere")
-    return told + run.train(model, optimizer, first=3), states_of(optimizer)
+    return told + run.train(model, optimizer, first=3), copied_states_of(optimizer)
 
 
 @case
@@ -477,221 +461,7 @@ def refused_state_leaves_the_job_as_it_was(run):
             raise AssertionError("a state of another shape was taken")
         except offloadd.Error as error:
             assert "of shape" in str(error), error
-    return run.train(model, optimizer, first=3), states_of(optimizer)
-
-
-# ---- Written by the program --------------------------------------------------------------------
-
-
-@case(refused=1002, **REFUSED)
-def state_of_another_shape_is_refused(run):
-    model = run.model()
-    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
-    run.attach(model, optimizer)
-    run.train(model, optimizer)
-    optimizer.state[model.head.weight]["momentum_buffer"] = torch.zeros(1)
-    run.train(model, optimizer)
-
-
-def state_written(name, make, key, write):
-    """Between steps, and between a backward pass and its step."""
-
-    def function(run):
-        model = run.model()
-        optimizer = make(model.parameters())
-        run.attach(model, optimizer)
-        told = []
-        for step in range(5):
-            loss = run.loss(model, step)
-            loss.backward()
-            state = optimizer.state[model.head.weight]
-            if step == 3:
-                write(state[key]) if key else write(model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            if step == 1:
-                write(state[key]) if key else write(model, optimizer)
-            told += [loss.item(), {name: value.clone() for name, value in optimizer.state[model.head.weight].items()}]
-        return told, states_of(optimizer)
-
-    function.__name__ = f"state_written_{name}"
-    case(function, memory=("floor",))
-
-
-with_momentum = functools.partial(SGD, lr=0.1, momentum=0.9)
-with_adamw = functools.partial(AdamW, lr=1e-3)
-with_fused = functools.partial(AdamW, lr=1e-3, fused=True, amsgrad=True)
-
-
-def replaced(optimizer, state):
-    optimizer.state = state
-
-
-state_written("in_place", with_momentum, "momentum_buffer", lambda state: state.mul_(0.5))
-state_written("through_data", with_momentum, "momentum_buffer", lambda state: state.data.zero_())
-state_written("through_a_view", with_momentum, "momentum_buffer", lambda state: state.detach()[1:].zero_())
-state_written("by_index", with_adamw, "exp_avg", lambda state: state.__setitem__(torch.tensor([1, 3]), 0.25))
-state_written("in_inference_mode", with_adamw, "exp_avg", torch.inference_mode()(lambda state: state.view(-1)[:3].fill_(0.25)))
-state_written("as_an_output", with_fused, "max_exp_avg_sq", lambda state: torch.mul(state, 2, out=state))
-state_written("by_its_data", with_adamw, "exp_avg_sq", lambda state: setattr(state, "data", torch.full_like(state, 1e-4)))
-state_written("number_of_steps", with_adamw, "step", lambda state: state.sub_(1))
-state_written("number_of_steps_fused", with_fused, "step", lambda state: state.fill_(7))
-state_written("number_of_steps_anew", with_adamw, "step", lambda state: state.zero_())
-state_written("by_lists", with_adamw, None, lambda _, optimizer: torch._foreach_mul_([state["exp_avg"] for state in optimizer.state.values()], 0.5))
-state_written("entry", with_adamw, None, lambda m, optimizer: optimizer.state[m.head.weight].update(exp_avg=torch.zeros_like(m.head.weight)))
-state_written("entries", with_fused, None, lambda m, optimizer: optimizer.state.__setitem__(
-    m.head.weight, {name: value / 2 for name, value in optimizer.state[m.head.weight].items()}))
-state_written("cleared", with_adamw, None, lambda _, optimizer: optimizer.state.clear())
-state_written("cleared_fused", with_fused, None, lambda _, optimizer: optimizer.state.clear())
-state_written("replaced_by_nothing", with_momentum, None, lambda _, optimizer: replaced(optimizer, collections.defaultdict(dict)))
-state_written("replaced_by_a_copy", with_adamw, None, lambda m, optimizer: replaced(optimizer, collections.defaultdict(
-    dict, {m.norm.weight: {name: value.clone() for name, value in optimizer.state[m.norm.weight].items()}})))
-state_written("set_anew", with_adamw, None, lambda _, optimizer: optimizer.__setstate__({"state": collections.defaultdict(dict)}))
-state_written("of_one_removed", with_adamw, None, lambda m, optimizer: optimizer.state.pop(m.head.weight))
-state_written("of_one_emptied", with_momentum, None, lambda m, optimizer: optimizer.state[m.head.weight].clear())
-state_written("of_one_deleted", with_momentum, None, lambda m, optimizer: optimizer.state[m.head.weight].__delitem__("momentum_buffer"))
-state_written("of_one_empty", with_adamw, None, lambda m, optimizer: optimizer.state.__setitem__(m.head.weight, {}))
-
-
-@case(memory=("floor",))
-def state_given_before_the_first_step(run):
-    model = run.model()
-    optimizer = AdamW(model.parameters(), 1e-3)
-    run.attach(model, optimizer)
-    for p in model.parameters():
-        state = optimizer.state[p]
-        state["step"] = torch.tensor(10.0)
-        state["exp_avg"] = torch.full_like(p, 1e-3, dtype=torch.float32)
-        state["exp_avg_sq"] = torch.full_like(p, 1e-5, dtype=torch.float32)
-    return run.train(model, optimizer), states_of(optimizer)
-
-
-@case(types=("fp32",))
-def state_that_is_kept_follows_the_steps(run):
-    model = run.model()
-    optimizer = AdamW(model.parameters(), 1e-3)
-    run.attach(model, optimizer)
-    told = run.train(model, optimizer)
-    kept = dict(optimizer.state[model.head.weight])
-    row = kept["exp_avg"][1]
-    for step in range(3):
-        run.loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append([row.clone(), *(value.clone() for value in kept.values())])
-        kept["exp_avg_sq"].mul_(0.5)
-        row.add_(1e-3)
-    optimizer.state.clear()
-    run.train(model, optimizer)
-    return told, row, kept
-
-
-@case
-def dictionary_that_is_kept_follows_the_steps(run):
-    model = run.model()
-    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
-    run.attach(model, optimizer)
-    told = run.train(model, optimizer, steps=2)
-    kept = optimizer.state_dict()
-    told += run.train(model, optimizer, first=2, steps=2)
-    kept["state"][3]["exp_avg"].mul_(0.5)
-    told += run.train(model, optimizer, first=4, steps=2)
-    optimizer.load_state_dict(kept)  # as it is now
-    told += run.train(model, optimizer, first=6, steps=2)
-    return told, {index: dict(state) for index, state in kept["state"].items()}
-
-
-@case(types=("fp32",))
-def state_stays_when_the_job_is_closed(run):
-    def train():
-        model = run.make(lambda: torch.nn.Linear(8, 8))
-        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
-        handle = run.attach(model, optimizer)
-        for step in range(3):
-            model(torch.full((4, 8), step + 1.0)).pow(2).sum().backward()
-            optimizer.step()
-            if step == 0:
-                kept = optimizer.state[model.weight]["exp_avg"]
-        if run.offloaded:
-            handle.close()
-            run.handles.clear()
-        run.models.clear()
-        return kept
-
-    return train()
-
-
-@case
-def dictionary_that_was_loaded_twice(run):
-    """torch's optimizers go on with the tensors of what they have loaded."""
-    model = run.model()
-    optimizer = AdamW(model.parameters(), 1e-3)
-    run.attach(model, optimizer)
-    told = run.train(model, optimizer, steps=2)
-    file = {"model": copy.deepcopy(model.state_dict()), "optimizer": saved(optimizer.state_dict())}
-    for first in (2, 4, 6):
-        told += run.train(model, optimizer, first=first, steps=2)
-        model.load_state_dict(file["model"])
-        optimizer.load_state_dict(file["optimizer"])
-    return told + run.train(model, optimizer, first=8), states_of(optimizer)
-
-
-@case(types=("fp32",))
-def loss_with_the_state(run):
-    model = run.model()
-    optimizer = AdamW(model.parameters(), 1e-2)
-    run.attach(model, optimizer)
-    told = run.train(model, optimizer)
-    first = model.head.weight.detach().clone()
-    for step in range(3):
-        loss = run.loss(model, step) + (optimizer.state[model.head.weight]["exp_avg_sq"] * (model.head.weight - first) ** 2).sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append(loss.item())
-    return told
-
-
-def two_optimizers(run):
-    optimizers = []
-    for job in ("one", "other"):
-        model = run.model()
-        optimizer = AdamW(model.parameters(), 1e-3)
-        run.attach(model, optimizer, job=job)
-        run.train(model, optimizer)
-        optimizers.append((model, optimizer))
-    return optimizers
-
-
-@case(memory=("floor",))
-def state_of_another_optimizer_is_copied(run):
-    (_, one), (model, other) = two_optimizers(run)
-    other.load_state_dict(copy.deepcopy(one.state_dict()))
-    return run.train(model, other), states_of(one), states_of(other)
-
-
-@case(refused=1604, **REFUSED)
-def state_that_another_optimizer_goes_on_with_is_refused(run):
-    (_, one), (_, other) = two_optimizers(run)
-    other.load_state_dict(one.state_dict())
-
-
-@case(refused=1604, **REFUSED)
-def more_than_the_optimizer_keeps_is_refused(run):
-    model = run.model()
-    optimizer = AdamW(model.parameters(), 1e-3)
-    run.attach(model, optimizer)
-    optimizer.state[model.head.weight]["average"] = torch.zeros_like(model.head.weight)
-
-
-@case(refused=1604, **REFUSED)
-def replacing_the_state_by_no_dictionary_is_refused(run):
-    model = run.model()
-    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
-    run.attach(model, optimizer)
-    run.train(model, optimizer)
-    optimizer.state = []
-    run.train(model, optimizer)
+    return run.train(model, optimizer, first=3), copied_states_of(optimizer)
 
 
 # ---- DeepSpeed's universal checkpoints ---------------------------------------------------------
@@ -726,7 +496,7 @@ def universal_checkpoint_is_loaded(run):
     handle.load_universal(folder)
     told = run.train(model, optimizer, first=2)
     assert told == expected, (told, expected)
-    return told, states_of(optimizer)
+    return told, copied_states_of(optimizer)
 
 
 class Scaler:
@@ -762,7 +532,7 @@ def universal_checkpoint_of_stage_3(name, state, **options):
         assert not os.path.exists(os.path.join(folder, "made")), "it was run"
         told = run.train(model, optimizer, first=2)
         assert told == expected, (told, expected)
-        return told, states_of(optimizer)
+        return told, copied_states_of(optimizer)
 
     function.__name__ = name
     case(function, **options)
@@ -785,7 +555,7 @@ def universal_checkpoint_comes_back(run):
     handle.save_universal(folder)
     run.train(model, optimizer, first=7)
     handle.load_universal(os.path.join(folder, "global_step3_universal"))
-    return run.train(model, optimizer, first=3), states_of(optimizer), sorted(os.listdir(os.path.join(folder, "global_step3_universal", "zero")))
+    return run.train(model, optimizer, first=3), copied_states_of(optimizer), sorted(os.listdir(os.path.join(folder, "global_step3_universal", "zero")))
 
 
 @case(types=("bf16",))
@@ -808,7 +578,7 @@ def universal_checkpoint_has_the_masters(run):
     assert any(not torch.equal(master, master.bfloat16().float()) for master in masters)
     told = run.train(other, another, first=3)
     assert told == expected, (told, expected)
-    return told, masters, states_of(another)
+    return told, masters, copied_states_of(another)
 
 
 def damaged_universal(run, damage):
@@ -877,7 +647,7 @@ def made_of_universal(name, make, **options):
             assert handle.step == 2, handle.step
             assert bool((model.running == 3).all()), "buffers are not in the checkpoint"
         masters = handle.gather([p for p in model.parameters() if p.requires_grad], "master")
-        told += [masters, states_of(optimizer), model.frozen.detach().clone()]
+        told += [masters, copied_states_of(optimizer), model.frozen.detach().clone()]
         return told, [train_net(run, model, optimizer, step) for step in (2, 3)]
 
     function.__name__ = name

@@ -67,14 +67,10 @@ class Quantised(torch.nn.Module):
 
 
 def train_quantised(run, model, optimizer, first=0):
-    told = []
-    for step in range(first, first + 2):
-        loss = model(torch.randn(3, 16, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append(loss.item())
-    return told
+    def loss_of(step):
+        return model(torch.randn(3, 16, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().pow(2).mean()
+
+    return run.steps(optimizer, loss_of, steps=2, first=first)
 
 
 @case
@@ -192,14 +188,11 @@ def convolutions(run):
         torch.nn.Linear(16, 10)))
     optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
     run.attach(model, optimizer)
-    told = []
-    for step in range(3):
+    def loss_of(step):
         torch.manual_seed(step)
-        loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 12, 12)), torch.arange(4))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append(loss.item())
+        return torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 12, 12)), torch.arange(4))
+
+    told = run.steps(optimizer, loss_of)
     return told, model[1].running_mean, model.eval()(torch.ones(1, 3, 12, 12))
 
 
@@ -261,15 +254,11 @@ def recurrent(run):
     model = run.make(lambda: torch.nn.GRU(16, 24, batch_first=True))
     optimizer = SGD(model.parameters(), 0.1)
     run.attach(model, optimizer)
-    told = []
-    for step in range(3):
+    def loss_of(step):
         torch.manual_seed(step)
-        loss = model(torch.randn(2, 5, 16))[0].pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append(loss.item())
-    return told
+        return model(torch.randn(2, 5, 16))[0].pow(2).mean()
+
+    return run.steps(optimizer, loss_of)
 
 
 @case(types=("fp32",))
@@ -277,30 +266,22 @@ def embedding_bag_and_dropout(run):
     model = run.make(lambda: torch.nn.Sequential(torch.nn.EmbeddingBag(100, 32), torch.nn.Dropout(0.5), torch.nn.Linear(32, 2)))
     optimizer = SGD(model.parameters(), 0.1)
     run.attach(model, optimizer)
-    told = []
-    for step in range(3):
+    def loss_of(step):
         torch.manual_seed(step)
-        loss = torch.nn.functional.cross_entropy(model(torch.randint(100, (4, 6))), torch.tensor([0, 1, 0, 1]))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append(loss.item())
-    return told
+        return torch.nn.functional.cross_entropy(model(torch.randint(100, (4, 6))), torch.tensor([0, 1, 0, 1]))
+
+    return run.steps(optimizer, loss_of)
 
 
 def train_sparse(run, make):
     model = run.make(lambda: torch.nn.Sequential(torch.nn.Embedding(400, 96, sparse=True), torch.nn.Linear(96, 8)))
     optimizer = make(model.parameters())
     run.attach(model, optimizer)
-    told = []
-    for step in range(4):  # indices come several times
+    def loss_of(step):  # indices come several times
         ids = torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(step))
-        loss = model(ids).float().pow(2).mean() * (1e4 if step == 2 else 1)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append(loss.item())
-    return told
+        return model(ids).float().pow(2).mean() * (1e4 if step == 2 else 1)
+
+    return run.steps(optimizer, loss_of, steps=4)
 
 
 @case(types=("fp32",))
@@ -335,15 +316,11 @@ def parametrizations(run):
                                                  torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(16, 16))))
     optimizer = AdamW(model.parameters(), 1e-2, fused=True)
     run.attach(model, optimizer)
-    told = []
-    for step in range(3):
+    def loss_of(step):
         torch.manual_seed(step)
-        loss = model(torch.randn(4, 16)).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append(loss.item())
-    return told
+        return model(torch.randn(4, 16)).pow(2).mean()
+
+    return run.steps(optimizer, loss_of)
 
 
 @case(types=("fp32",))
@@ -494,15 +471,11 @@ def parameters_that_are_parts_of_nobodys_tensors(run):
     model = run.make(Cropped)
     optimizer = AdamW(model.parameters(), 1e-2)
     run.attach(model, optimizer)
-    told = []
-    for step in range(3):
+    def loss_of(step):
         ids = run.batch(step) % 64
-        loss = torch.nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append(loss.item())
-    return told
+        return torch.nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+
+    return run.steps(optimizer, loss_of)
 
 
 @case(refused=1601, types=("fp32",), memory=("floor",))
@@ -776,15 +749,11 @@ def running_statistics_are_resumed(run):
                                                     torch.nn.Linear(8 * 36, 4)))
 
     def train(model, optimizer, first):
-        told = []
-        for step in range(first, first + 2):
+        def loss_of(step):
             torch.manual_seed(step)
-            loss = torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.arange(4))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
-        return told
+            return torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 8, 8)), torch.arange(4))
+
+        return run.steps(optimizer, loss_of, steps=2, first=first)
 
     model = make()
     optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
@@ -809,12 +778,7 @@ def around_a_restart(run, build, job, look=lambda handle: None):
         return model, optimizer, run.attach(model, optimizer, job=job)
 
     def train(first):
-        for step in range(first, first + 3):
-            loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
+        told.extend(run.steps(optimizer, lambda step: model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).pow(2).mean(), first=first))
         seen.append(look(handle))
 
     model, optimizer, handle = attached()

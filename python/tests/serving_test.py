@@ -19,7 +19,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 import offloadd
-from battery import VOCABULARY, WIDTH, Transformer, case, difference, main, own
+from battery import VOCABULARY, WIDTH, Transformer, case, difference, main, own, saved
 from offloadd import handle as handles
 
 FP32 = {"types": ("fp32",)}
@@ -45,13 +45,6 @@ def served(look, name, **options):
 
     function.__name__ = name
     case(function, **options)
-
-
-def saved(data, **options):
-    file = io.BytesIO()
-    torch.save(data, file, **options)
-    file.seek(0)
-    return torch.load(file)
 
 
 first = lambda m: m.blocks[0].qkv.weight  # noqa: E731
@@ -913,14 +906,10 @@ def constructed(name, build, **options):
             run.handles.append(offloadd.attach(model, optimizer))
         else:
             run.attach(model, optimizer)
-        told = []
-        for step in range(2):
-            loss = model(torch.randn(64, 160, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            told.append(loss.item())
-        return told
+        def loss_of(step):
+            return model(torch.randn(64, 160, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().square().mean()
+
+        return run.steps(optimizer, loss_of, steps=2)
 
     function.__name__ = name
     case(function, memory=("256MiB",), **options)
@@ -1013,14 +1002,11 @@ def constructed_and_laid_out_larger_than_memory(run):
         model = build()
     optimizer = AdamW(model.parameters(), 1e-2)
     run.attach(model, optimizer, **options)
-    told = []
-    for step in range(3):
+    def loss_of(step):
         x = torch.randn(2, 3, 9, 9, generator=torch.Generator().manual_seed(step)).to(run.dtype)
-        loss = model(x).float().pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append(loss.item())
+        return model(x).float().pow(2).mean()
+
+    told = run.steps(optimizer, loss_of)
     return told, [p.stride() for p in model.parameters()]
 
 

@@ -1,0 +1,226 @@
+"""What a program writes into the state of an optimizer, puts in its place, removes or keeps."""
+
+import collections
+import copy
+import functools
+import sys
+
+import torch
+from torch.optim import SGD, AdamW
+
+from battery import case, copied_states_of, main, saved
+
+REFUSED = {"types": ("fp32",), "memory": ("floor",)}
+
+
+@case(refused=1002, **REFUSED)
+def state_of_another_shape_is_refused(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    optimizer.state[model.head.weight]["momentum_buffer"] = torch.zeros(1)
+    run.train(model, optimizer)
+
+
+def state_written(name, make, key, write):
+    """Between steps, and between a backward pass and its step."""
+
+    def function(run):
+        model = run.model()
+        optimizer = make(model.parameters())
+        run.attach(model, optimizer)
+        told = []
+        for step in range(5):
+            loss = run.loss(model, step)
+            loss.backward()
+            state = optimizer.state[model.head.weight]
+            if step == 3:
+                write(state[key]) if key else write(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                write(state[key]) if key else write(model, optimizer)
+            told += [loss.item(), {name: value.clone() for name, value in optimizer.state[model.head.weight].items()}]
+        return told, copied_states_of(optimizer)
+
+    function.__name__ = f"state_written_{name}"
+    case(function, memory=("floor",))
+
+
+with_momentum = functools.partial(SGD, lr=0.1, momentum=0.9)
+with_adamw = functools.partial(AdamW, lr=1e-3)
+with_fused = functools.partial(AdamW, lr=1e-3, fused=True, amsgrad=True)
+
+
+def replaced(optimizer, state):
+    optimizer.state = state
+
+
+state_written("in_place", with_momentum, "momentum_buffer", lambda state: state.mul_(0.5))
+state_written("through_data", with_momentum, "momentum_buffer", lambda state: state.data.zero_())
+state_written("through_a_view", with_momentum, "momentum_buffer", lambda state: state.detach()[1:].zero_())
+state_written("by_index", with_adamw, "exp_avg", lambda state: state.__setitem__(torch.tensor([1, 3]), 0.25))
+state_written("in_inference_mode", with_adamw, "exp_avg", torch.inference_mode()(lambda state: state.view(-1)[:3].fill_(0.25)))
+state_written("as_an_output", with_fused, "max_exp_avg_sq", lambda state: torch.mul(state, 2, out=state))
+state_written("by_its_data", with_adamw, "exp_avg_sq", lambda state: setattr(state, "data", torch.full_like(state, 1e-4)))
+state_written("number_of_steps", with_adamw, "step", lambda state: state.sub_(1))
+state_written("number_of_steps_fused", with_fused, "step", lambda state: state.fill_(7))
+state_written("number_of_steps_anew", with_adamw, "step", lambda state: state.zero_())
+state_written("by_lists", with_adamw, None, lambda _, optimizer: torch._foreach_mul_([state["exp_avg"] for state in optimizer.state.values()], 0.5))
+state_written("entry", with_adamw, None, lambda m, optimizer: optimizer.state[m.head.weight].update(exp_avg=torch.zeros_like(m.head.weight)))
+state_written("entries", with_fused, None, lambda m, optimizer: optimizer.state.__setitem__(
+    m.head.weight, {name: value / 2 for name, value in optimizer.state[m.head.weight].items()}))
+state_written("cleared", with_adamw, None, lambda _, optimizer: optimizer.state.clear())
+state_written("cleared_fused", with_fused, None, lambda _, optimizer: optimizer.state.clear())
+state_written("replaced_by_nothing", with_momentum, None, lambda _, optimizer: replaced(optimizer, collections.defaultdict(dict)))
+state_written("replaced_by_a_copy", with_adamw, None, lambda m, optimizer: replaced(optimizer, collections.defaultdict(
+    dict, {m.norm.weight: {name: value.clone() for name, value in optimizer.state[m.norm.weight].items()}})))
+state_written("set_anew", with_adamw, None, lambda _, optimizer: optimizer.__setstate__({"state": collections.defaultdict(dict)}))
+state_written("of_one_removed", with_adamw, None, lambda m, optimizer: optimizer.state.pop(m.head.weight))
+state_written("of_one_emptied", with_momentum, None, lambda m, optimizer: optimizer.state[m.head.weight].clear())
+state_written("of_one_deleted", with_momentum, None, lambda m, optimizer: optimizer.state[m.head.weight].__delitem__("momentum_buffer"))
+state_written("of_one_empty", with_adamw, None, lambda m, optimizer: optimizer.state.__setitem__(m.head.weight, {}))
+
+
+@case(memory=("floor",))
+def state_given_before_the_first_step(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    for p in model.parameters():
+        state = optimizer.state[p]
+        state["step"] = torch.tensor(10.0)
+        state["exp_avg"] = torch.full_like(p, 1e-3, dtype=torch.float32)
+        state["exp_avg_sq"] = torch.full_like(p, 1e-5, dtype=torch.float32)
+    return run.train(model, optimizer), copied_states_of(optimizer)
+
+
+@case(types=("fp32",))
+def state_that_is_kept_follows_the_steps(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    kept = dict(optimizer.state[model.head.weight])
+    row = kept["exp_avg"][1]
+    for step in range(3):
+        run.loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append([row.clone(), *(value.clone() for value in kept.values())])
+        kept["exp_avg_sq"].mul_(0.5)
+        row.add_(1e-3)
+    optimizer.state.clear()
+    run.train(model, optimizer)
+    return told, row, kept
+
+
+@case
+def dictionary_that_is_kept_follows_the_steps(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=2)
+    kept = optimizer.state_dict()
+    told += run.train(model, optimizer, first=2, steps=2)
+    kept["state"][3]["exp_avg"].mul_(0.5)
+    told += run.train(model, optimizer, first=4, steps=2)
+    optimizer.load_state_dict(kept)  # as it is now
+    told += run.train(model, optimizer, first=6, steps=2)
+    return told, {index: dict(state) for index, state in kept["state"].items()}
+
+
+@case(types=("fp32",))
+def state_stays_when_the_job_is_closed(run):
+    def train():
+        model = run.make(lambda: torch.nn.Linear(8, 8))
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        handle = run.attach(model, optimizer)
+        for step in range(3):
+            model(torch.full((4, 8), step + 1.0)).pow(2).sum().backward()
+            optimizer.step()
+            if step == 0:
+                kept = optimizer.state[model.weight]["exp_avg"]
+        if run.offloaded:
+            handle.close()
+            run.handles.clear()
+        run.models.clear()
+        return kept
+
+    return train()
+
+
+@case
+def dictionary_that_was_loaded_twice(run):
+    """torch's optimizers go on with the tensors of what they have loaded."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=2)
+    file = {"model": copy.deepcopy(model.state_dict()), "optimizer": saved(optimizer.state_dict())}
+    for first in (2, 4, 6):
+        told += run.train(model, optimizer, first=first, steps=2)
+        model.load_state_dict(file["model"])
+        optimizer.load_state_dict(file["optimizer"])
+    return told + run.train(model, optimizer, first=8), copied_states_of(optimizer)
+
+
+@case(types=("fp32",))
+def loss_with_the_state(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-2)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    first = model.head.weight.detach().clone()
+
+    def loss_of(step):
+        return run.loss(model, step) + (optimizer.state[model.head.weight]["exp_avg_sq"] * (model.head.weight - first) ** 2).sum()
+
+    return told + run.steps(optimizer, loss_of)
+
+
+def two_optimizers(run):
+    optimizers = []
+    for job in ("one", "other"):
+        model = run.model()
+        optimizer = AdamW(model.parameters(), 1e-3)
+        run.attach(model, optimizer, job=job)
+        run.train(model, optimizer)
+        optimizers.append((model, optimizer))
+    return optimizers
+
+
+@case(memory=("floor",))
+def state_of_another_optimizer_is_copied(run):
+    (_, one), (model, other) = two_optimizers(run)
+    other.load_state_dict(copy.deepcopy(one.state_dict()))
+    return run.train(model, other), copied_states_of(one), copied_states_of(other)
+
+
+@case(refused=1604, **REFUSED)
+def state_that_another_optimizer_goes_on_with_is_refused(run):
+    (_, one), (_, other) = two_optimizers(run)
+    other.load_state_dict(one.state_dict())
+
+
+@case(refused=1604, **REFUSED)
+def more_than_the_optimizer_keeps_is_refused(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    optimizer.state[model.head.weight]["average"] = torch.zeros_like(model.head.weight)
+
+
+@case(refused=1604, **REFUSED)
+def replacing_the_state_by_no_dictionary_is_refused(run):
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    optimizer.state = []
+    run.train(model, optimizer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
