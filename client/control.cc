@@ -1,8 +1,9 @@
 #include "client/control.h"
 
+#include <google/protobuf/stubs/common.h>
+
 #include <algorithm>
 #include <cstdio>
-#include <string_view>
 #include <utility>
 
 #include "absl/strings/escaping.h"
@@ -48,29 +49,10 @@ const char* NameOf(v1::Transfer::Kind kind) {
   }
 }
 
-// As the strings of protobuf have to be: no longer form than needed, no surrogates.
-bool IsUtf8(std::string_view text) {
-  for (size_t at = 0; at < text.size();) {
-    const auto byte = [&](size_t index) { return static_cast<unsigned char>(text[index]); };
-    const unsigned char first = byte(at);
-    const size_t length = first < 0x80 ? 1 : first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;
-    if ((first >= 0x80 && first < 0xc2) || first > 0xf4 || length > text.size() - at) return false;
-    uint32_t code = length == 1 ? first : first & (0xff >> (length + 1));
-    for (size_t index = at + 1; index < at + length; ++index) {
-      if ((byte(index) & 0xc0) != 0x80) return false;
-      code = code << 6 | (byte(index) & 0x3f);
-    }
-    if (length == 3 && (code < 0x800 || (code >= 0xd800 && code < 0xe000))) return false;
-    if (length == 4 && (code < 0x10000 || code > 0x10ffff)) return false;
-    at += length;
-  }
-  return true;
-}
-
 // The daemon cannot read a message with another name.
 absl::Status CheckNames(std::span<const proto::Tensor> tensors) {
   for (const proto::Tensor& tensor : tensors) {
-    if (IsUtf8(tensor.name)) continue;
+    if (google::protobuf::internal::IsStructurallyValidUTF8(tensor.name)) continue;
     return MakeError(
         ErrorId::kUnsupportedModel,
         absl::StrCat("the name '", absl::CHexEscape(tensor.name), "' of a tensor is not UTF-8"),
