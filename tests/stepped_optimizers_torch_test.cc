@@ -280,12 +280,29 @@ Log EditedBetweenSteps(const Make& make, Where where, const std::string& job,
   return log;
 }
 
+void ExpectSameEverywhere(const std::function<Log(Where)>& train) {
+  const Log expected = train(Where::kPlain);
+  ExpectSame(expected, train(Where::kInMemory));
+  ExpectSame(expected, train(Where::kOffloaded));
+}
 void ExpectSameEverywhere(const Make& make, const std::string& job,
                           const std::function<void(Model&, optim::Optimizer&)>& edit) {
-  const Log expected = EditedBetweenSteps(make, Where::kPlain, job, edit);
-  ExpectSame(expected, EditedBetweenSteps(make, Where::kInMemory, job, edit));
-  ExpectSame(expected, EditedBetweenSteps(make, Where::kOffloaded, job, edit));
+  ExpectSameEverywhere([&](Where where) { return EditedBetweenSteps(make, where, job, edit); });
 }
+
+// A model and its Adam, attached to a job unless it is plain.
+struct AdamRun {
+  AdamRun(Where where, const std::string& job) {
+    SetOffloading(where == Where::kOffloaded);
+    if (where == Where::kPlain) return;
+    engine = Engine::Open(PoolOptions(job, "256MiB"));
+    engine->Attach(model, optimizer);
+  }
+
+  Model model{at::kFloat};
+  optim::Adam optimizer{model.parameters(), optim::AdamOptions(1e-2)};
+  std::shared_ptr<Engine> engine;
+};
 
 TEST_P(SteppedOptimizerTest, WhatIsErasedOfItsStateBeginsAnew) {
   const std::string name = GetParam().name;
@@ -329,14 +346,9 @@ TEST(OptimizerStateTest, MomentsAreSeenAndEditsOfThemCount) {
 // References to the map and to an object of it, and a tensor, which are kept over steps and a file.
 TEST(OptimizerStateTest, WhatIsHeldOfAStateFollowsTheSteps) {
   const auto train = [](Where where) {
-    SetOffloading(where == Where::kOffloaded);
-    Model model(at::kFloat);
-    optim::Adam optimizer(model.parameters(), optim::AdamOptions(1e-2));
-    std::shared_ptr<Engine> engine;
-    if (where != Where::kPlain) {
-      engine = Engine::Open(PoolOptions("held", "256MiB"));
-      engine->Attach(model, optimizer);
-    }
+    AdamRun run(where, "held");
+    Model& model = run.model;
+    optim::Adam& optimizer = run.optimizer;
     Log log;
     Train(model, optimizer, 0, 1, &log);
     const auto& all = optimizer.state();
@@ -360,22 +372,15 @@ TEST(OptimizerStateTest, WhatIsHeldOfAStateFollowsTheSteps) {
     AddWeights(model, &log);
     return log;
   };
-  const Log expected = train(Where::kPlain);
-  ExpectSame(expected, train(Where::kInMemory));
-  ExpectSame(expected, train(Where::kOffloaded));
+  ExpectSameEverywhere(train);
 }
 
 // The options that a closure leaves count, and what it sees is of the step before.
 TEST(OptimizerStateTest, AClosureSeesTheStateAndSetsOptions) {
   const auto train = [](Where where) {
-    SetOffloading(where == Where::kOffloaded);
-    Model model(at::kFloat);
-    optim::Adam optimizer(model.parameters(), optim::AdamOptions(1e-2));
-    std::shared_ptr<Engine> engine;
-    if (where != Where::kPlain) {
-      engine = Engine::Open(PoolOptions("closure", "256MiB"));
-      engine->Attach(model, optimizer);
-    }
+    AdamRun run(where, "closure");
+    Model& model = run.model;
+    optim::Adam& optimizer = run.optimizer;
     Log log;
     const auto see = [&] {
       for (const Tensor& parameter : model.parameters()) {
@@ -398,9 +403,7 @@ TEST(OptimizerStateTest, AClosureSeesTheStateAndSetsOptions) {
     AddWeights(model, &log);
     return log;
   };
-  const Log expected = train(Where::kPlain);
-  ExpectSame(expected, train(Where::kInMemory));
-  ExpectSame(expected, train(Where::kOffloaded));
+  ExpectSameEverywhere(train);
 }
 
 TEST(OptimizerStateTest, ARunThatGoesOnShowsTheStateOfTheJobBeforeItsFirstStep) {
@@ -461,9 +464,7 @@ TEST(OptimizerStateTest, EditsOfWhatTheEnginesOwnOptimizerShowsCount) {
     AddWeights(model, &log);
     return log;
   };
-  const Log expected = train(Where::kPlain);
-  ExpectSame(expected, train(Where::kInMemory));
-  ExpectSame(expected, train(Where::kOffloaded));
+  ExpectSameEverywhere(train);
 }
 
 // ---- Sparse gradients ---------------------------------------------------------------------------
