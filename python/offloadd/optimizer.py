@@ -692,6 +692,7 @@ class Part:
 
     def load(self, load_groups, state_dict):
         """load_state_dict(): groups and state are those of the dictionary. The state is durable with the next step()."""
+        self.settle()
         states = dict(self._states_in(state_dict))
         if any(is_of_another(value, self._state) for state in states.values() for value in state.values()):
             _refuse("load_state_dict() of what another attached optimizer's state_dict() gives: torch's would both go on with the same tensors",

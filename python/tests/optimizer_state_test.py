@@ -84,6 +84,19 @@ state_written("of_one_empty", with_adamw, None, lambda m, optimizer: optimizer.s
 
 
 @case(memory=("floor",))
+def state_that_is_replaced_and_then_loaded(run):
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    file = saved(optimizer.state_dict())
+    told += run.train(model, optimizer, first=3)
+    optimizer.state = collections.defaultdict(dict)
+    optimizer.load_state_dict(file)
+    return told + run.train(model, optimizer, first=6), copied_states_of(optimizer)
+
+
+@case(memory=("floor",))
 def state_given_before_the_first_step(run):
     model = run.model()
     optimizer = AdamW(model.parameters(), 1e-3)
