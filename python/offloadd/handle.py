@@ -21,7 +21,7 @@ from . import followers, in_memory, pickled, served, universal
 from .beginning import Beginning, has_begun
 from .errors import Error
 from .library import Engine, is_disabled
-from .named_tensors import Reassigned, buffers_beside, buffers_of, check_has_memory, names_of, tables_of, with_strangers
+from .named_tensors import Reassigned, all_named_parameters_of, buffers_beside, buffers_of, check_has_memory, names_of, tables_of, with_strangers
 from .optimizer import Foreign, check_arithmetic, check_free, has_stepped, is_table, parameters_of, recipe_of, refuse_unless_kept, shaped_as
 
 _log = logging.getLogger("offloadd")
@@ -187,7 +187,7 @@ def _check_model(model):
     if name in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine"):
         way = "Attach the model itself: the daemon adds the gradients of several ranks (torchrun), and nothing has to wrap it"
         raise Error.of(1601, f"the model is wrapped in {name}", f"{way}, {_OWN_REDUCTION}" if name == "DistributedDataParallel" else way)
-    for key, parameter in model.named_parameters():
+    for key, parameter in all_named_parameters_of(model):
         if torch.nn.parameter.is_lazy(parameter):
             raise Error.of(1601, f"parameter '{key}' is not initialised (a lazy module)", "Run one forward pass before attach()")
         if parameter.device.type == "meta":
@@ -843,7 +843,11 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
     optimizers = [_without_prepare(each) for each in optimizers]
     for each in optimizers:
         if not isinstance(each, torch.optim.Optimizer):
-            raise Error.of(1604, f"{type(each).__name__} is no torch.optim.Optimizer", "Give attach() the optimizer of the script")
+            raise Error.of(1604, f"{type(each).__module__}.{type(each).__qualname__} is no torch.optim.Optimizer",
+                           "Train with an optimizer of torch.optim, and give attach() that")
+        if not hasattr(each, "_optimizer_step_pre_hooks"):
+            raise Error.of(1604, f"{type(each).__name__} was made without torch.optim.Optimizer.__init__(), and its steps cannot be seen",
+                           "Attach the optimizer that it is around, before it is wrapped, or have it call super().__init__(params, defaults)")
     options = _options(nvme_path, ram, job, config, others)
     if is_disabled():
         options, _constructed_in_memory = {**_constructed_in_memory, **options}, {}

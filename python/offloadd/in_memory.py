@@ -12,7 +12,7 @@ import torch
 
 from . import pickled, served, state_hooks, universal
 from .library import Engine
-from .named_tensors import buffers_of, names_of
+from .named_tensors import all_named_parameters_of, buffers_of, names_of
 from .optimizer import CopiedAsItWas, after_steps, check_unscale, is_narrow, loss_of, parameters_of, recipe_of, refuse_unless_kept, shaped_as, \
     step_function, swap_class
 
@@ -311,7 +311,7 @@ class Handle:
     def parameter(self, given):
         if not isinstance(given, str):
             return given
-        return dict(named for model in self.models for named in model.named_parameters(remove_duplicate=False))[given]
+        return dict(named for model in self.models for named in all_named_parameters_of(model))[given]
 
     def gather_one(self, parameter, plane="weight"):
         if plane == "weight":

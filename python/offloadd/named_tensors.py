@@ -1,5 +1,6 @@
 """The tensors of models that are attached, by the names that the job has for them."""
 
+import inspect
 import logging
 import weakref
 
@@ -23,11 +24,21 @@ def check_has_memory(what, tensor):
                        "optimizer state in any case")
 
 
+def all_named_parameters_of(model):
+    """Those that are tied by each of their names. A class may have a named_parameters() of its own that does not know of this: then torch's."""
+    own = model.named_parameters
+    try:
+        inspect.signature(own).bind(remove_duplicate=False)
+    except TypeError:
+        return torch.nn.Module.named_parameters(model, remove_duplicate=False)
+    return own(remove_duplicate=False)
+
+
 def _all_names_of(models):
     named = []
     for n, model in enumerate(models):
         prefix = "" if n == 0 else f"{n}/"
-        for key, parameter in model.named_parameters(remove_duplicate=False):
+        for key, parameter in all_named_parameters_of(model):
             key = key.replace("_orig_mod.", "")  # of torch.compile
             named.append((prefix + key, parameter))
     return named

@@ -18,7 +18,7 @@ from .. import handle as attaching
 from .. import universal
 from ..errors import Error
 from ..library import is_disabled
-from ..named_tensors import buffers_of
+from ..named_tensors import all_named_parameters_of, buffers_of
 from . import comm, loss_scale, schedules, setup, trainers, zero
 from .adam import DeepSpeedCPUAdam
 from .files import LATEST, STATE, WEIGHTS, mark_in, tag_in, weights_in, write_text
@@ -119,7 +119,7 @@ def _load_masters(optimizer, stored):
 def _write_weights(former, model, folder):
     """What a model is that has parameters of a job: in constant memory where it is the job's own, else one file for each tensor."""
     theirs = {name: id(parameter) for name, parameter in former._parameters.items()}
-    mine = dict(model.named_parameters(remove_duplicate=False))
+    mine = dict(all_named_parameters_of(model))
     if theirs == {name: id(parameter) for name, parameter in mine.items()}:
         return former.save_weights(folder)
     os.makedirs(folder, exist_ok=True)
@@ -505,7 +505,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
     def module_state_dict(self, destination=None, prefix="", keep_vars=False, exclude_frozen_parameters=False):
         whole = self.module.state_dict(prefix=prefix)
         if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            for name, parameter in all_named_parameters_of(self.module):
                 if not parameter.requires_grad:
                     whole.pop(prefix + name, None)
         return whole
@@ -523,7 +523,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             return made
 
     def _tied(self):
-        return dict(self.module.named_parameters(remove_duplicate=False))
+        return dict(all_named_parameters_of(self.module))
 
     _zero3_consolidated_16bit_state_dict = _copied
 
@@ -635,7 +635,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         if with_state and not module_only and self.optimizer is not None:
             self._handle.load_universal(folder)
         else:
-            universal.load(folder, list(self.module.named_parameters(remove_duplicate=False)), [])
+            universal.load(folder, list(all_named_parameters_of(self.module)), [])
         state = universal.engine_state(folder)
         if not module_only:
             self._take_counts(folder, state, with_scheduler)
@@ -674,7 +674,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
 
     def _second_names(self):
         first = {name for name, _ in self.module.named_parameters()}
-        return {name for name, _ in self.module.named_parameters(remove_duplicate=False)} - first
+        return {name for name, _ in all_named_parameters_of(self.module)} - first
 
     @staticmethod
     def _refuse_foreign(load_dir, folder):
