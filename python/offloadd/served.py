@@ -378,7 +378,6 @@ class _Replaced:
     def __init__(self, parameter):
         key = id(parameter)
         self.parameter = weakref.ref(parameter, lambda _: _replaced.pop(key, None))
-        self.was_shared = is_shared(parameter)
         self.own = parameter.detach()
         self.given = weakref.ref(self.own)  # the tensor whose storage the parameter has now
 
@@ -402,9 +401,13 @@ class _Replaced:
             raise Error.of(1601, f"a parameter of {self.own.dtype}, shape {list(self.own.shape)}, has become one of {parameter.dtype}, shape "
                                  f"{list(parameter.shape)} (p.data = …, or a cast such as model.to(dtype))",
                            "Change types and shapes before attach(); a model that casts parameters of its own has done so after one forward pass")
-        stays = may_stay and not self.was_shared and is_shared(parameter)
-        follower = None if stays or self.was_shared else self._follower(parameter)
-        if not stays and follower is None and (self.was_shared or is_shared(parameter)):
+        if is_shared(self.own):
+            raise Error.of(1601, f"a parameter of shape {list(parameter.shape)} was given another storage (p.data = x), and a tensor that was made of "
+                                 "its former one is still there (y = p.data)", "Set the value with p.copy_(x) under torch.no_grad(), or keep no y")
+        is_taken = is_shared(parameter)
+        stays = may_stay and is_taken
+        follower = None if stays else self._follower(parameter)
+        if is_taken and not stays and follower is None:
             raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, too",
                            "Set the value with p.copy_(x) under torch.no_grad(), or keep no x")
         with torch.no_grad():

@@ -1,5 +1,6 @@
 """Modules and optimizers of other libraries, whose classes have methods of their own in place of torch's."""
 
+import copy
 import sys
 
 import torch
@@ -25,6 +26,46 @@ def module_whose_named_parameters_knows_of_no_duplicates(run):
     handle = run.attach(model, optimizer)
     told = run.train(model, optimizer)
     return told, model.state_dict(), handle.gather("head.weight"), handle.gather("norm.weight")
+
+
+class StudentAndTeacher(torch.nn.Module):
+    """As the BYOL and DINO of public repositories do it."""
+
+    def __init__(self):
+        super().__init__()
+        self.student = Transformer()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, ids):
+        return self.student(ids) + self.teacher(ids)
+
+    def update_teacher(self):
+        for current, average in zip(self.student.parameters(), self.teacher.parameters()):
+            old, new = average.data, current.data
+            average.data = old * 0.9 + new * 0.1
+        return old
+
+
+@case(types=("fp32", "bf16"))
+def teacher_that_is_given_data_while_its_former_data_are_held(run):
+    model = run.make(StudentAndTeacher)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    told = []
+    for step in range(4):
+        told += run.train(model, optimizer, steps=1, first=step)
+        model.update_teacher()
+        told += [p.detach().clone() for p in model.teacher.parameters()]
+    return told
+
+
+@case(refused=1601, memory=("floor",), **FP32)
+def former_data_that_are_held_over_a_step_are_refused(run):
+    model = run.make(StudentAndTeacher)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    held = model.update_teacher()
+    return run.train(model, optimizer), held
 
 
 class Around(torch.optim.Optimizer):
