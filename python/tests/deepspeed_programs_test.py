@@ -46,6 +46,33 @@ if rank == 0:
                    "rank": [args.local_rank, ranks]}, file)
 """
 
+# What public examples (cifar10_deepspeed.py, DeepSpeed-Chat) import and ask, also where they have no experts and no adapters.
+EXAMPLES = PROGRAM.replace("import deepspeed\n", """import deepspeed
+from deepspeed.compression.helper import recursive_getattr, recursive_setattr
+from deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
+""").replace("model_parameters=model.parameters()", """
+    model_parameters=split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "parameters"})""") + """
+engine.tput_timer.update_epoch_count()
+assert engine.tput_timer.epoch_count == 1 and has_moe_layers(engine)[0] is False
+nested = torch.nn.Sequential(model, torch.nn.Identity())
+recursive_setattr(nested, "0.1", torch.nn.ReLU())
+recursive_setattr(nested, "1", model)
+assert recursive_getattr(nested, "0.1") is model[1] is nested[1][1] and isinstance(model[1], torch.nn.ReLU)
+
+def refused(ask, number):
+    try:
+        ask()
+    except Exception as error:
+        assert str(number) in str(error), error
+    else:
+        raise SystemExit("nothing was refused")
+
+expert = torch.nn.Parameter(torch.ones(2))
+expert.allreduce = False
+refused(lambda: split_params_into_different_moe_groups_for_optimizer({"params": [expert]}), 1104)
+refused(lambda: deepspeed.moe.layer.MoE, 1108)
+"""
+
 PLAIN = """
 import json, sys, torch
 torch.set_num_threads(1)
@@ -386,6 +413,12 @@ class ProgramsTest(unittest.TestCase):
         self.assertEqual([told["losses"], told["weights"]], [plain["losses"], plain["weights"]])
         self.assertEqual(told["rank"], [0, 1])
         self.assertEqual(os.listdir(self.pool), [], "the run's own job is deleted at its end")
+
+    def test_programs_in_the_manner_of_public_examples(self):
+        self.program = self.write("example.py", EXAMPLES)
+        self.launch()
+        told, plain = self.read("told.json"), self.plain()
+        self.assertEqual([told["losses"], told["weights"]], [plain["losses"], plain["weights"]])
 
     def test_two_ranks_train_the_same_model(self):
         self.launch("--include", "localhost:0,1", "--no_local_rank")

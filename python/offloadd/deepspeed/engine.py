@@ -24,7 +24,7 @@ from .adam import DeepSpeedCPUAdam
 from .files import LATEST, STATE, WEIGHTS, mark_in, tag_in, weights_in, write_text
 from .lion import DeepSpeedCPULion
 from .missing import missing, refuse, refusing
-from .questions import Questions
+from .questions import Questions, Throughput
 
 _log = logging.getLogger("offloadd")
 
@@ -172,6 +172,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         self._boundary, self._norm, self._applied = None, None, False
         self._in_no_sync = self._is_destroyed = False
         self._snapshots = []  # (name, folder) of the job's
+        self.tput_timer = Throughput()
         self.collate_fn = collate_fn
         self._options = options
         self._handle = None
