@@ -358,6 +358,32 @@ void Environment(const Arguments&) {
   std::printf("child %d\n", status);
 }
 
+// A child trains while the program waits for it, or after the program has ended.
+void InChild(const Arguments& arguments, bool waits) {
+  std::fflush(stdout);
+  const pid_t child = ::fork();
+  if (child != 0) {
+    int status = 0;
+    if (waits) ::waitpid(child, &status, 0);
+    std::exit(WEXITSTATUS(status));
+  }
+  Linear model(64, 64);
+  SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+  Train(model, optimizer, arguments.loops.front());
+  std::exit(0);
+}
+
+// All of it but where the tests' daemon is.
+void ClearedEnvironment(const Arguments& arguments) {
+  const char* const daemon = std::getenv("OFFLOADD_BINARY");
+  const std::string kept = daemon != nullptr ? daemon : "";
+  ::clearenv();
+  ::setenv("OFFLOADD_BINARY", kept.c_str(), 1);
+  Linear model(64, 64);
+  SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
+  Train(model, optimizer, arguments.loops.front());
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -380,6 +406,9 @@ int main(int argc, char** argv) {
       {"complex_weights", ComplexWeights},
       {"own_function", OwnFunction},
       {"environment", Environment},
+      {"in_a_child", [](const Arguments& a) { InChild(a, /*waits=*/true); }},
+      {"in_a_child_that_stays", [](const Arguments& a) { InChild(a, /*waits=*/false); }},
+      {"cleared_environment", ClearedEnvironment},
       {"large", Large},
       {"used_at_the_end", UsedAtTheEnd},
       {"own_state", OwnState},

@@ -250,6 +250,17 @@ class UntouchedTest(unittest.TestCase):
         self.assertEqual((result.code, len(result.evaluations())), (1, 1))
         self.assertIn("OFD-1601 nothing was offloaded", result.error)
 
+    def test_a_forked_child_trains(self):
+        self.check_oddity("in_a_child")
+        # The output ends with the child, the exit status is the program's.
+        plain = self.plain("oddities", "4", self.file("plain"), "in_a_child_that_stays")
+        stays = self.oddity("in_a_child_that_stays", options=["--job", "stays"])
+        self.assertEqual((stays.code, stays.out), (0, plain.out), stays.error)
+        self.assertEqual(len(plain.steps()), 4)
+
+    def test_a_program_clears_its_environment(self):
+        self.check_oddity("cleared_environment")
+
     # ---- Programs that are not started at all ----
 
     def build(self, name, source, *flags):

@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/version.h>
 #include <torch/nn/module.h>
@@ -133,10 +134,18 @@ void CheckRelease() {
 
 pid_t begun_by = 0;  // not a forked child
 
+// A forked child lives on, and may train: the program leaves it alone, as those do that become
+// daemons. The engine's own daemon is a child, too.
+bool MayTrainInChild() {
+  siginfo_t ended{};
+  return !Watch::OfProcess().has_engine() &&
+         ::waitid(P_ALL, 0, &ended, WEXITED | WNOHANG | WNOWAIT) == 0 && ended.si_pid == 0;
+}
+
 // Registered before anything of the program, and called behind all of it.
 void OnExit(int status, void*) {
   Watch::OfProcess().Close();
-  if (Watch::OfProcess().has_attached() || begun_by != ::getpid()) return;
+  if (Watch::OfProcess().has_attached() || begun_by != ::getpid() || MayTrainInChild()) return;
   const absl::Status refused = MakeError(
       ErrorId::kUnsupportedModel,
       "nothing was offloaded: the program has ended without a forward pass of a torch::nn::Module "
@@ -150,6 +159,7 @@ __attribute__((constructor)) void Begin() {
   CheckRelease();
   LeaveEnvironment();
   begun_by = ::getpid();
+  Watch::OfProcess();  // as the environment is now
   ::on_exit(&OnExit, nullptr);
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <cxxabi.h>
+#include <sys/mman.h>
 #include <torch/optim/lbfgs.h>
 #include <torch/serialize/archive.h>
 #include <unistd.h>
@@ -12,6 +13,7 @@
 #include <cstdlib>
 #include <exception>
 #include <functional>
+#include <new>
 #include <sstream>
 #include <string>
 #include <typeinfo>
@@ -21,6 +23,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/byte_size.h"
+#include "base/check.h"
 #include "base/error.h"
 #include "zero3/torch/copied_groups.h"
 #include "zero3/torch/dtypes.h"
@@ -137,6 +140,14 @@ at::Tensor WithKey(const at::Tensor& tensor) {
   return keyed;
 }
 
+// A flag that forked children share.
+std::atomic<bool>* MakeShared() {
+  void* const page = ::mmap(nullptr, sizeof(std::atomic<bool>), PROT_READ | PROT_WRITE,
+                            MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  OFFLOAD_CHECK(page != MAP_FAILED) << "a page of memory";
+  return new (page) std::atomic<bool>(false);
+}
+
 std::unique_ptr<at::ObserverContext> OnOperator(const at::RecordFunction& function) {
   Watch::OfProcess().BeforeOperator(function.inputs());
   return nullptr;
@@ -152,7 +163,11 @@ void EndProgram(const char* reason) {
 
 void Say(const std::string& text) { std::fprintf(stderr, "offloadctl run: %s\n", text.c_str()); }
 
-Watch::Watch() {
+// Made before the program begins, which may clear its environment and fork.
+Watch::Watch()
+    : options_(Options::FromEnvironment()),
+      resumes_(std::getenv("OFFLOADD_RESUME") != nullptr),
+      has_attached_(MakeShared()) {
   const char* const size = std::getenv("OFFLOADD_BORN_ABOVE");
   if (size == nullptr) return;
   const absl::StatusOr<uint64_t> bytes = ParseByteSize(size);
@@ -301,11 +316,10 @@ bool Watch::IsTrigger(c10::ArrayRef<const c10::IValue> inputs) const {
 
 void Watch::OpenEngine() {
   if (engine_ != nullptr) return;
-  const Options options = Options::FromEnvironment();
-  engine_ = Engine::Open(options);
-  if (engine_->step() > 0 && std::getenv("OFFLOADD_RESUME") == nullptr) {
+  engine_ = Engine::Open(options_);
+  if (engine_->step() > 0 && !resumes_) {
     Refuse(ErrorId::kBadValue,
-           absl::StrCat("job ", options.job, " exists, at step ", engine_->step()),
+           absl::StrCat("job ", options_.job, " exists, at step ", engine_->step()),
            "Add --resume to go on with it, or name another one with --job");
   }
 }
@@ -339,6 +353,7 @@ void Watch::Attach() {
   engine_->Seal();
   is_resumed_ = engine_->step() > 0;
   state_ = State::kAttached;
+  *has_attached_ = true;
   attached_by_ = ::getpid();
   SayAttached();
   std::atexit([] { Watch::OfProcess().Commit(); });
@@ -357,18 +372,17 @@ void Watch::AttachOptimizer(Seen& seen) {
 }
 
 void Watch::SayAttached() const {
-  const Options options = Options::FromEnvironment();
   if (foreign_count_ > 0) {
     Say(absl::StrCat(foreign_count_,
                      " tensors of the optimizer belong to no torch::nn::Module: what else their "
                      "model keeps (a TorchScript module's buffers) is not part of the job"));
   }
   if (engine_->step() == 0) {
-    Say(absl::StrCat("job ", options.job, " in ", options.nvme_path, ": ",
+    Say(absl::StrCat("job ", options_.job, " in ", options_.nvme_path, ": ",
                      engine_->plan().parameters, " parameters are offloaded"));
     return;
   }
-  Say(absl::StrCat("job ", options.job, " in ", options.nvme_path, " goes on after ",
+  Say(absl::StrCat("job ", options_.job, " in ", options_.nvme_path, " goes on after ",
                    engine_->step(),
                    " steps: weights, buffers and what the optimizer keeps are the job's; what the "
                    "program counts itself begins anew"));

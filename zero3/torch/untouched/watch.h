@@ -74,8 +74,9 @@ class Watch {
   // destructors that run then may use the model until it is closed, behind all of them.
   void Commit();
   void Close();
-  // Whether anything was attached.
-  bool has_attached() const { return state_ != State::kWatching; }
+  // Whether anything was attached, here or in a forked child.
+  bool has_attached() const { return *has_attached_; }
+  bool has_engine() const { return engine_ != nullptr; }
 
  private:
   Watch();
@@ -113,6 +114,9 @@ class Watch {
   void SayAttached() const;
   void CloseEngine();
 
+  const Options options_;
+  const bool resumes_;
+  std::atomic<bool>* const has_attached_;  // forked children share it
   std::mutex mutex_;
   std::atomic<State> state_ = State::kWatching;
   at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;  // sees operators, until a step
