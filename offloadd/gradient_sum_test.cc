@@ -39,7 +39,8 @@ class GradientSumTest : public ::testing::TestWithParam<GradientHome> {
     EXPECT_TRUE(catalogue.ok());
     loop_ = *EventLoop::Create();
     context_.loop = loop_.get();
-    context_.run_on_worker = [this](std::function<void()> work) { workers_.Post(std::move(work)); };
+    context_.workers.Start([this](std::function<void()> work) { workers_.Post(std::move(work)); },
+                           2);
     context_.catalogue = *std::move(catalogue);
     context_.slab = slab_.data();
     for (std::vector<float>& region : regions_)

@@ -582,7 +582,6 @@ void Job::TakePositions() {
 
 int Job::Turn() {
   StartOffLoop();
-  DropRetired();
   if (OffLoopIsBusy()) {
     if (world_size() > 1) WatchRanks();
     return TurnOffLoop();
@@ -601,6 +600,7 @@ int Job::Turn() {
   size_t completions = PollDevices();
   if (IsSealed()) {
     TakePositions();
+    ShareCores();
     // Transfers before updates: what they hold is held before an update could claim it.
     waiting |= transfers_->Turn();
     StartRecordedStep();

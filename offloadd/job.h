@@ -307,8 +307,7 @@ class Job {
   // `touches`: as SetSchedule has them; empty: not known.
   void PlanStep(std::span<const uint32_t> touches);
   void ConsiderReplan();
-  void TakeDepths(const proto::Depths& depths);
-  void DropRetired();
+  void ShareCores();
   void FillPlan(proto::v1::PlanStatus* plan) const;
 
   // How long the loop may sleep, as EventLoop::SetTurn says.
@@ -378,8 +377,7 @@ class Job {
   std::optional<ReplanPolicy> replan_;  // once it is sealed
   uint64_t replans_ = 0;
   std::string last_replan_;
-  std::vector<Executor> retired_;  // whose threads may still be at work
-  uint64_t commits_ = 0;           // of steps
+  uint64_t commits_ = 0;  // of steps
   double last_step_seconds_ = 0, seconds_per_step_ = 0;
   uint64_t peak_bytes_ = 0;
 

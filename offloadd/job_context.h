@@ -27,6 +27,7 @@
 #include "base/durability.h"
 #include "kernels/square_root.h"
 #include "offloadd/activity_log.h"
+#include "offloadd/core_share.h"
 #include "offloadd/core_time.h"
 #include "offloadd/event_loop.h"
 #include "offloadd/machine.h"
@@ -50,7 +51,7 @@ struct RankMemory {
 
 struct JobContext {
   EventLoop* loop = nullptr;
-  Executor run_on_worker;
+  CoreShare workers;  // on which Compute() computes
   const Clock* clock = nullptr;
   ActivityLog* activity = nullptr;
   swap::Store* store = nullptr;
@@ -126,11 +127,12 @@ struct JobContext {
   // Runs `work` on a worker and then `done` on the loop.
   void Compute(std::function<void()> work, std::function<void()> done) {
     ++outstanding;
-    run_on_worker([this, work = std::move(work), done = std::move(done)]() mutable {
+    workers.Run([this, work = std::move(work), done = std::move(done)]() mutable {
       const CoreTime before = CoreTime::Now();
       work();
       loop->Post([this, spent = CoreTime::Now().Since(before), done = std::move(done)] {
         --outstanding;
+        workers.Finished();
         computed.Add(spent);
         done();
       });

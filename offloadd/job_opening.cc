@@ -250,7 +250,8 @@ void Job::FinishOpening(Made& made) {
   opened_rates_ = made.rates;
   context_.depths = made.depths;
   context_.write_cost = made.write_cost;
-  context_.run_on_worker = machine_.MakeExecutor(context_.depths.update_threads, "update");
+  const uint32_t threads = update_threads_asked_ != 0 ? update_threads_asked_ : made.rates.cores;
+  context_.workers.Start(machine_.MakeExecutor(threads, "update"), threads);
   opened_ = true;
   spdlog::info("job {}: pool {}, {}, ram {}, {} update threads, {}{}", identity_.name,
                identity_.pool, io_engine_, FormatBytes(ram_bytes_), context_.depths.update_threads,

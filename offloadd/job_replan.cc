@@ -58,7 +58,7 @@ void Job::ConsiderReplan() {
   if (!rates.has_value()) return;
   proto::Depths before = context_.depths;
   before.pipeline_blocks = context_.plan.pipeline_blocks;  // those that there are
-  TakeDepths(DepthsOfPlan(*rates, update_threads_asked_, context_.catalogue, context_.plan));
+  context_.depths = DepthsOfPlan(*rates, update_threads_asked_, context_.catalogue, context_.plan);
   FaultPoint("job.replan");
   executor_->TakeDepths();
   ++replans_;
@@ -68,16 +68,11 @@ void Job::ConsiderReplan() {
   spdlog::info("job {}: replanned {}", identity_.name, last_replan_);
 }
 
-void Job::TakeDepths(const proto::Depths& depths) {
-  const proto::Depths before = std::exchange(context_.depths, depths);
-  if (depths.update_threads == before.update_threads) return;
-  retired_.push_back(std::exchange(context_.run_on_worker,
-                                   machine_.MakeExecutor(depths.update_threads, "update")));
-}
-
-// Threads end when nothing is left that they might still have to do, so that nobody waits for it.
-void Job::DropRetired() {
-  if (!retired_.empty() && context_.outstanding == 0) retired_.clear();
+// While a rank computes the update leaves it its cores; while all wait there is nobody else to use
+// them.
+void Job::ShareCores() {
+  context_.workers.SetWidth(cache_->AllRanksWait() ? context_.workers.thread_count()
+                                                   : context_.depths.update_threads);
 }
 
 void Job::FillPlan(proto::v1::PlanStatus* plan) const {

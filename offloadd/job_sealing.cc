@@ -193,7 +193,8 @@ void Job::FinishSeal(Made& made) {
       memory.pins = reinterpret_cast<const proto::PinWord*>(memory.region + pins_offset_);
   }
   context_.published = store_existed_;
-  TakeDepths(DepthsOfPlan(opened_rates_, update_threads_asked_, context_.catalogue, context_.plan));
+  context_.depths =
+      DepthsOfPlan(opened_rates_, update_threads_asked_, context_.catalogue, context_.plan);
   MakeParts();
   replan_.emplace(machine_.replan_options(), opened_rates_);
   PlanStep(/*touches=*/{});

@@ -31,7 +31,8 @@ Parts::Parts(PartsOptions options) : loop_(Must(EventLoop::Create())) {
   context.loop = loop_.get();
   context.clock = &machine_.clock();
   context.activity = &activity_;
-  context.run_on_worker = machine_.MakeExecutor(1, "update");
+  const uint32_t threads = options.depths.update_threads;
+  context.workers.Start(machine_.MakeExecutor(threads, "update"), threads);
   context.durability = options.durability;
   context.reads_ahead = options.reads_ahead;
   context.updates_ahead = options.updates_ahead;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "aio/memory_device.h"
+#include "base/check.h"
 
 namespace offload::daemon {
 
@@ -43,7 +44,10 @@ Executor SimulatedMachine::MakeExecutor(size_t thread_count, const std::string& 
       work();
     }
   });
-  return [this, number, last](std::function<void()> work) {
+  return [this, number, last, thread_count](std::function<void()> work) {
+    OFFLOAD_CHECK(std::ranges::count(work_, number, &Work::executor) <
+                  static_cast<ptrdiff_t>(thread_count))
+        << "more is given to " << thread_count << " threads than they can begin";
     work_.push_back({number, std::move(work)});
   };
 }

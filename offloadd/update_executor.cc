@@ -17,7 +17,7 @@ constexpr int kTriesMax = 3;
 // Extents whose state lives in DRAM need no block: one for each thread, the next one of each, and
 // two being written.
 uint32_t ExtentsInFlightMax(const JobContext& context) {
-  return std::max(context.plan.pipeline_blocks, 2 * context.depths.update_threads + 2);
+  return std::max(context.plan.pipeline_blocks, 2 * context.workers.thread_count() + 2);
 }
 
 // In the order of their next use.

@@ -20,7 +20,8 @@ WeightCache::WeightCache(JobContext* context, bool new_store)
       window_(context->layout.window_bytes),
       states_(context->catalogue.store_tensors.size()),
       pending_(context->catalogue.tensors.size(), false),
-      waiting_count_(context->catalogue.tensors.size(), 0) {
+      waiting_count_(context->catalogue.tensors.size(), 0),
+      waits_of_rank_(context->ranks.size(), 0) {
   for (uint32_t i = 0; i < states_.size(); ++i) {
     if (!context->plan.weight_resident[i]) continue;
     states_[i].permanent = true;
@@ -56,7 +57,7 @@ void WeightCache::AnswerWaiters(uint32_t store_tensor) {
       states_[store_tensor].waiters.push_back(waiter);
       continue;
     }
-    --waiting_count_[waiter.tensor];
+    CountWait(waiter, -1);
     context_->activity->AddWait(store_tensor, waiter.cause, waiter.since_nanoseconds);
     Answer(waiter);
   }
@@ -65,7 +66,7 @@ void WeightCache::AnswerWaiters(uint32_t store_tensor) {
 void WeightCache::FailWaiters(const absl::Status& status) {
   for (State& state : states_) {
     for (const Waiter& waiter : std::exchange(state.waiters, {})) {
-      --waiting_count_[waiter.tensor];
+      CountWait(waiter, -1);
       context_->complete(waiter.rank, waiter.tag, status, 0);
     }
     state.demanded = false;
@@ -82,7 +83,7 @@ void WeightCache::Acquire(uint32_t rank, uint32_t tensor, uint64_t tag) {
   State& state = states_[store_tensor];
   state.waiters.push_back(
       {rank, tensor, tag, CauseOfWait(tensor), context_->activity->NowNanoseconds()});
-  ++waiting_count_[tensor];
+  CountWait(state.waiters.back(), 1);
   if (pending_[tensor]) on_demand_(store_tensor);
   if (pending_[tensor] || state.phase == Phase::kAbsent) Demand(store_tensor);
   if (state.phase == Phase::kLoading) {
@@ -364,11 +365,17 @@ bool WeightCache::ServeDemands() {
   return waits_for_room;
 }
 
-bool WeightCache::IsWaitingForWeights(uint32_t rank) const {
-  return std::any_of(states_.begin(), states_.end(), [rank](const State& state) {
-    return std::any_of(state.waiters.begin(), state.waiters.end(),
-                       [rank](const Waiter& waiter) { return waiter.rank == rank; });
-  });
+void WeightCache::CountWait(const Waiter& waiter, int32_t change) {
+  waiting_count_[waiter.tensor] += change;
+  waits_of_rank_[waiter.rank] += change;
+}
+
+bool WeightCache::AllRanksWait() const {
+  for (uint32_t rank = 0; rank < context_->ranks.size(); ++rank) {
+    if (context_->ranks[rank].is_here && !IsWaitingForWeights(rank) && !IsWaitingForRanks(rank))
+      return false;
+  }
+  return true;
 }
 
 bool WeightCache::IsWaitingForRanks(uint32_t rank) const {
@@ -424,7 +431,7 @@ void WeightCache::CheckPatience(uint32_t store_tensor) {
                              FormatBytes(window_.occupied_bytes()), " are in use"));
   state.waiting_since = now;  // of who comes next
   for (const Waiter& waiter : std::exchange(state.waiters, {})) {
-    --waiting_count_[waiter.tensor];
+    CountWait(waiter, -1);
     context_->complete(waiter.rank, waiter.tag, status, 0);
   }
 }

@@ -98,6 +98,9 @@ class WeightCache {
   bool reading() const { return loads_in_flight_ > 0; }
   // Somebody waits for a tensor that has no slot yet, or whose update is pending.
   bool demanded() const { return !demands_.empty(); }
+  // Every rank that is here waits, for weights or for others, so that none computes. (Of a rank
+  // with several threads, one of them.)
+  bool AllRanksWait() const;
 
   // Starts what can be started. True while somebody waits for room, which no message announces.
   bool Turn();
@@ -135,6 +138,7 @@ class WeightCache {
   void StoreWord(uint32_t tensor, proto::TensorState state) const;
   void Answer(const Waiter& waiter) const;
   void AnswerWaiters(uint32_t store_tensor);
+  void CountWait(const Waiter& waiter, int32_t change);
   void Demand(uint32_t store_tensor);
   bool Pinned(const proto::StoreTensor& tensor) const;
   bool AnyPending(const proto::StoreTensor& tensor) const;
@@ -150,7 +154,7 @@ class WeightCache {
   void PutLastRankFirst();
   bool ServeDemands();
   bool ServeWishes();
-  bool IsWaitingForWeights(uint32_t rank) const;
+  bool IsWaitingForWeights(uint32_t rank) const { return waits_of_rank_[rank] > 0; }
   bool IsWaitingForRanks(uint32_t rank) const;
   bool IsUsingWeights(uint32_t rank) const;
   std::string WhoMayLetGo() const;
@@ -164,6 +168,7 @@ class WeightCache {
   std::vector<State> states_;            // per store tensor
   std::vector<bool> pending_;            // per tensor
   std::vector<uint32_t> waiting_count_;  // per tensor: acquires that wait
+  std::vector<uint32_t> waits_of_rank_;  // the same per rank
   std::deque<uint32_t> demands_;         // store tensors that somebody waits for, without a slot
   std::deque<uint32_t> wishes_;          // store tensors that somebody will want
   std::deque<uint32_t> loads_;           // store tensors with extents to be issued

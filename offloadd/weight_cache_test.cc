@@ -192,6 +192,27 @@ TEST(WeightCacheTest, ARankThatWaitsForASlowOneIsWaitedFor) {
   EXPECT_EQ(ErrorIdOf(parts.StatusOf(waiting)), ErrorId::kWindowExhausted);
 }
 
+TEST(WeightCacheTest, RanksWaitTogetherOnlyWhenNoneOfThemComputes) {
+  Parts parts(Options(2, /*ranks=*/3));
+  const auto all_wait = [&] { return parts.cache().AllRanksWait(); };
+  EXPECT_FALSE(all_wait());
+  const uint64_t first = parts.Acquire(0, /*rank=*/0), second = parts.Acquire(1, /*rank=*/0);
+  EXPECT_FALSE(all_wait()) << "rank 1 computes";
+  parts.context.waits_for_ranks = [](uint32_t rank) { return rank == 1; };
+  EXPECT_FALSE(all_wait()) << "rank 2 computes";
+  parts.context.ranks[2].is_here = false;
+  EXPECT_TRUE(all_wait());
+  parts.Run();
+  for (const uint64_t tag : {first, second}) EXPECT_TRUE(parts.StatusOf(tag).ok());
+  EXPECT_FALSE(all_wait()) << "rank 0 has what it waited for";
+  parts.Acquire(3, /*rank=*/0);
+  EXPECT_TRUE(all_wait()) << "there is no room";
+  parts.cache().FailWaiters(absl::CancelledError("the job ends"));
+  EXPECT_FALSE(all_wait());
+  parts.context.ranks[0].is_here = parts.context.ranks[1].is_here = false;
+  EXPECT_TRUE(all_wait()) << "nobody is here";
+}
+
 TEST(WeightCacheTest, WithoutAScheduleTheOldestMakesRoom) {
   Parts parts(Options(3));
   Use(parts, {2, 0, 1, 2, 3});
