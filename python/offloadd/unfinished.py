@@ -12,6 +12,7 @@ import weakref
 import torch
 from torch.overrides import TorchFunctionMode
 
+from .errors import Error
 from .named_tensors import is_wrapper
 from .position import epoch_of, kept_for, length_of, random_state, set_random_state
 
@@ -132,6 +133,18 @@ def _epoch_was_begun(trainer):
     handler.on_epoch_begin = on_epoch_begin
 
 
+def _told_of_the_step(trainer):
+    """Callbacks hear of the optimizer's step once more, as they may write weights. What they have read of its gradients is gone."""
+    try:
+        return trainer.callback_handler.on_optimizer_step(trainer.args, trainer.state, trainer.control)
+    except Error:
+        raise
+    except Exception as error:
+        raise Error.of(1604, f"a callback's on_optimizer_step cannot be told again of step {trainer.state.global_step + 1}, at which the job is "
+                             f"({type(error).__name__}: {error}): the gradients of that step are in no job",
+                       "Name another job, and go on at a checkpoint of Trainer's (resume_from_checkpoint) or anew") from error
+
+
 def _finish(trainer, callback, kept, ignore_keys):
     loop, state, handler = kept["loop"], trainer.state, trainer.callback_handler
     trainer._tr_loss = loop["loss"].to(trainer.args.device)
@@ -144,7 +157,7 @@ def _finish(trainer, callback, kept, ignore_keys):
         trainer.control = handler.on_epoch_begin(trainer.args, state, trainer.control)
         trainer.control = handler.on_step_begin(trainer.args, state, trainer.control)
     set_random_state(kept["random"])
-    trainer.control = handler.on_optimizer_step(trainer.args, state, trainer.control)  # which may write weights
+    trainer.control = _told_of_the_step(trainer)
     state.global_step += 1
     at = kept_for(trainer, kept.get("position"))
     if at is not None:

@@ -758,18 +758,25 @@ import os, sys, time, json, torch, transformers, offloadd
 sys.path.insert(0, os.environ["TESTS"])
 from families_test import llama
 from trainers_test import Data
-folder, ram = sys.argv[1:]
+folder, ram, *asked = sys.argv[1:]
 class Tell(transformers.TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         print(state.global_step, flush=True)
+class NeedsGradients(transformers.TrainerCallback):
+    def on_optimizer_step(self, args, state, control, model, **kwargs):
+        self.largest = max((p * p.grad).abs().max().item() for p in model.parameters())
 torch.manual_seed(0)
 arguments = transformers.TrainingArguments(os.path.join(folder, "out"), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1,
                                            per_device_train_batch_size=2, max_steps=12, save_strategy="steps", save_steps=5)
-callbacks = [Tell()] + ([offloadd.TrainerCallback(nvme_path=folder, ram=ram, job="killed")] if ram else [])
+callbacks = [Tell(), *([NeedsGradients()] if asked else [])] + ([offloadd.TrainerCallback(nvme_path=folder, ram=ram, job="killed")] if ram else [])
 model = llama()
 trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data(), callbacks=callbacks)
 trainer.remove_callback(transformers.PrinterCallback)
-trainer.train(resume_from_checkpoint=True if os.path.exists(os.path.join(folder, "out", "checkpoint-5")) else None)
+try:
+    trainer.train(resume_from_checkpoint=True if os.path.exists(os.path.join(folder, "out", "checkpoint-5")) else None)
+except offloadd.Error as error:
+    print(json.dumps([error.id, str(error)]))
+    sys.exit()
 print(json.dumps([[entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1], [p.tolist() for p in model.parameters()]]))
 """
 
@@ -1039,19 +1046,33 @@ untouched_script_that_unfreezes("group")
 untouched_script_that_unfreezes("second")
 
 
+def kill(process, line_to_kill_at):
+    for line in process.stdout:
+        if line.strip() == line_to_kill_at:
+            break
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    time.sleep(0.3)  # its daemon drains
+
+
+@case(types=("fp32",), memory=("floor",))
+def killed_with_a_callback_that_needs_gradients(run):
+    """As AdaLoRA's does: they are in no job, and whoever starts it again is told so."""
+    if not run.offloaded:
+        return None
+    kill(start(run, KILLED, run.folder, "256MiB", "gradients"), "3")
+    number, text = json.loads(start(run, KILLED, run.folder, "256MiB", "gradients").communicate()[0].splitlines()[-1])
+    assert number == 1604 and "on_optimizer_step" in text and "resume_from_checkpoint" in text, text
+    return None
+
+
 @case(types=("fp32",), memory=("floor",))
 def killed_and_continued(run):
     """Trainer, killed twice, started again with the same arguments."""
     if run.offloaded:
         for kill_at in ("3", "8"):
-            process = start(run, KILLED, run.folder, "256MiB")
-            for line in process.stdout:
-                if line.strip() == kill_at:
-                    break
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            process.stdout.close()
-            time.sleep(0.3)  # its daemon drains
+            kill(start(run, KILLED, run.folder, "256MiB"), kill_at)
     text = start(run, KILLED, run.folder, "256MiB" if run.offloaded else "").communicate()[0]
     return json.loads(text.splitlines()[-1])
 
