@@ -38,7 +38,7 @@ def add_model_arguments(parser, params, steps):
     """Adds the flags that describe a model and its run to an argument parser."""
     parser.add_argument("--model", default="llama", choices=["llama", "gpt2"])
     parser.add_argument("--params", default=params, help=f"parameters of the model (default {params})")
-    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"])
+    parser.add_argument("--dtype", choices=["bf16", "fp32"], help="of the weights (default bf16, fp32 where the processor has no AVX-512)")
     parser.add_argument("--seq", type=int, default=128, help="tokens of one row (default 128)")
     parser.add_argument("--batch", type=int, default=2, help="rows of a micro-batch (default 2)")
     parser.add_argument("--micro-batches", type=int, help="per optimizer step, of all ranks together (default: one for each rank)")
@@ -50,6 +50,24 @@ def add_model_arguments(parser, params, steps):
     parser.add_argument("--bin", default=os.path.join(ROOT, "bazel-bin"),
                         help="where the built programs are; they are built first when this is left out")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
+
+
+def usual_dtype(cpuinfo):
+    """bf16, but on processors (as /proc/cpuinfo has them) on which torch multiplies it many times slower than fp32."""
+    flags = re.search(r"^flags\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return "fp32" if flags and "avx512bw" not in flags[1].split() else "bf16"
+
+
+def choose_dtype(options):
+    """Sets --dtype when it was left out, and says so where it is not bf16."""
+    if options.dtype is not None:
+        return
+    options.dtype = "bf16"
+    if getattr(options, "device", "cpu") == "cpu":
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            options.dtype = usual_dtype(file.read())
+    if options.dtype != "bf16":
+        print("in fp32: this processor has no AVX-512, and without it torch multiplies bf16 some thirty times slower (--dtype bf16 does it)", file=sys.stderr)
 
 
 def add_device_arguments(parser):

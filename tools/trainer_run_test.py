@@ -279,6 +279,13 @@ class RankCostsTest(ScriptTest):
             self.assertEqual(self.run_script("rank_costs", *arguments).returncode, 2, arguments)
 
 
+class DtypeTest(unittest.TestCase):
+    def test_is_bf16_unless_the_processor_is_slow_with_it(self):
+        for cpuinfo, dtype in (("model name\t: x\nflags\t\t: fpu avx2 avx512f avx512bw\n", "bf16"), ("flags\t\t: fpu avx2\n", "fp32"),
+                               ("Features\t: asimd bf16\n", "bf16")):
+            self.assertEqual(trainer_run.usual_dtype(cpuinfo), dtype)
+
+
 class SizeTest(unittest.TestCase):
     def test_reads_sizes_and_parts(self):
         self.assertEqual(trainer_run.parse_size("25%", 401 << 20), 100 << 20)
