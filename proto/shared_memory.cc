@@ -27,8 +27,10 @@ constexpr uint64_t kPageBytes = 4096;
 constexpr int kSizeSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
 absl::Status SystemError(std::string_view call, int error_number) {
-  return MakeError(ErrorId::kSharedMemory,
-                   absl::StrCat(std::string(call), ": ", ErrnoText(error_number)));
+  const std::string what = absl::StrCat(std::string(call), ": ", ErrnoText(error_number));
+  if (error_number != EFBIG) return MakeError(ErrorId::kSharedMemory, what);
+  return MakeError(ErrorId::kSharedMemory, what,
+                   "Raise the limit of the size of files (ulimit -f): shared memory is one");
 }
 
 // Kernels before 6.3 do not know MFD_NOEXEC_SEAL and refuse it.

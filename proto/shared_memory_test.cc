@@ -6,6 +6,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <string>
 
 #include "base/error.h"
 #include "base/failing_call.h"
@@ -121,6 +122,13 @@ TEST(SharedMemoryFailureTest, EveryCallOfCreateIsChecked) {
   }
   EXPECT_EQ(ErrorIdOf(SharedMemory::Create("test", 1ull << 62).status()), ErrorId::kSharedMemory)
       << "more than an address space";
+}
+
+TEST(SharedMemoryFailureTest, ALimitOfTheSizeOfFilesIsNamed) {
+  const FailingCall failing("ftruncate", EFBIG);
+  const absl::Status status = SharedMemory::Create("test", 8192).status();
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kSharedMemory);
+  EXPECT_NE(status.message().find("ulimit -f"), std::string::npos) << status;
 }
 
 TEST(SharedMemoryFailureTest, AKernelThatKnowsNoSealAgainstExecutionMakesMemoryWithoutIt) {

@@ -204,6 +204,10 @@ class UntouchedTest(unittest.TestCase):
     def test_an_optimizer_of_the_programs_own_is_refused(self):
         self.check_refused(self.oddity("own_optimizer"), "OFD-1604 the program trains with (anonymous namespace)::OwnSgd")
 
+    def test_a_program_whose_steps_are_not_seen_is_told_so(self):
+        result = self.check_oddity("own_step")
+        self.assertIn("is still at step 0: no step of an optimizer of torch::optim was seen", result.error)
+
     def test_phases_have_optimizers_of_their_own(self):
         plain, offloaded = self.plain("oddities", "4", self.file("plain"), "phases"), self.oddity("phases")
         self.assertEqual((offloaded.code, offloaded.out), (0, plain.out), offloaded.error)

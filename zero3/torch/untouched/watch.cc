@@ -351,7 +351,8 @@ void Watch::Attach() {
     if (!IsSuperseded(seen)) AttachOptimizer(seen);
   }
   engine_->Seal();
-  is_resumed_ = engine_->step() > 0;
+  begun_at_ = engine_->step();
+  is_resumed_ = begun_at_ > 0;
   state_ = State::kAttached;
   *has_attached_ = true;
   attached_by_ = ::getpid();
@@ -508,6 +509,11 @@ void Watch::Commit() {
   const Inside here;
   try {
     engine_->WaitDurable();
+    if (engine_->step() == begun_at_) {
+      Say(absl::StrCat("job ", options_.job, " is still at step ", begun_at_,
+                       ": no step of an optimizer of torch::optim was seen, and what the program "
+                       "has made of the weights by itself is not part of the job"));
+    }
   } catch (const std::exception& error) {
     Say(error.what());
   }
