@@ -46,10 +46,10 @@ class CoreShare {
  private:
   void StartNext() {
     while (running_ < width_ && !waiting_.empty()) {
-      const std::function<void()> work = std::move(waiting_.front());
+      std::function<void()> work = std::move(waiting_.front());
       waiting_.pop_front();
       ++running_;
-      executor_(work);
+      executor_(std::move(work));
     }
   }
 

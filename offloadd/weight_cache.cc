@@ -372,14 +372,17 @@ void WeightCache::CountWait(const Waiter& waiter, int32_t change) {
 
 bool WeightCache::AllRanksWait() const {
   for (uint32_t rank = 0; rank < context_->ranks.size(); ++rank) {
-    if (context_->ranks[rank].is_here && !IsWaitingForWeights(rank) && !IsWaitingForRanks(rank))
-      return false;
+    if (Computes(rank)) return false;
   }
   return true;
 }
 
 bool WeightCache::IsWaitingForRanks(uint32_t rank) const {
   return context_->waits_for_ranks && context_->waits_for_ranks(rank);
+}
+
+bool WeightCache::Computes(uint32_t rank) const {
+  return context_->ranks[rank].is_here && !IsWaitingForWeights(rank) && !IsWaitingForRanks(rank);
 }
 
 bool WeightCache::IsUsingWeights(uint32_t rank) const {
@@ -397,8 +400,7 @@ std::string WeightCache::WhoMayLetGo() const {
   if (count == 1) return "";
   std::optional<uint32_t> busy;
   for (uint32_t rank = 0; rank < count; ++rank) {
-    if (!context_->ranks[rank].is_here || IsWaitingForWeights(rank) || IsWaitingForRanks(rank))
-      continue;
+    if (!Computes(rank)) continue;
     if (IsUsingWeights(rank)) return absl::StrCat("rank ", rank);
     busy = rank;
   }

@@ -156,6 +156,7 @@ class WeightCache {
   bool ServeWishes();
   bool IsWaitingForWeights(uint32_t rank) const { return waits_of_rank_[rank] > 0; }
   bool IsWaitingForRanks(uint32_t rank) const;
+  bool Computes(uint32_t rank) const;  // it is here and waits for nothing
   bool IsUsingWeights(uint32_t rank) const;
   std::string WhoMayLetGo() const;
   void CheckPatience(uint32_t store_tensor);

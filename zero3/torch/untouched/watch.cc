@@ -352,7 +352,6 @@ void Watch::Attach() {
   }
   engine_->Seal();
   begun_at_ = engine_->step();
-  is_resumed_ = begun_at_ > 0;
   state_ = State::kAttached;
   *has_attached_ = true;
   attached_by_ = ::getpid();
@@ -456,7 +455,7 @@ void Watch::CheckGroups(const Optimizer& optimizer, const Seen& seen) const {
 // before it was attached, the state, unless the job has its own.
 void Watch::Follow(Optimizer& optimizer, Seen& seen) {
   CheckGroups(optimizer, seen);
-  if (std::exchange(seen.has_read, false) && (!is_resumed_ || seen.begins_anew)) {
+  if (std::exchange(seen.has_read, false) && (begun_at_ == 0 || seen.begins_anew)) {
     const Inside here;
     OrEnd([&] { MoveState(optimizer, *seen.attached); });
   }
