@@ -1,2 +1,2 @@
-// What files that include torch are compiled with: precompiled.bzl.
+// What tests that include torch are compiled with, most of which have modules: precompiled.bzl.
 #include <torch/torch.h>
