@@ -207,19 +207,19 @@ OrderedDict<std::string, Tensor> Module::named_parameters(bool recurse) const {
 void Module::to(Device device, Dtype dtype, bool non_blocking) {
   static const auto next = Next<void (*)(Module*, Device, Dtype, bool)>(
       "_ZN5torch2nn6Module2toEN3c106DeviceENS2_10ScalarTypeEb");
-  Watch::OfProcess().Cast([&] { next(this, device, dtype, non_blocking); });
+  Watch::OfProcess().Cast(*this, [&] { next(this, device, dtype, non_blocking); });
 }
 
 void Module::to(Dtype dtype, bool non_blocking) {
   static const auto next =
       Next<void (*)(Module*, Dtype, bool)>("_ZN5torch2nn6Module2toEN3c1010ScalarTypeEb");
-  Watch::OfProcess().Cast([&] { next(this, dtype, non_blocking); });
+  Watch::OfProcess().Cast(*this, [&] { next(this, dtype, non_blocking); });
 }
 
 void Module::to(Device device, bool non_blocking) {
   static const auto next =
       Next<void (*)(Module*, Device, bool)>("_ZN5torch2nn6Module2toEN3c106DeviceEb");
-  Watch::OfProcess().Cast([&] { next(this, device, non_blocking); });
+  Watch::OfProcess().Cast(*this, [&] { next(this, device, non_blocking); });
 }
 
 }  // namespace torch::nn

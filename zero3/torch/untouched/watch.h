@@ -55,7 +55,7 @@ class Watch {
   void OnGroup(const torch::optim::Optimizer& optimizer);
   void OnRead(const torch::optim::Optimizer& optimizer);
   // A module is moved or cast: an operator over its parameters, and no forward pass.
-  void Cast(const std::function<void()>& cast);
+  void Cast(const torch::nn::Module& module, const std::function<void()>& cast);
 
   // ---- What it is about to do ----
   void BeforeOperator(c10::ArrayRef<const c10::IValue> inputs);
