@@ -395,21 +395,30 @@ void InChild(const Arguments& arguments, bool waits) {
   std::exit(0);
 }
 
-// What it takes when the models are made, or have been cast, it reads and writes until the end.
+// What it takes when the models are made, have been cast, or loaded, it reads and writes until the
+// end.
 void Pointers(const Arguments& arguments) {
-  Linear model(64, 64), exact(64, 64);
+  Linear model(64, 64), exact(64, 64), loaded(64, 64);
   exact->to(torch::kDouble);
+  std::stringstream file;
+  torch::save(Linear(64, 64), file);
+  torch::load(loaded, file);
+  const float* const last = loaded->weight.data_ptr<float>();
   auto weight = model->weight.accessor<float, 2>();
   Tensor bias = torch::from_blob(model->bias.data_ptr<float>(), {64});
   double* const first = exact->weight.data_ptr<double>();
   first[1] = 0.5;
   std::vector<Tensor> parameters = model->parameters();
-  for (const Tensor& parameter : exact->parameters()) parameters.push_back(parameter);
+  for (const Linear& other : {exact, loaded}) {
+    for (const Tensor& parameter : other->parameters()) parameters.push_back(parameter);
+  }
   SGD optimizer(parameters, torch::optim::SGDOptions(1e-2).momentum(0.9));
   for (int step = 0; step < arguments.loops.front(); ++step) {
     optimizer.zero_grad();
     const Tensor loss =
-        exact->forward(torch::tanh(model->forward(torch::randn({4, 64}))).to(torch::kDouble))
+        exact
+            ->forward(torch::tanh(model->forward(loaded->forward(torch::randn({4, 64}))))
+                          .to(torch::kDouble))
             .square()
             .mean();
     loss.backward();
@@ -417,7 +426,7 @@ void Pointers(const Arguments& arguments) {
     weight[step][0] *= 0.5f;
     bias.mul_(0.75);
     first[step] += weight[3][3];
-    PrintStep(step, loss + bias.sum() + first[5]);
+    PrintStep(step, loss + bias.sum() + first[5] + last[70]);
   }
 }
 

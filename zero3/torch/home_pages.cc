@@ -26,7 +26,7 @@ bool IsOrdinary(const c10::DataPtr& bytes) {
 }  // namespace
 
 void HomePages::Give(const at::Tensor& tensor) {
-  if (!tensor.has_storage() || !tensor.is_cpu() || tensor.storage().use_count() != 1) return;
+  if (!tensor.has_storage() || !tensor.is_cpu()) return;
   c10::StorageImpl& storage = *tensor.storage().unsafeGetStorageImpl();
   const c10::DataPtr& bytes = storage._mutable_data_ptr_no_checks();
   if (storage.nbytes() == 0 || !IsOrdinary(bytes)) return;

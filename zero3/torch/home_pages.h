@@ -17,8 +17,8 @@ namespace offload::zero3 {
 
 class HomePages {
  public:
-  // Moves the bytes of a tensor of the host there, if they are in torch's ordinary memory, and if
-  // no other tensor is over its storage. Nobody may have a pointer to them yet.
+  // Moves the bytes of a tensor of the host there, if they are in torch's ordinary memory. Nobody
+  // may have a pointer to them yet.
   static void Give(const at::Tensor& tensor);
 
   // The range in which a storage has its bytes; null when they are elsewhere. Whoever has it keeps

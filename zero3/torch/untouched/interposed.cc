@@ -19,6 +19,7 @@
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
+#include <torch/serialize/input-archive.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -223,6 +224,17 @@ void Module::to(Device device, bool non_blocking) {
 }
 
 }  // namespace torch::nn
+
+namespace torch::serialize {
+
+void InputArchive::read(const std::string& key, Tensor& tensor, bool is_buffer) {
+  static const auto next = Next<void (*)(InputArchive*, const std::string&, Tensor&, bool)>(
+      "_ZN5torch9serialize12InputArchive4readERKNSt7__cxx1112basic_"
+      "stringIcSt11char_traitsIcESaIcEEERN2at6TensorEb");
+  Watch::OfProcess().Read(tensor, [&] { next(this, key, tensor, is_buffer); });
+}
+
+}  // namespace torch::serialize
 
 // ---- Optimizers ---------------------------------------------------------------------------------
 

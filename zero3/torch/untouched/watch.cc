@@ -190,7 +190,8 @@ void Watch::OnParameter(at::Tensor& parameter) {
   const Inside here;
   if (IsBorn(parameter)) {
     OrEnd([this, &parameter] { BearOffloaded(parameter); });
-  } else if (parameter.use_count() == 1) {  // nobody else has it, and so no pointer
+  } else if (parameter.use_count() == 1 && parameter.storage().use_count() == 1) {
+    // Nobody else has it, and so no pointer.
     zero3::HomePages::Give(parameter);
   }
 }
@@ -260,11 +261,25 @@ void Watch::OnGroup(const Optimizer& optimizer) {
 void Watch::Cast(const torch::nn::Module& module, const std::function<void()>& cast) {
   const Inside here;
   if (state_ != State::kWatching) return cast();
-  const std::vector<at::Tensor> parameters = module.parameters();
+  WithOtherMemory(module.parameters(), cast);
+}
+
+void Watch::Read(const at::Tensor& tensor, const std::function<void()>& read) {
+  if (state_ != State::kWatching || !IsRegistered(tensor)) return read();
+  WithOtherMemory({tensor}, read);
+}
+
+bool Watch::IsRegistered(const at::Tensor& tensor) {
+  std::lock_guard lock(mutex_);
+  return tensor.defined() && registered_.Contains(tensor);
+}
+
+void Watch::WithOtherMemory(const std::vector<at::Tensor>& parameters,
+                            const std::function<void()>& change) {
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> before;
   for (const at::Tensor& parameter : parameters)
     before.push_back(parameter.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl());
-  cast();
+  change();
   for (size_t i = 0; i < parameters.size(); ++i) {
     // One whose storage has stayed may have pointers into it.
     if (before[i].expired()) zero3::HomePages::Give(parameters[i]);
