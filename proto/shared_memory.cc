@@ -44,7 +44,10 @@ absl::StatusOr<MappedRegion> MapShared(int fd, uint64_t size_bytes, bool writabl
   const int prot = writable ? PROT_READ | PROT_WRITE : PROT_READ;
   absl::StatusOr<MappedRegion> map =
       MappedRegion::Map(fd, 0, size_bytes, prot, MAP_SHARED | MAP_NORESERVE);
-  if (!map.ok()) return MakeError(ErrorId::kSharedMemory, std::string(map.status().message()));
+  if (!map.ok()) {
+    return MakeError(ErrorId::kSharedMemory, std::string(map.status().message()),
+                     "Lower ram, free memory, or raise the limit of address space (ulimit -v)");
+  }
   if (::madvise(map->data(), map->size(), MADV_DONTFORK) != 0) {
     return SystemError("madvise(MADV_DONTFORK)", errno);
   }

@@ -131,6 +131,11 @@ TEST(SharedMemoryFailureTest, ALimitOfTheSizeOfFilesIsNamed) {
   EXPECT_NE(status.message().find("ulimit -f"), std::string::npos) << status;
 }
 
+TEST(SharedMemoryFailureTest, ALimitOfAddressSpaceIsNamed) {
+  const absl::Status status = SharedMemory::Create("test", 1ull << 62).status();
+  EXPECT_NE(status.message().find("ulimit -v"), std::string::npos) << status;
+}
+
 TEST(SharedMemoryFailureTest, AKernelThatKnowsNoSealAgainstExecutionMakesMemoryWithoutIt) {
   const FailingCall failing("memfd_create", EINVAL);
   EXPECT_TRUE(SharedMemory::Create("test", 8192).ok());

@@ -9,6 +9,7 @@
 #include <iostream>
 #include <map>
 #include <memory>
+#include <sstream>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -348,17 +349,25 @@ void Large(const Arguments& arguments) {
   say_memory("trained");
 }
 
-// A global looks at its model when the program ends.
+// A global looks at its model when the program ends, and saves what its optimizer keeps.
 struct Last {
   Linear model{nullptr};
+  std::unique_ptr<torch::optim::Adam> optimizer;
   ~Last() {
-    if (!model.is_empty()) PrintEvaluation(model->weight.detach().clone().sum());
+    if (model.is_empty()) return;
+    PrintEvaluation(model->weight.detach().clone().sum());
+    std::stringstream file;
+    torch::save(*optimizer, file);
+    torch::optim::Adam copy(std::vector<Tensor>{model->weight});
+    torch::load(copy, file);
+    for (const auto& [key, state] : copy.state())
+      PrintEvaluation(static_cast<torch::optim::AdamParamState&>(*state).exp_avg().abs().sum());
   }
 } last;
 void UsedAtTheEnd(const Arguments& arguments) {
   last.model = Linear(64, 64);
-  SGD optimizer(last.model->parameters(), torch::optim::SGDOptions(1e-2));
-  Train(last.model, optimizer, arguments.loops.front());
+  last.optimizer = std::make_unique<torch::optim::Adam>(std::vector<Tensor>{last.model->weight});
+  Train(last.model, *last.optimizer, arguments.loops.front());
 }
 
 void Environment(const Arguments&) {
@@ -384,6 +393,41 @@ void InChild(const Arguments& arguments, bool waits) {
   SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2).momentum(0.9));
   Train(model, optimizer, arguments.loops.front());
   std::exit(0);
+}
+
+// What it takes when the models are made, have been cast, or loaded, it reads and writes until the
+// end.
+void Pointers(const Arguments& arguments) {
+  Linear model(64, 64), exact(64, 64), loaded(64, 64);
+  exact->to(torch::kDouble);
+  std::stringstream file;
+  torch::save(Linear(64, 64), file);
+  torch::load(loaded, file);
+  const float* const last = loaded->weight.data_ptr<float>();
+  auto weight = model->weight.accessor<float, 2>();
+  Tensor bias = torch::from_blob(model->bias.data_ptr<float>(), {64});
+  double* const first = exact->weight.data_ptr<double>();
+  first[1] = 0.5;
+  std::vector<Tensor> parameters = model->parameters();
+  for (const Linear& other : {exact, loaded}) {
+    for (const Tensor& parameter : other->parameters()) parameters.push_back(parameter);
+  }
+  SGD optimizer(parameters, torch::optim::SGDOptions(1e-2).momentum(0.9));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    optimizer.zero_grad();
+    const Tensor loss =
+        exact
+            ->forward(torch::tanh(model->forward(loaded->forward(torch::randn({4, 64}))))
+                          .to(torch::kDouble))
+            .square()
+            .mean();
+    loss.backward();
+    optimizer.step();
+    weight[step][0] *= 0.5f;
+    bias.mul_(0.75);
+    first[step] += weight[3][3];
+    PrintStep(step, loss + bias.sum() + first[5] + last[70]);
+  }
 }
 
 // All of it but where the tests' daemon is.
@@ -422,6 +466,7 @@ int main(int argc, char** argv) {
       {"environment", Environment},
       {"in_a_child", [](const Arguments& a) { InChild(a, /*waits=*/true); }},
       {"in_a_child_that_stays", [](const Arguments& a) { InChild(a, /*waits=*/false); }},
+      {"pointers", Pointers},
       {"cleared_environment", ClearedEnvironment},
       {"large", Large},
       {"used_at_the_end", UsedAtTheEnd},

@@ -217,7 +217,7 @@ class UntouchedTest(unittest.TestCase):
         self.check_oddity("adam_then_lbfgs")
 
     def test_destructors_of_globals_use_the_model(self):
-        self.assertEqual(len(self.check_oddity("used_at_the_end").evaluations()), 1)
+        self.assertEqual(len(self.check_oddity("used_at_the_end").evaluations()), 2)
 
     def test_optimizers_in_turn_over_the_same_parameters_are_refused(self):
         plain, result = self.plain("oddities", "4", self.file("plain"), "alternating"), self.oddity("alternating")
@@ -261,6 +261,14 @@ class UntouchedTest(unittest.TestCase):
         stays = self.oddity("in_a_child_that_stays", options=["--job", "stays"])
         self.assertEqual((stays.code, stays.out), (0, plain.out), stays.error)
         self.assertEqual(len(plain.steps()), 4)
+
+    def test_pointers_are_taken_before_the_first_forward_pass(self):
+        self.check_oddity("pointers")
+
+    def test_a_limit_of_address_space_is_room_enough(self):
+        words = self.command(TRAINERS["oddities"], "4", self.file("limited"), "pointers")
+        limited = call("bash", "-c", 'ulimit -v 16777216 && exec "$@"', "bash", *words)
+        self.assertEqual((limited.code, len(limited.steps())), (0, 4), limited.error)
 
     def test_a_program_clears_its_environment(self):
         self.check_oddity("cleared_environment")

@@ -18,6 +18,7 @@
 #include "client/backward.h"
 #include "proto/shm_abi.h"
 #include "zero3/torch/device_memory.h"
+#include "zero3/torch/home_pages.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/throw_status.h"
 
@@ -133,15 +134,32 @@ std::byte* HomeRanges::Take(size_t size_bytes) {
   std::lock_guard lock(mutex_);
   if (const auto given = given_.find(size_bytes); given != given_.end())
     return given_.extract(given).mapped();
-  if (left_bytes_ < size_bytes) {
-    const size_t chunk_bytes = std::max(kChunkBytes, size_bytes);
-    chunks_.push_back(ValueOrThrow(MappedRegion::Reserve(chunk_bytes), "address space"));
-    left_bytes_ = chunk_bytes;
-  }
+  if (left_bytes_ < size_bytes) AddChunk(size_bytes);
   MappedRegion& chunk = chunks_.back();
   std::byte* const taken = chunk.data() + (chunk.size() - left_bytes_);
   left_bytes_ -= size_bytes;
   return taken;
+}
+
+// Where address space is limited (ulimit -v) others need it, too.
+void HomeRanges::AddChunk(size_t size_bytes) {
+  absl::StatusOr<MappedRegion> chunk = MappedRegion::Reserve(std::max(kChunkBytes, size_bytes));
+  if (!chunk.ok()) chunk = MappedRegion::Reserve(std::max(kChunkBytesMin, size_bytes));
+  if (!chunk.ok()) {
+    ThrowStatus(MakeError(ErrorId::kSharedMemory,
+                          absl::StrCat("address space: ", chunk.status().message()),
+                          "Raise the limit of address space (ulimit -v)"));
+  }
+  left_bytes_ = chunk->size();
+  chunks_.push_back(*std::move(chunk));
+}
+
+std::byte* HomeRanges::TakeFor(c10::StorageImpl& storage, size_t size_bytes) {
+  const std::shared_ptr<MappedRegion> own = HomePages::Of(storage);
+  if (own == nullptr || own->size() < size_bytes) return Take(size_bytes);
+  std::lock_guard lock(mutex_);
+  brought_.push_back(own);
+  return own->data();
 }
 
 void HomeRanges::Give(std::byte* home, size_t size_bytes) {

@@ -8,6 +8,8 @@
 // no operation runs.
 #pragma once
 
+#include <c10/core/StorageImpl.h>
+
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -101,13 +103,19 @@ class HomeRanges {
  public:
   // `size_bytes` rounded up to a page. Thread safe.
   std::byte* Take(size_t size_bytes);
+  // That of a storage which has one already (home_pages.h), or another.
+  std::byte* TakeFor(c10::StorageImpl& storage, size_t size_bytes);
   // One that is without access again, and that nobody points to.
   void Give(std::byte* home, size_t size_bytes);
 
  private:
   static constexpr size_t kChunkBytes = size_t{64} << 30;
+  static constexpr size_t kChunkBytesMin = size_t{64} << 20;
+  void AddChunk(size_t size_bytes);
+
   std::mutex mutex_;
   std::vector<MappedRegion> chunks_;
+  std::vector<std::shared_ptr<MappedRegion>> brought_;  // by storages
   size_t left_bytes_ = 0;
   std::multimap<size_t, std::byte*> given_;  // by size
 };

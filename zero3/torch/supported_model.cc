@@ -15,6 +15,7 @@
 #include "base/error.h"
 #include "zero3/torch/devices.h"
 #include "zero3/torch/dtypes.h"
+#include "zero3/torch/home_pages.h"
 #include "zero3/torch/residency.h"
 #include "zero3/torch/throw_status.h"
 
@@ -41,8 +42,9 @@ Reason OfType(at::ScalarType type) {
 bool IsInOwnMemory(const at::Tensor& tensor) {
   static const c10::DeleterFnPtr kOrdinary = c10::GetCPUAllocator()->allocate(1).get_deleter();
   if (Residency::Of(tensor) != nullptr) return false;
-  const auto* const storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  return storage->data_ptr().get_deleter() != kOrdinary && storage->allocator() == nullptr;
+  auto* const storage = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  return storage->data_ptr().get_deleter() != kOrdinary && storage->allocator() == nullptr &&
+         HomePages::Of(*storage) == nullptr;
 }
 
 // Those parts of one storage that do not overlap and that nothing else uses, by TensorImpl.

@@ -565,12 +565,13 @@ void TensorEngine::Adopt(Parameter parameter, bool takes_now) {
   c10::Storage values;
   if (parameter.tensor.device().is_cpu() && destination().has_value())
     values = MoveToDevice(parameter, takes_now);
-  weights_.push_back(
-      new WeightResidency(attachment_, id, parameter.name, parameter.tensor.device(), size_bytes));
+  c10::StorageImpl* const storage =
+      parameter.tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  weights_.push_back(new WeightResidency(attachment_, id, parameter.name, parameter.tensor.device(),
+                                         size_bytes,
+                                         attachment_->homes().TakeFor(*storage, size_bytes)));
   for (at::Tensor& tensor : parameter.aliases) Mark(tensor, id);
-  weights_.back()->Adopt(
-      parameter.tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl(),
-      std::move(values));
+  weights_.back()->Adopt(storage, std::move(values));
   gradients_.push_back(nullptr);
   attached_.tensors.push_back(parameter.tensor);
 }

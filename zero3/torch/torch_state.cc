@@ -186,9 +186,10 @@ std::unique_ptr<OptimizerParamState> Made(const Row& row, const KeptState& kept)
 }
 
 const Row* RowOf(const Optimizer& optimizer) {
-  static const std::vector<Row> kRows = MakeRows(OwnOptions());
+  // For ever: optimizers are saved in destructors of globals, too.
+  static const auto* const kRows = new std::vector<Row>(MakeRows(OwnOptions()));
   const torch::optim::OptimizerOptions& options = optimizer.defaults();
-  for (const Row& row : kRows) {
+  for (const Row& row : *kRows) {
     if (row.options == typeid(options)) return &row;
   }
   return nullptr;

@@ -26,9 +26,9 @@
 namespace offload::zero3 {
 
 WeightResidency::WeightResidency(std::shared_ptr<Attachment> attachment, uint32_t tensor,
-                                 const std::string& name, c10::Device device, size_t size_bytes)
-    : Residency(name, absl::StrCat("parameter '", name, "'"), device, size_bytes,
-                attachment->homes().Take(size_bytes)),
+                                 const std::string& name, c10::Device device, size_t size_bytes,
+                                 std::byte* home)
+    : Residency(name, absl::StrCat("parameter '", name, "'"), device, size_bytes, home),
       attachment_(std::move(attachment)),
       tensor_(tensor),
       torch_device_(device),

@@ -30,7 +30,7 @@ class BornResidency;
 class WeightResidency final : public Residency, public RawOwner, public RawUser {
  public:
   WeightResidency(std::shared_ptr<Attachment> attachment, uint32_t tensor, const std::string& name,
-                  c10::Device device, size_t size_bytes);
+                  c10::Device device, size_t size_bytes, std::byte* home);
 
   uint32_t tensor() const { return tensor_; }
   const Attachment* attachment() const { return attachment_.get(); }

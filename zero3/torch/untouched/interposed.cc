@@ -19,6 +19,7 @@
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
+#include <torch/serialize/input-archive.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -207,22 +208,33 @@ OrderedDict<std::string, Tensor> Module::named_parameters(bool recurse) const {
 void Module::to(Device device, Dtype dtype, bool non_blocking) {
   static const auto next = Next<void (*)(Module*, Device, Dtype, bool)>(
       "_ZN5torch2nn6Module2toEN3c106DeviceENS2_10ScalarTypeEb");
-  Watch::OfProcess().Cast([&] { next(this, device, dtype, non_blocking); });
+  Watch::OfProcess().Cast(*this, [&] { next(this, device, dtype, non_blocking); });
 }
 
 void Module::to(Dtype dtype, bool non_blocking) {
   static const auto next =
       Next<void (*)(Module*, Dtype, bool)>("_ZN5torch2nn6Module2toEN3c1010ScalarTypeEb");
-  Watch::OfProcess().Cast([&] { next(this, dtype, non_blocking); });
+  Watch::OfProcess().Cast(*this, [&] { next(this, dtype, non_blocking); });
 }
 
 void Module::to(Device device, bool non_blocking) {
   static const auto next =
       Next<void (*)(Module*, Device, bool)>("_ZN5torch2nn6Module2toEN3c106DeviceEb");
-  Watch::OfProcess().Cast([&] { next(this, device, non_blocking); });
+  Watch::OfProcess().Cast(*this, [&] { next(this, device, non_blocking); });
 }
 
 }  // namespace torch::nn
+
+namespace torch::serialize {
+
+void InputArchive::read(const std::string& key, Tensor& tensor, bool is_buffer) {
+  static const auto next = Next<void (*)(InputArchive*, const std::string&, Tensor&, bool)>(
+      "_ZN5torch9serialize12InputArchive4readERKNSt7__cxx1112basic_"
+      "stringIcSt11char_traitsIcESaIcEEERN2at6TensorEb");
+  Watch::OfProcess().Read(tensor, [&] { next(this, key, tensor, is_buffer); });
+}
+
+}  // namespace torch::serialize
 
 // ---- Optimizers ---------------------------------------------------------------------------------
 

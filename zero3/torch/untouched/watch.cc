@@ -27,6 +27,7 @@
 #include "base/error.h"
 #include "zero3/torch/copied_groups.h"
 #include "zero3/torch/dtypes.h"
+#include "zero3/torch/home_pages.h"
 
 namespace offload::untouched {
 namespace {
@@ -186,9 +187,13 @@ void Watch::OnParameter(at::Tensor& parameter) {
   if (inside || state_ != State::kWatching || !parameter.defined()) return;
   std::lock_guard lock(mutex_);
   registered_.AddParameter(parameter);
-  if (!IsBorn(parameter)) return;
   const Inside here;
-  OrEnd([this, &parameter] { BearOffloaded(parameter); });
+  if (IsBorn(parameter)) {
+    OrEnd([this, &parameter] { BearOffloaded(parameter); });
+  } else if (parameter.use_count() == 1 && parameter.storage().use_count() == 1) {
+    // Nobody else has it, and so no pointer.
+    zero3::HomePages::Give(parameter);
+  }
 }
 
 // Only what a module has made for itself: nobody else has its bytes.
@@ -253,9 +258,32 @@ void Watch::OnGroup(const Optimizer& optimizer) {
   }
 }
 
-void Watch::Cast(const std::function<void()>& cast) {
+void Watch::Cast(const torch::nn::Module& module, const std::function<void()>& cast) {
   const Inside here;
-  cast();
+  if (state_ != State::kWatching) return cast();
+  WithOtherMemory(module.parameters(), cast);
+}
+
+void Watch::Read(const at::Tensor& tensor, const std::function<void()>& read) {
+  if (state_ != State::kWatching || !IsRegistered(tensor)) return read();
+  WithOtherMemory({tensor}, read);
+}
+
+bool Watch::IsRegistered(const at::Tensor& tensor) {
+  std::lock_guard lock(mutex_);
+  return tensor.defined() && registered_.Contains(tensor);
+}
+
+void Watch::WithOtherMemory(const std::vector<at::Tensor>& parameters,
+                            const std::function<void()>& change) {
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> before;
+  for (const at::Tensor& parameter : parameters)
+    before.push_back(parameter.unsafeGetTensorImpl()->unsafe_storage().getWeakStorageImpl());
+  change();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    // One whose storage has stayed may have pointers into it.
+    if (before[i].expired()) zero3::HomePages::Give(parameters[i]);
+  }
 }
 
 void Watch::OnRead(const Optimizer& optimizer) {

@@ -55,7 +55,9 @@ class Watch {
   void OnGroup(const torch::optim::Optimizer& optimizer);
   void OnRead(const torch::optim::Optimizer& optimizer);
   // A module is moved or cast: an operator over its parameters, and no forward pass.
-  void Cast(const std::function<void()>& cast);
+  void Cast(const torch::nn::Module& module, const std::function<void()>& cast);
+  // A tensor gets the values of a file, and the memory that they are in.
+  void Read(const at::Tensor& tensor, const std::function<void()>& read);
 
   // ---- What it is about to do ----
   void BeforeOperator(c10::ArrayRef<const c10::IValue> inputs);
@@ -103,6 +105,10 @@ class Watch {
   static void CheckIsNotReplaced(const Seen& seen);
   bool IsTrigger(c10::ArrayRef<const c10::IValue> inputs) const;
   void OpenEngine();
+  bool IsRegistered(const at::Tensor& tensor);
+  // Runs what gives parameters other memory, of which nobody has a pointer yet.
+  static void WithOtherMemory(const std::vector<at::Tensor>& parameters,
+                              const std::function<void()>& change);
   bool IsBorn(const at::Tensor& parameter) const;
   void BearOffloaded(at::Tensor& parameter);
   void CheckNothingRan(const Seen& seen) const;
