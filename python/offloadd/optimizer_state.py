@@ -392,6 +392,18 @@ class StateOfAll(collections.defaultdict):
         del self[parameter]
         return state
 
+    def copy(self):
+        """Another dictionary of the same states."""
+        return collections.defaultdict(dict, self.items())
+
+    __copy__ = copy
+
+    def __or__(self, others):
+        return self.copy() | others
+
+    def __ror__(self, others):
+        return others | self.copy()
+
     def popitem(self):
         parameter = next(reversed(list(self)))
         return parameter, self.pop(parameter)

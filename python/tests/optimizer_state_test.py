@@ -235,5 +235,18 @@ def replacing_the_state_by_no_dictionary_is_refused(run):
     run.train(model, optimizer)
 
 
+@case(**REFUSED)
+def state_that_is_copied(run):
+    """Without its tensors, as a dictionary is."""
+    model = run.model()
+    optimizer = with_adamw(model.parameters())
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=2)
+    for copied in (optimizer.state.copy(), copy.copy(optimizer.state), optimizer.state | {}, {} | optimizer.state):
+        told.append([dict(copied[parameter]) for parameter in model.parameters()])
+        told.append([type(copied), len(copied), copied[model.head.weight] is optimizer.state[model.head.weight]])
+    return told, run.train(model, optimizer, first=2)
+
+
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,68 @@
+"""Scripts that know nothing of offloadd, as they are started with `python -m offloadd`."""
+
+import json
+import os
+import subprocess
+import sys
+
+from battery import case, main
+
+ONE = {"types": ("fp32",), "memory": ("floor",)}
+
+
+def run_script(run, text, *arguments):
+    """(What its last line says, its messages)."""
+    with open(path := os.path.join(run.folder, "script.py"), "w", encoding="utf-8") as file:
+        file.write(text)
+    launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
+    done = subprocess.run([sys.executable, *launcher, path, *arguments], capture_output=True, text=True, check=False,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+SAME_PARAMETERS = """
+import json, sys, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+first = torch.optim.Adam(model.parameters(), 1e-2)
+if sys.argv[1] == "LBFGS":
+    second = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4, line_search_fn="strong_wolfe")
+else:
+    second = torch.optim.Adam(model[2].parameters(), 1e-3)
+told = []
+
+def compute():
+    model.zero_grad()
+    x = torch.randn(16, 2, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    u = model(x)
+    slope, = torch.autograd.grad(u.sum(), x, create_graph=True)
+    loss = (slope[:, 1:] + u * slope[:, :1]).square().mean() + (u - 1).square().mean()
+    loss.backward()
+    return loss
+
+for optimizer in [first] * 3 + [second] * 3 + [first]:
+    told.append(optimizer.step(compute).item())
+print(json.dumps([told, [p.tolist() for p in model.parameters()], hasattr(first, "_offload_part"), hasattr(second, "_offload_part")]))
+"""
+
+
+def second_optimizer_of_the_same_parameters(kind):
+    """A case: both are made before the first step, as physics-informed networks have Adam and then LBFGS."""
+
+    def function(run):
+        (*told, first, second), messages = run_script(run, SAME_PARAMETERS, kind)
+        assert (first, second) == (run.offloaded, False)
+        assert (f"{kind} goes on beside" in messages) == run.offloaded, messages
+        return told
+
+    function.__name__ = f"second_optimizer_of_the_same_parameters_{kind}"
+    case(function, **ONE)
+
+
+second_optimizer_of_the_same_parameters("LBFGS")
+second_optimizer_of_the_same_parameters("Adam")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
