@@ -384,6 +384,7 @@ class StateOfAll(collections.defaultdict):
         if parameter not in self:
             raise KeyError(parameter)
         self.drop([parameter])
+        self._part.forget([parameter])
 
     def pop(self, parameter, *default):
         if parameter not in self and default:
@@ -409,7 +410,9 @@ class StateOfAll(collections.defaultdict):
         return parameter, self.pop(parameter)
 
     def clear(self):
-        self.drop(list(self))
+        parameters = list(self)
+        self.drop(parameters)
+        self._part.forget(parameters)
 
     update = collections.abc.MutableMapping.update
 

@@ -3,6 +3,7 @@ of, with all optimizers that were made. Hugging Face's Trainer is attached by it
 
 import functools
 import gc
+import itertools
 import logging
 import os
 import sys
@@ -185,6 +186,8 @@ class Watch:
         mine = {id(parameter) for parameter in module.parameters()}
         if optimizers and not any(id(p) in mine for each in optimizers for group in each.param_groups for p in group["params"]):
             return
+        if any(torch.nn.parameter.is_lazy(p) for p in itertools.chain(module.parameters(), *map(parameters_of, optimizers))):
+            return  # they get their shapes in this pass
         self._forward.remove()
         self._forward = None
         if not optimizers:

@@ -64,5 +64,30 @@ second_optimizer_of_the_same_parameters("LBFGS")
 second_optimizer_of_the_same_parameters("Adam")
 
 
+LAZY = """
+import json, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LazyLinear(16), torch.nn.LazyBatchNorm1d(), torch.nn.LazyLinear(4))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+model(torch.randn(4, 8))
+told = []
+for step in range(4):
+    loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    told.append(loss.item())
+print(json.dumps([told, [value.tolist() for value in model.state_dict().values()], hasattr(optimizer, "_offload_part")]))
+"""
+
+
+@case(**ONE)
+def modules_that_get_their_shapes_in_the_first_forward_pass(run):
+    """Which is not one that attaches."""
+    (*told, attached), _ = run_script(run, LAZY)
+    assert attached == run.offloaded
+    return told
+
+
 if __name__ == "__main__":
     sys.exit(main())
