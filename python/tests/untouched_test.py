@@ -89,5 +89,34 @@ def modules_that_get_their_shapes_in_the_first_forward_pass(run):
     return told
 
 
+AT_EXIT = """
+import atexit, io, json, torch
+
+class Net(torch.nn.Linear):
+    pass
+
+def end():
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    kept = torch.load(file, weights_only=False)
+    print(json.dumps([__package__, __spec__, type(kept) is Net, [p.tolist() for p in kept.parameters()]]))
+
+torch.manual_seed(0)
+atexit.register(end)
+model = Net(8, 4)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+for step in range(3):
+    model(torch.ones(1, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@case(**ONE)
+def script_that_pickles_its_classes_at_its_exit(run):
+    """And whose globals say how it was started, as PEP 366 has it."""
+    return run_script(run, AT_EXIT)[0]
+
+
 if __name__ == "__main__":
     sys.exit(main())
