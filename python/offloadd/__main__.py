@@ -4,11 +4,13 @@ Runs a training script as it is, offloaded. What is not given is taken from OFFL
 otherwise named after the script."""
 
 import argparse
+import builtins
 import hashlib
 import os
 import re
 import runpy
 import sys
+import types
 
 
 def _arguments():
@@ -50,11 +52,24 @@ def _options(given):
     return {key: value for key, value in options.items() if value is not None}
 
 
+def _run_file(path):
+    """As `python path` does: its classes are those of __main__ until the process ends, which pickles at its exit ask for."""
+    with open(path, "rb") as file:
+        code = compile(file.read(), path, "exec")
+    module = types.ModuleType("__main__")
+    module.__file__, module.__builtins__ = path, builtins
+    sys.modules["__main__"] = module
+    exec(code, module.__dict__)
+
+
 def _run(given):
     if given.module:
         runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+        return
+    sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
+    if given.script.endswith(".py") and os.path.isfile(given.script):
+        _run_file(given.script)
     else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
         runpy.run_path(given.script, run_name="__main__")
 
 

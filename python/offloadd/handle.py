@@ -426,7 +426,8 @@ class Handle:
         for optimizer in self.optimizers:
             mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             if mine & seen:
-                raise Error.of(1002, "a parameter is in two optimizers", "Name every parameter in the groups of one optimizer")
+                raise Error.of(1002, "a parameter is in two optimizers", "Attach one of them: the other goes on in this process, with what it keeps "
+                               "in memory. Or name every parameter in the groups of one optimizer")
             seen |= mine
 
     # ---- What optimizers ask ----

@@ -472,6 +472,7 @@ class Part:
         self._moments_of = None  # another step of the job, whose moments were loaded beside its own weights
         self.is_loading = False
         self._state = StateOfAll(self)
+        self._begun = {}  # ids of parameters, in the order in which torch would have begun their states
         self.unscale = None  # with a scaled loss: a number that multiplies fp16 gradients in the update, in fp32
         # Of a copy of an attached optimizer, until it is attached itself.
         self._masters = dict(optimizer._masters.values()) if hasattr(optimizer, "_masters") else {}
@@ -479,6 +480,7 @@ class Part:
     def swap(self):
         """From now on the instance is ours."""
         optimizer = self.optimizer
+        self._note_begun(optimizer.state)
         optimizer.__dict__.pop("_masters", None)
         self._masters = {}
         swap_class(optimizer, _offloaded_class(getattr(type(optimizer), "_class_of_copies", type(optimizer))))
@@ -578,6 +580,7 @@ class Part:
                 grad = p.grad  # every step comes here: an access to a gradient costs, so there is one of each
                 if grad is None:
                     continue
+                self._begun.setdefault(id(p))
                 if grad.layout != torch.strided:
                     found.append(p)
                 elif is_fused and grad.stride() != p.stride():
@@ -631,9 +634,25 @@ class Part:
         return [STEP] * self.recipe.counts + list(self.recipe.planes(self.recipe.values(group)))
 
     def keys_of_all(self):
-        """(parameter, what torch keeps of it) for every one that has something."""
+        """(parameter, what torch keeps of it) for every one that has something, in torch's order."""
         keys = ((parameter, self._keys_of(parameter, group)) for parameter, group in self._groups_of_parameters())
-        return [each for each in keys if each[1]]
+        kept = [each for each in keys if each[1]]
+        for parameter, _ in kept:
+            self._begun.setdefault(id(parameter))
+        places = {each: place for place, each in enumerate(self._begun)}
+        return sorted(kept, key=lambda each: places[id(each[0])])
+
+    def _note_begun(self, states):
+        """Of `states` that a new job begins with; in one that goes on those with most updates were first."""
+        if self.handle.step == 0:
+            self._begun = dict.fromkeys(map(id, states))
+        elif self.recipe.kind != "adagrad":  # which has begun all of them when it was made
+            self._begun = dict.fromkeys(map(id, sorted(parameters_of(self.optimizer), key=self.handle.update_count, reverse=True)))
+
+    def forget(self, parameters):
+        """They have no state any more; what they have later begins then."""
+        for parameter in parameters:
+            self._begun.pop(id(parameter), None)
 
     def states(self):
         """(parameter, its state) for every one that has one."""
@@ -706,6 +725,8 @@ class Part:
             self.is_loading = False
         if replaces:
             self.replace(states)
+        self._begun = dict.fromkeys(id(parameter) for parameter, state in states.items() if state)
+        self._replacements += 1
         self._state.note_given(states)
 
     def replace(self, states):
@@ -723,6 +744,7 @@ class Part:
             refuse_write(f"optimizer.state was replaced by a {type(states).__name__}")
         if states is not self._state:
             self.replace({parameter: dict(state.items()) for parameter, state in states.items()})
+            self._begun = dict.fromkeys(map(id, states))
 
     def put_states(self, states):
         """Of some parameters."""
@@ -761,9 +783,10 @@ class Part:
             self._moments_at = self.handle.step
 
     def _states_in(self, state_dict):
-        """(parameter, its state in the dictionary) of every parameter."""
+        """(parameter, its state in the dictionary) of every parameter: first those that have one, in the dictionary's order."""
         keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        return [(parameter, state_dict["state"].get(key) or {}) for key, parameter in zip(keys, parameters_of(self.optimizer))]
+        parameters, states = dict(zip(keys, parameters_of(self.optimizer))), state_dict["state"]
+        return [(parameters[key], states.get(key) or {}) for key in dict.fromkeys([*(key for key in states if key in parameters), *parameters])]
 
     def _note_whose_moments(self, mark, here):
         is_of_another_step = mark is not None and mark.get("id") == here["id"] and mark["step"] != here["step"]

@@ -384,6 +384,7 @@ class StateOfAll(collections.defaultdict):
         if parameter not in self:
             raise KeyError(parameter)
         self.drop([parameter])
+        self._part.forget([parameter])
 
     def pop(self, parameter, *default):
         if parameter not in self and default:
@@ -392,12 +393,26 @@ class StateOfAll(collections.defaultdict):
         del self[parameter]
         return state
 
+    def copy(self):
+        """Another dictionary of the same states."""
+        return collections.defaultdict(dict, self.items())
+
+    __copy__ = copy
+
+    def __or__(self, others):
+        return self.copy() | others
+
+    def __ror__(self, others):
+        return others | self.copy()
+
     def popitem(self):
         parameter = next(reversed(list(self)))
         return parameter, self.pop(parameter)
 
     def clear(self):
-        self.drop(list(self))
+        parameters = list(self)
+        self.drop(parameters)
+        self._part.forget(parameters)
 
     update = collections.abc.MutableMapping.update
 

@@ -3,6 +3,7 @@ of, with all optimizers that were made. Hugging Face's Trainer is attached by it
 
 import functools
 import gc
+import itertools
 import logging
 import os
 import sys
@@ -144,20 +145,19 @@ class Watch:
 
     @staticmethod
     def of_one_job(optimizers):
-        """Those that one job can have. The others go on as they are: those of another kind, and those around or inside of one that runs in
-        this process (sharpness-aware ones hold another optimizer for the same parameters)."""
-        chosen, kind, in_process = [], None, set()
+        """Those that one job can have. The others go on as they are: those of another kind, and those of parameters that one before has, too
+        (LBFGS after Adam; sharpness-aware ones hold another optimizer for the same parameters)."""
+        chosen, kind, taken = [], None, set()
         for optimizer in optimizers:
             recipe = recipe_of(optimizer)
             mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if mine & in_process or (not recipe.is_foreign and kind not in (None, recipe.kind)):
+            if mine & taken or (not recipe.is_foreign and kind not in (None, recipe.kind)):
                 _log.warning("offloadd: %s goes on beside the optimizers of the job: what it keeps stays in memory, and its steps are not part "
                              "of the job", type(optimizer).__name__)
                 continue
-            if recipe.is_foreign:
-                in_process |= mine
-            else:
+            if not recipe.is_foreign:
                 kind = recipe.kind
+            taken |= mine
             chosen.append(optimizer)
         return chosen
 
@@ -186,6 +186,8 @@ class Watch:
         mine = {id(parameter) for parameter in module.parameters()}
         if optimizers and not any(id(p) in mine for each in optimizers for group in each.param_groups for p in group["params"]):
             return
+        if any(torch.nn.parameter.is_lazy(p) for p in itertools.chain(module.parameters(), *map(parameters_of, optimizers))):
+            return  # they get their shapes in this pass
         self._forward.remove()
         self._forward = None
         if not optimizers:

@@ -235,5 +235,53 @@ def replacing_the_state_by_no_dictionary_is_refused(run):
     run.train(model, optimizer)
 
 
+@case(**REFUSED)
+def state_that_is_copied(run):
+    """Without its tensors, as a dictionary is."""
+    model = run.model()
+    optimizer = with_adamw(model.parameters())
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=2)
+    for copied in (optimizer.state.copy(), copy.copy(optimizer.state), optimizer.state | {}, {} | optimizer.state):
+        told.append([dict(copied[parameter]) for parameter in model.parameters()])
+        told.append([type(copied), len(copied), copied[model.head.weight] is optimizer.state[model.head.weight]])
+    return told, run.train(model, optimizer, first=2)
+
+
+@case(**REFUSED)
+def state_in_the_order_in_which_it_began(run):
+    """Of parameters that are thawed later, loaded in another order, removed and begun anew; also in a run that continues."""
+    def make():
+        model = run.model()
+        model.embed.weight.requires_grad_(False)
+        model.blocks[0].requires_grad_(False)
+        optimizer = with_adamw(model.parameters())
+        if run.offloaded or not run.handles:
+            run.attach(model, optimizer, job="order", unfreeze=True)
+        return model, optimizer
+
+    model, optimizer = make()
+    told = run.train(model, optimizer, steps=1)
+    for part in (model.blocks[0], model):
+        part.requires_grad_(True)
+        told += run.train(model, optimizer, steps=1, first=len(told))
+        told.append(list(optimizer.state_dict()["state"]))
+    if run.offloaded:
+        run.end()
+        model, optimizer = make()
+        model.requires_grad_(True)
+    told += run.train(model, optimizer, steps=1, first=9)
+    told.append(list(optimizer.state_dict()["state"]))
+    given = copied_states_of(optimizer)
+    whole = copy.deepcopy(optimizer.state_dict())
+    whole["state"] = dict(sorted(whole["state"].items()))
+    optimizer.load_state_dict(whole)
+    told.append(list(optimizer.state_dict()["state"]))
+    del optimizer.state[model.head.weight], optimizer.state[model.embed.weight]
+    told += run.train(model, optimizer, steps=1, first=10)
+    told.append(list(optimizer.state_dict()["state"]))
+    return told, given
+
+
 if __name__ == "__main__":
     sys.exit(main())

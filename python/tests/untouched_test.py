@@ -1,0 +1,122 @@
+"""Scripts that know nothing of offloadd, as they are started with `python -m offloadd`."""
+
+import json
+import os
+import subprocess
+import sys
+
+from battery import case, main
+
+ONE = {"types": ("fp32",), "memory": ("floor",)}
+
+
+def run_script(run, text, *arguments):
+    """(What its last line says, its messages)."""
+    with open(path := os.path.join(run.folder, "script.py"), "w", encoding="utf-8") as file:
+        file.write(text)
+    launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
+    done = subprocess.run([sys.executable, *launcher, path, *arguments], capture_output=True, text=True, check=False,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+SAME_PARAMETERS = """
+import json, sys, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+first = torch.optim.Adam(model.parameters(), 1e-2)
+if sys.argv[1] == "LBFGS":
+    second = torch.optim.LBFGS(model.parameters(), 0.5, max_iter=4, line_search_fn="strong_wolfe")
+else:
+    second = torch.optim.Adam(model[2].parameters(), 1e-3)
+told = []
+
+def compute():
+    model.zero_grad()
+    x = torch.randn(16, 2, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    u = model(x)
+    slope, = torch.autograd.grad(u.sum(), x, create_graph=True)
+    loss = (slope[:, 1:] + u * slope[:, :1]).square().mean() + (u - 1).square().mean()
+    loss.backward()
+    return loss
+
+for optimizer in [first] * 3 + [second] * 3 + [first]:
+    told.append(optimizer.step(compute).item())
+print(json.dumps([told, [p.tolist() for p in model.parameters()], hasattr(first, "_offload_part"), hasattr(second, "_offload_part")]))
+"""
+
+
+def second_optimizer_of_the_same_parameters(kind):
+    """A case: both are made before the first step, as physics-informed networks have Adam and then LBFGS."""
+
+    def function(run):
+        (*told, first, second), messages = run_script(run, SAME_PARAMETERS, kind)
+        assert (first, second) == (run.offloaded, False)
+        assert (f"{kind} goes on beside" in messages) == run.offloaded, messages
+        return told
+
+    function.__name__ = f"second_optimizer_of_the_same_parameters_{kind}"
+    case(function, **ONE)
+
+
+second_optimizer_of_the_same_parameters("LBFGS")
+second_optimizer_of_the_same_parameters("Adam")
+
+
+LAZY = """
+import json, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LazyLinear(16), torch.nn.LazyBatchNorm1d(), torch.nn.LazyLinear(4))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+model(torch.randn(4, 8))
+told = []
+for step in range(4):
+    loss = model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    told.append(loss.item())
+print(json.dumps([told, [value.tolist() for value in model.state_dict().values()], hasattr(optimizer, "_offload_part")]))
+"""
+
+
+@case(**ONE)
+def modules_that_get_their_shapes_in_the_first_forward_pass(run):
+    """Which is not one that attaches."""
+    (*told, attached), _ = run_script(run, LAZY)
+    assert attached == run.offloaded
+    return told
+
+
+AT_EXIT = """
+import atexit, io, json, torch
+
+class Net(torch.nn.Linear):
+    pass
+
+def end():
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    kept = torch.load(file, weights_only=False)
+    print(json.dumps([__package__, __spec__, type(kept) is Net, [p.tolist() for p in kept.parameters()]]))
+
+torch.manual_seed(0)
+atexit.register(end)
+model = Net(8, 4)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+for step in range(3):
+    model(torch.ones(1, 8)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@case(**ONE)
+def script_that_pickles_its_classes_at_its_exit(run):
+    """And whose globals say how it was started, as PEP 366 has it."""
+    return run_script(run, AT_EXIT)[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
