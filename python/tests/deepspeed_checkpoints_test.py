@@ -2,10 +2,14 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import unittest
+import unittest.mock
 
 import torch
 from deepspeed_engine_test import DeepSpeedCase, copies, engine_loop, make
+from safetensors.torch import load_file
 
 from offloadd import control
 from offloadd.deepspeed import snapshots, utils
@@ -87,6 +91,30 @@ class CheckpointsTest(DeepSpeedCase):
             control.snapshot(self.pool, self.job(), f"mine{k}")
         with self.assertRaisesRegex(RuntimeError, "OFD-1216"):
             self.engine.save_checkpoint(self.saved)
+
+    def test_a_model_takes_what_is_made_of_a_checkpoint(self):
+        """As strictly as programs do: tied weights by all of their names, and no buffers that a state_dict() leaves out."""
+        for disabled in ("0", "1"):
+            with self.subTest(disabled=disabled), unittest.mock.patch.dict(os.environ, {"OFFLOADD_DISABLE": disabled}):
+                here, there = (make(tied=True) for _ in range(2))
+                for model in (here, there):
+                    model.register_buffer("angles", torch.ones(4), persistent=False)
+                    model.up.register_buffer("angles", torch.ones(4), persistent=False)
+                engine, *_ = self.initialize(here, self.config())
+                engine_loop(engine, 2)
+                saved, made = (os.path.join(self.folder.name, name + disabled) for name in ("saved", "made"))
+                engine.save_checkpoint(saved)
+                state = utils.get_fp32_state_dict_from_zero_checkpoint(saved)
+                self.assertIs(state["embed.weight"], state["head.weight"])
+                there.load_state_dict(state)
+                self.check_equal(here, there)
+                there = make(tied=True)
+                subprocess.run([sys.executable, "zero_to_fp32.py", ".", made], cwd=saved, check=True)
+                there.load_state_dict(torch.load(os.path.join(made, "pytorch_model.bin")))
+                self.check_equal(there, here)
+                utils.convert_zero_checkpoint_to_fp32_state_dict(saved, made, safe_serialization=True)
+                self.assertEqual(set(load_file(os.path.join(made, "model.safetensors"))), set(state) - {"head.weight"})
+                engine.destroy()
 
 
 if __name__ == "__main__":

@@ -470,6 +470,20 @@ class LoopsTest(DeepSpeedCase):
         copied = copy.deepcopy(engine.module)
         self.check_equal(copied, there)
 
+    def test_states_that_a_program_moves_stay_where_they_are(self):
+        offloadd.deepspeed.install()
+        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+        def loop(engine):
+            told = train(engine, 1)
+            if isinstance(engine, deepspeed.DeepSpeedEngine):
+                engine.offload_states(include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.lp_params], device=OffloadDeviceEnum.cpu)
+                engine.reload_states(non_blocking=True)
+                self.check_equal(engine.module, types.SimpleNamespace(state_dict=engine._consolidated_16bit_state_dict))
+            return told + train(engine, 1, 1)
+
+        self.both(loop)
+
     def test_bf16_with_several_backward_passes(self):
         here, there = make(), make(torch.bfloat16)
         engine = self.engine(here, {"bf16": {"enabled": True}})

@@ -17,7 +17,7 @@ from .. import universal
 from ..errors import Error
 from ..library import is_disabled
 from ..named_tensors import all_named_parameters_of, buffers_of
-from . import comm, loss_scale, schedules, setup, snapshots, trainers, zero
+from . import comm, loss_scale, schedules, setup, snapshots, to_fp32, trainers, zero
 from .adam import DeepSpeedCPUAdam
 from .files import LATEST, STATE, WEIGHTS, mark_in, tag_in, weights_in, write_text
 from .lion import DeepSpeedCPULion
@@ -552,7 +552,10 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         return {"global_steps": self.global_steps, "global_samples": self.global_samples, "micro_steps": self.micro_steps, "frozen": self._frozen(),
                 "skipped_steps": self.skipped_steps, "groups": groups, "lr_scheduler": scheduler,
                 "loss_scale": None if self._scaler is None else self._scaler.state(),
-                "buffers": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}}
+                "buffers": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
+                "transient": [f"{prefix}.{name}".lstrip(".") for prefix, module in self.module.named_modules()
+                              for name in module._non_persistent_buffers_set],
+                "tied": self._tied_names()}
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         """Keeps weights, moments and step as a snapshot of the job in the pool, and in the folder what leads to it, the weights for
@@ -574,6 +577,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
                 self._snapshots.keep(mark, os.path.join(folder, STATE))
             if save_latest:
                 write_text(os.path.join(save_dir, LATEST), tag)
+            to_fp32.leave_at(os.path.join(save_dir, "zero_to_fp32.py"))
         comm.barrier()
         return True
 
@@ -664,9 +668,13 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         else:
             self._handle.load_weights(os.path.join(folder, WEIGHTS))
 
+    def _tied_names(self):
+        """Name -> the first name of the same parameter."""
+        first = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        return {name: first[id(parameter)] for name, parameter in all_named_parameters_of(self.module) if first[id(parameter)] != name}
+
     def _second_names(self):
-        first = {name for name, _ in self.module.named_parameters()}
-        return {name for name, _ in all_named_parameters_of(self.module)} - first
+        return set(self._tied_names())
 
     @staticmethod
     def _refuse_foreign(load_dir, folder):

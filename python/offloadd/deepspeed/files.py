@@ -74,8 +74,9 @@ def mark_in(folder):
         return json.load(file)
 
 
-def buffers_in(folder, kind="buffers"):
-    return torch.load(os.path.join(folder, "trainer.pt"), weights_only=False).get(kind, {})
+def kept_in(folder):
+    """What the engine has kept beside the weights."""
+    return torch.load(os.path.join(folder, "trainer.pt"), weights_only=False)
 
 
 def write_text(path, text):
