@@ -163,6 +163,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
 
     def __init__(self, model, optimizer, imported, raw, lr_scheduler=None, collate_fn=None, training_data=None, options=None):
         super().__init__()
+        zero.show_status()
         self.module = model
         self.optimizer, self._imported, self._raw = optimizer, imported, raw
         self._settings = _Settings(imported, comm.get_world_size())
@@ -199,7 +200,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         else:
             of_job = options if pending is None else {"job": options["job"]}  # what zero.Init has opened has its own
             self._handle = attaching.attach(self.module, optimizer, **of_job)
-        for name, value in (("overflow", False), ("loss_scale", 1.0), ("cur_scale", 1.0)):
+        for name, value in (("overflow", False), ("loss_scale", 1.0), ("cur_scale", 1.0), ("parameter_offload", zero.ParameterOffload())):
             optimizer.__dict__.setdefault(name, value)  # what programs ask DeepSpeed's own
         if own and not is_disabled():
             setup.jobs.own(self._handle, self.module)
