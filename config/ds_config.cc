@@ -599,7 +599,7 @@ class Importer {
           "gradient_clipping is absent: gradients are clipped at 1.0, the default of DeepSpeed "
           "since 0.19.3 (none before); write \"gradient_clipping\": 0 for none");
     }
-    // Parameters are offloaded at stage 3 only; below it DeepSpeed takes no notice of their section.
+    // Parameters are offloaded at stage 3 only; below it DeepSpeed does not read their section.
     if (stage_ == 0 && offloads_optimizer_ && stage_fate_.has_value()) {
       Refuse(*stage_fate_, ErrorId::kDsConfigConflict,
              "stage 0 offloads nothing, and offload_optimizer is there; choose stage 3");
