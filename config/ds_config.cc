@@ -22,6 +22,7 @@ namespace {
 constexpr size_t kShownMax = 60;
 // DeepSpeed clips since 0.19.3 where nothing is said; before, it did not.
 constexpr double kClippingOtherwise = 1.0;
+constexpr char kParamsSetting[] = "policy.params", kOptimizerSetting[] = "policy.optimizer";
 constexpr int64_t kElementsMax = int64_t{1} << 44;  // of a model
 // Of fp32, with room for doubling.
 constexpr double kLossScalePowerMax = 100;
@@ -182,7 +183,19 @@ class Importer {
 
   // The members of a section whose name with its dot is `prefix`.
   void Members(const std::string& prefix, const Json& section) {
-    for (const auto& [member, value] : section.items()) Key(prefix + member, value);
+    for (const auto& [member, value] : section.items()) {
+      if (member.find('.') != std::string::npos) {
+        Dotted(prefix + member, value);
+      } else {
+        Key(prefix + member, value);
+      }
+    }
+  }
+
+  // As trl adds them for its models of reference: DeepSpeed looks into the section alone.
+  void Dotted(const std::string& name, const Json& value) {
+    fate_ = {name, Shown(value), Verdict::kIgnored, "", "", std::nullopt};
+    Ignore("DeepSpeed reads keys in their sections only");
   }
 
   void Key(const std::string& name, const Json& value) {
@@ -494,15 +507,15 @@ class Importer {
     if (device == "none") return Ignore("off: the pool holds what ram does not");
     if (device != "cpu" && device != "nvme")
       return Reject(ErrorId::kDsConfigValue, "is none of none, cpu, nvme");
-    offloads_ = true;
+    offloads_optimizer_ |= std::string_view(setting) == kOptimizerSetting;
     if (device == "cpu")
       return MapSetting(setting, "auto",
                         "in memory as far as memory.ram reaches, else on the pool");
     wants_nvme_ = true;
     MapSetting(setting, "auto", "on the pool, and as much of it in memory as memory.ram holds");
   }
-  void ParamDevice(const std::string&, const Json& value) { Device(value, "policy.params"); }
-  void OptimizerDevice(const std::string&, const Json& value) { Device(value, "policy.optimizer"); }
+  void ParamDevice(const std::string&, const Json& value) { Device(value, kParamsSetting); }
+  void OptimizerDevice(const std::string&, const Json& value) { Device(value, kOptimizerSetting); }
   void NvmePath(const std::string&, const Json& value) {
     if (IsAuto(value)) return Ignore("auto");
     std::vector<std::string> paths;
@@ -534,8 +547,9 @@ class Importer {
     if (!on.has_value() || IsAuto(*on))
       return Reject(ErrorId::kDsConfigValue, "is neither true nor false");
     if (!on->get<bool>()) return Ignore("off");
-    offloads_ = true;
-    MapSetting(name.ends_with("cpu_offload") ? "policy.optimizer" : "policy.params", "auto",
+    const bool is_optimizer = name.ends_with("cpu_offload");
+    offloads_optimizer_ |= is_optimizer;
+    MapSetting(is_optimizer ? kOptimizerSetting : kParamsSetting, "auto",
                "the old form of an offload section with device cpu");
   }
   void ZenFlow(const std::string&, const Json&) {
@@ -585,9 +599,10 @@ class Importer {
           "gradient_clipping is absent: gradients are clipped at 1.0, the default of DeepSpeed "
           "since 0.19.3 (none before); write \"gradient_clipping\": 0 for none");
     }
-    if (stage_ == 0 && offloads_ && stage_fate_.has_value()) {
+    // Parameters are offloaded at stage 3 only; below it DeepSpeed does not read their section.
+    if (stage_ == 0 && offloads_optimizer_ && stage_fate_.has_value()) {
       Refuse(*stage_fate_, ErrorId::kDsConfigConflict,
-             "stage 0 offloads nothing, and an offload section is there; choose stage 3");
+             "stage 0 offloads nothing, and offload_optimizer is there; choose stage 3");
     }
     if (wants_nvme_ && pools_.empty() && !options_.has_pool) {
       fate_ = {"zero_optimization", "", Verdict::kRejected, "", "", std::nullopt};
@@ -813,7 +828,7 @@ class Importer {
   size_t gradient_type_fate_ = 0;
   int stage_ = 0;
   std::optional<size_t> stage_fate_;
-  bool offloads_ = false, wants_nvme_ = false, bf16_seen_ = false;
+  bool offloads_optimizer_ = false, wants_nvme_ = false, bf16_seen_ = false;
   bool clipping_seen_ = false, batches_auto_ = false, accumulation_auto_ = false;
 };
 

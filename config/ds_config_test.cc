@@ -359,10 +359,20 @@ TEST(DsConfigTest, NvmeNeedsAPath) {
   }
 }
 
+TEST(DsConfigTest, KeysWithDotsAreNotRead) {
+  const Import import = Read(R"({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+      "zero_optimization.reduce_bucket_size": 1024,
+      "zero_optimization.stage3_prefetch_bucket_size": 921.6, "zero_optimization.stage": 7})");
+  EXPECT_TRUE(import.Problem().ok());
+}
+
 TEST(DsConfigTest, StageZeroWithOffloadingContradictsItself) {
   ExpectRejected(R"({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}})",
                  "zero_optimization.stage", ErrorId::kDsConfigConflict);
   EXPECT_TRUE(Read(R"({"zero_optimization": {"stage": 0}})").Problem().ok());
+  EXPECT_TRUE(Read(R"({"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}}})")
+                  .Problem()
+                  .ok());
   ExpectRejected(With("zero_optimization.stage", "4"), "zero_optimization.stage",
                  ErrorId::kDsConfigValue);
 }

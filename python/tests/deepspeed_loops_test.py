@@ -469,6 +469,42 @@ class LoopsTest(DeepSpeedCase):
         self.assertEqual(torch.nn.utils.parameters_to_vector(engine.parameters()).sum().item(), torch.nn.utils.parameters_to_vector(there.parameters()).sum().item())
         copied = copy.deepcopy(engine.module)
         self.check_equal(copied, there)
+        self.assertTrue(all(p.ds_status == deepspeed.zero.ZeroParamStatus.AVAILABLE and not vars(p) for p in engine.parameters()))
+
+    def test_states_that_a_program_moves_stay_where_they_are(self):
+        offloadd.deepspeed.install()
+        from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+
+        def loop(engine):
+            told = train(engine, 1)
+            if isinstance(engine, deepspeed.DeepSpeedEngine):
+                engine.offload_states(include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.lp_params], device=OffloadDeviceEnum.cpu)
+                engine.reload_states(non_blocking=True)
+                self.check_equal(engine.module, types.SimpleNamespace(state_dict=engine._consolidated_16bit_state_dict))
+            return told + train(engine, 1, 1)
+
+        self.both(loop)
+
+    def test_hooks_are_taken_away_while_a_model_generates(self):
+        """As trl does it at stage 3: remove_hooks() and add_hooks() of its models/utils.py."""
+        def loop(engine):
+            told = train(engine, 1)
+            if isinstance(engine, deepspeed.DeepSpeedEngine):
+                with deepspeed.zero.GatheredParameters(engine.parameters()):
+                    offload = engine.optimizer.parameter_offload
+                    for _, parameter in [*offload.module.named_parameters(recurse=True), *offload.module.ds_external_parameters()]:
+                        parameter.ds_active_sub_modules.clear()
+                    for hook in offload.forward_hooks + offload.backward_hooks:
+                        hook.remove()
+                    offload.forward_hooks, offload.backward_hooks = [], []
+                    self.assertFalse(hasattr(offload, "param_coordinator"))
+                    told.append(engine.module(batch(7)).item())
+                    offload._register_deepspeed_module(offload.module)
+            else:
+                told.append(engine.module(batch(7)).item())
+            return told + train(engine, 1, 1)
+
+        self.both(loop)
 
     def test_bf16_with_several_backward_passes(self):
         here, there = make(), make(torch.bfloat16)

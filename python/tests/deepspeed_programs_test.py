@@ -322,6 +322,40 @@ train(1)
 print(codes, process.exitcode, engine.handle.step)
 """
 
+# Children that train, one model after the other and one model again, as those of a notebook's launcher.
+TRAINING_FORKS = """
+import os, sys
+import torch
+import deepspeed
+torch.set_num_threads(1)
+
+def train(model):
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={"train_batch_size": 8, "gradient_clipping": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})
+    for seed in range(2):
+        loss = engine(torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))).square().mean()
+        engine.backward(loss)
+        engine.step()
+    return engine, loss.item()
+
+def train_twice():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 16)
+    _, first = train(model)
+    engine, second = train(model)
+    engine.destroy()
+    return first, second
+
+if len(sys.argv) > 1:
+    engine, _ = train(torch.nn.Linear(16, 16))
+child = os.fork()
+if child == 0:
+    print(train_twice(), flush=True)
+    sys.exit(4)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 4
+print(train_twice())
+"""
+
 # The Trainer's own optimizer and schedule, so that the same program trains in memory without deepspeed=.
 TRAINER = """
 import json, os, sys
@@ -455,6 +489,14 @@ class ProgramsTest(unittest.TestCase):
         self.assertEqual(done.stdout, "[4, 4, 4] 0 2\n")
         self.assertNotIn("OFD-", done.stderr)
         self.assertEqual(os.listdir(self.pool), [], "the parent has deleted its job")
+
+    def test_forked_children_train(self):
+        for flags in ([], ["after the parent"]):
+            done = self.run_python("-m", "offloadd.deepspeed", self.write("forks.py", TRAINING_FORKS), *flags)
+            child, parent = done.stdout.splitlines()
+            self.assertEqual(child, parent)
+            self.assertNotIn("OFD-", done.stderr)
+            self.assertEqual(os.listdir(self.pool), [], "each has deleted its jobs")
 
     def test_what_the_launcher_does_not_do_is_refused(self):
         for flags in (["--num_nodes", "2"], ["--autotuning", "run"], ["--exclude", "localhost:0"], ["--num_gpus", "0"]):

@@ -7,19 +7,17 @@ import json
 import logging
 import os
 import shutil
-import uuid
 
 import safetensors.torch
 import torch
 
 from .. import config as configuration
-from .. import control
 from .. import handle as attaching
 from .. import universal
 from ..errors import Error
 from ..library import is_disabled
 from ..named_tensors import all_named_parameters_of, buffers_of
-from . import comm, loss_scale, schedules, setup, trainers, zero
+from . import comm, loss_scale, schedules, setup, snapshots, to_fp32, trainers, zero
 from .adam import DeepSpeedCPUAdam
 from .files import LATEST, STATE, WEIGHTS, mark_in, tag_in, weights_in, write_text
 from .lion import DeepSpeedCPULion
@@ -165,13 +163,14 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
 
     def __init__(self, model, optimizer, imported, raw, lr_scheduler=None, collate_fn=None, training_data=None, options=None):
         super().__init__()
+        zero.show_status()
         self.module = model
         self.optimizer, self._imported, self._raw = optimizer, imported, raw
         self._settings = _Settings(imported, comm.get_world_size())
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._boundary, self._norm, self._applied = None, None, False
         self._in_no_sync = self._is_destroyed = False
-        self._snapshots = []  # (name, folder) of the job's
+        self._snapshots = snapshots.Snapshots()
         self.tput_timer = Throughput()
         self.collate_fn = collate_fn
         self._options = options
@@ -201,7 +200,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         else:
             of_job = options if pending is None else {"job": options["job"]}  # what zero.Init has opened has its own
             self._handle = attaching.attach(self.module, optimizer, **of_job)
-        for name, value in (("overflow", False), ("loss_scale", 1.0), ("cur_scale", 1.0)):
+        for name, value in (("overflow", False), ("loss_scale", 1.0), ("cur_scale", 1.0), ("parameter_offload", zero.ParameterOffload())):
             optimizer.__dict__.setdefault(name, value)  # what programs ask DeepSpeed's own
         if own and not is_disabled():
             setup.jobs.own(self._handle, self.module)
@@ -526,7 +525,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
     def _tied(self):
         return dict(all_named_parameters_of(self.module))
 
-    _zero3_consolidated_16bit_state_dict = _copied
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict = _copied
 
     def load_module_state_dict(self, checkpoint, strict=True, custom_load_fn=None, fetch_z3_params=False):
         state = checkpoint.get("module", checkpoint)
@@ -545,17 +544,6 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
 
     # ---- Checkpoints ----
 
-    def _snapshot(self, folder):
-        """Keeps the job as it is now, under a name; drops those whose folders are gone."""
-        for kept in [each for each in self._snapshots if not os.path.isdir(each[1])]:
-            control.run("snapshot", "rm", self._handle.nvme_path, self._handle.job, kept[0], "--yes")
-            self._snapshots.remove(kept)
-        name = f"step{self._handle.step}-{uuid.uuid4().hex[:8]}"
-        self._handle.snapshot(name)
-        self._snapshots.append((name, folder))
-        setup.jobs.keep(self._handle.job)
-        return name
-
     def _frozen(self):
         return [name for name, parameter in self.module.named_parameters() if not parameter.requires_grad]
 
@@ -565,7 +553,10 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         return {"global_steps": self.global_steps, "global_samples": self.global_samples, "micro_steps": self.micro_steps, "frozen": self._frozen(),
                 "skipped_steps": self.skipped_steps, "groups": groups, "lr_scheduler": scheduler,
                 "loss_scale": None if self._scaler is None else self._scaler.state(),
-                "buffers": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()}}
+                "buffers": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
+                "transient": [f"{prefix}.{name}".lstrip(".") for prefix, module in self.module.named_modules()
+                              for name in module._non_persistent_buffers_set],
+                "tied": self._tied_names()}
 
     def save_checkpoint(self, save_dir, tag=None, client_state=None, save_latest=True, exclude_frozen_parameters=False):
         """Keeps weights, moments and step as a snapshot of the job in the pool, and in the folder what leads to it, the weights for
@@ -583,8 +574,11 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             mark = self._save_state(folder, self._frozen() if exclude_frozen_parameters else [])
             torch.save({**self._bookkeeping(), "client_state": dict(client_state or {})}, os.path.join(folder, "trainer.pt"))
             write_text(os.path.join(folder, STATE), json.dumps(mark, indent=1))
+            if "snapshot" in mark:
+                self._snapshots.keep(mark, os.path.join(folder, STATE))
             if save_latest:
                 write_text(os.path.join(save_dir, LATEST), tag)
+            to_fp32.leave_at(os.path.join(save_dir, "zero_to_fp32.py"))
         comm.barrier()
         return True
 
@@ -603,7 +597,9 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             # What it keeps is in memory, and all else are the weights.
             torch.save({"optimizer": self.optimizer.state_dict(), "masters": []}, os.path.join(folder, "optimizer.pt"))
             return {"version": 1, "in_process": True, "step": self._handle.step, "left_out": left_out}
-        name = self._snapshot(folder)
+        self._snapshots.drop_unmarked()
+        name = snapshots.make(self._handle)
+        setup.jobs.keep(self._handle.job)
         return {"version": 1, "job": self._handle.job, "pool": self._handle.nvme_path, "snapshot": name, "step": self._handle.step,
                 "left_out": left_out}
 
@@ -673,9 +669,13 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         else:
             self._handle.load_weights(os.path.join(folder, WEIGHTS))
 
+    def _tied_names(self):
+        """Name -> the first name of the same parameter."""
+        first = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        return {name: first[id(parameter)] for name, parameter in all_named_parameters_of(self.module) if first[id(parameter)] != name}
+
     def _second_names(self):
-        first = {name for name, _ in self.module.named_parameters()}
-        return {name for name, _ in all_named_parameters_of(self.module)} - first
+        return set(self._tied_names())
 
     @staticmethod
     def _refuse_foreign(load_dir, folder):
@@ -750,11 +750,10 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         name = setup.jobs.new_name(mark["job"].split("-from-")[0] + f"-from-{mark['step']}")
         old = self._handle
         if comm.get_rank() == 0:
-            control.run("snapshot", "fork", mark["pool"], mark["job"], mark["snapshot"], "--as", name, "--yes")
+            snapshots.fork(mark, name)
         comm.barrier()
         self._handle = _reattach(self.module, old, {**self._options, "nvme_path": mark["pool"], "job": name})
         self._begin_scaling()
-        self._snapshots = []
         setup.jobs.remove(old.job)
         setup.jobs.own(self._handle, self.module)
 

@@ -7,8 +7,8 @@ import tempfile
 
 import torch
 
-from .. import control
 from ..errors import Error
+from . import snapshots
 
 _log = logging.getLogger("offloadd")
 
@@ -62,8 +62,7 @@ def masters_in(folder):
         return dict(zip(stored.get("names", ()), stored["masters"]))
     with tempfile.TemporaryDirectory(dir=folder) as made:
         try:
-            control.run("export", mark["pool"].split(",")[0], mark["job"], os.path.join(made, WEIGHTS), "--snapshot", mark["snapshot"],
-                        "--dtype", "float32")
+            snapshots.export(mark, os.path.join(made, WEIGHTS))
         except Error as error:
             _log.warning("offloadd: %s: its weights are those of 16 bits, widened, since the masters in the pool cannot be read: %s", folder, error)
             return {}
@@ -75,8 +74,9 @@ def mark_in(folder):
         return json.load(file)
 
 
-def buffers_in(folder, kind="buffers"):
-    return torch.load(os.path.join(folder, "trainer.pt"), weights_only=False).get(kind, {})
+def kept_in(folder):
+    """What the engine has kept beside the weights."""
+    return torch.load(os.path.join(folder, "trainer.pt"), weights_only=False)
 
 
 def write_text(path, text):

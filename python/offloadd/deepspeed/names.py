@@ -46,6 +46,7 @@ _MODULES = {
     "runtime.lr_schedules": "schedules",
     "runtime.utils": "utils",
     "runtime.zero": "zero",
+    "runtime.zero.offload_config": "offload_config",
     "runtime.zero.partition_parameters": "zero",
     "utils": "utils",
     "utils.logging": "utils",

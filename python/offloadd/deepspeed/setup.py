@@ -54,7 +54,12 @@ class Jobs:
         self._own = {}  # job -> (pool, handle)
         self._kept = set()
         self._ended = set()  # jobs whose engine was destroyed
-        self._process = os.getpid()
+        self._left = []
+
+    def leave_to_the_parent(self):
+        """In a forked child, which has jobs of its own from here."""
+        self._left.append(self._own)  # handles would be closed if they were dropped
+        self._own, self._kept, self._ended = {}, set(), set()
 
     def new_name(self, base="deepspeed"):
         """Equal in all ranks."""
@@ -95,7 +100,7 @@ class Jobs:
         """Closes a job, and deletes it unless a checkpoint is in it."""
         pool, handle = self._own.pop(job, (None, None))
         self._ended.discard(job)
-        if handle is None or os.getpid() != self._process:
+        if handle is None:
             return
         handle.close()
         if job in self._kept or comm.get_rank() != 0:
@@ -112,10 +117,9 @@ class Jobs:
             time.sleep(0.25)
 
     def remove_at_exit(self):
-        if os.getpid() != self._process:
-            return
         for job in list(self._own):
             self.remove(job)
 
 
 jobs = Jobs()
+os.register_at_fork(after_in_child=jobs.leave_to_the_parent)

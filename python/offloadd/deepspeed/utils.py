@@ -176,31 +176,44 @@ def instrument_w_nvtx(function):
 
 
 def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False):
-    """The weights of a checkpoint that this engine has saved, as fp32: of bf16 models the masters, where the pool is there, and buffers."""
-    from .files import buffers_in, masters_in, tag_in, weights_in
+    """The weights of a checkpoint that this engine has saved, as fp32: of bf16 models the masters, where the pool is there; tied ones under
+    all of their names, and buffers: what load_state_dict() of the model asks for."""
+    state, tied = _fp32_state_of(checkpoint_dir, tag, exclude_frozen_parameters)
+    state.update((name, state[first]) for name, first in tied.items() if first in state)
+    return state
+
+
+def _fp32_state_of(checkpoint_dir, tag, exclude_frozen_parameters):
+    """Tensors by their first names, and these by the others."""
+    from .files import kept_in, masters_in, tag_in, weights_in
 
     found = tag_in(checkpoint_dir, tag)
     if found is None:
         raise Error.of(1405, f"{checkpoint_dir} has no file latest", "Name the tag of the checkpoint, or the folder that holds it")
     folder = os.path.join(checkpoint_dir, found)
-    weights, frozen = weights_in(folder), set(buffers_in(folder, "frozen") if exclude_frozen_parameters else ())
+    weights, kept = weights_in(folder), kept_in(folder)
+    tied, left_out = kept.get("tied", {}), set(kept.get("frozen", ()) if exclude_frozen_parameters else ())
     if any(value.dtype in (torch.bfloat16, torch.float16) for value in weights.values()):
         weights.update((name, value) for name, value in masters_in(folder).items() if name in weights)  # not those that the files leave out
     # Copies: what is read there is a part of a mapped file, which torch.save() would write as a whole.
-    return {**{name: value.to(torch.float32, copy=True) for name, value in weights.items() if name not in frozen}, **buffers_in(folder)}
+    state = {name: value.to(torch.float32, copy=True) for name, value in weights.items() if name not in left_out and name not in tied}
+    state.update((name, value) for name, value in kept["buffers"].items() if name not in kept.get("transient", ()))
+    return state, tied
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir, output_dir, max_shard_size="5GB", safe_serialization=False, tag=None,
                                                exclude_frozen_parameters=False):
-    """Writes the same into a folder, in one file whatever max_shard_size says: pytorch_model.bin, or model.safetensors."""
-    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    """Writes the same into a folder, in one file whatever max_shard_size says: pytorch_model.bin, or model.safetensors, which has tied
+    weights under their first names."""
     os.makedirs(output_dir, exist_ok=True)
     if safe_serialization:
         from safetensors.torch import save_file
 
+        state, _ = _fp32_state_of(checkpoint_dir, tag, exclude_frozen_parameters)
         save_file({name: value.contiguous() for name, value in state.items()}, os.path.join(output_dir, "model.safetensors"), {"format": "pt"})
     else:
-        torch.save(state, os.path.join(output_dir, "pytorch_model.bin"))
+        torch.save(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters),
+                   os.path.join(output_dir, "pytorch_model.bin"))
 
 
 def load_state_dict_from_zero_checkpoint(model, checkpoint_dir, tag=None):

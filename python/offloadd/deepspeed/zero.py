@@ -186,6 +186,31 @@ class ZeroParamStatus:
     AVAILABLE, NOT_AVAILABLE, INFLIGHT = 1, 2, 3
 
 
+def show_status():
+    """trl asks parameters for it. One place for all, so that none is written with its parameter."""
+    torch.nn.Parameter.ds_status = ZeroParamStatus.AVAILABLE
+
+
+class ParameterOffload:
+    """`optimizer.parameter_offload`, and its module: trl takes hooks away while a model generates, and puts them back. There are none."""
+
+    def __init__(self):
+        self.forward_hooks, self.backward_hooks = [], []
+
+    @property
+    def module(self):
+        return self
+
+    def named_parameters(self, recurse=True):
+        return ()
+
+    def ds_external_parameters(self):
+        return ()
+
+    def _register_deepspeed_module(self, module, count=None):
+        pass
+
+
 def shutdown_init_context():
     pass
 
