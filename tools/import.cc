@@ -2,6 +2,7 @@
 // torch.
 
 #include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,6 +21,8 @@
 
 namespace offload::tools {
 namespace {
+
+constexpr uint64_t kStepMax = uint64_t{1} << 53;  // exact in JSON, and far from an overflow
 
 class ImportCommand : public Command {
  public:
@@ -40,7 +43,8 @@ class ImportCommand : public Command {
     app.add_option("FOLDER", folder_, "the checkpoint, or what holds latest_universal")->required();
     app.add_option("--as", new_job_, "the new job's name")->required();
     app.add_option("--to", new_pool_, "the new job's pool; none: the same");
-    app.add_option("--step", step_, "the new job's step; none: how often parameters were updated");
+    app.add_option("--step", step_, "the new job's step; none: how often parameters were updated")
+        ->check(CLI::Range(uint64_t{0}, kStepMax));
     app.add_option("--generations", generations_, "spare ones, for snapshots of the new job")
         ->check(CLI::Range(0u, swap::kGenerationsMax));
     app.add_flag("--yes", yes_, "do what takes space")->always_capture_default(false);

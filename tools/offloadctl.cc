@@ -219,4 +219,13 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace offload::tools
 
-int main(int argc, char** argv) { return offload::tools::Main(argc, argv); }
+int main(int argc, char** argv) {
+  const int code = offload::tools::Main(argc, argv);
+  std::cout.flush();
+  if (std::cout || code != offload::tools::kDone) return code;
+  // A full drive, for example: what was asked for is not there.
+  std::cerr << offload::MakeError(offload::ErrorId::kFileWrite, "standard output cannot be written")
+                   .message()
+            << std::endl;
+  return offload::tools::kFailed;
+}

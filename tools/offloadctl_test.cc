@@ -376,6 +376,26 @@ TEST_F(OffloadctlTest, ListSaysWhichStoreIsDamaged) {
   const std::string path = RunJson("ls", pool(), 0)["jobs"][0]["path"];
   std::filesystem::resize_file(path, 4096);
   EXPECT_NE(RunJson("ls", pool(), 6)["jobs"][0]["damage"], nullptr);
+  for (const char* action : {"ls ", "create ", "create --yes "})  // not that it has no snapshots
+    EXPECT_EQ(RunJson("snapshot", absl::StrCat(action, pool(), " run1 best"), 6)["error"]["id"],
+              "OFD-1207");
+}
+
+TEST_F(OffloadctlTest, AnswersThatCannotBeWrittenAreAFailure) {
+  const std::string to_full = absl::StrCat(" >/dev/full 2>'", folder_.string(), "/error' #");
+  for (const char* command : {"version", "explain", "--help", "config schema --json"}) {
+    const Result result = Run(command + to_full);
+    EXPECT_EQ(result.exit_code, 1) << command;
+    EXPECT_EQ(result.error.find("OFD-1404 standard output cannot be written"), 0u) << result.error;
+  }
+}
+
+TEST_F(OffloadctlTest, ImportRefusesStepsThatNobodyCouldHaveTaken) {
+  for (const char* step : {"99999999999999999999", "-1", "9007199254740993"}) {
+    const Json answer =
+        RunJson("import", absl::StrCat(pool(), " run1 folder --as run2 --step ", step), 2);
+    EXPECT_NE(std::string(answer["error"]["text"]).find("--step"), std::string::npos) << answer;
+  }
 }
 
 TEST_F(OffloadctlTest, RemoveIsADryRunUntilYes) {

@@ -68,6 +68,8 @@ class SnapshotCommand : public Command {
 
   absl::StatusOr<Answer> Run() override {
     OFFLOAD_ASSIGN_OR_RETURN(store_, FindJob(pool_, job_));
+    // Nobody knows the snapshots of a store that cannot be read; another one is served from twins.
+    if (!store_.damage.ok() && store_.generation_bytes == 0) return store_.damage;
     OFFLOAD_RETURN_IF_ERROR(CheckArguments());
     if (action_ == "ls") return List();
     if (action_ == "create") return Create();
