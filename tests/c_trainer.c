@@ -9,13 +9,24 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define COUNT 300000
+
+static offload_job* job; /* open until functions of atexit() have used it */
 
 static void check(int error) {
   if (error == 0) return;
   fprintf(stderr, "%d: %s\n", error, offload_error());
   exit(1);
+}
+
+/* Thread-local objects of the main thread are gone here. */
+static void at_exit(void) {
+  float values[1];
+  if (offload_get(job, 9, "weight", 0, 1, values) != 1002 || strncmp(offload_error(), "OFD-1002 tensor 9", 17) != 0)
+    puts("offload_error() in a function of atexit()");
+  check(offload_close(job));
 }
 
 int main(int argc, char** argv) {
@@ -27,7 +38,6 @@ int main(int argc, char** argv) {
   const uint16_t ones[] = {0x3F80, 0x3F80, 0x3F80};
   uint16_t bias[3];
   const void* bytes;
-  offload_job* job;
   int64_t i;
   int step;
   check(offload_open(&options, tensors, 2, "sgd", rates, 2, &job));
@@ -52,6 +62,13 @@ int main(int argc, char** argv) {
   if (offload_step(job, &wrong, 1) != 1002 || offload_put(job, 0, "weight", 1, 5, values) != 1002) return 4;
   gradient[7] /= 0.0f;
   if (offload_deliver_gradient(job, 0, gradient) != 1701) return 5;
+  gradient[7] = 0;
+  check(offload_deliver_gradient(job, 0, gradient));
+  check(offload_acquire(job, 0, &bytes));
+  if (offload_step(job, &rate, 1) != 1002 || offload_put(job, 0, "weight", 0, COUNT, values) != 1002) return 8;
+  offload_release(job, 0);
+  offload_release(job, 0); /* one too many: nothing */
+  if (offload_get(job, 0, "weight", 0, COUNT, NULL) != 1002 || offload_open(NULL, tensors, 2, "sgd", rates, 2, &job) != 1002) return 9;
   check(offload_get(job, 0, "master", 0, COUNT, values));
   check(offload_get(job, 1, "weight", 0, 3, bias));
   for (i = 1; i < COUNT; ++i) {
@@ -59,6 +76,6 @@ int main(int argc, char** argv) {
   }
   check(offload_wait_durable(job));
   printf("step %d weight %g bias %x\n", (int)offload_step_count(job), values[0], (unsigned)bias[0]);
-  check(offload_close(job));
+  atexit(at_exit);
   return 0;
 }

@@ -1,14 +1,19 @@
 // <offload/client.h>: a session and its plan under C names. No torch here.
 
 #include <offload/client.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 #include <exception>
+#include <initializer_list>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -37,26 +42,41 @@ static_assert(OFFLOAD_EXTENT_ELEMENTS == proto::kExtentElements);
 
 constexpr int kErrorWithoutNumber = 1;
 
-thread_local std::string last_error;
+// The text of a thread, freed when it ends. The main thread's stays: functions of atexit() and
+// destructors of statics run when its thread-local objects are gone, and may use a job.
+thread_local std::string* last_error = nullptr;
+
+struct FreesLastError {
+  ~FreesLastError() {
+    if (getpid() != gettid()) delete std::exchange(last_error, nullptr);
+  }
+};
 
 int Report(const absl::Status& status) {
   if (status.ok()) return 0;
-  last_error = ToStd(status.message());
+  if (last_error == nullptr) {
+    thread_local const FreesLastError frees;
+    last_error = new std::string;
+  }
+  *last_error = ToStd(status.message());
   const std::optional<ErrorId> id = ErrorIdOf(status);
   return id.has_value() ? static_cast<int>(*id) : kErrorWithoutNumber;
 }
 
-// No exception crosses the border.
+absl::Status BadValue(std::string_view what) { return MakeError(ErrorId::kBadValue, what); }
+
+// No exception crosses the border, and no pointer that is needed and NULL.
 template <typename Work>
-int Guarded(Work work) noexcept {
+int Guarded(std::initializer_list<std::pair<const char*, const void*>> needed, Work work) noexcept {
   try {
+    for (const auto& [name, pointer] : needed) {
+      if (pointer == nullptr) return Report(BadValue(absl::StrCat(name, " is NULL")));
+    }
     return Report(work());
   } catch (const std::exception& error) {
     return Report(absl::InternalError(error.what()));
   }
 }
-
-absl::Status BadValue(std::string_view what) { return MakeError(ErrorId::kBadValue, what); }
 
 std::string TextOr(const char* text, const char* otherwise) {
   return text != nullptr ? text : otherwise;
@@ -117,6 +137,47 @@ absl::StatusOr<kernels::OptimizerSpec> OptimizerOf(const char* name,
 }  // namespace
 }  // namespace offload::zero3
 
+namespace offload::zero3 {
+namespace {
+
+// Which threads have acquired which tensor. A step waits until what it updates is released: its own
+// thread would wait for itself, and one release too many would leave the tensor pinned for good.
+class Holders {
+ public:
+  void Add(size_t tensor) {
+    const std::lock_guard lock(mutex_);
+    held_.emplace(tensor, std::this_thread::get_id());
+  }
+  // Of what another thread has acquired, too. False when nobody has.
+  bool Remove(size_t tensor) {
+    const std::lock_guard lock(mutex_);
+    const auto [begin, end] = held_.equal_range(tensor);
+    if (begin == end) return false;
+    const auto own = std::find_if(begin, end, IsOwn);
+    held_.erase(own != end ? own : begin);
+    return true;
+  }
+  absl::Status CheckReleased(size_t tensor, const std::string& name, std::string_view call) const {
+    const std::lock_guard lock(mutex_);
+    const auto [begin, end] = held_.equal_range(tensor);
+    if (std::none_of(begin, end, IsOwn)) return absl::OkStatus();
+    return MakeError(
+        ErrorId::kBadValue,
+        absl::StrCat(ToAbsl(call), " with tensor \"", name, "\", which this thread has acquired"),
+        "Call offload_release() before, as often as offload_acquire()");
+  }
+
+ private:
+  static bool IsOwn(const std::pair<const size_t, std::thread::id>& each) {
+    return each.second == std::this_thread::get_id();
+  }
+  mutable std::mutex mutex_;
+  std::multimap<size_t, std::thread::id> held_;
+};
+
+}  // namespace
+}  // namespace offload::zero3
+
 // Everything of one job. Calls check what comes from outside, the daemon checks the rest.
 struct offload_job {
   offload_job() = default;
@@ -152,6 +213,7 @@ struct offload_job {
   uint64_t step = 0;
   bool published = false;
   std::vector<bool> delivered;  // by tensor
+  offload::zero3::Holders holders;
 };
 
 using offload::ErrorId;
@@ -229,6 +291,7 @@ absl::StatusOr<offload_job::Piece> offload_job::PieceOf(size_t number, const cha
 absl::Status offload_job::Put(size_t number, const char* plane, uint64_t begin, uint64_t count,
                               const void* values) {
   OFFLOAD_ASSIGN_OR_RETURN(const Piece piece, PieceOf(number, plane, begin, count));
+  OFFLOAD_RETURN_IF_ERROR(holders.CheckReleased(number, tensor(number).name, "offload_put()"));
   const auto* const from = static_cast<const std::byte*>(values);
   for (uint64_t at = 0; at < count; at += proto::kExtentElements) {
     const uint64_t elements = std::min<uint64_t>(proto::kExtentElements, count - at);
@@ -326,6 +389,7 @@ absl::Status offload_job::Step(const offload_parameter* parameters, size_t count
   offload::zero3::TrainerState after = state;
   for (uint32_t id = 0; id < delivered.size(); ++id) {
     if (!delivered[id]) continue;
+    OFFLOAD_RETURN_IF_ERROR(holders.CheckReleased(id, tensor(id).name, "offload_step()"));
     command.updates.push_back({id, /*group=*/0, after.update_counts[id] + 1});
     if (offload::zero3::IsCounted(next)) ++after.update_counts[id];
   }
@@ -343,74 +407,91 @@ absl::Status offload_job::Step(const offload_parameter* parameters, size_t count
 
 using offload::zero3::Guarded;
 
-const char* offload_error(void) { return offload::zero3::last_error.c_str(); }
+const char* offload_error(void) {
+  return offload::zero3::last_error != nullptr ? offload::zero3::last_error->c_str() : "";
+}
 
 int offload_open(const offload_options* options, const offload_tensor* tensors, size_t tensor_count,
                  const char* optimizer, const offload_parameter* parameters, size_t parameter_count,
                  offload_job** job) {
-  return Guarded([&]() -> absl::Status {
-    *job = nullptr;
-    std::vector<proto::Tensor> declared;
-    for (size_t i = 0; i < tensor_count; ++i) {
-      OFFLOAD_ASSIGN_OR_RETURN(proto::Tensor tensor, offload::zero3::TensorOf(tensors[i], i));
-      declared.push_back(std::move(tensor));
-    }
-    auto opened = std::make_unique<offload_job>();
-    OFFLOAD_ASSIGN_OR_RETURN(opened->optimizer,
-                             offload::zero3::OptimizerOf(optimizer, parameters, parameter_count));
-    OFFLOAD_RETURN_IF_ERROR(opened->Open(*options, std::move(declared)));
-    *job = opened.release();
-    return absl::OkStatus();
-  });
+  return Guarded(
+      {{"job", job},
+       {"options", options},
+       {"tensors", tensor_count > 0 ? static_cast<const void*>(tensors) : ""},
+       {"parameters", parameter_count > 0 ? static_cast<const void*>(parameters) : ""}},
+      [&]() -> absl::Status {
+        *job = nullptr;
+        std::vector<proto::Tensor> declared;
+        for (size_t i = 0; i < tensor_count; ++i) {
+          OFFLOAD_ASSIGN_OR_RETURN(proto::Tensor tensor, offload::zero3::TensorOf(tensors[i], i));
+          declared.push_back(std::move(tensor));
+        }
+        auto opened = std::make_unique<offload_job>();
+        OFFLOAD_ASSIGN_OR_RETURN(
+            opened->optimizer, offload::zero3::OptimizerOf(optimizer, parameters, parameter_count));
+        OFFLOAD_RETURN_IF_ERROR(opened->Open(*options, std::move(declared)));
+        *job = opened.release();
+        return absl::OkStatus();
+      });
 }
 
-int offload_exists(const offload_job* job) { return job->info.exists ? 1 : 0; }
-int64_t offload_step_count(const offload_job* job) { return static_cast<int64_t>(job->step); }
+int offload_exists(const offload_job* job) { return job != nullptr && job->info.exists ? 1 : 0; }
+int64_t offload_step_count(const offload_job* job) {
+  return job != nullptr ? static_cast<int64_t>(job->step) : 0;
+}
 
 int offload_put(offload_job* job, size_t tensor, const char* plane, uint64_t begin, uint64_t count,
                 const void* values) {
-  return Guarded([&] { return job->Put(tensor, plane, begin, count, values); });
+  return Guarded({{"job", job}, {"values", values}},
+                 [&] { return job->Put(tensor, plane, begin, count, values); });
 }
 
 int offload_get(offload_job* job, size_t tensor, const char* plane, uint64_t begin, uint64_t count,
                 void* values) {
-  return Guarded([&] { return job->Get(tensor, plane, begin, count, values); });
+  return Guarded({{"job", job}, {"values", values}},
+                 [&] { return job->Get(tensor, plane, begin, count, values); });
 }
 
 int offload_publish(offload_job* job) {
-  return Guarded([&] { return job->Publish(); });
+  return Guarded({{"job", job}}, [&] { return job->Publish(); });
 }
 
 int offload_acquire(offload_job* job, size_t tensor, const void** weights) {
-  return Guarded([&]() -> absl::Status {
+  return Guarded({{"job", job}, {"weights", weights}}, [&]() -> absl::Status {
     OFFLOAD_RETURN_IF_ERROR(job->CheckTensor(tensor));
     OFFLOAD_ASSIGN_OR_RETURN(*weights, job->session->Acquire(static_cast<uint32_t>(tensor)));
+    job->holders.Add(tensor);
     return absl::OkStatus();
   });
 }
 
 void offload_release(offload_job* job, size_t tensor) {
-  if (job->CheckTensor(tensor).ok()) job->session->Release(static_cast<uint32_t>(tensor));
+  if (job != nullptr && job->holders.Remove(tensor))
+    job->session->Release(static_cast<uint32_t>(tensor));
 }
 
 void offload_prefetch(offload_job* job, size_t tensor) {
-  if (job->CheckTensor(tensor).ok()) job->session->Prefetch(static_cast<uint32_t>(tensor));
+  if (job != nullptr && job->CheckTensor(tensor).ok())
+    job->session->Prefetch(static_cast<uint32_t>(tensor));
 }
 
 int offload_deliver_gradient(offload_job* job, size_t tensor, const void* gradient) {
-  return Guarded([&] { return job->DeliverGradient(tensor, gradient); });
+  return Guarded({{"job", job}, {"gradient", gradient}},
+                 [&] { return job->DeliverGradient(tensor, gradient); });
 }
 
 int offload_step(offload_job* job, const offload_parameter* parameters, size_t parameter_count) {
-  return Guarded([&] { return job->Step(parameters, parameter_count); });
+  return Guarded({{"job", job},
+                  {"parameters", parameter_count > 0 ? static_cast<const void*>(parameters) : ""}},
+                 [&] { return job->Step(parameters, parameter_count); });
 }
 
 int offload_wait_durable(offload_job* job) {
-  return Guarded([&] { return job->session->WaitDurable().status(); });
+  return Guarded({{"job", job}}, [&] { return job->session->WaitDurable().status(); });
 }
 
 int offload_close(offload_job* job) {
   const std::unique_ptr<offload_job> closing(job);
   if (closing == nullptr) return 0;
-  return Guarded([&] { return closing->session->CloseJob(); });
+  return Guarded({}, [&] { return closing->session->CloseJob(); });
 }

@@ -116,9 +116,9 @@ void offload_prefetch(offload_job* job, size_t tensor);
  * before is replaced. Waits for the tensor's last update. OFD-1701 when it is not finite, 1002 for
  * a frozen tensor. */
 int offload_deliver_gradient(offload_job* job, size_t tensor, const void* gradient);
-/* One step over the tensors whose gradient was delivered since the last one. Other values of
- * `parameters` count from now on. Returns when the step is recorded: after the commit of the one
- * before. */
+/* One step over the tensors whose gradient was delivered since the last one. This thread has
+ * acquired none of them (OFD-1002). Other values of `parameters` count from now on. Returns when
+ * the step is recorded: after the commit of the one before. */
 int offload_step(offload_job* job, const offload_parameter* parameters, size_t parameter_count);
 /* Blocks until every step that was taken is durable. */
 int offload_wait_durable(offload_job* job);
