@@ -266,7 +266,9 @@ class Job {
   std::optional<Wait> FindWait() const;
   void WatchRanks();
   int LateRankMilliseconds(int sleep_ms) const;
-  void AnswerExchange();
+  absl::Status FindDeadExchange() const;
+  absl::StatusOr<std::vector<std::string>> Exchanged();
+  void AnswerExchange(const absl::StatusOr<std::vector<std::string>>& answer);
   // OFD-1803 naming a rank that has closed the job already.
   absl::Status CheckAllAreHere() const;
   // Answers the calls that wait for ranks that will not make them.

@@ -156,10 +156,11 @@ void Job::Exchange(Rank& rank, const proto::v1::ExchangeRequest& request, Exchan
   rank.exchange_number = request.number();
   rank.calls.exchange = std::move(done);
   UpdateMemory(rank);
-  if (All([](const Rank& each) { return each.calls.exchange != nullptr; })) AnswerExchange();
+  if (All([](const Rank& each) { return each.calls.exchange != nullptr; }))
+    AnswerExchange(Exchanged());
 }
 
-void Job::AnswerExchange() {
+absl::StatusOr<std::vector<std::string>> Job::Exchanged() {
   absl::StatusOr<std::vector<std::string>> answer = std::vector<std::string>();
   for (const std::unique_ptr<Rank>& rank : ranks_) {
     if (answer.ok() && rank->exchange_number != ranks_.front()->exchange_number) {
@@ -170,7 +171,13 @@ void Job::AnswerExchange() {
     }
     if (answer.ok()) answer->push_back(std::move(rank->exchanged));
   }
+  return answer;
+}
+
+// Of the ranks that wait in one.
+void Job::AnswerExchange(const absl::StatusOr<std::vector<std::string>>& answer) {
   for (const std::unique_ptr<Rank>& rank : ranks_) {
+    if (rank == nullptr || rank->calls.exchange == nullptr) continue;
     const ExchangeDone done = std::exchange(rank->calls.exchange, nullptr);
     rank->exchanged.clear();
     UpdateMemory(*rank);
@@ -205,6 +212,30 @@ std::optional<Job::Wait> Job::FindWait() const {
   return parts;
 }
 
+// An exchange of some ranks while others wait for these: none of them goes on.
+absl::Status Job::FindDeadExchange() const {
+  for (const std::unique_ptr<Rank>& waiting : ranks_) {
+    if (waiting == nullptr || waiting->calls.exchange == nullptr) continue;
+    for (const std::unique_ptr<Rank>& other : ranks_) {
+      if (other == nullptr || other->calls.exchange != nullptr) continue;
+      const bool is_stepping = other->calls.step != nullptr;
+      const bool waits = gradients_ != nullptr && gradients_->Waits(other->number()) &&
+                         gradients_->IsAheadOf(other->number(), waiting->number());
+      if (!is_stepping && !waits) continue;
+      return MakeError(
+          ErrorId::kRanksDiffer,
+          absl::StrCat("rank ", waiting->number(),
+                       " waits for all ranks (in Exchange() or LoadWeights()) while rank ",
+                       other->number(), is_stepping ? " takes a step" : " waits for gradients",
+                       " without having come to that"),
+          absl::StrCat("Call it on every rank, and in the same places of the program (not under "
+                       "if rank == ",
+                       waiting->number(), ")"));
+    }
+  }
+  return absl::OkStatus();
+}
+
 void Job::WatchRanks() {
   WatchJoining();
   const std::optional<Wait> wait = FindWait();
@@ -214,6 +245,7 @@ void Job::WatchRanks() {
     wait_report_seconds_ = now + kLimits.rank_report_seconds;
   }
   if (!wait_.has_value() || now < wait_report_seconds_) return;
+  if (const absl::Status dead = FindDeadExchange(); !dead.ok()) return AnswerExchange(dead);
   std::vector<std::string> missing;
   for (const uint32_t number : wait_->missing) {
     const Rank& rank = *ranks_[number];

@@ -433,6 +433,21 @@ TEST_F(RanksTest, ExchangesOfDifferentNumbersAreTold) {
   });
 }
 
+TEST_F(RanksTest, AnExchangeOfOneRankIsAnErrorOnceTheOthersStep) {
+  const Ranks ranks = Launch(2);
+  OnAll(ranks, [](Job& rank) { ASSERT_NO_FATAL_FAILURE(rank.Open()); });
+  client::StepCommand step;
+  step.step = 1;
+  std::thread other([&] { EXPECT_TRUE(ranks[1]->session().Step(step).ok()); });
+  client::Session& first = ranks[0]->session();
+  ExpectError(first.Exchange("").status(), ErrorId::kRanksDiffer,
+              "rank 0 waits for all ranks (in Exchange() or LoadWeights()) while rank 1 takes a "
+              "step without having come to that");
+  EXPECT_TRUE(first.Step(step).ok());
+  other.join();
+  OnAll(ranks, [](Job& rank) { rank.Close(); });
+}
+
 TEST_F(RanksTest, ARankThatClosesWhileOthersStepIsToldToThem) {
   const Ranks ranks = Launch(3);
   OnAll(ranks, [](Job& rank) {
