@@ -131,7 +131,7 @@ class Watch {
   std::list<Seen> optimizers_;  // in the order in which they were made
   std::optional<uint64_t> born_above_bytes_;
   std::shared_ptr<Engine> engine_;
-  uint64_t begun_at_ = 0;  // the job's step when it was attached
+  int64_t begun_at_ = 0;  // the job's step when it was attached
   std::atomic<pid_t> attached_by_ = 0;
   std::shared_ptr<torch::nn::Module> model_;
   std::unordered_set<const void*> attached_tensors_;  // TensorImpl, of the job's parameters
