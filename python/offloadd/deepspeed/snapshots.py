@@ -23,7 +23,7 @@ def _moved(job, name):
 
 
 def _has_job(pool, job):
-    return any(each["job"] == job for each in json.loads(control.run("ls", pool, "--json"))["jobs"])
+    return job in control.jobs_in(pool)
 
 
 def _listed(pool, job):
