@@ -109,6 +109,7 @@ class CheckpointsTest(DeepSpeedCase):
                 engine_loop(self.engine, 1, first=step)
                 self.engine.save_checkpoint(self.saved, tag=f"mine{step}", client_state={"step": step})
                 shutil.rmtree(os.path.join(self.saved, f"mine{step - 1}"), ignore_errors=True)
+            engine_loop(self.engine, 1, first=9)  # the one that sees it
         self.check_goes_on(self.saved, "mine5", 5, left[5], told[5])
         self.engine.save_checkpoint(self.saved, tag="mine6")
         shutil.rmtree(os.path.join(self.saved, "mine5"))
@@ -116,6 +117,18 @@ class CheckpointsTest(DeepSpeedCase):
         self.assertEqual(self.kept(), [7, 7])
         with open(os.path.join(self.saved, "global_step1", "offloadd.json"), encoding="utf-8") as file:
             self.assertEqual(set(self.jobs()), {json.load(file)["job"], self.job()})
+
+    def test_a_folder_that_was_moved_between_runs_keeps_its_checkpoint(self):
+        left, told = self.save_after_each_of(2)
+        self.begin_another_run()
+        elsewhere = os.path.join(self.folder.name, "elsewhere")
+        os.makedirs(elsewhere)
+        os.rename(os.path.join(self.saved, "global_step1"), os.path.join(elsewhere, "best"))
+        with self.assertLogs("offloadd", "WARNING") as said:
+            self.check_goes_on(self.saved, "global_step2", 1, left[1], told[1])
+        self.assertRegex("".join(said.output), "global_step1 is gone.* offloadctl snapshot rm")
+        self.engine.save_checkpoint(self.saved, tag="after")
+        self.check_goes_on(elsewhere, "best", 0, left[0], told[0])
 
     def test_a_run_whose_checkpoints_were_deleted_leaves_nothing(self):
         self.save_after_each_of(2)

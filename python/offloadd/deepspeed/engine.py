@@ -349,6 +349,8 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             if self._applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self.global_steps += 1
+            if snapshots.kept.have_deleted():
+                setup.jobs.drop_unmarked()
             self.global_samples += self._settings.batch or 0
         self.micro_steps += 1
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import tempfile
 import uuid
 
@@ -98,6 +99,23 @@ def _named_in(path):
         return None
 
 
+def _removal_of(mark):
+    """What offloadctl is told to remove the snapshot that a mark leads to; None when it is not there."""
+    place = place_of(mark["pool"], mark["job"], mark["snapshot"])
+    if len(place) == 1:
+        return ["rm", mark["pool"], *place, "--yes"]
+    is_there = any(each["name"] == mark["snapshot"] for each in _listed(mark["pool"], mark["job"]))
+    return ["snapshot", "rm", mark["pool"], *place, "--yes"] if is_there else None
+
+
+def _tell_of_lost(mark, folder):
+    """Of a checkpoint that was deleted as the run before ended, or moved since: who moved it still wants it."""
+    with contextlib.suppress(Error):  # it went with its pool
+        if removes := _removal_of(mark):
+            _log.warning("offloadd: the checkpoint in %s is gone, and what it led to stays in the pool. If it was not moved elsewhere, this gives its "
+                         "room back: offloadctl %s", folder, shlex.join(removes))
+
+
 class _Snapshot:
     def __init__(self, mark, path):
         self.name, self.job, self.pool = mark["snapshot"], mark["job"], mark["pool"]
@@ -109,6 +127,10 @@ class _Snapshot:
     def __del__(self):
         if self._mark is not None:
             os.close(self._mark)
+
+    def is_deleted(self):
+        """Cheap: what an open file does not tell is not found."""
+        return self._mark is not None and os.fstat(self._mark).st_nlink == 0
 
     def path(self):
         """Where its mark is; None when it is gone."""
@@ -122,11 +144,8 @@ class _Snapshot:
         return next((found for found in near if _named_in(found) == self.name), None)
 
     def drop(self):
-        place = place_of(self.pool, self.job, self.name)
-        if len(place) == 1:
-            control.run("rm", self.pool, *place, "--yes")
-        elif any(each["name"] == self.name for each in _listed(self.pool, self.job)):
-            control.run("snapshot", "rm", self.pool, *place, "--yes")
+        if removes := _removal_of({"pool": self.pool, "job": self.job, "snapshot": self.name}):
+            control.run(*removes)
 
 
 class Snapshots:
@@ -146,9 +165,18 @@ class Snapshots:
         if mark.get("at") != os.path.realpath(os.path.dirname(path)):
             return
         for relative, beside in mark.get("beside", {}).items():
-            if relative.split(os.sep).count(os.pardir) <= _UP_MAX:
-                self.keep(beside, os.path.normpath(os.path.join(os.path.dirname(path), relative)))
+            if relative.split(os.sep).count(os.pardir) > _UP_MAX:
+                continue
+            its = os.path.normpath(os.path.join(os.path.dirname(path), relative))
+            if _named_in(its) == beside["snapshot"]:
+                self.keep(beside, its)
+            else:
+                _tell_of_lost(beside, os.path.dirname(its))
         self.keep(mark, path)
+
+    def have_deleted(self):
+        """Whether there is anything to drop; may be asked at each step."""
+        return any(each.is_deleted() for each in self._kept)
 
     def place(self, folder):
         """What a mark in this folder says of it, and of the others."""
