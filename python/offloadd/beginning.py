@@ -4,7 +4,6 @@ Such a job has weights and moments that it was made with, and keeps them when it
 the model since then is therefore compared with them."""
 
 import hashlib
-import json
 
 import torch
 
@@ -23,8 +22,7 @@ def has_begun(engine, pool, job):
     """Whether the job's store was there when it was opened, and no step was taken. With several ranks all of them ask."""
     if engine.step_count() > 0:
         return False
-    listed = json.loads(control.run("ls", pool.split(",")[0], "--json"))
-    is_there = any(each["job"] == job for each in listed["jobs"])
+    is_there = job in control.jobs_in(pool.split(",")[0])
     if engine.world_size() > 1:  # nobody makes it before all have looked
         engine.exchange(torch.zeros(1, dtype=torch.uint8))
     return is_there

@@ -1,5 +1,6 @@
 """What the handle asks of offloadctl, the program beside the library."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -18,11 +19,29 @@ def program():
     return found
 
 
+def _done(arguments):
+    return subprocess.run([program(), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+
+
+def _refuse(done):
+    said = (done.stderr or done.stdout).strip()
+    raise Error(said.splitlines()[-1] if said else "offloadctl failed")
+
+
 def run(*arguments):
-    done = subprocess.run([program(), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = _done(arguments)
     if done.returncode != 0:
-        raise Error((done.stderr or done.stdout).strip().splitlines()[-1] if (done.stderr or done.stdout).strip() else "offloadctl failed")
+        _refuse(done)
     return done.stdout
+
+
+def jobs_in(pool):
+    """Names of those that are in a directory, also of damaged ones."""
+    done = _done(["ls", pool, "--json"])
+    try:
+        return [each["job"] for each in json.loads(done.stdout)["jobs"]]
+    except (ValueError, KeyError):
+        _refuse(done)
 
 
 def snapshot(pool, job, name):

@@ -97,7 +97,10 @@ def _strings(options):
             meant = difflib.get_close_matches(str(key), OPTIONS, n=1)
             raise Error.of(1002, f"there is no option {key}", f"Did you mean {meant[0]}?" if meant else f"The options are {', '.join(OPTIONS)}")
         is_flag = isinstance(value, bool) and key not in ("ram", "gpu_ram")
-        pairs += [key, str(int(value)) if is_flag else os.fspath(value) if isinstance(value, os.PathLike) else str(value)]
+        text = str(int(value)) if is_flag else os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+        if not text.isascii() and text != text.encode(errors="replace").decode():
+            raise Error.of(1201 if key == "nvme_path" else 1002, f"{key} is {text!r}, which is not UTF-8", "Give it a name in UTF-8")
+        pairs += [key, text]
     return pairs
 
 

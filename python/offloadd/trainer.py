@@ -6,13 +6,17 @@ continued: with resume_from_checkpoint at the checkpoint's step, which has to be
 process had never ended: the callback keeps Trainer's own state, the scheduler's and the random numbers in the job.
 """
 
+import contextlib
+import fcntl
 import functools
+import glob
 import io
 import json
 import logging
 import os
 import shutil
 import tempfile
+import time
 import weakref
 
 import torch
@@ -27,6 +31,8 @@ from .optimizer import has_stepped, recipe_of
 
 _log = logging.getLogger("offloadd")
 _MAGIC = "offloadd.TrainerCallback"
+_FOLDER = "offloadd-trainer-"  # in the folder for temporary files
+_LOCKED_WITHIN = 60.0  # seconds
 _KEPT_BYTES_MAX = 900_000  # of all ranks, beside buffers, in a step's state of the trainer
 _LOG_BYTES_MAX = 400_000  # of them, of all ranks: of the log, compressed
 
@@ -269,9 +275,34 @@ def callback_of(trainer):
     return next((each for each in trainer.callback_handler.callbacks if isinstance(each, TrainerCallback)), None)
 
 
+def _lock(folder):
+    """A descriptor that has it while this process lives; None when another one has."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return opened
+    except OSError:
+        os.close(opened)
+        return None
+
+
+def _remove_left():
+    """The folders of processes that were killed."""
+    for folder in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), _FOLDER + "*")):
+        with contextlib.suppress(OSError):  # others' folders, and what another process removes
+            about = os.stat(folder, follow_symlinks=False)
+            if about.st_uid != os.getuid() or time.time() - about.st_mtime < _LOCKED_WITHIN:
+                continue
+            if (lock := _lock(folder)) is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
+
+
 def _write_checkpoint(trainer, kept):
-    """A folder with all that Trainer reads of a checkpoint, but weights and moments."""
-    folder = os.path.join(tempfile.mkdtemp(prefix="offloadd-"), f"checkpoint-{kept['step']}")
+    """A folder with all that Trainer reads of a checkpoint, but weights and moments; and what says that it is in use."""
+    _remove_left()
+    made = tempfile.mkdtemp(prefix=_FOLDER)
+    lock, folder = _lock(made), os.path.join(made, f"checkpoint-{kept['step']}")
     os.mkdir(folder)
     state = json.loads(kept["trainer"])
     state["global_step"] = kept["step"]
@@ -280,12 +311,12 @@ def _write_checkpoint(trainer, kept):
     with open(os.path.join(folder, "trainer_state.json"), "w", encoding="utf-8") as file:
         json.dump(state, file)
     torch.save(kept["random"], unfinished.random_file(trainer, folder))
-    return folder
+    return folder, lock
 
 
 def _continue(trainer, kept, original, kwargs):
     """Runs train() as from a checkpoint of the job's last step, whose weights and moments are in the job."""
-    folder = _write_checkpoint(trainer, kept)
+    folder, lock = _write_checkpoint(trainer, kept)
 
     def set_rates():
         for group, lr in zip(trainer.optimizer.param_groups, trainer.lr_scheduler.get_last_lr()):
@@ -319,6 +350,8 @@ def _continue(trainer, kept, original, kwargs):
             trainer.__dict__.pop(name, None)
         take_back()
         shutil.rmtree(os.path.dirname(folder), ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
 def _last_checkpoint(folder):

@@ -1,5 +1,7 @@
 """The snapshots that an engine's checkpoints lead to: how long each lasts, and more of them than a job has room for."""
 
+import glob
+import json
 import os
 import shutil
 import subprocess
@@ -12,7 +14,7 @@ from deepspeed_engine_test import DeepSpeedCase, copies, engine_loop, make
 from safetensors.torch import load_file
 
 from offloadd import control
-from offloadd.deepspeed import snapshots, utils
+from offloadd.deepspeed import setup, snapshots, utils
 
 
 class CheckpointsTest(DeepSpeedCase):
@@ -81,9 +83,83 @@ class CheckpointsTest(DeepSpeedCase):
 
     def test_a_job_that_goes_on_in_another_run_is_full(self):
         self.save_after_each_of(14)
-        self.engine._snapshots = snapshots.Snapshots()  # of a process that has ended
+        snapshots.kept = snapshots.Snapshots()  # of a process that has ended
         self.engine.save_checkpoint(self.saved, tag="after")
         self.assertEqual((self.kept(), self.moved()), ([*range(2, 15), 15], ["step1"]))
+
+    def jobs(self):
+        return [each["job"] for each in json.loads(control.run("ls", self.pool, "--json"))["jobs"]]
+
+    def begin_another_run(self):
+        """As another process does when this one was killed."""
+        self.engine.handle.close()
+        snapshots.kept = snapshots.Snapshots()
+        setup.jobs._own.clear()
+        setup.jobs._kept.clear()
+        self.model = make()
+        self.engine, *_ = self.initialize(self.model, self.config(bf16={"enabled": True}))
+
+    def test_runs_that_go_on_from_each_other_leave_what_checkpoints_need(self):
+        left, told = self.save_after_each_of(6)
+        for run in range(3):
+            self.begin_another_run()
+            if run:
+                self.engine.load_checkpoint(self.saved)
+            for step in (2 * run, 2 * run + 1):
+                engine_loop(self.engine, 1, first=step)
+                self.engine.save_checkpoint(self.saved, tag=f"mine{step}", client_state={"step": step})
+                shutil.rmtree(os.path.join(self.saved, f"mine{step - 1}"), ignore_errors=True)
+            engine_loop(self.engine, 1, first=9)  # the one that sees it
+        self.check_goes_on(self.saved, "mine5", 5, left[5], told[5])
+        self.engine.save_checkpoint(self.saved, tag="mine6")
+        shutil.rmtree(os.path.join(self.saved, "mine5"))
+        self.engine.save_checkpoint(self.saved, tag="mine7")
+        self.assertEqual(self.kept(), [7, 7])
+        with open(os.path.join(self.saved, "global_step1", "offloadd.json"), encoding="utf-8") as file:
+            self.assertEqual(set(self.jobs()), {json.load(file)["job"], self.job()})
+
+    def test_a_folder_that_was_moved_between_runs_keeps_its_checkpoint(self):
+        left, told = self.save_after_each_of(2)
+        self.begin_another_run()
+        elsewhere = os.path.join(self.folder.name, "elsewhere")
+        os.makedirs(elsewhere)
+        os.rename(os.path.join(self.saved, "global_step1"), os.path.join(elsewhere, "best"))
+        with self.assertLogs("offloadd", "WARNING") as said:
+            self.check_goes_on(self.saved, "global_step2", 1, left[1], told[1])
+        self.assertRegex("".join(said.output), "global_step1 is gone.* offloadctl snapshot rm")
+        self.engine.save_checkpoint(self.saved, tag="after")
+        self.check_goes_on(elsewhere, "best", 0, left[0], told[0])
+
+    def test_a_run_whose_checkpoints_were_deleted_leaves_nothing(self):
+        self.save_after_each_of(2)
+        shutil.rmtree(self.saved)
+        self.engine.destroy()
+        setup.jobs.make_room(but=None)
+        self.assertEqual(self.jobs(), [])
+
+    def test_a_copy_that_was_loaded_and_deleted_takes_nothing_with_it(self):
+        left, told = self.save_after_each_of(2)
+        self.begin_another_run()
+        copy = os.path.join(self.folder.name, "copy")
+        os.mkdir(copy)
+        shutil.copytree(os.path.join(self.saved, "global_step2"), os.path.join(copy, "global_step2"))
+        self.check_goes_on(copy, "global_step2", 1, left[1], told[1])
+        shutil.rmtree(copy)
+        self.engine.save_checkpoint(self.saved, tag="after")
+        for step in (0, 1):
+            self.check_goes_on(self.saved, f"global_step{step + 1}", step, left[step], told[step])
+
+    def test_folders_that_keep_open_files_have_none(self):
+        """NFS."""
+        with unittest.mock.patch.object(snapshots, "_is_deleted_at_once", lambda folder: False):
+            left, told = self.save_after_each_of(3)
+            self.assertFalse([path for path in map(os.path.realpath, glob.glob("/proc/self/fd/*")) if path.startswith(self.saved)])
+            os.rename(os.path.join(self.saved, "global_step1"), os.path.join(self.saved, "best"))
+            shutil.rmtree(os.path.join(self.saved, "global_step2"))
+            engine_loop(self.engine, 1, first=4)
+            self.engine.save_checkpoint(self.saved)
+            self.assertEqual(self.kept(), [1, 3, 5])
+            self.check_goes_on(self.saved, "best", 0, left[0], told[0])
 
     def test_snapshots_of_others_stay(self):
         engine_loop(self.engine, 1)

@@ -1069,11 +1069,22 @@ def killed_with_a_callback_that_needs_gradients(run):
 
 @case(types=("fp32",), memory=("floor",))
 def killed_and_continued(run):
-    """Trainer, killed twice, started again with the same arguments."""
-    if run.offloaded:
+    """Trainer, killed twice, started again with the same arguments. What it has had in the folder for temporary files goes then."""
+    if not run.offloaded:
+        return json.loads(start(run, KILLED, run.folder, "").communicate()[0].splitlines()[-1])
+    temporary = os.path.join(run.folder, "temporary")
+    os.mkdir(temporary)
+    os.environ["TMPDIR"], before = temporary, os.environ.get("TMPDIR")
+    try:
         for kill_at in ("3", "8"):
             kill(start(run, KILLED, run.folder, "256MiB"), kill_at)
-    text = start(run, KILLED, run.folder, "256MiB" if run.offloaded else "").communicate()[0]
+        left = [os.path.join(temporary, name) for name in os.listdir(temporary) if name.startswith("offloadd-trainer-")]
+        assert len(left) == 1, left
+        os.utime(left[0], (0, 0))
+        text = start(run, KILLED, run.folder, "256MiB").communicate()[0]
+        assert not os.listdir(temporary), os.listdir(temporary)
+    finally:
+        os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
     return json.loads(text.splitlines()[-1])
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import sys
 
 import numpy
@@ -344,6 +345,12 @@ def two_optimizers_of_one_job(run):
 def optimizers_of_two_kinds_are_refused(run):
     model = run.model()
     run.attach(model, [SGD(model.blocks.parameters(), 0.1), AdamW(model.head.parameters())])
+
+
+@case(refused=1201, types=("fp32",), memory=("floor",))
+def pool_whose_name_is_not_utf8_is_refused(run):
+    model = run.model()
+    run.attach(model, SGD(model.parameters(), 0.1), nvme_path=os.path.join(run.folder, os.fsdecode(b"\xff")))
 
 
 @case(refused=1002, types=("fp32",), memory=("floor",))

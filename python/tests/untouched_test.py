@@ -118,5 +118,14 @@ def script_that_pickles_its_classes_at_its_exit(run):
     return run_script(run, AT_EXIT)[0]
 
 
+@case(**ONE)
+def pool_with_a_job_that_is_damaged(run):
+    """It is nothing to the others."""
+    if run.offloaded:
+        with open(os.path.join(run.folder, "damaged.offload"), "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.truncate(1 << 20)
+    return run_script(run, AT_EXIT)[0]
+
+
 if __name__ == "__main__":
     sys.exit(main())

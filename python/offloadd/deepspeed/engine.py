@@ -170,7 +170,6 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._boundary, self._norm, self._applied = None, None, False
         self._in_no_sync = self._is_destroyed = False
-        self._snapshots = snapshots.Snapshots()
         self.tput_timer = Throughput()
         self.collate_fn = collate_fn
         self._options = options
@@ -350,6 +349,8 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             if self._applied and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
             self.global_steps += 1
+            if snapshots.kept.have_deleted():
+                setup.jobs.drop_unmarked()
             self.global_samples += self._settings.batch or 0
         self.micro_steps += 1
 
@@ -575,7 +576,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             torch.save({**self._bookkeeping(), "client_state": dict(client_state or {})}, os.path.join(folder, "trainer.pt"))
             write_text(os.path.join(folder, STATE), json.dumps(mark, indent=1))
             if "snapshot" in mark:
-                self._snapshots.keep(mark, os.path.join(folder, STATE))
+                snapshots.kept.keep(mark, os.path.join(folder, STATE))
             if save_latest:
                 write_text(os.path.join(save_dir, LATEST), tag)
             to_fp32.leave_at(os.path.join(save_dir, "zero_to_fp32.py"))
@@ -597,11 +598,11 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             # What it keeps is in memory, and all else are the weights.
             torch.save({"optimizer": self.optimizer.state_dict(), "masters": []}, os.path.join(folder, "optimizer.pt"))
             return {"version": 1, "in_process": True, "step": self._handle.step, "left_out": left_out}
-        self._snapshots.drop_unmarked()
+        setup.jobs.drop_unmarked()
         name = snapshots.make(self._handle)
         setup.jobs.keep(self._handle.job)
         return {"version": 1, "job": self._handle.job, "pool": self._handle.nvme_path, "snapshot": name, "step": self._handle.step,
-                "left_out": left_out}
+                "left_out": left_out, "of_a_run": setup.jobs.are_own(self._handle.job), **snapshots.kept.place(folder)}
 
     def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
                         load_module_only=False, custom_load_fn=None):
@@ -707,6 +708,8 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             self._load_optimizer(torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True)["optimizer"])
             return
         self._check_fits(folder, mark)
+        if comm.get_rank() == 0:
+            snapshots.kept.take_over(mark, os.path.join(folder, STATE))
         self._continue_from(mark)
         self._take_edits(folder)
 

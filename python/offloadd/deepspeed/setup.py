@@ -14,7 +14,7 @@ import weakref
 
 from .. import config, control
 from ..errors import Error
-from . import comm
+from . import comm, snapshots
 
 _log = logging.getLogger("offloadd")
 _REMOVE_ATTEMPTS = 40
@@ -96,6 +96,21 @@ class Jobs:
         """A checkpoint is in it."""
         self._kept.add(job)
 
+    def are_own(self, job):
+        """Whether it is one of these."""
+        return job in self._own
+
+    def drop_unmarked(self):
+        """Snapshots whose checkpoints are gone."""
+        snapshots.kept.drop_unmarked(self.are_own)
+
+    @staticmethod
+    def _may_have_checkpoints(pool, job):
+        try:
+            return snapshots.are_in(pool, job)
+        except Error:
+            return True
+
     def remove(self, job):
         """Closes a job, and deletes it unless a checkpoint is in it."""
         pool, handle = self._own.pop(job, (None, None))
@@ -103,7 +118,10 @@ class Jobs:
         if handle is None:
             return
         handle.close()
-        if job in self._kept or comm.get_rank() != 0:
+        if comm.get_rank() != 0:
+            return
+        self.drop_unmarked()
+        if job in self._kept and self._may_have_checkpoints(pool, job):
             return
         for attempt in range(_REMOVE_ATTEMPTS):
             try:

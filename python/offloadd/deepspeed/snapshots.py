@@ -1,14 +1,21 @@
 """Snapshots of a job that checkpoints lead to. Each lasts as long as the mark in its folder, wherever the folder is moved. A job has room
 for some; when it is full, the oldest becomes a job of its own in the pool, whose name says where it was."""
 
+import contextlib
+import glob
 import json
+import logging
 import os
 import re
+import shlex
+import tempfile
 import uuid
 
 from .. import control
 from ..errors import Error
 
+_log = logging.getLogger("offloadd")
+_UP_MAX = 2  # folders up from that of a checkpoint: DIR/TAG, and DIR/checkpoint-N/TAG
 _OURS = re.compile(r"step\d+-[0-9a-f]{8}")
 
 
@@ -17,11 +24,16 @@ def _moved(job, name):
 
 
 def _has_job(pool, job):
-    return any(each["job"] == job for each in json.loads(control.run("ls", pool, "--json"))["jobs"])
+    return job in control.jobs_in(pool)
 
 
 def _listed(pool, job):
     return json.loads(control.run("snapshot", "ls", pool, job, "--json"))["snapshots"] if _has_job(pool, job) else []
+
+
+def are_in(pool, job):
+    """Whether a job has any, of ours or of others."""
+    return bool(_listed(pool, job))
 
 
 def place_of(pool, job, name):
@@ -65,35 +77,137 @@ def make(handle):
     return name
 
 
+def _is_deleted_at_once(folder):
+    """Whether a file that is open there is gone when it is deleted. NFS and the like keep it in the folder, which then cannot be deleted."""
+    try:
+        probe, path = tempfile.mkstemp(dir=folder)
+    except OSError:  # nor can it be written to
+        return False
+    try:
+        os.unlink(path)
+        return os.fstat(probe).st_nlink == 0
+    finally:
+        os.close(probe)
+
+
+def _named_in(path):
+    """The snapshot that a mark leads to; None where there is no such file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file).get("snapshot")
+    except (OSError, ValueError):
+        return None
+
+
+def _removal_of(mark):
+    """What offloadctl is told to remove the snapshot that a mark leads to; None when it is not there."""
+    place = place_of(mark["pool"], mark["job"], mark["snapshot"])
+    if len(place) == 1:
+        return ["rm", mark["pool"], *place, "--yes"]
+    is_there = any(each["name"] == mark["snapshot"] for each in _listed(mark["pool"], mark["job"]))
+    return ["snapshot", "rm", mark["pool"], *place, "--yes"] if is_there else None
+
+
+def _tell_of_lost(mark, folder):
+    """Of a checkpoint that was deleted as the run before ended, or moved since: who moved it still wants it."""
+    with contextlib.suppress(Error):  # it went with its pool
+        if removes := _removal_of(mark):
+            _log.warning("offloadd: the checkpoint in %s is gone, and what it led to stays in the pool. If it was not moved elsewhere, this gives its "
+                         "room back: offloadctl %s", folder, shlex.join(removes))
+
+
 class _Snapshot:
     def __init__(self, mark, path):
-        self._place = mark["pool"], mark["job"], mark["snapshot"]
-        self._mark = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.name, self.job, self.pool = mark["snapshot"], mark["job"], mark["pool"]
+        self.is_of_a_run = mark.get("of_a_run", False)
+        self._path, self._mark = path, None
+        if os.path.exists(path) and _is_deleted_at_once(os.path.dirname(path)):
+            self._mark = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __del__(self):
-        os.close(self._mark)
+        if self._mark is not None:
+            os.close(self._mark)
 
-    def is_gone(self):
-        return os.fstat(self._mark).st_nlink == 0
+    def is_deleted(self):
+        """Cheap: what an open file does not tell is not found."""
+        return self._mark is not None and os.fstat(self._mark).st_nlink == 0
+
+    def path(self):
+        """Where its mark is; None when it is gone."""
+        if self._mark is not None:
+            return os.readlink(f"/proc/self/fd/{self._mark}") if os.fstat(self._mark).st_nlink else None
+        if _named_in(self._path) == self.name:
+            return self._path
+        save_dir = os.path.dirname(os.path.dirname(self._path))
+        near = (found for folder in (save_dir, os.path.dirname(save_dir)) for depth in ("*", "*/*")
+                for found in glob.iglob(f"{glob.escape(folder)}/{depth}/{os.path.basename(self._path)}"))
+        return next((found for found in near if _named_in(found) == self.name), None)
 
     def drop(self):
-        place = place_of(*self._place)
-        control.run(*(["snapshot", "rm"] if len(place) == 2 else ["rm"]), self._place[0], *place, "--yes")
+        if removes := _removal_of({"pool": self.pool, "job": self.job, "snapshot": self.name}):
+            control.run(*removes)
 
 
 class Snapshots:
-    """Those that this run has made."""
+    """Those that this process has made, and those of the runs before that it goes on from."""
 
     def __init__(self):
-        self._made = []
+        self._kept = []
 
     def keep(self, mark, path):
         """The one that a mark leads to, which is this file."""
-        self._made.append(_Snapshot(mark, path))
+        if all(each.name != mark["snapshot"] for each in self._kept):
+            self._kept.append(_Snapshot(mark, path))
 
-    def drop_unmarked(self):
-        """Those whose folders were deleted, or have another checkpoint."""
-        gone = [each for each in self._made if each.is_gone()]
-        self._made = [each for each in self._made if each not in gone]
+    def take_over(self, mark, path):
+        """A run goes on from a mark: with it come those that were near it. Of a copy, or one that was moved between runs, nobody knows whether
+        the others are still where they were."""
+        if mark.get("at") != os.path.realpath(os.path.dirname(path)):
+            return
+        for relative, beside in mark.get("beside", {}).items():
+            if relative.split(os.sep).count(os.pardir) > _UP_MAX:
+                continue
+            its = os.path.normpath(os.path.join(os.path.dirname(path), relative))
+            if _named_in(its) == beside["snapshot"]:
+                self.keep(beside, its)
+            else:
+                _tell_of_lost(beside, os.path.dirname(its))
+        self.keep(mark, path)
+
+    def have_deleted(self):
+        """Whether there is anything to drop; may be asked at each step."""
+        return any(each.is_deleted() for each in self._kept)
+
+    def place(self, folder):
+        """What a mark in this folder says of it, and of the others."""
+        folder = os.path.realpath(folder)
+        return {"at": folder, "beside": self._beside(folder)}
+
+    def _beside(self, folder):
+        return {os.path.relpath(path, folder): {"pool": each.pool, "job": each.job, "snapshot": each.name, "of_a_run": each.is_of_a_run}
+                for each in self._kept if (path := each.path()) is not None}
+
+    def leave_to_the_parent(self):
+        """In a forked child."""
+        self._kept = []
+
+    def drop_unmarked(self, is_open):
+        """Those whose folders were deleted, or have another checkpoint; and the jobs of runs that have ended and have no other. `is_open(job)`:
+        whether it is one of this process."""
+        gone = [each for each in self._kept if each.path() is None]
+        self._kept = [each for each in self._kept if each not in gone]
         for each in gone:
-            each.drop()
+            try:
+                each.drop()
+            except Error as error:
+                if error.id != 1201:  # it went with its pool
+                    _log.warning("offloadd: snapshot %s of job %s stays in %s, although its checkpoint is gone: %s", each.name, each.job, each.pool,
+                                 error)
+        for pool, job in sorted({(each.pool, each.job) for each in gone if each.is_of_a_run and not is_open(each.job)}):
+            with contextlib.suppress(Error):  # another process has it
+                if _has_job(pool, job) and not _listed(pool, job):
+                    control.run("rm", pool, job, "--yes")
+
+
+kept = Snapshots()
+os.register_at_fork(after_in_child=kept.leave_to_the_parent)
