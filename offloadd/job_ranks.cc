@@ -216,6 +216,7 @@ std::optional<Job::Wait> Job::FindWait() const {
 absl::Status Job::FindDeadExchange() const {
   for (const std::unique_ptr<Rank>& waiting : ranks_) {
     if (waiting == nullptr || waiting->calls.exchange == nullptr) continue;
+    if (waiting->calls.step != nullptr) continue;  // on another thread: it goes on
     for (const std::unique_ptr<Rank>& other : ranks_) {
       if (other == nullptr || other->calls.exchange != nullptr) continue;
       const bool is_stepping = other->calls.step != nullptr;
