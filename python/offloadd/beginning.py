@@ -22,7 +22,7 @@ def has_begun(engine, pool, job):
     """Whether the job's store was there when it was opened, and no step was taken. With several ranks all of them ask."""
     if engine.step_count() > 0:
         return False
-    is_there = job in control.jobs_in(pool.split(",")[0])
+    is_there = job in control.jobs_in(pool)
     if engine.world_size() > 1:  # nobody makes it before all have looked
         engine.exchange(torch.zeros(1, dtype=torch.uint8))
     return is_there

@@ -36,7 +36,7 @@ def run(*arguments):
 
 
 def jobs_in(pool):
-    """Names of those that are in a directory, also of damaged ones."""
+    """Names of those that are there, also of damaged ones."""
     done = _done(["ls", pool, "--json"])
     try:
         return [each["job"] for each in json.loads(done.stdout)["jobs"]]
@@ -45,4 +45,4 @@ def jobs_in(pool):
 
 
 def snapshot(pool, job, name):
-    run("snapshot", "create", pool.split(",")[0], job, name, "--yes")
+    run("snapshot", "create", pool, job, name, "--yes")

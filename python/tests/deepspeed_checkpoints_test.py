@@ -149,6 +149,24 @@ class CheckpointsTest(DeepSpeedCase):
         for step in (0, 1):
             self.check_goes_on(self.saved, f"global_step{step + 1}", step, left[step], told[step])
 
+    def test_a_pool_over_two_drives(self):
+        """Where a job has room for as many as it was made with."""
+        drives = [self.pool, os.path.join(self.folder.name, "second")]
+        os.mkdir(drives[1])
+        self.model = make()
+        pools = {"device": "nvme", "nvme_path": drives}
+        setup.set_installed({"generations": 2})
+        self.engine, *_ = self.initialize(self.model, self.config(bf16={"enabled": True}) | {"zero_optimization": {"stage": 3, "offload_param": pools}})
+        left, _ = self.save_after_each_of(2)
+        self.assertEqual(self.kept(), [1, 2])
+        self.engine.handle.close()
+        found = utils.get_fp32_state_dict_from_zero_checkpoint(self.saved, "global_step1")
+        self.assertTrue(all(torch.equal(found[name], value) for name, value in left[0][1].items()))
+        shutil.rmtree(self.saved)
+        self.engine.destroy()
+        setup.jobs.make_room(but=None)
+        self.assertEqual(os.listdir(drives[1]), [])
+
     def test_folders_that_keep_open_files_have_none(self):
         """NFS."""
         with unittest.mock.patch.object(snapshots, "_is_deleted_at_once", lambda folder: False):

@@ -16,6 +16,7 @@ from ..errors import Error
 
 _log = logging.getLogger("offloadd")
 _UP_MAX = 2  # folders up from that of a checkpoint: DIR/TAG, and DIR/checkpoint-N/TAG
+_LEAD = ("pool", "job", "snapshot", "of_a_run")  # what of a mark leads to a snapshot
 _OURS = re.compile(r"step\d+-[0-9a-f]{8}")
 
 
@@ -27,8 +28,12 @@ def _has_job(pool, job):
     return job in control.jobs_in(pool)
 
 
+def _of_job(pool, job):
+    return json.loads(control.run("snapshot", "ls", pool, job, "--json"))["snapshots"]
+
+
 def _listed(pool, job):
-    return json.loads(control.run("snapshot", "ls", pool, job, "--json"))["snapshots"] if _has_job(pool, job) else []
+    return _of_job(pool, job) if _has_job(pool, job) else []
 
 
 def are_in(pool, job):
@@ -36,21 +41,29 @@ def are_in(pool, job):
     return bool(_listed(pool, job))
 
 
-def place_of(pool, job, name):
-    """What offloadctl is told of a snapshot: its job and its name, or the job alone that it has become."""
-    is_moved = all(each["name"] != name for each in _listed(pool, job)) and _has_job(pool, _moved(job, name))
-    return [_moved(job, name)] if is_moved else [job, name]
+def _find(mark):
+    """Where a snapshot is: its job and its name, or the job alone that it has become; None when it is not there."""
+    pool, job, name = mark["pool"], mark["job"], mark["snapshot"]
+    jobs = control.jobs_in(pool)
+    if job in jobs and any(each["name"] == name for each in _of_job(pool, job)):
+        return [job, name]
+    return [_moved(job, name)] if _moved(job, name) in jobs else None
+
+
+def _place_of(mark):
+    """The same; what is not there offloadctl refuses by its name."""
+    return _find(mark) or [mark["job"], mark["snapshot"]]
 
 
 def fork(mark, name):
     """Makes a new job of the snapshot that a mark leads to."""
-    control.run("snapshot", "fork", mark["pool"], *place_of(mark["pool"], mark["job"], mark["snapshot"]), "--as", name, "--yes")
+    control.run("snapshot", "fork", mark["pool"], *_place_of(mark), "--as", name, "--yes")
 
 
 def export(mark, folder):
     """Writes the weights of the snapshot that a mark leads to, in fp32."""
-    job, *name = place_of(mark["pool"], mark["job"], mark["snapshot"])
-    control.run("export", mark["pool"].split(",")[0], job, folder, *(["--snapshot", *name] if name else []), "--dtype", "float32")
+    job, *name = _place_of(mark)
+    control.run("export", mark["pool"], job, folder, *(["--snapshot", *name] if name else []), "--dtype", "float32")
 
 
 def _make_room(pool, job):
@@ -101,11 +114,10 @@ def _named_in(path):
 
 def _removal_of(mark):
     """What offloadctl is told to remove the snapshot that a mark leads to; None when it is not there."""
-    place = place_of(mark["pool"], mark["job"], mark["snapshot"])
-    if len(place) == 1:
-        return ["rm", mark["pool"], *place, "--yes"]
-    is_there = any(each["name"] == mark["snapshot"] for each in _listed(mark["pool"], mark["job"]))
-    return ["snapshot", "rm", mark["pool"], *place, "--yes"] if is_there else None
+    place = _find(mark)
+    if place is None:
+        return None
+    return [*(["snapshot", "rm"] if len(place) == 2 else ["rm"]), mark["pool"], *place, "--yes"]
 
 
 def _tell_of_lost(mark, folder):
@@ -118,8 +130,7 @@ def _tell_of_lost(mark, folder):
 
 class _Snapshot:
     def __init__(self, mark, path):
-        self.name, self.job, self.pool = mark["snapshot"], mark["job"], mark["pool"]
-        self.is_of_a_run = mark.get("of_a_run", False)
+        self.lead = {"of_a_run": False} | {key: mark[key] for key in _LEAD if key in mark}
         self._path, self._mark = path, None
         if os.path.exists(path) and _is_deleted_at_once(os.path.dirname(path)):
             self._mark = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -136,15 +147,15 @@ class _Snapshot:
         """Where its mark is; None when it is gone."""
         if self._mark is not None:
             return os.readlink(f"/proc/self/fd/{self._mark}") if os.fstat(self._mark).st_nlink else None
-        if _named_in(self._path) == self.name:
+        if _named_in(self._path) == self.lead["snapshot"]:
             return self._path
         save_dir = os.path.dirname(os.path.dirname(self._path))
         near = (found for folder in (save_dir, os.path.dirname(save_dir)) for depth in ("*", "*/*")
                 for found in glob.iglob(f"{glob.escape(folder)}/{depth}/{os.path.basename(self._path)}"))
-        return next((found for found in near if _named_in(found) == self.name), None)
+        return next((found for found in near if _named_in(found) == self.lead["snapshot"]), None)
 
     def drop(self):
-        if removes := _removal_of({"pool": self.pool, "job": self.job, "snapshot": self.name}):
+        if removes := _removal_of(self.lead):
             control.run(*removes)
 
 
@@ -156,7 +167,7 @@ class Snapshots:
 
     def keep(self, mark, path):
         """The one that a mark leads to, which is this file."""
-        if all(each.name != mark["snapshot"] for each in self._kept):
+        if all(each.lead["snapshot"] != mark["snapshot"] for each in self._kept):
             self._kept.append(_Snapshot(mark, path))
 
     def take_over(self, mark, path):
@@ -184,8 +195,7 @@ class Snapshots:
         return {"at": folder, "beside": self._beside(folder)}
 
     def _beside(self, folder):
-        return {os.path.relpath(path, folder): {"pool": each.pool, "job": each.job, "snapshot": each.name, "of_a_run": each.is_of_a_run}
-                for each in self._kept if (path := each.path()) is not None}
+        return {os.path.relpath(path, folder): each.lead for each in self._kept if (path := each.path()) is not None}
 
     def leave_to_the_parent(self):
         """In a forked child."""
@@ -201,11 +211,12 @@ class Snapshots:
                 each.drop()
             except Error as error:
                 if error.id != 1201:  # it went with its pool
-                    _log.warning("offloadd: snapshot %s of job %s stays in %s, although its checkpoint is gone: %s", each.name, each.job, each.pool,
-                                 error)
-        for pool, job in sorted({(each.pool, each.job) for each in gone if each.is_of_a_run and not is_open(each.job)}):
+                    _log.warning("offloadd: snapshot %(snapshot)s of job %(job)s stays in %(pool)s, although its checkpoint is gone: %(error)s",
+                                 {**each.lead, "error": error})
+        ended = {(each.lead["pool"], each.lead["job"]) for each in gone if each.lead["of_a_run"] and not is_open(each.lead["job"])}
+        for pool, job in sorted(ended):
             with contextlib.suppress(Error):  # another process has it
-                if _has_job(pool, job) and not _listed(pool, job):
+                if _has_job(pool, job) and not _of_job(pool, job):
                     control.run("rm", pool, job, "--yes")
 
 
