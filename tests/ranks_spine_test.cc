@@ -80,6 +80,23 @@ class RanksTest : public SpineFixture {
     EXPECT_EQ(ErrorIdOf(status), id) << status;
     EXPECT_NE(status.message().find(text), absl::string_view::npos) << status << " for " << text;
   }
+
+  // What one of two ranks gets of a call while the other has come to the step; then both take it.
+  void ExpectErrorBesideAStep(uint32_t caller,
+                              const std::function<absl::Status(client::Session&)>& call,
+                              const std::string& text) {
+    const Ranks ranks = Launch(2);
+    OnAll(ranks, [](Job& rank) { ASSERT_NO_FATAL_FAILURE(rank.Open()); });
+    client::StepCommand step;
+    step.step = 1;
+    std::thread other([&] { EXPECT_TRUE(ranks[1 - caller]->session().Step(step).ok()); });
+    client::Session& session = ranks[caller]->session();
+    ExpectError(call(session), ErrorId::kRanksDiffer, text);
+    EXPECT_TRUE(session.Step(step).ok());
+    other.join();
+    OnAll(ranks, [](Job& rank) { rank.Close(); });
+  }
+
   // Until the daemon has one job, with so many ranks.
   static void WaitForRanks(int count) {
     const std::string folder = std::filesystem::path(getenv("OFFLOADD_SOCKET")).parent_path();
@@ -217,32 +234,16 @@ TEST_F(RanksTest, AWeightThatAllOverwriteIsWrittenOnce) {
 }
 
 TEST_F(RanksTest, AWeightThatOnlyTheFirstOverwritesIsAnErrorOnceTheOthersStep) {
-  const Ranks ranks = Launch(2);
-  OnAll(ranks, [](Job& rank) { ASSERT_NO_FATAL_FAILURE(rank.Open()); });
-  client::StepCommand step;
-  step.step = 1;
-  std::thread other([&] { EXPECT_TRUE(ranks[1]->session().Step(step).ok()); });
-  client::Session& first = ranks[0]->session();
-  const absl::Status put =
-      first.Wait(first.Put(0, 0, proto::kExtentElements, proto::kRegionFixedBytes));
-  ExpectError(put, ErrorId::kRanksDiffer, "rank 0 writes \"embedding\" in place while rank 1");
-  EXPECT_TRUE(first.Step(step).ok());
-  other.join();
-  OnAll(ranks, [](Job& rank) { rank.Close(); });
+  const auto put = [](client::Session& first) {
+    return first.Wait(first.Put(0, 0, proto::kExtentElements, proto::kRegionFixedBytes));
+  };
+  ExpectErrorBesideAStep(0, put, "rank 0 writes \"embedding\" in place while rank 1");
 }
 
 TEST_F(RanksTest, AWeightThatOnlyALaterRankOverwritesIsAnErrorOnceTheFirstSteps) {
-  const Ranks ranks = Launch(2);
-  OnAll(ranks, [](Job& rank) { ASSERT_NO_FATAL_FAILURE(rank.Open()); });
-  client::StepCommand step;
-  step.step = 1;
-  std::thread first([&] { EXPECT_TRUE(ranks[0]->session().Step(step).ok()); });
-  client::Session& later = ranks[1]->session();
-  ExpectError(later.Wait(later.FollowPut(0)), ErrorId::kRanksDiffer,
-              "rank 1 writes \"embedding\" in place while rank 0 takes a step");
-  EXPECT_TRUE(later.Step(step).ok());
-  first.join();
-  OnAll(ranks, [](Job& rank) { rank.Close(); });
+  const auto follow = [](client::Session& later) { return later.Wait(later.FollowPut(0)); };
+  ExpectErrorBesideAStep(1, follow,
+                         "rank 1 writes \"embedding\" in place while rank 0 takes a step");
 }
 
 TEST_F(RanksTest, AWeightOfWhichRanksMakeDifferentValuesIsAnErrorOfAll) {
@@ -434,18 +435,10 @@ TEST_F(RanksTest, ExchangesOfDifferentNumbersAreTold) {
 }
 
 TEST_F(RanksTest, AnExchangeOfOneRankIsAnErrorOnceTheOthersStep) {
-  const Ranks ranks = Launch(2);
-  OnAll(ranks, [](Job& rank) { ASSERT_NO_FATAL_FAILURE(rank.Open()); });
-  client::StepCommand step;
-  step.step = 1;
-  std::thread other([&] { EXPECT_TRUE(ranks[1]->session().Step(step).ok()); });
-  client::Session& first = ranks[0]->session();
-  ExpectError(first.Exchange("").status(), ErrorId::kRanksDiffer,
-              "rank 0 waits for all ranks (in Exchange() or LoadWeights()) while rank 1 takes a "
-              "step without having come to that");
-  EXPECT_TRUE(first.Step(step).ok());
-  other.join();
-  OnAll(ranks, [](Job& rank) { rank.Close(); });
+  const auto exchange = [](client::Session& first) { return first.Exchange("").status(); };
+  ExpectErrorBesideAStep(0, exchange,
+                         "rank 0 waits for all ranks (in Exchange() or LoadWeights()) while rank 1 "
+                         "takes a step without having come to that");
 }
 
 TEST_F(RanksTest, ARankThatClosesWhileOthersStepIsToldToThem) {

@@ -98,7 +98,7 @@ def _strings(options):
             raise Error.of(1002, f"there is no option {key}", f"Did you mean {meant[0]}?" if meant else f"The options are {', '.join(OPTIONS)}")
         is_flag = isinstance(value, bool) and key not in ("ram", "gpu_ram")
         text = str(int(value)) if is_flag else os.fspath(value) if isinstance(value, os.PathLike) else str(value)
-        if not text.isascii() and text != text.encode(errors="replace").decode():
+        if text != text.encode(errors="replace").decode():
             raise Error.of(1201 if key == "nvme_path" else 1002, f"{key} is {text!r}, which is not UTF-8", "Give it a name in UTF-8")
         pairs += [key, text]
     return pairs

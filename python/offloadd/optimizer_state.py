@@ -380,11 +380,14 @@ class StateOfAll(collections.defaultdict):
             self.drop([parameter])
         self[parameter].update(values)
 
+    def _remove(self, parameters):
+        self.drop(parameters)
+        self._part.forget(parameters)
+
     def __delitem__(self, parameter):
         if parameter not in self:
             raise KeyError(parameter)
-        self.drop([parameter])
-        self._part.forget([parameter])
+        self._remove([parameter])
 
     def pop(self, parameter, *default):
         if parameter not in self and default:
@@ -410,9 +413,7 @@ class StateOfAll(collections.defaultdict):
         return parameter, self.pop(parameter)
 
     def clear(self):
-        parameters = list(self)
-        self.drop(parameters)
-        self._part.forget(parameters)
+        self._remove(list(self))
 
     update = collections.abc.MutableMapping.update
 

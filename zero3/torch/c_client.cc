@@ -65,6 +65,9 @@ int Report(const absl::Status& status) {
 
 absl::Status BadValue(std::string_view what) { return MakeError(ErrorId::kBadValue, what); }
 
+// A list that may be NULL when it is empty, for Guarded().
+const void* ListOf(const void* list, size_t count) { return count > 0 ? list : ""; }
+
 // No exception crosses the border, and no pointer that is needed and NULL.
 template <typename Work>
 int Guarded(std::initializer_list<std::pair<const char*, const void*>> needed, Work work) noexcept {
@@ -133,12 +136,6 @@ absl::StatusOr<kernels::OptimizerSpec> OptimizerOf(const char* name,
   OFFLOAD_RETURN_IF_ERROR(SetParameters(parameters, count, &optimizer));
   return optimizer;
 }
-
-}  // namespace
-}  // namespace offload::zero3
-
-namespace offload::zero3 {
-namespace {
 
 // Which threads have acquired which tensor. A step waits until what it updates is released: its own
 // thread would wait for itself, and one release too many would leave the tensor pinned for good.
@@ -406,6 +403,7 @@ absl::Status offload_job::Step(const offload_parameter* parameters, size_t count
 // ---- The calls ---------------------------------------------------------------------------------
 
 using offload::zero3::Guarded;
+using offload::zero3::ListOf;
 
 const char* offload_error(void) {
   return offload::zero3::last_error != nullptr ? offload::zero3::last_error->c_str() : "";
@@ -417,8 +415,8 @@ int offload_open(const offload_options* options, const offload_tensor* tensors, 
   return Guarded(
       {{"job", job},
        {"options", options},
-       {"tensors", tensor_count > 0 ? static_cast<const void*>(tensors) : ""},
-       {"parameters", parameter_count > 0 ? static_cast<const void*>(parameters) : ""}},
+       {"tensors", ListOf(tensors, tensor_count)},
+       {"parameters", ListOf(parameters, parameter_count)}},
       [&]() -> absl::Status {
         *job = nullptr;
         std::vector<proto::Tensor> declared;
@@ -481,8 +479,7 @@ int offload_deliver_gradient(offload_job* job, size_t tensor, const void* gradie
 }
 
 int offload_step(offload_job* job, const offload_parameter* parameters, size_t parameter_count) {
-  return Guarded({{"job", job},
-                  {"parameters", parameter_count > 0 ? static_cast<const void*>(parameters) : ""}},
+  return Guarded({{"job", job}, {"parameters", ListOf(parameters, parameter_count)}},
                  [&] { return job->Step(parameters, parameter_count); });
 }
 
