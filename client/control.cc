@@ -102,7 +102,8 @@ v1::SealRequest SealHead(const kernels::OptimizerSpec& optimizer, const proto::M
   return request;
 }
 
-void AppendLists(const proto::MemoryPlan& plan, size_t begin, v1::SealRequest& request) {
+void AppendLists(const proto::MemoryPlan& plan, const OtherTensors* others, size_t begin,
+                 v1::SealRequest& request) {
   AppendPart(plan.weight_resident, begin,
              [&](bool resident) { request.add_weight_resident(resident); });
   AppendPart(plan.state_resident, begin,
@@ -111,6 +112,9 @@ void AppendLists(const proto::MemoryPlan& plan, size_t begin, v1::SealRequest& r
     request.add_gradient_home(static_cast<uint32_t>(gradient.home));
     request.add_gradient_offset(gradient.offset_bytes);
   });
+  if (others == nullptr) return;
+  AppendPart(others->stored_names, begin,
+             [&](const std::string& name) { request.add_stored_name(name); });
 }
 
 v1::StepRequest StepHead(const StepCommand& command) {
@@ -262,15 +266,20 @@ absl::Status ControlClient::ReserveScratch(uint64_t bytes) {
 
 absl::Status ControlClient::Seal(
     const kernels::OptimizerSpec& optimizer, const proto::MemoryPlan& plan, uint64_t pins_offset,
-    const std::function<void(uint64_t formatted, uint64_t total)>& progress) {
+    const std::function<void(uint64_t formatted, uint64_t total)>& progress,
+    const OtherTensors* others) {
   const size_t entries =
       std::max({plan.weight_resident.size(), plan.state_resident.size(), plan.gradients.size()});
   bool done = false;
   OFFLOAD_RETURN_IF_ERROR(Run("Seal", std::nullopt, [&](grpc::ClientContext& context) {
     const auto stream = stub_->Seal(&context);
     v1::SealRequest request = SealHead(optimizer, plan, pins_offset);
+    if (others != nullptr) {
+      request.set_other_tensors(true);
+      request.set_trainer_state(others->trainer_state);
+    }
     for (size_t begin = 0; begin == 0 || begin < entries; begin += kListEntriesPerMessage) {
-      AppendLists(plan, begin, request);
+      AppendLists(plan, others, begin, request);
       if (!stream->Write(request)) return stream->Finish();
       request.Clear();
     }

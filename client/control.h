@@ -42,7 +42,8 @@ class ControlClient {
   absl::Status ReserveScratch(uint64_t bytes);
   absl::Status Seal(const kernels::OptimizerSpec& optimizer, const proto::MemoryPlan& plan,
                     uint64_t pins_offset,
-                    const std::function<void(uint64_t formatted, uint64_t total)>& progress);
+                    const std::function<void(uint64_t formatted, uint64_t total)>& progress,
+                    const OtherTensors* others);
   absl::Status Publish(const std::string& trainer_state);
   absl::Status EndLoad();
   absl::Status SetSchedule(std::span<const uint32_t> tensors);

@@ -189,10 +189,11 @@ absl::Status Session::ReserveScratch(uint64_t bytes) {
   return impl_->control->ReserveScratch(bytes);
 }
 
-absl::Status Session::Seal(
-    const kernels::OptimizerSpec& optimizer, const proto::MemoryPlan& plan, uint64_t pins_offset,
-    const std::function<void(uint64_t formatted, uint64_t total)>& progress) {
-  OFFLOAD_RETURN_IF_ERROR(impl_->control->Seal(optimizer, plan, pins_offset, progress));
+absl::Status Session::Seal(const kernels::OptimizerSpec& optimizer, const proto::MemoryPlan& plan,
+                           uint64_t pins_offset,
+                           const std::function<void(uint64_t formatted, uint64_t total)>& progress,
+                           const OtherTensors* others) {
+  OFFLOAD_RETURN_IF_ERROR(impl_->control->Seal(optimizer, plan, pins_offset, progress, others));
   OFFLOAD_RETURN_IF_ERROR(impl_->rings->AttachTensors(impl_->tensor_count, pins_offset));
   return plan.world_size > 1 ? impl_->rings->AttachGradientWords() : absl::OkStatus();
 }

@@ -75,6 +75,12 @@ struct JobInfo {
   std::vector<bool> trainable;   // of a job that exists: which of its tensors are, in their order
 };
 
+// For a job that exists and gets other tensors than its store has.
+struct OtherTensors {
+  std::vector<std::string> stored_names;  // by tensor: what it is called there; empty: not there
+  std::string trainer_state;              // of the last epoch, from then on
+};
+
 // The optimizer of tensors that share its parameters.
 using Group = kernels::OptimizerSpec;
 struct TensorUpdate {
@@ -113,10 +119,13 @@ class Session {
   absl::Status DeclareTensors(std::span<const proto::Tensor> tensors);
   absl::Status ReserveScratch(uint64_t bytes);
   // A job that exists may have frozen tensors that are trainable now: its store is laid out anew,
-  // and what the optimizer keeps of them is zeros. The other way round it is OFD-1602.
+  // and what the optimizer keeps of them is zeros. The other way round it is OFD-1602. With
+  // `others`, and one rank, it is laid out anew for other tensors: those that have a stored name
+  // keep what it has of them, the others are zeros, stored ones that no name stands for are gone.
   absl::Status Seal(const kernels::OptimizerSpec& optimizer, const proto::MemoryPlan& plan,
                     uint64_t pins_offset,
-                    const std::function<void(uint64_t formatted, uint64_t total)>& progress);
+                    const std::function<void(uint64_t formatted, uint64_t total)>& progress,
+                    const OtherTensors* others = nullptr);
   absl::Status Publish(const std::string& trainer_state);
   // Makes the puts since the last step durable, all or none, under the step that there is. Without
   // it they are durable with the next step, and dropped when the job ends before one. Every put is

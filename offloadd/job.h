@@ -52,6 +52,7 @@
 #include "offloadd/activity_log.h"
 #include "offloadd/event_loop.h"
 #include "offloadd/gradient_sum.h"
+#include "offloadd/job_catalogue.h"
 #include "offloadd/job_context.h"
 #include "offloadd/job_phase.h"
 #include "offloadd/machine.h"
@@ -59,6 +60,7 @@
 #include "offloadd/plan_comparison.h"
 #include "offloadd/rank.h"
 #include "offloadd/rate_meter.h"
+#include "offloadd/relayout.h"
 #include "offloadd/replan_policy.h"
 #include "offloadd/resident_state.h"
 #include "offloadd/step_gate.h"
@@ -231,9 +233,10 @@ class Job {
   uint64_t RegionBytes(uint32_t rank) const;
   bool IsGoodRegion(uint64_t region_bytes, uint64_t pins_bytes) const;
   absl::Status CheckHome(uint32_t tensor) const;
+  absl::Status CheckOtherTensors() const;
   absl::Status CheckBudget() const;
   absl::Status CompareCatalogue();
-  absl::Status CheckMayOutgrow() const;
+  absl::Status CheckMayOutgrow(bool has_others) const;
   absl::StatusOr<std::unique_ptr<swap::Store>> FormatStore();
   absl::StatusOr<std::unique_ptr<swap::Store>> LayOutAnew();
   void MakeWhatIsSealed(Made& made);
@@ -337,7 +340,13 @@ class Job {
   uint64_t scratch_bytes_ = 0;  // that ranks may use
   uint32_t generations_ = 0;    // spare ones of a new store
   bool store_existed_ = false;
-  std::optional<proto::Catalogue> outgrown_;  // of a store without room for all that is trained now
+  // Of a store that has other tensors, or no room for all that is trained now.
+  struct Outgrown {
+    proto::Catalogue catalogue;  // by which it is laid out
+    Moves moves;
+  };
+  std::optional<OtherTensors> other_tensors_;  // that the trainer has, until the seal
+  std::optional<Outgrown> outgrown_;
 
   proto::SharedMemory slab_;
   Membership membership_;

@@ -1,6 +1,8 @@
 #include "offloadd/job_catalogue.h"
 
 #include <algorithm>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -25,7 +27,7 @@ std::string Describe(const proto::Tensor& tensor) {
 }
 
 bool HasBecome(const proto::Tensor& before, const proto::Tensor& now) {
-  return before.name == now.name && before.shape == now.shape && before.dtype == now.dtype &&
+  return before.shape == now.shape && before.dtype == now.dtype &&
          (now.trainable || !before.trainable);
 }
 
@@ -33,6 +35,26 @@ std::string DescribeOrder(const proto::Tensor& tensor) {
   if (tensor.dimension_order.empty()) return "row by row";
   return absl::StrCat("with its dimensions in the order ",
                       absl::StrJoin(tensor.dimension_order, ", "));
+}
+
+absl::Status CompareOrder(const std::string& job, const proto::Tensor& before,
+                          const proto::Tensor& now) {
+  if (before.dimension_order == now.dimension_order) return absl::OkStatus();
+  return MakeError(
+      ErrorId::kOtherModel,
+      absl::StrCat("parameter \"", now.name, "\" lies in memory ", DescribeOrder(now),
+                   ", in job \"", job, "\" it lies ", DescribeOrder(before)),
+      "Lay the model out as when the job was made (memory_format), or choose another job name");
+}
+
+absl::Status CompareOptimizer(const std::string& job, const StoredCatalogue& stored,
+                              const kernels::OptimizerSpec& optimizer) {
+  const proto::KeptPlanes planes = proto::KeptBy(optimizer);
+  if (stored.optimizer == optimizer.name() && stored.planes == planes) return absl::OkStatus();
+  return MakeError(ErrorId::kOtherModel,
+                   absl::StrCat("job \"", job, "\" was trained with ",
+                                DescribeOptimizer(stored.optimizer, stored.planes),
+                                ", the trainer has ", DescribeOptimizer(optimizer.name(), planes)));
 }
 
 // The numbers are one set: those of the store's format.
@@ -78,8 +100,14 @@ absl::StatusOr<SealedPlan> PlanFromMessages(const std::vector<proto::v1::SealReq
                      absl::StrCat("a plan with ", first.sum_blocks(), " sum_blocks"));
   }
   plan.sum_blocks = static_cast<uint32_t>(first.sum_blocks());
+  if (first.other_tensors())
+    sealed.other_tensors = OtherTensors{.stored_names = {}, .trainer_state = first.trainer_state()};
   std::vector<uint32_t> homes;
   for (const proto::v1::SealRequest& message : messages) {
+    if (sealed.other_tensors.has_value()) {
+      std::vector<std::string>& names = sealed.other_tensors->stored_names;
+      names.insert(names.end(), message.stored_name().begin(), message.stored_name().end());
+    }
     plan.weight_resident.insert(plan.weight_resident.end(), message.weight_resident().begin(),
                                 message.weight_resident().end());
     plan.state_resident.insert(plan.state_resident.end(), message.state_resident().begin(),
@@ -87,8 +115,10 @@ absl::StatusOr<SealedPlan> PlanFromMessages(const std::vector<proto::v1::SealReq
     homes.insert(homes.end(), message.gradient_home().begin(), message.gradient_home().end());
     for (const uint64_t offset : message.gradient_offset())
       plan.gradients.push_back({.offset_bytes = offset});
+    const size_t name_count =
+        sealed.other_tensors.has_value() ? sealed.other_tensors->stored_names.size() : 0;
     if (std::max({plan.weight_resident.size(), plan.state_resident.size(), homes.size(),
-                  plan.gradients.size()}) > proto::kTensorsMax) {
+                  plan.gradients.size(), name_count}) > proto::kTensorsMax) {
       return MakeError(ErrorId::kProtocol, "a plan for too many tensors");
     }
   }
@@ -131,13 +161,9 @@ absl::Status CompareWithStored(const std::string& job, const StoredCatalogue& st
   const size_t common = std::min(stored.tensors.size(), catalogue.tensors.size());
   for (size_t i = 0; i < common; ++i) {
     const proto::Tensor &before = stored.tensors[i], &now = catalogue.tensors[i];
-    if (HasBecome(before, now)) {
-      if (before.dimension_order == now.dimension_order) continue;
-      return MakeError(
-          ErrorId::kOtherModel,
-          absl::StrCat("parameter \"", now.name, "\" lies in memory ", DescribeOrder(now),
-                       ", in job \"", job, "\" it lies ", DescribeOrder(before)),
-          "Lay the model out as when the job was made (memory_format), or choose another job name");
+    if (before.name == now.name && HasBecome(before, now)) {
+      OFFLOAD_RETURN_IF_ERROR(CompareOrder(job, before, now));
+      continue;
     }
     return MakeError(ErrorId::kOtherModel,
                      absl::StrCat("job \"", job, "\" has ", Describe(before), " as parameter ", i,
@@ -155,12 +181,7 @@ absl::Status CompareWithStored(const std::string& job, const StoredCatalogue& st
         absl::StrCat("the model has ", Describe(catalogue.tensors[common]), " as parameter ",
                      common, ", job \"", job, "\" has only ", common, " parameters"));
   }
-  const proto::KeptPlanes planes = proto::KeptBy(optimizer);
-  if (stored.optimizer == optimizer.name() && stored.planes == planes) return absl::OkStatus();
-  return MakeError(ErrorId::kOtherModel,
-                   absl::StrCat("job \"", job, "\" was trained with ",
-                                DescribeOptimizer(stored.optimizer, stored.planes),
-                                ", the trainer has ", DescribeOptimizer(optimizer.name(), planes)));
+  return CompareOptimizer(job, stored, optimizer);
 }
 
 bool HasThawed(const StoredCatalogue& stored, const proto::Catalogue& catalogue) {
@@ -169,6 +190,37 @@ bool HasThawed(const StoredCatalogue& stored, const proto::Catalogue& catalogue)
                      [](const proto::Tensor& before, const proto::Tensor& now) {
                        return before.trainable == now.trainable;
                      });
+}
+
+absl::StatusOr<std::vector<std::optional<uint32_t>>> FindSources(
+    const std::string& job, const StoredCatalogue& stored, const proto::Catalogue& catalogue,
+    const kernels::OptimizerSpec& optimizer, const std::vector<std::string>& stored_names) {
+  if (stored_names.size() != catalogue.tensors.size()) {
+    return MakeError(ErrorId::kProtocol, absl::StrCat(stored_names.size(), " stored names of ",
+                                                      catalogue.tensors.size(), " tensors"));
+  }
+  std::unordered_map<std::string_view, uint32_t> unused;
+  for (uint32_t i = 0; i < stored.tensors.size(); ++i) unused.emplace(stored.tensors[i].name, i);
+  std::vector<std::optional<uint32_t>> sources(catalogue.tensors.size());
+  for (size_t i = 0; i < sources.size(); ++i) {
+    if (stored_names[i].empty()) continue;
+    const auto found = unused.find(stored_names[i]);
+    if (found == unused.end()) {
+      return MakeError(ErrorId::kProtocol, absl::StrCat("stored name \"", stored_names[i],
+                                                        "\", which no other tensor has"));
+    }
+    const proto::Tensor &before = stored.tensors[found->second], &now = catalogue.tensors[i];
+    if (!HasBecome(before, now)) {
+      return MakeError(ErrorId::kOtherModel,
+                       absl::StrCat("job \"", job, "\" has ", Describe(before), ", the model has ",
+                                    Describe(now)));
+    }
+    OFFLOAD_RETURN_IF_ERROR(CompareOrder(job, before, now));
+    sources[i] = found->second;
+    unused.erase(found);
+  }
+  OFFLOAD_RETURN_IF_ERROR(CompareOptimizer(job, stored, optimizer));
+  return sources;
 }
 
 }  // namespace offload::daemon

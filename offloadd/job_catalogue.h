@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -28,10 +29,16 @@ using proto::TensorFromMessage;
 // OFD-1503 for what is none of ours, or whose parameters make no sense.
 absl::StatusOr<kernels::OptimizerSpec> OptimizerFromMessage(const proto::v1::Optimizer& message);
 
+// For a store that has other tensors than the model.
+struct OtherTensors {
+  std::vector<std::string> stored_names;  // by tensor; empty: the store does not have it
+  std::string trainer_state;              // of what is laid out for it
+};
 struct SealedPlan {
   kernels::OptimizerSpec optimizer;
   proto::MemoryPlan plan;
   uint64_t pins_offset = 0;
+  std::optional<OtherTensors> other_tensors;
 };
 // Joins the messages of a Seal. Lengths and sums are checked by ComputeSlabLayout. OFD-1503.
 absl::StatusOr<SealedPlan> PlanFromMessages(const std::vector<proto::v1::SealRequest>& messages);
@@ -47,5 +54,11 @@ absl::Status CompareWithStored(const std::string& job, const StoredCatalogue& st
 
 // Whether a tensor is trainable now that was frozen; of catalogues that CompareWithStored() takes.
 bool HasThawed(const StoredCatalogue& stored, const proto::Catalogue& catalogue);
+
+// Which of the stored tensors each tensor of the model is; nothing: none of them. OFD-1503 for
+// names that no stored tensor has, or that two have; 1602 as from CompareWithStored().
+absl::StatusOr<std::vector<std::optional<uint32_t>>> FindSources(
+    const std::string& job, const StoredCatalogue& stored, const proto::Catalogue& catalogue,
+    const kernels::OptimizerSpec& optimizer, const std::vector<std::string>& stored_names);
 
 }  // namespace offload::daemon

@@ -1,5 +1,6 @@
 #include "offloadd/job_catalogue.h"
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -88,6 +89,25 @@ TEST(JobCatalogueTest, MissingAndAdditionalParametersAreNamed) {
   tensors = Tensors();
   tensors.push_back({.name = "head", .shape = {10}, .dtype = Dtype::kBFloat16});
   ExpectRefusal(Compare(tensors), "\"head\"");
+}
+
+TEST(JobCatalogueTest, StoredTensorsAreFoundByTheNamesThatAreGiven) {
+  const auto stored =
+      DecodeCatalogue(EncodeCatalogue(*proto::BuildCatalogue(Tensors()), OptimizerSpec()));
+  ASSERT_TRUE(stored.ok()) << stored.status();
+  std::vector<proto::Tensor> tensors = Tensors();
+  std::swap(tensors[0], tensors[1]);
+  tensors[2] = {.name = "further", .shape = {10}, .dtype = Dtype::kBFloat16};
+  const auto find = [&](const std::vector<std::string>& names) {
+    return FindSources("job", *stored, *proto::BuildCatalogue(tensors), OptimizerSpec(), names);
+  };
+  const auto sources = find({"norm", "embedding", ""});
+  ASSERT_TRUE(sources.ok()) << sources.status();
+  EXPECT_EQ(*sources, (std::vector<std::optional<uint32_t>>{1, 0, std::nullopt}));
+  EXPECT_EQ(ErrorIdOf(find({"norm", "embedding"}).status()), ErrorId::kProtocol);
+  EXPECT_EQ(ErrorIdOf(find({"norm", "nobody", ""}).status()), ErrorId::kProtocol);
+  EXPECT_EQ(ErrorIdOf(find({"norm", "norm", ""}).status()), ErrorId::kProtocol);
+  ExpectRefusal(find({"embedding", "norm", ""}).status(), "the model has \"norm\" [64]");
 }
 
 TEST(JobCatalogueTest, OtherOptimizerIsRefused) {

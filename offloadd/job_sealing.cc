@@ -21,6 +21,7 @@
 #include "offloadd/limits.h"
 #include "offloadd/plan_depths.h"
 #include "offloadd/relayout.h"
+#include "proto/trainer_states.h"
 #include "spdlog/spdlog.h"
 
 namespace offload::daemon {
@@ -154,14 +155,14 @@ absl::StatusOr<std::unique_ptr<swap::Store>> Job::LayOutAnew() {
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<swap::Store> grown, FormatStore());
   store_->SetWatch(nullptr);  // which counts on the loop
   const absl::Status copied =
-      CopyEpoch({store_.get(), &*outgrown_}, {grown.get(), &context_.catalogue},
-                MakeStoreOptions().cancelled);
+      CopyEpoch({store_.get(), &outgrown_->catalogue}, {grown.get(), &context_.catalogue},
+                outgrown_->moves, MakeStoreOptions().cancelled);
   store_->SetWatch(meter_.Watch(activity_.Watch()));
   OFFLOAD_RETURN_IF_ERROR(copied);
   FaultPoint("job.laid_out_anew");
   OFFLOAD_RETURN_IF_ERROR(machine_.PublishStore(*grown));
-  spdlog::info("job {}: laid out anew, as more is trained than before: {} instead of {}",
-               identity_.name, FormatDecimalBytes(grown->device().geometry().size_bytes),
+  spdlog::info("job {}: laid out anew for what is trained now: {} instead of {}", identity_.name,
+               FormatDecimalBytes(grown->device().geometry().size_bytes),
                FormatDecimalBytes(store_->device().geometry().size_bytes));
   return grown;
 }
@@ -212,6 +213,7 @@ absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) 
       context_.catalogue,
       proto::BuildCatalogue(std::exchange(ranks_.front()->declared, {}), context_.optimizer));
   context_.plan = std::move(sealed.plan);
+  other_tensors_ = std::move(sealed.other_tensors);
   context_.gradient_sum = membership_.gradient_sum();
   pins_offset_ = sealed.pins_offset;
   const proto::Catalogue& catalogue = context_.catalogue;
@@ -231,7 +233,18 @@ absl::Status Job::ReadPlan(const std::vector<proto::v1::SealRequest>& messages) 
   }
   for (size_t i = 0; i < catalogue.tensors.size() && i < context_.plan.gradients.size(); ++i)
     OFFLOAD_RETURN_IF_ERROR(CheckHome(static_cast<uint32_t>(i)));
-  return absl::OkStatus();
+  return CheckOtherTensors();
+}
+
+absl::Status Job::CheckOtherTensors() const {
+  if (!other_tensors_.has_value()) return absl::OkStatus();
+  const uint64_t state_bytes = other_tensors_->trainer_state.size();
+  if (world_size() == 1 && store_existed_ &&
+      state_bytes <= proto::TrainerStateBytesMax(1, kLimits.trainer_state_bytes_max))
+    return absl::OkStatus();
+  return MakeError(ErrorId::kProtocol,
+                   absl::StrCat("other tensors in a ", store_existed_ ? "" : "new ", "job of ",
+                                world_size(), " ranks, with a state of ", state_bytes, " bytes"));
 }
 
 absl::Status Job::CheckHome(uint32_t tensor) const {
@@ -281,9 +294,20 @@ absl::Status Job::CheckBudget() const {
 
 absl::Status Job::CompareCatalogue() {
   OFFLOAD_ASSIGN_OR_RETURN(StoredCatalogue stored, DecodeCatalogue(store_->spec().catalogue));
-  OFFLOAD_RETURN_IF_ERROR(
-      CompareWithStored(identity_.name, stored, context_.catalogue, context_.optimizer));
-  const bool has_thawed = HasThawed(stored, context_.catalogue);
+  const bool has_others = other_tensors_.has_value();
+  Moves moves;
+  if (has_others) {
+    OFFLOAD_ASSIGN_OR_RETURN(
+        moves.sources, FindSources(identity_.name, stored, context_.catalogue, context_.optimizer,
+                                   other_tensors_->stored_names));
+    trainer_states_[0] = std::move(other_tensors_->trainer_state);
+    moves.blob = proto::EncodeTrainerStates(trainer_states_);
+  } else {
+    OFFLOAD_RETURN_IF_ERROR(
+        CompareWithStored(identity_.name, stored, context_.catalogue, context_.optimizer));
+    for (uint32_t i = 0; i < context_.catalogue.tensors.size(); ++i) moves.sources.push_back(i);
+  }
+  const bool has_thawed = !has_others && HasThawed(stored, context_.catalogue);
   OFFLOAD_ASSIGN_OR_RETURN(proto::Catalogue before,
                            proto::BuildCatalogue(std::move(stored.tensors), context_.optimizer));
   if (MakeStoreSpec(identity_.name, before, context_.optimizer).tensors != store_->spec().tensors) {
@@ -291,23 +315,28 @@ absl::Status Job::CompareCatalogue() {
                      absl::StrCat("job \"", identity_.name, "\" was laid out by other rules"));
   }
   outgrown_.reset();
-  if (!has_thawed) return absl::OkStatus();
-  outgrown_ = std::move(before);
-  return CheckMayOutgrow();
+  if (!has_thawed && !has_others) return absl::OkStatus();
+  outgrown_ = {std::move(before), std::move(moves)};
+  return CheckMayOutgrow(has_others);
 }
 
 // Snapshots have the layout of their store, and files of several pools do not get their names at
 // once.
-absl::Status Job::CheckMayOutgrow() const {
-  const std::string what = absl::StrCat("more of the model is trained than when job \"",
-                                        identity_.name, "\" was made, and its store ");
+absl::Status Job::CheckMayOutgrow(bool has_others) const {
+  const std::string what = absl::StrCat(
+      has_others ? "the model has other parameters than job \""
+                 : "more of the model is trained than when job \"",
+      identity_.name, has_others ? "\", and its store " : "\" was made, and its store ");
   const absl::StatusOr<std::vector<std::string>> pools = swap::SplitPools(identity_.pool);
   if (pools.ok() && pools->size() > 1) {
     return MakeError(
         ErrorId::kOtherModel,
         absl::StrCat(what, "lies over several pools, where it cannot be laid out anew"),
-        "Freeze those parameters again, or set may_thaw when a job is made over "
-        "several pools");
+        has_others
+            ? "Attach all that is trained at some time before the first step, or keep the job "
+              "in one pool"
+            : "Freeze those parameters again, or set may_thaw when a job is made over "
+              "several pools");
   }
   if (!store_->snapshots().empty()) {
     return MakeError(

@@ -132,8 +132,8 @@ class BundleReader {
 // Makes a bundle of members that come from one or several.
 class BundleWriter {
  public:
-  BundleWriter(const LaidOutStore& from, const LaidOutStore& to)
-      : from_(from), to_(to), bundles_(from) {}
+  BundleWriter(const LaidOutStore& from, const LaidOutStore& to, const Moves& moves)
+      : from_(from), to_(to), moves_(moves), bundles_(from) {}
 
   absl::Status Write(uint32_t store_tensor) {
     const proto::StoreTensor& tensor = to_.catalogue->store_tensors[store_tensor];
@@ -141,8 +141,10 @@ class BundleWriter {
     // Residuals without tie bits are copied as they are.
     std::vector<uint32_t> masters(tensor.planes.Has(proto::Plane::kTies) ? tensor.element_count
                                                                          : 0);
-    for (const uint32_t member : tensor.members)
-      OFFLOAD_RETURN_IF_ERROR(CopyMember(member, extent, masters));
+    for (const uint32_t member : tensor.members) {
+      if (moves_.sources[member].has_value())
+        OFFLOAD_RETURN_IF_ERROR(CopyMember(*moves_.sources[member], member, extent, masters));
+    }
     if (!masters.empty()) OFFLOAD_RETURN_IF_ERROR(Split(masters, extent));
     return WriteExtent(*to_.store, store_tensor, /*index=*/0, extent);
   }
@@ -158,11 +160,12 @@ class BundleWriter {
     return extent;
   }
 
-  absl::Status CopyMember(uint32_t member, Extent& extent, std::vector<uint32_t>& masters) {
-    const proto::Placement& source = from_.catalogue->placements[member];
-    const proto::Placement& target = to_.catalogue->placements[member];
-    const proto::PlaneSet& planes = from_.catalogue->planes(member);
-    const uint64_t count = to_.catalogue->tensors[member].element_count;
+  absl::Status CopyMember(uint32_t from_member, uint32_t to_member, Extent& extent,
+                          std::vector<uint32_t>& masters) {
+    const proto::Placement& source = from_.catalogue->placements[from_member];
+    const proto::Placement& target = to_.catalogue->placements[to_member];
+    const proto::PlaneSet& planes = from_.catalogue->planes(from_member);
+    const uint64_t count = to_.catalogue->tensors[to_member].element_count;
     OFFLOAD_ASSIGN_OR_RETURN(const Bundle* const bundle, bundles_.Find(source.store_tensor));
     if (!masters.empty()) {
       std::memcpy(masters.data() + target.element_offset,
@@ -178,22 +181,24 @@ class BundleWriter {
   }
 
   const LaidOutStore from_, to_;
+  const Moves& moves_;
   BundleReader bundles_;
 };
 
 }  // namespace
 
-absl::Status CopyEpoch(const LaidOutStore& from, const LaidOutStore& to,
+absl::Status CopyEpoch(const LaidOutStore& from, const LaidOutStore& to, const Moves& moves,
                        const std::function<bool()>& cancelled) {
-  BundleWriter bundles(from, to);
+  BundleWriter bundles(from, to, moves);
   const std::vector<proto::StoreTensor>& tensors = to.catalogue->store_tensors;
   for (uint32_t store_tensor = 0; store_tensor < tensors.size(); ++store_tensor) {
     if (tensors[store_tensor].bundle) {
       OFFLOAD_RETURN_IF_ERROR(bundles.Write(store_tensor));
       continue;
     }
-    const uint32_t source =
-        from.catalogue->placements[tensors[store_tensor].members.front()].store_tensor;
+    const std::optional<uint32_t> tensor = moves.sources[tensors[store_tensor].members.front()];
+    if (!tensor.has_value()) continue;
+    const uint32_t source = from.catalogue->placements[*tensor].store_tensor;
     for (uint32_t index = 0; index < to.store->ExtentCount(store_tensor); ++index) {
       if (cancelled && cancelled())
         return MakeError(ErrorId::kSessionEnded, "the session ended before its job was open");
@@ -203,7 +208,7 @@ absl::Status CopyEpoch(const LaidOutStore& from, const LaidOutStore& to,
   }
   const swap::CommitInfo& committed = from.store->committed();
   return RunToEnd(*to.store, [&](swap::Store::Done done) {
-    to.store->Commit(committed.epoch, committed.blob, std::move(done));
+    to.store->Commit(committed.epoch, moves.blob.value_or(committed.blob), std::move(done));
   });
 }
 

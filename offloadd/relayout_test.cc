@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -210,6 +211,13 @@ Contents ReadContents(swap::Store& store, const proto::Catalogue& catalogue,
   return contents;
 }
 
+// Every tensor is itself.
+Moves Stay(const proto::Catalogue& catalogue) {
+  Moves moves;
+  for (uint32_t i = 0; i < catalogue.tensors.size(); ++i) moves.sources.emplace_back(i);
+  return moves;
+}
+
 class RelayoutTest : public testing::TestWithParam<uint64_t> {
  protected:
   // Values of every element of every store tensor, those between members of bundles zeros.
@@ -252,7 +260,8 @@ class RelayoutTest : public testing::TestWithParam<uint64_t> {
 
 TEST_P(RelayoutTest, EveryValueIsWhereTheOtherLayoutHasIt) {
   Fill();
-  ASSERT_EQ(CopyEpoch({from_.get(), &before_}, {to_.get(), &after_}, nullptr), absl::OkStatus());
+  ASSERT_EQ(CopyEpoch({from_.get(), &before_}, {to_.get(), &after_}, Stay(after_), nullptr),
+            absl::OkStatus());
   EXPECT_EQ(to_->committed().epoch, 7u);
   EXPECT_EQ(to_->committed().blob, "blob");
   std::vector<Contents> copied;
@@ -275,6 +284,50 @@ TEST_P(RelayoutTest, EveryValueIsWhereTheOtherLayoutHasIt) {
   }
 }
 
+// In another order, without some, and with further ones, large and small.
+TEST_P(RelayoutTest, OtherTensorsFindTheirValues) {
+  Fill();
+  std::vector<proto::Tensor> tensors;
+  Moves moves;
+  for (uint32_t id = before_.tensors.size(); id-- > 0;) {
+    const proto::Tensor& tensor = before_.tensors[id];
+    if (id % 5 == 0) {
+      tensors.push_back(tensor);
+      tensors.back().name += ".further";
+      moves.sources.emplace_back();
+    }
+    if (id % 4 == 0) continue;
+    tensors.push_back(tensor);
+    tensors.back().name += ".renamed";
+    moves.sources.emplace_back(id);
+  }
+  moves.blob = "another";
+  const proto::Catalogue others = *proto::BuildCatalogue(tensors);
+  const std::unique_ptr<swap::Store> to = MakeStore(others, 3);
+  ASSERT_EQ(CopyEpoch({from_.get(), &before_}, {to.get(), &others}, moves, nullptr),
+            absl::OkStatus());
+  EXPECT_EQ(to->committed().epoch, 7u);
+  EXPECT_EQ(to->committed().blob, "another");
+  std::vector<Contents> copied;
+  for (uint32_t i = 0; i < others.store_tensors.size(); ++i)
+    copied.push_back(ReadContents(*to, others, i));
+  const auto slice = [](const proto::Catalogue& catalogue, const std::vector<Contents>& all,
+                        uint32_t id, Values Contents::*values) {
+    const proto::Placement& placement = catalogue.placements[id];
+    const auto begin = (all[placement.store_tensor].*values).begin() +
+                       static_cast<ptrdiff_t>(placement.element_offset);
+    return Values(begin, begin + static_cast<ptrdiff_t>(catalogue.tensors[id].element_count));
+  };
+  for (uint32_t id = 0; id < others.tensors.size(); ++id) {
+    for (const auto values : {&Contents::masters, &Contents::exp_avg}) {
+      const std::optional<uint32_t> source = moves.sources[id];
+      const Values expected = source.has_value() ? slice(before_, contents_, *source, values)
+                                                 : Values(others.tensors[id].element_count);
+      EXPECT_EQ(expected, slice(others, copied, id, values)) << others.tensors[id].name;
+    }
+  }
+}
+
 TEST_P(RelayoutTest, ADamagedExtentEndsItBeforeAnythingIsCommitted) {
   Fill();
   const swap::ExtentId id = ExtentIdOf(0, Plane::kResidual, 1);
@@ -285,7 +338,8 @@ TEST_P(RelayoutTest, ADamagedExtentEndsItBeforeAnythingIsCommitted) {
                        from_->Write({&wrong, 1}, std::move(done));
                      }),
             absl::OkStatus());
-  const absl::Status status = CopyEpoch({from_.get(), &before_}, {to_.get(), &after_}, nullptr);
+  const absl::Status status =
+      CopyEpoch({from_.get(), &before_}, {to_.get(), &after_}, Stay(after_), nullptr);
   EXPECT_EQ(ErrorIdOf(status), ErrorId::kChecksum) << status;
   EXPECT_EQ(to_->committed().sequence, 0u);
 }
@@ -293,7 +347,7 @@ TEST_P(RelayoutTest, ADamagedExtentEndsItBeforeAnythingIsCommitted) {
 TEST_P(RelayoutTest, ItEndsWhenNobodyWantsItAnyMore) {
   Fill();
   const absl::Status status =
-      CopyEpoch({from_.get(), &before_}, {to_.get(), &after_}, [] { return true; });
+      CopyEpoch({from_.get(), &before_}, {to_.get(), &after_}, Stay(after_), [] { return true; });
   EXPECT_EQ(ErrorIdOf(status), ErrorId::kSessionEnded) << status;
 }
 
