@@ -21,4 +21,16 @@ inline bool IsBufferTensor(std::string_view tensor) {
   return tensor.starts_with(kBufferTensorPrefix);
 }
 
+inline constexpr std::string_view kReplacedTensorPrefix = "replaced ";
+
+// Of a parameter whose place in the model another one has taken, for which the job was laid out
+// anew after `step`.
+inline std::string ReplacedTensorName(std::string_view name, uint64_t step) {
+  return std::string(kReplacedTensorPrefix).append(std::to_string(step)).append(" ").append(name);
+}
+
+inline bool IsReplacedTensor(std::string_view tensor) {
+  return tensor.starts_with(kReplacedTensorPrefix);
+}
+
 }  // namespace offload::proto

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/battery_torch_growth.h"
 #include "tests/battery_torch_phases.h"
 #include "tests/torch_fixture.h"
 
@@ -166,8 +167,8 @@ TEST_P(BatteryTest, ComputesWhatItComputesInMemory) {
 std::vector<Case> Cases() {
   const bool in_every_type = getenv("OFFLOADD_LONG_TESTS") != nullptr;
   std::vector<Case> cases;
-  for (const auto programs :
-       {ModulePrograms, LoopPrograms, EditPrograms, LifePrograms, StridePrograms, PhasePrograms}) {
+  for (const auto programs : {ModulePrograms, LoopPrograms, EditPrograms, LifePrograms,
+                              StridePrograms, PhasePrograms, GrowthPrograms}) {
     for (Program& program : programs()) {
       cases.push_back({program, at::kFloat});
       if (program.fp32_only) continue;

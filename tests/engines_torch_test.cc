@@ -299,17 +299,35 @@ TEST(SeveralModulesTest, OptimizersOverPartsOfOneModuleStepTheirOwn) {
   ExpectSameState(train(false), train(true));
 }
 
-TEST(SeveralModulesTest, ModuleAfterTheFirstUseIsRefusedAndTheJobGoesOn) {
-  SetOffloading(true);
-  nn::Linear early(128, 128), late(128, 128);
-  auto engine = Engine::Open(OptionsFor("late"));
-  auto optimizer = engine->AdamW(*early, torch::optim::AdamWOptions(1e-3));
-  early->forward(Numbers(1, {2, 128})).sum().backward();
-  ExpectError(1601, "before the first operation",
-              [&] { engine->AdamW(*late, torch::optim::AdamWOptions(1e-3)); });
-  EXPECT_NE(late->weight.data_ptr<float>(), nullptr) << "it was not touched";
-  optimizer->step();
-  EXPECT_EQ(engine->step(), 1);
+// Between a forward and its backward pass, with a gradient of an earlier one.
+TEST(SeveralModulesTest, ModuleAfterTheFirstUseJoinsTheJob) {
+  const auto train = [](bool offloading) {
+    SetOffloading(offloading);
+    torch::manual_seed(3);
+    nn::Linear early(128, 640), late(640, 128);
+    auto engine = Engine::Open(OptionsFor("late"));
+    auto optimizer = engine->AdamW(*early, torch::optim::AdamWOptions(1e-3));
+    early->forward(Numbers(1, {2, 128})).sum().backward();
+    const Tensor between = torch::tanh(early->forward(Numbers(2, {2, 128})));
+    auto others = engine->AdamW(*late, torch::optim::AdamWOptions(1e-3));
+    for (int step = 0; step < 3; ++step) {
+      const Tensor x =
+          step == 0 ? between : torch::tanh(early->forward(Numbers(step + 2, {2, 128})));
+      late->forward(x).square().sum().backward();
+      optimizer->step();
+      others->step();
+      optimizer->zero_grad();
+      others->zero_grad();
+    }
+    EXPECT_EQ(engine->step(), 6);
+    std::vector<Tensor> weights;
+    for (const nn::Linear& module : {early, late}) {
+      for (const Tensor& parameter : module->parameters())
+        weights.push_back(engine->Gather(parameter, "weight"));
+    }
+    return weights;
+  };
+  ExpectSameState(train(false), train(true));
 }
 
 TEST(SeveralModulesTest, OptimizersOfOtherKindsAreRefused) {

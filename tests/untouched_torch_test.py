@@ -244,10 +244,10 @@ class UntouchedTest(unittest.TestCase):
     def test_a_model_of_inference_mode_stays_in_memory(self):
         self.check_oddity("inference")
 
-    def test_a_model_that_is_made_later_is_refused(self):
-        plain, result = self.plain("oddities", "4", self.file("plain"), "late"), self.oddity("late")
-        self.assertEqual((result.code, result.steps()), (1, plain.steps()[:4]))
-        self.assertIn("OFD-1601 the optimizer has a parameter of shape [64, 64] that was made after the first forward pass", result.error)
+    def test_a_model_that_is_made_later_joins_the_job_which_cannot_be_resumed(self):
+        said = self.check_oddity("late", steps=8).error
+        self.assertIn("parameters that were made after the first forward pass: they are offloaded, too, and the job cannot be resumed", said)
+        self.check_refused(self.oddity("late", options=["--resume"]), "has parameter 'later/0', the model has not")
 
     def test_a_program_that_does_not_train_says_so(self):
         result = self.oddity("no_optimizer")

@@ -97,13 +97,19 @@ absl::StatusOr<std::string> StoredModel::BlobWith(std::vector<uint64_t> update_c
   const std::string& blob = store_->committed().blob;
   OFFLOAD_ASSIGN_OR_RETURN(const zero3::TrainerState state,
                            zero3::DecodeTrainerState(proto::DecodeTrainerStates(blob).front()));
-  update_counts.resize(weight_count());
-  return zero3::EncodeTrainerState(
-      {.update_counts = std::move(update_counts), .buffers = state.buffers});
+  const auto is_buffer = [](const proto::Tensor& tensor) {
+    return proto::IsBufferTensor(tensor.name);
+  };
+  update_counts.resize(std::ranges::find_if(catalogue_.tensors, is_buffer) -
+                       catalogue_.tensors.begin());
+  return zero3::EncodeTrainerState({.update_counts = std::move(update_counts),
+                                    .buffers = state.buffers,
+                                    .layout = state.layout});
 }
 
 bool StoredModel::IsWeight(uint32_t tensor) const {
-  return !proto::IsBufferTensor(catalogue_.tensors[tensor].name);
+  const std::string& name = catalogue_.tensors[tensor].name;
+  return !proto::IsBufferTensor(name) && !proto::IsReplacedTensor(name);
 }
 
 size_t StoredModel::weight_count() const {

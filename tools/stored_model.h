@@ -56,7 +56,7 @@ class StoredModel {
   const std::string& optimizer() const { return optimizer_; }  // its name
   // What the optimizer keeps of what it trains, with torch's names.
   const proto::KeptPlanes& kept() const { return kept_; }
-  // Whether a tensor of the catalogue is a parameter, and no buffer.
+  // Whether a tensor of the catalogue is a parameter of the model, and no buffer.
   bool IsWeight(uint32_t tensor) const;
   size_t weight_count() const;
 

@@ -14,7 +14,13 @@ namespace {
 
 constexpr uint32_t kMagic = 0x544c464f;  // "OFLT"
 constexpr uint32_t kVersion = 1, kVersionWithBuffers = 2, kVersionWithScales = 3,
-                   kVersionWithSuccessions = 4;
+                   kVersionWithSuccessions = 4, kVersionWithLayout = 5;
+constexpr uint64_t kNotCounted = UINT64_MAX;
+
+// Of a tensor of the layout; its names follow.
+struct LayoutHeader {
+  uint32_t is_new, name_bytes, former_bytes;
+};
 
 struct Header {
   uint32_t magic, version;
@@ -63,6 +69,35 @@ absl::Status TakeScales(std::string_view& bytes, TrainerState& state) {
   return absl::OkStatus();
 }
 
+void AppendLayout(const std::vector<LaidOutTensor>& layout, std::string& bytes) {
+  AppendLength(layout.size(), bytes);
+  for (const LaidOutTensor& tensor : layout) {
+    const LayoutHeader header = {tensor.is_new ? 1u : 0u, static_cast<uint32_t>(tensor.name.size()),
+                                 static_cast<uint32_t>(tensor.former_name.size())};
+    bytes.append(reinterpret_cast<const char*>(&header), sizeof(header));
+    bytes.append(tensor.name).append(tensor.former_name);
+  }
+}
+
+absl::Status TakeLayout(std::string_view& bytes, TrainerState& state) {
+  const std::optional<uint64_t> count = TakeLength(bytes);
+  if (!count.has_value()) return Damaged("ends before its layout");
+  for (uint64_t i = 0; i < *count; ++i) {
+    LayoutHeader header;
+    if (bytes.size() < sizeof(header)) return Damaged("ends within its layout");
+    std::memcpy(&header, bytes.data(), sizeof(header));
+    bytes.remove_prefix(sizeof(header));
+    const uint64_t names_bytes = uint64_t{header.name_bytes} + header.former_bytes;
+    if (names_bytes > bytes.size()) return Damaged("ends within its layout");
+    state.layout.push_back(
+        {.name = std::string(bytes.substr(0, header.name_bytes)),
+         .is_new = header.is_new != 0,
+         .former_name = std::string(bytes.substr(header.name_bytes, header.former_bytes))});
+    bytes.remove_prefix(names_bytes);
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<std::string> EncodeTrainerState(const TrainerState& state) {
@@ -71,10 +106,11 @@ absl::StatusOr<std::string> EncodeTrainerState(const TrainerState& state) {
     if (runs.empty() || runs.back().update_count != count) runs.push_back({count, 0});
     ++runs.back().length;
   }
-  const uint32_t version = state.successions.has_value() ? kVersionWithSuccessions
-                           : !state.loss_scales.empty()  ? kVersionWithScales
-                           : !state.buffers.empty()      ? kVersionWithBuffers
-                                                         : kVersion;
+  const uint32_t version = !state.layout.empty()           ? kVersionWithLayout
+                           : state.successions.has_value() ? kVersionWithSuccessions
+                           : !state.loss_scales.empty()    ? kVersionWithScales
+                           : !state.buffers.empty()        ? kVersionWithBuffers
+                                                           : kVersion;
   const Header header = {kMagic, version, state.update_counts.size(), runs.size()};
   std::string bytes(reinterpret_cast<const char*>(&header), sizeof(header));
   bytes.append(reinterpret_cast<const char*>(runs.data()), runs.size() * sizeof(CountRun));
@@ -87,7 +123,9 @@ absl::StatusOr<std::string> EncodeTrainerState(const TrainerState& state) {
     bytes.append(reinterpret_cast<const char*>(state.loss_scales.data()),
                  state.loss_scales.size() * sizeof(LossScale));
   }
-  if (version >= kVersionWithSuccessions) AppendLength(*state.successions, bytes);
+  if (version >= kVersionWithSuccessions)
+    AppendLength(state.successions.value_or(kNotCounted), bytes);
+  if (version >= kVersionWithLayout) AppendLayout(state.layout, bytes);
   const size_t room = kTrainerStateBytesMax - std::min(kTrainerStateBytesMax, bytes.size());
   if (state.trainer.size() > room) {
     return MakeError(ErrorId::kBadValue,
@@ -104,8 +142,7 @@ absl::StatusOr<TrainerState> DecodeTrainerState(std::string_view bytes) {
     return Damaged(absl::StrCat("has only ", bytes.size(), " bytes"));
   std::memcpy(&header, bytes.data(), sizeof(header));
   bytes.remove_prefix(sizeof(header));
-  if (header.magic != kMagic || header.version < kVersion ||
-      header.version > kVersionWithSuccessions)
+  if (header.magic != kMagic || header.version < kVersion || header.version > kVersionWithLayout)
     return Damaged("is not from this library");
   if (header.tensors > proto::kTensorsMax || header.runs > bytes.size() / sizeof(CountRun)) {
     return Damaged(absl::StrCat("says ", header.tensors, " tensors in ", header.runs, " runs"));
@@ -125,7 +162,9 @@ absl::StatusOr<TrainerState> DecodeTrainerState(std::string_view bytes) {
   if (header.version >= kVersionWithSuccessions) {
     state.successions = TakeLength(bytes);
     if (!state.successions.has_value()) return Damaged("ends before its successions");
+    if (state.successions == kNotCounted) state.successions.reset();
   }
+  if (header.version >= kVersionWithLayout) OFFLOAD_RETURN_IF_ERROR(TakeLayout(bytes, state));
   state.trainer = std::string(bytes);
   return state;
 }

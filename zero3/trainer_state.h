@@ -7,8 +7,9 @@
 // Format, little endian: u32 magic, u32 version, u64 tensors, u64 runs, then (u64 update count, u64
 // length) per run of tensors with equal counts, from version 2 on u64 length and bytes of the
 // buffers (buffers.h), from version 3 on u64 count and (f32 scale, i32 growth tracker) of each
-// GradScaler, in version 4 u64 successions, then the trainer's bytes to the end. Written is the
-// first version that has what there is.
+// GradScaler, from version 4 on u64 successions (2^64 - 1: not counted), in version 5 u64 count and
+// (u32 is new, u32 length of name, u32 length of former name, both) of each tensor of the store,
+// then the trainer's bytes to the end. Written is the first version that has what there is.
 //
 // Thread safety: pure functions.
 #pragma once
@@ -31,6 +32,17 @@ struct LossScale {
   int32_t growth_tracker = 0;  // steps since the scale has changed
 };
 
+// A tensor of a store that was laid out anew for other tensors.
+struct LaidOutTensor {
+  std::string name;
+  // While there is no step yet since the store was laid out: whether it came then, and what its
+  // name was before, if another.
+  bool is_new = false;
+  std::string former_name;
+
+  bool operator==(const LaidOutTensor&) const = default;
+};
+
 struct TrainerState {
   std::vector<uint64_t> update_counts;  // per tensor
   std::string trainer;
@@ -39,6 +51,8 @@ struct TrainerState {
   // How often an object of torch::optim had taken the place of one that was destroyed. Nothing: not
   // counted.
   std::optional<uint64_t> successions;
+  // All of them, in their order there. None: those that the job was made with.
+  std::vector<LaidOutTensor> layout;
 };
 
 // OFD-1002 when it is longer than a commit takes.

@@ -62,6 +62,30 @@ TEST(TrainerStateTest, SuccessionsThatAreNotCountedAreNotNone) {
   }
 }
 
+TEST(TrainerStateTest, ALayoutStandsBesideTheRest) {
+  for (const auto& successions : {std::optional<uint64_t>(), std::optional<uint64_t>(7)}) {
+    const TrainerState state = {
+        .update_counts = {1, 2},
+        .trainer = "trainer",
+        .buffers = "buffers",
+        .loss_scales = {{2.0f, 1}},
+        .successions = successions,
+        .layout = {{.name = "a"}, {.name = "b", .is_new = true}, {"c", false, "former"}}};
+    const std::string bytes = Encode(state);
+    const auto back = DecodeTrainerState(bytes);
+    ASSERT_TRUE(back.ok()) << back.status();
+    EXPECT_EQ(back->layout, state.layout);
+    EXPECT_EQ(back->successions, successions);
+    EXPECT_EQ(back->buffers, "buffers");
+    EXPECT_EQ(back->trainer, "trainer");
+    for (size_t size = 1; size < bytes.size() - state.trainer.size(); ++size) {
+      EXPECT_EQ(ErrorIdOf(DecodeTrainerState(bytes.substr(0, size)).status()),
+                ErrorId::kStoreDamaged)
+          << size;
+    }
+  }
+}
+
 TEST(TrainerStateTest, NoBytesAreAStateWithoutTensors) {
   const auto state = DecodeTrainerState("");
   ASSERT_TRUE(state.ok());

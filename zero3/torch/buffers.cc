@@ -169,6 +169,43 @@ void Buffers::Divide(uint64_t small_bytes_max) {
   }
 }
 
+void Buffers::AddLater(std::span<const NamedTensor> buffers, uint64_t small_bytes_max) {
+  const size_t known_count = all_.size();
+  Add(buffers);
+  const std::vector<NamedTensor> added(all_.begin() + static_cast<ptrdiff_t>(known_count),
+                                       all_.end());
+  for (const NamedTensor& named : added) {
+    const auto is_former = [&named](const auto& each) {
+      return each.name == named.name && !each.tensor.is_same(named.tensor);
+    };
+    std::erase_if(all_, is_former);
+    std::erase_if(small_, is_former);
+    std::erase_if(large_, is_former);
+    uint64_t small_bytes = FirstBytes(named);
+    for (const NamedTensor& small : small_) small_bytes += FirstBytes(small);
+    Place(named, small_bytes <= small_bytes_max);
+  }
+}
+
+void Buffers::Rename(std::span<const NamedTensor> buffers) {
+  std::unordered_map<const void*, std::string> names;
+  for (const NamedTensor& named : buffers) {
+    if (named.tensor.defined()) names.try_emplace(named.tensor.unsafeGetTensorImpl(), named.name);
+  }
+  std::unordered_map<std::string, uint64_t> first_bytes;
+  const auto rename = [&](auto& each) {
+    const auto found = names.find(each.tensor.unsafeGetTensorImpl());
+    if (found == names.end()) return;
+    const auto first = first_bytes_.find(each.name);
+    if (first != first_bytes_.end()) first_bytes.emplace(found->second, first->second);
+    each.name = found->second;
+  };
+  absl::c_for_each(all_, rename);
+  absl::c_for_each(small_, rename);
+  absl::c_for_each(large_, rename);
+  first_bytes_ = std::move(first_bytes);
+}
+
 void Buffers::DivideByNames(const std::unordered_set<std::string>& small) {
   for (const NamedTensor& named : all_) Place(named, small.contains(named.name));
 }

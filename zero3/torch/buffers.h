@@ -56,6 +56,11 @@ class Buffers {
   uint64_t FirstBytes(const NamedTensor& named) const;
   // Divides them, once for all; the same way in every run that adds the same ones.
   void Divide(uint64_t small_bytes_max);
+  // Adds those of modules that come after that, each small as long as all of these are within
+  // `small_bytes_max`. One of a name that is known takes its place: the store has nothing of it.
+  void AddLater(std::span<const NamedTensor> buffers, uint64_t small_bytes_max);
+  // Gives those that are known the names that they have now.
+  void Rename(std::span<const NamedTensor> buffers);
   // Those that have no name of these are not small.
   void DivideByNames(const std::unordered_set<std::string>& small);
   std::vector<Large>& large() { return large_; }

@@ -130,7 +130,7 @@ class InMemoryEngine final : public Engine {
       buffers_.insert(buffers_.end(), buffers.begin(), buffers.end());
       names_.insert(names_.end(), names.begin(), names.end());
     }
-    modules_.Add(has_new);
+    modules_.Add(module, has_new);
     modules_.Claim(groups);
   }
   // What the file has for this module; the others take theirs when they are attached.
@@ -147,8 +147,10 @@ class InMemoryEngine final : public Engine {
   }
   std::vector<FileWeight> AttachedWeights() const {
     if (names_.empty()) ThrowStatus(NotAttached());
-    std::vector<FileWeight> weights = ValueOrThrow(FindFileWeights(names_));
-    ThrowIfError(AddFileBuffers(buffers_, weights));
+    const bool are_there = modules_.AreAllThere();  // and may have grown
+    std::vector<FileWeight> weights =
+        ValueOrThrow(FindFileWeights(are_there ? modules_.NamesNow() : names_));
+    ThrowIfError(AddFileBuffers(are_there ? modules_.BufferNamesNow() : buffers_, weights));
     return weights;
   }
   const std::optional<c10::Device> destination_;

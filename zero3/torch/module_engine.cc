@@ -1,8 +1,10 @@
 #include "zero3/torch/module_engine.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -20,20 +22,55 @@ namespace offload::zero3 {
 // ---- Modules and their optimizers --------------------------------------------------------------
 
 std::vector<NamedTensor> ModuleList::Names(const torch::nn::Module& module) const {
-  std::vector<NamedTensor> names = NamedParameters(module, Prefix());
+  std::vector<NamedTensor> names = NamedParameters(module, PrefixOf(module));
   std::erase_if(names, [](const NamedTensor& named) { return IsTable(named.tensor); });
   return names;
 }
 
 std::vector<NamedTensor> ModuleList::BufferNames(const torch::nn::Module& module) const {
-  std::vector<NamedTensor> names = NamedBuffers(module, Prefix());
-  for (NamedTensor& named : NamedParameters(module, Prefix())) {
+  std::vector<NamedTensor> names = NamedBuffers(module, PrefixOf(module));
+  for (NamedTensor& named : NamedParameters(module, PrefixOf(module))) {
     if (IsTable(named.tensor)) names.push_back(std::move(named));
   }
   return names;
 }
 
-std::string ModuleList::Prefix() const { return count_ == 0 ? "" : absl::StrCat(count_, "/"); }
+std::string ModuleList::PrefixOf(const torch::nn::Module& module) const {
+  for (const Member& member : members_) {
+    if (member.address == &module) return member.prefix;
+  }
+  return count_ == 0 ? "" : absl::StrCat(count_, "/");
+}
+
+void ModuleList::Add(const torch::nn::Module& module, bool has_new) {
+  if (!has_new) return;
+  std::string prefix = PrefixOf(module);
+  std::erase_if(members_, [&module](const Member& member) { return member.address == &module; });
+  members_.push_back({&module, module.weak_from_this(), std::move(prefix)});
+  ++count_;
+}
+
+std::vector<NamedTensor> ModuleList::NamesNow() const {
+  std::vector<NamedTensor> names;
+  for (const Member& member : members_) {
+    if (const auto module = member.module.lock())
+      absl::c_copy(Names(*module), std::back_inserter(names));
+  }
+  return names;
+}
+
+bool ModuleList::AreAllThere() const {
+  return absl::c_none_of(members_, [](const Member& member) { return member.module.expired(); });
+}
+
+std::vector<NamedTensor> ModuleList::BufferNamesNow() const {
+  std::vector<NamedTensor> names;
+  for (const Member& member : members_) {
+    if (const auto module = member.module.lock())
+      absl::c_copy(BufferNames(*module), std::back_inserter(names));
+  }
+  return names;
+}
 
 int ModuleList::NumberOf(std::string_view name) {
   const size_t slash = name.find('/');
@@ -108,9 +145,9 @@ void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& grou
                           const kernels::OptimizerSpec& optimizer) {
   EndConstruction();
   for (const at::Tensor& buffer : module.buffers()) LearnStorage(buffer);
-  modules_.CheckFree(groups);
-  const std::vector<NamedTensor> names = modules_.Names(module);
-  const std::vector<NamedTensor> buffers = modules_.BufferNames(module);
+  modules_->CheckFree(groups);
+  const std::vector<NamedTensor> names = modules_->Names(module);
+  const std::vector<NamedTensor> buffers = modules_->BufferNames(module);
   CheckSupported(names, Memory::kOfTorch, tensors_->destination());
   Buffers::CheckSupported(buffers);
   const bool has_new = tensors_->Attach(names, optimizer, buffers);
@@ -118,8 +155,8 @@ void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& grou
   for (const NamedTensor& named : buffers) others.push_back(named.tensor);
   tensors_->MoveOthers(others);
   tensors_->AttachBuffers(buffers);
-  modules_.Add(has_new);
-  modules_.Claim(groups);
+  modules_->Add(module, has_new);
+  modules_->Claim(groups);
 }
 
 void ModuleEngine::AttachWeights(torch::nn::Module& module, const ParameterGroups& groups) {
@@ -131,11 +168,11 @@ void ModuleEngine::AttachWeights(torch::nn::Module& module, const ParameterGroup
     return;
   }
   Attach(module, groups,
-         modules_.IsEmpty() ? kernels::OptimizerSpec("sgd", {}) : tensors_->optimizer());
+         modules_->IsEmpty() ? kernels::OptimizerSpec("sgd", {}) : tensors_->optimizer());
 }
 
 bool ModuleEngine::IsOfOtherKind(const kernels::OptimizerSpec& optimizer) const {
-  if (modules_.IsEmpty() || tensors_->destination().has_value() ||
+  if (modules_->IsEmpty() || tensors_->destination().has_value() ||
       tensors_->attachment()->device() != nullptr)
     return false;
   kernels::OptimizerSpec all = optimizer;
@@ -165,7 +202,7 @@ absl::Status ModuleEngine::CheckResumes(const ParameterGroups& groups,
 
 void ModuleEngine::AttachInProcess(torch::nn::Module& module, const ParameterGroups& groups,
                                    const kernels::OptimizerSpec& optimizer) {
-  modules_.CheckFree(groups);
+  modules_->CheckFree(groups);
   AttachWeights(module, groups);
   Log().info(
       "the job keeps what {} does: {} runs in this process, weight by weight; what it keeps is in "
@@ -209,14 +246,14 @@ void ModuleEngine::CheckHas(const torch::nn::Module& module, const ParameterGrou
 std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::Module& module,
                                                                      ParameterGroups groups,
                                                                      NamedOptimizer&& optimizer) {
-  groups = modules_.LeaveToOthers(module, std::move(groups));
+  groups = modules_->LeaveToOthers(module, std::move(groups));
   CheckHas(module, groups);
   kernels::OptimizerSpec spec = SpecOfAll(optimizer, groups);
   // One that keeps less finds all that it needs.
-  if (!modules_.IsEmpty() && spec.index() == tensors_->optimizer().index())
+  if (!modules_->IsEmpty() && spec.index() == tensors_->optimizer().index())
     spec.KeepToo(tensors_->optimizer());
   Attach(module, groups, spec);
-  return MakeOffloadOptimizer(tensors_, std::move(groups), std::move(optimizer));
+  return MakeOffloadOptimizer(tensors_, modules_, std::move(groups), std::move(optimizer));
 }
 
 }  // namespace offload::zero3

@@ -8,6 +8,9 @@
 // same in every run that attaches the same modules in the same order. A tensor that two modules
 // share is one tensor, with its first name, and is updated by the first optimizer that has it.
 //
+// Modules may grow: what an optimizer has got since and the job has not is looked for in those that
+// were attached and that a shared_ptr holds, and joins the job with their other new tensors.
+//
 // Thread safety: as offload::Engine.
 #pragma once
 
@@ -37,8 +40,14 @@ class ModuleList {
   // Which module a name belongs to: 0 for the first.
   static int NumberOf(std::string_view name);
   // They are attached; `has_new` when some were not before.
-  void Add(bool has_new) { count_ += has_new ? 1 : 0; }
+  void Add(const torch::nn::Module& module, bool has_new);
   bool IsEmpty() const { return count_ == 0; }
+  // What the modules have now that were attached, those left out that are gone or that no
+  // shared_ptr holds.
+  std::vector<NamedTensor> NamesNow() const;
+  std::vector<NamedTensor> BufferNamesNow() const;
+  // Whether none is left out.
+  bool AreAllThere() const;
 
   // `groups`, or, when they are all of the module's parameters in one group without options, those
   // of them that no optimizer has. OFD-1604 when there are none.
@@ -48,11 +57,18 @@ class ModuleList {
   void Claim(const ParameterGroups& groups);
 
  private:
-  std::string Prefix() const;
+  struct Member {
+    const torch::nn::Module* address;  // may be gone
+    std::weak_ptr<const torch::nn::Module> module;
+    std::string prefix;
+  };
+
+  std::string PrefixOf(const torch::nn::Module& module) const;
   // By an object that lives; torch's objects that die leave theirs to the next.
   bool IsClaimed(const at::Tensor& parameter) const;
 
   int count_ = 0;
+  std::vector<Member> members_;
   std::unordered_set<const void*> claimed_;  // TensorImpl
 };
 
@@ -116,7 +132,7 @@ class ModuleEngine final : public Engine {
 
   const std::shared_ptr<TensorEngine> tensors_;
   const int64_t begun_at_;  // the step that the job was at when this process opened it
-  ModuleList modules_;
+  const std::shared_ptr<ModuleList> modules_ = std::make_shared<ModuleList>();
 };
 
 }  // namespace offload::zero3

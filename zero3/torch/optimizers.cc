@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "zero3/torch/module_engine.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/torch_state.h"
@@ -22,10 +23,11 @@ using torch::optim::OptimizerParamGroup;
 
 class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeeper {
  public:
-  OffloadOptimizer(std::shared_ptr<TensorEngine> engine, std::vector<OptimizerParamGroup> groups,
-                   NamedOptimizer optimizer)
+  OffloadOptimizer(std::shared_ptr<TensorEngine> engine, std::shared_ptr<ModuleList> modules,
+                   std::vector<OptimizerParamGroup> groups, NamedOptimizer optimizer)
       : Optimizer(std::move(groups), optimizer.defaults->clone()),
         engine_(std::move(engine)),
+        modules_(std::move(modules)),
         optimizer_(std::move(optimizer)),
         living_(std::make_shared<Living>()) {
     living_->self = this;
@@ -44,11 +46,15 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
     }
     TakeBackState(*this, *this);
     CheckEachOnce(param_groups());
+    TakeWhatCame();
     std::vector<GroupUpdate> updates;
     for (const OptimizerParamGroup& group : param_groups())
       updates.push_back({GroupOf(group.options()), group.params()});
     engine_->Step(updates, [living = living_] { return GroupsNowOf(*living); });
-    if (optimizer_.counts_as_write) engine_->CountAsWrites(parameters());
+    if (optimizer_.counts_as_write) {
+      for (const OptimizerParamGroup& group : param_groups())
+        engine_->CountAsWrites(group.params());
+    }
     ShowAgain(*this, *this, shown_);
     return loss;
   }
@@ -57,6 +63,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
   // Those that will be trained and are frozen yet begin with nothing: the store gets room for all
   // of them at once, before it takes what no epoch has.
   void ReplaceState(std::span<const KeptState> states) override {
+    TakeWhatCame();
     std::vector<KeptState> all(states.begin(), states.end());
     for (const OptimizerParamGroup& group : param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
@@ -121,6 +128,23 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
     return group;
   }
 
+  // Parameters that groups have got since become the job's.
+  void TakeWhatCame() {
+    const auto is_unknown = [this](const at::Tensor& parameter) {
+      return parameter.numel() > 0 && !IsTable(parameter) && !engine_->Has(parameter);
+    };
+    const auto has_unknown = [&](const OptimizerParamGroup& group) {
+      return std::any_of(group.params().begin(), group.params().end(), is_unknown);
+    };
+    if (std::none_of(param_groups().begin(), param_groups().end(), has_unknown)) return;
+    const std::vector<NamedTensor> buffers = modules_->BufferNamesNow();
+    Buffers::CheckSupported(buffers);
+    modules_->AreAllThere()
+        ? engine_->Grow(modules_->NamesNow(), buffers)
+        : engine_->Attach(modules_->NamesNow(), engine_->optimizer(), buffers, /*takes_now=*/true);
+    modules_->Claim(param_groups());
+  }
+
   // Whoever asks for all of it has it in memory, perhaps twice.
   void CheckIsSmall() const {
     const uint64_t state_bytes = engine_->plan().state_bytes;
@@ -136,6 +160,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
   }
 
   const std::shared_ptr<TensorEngine> engine_;
+  const std::shared_ptr<ModuleList> modules_;
   const NamedOptimizer optimizer_;
   const std::shared_ptr<Living> living_;
   ShownState shown_;
@@ -144,10 +169,10 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
 }  // namespace
 
 std::unique_ptr<torch::optim::Optimizer> MakeOffloadOptimizer(
-    std::shared_ptr<TensorEngine> engine, std::vector<OptimizerParamGroup> groups,
-    NamedOptimizer optimizer) {
-  return std::make_unique<OffloadOptimizer>(std::move(engine), std::move(groups),
-                                            std::move(optimizer));
+    std::shared_ptr<TensorEngine> engine, std::shared_ptr<ModuleList> modules,
+    std::vector<OptimizerParamGroup> groups, NamedOptimizer optimizer) {
+  return std::make_unique<OffloadOptimizer>(std::move(engine), std::move(modules),
+                                            std::move(groups), std::move(optimizer));
 }
 
 }  // namespace offload::zero3

@@ -13,10 +13,13 @@
 
 namespace offload::zero3 {
 
+class ModuleList;
+
 // The groups' options are read at every step(), which throws OFD-1002 for values that make no sense
-// and OFD-1604 for those that need state that the job does not keep. It is a StateKeeper.
+// and OFD-1604 for those that need state that the job does not keep. What groups get later is
+// looked for in `modules`. It is a StateKeeper.
 std::unique_ptr<torch::optim::Optimizer> MakeOffloadOptimizer(
-    std::shared_ptr<TensorEngine> engine, std::vector<torch::optim::OptimizerParamGroup> groups,
-    NamedOptimizer optimizer);
+    std::shared_ptr<TensorEngine> engine, std::shared_ptr<ModuleList> modules,
+    std::vector<torch::optim::OptimizerParamGroup> groups, NamedOptimizer optimizer);
 
 }  // namespace offload::zero3

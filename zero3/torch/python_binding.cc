@@ -133,6 +133,15 @@ class PythonEngine final : public torch::CustomClassHolder {
     return has_new;
   }
 
+  // What has come since; the lists are of everything that is trained now.
+  bool Grow(const Strings& names, const Tensors& tensors, const Strings& buffer_names,
+            const Tensors& buffers) {
+    for (const at::Tensor& buffer : buffers) LearnStorage(buffer);
+    std::vector<NamedTensor> kept = Named(buffer_names, buffers);
+    std::erase_if(kept, [](const NamedTensor& buffer) { return buffer.name.empty(); });
+    return this->tensors().Grow(Named(names, tensors), kept);
+  }
+
   // `counts`: of each group, whether torch counts its update as a write of the tensors (their
   // version), which lets the backward of a graph from before the step fail.
   void Step(const std::string& kind, const std::vector<Tensors>& groups,
@@ -341,6 +350,7 @@ TORCH_LIBRARY(offloadd, m) {
   m.class_<PythonEngine>("Engine")
       .def(torch::init<const Strings&>())
       .def("attach", &PythonEngine::Attach)
+      .def("grow", &PythonEngine::Grow)
       .def("seal", [](const Pointer& self) { self->tensors().Seal(); })
       .def("replace_buffer",
            [](const Pointer& self, const std::string& name, const at::Tensor& tensor) {

@@ -115,11 +115,6 @@ void CheckWeightsAtClose(const std::string& value) {
                         "Set it to released or memory"));
 }
 
-// Of a job that exists, whose tensors are those of the model, and then its large buffers.
-size_t StoredBuffers(const std::vector<bool>& stored, const std::vector<proto::Tensor>& declared) {
-  return stored.size() - std::min(stored.size(), declared.size());
-}
-
 // Of all buffers but the `large_count` largest.
 uint64_t SmallBytes(const Buffers& buffers, size_t large_count) {
   std::vector<uint64_t> sizes;
@@ -380,9 +375,7 @@ std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
         by_storage.try_emplace({storage, tensor.storage_offset()}, parameters.size());
     if (is_new) {
       // What a job has been trained of keeps its state when it is frozen.
-      const size_t id = declared_.size() + parameters.size();
-      const bool was_trained =
-          id < stored_trainable_.size() && stored_trainable_[id] && attachment_->world_size() == 1;
+      const bool was_trained = WasTrained(named.name, declared_.size() + parameters.size());
       parameters.push_back(
           {named.name, tensor, {}, tensor.requires_grad() || options_.may_thaw || was_trained});
       continue;
@@ -394,6 +387,7 @@ std::vector<TensorEngine::Parameter> TensorEngine::FindNew(
     if (tensor.requires_grad()) std::swap(first.tensor, first.aliases.back());
     first.trainable |= tensor.requires_grad();
   }
+  SortAsLaidOut(parameters);
   return parameters;
 }
 
@@ -485,17 +479,10 @@ bool TensorEngine::Attach(std::span<const NamedTensor> tensors,
         "the trainer (LBFGS, your own, an object of torch::optim of another kind) are attached "
         "after them"));
   }
-  if (!parameters.empty() && attached_.sealed) {
-    ThrowStatus(MakeError(
-        ErrorId::kUnsupportedModel,
-        absl::StrCat("parameter ", Key(parameters.front().name),
-                     " is attached after the store of job ", Key(options_.job), " was made"),
-        "Attach all modules of a job before the first operation on one of them, or open an engine "
-        "with a job of its own"));
-  }
-  for (const Parameter& parameter : parameters) {
-    if (parameter.trainable && parameter.tensor.scalar_type() == at::kDouble)
-      CheckDoubleRoots(optimizer, parameter.name);
+  CheckDoubleRoots(optimizer, parameters);
+  if (attached_.sealed && !parameters.empty()) {
+    AddLater(std::move(parameters), tensors, buffers, /*are_all=*/false);
+    return true;
   }
   PlanInput input = DescribeJob(parameters, optimizer, buffers_);
   if (!parameters.empty()) {
@@ -525,8 +512,7 @@ void TensorEngine::AttachBuffers(std::span<const NamedTensor> buffers) {
   if (!exists_) return;
   ThrowIfError(buffers_.Restore(state_.buffers));
   // Those in the store come before anything uses them, which may be before any parameter is used.
-  const bool is_complete = declared_.size() == state_.update_counts.size();
-  if (is_complete && StoredBuffers(stored_trainable_, declared_) > 0) Seal();
+  if (HasAllOfStore() && HasBuffersInStore()) Seal();
 }
 
 // The values stay where they are until the store is made.
@@ -620,17 +606,12 @@ void TensorEngine::MakeStore() {
   const at::NoGradGuard no_grad;
   std::optional<WeightFile> initial = OpenInitialWeights();
   try {
-    // Every rank has small ones of its own, in its part of the trainer's state; large ones are in
-    // the store, the first rank's. A job has as many of those as when it was made, however many
-    // ranks go on with it.
-    if (exists_) {
-      DivideAsStored(buffers_, StoredBuffers(stored_trainable_, declared_), state_, *attachment_,
-                     options_.job);
-    } else {
-      buffers_.Divide(SmallBuffersBytes());
-    }
+    const std::vector<LaidOutTensor> in_store = state_.layout;
+    SettleLayout();
+    DivideBuffers();
     TakeThawed();
-    Declare();
+    const std::optional<client::OtherTensors> others = MatchLayout(in_store);
+    Declare(others.has_value() ? &*others : nullptr);
     BeginCounts();
     StartWeights(initial.has_value() ? &*initial : nullptr);
     PutInitialStates();
@@ -655,6 +636,29 @@ void TensorEngine::MakeStore() {
   malloc_trim(0);  // the model's own bytes go back to the kernel
 }
 
+// Of a job that exists, whose tensors are those of the model, and then its large buffers.
+size_t TensorEngine::StoredBuffers() const {
+  return stored_trainable_.size() - std::min(stored_trainable_.size(), declared_.size());
+}
+
+// Every rank has small ones of its own, in its part of the trainer's state; large ones are in the
+// store, the first rank's. A job has as many of those as when it was made, however many ranks go on
+// with it.
+void TensorEngine::DivideBuffers() {
+  if (!exists_) return buffers_.Divide(SmallBuffersBytes());
+  if (state_.layout.empty())
+    return DivideAsStored(buffers_, StoredBuffers(), state_, *attachment_, options_.job);
+  std::unordered_set<std::string> small;
+  for (const NamedTensor& named : buffers_.all()) {
+    if (!stored_names_.contains(proto::BufferTensorName(named.name))) small.insert(named.name);
+  }
+  buffers_.DivideByNames(small);
+}
+
+std::string TensorEngine::EncodedState(const struct TrainerState& state) const {
+  return Encoded(state, *attachment_);
+}
+
 bool TensorEngine::ReplaceBuffer(std::string_view name, const at::Tensor& tensor) {
   const at::Tensor kept = tensor.requires_grad() ? tensor.detach() : tensor;  // not its graph
   if (!buffers_.Replace(name, kept)) return false;
@@ -669,13 +673,13 @@ void TensorEngine::TakeThawed() {
     declared_[id].trainable |= attached_.tensors[id].requires_grad();
 }
 
-void TensorEngine::Declare() {
+void TensorEngine::Declare(const client::OtherTensors* others) {
   PlanInput input = DescribeJob({}, optimizer_, buffers_);
   Plan plan = ValueOrThrow(MakePlan(input));
   client::Session& session = attachment_->session();
   ThrowIfError(session.DeclareTensors(input.catalogue.tensors));
-  ThrowIfError(
-      session.Seal(optimizer_, plan.memory, plan.pins_offset, Progress("formatting the store")));
+  ThrowIfError(session.Seal(optimizer_, plan.memory, plan.pins_offset,
+                            Progress("formatting the store"), others));
   ThrowIfError(session.CountUses(plan.use_times_offset));
   attachment_->SetPlan(std::move(input), std::move(plan));
   if (device_plan_.is_made()) {
@@ -698,11 +702,12 @@ void TensorEngine::BeginCounts() {
   }
 }
 
-// Puts those whose bytes have changed.
-void TensorEngine::StoreLargeBuffers() {
+// Puts those whose bytes have changed, or of these the ones that were never put.
+void TensorEngine::StoreLargeBuffers(bool new_ones_only) {
   if (attachment_->rank() > 0) return;
   for (size_t n = 0; n < buffers_.large().size(); ++n) {
     Buffers::Large& buffer = buffers_.large()[n];
+    if (new_ones_only && buffer.is_stored) continue;
     const std::string bytes = Buffers::BytesOf(buffer);
     const uint32_t crc = Crc32c(0, bytes.data(), bytes.size());
     if (buffer.is_stored && buffer.crc == crc) continue;
@@ -720,6 +725,7 @@ void TensorEngine::StoreLargeBuffers() {
 void TensorEngine::RestoreLargeBuffers() {
   for (size_t n = 0; n < buffers_.large().size(); ++n) {
     Buffers::Large& buffer = buffers_.large()[n];
+    if (IsNewInStore(IdOfLarge(n))) continue;
     std::string bytes(buffer.element_count * sizeof(float), '\0');
     ThrowIfError(CopyOut(IdOfLarge(n), proto::Plane::kWeight, sizeof(float),
                          reinterpret_cast<std::byte*>(bytes.data())),
@@ -738,8 +744,9 @@ void TensorEngine::StartWeights(WeightFile* initial) {
   const bool puts = !exists_ && attachment_->rank() == 0;
   if (puts && initial != nullptr) LoadFrom(*initial);
   for (uint32_t id = 0; id < weights_.size(); ++id) {
-    if (puts && initial == nullptr) LoadInitial(id);
-    weights_[id]->Start(/*goes_on=*/exists_);
+    const bool is_new = IsNewInStore(id);
+    if ((puts && initial == nullptr) || is_new) LoadInitial(id);
+    weights_[id]->Start(/*goes_on=*/exists_ && !is_new);
   }
 }
 
@@ -858,8 +865,8 @@ Gradient* TensorEngine::GradientOf(const at::Tensor& parameter) const {
         ErrorId::kUnsupportedModel,
         absl::StrCat("a parameter of shape [", absl::StrJoin(parameter.sizes(), ", "),
                      "] was not in the module when it was attached"),
-        "Attach the module when it is complete, or train what comes later with an optimizer of its "
-        "own"));
+        "Attach the module when it is complete, or register what comes later in an attached module "
+        "that a shared_ptr holds before it is trained"));
   const uint32_t id = known->second;
   if (Residency::Of(parameter) != weights_[id]) {
     Unsupported(weights_[id]->name(),
@@ -948,6 +955,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
     }
   }
   next.buffers = buffers_.EncodeSmall();
+  for (LaidOutTensor& tensor : next.layout) tensor = {.name = tensor.name};
   command.has_trainer_state = true;
   command.trainer_state = Encoded(next, *attachment_);
   for (const uint32_t id : stepped) gradients_[id]->FinishWriting();
@@ -1127,6 +1135,14 @@ void TensorEngine::CheckDoubleRoots(const kernels::OptimizerSpec& optimizer,
       "nearest; or attach an optimizer object of torch::optim, which then runs in this process"));
 }
 
+void TensorEngine::CheckDoubleRoots(const kernels::OptimizerSpec& optimizer,
+                                    const std::vector<Parameter>& parameters) {
+  for (const Parameter& parameter : parameters) {
+    if (parameter.trainable && parameter.tensor.scalar_type() == at::kDouble)
+      CheckDoubleRoots(optimizer, std::string_view(parameter.name));
+  }
+}
+
 // What torch's operators would take for the roots, the daemon takes.
 void TensorEngine::SayRoots(const kernels::OptimizerSpec& optimizer) {
   if (roots_are_said_ || !optimizer.TakesLibraryRoots()) return;
@@ -1205,6 +1221,7 @@ uint32_t TensorEngine::IdOf(const at::Tensor& parameter) const {
 }
 
 uint64_t TensorEngine::update_count(const at::Tensor& parameter) const {
+  if (!Has(parameter) && Own(parameter) == nullptr) return 0;
   const uint32_t id = IdOf(parameter);
   return id < state_.update_counts.size() ? state_.update_counts[id] : 0;
 }

@@ -21,10 +21,12 @@
 
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -63,13 +65,18 @@ class TensorEngine {
   // Adds parameters to the job; several names or tensors of one storage are one tensor with its
   // first name. Those that it has already are skipped; true when there was a new one. OFD-1601 for
   // what is not supported, 1604 for another optimizer than the job's, 1301 when the state does not
-  // fit `ram`.
+  // fit `ram`. Where the store is made already, Grow() adds them.
   // With Options::device those of the host become tensors of the device; where their values are
   // taken later (`takes_now` is false: Seal() does not follow at once), those whose memory others
   // see, too, get a copy first. `buffers`: those that AttachBuffers() is given next, which `ram`
   // has to hold as well.
   bool Attach(std::span<const NamedTensor> tensors, const kernels::OptimizerSpec& optimizer,
               std::span<const NamedTensor> buffers, bool takes_now = false);
+  // Adds what of these lists the job does not have; where it is sealed its store is laid out anew.
+  // Theirs are the names of all that is trained, and those that the job has take them; what has
+  // none any more is left where it is, until a run goes on without it. Throws as Attach() does and
+  // has changed nothing then; what the daemon refuses ends the session.
+  bool Grow(std::span<const NamedTensor> tensors, std::span<const NamedTensor> buffers);
   // What of a module is no parameter of the job goes to Options::device, too; before
   // AttachBuffers(). Nothing without one.
   void MoveOthers(std::span<const at::Tensor> tensors);
@@ -144,7 +151,7 @@ class TensorEngine {
   bool Succeed();
   // Whether there is anything to gather; does not make the store.
   bool keeps_state() const;
-  // How often the job has updated a parameter.
+  // How often the job has updated a parameter; never, where it does not have it (yet).
   uint64_t update_count(const at::Tensor& parameter) const;
 
   const kernels::OptimizerSpec& optimizer() const { return optimizer_; }  // the job's
@@ -179,7 +186,7 @@ class TensorEngine {
   void MakeStore();
   // Makes the parameters trainable tensors of the job that require gradients now.
   void TakeThawed();
-  void Declare();
+  void Declare(const client::OtherTensors* others);
   void BeginCounts();
   void StartWeights(WeightFile* initial);
   // `trained` by id, undefined when frozen.
@@ -189,8 +196,36 @@ class TensorEngine {
   // The store gets room for what the optimizer keeps of them. Throws, and has changed nothing, when
   // `ram` does not do; what the daemon refuses ends the session.
   void Thaw(std::span<const at::Tensor> parameters);
-  void Reopen();
-  void CheckLeavable() const;
+  // `work` lays the store out anew and watches gradients again. What it throws ends the session.
+  void LayOutAnew(const std::function<void()>& work);
+  void Reopen(const client::OtherTensors* others);
+  void CheckLeavable(const std::string& what) const;
+  // The store gets room for `parameters`, and for `buffers` that are new.
+  void AddLater(std::vector<Parameter> parameters, std::span<const NamedTensor> tensors,
+                std::span<const NamedTensor> buffers, bool are_all);
+  void CheckGrows(const Parameter& first) const;
+  std::vector<proto::Tensor> NamedAnew(std::span<const NamedTensor> tensors,
+                                       const std::vector<Parameter>& added, bool are_all) const;
+  client::OtherTensors MoreTensors(const std::vector<proto::Tensor>& before, const Buffers& kept);
+  void PutNew(uint32_t first);
+  void NameLaterForFiles(std::span<const NamedTensor> tensors, uint32_t first);
+  // What the store is called to have: of this run, parameters first.
+  std::vector<std::string> NamesInStore() const;
+  std::unordered_map<std::string_view, uint32_t> IdsByName() const;
+  // Of a job that was laid out for other tensors, what the model calls so.
+  const LaidOutTensor* FindLaidOut(std::string_view name) const;
+  bool WasTrained(const std::string& name, size_t id) const;
+  bool IsNewInStore(uint32_t id) const;
+  void SortAsLaidOut(std::vector<Parameter>& parameters) const;
+  bool HasAllOfStore() const;
+  bool HasBuffersInStore() const;
+  size_t StoredBuffers() const;
+  std::string EncodedState(const struct TrainerState& state) const;
+  void DivideBuffers();
+  // With what the store is laid out anew for the model's tensors; nothing when it has these.
+  std::optional<client::OtherTensors> MatchLayout(const std::vector<LaidOutTensor>& in_store);
+  bool IsOfBefore() const;
+  void SettleLayout();
   void CheckThaws() const;
   std::vector<at::Tensor> LeaveGradients();
   void LoadInitial(uint32_t id);
@@ -206,7 +241,7 @@ class TensorEngine {
   // The number at the daemon of the n-th large buffer.
   uint32_t IdOfLarge(size_t n) const { return static_cast<uint32_t>(declared_.size() + n); }
   uint64_t SmallBuffersBytes() const { return Buffers::kSmallBytesMax / attachment_->world_size(); }
-  void StoreLargeBuffers();
+  void StoreLargeBuffers(bool new_ones_only = false);
   void EndRawAtClose();
   void SettleAtClose();
   c10::DataPtr WeightAtClose(const WeightResidency& weight);
@@ -253,6 +288,8 @@ class TensorEngine {
   // Returns by how much the parameter's count of updates grows.
   int Add(const SparseUpdate& update);
   static void CheckDoubleRoots(const kernels::OptimizerSpec& optimizer, std::string_view name);
+  static void CheckDoubleRoots(const kernels::OptimizerSpec& optimizer,
+                               const std::vector<Parameter>& parameters);
   void SayRoots(const kernels::OptimizerSpec& optimizer);
   uint32_t IdOf(const at::Tensor& parameter) const;
   Gradient* GradientOf(const at::Tensor& parameter) const;
@@ -281,6 +318,8 @@ class TensorEngine {
   std::string initial_weights_;
   LoadOptions initial_options_;
   std::vector<proto::Tensor> declared_;  // by id
+  // While the store is opened, of a job that was laid out anew: names there, by the model's.
+  std::unordered_map<std::string, std::string> stored_names_;
   Buffers buffers_;
   struct {
     bool sealed = false;

@@ -7,7 +7,6 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "base/check.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "zero3/dimension_order.h"
@@ -35,6 +34,12 @@ void TensorEngine::NameForFiles(std::span<const NamedTensor> tensors) {
   attached_.names = std::move(names);
 }
 
+std::unordered_map<std::string_view, uint32_t> TensorEngine::IdsByName() const {
+  std::unordered_map<std::string_view, uint32_t> ids;
+  for (uint32_t id = 0; id < declared_.size(); ++id) ids.emplace(declared_[id].name, id);
+  return ids;
+}
+
 void TensorEngine::SetInitialWeights(std::string path, LoadOptions options) {
   initial_weights_ = std::move(path);
   initial_options_ = std::move(options);
@@ -54,18 +59,17 @@ std::optional<WeightFile> TensorEngine::OpenInitialWeights() {
 // From a file that fits.
 void TensorEngine::LoadFrom(WeightFile& file) {
   FileProgress progress("loading weights", file_weights_);
-  for (uint32_t id = 0, at = 0; at < file_weights_.size(); ++at) {
-    const FileWeight& weight = file_weights_[at];
+  const std::unordered_map<std::string_view, uint32_t> ids = IdsByName();
+  for (const FileWeight& weight : file_weights_) {
     if (weight.is_buffer) {
       if (file.Has(weight)) ThrowIfError(file.ReadBuffer(weight));
       continue;
     }
     if (weight.ElementCount() == 0) continue;  // the daemon does not know it
-    OFFLOAD_CHECK(weight.name == attachment_->tensor(id).name) << weight.name;
+    const uint32_t id = ids.at(weight.name);
     const bool is_rows = attachment_->tensor(id).dimension_order.empty();
     ThrowIfError(is_rows ? LoadRows(id, weight, file) : LoadReordered(id, weight, file),
                  absl::StrCat("parameter '", weight.name, "'"));
-    ++id;
     progress.Done(weight);
   }
 }
@@ -165,14 +169,15 @@ void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& opt
   // Every rank has buffers of its own; those of the one that saves count.
   auto writer = ValueOrThrow(CreateWeightFiles(folder, saved, options), folder);
   FileProgress progress("saving weights", saved);
-  for (uint32_t next = 0; const FileWeight& weight : file_weights_) {
+  const std::unordered_map<std::string_view, uint32_t> ids = IdsByName();
+  for (const FileWeight& weight : file_weights_) {
     if (weight.is_buffer) {
       if (is_saved(weight)) ThrowIfError(AppendBuffer(weight, *writer), folder);
       continue;
     }
     if (weight.ElementCount() == 0) continue;
-    const uint32_t id = next++;
     if (!is_saved(weight)) continue;
+    const uint32_t id = ids.at(weight.name);
     const bool is_rows = attachment_->tensor(id).dimension_order.empty();
     ThrowIfError(is_rows ? SaveRows(id, weight, *writer) : SaveReordered(id, weight, *writer),
                  absl::StrCat("parameter '", weight.name, "'"));

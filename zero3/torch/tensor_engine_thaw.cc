@@ -49,7 +49,7 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
   std::vector<proto::Tensor> before = declared_;
   for (const at::Tensor& parameter : parameters) declared_[IdOf(parameter)].trainable = true;
   try {
-    CheckLeavable();
+    CheckLeavable("a frozen parameter has a gradient");
     ThrowIfError(MakePlan(DescribeJob({}, optimizer_, buffers_)).status());
   } catch (...) {
     declared_ = std::move(before);
@@ -66,10 +66,16 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
   ThrowIfError(attachment_->session().EndLoad());
   std::vector<at::Tensor> trained = LeaveGradients();
   for (const at::Tensor& parameter : parameters) trained[IdOf(parameter)] = parameter;
-  try {
-    Reopen();
+  LayOutAnew([&] {
+    Reopen(/*others=*/nullptr);
     WatchGradients(trained);
     PutStates(unsettled);
+  });
+}
+
+void TensorEngine::LayOutAnew(const std::function<void()>& work) {
+  try {
+    work();
   } catch (...) {
     for (WeightResidency* const weight : weights_) weight->Close();
     try {
@@ -82,7 +88,7 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
 }
 
 // In another session: memory is planned anew, too.
-void TensorEngine::Reopen() {
+void TensorEngine::Reopen(const client::OtherTensors* others) {
   before_ = statistics();
   attachment_->Reopen([this] {
     OpenedJob opened = OpenJob(options_, WorldOf(options_), ram_bytes_);
@@ -97,11 +103,11 @@ void TensorEngine::Reopen() {
   });
   roots_are_said_ = false;
   SayRoots(optimizer_);
-  Declare();
+  Declare(others);
 }
 
 // All that are in the scratch file would be in memory at once.
-void TensorEngine::CheckLeavable() const {
+void TensorEngine::CheckLeavable(const std::string& what) const {
   uint64_t size_bytes = 0;
   for (const Gradient* gradient : gradients_) {
     if (gradient != nullptr) size_bytes += gradient->live_bytes();
@@ -109,13 +115,12 @@ void TensorEngine::CheckLeavable() const {
   if (!attachment_->plan().gradients_spilled || size_bytes <= ram_bytes_ / 4) return;
   ThrowStatus(MakeError(
       ErrorId::kUnsupportedModel,
-      absl::StrCat("a frozen parameter has a gradient, and the others have ",
-                   FormatDecimalBytes(size_bytes), " on the drive, more than a quarter of ram (",
-                   FormatBytes(ram_bytes_),
+      absl::StrCat(what, ", and gradients of ", FormatDecimalBytes(size_bytes),
+                   " are on the drive, more than a quarter of ram (", FormatBytes(ram_bytes_),
                    "), which would be in memory while the store is laid "
                    "out anew"),
-      "Start the program again and call requires_grad_(true) before its first step: the job goes "
-      "on where it is"));
+      "Do so after zero_grad(), before the backward pass; or start the program again and call "
+      "requires_grad_(true) before its first step: the job goes on where it is"));
 }
 
 // They are ordinary tensors until the next step takes them. Returns their parameters by id.

@@ -430,7 +430,7 @@ void Watch::CheckIsNotReplaced(const Seen& seen) {
 // What has trained some of these parameters is replaced.
 void Watch::TakeOver(Seen& seen) {
   CheckIsNotReplaced(seen);
-  CheckIsAttached(seen.groups);
+  TakeWhatCame(seen.groups);
   for (Seen& other : optimizers_) {
     if (&other == &seen || other.attached == nullptr || !Share(other.groups, seen.groups)) continue;
     seen.begins_anew |= other.has_stepped;
@@ -440,22 +440,27 @@ void Watch::TakeOver(Seen& seen) {
   OrEnd([this, &seen] { AttachOptimizer(seen); });
 }
 
-void Watch::CheckIsAttached(const ParamGroups& groups) const {
+// Parameters that were made since the attach join the job with the next step.
+void Watch::TakeWhatCame(const ParamGroups& groups) {
+  const Inside here;
+  size_t count = 0;
   for (const OptimizerParamGroup& group : groups) {
     for (const at::Tensor& parameter : group.params()) {
-      if (attached_tensors_.contains(parameter.unsafeGetTensorImpl())) continue;
-      Refuse(ErrorId::kUnsupportedModel,
-             absl::StrCat("the optimizer has a parameter of shape [",
-                          absl::StrJoin(parameter.sizes(), ", "),
-                          "] that was made after the first forward pass"),
-             "Make all modules before, or attach the model in the program (docs/attach.md)");
+      if (!attached_tensors_.insert(parameter.unsafeGetTensorImpl()).second) continue;
+      model_->register_parameter(absl::StrCat("later/", later_count_++), parameter,
+                                 parameter.requires_grad());
+      ++count;
     }
   }
+  if (count == 0) return;
+  Say(absl::StrCat("the optimizer has ", count,
+                   " parameters that were made after the first forward pass: they are offloaded, "
+                   "too, and the job cannot be resumed, since the program begins without them"));
 }
 
-// Parameters that the program has added to an optimizer are of the job, and of no other optimizer.
-void Watch::CheckGroups(const Optimizer& optimizer, const Seen& seen) const {
-  CheckIsAttached(optimizer.param_groups());
+// Parameters that the program has added to an optimizer are of no other optimizer.
+void Watch::CheckGroups(const Optimizer& optimizer, const Seen& seen) {
+  TakeWhatCame(optimizer.param_groups());
   std::unordered_set<const void*> known;
   for (const OptimizerParamGroup& group : seen.groups) {
     for (const at::Tensor& parameter : group.params())

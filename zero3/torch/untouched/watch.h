@@ -114,8 +114,8 @@ class Watch {
   void CheckNothingRan(const Seen& seen) const;
   void Attach();
   void AttachOptimizer(Seen& seen);
-  void CheckIsAttached(const std::vector<torch::optim::OptimizerParamGroup>& groups) const;
-  void CheckGroups(const torch::optim::Optimizer& optimizer, const Seen& seen) const;
+  void TakeWhatCame(const std::vector<torch::optim::OptimizerParamGroup>& groups);
+  void CheckGroups(const torch::optim::Optimizer& optimizer, const Seen& seen);
   void Follow(torch::optim::Optimizer& optimizer, Seen& seen);
   void SayAttached() const;
   void CloseEngine();
@@ -135,6 +135,7 @@ class Watch {
   std::atomic<pid_t> attached_by_ = 0;
   std::shared_ptr<torch::nn::Module> model_;
   std::unordered_set<const void*> attached_tensors_;  // TensorImpl, of the job's parameters
+  size_t later_count_ = 0;  // of parameters that were made since the attach
 };
 
 // Says why on standard error and ends the process at once, with exit status 1.

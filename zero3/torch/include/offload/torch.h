@@ -257,10 +257,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Further calls add modules to the job, always in the same order: tensors of the first have their
   // names in the module, those of the n-th further one begin with "n/". What an optimizer already
   // has, also through another module, is left to it, and refused (OFD-1002) in explicit groups;
-  // optimizers of one job are of one kind, and the step of each is a step of the job. All modules
-  // have to be there before the job's store is made: by Seal(), or by the first operator that
-  // touches a parameter, step(), Gather(), plan(), LoadWeights() or SaveWeights(). A module that
-  // comes later is refused (OFD-1601).
+  // optimizers of one job are of one kind, and the step of each is a step of the job. The job's
+  // store is made by Seal(), or by the first operator that touches a parameter, step(), Gather(),
+  // plan(), LoadWeights() or SaveWeights(). For a module that comes later, and for parameters that
+  // a group of an optimizer gets and that a module held by a shared_ptr has, it is laid out anew
+  // (docs/attach.md, models that grow); with several ranks, or on a device, they are refused
+  // (OFD-1601).
   //
   // Throws OFD-1002 for options that make no sense, also from step(), and OFD-1604 from a step()
   // whose options need state that the job was made without (momentum, amsgrad, centered).

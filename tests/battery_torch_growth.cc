@@ -1,0 +1,235 @@
+#include "tests/battery_torch_growth.h"
+
+#include <stdlib.h>
+#include <torch/optim.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace offload::battery {
+namespace {
+
+std::unique_ptr<optim::Optimizer> Adam(std::vector<Tensor> parameters) {
+  return std::make_unique<optim::Adam>(std::move(parameters), optim::AdamOptions(1e-2));
+}
+
+// A layer and a normalisation with buffers, whose values a seed tells.
+void Append(const Run& run, nn::Sequential& model, uint64_t seed) {
+  torch::manual_seed(seed);
+  model->push_back(run.Cast(nn::Linear(kWidth, kWidth)));
+  model->push_back(run.Cast(nn::BatchNorm1d(kWidth)));
+}
+
+std::vector<Tensor> LastTwo(const nn::Sequential& model) {
+  std::vector<Tensor> parameters;
+  for (size_t at = model->size() - 2; at < model->size(); ++at) {
+    for (const Tensor& parameter : model->ptr(at)->parameters()) parameters.push_back(parameter);
+  }
+  return parameters;
+}
+
+bool IsInMemory() {
+  const char* const disabled = getenv("OFFLOADD_DISABLE");
+  return disabled != nullptr && disabled[0] == '1';
+}
+
+// Another head with the same name, of another width.
+struct Classifier : nn::Module {
+  explicit Classifier(const Run& run) {
+    torch::manual_seed(5);
+    body = register_module("body", run.Cast(nn::Linear(kWidth, kInner)));
+    head = register_module("head", run.Cast(nn::Linear(kInner, 4)));
+  }
+  void Widen(const Run& run) {
+    const torch::NoGradGuard no_grad;
+    torch::manual_seed(6);
+    nn::Linear wider = run.Cast(nn::Linear(kInner, 7));
+    wider->weight.slice(0, 0, 4).copy_(head->weight);
+    wider->bias.slice(0, 0, 4).copy_(head->bias);
+    head = replace_module("head", wider);
+  }
+  Tensor forward(const Tensor& x) { return head(torch::tanh(body(x))); }
+  nn::Linear body{nullptr}, head{nullptr};
+};
+
+void TrainClassifier(Run& run, Classifier& model, optim::Optimizer& own, uint64_t begin,
+                     uint64_t end) {
+  for (uint64_t batch = begin; batch < end; ++batch) {
+    const Tensor loss = Mean(model.forward(run.Noise(batch, {6, kWidth})));
+    loss.backward();
+    own.step();
+    own.zero_grad();
+    run.See(loss);
+  }
+}
+
+void AddAWiderHead(Run& run) {
+  auto model = std::make_shared<Classifier>(run);
+  auto own = Adam(model->parameters());
+  auto engine = run.Open();
+  engine->Attach(*model, *own);
+  TrainClassifier(run, *model, *own, 0, 2);
+  model->Widen(run);
+  own->add_param_group(optim::OptimizerParamGroup(model->head->parameters()));
+  TrainClassifier(run, *model, *own, 2, 5);
+  run.See(*model);
+  run.See(static_cast<double>(engine->step()));
+}
+
+// A run that ends behind the growth, or before its first step, and one that goes on.
+void ResumeGrown(Run& run, bool with_a_step) {
+  nn::Sequential model(nullptr);
+  std::shared_ptr<Engine> engine;
+  std::unique_ptr<optim::Optimizer> own;
+  const auto begin = [&](bool is_first, bool grown) {
+    if (IsInMemory() && !is_first) return;
+    own.reset();
+    engine.reset();
+    model = Perceptron(run);
+    if (grown) Append(run, model, 21);
+    engine = is_first ? run.Open() : run.Reopen();
+    own = Adam(model->parameters());
+    engine->Attach(*model, *own);
+  };
+  const auto grow = [&] {
+    Append(run, model, 21);
+    own->add_param_group(optim::OptimizerParamGroup(LastTwo(model)));
+  };
+  begin(/*is_first=*/true, /*grown=*/false);
+  Train(run, model, *own, 0, 2);
+  if (with_a_step || IsInMemory()) grow();
+  if (with_a_step) Train(run, model, *own, 2, 4);
+  if (!with_a_step && !IsInMemory()) {
+    nn::Linear beside = run.Cast(nn::Linear(4, 4));  // which has no step before the run ends
+    auto others = Adam(beside->parameters());
+    engine->Attach(*beside, *others);
+    others.reset();
+  }
+  begin(/*is_first=*/false, /*grown=*/with_a_step);
+  if (!with_a_step && !IsInMemory()) grow();
+  Train(run, model, *own, with_a_step ? 4 : 2, 6);
+  run.See(*model);
+}
+
+}  // namespace
+
+Programs GrowthPrograms() {
+  return {
+      {"grown_by_a_group",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         auto own = Adam(model->parameters());
+         auto engine = run.Open();
+         engine->Attach(*model, *own);
+         Train(run, model, *own, 0, 2);
+         for (const uint64_t seed : {21, 22}) {
+           Append(run, model, seed);
+           own->add_param_group(optim::OptimizerParamGroup(LastTwo(model)));
+           Train(run, model, *own, seed, seed + 2);
+         }
+         run.See(*model);
+         for (const Tensor& parameter : model->parameters())
+           run.See(engine->Gather(parameter, "exp_avg"));
+       }},
+      {"grown_for_another_optimizer",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         auto own = Adam(model->parameters());
+         auto engine = run.Open();
+         engine->Attach(*model, *own);
+         Train(run, model, *own, 0, 2);
+         own.reset();
+         Append(run, model, 21);
+         own = Adam(model->parameters());
+         engine->Attach(*model, *own);
+         Train(run, model, *own, 2, 4);
+         run.See(*model);
+       }},
+      {"another_module_comes",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         auto engine = run.Open();
+         auto own = engine->AdamW(*model, optim::AdamWOptions(1e-2));
+         Train(run, model, *own, 0, 2);
+         torch::manual_seed(21);
+         nn::Linear behind = run.Cast(nn::Linear(kWidth, kWidth));
+         auto others = engine->AdamW(*behind, optim::AdamWOptions(1e-2));
+         for (uint64_t batch = 2; batch < 4; ++batch) {
+           const Tensor loss = Mean(behind(model->forward(run.Noise(batch, {6, kWidth}))));
+           loss.backward();
+           own->step();
+           others->step();
+           own->zero_grad();
+           others->zero_grad();
+           run.See(loss);
+         }
+         run.See(*model);
+         run.See(*behind);
+       }},
+      {"a_head_with_the_name_of_another", AddAWiderHead},
+      {"grown_and_resumed", [](Run& run) { ResumeGrown(run, /*with_a_step=*/true); }},
+      {"resumed_before_the_first_step_with_more",
+       [](Run& run) { ResumeGrown(run, /*with_a_step=*/false); }},
+      {"grown_and_saved",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         auto own = Adam(model->parameters());
+         auto engine = run.Open();
+         engine->Attach(*model, *own);
+         Train(run, model, *own, 0, 2);
+         Append(run, model, 21);
+         own->add_param_group(optim::OptimizerParamGroup(LastTwo(model)));
+         Train(run, model, *own, 2, 3);
+         const std::filesystem::path folder =
+             std::filesystem::path(run.options().nvme_path) / "grown_and_saved";
+         engine->SaveWeights(folder.string());
+         auto another = Perceptron(run);
+         Append(run, another, 22);
+         LoadWeights(*another, folder.string());
+         std::filesystem::remove_all(folder);
+         run.See(*another);
+         run.See(*model);
+       }},
+      {"grown_beside_a_module_held_by_value",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         nn::LinearImpl by_value(4, 4);
+         by_value.to(run.dtype());
+         auto engine = run.Open();
+         auto own = Adam(model->parameters()), others = Adam(by_value.parameters());
+         engine->Attach(*model, *own);
+         engine->Attach(by_value, *others);
+         Train(run, model, *own, 0, 2);
+         Append(run, model, 21);
+         own->add_param_group(optim::OptimizerParamGroup(LastTwo(model)));
+         Train(run, model, *own, 2, 4);
+         Mean(by_value.forward(run.Noise(7, {2, 4}))).backward();
+         others->step();
+         run.See(*model);
+         run.See(by_value);
+       }},
+      {.name = "grown_where_nobody_finds_it",
+       .run =
+           [](Run& run) {
+             nn::LinearImpl model(kWidth, kWidth);
+             model.to(run.dtype());
+             auto engine = run.Open();
+             auto own = Adam(model.parameters());
+             engine->Attach(model, *own);
+             Mean(model.forward(run.Noise(1, {2, kWidth}))).backward();
+             own->step();
+             own->zero_grad();
+             Tensor scale = run.Noise(2, {kWidth}).set_requires_grad(true);
+             own->add_param_group(optim::OptimizerParamGroup({scale}));
+             Mean(model.forward(run.Noise(1, {2, kWidth})) * scale).backward();
+             own->step();
+           },
+       .refused = 1601,
+       .fp32_only = true},
+  };
+}
+
+}  // namespace offload::battery
