@@ -21,16 +21,15 @@ _WORDS = [
     ("Copy the values under NoGradGuard", "Copy the values under torch.no_grad()"),
     ("or lay the module out like that before attaching it", "or lay the model out like that before attach()"),
     ("Cast and replace tensors before attaching the module", "Change types and storages before attach(), and values with p.copy_()"),
-    (" was not in the module when it was attached. Attach the module when it is complete, or train what comes later with an "
-     "optimizer of its own", " was not in the model when it was attached. Attach when the model is complete"),
+    (" was not in the module when it was attached. Attach the module when it is complete, or register what comes later in an attached "
+     "module that a shared_ptr holds before it is trained",
+     " was not in the model when it was attached. Attach when the model is complete, or give what comes later to add_param_group()"),
     ("is sparse or of another shape or type. Give it the shape and type of its parameter",
      "is sparse, or of another shape or type. Make embeddings with sparse=False; a gradient has the shape and type of its parameter"),
     ("Engine::Gather", "handle.gather"),
     ("LoadWeights()", "handle.load_weights()"),
     ("SaveWeights()", "handle.save_weights()"),
     ("LoadWeights", "handle.load_weights"),
-    ("Attach all modules of a job before the first operation on one of them, or open an engine with a job of its own",
-     "Attach all models of a job in one call, attach([a, b], [optimizer_a, optimizer_b]), or give each a job of its own"),
     ("Give each optimizer a module, or explicit groups, of its own", "Give each optimizer parameters of its own"),
 ]
 _NUMBER = re.compile(r"OFD-(\d{4})")

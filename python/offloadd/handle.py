@@ -395,7 +395,8 @@ class Handle:
         finally:
             for parameter in unfrozen:
                 parameter.requires_grad_(False)
-        self._parameters, self._by_storage = dict(named), None
+        self._parameters, self._by_storage, self._former = dict(named), None, []
+        self._beside = [weakref.ref(module) for module in beside]
         self._reassigned = Reassigned(models, beside, buffers)
         self._parts = parts
         self.adds_gradients = self._engine.world_size() > 1 and not reduces_gradients(self.options)
@@ -410,6 +411,40 @@ class Handle:
             part.swap()
             if part.is_foreign:
                 part.tell()
+
+    def check_grows(self, parameter):
+        """OFD-1601 where a parameter that comes later cannot become the job's."""
+        if self._engine.world_size() > 1 or in_memory.destination_of(self.options) is not None or parameter.device.type != "cpu":
+            raise Error.of(1601, f"add_param_group() with a parameter of shape {list(parameter.shape)} that was not in the model when it was "
+                                 "attached, and there are several ranks, or a device",
+                           "Give attach() all modules that are trained at some time, attach([model, other], …), with those that are frozen at first; "
+                           "or give the optimizer their parameters when it is made")
+
+    def grow(self):
+        """What its models and optimizers have got since attach() becomes the job's, which is laid out anew for it."""
+        engine = self._running()
+        # Those that are gone count in names.
+        models, beside = ([each if each is not None else torch.nn.Module() for each in modules]
+                          for modules in (self.models, [module() for module in self._beside]))
+        for model in models:
+            _check_model(model)
+        named = names_of(models)
+        # What the models have replaced may be in the groups still.
+        had = self._identities - {id(parameter) for name, parameter in self._parameters.items() if name.startswith("optimizer/")}
+        named += [(name, each) for name, each in with_strangers(list(named), self.optimizers)[len(named):] if id(each) not in had]
+        new = [(name, parameter) for name, parameter in named if id(parameter) not in self._identities]
+        served.check_arrays(new)
+        served.check_not_shared(new)
+        served.tell_of_arrays(new)
+        served.give_own_memory(new, engine)
+        buffers = buffers_of(models)
+        buffers += buffers_beside(beside, buffers)
+        engine.grow([name for name, _ in named], [parameter for _, parameter in named],
+                    [name for name, _ in buffers], [buffer for _, buffer in buffers])
+        self._identities = self._identities | {id(parameter) for _, parameter in named}
+        self._former = [*self._former, *self._parameters.values()]  # the identities are of objects that live
+        self._parameters, self._by_storage = dict(named), None
+        self._reassigned = Reassigned(models, beside, buffers)
 
     def _take_what_was_kept(self, part):
         """A new job begins with it; one that exists has its own."""
@@ -478,6 +513,8 @@ class Handle:
         self._running().foresee(kind, values)
 
     def replace_state(self, parameters, counts, names, planes):
+        if not all(id(parameter) in self._identities for parameter in parameters):
+            self.grow()
         self._running().replace_state(parameters, counts, names, planes)
 
     def begin_loss_scale(self, scale, count):

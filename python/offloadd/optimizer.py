@@ -488,6 +488,7 @@ class Part:
         optimizer._step_supports_amp_scaling = False  # else GradScaler leaves infinities and the scale to a fused step
         optimizer.__dict__["state"] = self._state
         self._checked = len(optimizer.param_groups)
+        self._known = sum(len(group["params"]) for group in optimizer.param_groups)
         self._begun_at = self.handle.step
         self._versions = [parameter._version for parameter in parameters_of(self.optimizer)]
 
@@ -517,17 +518,26 @@ class Part:
         self.handle.foresee(self.recipe.kind, values)
 
     def check_groups(self):
-        """Groups that were added since: their parameters have to be the job's."""
+        """Of groups that were added since."""
         for group in self.optimizer.param_groups[self._checked:]:
             self.recipe.values(group)
             for parameter in group["params"]:
-                if id(parameter) not in self.handle.identities():
-                    raise Error.of(1601, f"add_param_group() with a parameter of shape {list(parameter.shape)} that was not in the model "
-                                         "when it was attached",
-                                   "Give attach() all modules that are trained at some time, attach([model, other], …), with those that are frozen "
-                                   "at first; or give the optimizer their parameters when it is made")
+                if not self._is_known(parameter):
+                    self.handle.check_grows(parameter)
         self._checked = len(self.optimizer.param_groups)
         self.check_named_once()
+
+    def _is_known(self, parameter):
+        return id(parameter) in self.handle.identities() or is_table(parameter)
+
+    def _take_what_came(self):
+        """Parameters that groups have got since become the job's."""
+        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if count == self._known:
+            return
+        if not all(map(self._is_known, parameters_of(self.optimizer))):
+            self.handle.grow()
+        self._known = count
 
     def check_named_once(self):
         """OFD-1002 for a parameter that torch would update twice."""
@@ -560,6 +570,7 @@ class Part:
             _refuse(f"step() with {', '.join(given)}", "Call step() without arguments, or with a closure")
         check_arithmetic()
         self.check_groups()
+        self._take_what_came()
         self._check_weights_are_loaded()
         check_unscale(self.unscale)
         values = self.group_values()

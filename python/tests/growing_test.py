@@ -1,0 +1,330 @@
+"""Models that grow while they are trained: parameters that an optimizer gets after attach() become the job's."""
+
+import os
+import subprocess
+import sys
+
+import torch
+from torch.optim import SGD, AdamW
+
+import offloadd
+from battery import case, copied_states_of, main
+
+ROOM = {"types": ("fp32",), "memory": ("64MiB",)}  # the floor is of the model as it was
+WIDTH = 48
+
+
+class Tower(torch.nn.Module):
+    """Of layers that may become more."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH), torch.nn.Linear(WIDTH, 6000), torch.nn.Linear(6000, WIDTH)])
+        self.register_buffer("sums", torch.zeros(70000))  # in the store
+        self.head = torch.nn.Linear(WIDTH, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, WIDTH, generator=generator), torch.randint(8, (8,), generator=generator)
+
+
+def take_step(model, optimizer, step, clip=True):
+    x, y = batch(step)
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    with torch.no_grad():
+        model.sums += loss.item()
+    loss.backward()
+    told = [loss.item()]
+    if clip:
+        told.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+    optimizer.step()
+    optimizer.zero_grad()
+    return told
+
+
+def states_of_living(model, optimizer):
+    return [{key: value.clone() for key, value in optimizer.state[p].items()} for p in model.parameters()]
+
+
+def seeded(seed, make):
+    torch.manual_seed(seed)
+    return make()
+
+
+# ---- What comes ---------------------------------------------------------------------------------
+
+def appended(model):
+    """A layer behind the others, with buffers, one of them in the store."""
+    layer = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.BatchNorm1d(WIDTH))
+    layer.register_buffer("more", torch.ones(80000))
+    model.layers.append(layer)
+    return layer
+
+
+def inserted(model):
+    """In front of the others, whose names it changes."""
+    layer = torch.nn.Linear(WIDTH, WIDTH)
+    model.layers.insert(0, layer)
+    return layer
+
+
+def widened(model):
+    """A head that takes the place and the name of another."""
+    former = model.head
+    model.head = torch.nn.Linear(WIDTH, 12)
+    with torch.no_grad():
+        model.head.weight[:8] = former.weight
+        model.head.bias[:8] = former.bias
+    return model.head
+
+
+def renewed(model):
+    """One like the other."""
+    model.head = torch.nn.Linear(WIDTH, 8)
+    return model.head
+
+
+GROWTHS = {2: inserted, 4: widened, 6: appended, 8: renewed}
+STEPS = 10
+
+
+def grow(model, step):
+    return seeded(100 + step, lambda: GROWTHS[step](model))
+
+
+def built(step):
+    """The model, and its optimizer, that a run of so many steps has."""
+    model = seeded(0, Tower)
+    groups = [{"params": list(model.parameters()), "lr": 1e-2}]
+    for at in (each for each in GROWTHS if each < step):
+        groups.append({"params": list(grow(model, at).parameters())})
+    living = {id(parameter) for parameter in model.parameters()}
+    for group in groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in living]
+    return model, AdamW(groups, 1e-3)
+
+
+def train(model, optimizer, first, end):
+    told = []
+    for step in range(first, end):
+        if step in GROWTHS:
+            optimizer.add_param_group({"params": list(grow(model, step).parameters())})
+        told += take_step(model, optimizer, step)
+    return told
+
+
+@case(**ROOM)
+def grows_again_and_again(run):
+    model, optimizer = built(0)
+    handle = run.attach(model, optimizer)
+    told = train(model, optimizer, 0, STEPS)
+    if run.offloaded:
+        folder = os.path.join(run.folder, "saved")
+        handle.save_weights(folder)
+        fresh = seeded(1, lambda: built(STEPS)[0])
+        import safetensors.torch
+
+        saved = safetensors.torch.load_file(os.path.join(folder, "model.safetensors"))
+        fresh.load_state_dict(saved)
+        assert all(torch.equal(a, b) for a, b in zip(fresh.state_dict().values(), model.state_dict().values()))
+        with torch.no_grad():
+            before = [p.clone() for p in model.parameters()]
+            for p in model.parameters():
+                p.zero_()
+        handle.load_weights(folder)
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    return told, states_of_living(model, optimizer), list(model.state_dict().values())
+
+
+def resumed_after(steps):
+    """A run that ends after so many of them, and one that goes on with the model as it was then."""
+    @case(**ROOM)
+    def function(run):
+        model, optimizer = built(0)
+        run.attach(model, optimizer, job="grown")
+        told = train(model, optimizer, 0, steps)
+        if run.offloaded:
+            run.end()
+            model, optimizer = built(steps)
+            assert run.attach(model, optimizer, job="grown").step == steps
+        return told + train(model, optimizer, steps, STEPS), states_of_living(model, optimizer), list(model.state_dict().values())
+
+    function.__name__ = f"resumed_after_{steps}_steps"
+
+
+for each in (2, 3, 4, 5, 7, 9):
+    resumed_after(each)
+
+
+@case(**ROOM)
+def one_that_lacks_what_came_is_refused(run):
+    model, optimizer = built(0)
+    run.attach(model, optimizer, job="grown")
+    told = train(model, optimizer, 0, 3)
+    if run.offloaded:
+        run.end()
+        model, optimizer = built(0)
+        try:
+            run.attach(model, optimizer, job="grown")
+        except offloadd.Error as error:
+            assert error.id == 1602 and "added to the model" in str(error), error
+        else:
+            raise AssertionError("a model without its new layer")
+        run.models.clear()
+        model, optimizer = built(3)
+        run.attach(model, optimizer, job="grown")
+    return told + train(model, optimizer, 3, 4)
+
+
+@case(**ROOM)
+def parameters_of_no_module(run):
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    told = take_step(model, optimizer, 0)
+    scales = [torch.nn.Parameter(torch.ones(WIDTH)), torch.nn.Parameter(torch.zeros(WIDTH))]
+    optimizer.add_param_group({"params": scales})
+    for step in (1, 2):
+        x, y = batch(step)
+        loss = torch.nn.functional.cross_entropy(model(x * scales[0] + scales[1]), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told, [scale.detach().clone() for scale in scales]
+
+
+@case(**ROOM)
+def gradients_that_were_there_stay(run):
+    """Of a backward before and one behind the new layer."""
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    told = take_step(model, optimizer, 0)
+    x, y = batch(1)
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.add_param_group({"params": list(grow(model, 2).parameters())})
+    torch.nn.functional.cross_entropy(model(x), y).backward()
+    told += [p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    return told
+
+
+@case(**ROOM)
+def momentum_that_was_loaded_stays(run):
+    """Which no step has taken when the store is laid out anew."""
+    model = seeded(0, Tower)
+    optimizer = SGD(model.parameters(), 0.01, momentum=0.9)
+    run.attach(model, optimizer)
+    told = take_step(model, optimizer, 0) + take_step(model, optimizer, 1)
+    state = optimizer.state_dict()
+    told += take_step(model, optimizer, 2)
+    optimizer.load_state_dict(state)
+    optimizer.add_param_group({"params": list(grow(model, 2).parameters())})
+    return told + take_step(model, optimizer, 3), copied_states_of(optimizer)
+
+
+@case(**ROOM)
+def states_are_looked_at_and_loaded_before_the_first_step(run):
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    told = train(model, optimizer, 0, 2)
+    layer = grow(model, 2)
+    optimizer.add_param_group({"params": list(layer.parameters())})
+    seen = [len(optimizer.state), layer.weight in optimizer.state, sorted(optimizer.state_dict()["state"])]
+    state = optimizer.state_dict()
+    at = len(list(model.parameters()))
+    for index, parameter in ((at - 2, layer.weight), (at - 1, layer.bias)):
+        state["state"][index] = {"step": torch.tensor(3.0), "exp_avg": torch.full_like(parameter, 0.5), "exp_avg_sq": torch.full_like(parameter, 0.25)}
+    optimizer.load_state_dict(state)
+    told += take_step(model, optimizer, 2)
+    return told, seen, copied_states_of(optimizer)
+
+
+@case(**ROOM)
+def frozen_layers_come_too(run):
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    told = take_step(model, optimizer, 0)
+    model.layers.append(torch.nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+    with torch.no_grad():
+        model.layers[-1].weight.copy_(torch.eye(WIDTH))
+        model.layers[-1].bias.zero_()
+    optimizer.add_param_group({"params": list(grow(model, 2).parameters())})
+    told += take_step(model, optimizer, 1)
+    model.layers[-1].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.layers[-1].parameters())})
+    return told + take_step(model, optimizer, 2)
+
+
+@case(types=("fp32",), memory=("floor",), refused=1301)
+def more_than_fits_is_refused_with_what_it_needs(run):
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    take_step(model, optimizer, 0)
+    wide = torch.nn.Linear(WIDTH, 60000)
+    model.layers.append(wide)
+    model.layers.append(torch.nn.Linear(60000, WIDTH))
+    optimizer.add_param_group({"params": [*wide.parameters(), *model.layers[-1].parameters()]})
+    take_step(model, optimizer, 1)
+
+
+# ---- A daemon that is killed --------------------------------------------------------------------
+
+def killed(pool, fault, fault_step):
+    """This program, in a process of its own: prints what steps tell, behind their numbers. The daemon dies where the step lays its store out."""
+    for at in (0, 3, 5, 7, 9):
+        model, optimizer = built(at)
+        try:
+            handle = offloadd.attach(model, optimizer, nvme_path=pool, ram="64MiB", job="killed")
+            break
+        except offloadd.Error as error:
+            if error.id != 1602:
+                raise
+    for step in range(handle.step, STEPS):
+        if step == int(fault_step):
+            os.environ["OFFLOADD_FAULT_POINT"] = fault
+        if step in GROWTHS and step >= at:
+            optimizer.add_param_group({"params": list(grow(model, step).parameters())})
+        print(step, *take_step(model, optimizer, step), flush=True)
+    print("end", *(value.double().sum().item() for value in model.state_dict().values()), flush=True)
+    handle.close()
+
+
+def run_killed(pool, fault="", fault_step=-1):
+    done = subprocess.run([sys.executable, __file__, "killed", pool, fault, str(fault_step)], env=dict(os.environ, OFFLOADD_SANDBOX="off"),
+                          capture_output=True, text=True, check=False)
+    assert fault or done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@case(**ROOM)
+def a_daemon_that_dies_while_the_store_is_laid_out(run):
+    if not run.offloaded:
+        return
+    pools = iter(range(10))
+
+    def pool():
+        path = os.path.join(run.folder, f"pool{next(pools)}")
+        os.mkdir(path)
+        return path
+
+    whole = run_killed(pool())
+    assert len(whole) == STEPS + 1, whole
+    for fault in ("job.laid_out_anew:1", "store.after_rename:1"):  # before it has its name, and after that
+        its = pool()
+        first = run_killed(its, fault, 4)
+        assert len(first) == 4, (fault, first)
+        rest = run_killed(its)
+        assert first + rest == whole, (fault, whole, first, rest)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["killed"]:
+        killed(*sys.argv[2:])
+    else:
+        sys.exit(main())
