@@ -30,6 +30,8 @@ _WORDS = [
     ("LoadWeights()", "handle.load_weights()"),
     ("SaveWeights()", "handle.save_weights()"),
     ("LoadWeights", "handle.load_weights"),
+    ("Attach the module of those that are new, with an optimizer, after zero_grad() and before the backward pass",
+     "Call add_param_group() after zero_grad() and before the backward pass, when the model has what is new"),
     ("Give each optimizer a module, or explicit groups, of its own", "Give each optimizer parameters of its own"),
 ]
 _NUMBER = re.compile(r"OFD-(\d{4})")

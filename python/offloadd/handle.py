@@ -420,6 +420,11 @@ class Handle:
                            "Give attach() all modules that are trained at some time, attach([model, other], …), with those that are frozen at first; "
                            "or give the optimizer their parameters when it is made")
 
+    def names_all(self, parameters):
+        """Whether its models have them."""
+        has = {id(parameter) for model in self.models if model is not None for _, parameter in all_named_parameters_of(model)}
+        return all(id(parameter) in has for parameter in parameters)
+
     def grow(self):
         """What its models and optimizers have got since attach() becomes the job's, which is laid out anew for it."""
         engine = self._running()

@@ -258,6 +258,7 @@ class _Offloaded(CopiedAsItWas):
         super().add_param_group(group)
         try:
             self._offload_part.check_groups()
+            self._offload_part.take_early()
         except Error:
             self.param_groups.pop()
             raise
@@ -529,6 +530,12 @@ class Part:
 
     def _is_known(self, parameter):
         return id(parameter) in self.handle.identities() or is_table(parameter)
+
+    def take_early(self):
+        """Gradients on the drive would all be in memory while the store is laid out anew: better before there are any."""
+        new = [parameter for parameter in parameters_of(self.optimizer) if not self._is_known(parameter)]
+        if new and self.handle.plan()["gradients_spilled"] and self.handle.names_all(new):
+            self._take_what_came()
 
     def _take_what_came(self):
         """Parameters that groups have got since become the job's."""

@@ -114,8 +114,8 @@ class Run:
             if device is not None and self.memory == "floor":
                 options = {"gpu_ram": gpu_ram_of(models), **options}
             options.setdefault("nvme_path", self.folder)
-            handle = offloadd.attach(model, optimizer, ram=self.ram(models, optimizer, bool(options.get("unfreeze"))),
-                                     spill_gradients=self.memory == "floor", **options)
+            options = {"spill_gradients": self.memory == "floor", **options}
+            handle = offloadd.attach(model, optimizer, ram=self.ram(models, optimizer, bool(options.get("unfreeze"))), **options)
         self.handles.append(handle)
         return handle
 

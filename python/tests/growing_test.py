@@ -261,6 +261,18 @@ def frozen_layers_come_too(run):
     return told + take_step(model, optimizer, 2)
 
 
+@case(types=("fp32",), memory=("9MiB",))
+def gradients_on_the_drive_are_not_brought_to_memory(run):
+    """The store is laid out anew when the group comes, and gradients stay where they are in between."""
+    model, optimizer = built(0)
+    handle = run.attach(model, optimizer, spill_gradients=True)
+    told = take_step(model, optimizer, 0)
+    optimizer.add_param_group({"params": list(grow(model, 6).parameters())})
+    if run.offloaded:
+        assert handle.plan()["gradients_spilled"] and id(model.layers[-1][0].weight) in handle.identities()
+    return told + take_step(model, optimizer, 1) + take_step(model, optimizer, 2)
+
+
 @case(types=("fp32",), memory=("floor",), refused=1301)
 def more_than_fits_is_refused_with_what_it_needs(run):
     model, optimizer = built(0)

@@ -199,7 +199,7 @@ class TensorEngine {
   // `work` lays the store out anew and watches gradients again. What it throws ends the session.
   void LayOutAnew(const std::function<void()>& work);
   void Reopen(const client::OtherTensors* others);
-  void CheckLeavable(const std::string& what) const;
+  void CheckLeavable(const std::string& what, const std::string& way_out) const;
   // The store gets room for `parameters`, and for `buffers` that are new.
   void AddLater(std::vector<Parameter> parameters, std::span<const NamedTensor> tensors,
                 std::span<const NamedTensor> buffers, bool are_all);

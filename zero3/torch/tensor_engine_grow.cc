@@ -93,7 +93,9 @@ void TensorEngine::AddLater(std::vector<Parameter> parameters, std::span<const N
   const std::vector<proto::Tensor> before = declared_;
   const Buffers buffers_before = buffers_;
   try {
-    CheckLeavable("parameters are added");
+    CheckLeavable("parameters are added",
+                  "Attach the module of those that are new, with an optimizer, after zero_grad() "
+                  "and before the backward pass");
     if (are_all) buffers_.Rename(buffers);
     buffers_.AddLater(buffers, SmallBuffersBytes());
     declared_ = NamedAnew(tensors, parameters, are_all);

@@ -49,7 +49,9 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
   std::vector<proto::Tensor> before = declared_;
   for (const at::Tensor& parameter : parameters) declared_[IdOf(parameter)].trainable = true;
   try {
-    CheckLeavable("a frozen parameter has a gradient");
+    CheckLeavable("a frozen parameter has a gradient",
+                  "Start the program again and call requires_grad_(true) before its first step: "
+                  "the job goes on where it is");
     ThrowIfError(MakePlan(DescribeJob({}, optimizer_, buffers_)).status());
   } catch (...) {
     declared_ = std::move(before);
@@ -107,7 +109,7 @@ void TensorEngine::Reopen(const client::OtherTensors* others) {
 }
 
 // All that are in the scratch file would be in memory at once.
-void TensorEngine::CheckLeavable(const std::string& what) const {
+void TensorEngine::CheckLeavable(const std::string& what, const std::string& way_out) const {
   uint64_t size_bytes = 0;
   for (const Gradient* gradient : gradients_) {
     if (gradient != nullptr) size_bytes += gradient->live_bytes();
@@ -119,8 +121,7 @@ void TensorEngine::CheckLeavable(const std::string& what) const {
                    " are on the drive, more than a quarter of ram (", FormatBytes(ram_bytes_),
                    "), which would be in memory while the store is laid "
                    "out anew"),
-      "Do so after zero_grad(), before the backward pass; or start the program again and call "
-      "requires_grad_(true) before its first step: the job goes on where it is"));
+      way_out));
 }
 
 // They are ordinary tensors until the next step takes them. Returns their parameters by id.
