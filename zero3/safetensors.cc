@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -29,6 +30,28 @@ static_assert(std::endian::native == std::endian::little);
 constexpr uint64_t kLengthBytes = sizeof(uint64_t);
 constexpr uint64_t kDataAlignmentBytes = 4096;
 constexpr int kTemporaryNames = 100;
+
+// A writer holds a lock on its temporary file while it lives.
+bool TryLock(const UniqueFd& file) {
+  return file.valid() && ::flock(file.get(), LOCK_EX | LOCK_NB) == 0;
+}
+
+std::string TemporaryPrefix(const std::string& path) { return absl::StrCat(path, ".partial-"); }
+
+// Gives back the room of temporary files for `path` whose writers were killed.
+void RemoveAbandoned(const std::string& path) {
+  namespace fs = std::filesystem;
+  const std::string prefix = fs::path(TemporaryPrefix(path)).filename();
+  const fs::path folder = fs::path(path).parent_path();
+  std::error_code error;
+  for (fs::directory_iterator entry(folder.empty() ? "." : folder, error);
+       !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const fs::path& found = entry->path();
+    if (!found.filename().string().starts_with(prefix)) continue;
+    const UniqueFd file(::open(found.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+    if (TryLock(file)) ::unlink(found.c_str());
+  }
+}
 
 // Orders tensors as files are laid out: widest type first, so that every tensor is aligned to its
 // width.
@@ -187,13 +210,18 @@ SafetensorsWriter::~SafetensorsWriter() {
 }
 
 absl::Status SafetensorsWriter::OpenTemporary(const std::string& header) {
+  RemoveAbandoned(path_);
   for (int attempt = 0; attempt < kTemporaryNames && !file_.valid(); ++attempt) {
-    const std::string name = absl::StrCat(path_, ".partial-", ::getpid(), "-", attempt);
+    const std::string name = absl::StrCat(TemporaryPrefix(path_), ::getpid(), "-", attempt);
     file_.reset(::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666));
-    if (file_.valid()) {
-      temporary_path_ = name;
-    } else if (errno != EEXIST) {
-      return CannotWrite(path_, errno);
+    if (!file_.valid() && errno != EEXIST) return CannotWrite(path_, errno);
+    if (!file_.valid()) continue;
+    temporary_path_ = name;
+    const bool is_locked = TryLock(file_) || errno != EWOULDBLOCK;  // not every file system can
+    struct stat status;
+    if (!is_locked || ::fstat(file_.get(), &status) != 0 || status.st_nlink == 0) {
+      file_.reset();  // another writer has taken it for one that was abandoned
+      temporary_path_.clear();
     }
   }
   if (!file_.valid()) return CannotWrite(path_, EEXIST);
@@ -245,8 +273,8 @@ absl::Status SafetensorsWriter::Commit() {
                                                        file_bytes_, " bytes after writing"));
   }
   if (::fsync(file_.get()) != 0) return CannotWrite(path_, errno);
-  file_.reset();
   if (::rename(temporary_path_.c_str(), path_.c_str()) != 0) return CannotWrite(path_, errno);
+  file_.reset();
   temporary_path_.clear();
   return SyncFolder(std::filesystem::path(path_).parent_path().string());
 }

@@ -129,8 +129,8 @@ class SafetensorsReader {
 class SafetensorsWriter {
  public:
   // Declares the file: its tensors are laid out by width of type, widest first, then by name.
-  // Reserves the space. INVALID_ARGUMENT for a name twice, a name that is not UTF-8, or sizes that
-  // overflow.
+  // Reserves the space, and removes temporary files of the same path whose writers were killed.
+  // INVALID_ARGUMENT for a name twice, a name that is not UTF-8, or sizes that overflow.
   static absl::StatusOr<std::unique_ptr<SafetensorsWriter>> Create(std::string path,
                                                                    std::vector<FileTensor> tensors);
 

@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cstring>
 #include <filesystem>
@@ -266,6 +268,36 @@ TEST(SafetensorsWriterTest, IncompleteFileNeverGetsItsName) {
   EXPECT_EQ(ReadFile(path), "old");
   EXPECT_EQ(std::distance(fs::directory_iterator(folder), fs::directory_iterator()), 1)
       << "the temporary file is gone";
+}
+
+TEST(SafetensorsWriterTest, WhatAKilledWriterHasLeftIsRemovedByTheNext) {
+  const std::string folder = NewFolder();
+  const std::string path = folder + "/model.safetensors";
+  const std::vector<FileTensor> tensors = {{"a", FileDtype::kU8, {4}}};
+  const pid_t child = fork();
+  if (child == 0) {
+    const auto killed = SafetensorsWriter::Create(path, tensors);
+    _exit(killed.ok() && (*killed)->Append("a", RandomBytes(3, 1)).ok() ? 0 : 1);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  ASSERT_EQ(status, 0);
+  const auto count = [&] {
+    return std::distance(fs::directory_iterator(folder), fs::directory_iterator());
+  };
+  ASSERT_EQ(count(), 1);
+
+  auto living = SafetensorsWriter::Create(path, tensors);
+  ASSERT_TRUE(living.ok());
+  EXPECT_EQ(count(), 1) << "its own";
+  auto second = SafetensorsWriter::Create(path, tensors);
+  ASSERT_TRUE(second.ok());
+  EXPECT_EQ(count(), 2) << "that of a writer which lives stays";
+  for (auto* writer : {&*living, &*second}) {
+    ASSERT_TRUE((*writer)->Append("a", RandomBytes(4, 1)).ok());
+    EXPECT_TRUE((*writer)->Commit().ok());
+  }
+  EXPECT_EQ(count(), 1);
 }
 
 TEST(SafetensorsWriterTest, DeclarationsThatCannotBeAreRefused) {

@@ -1,7 +1,7 @@
 """python -m offloadd [--pool DIR] [--ram SIZE] [--job NAME] [--config FILE] script.py [arguments…]
 
-Runs a training script as it is, offloaded. What is not given is taken from OFFLOADD_POOL, OFFLOADD_RAM and OFFLOADD_JOB; the job is
-otherwise named after the script."""
+Runs a training script as it is, offloaded. What is not given is taken from OFFLOADD_POOL, OFFLOADD_RAM and OFFLOADD_JOB, or from FILE; the
+job is otherwise named after the script."""
 
 import argparse
 import builtins
@@ -35,21 +35,22 @@ def _job_after(script, is_module):
 
 def _options(given):
     """Of attach(). Paths are where they are now, wherever the script goes; and a mistake in them is told before the script does an hour's work."""
+    from .config import options_of
     from .errors import Error
     from .handle import absolute_paths
     from .library import is_disabled
 
-    pools = given.nvme_path or os.environ.get("OFFLOADD_POOL") or None
+    if given.config and not os.path.isfile(given.config):
+        raise Error.of(1101, f"there is no file {os.path.abspath(given.config)}", "Correct --config")
+    options = options_of(given.config) if given.config else {}
+    pools = given.nvme_path or options.get("nvme_path") or os.environ.get("OFFLOADD_POOL") or None
     pools = pools and absolute_paths(pools)
     for pool in pools.split(",") if pools and not is_disabled() else ():
         if not os.path.isdir(pool.strip()):
             raise Error.of(1201, f"nvme_path {pool.strip()} is no directory", "Create it, or correct nvme_path")
-    config = given.config and os.path.abspath(given.config)
-    if config and not os.path.isfile(config):
-        raise Error.of(1101, f"there is no file {config}", "Correct --config")
-    job = given.job or os.environ.get("OFFLOADD_JOB") or _job_after(given.script, given.module)
-    options = {"nvme_path": pools, "ram": given.ram, "job": job, "config": config}
-    return {key: value for key, value in options.items() if value is not None}
+    job = given.job or options.get("job") or os.environ.get("OFFLOADD_JOB") or _job_after(given.script, given.module)
+    given_here = {"nvme_path": pools, "ram": given.ram, "job": job}
+    return options | {key: value for key, value in given_here.items() if value is not None}
 
 
 def _run_file(path):

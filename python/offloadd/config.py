@@ -61,8 +61,11 @@ def _text_of(config):
     if isinstance(text, bytes):
         text = os.fsdecode(text)
     if os.path.exists(text):
-        with open(text, encoding="utf-8", errors="replace") as file:
-            return file.read(), text
+        try:
+            with open(text, encoding="utf-8", errors="replace") as file:
+                return file.read(), text
+        except OSError as error:
+            raise Error.of(1405, f"{text} cannot be read: {error.strerror.lower()}", "Name a readable file") from None
     if text.lstrip().startswith("{") or ("." not in text and "/" not in text):
         return text, "the configuration"
     raise Error.of(1405, f"{text} cannot be read", "Name a readable file or folder")

@@ -10,9 +10,11 @@ import collections
 import contextlib
 import copy
 import functools
+import itertools
 import logging
 import multiprocessing.reduction
 import sys
+import types
 import weakref
 
 import torch
@@ -362,6 +364,19 @@ def is_shared(tensor):
     return torch._C._storage_Use_Count(storage_of(tensor)) > 2  # the tensor's and that of the object that asks
 
 
+def _storages_of_parameters_alone():
+    """Storages that parameters were given pieces of, next to each other, and no other tensor is over: a vector that is gone (vector_to_parameters())."""
+    pieces = collections.defaultdict(list)
+    for each in _replaced.values():
+        parameter = each.parameter()
+        if parameter is not None and parameter.is_contiguous():
+            begin = parameter.storage_offset() * parameter.element_size()
+            pieces[storage_of(parameter)].append((begin, begin + parameter.numel() * parameter.element_size()))
+    return {storage for storage, own in pieces.items()
+            if torch._C._storage_Use_Count(storage) == len(own) + 1  # and the object that asks
+            and all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(own)))}
+
+
 def _order_of(tensor):
     """Its dimensions, outermost in memory first; those of one element do not count."""
     return sorted((n for n in range(tensor.dim()) if tensor.size(n) > 1), key=tensor.stride, reverse=True)
@@ -394,7 +409,7 @@ class _Replaced:
         is_whole = given.storage_offset() == self.own.storage_offset() == 0
         return given if is_whole and given.shape == self.own.shape and given.stride() == self.own.stride() else None
 
-    def settle(self, may_stay):
+    def settle(self, may_stay, of_parameters_alone):
         """Has the job take the value; whether the parameter has its own storage again."""
         parameter = self.parameter()
         if parameter.shape != self.own.shape or parameter.dtype != self.own.dtype:
@@ -404,7 +419,7 @@ class _Replaced:
         if is_shared(self.own):
             raise Error.of(1601, f"a parameter of shape {list(parameter.shape)} was given another storage (p.data = x), and a tensor that was made of "
                                  "its former one is still there (y = p.data)", "Set the value with p.copy_(x) under torch.no_grad(), or keep no y")
-        is_taken = is_shared(parameter)
+        is_taken = storage_of(parameter) not in of_parameters_alone and is_shared(parameter)
         stays = may_stay and is_taken
         follower = None if stays else self._follower(parameter)
         if is_taken and not stays and follower is None:
@@ -421,10 +436,12 @@ class _Replaced:
 
 def settle_replaced(identities, in_process=frozenset()):
     """Before a step: `p.data = x` has given parameters storages of their own. The job takes the values, and the parameters their storages
-    back, which nobody can tell where no other tensor is over either, or only x, which gets the job's storage, too. Those whose optimizer runs in this process (`in_process`) may share x
+    back, which nobody can tell where no other tensor is over either, but for other such parameters, or only x, which gets the job's storage, too. Those whose optimizer runs in this process (`in_process`) may share x
     with what it keeps, and stay in memory as that does; else OFD-1601."""
-    for key in [key for key in _replaced if key in identities]:
-        if _replaced[key].settle(key in in_process):
+    keys = [key for key in _replaced if key in identities]
+    of_parameters_alone = _storages_of_parameters_alone() if keys else ()
+    for key in keys:
+        if _replaced[key].settle(key in in_process, of_parameters_alone):
             del _replaced[key]
 
 
@@ -475,6 +492,15 @@ def _wrap(owner, name, make):
         setattr(owner, name, make(getattr(owner, name)))
 
 
+def _wrap_by_name(owner, name, make):
+    """Also where it was imported by its name."""
+    original = getattr(owner, name)
+    made = make(original)
+    for module in [each for each in sys.modules.values() if isinstance(each, types.ModuleType)]:
+        for key in [key for key, value in list(vars(module).items()) if value is original]:
+            setattr(module, key, made)
+
+
 @functools.lru_cache(maxsize=None)
 def install():
     """Once, with the first attach()."""
@@ -495,14 +521,13 @@ def install():
     _wrap(tensor, "share_memory_", _refuse_to_share)
     _wrap(torch.UntypedStorage, "data_ptr", _storage_address)
     _wrap(torch.UntypedStorage, "is_shared", _is_memory_shared)
-    _wrap(torch.nn.utils, "vector_to_parameters", _set_from_vector)
+    _wrap_by_name(torch.nn.utils, "vector_to_parameters", _set_from_vector)
     _wrap(torch.utils, "swap_tensors", _refuse_to_swap)
     _wrap(torch, "load", _into_memory)
     reducers = multiprocessing.reduction.ForkingPickler._extra_reducers  # torch's
     for kind in (torch.Tensor, torch.nn.Parameter):
         if kind in reducers:
             reducers[kind] = _refuse_to_share(reducers[kind])
-    torch.nn.utils.convert_parameters.vector_to_parameters = torch.nn.utils.vector_to_parameters
 
 
 def _refuse_to_swap(original):

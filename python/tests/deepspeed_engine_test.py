@@ -456,6 +456,8 @@ class DeepSpeedTest(DeepSpeedCase):
             file.write("memroy = 1\n")
         with self.assertRaisesRegex(offloadd.Error, "OFD-1003.*:4:1: unknown key"):
             offloadd.attach(model, self.adamw(model.parameters()), config=path)
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1405.* is a directory"):
+            offloadd.attach(model, self.adamw(model.parameters()), config=self.folder.name)
 
     # ---- Jobs and checkpoints ----
 

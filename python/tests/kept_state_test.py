@@ -8,6 +8,7 @@ import sys
 import zipfile
 
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import offloadd
@@ -766,6 +767,68 @@ def universal_checkpoints_that_offloadctl_refuses(run):
         except offloadd.Error as error:
             assert error.id == error_id, error
     return told
+
+
+# ---- Pieces of a vector ------------------------------------------------------------------------
+
+
+def _set_as_pieces(model, vector):
+    begin = 0
+    for parameter in model.parameters():
+        parameter.data = vector[begin:begin + parameter.numel()].view_as(parameter)
+        begin += parameter.numel()
+
+
+def _flat(model):
+    return parameters_to_vector(model.parameters()).detach()
+
+
+@case(**FP32)
+def pieces_of_a_vector_that_is_gone(run):
+    """p.data = vector[begin:end], as evolution strategies and trust regions do."""
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    told = []
+    for step in range(3):
+        told += run.train(model, optimizer, steps=1, first=step)
+        _set_as_pieces(model, _flat(model) * 0.99)
+        told.append(run.loss(model, step).item())
+    return told + run.train(model, optimizer, first=3)
+
+
+@case(**REFUSED, refused=1601)
+def pieces_of_a_vector_that_is_kept_are_refused(run):
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    vector = _flat(model) * 0.99
+    _set_as_pieces(model, vector)
+    return run.train(model, optimizer), vector
+
+
+@case(**REFUSED, refused=1601)
+def one_piece_of_a_vector_for_two_parameters_is_refused(run):
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    first, second = model.blocks[0].first.weight, model.blocks[1].first.weight
+    first.data = torch.ones_like(first)
+    second.data = first.data
+    return run.train(model, optimizer)
+
+
+@case(**FP32)
+def vector_to_parameters_imported_by_its_name(run):
+    """By this file, before anything was attached. The vector is kept."""
+    model = run.model()
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    vector = _flat(model) * 0.99
+    vector_to_parameters(vector, model.parameters())
+    told += run.train(model, optimizer, first=3)
+    return told, vector
 
 
 if __name__ == "__main__":

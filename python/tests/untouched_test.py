@@ -127,5 +127,39 @@ def pool_with_a_job_that_is_damaged(run):
     return run_script(run, AT_EXIT)[0]
 
 
+NAMES_ITS_JOB = """
+import json, offloadd, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+model(torch.ones(1, 8)).square().mean().backward()
+optimizer.step()
+print(json.dumps([[each.job, each.nvme_path, each.statistics()["budget_bytes"] >> 20] for each in offloadd.handles()]))
+"""
+
+
+@case(**ONE)
+def what_a_configuration_says_counts_less_than_what_is_given(run):
+    """Its job, too, which is otherwise named after the script."""
+    if not run.offloaded:
+        return
+    path, config, other = (os.path.join(run.folder, name) for name in ("script.py", "offloadd.toml", "other"))
+    os.mkdir(other)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(NAMES_ITS_JOB)
+    with open(config, "w", encoding="utf-8") as file:
+        file.write(f'pool = "{run.folder}"\njob = "of-file"\nmemory = {{ ram = "128MiB" }}\n')
+    for arguments, variables, told in (((), {}, ["of-file", run.folder, 128]),
+                                       ((), {"OFFLOADD_JOB": "of-variable", "OFFLOADD_RAM": "96MiB"}, ["of-variable", run.folder, 96]),
+                                       (("--job", "given", "--pool", other), {"OFFLOADD_JOB": "of-variable"}, ["given", other, 128])):
+        done = subprocess.run([sys.executable, "-m", "offloadd", "--config", config, *arguments, path], capture_output=True, text=True,
+                              check=True, env={**os.environ, "OMP_NUM_THREADS": "1", **variables})
+        assert json.loads(done.stdout.splitlines()[-1]) == [told], done
+    with open(config, "a", encoding="utf-8") as file:
+        file.write("jbo = 1")
+    done = subprocess.run([sys.executable, "-m", "offloadd", "--config", config, path], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("OFD-1003 "), done
+
+
 if __name__ == "__main__":
     sys.exit(main())
