@@ -49,10 +49,28 @@ const char* NameOf(v1::Transfer::Kind kind) {
   }
 }
 
-// The daemon cannot read a message with another name.
+// The daemon cannot read a message with another text.
+bool IsUtf8(const std::string& text) {
+  return google::protobuf::internal::IsStructurallyValidUTF8(text);
+}
+
+absl::Status CheckTexts(const JobOptions& options) {
+  for (const auto& [name, text] :
+       {std::pair("nvme_path", &options.pool), std::pair("job", &options.job),
+        std::pair("io", &options.io_engine), std::pair("durability", &options.durability),
+        std::pair("update_in_backward", &options.update_in_backward),
+        std::pair("run_id", &options.world.run_id)}) {
+    if (IsUtf8(*text)) continue;
+    return MakeError(text == &options.pool ? ErrorId::kPoolMissing : ErrorId::kBadValue,
+                     absl::StrCat(name, " is '", absl::CHexEscape(*text), "', which is not UTF-8"),
+                     "Give it a name in UTF-8");
+  }
+  return absl::OkStatus();
+}
+
 absl::Status CheckNames(std::span<const proto::Tensor> tensors) {
   for (const proto::Tensor& tensor : tensors) {
-    if (google::protobuf::internal::IsStructurallyValidUTF8(tensor.name)) continue;
+    if (IsUtf8(tensor.name)) continue;
     return MakeError(
         ErrorId::kUnsupportedModel,
         absl::StrCat("the name '", absl::CHexEscape(tensor.name), "' of a tensor is not UTF-8"),
@@ -197,6 +215,7 @@ ControlClient::ControlClient(const std::string& path, const proto::Token& token,
 }
 
 absl::StatusOr<JobInfo> ControlClient::OpenJob(const JobOptions& options) {
+  OFFLOAD_RETURN_IF_ERROR(CheckTexts(options));
   v1::OpenJobRequest request;
   request.set_job(options.job);
   request.set_pool(proto::AbsolutePools(options.pool));

@@ -313,6 +313,15 @@ TEST_F(SessionTest, ErrorsOfTheDaemonKeepNumberAndText) {
   EXPECT_TRUE(session_->health().ok());
 }
 
+TEST_F(SessionTest, TextsThatTheDaemonCannotReadAreNamed) {
+  EXPECT_EQ(session_->OpenJob({.job = "j\xff", .ram_bytes = 1}).status(),
+            MakeError(ErrorId::kBadValue, "job is 'j\\xff', which is not UTF-8",
+                      "Give it a name in UTF-8"));
+  EXPECT_EQ(ErrorIdOf(session_->OpenJob({.job = "j", .pool = "/\xff", .ram_bytes = 1}).status()),
+            ErrorId::kPoolMissing);
+  EXPECT_TRUE(session_->health().ok());
+}
+
 TEST_F(SessionTest, SealReportsProgress) {
   Open();
   std::vector<uint64_t> seen;

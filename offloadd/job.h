@@ -269,7 +269,7 @@ class Job {
   std::optional<Wait> FindWait() const;
   void WatchRanks();
   int LateRankMilliseconds(int sleep_ms) const;
-  absl::Status FindDeadExchange() const;
+  absl::Status FindDeadExchange(bool for_long) const;
   absl::StatusOr<std::vector<std::string>> Exchanged();
   void AnswerExchange(const absl::StatusOr<std::vector<std::string>>& answer);
   // OFD-1803 naming a rank that has closed the job already.
@@ -372,7 +372,7 @@ class Job {
   uint64_t step_ = 0;             // the last recorded one
   std::optional<StepGate> gate_;  // once it is sealed
   std::optional<Wait> wait_;      // for late ranks
-  double wait_report_seconds_ = 0;
+  double wait_since_seconds_ = 0, wait_report_seconds_ = 0;
   struct DurableWaiter {
     uint64_t step = 0;  // that is to be committed
     StepDone done;

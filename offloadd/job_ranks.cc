@@ -201,8 +201,12 @@ std::optional<Job::Wait> Job::FindWait() const {
   if (auto wait = waiting("Seal", &Rank::Calls::seal)) return wait;
   if (auto wait = waiting("Publish", &Rank::Calls::publish)) return wait;
   if (auto wait = waiting("Step", &Rank::Calls::step)) return wait;
-  if (auto wait = waiting("Exchange", &Rank::Calls::exchange)) return wait;
-  if (gradients_ == nullptr) return std::nullopt;
+  std::optional<Wait> exchange = waiting("Exchange", &Rank::Calls::exchange);
+  if (gradients_ == nullptr) return exchange;
+  if (exchange.has_value()) {
+    for (const uint32_t rank : exchange->missing) exchange->said += gradients_->said(rank);
+    return exchange;
+  }
   Wait look{.what = "look at gradients", .missing = gradients_->WaitedFor()};
   if (!look.missing.empty()) return look;
   // Their rings may be full: nobody says that.
@@ -212,15 +216,17 @@ std::optional<Job::Wait> Job::FindWait() const {
   return parts;
 }
 
-// An exchange of some ranks while others wait for these: none of them goes on.
-absl::Status Job::FindDeadExchange() const {
+// An exchange of some ranks while others wait for these: none of them goes on. Whoever gives
+// gradients waits once its ring is full, which nobody says: it has said nothing `for_long`.
+absl::Status Job::FindDeadExchange(bool for_long) const {
   for (const std::unique_ptr<Rank>& waiting : ranks_) {
     if (waiting == nullptr || waiting->calls.exchange == nullptr) continue;
     if (waiting->calls.step != nullptr) continue;  // on another thread: it goes on
     for (const std::unique_ptr<Rank>& other : ranks_) {
       if (other == nullptr || other->calls.exchange != nullptr) continue;
       const bool is_stepping = other->calls.step != nullptr;
-      const bool waits = gradients_ != nullptr && gradients_->Waits(other->number()) &&
+      const bool waits = gradients_ != nullptr &&
+                         (for_long || gradients_->Waits(other->number())) &&
                          gradients_->IsAheadOf(other->number(), waiting->number());
       if (!is_stepping && !waits) continue;
       return MakeError(
@@ -243,10 +249,15 @@ void Job::WatchRanks() {
   const double now = context_.clock->NowSeconds();
   if (wait != wait_) {
     wait_ = wait;
+    wait_since_seconds_ = now;
     wait_report_seconds_ = now + kLimits.rank_report_seconds;
   }
-  if (!wait_.has_value() || now < wait_report_seconds_) return;
-  if (const absl::Status dead = FindDeadExchange(); !dead.ok()) return AnswerExchange(dead);
+  const double waited_seconds = now - wait_since_seconds_;
+  if (!wait_.has_value() || waited_seconds < kLimits.rank_report_seconds) return;
+  if (const absl::Status dead = FindDeadExchange(waited_seconds >= context_.room_timeout_seconds);
+      !dead.ok())
+    return AnswerExchange(dead);
+  if (now < wait_report_seconds_) return;
   std::vector<std::string> missing;
   for (const uint32_t number : wait_->missing) {
     const Rank& rank = *ranks_[number];

@@ -205,6 +205,13 @@ TEST(CheckpointTest, WhatIsAskedForInsideAnIntervalIsDurable) {
   ExpectSameState(reference.state, resumed.state);
 }
 
+TEST(CheckpointTest, AnEngineWithoutAModelHasNothingToWaitFor) {
+  SetOffloading(true);
+  const std::shared_ptr<Engine> engine = Engine::Open(OptionsFor("no_model"));
+  engine->WaitDurable();
+  EXPECT_EQ(engine->Checkpoint(), 0);
+}
+
 TEST(SeveralModulesTest, SavedWeightsOfTheSecondModuleHaveItsNumber) {
   const std::string root = Pool() + "/numbered";
   std::filesystem::remove_all(root);

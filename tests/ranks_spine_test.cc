@@ -441,6 +441,30 @@ TEST_F(RanksTest, AnExchangeOfOneRankIsAnErrorOnceTheOthersStep) {
                          "takes a step without having come to that");
 }
 
+// A rank whose ring is full waits so, too.
+TEST_F(RanksTest, AnExchangeOfOneRankIsAnErrorOnceTheOthersPartsWaitForItsGradients) {
+  const ScopedVariable timeout("OFFLOADD_ROOM_TIMEOUT", "1");
+  const std::string run_id = NewRunId();
+  Ranks ranks;
+  for (uint32_t rank = 0; rank < 2; ++rank) {
+    Variant variant = VariantOf(rank, 2, run_id);
+    variant.sums = true;
+    ranks.push_back(std::make_unique<Job>(pool_, "job", variant));
+  }
+  OnAll(ranks, [](Job& rank) {
+    ASSERT_NO_FATAL_FAILURE(rank.Open());
+    if (rank.rank() == 0) {
+      ExpectError(rank.session().Exchange("").status(), ErrorId::kRanksDiffer,
+                  "rank 0 waits for all ranks (in Exchange() or LoadWeights()) while rank 1 waits "
+                  "for gradients without having come to that");
+    }
+    ASSERT_NO_FATAL_FAILURE(rank.Step());
+    ASSERT_NO_FATAL_FAILURE(rank.Forward());
+    ASSERT_NO_FATAL_FAILURE(rank.ExpectEqual());
+    rank.Close();
+  });
+}
+
 TEST_F(RanksTest, ARankThatClosesWhileOthersStepIsToldToThem) {
   const Ranks ranks = Launch(3);
   OnAll(ranks, [](Job& rank) {

@@ -225,7 +225,9 @@ class Run {
     for (const auto& item : model->named_parameters()) {
       const Tensor& grad = item.value().grad();
       log.Add(item.key() + (grad.defined() ? " gradient" : " has no gradient"),
-              grad.defined() ? grad * 1 : torch::zeros({}));
+              !grad.defined()    ? torch::zeros({})
+              : grad.is_sparse() ? grad.to_dense()
+                                 : grad * 1);
     }
   }
   void LogWeights() {
@@ -320,6 +322,22 @@ void UnevenPaths(Run& run) {
   run.optimizer->zero_grad();
   run.Backward(5, 0, run.Always);  // every rank counts updates alike
   run.optimizer->step();
+}
+
+// What a rank gives of a table of which it has used some rows.
+void SparseParts(Run& run) {
+  run.scaled = [&run](const Tensor& loss, int rank) {
+    const Tensor rows = nn::functional::embedding(
+        torch::arange(10 * rank, 10 * rank + 30), run.model->sometimes->weight,
+        nn::functional::EmbeddingFuncOptions().sparse(true));
+    return loss + rows.square().sum();
+  };
+  for (int64_t step = 0; step < 3; ++step) {
+    run.Backward(step, 0);
+    run.LogGradients();
+    run.optimizer->step();
+    run.optimizer->zero_grad();
+  }
 }
 
 // Without zero_grad a step goes on where the last one stopped; a step without backward, too.
@@ -791,6 +809,7 @@ constexpr Scenario kScenarios[] = {
     {"Ordinary", Ordinary},
     {"InStep", InStep},
     {"UnevenPaths", UnevenPaths},
+    {"SparseParts", SparseParts},
     {"NeverZeroed", NeverZeroed},
     {"SkippedSteps", SkippedSteps},
     {"KeptGradients", KeptGradients},
@@ -1026,9 +1045,10 @@ INSTANTIATE_TEST_SUITE_P(
     ::testing::Values(
         Case{"Ordinary", 1, "bf16"}, Case{"Ordinary", 2, "bf16"}, Case{"Ordinary", 3, "fp32"},
         Case{"Ordinary", 4, "fp32"}, Case{"UnevenPaths", 2, "fp32"}, Case{"UnevenPaths", 3, "bf16"},
-        Case{"NeverZeroed", 2, "bf16"}, Case{"SkippedSteps", 2, "fp32"},
-        Case{"KeptGradients", 2, "fp32"}, Case{"Written", 2, "bf16"}, Case{"Files", 2, "fp32"},
-        Case{"Thawed", 2, "fp32"}, Case{"Thawed", 3, "bf16", true}, Case{"OwnReduction", 1, "bf16"},
+        Case{"SparseParts", 2, "fp32"}, Case{"NeverZeroed", 2, "bf16"},
+        Case{"SkippedSteps", 2, "fp32"}, Case{"KeptGradients", 2, "fp32"},
+        Case{"Written", 2, "bf16"}, Case{"Files", 2, "fp32"}, Case{"Thawed", 2, "fp32"},
+        Case{"Thawed", 3, "bf16", true}, Case{"OwnReduction", 1, "bf16"},
         Case{"OwnReduction", 2, "bf16"}, Case{"OwnReduction", 3, "fp32"},
         Case{"OwnReductionThatDiffers", 2, "fp32"}, Case{"Ordinary", 2, "fp32", /*spills=*/true},
         Case{"Written", 2, "bf16", true}, Case{"Ordinary", 2, "fp16"},

@@ -60,6 +60,7 @@ absl::Status GradientStream::EnterBackward(int64_t backward) {
   bool outermost = false, begun = false;
   {
     absl::MutexLock lock(&mutex_);
+    OFFLOAD_RETURN_IF_ERROR(broken_);
     if (backwards_.contains(backward)) return absl::OkStatus();
     outermost = backwards_.empty();
     begun = begun_;
@@ -114,12 +115,22 @@ uint32_t GradientStream::EnterPart(uint32_t tensor, proto::GradientStart& start)
 absl::Status GradientStream::Deliver(uint32_t tensor, proto::GradientStart start,
                                      const std::byte* bytes) {
   absl::MutexLock order(&order_mutex_);
+  {
+    absl::MutexLock lock(&mutex_);
+    OFFLOAD_RETURN_IF_ERROR(broken_);
+  }
   const uint32_t pass = EnterPart(tensor, start);
   const uint64_t element_count = options_.tensors[tensor].element_count;
   const uint64_t element_bytes = options_.tensors[tensor].element_bytes;
   for (uint64_t begin = 0; begin < element_count; begin += proto::kExtentElements) {
     const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
-    OFFLOAD_ASSIGN_OR_RETURN(const uint64_t offset, ring_.Take(count * element_bytes));
+    const absl::StatusOr<uint64_t> room = ring_.Take(count * element_bytes);
+    if (!room.ok()) {
+      absl::MutexLock lock(&mutex_);
+      if (begin > 0) broken_ = room.status();
+      return room.status();
+    }
+    const uint64_t offset = *room;
     if (bytes != nullptr)  // otherwise the channel brings them, from a device
       std::memcpy(options_.region + offset, bytes + begin * element_bytes, count * element_bytes);
     ring_.Deliver(offset, count * element_bytes,
@@ -149,6 +160,7 @@ absl::StatusOr<std::vector<uint32_t>> GradientStream::LeaveBackward(int64_t back
       if (!failed) missing = MissingTensors();
       pass = passes_++;
       pass_runs_ = false;
+      if (!broken_.ok()) return failed ? absl::StatusOr<std::vector<uint32_t>>(missing) : broken_;
     }
     ended = channel_->EndPass(pass, /*wait=*/!missing.empty());
   }
@@ -172,6 +184,7 @@ absl::StatusOr<uint64_t> GradientStream::Look(uint32_t tensor) {
   uint32_t passes = 0;
   {
     absl::MutexLock lock(&mutex_);
+    OFFLOAD_RETURN_IF_ERROR(broken_);
     if (!begun_) return channel_->GradientWord(tensor);  // the step has waited for the sums
     if (pass_runs_) {
       return MakeError(
@@ -261,6 +274,7 @@ absl::Status GradientStream::EnterStep() {
   absl::MutexLock order(&order_mutex_);
   {
     absl::MutexLock lock(&mutex_);
+    OFFLOAD_RETURN_IF_ERROR(broken_);
     if (begun_) return absl::OkStatus();
   }
   return BeginGeneration();

@@ -17,6 +17,8 @@
 //   * Operations of a backward reach the daemon in this order: BeginGradients, parts of pass 0,
 //   EndPass 0, parts of pass 1, …: one thread at a time is in the stream.
 //   * A tensor is looked at once per pass; its norm is taken or read once.
+//   * A rank that has given a part of a tensor and cannot give the rest says nothing any more:
+//   every call returns why.
 //
 // Thread safety: all methods may be called from any thread.
 #pragma once
@@ -162,6 +164,7 @@ class GradientStream {
   uint32_t shared_ ABSL_GUARDED_BY(mutex_) = 0;  // the number of passes at TakeShare(), plus one
   std::chrono::microseconds patience_left_ ABSL_GUARDED_BY(mutex_);
   std::vector<Progress> progress_ ABSL_GUARDED_BY(mutex_);
+  absl::Status broken_ ABSL_GUARDED_BY(mutex_);  // amid a tensor
 };
 
 }  // namespace offload::zero3

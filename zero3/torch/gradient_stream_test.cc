@@ -407,6 +407,24 @@ TEST(GradientStreamTest, BackwardThatFailedEndsItsPassAndWaitsForNobody) {
   EXPECT_EQ(rank.calls().back(), "end 0");
 }
 
+TEST(GradientStreamTest, RankThatFailsAmidATensorSaysNothingAnyMore) {
+  const uint64_t count = proto::kExtentElements + 5;
+  FakeDaemon daemon(1, {count});
+  // Room for one extent: the second waits for it.
+  TestRank rank(&daemon, 0, 1, {count}, /*ring_bytes=*/proto::kExtentElements * sizeof(float));
+  rank.wait_fails = absl::AbortedError("gone");
+  const std::vector<float> ones(count, 1);
+  EXPECT_TRUE(rank.stream().EnterBackward(1).ok());
+  EXPECT_EQ(rank.stream().Deliver(0, GradientStart::kNothing, TestRank::Bytes(ones)),
+            rank.wait_fails);
+  rank.calls();
+  EXPECT_TRUE(rank.stream().LeaveBackward(1, /*failed=*/true)->empty());
+  EXPECT_EQ(rank.stream().EnterBackward(2), rank.wait_fails);
+  EXPECT_EQ(rank.stream().Look(0).status(), rank.wait_fails);
+  EXPECT_EQ(rank.stream().EnterStep(), rank.wait_fails);
+  EXPECT_EQ(rank.calls(), Calls());
+}
+
 TEST(GradientStreamTest, PassWithoutSomeTensorLearnsWhatOtherRanksHave) {
   FakeDaemon daemon(2, {1, 1, 1});
   TestRank first(&daemon, 0, 2, {1, 1, 1}), second(&daemon, 1, 2, {1, 1, 1});

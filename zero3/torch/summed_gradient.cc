@@ -106,8 +106,9 @@ void SummedGradient::AfterAccumulation(const at::Tensor&) {
     Refuse(subject_, "is to be differentiated itself (backward with create_graph)",
            "Use autograd::grad for such terms of the loss, and backward() without create_graph");
   }
-  CheckFits(grad);
-  Deliver(grad);
+  const at::Tensor part = grad.is_sparse() ? grad.to_dense() : grad;
+  CheckFits(part);
+  Deliver(part);
   NoteExisting();
 }
 

@@ -1176,8 +1176,10 @@ bool TensorEngine::EndsRound(std::span<const GroupUpdate> updates) {
 
 // ---- The rest ----------------------------------------------------------------------------------
 
+// Without a model nothing was stepped.
 void TensorEngine::WaitDurable() {
-  if (!declared_.empty()) Seal();
+  if (declared_.empty()) return;
+  Seal();
   attachment_->EndRaw();
   SettleTier();
   const DaemonWait wait(*attachment_);
@@ -1185,7 +1187,8 @@ void TensorEngine::WaitDurable() {
 }
 
 int64_t TensorEngine::Checkpoint() {
-  if (!declared_.empty()) Seal();
+  if (declared_.empty()) return step();
+  Seal();
   attachment_->EndRaw();
   SettleTier();
   const DaemonWait wait(*attachment_);
