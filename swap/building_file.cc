@@ -47,8 +47,14 @@ absl::Status Allocate(const PoolDirectory& directory, int fd, uint64_t file_byte
     result = fallocate(fd, 0, 0, static_cast<off_t>(file_bytes));
   } while (result != 0 && errno == EINTR);
   if (result == 0) return absl::OkStatus();
-  if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG)
-    return refuse(absl::StrCat(": ", ErrnoText(errno)));
+  if (errno == ENOSPC || errno == EDQUOT) return refuse(absl::StrCat(": ", ErrnoText(errno)));
+  if (errno == EFBIG) {
+    return MakeError(ErrorId::kPoolFull,
+                     absl::StrCat(directory.PathOf(""), ": the store needs a file of ", file_bytes,
+                                  " bytes: ", ErrnoText(errno)),
+                     "Raise the limit of the size of files (ulimit -f), or choose a file system "
+                     "that has larger ones");
+  }
   return MakeError(ErrorId::kPoolNotUsable,
                    absl::StrCat(directory.PathOf(""), ": fallocate: ", ErrnoText(errno)),
                    "Choose a file system that can reserve space, such as ext4 or xfs");

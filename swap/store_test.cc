@@ -3,6 +3,8 @@
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <signal.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
@@ -505,6 +507,21 @@ TEST(StoreTest, AStoreThatDoesNotFitIsRefusedAndLeavesNothing) {
   EXPECT_NE(store.status().message().find(std::to_string(FormattedBytes(spec))),
             absl::string_view::npos)
       << store.status();
+  EXPECT_TRUE(pool.Files().empty());
+}
+
+TEST(StoreTest, ALimitOfTheLengthOfFilesIsNamed) {
+  TemporaryPool pool;
+  rlimit old_limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &old_limit), 0);
+  const rlimit limit{FormattedBytes(SmallSpec()) / 2, old_limit.rlim_max};
+  const auto old_handler = signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+  const auto store = Store::Create(pool.path(), SmallSpec(), QuickOptions());
+  EXPECT_EQ(setrlimit(RLIMIT_FSIZE, &old_limit), 0);
+  signal(SIGXFSZ, old_handler);
+  EXPECT_EQ(IdOf(store.status()), ErrorId::kPoolFull) << store.status();
+  EXPECT_NE(store.status().message().find("ulimit -f"), absl::string_view::npos) << store.status();
   EXPECT_TRUE(pool.Files().empty());
 }
 

@@ -101,7 +101,12 @@ def options_of(config):
     of a file: variables win."""
     if isinstance(config, (str, os.PathLike)) and os.fspath(config).endswith(".toml"):
         return read_toml(os.fspath(config))
-    made = import_deepspeed(config)
+    made = import_deepspeed(config, tell=False)
+    for warning in made["warnings"]:
+        if not warning.startswith("gradient_clipping is absent"):
+            _log.warning("offloadd: %s", warning)
+    if made.raw.get("gradient_clipping"):
+        _log.warning("offloadd: gradient_clipping is left to the program's loop (torch.nn.utils.clip_grad_norm_()): attach() clips nothing")
     if made.training["fp16"]:
         raise Error.of(1104, "fp16.enabled = true in attach(config=…): the loop is the program's own, which attach() neither casts nor scales",
                        "Use offloadd.deepspeed.initialize(), or bf16; or remove the section and cast the model yourself")

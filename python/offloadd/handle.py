@@ -105,7 +105,7 @@ def _strings(options):
 
 
 def _options(nvme_path, ram, job, config, others):
-    """Arguments count more than the configuration, which counts more than the environment."""
+    """Arguments count more than the environment, which counts more than a configuration in a file; one in a dictionary counts as arguments do."""
     options = {}
     if config is not None:
         if isinstance(config, dict) and (not config or any(key in OPTIONS for key in config)):

@@ -446,6 +446,13 @@ class DeepSpeedTest(DeepSpeedCase):
         model = make()
         with offloadd.attach(model, self.adamw(model.parameters()), config=self.config(), job="attached") as handle:
             self.assertEqual(handle.nvme_path, self.pool)
+        for clipping, count in ((None, 0), (0.5, 1)):  # nothing of DeepSpeed's default
+            model = make()
+            with self.assertLogs("offloadd", "WARNING") as said:
+                logging.getLogger("offloadd").warning("there is a line")
+                offloadd.attach(model, self.adamw(model.parameters()), config=self.config(gradient_clipping=clipping), job="attached").close()
+            self.assertEqual(sum("gradient_clipping is left to the program's loop" in line for line in said.output), count)
+            self.assertEqual(sum("clip" in line for line in said.output), count)
         path = os.path.join(self.folder.name, "offloadd.toml")
         with open(path, "w", encoding="utf-8") as file:
             file.write(f'job = "toml"\nmemory.ram = "64MiB"\npool = "{self.pool}"\n')
