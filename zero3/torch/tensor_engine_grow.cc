@@ -268,8 +268,9 @@ bool TensorEngine::IsOfBefore() const {
   bool has_new = false;
   for (const LaidOutTensor& tensor : state_.layout) {
     has_new |= tensor.is_new;
-    if (!tensor.is_new && !proto::IsBufferTensor(tensor.name))
-      before.insert(tensor.former_name.empty() ? tensor.name : tensor.former_name);
+    const std::string_view name = tensor.former_name.empty() ? tensor.name : tensor.former_name;
+    if (!tensor.is_new && !proto::IsBufferTensor(name) && !proto::IsReplacedTensor(name))
+      before.insert(name);
   }
   return has_new && before.size() == declared_.size() &&
          absl::c_all_of(declared_,
