@@ -261,7 +261,7 @@ def frozen_layers_come_too(run):
     return told + take_step(model, optimizer, 2)
 
 
-@case(types=("fp32",), memory=("9MiB",))
+@case(**ROOM)
 def gradients_on_the_drive_are_not_brought_to_memory(run):
     """The store is laid out anew when the group comes, and gradients stay where they are in between."""
     model, optimizer = built(0)
