@@ -295,14 +295,6 @@ def group_added_later(run):
     return told + run.train(model, optimizer, first=3)
 
 
-@case(refused=1601, types=("fp32",), memory=("floor",))
-def group_of_a_stranger_is_refused(run):
-    model = run.model()
-    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
-    run.attach(model, optimizer)
-    optimizer.add_param_group({"params": torch.nn.Linear(3, 3).parameters()})
-
-
 @case
 def optimizer_of_a_part(run):
     model = run.model()
