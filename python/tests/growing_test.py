@@ -320,6 +320,65 @@ def a_state_that_is_given_before_the_group_has_the_parameter(run):
 
 
 @case(**ROOM)
+def buffers_that_are_assigned_anew(run):
+    """Before the growth, and between it and the last step."""
+    model, optimizer = built(0)
+    handle = run.attach(model, optimizer)
+    told = []
+    for step in range(4):
+        if step in (1, 3):
+            seeded(step, lambda: appended(model))
+            optimizer.add_param_group({"params": list(model.layers[-1].parameters())})
+        if step == 1 and run.offloaded:
+            handle.take_what_came()  # in one step with the group, and one without
+        model.sums = model.sums + step
+        told += take_step(model, optimizer, step)
+    return told, list(model.state_dict().values())
+
+
+@case(**ROOM)
+def several_of_one_name_between_two_steps(run):
+    model, optimizer = built(0)
+    handle = run.attach(model, optimizer, job="grown")
+    told = take_step(model, optimizer, 0)
+    for seed in (1, 2, 3):
+        seeded(seed, lambda: renewed(model))
+        optimizer.add_param_group({"params": list(model.head.parameters())})
+        if run.offloaded:
+            handle.take_what_came()
+    told += take_step(model, optimizer, 1)
+    if run.offloaded:
+        run.end()
+        model = seeded(4, Tower)
+        optimizer = AdamW([{"params": list(model.layers.parameters()), "lr": 1e-2}, {"params": list(model.head.parameters())}], 1e-3)
+        run.attach(model, optimizer, job="grown")
+    return told + take_step(model, optimizer, 2), states_of_living(model, optimizer), list(model.state_dict().values())
+
+
+@case(**ROOM)
+def a_model_with_other_names_before_the_first_step_is_refused(run):
+    """The buffers of the last step have the names of before."""
+    model, optimizer = built(0)
+    handle = run.attach(model, optimizer, job="grown")
+    told = take_step(model, optimizer, 0)
+    if run.offloaded:
+        grow(model, 2)
+        handle.take_what_came()
+        run.end()
+        model, optimizer = built(3)
+        try:
+            run.attach(model, optimizer, job="grown")
+        except offloadd.Error as error:
+            assert error.id == 1602 and "no step with parameter" in str(error), error
+        else:
+            raise AssertionError("a model whose names are others")
+        run.models.clear()
+        model, optimizer = built(0)
+        run.attach(model, optimizer, job="grown")
+    return told + take_step(model, optimizer, 1)
+
+
+@case(**ROOM)
 def gradients_that_were_there_stay(run):
     """Of a backward before and one behind the new layer."""
     model, optimizer = built(0)
