@@ -32,6 +32,9 @@ _WORDS = [
     ("LoadWeights", "handle.load_weights"),
     ("Attach the module of those that are new, with an optimizer, after zero_grad() and before the backward pass",
      "Call add_param_group() after zero_grad() and before the backward pass, when the model has what is new"),
+    ("Use SGD, Lion or LAMB, or AdamW and Adam as AdamWFlavour::kFused, whose roots are the nearest; or attach an optimizer object of "
+     "torch::optim, which then runs in this process",
+     "Make the optimizer with fused=True, whose roots are the nearest, or train such parameters with one that is not attached"),
     ("Give each optimizer a module, or explicit groups, of its own", "Give each optimizer parameters of its own"),
 ]
 _NUMBER = re.compile(r"OFD-(\d{4})")

@@ -412,9 +412,12 @@ class Handle:
             if part.is_foreign:
                 part.tell()
 
+    def _may_grow(self):
+        return self._engine.world_size() == 1 and in_memory.destination_of(self.options) is None
+
     def check_grows(self, parameter):
         """OFD-1601 where a parameter that comes later cannot become the job's."""
-        if self._engine.world_size() > 1 or in_memory.destination_of(self.options) is not None or parameter.device.type != "cpu":
+        if not self._may_grow() or parameter.device.type != "cpu":
             raise Error.of(1601, f"add_param_group() with a parameter of shape {list(parameter.shape)} that was not in the model when it was "
                                  "attached, and there are several ranks, or a device",
                            "Give attach() all modules that are trained at some time, attach([model, other], …), with those that are frozen at first; "
@@ -425,10 +428,22 @@ class Handle:
         has = {id(parameter) for model in self.models if model is not None for _, parameter in all_named_parameters_of(model)}
         return all(id(parameter) in has for parameter in parameters)
 
+    def _is_new(self, parameter):
+        return id(parameter) not in self._identities and parameter.numel() > 0 and parameter.is_floating_point()
+
+    def take_what_came(self):
+        """Before anybody asks the job for all that its models have: what they have got since becomes the job's, trained or not."""
+        if self._engine is None or not self._may_grow():
+            return
+        new = (parameter for model in self.models if model is not None for _, parameter in all_named_parameters_of(model))
+        if any(map(self._is_new, new)):
+            self.grow()
+
     def grow(self):
         """What its models and optimizers have got since attach() becomes the job's, which is laid out anew for it."""
         engine = self._running()
         # Those that are gone count in names.
+        self._reassigned.take_alike(engine)
         models, beside = ([each if each is not None else torch.nn.Module() for each in modules]
                           for modules in (self.models, [module() for module in self._beside]))
         for model in models:
@@ -436,7 +451,7 @@ class Handle:
         named = names_of(models)
         # What the models have replaced may be in the groups still.
         had = self._identities - {id(parameter) for name, parameter in self._parameters.items() if name.startswith("optimizer/")}
-        named += [(name, each) for name, each in with_strangers(list(named), self.optimizers)[len(named):] if id(each) not in had]
+        named = with_strangers(named, self.optimizers, had)
         new = [(name, parameter) for name, parameter in named if id(parameter) not in self._identities]
         served.check_arrays(new)
         served.check_not_shared(new)
@@ -532,7 +547,8 @@ class Handle:
         self._running().set_loss_scale(number, scale, count)
 
     def update_count(self, parameter):
-        return self._running().update_count(parameter) if parameter.numel() and not is_table(parameter) else 0
+        is_known = id(parameter) in self._identities and parameter.numel() and not is_table(parameter)
+        return self._running().update_count(parameter) if is_known else 0
 
     def identities(self):
         return self._identities
@@ -552,6 +568,8 @@ class Handle:
     def gather_stored(self, parameter, plane):
         """As the job has it."""
         running = self._running()
+        if self._is_new(parameter):
+            self.take_what_came()
         part = next((part for part in self._parts if part.has(parameter)), None) if plane == "sum" else None
         if part is not None and part.recipe.kind == "adagrad" and self.update_count(parameter) == 0:
             return part.first_sum(parameter)
@@ -643,6 +661,8 @@ class Handle:
         """A parameter by its name, or itself."""
         if not isinstance(given, str):
             return given
+        if given not in self._parameters:
+            self.take_what_came()
         if given in self._parameters:
             return self._parameters[given]
         tables = dict(tables_of([model for model in self.models if model is not None]))
@@ -701,6 +721,7 @@ class Handle:
     def load_weights(self, path, *, ignored=()):
         """Takes the weights of a safetensors file or folder, or of one that torch.save() has written; moments and step stay."""
         engine, files = self._running(), pickled.files_of(path)
+        self.take_what_came()
         self.has_loaded_weights = True
         if files is None:
             self.settle()
@@ -710,15 +731,19 @@ class Handle:
 
     def save_weights(self, folder, *, shard_bytes=0, left_out=()):
         """Writes the weights as a safetensors folder, in constant memory, without those that are named in `left_out`."""
+        running = self._running()
+        self.take_what_came()
         self.settle()
-        self._running().save_weights(os.fspath(folder), shard_bytes, list(left_out))
+        running.save_weights(os.fspath(folder), shard_bytes, list(left_out))
 
     def load_universal(self, folder):
         """Takes masters and optimizer state of a universal checkpoint of DeepSpeed; durable with the next step()."""
+        self.take_what_came()
         universal.load(folder, list(self._parameters.items()), self.optimizers)
 
     def save_universal(self, folder, tag=None):
         """Writes masters and optimizer state as a universal checkpoint of DeepSpeed, FOLDER/TAG, one parameter at a time."""
+        self.take_what_came()
         served.settle_replaced(self._identities, self._in_process())
         universal.save(folder, tag or f"global_step{self.step}_universal", self.step, list(self._parameters.items()),
                        lambda parameter: self.gather_one(parameter, "master"), self._state_of)

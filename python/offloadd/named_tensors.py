@@ -111,6 +111,13 @@ class Reassigned:
                     _log.warning("offloadd: buffer %s of a %s was not there when it was attached: what it holds is not part of the job, and a run "
                                  "that is resumed begins without it. Give it a value before attach()", key, type(module).__name__)
 
+    def take_alike(self, engine):
+        """Buffers that others like them have replaced."""
+        for name, places in self._places:
+            now = next((each for each in (self._at(*place) for place in places) if each is not None and each is not self._now[name]), None)
+            if now is not None and not is_wrapper(now) and engine.replace_buffer(name, now):
+                self._now[name] = now
+
     def settle(self, identities, engine):
         self._tell_of_new()
         for name, places in self._places:
@@ -174,9 +181,9 @@ def buffers_beside(beside, buffers, destination=None):
     return named
 
 
-def with_strangers(named, optimizers):
-    """Parameters that an optimizer has and no model."""
-    known = {id(parameter) for _, parameter in named}
+def with_strangers(named, optimizers, others=frozenset()):
+    """Parameters that an optimizer has and no model. `others`: ids of those that have been a model's, which do not count."""
+    known = {id(parameter) for _, parameter in named} | others
     for n, optimizer in enumerate(optimizers):
         count = 0
         for group in optimizer.param_groups:

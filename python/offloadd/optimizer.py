@@ -489,7 +489,6 @@ class Part:
         optimizer._step_supports_amp_scaling = False  # else GradScaler leaves infinities and the scale to a fused step
         optimizer.__dict__["state"] = self._state
         self._checked = len(optimizer.param_groups)
-        self._known = sum(len(group["params"]) for group in optimizer.param_groups)
         self._begun_at = self.handle.step
         self._versions = [parameter._version for parameter in parameters_of(self.optimizer)]
 
@@ -533,18 +532,19 @@ class Part:
 
     def take_early(self):
         """Gradients on the drive would all be in memory while the store is laid out anew: better before there are any."""
-        new = [parameter for parameter in parameters_of(self.optimizer) if not self._is_known(parameter)]
+        new = self._unknown()
         if new and self.handle.plan()["gradients_spilled"] and self.handle.names_all(new):
-            self._take_what_came()
+            self.take_what_came()
 
-    def _take_what_came(self):
-        """Parameters that groups have got since become the job's."""
-        count = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if count == self._known:
-            return
-        if not all(map(self._is_known, parameters_of(self.optimizer))):
+    def _unknown(self):
+        return [parameter for parameter in parameters_of(self.optimizer) if not self._is_known(parameter)]
+
+    def take_what_came(self):
+        """Parameters that groups have got since, or that took the places of others there, become the job's."""
+        new = self._unknown()
+        if new:
+            self.handle.check_grows(new[0])
             self.handle.grow()
-        self._known = count
 
     def check_named_once(self):
         """OFD-1002 for a parameter that torch would update twice."""
@@ -577,7 +577,7 @@ class Part:
             _refuse(f"step() with {', '.join(given)}", "Call step() without arguments, or with a closure")
         check_arithmetic()
         self.check_groups()
-        self._take_what_came()
+        self.take_what_came()
         self._check_weights_are_loaded()
         check_unscale(self.unscale)
         values = self.group_values()
@@ -638,6 +638,10 @@ class Part:
         """What torch keeps of a parameter once it was updated; nothing of what is in no group."""
         group = next((group for each, group in self._groups_of_parameters() if each is parameter), None)
         return self._all_keys(group) if group is not None else []
+
+    def may_get(self, parameter):
+        """Whether it is neither the job's nor in a group: a program may give it a state before it puts it there."""
+        return not self._is_known(parameter) and not self.has(parameter)
 
     def keys_of(self, parameter):
         """What torch keeps of a parameter now; of one that was never updated nothing, but Adagrad's sums are there from the beginning."""
@@ -768,6 +772,8 @@ class Part:
         """Of some parameters."""
         rows = []
         for parameter, state in states.items():
+            if not state and not self._is_known(parameter):  # the job has nothing of it
+                continue
             if state and self.recipe.counts and STEP not in state:
                 _refuse(f"the state of a parameter of shape {list(parameter.shape)} was given {', '.join(state)} without the number of its steps",
                         f"Give all that {self.recipe.name} keeps")

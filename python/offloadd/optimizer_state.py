@@ -4,6 +4,7 @@ writes into them, puts in their place or removes is the state that the next step
 import collections
 import collections.abc
 import copy
+import sys
 import weakref
 
 import torch
@@ -15,6 +16,7 @@ STEP = "step"  # the key under which torch counts a parameter's updates
 # What was written is given to the job when it is more than this, else before the next step.
 _WRITTEN_BYTES_MAX = 64 << 20
 
+_OWN_REFERENCES = 3  # to a ParameterState: the dictionary's, a name's and the question's
 
 _IN_ALL_RANKS = "Change it in what state_dict() gives, and load_state_dict() that in all ranks"
 
@@ -137,18 +139,20 @@ def _nothing():
 
 
 class ParameterState(dict):
-    """What torch keeps of one parameter."""
+    """What torch keeps of one parameter. One that was removed, and that somebody has, keeps the values (leave())."""
 
     def __init__(self, state, parameter, keys):
         super().__init__(dict.fromkeys(keys))
         self._state, self._parameter = state, parameter
 
     def __getitem__(self, key):
-        super().__getitem__(key)
-        return self._state.shown(self._parameter, key)
+        value = super().__getitem__(key)
+        return self._state.shown(self._parameter, key) if self._state is not None else value
 
     def __setitem__(self, key, value):
         """What was read may be put back: some move the state to the device where it is."""
+        if self._state is None:
+            return super().__setitem__(key, value)
         if key in self and self._state.is_shown(self._parameter, key, value):
             return
         self._state.put(self._parameter, {key: value})
@@ -181,11 +185,20 @@ class ParameterState(dict):
             self[key] = value
         return self[key]
 
+    def leave(self):
+        """It is an ordinary dictionary from now on."""
+        values = self.ordinary()
+        self._state = None
+        super().update(values)
+
     def clear(self):
-        self._state.drop([self._parameter])
+        if self._state is not None:
+            self._state.drop([self._parameter])
         super().clear()
 
     def __delitem__(self, key):
+        if self._state is None:
+            return super().__delitem__(key)
         super().__getitem__(key)
         if len(self) > 1:
             refuse_write(f"'{key}' of a parameter's state cannot be removed alone")
@@ -269,13 +282,13 @@ class StateOfAll(collections.defaultdict):
         if self._part.handle.world_size > 1:
             refuse_write("the optimizer's state is one for all ranks, and cannot be written in one of them", _IN_ALL_RANKS)
         strange = [str(key) for key in values if key not in self._part.possible_keys_of(parameter)]
-        if strange:
+        if strange and not self._part.may_get(parameter):
             refuse_write(f"the optimizer's state has no room for {', '.join(strange)}", "Keep it in a dictionary of your own")
         written = self._written.setdefault(id(parameter), (parameter, {}))[1]
         self._written_bytes += sum(value.nbytes for key, value in values.items() if key not in written)
         written.update(values)
         if self._written_bytes > _WRITTEN_BYTES_MAX:
-            self._give([each for each, _ in self._written.values() if each is not parameter])
+            self.flush(but=parameter)
 
     def put(self, parameter, values):
         """In the place of what is there."""
@@ -337,9 +350,9 @@ class StateOfAll(collections.defaultdict):
         self.replaced(states)
         self._part.put_states(states)
 
-    def flush(self):
-        """Gives the job what was written."""
-        self._give([parameter for parameter, _ in self._written.values()])
+    def flush(self, but=None):
+        """Gives the job what was written; of what is in no group yet it is kept."""
+        self._give([each for each, _ in self._written.values() if each is not but and not self._part.may_get(each)])
 
     def _give(self, parameters):
         for parameter in parameters:
@@ -358,6 +371,9 @@ class StateOfAll(collections.defaultdict):
         super().clear()
         for parameter, keys in self._part.keys_of_all():
             super().__setitem__(parameter, ParameterState(self, parameter, keys))
+        for parameter, written in self._written.values():
+            if not super().__contains__(parameter):
+                super().__setitem__(parameter, ParameterState(self, parameter, written))
         self._filled = now
 
     def __getitem__(self, parameter):
@@ -381,6 +397,10 @@ class StateOfAll(collections.defaultdict):
         self[parameter].update(values)
 
     def _remove(self, parameters):
+        for parameter in parameters:
+            state = super().__getitem__(parameter)
+            if sys.getrefcount(state) > _OWN_REFERENCES:
+                state.leave()
         self.drop(parameters)
         self._part.forget(parameters)
 

@@ -200,6 +200,185 @@ def parameters_of_no_module(run):
 
 
 @case(**ROOM)
+def another_list_of_as_many_parameters(run):
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    told = take_step(model, optimizer, 0)
+    seeded(5, lambda: renewed(model))
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    return told + take_step(model, optimizer, 1) + take_step(model, optimizer, 2), states_of_living(model, optimizer)
+
+
+@case(**ROOM)
+def files_have_what_came_before_its_first_step(run):
+    """Trained or not."""
+    model, optimizer = built(0)
+    handle = run.attach(model, optimizer)
+    told = take_step(model, optimizer, 0)
+    layer = grow(model, 6)
+    optimizer.add_param_group({"params": list(layer.parameters())})
+    model.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+    if run.offloaded:
+        import safetensors.torch
+
+        assert torch.equal(handle.gather(layer[0].weight), layer[0].weight)
+        assert handle.parameter("layers.4.0.weight") is layer[0].weight
+        handle.save_weights(os.path.join(run.folder, "saved"))
+        assert safetensors.torch.load_file(os.path.join(run.folder, "saved", "model.safetensors")).keys() == model.state_dict().keys()
+    return told + take_step(model, optimizer, 1)
+
+
+@case(**ROOM)
+def names_of_parameters_of_no_module(run):
+    """Do not depend on what the groups have that the model has not any more."""
+    def made(is_widened):
+        model, scale = seeded(0, Tower), torch.nn.Parameter(torch.ones(WIDTH))
+        if is_widened:
+            seeded(104, lambda: widened(model))
+        return model, scale, AdamW([{"params": list(model.parameters())}, {"params": [scale]}], 1e-2)
+
+    def step(n):
+        torch.nn.functional.cross_entropy(model(batch(n)[0] * scale), batch(n)[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, scale, optimizer = made(is_widened=False)
+    run.attach(model, optimizer, job="grown")
+    step(0)
+    optimizer.add_param_group({"params": list(grow(model, 4).parameters()), "lr": 1e-2})
+    step(1)
+    if run.offloaded:
+        run.end()
+        model, scale, optimizer = made(is_widened=True)
+        run.attach(model, optimizer, job="grown")
+    step(2)
+    return list(model.state_dict().values()), scale.detach().clone()
+
+
+class Points(torch.nn.Module):
+    """As in Gaussian splatting: of as many rows as there are points, whose state is kept when there are more of them or fewer."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = torch.nn.Parameter(torch.randn(40, WIDTH))
+        self.weights = torch.nn.Parameter(torch.randn(40, 8))
+
+    def optimizer(self):
+        return AdamW([{"params": [self.places], "name": "places"}, {"params": [self.weights], "lr": 1e-2, "name": "weights"}], 1e-3)
+
+    def forward(self, x):
+        return torch.tanh(x @ self.places.t()) @ self.weights
+
+    def change(self, optimizer, values, moments):
+        for group in optimizer.param_groups:
+            former = group["params"][0]
+            state = optimizer.state.get(former, None)
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = moments(state[key])
+            del optimizer.state[former]
+            group["params"][0] = torch.nn.Parameter(values(former).requires_grad_(True))
+            optimizer.state[group["params"][0]] = state
+            setattr(self, group["name"], group["params"][0])
+
+
+@case(**ROOM)
+def rows_that_come_and_go_with_their_moments(run):
+    model = seeded(0, Points)
+    optimizer = model.optimizer()
+    run.attach(model, optimizer)
+    told = []
+
+    def train_points(first, end):
+        for step in range(first, end):
+            x, y = batch(step)
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.item())
+
+    train_points(0, 2)
+    model.change(optimizer, lambda rows: torch.cat((rows, rows[:7] * 1.1)), lambda rows: torch.cat((rows, torch.zeros_like(rows[:7]))))
+    model.change(optimizer, lambda rows: rows[torch.arange(47) % 5 != 0], lambda rows: rows[torch.arange(47) % 5 != 0])
+    train_points(2, 4)
+    model.change(optimizer, lambda rows: rows[torch.arange(37) % 2 == 0], lambda rows: rows[torch.arange(37) % 2 == 0])
+    train_points(4, 6)
+    return told, states_of_living(model, optimizer), list(model.state_dict().values())
+
+
+@case(**ROOM)
+def a_state_that_is_given_before_the_group_has_the_parameter(run):
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    told = take_step(model, optimizer, 0)
+    former, group = model.head.bias, optimizer.param_groups[0]["params"]
+    state = optimizer.state.pop(former)
+    wider = torch.nn.Parameter(former.detach() * 2)
+    optimizer.state[wider] = {key: value.clone() for key, value in state.items()}
+    group[[each is former for each in group].index(True)] = model.head.bias = wider
+    return told + take_step(model, optimizer, 1), states_of_living(model, optimizer)
+
+
+@case(**ROOM)
+def buffers_that_are_assigned_anew(run):
+    """Before the growth, and between it and the last step."""
+    model, optimizer = built(0)
+    handle = run.attach(model, optimizer)
+    told = []
+    for step in range(4):
+        if step in (1, 3):
+            seeded(step, lambda: appended(model))
+            optimizer.add_param_group({"params": list(model.layers[-1].parameters())})
+        if step == 1 and run.offloaded:
+            handle.take_what_came()  # in one step with the group, and one without
+        model.sums = model.sums + step
+        told += take_step(model, optimizer, step)
+    return told, list(model.state_dict().values())
+
+
+@case(**ROOM)
+def several_of_one_name_between_two_steps(run):
+    model, optimizer = built(0)
+    handle = run.attach(model, optimizer, job="grown")
+    told = take_step(model, optimizer, 0)
+    for seed in (1, 2, 3):
+        seeded(seed, lambda: renewed(model))
+        optimizer.add_param_group({"params": list(model.head.parameters())})
+        if run.offloaded:
+            handle.take_what_came()
+    told += take_step(model, optimizer, 1)
+    if run.offloaded:
+        run.end()
+        model = seeded(4, Tower)
+        optimizer = AdamW([{"params": list(model.layers.parameters()), "lr": 1e-2}, {"params": list(model.head.parameters())}], 1e-3)
+        run.attach(model, optimizer, job="grown")
+    return told + take_step(model, optimizer, 2), states_of_living(model, optimizer), list(model.state_dict().values())
+
+
+@case(**ROOM)
+def a_model_with_other_names_before_the_first_step_is_refused(run):
+    """The buffers of the last step have the names of before."""
+    model, optimizer = built(0)
+    handle = run.attach(model, optimizer, job="grown")
+    told = take_step(model, optimizer, 0)
+    if run.offloaded:
+        grow(model, 2)
+        handle.take_what_came()
+        run.end()
+        model, optimizer = built(3)
+        try:
+            run.attach(model, optimizer, job="grown")
+        except offloadd.Error as error:
+            assert error.id == 1602 and "no step with parameter" in str(error), error
+        else:
+            raise AssertionError("a model whose names are others")
+        run.models.clear()
+        model, optimizer = built(0)
+        run.attach(model, optimizer, job="grown")
+    return told + take_step(model, optimizer, 1)
+
+
+@case(**ROOM)
 def gradients_that_were_there_stay(run):
     """Of a backward before and one behind the new layer."""
     model, optimizer = built(0)

@@ -138,6 +138,8 @@ bool Buffers::Replace(std::string_view name, const at::Tensor& tensor) {
     if (small == small_.end() || !makes_room) return false;
     first_bytes_.try_emplace(found->name, SizeBytes(found->tensor));
   }
+  known_.erase(found->tensor.unsafeGetTensorImpl());
+  known_.insert(tensor.unsafeGetTensorImpl());
   found->tensor = tensor;
   if (small != small_.end()) small->tensor = tensor;
   const auto large = absl::c_find_if(large_, has_name);

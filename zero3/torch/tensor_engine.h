@@ -225,6 +225,7 @@ class TensorEngine {
   // With what the store is laid out anew for the model's tensors; nothing when it has these.
   std::optional<client::OtherTensors> MatchLayout(const std::vector<LaidOutTensor>& in_store);
   bool IsOfBefore() const;
+  void CheckNamesOfLastStep() const;
   void SettleLayout();
   void CheckThaws() const;
   std::vector<at::Tensor> LeaveGradients();

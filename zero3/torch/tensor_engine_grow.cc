@@ -74,10 +74,15 @@ std::vector<proto::Tensor> TensorEngine::NamedAnew(std::span<const NamedTensor> 
     named[known->second].name = tensor.name;
     taken.insert(tensor.name);
   }
+  for (const proto::Tensor& tensor : named) {
+    if (proto::IsReplacedTensor(tensor.name)) taken.insert(tensor.name);
+  }
   for (size_t id = 0; id < named.size(); ++id) {
     const bool is_gone = are_all || taken.contains(named[id].name);
-    if (!has_name[id] && is_gone && !proto::IsReplacedTensor(named[id].name))
+    if (has_name[id] || !is_gone || proto::IsReplacedTensor(named[id].name)) continue;
+    do {  // several of one name since the last step
       named[id].name = proto::ReplacedTensorName(named[id].name, step_);
+    } while (!taken.insert(named[id].name).second);
   }
   return named;
 }
@@ -277,10 +282,26 @@ bool TensorEngine::IsOfBefore() const {
                         [&](const proto::Tensor& tensor) { return before.contains(tensor.name); });
 }
 
+// Small buffers have the names of the last step.
+void TensorEngine::CheckNamesOfLastStep() const {
+  const auto came = std::ranges::find_if(state_.layout, &LaidOutTensor::is_new);
+  const bool has_renamed = absl::c_any_of(state_.layout, [](const LaidOutTensor& tensor) {
+    return !tensor.former_name.empty() && !proto::IsReplacedTensor(tensor.name);
+  });
+  if (came == state_.layout.end() || !has_renamed) return;
+  ThrowStatus(MakeError(
+      ErrorId::kOtherModel,
+      absl::StrCat("job ", Key(options_.job), " has taken no step with parameter ", Key(came->name),
+                   ", which has changed the names of others, and the model has "
+                   "it already"),
+      "Build the model as it was at the last step, and add it after it is attached"));
+}
+
 // Which tensor of the store each of the model is, by the names of the model.
 void TensorEngine::SettleLayout() {
   stored_names_.clear();
   const bool is_of_before = IsOfBefore();
+  if (!is_of_before) CheckNamesOfLastStep();
   std::vector<LaidOutTensor> layout;
   std::vector<uint64_t> counts;
   for (size_t i = 0; i < state_.layout.size(); ++i) {
