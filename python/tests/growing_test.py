@@ -215,7 +215,7 @@ def files_have_what_came_before_its_first_step(run):
     model, optimizer = built(0)
     handle = run.attach(model, optimizer)
     told = take_step(model, optimizer, 0)
-    layer = grow(model, 6)
+    layer = seeded(106, lambda: appended(model))
     optimizer.add_param_group({"params": list(layer.parameters())})
     model.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
     if run.offloaded:
@@ -362,10 +362,12 @@ def a_model_with_other_names_before_the_first_step_is_refused(run):
     handle = run.attach(model, optimizer, job="grown")
     told = take_step(model, optimizer, 0)
     if run.offloaded:
-        grow(model, 2)
+        inserted(model)
         handle.take_what_came()
         run.end()
-        model, optimizer = built(3)
+        model = seeded(0, Tower)
+        inserted(model)
+        optimizer = AdamW(model.parameters(), 1e-3)
         try:
             run.attach(model, optimizer, job="grown")
         except offloadd.Error as error:
@@ -433,7 +435,7 @@ def frozen_layers_come_too(run):
     with torch.no_grad():
         model.layers[-1].weight.copy_(torch.eye(WIDTH))
         model.layers[-1].bias.zero_()
-    optimizer.add_param_group({"params": list(grow(model, 2).parameters())})
+    optimizer.add_param_group({"params": list(seeded(102, lambda: inserted(model)).parameters())})
     told += take_step(model, optimizer, 1)
     model.layers[-1].requires_grad_(True)
     optimizer.add_param_group({"params": list(model.layers[-1].parameters())})
