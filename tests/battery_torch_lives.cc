@@ -469,8 +469,7 @@ Programs SeveralModels() {
              late->parameters(), std::make_unique<optim::SGDOptions>(0.02)));
          Train(run, model, *optimizer, 1, 3);
          run.See(*model);
-       },
-       1601},
+       }},
       {"buffer_registered_after_attaching",
        [](Run& run) {
          auto model = Perceptron(run);
