@@ -211,6 +211,22 @@ Contents ReadContents(swap::Store& store, const proto::Catalogue& catalogue,
   return contents;
 }
 
+std::vector<Contents> ReadAll(swap::Store& store, const proto::Catalogue& catalogue) {
+  std::vector<Contents> contents;
+  for (uint32_t i = 0; i < catalogue.store_tensors.size(); ++i)
+    contents.push_back(ReadContents(store, catalogue, i));
+  return contents;
+}
+
+// Those of one tensor, of what `all` store tensors hold.
+Values ValuesOf(const proto::Catalogue& catalogue, const std::vector<Contents>& all, uint32_t id,
+                Values Contents::*values) {
+  const proto::Placement& placement = catalogue.placements[id];
+  const auto begin = (all[placement.store_tensor].*values).begin() +
+                     static_cast<ptrdiff_t>(placement.element_offset);
+  return Values(begin, begin + static_cast<ptrdiff_t>(catalogue.tensors[id].element_count));
+}
+
 // Every tensor is itself.
 Moves Stay(const proto::Catalogue& catalogue) {
   Moves moves;
@@ -264,23 +280,12 @@ TEST_P(RelayoutTest, EveryValueIsWhereTheOtherLayoutHasIt) {
             absl::OkStatus());
   EXPECT_EQ(to_->committed().epoch, 7u);
   EXPECT_EQ(to_->committed().blob, "blob");
-  std::vector<Contents> copied;
-  for (uint32_t i = 0; i < after_.store_tensors.size(); ++i)
-    copied.push_back(ReadContents(*to_, after_, i));
+  const std::vector<Contents> copied = ReadAll(*to_, after_);
   for (uint32_t id = 0; id < before_.tensors.size(); ++id) {
-    const auto slice = [&](const proto::Catalogue& catalogue, const std::vector<Contents>& all,
-                           Values Contents::*values) {
-      const proto::Placement& placement = catalogue.placements[id];
-      const auto begin = (all[placement.store_tensor].*values).begin() +
-                         static_cast<ptrdiff_t>(placement.element_offset);
-      return Values(begin, begin + static_cast<ptrdiff_t>(catalogue.tensors[id].element_count));
-    };
-    EXPECT_EQ(slice(before_, contents_, &Contents::masters),
-              slice(after_, copied, &Contents::masters))
-        << before_.tensors[id].name;
-    EXPECT_EQ(slice(before_, contents_, &Contents::exp_avg),
-              slice(after_, copied, &Contents::exp_avg))
-        << before_.tensors[id].name;
+    for (const auto values : {&Contents::masters, &Contents::exp_avg}) {
+      EXPECT_EQ(ValuesOf(before_, contents_, id, values), ValuesOf(after_, copied, id, values))
+          << before_.tensors[id].name;
+    }
   }
 }
 
@@ -308,22 +313,13 @@ TEST_P(RelayoutTest, OtherTensorsFindTheirValues) {
             absl::OkStatus());
   EXPECT_EQ(to->committed().epoch, 7u);
   EXPECT_EQ(to->committed().blob, "another");
-  std::vector<Contents> copied;
-  for (uint32_t i = 0; i < others.store_tensors.size(); ++i)
-    copied.push_back(ReadContents(*to, others, i));
-  const auto slice = [](const proto::Catalogue& catalogue, const std::vector<Contents>& all,
-                        uint32_t id, Values Contents::*values) {
-    const proto::Placement& placement = catalogue.placements[id];
-    const auto begin = (all[placement.store_tensor].*values).begin() +
-                       static_cast<ptrdiff_t>(placement.element_offset);
-    return Values(begin, begin + static_cast<ptrdiff_t>(catalogue.tensors[id].element_count));
-  };
+  const std::vector<Contents> copied = ReadAll(*to, others);
   for (uint32_t id = 0; id < others.tensors.size(); ++id) {
     for (const auto values : {&Contents::masters, &Contents::exp_avg}) {
       const std::optional<uint32_t> source = moves.sources[id];
-      const Values expected = source.has_value() ? slice(before_, contents_, *source, values)
+      const Values expected = source.has_value() ? ValuesOf(before_, contents_, *source, values)
                                                  : Values(others.tensors[id].element_count);
-      EXPECT_EQ(expected, slice(others, copied, id, values)) << others.tensors[id].name;
+      EXPECT_EQ(expected, ValuesOf(others, copied, id, values)) << others.tensors[id].name;
     }
   }
 }

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <offload/torch.h>
+#include <stdlib.h>
 #include <torch/nn.h>
 #include <torch/types.h>
 
@@ -76,6 +77,12 @@ Programs StridePrograms();
 // ---- What many programs do ---------------------------------------------------------------------
 
 constexpr int64_t kWidth = 256, kInner = 640;
+
+// Whether this is the run in memory, with which the others are compared.
+inline bool IsInMemory() {
+  const char* const disabled = getenv("OFFLOADD_DISABLE");
+  return disabled != nullptr && disabled[0] == '1';
+}
 
 // Three matrices, two of them of several hundred KiB.
 inline nn::Sequential Perceptron(const Run& run) {

@@ -1,12 +1,10 @@
 #include "tests/battery_torch_growth.h"
 
-#include <stdlib.h>
 #include <torch/optim.h>
-#include <unistd.h>
 
 #include <filesystem>
 #include <memory>
-#include <string>
+#include <utility>
 #include <vector>
 
 namespace offload::battery {
@@ -31,9 +29,10 @@ std::vector<Tensor> LastTwo(const nn::Sequential& model) {
   return parameters;
 }
 
-bool IsInMemory() {
-  const char* const disabled = getenv("OFFLOADD_DISABLE");
-  return disabled != nullptr && disabled[0] == '1';
+// The optimizer gets what Append() makes.
+void Grow(const Run& run, nn::Sequential& model, optim::Optimizer& own, uint64_t seed) {
+  Append(run, model, seed);
+  own.add_param_group(optim::OptimizerParamGroup(LastTwo(model)));
 }
 
 // Another head with the same name, of another width.
@@ -94,13 +93,9 @@ void ResumeGrown(Run& run, bool with_a_step) {
     own = Adam(model->parameters());
     engine->Attach(*model, *own);
   };
-  const auto grow = [&] {
-    Append(run, model, 21);
-    own->add_param_group(optim::OptimizerParamGroup(LastTwo(model)));
-  };
   begin(/*is_first=*/true, /*grown=*/false);
   Train(run, model, *own, 0, 2);
-  if (with_a_step || IsInMemory()) grow();
+  if (with_a_step || IsInMemory()) Grow(run, model, *own, 21);
   if (with_a_step) Train(run, model, *own, 2, 4);
   if (!with_a_step && !IsInMemory()) {
     nn::Linear beside = run.Cast(nn::Linear(4, 4));  // which has no step before the run ends
@@ -109,7 +104,7 @@ void ResumeGrown(Run& run, bool with_a_step) {
     others.reset();
   }
   begin(/*is_first=*/false, /*grown=*/with_a_step);
-  if (!with_a_step && !IsInMemory()) grow();
+  if (!with_a_step && !IsInMemory()) Grow(run, model, *own, 21);
   Train(run, model, *own, with_a_step ? 4 : 2, 6);
   run.See(*model);
 }
@@ -126,8 +121,7 @@ Programs GrowthPrograms() {
          engine->Attach(*model, *own);
          Train(run, model, *own, 0, 2);
          for (const uint64_t seed : {21, 22}) {
-           Append(run, model, seed);
-           own->add_param_group(optim::OptimizerParamGroup(LastTwo(model)));
+           Grow(run, model, *own, seed);
            Train(run, model, *own, seed, seed + 2);
          }
          run.See(*model);
@@ -180,8 +174,7 @@ Programs GrowthPrograms() {
          auto engine = run.Open();
          engine->Attach(*model, *own);
          Train(run, model, *own, 0, 2);
-         Append(run, model, 21);
-         own->add_param_group(optim::OptimizerParamGroup(LastTwo(model)));
+         Grow(run, model, *own, 21);
          Train(run, model, *own, 2, 3);
          const std::filesystem::path folder =
              std::filesystem::path(run.options().nvme_path) / "grown_and_saved";
@@ -203,8 +196,7 @@ Programs GrowthPrograms() {
          engine->Attach(*model, *own);
          engine->Attach(by_value, *others);
          Train(run, model, *own, 0, 2);
-         Append(run, model, 21);
-         own->add_param_group(optim::OptimizerParamGroup(LastTwo(model)));
+         Grow(run, model, *own, 21);
          Train(run, model, *own, 2, 4);
          Mean(by_value.forward(run.Noise(7, {2, 4}))).backward();
          others->step();

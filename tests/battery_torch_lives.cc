@@ -45,8 +45,7 @@ void TrainInParts(
     Run& run, Make make, int parts, int steps,
     const std::function<nn::Sequential(const Run&)>& model_of,
     const std::function<void(Options&)>& change = [](Options&) {}) {
-  const char* const disabled = getenv("OFFLOADD_DISABLE");
-  const bool in_memory = disabled != nullptr && disabled[0] == '1';
+  const bool in_memory = IsInMemory();
   nn::Sequential model(nullptr);
   std::shared_ptr<Engine> engine;
   std::unique_ptr<optim::Optimizer> optimizer;

@@ -1,6 +1,5 @@
 #include "tests/battery_torch_phases.h"
 
-#include <stdlib.h>
 #include <torch/optim.h>
 #include <torch/serialize.h>
 
@@ -58,11 +57,6 @@ Program InTurn(std::string name, std::vector<Maker> makers) {
 
 void SetTrained(nn::Sequential& model, size_t at, bool trained) {
   for (Tensor& parameter : LinearAt(model, at).parameters()) parameter.set_requires_grad(trained);
-}
-
-bool IsInMemory() {
-  const char* const disabled = getenv("OFFLOADD_DISABLE");
-  return disabled != nullptr && disabled[0] == '1';
 }
 
 // A run that ends where its first phase does, and one that ends within the second. Each makes all

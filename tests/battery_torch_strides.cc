@@ -240,8 +240,7 @@ Programs Lives() {
        }},
       {"strided_job_goes_on",
        [](Run& run) {
-         const char* const disabled = getenv("OFFLOADD_DISABLE");
-         const bool in_memory = disabled != nullptr && disabled[0] == '1';
+         const bool in_memory = IsInMemory();
          auto model = Convolutions(run);
          auto engine = run.Open();
          auto optimizer = MakeAdamW(*engine, *model);

@@ -442,8 +442,8 @@ class Handle:
     def grow(self):
         """What its models and optimizers have got since attach() becomes the job's, which is laid out anew for it."""
         engine = self._running()
-        # Those that are gone count in names.
         self._reassigned.take_alike(engine)
+        # Those that are gone count in names.
         models, beside = ([each if each is not None else torch.nn.Module() for each in modules]
                           for modules in (self.models, [module() for module in self._beside]))
         for model in models:

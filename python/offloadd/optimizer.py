@@ -537,7 +537,9 @@ class Part:
             self.take_what_came()
 
     def _unknown(self):
-        return [parameter for parameter in parameters_of(self.optimizer) if not self._is_known(parameter)]
+        """Every step asks."""
+        identities = self.handle.identities()
+        return [parameter for parameter in parameters_of(self.optimizer) if id(parameter) not in identities and not is_table(parameter)]
 
     def take_what_came(self):
         """Parameters that groups have got since, or that took the places of others there, become the job's."""

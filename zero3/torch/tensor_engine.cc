@@ -131,22 +131,6 @@ uint64_t StateBytesMax(const Attachment& attachment) {
   return ranks == 1 ? kTrainerStateBytesMax : kTrainerStateBytesMax / ranks - kLengthsBytes;
 }
 
-// What a rank gives with a step. Throws OFD-1002 when it is more than its part of a commit.
-std::string Encoded(const struct TrainerState& state, const Attachment& attachment) {
-  std::string bytes = ValueOrThrow(EncodeTrainerState(state));
-  const uint32_t ranks = attachment.world_size();
-  const uint64_t bytes_max = StateBytesMax(attachment);
-  if (bytes.size() > bytes_max) {
-    ThrowStatus(MakeError(
-        ErrorId::kBadValue,
-        absl::StrCat("the trainer's state has ", state.trainer.size(), " bytes, buffers and ",
-                     "update counts ", bytes.size() - state.trainer.size(), "; of each of ", ranks,
-                     " ranks a step takes at most ", bytes_max),
-        "Keep less in the trainer's state, or train with fewer ranks"));
-  }
-  return bytes;
-}
-
 // What the job has of a model's buffers, beside those in the store.
 std::unordered_set<std::string> KnownNames(std::string_view stored) {
   std::unordered_set<std::string> names;
@@ -622,12 +606,12 @@ void TensorEngine::MakeStore() {
       struct TrainerState next = state_;
       next.trainer.clear();  // the trainer may give less
       next.buffers = buffers_.EncodeSmall();
-      Encoded(next, *attachment_);  // or there are too many ranks for them
+      Encoded(next);  // or there are too many ranks for them
     } else {
       StoreLargeBuffers();
       state_.buffers = buffers_.EncodeSmall();
     }
-    if (!exists_) ThrowIfError(attachment_->session().Publish(Encoded(state_, *attachment_)));
+    if (!exists_) ThrowIfError(attachment_->session().Publish(Encoded(state_)));
   } catch (...) {
     store_failure_ = std::current_exception();  // the daemon takes a declaration once
     throw;
@@ -655,8 +639,19 @@ void TensorEngine::DivideBuffers() {
   buffers_.DivideByNames(small);
 }
 
-std::string TensorEngine::EncodedState(const struct TrainerState& state) const {
-  return Encoded(state, *attachment_);
+// What a rank gives with a step. Throws OFD-1002 when it is more than its part of a commit.
+std::string TensorEngine::Encoded(const struct TrainerState& state) const {
+  std::string bytes = ValueOrThrow(EncodeTrainerState(state));
+  const uint64_t bytes_max = StateBytesMax(*attachment_);
+  if (bytes.size() > bytes_max) {
+    ThrowStatus(MakeError(
+        ErrorId::kBadValue,
+        absl::StrCat("the trainer's state has ", state.trainer.size(), " bytes, buffers and ",
+                     "update counts ", bytes.size() - state.trainer.size(), "; of each of ",
+                     attachment_->world_size(), " ranks a step takes at most ", bytes_max),
+        "Keep less in the trainer's state, or train with fewer ranks"));
+  }
+  return bytes;
 }
 
 bool TensorEngine::ReplaceBuffer(std::string_view name, const at::Tensor& tensor) {
@@ -957,12 +952,12 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   next.buffers = buffers_.EncodeSmall();
   for (LaidOutTensor& tensor : next.layout) tensor = {.name = tensor.name};
   command.has_trainer_state = true;
-  command.trainer_state = Encoded(next, *attachment_);
+  command.trainer_state = Encoded(next);
   for (const uint32_t id : stepped) gradients_[id]->FinishWriting();
   StoreLargeBuffers();
   for (const SparseUpdate& update : sparse)
     next.update_counts[IdOf(update.parameter)] += Add(update);
-  if (!sparse.empty()) command.trainer_state = Encoded(next, *attachment_);
+  if (!sparse.empty()) command.trainer_state = Encoded(next);
   attachment_->EndRaw();  // of pointers that were used since it began
   for (const client::Group& group : command.groups) SayRoots(group);
   const absl::Cleanup fails = [&] {
@@ -1198,7 +1193,7 @@ int64_t TensorEngine::Checkpoint() {
 void TensorEngine::SetTrainerState(std::string blob) {
   struct TrainerState next = state_;
   next.trainer = std::move(blob);
-  Encoded(next, *attachment_);  // refuses what is too long here, not at the step
+  Encoded(next);  // refuses what is too long here, not at the step
   state_ = std::move(next);
 }
 

@@ -65,7 +65,7 @@ class TensorEngine {
   // Adds parameters to the job; several names or tensors of one storage are one tensor with its
   // first name. Those that it has already are skipped; true when there was a new one. OFD-1601 for
   // what is not supported, 1604 for another optimizer than the job's, 1301 when the state does not
-  // fit `ram`. Where the store is made already, Grow() adds them.
+  // fit `ram`. Where the store is made already, it is laid out anew for those that are new.
   // With Options::device those of the host become tensors of the device; where their values are
   // taken later (`takes_now` is false: Seal() does not follow at once), those whose memory others
   // see, too, get a copy first. `buffers`: those that AttachBuffers() is given next, which `ram`
@@ -220,7 +220,7 @@ class TensorEngine {
   bool HasAllOfStore() const;
   bool HasBuffersInStore() const;
   size_t StoredBuffers() const;
-  std::string EncodedState(const struct TrainerState& state) const;
+  std::string Encoded(const struct TrainerState& state) const;
   void DivideBuffers();
   // With what the store is laid out anew for the model's tensors; nothing when it has these.
   std::optional<client::OtherTensors> MatchLayout(const std::vector<LaidOutTensor>& in_store);

@@ -9,9 +9,7 @@
 #include "base/error.h"
 #include "proto/buffer_tensors.h"
 #include "zero3/torch/born_residency.h"
-#include "zero3/torch/device_memory.h"
 #include "zero3/torch/log.h"
-#include "zero3/torch/progress.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
 
@@ -27,21 +25,14 @@ static std::string Key(const std::string& text) { return absl::StrCat("'", text,
 // ---- While the job runs ------------------------------------------------------------------------
 
 void TensorEngine::CheckGrows(const Parameter& first) const {
-  const auto refuse = [&](const char* because, const char* way_out) {
-    ThrowStatus(MakeError(
-        ErrorId::kUnsupportedModel,
-        absl::StrCat("parameter ", Key(first.name), " is attached after the store of job ",
-                     Key(options_.job), " was made, ", because),
-        way_out));
-  };
-  if (attachment_->world_size() > 1) {
-    refuse("and there are several ranks",
-           "Attach all that is trained at some time before the first step, frozen at first");
-  }
-  if (attachment_->device() != nullptr || device_plan_.is_made()) {
-    refuse("and the job is on a device",
-           "Attach all that is trained at some time before the first step, frozen at first");
-  }
+  const bool has_ranks = attachment_->world_size() > 1;
+  if (!has_ranks && attachment_->device() == nullptr && !device_plan_.is_made()) return;
+  ThrowStatus(
+      MakeError(ErrorId::kUnsupportedModel,
+                absl::StrCat("parameter ", Key(first.name), " is attached after the store of job ",
+                             Key(options_.job), " was made, and ",
+                             has_ranks ? "there are several ranks" : "the job is on a device"),
+                "Attach all that is trained at some time before the first step, frozen at first"));
 }
 
 bool TensorEngine::Grow(std::span<const NamedTensor> tensors,
@@ -167,7 +158,7 @@ client::OtherTensors TensorEngine::MoreTensors(const std::vector<proto::Tensor>&
   }
   state_.layout = std::move(layout);
   state_.update_counts.resize(declared_.size(), 0);
-  more.trainer_state = EncodedState(state_);
+  more.trainer_state = Encoded(state_);
   return more;
 }
 
@@ -362,7 +353,7 @@ std::optional<client::OtherTensors> TensorEngine::MatchLayout(
     next.layout.push_back(*found);
     others.stored_names.push_back(found->is_new ? "" : stored_names_.at(name));
   }
-  others.trainer_state = EncodedState(next);
+  others.trainer_state = Encoded(next);
   state_ = std::move(next);
   return others;
 }
