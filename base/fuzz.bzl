@@ -1,6 +1,6 @@
 """A fuzz target, and a part of it as an ordinary test."""
 
-load("@rules_cc//cc:defs.bzl", "cc_binary", "cc_test")
+load("//third_party/precompiled:cc.bzl", "cc_binary", "cc_test")
 
 def fuzz_target(name, srcs, deps, tags = []):
     """Declares NAME, which is run by libFuzzer (tools/fuzz), and NAME_test, which replays the corpus and some mutations of it.
@@ -22,6 +22,7 @@ def fuzz_target(name, srcs, deps, tags = []):
     )
     cc_test(
         name = name + "_test",
+        optimized = True,
         size = "small",
         srcs = srcs,
         data = native.glob(["corpus/" + name + "/*"]),

@@ -1,6 +1,6 @@
 """What the C++ tests have in common."""
 
-load("//third_party/torch:precompiled.bzl", "cc_test")
+load("//third_party/precompiled:cc.bzl", "cc_test")
 
 def offload_test(name, deps = [], size = "small", srcs = None, programs = {}, data = [], **others):
     """Declares a test of NAME.cc with GoogleTest, its main function and Abseil.

@@ -1,6 +1,6 @@
 """The library of the Python package: one for all versions of Python."""
 
-load("@rules_cc//cc:defs.bzl", "cc_binary")
+load("//third_party/precompiled:cc.bzl", "cc_binary")
 
 def python_library(name, export_map, **kwargs):
     """A shared object that exports what `export_map` says.

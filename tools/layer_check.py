@@ -32,7 +32,7 @@ ARROWS = {
 
 # Header (a prefix of its name) -> files that may include it (regular expression on the path).
 RESTRICTED = {
-    "torch/": r"(zero3/torch|examples|third_party/torch)/|tests/.*torch|kernels/.*torch.*_test\.cc",
+    "torch/": r"(zero3/torch|examples|third_party/precompiled)/|tests/.*torch|kernels/.*torch.*_test\.cc",
     "ATen/": r"(zero3/torch|examples)/|tests/.*torch|kernels/.*torch.*_test\.cc",
     "c10/": r"(zero3/torch|examples)/|tests/.*torch|kernels/.*torch.*_test\.cc",
     "offload/torch": r"(zero3/torch|examples)/|tests/",

@@ -13,6 +13,7 @@ import torch
 
 import offloadd
 from battery import case, leave_out, main
+from programs import Programs
 
 try:
     import transformers
@@ -785,8 +786,7 @@ def start(run, text, *arguments, launcher=()):
     path = os.path.join(run.folder, "script.py")
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
-    return subprocess.Popen([sys.executable, *launcher, path, *arguments], stdout=subprocess.PIPE, stderr=None if "--loud" in sys.argv else subprocess.DEVNULL, text=True,
-                            env={**os.environ, "TESTS": os.path.dirname(os.path.abspath(__file__)), "OMP_NUM_THREADS": "1"})
+    return programs.start(*launcher, path, *arguments, is_loud="--loud" in sys.argv, TESTS=os.path.dirname(os.path.abspath(__file__)), OMP_NUM_THREADS="1")
 
 
 @case(types=("fp32",), memory=("floor",))
@@ -971,27 +971,23 @@ def untouched_script_with_lightning(run):
 def untouched_script_with_buffers_of_modules_that_are_not_called_first(run):
     if not run.offloaded:
         return json.loads(start(run, BESIDE, "0", "6", "-").communicate()[0])
-    with open(path := os.path.join(run.folder, "script.py"), "w", encoding="utf-8") as file:
-        file.write(BESIDE)
     done, kept = [], os.path.join(run.folder, "kept.pt")
     for begin, end, folder in (("0", "3", "-"), ("3", "6", "-"), ("0", "1", kept), ("1", "2", kept)):
         job = "kept" if folder == kept else "beside"
-        done.append(subprocess.run([sys.executable, "-m", "offloadd", "--pool", run.folder, "--ram", "128MiB", "--job", job, path, begin, end, folder],
-                                   capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}))
-    assert "continues after 3 steps" in done[1].stderr and "AveragedModel" in done[1].stderr, done[1].stderr
-    assert "came without its optimizer's state" in done[3].stderr, done[3].stderr
-    return json.loads(done[1].stdout)
+        launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB", "--job", job)
+        done.append(start(run, BESIDE, begin, end, folder, launcher=launcher).communicate())
+    assert "continues after 3 steps" in done[1][1] and "AveragedModel" in done[1][1], done[1]
+    assert "came without its optimizer's state" in done[3][1], done[3]
+    return json.loads(done[1][0])
 
 
 @case(types=("fp32",), memory=("floor",))
 def untouched_script_without_a_module_is_told_of(run):
     if run.offloaded:
-        with open(path := os.path.join(run.folder, "script.py"), "w", encoding="utf-8") as file:
-            file.write(WITHOUT_A_MODULE)
         for how, text in (("by hand", "no torch.optim.Optimizer"), ("by an optimizer", "no forward pass")):
-            done = subprocess.run([sys.executable, "-m", "offloadd", "--pool", run.folder, "--ram", "128MiB", path, how], capture_output=True,
-                                  text=True, check=True)
-            assert "nothing was offloaded: " in done.stderr and text in done.stderr, done.stderr
+            process = start(run, WITHOUT_A_MODULE, how, launcher=("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB"))
+            said = process.communicate()[1]
+            assert process.returncode == 0 and "nothing was offloaded: " in said and text in said, said
 
 
 @case(types=("fp32",), memory=("floor",))
@@ -1089,6 +1085,8 @@ def killed_and_continued(run):
 
 
 if __name__ == "__main__":
+    _ = transformers.Trainer, transformers.LlamaForCausalLM  # imports them
+    programs = Programs()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     import battery

@@ -1,14 +1,15 @@
-"""Torch's headers, compiled once for all files that include them.
+"""cc_library, cc_binary and cc_test, which begin with headers that are compiled once.
 
-Parsing them takes the compiler longer than the rest of such a file. cc_library, cc_test and cc_binary of this file are
-the usual ones, but a target that depends on @torch begins with the precompiled header where .bazelrc asks for it
-(--define=torch=precompiled; the format is the compiler's own, and other workspaces have other flags). A file still
+Parsing the headers of the standard library, Abseil or torch takes the compiler longer than the rest of most files. A
+target that names one of these libraries among its deps begins with the precompiled header for it where .bazelrc asks for
+that (--define=headers=precompiled; the format is the compiler's own, and other workspaces have other flags). A file still
 includes what it uses: without the define nothing else brings it.
 """
 
 load("@rules_cc//cc:defs.bzl", _cc_binary = "cc_binary", _cc_library = "cc_library", _cc_test = "cc_test")
 
 _CPP_COMPILE = "c++-compile"
+_PRECOMPILE = "//third_party/precompiled:precompile"
 
 # The C library's checked functions need optimization.
 UNOPTIMIZED = ["-O0", "-U_FORTIFY_SOURCE"]
@@ -36,7 +37,7 @@ def _precompiled_header_impl(ctx):
         output_file = precompiled.path,
         user_compile_flags = ctx.fragments.cpp.copts + ctx.fragments.cpp.cxxopts + ctx.attr.copts + ["-x", "c++-header"],
         include_directories = context.includes,
-        quote_include_directories = context.quote_includes,
+        quote_include_directories = depset(["."], transitive = [context.quote_includes]),
         system_include_directories = context.system_includes,
         preprocessor_defines = context.defines,
         # .bazelrc: --force_pic.
@@ -49,7 +50,7 @@ def _precompiled_header_impl(ctx):
     )
     ctx.actions.run(
         outputs = [precompiled],
-        inputs = depset([plain, ctx.file.src], transitive = [context.headers, toolchain.all_files]),
+        inputs = depset([plain, ctx.file.src] + ctx.files.includes, transitive = [context.headers, toolchain.all_files]),
         executable = cc_common.get_tool_for_action(feature_configuration = features, action_name = _CPP_COMPILE),
         arguments = arguments,
         env = cc_common.get_environment_variables(
@@ -58,7 +59,7 @@ def _precompiled_header_impl(ctx):
             variables = variables,
         ),
         mnemonic = "CppPrecompile",
-        progress_message = "Compiling torch's headers",
+        progress_message = "Compiling %s" % ctx.file.src.short_path,
     )
     return [
         DefaultInfo(files = depset([plain, precompiled])),
@@ -69,6 +70,7 @@ precompiled_header = rule(
     implementation = _precompiled_header_impl,
     attrs = {
         "src": attr.label(allow_single_file = [".h"], mandatory = True),
+        "includes": attr.label_list(allow_files = [".h"]),
         "copts": attr.string_list(),
         "deps": attr.label_list(providers = [CcInfo]),
         "_toolchain": attr.label(default = "@bazel_tools//tools/cpp:current_cc_toolchain"),
@@ -77,37 +79,42 @@ precompiled_header = rule(
     toolchains = ["@bazel_tools//tools/cpp:toolchain_type"],
 )
 
-def _includes_torch(attributes):
-    return "@torch" in attributes.get("deps", [])
+# Of what a target depends on, the first of these decides: (dependency, header, header of what is not optimized).
+_HEADERS = [
+    ("@torch", "tensor_headers", "torch_headers"),
+    ("@debian//:cli11", "command_headers", "test_headers"),
+    ("@debian//:json", "command_headers", "test_headers"),
+    ("@debian//:absl", "common_headers", "test_headers"),
+    ("@debian//:gtest_main", "common_headers", "test_headers"),
+]
 
-def _begun_with_torch(attributes, optimized):
-    if not _includes_torch(attributes):
-        return attributes
-
-    optimization = [] if optimized else UNOPTIMIZED
-    header = "headers" if optimized else "unoptimized_headers"
-    begin = {
-        "//third_party/torch:precompile": ["-Winvalid-pch", "-include", "third_party/torch/%s.h" % header],
-        "//conditions:default": [],
-    }
-    precompiled = {
-        "//third_party/torch:precompile": ["//third_party/torch:" + header],
-        "//conditions:default": [],
-    }
-    return dict(
-        attributes,
-        copts = attributes.get("copts", []) + optimization + select(begin),
-        deps = attributes["deps"] + select(precompiled),
-    )
+def _begun_with_headers(attributes, optimized):
+    # With other flags the compiler takes no header of these.
+    copts = attributes.get("copts", [])
+    deps = attributes.get("deps", [])
+    headers = [names for names in _HEADERS if names[0] in deps and (not copts or names[0] == "@torch")]
+    if not optimized:
+        copts = copts + UNOPTIMIZED
+    if headers:
+        header = headers[0][1 if optimized else 2]
+        copts = copts + select({
+            _PRECOMPILE: ["-Winvalid-pch", "-include", "third_party/precompiled/%s.h" % header],
+            "//conditions:default": [],
+        })
+        deps = deps + select({
+            _PRECOMPILE: ["//third_party/precompiled:" + header],
+            "//conditions:default": [],
+        })
+    return dict(attributes, copts = copts, deps = deps)
 
 def cc_binary(**attributes):
-    _cc_binary(**_begun_with_torch(attributes, optimized = True))
+    _cc_binary(**_begun_with_headers(attributes, optimized = True))
 
 def cc_library(**attributes):
-    _cc_library(**_begun_with_torch(attributes, optimized = not attributes.get("testonly", False)))
+    # Tests' parts that include torch: most of a compilation is what they do not need to be fast.
+    optimized = not (attributes.get("testonly", False) and "@torch" in attributes.get("deps", []))
+    _cc_library(**_begun_with_headers(attributes, optimized))
 
 # Tests are compiled to be ready soon, not to run fast: optimized is for those that compute for long themselves.
 def cc_test(optimized = False, **attributes):
-    if not optimized and not _includes_torch(attributes):
-        attributes["copts"] = attributes.get("copts", []) + UNOPTIMIZED
-    _cc_test(**_begun_with_torch(attributes, optimized))
+    _cc_test(**_begun_with_headers(attributes, optimized))
