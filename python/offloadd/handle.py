@@ -477,11 +477,19 @@ class Handle:
         self._reassigned = Reassigned(models, beside, buffers)
 
     def _part_from_former(self, new, has):
-        """What is new over the memory of a parameter that it has replaced, as weight_norm() makes it, gets memory of its own."""
-        for _, parameter in new:
-            former = self.parameter_over(served.storage_of(parameter)) if served.managed(parameter) else None
-            if former is not None and id(former) not in has and former.grad is None:
-                parameter.data = served.copy_of(parameter)
+        """What is new over the memory of a parameter that it has replaced, as weight_norm() makes it, gets memory of its own, where nothing else
+        that is trained has it."""
+        stepped = {id(parameter) for optimizer in self.optimizers for parameter in parameters_of(optimizer)}
+        parts = {}  # of those that are replaced
+        for parameter in {id(each): each for _, each in new if served.managed(each)}.values():
+            former = self.parameter_over(served.storage_of(parameter))
+            if former is not None and id(former) not in has and (former.grad is None or id(former) not in stepped):
+                parts.setdefault(id(former), []).append(parameter)
+        for several in parts.values():
+            several.sort(key=torch.Tensor.storage_offset)
+            if all(one.storage_offset() + one.numel() <= other.storage_offset() for one, other in zip(several, several[1:])):
+                for parameter in several:
+                    parameter.data = served.copy_of(parameter)
 
     def _take_what_was_kept(self, part):
         """A new job begins with it; one that exists has its own."""

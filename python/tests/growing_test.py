@@ -349,6 +349,32 @@ def weight_norm_comes(run):
     return told + take_step(model, optimizer, 3), states_of_living(model, optimizer), list(model.state_dict().values())
 
 
+@case(**ROOM)
+def a_weight_that_is_divided(run):
+    """Into parameters that are slices of it."""
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    told = take_step(model, optimizer, 0)
+    model.head.parts = torch.nn.ParameterList(torch.nn.Parameter(each) for each in model.head.weight.detach().split(4))
+    model.head.weight = None
+    model.head.forward = lambda x: torch.nn.functional.linear(x, torch.cat(list(model.head.parts)), model.head.bias)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    return told + take_step(model, optimizer, 1) + take_step(model, optimizer, 2), list(model.state_dict().values())
+
+
+@case(**ROOM, refused=1601)
+def two_over_the_memory_of_one_are_refused(run):
+    """In plain torch a step of each changes both."""
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    take_step(model, optimizer, 0)
+    former = model.layers[0].weight
+    model.layers[0].weight = torch.nn.Parameter(former.data)
+    model.layers[0].other = torch.nn.Parameter(former.data)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    take_step(model, optimizer, 1)
+
+
 def check_files(run, handle, model):
     """Offloaded they have what the model's state_dict() has."""
     if not run.offloaded:
