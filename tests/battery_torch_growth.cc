@@ -78,6 +78,43 @@ void AddAWiderHead(Run& run) {
   run.See(static_cast<double>(engine->step()));
 }
 
+// What SaveWeights() writes into a module is seen.
+void SeeSaved(Run& run, Engine& engine, nn::Module& into) {
+  const std::filesystem::path folder =
+      std::filesystem::path(run.options().nvme_path) / "saved_as_it_is_now";
+  engine.SaveWeights(folder.string());
+  LoadWeights(into, folder.string());
+  std::filesystem::remove_all(folder);
+  run.See(into);
+}
+
+// With a frozen one that no optimizer has, and after one of the first two has come back.
+void SaveWithOtherHeads(Run& run) {
+  auto model = std::make_shared<Classifier>(run);
+  const nn::Linear first = model->head;
+  const nn::Linear second = run.Cast(nn::Linear(kInner, 4));
+  model->register_module("other", second);
+  auto own = Adam(model->parameters());
+  auto engine = run.Open();
+  engine->Attach(*model, *own);
+  TrainClassifier(run, *model, *own, 0, 2);
+  model->head = model->replace_module("head", second);
+  model->replace_module("other", first);
+  TrainClassifier(run, *model, *own, 2, 4);
+  torch::manual_seed(7);
+  nn::Linear frozen = model->register_module("frozen", run.Cast(nn::Linear(4, 4)));
+  for (Tensor& parameter : frozen->parameters()) parameter.set_requires_grad(false);
+  Classifier another(run);
+  another.register_module("other", run.Cast(nn::Linear(kInner, 4)));
+  another.register_module("frozen", run.Cast(nn::Linear(4, 4)));
+  SeeSaved(run, *engine, another);
+  TrainClassifier(run, *model, *own, 4, 5);
+  model->head = model->replace_module("head", first);
+  model->replace_module("other", second);
+  SeeSaved(run, *engine, another);
+  run.See(*model);
+}
+
 // A run that ends behind the growth, or before its first step, and one that goes on.
 void ResumeGrown(Run& run, bool with_a_step) {
   nn::Sequential model(nullptr);
@@ -186,6 +223,7 @@ Programs GrowthPrograms() {
          run.See(*another);
          run.See(*model);
        }},
+      {"saved_after_modules_have_changed_places", SaveWithOtherHeads},
       {"grown_beside_a_module_held_by_value",
        [](Run& run) {
          auto model = Perceptron(run);

@@ -413,7 +413,7 @@ class Handle:
                 part.tell()
 
     def _may_grow(self):
-        return self._engine.world_size() == 1 and in_memory.destination_of(self.options) is None
+        return self._running().world_size() == 1 and in_memory.destination_of(self.options) is None
 
     def check_grows(self, parameter):
         """OFD-1601 where a parameter that comes later cannot become the job's."""
@@ -432,20 +432,29 @@ class Handle:
         return id(parameter) not in self._identities and parameter.numel() > 0 and parameter.is_floating_point()
 
     def take_what_came(self):
-        """Before anybody asks the job for all that its models have: what they have got since becomes the job's, trained or not."""
-        if self._engine is None or not self._may_grow():
+        """Before anybody asks the job for all that its models have: what they have got since becomes the job's, trained or not, and all that
+        they have is called as it is now."""
+        if self._engine is None:
             return
-        new = (parameter for model in self.models if model is not None for _, parameter in all_named_parameters_of(model))
-        if any(map(self._is_new, new)):
+        named = names_of(self._living())
+        has_new = any(self._is_new(parameter) for _, parameter in named)
+        if self._may_grow() if has_new else None not in self.models and self._has_other_names(named):
             self.grow()
+
+    def _living(self):
+        """Its models; those that are gone count in names."""
+        return [model if model is not None else torch.nn.Module() for model in self.models]
+
+    def _has_other_names(self, named):
+        known = [(name, id(parameter)) for name, parameter in self._parameters.items() if not name.startswith("optimizer/")]
+        return known != [(name, id(parameter)) for name, parameter in named]
 
     def grow(self):
         """What its models and optimizers have got since attach() becomes the job's, which is laid out anew for it."""
         engine = self._running()
         self._reassigned.take_alike(engine)
-        # Those that are gone count in names.
-        models, beside = ([each if each is not None else torch.nn.Module() for each in modules]
-                          for modules in (self.models, [module() for module in self._beside]))
+        models, destination = self._living(), in_memory.destination_of(self.options)
+        beside = [each if each is not None else torch.nn.Module() for each in (module() for module in self._beside)]
         for model in models:
             _check_model(model)
         named = names_of(models)
@@ -453,18 +462,34 @@ class Handle:
         had = self._identities - {id(parameter) for name, parameter in self._parameters.items() if name.startswith("optimizer/")}
         named = with_strangers(named, self.optimizers, had)
         new = [(name, parameter) for name, parameter in named if id(parameter) not in self._identities]
+        self._part_from_former(new, {id(parameter) for _, parameter in named})
         served.check_arrays(new)
         served.check_not_shared(new)
         served.tell_of_arrays(new)
         served.give_own_memory(new, engine)
-        buffers = buffers_of(models)
-        buffers += buffers_beside(beside, buffers)
+        buffers = buffers_of(models, destination)
+        buffers += buffers_beside(beside, buffers, destination)
         engine.grow([name for name, _ in named], [parameter for _, parameter in named],
                     [name for name, _ in buffers], [buffer for _, buffer in buffers])
         self._identities = self._identities | {id(parameter) for _, parameter in named}
         self._former = [*self._former, *self._parameters.values()]  # the identities are of objects that live
         self._parameters, self._by_storage = dict(named), None
         self._reassigned = Reassigned(models, beside, buffers)
+
+    def _part_from_former(self, new, has):
+        """What is new over the memory of a parameter that it has replaced, as weight_norm() makes it, gets memory of its own, where nothing else
+        that is trained has it."""
+        stepped = {id(parameter) for optimizer in self.optimizers for parameter in parameters_of(optimizer)}
+        parts = {}  # of those that are replaced
+        for parameter in {id(each): each for _, each in new if served.managed(each)}.values():
+            former = self.parameter_over(served.storage_of(parameter))
+            if former is not None and id(former) not in has and (former.grad is None or id(former) not in stepped):
+                parts.setdefault(id(former), []).append(parameter)
+        for several in parts.values():
+            several.sort(key=torch.Tensor.storage_offset)
+            if all(one.storage_offset() + one.numel() <= other.storage_offset() for one, other in zip(several, several[1:])):
+                for parameter in several:
+                    parameter.data = served.copy_of(parameter)
 
     def _take_what_was_kept(self, part):
         """A new job begins with it; one that exists has its own."""
@@ -661,10 +686,9 @@ class Handle:
         """A parameter by its name, or itself."""
         if not isinstance(given, str):
             return given
-        if given not in self._parameters:
-            self.take_what_came()
-        if given in self._parameters:
-            return self._parameters[given]
+        known = {**self._parameters, **dict(names_of(self._living()))}  # of a model that has parted from one, too
+        if given in known:
+            return known[given]
         tables = dict(tables_of([model for model in self.models if model is not None]))
         if given not in tables:
             raise Error.of(1002, f"the job has no parameter '{given}'", "Use a name of model.named_parameters()")

@@ -474,6 +474,7 @@ class Part:
         self.is_loading = False
         self._state = StateOfAll(self)
         self._begun = {}  # ids of parameters, in the order in which torch would have begun their states
+        self._group_at = {}  # id of a parameter -> (it, the group that has it, or had it last)
         self.unscale = None  # with a scaled loss: a number that multiplies fp16 gradients in the update, in fp32
         # Of a copy of an attached optimizer, until it is attached itself.
         self._masters = dict(optimizer._masters.values()) if hasattr(optimizer, "_masters") else {}
@@ -491,6 +492,7 @@ class Part:
         self._checked = len(optimizer.param_groups)
         self._begun_at = self.handle.step
         self._versions = [parameter._version for parameter in parameters_of(self.optimizer)]
+        self._note_groups()
 
     def release(self):
         optimizer = self.optimizer
@@ -526,6 +528,7 @@ class Part:
                     self.handle.check_grows(parameter)
         self._checked = len(self.optimizer.param_groups)
         self.check_named_once()
+        self._note_groups()
 
     def _is_known(self, parameter):
         return id(parameter) in self.handle.identities() or is_table(parameter)
@@ -628,17 +631,31 @@ class Part:
         """Changes whenever states() may."""
         return self.handle.step, sum(len(group["params"]) for group in self.optimizer.param_groups), self._replacements
 
+    def _note_groups(self):
+        """Before a step: a parameter that leaves its group keeps its state, as in torch."""
+        self._group_at.update((id(parameter), (parameter, group)) for group in self.optimizer.param_groups for parameter in group["params"])
+
     def _groups_of_parameters(self):
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 yield parameter, group
 
+    def _groups_of_former(self):
+        """Of parameters that no group has any more, and the job has a state of."""
+        has = set(map(id, parameters_of(self.optimizer)))
+        return [(parameter, group) for key, (parameter, group) in self._group_at.items() if key not in has and self.handle.update_count(parameter)]
+
+    def _groups_of_all(self):
+        return itertools.chain(self._groups_of_parameters(), self._groups_of_former())
+
     def _group_of(self, parameter):
-        return next(group for each, group in self._groups_of_parameters() if each is parameter)
+        """None where there never was one."""
+        now = next((group for each, group in self._groups_of_parameters() if each is parameter), None)
+        return now if now is not None else self._group_at.get(id(parameter), (parameter, None))[1]
 
     def possible_keys_of(self, parameter):
-        """What torch keeps of a parameter once it was updated; nothing of what is in no group."""
-        group = next((group for each, group in self._groups_of_parameters() if each is parameter), None)
+        """What torch keeps of a parameter once it was updated; nothing of what was never in a group."""
+        group = self._group_of(parameter)
         return self._all_keys(group) if group is not None else []
 
     def may_get(self, parameter):
@@ -659,7 +676,7 @@ class Part:
 
     def keys_of_all(self):
         """(parameter, what torch keeps of it) for every one that has something, in torch's order."""
-        keys = ((parameter, self._keys_of(parameter, group)) for parameter, group in self._groups_of_parameters())
+        keys = ((parameter, self._keys_of(parameter, group)) for parameter, group in self._groups_of_all())
         kept = [each for each in keys if each[1]]
         for parameter, _ in kept:
             self._begun.setdefault(id(parameter))
@@ -756,8 +773,8 @@ class Part:
     def replace(self, states):
         """The state is torch's of `states`, by parameter; of others there is none. Durable with the next step()."""
         rows = list(self._rows(states.get))
-        has_moments = any(count for _, count, _ in rows) or any(map(self.handle.update_count, parameters_of(self.optimizer)))
-        self._state.replaced({parameter: states.get(parameter) or {} for parameter in parameters_of(self.optimizer)})
+        has_moments = any(count or self.handle.update_count(parameter) for parameter, count, _ in rows)
+        self._state.replaced({parameter: states.get(parameter) or {} for parameter, _ in self._groups_of_all()})
         self._put(rows)
         if has_moments:
             self._moments_at = self.handle.step
@@ -862,11 +879,9 @@ class Part:
 
     def _rows(self, state_of):
         """(parameter, how often it was updated, {plane: tensor}) of every parameter."""
-        for group in self.optimizer.param_groups:
-            planes = self.recipe.planes(self.recipe.values(group))
-            for parameter in group["params"]:
-                if not is_table(parameter):
-                    yield parameter, *self._read(state_of(parameter) or {}, planes, group)
+        for parameter, group in self._groups_of_all():
+            if not is_table(parameter):
+                yield parameter, *self._read(state_of(parameter) or {}, self.recipe.planes(self.recipe.values(group)), group)
 
     def _read(self, state, planes, group):
         """torch's state of one parameter. SGD counts nothing: a momentum buffer says that there was an update."""

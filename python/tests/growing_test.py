@@ -320,6 +320,110 @@ def a_state_that_is_given_before_the_group_has_the_parameter(run):
 
 
 @case(**ROOM)
+def a_state_that_is_moved_behind_the_parameter(run):
+    """To one that has taken its place in the group, and another width."""
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    told = take_step(model, optimizer, 0)
+    former, group = model.head.weight, optimizer.param_groups[0]["params"]
+    wider = torch.nn.Parameter(torch.cat((former.detach(), former.detach()[:3])))
+    group[[each is former for each in group].index(True)] = model.head.weight = wider
+    model.head.bias = None
+    state = optimizer.state.pop(former)
+    optimizer.state[wider] = {key: value if key == "step" else torch.cat((value, value[:3])) for key, value in state.items()}
+    return told + [former in optimizer.state] + take_step(model, optimizer, 1), {k: v.clone() for k, v in optimizer.state[wider].items()}
+
+
+@case(**ROOM)
+def weight_norm_comes(run):
+    """Whose direction is over the memory of the weight that it takes the place of; and goes."""
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    told = take_step(model, optimizer, 0)
+    torch.nn.utils.parametrizations.weight_norm(model.head)
+    torch.nn.utils.weight_norm(model.layers[0])
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    told += take_step(model, optimizer, 1) + take_step(model, optimizer, 2)
+    torch.nn.utils.parametrize.remove_parametrizations(model.head, "weight")
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    return told + take_step(model, optimizer, 3), states_of_living(model, optimizer), list(model.state_dict().values())
+
+
+@case(**ROOM)
+def a_weight_that_is_divided(run):
+    """Into parameters that are slices of it."""
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    told = take_step(model, optimizer, 0)
+    model.head.parts = torch.nn.ParameterList(torch.nn.Parameter(each) for each in model.head.weight.detach().split(4))
+    model.head.weight = None
+    model.head.forward = lambda x: torch.nn.functional.linear(x, torch.cat(list(model.head.parts)), model.head.bias)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    return told + take_step(model, optimizer, 1) + take_step(model, optimizer, 2), list(model.state_dict().values())
+
+
+@case(**ROOM, refused=1601)
+def two_over_the_memory_of_one_are_refused(run):
+    """In plain torch a step of each changes both."""
+    model, optimizer = built(0)
+    run.attach(model, optimizer)
+    take_step(model, optimizer, 0)
+    former = model.layers[0].weight
+    model.layers[0].weight = torch.nn.Parameter(former.data)
+    model.layers[0].other = torch.nn.Parameter(former.data)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    take_step(model, optimizer, 1)
+
+
+def check_files(run, handle, model):
+    """Offloaded they have what the model's state_dict() has."""
+    if not run.offloaded:
+        return
+    import safetensors.torch
+
+    folder = os.path.join(run.folder, f"saved{handle.step}")
+    handle.save_weights(folder)
+    stored, its = safetensors.torch.load_file(os.path.join(folder, "model.safetensors")), model.state_dict()
+    assert stored.keys() == its.keys(), stored.keys() ^ its.keys()
+    assert not [name for name, value in its.items() if not torch.equal(value, stored[name])]
+
+
+@case(**ROOM)
+def files_of_modules_that_have_changed_places(run):
+    """Without growth, with normalisations; and heads that come back behind one."""
+    model, optimizer = built(0)
+    handle = run.attach(model, optimizer)
+    told = take_step(model, optimizer, 0)
+    model.layers.append(model.layers.pop(1))
+    told += take_step(model, optimizer, 1)
+    check_files(run, handle, model)
+    former = model.head
+    seeded(1, lambda: renewed(model))
+    optimizer.add_param_group({"params": list(model.head.parameters())})
+    told += take_step(model, optimizer, 2)
+    model.head = former
+    told += take_step(model, optimizer, 3) + [handle.gather("head.weight")]
+    check_files(run, handle, model)
+    if run.offloaded:
+        whole = [value.clone() for value in model.state_dict().values()]
+        with torch.no_grad():
+            for value in model.state_dict().values():
+                value.zero_()
+        handle.load_weights(os.path.join(run.folder, f"saved{handle.step}"))
+        assert all(map(torch.equal, whole, model.state_dict().values()))
+    return told, list(model.state_dict().values())
+
+
+@case(**ROOM, refused=1802)
+def a_group_that_comes_when_the_job_is_closed(run):
+    model, optimizer = built(0)
+    handle = run.attach(model, optimizer, weights_at_close="memory")
+    handle.close()
+    model.layers.append(torch.nn.Linear(WIDTH, WIDTH))
+    optimizer.add_param_group({"params": list(model.layers[-1].parameters())})
+
+
+@case(**ROOM)
 def buffers_that_are_assigned_anew(run):
     """Before the growth, and between it and the last step."""
     model, optimizer = built(0)

@@ -283,5 +283,53 @@ def state_in_the_order_in_which_it_began(run):
     return told, given
 
 
+# ---- Of parameters that no group has any more -----------------------------------------------------
+
+def left_by_its_group(name, make, change, **options):
+    """`change`, between steps, has the parameters of the only group, and takes some of them out of it."""
+
+    def function(run):
+        model = run.model()
+        optimizer = make(model.parameters())
+        run.attach(model, optimizer)
+        told = run.train(model, optimizer, steps=2)
+        parameters = optimizer.param_groups[0]["params"]
+        told.append(change(optimizer, parameters))
+        told += [[parameter in optimizer.state for parameter in parameters], len(optimizer.state)]
+        told += run.train(model, optimizer, steps=2, first=2)
+        if len(optimizer.param_groups) == 1 and len(optimizer.param_groups[0]["params"]) < len(parameters):
+            optimizer.add_param_group({"params": parameters[3:]})
+        return told + run.train(model, optimizer, steps=2, first=4), copied_states_of(optimizer)
+
+    function.__name__ = f"left_by_its_group_{name}"
+    case(function, **{"types": ("fp32",), "memory": ("floor",), **options})
+
+
+def only_three(optimizer, parameters):
+    optimizer.param_groups[0]["params"] = parameters[:3]
+
+
+def all_groups_anew(optimizer, parameters, empty):
+    optimizer.param_groups.clear()
+    empty(optimizer)
+    optimizer.add_param_group({"params": parameters})
+
+
+left_by_its_group("keeps_it", with_adamw, only_three, types=("fp32", "bf16"))
+left_by_its_group("is_looked_at", with_adamw, lambda optimizer, parameters: (
+    only_three(optimizer, parameters), [optimizer.state[each]["exp_avg"].clone() for each in parameters])[1])
+left_by_its_group("is_written", with_momentum, lambda optimizer, parameters: (
+    only_three(optimizer, parameters), optimizer.state[parameters[5]]["momentum_buffer"].mul_(0.5), None)[2])
+left_by_its_group("is_removed", with_adamw, lambda optimizer, parameters: (
+    only_three(optimizer, parameters), optimizer.state.pop(parameters[5]))[1])
+left_by_its_group("is_cleared", with_adamw, lambda optimizer, parameters: (only_three(optimizer, parameters), optimizer.state.clear())[1])
+left_by_its_group("is_replaced", with_fused, lambda optimizer, parameters: (
+    only_three(optimizer, parameters), replaced(optimizer, collections.defaultdict(dict)))[1])
+left_by_its_group("all_cleared", with_adamw, lambda optimizer, parameters: all_groups_anew(optimizer, parameters, lambda o: o.state.clear()))
+left_by_its_group("all_kept", with_adamw, lambda optimizer, parameters: all_groups_anew(optimizer, parameters, lambda o: None))
+left_by_its_group("all_removed", with_momentum, lambda optimizer, parameters: all_groups_anew(
+    optimizer, parameters, lambda o: [o.state.pop(each) for each in parameters] and None))
+
+
 if __name__ == "__main__":
     sys.exit(main())

@@ -159,6 +159,15 @@ void ModuleEngine::Attach(torch::nn::Module& module, const ParameterGroups& grou
   modules_->Claim(groups);
 }
 
+void ModuleEngine::TakeWhatCame() {
+  if (modules_->IsEmpty() || !modules_->AreAllThere()) return;
+  tensors_->Seal();
+  const std::vector<NamedTensor> names = modules_->NamesNow();
+  const std::vector<NamedTensor> buffers = modules_->BufferNamesNow();
+  tensors_->may_grow() ? static_cast<void>(tensors_->Grow(names, buffers))
+                       : tensors_->NameForFilesAnew(names, buffers);
+}
+
 void ModuleEngine::AttachWeights(torch::nn::Module& module, const ParameterGroups& groups) {
   const std::vector<at::Tensor> parameters = module.parameters();
   if (std::all_of(parameters.begin(), parameters.end(), [this](const at::Tensor& parameter) {

@@ -109,9 +109,11 @@ class ModuleEngine final : public Engine {
     tensors_->SetInitialWeights(std::move(path), std::move(options));
   }
   void LoadWeights(const std::string& path, const LoadOptions& options) override {
+    TakeWhatCame();
     tensors_->LoadWeights(path, options);
   }
   void SaveWeights(const std::string& folder, const SaveOptions& options) override {
+    TakeWhatCame();
     tensors_->SaveWeights(folder, options);
   }
   Statistics statistics() const override { return tensors_->statistics(); }
@@ -127,6 +129,9 @@ class ModuleEngine final : public Engine {
   void CheckHas(const torch::nn::Module& module, const ParameterGroups& groups) const;
   void Attach(torch::nn::Module& module, const ParameterGroups& groups,
               const kernels::OptimizerSpec& optimizer);
+  // Files have all that the modules have, as they call it now; what they have got since becomes the
+  // job's, trained or not.
+  void TakeWhatCame();
   // Its weights become the job's, where they are not yet.
   void AttachWeights(torch::nn::Module& module, const ParameterGroups& groups);
 

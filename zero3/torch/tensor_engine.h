@@ -77,6 +77,9 @@ class TensorEngine {
   // none any more is left where it is, until a run goes on without it. Throws as Attach() does and
   // has changed nothing then; what the daemon refuses ends the session.
   bool Grow(std::span<const NamedTensor> tensors, std::span<const NamedTensor> buffers);
+  bool may_grow() const;  // not with several ranks, or on a device
+  // Files have what is in these lists, all of it the job's, under the names that it has there.
+  void NameForFilesAnew(std::span<const NamedTensor> tensors, std::span<const NamedTensor> buffers);
   // What of a module is no parameter of the job goes to Options::device, too; before
   // AttachBuffers(). Nothing without one.
   void MoveOthers(std::span<const at::Tensor> tensors);
@@ -208,10 +211,12 @@ class TensorEngine {
                                        const std::vector<Parameter>& added, bool are_all) const;
   client::OtherTensors MoreTensors(const std::vector<proto::Tensor>& before, const Buffers& kept);
   void PutNew(uint32_t first);
-  void NameLaterForFiles(std::span<const NamedTensor> tensors, uint32_t first);
+  void NameLaterForFiles(std::span<const NamedTensor> tensors, uint32_t first,
+                         const Buffers& buffers);
   // What the store is called to have: of this run, parameters first.
   std::vector<std::string> NamesInStore() const;
   std::unordered_map<std::string_view, uint32_t> IdsByName() const;
+  std::unordered_map<std::string_view, uint32_t> IdsInFiles() const;
   // Of a job that was laid out for other tensors, what the model calls so.
   const LaidOutTensor* FindLaidOut(std::string_view name) const;
   bool WasTrained(const std::string& name, size_t id) const;
@@ -332,7 +337,8 @@ class TensorEngine {
   std::unordered_map<const c10::TensorImpl*, uint32_t> ids_;      // of every attached tensor
   Statistics before_;  // of sessions that a thaw has ended
   std::exception_ptr store_failure_;
-  std::vector<FileWeight> file_weights_;  // of the job, without tensors
+  std::vector<FileWeight> file_weights_;                // of the job, without tensors
+  std::unordered_map<std::string, uint32_t> file_ids_;  // of those that were named later
   std::shared_ptr<GradientWindow> gradient_window_;
   const void* round_ends_with_ = nullptr;  // the first tensor of an optimizer
   int steps_of_round_ = 0;

@@ -40,6 +40,12 @@ std::unordered_map<std::string_view, uint32_t> TensorEngine::IdsByName() const {
   return ids;
 }
 
+std::unordered_map<std::string_view, uint32_t> TensorEngine::IdsInFiles() const {
+  std::unordered_map<std::string_view, uint32_t> ids = IdsByName();
+  for (const auto& [name, id] : file_ids_) ids.insert_or_assign(name, id);
+  return ids;
+}
+
 void TensorEngine::SetInitialWeights(std::string path, LoadOptions options) {
   initial_weights_ = std::move(path);
   initial_options_ = std::move(options);
@@ -59,7 +65,7 @@ std::optional<WeightFile> TensorEngine::OpenInitialWeights() {
 // From a file that fits.
 void TensorEngine::LoadFrom(WeightFile& file) {
   FileProgress progress("loading weights", file_weights_);
-  const std::unordered_map<std::string_view, uint32_t> ids = IdsByName();
+  const std::unordered_map<std::string_view, uint32_t> ids = IdsInFiles();
   for (const FileWeight& weight : file_weights_) {
     if (weight.is_buffer) {
       if (file.Has(weight)) ThrowIfError(file.ReadBuffer(weight));
@@ -169,7 +175,7 @@ void TensorEngine::SaveWeights(const std::string& folder, const SaveOptions& opt
   // Every rank has buffers of its own; those of the one that saves count.
   auto writer = ValueOrThrow(CreateWeightFiles(folder, saved, options), folder);
   FileProgress progress("saving weights", saved);
-  const std::unordered_map<std::string_view, uint32_t> ids = IdsByName();
+  const std::unordered_map<std::string_view, uint32_t> ids = IdsInFiles();
   for (const FileWeight& weight : file_weights_) {
     if (weight.is_buffer) {
       if (is_saved(weight)) ThrowIfError(AppendBuffer(weight, *writer), folder);

@@ -24,9 +24,14 @@ static std::string Key(const std::string& text) { return absl::StrCat("'", text,
 
 // ---- While the job runs ------------------------------------------------------------------------
 
+bool TensorEngine::may_grow() const {
+  return attachment_->world_size() == 1 && attachment_->device() == nullptr &&
+         !device_plan_.is_made();
+}
+
 void TensorEngine::CheckGrows(const Parameter& first) const {
+  if (may_grow()) return;
   const bool has_ranks = attachment_->world_size() > 1;
-  if (!has_ranks && attachment_->device() == nullptr && !device_plan_.is_made()) return;
   ThrowStatus(
       MakeError(ErrorId::kUnsupportedModel,
                 absl::StrCat("parameter ", Key(first.name), " is attached after the store of job ",
@@ -43,7 +48,10 @@ bool TensorEngine::Grow(std::span<const NamedTensor> tensors,
     return has_new;
   }
   std::vector<Parameter> parameters = FindNew(tensors);
-  if (parameters.empty()) return false;
+  if (parameters.empty()) {
+    NameForFilesAnew(tensors, buffers);
+    return false;
+  }
   CheckDoubleRoots(optimizer_, parameters);
   AddLater(std::move(parameters), tensors, buffers, /*are_all=*/true);
   return true;
@@ -117,7 +125,7 @@ void TensorEngine::AddLater(std::vector<Parameter> parameters, std::span<const N
     Adopt(std::move(parameter), /*takes_now=*/true);
   }
   MarkAliases(tensors);
-  NameLaterForFiles(tensors, are_all ? 0 : first);
+  NameLaterForFiles(tensors, are_all ? 0 : first, buffers_);
   LayOutAnew([&] {
     const client::OtherTensors more = MoreTensors(before, buffers_before);
     Reopen(&more);
@@ -173,25 +181,37 @@ void TensorEngine::PutNew(uint32_t first) {
   ThrowIfError(attachment_->session().EndLoad());
 }
 
+// Modules may have changed places.
+void TensorEngine::NameForFilesAnew(std::span<const NamedTensor> tensors,
+                                    std::span<const NamedTensor> buffers) {
+  if (!attached_.sealed) return;
+  Buffers named = buffers_;
+  named.Rename(buffers);
+  NameLaterForFiles(tensors, 0, named);
+}
+
 // Files have the tensors from number `first` on under the names of the list.
-void TensorEngine::NameLaterForFiles(std::span<const NamedTensor> tensors, uint32_t first) {
+void TensorEngine::NameLaterForFiles(std::span<const NamedTensor> tensors, uint32_t first,
+                                     const Buffers& buffers) {
   std::vector<NamedTensor> named;
   std::unordered_set<std::string> names;
   for (const NamedTensor& each : tensors) {
     if (!each.tensor.defined()) continue;
     const auto known = ids_.find(each.tensor.unsafeGetTensorImpl());
-    if ((first == 0 || (known != ids_.end() && known->second >= first)) &&
-        names.insert(each.name).second)
-      named.push_back(each);
+    const bool is_later =
+        known != ids_.end() ? known->second >= first : first == 0 && each.tensor.numel() == 0;
+    if (is_later && names.insert(each.name).second) named.push_back(each);
   }
   std::erase_if(file_weights_, [&](const FileWeight& weight) {
     return first == 0 || weight.is_buffer || names.contains(weight.name);
   });
   for (FileWeight& weight : ValueOrThrow(FindFileWeights(named))) {
+    if (weight.ElementCount() > 0)
+      file_ids_[weight.name] = ids_.at(weight.tensor.unsafeGetTensorImpl());
     weight.tensor.reset();
     file_weights_.push_back(std::move(weight));
   }
-  ThrowIfError(AddFileBuffers(buffers_.all(), file_weights_));
+  ThrowIfError(AddFileBuffers(buffers.all(), file_weights_));
 }
 
 // ---- When it goes on ---------------------------------------------------------------------------
