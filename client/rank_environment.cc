@@ -105,24 +105,41 @@ absl::StatusOr<std::optional<World>> WorldOf(const Launcher& launcher, const Loo
   return world;
 }
 
-// Ranks that somebody has numbered by hand, or a launcher that does not say how many of them are on
-// this node: one of several that trained alone would be silently wrong.
+// Whether a rank of several, of this launcher, is what the process may be.
+bool MayBeRank(const Launcher& launcher, const Lookup& lookup) {
+  if (launcher.local_world_size != nullptr || IsStepOfSrun(lookup)) return true;
+  // The first rank may be a batch script. A special step is one.
+  return !lookup("SLURM_STEP_ID").has_value() && Value(lookup, launcher.rank) != "0";
+}
+
+// Ranks that somebody has numbered by hand, a launcher that does not say how many of them are on
+// this node, or variables of which a part got lost on the way (into a container): one of several
+// that trained alone would be silently wrong.
 absl::Status CheckNobodyNumbersRanks(const Lookup& lookup) {
-  uint32_t world_size = 0;
-  if (!lookup("RANK").has_value() || !absl::SimpleAtoi(Value(lookup, "WORLD_SIZE"), &world_size) ||
-      world_size < 2)
-    return absl::OkStatus();
-  std::vector<std::string> missing;
-  for (const char* const name : {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}) {
-    if (!lookup(name).has_value()) missing.emplace_back(name);
+  for (const Launcher& launcher : kLaunchers) {
+    uint32_t world_size = 0;
+    if (!lookup(launcher.rank).has_value() ||
+        !absl::SimpleAtoi(Value(lookup, launcher.world_size), &world_size) || world_size < 2 ||
+        !MayBeRank(launcher, lookup))
+      continue;
+    std::vector<std::string> missing;
+    if (!lookup(launcher.local_rank).has_value()) missing.emplace_back(launcher.local_rank);
+    if (launcher.local_world_size == nullptr) {
+      if (!LocalTasksOfSlurm(lookup).has_value()) missing.emplace_back("SLURM_STEP_TASKS_PER_NODE");
+      if (!lookup("SLURM_STEP_ID").has_value()) missing.emplace_back("SLURM_STEP_ID");
+    } else if (!lookup(launcher.local_world_size).has_value()) {
+      missing.emplace_back(launcher.local_world_size);
+    }
+    return MakeError(
+        ErrorId::kBadValue,
+        absl::StrCat(launcher.rank, " and ", launcher.world_size, " say that this is one of ",
+                     world_size, " ranks, ", absl::StrJoin(missing, " and "),
+                     missing.size() == 1 ? " is" : " are", " not set"),
+        absl::StrCat("Start the ranks with torchrun, set RANK, WORLD_SIZE, LOCAL_RANK and "
+                     "LOCAL_WORLD_SIZE, or, to train alone, unset ",
+                     launcher.rank));
   }
-  return MakeError(
-      ErrorId::kBadValue,
-      absl::StrCat("RANK and WORLD_SIZE say that this is one of ", world_size, " ranks, ",
-                   absl::StrJoin(missing, " and "), missing.size() == 1 ? " is" : " are",
-                   " not set"),
-      "Start the ranks with torchrun, set LOCAL_RANK and LOCAL_WORLD_SIZE, too, or, to train "
-      "alone, unset RANK");
+  return absl::OkStatus();
 }
 
 absl::Status BadWorld(const World& world, const std::string& what, const std::string& way_out) {

@@ -95,7 +95,8 @@ TEST(RankEnvironmentTest, TorchrunWinsOverWhatItWasStartedIn) {
 TEST(RankEnvironmentTest, AVariableThatIsLeftOverMakesNoLauncher) {
   EXPECT_EQ(WorldOf({{"WORLD_SIZE", "8"}})->world_size, 1u);
   EXPECT_EQ(WorldOf(Without(kTorchrun, "RANK"))->world_size, 1u);
-  EXPECT_EQ(WorldOf(Without(kOpenMpi, "OMPI_COMM_WORLD_LOCAL_SIZE"))->world_size, 1u);
+  EXPECT_EQ(WorldOf({{"OMPI_COMM_WORLD_SIZE", "8"}})->world_size, 1u);
+  EXPECT_EQ(WorldOf({{"SLURM_NTASKS", "8"}, {"SLURM_TASKS_PER_NODE", "8"}})->world_size, 1u);
 }
 
 TEST(RankEnvironmentTest, ARankOfSeveralDoesNotTrainAlone) {
@@ -103,10 +104,26 @@ TEST(RankEnvironmentTest, ARankOfSeveralDoesNotTrainAlone) {
               "one of 2 ranks, LOCAL_RANK and LOCAL_WORLD_SIZE are not set");
   ExpectError(Without(kTorchrun, "LOCAL_WORLD_SIZE"), "LOCAL_WORLD_SIZE is not set");
   EXPECT_EQ(WorldOf({{"RANK", "0"}, {"WORLD_SIZE", "1"}})->world_size, 1u);
+
+  ExpectError(Without(kOpenMpi, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+              "OMPI_COMM_WORLD_RANK and OMPI_COMM_WORLD_SIZE say that this is one of 3 ranks, "
+              "OMPI_COMM_WORLD_LOCAL_SIZE is not set");
+  ExpectError({{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}},
+              "MPI_LOCALRANKID and MPI_LOCALNRANKS are not set");
+  ExpectError(Without(kSlurm, "SLURM_STEP_TASKS_PER_NODE"),
+              "one of 4 ranks, SLURM_STEP_TASKS_PER_NODE is not set");
+  ExpectError(Without(kSlurm, "SLURM_STEP_ID"), "SLURM_STEP_ID is not set");
+  EXPECT_EQ(WorldOf({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}})->world_size, 1u);
+
+  // A launcher that says all counts.
+  Variables both = Without(kSlurm, "SLURM_STEP_TASKS_PER_NODE");
+  both.insert(kMpich.begin(), kMpich.end());
+  EXPECT_EQ(WorldOf(both)->launcher, "MPICH");
 }
 
 TEST(RankEnvironmentTest, ABatchScriptOrAShellOfSlurmIsNoRank) {
-  EXPECT_EQ(WorldOf(Without(kSlurm, "SLURM_STEP_ID"))->world_size, 1u);
+  const Variables first = With(kSlurm, "SLURM_PROCID", "0");
+  EXPECT_EQ(WorldOf(Without(first, "SLURM_STEP_ID"))->world_size, 1u);
   EXPECT_EQ(WorldOf(With(kSlurm, "SLURM_STEP_ID", "4294967290"))->world_size, 1u);
 }
 
