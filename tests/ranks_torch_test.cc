@@ -691,6 +691,12 @@ void ReadAmidBackward(Run& run) {
   run.Backward(0, 1);
 }
 
+// As a library that sends bytes does.
+void PointerToGradient(Run& run) {
+  run.Backward(0, 0);
+  run.model->up->weight.mutable_grad().mutable_data_ptr();
+}
+
 // What torch's reducer hangs into the graph.
 void ReducedByTrainerToo(Run& run) {
   // The reducer keeps it: the parameter does not.
@@ -833,6 +839,7 @@ constexpr Scenario kScenarios[] = {
     {"AddedToClipped", AddedToClipped},
     {"DifferentialGradient", DifferentialGradient},
     {"ReadAmidBackward", ReadAmidBackward},
+    {"PointerToGradient", PointerToGradient},
     {"ReducedByTrainerToo", ReducedByTrainerToo},
     {"KilledInTheThirdStep", KilledInTheThirdStep},
     {"KeepsTrainerState", KeepsTrainerState},
@@ -1124,6 +1131,7 @@ INSTANTIATE_TEST_SUITE_P(
         Refusal{"AddedToClipped", 0, "call zero_grad() before the next"},
         Refusal{"DifferentialGradient", 0, "create_graph"},
         Refusal{"ReadAmidBackward", 0, "while backward runs"},
+        Refusal{"PointerToGradient", 0, "options.gradients = \"reduced_by_trainer\""},
         Refusal{"ReducedByTrainerToo", 0, "DistributedDataParallel"},
         Refusal{"OwnReduction", 1, "OFD-1601 parameter 'scale' is on standin:0", true},
         Refusal{"EditedByOneRank", 0, "up.weight", true},

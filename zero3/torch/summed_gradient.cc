@@ -44,6 +44,15 @@ class BeforeAccumulationHook : public torch::autograd::FunctionPreHook {
       MakeError(ErrorId::kGradientOfRanks, absl::StrCat(subject, " ", std::string(what)), way));
 }
 
+std::string NoPointers(const std::string& subject) {
+  return std::string(
+      MakeError(ErrorId::kReleased,
+                absl::StrCat(subject, " is the sum of several ranks, which has no pointer"),
+                "Take a copy (grad.clone()), or reduce the gradients in the trainer and set "
+                "options.gradients = \"reduced_by_trainer\"")
+          .message());
+}
+
 }  // namespace
 
 SummedGradient::SummedGradient(std::shared_ptr<Attachment> attachment,
@@ -53,6 +62,7 @@ SummedGradient::SummedGradient(std::shared_ptr<Attachment> attachment,
     : Gradient(std::move(attachment), std::move(window), tensor, parameter),
       sums_(std::move(sums)) {
   RefuseRaw();
+  swap_.SetMessage(NoPointers(subject_));
   sums_->Add(tensor, this);
 }
 
@@ -145,7 +155,10 @@ void SummedGradient::LetGoOfSum() {
            "gradients = reduced_by_trainer");
   }
   const bool goes_on = IsOwn(parameter_.grad());
-  if (!goes_on) LeaveTensorToOthers();
+  if (!goes_on) {
+    LeaveTensorToOthers();
+    swap_.SetMessage(NoPointers(subject_));
+  }
   Lock lock(mutex());
   WaitWhileMoving(lock);
   if (!goes_on) zero_ = true;
