@@ -588,12 +588,18 @@ class Importer {
     Ignore(key->note);
   }
 
+  bool IsRejected(std::string_view key) const {
+    return std::ranges::any_of(import_.fates, [key](const Fate& fate) {
+      return fate.key == key && fate.verdict == Verdict::kRejected;
+    });
+  }
+
   // What several keys decide together.
   void Finish() {
     FinishOptimizer();
     FinishBatches();
     FinishTypes();
-    if (!clipping_seen_) {
+    if (!clipping_seen_ && !IsRejected("gradient_clipping")) {
       import_.training.gradient_clipping = kClippingOtherwise;
       Warn(
           "gradient_clipping is absent: gradients are clipped at 1.0, the default of DeepSpeed "

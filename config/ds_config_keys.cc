@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "base/suggest.h"
 
 namespace offload::config {
@@ -256,6 +257,22 @@ const DsKey* FindDsKey(std::string_view name) {
   return nullptr;
 }
 
+namespace {
+
+// What is called so in one other section; empty when there is none, or in several.
+std::string InAnotherSection(const std::string& own, const std::string& section) {
+  std::string found;
+  for (const DsKey& key : kKeys) {
+    const std::string_view known(key.name);
+    if (!known.ends_with("." + own)) continue;
+    if (!found.empty() || known == section + own) return "";
+    found = known;
+  }
+  return found;
+}
+
+}  // namespace
+
 std::string NearestDsKey(std::string_view name) {
   const size_t dot = name.rfind('.');
   const std::string section(dot == std::string_view::npos ? "" : name.substr(0, dot + 1));
@@ -265,7 +282,10 @@ std::string NearestDsKey(std::string_view name) {
     if (known.starts_with(section) && known.find('.', section.size()) == std::string_view::npos)
       siblings.emplace_back(known.substr(section.size()));
   }
-  return NearestWord(name.substr(section.size()), siblings);
+  std::string own(name.substr(section.size()));
+  absl::AsciiStrToLower(&own);
+  const std::string elsewhere = InAnotherSection(own, section);
+  return elsewhere.empty() ? NearestWord(own, siblings) : elsewhere;
 }
 
 }  // namespace offload::config

@@ -35,7 +35,8 @@ std::span<const DsKey> AllDsKeys();
 // Also finds zero_optimization.X for zero_optimization.stage3_X, as DeepSpeed does. Null when there
 // is none.
 const DsKey* FindDsKey(std::string_view name);
-// The members of a section ("" for the top), for suggestions.
+// For suggestions: what has this name in another section, else what its own section calls nearly
+// so; empty when there is none.
 std::string NearestDsKey(std::string_view name);
 
 }  // namespace offload::config

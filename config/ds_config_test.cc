@@ -444,6 +444,22 @@ TEST(DsConfigTest, UnknownKeysAreSaidWithASuggestion) {
   EXPECT_NE(import.warnings[0].find("did you mean \"gradient_clipping\"?"), std::string::npos);
 }
 
+TEST(DsConfigTest, KeysOfOtherSectionsAndInCapitalsAreSuggested) {
+  const Import import = Read(R"({"offload_optimizer": {"device": "nvme"}, "gradient_clipping": 1.0,
+                                 "ZERO_OPTIMIZATION": {}, "enabled": true})");
+  ASSERT_EQ(import.warnings.size(), 3u);
+  EXPECT_NE(import.warnings[0].find("\"zero_optimization.offload_optimizer\"?"), std::string::npos)
+      << import.warnings[0];
+  EXPECT_NE(import.warnings[1].find("\"zero_optimization\"?"), std::string::npos);
+  EXPECT_EQ(import.warnings[2].find("did you mean"), std::string::npos);
+}
+
+TEST(DsConfigTest, ClippingThatIsRejectedIsNotAbsent) {
+  const Import import = Read(R"({"gradient_clipping": true})");
+  EXPECT_EQ(import.Count(Verdict::kRejected), 1u);
+  EXPECT_TRUE(import.warnings.empty());
+}
+
 TEST(DsConfigTest, SaysWhatASwitchedOnMonitorMisses) {
   const Import import = Read(R"({"gradient_clipping": 0, "tensorboard": {"enabled": true},
                                  "wall_clock_breakdown": true, "wandb": {"enabled": false}})");
@@ -467,7 +483,7 @@ TEST(DsConfigTest, SyntaxIsGenerousAndDuplicatesAreNot) {
     const char *text, *words;
   } wrong[] = {{"{\"a\": 1, \"a\": 2}", "twice"}, {"{\"a\": {\"b\": 1, \"b\": 2}}", "twice"},
                {"{\"a\":\n  1 2}", "2:5"},        {"", "is no JSON"},
-               {"[1]", "no JSON object"},         {"{\"a\": 1e999}", "too large"},
+               {"[1]", "no JSON object"},         {"{\"a\": 1e999}", "'1e999', which is too large"},
                {"{\"a\": NaN}", "is no JSON"},    {"{\"a\": \"\xff\"}", "is no JSON"}};
   for (const auto& each : wrong) {
     const absl::Status status = ImportDsConfig(each.text, {}).status();

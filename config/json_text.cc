@@ -105,7 +105,8 @@ absl::StatusOr<Json> ReadRelaxedJson(std::string_view text, const std::string& n
   try {
     value = Json::parse(plain, watch);
   } catch (const nlohmann::json::out_of_range& error) {
-    problem = "has a number that is too large";
+    const std::string said = error.what();  // "… number overflow parsing '1e400'"
+    problem = absl::StrCat("has the number ", said.substr(said.find('\'')), ", which is too large");
   } catch (const nlohmann::json::parse_error& error) {
     if (problem.empty()) {
       return MakeError(ErrorId::kDsConfigText,

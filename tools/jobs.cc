@@ -34,8 +34,14 @@ Json Describe(const swap::StoreSummary& store) {
       {"damage", store.damage.ok() ? Json(nullptr) : Json(std::string(store.damage.message()))}};
 }
 
+// Others may not be this user's, or of another version.
+bool IsDamaged(const swap::StoreSummary& store) { return ExitCodeOf(store.damage) == kDamaged; }
+
 std::string StateText(const swap::StoreSummary& store) {
-  if (!store.damage.ok()) return absl::StrCat("damaged: ", store.damage.message());
+  if (!store.damage.ok()) {
+    return absl::StrCat(IsDamaged(store) ? "damaged: " : "cannot be read: ",
+                        store.damage.message());
+  }
   const std::string where =
       store.pools.empty() ? "" : absl::StrCat(", over ", absl::StrJoin(store.pools, ","));
   return absl::StrCat(store.in_use ? "in use" : "idle", where);
@@ -64,7 +70,8 @@ class ListCommand : public Command {
       absl::StrAppend(&answer.text, absl::StrFormat("%-*s %10s %10d  %s\n", width, store.job,
                                                     FormatDecimalBytes(store.file_bytes),
                                                     store.committed.epoch, StateText(store)));
-      if (!store.damage.ok()) answer.exit_code = kDamaged;
+      if (!store.damage.ok() && answer.exit_code != kDamaged)
+        answer.exit_code = IsDamaged(store) ? kDamaged : kFailed;
     }
     if (stores.empty()) answer.advice = absl::StrCat("No jobs in ", pool_);
     return answer;

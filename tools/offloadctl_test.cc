@@ -371,6 +371,14 @@ TEST_F(OffloadctlTest, ListShowsWhatAPoolHolds) {
   EXPECT_EQ(RunJson("ls", pool() + "/missing", 1)["error"]["id"], "OFD-1201");
 }
 
+TEST_F(OffloadctlTest, ListSaysWhichStoreCannotBeRead) {
+  std::filesystem::create_directories(pool() + "/odd.offload");  // no file: damaged it is not
+  const Result listed = Run("ls " + pool());
+  EXPECT_EQ(listed.exit_code, 1) << listed.error;
+  EXPECT_NE(listed.out.find("cannot be read: OFD-1"), std::string::npos) << listed.out;
+  EXPECT_EQ(listed.out.find("damaged"), std::string::npos) << listed.out;
+}
+
 TEST_F(OffloadctlTest, ListSaysWhichStoreIsDamaged) {
   MakeStore("run1");
   const std::string path = RunJson("ls", pool(), 0)["jobs"][0]["path"];
