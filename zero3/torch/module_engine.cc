@@ -164,8 +164,11 @@ void ModuleEngine::TakeWhatCame() {
   tensors_->Seal();
   const std::vector<NamedTensor> names = modules_->NamesNow();
   const std::vector<NamedTensor> buffers = modules_->BufferNamesNow();
-  tensors_->may_grow() ? static_cast<void>(tensors_->Grow(names, buffers))
-                       : tensors_->NameForFilesAnew(names, buffers);
+  if (tensors_->may_grow()) {
+    tensors_->Grow(names, buffers);
+  } else {
+    tensors_->NameForFilesAnew(names, buffers);
+  }
 }
 
 void ModuleEngine::AttachWeights(torch::nn::Module& module, const ParameterGroups& groups) {
