@@ -20,6 +20,9 @@ import time
 
 from trainer import Trainer, wait_until_gone
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tools"))
+from trainer_run import usual_dtype_here  # noqa: E402
+
 MODEL = ["--model", "llama", "--params", "4M", "--steps", "40", "--micro-batches", "2", "--seq", "32", "--batch", "2",
          "--seed", "7", "--threads", "1", "--sample", "0"]
 INTERVAL_STEPS = 4
@@ -31,12 +34,6 @@ INTERVALS = "1.0", ["--ram", "160MiB", "--durability", f"checkpoint:{INTERVAL_ST
 FORESEEN = "100", ["--ram", "72MiB"], NEXT_TO_NOTHING
 KINDS = STEPS, INTERVALS, FORESEEN
 KILLS_OF_JOB = 4  # then it comes to its end, and the next kind has its turn
-
-
-def usual_dtype():
-    """bf16 where the processor computes in it; elsewhere its matrix products take thirty times as long as those of fp32."""
-    with open("/proc/cpuinfo", encoding="ascii") as file:
-        return "bf16" if "avx512_bf16" in file.read() else "fp32"
 
 
 class Failure(Exception):
@@ -146,7 +143,7 @@ def main():
     parser.add_argument("offloadd")
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--dtype", default=usual_dtype())
+    parser.add_argument("--dtype", default=usual_dtype_here())
     parser.add_argument("--directory", default=os.environ.get("TEST_TMPDIR"))
     options = parser.parse_args()
     options.train, options.offloadd = os.path.abspath(options.train), os.path.abspath(options.offloadd)

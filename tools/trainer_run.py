@@ -58,14 +58,19 @@ def usual_dtype(cpuinfo):
     return "fp32" if flags and "avx512bw" not in flags[1].split() else "bf16"
 
 
+def usual_dtype_here():
+    """usual_dtype() of this machine."""
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        return usual_dtype(file.read())
+
+
 def choose_dtype(options):
     """Sets --dtype when it was left out, and says so where it is not bf16."""
     if options.dtype is not None:
         return
     options.dtype = "bf16"
     if getattr(options, "device", "cpu") == "cpu":
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            options.dtype = usual_dtype(file.read())
+        options.dtype = usual_dtype_here()
     if options.dtype != "bf16":
         print("in fp32: this processor has no AVX-512, and without it torch multiplies bf16 some thirty times slower (--dtype bf16 does it)", file=sys.stderr)
 
