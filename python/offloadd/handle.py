@@ -185,6 +185,11 @@ def _without_prepare(optimizer):
     return getattr(optimizer, "optimizer", optimizer) if wraps else optimizer
 
 
+def _with_those_gone(modules):
+    """Each of them; an empty one in the place of None, since those that are gone count in names."""
+    return [module if module is not None else torch.nn.Module() for module in modules]
+
+
 def _check_model(model):
     name = type(model).__name__
     if name in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine"):
@@ -436,14 +441,12 @@ class Handle:
         they have is called as it is now."""
         if self._engine is None:
             return
-        named = names_of(self._living())
-        has_new = any(self._is_new(parameter) for _, parameter in named)
-        if self._may_grow() if has_new else None not in self.models and self._has_other_names(named):
+        named = names_of(_with_those_gone(self.models))
+        if any(self._is_new(parameter) for _, parameter in named):
+            if self._may_grow():
+                self.grow()
+        elif None not in self.models and self._has_other_names(named):
             self.grow()
-
-    def _living(self):
-        """Its models; those that are gone count in names."""
-        return [model if model is not None else torch.nn.Module() for model in self.models]
 
     def _has_other_names(self, named):
         known = [(name, id(parameter)) for name, parameter in self._parameters.items() if not name.startswith("optimizer/")]
@@ -453,8 +456,8 @@ class Handle:
         """What its models and optimizers have got since attach() becomes the job's, which is laid out anew for it."""
         engine = self._running()
         self._reassigned.take_alike(engine)
-        models, destination = self._living(), in_memory.destination_of(self.options)
-        beside = [each if each is not None else torch.nn.Module() for each in (module() for module in self._beside)]
+        models, destination = _with_those_gone(self.models), in_memory.destination_of(self.options)
+        beside = _with_those_gone(module() for module in self._beside)
         for model in models:
             _check_model(model)
         named = names_of(models)
@@ -686,7 +689,7 @@ class Handle:
         """A parameter by its name, or itself."""
         if not isinstance(given, str):
             return given
-        known = {**self._parameters, **dict(names_of(self._living()))}  # of a model that has parted from one, too
+        known = {**self._parameters, **dict(names_of(_with_those_gone(self.models)))}  # of a model that has parted from one, too
         if given in known:
             return known[given]
         tables = dict(tables_of([model for model in self.models if model is not None]))

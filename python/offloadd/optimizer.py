@@ -633,7 +633,7 @@ class Part:
 
     def _note_groups(self):
         """Before a step: a parameter that leaves its group keeps its state, as in torch."""
-        self._group_at.update((id(parameter), (parameter, group)) for group in self.optimizer.param_groups for parameter in group["params"])
+        self._group_at.update((id(parameter), (parameter, group)) for parameter, group in self._groups_of_parameters())
 
     def _groups_of_parameters(self):
         for group in self.optimizer.param_groups:
