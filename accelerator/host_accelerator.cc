@@ -1,5 +1,8 @@
 #include "accelerator/host_accelerator.h"
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -108,6 +111,20 @@ void HostAccelerator::Forget(std::map<const std::byte*, size_t>::iterator alloca
   std::free(const_cast<std::byte*>(bytes));
 }
 
+namespace {
+
+// What is page-locked has pages, also where nobody has touched it.
+void BringPages(const std::byte* bytes, size_t size_bytes, HostAccess access) {
+  const size_t page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const auto address = reinterpret_cast<uintptr_t>(bytes);
+  const uintptr_t begin = address / page_bytes * page_bytes;
+  const uintptr_t end = (address + size_bytes + page_bytes - 1) / page_bytes * page_bytes;
+  madvise(reinterpret_cast<void*>(begin), end - begin,
+          access == HostAccess::kReadOnly ? MADV_POPULATE_READ : MADV_POPULATE_WRITE);
+}
+
+}  // namespace
+
 absl::StatusOr<bool> HostAccelerator::HostRegister(const std::byte* bytes, size_t size_bytes,
                                                    HostAccess access) {
   const std::lock_guard lock(mutex_);
@@ -116,6 +133,7 @@ absl::StatusOr<bool> HostAccelerator::HostRegister(const std::byte* bytes, size_
                                                    : options_.registers_read_write;
   if (!can) return false;
   OFFLOAD_CHECK(registrations_.emplace(bytes, size_bytes).second) << "registered twice";
+  BringPages(bytes, size_bytes, access);
   return true;
 }
 

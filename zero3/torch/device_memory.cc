@@ -6,6 +6,7 @@
 #include <string_view>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -62,6 +63,24 @@ uint64_t BucketBytes(const Attachment& attachment) {
   const uint64_t bucket_bytes = GradientReturn::Options().bucket_bytes;
   if (!attachment.plan().gradients_spilled) return bucket_bytes;
   return std::min(bucket_bytes, attachment.plan().gradient_window_bytes / kPartForBuckets);
+}
+
+// Where copies begin and end at the latest: none crosses from one registration into another.
+std::vector<uint64_t> SlabBorders(const proto::SlabLayout& slab) {
+  std::vector<uint64_t> borders = slab.weight_offset;
+  borders.insert(borders.end(), slab.sum_offset.begin(), slab.sum_offset.end());
+  borders.insert(borders.end(), {slab.window_offset, slab.pipeline_offset, slab.sum_blocks_offset});
+  return borders;
+}
+
+std::vector<uint64_t> RegionBorders(const Plan& plan) {
+  std::vector<uint64_t> borders = {plan.staging_offset, plan.pins_offset,
+                                   plan.gradient_window_offset, plan.ring_offset,
+                                   plan.first_staging_offset};
+  for (const proto::GradientPlacement& gradient : plan.memory.gradients) {
+    if (gradient.home == proto::GradientHome::kRegion) borders.push_back(gradient.offset_bytes);
+  }
+  return borders;
 }
 
 }  // namespace
@@ -157,17 +176,25 @@ uint64_t DeviceMemory::bytes_max_ever() const {
          (exchanged_parts_ != nullptr ? exchanged_parts_->bytes_max_ever() : 0);
 }
 
+// What is planned and no more: behind that there are addresses without memory, which page-locking
+// would bring.
 void DeviceMemory::Register(Attachment& attachment) {
-  const auto hold = [&](std::span<const std::byte> range, HostAccess access) {
-    return ValueOrThrow(HostRegistration::Register(accelerator_.get(), range, {}, access),
+  const auto hold = [&](std::span<const std::byte> range, std::vector<uint64_t> borders,
+                        HostAccess access) {
+    std::sort(borders.begin(), borders.end());
+    return ValueOrThrow(HostRegistration::Register(accelerator_.get(), range, borders, access),
                         device_.str());
   };
-  client::Session& session = attachment.session();
-  slab_ = hold({session.slab(), session.slab_bytes()}, HostAccess::kReadOnly);
-  region_ = hold({session.region(), session.region_bytes()}, HostAccess::kReadWrite);
+  const client::Session& session = attachment.session();
+  const Plan& plan = attachment.plan();
+  slab_ =
+      hold({session.slab(), plan.slab.total_bytes}, SlabBorders(plan.slab), HostAccess::kReadOnly);
+  const uint64_t region_bytes =
+      attachment.rank() == 0 ? plan.memory.region_bytes : plan.memory.other_region_bytes;
+  region_ = hold({attachment.region(), region_bytes}, RegionBorders(plan), HostAccess::kReadWrite);
   if (region_.held()) return;
   ThrowStatus(MakeError(ErrorId::kGpuMissing,
-                        absl::StrCat("the ", session.region_bytes(),
+                        absl::StrCat("the ", region_bytes,
                                      " bytes that are shared with the daemon cannot be "
                                      "page-locked for ",
                                      device_.str()),
