@@ -52,6 +52,10 @@ bool HasGpu() {
     dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_GLOBAL);
     if (!at::globalContext().hasCUDA()) return false;
     at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/true);
+    // The backward passes of the others add in an order of their own.
+    at::globalContext().setSDPUseFlash(false);
+    at::globalContext().setSDPUseMemEfficient(false);
+    at::globalContext().setSDPUseCuDNN(false);
     return true;
   }();
   return kHasGpu;
@@ -217,7 +221,7 @@ class Training {
       resident_->Step();
     }
     if (step % 2 == 0) SeeGradients();
-    model_->zero_grad(/*set_to_none=*/step % 2 == 0);
+    model_->zero_grad(/*set_to_none=*/step % 2 == 0 || recipe_.two_streams);
     if (step == 1) Write();
     const at::NoGradGuard no_grad;
     See(seen, "evaluation", InStream([&] { return Loss(1000); }));

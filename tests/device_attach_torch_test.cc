@@ -214,7 +214,11 @@ class Training {
     if (step == 0) FailToOverwrite();  // clipped
     optimizer_->step();
     if (step % 2 == 0) SeeGradients();
-    optimizer_->zero_grad(/*set_to_none=*/step % 2 == 0);
+    if (step == 1 && !recipe_.two_streams) {
+      model_->zero_grad(/*set_to_none=*/false);  // which detaches them
+    } else {
+      optimizer_->zero_grad(/*set_to_none=*/step % 2 == 0);
+    }
     if (step == 1) FailToOverwrite();  // zero
     if (step == 1) Write();
     const at::NoGradGuard no_grad;

@@ -95,6 +95,12 @@ std::optional<double> Factor(const c10::IValue& value, const at::Tensor& of) {
   return is_double ? factor : static_cast<float>(factor);
 }
 
+// is_alias_of() looks at the bytes, too, and those of an offloaded tensor may be nowhere.
+bool HaveOneStorage(const at::Tensor& a, const at::Tensor& b) {
+  return a.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() ==
+         b.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
 // On torch's threads, as the update that it stands in for would have read them.
 bool AllFinite(kernels::Dtype dtype, const std::byte* values, int64_t count) {
   constexpr int64_t kGrain = 1 << 16;
@@ -572,7 +578,7 @@ void Gradient::AfterAccumulation(const at::Tensor& added) {
   if (!grad.defined() || grad.requires_grad() || grad.layout() != at::kStrided) return;
   if (!IsOwn(grad)) {
     // What torch has taken over as it came is of no use to anybody else.
-    const bool is_taken = added.defined() && grad.is_alias_of(added) && !IsShared(grad);
+    const bool is_taken = added.defined() && HaveOneStorage(grad, added) && !IsShared(grad);
     if (!is_taken && IsTrainers(grad)) return;
     AdoptStolen(grad);
   }
