@@ -27,6 +27,7 @@ from offloadd import in_memory
 VOCABULARY, WIDTH, LENGTH = 256, 48, 12
 _cases = []
 device = None  # where models and batches are, if not in memory of the host
+reference = contextlib.nullcontext  # what a run in memory is inside of
 USUAL_TYPES = ("fp32", "bf16")
 
 
@@ -274,8 +275,8 @@ def own(result):
 def difference(there, here, tolerance, path="result"):
     """What differs first, or None."""
     if isinstance(there, torch.Tensor) and isinstance(here, torch.Tensor):
-        if there.shape != here.shape or there.dtype != here.dtype:
-            return f"{path}: {there.dtype}{list(there.shape)} and {here.dtype}{list(here.shape)}"
+        if there.shape != here.shape or there.dtype != here.dtype or there.device != here.device:
+            return f"{path}: {there.dtype}{list(there.shape)} of {there.device} and {here.dtype}{list(here.shape)} of {here.device}"
         with torch.no_grad():
             there, here = there.detach().clone(), here.detach().clone()
             if torch.equal(there, here) or (there.is_floating_point() and torch.equal(there.nan_to_num(7), here.nan_to_num(7))):
@@ -309,7 +310,8 @@ def _execute(function, memory, dtype):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = own(function(run))
+            with reference() if memory is None else contextlib.nullcontext():
+                result = own(function(run))
             return (result, run.weights() if all(handle.is_open for handle in run.handles) else []), None
     except Exception as error:  # noqa: the case says which one is right
         return None, error
@@ -334,27 +336,41 @@ def _types(name):
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64, "fp16": torch.float16}[name]
 
 
+def _variants():
+    """(number of the case, its type, "NAME/TYPE")."""
+    return [(number, type_name, f"{function.__name__}/{type_name}")
+            for number, (function, types, *_) in enumerate(_cases) for type_name in types]
+
+
+def chosen(only):
+    """Those of _variants() whose names have one of these in them; all without."""
+    return [variant for variant in _variants() if not only or any(each in variant[2] for each in only)]
+
+
+def results_of(number, type_name, everything):
+    """(name, what is wrong or None, seconds) of a case with one type."""
+    function, types, tolerance, refused, memories = _cases[number]
+    name, expected, begin = f"{function.__name__}/{type_name}", None, time.monotonic()
+    if refused is None:
+        expected, error = _execute(function, None, _types(type_name))
+        if error is not None:
+            yield f"{name}/memory", "".join(traceback.format_exception(error)), 0.0
+            return
+    # Without --all, types take turns with memories.
+    turn = (number + types.index(type_name)) % len(memories)
+    for memory in memories if everything else memories[turn:turn + 1]:
+        wrong = _verdict(function, _types(type_name), tolerance, refused, memory, expected)
+        yield f"{name}/{memory}", wrong, time.monotonic() - begin
+        begin = time.monotonic()
+
+
 def _results(only, everything):
     """(name, what is wrong or None, seconds) of every case and variant."""
-    for number, (function, types, tolerance, refused, memories) in enumerate(_cases):
-        for type_name in types:
-            if only and not any(each in f"{function.__name__}/{type_name}" for each in only):
-                continue
-            expected = None
-            if refused is None:
-                expected, error = _execute(function, None, _types(type_name))
-                if error is not None:
-                    yield f"{function.__name__}/{type_name}/memory", "".join(traceback.format_exception(error)), 0.0
-                    continue
-            # Without --all, types take turns with memories.
-            turn = (number + types.index(type_name)) % len(memories)
-            for memory in memories if everything else memories[turn:turn + 1]:
-                begin = time.monotonic()
-                wrong = _verdict(function, _types(type_name), tolerance, refused, memory, expected)
-                yield f"{function.__name__}/{type_name}/{memory}", wrong, time.monotonic() - begin
+    for number, type_name, _ in chosen(only):
+        yield from results_of(number, type_name, everything)
 
 
-def _write_xml(path, results):
+def write_xml(path, results):
     lines = ["<testsuites><testsuite name='battery'>"]
     for name, wrong, seconds in results:
         failure = f"<failure>{xml.sax.saxutils.escape(''.join(c for c in wrong if c.isprintable() or c == chr(10)))}</failure>" if wrong else ""
@@ -363,13 +379,13 @@ def _write_xml(path, results):
         file.write("\n".join([*lines, "</testsuite></testsuites>", ""]))
 
 
-def leave_out(reason):
+def leave_out(reason, names=("all",)):
     """Ends a program whose cases cannot run here."""
     print(f"skipped: {reason}")
     if os.environ.get("XML_OUTPUT_FILE"):
+        cases = [f"<testcase name={xml.sax.saxutils.quoteattr(name)} status='run' result='skipped'><skipped/></testcase>" for name in names]
         with open(os.environ["XML_OUTPUT_FILE"], "w", encoding="utf-8") as file:
-            file.write("<testsuites><testsuite name='battery'><testcase name='all' status='run' result='skipped'><skipped/></testcase>"
-                       "</testsuite></testsuites>\n")
+            file.write("\n".join(["<testsuites><testsuite name='battery'>", *cases, "</testsuite></testsuites>", ""]))
     sys.exit(0)
 
 
@@ -397,7 +413,7 @@ def main():
             results.append((name, wrong, seconds))
             print(f"{'FAILED' if wrong else 'ok':<7} {name} {seconds:.2f} s" + (f"\n{wrong}" if wrong else ""), flush=True)
     if os.environ.get("XML_OUTPUT_FILE"):
-        _write_xml(os.environ["XML_OUTPUT_FILE"], results)
+        write_xml(os.environ["XML_OUTPUT_FILE"], results)
     failed = sum(1 for _, wrong, _ in results if wrong)
     print(f"{len(results) - failed} equal or refused as they should be, {failed} failed")
     return 1 if failed or not results else 0

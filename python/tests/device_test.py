@@ -2,7 +2,9 @@
 there, compared bit by bit. The cases are those of models on the CPU, and a few of its own; the device's checker judges all of them.
 
     device_test.py [NAME...]                as training_test.py
-    device_test.py --rank FOLDER            is a rank itself"""
+    device_test.py --rank FOLDER            is a rank itself
+
+cuda_test.py has them on the device of $OFFLOADD_TEST_DEVICE."""
 
 import contextlib
 import ctypes
@@ -14,8 +16,11 @@ import time
 import types
 import unittest.mock
 
-_LIBRARY = os.environ.setdefault("OFFLOADD_LIBRARY", os.path.abspath(os.path.join("tests", "offloadd_standin.so")))
-os.environ.setdefault("OFFLOADD_BINARY", os.path.abspath(os.path.join("python", "offloadd", "offloadd")))
+DEVICE = os.environ.get("OFFLOADD_TEST_DEVICE", "privateuseone:0")
+IS_STANDIN = DEVICE.startswith("privateuseone")
+if IS_STANDIN:
+    os.environ.setdefault("OFFLOADD_LIBRARY", os.path.abspath(os.path.join("tests", "offloadd_standin.so")))
+    os.environ.setdefault("OFFLOADD_BINARY", os.path.abspath(os.path.join("python", "offloadd", "offloadd")))
 
 import torch
 from torch.optim import SGD, AdamW
@@ -23,17 +28,19 @@ from torch.optim import SGD, AdamW
 import battery
 import offloadd
 import offloadd.deepspeed
+import host_steps
 import modules_test  # noqa: its cases are declared
 import serving_test  # noqa
 import training_test  # noqa
 from battery import case, main, retype, states_of
 from offloadd import handle as handle_module
 
-_standin = ctypes.CDLL(_LIBRARY)
-_standin.offloadd_standin_violations.restype = ctypes.c_char_p
-_standin.offloadd_standin_bytes_to_device.restype = ctypes.c_uint64
-_standin.offloadd_standin_allocated_bytes.restype = ctypes.c_uint64
-DEVICE = torch.device("privateuseone:0")
+DEVICE = torch.device(DEVICE)
+if IS_STANDIN:
+    _standin = ctypes.CDLL(os.environ["OFFLOADD_LIBRARY"])
+    _standin.offloadd_standin_violations.restype = ctypes.c_char_p
+    _standin.offloadd_standin_bytes_to_device.restype = ctypes.c_uint64
+    _standin.offloadd_standin_allocated_bytes.restype = ctypes.c_uint64
 
 
 def use_standin(seed=1, is_late=False, registers_slab=True):
@@ -50,8 +57,16 @@ def use_standin(seed=1, is_late=False, registers_slab=True):
     battery.device = DEVICE
 
 
+def use_device(is_late=False):
+    if IS_STANDIN:
+        use_standin(is_late=is_late)
+    else:
+        host_steps.reproducible()
+        battery.device = None if DEVICE.type == "cpu" else DEVICE
+
+
 def violations():
-    return _standin.offloadd_standin_violations().decode()
+    return _standin.offloadd_standin_violations().decode() if IS_STANDIN else ""
 
 
 ONE = {"types": ("fp32",), "memory": ("floor",)}
@@ -190,7 +205,7 @@ def status_shows_the_device(run):
     told = run.train(model, optimizer, steps=2, micro=2)
     if run.offloaded:
         gpu, statistics = device_in_status(), handle.statistics()
-        assert gpu["device"] == "standin:0" and gpu["gpu_ram_bytes"] == statistics["gpu_ram_bytes"], gpu
+        assert gpu["device"].startswith("standin:0" if IS_STANDIN else str(DEVICE)) and gpu["gpu_ram_bytes"] == statistics["gpu_ram_bytes"], gpu
         assert gpu["window_bytes"] == handle.plan()["gpu_window_bytes"], gpu
         assert 0 < gpu["used_bytes"] <= gpu["peak_bytes"] == statistics["gpu_peak_bytes"], (gpu, statistics)
         weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -217,7 +232,10 @@ def larger_model(run):
 
 @contextlib.contextmanager
 def little_memory(run):
-    """Of the device, for an offloaded run: three quarters of what the weights of larger_model() need."""
+    """Of the stand-in, for an offloaded run: three quarters of what the weights of larger_model() need."""
+    if not IS_STANDIN:
+        yield
+        return
     weights = sum(p.numel() * p.element_size() for p in larger_model(run).parameters())
     if run.offloaded:
         _standin.offloadd_standin_set_memory_bytes(ctypes.c_uint64(_standin.offloadd_standin_allocated_bytes() + weights * 3 // 4))
@@ -294,7 +312,7 @@ def buffers_go_along(run):
     model(x).square().sum().backward()
     optimizer.step()
     buffers = list(model.buffers())
-    run.attach(model, optimizer, device="privateuseone:0")
+    run.attach(model, optimizer, device=str(DEVICE))
     assert all(a is b for a, b in zip(model.buffers(), buffers)) or not run.offloaded
     assert all(t.device == DEVICE for t in [*model.buffers(), *model.parameters(), model.linear.weight.grad])
     told = []
@@ -406,7 +424,7 @@ def rank_loop(run, model, optimizer, ranks):
 
 def be_a_rank(folder):
     torch.set_num_threads(1)
-    use_standin(is_late=os.environ["RANK"] == "1")
+    use_device(is_late=os.environ["RANK"] == "1")
     run = battery.Run("256MiB", torch.float32, folder)
     model = run.model()
     optimizer = adamw(model)
@@ -478,7 +496,7 @@ if __name__ == "__main__":
     if "--rank" in sys.argv:
         be_a_rank(sys.argv[-1])
         sys.exit(0)
-    use_standin()
+    use_device()
     code = main()
     found = violations()
     print(found, end="")

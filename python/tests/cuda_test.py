@@ -1,0 +1,1013 @@
+"""Models on a GPU: the cases of device_test.py on CUDA, and those that only CUDA has, in memory and offloaded, compared bit by bit.
+
+    cuda_test.py [--all] [--list] [--brief] [--workers=N] [--seconds=N] [--log=FILE] [NAME...]
+
+--brief: failures only; --workers: processes at once; --seconds: of a case; --log: a file for whole texts. OFFLOADD_TEST_DEVICE=cpu has the
+cases of this file on the host, =privateuseone:0 all that the stand-in has; otherwise every case is skipped where there is no GPU.
+
+In memory the optimizers step on the host, as offloaded (host_steps.py); all that is said here of bits is said of torch's deterministic kernels."""
+
+import copy
+import functools
+import gc
+import importlib.util
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+os.environ.setdefault("OFFLOADD_TEST_DEVICE", "cuda:0")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim import SGD, Adam, AdamW
+from torch.utils.checkpoint import checkpoint
+
+import device_test  # before the package, whose library it names for the stand-in
+import battery
+import host_steps
+import isolated
+import offloadd
+from battery import VOCABULARY, WIDTH, Transformer, case, states_of
+from device_test import DEVICE, IS_STANDIN, adamw
+
+IS_CUDA = DEVICE.type == "cuda"
+HERE = os.path.dirname(os.path.abspath(__file__))
+FP32 = {"types": ("fp32",)}
+ONE = {"types": ("fp32",), "memory": ("floor",)}
+OF_DEVICES = len(battery._cases)  # those of device_test.py are before
+HEAVY = []  # names of cases that import large libraries: one process has them all
+LEFT_OUT = {}  # of device_test.py's, on CUDA: name -> why
+
+
+def gpu_case(function=None, **options):
+    """One that only CUDA has."""
+    if function is None:
+        return lambda each: gpu_case(each, **options)
+    return case(function, **options) if IS_CUDA else function
+
+
+def place(value):
+    return value if battery.device is None else value.to(battery.device)
+
+
+def trained(run, build, steps=4, make=adamw, look=lambda model: None, **how):
+    """The ordinary loop: what it tells, state, buffers."""
+    model = run.make(build)
+    optimizer = make(model)
+    run.attach(model, optimizer)
+    torch.manual_seed(7)
+    told = run.train(model, optimizer, steps=steps, **how)
+    return told, look(model), states_of(optimizer), list(model.buffers())
+
+
+def custom(run, build, loss_of, steps=4, make=adamw):
+    """As trained(), with `loss_of(model, step)`."""
+    model = run.make(build)
+    optimizer = make(model)
+    run.attach(model, optimizer)
+    torch.manual_seed(7)
+    told = run.steps(optimizer, lambda step: loss_of(model, step), steps)
+    return told, states_of(optimizer), list(model.buffers())
+
+
+def random_numbers(step, *shape):
+    return place(torch.randn(*shape, generator=torch.Generator().manual_seed(step)))
+
+
+# ---- Random numbers, mixed precision -----------------------------------------------------------
+
+
+class Dropping(Transformer):
+    def forward(self, ids):
+        x = functional.dropout(self.embed(ids), 0.2, self.training)
+        for block in self.blocks:
+            if self.checkpointing is None:
+                x = functional.dropout(block(x), 0.1, self.training)
+            else:
+                x = checkpoint(lambda x, block=block: functional.dropout(block(x), 0.1, self.training), x,
+                               use_reentrant=self.checkpointing == "reentrant")
+        return self.head(self.norm(x))
+
+
+@case
+def dropout(run):
+    """The generator of the device is drawn from as in memory."""
+    told = trained(run, Dropping, clip=0.5, micro=2)
+    return told, torch.get_rng_state(), torch.cuda.get_rng_state() if IS_CUDA else None
+
+
+@case
+def checkpointing_with_dropout(run):
+    return trained(run, lambda: Dropping(checkpointing="at will"), micro=2)
+
+
+@case(**FP32)
+def checkpointing_reentrant_with_dropout(run):
+    return trained(run, lambda: Dropping(checkpointing="reentrant"))
+
+
+def autocast(name, dtype, scaled=False, clip=None, make=adamw, **options):
+    def function(run):
+        model = run.make(Dropping)
+        optimizer = make(model)
+        run.attach(model, optimizer)
+        torch.manual_seed(7)
+        scaler, told = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=2, enabled=scaled), []
+        for step in range(5):
+            with torch.autocast(DEVICE.type, dtype=dtype):
+                loss = run.loss(model, step)
+            scaler.scale(loss * (float("inf") if scaled and step == 2 else 1)).backward()
+            if clip is not None:
+                scaler.unscale_(optimizer)
+                told.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            told += [loss.item(), scaler.get_scale()]
+        return told, states_of(optimizer)
+
+    function.__name__ = name
+    case(function, **{**FP32, **options})
+
+
+autocast("autocast_bf16", torch.bfloat16)
+autocast("autocast_bf16_clipped", torch.bfloat16, clip=0.3)
+if not IS_STANDIN:  # torch has no scaler for it
+    autocast("autocast_fp16_scaled", torch.float16, scaled=True)
+    autocast("autocast_fp16_scaled_clipped", torch.float16, scaled=True, clip=0.3)
+    autocast("autocast_fp16_scaled_not_fused", torch.float16, scaled=True, clip=0.3, make=lambda m: AdamW(m.parameters(), 1e-2))
+    autocast("autocast_fp16_scaled_sgd", torch.float16, scaled=True, make=lambda m: SGD(m.parameters(), 0.1, momentum=0.9))
+
+
+@case(types=("fp32",), tolerance=1e-5)
+def optimizer_of_the_device_is_close(run):
+    """Without steps on the host in memory: what CUDA's own kernels give."""
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.01)
+    run.attach(model, optimizer)
+    if run.offloaded or not IS_CUDA:
+        return run.train(model, optimizer)
+    told = []
+    for step in range(3):
+        loss = run.loss(model, step)
+        loss.backward()
+        with torch.no_grad():
+            torch._foreach_add_(list(model.parameters()), [p.grad for p in model.parameters()], alpha=-0.01)
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+# ---- Kernels -----------------------------------------------------------------------------------
+
+
+def pictures(layout=torch.contiguous_format):
+    """A network of convolutions, which the stand-in has not."""
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2, groups=2, bias=False),
+                         nn.BatchNorm2d(16), nn.GELU(), nn.ConvTranspose2d(16, 8, 2), nn.GroupNorm(2, 8), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+                         nn.Dropout(0.1), nn.Linear(32, 4)).to(memory_format=layout)
+
+
+def convolutions(name, layout=torch.contiguous_format, dtype=None, **options):
+    def loss_of(model, step):
+        x = random_numbers(step, 4, 3, 16, 16).to(next(model.parameters()).dtype)
+        with torch.autocast(DEVICE.type, dtype=dtype, enabled=dtype is not None):
+            out = model(x.to(memory_format=layout))
+        return functional.cross_entropy(out.float(), place(torch.arange(4)))
+
+    def function(run):
+        told = custom(run, lambda: pictures(layout), loss_of)
+        run.models[0].eval()
+        with torch.no_grad():
+            return told, loss_of(run.models[0], 9)
+
+    function.__name__ = name
+    if not IS_STANDIN:
+        case(function, **{**FP32, **options})
+
+
+convolutions("convolutions_and_batch_norm", types=("fp32", "bf16"))
+convolutions("convolutions_channels_last", torch.channels_last)
+convolutions("convolutions_under_autocast", torch.channels_last, torch.bfloat16)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        dropped = 0.1 if self.training else 0.0
+        return self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropped).transpose(1, 2).flatten(2))
+
+
+def attention(backend):
+    def function(run):
+        def loss_of(model, step):
+            with torch.nn.attention.sdpa_kernel(backend), torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+                return model(random_numbers(step, 2, 32, 64)).float().square().mean()
+
+        return custom(run, Attends, loss_of)
+
+    function.__name__ = f"attention_{backend.name.lower()}"
+    gpu_case(function, **FP32)
+
+
+for each in (torch.nn.attention.SDPBackend.MATH, torch.nn.attention.SDPBackend.FLASH_ATTENTION, torch.nn.attention.SDPBackend.EFFICIENT_ATTENTION):
+    attention(each)
+
+
+@case(types=("fp32", "bf16"))
+def encoder_layers(run):
+    """In evaluation they are one operator of torch."""
+    def build():
+        return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2)
+
+    def loss_of(model, step):
+        return model(random_numbers(step, 2, 8, 32).to(run.dtype)).float().square().mean()
+
+    told = custom(run, build, loss_of)
+    model = run.models[0].eval()
+    with torch.no_grad():
+        return told, loss_of(model, 9), loss_of(model.train(), 10)
+
+
+def recurrent(kind):
+    """Whose weights are parts of one memory, as cuDNN has them."""
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.read, self.head = nn.Embedding(VOCABULARY, 16), kind(16, 24, 2, batch_first=True, dropout=0.1), nn.Linear(24, 8)
+
+        def forward(self, ids):
+            return self.head(self.read(self.embed(ids))[0])
+
+    def function(run):
+        return custom(run, Reads, lambda model, step: model(run.batch(step)).square().mean())
+
+    function.__name__ = f"recurrent_{kind.__name__.lower()}"
+    if not IS_STANDIN:
+        case(function, **FP32)
+
+
+recurrent(nn.LSTM)
+recurrent(nn.GRU)
+
+
+@case(types=("fp32",), memory=("double",), may_refuse=1303)
+def vectors_of_all_parameters(run):
+    """Which the window may be too small for."""
+    def look(model):
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        norm = nn.utils.get_total_norm([p.detach() for p in model.parameters()], foreach=False)
+        return vector.sum(dtype=torch.float64), norm, [(p.get_device(), p.is_cuda, str(p.device)) for p in model.parameters()]
+
+    return trained(run, Transformer, look=look)
+
+
+# ---- Streams, threads, copies ------------------------------------------------------------------
+
+
+def streamed(name, loop):
+    def function(run):
+        model = run.make(Dropping)
+        optimizer = adamw(model)
+        run.attach(model, optimizer)
+        torch.manual_seed(7)
+        return loop(run, model, optimizer), states_of(optimizer)
+
+    function.__name__ = name
+    gpu_case(function, types=("fp32", "bf16"))
+
+
+def beside(stream):
+    """In this stream, in the order that the program has."""
+    class Beside:
+        def __enter__(self):
+            self.current = torch.cuda.current_stream()
+            stream.wait_stream(self.current)
+            self.context = torch.cuda.stream(stream)
+            self.context.__enter__()
+
+        def __exit__(self, *failure):
+            self.context.__exit__(*failure)
+            self.current.wait_stream(stream)
+
+    return Beside()
+
+
+def forward_in_a_stream(run, model, optimizer):
+    stream, told = torch.cuda.Stream(), []
+    for step in range(4):
+        with beside(stream):
+            loss = run.loss(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
+    return told
+
+
+def all_in_a_stream(run, model, optimizer):
+    with beside(torch.cuda.Stream()):
+        return run.train(model, optimizer, clip=0.5, micro=2)
+
+
+def evaluated_in_another_stream(run, model, optimizer):
+    stream, told = torch.cuda.Stream(), []
+    for step in range(4):
+        told += run.train(model, optimizer, steps=1, first=step)
+        model.eval()
+        with beside(stream), torch.no_grad():
+            evaluated = run.loss(model, 100 + step)
+        model.train()
+        told.append(evaluated.item())
+    return told
+
+
+def evaluated_in_a_thread(run, model, optimizer):
+    told = []
+    for step in range(3):
+        told += run.train(model, optimizer, steps=1, first=step)
+
+        def evaluate():
+            with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+                told.append(run.loss(model, 100).item())
+
+        torch.cuda.synchronize()
+        model.eval()
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join()
+        model.train()
+    return told
+
+
+streamed("forward_in_a_stream", forward_in_a_stream)
+streamed("all_in_a_stream", all_in_a_stream)
+streamed("evaluated_in_another_stream", evaluated_in_another_stream)
+streamed("evaluated_in_a_thread", evaluated_in_a_thread)
+
+
+@case(**FP32)
+def batches_of_a_loader(run):
+    """Pinned, and copied while the host goes on."""
+    data = [torch.randint(VOCABULARY, (12,), generator=torch.Generator().manual_seed(i)) for i in range(12)]
+    loader = torch.utils.data.DataLoader(data, batch_size=2, pin_memory=IS_CUDA, num_workers=1)
+    model = run.make(Dropping)
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    torch.manual_seed(7)
+    told = []
+    for ids in loader:
+        ids = ids.to(DEVICE, non_blocking=True)
+        loss = functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        told.append(loss.item())
+    return told
+
+
+@case
+def values_go_to_the_host(run):
+    """In every way that torch has."""
+    model = run.model()
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    ways = [[p.detach().to("cpu") for p in model.parameters()], [p.cpu().detach() for p in model.parameters()],
+            [p.data.float().cpu().numpy().copy().sum().item() for p in model.parameters()],
+            [p.detach().to("cpu", non_blocking=True) for p in model.parameters()], {k: v.cpu() for k, v in model.state_dict().items()}]
+    if IS_CUDA:
+        pinned = [torch.empty(p.shape, dtype=p.dtype, pin_memory=True) for p in model.parameters()]
+        for value, parameter in zip(pinned, model.parameters()):
+            value.copy_(parameter.detach(), non_blocking=True)
+        torch.cuda.synchronize()
+        ways.append(pinned)
+    return told, ways, run.train(model, optimizer, first=3)
+
+
+@case
+def saved_and_loaded(run):
+    """torch.save, and torch.load with each kind of map_location."""
+    model = run.make(Dropping)
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    torch.manual_seed(7)
+    told, file = run.train(model, optimizer), io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    loaded = []
+    for where in ("cpu", DEVICE, None, str(DEVICE), lambda storage, tag: storage):
+        if IS_STANDIN and where is None:
+            continue
+        file.seek(0)
+        loaded.append(torch.load(file, map_location=where))
+    told += run.train(model, optimizer, first=3)
+    for each in loaded[:2]:
+        model.load_state_dict(each["model"])
+        optimizer.load_state_dict(each["optimizer"])
+        told += run.train(model, optimizer, first=3)
+    return told, [(each["model"], each["optimizer"]["state"]) for each in loaded], states_of(optimizer)
+
+
+# ---- Where models come from --------------------------------------------------------------------
+
+
+@case
+def built_on_the_host_and_attached_there(run):
+    torch.manual_seed(0)
+    model = Dropping().to(run.dtype)
+    optimizer = adamw(model)
+    run.attach(model, optimizer, **({} if battery.device is None else {"device": str(DEVICE)}))
+    assert all(p.device == DEVICE for p in model.parameters())
+    assert model.to(DEVICE) is model
+    torch.manual_seed(7)
+    return run.train(model, optimizer, clip=0.5), states_of(optimizer)
+
+
+@gpu_case(**FP32)
+def built_on_the_device(run):
+    """With the device as torch's default, and as an argument."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model = nn.Sequential(Dropping(), nn.Linear(VOCABULARY, VOCABULARY, device=DEVICE))
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    return run.train(model, optimizer), states_of(optimizer)
+
+
+@case(types=("fp32", "bf16"), memory=("256MiB",))
+def born_in_init(run):
+    torch.manual_seed(0)
+    options = {"job": "born", **({} if battery.device is None else {"device": str(DEVICE), "gpu_ram": "64MiB"})}
+    if run.offloaded:
+        with offloadd.init(nvme_path=run.folder, ram="256MiB", **options):
+            model = Dropping().to(run.dtype)
+    else:
+        model = Dropping().to(run.dtype)
+    optimizer = adamw(model)
+    run.attach(model, optimizer, **options)
+    assert all(p.device == DEVICE for p in model.parameters())
+    torch.manual_seed(7)
+    return run.train(model, optimizer, clip=0.5), states_of(optimizer)
+
+
+class Adapted(nn.Module):
+    def __init__(self, linear):
+        super().__init__()
+        self.linear, width = linear.requires_grad_(False), linear.in_features
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, linear.out_features, bias=False)
+        nn.init.normal_(self.up.weight, std=0.1)
+
+    def forward(self, x):
+        return self.linear(x) + self.up(functional.dropout(self.down(x), 0.1, self.training))
+
+
+def with_adapters():
+    model = Transformer().requires_grad_(False)
+    for block in model.blocks:
+        block.qkv, block.up = Adapted(block.qkv), Adapted(block.up)
+    return model
+
+
+@case
+def frozen_model_with_adapters(run):
+    model = run.make(with_adapters)
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], 1e-2, fused=True)
+    run.attach(model, optimizer)
+    torch.manual_seed(7)
+    told = run.train(model, optimizer, clip=0.5, micro=2)
+    return told, states_of(optimizer), {k: v for k, v in model.state_dict().items() if "down" in k or "up" in k}
+
+
+@case(**FP32)
+def copied_teacher(run):
+    """A model of the job and a copy of it outside."""
+    model = run.make(Dropping)
+    optimizer = Adam(model.parameters(), 1e-2)
+    run.attach(model, optimizer)
+    teacher = copy.deepcopy(model).eval().requires_grad_(False)
+    torch.manual_seed(7)
+    told = []
+    for step in range(4):
+        ids = run.batch(step)
+        with torch.no_grad():
+            wanted = teacher(ids).softmax(-1)
+        told += run.steps(optimizer, lambda step: functional.cross_entropy(model(ids).flatten(0, 1), wanted.flatten(0, 1)), 1)
+        with torch.no_grad():
+            for ours, theirs in zip(teacher.parameters(), model.parameters()):
+                ours.lerp_(theirs, 0.1)
+    return told, list(teacher.parameters())
+
+
+# ---- Memory ------------------------------------------------------------------------------------
+
+
+_in_memory = {}
+
+
+@gpu_case(types=("fp32", "bf16"))
+def memory_is_that_of_the_window_and_of_activations(run):
+    width, layers = 512, 12
+    model = run.make(lambda: nn.Sequential(*[layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.GELU())]))
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    optimizer = adamw(model)
+    handle = run.attach(model, optimizer, **({"gpu_ram": "8MiB"} if run.offloaded else {}))
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    told = run.steps(optimizer, lambda step: model(random_numbers(step, 256, width).to(run.dtype)).float().square().mean())
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    if not run.offloaded:
+        _in_memory[run.dtype] = max(peak - 2 * weights, 0)  # with moments in it, which are not offloaded's
+        return told
+    statistics, largest = handle.statistics(), width * width * model[0].weight.element_size()
+    assert 0 < statistics["gpu_peak_bytes"] <= statistics["gpu_ram_bytes"] <= 8 << 20, statistics
+    moments = 0 if run.dtype == torch.bfloat16 else 2 * weights
+    most = statistics["gpu_ram_bytes"] + max(_in_memory[run.dtype] - moments, 0) + 4 * largest + (4 << 20)
+    assert peak <= most, f"{peak >> 10} KiB, at most {most >> 10}: in memory {_in_memory[run.dtype] >> 10} beside weights and gradients of {2 * weights >> 10}"
+    return told
+
+
+# ---- What is refused ---------------------------------------------------------------------------
+
+
+def id_of(error):
+    """Of the first of its causes that is offloadd's."""
+    while error is not None and not isinstance(error, offloadd.Error):
+        error = error.__cause__ or error.__context__
+    return error and error.id
+
+
+@gpu_case(types=("fp32",))
+def graph_of_cuda_is_refused(run):
+    """And training goes on."""
+    model = run.model()
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    told, ids = run.train(model, optimizer), run.batch(0)
+    if run.offloaded:
+        found = None
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                model(ids)
+        except Exception as error:  # noqa: torch's own may be around it
+            found = error
+        assert id_of(found) == 2005, repr(found)
+        torch.cuda.synchronize()
+    return told + run.train(model, optimizer, first=3)
+
+
+@gpu_case(types=("fp32",))
+def graph_of_another_model(run):
+    """Which is not attached."""
+    model = run.model()
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    told, x = run.train(model, optimizer), random_numbers(0, 4, WIDTH)
+    torch.manual_seed(3)
+    other = nn.Linear(WIDTH, WIDTH, device=DEVICE)
+    stream = torch.cuda.Stream()
+    with beside(stream), torch.no_grad():
+        other(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        y = other(x)
+    for step in range(3):
+        told += run.train(model, optimizer, steps=1, first=3 + step)
+        graph.replay()
+        told.append(y.clone())
+    return told
+
+
+# ---- Programs ----------------------------------------------------------------------------------
+
+
+PRELUDE = {
+    "cuda": """
+import json, os, sys, torch
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.utils.deterministic.fill_uninitialized_memory = False
+DEVICE = "cuda:0"
+""", "cpu": """
+import json, os, sys, torch
+DEVICE = "cpu"
+""", "standin": """
+import json, os, sys, torch
+import device_test
+device_test.use_device()
+DEVICE = "privateuseone:0"
+"""}["standin" if IS_STANDIN else DEVICE.type]
+
+
+def process_of(run, text, *arguments, launcher=(), **environment):
+    path = os.path.join(run.folder, "script.py")
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(PRELUDE + text)
+    around = launcher if run.offloaded else (os.path.join(HERE, "host_steps.py"),)
+    return subprocess.Popen([sys.executable, *around, path, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
+
+
+def said_by(run, text, *arguments, **how):
+    """What the last line says."""
+    process = process_of(run, text, *arguments, **how)
+    try:
+        output, errors = process.communicate(timeout=150)
+    finally:
+        process.kill()
+    assert process.returncode == 0, f"{process.returncode}: {errors}"
+    return json.loads(output.splitlines()[-1])
+
+
+UNTOUCHED = """
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 64))
+model.to(DEVICE)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+told = []
+for step in range(6):
+    ids = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(step)).to(DEVICE, non_blocking=True)
+    loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    scheduler.step()
+    told.append(loss.item())
+torch.save(model.state_dict(), os.path.join(sys.argv[1], "model.pt"))
+kept = torch.load(os.path.join(sys.argv[1], "model.pt"), map_location="cpu")
+print(json.dumps([told, {name: value.tolist() for name, value in kept.items()}, hasattr(optimizer, "_offload_part")]))
+"""
+
+
+@case(**ONE)
+def untouched_script(run):
+    launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB")
+    *told, attached = said_by(run, UNTOUCHED, run.folder, launcher=launcher)
+    assert attached == run.offloaded
+    return told
+
+
+@case(**ONE)
+def untouched_script_in_a_little_of_the_device(run):
+    launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB")
+    environment = {} if battery.device is None or not run.offloaded else {"OFFLOADD_GPU_RAM": "128KiB"}
+    return said_by(run, UNTOUCHED, run.folder, launcher=launcher, **environment)[:-1]
+
+
+KILLED = """
+import pickle
+import offloadd
+from cuda_test import Dropping
+folder, kill_at, steps = sys.argv[1], int(sys.argv[2]), 8
+torch.manual_seed(0)
+model = Dropping().to(DEVICE)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+handle, begin, told = None, 0, []
+if folder != "-":
+    handle = offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="killed")
+    begin = handle.step
+module = torch.cuda if DEVICE.startswith("cuda") else torch
+module.manual_seed(5)
+if handle is not None and handle.trainer_state:
+    module.set_rng_state(torch.tensor(list(handle.trainer_state), dtype=torch.uint8))
+for step in range(begin, steps):
+    ids = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(step)).to(DEVICE)
+    loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    loss.backward()
+    if handle is not None:
+        handle.trainer_state = bytes(module.get_rng_state().tolist())
+    optimizer.step()
+    optimizer.zero_grad()
+    if step + 1 == kill_at:
+        handle.wait_durable()
+        os.kill(os.getpid(), 9)
+print(json.dumps([loss.item(), [p.tolist() for p in model.parameters()]]))
+"""
+
+
+@case(**ONE)
+def killed_and_resumed(run):
+    """With the generator of the device, which the program keeps in the job."""
+    if not run.offloaded:
+        return said_by(run, KILLED, "-", "0")
+    for kill_at in ("3", "6"):
+        process = process_of(run, KILLED, run.folder, kill_at)
+        _, errors = process.communicate(timeout=150)
+        assert process.returncode == -signal.SIGKILL, errors
+    return said_by(run, KILLED, run.folder, "0")
+
+
+# ---- DeepSpeed, Hugging Face, Accelerate -------------------------------------------------------
+
+
+def deepspeed_door(name, config, is_moved):
+    """As with DeepSpeed, which has the model on the device itself."""
+    def function(run):
+        torch.manual_seed(0)
+        model, told = Dropping(), []
+        if is_moved:
+            model.to(DEVICE)
+        options = {"nvme_path": run.folder, "ram": "256MiB", "job": "door"} if run.offloaded else {}
+        if battery.device is not None:
+            options |= {"device": str(DEVICE), **({"gpu_ram": "64MiB"} if run.offloaded else {})}
+        before = os.environ.get("OFFLOADD_DISABLE")
+        if not run.offloaded:
+            os.environ["OFFLOADD_DISABLE"] = "1"
+        try:
+            offloadd.deepspeed.setup.set_installed(options)
+            engine, *_ = offloadd.deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
+                "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, **config})
+            torch.manual_seed(7)
+            for step in range(6):
+                ids = run.batch(step).to(engine.device)
+                loss = functional.cross_entropy(engine(ids).float().flatten(0, 1), ids.flatten())
+                engine.backward(loss)
+                engine.step()
+                told += [loss.item(), str(engine.device)]
+            told.append([p.detach().clone() for p in model.parameters()])
+            engine.destroy()
+        finally:
+            os.environ.pop("OFFLOADD_DISABLE", None)
+            if before is not None:
+                os.environ["OFFLOADD_DISABLE"] = before
+        return told
+
+    function.__name__ = name
+    case(function, **ONE)
+
+
+ZERO3 = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}
+deepspeed_door("deepspeed_door", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, True)
+deepspeed_door("deepspeed_door_bf16", {"zero_optimization": ZERO3, "bf16": {"enabled": True}}, False)
+
+
+def heavy(function=None, **options):
+    """One that imports Hugging Face's libraries."""
+    if function is None:
+        return lambda each: heavy(each, **options)
+    if IS_STANDIN or importlib.util.find_spec("transformers") is None:
+        return function
+    HEAVY.append(function.__name__)
+    return case(function, **{**ONE, **options})
+
+
+@functools.cache
+def libraries():
+    import transformers
+
+    import families_test
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers, families_test
+
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, i):
+        ids = torch.randint(3, 128, (10,), generator=torch.Generator().manual_seed(i))
+        return {"input_ids": ids, "labels": ids}
+
+
+def fit(run, family, callback=True, optimizer=False, prepare=lambda model: model, host_memory=False, **options):
+    """Trainer; its log."""
+    transformers, families = libraries()
+    model = prepare(run.make(getattr(families, family)))
+    if host_memory:
+        model = model.cpu()
+    arguments = transformers.TrainingArguments(
+        os.path.join(run.folder, "out"), report_to=[], disable_tqdm=True, per_device_train_batch_size=2, logging_steps=1, use_cpu=not IS_CUDA,
+        **{"max_steps": 4, "save_strategy": "no", **options})
+    given, callbacks = (None, None), []
+    if optimizer:
+        given = (AdamW(model.parameters(), 1e-3, fused=True), None)
+        run.attach(model, given[0])
+    elif run.offloaded and callback:
+        more = {"device": str(DEVICE)} if host_memory and IS_CUDA else {}
+        callbacks = [offloadd.TrainerCallback(nvme_path=run.folder, ram="256MiB", job="trainer", **more)]
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data(), eval_dataset=Data(), optimizers=given, callbacks=callbacks)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    if callbacks:
+        run.handles.append(callbacks[0].handle)
+    if not optimizer:
+        run.models.append(model)
+    return [{key: value for key, value in entry.items() if "runtime" not in key and "per_second" not in key} for entry in trainer.state.log_history]
+
+
+def trainer(name, family, **how):
+    def function(run):
+        return fit(run, family, **how)
+
+    function.__name__ = f"trainer_{name}"
+    heavy(function)
+
+
+trainer("llama", "llama")
+trainer("gpt2", "gpt2", gradient_accumulation_steps=2)
+trainer("llama_bf16", "llama", bf16=True, gradient_checkpointing=True)
+trainer("llama_fp16", "llama", **({"fp16": True} if IS_CUDA else {}))
+trainer("gpt2_evaluates_and_saves", "gpt2", eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True)
+trainer("llama_optimizers", "llama", optimizer=True)
+trainer("llama_on_the_host", "llama", host_memory=True)
+
+
+def adapters(model):
+    import peft
+
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
+
+
+if importlib.util.find_spec("peft") is not None:
+    trainer("llama_lora", "llama", prepare=adapters)
+
+
+@heavy
+def trainer_with_a_configuration_of_deepspeed(run):
+    text = """
+import offloadd.deepspeed
+if sys.argv[2] == "offloaded":
+    offloadd.deepspeed.install()
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
+          "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+more = {"deepspeed": config} if sys.argv[2] == "offloaded" else {"use_cpu": DEVICE == "cpu"}
+args = TrainingArguments(sys.argv[1], report_to=[], max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=2, disable_tqdm=True,
+                         save_strategy="no", logging_steps=1, learning_rate=1e-3, **more)
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                                     num_key_value_heads=1, attention_dropout=0.1))
+data = [{"input_ids": (x := torch.randint(128, (8,), generator=torch.Generator().manual_seed(i))), "labels": x} for i in range(64)]
+trainer = Trainer(model=model, args=args, train_dataset=data)
+trainer.train()
+told = [[h["loss"], h.get("grad_norm"), h["learning_rate"]] for h in trainer.state.log_history if "loss" in h]
+trainer.save_model(os.path.join(sys.argv[1], "final"))
+from safetensors.torch import load_file
+kept = load_file(os.path.join(sys.argv[1], "final", "model.safetensors"))
+print(json.dumps([told, {name: value.tolist() for name, value in sorted(kept.items())}, str(args.device)]))
+"""
+    return said_by(run, text, os.path.join(run.folder, "out"), "offloaded" if run.offloaded else "memory", OFFLOADD_POOL=run.folder,
+                   OFFLOADD_RAM="128MiB")
+
+
+KILLED_TRAINER = """
+import offloadd, transformers
+from cuda_test import Data
+from families_test import gpt2
+folder, kill_at = sys.argv[1], int(sys.argv[2])
+class Kill(transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == kill_at:
+            offloadd.handles()[0].wait_durable()
+            os.kill(os.getpid(), 9)
+torch.manual_seed(0)
+arguments = transformers.TrainingArguments(os.path.join(folder, "out"), use_cpu=DEVICE == "cpu", report_to=[], disable_tqdm=True, logging_steps=1,
+                                           per_device_train_batch_size=2, max_steps=8, save_strategy="no")
+callbacks = [offloadd.TrainerCallback(nvme_path=folder, ram="256MiB", job="killed")] if sys.argv[3] == "offloaded" else []
+model = gpt2()
+trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data(), callbacks=callbacks + ([Kill()] if kill_at else []))
+trainer.train()
+print(json.dumps([[entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1], [p.tolist() for p in model.parameters()]]))
+"""
+
+
+@heavy
+def trainer_killed_and_resumed(run):
+    """With dropout."""
+    if not run.offloaded:
+        return said_by(run, KILLED_TRAINER, run.folder, "0", "memory")
+    process = process_of(run, KILLED_TRAINER, run.folder, "4", "offloaded")
+    _, errors = process.communicate(timeout=150)
+    assert process.returncode == -signal.SIGKILL, errors
+    return said_by(run, KILLED_TRAINER, run.folder, "0", "offloaded")
+
+
+def by_accelerate(name, prepared_first, **options):
+    def function(run):
+        _, families = libraries()
+        import accelerate
+
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(cpu=not IS_CUDA, gradient_accumulation_steps=2, **options)
+        torch.manual_seed(0)
+        model = families.gpt2()
+        if not prepared_first:
+            model.to(DEVICE)
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        if not prepared_first:
+            run.attach(model, optimizer)
+        loader = torch.utils.data.DataLoader(Data(), batch_size=2)
+        prepared, wrapped, loader = accelerator.prepare(model, optimizer, loader)
+        if prepared_first:
+            run.attach(model, optimizer)
+        torch.manual_seed(7)
+        told = []
+        for batch in loader:
+            with accelerator.accumulate(prepared):
+                loss = prepared(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    told.append(accelerator.clip_grad_norm_(prepared.parameters(), 1.0).item())
+                wrapped.step()
+                wrapped.zero_grad()
+            told.append(loss.item())
+            if len(told) > 10:
+                break
+        accelerator.save_state(os.path.join(run.folder, "state"))
+        accelerator.load_state(os.path.join(run.folder, "state"))
+        accelerator.free_memory()
+        return told
+
+    function.__name__ = name
+    heavy(function)
+
+
+by_accelerate("accelerate", False)
+by_accelerate("accelerate_prepared_before", True)
+by_accelerate("accelerate_bf16", True, mixed_precision="bf16")
+
+
+# ---- Running -----------------------------------------------------------------------------------
+
+
+def option(name, default):
+    return next((each.split("=", 1)[1] for each in sys.argv if each.startswith(f"--{name}=")), default)
+
+
+def left_over():
+    """What a case has left behind, as text."""
+    gc.collect()
+    if IS_STANDIN:
+        return device_test.violations()
+    if not IS_CUDA:
+        return ""
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    held = torch.cuda.memory_allocated()
+    return f"{held} bytes of the device are held after the case" if held else ""
+
+
+def groups_of(variants):
+    of_libraries = [variant for variant in variants if variant[2].split("/")[0] in HEAVY]
+    return [*([of_libraries] if of_libraries else []), *([variant] for variant in variants if variant not in of_libraries)]
+
+
+def select():
+    battery._cases[:] = [each for number, each in enumerate(battery._cases)
+                         if number >= OF_DEVICES or (DEVICE.type != "cpu" and not (IS_CUDA and each[0].__name__ in LEFT_OUT))]
+
+
+def main():
+    variants = battery.chosen([each for each in sys.argv[1:] if not each.startswith("-")])
+    if "--list" in sys.argv:
+        print("\n".join(name for *_, name in variants))
+        return 0
+    results = []
+    with open(option("log", os.devnull), "w", encoding="utf-8") as log:
+        def report(name, wrong, seconds):
+            results.append((name, wrong, seconds))
+            print(f"{'FAILED' if wrong else 'ok'} {name} {seconds:.2f} s\n{wrong or ''}", file=log, flush=True)
+            if wrong or "--brief" not in sys.argv:
+                print(f"{'FAILED' if wrong else 'ok':<7} {name} {seconds:.1f} s" + (f"\n{isolated.shortened(wrong)}" if wrong else ""), flush=True)
+
+        isolated.main(groups_of(variants), int(option("workers", "1")), "--all" in sys.argv, report)
+    if os.environ.get("XML_OUTPUT_FILE"):
+        battery.write_xml(os.environ["XML_OUTPUT_FILE"], results)
+    failed = sum(1 for _, wrong, _ in results if wrong)
+    print(f"{len(results) - failed} equal or refused as they should be, {failed} failed")
+    return 1 if failed or not results else 0
+
+
+def be_a_worker():
+    torch.set_num_threads(1)
+    device_test.use_device()
+    if IS_CUDA:
+        torch.zeros(1, device=DEVICE)
+    battery.reference = host_steps.host_steps
+    isolated.work(int(option("seconds", "180")), left_over)
+
+
+if __name__ == "__main__":
+    if IS_CUDA and not torch.cuda.is_available():
+        assert not os.environ.get("OFFLOADD_REQUIRE_GPU"), "torch finds no GPU"
+        battery.leave_out("torch finds no GPU", [name for *_, name in battery.chosen([])])
+    select()
+    if "--worker" in sys.argv:
+        be_a_worker()
+        sys.exit(0)
+    sys.exit(main())
