@@ -52,6 +52,13 @@ def gpu_case(function=None, **options):
     return case(function, **options) if IS_CUDA else function
 
 
+def torchs_case(function=None, **options):
+    """One of what torch has not for devices such as the stand-in."""
+    if function is None:
+        return lambda each: torchs_case(each, **options)
+    return function if IS_STANDIN else case(function, **options)
+
+
 def place(value):
     return value if battery.device is None else value.to(battery.device)
 
@@ -133,16 +140,15 @@ def autocast(name, dtype, scaled=False, clip=None, make=adamw, **options):
         return told, states_of(optimizer)
 
     function.__name__ = name
-    case(function, **{**FP32, **options})
+    torchs_case(function, **{**FP32, **options})
 
 
 autocast("autocast_bf16", torch.bfloat16)
 autocast("autocast_bf16_clipped", torch.bfloat16, clip=0.3)
-if not IS_STANDIN:  # torch has no scaler for it
-    autocast("autocast_fp16_scaled", torch.float16, scaled=True)
-    autocast("autocast_fp16_scaled_clipped", torch.float16, scaled=True, clip=0.3)
-    autocast("autocast_fp16_scaled_not_fused", torch.float16, scaled=True, clip=0.3, make=lambda m: AdamW(m.parameters(), 1e-2))
-    autocast("autocast_fp16_scaled_sgd", torch.float16, scaled=True, make=lambda m: SGD(m.parameters(), 0.1, momentum=0.9))
+autocast("autocast_fp16_scaled", torch.float16, scaled=True)
+autocast("autocast_fp16_scaled_clipped", torch.float16, scaled=True, clip=0.3)
+autocast("autocast_fp16_scaled_not_fused", torch.float16, scaled=True, clip=0.3, make=lambda m: AdamW(m.parameters(), 1e-2))
+autocast("autocast_fp16_scaled_sgd", torch.float16, scaled=True, make=lambda m: SGD(m.parameters(), 0.1, momentum=0.9))
 
 
 @case(types=("fp32",), tolerance=1e-5)
@@ -168,7 +174,7 @@ def optimizer_of_the_device_is_close(run):
 
 
 def pictures(layout=torch.contiguous_format):
-    """A network of convolutions, which the stand-in has not."""
+    """A network of convolutions."""
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3, stride=2, groups=2, bias=False),
                          nn.BatchNorm2d(16), nn.GELU(), nn.ConvTranspose2d(16, 8, 2), nn.GroupNorm(2, 8), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
                          nn.Dropout(0.1), nn.Linear(32, 4)).to(memory_format=layout)
@@ -188,8 +194,7 @@ def convolutions(name, layout=torch.contiguous_format, dtype=None, **options):
             return told, loss_of(run.models[0], 9)
 
     function.__name__ = name
-    if not IS_STANDIN:
-        case(function, **{**FP32, **options})
+    torchs_case(function, **{**FP32, **options})
 
 
 convolutions("convolutions_and_batch_norm", types=("fp32", "bf16"))
@@ -253,8 +258,7 @@ def recurrent(kind):
         return custom(run, Reads, lambda model, step: model(run.batch(step)).square().mean())
 
     function.__name__ = f"recurrent_{kind.__name__.lower()}"
-    if not IS_STANDIN:
-        case(function, **FP32)
+    torchs_case(function, **FP32)
 
 
 recurrent(nn.LSTM)
@@ -376,7 +380,7 @@ def batches_of_a_loader(run):
     return told
 
 
-@case
+@torchs_case
 def values_go_to_the_host(run):
     """In every way that torch has."""
     model = run.model()
@@ -395,7 +399,7 @@ def values_go_to_the_host(run):
     return told, ways, run.train(model, optimizer, first=3)
 
 
-@case
+@torchs_case
 def saved_and_loaded(run):
     """torch.save, and torch.load with each kind of map_location."""
     model = run.make(Dropping)
@@ -406,8 +410,6 @@ def saved_and_loaded(run):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     loaded = []
     for where in ("cpu", DEVICE, None, str(DEVICE), lambda storage, tag: storage):
-        if IS_STANDIN and where is None:
-            continue
         file.seek(0)
         loaded.append(torch.load(file, map_location=where))
     told += run.train(model, optimizer, first=3)
@@ -645,7 +647,7 @@ for step in range(6):
     optimizer.step()
     scheduler.step()
     told.append(loss.item())
-torch.save(model.state_dict(), os.path.join(sys.argv[1], "model.pt"))
+torch.save({name: value.cpu() for name, value in model.state_dict().items()}, os.path.join(sys.argv[1], "model.pt"))
 kept = torch.load(os.path.join(sys.argv[1], "model.pt"), map_location="cpu")
 print(json.dumps([told, {name: value.tolist() for name, value in kept.items()}, hasattr(optimizer, "_offload_part")]))
 """
@@ -712,16 +714,18 @@ def killed_and_resumed(run):
 # ---- DeepSpeed, Hugging Face, Accelerate -------------------------------------------------------
 
 
-def deepspeed_door(name, config, is_moved):
-    """As with DeepSpeed, which has the model on the device itself."""
+def deepspeed_door(name, config, is_moved, names_device=True):
+    """As with DeepSpeed, which brings the model to the device itself."""
     def function(run):
         torch.manual_seed(0)
         model, told = Dropping(), []
         if is_moved:
             model.to(DEVICE)
         options = {"nvme_path": run.folder, "ram": "256MiB", "job": "door"} if run.offloaded else {}
-        if battery.device is not None:
-            options |= {"device": str(DEVICE), **({"gpu_ram": "64MiB"} if run.offloaded else {})}
+        if battery.device is not None and (names_device or not run.offloaded):
+            options |= {"device": str(DEVICE)}
+        if battery.device is not None and run.offloaded:
+            options |= {"gpu_ram": "64MiB"}
         before = os.environ.get("OFFLOADD_DISABLE")
         if not run.offloaded:
             os.environ["OFFLOADD_DISABLE"] = "1"
@@ -752,6 +756,8 @@ def deepspeed_door(name, config, is_moved):
 ZERO3 = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}
 deepspeed_door("deepspeed_door", {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, True)
 deepspeed_door("deepspeed_door_bf16", {"zero_optimization": ZERO3, "bf16": {"enabled": True}}, False)
+if IS_CUDA:
+    deepspeed_door("deepspeed_door_that_is_told_of_no_device", {"zero_optimization": ZERO3}, False, names_device=False)
 
 
 def heavy(function=None, **options):
@@ -837,9 +843,7 @@ if importlib.util.find_spec("peft") is not None:
     trainer("llama_lora", "llama", prepare=adapters)
 
 
-@heavy
-def trainer_with_a_configuration_of_deepspeed(run):
-    text = """
+DEEPSPEED_TRAINER = """
 import offloadd.deepspeed
 if sys.argv[2] == "offloaded":
     offloadd.deepspeed.install()
@@ -861,8 +865,21 @@ from safetensors.torch import load_file
 kept = load_file(os.path.join(sys.argv[1], "final", "model.safetensors"))
 print(json.dumps([told, {name: value.tolist() for name, value in sorted(kept.items())}, str(args.device)]))
 """
-    return said_by(run, text, os.path.join(run.folder, "out"), "offloaded" if run.offloaded else "memory", OFFLOADD_POOL=run.folder,
-                   OFFLOADD_RAM="128MiB")
+
+
+def configured_trainer(run, **environment):
+    return said_by(run, DEEPSPEED_TRAINER, os.path.join(run.folder, "out"), "offloaded" if run.offloaded else "memory",
+                   **({"OFFLOADD_POOL": run.folder, "OFFLOADD_RAM": "128MiB", **environment} if run.offloaded else {}))
+
+
+@heavy
+def trainer_with_a_configuration_of_deepspeed(run):
+    return configured_trainer(run, OFFLOADD_DEVICE=str(DEVICE))
+
+
+@heavy
+def trainer_with_a_configuration_that_names_no_device(run):
+    return configured_trainer(run)
 
 
 KILLED_TRAINER = """
@@ -942,11 +959,52 @@ by_accelerate("accelerate_prepared_before", True)
 by_accelerate("accelerate_bf16", True, mixed_precision="bf16")
 
 
+@heavy
+def lightning_module(run):
+    _, families = libraries()
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.model, self.told = families.gpt2(), []
+
+        def training_step(self, batch, index):
+            loss = self.model(**batch).loss
+            self.told.append(loss.item())
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = AdamW(self.parameters(), 1e-3, fused=True)
+            run.attach(self, optimizer)
+            return optimizer
+
+    module = Module()
+    torch.manual_seed(7)
+    trainer = lightning.Trainer(accelerator="gpu" if IS_CUDA else "cpu", devices=1, max_steps=4, logger=False, accumulate_grad_batches=2,
+                                enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.fit(module, torch.utils.data.DataLoader(Data(), batch_size=2))
+    trainer.save_checkpoint(file := os.path.join(run.folder, "lightning.ckpt"))
+    return module.told, {name: value.cpu() for name, value in torch.load(file, weights_only=False)["state_dict"].items()}
+
+
 # ---- Running -----------------------------------------------------------------------------------
 
 
 def option(name, default):
     return next((each.split("=", 1)[1] for each in sys.argv if each.startswith(f"--{name}=")), default)
+
+
+_held = [0]  # bytes of the device, behind the last case
+
+
+def warm_up():
+    """Makes what libraries of CUDA keep of the device for good."""
+    read = nn.LSTM(4, 4, 2, dropout=0.1, device=DEVICE)
+    read(torch.zeros(2, 1, 4, device=DEVICE))[0].sum().backward()
+    del read
+    left_over()
 
 
 def left_over():
@@ -958,8 +1016,9 @@ def left_over():
         return ""
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
-    held = torch.cuda.memory_allocated()
-    return f"{held} bytes of the device are held after the case" if held else ""
+    held, before = torch.cuda.memory_allocated(), _held[0]
+    _held[0] = held
+    return f"{held} bytes of the device are held after the case, {before} before" if held > before else ""
 
 
 def groups_of(variants):
@@ -997,7 +1056,7 @@ def be_a_worker():
     torch.set_num_threads(1)
     device_test.use_device()
     if IS_CUDA:
-        torch.zeros(1, device=DEVICE)
+        warm_up()
     battery.reference = host_steps.host_steps
     isolated.work(int(option("seconds", "180")), left_over)
 

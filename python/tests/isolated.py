@@ -63,7 +63,7 @@ class _Worker:
 
 def shortened(text):
     """The last lines, which tell most; of what the faulthandler has written the first."""
-    lines = [line[:COLUMNS] for line in text.splitlines() if line.strip()]
+    lines = [line[:COLUMNS] for line in text.splitlines() if line.strip(" ^~")]
     begun = next((i for i, line in enumerate(lines) if line.startswith(("Fatal Python error", "Timeout (", "Thread 0x", "Current thread"))), None)
     if begun is not None:
         return "\n".join(lines[:1] + lines[max(begun - 3, 1):begun + 2 * LINES])
