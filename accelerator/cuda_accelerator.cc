@@ -59,9 +59,11 @@ class CudaAccelerator final : public Accelerator,
     const cudaError_t error = cudaHostRegister(const_cast<std::byte*>(bytes), size_bytes, flags);
     if (error == cudaSuccess) return true;
     cudaGetLastError();
-    // Refusals of this memory; anything else is the device's trouble.
-    if (error == cudaErrorNotSupported || error == cudaErrorInvalidValue ||
-        error == cudaErrorMemoryAllocation || error == cudaErrorNotPermitted) {
+    // Refusals of this memory, of which drivers know many where it is read-only; anything else is
+    // the device's trouble, which the next call meets as well.
+    if (access == HostAccess::kReadOnly || error == cudaErrorNotSupported ||
+        error == cudaErrorInvalidValue || error == cudaErrorMemoryAllocation ||
+        error == cudaErrorNotPermitted || error == cudaErrorOperatingSystem) {
       return false;
     }
     return StatusOf(error, "cudaHostRegister");

@@ -19,7 +19,7 @@
 
 namespace offload::accelerator {
 
-inline constexpr uint64_t kRegistrationBytesMax = uint64_t{64} << 30;
+inline constexpr uint64_t kRegistrationBytesMax = uint64_t{256} << 30;
 
 struct Piece {
   uint64_t offset_bytes = 0, size_bytes = 0;

@@ -265,7 +265,7 @@ class Training {
     EXPECT_LE(statistics.peak_bytes, statistics.budget_bytes);
     EXPECT_GT(statistics.gpu_peak_bytes, 0u);
     EXPECT_LE(statistics.gpu_peak_bytes, statistics.gpu_ram_bytes);
-    EXPECT_EQ(engine_->plan().text.find("updated on the device") != std::string::npos,
+    EXPECT_EQ(engine_->plan().text.find("put into the job at checkpoints") != std::string::npos,
               recipe_.stays)
         << engine_->plan().text;
     EXPECT_EQ(engine_->plan().gradients_spilled, recipe_.spills);

@@ -221,7 +221,7 @@ def give_own_memory(named, engine):
     own, one after the other; those that were constructed in an init() outside of memory. Others stay as they are, and are refused."""
     by_storage = {}
     for _, parameter in named:
-        if parameter.device.type == "cpu" and parameter.layout == torch.strided and parameter.numel() and not is_attached(parameter):
+        if parameter.device.type != "meta" and parameter.layout == torch.strided and parameter.numel() and not is_attached(parameter):
             by_storage.setdefault(storage_of(parameter), {})[id(parameter)] = parameter
     for parts in by_storage.values():
         parts = sorted(parts.values(), key=torch.Tensor.storage_offset)
@@ -401,7 +401,8 @@ class _Replaced:
         given = self.given()
         if given is None or given is self.own or type(given) is not torch.Tensor or given.requires_grad or given._base is not None:
             return None
-        if not given.untyped_storage().resizable() or given.is_shared():  # somebody else's memory: numpy's, a file's, another process's
+        # Somebody else's memory: numpy's, a file's, another process's. Of CUDA torch says so of all.
+        if not given.untyped_storage().resizable() or (given.device.type == "cpu" and given.is_shared()):
             return None
         # A second tensor beside the parameter's, and the object that asks.
         if storage_of(given) != storage_of(parameter) or torch._C._storage_Use_Count(storage_of(parameter)) != 3:
@@ -523,6 +524,7 @@ def install():
     _wrap(torch.UntypedStorage, "is_shared", _is_memory_shared)
     _wrap_by_name(torch.nn.utils, "vector_to_parameters", _set_from_vector)
     _wrap(torch.utils, "swap_tensors", _refuse_to_swap)
+    _wrap(torch.nn.RNNBase, "flatten_parameters", _unless_managed)
     _wrap(torch, "load", _into_memory)
     reducers = multiprocessing.reduction.ForkingPickler._extra_reducers  # torch's
     for kind in (torch.Tensor, torch.nn.Parameter):
@@ -539,6 +541,17 @@ def _refuse_to_swap(original):
             raise Error.of(1601, f"swap_tensors() with a parameter of shape {list(t1.shape)} that is attached",
                            "Set its value with p.copy_() under torch.no_grad(), or swap before attach()")
         return original(t1, t2)
+
+    return call
+
+
+def _unless_managed(original):
+    """RNNBase.flatten_parameters(), which puts weights into one memory of the device for cuDNN. Those that are offloaded stay where they are."""
+
+    @functools.wraps(original)
+    def call(self):
+        if not any(isinstance(weight, torch.Tensor) and managed(weight) for weight in self._flat_weights):
+            original(self)
 
     return call
 

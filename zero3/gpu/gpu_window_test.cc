@@ -8,6 +8,7 @@
 #include "accelerator/host_accelerator.h"
 #include "accelerator/host_registration.h"
 #include "base/error.h"
+#include "base/mapped_region.h"
 #include "base/random.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -28,11 +29,11 @@ constexpr uint32_t kWeights = 8;
 // All weights, always in host memory.
 class HostWeights final : public WeightSource {
  public:
-  HostWeights() : memory_(kWeights * kWeightBytes) { Random(1).Fill(memory_); }
+  HostWeights() { Random(1).Fill(memory()); }
 
-  std::span<std::byte> memory() { return memory_; }
+  std::span<std::byte> memory() { return memory_.span(); }
   std::span<const std::byte> weight(uint32_t tensor) const {
-    return std::span(memory_).subspan(tensor * kWeightBytes, kWeightBytes);
+    return memory_.span().subspan(tensor * kWeightBytes, kWeightBytes);
   }
   int leases() const { return leases_; }
 
@@ -45,7 +46,8 @@ class HostWeights final : public WeightSource {
   void Return(uint32_t) override { --leases_; }
 
  private:
-  std::vector<std::byte> memory_;
+  // Pages of its own: CUDA registers none twice.
+  const MappedRegion memory_ = *MappedRegion::Anonymous(kWeights * kWeightBytes);
   int leases_ = 0;
 };
 
@@ -55,12 +57,12 @@ class Trainer {
   // `shared_leases_max`: bytes that may be leased of weights that are not its own alone; 0: they
   // are.
   Trainer(Accelerator* device, uint64_t gpu_ram_bytes, uint64_t shared_leases_max = 0)
-      : device_(device), result_(kWeightBytes), gradients_(kWeights * kWeightBytes) {
+      : device_(device) {
     const std::vector<GpuTensor> tensors(kWeights, {kWeightBytes, kWeightBytes});
     plan_ = *MakeGpuPlan(tensors, gpu_ram_bytes);
     Hold(weights_.memory());
-    Hold(result_);
-    Hold(gradients_);
+    Hold(result_.span());
+    Hold(gradients_.span());
     window_ = *GpuWindow::Make(
         device, &weights_, std::vector<uint64_t>(kWeights, kWeightBytes),
         {.window_bytes = plan_.window_bytes,
@@ -123,8 +125,8 @@ class Trainer {
   GpuWindow& window() { return *window_; }
   HostWeights& weights() { return weights_; }
   Stream stream() const { return stream_; }
-  const std::vector<std::byte>& result() const { return result_; }
-  const std::vector<std::byte>& gradients() const { return gradients_; }
+  std::span<const std::byte> result() const { return result_.span(); }
+  std::span<const std::byte> gradients() const { return gradients_.span(); }
   const std::vector<uint32_t>& delivered() const { return delivered_; }
 
  private:
@@ -136,7 +138,8 @@ class Trainer {
 
   Accelerator* const device_;
   HostWeights weights_;
-  std::vector<std::byte> result_, gradients_;
+  const MappedRegion result_ = *MappedRegion::Anonymous(kWeightBytes);
+  const MappedRegion gradients_ = *MappedRegion::Anonymous(kWeights * kWeightBytes);
   std::vector<HostRegistration> held_;
   GpuPlan plan_;
   std::unique_ptr<GpuWindow> window_;

@@ -7,9 +7,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "kernels/update.h"
 #include "zero3/torch/devices.h"
-#include "zero3/torch/dtypes.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -263,8 +261,7 @@ bool DeviceGradient::IsFinite() {
     if (finite_.has_value()) return *finite_;
   }
   FinishWriting();
-  const kernels::Dtype dtype = TrainedDtype(parameter_.scalar_type()).value();
-  const bool finite = kernels::AllFinite(dtype, bytes(), parameter_.numel());
+  const bool finite = AreBytesFinite();
   Lock lock(mutex());
   finite_ = finite;
   return finite;

@@ -57,6 +57,7 @@ void DevicePlan::Make(c10::Device device, const proto::Catalogue& catalogue,
   why_no_tier_ = WhyNoTier(conditions);
   const std::vector<GpuTensor> needs = GpuTensorsOf(catalogue, conditions);
   const uint64_t table_bytes = why_no_tier_.empty() ? RootsBytes(conditions.optimizer) : 0;
+  FreeUnused(device);
   const accelerator::MemoryInfo memory = ValueOrThrow(accelerator_->MemGetInfo(), device.str());
   gpu_ram_bytes_ = given_bytes_.value_or(
       std::min(memory.free_bytes / kPartOfFree, AllBytes(needs, table_bytes)));

@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <map>
@@ -91,6 +92,11 @@ void CopyToDevice(std::byte* bytes, const std::byte* host, size_t size_bytes, c1
 
 at::Tensor AllocateBytes(size_t size_bytes, c10::Device device) {
   return at::empty({static_cast<int64_t>(size_bytes)}, at::TensorOptions(at::kByte).device(device));
+}
+
+void FreeUnused(c10::Device device) {
+  auto* const allocator = dynamic_cast<c10::DeviceAllocator*>(c10::GetAllocator(device.type()));
+  if (allocator != nullptr && allocator->initialized()) allocator->emptyCache();
 }
 
 c10::DataPtr TakeBytes(at::Tensor tensor) {

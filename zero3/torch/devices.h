@@ -44,5 +44,7 @@ void CopyToDevice(std::byte* bytes, const std::byte* host, size_t size_bytes, c1
 // Memory of torch's allocator for the device, and its pointer alone.
 at::Tensor AllocateBytes(size_t size_bytes, c10::Device device);
 c10::DataPtr TakeBytes(at::Tensor tensor);
+// Gives back what that allocator keeps for later and nobody uses.
+void FreeUnused(c10::Device device);
 
 }  // namespace offload::zero3

@@ -69,17 +69,23 @@ class AccumulationHook : public torch::autograd::FunctionPostHook {
   Gradient* const gradient_;
 };
 
-// Reads a number out of a Scalar or a 0-dim tensor; nothing for what mul_ would treat otherwise. A
-// Scalar takes the type of the tensor that it multiplies, before it does; beside fp16 it is fp32.
+float InType(at::ScalarType type, double value) {
+  const auto single = static_cast<float>(value);
+  if (type == at::kBFloat16) return c10::BFloat16(single);
+  return type == at::kHalf ? static_cast<float>(c10::Half(single)) : single;
+}
+
+// Reads a number out of a Scalar or a 0-dim tensor; nothing for what mul_ would treat otherwise. On
+// the host a Scalar takes the type of the tensor that it multiplies, before it does; beside fp16 it
+// is fp32. On CUDA all numbers of the host are fp32, and those of the device take the type.
 std::optional<double> Factor(const c10::IValue& value, const at::Tensor& of) {
   const at::ScalarType multiplied = of.scalar_type();
   const bool is_double = multiplied == at::kDouble;
   if (value.isDouble() || value.isInt()) {
     const double factor = value.toScalar().toDouble();
     if (is_double) return factor;
-    return multiplied == at::kBFloat16
-               ? static_cast<float>(c10::BFloat16(static_cast<float>(factor)))
-               : static_cast<float>(factor);
+    return multiplied == at::kBFloat16 && !of.is_cuda() ? InType(multiplied, factor)
+                                                        : static_cast<float>(factor);
   }
   if (!value.isTensor()) return std::nullopt;
   const at::Tensor& tensor = value.toTensor();
@@ -92,25 +98,14 @@ std::optional<double> Factor(const c10::IValue& value, const at::Tensor& of) {
   if (!c10::isFloatingType(type) && !c10::isIntegralType(type, /*includeBool=*/false))
     return std::nullopt;
   const double factor = tensor.item().toDouble();
-  return is_double ? factor : static_cast<float>(factor);
+  if (is_double) return factor;
+  return tensor.is_cuda() ? InType(multiplied, factor) : static_cast<float>(factor);
 }
 
 // is_alias_of() looks at the bytes, too, and those of an offloaded tensor may be nowhere.
 bool HaveOneStorage(const at::Tensor& a, const at::Tensor& b) {
   return a.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() ==
          b.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
-
-// On torch's threads, as the update that it stands in for would have read them.
-bool AllFinite(kernels::Dtype dtype, const std::byte* values, int64_t count) {
-  constexpr int64_t kGrain = 1 << 16;
-  const uint64_t element_bytes = kernels::DtypeBytes(dtype);
-  std::atomic<bool> finite = true;
-  at::parallel_for(0, count, kGrain, [&](int64_t begin, int64_t end) {
-    if (!kernels::AllFinite(dtype, values + begin * element_bytes, end - begin))
-      finite.store(false, std::memory_order_relaxed);
-  });
-  return finite.load(std::memory_order_relaxed);
 }
 
 }  // namespace
@@ -648,7 +643,9 @@ void Gradient::TakeValues(const at::Tensor& values) {
   const c10::impl::ExcludeDispatchKeyGuard plain(kManagedKey);
   Pins pins;
   pins.Add(this, Access::kOverwrite);
-  if (IsElsewhere() && HaveSameOrder(parameter_, plain_values) && !plain_values.is_neg()) {
+  const bool is_on_host = parameter_.device().is_cpu() && plain_values.device().is_cpu();
+  if (is_on_host && IsElsewhere() && HaveSameOrder(parameter_, plain_values) &&
+      !plain_values.is_neg()) {
     std::memcpy(bytes(), plain_values.const_data_ptr(), size_bytes_);
   } else {
     Plain().copy_(plain_values);
@@ -724,6 +721,19 @@ void Gradient::NoteFinite() {
   }
 }
 
+// On torch's threads, as the update that it stands in for would have read them.
+bool Gradient::AreBytesFinite() const {
+  constexpr int64_t kGrain = 1 << 16;
+  const kernels::Dtype dtype = TrainedDtype(parameter_.scalar_type()).value();
+  const uint64_t element_bytes = kernels::DtypeBytes(dtype);
+  std::atomic<bool> finite = true;
+  at::parallel_for(0, parameter_.numel(), kGrain, [&](int64_t begin, int64_t end) {
+    if (!kernels::AllFinite(dtype, bytes() + begin * element_bytes, end - begin))
+      finite.store(false, std::memory_order_relaxed);
+  });
+  return finite.load(std::memory_order_relaxed);
+}
+
 bool Gradient::IsFinite() {
   {
     Lock lock(mutex());
@@ -732,8 +742,7 @@ bool Gradient::IsFinite() {
   }
   Pins pins;
   pins.Add(this, Access::kRead);
-  const kernels::Dtype dtype = TrainedDtype(parameter_.scalar_type()).value();
-  const bool finite = AllFinite(dtype, bytes(), parameter_.numel());
+  const bool finite = AreBytesFinite();
   {
     Lock lock(mutex());
     finite_ = finite;

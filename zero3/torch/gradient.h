@@ -237,6 +237,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   virtual c10::DataPtr CopyBytes();
   virtual at::Tensor Norm(double p);
   virtual bool IsFinite();
+  bool AreBytesFinite() const;
   void NoteFinite();
   // Of writes to the scratch file: lets go of the lock meanwhile.
   void FinishWriting(Lock& lock);

@@ -45,7 +45,7 @@ Tensor Descent(const OptimizerSpec& optimizer, const Tensor& gradient) {
   return IsOn(optimizer, "maximize") ? gradient.neg() : gradient;
 }
 
-// Where the master is: kernels of a device read it there.
+// Where the weights are: the kernels of a device read it there.
 at::Tensor StepTensor(const InMemoryState& state) {
   return at::full({}, static_cast<double>(state.step), state.master.options().dtype(at::kFloat));
 }

@@ -464,7 +464,7 @@ bool CopySeveral(const Verdict& verdict, const Uses& uses, torch::jit::Stack* st
 c10::DispatchKeySet BelowManaged(const Verdict& verdict, c10::DispatchKeySet keys) {
   const c10::DispatchKeySet below =
       keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kManagedKey);
-  if (!verdict.is_loop || below.has_backend(c10::BackendComponent::CPUBit)) return below;
+  if (!verdict.is_loop) return below;
   c10::DispatchKeySet on_cpu = below | c10::DispatchKeySet(c10::BackendComponent::CPUBit);
   for (const auto backend :
        {c10::BackendComponent::CUDABit, c10::BackendComponent::PrivateUse1Bit}) {

@@ -55,7 +55,7 @@ class LonelyParts {
     std::unordered_set<const void*> seen;
     for (const auto& [name, tensor] : parameters) {
       const bool is_plain = tensor.defined() && tensor.layout() == at::kStrided &&
-                            tensor.device().is_cpu() && tensor.numel() > 0;
+                            !tensor.is_meta() && tensor.numel() > 0;
       if (is_plain && seen.insert(tensor.unsafeGetTensorImpl()).second)
         by_storage[tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()].push_back(
             tensor);

@@ -65,9 +65,9 @@ absl::Status CheckIsInMemory(const FileWeight& weight) {
     return MakeError(ErrorId::kReleased, absl::StrCat(name, " is offloaded"),
                      "Use LoadWeights and SaveWeights of its offload::Engine");
   }
-  if (weight.tensor.is_cpu() && weight.tensor.layout() == at::kStrided) return absl::OkStatus();
+  if (!weight.tensor.is_meta() && weight.tensor.layout() == at::kStrided) return absl::OkStatus();
   return MakeError(ErrorId::kUnsupportedModel,
-                   absl::StrCat(name, " is not a dense tensor in the memory of the host"));
+                   absl::StrCat(name, " is not a dense tensor in memory"));
 }
 
 std::byte* BytesOf(const at::Tensor& tensor) {
@@ -81,9 +81,9 @@ void CheckAreInMemory(const std::vector<FileWeight>& weights) {
   }
 }
 
-// Through a tensor of its own where elements do not lie row by row.
+// Through a tensor of its own where elements do not lie row by row, or on a device.
 absl::Status LoadWeight(const FileWeight& weight, WeightFile& file) {
-  if (weight.tensor.is_contiguous())
+  if (weight.tensor.is_cpu() && weight.tensor.is_contiguous())
     return file.Read(weight, 0, weight.ElementCount(), BytesOf(weight.tensor));
   const at::NoGradGuard no_grad;
   const at::Tensor rows = at::empty(weight.shape, at::TensorOptions().dtype(weight.dtype));
@@ -214,7 +214,7 @@ absl::Status WeightFile::ReadBuffer(const FileWeight& buffer) {
 
 absl::Status AppendBuffer(const FileWeight& buffer, HfCheckpointWriter& writer) {
   const at::NoGradGuard no_grad;
-  const at::Tensor bytes = buffer.tensor.detach().contiguous();
+  const at::Tensor bytes = buffer.tensor.detach().contiguous().cpu();
   return writer.Append(buffer.name, std::span(static_cast<const std::byte*>(bytes.const_data_ptr()),
                                               bytes.numel() * bytes.element_size()));
 }
@@ -281,7 +281,7 @@ void SaveFromMemory(const std::vector<FileWeight>& weights, const std::string& f
       ThrowIfError(AppendBuffer(weight, *writer), folder);
       continue;
     }
-    const at::Tensor rows = weight.tensor.detach().contiguous();
+    const at::Tensor rows = weight.tensor.detach().contiguous().cpu();
     ThrowIfError(
         writer->Append(weight.name, std::span<const std::byte>(BytesOf(rows),
                                                                rows.numel() * rows.element_size())),
