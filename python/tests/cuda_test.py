@@ -37,6 +37,8 @@ from battery import VOCABULARY, WIDTH, Transformer, case, states_of
 from device_test import DEVICE, IS_STANDIN, adamw
 
 IS_CUDA = DEVICE.type == "cuda"
+if IS_STANDIN:
+    os.environ.setdefault("OFFLOADCTL_BINARY", os.path.join(os.path.dirname(offloadd.__file__), "offloadctl"))
 HERE = os.path.dirname(os.path.abspath(__file__))
 FP32 = {"types": ("fp32",)}
 ONE = {"types": ("fp32",), "memory": ("floor",)}

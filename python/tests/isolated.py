@@ -33,7 +33,7 @@ def work(seconds, left_over):
 
 class _Worker:
     def __init__(self):
-        self.errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self.errors = tempfile.TemporaryFile("a+", encoding="utf-8", errors="replace")
         self.process = subprocess.Popen([sys.executable, "-X", "faulthandler", sys.argv[0], "--worker", *sys.argv[1:]], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, stderr=self.errors, text=True)
 
