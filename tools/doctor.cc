@@ -223,12 +223,17 @@ Check ProcessorCheck() {
   return check;
 }
 
+absl::StatusOr<accelerator::CopyRates> CopyRatesOf(size_t device) {
+  OFFLOAD_ASSIGN_OR_RETURN(
+      const std::unique_ptr<accelerator::Accelerator> cuda,
+      accelerator::OpenCuda(static_cast<int>(device), accelerator::CudaPluginPath()));
+  return accelerator::MeasureCopyRates(cuda.get());
+}
+
 // Whatever the plug-in says is about GPUs only: training on the CPU goes on without it.
 Check CopyCheck(size_t device) {
   Check check = {"GPU", absl::StrCat("cuda:", device, " copies")};
-  const auto cuda = accelerator::OpenCuda(static_cast<int>(device), accelerator::CudaPluginPath());
-  absl::StatusOr<accelerator::CopyRates> rates = cuda.status();
-  if (cuda.ok()) rates = accelerator::MeasureCopyRates(cuda->get());
+  const absl::StatusOr<accelerator::CopyRates> rates = CopyRatesOf(device);
   if (!rates.ok()) {
     check.grade = Grade::kWarn;
     check.detail = std::string(rates.status().message());

@@ -230,6 +230,22 @@ TEST_F(OffloadctlTest, DoctorPassesAGoodPoolAndFailsABadOne) {
   EXPECT_NE(text.out.find("Next: offloadctl plan"), std::string::npos) << text.out;
 }
 
+// Of two devices, as a driver and a plug-in that stand in have them.
+TEST_F(OffloadctlTest, DoctorMeasuresTheCopiesOfDevices) {
+  const Result text =
+      Run(absl::StrCat("doctor --pool ", pool()),
+          "LD_LIBRARY_PATH=tools OFFLOADD_CUDA_PLUGIN=accelerator/libstandin_plugin.so");
+  EXPECT_EQ(text.exit_code, 0) << text.out << text.error;
+  EXPECT_NE(text.out.find("Fake GPU 1"), std::string::npos) << text.out;
+  for (const char* device : {"cuda:0", "cuda:1"}) {
+    const size_t copies = text.out.find(absl::StrCat(device, " copies"));
+    ASSERT_NE(copies, std::string::npos) << text.out;
+    const std::string line = text.out.substr(copies, text.out.find('\n', copies) - copies);
+    EXPECT_NE(line.find("GB/s to the device"), std::string::npos) << line;
+    EXPECT_NE(line.find("it reads the slab itself"), std::string::npos) << line;
+  }
+}
+
 TEST_F(OffloadctlTest, StrictDoctorFailsOnWarnings) {
   EXPECT_EQ(Run("doctor", "OFFLOADD_IO=threads").exit_code, 0);
   const Result strict = Run("doctor --strict", "OFFLOADD_IO=threads");
