@@ -558,6 +558,16 @@ TEST(DeviceTierStepTest, InAnIntervalNothingMovesAndTheHostWaitsForNothing) {
   }
 }
 
+TEST(DeviceTierStepTest, ACudaGraphIsRefusedAndSpoilsNothing) {
+  Training run({.name = "captured", .pace = Pace::kEager}, /*offloads=*/true);
+  const at::NoGradGuard no_grad;
+  const Tensor before = run.Loss(0);
+  run.device().SetCapturing({}, true);
+  ExpectError(2005, "captured", [&] { run.Large().front().sum(); });
+  run.device().SetCapturing({}, false);
+  EXPECT_TRUE(torch::equal(run.Loss(0), before));
+}
+
 // ---- The end -----------------------------------------------------------------------------------
 
 // Steps of a job in another process, which ends as it likes.

@@ -77,16 +77,19 @@ GpuWindow::~GpuWindow() {
 
 // ---- Operators -----------------------------------------------------------------------------
 
+absl::Status CheckIsNotCaptured(accelerator::Accelerator& accelerator, uint32_t tensor,
+                                accelerator::Stream stream) {
+  OFFLOAD_ASSIGN_OR_RETURN(const bool is_capturing, accelerator.StreamIsCapturing(stream));
+  if (!is_capturing) return absl::OkStatus();
+  return MakeError(ErrorId::kGpuCapture,
+                   absl::StrCat("tensor ", tensor, " is used by a stream that is being captured"));
+}
+
 absl::StatusOr<std::byte*> GpuWindow::Pin(uint32_t tensor, accelerator::Stream stream) {
   const std::lock_guard lock(mutex_);
   if (!failed_.ok()) return failed_;
-  const absl::StatusOr<bool> is_capturing = accelerator_->StreamIsCapturing(stream);
-  if (!is_capturing.ok()) return Keep(is_capturing.status());
-  if (*is_capturing) {
-    return MakeError(
-        ErrorId::kGpuCapture,
-        absl::StrCat("tensor ", tensor, " is used by a stream that is being captured"));
-  }
+  const absl::Status may_use = CheckIsNotCaptured(*accelerator_, tensor, stream);
+  if (!may_use.ok()) return ErrorIdOf(may_use) == ErrorId::kGpuCapture ? may_use : Keep(may_use);
   Weight& weight = weights_[tensor];
   OFFLOAD_CHECK(weight.slot_bytes > 0) << "tensor " << tensor << " never comes here";
   schedule_.Touch(tensor, [this](uint32_t next) { wanted_.push_back(next); });

@@ -61,6 +61,11 @@ class AgreedWork {
   virtual absl::Status Issue(uint32_t item, accelerator::Stream stream) = 0;
 };
 
+// OFD-2005 while `stream` records a CUDA graph: that would keep an address which holds another
+// weight later.
+absl::Status CheckIsNotCaptured(accelerator::Accelerator& accelerator, uint32_t tensor,
+                                accelerator::Stream stream);
+
 class GpuWindow {
  public:
   struct Options {

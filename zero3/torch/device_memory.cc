@@ -254,8 +254,11 @@ GpuWindow::Options DeviceMemory::WindowOptions(Attachment& attachment, const Gpu
 
 std::byte* DeviceMemory::Pin(uint32_t tensor) {
   if (tier_ != nullptr) tier_->CheckWhole();
-  if (Stays(tensor)) return tier_->Pin(tensor);
   const accelerator::Stream stream = CurrentStream(device_);
+  if (Stays(tensor)) {
+    ThrowIfError(CheckIsNotCaptured(*accelerator_, tensor, stream));
+    return tier_->Pin(tensor);
+  }
   window_->SetRecording(IsTraining());
   std::unique_lock lock(mutex_);
   for (;;) {
