@@ -17,10 +17,10 @@ import tempfile
 import time
 import traceback
 import warnings
-import xml.sax.saxutils
 
 import torch
 
+import cases
 import offloadd
 from offloadd import in_memory
 
@@ -336,7 +336,7 @@ def _types(name):
 
 def _results(only, everything):
     """(name, what is wrong or None, seconds) of every case and variant."""
-    for number, (function, types, tolerance, refused, memories) in enumerate(_cases):
+    for number, (function, types, tolerance, refused, memories) in cases.share(enumerate(_cases)):
         for type_name in types:
             if only and not any(each in f"{function.__name__}/{type_name}" for each in only):
                 continue
@@ -354,22 +354,10 @@ def _results(only, everything):
                 yield f"{function.__name__}/{type_name}/{memory}", wrong, time.monotonic() - begin
 
 
-def _write_xml(path, results):
-    lines = ["<testsuites><testsuite name='battery'>"]
-    for name, wrong, seconds in results:
-        failure = f"<failure>{xml.sax.saxutils.escape(''.join(c for c in wrong if c.isprintable() or c == chr(10)))}</failure>" if wrong else ""
-        lines.append(f"<testcase name={xml.sax.saxutils.quoteattr(name)} status='run' time='{seconds:.3f}'>{failure}</testcase>")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write("\n".join([*lines, "</testsuite></testsuites>", ""]))
-
-
 def leave_out(reason):
     """Ends a program whose cases cannot run here."""
     print(f"skipped: {reason}")
-    if os.environ.get("XML_OUTPUT_FILE"):
-        with open(os.environ["XML_OUTPUT_FILE"], "w", encoding="utf-8") as file:
-            file.write("<testsuites><testsuite name='battery'><testcase name='all' status='run' result='skipped'><skipped/></testcase>"
-                       "</testsuite></testsuites>\n")
+    cases.write_xml([(name, None, None) for name in cases.share(["all"])])
     sys.exit(0)
 
 
@@ -396,8 +384,7 @@ def main():
         for name, wrong, seconds in _results([each for each in sys.argv[1:] if not each.startswith("-")], "--all" in sys.argv):
             results.append((name, wrong, seconds))
             print(f"{'FAILED' if wrong else 'ok':<7} {name} {seconds:.2f} s" + (f"\n{wrong}" if wrong else ""), flush=True)
-    if os.environ.get("XML_OUTPUT_FILE"):
-        _write_xml(os.environ["XML_OUTPUT_FILE"], results)
+    cases.write_xml(results)
     failed = sum(1 for _, wrong, _ in results if wrong)
     print(f"{len(results) - failed} equal or refused as they should be, {failed} failed")
     return 1 if failed or not results else 0
