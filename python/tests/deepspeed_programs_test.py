@@ -1,7 +1,6 @@
 """Programs and libraries that know nothing of offloadd: the launcher, the wheel that owns the name, and transformers' Trainer with
 deepspeed=ds_config.json."""
 
-import importlib
 import importlib.util
 import json
 import os
@@ -412,7 +411,7 @@ def prepare_program():
     """Imports what every program here does."""
     import offloadd.deepspeed
 
-    _ = offloadd.deepspeed.__version__, torch.distributed, importlib.import_module("torch._dynamo")
+    _ = offloadd.deepspeed.__version__, torch.distributed
     if importlib.util.find_spec("transformers"):
         importlib.import_module("transformers.utils")
 
@@ -421,7 +420,7 @@ def prepare_trainer():
     """The Trainer looks for deepspeed once, when it is imported: here there is none."""
     import transformers
 
-    _ = transformers.Trainer, transformers.LlamaForCausalLM, importlib.import_module("torch._dynamo")
+    _ = transformers.Trainer, transformers.LlamaForCausalLM
 
 
 def prepare_installed_trainer():

@@ -8,6 +8,7 @@ said of imports must be tested with fresh ones (untouched_test.py).
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -134,14 +135,16 @@ def _serve(server, lifeline, prepare):
         file.write(_INTERPRETER.format(python=os.path.realpath(sys.executable), folder=os.path.dirname(os.path.abspath(__file__)),
                                        address=server.getsockname()))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    is_prepared = False
     while True:
         if lifeline in select.select([server, lifeline], [], [])[0]:  # the test has ended
             shutil.rmtree(folder, ignore_errors=True)
             os._exit(0)
         connection, _ = server.accept()
-        if prepare is not None:
+        if not is_prepared:
+            is_prepared = True
             prepare()
-            prepare = None
+            importlib.import_module("torch._dynamo")  # which torch imports for the first optimizer
             gc.freeze()  # a collection would copy every page of what was imported
         if os.fork() == 0:
             server.close()
@@ -187,11 +190,11 @@ def _run(arguments, environment, folder, interpreter):
     sys.executable = interpreter
     if "torch" in sys.modules and "OMP_NUM_THREADS" in environment:
         sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
     if arguments[0] == "-m":
-        sys.argv = arguments[1:]
-        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        sys.argv, sys.path[0] = arguments[1:], os.getcwd()
+        runpy._run_module_as_main(arguments[1])
         return
-    module = types.ModuleType("__main__")
     if arguments[0] == "-c":
         sys.argv, sys.path[0], path, text = ["-c", *arguments[2:]], "", "<string>", arguments[1]
     else:
@@ -199,5 +202,4 @@ def _run(arguments, environment, folder, interpreter):
         sys.argv, sys.path[0], module.__file__ = arguments, os.path.dirname(os.path.abspath(path)), path
         with open(path, encoding="utf-8") as file:
             text = file.read()
-    sys.modules["__main__"] = module
     exec(compile(text, path, "exec"), module.__dict__)
