@@ -16,6 +16,8 @@
 namespace offload::daemon {
 namespace {
 
+constexpr double kAssumedLatencySeconds = 1e-4;
+
 class RealMachine final : public Machine {
  public:
   const Clock& clock() const override { return Clock::Real(); }
@@ -42,11 +44,15 @@ class RealMachine final : public Machine {
         static_cast<uint64_t>(std::min(options.bytes, static_cast<double>(options.busy_bytes)));
     return options;
   }
-  // OFFLOADD_POOL_READ, OFFLOADD_POOL_WRITE: bytes per second that are assumed instead.
+  // OFFLOADD_POOL_READ, OFFLOADD_POOL_WRITE: bytes per second that are assumed instead, and with
+  // both of them an ordinary drive's latency.
   swap::PoolRates MeasurePool(const std::string& pool, const aio::OpenOptions& io) override {
+    const double read = NumberFrom("OFFLOADD_POOL_READ", 0);
+    const double write = NumberFrom("OFFLOADD_POOL_WRITE", 0);
+    if (read > 0 && write > 0) return {read, write, kAssumedLatencySeconds};
     swap::PoolRates rates = MeasureOnce(pool, io);
-    rates.read_bytes_per_second = NumberFrom("OFFLOADD_POOL_READ", rates.read_bytes_per_second);
-    rates.write_bytes_per_second = NumberFrom("OFFLOADD_POOL_WRITE", rates.write_bytes_per_second);
+    if (read > 0) rates.read_bytes_per_second = read;
+    if (write > 0) rates.write_bytes_per_second = write;
     return rates;
   }
   absl::Status CheckPool(const std::string& pool) override { return swap::CheckPool(pool); }

@@ -14,8 +14,13 @@ import tempfile
 
 WIDTH, INNER, ROWS = 64, 512, 4
 STEPS = 4
+CASES = [(2, 1), (2, 2), (3, 1), (4, 1)]  # ranks, micro-batches
 # Of weights after STEPS steps: fp32 sums in another order (relative norm 6e-8 of a gradient) under AdamW.
 TOLERANCE = 1e-5
+
+
+def name_of(world_size, micro_batches):
+    return f"{world_size}x{micro_batches}"
 
 
 def torch_python(program):
@@ -70,6 +75,26 @@ def train_with_ddp(rank, world_size, micro_batches, store, output):
     dist.destroy_process_group()
 
 
+def train_all_with_ddp(folder):
+    """Every case, in forks of a process that has imported torch."""
+    import importlib
+
+    for module in ("torch.distributed", "torch.nn.parallel", "torch._dynamo"):
+        importlib.import_module(module)
+    for world_size, micro_batches in CASES:
+        name, ranks = name_of(world_size, micro_batches), []
+        for rank in range(world_size):
+            ranks.append(os.fork())
+            if ranks[-1] == 0:
+                train_with_ddp(rank, world_size, micro_batches, os.path.join(folder, f"{name}.store"),
+                               os.path.join(folder, f"{name}.ddp{'' if rank == 0 else rank}"))
+                return 0
+        statuses = [os.waitpid(rank, 0)[1] for rank in ranks]
+        if statuses != [0] * world_size:
+            raise RuntimeError(f"{name}: ranks ended with {statuses}")
+    return 0
+
+
 # ---- both -----------------------------------------------------------------------------------------------
 
 
@@ -90,15 +115,12 @@ def numbers_in(path):
 
 
 def compare(options, folder, world_size, micro_batches):
-    name = f"{world_size}x{micro_batches}"
+    name = name_of(world_size, micro_batches)
     ours, theirs = os.path.join(folder, f"{name}.ours"), os.path.join(folder, f"{name}.ddp")
     launcher = lambda rank: {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
                              "LOCAL_WORLD_SIZE": str(world_size), "TORCHELASTIC_RUN_ID": f"ddp{os.getpid()}-{name}",
                              "OFFLOADD_BINARY": options["offloadd"]}
     run_all([([options["rank"], folder, name, str(STEPS), str(micro_batches), f"{ours}{'' if rank == 0 else rank}"], launcher(rank))
-             for rank in range(world_size)])
-    run_all([([options["python"], os.path.realpath(__file__), "--rank", str(rank), str(world_size), str(micro_batches),
-               os.path.join(folder, f"{name}.store"), f"{theirs}{'' if rank == 0 else rank}"], {})
              for rank in range(world_size)])
     ours, theirs = numbers_in(ours), numbers_in(theirs)
     if len(ours) != len(theirs) or len(ours) != STEPS * (1 + 2 * WIDTH * INNER + WIDTH):
@@ -112,18 +134,17 @@ def compare(options, folder, world_size, micro_batches):
 
 
 def main():
-    if sys.argv[1] == "--rank":
-        rank, world_size, micro_batches, store, output = sys.argv[2:]
-        train_with_ddp(int(rank), int(world_size), int(micro_batches), store, output)
-        return 0
+    if sys.argv[1] == "--ddp":
+        return train_all_with_ddp(sys.argv[2])
     python = torch_python(sys.argv[1])
     if python is None:
         print("SKIPPED: the libtorch of this build is not in an environment of Python's")
         return 0
-    options = {"rank": os.path.abspath(sys.argv[1]), "offloadd": os.path.abspath(sys.argv[2]), "python": python}
+    options = {"rank": os.path.abspath(sys.argv[1]), "offloadd": os.path.abspath(sys.argv[2])}
     folder = tempfile.mkdtemp(prefix="ddp-", dir=os.environ.get("TEST_TMPDIR"))
     try:
-        results = [compare(options, folder, *case) for case in [(2, 1), (2, 2), (3, 1), (4, 1)]]
+        run_all([([python, os.path.realpath(__file__), "--ddp", folder], {})])
+        results = [compare(options, folder, *case) for case in CASES]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0 if all(results) else 1

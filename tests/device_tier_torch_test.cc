@@ -40,7 +40,7 @@ using accelerator::HostAccelerator;
 using accelerator::Pace;
 using at::Tensor;
 
-constexpr int64_t kInterval = 3, kSteps = 8, kMicroBatches = 2, kLength = 12, kVocabulary = 200;
+constexpr int64_t kInterval = 3, kSteps = 8, kMicroBatches = 2, kLength = 4, kVocabulary = 200;
 
 // How much of the tier gpu_ram has room for.
 enum class Room : uint8_t { kFloor, kNone, kSome, kAll };

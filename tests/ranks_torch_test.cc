@@ -4,15 +4,16 @@
 // compared bit by bit. On devices, too: each rank has its own stand-in, which judges what it is
 // told.
 //
-// The test starts itself again as a rank: the environment says which scenario and where to write.
+// Ranks are forks of a process that has loaded torch and computed nothing: loading it anew takes
+// longer than most scenarios.
 
 #include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 #include <offload/grad_scaler.h>
 #include <offload/torch.h>
 #include <signal.h>
-#include <spawn.h>
 #include <stdlib.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -40,8 +41,6 @@
 
 #include "accelerator/host_accelerator.h"
 #include "tests/standin_torch.h"
-
-extern char** environ;
 
 namespace offload {
 namespace {
@@ -197,10 +196,10 @@ class Run {
 
   Tensor Loss(int64_t batch, bool detour) {
     torch::manual_seed(1000 + batch);
-    const Tensor tokens = torch::randint(kTokens, {2, 9}).to(device_);
-    const Tensor logits = model->forward(tokens.slice(1, 0, 8), detour);
+    const Tensor tokens = torch::randint(kTokens, {2, 5}).to(device_);
+    const Tensor logits = model->forward(tokens.slice(1, 0, 4), detour);
     return nn::functional::cross_entropy(logits.to(at::kFloat).view({-1, kTokens}),
-                                         tokens.slice(1, 1, 9).reshape({-1}));
+                                         tokens.slice(1, 1, 5).reshape({-1}));
   }
   // Waits for the other ranks, by means that the engine knows nothing of.
   void Meet() {
@@ -942,38 +941,77 @@ int BeARank(const std::string& scenario, int ranks, const std::string& dtype,
   return 1;
 }
 
-std::vector<int> RunRanks(const std::string& scenario, int ranks, const std::string& dtype,
-                          const std::string& job) {
+// ---- The process that forks ranks --------------------------------------------------------------
+
+struct Launch {
+  std::string scenario;
+  int ranks = 0;
+  std::string dtype, job;
+};
+
+[[noreturn]] void BeARankOf(const Launch& launch, int rank) {
+  const std::string ranks = std::to_string(launch.ranks);
+  setenv("RANK", std::to_string(rank).c_str(), 1);
+  setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
+  setenv("WORLD_SIZE", ranks.c_str(), 1);
+  setenv("LOCAL_WORLD_SIZE", ranks.c_str(), 1);
+  setenv("TORCHELASTIC_RUN_ID", launch.job.c_str(), 1);
+  setenv("OFFLOADD_DISABLE", "0", 1);
+  // Ranks that wait for each other for good: nothing else of these is slow.
+  if (launch.scenario == "ChangedByTheLastRank" ||
+      launch.scenario == "OverwrittenByTheLastRankBeforeALook")
+    setenv("OFFLOADD_ROOM_TIMEOUT", "3", 1);
+  exit(BeARank(launch.scenario, launch.ranks, launch.dtype, PathOf(launch.job, rank), launch.job));
+}
+
+// The exit codes of ranks, or of signals the negative.
+std::vector<int> ForkRanks(const Launch& launch) {
   std::vector<pid_t> children;
-  for (int rank = 0; rank < ranks; ++rank) {
-    setenv("RANK", std::to_string(rank).c_str(), 1);
-    setenv("LOCAL_RANK", std::to_string(rank).c_str(), 1);
-    setenv("WORLD_SIZE", std::to_string(ranks).c_str(), 1);
-    setenv("LOCAL_WORLD_SIZE", std::to_string(ranks).c_str(), 1);
-    setenv("TORCHELASTIC_RUN_ID", job.c_str(), 1);
-    setenv("RANKS_TEST_SCENARIO", scenario.c_str(), 1);
-    setenv("RANKS_TEST_DTYPE", dtype.c_str(), 1);
-    setenv("RANKS_TEST_JOB", job.c_str(), 1);
-    setenv("RANKS_TEST_PATH", PathOf(job, rank).c_str(), 1);
-    setenv("OFFLOADD_DISABLE", "0", 1);
-    // Ranks that wait for each other for good: nothing else of these is slow.
-    if (scenario == "ChangedByTheLastRank" || scenario == "OverwrittenByTheLastRankBeforeALook")
-      setenv("OFFLOADD_ROOM_TIMEOUT", "3", 1);
-    char program[] = "/proc/self/exe";
-    char* arguments[] = {program, nullptr};
-    pid_t pid = 0;
-    EXPECT_EQ(posix_spawn(&pid, program, nullptr, nullptr, arguments, environ), 0);
+  for (int rank = 0; rank < launch.ranks; ++rank) {
+    const pid_t pid = fork();
+    if (pid == 0) BeARankOf(launch, rank);
     children.push_back(pid);
   }
-  for (const char* name : {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
-                           "TORCHELASTIC_RUN_ID", "RANKS_TEST_SCENARIO", "OFFLOADD_ROOM_TIMEOUT"})
-    unsetenv(name);
   std::vector<int> codes;
   for (const pid_t pid : children) {
     int status = 0;
     waitpid(pid, &status, 0);
     codes.push_back(WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
   }
+  return codes;
+}
+
+int to_launcher = -1;
+
+// Before anything has been computed.
+void StartLauncher() {
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0) abort();
+  const pid_t pid = fork();
+  to_launcher = ends[0];
+  if (pid != 0) {
+    close(ends[1]);
+    return;
+  }
+  close(ends[0]);
+  char text[4096];
+  for (ssize_t bytes; (bytes = recv(ends[1], text, sizeof(text), 0)) > 0;) {
+    std::istringstream words(std::string(text, static_cast<size_t>(bytes)));
+    Launch launch;
+    words >> launch.scenario >> launch.ranks >> launch.dtype >> launch.job;
+    const std::vector<int> codes = ForkRanks(launch);
+    send(ends[1], codes.data(), codes.size() * sizeof(int), 0);
+  }
+  _exit(0);  // the test has ended
+}
+
+std::vector<int> RunRanks(const std::string& scenario, int ranks, const std::string& dtype,
+                          const std::string& job) {
+  const std::string text = scenario + " " + std::to_string(ranks) + " " + dtype + " " + job;
+  EXPECT_EQ(send(to_launcher, text.data(), text.size(), 0), static_cast<ssize_t>(text.size()));
+  std::vector<int> codes(ranks);
+  const size_t bytes = codes.size() * sizeof(int);
+  EXPECT_EQ(recv(to_launcher, codes.data(), bytes, 0), static_cast<ssize_t>(bytes));
   return codes;
 }
 
@@ -1173,15 +1211,12 @@ TEST(RanksBuffersTest, ThatAJobDoesNotKnowAndThatDoNotFitAreNoPartOfIt) {
 // Torch asks for the devices that there are before its first backward, wherever that is.
 void ShowDevice() { NewDevice(/*is_late=*/false); }
 
-int ChildMain() {
-  return BeARank(getenv("RANKS_TEST_SCENARIO"), atoi(getenv("WORLD_SIZE")),
-                 getenv("RANKS_TEST_DTYPE"), getenv("RANKS_TEST_PATH"), getenv("RANKS_TEST_JOB"));
-}
+void BeginLauncher() { StartLauncher(); }
 
 }  // namespace offload
 
 int main(int argc, char** argv) {
-  if (getenv("RANKS_TEST_SCENARIO") != nullptr) return offload::ChildMain();
+  offload::BeginLauncher();
   ::testing::InitGoogleTest(&argc, argv);
   offload::ShowDevice();
   return RUN_ALL_TESTS();

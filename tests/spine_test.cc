@@ -7,10 +7,13 @@
 
 #include <chrono>
 #include <filesystem>
+#include <map>
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "tests/spine_fixture.h"
@@ -490,6 +493,31 @@ class SpineReplanTest : public SpineTest {
   static constexpr const char* kVariables[] = {"OFFLOADD_POOL_READ", "OFFLOADD_POOL_WRITE",
                                                "OFFLOADD_REPLAN", "OFFLOADD_REPLAN_STEPS"};
 };
+
+// A pool is measured once a daemon, unless its rates are given.
+TEST_F(SpineTest, APoolWhoseRatesAreNotGivenIsMeasured) {
+  const char* const kVariables[] = {"OFFLOADD_POOL_READ", "OFFLOADD_POOL_WRITE"};
+  for (const std::vector<const char*>& given :
+       std::vector<std::vector<const char*>>{{kVariables[0], kVariables[1]}, {kVariables[1]}, {}}) {
+    std::map<std::string, std::string> before;
+    for (const char* variable : kVariables) {
+      if (const char* const value = getenv(variable)) before[variable] = value;
+      unsetenv(variable);
+    }
+    for (const char* variable : given) setenv(variable, "1e9", 1);
+    testing::internal::CaptureStderr();
+    Job job(pool_, absl::StrCat("job", given.size()), {.dtype = Dtype::kFloat32});
+    const absl::Status opened = job.TryOpen();
+    const std::string said = testing::internal::GetCapturedStderr();
+    for (const char* variable : kVariables) unsetenv(variable);
+    for (const auto& [variable, value] : before) setenv(variable.c_str(), value.c_str(), 1);
+    ASSERT_TRUE(opened.ok()) << opened;
+    EXPECT_EQ(absl::StrContains(said, " GB/s, writes "), given.size() < 2) << said;
+    job.Step();
+    ASSERT_NO_FATAL_FAILURE(job.ExpectEqual());
+    job.Close();
+  }
+}
 
 TEST_F(SpineReplanTest, StepsAreTheSameAfterIt) {
   for (const char* durability : {"step", "checkpoint:2"}) {

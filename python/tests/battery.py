@@ -9,6 +9,7 @@ seen. It is run in memory once per type, and offloaded with the least memory tha
 """
 
 import contextlib
+import gc
 import io
 import os
 import shutil
@@ -17,10 +18,10 @@ import tempfile
 import time
 import traceback
 import warnings
-import xml.sax.saxutils
 
 import torch
 
+import cases
 import offloadd
 from offloadd import in_memory
 
@@ -370,26 +371,14 @@ def results_of(number, type_name, everything):
 
 def _results(only, everything):
     """(name, what is wrong or None, seconds) of every case and variant."""
-    for number, type_name, _ in chosen(only):
+    for number, type_name, _ in cases.share(chosen(only)):
         yield from results_of(number, type_name, everything)
-
-
-def write_xml(path, results):
-    lines = ["<testsuites><testsuite name='battery'>"]
-    for name, wrong, seconds in results:
-        failure = f"<failure>{xml.sax.saxutils.escape(''.join(c for c in wrong if c.isprintable() or c == chr(10)))}</failure>" if wrong else ""
-        lines.append(f"<testcase name={xml.sax.saxutils.quoteattr(name)} status='run' time='{seconds:.3f}'>{failure}</testcase>")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write("\n".join([*lines, "</testsuite></testsuites>", ""]))
 
 
 def leave_out(reason, names=("all",)):
     """Ends a program whose cases cannot run here."""
     print(f"skipped: {reason}")
-    if os.environ.get("XML_OUTPUT_FILE"):
-        cases = [f"<testcase name={xml.sax.saxutils.quoteattr(name)} status='run' result='skipped'><skipped/></testcase>" for name in names]
-        with open(os.environ["XML_OUTPUT_FILE"], "w", encoding="utf-8") as file:
-            file.write("\n".join(["<testsuites><testsuite name='battery'>", *cases, "</testsuite></testsuites>", ""]))
+    cases.write_xml([(name, None, None) for name in cases.share(names)])
     sys.exit(0)
 
 
@@ -408,6 +397,7 @@ def _quiet():
 
 def main():
     torch.set_num_threads(1)
+    gc.freeze()  # collections look at what cases make, not at what was imported
     results = []
     for option in sys.argv[1:]:
         if option.startswith("--types="):
@@ -416,8 +406,7 @@ def main():
         for name, wrong, seconds in _results([each for each in sys.argv[1:] if not each.startswith("-")], "--all" in sys.argv):
             results.append((name, wrong, seconds))
             print(f"{'FAILED' if wrong else 'ok':<7} {name} {seconds:.2f} s" + (f"\n{wrong}" if wrong else ""), flush=True)
-    if os.environ.get("XML_OUTPUT_FILE"):
-        write_xml(os.environ["XML_OUTPUT_FILE"], results)
+    cases.write_xml(results)
     failed = sum(1 for _, wrong, _ in results if wrong)
     print(f"{len(results) - failed} equal or refused as they should be, {failed} failed")
     return 1 if failed or not results else 0

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import device_test  # before the package, whose library it names for the stand-in
 import battery
+import cases
 import host_steps
 import isolated
 import offloadd
@@ -1047,8 +1048,7 @@ def main():
                 print(f"{'FAILED' if wrong else 'ok':<7} {name} {seconds:.1f} s" + (f"\n{isolated.shortened(wrong)}" if wrong else ""), flush=True)
 
         isolated.main(groups_of(variants), int(option("workers", "1")), "--all" in sys.argv, report)
-    if os.environ.get("XML_OUTPUT_FILE"):
-        battery.write_xml(os.environ["XML_OUTPUT_FILE"], results)
+    cases.write_xml(results)
     failed = sum(1 for _, wrong, _ in results if wrong)
     print(f"{len(results) - failed} equal or refused as they should be, {failed} failed")
     return 1 if failed or not results else 0

@@ -10,6 +10,11 @@ import tempfile
 import textwrap
 import unittest
 
+import torch
+
+import cases
+from programs import Programs
+
 HERE = os.path.dirname(os.path.realpath(__file__))
 WHEEL_TOOL = os.path.join(HERE, "../../tools/deepspeed_wheel")
 
@@ -402,6 +407,29 @@ if trainer.is_world_process_zero():
 """
 
 
+def prepare_program():
+    """Imports what every program here does."""
+    import offloadd.deepspeed
+
+    _ = offloadd.deepspeed.__version__, torch.distributed
+    if importlib.util.find_spec("transformers"):
+        importlib.import_module("transformers.utils")
+
+
+def prepare_trainer():
+    """The Trainer looks for deepspeed once, when it is imported: here there is none."""
+    import transformers
+
+    _ = transformers.Trainer, transformers.LlamaForCausalLM
+
+
+def prepare_installed_trainer():
+    import offloadd.deepspeed
+
+    offloadd.deepspeed.install()
+    prepare_trainer()
+
+
 class ProgramsTest(unittest.TestCase):
     def setUp(self):
         self.temporary = tempfile.TemporaryDirectory(dir=os.environ.get("TEST_TMPDIR") or None)
@@ -424,8 +452,15 @@ class ProgramsTest(unittest.TestCase):
         return path
 
     def run_python(self, *arguments, status=0, **environment):
+        """A fresh interpreter, which imports what there is."""
         done = subprocess.run([sys.executable, *arguments], env={**self.environment, **environment}, capture_output=True, text=True,
                               timeout=300, check=False)
+        self.assertEqual(done.returncode, status, done.stdout + done.stderr)
+        return done
+
+    def run_forked(self, *arguments, of=None, status=0, **environment):
+        """What has imported it already."""
+        done = (of or programs).run(*arguments, timeout=300, **{**self.environment, **environment})
         self.assertEqual(done.returncode, status, done.stdout + done.stderr)
         return done
 
@@ -434,15 +469,15 @@ class ProgramsTest(unittest.TestCase):
             return json.load(file)
 
     def plain(self):
-        self.run_python("-c", PLAIN, os.path.join(self.folder, "plain.json"))
+        self.run_forked("-c", PLAIN, os.path.join(self.folder, "plain.json"))
         return self.read("plain.json")
 
-    def launch(self, *flags, program_flags=(), status=0):
-        return self.run_python("-m", "offloadd.deepspeed", *flags, self.program, "--deepspeed", "--deepspeed_config", self.config,
+    def launch(self, *flags, program_flags=(), status=0, run=None):
+        return (run or self.run_forked)("-m", "offloadd.deepspeed", *flags, self.program, "--deepspeed", "--deepspeed_config", self.config,
                                "--output", os.path.join(self.folder, "told.json"), *program_flags, status=status)
 
     def test_one_rank_is_the_plain_loop(self):
-        self.launch("--num_gpus", "1")
+        self.launch("--num_gpus", "1", run=self.run_python)
         told, plain = self.read("told.json"), self.plain()
         self.assertEqual([told["losses"], told["weights"]], [plain["losses"], plain["weights"]])
         self.assertEqual(told["rank"], [0, 1])
@@ -485,14 +520,14 @@ class ProgramsTest(unittest.TestCase):
             self.assertEqual(self.read("told.json"), 15)
 
     def test_forked_children_end_silently(self):
-        done = self.run_python("-m", "offloadd.deepspeed", self.write("forks.py", FORKS))
+        done = self.run_forked("-m", "offloadd.deepspeed", self.write("forks.py", FORKS))
         self.assertEqual(done.stdout, "[4, 4, 4] 0 2\n")
         self.assertNotIn("OFD-", done.stderr)
         self.assertEqual(os.listdir(self.pool), [], "the parent has deleted its job")
 
     def test_forked_children_train(self):
         for flags in ([], ["after the parent"]):
-            done = self.run_python("-m", "offloadd.deepspeed", self.write("forks.py", TRAINING_FORKS), *flags)
+            done = self.run_forked("-m", "offloadd.deepspeed", self.write("forks.py", TRAINING_FORKS), *flags)
             child, parent = done.stdout.splitlines()
             self.assertEqual(child, parent)
             self.assertNotIn("OFD-", done.stderr)
@@ -519,7 +554,7 @@ class ProgramsTest(unittest.TestCase):
     def test_the_trainer_with_a_configuration(self):
         def told(mode, folder, *arguments, **environment):
             folder = os.path.join(self.folder, folder)
-            self.run_python("-c", TRAINER, mode, folder, *arguments, **environment)
+            self.run_forked("-c", TRAINER, mode, folder, *arguments, of=trainers[mode], **environment)
             return self.read(os.path.join(folder, "told.json"))
 
         memory = told("memory", "memory", "4")
@@ -541,12 +576,14 @@ class ProgramsTest(unittest.TestCase):
         program, told = self.write("trainer.py", TRAINER), {}
         for mode in ("memory", "installed"):
             folder = os.path.join(self.folder, mode)
-            self.run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, mode, folder, "2",
-                            ACCUMULATION="1", STAGE="2", OMP_NUM_THREADS="1")
+            self.run_forked("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program, mode, folder, "2",
+                            of=trainers[mode], ACCUMULATION="1", STAGE="2", OMP_NUM_THREADS="1")
             told[mode] = self.read(os.path.join(folder, "told.json"))
         self.assertEqual(told["installed"], told["memory"])
         self.assertEqual(told["memory"][-1], 2)
 
 
 if __name__ == "__main__":
-    unittest.main()
+    programs = Programs(prepare_program)
+    trainers = {"memory": Programs(prepare_trainer), "installed": Programs(prepare_installed_trainer)}
+    cases.run_unit_tests(sys.modules[__name__])

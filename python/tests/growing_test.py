@@ -1,7 +1,6 @@
 """Models that grow while they are trained: parameters that an optimizer gets after attach() become the job's."""
 
 import os
-import subprocess
 import sys
 
 import torch
@@ -9,6 +8,7 @@ from torch.optim import SGD, AdamW
 
 import offloadd
 from battery import case, copied_states_of, main
+from programs import Programs
 
 ROOM = {"types": ("fp32",), "memory": ("64MiB",)}  # the floor is of the model as it was
 WIDTH = 48
@@ -593,8 +593,7 @@ def killed(pool, fault, fault_step):
 
 
 def run_killed(pool, fault="", fault_step=-1):
-    done = subprocess.run([sys.executable, __file__, "killed", pool, fault, str(fault_step)], env=dict(os.environ, OFFLOADD_SANDBOX="off"),
-                          capture_output=True, text=True, check=False)
+    done = programs.run(__file__, "killed", pool, fault, str(fault_step), OFFLOADD_SANDBOX="off", OMP_NUM_THREADS="1")
     assert fault or done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -625,4 +624,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["killed"]:
         killed(*sys.argv[2:])
     else:
+        programs = Programs()
         sys.exit(main())

@@ -15,6 +15,6 @@ def package_test(name, size = "medium", data = [], args = [], **others):
         size = size,
         srcs = ["run_in_venv.sh"],
         args = ["$(rootpath %s.py)" % name] + args,
-        data = [name + ".py", "//python:package"] + data,
+        data = [name + ".py", "cases.py", "//python:package"] + data,
         **others
     )

@@ -6,17 +6,22 @@ import subprocess
 import sys
 
 from battery import case, main
+from programs import Programs
 
 ONE = {"types": ("fp32",), "memory": ("floor",)}
 
 
-def run_script(run, text, *arguments):
+def run_fresh(*arguments, **environment):
+    """An interpreter that has imported nothing."""
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env={**os.environ, **environment})
+
+
+def run_script(run, text, *arguments, how=None):
     """(What its last line says, its messages)."""
     with open(path := os.path.join(run.folder, "script.py"), "w", encoding="utf-8") as file:
         file.write(text)
     launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
-    done = subprocess.run([sys.executable, *launcher, path, *arguments], capture_output=True, text=True, check=False,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = (how or programs.run)(*launcher, path, *arguments, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
@@ -115,7 +120,7 @@ for step in range(3):
 @case(**ONE)
 def script_that_pickles_its_classes_at_its_exit(run):
     """And whose globals say how it was started, as PEP 366 has it."""
-    return run_script(run, AT_EXIT)[0]
+    return run_script(run, AT_EXIT, how=run_fresh)[0]
 
 
 @case(**ONE)
@@ -152,14 +157,14 @@ def what_a_configuration_says_counts_less_than_what_is_given(run):
     for arguments, variables, told in (((), {}, ["of-file", run.folder, 128]),
                                        ((), {"OFFLOADD_JOB": "of-variable", "OFFLOADD_RAM": "96MiB"}, ["of-variable", run.folder, 96]),
                                        (("--job", "given", "--pool", other), {"OFFLOADD_JOB": "of-variable"}, ["given", other, 128])):
-        done = subprocess.run([sys.executable, "-m", "offloadd", "--config", config, *arguments, path], capture_output=True, text=True,
-                              check=True, env={**os.environ, "OMP_NUM_THREADS": "1", **variables})
+        done = programs.run("-m", "offloadd", "--config", config, *arguments, path, OMP_NUM_THREADS="1", **variables)
         assert json.loads(done.stdout.splitlines()[-1]) == [told], done
     with open(config, "a", encoding="utf-8") as file:
         file.write("jbo = 1")
-    done = subprocess.run([sys.executable, "-m", "offloadd", "--config", config, path], capture_output=True, text=True, check=False)
+    done = programs.run("-m", "offloadd", "--config", config, path)
     assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("OFD-1003 "), done
 
 
 if __name__ == "__main__":
+    programs = Programs()
     sys.exit(main())
