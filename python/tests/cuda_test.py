@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -122,7 +123,7 @@ def checkpointing_reentrant_with_dropout(run):
     return trained(run, lambda: Dropping(checkpointing="reentrant"))
 
 
-def autocast(name, dtype, scaled=False, clip=None, make=adamw, **options):
+def autocast(name, dtype, scaled=False, clip=None, micro=1, make=adamw, **options):
     def function(run):
         model = run.make(Dropping)
         optimizer = make(model)
@@ -130,9 +131,10 @@ def autocast(name, dtype, scaled=False, clip=None, make=adamw, **options):
         torch.manual_seed(7)
         scaler, told = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=2, enabled=scaled), []
         for step in range(5):
-            with torch.autocast(DEVICE.type, dtype=dtype):
-                loss = run.loss(model, step)
-            scaler.scale(loss * (float("inf") if scaled and step == 2 else 1)).backward()
+            for part in range(micro):
+                with torch.autocast(DEVICE.type, dtype=dtype):
+                    loss = run.loss(model, step * micro + part) / micro
+                scaler.scale(loss * (float("inf") if scaled and step == 2 else 1)).backward()
             if clip is not None:
                 scaler.unscale_(optimizer)
                 told.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
@@ -150,6 +152,7 @@ autocast("autocast_bf16", torch.bfloat16)
 autocast("autocast_bf16_clipped", torch.bfloat16, clip=0.3)
 autocast("autocast_fp16_scaled", torch.float16, scaled=True)
 autocast("autocast_fp16_scaled_clipped", torch.float16, scaled=True, clip=0.3)
+autocast("autocast_fp16_scaled_clipped_accumulated", torch.float16, scaled=True, clip=0.3, micro=3)
 autocast("autocast_fp16_scaled_not_fused", torch.float16, scaled=True, clip=0.3, make=lambda m: AdamW(m.parameters(), 1e-2))
 autocast("autocast_fp16_scaled_sgd", torch.float16, scaled=True, make=lambda m: SGD(m.parameters(), 0.1, momentum=0.9))
 
@@ -222,7 +225,11 @@ def attention(backend):
             with torch.nn.attention.sdpa_kernel(backend), torch.autocast(DEVICE.type, dtype=torch.bfloat16):
                 return model(random_numbers(step, 2, 32, 64)).float().square().mean()
 
-        return custom(run, Attends, loss_of)
+        torch.use_deterministic_algorithms(True)  # where it only warns, the backward of one of them adds in no fixed order
+        try:
+            return custom(run, Attends, loss_of)
+        finally:
+            torch.use_deterministic_algorithms(True, warn_only=True)
 
     function.__name__ = f"attention_{backend.name.lower()}"
     gpu_case(function, **FP32)
@@ -558,6 +565,89 @@ def memory_is_that_of_the_window_and_of_activations(run):
     return told
 
 
+@gpu_case(**FP32)
+def cache_emptied_between_steps(run):
+    def look(step):
+        torch.cuda.empty_cache()
+        return run.loss(model, step)
+
+    model = run.make(Dropping)
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    torch.manual_seed(7)
+    return run.steps(optimizer, look), states_of(optimizer)
+
+
+@case(**FP32)
+def two_jobs_on_one_device(run):
+    """Trained in turns, the second by what the first one says."""
+    models = [run.make(Dropping), run.make(lambda: nn.Sequential(nn.Linear(VOCABULARY, 64), nn.GELU(), nn.Linear(64, 1)))]
+    optimizers = [adamw(models[0]), Adam(models[1].parameters(), 1e-2)]
+    for model, optimizer in zip(models, optimizers):
+        run.attach(model, optimizer)
+    torch.manual_seed(7)
+    told = []
+    for step in range(3):
+        told += run.steps(optimizers[1], lambda step: models[1](models[0](run.batch(step)).detach().to(run.dtype)).square().mean(), 1, step)
+        loss = run.loss(models[0], step) - 0.01 * models[1](models[0](run.batch(step))).mean()
+        loss.backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        told.append(loss.item())
+    return told, [states_of(optimizer) for optimizer in optimizers]
+
+
+# ---- What is updated on the device -------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Whose tensors are large enough to stay."""
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.norm = nn.Embedding(VOCABULARY, 192), nn.Linear(192, 256), nn.BatchNorm1d(256)
+        self.down = nn.Linear(256, VOCABULARY)
+
+    def forward(self, ids):
+        x = functional.dropout(self.up(self.embed(ids)).transpose(1, 2), 0.1, self.training)
+        return self.down(self.norm(x).transpose(1, 2))
+
+
+def stays(name, make):
+    def function(run):
+        model = run.make(Wide)
+        optimizer = make(model.parameters())
+        options = {"durability": "checkpoint:3", "gpu_ram": "auto" if IS_CUDA else "64MiB"} if run.offloaded else {}
+        handle = run.attach(model, optimizer, **options)
+        if run.offloaded and battery.device is not None:
+            assert "updated on the device: 3 tensors" in handle.plan().text, handle.plan().text
+        torch.manual_seed(7)
+        told = run.train(model, optimizer, steps=4, clip=0.5, micro=2)
+        model.eval()
+        with torch.no_grad():
+            told.append(run.loss(model, 50).item())
+        model.train()
+        told.append(battery.copied_states_of(optimizer))
+        handle.checkpoint()
+        told += run.train(model, optimizer, steps=4, first=4)
+        kept = battery.own({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        told += run.train(model, optimizer, first=8)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        told += run.train(model, optimizer, steps=2, first=8)
+        handle.wait_durable()
+        return told, states_of(optimizer), list(model.buffers())
+
+    function.__name__ = f"updated_there_by_{name}"
+    case(function, memory=("double",))
+
+
+stays("adamw", lambda p: AdamW(p, 1e-2))
+stays("fused_adamw", lambda p: AdamW(p, 1e-2, fused=True))
+stays("adam", lambda p: Adam(p, 1e-3, weight_decay=0.1))
+stays("sgd", lambda p: SGD(p, 0.1, momentum=0.9, nesterov=True))
+
+
 # ---- What is refused ---------------------------------------------------------------------------
 
 
@@ -566,6 +656,34 @@ def id_of(error):
     while error is not None and not isinstance(error, offloadd.Error):
         error = error.__cause__ or error.__context__
     return error and error.id
+
+
+@case(**FP32)
+def told_how_much_gpu_ram_is_needed(run):
+    """Which is enough then."""
+    model = run.model()
+    optimizer = adamw(model)
+    options = {}
+    if run.offloaded and battery.device is not None:
+        try:
+            run.attach(model, optimizer, gpu_ram="64KiB")
+        except offloadd.Error as error:
+            assert error.id == 2003, error
+            options["gpu_ram"] = re.search(r"Set gpu_ram to (\d+) bytes", str(error)).group(1)
+            run.models.clear()
+    run.attach(model, optimizer, **options)
+    assert not run.offloaded or battery.device is None or options
+    return run.train(model, optimizer), states_of(optimizer)
+
+
+@torchs_case(**FP32)
+def compiled(run):
+    """Runs as it is, told once."""
+    model = run.make(Dropping)
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    torch.manual_seed(7)
+    return run.train(torch.compile(model) if run.offloaded else model, optimizer), states_of(optimizer)
 
 
 @gpu_case(types=("fp32",))
@@ -694,14 +812,15 @@ def untouched_script_in_a_little_of_the_device(run):
 KILLED = """
 import pickle
 import offloadd
-from cuda_test import Dropping
+import cuda_test
 folder, kill_at, steps = sys.argv[1], int(sys.argv[2]), 8
+durability, build = sys.argv[3:]
 torch.manual_seed(0)
-model = Dropping().to(DEVICE)
+model = getattr(cuda_test, build)().to(DEVICE)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
 handle, begin, told = None, 0, []
 if folder != "-":
-    handle = offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="killed")
+    handle = offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="killed", durability=durability)
     begin = handle.step
 module = torch.cuda if DEVICE.startswith("cuda") else torch
 module.manual_seed(5)
@@ -716,22 +835,33 @@ for step in range(begin, steps):
     optimizer.step()
     optimizer.zero_grad()
     if step + 1 == kill_at:
-        handle.wait_durable()
+        if durability == "step":
+            handle.wait_durable()
         os.kill(os.getpid(), 9)
-print(json.dumps([loss.item(), [p.tolist() for p in model.parameters()]]))
+print(json.dumps([loss.item(), [p.tolist() for p in (*model.parameters(), *model.buffers())]]))
 """
+
+
+def killed(run, durability, build):
+    if not run.offloaded:
+        return said_by(run, KILLED, "-", "0", durability, build)
+    for kill_at in ("3", "6"):
+        process = process_of(run, KILLED, run.folder, kill_at, durability, build)
+        _, errors = process.communicate(timeout=150)
+        assert process.returncode == -signal.SIGKILL, errors
+    return said_by(run, KILLED, run.folder, "0", durability, build)
 
 
 @program
 def killed_and_resumed(run):
     """With the generator of the device, which the program keeps in the job."""
-    if not run.offloaded:
-        return said_by(run, KILLED, "-", "0")
-    for kill_at in ("3", "6"):
-        process = process_of(run, KILLED, run.folder, kill_at)
-        _, errors = process.communicate(timeout=150)
-        assert process.returncode == -signal.SIGKILL, errors
-    return said_by(run, KILLED, run.folder, "0")
+    return killed(run, "step", "Dropping")
+
+
+@program
+def killed_between_checkpoints(run):
+    """Of tensors that stay on the device: the job goes on at the last one."""
+    return killed(run, "checkpoint:2", "Wide")
 
 
 # ---- DeepSpeed, Hugging Face, Accelerate -------------------------------------------------------
