@@ -678,7 +678,7 @@ def told_how_much_gpu_ram_is_needed(run):
 
 @torchs_case(**FP32)
 def compiled(run):
-    """Runs as it is, told once."""
+    """Runs as it is written."""
     model = run.make(Dropping)
     optimizer = adamw(model)
     run.attach(model, optimizer)
