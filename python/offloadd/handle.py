@@ -805,13 +805,17 @@ class Handle:
             self._end_states()
         engine, self._engine = self._engine, None
         served.forget_replaced(self._identities)
+        for model in filter(None, (reference() for reference in self._models)):
+            if _by_model.get(model) is self:
+                del _by_model[model]
         if os.getpid() == self._process:
             engine.close()
             _run_as_before()
 
     def __del__(self):
         """The model and the optimizer are gone, too; a state_dict() of the model may live on."""
-        parameters = self.__dict__.get("_parameters")
+        # A look at __dict__ would make one, which the garbage collector takes for somebody who still has everything in it.
+        parameters = getattr(self, "_parameters", None)
         if parameters and self._engine is not None and os.getpid() == self._process and not sys.is_finalizing():
             self._end_states()
             _outlived.append(_Outlived(self, parameters.values()))

@@ -29,6 +29,7 @@ VOCABULARY, WIDTH, LENGTH = 256, 48, 12
 _cases = []
 device = None  # where models and batches are, if not in memory of the host
 reference = contextlib.nullcontext  # what a run in memory is inside of
+unattached = contextlib.nullcontext  # what an offloaded one is inside of, for what trains before it is attached
 USUAL_TYPES = ("fp32", "bf16")
 
 
@@ -311,7 +312,7 @@ def _execute(function, memory, dtype):
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with reference() if memory is None else contextlib.nullcontext():
+            with reference() if memory is None else unattached():
                 result = own(function(run))
             return (result, run.weights() if all(handle.is_open for handle in run.handles) else []), None
     except Exception as error:  # noqa: the case says which one is right

@@ -14,6 +14,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,7 +45,8 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 FP32 = {"types": ("fp32",)}
 ONE = {"types": ("fp32",), "memory": ("floor",)}
 OF_DEVICES = len(battery._cases)  # those of device_test.py are before
-HEAVY = []  # names of cases that import large libraries: one process has them all
+HEAVY = []  # names of cases that import large libraries: two processes have them all
+PROGRAMS = []  # of those that run others, which take long and begin first
 LEFT_OUT = {}  # of device_test.py's, on CUDA: name -> why
 
 
@@ -122,7 +124,7 @@ def checkpointing_reentrant_with_dropout(run):
     return trained(run, lambda: Dropping(checkpointing="reentrant"))
 
 
-def autocast(name, dtype, scaled=False, clip=None, make=adamw, **options):
+def autocast(name, dtype, scaled=False, clip=None, micro=1, make=adamw, **options):
     def function(run):
         model = run.make(Dropping)
         optimizer = make(model)
@@ -130,9 +132,10 @@ def autocast(name, dtype, scaled=False, clip=None, make=adamw, **options):
         torch.manual_seed(7)
         scaler, told = torch.amp.GradScaler(DEVICE.type, init_scale=2.0**10, growth_interval=2, enabled=scaled), []
         for step in range(5):
-            with torch.autocast(DEVICE.type, dtype=dtype):
-                loss = run.loss(model, step)
-            scaler.scale(loss * (float("inf") if scaled and step == 2 else 1)).backward()
+            for part in range(micro):
+                with torch.autocast(DEVICE.type, dtype=dtype):
+                    loss = run.loss(model, step * micro + part) / micro
+                scaler.scale(loss * (float("inf") if scaled and step == 2 else 1)).backward()
             if clip is not None:
                 scaler.unscale_(optimizer)
                 told.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
@@ -150,6 +153,7 @@ autocast("autocast_bf16", torch.bfloat16)
 autocast("autocast_bf16_clipped", torch.bfloat16, clip=0.3)
 autocast("autocast_fp16_scaled", torch.float16, scaled=True)
 autocast("autocast_fp16_scaled_clipped", torch.float16, scaled=True, clip=0.3)
+autocast("autocast_fp16_scaled_clipped_accumulated", torch.float16, scaled=True, clip=0.3, micro=3)
 autocast("autocast_fp16_scaled_not_fused", torch.float16, scaled=True, clip=0.3, make=lambda m: AdamW(m.parameters(), 1e-2))
 autocast("autocast_fp16_scaled_sgd", torch.float16, scaled=True, make=lambda m: SGD(m.parameters(), 0.1, momentum=0.9))
 
@@ -222,7 +226,11 @@ def attention(backend):
             with torch.nn.attention.sdpa_kernel(backend), torch.autocast(DEVICE.type, dtype=torch.bfloat16):
                 return model(random_numbers(step, 2, 32, 64)).float().square().mean()
 
-        return custom(run, Attends, loss_of)
+        torch.use_deterministic_algorithms(True)  # where it only warns, the backward of one of them adds in no fixed order
+        try:
+            return custom(run, Attends, loss_of)
+        finally:
+            torch.use_deterministic_algorithms(True, warn_only=True)
 
     function.__name__ = f"attention_{backend.name.lower()}"
     gpu_case(function, **FP32)
@@ -415,12 +423,13 @@ def saved_and_loaded(run):
     for where in ("cpu", DEVICE, None, str(DEVICE), lambda storage, tag: storage):
         file.seek(0)
         loaded.append(torch.load(file, map_location=where))
+    kept = copy.deepcopy([(each["model"], each["optimizer"]["state"]) for each in loaded])  # in memory, what is loaded from the device goes on as state
     told += run.train(model, optimizer, first=3)
     for each in loaded[:2]:
         model.load_state_dict(each["model"])
         optimizer.load_state_dict(each["optimizer"])
         told += run.train(model, optimizer, first=3)
-    return told, [(each["model"], each["optimizer"]["state"]) for each in loaded], states_of(optimizer)
+    return told, kept, states_of(optimizer)
 
 
 # ---- Where models come from --------------------------------------------------------------------
@@ -522,25 +531,122 @@ _in_memory = {}
 @gpu_case(types=("fp32", "bf16"))
 def memory_is_that_of_the_window_and_of_activations(run):
     width, layers = 512, 12
+    little = nn.Linear(width, width, device=DEVICE, dtype=run.dtype)  # what cuBLAS keeps for the threads of forward and backward
+    little(random_numbers(0, width, width).to(run.dtype)).sum().backward()
+    del little
+    held = torch.cuda.memory_allocated()  # the battery has what the run in memory has given
     model = run.make(lambda: nn.Sequential(*[layer for _ in range(layers) for layer in (nn.Linear(width, width), nn.GELU())]))
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    weights, largest = sum(p.numel() * p.element_size() for p in model.parameters()), width * width * model[0].weight.element_size()
+
+    def loss_of(step):
+        return model(random_numbers(step, 256, width).to(run.dtype)).float().square().mean()
+
+    def peak_of(train):
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        told = train()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - held, told
+
+    if not run.offloaded:  # activations, and a gradient at a time
+        hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
+        _in_memory[run.dtype] = peak_of(lambda: loss_of(0).backward())[0] - weights
+        for hook in hooks:
+            hook.remove()
     optimizer = adamw(model)
     handle = run.attach(model, optimizer, **({"gpu_ram": "8MiB"} if run.offloaded else {}))
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    told = run.steps(optimizer, lambda step: model(random_numbers(step, 256, width).to(run.dtype)).float().square().mean())
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    if not run.offloaded:
-        _in_memory[run.dtype] = max(peak - 2 * weights, 0)  # with moments in it, which are not offloaded's
-        return told
-    statistics, largest = handle.statistics(), width * width * model[0].weight.element_size()
-    assert 0 < statistics["gpu_peak_bytes"] <= statistics["gpu_ram_bytes"] <= 8 << 20, statistics
-    moments = 0 if run.dtype == torch.bfloat16 else 2 * weights
-    most = statistics["gpu_ram_bytes"] + max(_in_memory[run.dtype] - moments, 0) + 4 * largest + (4 << 20)
-    assert peak <= most, f"{peak >> 10} KiB, at most {most >> 10}: in memory {_in_memory[run.dtype] >> 10} beside weights and gradients of {2 * weights >> 10}"
+    peak, told = peak_of(lambda: run.steps(optimizer, loss_of))
+    if run.offloaded:
+        statistics = handle.statistics()
+        assert 0 < statistics["gpu_peak_bytes"] <= statistics["gpu_ram_bytes"] <= 8 << 20, statistics
+        # Gradients of gpu_ram are torch's memory, the window of weights is not.
+        most = _in_memory[run.dtype] + statistics["gpu_ram_bytes"] - handle.plan()["gpu_window_bytes"] + 2 * largest + (1 << 20)
+        assert peak <= most, f"{peak >> 10} KiB, at most {most >> 10}: activations {_in_memory[run.dtype] >> 10}, weights {weights >> 10}, {statistics}"
     return told
+
+
+@gpu_case(**FP32)
+def cache_emptied_between_steps(run):
+    def look(step):
+        torch.cuda.empty_cache()
+        return run.loss(model, step)
+
+    model = run.make(Dropping)
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    torch.manual_seed(7)
+    return run.steps(optimizer, look), states_of(optimizer)
+
+
+@case(**FP32)
+def two_jobs_on_one_device(run):
+    """Trained in turns, the second by what the first one says."""
+    models = [run.make(Dropping), run.make(lambda: nn.Sequential(nn.Linear(VOCABULARY, 64), nn.GELU(), nn.Linear(64, 1)))]
+    optimizers = [adamw(models[0]), Adam(models[1].parameters(), 1e-2)]
+    for model, optimizer in zip(models, optimizers):
+        run.attach(model, optimizer)
+    torch.manual_seed(7)
+    told = []
+    for step in range(3):
+        told += run.steps(optimizers[1], lambda step: models[1](models[0](run.batch(step)).detach().to(run.dtype)).square().mean(), 1, step)
+        loss = run.loss(models[0], step) - 0.01 * models[1](models[0](run.batch(step))).mean()
+        loss.backward()
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        told.append(loss.item())
+    return told, [states_of(optimizer) for optimizer in optimizers]
+
+
+# ---- What is updated on the device -------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Whose tensors are large enough to stay."""
+    def __init__(self):
+        super().__init__()
+        self.embed, self.up, self.norm = nn.Embedding(VOCABULARY, 192), nn.Linear(192, 256), nn.BatchNorm1d(256)
+        self.down = nn.Linear(256, VOCABULARY)
+
+    def forward(self, ids):
+        x = functional.dropout(self.up(self.embed(ids)).transpose(1, 2), 0.1, self.training)
+        return self.down(self.norm(x).transpose(1, 2))
+
+
+def stays(name, make):
+    def function(run):
+        model = run.make(Wide)
+        optimizer = make(model.parameters())
+        options = {"durability": "checkpoint:3", "gpu_ram": "auto" if IS_CUDA else "64MiB"} if run.offloaded else {}
+        handle = run.attach(model, optimizer, **options)
+        if run.offloaded and battery.device is not None:
+            assert "updated on the device: 3 tensors" in handle.plan().text, handle.plan().text
+        torch.manual_seed(7)
+        told = run.train(model, optimizer, steps=4, clip=0.5, micro=2)
+        model.eval()
+        with torch.no_grad():
+            told.append(run.loss(model, 50).item())
+        model.train()
+        told.append(battery.copied_states_of(optimizer))
+        handle.checkpoint()
+        told += run.train(model, optimizer, steps=4, first=4)
+        kept = battery.own({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        told += run.train(model, optimizer, first=8)
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        told += run.train(model, optimizer, steps=2, first=8)
+        handle.wait_durable()
+        return told, states_of(optimizer), list(model.buffers())
+
+    function.__name__ = f"updated_there_by_{name}"
+    case(function, memory=("double",))
+
+
+stays("adamw", lambda p: AdamW(p, 1e-2))
+stays("fused_adamw", lambda p: AdamW(p, 1e-2, fused=True))
+stays("adam", lambda p: Adam(p, 1e-3, weight_decay=0.1))
+stays("sgd", lambda p: SGD(p, 0.1, momentum=0.9, nesterov=True))
 
 
 # ---- What is refused ---------------------------------------------------------------------------
@@ -551,6 +657,34 @@ def id_of(error):
     while error is not None and not isinstance(error, offloadd.Error):
         error = error.__cause__ or error.__context__
     return error and error.id
+
+
+@case(**FP32)
+def told_how_much_gpu_ram_is_needed(run):
+    """Which is enough then."""
+    model = run.model()
+    optimizer = adamw(model)
+    options = {}
+    if run.offloaded and battery.device is not None:
+        try:
+            run.attach(model, optimizer, gpu_ram="64KiB")
+        except offloadd.Error as error:
+            assert error.id == 2003, error
+            options["gpu_ram"] = re.search(r"Set gpu_ram to (\d+) bytes", str(error)).group(1)
+            run.models.clear()
+    run.attach(model, optimizer, **options)
+    assert not run.offloaded or battery.device is None or options
+    return run.train(model, optimizer), states_of(optimizer)
+
+
+@torchs_case(**FP32)
+def compiled(run):
+    """Runs as it is written."""
+    model = run.make(Dropping)
+    optimizer = adamw(model)
+    run.attach(model, optimizer)
+    torch.manual_seed(7)
+    return run.train(torch.compile(model) if run.offloaded else model, optimizer), states_of(optimizer)
 
 
 @gpu_case(types=("fp32",))
@@ -623,6 +757,11 @@ def process_of(run, text, *arguments, launcher=(), **environment):
                             env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
 
 
+def program(function):
+    PROGRAMS.append(function.__name__)
+    return case(function, **ONE)
+
+
 def said_by(run, text, *arguments, **how):
     """What the last line says."""
     process = process_of(run, text, *arguments, **how)
@@ -656,7 +795,7 @@ print(json.dumps([told, {name: value.tolist() for name, value in kept.items()}, 
 """
 
 
-@case(**ONE)
+@program
 def untouched_script(run):
     launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB")
     *told, attached = said_by(run, UNTOUCHED, run.folder, launcher=launcher)
@@ -664,7 +803,7 @@ def untouched_script(run):
     return told
 
 
-@case(**ONE)
+@program
 def untouched_script_in_a_little_of_the_device(run):
     launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB")
     environment = {} if battery.device is None or not run.offloaded else {"OFFLOADD_GPU_RAM": "128KiB"}
@@ -674,14 +813,15 @@ def untouched_script_in_a_little_of_the_device(run):
 KILLED = """
 import pickle
 import offloadd
-from cuda_test import Dropping
+import cuda_test
 folder, kill_at, steps = sys.argv[1], int(sys.argv[2]), 8
+durability, build = sys.argv[3:]
 torch.manual_seed(0)
-model = Dropping().to(DEVICE)
+model = getattr(cuda_test, build)().to(DEVICE)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
 handle, begin, told = None, 0, []
 if folder != "-":
-    handle = offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="killed")
+    handle = offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="killed", durability=durability)
     begin = handle.step
 module = torch.cuda if DEVICE.startswith("cuda") else torch
 module.manual_seed(5)
@@ -696,22 +836,33 @@ for step in range(begin, steps):
     optimizer.step()
     optimizer.zero_grad()
     if step + 1 == kill_at:
-        handle.wait_durable()
+        if durability == "step":
+            handle.wait_durable()
         os.kill(os.getpid(), 9)
-print(json.dumps([loss.item(), [p.tolist() for p in model.parameters()]]))
+print(json.dumps([loss.item(), [p.tolist() for p in (*model.parameters(), *model.buffers())]]))
 """
 
 
-@case(**ONE)
-def killed_and_resumed(run):
-    """With the generator of the device, which the program keeps in the job."""
+def killed(run, durability, build):
     if not run.offloaded:
-        return said_by(run, KILLED, "-", "0")
+        return said_by(run, KILLED, "-", "0", durability, build)
     for kill_at in ("3", "6"):
-        process = process_of(run, KILLED, run.folder, kill_at)
+        process = process_of(run, KILLED, run.folder, kill_at, durability, build)
         _, errors = process.communicate(timeout=150)
         assert process.returncode == -signal.SIGKILL, errors
-    return said_by(run, KILLED, run.folder, "0")
+    return said_by(run, KILLED, run.folder, "0", durability, build)
+
+
+@program
+def killed_and_resumed(run):
+    """With the generator of the device, which the program keeps in the job."""
+    return killed(run, "step", "Dropping")
+
+
+@program
+def killed_between_checkpoints(run):
+    """Of tensors that stay on the device: the job goes on at the last one."""
+    return killed(run, "checkpoint:2", "Wide")
 
 
 # ---- DeepSpeed, Hugging Face, Accelerate -------------------------------------------------------
@@ -771,6 +922,11 @@ def heavy(function=None, **options):
         return function
     HEAVY.append(function.__name__)
     return case(function, **{**ONE, **options})
+
+
+def heavy_program(function):
+    """One whose programs import them."""
+    return function if IS_STANDIN or importlib.util.find_spec("transformers") is None else program(function)
 
 
 @functools.cache
@@ -875,12 +1031,12 @@ def configured_trainer(run, **environment):
                    **({"OFFLOADD_POOL": run.folder, "OFFLOADD_RAM": "128MiB", **environment} if run.offloaded else {}))
 
 
-@heavy
+@heavy_program
 def trainer_with_a_configuration_of_deepspeed(run):
     return configured_trainer(run, OFFLOADD_DEVICE=str(DEVICE))
 
 
-@heavy
+@heavy_program
 def trainer_with_a_configuration_that_names_no_device(run):
     return configured_trainer(run)
 
@@ -906,7 +1062,7 @@ print(json.dumps([[entry["loss"] for entry in trainer.state.log_history if "loss
 """
 
 
-@heavy
+@heavy_program
 def trainer_killed_and_resumed(run):
     """With dropout."""
     if not run.offloaded:
@@ -1011,22 +1167,17 @@ def warm_up():
 
 
 def left_over():
-    """What a case has left behind, as text."""
+    """What a case has left behind, as text: a closed job, its model and optimizer go in one collection."""
     gc.collect()
-    if IS_STANDIN:
-        return device_test.violations()
-    if not IS_CUDA:
-        return ""
-    torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()
-    held, before = torch.cuda.memory_allocated(), _held[0]
+    found, held, before = device_test.violations(), device_test.allocated_bytes(), _held[0]
     _held[0] = held
-    return f"{held} bytes of the device are held after the case, {before} before" if held > before else ""
+    return found + (f"{held} bytes of the device are held after the case, {before} before" if held > before else "")
 
 
 def groups_of(variants):
     of_libraries = [variant for variant in variants if variant[2].split("/")[0] in HEAVY]
-    return [*([of_libraries] if of_libraries else []), *([variant] for variant in variants if variant not in of_libraries)]
+    others = sorted((variant for variant in variants if variant not in of_libraries), key=lambda variant: variant[2].split("/")[0] not in PROGRAMS)
+    return [*filter(None, (of_libraries[::2], of_libraries[1::2])), *([variant] for variant in others)]
 
 
 def select():
@@ -1060,6 +1211,7 @@ def be_a_worker():
     if IS_CUDA:
         warm_up()
     battery.reference = host_steps.host_steps
+    battery.unattached = functools.partial(host_steps.host_steps, has_foreach_norm=True)
     isolated.work(int(option("seconds", "180")), left_over)
 
 

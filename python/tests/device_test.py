@@ -8,6 +8,7 @@ cuda_test.py has them on the device of $OFFLOADD_TEST_DEVICE."""
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -67,6 +68,15 @@ def use_device(is_late=False):
 
 def violations():
     return _standin.offloadd_standin_violations().decode() if IS_STANDIN else ""
+
+
+def allocated_bytes():
+    """Of the device, by all tensors, without what cuBLAS keeps."""
+    if DEVICE.type != "cuda":
+        return _standin.offloadd_standin_allocated_bytes() if IS_STANDIN else 0
+    torch.cuda.synchronize()
+    torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
 
 
 ONE = {"types": ("fp32",), "memory": ("floor",)}
@@ -386,6 +396,26 @@ def optimizers_that_run_in_this_process(run):
         run.attach(model, optimizer)
         told += run.train(model, optimizer, clip=0.1, micro=2)
     return told
+
+
+@case(**ONE)
+def closed_jobs_leave_the_device(run):
+    """With buffers, states and weights that were given other storages, when their model is gone: in one collection."""
+    def train():
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)).to(DEVICE)
+        optimizers = [torch.optim.NAdam(model[0].parameters(), 1e-2), adamw(model[1])]
+        run.attach(model, optimizers)
+        model(torch.ones(4, 8).to(DEVICE)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model[0].bias.data = model[0].bias.data * 2
+        run.end()
+
+    gc.collect()
+    before = allocated_bytes()
+    train()
+    gc.collect()
+    assert allocated_bytes() <= before, (allocated_bytes(), before)
 
 
 @case(types=("fp32",), memory=("double",))

@@ -1,5 +1,5 @@
 """Training on a device whose optimizers step on the host, as offloaded training has it: in `with host_steps():` every step of an optimizer of
-torch finds its tensors in memory of the host, and what it has written goes back to where they are.
+torch that is not attached finds its tensors in memory of the host, and what it has written goes back to where they are.
 
     python host_steps.py SCRIPT [ARGUMENT...]   runs a script so"""
 
@@ -88,11 +88,12 @@ class _Step:
 
 
 @contextlib.contextmanager
-def host_steps():
+def host_steps(has_foreach_norm=False):
+    """`has_foreach_norm`: torch's for many tensors at once stays."""
     steps = []
 
     def begin(optimizer, arguments, named):
-        if recipe_of(optimizer).is_foreign:  # offloaded, too, it runs on the device
+        if hasattr(optimizer, "_offload_part") or recipe_of(optimizer).is_foreign:  # offloaded, too, a foreign one runs on the device
             return None
         step = _Step(optimizer)
         steps.append(step)
@@ -117,7 +118,8 @@ def host_steps():
     hooks = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)]
     foreach_norm = torch._foreach_norm
     # The kernel for many tensors adds in another order than that for one, which offloaded training has.
-    torch._foreach_norm = lambda tensors, ord=2, dtype=None: [torch.linalg.vector_norm(each, ord, dtype=dtype) for each in tensors]
+    if not has_foreach_norm:
+        torch._foreach_norm = lambda tensors, ord=2, dtype=None: [torch.linalg.vector_norm(each, ord, dtype=dtype) for each in tensors]
     try:
         yield
     finally:

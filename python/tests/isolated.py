@@ -22,10 +22,12 @@ def work(seconds, left_over):
     for line in sys.stdin:
         number, type_name, name, everything = json.loads(line)
         faulthandler.dump_traceback_later(seconds, exit=True)
+        is_wrong = False
         for result in battery.results_of(number, type_name, everything):
+            is_wrong |= bool(result[1])
             print(json.dumps(result), file=said, flush=True)
             del result
-        if found := left_over():
+        if not is_wrong and (found := left_over()):
             print(json.dumps([f"{name}/after", found, 0.0]), file=said, flush=True)
         faulthandler.cancel_dump_traceback_later()
         print("null", file=said, flush=True)
@@ -84,11 +86,16 @@ def main(groups, workers, everything, report):
             except queue.Empty:
                 break
             for variant in group:
-                if worker is None or worker.process.poll() is not None:
+                if worker is None:
                     worker = _Worker()
+                is_wrong = False
                 for result in worker.run(variant, everything):
+                    is_wrong |= bool(result[1])
                     with lock:
                         report(*result)
+                if is_wrong:  # what it has left behind is no concern of the next one
+                    worker.end()
+                    worker = None
         if worker is not None:
             worker.end()
 
