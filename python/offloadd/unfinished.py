@@ -5,18 +5,24 @@ continues there does all of that again: what a killed process has done of it is 
 """
 
 import contextlib
+import logging
 import os
 import time
 import weakref
 
 import torch
+import transformers
 from torch.overrides import TorchFunctionMode
 
 from .errors import Error
 from .named_tensors import is_wrapper
 from .position import epoch_of, kept_for, length_of, random_state, set_random_state
 
-_NEEDED = ("_run_epoch", "_maybe_log_save_evaluate", "_get_learning_rate")  # of transformers 5
+_log = logging.getLogger("offloadd")
+# Of Trainer's own: its methods, and what its loop adds up. Releases of transformers differ in them.
+_NEEDED = ("_run_epoch", "_maybe_log_save_evaluate", "_get_learning_rate", "_load_rng_state")
+_TOTALS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
+_FIRST = "_initial_global_step"  # the mean loss of a run is over the steps behind it; where it is not there, over all
 
 
 def remember_norms(trainer, callback):
@@ -35,11 +41,11 @@ def remember_norms(trainer, callback):
 
 
 def loop_of(trainer, norm):
-    """What the loop has added up, before a step of the optimizer."""
-    if trainer is None or not all(hasattr(trainer, name) for name in (*_NEEDED, "_tr_loss")):
+    """What the loop has added up, before a step of the optimizer; None where this Trainer has other names for it."""
+    if trainer is None or not all(hasattr(trainer, name) for name in (*_NEEDED, *_TOTALS)):
         return None
     return {"loss": trainer._tr_loss.detach().cpu().clone(), "total_loss": trainer._total_loss_scalar, "last_logged": trainer._globalstep_last_logged,
-            "first": trainer._initial_global_step, "norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
+            "first": getattr(trainer, _FIRST, 0), "norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
             "learning_rate": trainer._get_learning_rate(), "flos": trainer.current_flos}
 
 
@@ -149,7 +155,9 @@ def _finish(trainer, callback, kept, ignore_keys):
     loop, state, handler = kept["loop"], trainer.state, trainer.callback_handler
     trainer._tr_loss = loop["loss"].to(trainer.args.device)
     trainer._total_loss_scalar, trainer._globalstep_last_logged = loop["total_loss"], loop["last_logged"]
-    trainer._initial_global_step, trainer.current_flos = loop["first"], loop["flos"]
+    trainer.current_flos = loop["flos"]
+    if hasattr(trainer, _FIRST):
+        setattr(trainer, _FIRST, loop["first"])
     _restore_callbacks(trainer)
     # What callbacks note at the beginnings of the epoch and the step (the time) is gone with the process.
     state.global_step -= 1
@@ -205,6 +213,8 @@ def finish_first(trainer, callback, kept, ignore_keys, rng_file):
     with. Returns a function that takes this back."""
     handler = trainer.callback_handler
     if kept.get("loop") is None or not all(hasattr(trainer, name) for name in _NEEDED):
+        _log.warning("offloadd: what was due after step %d (the log, an evaluation, a checkpoint) is left out, and the mean loss at the end is of this "
+                     "process: the Trainer of transformers %s is made otherwise", kept["step"], transformers.__version__)
         return lambda: None
     original = handler.on_train_begin
 

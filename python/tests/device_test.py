@@ -21,7 +21,8 @@ DEVICE = os.environ.get("OFFLOADD_TEST_DEVICE", "privateuseone:0")
 IS_STANDIN = DEVICE.startswith("privateuseone")
 if IS_STANDIN:
     os.environ.setdefault("OFFLOADD_LIBRARY", os.path.abspath(os.path.join("tests", "offloadd_standin.so")))
-    os.environ.setdefault("OFFLOADD_BINARY", os.path.abspath(os.path.join("python", "offloadd", "offloadd")))
+    for name in ("offloadd", "offloadctl"):
+        os.environ.setdefault(f"{name.upper()}_BINARY", os.path.abspath(os.path.join("python", "offloadd", name)))
 
 import torch
 from torch.optim import SGD, AdamW
@@ -369,6 +370,55 @@ def fp16_of_deepspeed(run):
         masters = [offloadd.deepspeed.utils.safe_get_full_fp32_param(p).cpu() for p in model.parameters()]
         engine.destroy()
     return told, weights, masters
+
+
+@case(types=("fp32", "bf16"), memory=("floor",))
+def deepspeed_where_there_is_a_device(run):
+    """The engine brings a model of the host there, as DeepSpeed does, nobody having named the device; so does a checkpoint that is loaded,
+    and an engine without an optimizer."""
+    options = {"nvme_path": run.folder, "ram": "256MiB"} if run.offloaded else {}
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.1, "bf16": {"enabled": run.dtype == torch.bfloat16}}
+    optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    told, found = [], []
+
+    def engine_of(seed, config):
+        torch.manual_seed(seed)
+        model = battery.Transformer()
+        model.register_buffer("scale", torch.full((3,), 0.5))
+        engine, *_ = offloadd.deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        found.extend([engine.device, *(each.device for each in [*model.parameters(), *model.buffers()])])
+        return engine
+
+    def train(engine, first):
+        for step in range(first, first + 3):
+            loss = run.loss(engine, step)
+            engine.backward(loss)
+            engine.step()
+            told.append((loss.item(), engine.get_global_grad_norm()))
+
+    with unittest.mock.patch.dict(os.environ, {} if run.offloaded else {"OFFLOADD_DISABLE": "1"}), \
+            unittest.mock.patch.object(offloadd.deepspeed.placement, "cuda_of_this_rank", lambda: DEVICE):
+        offloadd.deepspeed.setup.set_installed(options)
+        engine = engine_of(0, {**config, **optimizer})
+        train(engine, 0)
+        if run.offloaded:  # torch.save() knows no memory of the stand-in
+            engine.save_checkpoint(os.path.join(run.folder, "kept"))
+            assert all(value.device.type == "cpu" for value in engine._zero3_consolidated_16bit_state_dict().values())
+            assert all(offloadd.deepspeed.utils.safe_get_full_fp32_param(p).device == DEVICE for p in engine.module.parameters())
+            before = len(told)
+            train(engine, 3)
+            engine.destroy()
+            engine = engine_of(1, {**config, **optimizer})
+            engine.load_checkpoint(os.path.join(run.folder, "kept"))
+            found += [p.device for p in engine.module.parameters()]
+            del told[before:]
+        train(engine, 3)
+        weights = [p.detach().clone() for p in engine.module.parameters()]
+        engine.destroy()
+        only_read = engine_of(0, config)
+        told.append(run.loss(only_read, 0).item())
+        assert set(found) == {DEVICE}, set(found)
+    return told, weights
 
 
 class SignOfTheMean(torch.optim.Optimizer):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import torch
 
@@ -20,6 +21,7 @@ try:
 except ImportError:
     leave_out("transformers is not installed (tools/setup)")
 
+from offloadd import unfinished  # noqa: E402
 from offloadd.log_history import LogHistory, unpack  # noqa: E402
 from families_test import IDS, gpt2, llama, tokens, with_adapters  # noqa: E402
 
@@ -1082,6 +1084,20 @@ def killed_and_continued(run):
     finally:
         os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
     return json.loads(text.splitlines()[-1])
+
+
+@case(types=("fp32",), memory=("floor",))
+def trainers_of_other_releases(run):
+    """Of the names inside of Trainer a release may have none: what it does not need is left out, and without others nothing is kept."""
+    names = {"_run_epoch": None, "_maybe_log_save_evaluate": None, "_load_rng_state": None, "_get_learning_rate": lambda: 0.25,
+             "_tr_loss": torch.tensor(2.0), "_total_loss_scalar": 3.0, "_globalstep_last_logged": 4, "_initial_global_step": 5, "current_flos": 6}
+    kept = {"loss": torch.tensor(2.0), "total_loss": 3.0, "last_logged": 4, "first": 5, "norm": 0.5, "learning_rate": 0.25, "flos": 6}
+    assert unfinished.loop_of(types.SimpleNamespace(**names), torch.tensor(0.5)) == kept
+    for name in names:
+        without = types.SimpleNamespace(**{key: value for key, value in names.items() if key != name})
+        expected = {**kept, "first": 0} if name == "_initial_global_step" else None
+        assert unfinished.loop_of(without, 0.5) == expected, name
+    return None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 
 import torch
 
+from . import placement
 from .missing import missing
 
 _log = logging.getLogger("DeepSpeed")
@@ -52,19 +53,22 @@ def _survive_forks():
 
 def init_distributed(dist_backend=None, auto_mpi_discovery=True, distributed_port=29500, verbose=True, timeout=None, init_method=None,
                      dist_init_required=None, config=None, rank=-1, world_size=-1):
-    """Makes the process group, with gloo: this release computes on the CPU."""
+    """Makes the process group: with gloo, and where models are trained on CUDA's devices with NCCL for tensors there."""
     _survive_forks()
     if is_initialized() or dist_init_required is False:
         return
-    if dist_backend not in (None, "gloo"):
+    backend = "gloo"
+    if dist_backend != "gloo" and placement.uses_cuda() and torch.distributed.is_nccl_available():
+        backend = "cpu:gloo,cuda:nccl"
+    elif dist_backend not in (None, "gloo"):
         _log.info("backend %s: gloo is used, tensors are on the CPU", dist_backend)
     more = {} if timeout is None else {"timeout": timeout}
     if _is_launched() or init_method is not None:
         if init_method is not None and rank >= 0:
             more.update(init_method=init_method, rank=rank, world_size=world_size)
-        torch.distributed.init_process_group("gloo", **more)
+        torch.distributed.init_process_group(backend, **more)
     else:
-        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1, **more)
+        torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1, **more)
 
 
 def get_rank(group=None):

@@ -13,7 +13,7 @@ import torch
 
 from .. import config as configuration
 from .. import handle as attaching
-from .. import universal
+from .. import in_memory, universal
 from ..errors import Error
 from ..library import is_disabled
 from ..named_tensors import all_named_parameters_of, buffers_of
@@ -180,9 +180,15 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             # Built in the pool: there it stays, with an optimizer that never steps.
             self._attach({**options, "job": None}, torch.optim.SGD(list(model.parameters()), lr=0.0))
         else:
-            _log.warning("offloadd: no optimizer, so that the model stays in memory")
+            self._stay_in_memory(options)
         self.lr_scheduler = self._scheduler(lr_scheduler)
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+
+    def _stay_in_memory(self, options):
+        destination = in_memory.destination_of(options)
+        _log.warning("offloadd: no optimizer, so that the model stays in memory%s", "" if destination is None else f" of {destination}, as a whole")
+        if destination is not None:
+            self.module.to(destination)
 
     def _attach(self, options, optimizer):
         own = not options.get("job")
@@ -518,7 +524,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
                 if isinstance(value, torch.Tensor):
                     # Tied weights stay tied in a file.
                     key = id(self._tied().get(name, value))
-                    seen.setdefault(key, value.detach().clone())
+                    seen.setdefault(key, value.detach().to("cpu", copy=True))
                     value = seen[key]
                 made[name] = value
             return made
@@ -554,7 +560,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         return {"global_steps": self.global_steps, "global_samples": self.global_samples, "micro_steps": self.micro_steps, "frozen": self._frozen(),
                 "skipped_steps": self.skipped_steps, "groups": groups, "lr_scheduler": scheduler,
                 "loss_scale": None if self._scaler is None else self._scaler.state(),
-                "buffers": {name: buffer.detach().clone() for name, buffer in self.module.named_buffers()},
+                "buffers": {name: buffer.detach().to("cpu", copy=True) for name, buffer in self.module.named_buffers()},
                 "transient": [f"{prefix}.{name}".lstrip(".") for prefix, module in self.module.named_modules()
                               for name in module._non_persistent_buffers_set],
                 "tied": self._tied_names()}
@@ -615,7 +621,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
             _log.warning("offloadd: %s has no checkpoint to load", load_dir)
             return None, None
         mark = mark_in(folder)
-        trainer = torch.load(os.path.join(folder, "trainer.pt"), weights_only=False)
+        trainer = torch.load(os.path.join(folder, "trainer.pt"), map_location="cpu", weights_only=False)
         if load_module_only or not load_optimizer_states or custom_load_fn is not None or self.optimizer is None:
             self._load_weights(folder, load_module_strict, custom_load_fn)
         else:
@@ -694,7 +700,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
                 raise Error.of(1602, f"{folder} was saved with OFFLOADD_DISABLE={'1' if mark.get('in_memory') else '0'}, and this run is otherwise",
                                "Load it in a run of its kind")
             self.module.load_state_dict(weights_in(folder), strict=not mark.get("left_out"))
-            stored = torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True)
+            stored = torch.load(os.path.join(folder, "optimizer.pt"), map_location="cpu", weights_only=True)
             self._load_optimizer(stored["optimizer"])
             _load_masters(self.optimizer, stored["masters"])
             self._handle.step = mark["step"]
@@ -705,7 +711,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
                                      f"and {type(self.optimizer).__name__} in the other",
                                "Use the optimizer of the checkpoint, or load_optimizer_states=False")
             self._load_files(folder)
-            self._load_optimizer(torch.load(os.path.join(folder, "optimizer.pt"), weights_only=True)["optimizer"])
+            self._load_optimizer(torch.load(os.path.join(folder, "optimizer.pt"), map_location="cpu", weights_only=True)["optimizer"])
             return
         self._check_fits(folder, mark)
         if comm.get_rank() == 0:
@@ -741,7 +747,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         """What the program had written into weights since its last step is in the files, and not in the snapshot."""
         named = dict(self.module.named_parameters())
         for name, value in weights_in(folder).items():
-            if name in named and not torch.equal(named[name], value):
+            if name in named and not torch.equal(named[name], value.to(named[name].device)):
                 named[name].copy_(value)
 
     def _runs_in_process(self):
@@ -804,7 +810,7 @@ def initialize(args=None, model=None, optimizer=None, model_parameters=None, tra
     optimizer = _optimizer(optimizer, model, model_parameters, imported.training)
     if imported.training["fp16"] and optimizer is not None:
         loss_scale.check(optimizer)
-    engine = DeepSpeedEngine(model, optimizer, imported, imported.raw, lr_scheduler, collate_fn, training_data, setup.options_for(imported))
+    engine = DeepSpeedEngine(model, optimizer, imported, imported.raw, lr_scheduler, collate_fn, training_data, setup.options_for(imported, model))
     return engine, optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

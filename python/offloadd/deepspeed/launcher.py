@@ -96,6 +96,8 @@ def environment_of(flags, ranks, rank, port):
     made = dict(os.environ)
     made.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), LOCAL_SIZE=str(ranks),
                 MASTER_ADDR=flags.master_addr or "127.0.0.1", MASTER_PORT=str(port), CROSS_RANK="0", CROSS_SIZE="1")
+    if flags.include and "CUDA_VISIBLE_DEVICES" not in made:  # the ranks' devices, where there are some
+        made["CUDA_VISIBLE_DEVICES"] = flags.include.partition(":")[2].replace(" ", "")
     for name, value in (("OFFLOADD_POOL", flags.pool), ("OFFLOADD_RAM", flags.ram), ("OFFLOADD_JOB", flags.job)):
         if value:
             made[name] = value

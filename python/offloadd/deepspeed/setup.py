@@ -14,7 +14,7 @@ import weakref
 
 from .. import config, control
 from ..errors import Error
-from . import comm, snapshots
+from . import comm, placement, snapshots
 
 _log = logging.getLogger("offloadd")
 _REMOVE_ATTEMPTS = 40
@@ -24,14 +24,20 @@ _installed = {}  # options of attach(), from install()
 def set_installed(options):
     _installed.clear()
     _installed.update({key: value for key, value in options.items() if value is not None})
+    placement.set_installed(_installed.get("device"))
 
 
-def options_for(imported):
-    """Options of attach() for a configuration, the strongest first: install(), variables, the configuration, offloadd.toml."""
+def options_for(imported, model=None):
+    """Options of attach() for a configuration, the strongest first: install(), variables, the configuration, offloadd.toml. Where none of
+    them names a device it is CUDA's of this rank, if there is one, unless the model is on a device already."""
     options = config.read_toml()
     from_file = {} if imported is None else imported.options
     options.update({key: value for key, value in from_file.items() if not os.environ.get(config._VARIABLES.get(key, ""))})
     options.update(_installed)
+    if model is None or not placement.is_on_a_device(model):
+        found = placement.chosen()
+        if found is not None:
+            options["device"] = found
     return options
 
 

@@ -57,7 +57,7 @@ def set_z3_leaf_module(module, flag):
 def safe_get_full_fp32_param(param):
     """The fp32 master."""
     handle = attaching.handle_of(param)
-    return param.detach().float().clone() if handle is None else handle.gather_one(param, "master")
+    return param.detach().float().clone() if handle is None else handle.gather_one(param, "master").to(param.device)
 
 
 def safe_get_full_grad(param):
@@ -66,7 +66,7 @@ def safe_get_full_grad(param):
 
 def safe_get_full_optimizer_state(param, optim_state_key):
     handle = attaching.handle_of(param)
-    return None if handle is None else handle.gather_one(param, optim_state_key)
+    return None if handle is None else handle.gather_one(param, optim_state_key).to(param.device)
 
 
 @torch.no_grad()
