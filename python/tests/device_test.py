@@ -28,6 +28,7 @@ import serving_test  # noqa
 import training_test  # noqa
 from battery import case, main, retype, states_of
 from offloadd import handle as handle_module
+from programs import Programs
 
 _standin = ctypes.CDLL(_LIBRARY)
 _standin.offloadd_standin_violations.restype = ctypes.c_char_p
@@ -382,9 +383,8 @@ def two_ranks(run):
         told = rank_loop(run, model, optimizer, range(2))
         run.models.clear()  # what it trains is in other processes
         return told
-    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": f"device-{os.getpid()}"}
-    ranks = [subprocess.Popen([sys.executable, __file__, "--rank", run.folder], stdout=subprocess.PIPE, text=True,
-                              env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": f"device-{os.getpid()}"}
+    ranks = [programs.start(__file__, "--rank", run.folder, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
     said = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
     assert said[0] == said[1]
     return said[0]
@@ -478,6 +478,7 @@ if __name__ == "__main__":
     if "--rank" in sys.argv:
         be_a_rank(sys.argv[-1])
         sys.exit(0)
+    programs = Programs()
     use_standin()
     code = main()
     found = violations()
