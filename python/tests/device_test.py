@@ -36,6 +36,7 @@ import serving_test  # noqa
 import training_test  # noqa
 from battery import case, main, retype, states_of
 from offloadd import handle as handle_module
+from programs import Programs
 
 DEVICE = torch.device(DEVICE)
 if IS_STANDIN:
@@ -480,12 +481,21 @@ def two_ranks(run):
         told = rank_loop(run, model, optimizer, range(2))
         run.models.clear()  # what it trains is in other processes
         return told
-    common = {**os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": f"device-{os.getpid()}"}
-    ranks = [subprocess.Popen([sys.executable, __file__, "--rank", run.folder], stdout=subprocess.PIPE, text=True,
-                              env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": f"device-{os.getpid()}"}
+    ranks = [start_rank(run.folder, **common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
     said = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
     assert said[0] == said[1]
     return said[0]
+
+
+programs = None  # of this test alone: what has used CUDA cannot be forked
+
+
+def start_rank(folder, **environment):
+    command = [__file__, "--rank", folder]
+    if programs is not None:
+        return programs.start(*command, **environment)
+    return subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, env={**os.environ, **environment})
 
 
 def rank_loop(run, model, optimizer, ranks):
@@ -576,6 +586,7 @@ if __name__ == "__main__":
     if "--rank" in sys.argv:
         be_a_rank(sys.argv[-1])
         sys.exit(0)
+    programs = Programs()
     use_device()
     code = main()
     found = violations()
