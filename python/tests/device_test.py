@@ -364,17 +364,18 @@ def fp16_of_deepspeed(run):
 
 @case(types=("fp32", "bf16"), memory=("floor",))
 def deepspeed_where_there_is_a_device(run):
-    """The engine brings a model of the host there, as DeepSpeed does, nobody having named the device; so does a checkpoint that is loaded,
-    and an engine without an optimizer."""
+    """The engine brings a model of the host there, as DeepSpeed does, nobody having named the device; so do a checkpoint that is loaded,
+    zero.Init, and an engine without an optimizer."""
     options = {"nvme_path": run.folder, "ram": "256MiB"} if run.offloaded else {}
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.1, "bf16": {"enabled": run.dtype == torch.bfloat16}}
     optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     told, found = [], []
 
-    def engine_of(seed, config):
+    def engine_of(seed, config, built_in=contextlib.nullcontext()):
         torch.manual_seed(seed)
-        model = battery.Transformer()
-        model.register_buffer("scale", torch.full((3,), 0.5))
+        with built_in:
+            model = battery.Transformer()
+            model.register_buffer("scale", torch.full((3,), 0.5))
         engine, *_ = offloadd.deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         found.extend([engine.device, *(each.device for each in [*model.parameters(), *model.buffers()])])
         return engine
@@ -405,8 +406,16 @@ def deepspeed_where_there_is_a_device(run):
         train(engine, 3)
         weights = [p.detach().clone() for p in engine.module.parameters()]
         engine.destroy()
+        engine, *_ = offloadd.deepspeed.initialize(model=engine.module, model_parameters=engine.module.parameters(), config={**config, **optimizer})
+        train(engine, 6)  # with the weights, and a new optimizer
+        engine, *_ = offloadd.deepspeed.initialize(model=engine.module, optimizer=engine.optimizer, config=config)
+        train(engine, 9)
+        engine.destroy()
         only_read = engine_of(0, config)
         told.append(run.loss(only_read, 0).item())
+        engine = engine_of(2, {**config, **optimizer}, offloadd.deepspeed.zero.Init(config_dict_or_path=config))
+        train(engine, 0)
+        engine.destroy()
         assert set(found) == {DEVICE}, set(found)
     return told, weights
 
