@@ -17,7 +17,7 @@ import weakref
 
 import torch
 
-from . import followers, in_memory, pickled, served, universal
+from . import followers, in_memory, lightning_teardown, pickled, served, universal
 from .beginning import Beginning, has_begun
 from .errors import Error
 from .library import Engine, is_disabled
@@ -411,6 +411,7 @@ class Handle:
             _refuse_wrappers()
         served.install()
         served.install_serializers()
+        lightning_teardown.serve()
         _run_eagerly()
         for part in parts:
             part.swap()

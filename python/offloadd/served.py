@@ -455,9 +455,12 @@ def _replaceable(original):
     def set_data(self, value):
         if managed(self) and is_attached(self):
             if self.device != value.device:
+                to_host = value.device.type == "cpu"
                 raise Error.of(1601, f"a parameter of shape {list(self.shape)} would move from {self.device} to {value.device} (p.data = …, "
                                      "model.to(device))",
-                               'Move the model before attach(), or after close() with weights_at_close="memory"')
+                               ("Leave it there: state_dict(), torch.save() and handle.save_weights() need no move. Or move the model" if to_host else
+                                f'Name the device, attach(…, device="{value.device}"), or move the model before attach(), or')
+                               + ' after close() with weights_at_close="memory"')
             if self.shape != value.shape:  # which autograd stumbles over before the next step
                 raise Error.of(1601, f"a parameter of shape {list(self.shape)} would become one of {list(value.shape)} (p.data = …, "
                                      "resize_token_embeddings())",

@@ -375,17 +375,18 @@ def fp16_of_deepspeed(run):
 
 @case(types=("fp32", "bf16"), memory=("floor",))
 def deepspeed_where_there_is_a_device(run):
-    """The engine brings a model of the host there, as DeepSpeed does, nobody having named the device; so does a checkpoint that is loaded,
-    and an engine without an optimizer."""
+    """The engine brings a model of the host there, as DeepSpeed does, nobody having named the device; so do a checkpoint that is loaded,
+    zero.Init, and an engine without an optimizer."""
     options = {"nvme_path": run.folder, "ram": "256MiB"} if run.offloaded else {}
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.1, "bf16": {"enabled": run.dtype == torch.bfloat16}}
     optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     told, found = [], []
 
-    def engine_of(seed, config):
+    def engine_of(seed, config, built_in=contextlib.nullcontext()):
         torch.manual_seed(seed)
-        model = battery.Transformer()
-        model.register_buffer("scale", torch.full((3,), 0.5))
+        with built_in:
+            model = battery.Transformer()
+            model.register_buffer("scale", torch.full((3,), 0.5))
         engine, *_ = offloadd.deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
         found.extend([engine.device, *(each.device for each in [*model.parameters(), *model.buffers()])])
         return engine
@@ -416,10 +417,88 @@ def deepspeed_where_there_is_a_device(run):
         train(engine, 3)
         weights = [p.detach().clone() for p in engine.module.parameters()]
         engine.destroy()
+        engine, *_ = offloadd.deepspeed.initialize(model=engine.module, model_parameters=engine.module.parameters(), config={**config, **optimizer})
+        train(engine, 6)  # with the weights, and a new optimizer
+        engine, *_ = offloadd.deepspeed.initialize(model=engine.module, optimizer=engine.optimizer, config=config)
+        train(engine, 9)
+        engine.destroy()
         only_read = engine_of(0, config)
         told.append(run.loss(only_read, 0).item())
+        engine = engine_of(2, {**config, **optimizer}, offloadd.deepspeed.zero.Init(config_dict_or_path=config))
+        train(engine, 0)
+        engine.destroy()
         assert set(found) == {DEVICE}, set(found)
     return told, weights
+
+
+def lightning_trainer(steps):
+    import lightning
+
+    class Accelerator(lightning.pytorch.accelerators.CPUAccelerator):
+        def setup_device(self, device):
+            pass
+
+    strategy = lightning.pytorch.strategies.SingleDeviceStrategy(DEVICE, Accelerator())
+    return lightning.Trainer(strategy=strategy, max_steps=steps, logger=False, accumulate_grad_batches=2, enable_checkpointing=False,
+                             enable_progress_bar=False, enable_model_summary=False)
+
+
+def by_lightning(name, in_configure):
+    """fit(), test(), predict() and fit() again: Lightning brings the module and the optimizer's state to the host's memory behind each of them.
+    Attached in configure_optimizers(), or, which a model that is larger than the device's memory needs, before fit()."""
+
+    def function(run):
+        import lightning
+
+        class Module(lightning.LightningModule):
+            def __init__(self):
+                super().__init__()
+                torch.manual_seed(0)
+                self.model, self.optimizer, self.told = battery.Transformer(), None, []
+                self.model.register_buffer("calls", torch.zeros(2))
+
+            def seen(self, loss):
+                self.told.append(loss.item())
+                return loss
+
+            def training_step(self, step, index):
+                self.model.calls += 1
+                return self.seen(run.loss(self.model, step))
+
+            def test_step(self, step, index):
+                self.seen(run.loss(self.model, step))
+
+            def predict_step(self, step, index):
+                self.seen(run.loss(self.model, step))
+
+            def begin(self):
+                self.optimizer = adamw(self)
+                self.handle = run.attach(self, self.optimizer, **({} if in_configure else {"device": DEVICE}))
+
+            def configure_optimizers(self):
+                if self.optimizer is None:
+                    self.begin()
+                return self.optimizer
+
+        module, steps = Module(), list(range(4))
+        if not in_configure:
+            module.begin()
+        lightning_trainer(2).fit(module, steps)
+        lightning_trainer(2).test(module, steps[:1], verbose=False)
+        lightning_trainer(2).predict(module, steps[:1])
+        if run.offloaded:
+            assert module.device == DEVICE and {each.device for each in [*module.parameters(), *module.buffers()]} == {DEVICE}
+            module.handle.check_is_stepped()  # no state was put in its own place
+        lightning_trainer(2).fit(module, steps)
+        module.to(DEVICE)
+        return module.told, {name: value.clone() for name, value in module.state_dict().items()}
+
+    function.__name__ = name
+    case(function, **ONE)
+
+
+by_lightning("lightning_attached_in_configure_optimizers", True)
+by_lightning("lightning_attached_before_fit", False)
 
 
 class SignOfTheMean(torch.optim.Optimizer):
