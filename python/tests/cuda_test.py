@@ -1144,6 +1144,8 @@ def lightning_module(run):
     trainer = lightning.Trainer(accelerator="gpu" if IS_CUDA else "cpu", devices=1, max_steps=4, logger=False, accumulate_grad_batches=2,
                                 enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
     trainer.fit(module, torch.utils.data.DataLoader(Data(), batch_size=2))
+    if not run.offloaded:
+        module.to(DEVICE)  # where Lightning leaves what is attached
     trainer.save_checkpoint(file := os.path.join(run.folder, "lightning.ckpt"))
     return module.told, {name: value.cpu() for name, value in torch.load(file, weights_only=False)["state_dict"].items()}
 

@@ -19,6 +19,9 @@ def reproducible():
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
+    # The backward passes of the other kernels for attention add in an order of their own, in 16 bits, where they are not told otherwise.
+    for kernel in ("cudnn", "flash", "mem_efficient"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(False)
 
 
 class _Moved:
