@@ -41,7 +41,7 @@ _OWN_STATE_BYTES = len(_STATE_MAGIC) + 16
 # A job is open while its model, its optimizer or its handle lives.
 _open_handles = weakref.WeakSet()
 _made = 0  # handles, in this process
-_by_model = weakref.WeakKeyDictionary()
+_by_model = weakref.WeakKeyDictionary()  # its handle, the last one, or what is left of that
 served.steps_taken = lambda: sum(handle.step for handle in handles())
 followers.parameter_over = lambda tensor: next(
     (found for found in (handle.parameter_over(served.storage_of(tensor)) for handle in handles()) if found is not None), None)
@@ -323,6 +323,20 @@ gc.callbacks.append(_close_outlived)
 
 
 # ---- The handle --------------------------------------------------------------------------------
+
+class _Ended:
+    """What is to be known of a closed handle while its model lives. Nothing that the handle had lives on by it."""
+
+    is_open = False
+
+    def __init__(self, handle):
+        self.job, self.last_step = handle.job, handle.last_step
+        self._optimizers = [weakref.ref(optimizer) for optimizer in handle.optimizers]
+
+    @property
+    def optimizers(self):
+        return [optimizer for optimizer in (reference() for reference in self._optimizers) if optimizer is not None]
+
 
 class Handle:
     """A job that is attached. Its methods may be called between steps, by one thread.
@@ -808,7 +822,7 @@ class Handle:
         served.forget_replaced(self._identities)
         for model in filter(None, (reference() for reference in self._models)):
             if _by_model.get(model) is self:
-                del _by_model[model]
+                _by_model[model] = _Ended(self)
         if os.getpid() == self._process:
             engine.close()
             _run_as_before()
