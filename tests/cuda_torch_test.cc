@@ -7,8 +7,6 @@
 
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
-#include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <dlfcn.h>
 #include <offload/torch.h>
@@ -21,13 +19,12 @@
 #include <optional>
 #include <ostream>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "examples/language_model.h"
 #include "gmock/gmock.h"
-#include "tests/standin_torch_fixture.h"
+#include "tests/device_torch_fixture.h"
 #include "tests/torch_fixture.h"
 #include "zero3/gpu/gpu_plan.h"
 #include "zero3/gpu/gpu_tensors.h"
@@ -213,14 +210,14 @@ class Training {
       loss.backward();
       See(seen, "loss", loss);
     }
-    if (step == 2) SeeGradients();
+    if (step == 2) SeeGradients(seen, *model_, kDevice);
     See(seen, "norm", nn::utils::clip_grad_norm_(model_->parameters(), step % 2 == 0 ? 0.1 : 1e6));
     if (offloads_) {
       optimizer_->step();
     } else {
       resident_->Step();
     }
-    if (step % 2 == 0) SeeGradients();
+    if (step % 2 == 0) SeeGradients(seen, *model_, kDevice);
     model_->zero_grad(/*set_to_none=*/step % 2 == 0 || recipe_.two_streams);
     if (step == 1) Write();
     const at::NoGradGuard no_grad;
@@ -229,21 +226,8 @@ class Training {
     if (offloads_ && recipe_.resumes && step != 1) Open();
   }
 
-  void SeeGradients() {
-    for (const auto& item : model_->named_parameters()) {
-      const Tensor gradient = item.value().grad();
-      if (!gradient.defined()) continue;
-      EXPECT_EQ(gradient.device(), kDevice);
-      See(seen, item.key() + " gradient", gradient);
-    }
-  }
-
   void Write() {
-    const at::NoGradGuard no_grad;
-    std::vector<Tensor> parameters = model_->parameters();
-    parameters[0].mul_(0.5);
-    parameters[1].fill_(0.25);
-    parameters[2].slice(0, 1, 3).copy_(torch::full_like(parameters[2].slice(0, 1, 3), 0.125));
+    WriteWeights(*model_);
     if (!offloads_) resident_->TakeWeights();
   }
 
@@ -282,20 +266,8 @@ class Training {
   Tensor InStream(const Work& work) {
     if (!recipe_.two_streams) return work();
     const c10::impl::VirtualGuardImpl guard(kDevice.type());
-    const c10::Stream present = guard.getStream(kDevice);
-    const c10::Stream side = guard.getStreamFromGlobalPool(kDevice, /*isHighPriority=*/false);
-    c10::Event begun(kDevice.type()), done(kDevice.type());
-    begun.record(present);
-    begun.block(side);
-    Tensor result;
-    {
-      const c10::StreamGuard on_side(side);
-      result = work();
-    }
-    done.record(side);
-    done.block(present);
-    result.record_stream(present);
-    return result;
+    return offload::InStream(guard.getStreamFromGlobalPool(kDevice, /*isHighPriority=*/false),
+                             work);
   }
 
   const Recipe recipe_;
@@ -381,39 +353,19 @@ TEST(CudaAttachTest, WeightsGoToFilesAndComeBack) {
   Training run({.name = "files"}, /*offloads=*/true);
   run.Step(0);
   run.engine().SaveWeights(folder);
-  Seen saved, loaded;
-  const auto see = [&](Seen& to) {
-    const at::NoGradGuard no_grad;
-    for (const auto& item : run.model().named_parameters()) See(to, item.key(), item.value() * 1);
-  };
-  see(saved);
+  const Seen saved = WeightsOf(run.model());
   run.Step(2);
   run.engine().LoadWeights(folder);
-  see(loaded);
-  ExpectEqual(saved, loaded);
+  ExpectEqual(saved, WeightsOf(run.model()));
 }
 
 TEST(CudaAttachTest, ThreadsShareTheWindow) {
   REQUIRE_GPU();
   Training run({.name = "threads"}, /*offloads=*/true);
   run.Step(0);
-  std::vector<Tensor> tokens, expected;
-  const auto evaluate = [&](const Tensor& of) {
-    const at::NoGradGuard no_grad;
-    return run.model().forward(of).cpu();
-  };
-  for (int64_t i = 0; i < 2; ++i) {
-    tokens.push_back(run.Tokens(2000 + i).slice(1, 0, kLength - 1));
-    expected.push_back(evaluate(tokens.back()));
-  }
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    threads.emplace_back([&, i] {
-      for (int round = 0; round < 3; ++round)
-        EXPECT_TRUE(torch::equal(evaluate(tokens[i]), expected[i])) << i << ", " << round;
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  std::vector<Tensor> inputs;
+  for (int64_t i = 0; i < 2; ++i) inputs.push_back(run.Tokens(2000 + i).slice(1, 0, kLength - 1));
+  ExpectThreadsSeeWhatOneSees(run.model(), inputs);
 }
 
 // ---- What is refused ----------------------------------------------------------------------------

@@ -3,9 +3,6 @@
 // is compared bit by bit. The stand-in's checker judges what the attached run did to the device.
 
 #include <ATen/Functions.h>
-#include <c10/core/Event.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <offload/torch.h>
 #include <torch/autograd.h>
 #include <torch/nn/modules.h>
@@ -16,7 +13,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -205,7 +201,7 @@ class Training {
       loss.backward();
       See(seen, "loss", loss);
     }
-    if (step == 2) SeeGradients();
+    if (step == 2) SeeGradients(seen, *model_, StandinDevice());
     if (step == 1) FailToOverwrite();
     const double max_norm = step % 2 == 0 ? 0.1 : 1e6;
     See(seen, "norm",
@@ -213,25 +209,16 @@ class Training {
                  : ClipTogether(*model_, max_norm));
     if (step == 0) FailToOverwrite();  // clipped
     optimizer_->step();
-    if (step % 2 == 0) SeeGradients();
+    if (step % 2 == 0) SeeGradients(seen, *model_, StandinDevice());
     if (step == 1 && !recipe_.two_streams) {
       model_->zero_grad(/*set_to_none=*/false);  // which detaches them
     } else {
       optimizer_->zero_grad(/*set_to_none=*/step % 2 == 0);
     }
     if (step == 1) FailToOverwrite();  // zero
-    if (step == 1) Write();
+    if (step == 1) WriteWeights(*model_);
     const at::NoGradGuard no_grad;
     See(seen, "evaluation", InStream([&] { return Loss(1000); }));
-  }
-
-  void SeeGradients() {
-    for (const auto& item : model_->named_parameters()) {
-      const Tensor gradient = item.value().grad();
-      if (!gradient.defined()) continue;
-      EXPECT_EQ(gradient.device(), StandinDevice());
-      See(seen, item.key() + " gradient", gradient);
-    }
   }
 
   // Operators that throw instead of overwriting gradients, which stay what they are.
@@ -240,15 +227,6 @@ class Training {
       if (!parameter.grad().defined()) continue;
       EXPECT_ANY_THROW(parameter.mutable_grad().copy_(torch::zeros({3, 3, 3, 3})));
     }
-  }
-
-  // The trainer writes weights: all of one, and parts.
-  void Write() {
-    const at::NoGradGuard no_grad;
-    std::vector<Tensor> parameters = model_->parameters();
-    parameters[0].mul_(0.5);
-    parameters[1].fill_(0.25);
-    parameters[2].slice(0, 1, 3).copy_(torch::full_like(parameters[2].slice(0, 1, 3), 0.125));
   }
 
   void SeeState() {
@@ -289,21 +267,8 @@ class Training {
   template <typename Work>
   Tensor InStream(const Work& work) {
     if (!recipe_.two_streams) return work();
-    const c10::impl::VirtualGuardImpl guard(StandinDevice().type());
-    const c10::Stream present = guard.getStream(StandinDevice());
     if (!side_.has_value()) side_ = NewStandinStream();
-    c10::Event begun(StandinDevice().type()), done(StandinDevice().type());
-    begun.record(present);
-    begun.block(*side_);
-    Tensor result;
-    {
-      const c10::StreamGuard side(*side_);
-      result = work();
-    }
-    done.record(*side_);
-    done.block(present);
-    result.record_stream(present);
-    return result;
+    return offload::InStream(*side_, work);
   }
 
   const Recipe recipe_;
@@ -491,17 +456,10 @@ TEST(DeviceAttachTest, WeightsGoToFilesAndComeBack) {
   Training run({.name = "files"}, /*offloads=*/true);
   run.Step(0);
   run.engine().SaveWeights(folder);
-  Seen saved;
-  const auto see = [&](Seen& to) {
-    const at::NoGradGuard no_grad;
-    for (const auto& item : run.model().named_parameters()) See(to, item.key(), item.value() * 1);
-  };
-  see(saved);
+  const Seen saved = WeightsOf(run.model());
   run.Step(2);
   run.engine().LoadWeights(folder);
-  Seen loaded;
-  see(loaded);
-  ExpectEqual(saved, loaded);
+  ExpectEqual(saved, WeightsOf(run.model()));
 }
 
 // Two threads evaluate the model in a window that has room for one of them; both wait, and neither
@@ -509,23 +467,9 @@ TEST(DeviceAttachTest, WeightsGoToFilesAndComeBack) {
 TEST(DeviceAttachTest, ThreadsShareTheWindow) {
   Training run({.name = "threads"}, /*offloads=*/true);
   run.Step(0);
-  std::vector<Tensor> tokens, expected;
-  const auto evaluate = [&](const Tensor& of) {
-    const at::NoGradGuard no_grad;
-    return run.model().forward(of).cpu();
-  };
-  for (int64_t i = 0; i < 2; ++i) {
-    tokens.push_back(run.Tokens(2000 + i).slice(1, 0, kLength - 1));
-    expected.push_back(evaluate(tokens.back()));
-  }
-  std::vector<std::thread> threads;
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    threads.emplace_back([&, i] {
-      for (int round = 0; round < 3; ++round)
-        EXPECT_TRUE(torch::equal(evaluate(tokens[i]), expected[i])) << i << ", " << round;
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  std::vector<Tensor> inputs;
+  for (int64_t i = 0; i < 2; ++i) inputs.push_back(run.Tokens(2000 + i).slice(1, 0, kLength - 1));
+  ExpectThreadsSeeWhatOneSees(run.model(), inputs);
 }
 
 // What the device holds beside gpu_ram is what an operator uses: here a weight's gradient, a
