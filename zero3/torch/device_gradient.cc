@@ -261,7 +261,7 @@ bool DeviceGradient::IsFinite() {
     if (finite_.has_value()) return *finite_;
   }
   FinishWriting();
-  const bool finite = AreBytesFinite();
+  const bool finite = AreFinite(bytes());
   Lock lock(mutex());
   finite_ = finite;
   return finite;

@@ -722,13 +722,13 @@ void Gradient::NoteFinite() {
 }
 
 // On torch's threads, as the update that it stands in for would have read them.
-bool Gradient::AreBytesFinite() const {
+bool Gradient::AreFinite(const std::byte* values) const {
   constexpr int64_t kGrain = 1 << 16;
   const kernels::Dtype dtype = TrainedDtype(parameter_.scalar_type()).value();
   const uint64_t element_bytes = kernels::DtypeBytes(dtype);
   std::atomic<bool> finite = true;
   at::parallel_for(0, parameter_.numel(), kGrain, [&](int64_t begin, int64_t end) {
-    if (!kernels::AllFinite(dtype, bytes() + begin * element_bytes, end - begin))
+    if (!kernels::AllFinite(dtype, values + begin * element_bytes, end - begin))
       finite.store(false, std::memory_order_relaxed);
   });
   return finite.load(std::memory_order_relaxed);
@@ -742,7 +742,7 @@ bool Gradient::IsFinite() {
   }
   Pins pins;
   pins.Add(this, Access::kRead);
-  const bool finite = AreBytesFinite();
+  const bool finite = AreFinite(bytes());
   {
     Lock lock(mutex());
     finite_ = finite;

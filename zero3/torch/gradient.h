@@ -237,7 +237,8 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   virtual c10::DataPtr CopyBytes();
   virtual at::Tensor Norm(double p);
   virtual bool IsFinite();
-  bool AreBytesFinite() const;
+  // Whether as many values in memory of the host as the gradient has are.
+  bool AreFinite(const std::byte* values) const;
   void NoteFinite();
   // Of writes to the scratch file: lets go of the lock meanwhile.
   void FinishWriting(Lock& lock);

@@ -5,9 +5,7 @@
 
 #include <utility>
 
-#include "kernels/update.h"
 #include "zero3/torch/devices.h"
-#include "zero3/torch/dtypes.h"
 #include "zero3/torch/exchanged_parts.h"
 #include "zero3/torch/throw_status.h"
 
@@ -153,8 +151,7 @@ void SummedDeviceGradient::FinishWriting() {
 // Of what the trainer has written; the daemon looks at sums itself.
 bool SummedDeviceGradient::IsFinite() {
   ThrowIfLost();
-  const kernels::Dtype dtype = TrainedDtype(parameter_.scalar_type()).value();
-  return kernels::AllFinite(dtype, HostBytes(), parameter_.numel());
+  return AreFinite(HostBytes());
 }
 
 }  // namespace offload::zero3
