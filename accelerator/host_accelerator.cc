@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "accelerator/host_collectives.h"
 #include "base/check.h"
+#include "base/checked.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 
@@ -115,10 +116,10 @@ namespace {
 
 // What is page-locked has pages, also where nobody has touched it.
 void BringPages(const std::byte* bytes, size_t size_bytes, HostAccess access) {
-  const size_t page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const auto page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   const auto address = reinterpret_cast<uintptr_t>(bytes);
-  const uintptr_t begin = address / page_bytes * page_bytes;
-  const uintptr_t end = (address + size_bytes + page_bytes - 1) / page_bytes * page_bytes;
+  const uint64_t begin = AlignDown(address, page_bytes);
+  const uint64_t end = AlignUp(address + size_bytes, page_bytes);
   madvise(reinterpret_cast<void*>(begin), end - begin,
           access == HostAccess::kReadOnly ? MADV_POPULATE_READ : MADV_POPULATE_WRITE);
 }
