@@ -26,7 +26,7 @@ def _said():
 
 
 def cuda_of_this_rank():
-    """cuda:LOCAL_RANK; None where there is no CUDA. OFD-2001 where this rank has no device."""
+    """cuda:LOCAL_RANK, torch's current device from now on; None where there is no CUDA. OFD-2001 where this rank has no device."""
     if not torch.cuda.is_available():
         return None
     number, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -34,7 +34,8 @@ def cuda_of_this_rank():
         raise Error.of(2001, f"LOCAL_RANK is {number}, and CUDA shows {count} device{'s' if count > 1 else ''}",
                        "Start no more ranks than there are devices, or name one for all: OFFLOADD_DEVICE=cuda:0; with OFFLOADD_DEVICE=cpu models are "
                        "trained in the host's memory")
-    return torch.device("cuda", number)
+    torch.cuda.set_device(found := torch.device("cuda", number))
+    return found
 
 
 def uses_cuda():
@@ -59,7 +60,5 @@ def chosen():
     found = cuda_of_this_rank()
     if found is None:
         return None
-    if found.type == "cuda":
-        torch.cuda.set_device(found)
     _tell(str(found))
     return str(found)
