@@ -4,7 +4,7 @@ import re
 
 # The library speaks of C++; here its sentences are Python's.
 _WORDS = [
-    ("Use a torch operation, or Engine::gather first", "Use a torch operation, or offloadd.gather(parameter)"),
+    ("Use a torch operation, or Engine::Gather() first", "Use a torch operation, or offloadd.gather(parameter)"),
     ("in the trainer and set options.gradients = \"reduced_by_trainer\"",
      "in the script with attach(…, gradients=\"reduced_by_trainer\")"),
     ("Use the model while its offload::Engine lives", "Use the model before handle.close(), or attach it again: the job continues at its last step"),
