@@ -10,14 +10,14 @@ _runs = itertools.count()
 
 
 class Launch:
-    """One launch. `ranks[r]` is the Trainer of rank r; the first prints for all."""
+    """One launch. `ranks[r]` is the Trainer of rank r, with the variables of `environment` and `of_rank(r)`; the first prints for all."""
 
-    def __init__(self, train, world_size, arguments, environment=None):
+    def __init__(self, train, world_size, arguments, environment=None, of_rank=lambda rank: {}):
         run_id = f"launch{os.getpid()}-{next(_runs)}"
         self.ranks = [
             Trainer(train, arguments, {**(environment or {}), "RANK": str(rank), "LOCAL_RANK": str(rank),
                                        "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-                                       "TORCHELASTIC_RUN_ID": run_id})
+                                       "TORCHELASTIC_RUN_ID": run_id, **of_rank(rank)})
             for rank in range(world_size)
         ]
 

@@ -10,6 +10,7 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from battery import case, main, states_of
 
@@ -136,6 +137,25 @@ def checkpoint_inside_an_interval(run):
     handle.wait_durable()
     assert handle.statistics().get("durable_step", 2) == 2
     return told + run.train(model, optimizer, first=2)
+
+
+class SeesOperators(TorchDispatchMode):
+    """As what counts FLOPs or looks for races does."""
+    seen = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen += 1
+        return function(*args, **(kwargs or {}))
+
+
+@case
+def in_a_mode_that_sees_operators(run):
+    """Clipping is over lists of all gradients."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer, raw_access="error")
+    with SeesOperators() as mode:
+        return run.train(model, optimizer, clip=0.1, micro=2), mode.seen > 100
 
 
 @case

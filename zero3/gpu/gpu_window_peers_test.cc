@@ -84,8 +84,10 @@ class Rank {
       : rank_(rank), device_(options), slab_(slab), source_(slab), result_(kWeightBytes) {}
   ~Rank() { Close(); }
 
-  void Join(uint32_t world_size, const PeerGroup::Exchange& exchange, bool takes_part = true) {
-    auto joined = PeerGroup::Join(&device_, kWeights, {rank_, world_size, takes_part}, exchange);
+  void Join(uint32_t world_size, const PeerGroup::Exchange& exchange, bool takes_part = true,
+            bool asks = true) {
+    auto joined =
+        PeerGroup::Join(&device_, kWeights, {rank_, world_size, takes_part, asks}, exchange);
     ASSERT_TRUE(joined.ok()) << joined.status();
     group_ = std::move(joined->group);
     why_not_ = joined->why_not;
@@ -334,6 +336,9 @@ TEST(PeerGroupTest, NobodyTakesPartWhenTwoHaveOneDeviceOrOneIsToldNotTo) {
     told.Join(2, threads.ExchangeOf(number), /*takes_part=*/number == 0);
     EXPECT_EQ(told.group(), nullptr);
     EXPECT_THAT(told.why_not(), HasSubstr("rank 1: told not to"));
+    Rank given(&slab, number, OptionsOf(0, 1));
+    given.Join(2, threads.ExchangeOf(number), /*takes_part=*/true, /*asks=*/false);
+    EXPECT_NE(given.group(), nullptr) << given.why_not();
   });
 }
 

@@ -69,7 +69,7 @@ absl::StatusOr<PeerGroup::Joined> PeerGroup::Join(accelerator::Accelerator* acce
       int pid = 0;
       if (!absl::SimpleAtoi(who.first, &pid)) return absl::InternalError(ranks[rank]);
       group->pids_.push_back(pid);
-      if (rank != self.rank && !peers->CanAccess(who.second)) {
+      if (self.asks && rank != self.rank && !peers->CanAccess(who.second)) {
         return absl::UnavailableError(absl::StrCat(
             accelerator->Name(), " does not reach ", who.second,
             who.second == peers->Address() ? ", its own GPU, which ranks share, or have instances "

@@ -35,6 +35,7 @@ class PeerGroup {
   struct Rank {
     uint32_t rank = 0, world_size = 1;
     bool takes_part = true;  // otherwise no rank does
+    bool asks = true;        // whether its device reaches the others'; else it is taken as given
   };
 
   // Collective: all ranks get a group, or none does. Fails when the exchange does.

@@ -205,12 +205,13 @@ void DeviceMemory::Register(Attachment& attachment) {
 // each: so they ask each other now.
 void DeviceMemory::JoinPeers(Attachment& attachment, size_t tensor_count) {
   const char* const wish = std::getenv(kPeersVariable);
-  const bool takes_part = wish == nullptr || std::string_view(wish) != "off";
+  const std::string_view peers = wish == nullptr ? "" : wish;
   PeerGroup::Joined joined = ValueOrThrow(
       PeerGroup::Join(accelerator_.get(), kItemsPerTensor * tensor_count,
                       {.rank = attachment.rank(),
                        .world_size = attachment.world_size(),
-                       .takes_part = takes_part},
+                       .takes_part = peers != "off",
+                       .asks = peers != "always"},
                       [&](const std::string& says) { return attachment.session().Exchange(says); }),
       device_.str());
   peers_ = std::move(joined.group);

@@ -460,7 +460,8 @@ bool CopySeveral(const Verdict& verdict, const Uses& uses, torch::jit::Stack* st
 }
 
 // The keys that are left. The kernels of _foreach_* are loops on the CPU; those of a device take
-// the addresses of all tensors at once, so there, too, the CPU's run.
+// the addresses of all tensors at once, so there, too, the CPU's run. A mode in Python would take
+// the list to the device's kernel: it sees the operators of the loop instead.
 c10::DispatchKeySet BelowManaged(const Verdict& verdict, c10::DispatchKeySet keys) {
   const c10::DispatchKeySet below =
       keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kManagedKey);
@@ -470,7 +471,7 @@ c10::DispatchKeySet BelowManaged(const Verdict& verdict, c10::DispatchKeySet key
        {c10::BackendComponent::CUDABit, c10::BackendComponent::PrivateUse1Bit}) {
     on_cpu = on_cpu.remove_backend(backend);
   }
-  return on_cpu;
+  return on_cpu.remove(c10::DispatchKey::Python);
 }
 
 // Whether a mode of the trainer's in Python, or a class of tensors with operators of its own, is
