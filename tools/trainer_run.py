@@ -18,6 +18,8 @@ import threading
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+# A folder of tools/gpu_pack has its programs where a checkout has their sources.
+BUILT = os.path.join(ROOT, "bazel-bin") if os.path.exists(os.path.join(ROOT, "WORKSPACE")) else ROOT
 MIB = 1 << 20
 COMPUTE_SLOWDOWN = 1.3  # of arithmetic beside streaming: a step cannot beat max(io, 1.3 x compute)
 SETTLING_STEPS = 2  # the first steps record the order and fill memory
@@ -47,7 +49,7 @@ def add_model_arguments(parser, params, steps):
     parser.add_argument("--ranks", type=int, default=1,
                         help="processes that train the offloaded model together and share the step's micro-batches (default 1)")
     parser.add_argument("--nvme-path", help="a folder on the drive; build/ of this tree when left out")
-    parser.add_argument("--bin", default=os.path.join(ROOT, "bazel-bin"),
+    parser.add_argument("--bin", default=BUILT,
                         help="where the built programs are; they are built first when this is left out")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
 

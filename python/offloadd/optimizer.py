@@ -336,10 +336,23 @@ def put_step(optimizer, step):
     optimizer.step = step
 
 
+def _take_former_step(optimizer, args, kwargs):
+    """Before a step of the instance, torch's hook. A step() that somebody has taken from it when it had another class (Accelerate, with fp16) is
+    that class's: it gets no parameters, and the step of now for a closure."""
+    wrapper, own = sys._getframe(1), getattr(type(optimizer).step, "__wrapped__", None)
+    if wrapper.f_code is not _wrapper_code or wrapper.f_locals["func"] is own:
+        return None
+    former = object.__new__(type(optimizer)._class_of_copies)
+    former.__dict__.update(optimizer.__dict__, param_groups=[])
+    return (former, functools.partial(own, *args, **kwargs)), {}
+
+
 def swap_class(optimizer, cls):
     """The instance's class becomes one with another step()."""
     wrapped = optimizer.__dict__.pop("step", None)  # a scheduler's, made before: it would call the step of the former class
     optimizer.__class__ = cls
+    forget_former_steps(optimizer)
+    optimizer._former_steps = optimizer.register_step_pre_hook(_take_former_step)
     if wrapped is not None:
 
         @functools.wraps(cls.step)
@@ -347,6 +360,11 @@ def swap_class(optimizer, cls):
             return cls.step(optimizer, *args, **kwargs)
 
         put_step(optimizer, again)
+
+
+def forget_former_steps(optimizer):
+    if hook := optimizer.__dict__.pop("_former_steps", None):
+        hook.remove()
 
 
 def _check_own_step(optimizer):
@@ -497,6 +515,7 @@ class Part:
     def release(self):
         optimizer = self.optimizer
         optimizer.__class__ = type(optimizer)._offload_class
+        forget_former_steps(optimizer)
         optimizer.__dict__["state"] = collections.defaultdict(dict)
         del optimizer._offload_part
 

@@ -731,8 +731,8 @@ def graph_of_another_model(run):
 PRELUDE = {
     "cuda": """
 import json, os, sys, torch
-torch.use_deterministic_algorithms(True, warn_only=True)
-torch.utils.deterministic.fill_uninitialized_memory = False
+import host_steps
+host_steps.reproducible()
 DEVICE = "cuda:0"
 """, "cpu": """
 import json, os, sys, torch

@@ -139,6 +139,36 @@ def checkpoint_inside_an_interval(run):
     return told + run.train(model, optimizer, first=2)
 
 
+@case
+def step_that_was_taken_before(run):
+    """As Accelerate does for fp16; a scheduler has put its own around it. With hooks, and with a closure."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    scheduler = schedulers.StepLR(optimizer, 2)
+    step, seen = optimizer.step, []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    handle = run.attach(model, optimizer)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(float(model.head.weight.detach().sum())))
+    told = []
+    for number in range(4):
+        def closure():
+            loss = run.loss(model, number)
+            loss.backward()
+            return loss
+
+        if number % 2:
+            optimizer.step = lambda *arguments: step(*arguments)
+            told.append(optimizer.step(closure).item())
+            optimizer.step = step
+        else:
+            told.append(closure().item())
+            assert optimizer.step() is None
+        scheduler.step()
+        optimizer.zero_grad()
+    return told, seen, handle.step, states_of(optimizer)
+
+
 class SeesOperators(TorchDispatchMode):
     """As what counts FLOPs or looks for races does."""
     seen = 0

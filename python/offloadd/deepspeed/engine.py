@@ -1,6 +1,5 @@
 """deepspeed.initialize() and the engine that it gives."""
 
-import collections
 import contextlib
 import inspect
 import json
@@ -90,11 +89,9 @@ class _Settings:
 
 def _as_it_was(optimizer):
     """Undoes what attach() has done to the instance."""
-    cls = getattr(optimizer, "_offload_class", None)
-    if cls is not None:
-        optimizer.__class__ = cls
-        del optimizer._offload_part
-        optimizer.__dict__["state"] = collections.defaultdict(dict)
+    part = getattr(optimizer, "_offload_part", None)
+    if part is not None:
+        part.release()
 
 
 def _masters_of(optimizer):
