@@ -17,7 +17,7 @@ import weakref
 
 import torch
 
-from . import followers, in_memory, lightning_teardown, pickled, served, universal
+from . import beneath, followers, in_memory, lightning_teardown, pickled, served, universal
 from .beginning import Beginning, has_begun
 from .errors import Error
 from .library import Engine, is_disabled
@@ -380,10 +380,21 @@ class Handle:
                            "the other goes on in this process, with what it keeps in memory")
         self._check_once()
         named = with_strangers(names_of(models), self.optimizers)
-        served.check_arrays(named)
+        served.check_exported(named)
         served.check_not_shared(named)
-        served.tell_of_arrays(named)
-        served.give_own_memory(named, self._engine)
+        with beneath.apart(named):
+            self._attach_named(models, named, recipes, kinds, unfreeze, beside)
+        served.install()
+        served.install_serializers()
+        lightning_teardown.serve()
+        _run_eagerly()
+        for part in self._parts:
+            part.swap()
+            if part.is_foreign:
+                part.tell()
+
+    def _attach_named(self, models, named, recipes, kinds, unfreeze, beside):
+        served.give_own_memory(named, self._engine, beneath.is_over_a_source)
         destination = in_memory.destination_of(self.options)
         buffers = buffers_of(models, destination)
         buffers += buffers_beside(beside, buffers, destination)
@@ -423,14 +434,6 @@ class Handle:
             for model in models:
                 model._is_accelerate_prepared = True  # Accelerate leaves it alone
             _refuse_wrappers()
-        served.install()
-        served.install_serializers()
-        lightning_teardown.serve()
-        _run_eagerly()
-        for part in parts:
-            part.swap()
-            if part.is_foreign:
-                part.tell()
 
     def _may_grow(self):
         return self._running().world_size() == 1 and in_memory.destination_of(self.options) is None
@@ -481,14 +484,14 @@ class Handle:
         named = with_strangers(named, self.optimizers, had)
         new = [(name, parameter) for name, parameter in named if id(parameter) not in self._identities]
         self._part_from_former(new, {id(parameter) for _, parameter in named})
-        served.check_arrays(new)
+        served.check_exported(new)
         served.check_not_shared(new)
-        served.tell_of_arrays(new)
-        served.give_own_memory(new, engine)
-        buffers = buffers_of(models, destination)
-        buffers += buffers_beside(beside, buffers, destination)
-        engine.grow([name for name, _ in named], [parameter for _, parameter in named],
-                    [name for name, _ in buffers], [buffer for _, buffer in buffers])
+        with beneath.apart(new):
+            served.give_own_memory(new, engine, beneath.is_over_a_source)
+            buffers = buffers_of(models, destination)
+            buffers += buffers_beside(beside, buffers, destination)
+            engine.grow([name for name, _ in named], [parameter for _, parameter in named],
+                        [name for name, _ in buffers], [buffer for _, buffer in buffers])
         self._identities = self._identities | {id(parameter) for _, parameter in named}
         self._former = [*self._former, *self._parameters.values()]  # the identities are of objects that live
         self._parameters, self._by_storage = dict(named), None
@@ -820,6 +823,7 @@ class Handle:
             self._end_states()
         engine, self._engine = self._engine, None
         served.forget_replaced(self._identities)
+        followers.end(self._identities)
         for model in filter(None, (reference() for reference in self._models)):
             if _by_model.get(model) is self:
                 _by_model[model] = _Ended(self)
