@@ -35,14 +35,18 @@ def _noting_array(original):
     return call
 
 
+_TORCHS_OR_COPIED = (torch.UntypedStorage, torch.TypedStorage, list, tuple, int, float)
+
+
 def _noting_given(original):
     @functools.wraps(original)
     def call(*args, **kwargs):
         made = original(*args, **kwargs)
         source = args[0] if args else next(iter(kwargs.values()))
-        if type(made) is torch.Tensor and not isinstance(source, (torch.Tensor, list, tuple, int, float)) and made.device.type == "cpu":
+        if type(made) is torch.Tensor and not isinstance(source, _TORCHS_OR_COPIED) and made.device.type == "cpu":
             storage = made.untyped_storage()
-            if not storage.resizable():  # not torch's own memory
+            is_the_same = isinstance(source, torch.Tensor) and served.storage_of(source) == storage._cdata
+            if not storage.resizable() and not is_the_same:  # not torch's own memory
                 _given[storage] = source
         return made
 
@@ -60,20 +64,27 @@ torch.jit._builtins._register_builtin(torch.as_tensor, "aten::as_tensor")
 
 # ---- What is beneath ---------------------------------------------------------------------------
 
+def _is_array(owner):
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(owner, numpy.ndarray)
+
+
 def _owners_of(source):
     """It, and what it has its memory from, one after the other."""
     owners = []
     while source is not None:
         owners.append(source)
-        is_array = hasattr(source, "__array_interface__")
-        source = source.obj if isinstance(source, memoryview) else source.base if is_array else None
+        source = source.obj if isinstance(source, memoryview) else source.base if _is_array(source) else None
     return owners
 
 
 def _can_be_written(owner):
-    if hasattr(owner, "__array_interface__"):
+    if _is_array(owner):
         return owner.flags.writeable
-    return not (owner.readonly if isinstance(owner, memoryview) else isinstance(owner, bytes))
+    try:
+        return isinstance(owner, torch.Tensor) or not memoryview(owner).readonly
+    except TypeError:  # of another library, which shows its memory in a way of its own
+        return False
 
 
 def _extent(tensor):
@@ -119,7 +130,7 @@ class _Beneath:
                 self._closed.append(reference)
 
     def arrays(self):
-        return [owner for owner in self._owners if hasattr(owner, "__array_interface__")]
+        return [owner for owner in self._owners if _is_array(owner)]
 
     def _digest_now(self):
         return hashlib.blake2b(memoryview(self._memory.contiguous().reshape(-1).view(torch.uint8).numpy()), digest_size=16).digest()
@@ -138,12 +149,12 @@ class _Beneath:
 
     def check(self):
         if self.is_written():
-            raise Error.of(1601, f"an array or a buffer over the memory that parameter '{self.name}' had before attach() has been written since, which the "
+            raise Error.of(1601, f"an array or a buffer over the memory that parameter {self.name} had has been written since, which the "
                                  "parameter does not see", "Write into the parameter, p.copy_() under torch.no_grad()")
 
     def end(self):
         if self.is_held() and self.is_written():
-            _log.warning("offloadd: an array or a buffer over the memory that parameter %s had before attach() was written after the last step: the "
+            _log.warning("offloadd: an array or a buffer over the memory that parameter %s had was written after the last step: the "
                          "parameter did not see it", self.name)
         for reference in self._closed:
             array = reference()
@@ -184,6 +195,16 @@ def is_over_a_source(storage):
     """Whether its memory is an array's or a buffer's that can follow."""
     source = _given.get(storage)
     return source is not None and all(map(_can_be_written, _owners_of(source)))
+
+
+def follower_of(parameter):
+    """For an attached parameter that was given such memory, `p.data = torch.from_numpy(array)`, and is about to leave it; else None."""
+    storage = parameter.untyped_storage()
+    return _Beneath("of shape " + str(list(parameter.shape)), parameter, parameter, _owners_of(_given[storage])) if is_over_a_source(storage) else None
+
+
+served.is_of_others = lambda storage: storage in _given
+served.follower_of = follower_of
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from .errors import Error
 
 _arrays = {}  # (id of the parameter, offset, size, stride) -> _Array
 _vectors = {}  # id of the vector -> _Vector
-_beneath = []  # memory that parameters had before they were attached (beneath.py)
+_beneath = []  # memory that parameters had (beneath.py)
 parameter_over = bool  # a function: the parameter of an open job that is over the storage of a tensor, None when there is none
 
 
@@ -110,6 +110,15 @@ def refresh(identities):
             for each in _held():
                 if each.is_of(identities):
                     each.refresh()
+
+
+def forget(parameter):
+    """It has been given other memory."""
+    for key in [key for key in _arrays if key[0] == id(parameter)]:
+        del _arrays[key]
+    for each in [each for each in _beneath if each.is_of({id(parameter)})]:
+        _beneath.remove(each)
+        each.end()
 
 
 def end(identities):

@@ -300,6 +300,8 @@ def _new(original):
 
 _parameter_data = torch.nn.Parameter.data
 _replaced = {}  # id of a parameter -> _Replaced
+is_of_others = bool  # a function: whether the memory of a storage is an array's, or a buffer's
+follower_of = bool  # a function: what has such memory follow a parameter that is about to leave it
 is_attached = bool  # a function: whether a parameter is one of an open job, and not one that is being constructed
 
 
@@ -349,8 +351,8 @@ class _Replaced:
         given = self.given()
         if given is None or given is self.own or type(given) is not torch.Tensor or given.requires_grad or given._base is not None:
             return None
-        # Somebody else's memory: numpy's, a file's, another process's. Of CUDA torch says so of all.
-        if not given.untyped_storage().resizable() or (given.device.type == "cpu" and given.is_shared()):
+        # Somebody else's memory: numpy's, another process's. Of CUDA torch says so of all.
+        if is_of_others(given.untyped_storage()) or (given.device.type == "cpu" and given.is_shared()):
             return None
         # A second tensor beside the parameter's, and the object that asks.
         if storage_of(given) != storage_of(parameter) or torch._C._storage_Use_Count(storage_of(parameter)) != 3:
@@ -374,10 +376,14 @@ class _Replaced:
         if is_taken and not stays and follower is None:
             raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, too",
                            "Set the value with p.copy_(x) under torch.no_grad(), or keep no x")
+        followers.forget(parameter)
+        memory = follower_of(parameter) if not stays and parameter.device.type == "cpu" else None
         with torch.no_grad():
             self.own.copy_(parameter.detach())
         if not stays:
             _parameter_data.__set__(parameter, self.own)
+        if memory:
+            followers.add(memory)
         if follower is not None:  # both go on to be one
             _parameter_data.__set__(follower, self.own)
         return not stays

@@ -8,11 +8,12 @@ import sys
 import tempfile
 
 import numpy
+import safetensors.torch
 import torch
 from torch.optim import SGD, AdamW
 
 import offloadd
-from battery import case, main
+from battery import case, main, saved
 from offloadd import followers
 
 FP32 = {"types": ("fp32",)}
@@ -191,6 +192,83 @@ def arrays_follow_after_an_attach_that_failed(run):
     run.attach(model, optimizer)
     train(model, optimizer)
     return kept.tolist(), whole.tolist()
+
+
+def given_later(name, change):
+    """`change(model, step, kept)`: before a step, `p.data = …` with an array or a tensor that is kept."""
+
+    def function(run):
+        model = run.make(lambda: torch.nn.ModuleList([square(), square()]))
+        optimizer, kept, told = AdamW(model.parameters(), 1e-2, fused=True), {}, []
+        run.attach(model, optimizer)
+        for step in range(4):
+            change(model, step, kept)
+            train(model, optimizer, step, 1)
+            told.append({key: numpy.asarray(value).tolist() for key, value in kept.items()})
+        return told
+
+    function.__name__ = name
+    case(function, types=("fp32",))
+
+
+def _same_array_each_time(model, step, kept):
+    flat = kept.setdefault("flat", numpy.ones(32, "float32"))
+    flat[:] = 1 + step
+    for n, layer in enumerate(model):
+        layer.weight.data = torch.from_numpy(flat[16 * n:16 * n + 16].reshape(4, 4))
+
+
+def _one_array(model, step, kept):
+    if step == 1:
+        kept["array"] = drawn()
+        model[0].weight.data = torch.from_numpy(kept["array"])
+
+
+def _other_memory_than_an_array(model, step, kept):
+    if step == 0:
+        kept["array"] = model[0].weight.detach().numpy()
+    if step == 2:
+        model[0].weight.data = model[0].weight.data * 0.5
+
+
+def _put_back(model, step, kept):
+    if step == 0:
+        kept["array"] = model[0].weight.detach().numpy()
+    if step == 2:
+        own, model[0].weight.data = model[0].weight.data, torch.ones(4, 4)
+        model[0](torch.ones(1, 4))
+        model[0].weight.data = own
+
+
+def _loaded(model, step, kept):
+    if step == 1:
+        kept.update(saved(torch.nn.ModuleList([square(torch.from_numpy(drawn())), square()]).state_dict()))
+        for name, parameter in model.named_parameters():
+            parameter.data = kept[name]
+
+
+for change in (_same_array_each_time, _one_array, _other_memory_than_an_array, _put_back, _loaded):
+    given_later(f"data_given{change.__name__}", change)
+
+
+@case(**FP32)
+def dictionaries_that_a_model_was_made_of_follow(run):
+    model = run.make(lambda: torch.nn.ModuleList([square(), square(), square()]))
+    own = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    kept = safetensors.torch.load(safetensors.torch.save(own))
+    model.load_state_dict(kept, assign=True)
+    with tempfile.NamedTemporaryFile(dir=os.environ.get("TEST_TMPDIR"), suffix=".safetensors") as file:
+        safetensors.torch.save_file(own, file.name)
+        kept["1.weight"] = model[1].weight.data = safetensors.torch.load_file(file.name)["1.weight"]
+    kept["2.weight"] = saved(own)["2.weight"]
+    model[2].weight = Parameter(kept["2.weight"])
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    train(model, optimizer)
+    kept["0.weight"].mul_(0.5)
+    kept["2.weight"][1:3] = 1
+    train(model, optimizer, 2)
+    return sorted(kept.items()), model.state_dict()
 
 
 def written(name, build, write, **options):
