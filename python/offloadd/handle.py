@@ -352,6 +352,7 @@ class Handle:
         self.options = dict(options)
         self.job, self.nvme_path = _job_of(options), _pool_of(options)
         self._parts = []
+        self._versions = {}  # after the last step of this run
         self.last_step = 0  # when it was closed
         self.has_loaded_weights = False
         self._attach(models, unfreeze, beside)
@@ -545,7 +546,7 @@ class Handle:
         """A step of an optimizer that runs in this process."""
         self.settle()
         self._running().apply(self._kind, [[]], [self._idle_values], [False])
-        followers.refresh(self._identities)
+        self._end_step()
 
     def _in_process(self):
         return {id(parameter) for part in self._parts if part.is_foreign for parameter in parameters_of(part.optimizer)}
@@ -573,7 +574,24 @@ class Handle:
     def apply(self, kind, groups, values, counts):
         self.settle()
         self._running().apply(kind, groups, values, counts)
+        self._end_step()
+
+    def _end_step(self):
         followers.refresh(self._identities)
+        self._versions = self._versions_now()
+
+    def _versions_now(self):
+        """Of all that a step commits: which tensor it is, and how often it was written."""
+        return {name: (id(tensor), tensor._version) for name, tensor in [*self._parameters.items(), *self._reassigned.buffers()] if not tensor.is_inference()}
+
+    def _tell_of_writes(self):
+        """Of what was written after the last step, which no step will commit."""
+        now = self._versions_now() if self._versions else {}
+        written = [name for name, version in now.items() if self._versions.get(name, version) != version]
+        if written:
+            _log.warning("offloadd: job %s ends at step %d, and what the program has written since is not part of it: %s. A run that goes on has to "
+                         "write that anew, before its first step (docs/python.md, the handle)", self.job, self.last_step,
+                         ", ".join(written[:3]) + (f" and {len(written) - 3} more" if len(written) > 3 else ""))
 
     def foresee(self, kind, values):
         self._running().foresee(kind, values)
@@ -820,6 +838,7 @@ class Handle:
             return
         if os.getpid() == self._process:
             self.last_step = self._engine.step_count()
+            self._tell_of_writes()
             self._end_states()
         engine, self._engine = self._engine, None
         served.forget_replaced(self._identities)

@@ -2,7 +2,6 @@
 
 import array
 import ctypes
-import logging
 import os
 import sys
 import tempfile
@@ -13,7 +12,7 @@ import torch
 from torch.optim import SGD, AdamW
 
 import offloadd
-from battery import case, main, saved
+from battery import Lines, case, main, saved
 from offloadd import followers
 
 FP32 = {"types": ("fp32",)}
@@ -305,19 +304,6 @@ def arrays_are_read_only_while_the_job_is_open(run):
             pass
     run.end()
     whole[0] = 1
-
-
-class Lines:
-    """What is told meanwhile."""
-
-    def __enter__(self):
-        self._handler, lines = logging.Handler(), []
-        self._handler.emit = lambda record: lines.append(record.getMessage())
-        logging.getLogger("offloadd").addHandler(self._handler)
-        return lines
-
-    def __exit__(self, *_):
-        logging.getLogger("offloadd").removeHandler(self._handler)
 
 
 @case(**SMALL)

@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as schedulers
 
 import offloadd
-from battery import VOCABULARY, Transformer, case, main
+from battery import VOCABULARY, Lines, Transformer, case, main
 
 
 @case
@@ -880,19 +880,6 @@ def large_buffer_that_grows_is_refused(run):
     model.queue.resize_(1 << 18).zero_()
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
-
-
-class Lines:
-    """What is told meanwhile."""
-
-    def __enter__(self):
-        self._handler, lines = logging.Handler(), []
-        self._handler.emit = lambda record: lines.append(record.getMessage())
-        logging.getLogger("offloadd").addHandler(self._handler)
-        return lines
-
-    def __exit__(self, *_):
-        logging.getLogger("offloadd").removeHandler(self._handler)
 
 
 class LateMeans(torch.nn.Module):
