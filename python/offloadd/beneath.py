@@ -98,7 +98,7 @@ class _Beneath:
 
     def __init__(self, name, parameter, former, owners):
         """`former`: a tensor over it; `owners`: who keeps it."""
-        self.name, self._parameter, self._owners = name, weakref.ref(parameter), owners
+        self.name, self._parameter, self._owners = name, weakref.ref(parameter, lambda _: followers.drop(self)), owners
         begin, end = _extent(former)
         memory = _from_buffer((ctypes.c_uint8 * (end - begin)).from_address(begin), dtype=former.dtype)
         self._memory = memory.as_strided(former.size(), former.stride(), 0)
@@ -153,9 +153,11 @@ class _Beneath:
                                  "parameter does not see", "Write into the parameter, p.copy_() under torch.no_grad()")
 
     def end(self):
+        """It follows no more."""
         if self.is_held() and self.is_written():
             _log.warning("offloadd: an array or a buffer over the memory that parameter %s had was written after the last step: the "
                          "parameter did not see it", self.name)
+        self._owners = []
         for reference in self._closed:
             array = reference()
             with contextlib.suppress(ValueError):  # one over a tensor's own memory, of which numpy does not know

@@ -89,9 +89,9 @@ def add(beneath):
 
 
 def _held():
-    """Of the memory from before attach: that which somebody still has."""
+    """Of such memory: that which somebody still has."""
     for each in [each for each in _beneath if not each.is_held()]:
-        _beneath.remove(each)
+        drop(each)
     return list(_beneath)
 
 
@@ -112,17 +112,21 @@ def refresh(identities):
                     each.refresh()
 
 
+def drop(beneath):
+    """Its parameter is gone, has other memory, or is in no job any more."""
+    if beneath in _beneath:
+        _beneath.remove(beneath)
+        beneath.end()
+
+
 def forget(parameter):
     """It has been given other memory."""
     for key in [key for key in _arrays if key[0] == id(parameter)]:
         del _arrays[key]
-    for each in [each for each in _beneath if each.is_of({id(parameter)})]:
-        _beneath.remove(each)
-        each.end()
+    end({id(parameter)})
 
 
 def end(identities):
     """A job ends: what follows its parameters stays as it is."""
     for each in [each for each in _beneath if each.is_of(identities)]:
-        _beneath.remove(each)
-        each.end()
+        drop(each)

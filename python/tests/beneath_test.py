@@ -2,6 +2,7 @@
 
 import array
 import ctypes
+import gc
 import os
 import sys
 import tempfile
@@ -304,6 +305,23 @@ def arrays_are_read_only_while_the_job_is_open(run):
             pass
     run.end()
     whole[0] = 1
+
+
+@case(**SMALL)
+def arrays_outlive_a_model_that_is_gone(run):
+    whole, layer = drawn(), square()
+    kept = layer.weight.detach().numpy()
+    model = torch.nn.ModuleList([layer, square(torch.from_numpy(whole))])
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer)
+    train(model, optimizer)
+    run.handles.clear()
+    run.models.clear()
+    del layer, model, optimizer
+    gc.collect()
+    told = kept.tolist(), whole.tolist()
+    whole[0] = 1
+    return told
 
 
 @case(**SMALL)
