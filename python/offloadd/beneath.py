@@ -54,10 +54,10 @@ def _noting_given(original):
 
 
 _from_buffer = torch.frombuffer
-torch.Tensor.numpy = _noting_array(torch.Tensor.numpy)
+served.wrap(torch.Tensor, "numpy", _noting_array)
 _device._device_constructors()  # keeps, from now on, those that torch itself calls
 for _name in ("from_numpy", "as_tensor", "asarray", "frombuffer", "from_dlpack"):
-    setattr(torch, _name, _noting_given(getattr(torch, _name)))
+    served.wrap(torch, _name, _noting_given)
 torch.utils.dlpack.from_dlpack = torch.from_dlpack
 torch.jit._builtins._register_builtin(torch.as_tensor, "aten::as_tensor")
 

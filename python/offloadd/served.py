@@ -142,7 +142,6 @@ def _noting_storage(original):
     return call
 
 
-torch.Tensor.__dlpack__ = _noting_storage(torch.Tensor.__dlpack__)
 
 
 def check_exported(named):
@@ -445,9 +444,18 @@ def _into_memory(original):
     return call
 
 
-def _wrap(owner, name, make):
-    if hasattr(owner, name):
-        setattr(owner, name, make(getattr(owner, name)))
+def wrap(owner, name, make):
+    """Puts make(what a class or a module has by this name) in its place, where pickles find it."""
+    if not hasattr(owner, name):
+        return
+    made = make(getattr(owner, name))
+    if isinstance(made, types.FunctionType):
+        is_class = isinstance(owner, type)
+        made.__module__, made.__qualname__ = (owner.__module__, f"{owner.__qualname__}.{name}") if is_class else (owner.__name__, name)
+    setattr(owner, name, made)
+
+
+wrap(torch.Tensor, "__dlpack__", _noting_storage)
 
 
 def _wrap_by_name(owner, name, make):
@@ -463,26 +471,26 @@ def _wrap_by_name(owner, name, make):
 def install():
     """Once, with the first attach()."""
     tensor = torch.Tensor
-    _wrap(torch._tensor_str, "_tensor_str", _of_a_copy)  # the part of repr() that looks at the values
-    _wrap(tensor, "tolist", _of_a_copy)
-    _wrap(tensor, "numpy", _read_only)
-    _wrap(tensor, "__array__", _read_only)
-    _wrap(tensor, "__reduce_ex__", _pickled)
-    _wrap(tensor, "__deepcopy__", _deeply_copied)
+    wrap(torch._tensor_str, "_tensor_str", _of_a_copy)  # the part of repr() that looks at the values
+    wrap(tensor, "tolist", _of_a_copy)
+    wrap(tensor, "numpy", _read_only)
+    wrap(tensor, "__array__", _read_only)
+    wrap(tensor, "__reduce_ex__", _pickled)
+    wrap(tensor, "__deepcopy__", _deeply_copied)
     tensor.__copy__ = _copied_shallowly
-    _wrap(tensor, "new_tensor", _new_tensor)
-    _wrap(tensor, "new", _new)
-    _wrap(tensor, "data_ptr", _tensor_address)
+    wrap(tensor, "new_tensor", _new_tensor)
+    wrap(tensor, "new", _new)
+    wrap(tensor, "data_ptr", _tensor_address)
     Engine.leave_data()
-    _wrap(torch.nn.Parameter, "data", _replaceable)
-    _wrap(tensor, "__dlpack__", _refused_in_our_words)
-    _wrap(tensor, "share_memory_", _refuse_to_share)
-    _wrap(torch.UntypedStorage, "data_ptr", _storage_address)
-    _wrap(torch.UntypedStorage, "is_shared", _is_memory_shared)
+    wrap(torch.nn.Parameter, "data", _replaceable)
+    wrap(tensor, "__dlpack__", _refused_in_our_words)
+    wrap(tensor, "share_memory_", _refuse_to_share)
+    wrap(torch.UntypedStorage, "data_ptr", _storage_address)
+    wrap(torch.UntypedStorage, "is_shared", _is_memory_shared)
     _wrap_by_name(torch.nn.utils, "vector_to_parameters", _set_from_vector)
-    _wrap(torch.utils, "swap_tensors", _refuse_to_swap)
-    _wrap(torch.nn.RNNBase, "flatten_parameters", _unless_managed)
-    _wrap(torch, "load", _into_memory)
+    wrap(torch.utils, "swap_tensors", _refuse_to_swap)
+    wrap(torch.nn.RNNBase, "flatten_parameters", _unless_managed)
+    wrap(torch, "load", _into_memory)
     reducers = multiprocessing.reduction.ForkingPickler._extra_reducers  # torch's
     for kind in (torch.Tensor, torch.nn.Parameter):
         if kind in reducers:
@@ -555,4 +563,4 @@ def install_serializers():
         return
     if "safetensors" not in _serializers:
         _serializers.add("safetensors")
-        _wrap(module, "_to_ndarray", _of_a_copy)  # it follows the pointer there
+        wrap(module, "_to_ndarray", _of_a_copy)  # it follows the pointer there

@@ -4,6 +4,7 @@ import array
 import ctypes
 import gc
 import os
+import pickle
 import sys
 import tempfile
 
@@ -380,7 +381,10 @@ array_of_before("list_and_array_that_is_gone_before_attach", lambda m: m.head.we
 
 @case(**SMALL)
 def functions_that_make_tensors_of_arrays_are_torchs(run):
-    """Under a default device, and in scripts."""
+    """Under a default device, in scripts, and in pickles (a transform of data that other processes make)."""
+    run.attach(model := torch.nn.ModuleList([square()]), SGD(model.parameters(), 0.1))
+    for each in (torch.from_numpy, torch.as_tensor, torch.Tensor.numpy, torch.Tensor.tolist, torch.load, torch.nn.utils.vector_to_parameters):
+        assert pickle.loads(pickle.dumps(each)) is each
     with torch.device("meta"):
         told = [torch.as_tensor([1.0]).device.type, torch.frombuffer(bytearray(4), dtype=torch.float32).device.type]
     return told, torch.jit.script(plus_one)(torch.ones(2)).tolist(), torch.as_tensor(data=[1.0]).tolist()
