@@ -9,6 +9,7 @@ from .errors import Error
 
 _arrays = {}  # (id of the parameter, offset, size, stride) -> _Array
 _vectors = {}  # id of the vector -> _Vector
+_beneath = []  # memory that parameters had (beneath.py)
 parameter_over = bool  # a function: the parameter of an open job that is over the storage of a tensor, None when there is none
 
 
@@ -82,15 +83,50 @@ def follow_vector(vector, parameters):
         _vectors[id(vector)] = _Vector(vector, parameters)
 
 
+def add(beneath):
+    beneath.refresh()
+    _beneath.append(beneath)
+
+
+def _held():
+    """Of such memory: that which somebody still has."""
+    for each in [each for each in _beneath if not each.is_held()]:
+        drop(each)
+    return list(_beneath)
+
+
 def check():
     """Before a step: OFD-1601 where a program has written where parameters no longer are."""
-    for each in list(_vectors.values()):
+    for each in [*_vectors.values(), *_held()]:
         each.check()
 
 
 def refresh(identities):
     """After a step of the parameters with these ids."""
-    if _arrays or _vectors:
+    if _arrays or _vectors or _beneath:
         with torch.no_grad():
             for each in [*_arrays.values(), *_vectors.values()]:
                 each.refresh(identities)
+            for each in _held():
+                if each.is_of(identities):
+                    each.refresh()
+
+
+def drop(beneath):
+    """Its parameter is gone, has other memory, or is in no job any more."""
+    if beneath in _beneath:
+        _beneath.remove(beneath)
+        beneath.end()
+
+
+def forget(parameter):
+    """It has been given other memory."""
+    for key in [key for key in _arrays if key[0] == id(parameter)]:
+        del _arrays[key]
+    end({id(parameter)})
+
+
+def end(identities):
+    """A job ends: what follows its parameters stays as it is."""
+    for each in [each for each in _beneath if each.is_of(identities)]:
+        drop(each)

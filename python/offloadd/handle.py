@@ -17,7 +17,7 @@ import weakref
 
 import torch
 
-from . import followers, in_memory, lightning_teardown, pickled, served, universal
+from . import beneath, followers, in_memory, lightning_teardown, pickled, served, universal
 from .beginning import Beginning, has_begun
 from .errors import Error
 from .library import Engine, is_disabled
@@ -352,6 +352,7 @@ class Handle:
         self.options = dict(options)
         self.job, self.nvme_path = _job_of(options), _pool_of(options)
         self._parts = []
+        self._versions = {}  # after the last step of this run
         self.last_step = 0  # when it was closed
         self.has_loaded_weights = False
         self._attach(models, unfreeze, beside)
@@ -380,10 +381,21 @@ class Handle:
                            "the other goes on in this process, with what it keeps in memory")
         self._check_once()
         named = with_strangers(names_of(models), self.optimizers)
-        served.check_arrays(named)
+        served.check_exported(named)
         served.check_not_shared(named)
-        served.tell_of_arrays(named)
-        served.give_own_memory(named, self._engine)
+        with beneath.apart(named):
+            self._attach_named(models, named, recipes, kinds, unfreeze, beside)
+        served.install()
+        served.install_serializers()
+        lightning_teardown.serve()
+        _run_eagerly()
+        for part in self._parts:
+            part.swap()
+            if part.is_foreign:
+                part.tell()
+
+    def _attach_named(self, models, named, recipes, kinds, unfreeze, beside):
+        served.give_own_memory(named, self._engine, beneath.is_over_a_source)
         destination = in_memory.destination_of(self.options)
         buffers = buffers_of(models, destination)
         buffers += buffers_beside(beside, buffers, destination)
@@ -423,14 +435,6 @@ class Handle:
             for model in models:
                 model._is_accelerate_prepared = True  # Accelerate leaves it alone
             _refuse_wrappers()
-        served.install()
-        served.install_serializers()
-        lightning_teardown.serve()
-        _run_eagerly()
-        for part in parts:
-            part.swap()
-            if part.is_foreign:
-                part.tell()
 
     def _may_grow(self):
         return self._running().world_size() == 1 and in_memory.destination_of(self.options) is None
@@ -481,14 +485,14 @@ class Handle:
         named = with_strangers(named, self.optimizers, had)
         new = [(name, parameter) for name, parameter in named if id(parameter) not in self._identities]
         self._part_from_former(new, {id(parameter) for _, parameter in named})
-        served.check_arrays(new)
+        served.check_exported(new)
         served.check_not_shared(new)
-        served.tell_of_arrays(new)
-        served.give_own_memory(new, engine)
-        buffers = buffers_of(models, destination)
-        buffers += buffers_beside(beside, buffers, destination)
-        engine.grow([name for name, _ in named], [parameter for _, parameter in named],
-                    [name for name, _ in buffers], [buffer for _, buffer in buffers])
+        with beneath.apart(new):
+            served.give_own_memory(new, engine, beneath.is_over_a_source)
+            buffers = buffers_of(models, destination)
+            buffers += buffers_beside(beside, buffers, destination)
+            engine.grow([name for name, _ in named], [parameter for _, parameter in named],
+                        [name for name, _ in buffers], [buffer for _, buffer in buffers])
         self._identities = self._identities | {id(parameter) for _, parameter in named}
         self._former = [*self._former, *self._parameters.values()]  # the identities are of objects that live
         self._parameters, self._by_storage = dict(named), None
@@ -542,7 +546,7 @@ class Handle:
         """A step of an optimizer that runs in this process."""
         self.settle()
         self._running().apply(self._kind, [[]], [self._idle_values], [False])
-        followers.refresh(self._identities)
+        self._end_step()
 
     def _in_process(self):
         return {id(parameter) for part in self._parts if part.is_foreign for parameter in parameters_of(part.optimizer)}
@@ -570,7 +574,24 @@ class Handle:
     def apply(self, kind, groups, values, counts):
         self.settle()
         self._running().apply(kind, groups, values, counts)
+        self._end_step()
+
+    def _end_step(self):
         followers.refresh(self._identities)
+        self._versions = self._versions_now()
+
+    def _versions_now(self):
+        """Of all that a step commits: which tensor it is, and how often it was written."""
+        return {name: (id(tensor), tensor._version) for name, tensor in [*self._parameters.items(), *self._reassigned.buffers()] if not tensor.is_inference()}
+
+    def _tell_of_writes(self):
+        """Of what was written after the last step, which no step will commit."""
+        now = self._versions_now() if self._versions else {}
+        written = [name for name, version in now.items() if self._versions.get(name, version) != version]
+        if written:
+            _log.warning("offloadd: job %s ends at step %d, and what the program has written since is not part of it: %s. A run that goes on has to "
+                         "write that anew, before its first step (docs/python.md, the handle)", self.job, self.last_step,
+                         ", ".join(written[:3]) + (f" and {len(written) - 3} more" if len(written) > 3 else ""))
 
     def foresee(self, kind, values):
         self._running().foresee(kind, values)
@@ -817,9 +838,11 @@ class Handle:
             return
         if os.getpid() == self._process:
             self.last_step = self._engine.step_count()
+            self._tell_of_writes()
             self._end_states()
         engine, self._engine = self._engine, None
         served.forget_replaced(self._identities)
+        followers.end(self._identities)
         for model in filter(None, (reference() for reference in self._models)):
             if _by_model.get(model) is self:
                 _by_model[model] = _Ended(self)

@@ -93,6 +93,12 @@ class Reassigned:
         module = place()
         return dict(getattr(module, kind).items()).get(key) if module is not None else None  # of a ScriptModule no dictionary
 
+    def buffers(self):
+        """(name, tensor), as modules have them now."""
+        for name, places in self._places:
+            there = [now for now in (self._at(*place) for place in places) if now is not None]
+            yield name, next((each for each in there if each is not self._now[name]), self._now[name])
+
     def _tell(self, key, text):
         if key not in self._told:
             self._told.add(key)

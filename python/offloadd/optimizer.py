@@ -6,6 +6,7 @@ The class of the instance is swapped for a subclass of it: isinstance, repr, par
 
 import collections
 import copy
+import copyreg
 import functools
 import itertools
 import logging
@@ -231,7 +232,10 @@ class CopiedAsItWas:
         return {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
 
     def __reduce_ex__(self, protocol):
-        return _make_again, (self._class_of_copies, self.__getstate__(), list(self._each_master()))
+        if any(map(is_narrow, parameters_of(self))):
+            return _make_again, (self._class_of_copies, self.__getstate__(), list(self._each_master()))
+        state = {**self.__getstate__(), "state": collections.defaultdict(dict, self.state)}
+        return copyreg._reconstructor, (self._class_of_copies, object, None), state  # whoever loads it need not have this package
 
     def __deepcopy__(self, memo):
         made = self._class_of_copies.__new__(self._class_of_copies)

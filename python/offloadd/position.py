@@ -168,6 +168,11 @@ def epoch_of(kept, trainer):
     return kept["epoch"] + kept["batches"] / batches
 
 
+def _draws_elsewhere(trainer, batches):
+    """Whether processes that make batches begin at another place than the epoch. Data without an index are read from there in any case."""
+    return batches > 0 and trainer.args.dataloader_num_workers > 0 and not isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
+
+
 def follow(trainer, callback, kept_at):
     """Has the loop of the train() that follows begin where the job is, and callback.position follow it. `kept_at(step)`: what the job
     has kept of its position at that step of Trainer, or None."""
@@ -183,6 +188,10 @@ def follow(trainer, callback, kept_at):
         if kept is None and (trainer.state.epoch or 0) > 1 and not trainer.args.ignore_data_skip and start[0] == 0:
             _log.warning("offloadd: the data of the checkpoint have no length, and ended before its step: Trainer goes on elsewhere in them than "
                          "the run that wrote it. A job that is continued goes on where it was")
+        if kept is not None and _draws_elsewhere(trainer, callback.position.batches):
+            _log.warning("offloadd: %d batches of epoch %d are behind, and are not made again: random numbers that the data draw in the %d processes of "
+                         "dataloader_num_workers begin anew for the rest of the epoch, and are not those of a run that was not killed. With 0, or numbers "
+                         "that follow from the index, they are", callback.position.batches, callback.position.epoch + 1, trainer.args.dataloader_num_workers)
         return callback.position.epoch, callback.position.batches
 
     def load_numbers(*args, **kwargs):

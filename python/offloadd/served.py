@@ -5,7 +5,6 @@ pickles. Code that only compares addresses gets a number that tells storages apa
 the library serves, or, with raw_access="error", OFD-1603.
 """
 
-import bisect
 import collections
 import contextlib
 import copy
@@ -130,34 +129,7 @@ def _of_a_copy(original):
     return call
 
 
-# Arrays that were made of tensors in memory, by id: they go on to point where a tensor was.
-_arrays = weakref.WeakValueDictionary()
-
-
-def _noted(original):
-    @functools.wraps(original)
-    def call(self, *args, **kwargs):
-        array = original(self, *args, **kwargs)
-        _arrays[id(array)] = array
-        return array
-
-    return call
-
-
-torch.Tensor.numpy = _noted(torch.Tensor.numpy)
-
-_arrays_of_tensors = weakref.WeakValueDictionary()  # the other way round: those that tensors were made over, by id
 _exported = weakref.WeakSet()  # storages of which there was a DLPack
-
-
-def _noting_array(original):
-    @functools.wraps(original)
-    def call(array):
-        made = original(array)
-        _arrays_of_tensors[id(array)] = array
-        return made
-
-    return call
 
 
 def _noting_storage(original):
@@ -170,25 +142,9 @@ def _noting_storage(original):
     return call
 
 
-torch.from_numpy = _noting_array(torch.from_numpy)
-torch.Tensor.__dlpack__ = _noting_storage(torch.Tensor.__dlpack__)
 
 
-def tell_of_arrays(named):
-    """Of numpy arrays that trained parameters were made over, and that somebody still has: they do not follow them any more."""
-    arrays = {array.__array_interface__["data"][0]: array for array in list(_arrays_of_tensors.values()) if array.nbytes}
-    for name, parameter in named if arrays else ():
-        if parameter.device.type != "cpu" or managed(parameter) or not parameter.numel() or not parameter.requires_grad:
-            continue
-        array, owners = arrays.get(parameter.untyped_storage().data_ptr()), 4  # that of the storage, `arrays`, `array`, and the question
-        while array is not None and sys.getrefcount(array) <= owners:
-            array, owners = array.base, 3
-        if array is not None:
-            _log.warning("offloadd: parameter %s was made over a numpy array (torch.from_numpy()) that is still there: the array keeps what it has now, and "
-                         "does not see what is trained", name)
-
-
-def _check_exported(named):
+def check_exported(named):
     """OFD-1601 where others have the memory of a parameter by DLPack."""
     if not _exported:
         return
@@ -201,24 +157,10 @@ def _check_exported(named):
                            "Give them a copy, p.detach().clone(), or do so after attach()")
 
 
-def check_arrays(named):
-    """OFD-1601 where a numpy array, or what was made by DLPack, is over the memory of a parameter that is to be attached: it would point to memory
-    that is free."""
-    _check_exported(named)
-    begins = sorted(array.__array_interface__["data"][0] for array in list(_arrays.values()) if array.nbytes)
-    for name, parameter in named if begins else ():
-        if parameter.device.type != "cpu" or managed(parameter) or not parameter.numel():
-            continue
-        storage = parameter.untyped_storage()
-        first = bisect.bisect_left(begins, storage.data_ptr())
-        if first < len(begins) and begins[first] < storage.data_ptr() + storage.nbytes():
-            raise Error.of(1601, f"a numpy array is over the memory of parameter '{name}' (numpy() before attach()), which will be elsewhere",
-                           "Keep a copy, p.detach().numpy().copy(), or make the array after attach()")
-
-
-def give_own_memory(named, engine):
+def give_own_memory(named, engine, may_part):
     """Parameters that are parts of a larger tensor which nothing else uses, as `torch.nn.Parameter(weight[:n])` makes them, get memory of their
-    own, one after the other; those that were constructed in an init() outside of memory. Others stay as they are, and are refused."""
+    own, one after the other; those that were constructed in an init() outside of memory. Others stay as they are, and are refused. `may_part`: whether
+    they may leave a storage whose memory is not torch's."""
     by_storage = {}
     for _, parameter in named:
         if parameter.device.type != "meta" and parameter.layout == torch.strided and parameter.numel() and not is_attached(parameter):
@@ -231,7 +173,7 @@ def give_own_memory(named, engine):
         # The object that asks is one of both: that of the parameter's storage, of which Python has one, with a reference of torch's.
         is_used = torch._C._storage_Use_Count(storage._cdata) > len(parts) + 1 or sys.getrefcount(storage) > 3
         overlap = any(one.storage_offset() + one.numel() > next_.storage_offset() for one, next_ in zip(parts, parts[1:]))
-        if is_used or overlap or not storage.resizable() or len({part.dtype for part in parts}) > 1:
+        if is_used or overlap or not (storage.resizable() or may_part(storage)) or len({part.dtype for part in parts}) > 1:
             continue
         for part in parts:
             is_constructed = managed(part)
@@ -253,15 +195,20 @@ def _shared_memory():
     return [tuple(int(each, 16) for each in place.split("-")) for place, flags in places if flags.endswith("s")]
 
 
-def check_not_shared(named):
-    """OFD-1603 for parameters that other processes, or a file, are to follow: what is trained would not reach them."""
-    mapped = [(name, p) for name, p in named if p.device.type == "cpu" and p.numel() and not managed(p) and p.untyped_storage().is_shared()]
-    places = _shared_memory() if mapped else ()  # files may be mapped privately (torch.load(mmap=True))
-    for name, parameter in mapped:
+def refuse_shared(named):
+    """OFD-1603 where others, or a file, have the memory of a parameter: what is trained would not reach them."""
+    places = _shared_memory() if named else ()  # files may be mapped privately (torch.load(mmap=True))
+    for name, parameter in named:
         address = parameter.untyped_storage().data_ptr()
         if any(begin <= address < end for begin, end in places):
-            raise Error.of(1603, f"parameter '{name}' is in memory that is shared with other processes (share_memory(), or torch.multiprocessing): "
-                                 "they would not see how it is trained", "Attach a copy, copy.deepcopy(model), or train this model in memory")
+            raise Error.of(1603, f"parameter '{name}' is in memory that is shared with other processes or a file (share_memory(), torch.multiprocessing, "
+                                 "numpy.memmap): they would not see how it is trained",
+                           "Attach a copy, copy.deepcopy(model), or train this model in memory")
+
+
+def check_not_shared(named):
+    """OFD-1603 for parameters that torch has put where other processes see them."""
+    refuse_shared([(name, p) for name, p in named if p.device.type == "cpu" and p.numel() and not managed(p) and p.untyped_storage().is_shared()])
 
 
 def _read_only(original):
@@ -352,6 +299,8 @@ def _new(original):
 
 _parameter_data = torch.nn.Parameter.data
 _replaced = {}  # id of a parameter -> _Replaced
+is_of_others = bool  # a function: whether the memory of a storage is an array's, or a buffer's
+follower_of = bool  # a function: what has such memory follow a parameter that is about to leave it
 is_attached = bool  # a function: whether a parameter is one of an open job, and not one that is being constructed
 
 
@@ -401,8 +350,8 @@ class _Replaced:
         given = self.given()
         if given is None or given is self.own or type(given) is not torch.Tensor or given.requires_grad or given._base is not None:
             return None
-        # Somebody else's memory: numpy's, a file's, another process's. Of CUDA torch says so of all.
-        if not given.untyped_storage().resizable() or (given.device.type == "cpu" and given.is_shared()):
+        # Somebody else's memory: numpy's, another process's. Of CUDA torch says so of all.
+        if is_of_others(given.untyped_storage()) or (given.device.type == "cpu" and given.is_shared()):
             return None
         # A second tensor beside the parameter's, and the object that asks.
         if storage_of(given) != storage_of(parameter) or torch._C._storage_Use_Count(storage_of(parameter)) != 3:
@@ -426,10 +375,14 @@ class _Replaced:
         if is_taken and not stays and follower is None:
             raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, too",
                            "Set the value with p.copy_(x) under torch.no_grad(), or keep no x")
+        followers.forget(parameter)
+        memory = follower_of(parameter) if not stays and parameter.device.type == "cpu" else None
         with torch.no_grad():
             self.own.copy_(parameter.detach())
         if not stays:
             _parameter_data.__set__(parameter, self.own)
+        if memory:
+            followers.add(memory)
         if follower is not None:  # both go on to be one
             _parameter_data.__set__(follower, self.own)
         return not stays
@@ -491,9 +444,18 @@ def _into_memory(original):
     return call
 
 
-def _wrap(owner, name, make):
-    if hasattr(owner, name):
-        setattr(owner, name, make(getattr(owner, name)))
+def wrap(owner, name, make):
+    """Puts make(what a class or a module has by this name) in its place, where pickles find it."""
+    if not hasattr(owner, name):
+        return
+    made = make(getattr(owner, name))
+    if isinstance(made, types.FunctionType):
+        is_class = isinstance(owner, type)
+        made.__module__, made.__qualname__ = (owner.__module__, f"{owner.__qualname__}.{name}") if is_class else (owner.__name__, name)
+    setattr(owner, name, made)
+
+
+wrap(torch.Tensor, "__dlpack__", _noting_storage)
 
 
 def _wrap_by_name(owner, name, make):
@@ -509,26 +471,26 @@ def _wrap_by_name(owner, name, make):
 def install():
     """Once, with the first attach()."""
     tensor = torch.Tensor
-    _wrap(torch._tensor_str, "_tensor_str", _of_a_copy)  # the part of repr() that looks at the values
-    _wrap(tensor, "tolist", _of_a_copy)
-    _wrap(tensor, "numpy", _read_only)
-    _wrap(tensor, "__array__", _read_only)
-    _wrap(tensor, "__reduce_ex__", _pickled)
-    _wrap(tensor, "__deepcopy__", _deeply_copied)
+    wrap(torch._tensor_str, "_tensor_str", _of_a_copy)  # the part of repr() that looks at the values
+    wrap(tensor, "tolist", _of_a_copy)
+    wrap(tensor, "numpy", _read_only)
+    wrap(tensor, "__array__", _read_only)
+    wrap(tensor, "__reduce_ex__", _pickled)
+    wrap(tensor, "__deepcopy__", _deeply_copied)
     tensor.__copy__ = _copied_shallowly
-    _wrap(tensor, "new_tensor", _new_tensor)
-    _wrap(tensor, "new", _new)
-    _wrap(tensor, "data_ptr", _tensor_address)
+    wrap(tensor, "new_tensor", _new_tensor)
+    wrap(tensor, "new", _new)
+    wrap(tensor, "data_ptr", _tensor_address)
     Engine.leave_data()
-    _wrap(torch.nn.Parameter, "data", _replaceable)
-    _wrap(tensor, "__dlpack__", _refused_in_our_words)
-    _wrap(tensor, "share_memory_", _refuse_to_share)
-    _wrap(torch.UntypedStorage, "data_ptr", _storage_address)
-    _wrap(torch.UntypedStorage, "is_shared", _is_memory_shared)
+    wrap(torch.nn.Parameter, "data", _replaceable)
+    wrap(tensor, "__dlpack__", _refused_in_our_words)
+    wrap(tensor, "share_memory_", _refuse_to_share)
+    wrap(torch.UntypedStorage, "data_ptr", _storage_address)
+    wrap(torch.UntypedStorage, "is_shared", _is_memory_shared)
     _wrap_by_name(torch.nn.utils, "vector_to_parameters", _set_from_vector)
-    _wrap(torch.utils, "swap_tensors", _refuse_to_swap)
-    _wrap(torch.nn.RNNBase, "flatten_parameters", _unless_managed)
-    _wrap(torch, "load", _into_memory)
+    wrap(torch.utils, "swap_tensors", _refuse_to_swap)
+    wrap(torch.nn.RNNBase, "flatten_parameters", _unless_managed)
+    wrap(torch, "load", _into_memory)
     reducers = multiprocessing.reduction.ForkingPickler._extra_reducers  # torch's
     for kind in (torch.Tensor, torch.nn.Parameter):
         if kind in reducers:
@@ -601,4 +563,4 @@ def install_serializers():
         return
     if "safetensors" not in _serializers:
         _serializers.add("safetensors")
-        _wrap(module, "_to_ndarray", _of_a_copy)  # it follows the pointer there
+        wrap(module, "_to_ndarray", _of_a_copy)  # it follows the pointer there

@@ -11,6 +11,7 @@ seen. It is run in memory once per type, and offloaded with the least memory tha
 import contextlib
 import gc
 import io
+import logging
 import os
 import shutil
 import sys
@@ -235,6 +236,19 @@ class Run:
 
 
 _floors = {}
+
+
+class Lines:
+    """What is told meanwhile."""
+
+    def __enter__(self):
+        self._handler, lines = logging.Handler(), []
+        self._handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("offloadd").addHandler(self._handler)
+        return lines
+
+    def __exit__(self, *_):
+        logging.getLogger("offloadd").removeHandler(self._handler)
 
 
 def saved(data, **options):

@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 import offloadd
-from battery import Transformer, case, copied_states_of, difference, main, saved
+from battery import Lines, Transformer, case, copied_states_of, difference, main, saved
 
 FP32 = {"types": ("fp32",)}
 REFUSED = {"types": ("fp32",), "memory": ("floor",)}
@@ -829,6 +829,70 @@ def vector_to_parameters_imported_by_its_name(run):
     vector_to_parameters(vector, model.parameters())
     told += run.train(model, optimizer, first=3)
     return told, vector
+
+
+class Means(torch.nn.Module):
+    """One buffer is written in place, another is assigned."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(0)
+        return self.norm(self.layer(x) - self.mean)
+
+
+@case(types=("fp32",))
+def average_that_is_written_behind_the_last_step(run):
+    """It is told of, and what a run that goes on writes anew is the same."""
+
+    def begin():
+        model = run.make(Means)
+        average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+        average.requires_grad_(False)
+        optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+        handle = run.attach([model, average], optimizer, job="average")
+        return model, average, optimizer, handle
+
+    def step(model, average, optimizer, number):
+        model(torch.randn(8, 8, generator=torch.Generator().manual_seed(number))).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+
+    model, average, optimizer, handle = begin()
+    for number in range(3):
+        step(model, average, optimizer, number)
+    if run.offloaded:
+        with Lines() as lines:
+            run.end()
+        assert any("ends at step 3" in line and "1/module." in line for line in lines), lines
+        model, average, optimizer, handle = begin()
+        average.update_parameters(model)
+    for number in range(3, 5):
+        step(model, average, optimizer, number)
+    return [value.clone() for value in average.state_dict().values()]
+
+
+@case(types=("fp32",), memory=("floor",))
+def only_what_is_written_behind_the_last_step_is_told_of(run):
+    if not run.offloaded:
+        return
+    for write, names in ((lambda model: model.eval()(torch.ones(8, 8)), ""), (lambda model: model(torch.ones(8, 8)), "mean, norm.num_batches_tracked"),
+                         (lambda model: torch.nn.init.zeros_(model.layer.bias), "layer.bias")):
+        model = run.make(Means)
+        optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+        run.attach(model, optimizer)
+        model(torch.randn(8, 8)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.state_dict(), model.state_dict(), [repr(p) for p in model.parameters()]
+        write(model)
+        with Lines() as lines:
+            run.end()
+        assert [line.split("not part of it: ")[1].split(". A run")[0] for line in lines if "has written since" in line] == [names] * bool(names), lines
 
 
 if __name__ == "__main__":

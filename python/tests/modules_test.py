@@ -6,14 +6,13 @@ import os
 import sys
 import tempfile
 
-import numpy
 import safetensors.torch
 import torch
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as schedulers
 
 import offloadd
-from battery import VOCABULARY, Transformer, case, main
+from battery import VOCABULARY, Lines, Transformer, case, main
 
 
 @case
@@ -883,19 +882,6 @@ def large_buffer_that_grows_is_refused(run):
     optimizer.step()
 
 
-class Lines:
-    """What is told meanwhile."""
-
-    def __enter__(self):
-        self._handler, lines = logging.Handler(), []
-        self._handler.emit = lambda record: lines.append(record.getMessage())
-        logging.getLogger("offloadd").addHandler(self._handler)
-        return lines
-
-    def __exit__(self, *_):
-        logging.getLogger("offloadd").removeHandler(self._handler)
-
-
 class LateMeans(torch.nn.Module):
     """Buffers that the first forward pass makes."""
 
@@ -931,27 +917,6 @@ def buffers_that_are_made_later_are_told_of(run):
     if run.offloaded:
         assert [line.split()[2] for line in lines if "was not there" in line] == ["mean", "count"], lines
     return told, model.mean, model.count
-
-
-@case(types=("fp32",))
-def arrays_that_parameters_were_made_over_are_told_of(run):
-    """Where somebody has them who could look, and the parameter is trained."""
-    model = run.make(lambda: torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in ("kept", "part", "frozen", "gone")}))
-    kept = {name: numpy.full((8, 4), 0.5, "float32") for name in ("kept", "part", "frozen")}
-    kept["kept"] = kept["kept"][:4].copy()
-    model["kept"].weight = torch.nn.Parameter(torch.from_numpy(kept["kept"]))
-    model["part"].weight.data = torch.from_numpy(kept["part"].reshape(8, 4)[:4])
-    model["frozen"].weight = torch.nn.Parameter(torch.from_numpy(kept["frozen"][:4]), requires_grad=False)
-    model["gone"].weight = torch.nn.Parameter(torch.from_numpy(numpy.full((4, 4), 0.5, "float32")))
-    optimizer = SGD(model.parameters(), 0.1)
-    with Lines() as lines:
-        run.attach(model, optimizer)
-    if run.offloaded:
-        assert [line.split()[2] for line in lines if "numpy array" in line] == ["kept.weight", "part.weight"], lines
-    for _ in range(2):
-        sum(layer(torch.ones(1, 4)).pow(2).sum() for layer in model.values()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @case(types=("fp32", "bf16"))

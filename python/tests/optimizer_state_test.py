@@ -3,6 +3,7 @@
 import collections
 import copy
 import functools
+import pickle
 import sys
 
 import torch
@@ -329,6 +330,25 @@ left_by_its_group("all_cleared", with_adamw, lambda optimizer, parameters: all_g
 left_by_its_group("all_kept", with_adamw, lambda optimizer, parameters: all_groups_anew(optimizer, parameters, lambda o: None))
 left_by_its_group("all_removed", with_momentum, lambda optimizer, parameters: all_groups_anew(
     optimizer, parameters, lambda o: [o.state.pop(each) for each in parameters] and None))
+
+
+@case(types=("fp32",))
+def pickles_are_plain_torchs(run):
+    """Whoever loads them needs nothing but torch."""
+    told = []
+    for make in (functools.partial(AdamW, lr=1e-2, fused=True), functools.partial(SGD, lr=0.1, momentum=0.9), functools.partial(torch.optim.NAdam, lr=1e-2)):
+        model = run.model()
+        optimizer = make(model.parameters())
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+        run.attach(model, optimizer)
+        run.train(model, optimizer, scheduler=scheduler)
+        for protocol in (2, pickle.HIGHEST_PROTOCOL):
+            assert b"offloadd" not in (written := pickle.dumps((model, optimizer, scheduler), protocol))
+            copied = pickle.loads(written)
+            assert type(copied[1].state) is collections.defaultdict
+            told.append(run.train(copied[0], copied[1], first=3, scheduler=copied[2]))
+        told.append(run.train(model, optimizer, first=3, scheduler=scheduler))
+    return told
 
 
 if __name__ == "__main__":

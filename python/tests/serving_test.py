@@ -335,28 +335,6 @@ def arrays_of_other_functions_are_read_only(run):
     return told, weight.tolist()
 
 
-def array_of_before(name, look, **options):
-    """Arrays over the memory that a parameter had: it is another's after attach()."""
-
-    def function(run):
-        model = run.model()
-        kept = look(model)
-        run.attach(model, SGD(model.parameters(), 0.1))
-        return kept
-
-    function.__name__ = name
-    case(function, types=("fp32",), memory=("floor",), **options)
-
-
-array_of_before("array_of_before_attach_is_refused", lambda m: m.head.weight.detach().numpy(), refused=1601)
-array_of_before("part_of_an_array_of_before_attach_is_refused", lambda m: numpy.asarray(m.blocks[0].qkv.weight.data)[3:5, 7:], refused=1601)
-array_of_before("tensor_over_an_array_of_before_attach_is_refused", lambda m: torch.from_numpy(m.norm.bias.detach().numpy()), refused=1601)
-array_of_before("dlpack_of_before_attach_is_refused", lambda m: torch.from_dlpack(m.norm.bias.detach()), refused=1601)
-array_of_before("dlpack_that_is_gone_before_attach", lambda m: torch.from_dlpack(m.norm.bias.detach()).sum().item())
-array_of_before("copied_array_of_before_attach", lambda m: m.head.weight.detach().numpy().copy().tolist())
-array_of_before("list_and_array_that_is_gone_before_attach", lambda m: m.head.weight.detach().numpy().sum().item())
-
-
 @case(types=("fp32",), memory=("floor",), refused=1603)
 def model_that_was_shared_before_attach_is_refused(run):
     model = run.model()

@@ -1,6 +1,7 @@
 """Trainers of others: Hugging Face's, Accelerate, Lightning, and scripts that know of nothing."""
 
 import json
+import logging
 import os
 import random
 import re
@@ -346,6 +347,34 @@ stopped_before_what_was_due("stopped_where_a_callback_ends_the_epoch", 3, others
 # The order of an epoch is drawn from the random numbers at its beginning.
 stopped_before_what_was_due("stopped_in_an_epoch_of_samples_grouped_by_their_length", 3, train_sampling_strategy="group_by_length",
                             dataloader_num_workers=1, gradient_accumulation_steps=3, max_steps=6)
+
+
+class MaskedStream(torch.utils.data.IterableDataset):
+    """Several processes make it, each a part, and draw random numbers."""
+
+    def __iter__(self):
+        process = torch.utils.data.get_worker_info()
+        return (Masks()[i] for i in range(process.id, 12, process.num_workers))
+
+
+stopped_before_what_was_due("stopped_with_processes_that_draw_random_numbers", 4, data=MaskedStream, dataloader_num_workers=2, max_steps=8)
+
+
+@case(types=("fp32",), memory=("floor",))
+def random_numbers_of_processes_that_begin_anew_are_told_of(run):
+    if not run.offloaded:
+        return
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("offloadd").addHandler(handler)
+    try:
+        for more, workers, is_told in ([StopAt(3)], 1, False), ([StopAt(5)], 1, True), ([StopAt(9)], 0, False):
+            lines.clear()
+            fit(run, run.make(gpt2), more=more, data=Masks, dataloader_num_workers=workers, max_steps=-1, num_train_epochs=2)
+            run.end()
+            assert any("dataloader_num_workers" in line for line in lines) == is_told, (more[0].step, lines)
+    finally:
+        logging.getLogger("offloadd").removeHandler(handler)
 
 
 @case(**FP32)
