@@ -1,5 +1,6 @@
 """Trainers of others: Hugging Face's, Accelerate, Lightning, and scripts that know of nothing."""
 
+import copy
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 import types
+import unittest
 
 import torch
 
@@ -172,6 +174,38 @@ def interrupted_and_continued_without_a_checkpoint(run):
     for handle in offloadd.handles():
         handle.close()
     return fit(run, run.make(llama))[1][-2]
+
+
+class Average(transformers.TrainerCallback):
+    """As those of public repositories, and TRL's reference model that follows."""
+
+    def __init__(self, model):
+        self.trained, self.average = model, copy.deepcopy(model)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        for its, average in zip(self.trained.parameters(), self.average.parameters()):
+            average.data.lerp_(its.data, 0.5)
+
+
+@case(types=("fp32",), memory=("floor",))
+def model_that_a_callback_keeps_begins_anew_and_is_told_of(run):
+    def fit_with_average(*more):
+        model = run.make(llama)
+        return fit(run, model, more=[Average(model), *more])
+
+    if not run.offloaded:
+        return fit_with_average()[1][-2]
+    try:
+        fit_with_average(Stop())
+    except KeyboardInterrupt:
+        pass
+    for handle in offloadd.handles():
+        handle.close()
+    with unittest.TestCase().assertLogs("offloadd", "WARNING") as said:
+        told = fit_with_average()[1][-2]
+    assert [line for line in said.output if "that Average has as 'average'" in line and "after step 3" in line], said.output
+    assert not any("'trained'" in line for line in said.output), said.output
+    return told
 
 
 @case(types=("fp32",), memory=("floor",))
@@ -887,7 +921,7 @@ print(json.dumps([told, hasattr(trainer.optimizers[0], "_offload_part")]))
 
 # The first module that is called is one inside of the model; another model is trained beside it; both have buffers.
 BESIDE = """
-import json, os, sys, torch
+import copy, json, os, sys, torch
 begin, end, kept = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 class Model(torch.nn.Module):
@@ -904,7 +938,7 @@ class Model(torch.nn.Module):
 
 torch.manual_seed(0)
 model, critic = Model(), torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
-average = torch.optim.swa_utils.AveragedModel(critic)
+average, target = torch.optim.swa_utils.AveragedModel(critic), copy.deepcopy(model)
 optimizer = torch.optim.AdamW([*critic.parameters(), *model.parameters()], 1e-2, fused=True)
 if os.path.exists(kept):
     model.load_state_dict(torch.load(kept))
@@ -978,7 +1012,8 @@ def untouched_script_with_buffers_of_modules_that_are_not_called_first(run):
         job = "kept" if folder == kept else "beside"
         launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB", "--job", job)
         done.append(start(run, BESIDE, begin, end, folder, launcher=launcher).communicate())
-    assert "continues after 3 steps" in done[1][1] and "AveragedModel" in done[1][1], done[1]
+    assert "continues after 3 steps" in done[1][1], done[1]
+    assert re.findall("another ([A-Za-z]*), whose weights are not trained", done[0][1] + done[1][1]) == ["AveragedModel", "Model"], done[1][1]
     assert "came without its optimizer's state" in done[3][1], done[3]
     return json.loads(done[1][0])
 
