@@ -212,8 +212,9 @@ class Watch:
                 _log.warning("offloadd: a %s is trained beside the model of job %s: it stays in memory", type(module).__name__, open_handles[0].job)
             return
         chosen, options = self.of_one_job(optimizers), self.options_of_next()
+        called = module
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            options = {"gradients": "reduced_by_trainer", **options}
+            options, called = {"gradients": "reduced_by_trainer", **options}, module.module
         beside = _modules_beside(module, chosen)
         loaded = Loaded.before(module, chosen, options, any(each in self._loaded for each in chosen), beside)
         handle = handles.attach(module, chosen, _beside=beside, **options)
@@ -227,7 +228,7 @@ class Watch:
         elif handle.step:
             _log.warning("offloadd: job %s continues after %d steps", handle.job, handle.step)
         if handle.step:
-            self._tell_of_copies(handle, [] if loaded is not None else [getattr(module, "module", module), *beside])
+            self._tell_of_copies(handle, [] if loaded is not None else [called, *beside])
 
     @staticmethod
     def _tell_of_copies(handle, trained):
