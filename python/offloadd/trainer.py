@@ -275,6 +275,17 @@ def callback_of(trainer):
     return next((each for each in trainer.callback_handler.callbacks if isinstance(each, TrainerCallback)), None)
 
 
+def _tell_of_copies(trainer, step):
+    """Models that callbacks keep beside the one that is trained (averages of it, a reference that follows it) are in no checkpoint."""
+    mine = {id(parameter) for parameter in trainer.model.parameters()}
+    for callback in trainer.callback_handler.callbacks:
+        for name, value in getattr(callback, "__dict__", {}).items():
+            its = [id(parameter) for parameter in value.parameters()] if isinstance(value, torch.nn.Module) else []
+            if its and mine.isdisjoint(its):
+                _log.warning("offloadd: the model that %s has as '%s' is not part of the job: it is as the program has made it, and not as it was "
+                             "after step %d. If it follows the training, let the program save and load it", type(callback).__name__, name, step)
+
+
 def _lock(folder):
     """A descriptor that has it while this process lives; None when another one has."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -394,6 +405,7 @@ def _patch_trainer():
         if kept is None or (resume_from_checkpoint and kept["step"] <= _last_checkpoint(self.args.output_dir)):
             return original(self, resume_from_checkpoint, **kwargs)
         _log.warning("offloadd: continuing at step %d, where the job is; no checkpoint is read", kept["step"])
+        _tell_of_copies(self, kept["step"])
         return _continue(self, kept, original, kwargs)
 
     transformers.Trainer.train = train

@@ -23,6 +23,27 @@ _log = logging.getLogger("offloadd")
 _NEEDED = ("_run_epoch", "_maybe_log_save_evaluate", "_get_learning_rate", "_load_rng_state")
 _TOTALS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 _FIRST = "_initial_global_step"  # the mean loss of a run is over the steps behind it; where it is not there, over all
+_NUMBERS_MAX = 10_000  # of a log, that a step keeps
+
+
+def _added_up_for_the_log(trainer):
+    """What trainers of TRL do: lists of numbers by their names, for training and evaluation, and how many tokens there were."""
+    metrics, tokens = getattr(trainer, "_metrics", None), getattr(trainer, "_total_train_tokens", None)
+    kept = {"tokens": tokens} if isinstance(tokens, (int, float)) else {}
+    if isinstance(metrics, dict) and all(isinstance(lists, dict) for lists in metrics.values()):
+        found = {mode: {name: list(values) for name, values in lists.items() if isinstance(values, list)} for mode, lists in metrics.items()}
+        numbers = [number for lists in found.values() for values in lists.values() for number in values]
+        if len(numbers) <= _NUMBERS_MAX and all(isinstance(number, (int, float)) for number in numbers):
+            kept["metrics"] = found
+    return kept
+
+
+def _add_up_for_the_log(trainer, kept):
+    if "tokens" in kept and hasattr(trainer, "_total_train_tokens"):
+        trainer._total_train_tokens = kept["tokens"]
+    for mode, lists in kept.get("metrics", {}).items():
+        if isinstance(getattr(trainer, "_metrics", None), dict) and isinstance(trainer._metrics.get(mode), dict):
+            trainer._metrics[mode].update({name: list(values) for name, values in lists.items()})
 
 
 def remember_norms(trainer, callback):
@@ -46,7 +67,7 @@ def loop_of(trainer, norm):
         return None
     return {"loss": trainer._tr_loss.detach().cpu().clone(), "total_loss": trainer._total_loss_scalar, "last_logged": trainer._globalstep_last_logged,
             "first": getattr(trainer, _FIRST, 0), "norm": norm.item() if isinstance(norm, torch.Tensor) else norm,
-            "learning_rate": trainer._get_learning_rate(), "flos": trainer.current_flos}
+            "learning_rate": trainer._get_learning_rate(), "flos": trainer.current_flos, "for_the_log": _added_up_for_the_log(trainer)}
 
 
 def _epoch_after(trainer, step):
@@ -158,6 +179,7 @@ def _finish(trainer, callback, kept, ignore_keys):
     trainer.current_flos = loop["flos"]
     if hasattr(trainer, _FIRST):
         setattr(trainer, _FIRST, loop["first"])
+    _add_up_for_the_log(trainer, loop.get("for_the_log", {}))
     _restore_callbacks(trainer)
     # What callbacks note at the beginnings of the epoch and the step (the time) is gone with the process.
     state.global_step -= 1

@@ -73,6 +73,17 @@ def _modules_beside(module, optimizers):
     return sorted(found.values(), key=lambda each: [place[id(p)] for p in each.parameters() if id(p) in place])
 
 
+def _shapes_of(module):
+    return [parameter.shape for parameter in module.parameters()]
+
+
+def _copies_of(modules, trained):
+    """Those alive that look like one of them, and have none of the parameters with these ids."""
+    kinds = [(type(each), _shapes_of(each)) for each in modules]
+    return [each for each in _modules_alive() if any(type(each) is cls and _shapes_of(each) == shapes for cls, shapes in kinds)
+            and trained.isdisjoint(map(id, each.parameters()))]
+
+
 class Watch:
     """Sees optimizers being made, and waits for the first forward pass with a parameter of one."""
 
@@ -201,8 +212,9 @@ class Watch:
                 _log.warning("offloadd: a %s is trained beside the model of job %s: it stays in memory", type(module).__name__, open_handles[0].job)
             return
         chosen, options = self.of_one_job(optimizers), self.options_of_next()
+        called = module
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            options = {"gradients": "reduced_by_trainer", **options}
+            options, called = {"gradients": "reduced_by_trainer", **options}, module.module
         beside = _modules_beside(module, chosen)
         loaded = Loaded.before(module, chosen, options, any(each in self._loaded for each in chosen), beside)
         handle = handles.attach(module, chosen, _beside=beside, **options)
@@ -215,14 +227,18 @@ class Watch:
                          handle.nvme_path, handle.job)
         elif handle.step:
             _log.warning("offloadd: job %s continues after %d steps", handle.job, handle.step)
-        self._tell_of_averages(handle)
+        if handle.step:
+            self._tell_of_copies(handle, [] if loaded is not None else [called, *beside])
 
     @staticmethod
-    def _tell_of_averages(handle):
-        """Copies of weights that no optimizer trains are nobody's."""
-        if handle.step and any(issubclass(type(each), torch.optim.swa_utils.AveragedModel) for each in _modules_alive()):
-            _log.warning("offloadd: an AveragedModel is not part of job %s, and begins anew after its step %d: let the script save and load it",
-                         handle.job, handle.step)
+    def _tell_of_copies(handle, trained):
+        """Averages and target networks, which no optimizer trains, are nobody's."""
+        found = [each for each in _modules_alive() if issubclass(type(each), torch.optim.swa_utils.AveragedModel)]
+        found += _copies_of(trained, handle.identities())
+        inner = {id(part) for each in found for part in each.modules() if part is not each}
+        for name in dict.fromkeys(type(each).__name__ for each in found if id(each) not in inner):
+            _log.warning("offloadd: another %s, whose weights are not trained, is not part of job %s, and begins anew after its step %d: if it "
+                         "follows the training, let the script save and load it", name, handle.job, handle.step)
 
 
 class _WhenImported:

@@ -1,5 +1,5 @@
 """Which device a program for DeepSpeed trains on: CUDA's of its rank where there is CUDA, unless somebody says otherwise. There is none
-here: torch.cuda is asked through mocks. On the stand-in: device_test.py; on CUDA: cuda_test.py."""
+here: torch.cuda is asked through mocks. And how many ranks the launcher starts. On the stand-in: device_test.py; on CUDA: cuda_test.py."""
 
 import os
 import tempfile
@@ -123,6 +123,22 @@ class Placed(unittest.TestCase):
         self.assertEqual(launcher.environment_of(flags, 2, 1, 29500)["CUDA_VISIBLE_DEVICES"], "2,3")
         with unittest.mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": "1"}):
             self.assertEqual(launcher.environment_of(flags, 2, 1, 29500)["CUDA_VISIBLE_DEVICES"], "1")
+
+    def test_ranks_of_a_hostfile(self):
+        def ranks(text, *flags):
+            path = os.path.join(self.folder, "hostfile")
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text)
+            return launcher.rank_count(launcher.parser().parse_args([*flags, "--hostfile", path, "train.py"]))
+
+        self.assertEqual(ranks("# ours\n\nlocalhost slots=3  # of 4\n"), 3)
+        self.assertEqual(ranks("localhost\n"), 1)
+        self.assertEqual(ranks("localhost slots=3\n", "--num_gpus", "2"), 2)
+        self.assertEqual(ranks("localhost slots=3\n", "--include", "localhost:1"), 1)
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1104.*several machines"):
+            ranks("a slots=1\nb slots=1\n")
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1002.*'localhost slots=all'"):
+            ranks("localhost slots=all\n")
 
 
 if __name__ == "__main__":

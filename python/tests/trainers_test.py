@@ -1,5 +1,7 @@
 """Trainers of others: Hugging Face's, Accelerate, Lightning, and scripts that know of nothing."""
 
+import collections
+import copy
 import json
 import logging
 import os
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+import unittest
 
 import torch
 
@@ -57,7 +60,7 @@ def log_of(trainer):
     return [{key: value for key, value in entry.items() if "runtime" not in key and "per_second" not in key} for entry in trainer.state.log_history]
 
 
-def fit(run, model, callbacks=True, optimizers=(None, None), trains=({},), more=(), data=Data, **options):
+def fit(run, model, callbacks=True, optimizers=(None, None), trains=({},), more=(), data=Data, cls=transformers.Trainer, **options):
     """Trainer with its defaults; its log."""
     arguments = transformers.TrainingArguments(
         os.path.join(run.folder, "out"), use_cpu=True, report_to=[], disable_tqdm=True, per_device_train_batch_size=2,
@@ -66,8 +69,8 @@ def fit(run, model, callbacks=True, optimizers=(None, None), trains=({},), more=
     if run.offloaded and callbacks:
         callback = offloadd.TrainerCallback(nvme_path=run.folder, ram=run.ram([model], torch.optim.AdamW(model.parameters())), job="trainer",
                                             spill_gradients=run.memory == "floor")
-    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data(), eval_dataset=Data(), optimizers=optimizers,
-                                   callbacks=[*([callback] if callback else []), *more])
+    trainer = cls(model=model, args=arguments, train_dataset=data(), eval_dataset=Data(), optimizers=optimizers,
+                  callbacks=[*([callback] if callback else []), *more])
     trainer.remove_callback(transformers.PrinterCallback)
     for each in trains:
         trainer.train(**each)
@@ -173,6 +176,75 @@ def interrupted_and_continued_without_a_checkpoint(run):
     for handle in offloadd.handles():
         handle.close()
     return fit(run, run.make(llama))[1][-2]
+
+
+class AddsUpForItsLog(transformers.Trainer):
+    """As TRL's do."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._metrics, self._total_train_tokens = {"train": collections.defaultdict(list), "eval": collections.defaultdict(list)}, 0
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if model.training:
+            self._total_train_tokens += inputs["input_ids"].numel()
+        of_mode = self._metrics["train" if model.training else "eval"]
+        of_mode["its_loss"].append(loss.item())
+        of_mode["num_tokens"] = [self._total_train_tokens]
+        return loss
+
+    def log(self, logs, *args, **kwargs):
+        of_mode = self._metrics["train" if self.model.training else "eval"]
+        super().log({**logs, **{name: sum(values) / len(values) for name, values in of_mode.items()}}, *args, **kwargs)
+        of_mode.clear()
+
+
+@case(types=("fp32",), memory=("floor",))
+def what_a_trainer_adds_up_for_its_log_goes_on(run):
+    options = {"cls": AddsUpForItsLog, "gradient_accumulation_steps": 2, "logging_steps": 2, "max_steps": 6}
+    if not run.offloaded:
+        return fit(run, run.make(llama), **options)[1][:-1]
+    for step in (3, 4):
+        try:
+            fit(run, run.make(llama), more=[Stop(step)], **options)
+        except KeyboardInterrupt:
+            pass
+        for handle in offloadd.handles():
+            handle.close()
+    return fit(run, run.make(llama), **options)[1][:-1]
+
+
+class Average(transformers.TrainerCallback):
+    """As those of public repositories, and TRL's reference model that follows."""
+
+    def __init__(self, model):
+        self.trained, self.average = model, copy.deepcopy(model)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        for its, average in zip(self.trained.parameters(), self.average.parameters()):
+            average.data.lerp_(its.data, 0.5)
+
+
+@case(types=("fp32",), memory=("floor",))
+def model_that_a_callback_keeps_begins_anew_and_is_told_of(run):
+    def fit_with_average(*more):
+        model = run.make(llama)
+        return fit(run, model, more=[Average(model), *more])
+
+    if not run.offloaded:
+        return fit_with_average()[1][-2]
+    try:
+        fit_with_average(Stop())
+    except KeyboardInterrupt:
+        pass
+    for handle in offloadd.handles():
+        handle.close()
+    with unittest.TestCase().assertLogs("offloadd", "WARNING") as said:
+        told = fit_with_average()[1][-2]
+    assert [line for line in said.output if "that Average has as 'average'" in line and "after step 3" in line], said.output
+    assert not any("'trained'" in line for line in said.output), said.output
+    return told
 
 
 @case(types=("fp32",), memory=("floor",))
@@ -916,7 +988,7 @@ print(json.dumps([told, hasattr(trainer.optimizers[0], "_offload_part")]))
 
 # The first module that is called is one inside of the model; another model is trained beside it; both have buffers.
 BESIDE = """
-import json, os, sys, torch
+import copy, json, os, sys, torch
 begin, end, kept = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 
 class Model(torch.nn.Module):
@@ -933,7 +1005,7 @@ class Model(torch.nn.Module):
 
 torch.manual_seed(0)
 model, critic = Model(), torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
-average = torch.optim.swa_utils.AveragedModel(critic)
+average, target = torch.optim.swa_utils.AveragedModel(critic), copy.deepcopy(model)
 optimizer = torch.optim.AdamW([*critic.parameters(), *model.parameters()], 1e-2, fused=True)
 if os.path.exists(kept):
     model.load_state_dict(torch.load(kept))
@@ -1007,7 +1079,8 @@ def untouched_script_with_buffers_of_modules_that_are_not_called_first(run):
         job = "kept" if folder == kept else "beside"
         launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB", "--job", job)
         done.append(start(run, BESIDE, begin, end, folder, launcher=launcher).communicate())
-    assert "continues after 3 steps" in done[1][1] and "AveragedModel" in done[1][1], done[1]
+    assert "continues after 3 steps" in done[1][1], done[1]
+    assert re.findall("another ([A-Za-z]*), whose weights are not trained", done[0][1] + done[1][1]) == ["AveragedModel", "Model"], done[1][1]
     assert "came without its optimizer's state" in done[3][1], done[3]
     return json.loads(done[1][0])
 
@@ -1120,12 +1193,15 @@ def trainers_of_other_releases(run):
     """Of the names inside of Trainer a release may have none: what it does not need is left out, and without others nothing is kept."""
     names = {"_run_epoch": None, "_maybe_log_save_evaluate": None, "_load_rng_state": None, "_get_learning_rate": lambda: 0.25,
              "_tr_loss": torch.tensor(2.0), "_total_loss_scalar": 3.0, "_globalstep_last_logged": 4, "_initial_global_step": 5, "current_flos": 6}
-    kept = {"loss": torch.tensor(2.0), "total_loss": 3.0, "last_logged": 4, "first": 5, "norm": 0.5, "learning_rate": 0.25, "flos": 6}
+    kept = {"loss": torch.tensor(2.0), "total_loss": 3.0, "last_logged": 4, "first": 5, "norm": 0.5, "learning_rate": 0.25, "flos": 6, "for_the_log": {}}
     assert unfinished.loop_of(types.SimpleNamespace(**names), torch.tensor(0.5)) == kept
     for name in names:
         without = types.SimpleNamespace(**{key: value for key, value in names.items() if key != name})
         expected = {**kept, "first": 0} if name == "_initial_global_step" else None
         assert unfinished.loop_of(without, 0.5) == expected, name
+    for metrics in (None, [], {"train": [1.0]}, {"train": {"text": ["words"]}}, {"train": {"loss": [0.5] * 20_000}}):
+        others = types.SimpleNamespace(**names, _metrics=metrics, _total_train_tokens=7)
+        assert unfinished.loop_of(others, 0.5) == {**kept, "for_the_log": {"tokens": 7}}, metrics
     return None
 
 

@@ -8,6 +8,7 @@ OFFLOADD_JOB, or --pool, --ram, --job.
 
 import argparse
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -40,7 +41,7 @@ def parser():
     made.add_argument("--num_nodes", type=int, default=-1, help="1")
     made.add_argument("-i", "--include", default="", help="localhost:0,1,… counts ranks, too")
     made.add_argument("-e", "--exclude", default="", help=argparse.SUPPRESS)
-    made.add_argument("-H", "--hostfile", default="", help="ignored where it names one machine")
+    made.add_argument("-H", "--hostfile", default="", help="its slots= count ranks, too, where it names one machine")
     made.add_argument("--master_addr", default="", help="127.0.0.1 unless said")
     made.add_argument("--master_port", type=int, default=0, help="a free one unless said")
     made.add_argument("--node_rank", type=int, default=-1, help=argparse.SUPPRESS)
@@ -60,11 +61,17 @@ def parser():
     return made
 
 
-def _hosts_in(path):
+def _slots_in(path):
+    """How many ranks each line of a hostfile (`localhost slots=2`) has room for. One that is not there names nobody, as with deepspeed."""
     if not path or not os.path.exists(path):
-        return 0
+        return []
     with open(path, encoding="utf-8") as file:
-        return sum(1 for line in file if line.strip() and not line.lstrip().startswith("#"))
+        lines = [line.partition("#")[0].strip() for line in file]
+    found = [(line, re.search(r"\bslots\s*=\s*(\S+)", line)) for line in lines if line]
+    for line, slots in found:
+        if slots and not re.fullmatch("[1-9][0-9]*", slots[1]):
+            raise Error.of(1002, f"'{line}' in the hostfile {path}", "Write localhost slots=2, or --num_gpus 2")
+    return [int(slots[1]) if slots else 1 for _, slots in found]
 
 
 def rank_count(flags):
@@ -72,7 +79,8 @@ def rank_count(flags):
     for flag in _ELSEWHERE:
         if getattr(flags, flag) is not None:
             refuse(f"--{flag}")
-    if flags.num_nodes > 1 or flags.node_rank > 0 or _hosts_in(flags.hostfile) > 1 or "@" in flags.include:
+    slots_of_hosts = _slots_in(flags.hostfile)
+    if flags.num_nodes > 1 or flags.node_rank > 0 or len(slots_of_hosts) > 1 or "@" in flags.include:
         refuse("a launch on several machines", "Start all ranks on this one: --num_gpus N")
     if flags.exclude:
         refuse("--exclude", "Say how many ranks: --num_gpus N")
@@ -83,7 +91,7 @@ def rank_count(flags):
         return len(slots.split(","))
     if flags.num_gpus == 0 or flags.num_gpus < -1:
         raise Error.of(1002, f"--num_gpus {flags.num_gpus}", "Write how many ranks there shall be, from 1")
-    return max(1, flags.num_gpus)
+    return flags.num_gpus if flags.num_gpus > 0 else sum(slots_of_hosts) or 1
 
 
 def _free_port():
