@@ -177,6 +177,31 @@ Programs Threads() {
          }
          run.See(*model);
        }},
+      {"readers_while_training",
+       [](Run& run) {
+         // What they read is of before or after a step, and training is not to see that they do:
+         // there is always one that has begun before the step.
+         auto model = Perceptron(run);
+         auto engine = run.Open();
+         auto optimizer = MakeSgd(*engine, *model);
+         const Tensor rows = run.Noise(7, {256, kWidth});
+         std::atomic<bool> is_done = false;
+         std::vector<std::thread> readers;
+         for (int t = 0; t < 3; ++t) {
+           readers.emplace_back([&] {
+             const NoGradGuard no_grad;
+             while (!is_done) model->forward(rows);
+           });
+         }
+         for (int step = 0; step < 5; ++step) {
+           TrainStep(run, model, *optimizer, step);
+           const NoGradGuard no_grad;
+           for (Tensor& parameter : model->parameters()) parameter.clamp_(-0.05, 0.05);
+         }
+         is_done = true;
+         for (std::thread& reader : readers) reader.join();
+         run.See(*model);
+       }},
       {"backward_in_threads",
        [](Run& run) {
          auto model = Perceptron(run);

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <chrono>
 #include <cstdlib>
 #include <filesystem>
@@ -57,10 +58,15 @@ void AddPrivateDaemons(std::vector<DaemonAddress>& found, const std::string& fol
   globfree(&matches);
 }
 
-// The channel's text says "failed to connect to all addresses"; people want to know where.
-absl::Status NoAnswer(const std::string& control, const absl::Status& status) {
+// The channel's text says "failed to connect to all addresses"; people want to know where, by the
+// name that they gave.
+absl::Status NoAnswer(const std::string& socket, const std::string& control,
+                      const absl::Status& status) {
+  const std::string reason = access(control.c_str(), F_OK) != 0 && errno == ENOENT
+                                 ? absl::StrCat("there is no ", control)
+                                 : std::string(status.message());
   return MakeError(ErrorId::kDaemonStart,
-                   absl::StrCat("no daemon answers at ", control, ": ", status.message()),
+                   absl::StrCat("no daemon answers at ", socket, ": ", reason),
                    "Start offloadd, or a trainer, which starts a private one");
 }
 
@@ -83,7 +89,7 @@ std::vector<DaemonAddress> FindDaemons() {
 namespace {
 
 struct Connection {
-  std::string path;  // of the control socket
+  std::string socket, control;  // the one that was named, and the one beside it that answers
   std::unique_ptr<proto::v1::Control::Stub> stub;
 };
 
@@ -97,7 +103,7 @@ absl::StatusOr<Connection> Connect(const std::string& socket) {
   const auto channel =
       grpc::CreateCustomChannel(proto::ControlAddress(control), grpc::InsecureChannelCredentials(),
                                 proto::ControlChannelArguments());
-  return Connection{control, proto::v1::Control::NewStub(channel)};
+  return Connection{socket, control, proto::v1::Control::NewStub(channel)};
 }
 
 void SetDeadline(grpc::ClientContext& context, double timeout_seconds) {
@@ -110,7 +116,9 @@ void SetDeadline(grpc::ClientContext& context, double timeout_seconds) {
 absl::Status Judge(const Connection& connection, const grpc::Status& said) {
   const absl::Status status = proto::FromGrpc(said);
   const bool ended = absl::IsCancelled(status) && !ErrorIdOf(status).has_value();
-  return absl::IsUnavailable(status) || ended ? NoAnswer(connection.path, status) : status;
+  return absl::IsUnavailable(status) || ended
+             ? NoAnswer(connection.socket, connection.control, status)
+             : status;
 }
 
 }  // namespace

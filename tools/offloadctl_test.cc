@@ -610,7 +610,11 @@ TEST_F(StatusTest, AReportIsOfAJobThatIsOpen) {
 }
 
 TEST_F(StatusTest, SaysThatNobodyAnswers) {
-  EXPECT_EQ(RunJson("status", absl::StrCat("--socket ", socket()), 4)["error"]["id"], "OFD-1501");
+  const Json none = RunJson("status", absl::StrCat("--socket ", socket()), 4)["error"];
+  EXPECT_EQ(none["id"], "OFD-1501");
+  EXPECT_NE(none.dump().find(absl::StrCat("no daemon answers at ", socket(), ": there is no ")),
+            std::string::npos)
+      << none.dump();
 }
 
 TEST_F(StatusTest, DoctorSeesTheDaemon) {

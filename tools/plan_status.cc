@@ -127,7 +127,8 @@ std::string PlanLines(const v1::JobStatus& job) {
   if (const std::optional<PlanComparison> compared = ComparePlan(plan))
     lines += ComparisonLine(*compared);
   if (plan.replans() > 0) {
-    absl::StrAppend(&lines, "  replanned ", plan.replans(), " times, last ",
+    absl::StrAppend(&lines, "  replanned ",
+                    plan.replans() == 1 ? "once, " : absl::StrCat(plan.replans(), " times, last "),
                     Printable(plan.last_replan()), "\n");
   }
   return lines;

@@ -81,6 +81,9 @@ TEST(PlanStatusTest, ReplansAreShownAsText) {
   job.mutable_plan()->set_replans(2);
   job.mutable_plan()->set_last_replan("before step 40: the <pool> is slow");
   EXPECT_TRUE(absl::StrContains(PlanLines(job), "replanned 2 times, last before step 40"));
+  job.mutable_plan()->set_replans(1);
+  EXPECT_TRUE(absl::StrContains(PlanLines(job), "replanned once, before step 40"));
+  job.mutable_plan()->set_replans(2);
   EXPECT_TRUE(absl::StrContains(PlanTable(job), "the &lt;pool&gt; is slow"));
   EXPECT_EQ(DescribePlanStatus(job)["replans"], 2);
 }

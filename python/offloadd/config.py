@@ -5,7 +5,7 @@ import json
 import logging
 import os
 
-from .errors import Error
+from .errors import Error, class_of
 from .library import PATH
 
 _log = logging.getLogger("offloadd")
@@ -56,7 +56,7 @@ def _text_of(config):
         except (TypeError, ValueError) as error:
             raise Error.of(1101, f"the configuration is no JSON: {error}", "Write numbers, texts, lists and dictionaries") from None
     if not isinstance(config, (str, bytes, os.PathLike)):
-        raise Error.of(1101, f"the configuration is a {type(config).__name__}", "Give a dictionary, the path of a file, or its text")
+        raise Error.of(1101, f"the configuration is {class_of(config)}", "Give a dictionary, the path of a file, or its text")
     text = os.fspath(config)
     if isinstance(text, bytes):
         text = os.fsdecode(text)

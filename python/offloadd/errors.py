@@ -48,6 +48,13 @@ def in_python(text):
     return text
 
 
+def class_of(value):
+    """What an object is, in a text: "a Linear", "an Embedding", "an LSTM"."""
+    name = type(value).__name__
+    vowels = "AEFHILMNORSX" if name[:2].isupper() else "AEIOaeio"
+    return f"{'an' if name[0] in vowels else 'a'} {name}"
+
+
 def error_id(error):
     """The number of an error's identifier: 1203 for OFD-1203, 0 when its text has none. For any exception."""
     found = _NUMBER.search(str(error))

@@ -6,7 +6,7 @@ import weakref
 
 import torch
 
-from .errors import Error
+from .errors import Error, class_of
 from .optimizer import is_table
 
 _log = logging.getLogger("offloadd")
@@ -19,7 +19,7 @@ def is_wrapper(tensor):
 
 def check_has_memory(what, tensor):
     if is_wrapper(tensor):
-        raise Error.of(1601, f"{what} is a {type(tensor).__name__}, which has no memory of its own",
+        raise Error.of(1601, f"{what} is {class_of(tensor)}, which has no memory of its own",
                        "Attach the model as it is before fully_shard(), parallelize_module() or quantize_(): ranks of a node share weights and "
                        "optimizer state in any case")
 
@@ -114,8 +114,8 @@ class Reassigned:
             self._there[n] = place, len(module._buffers), there.union(new)
             for key in new:
                 if key not in module._non_persistent_buffers_set:
-                    _log.warning("offloadd: buffer %s of a %s was not there when it was attached: what it holds is not part of the job, and a run "
-                                 "that is resumed begins without it. Give it a value before attach()", key, type(module).__name__)
+                    _log.warning("offloadd: buffer %s of %s was not there when it was attached: what it holds is not part of the job, and a run "
+                                 "that is resumed begins without it. Give it a value before attach()", key, class_of(module))
 
     def take_alike(self, engine):
         """Buffers that others like them have replaced."""
@@ -144,10 +144,10 @@ class Reassigned:
             if now is None or now is parameter:
                 continue
             if now.device != parameter.device:
-                raise Error.of(1601, f"parameter {key} of a {type(place()).__name__} was moved from {parameter.device} to {now.device} after "
+                raise Error.of(1601, f"parameter {key} of {class_of(place())} was moved from {parameter.device} to {now.device} after "
                                      "attach()", "Move the model before attach(), or after close() with weights_at_close=\"memory\"")
             if id(now) not in identities:
-                self._tell(id(parameter), f"parameter {key} of a {type(place()).__name__} is another one than when it was attached "
+                self._tell(id(parameter), f"parameter {key} of {class_of(place())} is another one than when it was attached "
                                           "(load_state_dict(assign=True), or an assignment): neither the optimizer nor the job has it. Replace "
                                           "parameters before attach(), and set values with p.copy_()")
 

@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import _get_scalar_dtype
 
 from . import state_hooks
-from .errors import Error
+from .errors import Error, class_of
 from .library import Engine
 from .optimizer_state import STEP, ParameterState, StateOfAll, is_of_another, refuse_write
 
@@ -805,7 +805,7 @@ class Part:
     def adopt(self, states):
         """`optimizer.state` of the program's own takes the place of all that there is."""
         if not isinstance(states, collections.abc.Mapping):
-            refuse_write(f"optimizer.state was replaced by a {type(states).__name__}")
+            refuse_write(f"optimizer.state was replaced by {class_of(states)}")
         if states is not self._state:
             self.replace({parameter: dict(state.items()) for parameter, state in states.items()})
             self._begun = dict.fromkeys(map(id, states))

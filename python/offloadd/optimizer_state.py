@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from .errors import Error
+from .errors import Error, class_of
 
 STEP = "step"  # the key under which torch counts a parameter's updates
 
@@ -390,7 +390,7 @@ class StateOfAll(collections.defaultdict):
         if isinstance(state, ParameterState) and self.get(parameter) is state:
             return
         if not isinstance(state, collections.abc.Mapping):
-            refuse_write(f"the optimizer's state was given a {type(state).__name__}", "Keep it in a dictionary of your own")
+            refuse_write(f"the optimizer's state was given {class_of(state)}", "Keep it in a dictionary of your own")
         values = {key: value for key, value in state.items() if value is not None}
         if parameter in self:
             self.drop([parameter])

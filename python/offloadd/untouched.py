@@ -12,6 +12,7 @@ import weakref
 import torch
 
 from . import handle as handles
+from .errors import class_of
 from .library import is_disabled
 from .loaded import Loaded
 from .optimizer import has_stepped, parameters_of, recipe_of, served_class_of
@@ -145,9 +146,9 @@ class Watch:
     def _tell_of_late(optimizer):
         of_jobs = {each for handle in handles.handles() for each in handle.identities()}
         if any(id(parameter) in of_jobs for group in optimizer.param_groups for parameter in group["params"]):
-            _log.warning("offloadd: a %s is made after training has begun: what it keeps stays in memory, and its steps are not part of the "
+            _log.warning("offloadd: %s is made after training has begun: what it keeps stays in memory, and its steps are not part of the "
                          "job. Make all optimizers before the first step, or give this one's parameters to add_param_group()",
-                         type(optimizer).__name__)
+                         class_of(optimizer))
 
     def made(self):
         """The optimizers that are alive and were not attached, in their order."""
@@ -209,7 +210,7 @@ class Watch:
         open_handles = handles.handles()
         if open_handles:
             if not any(mine & handle.identities() for handle in open_handles):
-                _log.warning("offloadd: a %s is trained beside the model of job %s: it stays in memory", type(module).__name__, open_handles[0].job)
+                _log.warning("offloadd: %s is trained beside the model of job %s: it stays in memory", class_of(module), open_handles[0].job)
             return
         chosen, options = self.of_one_job(optimizers), self.options_of_next()
         called = module

@@ -412,6 +412,8 @@ class DeepSpeedTest(DeepSpeedCase):
     def test_a_configuration_that_is_none_is_refused(self):
         with self.assertRaisesRegex(offloadd.Error, "OFD-1101 the configuration is a list"):
             self.initialize(make(), [self.config()])
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1101 the configuration is an int"):
+            self.initialize(make(), 7)
 
     def test_what_is_auto_is_the_default(self):
         """As if it were not there: nobody else is there to decide it."""

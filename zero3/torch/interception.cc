@@ -9,6 +9,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string_view>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
@@ -17,8 +18,10 @@
 #include "absl/container/inlined_vector.h"
 #include "absl/strings/match.h"
 #include "base/error.h"
+#include "zero3/torch/operator_gate.h"
 #include "zero3/torch/residency.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/torch/weight_residency.h"
 
 namespace offload::zero3 {
 namespace {
@@ -367,6 +370,19 @@ void LearnResults(size_t count, const torch::jit::Stack& stack) {
   for (size_t i = 0; i < count; ++i) LearnStorages(torch::jit::peek(stack, i, count));
 }
 
+// Of an operator over weights in the memory of the host; on a device, operators have the order of
+// their stream.
+std::optional<OperatorGate::Passage> PassageOf(const Uses& uses) {
+  std::optional<OperatorGate::Passage> passage;
+  for (const auto& [residency, access] : uses) {
+    const auto* const weight = dynamic_cast<const WeightResidency*>(residency);
+    if (weight == nullptr || weight->attachment()->device() != nullptr) continue;
+    if (access > Access::kReadCopy) return OperatorGate::Passage::kAlone;
+    passage = OperatorGate::Passage::kTogether;
+  }
+  return passage;
+}
+
 // Several weights in one operation: who has one and waits for room for the next may wait for ever,
 // since another has the next and waits for room, too. So either there is room for all of them,
 // however it is divided, and one operation at a time has it; or all but the last have bytes of
@@ -505,6 +521,8 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
     return RunOneByOne(op, keys, stack);
   if (verdict.is_message) LeaveOutOfMessages(verdict, stack);
   Uses uses = CollectUses(verdict, below, stack);
+  std::optional<OperatorGate::Pass> pass;
+  if (const auto passage = PassageOf(uses)) pass.emplace(*passage);
   if (CopySeveral(verdict, uses, stack)) uses = CollectUses(verdict, below, stack);
   // Whether two storages are one, which set_() asks, is seen only where both have bytes.
   for (size_t i = 0; verdict.special == Special::kSet && i < verdict.arguments.size(); ++i)

@@ -42,6 +42,7 @@
 #include "zero3/torch/devices.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
+#include "zero3/torch/operator_gate.h"
 #include "zero3/torch/progress.h"
 #include "zero3/torch/raw_access.h"
 #include "zero3/torch/sparse_update.h"
@@ -916,7 +917,10 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   CheckGiven(/*writes=*/true);
   CheckGradientsOfWeights(updates);
   StayInFront();
-  attachment_->EndRaw();
+  {
+    const OperatorGate::Pass alone(OperatorGate::Passage::kAlone);
+    attachment_->EndRaw();
+  }
   if (const std::vector<at::Tensor> thawed = FindThawed(updates); !thawed.empty()) Thaw(thawed);
   client::StepCommand command;
   command.step = step_ + 1;
@@ -958,6 +962,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   for (const SparseUpdate& update : sparse)
     next.update_counts[IdOf(update.parameter)] += Add(update);
   if (!sparse.empty()) command.trainer_state = Encoded(next);
+  const OperatorGate::Pass alone(OperatorGate::Passage::kAlone);
   attachment_->EndRaw();  // of pointers that were used since it began
   for (const client::Group& group : command.groups) SayRoots(group);
   const absl::Cleanup fails = [&] {

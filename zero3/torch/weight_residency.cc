@@ -21,6 +21,7 @@
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/devices.h"
+#include "zero3/torch/operator_gate.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -507,6 +508,8 @@ bool WeightResidency::PinRaw(Access access, Lock& lock) {
 }
 
 void WeightResidency::ServeRaw(bool writes) {
+  // What is shown while a step is taken would be what was before it.
+  const OperatorGate::Pass pass(OperatorGate::Passage::kTogether);
   Lock lock(mutex_);
   for (;;) {
     if (closed_) ThrowStatus(SessionEnded(subject_));

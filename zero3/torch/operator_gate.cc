@@ -1,0 +1,36 @@
+#include "zero3/torch/operator_gate.h"
+
+namespace offload::zero3 {
+
+// Passes of this thread.
+static thread_local int depth = 0;
+
+OperatorGate& OperatorGate::OfProcess() {
+  static auto* const kGate = new OperatorGate;
+  return *kGate;
+}
+
+OperatorGate::Pass::Pass(Passage passage, OperatorGate& gate) : gate_(gate), passage_(passage) {
+  if (++depth > 1) return;
+  std::unique_lock lock(gate_.mutex_);
+  if (passage == Passage::kTogether) {
+    gate_.changed_.wait_for(lock, gate_.patience_,
+                            [this] { return gate_.alone_ == 0 && gate_.waiting_alone_ == 0; });
+    ++gate_.together_;
+  } else {
+    ++gate_.waiting_alone_;
+    gate_.changed_.wait_for(lock, gate_.patience_,
+                            [this] { return gate_.alone_ == 0 && gate_.together_ == 0; });
+    --gate_.waiting_alone_;
+    ++gate_.alone_;
+  }
+}
+
+OperatorGate::Pass::~Pass() {
+  if (--depth > 0) return;
+  const std::lock_guard lock(gate_.mutex_);
+  --(passage_ == Passage::kTogether ? gate_.together_ : gate_.alone_);
+  if (gate_.together_ == 0 || gate_.alone_ == 0) gate_.changed_.notify_all();
+}
+
+}  // namespace offload::zero3

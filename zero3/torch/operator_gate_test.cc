@@ -1,0 +1,64 @@
+#include "zero3/torch/operator_gate.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <optional>
+#include <thread>
+#include <vector>
+
+namespace offload::zero3 {
+namespace {
+
+using Pass = OperatorGate::Pass;
+using Passage = OperatorGate::Passage;
+
+TEST(OperatorGateTest, OperatorsPassTogetherAndAStepAlone) {
+  OperatorGate gate;
+  std::optional<Pass> reader(std::in_place, Passage::kTogether, gate);
+  std::thread([&] { const Pass other(Passage::kTogether, gate); }).join();
+
+  std::atomic<bool> has_passed = false;
+  std::thread step([&] {
+    const Pass alone(Passage::kAlone, gate);
+    has_passed = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_FALSE(has_passed);
+  { const Pass nested(Passage::kAlone, gate); }
+  reader.reset();
+  step.join();
+}
+
+TEST(OperatorGateTest, WhoComesBehindAStepWaitsForIt) {
+  OperatorGate gate;
+  std::atomic<bool> is_over = false;
+  std::atomic<int> running = 0;
+  std::vector<std::thread> readers;
+  for (int i = 0; i < 2; ++i) {
+    readers.emplace_back([&] {
+      while (!is_over) {
+        const Pass pass(Passage::kTogether, gate);
+        ++running;
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        --running;
+      }
+    });
+  }
+  for (int i = 0; i < 20; ++i) {
+    const Pass alone(Passage::kAlone, gate);
+    EXPECT_EQ(running, 0);
+  }
+  is_over = true;
+  for (std::thread& reader : readers) reader.join();
+}
+
+TEST(OperatorGateTest, AnOperatorThatWaitsForAStepIsPassedInTheEnd) {
+  OperatorGate gate(std::chrono::milliseconds(20));
+  const Pass reader(Passage::kTogether, gate);
+  std::thread([&] { const Pass alone(Passage::kAlone, gate); }).join();
+}
+
+}  // namespace
+}  // namespace offload::zero3
