@@ -286,6 +286,18 @@ def _tell_of_copies(trainer, step):
                              "after step %d. If it follows the training, let the program save and load it", type(callback).__name__, name, step)
 
 
+def _tell_of_generated(trainer, step):
+    """Trainers of TRL that train on what the model generates (GRPO, RLOO) generate for several steps at once, and keep it in the process."""
+    passes = getattr(trainer.args, "steps_per_generation", None)
+    if passes is None or not hasattr(trainer, "_buffered_inputs"):
+        return
+    steps = passes * getattr(trainer, "num_iterations", 1) // trainer.args.gradient_accumulation_steps
+    if steps > 1 and step % steps:
+        _log.warning("offloadd: %s generates for %d steps at once, and step %d is amid them: what the run before had generated is gone with its process, so "
+                     "that this one generates anew and trains on other completions. With steps_per_generation = gradient_accumulation_steps and "
+                     "num_iterations = 1 every step has its own", type(trainer).__name__, steps, step)
+
+
 def _lock(folder):
     """A descriptor that has it while this process lives; None when another one has."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -406,6 +418,7 @@ def _patch_trainer():
             return original(self, resume_from_checkpoint, **kwargs)
         _log.warning("offloadd: continuing at step %d, where the job is; no checkpoint is read", kept["step"])
         _tell_of_copies(self, kept["step"])
+        _tell_of_generated(self, kept["step"])
         return _continue(self, kept, original, kwargs)
 
     transformers.Trainer.train = train

@@ -247,6 +247,34 @@ def model_that_a_callback_keeps_begins_anew_and_is_told_of(run):
     return told
 
 
+class GeneratesForTwoSteps(transformers.Trainer):
+    """As TRL's trainers say it."""
+
+    def __init__(self, args, **named):
+        args.steps_per_generation, self.num_iterations, self._buffered_inputs = args.gradient_accumulation_steps, 2, None
+        super().__init__(args=args, **named)
+
+
+@case(types=("fp32",), memory=("floor",))
+def what_was_generated_for_several_steps_is_told_of(run):
+    def train_to(step):
+        try:
+            fit(run, run.make(llama), more=[Stop(step)], cls=GeneratesForTwoSteps, max_steps=6, gradient_accumulation_steps=2)
+        except KeyboardInterrupt:
+            pass
+        for handle in offloadd.handles():
+            handle.close()
+
+    if not run.offloaded:
+        return
+    train_to(3)
+    for amid, end in ((True, 4), (False, 5)):
+        with unittest.TestCase().assertLogs("offloadd", "WARNING") as said:
+            train_to(end)
+        assert any("step 3 is amid them" in line for line in said.output) == amid, said.output
+        assert any("is amid them" in line for line in said.output) == amid, said.output
+
+
 @case(types=("fp32",), memory=("floor",))
 def log_is_kept_however_long_it_is(run):
     history, log = [], LogHistory(400_000)
