@@ -46,6 +46,11 @@ TEST_P(JobSimulatorTest, EverySeedHoldsTwiceWithTheSameTraceAndMeetsEverything) 
 }
 INSTANTIATE_TEST_SUITE_P(Seeds, JobSimulatorTest, testing::Range<uint64_t>(1, 2001, 250));
 
+// The daemon has ended there.
+TEST(JobSimulatorSelfTest, AStoreFailsBesideAGrowthThatIsDone) {
+  EXPECT_EQ(SimulateJob({.seed = 4855}).violation, "");
+}
+
 TEST(JobSimulatorSelfTest, DifferentSeedsHaveDifferentTraces) {
   EXPECT_NE(SimulateJob({.seed = 1}).trace_hash, SimulateJob({.seed = 2}).trace_hash);
 }

@@ -71,7 +71,7 @@ void Job::RunChanges() {
   if (context_.writes_in_flight > 0) return;  // of puts; the change leaves out what they wrote
   change.under_way = true;
   auto done = context_.Counted([this](absl::Status status) {
-    if (store_->failed()) Fail(status);
+    if (!status.ok() && store_->failed()) Fail(status);
     FinishChange(std::move(status));
   });
   if (change.creates) {
@@ -91,7 +91,7 @@ void Job::GrowFor(SnapshotChange& change) {
   change.under_way = true;
   store_->Grow(change.progress, context_.Counted([this](absl::Status status) {
     changes_.front().under_way = false;
-    if (store_->failed()) Fail(status);
+    if (!status.ok() && store_->failed()) Fail(status);
     // A growth is cancelled when the job ends.
     if (!status.ok()) FinishChange(absl::IsCancelled(status) ? Ending() : std::move(status));
   }));
