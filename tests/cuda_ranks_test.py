@@ -1,11 +1,11 @@
-"""Two ranks of examples/train on CUDA, connected by NCCL: on a GPU each where two reach each other, else on one that they share, each as a
-host of its own."""
+"""Two ranks of examples/train on CUDA, connected by NCCL: on a GPU each where there are two, which have to reach each other, else on one
+that they share, each as a host of its own."""
 
 import os
 import tempfile
 import unittest
 
-from launch import Launch
+from launch import Launch, shown
 from trainer import Trainer
 
 TRAIN, DAEMON = (os.path.abspath(path) for path in ("examples/train", "offloadd/offloadd"))
@@ -15,10 +15,6 @@ ENVIRONMENT = {"OFFLOADD_BINARY": DAEMON, "OFFLOADD_CUDA_PLUGIN": os.path.abspat
 
 def shares_one(rank):
     return {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "OFFLOADD_GPU_PEERS": "always"}
-
-
-def shown(run):
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in run.steps()]
 
 
 class CudaRanksTest(unittest.TestCase):

@@ -9,6 +9,11 @@ from trainer import Trainer
 _runs = itertools.count()
 
 
+def shown(run):
+    """(step, loss, norm) of each step that a Trainer or a Launch has told of."""
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in run.steps()]
+
+
 class Launch:
     """One launch. `ranks[r]` is the Trainer of rank r, with the variables of `environment` and `of_rank(r)`; the first prints for all."""
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 
-from launch import Launch
+from launch import Launch, shown
 from trainer import Trainer, wait_until_gone
 
 # Ranks, micro-batches of each, model, dtype.
@@ -65,10 +65,6 @@ def weights_in(folder):
     """A checksum per file of weights."""
     return {name: hashlib.sha256(open(os.path.join(folder, name), "rb").read()).hexdigest()
             for name in sorted(os.listdir(folder)) if name.endswith(".safetensors")}
-
-
-def shown(run):
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in run.steps()]
 
 
 def compare_with_one_process(ranks, world_size, micro_batches, model, dtype):

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import unittest
 
-from launch import Launch
+from launch import Launch, shown
 from trainer import Trainer
 
 TRAIN, STANDIN, DAEMON, OFFLOADCTL = None, None, None, None
@@ -104,23 +104,19 @@ class RanksOnDevicesTest(unittest.TestCase):
     def ranks(self, ranks, dtype, steps, job):
         return Launch(STANDIN, ranks, self.flags(dtype, steps, 2, job), {"OFFLOADD_BINARY": DAEMON})
 
-    @staticmethod
-    def shown(run):
-        return [(line["step"], line["loss"], line["grad_norm"]) for line in run.steps()]
-
     def test_ranks_compute_what_one_process_does(self):
         for ranks, dtype in [(2, "bf16"), (4, "fp32")]:
             one = self.in_memory(ranks, dtype, steps=3)
             many = self.ranks(ranks, dtype, 3, f"{ranks}{dtype}")
             self.assertEqual(many.wait(), [0] * ranks, many.messages())
-            self.assertEqual(self.shown(one), self.shown(many))
-            self.assertEqual(len(self.shown(one)), 3)
+            self.assertEqual(shown(one), shown(many))
+            self.assertEqual(len(shown(one)), 3)
             self.assertEqual(one.lines[-1]["checksums"], many.ranks[0].lines[-1]["checksums"])
             self.assertEqual(set(one.lines[-1]["checksums"]), {"weight", "master", "exp_avg", "exp_avg_sq"})
 
     def test_a_rank_that_is_killed_ends_the_others_and_the_job_goes_on(self):
         steps = 40
-        expected = {step: line for step, *line in self.shown(self.in_memory(2, "fp32", steps))}
+        expected = {step: line for step, *line in shown(self.in_memory(2, "fp32", steps))}
         run = self.ranks(2, "fp32", steps, "killed")
         while not run.steps():
             self.assertIsNotNone(run.ranks[0].read_line())
@@ -128,13 +124,13 @@ class RanksOnDevicesTest(unittest.TestCase):
         codes = run.wait()
         self.assertEqual(codes, [1, -9], run.messages())
         self.assertIn("OFD-1803", run.ranks[0].stderr)
-        seen = self.shown(run)
+        seen = shown(run)
         run = self.ranks(2, "fp32", steps, "killed")
         self.assertEqual(run.wait(), [0, 0], run.messages())
         self.assertGreaterEqual(run.start()["resumed_step"], len(seen) - 1)
-        for step, *line in seen + self.shown(run):
+        for step, *line in seen + shown(run):
             self.assertEqual(line, expected[step])
-        self.assertEqual(self.shown(run)[-1][0], steps)
+        self.assertEqual(shown(run)[-1][0], steps)
 
 
 if __name__ == "__main__":

@@ -142,8 +142,6 @@ def _noting_storage(original):
     return call
 
 
-
-
 def check_exported(named):
     """OFD-1601 where others have the memory of a parameter by DLPack."""
     if not _exported:
