@@ -2,11 +2,15 @@
 that they share, each as a host of its own."""
 
 import os
+import sys
 import tempfile
 import unittest
 
 from launch import Launch, shown
 from trainer import Trainer
+
+sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "python", "tests"))
+import cases
 
 TRAIN, DAEMON = (os.path.abspath(path) for path in ("examples/train", "offloadd/offloadd"))
 MODEL = ["--params", "2M", "--seq", "64", "--batch", "1", "--sample", "0", "--threads", "1", "--clip", "0.5"]
@@ -71,4 +75,4 @@ class CudaRanksTest(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    unittest.main()
+    cases.run_unit_tests(sys.modules[__name__])
