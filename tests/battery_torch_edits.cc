@@ -7,9 +7,11 @@
 #include <torch/optim.h>
 #include <torch/serialize.h>
 
+#include <atomic>
 #include <cstring>
 #include <filesystem>
 #include <sstream>
+#include <thread>
 #include <utility>
 
 #include "tests/battery_torch.h"
@@ -692,6 +694,29 @@ Programs Edits() {
          for (const Tensor& alias : aliases) run.See(alias);
          for (const Tensor& alias : aliases) alias.mul_(0.9);
          Train(run, model, *optimizer, 2, 4);
+         run.See(*model);
+       }},
+      {"pointer_taken_while_another_thread_reads",
+       [](Run& run) {
+         auto model = Perceptron(run);
+         auto engine = run.Open();
+         auto optimizer = engine->SGD(*model, optim::SGDOptions(0.1));
+         Train(run, model, *optimizer, 0, 2);
+         const Tensor weight = LinearAt(model, 0).weight.detach();
+         const Tensor rows = run.Noise(5, {200, kWidth});
+         void* const before = weight.data_ptr();
+         void* taken = before;
+         std::atomic<bool> is_done = false;
+         std::thread reader([&] {
+           for (int i = 0; i < 20; ++i) torch::mm(rows, weight.t());
+           is_done = true;
+         });
+         while (!is_done && taken == before) taken = weight.data_ptr();
+         reader.join();
+         // The other weights take what room there is.
+         run.See(Loss(run, model, 2));
+         run.See(torch::from_blob(taken, weight.sizes(), weight.options()).clone());
+         Train(run, model, *optimizer, 2, 3);
          run.See(*model);
        }},
       {"vector_assigned_before_attaching",

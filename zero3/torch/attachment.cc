@@ -167,6 +167,27 @@ void HomeRanges::Give(std::byte* home, size_t size_bytes) {
   given_.emplace(proto::PaddedBytes(std::max<size_t>(size_bytes, 1)), home);
 }
 
+// ---- PlacesOwner -------------------------------------------------------------------------------
+
+void PlacesOwner::Begin(const std::byte* begin, size_t size_bytes) {
+  begin_ = begin;
+  AddRawRange(begin, size_bytes, this);
+}
+
+void PlacesOwner::End() {
+  if (begin_ != nullptr) RemoveRawRange(begin_);
+  begin_ = nullptr;
+}
+
+void PlacesOwner::ServeRaw(bool writes) {
+  if (!writes) return;
+  ThrowStatus(MakeError(ErrorId::kReleased,
+                        "an offloaded parameter is written through a pointer that was taken while "
+                        "another thread's operation used the parameter",
+                        "Take the pointer while no operation uses the parameter, or copy_() what "
+                        "is to be written under NoGradGuard"));
+}
+
 // ---- Attachment --------------------------------------------------------------------------------
 
 Attachment::Attachment(std::unique_ptr<client::Session> session)
@@ -206,6 +227,7 @@ void Attachment::SetPlan(PlanInput input, Plan plan) {
   staging_->Grow(plan_.staging_offset + proto::kLoadingStagingBytes,
                  plan_.staging_bytes - proto::kLoadingStagingBytes);
   if (rank() == 0) staging_->Grow(plan_.first_staging_offset, plan_.first_staging_bytes);
+  if (serves_raw_) places_.Begin(session_->slab(), plan_.slab.total_bytes);
   window_bytes_ = plan_.memory.window_bytes;
   uint64_t largest_weight_bytes = 0;
   for (const proto::Tensor& tensor : input_.catalogue.tensors)
@@ -229,6 +251,7 @@ void Attachment::SetPlan(PlanInput input, Plan plan) {
 }
 
 void Attachment::Reopen(absl::FunctionRef<std::unique_ptr<client::Session>()> open) {
+  places_.End();
   const absl::Status closed = session().CloseJob();
   session_.reset();  // a private daemon ends, and whoever opens the job has its lock
   ThrowIfError(closed);
@@ -476,6 +499,7 @@ void Attachment::Close() {
     seal_ = nullptr;
   }
   device_.reset();
+  places_.End();
   const absl::Status closed = session_->CloseJob();
   session_.reset();
   ThrowIfError(closed);

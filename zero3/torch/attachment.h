@@ -33,6 +33,7 @@
 #include "proto/slab_layout.h"
 #include "zero3/planner.h"
 #include "zero3/schedule.h"
+#include "zero3/torch/raw_access.h"
 #include "zero3/torch/wait_graph.h"
 
 namespace offload::zero3 {
@@ -131,6 +132,18 @@ class RawUser {
 
  protected:
   ~RawUser() = default;
+};
+
+// Weights that always have a place: a pointer into one of them is of an operator that uses it.
+class PlacesOwner final : public RawOwner {
+ public:
+  ~PlacesOwner() { End(); }
+  void Begin(const std::byte* begin, size_t size_bytes);
+  void End();
+  void ServeRaw(bool writes) override;
+
+ private:
+  const std::byte* begin_ = nullptr;
 };
 
 class DeviceMemory;
@@ -244,6 +257,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   bool serves_raw_ = true;
   std::mutex raw_mutex_;
   std::list<RawUser*> raw_users_;  // oldest first
+  PlacesOwner places_;             // of the session
   std::atomic<uint64_t> raw_accesses_{0};
   std::mutex schedule_mutex_;
   std::unique_ptr<Schedule> schedule_;

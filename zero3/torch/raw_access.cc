@@ -236,7 +236,26 @@ void RawCopy::Show(std::byte* filled, bool writable) {
       ::mremap(filled, size_bytes_, size_bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, home_);
   OFFLOAD_CHECK(shown == home_) << errno;
   is_shown_ = true;
+  is_lent_ = false;
   was_written_ = writable;
+}
+
+void RawCopy::Lend(std::byte* filled) {
+  Show(filled, /*writable=*/false);
+  is_shown_ = false;
+  is_lent_ = true;
+}
+
+bool RawCopy::LendMapped(const std::byte* bytes) {
+  // Of none of its bytes: what is mapped stays where it is.
+  is_lent_ = ::mremap(const_cast<std::byte*>(bytes), 0, size_bytes_, MREMAP_MAYMOVE | MREMAP_FIXED,
+                      home_) == home_;
+  if (!is_lent_) Remove();
+  return is_lent_;
+}
+
+void RawCopy::EndLending() {
+  if (is_lent_) Remove();
 }
 
 void RawCopy::AllowWriting() {
@@ -252,7 +271,7 @@ void RawCopy::Remove() {
   void* const reserved = ::mmap(home_, size_bytes_, PROT_NONE,
                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
   OFFLOAD_CHECK(reserved == home_) << errno;
-  is_shown_ = was_written_ = false;
+  is_shown_ = was_written_ = is_lent_ = false;
 }
 
 }  // namespace offload::zero3

@@ -1,8 +1,9 @@
 // zero3/torch/raw_access.h
 //
 // Serves code that reads or writes offloaded tensors through pointers (data_ptr(), accessors,
-// custom kernels, torch::save): a pointer taken from a storage while no operator uses it points at
-// the tensor's home, a range without access, and the first touch of it brings the bytes there.
+// custom kernels, torch::save): a pointer taken from a storage points at the tensor's home, a range
+// without access, and the first touch of it brings the bytes there. While an operator uses bytes
+// that have no place of their own, they are at home, too.
 //
 // The touch arrives as SIGSEGV on the thread that made it. It is an ordinary point of that thread's
 // program, which holds no lock of ours there, so the handler calls the owner of the range like any
@@ -61,6 +62,12 @@ class RawCopy {
   std::byte* Allocate() const;
   void Show(std::byte* filled, bool writable);
   void Discard(std::byte* filled) const;
+  // The same for an operator: bytes that it reads, or a second mapping of shared memory, which is
+  // `bytes` of whole pages. False: there can be no more mappings, and home has none.
+  void Lend(std::byte* filled);
+  bool LendMapped(const std::byte* bytes);
+  // Unless something is shown since.
+  void EndLending();
   void AllowWriting();
   // Whoever writes is stopped from now on, and serves himself again.
   void StopWriting();
@@ -76,6 +83,7 @@ class RawCopy {
   std::byte* home_;
   const size_t size_bytes_;  // whole pages
   bool is_shown_ = false, was_written_ = false;
+  bool is_lent_ = false;
 };
 
 }  // namespace offload::zero3

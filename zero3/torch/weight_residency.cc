@@ -149,7 +149,7 @@ void WeightResidency::Pin(Access access) {
   try {
     if (before == State::kHome) attachment_->Touch(tensor_);
     bytes = writes                        ? FetchForWriting(access)
-            : access == Access::kReadCopy ? CopyForReading()
+            : access == Access::kReadCopy ? CopyForHome()
                                           : FetchForReading();
   } catch (...) {
     lock.lock();
@@ -160,7 +160,7 @@ void WeightResidency::Pin(Access access) {
   lock.lock();
   if (before == State::kReading) TakePinsBack();
   bytes_ = bytes;
-  swap_.PointTo(bytes, /*throws=*/false);
+  swap_.PointTo(TakeHome(access), /*throws=*/false);
   state_ = writes ? State::kWriting : State::kReading;
   is_overwritten_ = access == Access::kOverwrite;
   AddPin(access);
@@ -206,14 +206,29 @@ std::byte* WeightResidency::FetchForReading() {
   return bytes;
 }
 
-std::byte* WeightResidency::CopyForReading() {
-  c10::DataPtr copy = c10::GetCPUAllocator()->allocate(size_bytes_);
-  auto* const bytes = static_cast<std::byte*>(copy.get());
+std::byte* WeightResidency::CopyForHome() const {
+  std::byte* const copy = raw_.Allocate();
   const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(tensor_).dtype);
-  ThrowIfError(attachment_->CopyOut(tensor_, proto::Plane::kWeight, element_bytes, bytes),
-               subject_);
-  private_ = std::move(copy);
-  return bytes;
+  const absl::Status copied =
+      attachment_->CopyOut(tensor_, proto::Plane::kWeight, element_bytes, copy);
+  if (!copied.ok()) raw_.Discard(copy);
+  ThrowIfError(copied, subject_);
+  return copy;
+}
+
+// Where the operator has bytes_, and a pointer that another thread takes meanwhile leads to. It
+// outlives the operator, so it is not to lead to a place that is another weight's next. A weight
+// that always has a place stays there: putting it home costs a small operator much. So does what is
+// overwritten, since an older pointer may be what it is overwritten with.
+std::byte* WeightResidency::TakeHome(Access access) {
+  if (access == Access::kReadCopy) {
+    raw_.Lend(bytes_);
+    return bytes_ = swap_.home();
+  }
+  const bool is_placed = access == Access::kRead ? attachment_->WindowBytes(tensor_) == 0
+                                                 : !staging_ || access == Access::kOverwrite;
+  if (device() != nullptr || is_placed || !raw_.LendMapped(bytes_)) return bytes_;
+  return swap_.home();
 }
 
 uint64_t WeightResidency::window_bytes() const {
@@ -545,15 +560,12 @@ void WeightResidency::ServeRaw(bool writes) {
   std::exception_ptr failure;
   try {
     attachment_->BeginRaw(this);
-    fresh = raw_.Allocate();
-    std::memcpy(fresh, CopyForReading(), size_bytes_);
+    fresh = CopyForHome();
   } catch (...) {
     failure = std::current_exception();
   }
-  private_.clear();
   lock.lock();
   if (!failure) raw_.Show(fresh, writes);
-  if (failure && fresh != nullptr) raw_.Discard(fresh);
   state_ = State::kHome;
   changed_.NotifyAll();
   if (!failure) return;
@@ -871,9 +883,9 @@ void WeightResidency::LetGo(Lock& lock) {
     changed_.NotifyAll();
     return;
   }
+  raw_.EndLending();
   if (state_ == State::kWriting) return PutBack(lock);
   state_ = State::kHome;
-  private_.clear();
   if (std::exchange(acquired_, false)) attachment_->session().Release(tensor_);
   changed_.NotifyAll();
 }

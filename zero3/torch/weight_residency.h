@@ -120,7 +120,8 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   void MoveHome(std::byte* home, std::unique_ptr<LeftCopy> left);
   void CheckGivenLocked(bool writes);
   bool PinRaw(Access access, Lock& lock);
-  std::byte* CopyForReading();
+  std::byte* CopyForHome() const;
+  std::byte* TakeHome(Access access);
   void AddPin(Access access);
   void WaitForOthers(Lock& lock);
   std::byte* FetchForReading();
@@ -173,8 +174,8 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   bool acquired_ = false;                              // the session's pin is ours
   Staging::Piece staging_;                             // kWriting
   bool is_compared_ = false;  // what is written is made from the old value, as on all ranks
-  // kReading: bytes that do not take room of the window. kWriting, on a device: what is put back;
-  // of ranks after the first: what they write does not count.
+  // kWriting, on a device: what is put back; of ranks after the first: what they write does not
+  // count.
   c10::DataPtr private_;
   RawCopy raw_;  // at home; newer than the daemon's, and what operators use, while it is shown
   absl::InlinedVector<const c10::TensorImpl*, 1> parameters_;
