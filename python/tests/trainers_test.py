@@ -108,6 +108,25 @@ by_callback("callback_neftune", neftune_noise_alpha=5.0)
 by_callback("callback_adafactor", optim="adafactor")
 
 
+class TellsOfAnother(transformers.Trainer):
+    """As SetFit's, whose callbacks are given what the model is in, which is no module."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        call_event = self.callback_handler.call_event
+        self.callback_handler.call_event = lambda *args, **kwargs: self._of_another(call_event, *args, **kwargs)
+
+    def _of_another(self, call_event, *args, **kwargs):
+        own, self.callback_handler.model = self.callback_handler.model, types.SimpleNamespace(body=self.model)
+        try:
+            return call_event(*args, **kwargs)
+        finally:
+            self.callback_handler.model = own
+
+
+by_callback("callback_that_is_given_another_model", cls=TellsOfAnother)
+
+
 @case(**FP32)
 def optimizers_argument(run):
     model = run.make(llama)
