@@ -93,6 +93,8 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
         optimizer = getattr(optimizer, "optimizer", optimizer)
+        if self.trainer() is not None:
+            model = self.trainer().model  # SetFit gives another one, which is no module
         if self.handle is not None and self.handle.is_open:
             if any(each is optimizer for each in self.handle.optimizers):
                 return  # train() again

@@ -23,27 +23,42 @@ _log = logging.getLogger("offloadd")
 _NEEDED = ("_run_epoch", "_maybe_log_save_evaluate", "_get_learning_rate", "_load_rng_state")
 _TOTALS = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 _FIRST = "_initial_global_step"  # the mean loss of a run is over the steps behind it; where it is not there, over all
+_ADDED_UP = {"metrics": "_metrics", "stored_metrics": "_stored_metrics"}  # as it is kept -> where trainers of TRL have it
 _NUMBERS_MAX = 10_000  # of a log, that a step keeps
+
+
+def _packed(values):
+    """Numbers as they are, tensors of one number each as one; None for others."""
+    if values and all(isinstance(value, torch.Tensor) and value.numel() == 1 for value in values):
+        return torch.stack([value.detach().cpu() for value in values])
+    return list(values) if all(isinstance(value, (int, float)) for value in values) else None
+
+
+def _lists_of(metrics):
+    """{mode: {name: values}}; empty where they are other things, or too many to be kept with every step."""
+    if not isinstance(metrics, dict) or not all(isinstance(lists, dict) for lists in metrics.values()):
+        return {}
+    found = {mode: {name: _packed(values) for name, values in lists.items() if isinstance(values, list)} for mode, lists in metrics.items()}
+    packed = [values for lists in found.values() for values in lists.values()]
+    is_kept = all(values is not None for values in packed) and sum(map(len, packed)) <= _NUMBERS_MAX
+    return found if is_kept else {}
 
 
 def _added_up_for_the_log(trainer):
     """What trainers of TRL do: lists of numbers by their names, for training and evaluation, and how many tokens there were."""
-    metrics, tokens = getattr(trainer, "_metrics", None), getattr(trainer, "_total_train_tokens", None)
+    tokens = getattr(trainer, "_total_train_tokens", None)
     kept = {"tokens": tokens} if isinstance(tokens, (int, float)) else {}
-    if isinstance(metrics, dict) and all(isinstance(lists, dict) for lists in metrics.values()):
-        found = {mode: {name: list(values) for name, values in lists.items() if isinstance(values, list)} for mode, lists in metrics.items()}
-        numbers = [number for lists in found.values() for values in lists.values() for number in values]
-        if len(numbers) <= _NUMBERS_MAX and all(isinstance(number, (int, float)) for number in numbers):
-            kept["metrics"] = found
-    return kept
+    return kept | {key: _lists_of(getattr(trainer, name, None)) for key, name in _ADDED_UP.items()}
 
 
 def _add_up_for_the_log(trainer, kept):
     if "tokens" in kept and hasattr(trainer, "_total_train_tokens"):
         trainer._total_train_tokens = kept["tokens"]
-    for mode, lists in kept.get("metrics", {}).items():
-        if isinstance(getattr(trainer, "_metrics", None), dict) and isinstance(trainer._metrics.get(mode), dict):
-            trainer._metrics[mode].update({name: list(values) for name, values in lists.items()})
+    for key, name in _ADDED_UP.items():
+        metrics = getattr(trainer, name, None)
+        for mode, lists in kept.get(key, {}).items():
+            with contextlib.suppress(KeyError, TypeError, AttributeError):  # this trainer has it otherwise
+                metrics[mode].update({name: list(values) for name, values in lists.items()})
 
 
 def remember_norms(trainer, callback):
@@ -181,6 +196,7 @@ def _finish(trainer, callback, kept, ignore_keys):
         setattr(trainer, _FIRST, loop["first"])
     _add_up_for_the_log(trainer, loop.get("for_the_log", {}))
     _restore_callbacks(trainer)
+    trainer.model.train()  # as a step leaves it: what is in the log may depend on that
     # What callbacks note at the beginnings of the epoch and the step (the time) is gone with the process.
     state.global_step -= 1
     with _done_before(trainer):  # the step has been taken with what they have written

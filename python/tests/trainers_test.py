@@ -108,6 +108,25 @@ by_callback("callback_neftune", neftune_noise_alpha=5.0)
 by_callback("callback_adafactor", optim="adafactor")
 
 
+class TellsOfAnother(transformers.Trainer):
+    """As SetFit's, whose callbacks are given what the model is in, which is no module."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        call_event = self.callback_handler.call_event
+        self.callback_handler.call_event = lambda *args, **kwargs: self._of_another(call_event, *args, **kwargs)
+
+    def _of_another(self, call_event, *args, **kwargs):
+        own, self.callback_handler.model = self.callback_handler.model, types.SimpleNamespace(body=self.model)
+        try:
+            return call_event(*args, **kwargs)
+        finally:
+            self.callback_handler.model = own
+
+
+by_callback("callback_that_is_given_another_model", cls=TellsOfAnother)
+
+
 @case(**FP32)
 def optimizers_argument(run):
     model = run.make(llama)
@@ -184,6 +203,7 @@ class AddsUpForItsLog(transformers.Trainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self._metrics, self._total_train_tokens = {"train": collections.defaultdict(list), "eval": collections.defaultdict(list)}, 0
+        self._stored_metrics = collections.defaultdict(lambda: collections.defaultdict(list))  # as CPO's and ORPO's
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
@@ -192,27 +212,35 @@ class AddsUpForItsLog(transformers.Trainer):
         of_mode = self._metrics["train" if model.training else "eval"]
         of_mode["its_loss"].append(loss.item())
         of_mode["num_tokens"] = [self._total_train_tokens]
+        self._stored_metrics["train" if model.training else "eval"]["its_stored_loss"].append(loss.detach())
         return loss
 
     def log(self, logs, *args, **kwargs):
         of_mode = self._metrics["train" if self.model.training else "eval"]
-        super().log({**logs, **{name: sum(values) / len(values) for name, values in of_mode.items()}}, *args, **kwargs)
+        stored = self._stored_metrics.pop("train" if "loss" in logs else "eval", {})
+        added = {**of_mode, **{name: torch.tensor(values).tolist() for name, values in stored.items()}}
+        super().log({**logs, **{name: sum(values) / len(values) for name, values in added.items()}}, *args, **kwargs)
         of_mode.clear()
+
+
+def loaded_llama():
+    """As from_pretrained() gives it."""
+    return llama().eval()
 
 
 @case(types=("fp32",), memory=("floor",))
 def what_a_trainer_adds_up_for_its_log_goes_on(run):
     options = {"cls": AddsUpForItsLog, "gradient_accumulation_steps": 2, "logging_steps": 2, "max_steps": 6}
     if not run.offloaded:
-        return fit(run, run.make(llama), **options)[1][:-1]
+        return fit(run, run.make(loaded_llama), **options)[1][:-1]
     for step in (3, 4):
         try:
-            fit(run, run.make(llama), more=[Stop(step)], **options)
+            fit(run, run.make(loaded_llama), more=[Stop(step)], **options)
         except KeyboardInterrupt:
             pass
         for handle in offloadd.handles():
             handle.close()
-    return fit(run, run.make(llama), **options)[1][:-1]
+    return fit(run, run.make(loaded_llama), **options)[1][:-1]
 
 
 class Average(transformers.TrainerCallback):
