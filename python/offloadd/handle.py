@@ -842,6 +842,7 @@ class Handle:
             self._end_states()
         engine, self._engine = self._engine, None
         served.forget_replaced(self._identities)
+        followed = followers.memory_of(self._identities) if self.options.get("weights_at_close") == "memory" else []
         followers.end(self._identities)
         for model in filter(None, (reference() for reference in self._models)):
             if _by_model.get(model) is self:
@@ -849,6 +850,10 @@ class Handle:
         if os.getpid() == self._process:
             engine.close()
             _run_as_before()
+            left = followers.give_memory(followed)
+            if left:
+                _log.warning("offloadd: job %s is closed, and %d arrays or buffers over its parameters follow them no more: make them anew, "
+                             "p.detach().numpy()", self.job, left)
 
     def __del__(self):
         """The model and the optimizer are gone, too; a state_dict() of the model may live on."""
