@@ -108,6 +108,7 @@ absl::StatusOr<uint64_t> ParseCount(std::string_view text) {
 
 std::string FormatBytes(uint64_t bytes) {
   const double value = static_cast<double>(bytes);
+  if (bytes >= uint64_t{1} << 40) return absl::StrFormat("%.2f TiB", value / 0x1p40);
   if (bytes >= uint64_t{1} << 30) return absl::StrFormat("%.1f GiB", value / 0x1p30);
   if (bytes >= uint64_t{1} << 20) return absl::StrFormat("%.1f MiB", value / 0x1p20);
   if (bytes >= uint64_t{1} << 10) return absl::StrFormat("%.1f KiB", value / 0x1p10);

@@ -24,7 +24,7 @@ absl::StatusOr<uint64_t> ParseByteSize(std::string_view text);
 // OFD-1002 otherwise.
 absl::StatusOr<uint64_t> ParseCount(std::string_view text);
 
-// Prints memory: "64.0 GiB", "512.0 MiB", "3.5 KiB", "17 B".
+// Prints memory: "1.50 TiB", "64.0 GiB", "512.0 MiB", "3.5 KiB", "17 B".
 std::string FormatBytes(uint64_t bytes);
 
 // Prints disk space and traffic: "1.84 TB", "282 GB", "4.10 MB", "17 B" (three digits).

@@ -57,6 +57,7 @@ TEST(ByteSizeTest, PrintsMemoryInBinaryUnits) {
   EXPECT_EQ(FormatBytes(3584), "3.5 KiB");
   EXPECT_EQ(FormatBytes(512ull << 20), "512.0 MiB");
   EXPECT_EQ(FormatBytes(64ull << 30), "64.0 GiB");
+  EXPECT_EQ(FormatBytes(3ull << 39), "1.50 TiB");
 }
 
 TEST(ByteSizeTest, PrintsDiskSpaceInDecimalUnitsWithThreeDigits) {

@@ -60,6 +60,12 @@ absl::Status CheckTexts(const JobOptions& options) {
         std::pair("io", &options.io_engine), std::pair("durability", &options.durability),
         std::pair("update_in_backward", &options.update_in_backward),
         std::pair("run_id", &options.world.run_id)}) {
+    if (text->find('\0') != std::string::npos) {
+      return MakeError(
+          text == &options.pool ? ErrorId::kPoolMissing : ErrorId::kBadValue,
+          absl::StrCat(name, " is '", absl::CHexEscape(*text), "', which has a NUL byte"),
+          "Leave it out: no name has one");
+    }
     if (IsUtf8(*text)) continue;
     return MakeError(text == &options.pool ? ErrorId::kPoolMissing : ErrorId::kBadValue,
                      absl::StrCat(name, " is '", absl::CHexEscape(*text), "', which is not UTF-8"),

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/environment.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "client/connect.h"
@@ -150,6 +151,7 @@ void Session::Impl::Close() {
 
 absl::StatusOr<std::unique_ptr<Session>> Session::Connect(const ConnectOptions& options) {
   OpenClosedStreams();
+  OFFLOAD_RETURN_IF_ERROR(CheckEnvironment(EnvironmentOfThisProcess()));
   OFFLOAD_ASSIGN_OR_RETURN(Connection connection, ConnectOrStart(options));
   auto impl = std::make_unique<Impl>();
   OFFLOAD_RETURN_IF_ERROR(impl->Start(std::move(connection)));

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "CLI/CLI.hpp"
+#include "base/environment.h"
 #include "base/string_view.h"
 #include "base/version.h"
 #include "offloadd/daemon.h"
@@ -124,6 +125,14 @@ int Main(int argc, char** argv) {
     flags.daemon.pools.default_pool = flags.daemon.pools.allowed.front();
   SetUpProcess(flags.daemon.is_private);
   SetUpLog(flags);
+  const std::vector<std::string> environment = EnvironmentOfThisProcess();
+  if (const absl::Status status = CheckEnvironment(environment); !status.ok()) {
+    std::fprintf(stderr, "offloadd: %s\n", std::string(status.message()).c_str());
+    return 1;
+  }
+  if (!flags.daemon.is_private) {  // the trainer has said it
+    for (const std::string& unknown : UnknownVariables(environment)) spdlog::warn("{}", unknown);
+  }
   spdlog::debug("limits: {} sessions, {} calls of each, {} ranks of a job, {} s for room",
                 kLimits.sessions_max, kLimits.calls_per_session_max, kLimits.ranks_max,
                 kLimits.room_timeout_seconds);

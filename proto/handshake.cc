@@ -438,6 +438,13 @@ absl::Status SendReady(int socket) { return Send(socket, ReadyMessage{}); }
 absl::StatusOr<UniqueFd> ConnectToDaemon(const std::string& path) {
   int error_number = 0;
   OFFLOAD_ASSIGN_OR_RETURN(UniqueFd fd, Connect(path, error_number));
+  if (error_number == EACCES || error_number == EPERM) {
+    return MakeError(ErrorId::kDaemonStart,
+                     absl::StrCat("connecting to \"", path, "\": ", ErrnoText(error_number)),
+                     "Run as the user of that daemon, or have it started with --allow-uid or "
+                     "--allow-gid and its socket where you may reach it; without OFFLOADD_SOCKET a "
+                     "trainer starts a private daemon");
+  }
   if (error_number != 0) {
     return SystemError(ErrorId::kDaemonStart, absl::StrCat("connecting to \"", path, "\""),
                        error_number);

@@ -137,9 +137,24 @@ absl::StatusOr<UniqueFd> PoolDirectory::OpenStoreFile(const std::string& name, i
   UniqueFd file(
       openat(fd_.get(), name.c_str(), access | O_DIRECT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
   if (!file.valid()) {
-    const std::string what = absl::StrCat(PathOf(name), ": ", ErrnoText(errno));
-    if (errno == ENOENT) return absl::NotFoundError(absl::StrCat("no store ", what));
-    return MakeError(RefusalId(errno), what);
+    const int error_number = errno;
+    const std::string what = absl::StrCat(PathOf(name), ": ", ErrnoText(error_number));
+    struct stat found;
+    const bool is_there = fstatat(fd_.get(), name.c_str(), &found, AT_SYMLINK_NOFOLLOW) == 0;
+    if (is_there && (S_ISLNK(found.st_mode) || S_ISDIR(found.st_mode))) {
+      return MakeError(
+          ErrorId::kPoolNotUsable,
+          absl::StrCat(PathOf(name), " is a ", S_ISDIR(found.st_mode) ? "folder" : "symbolic link",
+                       ", and the store of a job is a file in its pool"),
+          "Move it away, or choose another job name; where the store lies on another "
+          "drive, name that as the pool");
+    }
+    if (error_number == EACCES) {
+      return MakeError(ErrorId::kPoolNotUsable, what,
+                       "Run as the user who owns that job, or choose another job name");
+    }
+    if (error_number == ENOENT) return absl::NotFoundError(absl::StrCat("no store ", what));
+    return MakeError(RefusalId(error_number), what);
   }
   struct stat info;
   if (fstat(file.get(), &info) != 0)

@@ -253,6 +253,12 @@ class UntouchedTest(unittest.TestCase):
         result = self.oddity("no_optimizer")
         self.assertEqual((result.code, len(result.evaluations())), (1, 1))
         self.assertIn("OFD-1601 nothing was offloaded", result.error)
+        # One that goes on with a job, and is through already, has nothing to train.
+        options = ["--job", "through"]
+        self.assertEqual(self.oddity("in_turn", options=options).code, 0)
+        through = self.oddity("no_optimizer", options=[*options, "--resume"])
+        self.assertEqual((through.code, through.out), (0, result.out), through.error)
+        self.assertIn("the job stays at step ", through.error)
 
     def test_a_forked_child_trains(self):
         self.check_oddity("in_a_child")

@@ -62,6 +62,13 @@ void AddPrivateDaemons(std::vector<DaemonAddress>& found, const std::string& fol
 // name that they gave.
 absl::Status NoAnswer(const std::string& socket, const std::string& control,
                       const absl::Status& status) {
+  struct stat info = {};
+  if (stat(control.c_str(), &info) != 0 ? errno == EACCES : access(control.c_str(), W_OK) != 0) {
+    return MakeError(ErrorId::kDaemonStart,
+                     absl::StrCat("the daemon at ", socket, " cannot be asked: ", control, ": ",
+                                  ErrnoText(EACCES)),
+                     "Ask as the user of that daemon, or as root");
+  }
   const std::string reason = access(control.c_str(), F_OK) != 0 && errno == ENOENT
                                  ? absl::StrCat("there is no ", control)
                                  : std::string(status.message());

@@ -391,7 +391,12 @@ TEST_F(OffloadctlTest, ListSaysWhichStoreCannotBeRead) {
   std::filesystem::create_directories(pool() + "/odd.offload");  // no file: damaged it is not
   const Result listed = Run("ls " + pool());
   EXPECT_EQ(listed.exit_code, 1) << listed.error;
-  EXPECT_NE(listed.out.find("cannot be read: OFD-1"), std::string::npos) << listed.out;
+  EXPECT_NE(listed.out.find("cannot be read: OFD-1202 "), std::string::npos) << listed.out;
+  EXPECT_NE(listed.out.find("odd.offload is a folder"), std::string::npos) << listed.out;
+  std::filesystem::remove(pool() + "/odd.offload");
+  std::filesystem::create_symlink("/elsewhere", pool() + "/odd.offload");
+  const Result linked = Run("ls " + pool());
+  EXPECT_NE(linked.out.find("odd.offload is a symbolic link"), std::string::npos) << linked.out;
   EXPECT_EQ(listed.out.find("damaged"), std::string::npos) << listed.out;
 }
 

@@ -104,6 +104,7 @@ class _Beneath:
         self._memory = memory.as_strided(former.size(), former.stride(), 0)
         self._digest = self._version = None  # of what it was given last
         self._closed = []  # arrays that were writeable
+        self._has_data = False  # whether `p.data` was asked for
 
     def is_of(self, identities):
         parameter = self._parameter()
@@ -141,11 +142,19 @@ class _Beneath:
     def refresh(self):
         parameter = self._parameter()
         version = None if parameter.is_inference() else parameter._version
-        if self._digest is not None and version == self._version and not parameter.requires_grad:
+        if self._digest is not None and version == self._version and not parameter.requires_grad and not self._has_data:
             return  # frozen, and nobody has written it
         with torch.no_grad():
             self._memory.copy_(parameter.detach())
         self._version, self._digest = version, self._digest_now()
+
+    def note_data_of(self, parameter):
+        if self._parameter() is parameter:
+            self._has_data = True
+
+    def memory(self):
+        """As that of an array (followers.py); of a source of from_numpy() nobody here could keep the tensor alive."""
+        return self._parameter(), self._owners[-1] if isinstance(self._owners[-1], torch.Tensor) else None
 
     def check(self):
         if self.is_written():

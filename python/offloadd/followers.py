@@ -28,9 +28,21 @@ class _Array:
 
     def refresh(self, identities):
         parameter, copied = self._parameter(), self.copied()
-        if copied is not None and parameter is not None and id(parameter) in identities:
+        if copied is not None and self.is_of(identities):
             _, offset, size, stride = self._key
             copied.copy_(parameter.detach().as_strided(size, stride, offset))
+
+    def is_of(self, identities):
+        parameter = self._parameter()
+        return parameter is not None and id(parameter) in identities
+
+    def memory(self):
+        """(the parameter, a tensor over the memory that can be all of the parameter's, or None); None where nobody has it."""
+        parameter, copied = self._parameter(), self.copied()
+        if copied is None:
+            return None
+        is_whole = (copied.dtype, self._key[1:]) == (parameter.dtype, (0, parameter.size(), parameter.stride()))
+        return parameter, copied if is_whole and copied.stride() == parameter.stride() else None
 
 
 def copy_for_array(tensor, copy_of):
@@ -124,6 +136,33 @@ def forget(parameter):
     for key in [key for key in _arrays if key[0] == id(parameter)]:
         del _arrays[key]
     end({id(parameter)})
+
+
+def note_data_of(parameter):
+    """`p.data` was asked for: what is written there leaves no mark."""
+    for each in _beneath:
+        each.note_data_of(parameter)
+
+
+def memory_of(identities):
+    """(parameter, memory that somebody has, or None for memory that cannot be the parameter's) of all that follow these parameters."""
+    followed = [each.memory() for each in [*_arrays.values(), *_held()] if each.is_of(identities)]
+    return [each for each in followed if each is not None]
+
+
+def give_memory(followed):
+    """Parameters whose job has ended, and that are in memory, get that which arrays have, as in plain torch. Returns of how many arrays or buffers
+    that cannot be: they follow no more."""
+    given, left = {}, 0
+    for parameter, memory in followed:
+        if memory is None or id(parameter) in given:
+            left += 1
+            continue
+        given[id(parameter)] = parameter
+        with torch.no_grad():
+            memory.copy_(parameter.detach())
+        parameter.data = memory
+    return left
 
 
 def end(identities):

@@ -356,6 +356,7 @@ class Handle:
         self.last_step = 0  # when it was closed
         self.has_loaded_weights = False
         self._attach(models, unfreeze, beside)
+        self._places, self._has_told_of_places = self._places_now(), False
         _open_handles.add(self)
         global _made
         _made += 1
@@ -555,8 +556,25 @@ class Handle:
         """Before a step: what was put in the place of the job's tensors."""
         served.settle_replaced(self._identities, self._in_process())
         followers.check()
+        self._tell_of_places()
         self._reassigned.settle(self._identities, self._running())
         self._settle_states()
+
+    def _places_now(self):
+        return [id(module) for model in self.models if model is not None for module in model.modules()]
+
+    def _tell_of_places(self):
+        """Once, of modules that have changed places: a run that goes on looks for parameters under the names of attach(), or of the last growth."""
+        former, self._places = self._places, self._places_now()
+        if former == self._places or self._has_told_of_places or None in self.models:
+            return
+        had = {id(parameter): name for name, parameter in reversed(self._parameters.items())}
+        moved = [(had[id(parameter)], name) for name, parameter in names_of(self.models)
+                 if id(parameter) in had and self._parameters.get(name, parameter) is not parameter]
+        if moved:
+            self._has_told_of_places = True
+            _log.warning("offloadd: modules have changed places since job %s was attached (%s is %s now), and the job goes by the names of then: a run "
+                         "that goes on has to attach the model with each where it was, and change places after that", self.job, *moved[0])
 
     def _kept_parts(self):
         """Those whose state is the job's."""
@@ -842,6 +860,7 @@ class Handle:
             self._end_states()
         engine, self._engine = self._engine, None
         served.forget_replaced(self._identities)
+        followed = followers.memory_of(self._identities) if self.options.get("weights_at_close") == "memory" else []
         followers.end(self._identities)
         for model in filter(None, (reference() for reference in self._models)):
             if _by_model.get(model) is self:
@@ -849,6 +868,10 @@ class Handle:
         if os.getpid() == self._process:
             engine.close()
             _run_as_before()
+            left = followers.give_memory(followed)
+            if left:
+                _log.warning("offloadd: job %s is closed, and %d arrays or buffers over its parameters follow them no more: make them anew, "
+                             "p.detach().numpy()", self.job, left)
 
     def __del__(self):
         """The model and the optimizer are gone, too; a state_dict() of the model may live on."""

@@ -43,4 +43,7 @@ Engine = torch.classes.offloadd.Engine
 
 def is_disabled():
     """OFFLOADD_DISABLE=1: the same script, in memory."""
-    return os.environ.get("OFFLOADD_DISABLE", "") not in ("", "0")
+    value = os.environ.get("OFFLOADD_DISABLE", "")
+    if value not in ("", "0", "1", "true", "yes", "on"):
+        raise Error.of(1002, f'the environment variable OFFLOADD_DISABLE is "{value}"', "Set it to one of 0, 1, true, yes, on, or leave it out")
+    return value not in ("", "0")

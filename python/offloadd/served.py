@@ -428,7 +428,11 @@ def _replaceable(original):
         if there is not None and storage_of(there.own) == storage_of(self):
             del _replaced[id(self)]  # put back
 
-    return property(original.__get__, set_data, original.__delete__, original.__doc__)
+    def get_data(self):
+        followers.note_data_of(self)
+        return original.__get__(self)
+
+    return property(get_data, set_data, original.__delete__, original.__doc__)
 
 
 def _into_memory(original):

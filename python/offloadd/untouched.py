@@ -85,6 +85,42 @@ def _copies_of(modules, trained):
             and trained.isdisjoint(map(id, each.parameters()))]
 
 
+def _are_like(tensors, shapes, trained):
+    return len(tensors) == len(shapes) and all(
+        isinstance(each, torch.Tensor) and each.shape == shape and each.is_floating_point() and id(each) not in trained
+        for each, shape in zip(tensors, shapes))
+
+
+def _holder_of(tensors):
+    """The object of a class that has this list or dictionary as an attribute, or None."""
+    for referrer in gc.get_referrers(tensors):
+        is_of_instance = type(referrer) is dict and not isinstance(referrer.get("__name__"), str)
+        for each in gc.get_referrers(referrer) if is_of_instance else (referrer,):
+            attributes = getattr(each, "__dict__", None)
+            if isinstance(attributes, dict) and any(value is tensors for value in attributes.values()) and type(each).__module__ != "builtins":
+                return each
+    return None
+
+
+def _shadows_of(module, trained):
+    """What keeps a list, or a dictionary by name, of tensors that look like the module's parameters, or like those that are trained: averages
+    (diffusers' EMAModel, torch_ema)."""
+    named = list(module.named_parameters())
+    kinds = [each for each in (named, [(name, p) for name, p in named if p.requires_grad]) if len(each) > 1]
+    found = {}
+    for each in gc.get_objects():
+        if type(each) not in (list, dict) or not any(len(each) == len(kind) for kind in kinds):
+            continue
+        for kind in kinds:
+            if type(each) is dict and list(each) != [name for name, _ in kind]:
+                continue
+            if _are_like(list(each.values() if type(each) is dict else each), [p.shape for _, p in kind], trained):
+                holder = _holder_of(each)
+                if holder is not None and not isinstance(holder, (torch.nn.Module, torch.optim.Optimizer)):
+                    found[id(holder)] = holder
+    return list(found.values())
+
+
 class Watch:
     """Sees optimizers being made, and waits for the first forward pass with a parameter of one."""
 
@@ -240,6 +276,10 @@ class Watch:
         for name in dict.fromkeys(type(each).__name__ for each in found if id(each) not in inner):
             _log.warning("offloadd: another %s, whose weights are not trained, is not part of job %s, and begins anew after its step %d: if it "
                          "follows the training, let the script save and load it", name, handle.job, handle.step)
+        shadows = [each for module in trained for each in _shadows_of(module, handle.identities())]
+        for holder in dict.fromkeys(map(class_of, shadows)):
+            _log.warning("offloadd: what %s keeps, tensors like the parameters, is not part of job %s, and begins anew after its step %d: if it "
+                         "follows the training (an average), let the script save and load it", holder, handle.job, handle.step)
 
 
 class _WhenImported:

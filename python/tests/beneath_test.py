@@ -135,6 +135,9 @@ def arrays_of_frozen_parameters_follow_what_is_written(run):
         model[0].weight.mul_(0.5)
     train(model, optimizer)
     told.append(whole.tolist())
+    model[0].weight.data.copy_(model[0].weight.detach() * 3)
+    train(model, optimizer)
+    told.append(whole.tolist())
     model[0].weight.requires_grad_(True)
     train(model, optimizer)
     return told, whole.tolist()
@@ -306,6 +309,23 @@ def arrays_are_read_only_while_the_job_is_open(run):
             pass
     run.end()
     whole[0] = 1
+
+
+@case(**SMALL)
+def arrays_follow_what_is_trained_after_close(run):
+    """Those of numpy(), made before attach() and while the job is open; of others a line says that they do not."""
+    first, second, third = square(), square(), square(torch.from_numpy(whole := drawn()))
+    early = first.weight.detach().numpy()
+    model = torch.nn.ModuleList([first, second, third])
+    optimizer = SGD(model.parameters(), 0.1)
+    run.attach(model, optimizer, **({"weights_at_close": "memory"} if run.offloaded else {}))
+    late, part = second.weight.detach().numpy(), second.weight.detach()[1:].numpy()
+    train(model, optimizer)
+    with Lines() as lines:
+        run.end()
+    assert [line for line in lines if "2 arrays or buffers" in line] or not run.offloaded, lines
+    train(model, SGD(model.parameters(), 0.1))
+    return early.tolist(), late.tolist(), [p.tolist() for p in model.parameters()], whole.shape, part.shape
 
 
 @case(**SMALL)

@@ -1,13 +1,15 @@
 """Models that grow while they are trained: parameters that an optimizer gets after attach() become the job's."""
 
 import os
+import resource
+import signal
 import sys
 
 import torch
 from torch.optim import SGD, AdamW
 
 import offloadd
-from battery import case, copied_states_of, main
+from battery import Lines, case, copied_states_of, main
 from programs import Programs
 
 ROOM = {"types": ("fp32",), "memory": ("64MiB",)}  # the floor is of the model as it was
@@ -620,9 +622,137 @@ def a_daemon_that_dies_while_the_store_is_laid_out(run):
         assert first + rest == whole, (fault, step, whole, first, rest)
 
 
+@case(**ROOM)
+def modules_that_change_places_are_told_of(run):
+    """Once, where others have their names then: not of those that are gone, or back."""
+    model = seeded(0, lambda: torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH) for _ in range(3)]))
+    optimizer = AdamW(model.parameters(), 1e-2)
+    run.attach(model, optimizer)
+    told = []
+
+    def said():
+        x, y = batch(0)
+        with Lines() as lines:
+            torch.nn.functional.cross_entropy(torch.nn.Sequential(*model)(x), y).backward()
+            optimizer.step()
+        told.append([line for line in lines if "changed places" in line])
+
+    said()
+    last = model.pop(2)
+    said()
+    model.append(last)
+    said()
+    assert not any(told), told
+    model[0], model[2] = model[2], model[0]
+    said()
+    said()
+    counts = [len(each) for each in told]
+    assert counts == [0, 0, 0, int(run.offloaded), 0], told
+    return list(model.state_dict().values())
+
+
+# ---- What is written before, in a run that is killed ----------------------------------------------
+
+def edited(pool, how, dtype, kill):
+    """This program, in a process of its own, that writes weights before its model grows or thaws, and may be killed before its next step."""
+    dtype, kill = getattr(torch, dtype), kill == "kill"
+    model = seeded(0, lambda: torch.nn.ModuleDict({"body": torch.nn.Linear(WIDTH, WIDTH), "norm": torch.nn.BatchNorm1d(WIDTH)})).to(dtype)
+    model.register_buffer("sums", torch.zeros(70000))
+    model["norm"].requires_grad_(how != "thaw")
+    optimizer = AdamW(model.parameters(), 1e-2)
+    handle = offloadd.attach(model, optimizer, nvme_path=pool, ram="64MiB", job="edited")
+    print("begins", handle.step, handle.trainer_state.decode(), *(value.double().sum().item() for value in model.state_dict().values()), flush=True)
+    for step in range(handle.step, 4):
+        handle.trainer_state = str(step).encode()
+        hidden = model["norm"](model["body"](torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)).to(dtype)))
+        model.sums += hidden.float().sum().item()
+        if step == 2:
+            with torch.no_grad():
+                model["body"].weight.mul_(0.5)
+                model["body"].bias.data += 0.25
+            hidden = model["norm"](model["body"](hidden.detach()))
+            if how == "thaw":
+                model["norm"].requires_grad_(True)
+                hidden = model["norm"](hidden.detach()) + hidden
+                if kill:
+                    os.environ["OFFLOADD_FAULT_POINT"] = "store.after_rename:1"
+            else:
+                model["head"] = seeded(1, lambda: torch.nn.Linear(WIDTH, WIDTH)).to(dtype)
+                optimizer.add_param_group({"params": list(model["head"].parameters())})
+                handle.take_what_came()
+                with torch.no_grad():
+                    model["head"].weight.mul_(2)
+                model["more"] = seeded(2, lambda: torch.nn.Linear(WIDTH, WIDTH)).to(dtype)
+                optimizer.add_param_group({"params": list(model["more"].parameters())})
+                handle.take_what_came()
+                if kill:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        if "head" in model:
+            hidden = model["more"](model["head"](hidden))
+        loss = hidden.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(step, loss.item(), flush=True)
+    print("end", *(value.double().sum().item() for value in model.state_dict().values()), flush=True)
+    handle.close()
+
+
+def refused(pool):
+    """This program, in a process of its own: its model grows where the daemon may make no store."""
+    model = seeded(0, lambda: torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH)))
+    optimizer = AdamW(model.parameters(), 1e-2)
+    handle = offloadd.attach(model, optimizer, nvme_path=pool, ram="64MiB", job="refused")
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    model.append(torch.nn.Linear(WIDTH, WIDTH))
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    for use in (handle.take_what_came, lambda: model(torch.ones(2, WIDTH)), handle.statistics, lambda: str(model[0].weight.sum())):
+        try:
+            use()
+            print("served")
+        except offloadd.Error as error:
+            print(error)
+
+
+@case(**ROOM)
+def what_is_refused_by_the_daemon_is_said_again(run):
+    if not run.offloaded:
+        return
+    done = programs.run(__file__, "refused", run.folder, OFFLOADD_SANDBOX="off")
+    first, *others = done.stdout.splitlines()
+    assert first.startswith("OFD-") and "ulimit -f" in first, done
+    assert len(others) == 3 and all(each.startswith("OFD-1802 ") and first.rstrip(".") in each and "Start the program again" in each for each in others), done
+
+
+@case(**ROOM)
+def what_was_written_before_it_is_of_the_next_step(run):
+    """Neither edits nor the trainer's state are part of the epoch with which the store is laid out: a run that goes on writes them again."""
+    if not run.offloaded:
+        return
+    for number, (how, dtype) in enumerate([("grow", "float32"), ("grow", "bfloat16"), ("thaw", "float32"), ("thaw", "bfloat16")]):
+
+        def lines(pool, *kill):
+            path = os.path.join(run.folder, f"{pool}{number}")
+            os.makedirs(path, exist_ok=True)
+            done = programs.run(__file__, "edited", path, how, dtype, *kill, OFFLOADD_SANDBOX="off", OMP_NUM_THREADS="1")
+            assert (done.returncode == 0) == (kill == ("",)), (how, dtype, done.returncode, done.stderr)
+            return done.stdout.splitlines()
+
+        whole, first = lines("whole", ""), lines("cut", "kill")
+        assert len(first) == 3, first
+        rest = lines("cut", "")
+        assert rest[0].startswith("begins 2 1 "), rest[0]
+        assert first + rest[1:] == whole, (how, dtype, whole, first, rest)
+
+
 if __name__ == "__main__":
     if sys.argv[1:2] == ["killed"]:
         killed(*sys.argv[2:])
+    elif sys.argv[1:2] == ["edited"]:
+        edited(*sys.argv[2:])
+    elif sys.argv[1:2] == ["refused"]:
+        refused(*sys.argv[2:])
     else:
         programs = Programs()
         sys.exit(main())

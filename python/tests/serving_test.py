@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 import threading
+import unittest.mock
 import zipfile
 from multiprocessing.reduction import ForkingPickler
 
@@ -511,14 +512,32 @@ def mistaken(said, name, **options):
 
 mistaken("OFD-1002 nvme_path is 3, which is no path.", "number_as_nvme_path", nvme_path=3)
 mistaken("there is a comma with no path on one side of it. Leave it out", "comma_behind_nvme_path", nvme_path="/a,")
+mistaken("OFD-1201 nvme_path is '/a\\x00/b', which has a NUL byte", "nul_in_nvme_path", nvme_path="/a\0/b")
+mistaken('OFD-1002 job name "".', "empty_job_name", job="")
 mistaken("names /a twice.", "nvme_path_twice", nvme_path="/a,/a")
 mistaken('OFD-1002 "0.5" is not a size in bytes.', "share_as_ram", ram=0.5)
 mistaken('OFD-1002 "True" is not a size in bytes.', "flag_as_ram", ram=True)
-mistaken("OFD-1002 ram is 921600.0 GiB, a job has", "ram_of_many_terabytes", ram="900TiB")
+mistaken("OFD-1002 ram is 900.00 TiB, a job has", "ram_of_many_terabytes", ram="900TiB")
 mistaken("OFD-1002 config is [1].", "list_as_config", config=[1])
 mistaken("OFD-1002 there is no option nvme_pth. Did you mean nvme_path?", "typing_error_in_a_configuration", config={"nvme_pth": "/", "job": "typo"})
 mistaken("OFD-1601 dict is no torch.nn.Module.", "state_dict_as_model", model={})
 mistaken("OFD-1002 unfreeze: no parameter is called layers.*.", "names_to_unfreeze_that_are_none", unfreeze=["layers.*"])
+
+
+@case(types=("fp32",), memory=("floor",))
+def values_in_the_environment_that_mean_nothing_are_refused(run):
+    if not run.offloaded:
+        return
+    for name, value, allowed in (("OFFLOADD_JOIN_TIMEOUT", "abc", "a number of seconds"), ("OFFLOADD_GPU_PEERS", "nonsense", "off, always"),
+                                 ("OFFLOADD_READ_AHEAD", "x", "0, 1"), ("OFFLOADD_DISABLE", "false", "0, 1, true")):
+        model = run.model()
+        with unittest.mock.patch.dict(os.environ, {name: value}):
+            try:
+                offloadd.attach(model, AdamW(model.parameters()), nvme_path=run.folder, ram="64MiB")
+            except offloadd.Error as error:
+                assert error.id == 1002 and f'{name} is "{value}"' in str(error) and allowed in str(error), error
+            else:
+                raise AssertionError(name)
 
 
 @case(refused=1002, types=("fp32",), memory=("floor",))

@@ -1062,6 +1062,16 @@ class Model(torch.nn.Module):
 torch.manual_seed(0)
 model, critic = Model(), torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 1))
 average, target = torch.optim.swa_utils.AveragedModel(critic), copy.deepcopy(model)
+class EMAModel:
+    def __init__(self, parameters):
+        self.shadow_params = [parameter.detach().clone() for parameter in parameters]
+
+class ByName:
+    def __init__(self, model):
+        self.shadow = {name: parameter.data.clone() for name, parameter in model.named_parameters()}
+
+batches = [torch.zeros(16, 8), torch.zeros(16)]
+follow = EMAModel(critic.parameters()), ByName(model)
 optimizer = torch.optim.AdamW([*critic.parameters(), *model.parameters()], 1e-2, fused=True)
 if os.path.exists(kept):
     model.load_state_dict(torch.load(kept))
@@ -1137,6 +1147,7 @@ def untouched_script_with_buffers_of_modules_that_are_not_called_first(run):
         done.append(start(run, BESIDE, begin, end, folder, launcher=launcher).communicate())
     assert "continues after 3 steps" in done[1][1], done[1]
     assert re.findall("another ([A-Za-z]*), whose weights are not trained", done[0][1] + done[1][1]) == ["AveragedModel", "Model"], done[1][1]
+    assert sorted(re.findall("what an? ([A-Za-z]*) keeps", done[0][1] + done[1][1])) == ["ByName", "EMAModel"], done[1][1]
     assert "came without its optimizer's state" in done[3][1], done[3]
     return json.loads(done[1][0])
 

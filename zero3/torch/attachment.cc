@@ -201,7 +201,7 @@ void Attachment::BeginRoom() {
 }
 
 client::Session& Attachment::session() {
-  if (session_ == nullptr) ThrowStatus(SessionEnded("this model"));
+  if (session_ == nullptr) ThrowStatus(Ended("this model"));
   return *session_;
 }
 
@@ -210,7 +210,7 @@ void Attachment::EnsureSealed() {
   std::lock_guard lock(seal_mutex_);
   if (sealed()) return;
   if (seal_failure_) std::rethrow_exception(seal_failure_);
-  if (!seal_) ThrowStatus(SessionEnded("this model"));
+  if (!seal_) ThrowStatus(Ended("this model"));
   try {
     seal_();
   } catch (...) {
@@ -254,6 +254,7 @@ void Attachment::Reopen(absl::FunctionRef<std::unique_ptr<client::Session>()> op
   places_.End();
   const absl::Status closed = session().CloseJob();
   session_.reset();  // a private daemon ends, and whoever opens the job has its lock
+  EndEpoch();
   ThrowIfError(closed);
   session_ = open();
   BeginRoom();
@@ -285,7 +286,23 @@ void Attachment::Prefetch(const std::vector<uint32_t>& tensors) {
   for (const uint32_t tensor : tensors) session_->Prefetch(tensor);
 }
 
+void Attachment::NotePut(uint32_t tensor) {
+  std::lock_guard lock(put_mutex_);
+  put_.insert(tensor);
+}
+
+std::vector<uint32_t> Attachment::PutSinceEpoch() {
+  std::lock_guard lock(put_mutex_);
+  return {put_.begin(), put_.end()};
+}
+
+void Attachment::EndEpoch() {
+  std::lock_guard lock(put_mutex_);
+  put_.clear();
+}
+
 void Attachment::PutWeight(uint32_t tensor, uint64_t region_offset, uint64_t digest) {
+  NotePut(tensor);
   const uint64_t element_count = this->tensor(tensor).element_count;
   const uint64_t element_bytes = proto::DtypeBytes(this->tensor(tensor).dtype);
   std::vector<client::Ticket> tickets;
@@ -369,6 +386,7 @@ absl::Status Attachment::StreamIn(uint32_t tensor, Fill fill, uint64_t digest) {
 
 absl::Status Attachment::StreamIn(uint32_t tensor, proto::Plane plane, Fill fill, uint64_t digest) {
   if (device_ != nullptr) device_->BeforePut(tensor);
+  if (plane == proto::Plane::kWeight || plane == proto::Plane::kMaster) NotePut(tensor);
   const DaemonWait wait(*this);
   const uint64_t element_count = this->tensor(tensor).element_count;
   const uint64_t element_bytes = input_.catalogue.planes(tensor).Bits(plane) / 8;
@@ -503,6 +521,13 @@ void Attachment::Close() {
   const absl::Status closed = session_->CloseJob();
   session_.reset();
   ThrowIfError(closed);
+}
+
+absl::Status Attachment::Ended(const std::string& subject) const {
+  if (end_reason_.empty()) return SessionEnded(subject);
+  return MakeError(ErrorId::kSessionEnded,
+                   absl::StrCat("the engine of ", subject, " is closed since ", end_reason_),
+                   "Start the program again: the job goes on at its last step, as it was then");
 }
 
 absl::Status SessionEnded(const std::string& subject) {

@@ -20,6 +20,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -152,7 +153,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
  public:
   explicit Attachment(std::unique_ptr<client::Session> session);
 
-  // OFD-1802 after Close().
+  // OFD-1802 after Close(): Ended().
   client::Session& session();
   std::byte* region() const { return session_->region(); }
   // Of the ranks that train the model; 0 of 1 for one that is alone.
@@ -208,6 +209,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // A weight. With several ranks all of them call it; `digest` as for PutWeight().
   absl::Status StreamIn(uint32_t tensor, Fill fill, uint64_t digest);
   absl::Status StreamIn(uint32_t tensor, const std::byte* bytes, uint64_t digest);
+  // Tensors whose weights or masters were put since the last EndEpoch(), which no epoch has.
+  std::vector<uint32_t> PutSinceEpoch();
+  // What was put is part of one (a step, the end of a load), or is gone with the session.
+  void EndEpoch();
 
   // ---- The device of the parameters; null for the host ----
   void SetDevice(std::shared_ptr<DeviceMemory> device) { device_ = std::move(device); }
@@ -235,16 +240,22 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   uint64_t raw_accesses() const { return raw_accesses_.load(std::memory_order_relaxed); }
 
   void Close();
+  // Why it will be closed, if not because somebody asks for it.
+  void SetEndReason(std::string reason) { end_reason_ = std::move(reason); }
+  // The OFD-1802 of an engine that is closed.
+  absl::Status Ended(const std::string& subject) const;
 
  private:
   // For a session that has no plan yet.
   void BeginRoom();
+  void NotePut(uint32_t tensor);
 
   std::unique_ptr<client::Session> session_;
   const client::World world_;
   std::optional<Staging> staging_;  // of the session, like what follows
   std::shared_ptr<ScratchSpace> scratch_;
   HomeRanges homes_;
+  std::string end_reason_;
   std::mutex seal_mutex_;
   std::function<void()> seal_;
   std::exception_ptr seal_failure_;
@@ -259,6 +270,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::list<RawUser*> raw_users_;  // oldest first
   PlacesOwner places_;             // of the session
   std::atomic<uint64_t> raw_accesses_{0};
+  std::mutex put_mutex_;
+  std::set<uint32_t> put_;
   std::mutex schedule_mutex_;
   std::unique_ptr<Schedule> schedule_;
   std::shared_ptr<DeviceMemory> device_;  // uses the session and the staging buffer

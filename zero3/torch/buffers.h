@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -37,7 +38,7 @@ class Buffers {
     std::string name;
     at::Tensor tensor;
     uint64_t element_count = 0;
-    uint32_t crc = 0;  // of the bytes that the store has
+    std::optional<uint32_t> crc;  // of the bytes that the store has; nothing: of others
     bool is_stored = false;
   };
 

@@ -12,10 +12,12 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
+#include "base/environment.h"
 #include "base/error.h"
 #include "zero3/hf_layout.h"
 #include "zero3/torch/device_move.h"
 #include "zero3/torch/in_memory.h"
+#include "zero3/torch/log.h"
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/open_job.h"
 #include "zero3/torch/supported_model.h"
@@ -29,6 +31,15 @@ namespace {
 std::string Environment(const char* name, std::string otherwise) {
   const char* const value = std::getenv(name);
   return value != nullptr && *value != '\0' ? value : otherwise;
+}
+
+// Each once in a process, however many engines it has.
+void TellUnknownVariables() {
+  [[maybe_unused]] static const bool told = [] {
+    for (const std::string& unknown : UnknownVariables(EnvironmentOfThisProcess()))
+      Log().warn("{}", unknown);
+    return true;
+  }();
 }
 
 bool IsDisabled() {
@@ -181,6 +192,8 @@ Options Options::FromEnvironment() {
 }
 
 std::shared_ptr<Engine> Engine::Open(const Options& options) {
+  zero3::ThrowIfError(CheckEnvironment(EnvironmentOfThisProcess()));
+  zero3::TellUnknownVariables();
   const client::World world = zero3::WorldOf(options);
   if (zero3::IsDisabled()) {
     if (world.world_size == 1) return std::make_shared<zero3::InMemoryEngine>(options);

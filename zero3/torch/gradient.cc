@@ -311,7 +311,7 @@ at::Tensor Gradient::Plain() const {
 }
 
 void Gradient::CheckOpen() const {
-  if (closed_) ThrowStatus(SessionEnded(subject_));
+  if (closed_) ThrowStatus(attachment_->Ended(subject_));
 }
 
 Gradient::Moving::Moving(Gradient& gradient) : gradient_(gradient), outer_(gradient.moving_) {
@@ -831,7 +831,7 @@ void Gradient::Close() {
     swap_.SetHomeThrows(true);
     for (const client::Ticket ticket : writes_) attachment_->session().Wait(ticket).IgnoreError();
     writes_.clear();
-    if (storage) swap_.SetMessage(std::string(SessionEnded(subject_).message()));
+    if (storage) swap_.SetMessage(std::string(attachment_->Ended(subject_).message()));
     if (storage) swap_.PointHome();
   }
   if (parameter_.mutable_grad().is_same(tensor_)) parameter_.mutable_grad().reset();

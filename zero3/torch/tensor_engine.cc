@@ -227,6 +227,7 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
       device_plan_(options.gpu_ram, options.device) {
   // How often tensors were updated is the same in all ranks, what the trainer keeps is not.
   if (!job.trainer_state_is_own) state_.trainer.clear();
+  epoch_state_ = state_;
   attachment_->SetServesRaw(Serves(options.raw_access));
   CheckWeightsAtClose(options.weights_at_close);
   attachment_->SetSealing([this] { MakeStore(); });
@@ -608,11 +609,17 @@ void TensorEngine::MakeStore() {
       next.trainer.clear();  // the trainer may give less
       next.buffers = buffers_.EncodeSmall();
       Encoded(next);  // or there are too many ranks for them
+      epoch_state_.layout = state_.layout;
+      epoch_state_.update_counts = state_.update_counts;
     } else {
       StoreLargeBuffers();
       state_.buffers = buffers_.EncodeSmall();
     }
-    if (!exists_) ThrowIfError(attachment_->session().Publish(Encoded(state_)));
+    if (!exists_) {
+      ThrowIfError(attachment_->session().Publish(Encoded(state_)));
+      attachment_->EndEpoch();
+      epoch_state_ = state_;
+    }
   } catch (...) {
     store_failure_ = std::current_exception();  // the daemon takes a declaration once
     throw;
@@ -983,7 +990,9 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
   }
   if (tier != nullptr) tier->Stepped(command.is_partial);
   if (sums_ != nullptr) ThrowIfError(sums_->stream().Stepped());
+  attachment_->EndEpoch();
   state_ = std::move(next);
+  epoch_state_ = state_;
   has_unsettled_states_ = false;
   ++step_;
   // The parameters' versions stay, for classes that write through data(): a graph from before the
@@ -1118,6 +1127,7 @@ int TensorEngine::Add(const SparseUpdate& update) {
   AddSparsely(update.optimizer, update.parameter.grad(), weight, state);
   if (update.optimizer.name() == "sgd") return 0;
   PutStates({&state, 1});
+  has_unsettled_states_ = true;
   return 1;
 }
 

@@ -238,6 +238,17 @@ class TensorEngine {
   std::vector<at::Tensor> FrozenWithState(std::span<const KeptState> states) const;
   // All that is kept, where some of it was replaced since the last step: no epoch has it.
   std::vector<KeptState> GatherUnsettled();
+  // What was written into a weight since the last step.
+  struct Edit {
+    uint32_t id;
+    proto::Plane plane;
+    std::vector<std::byte> values;
+  };
+  // All of it, to be put again where the store is laid out anew with the last epoch. Nothing where
+  // that is too much: KeepEdits() makes it part of the epoch.
+  std::optional<std::vector<Edit>> GatherEdits();
+  void KeepEdits();
+  void PutEdits(const std::vector<Edit>& edits);
   void PutInitialStates();
   void CheckStates(std::span<const KeptState> states) const;
   void PutStates(std::span<const KeptState> states);
@@ -314,8 +325,9 @@ class TensorEngine {
   const std::shared_ptr<Attachment> attachment_;
   uint64_t step_;
   struct TrainerState state_;
-  size_t loss_scales_ = 0;    // of this run
-  uint64_t successions_ = 0;  // of this run
+  struct TrainerState epoch_state_;  // of the last epoch: what was set since is the next one's
+  size_t loss_scales_ = 0;           // of this run
+  uint64_t successions_ = 0;         // of this run
   kernels::OptimizerSpec optimizer_;
   bool roots_are_said_ = false;
   bool half_loaded_ = false;

@@ -151,6 +151,7 @@ void TensorEngine::LoadAlone(const std::string& path, const LoadOptions& options
   const absl::Cleanup drop = [this] { DropFromDevice(); };
   LoadFrom(file);
   ThrowIfError(attachment_->session().EndLoad(), path);
+  attachment_->EndEpoch();
   for (WeightResidency* const weight : weights_) weight->Stepped();
   half_loaded_ = false;
 }

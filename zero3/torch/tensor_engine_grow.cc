@@ -94,6 +94,7 @@ void TensorEngine::AddLater(std::vector<Parameter> parameters, std::span<const N
   attachment_->EndRaw();
   const auto first = static_cast<uint32_t>(declared_.size());
   const std::vector<KeptState> unsettled = GatherUnsettled();
+  const std::optional<std::vector<Edit>> edits = GatherEdits();
   const std::vector<proto::Tensor> before = declared_;
   const Buffers buffers_before = buffers_;
   try {
@@ -117,8 +118,7 @@ void TensorEngine::AddLater(std::vector<Parameter> parameters, std::span<const N
              parameters.size() == 1 ? "" : absl::StrCat(" and ", parameters.size() - 1, " more"),
              step_ + 1, options_.job);
   BringHome(attachment_.get());
-  // What was written into weights goes with the epoch that there is.
-  ThrowIfError(attachment_->session().EndLoad());
+  if (!edits.has_value()) KeepEdits();
   std::vector<at::Tensor> trained = LeaveGradients();
   for (Parameter& parameter : parameters) {
     trained.push_back(parameter.trainable ? parameter.tensor : at::Tensor());
@@ -131,6 +131,7 @@ void TensorEngine::AddLater(std::vector<Parameter> parameters, std::span<const N
     Reopen(&more);
     PutNew(first);
     WatchGradients(trained);
+    if (edits.has_value()) PutEdits(*edits);
     PutStates(unsettled);
   });
   attached_ = {.sealed = true};
@@ -164,9 +165,10 @@ client::OtherTensors TensorEngine::MoreTensors(const std::vector<proto::Tensor>&
     add(proto::BufferTensorName(buffer.name),
         stored != kept.large().end() ? proto::BufferTensorName(stored->name) : "");
   }
-  state_.layout = std::move(layout);
+  epoch_state_.layout = state_.layout = std::move(layout);
   state_.update_counts.resize(declared_.size(), 0);
-  more.trainer_state = Encoded(state_);
+  epoch_state_.update_counts.resize(declared_.size(), 0);
+  more.trainer_state = Encoded(epoch_state_);
   return more;
 }
 
@@ -179,6 +181,7 @@ void TensorEngine::PutNew(uint32_t first) {
   }
   StoreLargeBuffers(/*new_ones_only=*/true);  // of the others the epoch has what the last step left
   ThrowIfError(attachment_->session().EndLoad());
+  attachment_->EndEpoch();
 }
 
 // Modules may have changed places.
@@ -373,7 +376,9 @@ std::optional<client::OtherTensors> TensorEngine::MatchLayout(
     next.layout.push_back(*found);
     others.stored_names.push_back(found->is_new ? "" : stored_names_.at(name));
   }
-  others.trainer_state = Encoded(next);
+  epoch_state_.layout = next.layout;
+  epoch_state_.update_counts = next.update_counts;
+  others.trainer_state = Encoded(epoch_state_);
   state_ = std::move(next);
   return others;
 }

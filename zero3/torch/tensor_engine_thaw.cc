@@ -1,6 +1,8 @@
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "base/byte_size.h"
 #include "base/error.h"
 #include "zero3/torch/born_residency.h"
@@ -46,6 +48,7 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
                           "options.may_thaw"));
   }
   const std::vector<KeptState> unsettled = GatherUnsettled();
+  const std::optional<std::vector<Edit>> edits = GatherEdits();
   std::vector<proto::Tensor> before = declared_;
   for (const at::Tensor& parameter : parameters) declared_[IdOf(parameter)].trainable = true;
   try {
@@ -64,21 +67,73 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
       parameters.size() == 1 ? "" : absl::StrCat(" and ", parameters.size() - 1, " more"),
       options_.job);
   BringHome(attachment_.get());
-  // What was written into weights goes with the epoch that there is.
-  ThrowIfError(attachment_->session().EndLoad());
+  if (!edits.has_value()) KeepEdits();
   std::vector<at::Tensor> trained = LeaveGradients();
   for (const at::Tensor& parameter : parameters) trained[IdOf(parameter)] = parameter;
   LayOutAnew([&] {
     Reopen(/*others=*/nullptr);
     WatchGradients(trained);
+    if (edits.has_value()) PutEdits(*edits);
     PutStates(unsettled);
   });
+}
+
+std::optional<std::vector<TensorEngine::Edit>> TensorEngine::GatherEdits() {
+  std::vector<Edit> edits;
+  uint64_t size_bytes = 0;
+  for (const uint32_t id : attachment_->PutSinceEpoch()) {
+    if (id >= declared_.size()) {  // of a step that was not taken: the next one puts it anew
+      buffers_.large()[id - declared_.size()].crc.reset();
+      continue;
+    }
+    const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
+    const proto::Plane plane =
+        planes.Has(proto::Plane::kResidual) ? proto::Plane::kMaster : proto::Plane::kWeight;
+    const uint64_t element_bytes = planes.Bits(plane) / 8;
+    edits.push_back({id, plane, {}});
+    size_bytes += attachment_->tensor(id).element_count * element_bytes;
+  }
+  if (size_bytes > ram_bytes_ / 4) return std::nullopt;
+  for (Edit& edit : edits) {
+    const uint64_t element_bytes =
+        attachment_->input().catalogue.planes(edit.id).Bits(edit.plane) / 8;
+    edit.values.resize(attachment_->tensor(edit.id).element_count * element_bytes);
+    ThrowIfError(attachment_->CopyOut(edit.id, edit.plane, element_bytes, edit.values.data()),
+                 absl::StrCat("parameter '", declared_[edit.id].name, "'"));
+  }
+  return edits;
+}
+
+void TensorEngine::KeepEdits() {
+  Log().warn(
+      "what the program has written into weights since step {} is more than a quarter of ram, and "
+      "is part of job {} from now on, before the next step: a run that goes on at step {} has it, "
+      "and must not write it again where that changes it (mul_(), add_()). Take a step between",
+      step_, options_.job, step_);
+  ThrowIfError(attachment_->session().EndLoad());
+  attachment_->EndEpoch();
+}
+
+void TensorEngine::PutEdits(const std::vector<Edit>& edits) {
+  for (const Edit& edit : edits) {
+    const uint64_t element_bytes =
+        attachment_->input().catalogue.planes(edit.id).Bits(edit.plane) / 8;
+    const auto fill = [&](uint64_t begin, uint64_t count, std::byte* target) {
+      std::memcpy(target, edit.values.data() + begin * element_bytes, count * element_bytes);
+      return absl::OkStatus();
+    };
+    ThrowIfError(attachment_->StreamIn(edit.id, edit.plane, fill, /*digest=*/0),
+                 absl::StrCat("parameter '", declared_[edit.id].name, "'"));
+  }
 }
 
 void TensorEngine::LayOutAnew(const std::function<void()>& work) {
   try {
     work();
-  } catch (...) {
+  } catch (const std::exception& error) {
+    const absl::string_view reason = absl::StripSuffix(error.what(), ".");
+    attachment_->SetEndReason(
+        absl::StrCat("its store was not laid out anew for what is trained now: ", reason));
     for (WeightResidency* const weight : weights_) weight->Close();
     try {
       attachment_->Close();

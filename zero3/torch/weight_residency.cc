@@ -110,7 +110,7 @@ void WeightResidency::Pin(Access access) {
   const bool writes = access > Access::kReadCopy;
   Lock lock(mutex_);
   for (;;) {
-    if (closed_) ThrowStatus(SessionEnded(subject_));
+    if (closed_) ThrowStatus(attachment_->Ended(subject_));
     CheckGivenLocked(writes);
     if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
     if (raw_.is_shown() && state_ != State::kMoving) {
@@ -527,7 +527,7 @@ void WeightResidency::ServeRaw(bool writes) {
   const OperatorGate::Pass pass(OperatorGate::Passage::kTogether);
   Lock lock(mutex_);
   for (;;) {
-    if (closed_) ThrowStatus(SessionEnded(subject_));
+    if (closed_) ThrowStatus(attachment_->Ended(subject_));
     if (raw_.is_shown() && state_ != State::kMoving) {
       if (writes && !raw_.was_written()) raw_.AllowWriting();
       return;
@@ -946,7 +946,7 @@ void WeightResidency::Close(c10::DataPtr bytes) {
     return;
   }
   if (bytes) return swap_.HandOver(std::move(bytes));
-  swap_.SetMessage(std::string(SessionEnded(subject_).message()));
+  swap_.SetMessage(std::string(attachment_->Ended(subject_).message()));
   swap_.PointHome();
 }
 

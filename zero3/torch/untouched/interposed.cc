@@ -147,6 +147,11 @@ bool MayTrainInChild() {
 void OnExit(int status, void*) {
   Watch::OfProcess().Close();
   if (Watch::OfProcess().has_attached() || begun_by != ::getpid() || MayTrainInChild()) return;
+  const int64_t step = status == EXIT_SUCCESS ? Watch::OfProcess().FindStepOfJob() : 0;
+  if (step > 0) {
+    return Say(
+        absl::StrCat("the program has ended without a forward pass, the job stays at step ", step));
+  }
   const absl::Status refused = MakeError(
       ErrorId::kUnsupportedModel,
       "nothing was offloaded: the program has ended without a forward pass of a torch::nn::Module "

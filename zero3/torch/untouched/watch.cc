@@ -181,6 +181,14 @@ Watch& Watch::OfProcess() {
   return *kWatch;
 }
 
+int64_t Watch::FindStepOfJob() const {
+  try {
+    return resumes_ ? Engine::Open(options_)->step() : 0;
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
 // ---- What the program does ----------------------------------------------------------------------
 
 void Watch::OnParameter(at::Tensor& parameter) {

@@ -79,6 +79,8 @@ class Watch {
   // Whether anything was attached, here or in a forked child.
   bool has_attached() const { return *has_attached_; }
   bool has_engine() const { return engine_ != nullptr; }
+  // How far the job is that a run which has attached nothing was to go on with; 0: there is none.
+  int64_t FindStepOfJob() const;
 
  private:
   Watch();
