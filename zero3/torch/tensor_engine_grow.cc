@@ -10,12 +10,11 @@
 #include "proto/buffer_tensors.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
+#include "zero3/torch/parameter_text.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
-
-static std::string Key(const std::string& text) { return absl::StrCat("'", text, "'"); }
 
 // Parameters that come when the store is made: it is laid out anew, with the further ones behind
 // those that it has. A job that was laid out so says in its state what its store holds, in which
@@ -32,12 +31,12 @@ bool TensorEngine::may_grow() const {
 void TensorEngine::CheckGrows(const Parameter& first) const {
   if (may_grow()) return;
   const bool has_ranks = attachment_->world_size() > 1;
-  ThrowStatus(
-      MakeError(ErrorId::kUnsupportedModel,
-                absl::StrCat("parameter ", Key(first.name), " is attached after the store of job ",
-                             Key(options_.job), " was made, and ",
-                             has_ranks ? "there are several ranks" : "the job is on a device"),
-                "Attach all that is trained at some time before the first step, frozen at first"));
+  ThrowStatus(MakeError(
+      ErrorId::kUnsupportedModel,
+      absl::StrCat("parameter ", Quoted(first.name), " is attached after the store of job ",
+                   Quoted(options_.job), " was made, and ",
+                   has_ranks ? "there are several ranks" : "the job is on a device"),
+      "Attach all that is trained at some time before the first step, frozen at first"));
 }
 
 bool TensorEngine::Grow(std::span<const NamedTensor> tensors,
@@ -303,12 +302,13 @@ void TensorEngine::CheckNamesOfLastStep() const {
     return !tensor.former_name.empty() && !proto::IsReplacedTensor(tensor.name);
   });
   if (came == state_.layout.end() || !has_renamed) return;
-  ThrowStatus(MakeError(
-      ErrorId::kOtherModel,
-      absl::StrCat("job ", Key(options_.job), " has taken no step with parameter ", Key(came->name),
-                   ", which has changed the names of others, and the model has "
-                   "it already"),
-      "Build the model as it was at the last step, and add it after it is attached"));
+  ThrowStatus(
+      MakeError(ErrorId::kOtherModel,
+                absl::StrCat("job ", Quoted(options_.job), " has taken no step with parameter ",
+                             Quoted(came->name),
+                             ", which has changed the names of others, and the model has "
+                             "it already"),
+                "Build the model as it was at the last step, and add it after it is attached"));
 }
 
 // Which tensor of the store each of the model is, by the names of the model.
@@ -344,12 +344,12 @@ std::optional<client::OtherTensors> TensorEngine::MatchLayout(
   if (is_same && !has_new) return std::nullopt;
   const auto refuse = [&](const std::string& what, const std::string& way_out) {
     ThrowStatus(
-        MakeError(ErrorId::kOtherModel, absl::StrCat("job ", Key(options_.job), what), way_out));
+        MakeError(ErrorId::kOtherModel, absl::StrCat("job ", Quoted(options_.job), what), way_out));
   };
   const std::unordered_set<std::string> known(names.begin(), names.end());
   for (const LaidOutTensor& tensor : state_.layout) {
     if (IsNeeded(tensor) && !known.contains(tensor.name)) {
-      refuse(absl::StrCat(" has parameter ", Key(tensor.name), ", the model has not"),
+      refuse(absl::StrCat(" has parameter ", Quoted(tensor.name), ", the model has not"),
              "Parameters were added to the model while the job was trained: build it with them, "
              "before it is attached");
     }
@@ -369,7 +369,7 @@ std::optional<client::OtherTensors> TensorEngine::MatchLayout(
     const auto found = absl::c_find_if(
         state_.layout, [&name](const LaidOutTensor& tensor) { return tensor.name == name; });
     if (found == state_.layout.end())
-      refuse(absl::StrCat(" has no parameter ", Key(name), ", the model has it"),
+      refuse(absl::StrCat(" has no parameter ", Quoted(name), ", the model has it"),
              "Add it after the first step, or begin a new job with these weights");
     if (!proto::IsBufferTensor(name))
       next.update_counts.push_back(state_.update_counts.at(found - state_.layout.begin()));
