@@ -48,7 +48,8 @@ def _added_up_for_the_log(trainer):
     """What trainers of TRL do: lists of numbers by their names, for training and evaluation, and how many tokens there were."""
     tokens = getattr(trainer, "_total_train_tokens", None)
     kept = {"tokens": tokens} if isinstance(tokens, (int, float)) else {}
-    return kept | {key: _lists_of(getattr(trainer, name, None)) for key, name in _ADDED_UP.items()}
+    found = {key: _lists_of(getattr(trainer, name, None)) for key, name in _ADDED_UP.items()}
+    return kept | {key: lists for key, lists in found.items() if lists}
 
 
 def _add_up_for_the_log(trainer, kept):

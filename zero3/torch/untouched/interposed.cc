@@ -156,7 +156,8 @@ void OnExit(int status, void*) {
       ErrorId::kUnsupportedModel,
       "nothing was offloaded: the program has ended without a forward pass of a torch::nn::Module "
       "for an optimizer of torch::optim",
-      "Start programs that do not train without offloadctl run");
+      "Start programs that do not train without offloadctl run, and open libraries that train "
+      "without RTLD_DEEPBIND");
   if (status == EXIT_SUCCESS) EndProgram(std::string(refused.message()).c_str());
   Say(std::string(refused.message()));
 }
