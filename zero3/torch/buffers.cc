@@ -245,7 +245,7 @@ absl::Status Buffers::Restore(std::string_view encoded) {
         header.data_bytes > encoded.size() - sizes_bytes - header.name_bytes)
       return Damaged();
     std::vector<int64_t> sizes(header.dimensions);
-    std::memcpy(sizes.data(), encoded.data(), sizes_bytes);
+    if (sizes_bytes > 0) std::memcpy(sizes.data(), encoded.data(), sizes_bytes);
     const std::string name(encoded.substr(sizes_bytes, header.name_bytes));
     const std::string_view data =
         encoded.substr(sizes_bytes + header.name_bytes, header.data_bytes);
