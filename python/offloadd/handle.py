@@ -565,8 +565,10 @@ class Handle:
 
     def _tell_of_places(self):
         """Once, of modules that have changed places: a run that goes on looks for parameters under the names of attach(), or of the last growth."""
+        if self._has_told_of_places or None in self.models:
+            return
         former, self._places = self._places, self._places_now()
-        if former == self._places or self._has_told_of_places or None in self.models:
+        if former == self._places:
             return
         had = {id(parameter): name for name, parameter in reversed(self._parameters.items())}
         moved = [(had[id(parameter)], name) for name, parameter in names_of(self.models)
