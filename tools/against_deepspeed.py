@@ -29,6 +29,7 @@ ENVIRONMENT = os.path.join(ROOT, "build/deepspeed")
 OPERATORS = os.path.join(ENVIRONMENT, "operators")  # what DeepSpeed compiles
 TRAINER = os.path.join(ROOT, "python/benchmarks/mlp.py")
 TARGETS = ["//python:package"]
+CPU_ONLY = ("deepspeed", "parameters and state in memory")
 BYTES_PER_PARAMETER = 14  # bf16 weight and gradient, two halves of the master and two moments: 2 + 2 + 2 + 4 + 4
 
 
@@ -37,6 +38,7 @@ class Row:
     side: str  # memory | deepspeed | offloadd
     name: str
     flags: list
+    durability: str = ""  # of offloadd's rows
     lines: list = dataclasses.field(default_factory=list)  # settled steps of all rounds
     rounds: list = dataclasses.field(default_factory=list)  # median seconds of each
     peaks: list = dataclasses.field(default_factory=list)
@@ -48,9 +50,10 @@ class Row:
 
     def figures(self, memory):
         middle = lambda part: statistics.median(line["seconds"][part] for line in self.lines)
-        return {"side": self.side, "name": self.name, "seconds": self.seconds(), "forward": middle("forward"),
+        return {"side": self.side, "name": self.name, "durability": self.durability, "seconds": self.seconds(), "forward": middle("forward"),
                 "backward": middle("backward"), "step": middle("step"), "peak_bytes": max(self.peaks),
                 "bytes_per_step": statistics.median(self.bytes_per_step), "steps": len(self.lines), "losses": self.losses,
+                "rounds": self.rounds,
                 "ratio_to_memory": statistics.median(here / there for here, there in zip(self.rounds, memory.rounds))}
 
 
@@ -63,7 +66,8 @@ def parse_arguments(arguments):
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--ram", action="append", help="of offloadd: 2GiB, or a part of state + gradients; may be given more than once "
-                                                       "(default 15%%, 30%%, 60%%, 105%%)")
+                                                       "(default 20%%, 29%%, 40%%, 60%%, 100%%)")
+    parser.add_argument("--durability", action="append", help="of offloadd; may be given more than once (default step, checkpoint:100)")
     parser.add_argument("--nvme-path", help="a folder on the drive; build/ of this tree when left out")
     parser.add_argument("--chart", help="an SVG of step time against memory")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
@@ -117,13 +121,14 @@ def find_pythons():
 
 def rows_of(options, parameters):
     whole = parameters * BYTES_PER_PARAMETER
-    deepspeed = [("parameters and state in memory", "cpu", "cpu", []), ("state on the drive, pipelined", "cpu", "nvme", ["--pipelined"]),
+    deepspeed = [(CPU_ONLY[1], "cpu", "cpu", []), ("state on the drive, pipelined", "cpu", "nvme", ["--pipelined"]),
                  ("all on the drive", "nvme", "nvme", []), ("all on the drive, pipelined", "nvme", "nvme", ["--pipelined"])]
     rows = [Row("memory", "in memory", [])]
     rows += [Row("deepspeed", name, ["--parameters", where, "--optimizer", state, *more]) for name, where, state, more in deepspeed]
-    budgets = [parse_size(text, whole) for text in options.ram or ("15%", "30%", "60%", "105%")]
-    rows += [Row("offloadd", f"ram {ram // MIB} MiB", ["--ram", str(ram)]) for ram in budgets]
-    rows.append(Row("offloadd", f"ram {max(budgets) // MIB} MiB, checkpoint:100", ["--ram", str(max(budgets)), "--durability", "checkpoint:100"]))
+    budgets = [parse_size(text, whole) for text in options.ram or ("20%", "29%", "40%", "60%", "100%")]
+    for durability in options.durability or ("step", "checkpoint:100"):
+        rows += [Row("offloadd", f"ram {ram // MIB} MiB" + (f", {durability}" if durability != "step" else ""),
+                     ["--ram", str(ram), "--durability", durability], durability) for ram in budgets]
     return rows
 
 
@@ -161,6 +166,29 @@ def count_parameters(options):
     return options.blocks * (2 * width + 8 * width * width + 5 * width) + width * width + width
 
 
+def find(figures, side, name):
+    return next(row for row in figures if (row["side"], row["name"]) == (side, name))
+
+
+def fastest_on_the_drive(figures):
+    """Of DeepSpeed's rows."""
+    return min((row for row in figures if row["side"] == "deepspeed" and (row["side"], row["name"]) != CPU_ONLY), key=lambda row: row["seconds"])
+
+
+def compare(figures, rival, parts):
+    """Yields for each part of the rival's memory, and each durability, the fastest row of offloadd in no more than that. Its ratio is
+    the median over rounds."""
+    for part in parts:
+        for durability in dict.fromkeys(row["durability"] for row in figures if row["side"] == "offloadd"):
+            rows = [row for row in figures if row["side"] == "offloadd" and row["durability"] == durability
+                    and row["peak_bytes"] <= part * rival["peak_bytes"]]
+            if rows:
+                best = min(rows, key=lambda row: row["seconds"])
+                ratio = statistics.median(here / there for here, there in zip(best["rounds"], rival["rounds"]))
+                yield {"rival": rival["name"], "side": rival["side"], "part": part, "durability": durability, "name": best["name"], "ratio": ratio,
+                       "memory": best["peak_bytes"] / rival["peak_bytes"]}
+
+
 def measure(options, folder):
     parameters = count_parameters(options)
     pythons = find_pythons()
@@ -172,9 +200,11 @@ def measure(options, folder):
             with scratch_folder(argparse.Namespace(nvme_path=folder)) as pool:
                 run_row(options, row, pythons[row.side], pool)
     figures = [row.figures(rows[0]) for row in rows]
+    comparisons = [*compare(figures, fastest_on_the_drive(figures), (1, 1 / 2, 1 / 3)), *compare(figures, find(figures, *CPU_ONLY), (1,)),
+                   *compare(figures, figures[0], (1, 0.5, 0.3))]
     exact = all(row["losses"] == figures[0]["losses"] for row in figures if row["side"] == "offloadd")
     return {"schema_version": 1, "command": "bench --against deepspeed", "parameters": parameters, "rounds": options.rounds,
-            "versions": list(DEEPSPEED), "losses_equal_memory": exact, "rows": figures}
+            "versions": list(DEEPSPEED), "losses_equal_memory": exact, "rows": figures, "comparisons": comparisons}
 
 
 def table(result):
@@ -184,6 +214,9 @@ def table(result):
         name = row["name"] if row["side"] == "memory" else f"{row['side']}: {row['name']}"
         lines.append(f"{name:46}{row['forward']:9.2f}{row['backward']:9.2f}{row['step']:7.2f}{row['seconds']:7.2f}"
                      f"{row['ratio_to_memory']:10.2f}{row['peak_bytes'] / 2**30:7.2f}{row['bytes_per_step'] / result['parameters']:9.1f}")
+    for each in result["comparisons"]:
+        rival = each["rival"] if each["side"] == "memory" else f"{each['side']}, {each['rival']}"
+        lines.append(f"{each['ratio']:.2f} x the time of {rival}, at {each['memory']:.2f} of its memory (limit {each['part']:.2f}): {each['name']}")
     lines.append("losses of offloadd " + ("equal those in memory, bit for bit" if result["losses_equal_memory"] else "DIFFER from those in memory"))
     return "\n".join(lines)
 
@@ -196,12 +229,11 @@ matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "chart", "fo
 from matplotlib import pyplot
 result = json.load(sys.stdin)
 figure, axes = pyplot.subplots(figsize=(7, 4.2))
-for side, style in (("memory", "k*"), ("deepspeed", "s"), ("offloadd", "o-")):
-    rows = sorted((row for row in result["rows"] if row["side"] == side and "checkpoint" not in row["name"]), key=lambda row: row["peak_bytes"])
-    axes.plot([row["peak_bytes"] / 2**30 for row in rows], [row["seconds"] for row in rows], style, label=side)
-for row in result["rows"]:
-    if "checkpoint" in row["name"]:
-        axes.plot(row["peak_bytes"] / 2**30, row["seconds"], "^", color="C1", label="offloadd, a checkpoint every 100 steps")
+lines = dict.fromkeys((row["side"], row["durability"]) for row in result["rows"])
+for (side, durability), style in zip(lines, ("k*", "s", "o-", "^-", "v-", "d-", "p-", "h-")):
+    rows = sorted((row for row in result["rows"] if (row["side"], row["durability"]) == (side, durability)), key=lambda row: row["peak_bytes"])
+    label = {"memory": "in memory", "deepspeed": "DeepSpeed"}.get(side) or f"offloadd, durability = {durability}"
+    axes.plot([row["peak_bytes"] / 2**30 for row in rows], [row["seconds"] for row in rows], style, label=label)
 axes.set(xlabel="memory of all processes, GiB", ylabel="seconds per step", ylim=(0, None), xlim=(0, None))
 axes.legend(frameon=False)
 axes.grid(alpha=0.3)

@@ -18,6 +18,7 @@ TRAINER = r"""
 import json, os, sys, time
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 side = flags["--with"]
+ballast = bytes(range(256)) * (1 << 17) if side == "deepspeed" else b""  # 32 MiB
 print("a library says something", flush=True)
 print(json.dumps({"event": "start", "parameters": 5}), flush=True)
 for step in range(int(flags["--steps"])):
@@ -61,7 +62,7 @@ class AgainstDeepSpeedTest(unittest.TestCase):
         self.assertEqual(code, 0)
         self.assertTrue(result["losses_equal_memory"])
         rows = {(row["side"], row["name"]): row for row in result["rows"]}
-        self.assertEqual(len(rows), 10)
+        self.assertEqual(len(rows), 15)
         for (side, _), row in rows.items():
             self.assertEqual(row["steps"], 4)  # two of each round
             self.assertEqual(row["seconds"], {"memory": 2, "deepspeed": 6, "offloadd": 3}[side])
@@ -72,7 +73,27 @@ class AgainstDeepSpeedTest(unittest.TestCase):
     def test_budgets_are_parts_of_state_and_gradients(self):
         _, text = self.run_bench("--ram", "50%", "--ram", "1GiB", "--json")
         names = [row["name"] for row in json.loads(text)["rows"] if row["side"] == "offloadd"]
-        self.assertEqual(names, ["ram 1820 MiB", "ram 1024 MiB", "ram 1820 MiB, checkpoint:100"])
+        self.assertEqual(names, ["ram 1820 MiB", "ram 1024 MiB", "ram 1820 MiB, checkpoint:100", "ram 1024 MiB, checkpoint:100"])
+        _, text = self.run_bench("--ram", "50%", "--durability", "checkpoint:7", "--rounds", "1", "--json")
+        self.assertEqual([row["name"] for row in json.loads(text)["rows"] if row["side"] == "offloadd"], ["ram 1820 MiB, checkpoint:7"])
+
+    def test_the_fastest_row_within_a_part_of_a_rivals_memory_is_compared(self):
+        def row(side, name, seconds, peak, durability=""):
+            return {"side": side, "name": name, "durability": durability, "seconds": seconds, "rounds": [seconds, seconds * 2, seconds],
+                    "peak_bytes": peak}
+
+        rival = row("deepspeed", "on the drive", 10, 100)
+        figures = [row("memory", "in memory", 1, 300), row(*against_deepspeed.CPU_ONLY, 5, 200), rival, row("deepspeed", "slower", 11, 90),
+                   row("offloadd", "large", 2, 101, "step"), row("offloadd", "fits", 3, 100, "step"), row("offloadd", "small", 4, 50, "step"),
+                   row("offloadd", "slower than small", 5, 40, "checkpoint:100")]
+        self.assertIs(against_deepspeed.fastest_on_the_drive(figures), rival)
+        found = list(against_deepspeed.compare(figures, rival, (1, 0.5, 0.3)))
+        self.assertEqual([(each["part"], each["name"], each["ratio"], each["memory"]) for each in found],
+                         [(1, "fits", 0.3, 1), (1, "slower than small", 0.5, 0.4), (0.5, "small", 0.4, 0.5), (0.5, "slower than small", 0.5, 0.4)])
+
+    def test_comparisons_are_said(self):
+        _, text = self.run_bench("--ram", "50%", "--durability", "step", "--rounds", "1")
+        self.assertRegex(text, r"0\.50 x the time of deepspeed, parameters and state in memory, at \d\.\d\d of its memory")
 
     def test_losses_that_differ_are_said_and_fail(self):
         os.environ["WRONG"] = "1"
