@@ -10,6 +10,7 @@
 #include "kernels/update.h"
 #include "offloadd/job_simulation.h"
 #include "offloadd/rank.h"
+#include "proto/depths.h"
 
 namespace offload::daemon {
 namespace {
@@ -171,7 +172,11 @@ void Simulation::ChooseMemory() {
   plan_.holds_all = memory.window_bytes >= all_bytes;
   memory.pipeline_blocks = static_cast<uint32_t>(1 + random_.Below(4));
   // More than any good pipeline has, so that some are given away, or hardly enough.
-  if (favours_replans_) memory.pipeline_blocks = random_.OneIn(2) ? 1 : 9 + random_.Below(3);
+  if (favours_replans_)
+    memory.pipeline_blocks =
+        random_.OneIn(2)
+            ? 1
+            : static_cast<uint32_t>(proto::Depths().pipeline_blocks + 1 + random_.Below(3));
   if (favours_ahead_ && !favours_replans_)
     memory.state_resident.assign(memory.state_resident.size(), 0);
 }

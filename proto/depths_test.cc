@@ -56,8 +56,9 @@ TEST(DepthsTest, ThreadsThatWereAskedForAreTaken) {
 TEST(DepthsTest, ThePipelineHoldsWhatItsThreadsAndTheLatencyTake) {
   EXPECT_EQ(ChooseDepths(Rates(28, 100, 100, 128)).pipeline_blocks, 2 * 19 + 2 * (1 + 1));
   EXPECT_EQ(ChooseDepths(Rates(28, 100, 500, 128)).pipeline_blocks, 2 * 19 + 2 * (1 + 4));
-  // Three threads cannot use what the drive feeds: 3 / 2.4 ms are 1258 extents a second.
-  EXPECT_EQ(ChooseDepths(Rates(28, 100, 500, 128), 3).pipeline_blocks, 2 * 3 + 2 * (1 + 1));
+  // Seven threads cannot use what the drive feeds: 7 / 2.4 ms are 2934 extents a second.
+  EXPECT_EQ(ChooseDepths(Rates(28, 100, 500, 128), 7).pipeline_blocks, 2 * 7 + 2 * (1 + 2));
+  EXPECT_EQ(ChooseDepths(Rates(28, 100, 500, 128), 3).pipeline_blocks, Depths().pipeline_blocks);
 }
 
 // 28 GB/s and 1.1 ms are 30.8 MB, in weights of 512 KiB 59.

@@ -394,6 +394,8 @@ Choice Choose(const PlanInput& input, const Needs& needs) {
   uint64_t rest = input.ram_bytes - needs.Floor(choice.spill);
   const uint32_t good_blocks = std::max(input.good_pipeline_blocks, kMinimalBlocks);
   choice.blocks = static_cast<uint32_t>(Raise(good_blocks, kMinimalBlocks, block_bytes, rest));
+  // Less than a block is left: what it bought would be lost again with the next block.
+  if (choice.blocks < good_blocks) rest = 0;
 
   // What comes before weights has all that is good for it.
   bool complete = true;

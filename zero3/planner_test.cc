@@ -78,7 +78,7 @@ void ExpectSound(const PlanInput& input, const Plan& plan) {
                                   plan.overhead_bytes);
   EXPECT_LE(plan.floor_bytes, input.ram_bytes);
   EXPECT_GE(plan.memory.pipeline_blocks, 2u);
-  EXPECT_LE(plan.memory.pipeline_blocks, 8u);
+  EXPECT_LE(plan.memory.pipeline_blocks, proto::Depths().pipeline_blocks);
   EXPECT_GE(plan.staging_bytes, proto::kLoadingStagingBytes);
   EXPECT_EQ(plan.staging_offset, proto::kRegionFixedBytes);
   uint64_t largest_slot = 0, largest_spilled = 0;
@@ -165,8 +165,10 @@ TEST(PlannerTest, SumIsWithinTheBudgetAndMoreRamNeverMeansMoreTraffic) {
       const uint64_t span = rich.total_bytes + rich.total_bytes / 4 - rich.floor_bytes;
       const Plan plan = PlanFor(input, rich.floor_bytes + span * step / 40);
       ExpectSound(input, plan);
-      // What the window saves at the turns is not planned for, and little.
-      EXPECT_LE(BytesPerStep(plan), 1.002 * last) << "model " << model << " step " << step;
+      // What the window saves at the turns is not planned for, and little; a window of spilled
+      // gradients that gets another slot may take it from that of weights.
+      const double most = input.always_spill_gradients ? 1.04 : 1.002;
+      EXPECT_LE(BytesPerStep(plan), most * last) << "model " << model << " step " << step;
       last = BytesPerStep(plan);
       if (HasFailure()) return;
     }
@@ -437,7 +439,7 @@ TEST(PlannerTest, DescriptionHasTheSum) {
   const Plan plan = PlanFor(input, 256 * kMiB);
   const std::string text = DescribePlan(input, plan);
   EXPECT_TRUE(absl::StrContains(text, "of 256.0 MiB")) << text;
-  EXPECT_TRUE(absl::StrContains(text, "8 blocks")) << text;
+  EXPECT_TRUE(absl::StrContains(text, "16 blocks")) << text;
 }
 
 PlanInput OfRanks(uint32_t world_size) {

@@ -79,7 +79,7 @@ TEST(ZeroPolicyTest, WithoutOneNothingChanges) {
 
 TEST(ZeroPolicyTest, StageThreeSpendsMemoryOnTheStateFirst) {
   const PlanInput input = Equal();
-  const uint64_t ram = FloorOf(input) + 100 * kMiB;
+  const uint64_t ram = FloorOf(input) + 120 * kMiB;
   const Plan plan = PlanFor(input, ram), third = PlanFor(input, ram, {.stage = 3});
   EXPECT_GT(plan.resident_weight_bytes, 0u);
   EXPECT_EQ(plan.resident_state_bytes, 0u);
@@ -160,7 +160,7 @@ TEST(ZeroPolicyTest, PersistentWeightsAreTheFirstToStay) {
   std::vector<int64_t> sizes(40, 1 << 20);
   sizes.insert(sizes.end(), 40, 100'000);  // 195.3 KiB, in the store 196
   const PlanInput input = Of(sizes);
-  const uint64_t ram = FloorOf(input) + 45 * kMiB;
+  const uint64_t ram = FloorOf(input) + 65 * kMiB;
   const Plan plan = PlanFor(input, ram), hinted = PlanFor(input, ram, {.persistence = 100'000});
   for (size_t i = 40; i < 80; ++i) {
     EXPECT_FALSE(plan.memory.weight_resident[i]) << i;
@@ -173,7 +173,7 @@ TEST(ZeroPolicyTest, PersistentWeightsAreTheFirstToStay) {
 
 TEST(ZeroPolicyTest, TheWindowReadsAheadWhatIsAskedFor) {
   const PlanInput input = Equal();
-  const uint64_t ram = FloorOf(input) + 60 * kMiB;
+  const uint64_t ram = FloorOf(input) + 80 * kMiB;
   EXPECT_EQ(PlanFor(input, ram, {.prefetch = 20 << 20}).memory.window_bytes, 40 * kMiB);
   EXPECT_EQ(PlanFor(input, ram, {.prefetch = 1}).memory.window_bytes, 6 * kMiB) << "three slots";
   EXPECT_LE(PlanFor(input, ram, {.prefetch = uint64_t{1} << 40}).memory.window_bytes, ram / 4);
