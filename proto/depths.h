@@ -28,9 +28,9 @@ struct Depths {
   // Of a good pipeline: extents from read to write; a budget may hold fewer. Most of them wait for
   // a core that the trainer computes on: of 8, two were on the drive.
   uint32_t pipeline_blocks = 16;
-  uint32_t loads = 32;           // extents being read for acquires and prefetches
-  uint32_t transfers = 16;       // puts and gets being served
-  uint32_t write_backs = 8;      // extents being written for a commit from where they stay
+  uint32_t loads = 32;       // extents being read for acquires and prefetches
+  uint32_t transfers = 16;   // puts and gets being served
+  uint32_t write_backs = 8;  // extents being written for a commit from where they stay
   friend bool operator==(const Depths&, const Depths&) = default;
 };
 

@@ -147,8 +147,8 @@ TEST(PlanReportTest, SpilledGradientsAreReadAndWrittenInEveryMicroBatch) {
   const zero3::Plan plan = PlanFor(report);
   ASSERT_TRUE(plan.gradients_spilled);
   const Traffic one = TrafficOf(plan, 1), two = TrafficOf(plan, 2);
-  EXPECT_NEAR(two.written_bytes - one.written_bytes,
-              static_cast<double>(plan.memory.scratch_bytes), 1);
+  EXPECT_NEAR(two.written_bytes - one.written_bytes, static_cast<double>(plan.memory.scratch_bytes),
+              1);
 }
 
 TEST(PlanReportTest, AdviceNamesABudgetThatKeepsItsPromise) {
