@@ -278,9 +278,10 @@ def _copied_shallowly(self):
     """copy.copy(): another tensor over the same storage. Its default goes through a pickle."""
     if not managed(self):
         return copy._reconstruct(self, None, *self.__reduce_ex__(4))
-    if isinstance(self, torch.nn.Parameter):
-        return torch.nn.Parameter(self.data, self.requires_grad)
-    return self.detach().requires_grad_(self.requires_grad)
+    is_parameter = isinstance(self, torch.nn.Parameter)
+    made = torch.nn.Parameter(self.data, self.requires_grad) if is_parameter else self.detach().requires_grad_(self.requires_grad)
+    made.__dict__.update(self.__dict__)
+    return made
 
 
 def _new_tensor(original):

@@ -83,6 +83,16 @@ served(lambda m: dict(copy.deepcopy(m).named_parameters()), "deepcopy_model")
 served(lambda m: copy.deepcopy(m.state_dict()), "deepcopy_state_dict", **FP32)
 served(lambda m: copy.deepcopy(first(m)), "deepcopy_parameter", **FP32)
 served(lambda m: copy.copy(first(m)).shape, "copy_parameter", **FP32)
+
+
+@case(**FP32)
+def copied_parameter_has_its_attributes(run):
+    model, optimizer = started(run)
+    model.head.weight.mark = "kept"
+    copied = copy.copy(model.head.weight)
+    return run.train(model, optimizer, first=2), copied.detach().clone(), copied.mark, type(copied).__name__
+
+
 served(lambda m: {k: v.cpu().clone() for k, v in m.state_dict().items()}, "state_dict_cloned")
 served(lambda m: {k: (v.shape, str(v.dtype), v.device.type, v.stride()) for k, v in m.state_dict().items()}, "state_dict_shapes", **FP32)
 served(lambda m: first(m).new_tensor([1.0, 2.0]), "new_tensor")
