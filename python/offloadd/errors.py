@@ -20,6 +20,9 @@ _WORDS = [
      "Lay it out anew before attach(), parameter.data = parameter.contiguous()"),
     ("parameter.set_data(parameter.clone())", "parameter.data = parameter.clone()"),
     ("(set_, torch::load)", "(p.set_(…))"),
+    ("replaced by other means than set_data() and set_() with its shape and type",
+     "replaced by other means than p.data = x and p.set_(x) of its shape and type"),
+    ("Give it values with copy_() under NoGradGuard, or with set_data()", "Give it values with p.copy_(x) under torch.no_grad()"),
     ("Copy the values under NoGradGuard", "Copy the values under torch.no_grad()"),
     ("or lay the module out like that before attaching it", "or lay the model out like that before attach()"),
     ("Cast and replace tensors before attaching the module", "Change types and storages before attach(), and values with p.copy_()"),
@@ -38,6 +41,9 @@ _WORDS = [
      "torch::optim, which then runs in this process",
      "Make the optimizer with fused=True, whose roots are the nearest, or train such parameters with one that is not attached"),
     ("Give each optimizer a module, or explicit groups, of its own", "Give each optimizer parameters of its own"),
+    ("c10::InferenceMode", "torch.inference_mode()"),
+    ("torch::NoGradGuard", "torch.no_grad()"),
+    ("under NoGradGuard", "under torch.no_grad()"),
 ]
 _NUMBER = re.compile(r"OFD-(\d{4})")
 

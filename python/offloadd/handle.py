@@ -22,7 +22,7 @@ from .beginning import Beginning, has_begun
 from .errors import Error
 from .library import Engine, is_disabled
 from .named_tensors import Reassigned, all_named_parameters_of, buffers_beside, buffers_of, check_has_memory, names_of, tables_of, with_strangers
-from .optimizer import Foreign, check_arithmetic, check_free, has_stepped, is_table, parameters_of, recipe_of, refuse_unless_kept, shaped_as
+from .optimizer import Foreign, check_arithmetic, check_free, has_stepped, is_narrow, is_table, parameters_of, recipe_of, refuse_unless_kept, shaped_as
 
 _log = logging.getLogger("offloadd")
 
@@ -607,7 +607,8 @@ class Handle:
     def _tell_of_writes(self):
         """Of what was written after the last step, which no step will commit."""
         now = self._versions_now() if self._versions else {}
-        written = [name for name, version in now.items() if self._versions.get(name, version) != version]
+        written = [name for name, version in now.items() if self._versions.get(name, version) != version or
+                   (name in self._parameters and served.is_replaced(self._parameters[name]))]
         if written:
             _log.warning("offloadd: job %s ends at step %d, and what the program has written since is not part of it: %s. A run that goes on has to "
                          "write that anew, before its first step (docs/python.md, the handle)", self.job, self.last_step,
@@ -647,6 +648,9 @@ class Handle:
         """As the program has left it."""
         if plane != "weight":
             self._settle_states()
+        if plane in ("weight", "master") and self.is_open and served.is_replaced(parameter):
+            value = served.copy_of(parameter).cpu()
+            return value.float() if plane == "master" and is_narrow(parameter) else value
         return self.gather_stored(parameter, plane)
 
     def gather_stored(self, parameter, plane):

@@ -32,8 +32,16 @@ _is_managed = Engine.is_managed
 _identity_of = Engine.identity_of
 
 
+def _is_plain(cls):
+    """Whether tensors of a class are as torch's, under whatever name: those of a class of parameters are that has no functions of its own."""
+    if cls in (torch.Tensor, torch.nn.Parameter):
+        return True
+    return issubclass(cls, torch.nn.Parameter) and (cls.__torch_function__, cls.__torch_dispatch__) == (
+        torch.nn.Parameter.__torch_function__, torch.nn.Parameter.__torch_dispatch__)
+
+
 def managed(tensor):
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and _is_managed(tensor)
+    return _is_plain(type(tensor)) and tensor.layout == torch.strided and _is_managed(tensor)
 
 
 ordinary_memory = contextlib.nullcontext  # in an init() a context, true, in which new tensors are in memory; it is for making them alone
@@ -270,9 +278,10 @@ def _copied_shallowly(self):
     """copy.copy(): another tensor over the same storage. Its default goes through a pickle."""
     if not managed(self):
         return copy._reconstruct(self, None, *self.__reduce_ex__(4))
-    if isinstance(self, torch.nn.Parameter):
-        return torch.nn.Parameter(self.data, self.requires_grad)
-    return self.detach().requires_grad_(self.requires_grad)
+    is_parameter = isinstance(self, torch.nn.Parameter)
+    made = torch.nn.Parameter(self.data, self.requires_grad) if is_parameter else self.detach().requires_grad_(self.requires_grad)
+    made.__dict__.update(self.__dict__)
+    return made
 
 
 def _new_tensor(original):
@@ -395,6 +404,11 @@ def settle_replaced(identities, in_process=frozenset()):
     for key in keys:
         if _replaced[key].settle(key in in_process, of_parameters_alone):
             del _replaced[key]
+
+
+def is_replaced(parameter):
+    """Whether it has a value by `p.data = x` that the job takes with the next step."""
+    return id(parameter) in _replaced
 
 
 def forget_replaced(identities):

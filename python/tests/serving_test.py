@@ -83,6 +83,16 @@ served(lambda m: dict(copy.deepcopy(m).named_parameters()), "deepcopy_model")
 served(lambda m: copy.deepcopy(m.state_dict()), "deepcopy_state_dict", **FP32)
 served(lambda m: copy.deepcopy(first(m)), "deepcopy_parameter", **FP32)
 served(lambda m: copy.copy(first(m)).shape, "copy_parameter", **FP32)
+
+
+@case(**FP32)
+def copied_parameter_has_its_attributes(run):
+    model, optimizer = started(run)
+    model.head.weight.mark = "kept"
+    copied = copy.copy(model.head.weight)
+    return run.train(model, optimizer, first=2), copied.detach().clone(), copied.mark, type(copied).__name__
+
+
 served(lambda m: {k: v.cpu().clone() for k, v in m.state_dict().items()}, "state_dict_cloned")
 served(lambda m: {k: (v.shape, str(v.dtype), v.device.type, v.stride()) for k, v in m.state_dict().items()}, "state_dict_shapes", **FP32)
 served(lambda m: first(m).new_tensor([1.0, 2.0]), "new_tensor")
@@ -484,6 +494,56 @@ def gathered_and_written(run):
     with offloadd.gather([model.norm.weight], write=True) as (weight,):
         weight.zero_()
     return run.train(model, optimizer)
+
+
+@case(types=("fp32",), memory=("floor",))
+def texts_are_in_pythons_words(run):
+    """Of a storage that was replaced behind the package's back, and of a model that was made in inference mode."""
+    model, optimizer = started(run)
+    with torch.inference_mode():
+        other = torch.nn.Linear(4, 4)
+    if run.offloaded:
+        run.loss(model, 2).backward()
+        replace, own_weight = torch._C.TensorBase.data.__set__, model.head.weight.detach()
+        replace(model.head.weight, torch.ones_like(own_weight))
+        for mistake in (optimizer.step, lambda: offloadd.attach(other, SGD(other.parameters(), 0.1), nvme_path=run.folder, ram="64MiB", job="other")):
+            try:
+                mistake()
+                raise AssertionError("nothing was refused")
+            except offloadd.Error as error:
+                assert not any(word in str(error) for word in ("NoGradGuard", "set_data", "c10::", "torch::")), error
+        replace(model.head.weight, own_weight)
+    return "refused"
+
+
+@case
+def gathered_is_what_data_was_replaced_by(run):
+    """Before a step, too."""
+    model, _ = started(run)
+    weight, handle = model.blocks[0].qkv.weight, run.handles[0]
+    weight.data = weight.data * 0.37
+    model.norm.bias.data = torch.full_like(model.norm.bias, 0.7)
+    with offloadd.gather([weight], write=True) as (copied,):
+        copied[0] += 1
+    return handle.gather(weight), handle.gather("blocks.0.qkv.weight", "master"), handle.gather([model.norm.bias]), offloadd.gather(weight)
+
+
+class Named(torch.nn.Parameter):
+    """A class of somebody's own, without functions of its own."""
+
+
+@case
+def parameters_of_a_class_of_ones_own(run):
+    model = run.model()
+    model.norm.weight, model.norm.bias = Named(model.norm.weight.detach()), Named(model.norm.bias.detach())
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    told = [run.train(model, optimizer, steps=2), repr(model.norm.bias), model.norm.bias.tolist(), model.norm.bias[2:].detach().float().numpy().tolist()]
+    for step in range(2, 5):
+        model.norm.weight.data = model.norm.weight.data * 0.9
+        model.norm.bias.data = torch.full_like(model.norm.bias, 0.1 * step)
+        told += [run.train(model, optimizer, steps=1, first=step), type(model.norm.weight).__name__]
+    return told, type(copy.deepcopy(model).norm.weight).__name__, saved(model.state_dict())
 
 
 @case(refused=1002, types=("fp32",), memory=("floor",))
