@@ -3,6 +3,7 @@
 // optimizer and a loop that somebody might have written without knowing of us.
 
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <c10/core/InferenceMode.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -765,6 +766,50 @@ TEST(TrainersTest, EditsBeforeAThawAreKept) {
   };
   const auto expected = train(false);
   ExpectSame(expected, train(true), "edited");
+}
+
+// What is attached, thawed and added there stays ordinary, and so do gradients that the program
+// keeps: forward and backward are outside of it.
+TEST(TrainersTest, AttachedAndSteppedUnderInferenceMode) {
+  const auto train = [](bool offloading) {
+    SetOffloading(offloading);
+    torch::manual_seed(1);
+    nn::Sequential model(nn::Linear(30, 40), nn::Tanh(), nn::Linear(40, 20));
+    const std::vector<Tensor> frozen = model[0]->parameters();
+    for (const Tensor& parameter : frozen) parameter.set_requires_grad(false);
+    auto engine = Engine::Open(OptionsFor("inference_mode"));
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    {
+      const c10::InferenceMode inference;
+      engine->Attach(*model, optimizer);
+    }
+    std::vector<Tensor> kept, log;
+    for (int step = 0; step < 6; ++step) {
+      if (step == 1) {
+        for (const Tensor& parameter : frozen) parameter.set_requires_grad(true);
+      }
+      if (step == 2) {
+        model->push_back(nn::Linear(20, 10));
+        optimizer.add_param_group(
+            torch::optim::OptimizerParamGroup(model[model->size() - 1]->parameters()));
+      }
+      optimizer.zero_grad(/*set_to_none=*/step != 4);
+      for (Tensor& parameter : model->parameters()) {
+        if (step == 3) parameter.mutable_grad() = torch::full_like(parameter, 0.25).detach();
+      }
+      for (int pass = 0; pass < 2 && step != 3; ++pass)
+        model->forward(Numbers(step, {4, 30})).square().mean().backward();
+      for (const Tensor& parameter : model->parameters()) kept.push_back(parameter.grad());
+      const c10::InferenceMode inference;
+      optimizer.step();
+    }
+    for (const Tensor& tensor : kept) log.push_back(tensor.defined() ? tensor.clone() : Tensor());
+    std::erase_if(log, [](const Tensor& tensor) { return !tensor.defined(); });
+    for (const Tensor& parameter : model->parameters()) log.push_back(parameter.detach().clone());
+    return log;
+  };
+  const auto expected = train(false);
+  ExpectSame(expected, train(true), "under InferenceMode");
 }
 
 TEST(TrainersTest, AThawThatRamDoesNotHoldChangesNothing) {

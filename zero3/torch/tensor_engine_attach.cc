@@ -1,6 +1,7 @@
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <malloc.h>
 #include <sched.h>
 #include <spdlog/spdlog.h>
@@ -348,7 +349,9 @@ void TensorEngine::MoveOthers(std::span<const at::Tensor> tensors) {
   }
 }
 
+// Wherever that is, under InferenceMode, too: its tensors stay ordinary ones.
 void TensorEngine::Adopt(Parameter parameter, bool takes_now) {
+  const c10::InferenceMode ordinary(false);
   const at::NoGradGuard no_grad;
   const auto id = static_cast<uint32_t>(weights_.size());
   // Nobody looks at the whole (CheckSupported).
@@ -378,6 +381,7 @@ void TensorEngine::Mark(at::Tensor tensor, uint32_t id) {
 
 // Tensors of this list over storages that an earlier one brought.
 void TensorEngine::MarkAliases(std::span<const NamedTensor> tensors) {
+  const c10::InferenceMode ordinary(false);
   const at::NoGradGuard no_grad;
   for (const NamedTensor& named : tensors) {
     if (!named.tensor.defined() || ids_.contains(named.tensor.unsafeGetTensorImpl())) continue;
