@@ -647,7 +647,10 @@ class Handle:
         """As the program has left it."""
         if plane != "weight":
             self._settle_states()
-        return self.gather_stored(parameter, plane)
+        stored = self.gather_stored(parameter, plane)
+        if plane in ("weight", "master") and served.is_replaced(parameter):
+            return parameter.detach().to("cpu", stored.dtype, copy=True)  # which the job takes with the next step, master and all
+        return stored
 
     def gather_stored(self, parameter, plane):
         """As the job has it."""

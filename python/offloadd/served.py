@@ -397,6 +397,10 @@ def settle_replaced(identities, in_process=frozenset()):
             del _replaced[key]
 
 
+def is_replaced(parameter):
+    return id(parameter) in _replaced
+
+
 def forget_replaced(identities):
     for key in [key for key in _replaced if key in identities]:
         del _replaced[key]
