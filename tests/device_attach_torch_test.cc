@@ -3,16 +3,22 @@
 // is compared bit by bit. The stand-in's checker judges what the attached run did to the device.
 
 #include <ATen/Functions.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <offload/torch.h>
 #include <torch/autograd.h>
+#include <torch/library.h>
 #include <torch/nn/modules.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/types.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <memory>
 #include <optional>
+#include <regex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -381,10 +387,11 @@ INSTANTIATE_TEST_SUITE_P(
     }()),
     [](const testing::TestParamInfo<Recipe>& info) { return info.param.name; });
 
-// With room for all gradients, or nothing to add to them, the host waits for nothing in forward and
-// backward.
+// The host waits for nothing in forward and backward, also where gradients find no room and come
+// back for the next micro-batch.
 TEST(DeviceAttachTest, TheHostWaitsForNothingInSteadyState) {
-  for (const auto& [gpu_ram, micro_batches] : {std::pair{0.0, 2}, std::pair{1.5, 1}}) {
+  for (const auto& [gpu_ram, micro_batches] :
+       {std::pair{0.0, 2}, std::pair{1.5, 1}, std::pair{1.5, 3}}) {
     Training run({.name = "steady" + std::to_string(micro_batches),
                   .gpu_ram = gpu_ram,
                   .ram_more_mib = 200,
@@ -407,6 +414,116 @@ TEST(DeviceAttachTest, TheHostWaitsForNothingInSteadyState) {
       run.optimizer().zero_grad();
     }
   }
+}
+
+// Gradients that found no room are on their way back before a further micro-batch is added to them:
+// all of them, once a step has shown in which order that is.
+TEST(DeviceAttachTest, GradientsComeBackAheadOfTheirUse) {
+  const auto fetches = [](int64_t steps) {
+    testing::internal::CaptureStderr();
+    {
+      Training run({.name = "ahead" + std::to_string(steps),
+                    .gpu_ram = 1.5,
+                    .ram_more_mib = 200,
+                    .pace = Pace::kEager},
+                   /*offloads=*/true);
+      for (int64_t i = 0; i < 3 * steps; ++i) {
+        run.Loss(i).backward();
+        if (i % 3 < 2) continue;
+        run.optimizer().step();
+        run.optimizer().zero_grad();
+      }
+    }
+    const std::string said = testing::internal::GetCapturedStderr();
+    std::smatch numbers;
+    const std::regex line("gradients: ([0-9]+) times back .* use, ([0-9]+) times for it");
+    EXPECT_TRUE(std::regex_search(said, numbers, line)) << said;
+    return numbers.empty() ? std::pair(0, 0)
+                           : std::pair(std::stoi(numbers[1]), std::stoi(numbers[2]));
+  };
+  const auto [ahead_of_one, needed_of_one] = fetches(1);
+  EXPECT_EQ(ahead_of_one, 0);
+  EXPECT_GT(needed_of_one, 0);
+  const auto [ahead_of_three, needed_of_three] = fetches(3);
+  EXPECT_EQ(needed_of_three, needed_of_one);
+  EXPECT_GE(ahead_of_three, 2 * needed_of_one);
+}
+
+// What an evaluation puts in the weights' place through data(), and takes back, is no edit of the
+// fp32 masters, nor is what leaves the bytes as they were; other edits are.
+TEST(DeviceAttachTest, MastersStayUnderEditsThatAreTakenBack) {
+  const auto train = [](bool offloads) {
+    Training run({.name = "taken_back", .dtype = at::kBFloat16}, offloads);
+    std::vector<Tensor> parameters = run.model().parameters();
+    for (int64_t step = 0; step < 4; ++step) {
+      run.Loss(step).backward();
+      run.optimizer().step();
+      run.optimizer().zero_grad();
+      if (step == 0) {
+        for (Tensor& parameter : parameters) parameter.data().clamp_(-100, 100);
+      } else if (step == 1) {
+        std::vector<Tensor> kept;
+        for (Tensor& parameter : parameters) {
+          kept.push_back(parameter.detach().clone());
+          parameter.data().mul_(0.5);
+        }
+        const at::NoGradGuard no_grad;
+        See(run.seen, "evaluation", run.Loss(1000));
+        for (size_t i = 0; i < parameters.size(); ++i) parameters[i].data().copy_(kept[i]);
+      } else if (step == 2) {
+        parameters[0].data().mul_(0.5);
+        parameters[1].unsafeGetTensorImpl()->bump_version();
+      }
+    }
+    run.SeeState();
+    return std::exchange(run.seen, {});
+  };
+  ExpectEqual(train(/*offloads=*/false), train(/*offloads=*/true));
+}
+
+// An operator that takes its time, of a library that torch knows nothing of.
+struct Held {
+  std::atomic<bool> is_running = false;
+
+  static Held& Instance() {
+    static auto* const held = new Held;
+    return *held;
+  }
+};
+Tensor Hold(const Tensor& weight) {
+  Held::Instance().is_running = true;
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  Held::Instance().is_running = false;
+  return weight.clone();
+}
+TORCH_LIBRARY(device_attach_test, library) { library.def("hold(Tensor weight) -> Tensor"); }
+TORCH_LIBRARY_IMPL(device_attach_test, CPU, library) { library.impl("hold", &Hold); }
+
+// A thread is in the middle of an operator over a weight while another one trains: that sees its
+// own steps.
+TEST(DeviceAttachTest, AStepIsNotTakenUnderTheOperatorsOfAnotherThread) {
+  const auto train = [](bool offloads) {
+    Training run({.name = "held", .gpu_ram = 0, .ram_more_mib = 200}, offloads);
+    const Tensor weight = run.model().parameters()[0];
+    const auto hold = c10::Dispatcher::singleton()
+                          .findSchemaOrThrow("device_attach_test::hold", "")
+                          .typed<Tensor(const Tensor&)>();
+    for (int64_t step = 0; step < 2; ++step) {
+      run.Loss(step).backward();
+      std::thread other([&] {
+        const at::NoGradGuard no_grad;
+        hold.call(weight);
+      });
+      while (!Held::Instance().is_running) std::this_thread::yield();
+      run.optimizer().step();
+      run.optimizer().zero_grad();
+      const at::NoGradGuard no_grad;
+      See(run.seen, "evaluation", run.Loss(1000));
+      other.join();
+    }
+    return std::exchange(run.seen, {});
+  };
+  ExpectEqual(train(/*offloads=*/false), train(/*offloads=*/true));
 }
 
 // With room for all weights they stay on the device: each that was updated is copied once a step,
@@ -508,6 +625,48 @@ TEST(DeviceAttachTest, TheDeviceHoldsNoMoreThanGpuRam) {
     EXPECT_LE(held_bytes_max, gpu_ram_bytes + 3 * kMatrixBytes);
     EXPECT_LE(engine->statistics().gpu_peak_bytes, gpu_ram_bytes);
   }
+}
+
+// However many buffers there are, a step waits for one copy of them; all come back.
+TEST(DeviceAttachTest, BuffersGoToTheHostTogether) {
+  const auto waits_of_a_step = [](int64_t count) {
+    HostAccelerator device({.pace = Pace::kEager});
+    UseStandin(device);
+    SetOffloading(true);
+    const auto make = [&](int64_t begin) {
+      auto model = std::make_shared<nn::Module>();
+      model->register_parameter("weight", torch::ones({8, 8}));
+      for (int64_t i = 0; i < count; ++i) {
+        const std::string number = std::to_string(i);
+        model->register_buffer("count" + number, torch::tensor(begin + i));
+        model->register_buffer("is_even" + number, torch::full({i % 3}, begin % 2 == 0));
+        model->register_buffer("mean" + number, torch::full({3, 5}, begin + i, at::kFloat).t());
+      }
+      model->to(StandinDevice());
+      return model;
+    };
+    const Options options = PoolOptions("buffers" + std::to_string(count), "64MiB");
+    const auto buffers_of = [](const nn::Module& model) {
+      Seen seen;
+      for (const auto& item : model.named_buffers()) See(seen, item.key(), item.value());
+      return seen;
+    };
+    uint64_t waits = 0;
+    for (const int64_t begin : {0, 7}) {
+      const std::shared_ptr<nn::Module> model = make(begin);
+      const auto engine = Engine::Open(options);
+      const auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-2));
+      for (int step = 0; step < 2; ++step) {
+        model->parameters()[0].sum().backward();
+        const uint64_t before = device.counters().synchronizes;
+        optimizer->step();
+        waits = device.counters().synchronizes - before;
+      }
+      ExpectEqual(buffers_of(*make(0)), buffers_of(*model));
+    }
+    return waits;
+  };
+  EXPECT_EQ(waits_of_a_step(20), waits_of_a_step(1));
 }
 
 // ---- What is refused ---------------------------------------------------------------------------

@@ -344,6 +344,28 @@ TEST_P(DeviceTierProgramTest, WeightsAreWritten) {
   });
 }
 
+// Through data(), for an evaluation: masters and moments go on as if nothing had been.
+TEST_P(DeviceTierProgramTest, WeightsAreWrittenAndTakenBack) {
+  ExpectTheSame(As("taken_back"), [](Training& run) {
+    for (int64_t step = 0; step < kSteps; ++step) {
+      run.Step(step);
+      std::vector<Tensor> parameters = run.model().parameters(), kept;
+      if (step % 2 == 0) {
+        for (const Tensor& parameter : parameters) parameter.data().clamp_(-100, 100);
+        continue;
+      }
+      for (const Tensor& parameter : parameters) {
+        kept.push_back(parameter.detach().clone());
+        parameter.data().mul_(0.5);
+      }
+      const at::NoGradGuard no_grad;
+      run.See("evaluation", run.Loss(1000));
+      for (size_t i = 0; i < parameters.size(); ++i) parameters[i].data().copy_(kept[i]);
+    }
+    run.SeeState();
+  });
+}
+
 TEST_P(DeviceTierProgramTest, OptionsChangeAndParametersAreFrozenAndLeftOut) {
   ExpectTheSame(As("options"), [](Training& run) {
     for (int64_t step = 0; step < kSteps; ++step) {

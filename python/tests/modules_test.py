@@ -369,6 +369,23 @@ def average_of_weights(run):
 
 
 @case
+def gathered_where_storages_were_given(run):
+    """`p.data = x` before handle.gather(p): what the program has, also before a step takes it."""
+    model = run.model(layers=1)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+    handle = run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=2)
+    weight, bias = model.head.weight, model.norm.bias
+    backup = weight.data
+    weight.data = weight.detach() * 0.5
+    bias.data = bias.detach().clone()
+    told += [handle.gather(p, plane) for p in (weight, bias) for plane in ("weight", "master")]
+    weight.data = backup
+    del backup
+    return told, [handle.gather(p, plane) for p in (weight, bias) for plane in ("weight", "master")], run.train(model, optimizer, first=2)
+
+
+@case
 def weights_given_other_storages(run):
     """`p.data = …`, of trained and of frozen parameters: what MoCo does; put back in between, as for an evaluation."""
     def make():

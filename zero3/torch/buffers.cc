@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <unordered_map>
+#include <utility>
 
 #include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
@@ -219,12 +221,65 @@ void Buffers::Place(const NamedTensor& named, bool is_small) {
                     .element_count = (SizeBytes(named.tensor) + 3) / 4});
 }
 
+namespace {
+
+// The bytes of buffers in their order, copied from each device at once: one copy takes as long as
+// the host has to wait for the device, whatever it copies.
+class BytesOnHost {
+ public:
+  explicit BytesOnHost(std::span<const NamedTensor> buffers) : buffers_(buffers) {
+    const at::NoGradGuard no_grad;
+    for (const NamedTensor& named : buffers) {
+      const at::Tensor& tensor = named.tensor;
+      if (!IsCopiedWithOthers(tensor)) continue;
+      Device& device = devices_[tensor.device()];
+      device.parts.push_back(
+          tensor.detach().contiguous().reshape({tensor.numel()}).view(at::kByte));
+    }
+    for (auto& [where, device] : devices_)
+      device.bytes = (device.parts.size() == 1 ? device.parts[0] : at::cat(device.parts)).cpu();
+  }
+  // For each buffer in turn; until it is called again.
+  std::string_view Next() {
+    const at::Tensor& tensor = buffers_[next_++].tensor;
+    const uint64_t size_bytes = SizeBytes(tensor);
+    if (size_bytes == 0) return {};
+    if (!IsCopiedWithOthers(tensor)) {
+      alone_ = InOrder(tensor);
+      return {static_cast<const char*>(alone_.const_data_ptr()), size_bytes};
+    }
+    Device& device = devices_[tensor.device()];
+    const auto* const bytes = static_cast<const char*>(device.bytes.const_data_ptr());
+    return {bytes + std::exchange(device.read, device.read + size_bytes), size_bytes};
+  }
+
+ private:
+  struct Device {
+    std::vector<at::Tensor> parts;
+    at::Tensor bytes;
+    uint64_t read = 0;
+  };
+
+  static bool IsCopiedWithOthers(const at::Tensor& tensor) {
+    return !tensor.device().is_cpu() && tensor.numel() > 0 && Residency::Of(tensor) == nullptr &&
+           !tensor.is_conj() && !tensor.is_neg() && !tensor.is_quantized();
+  }
+
+  const std::span<const NamedTensor> buffers_;
+  size_t next_ = 0;
+  std::unordered_map<c10::Device, Device> devices_;
+  at::Tensor alone_;
+};
+
+}  // namespace
+
 std::string Buffers::EncodeSmall() const {
   std::string encoded;
+  BytesOnHost all(small_);
   for (const NamedTensor& named : small_) {
-    const at::Tensor bytes = InOrder(named.tensor);
-    AppendDescribed(encoded, named.name, bytes, /*is_in_store=*/false, SizeBytes(bytes));
-    Append(encoded, bytes.const_data_ptr(), SizeBytes(bytes));
+    const std::string_view bytes = all.Next();
+    AppendDescribed(encoded, named.name, named.tensor, /*is_in_store=*/false, bytes.size());
+    Append(encoded, bytes.data(), bytes.size());
   }
   for (const Large& large : large_) {
     CheckFits(large);

@@ -11,13 +11,29 @@
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
+namespace {
+
+constexpr c10::DispatchKeySet kUnseenKeys{kManagedKey, c10::DispatchKey::Python,
+                                          c10::DispatchKey::PythonTLSSnapshot};
+
+}  // namespace
 
 DeviceGradient::DeviceGradient(std::shared_ptr<Attachment> attachment,
                                std::shared_ptr<GradientWindow> window, uint32_t tensor,
                                const at::Tensor& parameter)
     : Gradient(std::move(attachment), std::move(window), tensor, parameter),
       device_(parameter.device()),
-      stays_(attachment_->device()->Stays(tensor)) {}
+      stays_(attachment_->device()->Stays(tensor)) {
+  if (GradientsAhead* const ahead = attachment_->device()->gradients_ahead())
+    ahead->Join(tensor, this);
+}
+
+// Where the device is gone nobody asks any more.
+DeviceGradient::~DeviceGradient() {
+  DeviceMemory* const device = attachment_->device();
+  if (device != nullptr && device->gradients_ahead() != nullptr)
+    device->gradients_ahead()->Leave(tensor_id_, this);
+}
 
 // ---- Pins --------------------------------------------------------------------------------------
 
@@ -75,6 +91,7 @@ void DeviceGradient::BringSpilled(Access access, bool changes, Lock& lock) {
     Alone(lock, [&] { MakeThere(access); });
   } catch (...) {
     if (!had_slot && region_offset_.has_value()) {  // it need not have the value
+      Alone(lock, [&] { bytes_on_device().WaitFor(tensor_id_).IgnoreError(); });
       window_->Leave(this, *region_offset_, size_bytes_);
       region_offset_.reset();
     }
@@ -113,17 +130,20 @@ void DeviceGradient::MakeThere(Access access) {
   }
 }
 
+at::Tensor DeviceGradient::Allocate() const {
+  return at::empty_strided(parameter_.sizes(), strides_,
+                           at::TensorOptions().dtype(parameter_.scalar_type()).device(device_));
+}
+
 void DeviceGradient::Fetch(Access access) {
-  at::Tensor fetched =
-      at::empty_strided(parameter_.sizes(), strides_,
-                        at::TensorOptions().dtype(parameter_.scalar_type()).device(device_));
-  if (access != Access::kOverwrite && !zero_) {
+  at::Tensor fetched = Allocate();
+  DeviceGradients& gradients = bytes_on_device();
+  if (access == Access::kOverwrite || zero_) {
+    ThrowIfError(gradients.Give(tensor_id_, fetched), subject_);
+  } else {
     OFFLOAD_CHECK(!stays_) << subject_;
-    CopyToDevice(static_cast<std::byte*>(fetched.mutable_data_ptr()), bytes(), size_bytes_,
-                 device_);
-    attachment_->device()->CountFetched(size_bytes_);
+    ThrowIfError(gradients.Fetch(tensor_id_, fetched, bytes(), CurrentStream(device_)), subject_);
   }
-  ThrowIfError(bytes_on_device().Give(tensor_id_, fetched), subject_);
   made_on_ = CurrentTorchStream(device_);
   on_device_ = std::move(fetched);
 }
@@ -150,6 +170,47 @@ bool DeviceGradient::Serve(Special special, torch::jit::Stack* stack) {
 }
 
 // ---- Accumulation and the step -----------------------------------------------------------------
+
+void DeviceGradient::AfterAccumulation(const at::Tensor& added) {
+  Gradient::AfterAccumulation(added);
+  {
+    Lock lock(mutex());
+    if (closed_) return;
+    was_added_to_ = true;
+  }
+  if (GradientsAhead* const ahead = attachment_->device()->gradients_ahead())
+    ahead->Added(tensor_id_);
+}
+
+void DeviceGradient::BeginUpdate() {
+  Gradient::BeginUpdate();
+  Lock lock(mutex());
+  was_added_to_ = false;
+}
+
+// A dispatch mode of the program sees nothing of it. What fails here is met by who uses the
+// gradient.
+bool DeviceGradient::ComeAhead() {
+  const c10::impl::ExcludeDispatchKeyGuard unseen(kUnseenKeys);
+  const c10::AutoGradMode no_grad(false);
+  const accelerator::Stream stream = CurrentStream(device_);
+  Lock lock(mutex());
+  const bool has_value = was_added_to_ && !zero_ && region_offset_.has_value();
+  if (closed_ || moving_ || uses_ > 0 || !has_value || stays_) return true;
+  try {
+    bool is_made = false;
+    const auto allocate = [&] {
+      is_made = true;
+      return Allocate();
+    };
+    const absl::StatusOr<bool> comes =
+        bytes_on_device().FetchAhead(tensor_id_, size_bytes_, allocate, bytes(), stream);
+    if (is_made) made_on_ = CurrentTorchStream(device_);
+    return !comes.ok() || *comes;
+  } catch (const std::exception&) {
+    return true;
+  }
+}
 
 // What torch has just put into `.grad` is nobody else's: beside it only the hook's arguments have
 // the memory.

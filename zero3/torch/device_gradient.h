@@ -9,6 +9,8 @@
 // copies into it, and it is written to the scratch file when the copy has arrived. What the device
 // has no longer is read into a slot and fetched from there.
 //
+// Bytes that a further pass is added to come back ahead of it (gradients_ahead.h).
+//
 // Of a parameter that is updated on the device (device_tier.h) the bytes stay there, and the
 // accumulator has nothing.
 //
@@ -24,16 +26,21 @@
 #include <optional>
 
 #include "absl/functional/function_ref.h"
+#include "zero3/gpu/gradients_ahead.h"
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/gradient.h"
 
 namespace offload::zero3 {
 
-class DeviceGradient final : public Gradient {
+class DeviceGradient final : public Gradient, public GradientsAhead::Awaited {
  public:
   // The attachment has a device. `window` is null for gradients that stay in the region.
   DeviceGradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<GradientWindow> window,
                  uint32_t tensor, const at::Tensor& parameter);
+
+  void AfterAccumulation(const at::Tensor& added) override;
+  void BeginUpdate() override;
+  bool ComeAhead() override;
 
   void Pin(Access access) override;
   bool Serve(Special special, torch::jit::Stack* stack) override;
@@ -43,7 +50,7 @@ class DeviceGradient final : public Gradient {
   void GiveToUpdate(absl::FunctionRef<void(const at::Tensor& bytes, double scale)> update);
 
  private:
-  ~DeviceGradient() override = default;
+  ~DeviceGradient() override;
   bool raw_writable() const override { return false; }
   at::Tensor Plain() const override { return on_device_; }
   void ShowBytes() override;
@@ -64,15 +71,17 @@ class DeviceGradient final : public Gradient {
   void BringSpilled(Access access, bool changes, Lock& lock);
   void TakeSlot(Access access, Lock& lock);
   void Fetch(Access access);
+  at::Tensor Allocate() const;
   bool IsFiniteThere();
 
   const c10::Device device_;
   const bool stays_;
   at::Tensor on_device_;  // while operators use it
   std::optional<c10::Stream> made_on_;
-  bool was_there_ = false;  // before the operators that use it now
-  bool is_newer_ = false;   // than what is on its way to the accumulator
-  bool is_due_ = false;     // spilled: to be written as soon as its copy has arrived
+  bool was_there_ = false;     // before the operators that use it now
+  bool is_newer_ = false;      // than what is on its way to the accumulator
+  bool is_due_ = false;        // spilled: to be written as soon as its copy has arrived
+  bool was_added_to_ = false;  // since the step
 };
 
 }  // namespace offload::zero3

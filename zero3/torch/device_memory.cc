@@ -58,6 +58,20 @@ std::vector<uint64_t> WeightBytes(const Attachment& attachment, const GpuPlan& p
   return sizes;
 }
 
+// Null where all have room. One half of it is for those that come back, the other for those on
+// their way to the host.
+std::unique_ptr<GradientsAhead> MakeGradientsAhead(const Attachment& attachment,
+                                                   const GpuPlan& plan) {
+  std::vector<uint64_t> slots;
+  uint64_t all_bytes = 0;
+  for (const GpuTensor& tensor : GpuTensorsOf(attachment.input().catalogue.tensors)) {
+    all_bytes += DeviceBytes(tensor.gradient_bytes);
+    slots.push_back(plan.Stays(slots.size()) ? 0 : DeviceBytes(tensor.gradient_bytes));
+  }
+  if (all_bytes <= plan.gradient_bytes) return nullptr;
+  return std::make_unique<GradientsAhead>(std::move(slots), plan.gradient_bytes / 2);
+}
+
 // Spilled gradients are written as soon as they are known to have come to their window.
 uint64_t BucketBytes(const Attachment& attachment) {
   const uint64_t bucket_bytes = GradientReturn::Options().bucket_bytes;
@@ -111,6 +125,7 @@ DeviceMemory::DeviceMemory(Attachment& attachment, c10::Device device,
       ValueOrThrow(DeviceGradients::Make(accelerator_.get(), plan.gradient_bytes,
                                          weight_bytes.size(), BucketBytes(attachment), plan.stays),
                    device_.str());
+  gradients_ahead_ = MakeGradientsAhead(attachment, plan);
   if (attachment.input().AddsGradients()) MakeParts(attachment, plan);
   Publish();
 }
@@ -120,6 +135,13 @@ DeviceMemory::~DeviceMemory() {
   exchanged_parts_.reset();
   parts_.reset();
   if (exchange_ != nullptr) exchange_->Drain();
+  if (gradients_ != nullptr) {
+    const DeviceGradients::Counters counters = gradients_->counters();
+    if (counters.fetched + counters.fetched_ahead > 0) {
+      Log().info("gradients: {} times back on the device ahead of their use, {} times for it",
+                 counters.fetched_ahead, counters.fetched);
+    }
+  }
   gradients_.reset();
   if (peers_ != nullptr && peers_->rank() == 0) {
     const GpuWindow::Counters counters = window_->counters();
@@ -319,27 +341,29 @@ void DeviceMemory::Changed(std::span<const uint32_t> tensors) {
 
 void DeviceMemory::EndRound(std::span<const uint32_t> changed) {
   ThrowIfError(window_->EndStep(changed));
+  if (gradients_ahead_ != nullptr) gradients_ahead_->EndStep();
   Publish();
 }
 
 void DeviceMemory::Publish() {
   constexpr double kNanosecond = 1e-9;
   const GpuWindow::Counters window = window_->counters();
-  const GradientReturn::Counters gradients = gradients_->counters();
+  const DeviceGradients::Counters gradients = gradients_->counters();
   const GradientReturn::Counters parts =
       exchanged_parts_ != nullptr ? exchanged_parts_->counters() : GradientReturn::Counters();
   const double stall_seconds = window.stall_seconds + gradients.stall_seconds + parts.stall_seconds;
-  proto::StoreGpuWords({.device = device_.str(),
-                        .gpu_ram_bytes = gpu_ram_bytes_,
-                        .window_bytes = window_bytes_,
-                        .used_bytes = window.used_bytes + gradients_->bytes() +
-                                      (tier_ != nullptr ? tier_->size_bytes() : 0),
-                        .peak_bytes = bytes_max_ever(),
-                        .bytes_to_device = window.bytes_to_device + fetched_bytes_,
-                        .bytes_to_host = gradients.bytes_to_host + parts.bytes_to_host,
-                        .stall_nanoseconds = static_cast<uint64_t>(stall_seconds / kNanosecond),
-                        .host_waits = window.host_waits},
-                       words_);
+  proto::StoreGpuWords(
+      {.device = device_.str(),
+       .gpu_ram_bytes = gpu_ram_bytes_,
+       .window_bytes = window_bytes_,
+       .used_bytes =
+           window.used_bytes + gradients_->bytes() + (tier_ != nullptr ? tier_->size_bytes() : 0),
+       .peak_bytes = bytes_max_ever(),
+       .bytes_to_device = window.bytes_to_device + gradients.fetched_bytes + fetched_bytes_,
+       .bytes_to_host = gradients_->bytes_to_host() + parts.bytes_to_host,
+       .stall_nanoseconds = static_cast<uint64_t>(stall_seconds / kNanosecond),
+       .host_waits = window.host_waits},
+      words_);
 }
 
 }  // namespace offload::zero3

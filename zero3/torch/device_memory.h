@@ -32,6 +32,7 @@
 #include "proto/gpu_words.h"
 #include "zero3/gpu/gpu_plan.h"
 #include "zero3/gpu/gpu_window.h"
+#include "zero3/gpu/gradients_ahead.h"
 #include "zero3/gpu/peer_group.h"
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/device_gradients.h"
@@ -83,6 +84,8 @@ class DeviceMemory {
   void EndDaemonWait() { window_->EndSourceWait(); }
 
   DeviceGradients& gradients() { return *gradients_; }
+  // Null where all gradients have room.
+  GradientsAhead* gradients_ahead() { return gradients_ahead_.get(); }
   // With several ranks whose gradients are added for them.
   ExchangedParts& parts() { return *exchanged_parts_; }
   // A gradient was fetched from the host.
@@ -134,6 +137,7 @@ class DeviceMemory {
   std::unique_ptr<GpuWindow> window_;
   std::unique_ptr<DeviceTier> tier_;
   std::unique_ptr<DeviceGradients> gradients_;
+  std::unique_ptr<GradientsAhead> gradients_ahead_;
   std::unique_ptr<DeviceParts> parts_;
   std::unique_ptr<ExchangedParts> exchanged_parts_;
   std::mutex mutex_;

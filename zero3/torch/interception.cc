@@ -370,13 +370,12 @@ void LearnResults(size_t count, const torch::jit::Stack& stack) {
   for (size_t i = 0; i < count; ++i) LearnStorages(torch::jit::peek(stack, i, count));
 }
 
-// Of an operator over weights in the memory of the host; on a device, operators have the order of
-// their stream.
+// Of an operator over weights. On a device their commands have the order of their streams, but who
+// has pinned a weight before a step has its place in the window meanwhile, with the old value.
 std::optional<OperatorGate::Passage> PassageOf(const Uses& uses) {
   std::optional<OperatorGate::Passage> passage;
   for (const auto& [residency, access] : uses) {
-    const auto* const weight = dynamic_cast<const WeightResidency*>(residency);
-    if (weight == nullptr || weight->attachment()->device() != nullptr) continue;
+    if (dynamic_cast<const WeightResidency*>(residency) == nullptr) continue;
     if (access > Access::kReadCopy) return OperatorGate::Passage::kAlone;
     passage = OperatorGate::Passage::kTogether;
   }

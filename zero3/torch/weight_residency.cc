@@ -610,18 +610,28 @@ bool WeightResidency::EndRaw(bool wait) {
 // weight whose bytes are the same, as in memory.
 absl::Status WeightResidency::PutRaw() {
   const uint64_t digest = TakeDigest(swap_.home());
-  if (!HasMaster() || SeesVersion() || !has_residual_)
-    return attachment_->StreamIn(tensor_, swap_.home(), digest);
-  OFFLOAD_ASSIGN_OR_RETURN(const Compared with_job, CompareInBlocks(swap_.home()));
+  const auto bytes = [this](uint64_t begin, uint64_t) { return swap_.home() + begin; };
+  return PutUnlessSame(bytes, digest,
+                       [&] { return attachment_->StreamIn(tensor_, swap_.home(), digest); });
+}
+
+// `bytes` is what the weight is to be, which `put` puts.
+absl::Status WeightResidency::PutUnlessSame(ReadBytes bytes, uint64_t digest,
+                                            absl::FunctionRef<absl::Status()> put) {
+  if (!HasMaster() || SeesVersion() || !has_residual_) return put();
+  OFFLOAD_ASSIGN_OR_RETURN(const Compared with_job, CompareInBlocks(bytes));
+  const auto end_put = [&] {
+    const DaemonWait wait(*attachment_);
+    return attachment_->EndPut(tensor_, digest);
+  };
   if (attachment_->rank() > 0) {
-    OFFLOAD_RETURN_IF_ERROR(attachment_->EndPut(tensor_, digest));
-    OFFLOAD_ASSIGN_OR_RETURN(const Compared with_new, CompareInBlocks(swap_.home()));
+    OFFLOAD_RETURN_IF_ERROR(end_put());
+    OFFLOAD_ASSIGN_OR_RETURN(const Compared with_new, CompareInBlocks(bytes));
     NoteHidden(with_job.crc, with_new.crc);
     return absl::OkStatus();
   }
   OFFLOAD_ASSIGN_OR_RETURN(const bool is_none, SeeHidden(with_job));
-  return is_none ? attachment_->EndPut(tensor_, digest)
-                 : attachment_->StreamIn(tensor_, swap_.home(), digest);
+  return is_none ? end_put() : put();
 }
 
 // What an operator has written.
@@ -658,7 +668,7 @@ void WeightResidency::NoteHidden(uint32_t crc_before, uint32_t crc_now) {
 // cast is another weight. fp32 and fp64 weights are their own masters.
 bool WeightResidency::HasMaster() const {
   const proto::Tensor& tensor = attachment_->tensor(tensor_);
-  return tensor.trainable && torch_device_.is_cpu() &&
+  return tensor.trainable &&
          (tensor.dtype == proto::Dtype::kBFloat16 || tensor.dtype == proto::Dtype::kFloat16);
 }
 
@@ -707,15 +717,14 @@ WeightResidency::Compared WeightResidency::CompareWithJob(const std::byte* bytes
 }
 
 // By the staging buffer: whoever asks may have the window.
-absl::StatusOr<WeightResidency::Compared> WeightResidency::CompareInBlocks(
-    const std::byte* bytes) const {
+absl::StatusOr<WeightResidency::Compared> WeightResidency::CompareInBlocks(ReadBytes bytes) const {
   const uint64_t element_bytes = proto::DtypeBytes(attachment_->tensor(tensor_).dtype);
   Compared compared{.is_same = true, .crc = 0};
   OFFLOAD_RETURN_IF_ERROR(attachment_->StreamOut(
       tensor_, proto::Plane::kWeight, element_bytes,
       [&](uint64_t begin, uint64_t count, const std::byte* own) {
-        compared.is_same &=
-            std::memcmp(bytes + begin * element_bytes, own, count * element_bytes) == 0;
+        compared.is_same &= std::memcmp(bytes(begin * element_bytes, count * element_bytes), own,
+                                        count * element_bytes) == 0;
         compared.crc = Crc32c(compared.crc, own, count * element_bytes);
         return absl::OkStatus();
       }));
@@ -723,6 +732,7 @@ absl::StatusOr<WeightResidency::Compared> WeightResidency::CompareInBlocks(
 }
 
 uint32_t WeightResidency::CrcInJob() {
+  const DaemonWait wait(*attachment_);
   const std::byte* const own = ValueOrThrow(attachment_->session().Acquire(tensor_), subject_);
   const uint32_t crc = Crc32c(0, own, size_bytes_);
   attachment_->session().Release(tensor_);
@@ -923,7 +933,15 @@ absl::Status WeightResidency::PutFromDevice() {
     CopyToHost(target, bytes + begin * element_bytes, count * element_bytes, torch_device_);
     return absl::OkStatus();
   };
-  const absl::Status put = attachment_->StreamIn(tensor_, fill, TakeDigestThere(bytes));
+  std::vector<std::byte> block;
+  const auto read = [&](uint64_t begin, uint64_t size) {
+    block.resize(size);
+    CopyToHost(block.data(), bytes + begin, size, torch_device_);
+    return static_cast<const std::byte*>(block.data());
+  };
+  const uint64_t digest = TakeDigestThere(bytes);
+  const absl::Status put =
+      PutUnlessSame(read, digest, [&] { return attachment_->StreamIn(tensor_, fill, digest); });
   device()->Changed({&tensor_, 1});
   return put;
 }

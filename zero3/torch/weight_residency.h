@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "zero3/torch/attachment.h"
@@ -146,7 +147,11 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   absl::StatusOr<bool> SeeHidden(const Compared& with_job);
   void ForgetHidden();
   Compared CompareWithJob(const std::byte* bytes);
-  absl::StatusOr<Compared> CompareInBlocks(const std::byte* bytes) const;
+  // Those of a value from `begin` on, good until the next call.
+  using ReadBytes = absl::FunctionRef<const std::byte*(uint64_t begin, uint64_t size_bytes)>;
+  absl::StatusOr<Compared> CompareInBlocks(ReadBytes bytes) const;
+  absl::Status PutUnlessSame(ReadBytes bytes, uint64_t digest,
+                             absl::FunctionRef<absl::Status()> put);
   uint32_t CrcInJob();
   void PutStaged();
   void Follow();
