@@ -257,6 +257,17 @@ def _force_eager(tell):
     _stance["forced"] = True
 
 
+def _refuse_for_operator(function):
+    """torch.cond and other operators over functions compile these, to find the weights that they close over. Run eagerly they would find
+    none, and those weights would get no gradients."""
+    utils = sys.modules.get("torch._higher_order_ops.utils")
+    if not getattr(getattr(utils, "_hop_compile_tls", None), "in_hop_compile", False):
+        return
+    name = getattr(function, "__qualname__", "operator").partition(".")[0]
+    raise Error.of(1601, f"the program calls torch's {name}(), which compiles the functions that it is given, and what is compiled runs eagerly while a model "
+                   "is offloaded: weights that those functions use would get no gradients", "Write it as an ordinary if, or a loop, of Python")
+
+
 def _run_eagerly():
     """Compiled kernels read weights by raw pointers: what is compiled runs eagerly while a job is open. torch._dynamo, which is slow to
     import, is left alone where nobody uses it."""
@@ -269,6 +280,7 @@ def _run_eagerly():
     @functools.wraps(original)
     def compile(*args, **kwargs):
         if handles():
+            _refuse_for_operator(args[0] if args else None)
             _force_eager(tell=True)
         return original(*args, **kwargs)
 

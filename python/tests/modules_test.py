@@ -1060,6 +1060,27 @@ def compiled_model_runs_eagerly(run):
 
 
 @case(types=("fp32",), memory=("double",))
+def operators_over_functions_are_refused(run):
+    """torch.cond() and its like, whose functions' weights would get no gradients."""
+    from torch._higher_order_ops.scan import scan
+    model = run.model(layers=1)
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    run.attach(model, optimizer)
+    weight = next(model.parameters())
+    if run.offloaded:
+        x = torch.ones(3, weight.shape[-1])
+        calls = {"cond": lambda: torch.cond(x.sum() > 0, lambda x: x @ weight.t(), lambda x: -x @ weight.t(), (x,)),
+                 "scan": lambda: scan(lambda carry, row: (carry + row, (row * weight[0]).clone()), x[0], x)}
+        for name, call in calls.items():
+            try:
+                call()
+                raise AssertionError(name)
+            except offloadd.Error as error:
+                assert error.id == 1601 and f"torch's {name}()" in str(error) and "ordinary if" in str(error), error
+    return run.train(model, optimizer)
+
+
+@case(types=("fp32",), memory=("double",))
 def a_gpu_that_is_not_there(run):
     """The package has the plug-in, which says so; the model is what it was."""
     model = run.model()
