@@ -33,6 +33,11 @@ CPU_ONLY = ("deepspeed", "parameters and state in memory")
 BYTES_PER_PARAMETER = 14  # bf16 weight and gradient, two halves of the master and two moments: 2 + 2 + 2 + 4 + 4
 
 
+def ratio(rounds, others):
+    """The median over rounds, each against its neighbour in the same one."""
+    return statistics.median(here / there for here, there in zip(rounds, others))
+
+
 @dataclasses.dataclass
 class Row:
     side: str  # memory | deepspeed | offloadd
@@ -54,7 +59,7 @@ class Row:
                 "backward": middle("backward"), "step": middle("step"), "peak_bytes": max(self.peaks),
                 "bytes_per_step": statistics.median(self.bytes_per_step), "steps": len(self.lines), "losses": self.losses,
                 "rounds": self.rounds,
-                "ratio_to_memory": statistics.median(here / there for here, there in zip(self.rounds, memory.rounds))}
+                "ratio_to_memory": ratio(self.rounds, memory.rounds)}
 
 
 def parse_arguments(arguments):
@@ -176,17 +181,15 @@ def fastest_on_the_drive(figures):
 
 
 def compare(figures, rival, parts):
-    """Yields for each part of the rival's memory, and each durability, the fastest row of offloadd in no more than that. Its ratio is
-    the median over rounds."""
+    """Yields for each part of the rival's memory, and each durability, the fastest row of offloadd in no more than that."""
     for part in parts:
         for durability in dict.fromkeys(row["durability"] for row in figures if row["side"] == "offloadd"):
             rows = [row for row in figures if row["side"] == "offloadd" and row["durability"] == durability
                     and row["peak_bytes"] <= part * rival["peak_bytes"]]
             if rows:
                 best = min(rows, key=lambda row: row["seconds"])
-                ratio = statistics.median(here / there for here, there in zip(best["rounds"], rival["rounds"]))
-                yield {"rival": rival["name"], "side": rival["side"], "part": part, "durability": durability, "name": best["name"], "ratio": ratio,
-                       "memory": best["peak_bytes"] / rival["peak_bytes"]}
+                yield {"rival": rival["name"], "side": rival["side"], "part": part, "durability": durability, "name": best["name"],
+                       "ratio": ratio(best["rounds"], rival["rounds"]), "memory": best["peak_bytes"] / rival["peak_bytes"]}
 
 
 def measure(options, folder):
@@ -229,10 +232,10 @@ matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "chart", "fo
 from matplotlib import pyplot
 result = json.load(sys.stdin)
 figure, axes = pyplot.subplots(figsize=(7, 4.2))
-lines = dict.fromkeys((row["side"], row["durability"]) for row in result["rows"])
-for (side, durability), style in zip(lines, ("k*", "s", "o-", "^-", "v-", "d-", "p-", "h-")):
+for side, durability in dict.fromkeys((row["side"], row["durability"]) for row in result["rows"]):
     rows = sorted((row for row in result["rows"] if (row["side"], row["durability"]) == (side, durability)), key=lambda row: row["peak_bytes"])
     label = {"memory": "in memory", "deepspeed": "DeepSpeed"}.get(side) or f"offloadd, durability = {durability}"
+    style = {"memory": "k*", "deepspeed": "s"}.get(side, "o-")
     axes.plot([row["peak_bytes"] / 2**30 for row in rows], [row["seconds"] for row in rows], style, label=label)
 axes.set(xlabel="memory of all processes, GiB", ylabel="seconds per step", ylim=(0, None), xlim=(0, None))
 axes.legend(frameon=False)

@@ -23,7 +23,6 @@ _WORDS = [
     ("replaced by other means than set_data() and set_() with its shape and type",
      "replaced by other means than p.data = x and p.set_(x) of its shape and type"),
     ("Give it values with copy_() under NoGradGuard, or with set_data()", "Give it values with p.copy_(x) under torch.no_grad()"),
-    ("Copy the values under NoGradGuard", "Copy the values under torch.no_grad()"),
     ("or lay the module out like that before attaching it", "or lay the model out like that before attach()"),
     ("Cast and replace tensors before attaching the module", "Change types and storages before attach(), and values with p.copy_()"),
     (" was not in the module when it was attached. Attach the module when it is complete, or register what comes later in an attached "
