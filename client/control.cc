@@ -14,6 +14,7 @@
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "base/version.h"
+#include "client/fork_safe_transport.h"
 #include "proto/depths.h"
 #include "proto/pool_path.h"
 
@@ -214,6 +215,7 @@ grpc::Status WriteStep(const StepCommand& command, grpc::ClientWriter<v1::StepRe
 ControlClient::ControlClient(const std::string& path, const proto::Token& token,
                              const Health* health)
     : token_(token), health_(health) {
+  StartForkSafeTransport();
   const std::shared_ptr<grpc::Channel> channel =
       grpc::CreateCustomChannel(proto::ControlAddress(path), grpc::InsecureChannelCredentials(),
                                 proto::ControlChannelArguments());

@@ -23,7 +23,10 @@ absl::Status Health::status() const {
   if (forked()) {
     return MakeError(
         ErrorId::kSessionEnded,
-        "this process was forked after the session began; the session is its parent's");
+        "this process was forked after the session began; the session is its parent's",
+        "Use the model there, give this process a copy that was made before, or start it anew "
+        "(in Python multiprocessing.get_context(\"spawn\")); it may open a session for a model of "
+        "its own");
   }
   absl::MutexLock lock(&mutex_);
   return reason_;

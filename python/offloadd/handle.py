@@ -553,6 +553,10 @@ class Handle:
     def _running(self):
         if self._engine is None:
             raise Error.of(1802, f"job {self.job} is closed", "Attach again, to the same job: it continues at its last step")
+        if os.getpid() != self._process:
+            raise Error.of(1802, f"job {self.job} is of the process that forked this one, and cannot be used here",
+                           "Use it there, give this process what it needs beforehand (copy.deepcopy(model)), or start it by "
+                           'multiprocessing.get_context("spawn"); models of its own it may attach, to a job with another name')
         return self._engine
 
     def commit(self):

@@ -7,8 +7,10 @@ import ctypes
 import gc
 import io
 import json
+import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 import unittest.mock
@@ -1228,6 +1230,158 @@ def fork_that_uses_the_model(run):
         os._exit(0)
     status = os.waitpid(child, 0)[1]
     return os.waitstatus_to_exitcode(status), run.train(model, optimizer)
+
+
+def forked(act, seconds=60):
+    """Begins act() in a forked child; what is returned waits for it, and is what act() has given. One that hangs is ended."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)  # those of OpenMP are the parent's
+            signal.alarm(seconds)
+            told = pickle.dumps(act())
+            with open(writer, "wb") as file:
+                file.write(told)
+            os._exit(0)
+        except BaseException as error:
+            print(f"the child: {error!r}", file=sys.stderr, flush=True)
+            os._exit(1)
+    os.close(writer)
+
+    def result():
+        with open(reader, "rb") as file:
+            told = file.read()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code == 0, f"the child ended with {code}"
+        return pickle.loads(told)
+
+    return result
+
+
+def trained_by_adagrad(run, job, steps=3):
+    """Not fused, so that much is sent to the daemon at once: the roots of torch's vector library."""
+    model = run.model()
+    optimizer = torch.optim.Adagrad(model.parameters(), 1e-2)
+    handle = run.attach(model, optimizer, job=job)
+    return handle, model, optimizer, run.train(model, optimizer, steps=steps)
+
+
+@case(**FP32)
+def forked_children_attach_after_the_parent_has_closed(run):
+    _, _, _, told = trained_by_adagrad(run, "parent")
+    run.end()
+
+    def child():
+        mine, _, _, losses = trained_by_adagrad(run, "child")
+        mine.close()
+        return losses
+
+    return told, forked(child)()
+
+
+@case(**FP32)
+def forked_children_attach_while_their_parent_trains(run):
+    """They must not be woken for each other's sockets, nor wait for threads that only the parent has."""
+    _, model, optimizer, told = trained_by_adagrad(run, "parent")
+    for n in range(3):
+
+        def child(n=n):
+            mine, own_model, _, losses = trained_by_adagrad(run, f"child{n}")
+            losses.append(saved(own_model.state_dict()))
+            mine.close()
+            return losses
+
+        result = forked(child)
+        told += run.train(model, optimizer, steps=12)
+        *_, losses = trained_by_adagrad(run, f"beside{n}")
+        told += [losses, result()]
+    return told
+
+
+@case(**FP32)
+def forked_children_use_what_is_of_their_parent(run):
+    """Each way is refused at once, and names the way out; what needs no weights works."""
+    model, optimizer = started(run)
+    handle = run.handles[-1]
+    uses = {
+        "evaluate": lambda: run.loss(model, 0),
+        "step": lambda: optimizer.step(),
+        "state_dict": lambda: saved(model.state_dict()),
+        "state": lambda: optimizer.state_dict(),
+        "one state": lambda: optimizer.state[first(model)]["exp_avg"].sum().item(),
+        "copy": lambda: copy.deepcopy(model),
+        "gather": lambda: handle.gather(first(model)),
+        "gather of all": lambda: offloadd.gather(list(model.parameters())),
+        "plan": lambda: handle.plan(),
+        "statistics": lambda: handle.statistics(),
+        "status": lambda: handle.status(),
+        "snapshot": lambda: handle.snapshot("kept"),
+        "durable": lambda: handle.wait_durable(),
+        "save": lambda: handle.save_weights(os.path.join(run.folder, "weights")),
+    }
+    if run.offloaded:
+        for name, use in uses.items():
+
+            def child(use=use):
+                try:
+                    use()
+                except offloadd.Error as error:
+                    return error.id, "spawn" in str(error)
+
+            assert forked(child, 20)() == (1802, True), name
+    told = forked(lambda: (repr(model), sum(p.numel() for p in model.parameters()), handle.close()))()
+    return told[:2], run.train(model, optimizer)
+
+
+@case(**FP32)
+def forked_children_compute_without_the_model(run):
+    model, optimizer = started(run)
+    x, plain = torch.linspace(-1, 1, 64).view(8, 8), torch.nn.Linear(8, 8)
+
+    def child():
+        adam = torch.optim.Adam(plain.parameters(), 1e-2)
+        for _ in range(3):
+            adam.zero_grad()
+            plain(x).square().mean().backward()
+            adam.step()
+        return saved(plain.state_dict())
+
+    class Numbers(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, n):
+            return torch.full((4,), float(n)) @ torch.ones(4, 4)
+
+    loader = torch.utils.data.DataLoader(Numbers(), 2, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+    told = [forked(child)()]
+    for step in range(3):
+        told += [batch.clone() for batch in loader] + run.train(model, optimizer, steps=1, first=step)
+    return told
+
+
+def _attached_anew(folder, ram):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Linear(32, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.25)
+    optimizer = torch.optim.Adagrad(model.parameters(), 1e-2)
+    with contextlib.nullcontext() if folder is None else offloadd.attach(model, optimizer, nvme_path=folder, ram=ram, job="spawned"):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+        return [p.tolist() for p in model.parameters()]
+
+
+@case(**FP32)
+def spawned_children_attach_while_their_parent_trains(run):
+    model, optimizer = started(run)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        told = pool.apply_async(_attached_anew, (run.folder if run.offloaded else None, "64MiB"))
+        losses = run.train(model, optimizer, steps=6)
+        return losses, told.get(120)
 
 
 @case(**FP32)

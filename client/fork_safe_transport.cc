@@ -1,0 +1,78 @@
+#include "client/fork_safe_transport.h"
+
+#include <grpc/grpc.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+
+// Of the library, which has no public headers for these. Its own grpc_prefork() wants to be called
+// around each fork, gives up while another thread is in a call, and knows nothing of the engine.
+
+void grpc_timer_manager_set_threading(bool enabled);
+
+namespace grpc_event_engine::experimental {
+
+class EventEngine;
+std::shared_ptr<EventEngine> GetDefaultEventEngine();
+// Forgets the engine, which lives on where somebody has it.
+void EventEngineFactoryReset();
+
+}  // namespace grpc_event_engine::experimental
+
+namespace grpc_core {
+
+class Executor {
+ public:
+  static void SetThreadingAll(bool enable);
+};
+
+}  // namespace grpc_core
+
+namespace offload::client {
+namespace {
+
+constexpr char kStrategy[] = "GRPC_POLL_STRATEGY";
+
+void Start() {
+  // An epoll instance would be one for parent and child: each would be woken for the other's
+  // sockets, by addresses that mean nothing to it.
+  const bool is_chosen = ::getenv(kStrategy) != nullptr;
+  if (!is_chosen) ::setenv(kStrategy, "poll", 1);
+  // Never shut down: another start would bring the threads back.
+  grpc_init();
+  if (!is_chosen) ::unsetenv(kStrategy);
+  // A child would leave work to threads that only its parent has. Without them it is done by the
+  // threads that call.
+  grpc_core::Executor::SetThreadingAll(false);
+  // The thread of timers rests during a fork, so that a child has none that waits.
+  ::pthread_atfork([] { grpc_timer_manager_set_threading(false); },
+                   [] { grpc_timer_manager_set_threading(true); }, nullptr);
+}
+
+// The engine's threads wait for work in its memory. A child has another engine, whose threads are
+// there, and never destroys the one of its parent, which would wait for those that are not.
+void GiveProcessItsEngine() {
+  static std::atomic<pid_t> process{0};
+  const pid_t before = process.exchange(::getpid());
+  if (before == ::getpid()) return;
+  namespace engines = grpc_event_engine::experimental;
+  if (before != 0) {
+    engines::EventEngineFactoryReset();
+    grpc_timer_manager_set_threading(true);
+  }
+  new std::shared_ptr<engines::EventEngine>(engines::GetDefaultEventEngine());
+}
+
+}  // namespace
+
+void StartForkSafeTransport() {
+  static std::once_flag started;
+  std::call_once(started, &Start);
+  GiveProcessItsEngine();
+}
+
+}  // namespace offload::client
