@@ -833,6 +833,9 @@ TEST(TrainersTest, AThreadSettlesItsNumberOfThreadsInTheFirstStep) {
         (model->forward(x) - x).square().mean().backward();
         optimizer->step();
       }
+      // Without at::get_num_threads(), which would settle it.
+      const auto threads = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
+      log.push_back(torch::tensor(threads != nullptr ? threads() : 0));
       for (const Tensor& parameter : model->parameters()) log.push_back(parameter.detach().clone());
     }).join();
     return log;
