@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
@@ -84,6 +85,7 @@ c10::Storage MoveWithoutBytes(std::span<const at::Tensor> tensors, c10::Device d
 }
 
 void MoveBack(std::span<const at::Tensor> tensors, const c10::Storage& values) {
+  const c10::InferenceMode ordinary(false);
   const at::NoGradGuard no_grad;
   if (Residency::Of(values.unsafeGetStorageImpl()) != nullptr) return;
   for (at::Tensor tensor : tensors) {
@@ -95,6 +97,8 @@ void MoveBack(std::span<const at::Tensor> tensors, const c10::Storage& values) {
 
 void MoveWithBytes(const at::Tensor& tensor, c10::Device device) {
   if (!tensor.defined() || !tensor.device().is_cpu() || tensor.layout() != at::kStrided) return;
+  // Under InferenceMode, too, what is trained later stays an ordinary tensor.
+  const c10::InferenceMode ordinary(false);
   const at::NoGradGuard no_grad;
   at::Tensor moved = tensor;
   at::Tensor gradient = GradientOn(tensor, device);

@@ -4,7 +4,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -103,12 +102,6 @@ std::optional<double> Factor(const c10::IValue& value, const at::Tensor& of) {
   return tensor.is_cuda() ? InType(multiplied, factor) : static_cast<float>(factor);
 }
 
-// Later backward passes add to it outside of InferenceMode, wherever it is made: in a step, too.
-at::Tensor MakeOrdinary(c10::Storage storage, const at::Tensor& like) {
-  const c10::InferenceMode ordinary(false);
-  return MakeManagedTensor(std::move(storage), like);
-}
-
 // is_alias_of() looks at the bytes, too, and those of an offloaded tensor may be nowhere.
 bool HaveOneStorage(const at::Tensor& a, const at::Tensor& b) {
   return a.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() ==
@@ -193,7 +186,7 @@ Gradient::Gradient(std::shared_ptr<Attachment> attachment, std::shared_ptr<Gradi
       raw_(swap_.home(), size_bytes_) {
   const proto::GradientPlacement& placement = attachment_->plan().memory.gradients[tensor];
   if (placement.home == proto::GradientHome::kRegion) region_offset_ = placement.offset_bytes;
-  tensor_ = MakeOrdinary(swap_.MakeStorage(ReleasedText()), parameter_);
+  tensor_ = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter_);
   if (!attachment_->serves_raw() || !parameter.device().is_cpu()) return;
   swap_.SetHomeThrows(false);
   AddRawRange(swap_.home(), size_bytes_, this);
@@ -674,7 +667,7 @@ void Gradient::LeaveTensorToOthers() {
     WaitWhileMoving(lock);
     swap_.HandOver(std::move(copy));
   }
-  tensor_ = MakeOrdinary(swap_.MakeStorage(ReleasedText()), parameter_);
+  tensor_ = MakeManagedTensor(swap_.MakeStorage(ReleasedText()), parameter_);
 }
 
 void Gradient::LeaveInMemory() {

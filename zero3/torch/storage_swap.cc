@@ -1,6 +1,7 @@
 #include "zero3/torch/storage_swap.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/core/TensorOptions.h>
 #include <torch/version.h>
@@ -146,7 +147,10 @@ void StorageSwap::Leave() {
   weak_storage_.reset();
 }
 
+// An ordinary tensor under InferenceMode, too, like the next one: autograd uses it outside of that,
+// later.
 at::Tensor WithManagedKey(const at::Tensor& tensor) {
+  const c10::InferenceMode ordinary(false);
   c10::AutoGradMode no_grad(false);
   const at::Tensor plain = tensor.detach();
   at::Tensor keyed = at::detail::make_tensor<c10::TensorImpl>(
@@ -158,6 +162,7 @@ at::Tensor WithManagedKey(const at::Tensor& tensor) {
 }
 
 at::Tensor MakeManagedTensor(c10::Storage storage, const at::Tensor& like) {
+  const c10::InferenceMode ordinary(false);
   // The constructor adds the keys of autograd and autocast that go with the device.
   const c10::DispatchKeySet keys(
       {c10::computeDispatchKey(like.scalar_type(), c10::kStrided, storage.device()), kManagedKey});

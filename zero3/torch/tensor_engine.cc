@@ -1,6 +1,8 @@
 #include "zero3/torch/tensor_engine.h"
 
 #include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <ATen/TensorIterator.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
 #include <spdlog/sinks/stdout_sinks.h>
@@ -292,6 +294,9 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
         continue;
       }
       if (!gradient->PrepareStep()) continue;
+      // Torch's optimizer asks here how many threads there are, if nobody has on this thread:
+      // products after that are computed with another number than before (HasFreeCore).
+      if (parameter.numel() >= at::internal::GRAIN_SIZE) at::get_num_threads();
       const uint32_t id = ids_.at(parameter.unsafeGetTensorImpl());
       FollowEdits(id);
       if (parameter.scalar_type() == at::kDouble)

@@ -381,7 +381,6 @@ void TensorEngine::Mark(at::Tensor tensor, uint32_t id) {
 
 // Tensors of this list over storages that an earlier one brought.
 void TensorEngine::MarkAliases(std::span<const NamedTensor> tensors) {
-  const c10::InferenceMode ordinary(false);
   const at::NoGradGuard no_grad;
   for (const NamedTensor& named : tensors) {
     if (!named.tensor.defined() || ids_.contains(named.tensor.unsafeGetTensorImpl())) continue;

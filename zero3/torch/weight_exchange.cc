@@ -7,7 +7,6 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
-#include <c10/core/InferenceMode.h>
 
 #include <mutex>
 #include <optional>
@@ -102,7 +101,6 @@ void WeightResidency::BeAlone(const at::Tensor& parameter) {
 }
 
 void WeightResidency::PutOver(const at::Tensor& parameter, c10::Storage storage) const {
-  const c10::InferenceMode ordinary(false);
   const at::AutoGradMode no_grad(false);
   const at::Tensor there = MakeManagedTensor(std::move(storage), parameter);
   parameter.unsafeGetTensorImpl()->shallow_copy_from(there.getIntrusivePtr());
@@ -110,7 +108,6 @@ void WeightResidency::PutOver(const at::Tensor& parameter, c10::Storage storage)
 
 // Storages and values, so that every storage has the values that it had.
 void WeightResidency::Exchange(WeightResidency& other, at::ScalarType type) {
-  const c10::InferenceMode ordinary(false);
   const at::AutoGradMode no_grad(false);
   EndRaw(/*wait=*/true);
   other.EndRaw(/*wait=*/true);

@@ -5,7 +5,6 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/equal.h>
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <cstring>
@@ -342,7 +341,6 @@ void WeightResidency::TakeData(const at::Tensor& parameter, const at::Tensor& da
   const at::AutoGradMode no_grad(false);
   if (is_left) {
     // Who looks at the old memory keeps it, beside `ram`; the parameter gets a storage of its own.
-    const c10::InferenceMode ordinary(false);
     attachment_->EnsureSealed();
     EndRaw(/*wait=*/true);
     auto old = std::make_unique<LeftCopy>(attachment_, swap_.home(), size_bytes_);
