@@ -2,7 +2,6 @@
 // with much, in fp32 and in bf16: what they compute is compared bit by bit. Each is a model, an
 // optimizer and a loop that somebody might have written without knowing of us.
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <c10/core/InferenceMode.h>
 #include <dlfcn.h>
@@ -811,39 +810,6 @@ TEST(TrainersTest, AttachedAndSteppedUnderInferenceMode) {
   };
   const auto expected = train(false);
   ExpectSame(expected, train(true), "under InferenceMode");
-}
-
-// Torch settles a thread's number of threads when something large is first computed there, which
-// may be the optimizer's step.
-TEST(TrainersTest, AThreadSettlesItsNumberOfThreadsInTheFirstStep) {
-  const int threads_before = at::get_num_threads();
-  const auto train = [&](bool offloading) {
-    SetOffloading(offloading);
-    std::vector<Tensor> log;
-    torch::manual_seed(7);
-    nn::Sequential model(nn::Linear(48, 200), nn::Tanh(), nn::Linear(200, 200), nn::Tanh(),
-                         nn::Linear(200, 48));
-    std::thread([] { at::set_num_threads(1); }).join();
-    std::thread([&] {
-      auto engine = Engine::Open(OptionsFor("settles"));
-      auto optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3));
-      for (int step = 0; step < 6; ++step) {
-        optimizer->zero_grad();
-        const Tensor x = Numbers(step, {6, 48});
-        (model->forward(x) - x).square().mean().backward();
-        optimizer->step();
-      }
-      // Without at::get_num_threads(), which would settle it.
-      const auto threads = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
-      log.push_back(torch::tensor(threads != nullptr ? threads() : 0));
-      for (const Tensor& parameter : model->parameters()) log.push_back(parameter.detach().clone());
-    }).join();
-    return log;
-  };
-  const auto expected = train(false);
-  const auto log = train(true);
-  at::set_num_threads(threads_before);
-  ExpectSame(expected, log, "settled");
 }
 
 TEST(TrainersTest, AThawThatRamDoesNotHoldChangesNothing) {
