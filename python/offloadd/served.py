@@ -380,8 +380,9 @@ class _Replaced:
         stays = may_stay and is_taken
         follower = None if stays else self._follower(parameter)
         if is_taken and not stays and follower is None:
-            raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, too",
-                           "Set the value with p.copy_(x) under torch.no_grad(), or keep no x")
+            raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, "
+                                 "too: x, a view of it, or one in the graph of an output or a loss that is kept",
+                           "Set the value with p.copy_(x) under torch.no_grad(), or keep neither x nor the graph (loss.detach())")
         followers.forget(parameter)
         memory = follower_of(parameter) if not stays and parameter.device.type == "cpu" else None
         with torch.no_grad():

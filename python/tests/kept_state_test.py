@@ -807,6 +807,24 @@ def pieces_of_a_vector_that_is_kept_are_refused(run):
     return run.train(model, optimizer), vector
 
 
+@case(**REFUSED)
+def value_that_the_graph_of_a_kept_loss_has_is_refused_by_that_name(run):
+    model = run.make(lambda: torch.nn.Sequential(torch.nn.Linear(32, 24), torch.nn.Tanh(), torch.nn.Linear(24, 8)))
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    weight, inputs = model[2].weight, torch.ones(4, 32)
+    weight.data = weight.data * 0.99
+    kept = model(inputs).mean()  # nobody calls its backward(): the graph keeps a view of the weight
+    model(inputs).square().mean().backward()
+    if run.offloaded:
+        try:
+            optimizer.step()
+            raise AssertionError("not refused")
+        except offloadd.Error as error:
+            assert error.id == 1601 and "in the graph of" in str(error) and "loss.detach()" in str(error), str(error)
+    return kept.detach()
+
+
 @case(**REFUSED, refused=1601)
 def one_piece_of_a_vector_for_two_parameters_is_refused(run):
     model = run.model()
