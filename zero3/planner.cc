@@ -600,10 +600,14 @@ absl::Status TooSmall(const PlanInput& input, const Needs& needs, uint64_t floor
           " + rings and tables ",
           FormatBytes(needs.slab_fixed_bytes +
                       needs.ranks * (proto::kRegionFixedBytes + needs.pins_bytes)),
-          " + overhead ", FormatBytes(needs.overhead_bytes), "; without spilling gradients it is ",
-          FormatBytes(floor_without_spilling)),
-      absl::StrCat("Set ram to at least ", floor, " bytes, or ", floor_without_spilling,
-                   " bytes to keep gradients in memory"));
+          " + overhead ", FormatBytes(needs.overhead_bytes),
+          spill ? absl::StrCat("; without spilling gradients it is ",
+                               FormatBytes(floor_without_spilling))
+                : ""),
+      absl::StrCat("Set ram to at least ", floor, " bytes",
+                   spill ? absl::StrCat(", or ", floor_without_spilling,
+                                        " bytes to keep gradients in memory")
+                         : ""));
 }
 
 }  // namespace

@@ -406,6 +406,16 @@ TEST(PlannerTest, RefusalShowsTheSumAndBothFloors) {
   EXPECT_TRUE(absl::StrContains(text, "weight window 6.0 MiB")) << text;
 }
 
+TEST(PlannerTest, RefusalNamesOneFloorWhereSpillingSavesNothing) {
+  PlanInput input = Equal(1, 64, Dtype::kFloat32);
+  const Plan rich = PlanFor(input, uint64_t{1} << 40);
+  ASSERT_EQ(rich.floor_bytes, rich.floor_without_spilling_bytes);
+  const std::string text(Refusal(input, 8 * kMiB).message());
+  EXPECT_TRUE(absl::StrContains(text, absl::StrCat(rich.floor_bytes, " bytes"))) << text;
+  EXPECT_FALSE(absl::StrContains(text, "spilling")) << text;
+  EXPECT_FALSE(absl::StrContains(text, "to keep gradients in memory")) << text;
+}
+
 TEST(PlannerTest, WhatStaysInMemoryIsWrittenAtCheckpointsOnly) {
   PlanInput input = Equal(64, 1 << 20, Dtype::kBFloat16);
   const uint64_t least = PlanFor(input, uint64_t{1} << 40).floor_without_spilling_bytes;
