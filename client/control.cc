@@ -212,6 +212,15 @@ grpc::Status WriteStep(const StepCommand& command, grpc::ClientWriter<v1::StepRe
 
 }  // namespace
 
+std::optional<std::string> EncodeStep(const StepCommand& command, size_t bytes_max) {
+  // Of what an update takes in the message, its scale alone is this long.
+  if (command.updates.size() > bytes_max / sizeof(double)) return std::nullopt;
+  v1::StepRequest request = StepHead(command);
+  AppendUpdates(command, 0, request);
+  if (request.ByteSizeLong() > bytes_max) return std::nullopt;
+  return request.SerializeAsString();
+}
+
 ControlClient::ControlClient(const std::string& path, const proto::Token& token,
                              const Health* health)
     : token_(token), health_(health) {

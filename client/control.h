@@ -32,6 +32,9 @@
 
 namespace offload::client {
 
+// The command as a message for the ring; missing when it would take more than `bytes_max`.
+std::optional<std::string> EncodeStep(const StepCommand& command, size_t bytes_max);
+
 class ControlClient {
  public:
   // Connects lazily. `health` outlives the object.

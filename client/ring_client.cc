@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "base/checked.h"
+#include "base/clock.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "proto/handshake.h"
@@ -23,6 +24,9 @@ using proto::CompletionEntry;
 using proto::RingOperation;
 using proto::SubmissionEntry;
 using proto::TensorState;
+
+// How long a thread looks for a completion itself: about what an awake daemon needs for a step.
+constexpr int64_t kLookNanoseconds = 200'000;
 
 absl::Status Version(const char* memory, uint32_t magic, uint32_t version) {
   return MakeError(ErrorId::kProtocolVersion,
@@ -129,8 +133,8 @@ absl::Status RingClient::AttachGradientWords() {
 
 // ---- Tensors ----------------------------------------------------------------------------------
 
-// Pins it; null when it is not resident.
-absl::StatusOr<const std::byte*> RingClient::Look(uint32_t tensor) {
+// Null when it is not resident; the pin is there all the same.
+absl::StatusOr<const std::byte*> RingClient::PinIfResident(uint32_t tensor) {
   if (tensor >= tensor_count_) {
     return MakeError(ErrorId::kInternal,
                      absl::StrCat("acquiring tensor ", tensor, " of ", tensor_count_));
@@ -150,13 +154,13 @@ absl::StatusOr<const std::byte*> RingClient::Look(uint32_t tensor) {
 }
 
 absl::StatusOr<const std::byte*> RingClient::TryAcquire(uint32_t tensor) {
-  OFFLOAD_ASSIGN_OR_RETURN(const std::byte* const present, Look(tensor));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::byte* const present, PinIfResident(tensor));
   if (present == nullptr) Release(tensor);
   return present;
 }
 
 absl::StatusOr<const std::byte*> RingClient::Acquire(uint32_t tensor) {
-  OFFLOAD_ASSIGN_OR_RETURN(const std::byte* const present, Look(tensor));
+  OFFLOAD_ASSIGN_OR_RETURN(const std::byte* const present, PinIfResident(tensor));
   if (present != nullptr) return present;
   absl::StatusOr<const std::byte*> bytes = AcquireSlowly(tensor, State(tensor) == proto::kPending);
   if (!bytes.ok()) Release(tensor);
@@ -173,8 +177,7 @@ absl::StatusOr<const std::byte*> RingClient::AcquireSlowly(uint32_t tensor, bool
   entry.tensor = tensor;
   const std::optional<CompletionEntry> completion = Take(Submit(entry));
   acquires_waiting_.fetch_sub(1, std::memory_order_relaxed);
-  if (!completion.has_value()) return status();
-  if (completion->code != 0) return StatusOf(*completion);
+  OFFLOAD_RETURN_IF_ERROR(StatusOf(completion));
   if (proto::StateOf(completion->value) != proto::kResident) {
     return MakeError(ErrorId::kInternal, absl::StrCat("tensor ", tensor, " was acquired in state ",
                                                       proto::StateOf(completion->value)));
@@ -267,6 +270,37 @@ std::optional<CompletionEntry> RingClient::Take(uint64_t tag) {
   return operation.completion;
 }
 
+// The daemon has no need to wake the ring client's thread meanwhile, which would have to wake this
+// one. What others wait for is handed to them, too. Another thread that is ready runs in between.
+std::optional<CompletionEntry> RingClient::TakeAwake(uint64_t tag) {
+  if (options_.health->forked()) return std::nullopt;
+  const Clock& clock = Clock::Real();
+  const int64_t end = clock.NowNanoseconds() + kLookNanoseconds;
+  {
+    absl::MutexLock lock(&mutex_);
+    if (rings_ != nullptr) rings_->rank_sleep.Awake();
+  }
+  bool looks = true;
+  while (looks) {
+    std::this_thread::yield();
+    absl::MutexLock lock(&mutex_);
+    looks = rings_ != nullptr && options_.health->ok() && clock.NowNanoseconds() < end;
+    if (looks) Look();
+    const auto operation = operations_.find(tag);
+    looks = looks && fault_.ok() && operation != operations_.end() && !operation->second.done;
+  }
+  {
+    absl::MutexLock lock(&mutex_);
+    if (rings_ != nullptr) {
+      rings_->rank_sleep.Announce();
+      Look();  // what came before the announcement was seen
+    }
+  }
+  return Take(tag);
+}
+
+absl::Status RingClient::WaitAwake(uint64_t tag) { return StatusOf(TakeAwake(tag)); }
+
 absl::Status RingClient::Wait(uint64_t tag) {
   return WaitForValue(tag, proto::StallCause::kTransfer).status();
 }
@@ -274,10 +308,8 @@ absl::Status RingClient::Wait(uint64_t tag) {
 absl::StatusOr<uint64_t> RingClient::WaitForValue(uint64_t tag, proto::StallCause cause) {
   const StepMonitor::Stall stall(options_.monitor, cause);
   const std::optional<CompletionEntry> completion = Take(tag);
-  if (completion.has_value() && completion->code == 0) return completion->value;
-  const absl::Status failure = completion.has_value() ? StatusOf(*completion) : status();
-  OFFLOAD_CHECK(!failure.ok()) << "an operation is not answered and nothing has failed";
-  return failure;
+  OFFLOAD_RETURN_IF_ERROR(StatusOf(completion));
+  return completion->value;
 }
 
 uint64_t RingClient::GradientWord(uint32_t tensor) const {
@@ -285,7 +317,15 @@ uint64_t RingClient::GradientWord(uint32_t tensor) const {
   return gradient_words_[tensor].load(std::memory_order_acquire);
 }
 
-absl::Status RingClient::StatusOf(const CompletionEntry& completion) {
+absl::Status RingClient::StatusOf(const std::optional<CompletionEntry>& completion) {
+  if (completion.has_value())
+    return completion->code == 0 ? absl::OkStatus() : TextOf(*completion);
+  const absl::Status failure = status();
+  OFFLOAD_CHECK(!failure.ok()) << "an operation is not answered and nothing has failed";
+  return failure;
+}
+
+absl::Status RingClient::TextOf(const CompletionEntry& completion) {
   const auto code = static_cast<absl::StatusCode>(completion.code);
   if (options_.explain) {
     const absl::StatusOr<std::string> text = options_.explain(completion.tag);
@@ -335,9 +375,17 @@ absl::Status RingClient::TakeCompletions() {
   absl::MutexLock lock(&mutex_);
   if (rings_ == nullptr) return absl::OkStatus();
   rings_->rank_sleep.Awake();
-  OFFLOAD_RETURN_IF_ERROR(Dispatch());
+  Look();
   rings_->rank_sleep.Announce();
-  return Dispatch();  // what came before the announcement was seen
+  Look();  // what came before the announcement was seen
+  return fault_;
+}
+
+// Whoever looks first finds a fault; the ring client's thread ends the session for it.
+void RingClient::Look() {
+  if (!fault_.ok()) return;
+  fault_ = Dispatch();
+  if (!fault_.ok()) ::eventfd_write(wake_.get(), 1);
 }
 
 absl::Status RingClient::Dispatch() {

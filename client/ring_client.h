@@ -88,6 +88,9 @@ class RingClient {
   // (Wait() then tells).
   uint64_t Submit(proto::SubmissionEntry entry);
   absl::Status Wait(uint64_t tag);
+  // The same for what the daemon answers in less time than it takes to wake two threads: looks for
+  // the answer itself at first. Not counted as a stall.
+  absl::Status WaitAwake(uint64_t tag);
   // The same, for what the operation answers; `cause`: what the thread waits for.
   absl::StatusOr<uint64_t> WaitForValue(uint64_t tag, proto::StallCause cause);
 
@@ -123,7 +126,7 @@ class RingClient {
 
   explicit RingClient(Options options, UniqueFd wake);
 
-  absl::StatusOr<const std::byte*> Look(uint32_t tensor);
+  absl::StatusOr<const std::byte*> PinIfResident(uint32_t tensor);
   absl::StatusOr<const std::byte*> AcquireSlowly(uint32_t tensor, bool is_pending);
   uint64_t SubmitLocked(proto::SubmissionEntry entry, bool nobody_waits)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -131,7 +134,10 @@ class RingClient {
   // Waits for the operation and forgets it; its completion, or missing when the session failed
   // first.
   std::optional<proto::CompletionEntry> Take(uint64_t tag);
-  absl::Status StatusOf(const proto::CompletionEntry& completion);
+  // The same once it has looked for the completion for kLookMicroseconds.
+  std::optional<proto::CompletionEntry> TakeAwake(uint64_t tag);
+  absl::Status StatusOf(const std::optional<proto::CompletionEntry>& completion);
+  absl::Status TextOf(const proto::CompletionEntry& completion);
   proto::TensorWord* word(uint32_t tensor) const { return tensor_words_ + tensor; }
   proto::PinWord* pin(uint32_t tensor) const { return pins_ + tensor; }
 
@@ -139,6 +145,7 @@ class RingClient {
   void Run();
   // Takes completions until there are none and sleeping was announced.
   absl::Status TakeCompletions();
+  void Look() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status Dispatch() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   enum class Event { kWork, kDaemonEnded, kStopped };
   Event WaitForEvent();
@@ -160,6 +167,7 @@ class RingClient {
   absl::flat_hash_map<uint64_t, Operation> operations_ ABSL_GUARDED_BY(mutex_);
   uint32_t in_flight_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t next_tag_ ABSL_GUARDED_BY(mutex_) = 1;
+  absl::Status fault_ ABSL_GUARDED_BY(mutex_);  // of the daemon, found by a thread that looked
 
   std::thread thread_;
 };

@@ -5,10 +5,13 @@
 #include <atomic>
 #include <bit>
 #include <cstdlib>
+#include <cstring>
 #include <optional>
 #include <utility>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/strings/str_cat.h"
+#include "absl/synchronization/mutex.h"
 #include "base/environment.h"
 #include "base/error.h"
 #include "base/status_macros.h"
@@ -54,6 +57,8 @@ struct Session::Impl {
   World world;
   std::atomic<uint64_t> exchanges{0};
   std::unique_ptr<StepLog> step_log;  // null unless somebody wants it
+  absl::Mutex command_mutex;          // of the step command in the region
+  std::optional<Ticket> announcement ABSL_GUARDED_BY(command_mutex);  // it may not be read yet
 
   absl::Status Start(Connection connection);
   absl::Status MapMemory(const JobInfo& info);
@@ -62,6 +67,11 @@ struct Session::Impl {
 
   absl::Status StartTrace(const std::string& job);
   absl::Status StartStepLog();
+
+  absl::Status Announce(const StepCommand& command);
+  absl::Status Step(const StepCommand& command);
+  absl::StatusOr<Ticket> Submit(proto::RingOperation operation, const std::string& command)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(command_mutex);
 
   template <typename Call>
   auto Timed(proto::StallCause cause, const Call& call) {
@@ -138,6 +148,38 @@ absl::Status Session::Impl::StartStepLog() {
                               proto::StepWordsOf(rings->region()),
                               proto::GpuWordsOf(rings->region()), &rings->slab_header()));
   return absl::OkStatus();
+}
+
+// ---- Steps -------------------------------------------------------------------------------------
+
+absl::StatusOr<Ticket> Session::Impl::Submit(proto::RingOperation operation,
+                                             const std::string& command) {
+  if (announcement.has_value())
+    OFFLOAD_RETURN_IF_ERROR(rings->Wait(*std::exchange(announcement, std::nullopt)));
+  OFFLOAD_RETURN_IF_ERROR(rings->status());  // without a session there is no region
+  std::memcpy(rings->region() + proto::kStepCommandOffset, command.data(), command.size());
+  proto::SubmissionEntry entry{};
+  entry.operation = operation;
+  entry.element_count = command.size();
+  return rings->Submit(entry);
+}
+
+absl::Status Session::Impl::Announce(const StepCommand& command) {
+  const std::optional<std::string> encoded = EncodeStep(command, proto::kStepCommandBytes);
+  if (!encoded.has_value() || rings->region() == nullptr) return control->BeginStep(command);
+  absl::MutexLock lock(&command_mutex);
+  OFFLOAD_ASSIGN_OR_RETURN(announcement, Submit(proto::RingOperation::kBeginStep, *encoded));
+  return absl::OkStatus();
+}
+
+// By the ring when the command has room there. What it says is written over by nobody before it is
+// answered.
+absl::Status Session::Impl::Step(const StepCommand& command) {
+  const std::optional<std::string> encoded = EncodeStep(command, proto::kStepCommandBytes);
+  if (!encoded.has_value() || rings->region() == nullptr) return control->Step(command);
+  absl::MutexLock lock(&command_mutex);
+  OFFLOAD_ASSIGN_OR_RETURN(const Ticket ticket, Submit(proto::RingOperation::kStep, *encoded));
+  return rings->WaitAwake(ticket);
 }
 
 void Session::Impl::Close() {
@@ -221,7 +263,7 @@ absl::Status Session::SetSquareRoots(const kernels::SquareRoots& roots) {
 }
 
 absl::Status Session::BeginStep(const StepCommand& command) {
-  return impl_->control->BeginStep(command);
+  return impl_->Announce(command);
 }
 
 void Session::ReleaseGradient(uint32_t tensor) { impl_->rings->ReleaseGradient(tensor); }
@@ -231,7 +273,7 @@ absl::Status Session::Step(const StepCommand& command) {
   impl_->monitor.Enter(proto::StepPhase::kStep);
   const absl::Status status =
       impl_->Timed(is_alone ? proto::StallCause::kCommit : proto::StallCause::kRanks,
-                   [&] { return impl_->control->Step(command); });
+                   [&] { return impl_->Step(command); });
   impl_->monitor.Enter(proto::StepPhase::kForward);
   if (status.ok() && impl_->step_log != nullptr) impl_->step_log->Add(command.step);
   return status;

@@ -523,9 +523,115 @@ TEST_F(SessionTest, EveryWaitEndsWhenTheDaemonDies) {
   EXPECT_EQ(ErrorIdOf(session_->health()), ErrorId::kDaemonLost);
 }
 
+// What a step says that has no room in the region.
+StepCommand LongStep(uint64_t step) {
+  return {.step = step,
+          .has_trainer_state = true,
+          .trainer_state = std::string(proto::kStepCommandBytes, 's')};
+}
+
 TEST_F(SessionTest, ACallWithoutTimeLimitEndsWhenTheDaemonDies) {
   Open();
-  EXPECT_EQ(ErrorIdOf(session_->Step({.step = 404})), ErrorId::kDaemonLost);
+  EXPECT_EQ(ErrorIdOf(session_->Step(LongStep(404))), ErrorId::kDaemonLost);
+}
+
+// What the daemon reads of a command in the region.
+v1::StepRequest CommandOf(FakeDaemon& daemon, const SubmissionEntry& entry) {
+  v1::StepRequest request;
+  EXPECT_TRUE(request.ParseFromArray(daemon.region() + proto::kStepCommandOffset,
+                                     static_cast<int>(entry.element_count)));
+  return request;
+}
+
+TEST_F(SessionTest, AStepGoesByTheRingWhenItIsShort) {
+  Open();
+  std::vector<v1::StepRequest> seen;  // written before the answer, read after it
+  daemon_.SetAnswer([&](FakeDaemon& daemon, const SubmissionEntry& entry) {
+    EXPECT_EQ(entry.operation, proto::RingOperation::kStep);
+    seen.push_back(CommandOf(daemon, entry));
+    return std::optional(std::pair(uint64_t{6}, absl::OkStatus()));
+  });
+  StepCommand step{.step = 7, .groups = {kernels::OptimizerSpec()}};
+  step.updates = {{.tensor = 1, .group = 0, .update_count = 3, .gradient_scale = 0.5}};
+  ASSERT_TRUE(session_->Step(step).ok());
+  ASSERT_EQ(seen.size(), 1u);
+  EXPECT_EQ(seen[0].step(), 7u);
+  EXPECT_EQ(seen[0].tensor_count(), 1u);
+  EXPECT_EQ(seen[0].tensors(0), 1u);
+  EXPECT_EQ(seen[0].update_count(0), 3u);
+  EXPECT_EQ(seen[0].gradient_scale(0), 0.5);
+  EXPECT_EQ(seen[0].groups(0).name(), kernels::OptimizerSpec().name());
+  ASSERT_TRUE(session_->Step(LongStep(8)).ok());
+  EXPECT_EQ(seen.size(), 1u);
+}
+
+TEST_F(SessionTest, ARefusedStepHasItsText) {
+  Open();
+  const absl::Status refusal = MakeError(ErrorId::kRanksDiffer, "step 7");
+  daemon_.SetAnswer([&](FakeDaemon&, const SubmissionEntry&) {
+    return std::optional(std::pair(uint64_t{0}, refusal));
+  });
+  EXPECT_EQ(session_->Step({.step = 7}), refusal);
+  EXPECT_TRUE(session_->health().ok());
+}
+
+TEST_F(SessionTest, AStepThatIsNotAnsweredEndsWhenTheDaemonDies) {
+  Open();
+  daemon_.SetAnswer([this](FakeDaemon&, const SubmissionEntry&) {
+    asked_.Notify();
+    return std::optional<std::pair<uint64_t, absl::Status>>();
+  });
+  std::thread waiter(
+      [&] { EXPECT_EQ(ErrorIdOf(session_->Step({.step = 7})), ErrorId::kDaemonLost); });
+  asked_.WaitForNotification();
+  daemon_.Die();
+  waiter.join();
+}
+
+// The thread that waits for a step takes completions, too: those of others are theirs all the same.
+TEST_F(SessionTest, WaitsBesideAStepEnd) {
+  Open();
+  daemon_.SetAnswer([](FakeDaemon&, const SubmissionEntry& entry) {
+    const uint64_t word = proto::MakeTensorWord(proto::kResident, kWeights);
+    return std::optional(std::pair(
+        entry.operation == proto::RingOperation::kAcquire ? word : uint64_t{0}, absl::OkStatus()));
+  });
+  std::thread other([&] {
+    for (int i = 0; i < 2000; ++i) EXPECT_TRUE(session_->Acquire(1).ok());
+  });
+  for (uint64_t step = 1; step <= 2000; ++step) EXPECT_TRUE(session_->Step({.step = step}).ok());
+  other.join();
+}
+
+TEST_F(SessionTest, AnAnnouncementIsReadBeforeTheNextCommandIsWritten) {
+  Open();
+  absl::Notification may_read;
+  std::vector<uint64_t> seen;
+  daemon_.SetAnswer([&](FakeDaemon& daemon, const SubmissionEntry& entry) {
+    if (entry.operation == proto::RingOperation::kBeginStep) may_read.WaitForNotification();
+    seen.push_back(CommandOf(daemon, entry).step());
+    return std::optional(std::pair(uint64_t{0}, absl::OkStatus()));
+  });
+  ASSERT_TRUE(session_->BeginStep({.step = 7}).ok());  // does not wait
+  std::thread step([&] { EXPECT_TRUE(session_->Step({.step = 8}).ok()); });
+  may_read.Notify();
+  step.join();
+  EXPECT_EQ(seen, (std::vector<uint64_t>{7, 8}));
+}
+
+TEST_F(SessionTest, AForkedChildTakesNoStep) {
+  Open();
+  const pid_t child = ::fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    const bool dead = ErrorIdOf(session_->Step({.step = 7})) == ErrorId::kSessionEnded &&
+                      ErrorIdOf(session_->BeginStep({.step = 7})) == ErrorId::kSessionEnded;
+    session_.reset();
+    ::_exit(dead ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
 }
 
 TEST_F(SessionTest, TheReasonThatADaemonGivesIsTheSessions) {

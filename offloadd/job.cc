@@ -280,10 +280,13 @@ absl::Status Job::BeginStep(const std::vector<proto::v1::StepRequest>& messages)
   return absl::OkStatus();
 }
 
+absl::Status Job::CheckStep() const {
+  OFFLOAD_RETURN_IF_ERROR(Check(JobCall::kStep));
+  return CheckAllAreHere();
+}
+
 void Job::Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done) {
-  absl::Status status = Check(JobCall::kStep);
-  if (status.ok()) status = CheckAllAreHere();
-  if (!status.ok()) return done(std::move(status));
+  if (absl::Status status = CheckStep(); !status.ok()) return done(std::move(status));
   if (OffLoopIsBusy()) {
     // The ring is read after it, and what came before the step belongs before it.
     return OffLoop(nullptr, [this, &rank, messages = std::move(messages), done = std::move(done)] {
@@ -291,7 +294,12 @@ void Job::Step(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDon
     });
   }
   ReadRing(rank, proto::kInFlightMax);
-  if (context_.failed() || !end_reason_.ok()) return done(Ending());
+  AddStep(rank, std::move(messages), std::move(done));
+}
+
+void Job::AddStep(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done) {
+  absl::Status status = CheckStep();
+  if (!status.ok()) return done(std::move(status));
   std::optional<std::string> trainer_state;
   if (!messages.empty() && messages.front().has_trainer_state())
     trainer_state = messages.front().trainer_state();
@@ -531,6 +539,9 @@ void Job::Handle(Rank& rank, const proto::SubmissionEntry& entry) {
     case proto::RingOperation::kReleaseGradient:
       executor_->ReleaseGradient(entry.tensor);
       return rank.Complete(entry.tag, absl::OkStatus(), 0);
+    case proto::RingOperation::kStep:
+    case proto::RingOperation::kBeginStep:
+      return HandleStepCommand(rank, entry);
     case proto::RingOperation::kBeginGradients:
     case proto::RingOperation::kGradient:
     case proto::RingOperation::kEndPass:
@@ -538,6 +549,22 @@ void Job::Handle(Rank& rank, const proto::SubmissionEntry& entry) {
     case proto::RingOperation::kPublishNorm:
       return gradients_->Handle(rank.number(), entry);
   }
+}
+
+// A step, or the announcement of one, by the ring. The rank waits for the answer of a step and for
+// nothing else, so it is shown at once, and not after what the turn has yet to do.
+void Job::HandleStepCommand(Rank& rank, const proto::SubmissionEntry& entry) {
+  std::vector<proto::v1::StepRequest> messages(1);
+  if (!messages.front().ParseFromString(rank.rings()->CopyStepCommand(entry.element_count))) {
+    return BreakOff(rank, MakeError(ErrorId::kProtocol, "the step command is no StepRequest"));
+  }
+  if (entry.operation == proto::RingOperation::kBeginStep)
+    return rank.Complete(entry.tag, BeginStep(messages), 0);
+  AddStep(rank, std::move(messages),
+          [&rank, tag = entry.tag](const absl::StatusOr<uint64_t>& durable_step) {
+            rank.Complete(tag, durable_step.status(), durable_step.value_or(0));
+            if (rank.rings() != nullptr) rank.rings()->Publish();
+          });
 }
 
 // In pieces of half an extent of fp32, or a whole one of bf16: what is read back begins and ends at

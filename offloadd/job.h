@@ -251,6 +251,7 @@ class Job {
   void ReadRing(Rank& rank, uint32_t entries_max);
   void BreakOff(Rank& rank, const absl::Status& fault);
   void Handle(Rank& rank, const proto::SubmissionEntry& entry);
+  void HandleStepCommand(Rank& rank, const proto::SubmissionEntry& entry);
   void ScratchWrite(Rank& rank, const proto::SubmissionEntry& entry);
   void DetachRings(Rank& rank);
   std::byte* RegionOf(const Rank& rank) const { return context_.ranks[rank.number()].region; }
@@ -287,6 +288,9 @@ class Job {
   // The sums of gradients are the daemon's.
   bool AddsGradients() const { return world_size() > 1 && !membership_.gradients_reduced(); }
   bool StepIsReady() const { return gate_.has_value() && gate_->IsComplete(); }
+  absl::Status CheckStep() const;
+  // What the rank has said before it is handled.
+  void AddStep(Rank& rank, std::vector<proto::v1::StepRequest> messages, StepDone done);
   void StartRecordedStep();
   absl::StatusOr<StepPlan> TakeStep();
   absl::Status CheckNobodyIsBehind() const;

@@ -573,16 +573,30 @@ void SimulatedRank::AddGradientsOfOne(const std::shared_ptr<StepScript>& script)
   if (announces && random.OneIn(8)) AnnounceStep(script);  // the gradients before it count no more
 }
 
+// By a call, or by its ring.
 void SimulatedRank::AnnounceStep(const std::shared_ptr<StepScript>& script) {
-  const bool is_right = !sim_.random().OneIn(4);
-  Then("announces a step", [this, script, is_right] {
+  const bool is_right = !sim_.random().OneIn(4), by_ring = sim_.random().OneIn(2);
+  const auto messages = [this, script, is_right] {
     std::vector<proto::v1::StepRequest> messages = StepMessages(*script);
     if (!is_right) {
       proto::v1::Optimizer group = messages.front().groups(0);
       group.set_parameters(0, group.parameters(0) / 2);  // of every optimizer the learning rate
       *messages.front().mutable_groups(0) = group;
     }
-    const absl::Status status = job().BeginStep(messages);
+    return messages;
+  };
+  if (by_ring) {
+    return Await("announces a step by its ring", [this, messages] {
+      const std::string command = messages().front().SerializeAsString();
+      OFFLOAD_CHECK(command.size() <= proto::kStepCommandBytes) << command.size();
+      std::memcpy(region_ + proto::kStepCommandOffset, command.data(), command.size());
+      SubmissionEntry entry = Entry(RingOperation::kBeginStep);
+      entry.element_count = command.size();
+      return entry;
+    });
+  }
+  Then("announces a step", [this, messages] {
+    const absl::Status status = job().BeginStep(messages());
     if (!status.ok()) Fail("BeginStep", status);
     return true;
   });

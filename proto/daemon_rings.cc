@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/check.h"
 #include "base/error.h"
 
 namespace offload::proto {
@@ -53,6 +54,12 @@ absl::StatusOr<std::optional<SubmissionEntry>> DaemonRings::Next() {
   }
   if (*room <= submissions_.in_flight()) return std::nullopt;
   return submissions_.Next();
+}
+
+std::string DaemonRings::CopyStepCommand(uint64_t size_bytes) const {
+  OFFLOAD_CHECK(size_bytes <= kStepCommandBytes) << size_bytes;
+  const auto* command = reinterpret_cast<const char*>(header_) + kStepCommandOffset;
+  return std::string(command, size_bytes);
 }
 
 void DaemonRings::Complete(uint64_t tag, uint64_t value, const absl::Status& status) {

@@ -21,6 +21,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -52,6 +53,9 @@ class DaemonRings {
   // The next submission, checked; missing when there is none or its completion would have no room.
   // Errors: the rank's fault.
   absl::StatusOr<std::optional<SubmissionEntry>> Next();
+
+  // A copy of the first `size_bytes` of the step command: whatever the rank has written there.
+  std::string CopyStepCommand(uint64_t size_bytes) const;
 
   // Answers one submission; the rank sees it after Publish(). The status's OFD number travels, its
   // text stays with the caller (for Control.ExplainFailure).

@@ -18,7 +18,7 @@
 
 namespace offload::proto {
 
-inline constexpr uint32_t kProtocolVersion = 3;
+inline constexpr uint32_t kProtocolVersion = 4;
 
 // ---- The slab -----------------------------------------------------------------------------------
 inline constexpr uint32_t kSlabMagic = 0x534c464f;  // "OFLS"
@@ -174,6 +174,13 @@ enum class RingOperation : uint32_t {
   // announced, and its update may begin. A hint: what is taken is what the step says. Completes at
   // once.
   kReleaseGradient = 12,
+
+  // element_count: the bytes of the step command (kStepCommandOffset), a StepRequest (offload.proto).
+  // The call of the same name without a message: it is made for every step, and a command is
+  // nearly always short. kStep completes when Step would answer; value: the durable step.
+  // kBeginStep completes at once, and the next command is written after that.
+  kStep = 13,
+  kBeginStep = 14,
 };
 // kGradient: what the gradient of a step begins with.
 enum class GradientStart : uint32_t {
@@ -189,7 +196,8 @@ struct SubmissionEntry {
   uint32_t pass;  // kGradient, kEndPass, kAwaitGradient: counted from 0 in every step
   // kPut, kGet: a multiple of kExtentElements; kScratch…: scratch offset in bytes.
   uint64_t element_offset;
-  // kPut, kGet: ≤ kExtentElements, up to the tensor's end; kScratch…: length in bytes, ≤ 16 MiB.
+  // kPut, kGet: ≤ kExtentElements, up to the tensor's end; kScratch…: length in bytes, ≤ 16 MiB;
+  // kStep, kBeginStep: length in bytes, ≤ kStepCommandBytes.
   uint64_t element_count;
   uint64_t region_offset;  // multiple of 4096; the buffer ends inside the region
   GradientStart start;     // kGradient; kEndPass: 1 to wait
@@ -211,8 +219,11 @@ static_assert(std::is_trivially_copyable_v<CompletionEntry> && sizeof(Completion
 inline constexpr uint64_t kSubmissionRingOffset = 4096;
 inline constexpr uint64_t kCompletionRingOffset =
     kSubmissionRingOffset + kSubmissionEntries * sizeof(SubmissionEntry);
-inline constexpr uint64_t kRegionFixedBytes =
+// What kStep and kBeginStep say; a command that is longer goes by gRPC.
+inline constexpr uint64_t kStepCommandOffset =
     kCompletionRingOffset + kCompletionEntries * sizeof(CompletionEntry);
+inline constexpr uint64_t kStepCommandBytes = 16 << 10;
+inline constexpr uint64_t kRegionFixedBytes = kStepCommandOffset + kStepCommandBytes;
 static_assert(kRegionFixedBytes % 4096 == 0);
 // Allocated at open, before there is a plan: staging for loading and building a model, right after
 // the fixed part.

@@ -122,6 +122,17 @@ absl::Status CheckScratch(const SubmissionEntry& entry, const SubmissionLimits& 
   return CheckBuffer(entry.region_offset, length, limits);
 }
 
+absl::Status CheckStepCommand(const SubmissionEntry& entry) {
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("tensor", entry.tensor));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("plane", static_cast<uint32_t>(entry.plane)));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("element_offset", entry.element_offset));
+  OFFLOAD_RETURN_IF_ERROR(ExpectZero("region_offset", entry.region_offset));
+  return entry.element_count > 0 && entry.element_count <= kStepCommandBytes
+             ? absl::OkStatus()
+             : Fault("element_count", entry.element_count,
+                     absl::StrCat("between 1 and ", kStepCommandBytes));
+}
+
 absl::Status CheckStart(const SubmissionEntry& entry, uint32_t most) {
   const auto start = static_cast<uint32_t>(entry.start);
   return start <= most ? absl::OkStatus() : Fault("start", start, absl::StrCat("at most ", most));
@@ -217,6 +228,9 @@ absl::Status CheckSubmission(const SubmissionEntry& entry, const SubmissionLimit
     case RingOperation::kScratchWrite:
     case RingOperation::kScratchRead:
       return CheckScratch(entry, limits);
+    case RingOperation::kStep:
+    case RingOperation::kBeginStep:
+      return CheckStepCommand(entry);
     case RingOperation::kBeginGradients:
     case RingOperation::kGradient:
     case RingOperation::kEndPass:
@@ -243,6 +257,8 @@ uint64_t TransferBytes(const SubmissionEntry& entry, const SubmissionLimits& lim
     case RingOperation::kAwaitGradient:
     case RingOperation::kPublishNorm:
     case RingOperation::kReleaseGradient:
+    case RingOperation::kStep:
+    case RingOperation::kBeginStep:
       return 0;
     case RingOperation::kGradient:
       return entry.element_count * DtypeBytes(limits.catalogue->tensors[entry.tensor].dtype);

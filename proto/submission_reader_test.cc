@@ -75,7 +75,7 @@ TEST_F(CheckSubmissionTest, AcceptsEveryOperationAtItsLimits) {
 }
 
 TEST_F(CheckSubmissionTest, RefusesUnknownOperations) {
-  ExpectFault(Entry(static_cast<RingOperation>(13)), "operation 13");
+  ExpectFault(Entry(static_cast<RingOperation>(15)), "operation 15");
   ExpectFault(Entry(static_cast<RingOperation>(UINT32_MAX)), "operation");
 }
 
@@ -225,6 +225,22 @@ TEST_F(CheckSubmissionTest, AReleaseNamesATrainableTensorAndNothingElse) {
   ExpectFault(entry, "pass");
   limits_.catalogue = nullptr;
   ExpectFault(Entry(release, 1), "not sealed");
+}
+
+TEST_F(CheckSubmissionTest, AStepCommandStandsWholeInItsPlace) {
+  for (const RingOperation operation : {RingOperation::kStep, RingOperation::kBeginStep}) {
+    ExpectAccepted(Entry(operation, 0, 0, 1));
+    ExpectAccepted(Entry(operation, 0, 0, kStepCommandBytes));
+    ExpectFault(Entry(operation), "element_count 0");
+    ExpectFault(Entry(operation, 0, 0, kStepCommandBytes + 1), "element_count");
+    ExpectFault(Entry(operation, 0, 0, kHuge), "element_count");
+    ExpectFault(Entry(operation, 1, 0, 1), "tensor 1");
+    ExpectFault(Entry(operation, 0, 8, 1), "element_offset");
+    ExpectFault(Entry(operation, 0, 0, 1, kBuffer), "region_offset");
+    SubmissionEntry entry = Entry(operation, 0, 0, 1);
+    entry.pass = 1;
+    ExpectFault(entry, "pass");
+  }
 }
 
 TEST_F(CheckSubmissionTest, RefusesOperationsOnGradientsThatRanksAddThemselves) {
