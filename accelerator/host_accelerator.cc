@@ -47,6 +47,7 @@ HostAccelerator::HostAccelerator(const Options& options)
 
 HostAccelerator::~HostAccelerator() {
   for (const auto& [bytes, size_bytes] : allocations_) std::free(const_cast<std::byte*>(bytes));
+  for (const std::byte* const bytes : freed_in_use_) std::free(const_cast<std::byte*>(bytes));
 }
 
 // ---- Memory --------------------------------------------------------------------------------
@@ -85,10 +86,10 @@ absl::Status HostAccelerator::Free(std::byte* bytes) {
   const std::lock_guard lock(mutex_);
   const auto allocation = allocations_.find(bytes);
   OFFLOAD_CHECK(allocation != allocations_.end()) << "not allocated";
-  CheckUnused(bytes, allocation->second, host_clock_, "memory freed in use");
+  const bool is_unused = CheckUnused(bytes, allocation->second, host_clock_, "memory freed in use");
   // What was submitted still has to find its bytes.
   while (RunOne()) continue;
-  Forget(allocation);
+  Forget(allocation, is_unused);
   return Broken();
 }
 
@@ -97,19 +98,25 @@ void HostAccelerator::FreeAsync(std::byte* bytes, Stream stream) {
   const auto allocation = allocations_.find(bytes);
   OFFLOAD_CHECK(allocation != allocations_.end()) << "not allocated";
   Join(&StateOf(stream).clock, host_clock_);
-  CheckUnused(bytes, allocation->second, StateOf(stream).clock, "memory freed in use");
+  const bool is_unused =
+      CheckUnused(bytes, allocation->second, StateOf(stream).clock, "memory freed in use");
   RunTo(stream, lock);
-  Forget(allocation);
+  Forget(allocation, is_unused);
 }
 
-void HostAccelerator::Forget(std::map<const std::byte*, size_t>::iterator allocation) {
+void HostAccelerator::Forget(std::map<const std::byte*, size_t>::iterator allocation,
+                             bool is_unused) {
   const std::byte* const bytes = allocation->first;
   std::erase_if(accesses_, [&](const Access& access) {
     return Overlap(access.begin, access.end, bytes, bytes + allocation->second);
   });
   allocated_bytes_ -= allocation->second;
   allocations_.erase(allocation);
-  std::free(const_cast<std::byte*>(bytes));
+  if (is_unused) {
+    std::free(const_cast<std::byte*>(bytes));
+  } else {
+    freed_in_use_.push_back(bytes);
+  }
 }
 
 namespace {
@@ -518,13 +525,17 @@ void HostAccelerator::CheckRange(const std::map<const std::byte*, size_t>& range
   Report(finding);
 }
 
-void HostAccelerator::CheckUnused(const std::byte* bytes, size_t size_bytes, const Clock& known,
+bool HostAccelerator::CheckUnused(const std::byte* bytes, size_t size_bytes, const Clock& known,
                                   const char* finding) {
-  if (is_broken_) return;  // nothing runs any more
+  if (is_broken_) return true;  // nothing runs any more
+  bool is_unused = true;
   for (const Access& access : accesses_) {
     const bool is_known = access.index == kHost || At(known, access.index) >= access.count;
-    if (!is_known && Overlap(access.begin, access.end, bytes, bytes + size_bytes)) Report(finding);
+    if (is_known || !Overlap(access.begin, access.end, bytes, bytes + size_bytes)) continue;
+    Report(finding);
+    is_unused = false;
   }
+  return is_unused;
 }
 
 void HostAccelerator::Report(const std::string& finding) { ++violations_[finding]; }

@@ -175,7 +175,7 @@ class HostAccelerator final : public Accelerator,
   bool RunOne();
   bool RunOneOrWait(std::unique_lock<std::mutex>& lock);
   void RunTo(Stream stream, std::unique_lock<std::mutex>& lock);
-  void Forget(std::map<const std::byte*, size_t>::iterator allocation);
+  void Forget(std::map<const std::byte*, size_t>::iterator allocation, bool is_unused);
   void Advance();
   absl::Status Broken() const;
   void Copy(std::byte* to, const std::byte* from, size_t size_bytes, Stream stream, bool to_device);
@@ -184,8 +184,8 @@ class HostAccelerator final : public Accelerator,
                   size_t size_bytes, const char* finding);
   void CheckRun(const kernels::OptimizerSpec& optimizer, const kernels::DeviceRun& run,
                 Stream stream);
-  // Reports uses that `known` does not cover.
-  void CheckUnused(const std::byte* bytes, size_t size_bytes, const Clock& known,
+  // Reports uses that `known` does not cover; whether there are none.
+  bool CheckUnused(const std::byte* bytes, size_t size_bytes, const Clock& known,
                    const char* finding);
   void Report(const std::string& finding);
   static void Join(Clock* clock, const Clock& other);
@@ -198,6 +198,9 @@ class HostAccelerator final : public Accelerator,
   std::map<uintptr_t, std::shared_ptr<Record>> events_;
   uintptr_t next_event_ = 1;
   std::map<const std::byte*, size_t> allocations_, registrations_;
+  // Memory that commands may still use, which wait for others: kept, so that a mistake that is
+  // reported does not end the process.
+  std::vector<const std::byte*> freed_in_use_;
   uint64_t memory_bytes_, allocated_bytes_ = 0;
   std::vector<Access> accesses_;
   Clock host_clock_;

@@ -1,6 +1,7 @@
 #include "accelerator/host_accelerator.h"
 
 #include <array>
+#include <atomic>
 #include <cstring>
 
 #include "base/error.h"
@@ -164,6 +165,20 @@ TEST_P(MistakeTest, MemoryFreedInUseIsFound) {
   std::byte* const other = *bench_.device.Malloc(64);
   bench_.device.NoteUse(bench_.compute, Use::kWrite, other, 64);
   ASSERT_TRUE(bench_.device.Free(other).ok());
+  EXPECT_THAT(bench_.device.Violations(), ElementsAre("memory freed in use (1)"));
+}
+
+// Of a size that the allocator always gives back to the kernel.
+TEST_P(MistakeTest, ACommandThatWaitsForOthersStillFindsMemoryFreedInUse) {
+  constexpr size_t kLargeBytes = 64 << 20;
+  std::byte* const other = *bench_.device.Malloc(kLargeBytes);
+  std::atomic<bool> is_ready = false;
+  bench_.device.NoteUse(bench_.compute, Use::kWrite, other, kLargeBytes);
+  bench_.device.LaunchWhenReady(
+      bench_.compute, [&] { return is_ready.load(); }, [&] { *other = std::byte{1}; });
+  ASSERT_TRUE(bench_.device.Free(other).ok());
+  is_ready = true;
+  bench_.device.RunAll();
   EXPECT_THAT(bench_.device.Violations(), ElementsAre("memory freed in use (1)"));
 }
 

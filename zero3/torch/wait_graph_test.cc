@@ -9,20 +9,29 @@
 namespace offload::zero3 {
 namespace {
 
+// Behind Name(). Joined after the last test only, so that no identifier is used again.
+std::vector<std::thread>& Threads() {
+  static auto* const kThreads = new std::vector<std::thread>;
+  return *kThreads;
+}
+
 // Identifiers of threads that are none: the graph only compares them.
 WaitGraph::Thread Name(int number) {
-  static auto* const kThreads = new std::vector<std::thread>;
   static auto* const kNames = new std::vector<WaitGraph::Thread>;
   while (kNames->size() <= static_cast<size_t>(number)) {
-    // Never joined, so that no identifier is used again.
-    kThreads->emplace_back([] { std::this_thread::yield(); });
-    kNames->push_back(kThreads->back().get_id());
+    Threads().emplace_back([] { std::this_thread::yield(); });
+    kNames->push_back(Threads().back().get_id());
   }
   return (*kNames)[number];
 }
 
 class WaitGraphTest : public testing::Test {
  protected:
+  static void TearDownTestSuite() {
+    for (std::thread& thread : Threads()) {
+      if (thread.joinable()) thread.join();  // not again where tests are repeated
+    }
+  }
   bool Any(int self, const char* resource, std::initializer_list<int> holders) {
     return Enter(self, resource, WaitGraph::Needs::kAnyHolder, holders);
   }
