@@ -20,9 +20,12 @@ import torch
 from . import beneath, followers, in_memory, lightning_teardown, pickled, served, universal
 from .beginning import Beginning, has_begun
 from .errors import Error
+from .foreign import ForeignPart
 from .library import Engine, is_disabled
 from .named_tensors import Reassigned, all_named_parameters_of, buffers_beside, buffers_of, check_has_memory, names_of, tables_of, with_strangers
-from .optimizer import Foreign, check_arithmetic, check_free, has_stepped, is_narrow, is_table, parameters_of, recipe_of, refuse_unless_kept, shaped_as
+from .optimizer import check_free, has_stepped, refuse_unless_kept, shaped_as
+from .optimizer_part import Part
+from .recipes import Foreign, check_arithmetic, is_narrow, is_table, parameters_of, recipe_of
 
 _log = logging.getLogger("offloadd")
 
@@ -416,7 +419,8 @@ class Handle:
         if foreign and self._engine.step_count() > 0:
             raise Error.of(1604, f"the job is at step {self._engine.step_count()}, but what {foreign[0]} keeps is in memory and is not "
                                  "part of it", "Begin a new job with the saved weights, or use AdamW, Adam, SGD, Adagrad or RMSprop of torch.optim")
-        parts = [recipe.part(self, optimizer) for optimizer, recipe in zip(self.optimizers, recipes)]
+        parts = [ForeignPart(self, optimizer, recipe.name) if recipe.is_foreign else Part(self, optimizer, recipe)
+                 for optimizer, recipe in zip(self.optimizers, recipes)]
         for part in parts:
             if not part.is_foreign:
                 part.check_named_once()

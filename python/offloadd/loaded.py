@@ -10,7 +10,7 @@ import torch
 from . import handle as handles
 from .errors import Error
 from .library import is_disabled
-from .optimizer import is_table, number, parameters_of, recipe_of
+from .recipes import is_table, number, parameters_of, recipe_of
 from .served import copy_of
 
 _log = logging.getLogger("offloadd")

@@ -27,7 +27,8 @@ from . import position, unfinished
 from .errors import Error
 from .library import is_disabled
 from .log_history import LogHistory, unpack
-from .optimizer import has_stepped, recipe_of
+from .optimizer import has_stepped
+from .recipes import recipe_of
 
 _log = logging.getLogger("offloadd")
 _MAGIC = "offloadd.TrainerCallback"

@@ -15,7 +15,8 @@ from . import handle as handles
 from .errors import class_of
 from .library import is_disabled
 from .loaded import Loaded
-from .optimizer import has_stepped, parameters_of, recipe_of, served_class_of
+from .optimizer import has_stepped
+from .recipes import parameters_of, recipe_of, served_class_of
 
 _log = logging.getLogger("offloadd")
 
