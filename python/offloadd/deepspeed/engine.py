@@ -10,10 +10,10 @@ import shutil
 import safetensors.torch
 import torch
 
+from .. import attaching, in_memory, jobs, universal
 from .. import config as configuration
-from .. import handle as attaching
-from .. import in_memory, universal
 from ..errors import Error
+from ..handle import gather
 from ..library import is_disabled
 from ..named_tensors import all_named_parameters_of, buffers_of
 from . import comm, loss_scale, schedules, setup, snapshots, to_fp32, trainers, zero
@@ -122,7 +122,7 @@ def _write_weights(former, model, folder):
     for name, tensor in [*mine.items(), *buffers_of([model])]:
         if name:
             places[name] = f"{len(places)}.safetensors"
-            safetensors.torch.save_file({name: attaching.gather(tensor).contiguous()}, os.path.join(folder, places[name]))
+            safetensors.torch.save_file({name: gather(tensor).contiguous()}, os.path.join(folder, places[name]))
     write_text(os.path.join(folder, "model.safetensors.index.json"), json.dumps({"weight_map": places}))
 
 
@@ -173,7 +173,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
         self._handle = None
         if optimizer is not None:
             self._attach(options, optimizer)
-        elif attaching._constructed is not None:
+        elif jobs.constructed is not None:
             # Built in the pool: there it stays, with an optimizer that never steps.
             self._attach({**options, "job": None}, torch.optim.SGD(list(model.parameters()), lr=0.0))
         else:
@@ -189,7 +189,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
 
     def _attach(self, options, optimizer):
         own = not options.get("job")
-        pending = attaching._constructed
+        pending = jobs.constructed
         if own:
             options = {**options, "job": pending.options["job"] if pending is not None else setup.jobs.new_name()}
         if not is_disabled():
@@ -233,7 +233,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Questions, torch.nn.Module):
 
     def _check_goes_on(self, job, optimizer):
         """OFD-1205 for an optimizer that is to begin in a job which has moments of the one before."""
-        former = attaching._by_model.get(self.module)
+        former = jobs.by_model.get(self.module)
         if former is not None and not former.is_open and former.job == job and former.last_step and optimizer not in former.optimizers:
             raise Error.of(1205, f"job {job} has trained this model in this process with another optimizer, whose moments it has",
                            "Leave the name of the job out (OFFLOADD_JOB, install(job=…)), so that each engine has its own; or give initialize() "
