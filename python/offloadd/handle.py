@@ -91,7 +91,7 @@ class _Ended:
         return [optimizer for optimizer in (reference() for reference in self._optimizers) if optimizer is not None]
 
 
-class Handle(Grows):
+class Handle(Grows, jobs.OfProcess):
     """A job that is attached. Its methods may be called between steps, by one thread.
 
     optimizer    the script's own object (the first, of several: optimizers)
@@ -99,8 +99,8 @@ class Handle(Grows):
     """
 
     def __init__(self, engine, models, optimizers, options, unfreeze=None, beside=()):
+        super().__init__()
         self._engine = engine
-        self._process = os.getpid()
         self._models, self.optimizers = [weakref.ref(model) for model in models], optimizers
         self.options = dict(options)
         self.job, self.nvme_path = job_of(options), pool_of(options)
@@ -214,7 +214,7 @@ class Handle(Grows):
     def _running(self):
         if self._engine is None:
             raise Error.of(1802, f"job {self.job} is closed", "Attach again, to the same job: it continues at its last step")
-        if os.getpid() != self._process:
+        if not self.is_of_this_process():
             raise Error.of(1802, f"job {self.job} is of the process that forked this one, and cannot be used here",
                            "Use it there, give this process what it needs beforehand (copy.deepcopy(model)), or start it by "
                            'multiprocessing.get_context("spawn"); models of its own it may attach, to a job with another name')
@@ -537,7 +537,7 @@ class Handle(Grows):
         """Drains what was stepped and ends the job. The model's parameters cannot be used after it."""
         if self._engine is None:
             return
-        if os.getpid() == self._process:
+        if self.is_of_this_process():
             self.last_step = self._engine.step_count()
             self._tell_of_writes()
             self._end_states()
@@ -548,7 +548,7 @@ class Handle(Grows):
         for model in filter(None, (reference() for reference in self._models)):
             if jobs.by_model.get(model) is self:
                 jobs.by_model[model] = _Ended(self)
-        if os.getpid() == self._process:
+        if self.is_of_this_process():
             engine.close()
             run_as_before()
             left = followers.give_memory(followed)
@@ -560,7 +560,7 @@ class Handle(Grows):
         """The model and the optimizer are gone, too; a state_dict() of the model may live on."""
         # A look at __dict__ would make one, which the garbage collector takes for somebody who still has everything in it.
         parameters = getattr(self, "_parameters", None)
-        if parameters and self._engine is not None and os.getpid() == self._process and not sys.is_finalizing():
+        if parameters and self._engine is not None and self.is_of_this_process() and not sys.is_finalizing():
             self._end_states()
             jobs.outlived.append(jobs.Outlived(self, parameters.values()))
 

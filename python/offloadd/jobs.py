@@ -16,6 +16,16 @@ by_model = weakref.WeakKeyDictionary()  # its handle, the last one, or what is l
 constructed = None  # an engine that init() has opened and no attach() has taken
 
 
+class OfProcess:
+    """What is of the process that made it. A forked child has it, too, and leaves it alone."""
+
+    def __init__(self):
+        self._process = os.getpid()
+
+    def is_of_this_process(self):
+        return self._process == os.getpid()
+
+
 def add(handle):
     """One that has been attached."""
     global _made
@@ -32,7 +42,7 @@ def handle_of(parameter):
 
 def handles():
     """The jobs that are open in this process."""
-    return [handle for handle in list(_open_handles) if handle.is_open and getattr(handle, "_process", os.getpid()) == os.getpid()]
+    return [handle for handle in list(_open_handles) if handle.is_open and handle.is_of_this_process()]
 
 
 def were_made():
@@ -55,12 +65,12 @@ def _is_held(reference):
     return parameter is not None and (sys.getrefcount(parameter) > 3 or served.is_shared(parameter))
 
 
-class Outlived:
+class Outlived(OfProcess):
     """A job that stays open while somebody has one of its weights: a view, a module, a graph."""
 
     def __init__(self, handle, parameters):
-        self.job, self.nvme_path = handle.job, handle.nvme_path
-        self._engine, self._process = handle._engine, handle._process
+        super().__init__()
+        self.job, self.nvme_path, self._engine = handle.job, handle.nvme_path, handle._engine
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
 
     def is_over(self):
@@ -69,7 +79,7 @@ class Outlived:
     def close(self):
         outlived.remove(self)
         engine, self._engine = self._engine, None
-        if os.getpid() == self._process:
+        if self.is_of_this_process():
             engine.close()
 
 
