@@ -43,6 +43,14 @@ class DocumentsTest(unittest.TestCase):
         shown = program.split("// README.md shows from here\n")[1].split("  // to here\n")[0]
         self.assertIn("```cpp\n#include <offload/torch.h>\n\n" + textwrap.dedent(shown) + "```\n", read("README.md"))
 
+    def test_the_table_of_variables_has_those_that_are_read(self):
+        code = read("base/environment.cc").split("// Of tests and tools.")[0]
+        table = read("docs/operate.md").split("\n## Environment\n")[1].split("\n## ")[0]
+        rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+        read_ones, told = (sorted(re.findall(r"OFFLOADD_[A-Z_]+", text)) for text in (code, " ".join(rows)))
+        self.assertGreater(len(read_ones), 20)
+        self.assertEqual(read_ones, told)
+
     def test_links_lead_to_files_of_the_tree(self):
         seen = 0
         for document in documents():
