@@ -18,6 +18,7 @@
 #include "aio/memory_device.h"
 #include "aio/sector_4096_mount.h"
 #include "aio/test_file.h"
+#include "base/environment.h"
 #include "base/error.h"
 #include "base/mapped_region.h"
 #include "base/random.h"
@@ -462,6 +463,8 @@ TEST(OpenDeviceTest, EveryEngineIsFoundByItsName) {
     EXPECT_EQ(EngineOfName(EngineName(engine)), engine);
     EXPECT_NE(kEngineNames.find(EngineName(engine)), std::string_view::npos);
   }
+  for (const std::string& name : ChoicesIn(kIoChoices))
+    EXPECT_NE(EngineOfName(name), std::nullopt) << name;
   EXPECT_EQ(EngineOfName("URING"), std::nullopt);
   EXPECT_EQ(EngineOfName(""), std::nullopt);
 }

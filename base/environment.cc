@@ -38,8 +38,8 @@ constexpr Variable kVariables[] = {
     {"OFFLOADD_FAULT_POINT"},
     {"OFFLOADD_GPU_PEERS", Takes::kChoice, "off|always"},
     {"OFFLOADD_GPU_RAM"},
-    {"OFFLOADD_IO", Takes::kChoice, "auto|uring|libaio|threads"},
-    {"OFFLOADD_ISA", Takes::kChoice, "reference|avx2|avx512"},
+    {"OFFLOADD_IO", Takes::kChoice, kIoChoices},
+    {"OFFLOADD_ISA", Takes::kChoice, kIsaChoices},
     {"OFFLOADD_JOB"},
     {"OFFLOADD_JOIN_TIMEOUT", Takes::kNumber, "seconds"},
     {"OFFLOADD_LIBRARY"},
@@ -53,7 +53,7 @@ constexpr Variable kVariables[] = {
     {"OFFLOADD_REPLAN_STEPS", Takes::kNumber, "steps"},
     {"OFFLOADD_RESUME"},
     {"OFFLOADD_ROOM_TIMEOUT", Takes::kNumber, "seconds"},
-    {"OFFLOADD_SANDBOX", Takes::kChoice, "off|on|strict"},
+    {"OFFLOADD_SANDBOX", Takes::kChoice, kSandboxChoices},
     {"OFFLOADD_SCRUB", Takes::kNumber, "bytes per second"},
     {"OFFLOADD_SOCKET"},
     {"OFFLOADD_STEP_LOG"},
@@ -86,7 +86,7 @@ std::optional<std::string> Allowed(const Variable& variable, std::string_view va
       if (ParseByteSize(value).ok()) return std::nullopt;
       return "a size such as 64MiB";
     case Takes::kChoice: {
-      const std::vector<std::string> choices = absl::StrSplit(ToAbsl(variable.choices), '|');
+      const std::vector<std::string> choices = ChoicesIn(variable.choices);
       if (std::ranges::find(choices, value) != choices.end()) return std::nullopt;
       return absl::StrCat("one of ", absl::StrJoin(choices, ", "));
     }
@@ -101,6 +101,10 @@ std::vector<std::string> KnownNames() {
 }
 
 }  // namespace
+
+std::vector<std::string> ChoicesIn(std::string_view choices) {
+  return absl::StrSplit(ToAbsl(choices), '|');
+}
 
 std::vector<std::string> EnvironmentOfThisProcess() {
   std::vector<std::string> entries;

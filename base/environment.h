@@ -9,11 +9,19 @@
 
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "absl/status/status.h"
 
 namespace offload {
+
+// What some of them may be, for flags and keys that say the same, and for those who read them.
+inline constexpr char kIoChoices[] = "auto|uring|libaio|threads";
+inline constexpr char kIsaChoices[] = "reference|avx2|avx512";
+inline constexpr char kSandboxChoices[] = "off|on|strict";
+// Each of "a|b|c".
+std::vector<std::string> ChoicesIn(std::string_view choices);
 
 // All of this process, as NAME=value.
 std::vector<std::string> EnvironmentOfThisProcess();

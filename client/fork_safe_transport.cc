@@ -2,12 +2,13 @@
 
 #include <grpc/grpc.h>
 #include <pthread.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+
+#include "client/health.h"
 
 // Of the library, which has no public headers for these. Its own grpc_prefork() wants to be called
 // around each fork, gives up while another thread is in a call, and knows nothing of the engine.
@@ -56,11 +57,12 @@ void Start() {
 // The engine's threads wait for work in its memory. A child has another engine, whose threads are
 // there, and never destroys the one of its parent, which would wait for those that are not.
 void GiveProcessItsEngine() {
-  static std::atomic<pid_t> process{0};
-  const pid_t before = process.exchange(::getpid());
-  if (before == ::getpid()) return;
+  static std::atomic<const Health*> began{nullptr};  // when the last one was given its engine
+  const Health* before = began.load();
+  if (before != nullptr && !before->forked()) return;
+  if (!began.compare_exchange_strong(before, new Health)) return;
   namespace engines = grpc_event_engine::experimental;
-  if (before != 0) {
+  if (before != nullptr) {
     engines::EventEngineFactoryReset();
     grpc_timer_manager_set_threading(true);
   }

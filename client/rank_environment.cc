@@ -108,8 +108,9 @@ absl::StatusOr<std::optional<World>> WorldOf(const Launcher& launcher, const Loo
 // Whether a rank of several, of this launcher, is what the process may be.
 bool MayBeRank(const Launcher& launcher, const Lookup& lookup) {
   if (launcher.local_world_size != nullptr || IsStepOfSrun(lookup)) return true;
-  // The first rank may be a batch script. A special step is one.
-  return !lookup("SLURM_STEP_ID").has_value() && Value(lookup, launcher.rank) != "0";
+  if (lookup("SLURM_STEP_ID").has_value()) return false;  // a special step
+  // The first rank may be a batch script, which knows its job.
+  return Value(lookup, launcher.rank) != "0" || !lookup("SLURM_JOB_ID").has_value();
 }
 
 // Ranks that somebody has numbered by hand, a launcher that does not say how many of them are on

@@ -113,6 +113,12 @@ TEST(RankEnvironmentTest, ARankOfSeveralDoesNotTrainAlone) {
   ExpectError(Without(kSlurm, "SLURM_STEP_TASKS_PER_NODE"),
               "one of 4 ranks, SLURM_STEP_TASKS_PER_NODE is not set");
   ExpectError(Without(kSlurm, "SLURM_STEP_ID"), "SLURM_STEP_ID is not set");
+  for (const char* const rank : {"0", "1"}) {
+    ExpectError({{"SLURM_PROCID", rank}, {"SLURM_NTASKS", "2"}},
+                "SLURM_PROCID and SLURM_NTASKS say that this is one of 2 ranks, SLURM_LOCALID and "
+                "SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_ID are not set");
+  }
+  EXPECT_EQ(WorldOf({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "1"}})->world_size, 1u);
   EXPECT_EQ(WorldOf({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}})->world_size, 1u);
 
   // A launcher that says all counts.

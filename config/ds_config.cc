@@ -1,8 +1,6 @@
 #include "config/ds_config.h"
 
 #include <algorithm>
-#include <charconv>
-#include <cmath>
 #include <map>
 #include <set>
 #include <utility>
@@ -13,13 +11,14 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "base/string_view.h"
-#include "base/suggest.h"
+#include "config/ds_config_batches.h"
 #include "config/ds_config_keys.h"
+#include "config/ds_config_optimizer.h"
+#include "config/ds_config_values.h"
 
 namespace offload::config {
 namespace {
 
-constexpr size_t kShownMax = 60;
 // DeepSpeed clips since 0.19.3 where nothing is said; before, it did not.
 constexpr double kClippingOtherwise = 1.0;
 constexpr char kParamsSetting[] = "policy.params", kOptimizerSetting[] = "policy.optimizer";
@@ -28,139 +27,6 @@ constexpr int64_t kElementsMax = int64_t{1} << 44;  // of a model
 constexpr double kLossScalePowerMax = 100;
 constexpr double kLossScaleMax = 0x1p100, kLossScaleMin = 0x1p-100;
 constexpr double kCountMax = 0x1p24;
-
-bool IsAuto(const Json& value) { return value.is_string() && value == "auto"; }
-
-std::string Shown(const Json& value) {
-  std::string text = value.dump(-1, ' ', false, Json::error_handler_t::replace);
-  if (text.size() > kShownMax) text = text.substr(0, kShownMax) + "…";
-  return text;
-}
-
-const char* NameOf(Shape shape) {
-  switch (shape) {
-    case Shape::kAny:
-      return "anything";
-    case Shape::kBool:
-      return "true or false";
-    case Shape::kInteger:
-      return "an integer";
-    case Shape::kNumber:
-      return "a number";
-    case Shape::kText:
-      return "a text";
-    case Shape::kList:
-      return "a list";
-    case Shape::kSection:
-      return "a section";
-  }
-  return "";
-}
-
-std::optional<double> NumberIn(const std::string& text) {
-  double number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(number))
-    return std::nullopt;
-  return number;
-}
-
-std::optional<int64_t> IntegerIn(const Json& value) {
-  if (value.is_number_unsigned() && value.get<uint64_t>() > uint64_t{INT64_MAX})
-    return std::nullopt;
-  if (value.is_number_integer()) return value.get<int64_t>();
-  if (!value.is_number_float()) return std::nullopt;
-  const double number = value.get<double>();
-  if (std::abs(number) >= 9e18 || number != std::floor(number)) return std::nullopt;
-  return static_cast<int64_t>(number);
-}
-
-// The value in the shape of its key, "auto" as it is; nothing when it does not fit. `note` tells of
-// quotes that were taken off.
-std::optional<Json> Fitted(Shape shape, const Json& value, std::string& note) {
-  if (shape == Shape::kAny || IsAuto(value)) return value;
-  Json plain = value;
-  const bool wants_number = shape == Shape::kInteger || shape == Shape::kNumber;
-  if (value.is_string() && shape == Shape::kBool) {
-    const std::string word = absl::AsciiStrToLower(value.get<std::string>());
-    if (word == "true" || word == "false") plain = word == "true", note = "read without quotes";
-  } else if (value.is_string() && wants_number) {
-    if (const auto number = NumberIn(value.get<std::string>())) {
-      plain = *number;
-      note = "read without quotes";
-    }
-  }
-  switch (shape) {
-    case Shape::kBool:
-      // 0 and 1 are what Python takes them for.
-      if (plain.is_number_integer() && (plain == 0 || plain == 1)) plain = plain == 1;
-      return plain.is_boolean() ? std::optional(plain) : std::nullopt;
-    case Shape::kInteger:
-      if (const auto integer = IntegerIn(plain)) return Json(*integer);
-      return std::nullopt;
-    case Shape::kNumber:
-      return plain.is_number() && std::isfinite(plain.get<double>()) ? std::optional(plain)
-                                                                     : std::nullopt;
-    case Shape::kText:
-      return plain.is_string() ? std::optional(plain) : std::nullopt;
-    case Shape::kList:
-      return plain.is_array() ? std::optional(plain) : std::nullopt;
-    case Shape::kSection:
-      return plain.is_object() ? std::optional(plain) : std::nullopt;
-    case Shape::kAny:
-      break;
-  }
-  return plain;
-}
-
-// True for what switches a feature on: true, a number above 1, a text, a list, or a section that
-// says so (by "enabled" where it has one, otherwise by being there with something in it).
-bool IsSet(const Json& value) {
-  if (value.is_boolean()) return value.get<bool>();
-  if (value.is_number()) return value.get<double>() > 1;
-  if (value.is_string()) return !IsAuto(value) && value != "" && value != "none";
-  if (value.is_array()) return !value.empty();
-  if (!value.is_object()) return false;
-  if (const auto enabled = value.find("enabled"); enabled != value.end())
-    return IsSet(*enabled) && *enabled != "false";
-  return std::any_of(value.begin(), value.end(), [](const Json& member) { return IsSet(member); });
-}
-
-// What an optimizer takes, and its value where the file has none. Null: it has to be there.
-struct Optimizer {
-  const char* type;   // DeepSpeed's, in small letters
-  const char* named;  // as torch.optim names it
-  Json params;
-};
-
-const std::vector<Optimizer>& Optimizers() {
-  static const auto* const all = new std::vector<Optimizer>{
-      {"adam",
-       "AdamW",
-       {{"lr", 1e-3}, {"betas", {0.9, 0.999}}, {"eps", 1e-8}, {"weight_decay", 0.0}}},
-      {"adamw",
-       "AdamW",
-       {{"lr", 1e-3}, {"betas", {0.9, 0.999}}, {"eps", 1e-8}, {"weight_decay", 0.0}}},
-      {"sgd",
-       "SGD",
-       {{"lr", 1e-3},
-        {"momentum", 0.0},
-        {"dampening", 0.0},
-        {"weight_decay", 0.0},
-        {"nesterov", false}}},
-      {"adagrad", "Adagrad", {{"lr", 1e-2}, {"eps", 1e-10}, {"weight_decay", 0.0}}},
-      {"rmsprop",
-       "RMSprop",
-       {{"lr", 1e-2},
-        {"alpha", 0.99},
-        {"eps", 1e-8},
-        {"weight_decay", 0.0},
-        {"momentum", 0.0},
-        {"centered", false}}},
-      {"lion", "Lion", {{"lr", 1e-3}, {"betas", {0.9, 0.99}}, {"weight_decay", 0.0}}},
-  };
-  return *all;
-}
 
 const std::set<std::string>& SchedulersOfDeepSpeed() {
   static const auto* const all = new std::set<std::string>{
@@ -212,8 +78,8 @@ class Importer {
     std::string note;
     const std::optional<Json> fitted = Fitted(key->shape, value, note);
     if (!fitted.has_value()) {
-      return Reject(ErrorId::kDsConfigValue,
-                    absl::StrCat("is ", Shown(value), " where ", NameOf(key->shape), " belongs"));
+      return Reject(ErrorId::kDsConfigValue, absl::StrCat("is ", Shown(value), " where ",
+                                                          ShapeName(key->shape), " belongs"));
     }
     fate_.note = note;
     Treat(*key, known, *fitted);
@@ -353,21 +219,15 @@ class Importer {
   void OptimizerType(const std::string&, const Json& value) {
     if (IsAuto(value)) return ToTrainer("the trainer's own optimizer");
     const std::string type = absl::AsciiStrToLower(value.get<std::string>());
-    for (const Optimizer& optimizer : Optimizers()) {
-      if (type != optimizer.type) continue;
-      optimizer_ = &optimizer;
-      optimizer_fate_ = import_.fates.size();
-      return Map(absl::StrCat("training.optimizer = ", optimizer.named));
-    }
-    std::vector<std::string> types;
-    for (const Optimizer& optimizer : Optimizers()) types.push_back(optimizer.type);
+    if (optimizer_.TakeType(type, import_.fates.size()))
+      return Map(absl::StrCat("training.optimizer = ", optimizer_.named()));
     Reject(ErrorId::kDsConfigUnsupported,
-           absl::StrCat("there is no such optimizer here, only ", absl::StrJoin(types, ", ")));
+           absl::StrCat("there is no such optimizer here, only ", OptimizerSection::Types()));
   }
   void OptimizerParams(const std::string&, const Json& value) {
     if (IsAuto(value)) return Ignore("auto: defaults");
     for (const auto& [name, param] : value.items()) {
-      optimizer_params_.push_back({fate_.key + "." + name, name, param, import_.fates.size()});
+      optimizer_.TakeParam(name, param, import_.fates.size());
       import_.fates.push_back({fate_.key + "." + name, Shown(param)});
     }
   }
@@ -582,7 +442,7 @@ class Importer {
     if (value.is_null()) return Ignore("null counts as absent");
     if (!Fitted(key->shape, value, note).has_value()) {
       return Reject(ErrorId::kDsConfigValue,
-                    absl::StrCat("is ", fate_.value, " where ", NameOf(key->shape), " belongs"));
+                    absl::StrCat("is ", fate_.value, " where ", ShapeName(key->shape), " belongs"));
     }
     fate_.note = note;
     Ignore(key->note);
@@ -596,7 +456,7 @@ class Importer {
 
   // What several keys decide together.
   void Finish() {
-    FinishOptimizer();
+    optimizer_.Finish(import_);
     FinishBatches();
     FinishTypes();
     if (!clipping_seen_ && !IsRejected("gradient_clipping")) {
@@ -607,8 +467,9 @@ class Importer {
     }
     // Parameters are offloaded at stage 3 only; below it DeepSpeed does not read their section.
     if (stage_ == 0 && offloads_optimizer_ && stage_fate_.has_value()) {
-      Refuse(*stage_fate_, ErrorId::kDsConfigConflict,
-             "stage 0 offloads nothing, and offload_optimizer is there; choose stage 3");
+      import_.fates[*stage_fate_].Refuse(
+          ErrorId::kDsConfigConflict,
+          "stage 0 offloads nothing, and offload_optimizer is there; choose stage 3");
     }
     if (wants_nvme_ && pools_.empty() && !options_.has_pool) {
       fate_ = {"zero_optimization", "", Verdict::kRejected, "", "", std::nullopt};
@@ -617,175 +478,17 @@ class Importer {
     }
   }
 
-  // Makes a rejection of what was something else.
-  void Refuse(size_t fate, ErrorId id, const std::string& why) {
-    Fate& refused = import_.fates[fate];
-    refused.verdict = Verdict::kRejected;
-    refused.target.clear();
-    refused.note = why;
-    refused.error = id;
-  }
-
-  struct Param {
-    std::string key, name;
-    Json value;
-    size_t fate;
-  };
-
-  void FinishOptimizer() {
-    if (optimizer_ == nullptr) {
-      for (const Param& param : optimizer_params_)
-        import_.fates[param.fate].note = "there is no optimizer to take it";
-      return;
-    }
-    import_.training.optimizer = optimizer_->named;
-    import_.training.optimizer_params = optimizer_->params;
-    for (const Param& param : optimizer_params_) OptimizerParam(param);
-  }
-
-  void OptimizerParam(const Param& param) {
-    Fate& fate = import_.fates[param.fate];
-    Json& params = import_.training.optimizer_params;
-    if (param.value.is_null()) {
-      fate.note = "null counts as absent";
-    } else if (IsAdam() && AdamSwitch(param)) {
-    } else if (!params.contains(param.name)) {
-      std::vector<std::string> names;
-      for (const auto& [name, value] : params.items()) names.push_back(name);
-      const std::string nearest = NearestWord(param.name, names);
-      Refuse(
-          param.fate, ErrorId::kDsConfigValue,
-          absl::StrCat("no parameter of ", optimizer_->named,
-                       nearest.empty() ? "" : absl::StrCat("; did you mean \"", nearest, "\"?")));
-    } else if (IsAuto(param.value)) {
-      params[param.name] = "auto";
-      fate.verdict = Verdict::kTrainer;
-      fate.note = "decided at attach";
-    } else if (!TakeParam(param, params[param.name])) {
-      Refuse(param.fate, ErrorId::kDsConfigValue,
-             absl::StrCat("is ", fate.value, " where a value such as ",
-                          Shown(optimizer_->params[param.name]), " belongs"));
-    } else {
-      fate.verdict = Verdict::kMapped;
-      fate.target = "training.optimizer." + param.name;
-    }
-  }
-
-  static bool TakeParam(const Param& param, Json& slot) {
-    std::string note;
-    if (slot.is_array()) {
-      if (!param.value.is_array() || param.value.size() != slot.size()) return false;
-      for (size_t i = 0; i < slot.size(); ++i) {
-        const std::optional<Json> number = Fitted(Shape::kNumber, param.value[i], note);
-        if (!number.has_value() || IsAuto(*number)) return false;
-        const double beta = number->get<double>();
-        if (beta < 0 || beta >= 1) return false;
-        slot[i] = beta;
-      }
-      return true;
-    }
-    const Shape shape = slot.is_boolean() ? Shape::kBool : Shape::kNumber;
-    const std::optional<Json> value = Fitted(shape, param.value, note);
-    if (!value.has_value()) return false;
-    if (shape == Shape::kNumber && value->get<double>() < 0) return false;
-    slot = shape == Shape::kNumber ? Json(value->get<double>()) : *value;
-    return true;
-  }
-
-  bool IsAdam() const { return std::string(optimizer_->named) == "AdamW"; }
-
-  // Switches of DeepSpeed's Adam that torch's does not have; true when `param` was one.
-  bool AdamSwitch(const Param& param) {
-    static const std::map<std::string, bool> defaults = {
-        {"adam_w_mode", true},   {"bias_correction", true}, {"fp32_optimizer_states", true},
-        {"torch_adam", false},   {"amsgrad", false},        {"fused", false},
-        {"set_grad_none", true}, {"foreach", false}};
-    if (param.name == "max_grad_norm") {
-      Refuse(param.fate, ErrorId::kDsConfigUnsupported, "use gradient_clipping instead");
-      return true;
-    }
-    const auto found = defaults.find(param.name);
-    if (found == defaults.end()) return false;
-    std::string note;
-    const std::optional<Json> value = Fitted(Shape::kBool, param.value, note);
-    Fate& fate = import_.fates[param.fate];
-    if (!value.has_value() || IsAuto(*value)) {
-      if (!value.has_value())
-        Refuse(param.fate, ErrorId::kDsConfigValue, "is neither true nor false");
-      fate.note = fate.note.empty() ? "auto" : fate.note;
-      return true;
-    }
-    AdamSwitch(param, value->get<bool>(), found->second);
-    return true;
-  }
-  void AdamSwitch(const Param& param, bool on, bool otherwise) {
-    Fate& fate = import_.fates[param.fate];
-    if (param.name == "adam_w_mode" && !on && std::string(optimizer_->type) == "adam") {
-      import_.training.optimizer = "Adam";
-      import_.fates[optimizer_fate_].target = "training.optimizer = Adam";
-      fate.verdict = Verdict::kMapped;
-      fate.target = "training.optimizer = Adam";
-      fate.note = "weight decay is part of the gradient";
-    } else if (param.name == "amsgrad" && on) {
-      Refuse(param.fate, ErrorId::kDsConfigUnsupported, "DeepSpeed's Adam has no amsgrad either");
-    } else if (param.name == "bias_correction" && !on) {
-      Refuse(param.fate, ErrorId::kDsConfigUnsupported,
-             "moments are corrected for their bias always");
-    } else if (param.name == "fp32_optimizer_states" && !on) {
-      Refuse(param.fate, ErrorId::kDsConfigResults, "moments are fp32");
-    } else if (param.name == "torch_adam" && on && !HasParam("weight_decay")) {
-      import_.training.optimizer_params["weight_decay"] =
-          std::string(optimizer_->type) == "adamw" ? 0.01 : 0.0;
-      fate.note = "the defaults are torch's: weight_decay";
-    } else {
-      fate.note = on == otherwise ? "the default" : "there is one implementation";
-    }
-  }
-  bool HasParam(const std::string& name) const {
-    return std::any_of(optimizer_params_.begin(), optimizer_params_.end(),
-                       [&](const Param& param) { return param.name == name; });
-  }
-
-  // As DeepSpeed completes them: batch = micro-batch × accumulation × ranks.
   void FinishBatches() {
-    Training& training = import_.training;
-    const int64_t ranks = options_.world_size;
-    std::optional<int64_t>&batch = training.batch_size, &micro = training.micro_batch_size,
-    &accumulation = training.accumulation;
-    if (batch && micro && accumulation) {
-      if (*batch % *micro == 0 && *batch / *micro % *accumulation == 0 &&
-          *batch / *micro / *accumulation == ranks)
-        return;
-      return Contradict(absl::StrCat("train_batch_size ", *batch, " is not ", *micro, " × ",
-                                     *accumulation, " × ", ranks, " ranks"));
-    }
-    if (batches_auto_ || accumulation_auto_) return;  // somebody else completes them
-    if (batch && micro) {
-      if (*batch % *micro != 0 || *batch / *micro % ranks != 0)
-        return Contradict(absl::StrCat("train_batch_size ", *batch, " is no multiple of ", *micro,
-                                       " × ", ranks, " ranks"));
-      accumulation = *batch / *micro / ranks;
-    } else if (batch && accumulation) {
-      if (*batch % *accumulation != 0 || *batch / *accumulation % ranks != 0)
-        return Contradict(absl::StrCat("train_batch_size ", *batch, " is no multiple of ",
-                                       *accumulation, " × ", ranks, " ranks"));
-      micro = *batch / *accumulation / ranks;
-    } else if (batch) {
-      if (*batch % ranks != 0)
-        return Contradict(
-            absl::StrCat("train_batch_size ", *batch, " is no multiple of ", ranks, " ranks"));
-      micro = *batch / ranks;
-      accumulation = 1;
-    } else if (!accumulation) {
-      accumulation = 1;
-    }
+    const std::optional<std::string> contradiction =
+        CompleteBatches(import_.training, options_.world_size, batches_auto_ || accumulation_auto_);
+    if (contradiction.has_value()) Contradict(*contradiction);
   }
   void Contradict(const std::string& why) {
     fate_ = {"train_batch_size",
              import_.training.batch_size ? absl::StrCat(*import_.training.batch_size) : ""};
     for (size_t i = 0; i < import_.fates.size(); ++i) {
       if (import_.fates[i].key == "train_batch_size")
-        return Refuse(i, ErrorId::kDsConfigConflict, why);
+        return import_.fates[i].Refuse(ErrorId::kDsConfigConflict, why);
     }
     Reject(ErrorId::kDsConfigConflict, why);
   }
@@ -800,8 +503,9 @@ class Importer {
                                   : *import_.training.bf16 ? "bfloat16"
                                                            : "float32";
     if (gradient_type_ != type && gradient_type_ != long_type) {
-      Refuse(gradient_type_fate_, ErrorId::kDsConfigUnsupported,
-             absl::StrCat("gradients add up in the parameters' type, which is ", type));
+      import_.fates[gradient_type_fate_].Refuse(
+          ErrorId::kDsConfigUnsupported,
+          absl::StrCat("gradients add up in the parameters' type, which is ", type));
     }
   }
   void FinishScaling() {
@@ -813,18 +517,18 @@ class Importer {
       }
       return;
     }
-    for (const auto& [i, why] : scaling_wrong_) Refuse(i, ErrorId::kDsConfigValue, why);
+    for (const auto& [i, why] : scaling_wrong_)
+      import_.fates[i].Refuse(ErrorId::kDsConfigValue, why);
     if (import_.training.bf16.value_or(false))
-      Refuse(*fp16_fate_, ErrorId::kDsConfigConflict, "fp16 and bf16 are both on; switch one off");
+      import_.fates[*fp16_fate_].Refuse(ErrorId::kDsConfigConflict,
+                                        "fp16 and bf16 are both on; switch one off");
   }
 
   const ImportOptions& options_;
   Import import_;
   Fate fate_;  // of the key that is being read
   std::set<std::string> seen_;
-  const Optimizer* optimizer_ = nullptr;
-  size_t optimizer_fate_ = 0;
-  std::vector<Param> optimizer_params_;
+  OptimizerSection optimizer_;
   std::map<std::string, Json> aio_;
   std::vector<std::string> pools_;
   std::optional<size_t> fp16_fate_;
@@ -838,25 +542,13 @@ class Importer {
   bool clipping_seen_ = false, batches_auto_ = false, accumulation_auto_ = false;
 };
 
-absl::Status StatusOf(const Fate& fate, size_t more) {
-  const std::string others =
-      more == 0 ? "" : absl::StrCat(" (and ", more, " more: offloadctl config import lists them)");
-  return MakeError(*fate.error, absl::StrCat(fate.key, fate.value.empty() ? "" : " = ", fate.value,
-                                             ": ", fate.note, others));
-}
-
 }  // namespace
 
-size_t Import::Count(Verdict verdict) const {
-  return static_cast<size_t>(std::count_if(
-      fates.begin(), fates.end(), [&](const Fate& fate) { return fate.verdict == verdict; }));
-}
-
-absl::Status Import::Problem() const {
-  for (const Fate& fate : fates) {
-    if (fate.verdict == Verdict::kRejected) return StatusOf(fate, Count(Verdict::kRejected) - 1);
-  }
-  return absl::OkStatus();
+void Fate::Refuse(ErrorId id, const std::string& why) {
+  verdict = Verdict::kRejected;
+  target.clear();
+  note = why;
+  error = id;
 }
 
 absl::StatusOr<Import> ImportDsConfig(std::string_view text, const ImportOptions& options) {
@@ -870,96 +562,6 @@ absl::StatusOr<Import> ImportDsConfig(std::string_view text, const ImportOptions
   if (!root->is_object())
     return MakeError(ErrorId::kDsConfigText, absl::StrCat(options.name, " is no JSON object"));
   return Importer(options).Run(*root);
-}
-
-const char* VerdictName(Verdict verdict) {
-  switch (verdict) {
-    case Verdict::kMapped:
-      return "mapped";
-    case Verdict::kIgnored:
-      return "ignored";
-    case Verdict::kTrainer:
-      return "trainer";
-    case Verdict::kRejected:
-      return "rejected";
-  }
-  return "";
-}
-
-std::string ImportTable(const Import& import) {
-  std::string table;
-  for (const Fate& fate : import.fates) {
-    std::string line = VerdictName(fate.verdict);
-    line.resize(10, ' ');
-    absl::StrAppend(&line, fate.key, fate.value.empty() ? "" : " = ", fate.value);
-    if (!fate.target.empty()) absl::StrAppend(&line, "   -> ", fate.target);
-    if (fate.error.has_value())
-      absl::StrAppend(&line, "   OFD-", static_cast<int>(*fate.error), " ", fate.note);
-    else if (!fate.note.empty())
-      absl::StrAppend(&line, "   (", fate.note, ")");
-    absl::StrAppend(&table, line, "\n");
-  }
-  for (const std::string& warning : import.warnings)
-    absl::StrAppend(&table, "note      ", warning, "\n");
-  absl::StrAppend(&table, import.Count(Verdict::kMapped), " mapped, ",
-                  import.Count(Verdict::kIgnored), " ignored, ", import.Count(Verdict::kTrainer),
-                  " trainer, ", import.Count(Verdict::kRejected), " rejected.\n");
-  return table;
-}
-
-namespace {
-
-// What is mapped of the section fp16; empty where that is off. The keys without their prefix.
-Json Fp16AsJson(const Import& import) {
-  constexpr std::string_view kTarget = "training.fp16.";
-  Json section = Json::object();
-  for (const Fate& fate : import.fates) {
-    const std::string_view target = fate.target;
-    if (fate.verdict != Verdict::kMapped || !target.starts_with(kTarget)) continue;
-    const size_t value = target.find(" = ");
-    section[std::string(target.substr(kTarget.size(), value - kTarget.size()))] =
-        Json::parse(target.substr(value + 3));
-  }
-  return section;
-}
-
-}  // namespace
-
-Json ImportAsJson(const Import& import) {
-  const auto or_null = [](const auto& value) { return value ? Json(*value) : Json(nullptr); };
-  const Training& training = import.training;
-  Json object;
-  object["settings"] = Json::object();
-  for (const Key& key : AllKeys()) {
-    if (import.settings.has(key.name))
-      object["settings"][key.name] = import.settings.Get(key.name).value;
-  }
-  object["options"] = Json::object();
-  for (const auto& [name, value] : import.settings.EngineOptions()) object["options"][name] = value;
-  object["training"] = {{"batch_size", or_null(training.batch_size)},
-                        {"micro_batch_size", or_null(training.micro_batch_size)},
-                        {"accumulation", or_null(training.accumulation)},
-                        {"gradient_clipping", or_null(training.gradient_clipping)},
-                        {"bf16", or_null(training.bf16)},
-                        {"fp16", Fp16AsJson(import)},
-                        {"optimizer", training.optimizer},
-                        {"optimizer_params", training.optimizer_params},
-                        {"scheduler", training.scheduler},
-                        {"scheduler_params", training.scheduler_params},
-                        {"load_universal", training.load_universal}};
-  object["keys"] = Json::array();
-  object["rejected"] = Json::array();
-  for (const Fate& fate : import.fates) {
-    object["keys"].push_back({{"key", fate.key},
-                              {"value", fate.value},
-                              {"verdict", VerdictName(fate.verdict)},
-                              {"target", fate.target},
-                              {"note", fate.note}});
-    if (fate.error.has_value())
-      object["rejected"].push_back(std::string(StatusOf(fate, 0).message()));
-  }
-  object["warnings"] = import.warnings;
-  return object;
 }
 
 }  // namespace offload::config

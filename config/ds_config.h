@@ -35,6 +35,9 @@ struct Fate {
   std::string target;            // of kMapped: "policy.optimizer = auto"
   std::string note;              // the reason; may be empty for kMapped and kTrainer
   std::optional<ErrorId> error;  // of kRejected
+
+  // Makes a rejection of what was something else.
+  void Refuse(ErrorId id, const std::string& why);
 };
 
 // What the trainer's loop does: offload::Engine has no options for it, the doors for DeepSpeed's

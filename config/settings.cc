@@ -11,6 +11,7 @@
 #include "absl/strings/strip.h"
 #include "base/byte_size.h"
 #include "base/durability.h"
+#include "base/environment.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "base/string_view.h"
@@ -50,7 +51,7 @@ constexpr Key kKeys[] = {
      "fp32 masters and moments, bit for bit"},
     {"state.generations", nullptr, KeyType::kCount, "0", "14",
      "spare generations of a new store: so many snapshots need no growth"},
-    {"io.engine", "OFFLOADD_IO", KeyType::kChoice, "auto", "auto|uring|libaio|threads",
+    {"io.engine", "OFFLOADD_IO", KeyType::kChoice, "auto", kIoChoices,
      "how the daemon reads and writes"},
     {"update.threads", nullptr, KeyType::kCount, "0", "1024",
      "of the daemon's optimizer; 0: half of the cores, and more where no drive paces it"},
@@ -88,7 +89,7 @@ std::string Complaint(const Key& key, std::string_view value) {
       if (!IsInteger(value, number)) return "is no count; write an integer from 0";
       return number <= std::stoull(key.choices) ? "" : absl::StrCat("is more than ", key.choices);
     case KeyType::kChoice: {
-      const std::vector<std::string> choices = absl::StrSplit(key.choices, '|');
+      const std::vector<std::string> choices = ChoicesIn(key.choices);
       if (std::find(choices.begin(), choices.end(), value) != choices.end()) return "";
       return absl::StrCat("is none of ", absl::StrJoin(choices, ", "));
     }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "base/environment.h"
 #include "base/random.h"
 #include "gtest/gtest.h"
 #include "kernels/adversarial.h"
@@ -282,6 +283,13 @@ TEST(OptimizerSpecTest, ASpecMayKeepWhatItDoesNotNeedItself) {
 TEST(BestIsaTest, IsSupportedAndNamed) {
   EXPECT_TRUE(IsSupported(BestIsa()));
   EXPECT_STREQ(IsaName(Isa::kAvx512), "avx512");
+}
+
+TEST(BestIsaTest, NamesAreThoseThatTheVariableMayHave) {
+  std::string names;
+  for (const Isa isa : {Isa::kReference, Isa::kAvx2, Isa::kAvx512})
+    names += (names.empty() ? "" : "|") + std::string(IsaName(isa));
+  EXPECT_EQ(names, kIsaChoices);
 }
 
 }  // namespace

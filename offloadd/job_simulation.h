@@ -3,7 +3,8 @@
 // One run of the job's simulator: a job on a simulated machine, launch after launch, its ranks and
 // the scripts that they go through, and the model that judges them. job_simulator.cc has launches
 // and what is found after them, job_simulation_scripts.cc what a seed makes ranks do,
-// simulated_rank.cc how a rank does it.
+// simulated_rank.cc how a rank does it, simulated_rank_gradients.cc and simulated_rank_transfers.cc
+// its gradients and its transfers.
 //
 // Internal to the simulator.
 #pragma once

@@ -71,7 +71,7 @@ void AddFlags(CLI::App& app, Flags& flags) {
          "on: no capabilities, and only the system calls that serving takes; strict: another "
          "one ends the daemon; off: for debuggers")
       ->envname("OFFLOADD_SANDBOX")
-      ->check(CLI::IsMember({"off", "on", "strict"}));
+      ->check(CLI::IsMember(ChoicesIn(kSandboxChoices)));
   app.add_option("--log-level", flags.log_level, "debug, info, warning or error")
       ->check(CLI::IsMember({"debug", "info", "warning", "error"}));
   app.set_version_flag("--version", std::string("offloadd ") + kVersion);

@@ -236,9 +236,7 @@ uint64_t Parts::EndPuts(uint32_t tensor, uint32_t rank, uint64_t digest) {
 
 uint64_t Parts::Get(uint32_t tensor, proto::Plane plane, uint32_t rank) {
   const proto::Tensor& declared = context.catalogue.tensors[tensor];
-  const uint64_t element_bytes =
-      plane == proto::Plane::kWeight ? proto::DtypeBytes(declared.dtype) : sizeof(float);
-  const uint64_t size_bytes = declared.element_count * element_bytes;
+  const uint64_t size_bytes = context.catalogue.planes(tensor).Bytes(plane, declared.element_count);
   const uint64_t offset = TakeRoom(size_bytes);
   const uint64_t tag = Submit(rank, {.operation = proto::RingOperation::kGet,
                                      .tensor = tensor,

@@ -21,6 +21,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "base/environment.h"
 #include "gtest/gtest.h"
 
 namespace offload::daemon {
@@ -218,6 +219,8 @@ TEST(SandboxTest, ModesHaveNames) {
   EXPECT_EQ(ParseSandboxMode("off"), SandboxMode::kOff);
   EXPECT_EQ(ParseSandboxMode("on"), SandboxMode::kOn);
   EXPECT_EQ(ParseSandboxMode("strict"), SandboxMode::kStrict);
+  for (const std::string& name : ChoicesIn(kSandboxChoices))
+    EXPECT_NE(ParseSandboxMode(name), std::nullopt) << name;
   EXPECT_EQ(ParseSandboxMode("no"), std::nullopt);
 }
 

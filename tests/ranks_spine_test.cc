@@ -373,6 +373,20 @@ TEST_F(RanksTest, AMissingRankIsNamedAfterABoundedWait) {
   });
 }
 
+// Nobody knows whether it still comes, but whom the others wait for.
+TEST_F(RanksTest, AfterTenSecondsItIsSaidWhichRankIsWaitedFor) {
+  const ScopedVariable timeout("OFFLOADD_JOIN_TIMEOUT", "11");
+  const Ranks ranks = Launch(2);
+  client::JobOptions options = ranks[1]->Options();
+  std::vector<std::string> said;
+  options.on_wait = [&said](const std::string& text) { said.push_back(text); };
+  auto session = client::Session::Connect({.only_private = true, .world = options.world});
+  ASSERT_TRUE(session.ok()) << session.status();
+  ExpectError((*session)->OpenJob(options).status(), ErrorId::kRankMissing,
+              "waited in vain for rank 0 of 2");
+  EXPECT_EQ(said, (std::vector<std::string>{"rank 1 waits for rank 0 of 2"}));
+}
+
 TEST_F(RanksTest, ALaunchDoesNotJoinAJobOfAnEarlierOneThatStillRuns) {
   NodeDaemon node;
   const Ranks ranks = Launch(2);

@@ -1,7 +1,8 @@
 """Counts test cases of a Bazel run: prints "N passed, N failed, N skipped".
 
 Reads the build events (--build_event_json_file) for the targets that ran and their verdicts, and
-each target's test.xml for its cases. A target without cases in its XML counts as one; a target that failed
+each target's test.xml for its cases. Of a program of unittest's, which writes none, Bazel makes one with its output, whose
+last lines count. A target without cases counts as one; a target that failed
 although no case did (a crash after the last one, a time-out) adds one failure. A target that
 passed only when it was tried again counts as it did then, and is named: its first failure is a defect to
 be looked for, of the test or of what it tests.
@@ -10,9 +11,14 @@ Exit code 1 when anything failed.
 """
 
 import json
+import re
 import sys
 import urllib.parse
 import xml.etree.ElementTree
+
+
+# The end of a run of unittest: how many tests there were, and what was not well with how many.
+SUMMARY = re.compile(r"^Ran (\d+) tests? in .*\n+(?:OK|FAILED)(?: \((.*)\))?$", re.MULTILINE)
 
 
 class Count:
@@ -28,6 +34,16 @@ class Count:
         return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
 
 
+def count_summary(output):
+    """Counts the cases that unittest's last summary in an output tells of; None where there is none."""
+    summaries = SUMMARY.findall(output)
+    if not summaries:
+        return None
+    of = {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", summaries[-1][1])}
+    failed, skipped = of.get("failures", 0) + of.get("errors", 0), of.get("skipped", 0)
+    return Count(max(0, int(summaries[-1][0]) - failed - skipped), failed, skipped)  # subtests fail one by one
+
+
 def count_cases(xml_path):
     """Counts the cases of one test.xml; nothing when it is missing or not XML."""
     count = Count()
@@ -35,6 +51,8 @@ def count_cases(xml_path):
         root = xml.etree.ElementTree.parse(xml_path).getroot()
     except (OSError, xml.etree.ElementTree.ParseError):
         return count
+    for output in root.iter("system-out"):  # Bazel's: GoogleTest and cases.py write none
+        return count_summary("".join(output.itertext())) or count
     for case in root.iter("testcase"):
         if case.find("failure") is not None or case.find("error") is not None:
             count.failed += 1

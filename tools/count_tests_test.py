@@ -35,6 +35,18 @@ class CountTestsTest(unittest.TestCase):
         self.assertEqual(str(count_tests.count_target("FAILED_TO_BUILD", [])),
                          "0 passed, 1 failed, 0 skipped")
 
+    def test_cases_of_unittest_are_those_of_its_summary(self):
+        def counted(verdict, output):
+            return str(count_tests.count_target(verdict, [self.write(
+                '<testsuites><testsuite name="t"><testcase name="t" status="run"></testcase>'
+                f"<system-out>log:\n<![CDATA[{output}]]></system-out></testsuite></testsuites>")]))
+
+        self.assertEqual(counted("PASSED", "of a child:\nRan 9 tests in 1s\n\nOK\n---\nRan 5 tests in 0.5s\n\nOK\nmore"), "5 passed, 0 failed, 0 skipped")
+        self.assertEqual(counted("PASSED", "Ran 5 tests in 0.5s\n\nOK (skipped=4)"), "1 passed, 0 failed, 4 skipped")
+        self.assertEqual(counted("FAILED", "Ran 7 tests in 0.5s\n\nFAILED (failures=1, errors=2, skipped=1)\n"), "3 passed, 3 failed, 1 skipped")
+        self.assertEqual(counted("FAILED", "Ran 1 test in 0.5s\n\nOK\nand then it crashed"), "1 passed, 1 failed, 0 skipped")
+        self.assertEqual(counted("PASSED", "a script that is no unittest"), "1 passed, 0 failed, 0 skipped")
+
     def test_failed_target_without_failed_case_counts_as_failed(self):
         good = self.write('<testsuite><testcase name="a" status="run"/></testsuite>')
         self.assertEqual(str(count_tests.count_target("TIMEOUT", [good])), "1 passed, 1 failed, 0 skipped")

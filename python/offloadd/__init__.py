@@ -8,8 +8,10 @@ and the loop stays. Every step is a checkpoint: the same script with the same jo
 memory. Errors are offloadd.Error; their `id` is the number of the identifier.
 """
 
+from .attaching import attach, init
 from .errors import Error, error_id
-from .handle import Gathered, Handle, attach, gather, handles, init
+from .handle import Gathered, Handle, gather
+from .jobs import handles
 from .library import is_disabled
 from .vertical import vertical_backward
 

@@ -37,7 +37,7 @@ def _options(given):
     """Of attach(). Paths are where they are now, wherever the script goes; and a mistake in them is told before the script does an hour's work."""
     from .config import options_of
     from .errors import Error
-    from .handle import absolute_paths
+    from .options import absolute_paths
     from .library import is_disabled
 
     if given.config and not os.path.isfile(given.config):

@@ -1,34 +1,30 @@
-"""attach(), and what it gives: the job of a model and its optimizers."""
+"""The handle of a job that is attached: what its optimizers ask of the job, and what users do."""
 
-import atexit
 import contextlib
-import ctypes
-import difflib
-import fnmatch
-import functools
-import gc
 import json
 import logging
 import os
 import sys
-import threading
 import uuid
 import weakref
 
 import torch
 
-from . import beneath, followers, in_memory, lightning_teardown, pickled, served, universal
-from .beginning import Beginning, has_begun
+from . import beneath, followers, in_memory, jobs, lightning_teardown, pickled, served, universal
+from .attachable import check_model, refuse_wrappers, to_unfreeze
+from .eager import run_as_before, run_eagerly
 from .errors import Error
-from .library import Engine, is_disabled
-from .named_tensors import Reassigned, all_named_parameters_of, buffers_beside, buffers_of, check_has_memory, names_of, tables_of, with_strangers
-from .optimizer import Foreign, check_arithmetic, check_free, has_stepped, is_narrow, is_table, parameters_of, recipe_of, refuse_unless_kept, shaped_as
+from .foreign import ForeignPart
+from .growth import Grows, with_those_gone
+from .library import Engine
+from .named_tensors import Reassigned, buffers_beside, buffers_of, names_of, tables_of, with_strangers
+from .optimizer import check_free, has_stepped, refuse_unless_kept, shaped_as
+from .optimizer_part import Part
+from .options import job_of, pool_of, reduces_gradients
+from .recipes import Foreign, check_arithmetic, is_narrow, is_table, parameters_of, recipe_of
 
 _log = logging.getLogger("offloadd")
 
-OPTIONS = ("nvme_path", "ram", "gpu_ram", "device", "job", "io", "durability", "generations", "update_threads", "update_in_backward", "spill_gradients", "rank",
-           "world_size", "local_rank", "local_world_size", "run_id", "gradients", "gradient_average", "raw_access", "weights_at_close",
-           "zero_stage", "weights_home", "state_home", "persistence", "prefetch", "max_live")
 _STATISTICS = ("bytes_read", "bytes_written", "resident_bytes", "peak_bytes", "budget_bytes", "durable_step", "wait_seconds",
                "raw_accesses", "gpu_ram_bytes", "gpu_peak_bytes", "gpu_waits")
 _PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_bytes", "pipeline_bytes", "resident_bytes",
@@ -37,17 +33,6 @@ _PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_b
          "floor_without_spilling_bytes", "gpu_window_bytes", "gpu_gradient_bytes")
 _STATE_MAGIC = b"OFDPY\x01"
 _OWN_STATE_BYTES = len(_STATE_MAGIC) + 16
-
-# A job is open while its model, its optimizer or its handle lives.
-_open_handles = weakref.WeakSet()
-_made = 0  # handles, in this process
-_by_model = weakref.WeakKeyDictionary()  # its handle, the last one, or what is left of that
-served.steps_taken = lambda: sum(handle.step for handle in handles())
-followers.parameter_over = lambda tensor: next(
-    (found for found in (handle.parameter_over(served.storage_of(tensor)) for handle in handles()) if found is not None), None)
-served.is_attached = lambda parameter: any(id(parameter) in handle.identities() for handle in handles())
-_constructed = None  # an engine that init() has opened and no attach() has taken
-_constructed_in_memory = {}  # with OFFLOADD_DISABLE=1: the options of such an init()
 
 
 class Plan(dict):
@@ -84,257 +69,13 @@ class Gathered(list):
                     parameter.copy_(copy)
 
 
-def _listed(given):
-    return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-def _strings(options):
-    pairs = []
-    for key, value in options.items():
-        if value is None:
-            continue
-        if key not in OPTIONS:
-            meant = difflib.get_close_matches(str(key), OPTIONS, n=1)
-            raise Error.of(1002, f"there is no option {key}", f"Did you mean {meant[0]}?" if meant else f"The options are {', '.join(OPTIONS)}")
-        is_flag = isinstance(value, bool) and key not in ("ram", "gpu_ram")
-        text = str(int(value)) if is_flag else os.fspath(value) if isinstance(value, os.PathLike) else str(value)
-        if text != text.encode(errors="replace").decode():
-            raise Error.of(1201 if key == "nvme_path" else 1002, f"{key} is {text!r}, which is not UTF-8", "Give it a name in UTF-8")
-        pairs += [key, text]
-    return pairs
-
-
-def _options(nvme_path, ram, job, config, others):
-    """Arguments count more than the environment, which counts more than a configuration in a file; one in a dictionary counts as arguments do."""
-    options = {}
-    if config is not None:
-        if isinstance(config, dict) and (not config or any(key in OPTIONS for key in config)):
-            options.update(config)  # what else it has is refused by name
-        elif not isinstance(config, (dict, str, os.PathLike)):
-            raise Error.of(1002, f"config is {config!r}", "Give it a dictionary, or the path of a file (offloadd.toml, ds_config.json)")
-        else:
-            from .config import options_of  # files, and dictionaries in the manner of DeepSpeed
-
-            options.update(options_of(config))
-    options.update({key: value for key, value in {"nvme_path": nvme_path, "ram": ram, "job": job, **others}.items() if value is not None})
-    if options.get("nvme_path"):
-        options["nvme_path"] = absolute_paths(options["nvme_path"])
-    return options
-
-
-def absolute_paths(pools):
-    """`pools` (a path, several in a list or separated by commas) for a script that goes to another directory later, separated by commas."""
-    several = list(pools) if isinstance(pools, (list, tuple)) else [pools]
-    if not all(isinstance(each, (str, os.PathLike)) for each in several):
-        raise Error.of(1002, f"nvme_path is {pools!r}, which is no path", "Give it a directory, or a list of several")
-    given = [os.fspath(each) for each in pools] if isinstance(pools, (list, tuple)) else map(str.strip, os.fspath(pools).split(","))
-    return ",".join(each if not each or os.path.isabs(each) else os.path.join(os.getcwd(), each) for each in given)
-
-
-def reduces_gradients(options):
-    """Whether the trainer makes the ranks' gradients one by itself, with these arguments of attach()."""
-    known = {key: value for key, value in options.items() if key in OPTIONS}
-    return _options(None, None, None, options.get("config"), known).get("gradients") == "reduced_by_trainer"
-
-
-def _job_of(options):
-    return str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
-
-
-def _pool_of(options):
-    given = options.get("nvme_path") or os.environ.get("OFFLOADD_POOL")
-    return absolute_paths(given) if given else str(given)
-
-
-def _open_engine(options):
-    job, pool = _job_of(options), _pool_of(options)
-    if _outlived or any(handle.job == job and handle.nvme_path == pool for handle in handles()):
-        gc.collect()  # what a notebook has left behind
-    for handle in handles():
-        if handle.job != job or handle.nvme_path != pool:
-            continue
-        if handle.models and all(model is None for model in handle.models):
-            handle.close()  # nobody can train it any more
-        else:
-            raise Error.of(1205, f"job {job} is attached already in this process",
-                           "Attach several models in one call, attach([a, b], [optimizer_a, optimizer_b]), give each a job of its own, "
-                           "or close() the handle first")
-    for each in [each for each in _outlived if each.job == job and each.nvme_path == pool]:
-        each.close()
-    return Engine(_strings(options))
-
-
-# ---- Models ------------------------------------------------------------------------------------
-
-_OWN_REDUCTION = 'or leave the reduction to it: attach(..., gradients="reduced_by_trainer")'
-
-
-def _without_wrapper(model):
-    """The module that DistributedDataParallel wraps, for jobs whose gradients it reduces."""
-    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        return model
-    if model.gradient_as_bucket_view:
-        raise Error.of(1601, "DistributedDataParallel was made with gradient_as_bucket_view=True, and gradients of the job have memory of their own",
-                       "Leave gradient_as_bucket_view out")
-    return model.module
-
-
-def _without_prepare(optimizer):
-    """The script's own, of one that Accelerate's prepare() or Lightning has wrapped."""
-    wraps = not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ == "AcceleratedOptimizer"
-    return getattr(optimizer, "optimizer", optimizer) if wraps else optimizer
-
-
-def _with_those_gone(modules):
-    """Each of them; an empty one in the place of None, since those that are gone count in names."""
-    return [module if module is not None else torch.nn.Module() for module in modules]
-
-
-def _check_model(model):
-    name = type(model).__name__
-    if name in ("DistributedDataParallel", "FullyShardedDataParallel", "DataParallel", "DeepSpeedEngine"):
-        way = "Attach the model itself: the daemon adds the gradients of several ranks (torchrun), and nothing has to wrap it"
-        raise Error.of(1601, f"the model is wrapped in {name}", f"{way}, {_OWN_REDUCTION}" if name == "DistributedDataParallel" else way)
-    for key, parameter in all_named_parameters_of(model):
-        if torch.nn.parameter.is_lazy(parameter):
-            raise Error.of(1601, f"parameter '{key}' is not initialised (a lazy module)", "Run one forward pass before attach()")
-        if parameter.device.type == "meta":
-            raise Error.of(1601, f"parameter '{key}' is on device meta, it has no value",
-                           "Build the model with `with offloadd.init(...):` instead of on meta")
-        check_has_memory(f"parameter '{key}'", parameter)
-
-
-@functools.lru_cache(maxsize=None)
-def _refuse_wrappers():
-    """DistributedDataParallel around a model that is attached already, where the daemon adds the gradients of several ranks."""
-    wrapper = torch.nn.parallel.DistributedDataParallel
-    original = wrapper.__init__
-
-    @functools.wraps(original)
-    def initialise(self, module, *args, **kwargs):
-        added = [handle.identities() for handle in handles() if handle.adds_gradients]
-        if any(id(parameter) in identities for parameter in module.parameters() for identities in added):
-            raise Error.of(1601, "the model is attached, and is wrapped in DistributedDataParallel",
-                           f"Leave the wrapper out: the daemon adds the gradients of several ranks, {_OWN_REDUCTION}")
-        original(self, module, *args, **kwargs)
-
-    wrapper.__init__ = initialise
-
-
-def _to_unfreeze(named, unfreeze):
-    """Frozen parameters that are to be declared as trained: all, or those named, or given."""
-    if not unfreeze:
-        return []
-    frozen = [(name, p) for name, p in named if not p.requires_grad and p.is_floating_point() and p.is_leaf]
-    if unfreeze is True:
-        return [p for _, p in frozen]
-    patterns = [each for each in _listed(unfreeze) if isinstance(each, str)]
-    for each in patterns:
-        if not any(fnmatch.fnmatchcase(name, each) for name, _ in named):
-            raise Error.of(1002, f"unfreeze: no parameter is called {each}", "Name them as model.named_parameters() does, with * for what differs")
-    given = {id(each) for each in _listed(unfreeze) if isinstance(each, torch.Tensor)}
-    return [p for name, p in frozen if id(p) in given or any(fnmatch.fnmatchcase(name, each) for each in patterns)]
-
-
-def _stored_state(engine):
+def stored_state(engine):
     """(the job's identity, the trainer's state); the identity is empty in jobs that were not made from Python."""
     stored = bytes(engine.trainer_state().tolist())
     if stored.startswith(_STATE_MAGIC):
         return stored[len(_STATE_MAGIC):_OWN_STATE_BYTES].hex(), stored[_OWN_STATE_BYTES:]
     return "", stored
 
-
-# ---- torch.compile -----------------------------------------------------------------------------
-
-_stance = {"told": False, "forced": False}
-
-
-def _force_eager(tell):
-    if tell and not _stance["told"]:
-        _stance["told"] = True
-        _log.warning("offloadd: torch.compile runs eagerly while a model is offloaded (compiled kernels read memory directly)")
-    torch.compiler.set_stance("force_eager")
-    _stance["forced"] = True
-
-
-def _refuse_for_operator(function):
-    """torch.cond and other operators over functions compile these, to find the weights that they close over. Run eagerly they would find
-    none, and those weights would get no gradients."""
-    utils = sys.modules.get("torch._higher_order_ops.utils")
-    if not getattr(getattr(utils, "_hop_compile_tls", None), "in_hop_compile", False):
-        return
-    name = getattr(function, "__qualname__", "operator").partition(".")[0]
-    raise Error.of(1601, f"the program calls torch's {name}(), which compiles the functions that it is given, and what is compiled runs eagerly while a model "
-                   "is offloaded: weights that those functions use would get no gradients", "Write it as an ordinary if, or a loop, of Python")
-
-
-def _run_eagerly():
-    """Compiled kernels read weights by raw pointers: what is compiled runs eagerly while a job is open. torch._dynamo, which is slow to
-    import, is left alone where nobody uses it."""
-    if "torch._dynamo" in sys.modules:
-        _force_eager(tell=False)
-    if getattr(torch.compile, "_offloadd", False):
-        return
-    original = torch.compile
-
-    @functools.wraps(original)
-    def compile(*args, **kwargs):
-        if handles():
-            _refuse_for_operator(args[0] if args else None)
-            _force_eager(tell=True)
-        return original(*args, **kwargs)
-
-    compile._offloadd = True
-    torch.compile = compile
-
-
-def _run_as_before():
-    if _stance["forced"] and not handles():
-        _stance["forced"] = False
-        torch.compiler.set_stance("default")
-
-
-# ---- Jobs whose model is gone ------------------------------------------------------------------
-
-def _is_held(reference):
-    """Whether anybody has the parameter, or another tensor over its storage, beside the engine."""
-    parameter = reference()
-    # The engine's reference, ours, and that of the question.
-    return parameter is not None and (sys.getrefcount(parameter) > 3 or served.is_shared(parameter))
-
-
-class _Outlived:
-    """A job that stays open while somebody has one of its weights: a view, a module, a graph."""
-
-    def __init__(self, handle, parameters):
-        self.job, self.nvme_path = handle.job, handle.nvme_path
-        self._engine, self._process = handle._engine, handle._process
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
-
-    def is_over(self):
-        return not any(map(_is_held, self._parameters))
-
-    def close(self):
-        _outlived.remove(self)
-        engine, self._engine = self._engine, None
-        if os.getpid() == self._process:
-            engine.close()
-
-
-_outlived = []
-
-
-def _close_outlived(phase, _):
-    """When the garbage collector is done, which is what ends handles: they and their optimizers refer to each other."""
-    if phase == "stop":
-        for each in [each for each in _outlived if each.is_over()]:
-            each.close()
-
-
-gc.callbacks.append(_close_outlived)
-
-
-# ---- The handle --------------------------------------------------------------------------------
 
 class _Ended:
     """What is to be known of a closed handle while its model lives. Nothing that the handle had lives on by it."""
@@ -350,7 +91,7 @@ class _Ended:
         return [optimizer for optimizer in (reference() for reference in self._optimizers) if optimizer is not None]
 
 
-class Handle:
+class Handle(Grows, jobs.OfProcess):
     """A job that is attached. Its methods may be called between steps, by one thread.
 
     optimizer    the script's own object (the first, of several: optimizers)
@@ -358,26 +99,22 @@ class Handle:
     """
 
     def __init__(self, engine, models, optimizers, options, unfreeze=None, beside=()):
+        super().__init__()
         self._engine = engine
-        self._process = os.getpid()
         self._models, self.optimizers = [weakref.ref(model) for model in models], optimizers
         self.options = dict(options)
-        self.job, self.nvme_path = _job_of(options), _pool_of(options)
+        self.job, self.nvme_path = job_of(options), pool_of(options)
         self._parts = []
         self._versions = {}  # after the last step of this run
         self.last_step = 0  # when it was closed
         self.has_loaded_weights = False
         self._attach(models, unfreeze, beside)
         self._places, self._has_told_of_places = self._places_now(), False
-        _open_handles.add(self)
-        global _made
-        _made += 1
-        for model in models:
-            _by_model[model] = self
+        jobs.add(self)
 
     def _attach(self, models, unfreeze, beside):
         for model in models:
-            _check_model(model)
+            check_model(model)
         recipes = []
         for optimizer in self.optimizers:
             former = check_free(optimizer)
@@ -401,7 +138,7 @@ class Handle:
         served.install()
         served.install_serializers()
         lightning_teardown.serve()
-        _run_eagerly()
+        run_eagerly()
         for part in self._parts:
             part.swap()
             if part.is_foreign:
@@ -416,7 +153,8 @@ class Handle:
         if foreign and self._engine.step_count() > 0:
             raise Error.of(1604, f"the job is at step {self._engine.step_count()}, but what {foreign[0]} keeps is in memory and is not "
                                  "part of it", "Begin a new job with the saved weights, or use AdamW, Adam, SGD, Adagrad or RMSprop of torch.optim")
-        parts = [recipe.part(self, optimizer) for optimizer, recipe in zip(self.optimizers, recipes)]
+        parts = [ForeignPart(self, optimizer, recipe.name) if recipe.is_foreign else Part(self, optimizer, recipe)
+                 for optimizer, recipe in zip(self.optimizers, recipes)]
         for part in parts:
             if not part.is_foreign:
                 part.check_named_once()
@@ -425,7 +163,7 @@ class Handle:
         # What an optimizer that runs in this process says to the daemon: a step of nothing.
         self._idle_values = values[0] if values else [0.0] * len(Engine.parameters_of(self._kind))
         values = values or [self._idle_values]
-        unfrozen = _to_unfreeze(named, unfreeze)
+        unfrozen = to_unfreeze(named, unfreeze)
         for parameter in unfrozen:
             parameter.requires_grad_(True)
         try:
@@ -447,84 +185,7 @@ class Handle:
         if self.adds_gradients:
             for model in models:
                 model._is_accelerate_prepared = True  # Accelerate leaves it alone
-            _refuse_wrappers()
-
-    def _may_grow(self):
-        return self._running().world_size() == 1 and in_memory.destination_of(self.options) is None
-
-    def check_grows(self, parameter):
-        """OFD-1601 where a parameter that comes later cannot become the job's."""
-        if not self._may_grow() or parameter.device.type != "cpu":
-            raise Error.of(1601, f"add_param_group() with a parameter of shape {list(parameter.shape)} that was not in the model when it was "
-                                 "attached, and there are several ranks, or a device",
-                           "Give attach() all modules that are trained at some time, attach([model, other], …), with those that are frozen at first; "
-                           "or give the optimizer their parameters when it is made")
-
-    def names_all(self, parameters):
-        """Whether its models have them."""
-        has = {id(parameter) for model in self.models if model is not None for _, parameter in all_named_parameters_of(model)}
-        return all(id(parameter) in has for parameter in parameters)
-
-    def _is_new(self, parameter):
-        return id(parameter) not in self._identities and parameter.numel() > 0 and parameter.is_floating_point()
-
-    def take_what_came(self):
-        """Before anybody asks the job for all that its models have: what they have got since becomes the job's, trained or not, and all that
-        they have is called as it is now."""
-        if self._engine is None:
-            return
-        named = names_of(_with_those_gone(self.models))
-        if any(self._is_new(parameter) for _, parameter in named):
-            if self._may_grow():
-                self.grow()
-        elif None not in self.models and self._has_other_names(named):
-            self.grow()
-
-    def _has_other_names(self, named):
-        known = [(name, id(parameter)) for name, parameter in self._parameters.items() if not name.startswith("optimizer/")]
-        return known != [(name, id(parameter)) for name, parameter in named]
-
-    def grow(self):
-        """What its models and optimizers have got since attach() becomes the job's, which is laid out anew for it."""
-        engine = self._running()
-        self._reassigned.take_alike(engine)
-        models, destination = _with_those_gone(self.models), in_memory.destination_of(self.options)
-        beside = _with_those_gone(module() for module in self._beside)
-        for model in models:
-            _check_model(model)
-        named = names_of(models)
-        # What the models have replaced may be in the groups still.
-        had = self._identities - {id(parameter) for name, parameter in self._parameters.items() if name.startswith("optimizer/")}
-        named = with_strangers(named, self.optimizers, had)
-        new = [(name, parameter) for name, parameter in named if id(parameter) not in self._identities]
-        self._part_from_former(new, {id(parameter) for _, parameter in named})
-        served.check_exported(new)
-        served.check_not_shared(new)
-        with beneath.apart(new):
-            served.give_own_memory(new, engine, beneath.is_over_a_source)
-            buffers = buffers_of(models, destination)
-            buffers += buffers_beside(beside, buffers, destination)
-            engine.grow([name for name, _ in named], [parameter for _, parameter in named],
-                        [name for name, _ in buffers], [buffer for _, buffer in buffers])
-        self._identities = self._identities | {id(parameter) for _, parameter in named}
-        self._former = [*self._former, *self._parameters.values()]  # the identities are of objects that live
-        self._parameters, self._by_storage = dict(named), None
-        self._reassigned = Reassigned(models, beside, buffers)
-
-    def _part_from_former(self, new, has):
-        """What is new over the memory of a parameter that it has replaced, as weight_norm() makes it, gets memory of its own, where nothing else
-        that is trained has it."""
-        stepped = {id(parameter) for optimizer in self.optimizers for parameter in parameters_of(optimizer)}
-        parts = {}  # of those that are replaced
-        for parameter in {id(each): each for _, each in new if served.managed(each)}.values():
-            former = self.parameter_over(served.storage_of(parameter))
-            if former is not None and id(former) not in has and (former.grad is None or id(former) not in stepped):
-                parts.setdefault(id(former), []).append(parameter)
-        for several in parts.values():
-            several.sort(key=torch.Tensor.storage_offset)
-            if all(one.storage_offset() + one.numel() <= other.storage_offset() for one, other in zip(several, several[1:])):
-                for parameter in several:
-                    parameter.data = served.copy_of(parameter)
+            refuse_wrappers()
 
     def _take_what_was_kept(self, part):
         """A new job begins with it; one that exists has its own."""
@@ -553,7 +214,7 @@ class Handle:
     def _running(self):
         if self._engine is None:
             raise Error.of(1802, f"job {self.job} is closed", "Attach again, to the same job: it continues at its last step")
-        if os.getpid() != self._process:
+        if not self.is_of_this_process():
             raise Error.of(1802, f"job {self.job} is of the process that forked this one, and cannot be used here",
                            "Use it there, give this process what it needs beforehand (copy.deepcopy(model)), or start it by "
                            'multiprocessing.get_context("spawn"); models of its own it may attach, to a job with another name')
@@ -705,7 +366,7 @@ class Handle:
     # ---- The trainer's state, behind our own ----
 
     def _read_mark(self):
-        self._id, self._trainer_state = _stored_state(self._engine)
+        self._id, self._trainer_state = stored_state(self._engine)
         has_none = not self._id and not self._trainer_state
         if has_none and not self._engine.step_count():
             self._id = uuid.uuid4().hex
@@ -765,7 +426,7 @@ class Handle:
         """A parameter by its name, or itself."""
         if not isinstance(given, str):
             return given
-        known = {**self._parameters, **dict(names_of(_with_those_gone(self.models)))}  # of a model that has parted from one, too
+        known = {**self._parameters, **dict(names_of(with_those_gone(self.models)))}  # of a model that has parted from one, too
         if given in known:
             return known[given]
         tables = dict(tables_of([model for model in self.models if model is not None]))
@@ -806,8 +467,8 @@ class Handle:
         from .control import run
 
         self._running()
-        jobs = [job for daemon in json.loads(run("status", "--json"))["daemons"] for job in daemon["jobs"]]
-        for job in jobs:
+        daemons = json.loads(run("status", "--json"))["daemons"]
+        for job in [job for daemon in daemons for job in daemon["jobs"]]:
             if job["job"] == self.job and any(rank["pid"] == os.getpid() for rank in job["ranks"]):
                 return job
         raise Error.of(1501, f"no daemon that answers has job {self.job} of this process", "Ask the daemon's own user for it")
@@ -876,7 +537,7 @@ class Handle:
         """Drains what was stepped and ends the job. The model's parameters cannot be used after it."""
         if self._engine is None:
             return
-        if os.getpid() == self._process:
+        if self.is_of_this_process():
             self.last_step = self._engine.step_count()
             self._tell_of_writes()
             self._end_states()
@@ -885,11 +546,11 @@ class Handle:
         followed = followers.memory_of(self._identities) if self.options.get("weights_at_close") == "memory" else []
         followers.end(self._identities)
         for model in filter(None, (reference() for reference in self._models)):
-            if _by_model.get(model) is self:
-                _by_model[model] = _Ended(self)
-        if os.getpid() == self._process:
+            if jobs.by_model.get(model) is self:
+                jobs.by_model[model] = _Ended(self)
+        if self.is_of_this_process():
             engine.close()
-            _run_as_before()
+            run_as_before()
             left = followers.give_memory(followed)
             if left:
                 _log.warning("offloadd: job %s is closed, and %d arrays or buffers over its parameters follow them no more: make them anew, "
@@ -899,9 +560,9 @@ class Handle:
         """The model and the optimizer are gone, too; a state_dict() of the model may live on."""
         # A look at __dict__ would make one, which the garbage collector takes for somebody who still has everything in it.
         parameters = getattr(self, "_parameters", None)
-        if parameters and self._engine is not None and os.getpid() == self._process and not sys.is_finalizing():
+        if parameters and self._engine is not None and self.is_of_this_process() and not sys.is_finalizing():
             self._end_states()
-            _outlived.append(_Outlived(self, parameters.values()))
+            jobs.outlived.append(jobs.Outlived(self, parameters.values()))
 
     def __enter__(self):
         return self
@@ -920,219 +581,13 @@ class Handle:
         raise Error.of(1002, "the handle of a job cannot be pickled", "Attach again in the other process, to the same job")
 
 
-def open_ahead(options):
-    """Opens the job of attach(**options), which will take it, unless it is open: (engine, the trainer's state). For integrations."""
-    global _constructed
-    opened = init(**{key: value for key, value in options.items() if key in OPTIONS or key == "config"})
-    if _constructed is not None:
-        _check_is_of(_constructed.options, opened.options)
-    else:
-        opened._engine = _open_engine(opened.options)
-        _constructed = opened
-    return _constructed._engine, _stored_state(_constructed._engine)[1]
-
-
-def was_made_before(options):
-    """Whether the job of attach(**options) was made before and has taken no step. Opens the job."""
-    engine = open_ahead(options)[0]
-    opened = _constructed.options
-    return has_begun(engine, _pool_of(opened), _job_of(opened))
-
-
-def beginning_of(model, options):
-    """What the model brings along to the job of attach(model, …, **options), where that was made before and has taken no step; else
-    None. Opens the job."""
-    return Beginning(names_of([model])) if was_made_before(options) else None
-
-
-def _load_again(model, handle):
-    """Lightning loads a checkpoint's weights before it asks for optimizers. A job that exists has its own, which attach() has put in their place:
-    with the checkpoint's moments, of another step, they are loaded again."""
-    connector = getattr(getattr(model, "_trainer", None), "_checkpoint_connector", None)
-    loaded = getattr(connector, "_loaded_checkpoint", None) or {}
-    marks = [state.get("offloadd") or {} for state in loaded.get("optimizer_states", [])]
-    is_of_this_step = all(mark.get("id") == handle.mark()["id"] and mark.get("step") == handle.step for mark in marks)
-    if handle.step > 0 and "state_dict" in loaded and marks and not is_of_this_step:
-        _log.warning("offloadd: job %s is at step %d: it goes on with the weights of the checkpoint", handle.job, handle.step)
-        model.load_state_dict(loaded["state_dict"], strict=model.strict_loading)
-
-
-# What attach() may be given otherwise than init(), whose values count: results are the same.
-_HOW_FAST = ("ram", "io", "durability", "generations", "update_threads", "update_in_backward", "spill_gradients", "zero_stage", "weights_home",
-             "state_home", "persistence", "prefetch", "max_live")
-
-
-def _check_is_of(opened, options):
-    """OFD-1002 where options name another job than the one that init() has opened."""
-    for key, there in (("job", _job_of(opened)), ("nvme_path", _pool_of(opened))):
-        if str(options.get(key, there)) != there:
-            raise Error.of(1002, f"attach() was given {key} = {options[key]}, but init() has opened job {_job_of(opened)} in {_pool_of(opened)}, and no "
-                                 "attach() has taken it", "Attach to that job: leave its options out, they are init()'s; or start the program again")
-
-
-def _as_opened(opened, options):
-    """Those of attach() behind an init(), whose engine has its own already."""
-    _check_is_of(opened, options)
-    given = {"device": opened.get("device") or os.environ.get("OFFLOADD_DEVICE"),
-             "gpu_ram": opened.get("gpu_ram") or os.environ.get("OFFLOADD_GPU_RAM"),
-             "raw_access": opened.get("raw_access", "serve"), "weights_at_close": opened.get("weights_at_close", "released")}
-    for key, value in options.items():
-        at_first = given.get(key, opened.get(key))
-        if key not in OPTIONS or key in ("job", "nvme_path") or str(value) == str(at_first):
-            continue
-        if key not in _HOW_FAST:
-            raise Error.of(1002, f"attach() was given {key} = {value}, but init() has opened the job with {at_first}", f"Give {key} to init()")
-        _log.warning("offloadd: %s = %s of attach() counts for nothing: init() has opened job %s with %s", key, value, _job_of(opened),
-                     "its default" if at_first is None else at_first)
-    return {**options, **opened}
-
-
-def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=None, unfreeze=None, initial_weights=None, **others):
-    """Offloads the model's weights, gradients and optimizer state; the script goes on with the same `model` and `optimizer`.
-
-    model            a module, or several of one job (a list)
-    optimizer        the instance, or several; a class, with its arguments behind it, makes one. Without one the model is frozen, and only
-                     read: for generate() and evaluation
-    nvme_path        a directory on a drive with direct I/O, or several over which the state is striped
-    ram              the memory budget, "8GiB"
-    gpu_ram          of a model on a GPU: that of the device's memory, or "auto" (docs/gpu.md)
-    device           "cuda:0": where the model is trained; what it has in memory of the host goes there, parameters without ever being there
-                     as a whole, so that it may be larger than the device's memory. Without it the model stays where it is
-    job              names the run in the pool; the same name resumes it
-    config           a configuration (docs/python.md)
-    unfreeze         frozen parameters whose optimizer state has room in a new job at once: True, names (patterns), or parameters
-    initial_weights  a file or folder that a new job takes its weights from: safetensors, or pytorch_model.bin
-
-    raw_access       "serve": pointers (data_ptr(), kernels of one's own) bring a tensor to memory until the end of the step; "error":
-                     they are refused
-    weights_at_close "released", or "memory": the model is an ordinary one when the job is closed
-
-    Further options: io, durability, generations, update_threads, update_in_backward, spill_gradients; zero_stage, weights_home,
-    state_home, persistence, prefetch, max_live, gradients, gradient_average (docs/ranks.md); and rank … for launchers of one's own.
-    """
-    global _constructed, _constructed_in_memory
-    models = _listed(model) if model is not None else []
-    for each in models:
-        if not isinstance(each, torch.nn.Module):
-            raise Error.of(1601, f"{type(each).__name__} is no torch.nn.Module", "Give attach() the model itself, attach(model, optimizer, …)")
-    beside = others.pop("_beside", ())  # modules of which the job is to have the buffers, too
-    is_only_read = optimizer is None
-    if is_only_read:
-        for each in models:
-            each.requires_grad_(False)
-        optimizer = torch.optim.SGD  # which keeps nothing
-    if isinstance(optimizer, type):
-        arguments = {key: others.pop(key) for key in list(others) if key not in OPTIONS}
-        optimizer = optimizer([p for each in models for p in each.parameters()], **arguments)
-    optimizers = _listed(optimizer)
-    optimizers = [_without_prepare(each) for each in optimizers]
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise Error.of(1604, f"{type(each).__module__}.{type(each).__qualname__} is no torch.optim.Optimizer",
-                           "Train with an optimizer of torch.optim, and give attach() that")
-        if not hasattr(each, "_optimizer_step_pre_hooks"):
-            raise Error.of(1604, f"{type(each).__name__} was made without torch.optim.Optimizer.__init__(), and its steps cannot be seen",
-                           "Attach the optimizer that it is around, before it is wrapped, or have it call super().__init__(params, defaults)")
-    options = _options(nvme_path, ram, job, config, others)
-    if is_disabled():
-        options, _constructed_in_memory = {**_constructed_in_memory, **options}, {}
-    if reduces_gradients({**(_constructed.options if _constructed is not None else {}), **options}):
-        models = [_without_wrapper(each) for each in models]
-    if is_disabled():
-        return in_memory.Handle(models, optimizers, options, initial_weights)
-    if _constructed is not None:
-        options = _as_opened(_constructed.options, options)
-    engine, _constructed = _constructed, None
-    engine = _open_engine(options) if engine is None else engine.take()
-    handle = None
-    try:
-        is_pickled = initial_weights is not None and pickled.files_of(initial_weights) is not None
-        if initial_weights is not None and not is_pickled:
-            engine.set_initial_weights(os.fspath(initial_weights), [])
-        handle = Handle(engine, models, optimizers, options, unfreeze, beside)
-        if is_pickled and handle.step == 0:
-            handle.load_weights(initial_weights)
-        for each in models:
-            _load_again(each, handle)
-        return handle
-    except BaseException as error:
-        (handle or engine).close()
-        if is_only_read and isinstance(error, Error) and error.id == 1602 and "was trained with" in str(error):
-            raise Error.of(1602, f"job {_job_of(options)} was trained, and attach() was given no optimizer",
-                           "Give it the optimizer that the job was trained with, which need not step, or read the weights that offloadctl export "
-                           "writes in a job of their own") from None
-        raise
-
-
-class init:
-    """`with offloadd.init(nvme_path=…, ram=…, job=…):` builds a model that is larger than memory: big tensors made inside go to the
-    pool as soon as the operation that fills them ends. attach() then takes the job that was opened here. With `device` the model is
-    built in the same way, on the host, and trained there: it is never whole in either memory."""
-
-    def __init__(self, *, nvme_path=None, ram=None, job=None, config=None, **others):
-        self.options = _options(nvme_path, ram, job, config, others)
-        self._engine = None
-        self._constructs_in = None  # the thread
-
-    def __enter__(self):
-        global _constructed, _constructed_in_memory
-        if is_disabled():
-            _constructed_in_memory = self.options
-            return self
-        if _constructed is not None:
-            raise Error.of(1002, "init() inside another init(), or a second one before attach()", "Build all models of a job in one init()")
-        self._engine = _open_engine(self.options)
-        self._engine.begin_construction()
-        _constructed = self
-        self._constructs_in = threading.get_ident()
-        served.install()
-        served.install_serializers()
-        return self
-
-    def __exit__(self, failure, *_):
-        global _constructed, _constructed_in_memory
-        if failure is not None:
-            _constructed_in_memory = {}
-        self._constructs_in = None
-        if self._engine is None:
-            return
-        self._engine.end_construction()
-        if failure is not None:
-            _constructed = None
-            self.take().close()
-
-    def take(self):
-        engine, self._engine = self._engine, None
-        return engine
-
-
-@contextlib.contextmanager
-def _in_ordinary_memory():
-    """In an init(): new tensors are ordinary ones."""
-    opened = _constructed
-    if opened is None or opened._engine is None or opened._constructs_in != threading.get_ident():
-        yield False
-        return
-    opened._engine.end_construction()
-    constructs_in, opened._constructs_in = opened._constructs_in, None  # what is loaded may load something itself
-    try:
-        yield True
-    finally:
-        if opened._engine is not None:
-            opened._engine.begin_construction()
-            opened._constructs_in = constructs_in
-
-
-served.ordinary_memory = _in_ordinary_memory
-
-
 def gather(parameters, plane="weight", *, write=False):
     """As Handle.gather, of whichever job the parameters belong to. Tensors that are in memory are copied."""
     several = not isinstance(parameters, torch.Tensor)
     chosen = list(parameters) if several else [parameters]
 
     def copy(parameter):
-        handle = handle_of(parameter)
+        handle = jobs.handle_of(parameter)
         if handle is not None:
             return handle.gather_one(parameter, plane)
         if plane != "weight":
@@ -1141,34 +596,3 @@ def gather(parameters, plane="weight", *, write=False):
 
     copies = Gathered(chosen, [copy(each) for each in chosen], write)
     return copies if several or write else copies[0]
-
-
-def _leave_to_the_parent():
-    """In a forked child, whose sessions are its parent's: engines are not destroyed here, whatever becomes of what refers to them."""
-    opened = [_constructed, *_open_handles]
-    for engine in [each._engine for each in opened if each is not None and each._engine is not None]:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
-
-
-os.register_at_fork(after_in_child=_leave_to_the_parent)
-
-
-@atexit.register
-def _close_all():
-    for job in [*handles(), *_outlived]:
-        job.close()
-
-
-def handle_of(parameter):
-    """The handle of the job that a parameter is of, with OFFLOADD_DISABLE=1 the one in memory; None where there is none."""
-    return next((each for each in [*handles(), *in_memory.handles()] if id(parameter) in each.identities()), None)
-
-
-def handles():
-    """The jobs that are open in this process."""
-    return [handle for handle in list(_open_handles) if handle.is_open and getattr(handle, "_process", os.getpid()) == os.getpid()]
-
-
-def were_made():
-    """Whether this process has had a job, open or closed."""
-    return _made > 0 or _constructed is not None

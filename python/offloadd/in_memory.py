@@ -13,8 +13,9 @@ import torch
 from . import pickled, served, state_hooks, universal
 from .library import Engine
 from .named_tensors import all_named_parameters_of, buffers_of, names_of
-from .optimizer import CopiedAsItWas, after_steps, check_unscale, is_narrow, loss_of, parameters_of, recipe_of, refuse_unless_kept, shaped_as, \
-    step_function, swap_class
+from .optimizer import CopiedAsItWas, after_steps, loss_of, refuse_unless_kept, shaped_as, swap_class
+from .optimizer_part import check_unscale
+from .recipes import is_narrow, parameters_of, recipe_of, step_function
 
 
 class _WithMasters(CopiedAsItWas):

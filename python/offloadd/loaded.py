@@ -7,10 +7,10 @@ import logging
 
 import torch
 
-from . import handle as handles
+from . import attaching
 from .errors import Error
 from .library import is_disabled
-from .optimizer import is_table, number, parameters_of, recipe_of
+from .recipes import is_table, number, parameters_of, recipe_of
 from .served import copy_of
 
 _log = logging.getLogger("offloadd")
@@ -42,8 +42,8 @@ class Loaded:
         first step, begins with what is in memory now."""
         if is_disabled():
             return None
-        is_further = handles.open_ahead(options)[0].step_count() > 0
-        return cls(module, optimizers, beside) if (is_loaded if is_further else handles.was_made_before(options)) else None
+        is_further = attaching.open_ahead(options)[0].step_count() > 0
+        return cls(module, optimizers, beside) if (is_loaded if is_further else attaching.was_made_before(options)) else None
 
     def take(self, handle):
         """Has the job go on with it."""

@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from .errors import Error, class_of
-from .optimizer import is_table
+from .recipes import is_table
 
 _log = logging.getLogger("offloadd")
 

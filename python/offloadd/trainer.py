@@ -22,12 +22,13 @@ import weakref
 import torch
 import transformers
 
-from . import handle as handles
-from . import position, unfinished
+from . import attaching, position, unfinished
 from .errors import Error
 from .library import is_disabled
 from .log_history import LogHistory, unpack
-from .optimizer import has_stepped, recipe_of
+from .optimizer import has_stepped
+from .options import reduces_gradients
+from .recipes import recipe_of
 
 _log = logging.getLogger("offloadd")
 _MAGIC = "offloadd.TrainerCallback"
@@ -88,7 +89,7 @@ class TrainerCallback(transformers.TrainerCallback):
     def on_init_end(self, args, state, control, model=None, **kwargs):
         # Where the daemon adds the gradients of several ranks nobody has to wrap the model in DistributedDataParallel.
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
-        if model is not None and several and not is_disabled() and not handles.reduces_gradients(self.options):
+        if model is not None and several and not is_disabled() and not reduces_gradients(self.options):
             model._is_accelerate_prepared = True
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
@@ -99,9 +100,9 @@ class TrainerCallback(transformers.TrainerCallback):
             if any(each is optimizer for each in self.handle.optimizers):
                 return  # train() again
             self.handle.close()
-        beginning = None if is_disabled() else handles.beginning_of(model, self.options)
+        beginning = None if is_disabled() else attaching.beginning_of(model, self.options)
         loaded = self._take_loaded(optimizer, beginning is not None)
-        self.handle = handles.attach(model, optimizer, **self.options)
+        self.handle = attaching.attach(model, optimizer, **self.options)
         self._scheduler = lr_scheduler
         if self.trainer() is not None and not is_disabled():
             unfinished.remember_norms(self.trainer(), self)
@@ -144,7 +145,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """What a checkpoint has brought into the optimizer, out of it where the job has its own; a new job begins with it."""
         if is_disabled() or recipe_of(optimizer).is_foreign or not has_stepped(optimizer):
             return {}
-        if handles.open_ahead(self.options)[0].step_count() == 0 and not has_begun:
+        if attaching.open_ahead(self.options)[0].step_count() == 0 and not has_begun:
             return {}
         loaded = dict(optimizer.state)
         optimizer.state.clear()
@@ -246,7 +247,7 @@ class TrainerCallback(transformers.TrainerCallback):
         if self.handle is not None and self.handle.is_open:
             job_step, data = self.handle.step, self.handle.trainer_state
         else:
-            engine, data = handles.open_ahead(self.options)
+            engine, data = attaching.open_ahead(self.options)
             job_step = engine.step_count()
         kept = _kept_in(data, job_step)
         return position.kept_for(self.trainer(), kept.get("position")) if kept is not None and kept["step"] == step else None
@@ -255,7 +256,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """What the job has to continue from, None for a new one. Opens it; attach() will take it over."""
         if is_disabled() or not self.resume:
             return None
-        engine, mark = handles.open_ahead(self.options)
+        engine, mark = attaching.open_ahead(self.options)
         if engine.step_count() == 0:
             return None
         kept = _kept_in(mark, engine.step_count())

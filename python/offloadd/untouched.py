@@ -11,11 +11,12 @@ import weakref
 
 import torch
 
-from . import handle as handles
+from . import attaching, jobs
 from .errors import class_of
 from .library import is_disabled
 from .loaded import Loaded
-from .optimizer import has_stepped, parameters_of, recipe_of, served_class_of
+from .optimizer import has_stepped
+from .recipes import parameters_of, recipe_of, served_class_of
 
 _log = logging.getLogger("offloadd")
 
@@ -180,7 +181,7 @@ class Watch:
 
     @staticmethod
     def _tell_of_late(optimizer):
-        of_jobs = {each for handle in handles.handles() for each in handle.identities()}
+        of_jobs = {each for handle in jobs.handles() for each in handle.identities()}
         if any(id(parameter) in of_jobs for group in optimizer.param_groups for parameter in group["params"]):
             _log.warning("offloadd: %s is made after training has begun: what it keeps stays in memory, and its steps are not part of the "
                          "job. Make all optimizers before the first step, or give this one's parameters to add_param_group()",
@@ -221,7 +222,7 @@ class Watch:
 
     def tell_at_the_end(self):
         """A script may train without a torch.optim.Optimizer, or without ever calling a module: then nothing is offloaded."""
-        if self._jobs or self._attaches_itself or handles.were_made() or is_disabled():
+        if self._jobs or self._attaches_itself or jobs.were_made() or is_disabled():
             return
         why = ("no forward pass of a torch.nn.Module with parameters of an optimizer was seen" if self._order
                else "the script has made no torch.optim.Optimizer, and what it computes without one stays in memory")
@@ -241,9 +242,9 @@ class Watch:
         if not optimizers:
             self._attaches_itself = True
             return
-        if handles.handles():
+        if jobs.handles():
             gc.collect()  # models of before
-        open_handles = handles.handles()
+        open_handles = jobs.handles()
         if open_handles:
             if not any(mine & handle.identities() for handle in open_handles):
                 _log.warning("offloadd: %s is trained beside the model of job %s: it stays in memory", class_of(module), open_handles[0].job)
@@ -254,7 +255,7 @@ class Watch:
             options, called = {"gradients": "reduced_by_trainer", **options}, module.module
         beside = _modules_beside(module, chosen)
         loaded = Loaded.before(module, chosen, options, any(each in self._loaded for each in chosen), beside)
-        handle = handles.attach(module, chosen, _beside=beside, **options)
+        handle = attaching.attach(module, chosen, _beside=beside, **options)
         if loaded is not None:
             loaded.take(handle)
         elif handle.step and any(not mine.isdisjoint(map(id, each.parameters())) for each in self._given_weights):

@@ -1,5 +1,7 @@
-"""The snapshots that an engine's checkpoints lead to: how long each lasts, and more of them than a job has room for."""
+"""What engines save and load: checkpoints of every kind, and the snapshots that they lead to, how long each lasts, and more of them than a
+job has room for."""
 
+import argparse
 import glob
 import json
 import os
@@ -10,14 +12,249 @@ import unittest
 import unittest.mock
 
 import torch
-from deepspeed_engine_test import DeepSpeedCase, copies, engine_loop, make
+from deepspeed_case import DeepSpeedCase, Masters, copies, engine_loop, make, plain
 from safetensors.torch import load_file
 
+import offloadd
+import offloadd.deepspeed
 from offloadd import control
 from offloadd.deepspeed import setup, snapshots, utils
 
 
+class SavedTest(DeepSpeedCase):
+    """What a run saves another one loads."""
+
+    def scheduled(self, **changes):
+        return self.config(gradient_clipping=0.5, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 1e-2}}, **changes)
+
+    def test_a_checkpoint_is_loaded_by_another_run(self):
+        saved, there = os.path.join(self.folder.name, "saved"), make()
+        optimizer = self.adamw(there.parameters())
+        expected = plain(there, optimizer, 6, clip=0.5, scheduler=offloadd.deepspeed.schedules.WarmupLR(optimizer, 0, 1e-2, 8))
+        engine, *_ = self.initialize(make(), self.scheduled())
+        told = engine_loop(engine, 3, clip=0.5)
+        engine.save_checkpoint(saved, client_state={"position": 3})
+        engine_loop(engine, 1, clip=0.5, first=3)  # lost
+        engine.destroy()
+        here = make()
+        engine, *_ = self.initialize(here, self.scheduled())
+        path, state = engine.load_checkpoint(saved)
+        self.assertEqual([path, state], [os.path.join(saved, "global_step3"), {"position": 3}])
+        self.assertEqual(engine.global_steps, 3)
+        told += engine_loop(engine, 3, clip=0.5, first=3)
+        self.assertEqual(told, expected)
+        self.check_equal(here, there)
+
+    def test_a_run_goes_back_to_its_own_checkpoints(self):
+        saved = os.path.join(self.folder.name, "saved")
+        here = make()
+        engine, *_ = self.initialize(here, self.scheduled())
+        engine_loop(engine, 1)
+        engine.save_checkpoint(saved, tag="first")
+        engine_loop(engine, 1, first=1)
+        engine.save_checkpoint(saved, tag="second")
+        after = engine_loop(engine, 2, first=2)
+        weights = copies(here)
+        for tag, first in (("second", 2), ("first", 1), (None, 2)):
+            path, _ = engine.load_checkpoint(saved, tag)
+            self.assertTrue(path.endswith(tag or "second"))
+            self.assertEqual(engine_loop(engine, 4 - first, first=first)[-len(after):], after)
+            self.assertTrue(all(torch.equal(value, weights[name]) for name, value in here.state_dict().items()))
+
+    def back_to_a_checkpoint(self, folder):
+        """Losses of a bf16 model that goes back from its fifth step to its third, and its weights."""
+        here = make()
+        engine, *_ = self.initialize(here, self.config(bf16={"enabled": True}, gradient_clipping=0.5))
+        told = engine_loop(engine, 3, clip=0.5)
+        engine.save_checkpoint(os.path.join(self.folder.name, folder), client_state={"position": 3})
+        told += engine_loop(engine, 2, clip=0.5, first=3)
+        _, state = engine.load_checkpoint(os.path.join(self.folder.name, folder))
+        told += engine_loop(engine, 3, clip=0.5, first=state["position"])
+        return told, copies(here)
+
+    def test_checkpoints_in_memory_are_as_those_of_the_job(self):
+        told, weights = self.back_to_a_checkpoint("offloaded")
+        with unittest.mock.patch.dict(os.environ, {"OFFLOADD_DISABLE": "1"}):
+            told_in_memory, in_memory = self.back_to_a_checkpoint("in_memory")
+        self.assertEqual(told, told_in_memory)
+        self.assertTrue(all(torch.equal(value, weights[name]) for name, value in in_memory.items()))
+
+    def test_a_schedule_of_a_replaced_optimizer_goes_on_behind_a_checkpoint(self):
+        for disabled in ("0", "1"):
+            with self.subTest(disabled=disabled), unittest.mock.patch.dict(os.environ, {"OFFLOADD_DISABLE": disabled}):
+                model, rates = make(), []
+                replaced = torch.optim.AdamW(model.parameters(), lr=1.0)
+                scheduler = torch.optim.lr_scheduler.LambdaLR(replaced, lambda t: 1 / (t + 1))
+                adam = offloadd.deepspeed.adam.DeepSpeedCPUAdam(replaced.param_groups, lr=1.0)
+                engine, *_ = self.initialize(model, self.config(optimizer=None), optimizer=adam)
+                for step in range(3):
+                    rates += engine_loop(engine, 1, first=step)[1:]
+                    scheduler.step()
+                    if step == 1:
+                        engine.save_checkpoint(folder := os.path.join(self.folder.name, disabled))
+                        engine.load_checkpoint(folder)
+                self.assertEqual(rates, [1, 1 / 2, 1 / 3])
+                self.assertEqual(engine.get_lr(), [1 / 4])
+
+    def test_a_checkpoint_of_a_model_with_other_parts(self):
+        """Is refused while the engine still trains; its weights alone are loaded as far as they fit."""
+        engine, *_ = self.initialize(make(), self.config())
+        engine_loop(engine, 2)
+        engine.save_checkpoint(self.folder.name)
+        stored = copies(engine.module)
+        engine.destroy()
+        other = make()
+        other.more = torch.nn.Linear(4, 4)
+        engine, *_ = self.initialize(other, self.config())
+        for how in ({}, {"load_module_only": True}):
+            with self.assertRaisesRegex(offloadd.Error, "OFD-1402.*more.weight"):
+                engine.load_checkpoint(self.folder.name, **how)
+        engine_loop(engine, 1)
+        engine.load_checkpoint(self.folder.name, load_module_only=True, load_module_strict=False)
+        for name, value in stored.items():
+            self.assertTrue(torch.equal(other.state_dict()[name], value), name)
+        engine_loop(engine, 1)
+        engine.destroy()
+        smaller = make()
+        del smaller.head.weight, smaller.head
+        engine, *_ = self.initialize(smaller, self.config())
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1402.*head.weight"):
+            engine.load_checkpoint(self.folder.name)
+
+    def test_the_weights_of_a_checkpoint_are_for_everybody(self):
+        saved = os.path.join(self.folder.name, "saved")
+        here = make(tied=True)
+        engine, *_ = self.initialize(here, self.config())
+        engine_loop(engine, 2)
+        engine.save_checkpoint(saved)
+        expected = copies(here)
+        loaded = make(tied=True)
+        offloadd.deepspeed.utils.load_state_dict_from_zero_checkpoint(loaded, saved)
+        self.check_equal(loaded, here)
+        engine.save_16bit_model(saved, "model.bin")
+        self.assertEqual(set(torch.load(os.path.join(saved, "model.bin"), weights_only=True)), set(expected))
+        engine_loop(engine, 1, first=2)
+        engine.load_checkpoint(saved, load_module_only=True)
+        self.check_equal(loaded, here)
+
+    def test_masters_of_a_checkpoint_become_fp32_weights(self):
+        saved, made = os.path.join(self.folder.name, "saved"), os.path.join(self.folder.name, "made")
+        here = make()
+        here.embed.requires_grad_(False)
+        engine, *_ = self.initialize(here, self.config(bf16={"enabled": True}))
+        engine_loop(engine, 2)
+        engine.save_checkpoint(saved)
+        masters = {name: engine.handle.gather(p, "master") for name, p in here.named_parameters()}
+        engine_loop(engine, 1)
+        offloadd.deepspeed.utils.convert_zero_checkpoint_to_fp32_state_dict(saved, made)
+        found = torch.load(os.path.join(made, "pytorch_model.bin"), weights_only=True)
+        self.assertEqual(set(found), {*masters, "calls"})
+        for name, value in masters.items():
+            self.assertTrue(torch.equal(found[name], value), name)
+        self.assertFalse(torch.equal(found["up.weight"], found["up.weight"].bfloat16().float()), "masters, not their casts")
+        trained = offloadd.deepspeed.utils.get_fp32_state_dict_from_zero_checkpoint(saved, exclude_frozen_parameters=True)
+        self.assertEqual(set(found) - set(trained), {"embed.weight"})
+
+    def test_frozen_weights_are_left_out_of_a_checkpoint(self):
+        names = {"up.weight", "up.bias", "down.weight", "down.bias", "norm.weight", "norm.bias", "calls"}
+        for disabled in ("0", "1"):
+            saved = os.path.join(self.folder.name, "saved" + disabled)
+            with self.subTest(disabled=disabled), unittest.mock.patch.dict(os.environ, {"OFFLOADD_DISABLE": disabled}):
+                here = make(tied=True)
+                here.embed.requires_grad_(False)
+                engine, *_ = self.initialize(here, self.config(bf16={"enabled": True}))
+                engine_loop(engine, 2)
+                engine.save_checkpoint(saved, exclude_frozen_parameters=True)
+                kept = copies(here)
+                told = engine_loop(engine, 2, first=2)
+                self.assertEqual(set(offloadd.deepspeed.files.weights_in(os.path.join(saved, "global_step2"))), names)
+                self.assertEqual(set(offloadd.deepspeed.utils.get_fp32_state_dict_from_zero_checkpoint(saved)), names)
+                engine.load_checkpoint(saved)
+                self.assertEqual(engine_loop(engine, 2, first=2), told)
+                engine.load_checkpoint(saved, load_module_only=True)
+                for name, value in kept.items():
+                    self.assertTrue(torch.equal(here.state_dict()[name], value), name)
+                engine.destroy()
+
+    def test_weights_that_were_written_after_the_last_step_are_in_a_checkpoint(self):
+        saved = os.path.join(self.folder.name, "saved")
+        here, there = make(), make()
+        engine, *_ = self.initialize(here, self.config())
+        optimizer = self.adamw(there.parameters())
+        engine_loop(engine, 1), plain(there, optimizer, 1)
+        with torch.no_grad():
+            here.head.weight.mul_(0.5), there.head.weight.mul_(0.5)
+        engine.save_checkpoint(saved)
+        engine_loop(engine, 1, first=1)  # lost
+        engine.load_checkpoint(saved)
+        self.assertEqual(engine_loop(engine, 2, first=1), plain(there, optimizer, 2, first=1))
+        self.check_equal(here, there)
+
+    def test_checkpoints_of_an_optimizer_that_runs_in_this_process(self):
+        saved = os.path.join(self.folder.name, "saved")
+        here, there = make(), make()
+        engine, optimizer, *_ = self.initialize(here, self.config(optimizer=None), optimizer=torch.optim.NAdam(here.parameters(), 1e-2))
+        mine = torch.optim.NAdam(there.parameters(), 1e-2)
+        engine_loop(engine, 2), plain(there, mine, 2)
+        engine.save_checkpoint(saved)
+        engine_loop(engine, 1, first=2)  # lost
+        engine.load_checkpoint(saved)
+        self.assertEqual(engine_loop(engine, 2, first=2), plain(there, mine, 2, first=2))
+        self.check_equal(here, there)
+        self.assertEqual([optimizer.overflow, optimizer.loss_scale], [False, 1.0])
+        engine, *_ = self.initialize(make(), self.config())
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1602.*in this process"):
+            engine.load_checkpoint(saved)
+
+    def test_a_universal_checkpoint_is_loaded(self):
+        saved, there = os.path.join(self.folder.name, "saved"), make(torch.bfloat16)
+        optimizer = Masters(there, self.adamw)
+        schedule = offloadd.deepspeed.schedules.WarmupLR(optimizer.optimizer, 0, 1e-2, 8)
+        expected = plain(there, optimizer, 6, clip=0.5, scheduler=schedule)
+        engine, *_ = self.initialize(make(), self.scheduled(bf16={"enabled": True}))
+        told = engine_loop(engine, 3, clip=0.5)
+        engine.handle.save_universal(saved)
+        scheduler = engine.lr_scheduler.state_dict()
+        engine.destroy()
+        universal = self.scheduled(bf16={"enabled": True}, checkpoint={"load_universal": True})
+        engine, *_ = self.initialize(make(), universal)
+        engine_loop(engine, 1, clip=0.5, first=9)
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1402.*load_lr_scheduler_states"):
+            engine.load_checkpoint(saved)
+        # As DeepSpeed's own file has it: the schedule, what the program gave, and objects of classes that nobody may make.
+        path = os.path.join(saved, "global_step3_universal", "mp_rank_00_model_states.pt")
+        torch.save({**torch.load(path), "lr_scheduler": scheduler, "position": 3, "args": argparse.Namespace(lr=1)}, path)
+        here = engine.module
+        found, state = engine.load_checkpoint(saved)
+        self.assertEqual([found, state], [os.path.dirname(path), {"position": 3}])
+        self.assertEqual([engine.global_steps, engine.micro_steps], [3, 3])
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1602.*next step"):
+            engine.save_checkpoint(saved, "without_a_step")
+        told += engine_loop(engine, 3, clip=0.5, first=3)
+        self.assertEqual(told, expected)
+        engine.save_checkpoint(saved, "with_a_step", save_latest=False)
+        here.calls.copy_(there.calls)  # buffers are not in it
+        self.check_equal(here, there)
+        engine.load_checkpoint(saved, "global_step3_universal", load_module_only=True)
+        self.assertEqual(engine.global_steps, 6)
+        self.assertTrue(engine.load_universal_checkpoint())
+        self.assertEqual(engine_loop(engine, 1, first=3)[0], expected[len(expected) // 2])
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1405"):
+            engine.load_checkpoint(saved, "other")
+
+    def test_there_is_no_checkpoint(self):
+        engine, *_ = self.initialize(make(), self.config())
+        self.assertEqual(engine.load_checkpoint(self.folder.name), (None, None))
+        foreign = os.path.join(self.folder.name, "theirs", "global_step1")
+        os.makedirs(foreign)
+        open(os.path.join(foreign, "mp_rank_00_model_states.pt"), "wb").close()
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1104.*zero_to_fp32"):
+            engine.load_checkpoint(os.path.dirname(foreign), "global_step1")
+
+
 class CheckpointsTest(DeepSpeedCase):
+    """How long snapshots last."""
+
     def setUp(self):
         super().setUp()
         self.saved = os.path.join(self.folder.name, "saved")

@@ -32,7 +32,7 @@ class Placed(unittest.TestCase):
         for name, value in cuda.items():
             self.enterContext(unittest.mock.patch.object(torch.cuda, name, value))
         self.set_device = self.enterContext(unittest.mock.patch.object(torch.cuda, "set_device"))
-        self.enterContext(unittest.mock.patch.object(offloadd.handle, "attach", attach))
+        self.enterContext(unittest.mock.patch.object(offloadd.attaching, "attach", attach))
         self.addCleanup(setup.set_installed, {})
         setup.set_installed({})
         placement._tell.cache_clear()

@@ -6,7 +6,7 @@ import unittest
 import unittest.mock
 
 import torch
-from deepspeed_engine_test import DeepSpeedCase, batch, make
+from deepspeed_case import DeepSpeedCase, batch, make
 
 import offloadd
 import offloadd.deepspeed

@@ -10,7 +10,7 @@ import unittest
 import unittest.mock
 
 import torch
-from deepspeed_engine_test import DeepSpeedCase, Masters, Net, batch, copies, make
+from deepspeed_case import DeepSpeedCase, Masters, Net, batch, copies, make
 
 import offloadd
 import offloadd.deepspeed as deepspeed

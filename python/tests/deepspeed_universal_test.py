@@ -4,7 +4,6 @@ the handle. Values are compared bit for bit."""
 
 import os
 import subprocess
-import sys
 import tempfile
 import unittest
 

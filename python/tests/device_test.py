@@ -35,7 +35,7 @@ import modules_test  # noqa: its cases are declared
 import serving_test  # noqa
 import training_test  # noqa
 from battery import case, main, retype, states_of
-from offloadd import handle as handle_module
+from offloadd import jobs
 from programs import Programs
 
 DEVICE = torch.device(DEVICE)
@@ -643,8 +643,8 @@ def device_after_init(run):
     try:
         run.attach(model, adamw(model), job="opened", device=DEVICE)
     finally:
-        handle_module._constructed.take().close()
-        handle_module._constructed = None
+        jobs.constructed.take().close()
+        jobs.constructed = None
 
 
 @refusal(2003)

@@ -10,7 +10,7 @@ import sys
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from offloadd.optimizer import recipe_of
+from offloadd.recipes import recipe_of
 
 
 def reproducible():

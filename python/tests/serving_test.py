@@ -23,7 +23,7 @@ from torch.optim import SGD, AdamW
 
 import offloadd
 from battery import VOCABULARY, WIDTH, Transformer, case, difference, main, own, saved
-from offloadd import handle as handles
+from offloadd import jobs
 
 FP32 = {"types": ("fp32",)}
 
@@ -1125,7 +1125,7 @@ def weights_that_outlive_their_model(run):
     told += [own(kept[0]), copy.deepcopy(kept[0]), own(kept[1](torch.ones(2, WIDTH, dtype=run.dtype))), kept[2].sum().item()]
     kept.clear()
     gc.collect(), gc.collect()  # the handle is gone after the first
-    assert not handles._outlived
+    assert not jobs.outlived
     return told
 
 

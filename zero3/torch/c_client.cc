@@ -281,8 +281,7 @@ absl::StatusOr<offload_job::Piece> offload_job::PieceOf(size_t number, const cha
         absl::StrCat("tensor \"", named.name, "\" has no plane \"", std::string(wanted), "\""),
         absl::StrCat("Its planes are ", planes.Names()));
   }
-  return Piece{*found,
-               *found == proto::Plane::kWeight ? proto::DtypeBytes(named.dtype) : sizeof(float)};
+  return Piece{*found, planes.Bytes(*found, 1)};
 }
 
 absl::Status offload_job::Put(size_t number, const char* plane, uint64_t begin, uint64_t count,

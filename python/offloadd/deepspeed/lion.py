@@ -3,7 +3,8 @@ computes bit for bit."""
 
 import torch
 
-from .. import optimizer as serving
+from .. import recipes
+from ..optimizer import loss_of
 from .missing import refuse, refusing
 
 
@@ -16,7 +17,7 @@ class DeepSpeedCPULion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """What counts where nothing is offloaded."""
-        loss = serving.loss_of(closure)
+        loss = loss_of(closure)
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for parameter in group["params"]:
@@ -43,6 +44,6 @@ def _values(group):
     return {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
 
 
-serving.serve(DeepSpeedCPULion, "lion", _values)
+recipes.serve(DeepSpeedCPULion, "lion", _values)
 
 __getattr__ = refusing("deepspeed.ops.lion")

@@ -11,7 +11,8 @@ import logging
 import torch
 
 from ..errors import Error
-from ..optimizer import UNKNOWN, parameters_of, recipe_of
+from ..optimizer_part import UNKNOWN
+from ..recipes import parameters_of, recipe_of
 from .missing import refuse
 
 _log = logging.getLogger("offloadd")

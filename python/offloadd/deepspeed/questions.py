@@ -1,7 +1,10 @@
-"""What programs ask the engine about its configuration: values of the file, DeepSpeed's own where it says nothing, and False for what
-is not done."""
+"""What programs ask the engine about itself and its configuration: values of the file, DeepSpeed's own where it says nothing, and False
+for what is not done."""
 
 import torch
+
+from ..errors import Error
+from . import comm
 
 _TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16}
 
@@ -91,3 +94,86 @@ class Questions:
     @property
     def basic_optimizer(self):
         return self.optimizer
+
+    def get_lr(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def get_type(self):
+        return [group.get("type") for group in self.optimizer.param_groups]
+
+    def get_mom(self):
+        return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups]
+
+    def _needs_batch(self, value, name):
+        if value is None:
+            raise Error.of(1105, f"{name} is not in the configuration", "Add it")
+        return value
+
+    def train_batch_size(self):
+        return self._needs_batch(self._settings.batch, "train_batch_size")
+
+    def train_micro_batch_size_per_gpu(self):
+        return self._needs_batch(self._settings.micro_batch, "train_micro_batch_size_per_gpu")
+
+    def gradient_accumulation_steps(self):
+        return self._settings.accumulation
+
+    def get_batch_info(self):
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def set_train_batch_size(self, train_batch_size):
+        step = self.train_micro_batch_size_per_gpu() * comm.get_world_size()
+        if train_batch_size % step:
+            raise Error.of(1103, f"train_batch_size {train_batch_size} is no multiple of {step}", "Choose a multiple")
+        self._settings.batch, self._settings.accumulation = train_batch_size, train_batch_size // step
+
+    def set_train_micro_batch_size(self, micro_batch_size):
+        self._settings.micro_batch = micro_batch_size
+        self._settings.batch = micro_batch_size * self._settings.accumulation * comm.get_world_size()
+
+    def gradient_clipping(self):
+        return self._settings.clipping
+
+    def bfloat16_enabled(self):
+        return self._settings.bf16
+
+    def amp_enabled(self):
+        return False
+
+    wall_clock_breakdown = eigenvalue_enabled = sparse_gradients_enabled = amp_enabled
+
+    def zero_optimization(self):
+        return True
+
+    zero_optimization_partition_gradients = zero_optimization_partition_weights = zero_gather_16bit_weights_on_model_save = zero_optimization
+
+    def zero_optimization_stage(self):
+        return 3
+
+    def optimizer_name(self):
+        return self._imported.training["optimizer"].lower() or None
+
+    def scheduler_name(self):
+        return self._imported.training["scheduler"] or None
+
+    @property
+    def config(self):
+        return self._raw
+
+    @property
+    def device(self):
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    @property
+    def global_rank(self):
+        return comm.get_rank()
+
+    @property
+    def local_rank(self):
+        return comm.get_local_rank()
+
+    @property
+    def world_size(self):
+        return comm.get_world_size()
+
+    dp_world_size = world_size

@@ -6,7 +6,7 @@ import sys
 
 import torch
 
-from .. import handle as attaching
+from .. import jobs
 from ..errors import Error
 from . import comm
 from .missing import refuse, refusing
@@ -56,7 +56,7 @@ def set_z3_leaf_module(module, flag):
 
 def safe_get_full_fp32_param(param):
     """The fp32 master."""
-    handle = attaching.handle_of(param)
+    handle = jobs.handle_of(param)
     return param.detach().float().clone() if handle is None else handle.gather_one(param, "master").to(param.device)
 
 
@@ -65,14 +65,14 @@ def safe_get_full_grad(param):
 
 
 def safe_get_full_optimizer_state(param, optim_state_key):
-    handle = attaching.handle_of(param)
+    handle = jobs.handle_of(param)
     return None if handle is None else handle.gather_one(param, optim_state_key).to(param.device)
 
 
 @torch.no_grad()
 def safe_set_full_fp32_param(param, value):
     """Of bf16 weights the master, whose rounding they become."""
-    handle = attaching.handle_of(param)
+    handle = jobs.handle_of(param)
     if handle is None:
         param.copy_(value)
     else:
@@ -80,7 +80,7 @@ def safe_set_full_fp32_param(param, value):
 
 
 def safe_set_full_optimizer_state(param, value, optim_state_key):
-    handle = attaching.handle_of(param)
+    handle = jobs.handle_of(param)
     if handle is None:
         refuse(f"writing {optim_state_key} of a parameter that no engine has", "Call it after deepspeed.initialize()")
     handle.write_one(param, optim_state_key, value)

@@ -9,7 +9,7 @@ import threading
 import torch
 
 from .. import config as configuration
-from .. import handle as attaching
+from .. import attaching, jobs
 from ..errors import Error
 from ..library import is_disabled
 from . import comm, setup
@@ -43,7 +43,7 @@ class Init(contextlib.ContextDecorator):
     def __enter__(self):
         if not self._enabled:
             return self
-        if attaching._constructed is not None:
+        if jobs.constructed is not None:
             _log.info("offloadd: a second zero.Init before initialize() builds in memory")
             return self
         options = self._options()
@@ -116,7 +116,7 @@ class GatheredParameters:
         self._engine, self._here = None, []
 
     def __enter__(self):
-        pending = attaching._constructed
+        pending = jobs.constructed
         if pending is not None and pending._engine is not None and not getattr(pending, "is_under_way", False):
             self._engine, self._pending = pending._engine, pending
             pending.is_under_way = True
@@ -136,7 +136,7 @@ class GatheredParameters:
         if held is not None and held.rank != self._rank:
             raise Error.of(1002, f"GatheredParameters(modifier_rank={self._rank}) inside of one with modifier_rank={held.rank}, of the same "
                                  "parameter", "Name one rank")
-        handle = attaching.handle_of(parameter)
+        handle = jobs.handle_of(parameter)
         if held is None and handle is not None and handle.world_size > 1:
             _held[id(parameter)] = _Held(parameter, self._rank)
             self._here.append(_held[id(parameter)])
