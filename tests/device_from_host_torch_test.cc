@@ -4,6 +4,7 @@
 
 #include <ATen/Functions.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/InferenceMode.h>
 #include <offload/torch.h>
 #include <torch/nn/functional.h>
 #include <torch/nn/modules.h>
@@ -322,6 +323,40 @@ TEST(DeviceFromHostTest, AnAttachThatFailsLeavesTheModuleWhereItWas) {
   (run.weight * run.buffer).sum().backward();
   run.optimizer->step();
   EXPECT_EQ(run.engine->step(), 1);
+}
+
+// What is attached, or given back, under InferenceMode stays ordinary: it is trained outside of it.
+TEST(DeviceFromHostTest, UnderInferenceModeTensorsStayOrdinary) {
+  const auto expect_ordinary = [](Small& run) {
+    for (const Tensor& tensor : {run.weight, run.other, run.buffer})
+      EXPECT_FALSE(tensor.is_inference());
+    if (run.weight.grad().defined()) EXPECT_FALSE(run.weight.grad().is_inference());
+  };
+  for (const bool offloads : {true, false}) {
+    Small run;
+    SetOffloading(offloads);
+    run.weight.sum().backward();
+    {
+      const c10::InferenceMode inference;
+      run.Attach(PoolOptions(offloads ? "under_inference" : "memory", "64MiB"));
+    }
+    EXPECT_EQ(run.buffer.device(), StandinDevice());
+    expect_ordinary(run);
+    (run.weight * run.buffer).sum().backward();
+    run.optimizer->step();
+    EXPECT_EQ(run.engine->step(), 1);
+  }
+  Small run;  // closed before there was a store
+  run.weight.sum().backward();
+  run.Attach(PoolOptions("given_back", "64MiB"));
+  {
+    const c10::InferenceMode inference;
+    run.optimizer.reset();
+    run.engine.reset();
+  }
+  EXPECT_TRUE(run.weight.device().is_cpu());
+  expect_ordinary(run);
+  (run.weight * run.buffer).sum().backward();
 }
 
 // Weights after steps of an optimizer that runs in this process, on the device.

@@ -812,6 +812,53 @@ TEST(TrainersTest, AttachedAndSteppedUnderInferenceMode) {
   ExpectSame(expected, train(true), "under InferenceMode");
 }
 
+// Torch settles a thread's number of threads (at::set_num_threads) when something large is first
+// computed there, which may be the optimizer's step; products before that are computed with
+// another number, and so with other bits. Nothing of ours may settle it sooner, or later.
+std::vector<Tensor> TrainOnAnUnsettledThread(bool offloading, bool attaches_there) {
+  const auto most = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
+  const auto set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
+  if (most == nullptr || set == nullptr) return {};
+  SetOffloading(offloading);
+  torch::manual_seed(7);
+  nn::Sequential model(nn::Linear(48, 200), nn::Tanh(), nn::Linear(200, 200), nn::Tanh(),
+                       nn::Linear(200, 48));
+  std::shared_ptr<Engine> engine;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;
+  std::vector<Tensor> log;
+  const auto attach = [&] {
+    engine = Engine::Open(OptionsFor(attaches_there ? "attached_there" : "settles"));
+    optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3));
+  };
+  const auto see_threads = [&] { log.push_back(torch::tensor(most())); };
+  if (!attaches_there) attach();
+  std::thread([&] {
+    set(2);  // without torch
+    if (attaches_there) attach();
+    for (int step = 0; step < 4; ++step) {
+      optimizer->zero_grad();
+      const Tensor x = Numbers(step, {6, 48});
+      (model->forward(x) - x).square().mean().backward();
+      see_threads();
+      optimizer->step();
+      see_threads();
+    }
+  }).join();
+  for (const Tensor& parameter : model->parameters()) log.push_back(parameter.detach().clone());
+  return log;
+}
+
+TEST(TrainersTest, AThreadSettlesItsNumberOfThreadsWhereItDoesInMemory) {
+  for (const bool attaches_there : {false, true}) {
+    const auto expected = TrainOnAnUnsettledThread(/*offloading=*/false, attaches_there);
+    if (expected.empty()) GTEST_SKIP() << "this torch is not built with OpenMP";
+    EXPECT_EQ(expected[0].item<int>(), 2);  // at the first step, and not before
+    EXPECT_EQ(expected[1].item<int>(), 1);
+    const auto actual = TrainOnAnUnsettledThread(/*offloading=*/true, attaches_there);
+    ExpectSame(expected, actual, attaches_there ? "attached there" : "attached elsewhere");
+  }
+}
+
 TEST(TrainersTest, AThawThatRamDoesNotHoldChangesNothing) {
   const auto build = [] {
     torch::manual_seed(7);

@@ -107,6 +107,7 @@ void MoveWithBytes(const at::Tensor& tensor, c10::Device device) {
 }
 
 void MoveWithBytes(torch::nn::Module& module, c10::Device device) {
+  const c10::InferenceMode ordinary(false);
   const at::NoGradGuard no_grad;
   std::vector<std::pair<at::Tensor, at::Tensor>> sharing;  // with one before it
   const std::vector<at::Tensor> parameters = module.parameters();

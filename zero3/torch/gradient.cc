@@ -2,6 +2,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/TensorIterator.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -32,6 +33,26 @@ constexpr size_t kTransfersInFlight = 32;
 
 constexpr c10::DispatchKeySet kModeKeys{c10::DispatchKey::Python,
                                         c10::DispatchKey::PythonTLSSnapshot};
+
+// Whether torch's number of threads is settled on this thread, for all that we know: the step asks
+// for it (TensorEngine::Step). Who has asked otherwise is not seen.
+thread_local bool threads_are_settled = false;
+
+// As to.copy_(from). In memory a gradient that is kept is not copied: while nothing is settled the
+// parts are too small to ask for the number, which would change the bits of products that follow.
+void CopyWithoutSettling(const at::Tensor& to, const at::Tensor& from) {
+  if (threads_are_settled || to.numel() < at::internal::GRAIN_SIZE ||
+      from.layout() != at::kStrided) {
+    to.copy_(from);
+    return;
+  }
+  const at::IntArrayRef sizes = to.sizes();
+  const int64_t longest = std::max_element(sizes.begin(), sizes.end()) - sizes.begin();
+  const int64_t size = sizes[longest], half = size / 2;
+  CopyWithoutSettling(to.narrow(longest, 0, half), from.narrow(longest, 0, half));
+  CopyWithoutSettling(to.narrow(longest, half, size - half),
+                      from.narrow(longest, half, size - half));
+}
 
 // torch holds this lock of an AccumulateGrad while it adds to `.grad`, but not while it calls the
 // hooks, and says that they have to look after themselves. The member is protected; an explicit
@@ -648,7 +669,7 @@ void Gradient::TakeValues(const at::Tensor& values) {
       !plain_values.is_neg()) {
     std::memcpy(bytes(), plain_values.const_data_ptr(), size_bytes_);
   } else {
-    Plain().copy_(plain_values);
+    CopyWithoutSettling(Plain(), plain_values);
   }
   pins.Finish();
 }
@@ -711,6 +732,7 @@ bool Gradient::PrepareStep() {
   WaitWhileMoving(lock);
   WaitForUpdate(lock);
   StartWriting(lock);
+  if (parameter_.numel() >= at::internal::GRAIN_SIZE) threads_are_settled = true;
   return true;
 }
 
