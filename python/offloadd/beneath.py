@@ -214,6 +214,25 @@ def follower_of(parameter):
     return _Beneath("of shape " + str(list(parameter.shape)), parameter, parameter, _owners_of(_given[storage])) if is_over_a_source(storage) else None
 
 
+class _OfGraphs(_Beneath):
+    """The memory that a parameter was given, `p.data = x`, and that graphs of outputs and losses still have."""
+
+    def __init__(self, parameter):
+        self._former = served.data_of(parameter)
+        super().__init__("of shape " + str(list(parameter.shape)), parameter, self._former, [])
+
+    def is_held(self):
+        return self._parameter() is not None and self._former is not None and served.is_shared(self._former)
+
+    def memory(self):
+        return self._parameter(), self._former
+
+    def end(self):
+        super().end()
+        self._former = None
+
+
+served.follower_of_graphs = _OfGraphs
 served.is_of_others = lambda storage: storage in _given
 served.follower_of = follower_of
 

@@ -70,6 +70,10 @@ class _StateByParameter(collections.abc.MutableMapping):
     def __contains__(self, parameter):
         return self._master(parameter) in self._optimizer.state
 
+    def get(self, parameter, default=None):
+        """Which makes no state, as that of a defaultdict."""
+        return self._optimizer.state.get(self._master(parameter), default)
+
     def __setitem__(self, parameter, state):
         self._optimizer.state[self._master(parameter)] = state
 

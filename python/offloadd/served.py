@@ -9,6 +9,7 @@ import collections
 import contextlib
 import copy
 import functools
+import gc
 import itertools
 import logging
 import multiprocessing.reduction
@@ -308,7 +309,13 @@ _parameter_data = torch.nn.Parameter.data
 _replaced = {}  # id of a parameter -> _Replaced
 is_of_others = bool  # a function: whether the memory of a storage is an array's, or a buffer's
 follower_of = bool  # a function: what has such memory follow a parameter that is about to leave it
+follower_of_graphs = bool  # a function: the same for memory of torch's that only graphs have
 is_attached = bool  # a function: whether a parameter is one of an open job, and not one that is being constructed
+
+
+def data_of(parameter):
+    """`parameter.data`, as torch has it."""
+    return _parameter_data.__get__(parameter)
 
 
 def storage_of(tensor):
@@ -333,6 +340,16 @@ def _storages_of_parameters_alone():
             and all(before[1] <= after[0] for before, after in itertools.pairwise(sorted(own)))}
 
 
+def _seen_storages():
+    """How many tensors that Python has are over each."""
+    seen = collections.Counter()
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.Tensor):
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # it has none
+                seen[storage_of(each)] += 1
+    return seen
+
+
 def _order_of(tensor):
     """Its dimensions, outermost in memory first; those of one element do not count."""
     return sorted((n for n in range(tensor.dim()) if tensor.size(n) > 1), key=tensor.stride, reverse=True)
@@ -343,6 +360,11 @@ def _have_same_order(parameter, value):
     return value.layout != torch.strided or _order_of(parameter) == _order_of(value)
 
 
+def _set_version(tensor, version):
+    """torch counts no write where `p.data = x` is one: graphs of before go backward."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 class _Replaced:
     """A parameter that was given another storage, and the tensor that is the job's."""
 
@@ -351,42 +373,84 @@ class _Replaced:
         self.parameter = weakref.ref(parameter, lambda _: _replaced.pop(key, None))
         self.own = parameter.detach()
         self.given = weakref.ref(self.own)  # the tensor whose storage the parameter has now
+        self._frozen_then = None
 
-    def _follower(self, parameter):
-        """The tensor that was given, where it and the parameter are all that is over the storage, and it can be over the job's instead."""
+    def _follower(self, parameter, may_leave, seen):
+        """The tensor that was given, where it, the parameter and graphs are all that is over the storage, and it can be over the job's instead."""
         given = self.given()
         if given is None or given is self.own or type(given) is not torch.Tensor or given.requires_grad or given._base is not None:
             return None
         # Somebody else's memory: numpy's, another process's. Of CUDA torch says so of all.
         if is_of_others(given.untyped_storage()) or (given.device.type == "cpu" and given.is_shared()):
             return None
+        if storage_of(given) != storage_of(parameter):
+            return None
         # A second tensor beside the parameter's, and the object that asks.
-        if storage_of(given) != storage_of(parameter) or torch._C._storage_Use_Count(storage_of(parameter)) != 3:
+        if torch._C._storage_Use_Count(storage_of(parameter)) != 3 and not (may_leave and self._is_of_graphs(parameter, given, seen)):
             return None
         is_whole = given.storage_offset() == self.own.storage_offset() == 0
         return given if is_whole and given.shape == self.own.shape and given.stride() == self.own.stride() else None
 
-    def settle(self, may_stay, of_parameters_alone):
+    def give(self, value):
+        """`p.data = value` has been said. Notes whether a tensor that no collection looks at may be over its storage, too."""
+        self.given = weakref.ref(value)
+        is_alone = torch._C._storage_Use_Count(storage_of(value)) == 3  # with the parameter, and who asks
+        self._frozen_then = gc.get_freeze_count() if is_alone else None
+
+    def _is_of_graphs(self, parameter, follower, seen):
+        """Whether what is over its storage, beside it and the follower (or None), is in graphs of autograd, those of outputs and losses that are kept:
+        nobody can write there."""
+        if parameter.device.type != "cpu" or managed(parameter) or parameter.is_shared() or is_of_others(parameter.untyped_storage()):
+            return False
+        frozen, given = gc.get_freeze_count(), self.given()
+        if frozen and (frozen != self._frozen_then or (given is not None and given is not follower)):
+            return False
+        return seen()[storage_of(parameter)] == 1 + (follower is not None)
+
+    def _leave_to_others(self, parameter):
+        """Has what was made of the former storage (y = p.data) keep that, with what is in it, in memory, as in plain torch: the job's values are elsewhere
+        from now on. Whether that could be: not on a device, nor with tied parameters."""
+        if parameter.device.type != "cpu" or self.own.is_inference():
+            return False
+        value, version = data_of(parameter), parameter._version
+        _parameter_data.__set__(parameter, self.own)
+        with torch.no_grad():
+            parameter.set_(self.own.clone())
+        _set_version(parameter, version)
+        own = parameter.detach()
+        is_left = storage_of(own) != storage_of(self.own)
+        _parameter_data.__set__(parameter, value)
+        if is_left:
+            self.own = own
+        return is_left
+
+    def settle(self, may_stay, may_leave, of_parameters_alone, seen):
         """Has the job take the value; whether the parameter has its own storage again."""
         parameter = self.parameter()
         if parameter.shape != self.own.shape or parameter.dtype != self.own.dtype:
             raise Error.of(1601, f"a parameter of {self.own.dtype}, shape {list(self.own.shape)}, has become one of {parameter.dtype}, shape "
                                  f"{list(parameter.shape)} (p.data = …, or a cast such as model.to(dtype))",
                            "Change types and shapes before attach(); a model that casts parameters of its own has done so after one forward pass")
-        if is_shared(self.own):
+        is_left = is_shared(self.own)
+        if is_left and not (may_leave and self._leave_to_others(parameter)):
             raise Error.of(1601, f"a parameter of shape {list(parameter.shape)} was given another storage (p.data = x), and a tensor that was made of "
                                  "its former one is still there (y = p.data)", "Set the value with p.copy_(x) under torch.no_grad(), or keep no y")
         is_taken = storage_of(parameter) not in of_parameters_alone and is_shared(parameter)
         stays = may_stay and is_taken
-        follower = None if stays else self._follower(parameter)
-        if is_taken and not stays and follower is None:
+        follower = None if stays else self._follower(parameter, may_leave, seen)
+        is_followed = follower is not None and torch._C._storage_Use_Count(storage_of(parameter)) == 3
+        is_of_graphs = is_taken and not stays and not is_followed and may_leave and self._is_of_graphs(parameter, follower, seen)
+        if is_taken and not stays and follower is None and not is_of_graphs:
             raise Error.of(1601, f"a parameter of shape {list(self.own.shape)} was given a storage (p.data = x) that another tensor is over, "
                                  "too: x, a view of it, or one in the graph of an output or a loss that is kept",
                            "Set the value with p.copy_(x) under torch.no_grad(), or keep neither x nor the graph (loss.detach())")
         followers.forget(parameter)
-        memory = follower_of(parameter) if not stays and parameter.device.type == "cpu" else None
+        memory = follower_of_graphs(parameter) if is_of_graphs else follower_of(parameter) if not stays and parameter.device.type == "cpu" else None
+        version = self.own._version
         with torch.no_grad():
             self.own.copy_(parameter.detach())
+        if (is_left or is_of_graphs) and parameter.dtype.itemsize > 2:  # the version of narrower ones tells their masters
+            _set_version(self.own, version)
         if not stays:
             _parameter_data.__set__(parameter, self.own)
         if memory:
@@ -396,14 +460,17 @@ class _Replaced:
         return not stays
 
 
-def settle_replaced(identities, in_process=frozenset()):
+def settle_replaced(identities, in_process=frozenset(), *, may_leave):
     """Before a step: `p.data = x` has given parameters storages of their own. The job takes the values, and the parameters their storages
-    back, which nobody can tell where no other tensor is over either, but for other such parameters, or only x, which gets the job's storage, too. Those whose optimizer runs in this process (`in_process`) may share x
-    with what it keeps, and stay in memory as that does; else OFD-1601."""
+    back, which nobody can tell where no other tensor is over what they were given, but for other such parameters, or only x, which gets the job's storage,
+    too, or graphs, which get the values again after every step. Those whose optimizer runs in this process (`in_process`) may share x
+    with what it keeps, and stay in memory as that does; else OFD-1601. What is over the former storage keeps it, with what was in it (`may_leave`: of one
+    rank)."""
     keys = [key for key in _replaced if key in identities]
     of_parameters_alone = _storages_of_parameters_alone() if keys else ()
+    seen = functools.cache(_seen_storages)
     for key in keys:
-        if _replaced[key].settle(key in in_process, of_parameters_alone):
+        if _replaced[key].settle(key in in_process, may_leave, of_parameters_alone, seen):
             del _replaced[key]
 
 
@@ -439,7 +506,7 @@ def _replaceable(original):
         original.__set__(self, value)
         there = _replaced.get(id(self))
         if there is not None:
-            there.given = weakref.ref(value)
+            there.give(value)
         if there is not None and storage_of(there.own) == storage_of(self):
             del _replaced[id(self)]  # put back
 

@@ -807,22 +807,111 @@ def pieces_of_a_vector_that_is_kept_are_refused(run):
     return run.train(model, optimizer), vector
 
 
-@case(**REFUSED)
-def value_that_the_graph_of_a_kept_loss_has_is_refused_by_that_name(run):
-    model = run.make(lambda: torch.nn.Sequential(torch.nn.Linear(32, 24), torch.nn.Tanh(), torch.nn.Linear(24, 8)))
+def _small(run):
+    return run.make(lambda: torch.nn.Sequential(torch.nn.Linear(32, 24), torch.nn.Tanh(), torch.nn.Linear(24, 8)))
+
+
+def _step(model, optimizer, step):
+    loss = model(torch.randn(4, 32, generator=torch.Generator().manual_seed(step)).to(model[0].weight.dtype)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def _backward_of_old(kept, model):
+    """The gradients, or that torch refuses them."""
+    model.zero_grad()
+    try:
+        kept.backward()
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error), str(error)
+        return "refused by torch"
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def graph_of_a_kept_loss(name, is_replaced_first, is_fused, keep=lambda value: None):
+    """It has the memory that the weight is given, or that which it had; nobody calls its backward() before the step. `keep`: what the program keeps of
+    what it gives."""
+
+    def body(run):
+        model = _small(run)
+        optimizer = AdamW(model.parameters(), 1e-2, fused=is_fused)
+        run.attach(model, optimizer)
+        weight, inputs = model[2].weight, torch.ones(4, 32)
+        told = [_step(model, optimizer, 0)]
+        for step in range(1, 4):
+            if is_replaced_first:
+                value = weight.data * 0.99
+                weight.data = value
+                kept_value, value = keep(value), None
+            kept = model(inputs).mean()
+            if not is_replaced_first:
+                weight.data = weight.data * 0.99
+            told += [_step(model, optimizer, step), kept.item()]
+            if is_replaced_first and kept_value is not None:
+                told.append(kept_value.clone())
+        told += [_step(model, optimizer, 4), _backward_of_old(kept, model)]
+        del kept
+        return told + [_step(model, optimizer, step) for step in range(5, 7)] + [p.detach().clone() for p in model.parameters()]
+
+    body.__name__ = name
+    case(types=("fp32",))(body)
+
+
+graph_of_a_kept_loss("value_that_the_graph_of_a_kept_loss_has", True, False)
+graph_of_a_kept_loss("value_that_the_graph_of_a_kept_loss_has_fused", True, True)
+graph_of_a_kept_loss("value_that_the_program_and_the_graph_of_a_kept_loss_have", True, True, keep=lambda value: value)
+graph_of_a_kept_loss("former_value_that_the_graph_of_a_kept_loss_has", False, False)
+graph_of_a_kept_loss("former_value_that_the_graph_of_a_kept_loss_has_fused", False, True)
+
+
+@case(types=("fp32", "bf16"))
+def former_value_is_kept_in_a_variable(run):
+    """A loop over parameters in the script itself leaves the last one in its variable."""
+    model = _small(run)
     optimizer = fused(model.parameters())
     run.attach(model, optimizer)
-    weight, inputs = model[2].weight, torch.ones(4, 32)
-    weight.data = weight.data * 0.99
-    kept = model(inputs).mean()  # nobody calls its backward(): the graph keeps a view of the weight
-    model(inputs).square().mean().backward()
-    if run.offloaded:
-        try:
-            optimizer.step()
-            raise AssertionError("not refused")
-        except offloadd.Error as error:
-            assert error.id == 1601 and "in the graph of" in str(error) and "loss.detach()" in str(error), str(error)
-    return kept.detach()
+    told = [_step(model, optimizer, 0)]
+    for step in range(1, 4):
+        for parameter in model.parameters():
+            old = parameter.data
+            parameter.data = old * 0.99
+        told += [old.clone(), _step(model, optimizer, step), old.clone()]
+        old.add_(1.0)  # is the parameter's no more
+        told += [old.clone(), parameter.detach().clone()]
+    return told + [_step(model, optimizer, 4), old.clone()]
+
+
+@case(types=("fp32",))
+def weights_trained_on_their_average_and_put_back(run):
+    """With a backup of them, as lookahead does it."""
+    model = _small(run)
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    told = [_step(model, optimizer, 0)]
+    backup = [p.data for p in model.parameters()]
+    for parameter, kept in zip(model.parameters(), backup):
+        parameter.data = kept * 0.9
+    told += [_step(model, optimizer, step) for step in range(1, 3)] + [kept.clone() for kept in backup]
+    for parameter, kept in zip(model.parameters(), backup):
+        parameter.data = kept
+    del parameter, kept, backup
+    return told + [_step(model, optimizer, step) for step in range(3, 5)] + [p.detach().clone() for p in model.parameters()]
+
+
+@case(**REFUSED, refused=1601)
+def value_of_which_the_program_keeps_a_part_is_refused(run):
+    """Also where a graph has it, too, and no collection looks at what the program had before."""
+    model = _small(run)
+    optimizer = fused(model.parameters())
+    run.attach(model, optimizer)
+    value = torch.ones(8, 24)
+    part = value[:2]
+    model[2].weight.data = value
+    del value
+    kept = model(torch.ones(4, 32)).mean()
+    return _step(model, optimizer, 0), part, kept
 
 
 @case(**REFUSED, refused=1601)

@@ -332,6 +332,18 @@ left_by_its_group("all_removed", with_momentum, lambda optimizer, parameters: al
     optimizer, parameters, lambda o: [o.state.pop(each) for each in parameters] and None))
 
 
+@case(types=("fp32", "bf16"))
+def state_that_is_not_there(run):
+    """Asking for it makes none, as with a dictionary of torch's."""
+    model = run.model()
+    model.head.weight.requires_grad_(False)
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    told += [optimizer.state.get(model.head.weight), optimizer.state.get(model.head.weight, "none"), model.head.weight in optimizer.state]
+    return told + [len(optimizer.state), sorted(optimizer.state_dict()["state"])]
+
+
 @case(types=("fp32",))
 def pickles_are_plain_torchs(run):
     """Whoever loads them needs nothing but torch."""
