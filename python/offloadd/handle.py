@@ -17,7 +17,7 @@ import weakref
 
 import torch
 
-from . import beneath, followers, in_memory, lightning_teardown, pickled, served, universal
+from . import anew, beneath, followers, in_memory, lightning_teardown, pickled, served, universal
 from .beginning import Beginning, has_begun
 from .errors import Error
 from .library import Engine, is_disabled
@@ -363,6 +363,7 @@ class Handle:
         self._models, self.optimizers = [weakref.ref(model) for model in models], optimizers
         self.options = dict(options)
         self.job, self.nvme_path = _job_of(options), _pool_of(options)
+        self.asked_for, self.training = self.job, 1  # the job that attach() was told, and how many of its name have trained these models
         self._parts = []
         self._versions = {}  # after the last step of this run
         self.last_step = 0  # when it was closed
@@ -1010,7 +1011,7 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
     Further options: io, durability, generations, update_threads, update_in_backward, spill_gradients; zero_stage, weights_home,
     state_home, persistence, prefetch, max_live, gradients, gradient_average (docs/ranks.md); and rank … for launchers of one's own.
     """
-    global _constructed, _constructed_in_memory
+    global _constructed_in_memory
     models = _listed(model) if model is not None else []
     for each in models:
         if not isinstance(each, torch.nn.Module):
@@ -1040,6 +1041,27 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
         models = [_without_wrapper(each) for each in models]
     if is_disabled():
         return in_memory.Handle(models, optimizers, options, initial_weights)
+    former = anew.former_among(handles(), models, optimizers, _job_of(options), _pool_of(options)) if _constructed is None else None
+    if former is not None:
+        return _attach_anew(former, models, optimizers, options, unfreeze, beside)
+    return _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read)
+
+
+def _attach_anew(former, models, optimizers, options, unfreeze, beside):
+    gradients = anew.gradients_of(former)
+    with anew.weights_of(former) as (own, number, folder):
+        was_made = was_made_before({**options, **own})
+        handle = _attach(models, optimizers, {**options, **own}, unfreeze, None if was_made else folder, beside)
+        if was_made:
+            handle.load_weights(folder)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient.to(parameter.device)
+    handle.asked_for, handle.training = former.asked_for, number
+    return handle
+
+
+def _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read=False):
+    global _constructed
     if _constructed is not None:
         options = _as_opened(_constructed.options, options)
     engine, _constructed = _constructed, None
