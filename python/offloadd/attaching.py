@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-from . import in_memory, jobs, pickled, served
+from . import anew, in_memory, jobs, pickled, served
 from .attachable import without_prepare, without_wrapper
 from .beginning import Beginning, has_begun
 from .errors import Error
@@ -159,6 +159,28 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
         models = [without_wrapper(each) for each in models]
     if is_disabled():
         return in_memory.Handle(models, optimizers, options, initial_weights)
+    former = None
+    if jobs.constructed is None:
+        former = anew.former_among(jobs.handles(), models, optimizers, job_of(options), pool_of(options))
+    if former is not None:
+        return _attach_anew(former, models, optimizers, options, unfreeze, beside)
+    return _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read)
+
+
+def _attach_anew(former, models, optimizers, options, unfreeze, beside):
+    gradients = anew.gradients_of(former)
+    with anew.weights_of(former) as (own, number, folder):
+        was_made = was_made_before({**options, **own})
+        handle = _attach(models, optimizers, {**options, **own}, unfreeze, None if was_made else folder, beside)
+        if was_made:
+            handle.load_weights(folder)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient.to(parameter.device)
+    handle.asked_for, handle.training = former.asked_for, number
+    return handle
+
+
+def _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read=False):
     if jobs.constructed is not None:
         options = _as_opened(jobs.constructed.options, options)
     engine, jobs.constructed = jobs.constructed, None

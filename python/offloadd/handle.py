@@ -104,6 +104,7 @@ class Handle(Grows, jobs.OfProcess):
         self._models, self.optimizers = [weakref.ref(model) for model in models], optimizers
         self.options = dict(options)
         self.job, self.nvme_path = job_of(options), pool_of(options)
+        self.asked_for, self.training = self.job, 1  # the job that attach() was told, and how many of its name have trained these models
         self._parts = []
         self._versions = {}  # after the last step of this run
         self.last_step = 0  # when it was closed

@@ -1,6 +1,7 @@
 """What people's modules are and do: tied and frozen weights, buffers, casts, views, edits, lifetimes."""
 
 import copy
+import gc
 import logging
 import os
 import sys
@@ -12,6 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as schedulers
 
 import offloadd
+from offloadd import control
 from battery import VOCABULARY, Lines, Transformer, case, main
 
 
@@ -688,6 +690,71 @@ def one_job_twice_is_refused(run):
     model, other = run.model(), run.model()
     run.attach(model, AdamW(model.parameters()), job="same")
     run.attach(other, AdamW(other.parameters()), job="same")
+
+
+def in_phases(run, ends=()):
+    """A model with statistics and a part that is frozen at first is attached for each phase, to the same job, with an optimizer that is new; gradients
+    that no optimizer has taken stay. After each phase in `ends` everything is closed, as if the run was killed, and begins again."""
+    made = [lambda ps: AdamW(ps, lr=1e-2), lambda ps: SGD(ps[:2], 0.1, momentum=0.9), lambda ps: AdamW(ps, lr=1e-2)]
+    model = run.make(lambda: torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.GELU(), torch.nn.Linear(64, 4)))
+    model[3].weight.requires_grad_(False)
+    for phase, make in enumerate(made):
+        optimizer = make([p for p in model.parameters() if p.requires_grad])
+        handle = run.attach(model, optimizer, job="phases")
+        for step in range(handle.step, 3):
+            model(torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * phase + step)).to(run.dtype)).float().pow(2).mean().backward()
+            optimizer.step()
+            (model if ends else optimizer).zero_grad()
+        if phase in ends and run.offloaded:
+            del handle, optimizer, model
+            run.end()
+            gc.collect()
+            return in_phases(run, [each for each in ends if each != phase] or [len(made)])
+        model[3].weight.requires_grad_(True)
+    assert not run.offloaded or handle.job == "phases-3", handle.job
+    values = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    run.end()
+    return values
+
+
+@case(types=("fp32", "bf16", "fp64"))
+def attached_again_with_another_optimizer(run):
+    return in_phases(run)
+
+
+@case(types=("fp32", "bf16"), memory=("floor",))
+def attached_again_with_another_optimizer_in_runs_that_are_ended(run):
+    return in_phases(run, [0, 1])
+
+
+@case(types=("fp32",), memory=("floor",))
+def attached_again_behind_a_job_that_had_no_step(run):
+    """The second job was made by a run before, which had other weights then."""
+    model = run.model()
+    for weight in (0.5, 0.25):
+        torch.nn.init.constant_(next(model.parameters()), weight)
+        run.attach(model, AdamW(model.parameters()), job="first")
+        optimizer = AdamW(model.parameters())
+        run.attach(model, optimizer, job="first")
+        if weight == 0.5:
+            for handle in run.handles:
+                handle.close()
+            run.handles.clear()
+            if run.offloaded:
+                control.run("rm", run.folder, "first", "--yes")
+            model = run.model()
+    told = run.train(model, optimizer)
+    weights = [p.detach().clone() for p in model.parameters()]
+    run.end()
+    return told, weights
+
+
+@case(refused=1205, types=("fp32",), memory=("floor",))
+def attached_again_with_many_gradients_is_refused(run):
+    model = run.make(lambda: torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(10))))
+    run.attach(model, AdamW(model.parameters()), job="large")
+    model(torch.ones(2, 1024)).mean().backward()
+    run.attach(model, AdamW(model.parameters()), job="large")
 
 
 @case(refused=1604, types=("fp32",), memory=("floor",))

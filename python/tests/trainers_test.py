@@ -811,6 +811,45 @@ def lightning_resumes_an_older_checkpoint(run):
     return told, fit(5, os.path.join(run.folder, "step=2.ckpt"))
 
 
+def fitted_again(run, first, second):
+    """fit() with one Trainer, and again with another: configure_optimizers() attaches the same job once more, with an optimizer that is new."""
+    import lightning
+
+    module = lightning_of(run, job="again")
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    for steps in (first, second):
+        lightning.Trainer(max_steps=steps, **quiet).fit(module, torch.utils.data.DataLoader(Data(), batch_size=2))
+    return module
+
+
+@case(types=("fp32", "bf16"))
+def lightning_fits_a_module_twice(run):
+    module = fitted_again(run, 3, 4)
+    assert not run.offloaded or [handle.job for handle in run.handles] == ["again", "again-2"] and run.handles[1].step == 4
+    return trained_in_turn(run, module)
+
+
+def trained_in_turn(run, module):
+    """What it is after its last job, the ones before are closed."""
+    weights = [p.detach().clone() for p in module.parameters()]
+    run.end()
+    return module.told, weights
+
+
+@case(**FP32)
+def lightning_looks_for_a_rate_first(run):
+    import lightning.pytorch.tuner
+
+    module = lightning_of(run, job="rate")
+    module.lr = 1e-3
+    trainer = lightning.Trainer(accelerator="cpu", max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                                enable_model_summary=False, default_root_dir=run.folder)
+    loader = torch.utils.data.DataLoader(Data(), batch_size=2)
+    found = lightning.pytorch.tuner.Tuner(trainer).lr_find(module, loader, num_training=5, min_lr=1e-4, max_lr=1e-2)
+    trainer.fit(module, loader)
+    return found.results["loss"], trained_in_turn(run, module)
+
+
 # ---- Scripts that know of nothing --------------------------------------------------------------
 
 SCRIPT = """
