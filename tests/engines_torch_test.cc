@@ -10,6 +10,8 @@
 #include <sys/wait.h>
 #include <torch/nn/functional.h>
 #include <torch/nn/modules.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/sgd.h>
 #include <torch/types.h>
 #include <unistd.h>
 
@@ -263,6 +265,56 @@ TEST(SeveralModulesTest, SharedParametersAreOneTensorOfTheFirstOptimizer) {
     return weights;
   };
   ExpectSameState(train(false), train(true));
+}
+
+// Objects of torch::optim that both have the trunk, as an actor's and a critic's have their
+// encoder: each keeps its own of it, and its steps are those of plain torch.
+std::vector<Tensor> TrainOneTrunk(at::ScalarType dtype, bool attaches, const std::string& home) {
+  nn::Linear trunk(256, 320), left(320, 200), right(320, 100);
+  Fill(*trunk, 1), Fill(*left, 10), Fill(*right, 20);
+  nn::Sequential one(trunk, left), two(trunk, right);
+  one->to(dtype), two->to(dtype);
+  torch::optim::Adam first(one->parameters(), torch::optim::AdamOptions(1e-2));
+  torch::optim::SGD second(two->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  std::shared_ptr<Engine> engine;
+  if (attaches) {
+    Options options = OptionsFor("one_trunk_" + home + toString(dtype));
+    options.weights_home = options.state_home = home;
+    engine = Engine::Open(options);
+    engine->Attach(*one, first);
+    engine->Attach(*two, second);
+    ExpectError(1002, "another one has it", [&] { engine->Attach(*one, first); });
+  }
+  const auto loss = [&](nn::Sequential& model, int64_t number) {
+    return model->forward(Numbers(number, {3, 256}).to(dtype)).to(at::kFloat).square().mean();
+  };
+  for (int64_t step = 0; step < 6; ++step) {
+    second.zero_grad();
+    loss(two, 2 * step).backward();
+    second.step();
+    if (step != 3) first.zero_grad();  // once on what is left of the other's
+    loss(one, 2 * step + 1).backward();
+    first.step();
+  }
+  if (attaches) EXPECT_EQ(engine->step(), 12);
+  std::vector<Tensor> weights;
+  for (const nn::Linear& part : {trunk, left, right})
+    weights.push_back(part->weight.detach().clone());
+  return weights;
+}
+
+TEST(SeveralModulesTest, ObjectsThatShareParametersStepThemAsInMemory) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    SetOffloading(false);
+    const std::vector<Tensor> expected = TrainOneTrunk(dtype, /*attaches=*/true, "memory");
+    if (dtype == at::kFloat)
+      ExpectSameState(TrainOneTrunk(dtype, /*attaches=*/false, ""), expected);
+    SetOffloading(true);
+    for (const char* const home : {"ram", "nvme"})
+      ExpectSameState(expected, TrainOneTrunk(dtype, /*attaches=*/true, home));
+  }
+  ExpectError(1604, "has parameters that another optimizer trains",
+              [] { TrainOneTrunk(at::kFloat, /*attaches=*/true, "ram"); });  // goes on
 }
 
 TEST(SeveralModulesTest, ParameterGivenToTwoOptimizersIsRefused) {

@@ -154,6 +154,8 @@ class Table {
     return cleared;
   }
 
+  bool IsAttached(Optimizer& own) { return FindMarked(own) != nullptr; }
+
   // What a closed engine has left of an object is in it afterwards.
   void TakeLeft(Optimizer& own) {
     if (const std::shared_ptr<Attached> closed = FindClosed(own)) GoOnInMemory(own, *closed);
@@ -187,6 +189,18 @@ class Table {
                return other->parameters.contains(parameter);
              });
     });
+  }
+
+  // The parameters of an object that is being attached that no other, which lives, has.
+  std::vector<OptimizerParamGroup> WithoutOwned(const Engine& engine,
+                                                std::vector<OptimizerParamGroup> groups) {
+    const Attached self{.engine = &engine};
+    for (OptimizerParamGroup& group : groups) {
+      std::erase_if(group.params(), [&](const at::Tensor& parameter) {
+        return HasLivingOwner(self, {parameter.unsafeGetTensorImpl()});
+      });
+    }
+    return groups;
   }
 
   // What dead objects have left of these parameters.
@@ -633,13 +647,32 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
         "each of them",
         "Use an optimizer that takes gradients only, or train with one rank"));
   }
+  // What a living one has in the daemon is the job's: of an encoder that both have this one keeps
+  // its own.
+  const bool shares =
+      named.has_value() && !zero3::OfProcess().IsAttached(optimizer) &&
+      zero3::OfProcess().HasLivingOwner({.engine = this}, zero3::ParametersOf(optimizer));
   const bool steps_itself =
-      named.has_value() ? zero3::HasRootsOfItsOwn(*named, groups) ||
+      named.has_value() ? shares || zero3::HasRootsOfItsOwn(*named, groups) ||
                               (zero3::HasSparseMomentum(module, optimizer) && world_size() == 1)
                         : dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr;
   if (named.has_value() || steps_itself) zero3::CheckIsInFront();
+  if (shares) {
+    const auto* const resumed = dynamic_cast<zero3::ModuleEngine*>(this);
+    if (resumed != nullptr && resumed->has_resumed()) {
+      zero3::ThrowStatus(MakeError(
+          ErrorId::kUnsupportedOptimizer,
+          absl::StrCat("the job is at step ", step(), ", and ",
+                       std::string(zero3::SpecOfAll(*named, groups).name()),
+                       " has parameters that another optimizer trains, too: what it had kept of "
+                       "them was in memory and is not part of the job"),
+          "Begin a new job, with SetInitialWeights() from saved weights; or give every parameter "
+          "to one optimizer, with which jobs go on"));
+    }
+  }
   if (steps_itself) {
-    AttachForeign(module, groups, c10::demangle(typeid(optimizer).name()));
+    AttachForeign(module, shares ? zero3::OfProcess().WithoutOwned(*this, groups) : groups,
+                  c10::demangle(typeid(optimizer).name()));
     zero3::Follow(optimizer, *this, [weak = weak_from_this()] {
       if (const auto engine = weak.lock()) engine->CommitStep();
     });
