@@ -364,6 +364,7 @@ class Handle:
         self.options = dict(options)
         self.job, self.nvme_path = _job_of(options), _pool_of(options)
         self.asked_for, self.training = self.job, 1  # the job that attach() was told, and how many of its name have trained these models
+        self.followed_by = None  # the job that went on with them
         self._parts = []
         self._versions = {}  # after the last step of this run
         self.last_step = 0  # when it was closed
@@ -552,6 +553,9 @@ class Handle:
     # ---- What optimizers ask ----
 
     def _running(self):
+        if self._engine is None and self.followed_by is not None:
+            raise Error.of(1802, f"job {self.job} ended when its model was attached again, with another optimizer, to job {self.followed_by}",
+                           "Step that optimizer; optimizers that take turns are given to one attach(), or are groups of one")
         if self._engine is None:
             raise Error.of(1802, f"job {self.job} is closed", "Attach again, to the same job: it continues at its last step")
         if os.getpid() != self._process:
@@ -1041,29 +1045,32 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
         models = [_without_wrapper(each) for each in models]
     if is_disabled():
         return in_memory.Handle(models, optimizers, options, initial_weights)
-    former = anew.former_among(handles(), models, optimizers, _job_of(options), _pool_of(options)) if _constructed is None else None
+    if _constructed is not None:
+        options = _as_opened(_constructed.options, options)
+    former = anew.former_among(handles(), models, optimizers) if not is_only_read else None
     if former is not None:
-        return _attach_anew(former, models, optimizers, options, unfreeze, beside)
+        return _attach_anew(former, models, optimizers, options, unfreeze, initial_weights, beside)
     return _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read)
 
 
-def _attach_anew(former, models, optimizers, options, unfreeze, beside):
+def _attach_anew(former, models, optimizers, options, unfreeze, initial_weights, beside):
     gradients = anew.gradients_of(former)
-    with anew.weights_of(former) as (own, number, folder):
-        was_made = was_made_before({**options, **own})
-        handle = _attach(models, optimizers, {**options, **own}, unfreeze, None if was_made else folder, beside)
+    asked_for = _job_of(options)
+    job, number = anew.name_after(former, asked_for)
+    options = {**options, "job": job}
+    with anew.weights_of(former, job) as folder:
+        was_made = initial_weights is None and was_made_before(options)
+        handle = _attach(models, optimizers, options, unfreeze, None if was_made else initial_weights or folder, beside)
         if was_made:
             handle.load_weights(folder)
     for parameter, gradient in gradients:
         parameter.grad = gradient.to(parameter.device)
-    handle.asked_for, handle.training = former.asked_for, number
+    handle.asked_for, handle.training = asked_for, number
     return handle
 
 
 def _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read=False):
     global _constructed
-    if _constructed is not None:
-        options = _as_opened(_constructed.options, options)
     engine, _constructed = _constructed, None
     engine = _open_engine(options) if engine is None else engine.take()
     handle = None
