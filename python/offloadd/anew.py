@@ -1,6 +1,6 @@
-"""A model whose job is open is attached under the same name with optimizers that are new: a second fit() of Lightning, a search for a rate
-before it. In plain torch it trains on from the weights that it has, and moments begin anew. So it does here, in a job of its own: NAME-2 after
-NAME."""
+"""A model whose job is open is attached again, with optimizers that are new: a second fit() of Lightning, a search for a rate before it, a
+Trainer after another one. In plain torch it trains on from the weights that it has, and moments begin anew. So it does here, in another job:
+the one that attach() is told, or NAME-2 after NAME."""
 
 import contextlib
 import logging
@@ -8,19 +8,30 @@ import os
 import shutil
 
 from .errors import Error
+from .recipes import parameters_of
 from .served import copy_of
 
 _log = logging.getLogger("offloadd")
 
 
-def former_among(handles, models, optimizers, job, pool):
-    """The handle that has trained these very models for attach(…, job=job), if none of the optimizers is its own; else None."""
+def former_among(handles, models, optimizers):
+    """The handle that has these very models, if the optimizers are new and take the place of its own; else None. Those of other parameters would be
+    beside them, and belong into one attach()."""
+    if any(hasattr(each, "_offload_part") for each in optimizers):
+        return None
+    given = {id(parameter) for each in optimizers for parameter in parameters_of(each)}
     for handle in handles:
         theirs = handle.models
-        is_it = handle.asked_for == job and handle.nvme_path == pool and handle.world_size == 1
-        if is_it and len(theirs) == len(models) and all(a is b for a, b in zip(theirs, models)):
-            return None if any(hasattr(each, "_offload_part") for each in optimizers) else handle
+        if handle.world_size != 1 or len(theirs) != len(models) or not all(a is b for a, b in zip(theirs, models)):
+            continue
+        return handle if any(id(parameter) in given for each in handle.optimizers for parameter in parameters_of(each)) else None
     return None
+
+
+def name_after(former, job):
+    """The job that goes on with its models, where attach() was told this one, and how many of the name there were then."""
+    number = former.training + 1 if former.asked_for == job else 1
+    return job if number == 1 else f"{job}-{number}", number
 
 
 def gradients_of(former):
@@ -34,17 +45,16 @@ def gradients_of(former):
 
 
 @contextlib.contextmanager
-def weights_of(former):
-    """Ends the job, whose models another one takes over. Gives the options of that one, and a folder that has the weights until it is attached."""
-    number = former.training + 1
-    job = f"{former.asked_for}-{number}"
+def weights_of(former, job):
+    """Ends the former job. Gives a folder that has its weights until `job` has taken them over."""
     folder = os.path.join(former.nvme_path.split(",")[0], f"{former.job}-weights")
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
     try:
         former.save_weights(folder)
+        former.followed_by = job
         former.close()
         _log.warning("offloadd: the model of job %s, which ends at step %d, is attached with another optimizer: it trains on in job %s", former.job,
                      former.last_step, job)
-        yield {"job": job}, number, folder
+        yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -159,30 +159,31 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
         models = [without_wrapper(each) for each in models]
     if is_disabled():
         return in_memory.Handle(models, optimizers, options, initial_weights)
-    former = None
-    if jobs.constructed is None:
-        former = anew.former_among(jobs.handles(), models, optimizers, job_of(options), pool_of(options))
+    if jobs.constructed is not None:
+        options = _as_opened(jobs.constructed.options, options)
+    former = anew.former_among(jobs.handles(), models, optimizers) if not is_only_read else None
     if former is not None:
-        return _attach_anew(former, models, optimizers, options, unfreeze, beside)
+        return _attach_anew(former, models, optimizers, options, unfreeze, initial_weights, beside)
     return _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read)
 
 
-def _attach_anew(former, models, optimizers, options, unfreeze, beside):
+def _attach_anew(former, models, optimizers, options, unfreeze, initial_weights, beside):
     gradients = anew.gradients_of(former)
-    with anew.weights_of(former) as (own, number, folder):
-        was_made = was_made_before({**options, **own})
-        handle = _attach(models, optimizers, {**options, **own}, unfreeze, None if was_made else folder, beside)
+    asked_for = job_of(options)
+    job, number = anew.name_after(former, asked_for)
+    options = {**options, "job": job}
+    with anew.weights_of(former, job) as folder:
+        was_made = initial_weights is None and was_made_before(options)
+        handle = _attach(models, optimizers, options, unfreeze, None if was_made else initial_weights or folder, beside)
         if was_made:
             handle.load_weights(folder)
     for parameter, gradient in gradients:
         parameter.grad = gradient.to(parameter.device)
-    handle.asked_for, handle.training = former.asked_for, number
+    handle.asked_for, handle.training = asked_for, number
     return handle
 
 
 def _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read=False):
-    if jobs.constructed is not None:
-        options = _as_opened(jobs.constructed.options, options)
     engine, jobs.constructed = jobs.constructed, None
     engine = _open_engine(options) if engine is None else engine.take()
     handle = None

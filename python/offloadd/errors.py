@@ -13,6 +13,12 @@ _WORDS = [
     ("requires_grad_(true)", "requires_grad_(True)"),
     ("or set may_thaw when a job is made over several pools", "or make the job with attach(…, unfreeze=True)"),
     ("make the job with options.may_thaw", "make the job with attach(…, unfreeze=True)"),
+    ("belongs to another engine. Close that one before, opened with weights_at_close = memory, or give each engine models of its own",
+     "belongs to another job. Close that one before, attached with weights_at_close=\"memory\"; give attach() all optimizers of the model at once; or "
+     "give each job models of its own"),
+    ("has its values in the job of an engine that is closed, a new job cannot begin with them. Open the first engine with weights_at_close = memory",
+     "has its values in a job that is closed, a new job cannot begin with them. Leave that job open until attach(), attach it with "
+     "weights_at_close=\"memory\""),
     ("or open it with weights_at_close = memory", "or attach with weights_at_close=\"memory\""),
     ("offload::Engine", "handle"),
     ("Attach it with AdamW() or SGD() first", "Call offloadd.attach(model, optimizer) first"),

@@ -105,6 +105,7 @@ class Handle(Grows, jobs.OfProcess):
         self.options = dict(options)
         self.job, self.nvme_path = job_of(options), pool_of(options)
         self.asked_for, self.training = self.job, 1  # the job that attach() was told, and how many of its name have trained these models
+        self.followed_by = None  # the job that went on with them
         self._parts = []
         self._versions = {}  # after the last step of this run
         self.last_step = 0  # when it was closed
@@ -213,6 +214,9 @@ class Handle(Grows, jobs.OfProcess):
     # ---- What optimizers ask ----
 
     def _running(self):
+        if self._engine is None and self.followed_by is not None:
+            raise Error.of(1802, f"job {self.job} ended when its model was attached again, with another optimizer, to job {self.followed_by}",
+                           "Step that optimizer; optimizers that take turns are given to one attach(), or are groups of one")
         if self._engine is None:
             raise Error.of(1802, f"job {self.job} is closed", "Attach again, to the same job: it continues at its last step")
         if not self.is_of_this_process():

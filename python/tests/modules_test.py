@@ -749,6 +749,27 @@ def attached_again_behind_a_job_that_had_no_step(run):
     return told, weights
 
 
+@case(refused=1802, types=("fp32",), memory=("floor",))
+def step_of_an_optimizer_that_another_has_followed_is_refused(run):
+    model = run.model()
+    before = AdamW(model.parameters())
+    run.attach(model, before, job="first")
+    run.attach(model, AdamW(model.parameters()), job="first")
+    run.loss(model, 0).backward()
+    try:
+        before.step()
+    except offloadd.Error as error:
+        assert "to job first-2" in str(error), error
+        raise
+
+
+@case(refused=1205, types=("fp32",), memory=("floor",))
+def optimizer_of_other_parameters_beside_one_is_refused(run):
+    model = run.model()
+    for parameters in (list(model.parameters())[:3], list(model.parameters())[3:]):
+        run.attach(model, AdamW(parameters), job="same")
+
+
 @case(refused=1205, types=("fp32",), memory=("floor",))
 def attached_again_with_many_gradients_is_refused(run):
     model = run.make(lambda: torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(10))))

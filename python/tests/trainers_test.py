@@ -677,22 +677,44 @@ def bf16_model_is_resumed_from_its_checkpoint(run):
 
 @case(**FP32)
 def two_jobs_of_one_model(run):
-    """The second is refused while the first has the model, and begins with what that has left in memory."""
+    """The second begins with what the first has left in memory. One beside it, of the part that the first does not train, is refused."""
     model, told = run.make(llama), []
+    model.lm_head.requires_grad_(False)
     for job in ("first", "second"):
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3, fused=True)
         run.attach(model, optimizer, job=job, weights_at_close="memory")
         told.append(fit(run, model, callbacks=False, optimizers=(optimizer, None), max_steps=2)[1])
         if run.offloaded and job == "first":
             try:
-                offloadd.attach(model, torch.optim.SGD(model.parameters(), 0.1), nvme_path=run.folder, ram="64MiB", job="beside")
+                offloadd.attach(model, torch.optim.SGD(model.lm_head.parameters(), 0.1), nvme_path=run.folder, ram="64MiB", job="beside")
                 told.append("attached twice")
             except offloadd.Error as error:
-                assert error.id == 1601 and "weights_at_close" in str(error), error
+                assert error.id == 1601 and "all optimizers of the model at once" in str(error), error
             run.handles.pop().close()
         run.models.clear()
     run.models.append(model)
     return told
+
+
+@case(types=("fp32", "bf16"))
+def two_trainers_of_one_model(run):
+    """As where preferences are learnt behind a fine-tuning: the second has a job of its own, and the first is not closed."""
+    model, told = run.make(llama), []
+    for job in ("first", "second"):
+        options = {"nvme_path": run.folder, "ram": "256MiB", "job": job}
+        more = [offloadd.TrainerCallback(**options)] if run.offloaded else []
+        if not run.offloaded:  # bf16 weights have masters in a job
+            optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0, fused=True)
+            run.attach(model, optimizer)
+        given = (None, None) if run.offloaded else (optimizer, None)
+        log = fit(run, model, callbacks=False, optimizers=given, more=more, max_steps=3)[1]
+        told.append([sorted(entry.items()) for entry in log])
+    weights = [p.detach().clone() for p in model.parameters()]
+    for each in more:
+        assert each.handle.job == "second" and each.handle.step == 3
+        each.close()
+    run.end()
+    return told, weights
 
 
 @case(**FP32)
