@@ -318,8 +318,7 @@ uint64_t RingClient::GradientWord(uint32_t tensor) const {
 }
 
 absl::Status RingClient::StatusOf(const std::optional<CompletionEntry>& completion) {
-  if (completion.has_value())
-    return completion->code == 0 ? absl::OkStatus() : TextOf(*completion);
+  if (completion.has_value()) return completion->code == 0 ? absl::OkStatus() : TextOf(*completion);
   const absl::Status failure = status();
   OFFLOAD_CHECK(!failure.ok()) << "an operation is not answered and nothing has failed";
   return failure;

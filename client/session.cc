@@ -262,9 +262,7 @@ absl::Status Session::SetSquareRoots(const kernels::SquareRoots& roots) {
   return impl_->control->SetSquareRoots(roots);
 }
 
-absl::Status Session::BeginStep(const StepCommand& command) {
-  return impl_->Announce(command);
-}
+absl::Status Session::BeginStep(const StepCommand& command) { return impl_->Announce(command); }
 
 void Session::ReleaseGradient(uint32_t tensor) { impl_->rings->ReleaseGradient(tensor); }
 

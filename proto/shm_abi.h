@@ -175,10 +175,10 @@ enum class RingOperation : uint32_t {
   // once.
   kReleaseGradient = 12,
 
-  // element_count: the bytes of the step command (kStepCommandOffset), a StepRequest (offload.proto).
-  // The call of the same name without a message: it is made for every step, and a command is
-  // nearly always short. kStep completes when Step would answer; value: the durable step.
-  // kBeginStep completes at once, and the next command is written after that.
+  // element_count: the bytes of the step command (kStepCommandOffset), a StepRequest
+  // (offload.proto). The call of the same name without a message: it is made for every step, and a
+  // command is nearly always short. kStep completes when Step would answer; value: the durable
+  // step. kBeginStep completes at once, and the next command is written after that.
   kStep = 13,
   kBeginStep = 14,
 };
