@@ -117,7 +117,8 @@ class RanksTest : public SpineFixture {
   }
 
  private:
-  int launches_ = 0;
+  // Of this process: the daemon of an earlier test's launch may be just ending.
+  static inline int launches_ = 0;
 };
 
 // ---- What is computed --------------------------------------------------------------------------

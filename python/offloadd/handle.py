@@ -234,9 +234,13 @@ class Handle(Grows, jobs.OfProcess):
     def _in_process(self):
         return {id(parameter) for part in self._parts if part.is_foreign for parameter in parameters_of(part.optimizer)}
 
+    def _settle_replaced(self):
+        is_alone = self._engine is not None and self._engine.world_size() == 1
+        served.settle_replaced(self._identities, self._in_process(), may_leave=is_alone)
+
     def settle(self):
         """Before a step: what was put in the place of the job's tensors."""
-        served.settle_replaced(self._identities, self._in_process(), may_leave=self._engine.world_size() == 1)
+        self._settle_replaced()
         followers.check()
         self._tell_of_places()
         self._reassigned.settle(self._identities, self._running())
@@ -513,7 +517,7 @@ class Handle(Grows, jobs.OfProcess):
     def save_universal(self, folder, tag=None):
         """Writes masters and optimizer state as a universal checkpoint of DeepSpeed, FOLDER/TAG, one parameter at a time."""
         self.take_what_came()
-        served.settle_replaced(self._identities, self._in_process(), may_leave=self._engine.world_size() == 1)
+        self._settle_replaced()
         universal.save(folder, tag or f"global_step{self.step}_universal", self.step, list(self._parameters.items()),
                        lambda parameter: self.gather_one(parameter, "master"), self._state_of)
 
