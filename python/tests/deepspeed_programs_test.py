@@ -55,6 +55,7 @@ if rank == 0:
 EXAMPLES = PROGRAM.replace("import deepspeed\n", """import deepspeed
 from deepspeed.compression.helper import recursive_getattr, recursive_setattr
 from deepspeed.moe.utils import has_moe_layers, split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd, save_without_random_ltd
 """).replace("model_parameters=model.parameters()", """
     model_parameters=split_params_into_different_moe_groups_for_optimizer({"params": list(model.parameters()), "name": "parameters"})""") + """
 engine.tput_timer.update_epoch_count()
@@ -72,6 +73,9 @@ def refused(ask, number):
     else:
         raise SystemExit("nothing was refused")
 
+refused(lambda: convert_to_random_ltd(engine, torch.nn.Linear), 1104)
+saved = save_without_random_ltd(engine)
+assert list(saved) == list(model.state_dict()) and all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
 expert = torch.nn.Parameter(torch.ones(2))
 expert.allreduce = False
 refused(lambda: split_params_into_different_moe_groups_for_optimizer({"params": [expert]}), 1104)
