@@ -169,6 +169,49 @@ Outcome ForgedEntries(const Options& options) {
   return "";
 }
 
+// Step commands of bytes that are nearly right, or random: each is answered or ends its session.
+Outcome WildCommands(const Options& options) {
+  std::mt19937_64 random(options.seed);
+  v1::StepRequest request;
+  request.set_step(1);
+  *request.add_groups() = RawRank::PlainSgd();
+  request.set_tensor_count(1);
+  request.add_tensors(0);
+  request.add_group_of(0);
+  request.add_update_count(1);
+  request.add_gradient_scale(1);
+  const std::string good = request.SerializeAsString();
+  const uint64_t wanted = options.count != 0 ? options.count : 400;
+  absl::StatusOr<RawRank> rank = Reopen(options);
+  uint32_t submitted = 0;  // by this session
+  for (uint64_t i = 0; i < wanted; ++i) {
+    if (!rank.ok()) return rank.status().ToString();
+    std::string command = good;
+    if (i % 4 == 0) command.resize(1 + random() % proto::kStepCommandBytes);
+    for (uint64_t flips = 1 + random() % 4; flips > 0; --flips)
+      command[random() % command.size()] = static_cast<char>(random());
+    std::memcpy(rank->region().data() + proto::kStepCommandOffset, command.data(), command.size());
+    SubmissionEntry entry{};
+    entry.tag = i;
+    entry.operation = i % 2 == 0 ? proto::RingOperation::kStep : proto::RingOperation::kBeginStep;
+    entry.element_count = command.size();
+    proto::StoreOnce(&rank->entries()[submitted % proto::kSubmissionEntries], entry);
+    rank->header()->submission_tail.store(++submitted);
+    rank->RingBell();
+    pollfd watched{.fd = rank->socket(), .events = POLLIN};
+    int waited = 0;
+    while (rank->header()->completion_tail.load() != submitted && poll(&watched, 1, 1) == 0) {
+      if (++waited > 30'000) return "a wild command was neither answered nor ended its session";
+    }
+    rank->header()->completion_head.store(rank->header()->completion_tail.load());
+    if (watched.revents == 0) continue;
+    rank = absl::UnavailableError("the session has ended");  // and the rank lets go of it
+    rank = Reopen(options);
+    submitted = 0;
+  }
+  return "";
+}
+
 // Submits as fast as it can and never reads a completion, then stays.
 Outcome NeverDrain(const Options& options) {
   absl::StatusOr<RawRank> rank = Reopen(options);
@@ -433,19 +476,13 @@ Outcome ListJobs(const Options& options) {
 }
 
 const std::map<std::string, Outcome (*)(const Options&), std::less<>> kAttacks = {
-    {"open", JustOpen},
-    {"list", ListJobs},
-    {"calls", MisuseCalls},
-    {"canary", LookForCanary},
-    {"connections", ManyConnections},
-    {"cursors", WildCursors},
-    {"flips", FlipEntries},
-    {"forged", ForgedEntries},
-    {"garbage", GarbageHandshake},
-    {"memory", MistreatMemory},
-    {"nodrain", NeverDrain},
-    {"silent", SayNothing},
-    {"stop", Stop},
+    {"open", JustOpen},         {"list", ListJobs},
+    {"calls", MisuseCalls},     {"canary", LookForCanary},
+    {"commands", WildCommands}, {"connections", ManyConnections},
+    {"cursors", WildCursors},   {"flips", FlipEntries},
+    {"forged", ForgedEntries},  {"garbage", GarbageHandshake},
+    {"memory", MistreatMemory}, {"nodrain", NeverDrain},
+    {"silent", SayNothing},     {"stop", Stop},
     {"tokens", ForgedTokens},
 };
 

@@ -133,6 +133,10 @@ TEST_F(HostileTest, ForgedTensorsEndTheirSessionUnanswered) {
   StartDaemon();
   Attack("forged");
 }
+TEST_F(HostileTest, WildStepCommandsHarmNobody) {
+  StartDaemon();
+  Attack("commands");
+}
 TEST_F(HostileTest, ARankThatReadsNoCompletionStopsOnlyItself) {
   StartDaemon();
   Attack("nodrain");
