@@ -19,10 +19,14 @@ constexpr double kPauseSeconds = 0.005;
 // process need not find that out again. Until one of them could be made.
 std::atomic<bool> memory_is_in_use{false};
 
+// Buffers of this process's rings.
+std::atomic<uint64_t> bytes_registered{0};
+
 // False when waiting for others to unpin their pages cannot help.
 bool FitsMemlock(size_t size_bytes) {
   rlimit limit = {};
-  return ::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && size_bytes <= limit.rlim_cur;
+  return ::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 &&
+         size_bytes + bytes_registered <= limit.rlim_cur;
 }
 
 }  // namespace
@@ -45,7 +49,7 @@ int UringRing::Setup(uint32_t queue_depth, unsigned flags) {
   const size_t size_bytes_min = queue_depth * sizeof(io_uring_sqe);
   int rc = 0;
   while ((rc = io_uring_queue_init(queue_depth, &ring_, flags)) == -ENOMEM) {
-    if (memory_is_in_use || !WaitForLockable(size_bytes_min)) break;
+    if (memory_is_in_use || !WaitForLockable(size_bytes_min, kWaitSeconds)) break;
   }
   if (rc != -ENOMEM) memory_is_in_use = false;
   if (rc == -ENOMEM && seconds_waited_ >= kWaitSeconds) memory_is_in_use = true;
@@ -54,8 +58,8 @@ int UringRing::Setup(uint32_t queue_depth, unsigned flags) {
 
 // Pages that another ring of this user gave back count until the kernel has got round to them.
 // False when to wait is hopeless, or has been done for long enough.
-bool UringRing::WaitForLockable(size_t size_bytes) {
-  if (seconds_waited_ >= kWaitSeconds || !FitsMemlock(size_bytes)) return false;
+bool UringRing::WaitForLockable(size_t size_bytes, double seconds_max) {
+  if (seconds_waited_ >= seconds_max || !FitsMemlock(size_bytes)) return false;
   ::usleep(static_cast<useconds_t>(kPauseSeconds * 1e6));
   seconds_waited_ += kPauseSeconds;
   return true;
@@ -87,6 +91,7 @@ UringRing::~UringRing() {
   if (!exists_) return;
   io_uring_unregister_files(&ring_);
   io_uring_queue_exit(&ring_);
+  bytes_registered -= registered_bytes_;
 }
 
 void UringRing::RegisterBuffer(std::span<std::byte> bytes) {
@@ -106,10 +111,12 @@ bool UringRing::RegisterSlot(std::span<std::byte> bytes) {
   const auto slot = static_cast<unsigned>(buffers_.size());
   int rc = 0;
   while ((rc = io_uring_register_buffers_update_tag(&ring_, slot, &piece, &tag, 1)) < 0) {
-    if (rc != -EINTR && !(rc == -ENOMEM && WaitForLockable(bytes.size()))) return false;
+    if (rc != -EINTR && !(rc == -ENOMEM && WaitForLockable(bytes.size(), kBufferWaitSeconds)))
+      return false;
   }
   buffers_.push_back(bytes);
   registered_bytes_ += bytes.size();
+  bytes_registered += bytes.size();
   return true;
 }
 

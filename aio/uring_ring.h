@@ -11,9 +11,11 @@
 //
 // Without CAP_IPC_LOCK a ring and the buffers that it registers count against the user's limit of
 // locked memory (RLIMIT_MEMLOCK), over all processes of that user, and the kernel gives the pages
-// of a closed ring back some milliseconds after the close. ENOMEM for what would fit is therefore
-// waited out, for kWaitSeconds over a ring's life; after that the memory counts as in use: Init
-// fails with it, at once for further rings of the process, and buffers stay unregistered.
+// of a closed ring back some milliseconds after the close. ENOMEM for what would fit beside the
+// buffers that this process has registered is therefore waited out, by Init for kWaitSeconds, for
+// buffers, without which transfers are only a little slower, for kBufferWaitSeconds over a ring's
+// life; after that the memory counts as in use: Init fails with it, at once for further rings of
+// the process, and buffers stay unregistered.
 //
 // Thread safety: one thread at a time.
 #pragma once
@@ -37,7 +39,7 @@ class UringRing {
   static constexpr uint64_t kRegisteredBytesMax = uint64_t{4} << 30;
   static constexpr uint64_t kBufferBytesMax = uint64_t{1} << 30;  // the kernel's limit
   static constexpr uint32_t kBufferSlots = 16;
-  static constexpr double kWaitSeconds = 2;
+  static constexpr double kWaitSeconds = 2, kBufferWaitSeconds = 0.1;
 
   UringRing() = default;
   ~UringRing();
@@ -58,7 +60,7 @@ class UringRing {
 
  private:
   int Setup(uint32_t queue_depth, unsigned flags);
-  bool WaitForLockable(size_t size_bytes);
+  bool WaitForLockable(size_t size_bytes, double seconds_max);
   absl::Status Restrict();
   bool RegisterSlot(std::span<std::byte> bytes);
 

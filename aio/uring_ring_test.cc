@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 
 #include <cerrno>
 #include <cstring>
@@ -169,6 +170,26 @@ TEST_F(UringRingTest, MemoryThatStaysInUseIsARefusalAfterABoundedWait) {
     EXPECT_TRUE(status.ok()) << status;
   });
   if (!ran) GTEST_SKIP() << "less than 64 KiB may be locked here";
+}
+
+// They would have to fit beside what is registered already, which nobody gives back.
+TEST_F(UringRingTest, BuffersThatCannotFitAreLeftOutAtOnce) {
+  constexpr size_t kBytes = 48 << 10;
+  bool counts = false;
+  const bool ran = RunWithLittleMemlock(kLittleMemlockBytes, [&] {
+    UringRing ring;
+    ASSERT_TRUE(ring.Init(fd_.get(), event_.get(), 8).ok());
+    ring.RegisterBuffer(memory_.span().first(kBytes));
+    const uint64_t registered = ring.registered_bytes();
+    rusage before{}, after{};
+    ::getrusage(RUSAGE_THREAD, &before);
+    ring.RegisterBuffer(memory_.span().subspan(kBytes, kBytes));
+    ::getrusage(RUSAGE_THREAD, &after);
+    counts = registered == kBytes && ring.registered_bytes() == kBytes;
+    // Who waits sleeps.
+    if (counts) EXPECT_LT(after.ru_nvcsw - before.ru_nvcsw, 3);
+  });
+  if (!ran || !counts) GTEST_SKIP() << "buffers count against no limit of 64 KiB here";
 }
 
 }  // namespace

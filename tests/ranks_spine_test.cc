@@ -516,9 +516,7 @@ TEST_F(RanksTest, ARankThatBreaksTheProtocolStopsItsJobAndNoOther) {
       reinterpret_cast<proto::RegionHeader*>(rank.session().region())
           ->submission_tail.fetch_add(1u << 20);
     }
-    client::StepCommand step;
-    step.step = 2;
-    const absl::Status status = rank.session().Step(step);
+    const absl::Status status = rank.session().Step(StepByCall(2));
     if (rank.rank() == 0) {
       ExpectError(status, ErrorId::kRankLost, "has broken the protocol: ");
       ExpectError(status, ErrorId::kRankLost, "rank 1 (process");

@@ -187,9 +187,7 @@ TEST_F(SpineFailureTest, NonsenseInTheRingEndsItsSessionAndAnswersAStepThatWaits
   job.Step();
   reinterpret_cast<proto::RegionHeader*>(job.session().region())
       ->submission_tail.fetch_add(1u << 20);
-  client::StepCommand command;
-  command.step = 2;
-  EXPECT_FALSE(job.session().Step(command).ok());
+  EXPECT_FALSE(job.session().Step(StepByCall(2)).ok());
   job.Leave();
   ASSERT_NO_FATAL_FAILURE(job.Open());
   EXPECT_EQ(job.info().step, 0u);

@@ -54,6 +54,14 @@ inline const OptimizerSpec kMomentum("sgd", {{"momentum", 0.9}, {"weight_decay",
 inline const OptimizerSpec kLamb("lamb", {{"weight_decay", 0.1}});
 inline const OptimizerSpec kHalfSteps("sgd", {});
 
+// A step that has no room in the region: it goes by a call, and the rank writes nothing to its
+// ring.
+inline client::StepCommand StepByCall(uint64_t step) {
+  return {.step = step,
+          .has_trainer_state = true,
+          .trainer_state = std::string(proto::kStepCommandBytes, 's')};
+}
+
 struct Variant {
   Dtype dtype = Dtype::kFloat32;
   OptimizerSpec optimizer = kAdamW;
