@@ -278,23 +278,19 @@ std::optional<CompletionEntry> RingClient::TakeAwake(uint64_t tag) {
   const int64_t end = clock.NowNanoseconds() + kLookNanoseconds;
   {
     absl::MutexLock lock(&mutex_);
-    if (rings_ != nullptr) rings_->rank_sleep.Awake();
+    rings_->rank_sleep.Awake();
   }
-  bool looks = true;
-  while (looks) {
+  for (bool looks = true; looks;) {
     std::this_thread::yield();
     absl::MutexLock lock(&mutex_);
-    looks = rings_ != nullptr && options_.health->ok() && clock.NowNanoseconds() < end;
-    if (looks) Look();
-    const auto operation = operations_.find(tag);
-    looks = looks && fault_.ok() && operation != operations_.end() && !operation->second.done;
+    Look();
+    looks = fault_.ok() && options_.health->ok() && !operations_[tag].done &&
+            clock.NowNanoseconds() < end;
   }
   {
     absl::MutexLock lock(&mutex_);
-    if (rings_ != nullptr) {
-      rings_->rank_sleep.Announce();
-      Look();  // what came before the announcement was seen
-    }
+    rings_->rank_sleep.Announce();
+    Look();  // what came before the announcement was seen
   }
   return Take(tag);
 }

@@ -68,6 +68,8 @@ struct Session::Impl {
   absl::Status StartTrace(const std::string& job);
   absl::Status StartStepLog();
 
+  // The command for the ring; missing when it has no room there, and before there is one.
+  std::optional<std::string> Encode(const StepCommand& command) const;
   absl::Status Announce(const StepCommand& command);
   absl::Status Step(const StepCommand& command);
   absl::StatusOr<Ticket> Submit(proto::RingOperation operation, const std::string& command)
@@ -152,6 +154,11 @@ absl::Status Session::Impl::StartStepLog() {
 
 // ---- Steps -------------------------------------------------------------------------------------
 
+std::optional<std::string> Session::Impl::Encode(const StepCommand& command) const {
+  if (rings->region() == nullptr) return std::nullopt;
+  return EncodeStep(command, proto::kStepCommandBytes);
+}
+
 absl::StatusOr<Ticket> Session::Impl::Submit(proto::RingOperation operation,
                                              const std::string& command) {
   if (announcement.has_value())
@@ -165,8 +172,8 @@ absl::StatusOr<Ticket> Session::Impl::Submit(proto::RingOperation operation,
 }
 
 absl::Status Session::Impl::Announce(const StepCommand& command) {
-  const std::optional<std::string> encoded = EncodeStep(command, proto::kStepCommandBytes);
-  if (!encoded.has_value() || rings->region() == nullptr) return control->BeginStep(command);
+  const std::optional<std::string> encoded = Encode(command);
+  if (!encoded.has_value()) return control->BeginStep(command);
   absl::MutexLock lock(&command_mutex);
   OFFLOAD_ASSIGN_OR_RETURN(announcement, Submit(proto::RingOperation::kBeginStep, *encoded));
   return absl::OkStatus();
@@ -175,8 +182,8 @@ absl::Status Session::Impl::Announce(const StepCommand& command) {
 // By the ring when the command has room there. What it says is written over by nobody before it is
 // answered.
 absl::Status Session::Impl::Step(const StepCommand& command) {
-  const std::optional<std::string> encoded = EncodeStep(command, proto::kStepCommandBytes);
-  if (!encoded.has_value() || rings->region() == nullptr) return control->Step(command);
+  const std::optional<std::string> encoded = Encode(command);
+  if (!encoded.has_value()) return control->Step(command);
   absl::MutexLock lock(&command_mutex);
   OFFLOAD_ASSIGN_OR_RETURN(const Ticket ticket, Submit(proto::RingOperation::kStep, *encoded));
   return rings->WaitAwake(ticket);
