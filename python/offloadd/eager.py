@@ -57,6 +57,3 @@ def run_as_before():
     if _stance["forced"] and not jobs.handles():
         _stance["forced"] = False
         torch.compiler.set_stance("default")
-
-
-# ---- Jobs whose model is gone ------------------------------------------------------------------
