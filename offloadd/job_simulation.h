@@ -106,6 +106,8 @@ class SimulatedRank {
   // Goes on, or finds that it still waits (false).
   bool Act();
   bool is_gone() const { return is_gone_; }
+  // What the job has made of the step that it has called for by its ring.
+  void LookForStep();
   void Die();  // at once
   // Where it is, for messages.
   std::string Describe() const;
@@ -155,11 +157,14 @@ class SimulatedRank {
   void Exchange();
   void WriteOwn(const std::shared_ptr<StepScript>& script, uint32_t tensor);
   std::vector<proto::v1::StepRequest> StepMessages(const StepScript& script) const;
-  void CallStep(const std::shared_ptr<StepScript>& script);
+  void ApplyStep(StepScript& script, const absl::StatusOr<uint64_t>& durable_step);
+  void AnsweredStep(StepScript& script, const absl::StatusOr<uint64_t>& durable_step);
 
   // Its ring.
   uint64_t Submit(proto::SubmissionEntry entry);
   static proto::SubmissionEntry Entry(proto::RingOperation operation, uint32_t tensor = 0);
+  proto::SubmissionEntry StepCommand(proto::RingOperation operation,
+                                     const proto::v1::StepRequest& message);
   void ReadCompletions();
   // Missing while it has not come; of a failure the rank ends.
   std::optional<uint64_t> Completed(uint64_t tag);
@@ -194,6 +199,9 @@ class SimulatedRank {
   std::deque<Action> actions_;
   std::optional<absl::Status> answer_;  // of the call that it waits for
   size_t scripts_ = 0;                  // begun
+  std::shared_ptr<StepScript> called_;  // by its ring, and not answered
+  uint64_t step_tag_ = 0;
+  bool is_heard_ = false;  // and the job has heard of it
   // A tensor that it goes on reading while it steps, as it was before.
   std::optional<uint32_t> held_;
   std::shared_ptr<const TensorValues> held_values_;

@@ -105,7 +105,9 @@ void Simulation::Turn() {
     case 0:
     case 1:
     case 2:
-      return job_->loop().RunOnce();
+      job_->loop().RunOnce();
+      for (const auto& rank : ranks_) rank->LookForStep();
+      return;
     case 3:
     case 4:
       machine_.RunOne();

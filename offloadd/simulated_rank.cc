@@ -18,6 +18,13 @@ using proto::Plane;
 using proto::RingOperation;
 using proto::SubmissionEntry;
 
+// What the script is to be answered.
+bool IsRefusal(const StepScript& script, const absl::Status& status) {
+  const std::optional<ErrorId> error = ErrorIdOf(status);
+  return script.refusal != StepScript::Refusal::kNone &&
+         (error == ErrorId::kNonFinite || error == ErrorId::kRanksDiffer);
+}
+
 }  // namespace
 
 SimulatedRank::SimulatedRank(Simulation* simulation, uint32_t number)
@@ -421,19 +428,65 @@ std::vector<proto::v1::StepRequest> SimulatedRank::StepMessages(const StepScript
   return {message};
 }
 
+SubmissionEntry SimulatedRank::StepCommand(RingOperation operation,
+                                           const proto::v1::StepRequest& message) {
+  const std::string command = message.SerializeAsString();
+  OFFLOAD_CHECK(command.size() <= proto::kStepCommandBytes) << command.size();
+  std::memcpy(region_ + proto::kStepCommandOffset, command.data(), command.size());
+  SubmissionEntry entry = Entry(operation);
+  entry.element_count = command.size();
+  return entry;
+}
+
+void SimulatedRank::ApplyStep(StepScript& script, const absl::StatusOr<uint64_t>& durable_step) {
+  if (durable_step.ok() || IsRefusal(script, durable_step.status()))
+    sim_.ApplyStep(script, durable_step);
+}
+
+void SimulatedRank::AnsweredStep(StepScript& script, const absl::StatusOr<uint64_t>& durable_step) {
+  ApplyStep(script, durable_step);
+  const absl::Status& status = durable_step.status();
+  Answered("Step", IsRefusal(script, status) ? absl::OkStatus() : status);
+}
+
+// As a rank does that is awake while it waits. The step of one that dies is taken all the same.
+void SimulatedRank::LookForStep() {
+  if (is_gone_ || is_ending_ || called_ == nullptr) return;
+  if (rank()->calls.step != nullptr && !is_heard_) {
+    is_heard_ = true;
+    ++called_->calls;
+    rank()->calls.step = [this, script = called_, answer = std::move(rank()->calls.step)](
+                             const absl::StatusOr<uint64_t>& durable_step) {
+      ApplyStep(*script, durable_step);
+      answer(durable_step);
+    };
+  }
+  ReadCompletions();
+  const auto found = completed_.find(step_tag_);
+  if (found == completed_.end()) return;
+  const proto::CompletionEntry entry = found->second;
+  completed_.erase(found);
+  is_heard_ = false;
+  const std::shared_ptr<StepScript> script = std::exchange(called_, nullptr);
+  if (entry.code == 0) return AnsweredStep(*script, entry.value);
+  AnsweredStep(*script, absl::Status(static_cast<absl::StatusCode>(entry.code),
+                                     job().ExplainFailure(*rank(), entry.tag)));
+}
+
+// By a call, or by its ring.
 void SimulatedRank::AddStep(const std::shared_ptr<StepScript>& script) {
-  Then("steps", [this, script] {
+  const bool by_ring = sim_.random().OneIn(2);
+  Then("steps", [this, script, by_ring] {
     answer_.reset();
+    if (by_ring) {
+      called_ = script;
+      step_tag_ = Submit(StepCommand(RingOperation::kStep, StepMessages(*script).front()));
+      return true;
+    }
     ++script->calls;
     job().Step(*rank(), StepMessages(*script),
                [this, script](const absl::StatusOr<uint64_t>& durable_step) {
-                 const bool is_refusal = ErrorIdOf(durable_step.status()) == ErrorId::kNonFinite ||
-                                         ErrorIdOf(durable_step.status()) == ErrorId::kRanksDiffer;
-                 const bool is_expected = script->refusal != StepScript::Refusal::kNone;
-                 if (durable_step.ok() || (is_refusal && is_expected))
-                   sim_.ApplyStep(*script, durable_step);
-                 Answered("Step",
-                          is_refusal && is_expected ? absl::OkStatus() : durable_step.status());
+                 AnsweredStep(*script, durable_step);
                });
     return true;
   });

@@ -199,12 +199,7 @@ void SimulatedRank::AnnounceStep(const std::shared_ptr<StepScript>& script) {
   };
   if (by_ring) {
     return Await("announces a step by its ring", [this, messages] {
-      const std::string command = messages().front().SerializeAsString();
-      OFFLOAD_CHECK(command.size() <= proto::kStepCommandBytes) << command.size();
-      std::memcpy(region_ + proto::kStepCommandOffset, command.data(), command.size());
-      SubmissionEntry entry = Entry(RingOperation::kBeginStep);
-      entry.element_count = command.size();
-      return entry;
+      return StepCommand(RingOperation::kBeginStep, messages().front());
     });
   }
   Then("announces a step", [this, messages] {
