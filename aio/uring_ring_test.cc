@@ -187,7 +187,9 @@ TEST_F(UringRingTest, BuffersThatCannotFitAreLeftOutAtOnce) {
     ::getrusage(RUSAGE_THREAD, &after);
     counts = registered == kBytes && ring.registered_bytes() == kBytes;
     // Who waits sleeps.
-    if (counts) EXPECT_LT(after.ru_nvcsw - before.ru_nvcsw, 3);
+    if (counts) {
+      EXPECT_LT(after.ru_nvcsw - before.ru_nvcsw, 3);
+    }
   });
   if (!ran || !counts) GTEST_SKIP() << "buffers count against no limit of 64 KiB here";
 }
