@@ -376,6 +376,7 @@ void HostAccelerator::Copy(std::byte* to, const std::byte* from, size_t size_byt
   Check(IndexOf(stream), Use::kRead, from, size_bytes);
   Check(IndexOf(stream), Use::kWrite, to, size_bytes);
   const bool fails = ++copies_ == options_.failing_copy;
+  counters_.copies_under_way_max = std::max(counters_.copies_under_way_max, ++copies_under_way_);
   std::vector<std::byte> promised;
   if (to_device) promised.assign(from, from + size_bytes);
   Submit(stream, [this, to, size_bytes, fails] {
@@ -383,12 +384,18 @@ void HostAccelerator::Copy(std::byte* to, const std::byte* from, size_t size_byt
     if (!is_broken_) std::memset(to, kPoison, size_bytes);
   });
   Submit(stream, [this, to, from, size_bytes, promised = std::move(promised)] {
+    --copies_under_way_;
     seconds_ += static_cast<double>(size_bytes) / kCopiedBytesPerSecond;
     if (is_broken_) return;
     std::memcpy(to, from, size_bytes);
     if (!promised.empty() && std::memcmp(to, promised.data(), size_bytes) != 0)
       Report("host memory that changed under a copy");
   });
+}
+
+void HostAccelerator::CountCopy(const std::byte* host, size_t size_bytes) {
+  const std::lock_guard lock(mutex_);
+  if (!IsInside(registrations_, host, size_bytes)) ++counters_.pageable_copies;
 }
 
 absl::Status HostAccelerator::Memset(std::byte* device, uint8_t value, size_t size_bytes,
@@ -515,14 +522,17 @@ void HostAccelerator::Check(size_t index, Use use, const std::byte* bytes, size_
   accesses_ = std::move(kept);
 }
 
+bool HostAccelerator::IsInside(const std::map<const std::byte*, size_t>& ranges,
+                               const std::byte* bytes, size_t size_bytes) {
+  auto range = ranges.upper_bound(bytes);
+  if (range == ranges.begin()) return false;
+  --range;
+  return bytes + size_bytes <= range->first + range->second;
+}
+
 void HostAccelerator::CheckRange(const std::map<const std::byte*, size_t>& ranges,
                                  const std::byte* bytes, size_t size_bytes, const char* finding) {
-  auto range = ranges.upper_bound(bytes);
-  if (range != ranges.begin()) {
-    --range;
-    if (bytes + size_bytes <= range->first + range->second) return;
-  }
-  Report(finding);
+  if (!IsInside(ranges, bytes, size_bytes)) Report(finding);
 }
 
 bool HostAccelerator::CheckUnused(const std::byte* bytes, size_t size_bytes, const Clock& known,

@@ -56,6 +56,7 @@ struct Recipe {
   AdamWFlavour flavour = AdamWFlavour::kMulAdd;
   bool has_large_buffer = false;
   uint64_t memory_bytes = uint64_t{1} << 30;  // of the device
+  bool registers_slab = true;
 };
 
 constexpr const char* kBuffer = "statistics";
@@ -122,6 +123,7 @@ class Training {
         device_({.seed = 5,
                  .pace = recipe.pace,
                  .queries_are_late = recipe.queries_are_late,
+                 .registers_read_only = recipe.registers_slab,
                  .memory_bytes = recipe.memory_bytes}) {
     UseStandin(device_);
     SetOffloading(offloads);
@@ -577,6 +579,41 @@ TEST(DeviceTierStepTest, InAnIntervalNothingMovesAndTheHostWaitsForNothing) {
     if (!is_still) continue;
     // The rest is bundled, and stays in ram.
     EXPECT_EQ(run.engine().statistics().bytes_written, written_before);
+  }
+}
+
+// What a checkpoint brings to the job passes through page-locked memory, several copies at once,
+// and the host waits once for a block. Nothing else of a step is copied from or to pageable memory.
+TEST(DeviceTierStepTest, CheckpointsCopyNothingPageable) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    for (const bool registers : {true, false}) {
+      Training run(
+          {.name = std::string("locked_") + c10::toString(dtype) + (registers ? "" : "_ring"),
+           .dtype = dtype,
+           .pace = Pace::kLate,
+           .queries_are_late = true,
+           .registers_slab = registers},
+          /*offloads=*/true);
+      for (int64_t step = 0; step < 3 * kInterval; ++step) {
+        const Tensor loss = run.Loss(step);
+        const HostAccelerator::Counters before = run.device().counters();
+        loss.backward();
+        nn::utils::clip_grad_norm_(run.model().parameters(), 0.1);
+        const HostAccelerator::Counters amid = run.device().counters();
+        run.optimizer().step();
+        const HostAccelerator::Counters after = run.device().counters();
+        run.optimizer().zero_grad();
+        if (step < kInterval) continue;
+        EXPECT_EQ(after.pageable_copies, before.pageable_copies) << dtype << ", " << step;
+        if ((step + 1) % kInterval != 0) continue;
+        // Each is shorter than a block: a master and two moments.
+        const uint64_t blocks = run.Large().size() * 3;
+        EXPECT_GE(after.copies_to_host - amid.copies_to_host, blocks);
+        EXPECT_LE(after.synchronizes - amid.synchronizes, blocks + 10) << dtype << ", " << step;
+        EXPECT_GT(after.copies_under_way_max, 3);
+      }
+      run.SeeState();
+    }
   }
 }
 
