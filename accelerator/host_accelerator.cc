@@ -449,14 +449,17 @@ void HostAccelerator::CheckRun(const kernels::OptimizerSpec& optimizer,
     CheckRange(allocations_, bytes, size_bytes, "an update outside of device memory");
     Check(IndexOf(stream), use, bytes, size_bytes);
   };
-  const auto width = [](kernels::Dtype dtype) { return dtype == kernels::Dtype::kFloat32 ? 4 : 2; };
-  check(Use::kRead, run.gradient, run.count * width(run.gradient_dtype));
+  const bool is_double = run.weight_dtype == kernels::Dtype::kFloat64;
+  check(Use::kRead, run.gradient, run.count * kernels::DtypeBytes(run.gradient_dtype));
   check(Use::kRead, run.gradient_scale_on_device, sizeof(float));
-  check(Use::kWrite, run.weight, run.count * width(run.weight_dtype));
+  check(Use::kWrite, run.weight, run.count * kernels::DtypeBytes(run.weight_dtype));
   check(Use::kWrite, run.residual, run.count * sizeof(int16_t));
+  check(Use::kWrite, run.half_residual, run.count * sizeof(uint32_t));
   check(Use::kWrite, run.ties, kernels::TieWords(run.count) * sizeof(uint32_t));
   for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
-    if (optimizer.Plane(i) != nullptr) check(Use::kWrite, run.state[i], run.count * sizeof(float));
+    if (optimizer.Plane(i) == nullptr) continue;
+    const void* const state = is_double ? static_cast<void*>(run.double_state[i]) : run.state[i];
+    check(Use::kWrite, state, run.count * kernels::MasterBytes(run.weight_dtype));
   }
 }
 

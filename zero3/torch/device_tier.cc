@@ -96,23 +96,34 @@ void DeviceTier::Update(uint32_t tensor, const kernels::OptimizerSpec& optimizer
   CheckWhole();
   const Lock lock(mutex_);
   const Stream stream = CurrentStream(device_);
+  Place& place = *places_[tensor];
+  if (!place.has_state) FetchState(tensor);
   Order(stream);
   for (const Stream other : std::exchange(used_on_, {})) {
     if (other == stream) continue;
     ThrowIfError(accelerator_->EventRecord(used_, other), device_.str());
     ThrowIfError(accelerator_->StreamWaitEvent(stream, used_), device_.str());
   }
-  Place& place = *places_[tensor];
-  if (!place.has_state) FetchState(tensor);
   const proto::Tensor& declared = attachment_.tensor(tensor);
   kernels::DeviceRun run;
   run.count = run.tensor_count = declared.element_count;
   run.weight_dtype = run.gradient_dtype = declared.dtype;
   run.weight = place.weight;
-  run.residual = reinterpret_cast<int16_t*>(PlaneOf(place, place.offsets.residual));
+  std::byte* const residual = PlaneOf(place, place.offsets.residual);
+  if (declared.dtype == proto::Dtype::kFloat16) {
+    run.half_residual = reinterpret_cast<uint32_t*>(residual);
+  } else {
+    run.residual = reinterpret_cast<int16_t*>(residual);
+  }
   run.ties = reinterpret_cast<uint32_t*>(PlaneOf(place, place.offsets.ties));
-  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i)
-    run.state[i] = reinterpret_cast<float*>(PlaneOf(place, place.offsets.state[i]));
+  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
+    std::byte* const state = PlaneOf(place, place.offsets.state[i]);
+    if (declared.dtype == proto::Dtype::kFloat64) {
+      run.double_state[i] = reinterpret_cast<double*>(state);
+    } else {
+      run.state[i] = reinterpret_cast<float*>(state);
+    }
+  }
   run.gradient = gradient.const_data_ptr();
   run.gradient_scale = scale;
   run.roots = Roots(optimizer);
