@@ -95,30 +95,38 @@ TEST_P(DeviceTest, BytesComeBack) {
 // Updates a run of host memory on the device.
 void UpdateOnDevice(Bench* bench, const kernels::OptimizerSpec& optimizer, int64_t step,
                     const kernels::Run& run) {
-  const size_t weight_bytes = run.count * (run.weight_dtype == Dtype::kFloat32 ? 4 : 2);
-  const size_t gradient_bytes = run.count * (run.gradient_dtype == Dtype::kFloat32 ? 4 : 2);
+  const size_t weight_bytes = run.count * kernels::DtypeBytes(run.weight_dtype);
+  const size_t gradient_bytes = run.count * kernels::DtypeBytes(run.gradient_dtype);
   const bool is_split = run.weight_dtype == Dtype::kBFloat16;
   std::vector<uint32_t> ties(kernels::TieWords(run.count));
   if (is_split) kernels::UnpackTies(run.residual, run.count, run.ties_in, ties.data());
-  DeviceRun on_device = {.count = run.count,
-                         .begin = run.begin,
-                         .tensor_count = run.tensor_count,
-                         .weight_dtype = run.weight_dtype,
-                         .weight = bench->Put(run.weight, weight_bytes),
-                         .residual = static_cast<int16_t*>(bench->Put(run.residual, run.count * 2)),
-                         .gradient_dtype = run.gradient_dtype,
-                         .gradient = bench->Put(run.gradient, gradient_bytes),
-                         .gradient_scale = run.gradient_scale};
+  DeviceRun on_device = {
+      .count = run.count,
+      .begin = run.begin,
+      .tensor_count = run.tensor_count,
+      .weight_dtype = run.weight_dtype,
+      .weight = bench->Put(run.weight, weight_bytes),
+      .residual = static_cast<int16_t*>(bench->Put(run.residual, run.count * 2)),
+      .half_residual = static_cast<uint32_t*>(bench->Put(run.half_residual, run.count * 4)),
+      .gradient_dtype = run.gradient_dtype,
+      .gradient = bench->Put(run.gradient, gradient_bytes),
+      .gradient_scale = run.gradient_scale};
   if (is_split)
     on_device.ties = static_cast<uint32_t*>(bench->Put(ties.data(), ties.size() * sizeof(ties[0])));
-  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i)
+  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
     on_device.state[i] = static_cast<float*>(bench->Put(run.state[i], run.count * sizeof(float)));
+    on_device.double_state[i] =
+        static_cast<double*>(bench->Put(run.double_state[i], run.count * sizeof(double)));
+  }
   ASSERT_TRUE(bench->device()->Update(optimizer, step, on_device, bench->stream()).ok());
   bench->Get(on_device.weight, run.weight, weight_bytes);
   bench->Get(on_device.residual, run.residual, run.count * 2);
+  bench->Get(on_device.half_residual, run.half_residual, run.count * 4);
   bench->Get(on_device.ties, ties.data(), ties.size() * sizeof(ties[0]));
-  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i)
+  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
     bench->Get(on_device.state[i], run.state[i], run.count * sizeof(float));
+    bench->Get(on_device.double_state[i], run.double_state[i], run.count * sizeof(double));
+  }
   if (is_split) kernels::PackTies(run.residual, run.count, ties.data(), run.ties_out);
 }
 
@@ -155,6 +163,36 @@ TEST_P(DeviceTest, UpdatesAreThoseOfTheProcessorBitForBit) {
         ASSERT_EQ(device.Bits(), processor.Bits()) << optimizer.name() << " of " << count;
       }
     }
+  }
+}
+
+// Of fp64 and fp16 models.
+template <class Elements>
+void ExpectBitsOfTheProcessor(Accelerator* accelerator, const kernels::OptimizerSpec& optimizer,
+                              Random* random) {
+  for (const size_t count : {1, 67, 1003}) {
+    Bench bench(accelerator);
+    Elements device(count, random);
+    Elements processor = device;
+    for (const int64_t step : {1, 3}) {
+      kernels::Run on_device = device.RunOf(0, count), on_processor = processor.RunOf(0, count);
+      on_device.gradient_scale = on_processor.gradient_scale = 0.37f;
+      UpdateOnDevice(&bench, optimizer, step, on_device);
+      kernels::Update(optimizer, step, on_processor);
+    }
+    ASSERT_EQ(device.Bits(), processor.Bits()) << optimizer.name() << " of " << count;
+  }
+}
+
+TEST_P(DeviceTest, UpdatesOfDoublesAndHalvesAreThoseOfTheProcessorBitForBit) {
+  Random random(3);
+  for (kernels::OptimizerSpec optimizer : kernels::ManyOptimizers()) {
+    if (!kernels::SupportsDeviceUpdate(optimizer)) continue;
+    ExpectBitsOfTheProcessor<kernels::Doubles>(device_.get(), optimizer, &random);
+    ExpectBitsOfTheProcessor<kernels::Halves>(device_.get(), optimizer, &random);
+    if (optimizer.name() == "lion") continue;  // its gradients are not scaled
+    optimizer.Set("unscale", 0.3 / 65536);
+    ExpectBitsOfTheProcessor<kernels::Halves>(device_.get(), optimizer, &random);
   }
 }
 

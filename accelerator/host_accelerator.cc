@@ -376,6 +376,7 @@ void HostAccelerator::Copy(std::byte* to, const std::byte* from, size_t size_byt
   Check(IndexOf(stream), Use::kRead, from, size_bytes);
   Check(IndexOf(stream), Use::kWrite, to, size_bytes);
   const bool fails = ++copies_ == options_.failing_copy;
+  counters_.copies_under_way_max = std::max(counters_.copies_under_way_max, ++copies_under_way_);
   std::vector<std::byte> promised;
   if (to_device) promised.assign(from, from + size_bytes);
   Submit(stream, [this, to, size_bytes, fails] {
@@ -383,12 +384,18 @@ void HostAccelerator::Copy(std::byte* to, const std::byte* from, size_t size_byt
     if (!is_broken_) std::memset(to, kPoison, size_bytes);
   });
   Submit(stream, [this, to, from, size_bytes, promised = std::move(promised)] {
+    --copies_under_way_;
     seconds_ += static_cast<double>(size_bytes) / kCopiedBytesPerSecond;
     if (is_broken_) return;
     std::memcpy(to, from, size_bytes);
     if (!promised.empty() && std::memcmp(to, promised.data(), size_bytes) != 0)
       Report("host memory that changed under a copy");
   });
+}
+
+void HostAccelerator::CountCopy(const std::byte* host, size_t size_bytes) {
+  const std::lock_guard lock(mutex_);
+  if (!IsInside(registrations_, host, size_bytes)) ++counters_.pageable_copies;
 }
 
 absl::Status HostAccelerator::Memset(std::byte* device, uint8_t value, size_t size_bytes,
@@ -442,14 +449,17 @@ void HostAccelerator::CheckRun(const kernels::OptimizerSpec& optimizer,
     CheckRange(allocations_, bytes, size_bytes, "an update outside of device memory");
     Check(IndexOf(stream), use, bytes, size_bytes);
   };
-  const auto width = [](kernels::Dtype dtype) { return dtype == kernels::Dtype::kFloat32 ? 4 : 2; };
-  check(Use::kRead, run.gradient, run.count * width(run.gradient_dtype));
+  const bool is_double = run.weight_dtype == kernels::Dtype::kFloat64;
+  check(Use::kRead, run.gradient, run.count * kernels::DtypeBytes(run.gradient_dtype));
   check(Use::kRead, run.gradient_scale_on_device, sizeof(float));
-  check(Use::kWrite, run.weight, run.count * width(run.weight_dtype));
+  check(Use::kWrite, run.weight, run.count * kernels::DtypeBytes(run.weight_dtype));
   check(Use::kWrite, run.residual, run.count * sizeof(int16_t));
+  check(Use::kWrite, run.half_residual, run.count * sizeof(uint32_t));
   check(Use::kWrite, run.ties, kernels::TieWords(run.count) * sizeof(uint32_t));
   for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
-    if (optimizer.Plane(i) != nullptr) check(Use::kWrite, run.state[i], run.count * sizeof(float));
+    if (optimizer.Plane(i) == nullptr) continue;
+    const void* const state = is_double ? static_cast<void*>(run.double_state[i]) : run.state[i];
+    check(Use::kWrite, state, run.count * kernels::MasterBytes(run.weight_dtype));
   }
 }
 
@@ -515,14 +525,17 @@ void HostAccelerator::Check(size_t index, Use use, const std::byte* bytes, size_
   accesses_ = std::move(kept);
 }
 
+bool HostAccelerator::IsInside(const std::map<const std::byte*, size_t>& ranges,
+                               const std::byte* bytes, size_t size_bytes) {
+  auto range = ranges.upper_bound(bytes);
+  if (range == ranges.begin()) return false;
+  --range;
+  return bytes + size_bytes <= range->first + range->second;
+}
+
 void HostAccelerator::CheckRange(const std::map<const std::byte*, size_t>& ranges,
                                  const std::byte* bytes, size_t size_bytes, const char* finding) {
-  auto range = ranges.upper_bound(bytes);
-  if (range != ranges.begin()) {
-    --range;
-    if (bytes + size_bytes <= range->first + range->second) return;
-  }
-  Report(finding);
+  if (!IsInside(ranges, bytes, size_bytes)) Report(finding);
 }
 
 bool HostAccelerator::CheckUnused(const std::byte* bytes, size_t size_bytes, const Clock& known,

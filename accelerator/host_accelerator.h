@@ -73,9 +73,11 @@ class HostAccelerator final : public Accelerator,
     uint64_t waits = 0;         // StreamWaitEvent
     uint64_t copies_to_device = 0, copies_to_host = 0;
     uint64_t bytes_to_device = 0, bytes_to_host = 0;
-    uint64_t allocated_bytes_max = 0;  // at once
-    uint64_t collectives = 0;          // gathers that have begun
-    uint64_t exchanges = 0;            // of slices, the same
+    uint64_t allocated_bytes_max = 0;   // at once
+    uint64_t pageable_copies = 0;       // of others (CountCopy), where the host's end was pageable
+    uint64_t copies_under_way_max = 0;  // submitted and not executed, at once
+    uint64_t collectives = 0;           // gathers that have begun
+    uint64_t exchanges = 0;             // of slices, the same
   };
 
   explicit HostAccelerator(const Options& options);
@@ -129,6 +131,8 @@ class HostAccelerator final : public Accelerator,
   void FreeAsync(std::byte* bytes, Stream stream);
   // As if the device were of this size from now on, or so much of it were somebody else's.
   void SetMemoryBytes(uint64_t memory_bytes);
+  // Others copy between the device and this memory of the host.
+  void CountCopy(const std::byte* host, size_t size_bytes);
   void CountCollective();
   void CountExchange();
   // Reports a finding of one's own.
@@ -180,6 +184,8 @@ class HostAccelerator final : public Accelerator,
   absl::Status Broken() const;
   void Copy(std::byte* to, const std::byte* from, size_t size_bytes, Stream stream, bool to_device);
   void Check(size_t index, Use use, const std::byte* bytes, size_t size_bytes);
+  static bool IsInside(const std::map<const std::byte*, size_t>& ranges, const std::byte* bytes,
+                       size_t size_bytes);
   void CheckRange(const std::map<const std::byte*, size_t>& ranges, const std::byte* bytes,
                   size_t size_bytes, const char* finding);
   void CheckRun(const kernels::OptimizerSpec& optimizer, const kernels::DeviceRun& run,
@@ -206,7 +212,7 @@ class HostAccelerator final : public Accelerator,
   Clock host_clock_;
   std::map<std::string, int> violations_;
   bool is_broken_ = false;
-  uint64_t copies_ = 0;
+  uint64_t copies_ = 0, copies_under_way_ = 0;
   double seconds_ = 0;
   Counters counters_;
   std::unique_ptr<Peers> peers_;

@@ -70,6 +70,16 @@ TEST(HostAcceleratorTest, CopiesArriveWhenTheHostHasWaited) {
   }
 }
 
+TEST(HostAcceleratorTest, CopiesOfOthersAreCountedWhereTheHostsEndIsPageable) {
+  Bench bench(Paced(Pace::kLate));
+  std::array<std::byte, kBytes> pageable;
+  bench.device.CountCopy(bench.host.data() + 1, kBytes - 1);
+  EXPECT_EQ(bench.device.counters().pageable_copies, 0);
+  bench.device.CountCopy(bench.host.data() + 1, kBytes);
+  bench.device.CountCopy(pageable.data(), 1);
+  EXPECT_EQ(bench.device.counters().pageable_copies, 2);
+}
+
 TEST(HostAcceleratorTest, AStreamRunsToItsEndWithoutTellingTheHost) {
   Bench bench(Paced(Pace::kLate));
   bench.host.fill(std::byte{7});

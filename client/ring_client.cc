@@ -297,6 +297,13 @@ std::optional<CompletionEntry> RingClient::TakeAwake(uint64_t tag) {
 
 absl::Status RingClient::WaitAwake(uint64_t tag) { return StatusOf(TakeAwake(tag)); }
 
+bool RingClient::IsDone(uint64_t tag) const {
+  if (options_.health->forked()) return true;
+  absl::MutexLock lock(&mutex_);
+  const auto operation = operations_.find(tag);
+  return operation == operations_.end() || operation->second.done || !options_.health->ok();
+}
+
 absl::Status RingClient::Wait(uint64_t tag) {
   return WaitForValue(tag, proto::StallCause::kTransfer).status();
 }

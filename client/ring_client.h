@@ -88,6 +88,8 @@ class RingClient {
   // (Wait() then tells).
   uint64_t Submit(proto::SubmissionEntry entry);
   absl::Status Wait(uint64_t tag);
+  // Whether Wait() would return at once. Of a tag that has yet to be waited for.
+  bool IsDone(uint64_t tag) const;
   // The same for what the daemon answers in less time than it takes to wake two threads: looks for
   // the answer itself at first. Not counted as a stall.
   absl::Status WaitAwake(uint64_t tag);

@@ -401,6 +401,7 @@ Ticket Session::PublishNorm(uint32_t tensor, float norm) {
 uint64_t Session::GradientWord(uint32_t tensor) const { return impl_->rings->GradientWord(tensor); }
 
 absl::Status Session::Wait(Ticket ticket) { return impl_->rings->Wait(ticket); }
+bool Session::IsDone(Ticket ticket) const { return impl_->rings->IsDone(ticket); }
 
 const std::byte* Session::slab() const { return impl_->rings->slab(); }
 uint64_t Session::slab_bytes() const { return impl_->rings->slab_bytes(); }

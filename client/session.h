@@ -214,6 +214,8 @@ class Session {
 
   // Blocks until it is done. Every ticket must be waited for exactly once.
   absl::Status Wait(Ticket ticket);
+  // Whether it would not block.
+  bool IsDone(Ticket ticket) const;
 
   const std::byte* slab() const;  // all of it, read-only; where sums are, SlabLayout says
   uint64_t slab_bytes() const;

@@ -151,6 +151,98 @@ class Tensor {
   std::vector<uint8_t> ties_;
 };
 
+// An fp64 tensor with what an optimizer keeps of it.
+struct Doubles {
+  Doubles(size_t count, Random* random)
+      : weight(count), gradient(count), state(kStatePlanesMax, std::vector<double>(count)) {
+    const auto any = [&] { return AdversarialValue(random) * (1 + random->Unit()); };
+    for (size_t i = 0; i < count; ++i) {
+      weight[i] = any(), gradient[i] = any();
+      state[0][i] = any();
+      for (size_t plane = 1; plane < kStatePlanesMax; ++plane) state[plane][i] = std::abs(any());
+    }
+  }
+
+  Run RunOf(size_t begin, size_t end) {
+    Run run{.count = end - begin,
+            .begin = begin,
+            .tensor_count = weight.size(),
+            .weight_dtype = Dtype::kFloat64,
+            .weight = weight.data() + begin,
+            .gradient_dtype = Dtype::kFloat64,
+            .gradient = gradient.data() + begin};
+    for (size_t i = 0; i < kStatePlanesMax; ++i) run.double_state[i] = state[i].data() + begin;
+    return run;
+  }
+
+  // NaN being one value.
+  std::vector<uint64_t> Bits() const {
+    std::vector<uint64_t> bits;
+    const auto add = [&](const std::vector<double>& values) {
+      for (const double value : values)
+        bits.push_back(std::isnan(value) ? 1 : std::bit_cast<uint64_t>(value));
+    };
+    add(weight);
+    for (const auto& plane : state) add(plane);
+    return bits;
+  }
+
+  std::vector<double> weight, gradient;
+  std::vector<std::vector<double>> state;
+};
+
+// The same in fp16.
+struct Halves {
+  Halves(size_t count, Random* random)
+      : weight(count),
+        gradient(count),
+        residual(count),
+        state(kStatePlanesMax, std::vector<float>(count)) {
+    std::vector<float> masters(count);
+    for (size_t i = 0; i < count; ++i) {
+      masters[i] = AdversarialValue(random);
+      gradient[i] = ToHalf(AdversarialValue(random));
+      state[0][i] = AdversarialValue(random);
+      for (size_t plane = 1; plane < kStatePlanesMax; ++plane)
+        state[plane][i] = std::abs(AdversarialValue(random));
+    }
+    SplitHalf(masters.data(), count, weight.data(), residual.data());
+  }
+
+  Run RunOf(size_t begin, size_t end) {
+    Run run{.count = end - begin,
+            .begin = begin,
+            .tensor_count = weight.size(),
+            .weight_dtype = Dtype::kFloat16,
+            .weight = weight.data() + begin,
+            .half_residual = residual.data() + begin,
+            .gradient_dtype = Dtype::kFloat16,
+            .gradient = gradient.data() + begin,
+            .gradient_scale = 0.37f};
+    for (size_t i = 0; i < kStatePlanesMax; ++i) run.state[i] = state[i].data() + begin;
+    return run;
+  }
+
+  std::vector<uint64_t> Bits() const {
+    std::vector<float> masters(weight.size());
+    MergeHalf(weight.data(), residual.data(), weight.size(), masters.data());
+    std::vector<uint64_t> bits;
+    const auto add = [&](const std::vector<float>& values) {
+      for (const float value : values)
+        bits.push_back(std::isnan(value) ? 1 : std::bit_cast<uint32_t>(value));
+    };
+    add(masters);
+    for (const auto& plane : state) add(plane);
+    for (size_t i = 0; i < masters.size(); ++i)
+      bits.push_back(std::isnan(masters[i]) ? 1 : weight[i].bits);
+    return bits;
+  }
+
+  std::vector<Half> weight, gradient;
+  std::vector<uint32_t> residual;
+  std::vector<std::vector<float>> state;
+};
+
 inline std::vector<OptimizerSpec> ManyAdamW() {
   std::vector<OptimizerSpec> many;
   for (const double flavour : {0, 1, 2}) {

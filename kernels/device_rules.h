@@ -9,7 +9,8 @@
 
 namespace offload::kernels {
 
-using DeviceRules = RuleList<rules::AdamW, rules::Sgd, rules::Adam>;
+using DeviceRules =
+    RuleList<rules::AdamW, rules::Sgd, rules::Adam, rules::Adagrad, rules::RmsProp, rules::Lion>;
 
 // What a rule's step asks of a run beside the arrays.
 OFFLOAD_DEVICE_CODE inline Run ScalarsOf(const DeviceRun& run) {
@@ -20,57 +21,83 @@ OFFLOAD_DEVICE_CODE inline Run ScalarsOf(const DeviceRun& run) {
   return scalars;
 }
 
-// The arrays of a run with its dtypes, fp32 and bf16. Ties stay null: each element has its own.
+// The arrays of a run with its dtypes. Ties stay null: each element has its own.
 template <Dtype kWeight, Dtype kGradient>
-OFFLOAD_DEVICE_CODE inline ElementArrays<kWeight, kGradient> ArraysOf(const DeviceRun& run) {
-  return {static_cast<typename ElementOf<kWeight>::Type*>(run.weight),
-          run.residual,
-          {run.state[0], run.state[1], run.state[2]},
-          static_cast<const typename ElementOf<kGradient>::Type*>(run.gradient),
-          nullptr,
-          nullptr};
+OFFLOAD_DEVICE_CODE inline ElementArrays<kWeight, kGradient> ArraysOf(const DeviceRun& run,
+                                                                      float unscale) {
+  ElementArrays<kWeight, kGradient> arrays{
+      static_cast<typename ElementOf<kWeight>::Type*>(run.weight),
+      run.residual,
+      run.half_residual,
+      {},
+      {},
+      nullptr,
+      nullptr};
+  for (size_t i = 0; i < kStatePlanesMax; ++i) {
+    if constexpr (kWeight == Dtype::kFloat64) {
+      arrays.state[i] = run.double_state[i];
+    } else {
+      arrays.state[i] = run.state[i];
+    }
+  }
+  const auto* const gradient =
+      static_cast<const typename ElementOf<kGradient>::Type*>(run.gradient);
+  if constexpr (kGradient == Dtype::kFloat16) {
+    arrays.gradient = {gradient, unscale};
+  } else {
+    arrays.gradient = gradient;
+  }
+  return arrays;
 }
 
 // How many elements of the run lie before the tail of their tensor.
-template <class Rule>
-uint64_t TailBeginOf(const typename Rule::template ConstantsOf<float>& constants,
-                     const DeviceRun& run) {
+template <class Rule, class Constants>
+uint64_t TailBeginOf(const Constants& constants, const DeviceRun& run) {
   if constexpr (Rule::kHasTail) {
     Run place;
     place.count = run.count;
     place.begin = run.begin;
     place.tensor_count = run.tensor_count;
+    place.weight_dtype = run.weight_dtype;
     return Rule::TailBegin(constants, place);
   } else {
     return run.count;
   }
 }
 
-// Calls function.operator()<Rule>(constants) for the rule of an optimizer; false when it is none of
-// DeviceRules.
-template <class Function, class... Rule>
-bool WithDeviceRule(RuleList<Rule...>, const OptimizerSpec& optimizer, int64_t step,
-                    const Function& function) {
-  Coefficients coefficients;
-  const auto call = [&]<class R>() {
-    if (&R::kRow != &optimizer.row()) return false;
-    optimizer.row().prepare(optimizer.values().data(), step, &coefficients);
-    function.template operator()<R>(
-        *reinterpret_cast<const typename R::template ConstantsOf<float>*>(coefficients.bytes));
-    return true;
-  };
-  return (call.template operator()<Rule>() || ...);
-}
-
 // Calls function.operator()<weight dtype, gradient dtype>() with those of a run.
 template <class Function>
 void WithDtypes(const DeviceRun& run, const Function& function) {
-  constexpr Dtype kFloat = Dtype::kFloat32, kHalf = Dtype::kBFloat16;
-  const bool is_split = run.weight_dtype == kHalf, is_half = run.gradient_dtype == kHalf;
-  if (is_split && is_half) return function.template operator()<kHalf, kHalf>();
-  if (is_split) return function.template operator()<kHalf, kFloat>();
-  if (is_half) return function.template operator()<kFloat, kHalf>();
-  return function.template operator()<kFloat, kFloat>();
+  constexpr Dtype kSingle = Dtype::kFloat32, kBrain = Dtype::kBFloat16;
+  constexpr Dtype kDouble = Dtype::kFloat64, kHalf = Dtype::kFloat16;
+  if (run.weight_dtype == kDouble) return function.template operator()<kDouble, kDouble>();
+  if (run.weight_dtype == kHalf) return function.template operator()<kHalf, kHalf>();
+  const bool is_split = run.weight_dtype == kBrain, is_brain = run.gradient_dtype == kBrain;
+  if (is_split && is_brain) return function.template operator()<kBrain, kBrain>();
+  if (is_split) return function.template operator()<kBrain, kSingle>();
+  if (is_brain) return function.template operator()<kSingle, kBrain>();
+  return function.template operator()<kSingle, kSingle>();
+}
+
+// Calls function.operator()<Rule, weight dtype, gradient dtype>(constants) for the rule of an
+// optimizer and the dtypes of a run; false when it is none of DeviceRules.
+template <class Function, class... Rule>
+bool WithDeviceRule(RuleList<Rule...>, const OptimizerSpec& optimizer, int64_t step,
+                    const DeviceRun& run, const Function& function) {
+  const Optimizer& row = optimizer.row();
+  const auto prepare = run.weight_dtype == Dtype::kFloat64 ? row.prepare_double : row.prepare;
+  Coefficients coefficients;
+  prepare(optimizer.values().data(), step, &coefficients);
+  const auto call = [&]<class R>() {
+    if (&R::kRow != &row) return false;
+    WithDtypes(run, [&]<Dtype kWeight, Dtype kGradient>() {
+      using Constants = typename R::template ConstantsOf<typename MasterOf<kWeight>::Type>;
+      function.template operator()<R, kWeight, kGradient>(
+          *reinterpret_cast<const Constants*>(coefficients.bytes));
+    });
+    return true;
+  };
+  return (call.template operator()<Rule>() || ...);
 }
 
 // Aborts when the run lacks what the optimizer needs.

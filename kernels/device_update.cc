@@ -17,17 +17,21 @@ void SetTie(uint32_t* ties, uint64_t i, bool tie) {
   ties[i / 32] = tie ? ties[i / 32] | bit : ties[i / 32] & ~bit;
 }
 
-template <class Step, Dtype kWeight, Dtype kGradient>
-void StepOver(const Step& step, const DeviceRun& run, uint64_t begin, uint64_t end) {
-  ElementArrays<kWeight, kGradient> arrays = ArraysOf<kWeight, kGradient>(run);
+template <class Step, class Arrays>
+void StepOver(const Step& step, Arrays arrays, uint32_t* ties, uint64_t begin, uint64_t end) {
   for (uint64_t i = begin; i < end; ++i) {
     bool before = false, after = false;
-    if constexpr (kWeight == Dtype::kBFloat16) before = TieOf(run.ties, i);
+    if constexpr (Arrays::kIsSplit) before = TieOf(ties, i);
     arrays.ties_in = &before;
     arrays.ties_out = &after;
     step(arrays, i);
-    if constexpr (kWeight == Dtype::kBFloat16) SetTie(run.ties, i, after);
+    if constexpr (Arrays::kIsSplit) SetTie(ties, i, after);
   }
+}
+
+template <class... Rule>
+bool IsAmong(RuleList<Rule...>, const OptimizerSpec& optimizer) {
+  return ((&Rule::kRow == &optimizer.row()) || ...);
 }
 
 }  // namespace
@@ -35,38 +39,43 @@ void StepOver(const Step& step, const DeviceRun& run, uint64_t begin, uint64_t e
 void CheckDeviceRun(const OptimizerSpec& optimizer, const DeviceRun& run) {
   OFFLOAD_CHECK(run.count <= run.tensor_count && run.begin <= run.tensor_count - run.count)
       << "run of " << run.count << " elements at " << run.begin << " of " << run.tensor_count;
-  const auto is_served = [](Dtype dtype) {
-    return dtype == Dtype::kFloat32 || dtype == Dtype::kBFloat16;
-  };
-  OFFLOAD_CHECK(is_served(run.weight_dtype) && is_served(run.gradient_dtype))
-      << "devices update fp32 and bf16 weights, not " << DtypeName(run.weight_dtype)
-      << " with gradients of " << DtypeName(run.gradient_dtype);
-  OFFLOAD_CHECK(run.weight_dtype == Dtype::kFloat32 ||
+  OFFLOAD_CHECK(run.weight_dtype != Dtype::kBFloat16 ||
                 (run.residual != nullptr && run.ties != nullptr))
       << "a bf16 run needs its residual and tie bits";
+  OFFLOAD_CHECK(run.weight_dtype != Dtype::kFloat16 || run.half_residual != nullptr)
+      << "an fp16 run needs its residual";
+  for (const Dtype dtype : {Dtype::kFloat64, Dtype::kFloat16}) {
+    OFFLOAD_CHECK((run.weight_dtype == dtype) == (run.gradient_dtype == dtype))
+        << DtypeName(run.weight_dtype) << " weights with " << DtypeName(run.gradient_dtype)
+        << " gradients";
+  }
+  const bool is_double = run.weight_dtype == Dtype::kFloat64;
   for (size_t i = 0; i < kStatePlanesMax; ++i) {
-    OFFLOAD_CHECK(run.count == 0 || run.state[i] != nullptr || optimizer.Plane(i) == nullptr)
+    const bool is_there = is_double ? run.double_state[i] != nullptr : run.state[i] != nullptr;
+    OFFLOAD_CHECK(run.count == 0 || is_there || optimizer.Plane(i) == nullptr)
         << optimizer.name() << " needs " << optimizer.Plane(i)->name;
   }
 }
 
 bool SupportsDeviceUpdate(const OptimizerSpec& optimizer) {
-  return WithDeviceRule(DeviceRules(), optimizer, 1, []<class Rule>(const auto&) {});
+  return IsAmong(DeviceRules(), optimizer);
 }
 
 void UpdateOnHost(const OptimizerSpec& optimizer, int64_t step, const DeviceRun& run) {
   CheckDeviceRun(optimizer, run);
+  const float unscale = UnscaleOf(optimizer, run.gradient_dtype);
   const bool found =
-      WithDeviceRule(DeviceRules(), optimizer, step, [&]<class Rule>(const auto& constants) {
-        const uint64_t tail_begin = TailBeginOf<Rule>(constants, run);
-        const Run scalars = ScalarsOf(run);
-        WithDtypes(run, [&]<Dtype kWeight, Dtype kGradient>() {
-          using Body = typename Rule::template Step<Element, false>;
-          using Tail = typename Rule::template Step<Element, true>;
-          StepOver<Body, kWeight, kGradient>(Body(constants, scalars), run, 0, tail_begin);
-          StepOver<Tail, kWeight, kGradient>(Tail(constants, scalars), run, tail_begin, run.count);
-        });
-      });
+      WithDeviceRule(DeviceRules(), optimizer, step, run,
+                     [&]<class Rule, Dtype kWeight, Dtype kGradient>(const auto& constants) {
+                       using V = typename ElementFor<kWeight>::Type;
+                       const uint64_t tail_begin = TailBeginOf<Rule>(constants, run);
+                       const Run scalars = ScalarsOf(run);
+                       const auto arrays = ArraysOf<kWeight, kGradient>(run, unscale);
+                       const typename Rule::template Step<V, false> body(constants, scalars);
+                       const typename Rule::template Step<V, true> tail(constants, scalars);
+                       StepOver(body, arrays, run.ties, 0, tail_begin);
+                       StepOver(tail, arrays, run.ties, tail_begin, run.count);
+                     });
   OFFLOAD_CHECK(found) << optimizer.name() << " has no update for devices";
   if (run.weight_dtype == Dtype::kBFloat16) {
     for (uint64_t i = run.count; i % 32 != 0; ++i) SetTie(run.ties, i, false);

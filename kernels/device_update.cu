@@ -15,12 +15,14 @@ constexpr uint32_t kWarp = 32;
 
 template <class Rule, Dtype kWeight, Dtype kGradient>
 __global__ void __launch_bounds__(kThreadsPerBlock)
-    UpdateElements(const typename Rule::template ConstantsOf<float> constants, const DeviceRun run,
-                   const uint64_t tail_begin) {
+    UpdateElements(
+        const typename Rule::template ConstantsOf<typename MasterOf<kWeight>::Type> constants,
+        const DeviceRun run, const float unscale, const uint64_t tail_begin) {
+  using V = typename ElementFor<kWeight>::Type;
   const Run scalars = ScalarsOf(run);
-  const typename Rule::template Step<Element, false> body(constants, scalars);
-  const typename Rule::template Step<Element, true> tail(constants, scalars);
-  ElementArrays<kWeight, kGradient> arrays = ArraysOf<kWeight, kGradient>(run);
+  const typename Rule::template Step<V, false> body(constants, scalars);
+  const typename Rule::template Step<V, true> tail(constants, scalars);
+  ElementArrays<kWeight, kGradient> arrays = ArraysOf<kWeight, kGradient>(run, unscale);
   const uint64_t stride = uint64_t{gridDim.x} * blockDim.x;
   const uint32_t lane = threadIdx.x % kWarp;
   // All lanes of a warp go round together: the vote needs them.
@@ -51,15 +53,15 @@ int LaunchUpdate(const OptimizerSpec& optimizer, int64_t step, const DeviceRun& 
   const uint64_t blocks =
       std::min(kBlocksMax, (run.count + kThreadsPerBlock - 1) / kThreadsPerBlock);
   cudaError_t error = cudaErrorInvalidDeviceFunction;  // none of DeviceRules
-  WithDeviceRule(DeviceRules(), optimizer, step, [&]<class Rule>(const auto& constants) {
-    WithDtypes(run, [&]<Dtype kWeight, Dtype kGradient>() {
-      UpdateElements<Rule, kWeight, kGradient>
-          <<<static_cast<unsigned>(blocks), kThreadsPerBlock, 0,
-             static_cast<cudaStream_t>(stream)>>>(constants, run,
-                                                  TailBeginOf<Rule>(constants, run));
-    });
-    error = cudaGetLastError();
-  });
+  const float unscale = UnscaleOf(optimizer, run.gradient_dtype);
+  WithDeviceRule(DeviceRules(), optimizer, step, run,
+                 [&]<class Rule, Dtype kWeight, Dtype kGradient>(const auto& constants) {
+                   UpdateElements<Rule, kWeight, kGradient>
+                       <<<static_cast<unsigned>(blocks), kThreadsPerBlock, 0,
+                          static_cast<cudaStream_t>(stream)>>>(constants, run, unscale,
+                                                               TailBeginOf<Rule>(constants, run));
+                   error = cudaGetLastError();
+                 });
   return error;
 }
 

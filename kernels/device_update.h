@@ -5,9 +5,8 @@
 // twice from one source (kernels/element.h): LaunchUpdate by nvcc, UpdateOnHost for the processor,
 // which stands in for a GPU and proves the arithmetic where there is none.
 //
-// Rules whose update depends on norms of the whole tensor (LAMB), and those that nobody has asked
-// for yet, are not among them: SupportsDeviceUpdate(). Weights and gradients are fp32 or bf16;
-// others are refused.
+// Rules whose update depends on norms of the whole tensor (LAMB) are not among them:
+// SupportsDeviceUpdate(). Dtypes are those of kernels/update.h.
 //
 // Tie bits: in a store they are packed, one for each element whose residual is -32768
 // (kernels/split.h). Threads cannot share a position in them, so on a device there is one bit per
@@ -33,11 +32,13 @@ struct DeviceRun {
   uint64_t tensor_count = 0;  // elements of the whole tensor
   Dtype weight_dtype = Dtype::kFloat32;
   void* weight = nullptr;
-  int16_t* residual = nullptr;  // bf16 models only
+  int16_t* residual = nullptr;        // bf16 models only
+  uint32_t* half_residual = nullptr;  // fp16 models only
   // bf16 models only: bit i mod 32 of word i / 32 is set where the tie of the run's element i went
   // down. The words are this run's alone; bits behind the last element are zeroed.
   uint32_t* ties = nullptr;
   float* state[kStatePlanesMax] = {};
+  double* double_state[kStatePlanesMax] = {};  // fp64 models: in place of `state`
   Dtype gradient_dtype = Dtype::kFloat32;
   const void* gradient = nullptr;
   double gradient_scale = 1;

@@ -1,6 +1,8 @@
 #include "kernels/device_update.h"
 
+#include <algorithm>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/random.h"
@@ -13,17 +15,20 @@ namespace {
 // Updates a run of host memory as a device would: its tie bits are spread and packed again.
 void UpdateAsDevice(const OptimizerSpec& optimizer, int64_t step, const Run& run) {
   std::vector<uint32_t> ties(TieWords(run.count) + 1, 0xFFFFFFFF);
-  DeviceRun device = {.count = run.count,
-                      .begin = run.begin,
-                      .tensor_count = run.tensor_count,
-                      .weight_dtype = run.weight_dtype,
-                      .weight = run.weight,
-                      .residual = run.residual,
-                      .state = {run.state[0], run.state[1], run.state[2]},
-                      .gradient_dtype = run.gradient_dtype,
-                      .gradient = run.gradient,
-                      .gradient_scale = run.gradient_scale,
-                      .roots = run.roots};
+  DeviceRun device = {
+      .count = run.count,
+      .begin = run.begin,
+      .tensor_count = run.tensor_count,
+      .weight_dtype = run.weight_dtype,
+      .weight = run.weight,
+      .residual = run.residual,
+      .half_residual = run.half_residual,
+      .state = {run.state[0], run.state[1], run.state[2]},
+      .double_state = {run.double_state[0], run.double_state[1], run.double_state[2]},
+      .gradient_dtype = run.gradient_dtype,
+      .gradient = run.gradient,
+      .gradient_scale = run.gradient_scale,
+      .roots = run.roots};
   const bool is_split = run.weight_dtype == Dtype::kBFloat16;
   if (is_split) {
     UnpackTies(run.residual, run.count, run.ties_in, ties.data());
@@ -40,10 +45,17 @@ std::vector<OptimizerSpec> SupportedOptimizers() {
   return supported;
 }
 
-TEST(DeviceUpdateTest, AdamWAdamAndSgdHaveOne) {
+bool HasUnscale(const OptimizerSpec& optimizer) {
+  const auto is_unscale = [](const Parameter& parameter) {
+    return std::string_view(parameter.name) == "unscale";
+  };
+  return std::ranges::any_of(optimizer.row().parameters, is_unscale);
+}
+
+TEST(DeviceUpdateTest, AllHaveOneWhoseUpdateIsElementByElement) {
   for (const std::string_view name : OptimizerNames()) {
-    const bool expected = name == "adamw" || name == "adam" || name == "sgd";
-    EXPECT_EQ(SupportsDeviceUpdate(OptimizerSpec(name)), expected) << name;
+    const OptimizerSpec optimizer(name);
+    EXPECT_EQ(SupportsDeviceUpdate(optimizer), !NeedsNorms(optimizer)) << name;
   }
 }
 
@@ -72,6 +84,71 @@ TEST(DeviceUpdateTest, EveryElementIsThatOfTheProcessorsKernelsBitForBit) {
       }
     }
   }
+}
+
+// Of fp64 and fp16 models, these with gradients of a scaled loss.
+template <class Elements>
+void ExpectBitsOfTheProcessor(const OptimizerSpec& optimizer, size_t count, double scale,
+                              Random* random) {
+  Elements device(count, random);
+  Elements processor = device;
+  for (const int64_t step : kStepsOfRoots) {
+    const auto run_of = [&](Elements& elements) {
+      Run run = elements.RunOf(0, count);
+      run.gradient_scale = scale;
+      run.roots = RootsOfStep(step);
+      return run;
+    };
+    UpdateAsDevice(optimizer, step, run_of(device));
+    Update(optimizer, step, run_of(processor));
+  }
+  ASSERT_EQ(device.Bits(), processor.Bits())
+      << optimizer.name() << ", " << count << " elements, scale " << scale;
+}
+
+TEST(DeviceUpdateTest, EveryDoubleIsThatOfTheProcessorsKernelsBitForBit) {
+  Random random(4);
+  for (const double scale : {1.0, 0.37}) {
+    for (const size_t count : {1, 3, 4, 5, 31, 33, 1003}) {
+      for (const OptimizerSpec& optimizer : SupportedOptimizers())
+        ExpectBitsOfTheProcessor<Doubles>(optimizer, count, scale, &random);
+    }
+  }
+}
+
+TEST(DeviceUpdateTest, EveryHalfIsThatOfTheProcessorsKernelsBitForBit) {
+  Random random(5);
+  for (const double scale : {1.0, static_cast<double>(0.37f)}) {
+    for (const size_t count : {1, 7, 8, 9, 31, 33, 1003, 5000}) {
+      for (OptimizerSpec optimizer : SupportedOptimizers()) {
+        ExpectBitsOfTheProcessor<Halves>(optimizer, count, scale, &random);
+        if (!HasUnscale(optimizer)) continue;
+        for (const double unscale : {0x1p-16, 0.3 / 65536})
+          ExpectBitsOfTheProcessor<Halves>(optimizer.Set("unscale", unscale), count, scale,
+                                           &random);
+      }
+    }
+  }
+}
+
+TEST(DeviceUpdateTest, AScaledLossTakesPartInFp16Alone) {
+  const OptimizerSpec optimizer("sgd", {{"lr", 1}, {"unscale", 0.5}});
+  float weight = 10;
+  const float gradient = 3;
+  UpdateOnHost(optimizer, 1,
+               {.count = 1, .tensor_count = 1, .weight = &weight, .gradient = &gradient});
+  EXPECT_EQ(weight, 7);
+  Half half = ToHalf(10), half_gradient = ToHalf(3);
+  uint32_t residual = 0;
+  UpdateOnHost(optimizer, 1,
+               {.count = 1,
+                .tensor_count = 1,
+                .weight_dtype = Dtype::kFloat16,
+                .weight = &half,
+                .half_residual = &residual,
+                .gradient_dtype = Dtype::kFloat16,
+                .gradient = &half_gradient});
+  EXPECT_EQ(FromHalf(half), 8.5f);
 }
 
 TEST(DeviceUpdateTest, DoesNotDependOnWhereTheTensorIsCut) {

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "kernels/device_code.h"
+#include "kernels/half.h"
 #include "kernels/square_root.h"
 #include "kernels/vector_run.h"
 
@@ -27,6 +28,9 @@ struct Element {
   OFFLOAD_DEVICE_CODE static float Fma(float a, float b, float c) { return fmaf(a, b, c); }
   OFFLOAD_DEVICE_CODE static float Sqrt(float value) { return sqrtf(value); }
   OFFLOAD_DEVICE_CODE static float Max(float a, float b) { return a != a || a > b ? a : b; }
+  OFFLOAD_DEVICE_CODE static float Sign(float value) {
+    return value > 0 ? 1.0f : value < 0 ? -1.0f : 0.0f;
+  }
 
   OFFLOAD_DEVICE_CODE static float CorrectRoot(float value, float nearest,
                                                const uint32_t* corrections) {
@@ -50,6 +54,16 @@ struct Element {
     return std::bit_cast<float>((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u);
   }
 
+  OFFLOAD_DEVICE_CODE static float LoadHalf(const Half* from) { return WideHalf(*from); }
+  OFFLOAD_DEVICE_CODE static float RoundToHalf(float value) { return WideHalf(NearestHalf(value)); }
+  OFFLOAD_DEVICE_CODE static float MergeHalf(const Half* weight, const uint32_t* residual) {
+    return std::bit_cast<float>(std::bit_cast<uint32_t>(WideHalf(*weight)) + *residual);
+  }
+  OFFLOAD_DEVICE_CODE static void SplitHalf(float master, Half* weight, uint32_t* residual) {
+    *weight = NearestHalf(master);
+    *residual = std::bit_cast<uint32_t>(master) - std::bit_cast<uint32_t>(WideHalf(*weight));
+  }
+
   // `tie`: whether the element is a tie that went down (kernels/split.h).
   OFFLOAD_DEVICE_CODE static float Merge(const uint16_t* hi, const int16_t* lo, const bool* tie) {
     uint32_t bits = (uint32_t{*hi} << 16) + static_cast<uint32_t>(int32_t{*lo});
@@ -68,16 +82,52 @@ struct Element {
   static constexpr int16_t kTie = -32768;
 };
 
-// Arrays of a run whose tie bits are at hand one by one.
+// One element of an fp64 model.
+struct DoubleElement {
+  using Float = double;
+  using Scalar = double;
+  static constexpr size_t kWidth = 1;
+
+  OFFLOAD_DEVICE_CODE static double Load(const double* from) { return *from; }
+  OFFLOAD_DEVICE_CODE static void Store(double* to, double value) { *to = value; }
+  OFFLOAD_DEVICE_CODE static double Broadcast(double value) { return value; }
+  OFFLOAD_DEVICE_CODE static double Fma(double a, double b, double c) { return fma(a, b, c); }
+  OFFLOAD_DEVICE_CODE static double Sqrt(double value) { return sqrt(value); }
+  OFFLOAD_DEVICE_CODE static double Max(double a, double b) { return a != a || a > b ? a : b; }
+  OFFLOAD_DEVICE_CODE static double Sign(double value) {
+    return value > 0 ? 1.0 : value < 0 ? -1.0 : 0.0;
+  }
+};
+
+template <Dtype kWeight>
+struct ElementFor {
+  using Type = Element;
+};
+template <>
+struct ElementFor<Dtype::kFloat64> {
+  using Type = DoubleElement;
+};
+
+// Arrays of a run whose tie bits are at hand one by one, and whose fp16 gradients know what
+// multiplies them last.
+template <Dtype kGradient>
+struct GradientsOf {
+  using Type = const typename ElementOf<kGradient>::Type*;
+};
+template <>
+struct GradientsOf<Dtype::kFloat16> {
+  using Type = UnscaledHalves;
+};
 template <Dtype kWeight, Dtype kGradient>
 struct ElementArrays {
   static constexpr bool kIsSplit = kWeight == Dtype::kBFloat16;
-  static constexpr bool kIsHalf = false;
+  static constexpr bool kIsHalf = kWeight == Dtype::kFloat16;
 
   typename ElementOf<kWeight>::Type* weight;
   int16_t* residual;
-  float* state[kStatePlanesMax];
-  const typename ElementOf<kGradient>::Type* gradient;
+  uint32_t* half_residual;
+  typename MasterOf<kWeight>::Type* state[kStatePlanesMax];
+  typename GradientsOf<kGradient>::Type gradient;
   const bool* ties_in;
   bool* ties_out;
 };

@@ -1,6 +1,7 @@
 // The split in plain scalar code: the definition that the vector versions are tested against.
 #include <bit>
 
+#include "kernels/half.h"
 #include "kernels/implementation.h"
 
 namespace offload::kernels {
@@ -35,35 +36,9 @@ void MergeReference(const uint16_t* hi, const int16_t* lo, size_t count, uint32_
   }
 }
 
-Half ToHalf(float value) {
-  constexpr uint32_t kInfinity = 0x7F800000, kRoundsToInfinity = 0x477FF000;  // 65520
-  constexpr uint32_t kLeastNormal = 0x38800000, kHalf = 0x3F000000;           // 2^-14, 0.5
-  const auto bits = std::bit_cast<uint32_t>(value);
-  const uint32_t magnitude = bits & 0x7FFFFFFF;
-  const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000);
-  const auto with_sign = [sign](uint32_t rest) { return Half{static_cast<uint16_t>(sign | rest)}; };
-  if (magnitude > kInfinity) return with_sign(0x7E00 | ((magnitude >> 13) & 0x1FF));
-  if (magnitude >= kRoundsToInfinity) return with_sign(0x7C00);
-  if (magnitude >= kLeastNormal) {
-    const uint32_t rounded = magnitude + 0xFFF + ((magnitude >> 13) & 1);
-    return with_sign((rounded - (kLeastNormal - 0x00800000)) >> 13);
-  }
-  // The last place of numbers from 0.5 on is the least subnormal fp16 number: the addition rounds.
-  const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
-  return with_sign(std::bit_cast<uint32_t>(shifted) - kHalf);
-}
+Half ToHalf(float value) { return NearestHalf(value); }
 
-float FromHalf(Half value) {
-  const uint32_t sign = (value.bits & 0x8000u) << 16;
-  const uint32_t exponent = (value.bits >> 10) & 0x1F, mantissa = value.bits & 0x3FF;
-  if (exponent == 0x1F) {
-    const uint32_t quiet = mantissa != 0 ? 0x00400000 : 0;
-    return std::bit_cast<float>(sign | 0x7F800000 | quiet | mantissa << 13);
-  }
-  if (exponent != 0) return std::bit_cast<float>(sign | (exponent + 112) << 23 | mantissa << 13);
-  const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-  return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(magnitude));
-}
+float FromHalf(Half value) { return WideHalf(value); }
 
 void SplitHalf(const float* master, size_t count, Half* weight, uint32_t* residual) {
   for (size_t i = 0; i < count; ++i) {

@@ -62,18 +62,6 @@ Coefficients CoefficientsOf(const OptimizerSpec& optimizer, int64_t step, const 
   return coefficients;
 }
 
-// What multiplies gradients of fp16, in fp32 and last: the inverse of a loss scale, times a clip
-// coefficient. Rounding that to fp16 would lose what the scale has saved. A parameter of the rules
-// of torch.optim, without effect on gradients of other types.
-float UnscaleOf(const OptimizerSpec& optimizer, const Run& run) {
-  if (run.gradient_dtype != Dtype::kFloat16) return 1;
-  for (size_t i = optimizer.values().size(); i-- > 0;) {
-    if (std::string_view(optimizer.row().parameters[i].name) == "unscale")
-      return static_cast<float>(optimizer.values()[i]);
-  }
-  return 1;
-}
-
 // Updates piece by piece, with masters that are merged and gradients that are widened and unscaled
 // before, as those of an fp32 model: the arithmetic is the same. Pieces end where vectors do, so
 // that the tail of the tensor is the last one's.
@@ -158,13 +146,22 @@ void Update(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& ru
       run.weight_dtype == Dtype::kFloat64 ? implementation.double_updates : implementation.updates;
   const auto update = updates[optimizer.index()];
   const Coefficients coefficients = CoefficientsOf(optimizer, step, run);
-  const float unscale = UnscaleOf(optimizer, run);
+  const float unscale = UnscaleOf(optimizer, run.gradient_dtype);
   if (unscale == 1) return update(coefficients, run);
   UpdateUnscaled(run, unscale, [&](const Run& piece) { update(coefficients, piece); });
 }
 
 void Update(const OptimizerSpec& optimizer, int64_t step, const Run& run) {
   Update(BestIsa(), optimizer, step, run);
+}
+
+float UnscaleOf(const OptimizerSpec& optimizer, Dtype gradient_dtype) {
+  if (gradient_dtype != Dtype::kFloat16) return 1;
+  for (size_t i = optimizer.values().size(); i-- > 0;) {
+    if (std::string_view(optimizer.row().parameters[i].name) == "unscale")
+      return static_cast<float>(optimizer.values()[i]);
+  }
+  return 1;
 }
 
 bool NeedsNorms(const OptimizerSpec& optimizer) {

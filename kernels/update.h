@@ -79,6 +79,11 @@ void Update(const OptimizerSpec& optimizer, int64_t step, const Run& run);
 // The same by a given implementation, which the processor must support: for tests and benchmarks.
 void Update(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& run);
 
+// What multiplies gradients of that dtype, in fp32 and last: the inverse of a loss scale, times a
+// clip coefficient, as rounding that to fp16 would lose what the scale has saved. A parameter of
+// the rules of torch.optim ("unscale"), without effect on gradients of other types than fp16.
+float UnscaleOf(const OptimizerSpec& optimizer, Dtype gradient_dtype);
+
 // True when no element is NaN or infinite.
 bool AllFinite(Dtype dtype, const void* values, size_t count);
 bool AllFinite(Isa isa, Dtype dtype, const void* values, size_t count);

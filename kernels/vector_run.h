@@ -132,6 +132,14 @@ void ForEachVector(const Arrays arrays, size_t begin, size_t end, const Step ste
   step(padded.view(), 0);
 }
 
+// fp16 gradients that are multiplied in fp32 when they have been scaled, by the inverse of a loss
+// scale (UnscaleOf).
+struct UnscaledHalves {
+  const Half* values;
+  float unscale;
+  OFFLOAD_DEVICE_CODE UnscaledHalves operator+(size_t i) const { return {values + i, unscale}; }
+};
+
 // The scale of the gradient and its sign in one factor: rounding is symmetrical.
 template <class V>
 struct GradientLoader {
@@ -152,9 +160,13 @@ struct GradientLoader {
     const typename V::Float scaled = V::LoadBFloat16(gradient) * factor;
     return is_scaled ? V::RoundToBFloat16(scaled) : scaled;
   }
-  [[gnu::always_inline]] typename V::Float Load(const Half* gradient) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE typename V::Float Load(const Half* gradient) const {
     const typename V::Float scaled = V::LoadHalf(gradient) * factor;
     return is_scaled ? V::RoundToHalf(scaled) : scaled;
+  }
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE typename V::Float Load(
+      const UnscaledHalves& gradient) const {
+    return Load(gradient.values) * V::Broadcast(gradient.unscale);
   }
 };
 

@@ -418,6 +418,13 @@ TEST(DeviceAttachTest, TheHostWaitsForNothingInSteadyState) {
 
 // Gradients that found no room are on their way back before a further micro-batch is added to them:
 // all of them, once a step has shown in which order that is.
+std::pair<int, int> FoundIn(const std::string& said, const std::string& text) {
+  std::smatch numbers;
+  const std::regex line(text);
+  if (!std::regex_search(said, numbers, line)) return {0, 0};
+  return {std::stoi(numbers[1]), std::stoi(numbers[2])};
+}
+
 TEST(DeviceAttachTest, GradientsComeBackAheadOfTheirUse) {
   const auto fetches = [](int64_t steps) {
     testing::internal::CaptureStderr();
@@ -434,12 +441,8 @@ TEST(DeviceAttachTest, GradientsComeBackAheadOfTheirUse) {
         run.optimizer().zero_grad();
       }
     }
-    const std::string said = testing::internal::GetCapturedStderr();
-    std::smatch numbers;
-    const std::regex line("gradients: ([0-9]+) times back .* use, ([0-9]+) times for it");
-    EXPECT_TRUE(std::regex_search(said, numbers, line)) << said;
-    return numbers.empty() ? std::pair(0, 0)
-                           : std::pair(std::stoi(numbers[1]), std::stoi(numbers[2]));
+    return FoundIn(testing::internal::GetCapturedStderr(),
+                   "gradients: ([0-9]+) times back .* use, ([0-9]+) times for it");
   };
   const auto [ahead_of_one, needed_of_one] = fetches(1);
   EXPECT_EQ(ahead_of_one, 0);
@@ -447,6 +450,43 @@ TEST(DeviceAttachTest, GradientsComeBackAheadOfTheirUse) {
   const auto [ahead_of_three, needed_of_three] = fetches(3);
   EXPECT_EQ(needed_of_three, needed_of_one);
   EXPECT_GE(ahead_of_three, 2 * needed_of_one);
+}
+
+// Those that are on the drive are read ahead of it, too, as soon as there is room.
+TEST(DeviceAttachTest, SpilledGradientsAreReadAheadOfTheirUse) {
+  const auto reads = [](int64_t steps) {
+    testing::internal::CaptureStderr();
+    {
+      Training run({.name = "read_ahead" + std::to_string(steps),
+                    .gpu_ram = 1.1,
+                    .ram_more_mib = 8,
+                    .pace = Pace::kEager,
+                    .spills = Spills::kAll},
+                   /*offloads=*/true);
+      // A device that computes long enough for a write and a read of the drive.
+      for (Tensor& parameter : run.model().parameters()) {
+        parameter.register_hook([](const Tensor& gradient) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          return gradient;
+        });
+      }
+      for (int64_t i = 0; i < 3 * steps; ++i) {
+        run.Loss(i).backward();
+        if (i % 3 < 2) continue;
+        run.optimizer().step();
+        run.optimizer().zero_grad();
+      }
+    }
+    return FoundIn(testing::internal::GetCapturedStderr(),
+                   "gradients: ([0-9]+) times read .* use, ([0-9]+) times for it");
+  };
+  const auto [ahead_of_one, needed_of_one] = reads(1);
+  EXPECT_EQ(ahead_of_one, 0);
+  EXPECT_GT(needed_of_one, 0);
+  const auto [ahead_of_three, needed_of_three] = reads(3);
+  // A drive that is late once in a while delays the reads behind it.
+  EXPECT_LE(needed_of_three - needed_of_one, ahead_of_three / 10);
+  EXPECT_GE(ahead_of_three, 3 * needed_of_one / 2);
 }
 
 // What an evaluation puts in the weights' place through data(), and takes back, is no edit of the

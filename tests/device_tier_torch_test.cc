@@ -5,6 +5,7 @@
 // that it can see is compared bit by bit.
 
 #include <ATen/Functions.h>
+#include <c10/core/StreamGuard.h>
 #include <gmock/gmock.h>
 #include <offload/torch.h>
 #include <signal.h>
@@ -56,6 +57,7 @@ struct Recipe {
   AdamWFlavour flavour = AdamWFlavour::kMulAdd;
   bool has_large_buffer = false;
   uint64_t memory_bytes = uint64_t{1} << 30;  // of the device
+  bool registers_slab = true;
 };
 
 constexpr const char* kBuffer = "statistics";
@@ -88,6 +90,7 @@ kernels::OptimizerSpec SpecOf(const Recipe& recipe) {
   kernels::OptimizerSpec spec(SpecName(recipe.optimizer));
   if (recipe.optimizer == "sgd_momentum") spec.Set("momentum", 0.9);
   if (recipe.optimizer == "adam_amsgrad") spec.Set("amsgrad", 1);
+  if (recipe.optimizer == "rmsprop") spec.Set("momentum", 0.9).Set("centered", 1);
   return spec;
 }
 
@@ -98,7 +101,7 @@ std::vector<zero3::GpuTensor> NeedsOf(const nn::Module& model, const Recipe& rec
 
 // The table of square roots has room, too, where this processor's vector library needs one.
 uint64_t GpuRamOf(const nn::Module& model, const Recipe& recipe) {
-  const bool may_take = SpecName(recipe.optimizer) != "sgd";
+  const bool may_take = SpecOf(recipe).row().takes_library_roots != nullptr;
   const uint64_t table_bytes = (may_take ? kernels::SquareRoots::kBytes : 0) + (64 << 10);
   const zero3::GpuPlan all = *zero3::MakeGpuPlan(NeedsOf(model, recipe), uint64_t{1} << 40);
   const uint64_t without = all.weight_bytes + all.gradient_bytes;
@@ -122,6 +125,7 @@ class Training {
         device_({.seed = 5,
                  .pace = recipe.pace,
                  .queries_are_late = recipe.queries_are_late,
+                 .registers_read_only = recipe.registers_slab,
                  .memory_bytes = recipe.memory_bytes}) {
     UseStandin(device_);
     SetOffloading(offloads);
@@ -154,6 +158,13 @@ class Training {
     } else if (recipe_.optimizer == "adam_amsgrad") {
       optimizer_ =
           engine_->Adam(*model_, torch::optim::AdamOptions(1e-2).amsgrad(true), recipe_.flavour);
+    } else if (recipe_.optimizer == "adagrad") {
+      optimizer_ = engine_->Adagrad(*model_, torch::optim::AdagradOptions(1e-2).lr_decay(0.1));
+    } else if (recipe_.optimizer == "rmsprop") {
+      optimizer_ = engine_->RMSprop(
+          *model_, torch::optim::RMSpropOptions(1e-3).momentum(0.9).centered(true));
+    } else if (recipe_.optimizer == "lion") {
+      optimizer_ = engine_->Lion(*model_, LionOptions(1e-3).weight_decay(0.1));
     } else {
       const double momentum = recipe_.optimizer == "sgd_momentum" ? 0.9 : 0;
       optimizer_ =
@@ -204,9 +215,13 @@ class Training {
   void SeeState() {
     std::vector<std::string> planes = {"weight", "master"};
     if (recipe_.optimizer == "sgd_momentum") planes.push_back("momentum_buffer");
-    if (SpecName(recipe_.optimizer) != "sgd")
+    if (recipe_.optimizer.starts_with("adam"))
       planes.insert(planes.end(), {"exp_avg", "exp_avg_sq"});
     if (recipe_.optimizer == "adam_amsgrad") planes.push_back("max_exp_avg_sq");
+    if (recipe_.optimizer == "adagrad") planes.push_back("sum");
+    if (recipe_.optimizer == "rmsprop")
+      planes.insert(planes.end(), {"square_avg", "momentum_buffer", "grad_avg"});
+    if (recipe_.optimizer == "lion") planes.push_back("exp_avg");
     for (const auto& item : model_->named_parameters()) {
       for (const std::string& plane : planes)
         See(item.key() + " " + plane, engine_->Gather(item.value(), plane));
@@ -309,7 +324,27 @@ INSTANTIATE_TEST_SUITE_P(
                .dtype = at::kBFloat16,
                .optimizer = "adamw_parts",
                .room = Room::kSome},
+        Recipe{.name = "adamw_fp16", .dtype = at::kHalf, .pace = Pace::kLate},
+        Recipe{.name = "adamw_fp16_some", .dtype = at::kHalf, .room = Room::kSome},
+        Recipe{.name = "adamw_fused_fp16", .dtype = at::kHalf, .flavour = AdamWFlavour::kFused},
+        Recipe{.name = "adamw_fused_fp64",
+               .dtype = at::kDouble,
+               .queries_are_late = true,
+               .flavour = AdamWFlavour::kFused},
+        Recipe{.name = "adamw_fused_fp64_some",
+               .dtype = at::kDouble,
+               .room = Room::kSome,
+               .flavour = AdamWFlavour::kFused},
+        Recipe{.name = "adagrad", .optimizer = "adagrad"},
+        Recipe{.name = "adagrad_bf16", .dtype = at::kBFloat16, .optimizer = "adagrad"},
+        Recipe{.name = "rmsprop", .optimizer = "rmsprop"},
+        Recipe{.name = "rmsprop_fp16", .dtype = at::kHalf, .optimizer = "rmsprop"},
+        Recipe{.name = "lion_bf16_some",
+               .dtype = at::kBFloat16,
+               .optimizer = "lion",
+               .room = Room::kSome},
         Recipe{.name = "sgd", .optimizer = "sgd"},
+        Recipe{.name = "sgd_momentum_fp64", .dtype = at::kDouble, .optimizer = "sgd_momentum"},
         Recipe{.name = "sgd_bf16", .dtype = at::kBFloat16, .optimizer = "sgd"},
         Recipe{.name = "sgd_momentum", .optimizer = "sgd_momentum"},
         Recipe{.name = "sgd_momentum_bf16_some",
@@ -437,6 +472,7 @@ INSTANTIATE_TEST_SUITE_P(
                            .dtype = at::kBFloat16,
                            .pace = Pace::kLate,
                            .queries_are_late = true},
+                    Recipe{.name = "fp16_some", .dtype = at::kHalf, .room = Room::kSome},
                     Recipe{.name = "bf16_some", .dtype = at::kBFloat16, .room = Room::kSome}),
     [](const testing::TestParamInfo<Recipe>& info) { return info.param.name; });
 
@@ -578,6 +614,61 @@ TEST(DeviceTierStepTest, InAnIntervalNothingMovesAndTheHostWaitsForNothing) {
     // The rest is bundled, and stays in ram.
     EXPECT_EQ(run.engine().statistics().bytes_written, written_before);
   }
+}
+
+// What a checkpoint brings to the job passes through page-locked memory, several copies at once,
+// and the host waits once for a block. Nothing else of a step is copied from or to pageable memory.
+TEST(DeviceTierStepTest, CheckpointsCopyNothingPageable) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble}) {
+    for (const bool registers : {true, false}) {
+      Training run(
+          {.name = std::string("locked_") + c10::toString(dtype) + (registers ? "" : "_ring"),
+           .dtype = dtype,
+           .pace = Pace::kLate,
+           .queries_are_late = true,
+           .flavour = AdamWFlavour::kFused,  // fp64 has no other
+           .registers_slab = registers},
+          /*offloads=*/true);
+      for (int64_t step = 0; step < 3 * kInterval; ++step) {
+        const Tensor loss = run.Loss(step);
+        const HostAccelerator::Counters before = run.device().counters();
+        loss.backward();
+        nn::utils::clip_grad_norm_(run.model().parameters(), 0.1);
+        const HostAccelerator::Counters amid = run.device().counters();
+        run.optimizer().step();
+        const HostAccelerator::Counters after = run.device().counters();
+        run.optimizer().zero_grad();
+        if (step < kInterval) continue;
+        EXPECT_EQ(after.pageable_copies, before.pageable_copies) << dtype << ", " << step;
+        if ((step + 1) % kInterval != 0) continue;
+        // Each is shorter than a block: a master and two moments.
+        const uint64_t blocks = run.Large().size() * 3;
+        EXPECT_GE(after.copies_to_host - amid.copies_to_host, blocks);
+        EXPECT_LE(after.synchronizes - amid.synchronizes, blocks + 10) << dtype << ", " << step;
+        EXPECT_GT(after.copies_under_way_max, 3);
+      }
+      run.SeeState();
+    }
+  }
+}
+
+// Another stream reads weights, and nobody waits for it but what overwrites them.
+TEST(DeviceTierStepTest, WhatComesBackAndUpdatesWaitForOtherStreams) {
+  Training run(
+      {.name = "side", .dtype = at::kBFloat16, .pace = Pace::kLate, .queries_are_late = true},
+      /*offloads=*/true);
+  const c10::Stream side = NewStandinStream();
+  for (int64_t step = 0; step < kInterval + 1; ++step) {
+    run.Step(step);
+    const at::NoGradGuard no_grad;
+    if (step % 2 == 0) {
+      for (Tensor& weight : run.Large()) weight.mul_(0.5);
+    }
+    const c10::StreamGuard on_side(side);
+    for (const Tensor& weight : run.Large()) weight.sum();
+  }
+  run.Close();
+  EXPECT_TRUE(run.device().StreamDestroy({static_cast<uintptr_t>(side.id())}).ok());
 }
 
 TEST(DeviceTierStepTest, ACudaGraphIsRefusedAndSpoilsNothing) {

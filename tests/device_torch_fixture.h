@@ -78,9 +78,10 @@ inline std::vector<proto::Tensor> TensorsOf(const torch::nn::Module& model) {
     if (!known.insert(tensor.unsafeGetTensorImpl()).second) continue;
     tensors.push_back({.name = item.key(),
                        .shape = tensor.sizes().vec(),
-                       .dtype = tensor.scalar_type() == at::kFloat  ? proto::Dtype::kFloat32
-                                : tensor.scalar_type() == at::kHalf ? proto::Dtype::kFloat16
-                                                                    : proto::Dtype::kBFloat16,
+                       .dtype = tensor.scalar_type() == at::kFloat    ? proto::Dtype::kFloat32
+                                : tensor.scalar_type() == at::kDouble ? proto::Dtype::kFloat64
+                                : tensor.scalar_type() == at::kHalf   ? proto::Dtype::kFloat16
+                                                                      : proto::Dtype::kBFloat16,
                        .trainable = tensor.requires_grad(),
                        .element_count = static_cast<uint64_t>(tensor.numel())});
   }

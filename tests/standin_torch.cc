@@ -236,6 +236,12 @@ at::Tensor CopyFrom(const at::Tensor& from, const at::Tensor& to, bool) {
   Note(from, Use::kRead);
   Note(to, Use::kWrite);
   if (!IsOurs(to)) SynchronizeStream(current);
+  for (const at::Tensor& host : {from, to}) {
+    if (host.is_cpu()) {
+      device->CountCopy(static_cast<const std::byte*>(host.const_data_ptr()),
+                        host.numel() * host.element_size());
+    }
+  }
   AsCpu(to).copy_(AsCpu(from));
   return to;
 }

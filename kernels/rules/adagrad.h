@@ -29,7 +29,7 @@ template <class V>
 struct AdagradStep {
   using Float = typename V::Float;
 
-  AdagradStep(const AdagradConstants<typename V::Scalar>& c, const Run& run)
+  OFFLOAD_DEVICE_CODE AdagradStep(const AdagradConstants<typename V::Scalar>& c, const Run& run)
       : gradient_loader(run, c.maximize),
         lr(V::Broadcast(c.lr)),
         weight_decay(V::Broadcast(c.weight_decay)),
@@ -40,7 +40,7 @@ struct AdagradStep {
         root(c.fused ? nullptr : run.roots) {}
 
   template <class Arrays>
-  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE void operator()(const Arrays& arrays, size_t i) const {
     const Float master = LoadMaster<V>(arrays, i);
     Float gradient = gradient_loader.Load(arrays.gradient + i);
     if (has_weight_decay) gradient = V::Fma(weight_decay, master, gradient);

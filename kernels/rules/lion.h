@@ -27,7 +27,7 @@ template <class V>
 struct LionStep {
   using Float = typename V::Float;
 
-  LionStep(const LionConstants<typename V::Scalar>& c, const Run& run)
+  OFFLOAD_DEVICE_CODE LionStep(const LionConstants<typename V::Scalar>& c, const Run& run)
       : gradient_loader(run, c.maximize),
         negative_lr(V::Broadcast(-c.lr)),
         decay(V::Broadcast(c.decay)),
@@ -37,7 +37,7 @@ struct LionStep {
         exp_avg_weight(V::Broadcast(c.exp_avg_weight)) {}
 
   template <class Arrays>
-  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE void operator()(const Arrays& arrays, size_t i) const {
     const Float gradient = gradient_loader.Load(arrays.gradient + i);
     const Float decayed = LoadMaster<V>(arrays, i) * decay;
     const Float exp_avg = V::Load(arrays.state[0] + i);

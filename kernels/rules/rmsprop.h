@@ -29,7 +29,7 @@ template <class V>
 struct RmsPropStep {
   using Float = typename V::Float;
 
-  RmsPropStep(const RmsPropConstants<typename V::Scalar>& c, const Run& run)
+  OFFLOAD_DEVICE_CODE RmsPropStep(const RmsPropConstants<typename V::Scalar>& c, const Run& run)
       : gradient_loader(run, c.maximize),
         lr(V::Broadcast(c.lr)),
         alpha(V::Broadcast(c.alpha)),
@@ -44,7 +44,8 @@ struct RmsPropStep {
         is_short_lerp(c.weight < 0.5f),
         root(run.roots) {}
 
-  [[gnu::always_inline]] Float NextGradAvg(Float grad_avg, Float gradient) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE Float NextGradAvg(Float grad_avg,
+                                                               Float gradient) const {
     if (!lerp) return V::Fma(weight, gradient, grad_avg * alpha);
     const Float distance = gradient - grad_avg;
     if (is_short_lerp) return V::Fma(weight, distance, grad_avg);
@@ -52,7 +53,7 @@ struct RmsPropStep {
   }
 
   template <class Arrays>
-  [[gnu::always_inline]] void operator()(const Arrays& arrays, size_t i) const {
+  [[gnu::always_inline]] OFFLOAD_DEVICE_CODE void operator()(const Arrays& arrays, size_t i) const {
     const Float master = LoadMaster<V>(arrays, i);
     Float gradient = gradient_loader.Load(arrays.gradient + i);
     if (has_weight_decay) gradient = V::Fma(weight_decay, master, gradient);

@@ -373,6 +373,35 @@ def fp16_of_deepspeed(run):
     return told, weights, masters
 
 
+@case(types=("fp32",), memory=("floor",))
+def fp16_of_deepspeed_is_updated_on_the_device(run):
+    """The update there unscales gradients in fp32, as the daemon's does."""
+    model = run.make(lambda: torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 200)))
+    options = {"nvme_path": run.folder, "ram": "256MiB", "gpu_ram": "256MiB", "job": "there", "durability": "checkpoint:3"} if run.offloaded else {}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+              "fp16": {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1}}
+    told = []
+    with unittest.mock.patch.dict(os.environ, {} if run.offloaded else {"OFFLOADD_DISABLE": "1"}):
+        offloadd.deepspeed.setup.set_installed(options)
+        engine, optimizer, *_ = offloadd.deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        for step in range(11):
+            torch.manual_seed(step)
+            inputs, targets = torch.randn(4, 256).half().to(DEVICE), torch.randn(4, 200).to(DEVICE)
+            scale = optimizer.cur_scale
+            loss = ((engine(inputs).float() - targets) ** 2).mean() * 30
+            engine.backward(loss)
+            engine.step()
+            told.append((scale, loss.item(), engine.get_global_grad_norm()))
+        assert 0 < engine.skipped_steps < 10, told
+        if run.offloaded:
+            assert "updated on the device: 2 tensors" in engine._handle.plan().text, engine._handle.plan().text
+        masters = [offloadd.deepspeed.utils.safe_get_full_fp32_param(p).cpu() for p in model.parameters()]
+        moments = [offloadd.deepspeed.utils.safe_get_full_optimizer_state(p, "exp_avg").cpu() for p in model.parameters()]
+        weights = [p.detach().clone() for p in model.parameters()]
+        engine.destroy()
+    return told, weights, masters, moments
+
+
 @case(types=("fp32", "bf16"), memory=("floor",))
 def deepspeed_where_there_is_a_device(run):
     """The engine brings a model of the host there, as DeepSpeed does, nobody having named the device; so do a checkpoint that is loaded,

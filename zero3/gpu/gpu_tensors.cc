@@ -36,9 +36,7 @@ std::vector<GpuTensor> GpuTensorsOf(const proto::Catalogue& catalogue,
   for (uint32_t i = 0; i < needs.size(); ++i) {
     const proto::Tensor& tensor = catalogue.tensors[i];
     const bool is_bundled = catalogue.store_tensors[catalogue.placements[i].store_tensor].bundle;
-    const bool has_kernel =
-        tensor.dtype == proto::Dtype::kFloat32 || tensor.dtype == proto::Dtype::kBFloat16;
-    if (needs[i].gradient_bytes == 0 || is_bundled || !has_kernel) continue;
+    if (needs[i].gradient_bytes == 0 || is_bundled) continue;
     needs[i].state_bytes = TierPlanesOf(catalogue.planes(i), tensor.element_count).size_bytes;
   }
   return needs;
@@ -49,14 +47,16 @@ TierPlanes TierPlanesOf(const proto::PlaneSet& planes, uint64_t element_count) {
   const auto take = [&](uint64_t size_bytes) {
     return std::exchange(offsets.size_bytes, offsets.size_bytes + DeviceBytes(size_bytes));
   };
-  if (planes.Has(proto::Plane::kResidual)) {
-    offsets.residual = take(element_count * sizeof(int16_t));
+  const auto take_plane = [&](proto::Plane plane) {
+    return planes.Has(plane) ? std::optional(take(planes.Bytes(plane, element_count)))
+                             : std::nullopt;
+  };
+  offsets.residual = take_plane(proto::Plane::kResidual);
+  if (planes.Has(proto::Plane::kTies))
     offsets.ties = take(kernels::TieWords(element_count) * sizeof(uint32_t));
-  }
-  for (size_t i = 0; i < proto::kStatePlanes.size(); ++i) {
-    if (planes.Has(proto::kStatePlanes[i])) offsets.state[i] = take(element_count * sizeof(float));
-  }
-  if (offsets.size_bytes == 0) take(1);  // plain SGD of fp32 weights keeps nothing
+  for (size_t i = 0; i < proto::kStatePlanes.size(); ++i)
+    offsets.state[i] = take_plane(proto::kStatePlanes[i]);
+  if (offsets.size_bytes == 0) take(1);  // plain SGD of fp32 and fp64 weights keeps nothing
   return offsets;
 }
 

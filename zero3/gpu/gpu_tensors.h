@@ -40,8 +40,8 @@ struct TierConditions {
 // What stands against it for all of them; empty: nothing. Where every step is committed, every step
 // would have to bring all of it to the store.
 std::string WhyNoTier(const TierConditions& conditions);
-// The same with what the optimizer keeps of those that could be: fp32 and bf16 tensors that share
-// their extents with no other.
+// The same with what the optimizer keeps of those that could be: tensors that share their extents
+// with no other.
 std::vector<GpuTensor> GpuTensorsOf(const proto::Catalogue& catalogue,
                                     const TierConditions& conditions);
 

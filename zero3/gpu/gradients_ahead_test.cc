@@ -20,6 +20,11 @@ class GradientsAheadTest : public testing::Test {
 
   struct Gradient final : GradientsAhead::Awaited {
     explicit Gradient(GradientsAheadTest* test, uint32_t number) : test(test), number(number) {}
+    bool ReadAhead() override {
+      if (!test->has_room_) return false;
+      test->read_.push_back(number);
+      return true;
+    }
     bool ComeAhead() override {
       if (!test->has_room_) return false;
       test->asked_.push_back(number);
@@ -47,9 +52,11 @@ class GradientsAheadTest : public testing::Test {
   }
 
   bool has_room_ = true;
-  std::vector<uint32_t> asked_;
+  std::vector<uint32_t> asked_, read_;
   std::vector<std::unique_ptr<Gradient>> gradients_;
-  GradientsAhead ahead_{std::vector<uint64_t>(kCount, 1), /*ahead_bytes=*/2};
+  // The first is never on the drive.
+  GradientsAhead ahead_{std::vector<uint64_t>(kCount, 1), /*ahead_bytes=*/2,
+                        /*read_bytes=*/{0, 1, 1, 1, 1}, /*read_ahead_bytes=*/3};
 };
 
 TEST_F(GradientsAheadTest, TheFirstStepRecordsAndLaterOnesAskAhead) {
@@ -82,6 +89,25 @@ TEST_F(GradientsAheadTest, WhoFindsNoRoomIsAskedAgainUntilItIsUsed) {
   EXPECT_THAT(AskedBy(3), IsEmpty());
   has_room_ = true;
   EXPECT_THAT(AskedBy(2), ElementsAre(1, 0));  // 3 and 2 were used without
+}
+
+TEST_F(GradientsAheadTest, ThoseBehindThemAreReadFromTheDrive) {
+  Pass();
+  Pass();
+  EXPECT_THAT(read_, IsEmpty());
+  ahead_.EndStep();
+  const auto read_by = [&](uint32_t tensor) {
+    read_.clear();
+    ahead_.Added(tensor);
+    return read_;
+  };
+  EXPECT_THAT(read_by(4), ElementsAre(1));
+  EXPECT_THAT(read_by(3), ElementsAre(4));  // of the second pass
+  has_room_ = false;
+  EXPECT_THAT(read_by(2), IsEmpty());
+  EXPECT_THAT(read_by(1), IsEmpty());
+  has_room_ = true;
+  EXPECT_THAT(read_by(0), ElementsAre(3, 2));  // 0 is another's, whose turn goes on with room
 }
 
 TEST_F(GradientsAheadTest, WhoHasLeftIsNotAsked) {

@@ -209,6 +209,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // A weight. With several ranks all of them call it; `digest` as for PutWeight().
   absl::Status StreamIn(uint32_t tensor, Fill fill, uint64_t digest);
   absl::Status StreamIn(uint32_t tensor, const std::byte* bytes, uint64_t digest);
+  // A weight or master is put by somebody who does it himself.
+  void NotePut(uint32_t tensor);
   // Tensors whose weights or masters were put since the last EndEpoch(), which no epoch has.
   std::vector<uint32_t> PutSinceEpoch();
   // What was put is part of one (a step, the end of a load), or is gone with the session.
@@ -248,7 +250,6 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
  private:
   // For a session that has no plan yet.
   void BeginRoom();
-  void NotePut(uint32_t tensor);
 
   std::unique_ptr<client::Session> session_;
   const client::World world_;

@@ -83,6 +83,7 @@ void DeviceGradient::DropOverwritten() {
 
 // A slot for what will be copied to the host, and for what is fetched.
 void DeviceGradient::BringSpilled(Access access, bool changes, Lock& lock) {
+  is_awaited_ = false;
   const bool had_slot = region_offset_.has_value();
   try {
     Alone(lock, [&] { UseThere(access); });
@@ -106,8 +107,12 @@ void DeviceGradient::BringSpilled(Access access, bool changes, Lock& lock) {
 // With what the scratch file has, unless it is overwritten.
 void DeviceGradient::TakeSlot(Access access, Lock& lock) {
   if (access != Access::kRead) Gradient::FinishWriting(lock);
-  if (region_offset_.has_value()) return;
+  const bool has_slot = region_offset_.has_value() && !is_coming_;
+  const bool reads =
+      !region_offset_.has_value() && !zero_ && access != Access::kOverwrite && on_drive_;
+  if (reads) bytes_on_device().CountRead(/*ahead=*/false);
   Load(access, lock);
+  if (has_slot) return;
   attachment_->device()->accelerator().NoteHostUse(accelerator::Use::kWrite, bytes(), size_bytes_);
 }
 
@@ -185,12 +190,39 @@ void DeviceGradient::AfterAccumulation(const at::Tensor& added) {
 void DeviceGradient::BeginUpdate() {
   Gradient::BeginUpdate();
   Lock lock(mutex());
+  is_awaited_ = false;
   was_added_to_ = false;
+}
+
+// Neither the host nor the device has what the next pass is added to. mutex() held.
+bool DeviceGradient::WaitsOnDrive() const {
+  const bool has_value = was_added_to_ && !zero_ && on_drive_;
+  return spilled() && has_value && (!region_offset_.has_value() || is_coming_) &&
+         !bytes_on_device().Has(tensor_id_);
+}
+
+bool DeviceGradient::ReadAhead() {
+  Lock lock(mutex());
+  if (closed_ || moving_ || uses_ > 0 || !spilled()) return true;
+  if (region_offset_.has_value() && !is_coming_) {
+    is_awaited_ = is_awaited_ || (was_added_to_ && window_->MayAwait(size_bytes_));
+    return true;
+  }
+  if (!WaitsOnDrive()) return true;
+  const bool begins = !is_coming_;
+  const bool is_begun = StartReading(lock);
+  if (begins && is_coming_) {
+    bytes_on_device().CountRead(/*ahead=*/true);
+    attachment_->device()->accelerator().NoteHostUse(accelerator::Use::kWrite, bytes(),
+                                                     size_bytes_);
+  }
+  return is_begun;
 }
 
 // A dispatch mode of the program sees nothing of it. What fails here is met by who uses the
 // gradient.
 bool DeviceGradient::ComeAhead() {
+  if (spilled() && !ReadAhead()) return false;
   const c10::impl::ExcludeDispatchKeyGuard unseen(kUnseenKeys);
   const c10::AutoGradMode no_grad(false);
   const accelerator::Stream stream = CurrentStream(device_);
@@ -198,6 +230,10 @@ bool DeviceGradient::ComeAhead() {
   const bool has_value = was_added_to_ && !zero_ && region_offset_.has_value();
   if (closed_ || moving_ || uses_ > 0 || !has_value || stays_) return true;
   try {
+    if (is_coming_) {
+      if (!HasCome()) return false;
+      FinishReading(lock);
+    }
     bool is_made = false;
     const auto allocate = [&] {
       is_made = true;
@@ -206,6 +242,7 @@ bool DeviceGradient::ComeAhead() {
     const absl::StatusOr<bool> comes =
         bytes_on_device().FetchAhead(tensor_id_, size_bytes_, allocate, bytes(), stream);
     if (is_made) made_on_ = CurrentTorchStream(device_);
+    if (comes.value_or(false)) is_awaited_ = false;  // it is on the device now, and stays there
     return !comes.ok() || *comes;
   } catch (const std::exception&) {
     return true;
@@ -296,6 +333,8 @@ void DeviceGradient::Arrive(Lock& lock) {
 bool DeviceGradient::IsDue() const {
   return is_due_ && dirty_ && bytes_on_device().HasArrived(tensor_id_);
 }
+
+bool DeviceGradient::IsStill() const { return bytes_on_device().IsStill(tensor_id_); }
 
 bool DeviceGradient::IsFiniteThere() {
   {

@@ -9,7 +9,8 @@
 // copies into it, and it is written to the scratch file when the copy has arrived. What the device
 // has no longer is read into a slot and fetched from there.
 //
-// Bytes that a further pass is added to come back ahead of it (gradients_ahead.h).
+// Bytes that a further pass is added to come back ahead of it, from the drive, too
+// (gradients_ahead.h).
 //
 // Of a parameter that is updated on the device (device_tier.h) the bytes stay there, and the
 // accumulator has nothing.
@@ -41,6 +42,7 @@ class DeviceGradient final : public Gradient, public GradientsAhead::Awaited {
   void AfterAccumulation(const at::Tensor& added) override;
   void BeginUpdate() override;
   bool ComeAhead() override;
+  bool ReadAhead() override;
 
   void Pin(Access access) override;
   bool Serve(Special special, torch::jit::Stack* stack) override;
@@ -62,6 +64,7 @@ class DeviceGradient final : public Gradient, public GradientsAhead::Awaited {
   void AfterPass() override;
   void Arrive(Lock& lock) override;
   bool IsDue() const override;
+  bool IsStill() const override;
   bool IsFinite() override;
 
   DeviceGradients& bytes_on_device() const { return attachment_->device()->gradients(); }
@@ -69,6 +72,7 @@ class DeviceGradient final : public Gradient, public GradientsAhead::Awaited {
   void UseThere(Access access);
   void MakeThere(Access access);
   void BringSpilled(Access access, bool changes, Lock& lock);
+  bool WaitsOnDrive() const;
   void TakeSlot(Access access, Lock& lock);
   void Fetch(Access access);
   at::Tensor Allocate() const;

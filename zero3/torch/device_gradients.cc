@@ -97,7 +97,10 @@ absl::StatusOr<bool> DeviceGradients::FetchAhead(uint32_t tensor, uint64_t size_
                                                  accelerator::Stream stream) {
   const std::lock_guard lock(mutex_);
   Bytes& gradient = gradients_[tensor];
-  if (gradient.tensor.defined()) return true;
+  if (gradient.tensor.defined()) {
+    gradient.is_ahead = gradient.is_ahead || !gradient.is_used;
+    return true;
+  }
   size_bytes = DeviceBytes(size_bytes);
   OFFLOAD_RETURN_IF_ERROR(MakeRoom(size_bytes, /*for_use=*/false));
   if (resting_bytes_ + size_bytes > bytes_max_) return false;
@@ -226,6 +229,23 @@ absl::Status DeviceGradients::WaitFor(uint32_t tensor) {
 bool DeviceGradients::HasArrived(uint32_t tensor) const {
   const std::lock_guard lock(mutex_);
   return gradients_[tensor].on_their_way == 0;
+}
+
+bool DeviceGradients::IsStill(uint32_t tensor) const {
+  const std::lock_guard lock(mutex_);
+  const Bytes& bytes = gradients_[tensor];
+  if (bytes.on_their_way > 0) return false;
+  return bytes.fetched == nullptr || accelerator_->EventQuery(*bytes.fetched).value_or(false);
+}
+
+bool DeviceGradients::Has(uint32_t tensor) const {
+  const std::lock_guard lock(mutex_);
+  return gradients_[tensor].tensor.defined();
+}
+
+void DeviceGradients::CountRead(bool ahead) {
+  const std::lock_guard lock(mutex_);
+  ++(ahead ? counters_.read_ahead : counters_.read);
 }
 
 uint64_t DeviceGradients::bytes() const {

@@ -47,7 +47,8 @@ class DeviceGradients {
     uint64_t fetched = 0;        // that an operator was about to use
     uint64_t fetched_ahead = 0;  // before
     uint64_t fetched_bytes = 0;
-    double stall_seconds = 0;  // of streams, for copies to and from the host
+    uint64_t read = 0, read_ahead = 0;  // from the drive, in the same two ways
+    double stall_seconds = 0;           // of streams, for copies to and from the host
   };
 
   // `tensor_count`: gradients have the numbers of their parameters. `bucket_bytes_max`: of copies
@@ -70,7 +71,7 @@ class DeviceGradients {
   absl::Status Fetch(uint32_t tensor, at::Tensor bytes, const std::byte* host,
                      accelerator::Stream stream);
   // The same ahead of use, at rest at once, by bytes that `allocate` makes. False: there is no room
-  // beside what is on its way. Nothing for one that has bytes.
+  // beside what is on its way. Of one that has bytes they stay until they are used.
   absl::StatusOr<bool> FetchAhead(uint32_t tensor, uint64_t size_bytes,
                                   absl::FunctionRef<at::Tensor()> allocate, const std::byte* host,
                                   accelerator::Stream stream);
@@ -87,6 +88,12 @@ class DeviceGradients {
   absl::Status WaitFor(uint32_t tensor);
   // Whether nothing of it is on its way, as far as is known without a wait. Poll() finds out.
   bool HasArrived(uint32_t tensor) const;
+  // The same of what comes back, too: nothing of the host's copy is in use.
+  bool IsStill(uint32_t tensor) const;
+  // Whether there are bytes on the device.
+  bool Has(uint32_t tensor) const;
+  // A gradient is read from the drive.
+  void CountRead(bool ahead);
   absl::Status Poll() { return return_->Poll(); }
 
   uint64_t bytes() const;           // at rest

@@ -62,14 +62,21 @@ std::vector<uint64_t> WeightBytes(const Attachment& attachment, const GpuPlan& p
 // their way to the host.
 std::unique_ptr<GradientsAhead> MakeGradientsAhead(const Attachment& attachment,
                                                    const GpuPlan& plan) {
-  std::vector<uint64_t> slots;
+  std::vector<uint64_t> slots, spilled;
   uint64_t all_bytes = 0;
   for (const GpuTensor& tensor : GpuTensorsOf(attachment.input().catalogue.tensors)) {
+    const size_t i = slots.size();
     all_bytes += DeviceBytes(tensor.gradient_bytes);
-    slots.push_back(plan.Stays(slots.size()) ? 0 : DeviceBytes(tensor.gradient_bytes));
+    slots.push_back(plan.Stays(i) ? 0 : DeviceBytes(tensor.gradient_bytes));
+    const bool is_spilled =
+        attachment.plan().memory.gradients[i].home == proto::GradientHome::kScratch;
+    spilled.push_back(is_spilled ? slots.back() : 0);
   }
   if (all_bytes <= plan.gradient_bytes) return nullptr;
-  return std::make_unique<GradientsAhead>(std::move(slots), plan.gradient_bytes / 2);
+  const uint64_t ahead_bytes = plan.gradient_bytes / 2;
+  return std::make_unique<GradientsAhead>(
+      std::move(slots), ahead_bytes, std::move(spilled),
+      ahead_bytes + attachment.plan().gradient_window_bytes / 2);
 }
 
 // Spilled gradients are written as soon as they are known to have come to their window.
@@ -140,6 +147,10 @@ DeviceMemory::~DeviceMemory() {
     if (counters.fetched + counters.fetched_ahead > 0) {
       Log().info("gradients: {} times back on the device ahead of their use, {} times for it",
                  counters.fetched_ahead, counters.fetched);
+    }
+    if (counters.read + counters.read_ahead > 0) {
+      Log().info("gradients: {} times read from the drive ahead of their use, {} times for it",
+                 counters.read_ahead, counters.read);
     }
   }
   gradients_.reset();

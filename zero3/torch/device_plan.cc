@@ -34,7 +34,8 @@ uint64_t AllBytes(std::span<const GpuTensor> tensors, uint64_t table_bytes) {
 
 // Which of an optimizer's updates take the roots of torch's library its groups say at each step.
 uint64_t RootsBytes(const kernels::OptimizerSpec& optimizer) {
-  const bool may_take = optimizer.name() != "sgd" && !TorchSquareRoots().AreNearest();
+  const bool may_take =
+      optimizer.row().takes_library_roots != nullptr && !TorchSquareRoots().AreNearest();
   return may_take ? DeviceBytes(kernels::SquareRoots::kBytes) : 0;
 }
 

@@ -1,23 +1,16 @@
 #include "zero3/torch/device_tier.h"
 
-#include <ATen/core/grad_mode.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
-
 #include <algorithm>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
-#include "base/fault_point.h"
 #include "kernels/device_update.h"
-#include "kernels/split.h"
 #include "proto/buffer_tensors.h"
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/devices.h"
 #include "zero3/torch/square_roots.h"
-#include "zero3/torch/storage_swap.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
@@ -30,28 +23,6 @@ bool Contains(const std::vector<Stream>& streams, Stream stream) {
   return std::ranges::find(streams, stream) != streams.end();
 }
 
-// Masters of one extent in the form of kernels/split.h, with a device's tie bits.
-struct SplitMasters {
-  explicit SplitMasters(uint64_t count)
-      : hi(count), lo(count), ties(kernels::TieWords(count)), packed(count / 8 + 1) {}
-
-  std::vector<uint16_t> hi;
-  std::vector<int16_t> lo;
-  std::vector<uint32_t> ties;
-  std::vector<uint8_t> packed;
-};
-
-template <class T>
-const std::byte* BytesOf(const std::vector<T>& values) {
-  return reinterpret_cast<const std::byte*>(values.data());
-}
-template <class T>
-std::byte* BytesOf(std::vector<T>& values) {
-  return reinterpret_cast<std::byte*>(values.data());
-}
-
-uint64_t TieBytes(uint64_t count) { return kernels::TieWords(count) * sizeof(uint32_t); }
-
 }  // namespace
 
 DeviceTier::DeviceTier(Attachment& attachment, c10::Device device,
@@ -59,10 +30,12 @@ DeviceTier::DeviceTier(Attachment& attachment, c10::Device device,
     : attachment_(attachment),
       device_(device),
       accelerator_(accelerator),
-      size_bytes_(plan.tier_bytes()) {
+      size_bytes_(plan.tier_bytes()),
+      transfers_(attachment, accelerator) {
+  // First: it is what may fail on a device that works.
+  bytes_ = ValueOrThrow(accelerator_->Malloc(size_bytes_), device_.str());
   updated_ = ValueOrThrow(accelerator_->EventCreate(), device_.str());
   used_ = ValueOrThrow(accelerator_->EventCreate(), device_.str());
-  bytes_ = ValueOrThrow(accelerator_->Malloc(size_bytes_), device_.str());
   std::byte* next = bytes_;
   const proto::Catalogue& catalogue = attachment.input().catalogue;
   for (uint32_t i = 0; i < catalogue.tensors.size(); ++i) {
@@ -123,23 +96,34 @@ void DeviceTier::Update(uint32_t tensor, const kernels::OptimizerSpec& optimizer
   CheckWhole();
   const Lock lock(mutex_);
   const Stream stream = CurrentStream(device_);
+  Place& place = *places_[tensor];
+  if (!place.has_state) FetchState(tensor);
   Order(stream);
   for (const Stream other : std::exchange(used_on_, {})) {
     if (other == stream) continue;
     ThrowIfError(accelerator_->EventRecord(used_, other), device_.str());
     ThrowIfError(accelerator_->StreamWaitEvent(stream, used_), device_.str());
   }
-  Place& place = *places_[tensor];
-  if (!place.has_state) FetchState(tensor);
   const proto::Tensor& declared = attachment_.tensor(tensor);
   kernels::DeviceRun run;
   run.count = run.tensor_count = declared.element_count;
   run.weight_dtype = run.gradient_dtype = declared.dtype;
   run.weight = place.weight;
-  run.residual = reinterpret_cast<int16_t*>(PlaneOf(place, place.offsets.residual));
+  std::byte* const residual = PlaneOf(place, place.offsets.residual);
+  if (declared.dtype == proto::Dtype::kFloat16) {
+    run.half_residual = reinterpret_cast<uint32_t*>(residual);
+  } else {
+    run.residual = reinterpret_cast<int16_t*>(residual);
+  }
   run.ties = reinterpret_cast<uint32_t*>(PlaneOf(place, place.offsets.ties));
-  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i)
-    run.state[i] = reinterpret_cast<float*>(PlaneOf(place, place.offsets.state[i]));
+  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
+    std::byte* const state = PlaneOf(place, place.offsets.state[i]);
+    if (declared.dtype == proto::Dtype::kFloat64) {
+      run.double_state[i] = reinterpret_cast<double*>(state);
+    } else {
+      run.state[i] = reinterpret_cast<float*>(state);
+    }
+  }
   run.gradient = gradient.const_data_ptr();
   run.gradient_scale = scale;
   run.roots = Roots(optimizer);
@@ -158,8 +142,9 @@ const uint32_t* DeviceTier::Roots(const kernels::OptimizerSpec& optimizer) {
   const kernels::SquareRoots& roots = TorchSquareRoots();
   if (roots.AreNearest()) return nullptr;
   if (!std::exchange(has_table_, true)) {
-    CopyToDevice(table_, reinterpret_cast<const std::byte*>(roots.corrections()),
-                 kernels::SquareRoots::kBytes, device_);
+    ThrowIfError(transfers_.Upload(table_, {reinterpret_cast<const std::byte*>(roots.corrections()),
+                                            kernels::SquareRoots::kBytes}),
+                 device_.str());
   }
   return reinterpret_cast<const uint32_t*>(table_);
 }
@@ -173,9 +158,11 @@ bool DeviceTier::has_news() const {
 void DeviceTier::PutAll() {
   CheckWhole();
   const Lock lock(mutex_);
+  std::vector<uint32_t> newer;
   for (uint32_t tensor = 0; tensor < places_.size(); ++tensor) {
-    if (Has(tensor) && places_[tensor]->is_newer) Put(tensor);
+    if (Has(tensor) && places_[tensor]->is_newer) newer.push_back(tensor);
   }
+  Put(newer);
 }
 
 void DeviceTier::Stepped(bool is_partial) {
@@ -215,13 +202,13 @@ void DeviceTier::Settle() {
 void DeviceTier::BeforeRead(uint32_t tensor) {
   CheckWhole();
   const Lock lock(mutex_);
-  if (Has(tensor) && places_[tensor]->is_newer) Put(tensor);
+  if (Has(tensor) && places_[tensor]->is_newer) Put({&tensor, 1});
 }
 
 void DeviceTier::BeforePut(uint32_t tensor) {
   CheckWhole();
   const Lock lock(mutex_);
-  if (being_put_.has_value() || proto::IsBufferTensor(attachment_.tensor(tensor).name)) return;
+  if (proto::IsBufferTensor(attachment_.tensor(tensor).name)) return;
   Settle();
   Changed(tensor);
 }
@@ -234,115 +221,63 @@ void DeviceTier::Changed(uint32_t tensor) {
 
 // ---- Transfers ---------------------------------------------------------------------------------
 
-// Without the keys that would look for an offloaded tensor behind the bytes.
-class PlainCopies {
-  const c10::impl::ExcludeDispatchKeyGuard plain_{kManagedKey};
-  const c10::AutoGradMode no_grad_{false};
-};
+TierTransfers::Source DeviceTier::MasterOf(uint32_t tensor) const {
+  const Place& place = *places_[tensor];
+  const bool is_in_parts = place.offsets.residual.has_value();
+  return {.tensor = tensor,
+          .plane = is_in_parts ? Plane::kMaster : Plane::kWeight,
+          .bytes = place.weight,
+          .residual = PlaneOf(place, place.offsets.residual),
+          .ties = PlaneOf(place, place.offsets.ties)};
+}
+
+void DeviceTier::AddState(uint32_t tensor, std::vector<TierTransfers::Source>& sources) const {
+  const Place& place = *places_[tensor];
+  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
+    if (std::byte* const state = PlaneOf(place, place.offsets.state[i]))
+      sources.push_back({.tensor = tensor, .plane = proto::kStatePlanes[i], .bytes = state});
+  }
+}
 
 void DeviceTier::FetchWeight(uint32_t tensor) {
-  const PlainCopies plain;
   Place& place = *places_[tensor];
-  const uint64_t element_bytes = proto::DtypeBytes(attachment_.tensor(tensor).dtype);
-  ThrowIfError(attachment_.StreamOut(tensor, Plane::kWeight, element_bytes,
-                                     [&](uint64_t begin, uint64_t count, const std::byte* bytes) {
-                                       CopyToDevice(place.weight + begin * element_bytes, bytes,
-                                                    count * element_bytes, device_);
-                                       return absl::OkStatus();
-                                     }));
+  const TierTransfers::Source weight{.tensor = tensor, .bytes = place.weight};
+  Fetch({&weight, 1});
   place.has_weight = true;
 }
 
 void DeviceTier::FetchState(uint32_t tensor) {
-  const PlainCopies plain;
   Place& place = *places_[tensor];
-  if (place.offsets.residual.has_value()) {
-    FetchMaster(tensor);
-  } else if (!place.has_weight) {
-    FetchWeight(tensor);
-  }
-  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
-    std::byte* const state = PlaneOf(place, place.offsets.state[i]);
-    if (state == nullptr) continue;
-    ThrowIfError(attachment_.StreamOut(tensor, proto::kStatePlanes[i], sizeof(float),
-                                       [&](uint64_t begin, uint64_t count, const std::byte* bytes) {
-                                         CopyToDevice(state + begin * sizeof(float), bytes,
-                                                      count * sizeof(float), device_);
-                                         return absl::OkStatus();
-                                       }));
-  }
-  place.has_state = true;
+  std::vector<TierTransfers::Source> sources;
+  if (place.offsets.residual.has_value() || !place.has_weight) sources.push_back(MasterOf(tensor));
+  AddState(tensor, sources);
+  Fetch(sources);
+  place.has_weight = place.has_state = true;
 }
 
-// Extents begin at whole words of tie bits.
-void DeviceTier::FetchMaster(uint32_t tensor) {
-  Place& place = *places_[tensor];
-  std::byte* const residual = PlaneOf(place, place.offsets.residual);
-  std::byte* const ties = PlaneOf(place, place.offsets.ties);
-  ThrowIfError(attachment_.StreamOut(
-      tensor, Plane::kMaster, sizeof(float),
-      [&](uint64_t begin, uint64_t count, const std::byte* bytes) {
-        SplitMasters split(count);
-        kernels::TieWriter writer{split.packed.data()};
-        kernels::Split(reinterpret_cast<const uint32_t*>(bytes), count, split.hi.data(),
-                       split.lo.data(), &writer);
-        kernels::TieReader reader{split.packed.data()};
-        kernels::UnpackTies(split.lo.data(), count, &reader, split.ties.data());
-        CopyToDevice(place.weight + begin * sizeof(uint16_t), BytesOf(split.hi),
-                     count * sizeof(uint16_t), device_);
-        CopyToDevice(residual + begin * sizeof(int16_t), BytesOf(split.lo), count * sizeof(int16_t),
-                     device_);
-        CopyToDevice(ties + TieBytes(begin), BytesOf(split.ties), TieBytes(count), device_);
-        return absl::OkStatus();
-      }));
-  place.has_weight = true;
+// Behind whoever uses the weights or updates them. The host knows when it has come, so whatever is
+// launched later comes behind it.
+void DeviceTier::Fetch(std::span<const TierTransfers::Source> sources) {
+  for (const Stream other : used_on_) {
+    ThrowIfError(accelerator_->EventRecord(used_, other), device_.str());
+    ThrowIfError(accelerator_->StreamWaitEvent(transfers_.stream(), used_), device_.str());
+  }
+  if (updated_on_.has_value())
+    ThrowIfError(accelerator_->StreamWaitEvent(transfers_.stream(), updated_), device_.str());
+  ThrowIfError(transfers_.Fetch(sources));
 }
 
-void DeviceTier::Put(uint32_t tensor) {
-  const PlainCopies plain;
-  Order(CurrentStream(device_));
-  being_put_ = tensor;
-  const absl::Cleanup end = [this] { being_put_.reset(); };
-  Place& place = *places_[tensor];
-  const auto put = [&](Plane plane, const std::byte* from, uint64_t element_bytes) {
-    const auto fill = [&](uint64_t begin, uint64_t count, std::byte* target) {
-      CopyToHost(target, from + begin * element_bytes, count * element_bytes, device_);
-      return absl::OkStatus();
-    };
-    ThrowIfError(attachment_.StreamIn(tensor, plane, fill, /*digest=*/0));
-  };
-  if (place.offsets.residual.has_value()) {
-    PutMaster(tensor);
-  } else {
-    put(Plane::kWeight, place.weight, proto::DtypeBytes(attachment_.tensor(tensor).dtype));
+void DeviceTier::Put(std::span<const uint32_t> tensors) {
+  if (updated_on_.has_value())
+    ThrowIfError(accelerator_->StreamWaitEvent(transfers_.stream(), updated_), device_.str());
+  std::vector<TierTransfers::Source> sources;
+  for (const uint32_t tensor : tensors) {
+    attachment_.NotePut(tensor);
+    sources.push_back(MasterOf(tensor));
+    AddState(tensor, sources);
   }
-  FaultPoint("tier.put");
-  for (size_t i = 0; i < kernels::kStatePlanesMax; ++i) {
-    if (const std::byte* const state = PlaneOf(place, place.offsets.state[i]))
-      put(proto::kStatePlanes[i], state, sizeof(float));
-  }
-  place.is_newer = false;
-}
-
-void DeviceTier::PutMaster(uint32_t tensor) {
-  const Place& place = *places_[tensor];
-  const std::byte* const residual = PlaneOf(place, place.offsets.residual);
-  const std::byte* const ties = PlaneOf(place, place.offsets.ties);
-  const auto fill = [&](uint64_t begin, uint64_t count, std::byte* target) {
-    SplitMasters split(count);
-    CopyToHost(BytesOf(split.hi), place.weight + begin * sizeof(uint16_t), count * sizeof(uint16_t),
-               device_);
-    CopyToHost(BytesOf(split.lo), residual + begin * sizeof(int16_t), count * sizeof(int16_t),
-               device_);
-    CopyToHost(BytesOf(split.ties), ties + TieBytes(begin), TieBytes(count), device_);
-    kernels::TieWriter writer{split.packed.data()};
-    kernels::PackTies(split.lo.data(), count, split.ties.data(), &writer);
-    kernels::TieReader reader{split.packed.data()};
-    kernels::Merge(split.hi.data(), split.lo.data(), count, reinterpret_cast<uint32_t*>(target),
-                   &reader);
-    return absl::OkStatus();
-  };
-  ThrowIfError(attachment_.StreamIn(tensor, Plane::kMaster, fill, /*digest=*/0));
+  ThrowIfError(transfers_.Put(sources));
+  for (const uint32_t tensor : tensors) places_[tensor]->is_newer = false;
 }
 
 }  // namespace offload::zero3

@@ -19,7 +19,8 @@
 //
 // The memory is ordered as torch's own is: updates are launched on the caller's current stream,
 // behind whatever other streams have used weights for, and further uses wait for them on the
-// device.
+// device. What goes to the daemon and comes from it does so on a stream of its own, and is known to
+// have come before a call returns (tier_transfers.h).
 //
 // Errors: thrown; those of the device and of the session, and OFD-1802 after a step that has failed
 // midway.
@@ -35,6 +36,7 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "accelerator/accelerator.h"
@@ -42,6 +44,7 @@
 #include "proto/slab_layout.h"
 #include "zero3/gpu/gpu_plan.h"
 #include "zero3/gpu/gpu_tensors.h"
+#include "zero3/torch/tier_transfers.h"
 
 namespace offload::zero3 {
 
@@ -109,11 +112,13 @@ class DeviceTier {
   std::byte* PlaneOf(const Place& place, std::optional<uint64_t> offset) const {
     return offset.has_value() ? place.state + *offset : nullptr;
   }
+  // The master of a place, or the weight where that is the master; what the optimizer keeps.
+  TierTransfers::Source MasterOf(uint32_t tensor) const;
+  void AddState(uint32_t tensor, std::vector<TierTransfers::Source>& sources) const;
   void FetchWeight(uint32_t tensor);
   void FetchState(uint32_t tensor);
-  void FetchMaster(uint32_t tensor);
-  void Put(uint32_t tensor);
-  void PutMaster(uint32_t tensor);
+  void Fetch(std::span<const TierTransfers::Source> sources);
+  void Put(std::span<const uint32_t> tensors);
   void Order(accelerator::Stream stream);
   const uint32_t* Roots(const kernels::OptimizerSpec& optimizer);
 
@@ -129,11 +134,11 @@ class DeviceTier {
   bool is_partial_ = false;               // the last step was
   bool is_ahead_ = false;                 // some are updated for a step that is not taken
   std::atomic<uint64_t> failed_step_{0};  // by which they stay so; 0: none
-  std::optional<uint32_t> being_put_;
   // Streams that have used weights since the last update of any, or wait for it.
   std::vector<accelerator::Stream> used_on_, ordered_;
   std::optional<accelerator::Stream> updated_on_;
   accelerator::Event updated_, used_;
+  TierTransfers transfers_;
 };
 
 }  // namespace offload::zero3

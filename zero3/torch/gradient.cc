@@ -14,6 +14,7 @@
 #include <cmath>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -30,6 +31,9 @@ namespace {
 
 // Transfers of one gradient in flight.
 constexpr size_t kTransfersInFlight = 32;
+
+// Of the window of spilled gradients, for those that are read ahead of their use.
+constexpr uint64_t kPartForAwaited = 2;
 
 constexpr c10::DispatchKeySet kModeKeys{c10::DispatchKey::Python,
                                         c10::DispatchKey::PythonTLSSnapshot};
@@ -133,7 +137,8 @@ bool HaveOneStorage(const at::Tensor& a, const at::Tensor& b) {
 
 // ---- The window --------------------------------------------------------------------------------
 
-GradientWindow::GradientWindow(uint64_t offset, uint64_t size_bytes) : free_(proto::kSectorBytes) {
+GradientWindow::GradientWindow(uint64_t offset, uint64_t size_bytes)
+    : size_bytes_(size_bytes), free_(proto::kSectorBytes) {
   free_.Add(offset, size_bytes);
 }
 
@@ -145,9 +150,11 @@ uint64_t GradientWindow::Take(Gradient* gradient, uint64_t size_bytes,
       changed_.NotifyAll();  // who waits waits for one more
       return *offset;
     }
-    const auto idle = std::find_if(users_.begin(), users_.end(), [](const Gradient* user) {
-      return user->uses_ == 0 && !user->moving_;
+    auto idle = std::find_if(users_.begin(), users_.end(), [](const Gradient* user) {
+      return user->IsIdle() && !user->is_awaited_;
     });
+    if (idle == users_.end())
+      idle = std::find_if(users_.begin(), users_.end(), std::mem_fn(&Gradient::IsIdle));
     if (idle != users_.end()) {
       (*idle)->Evict(lock);
       continue;
@@ -172,6 +179,27 @@ uint64_t GradientWindow::Take(Gradient* gradient, uint64_t size_bytes,
               FormatBytes(size_bytes), " more are needed")));
     }
   }
+}
+
+bool GradientWindow::MayAwait(uint64_t size_bytes) const {
+  uint64_t awaited_bytes = size_bytes;
+  for (const Gradient* user : users_) awaited_bytes += user->is_awaited_ ? user->size_bytes_ : 0;
+  return awaited_bytes <= size_bytes_ / kPartForAwaited;
+}
+
+std::optional<uint64_t> GradientWindow::TryTake(Gradient* gradient, uint64_t size_bytes,
+                                                std::unique_lock<std::mutex>& lock) {
+  while (MayAwait(size_bytes)) {
+    if (const std::optional<uint64_t> offset = free_.Take(size_bytes)) {
+      users_.push_back(gradient);
+      changed_.NotifyAll();
+      return offset;
+    }
+    const auto still = std::find_if(users_.begin(), users_.end(), std::mem_fn(&Gradient::CanLeave));
+    if (still == users_.end()) break;
+    (*still)->Evict(lock);
+  }
+  return std::nullopt;
 }
 
 void GradientWindow::Leave(Gradient* gradient, uint64_t offset, uint64_t size_bytes) {
@@ -382,6 +410,8 @@ void Gradient::WaitForUpdate(Lock& lock) {
 }
 
 void Gradient::Load(Access access, Lock& lock) {
+  is_awaited_ = false;
+  FinishReading(lock);
   if (region_offset_.has_value()) return;
   const uint64_t region_offset = window_->Take(this, size_bytes_, lock);
   if (!zero_ && access != Access::kOverwrite && on_drive_) {
@@ -795,18 +825,24 @@ void Gradient::FinishWriting() {
 
 // ---- The scratch file --------------------------------------------------------------------------
 
+uint64_t Gradient::extent_bytes() const {
+  return uint64_t{proto::kExtentElements} * parameter_.element_size();
+}
+
 // In the daemon's extents, which the update reads one by one.
-std::vector<client::Ticket> Gradient::Transfer(bool write, uint64_t region_offset) {
+client::Ticket Gradient::StartTransfer(bool write, uint64_t begin, uint64_t region_offset) {
   client::Session& session = attachment_->session();
   const uint64_t scratch = attachment_->plan().memory.gradients[tensor_id_].offset_bytes;
-  const uint64_t extent_bytes = uint64_t{proto::kExtentElements} * parameter_.element_size();
-  const uint64_t size_bytes = proto::PaddedBytes(size_bytes_);
+  const uint64_t length = std::min(extent_bytes(), proto::PaddedBytes(size_bytes_) - begin);
+  return write ? session.ScratchWrite(scratch + begin, length, region_offset + begin)
+               : session.ScratchRead(scratch + begin, length, region_offset + begin);
+}
+
+std::vector<client::Ticket> Gradient::Transfer(bool write, uint64_t region_offset) {
   std::vector<client::Ticket> tickets;
-  for (uint64_t begin = 0; begin < size_bytes; begin += extent_bytes) {
+  for (uint64_t begin = 0; begin < size_bytes_; begin += extent_bytes()) {
     if (tickets.size() == kTransfersInFlight) WaitFor(std::exchange(tickets, {}));
-    const uint64_t length = std::min(extent_bytes, size_bytes - begin);
-    tickets.push_back(write ? session.ScratchWrite(scratch + begin, length, region_offset + begin)
-                            : session.ScratchRead(scratch + begin, length, region_offset + begin));
+    tickets.push_back(StartTransfer(write, begin, region_offset));
   }
   return tickets;
 }
@@ -815,6 +851,58 @@ void Gradient::WaitFor(std::vector<client::Ticket> tickets) {
   absl::Status failure;
   for (const client::Ticket ticket : tickets) failure.Update(attachment_->session().Wait(ticket));
   ThrowIfError(failure, subject_);
+}
+
+bool Gradient::StartReading(Lock& lock) {
+  if (!is_coming_) {
+    const std::optional<uint64_t> offset = window_->TryTake(this, size_bytes_, lock);
+    if (!offset.has_value()) return false;
+    // While the lock was let go somebody may have begun to use it.
+    if (!IsIdle() || region_offset_.has_value() || closed_) {
+      window_->Leave(this, *offset, size_bytes_);
+      return true;
+    }
+    region_offset_ = offset;
+    is_coming_ = is_awaited_ = true;
+    read_bytes_ = 0;
+  }
+  const auto is_done = [&](client::Ticket ticket) { return attachment_->session().IsDone(ticket); };
+  if (!std::ranges::all_of(reads_, is_done)) return read_bytes_ >= size_bytes_;
+  try {
+    Alone(lock, [&] {
+      WaitFor(std::exchange(reads_, {}));
+      for (; read_bytes_ < size_bytes_ && reads_.size() < kTransfersInFlight;
+           read_bytes_ += extent_bytes())
+        reads_.push_back(StartTransfer(/*write=*/false, read_bytes_, *region_offset_));
+    });
+  } catch (const std::exception&) {
+    LeaveSlot();  // who uses the gradient reads it again, and meets what has failed
+    return true;
+  }
+  return read_bytes_ >= size_bytes_;
+}
+
+bool Gradient::HasCome() const {
+  const auto is_done = [&](client::Ticket ticket) { return attachment_->session().IsDone(ticket); };
+  return read_bytes_ >= size_bytes_ && std::ranges::all_of(reads_, is_done);
+}
+
+void Gradient::FinishReading(Lock& lock) {
+  if (!is_coming_) return;
+  try {
+    Alone(lock, [&] {
+      WaitFor(std::exchange(reads_, {}));
+      for (; read_bytes_ < size_bytes_; read_bytes_ += extent_bytes()) {
+        if (reads_.size() == kTransfersInFlight) WaitFor(std::exchange(reads_, {}));
+        reads_.push_back(StartTransfer(/*write=*/false, read_bytes_, *region_offset_));
+      }
+      WaitFor(std::exchange(reads_, {}));
+    });
+  } catch (...) {
+    LeaveSlot();
+    throw;
+  }
+  is_coming_ = false;
 }
 
 // The writes stay in flight.
@@ -836,12 +924,29 @@ void Gradient::FinishWriting(Lock& lock) {
 
 void Gradient::Evict(Lock& lock) {
   const Moving moving(*this);
+  try {
+    FinishReading(lock);
+  } catch (const std::exception&) {
+    return;  // the slot is gone, and who uses the gradient reads it again
+  }
   Arrive(lock);
   if (!zero_) StartWriting(lock);
   FinishWriting(lock);
   timing_.Evicted();
+  LeaveSlot();
+}
+
+void Gradient::LeaveSlot() {
   window_->Leave(this, *region_offset_, size_bytes_);
   region_offset_.reset();
+  is_coming_ = is_awaited_ = false;
+}
+
+// At once: the scratch file has the value, and nobody is at work on the slot.
+bool Gradient::CanLeave() const {
+  const auto is_done = [&](client::Ticket ticket) { return attachment_->session().IsDone(ticket); };
+  return IsIdle() && !dirty_ && !is_awaited_ && !is_coming_ && IsStill() &&
+         std::ranges::all_of(writes_, is_done);
 }
 
 void Gradient::Close() {
@@ -851,8 +956,11 @@ void Gradient::Close() {
     while (moving_) changed().WaitForOthers(lock);
     closed_ = true;
     swap_.SetHomeThrows(true);
-    for (const client::Ticket ticket : writes_) attachment_->session().Wait(ticket).IgnoreError();
-    writes_.clear();
+    for (std::vector<client::Ticket>* const tickets : {&writes_, &reads_}) {
+      for (const client::Ticket ticket : *tickets)
+        attachment_->session().Wait(ticket).IgnoreError();
+      tickets->clear();
+    }
     if (storage) swap_.SetMessage(std::string(attachment_->Ended(subject_).message()));
     if (storage) swap_.PointHome();
   }

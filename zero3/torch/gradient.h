@@ -62,12 +62,19 @@ class GradientWindow {
   // offset of a slot; writes idle ones out until there is room. Throws OFD-1303 when all others are
   // pinned by the calling thread, or by threads that wait for it.
   uint64_t Take(Gradient* gradient, uint64_t size_bytes, std::unique_lock<std::mutex>& lock);
+  // The same without a wait for anybody, for one that is read ahead of its use: nothing when there
+  // is no room beside what others need, or await. Throws what a write has met.
+  std::optional<uint64_t> TryTake(Gradient* gradient, uint64_t size_bytes,
+                                  std::unique_lock<std::mutex>& lock);
+  // Whether as much more may be kept for those that are to be used next.
+  bool MayAwait(uint64_t size_bytes) const;
   void Leave(Gradient* gradient, uint64_t offset, uint64_t size_bytes);
   // mutex() held by `lock`, which is let go meanwhile: starts the writes of those that are due and
   // whose bytes have come meanwhile (Gradient::IsDue).
   void WriteDue(std::unique_lock<std::mutex>& lock);
 
  private:
+  const uint64_t size_bytes_;
   std::mutex mutex_;
   WaitQueue changed_;
   RangeAllocator free_;
@@ -218,6 +225,15 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   virtual void Arrive(Lock& lock) {}
   // mutex() held: it waits in its slot to be written, and can be now.
   virtual bool IsDue() const { return false; }
+  // mutex() held: others than operators neither bring anything to the slot nor read it.
+  virtual bool IsStill() const { return true; }
+  // Begins to read a spilled gradient into a slot ahead of its use, or goes on with it; marks it as
+  // one that is awaited there. False: there is no room, or more to begin. Never waits.
+  bool StartReading(Lock& lock);
+  // Of one that is read: whether it has come, as far as is known without a wait.
+  bool HasCome() const;
+  // Waits until it has; drops the slot where it cannot, and throws.
+  void FinishReading(Lock& lock);
   // Nobody moves it after it, until the lock is let go.
   void WaitWhileMoving(Lock& lock);
   // Marks it and works without the lock.
@@ -268,9 +284,11 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   bool updating_ = false;
   bool zero_ = true;
   double scale_ = 1;
-  bool on_drive_ = false;  // spilled: the scratch file has the bytes
-  bool dirty_ = false;     // spilled: the slot is newer than the scratch file
-  WriteTiming timing_;     // spilled
+  bool on_drive_ = false;    // spilled: the scratch file has the bytes
+  bool dirty_ = false;       // spilled: the slot is newer than the scratch file
+  bool is_coming_ = false;   // spilled: the slot is being read into
+  bool is_awaited_ = false;  // spilled: the slot is kept until it is used
+  WriteTiming timing_;       // spilled
   std::vector<client::Ticket> writes_;
   std::vector<std::pair<double, at::Tensor>> norms_;  // of the value
   std::optional<bool> finite_;
@@ -294,8 +312,16 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   void StartWriting(Lock& lock);
   // Without the lock: asks for the transfer of all bytes; what is left to wait for.
   std::vector<client::Ticket> Transfer(bool write, uint64_t region_offset);
+  client::Ticket StartTransfer(bool write, uint64_t begin, uint64_t region_offset);
+  uint64_t extent_bytes() const;
   void WaitFor(std::vector<client::Ticket> tickets);
   void Evict(Lock& lock);
+  void LeaveSlot();
+  bool IsIdle() const { return uses_ == 0 && !moving_; }
+  bool CanLeave() const;
+
+  std::vector<client::Ticket> reads_;  // into the slot
+  uint64_t read_bytes_ = 0;            // of them and those that are done
 };
 
 }  // namespace offload::zero3
