@@ -7,6 +7,8 @@ import os
 import threading
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import anew, in_memory, jobs, pickled, served
 from .attachable import without_prepare, without_wrapper
@@ -183,6 +185,15 @@ def _attach_anew(former, models, optimizers, options, unfreeze, initial_weights,
     return handle
 
 
+@contextlib.contextmanager
+def _outside_of_transforms():
+    """As if no transform of torch.func were running, and no mode that sees operators: what attach() computes is not of the script's function,
+    and its tensors are none that either has wrapped."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield
+
+
+@_outside_of_transforms()
 def _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read=False):
     engine, jobs.constructed = jobs.constructed, None
     engine = _open_engine(options) if engine is None else engine.take()
