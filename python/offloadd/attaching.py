@@ -136,6 +136,10 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
     for each in models:
         if not isinstance(each, torch.nn.Module):
             raise Error.of(1601, f"{type(each).__name__} is no torch.nn.Module", "Give attach() the model itself, attach(model, optimizer, …)")
+    if optimizer is not None and not isinstance(optimizer, type) and not listed(optimizer):
+        raise Error.of(1604, "attach() was given a list of no optimizers", "Give it the optimizer; without one, optimizer=None, a model is only read")
+    if not models and (optimizer is None or isinstance(optimizer, type)):
+        raise Error.of(1601, "attach() was given no model", "Give it the model, attach(model, optimizer, …)")
     beside = others.pop("_beside", ())  # modules of which the job is to have the buffers, too
     is_only_read = optimizer is None
     if is_only_read:

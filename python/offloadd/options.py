@@ -45,6 +45,8 @@ def of_arguments(nvme_path, ram, job, config, others):
     options.update({key: value for key, value in {"nvme_path": nvme_path, "ram": ram, "job": job, **others}.items() if value is not None})
     if options.get("nvme_path"):
         options["nvme_path"] = absolute_paths(options["nvme_path"])
+    elif isinstance(options.get("nvme_path"), (list, tuple)):
+        options["nvme_path"] = ""  # a list of none: it is not set
     return options
 
 
