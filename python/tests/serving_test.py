@@ -184,6 +184,21 @@ def saved_by_the_handle(run):
 
 
 @case(**FP32)
+def mistakes_in_what_is_left_out_and_kept_are_refused(run):
+    started(run)
+    handle, told = run.handles[0], []
+    for function in (lambda: handle.save_weights(os.path.join(run.folder, "out"), left_out=["nrom.weight"]),
+                     lambda: handle.save_weights(os.path.join(run.folder, "out"), left_out="norm.weight"),
+                     lambda: setattr(handle, "trainer_state", "text")):
+        try:
+            function()
+        except offloadd.Error as error:
+            told.append(str(error))
+    assert len(told) == 3 and all("OFD-1002" in each for each in told), told
+    return told
+
+
+@case(**FP32)
 def begun_with_weights_of_a_file(run):
     from safetensors.torch import save_model
 
