@@ -57,6 +57,7 @@ class ImportCommand : public Command {
     OFFLOAD_ASSIGN_OR_RETURN(const CheckedImport checked, CheckImport(model, source));
     const uint64_t step = step_.value_or(checked.step);
     const std::string pool = new_pool_.empty() ? pool_ : new_pool_;
+    OFFLOAD_RETURN_IF_ERROR(CheckIsNew(pool));
     swap::StoreOptions options;
     options.generations = generations_;
     options.progress = ProgressLine();
@@ -68,6 +69,19 @@ class ImportCommand : public Command {
   }
 
  private:
+  // What --yes would find.
+  absl::Status CheckIsNew(const std::string& pool) const {
+    if (!swap::IsValidJobName(new_job_)) {
+      return MakeError(ErrorId::kBadValue, absl::StrCat("job name '", new_job_, "'"),
+                       "Use letters, digits and . _ - #, at most 128, not beginning with a dot");
+    }
+    const absl::StatusOr<swap::StoreSummary> store = FindJob(pool, new_job_);
+    if (!store.ok()) return absl::OkStatus();
+    return MakeError(ErrorId::kStoreLocked,
+                     absl::StrCat("job '", new_job_, "' already has a store, ", store->path),
+                     "Remove it with offloadctl rm, or choose another job name");
+  }
+
   Answer Describe(const StoredModel& model, const UniversalSource& source,
                   const CheckedImport& checked, uint64_t step, const std::string& pool) const {
     swap::StoreSpec spec = model.store().spec();

@@ -2,13 +2,13 @@
 
 import fnmatch
 import functools
+from collections.abc import Iterable
 
 import torch
 
 from . import jobs
-from .errors import Error
+from .errors import Error, class_of
 from .named_tensors import all_named_parameters_of, check_has_memory
-from .options import listed
 
 _OWN_REDUCTION = 'or leave the reduction to it: attach(..., gradients="reduced_by_trainer")'
 
@@ -67,9 +67,13 @@ def to_unfreeze(named, unfreeze):
     frozen = [(name, p) for name, p in named if not p.requires_grad and p.is_floating_point() and p.is_leaf]
     if unfreeze is True:
         return [p for _, p in frozen]
-    patterns = [each for each in listed(unfreeze) if isinstance(each, str)]
+    chosen = [unfreeze] if isinstance(unfreeze, (str, torch.Tensor)) or not isinstance(unfreeze, Iterable) else list(unfreeze)
+    for each in chosen:
+        if not isinstance(each, (str, torch.Tensor)):
+            raise Error.of(1002, f"unfreeze names {class_of(each)}, which is no parameter", "Give it True, names with * for what differs, or parameters")
+    patterns = [each for each in chosen if isinstance(each, str)]
     for each in patterns:
         if not any(fnmatch.fnmatchcase(name, each) for name, _ in named):
             raise Error.of(1002, f"unfreeze: no parameter is called {each}", "Name them as model.named_parameters() does, with * for what differs")
-    given = {id(each) for each in listed(unfreeze) if isinstance(each, torch.Tensor)}
+    given = {id(each) for each in chosen if isinstance(each, torch.Tensor)}
     return [p for name, p in frozen if id(p) in given or any(fnmatch.fnmatchcase(name, each) for each in patterns)]

@@ -7,6 +7,8 @@ import os
 import threading
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 from . import anew, in_memory, jobs, pickled, served
 from .attachable import without_prepare, without_wrapper
@@ -134,6 +136,10 @@ def attach(model, optimizer=None, *, nvme_path=None, ram=None, job=None, config=
     for each in models:
         if not isinstance(each, torch.nn.Module):
             raise Error.of(1601, f"{type(each).__name__} is no torch.nn.Module", "Give attach() the model itself, attach(model, optimizer, …)")
+    if optimizer is not None and not isinstance(optimizer, type) and not listed(optimizer):
+        raise Error.of(1604, "attach() was given a list of no optimizers", "Give it the optimizer; without one, optimizer=None, a model is only read")
+    if not models and (optimizer is None or isinstance(optimizer, type)):
+        raise Error.of(1601, "attach() was given no model", "Give it the model, attach(model, optimizer, …)")
     beside = others.pop("_beside", ())  # modules of which the job is to have the buffers, too
     is_only_read = optimizer is None
     if is_only_read:
@@ -183,6 +189,15 @@ def _attach_anew(former, models, optimizers, options, unfreeze, initial_weights,
     return handle
 
 
+@contextlib.contextmanager
+def _outside_of_transforms():
+    """As if no transform of torch.func were running, and no mode that sees operators: what attach() computes is not of the script's function,
+    and its tensors are none that either has wrapped."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield
+
+
+@_outside_of_transforms()
 def _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_only_read=False):
     engine, jobs.constructed = jobs.constructed, None
     engine = _open_engine(options) if engine is None else engine.take()

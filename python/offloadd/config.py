@@ -107,7 +107,13 @@ def options_of(config):
             _log.warning("offloadd: %s", warning)
     if made.raw.get("gradient_clipping"):
         _log.warning("offloadd: gradient_clipping is left to the program's loop (torch.nn.utils.clip_grad_norm_()): attach() clips nothing")
-    if made.training["fp16"]:
+    training = made.training
+    left = [key for key, is_set in {"optimizer": training["optimizer"], "scheduler": training["scheduler"], "bf16": training["bf16"],
+                                    "gradient_accumulation_steps": (training["accumulation"] or 1) > 1}.items() if is_set]
+    if left:
+        _log.warning("offloadd: what the configuration says of %s is left to the program: attach() takes its optimizer, its loop and the model's "
+                     "types as they are", ", ".join(left))
+    if training["fp16"]:
         raise Error.of(1104, "fp16.enabled = true in attach(config=…): the loop is the program's own, which attach() neither casts nor scales",
                        "Use offloadd.deepspeed.initialize(), or bf16; or remove the section and cast the model yourself")
     options = made.options

@@ -17,10 +17,10 @@ from .errors import Error
 from .foreign import ForeignPart
 from .growth import Grows, with_those_gone
 from .library import Engine
-from .named_tensors import Reassigned, buffers_beside, buffers_of, names_of, tables_of, with_strangers
+from .named_tensors import Reassigned, buffers_beside, buffers_of, check_left_out, names_of, tables_of, with_strangers
 from .optimizer import check_free, has_stepped, refuse_unless_kept, shaped_as
 from .optimizer_part import Part
-from .options import job_of, pool_of, reduces_gradients
+from .options import job_of, own_state_of, pool_of, reduces_gradients
 from .recipes import Foreign, check_arithmetic, is_narrow, is_table, parameters_of, recipe_of
 
 _log = logging.getLogger("offloadd")
@@ -399,7 +399,7 @@ class Handle(Grows, jobs.OfProcess):
     @trainer_state.setter
     def trainer_state(self, data):
         self._running()
-        self._set_state(bytes(data))
+        self._set_state(own_state_of(data))
 
     # ---- For users ----
 
@@ -506,6 +506,7 @@ class Handle(Grows, jobs.OfProcess):
         """Writes the weights as a safetensors folder, in constant memory, without those that are named in `left_out`."""
         running = self._running()
         self.take_what_came()
+        check_left_out(left_out, self._parameters.items(), [model for model in self.models if model is not None])
         self.settle()
         running.save_weights(os.fspath(folder), shard_bytes, list(left_out))
 

@@ -12,9 +12,10 @@ import torch
 
 from . import pickled, served, state_hooks, universal
 from .library import Engine
-from .named_tensors import all_named_parameters_of, buffers_of, names_of
+from .named_tensors import all_named_parameters_of, buffers_of, check_left_out, names_of
 from .optimizer import CopiedAsItWas, after_steps, loss_of, refuse_unless_kept, shaped_as, swap_class
 from .optimizer_part import check_unscale
+from .options import own_state_of
 from .recipes import is_narrow, parameters_of, recipe_of, step_function
 
 
@@ -293,7 +294,7 @@ class Handle:
         _handles.add(self)
         self.job = str(options.get("job") or os.environ.get("OFFLOADD_JOB") or "default")
         self.nvme_path = str(options.get("nvme_path") or "")
-        self.step, self.trainer_state = 0, b""
+        self.step, self._trainer_state = 0, b""
         _move(models, optimizers, destination_of(options))
         if initial_weights is not None:
             self.load_weights(initial_weights)
@@ -369,6 +370,14 @@ class Handle:
     def metrics(self):
         return {"offloadd/step": float(self.step)}
 
+    @property
+    def trainer_state(self):
+        return self._trainer_state
+
+    @trainer_state.setter
+    def trainer_state(self, data):
+        self._trainer_state = own_state_of(data)
+
     def wait_durable(self):
         pass
 
@@ -391,6 +400,7 @@ class Handle:
             pickled.load(files, *self._named(), ignored)
 
     def save_weights(self, folder, *, shard_bytes=0, left_out=()):
+        check_left_out(left_out, self._named()[0], self.models)
         Engine.save_from_memory(*self._in_lists(left_out), os.fspath(folder), shard_bytes)
 
     def load_universal(self, folder):

@@ -24,6 +24,18 @@ def check_has_memory(what, tensor):
                        "optimizer state in any case")
 
 
+def check_left_out(left_out, named, models):
+    """OFD-1002 for names of weights that are not to be saved and that there are not: `named` has those of the job, by name."""
+    if isinstance(left_out, str):
+        raise Error.of(1002, f"left_out is {left_out!r}", "Give it a list of names")
+    known = {name for name, _ in named}
+    for model in models:
+        known.update(name for name, _ in [*all_named_parameters_of(model), *model.named_buffers()])
+    for each in left_out:
+        if each not in known:
+            raise Error.of(1002, f"left_out: no weight is called {each}", "Name them as model.state_dict() does")
+
+
 def all_named_parameters_of(model):
     """Those that are tied by each of their names. A class may have a named_parameters() of its own that does not know of this: then torch's."""
     own = model.named_parameters

@@ -48,7 +48,7 @@ class Part:
 
     def __init__(self, handle, optimizer, recipe):
         self.handle, self.optimizer, self.recipe = handle, optimizer, recipe
-        self._without_momentum = set()  # groups that were stepped without
+        self._without_momentum = set()  # groups whose first step was one without
         self._checked = 0
         self._named_once = None  # how many parameters the groups had when each was found to be there once
         self._replaced_at, self._replacements = None, 0  # the job's step, how often
@@ -151,15 +151,17 @@ class Part:
         self._named_once = count
 
     def _check_momentum(self, values):
-        """torch begins a momentum buffer when momentum is first not 0; the daemon at a parameter's first update."""
+        """torch begins a momentum buffer when momentum is first not 0; the daemon at a parameter's first update. One that has begun waits, here
+        as there, through steps without."""
         if self.recipe.kind != "sgd":
             return
         at = self.recipe.parameters.index("momentum")
         for i, row in enumerate(values):
-            if row[at] == 0:
+            if i in self._without_momentum:
+                if row[at] != 0:
+                    refuse("momentum that begins after steps without it", "Give SGD its momentum from the first step on")
+            elif row[at] == 0 and not all(map(self.handle.update_count, self.optimizer.param_groups[i]["params"])):
                 self._without_momentum.add(i)
-            elif i in self._without_momentum:
-                refuse("momentum that begins after steps without it", "Give SGD its momentum from the first step on")
 
     def step(self, **others):
         given = {name: value for name, value in others.items() if value is not None}

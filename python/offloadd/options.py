@@ -3,7 +3,7 @@
 import difflib
 import os
 
-from .errors import Error
+from .errors import Error, class_of
 
 OPTIONS = ("nvme_path", "ram", "gpu_ram", "device", "job", "io", "durability", "generations", "update_threads", "update_in_backward", "spill_gradients", "rank",
            "world_size", "local_rank", "local_world_size", "run_id", "gradients", "gradient_average", "raw_access", "weights_at_close",
@@ -12,6 +12,13 @@ OPTIONS = ("nvme_path", "ram", "gpu_ram", "device", "job", "io", "durability", "
 
 def listed(given):
     return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def own_state_of(data):
+    """What a trainer gives as its own state, as bytes."""
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise Error.of(1002, f"trainer_state was given {class_of(data)}", "Give it bytes, such as json.dumps(state).encode()")
+    return bytes(data)
 
 
 def strings(options):
@@ -45,6 +52,8 @@ def of_arguments(nvme_path, ram, job, config, others):
     options.update({key: value for key, value in {"nvme_path": nvme_path, "ram": ram, "job": job, **others}.items() if value is not None})
     if options.get("nvme_path"):
         options["nvme_path"] = absolute_paths(options["nvme_path"])
+    elif isinstance(options.get("nvme_path"), (list, tuple)):
+        options["nvme_path"] = ""  # a list of none: it is not set
     return options
 
 

@@ -10,6 +10,7 @@ import sys
 import weakref
 
 import torch
+from torch._guards import active_fake_mode
 
 from . import attaching, jobs
 from .errors import class_of
@@ -229,8 +230,8 @@ class Watch:
         _log.warning("offloadd: nothing was offloaded: %s. Call offloadd.attach(model, optimizer, …) in the script", why)
 
     def _before_forward(self, module, inputs):
-        if not torch.is_grad_enabled() or torch.jit.is_tracing():
-            return
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or torch.jit.is_tracing() or active_fake_mode() is not None:
+            return  # nothing is trained in it
         optimizers = self.made()
         mine = {id(parameter) for parameter in module.parameters()}
         if optimizers and not any(id(p) in mine for each in optimizers for group in each.param_groups for p in group["params"]):

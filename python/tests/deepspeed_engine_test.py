@@ -317,6 +317,11 @@ class DeepSpeedTest(DeepSpeedCase):
                 offloadd.attach(model, self.adamw(model.parameters()), config=self.config(gradient_clipping=clipping), job="attached").close()
             self.assertEqual(sum("gradient_clipping is left to the program's loop" in line for line in said.output), count)
             self.assertEqual(sum("clip" in line for line in said.output), count)
+        model = make()
+        config = self.config(gradient_accumulation_steps=2, scheduler={"type": "WarmupLR"})
+        with self.assertLogs("offloadd", "WARNING") as said:
+            offloadd.attach(model, self.adamw(model.parameters()), config=config, job="attached").close()
+        self.assertIn("says of optimizer, scheduler, gradient_accumulation_steps is left to the program", "\n".join(said.output))
         path = os.path.join(self.folder.name, "offloadd.toml")
         with open(path, "w", encoding="utf-8") as file:
             file.write(f'job = "toml"\nmemory.ram = "64MiB"\npool = "{self.pool}"\n')

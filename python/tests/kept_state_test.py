@@ -760,9 +760,11 @@ def universal_checkpoints_that_offloadctl_refuses(run):
         assert "made" not in control.run("ls", run.folder), what
         shutil.rmtree(folder)
     control.run("import", run.folder, "source", os.path.join(run.folder, "good"), "--as", "made", "--yes")
-    for job, error_id in (("made", 1205), ("none", 1002)):  # one that is there already, one that is not
+    good = os.path.join(run.folder, "good")
+    for job, name, how, error_id in (("source", "made", ["--yes"], 1205), ("source", "made", [], 1205), ("source", "a/b", [], 1002),
+                                     ("none", "other", ["--yes"], 1002)):
         try:
-            control.run("import", run.folder, "source" if job == "made" else job, os.path.join(run.folder, "good"), "--as", "made", "--yes")
+            control.run("import", run.folder, job, good, "--as", name, *how)
             raise AssertionError("was taken")
         except offloadd.Error as error:
             assert error.id == error_id, error

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as schedulers
 
 import offloadd
 from offloadd import control
+from offloadd.attachable import to_unfreeze
 from battery import VOCABULARY, Lines, Transformer, case, main
 
 
@@ -142,6 +143,16 @@ def unfrozen_later(run):
         block.requires_grad_(True)
         told += run.train(model, optimizer, clip=1.0)
     return told
+
+
+@case(types=("fp32",), memory=("floor",))
+def unfrozen_as_a_generator(run):
+    model = run.model()
+    model.blocks.requires_grad_(False)
+    named = list(model.named_parameters())
+    given, each = to_unfreeze(named, model.blocks[1].parameters()), to_unfreeze(named, ["blocks.1.*"])
+    assert given and list(map(id, given)) == list(map(id, each))
+    return [p.shape[0] for p in given]
 
 
 @case(types=("fp32",))

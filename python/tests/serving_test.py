@@ -184,6 +184,21 @@ def saved_by_the_handle(run):
 
 
 @case(**FP32)
+def mistakes_in_what_is_left_out_and_kept_are_refused(run):
+    started(run)
+    handle, told = run.handles[0], []
+    for function in (lambda: handle.save_weights(os.path.join(run.folder, "out"), left_out=["nrom.weight"]),
+                     lambda: handle.save_weights(os.path.join(run.folder, "out"), left_out="norm.weight"),
+                     lambda: setattr(handle, "trainer_state", "text")):
+        try:
+            function()
+        except offloadd.Error as error:
+            told.append(str(error))
+    assert len(told) == 3 and all("OFD-1002" in each for each in told), told
+    return told
+
+
+@case(**FP32)
 def begun_with_weights_of_a_file(run):
     from safetensors.torch import save_model
 
@@ -562,8 +577,7 @@ def mistaken(said, name, **options):
         if run.offloaded:
             model = run.model()
             try:
-                offloadd.attach(options.get("model", model), AdamW(model.parameters()),
-                                **{"nvme_path": run.folder, "ram": "64MiB", **{key: value for key, value in options.items() if key != "model"}})
+                offloadd.attach(**{"model": model, "optimizer": AdamW(model.parameters()), "nvme_path": run.folder, "ram": "64MiB", **options})
             except offloadd.Error as error:
                 assert said in str(error), error
             else:
@@ -573,6 +587,10 @@ def mistaken(said, name, **options):
 
 
 mistaken("OFD-1002 nvme_path is 3, which is no path.", "number_as_nvme_path", nvme_path=3)
+mistaken("OFD-1201 nvme_path is not set.", "list_of_no_nvme_paths", nvme_path=[])
+mistaken("OFD-1002 unfreeze names an int, which is no parameter.", "number_to_unfreeze", unfreeze=3)
+mistaken("OFD-1604 attach() was given a list of no optimizers.", "list_of_no_optimizers", optimizer=[])
+mistaken("OFD-1601 attach() was given no model.", "no_model", model=[], optimizer=None)
 mistaken("there is a comma with no path on one side of it. Leave it out", "comma_behind_nvme_path", nvme_path="/a,")
 mistaken("OFD-1201 nvme_path is '/a\\x00/b', which has a NUL byte", "nul_in_nvme_path", nvme_path="/a\0/b")
 mistaken('OFD-1002 job name "".', "empty_job_name", job="")

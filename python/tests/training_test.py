@@ -297,6 +297,18 @@ def momentum_that_begins_late_is_refused(run):
     run.train(model, optimizer)
 
 
+@case(types=("fp32", "bf16"))
+def momentum_that_pauses(run):
+    model = run.model()
+    optimizer = SGD([{"params": model.blocks.parameters()}, {"params": model.head.parameters()}], 0.1, momentum=0.9, dampening=0.1)
+    run.attach(model, optimizer)
+    run.train(model, optimizer)
+    optimizer.param_groups[0]["momentum"] = 0
+    run.train(model, optimizer)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    run.train(model, optimizer)
+
+
 @case(types=("fp32",))
 def state_is_read_as_any_tensor(run):
     model = run.model()

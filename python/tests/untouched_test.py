@@ -26,6 +26,45 @@ def run_script(run, text, *arguments, how=None):
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+TRANSFORMED = """
+import json, sys, torch
+from torch.func import hessian, jacrev, vmap
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+told = []
+if sys.argv[1] == "fake":
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        told.append(list(model(torch.ones(3, 2)).shape))
+for step in range(4):
+    x = torch.randn(8, 2, generator=torch.Generator().manual_seed(step))
+    curvature = vmap({"jacrev": jacrev, "hessian": hessian, "fake": jacrev}[sys.argv[1]](lambda each: model(each).squeeze()))(x)
+    loss = curvature.square().mean() + (model(x) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    told.append(loss.item())
+print(json.dumps([told, [p.tolist() for p in model.parameters()], hasattr(optimizer, "_offload_part")]))
+"""
+
+
+def first_called_in_a_transform(how):
+    """A case: the first forward pass is one of torch.func's, or one with tensors that have no values."""
+
+    def function(run):
+        (*told, is_attached), _ = run_script(run, TRANSFORMED, how)
+        assert is_attached == run.offloaded
+        return told
+
+    function.__name__ = f"first_called_in_a_transform_{how}"
+    case(function, **ONE)
+
+
+for how in ("jacrev", "hessian", "fake"):
+    first_called_in_a_transform(how)
+
+
 SAME_PARAMETERS = """
 import json, sys, torch
 torch.manual_seed(0)
