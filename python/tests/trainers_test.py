@@ -894,6 +894,26 @@ def lightning_of(run, rates=None, **options):
 
 
 @case(**FP32)
+def lightning_resumes_an_older_checkpoint_of_averages(run):
+    """It has averages where others have weights, and a callback has put the weights in their place."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+
+    def fit(steps, checkpoint=None):
+        module = lightning_of(run, job="averaged")
+        trainer = lightning.Trainer(accelerator="cpu", max_steps=steps, logger=False, enable_progress_bar=False, enable_model_summary=False,
+                                    callbacks=[WeightAveraging(avg_fn=lambda old, new, _: old + (new - old) * 0.1),
+                                               ModelCheckpoint(run.folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)])
+        trainer.fit(module, torch.utils.data.DataLoader(Data(), batch_size=2), ckpt_path=checkpoint, weights_only=False)
+        return module.told
+
+    told = fit(4)
+    run.handles.pop().close()
+    run.models.clear()
+    return told, fit(6, os.path.join(run.folder, "step=2.ckpt"))
+
+
+@case(**FP32)
 def lightning_module(run):
     import lightning
 
