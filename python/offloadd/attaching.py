@@ -66,16 +66,38 @@ def beginning_of(model, options):
     return Beginning(names_of([model])) if was_made_before(options) else None
 
 
-def _load_again(model, handle):
-    """Lightning loads a checkpoint's weights before it asks for optimizers. A job that exists has its own, which attach() has put in their place:
-    with the checkpoint's moments, of another step, they are loaded again."""
+def _of_lightning(model):
+    """The checkpoint that Lightning's Trainer has loaded into the model, and has not done with; {} without one."""
     connector = getattr(getattr(model, "_trainer", None), "_checkpoint_connector", None)
     loaded = getattr(connector, "_loaded_checkpoint", None) or {}
-    marks = [state.get("offloadd") or {} for state in loaded.get("optimizer_states", [])]
+    return loaded if "state_dict" in loaded and loaded.get("optimizer_states") else {}
+
+
+def _is_in(model_value, value):
+    return value.shape == model_value.shape and torch.equal(value.to(model_value.device, model_value.dtype), model_value)
+
+
+def _brought_by_checkpoint(model):
+    """What the model has of such a checkpoint: its weights, or what callbacks have put in their place (WeightAveraging, whose checkpoints have the
+    averages where weights are expected). None without a checkpoint."""
+    loaded = _of_lightning(model)
+    if not loaded:
+        return None
+    brought = dict(loaded["state_dict"])
+    for name, value in model.state_dict().items():
+        if isinstance(brought.get(name), torch.Tensor) and isinstance(value, torch.Tensor) and not _is_in(value, brought[name]):
+            brought[name] = served.copy_of(value)
+    return brought
+
+
+def _load_again(model, handle, brought):
+    """Lightning loads a checkpoint's weights before it asks for optimizers. A job that exists has its own, which attach() has put in their place:
+    with the checkpoint's moments, of another step, they are loaded again."""
+    marks = [state.get("offloadd") or {} for state in _of_lightning(model).get("optimizer_states", [])]
     is_of_this_step = all(mark.get("id") == handle.mark()["id"] and mark.get("step") == handle.step for mark in marks)
-    if handle.step > 0 and "state_dict" in loaded and marks and not is_of_this_step:
+    if handle.step > 0 and brought is not None and not is_of_this_step:
         _log.warning("offloadd: job %s is at step %d: it goes on with the weights of the checkpoint", handle.job, handle.step)
-        model.load_state_dict(loaded["state_dict"], strict=model.strict_loading)
+        model.load_state_dict(brought, strict=model.strict_loading)
 
 
 # What attach() may be given otherwise than init(), whose values count: results are the same.
@@ -206,11 +228,12 @@ def _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_o
         is_pickled = initial_weights is not None and pickled.files_of(initial_weights) is not None
         if initial_weights is not None and not is_pickled:
             engine.set_initial_weights(os.fspath(initial_weights), [])
+        brought = [_brought_by_checkpoint(each) for each in models]
         handle = Handle(engine, models, optimizers, options, unfreeze, beside)
         if is_pickled and handle.step == 0:
             handle.load_weights(initial_weights)
-        for each in models:
-            _load_again(each, handle)
+        for each, its in zip(models, brought):
+            _load_again(each, handle, its)
         return handle
     except BaseException as error:
         (handle or engine).close()

@@ -16,6 +16,7 @@ _NEEDED = "_init_training_state"  # of transformers 5
 _NUMBERS = "_load_rng_state"
 _FETCHES = "get_batch_samples"
 _fetching = None  # the Position whose Trainer is asking for batches
+_followed = None  # a reference to the Position of the Trainer that trains
 
 
 def random_state():
@@ -59,6 +60,32 @@ def _watch_fetches():
     iterator._next_index = next_index
 
 
+@functools.lru_cache(maxsize=None)
+def _watch_processes():
+    """Processes that are kept from epoch to epoch (dataloader_persistent_workers) begin once, and their loader draws a number then."""
+    iterator = dataloader._MultiProcessingDataLoaderIter
+    original = iterator.__init__
+
+    @functools.wraps(original)
+    def begin(self, loader, *args, **kwargs):
+        position = _followed() if _followed is not None else None
+        if position is None or loader.generator is not None or not position.had_processes(loader):
+            return original(self, loader, *args, **kwargs)
+        loader.generator = torch.Generator()
+        loader.generator.set_state(torch.random.get_rng_state())
+        try:
+            return original(self, loader, *args, **kwargs)
+        finally:
+            loader.generator = None
+
+    iterator.__init__ = begin
+
+
+def _is_kept(loader):
+    """Whether a loader has processes that it keeps."""
+    return loader is not None and getattr(loader, "persistent_workers", False) and getattr(loader, "_iterator", None) is not None
+
+
 def length_of(loader):
     """Batches of an epoch; None where nobody knows."""
     try:
@@ -84,15 +111,35 @@ class Position:
 
     Data and collators may draw random numbers (masks, crops), and a batch may be made before the step that comes before its own: `fetch`
     says of the step that the job is at how many batches were `ahead` of it, and which were the numbers `before` the last of them. `load`
-    sets those of the step."""
+    sets those of the step.
 
-    def __init__(self, epoch, batches, numbers=None, fetch=None, load=None):
-        self._start = epoch, batches, numbers, fetch
-        self._load = load
+    `processes`: the loaders whose processes had begun in the process that has ended, and `at_beginning`: at the beginning of its epoch."""
+
+    def __init__(self, epoch, batches, numbers=None, fetch=None, load=None, processes=(), at_beginning=()):
+        self._start = epoch, batches, numbers, fetch, set(at_beginning if batches else processes)
+        self._load, self._processes = load, set(processes)
+        self._loaders = lambda: {}
         self.restart()
 
+    def follow(self, trainer):
+        """Whose loaders these are, by names of theirs."""
+        of = weakref.ref(trainer)
+        self._loaders = lambda: {"train": of().callback_handler.train_dataloader, **getattr(of(), "_eval_dataloaders", {})} if of() is not None else {}
+
+    def _with_processes(self):
+        return self._processes | {name for name, loader in self._loaders().items() if _is_kept(loader)}
+
+    def had_processes(self, loader):
+        """Whether those of this loader, which are about to begin, had begun in the process that has ended."""
+        if not loader.persistent_workers:
+            return False
+        loaders = self._loaders()
+        if loader.dataset is getattr(loaders.get("train"), "dataset", None):  # or the rest of an epoch of it
+            return "train" in self._at_beginning
+        return any(loader is getattr(each, "base_dataloader", each) and name in self._processes for name, each in loaders.items())
+
     def restart(self):
-        self.epoch, self.batches, self._numbers, self._kept_fetch = self._start
+        self.epoch, self.batches, self._numbers, self._kept_fetch, self._at_beginning = self._start
         self._is_before_first, self.has_loaded = True, False
         self._begin_fetches()
 
@@ -135,6 +182,7 @@ class Position:
     def begin_epoch(self):
         if not self._is_before_first:
             self.epoch, self.batches, self._numbers, self._kept_fetch = self.epoch + 1, 0, None, None
+            self._at_beginning = self._with_processes()
         self._is_before_first = False
         self._begin_fetches()
         if self._numbers is not None:
@@ -151,15 +199,17 @@ class Position:
         """What is kept with the step that this micro-batch ends."""
         batches = self.batches + 1
         return {"epoch": self.epoch, "batches": batches, "is_last": batches == length_of(loader), "random": self._numbers,
-                "of": _micro_batch_of(trainer), "fetch": self._fetch()}
+                "of": _micro_batch_of(trainer), "fetch": self._fetch(), "processes": sorted(self._with_processes()),
+                "at_beginning": sorted(self._at_beginning)}
 
 
 def _position_after(kept, args, load):
+    processes = kept.get("processes", ())
     if kept["is_last"]:
-        return Position(kept["epoch"] + 1, 0)
+        return Position(kept["epoch"] + 1, 0, processes=processes)
     if args.ignore_data_skip:
-        return Position(kept["epoch"], 0)
-    return Position(kept["epoch"], kept["batches"], kept["random"], kept.get("fetch"), load)
+        return Position(kept["epoch"], 0, processes=processes)
+    return Position(kept["epoch"], kept["batches"], kept["random"], kept.get("fetch"), load, processes, kept.get("at_beginning", ()))
 
 
 def epoch_of(kept, trainer):
@@ -171,6 +221,13 @@ def epoch_of(kept, trainer):
 def _draws_elsewhere(trainer, batches):
     """Whether processes that make batches begin at another place than the epoch. Data without an index are read from there in any case."""
     return batches > 0 and trainer.args.dataloader_num_workers > 0 and not isinstance(trainer.train_dataset, torch.utils.data.IterableDataset)
+
+
+def _watch(position):
+    global _followed
+    _followed = weakref.ref(position)
+    if hasattr(dataloader, "_MultiProcessingDataLoaderIter"):
+        _watch_processes()
 
 
 def follow(trainer, callback, kept_at):
@@ -185,6 +242,8 @@ def follow(trainer, callback, kept_at):
         kept = kept_at(trainer.state.global_step) if trainer.state.global_step else None
         load = functools.partial(getattr(type(trainer), _NUMBERS, lambda *_: None), trainer, checkpoint)
         callback.position = _position_after(kept, trainer.args, load) if kept is not None else Position(*start)
+        callback.position.follow(trainer)
+        _watch(callback.position)
         if kept is None and (trainer.state.epoch or 0) > 1 and not trainer.args.ignore_data_skip and start[0] == 0:
             _log.warning("offloadd: the data of the checkpoint have no length, and ended before its step: Trainer goes on elsewhere in them than "
                          "the run that wrote it. A job that is continued goes on where it was")
@@ -221,5 +280,7 @@ def follow(trainer, callback, kept_at):
 
 
 def leave(trainer):
+    global _followed
+    _followed = None
     for name in (_NEEDED, _NUMBERS, _FETCHES):
         trainer.__dict__.pop(name, None)

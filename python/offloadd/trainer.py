@@ -22,12 +22,12 @@ import weakref
 import torch
 import transformers
 
-from . import attaching, position, unfinished
+from . import attaching, jobs, position, unfinished
 from .errors import Error
 from .library import is_disabled
 from .log_history import LogHistory, unpack
 from .optimizer import has_stepped
-from .options import reduces_gradients
+from .options import OPTIONS, job_of, reduces_gradients
 from .recipes import recipe_of
 
 _log = logging.getLogger("offloadd")
@@ -76,6 +76,9 @@ class TrainerCallback(transformers.TrainerCallback):
 
     def __init__(self, *, resume=True, **options):
         self.options, self.resume, self.handle = options, resume, None
+        self._first_job, self._training = None, 1  # the job of the first train(), and how many have had one of their own
+        self.begins_anew = False  # this train() has a job of its own, after another's
+        self._is_again = False  # the job is in a further train() with the optimizer that the one before had
         self.trainer = lambda: None  # while it trains
         self.checkpoint = None  # that it was told to resume from
         self.norm = None  # of the gradients, the last one
@@ -92,17 +95,31 @@ class TrainerCallback(transformers.TrainerCallback):
         if model is not None and several and not is_disabled() and not reduces_gradients(self.options):
             model._is_accelerate_prepared = True
 
+    def before_training(self, trainer):
+        """A train() after another one, whose optimizer is a new one, trains on in a job of its own: run1-2 after run1 (anew.py)."""
+        former, optimizer = self.handle, getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        is_new = trainer.model_init is not None or former is None or not any(each is optimizer for each in former.optimizers)
+        self.begins_anew = is_new and former is not None and former.is_open and not is_disabled() and former.world_size == 1
+        if self.begins_anew:
+            kept = {key: value for key, value in self.options.items() if key == "unfreeze" or (key == "initial_weights" and trainer.model_init)}
+            of_job = {key: value for key, value in former.options.items() if key in OPTIONS}
+            self.options = {**kept, **of_job, "job": f"{self._first_job}-{self._training + 1}"}
+
     def on_train_begin(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs):
         optimizer = getattr(optimizer, "optimizer", optimizer)
         if self.trainer() is not None:
             model = self.trainer().model  # SetFit gives another one, which is no module
         if self.handle is not None and self.handle.is_open:
             if any(each is optimizer for each in self.handle.optimizers):
+                self._is_again = self._is_again or state.global_step == 0
                 return  # train() again
-            self.handle.close()
+            if not self.begins_anew or not any(each is model for each in self.handle.models):
+                self.handle.close()
         beginning = None if is_disabled() else attaching.beginning_of(model, self.options)
         loaded = self._take_loaded(optimizer, beginning is not None)
         self.handle = attaching.attach(model, optimizer, **self.options)
+        self._first_job = self._first_job or self.handle.job
+        self._training, self.begins_anew, self._is_again = self._training + self.begins_anew, False, False
         self._scheduler = lr_scheduler
         if self.trainer() is not None and not is_disabled():
             unfinished.remember_norms(self.trainer(), self)
@@ -190,7 +207,7 @@ class TrainerCallback(transformers.TrainerCallback):
         hook = getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(keep)
 
     def _keep(self, state, train_dataloader):
-        steps = {"magic": _MAGIC, "step": state.global_step + 1, "job_step": self.handle.step + 1}
+        steps = {"magic": _MAGIC, "step": state.global_step + 1, "job_step": self.handle.step + 1, "is_again": self._is_again}
         if self.position is not None:
             steps["position"] = self.position.after_this(train_dataloader, self.trainer())
         loop = unfinished.loop_of(self.trainer(), self.norm)
@@ -244,7 +261,7 @@ class TrainerCallback(transformers.TrainerCallback):
         """Where the job is in the data, if that is Trainer's step and its micro-batches are the same."""
         if is_disabled():
             return None
-        if self.handle is not None and self.handle.is_open:
+        if self.handle is not None and self.handle.is_open and not self.begins_anew:
             job_step, data = self.handle.step, self.handle.trainer_state
         else:
             engine, data = attaching.open_ahead(self.options)
@@ -260,6 +277,14 @@ class TrainerCallback(transformers.TrainerCallback):
         if engine.step_count() == 0:
             return None
         kept = _kept_in(mark, engine.step_count())
+        if kept is not None and kept.get("is_again"):
+            opened, jobs.constructed = jobs.constructed, None
+            opened.take().close()
+            job = job_of(opened.options)
+            raise Error.of(1602, f"job {job} is at step {kept['step']} of a further train() with the optimizer of the one before, and this process "
+                                 "begins with the first",
+                           "Give each train() an optimizer that is new, trainer.optimizer = None, and with it a job of its own, which go on by "
+                           "themselves; or name another job to begin anew")
         return kept if kept is not None and "trainer" in kept else None
 
 
@@ -405,6 +430,7 @@ def _patch_trainer():
             return original(self, resume_from_checkpoint, *args, **kwargs)
         callback.trainer = weakref.ref(self)
         callback.checkpoint = _checkpoint_of(self, resume_from_checkpoint)
+        callback.before_training(self)
         position.follow(self, callback, callback.position_at)
         try:
             return begin(self, callback, resume_from_checkpoint, *args, **kwargs)
@@ -414,8 +440,8 @@ def _patch_trainer():
     def begin(self, callback, resume_from_checkpoint, *args, **kwargs):
         if args or isinstance(resume_from_checkpoint, (str, os.PathLike)):
             return original(self, resume_from_checkpoint, *args, **kwargs)
-        if callback.handle is not None:
-            return original(self, resume_from_checkpoint, **kwargs)  # not the first time in this process
+        if callback.handle is not None and not callback.begins_anew:
+            return original(self, resume_from_checkpoint, **kwargs)  # not the first time in this process, with this optimizer
         kept = callback.kept_state()
         if kept is None or (resume_from_checkpoint and kept["step"] <= _last_checkpoint(self.args.output_dir)):
             return original(self, resume_from_checkpoint, **kwargs)

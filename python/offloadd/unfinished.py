@@ -253,8 +253,8 @@ def finish_first(trainer, callback, kept, ignore_keys, rng_file):
     handler = trainer.callback_handler
     if kept.get("loop") is None or not all(hasattr(trainer, name) for name in _NEEDED):
         _log.warning("offloadd: what was due after step %d (the log, an evaluation, a checkpoint) is left out, the mean loss at the end is of this "
-                     "process, and the place in the data is the one that Trainer derives: it is made otherwise in transformers %s", kept["step"],
-                     transformers.__version__)
+                     "process, and the place in the data is the one that Trainer derives: it is made otherwise in transformers %s. With 5.3 and newer "
+                     "it is done", kept["step"], transformers.__version__)
         return lambda: None
     original = handler.on_train_begin
 

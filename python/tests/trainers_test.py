@@ -197,6 +197,93 @@ def interrupted_and_continued_without_a_checkpoint(run):
     return fit(run, run.make(llama))[1][-2]
 
 
+class TrainsInTurn(transformers.Trainer):
+    """train() again and again, with an optimizer that is new each time, or with the same."""
+
+    times, is_new = 3, True
+
+    def train(self, *args, **kwargs):
+        self.logs = getattr(self, "logs", [])
+        for number in range(self.times):
+            if number and self.is_new:
+                self.args.learning_rate /= 2
+                self.optimizer = self.lr_scheduler = None
+            super().train(*args, **kwargs)
+            self.logs.append(log_of(self))
+
+
+class StopInTurn(transformers.TrainerCallback):
+    """Ends the process, as it were, in the second train()."""
+
+    number = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.number += 1
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if (self.number, state.global_step) == (2, 3):
+            raise KeyboardInterrupt
+
+
+@case(**FP32)
+def trained_in_turn_with_new_optimizers(run):
+    """Each train() has a job of its own, and goes on there."""
+    options = {"cls": TrainsInTurn, "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 2}
+    if not run.offloaded:
+        return [log[-2:-1] for log in fit(run, run.make(gpt2), **options)[0].logs]
+    try:
+        fit(run, run.make(gpt2), more=[StopInTurn()], **options)
+    except KeyboardInterrupt:
+        pass
+    for handle in offloadd.handles():
+        handle.close()
+    logs = fit(run, run.make(gpt2), **options)[0].logs
+    assert run.handles[-1].job == "trainer-3" and run.handles[-1].step == 4, (run.handles[-1].job, run.handles[-1].step)
+    return [log[-2:-1] for log in logs]
+
+
+class TrainsTwice(TrainsInTurn):
+    times, is_new = 2, False
+
+
+@case(**FP32)
+def trained_twice_with_an_optimizer(run):
+    return fit(run, run.make(llama), cls=TrainsTwice)[0].logs
+
+
+@case(refused=1602, types=("fp32",), memory=("floor",))
+def interrupted_in_a_second_training_of_an_optimizer(run):
+    """Which train() the step was of, and what the one before has ended with, is in no job."""
+    if not run.offloaded:
+        return
+    try:
+        fit(run, run.make(llama), cls=TrainsTwice, more=[StopInTurn()])
+    except KeyboardInterrupt:
+        pass
+    for handle in offloadd.handles():
+        handle.close()
+    fit(run, run.make(llama), cls=TrainsTwice)
+
+
+@case(**FP32)
+def trained_in_turn_with_models_that_are_made_anew(run):
+    """As a search for parameters does."""
+    arguments = transformers.TrainingArguments(os.path.join(run.folder, "out"), use_cpu=True, report_to=[], disable_tqdm=True, max_steps=3, logging_steps=1,
+                                               save_strategy="no", per_device_train_batch_size=2)
+    callback = offloadd.TrainerCallback(nvme_path=run.folder, ram="64MiB", job="made", weights_at_close="memory") if run.offloaded else None
+    trainer = transformers.Trainer(model_init=lambda: run.make(llama), args=arguments, train_dataset=Data(), callbacks=[callback] if callback else [])
+    logs = []
+    for rate in (1e-3, 1e-4):
+        trainer.args.learning_rate = rate
+        trainer.train()
+        logs.append(log_of(trainer))
+    if run.offloaded:
+        assert callback.handle.job == "made-2", callback.handle.job
+        run.handles.append(callback.handle)
+    run.models[:] = [trainer.model]
+    return logs
+
+
 class AddsUpForItsLog(transformers.Trainer):
     """As TRL's do."""
 
@@ -463,6 +550,10 @@ class EpochsOfThree(transformers.TrainerCallback):
         control.should_epoch_stop = state.global_step % 3 == 0
 
 
+# Processes that stay: their loaders draw a number once, and none where a run goes on.
+for stopped_at in (5, 12, 15):
+    stopped_before_what_was_due(f"stopped_at_step_{stopped_at}_with_processes_that_stay", stopped_at, dataloader_num_workers=1, dataloader_persistent_workers=True,
+                                max_steps=-1, num_train_epochs=3, eval_strategy="steps", eval_steps=4, logging_steps=3)
 # Five batches in two steps, of which the last goes into the next epoch's first.
 STREAMED = {"data": Stream, "gradient_accumulation_steps": 2, "max_steps": 7, "logging_steps": 1}
 stopped_before_what_was_due("stopped_in_the_second_pass_of_data_without_a_length", 3, **STREAMED)
@@ -800,6 +891,26 @@ def lightning_of(run, rates=None, **options):
             return ([optimizer], [rates(optimizer)]) if rates else optimizer
 
     return Module()
+
+
+@case(**FP32)
+def lightning_resumes_an_older_checkpoint_of_averages(run):
+    """It has averages where others have weights, and a callback has put the weights in their place."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
+
+    def fit(steps, checkpoint=None):
+        module = lightning_of(run, job="averaged")
+        trainer = lightning.Trainer(accelerator="cpu", max_steps=steps, logger=False, enable_progress_bar=False, enable_model_summary=False,
+                                    callbacks=[WeightAveraging(avg_fn=lambda old, new, _: old + (new - old) * 0.1),
+                                               ModelCheckpoint(run.folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)])
+        trainer.fit(module, torch.utils.data.DataLoader(Data(), batch_size=2), ckpt_path=checkpoint, weights_only=False)
+        return module.told
+
+    told = fit(4)
+    run.handles.pop().close()
+    run.models.clear()
+    return told, fit(6, os.path.join(run.folder, "step=2.ckpt"))
 
 
 @case(**FP32)
