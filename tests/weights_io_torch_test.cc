@@ -209,6 +209,36 @@ TEST_P(WeightsIoTest, FileThatDoesNotFitChangesNothing) {
   }
 }
 
+TEST_P(WeightsIoTest, InitialWeightsMayBeNamedUntilTheModelIsUsed) {
+  const std::string other = OtherWeights(at::kFloat);
+  for (const bool offloaded : {true, false}) {
+    With(offloaded, [&](Run& run) {
+      const auto refused = [&](int id, const std::string& path) {
+        try {
+          run.engine->SetInitialWeights(path);
+          ADD_FAILURE() << path;
+        } catch (const Error& error) {
+          EXPECT_EQ(error.id(), id) << error.what();
+        }
+      };
+      run.engine->SetInitialWeights(other);
+      run.Step();
+      if (offloaded) refused(1002, other);
+      refused(1405, "");
+      run.engine->SaveWeights(root_ + (offloaded ? "/on" : "/off"));
+      EXPECT_THROW(run.engine->SaveWeights(""), Error);
+    });
+  }
+  const std::string file = "/model.safetensors";
+  EXPECT_TRUE(FileText(root_ + "/on" + file) == FileText(root_ + "/off" + file));
+  // Training began with the file's: not where it would have come to without.
+  With(false, [&](Run& run) {
+    run.Step();
+    run.engine->SaveWeights(root_ + "/without");
+  });
+  EXPECT_FALSE(FileText(root_ + "/without" + file) == FileText(root_ + "/off" + file));
+}
+
 TEST_P(WeightsIoTest, OffloadedModuleIsNotTakenForOneInMemory) {
   With(true, [&](Run& run) {
     EXPECT_THROW(SaveWeights(*run.model, root_ + "/out"), Error);
