@@ -239,6 +239,25 @@ TEST_P(WeightsIoTest, InitialWeightsMayBeNamedUntilTheModelIsUsed) {
   EXPECT_FALSE(FileText(root_ + "/without" + file) == FileText(root_ + "/off" + file));
 }
 
+TEST_P(WeightsIoTest, WhatIsNoParameterIsNotGathered) {
+  With(true, [](Run& run) {
+    const at::Tensor weight = run.model->middle->weight;
+    const auto text_of = [&](const at::Tensor& tensor) {
+      try {
+        run.engine->Gather(tensor);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.id(), 1002);
+        return std::string(error.what());
+      }
+      return std::string();
+    };
+    EXPECT_EQ(text_of(weight), "");
+    for (const char* const part : {"shape [512]", "not a part or a copy"})
+      EXPECT_NE(text_of(weight.detach()[0]).find(part), std::string::npos) << part;
+    EXPECT_NE(text_of(at::Tensor()).find("an undefined tensor"), std::string::npos);
+  });
+}
+
 TEST_P(WeightsIoTest, OffloadedModuleIsNotTakenForOneInMemory) {
   With(true, [&](Run& run) {
     EXPECT_THROW(SaveWeights(*run.model, root_ + "/out"), Error);
