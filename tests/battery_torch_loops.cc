@@ -611,6 +611,26 @@ Programs Loops() {
          }
          s.End();
        }},
+      {"submodule_registered_twice_is_updated_twice",
+       [](Run& run) {
+         const auto train = [&run](auto make) {
+           nn::Module both;
+           nn::Sequential model = Perceptron(run);
+           both.register_module("left", model.ptr());
+           both.register_module("right", model.ptr());
+           auto own = make(both.parameters());  // names each parameter twice
+           auto engine = run.Open();
+           engine->Attach(both, own);
+           Train(run, model, own, 0, 3);
+           run.See(static_cast<double>(engine->step()));
+           run.See(both);
+         };
+         train([](auto parameters) { return optim::AdamW(parameters, 1e-2); });
+         train([](auto parameters) {
+           return optim::SGD(parameters, optim::SGDOptions(0.05).momentum(0.9));
+         });
+         train([](auto parameters) { return SignDescent(parameters); });
+       }},
       {"own_optimizer_that_never_commits",
        [](Run& run) {
          Setting s(run);

@@ -209,6 +209,55 @@ TEST_P(WeightsIoTest, FileThatDoesNotFitChangesNothing) {
   }
 }
 
+TEST_P(WeightsIoTest, InitialWeightsMayBeNamedUntilTheModelIsUsed) {
+  const std::string other = OtherWeights(at::kFloat);
+  for (const bool offloaded : {true, false}) {
+    With(offloaded, [&](Run& run) {
+      const auto refused = [&](int id, const std::string& path) {
+        try {
+          run.engine->SetInitialWeights(path);
+          ADD_FAILURE() << path;
+        } catch (const Error& error) {
+          EXPECT_EQ(error.id(), id) << error.what();
+        }
+      };
+      run.engine->SetInitialWeights(other);
+      run.Step();
+      if (offloaded) refused(1002, other);
+      refused(1405, "");
+      run.engine->SaveWeights(root_ + (offloaded ? "/on" : "/off"));
+      EXPECT_THROW(run.engine->SaveWeights(""), Error);
+    });
+  }
+  const std::string file = "/model.safetensors";
+  EXPECT_TRUE(FileText(root_ + "/on" + file) == FileText(root_ + "/off" + file));
+  // Training began with the file's: not where it would have come to without.
+  With(false, [&](Run& run) {
+    run.Step();
+    run.engine->SaveWeights(root_ + "/without");
+  });
+  EXPECT_FALSE(FileText(root_ + "/without" + file) == FileText(root_ + "/off" + file));
+}
+
+TEST_P(WeightsIoTest, WhatIsNoParameterIsNotGathered) {
+  With(true, [](Run& run) {
+    const at::Tensor weight = run.model->middle->weight;
+    const auto text_of = [&](const at::Tensor& tensor) {
+      try {
+        run.engine->Gather(tensor);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.id(), 1002);
+        return std::string(error.what());
+      }
+      return std::string();
+    };
+    EXPECT_EQ(text_of(weight), "");
+    for (const char* const part : {"shape [512]", "not a part or a copy"})
+      EXPECT_NE(text_of(weight.detach()[0]).find(part), std::string::npos) << part;
+    EXPECT_NE(text_of(at::Tensor()).find("an undefined tensor"), std::string::npos);
+  });
+}
+
 TEST_P(WeightsIoTest, OffloadedModuleIsNotTakenForOneInMemory) {
   With(true, [&](Run& run) {
     EXPECT_THROW(SaveWeights(*run.model, root_ + "/out"), Error);

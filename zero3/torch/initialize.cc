@@ -135,6 +135,9 @@ std::string TextOf(const std::string& given) {
   if (given.size() < 4096 && std::filesystem::exists(given, error))
     return ValueOrThrow(config::ReadSmallFile(given));
   if (given.find('{') != std::string::npos) return given;
+  if (given.empty())
+    ThrowStatus(MakeError(ErrorId::kBadValue, "ds_config is empty",
+                          "Give the path of a DeepSpeed configuration, or its JSON"));
   ThrowStatus(MakeError(ErrorId::kFileRead, absl::StrCat(given, " cannot be read")));
 }
 

@@ -532,6 +532,18 @@ bool HasSparseMomentum(const torch::nn::Module& module, const Optimizer& optimiz
   return std::any_of(optimizer.param_groups().begin(), optimizer.param_groups().end(), keeps);
 }
 
+// Leaves out of `groups` what they have named before. Whether there was something.
+bool NameEachOnce(std::vector<OptimizerParamGroup>& groups) {
+  std::unordered_set<const void*> seen;
+  size_t again = 0;
+  for (OptimizerParamGroup& group : groups) {
+    again += std::erase_if(group.params(), [&seen](const at::Tensor& parameter) {
+      return !seen.insert(parameter.unsafeGetTensorImpl()).second;
+    });
+  }
+  return again > 0;
+}
+
 // What an object that is being attached has in itself.
 std::vector<KeptState> OwnStateOf(Optimizer& own) {
   const PlainState plain;
@@ -640,6 +652,9 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
   zero3::TakeLeftState(optimizer);
   if (zero3::OfProcess().IsHeir(optimizer, *this)) return zero3::CountHeir(*this);
   const ParamGroups groups = optimizer.param_groups();
+  ParamGroups each_once = groups;
+  // Each step updates such a parameter twice, which the daemon does not.
+  const bool names_twice = zero3::NameEachOnce(each_once);
   if (world_size() > 1 && dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr) {
     zero3::ThrowStatus(MakeError(
         ErrorId::kUnsupportedOptimizer,
@@ -654,7 +669,8 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
       zero3::OfProcess().HasLivingOwner({.engine = this}, zero3::ParametersOf(optimizer));
   const bool steps_itself =
       named.has_value() ? shares || zero3::HasRootsOfItsOwn(*named, groups) ||
-                              (zero3::HasSparseMomentum(module, optimizer) && world_size() == 1)
+                              ((names_twice || zero3::HasSparseMomentum(module, optimizer)) &&
+                               world_size() == 1)
                         : dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr;
   if (named.has_value() || steps_itself) zero3::CheckIsInFront();
   if (shares) {
@@ -671,7 +687,12 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
     }
   }
   if (steps_itself) {
-    AttachForeign(module, shares ? zero3::OfProcess().WithoutOwned(*this, groups) : groups,
+    if (named.has_value() && names_twice) {
+      zero3::Log().warn(
+          "the optimizer names parameters in two places (parameters() does so for a submodule that "
+          "is registered twice), and each of its steps updates them twice");
+    }
+    AttachForeign(module, shares ? zero3::OfProcess().WithoutOwned(*this, each_once) : each_once,
                   c10::demangle(typeid(optimizer).name()));
     zero3::Follow(optimizer, *this, [weak = weak_from_this()] {
       if (const auto engine = weak.lock()) engine->CommitStep();
@@ -696,7 +717,7 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
     zero3::MapOf(optimizer).clear();
     zero3::Divert(optimizer, *this, std::move(inner), may_keep, /*has_state=*/!states.empty());
   } else {
-    AttachForeign(module, groups, "an optimizer of the trainer's own");
+    AttachForeign(module, each_once, "an optimizer of the trainer's own");
   }
   own_optimizers_.push_back(&optimizer);
 }

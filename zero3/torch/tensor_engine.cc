@@ -579,9 +579,13 @@ uint32_t TensorEngine::IdOf(const at::Tensor& parameter) const {
   if (const WeightResidency* const weight = Own(parameter);
       weight != nullptr && weight->IsWhole(parameter))
     return weight->tensor();
-  ThrowStatus(MakeError(ErrorId::kBadValue,
-                        absl::StrCat("a tensor of shape [", absl::StrJoin(parameter.sizes(), ", "),
-                                     "] is not an attached parameter")));
+  ThrowStatus(MakeError(
+      ErrorId::kBadValue,
+      parameter.defined()
+          ? absl::StrCat("a tensor of shape [", absl::StrJoin(parameter.sizes(), ", "),
+                         "] is not an attached parameter")
+          : "an undefined tensor is not an attached parameter",
+      "Give a parameter of an attached module as the module has it, not a part or a copy of it"));
 }
 
 uint64_t TensorEngine::update_count(const at::Tensor& parameter) const {

@@ -47,6 +47,15 @@ std::unordered_map<std::string_view, uint32_t> TensorEngine::IdsInFiles() const 
 }
 
 void TensorEngine::SetInitialWeights(std::string path, LoadOptions options) {
+  if (path.empty())
+    ThrowStatus(MakeError(ErrorId::kFileRead, "SetInitialWeights() is given an empty path"));
+  if (attached_.sealed && !exists_) {
+    ThrowStatus(MakeError(
+        ErrorId::kBadValue,
+        "SetInitialWeights() comes too late: the job was made with the weights that the model had",
+        "Call it right after Engine::Open(), before the model is used; LoadWeights() replaces the "
+        "weights of a job that there is"));
+  }
   initial_weights_ = std::move(path);
   initial_options_ = std::move(options);
 }

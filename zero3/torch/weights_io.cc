@@ -245,6 +245,7 @@ absl::Status WeightFile::Read(const FileWeight& weight, uint64_t first_element,
 
 absl::StatusOr<std::unique_ptr<HfCheckpointWriter>> CreateWeightFiles(
     const std::string& folder, const std::vector<FileWeight>& weights, const SaveOptions& options) {
+  if (folder.empty()) return MakeError(ErrorId::kFileWrite, "SaveWeights() is given no folder");
   std::vector<FileTensor> tensors;
   for (const FileWeight& weight : weights) {
     OFFLOAD_ASSIGN_OR_RETURN(const FileDtype dtype, weight.is_buffer
