@@ -3,6 +3,7 @@
 // optimizer and a loop that somebody might have written without knowing of us.
 
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/_foreach_mul.h>
 #include <c10/core/InferenceMode.h>
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -277,15 +278,26 @@ TEST(TrainersTest, ComposedFlavours) {
 // ---- Gradients that the trainer edits ----------------------------------------------------------
 
 TEST(TrainersTest, GradientTimesANumberIsRoundedAsTorchRoundsIt) {
-  ExpectParity({"scaled", Perceptron, SGD, [](Training& run) {
-                  for (int64_t step = 0; step < 3; ++step) {
+  ExpectParity({"scaled",
+                Perceptron,
+                SGD,
+                [](Training& run) {
+                  for (int64_t step = 0; step < 4; ++step) {
                     run.optimizer->zero_grad();
                     run.Backward(step);
-                    for (Tensor& parameter : run.trainer.module->parameters())
-                      parameter.mutable_grad().mul_(0.3);
+                    std::vector<Tensor> gradients;
+                    for (const Tensor& parameter : run.trainer.module->parameters())
+                      gradients.push_back(parameter.grad());
+                    if (step % 2 == 0) {
+                      for (Tensor& gradient : gradients) gradient.mul_(0.3);
+                    } else {
+                      at::_foreach_mul_(gradients, 0.7);
+                    }
+                    for (const Tensor& gradient : gradients) run.Add(gradient.norm());
                     run.optimizer->step();
                   }
-                }});
+                },
+                {at::kFloat, at::kBFloat16, at::kHalf}});
 }
 
 TEST(TrainersTest, GradientEditedThroughItsPointerBetweenTwoNorms) {

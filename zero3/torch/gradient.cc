@@ -101,16 +101,15 @@ float InType(at::ScalarType type, double value) {
 }
 
 // Reads a number out of a Scalar or a 0-dim tensor; nothing for what mul_ would treat otherwise. On
-// the host a Scalar takes the type of the tensor that it multiplies, before it does; beside fp16 it
-// is fp32. On CUDA all numbers of the host are fp32, and those of the device take the type.
+// the host a Scalar takes the type of the tensor that it multiplies, before it does. On CUDA all
+// numbers of the host are fp32, and those of the device take the type.
 std::optional<double> Factor(const c10::IValue& value, const at::Tensor& of) {
   const at::ScalarType multiplied = of.scalar_type();
   const bool is_double = multiplied == at::kDouble;
   if (value.isDouble() || value.isInt()) {
     const double factor = value.toScalar().toDouble();
     if (is_double) return factor;
-    return multiplied == at::kBFloat16 && !of.is_cuda() ? InType(multiplied, factor)
-                                                        : static_cast<float>(factor);
+    return of.is_cuda() ? static_cast<float>(factor) : InType(multiplied, factor);
   }
   if (!value.isTensor()) return std::nullopt;
   const at::Tensor& tensor = value.toTensor();

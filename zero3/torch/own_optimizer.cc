@@ -668,10 +668,10 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
       named.has_value() && !zero3::OfProcess().IsAttached(optimizer) &&
       zero3::OfProcess().HasLivingOwner({.engine = this}, zero3::ParametersOf(optimizer));
   const bool steps_itself =
-      named.has_value() ? shares || zero3::HasRootsOfItsOwn(*named, groups) ||
-                              ((names_twice || zero3::HasSparseMomentum(module, optimizer)) &&
-                               world_size() == 1)
-                        : dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr;
+      named.has_value()
+          ? shares || zero3::HasRootsOfItsOwn(*named, groups) ||
+                ((names_twice || zero3::HasSparseMomentum(module, optimizer)) && world_size() == 1)
+          : dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr;
   if (named.has_value() || steps_itself) zero3::CheckIsInFront();
   if (shares) {
     const auto* const resumed = dynamic_cast<zero3::ModuleEngine*>(this);
