@@ -15,7 +15,6 @@
 #include <torch/types.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -528,9 +527,7 @@ TEST(SeveralEnginesTest, SecondEngineOfTheSameJobIsRefused) {
   one->forward(Numbers(1, {2, 128})).sum().backward();
   optimizer->step();
   // At once: nobody else can close it.
-  const auto begin = std::chrono::steady_clock::now();
   ExpectError(1205, "is open in this process", [] { Engine::Open(OptionsFor("same")); });
-  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
   EXPECT_EQ(engine->step(), 1);
   engine.reset();  // the optimizer has it, too
   ExpectError(1205, "is open in this process", [] { Engine::Open(OptionsFor("same")); });
