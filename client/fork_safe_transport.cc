@@ -54,19 +54,28 @@ void Start() {
                    [] { grpc_timer_manager_set_threading(true); }, nullptr);
 }
 
+// A process, and the engine that it is given for good.
+struct Process {
+  Health health;  // since it was given it
+  std::shared_ptr<grpc_event_engine::experimental::EventEngine> engine;
+  const Process* parent = nullptr;
+};
+
 // The engine's threads wait for work in its memory. A child has another engine, whose threads are
 // there, and never destroys the one of its parent, which would wait for those that are not.
 void GiveProcessItsEngine() {
-  static std::atomic<const Health*> began{nullptr};  // when the last one was given its engine
-  const Health* before = began.load();
-  if (before != nullptr && !before->forked()) return;
-  if (!began.compare_exchange_strong(before, new Health)) return;
+  static std::atomic<Process*> current{nullptr};
+  Process* parent = current.load();
+  if (parent != nullptr && !parent->health.forked()) return;
+  auto process = std::make_unique<Process>();
+  process->parent = parent;
+  if (!current.compare_exchange_strong(parent, process.get())) return;
   namespace engines = grpc_event_engine::experimental;
-  if (before != nullptr) {
+  if (parent != nullptr) {
     engines::EventEngineFactoryReset();
     grpc_timer_manager_set_threading(true);
   }
-  new std::shared_ptr<engines::EventEngine>(engines::GetDefaultEventEngine());
+  process.release()->engine = engines::GetDefaultEventEngine();
 }
 
 }  // namespace

@@ -330,7 +330,9 @@ TEST(DeviceFromHostTest, UnderInferenceModeTensorsStayOrdinary) {
   const auto expect_ordinary = [](Small& run) {
     for (const Tensor& tensor : {run.weight, run.other, run.buffer})
       EXPECT_FALSE(tensor.is_inference());
-    if (run.weight.grad().defined()) EXPECT_FALSE(run.weight.grad().is_inference());
+    if (run.weight.grad().defined()) {
+      EXPECT_FALSE(run.weight.grad().is_inference());
+    }
   };
   for (const bool offloads : {true, false}) {
     Small run;
