@@ -6,15 +6,10 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <memory>
-#include <mutex>
 #include <optional>
-#include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
 
-#include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/environment.h"
@@ -51,46 +46,6 @@ bool IsDisabled() {
   const char* const value = std::getenv("OFFLOADD_DISABLE");
   return value != nullptr && std::string_view(value) != "" && std::string_view(value) != "0";
 }
-
-// The jobs that this process has open. One of them would be waited for in vain when it is opened
-// again: nobody but this process can close it.
-class OpenJobs {
- public:
-  static OpenJobs& Get() {
-    static auto* const jobs = new OpenJobs;  // engines of statics may outlive destructors of ours
-    return *jobs;
-  }
-  // OFD-1205 for one whose engine is alive, and whose daemon is.
-  absl::Status CheckFree(const Options& options) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(open_, [](const Open& each) { return each.engine.expired(); });
-    for (const Open& each : open_) {
-      if (each.pool != options.nvme_path || each.job != options.job) continue;
-      const std::shared_ptr<TensorEngine> engine = each.engine.lock();
-      if (engine == nullptr || !engine->attachment()->session().health().ok()) continue;
-      return MakeError(
-          ErrorId::kStoreLocked,
-          absl::StrCat("job \"", options.job, "\" of ", options.nvme_path,
-                       " is open in this process: its Engine is alive, held by a shared_ptr, or by "
-                       "an optimizer that engine->AdamW() or one of its siblings has given"),
-          "Destroy these optimizers and the Engine first, which closes the job; or choose another "
-          "job name");
-    }
-    return absl::OkStatus();
-  }
-  void Add(const Options& options, const std::shared_ptr<TensorEngine>& engine) {
-    const std::lock_guard lock(mutex_);
-    open_.push_back({.pool = options.nvme_path, .job = options.job, .engine = engine});
-  }
-
- private:
-  struct Open {
-    std::string pool, job;
-    std::weak_ptr<TensorEngine> engine;
-  };
-  std::mutex mutex_;
-  std::vector<Open> open_;
-};
 
 // The same arithmetic without a daemon.
 class InMemoryEngine final : public Engine {
@@ -258,13 +213,9 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
     zero3::ThrowStatus(
         MakeError(ErrorId::kBadValue, "ram is not set", "Set ram to a size, for example \"8GiB\""));
   const uint64_t ram_bytes = zero3::ValueOrThrow(ParseByteSize(options.ram));
-  // Ranks may be threads of one process.
-  if (world.world_size == 1) zero3::ThrowIfError(zero3::OpenJobs::Get().CheckFree(options));
   zero3::OpenedJob opened = zero3::OpenJob(options, world, ram_bytes);
-  auto tensors = std::make_shared<zero3::TensorEngine>(
-      options, ram_bytes, std::move(opened.session), std::move(opened.info));
-  zero3::OpenJobs::Get().Add(options, tensors);
-  return std::make_shared<zero3::ModuleEngine>(std::move(tensors));
+  return std::make_shared<zero3::ModuleEngine>(std::make_shared<zero3::TensorEngine>(
+      options, ram_bytes, std::move(opened.session), std::move(opened.info)));
 }
 
 }  // namespace offload
