@@ -6,6 +6,7 @@
 #include "kernels/device_update.h"
 #include "kernels/element.h"
 #include "kernels/rules/rules.h"
+#include "kernels/run_checks.h"
 
 namespace offload::kernels {
 
@@ -84,12 +85,9 @@ void WithDtypes(const DeviceRun& run, const Function& function) {
 template <class Function, class... Rule>
 bool WithDeviceRule(RuleList<Rule...>, const OptimizerSpec& optimizer, int64_t step,
                     const DeviceRun& run, const Function& function) {
-  const Optimizer& row = optimizer.row();
-  const auto prepare = run.weight_dtype == Dtype::kFloat64 ? row.prepare_double : row.prepare;
-  Coefficients coefficients;
-  prepare(optimizer.values().data(), step, &coefficients);
+  const Coefficients coefficients = CoefficientsOf(optimizer, step, run.weight_dtype);
   const auto call = [&]<class R>() {
-    if (&R::kRow != &row) return false;
+    if (&R::kRow != &optimizer.row()) return false;
     WithDtypes(run, [&]<Dtype kWeight, Dtype kGradient>() {
       using Constants = typename R::template ConstantsOf<typename MasterOf<kWeight>::Type>;
       function.template operator()<R, kWeight, kGradient>(

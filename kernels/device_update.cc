@@ -5,6 +5,7 @@
 
 #include "base/check.h"
 #include "kernels/device_rules.h"
+#include "kernels/run_checks.h"
 
 namespace offload::kernels {
 namespace {
@@ -37,24 +38,7 @@ bool IsAmong(RuleList<Rule...>, const OptimizerSpec& optimizer) {
 }  // namespace
 
 void CheckDeviceRun(const OptimizerSpec& optimizer, const DeviceRun& run) {
-  OFFLOAD_CHECK(run.count <= run.tensor_count && run.begin <= run.tensor_count - run.count)
-      << "run of " << run.count << " elements at " << run.begin << " of " << run.tensor_count;
-  OFFLOAD_CHECK(run.weight_dtype != Dtype::kBFloat16 ||
-                (run.residual != nullptr && run.ties != nullptr))
-      << "a bf16 run needs its residual and tie bits";
-  OFFLOAD_CHECK(run.weight_dtype != Dtype::kFloat16 || run.half_residual != nullptr)
-      << "an fp16 run needs its residual";
-  for (const Dtype dtype : {Dtype::kFloat64, Dtype::kFloat16}) {
-    OFFLOAD_CHECK((run.weight_dtype == dtype) == (run.gradient_dtype == dtype))
-        << DtypeName(run.weight_dtype) << " weights with " << DtypeName(run.gradient_dtype)
-        << " gradients";
-  }
-  const bool is_double = run.weight_dtype == Dtype::kFloat64;
-  for (size_t i = 0; i < kStatePlanesMax; ++i) {
-    const bool is_there = is_double ? run.double_state[i] != nullptr : run.state[i] != nullptr;
-    OFFLOAD_CHECK(run.count == 0 || is_there || optimizer.Plane(i) == nullptr)
-        << optimizer.name() << " needs " << optimizer.Plane(i)->name;
-  }
+  CheckPlanes(optimizer, run, run.ties != nullptr);
 }
 
 bool SupportsDeviceUpdate(const OptimizerSpec& optimizer) {

@@ -9,6 +9,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/device_code.h"
 #include "kernels/half.h"
@@ -17,21 +18,35 @@
 
 namespace offload::kernels {
 
-struct Element {
-  using Float = float;
-  using Scalar = float;
+// What both have: T is float or double.
+template <class T>
+struct ElementOfType {
+  using Float = T;
+  using Scalar = T;
   static constexpr size_t kWidth = 1;
 
-  OFFLOAD_DEVICE_CODE static float Load(const float* from) { return *from; }
-  OFFLOAD_DEVICE_CODE static void Store(float* to, float value) { *to = value; }
-  OFFLOAD_DEVICE_CODE static float Broadcast(float value) { return value; }
-  OFFLOAD_DEVICE_CODE static float Fma(float a, float b, float c) { return fmaf(a, b, c); }
-  OFFLOAD_DEVICE_CODE static float Sqrt(float value) { return sqrtf(value); }
-  OFFLOAD_DEVICE_CODE static float Max(float a, float b) { return a != a || a > b ? a : b; }
-  OFFLOAD_DEVICE_CODE static float Sign(float value) {
-    return value > 0 ? 1.0f : value < 0 ? -1.0f : 0.0f;
+  OFFLOAD_DEVICE_CODE static T Load(const T* from) { return *from; }
+  OFFLOAD_DEVICE_CODE static void Store(T* to, T value) { *to = value; }
+  OFFLOAD_DEVICE_CODE static T Broadcast(T value) { return value; }
+  OFFLOAD_DEVICE_CODE static T Fma(T a, T b, T c) {
+    if constexpr (std::is_same_v<T, float>) {
+      return fmaf(a, b, c);
+    } else {
+      return fma(a, b, c);
+    }
   }
+  OFFLOAD_DEVICE_CODE static T Sqrt(T value) {
+    if constexpr (std::is_same_v<T, float>) {
+      return sqrtf(value);
+    } else {
+      return sqrt(value);
+    }
+  }
+  OFFLOAD_DEVICE_CODE static T Max(T a, T b) { return a != a || a > b ? a : b; }
+  OFFLOAD_DEVICE_CODE static T Sign(T value) { return value > 0 ? T{1} : value < 0 ? T{-1} : T{0}; }
+};
 
+struct Element : ElementOfType<float> {
   OFFLOAD_DEVICE_CODE static float CorrectRoot(float value, float nearest,
                                                const uint32_t* corrections) {
     const uint32_t least = corrections[SquareRoots::kSubnormalWord] != 0 ? 1 : 0x00800000;
@@ -83,21 +98,7 @@ struct Element {
 };
 
 // One element of an fp64 model.
-struct DoubleElement {
-  using Float = double;
-  using Scalar = double;
-  static constexpr size_t kWidth = 1;
-
-  OFFLOAD_DEVICE_CODE static double Load(const double* from) { return *from; }
-  OFFLOAD_DEVICE_CODE static void Store(double* to, double value) { *to = value; }
-  OFFLOAD_DEVICE_CODE static double Broadcast(double value) { return value; }
-  OFFLOAD_DEVICE_CODE static double Fma(double a, double b, double c) { return fma(a, b, c); }
-  OFFLOAD_DEVICE_CODE static double Sqrt(double value) { return sqrt(value); }
-  OFFLOAD_DEVICE_CODE static double Max(double a, double b) { return a != a || a > b ? a : b; }
-  OFFLOAD_DEVICE_CODE static double Sign(double value) {
-    return value > 0 ? 1.0 : value < 0 ? -1.0 : 0.0;
-  }
-};
+using DoubleElement = ElementOfType<double>;
 
 template <Dtype kWeight>
 struct ElementFor {

@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "kernels/implementation.h"
+#include "kernels/run_checks.h"
 #include "kernels/split.h"
 
 namespace offload::kernels {
@@ -33,33 +34,7 @@ Isa ChooseIsa() {
 }
 
 void CheckRun(const OptimizerSpec& optimizer, const Run& run) {
-  OFFLOAD_CHECK(run.count <= run.tensor_count && run.begin <= run.tensor_count - run.count)
-      << "run of " << run.count << " elements at " << run.begin << " of " << run.tensor_count;
-  OFFLOAD_CHECK(run.weight_dtype != Dtype::kBFloat16 ||
-                (run.residual != nullptr && run.ties_in != nullptr && run.ties_out != nullptr))
-      << "a bf16 run needs its residual and tie bits";
-  OFFLOAD_CHECK(run.weight_dtype != Dtype::kFloat16 || run.half_residual != nullptr)
-      << "an fp16 run needs its residual";
-  for (const Dtype dtype : {Dtype::kFloat64, Dtype::kFloat16}) {
-    OFFLOAD_CHECK((run.weight_dtype == dtype) == (run.gradient_dtype == dtype))
-        << DtypeName(run.weight_dtype) << " weights with " << DtypeName(run.gradient_dtype)
-        << " gradients";
-  }
-  const bool is_double = run.weight_dtype == Dtype::kFloat64;
-  for (size_t i = 0; i < kStatePlanesMax; ++i) {
-    const bool is_there = is_double ? run.double_state[i] != nullptr : run.state[i] != nullptr;
-    OFFLOAD_CHECK(run.count == 0 || is_there || optimizer.Plane(i) == nullptr)
-        << optimizer.name() << " needs " << optimizer.Plane(i)->name;
-  }
-}
-
-// The constants of an update in the dtype that the run is computed with.
-Coefficients CoefficientsOf(const OptimizerSpec& optimizer, int64_t step, const Run& run) {
-  const Optimizer& row = optimizer.row();
-  const auto prepare = run.weight_dtype == Dtype::kFloat64 ? row.prepare_double : row.prepare;
-  Coefficients coefficients;
-  prepare(optimizer.values().data(), step, &coefficients);
-  return coefficients;
+  CheckPlanes(optimizer, run, run.ties_in != nullptr && run.ties_out != nullptr);
 }
 
 // Updates piece by piece, with masters that are merged and gradients that are widened and unscaled
@@ -145,7 +120,7 @@ void Update(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& ru
   const auto& updates =
       run.weight_dtype == Dtype::kFloat64 ? implementation.double_updates : implementation.updates;
   const auto update = updates[optimizer.index()];
-  const Coefficients coefficients = CoefficientsOf(optimizer, step, run);
+  const Coefficients coefficients = CoefficientsOf(optimizer, step, run.weight_dtype);
   const float unscale = UnscaleOf(optimizer, run.gradient_dtype);
   if (unscale == 1) return update(coefficients, run);
   UpdateUnscaled(run, unscale, [&](const Run& piece) { update(coefficients, piece); });
@@ -174,7 +149,7 @@ void AddNorms(Isa isa, const OptimizerSpec& optimizer, int64_t step, const Run& 
   const Implementation& implementation = ImplementationOf(isa);
   const auto& functions =
       run.weight_dtype == Dtype::kFloat64 ? implementation.double_norms : implementation.norms;
-  functions[optimizer.index()](CoefficientsOf(optimizer, step, run), run, norms);
+  functions[optimizer.index()](CoefficientsOf(optimizer, step, run.weight_dtype), run, norms);
 }
 
 void AddNorms(const OptimizerSpec& optimizer, int64_t step, const Run& run, Norms* norms) {
