@@ -425,6 +425,16 @@ std::pair<int, int> FoundIn(const std::string& said, const std::string& text) {
   return {std::stoi(numbers[1]), std::stoi(numbers[2])};
 }
 
+// Steps of three micro-batches.
+void TakeStepsOfThree(Training& run, int64_t steps) {
+  for (int64_t i = 0; i < 3 * steps; ++i) {
+    run.Loss(i).backward();
+    if (i % 3 < 2) continue;
+    run.optimizer().step();
+    run.optimizer().zero_grad();
+  }
+}
+
 TEST(DeviceAttachTest, GradientsComeBackAheadOfTheirUse) {
   const auto fetches = [](int64_t steps) {
     testing::internal::CaptureStderr();
@@ -434,12 +444,7 @@ TEST(DeviceAttachTest, GradientsComeBackAheadOfTheirUse) {
                     .ram_more_mib = 200,
                     .pace = Pace::kEager},
                    /*offloads=*/true);
-      for (int64_t i = 0; i < 3 * steps; ++i) {
-        run.Loss(i).backward();
-        if (i % 3 < 2) continue;
-        run.optimizer().step();
-        run.optimizer().zero_grad();
-      }
+      TakeStepsOfThree(run, steps);
     }
     return FoundIn(testing::internal::GetCapturedStderr(),
                    "gradients: ([0-9]+) times back .* use, ([0-9]+) times for it");
@@ -470,12 +475,7 @@ TEST(DeviceAttachTest, SpilledGradientsAreReadAheadOfTheirUse) {
           return gradient;
         });
       }
-      for (int64_t i = 0; i < 3 * steps; ++i) {
-        run.Loss(i).backward();
-        if (i % 3 < 2) continue;
-        run.optimizer().step();
-        run.optimizer().zero_grad();
-      }
+      TakeStepsOfThree(run, steps);
     }
     return FoundIn(testing::internal::GetCapturedStderr(),
                    "gradients: ([0-9]+) times read .* use, ([0-9]+) times for it");

@@ -52,6 +52,15 @@ std::string FileText(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
+void ExpectRefused(int id, const std::string& path, const std::function<void()>& call) {
+  try {
+    call();
+    ADD_FAILURE() << path;
+  } catch (const Error& error) {
+    EXPECT_EQ(error.id(), id) << error.what();
+  }
+}
+
 class WeightsIoTest : public testing::TestWithParam<at::ScalarType> {
  protected:
   WeightsIoTest() {
@@ -187,12 +196,7 @@ TEST_P(WeightsIoTest, FileThatDoesNotFitChangesNothing) {
       run.Step();
       const at::Tensor before = run.engine->Gather(run.model->middle->weight);
       const auto refused = [&](int id, const std::string& path) {
-        try {
-          run.engine->LoadWeights(path);
-          ADD_FAILURE() << path;
-        } catch (const Error& error) {
-          EXPECT_EQ(error.id(), id) << error.what();
-        }
+        ExpectRefused(id, path, [&] { run.engine->LoadWeights(path); });
       };
       refused(1405, root_ + "/none");
       nn::Linear stranger(4, 4);
@@ -214,12 +218,7 @@ TEST_P(WeightsIoTest, InitialWeightsMayBeNamedUntilTheModelIsUsed) {
   for (const bool offloaded : {true, false}) {
     With(offloaded, [&](Run& run) {
       const auto refused = [&](int id, const std::string& path) {
-        try {
-          run.engine->SetInitialWeights(path);
-          ADD_FAILURE() << path;
-        } catch (const Error& error) {
-          EXPECT_EQ(error.id(), id) << error.what();
-        }
+        ExpectRefused(id, path, [&] { run.engine->SetInitialWeights(path); });
       };
       run.engine->SetInitialWeights(other);
       run.Step();

@@ -1,6 +1,7 @@
 """Trainers of others: Hugging Face's, Accelerate, Lightning, and scripts that know of nothing."""
 
 import collections
+import contextlib
 import copy
 import json
 import logging
@@ -184,16 +185,23 @@ class Stop(transformers.TrainerCallback):
             raise KeyboardInterrupt
 
 
-@case(**FP32)
-def interrupted_and_continued_without_a_checkpoint(run):
-    if not run.offloaded:
-        return fit(run, run.make(llama))[1][-2]
+@contextlib.contextmanager
+def interrupted():
+    """What is done in it ends in the middle, as by Ctrl+C, and its jobs are closed."""
     try:
-        fit(run, run.make(llama), more=[Stop()])
+        yield
     except KeyboardInterrupt:
         pass
     for handle in offloadd.handles():
         handle.close()
+
+
+@case(**FP32)
+def interrupted_and_continued_without_a_checkpoint(run):
+    if not run.offloaded:
+        return fit(run, run.make(llama))[1][-2]
+    with interrupted():
+        fit(run, run.make(llama), more=[Stop()])
     return fit(run, run.make(llama))[1][-2]
 
 
@@ -231,12 +239,8 @@ def trained_in_turn_with_new_optimizers(run):
     options = {"cls": TrainsInTurn, "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 2}
     if not run.offloaded:
         return [log[-2:-1] for log in fit(run, run.make(gpt2), **options)[0].logs]
-    try:
+    with interrupted():
         fit(run, run.make(gpt2), more=[StopInTurn()], **options)
-    except KeyboardInterrupt:
-        pass
-    for handle in offloadd.handles():
-        handle.close()
     logs = fit(run, run.make(gpt2), **options)[0].logs
     assert run.handles[-1].job == "trainer-3" and run.handles[-1].step == 4, (run.handles[-1].job, run.handles[-1].step)
     return [log[-2:-1] for log in logs]
@@ -256,12 +260,8 @@ def interrupted_in_a_second_training_of_an_optimizer(run):
     """Which train() the step was of, and what the one before has ended with, is in no job."""
     if not run.offloaded:
         return
-    try:
+    with interrupted():
         fit(run, run.make(llama), cls=TrainsTwice, more=[StopInTurn()])
-    except KeyboardInterrupt:
-        pass
-    for handle in offloadd.handles():
-        handle.close()
     fit(run, run.make(llama), cls=TrainsTwice)
 
 
@@ -321,12 +321,8 @@ def what_a_trainer_adds_up_for_its_log_goes_on(run):
     if not run.offloaded:
         return fit(run, run.make(loaded_llama), **options)[1][:-1]
     for step in (3, 4):
-        try:
+        with interrupted():
             fit(run, run.make(loaded_llama), more=[Stop(step)], **options)
-        except KeyboardInterrupt:
-            pass
-        for handle in offloadd.handles():
-            handle.close()
     return fit(run, run.make(loaded_llama), **options)[1][:-1]
 
 
@@ -349,12 +345,8 @@ def model_that_a_callback_keeps_begins_anew_and_is_told_of(run):
 
     if not run.offloaded:
         return fit_with_average()[1][-2]
-    try:
+    with interrupted():
         fit_with_average(Stop())
-    except KeyboardInterrupt:
-        pass
-    for handle in offloadd.handles():
-        handle.close()
     with unittest.TestCase().assertLogs("offloadd", "WARNING") as said:
         told = fit_with_average()[1][-2]
     assert [line for line in said.output if "that Average has as 'average'" in line and "after step 3" in line], said.output
@@ -373,12 +365,8 @@ class GeneratesForTwoSteps(transformers.Trainer):
 @case(types=("fp32",), memory=("floor",))
 def what_was_generated_for_several_steps_is_told_of(run):
     def train_to(step):
-        try:
+        with interrupted():
             fit(run, run.make(llama), more=[Stop(step)], cls=GeneratesForTwoSteps, max_steps=6, gradient_accumulation_steps=2)
-        except KeyboardInterrupt:
-            pass
-        for handle in offloadd.handles():
-            handle.close()
 
     if not run.offloaded:
         return
@@ -437,13 +425,9 @@ def stopped_before_what_was_due(name, step, scheduler=None, others=(), build=gpt
             return model, (optimizer, scheduler and scheduler(optimizer)), [Times(), *(each() for each in others)]
 
         if run.offloaded:
-            try:
+            with interrupted():
                 model, optimizers, more = made()
                 fit(run, model, optimizers=optimizers, more=[*more, Stop(step)], **options)
-            except KeyboardInterrupt:
-                pass
-            for handle in offloadd.handles():
-                handle.close()
         model, optimizers, more = made()
         trainer, log = fit(run, model, optimizers=optimizers, more=more, **options)
         kept = {key: getattr(trainer.state, key) for key in ("global_step", "best_metric", "best_model_checkpoint", "total_flos")}
@@ -616,13 +600,9 @@ def stopped_behind_a_checkpoint_between_epochs(run):
         fit(run, run.make(gpt2), more=[StopAt(4)], **options)
         run.handles.pop().close()
         run.models.clear()
-        try:
+        with interrupted():
             checkpoint = os.path.join(run.folder, "out", "checkpoint-4")
             fit(run, run.make(gpt2), more=[Stop(6)], trains=({"resume_from_checkpoint": checkpoint},), **options)
-        except KeyboardInterrupt:
-            pass
-        for handle in offloadd.handles():
-            handle.close()
     return [entry["loss"] for entry in fit(run, run.make(gpt2), **options)[1][-5:-1]]
 
 
@@ -683,12 +663,8 @@ class StopBeforeTheFirst(transformers.TrainerCallback):
 
 def ended_before_its_first_step(run, make, **options):
     """A job that is made, and has taken no step."""
-    try:
+    with interrupted():
         fit(run, run.make(make), more=[StopBeforeTheFirst()], **options)
-    except KeyboardInterrupt:
-        pass
-    for handle in offloadd.handles():
-        handle.close()
     run.models.clear()
 
 
