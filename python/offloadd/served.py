@@ -341,12 +341,12 @@ def _storages_of_parameters_alone():
 
 
 def _seen_storages():
-    """How many tensors that Python has are over each."""
-    seen = collections.Counter()
+    """References to the tensors that Python has over each."""
+    seen = collections.defaultdict(list)
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor):
             with contextlib.suppress(NotImplementedError, RuntimeError):  # it has none
-                seen[storage_of(each)] += 1
+                seen[storage_of(each)].append(weakref.ref(each))
     return seen
 
 
@@ -375,10 +375,24 @@ class _Replaced:
         self.given = weakref.ref(self.own)  # the tensor whose storage the parameter has now
         self._frozen_then = None
 
+    def _source(self, parameter, seen):
+        """The tensor that was given; of `p.data = q.data`, whose right side is gone, q, where there is no other."""
+        given = self.given()
+        if given is not None:
+            return given
+        others = [each for each in (reference() for reference in seen()[storage_of(parameter)]) if each is not None and each is not parameter]
+        return others[0] if len(others) == 1 and not is_attached(others[0]) else None
+
     def _follower(self, parameter, may_leave, seen):
         """The tensor that was given, where it, the parameter and graphs are all that is over the storage, and it can be over the job's instead."""
-        given = self.given()
-        if given is None or given is self.own or type(given) is not torch.Tensor or given.requires_grad or given._base is not None:
+        if not is_shared(parameter):
+            return None
+        given = self._source(parameter, seen)
+        if given is None or given is self.own or given._base is not None or given.grad_fn is not None:
+            return None
+        if type(given) is not torch.Tensor and (type(given) is not torch.nn.Parameter or is_attached(given)):
+            return None
+        if given.requires_grad and type(given) is not torch.nn.Parameter:
             return None
         # Somebody else's memory: numpy's, another process's. Of CUDA torch says so of all.
         if is_of_others(given.untyped_storage()) or (given.device.type == "cpu" and given.is_shared()):
@@ -405,7 +419,7 @@ class _Replaced:
         frozen, given = gc.get_freeze_count(), self.given()
         if frozen and (frozen != self._frozen_then or (given is not None and given is not follower)):
             return False
-        return seen()[storage_of(parameter)] == 1 + (follower is not None)
+        return len(seen()[storage_of(parameter)]) == 1 + (follower is not None)
 
     def _leave_to_others(self, parameter):
         """Has what was made of the former storage (y = p.data) keep that, with what is in it, in memory, as in plain torch: the job's values are elsewhere

@@ -546,6 +546,37 @@ def values_that_live_on_beside_the_weights_that_they_were_given_to(run):
     return told
 
 
+@case
+def values_of_a_module_that_lives_on(run):
+    """`p.data = q.data`, as callbacks put back the weights of a copy that they keep: both are one from then on."""
+    model = run.model(layers=1)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    kept = copy.deepcopy(model)
+    told = run.train(model, optimizer, 2)
+    for p, q in zip(model.parameters(), kept.parameters()):
+        p.data = q.data
+    for step in range(2, 4):
+        told += run.train(model, optimizer, 1, first=step)
+        told += [q.detach().clone() for q in kept.parameters()] + [run.loss(kept, step).item()]
+    run.loss(kept, 4).backward()
+    for q in kept.parameters():
+        q.data.sub_(q.grad, alpha=0.1)
+    for p, q in zip(model.parameters(), kept.parameters()):
+        p.data = q.data  # as it is
+    return told + run.train(model, optimizer, 1, first=4) + [q.detach().clone() for q in kept.parameters()]
+
+
+@case(refused=1601)
+def values_of_a_parameter_of_the_job_are_refused(run):
+    model = run.model(layers=2)
+    optimizer = AdamW(model.parameters(), 1e-2, fused=True)
+    run.attach(model, optimizer)
+    model.blocks[0].up.weight.data = model.blocks[0].up.weight.data * 0.5
+    model.blocks[1].up.weight.data = model.blocks[0].up.weight.data
+    return run.train(model, optimizer, 1)
+
+
 class SharpnessAware(torch.optim.Optimizer):
     """Goes back to weights that it has kept, and keeps them on: both are over one storage."""
 
