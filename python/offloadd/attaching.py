@@ -92,12 +92,20 @@ def _brought_by_checkpoint(model):
 
 def _load_again(model, handle, brought):
     """Lightning loads a checkpoint's weights before it asks for optimizers. A job that exists has its own, which attach() has put in their place:
-    with the checkpoint's moments, of another step, they are loaded again."""
+    with the checkpoint's moments, of another step, they are loaded again. Of this step what the checkpoint has otherwise: it was written after the
+    step."""
+    if handle.step == 0 or brought is None:
+        return
     marks = [state.get("offloadd") or {} for state in _of_lightning(model).get("optimizer_states", [])]
-    is_of_this_step = all(mark.get("id") == handle.mark()["id"] and mark.get("step") == handle.step for mark in marks)
-    if handle.step > 0 and brought is not None and not is_of_this_step:
+    here = handle.mark()
+    if not all(mark.get("id") == here["id"] and mark.get("step") == here["step"] and not mark.get("is_loaded") for mark in marks):
         _log.warning("offloadd: job %s is at step %d: it goes on with the weights of the checkpoint", handle.job, handle.step)
         model.load_state_dict(brought, strict=model.strict_loading)
+        return
+    others = {name: brought[name] for name, value in model.state_dict().items()
+              if isinstance(value, torch.Tensor) and isinstance(brought.get(name), torch.Tensor) and not _is_in(value, brought[name])}
+    if others:
+        model.load_state_dict(others, strict=False)
 
 
 # What attach() may be given otherwise than init(), whose values count: results are the same.

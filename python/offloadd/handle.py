@@ -369,8 +369,9 @@ class Handle(Grows, jobs.OfProcess):
         return plan["state_bytes"] * 4 <= self.statistics()["budget_bytes"]
 
     def mark(self):
-        """What a checkpoint says of the job."""
-        return {"job": self.job, "id": self._id, "step": self.step}
+        """What a checkpoint says of the job. One that is written between moments that were loaded and the next step is not of the job's step."""
+        waits = any(part.waits_for_a_step() for part in self._kept_parts())
+        return {"job": self.job, "id": self._id, "step": self.step, **({"is_loaded": True} if waits else {})}
 
     # ---- The trainer's state, behind our own ----
 

@@ -452,7 +452,8 @@ class Part:
         mark, here, states = state_dict.get("offloadd"), self.handle.mark(), state_dict.get("state", {})
         if not any(self.recipe.planes(row) for row in self.group_values()):
             return any("master" in state for state in states.values())
-        if mark is not None and mark.get("id") == here["id"] and mark["step"] == here["step"] != self._replaced_at and not self._is_edited(state_dict):
+        is_here = mark is not None and mark.get("id") == here["id"] and mark["step"] == here["step"] and not mark.get("is_loaded")
+        if is_here and here["step"] != self._replaced_at and not self._is_edited(state_dict):
             return False
         if not any(map(_is_elsewhere, states.values())):
             self._note_whose_moments(mark, here)
@@ -460,6 +461,10 @@ class Part:
         if mark is None or mark.get("id") != here["id"]:
             raise Error.of(1602, f"the checkpoint is of job {mark['job'] if mark else '(unknown)'}, this is another job {here['job']}",
                            "Open the job of the checkpoint: its moments are in its store")
+        if mark.get("is_loaded"):
+            raise Error.of(1602, f"the checkpoint was written behind step {mark['step']} of job {here['job']}, when other moments were loaded and no step "
+                                 "had been taken with them, and it says only where they are", "Load what they were loaded from; a checkpoint is "
+                           "written after a step")
         raise Error.of(1602, f"the checkpoint is of step {mark['step']}, the job {here['job']} is at step {here['step']}",
                        "A job continues at its last step by itself, without a checkpoint; for an older step make a new job of a "
                        "snapshot (handle.snapshot, offloadctl snapshot fork)")

@@ -920,6 +920,64 @@ def lightning_resumes_an_older_checkpoint(run):
     return told, fit(5, os.path.join(run.folder, "step=2.ckpt"))
 
 
+class _Stopped(Exception):
+    pass
+
+
+def _fits(run, job, callbacks=()):
+    """A function that fits a module of this job, with checkpoints at every second step, to a number of steps; what it tells."""
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def fit(steps, checkpoint=None, more=()):
+        module = lightning_of(run, job=job)
+        trainer = lightning.Trainer(accelerator="cpu", max_steps=steps, logger=False, enable_progress_bar=False, enable_model_summary=False,
+                                    callbacks=[*callbacks, *more, ModelCheckpoint(run.folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)])
+        try:
+            trainer.fit(module, torch.utils.data.DataLoader(Data(), batch_size=2), ckpt_path=checkpoint and os.path.join(run.folder, checkpoint))
+        except _Stopped:
+            pass
+        return module.told
+
+    return fit
+
+
+@case(types=("fp32",), memory=("floor",))
+def lightning_resumes_a_checkpoint_that_was_written_before_the_next_step(run):
+    """A run that has gone on at an older checkpoint than the job writes one before its first step: it has the number of steps that the job has."""
+    import lightning
+
+    class Saves(lightning.Callback):
+        def on_train_start(self, trainer, _):
+            trainer.save_checkpoint(os.path.join(run.folder, "before.ckpt"))
+            raise _Stopped
+
+    fit, told = _fits(run, "waits"), []
+    for steps, checkpoint, more in ((4, None, ()), (4, "step=2.ckpt", (Saves(),))):
+        told.append(fit(steps, checkpoint, more))
+        run.handles.pop().close()
+        run.models.clear()
+    return told, fit(5, "before.ckpt")
+
+
+@case(types=("fp32",), memory=("floor",))
+def lightning_resumes_a_checkpoint_with_what_was_written_after_its_step(run):
+    """The job, which is at that step, does not have it."""
+    import lightning
+
+    class Clamps(lightning.Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.clamp_(-0.03, 0.03)
+
+    fit = _fits(run, "clamps", (Clamps(),))
+    told = fit(2)
+    run.handles.pop().close()
+    run.models.clear()
+    return told, fit(4, "step=2.ckpt")
+
+
 def fitted_again(run, first, second):
     """fit() with one Trainer, and again with another: configure_optimizers() attaches the same job once more, with an optimizer that is new."""
     import lightning
