@@ -23,9 +23,11 @@ import torch
 import transformers
 
 from . import attaching, jobs, position, unfinished
+from .beginning import Beginning
 from .errors import Error
 from .library import is_disabled
 from .log_history import LogHistory, unpack
+from .named_tensors import names_of
 from .optimizer import has_stepped
 from .options import OPTIONS, job_of, reduces_gradients
 from .recipes import recipe_of
@@ -116,6 +118,7 @@ class TrainerCallback(transformers.TrainerCallback):
             if not self.begins_anew or not any(each is model for each in self.handle.models):
                 self.handle.close()
         beginning = None if is_disabled() else attaching.beginning_of(model, self.options)
+        brought = self._brought_by_checkpoint(model, state, beginning is not None)
         loaded = self._take_loaded(optimizer, beginning is not None)
         self.handle = attaching.attach(model, optimizer, **self.options)
         self._first_job = self._first_job or self.handle.job
@@ -130,9 +133,26 @@ class TrainerCallback(transformers.TrainerCallback):
                 self._begin_with(beginning, state, optimizer, loaded)
             else:
                 self._check(state, optimizer, loaded)
+                if brought is not None:
+                    self._load_what_was_written(brought, model)
         except BaseException:
             self.handle.close()
             raise
+
+    def _brought_by_checkpoint(self, model, state, has_begun):
+        """The weights of a checkpoint that Trainer has loaded, where a job that has steps is to go on with them; else None."""
+        if self.checkpoint is None or state.global_step == 0 or self.trainer() is None or has_begun or is_disabled():
+            return None
+        engine = attaching.open_ahead(self.options)[0]
+        return Beginning(names_of([model])) if engine.step_count() > 0 and engine.world_size() == 1 else None
+
+    def _load_what_was_written(self, brought, model):
+        """What callbacks wrote into weights after the job's step is in the checkpoint, which was written after them, and not in the job."""
+        name = brought.difference(self.handle)
+        if name is not None:
+            _log.warning("offloadd: job %s goes on with the weights of the checkpoint, in which '%s' was written after step %d%s", self.handle.job, name,
+                         self.handle.step, _what_is_rounded(model))
+            self.trainer()._load_from_checkpoint(self.checkpoint)
 
     def _begin_with(self, beginning, state, optimizer, loaded):
         """The job ended before its first step, with whatever it was made with: it begins with the checkpoint all the same."""
@@ -391,6 +411,7 @@ def _continue(trainer, kept, original, kwargs):
         if "groups" not in kept:
             set_rates()
 
+    callback_of(trainer).checkpoint = None
     trainer._load_from_checkpoint = lambda *_, **__: None
     trainer._load_optimizer_and_scheduler = load_scheduler
     take_back = unfinished.finish_first(trainer, callback_of(trainer), kept, kwargs.get("ignore_keys_for_eval"), unfinished.random_file(trainer, folder))

@@ -147,6 +147,30 @@ def resumed_from_the_last_checkpoint(run):
     return first, fit(run, run.make(llama), save_strategy="steps", save_steps=2, max_steps=6, trains=({"resume_from_checkpoint": True},))[1]
 
 
+class Clamps(transformers.TrainerCallback):
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.99)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.02, 0.02)
+
+
+@case(**FP32)
+def resumed_from_a_checkpoint_with_what_callbacks_wrote_after_its_step(run):
+    """The job, which is at that step, does not have it."""
+    told = []
+    for steps, trains in ((4, ({},)), (6, ({"resume_from_checkpoint": True},))):
+        run.models.clear()
+        told.append(fit(run, run.make(llama), more=[Clamps()], save_strategy="steps", save_steps=2, max_steps=steps, trains=trains)[1])
+        if run.offloaded and not told[1:]:
+            run.handles.pop().close()
+    return told
+
+
 @case(**FP32)
 def callback_takes_the_job_that_the_model_was_built_in(run):
     """Without options of its own, in a new job and in one that goes on."""
