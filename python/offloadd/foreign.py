@@ -65,7 +65,8 @@ class ForeignPart:
                            "Make the optimizer as in the run before, or begin a new job with the saved weights") from None
         self._changed = giver.changed
 
-    def _keep(self):
+    def keep(self):
+        """Before each step of the job, whoever takes it: as the program has left it."""
         engine = self.handle.engine()
         describer = process_state.Describer(self.handle.names(), self._changed)
         try:
@@ -113,7 +114,6 @@ class ForeignPart:
         before, self._options = self._options or {}, None
         now = process_state.options_of(self.optimizer)
         self._changed |= {key for key, value in now.items() if key not in before or before[key] != value}
-        self._keep()
         self.handle.commit()
 
     def tell(self):

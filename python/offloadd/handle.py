@@ -239,7 +239,7 @@ class Handle(Grows, jobs.OfProcess):
 
     def commit(self):
         """A step of an optimizer that runs in this process."""
-        self.settle()
+        self._settle_before_step()
         self._running().apply(self._kind, [[]], [self._idle_values], [False])
         self._end_step()
 
@@ -289,8 +289,14 @@ class Handle(Grows, jobs.OfProcess):
         for part in self._kept_parts():
             part.settle()
 
-    def apply(self, kind, groups, values, counts):
+    def _settle_before_step(self):
         self.settle()
+        for part in self._parts:
+            if part.is_foreign:
+                part.keep()
+
+    def apply(self, kind, groups, values, counts):
+        self._settle_before_step()
         self._running().apply(kind, groups, values, counts)
         self._end_step()
 

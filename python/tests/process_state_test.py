@@ -192,6 +192,40 @@ def beside_one_of_the_daemon(run):
 
 
 @case(**FP32)
+def changed_before_a_step_of_another(run):
+    """That step commits it."""
+    model = run.model()
+    optimizers = [torch.optim.NAdam(model.blocks.parameters(), 1e-3), AdamW(model.head.parameters(), 1e-3)]
+
+    def attach():
+        return run.attach(model, optimizers, job="changed")
+
+    attach()
+
+    def step(number, *chosen):
+        loss = run.loss(model, number)
+        loss.backward()
+        for optimizer in chosen:
+            optimizer.step()
+        model.zero_grad()
+        return loss.item()
+
+    told = [step(0, *optimizers)]
+    state = optimizers[0].state_dict()
+    for each in state["state"].values():
+        each["exp_avg"] = each["exp_avg"] * 2
+        each["step"] = each["step"] + 3
+    optimizers[0].load_state_dict(state)
+    told.append(step(1, optimizers[1]))
+    if run.offloaded:
+        run.end()
+        model = run.model()
+        optimizers = [torch.optim.NAdam(model.blocks.parameters(), 1e-3), AdamW(model.head.parameters(), 1e-3)]
+        attach()
+    return told, step(2, *optimizers), step(3, *optimizers), [states_of(optimizer) for optimizer in optimizers]
+
+
+@case(**FP32)
 def with_several_micro_batches_and_spilled_gradients(run):
     return run.resumed(lambda model: torch.optim.NAdam(model.parameters(), 1e-3), micro=2, clip=0.1)
 
