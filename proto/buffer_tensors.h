@@ -21,6 +21,24 @@ inline bool IsBufferTensor(std::string_view tensor) {
   return tensor.starts_with(kBufferTensorPrefix);
 }
 
+inline constexpr std::string_view kOptimizerSlotPrefix = "optimizer slot ";
+
+// As a buffer's: bytes of what an optimizer of the trainer's process keeps, of which the trainer's
+// state says what they are.
+inline std::string OptimizerSlotName(size_t slot) {
+  return std::string(kOptimizerSlotPrefix).append(std::to_string(slot));
+}
+
+// Of such a name.
+inline size_t NumberOfOptimizerSlot(std::string_view name) {
+  return std::stoul(std::string(name.substr(kOptimizerSlotPrefix.size())));
+}
+
+inline bool IsOptimizerSlot(std::string_view tensor) {
+  return IsBufferTensor(tensor) &&
+         tensor.substr(kBufferTensorPrefix.size()).starts_with(kOptimizerSlotPrefix);
+}
+
 inline constexpr std::string_view kReplacedTensorPrefix = "replaced ";
 
 // Of a parameter whose place in the model another one has taken, for which the job was laid out

@@ -202,9 +202,6 @@ Programs PhasePrograms() {
       // Of fp32 weights the second keeps nothing that could be lost.
       {"resumed_within_a_phase_that_keeps_nothing",
        [](Run& run) { ResumeBetweenPhases(run, Adam, Sgd); }, 0, /*fp32_only=*/true},
-      // What the second one has kept is gone with the run that ends within it.
-      {"resumed_within_a_phase_of_another_kind",
-       [](Run& run) { ResumeBetweenPhases(run, Momentum, Adam); }, 1604},
   };
 }
 

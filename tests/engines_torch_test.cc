@@ -269,7 +269,9 @@ TEST(SeveralModulesTest, SharedParametersAreOneTensorOfTheFirstOptimizer) {
 
 // Objects of torch::optim that both have the trunk, as an actor's and a critic's have their
 // encoder: each keeps its own of it, and its steps are those of plain torch.
-std::vector<Tensor> TrainOneTrunk(at::ScalarType dtype, bool attaches, const std::string& home) {
+std::vector<Tensor> TrainOneTrunk(at::ScalarType dtype, bool attaches, const std::string& home,
+                                  int64_t first_step = 0, int64_t end_step = 6,
+                                  const std::string& job = "one_trunk_") {
   nn::Linear trunk(256, 320), left(320, 200), right(320, 100);
   Fill(*trunk, 1), Fill(*left, 10), Fill(*right, 20);
   nn::Sequential one(trunk, left), two(trunk, right);
@@ -278,7 +280,7 @@ std::vector<Tensor> TrainOneTrunk(at::ScalarType dtype, bool attaches, const std
   torch::optim::SGD second(two->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   std::shared_ptr<Engine> engine;
   if (attaches) {
-    Options options = OptionsFor("one_trunk_" + home + toString(dtype));
+    Options options = OptionsFor(job + home + toString(dtype));
     options.weights_home = options.state_home = home;
     engine = Engine::Open(options);
     engine->Attach(*one, first);
@@ -288,7 +290,7 @@ std::vector<Tensor> TrainOneTrunk(at::ScalarType dtype, bool attaches, const std
   const auto loss = [&](nn::Sequential& model, int64_t number) {
     return model->forward(Numbers(number, {3, 256}).to(dtype)).to(at::kFloat).square().mean();
   };
-  for (int64_t step = 0; step < 6; ++step) {
+  for (int64_t step = first_step; step < end_step; ++step) {
     second.zero_grad();
     loss(two, 2 * step).backward();
     second.step();
@@ -296,7 +298,7 @@ std::vector<Tensor> TrainOneTrunk(at::ScalarType dtype, bool attaches, const std
     loss(one, 2 * step + 1).backward();
     first.step();
   }
-  if (attaches) EXPECT_EQ(engine->step(), 12);
+  if (attaches && first_step == 0) EXPECT_EQ(engine->step(), 2 * end_step);
   std::vector<Tensor> weights;
   for (const nn::Linear& part : {trunk, left, right})
     weights.push_back(part->weight.detach().clone());
@@ -313,8 +315,18 @@ TEST(SeveralModulesTest, ObjectsThatShareParametersStepThemAsInMemory) {
     for (const char* const home : {"ram", "nvme"})
       ExpectSameState(expected, TrainOneTrunk(dtype, /*attaches=*/true, home));
   }
-  ExpectError(1604, "has parameters that another optimizer trains",
-              [] { TrainOneTrunk(at::kFloat, /*attaches=*/true, "ram"); });  // goes on
+}
+
+TEST(SeveralModulesTest, ObjectsThatShareParametersGoOn) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    SetOffloading(false);
+    const std::vector<Tensor> expected =
+        TrainOneTrunk(dtype, /*attaches=*/true, "memory", /*first_step=*/0, /*end_step=*/9);
+    SetOffloading(true);
+    TrainOneTrunk(dtype, /*attaches=*/true, "nvme", /*first_step=*/0, /*end_step=*/5, "goes_on_");
+    ExpectSameState(expected, TrainOneTrunk(dtype, /*attaches=*/true, "nvme", /*first_step=*/5,
+                                            /*end_step=*/9, "goes_on_"));
+  }
 }
 
 TEST(SeveralModulesTest, ParameterGivenToTwoOptimizersIsRefused) {

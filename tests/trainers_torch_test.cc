@@ -36,6 +36,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "tests/torch_fixture.h"
 
 namespace offload {
@@ -1258,34 +1259,171 @@ TEST(OwnOptimizerTest, OptimizersOfTheTrainersOwnRunUnmodified) {
                 }});
 }
 
-TEST(OwnOptimizerTest, LbfgsRunsHereAndCommitsItsSteps) {
-  const auto train = [](bool offloading) {
-    SetOffloading(offloading);
+struct Kept {
+  std::vector<Tensor> weights;
+  int64_t step = 0;
+};
+
+// Runs of `steps` each, of one job where it is offloaded; in memory one run of all of them.
+template <typename MakeOptimizer, typename TakeStep>
+Kept TrainInRuns(const std::string& job, const std::vector<int64_t>& ends, bool offloading,
+                 const MakeOptimizer& make, const TakeStep& take) {
+  SetOffloading(offloading);
+  Kept kept;
+  for (const int64_t end : offloading ? ends : std::vector<int64_t>{ends.back()}) {
     torch::manual_seed(7);
     const Trainer trainer = Perceptron(at::kFloat);
-    torch::optim::LBFGS optimizer(trainer.module->parameters(),
-                                  torch::optim::LBFGSOptions(0.1).max_iter(3));
-    auto engine = Engine::Open(OptionsFor("own_lbfgs", "512MiB"));
-    engine->Attach(*trainer.module, optimizer);
-    for (int64_t step = 0; step < 2; ++step) {
-      optimizer.step([&] {
-        optimizer.zero_grad();
-        const Tensor loss = trainer.loss(0);
-        loss.backward();
-        return loss;
-      });
+    auto optimizer = make(*trainer.module);
+    auto engine = Engine::Open(OptionsFor(job, "512MiB"));
+    engine->Attach(*trainer.module, *optimizer);
+    for (int64_t step = engine->step(); step < end; ++step)
+      take(trainer, *engine, *optimizer, step);
+    kept.weights.clear();
+    for (const Tensor& parameter : trainer.module->parameters())
+      kept.weights.push_back(engine->Gather(parameter));
+    kept.step = engine->step();
+  }
+  return kept;
+}
+
+void StepOfLbfgs(const Trainer& trainer, Engine&, torch::optim::LBFGS& optimizer, int64_t step) {
+  optimizer.step([&] {
+    optimizer.zero_grad();
+    const Tensor loss = trainer.loss(step);
+    loss.backward();
+    return loss;
+  });
+}
+
+// Its history grows with every step, in the job, too.
+TEST(OwnOptimizerTest, LbfgsRunsHereAndGoesOn) {
+  const auto make = [](nn::Module& module) {
+    return std::make_unique<torch::optim::LBFGS>(
+        module.parameters(), torch::optim::LBFGSOptions(0.1).max_iter(3).history_size(4));
+  };
+  const Kept expected = TrainInRuns("own_lbfgs", {6}, false, make, StepOfLbfgs);
+  const Kept offloaded = TrainInRuns("own_lbfgs", {2, 3, 6}, true, make, StepOfLbfgs);
+  ExpectSame(expected.weights, offloaded.weights, "lbfgs");
+  EXPECT_EQ(offloaded.step, 6);
+}
+
+// The daemon has the first one; the second, of another kind, runs here. Of 16-bit weights it has
+// fp32 masters, which no file of it has.
+std::vector<Tensor> TrainInPhases(at::ScalarType dtype, const std::vector<int64_t>& ends,
+                                  bool offloading) {
+  SetOffloading(offloading);
+  std::vector<Tensor> weights;
+  for (const int64_t end : offloading ? ends : std::vector<int64_t>{ends.back()}) {
+    torch::manual_seed(7);
+    const Trainer trainer = Perceptron(dtype);
+    auto engine = Engine::Open(OptionsFor(absl::StrCat("phases_", toString(dtype)), "512MiB"));
+    std::unique_ptr<torch::optim::Optimizer> optimizer = std::make_unique<torch::optim::SGD>(
+        trainer.module->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    engine->Attach(*trainer.module, *optimizer);
+    for (int64_t step = engine->step(); step < end; ++step) {
+      if (step >= 2 && dynamic_cast<torch::optim::SGD*>(optimizer.get()) != nullptr) {
+        optimizer.reset();
+        optimizer = std::make_unique<torch::optim::Adam>(trainer.module->parameters(), 1e-3);
+        engine->Attach(*trainer.module, *optimizer);
+      }
+      optimizer->zero_grad();
+      trainer.loss(step).backward();
+      optimizer->step();
     }
-    std::vector<Tensor> weights;
+    weights.clear();
     for (const Tensor& parameter : trainer.module->parameters())
       weights.push_back(engine->Gather(parameter));
-    if (offloading) {
-      EXPECT_EQ(engine->step(), 2);
+  }
+  return weights;
+}
+
+TEST(OwnOptimizerTest, APhaseOfAnotherKindGoesOnButForMasters) {
+  const std::vector<Tensor> expected = TrainInPhases(at::kFloat, {7}, false);
+  ExpectSame(expected, TrainInPhases(at::kFloat, {2, 4, 5, 7}, true), "phases");
+  ExpectError(1604, "its state was lost", [] { TrainInPhases(at::kBFloat16, {4, 5}, true); });
+}
+
+// A class of the trainer's own; what its save() writes goes with CommitStep(optimizer).
+class Momentum : public torch::optim::Optimizer {
+ public:
+  explicit Momentum(std::vector<Tensor> parameters)
+      : Optimizer(std::move(parameters), std::make_unique<torch::optim::SGDOptions>(0.01)) {
+    for (const Tensor& parameter : param_groups_[0].params())
+      means_.push_back(torch::zeros_like(parameter));
+  }
+  Tensor step(LossClosure closure) override {
+    const torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < means_.size(); ++i) {
+      Tensor& parameter = param_groups_[0].params()[i];
+      means_[i].mul_(0.9).add_(parameter.grad());
+      parameter.add_(means_[i], -0.01 / static_cast<double>(++count_));
     }
-    return weights;
+    return closure ? closure() : Tensor();
+  }
+  void save(torch::serialize::OutputArchive& archive) const override {
+    archive.write("count", torch::tensor(count_));
+    for (size_t i = 0; i < means_.size(); ++i) archive.write(std::to_string(i), means_[i]);
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    Tensor count;
+    archive.read("count", count);
+    count_ = count.item<int64_t>();
+    for (size_t i = 0; i < means_.size(); ++i) archive.read(std::to_string(i), means_[i]);
+  }
+
+ private:
+  std::vector<Tensor> means_;
+  int64_t count_ = 0;
+};
+
+template <typename Optimizer>
+void StepOfOwn(const Trainer& trainer, Engine& engine, Optimizer& optimizer, int64_t step) {
+  optimizer.zero_grad();
+  trainer.loss(step).backward();
+  optimizer.step(nullptr);
+  engine.CommitStep(optimizer);
+}
+
+TEST(OwnOptimizerTest, OneOfTheTrainersOwnGoesOnWithWhatItsSaveWrites) {
+  const auto make = [](nn::Module& module) {
+    return std::make_unique<Momentum>(module.parameters());
   };
-  const auto expected = train(false);
-  ExpectSame(expected, train(true), "lbfgs");
-  ExpectError(1604, "is in memory", [&] { train(true); });  // resumed
+  const Kept expected = TrainInRuns("own_momentum", {5}, false, make, StepOfOwn<Momentum>);
+  const Kept offloaded = TrainInRuns("own_momentum", {1, 3, 5}, true, make, StepOfOwn<Momentum>);
+  ExpectSame(expected.weights, offloaded.weights, "own");
+}
+
+TEST(OwnOptimizerTest, WithoutSaveItsJobIsNotResumed) {
+  const auto make = [](nn::Module& module) {
+    return std::make_unique<SignDescent>(module.parameters());
+  };
+  ExpectError(1604, "has no save()", [&] {
+    TrainInRuns("own_without_save", {1, 2}, true, make, StepOfOwn<SignDescent>);
+  });
+  const auto commits_alone = [](const Trainer& trainer, Engine& engine, Momentum& optimizer,
+                                int64_t step) {
+    optimizer.zero_grad();
+    trainer.loss(step).backward();
+    optimizer.step(nullptr);
+    engine.CommitStep();
+  };
+  const auto make_momentum = [](nn::Module& module) {
+    return std::make_unique<Momentum>(module.parameters());
+  };
+  ExpectError(1604, "CommitStep(optimizer)", [&] {
+    TrainInRuns("own_committed_alone", {1, 2}, true, make_momentum, commits_alone);
+  });
+}
+
+TEST(OwnOptimizerTest, CommitStepOfAnotherThanAnAttachedOneIsRefused) {
+  SetOffloading(true);
+  nn::Linear layer(kWidth, 20);
+  torch::optim::SGD attached(layer->parameters(), 0.1);
+  SignDescent other(layer->parameters());
+  auto engine = Engine::Open(OptionsFor("own_unknown"));
+  engine->Attach(*layer, attached);
+  ExpectError(1002, "not attached", [&] { engine->CommitStep(other); });
+  ExpectError(1002, "commits its steps itself", [&] { engine->CommitStep(attached); });
 }
 
 // ---- After the engine --------------------------------------------------------------------------

@@ -127,8 +127,10 @@ class ExportCommand : public Command {
                        "Save the weights from the trainer");
     }
     buffer_count_ = buffers.size();
-    for (const proto::Tensor& tensor : model.catalogue().tensors)
-      unknown_buffers_ += proto::IsBufferTensor(tensor.name);
+    for (const proto::Tensor& tensor : model.catalogue().tensors) {
+      unknown_buffers_ +=
+          proto::IsBufferTensor(tensor.name) && !proto::IsOptimizerSlot(tensor.name);
+    }
     for (const zero3::StoredBuffer& buffer : buffers) unknown_buffers_ -= buffer.is_in_store;
     std::vector<zero3::FileTensor> tensors = FileTensors(model, values());
     for (zero3::FileTensor& tensor : FileTensors(buffers)) tensors.push_back(std::move(tensor));

@@ -104,7 +104,8 @@ absl::StatusOr<std::string> StoredModel::BlobWith(std::vector<uint64_t> update_c
                        catalogue_.tensors.begin());
   return zero3::EncodeTrainerState({.update_counts = std::move(update_counts),
                                     .buffers = state.buffers,
-                                    .layout = state.layout});
+                                    .layout = state.layout,
+                                    .slot_bytes = state.slot_bytes});
 }
 
 bool StoredModel::IsWeight(uint32_t tensor) const {

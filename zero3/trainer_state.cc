@@ -14,12 +14,22 @@ namespace {
 
 constexpr uint32_t kMagic = 0x544c464f;  // "OFLT"
 constexpr uint32_t kVersion = 1, kVersionWithBuffers = 2, kVersionWithScales = 3,
-                   kVersionWithSuccessions = 4, kVersionWithLayout = 5;
+                   kVersionWithSuccessions = 4, kVersionWithLayout = 5, kVersionWithForeign = 6;
 constexpr uint64_t kNotCounted = UINT64_MAX;
 
 // Of a tensor of the layout; its names follow.
 struct LayoutHeader {
   uint32_t is_new, name_bytes, former_bytes;
+};
+
+// Of a foreign optimizer; its class, its description and its pieces follow.
+struct ForeignHeader {
+  uint32_t optimizer_bytes, is_kept;
+  uint64_t described_bytes, pieces;
+};
+struct PieceHeader {
+  uint32_t slot, continues;
+  uint64_t size_bytes;
 };
 
 struct Header {
@@ -98,6 +108,77 @@ absl::Status TakeLayout(std::string_view& bytes, TrainerState& state) {
   return absl::OkStatus();
 }
 
+template <typename T>
+void AppendValue(const T& value, std::string& bytes) {
+  bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+// False when the bytes end within it.
+template <typename T>
+bool TakeValue(std::string_view& bytes, T& value) {
+  if (bytes.size() < sizeof(value)) return false;
+  std::memcpy(&value, bytes.data(), sizeof(value));
+  bytes.remove_prefix(sizeof(value));
+  return true;
+}
+bool TakeText(std::string_view& bytes, uint64_t length, std::string& text) {
+  if (length > bytes.size()) return false;
+  text = std::string(bytes.substr(0, length));
+  bytes.remove_prefix(length);
+  return true;
+}
+
+void AppendForeign(const TrainerState& state, std::string& bytes) {
+  AppendLength(state.slot_bytes.size(), bytes);
+  for (const uint64_t size_bytes : state.slot_bytes) AppendLength(size_bytes, bytes);
+  AppendLength(state.foreign.size(), bytes);
+  for (const ForeignState& each : state.foreign) {
+    AppendValue(ForeignHeader{static_cast<uint32_t>(each.optimizer.size()), each.is_kept ? 1u : 0u,
+                              each.described.size(), each.pieces.size()},
+                bytes);
+    bytes.append(each.optimizer).append(each.described);
+    for (const ForeignState::Piece& piece : each.pieces) {
+      AppendValue(PieceHeader{piece.slot, piece.continues ? 1u : 0u, piece.size_bytes}, bytes);
+      bytes.append(piece.bytes);
+    }
+  }
+}
+
+bool TakeForeignState(std::string_view& bytes, const TrainerState& state, ForeignState& taken) {
+  ForeignHeader header;
+  if (!TakeValue(bytes, header) || !TakeText(bytes, header.optimizer_bytes, taken.optimizer) ||
+      !TakeText(bytes, header.described_bytes, taken.described))
+    return false;
+  taken.is_kept = header.is_kept != 0;
+  for (uint64_t i = 0; i < header.pieces; ++i) {
+    PieceHeader piece;
+    if (!TakeValue(bytes, piece)) return false;
+    ForeignState::Piece& made = taken.pieces.emplace_back();
+    made.slot = piece.slot;
+    made.continues = piece.continues != 0;
+    made.size_bytes = piece.size_bytes;
+    const bool is_there =
+        made.slot == ForeignState::kNoSlot
+            ? TakeText(bytes, made.size_bytes, made.bytes)
+            : made.slot < state.slot_bytes.size() && made.size_bytes <= state.slot_bytes[made.slot];
+    if (!is_there) return false;
+  }
+  return true;
+}
+
+absl::Status TakeForeign(std::string_view& bytes, TrainerState& state) {
+  constexpr std::string_view kEnds = "ends within what optimizers keep";
+  const std::optional<uint64_t> slots = TakeLength(bytes);
+  if (!slots.has_value() || *slots > bytes.size() / sizeof(uint64_t)) return Damaged(kEnds);
+  for (uint64_t i = 0; i < *slots; ++i) state.slot_bytes.push_back(*TakeLength(bytes));
+  const std::optional<uint64_t> count = TakeLength(bytes);
+  if (!count.has_value()) return Damaged(kEnds);
+  for (uint64_t i = 0; i < *count; ++i) {
+    if (!TakeForeignState(bytes, state, state.foreign.emplace_back())) return Damaged(kEnds);
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<std::string> EncodeTrainerState(const TrainerState& state) {
@@ -106,7 +187,9 @@ absl::StatusOr<std::string> EncodeTrainerState(const TrainerState& state) {
     if (runs.empty() || runs.back().update_count != count) runs.push_back({count, 0});
     ++runs.back().length;
   }
-  const uint32_t version = !state.layout.empty()           ? kVersionWithLayout
+  const bool has_foreign = !state.foreign.empty() || !state.slot_bytes.empty();
+  const uint32_t version = has_foreign                     ? kVersionWithForeign
+                           : !state.layout.empty()         ? kVersionWithLayout
                            : state.successions.has_value() ? kVersionWithSuccessions
                            : !state.loss_scales.empty()    ? kVersionWithScales
                            : !state.buffers.empty()        ? kVersionWithBuffers
@@ -126,6 +209,7 @@ absl::StatusOr<std::string> EncodeTrainerState(const TrainerState& state) {
   if (version >= kVersionWithSuccessions)
     AppendLength(state.successions.value_or(kNotCounted), bytes);
   if (version >= kVersionWithLayout) AppendLayout(state.layout, bytes);
+  if (version >= kVersionWithForeign) AppendForeign(state, bytes);
   const size_t room = kTrainerStateBytesMax - std::min(kTrainerStateBytesMax, bytes.size());
   if (state.trainer.size() > room) {
     return MakeError(ErrorId::kBadValue,
@@ -142,7 +226,7 @@ absl::StatusOr<TrainerState> DecodeTrainerState(std::string_view bytes) {
     return Damaged(absl::StrCat("has only ", bytes.size(), " bytes"));
   std::memcpy(&header, bytes.data(), sizeof(header));
   bytes.remove_prefix(sizeof(header));
-  if (header.magic != kMagic || header.version < kVersion || header.version > kVersionWithLayout)
+  if (header.magic != kMagic || header.version < kVersion || header.version > kVersionWithForeign)
     return Damaged("is not from this library");
   if (header.tensors > proto::kTensorsMax || header.runs > bytes.size() / sizeof(CountRun)) {
     return Damaged(absl::StrCat("says ", header.tensors, " tensors in ", header.runs, " runs"));
@@ -165,6 +249,7 @@ absl::StatusOr<TrainerState> DecodeTrainerState(std::string_view bytes) {
     if (state.successions == kNotCounted) state.successions.reset();
   }
   if (header.version >= kVersionWithLayout) OFFLOAD_RETURN_IF_ERROR(TakeLayout(bytes, state));
+  if (header.version >= kVersionWithForeign) OFFLOAD_RETURN_IF_ERROR(TakeForeign(bytes, state));
   state.trainer = std::string(bytes);
   return state;
 }

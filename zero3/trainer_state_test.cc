@@ -86,6 +86,41 @@ TEST(TrainerStateTest, ALayoutStandsBesideTheRest) {
   }
 }
 
+TEST(TrainerStateTest, WhatForeignOptimizersKeepStandsBesideTheRest) {
+  const TrainerState state = {
+      .update_counts = {1, 2},
+      .trainer = "trainer",
+      .layout = {{.name = "a"}},
+      .slot_bytes = {4096, 17},
+      .foreign = {
+          {.optimizer = "LBFGS"},
+          {.optimizer = "Mine", .is_kept = false, .described = "a lock"},
+          {.optimizer = "Lookahead",
+           .described = std::string("{\0}", 3),
+           .pieces = {{.slot = 1, .size_bytes = 16},
+                      {.continues = true, .size_bytes = 3, .bytes = std::string("b\0c", 3)}}}}};
+  const std::string bytes = Encode(state);
+  const auto back = DecodeTrainerState(bytes);
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->slot_bytes, state.slot_bytes);
+  EXPECT_EQ(back->foreign, state.foreign);
+  EXPECT_EQ(back->layout, state.layout);
+  EXPECT_EQ(back->trainer, "trainer");
+  for (size_t size = 1; size < bytes.size() - state.trainer.size(); ++size) {
+    EXPECT_EQ(ErrorIdOf(DecodeTrainerState(bytes.substr(0, size)).status()), ErrorId::kStoreDamaged)
+        << size;
+  }
+}
+
+TEST(TrainerStateTest, APieceInNoSlotOfTheStoreIsDamage) {
+  for (const ForeignState::Piece& piece :
+       {ForeignState::Piece{.slot = 1, .size_bytes = 4}, {.slot = 0, .size_bytes = 9}}) {
+    const auto back = DecodeTrainerState(
+        Encode({.slot_bytes = {8}, .foreign = {{.optimizer = "Mine", .pieces = {piece}}}}));
+    EXPECT_EQ(ErrorIdOf(back.status()), ErrorId::kStoreDamaged);
+  }
+}
+
 TEST(TrainerStateTest, NoBytesAreAStateWithoutTensors) {
   const auto state = DecodeTrainerState("");
   ASSERT_TRUE(state.ok());
@@ -103,10 +138,14 @@ TEST(TrainerStateTest, TooLongATrainerStateIsRefusedWithTheLimit) {
 }
 
 TEST(TrainerStateTest, EveryTruncationAndBitFlipIsRefusedOrHarmless) {
-  const std::string bytes = Encode({.update_counts = {1, 2, 3, 3},
-                                    .buffers = "buffers",
-                                    .loss_scales = {{2.0f, 1}},
-                                    .successions = 3});
+  const std::string bytes = Encode(
+      {.update_counts = {1, 2, 3, 3},
+       .buffers = "buffers",
+       .loss_scales = {{2.0f, 1}},
+       .successions = 3,
+       .slot_bytes = {64},
+       .foreign = {
+           {.optimizer = "Mine", .described = "{}", .pieces = {{.slot = 0, .size_bytes = 64}}}}});
   for (size_t length = 1; length < bytes.size(); ++length) {
     EXPECT_EQ(ErrorIdOf(DecodeTrainerState(bytes.substr(0, length)).status()),
               ErrorId::kStoreDamaged)

@@ -1,50 +1,123 @@
-"""An optimizer that the daemon does not have: it runs as it is, in this process, weight by weight; what it keeps is in memory."""
+"""An optimizer that the daemon does not have: it runs as it is, in this process, weight by weight. What it keeps is in memory, and is committed
+with every step (process_state.py says in which form)."""
 
 import logging
 
 import torch
 
+from . import process_state
+from .errors import Error
 from .library import Engine
-from .optimizer import after_steps, refuse_unless_kept
+from .optimizer import after_steps, has_stepped, refuse_unless_kept
 from .recipes import parameters_of, refuse
 
 _log = logging.getLogger("offloadd")
 
 
+def _bytes_of(data):
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
 class ForeignPart:
-    """Counts the steps of an optimizer that runs in this process: each is one of the job."""
+    """Counts the steps of an optimizer that runs in this process: each is one of the job, which has what it keeps as the `number`-th of them."""
 
     is_foreign = True
 
-    def __init__(self, handle, optimizer, name):
+    def __init__(self, handle, optimizer, name, number):
         if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
             refuse("ZeroRedundancyOptimizer, which divides what an optimizer keeps among ranks: they share a job's in any case",
                    "Attach the optimizer that it would make, such as torch.optim.AdamW(model.parameters())")
         if handle.world_size > 1 and isinstance(optimizer, torch.optim.LBFGS):
             refuse(f"{name} with several ranks: it decides by the loss, which is another one in each of them",
                    "Use an optimizer that takes gradients only, or train with one rank")
-        self.handle, self.optimizer, self.name = handle, optimizer, name
+        self.handle, self.optimizer, self.name, self.number = handle, optimizer, name, number
+        self._options, self._changed = None, set()
+        self._has_told, self._waits = False, []
+
+    # ---- What the job has of it ----
+
+    def check_goes_on(self, engine):
+        """OFD-1604 where the job, which exists, does not have what it has kept."""
+        there, is_kept, described = engine.foreign(self.number)
+        if there == self.name and is_kept:
+            return
+        step = engine.step_count()
+        if there == self.name:
+            raise Error.of(1604, f"the job is at step {step}, but what {self.name} keeps is not part of it: {bytes(described.tolist()).decode()}",
+                           "Begin a new job with the saved weights, or use an optimizer whose state consists of tensors and numbers")
+        keeps = f"keeps what {there} does" if there else "was trained without it"
+        raise Error.of(1604, f"the job is at step {step} and {keeps}, and what {self.name} keeps is not part of it",
+                       "Attach the optimizers that it was trained with, or begin a new job with the saved weights")
+
+    def take(self, engine, parameters):
+        """What the job has of it; nothing, before its first step there."""
+        described = bytes(engine.foreign(self.number)[2].tolist())
+        if not described:
+            return
+        if has_stepped(self.optimizer):
+            _log.warning("offloadd: job %s is at step %d and has what %s keeps, that of the optimizer is dropped", self.handle.job, engine.step_count(),
+                         self.name)
+        try:
+            giver = process_state.Giver(described, engine.take_foreign_storages(self.number), parameters)
+            giver.give(self.optimizer)
+        except process_state.NotKept as reason:
+            raise Error.of(1604, f"the job is at step {engine.step_count()}, and {self.name} cannot take what it has kept: {reason}",
+                           "Make the optimizer as in the run before, or begin a new job with the saved weights") from None
+        self._changed = giver.changed
+
+    def keep(self):
+        """Before each step of the job, whoever takes it: as the program has left it."""
+        engine = self.handle.engine()
+        describer = process_state.Describer(self.handle.names(), self._changed)
+        try:
+            described = describer.of(self.optimizer)
+            reason = engine.keep_foreign(self.number, _bytes_of(described), describer.storages)
+            waits = bool(reason) and not engine.make_room_for_foreign()
+        except process_state.NotKept as unknown:
+            waits, reason = False, str(unknown)
+            engine.leave_foreign(self.number, reason)
+        if waits and not self._waits:
+            self._waits = [model.register_forward_pre_hook(self._make_room) for model in self.handle.models if model is not None]
+        elif reason and not self._has_told:
+            self._has_told = True
+            _log.warning("offloadd: what %s keeps is not part of job %s, which cannot be resumed: %s", self.name, self.handle.job, reason)
+
+    def _make_room(self, *_):
+        """Before a forward pass, where gradients may be gone."""
+        if torch.is_grad_enabled() and self.handle.engine().make_room_for_foreign():
+            self._end_waiting()
+
+    def _end_waiting(self):
+        for hook in self._waits:
+            hook.remove()
+        self._waits = []
+
+    # ---- Its steps ----
 
     def swap(self):
         self.optimizer._offload_part = self
         self._hooks = [self.optimizer.register_step_pre_hook(self._begin), after_steps(self.optimizer, self._end)]
 
     def release(self):
+        self._end_waiting()
         for hook in self._hooks:
             hook.remove()
         del self.optimizer._offload_part
 
-    @staticmethod
-    def _begin(*_):
+    def _begin(self, *_):
         Engine.set_writes_alike(True)
+        if self._options is None:  # not one of its base class, within its own
+            self._options = process_state.options_of(self.optimizer)
 
     def _end(self):
         Engine.set_writes_alike(False)
+        before, self._options = self._options or {}, None
+        now = process_state.options_of(self.optimizer)
+        self._changed |= {key for key, value in now.items() if key not in before or before[key] != value}
         self.handle.commit()
 
     def tell(self):
-        _log.warning("offloadd: %s runs in this process; what it keeps is in memory and is not part of the job, which cannot be resumed",
-                     self.name)
+        _log.info("offloadd: %s runs in this process, weight by weight; what it keeps is in memory, and part of the job", self.name)
 
     def has(self, parameter):
         return any(parameter is each for each in parameters_of(self.optimizer))

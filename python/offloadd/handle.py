@@ -1,6 +1,7 @@
 """The handle of a job that is attached: what its optimizers ask of the job, and what users do."""
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -151,15 +152,16 @@ class Handle(Grows, jobs.OfProcess):
         destination = in_memory.destination_of(self.options)
         buffers = buffers_of(models, destination)
         buffers += buffers_beside(beside, buffers, destination)
-        foreign = [recipe.name for recipe in recipes if recipe.is_foreign]
-        if foreign and self._engine.step_count() > 0:
-            raise Error.of(1604, f"the job is at step {self._engine.step_count()}, but what {foreign[0]} keeps is in memory and is not "
-                                 "part of it", "Begin a new job with the saved weights, or use AdamW, Adam, SGD, Adagrad or RMSprop of torch.optim")
-        parts = [ForeignPart(self, optimizer, recipe.name) if recipe.is_foreign else Part(self, optimizer, recipe)
+        numbers = itertools.count()
+        parts = [ForeignPart(self, optimizer, recipe.name, next(numbers)) if recipe.is_foreign else Part(self, optimizer, recipe)
                  for optimizer, recipe in zip(self.optimizers, recipes)]
         for part in parts:
             if not part.is_foreign:
                 part.check_named_once()
+            elif self._engine.step_count() > 0:
+                part.check_goes_on(self._engine)
+            else:
+                self._engine.add_foreign(part.number, part.name)
         self._kind = kinds.pop()
         values = [row for part in parts if not part.is_foreign for row in part.group_values()]
         # What an optimizer that runs in this process says to the daemon: a step of nothing.
@@ -176,6 +178,9 @@ class Handle(Grows, jobs.OfProcess):
                 self._take_what_was_kept(part)
             self._read_mark()
             self._engine.seal()
+            for part in parts:
+                if part.is_foreign:
+                    part.take(self._engine, dict(named))
         finally:
             for parameter in unfrozen:
                 parameter.requires_grad_(False)
@@ -225,9 +230,16 @@ class Handle(Grows, jobs.OfProcess):
                            'multiprocessing.get_context("spawn"); models of its own it may attach, to a job with another name')
         return self._engine
 
+    def engine(self):
+        return self._running()
+
+    def names(self):
+        """Of the parameters, by their ids."""
+        return {id(parameter): name for name, parameter in reversed(self._parameters.items())}
+
     def commit(self):
         """A step of an optimizer that runs in this process."""
-        self.settle()
+        self._settle_before_step()
         self._running().apply(self._kind, [[]], [self._idle_values], [False])
         self._end_step()
 
@@ -256,7 +268,7 @@ class Handle(Grows, jobs.OfProcess):
         former, self._places = self._places, self._places_now()
         if former == self._places:
             return
-        had = {id(parameter): name for name, parameter in reversed(self._parameters.items())}
+        had = self.names()
         moved = [(had[id(parameter)], name) for name, parameter in names_of(self.models)
                  if id(parameter) in had and self._parameters.get(name, parameter) is not parameter]
         if moved:
@@ -277,8 +289,14 @@ class Handle(Grows, jobs.OfProcess):
         for part in self._kept_parts():
             part.settle()
 
-    def apply(self, kind, groups, values, counts):
+    def _settle_before_step(self):
         self.settle()
+        for part in self._parts:
+            if part.is_foreign:
+                part.keep()
+
+    def apply(self, kind, groups, values, counts):
+        self._settle_before_step()
         self._running().apply(kind, groups, values, counts)
         self._end_step()
 

@@ -239,16 +239,6 @@ def step_that_throws_in_this_process(run):
     return told
 
 
-@case(refused=1604, types=("fp32",), memory=("floor",))
-def job_of_an_optimizer_in_this_process_is_not_resumed(run):
-    for _ in range(2):
-        model = run.model()
-        optimizer = SignDescent(model.parameters(), 1e-3)
-        handle = run.attach(model, optimizer, job="own")
-        run.train(model, optimizer)
-        handle.close()
-
-
 def beside_adamw(run, **options):
     """Muon for matrices, which runs in this process, and AdamW for the rest."""
     model = run.model()
@@ -271,12 +261,6 @@ def beside_adamw(run, **options):
 def optimizer_in_this_process_beside_adamw(run):
     told, handle, states = beside_adamw(run)
     return told, handle.step, states
-
-
-@case(refused=1604, types=("fp32",), memory=("floor",))
-def job_with_an_optimizer_in_this_process_is_not_resumed(run):
-    for _ in range(2):
-        beside_adamw(run, job="both")[1].close()
 
 
 @case

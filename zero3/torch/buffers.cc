@@ -15,6 +15,7 @@
 #include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "proto/buffer_tensors.h"
 #include "zero3/torch/devices.h"
 #include "zero3/torch/residency.h"
 #include "zero3/torch/throw_status.h"
@@ -221,6 +222,30 @@ void Buffers::Place(const NamedTensor& named, bool is_small) {
                     .element_count = (SizeBytes(named.tensor) + 3) / 4});
 }
 
+void Buffers::AddSlots(std::span<const uint64_t> sizes_bytes) {
+  for (const uint64_t size_bytes : sizes_bytes) {
+    large_.push_back({.name = proto::OptimizerSlotName(slot_count_++),
+                      .element_count = (size_bytes + 3) / 4,
+                      .is_slot = true});
+  }
+}
+
+std::vector<Buffers::Large*> Buffers::slots() {
+  std::vector<Large*> slots(slot_count_);
+  for (Large& large : large_) {
+    if (large.is_slot) slots.at(proto::NumberOfOptimizerSlot(large.name)) = &large;
+  }
+  return slots;
+}
+
+void Buffers::SortLarge(const std::unordered_map<std::string, size_t>& places) {
+  const auto place = [&places](const Large& large) {
+    const auto found = places.find(proto::BufferTensorName(large.name));
+    return found != places.end() ? found->second : places.size();
+  };
+  std::ranges::stable_sort(large_, {}, place);
+}
+
 namespace {
 
 // The bytes of buffers in their order, copied from each device at once: one copy takes as long as
@@ -282,6 +307,7 @@ std::string Buffers::EncodeSmall() const {
     Append(encoded, bytes.data(), bytes.size());
   }
   for (const Large& large : large_) {
+    if (large.is_slot) continue;
     CheckFits(large);
     AppendDescribed(encoded, large.name, large.tensor, /*is_in_store=*/true, 0);
   }
@@ -343,9 +369,10 @@ void Buffers::CheckFits(const Large& large) {
 }
 
 std::string Buffers::BytesOf(const Large& large) {
+  std::string text(large.element_count * sizeof(float), '\0');
+  if (!large.tensor.defined()) return text;
   CheckFits(large);
   const at::Tensor bytes = InOrder(large.tensor);
-  std::string text(large.element_count * sizeof(float), '\0');
   std::memcpy(text.data(), bytes.const_data_ptr(), SizeBytes(bytes));
   return text;
 }

@@ -7,6 +7,9 @@
 // Small ones travel with the trainer's state; those that do not fit there are tensors of the store,
 // put when their bytes have changed (`large`).
 //
+// Beside them, slots: tensors of the store for what optimizers of the trainer's process keep
+// (tensor_engine_foreign.cc), which no file has.
+//
 // Not among them: undefined ones, and those that share memory within themselves (expanded ones),
 // which nobody can write in place.
 //
@@ -36,10 +39,11 @@ class Buffers {
   // One that is a tensor of the store: its bytes as fp32 elements.
   struct Large {
     std::string name;
-    at::Tensor tensor;
+    at::Tensor tensor;  // undefined in a slot that nothing is in
     uint64_t element_count = 0;
     std::optional<uint32_t> crc;  // of the bytes that the store has; nothing: of others
     bool is_stored = false;
+    bool is_slot = false;
   };
 
   // OFD-1601 for one that is not dense, or on a device that nothing here drives.
@@ -64,6 +68,11 @@ class Buffers {
   void Rename(std::span<const NamedTensor> buffers);
   // Those that have no name of these are not small.
   void DivideByNames(const std::unordered_set<std::string>& small);
+  // Slots of these sizes, behind those that there are; they keep their numbers.
+  void AddSlots(std::span<const uint64_t> sizes_bytes);
+  std::vector<Large*> slots();
+  // Large ones in the order of the store, whose tensors `places` numbers by their names there.
+  void SortLarge(const std::unordered_map<std::string, size_t>& places);
   std::vector<Large>& large() { return large_; }
   const std::vector<Large>& large() const { return large_; }
 
@@ -87,6 +96,7 @@ class Buffers {
   std::vector<NamedTensor> all_;
   std::vector<NamedTensor> small_;
   std::vector<Large> large_;
+  size_t slot_count_ = 0;
   std::unordered_set<const void*> known_;                  // TensorImpl, of those that were added
   std::unordered_set<std::string> restored_;               // names
   std::unordered_map<std::string, uint64_t> first_bytes_;  // of names whose size is another since

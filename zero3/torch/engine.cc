@@ -61,8 +61,8 @@ class InMemoryEngine final : public Engine {
     auto made = std::make_unique<InMemoryOptimizer>(groups, std::move(optimizer));
     return Keep(std::move(made), module, groups);
   }
-  void AttachForeign(torch::nn::Module& module, ParameterGroups groups,
-                     const std::string&) override {
+  size_t AttachForeign(torch::nn::Module& module, ParameterGroups groups, const std::string&,
+                       bool) override {
     CheckSupportedTypes(modules_.Names(module));
     if (destination_.has_value()) MoveWithBytes(module, *destination_);
     const std::vector<at::Tensor> parameters = module.parameters();
@@ -70,7 +70,10 @@ class InMemoryEngine final : public Engine {
       return known_.contains(parameter.unsafeGetTensorImpl());
     };
     if (!std::all_of(parameters.begin(), parameters.end(), is_known)) Remember(module, groups);
+    return 0;
   }
+  void GiveForeign(size_t, torch::optim::Optimizer&) override {}
+  void CommitForeign(size_t, torch::optim::Optimizer&) override { ++own_steps_; }
   void CommitStep() override { ++own_steps_; }
   void Seal() override {}
   int rank() const override { return 0; }

@@ -1,7 +1,14 @@
 #include "zero3/torch/module_engine.h"
 
+#include <ATen/Functions.h>
+#include <torch/optim/lbfgs.h>
+#include <torch/serialize/archive.h>
+
 #include <algorithm>
+#include <bit>
+#include <cstring>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "absl/algorithm/container.h"
@@ -192,16 +199,20 @@ bool ModuleEngine::IsOfOtherKind(const kernels::OptimizerSpec& optimizer) const 
   return !KeepTheSame(all, tensors_->optimizer());
 }
 
-absl::Status ModuleEngine::CheckResumes(const ParameterGroups& groups,
-                                        const kernels::OptimizerSpec& optimizer) const {
+bool ModuleEngine::HasMasters(const ParameterGroups& groups) {
   const auto has_master = [](const torch::optim::OptimizerParamGroup& group) {
     return std::any_of(group.params().begin(), group.params().end(), [](const at::Tensor& tensor) {
       return tensor.scalar_type() != MasterType(tensor);
     });
   };
-  const bool keeps =
-      optimizer.KeepsAnything() || std::any_of(groups.begin(), groups.end(), has_master);
-  if (begun_at_ == 0 || !keeps) return absl::OkStatus();
+  return std::any_of(groups.begin(), groups.end(), has_master);
+}
+
+absl::Status ModuleEngine::CheckResumes(const ParameterGroups& groups,
+                                        const kernels::OptimizerSpec& optimizer,
+                                        size_t number) const {
+  const bool keeps = optimizer.KeepsAnything() || HasMasters(groups);
+  if (begun_at_ == 0 || !keeps || HasForeign(number)) return absl::OkStatus();
   const std::string name(optimizer.name());
   return MakeError(
       ErrorId::kUnsupportedOptimizer,
@@ -218,24 +229,141 @@ void ModuleEngine::AttachInProcess(torch::nn::Module& module, const ParameterGro
   AttachWeights(module, groups);
   Log().info(
       "the job keeps what {} does: {} runs in this process, weight by weight; what it keeps is in "
-      "memory beside ram and is not part of the job, which cannot be resumed while it trains",
+      "memory beside ram, and part of the job",
       tensors_->optimizer().name(), optimizer.name());
 }
 
-void ModuleEngine::AttachForeign(torch::nn::Module& module, ParameterGroups groups,
-                                 const std::string& optimizer) {
-  if (begun_at_ > 0) {
-    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
-                          absl::StrCat("the job is at step ", tensors_->step(), ", but what ",
-                                       optimizer, " keeps is in memory and is not part of it"),
-                          "Begin a new job, with SetInitialWeights() from saved weights, or use "
-                          "AdamW, Adam, SGD, Adagrad or RMSprop of torch::optim"));
+// ---- Optimizers that run in this process -------------------------------------------------------
+
+// What one keeps is a file as torch::save() writes it of its object, in memory.
+
+namespace {
+
+// Powers of two: the store is not laid out anew for every byte.
+at::Tensor Padded(const std::string& file) {
+  at::Tensor bytes = at::zeros(
+      {static_cast<int64_t>(std::bit_ceil(std::max<size_t>(file.size(), 4096)))}, at::kByte);
+  std::memcpy(bytes.mutable_data_ptr(), file.data(), file.size());
+  return bytes;
+}
+
+// What LBFGS has computed with is not in a file: each step computes it before it reads it, and
+// libtorch cannot write what a history leaves undefined of it.
+class WithoutScratch {
+ public:
+  explicit WithoutScratch(torch::optim::Optimizer& optimizer) {
+    if (dynamic_cast<torch::optim::LBFGS*>(&optimizer) == nullptr) return;
+    for (auto& [parameter, state] : optimizer.state()) {
+      auto* const own = dynamic_cast<torch::optim::LBFGSParamState*>(state.get());
+      if (own != nullptr && own->al().has_value())
+        taken_.emplace_back(own, std::exchange(own->al(), std::nullopt));
+    }
   }
+  ~WithoutScratch() {
+    for (auto& [state, scratch] : taken_) state->al(std::move(scratch));
+  }
+  WithoutScratch(const WithoutScratch&) = delete;
+  WithoutScratch& operator=(const WithoutScratch&) = delete;
+
+ private:
+  std::vector<std::pair<torch::optim::LBFGSParamState*, std::optional<std::vector<at::Tensor>>>>
+      taken_;
+};
+
+std::string FileOf(torch::optim::Optimizer& optimizer) {
+  const WithoutScratch without(optimizer);
+  torch::serialize::OutputArchive archive;
+  optimizer.save(archive);
+  std::string file;
+  archive.save_to([&file](const void* bytes, size_t size) {
+    file.append(static_cast<const char*>(bytes), size);
+    return size;
+  });
+  return file;
+}
+
+bool IsEmpty(const std::string& file) {
+  torch::serialize::InputArchive archive;
+  archive.load_from(file.data(), file.size());
+  return archive.keys().empty();
+}
+
+}  // namespace
+
+size_t ModuleEngine::NextForeign(const std::string& optimizer, bool has_masters) {
+  foreign_.push_back({.optimizer = optimizer, .has_masters = has_masters});
+  return foreign_.size() - 1;
+}
+
+void ModuleEngine::AddForeign(size_t number, bool commits_itself) {
+  tensors_->AddForeign(number, foreign_.at(number).optimizer, commits_itself);
+}
+
+bool ModuleEngine::HasForeign(size_t number) const {
+  const ForeignState* const state = tensors_->foreign(number);
+  return state != nullptr && state->optimizer == foreign_.at(number).optimizer && state->is_kept;
+}
+
+absl::Status ModuleEngine::ForeignIsLost(size_t number) const {
+  const ForeignState* const state = tensors_->foreign(number);
+  const std::string& optimizer = foreign_.at(number).optimizer;
+  const bool is_other = state != nullptr && state->optimizer != optimizer;
+  return MakeError(
+      ErrorId::kUnsupportedOptimizer,
+      absl::StrCat("the job is at step ", tensors_->step(), ", but what ", optimizer,
+                   " keeps is not part of it",
+                   state == nullptr ? ""
+                   : is_other       ? absl::StrCat(": it has what ", state->optimizer, " keeps")
+                                    : absl::StrCat(": ", state->described)),
+      "Begin a new job, with SetInitialWeights() from saved weights; for a class of your own give "
+      "it save() and load(), and commit its steps with CommitStep(optimizer)");
+}
+
+size_t ModuleEngine::AttachForeign(torch::nn::Module& module, ParameterGroups groups,
+                                   const std::string& optimizer, bool commits_itself) {
+  const size_t number = NextForeign(optimizer);
+  if (begun_at_ > 0 && !HasForeign(number)) ThrowStatus(ForeignIsLost(number));
   AttachWeights(module, groups);
-  Log().info(
-      "{} runs in this process, weight by weight; what it keeps is in memory and is not part "
-      "of the job, which cannot be resumed",
-      optimizer);
+  AddForeign(number, commits_itself);
+  Log().info("{} runs in this process, weight by weight; what it keeps is in memory", optimizer);
+  return number;
+}
+
+void ModuleEngine::GiveForeign(size_t number, torch::optim::Optimizer& optimizer) {
+  const ForeignState* const state = tensors_->foreign(number);
+  if (begun_at_ == 0 || state == nullptr || state->described.empty()) return;
+  if (!tensors_->HasAllOfStore()) {
+    ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer,
+                          absl::StrCat("the job goes on with ", foreign_.at(number).optimizer,
+                                       ", which is attached before all of its modules are"),
+                          "Attach the other modules first"));
+  }
+  const size_t file_bytes = std::stoul(state->described);
+  const std::vector<at::Tensor> storages = tensors_->TakeForeignStorages(number);
+  torch::serialize::InputArchive archive;
+  archive.load_from(static_cast<const char*>(storages.at(0).const_data_ptr()), file_bytes);
+  optimizer.load(archive);
+}
+
+void ModuleEngine::CommitForeign(size_t number, torch::optim::Optimizer& optimizer) {
+  Foreign& foreign = foreign_.at(number);
+  const std::string file = FileOf(optimizer);
+  if (world_size() > 1) {
+    tensors_->LeaveForeign(number, "there were several ranks");
+  } else if (IsEmpty(file)) {
+    tensors_->LeaveForeign(number, "its class has no save()");
+  } else if (foreign.has_masters) {
+    tensors_->LeaveForeign(number, "it has fp32 masters in memory");
+  } else {
+    const at::Tensor bytes = Padded(file);
+    const absl::Status kept =
+        tensors_->KeepForeign(number, std::to_string(file.size()), {&bytes, 1});
+    if (!kept.ok() && !std::exchange(foreign.has_told, true)) {
+      Log().warn("what {} keeps is not part of the job, which cannot be resumed: {}",
+                 foreign.optimizer, std::string(kept.message()));
+    }
+  }
+  tensors_->CommitStep();
 }
 
 void ModuleEngine::CheckHas(const torch::nn::Module& module, const ParameterGroups& groups) const {

@@ -80,16 +80,27 @@ class ModuleEngine final : public Engine {
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,
                                                          NamedOptimizer&& optimizer) override;
-  void AttachForeign(torch::nn::Module& module, ParameterGroups groups,
-                     const std::string& optimizer) override;
+  size_t AttachForeign(torch::nn::Module& module, ParameterGroups groups,
+                       const std::string& optimizer, bool commits_itself) override;
+  void GiveForeign(size_t number, torch::optim::Optimizer& optimizer) override;
+  void CommitForeign(size_t number, torch::optim::Optimizer& optimizer) override;
+  // Whether the job has what the optimizer of this number has kept.
+  bool HasForeign(size_t number) const;
+  // The number of the next that runs in this process.
+  // `has_masters`: fp32 ones, in its memory, which its file does not have.
+  size_t NextForeign(const std::string& optimizer, bool has_masters = false);
+  // The job knows of it from now on.
+  void AddForeign(size_t number, bool commits_itself);
   // Whether an optimizer keeps other planes than the job's, which can run in this process then.
   bool IsOfOtherKind(const kernels::OptimizerSpec& optimizer) const;
   // Takes part like AttachForeign, with an optimizer of ours whose state is in memory.
   void AttachInProcess(torch::nn::Module& module, const ParameterGroups& groups,
                        const kernels::OptimizerSpec& optimizer);
-  // OFD-1604 when the job goes on after steps of such an optimizer, which were of another run.
-  absl::Status CheckResumes(const ParameterGroups& groups,
-                            const kernels::OptimizerSpec& optimizer) const;
+  // OFD-1604 when the job goes on after steps of such an optimizer, which were of another run, and
+  // does not have what it had kept.
+  absl::Status CheckResumes(const ParameterGroups& groups, const kernels::OptimizerSpec& optimizer,
+                            size_t number) const;
+  static bool HasMasters(const ParameterGroups& groups);
   void CommitStep() override { tensors_->CommitStep(); }
   void Seal() override { tensors_->Seal(); }
   int rank() const override { return static_cast<int>(tensors_->attachment()->rank()); }
@@ -132,11 +143,20 @@ class ModuleEngine final : public Engine {
   // Files have all that the modules have, as they call it now; what they have got since becomes the
   // job's, trained or not.
   void TakeWhatCame();
+  absl::Status ForeignIsLost(size_t number) const;
+  // What it keeps goes with the next step; or why not.
+  absl::Status Keep(size_t number, torch::optim::Optimizer& optimizer);
   // Its weights become the job's, where they are not yet.
   void AttachWeights(torch::nn::Module& module, const ParameterGroups& groups);
 
   const std::shared_ptr<TensorEngine> tensors_;
-  const int64_t begun_at_;  // the step that the job was at when this process opened it
+  struct Foreign {
+    std::string optimizer;  // its class
+    bool has_masters = false;
+    bool has_told = false;  // why what it keeps is not the job's
+  };
+  std::vector<Foreign> foreign_;  // by their numbers
+  const int64_t begun_at_;        // the step that the job was at when this process opened it
   const std::shared_ptr<ModuleList> modules_ = std::make_shared<ModuleList>();
 };
 

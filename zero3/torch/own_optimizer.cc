@@ -49,7 +49,7 @@ struct Attached {
   const Optimizer* own = nullptr;              // where it was last seen
   std::unordered_set<const void*> parameters;  // TensorImpl
   std::shared_ptr<Optimizer> inner;            // null: libtorch's own step
-  std::function<void()> after;                 // of a step; null: it is one of the job's
+  std::function<void(Optimizer&)> after;       // of a step; null: it is one of the job's
   absl::Status refusal;                        // of each step
   bool may_keep = false;                       // it has stepped, or has loaded a state
   bool has_stepped = false;                    // in this process, or has got a state
@@ -404,12 +404,12 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
     at::Tensor loss = attached->inner->step(closure != nullptr ? Closure(follow) : Closure());
     attached->may_keep = attached->has_stepped = true;
     FollowHeld(*own, *attached);
-    if (attached->after != nullptr) attached->after();
+    if (attached->after != nullptr) attached->after(*own);
     return loss;
   }
   at::Tensor loss = next(own, std::move(closure));
   attached->has_stepped = true;
-  attached->after();
+  attached->after(*own);
   return loss;
 }
 
@@ -561,20 +561,24 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
   const Left left = OfProcess().FindLeft(engine, parameters);
   const bool follows = left.all.size() == parameters.size();
   const bool is_new = !left.all.empty() && engine.tensors().Succeed();
+  const size_t number =
+      engine.NextForeign(c10::demangle(typeid(own).name()), ModuleEngine::HasMasters(groups));
   // One of an earlier run that has lost what it kept. It may be there only for the next to follow.
   absl::Status refusal;
-  if (left.stepped.size() < parameters.size() && !is_new)
-    refusal = engine.CheckResumes(groups, spec);
+  const bool goes_on = left.stepped.size() < parameters.size() && !is_new;
+  if (goes_on) refusal = engine.CheckResumes(groups, spec, number);
   if (!follows) ThrowIfError(refusal);
   {
     const Heritage heritage;
     engine.AttachInProcess(module, groups, spec);
   }
+  engine.AddForeign(number, /*commits_itself=*/true);
   auto inner = std::make_shared<InMemoryOptimizer>(groups, std::move(named));
   if (!states.empty()) inner->ReplaceState(states);
   MapOf(own).clear();
-  const auto commit = [weak = engine.weak_from_this()] {
-    if (const auto alive = weak.lock()) alive->CommitStep();
+  const auto commit = [weak = engine.weak_from_this(), number](Optimizer& stepped) {
+    if (const auto alive = std::static_pointer_cast<ModuleEngine>(weak.lock()))
+      alive->CommitForeign(number, stepped);
   };
   OfProcess().Add(own, {.engine = &engine,
                         .inner = std::move(inner),
@@ -582,6 +586,7 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
                         .refusal = std::move(refusal),
                         .may_keep = !states.empty(),
                         .has_stepped = !states.empty()});
+  if (goes_on && engine.HasForeign(number)) engine.GiveForeign(number, own);
 }
 
 // The same, of an object that is being attached. `engine`: null in memory.
@@ -617,7 +622,7 @@ void Divert(Optimizer& own, const Engine& engine, std::shared_ptr<Optimizer> inn
                         .may_keep = may_keep,
                         .has_stepped = has_state});
 }
-void Follow(Optimizer& own, const Engine& engine, std::function<void()> after) {
+void Follow(Optimizer& own, const Engine& engine, std::function<void(Optimizer&)> after) {
   OfProcess().Add(own, {.engine = &engine, .after = std::move(after)});
 }
 void TakeLeftState(Optimizer& own) { OfProcess().TakeLeft(own); }
@@ -673,30 +678,20 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
                 ((names_twice || zero3::HasSparseMomentum(module, optimizer)) && world_size() == 1)
           : dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr;
   if (named.has_value() || steps_itself) zero3::CheckIsInFront();
-  if (shares) {
-    const auto* const resumed = dynamic_cast<zero3::ModuleEngine*>(this);
-    if (resumed != nullptr && resumed->has_resumed()) {
-      zero3::ThrowStatus(MakeError(
-          ErrorId::kUnsupportedOptimizer,
-          absl::StrCat("the job is at step ", step(), ", and ",
-                       std::string(zero3::SpecOfAll(*named, groups).name()),
-                       " has parameters that another optimizer trains, too: what it had kept of "
-                       "them was in memory and is not part of the job"),
-          "Begin a new job, with SetInitialWeights() from saved weights; or give every parameter "
-          "to one optimizer, with which jobs go on"));
-    }
-  }
   if (steps_itself) {
     if (named.has_value() && names_twice) {
       zero3::Log().warn(
           "the optimizer names parameters in two places (parameters() does so for a submodule that "
           "is registered twice), and each of its steps updates them twice");
     }
-    AttachForeign(module, shares ? zero3::OfProcess().WithoutOwned(*this, each_once) : each_once,
-                  c10::demangle(typeid(optimizer).name()));
-    zero3::Follow(optimizer, *this, [weak = weak_from_this()] {
-      if (const auto engine = weak.lock()) engine->CommitStep();
-    });
+    const size_t number = AttachForeign(
+        module, shares ? zero3::OfProcess().WithoutOwned(*this, each_once) : each_once,
+        c10::demangle(typeid(optimizer).name()), /*commits_itself=*/true);
+    zero3::Follow(optimizer, *this,
+                  [weak = weak_from_this(), number](torch::optim::Optimizer& stepped) {
+                    if (const auto engine = weak.lock()) engine->CommitForeign(number, stepped);
+                  });
+    GiveForeign(number, optimizer);
   } else if (auto* const offloads = dynamic_cast<zero3::ModuleEngine*>(this);
              named.has_value() && offloads != nullptr &&
              offloads->IsOfOtherKind(zero3::SpecOfAll(*named, groups))) {
@@ -717,9 +712,24 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
     zero3::MapOf(optimizer).clear();
     zero3::Divert(optimizer, *this, std::move(inner), may_keep, /*has_state=*/!states.empty());
   } else {
-    AttachForeign(module, each_once, "an optimizer of the trainer's own");
+    foreign_[&optimizer] = AttachForeign(module, each_once, c10::demangle(typeid(optimizer).name()),
+                                         /*commits_itself=*/false);
+    GiveForeign(foreign_[&optimizer], optimizer);
   }
   own_optimizers_.push_back(&optimizer);
+}
+
+void Engine::CommitStep(torch::optim::Optimizer& optimizer) {
+  const auto found = foreign_.find(&optimizer);
+  if (found == foreign_.end()) {
+    zero3::ThrowStatus(MakeError(
+        ErrorId::kBadValue,
+        absl::StrCat("CommitStep() of a ", c10::demangle(typeid(optimizer).name()),
+                     " that is not attached, or commits its steps itself"),
+        "Attach it first, engine->Attach(module, optimizer), and leave it where it is; objects of "
+        "torch::optim need no CommitStep()"));
+  }
+  CommitForeign(found->second, optimizer);
 }
 
 Engine::~Engine() {

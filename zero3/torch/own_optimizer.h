@@ -31,7 +31,8 @@ namespace offload::zero3 {
 void Divert(torch::optim::Optimizer& own, const Engine& engine,
             std::shared_ptr<torch::optim::Optimizer> inner, bool may_keep, bool has_state);
 // From now on `after` follows each step() of `own` that libtorch has made.
-void Follow(torch::optim::Optimizer& own, const Engine& engine, std::function<void()> after);
+void Follow(torch::optim::Optimizer& own, const Engine& engine,
+            std::function<void(torch::optim::Optimizer&)> after);
 // Whether an object that is being attached by this thread may have the parameter: an attached one
 // has had it that is dead, and none that lives has it.
 bool IsLeftByDead(const at::Tensor& parameter);

@@ -373,6 +373,36 @@ TORCH_LIBRARY(offloadd, m) {
            })
       .def("trainer_state",
            [](const Pointer& self) { return BytesOf(self->tensors().trainer_state()); })
+      // Of optimizers that run in this process: class, whether what it keeps is the job's, and in
+      // which form, or why not; no class where the job does not know of it.
+      .def("foreign",
+           [](const Pointer& self, int64_t number) {
+             const ForeignState* const state = self->tensors().foreign(static_cast<size_t>(number));
+             const ForeignState there = state != nullptr ? *state : ForeignState();
+             return std::make_tuple(there.optimizer, there.is_kept, BytesOf(there.described));
+           })
+      .def("take_foreign_storages",
+           [](const Pointer& self, int64_t number) {
+             return self->tensors().TakeForeignStorages(static_cast<size_t>(number));
+           })
+      .def("add_foreign",
+           [](const Pointer& self, int64_t number, const std::string& optimizer) {
+             self->tensors().AddForeign(static_cast<size_t>(number), optimizer);
+           })
+      // Empty where it is kept, else why not.
+      .def("keep_foreign",
+           [](const Pointer& self, int64_t number, const at::Tensor& described,
+              const Tensors& storages) {
+             const absl::Status status = self->tensors().KeepForeign(static_cast<size_t>(number),
+                                                                     TextOf(described), storages);
+             return std::string(status.message());
+           })
+      .def("leave_foreign",
+           [](const Pointer& self, int64_t number, const std::string& reason) {
+             self->tensors().LeaveForeign(static_cast<size_t>(number), reason);
+           })
+      .def("make_room_for_foreign",
+           [](const Pointer& self) { return self->tensors().MakeRoomForForeign(); })
       .def("add_loss_scale",
            [](const Pointer& self, double scale, int64_t count) {
              LossScale start = {static_cast<float>(scale), static_cast<int32_t>(count)};

@@ -274,6 +274,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
     const OperatorGate::Pass alone(OperatorGate::Passage::kAlone);
     attachment_->EndRaw();
   }
+  LeaveUnseenForeign();
   if (const std::vector<at::Tensor> thawed = FindThawed(updates); !thawed.empty()) Thaw(thawed);
   client::StepCommand command;
   command.step = step_ + 1;

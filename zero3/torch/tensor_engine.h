@@ -28,6 +28,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "client/session.h"
@@ -120,6 +121,28 @@ class TensorEngine {
   size_t AddLossScale(LossScale* start);
   // What is committed with the next step.
   void SetLossScale(size_t index, LossScale scale) { state_.loss_scales.at(index) = scale; }
+  // ---- Of optimizers that run in the trainer's process (tensor_engine_foreign.cc) ----
+  // They have numbers, in the order in which a program attaches them.
+  //
+  // What the job has of one; null where it does not know of it.
+  const ForeignState* foreign(size_t number) const;
+  // Its storages, as bytes (uint8), which are the caller's from now on. Opens the store where that
+  // has some of them.
+  std::vector<at::Tensor> TakeForeignStorages(size_t number);
+  // The job knows of it from now on. Where nobody sees its steps (`commits_itself` is false), a
+  // step of the job with weights that were written, and without KeepForeign(), loses what it keeps.
+  void AddForeign(size_t number, const std::string& optimizer, bool commits_itself = true);
+  // What one keeps: `described` in the form of the trainer's language, and the memory of its
+  // tensors as bytes (uint8). The next step commits it, with the bytes as they are then. Otherwise
+  // it says why it cannot, and the next step commits that.
+  absl::Status KeepForeign(size_t number, std::string described,
+                           std::span<const at::Tensor> storages);
+  // The next step commits that it is not kept, and why.
+  void LeaveForeign(size_t number, std::string reason);
+  // Between steps: makes the room that one of them was refused because too much would have been in
+  // memory then. False where it still would be.
+  bool MakeRoomForForeign();
+
   at::Tensor Gather(const at::Tensor& parameter, const std::string& plane);
   // As StateKeeper: what an optimizer keeps of parameters of the job, as of the last step. With
   // several ranks all of them call with the same, and the first one's counts.
@@ -152,6 +175,8 @@ class TensorEngine {
   // An object of torch::optim takes the place of one that was destroyed. True when the job has not
   // seen as many before: none of its steps is that object's.
   bool Succeed();
+  // Whether the parameters of a job that exists have all been attached.
+  bool HasAllOfStore() const;
   // Whether there is anything to gather; does not make the store.
   bool keeps_state() const;
   // How often the job has updated a parameter; never, where it does not have it (yet).
@@ -209,6 +234,10 @@ class TensorEngine {
   void CheckGrows(const Parameter& first) const;
   std::vector<proto::Tensor> NamedAnew(std::span<const NamedTensor> tensors,
                                        const std::vector<Parameter>& added, bool are_all) const;
+  struct BeforeGrowth;
+  BeforeGrowth TakeBeforeGrowth();
+  // For what is declared now and was not before. `trained` by id, undefined when frozen.
+  void LayOutMore(const BeforeGrowth& before, std::span<const at::Tensor> trained);
   client::OtherTensors MoreTensors(const std::vector<proto::Tensor>& before, const Buffers& kept);
   void PutNew(uint32_t first);
   void NameLaterForFiles(std::span<const NamedTensor> tensors, uint32_t first,
@@ -222,7 +251,6 @@ class TensorEngine {
   bool WasTrained(const std::string& name, size_t id) const;
   bool IsNewInStore(uint32_t id) const;
   void SortAsLaidOut(std::vector<Parameter>& parameters) const;
-  bool HasAllOfStore() const;
   bool HasBuffersInStore() const;
   size_t StoredBuffers() const;
   std::string Encoded(const struct TrainerState& state) const;
@@ -249,6 +277,26 @@ class TensorEngine {
   std::optional<std::vector<Edit>> GatherEdits();
   void KeepEdits();
   void PutEdits(const std::vector<Edit>& edits);
+  struct BeforeGrowth {
+    std::vector<KeptState> unsettled;
+    std::optional<std::vector<Edit>> edits;
+    std::vector<proto::Tensor> declared;
+    Buffers buffers;
+  };
+  // The slots that a job that exists has.
+  void TakeSlots();
+  bool MayLayOutNow() const;
+  // Why they cannot be, or cannot be yet.
+  absl::Status AddSlots(const std::vector<uint64_t>& sizes_bytes);
+  absl::Status MakeRoom(std::vector<uint64_t> sizes_bytes);
+  uint64_t PieceBytesMax() const;
+  absl::Status PlaceForeign(size_t number, std::span<const at::Tensor> storages,
+                            ForeignState& state);
+  std::vector<uint64_t> GiveSlots(size_t number, std::span<const at::Tensor> parts,
+                                  ForeignState& state);
+  void SetForeign(size_t number, ForeignState state);
+  void LeaveUnseenForeign();
+  std::unordered_set<uint32_t> SlotsOfOthers(size_t number) const;
   void PutInitialStates();
   void CheckStates(std::span<const KeptState> states) const;
   void PutStates(std::span<const KeptState> states);
@@ -330,6 +378,10 @@ class TensorEngine {
   uint64_t successions_ = 0;         // of this run
   kernels::OptimizerSpec optimizer_;
   bool roots_are_said_ = false;
+  std::unordered_set<size_t> unseen_foreign_;      // those whose steps nobody sees
+  std::unordered_set<size_t> committing_foreign_;  // with the next step
+  std::vector<uint64_t> missing_slots_;            // their sizes, in bytes
+  absl::Status no_slots_;                          // why the job cannot have more of them
   bool half_loaded_ = false;
   bool has_unsettled_states_ = false;      // replaced since the last step
   std::vector<KeptState> initial_states_;  // until the store of a new job is made

@@ -470,6 +470,10 @@ void TensorEngine::DivideBuffers() {
     if (!stored_names_.contains(proto::BufferTensorName(named.name))) small.insert(named.name);
   }
   buffers_.DivideByNames(small);
+  TakeSlots();
+  std::unordered_map<std::string, size_t> places;
+  for (size_t i = 0; i < state_.layout.size(); ++i) places.emplace(state_.layout[i].name, i);
+  buffers_.SortLarge(places);
 }
 
 // What a rank gives with a step. Throws OFD-1002 when it is more than its part of a commit.
@@ -535,7 +539,7 @@ void TensorEngine::StoreLargeBuffers(bool new_ones_only) {
   if (attachment_->rank() > 0) return;
   for (size_t n = 0; n < buffers_.large().size(); ++n) {
     Buffers::Large& buffer = buffers_.large()[n];
-    if (new_ones_only && buffer.is_stored) continue;
+    if (buffer.is_stored && (new_ones_only || !buffer.tensor.defined())) continue;
     const std::string bytes = Buffers::BytesOf(buffer);
     const uint32_t crc = Crc32c(0, bytes.data(), bytes.size());
     if (buffer.is_stored && buffer.crc == crc) continue;
@@ -554,6 +558,10 @@ void TensorEngine::RestoreLargeBuffers() {
   for (size_t n = 0; n < buffers_.large().size(); ++n) {
     Buffers::Large& buffer = buffers_.large()[n];
     if (IsNewInStore(IdOfLarge(n))) continue;
+    if (!buffer.tensor.defined()) {
+      buffer.is_stored = true;
+      continue;
+    }
     std::string bytes(buffer.element_count * sizeof(float), '\0');
     ThrowIfError(CopyOut(IdOfLarge(n), proto::Plane::kWeight, sizeof(float),
                          reinterpret_cast<std::byte*>(bytes.data())),

@@ -92,10 +92,7 @@ void TensorEngine::AddLater(std::vector<Parameter> parameters, std::span<const N
   CheckGiven(/*writes=*/true);
   attachment_->EndRaw();
   const auto first = static_cast<uint32_t>(declared_.size());
-  const std::vector<KeptState> unsettled = GatherUnsettled();
-  const std::optional<std::vector<Edit>> edits = GatherEdits();
-  const std::vector<proto::Tensor> before = declared_;
-  const Buffers buffers_before = buffers_;
+  const BeforeGrowth before = TakeBeforeGrowth();
   try {
     CheckLeavable("parameters are added",
                   "Attach the module of those that are new, with an optimizer, after zero_grad() "
@@ -108,8 +105,8 @@ void TensorEngine::AddLater(std::vector<Parameter> parameters, std::span<const N
     declared_ = std::move(input.catalogue.tensors);
     declared_.resize(first + parameters.size());  // without buffers
   } catch (...) {
-    declared_ = before;
-    buffers_ = buffers_before;
+    declared_ = before.declared;
+    buffers_ = before.buffers;
     throw;
   }
   Log().info("parameter '{}'{} is trained from step {} on: the store of job {} is laid out anew",
@@ -117,7 +114,7 @@ void TensorEngine::AddLater(std::vector<Parameter> parameters, std::span<const N
              parameters.size() == 1 ? "" : absl::StrCat(" and ", parameters.size() - 1, " more"),
              step_ + 1, options_.job);
   BringHome(attachment_.get());
-  if (!edits.has_value()) KeepEdits();
+  if (!before.edits.has_value()) KeepEdits();
   std::vector<at::Tensor> trained = LeaveGradients();
   for (Parameter& parameter : parameters) {
     trained.push_back(parameter.trainable ? parameter.tensor : at::Tensor());
@@ -125,13 +122,23 @@ void TensorEngine::AddLater(std::vector<Parameter> parameters, std::span<const N
   }
   MarkAliases(tensors);
   NameLaterForFiles(tensors, are_all ? 0 : first, buffers_);
+  LayOutMore(before, trained);
+}
+
+TensorEngine::BeforeGrowth TensorEngine::TakeBeforeGrowth() {
+  std::vector<KeptState> unsettled = GatherUnsettled();
+  std::optional<std::vector<Edit>> edits = GatherEdits();
+  return {std::move(unsettled), std::move(edits), declared_, buffers_};
+}
+
+void TensorEngine::LayOutMore(const BeforeGrowth& before, std::span<const at::Tensor> trained) {
   LayOutAnew([&] {
-    const client::OtherTensors more = MoreTensors(before, buffers_before);
+    const client::OtherTensors more = MoreTensors(before.declared, before.buffers);
     Reopen(&more);
-    PutNew(first);
+    PutNew(static_cast<uint32_t>(before.declared.size()));
     WatchGradients(trained);
-    if (edits.has_value()) PutEdits(*edits);
-    PutStates(unsettled);
+    if (before.edits.has_value()) PutEdits(*before.edits);
+    PutStates(before.unsettled);
   });
   attached_ = {.sealed = true};
   malloc_trim(0);
@@ -159,7 +166,7 @@ client::OtherTensors TensorEngine::MoreTensors(const std::vector<proto::Tensor>&
     add(declared_[id].name, id < before.size() ? before[id].name : "");
   for (const Buffers::Large& buffer : buffers_.large()) {
     const auto stored = absl::c_find_if(kept.large(), [&](const Buffers::Large& each) {
-      return each.tensor.is_same(buffer.tensor);
+      return buffer.is_slot ? each.name == buffer.name : each.tensor.is_same(buffer.tensor);
     });
     add(proto::BufferTensorName(buffer.name),
         stored != kept.large().end() ? proto::BufferTensorName(stored->name) : "");

@@ -46,12 +46,14 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -306,12 +308,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Either way it holds no state any more. torch::save and torch::load are of the job's state, in
   // libtorch's format; what was loaded is durable with the next step. OFD-1604 for a file of a
   // state that is large beside `ram`, 1002 for a state of other shapes. LBFGS and optimizers of the
-  // trainer's own run unmodified in this process on offloaded weights; what they keep is in memory,
-  // and their jobs are not resumed (OFD-1604). LBFGS commits its steps; after a step of one's own,
-  // CommitStep() does. The optimizer outlives its last step, not the engine.
+  // trainer's own run unmodified in this process on offloaded weights, and what they keep is in
+  // memory. LBFGS commits its steps with it; after a step of one's own, CommitStep(optimizer) does.
+  // The optimizer outlives its last step, not the engine.
   void Attach(torch::nn::Module& module, torch::optim::Optimizer& optimizer);
   // What was written into weights is a step of the job.
   virtual void CommitStep() = 0;
+  // The same, with what an optimizer of the trainer's own keeps: what its save() writes, which its
+  // load() gets back when a run that goes on attaches it. Of a class without them nothing is kept,
+  // and the job is not resumed (OFD-1604), as after a CommitStep() alone.
+  void CommitStep(torch::optim::Optimizer& optimizer);
 
   // Makes the store of a new job, or opens that of an existing one, for all modules attached so
   // far. Without it the first use does, and throws what there is to throw.
@@ -377,12 +383,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
  protected:
   virtual OptimizerPointer MakeOptimizer(torch::nn::Module& module, ParamGroups groups,
                                          zero3::NamedOptimizer&& optimizer) = 0;
-  // For an optimizer that runs in this process.
-  virtual void AttachForeign(torch::nn::Module& module, ParamGroups groups,
-                             const std::string& optimizer) = 0;
+  // For an optimizer that runs in this process: by its class, and whether each of its steps is
+  // seen. Returns its number in the job.
+  virtual size_t AttachForeign(torch::nn::Module& module, ParamGroups groups,
+                               const std::string& optimizer, bool commits_itself) = 0;
+  // It takes what the job has of it.
+  virtual void GiveForeign(size_t number, torch::optim::Optimizer& optimizer) = 0;
+  virtual void CommitForeign(size_t number, torch::optim::Optimizer& optimizer) = 0;
 
  private:
   std::vector<const torch::optim::Optimizer*> own_optimizers_;  // attached, by address only
+  // Of the trainer's own classes: their numbers in the job.
+  std::unordered_map<const torch::optim::Optimizer*, size_t> foreign_;
 };
 
 // The same for a module in memory.

@@ -1,0 +1,301 @@
+"""What an optimizer that runs in this process keeps, as bytes and tensors, and back.
+
+Described are its state, the options that its own steps change, its further attributes, and all of that of optimizers that it holds. Tensors are
+described by the memory that they are over, and containers by who they are, so that what is shared is shared again when a run goes on. What
+cannot be described that way is named (NotKept): the job then cannot be resumed, instead of going on with something else.
+"""
+
+import base64
+import collections
+import json
+import logging
+import random
+import types
+import zlib
+
+import numpy
+import torch
+
+from . import served
+
+_MAGIC = b"OFDPS\x01"
+# What torch and this package keep in an instance, beside what its class does.
+_OF_TORCH = ("state", "param_groups", "defaults", "step", "grad_scale", "found_inf")
+_OF_TORCH_PREFIXES = ("_optimizer_", "_zero_grad_profile", "_offload", "_former_steps", "_opt_called", "_warned_", "_step_supports_amp", "_patch",
+                      "_hook_for_profile")
+_PLAIN = (type(None), bool, int, float, str)
+_CONTAINERS = {list: "list", dict: "dict", set: "set", collections.OrderedDict: "ordered", collections.deque: "deque",
+               collections.defaultdict: "default"}
+_FACTORIES = {each.__name__: each for each in (dict, list, set, int, float)}
+_NAMED = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout", torch.memory_format: "memory_format"}
+# What a program makes anew, and no step changes.
+_AS_MADE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, logging.Logger)
+
+
+class NotKept(Exception):
+    """Says what it is that cannot be described."""
+
+
+def _own_attributes(thing):
+    skips = isinstance(thing, torch.optim.Optimizer)
+    return {name: value for name, value in vars(thing).items()
+            if not (skips and (name in _OF_TORCH or name.startswith(_OF_TORCH_PREFIXES)))}
+
+
+def _is_as_made(value):
+    return isinstance(value, _AS_MADE) or (callable(value) and not isinstance(value, torch.nn.Module) and not hasattr(value, "__dict__"))
+
+
+def optimizers_in(optimizer, found=None):
+    """It, and those that its attributes are."""
+    found = {} if found is None else found
+    if id(optimizer) not in found:
+        found[id(optimizer)] = optimizer
+        for value in _own_attributes(optimizer).values():
+            if isinstance(value, torch.optim.Optimizer):
+                optimizers_in(value, found)
+    return list(found.values())
+
+
+def options_of(optimizer):
+    """Of all groups, in a form that tells when a step has changed one."""
+    def told(value):
+        return (id(value), value._version) if isinstance(value, torch.Tensor) else value if isinstance(value, _PLAIN) else repr(value)
+
+    return {(id(group), key): told(value) for each in optimizers_in(optimizer) for group in each.param_groups for key, value in group.items()
+            if key != "params"}
+
+
+class Describer:
+    """Of one optimizer, as it is now. `names`: of the job's parameters, by id; `changed`: (id of the group, option) that steps have changed."""
+
+    def __init__(self, names, changed):
+        self.storages = []  # as bytes
+        self._names, self._changed = names, changed
+        self._by_storage, self._tensors, self._seen, self._alive = {}, {}, {}, []
+        self._table = []  # of tensors
+        self._where = "it"
+
+    def of(self, optimizer):
+        with torch.no_grad():
+            described = {"optimizer": self._optimizer(optimizer), "tensors": self._table}
+        return _MAGIC + zlib.compress(json.dumps(described, separators=(",", ":")).encode(), 1)
+
+    def _optimizer(self, optimizer):
+        if id(optimizer) in self._seen:
+            return ["again", self._seen[id(optimizer)]]
+        number = self._seen[id(optimizer)] = len(self._seen)
+        groups = []
+        for place, group in enumerate(optimizer.param_groups):
+            self._where = f"option of group {place}"
+            groups.append([[key, self.value(value)] for key, value in group.items() if (id(group), key) in self._changed])
+        self._where = "its state"
+        state = None if id(optimizer.state) in self._seen else self.value(optimizer.state)
+        return ["optimizer", number, groups, state, self._attributes(optimizer)]
+
+    def _attributes(self, thing):
+        described = []
+        for name, value in _own_attributes(thing).items():
+            self._where = f"its attribute {name}"
+            if not _is_as_made(value):
+                described.append([name, self._attribute(value)])
+        return described
+
+    def _attribute(self, value):
+        """Things that are filled where they are when a run goes on."""
+        if isinstance(value, torch.optim.Optimizer):
+            return self._optimizer(value)
+        if isinstance(value, torch.nn.Module):
+            tensors = dict(value.named_parameters(remove_duplicate=False)) | dict(value.named_buffers(remove_duplicate=False))
+            return ["module", [[name, self.value(tensor)] for name, tensor in tensors.items() if id(tensor) not in self._names]]
+        if isinstance(value, torch.Generator):
+            return ["generator", self.value(value.get_state())]
+        if isinstance(value, random.Random):
+            return ["random", self.value(value.getstate())]
+        kind = type(value)
+        is_object = hasattr(value, "__dict__") and kind.__module__ != "builtins" and not isinstance(value, (torch.Tensor, *_CONTAINERS)) \
+            and kind.__reduce_ex__ is object.__reduce_ex__ and not hasattr(kind, "__slots__")
+        if not is_object:
+            return self.value(value)
+        if id(value) in self._seen:
+            return ["again", self._seen[id(value)]]
+        number = self._seen[id(value)] = len(self._seen)
+        return ["object", number, f"{kind.__module__}.{kind.__qualname__}", self._attributes(value)]
+
+    def value(self, value):
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if kind in _CONTAINERS:
+            return self._container(value, kind)
+        if kind is tuple:
+            return ["tuple", [self.value(each) for each in value]]
+        if kind is complex:
+            return ["complex", value.real, value.imag]
+        if kind is bytes:
+            return ["bytes", base64.b64encode(value).decode()]
+        if kind in _NAMED:
+            return [_NAMED[kind], str(value).removeprefix("torch.")]
+        if isinstance(value, numpy.generic) and value.dtype.kind in "biufc":
+            return ["number", value.dtype.str, base64.b64encode(value.tobytes()).decode()]
+        if kind is numpy.ndarray and value.dtype.kind in "biufc":
+            return ["array", value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]
+        if isinstance(value, torch.Size):
+            return ["size", list(value)]
+        raise NotKept(f"{self._where} has a {kind.__module__}.{kind.__qualname__}")
+
+    def _container(self, value, kind):
+        if id(value) in self._seen:
+            return ["again", self._seen[id(value)]]
+        number = self._seen[id(value)] = len(self._seen)
+        self._alive.append(value)
+        if kind in (list, set, collections.deque):
+            items = [self.value(each) for each in value]
+        else:
+            items = [[self.value(key), self.value(each)] for key, each in value.items()]
+        further = None
+        if kind is collections.deque:
+            further = value.maxlen
+        elif kind is collections.defaultdict:
+            further = getattr(value.default_factory, "__name__", None)
+            if value.default_factory is not None and _FACTORIES.get(further) is not value.default_factory:
+                raise NotKept(f"{self._where} has a defaultdict of {value.default_factory}")
+        return [_CONTAINERS[kind], number, items, further]
+
+    def _tensor(self, tensor):
+        if id(tensor) in self._names:
+            return ["parameter", self._names[id(tensor)]]
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = len(self._table)
+            self._alive.append(tensor)
+            self._table.append(self._described(tensor))
+        return ["tensor", self._tensors[id(tensor)]]
+
+    def _described(self, tensor):
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout != torch.strided or tensor.is_quantized \
+                or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+            raise NotKept(f"{self._where} has a {type(tensor).__name__} that is not an ordinary dense tensor")
+        if served.managed(tensor):
+            raise NotKept(f"{self._where} has a tensor over a weight or a gradient, not a copy of it")
+        return [self._storage(tensor), tensor.storage_offset(), str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride()),
+                tensor.requires_grad and tensor.is_leaf, isinstance(tensor, torch.nn.Parameter), str(tensor.device)]
+
+    def _storage(self, tensor):
+        storage = tensor.untyped_storage()
+        number = self._by_storage.setdefault(storage._cdata, len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+        return number
+
+
+class Giver:
+    """Gives an optimizer what was described of one. `parameters`: the job's, by their names."""
+
+    def __init__(self, described, storages, parameters):
+        if not described.startswith(_MAGIC):
+            raise NotKept("it was written by another version of offloadd")
+        whole = json.loads(zlib.decompress(described[len(_MAGIC):]))
+        self._described, self._parameters = whole["optimizer"], parameters
+        self._seen = {}
+        with torch.no_grad():
+            self._tensors = [self._tensor(storages, *each) for each in whole["tensors"]]
+        self.changed = set()  # as Describer's, of the optimizer that was given it
+
+    @staticmethod
+    def _tensor(storages, storage, offset, dtype, shape, stride, requires_grad, is_parameter, device):
+        memory = storages[storage].to(device).untyped_storage()
+        made = torch.empty(0, dtype=getattr(torch, dtype), device=device).set_(memory, offset, shape, stride)
+        return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
+
+    def give(self, optimizer):
+        with torch.no_grad():
+            self._fill(optimizer, self._described)
+
+    def _fill(self, optimizer, described):
+        _, number, groups, state, attributes = described
+        self._seen[number] = optimizer
+        if len(groups) != len(optimizer.param_groups):
+            raise NotKept(f"it had {len(groups)} groups, and has {len(optimizer.param_groups)} now")
+        for group, options in zip(optimizer.param_groups, groups):
+            for key, value in options:
+                group[key] = self.value(value)
+                self.changed.add((id(group), key))
+        if state is not None:
+            self._seen[state[1]] = optimizer.state
+            optimizer.state.clear()
+            optimizer.state.update((self.value(key), self.value(each)) for key, each in state[2])
+        self._fill_attributes(optimizer, attributes)
+
+    def _fill_attributes(self, thing, attributes):
+        for name, value in attributes:
+            self._fill_attribute(thing, name, value)
+
+    def _fill_attribute(self, thing, name, value):
+        there, kind = vars(thing).get(name), value[0] if isinstance(value, list) else None
+        if kind == "optimizer" and isinstance(there, torch.optim.Optimizer):
+            self._fill(there, value)
+        elif kind == "module" and isinstance(there, torch.nn.Module):
+            tensors = dict(there.named_parameters(remove_duplicate=False)) | dict(there.named_buffers(remove_duplicate=False))
+            for key, tensor in value[1]:
+                if key not in tensors:
+                    raise NotKept(f"its attribute {name} had {key}")
+                tensors[key].copy_(self.value(tensor))
+        elif kind == "generator" and isinstance(there, torch.Generator):
+            there.set_state(self.value(value[1]))
+        elif kind == "random" and isinstance(there, random.Random):
+            there.setstate(self.value(value[1]))
+        elif kind == "object" and f"{type(there).__module__}.{type(there).__qualname__}" == value[2]:
+            self._seen[value[1]] = there
+            self._fill_attributes(there, value[3])
+        elif kind in ("optimizer", "module", "generator", "random", "object"):
+            raise NotKept(f"its attribute {name} was another thing than {type(there).__name__}")
+        else:
+            vars(thing)[name] = self.value(value)
+
+    def value(self, value):
+        if not isinstance(value, list):
+            return value
+        kind, *rest = value
+        if kind == "again":
+            return self._seen[rest[0]]
+        if kind == "parameter":
+            if rest[0] not in self._parameters:
+                raise NotKept(f"it has something of parameter '{rest[0]}', which the model has not")
+            return self._parameters[rest[0]]
+        if kind == "tensor":
+            return self._tensors[rest[0]]
+        if kind in _CONTAINERS.values():
+            return self._container(kind, *rest)
+        return _MAKERS[kind](self, *rest)
+
+    def _container(self, kind, number, items, further):
+        if kind == "deque":
+            made = collections.deque(maxlen=further)
+        elif kind == "default":
+            made = collections.defaultdict(_FACTORIES.get(further))
+        else:
+            made = {"list": list, "dict": dict, "set": set, "ordered": collections.OrderedDict}[kind]()
+        self._seen[number] = made
+        if kind in ("list", "deque"):
+            made.extend(self.value(each) for each in items)
+        elif kind == "set":
+            made.update(self.value(each) for each in items)
+        else:
+            made.update((self.value(key), self.value(each)) for key, each in items)
+        return made
+
+
+_MAKERS = {
+    "tuple": lambda giver, items: tuple(giver.value(each) for each in items),
+    "complex": lambda giver, real, imaginary: complex(real, imaginary),
+    "bytes": lambda giver, text: base64.b64decode(text),
+    "size": lambda giver, sizes: torch.Size(sizes),
+    "dtype": lambda giver, name: getattr(torch, name),
+    "layout": lambda giver, name: getattr(torch, name),
+    "memory_format": lambda giver, name: getattr(torch, name),
+    "device": lambda giver, name: torch.device(name),
+    "number": lambda giver, dtype, text: numpy.frombuffer(base64.b64decode(text), dtype)[0],
+    "array": lambda giver, dtype, shape, text: numpy.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy(),
+}

@@ -1,0 +1,399 @@
+"""What optimizers keep that run in this process belongs to the job: a run that goes on has it, whatever it is made of, or says what it cannot keep."""
+
+import collections
+import json
+import os
+import random
+import signal
+import sys
+import threading
+
+import numpy
+import torch
+from safetensors import safe_open
+from torch.optim import AdamW
+
+import offloadd
+from battery import Transformer, case, main, states_of
+from offloadd import control
+from programs import Programs
+
+FP32 = {"types": ("fp32",)}
+REFUSED = {"types": ("fp32",), "memory": ("floor",), "refused": 1604}
+
+
+def goes_on(make, **options):
+    """A case: half of the steps in one run, half in another that makes everything anew."""
+
+    def declare(name):
+        def function(run):
+            return run.resumed(lambda model: make(list(model.parameters())))
+
+        function.__name__ = name
+        case(function, **options)
+
+    return declare
+
+
+goes_on(lambda p: torch.optim.Adafactor(p, 1e-2))("adafactor")
+goes_on(lambda p: torch.optim.NAdam(p, 1e-3))("nadam")
+goes_on(lambda p: torch.optim.RAdam(p, 1e-3), **FP32)("radam")
+goes_on(lambda p: torch.optim.Adamax(p, 1e-3), **FP32)("adamax")
+goes_on(lambda p: torch.optim.Adadelta(p), **FP32)("adadelta")
+goes_on(lambda p: torch.optim.Rprop(p, 1e-3), **FP32)("rprop")
+goes_on(lambda p: torch.optim.ASGD(p, 1e-2), **FP32)("asgd")
+
+
+class OwnStep(AdamW):
+    """Changes an option at every step: it goes on with that."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] *= 0.9
+        return super().step(closure)
+
+
+goes_on(lambda p: OwnStep(p, 1e-3), **FP32)("options_that_its_steps_change")
+
+
+class Counter:
+    def __init__(self):
+        self.seen, self.say = 0, print
+
+
+class Everything(torch.optim.Optimizer):
+    """Keeps things of every kind, in its state, its groups and its attributes, some of which share memory or are shared."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+        mine = [p for group in self.param_groups for p in group["params"]]
+        self.flat = torch.zeros(sum(p.numel() for p in mine))
+        self.views = [each.view(p.shape) for each, p in zip(self.flat.split([p.numel() for p in mine]), mine)]
+        self.first, self.log, self.counter, self.pair = mine[0], collections.deque(maxlen=2), Counter(), (1, 2.5)
+        self.generator, self.random = torch.Generator().manual_seed(3), random.Random(4)
+        self.times, self.numbers, self.empty = numpy.arange(3.0), collections.defaultdict(int), torch.empty(0)
+        self.average = torch.nn.Linear(2, 2)
+        self.inner = torch.optim.Adamax(mine, 1e-3)
+        self.strange = {"nan": float("nan"), 3: {1, 2}, (4, None): b"bytes", "type": torch.bfloat16, "complex": 1 - 2j, "size": torch.Size([2])}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.counter.seen += 1
+        for group in self.param_groups:
+            group["seen"] = group.get("seen", 0) + 1
+            for view, p in zip(self.views, group["params"]):
+                state = self.state[p]
+                state.setdefault("transposed", torch.zeros_like(p).t() if p.dim() == 2 else torch.zeros_like(p)).add_(p.grad.t() if p.dim() == 2 else p.grad)
+                state["log"] = self.log
+                view.add_(p.grad)
+                noise = torch.randn(p.shape, generator=self.generator) + self.random.random() + self.times[0] + self.numbers["steps"]
+                mean = state["transposed"].t() if p.dim() == 2 else state["transposed"]
+                p.add_(mean + view + 1e-3 * noise, alpha=-group["lr"] / group["seen"])
+        self.flat.mul_(0.5)
+        self.first.mul_(1 - 1e-3 * self.counter.seen)
+        self.average.weight.add_(self.flat.sum())
+        self.first.add_(self.average.weight.sum(), alpha=1e-6)
+        self.inner.step()
+        self.times *= 2
+        self.numbers["steps"] += 1
+        self.log.append(float(self.flat.sum()))
+        self.first.add_(sum(self.state[self.first]["log"]), alpha=1e-6)
+
+
+@case(**FP32)
+def things_of_every_kind(run):
+    held = []
+
+    def make(model):
+        held[:] = [Everything(model.parameters())]
+        return held[0]
+
+    told = run.resumed(make)
+    optimizer = held[0]
+    assert optimizer.flat.untyped_storage().data_ptr() == optimizer.views[-1].untyped_storage().data_ptr()
+    assert optimizer.state[optimizer.first]["log"] is optimizer.log and optimizer.counter.say is print
+    strange = {key: value for key, value in optimizer.strange.items() if key != "nan"}
+    return told, repr(strange), optimizer.pair, optimizer.log, optimizer.numbers, optimizer.times.tolist(), optimizer.param_groups[0]["seen"]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Around another one, whose groups it has."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups, self.slow, self.steps = inner, inner.param_groups, None, 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        mine = [p for group in self.param_groups for p in group["params"]]
+        self.slow = self.slow or [p.detach().clone() for p in mine]
+        self.inner.step()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for slow, p in zip(self.slow, mine):
+                p.copy_(slow.lerp_(p, 0.5))
+
+
+goes_on(lambda p: Lookahead(torch.optim.Adamax(p, 1e-3)))("around_another_one")
+goes_on(lambda p: Lookahead(AdamW(p, 1e-3)), **FP32)("around_one_that_the_daemon_has")
+
+
+def train_with_closures(run, model, optimizer, first=0):
+    told = []
+    for step in range(first, first + 3):
+        def again():
+            optimizer.zero_grad()
+            loss = run.loss(model, step)
+            loss.backward()
+            return loss
+
+        told.append(optimizer.step(again).item())
+    return told
+
+
+@case
+def history_of_lbfgs(run):
+    """Which grows with every step."""
+    told = []
+    for first in (0, 3, 6):
+        if run.offloaded or not told:
+            run.end()
+            model = run.model()
+            optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe")
+            run.attach(model, optimizer, job="history")
+        told += train_with_closures(run, model, optimizer, first)
+    state = optimizer.state_dict()["state"][0]
+    return told, state["n_iter"], state["old_dirs"], state["prev_flat_grad"]
+
+
+@case
+def beside_one_of_the_daemon(run):
+    def make():
+        model = run.model()
+        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+        rest = [p for p in model.parameters() if not any(p is each for each in matrices)]
+        optimizers = [torch.optim.Muon(matrices, 1e-2), AdamW(rest, 1e-3, fused=True)]
+        return model, optimizers, run.attach(model, optimizers, job="both")
+
+    told = []
+    for first in (0, 3):
+        if run.offloaded or first == 0:
+            run.end()
+            model, optimizers, handle = make()
+            assert not run.offloaded or handle.step == 2 * first
+        for step in range(first, first + 3):
+            loss = run.loss(model, step)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            told.append(loss.item())
+    return told, [states_of(optimizer) for optimizer in optimizers]
+
+
+@case(**FP32)
+def changed_before_a_step_of_another(run):
+    """That step commits it."""
+    model = run.model()
+    optimizers = [torch.optim.NAdam(model.blocks.parameters(), 1e-3), AdamW(model.head.parameters(), 1e-3)]
+
+    def attach():
+        return run.attach(model, optimizers, job="changed")
+
+    attach()
+
+    def step(number, *chosen):
+        loss = run.loss(model, number)
+        loss.backward()
+        for optimizer in chosen:
+            optimizer.step()
+        model.zero_grad()
+        return loss.item()
+
+    told = [step(0, *optimizers)]
+    state = optimizers[0].state_dict()
+    for each in state["state"].values():
+        each["exp_avg"] = each["exp_avg"] * 2
+        each["step"] = each["step"] + 3
+    optimizers[0].load_state_dict(state)
+    told.append(step(1, optimizers[1]))
+    if run.offloaded:
+        run.end()
+        model = run.model()
+        optimizers = [torch.optim.NAdam(model.blocks.parameters(), 1e-3), AdamW(model.head.parameters(), 1e-3)]
+        attach()
+    return told, step(2, *optimizers), step(3, *optimizers), [states_of(optimizer) for optimizer in optimizers]
+
+
+@case(**FP32)
+def with_several_micro_batches_and_spilled_gradients(run):
+    return run.resumed(lambda model: torch.optim.NAdam(model.parameters(), 1e-3), micro=2, clip=0.1)
+
+
+@case(**FP32)
+def attached_again_with_the_same_objects(run):
+    model = run.model()
+    optimizer = torch.optim.NAdam(model.parameters(), 1e-3)
+    handle = run.attach(model, optimizer, job="again")
+    told = run.train(model, optimizer)
+    if run.offloaded:
+        run.end()
+        run.attach(model, optimizer, job="again")
+    return told + run.train(model, optimizer, first=3), states_of(optimizer), handle.job == "again" or not run.offloaded
+
+
+@case(**FP32)
+def a_run_that_ended_before_its_first_step(run):
+    if run.offloaded:
+        model = run.model()
+        run.attach(model, torch.optim.NAdam(model.parameters(), 1e-3), job="resumed")
+        run.end()
+    return run.resumed(lambda model: torch.optim.NAdam(model.parameters(), 1e-3))
+
+
+@case(**FP32)
+def a_snapshot_has_it(run):
+    def make(job):
+        model = run.model()
+        optimizer = torch.optim.NAdam(model.parameters(), 1e-3)
+        return model, optimizer, run.attach(model, optimizer, job=job)
+
+    model, optimizer, handle = make("original")
+    told = run.train(model, optimizer)
+    if run.offloaded:
+        handle.snapshot("three")
+        run.train(model, optimizer, first=9)
+        run.end()
+        control.run("snapshot", "fork", run.folder, "original", "three", "--as", "forked", "--yes")
+        model, optimizer, handle = make("forked")
+        assert handle.step == 3
+    return told + run.train(model, optimizer, first=3), states_of(optimizer)
+
+
+def names_in(folder):
+    return sorted(name for file in os.listdir(folder) if file.endswith(".safetensors")
+                  for name in safe_open(os.path.join(folder, file), "pt").keys())
+
+
+@case(types=("fp32",), memory=("floor",))
+def files_have_none_of_it(run):
+    if not run.offloaded:
+        return
+    model = run.model()
+    optimizer = torch.optim.NAdam(model.parameters(), 1e-3)
+    handle = run.attach(model, optimizer, job="saved")
+    run.train(model, optimizer)
+    saved, exported = os.path.join(run.folder, "saved files"), os.path.join(run.folder, "exported files")
+    handle.save_weights(saved)
+    handle.wait_durable()
+    names = sorted(name for name, _ in model.named_parameters())
+    run.end()
+    control.run("export", run.folder, "saved", exported)
+    assert names_in(saved) == names_in(exported) == names, names_in(exported)
+
+
+# ---- Refused -----------------------------------------------------------------------------------
+
+
+def text_of_the_next_run(run, make, then=None):
+    """Of the error that a second run of the job ends with."""
+    for again in (make, then or make):
+        model = run.model()
+        optimizer = again(model)
+        handle = run.attach(model, optimizer, job="refused")
+        run.train(model, optimizer)
+        handle.close()
+    raise AssertionError("it went on")
+
+
+class Locked(torch.optim.NAdam):
+    def __init__(self, params):
+        super().__init__(params, 1e-3)
+        self.lock = threading.Lock()
+
+
+class HoldsTheWeights(torch.optim.NAdam):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["former"] = p.data
+
+
+def refused(name, text, make, then=None):
+    def function(run):
+        if not run.offloaded:
+            return
+        try:
+            text_of_the_next_run(run, make, then)
+        except offloadd.Error as error:
+            assert text in str(error), error
+            raise
+
+    function.__name__ = name
+    case(function, **REFUSED)
+
+
+refused("attribute_that_cannot_be_kept", "its attribute lock has a _thread.lock", lambda model: Locked(model.parameters()))
+refused("state_over_the_weights_themselves", "its state has a tensor over a weight or a gradient", lambda model: HoldsTheWeights(model.parameters(), 1e-3))
+refused("another_optimizer_than_before", "keeps what torch.optim.nadam.NAdam does", lambda model: torch.optim.NAdam(model.parameters(), 1e-3),
+        lambda model: torch.optim.RAdam(model.parameters(), 1e-3))
+refused("job_of_one_that_the_daemon_has", "was trained without it", lambda model: torch.optim.SGD(model.parameters(), 1e-3),
+        lambda model: torch.optim.RAdam(model.parameters(), 1e-3))
+refused("other_groups_than_before", "it had 1 groups, and has 2 now", lambda model: torch.optim.NAdam(model.parameters(), 1e-3),
+        lambda model: torch.optim.NAdam([{"params": model.blocks.parameters()}, {"params": model.head.parameters()}], 1e-3))
+
+
+# ---- Killed ------------------------------------------------------------------------------------
+
+KILLED = """
+import json, logging, os, signal, sys
+import torch
+import offloadd
+sys.path.insert(0, sys.argv[1])
+from battery import Transformer, states_of
+
+folder, kill_at = sys.argv[2], int(sys.argv[3])
+torch.manual_seed(0)
+model = Transformer()
+optimizer = torch.optim.NAdam(model.parameters(), 1e-3)
+handle = offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="killed") if folder else None
+if handle is not None and kill_at >= 0:
+    engine, commits = handle._engine, 0
+    class Killing:
+        def __getattr__(self, name):
+            def call(*arguments):
+                global commits
+                commits += name in ("keep_foreign", "apply")
+                if name in ("keep_foreign", "apply") and commits == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return getattr(engine, name)(*arguments)
+            return call
+    handle._engine = Killing()
+for step in range(handle.step if handle else 0, 6):
+    ids = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(step))
+    torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with torch.no_grad():
+    weights = [p.double().sum().item().hex() for p in model.parameters()]
+print(json.dumps([weights, [value.double().sum().item().hex() for state in states_of(optimizer) for value in state.values() if torch.is_tensor(value)]]))
+"""
+
+
+@case(types=("fp32",), memory=("floor",))
+def killed_between_what_it_keeps_and_the_step(run):
+    """Before it is handed over, and after that, of the first steps (where the store is laid out anew) and of later ones."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    if run.offloaded:
+        for kill_at in (1, 2, 3, 4, 3):
+            process = programs.start("-c", KILLED, here, run.folder, str(kill_at))
+            process.communicate()
+            assert process.returncode == -signal.SIGKILL, process.returncode
+    return json.loads(programs.start("-c", KILLED, here, run.folder if run.offloaded else "", "-1").communicate()[0].splitlines()[-1])
+
+
+if __name__ == "__main__":
+    _ = Transformer
+    programs = Programs()
+    sys.exit(main())

@@ -1,0 +1,346 @@
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <map>
+#include <numeric>
+#include <unordered_set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/byte_size.h"
+#include "base/check.h"
+#include "base/error.h"
+#include "proto/buffer_tensors.h"
+#include "zero3/torch/born_residency.h"
+#include "zero3/torch/log.h"
+#include "zero3/torch/tensor_engine.h"
+#include "zero3/torch/throw_status.h"
+
+namespace offload::zero3 {
+
+// What optimizers keep that run in the trainer's process, unmodified. It stays in memory, as it is,
+// and belongs to the job: small parts go with the trainer's state, the others into slots of the
+// store, which are put when their bytes have changed, as buffers are. The store gets slots when
+// they are first needed; it is laid out anew then, as for parameters that come later.
+
+namespace {
+
+uint64_t SizeBytes(const at::Tensor& storage) {
+  return static_cast<uint64_t>(storage.numel()) * storage.element_size();
+}
+
+std::string BytesOf(const at::Tensor& storage) {
+  const at::Tensor bytes = storage.detach().contiguous().cpu();
+  return {static_cast<const char*>(bytes.const_data_ptr()), SizeBytes(bytes)};
+}
+
+at::Tensor FromBytes(std::string_view bytes) {
+  at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+  if (!bytes.empty()) std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  return tensor;
+}
+
+bool AreSameMemory(const at::Tensor& a, const at::Tensor& b) {
+  return a.defined() && b.defined() && a.storage().is_alias_of(b.storage()) &&
+         a.storage_offset() == b.storage_offset() && a.numel() == b.numel();
+}
+
+// Pieces that follow each other are of one.
+struct Storage {
+  std::span<const ForeignState::Piece> pieces;
+  uint64_t size_bytes = 0;
+};
+std::vector<Storage> StoragesOf(std::span<const ForeignState::Piece> pieces) {
+  std::vector<Storage> storages;
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    if (!pieces[i].continues || storages.empty()) storages.push_back({pieces.subspan(i, 0)});
+    Storage& last = storages.back();
+    last = {{last.pieces.data(), last.pieces.size() + 1}, last.size_bytes + pieces[i].size_bytes};
+  }
+  return storages;
+}
+
+// The smallest ones, as long as all of them are within `bytes_max`.
+std::vector<bool> ChooseSmall(std::span<const at::Tensor> storages, uint64_t bytes_max) {
+  std::vector<size_t> order(storages.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::ranges::stable_sort(order, {}, [&](size_t i) { return SizeBytes(storages[i]); });
+  std::vector<bool> is_small(storages.size());
+  uint64_t bytes = 0;
+  for (const size_t i : order) {
+    bytes += SizeBytes(storages[i]);
+    is_small[i] = bytes <= bytes_max;
+  }
+  return is_small;
+}
+
+}  // namespace
+
+// ---- When a job goes on ------------------------------------------------------------------------
+
+// Of a layout that no step was taken with, the last ones are not there. The pieces of a storage are
+// parts of one tensor.
+void TensorEngine::TakeSlots() {
+  std::vector<uint64_t>& sizes = state_.slot_bytes;
+  const auto is_there = [this](size_t slot) {
+    return stored_names_.contains(proto::BufferTensorName(proto::OptimizerSlotName(slot)));
+  };
+  while (!sizes.empty() && !is_there(sizes.size() - 1)) sizes.pop_back();
+  epoch_state_.slot_bytes = sizes;
+  buffers_.AddSlots(sizes);
+  const std::vector<Buffers::Large*> slots = buffers_.slots();
+  for (const ForeignState& state : state_.foreign) {
+    for (const Storage& storage : StoragesOf(state.pieces)) {
+      const at::Tensor whole = at::empty({static_cast<int64_t>(storage.size_bytes)}, at::kByte);
+      int64_t at = 0;
+      for (const ForeignState::Piece& piece : storage.pieces) {
+        const auto size_bytes = static_cast<int64_t>(piece.size_bytes);
+        if (piece.slot < slots.size())
+          slots[piece.slot]->tensor =
+              whole.narrow(0, std::exchange(at, at + size_bytes), size_bytes);
+      }
+    }
+  }
+}
+
+const ForeignState* TensorEngine::foreign(size_t number) const {
+  return number < state_.foreign.size() ? &state_.foreign[number] : nullptr;
+}
+
+std::vector<at::Tensor> TensorEngine::TakeForeignStorages(size_t number) {
+  const auto is_in_slot = [](const ForeignState::Piece& piece) {
+    return piece.slot != ForeignState::kNoSlot;
+  };
+  const std::vector<ForeignState::Piece> pieces = state_.foreign.at(number).pieces;
+  if (std::ranges::any_of(pieces, is_in_slot)) Seal();
+  const std::vector<Buffers::Large*> slots = buffers_.slots();
+  std::vector<at::Tensor> storages;
+  for (const Storage& storage : StoragesOf(pieces)) {
+    const ForeignState::Piece& first = storage.pieces.front();
+    if (!is_in_slot(first)) {
+      storages.push_back(FromBytes(first.bytes));
+      continue;
+    }
+    const at::Tensor& part = slots.at(first.slot)->tensor;
+    storages.push_back(part.as_strided({static_cast<int64_t>(storage.size_bytes)}, {1}));
+  }
+  return storages;
+}
+
+void TensorEngine::AddForeign(size_t number, const std::string& optimizer, bool commits_itself) {
+  if (!commits_itself) unseen_foreign_.insert(number);
+  if (number < state_.foreign.size() && state_.foreign[number].optimizer == optimizer) return;
+  state_.foreign.resize(std::max(state_.foreign.size(), number + 1));
+  state_.foreign[number] = {.optimizer = optimizer};
+}
+
+// ---- At its steps ------------------------------------------------------------------------------
+
+absl::Status TensorEngine::KeepForeign(size_t number, std::string described,
+                                       std::span<const at::Tensor> storages) {
+  const c10::InferenceMode ordinary(false);
+  const at::NoGradGuard no_grad;
+  Seal();
+  ForeignState state = {.optimizer = state_.foreign.at(number).optimizer,
+                        .described = std::move(described)};
+  absl::Status status = PlaceForeign(number, storages, state);
+  if (status.ok()) {
+    struct TrainerState next = state_;
+    next.foreign[number] = state;
+    status = EncodeTrainerState(next).status();
+  }
+  if (status.ok()) {
+    SetForeign(number, std::move(state));
+  } else {
+    LeaveForeign(number, std::string(status.message()));
+  }
+  return status;
+}
+
+void TensorEngine::LeaveForeign(size_t number, std::string reason) {
+  SetForeign(number, {.optimizer = state_.foreign.at(number).optimizer,
+                      .is_kept = false,
+                      .described = std::move(reason)});
+}
+
+// Before a step of the job, whoever takes it: one of them may have written the weights.
+void TensorEngine::LeaveUnseenForeign() {
+  const std::unordered_set<size_t> committing = std::exchange(committing_foreign_, {});
+  const std::vector<uint32_t> put = attachment_->PutSinceEpoch();
+  const bool has_edits =
+      std::ranges::any_of(put, [this](uint32_t id) { return id < declared_.size(); });
+  if (!has_edits) return;
+  for (const size_t number : unseen_foreign_) {
+    if (!committing.contains(number))
+      LeaveForeign(number, "weights were written in a step that was committed without it");
+  }
+}
+
+// Slots that it leaves are free.
+void TensorEngine::SetForeign(size_t number, ForeignState state) {
+  committing_foreign_.insert(number);
+  std::unordered_set<uint32_t> used = SlotsOfOthers(number);
+  for (const ForeignState::Piece& piece : state.pieces) used.insert(piece.slot);
+  state_.foreign[number] = std::move(state);
+  const std::vector<Buffers::Large*> slots = buffers_.slots();
+  for (uint32_t slot = 0; slot < slots.size(); ++slot) {
+    if (!used.contains(slot)) slots[slot]->tensor.reset();
+  }
+}
+
+std::unordered_set<uint32_t> TensorEngine::SlotsOfOthers(size_t number) const {
+  std::unordered_set<uint32_t> slots;
+  for (size_t i = 0; i < state_.foreign.size(); ++i) {
+    if (i == number) continue;
+    for (const ForeignState::Piece& piece : state_.foreign[i].pieces) slots.insert(piece.slot);
+  }
+  return slots;
+}
+
+// None is larger than the largest weight: `ram` that holds that does for them, too.
+uint64_t TensorEngine::PieceBytesMax() const {
+  uint64_t bytes = 64 << 10;
+  for (const proto::Tensor& tensor : declared_)
+    bytes = std::max(bytes, tensor.element_count * proto::DtypeBytes(tensor.dtype));
+  return std::bit_floor(bytes);
+}
+
+absl::Status TensorEngine::PlaceForeign(size_t number, std::span<const at::Tensor> storages,
+                                        ForeignState& state) {
+  const uint64_t small_bytes_max = SmallBuffersBytes() / state_.foreign.size();
+  const std::vector<bool> is_small = ChooseSmall(storages, small_bytes_max);
+  const auto piece_bytes_max = static_cast<int64_t>(PieceBytesMax());
+  std::vector<at::Tensor> parts;  // by piece; undefined when it is in no slot
+  for (size_t i = 0; i < storages.size(); ++i) {
+    if (is_small[i]) {
+      state.pieces.push_back({.size_bytes = SizeBytes(storages[i]), .bytes = BytesOf(storages[i])});
+      parts.emplace_back();
+      continue;
+    }
+    const at::Tensor bytes = storages[i].detach().contiguous();
+    for (int64_t begin = 0; begin < bytes.numel(); begin += piece_bytes_max) {
+      const int64_t size_bytes = std::min(piece_bytes_max, bytes.numel() - begin);
+      state.pieces.push_back(
+          {.continues = begin > 0, .size_bytes = static_cast<uint64_t>(size_bytes)});
+      parts.push_back(bytes.narrow(0, begin, size_bytes));
+    }
+  }
+  std::vector<uint64_t> missing = GiveSlots(number, parts, state);
+  if (missing.empty()) return absl::OkStatus();
+  if (absl::Status status = MakeRoom(std::move(missing)); !status.ok()) return status;
+  OFFLOAD_CHECK(GiveSlots(number, parts, state).empty());
+  return absl::OkStatus();
+}
+
+// What is in a slot already stays there. Returns the sizes of the slots that are missing.
+std::vector<uint64_t> TensorEngine::GiveSlots(size_t number, std::span<const at::Tensor> parts,
+                                              ForeignState& state) {
+  const std::unordered_set<uint32_t> others = SlotsOfOthers(number);
+  const std::vector<Buffers::Large*> slots = buffers_.slots();
+  std::multimap<uint64_t, uint32_t> free;  // by size
+  for (uint32_t slot = 0; slot < slots.size(); ++slot) {
+    if (!others.contains(slot)) free.emplace(state_.slot_bytes[slot], slot);
+  }
+  const auto give = [&](size_t i, const auto& fits) {
+    const auto [begin, end] = free.equal_range(state.pieces[i].size_bytes);
+    const auto found = std::find_if(
+        begin, end, [&](const auto& each) { return fits(slots[each.second]->tensor); });
+    if (found == end) return false;
+    state.pieces[i].slot = found->second;
+    slots[found->second]->tensor = parts[i];
+    free.erase(found);
+    return true;
+  };
+  std::vector<size_t> left;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (!parts[i].defined()) continue;
+    if (!give(i, [&](const at::Tensor& there) { return AreSameMemory(there, parts[i]); }))
+      left.push_back(i);
+  }
+  std::vector<uint64_t> missing;
+  for (const size_t i : left) {
+    if (!give(i, [](const at::Tensor&) { return true; }))
+      missing.push_back(state.pieces[i].size_bytes);
+  }
+  return missing;
+}
+
+// An optimizer that asks again for tensors of a size (a history that grows) will once more.
+absl::Status TensorEngine::MakeRoom(std::vector<uint64_t> sizes_bytes) {
+  std::map<uint64_t, size_t> wanted, there;
+  for (const uint64_t size_bytes : sizes_bytes) ++wanted[size_bytes];
+  for (const uint64_t size_bytes : state_.slot_bytes) ++there[size_bytes];
+  for (const auto& [size_bytes, count] : wanted) {
+    if (there[size_bytes] > count)
+      sizes_bytes.insert(sizes_bytes.end(), there[size_bytes] - count, size_bytes);
+  }
+  missing_slots_.clear();
+  if (!MayLayOutNow()) missing_slots_ = sizes_bytes;
+  return AddSlots(sizes_bytes);
+}
+
+// What is in memory while the store is laid out anew has to be little.
+bool TensorEngine::MayLayOutNow() const {
+  uint64_t size_bytes = 0;
+  for (const Gradient* gradient : gradients_) {
+    if (gradient != nullptr && attachment_->plan().gradients_spilled)
+      size_bytes += gradient->live_bytes();
+  }
+  uint64_t edits_bytes = 0;
+  for (const uint32_t id : attachment_->PutSinceEpoch()) {
+    if (id >= declared_.size()) continue;
+    const proto::Tensor& tensor = attachment_->tensor(id);
+    edits_bytes += tensor.element_count * 4;
+  }
+  return std::max(size_bytes, edits_bytes) <= ram_bytes_ / 4;
+}
+
+bool TensorEngine::MakeRoomForForeign() {
+  if (missing_slots_.empty()) return true;
+  if (!MayLayOutNow()) return false;
+  const c10::InferenceMode ordinary(false);
+  const at::NoGradGuard no_grad;
+  const std::vector<uint64_t> sizes_bytes = std::exchange(missing_slots_, {});
+  if (const absl::Status status = AddSlots(sizes_bytes); !status.ok())
+    Log().warn("{}", std::string(status.message()));
+  return true;
+}
+
+absl::Status TensorEngine::AddSlots(const std::vector<uint64_t>& sizes_bytes) {
+  if (!no_slots_.ok()) return no_slots_;
+  if (!may_grow()) {
+    const uint64_t bytes = std::accumulate(sizes_bytes.begin(), sizes_bytes.end(), uint64_t{0});
+    return no_slots_ = absl::FailedPreconditionError(
+               absl::StrCat("it is ", FormatBytes(bytes), " more than a step takes along, and ",
+                            attachment_->world_size() > 1 ? "there are several ranks"
+                                                          : "the job is on a device"));
+  }
+  if (!MayLayOutNow()) {
+    return absl::UnavailableError("its store has no room for it yet");
+  }
+  attachment_->EndRaw();
+  const BeforeGrowth before = TakeBeforeGrowth();
+  buffers_.AddSlots(sizes_bytes);
+  if (const absl::Status plan = MakePlan(DescribeJob({}, optimizer_, buffers_)).status();
+      !plan.ok() || !before.edits.has_value()) {
+    buffers_ = before.buffers;
+    if (!plan.ok()) no_slots_ = plan;
+    return plan.ok() ? absl::UnavailableError("too much was written at once") : plan;
+  }
+  Log().info(
+      "the store of job {} is laid out anew with room for what the optimizer keeps that runs in "
+      "this process",
+      options_.job);
+  BringHome(attachment_.get());
+  const std::vector<at::Tensor> trained = LeaveGradients();
+  for (struct TrainerState* const state : {&state_, &epoch_state_})
+    state->slot_bytes.insert(state->slot_bytes.end(), sizes_bytes.begin(), sizes_bytes.end());
+  LayOutMore(before, trained);
+  return absl::OkStatus();
+}
+
+}  // namespace offload::zero3
