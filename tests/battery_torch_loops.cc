@@ -1299,6 +1299,29 @@ Programs OwnOptimizers() {
          Train(run, s.model, first, 3, 5);
          s.End();
        }},
+      {"adam_after_lbfgs_that_is_destroyed",
+       [](Run& run) {
+         Setting s(run);
+         {
+           optim::LBFGS first(s.model->parameters(), optim::LBFGSOptions(0.5).max_iter(3));
+           s.engine->Attach(*s.model, first);
+           run.See(first.step([&] {
+             first.zero_grad();
+             Tensor loss = s.Loss(0);
+             loss.backward();
+             return loss;
+           }));
+         }
+         {
+           optim::Adam second(s.model->parameters(), optim::AdamOptions(1e-2));
+           s.engine->Attach(*s.model, second);
+           Train(run, s.model, second, 1, 3);
+         }
+         optim::SGD third(s.model->parameters(), optim::SGDOptions(0.05).momentum(0.9));
+         s.engine->Attach(*s.model, third);
+         Train(run, s.model, third, 3, 5);
+         s.End();
+       }},
       {"own_optimizer_goes_on_in_memory",
        [](Run& run) {
          auto model = Perceptron(run);
