@@ -1096,6 +1096,34 @@ Programs OwnOptimizers() {
                 [](Setting&, auto& own, int step) {
                   if (step == 3) own->state().clear();
                 }),
+      // The job has no tensor of it, in memory an optimizer counts its updates.
+      {"own_optimizer_keeps_a_state_of_an_empty_parameter",
+       [](Run& run) {
+         torch::manual_seed(3);
+         auto model = run.Cast(nn::Linear(kWidth, 8));
+         const Tensor empty = model->register_parameter("empty", torch::zeros({0, 8}, run.dtype()));
+         auto engine = run.Open();
+         optim::AdamW own(model->parameters(), optim::AdamWOptions(1e-2));
+         engine->Attach(*model, own);
+         const auto train = [&](int step) {
+           Mean(torch::cat({model->forward(run.Noise(step, {4, kWidth})), empty})).backward();
+           own.step();
+           own.zero_grad();
+           const auto& state = own.state().at(empty.unsafeGetTensorImpl());
+           run.See(static_cast<double>(static_cast<optim::AdamWParamState&>(*state).step()));
+           run.See(static_cast<optim::AdamWParamState&>(*state).exp_avg());
+         };
+         train(0);
+         std::stringstream file;
+         torch::save(own, file);
+         train(1);
+         train(2);
+         torch::load(own, file);
+         train(3);
+         own.state().clear();
+         train(4);
+         run.See(*model);
+       }},
       {"own_optimizer_made_anew",
        [](Run& run) {
          Setting s(run);
@@ -1269,6 +1297,29 @@ Programs OwnOptimizers() {
            }));
          }
          Train(run, s.model, first, 3, 5);
+         s.End();
+       }},
+      {"adam_after_lbfgs_that_is_destroyed",
+       [](Run& run) {
+         Setting s(run);
+         {
+           optim::LBFGS first(s.model->parameters(), optim::LBFGSOptions(0.5).max_iter(3));
+           s.engine->Attach(*s.model, first);
+           run.See(first.step([&] {
+             first.zero_grad();
+             Tensor loss = s.Loss(0);
+             loss.backward();
+             return loss;
+           }));
+         }
+         {
+           optim::Adam second(s.model->parameters(), optim::AdamOptions(1e-2));
+           s.engine->Attach(*s.model, second);
+           Train(run, s.model, second, 1, 3);
+         }
+         optim::SGD third(s.model->parameters(), optim::SGDOptions(0.05).momentum(0.9));
+         s.engine->Attach(*s.model, third);
+         Train(run, s.model, third, 3, 5);
          s.End();
        }},
       {"own_optimizer_goes_on_in_memory",

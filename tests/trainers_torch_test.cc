@@ -828,7 +828,7 @@ TEST(TrainersTest, AttachedAndSteppedUnderInferenceMode) {
 // Torch settles a thread's number of threads (at::set_num_threads) when something large is first
 // computed there, which may be the optimizer's step; products before that are computed with
 // another number, and so with other bits. Nothing of ours may settle it sooner, or later.
-std::vector<Tensor> TrainOnAnUnsettledThread(bool offloading, bool attaches_there) {
+std::vector<Tensor> TrainOnAnUnsettledThread(bool offloading, bool attaches_there, bool spills) {
   const auto most = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_max_threads"));
   const auto set = reinterpret_cast<void (*)(int)>(dlsym(RTLD_DEFAULT, "omp_set_num_threads"));
   if (most == nullptr || set == nullptr) return {};
@@ -840,7 +840,10 @@ std::vector<Tensor> TrainOnAnUnsettledThread(bool offloading, bool attaches_ther
   std::unique_ptr<torch::optim::Optimizer> optimizer;
   std::vector<Tensor> log;
   const auto attach = [&] {
-    engine = Engine::Open(OptionsFor(attaches_there ? "attached_there" : "settles"));
+    Options options = OptionsFor(std::string(attaches_there ? "attached_there" : "settles") +
+                                 (spills ? "_spilled" : ""));
+    options.spill_gradients = spills;
+    engine = Engine::Open(options);
     optimizer = engine->AdamW(*model, torch::optim::AdamWOptions(1e-3));
   };
   const auto see_threads = [&] { log.push_back(torch::tensor(most())); };
@@ -863,12 +866,17 @@ std::vector<Tensor> TrainOnAnUnsettledThread(bool offloading, bool attaches_ther
 
 TEST(TrainersTest, AThreadSettlesItsNumberOfThreadsWhereItDoesInMemory) {
   for (const bool attaches_there : {false, true}) {
-    const auto expected = TrainOnAnUnsettledThread(/*offloading=*/false, attaches_there);
+    const auto expected =
+        TrainOnAnUnsettledThread(/*offloading=*/false, attaches_there, /*spills=*/false);
     if (expected.empty()) GTEST_SKIP() << "this torch is not built with OpenMP";
     EXPECT_EQ(expected[0].item<int>(), 2);  // at the first step, and not before
     EXPECT_EQ(expected[1].item<int>(), 1);
-    const auto actual = TrainOnAnUnsettledThread(/*offloading=*/true, attaches_there);
-    ExpectSame(expected, actual, attaches_there ? "attached there" : "attached elsewhere");
+    for (const bool spills : {false, true}) {
+      const auto actual = TrainOnAnUnsettledThread(/*offloading=*/true, attaches_there, spills);
+      ExpectSame(expected, actual,
+                 std::string(attaches_there ? "attached there" : "attached elsewhere") +
+                     (spills ? ", gradients spilled" : ""));
+    }
   }
 }
 

@@ -631,8 +631,10 @@ void Gradient::AfterAccumulation(const at::Tensor& added) {
 }
 
 void Gradient::AfterPass() {
-  if (!IsElsewhere()) {
-    Norm(2.0);  // while the bytes are here: neither clipping nor the finite check reads them again
+  // While the bytes are here: neither clipping nor the finite check reads them again. A norm asks
+  // for the number of threads, and in memory nobody has asked yet where nothing is settled.
+  if (threads_are_settled || parameter_.numel() < at::internal::GRAIN_SIZE) {
+    Norm(2.0);
     IsFinite();
   }
   Lock lock(mutex());

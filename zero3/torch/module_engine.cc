@@ -343,6 +343,7 @@ void ModuleEngine::GiveForeign(size_t number, torch::optim::Optimizer& optimizer
   torch::serialize::InputArchive archive;
   archive.load_from(static_cast<const char*>(storages.at(0).const_data_ptr()), file_bytes);
   optimizer.load(archive);
+  tensors_->ForgetForeignBytes(number);
 }
 
 void ModuleEngine::CommitForeign(size_t number, torch::optim::Optimizer& optimizer) {

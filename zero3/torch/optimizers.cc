@@ -1,20 +1,24 @@
 #include "zero3/torch/optimizers.h"
 
+#include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <mutex>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "base/error.h"
+#include "zero3/torch/dtypes.h"
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/torch_state.h"
+#include "zero3/torch/update_counts.h"
 
 namespace offload::zero3 {
 namespace {
@@ -55,11 +59,15 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
       for (const OptimizerParamGroup& group : param_groups())
         engine_->CountAsWrites(group.params());
     }
+    CountEmpty(updates);
     ShowAgain(*this, *this, shown_);
     return loss;
   }
 
-  void BeginWith(std::vector<KeptState> states) override { engine_->BeginWith(std::move(states)); }
+  void BeginWith(std::vector<KeptState> states) override {
+    CountEmptyAs(states);
+    engine_->BeginWith(std::move(states));
+  }
   // Those that will be trained and are frozen yet begin with nothing: the store gets room for all
   // of them at once, before it takes what no epoch has.
   void ReplaceState(std::span<const KeptState> states) override {
@@ -77,17 +85,22 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
       }
     }
     engine_->ReplaceState(all);
+    CountEmptyAs(states);
   }
   bool IsLeft() const override { return engine_->leaves_weights() && engine_->step() > 0; }
   std::vector<KeptState> GatherState() const override {
     std::vector<KeptState> states;
-    if (!engine_->keeps_state()) return states;
-    CheckIsSmall();
+    const bool keeps_state = engine_->keeps_state();
+    if (keeps_state) CheckIsSmall();
     for (const OptimizerParamGroup& group : param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
-        if (parameter.numel() == 0 || IsTable(parameter)) continue;
-        if (engine_->update_count(parameter) == 0) continue;
-        states.push_back(engine_->GatherState(parameter));
+        if (IsTable(parameter)) continue;
+        if (parameter.numel() == 0) {
+          if (const uint64_t count = CountOfEmpty(parameter); count > 0)
+            states.push_back(StateOfEmpty(parameter, count));
+        } else if (keeps_state && engine_->update_count(parameter) > 0) {
+          states.push_back(engine_->GatherState(parameter));
+        }
       }
     }
     return states;
@@ -128,6 +141,36 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
     return group;
   }
 
+  // Parameters without elements are no tensors of the job. In memory an optimizer has a state of
+  // each, with a count of its updates.
+  void CountEmpty(std::span<const GroupUpdate> updates) {
+    for (const GroupUpdate& update : updates) {
+      if (!IsCounted(update.group)) continue;
+      for (const at::Tensor& parameter : update.tensors) {
+        if (parameter.numel() == 0 && parameter.grad().defined())
+          ++counts_of_empty_[parameter.unsafeGetTensorImpl()];
+      }
+    }
+  }
+  void CountEmptyAs(std::span<const KeptState> states) {
+    for (const KeptState& state : states) {
+      if (state.parameter.numel() == 0)
+        counts_of_empty_[state.parameter.unsafeGetTensorImpl()] = state.update_count;
+    }
+  }
+  uint64_t CountOfEmpty(const at::Tensor& parameter) const {
+    const auto found = counts_of_empty_.find(parameter.unsafeGetTensorImpl());
+    return found == counts_of_empty_.end() ? 0 : found->second;
+  }
+  KeptState StateOfEmpty(const at::Tensor& parameter, uint64_t update_count) const {
+    KeptState state{.parameter = parameter, .update_count = update_count};
+    for (size_t i = 0; i < state.planes.size(); ++i) {
+      if (engine_->optimizer().Plane(i) != nullptr)
+        state.planes[i] = at::zeros_like(parameter, MasterType(parameter));
+    }
+    return state;
+  }
+
   // Parameters that groups have got since become the job's.
   void TakeWhatCame() {
     const auto is_unknown = [this](const at::Tensor& parameter) {
@@ -163,6 +206,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
   const std::shared_ptr<ModuleList> modules_;
   const NamedOptimizer optimizer_;
   const std::shared_ptr<Living> living_;
+  std::unordered_map<const void*, uint64_t> counts_of_empty_;  // by TensorImpl
   ShownState shown_;
 };
 

@@ -167,14 +167,17 @@ class Table {
     return marked != nullptr && marked->engine == &engine && std::exchange(marked->is_heir, false);
   }
 
-  // Those that step themselves write weights, as the trainer may, and own nothing.
+  // Those that step themselves write weights, as the trainer may, and own nothing beside others.
   bool IsLeftByDead(const void* parameter) {
     std::lock_guard lock(mutex_);
     bool is_left = false;
     for (const std::shared_ptr<Attached>& attached : attached_) {
-      if (attached->inner == nullptr || !attached->parameters.contains(parameter)) continue;
-      if (!IsDead(attached)) return false;
-      is_left = true;
+      if (!attached->parameters.contains(parameter)) continue;
+      if (IsDead(attached)) {
+        is_left = true;
+      } else if (attached->inner != nullptr) {
+        return false;
+      }
     }
     return is_left;
   }

@@ -137,6 +137,8 @@ class TensorEngine {
   // it says why it cannot, and the next step commits that.
   absl::Status KeepForeign(size_t number, std::string described,
                            std::span<const at::Tensor> storages);
+  // Behind a step: its bytes need not be in memory any more.
+  void ForgetForeignBytes(size_t number);
   // The next step commits that it is not kept, and why.
   void LeaveForeign(size_t number, std::string reason);
   // Between steps: makes the room that one of them was refused because too much would have been in

@@ -161,6 +161,14 @@ absl::Status TensorEngine::KeepForeign(size_t number, std::string described,
   return status;
 }
 
+// What the store has stays there until other bytes come.
+void TensorEngine::ForgetForeignBytes(size_t number) {
+  const std::vector<Buffers::Large*> slots = buffers_.slots();
+  for (const ForeignState::Piece& piece : state_.foreign.at(number).pieces) {
+    if (piece.slot < slots.size()) slots[piece.slot]->tensor.reset();
+  }
+}
+
 void TensorEngine::LeaveForeign(size_t number, std::string reason) {
   SetForeign(number, {.optimizer = state_.foreign.at(number).optimizer,
                       .is_kept = false,
