@@ -348,23 +348,32 @@ void ModuleEngine::GiveForeign(size_t number, torch::optim::Optimizer& optimizer
 
 void ModuleEngine::CommitForeign(size_t number, torch::optim::Optimizer& optimizer) {
   Foreign& foreign = foreign_.at(number);
-  const std::string file = FileOf(optimizer);
-  if (world_size() > 1) {
-    tensors_->LeaveForeign(number, "there were several ranks");
-  } else if (IsEmpty(file)) {
-    tensors_->LeaveForeign(number, "its class has no save()");
-  } else if (foreign.has_masters) {
-    tensors_->LeaveForeign(number, "it has fp32 masters in memory");
-  } else {
-    const at::Tensor bytes = Padded(file);
-    const absl::Status kept =
-        tensors_->KeepForeign(number, std::to_string(file.size()), {&bytes, 1});
-    if (!kept.ok() && !std::exchange(foreign.has_told, true)) {
+  if (const absl::Status kept = Keep(number, optimizer); !kept.ok()) {
+    const std::string reason(kept.message());
+    tensors_->LeaveForeign(number, reason);
+    if (!std::exchange(foreign.has_told, true)) {
       Log().warn("what {} keeps is not part of the job, which cannot be resumed: {}",
-                 foreign.optimizer, std::string(kept.message()));
+                 foreign.optimizer, reason);
     }
   }
   tensors_->CommitStep();
+  tensors_->ForgetForeignBytes(number);
+}
+
+absl::Status ModuleEngine::Keep(size_t number, torch::optim::Optimizer& optimizer) {
+  if (world_size() > 1) return absl::FailedPreconditionError("there are several ranks");
+  if (foreign_.at(number).has_masters)
+    return absl::FailedPreconditionError("it has fp32 masters in memory");
+  std::string file;
+  try {
+    file = FileOf(optimizer);
+  } catch (const c10::Error& error) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("its save() throws: ", error.what_without_backtrace()));
+  }
+  if (IsEmpty(file)) return absl::FailedPreconditionError("its class has no save()");
+  const at::Tensor bytes = Padded(file);
+  return tensors_->KeepForeign(number, std::to_string(file.size()), {&bytes, 1});
 }
 
 void ModuleEngine::CheckHas(const torch::nn::Module& module, const ParameterGroups& groups) const {
