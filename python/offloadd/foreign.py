@@ -59,7 +59,7 @@ class ForeignPart:
                          self.name)
         try:
             giver = process_state.Giver(described, engine.take_foreign_storages(self.number), parameters)
-            giver.give(self.optimizer)
+            giver.give(self.optimizer, with_options=not vars(self.optimizer).pop("_offload_has_options", False))
         except process_state.NotKept as reason:
             raise Error.of(1604, f"the job is at step {engine.step_count()}, and {self.name} cannot take what it has kept: {reason}",
                            "Make the optimizer as in the run before, or begin a new job with the saved weights") from None

@@ -107,6 +107,7 @@ class Handle(Grows, jobs.OfProcess):
         self.job, self.nvme_path = job_of(options), pool_of(options)
         self.asked_for, self.training = self.job, 1  # the job that attach() was told, and how many of its name have trained these models
         self.followed_by = None  # the job that went on with them
+        self.before_commit = None  # what is called when an optimizer has stepped in this process, once
         self._parts = []
         self._versions = {}  # after the last step of this run
         self.last_step = 0  # when it was closed
@@ -239,6 +240,9 @@ class Handle(Grows, jobs.OfProcess):
 
     def commit(self):
         """A step of an optimizer that runs in this process."""
+        before, self.before_commit = self.before_commit, None
+        if before is not None:
+            before()
         self._settle_before_step()
         self._running().apply(self._kind, [[]], [self._idle_values], [False])
         self._end_step()

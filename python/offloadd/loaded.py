@@ -3,11 +3,12 @@
 A job that exists has weights and moments of its own, of its last step. A script that was killed goes on where its checkpoint is, and
 counts its steps from there; so the job takes what was loaded, unless that is what it has."""
 
+import copy
 import logging
 
 import torch
 
-from . import attaching
+from . import attaching, process_state
 from .errors import Error
 from .library import is_disabled
 from .recipes import is_table, number, parameters_of, recipe_of
@@ -29,9 +30,11 @@ class Loaded:
 
     def __init__(self, module, optimizers, beside):
         self._values = [(tensor, copy_of(tensor)) for tensor in _tensors_of(module, optimizers, beside)]
-        self._states = []
+        self._states, self._foreign = [], []
         for optimizer in optimizers:
-            if not recipe_of(optimizer).is_foreign:
+            if recipe_of(optimizer).is_foreign:
+                self._foreign.append(_Foreign(optimizer))
+            else:
                 self._states.append((optimizer, dict(optimizer.state)))
                 optimizer.state.clear()
 
@@ -48,7 +51,8 @@ class Loaded:
     def take(self, handle):
         """Has the job go on with it."""
         written = [(tensor, value) for tensor, value in self._values if not _is_equal(tensor, value)]
-        if not written and all(_has_moments(handle, optimizer, state) for optimizer, state in self._states):
+        if not written and all(_has_moments(handle, optimizer, state) for optimizer, state in self._states) and \
+                all(foreign.is_there() for foreign in self._foreign):
             if handle.step:
                 _log.warning("offloadd: job %s continues after %d steps, where the script's checkpoint is", handle.job, handle.step)
             return
@@ -71,6 +75,38 @@ class Loaded:
                 tensor.copy_(value)
         for optimizer, states in self._states:
             optimizer._offload_part.replace(states)
+        for foreign in self._foreign:
+            foreign.give()
+
+
+class _Foreign:
+    """What one that runs in this process has, as the script has left it."""
+
+    def __init__(self, optimizer):
+        self._optimizer, self._state = optimizer, copy.deepcopy(optimizer.state_dict())
+        self._parameters = {str(number): parameter for number, parameter in enumerate(parameters_of(optimizer))}
+        describer = process_state.Describer({id(p): name for name, p in self._parameters.items()}, set(process_state.options_of(optimizer)))
+        try:
+            self._described = describer.of(optimizer)
+        except process_state.NotKept:
+            self._described = None  # nor does the job have it, and attach() says so
+        self._storages = [storage.clone() for storage in describer.storages]
+
+    def is_there(self):
+        return _are_equal(self._optimizer.state_dict(), self._state)
+
+    def give(self):
+        process_state.Giver(self._described, self._storages, self._parameters).give(self._optimizer)
+
+
+def _are_equal(one, other):
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and _is_equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_equal(each, other[key]) for key, each in one.items())
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    return one == other
 
 
 def _is_equal(tensor, value):

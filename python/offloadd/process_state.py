@@ -77,8 +77,13 @@ class Describer:
         self._where = "it"
 
     def of(self, optimizer):
-        with torch.no_grad():
-            described = {"optimizer": self._optimizer(optimizer), "tensors": self._table}
+        try:
+            with torch.no_grad():
+                described = {"optimizer": self._optimizer(optimizer), "tensors": self._table}
+        except NotKept:
+            raise
+        except Exception as error:  # of whatever it has that tells about itself: its steps go on
+            raise NotKept(f"{self._where} cannot be looked at: {error}") from error
         return _MAGIC + zlib.compress(json.dumps(described, separators=(",", ":")).encode(), 1)
 
     def _optimizer(self, optimizer):
@@ -209,7 +214,8 @@ class Giver:
         made = torch.empty(0, dtype=getattr(torch, dtype), device=device).set_(memory, offset, shape, stride)
         return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
 
-    def give(self, optimizer):
+    def give(self, optimizer, with_options=True):
+        self._with_options = with_options
         with torch.no_grad():
             self._fill(optimizer, self._described)
 
@@ -220,8 +226,9 @@ class Giver:
             raise NotKept(f"it had {len(groups)} groups, and has {len(optimizer.param_groups)} now")
         for group, options in zip(optimizer.param_groups, groups):
             for key, value in options:
-                group[key] = self.value(value)
                 self.changed.add((id(group), key))
+                if self._with_options or key not in group:
+                    group[key] = self.value(value)
         if state is not None:
             self._seen[state[1]] = optimizer.state
             optimizer.state.clear()

@@ -120,6 +120,8 @@ class TrainerCallback(transformers.TrainerCallback):
         beginning = None if is_disabled() else attaching.beginning_of(model, self.options)
         brought = self._brought_by_checkpoint(model, state, beginning is not None)
         loaded = self._take_loaded(optimizer, beginning is not None)
+        if not is_disabled() and recipe_of(optimizer).is_foreign:
+            optimizer._offload_has_options = True  # those of the step that it goes on after
         self.handle = attaching.attach(model, optimizer, **self.options)
         self._first_job = self._first_job or self.handle.job
         self._training, self.begins_anew, self._is_again = self._training + self.begins_anew, False, False
@@ -220,11 +222,16 @@ class TrainerCallback(transformers.TrainerCallback):
         if self.handle is None or is_disabled():
             return
 
+        its = getattr(optimizer, "optimizer", optimizer)
+        if getattr(its, "_offload_part", None) is not None and its._offload_part.is_foreign:  # its step may change options, and draw random numbers
+            self.handle.before_commit = lambda: self._keep(state, train_dataloader)
+            return
+
         def keep(*_):
             hook.remove()
             self._keep(state, train_dataloader)
 
-        hook = getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(keep)
+        hook = its.register_step_pre_hook(keep)
 
     def _keep(self, state, train_dataloader):
         steps = {"magic": _MAGIC, "step": state.global_step + 1, "job_step": self.handle.step + 1, "is_again": self._is_again}

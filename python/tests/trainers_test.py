@@ -1067,7 +1067,8 @@ import os, sys, json, torch
 file, kill_at, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 torch.manual_seed(0 if kill_at >= -1 else 1)
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.GELU(), torch.nn.Linear(64, 4))
-optimizer = torch.optim.SGD(model.parameters(), 0.1) if kind == "sgd" else torch.optim.AdamW(model.parameters(), 1e-2)
+optimizer = {"sgd": lambda p: torch.optim.SGD(p, 0.1), "nadam": lambda p: torch.optim.NAdam(p, 1e-2)}.get(
+    kind, lambda p: torch.optim.AdamW(p, 1e-2))(model.parameters())
 first = 0
 if os.path.exists(file):
     kept = torch.load(file)
@@ -1158,12 +1159,20 @@ class NeedsGradients(transformers.TrainerCallback):
 torch.manual_seed(0)
 arguments = transformers.TrainingArguments(os.path.join(folder, "out"), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1,
                                            per_device_train_batch_size=2, max_steps=12, save_strategy="steps", save_steps=5)
-callbacks = [Tell(), *([NeedsGradients()] if asked else [])] + ([offloadd.TrainerCallback(nvme_path=folder, ram=ram, job="killed")] if ram else [])
+class OwnStep(torch.optim.AdamW):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"], group["weight_decay"] = group["lr"] * 0.9, group["weight_decay"] * 1.5 + 0.01
+            group["steps"] = group.get("steps", 0) + torch.rand(()).item()
+        return super().step(closure)
+callbacks = [Tell(), *([NeedsGradients()] if asked == ["gradients"] else [])] + ([offloadd.TrainerCallback(nvme_path=folder, ram=ram, job="killed")] if ram else [])
 model = llama()
-trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data(), callbacks=callbacks)
+own = OwnStep(model.parameters(), 1e-2) if asked == ["own"] else None
+optimizers = (own, torch.optim.lr_scheduler.MultiplicativeLR(own, lambda _: 0.95) if own else None)
+trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Data(), callbacks=callbacks, optimizers=optimizers)
 trainer.remove_callback(transformers.PrinterCallback)
 try:
-    trainer.train(resume_from_checkpoint=True if os.path.exists(os.path.join(folder, "out", "checkpoint-5")) else None)
+    trainer.train(resume_from_checkpoint=True if not own and os.path.exists(os.path.join(folder, "out", "checkpoint-5")) else None)
 except offloadd.Error as error:
     print(json.dumps([error.id, str(error)]))
     sys.exit()
@@ -1204,6 +1213,7 @@ def untouched_script_that_goes_on_at_its_own_checkpoint(kind, kills):
 untouched_script_that_goes_on_at_its_own_checkpoint("sgd", [4])
 untouched_script_that_goes_on_at_its_own_checkpoint("adamw", [-2, 5, 7])
 untouched_script_that_goes_on_at_its_own_checkpoint("empty", [-2, 5])
+untouched_script_that_goes_on_at_its_own_checkpoint("nadam", [-2, 4, 5, 7])
 
 
 SEVERAL = """
@@ -1483,6 +1493,14 @@ def killed_and_continued(run):
     finally:
         os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
     return json.loads(text.splitlines()[-1])
+
+
+@case(types=("fp32",), memory=("floor",))
+def killed_with_an_optimizer_of_ones_own(run):
+    """Whose steps change options, as the schedule does behind them, and draw random numbers."""
+    for kill_at in ("3", "8") if run.offloaded else ():
+        kill(start(run, KILLED, run.folder, "256MiB", "own"), kill_at)
+    return json.loads(start(run, KILLED, run.folder, "256MiB" if run.offloaded else "", "own").communicate()[0].splitlines()[-1])
 
 
 @case(types=("fp32",), memory=("floor",))
