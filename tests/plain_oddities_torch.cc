@@ -200,13 +200,15 @@ void Alternating(const Arguments& arguments) {
 void Lbfgs(const Arguments& arguments) {
   Linear model(64, 64);
   torch::optim::LBFGS optimizer(model->parameters(), torch::optim::LBFGSOptions(0.1).max_iter(3));
-  for (int step = 0; step < arguments.loops.front(); ++step) {
-    PrintStep(step, optimizer.step([&] {
-      optimizer.zero_grad();
-      const Tensor loss = Loss(model, step);
-      loss.backward();
-      return loss;
-    }));
+  for (const int count : arguments.loops) {
+    for (int step = 0; step < count; ++step) {
+      PrintStep(step, optimizer.step([&] {
+        optimizer.zero_grad();
+        const Tensor loss = Loss(model, step);
+        loss.backward();
+        return loss;
+      }));
+    }
   }
 }
 

@@ -184,9 +184,12 @@ class UntouchedTest(unittest.TestCase):
         self.assertEqual((result.code, result.steps()), (code, []), result.out + result.error)
         self.assertIn(text, result.error)
 
-    def test_lbfgs_runs_in_the_program(self):
+    def test_lbfgs_runs_in_the_program_and_goes_on(self):
         self.check_oddity("lbfgs")
-        self.check_refused(self.oddity("lbfgs", options=["--resume"]), "OFD-1604 the job is at step 4")
+        resumed = self.oddity("lbfgs", options=["--resume"])
+        self.assertEqual(resumed.code, 0, resumed.error)
+        plain = call(TRAINERS["oddities"], "4,4", self.file("plain"), "lbfgs")
+        self.assertEqual(resumed.steps(), plain.steps()[4:])
 
     def test_files_of_an_optimizer_go_both_ways(self):
         self.plain("oddities", "4", self.file("plain"), "saved_optimizer")
