@@ -7,9 +7,11 @@ cannot be described that way is named (NotKept): the job then cannot be resumed,
 
 import base64
 import collections
+import enum
 import json
 import logging
 import random
+import sys
 import types
 import zlib
 
@@ -28,6 +30,7 @@ _CONTAINERS = {list: "list", dict: "dict", set: "set", collections.OrderedDict: 
                collections.defaultdict: "default"}
 _FACTORIES = {each.__name__: each for each in (dict, list, set, int, float)}
 _NAMED = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout", torch.memory_format: "memory_format"}
+_ADDRESSES = 1 << 32  # and more: ids of objects
 # What a program makes anew, and no step changes.
 _AS_MADE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, logging.Logger)
 
@@ -66,6 +69,21 @@ def options_of(optimizer):
             if key != "params"}
 
 
+def _class_name(kind):
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _is_plain_object(value):
+    """Whether it is what its attributes are."""
+    kind = type(value)
+    return hasattr(value, "__dict__") and kind.__module__ != "builtins" and kind.__reduce_ex__ is object.__reduce_ex__ \
+        and not isinstance(value, (torch.Tensor, *_CONTAINERS)) and not hasattr(kind, "__slots__") and "<locals>" not in kind.__qualname__
+
+
+def _packages_of(optimizer):
+    return {each.__module__.partition(".")[0] for each in type(optimizer).__mro__} - {"builtins"}
+
+
 class Describer:
     """Of one optimizer, as it is now. `names`: of the job's parameters, by id; `changed`: (id of the group, option) that steps have changed."""
 
@@ -74,6 +92,7 @@ class Describer:
         self._names, self._changed = names, changed
         self._by_storage, self._tensors, self._seen, self._alive = {}, {}, {}, []
         self._table = []  # of tensors
+        self._packages = set()  # of the optimizers' classes
         self._where = "it"
 
     def of(self, optimizer):
@@ -89,6 +108,7 @@ class Describer:
     def _optimizer(self, optimizer):
         if id(optimizer) in self._seen:
             return ["again", self._seen[id(optimizer)]]
+        self._packages |= _packages_of(optimizer)
         number = self._seen[id(optimizer)] = len(self._seen)
         groups = []
         for place, group in enumerate(optimizer.param_groups):
@@ -117,18 +137,21 @@ class Describer:
             return ["generator", self.value(value.get_state())]
         if isinstance(value, random.Random):
             return ["random", self.value(value.getstate())]
-        kind = type(value)
-        is_object = hasattr(value, "__dict__") and kind.__module__ != "builtins" and not isinstance(value, (torch.Tensor, *_CONTAINERS)) \
-            and kind.__reduce_ex__ is object.__reduce_ex__ and not hasattr(kind, "__slots__")
-        if not is_object:
-            return self.value(value)
+        return self._object(value) if _is_plain_object(value) else self.value(value)
+
+    def _object(self, value, is_made_anew=False):
+        for name, each in vars(value).items() if is_made_anew else ():
+            if _is_as_made(each):  # nobody would make it
+                raise NotKept(f"{self._where} has a {_class_name(type(value))} with a function, {name}")
         if id(value) in self._seen:
             return ["again", self._seen[id(value)]]
         number = self._seen[id(value)] = len(self._seen)
-        return ["object", number, f"{kind.__module__}.{kind.__qualname__}", self._attributes(value)]
+        return ["object", number, _class_name(type(value)), self._attributes(value)]
 
     def value(self, value):
         kind = type(value)
+        if kind is int and value in self._names:  # id(parameter)
+            return ["id", self._names[value]]
         if kind in _PLAIN:
             return value
         if isinstance(value, torch.Tensor):
@@ -149,6 +172,11 @@ class Describer:
             return ["array", value.dtype.str, list(value.shape), base64.b64encode(value.tobytes()).decode()]
         if isinstance(value, torch.Size):
             return ["size", list(value)]
+        if kind.__module__.partition(".")[0] in self._packages:
+            if isinstance(value, enum.Enum):
+                return ["enum", _class_name(kind), value.name]
+            if _is_plain_object(value):
+                return self._object(value, is_made_anew=True)
         raise NotKept(f"{self._where} has a {kind.__module__}.{kind.__qualname__}")
 
     def _container(self, value, kind):
@@ -160,6 +188,9 @@ class Describer:
             items = [self.value(each) for each in value]
         else:
             items = [[self.value(key), self.value(each)] for key, each in value.items()]
+        for key in value if kind not in (list, collections.deque) else ():
+            if type(key) is int and key >= _ADDRESSES and key not in self._names:
+                raise NotKept(f"{self._where} has a number for a key that is an address")
         further = None
         if kind is collections.deque:
             further = value.maxlen
@@ -203,7 +234,7 @@ class Giver:
             raise NotKept("it was written by another version of offloadd")
         whole = json.loads(zlib.decompress(described[len(_MAGIC):]))
         self._described, self._parameters = whole["optimizer"], parameters
-        self._seen = {}
+        self._seen, self._packages = {}, set()
         with torch.no_grad():
             self._tensors = [self._tensor(storages, *each) for each in whole["tensors"]]
         self.changed = set()  # as Describer's, of the optimizer that was given it
@@ -222,6 +253,7 @@ class Giver:
     def _fill(self, optimizer, described):
         _, number, groups, state, attributes = described
         self._seen[number] = optimizer
+        self._packages |= _packages_of(optimizer)
         if len(groups) != len(optimizer.param_groups):
             raise NotKept(f"it had {len(groups)} groups, and has {len(optimizer.param_groups)} now")
         for group, options in zip(optimizer.param_groups, groups):
@@ -253,10 +285,10 @@ class Giver:
             there.set_state(self.value(value[1]))
         elif kind == "random" and isinstance(there, random.Random):
             there.setstate(self.value(value[1]))
-        elif kind == "object" and f"{type(there).__module__}.{type(there).__qualname__}" == value[2]:
+        elif kind == "object" and _class_name(type(there)) == value[2]:
             self._seen[value[1]] = there
             self._fill_attributes(there, value[3])
-        elif kind in ("optimizer", "module", "generator", "random", "object"):
+        elif kind in ("optimizer", "module", "generator", "random"):
             raise NotKept(f"its attribute {name} was another thing than {type(there).__name__}")
         else:
             vars(thing)[name] = self.value(value)
@@ -271,11 +303,33 @@ class Giver:
             if rest[0] not in self._parameters:
                 raise NotKept(f"it has something of parameter '{rest[0]}', which the model has not")
             return self._parameters[rest[0]]
+        if kind == "id":
+            return id(self.value(["parameter", rest[0]]))
         if kind == "tensor":
             return self._tensors[rest[0]]
+        if kind == "object":
+            return self._object(*rest)
         if kind in _CONTAINERS.values():
             return self._container(kind, *rest)
         return _MAKERS[kind](self, *rest)
+
+    def _object(self, number, name, attributes):
+        its = self.class_of(name)
+        if its.__reduce_ex__ is not object.__reduce_ex__:
+            raise NotKept(f"{name} is made by a function now")
+        made = self._seen[number] = its.__new__(its)
+        self._fill_attributes(made, attributes)
+        return made
+
+    def class_of(self, name):
+        """One that the optimizers' packages have: nothing is imported."""
+        module, _, qualified = name.partition(":")
+        found = sys.modules.get(module) if module.partition(".")[0] in self._packages else None
+        for part in qualified.split("."):
+            found = getattr(found, part, None)
+        if not isinstance(found, type):
+            raise NotKept(f"it had a {name}, which there is not")
+        return found
 
     def _container(self, kind, number, items, further):
         if kind == "deque":
@@ -296,6 +350,7 @@ class Giver:
 
 _MAKERS = {
     "tuple": lambda giver, items: tuple(giver.value(each) for each in items),
+    "enum": lambda giver, its, name: giver.class_of(its)[name],
     "complex": lambda giver, real, imaginary: complex(real, imaginary),
     "bytes": lambda giver, text: base64.b64decode(text),
     "size": lambda giver, sizes: torch.Size(sizes),

@@ -1,6 +1,7 @@
 """What optimizers keep that run in this process belongs to the job: a run that goes on has it, whatever it is made of, or says what it cannot keep."""
 
 import collections
+import enum
 import json
 import os
 import random
@@ -57,8 +58,20 @@ goes_on(lambda p: OwnStep(p, 1e-3), **FP32)("options_that_its_steps_change")
 
 
 class Counter:
-    def __init__(self):
-        self.seen, self.say = 0, print
+    def __init__(self, seen=0):
+        self.seen, self.say = seen, print
+
+
+class Side(enum.Enum):
+    LEFT = "left"
+    RIGHT = "right"
+
+
+class Projector:
+    def __init__(self, parameter, function=None):
+        self.rank, self.of, self.side = 2, torch.ones_like(parameter), Side.RIGHT
+        if function is not None:
+            self.function = function
 
 
 class Everything(torch.optim.Optimizer):
@@ -73,6 +86,7 @@ class Everything(torch.optim.Optimizer):
         self.generator, self.random = torch.Generator().manual_seed(3), random.Random(4)
         self.times, self.numbers, self.empty = numpy.arange(3.0), collections.defaultdict(int), torch.empty(0)
         self.average = torch.nn.Linear(2, 2)
+        self.by_id = {}
         self.inner = torch.optim.Adamax(mine, 1e-3)
         self.strange = {"nan": float("nan"), 3: {1, 2}, (4, None): b"bytes", "type": torch.bfloat16, "complex": 1 - 2j, "size": torch.Size([2])}
 
@@ -85,6 +99,10 @@ class Everything(torch.optim.Optimizer):
                 state = self.state[p]
                 state.setdefault("transposed", torch.zeros_like(p).t() if p.dim() == 2 else torch.zeros_like(p)).add_(p.grad.t() if p.dim() == 2 else p.grad)
                 state["log"] = self.log
+                state.setdefault("projector", Projector(p)).of.mul_(0.9)
+                self.by_id.setdefault(id(p), {"sum": torch.zeros(())})["sum"] += p.grad.sum()
+                assert state["projector"].side is Side.RIGHT
+                p.add_(state["projector"].of * self.by_id[id(p)]["sum"], alpha=1e-5)
                 view.add_(p.grad)
                 noise = torch.randn(p.shape, generator=self.generator) + self.random.random() + self.times[0] + self.numbers["steps"]
                 mean = state["transposed"].t() if p.dim() == 2 else state["transposed"]
@@ -108,7 +126,8 @@ def things_of_every_kind(run):
         held[:] = [Everything(model.parameters())]
         return held[0]
 
-    told = run.resumed(make)
+    told, states = run.resumed(make)
+    told = told, [{key: value.of if key == "projector" else value for key, value in state.items()} for state in states]
     optimizer = held[0]
     assert optimizer.flat.untyped_storage().data_ptr() == optimizer.views[-1].untyped_storage().data_ptr()
     assert optimizer.state[optimizer.first]["log"] is optimizer.log and optimizer.counter.say is print
@@ -312,6 +331,19 @@ class Locked(torch.optim.NAdam):
         self.lock = threading.Lock()
 
 
+class Projects(torch.optim.NAdam):
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["projector"] = Projector(p, function=torch.square)
+
+
+class KnowsGroups(torch.optim.NAdam):
+    def step(self, closure=None):
+        self.by_group = {id(group): 1 for group in self.param_groups}
+        return super().step(closure)
+
+
 class HoldsTheWeights(torch.optim.NAdam):
     def step(self, closure=None):
         super().step(closure)
@@ -336,6 +368,8 @@ def refused(name, text, make, then=None):
 
 refused("attribute_that_cannot_be_kept", "its attribute lock has a _thread.lock", lambda model: Locked(model.parameters()))
 refused("state_over_the_weights_themselves", "its state has a tensor over a weight or a gradient", lambda model: HoldsTheWeights(model.parameters(), 1e-3))
+refused("state_with_a_function", "its state has a __main__:Projector with a function, function", lambda model: Projects(model.parameters(), 1e-3))
+refused("keys_that_are_addresses", "has a number for a key that is an address", lambda model: KnowsGroups(model.parameters(), 1e-3))
 refused("another_optimizer_than_before", "keeps what torch.optim.nadam.NAdam does", lambda model: torch.optim.NAdam(model.parameters(), 1e-3),
         lambda model: torch.optim.RAdam(model.parameters(), 1e-3))
 refused("job_of_one_that_the_daemon_has", "was trained without it", lambda model: torch.optim.SGD(model.parameters(), 1e-3),
