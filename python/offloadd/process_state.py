@@ -8,6 +8,7 @@ cannot be described that way is named (NotKept): the job then cannot be resumed,
 import base64
 import collections
 import enum
+import functools
 import json
 import logging
 import random
@@ -32,7 +33,8 @@ _FACTORIES = {each.__name__: each for each in (dict, list, set, int, float)}
 _NAMED = {torch.dtype: "dtype", torch.device: "device", torch.layout: "layout", torch.memory_format: "memory_format"}
 _ADDRESSES = 1 << 32  # and more: ids of objects
 # What a program makes anew, and no step changes.
-_AS_MADE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type, logging.Logger)
+_AS_MADE = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, functools.partial, type, logging.Logger)
+_PARTS_MAX = 200_000  # that are described, with each step
 
 
 class NotKept(Exception):
@@ -49,14 +51,19 @@ def _is_as_made(value):
     return isinstance(value, _AS_MADE) or (callable(value) and not isinstance(value, torch.nn.Module) and not hasattr(value, "__dict__"))
 
 
+def _are_optimizers(value):
+    return type(value) in (list, tuple) and len(value) > 0 and all(isinstance(each, torch.optim.Optimizer) for each in value)
+
+
 def optimizers_in(optimizer, found=None):
     """It, and those that its attributes are."""
     found = {} if found is None else found
     if id(optimizer) not in found:
         found[id(optimizer)] = optimizer
         for value in _own_attributes(optimizer).values():
-            if isinstance(value, torch.optim.Optimizer):
-                optimizers_in(value, found)
+            for each in value if _are_optimizers(value) else (value,):
+                if isinstance(each, torch.optim.Optimizer):
+                    optimizers_in(each, found)
     return list(found.values())
 
 
@@ -91,7 +98,7 @@ class Describer:
         self.storages = []  # as bytes
         self._names, self._changed = names, changed
         self._by_storage, self._tensors, self._seen, self._alive = {}, {}, {}, []
-        self._table = []  # of tensors
+        self._table, self._parts = [], 0  # of tensors; how many things
         self._packages = set()  # of the optimizers' classes
         self._where = "it"
 
@@ -108,6 +115,8 @@ class Describer:
     def _optimizer(self, optimizer):
         if id(optimizer) in self._seen:
             return ["again", self._seen[id(optimizer)]]
+        if optimizer.state is not optimizer.state or optimizer.param_groups is not optimizer.param_groups:
+            raise NotKept("its state or its groups are made anew whenever they are looked at")
         self._packages |= _packages_of(optimizer)
         number = self._seen[id(optimizer)] = len(self._seen)
         groups = []
@@ -130,6 +139,8 @@ class Describer:
         """Things that are filled where they are when a run goes on."""
         if isinstance(value, torch.optim.Optimizer):
             return self._optimizer(value)
+        if _are_optimizers(value):
+            return ["several", [self._optimizer(each) for each in value]]
         if isinstance(value, torch.nn.Module):
             tensors = dict(value.named_parameters(remove_duplicate=False)) | dict(value.named_buffers(remove_duplicate=False))
             return ["module", [[name, self.value(tensor)] for name, tensor in tensors.items() if id(tensor) not in self._names]]
@@ -149,7 +160,9 @@ class Describer:
         return ["object", number, _class_name(type(value)), self._attributes(value)]
 
     def value(self, value):
-        kind = type(value)
+        kind, self._parts = type(value), self._parts + 1
+        if self._parts > _PARTS_MAX:
+            raise NotKept(f"{self._where} is one of more than {_PARTS_MAX:,} things")
         if kind is int and value in self._names:  # id(parameter)
             return ["id", self._names[value]]
         if kind in _PLAIN:
@@ -275,6 +288,10 @@ class Giver:
         there, kind = vars(thing).get(name), value[0] if isinstance(value, list) else None
         if kind == "optimizer" and isinstance(there, torch.optim.Optimizer):
             self._fill(there, value)
+        elif kind == "several" and _are_optimizers(there) and len(there) == len(value[1]):
+            for each, its in zip(there, value[1]):
+                if its[0] == "optimizer":  # else it was filled already
+                    self._fill(each, its)
         elif kind == "module" and isinstance(there, torch.nn.Module):
             tensors = dict(there.named_parameters(remove_duplicate=False)) | dict(there.named_buffers(remove_duplicate=False))
             for key, tensor in value[1]:
@@ -288,7 +305,7 @@ class Giver:
         elif kind == "object" and _class_name(type(there)) == value[2]:
             self._seen[value[1]] = there
             self._fill_attributes(there, value[3])
-        elif kind in ("optimizer", "module", "generator", "random"):
+        elif kind in ("optimizer", "several", "module", "generator", "random"):
             raise NotKept(f"its attribute {name} was another thing than {type(there).__name__}")
         else:
             vars(thing)[name] = self.value(value)

@@ -170,9 +170,33 @@ def train_with_closures(run, model, optimizer, first=0):
     return told
 
 
-@case
+class Several(torch.optim.Optimizer):
+    """Of others, for a part of the parameters each."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3})
+        mine = [p for group in self.param_groups for p in group["params"]]
+        self.optimizers = [torch.optim.NAdam(mine[:3], 1e-3), OwnStep(mine[3:], 1e-3)]
+
+    def step(self, closure=None):
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@case(**FP32)
+def several_in_one(run):
+    held = []
+
+    def make(model):
+        held[:] = [Several(model.parameters())]
+        return held[0]
+
+    return run.resumed(make), [[states_of(each), each.param_groups[0]["lr"]] for each in held[0].optimizers]
+
+
+@case(memory=("double",))
 def history_of_lbfgs(run):
-    """Which grows with every step."""
+    """Which grows with every step: the least memory that trains the model is too little for it."""
     told = []
     for first in (0, 3, 6):
         if run.offloaded or not told:
@@ -338,6 +362,22 @@ class Projects(torch.optim.NAdam):
             self.state[p]["projector"] = Projector(p, function=torch.square)
 
 
+class Recording(torch.optim.NAdam):
+    def step(self, closure=None):
+        self.record = list(range(300_000))
+        return super().step(closure)
+
+
+class Views(Lookahead):
+    @property
+    def state(self):
+        return {p: {**each} for p, each in self.__dict__.get("state", {}).items()}
+
+    @state.setter
+    def state(self, value):
+        self.__dict__["state"] = value
+
+
 class KnowsGroups(torch.optim.NAdam):
     def step(self, closure=None):
         self.by_group = {id(group): 1 for group in self.param_groups}
@@ -368,6 +408,8 @@ def refused(name, text, make, then=None):
 
 refused("attribute_that_cannot_be_kept", "its attribute lock has a _thread.lock", lambda model: Locked(model.parameters()))
 refused("state_over_the_weights_themselves", "its state has a tensor over a weight or a gradient", lambda model: HoldsTheWeights(model.parameters(), 1e-3))
+refused("state_that_is_made_when_it_is_looked_at", "are made anew whenever they are looked at", lambda model: Views(torch.optim.NAdam(model.parameters(), 1e-3)))
+refused("attribute_that_is_large", "is one of more than 200,000 things", lambda model: Recording(model.parameters(), 1e-3))
 refused("state_with_a_function", "its state has a __main__:Projector with a function, function", lambda model: Projects(model.parameters(), 1e-3))
 refused("keys_that_are_addresses", "has a number for a key that is an address", lambda model: KnowsGroups(model.parameters(), 1e-3))
 refused("another_optimizer_than_before", "keeps what torch.optim.nadam.NAdam does", lambda model: torch.optim.NAdam(model.parameters(), 1e-3),

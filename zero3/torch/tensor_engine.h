@@ -140,7 +140,7 @@ class TensorEngine {
   // Behind a step: its bytes need not be in memory any more.
   void ForgetForeignBytes(size_t number);
   // The next step commits that it is not kept, and why.
-  void LeaveForeign(size_t number, std::string reason);
+  void LeaveForeign(size_t number, const std::string& reason);
   // Between steps: makes the room that one of them was refused because too much would have been in
   // memory then. False where it still would be.
   bool MakeRoomForForeign();

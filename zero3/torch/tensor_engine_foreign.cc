@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "base/byte_size.h"
 #include "base/check.h"
 #include "base/error.h"
@@ -169,10 +170,10 @@ void TensorEngine::ForgetForeignBytes(size_t number) {
   }
 }
 
-void TensorEngine::LeaveForeign(size_t number, std::string reason) {
+void TensorEngine::LeaveForeign(size_t number, const std::string& reason) {
   SetForeign(number, {.optimizer = state_.foreign.at(number).optimizer,
                       .is_kept = false,
-                      .described = std::move(reason)});
+                      .described = std::string(absl::StripSuffix(reason, "."))});
 }
 
 // Before a step of the job, whoever takes it: one of them may have written the weights.
