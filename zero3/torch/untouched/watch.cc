@@ -273,7 +273,7 @@ void Watch::Cast(const torch::nn::Module& module, const std::function<void()>& c
 }
 
 void Watch::Read(const at::Tensor& tensor, const std::function<void()>& read) {
-  if (state_ != State::kWatching || !IsRegistered(tensor)) return read();
+  if (inside || state_ != State::kWatching || !IsRegistered(tensor)) return read();
   WithOtherMemory({tensor}, read);
 }
 
