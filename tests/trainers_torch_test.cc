@@ -1351,6 +1351,76 @@ TEST(OwnOptimizerTest, APhaseOfAnotherKindGoesOnButForMasters) {
   ExpectError(1604, "its state was lost", [] { TrainInPhases(at::kBFloat16, {4, 5}, true); });
 }
 
+struct SparseTable : nn::Module {
+  SparseTable()
+      : table(register_module("table", nn::Embedding(nn::EmbeddingOptions(500, 64).sparse(true)))),
+        head(register_module("head", nn::Linear(64, 10))) {}
+  nn::Embedding table;
+  nn::Linear head;
+};
+
+// torch's SGD keeps a sparse buffer of such gradients.
+std::vector<Tensor> TrainSparsely(const std::vector<int64_t>& ends, bool offloading) {
+  SetOffloading(offloading);
+  std::vector<Tensor> weights;
+  for (const int64_t end : offloading ? ends : std::vector<int64_t>{ends.back()}) {
+    torch::manual_seed(7);
+    auto model = std::make_shared<SparseTable>();
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+    auto engine = Engine::Open(OptionsFor("sparse_momentum", "512MiB"));
+    engine->Attach(*model, optimizer);
+    for (int64_t step = engine->step(); step < end; ++step) {
+      optimizer.zero_grad();
+      torch::manual_seed(100 + step);
+      const Tensor rows = torch::randint(500, {40}).remainder(20 + 5 * step);
+      model->head(model->table(rows)).square().mean().backward();
+      optimizer.step();
+    }
+    weights.clear();
+    for (const Tensor& parameter : model->parameters())
+      weights.push_back(engine->Gather(parameter));
+  }
+  return weights;
+}
+
+TEST(OwnOptimizerTest, SparseMomentumGoesOn) {
+  const std::vector<Tensor> expected = TrainSparsely({8}, false);
+  ExpectSame(expected, TrainSparsely({2, 3, 6, 8}, true), "sparse momentum");
+}
+
+// Each step updates the first weight twice.
+TEST(OwnOptimizerTest, OneThatNamesAParameterTwiceGoesOn) {
+  const auto make = [](nn::Module& module) {
+    std::vector<Tensor> parameters = module.parameters();
+    parameters.push_back(parameters.front());
+    return std::make_unique<torch::optim::SGD>(parameters,
+                                               torch::optim::SGDOptions(0.01).momentum(0.9));
+  };
+  const auto take = [](const Trainer& trainer, Engine&, torch::optim::SGD& optimizer,
+                       int64_t step) {
+    optimizer.zero_grad();
+    trainer.loss(step).backward();
+    optimizer.step();
+  };
+  const Kept expected = TrainInRuns("own_twice", {6}, false, make, take);
+  const Kept offloaded = TrainInRuns("own_twice", {2, 4, 6}, true, make, take);
+  ExpectSame(expected.weights, offloaded.weights, "twice");
+}
+
+TEST(OwnOptimizerTest, OptionsOfOneThatGoesOnAreThePrograms) {
+  SetOffloading(true);
+  for (const double rate : {0.5, 0.25}) {
+    nn::Linear layer(kWidth, 20);
+    torch::optim::LBFGS optimizer(layer->parameters(), torch::optim::LBFGSOptions(rate));
+    auto engine = Engine::Open(OptionsFor("own_options"));
+    engine->Attach(*layer, optimizer);
+    auto& group = optimizer.param_groups()[0];
+    EXPECT_EQ(static_cast<torch::optim::LBFGSOptions&>(group.options()).lr(), rate);
+    StepOfLbfgs({layer.ptr(), [&](int64_t) { return layer->weight.square().mean(); }}, *engine,
+                optimizer, 0);
+  }
+}
+
 // A class of the trainer's own; what its save() writes goes with CommitStep(optimizer).
 class Momentum : public torch::optim::Optimizer {
  public:

@@ -8,7 +8,9 @@
 #include <bit>
 #include <cstring>
 #include <iterator>
+#include <memory>
 #include <optional>
+#include <unordered_set>
 #include <utility>
 
 #include "absl/algorithm/container.h"
@@ -270,6 +272,50 @@ class WithoutScratch {
       taken_;
 };
 
+// libtorch reads the state of a parameter that is named twice once, and leaves none for the second.
+class EachNamedOnce {
+ public:
+  explicit EachNamedOnce(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
+    std::unordered_set<const void*> seen;
+    for (torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
+      named_.push_back(group.params());
+      std::erase_if(group.params(), [&seen](const at::Tensor& parameter) {
+        return !seen.insert(parameter.unsafeGetTensorImpl()).second;
+      });
+    }
+  }
+  ~EachNamedOnce() {
+    for (size_t i = 0; i < named_.size(); ++i)
+      optimizer_.param_groups()[i].params() = std::move(named_[i]);
+  }
+  EachNamedOnce(const EachNamedOnce&) = delete;
+  EachNamedOnce& operator=(const EachNamedOnce&) = delete;
+
+ private:
+  torch::optim::Optimizer& optimizer_;
+  std::vector<std::vector<at::Tensor>> named_;
+};
+
+// Options stay the program's, as those of the daemon's optimizers do.
+class KeepsOptions {
+ public:
+  explicit KeepsOptions(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {
+    for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups())
+      options_.push_back(group.has_options() ? group.options().clone() : nullptr);
+  }
+  ~KeepsOptions() {
+    for (size_t i = 0; i < options_.size(); ++i) {
+      if (options_[i] != nullptr) optimizer_.param_groups()[i].set_options(std::move(options_[i]));
+    }
+  }
+  KeepsOptions(const KeepsOptions&) = delete;
+  KeepsOptions& operator=(const KeepsOptions&) = delete;
+
+ private:
+  torch::optim::Optimizer& optimizer_;
+  std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options_;
+};
+
 std::string FileOf(torch::optim::Optimizer& optimizer) {
   const WithoutScratch without(optimizer);
   torch::serialize::OutputArchive archive;
@@ -296,6 +342,7 @@ size_t ModuleEngine::NextForeign(const std::string& optimizer, bool has_masters)
 }
 
 void ModuleEngine::AddForeign(size_t number, bool commits_itself) {
+  foreign_.at(number).commits_itself = commits_itself;
   tensors_->AddForeign(number, foreign_.at(number).optimizer, commits_itself);
 }
 
@@ -342,6 +389,12 @@ void ModuleEngine::GiveForeign(size_t number, torch::optim::Optimizer& optimizer
   const std::vector<at::Tensor> storages = tensors_->TakeForeignStorages(number);
   torch::serialize::InputArchive archive;
   archive.load_from(static_cast<const char*>(storages.at(0).const_data_ptr()), file_bytes);
+  std::optional<EachNamedOnce> once;
+  std::optional<KeepsOptions> options;
+  if (foreign_.at(number).commits_itself) {
+    once.emplace(optimizer);
+    options.emplace(optimizer);
+  }
   optimizer.load(archive);
   tensors_->ForgetForeignBytes(number);
 }
@@ -366,6 +419,8 @@ absl::Status ModuleEngine::Keep(size_t number, torch::optim::Optimizer& optimize
     return absl::FailedPreconditionError("it has fp32 masters in memory");
   std::string file;
   try {
+    std::optional<EachNamedOnce> once;
+    if (foreign_.at(number).commits_itself) once.emplace(optimizer);
     file = FileOf(optimizer);
   } catch (const c10::Error& error) {
     return absl::FailedPreconditionError(

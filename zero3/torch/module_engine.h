@@ -153,7 +153,8 @@ class ModuleEngine final : public Engine {
   struct Foreign {
     std::string optimizer;  // its class
     bool has_masters = false;
-    bool has_told = false;  // why what it keeps is not the job's
+    bool commits_itself = false;  // libtorch's own
+    bool has_told = false;        // why what it keeps is not the job's
   };
   std::vector<Foreign> foreign_;  // by their numbers
   const int64_t begun_at_;        // the step that the job was at when this process opened it
