@@ -117,7 +117,8 @@ class ForeignPart:
         self.handle.commit()
 
     def tell(self):
-        _log.info("offloadd: %s runs in this process, weight by weight; what it keeps is in memory, and part of the job", self.name)
+        _log.warning("offloadd: %s runs in this process, weight by weight, which takes longer than in the daemon; what it keeps is in memory beside "
+                     "ram, and part of the job", self.name)
 
     def has(self, parameter):
         return any(parameter is each for each in parameters_of(self.optimizer))
