@@ -29,11 +29,6 @@ inline std::string OptimizerSlotName(size_t slot) {
   return std::string(kOptimizerSlotPrefix).append(std::to_string(slot));
 }
 
-// Of such a name.
-inline size_t NumberOfOptimizerSlot(std::string_view name) {
-  return std::stoul(std::string(name.substr(kOptimizerSlotPrefix.size())));
-}
-
 inline bool IsOptimizerSlot(std::string_view tensor) {
   return IsBufferTensor(tensor) &&
          tensor.substr(kBufferTensorPrefix.size()).starts_with(kOptimizerSlotPrefix);

@@ -36,6 +36,15 @@ struct Setting {
     return *this;
   }
   Tensor Loss(uint64_t batch) { return battery::Loss(run, model, batch); }
+  // Whose closure computes the loss and its gradients.
+  Tensor StepWithClosure(optim::Optimizer& own, uint64_t batch = 0) {
+    return own.step([&] {
+      own.zero_grad();
+      Tensor loss = Loss(batch);
+      loss.backward();
+      return loss;
+    });
+  }
   void End() { run.See(*model); }
 
   Run& run;
@@ -168,13 +177,7 @@ Programs Loops() {
                 }),
       WithSgd("closure",
               [](Run& run, Setting& s) {
-                for (int step = 0; step < 3; ++step)
-                  run.See(s.optimizer->step([&] {
-                    s.optimizer->zero_grad();
-                    Tensor loss = s.Loss(step);
-                    loss.backward();
-                    return loss;
-                  }));
+                for (int step = 0; step < 3; ++step) run.See(s.StepWithClosure(*s.optimizer, step));
               }),
       {"lbfgs",
        [](Run& run) {
@@ -182,13 +185,7 @@ Programs Loops() {
          optim::LBFGS optimizer(s.model->parameters(),
                                 optim::LBFGSOptions(0.5).max_iter(4).history_size(3));
          s.engine->Attach(*s.model, optimizer);
-         for (int step = 0; step < 2; ++step)
-           run.See(optimizer.step([&] {
-             optimizer.zero_grad();
-             Tensor loss = s.Loss(0);
-             loss.backward();
-             return loss;
-           }));
+         for (int step = 0; step < 2; ++step) run.See(s.StepWithClosure(optimizer));
          s.End();
        }},
       {"lbfgs_with_line_search",
@@ -197,13 +194,7 @@ Programs Loops() {
          optim::LBFGS optimizer(s.model->parameters(),
                                 optim::LBFGSOptions(1).max_iter(3).line_search_fn("strong_wolfe"));
          s.engine->Attach(*s.model, optimizer);
-         for (int step = 0; step < 2; ++step)
-           run.See(optimizer.step([&] {
-             optimizer.zero_grad();
-             Tensor loss = s.Loss(0);
-             loss.backward();
-             return loss;
-           }));
+         for (int step = 0; step < 2; ++step) run.See(s.StepWithClosure(optimizer));
          s.End();
        }},
       WithAdamW("gradient_penalty",
@@ -1289,12 +1280,7 @@ Programs OwnOptimizers() {
          for (int phase = 0; phase < 2; ++phase) {
            optim::LBFGS second(s.model->parameters(), optim::LBFGSOptions(0.5).max_iter(3));
            s.engine->Attach(*s.model, second);
-           run.See(second.step([&] {
-             second.zero_grad();
-             Tensor loss = s.Loss(0);
-             loss.backward();
-             return loss;
-           }));
+           run.See(s.StepWithClosure(second));
          }
          Train(run, s.model, first, 3, 5);
          s.End();
@@ -1305,12 +1291,7 @@ Programs OwnOptimizers() {
          {
            optim::LBFGS first(s.model->parameters(), optim::LBFGSOptions(0.5).max_iter(3));
            s.engine->Attach(*s.model, first);
-           run.See(first.step([&] {
-             first.zero_grad();
-             Tensor loss = s.Loss(0);
-             loss.backward();
-             return loss;
-           }));
+           run.See(s.StepWithClosure(first));
          }
          {
            optim::Adam second(s.model->parameters(), optim::AdamOptions(1e-2));

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
@@ -47,25 +48,37 @@ absl::Status Damaged(std::string_view what) {
 
 static_assert(sizeof(LossScale) == 8);
 
-void AppendLength(uint64_t length, std::string& bytes) {
-  bytes.append(reinterpret_cast<const char*>(&length), sizeof(length));
+template <typename T>
+void AppendValue(const T& value, std::string& bytes) {
+  bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+void AppendLength(uint64_t length, std::string& bytes) { AppendValue(length, bytes); }
+
+// False when the bytes end within it.
+template <typename T>
+bool TakeValue(std::string_view& bytes, T& value) {
+  if (bytes.size() < sizeof(value)) return false;
+  std::memcpy(&value, bytes.data(), sizeof(value));
+  bytes.remove_prefix(sizeof(value));
+  return true;
+}
+bool TakeText(std::string_view& bytes, uint64_t length, std::string& text) {
+  if (length > bytes.size()) return false;
+  text = std::string(bytes.substr(0, length));
+  bytes.remove_prefix(length);
+  return true;
 }
 
 // Nothing when the bytes end within it.
 std::optional<uint64_t> TakeLength(std::string_view& bytes) {
   uint64_t length = 0;
-  if (bytes.size() < sizeof(length)) return std::nullopt;
-  std::memcpy(&length, bytes.data(), sizeof(length));
-  bytes.remove_prefix(sizeof(length));
-  return length;
+  return TakeValue(bytes, length) ? std::optional(length) : std::nullopt;
 }
 
 absl::Status TakeBuffers(std::string_view& bytes, TrainerState& state) {
   const std::optional<uint64_t> length = TakeLength(bytes);
   if (!length.has_value()) return Damaged("ends before its buffers");
-  if (*length > bytes.size()) return Damaged("ends within its buffers");
-  state.buffers = std::string(bytes.substr(0, *length));
-  bytes.remove_prefix(*length);
+  if (!TakeText(bytes, *length, state.buffers)) return Damaged("ends within its buffers");
   return absl::OkStatus();
 }
 
@@ -84,7 +97,7 @@ void AppendLayout(const std::vector<LaidOutTensor>& layout, std::string& bytes) 
   for (const LaidOutTensor& tensor : layout) {
     const LayoutHeader header = {tensor.is_new ? 1u : 0u, static_cast<uint32_t>(tensor.name.size()),
                                  static_cast<uint32_t>(tensor.former_name.size())};
-    bytes.append(reinterpret_cast<const char*>(&header), sizeof(header));
+    AppendValue(header, bytes);
     bytes.append(tensor.name).append(tensor.former_name);
   }
 }
@@ -94,38 +107,14 @@ absl::Status TakeLayout(std::string_view& bytes, TrainerState& state) {
   if (!count.has_value()) return Damaged("ends before its layout");
   for (uint64_t i = 0; i < *count; ++i) {
     LayoutHeader header;
-    if (bytes.size() < sizeof(header)) return Damaged("ends within its layout");
-    std::memcpy(&header, bytes.data(), sizeof(header));
-    bytes.remove_prefix(sizeof(header));
-    const uint64_t names_bytes = uint64_t{header.name_bytes} + header.former_bytes;
-    if (names_bytes > bytes.size()) return Damaged("ends within its layout");
-    state.layout.push_back(
-        {.name = std::string(bytes.substr(0, header.name_bytes)),
-         .is_new = header.is_new != 0,
-         .former_name = std::string(bytes.substr(header.name_bytes, header.former_bytes))});
-    bytes.remove_prefix(names_bytes);
+    LaidOutTensor tensor;
+    if (!TakeValue(bytes, header) || !TakeText(bytes, header.name_bytes, tensor.name) ||
+        !TakeText(bytes, header.former_bytes, tensor.former_name))
+      return Damaged("ends within its layout");
+    tensor.is_new = header.is_new != 0;
+    state.layout.push_back(std::move(tensor));
   }
   return absl::OkStatus();
-}
-
-template <typename T>
-void AppendValue(const T& value, std::string& bytes) {
-  bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
-}
-
-// False when the bytes end within it.
-template <typename T>
-bool TakeValue(std::string_view& bytes, T& value) {
-  if (bytes.size() < sizeof(value)) return false;
-  std::memcpy(&value, bytes.data(), sizeof(value));
-  bytes.remove_prefix(sizeof(value));
-  return true;
-}
-bool TakeText(std::string_view& bytes, uint64_t length, std::string& text) {
-  if (length > bytes.size()) return false;
-  text = std::string(bytes.substr(0, length));
-  bytes.remove_prefix(length);
-  return true;
 }
 
 void AppendForeign(const TrainerState& state, std::string& bytes) {

@@ -10,10 +10,10 @@
 // GradScaler, from version 4 on u64 successions (2^64 - 1: not counted), from version 5 on u64
 // count and (u32 is new, u32 length of name, u32 length of former name, both) of each tensor of the
 // store, in version 6 u64 count and u64 bytes of each slot, then u64 count of foreign optimizers
-// and of each (u32 length of class, u32 is kept, u64 length of description, u64 storages, class,
-// description, and (u32 slot, u32 0, u64 bytes) of each storage, followed by its bytes where it is
-// in no slot), then the trainer's bytes to the end. Written is the first version that has what
-// there is.
+// and of each (u32 length of class, u32 is kept, u64 length of description, u64 pieces, class,
+// description, and (u32 slot, u32 continues, u64 bytes) of each piece, followed by its bytes where
+// it is in no slot), then the trainer's bytes to the end. Written is the first version that has
+// what there is.
 //
 // Thread safety: pure functions.
 #pragma once

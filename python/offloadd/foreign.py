@@ -7,15 +7,11 @@ import torch
 
 from . import process_state
 from .errors import Error
-from .library import Engine
+from .library import Engine, bytes_of, tensor_of
 from .optimizer import after_steps, has_stepped, refuse_unless_kept
 from .recipes import parameters_of, refuse
 
 _log = logging.getLogger("offloadd")
-
-
-def _bytes_of(data):
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 class ForeignPart:
@@ -43,7 +39,7 @@ class ForeignPart:
             return
         step = engine.step_count()
         if there == self.name:
-            raise Error.of(1604, f"the job is at step {step}, but what {self.name} keeps is not part of it: {bytes(described.tolist()).decode()}",
+            raise Error.of(1604, f"the job is at step {step}, but what {self.name} keeps is not part of it: {bytes_of(described).decode()}",
                            "Begin a new job with the saved weights, or use an optimizer whose state consists of tensors and numbers")
         keeps = f"keeps what {there} does" if there else "was trained without it"
         raise Error.of(1604, f"the job is at step {step} and {keeps}, and what {self.name} keeps is not part of it",
@@ -51,7 +47,7 @@ class ForeignPart:
 
     def take(self, engine, parameters):
         """What the job has of it; nothing, before its first step there."""
-        described = bytes(engine.foreign(self.number)[2].tolist())
+        described = bytes_of(engine.foreign(self.number)[2])
         if not described:
             return
         if has_stepped(self.optimizer):
@@ -71,14 +67,15 @@ class ForeignPart:
         describer = process_state.Describer(self.handle.names(), self._changed)
         try:
             described = describer.of(self.optimizer)
-            reason = engine.keep_foreign(self.number, _bytes_of(described), describer.storages)
-            waits = bool(reason) and not engine.make_room_for_foreign()
+            reason = engine.keep_foreign(self.number, tensor_of(described), describer.storages)
         except process_state.NotKept as unknown:
-            waits, reason = False, str(unknown)
-            engine.leave_foreign(self.number, reason)
-        if waits and not self._waits:
+            reason = str(unknown)
+        if not reason:
+            return
+        engine.leave_foreign(self.number, reason)
+        if not self._waits and not engine.make_room_for_foreign():
             self._waits = [model.register_forward_pre_hook(self._make_room) for model in self.handle.models if model is not None]
-        elif reason and not self._has_told:
+        elif not self._has_told:
             self._has_told = True
             _log.warning("offloadd: what %s keeps is not part of job %s, which cannot be resumed: %s", self.name, self.handle.job, reason)
 

@@ -17,7 +17,7 @@ from .eager import run_as_before, run_eagerly
 from .errors import Error
 from .foreign import ForeignPart
 from .growth import Grows, with_those_gone
-from .library import Engine
+from .library import Engine, bytes_of, tensor_of
 from .named_tensors import Reassigned, buffers_beside, buffers_of, check_left_out, names_of, tables_of, with_strangers
 from .optimizer import check_free, has_stepped, refuse_unless_kept, shaped_as
 from .optimizer_part import Part
@@ -72,7 +72,7 @@ class Gathered(list):
 
 def stored_state(engine):
     """(the job's identity, the trainer's state); the identity is empty in jobs that were not made from Python."""
-    stored = bytes(engine.trainer_state().tolist())
+    stored = bytes_of(engine.trainer_state())
     if stored.startswith(_STATE_MAGIC):
         return stored[len(_STATE_MAGIC):_OWN_STATE_BYTES].hex(), stored[_OWN_STATE_BYTES:]
     return "", stored
@@ -248,7 +248,7 @@ class Handle(Grows, jobs.OfProcess):
         self._end_step()
 
     def _in_process(self):
-        return {id(parameter) for part in self._parts if part.is_foreign for parameter in parameters_of(part.optimizer)}
+        return {id(parameter) for part in self._foreign_parts() for parameter in parameters_of(part.optimizer)}
 
     def _settle_replaced(self):
         is_alone = self._engine is not None and self._engine.world_size() == 1
@@ -284,6 +284,9 @@ class Handle(Grows, jobs.OfProcess):
         """Those whose state is the job's."""
         return [part for part in self._parts if not part.is_foreign]
 
+    def _foreign_parts(self):
+        return [part for part in self._parts if part.is_foreign]
+
     def _end_states(self):
         with contextlib.suppress(Error):  # a job that has failed: what was shown stays as it was
             for part in self._kept_parts():
@@ -295,9 +298,8 @@ class Handle(Grows, jobs.OfProcess):
 
     def _settle_before_step(self):
         self.settle()
-        for part in self._parts:
-            if part.is_foreign:
-                part.keep()
+        for part in self._foreign_parts():
+            part.keep()
 
     def apply(self, kind, groups, values, counts):
         self._settle_before_step()
@@ -403,14 +405,13 @@ class Handle(Grows, jobs.OfProcess):
         if has_none and not self._engine.step_count():
             self._id = uuid.uuid4().hex
         if self._engine.world_size() > 1:  # the first rank's
-            own = torch.tensor(list(bytes.fromhex(self._id)), dtype=torch.uint8)
-            self._id = bytes(self._engine.exchange(own)[0].tolist()).hex()
+            self._id = bytes_of(self._engine.exchange(tensor_of(bytes.fromhex(self._id)))[0]).hex()
         if self._id and has_none:
             self._set_state(b"")
 
     def _set_state(self, data):
         whole = (_STATE_MAGIC + bytes.fromhex(self._id) if self._id else b"") + data
-        self._engine.set_trainer_state(torch.frombuffer(bytearray(whole), dtype=torch.uint8) if whole else torch.empty(0, dtype=torch.uint8))
+        self._engine.set_trainer_state(tensor_of(whole))
         self._trainer_state = data
 
     @property

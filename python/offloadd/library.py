@@ -41,6 +41,15 @@ PATH = _load()
 Engine = torch.classes.offloadd.Engine
 
 
+def tensor_of(data):
+    """Bytes, as the library takes them."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def bytes_of(tensor):
+    return bytes(tensor.tolist())
+
+
 def is_disabled():
     """OFFLOADD_DISABLE=1: the same script, in memory."""
     value = os.environ.get("OFFLOADD_DISABLE", "")

@@ -91,6 +91,10 @@ def _packages_of(optimizer):
     return {each.__module__.partition(".")[0] for each in type(optimizer).__mro__} - {"builtins"}
 
 
+def _tensors_of(module):
+    return dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+
+
 class Describer:
     """Of one optimizer, as it is now. `names`: of the job's parameters, by id; `changed`: (id of the group, option) that steps have changed."""
 
@@ -142,8 +146,7 @@ class Describer:
         if _are_optimizers(value):
             return ["several", [self._optimizer(each) for each in value]]
         if isinstance(value, torch.nn.Module):
-            tensors = dict(value.named_parameters(remove_duplicate=False)) | dict(value.named_buffers(remove_duplicate=False))
-            return ["module", [[name, self.value(tensor)] for name, tensor in tensors.items() if id(tensor) not in self._names]]
+            return ["module", [[name, self.value(tensor)] for name, tensor in _tensors_of(value).items() if id(tensor) not in self._names]]
         if isinstance(value, torch.Generator):
             return ["generator", self.value(value.get_state())]
         if isinstance(value, random.Random):
@@ -293,7 +296,7 @@ class Giver:
                 if its[0] == "optimizer":  # else it was filled already
                     self._fill(each, its)
         elif kind == "module" and isinstance(there, torch.nn.Module):
-            tensors = dict(there.named_parameters(remove_duplicate=False)) | dict(there.named_buffers(remove_duplicate=False))
+            tensors = _tensors_of(there)
             for key, tensor in value[1]:
                 if key not in tensors:
                     raise NotKept(f"its attribute {name} had {key}")

@@ -195,6 +195,19 @@ class Run:
             told.append(loss.item())
         return told
 
+    def train_with_closures(self, model, optimizer, steps=3, first=0):
+        """Each step calls a closure, which computes the loss and its gradients; losses."""
+        told = []
+        for step in range(first, first + steps):
+            def again():
+                optimizer.zero_grad()
+                loss = self.loss(model, step)
+                loss.backward()
+                return loss
+
+            told.append(optimizer.step(again).item())
+        return told
+
     def resumed(self, make_optimizer, **how):
         """Three steps, the end of the offloaded run, and three more of its job, with a model and an optimizer made anew."""
         def make():
@@ -263,6 +276,13 @@ def copied_states_of(optimizer):
     """As state_dict() gives them, without what is None."""
     states = sorted(optimizer.state_dict()["state"].items())
     return [{key: value.clone() for key, value in state.items() if value is not None} for _, state in states]
+
+
+def muon_beside_adamw(model):
+    """Muon for matrices, which runs in this process, and AdamW for the rest."""
+    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if not any(p is each for each in matrices)]
+    return [torch.optim.Muon(matrices, 1e-2), torch.optim.AdamW(rest, 1e-3, fused=True)]
 
 
 def states_of(optimizer):

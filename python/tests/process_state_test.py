@@ -15,8 +15,9 @@ from safetensors import safe_open
 from torch.optim import AdamW
 
 import offloadd
-from battery import Transformer, case, main, states_of
+from battery import Transformer, case, main, muon_beside_adamw, states_of
 from offloadd import control
+from offloadd.recipes import parameters_of
 from programs import Programs
 
 FP32 = {"types": ("fp32",)}
@@ -79,7 +80,7 @@ class Everything(torch.optim.Optimizer):
 
     def __init__(self, params):
         super().__init__(params, {"lr": 1e-3})
-        mine = [p for group in self.param_groups for p in group["params"]]
+        mine = list(parameters_of(self))
         self.flat = torch.zeros(sum(p.numel() for p in mine))
         self.views = [each.view(p.shape) for each, p in zip(self.flat.split([p.numel() for p in mine]), mine)]
         self.first, self.log, self.counter, self.pair = mine[0], collections.deque(maxlen=2), Counter(), (1, 2.5)
@@ -144,7 +145,7 @@ class Lookahead(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        mine = [p for group in self.param_groups for p in group["params"]]
+        mine = list(parameters_of(self))
         self.slow = self.slow or [p.detach().clone() for p in mine]
         self.inner.step()
         self.steps += 1
@@ -157,25 +158,12 @@ goes_on(lambda p: Lookahead(torch.optim.Adamax(p, 1e-3)))("around_another_one")
 goes_on(lambda p: Lookahead(AdamW(p, 1e-3)), **FP32)("around_one_that_the_daemon_has")
 
 
-def train_with_closures(run, model, optimizer, first=0):
-    told = []
-    for step in range(first, first + 3):
-        def again():
-            optimizer.zero_grad()
-            loss = run.loss(model, step)
-            loss.backward()
-            return loss
-
-        told.append(optimizer.step(again).item())
-    return told
-
-
 class Several(torch.optim.Optimizer):
     """Of others, for a part of the parameters each."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 1e-3})
-        mine = [p for group in self.param_groups for p in group["params"]]
+        mine = list(parameters_of(self))
         self.optimizers = [torch.optim.NAdam(mine[:3], 1e-3), OwnStep(mine[3:], 1e-3)]
 
     def step(self, closure=None):
@@ -204,7 +192,7 @@ def history_of_lbfgs(run):
             model = run.model()
             optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe")
             run.attach(model, optimizer, job="history")
-        told += train_with_closures(run, model, optimizer, first)
+        told += run.train_with_closures(model, optimizer, first=first)
     state = optimizer.state_dict()["state"][0]
     return told, state["n_iter"], state["old_dirs"], state["prev_flat_grad"]
 
@@ -213,9 +201,7 @@ def history_of_lbfgs(run):
 def beside_one_of_the_daemon(run):
     def make():
         model = run.model()
-        matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
-        rest = [p for p in model.parameters() if not any(p is each for each in matrices)]
-        optimizers = [torch.optim.Muon(matrices, 1e-2), AdamW(rest, 1e-3, fused=True)]
+        optimizers = muon_beside_adamw(model)
         return model, optimizers, run.attach(model, optimizers, job="both")
 
     told = []

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from battery import case, main, states_of
+from battery import case, main, muon_beside_adamw, states_of
 
 # ---- Optimizers --------------------------------------------------------------------------------
 
@@ -193,16 +193,7 @@ def lbfgs(run):
     model = run.model()
     optimizer = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=3)
     handle = run.attach(model, optimizer)
-    told = []
-    for step in range(2):
-        def again():
-            optimizer.zero_grad()
-            loss = run.loss(model, step)
-            loss.backward()
-            return loss
-
-        told.append(optimizer.step(again).item())
-    return told, handle.step, optimizer.state_dict()["state"][0]["n_iter"]
+    return run.train_with_closures(model, optimizer, steps=2), handle.step, optimizer.state_dict()["state"][0]["n_iter"]
 
 
 @case(types=("fp32",))
@@ -239,13 +230,11 @@ def step_that_throws_in_this_process(run):
     return told
 
 
-def beside_adamw(run, **options):
-    """Muon for matrices, which runs in this process, and AdamW for the rest."""
+@case
+def optimizer_in_this_process_beside_adamw(run):
     model = run.model()
-    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
-    rest = [p for p in model.parameters() if not any(p is each for each in matrices)]
-    optimizers = [torch.optim.Muon(matrices, 1e-2), AdamW(rest, 1e-3, fused=True)]
-    handle = run.attach(model, optimizers, **options)
+    optimizers = muon_beside_adamw(model)
+    handle = run.attach(model, optimizers)
     told = []
     for step in range(3):
         loss = run.loss(model, step)
@@ -254,13 +243,7 @@ def beside_adamw(run, **options):
             optimizer.step()
             optimizer.zero_grad()
         told.append(loss.item())
-    return told, handle, [optimizer.state_dict()["state"] for optimizer in optimizers]
-
-
-@case
-def optimizer_in_this_process_beside_adamw(run):
-    told, handle, states = beside_adamw(run)
-    return told, handle.step, states
+    return told, handle.step, [optimizer.state_dict()["state"] for optimizer in optimizers]
 
 
 @case
@@ -530,16 +513,7 @@ def closure(run):
     model = run.model()
     optimizer = SGD(model.parameters(), 0.1, momentum=0.9)
     run.attach(model, optimizer)
-    told = []
-    for step in range(3):
-        def again():
-            optimizer.zero_grad()
-            loss = run.loss(model, step)
-            loss.backward()
-            return loss
-
-        told.append(optimizer.step(again).item())
-    return told
+    return run.train_with_closures(model, optimizer)
 
 
 @case(types=("fp32",))

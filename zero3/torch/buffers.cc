@@ -224,16 +224,17 @@ void Buffers::Place(const NamedTensor& named, bool is_small) {
 
 void Buffers::AddSlots(std::span<const uint64_t> sizes_bytes) {
   for (const uint64_t size_bytes : sizes_bytes) {
-    large_.push_back({.name = proto::OptimizerSlotName(slot_count_++),
+    const size_t slot = slot_count_++;
+    large_.push_back({.name = proto::OptimizerSlotName(slot),
                       .element_count = (size_bytes + 3) / 4,
-                      .is_slot = true});
+                      .slot = slot});
   }
 }
 
 std::vector<Buffers::Large*> Buffers::slots() {
   std::vector<Large*> slots(slot_count_);
   for (Large& large : large_) {
-    if (large.is_slot) slots.at(proto::NumberOfOptimizerSlot(large.name)) = &large;
+    if (large.slot.has_value()) slots.at(*large.slot) = &large;
   }
   return slots;
 }
@@ -307,7 +308,7 @@ std::string Buffers::EncodeSmall() const {
     Append(encoded, bytes.data(), bytes.size());
   }
   for (const Large& large : large_) {
-    if (large.is_slot) continue;
+    if (large.slot.has_value()) continue;
     CheckFits(large);
     AppendDescribed(encoded, large.name, large.tensor, /*is_in_store=*/true, 0);
   }

@@ -43,7 +43,7 @@ class Buffers {
     uint64_t element_count = 0;
     std::optional<uint32_t> crc;  // of the bytes that the store has; nothing: of others
     bool is_stored = false;
-    bool is_slot = false;
+    std::optional<size_t> slot;  // its number, where it is one
   };
 
   // OFD-1601 for one that is not dense, or on a device that nothing here drives.

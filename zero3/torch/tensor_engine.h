@@ -134,7 +134,7 @@ class TensorEngine {
   void AddForeign(size_t number, const std::string& optimizer, bool commits_itself = true);
   // What one keeps: `described` in the form of the trainer's language, and the memory of its
   // tensors as bytes (uint8). The next step commits it, with the bytes as they are then. Otherwise
-  // it says why it cannot, and the next step commits that.
+  // it says why it cannot: the caller leaves it.
   absl::Status KeepForeign(size_t number, std::string described,
                            std::span<const at::Tensor> storages);
   // Behind a step: its bytes need not be in memory any more.
@@ -277,6 +277,9 @@ class TensorEngine {
   // All of it, to be put again where the store is laid out anew with the last epoch. Nothing where
   // that is too much: KeepEdits() makes it part of the epoch.
   std::optional<std::vector<Edit>> GatherEdits();
+  uint64_t EditBytes() const;
+  proto::Plane PlaneOfEdits(uint32_t id) const;
+  uint64_t SpilledGradientBytes() const;
   void KeepEdits();
   void PutEdits(const std::vector<Edit>& edits);
   struct BeforeGrowth {

@@ -154,11 +154,7 @@ absl::Status TensorEngine::KeepForeign(size_t number, std::string described,
     next.foreign[number] = state;
     status = EncodeTrainerState(next).status();
   }
-  if (status.ok()) {
-    SetForeign(number, std::move(state));
-  } else {
-    LeaveForeign(number, std::string(status.message()));
-  }
+  if (status.ok()) SetForeign(number, std::move(state));
   return status;
 }
 
@@ -288,24 +284,12 @@ absl::Status TensorEngine::MakeRoom(std::vector<uint64_t> sizes_bytes) {
       sizes_bytes.insert(sizes_bytes.end(), there[size_bytes] - count, size_bytes);
   }
   missing_slots_.clear();
-  if (!MayLayOutNow()) missing_slots_ = sizes_bytes;
   return AddSlots(sizes_bytes);
 }
 
 // What is in memory while the store is laid out anew has to be little.
 bool TensorEngine::MayLayOutNow() const {
-  uint64_t size_bytes = 0;
-  for (const Gradient* gradient : gradients_) {
-    if (gradient != nullptr && attachment_->plan().gradients_spilled)
-      size_bytes += gradient->live_bytes();
-  }
-  uint64_t edits_bytes = 0;
-  for (const uint32_t id : attachment_->PutSinceEpoch()) {
-    if (id >= declared_.size()) continue;
-    const proto::Tensor& tensor = attachment_->tensor(id);
-    edits_bytes += tensor.element_count * 4;
-  }
-  return std::max(size_bytes, edits_bytes) <= ram_bytes_ / 4;
+  return std::max(SpilledGradientBytes(), EditBytes()) <= ram_bytes_ / 4;
 }
 
 bool TensorEngine::MakeRoomForForeign() {
@@ -313,9 +297,9 @@ bool TensorEngine::MakeRoomForForeign() {
   if (!MayLayOutNow()) return false;
   const c10::InferenceMode ordinary(false);
   const at::NoGradGuard no_grad;
-  const std::vector<uint64_t> sizes_bytes = std::exchange(missing_slots_, {});
-  if (const absl::Status status = AddSlots(sizes_bytes); !status.ok())
-    Log().warn("{}", std::string(status.message()));
+  const absl::Status status = AddSlots(std::exchange(missing_slots_, {}));
+  if (!missing_slots_.empty()) return false;
+  if (!status.ok()) Log().warn("{}", std::string(status.message()));
   return true;
 }
 
@@ -328,17 +312,18 @@ absl::Status TensorEngine::AddSlots(const std::vector<uint64_t>& sizes_bytes) {
                             attachment_->world_size() > 1 ? "there are several ranks"
                                                           : "the job is on a device"));
   }
+  attachment_->EndRaw();
   if (!MayLayOutNow()) {
+    missing_slots_ = sizes_bytes;
     return absl::UnavailableError("its store has no room for it yet");
   }
-  attachment_->EndRaw();
   const BeforeGrowth before = TakeBeforeGrowth();
+  OFFLOAD_CHECK(before.edits.has_value()) << "edits that do not fit into memory";
   buffers_.AddSlots(sizes_bytes);
   if (const absl::Status plan = MakePlan(DescribeJob({}, optimizer_, buffers_)).status();
-      !plan.ok() || !before.edits.has_value()) {
+      !plan.ok()) {
     buffers_ = before.buffers;
-    if (!plan.ok()) no_slots_ = plan;
-    return plan.ok() ? absl::UnavailableError("too much was written at once") : plan;
+    return no_slots_ = plan;
   }
   Log().info(
       "the store of job {} is laid out anew with room for what the optimizer keeps that runs in "

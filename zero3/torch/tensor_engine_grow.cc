@@ -166,7 +166,8 @@ client::OtherTensors TensorEngine::MoreTensors(const std::vector<proto::Tensor>&
     add(declared_[id].name, id < before.size() ? before[id].name : "");
   for (const Buffers::Large& buffer : buffers_.large()) {
     const auto stored = absl::c_find_if(kept.large(), [&](const Buffers::Large& each) {
-      return buffer.is_slot ? each.name == buffer.name : each.tensor.is_same(buffer.tensor);
+      return buffer.slot.has_value() ? each.slot == buffer.slot
+                                     : each.tensor.is_same(buffer.tensor);
     });
     add(proto::BufferTensorName(buffer.name),
         stored != kept.large().end() ? proto::BufferTensorName(stored->name) : "");

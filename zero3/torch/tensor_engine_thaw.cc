@@ -78,22 +78,32 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
   });
 }
 
+proto::Plane TensorEngine::PlaneOfEdits(uint32_t id) const {
+  return attachment_->input().catalogue.planes(id).Has(proto::Plane::kResidual)
+             ? proto::Plane::kMaster
+             : proto::Plane::kWeight;
+}
+
+uint64_t TensorEngine::EditBytes() const {
+  uint64_t size_bytes = 0;
+  for (const uint32_t id : attachment_->PutSinceEpoch()) {
+    if (id >= declared_.size()) continue;
+    const uint64_t bits = attachment_->input().catalogue.planes(id).Bits(PlaneOfEdits(id));
+    size_bytes += attachment_->tensor(id).element_count * (bits / 8);
+  }
+  return size_bytes;
+}
+
 std::optional<std::vector<TensorEngine::Edit>> TensorEngine::GatherEdits() {
   std::vector<Edit> edits;
-  uint64_t size_bytes = 0;
   for (const uint32_t id : attachment_->PutSinceEpoch()) {
     if (id >= declared_.size()) {  // of a step that was not taken: the next one puts it anew
       buffers_.large()[id - declared_.size()].crc.reset();
-      continue;
+    } else {
+      edits.push_back({id, PlaneOfEdits(id), {}});
     }
-    const proto::PlaneSet& planes = attachment_->input().catalogue.planes(id);
-    const proto::Plane plane =
-        planes.Has(proto::Plane::kResidual) ? proto::Plane::kMaster : proto::Plane::kWeight;
-    const uint64_t element_bytes = planes.Bits(plane) / 8;
-    edits.push_back({id, plane, {}});
-    size_bytes += attachment_->tensor(id).element_count * element_bytes;
   }
-  if (size_bytes > ram_bytes_ / 4) return std::nullopt;
+  if (EditBytes() > ram_bytes_ / 4) return std::nullopt;
   for (Edit& edit : edits) {
     const uint64_t element_bytes =
         attachment_->input().catalogue.planes(edit.id).Bits(edit.plane) / 8;
@@ -163,13 +173,19 @@ void TensorEngine::Reopen(const client::OtherTensors* others) {
   Declare(others);
 }
 
-// All that are in the scratch file would be in memory at once.
-void TensorEngine::CheckLeavable(const std::string& what, const std::string& way_out) const {
+uint64_t TensorEngine::SpilledGradientBytes() const {
+  if (!attachment_->plan().gradients_spilled) return 0;
   uint64_t size_bytes = 0;
   for (const Gradient* gradient : gradients_) {
     if (gradient != nullptr) size_bytes += gradient->live_bytes();
   }
-  if (!attachment_->plan().gradients_spilled || size_bytes <= ram_bytes_ / 4) return;
+  return size_bytes;
+}
+
+// All that are in the scratch file would be in memory at once.
+void TensorEngine::CheckLeavable(const std::string& what, const std::string& way_out) const {
+  const uint64_t size_bytes = SpilledGradientBytes();
+  if (size_bytes <= ram_bytes_ / 4) return;
   ThrowStatus(MakeError(
       ErrorId::kUnsupportedModel,
       absl::StrCat(what, ", and gradients of ", FormatDecimalBytes(size_bytes),
