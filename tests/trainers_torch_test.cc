@@ -1315,6 +1315,41 @@ TEST(OwnOptimizerTest, LbfgsRunsHereAndGoesOn) {
   EXPECT_EQ(offloaded.step, 6);
 }
 
+// Memory of this process that lies in a file without a name.
+uint64_t PagedBytes() {
+  std::ifstream maps("/proc/self/maps");
+  uint64_t size_bytes = 0;
+  for (std::string line; std::getline(maps, line);) {
+    if (!line.ends_with("(deleted)") || line.find("/#") == std::string::npos) continue;
+    char* end = nullptr;
+    const uint64_t begin = std::strtoull(line.c_str(), &end, 16);
+    size_bytes += std::strtoull(end + 1, nullptr, 16) - begin;
+  }
+  return size_bytes;
+}
+
+TEST(OwnOptimizerTest, WhatIsMoreThanMemoryIsPaged) {
+  const auto make = [](nn::Module& module) {
+    return std::make_unique<torch::optim::LBFGS>(
+        module.parameters(), torch::optim::LBFGSOptions(0.1).max_iter(3).history_size(4));
+  };
+  uint64_t most = 0;
+  const auto step = [&](const Trainer& trainer, Engine& engine, torch::optim::LBFGS& optimizer,
+                        int64_t number) {
+    StepOfLbfgs(trainer, engine, optimizer, number);
+    most = std::max(most, PagedBytes());
+  };
+  const Kept expected = TrainInRuns("paged_lbfgs", {6}, false, make, StepOfLbfgs);
+  setenv("OFFLOADD_BESIDE_RAM", "64KiB", 1);
+  const Kept offloaded = TrainInRuns("paged_lbfgs", {2, 3, 6}, true, make, step);
+  unsetenv("OFFLOADD_BESIDE_RAM");
+  ExpectSame(expected.weights, offloaded.weights, "lbfgs");
+  uint64_t model_bytes = 0;
+  for (const Tensor& weight : offloaded.weights) model_bytes += weight.nbytes();
+  EXPECT_GT(most, 4 * model_bytes);  // two histories of four
+  EXPECT_EQ(PagedBytes(), 0);
+}
+
 // The daemon has the first one; the second, of another kind, runs here. Of 16-bit weights it has
 // fp32 masters, which no file of it has.
 std::vector<Tensor> TrainInPhases(at::ScalarType dtype, const std::vector<int64_t>& ends,

@@ -101,8 +101,10 @@ class ForeignPart:
             hook.remove()
         del self.optimizer._offload_part
 
-    def _begin(self, *_):
+    def _begin(self, _, args, kwargs):
         Engine.set_writes_alike(True)
+        # A closure computes, too.
+        self.handle.engine().begin_own_step(any(callable(each) for each in (*args, *kwargs.values())))
         if self._options is None:  # not one of its base class, within its own
             self._options = process_state.options_of(self.optimizer)
 
@@ -111,11 +113,14 @@ class ForeignPart:
         before, self._options = self._options or {}, None
         now = process_state.options_of(self.optimizer)
         self._changed |= {key for key, value in now.items() if key not in before or before[key] != value}
-        self.handle.commit()
+        try:
+            self.handle.commit()
+        finally:
+            Engine.end_own_step()
 
     def tell(self):
-        _log.warning("offloadd: %s runs in this process, weight by weight, which takes longer than in the daemon; what it keeps is in memory beside "
-                     "ram, and part of the job", self.name)
+        _log.warning("offloadd: %s runs in this process, weight by weight, which takes longer than in the daemon; what it keeps is beside ram, and "
+                     "part of the job", self.name)
 
     def has(self, parameter):
         return any(parameter is each for each in parameters_of(self.optimizer))

@@ -55,11 +55,11 @@ def retype(types, names=None):
 # ---- What is trained ---------------------------------------------------------------------------
 
 class Block(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, width=WIDTH):
         super().__init__()
-        self.first, self.second = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
-        self.qkv, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH, bias=False), torch.nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
+        self.first, self.second = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width, bias=False), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
 
     def forward(self, x):
         batch, length, width = x.shape
@@ -70,11 +70,11 @@ class Block(torch.nn.Module):
 
 
 class Transformer(torch.nn.Module):
-    def __init__(self, layers=2, tied=False, checkpointing=None):
+    def __init__(self, layers=2, tied=False, checkpointing=None, width=WIDTH):
         super().__init__()
-        self.embed = torch.nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = torch.nn.ModuleList(Block() for _ in range(layers))
-        self.norm, self.head = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.embed = torch.nn.Embedding(VOCABULARY, width)
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = torch.nn.LayerNorm(width), torch.nn.Linear(width, VOCABULARY, bias=False)
         self.checkpointing = checkpointing
         if tied:
             self.head.weight = self.embed.weight

@@ -655,9 +655,12 @@ def modules_that_change_places_are_told_of(run):
 
 def edited(pool, how, dtype, kill):
     """This program, in a process of its own, that writes weights before its model grows or thaws, and may be killed before its next step."""
-    dtype, kill = getattr(torch, dtype), kill == "kill"
+    dtype, kill, (how, _, much) = getattr(torch, dtype), kill == "kill", how.partition(" ")
     model = seeded(0, lambda: torch.nn.ModuleDict({"body": torch.nn.Linear(WIDTH, WIDTH), "norm": torch.nn.BatchNorm1d(WIDTH)})).to(dtype)
     model.register_buffer("sums", torch.zeros(70000))
+    tables = [torch.nn.Parameter(torch.ones(1024, 1024, dtype=dtype)) for _ in range(5 if much else 0)]  # more than a quarter of ram
+    for number, table in enumerate(tables):
+        model.register_parameter(f"table{number}", table)
     model["norm"].requires_grad_(how != "thaw")
     optimizer = AdamW(model.parameters(), 1e-2)
     handle = offloadd.attach(model, optimizer, nvme_path=pool, ram="64MiB", job="edited")
@@ -670,6 +673,8 @@ def edited(pool, how, dtype, kill):
             with torch.no_grad():
                 model["body"].weight.mul_(0.5)
                 model["body"].bias.data += 0.25
+                for table in tables:
+                    table.mul_(0.5)
             hidden = model["norm"](model["body"](hidden.detach()))
             if how == "thaw":
                 model["norm"].requires_grad_(True)
@@ -730,7 +735,8 @@ def what_was_written_before_it_is_of_the_next_step(run):
     """Neither edits nor the trainer's state are part of the epoch with which the store is laid out: a run that goes on writes them again."""
     if not run.offloaded:
         return
-    for number, (how, dtype) in enumerate([("grow", "float32"), ("grow", "bfloat16"), ("thaw", "float32"), ("thaw", "bfloat16")]):
+    for number, (how, dtype) in enumerate([("grow", "float32"), ("grow", "bfloat16"), ("thaw", "float32"), ("thaw", "bfloat16"),
+                                           ("thaw much", "float32")]):
 
         def lines(pool, *kill):
             path = os.path.join(run.folder, f"{pool}{number}")

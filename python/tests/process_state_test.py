@@ -259,6 +259,46 @@ def with_several_micro_batches_and_spilled_gradients(run):
     return run.resumed(lambda model: torch.optim.NAdam(model.parameters(), 1e-3), micro=2, clip=0.1)
 
 
+def paged_bytes(folder):
+    """Memory of this process that lies in a file without a name there."""
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        ranges = [line.split()[0].split("-") for line in maps if folder in line and "(deleted)" in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
+
+
+def paged(make, train, **options):
+    """A case: what it keeps is more than may be in memory beside ram."""
+
+    def declare(name):
+        def function(run):
+            told = []
+            os.environ["OFFLOADD_BESIDE_RAM"] = "256KiB"
+            try:
+                for first in (0, 2, 4):
+                    if run.offloaded or not told:
+                        run.end()
+                        model = run.model(width=256)
+                        optimizer = make(list(model.parameters()))
+                        handle = run.attach(model, optimizer, job="paged")
+                        assert not run.offloaded or handle.step == first
+                    told += getattr(run, train)(model, optimizer, steps=2, first=first)
+                    kept = sum(value.nbytes for state in states_of(optimizer) for value in state.values() if torch.is_tensor(value))
+                    assert not run.offloaded or kept > 1 << 20 and paged_bytes(run.folder) > kept / 2, (kept, paged_bytes(run.folder))
+            finally:
+                del os.environ["OFFLOADD_BESIDE_RAM"]
+            return told, states_of(optimizer)
+
+        function.__name__ = name
+        case(function, **options)
+
+    return declare
+
+
+paged(lambda p: torch.optim.NAdam(p, 1e-3), "train")("more_than_memory")
+paged(lambda p: torch.optim.NAdam(p, 1e-3, foreach=True), "train", **FP32)("more_than_memory_all_at_once")
+paged(lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3, history_size=3), "train_with_closures", memory=("double",))("more_than_memory_with_closures")
+
+
 @case(**FP32)
 def attached_again_with_the_same_objects(run):
     model = run.model()

@@ -1,11 +1,9 @@
 #include "zero3/torch/born_residency.h"
 
-#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <offload/torch.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 #include <mutex>
 #include <unordered_set>
@@ -15,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/check.h"
 #include "proto/slab_layout.h"
+#include "zero3/torch/memory_source.h"
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/throw_status.h"
 
@@ -29,7 +28,6 @@ namespace {
 constexpr uint64_t kTransferBytes = uint64_t{proto::kExtentElements} * 2;
 static_assert(ScratchSpace::kStripeBytes == kTransferBytes);
 constexpr uint64_t kMoveBytes = 4ull << 20;  // of staging
-constexpr uint8_t kAllocatorPriority = 200;
 
 // Every living residency of the process: BringHome looks here for those that no module names.
 std::mutex& RegistryMutex() {
@@ -48,29 +46,15 @@ thread_local std::shared_ptr<Attachment> constructing;
 // on to bring them. Only compared.
 thread_local const Attachment* constructed = nullptr;
 
-// One for the process, in torch's place while any thread constructs. It lives for ever: torch asks
-// storages for the allocator that made them.
-class BornAllocator final : public c10::Allocator {
+class BornSource final : public MemorySource {
  public:
-  static BornAllocator& OfProcess() {
-    static auto* const kAllocator = new BornAllocator;
-    return *kAllocator;
+  static BornSource* OfProcess() {
+    static auto* const kSource = new BornSource;
+    return kSource;
   }
 
-  void Install() {
-    std::lock_guard lock(mutex_);
-    if (installed_++ > 0) return;
-    ordinary_ = c10::GetCPUAllocator();
-    c10::SetCPUAllocator(this, kAllocatorPriority);
-  }
-  void Uninstall() {
-    std::lock_guard lock(mutex_);
-    if (--installed_ == 0) c10::SetCPUAllocator(ordinary_, kAllocatorPriority);
-  }
-
-  c10::DataPtr allocate(size_t size_bytes) override {
-    if (size_bytes < kBornBytesMin || constructing == nullptr || RunsRawKernel())
-      return ordinary_.load()->allocate(size_bytes);
+  c10::DataPtr Allocate(size_t size_bytes) override {
+    if (size_bytes < kBornBytesMin || constructing == nullptr || RunsRawKernel()) return {};
     auto* const residency = new BornResidency(constructing, size_bytes);
     // The kernel that asks for it is going to write it, right away.
     Pins* const filling = Pins::Filling();
@@ -79,21 +63,6 @@ class BornAllocator final : public c10::Allocator {
     residency->Unreference();
     return pointer;
   }
-  // For raw_deallocate(): what raw_allocate() gives is ordinary.
-  c10::DeleterFnPtr raw_deleter() const override { return ordinary_.load()->raw_deleter(); }
-  void copy_data(void* target, const void* source, std::size_t count) const override {
-    std::memcpy(target, source, count);
-  }
-  // For tensors that are to have bytes, also on a thread that constructs.
-  c10::DataPtr AllocateOrdinary(size_t size_bytes) const {
-    c10::Allocator* const current = c10::GetCPUAllocator();
-    return (current == this ? ordinary_.load() : current)->allocate(size_bytes);
-  }
-
- private:
-  std::mutex mutex_;
-  int installed_ = 0;
-  std::atomic<c10::Allocator*> ordinary_{nullptr};
 };
 
 }  // namespace
@@ -218,7 +187,7 @@ void BornResidency::BringHome() {
   const auto storage = swap_.Lock();
   if (!storage) return;
   std::lock_guard lock(mutex_);
-  c10::DataPtr ordinary = BornAllocator::OfProcess().AllocateOrdinary(size_bytes_);
+  c10::DataPtr ordinary = AllocateOrdinary(size_bytes_);
   if (has_value_ || bytes_.valid()) {
     if (!bytes_.valid()) {
       bytes_ = ValueOrThrow(MappedRegion::Anonymous(proto::PaddedBytes(size_bytes_)), subject_);
@@ -233,7 +202,7 @@ void BornResidency::BringHome() {
 // ---- The construction --------------------------------------------------------------------------
 
 void EndConstruction() {
-  if (constructing != nullptr) BornAllocator::OfProcess().Uninstall();
+  if (constructing != nullptr) SetMemorySource(nullptr);
   if (constructing != nullptr || constructed != nullptr)
     c10::impl::tls_set_dispatch_key_included(kManagedKey, false);
   constructing = nullptr;
@@ -276,14 +245,14 @@ InitGuard::InitGuard(const std::shared_ptr<Engine>& engine) {
   if (offloading == nullptr || zero3::constructing != nullptr) return;
   offloading->tensors().CheckConstructs();
   zero3::constructing = offloading->tensors().attachment();
-  zero3::BornAllocator::OfProcess().Install();
+  zero3::SetMemorySource(zero3::BornSource::OfProcess());
   c10::impl::tls_set_dispatch_key_included(zero3::kManagedKey, true);
   impl_ = std::make_unique<Impl>();
 }
 
 InitGuard::~InitGuard() {
   if (impl_ == nullptr || zero3::constructing == nullptr) return;
-  zero3::BornAllocator::OfProcess().Uninstall();
+  zero3::SetMemorySource(nullptr);
   zero3::constructed = std::exchange(zero3::constructing, nullptr).get();
 }
 

@@ -23,6 +23,7 @@
 #include "zero3/torch/log.h"
 #include "zero3/torch/optimizers.h"
 #include "zero3/torch/own_optimizer.h"
+#include "zero3/torch/process_memory.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 
@@ -230,8 +231,8 @@ void ModuleEngine::AttachInProcess(torch::nn::Module& module, const ParameterGro
   modules_->CheckFree(groups);
   AttachWeights(module, groups);
   Log().info(
-      "the job keeps what {} does: {} runs in this process, weight by weight; what it keeps is in "
-      "memory beside ram, and part of the job",
+      "the job keeps what {} does: {} runs in this process, weight by weight; what it keeps is "
+      "beside ram, and part of the job",
       tensors_->optimizer().name(), optimizer.name());
 }
 
@@ -242,12 +243,41 @@ void ModuleEngine::AttachInProcess(torch::nn::Module& module, const ParameterGro
 namespace {
 
 // Powers of two: the store is not laid out anew for every byte.
-at::Tensor Padded(const std::string& file) {
-  at::Tensor bytes = at::zeros(
-      {static_cast<int64_t>(std::bit_ceil(std::max<size_t>(file.size(), 4096)))}, at::kByte);
-  std::memcpy(bytes.mutable_data_ptr(), file.data(), file.size());
-  return bytes;
-}
+class FileBytes {
+ public:
+  // `expected`: as many come, or a few more.
+  explicit FileBytes(size_t expected) : bytes_(Make(expected)) {}
+
+  size_t Append(const void* data, size_t size_bytes) {
+    if (size_bytes_ + size_bytes > bytes_.nbytes()) {
+      const at::Tensor larger = Make(size_bytes_ + size_bytes);
+      std::memcpy(larger.mutable_data_ptr(), bytes_.const_data_ptr(), size_bytes_);
+      bytes_ = larger;
+    }
+    std::memcpy(bytes_.mutable_data_ptr<uint8_t>() + size_bytes_, data, size_bytes);
+    size_bytes_ += size_bytes;
+    return size_bytes;
+  }
+
+  size_t size_bytes() const { return size_bytes_; }
+  const char* data() const { return static_cast<const char*>(bytes_.const_data_ptr()); }
+  at::Tensor Padded() {
+    const size_t padded = RoundUp(size_bytes_);
+    std::memset(bytes_.mutable_data_ptr<uint8_t>() + size_bytes_, 0, padded - size_bytes_);
+    return bytes_.narrow(0, 0, static_cast<int64_t>(padded));
+  }
+
+ private:
+  static size_t RoundUp(size_t size_bytes) {
+    return std::bit_ceil(std::max<size_t>(size_bytes, 4096));
+  }
+  static at::Tensor Make(size_t size_bytes) {
+    return at::empty({static_cast<int64_t>(RoundUp(size_bytes))}, at::kByte);
+  }
+
+  at::Tensor bytes_;
+  size_t size_bytes_ = 0;
+};
 
 // What LBFGS has computed with is not in a file: each step computes it before it reads it, and
 // libtorch cannot write what a history leaves undefined of it.
@@ -316,21 +346,21 @@ class KeepsOptions {
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options_;
 };
 
-std::string FileOf(torch::optim::Optimizer& optimizer) {
+FileBytes FileOf(torch::optim::Optimizer& optimizer, size_t expected_bytes) {
   const WithoutScratch without(optimizer);
   torch::serialize::OutputArchive archive;
   optimizer.save(archive);
-  std::string file;
-  archive.save_to([&file](const void* bytes, size_t size) {
-    file.append(static_cast<const char*>(bytes), size);
-    return size;
-  });
+  FileBytes file(expected_bytes);
+  archive.save_to(
+      [&file](const void* bytes, size_t size_bytes) { return file.Append(bytes, size_bytes); });
   return file;
 }
 
-bool IsEmpty(const std::string& file) {
+bool IsEmpty(const FileBytes& file) {
+  constexpr size_t kEmptyBytesMax = 64 << 10;
+  if (file.size_bytes() > kEmptyBytesMax) return false;
   torch::serialize::InputArchive archive;
-  archive.load_from(file.data(), file.size());
+  archive.load_from(file.data(), file.size_bytes());
   return archive.keys().empty();
 }
 
@@ -372,7 +402,7 @@ size_t ModuleEngine::AttachForeign(torch::nn::Module& module, ParameterGroups gr
   if (begun_at_ > 0 && !HasForeign(number)) ThrowStatus(ForeignIsLost(number));
   AttachWeights(module, groups);
   AddForeign(number, commits_itself);
-  Log().info("{} runs in this process, weight by weight; what it keeps is in memory", optimizer);
+  Log().info("{} runs in this process, weight by weight", optimizer);
   return number;
 }
 
@@ -385,6 +415,7 @@ void ModuleEngine::GiveForeign(size_t number, torch::optim::Optimizer& optimizer
                                        ", which is attached before all of its modules are"),
                           "Attach the other modules first"));
   }
+  const ProcessMemory::Use use(tensors_->process_memory(), /*inside_passes=*/false);
   const size_t file_bytes = std::stoul(state->described);
   const std::vector<at::Tensor> storages = tensors_->TakeForeignStorages(number);
   torch::serialize::InputArchive archive;
@@ -417,18 +448,21 @@ absl::Status ModuleEngine::Keep(size_t number, torch::optim::Optimizer& optimize
   if (world_size() > 1) return absl::FailedPreconditionError("there are several ranks");
   if (foreign_.at(number).has_masters)
     return absl::FailedPreconditionError("it has fp32 masters in memory");
-  std::string file;
+  Foreign& foreign = foreign_.at(number);
+  const ProcessMemory::Use use(tensors_->process_memory(), /*inside_passes=*/false);
+  std::optional<FileBytes> file;
   try {
     std::optional<EachNamedOnce> once;
-    if (foreign_.at(number).commits_itself) once.emplace(optimizer);
-    file = FileOf(optimizer);
+    if (foreign.commits_itself) once.emplace(optimizer);
+    file = FileOf(optimizer, foreign.file_bytes);
   } catch (const c10::Error& error) {
     return absl::FailedPreconditionError(
         absl::StrCat("its save() throws: ", error.what_without_backtrace()));
   }
-  if (IsEmpty(file)) return absl::FailedPreconditionError("its class has no save()");
-  const at::Tensor bytes = Padded(file);
-  return tensors_->KeepForeign(number, std::to_string(file.size()), {&bytes, 1});
+  if (IsEmpty(*file)) return absl::FailedPreconditionError("its class has no save()");
+  foreign.file_bytes = file->size_bytes();
+  const at::Tensor bytes = file->Padded();
+  return tensors_->KeepForeign(number, std::to_string(foreign.file_bytes), {&bytes, 1});
 }
 
 void ModuleEngine::CheckHas(const torch::nn::Module& module, const ParameterGroups& groups) const {

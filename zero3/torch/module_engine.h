@@ -155,6 +155,7 @@ class ModuleEngine final : public Engine {
     bool has_masters = false;
     bool commits_itself = false;  // libtorch's own
     bool has_told = false;        // why what it keeps is not the job's
+    size_t file_bytes = 0;        // of what it kept last
   };
   std::vector<Foreign> foreign_;  // by their numbers
   const int64_t begun_at_;        // the step that the job was at when this process opened it

@@ -15,6 +15,7 @@
 #include "base/error.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/module_engine.h"
+#include "zero3/torch/process_memory.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/torch_state.h"
@@ -91,7 +92,8 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
   std::vector<KeptState> GatherState() const override {
     std::vector<KeptState> states;
     const bool keeps_state = engine_->keeps_state();
-    if (keeps_state) CheckIsSmall();
+    if (keeps_state) CheckMayHold();
+    const ProcessMemory::Use use(engine_->process_memory(), /*inside_passes=*/false);
     for (const OptimizerParamGroup& group : param_groups()) {
       for (const at::Tensor& parameter : group.params()) {
         if (IsTable(parameter)) continue;
@@ -188,11 +190,10 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
     modules_->Claim(param_groups());
   }
 
-  // Whoever asks for all of it has it in memory, perhaps twice.
-  void CheckIsSmall() const {
+  void CheckMayHold() const {
     const uint64_t state_bytes = engine_->plan().state_bytes;
     const uint64_t budget_bytes = engine_->statistics().budget_bytes;
-    if (state_bytes <= budget_bytes / 4) return;
+    if (engine_->MayHold(state_bytes)) return;
     ThrowStatus(MakeError(
         ErrorId::kUnsupportedOptimizer,
         absl::StrCat("the job has ", FormatDecimalBytes(state_bytes),

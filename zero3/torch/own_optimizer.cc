@@ -27,6 +27,7 @@
 #include "zero3/torch/log.h"
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/named_optimizer.h"
+#include "zero3/torch/process_memory.h"
 #include "zero3/torch/square_roots.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
@@ -50,6 +51,7 @@ struct Attached {
   std::unordered_set<const void*> parameters;  // TensorImpl
   std::shared_ptr<Optimizer> inner;            // null: libtorch's own step
   std::function<void(Optimizer&)> after;       // of a step; null: it is one of the job's
+  std::shared_ptr<ProcessMemory> memory;       // for a step in this process, of a job
   absl::Status refusal;                        // of each step
   bool may_keep = false;                       // it has stepped, or has loaded a state
   bool has_stepped = false;                    // in this process, or has got a state
@@ -397,6 +399,8 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
   const std::shared_ptr<Attached> attached = OfProcess().Find(*own);
   if (attached == nullptr) return next(own, std::move(closure));
   ThrowIfError(attached->refusal);
+  std::optional<ProcessMemory::Use> use;
+  if (attached->memory != nullptr) use.emplace(attached->memory, /*inside_passes=*/true);
   if (attached->inner != nullptr) {
     Update(*own, *attached);
     const auto follow = [&]() -> at::Tensor {  // a closure may change options, and look at state()
@@ -586,6 +590,7 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
   OfProcess().Add(own, {.engine = &engine,
                         .inner = std::move(inner),
                         .after = commit,
+                        .memory = engine.tensors().process_memory(),
                         .refusal = std::move(refusal),
                         .may_keep = !states.empty(),
                         .has_stepped = !states.empty()});
@@ -626,7 +631,11 @@ void Divert(Optimizer& own, const Engine& engine, std::shared_ptr<Optimizer> inn
                         .has_stepped = has_state});
 }
 void Follow(Optimizer& own, const Engine& engine, std::function<void(Optimizer&)> after) {
-  OfProcess().Add(own, {.engine = &engine, .after = std::move(after)});
+  const auto* const offloads = dynamic_cast<const ModuleEngine*>(&engine);
+  OfProcess().Add(own,
+                  {.engine = &engine,
+                   .after = std::move(after),
+                   .memory = offloads != nullptr ? offloads->tensors().process_memory() : nullptr});
 }
 void TakeLeftState(Optimizer& own) { OfProcess().TakeLeft(own); }
 bool IsLeftByDead(const at::Tensor& parameter) {

@@ -23,6 +23,7 @@
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/option_text.h"
+#include "zero3/torch/process_memory.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_hook.h"
 #include "zero3/torch/throw_status.h"
@@ -468,6 +469,12 @@ TORCH_LIBRARY(offloadd, m) {
       .def_static("planes_of", &PlanesOf)
       .def_static("is_managed", &IsManaged)
       .def_static("leave_data", [] { WeightResidency::LeaveData(); })
+      // Around a step that an optimizer takes in this process.
+      .def("begin_own_step",
+           [](const Pointer& self, bool inside_passes) {
+             self->tensors().process_memory()->BeginStep(inside_passes);
+           })
+      .def_static("end_own_step", [] { ProcessMemory::EndStep(); })
       .def_static("set_writes_alike", [](bool alike) { SetWritesAlike(alike); })
       .def_static("identity_of", &IdentityOf)
       .def_static("identity_of_storage", &IdentityOfStorage);

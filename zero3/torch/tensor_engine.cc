@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cfenv>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <span>
@@ -20,6 +21,7 @@
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/byte_size.h"
 #include "base/error.h"
 #include "base/string_view.h"
 #include "proto/shm_abi.h"
@@ -33,6 +35,7 @@
 #include "zero3/torch/log.h"
 #include "zero3/torch/operator_gate.h"
 #include "zero3/torch/parameter_text.h"
+#include "zero3/torch/process_memory.h"
 #include "zero3/torch/raw_access.h"
 #include "zero3/torch/sparse_update.h"
 #include "zero3/torch/square_roots.h"
@@ -104,6 +107,15 @@ bool ReducesGradients(const Options& options) {
                         "Set it to added or reduced_by_trainer"));
 }
 
+// An eighth of `ram`, and 64 MiB at least: what is more is paged to the first drive.
+static std::shared_ptr<ProcessMemory> MakeProcessMemory(const Options& options,
+                                                        uint64_t ram_bytes) {
+  uint64_t bytes_max = std::max<uint64_t>(ram_bytes / 8, 64 << 20);
+  if (const char* const size = std::getenv("OFFLOADD_BESIDE_RAM"))
+    bytes_max = ParseByteSize(size).value_or(bytes_max);
+  return ProcessMemory::Make(options.nvme_path.substr(0, options.nvme_path.find(',')), bytes_max);
+}
+
 TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
                            std::unique_ptr<client::Session> session, client::JobInfo job)
     : options_(options),
@@ -114,6 +126,7 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
       good_pipeline_blocks_(std::max(job.pipeline_blocks, PlanInput().good_pipeline_blocks)),
       write_cost_(job.write_cost),
       attachment_(std::make_shared<Attachment>(std::move(session))),
+      process_memory_(MakeProcessMemory(options, ram_bytes)),
       step_(job.step),
       state_(ValueOrThrow(DecodeTrainerState(job.trainer_state))),
       device_plan_(options.gpu_ram, options.device) {

@@ -19,6 +19,7 @@
 
 #include <offload/torch.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -54,6 +55,8 @@ struct GroupUpdate {
 };
 
 class DeviceTier;
+
+class ProcessMemory;
 
 class TensorEngine {
  public:
@@ -144,6 +147,11 @@ class TensorEngine {
   // Between steps: makes the room that one of them was refused because too much would have been in
   // memory then. False where it still would be.
   bool MakeRoomForForeign();
+
+  // Of this process, beside `ram`.
+  const std::shared_ptr<ProcessMemory>& process_memory() const { return process_memory_; }
+  // Whether so much may be held there: it is little, or can be paged.
+  bool MayHold(uint64_t size_bytes) const;
 
   at::Tensor Gather(const at::Tensor& parameter, const std::string& plane);
   // As StateKeeper: what an optimizer keeps of parameters of the job, as of the last step. With
@@ -272,7 +280,7 @@ class TensorEngine {
   struct Edit {
     uint32_t id;
     proto::Plane plane;
-    std::vector<std::byte> values;
+    at::Tensor values;  // as bytes
   };
   // All of it, to be put again where the store is laid out anew with the last epoch. Nothing where
   // that is too much: KeepEdits() makes it part of the epoch.
@@ -290,7 +298,7 @@ class TensorEngine {
   };
   // The slots that a job that exists has.
   void TakeSlots();
-  bool MayLayOutNow() const;
+  bool MayLayOutNow() const { return MayHold(std::max(SpilledGradientBytes(), EditBytes())); }
   // Why they cannot be, or cannot be yet.
   absl::Status AddSlots(const std::vector<uint64_t>& sizes_bytes);
   absl::Status MakeRoom(std::vector<uint64_t> sizes_bytes);
@@ -376,6 +384,7 @@ class TensorEngine {
   const uint32_t good_pipeline_blocks_;
   const double write_cost_;
   const std::shared_ptr<Attachment> attachment_;
+  const std::shared_ptr<ProcessMemory> process_memory_;
   uint64_t step_;
   struct TrainerState state_;
   struct TrainerState epoch_state_;  // of the last epoch: what was set since is the next one's

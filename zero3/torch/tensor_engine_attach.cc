@@ -32,6 +32,7 @@
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/parameter_text.h"
+#include "zero3/torch/process_memory.h"
 #include "zero3/torch/progress.h"
 #include "zero3/torch/raw_access.h"
 #include "zero3/torch/summed_device_gradient.h"
@@ -555,6 +556,7 @@ void TensorEngine::StoreLargeBuffers(bool new_ones_only) {
 }
 
 void TensorEngine::RestoreLargeBuffers() {
+  const ProcessMemory::Use use(process_memory_, /*inside_passes=*/false);
   for (size_t n = 0; n < buffers_.large().size(); ++n) {
     Buffers::Large& buffer = buffers_.large()[n];
     if (IsNewInStore(IdOfLarge(n))) continue;

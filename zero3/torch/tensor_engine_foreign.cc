@@ -18,15 +18,17 @@
 #include "proto/buffer_tensors.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
+#include "zero3/torch/process_memory.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
 
-// What optimizers keep that run in the trainer's process, unmodified. It stays in memory, as it is,
-// and belongs to the job: small parts go with the trainer's state, the others into slots of the
-// store, which are put when their bytes have changed, as buffers are. The store gets slots when
-// they are first needed; it is laid out anew then, as for parameters that come later.
+// What optimizers keep that run in the trainer's process, unmodified. It stays in its memory
+// (process_memory.h), as it is, and belongs to the job: small parts go with the trainer's state,
+// the others into slots of the store, which are put when their bytes have changed, as buffers are.
+// The store gets slots when they are first needed; it is laid out anew then, as for parameters that
+// come later.
 
 namespace {
 
@@ -93,6 +95,7 @@ void TensorEngine::TakeSlots() {
   while (!sizes.empty() && !is_there(sizes.size() - 1)) sizes.pop_back();
   epoch_state_.slot_bytes = sizes;
   buffers_.AddSlots(sizes);
+  const ProcessMemory::Use use(process_memory_, /*inside_passes=*/false);
   const std::vector<Buffers::Large*> slots = buffers_.slots();
   for (const ForeignState& state : state_.foreign) {
     for (const Storage& storage : StoragesOf(state.pieces)) {
@@ -146,6 +149,14 @@ absl::Status TensorEngine::KeepForeign(size_t number, std::string described,
   const c10::InferenceMode ordinary(false);
   const at::NoGradGuard no_grad;
   Seal();
+  // What the drive has lost of it must not be committed, nor trained with.
+  if (const absl::Status there = process_memory_->Check(); !there.ok()) {
+    ThrowStatus(MakeError(ErrorId::kIo,
+                          absl::StrCat("what ", state_.foreign.at(number).optimizer,
+                                       " keeps could not be paged to nvme_path: ", there.message()),
+                          "Check the drive, then start the run again: it goes on from the last "
+                          "committed step"));
+  }
   ForeignState state = {.optimizer = state_.foreign.at(number).optimizer,
                         .described = std::move(described)};
   absl::Status status = PlaceForeign(number, storages, state);
@@ -285,11 +296,6 @@ absl::Status TensorEngine::MakeRoom(std::vector<uint64_t> sizes_bytes) {
   }
   missing_slots_.clear();
   return AddSlots(sizes_bytes);
-}
-
-// What is in memory while the store is laid out anew has to be little.
-bool TensorEngine::MayLayOutNow() const {
-  return std::max(SpilledGradientBytes(), EditBytes()) <= ram_bytes_ / 4;
 }
 
 bool TensorEngine::MakeRoomForForeign() {

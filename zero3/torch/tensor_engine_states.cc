@@ -12,6 +12,7 @@
 #include "zero3/dimension_order.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
+#include "zero3/torch/process_memory.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
 
@@ -82,7 +83,7 @@ std::vector<KeptState> TensorEngine::GatherUnsettled() {
   std::vector<KeptState> states;
   if (!has_unsettled_states_) return states;
   const uint64_t state_bytes = plan().state_bytes;
-  if (state_bytes > ram_bytes_ / 4) {
+  if (!MayHold(state_bytes)) {
     ThrowStatus(MakeError(
         ErrorId::kBadValue,
         absl::StrCat("a frozen parameter has a gradient after the optimizer's state was loaded or "
@@ -92,6 +93,7 @@ std::vector<KeptState> TensorEngine::GatherUnsettled() {
         "Call requires_grad_(true) before the optimizer is attached or loaded, or take a step "
         "between"));
   }
+  const ProcessMemory::Use use(process_memory_, /*inside_passes=*/false);
   for (const Gradient* const gradient : gradients_) {
     if (gradient == nullptr) continue;
     KeptState& state = states.emplace_back(GatherState(gradient->parameter()));

@@ -1,3 +1,5 @@
+#include <ATen/Functions.h>
+
 #include <cstring>
 #include <utility>
 
@@ -9,6 +11,7 @@
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/open_job.h"
+#include "zero3/torch/process_memory.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
 
@@ -103,12 +106,15 @@ std::optional<std::vector<TensorEngine::Edit>> TensorEngine::GatherEdits() {
       edits.push_back({id, PlaneOfEdits(id), {}});
     }
   }
-  if (EditBytes() > ram_bytes_ / 4) return std::nullopt;
+  if (!MayHold(EditBytes())) return std::nullopt;
+  const ProcessMemory::Use use(process_memory_, /*inside_passes=*/false);
   for (Edit& edit : edits) {
     const uint64_t element_bytes =
         attachment_->input().catalogue.planes(edit.id).Bits(edit.plane) / 8;
-    edit.values.resize(attachment_->tensor(edit.id).element_count * element_bytes);
-    ThrowIfError(attachment_->CopyOut(edit.id, edit.plane, element_bytes, edit.values.data()),
+    const uint64_t size_bytes = attachment_->tensor(edit.id).element_count * element_bytes;
+    edit.values = at::empty({static_cast<int64_t>(size_bytes)}, at::kByte);
+    ThrowIfError(attachment_->CopyOut(edit.id, edit.plane, element_bytes,
+                                      static_cast<std::byte*>(edit.values.mutable_data_ptr())),
                  absl::StrCat("parameter '", declared_[edit.id].name, "'"));
   }
   return edits;
@@ -129,7 +135,8 @@ void TensorEngine::PutEdits(const std::vector<Edit>& edits) {
     const uint64_t element_bytes =
         attachment_->input().catalogue.planes(edit.id).Bits(edit.plane) / 8;
     const auto fill = [&](uint64_t begin, uint64_t count, std::byte* target) {
-      std::memcpy(target, edit.values.data() + begin * element_bytes, count * element_bytes);
+      std::memcpy(target, edit.values.const_data_ptr<uint8_t>() + begin * element_bytes,
+                  count * element_bytes);
       return absl::OkStatus();
     };
     ThrowIfError(attachment_->StreamIn(edit.id, edit.plane, fill, /*digest=*/0),
@@ -182,10 +189,14 @@ uint64_t TensorEngine::SpilledGradientBytes() const {
   return size_bytes;
 }
 
+bool TensorEngine::MayHold(uint64_t size_bytes) const {
+  return size_bytes <= ram_bytes_ / 4 || process_memory_->CanPage();
+}
+
 // All that are in the scratch file would be in memory at once.
 void TensorEngine::CheckLeavable(const std::string& what, const std::string& way_out) const {
   const uint64_t size_bytes = SpilledGradientBytes();
-  if (size_bytes <= ram_bytes_ / 4) return;
+  if (MayHold(size_bytes)) return;
   ThrowStatus(MakeError(
       ErrorId::kUnsupportedModel,
       absl::StrCat(what, ", and gradients of ", FormatDecimalBytes(size_bytes),
@@ -197,6 +208,7 @@ void TensorEngine::CheckLeavable(const std::string& what, const std::string& way
 
 // They are ordinary tensors until the next step takes them. Returns their parameters by id.
 std::vector<at::Tensor> TensorEngine::LeaveGradients() {
+  const ProcessMemory::Use use(process_memory_, /*inside_passes=*/false);
   std::vector<at::Tensor> trained(gradients_.size());
   for (uint32_t id = 0; id < gradients_.size(); ++id) {
     Gradient* const gradient = std::exchange(gradients_[id], nullptr);
