@@ -1,5 +1,6 @@
-"""An optimizer that the daemon does not have: it runs as it is, in this process, weight by weight. What it keeps is in memory, and is committed
-with every step (process_state.py says in which form)."""
+"""An optimizer that the daemon does not have: it runs as it is, in this process, weight by weight. What it keeps is in memory of
+this process, where that is much in pages of the pool (zero3/torch/process_memory.h), and is committed with every step (process_state.py says in
+which form)."""
 
 import logging
 
@@ -31,6 +32,13 @@ class ForeignPart:
         self._has_told, self._waits = False, []
 
     # ---- What the job has of it ----
+
+    def expected_bytes(self):
+        """Sizes of what it is going to keep: two moments of each parameter, where nothing else is known."""
+        sizes = [parameter.nbytes for parameter in parameters_of(self.optimizer) if parameter.requires_grad]
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            return [sum(sizes)] * (2 * max(group["history_size"] for group in self.optimizer.param_groups) + 4)
+        return 2 * sizes
 
     def check_goes_on(self, engine):
         """OFD-1604 where the job, which exists, does not have what it has kept."""

@@ -162,6 +162,7 @@ class Handle(Grows, jobs.OfProcess):
             elif self._engine.step_count() > 0:
                 part.check_goes_on(self._engine)
             else:
+                self._engine.expect_foreign(part.expected_bytes())
                 self._engine.add_foreign(part.number, part.name)
         self._kind = kinds.pop()
         values = [row for part in parts if not part.is_foreign for row in part.group_values()]

@@ -299,6 +299,35 @@ paged(lambda p: torch.optim.NAdam(p, 1e-3, foreach=True), "train", **FP32)("more
 paged(lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3, history_size=3), "train_with_closures", memory=("double",))("more_than_memory_with_closures")
 
 
+def at_the_least(make, train):
+    """A case: with the least `ram` that the plan says, of which what it keeps is part."""
+
+    def declare(name):
+        def function(run):
+            told = []
+            if run.offloaded:
+                model = run.model(width=128)
+                run.attach(model, make(list(model.parameters())), job="probe")
+                run.memory = str(run.handles[-1].plan()["floor_bytes"])
+            for first in (0, 2, 4):
+                if run.offloaded or not told:
+                    run.end()
+                    model = run.model(width=128)
+                    optimizer = make(list(model.parameters()))
+                    run.attach(model, optimizer, job="least")
+                told += getattr(run, train)(model, optimizer, steps=2, first=first)
+            return told, states_of(optimizer)
+
+        function.__name__ = name
+        case(function, types=("fp32",), memory=("1GiB",))
+
+    return declare
+
+
+at_the_least(lambda p: torch.optim.NAdam(p, 1e-3), "train")("with_the_least_memory")
+at_the_least(lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3, history_size=3), "train_with_closures")("with_the_least_memory_and_closures")
+
+
 @case(**FP32)
 def attached_again_with_the_same_objects(run):
     model = run.model()

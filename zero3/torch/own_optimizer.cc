@@ -8,6 +8,7 @@
 #include <torch/optim/lbfgs.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <exception>
 #include <memory>
@@ -551,6 +552,26 @@ bool NameEachOnce(std::vector<OptimizerParamGroup>& groups) {
   return again > 0;
 }
 
+// What an optimizer is going to keep that runs in this process: its file.
+uint64_t ExpectedBytes(const Optimizer& optimizer) {
+  uint64_t weight_bytes = 0, vectors = 2;
+  for (const OptimizerParamGroup& group : optimizer.param_groups()) {
+    for (const at::Tensor& parameter : group.params())
+      weight_bytes += parameter.requires_grad() ? parameter.nbytes() : 0;
+    if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr) continue;
+    const auto& options = static_cast<const torch::optim::LBFGSOptions&>(
+        group.has_options() ? group.options() : optimizer.defaults());
+    vectors = std::max(vectors, 2 * static_cast<uint64_t>(options.history_size()) + 4);
+  }
+  return std::bit_ceil(vectors * weight_bytes);
+}
+void Expect(Engine& engine, const Optimizer& optimizer) {
+  auto* const offloads = dynamic_cast<ModuleEngine*>(&engine);
+  if (offloads == nullptr) return;
+  const uint64_t size_bytes = ExpectedBytes(optimizer);
+  offloads->tensors().ExpectForeign({&size_bytes, 1});
+}
+
 // What an object that is being attached has in itself.
 std::vector<KeptState> OwnStateOf(Optimizer& own) {
   const PlainState plain;
@@ -575,6 +596,7 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
   const bool goes_on = left.stepped.size() < parameters.size() && !is_new;
   if (goes_on) refusal = engine.CheckResumes(groups, spec, number);
   if (!follows) ThrowIfError(refusal);
+  Expect(engine, own);
   {
     const Heritage heritage;
     engine.AttachInProcess(module, groups, spec);
@@ -696,6 +718,7 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
           "the optimizer names parameters in two places (parameters() does so for a submodule that "
           "is registered twice), and each of its steps updates them twice");
     }
+    zero3::Expect(*this, optimizer);
     const size_t number = AttachForeign(
         module, shares ? zero3::OfProcess().WithoutOwned(*this, each_once) : each_once,
         c10::demangle(typeid(optimizer).name()), /*commits_itself=*/true);
@@ -724,6 +747,7 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
     zero3::MapOf(optimizer).clear();
     zero3::Divert(optimizer, *this, std::move(inner), may_keep, /*has_state=*/!states.empty());
   } else {
+    zero3::Expect(*this, optimizer);
     foreign_[&optimizer] = AttachForeign(module, each_once, c10::demangle(typeid(optimizer).name()),
                                          /*commits_itself=*/false);
     GiveForeign(foreign_[&optimizer], optimizer);

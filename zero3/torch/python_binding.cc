@@ -390,6 +390,11 @@ TORCH_LIBRARY(offloadd, m) {
            [](const Pointer& self, int64_t number, const std::string& optimizer) {
              self->tensors().AddForeign(static_cast<size_t>(number), optimizer);
            })
+      .def("expect_foreign",
+           [](const Pointer& self, const std::vector<int64_t>& storages_bytes) {
+             self->tensors().ExpectForeign(
+                 std::vector<uint64_t>(storages_bytes.begin(), storages_bytes.end()));
+           })
       // Empty where it is kept, else why not.
       .def("keep_foreign",
            [](const Pointer& self, int64_t number, const at::Tensor& described,

@@ -135,6 +135,8 @@ class TensorEngine {
   // The job knows of it from now on. Where nobody sees its steps (`commits_itself` is false), a
   // step of the job with weights that were written, and without KeepForeign(), loses what it keeps.
   void AddForeign(size_t number, const std::string& optimizer, bool commits_itself = true);
+  // Before that: the sizes of what it is going to keep, as far as can be known.
+  void ExpectForeign(std::span<const uint64_t> storages_bytes);
   // What one keeps: `described` in the form of the trainer's language, and the memory of its
   // tensors as bytes (uint8). The next step commits it, with the bytes as they are then. Otherwise
   // it says why it cannot: the caller leaves it.
@@ -302,9 +304,16 @@ class TensorEngine {
   // Why they cannot be, or cannot be yet.
   absl::Status AddSlots(const std::vector<uint64_t>& sizes_bytes);
   absl::Status MakeRoom(std::vector<uint64_t> sizes_bytes);
-  uint64_t PieceBytesMax() const;
+  static uint64_t PieceBytesMax(std::span<const proto::Tensor> tensors);
   absl::Status PlaceForeign(size_t number, std::span<const at::Tensor> storages,
                             ForeignState& state);
+  // Of optimizers that have not stepped yet. Their room is part of the least `ram` that the plan
+  // says, so that a job that begins with it is one that can be resumed.
+  std::vector<uint64_t> ExpectedSlots(std::span<const proto::Tensor> tensors) const;
+  void RaiseFloor(Plan& plan) const;
+  bool FitsWith(std::span<const uint64_t> slots) const;
+  // Nothing where none are expected; OFD-1301.
+  std::optional<Plan> PlanWithExpectedSlots() const;
   std::vector<uint64_t> GiveSlots(size_t number, std::span<const at::Tensor> parts,
                                   ForeignState& state);
   void SetForeign(size_t number, ForeignState state);
@@ -395,6 +404,7 @@ class TensorEngine {
   std::unordered_set<size_t> unseen_foreign_;      // those whose steps nobody sees
   std::unordered_set<size_t> committing_foreign_;  // with the next step
   std::vector<uint64_t> missing_slots_;            // their sizes, in bytes
+  std::vector<uint64_t> expected_storages_;        // ExpectForeign()
   absl::Status no_slots_;                          // why the job cannot have more of them
   bool half_loaded_ = false;
   bool has_unsettled_states_ = false;      // replaced since the last step

@@ -256,6 +256,9 @@ void TensorEngine::CheckRam(const std::vector<Parameter>& more,
     all.Add(others);
     all.Divide(SmallBuffersBytes());
   }
+  const PlanInput input = DescribeJob(more, optimizer, all);
+  if (MakePlan(input).ok()) return;
+  all.AddSlots(ExpectedSlots(input.catalogue.tensors));
   ThrowIfError(MakePlan(DescribeJob(more, optimizer, all)).status());
 }
 
@@ -509,6 +512,7 @@ void TensorEngine::TakeThawed() {
 void TensorEngine::Declare(const client::OtherTensors* others) {
   PlanInput input = DescribeJob({}, optimizer_, buffers_);
   Plan plan = ValueOrThrow(MakePlan(input));
+  RaiseFloor(plan);
   client::Session& session = attachment_->session();
   ThrowIfError(session.DeclareTensors(input.catalogue.tensors));
   ThrowIfError(session.Seal(optimizer_, plan.memory, plan.pins_offset,

@@ -81,6 +81,8 @@ std::vector<bool> ChooseSmall(std::span<const at::Tensor> storages, uint64_t byt
   return is_small;
 }
 
+constexpr uint64_t kAnyRamBytes = uint64_t{1} << 60;
+
 }  // namespace
 
 // ---- When a job goes on ------------------------------------------------------------------------
@@ -135,11 +137,48 @@ std::vector<at::Tensor> TensorEngine::TakeForeignStorages(size_t number) {
   return storages;
 }
 
+void TensorEngine::ExpectForeign(std::span<const uint64_t> storages_bytes) {
+  expected_storages_.insert(expected_storages_.end(), storages_bytes.begin(), storages_bytes.end());
+}
+
 void TensorEngine::AddForeign(size_t number, const std::string& optimizer, bool commits_itself) {
   if (!commits_itself) unseen_foreign_.insert(number);
   if (number < state_.foreign.size() && state_.foreign[number].optimizer == optimizer) return;
   state_.foreign.resize(std::max(state_.foreign.size(), number + 1));
   state_.foreign[number] = {.optimizer = optimizer};
+}
+
+// What is inline in the trainer's state needs no room.
+std::vector<uint64_t> TensorEngine::ExpectedSlots(std::span<const proto::Tensor> tensors) const {
+  std::vector<uint64_t> sizes_bytes;
+  const uint64_t all =
+      std::accumulate(expected_storages_.begin(), expected_storages_.end(), uint64_t{0});
+  if (attached_.sealed || !may_grow() || !state_.slot_bytes.empty() || all <= SmallBuffersBytes())
+    return sizes_bytes;
+  const uint64_t piece_bytes_max = PieceBytesMax(tensors);
+  for (const uint64_t storage_bytes : expected_storages_) {
+    for (uint64_t begin = 0; begin < storage_bytes; begin += piece_bytes_max)
+      sizes_bytes.push_back(std::min(piece_bytes_max, storage_bytes - begin));
+  }
+  return sizes_bytes;
+}
+
+void TensorEngine::RaiseFloor(Plan& plan) const {
+  const std::vector<uint64_t> slots = ExpectedSlots(declared_);
+  if (slots.empty()) return;
+  Buffers buffers = buffers_;
+  buffers.AddSlots(slots);
+  PlanInput input = DescribeJob({}, optimizer_, buffers);
+  input.ram_bytes = kAnyRamBytes;
+  const absl::StatusOr<Plan> with_slots = MakePlan(input);
+  if (!with_slots.ok()) return;
+  plan.floor_bytes = with_slots->floor_bytes;
+  plan.floor_without_spilling_bytes = with_slots->floor_without_spilling_bytes;
+  if (ram_bytes_ >= plan.floor_bytes) return;
+  Log().warn(
+      "ram is {}: the job has no room for what an optimizer keeps that runs in this process, and "
+      "cannot be resumed. Set ram to at least {} bytes, or train it in one run",
+      FormatBytes(ram_bytes_), plan.floor_bytes);
 }
 
 // ---- At its steps ------------------------------------------------------------------------------
@@ -218,9 +257,9 @@ std::unordered_set<uint32_t> TensorEngine::SlotsOfOthers(size_t number) const {
 }
 
 // None is larger than the largest weight: `ram` that holds that does for them, too.
-uint64_t TensorEngine::PieceBytesMax() const {
+uint64_t TensorEngine::PieceBytesMax(std::span<const proto::Tensor> tensors) {
   uint64_t bytes = 64 << 10;
-  for (const proto::Tensor& tensor : declared_)
+  for (const proto::Tensor& tensor : tensors)
     bytes = std::max(bytes, tensor.element_count * proto::DtypeBytes(tensor.dtype));
   return std::bit_floor(bytes);
 }
@@ -229,7 +268,7 @@ absl::Status TensorEngine::PlaceForeign(size_t number, std::span<const at::Tenso
                                         ForeignState& state) {
   const uint64_t small_bytes_max = SmallBuffersBytes() / state_.foreign.size();
   const std::vector<bool> is_small = ChooseSmall(storages, small_bytes_max);
-  const auto piece_bytes_max = static_cast<int64_t>(PieceBytesMax());
+  const auto piece_bytes_max = static_cast<int64_t>(PieceBytesMax(declared_));
   std::vector<at::Tensor> parts;  // by piece; undefined when it is in no slot
   for (size_t i = 0; i < storages.size(); ++i) {
     if (is_small[i]) {
@@ -287,15 +326,21 @@ std::vector<uint64_t> TensorEngine::GiveSlots(size_t number, std::span<const at:
 
 // An optimizer that asks again for tensors of a size (a history that grows) will once more.
 absl::Status TensorEngine::MakeRoom(std::vector<uint64_t> sizes_bytes) {
+  std::vector<uint64_t> more = sizes_bytes;
   std::map<uint64_t, size_t> wanted, there;
   for (const uint64_t size_bytes : sizes_bytes) ++wanted[size_bytes];
   for (const uint64_t size_bytes : state_.slot_bytes) ++there[size_bytes];
   for (const auto& [size_bytes, count] : wanted) {
-    if (there[size_bytes] > count)
-      sizes_bytes.insert(sizes_bytes.end(), there[size_bytes] - count, size_bytes);
+    if (there[size_bytes] > count) more.insert(more.end(), there[size_bytes] - count, size_bytes);
   }
   missing_slots_.clear();
-  return AddSlots(sizes_bytes);
+  return AddSlots(FitsWith(more) ? more : sizes_bytes);
+}
+
+bool TensorEngine::FitsWith(std::span<const uint64_t> slots) const {
+  Buffers buffers = buffers_;
+  buffers.AddSlots(slots);
+  return MakePlan(DescribeJob({}, optimizer_, buffers)).ok();
 }
 
 bool TensorEngine::MakeRoomForForeign() {
