@@ -167,7 +167,10 @@ void PagedMemory::Watch(const std::stop_token& stop) {
   std::condition_variable_any wake;
   std::unique_lock lock(mutex);
   do {
-    if (ResidentFileBytes() > other_pages_bytes_ + resident_bytes_max_) GivePagesBack();
+    if (ResidentFileBytes() > other_pages_bytes_ + resident_bytes_max_) {
+      GivePagesBack();
+      other_pages_bytes_ = ResidentFileBytes();
+    }
     wake.wait_for(lock, stop, kWatchInterval, [] { return false; });
   } while (!stop.stop_requested());
   GivePagesBack();

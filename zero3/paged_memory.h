@@ -89,7 +89,8 @@ class PagedMemory {
   const pid_t process_ = ::getpid();
   const UniqueFd file_;
   const uint64_t resident_bytes_max_;
-  const uint64_t other_pages_bytes_;  // of files that are mapped besides: programs and libraries
+  // Of files that are mapped besides, programs and libraries. Of the watching thread, after Open().
+  uint64_t other_pages_bytes_;
 
   mutable std::mutex mutex_;
   RangeAllocator room_;
