@@ -29,6 +29,7 @@ struct Variable {
 };
 
 constexpr Variable kVariables[] = {
+    {"OFFLOADD_BESIDE_RAM", Takes::kSize},
     {"OFFLOADD_BINARY"},
     {"OFFLOADD_BORN_ABOVE", Takes::kSize},
     {"OFFLOADD_CONFIG"},
@@ -44,7 +45,6 @@ constexpr Variable kVariables[] = {
     {"OFFLOADD_JOIN_TIMEOUT", Takes::kNumber, "seconds"},
     {"OFFLOADD_LIBRARY"},
     {"OFFLOADD_LOCK_TIMEOUT", Takes::kNumber, "seconds"},
-    {"OFFLOADD_BESIDE_RAM", Takes::kSize},
     {"OFFLOADD_POOL"},
     {"OFFLOADD_POOL_READ", Takes::kNumber, "bytes per second"},
     {"OFFLOADD_POOL_WRITE", Takes::kNumber, "bytes per second"},
