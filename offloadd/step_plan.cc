@@ -10,6 +10,7 @@
 #include "base/checked.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "kernels/update.h"
 #include "offloadd/job_catalogue.h"
 #include "offloadd/limits.h"
 
@@ -28,7 +29,9 @@ absl::StatusOr<Groups> ReadGroups(const proto::v1::StepRequest& first,
   Groups groups;
   for (const proto::v1::Optimizer& group : first.groups()) {
     OFFLOAD_ASSIGN_OR_RETURN(const kernels::OptimizerSpec optimizer, OptimizerFromMessage(group));
-    if (optimizer.name() != sealed.name()) {
+    // Planes have their places by number: those that another kind takes are looked at for each
+    // tensor. A tensor's bundle is updated in one way, with norms or without.
+    if (kernels::NeedsNorms(optimizer) != kernels::NeedsNorms(sealed)) {
       return MakeError(ErrorId::kUnsupportedOptimizer,
                        absl::StrCat("a step of ", group.name(), " for a job that was sealed for ",
                                     std::string(sealed.name())));

@@ -184,7 +184,7 @@ TEST_F(StepPlanTest, AnOptimizerNeedsTheStateThatTheJobWasSealedWith) {
   const auto step_of = [](const OptimizerSpec& optimizer) {
     return [optimizer](StepRequest& step) { SetOptimizer(step, optimizer); };
   };
-  ExpectRefused(step_of(plain), "a step of sgd for a job that was sealed for adamw",
+  ExpectRefused(step_of(OptimizerSpec("lamb")), "a step of lamb for a job that was sealed for adamw",
                 ErrorId::kUnsupportedOptimizer);
   const auto seal_for = [this](const OptimizerSpec& optimizer) {
     context_.optimizer = optimizer;
@@ -201,6 +201,34 @@ TEST_F(StepPlanTest, AnOptimizerNeedsTheStateThatTheJobWasSealedWith) {
                 ErrorId::kUnsupportedOptimizer);
   SetOptimizer(sgd, plain);
   EXPECT_TRUE(Plan({sgd}).ok()) << Plan({sgd}).status();
+  ExpectRefused(step_of(OptimizerSpec("adagrad")), "needs sum of \"scale\"",
+                ErrorId::kUnsupportedOptimizer);
+}
+
+// Each has its planes at the same places, whatever the job calls them.
+TEST_F(StepPlanTest, OptimizersOfSeveralKindsTrainPartsOfAJob) {
+  const OptimizerSpec adamw("adamw"), sgd("sgd", {{"momentum", 0.9}}), rmsprop("rmsprop");
+  StepRequest step = Good();
+  SetOptimizer(step, adamw);
+  for (const OptimizerSpec& other : {sgd, rmsprop}) {
+    proto::v1::Optimizer& group = *step.add_groups();
+    group.set_name(std::string(other.name()));
+    group.mutable_parameters()->Add(other.values().begin(), other.values().end());
+  }
+  step.set_group_of(0, 1);
+  step.set_group_of(1, 2);
+  const absl::StatusOr<StepPlan> plan = Plan({step});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  std::vector<std::string> names;
+  for (const TaskPlan& task : plan->tasks) {
+    for (const MemberUpdate& member : task.members) names.emplace_back(member.optimizer->name());
+  }
+  EXPECT_EQ(names, (std::vector<std::string>{"adamw", "sgd", "rmsprop"}));
+  ExpectRefused(
+      [](StepRequest& step) {
+        SetOptimizer(step, OptimizerSpec("rmsprop", {{"centered", 1}}));
+      },
+      "needs grad_avg of \"scale\"", ErrorId::kUnsupportedOptimizer);
 }
 
 TEST_F(StepPlanTest, MoreThanTheLimitsIsRefused) {

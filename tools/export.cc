@@ -100,6 +100,7 @@ class ExportCommand : public Command {
     }
     if (!universal_) OFFLOAD_RETURN_IF_ERROR(zero3::CheckHoldsNoCheckpoint(folder_));
     OFFLOAD_ASSIGN_OR_RETURN(StoredModel model, StoredModel::Open(pool_, job_, snapshot_));
+    if (universal_) OFFLOAD_RETURN_IF_ERROR(model.is_of_one_kind());
     OFFLOAD_ASSIGN_OR_RETURN(
         const uint64_t bytes,
         universal_ ? WriteUniversal(model, folder_, UniversalTag(model), ProgressLine())

@@ -52,8 +52,9 @@ class ImportCommand : public Command {
 
   absl::StatusOr<Answer> Run() override {
     OFFLOAD_RETURN_IF_ERROR(FindJob(pool_, job_).status());
-    OFFLOAD_ASSIGN_OR_RETURN(UniversalSource source, UniversalSource::Open(folder_));
     OFFLOAD_ASSIGN_OR_RETURN(StoredModel model, StoredModel::Open(pool_, job_, /*snapshot=*/""));
+    OFFLOAD_RETURN_IF_ERROR(model.is_of_one_kind());
+    OFFLOAD_ASSIGN_OR_RETURN(UniversalSource source, UniversalSource::Open(folder_));
     OFFLOAD_ASSIGN_OR_RETURN(const CheckedImport checked, CheckImport(model, source));
     const uint64_t step = step_.value_or(checked.step);
     const std::string pool = new_pool_.empty() ? pool_ : new_pool_;

@@ -21,6 +21,9 @@ namespace {
 
 using proto::Dtype;
 
+// What begins the trainer's own bytes where python/offloadd/handle.py notes whose kind is which.
+constexpr std::string_view kMarkOfKinds = "OFDPY\x02";
+
 // OFD-1207 when the store's own list of tensors is not that of the catalogue.
 absl::Status CheckFits(const proto::Catalogue& catalogue, const swap::Store& store) {
   bool fits = catalogue.store_tensors.size() == store.spec().tensors.size() &&
@@ -84,6 +87,14 @@ absl::StatusOr<StoredModel> StoredModel::Open(const std::string& pool, const std
   model.update_counts_ = std::move(decoded.update_counts);
   model.update_counts_.resize(model.catalogue_.tensors.size());
   model.buffers_ = std::move(decoded.buffers);
+  if (decoded.trainer.starts_with(kMarkOfKinds)) {
+    model.is_of_one_kind_ =
+        MakeError(ErrorId::kOtherModel,
+                  "the job has optimizers of several kinds, and which parameter has which only a "
+                  "trainer in Python can tell",
+                  "Attach it there: handle.save_universal() writes what they keep; weights can be "
+                  "exported");
+  }
   for (MappedRegion* region : {&model.weight_, &model.residual_, &model.ties_}) {
     OFFLOAD_ASSIGN_OR_RETURN(*region, MappedRegion::Anonymous(kPlaneBytesMax));
   }

@@ -54,6 +54,8 @@ class StoredModel {
   }
   const proto::Catalogue& catalogue() const { return catalogue_; }
   const std::string& optimizer() const { return optimizer_; }  // its name
+  // OFD-1602 where kept() is not what all parameters have.
+  const absl::Status& is_of_one_kind() const { return is_of_one_kind_; }
   // What the optimizer keeps of what it trains, with torch's names.
   const proto::KeptPlanes& kept() const { return kept_; }
   // Whether a tensor of the catalogue is a parameter of the model, and no buffer.
@@ -99,6 +101,7 @@ class StoredModel {
   std::unique_ptr<swap::Store> store_;
   proto::Catalogue catalogue_;
   std::string optimizer_;
+  absl::Status is_of_one_kind_;
   proto::KeptPlanes kept_;
   std::vector<uint64_t> update_counts_;
   std::string buffers_;  // encoded

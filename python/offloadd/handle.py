@@ -17,12 +17,13 @@ from .eager import run_as_before, run_eagerly
 from .errors import Error
 from .foreign import ForeignPart
 from .growth import Grows, with_those_gone
+from .kinds import Kinds, check_together
 from .library import Engine, bytes_of, tensor_of
 from .named_tensors import Reassigned, buffers_beside, buffers_of, check_left_out, names_of, tables_of, with_strangers
 from .optimizer import check_free, has_stepped, refuse_unless_kept, shaped_as
 from .optimizer_part import Part
 from .options import job_of, own_state_of, pool_of, reduces_gradients
-from .recipes import Foreign, check_arithmetic, is_narrow, is_table, parameters_of, recipe_of
+from .recipes import check_arithmetic, is_narrow, is_table, parameters_of, recipe_of
 
 _log = logging.getLogger("offloadd")
 
@@ -32,7 +33,8 @@ _PLAN = ("parameters", "state_bytes", "gradient_bytes", "store_bytes", "window_b
          "region_bytes", "overhead_bytes", "total_bytes", "gradients_spilled", "read_bytes_per_parameter",
          "write_bytes_per_parameter", "further_read_bytes_per_parameter", "further_write_bytes_per_parameter", "floor_bytes",
          "floor_without_spilling_bytes", "gpu_window_bytes", "gpu_gradient_bytes")
-_STATE_MAGIC = b"OFDPY\x01"
+# The trainer's state: magic, 16 bytes of identity, then the trainer's own; in the second form first the length and bytes of what kinds.py says.
+_STATE_MAGIC, _STATE_MAGIC_OF_KINDS = b"OFDPY\x01", b"OFDPY\x02"
 _OWN_STATE_BYTES = len(_STATE_MAGIC) + 16
 
 
@@ -71,11 +73,15 @@ class Gathered(list):
 
 
 def stored_state(engine):
-    """(the job's identity, the trainer's state); the identity is empty in jobs that were not made from Python."""
+    """(the job's identity, the trainer's state, what kinds.py says); the identity is empty in jobs that were not made from Python."""
     stored = bytes_of(engine.trainer_state())
+    if not stored.startswith((_STATE_MAGIC, _STATE_MAGIC_OF_KINDS)):
+        return "", stored, b""
+    identity, rest = stored[len(_STATE_MAGIC):_OWN_STATE_BYTES].hex(), stored[_OWN_STATE_BYTES:]
     if stored.startswith(_STATE_MAGIC):
-        return stored[len(_STATE_MAGIC):_OWN_STATE_BYTES].hex(), stored[_OWN_STATE_BYTES:]
-    return "", stored
+        return identity, rest, b""
+    end = 4 + int.from_bytes(rest[:4], "little")
+    return identity, rest[end:], rest[4:end]
 
 
 class _Ended:
@@ -126,19 +132,15 @@ class Handle(Grows, jobs.OfProcess):
                 raise Error.of(1604, f"the optimizer's moments are in job {former}, and this is a new one",
                                f"Attach to job {former}, or make a new optimizer")
             recipes.append(recipe_of(optimizer))
-        kinds = {recipe.kind for recipe in recipes if not recipe.is_foreign} or {Foreign.kind}
+        check_together({recipe.kind for recipe in recipes if not recipe.is_foreign})
         if any(not recipe.is_foreign for recipe in recipes) and any(p.requires_grad for model in models for p in model.parameters()):
             check_arithmetic()
-        if len(kinds) > 1:
-            raise Error.of(1604, f"one job with optimizers of several kinds ({', '.join(sorted(kinds))})",
-                           "Use optimizers of one kind for all parts of a job, give each model a job of its own, or attach one of the optimizers: "
-                           "the other goes on in this process, with what it keeps in memory")
         self._check_once()
         named = with_strangers(names_of(models), self.optimizers)
         served.check_exported(named)
         served.check_not_shared(named)
         with beneath.apart(named):
-            self._attach_named(models, named, recipes, kinds, unfreeze, beside)
+            self._attach_named(models, named, recipes, unfreeze, beside)
         served.install()
         served.install_serializers()
         lightning_teardown.serve()
@@ -148,7 +150,7 @@ class Handle(Grows, jobs.OfProcess):
             if part.is_foreign:
                 part.tell()
 
-    def _attach_named(self, models, named, recipes, kinds, unfreeze, beside):
+    def _attach_named(self, models, named, recipes, unfreeze, beside):
         served.give_own_memory(named, self._engine, beneath.is_over_a_source)
         destination = in_memory.destination_of(self.options)
         buffers = buffers_of(models, destination)
@@ -164,21 +166,18 @@ class Handle(Grows, jobs.OfProcess):
             else:
                 self._engine.expect_foreign(part.expected_bytes())
                 self._engine.add_foreign(part.number, part.name)
-        self._kind = kinds.pop()
-        values = [row for part in parts if not part.is_foreign for row in part.group_values()]
-        # What an optimizer that runs in this process says to the daemon: a step of nothing.
-        self._idle_values = values[0] if values else [0.0] * len(Engine.parameters_of(self._kind))
-        values = values or [self._idle_values]
+        self._kinds, self._described_kinds = Kinds(parts), (None, b"")
         unfrozen = to_unfreeze(named, unfreeze)
         for parameter in unfrozen:
             parameter.requires_grad_(True)
         try:
             self._identities = {id(parameter) for _, parameter in named}
             self._engine.attach([name for name, _ in named], [parameter for _, parameter in named],
-                                [name for name, _ in buffers], [buffer for _, buffer in buffers], self._kind, values)
+                                [name for name, _ in buffers], [buffer for _, buffer in buffers],
+                                self._kinds.kind, self._kinds.rows)
             for part in parts:
                 self._take_what_was_kept(part)
-            self._read_mark()
+            self._read_mark({id(parameter): name for name, parameter in named})
             self._engine.seal()
             for part in parts:
                 if part.is_foreign:
@@ -245,7 +244,7 @@ class Handle(Grows, jobs.OfProcess):
         if before is not None:
             before()
         self._settle_before_step()
-        self._running().apply(self._kind, [[]], [self._idle_values], [False])
+        self._running().apply(self._kinds.kind, [[]], self._kinds.rows[:1], [False])  # a step of nothing
         self._end_step()
 
     def _in_process(self):
@@ -299,6 +298,7 @@ class Handle(Grows, jobs.OfProcess):
 
     def _settle_before_step(self):
         self.settle()
+        self._note_kinds()
         for part in self._foreign_parts():
             part.keep()
 
@@ -369,10 +369,15 @@ class Handle(Grows, jobs.OfProcess):
         running = self._running()
         if self._is_new(parameter):
             self.take_what_came()
-        part = next((part for part in self._parts if part.has(parameter)), None) if plane == "sum" else None
-        if part is not None and part.recipe.kind == "adagrad" and self.update_count(parameter) == 0:
-            return part.first_sum(parameter)
+        if plane not in ("weight", "master"):
+            part = next((part for part in self._kept_parts() if part.had(parameter)), None)
+            if part is not None and part.recipe.kind == "adagrad" and self.update_count(parameter) == 0 and plane == "sum":
+                return part.first_sum(parameter)
+            plane = self.stored_name(part, plane) if part is not None else plane
         return running.gather(parameter, plane)
+
+    def stored_name(self, part, plane):
+        return self._kinds.stored_name(part, plane)
 
     def write_one(self, parameter, plane, value):
         """Gives a weight, its "master" or a moment the values of a tensor; durable with the next step()."""
@@ -400,20 +405,33 @@ class Handle(Grows, jobs.OfProcess):
 
     # ---- The trainer's state, behind our own ----
 
-    def _read_mark(self):
-        self._id, self._trainer_state = stored_state(self._engine)
+    def _read_mark(self, names):
+        self._id, self._trainer_state, kinds = stored_state(self._engine)
         has_none = not self._id and not self._trainer_state
         if has_none and not self._engine.step_count():
             self._id = uuid.uuid4().hex
         if self._engine.world_size() > 1:  # the first rank's
             self._id = bytes_of(self._engine.exchange(tensor_of(bytes.fromhex(self._id)))[0]).hex()
+        self._kinds.check_as_before(kinds, names, self.update_count)
         if self._id and has_none:
             self._set_state(b"")
 
     def _set_state(self, data):
-        whole = (_STATE_MAGIC + bytes.fromhex(self._id) if self._id else b"") + data
-        self._engine.set_trainer_state(tensor_of(whole))
+        kinds = self._described_kinds[1]
+        identity = self._id or ("0" * 32 if kinds else "")
+        whole = (_STATE_MAGIC_OF_KINDS if kinds else _STATE_MAGIC) + bytes.fromhex(identity) if identity else b""
+        whole += len(kinds).to_bytes(4, "little") + kinds if kinds else b""
+        self._engine.set_trainer_state(tensor_of(whole + data))
         self._trainer_state = data
+
+    def _note_kinds(self):
+        """Before a step: parameters may have come."""
+        if not self._kinds.are_several:
+            return
+        now = [id(self._parameters), *(len(group["params"]) for part in self._kept_parts() for group in part.optimizer.param_groups)]
+        if now != self._described_kinds[0]:
+            self._described_kinds = now, self._kinds.described(self.names())
+            self._set_state(self._trainer_state)
 
     @property
     def trainer_state(self):

@@ -400,6 +400,13 @@ class Part:
     def has(self, parameter):
         return any(parameter is each for each in parameters_of(self.optimizer))
 
+    def had(self, parameter):
+        """Or has it now."""
+        return id(parameter) in self._group_at or self.has(parameter)
+
+    def each_it_had(self):
+        return dict.fromkeys([*parameters_of(self.optimizer), *(parameter for parameter, _ in self._group_at.values())])
+
     def write(self, parameter, plane, value):
         """Gives a moment of one parameter, or its "master", other values. Durable with the next step()."""
         self.settle()
@@ -498,10 +505,10 @@ class Part:
             kept["master"] = state["master"].detach().cpu()
         return count, kept
 
-    @staticmethod
-    def _as_columns(rows):
-        """Parameters, counts, names of planes, and for each parameter a tensor per name: empty where there is none."""
+    def _as_columns(self, rows):
+        """Parameters, counts, names of planes in the job, and for each parameter a tensor per name: empty where there is none."""
         rows, nothing = list(rows), torch.empty(0)
         names = list(dict.fromkeys(name for _, _, kept in rows for name in kept))
         planes = [[kept.get(name, nothing) for name in names] for _, _, kept in rows]
-        return [row[0] for row in rows], [row[1] for row in rows], names, planes
+        stored = [name if name == "master" else self.handle.stored_name(self, name) for name in names]
+        return [row[0] for row in rows], [row[1] for row in rows], stored, planes

@@ -14,6 +14,7 @@ from torch._guards import active_fake_mode
 
 from . import attaching, jobs
 from .errors import class_of
+from .kinds import are_together
 from .library import is_disabled
 from .loaded import Loaded
 from .optimizer import has_stepped
@@ -195,18 +196,18 @@ class Watch:
 
     @staticmethod
     def of_one_job(optimizers):
-        """Those that one job can have. The others go on as they are: those of another kind, and those of parameters that one before has, too
-        (LBFGS after Adam; sharpness-aware ones hold another optimizer for the same parameters)."""
-        chosen, kind, taken = [], None, set()
+        """Those that one job can have. The others go on as they are: those of parameters that one before has, too (LBFGS after Adam; sharpness-aware
+        ones hold another optimizer for the same parameters)."""
+        chosen, kinds, taken = [], set(), set()
         for optimizer in optimizers:
             recipe = recipe_of(optimizer)
             mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if mine & taken or (not recipe.is_foreign and kind not in (None, recipe.kind)):
+            together = kinds if recipe.is_foreign else kinds | {recipe.kind}
+            if mine & taken or not are_together(together):
                 _log.warning("offloadd: %s goes on beside the optimizers of the job: what it keeps stays in memory, and its steps are not part "
                              "of the job", type(optimizer).__name__)
                 continue
-            if not recipe.is_foreign:
-                kind = recipe.kind
+            kinds = together
             taken |= mine
             chosen.append(optimizer)
         return chosen

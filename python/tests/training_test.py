@@ -12,7 +12,9 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import offloadd
 from battery import case, main, muon_beside_adamw, states_of
+from offloadd import control
 
 # ---- Optimizers --------------------------------------------------------------------------------
 
@@ -362,10 +364,86 @@ def two_optimizers_of_one_job(run):
     return told
 
 
-@case(refused=1604, types=("fp32",), memory=("floor",))
-def optimizers_of_two_kinds_are_refused(run):
+def of_three_kinds(model):
+    return [SGD(model.head.parameters(), 0.1, momentum=0.9), AdamW(model.blocks.parameters(), 1e-3),
+            Adagrad(model.embed.parameters(), 1e-2, initial_accumulator_value=0.1)]
+
+
+@case
+def optimizers_of_three_kinds(run):
+    """They take turns, one has a schedule, and what they keep is read, written and loaded."""
     model = run.model()
-    run.attach(model, [SGD(model.blocks.parameters(), 0.1), AdamW(model.head.parameters())])
+    optimizers = of_three_kinds(model)
+    scheduler = schedulers.OneCycleLR(optimizers[0], 0.2, total_steps=8)
+    handle, told = run.attach(model, optimizers), []
+    for step in range(6):
+        loss = run.loss(model, step)
+        loss.backward()
+        told += [loss.item(), torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()]
+        for number, optimizer in enumerate(optimizers):
+            if number != step % 4:
+                optimizer.step()
+                optimizer.zero_grad()
+        scheduler.step()
+        if step == 2:
+            optimizers[0].state[model.head.weight]["momentum_buffer"].mul_(0.5)
+            optimizers[2].state[model.embed.weight]["sum"].add_(0.5)
+            kept = copy.deepcopy([optimizer.state_dict() for optimizer in optimizers])
+        if step == 4:
+            for optimizer, state in zip(optimizers, kept):
+                optimizer.load_state_dict(state)
+    planes = [handle.gather(model.head.weight, "momentum_buffer"), handle.gather(model.embed.weight, "sum")]
+    return told, planes, [states_of(optimizer) for optimizer in optimizers], [optimizer.state_dict()["state"] for optimizer in optimizers]
+
+
+@case
+def optimizers_of_several_kinds_go_on(run):
+    """With what they kept in memory before attach, and in a run that was stopped between their steps."""
+    def make():
+        model = run.model()
+        return model, [RMSprop(model.blocks.parameters(), 1e-3, momentum=0.5, centered=True), Adam(model.head.parameters(), 1e-3, fused=True)]
+
+    def take(first, last):
+        for step in range(first, last):
+            optimizer = optimizers[step % 2]
+            loss = run.loss(model, step)
+            loss.backward()
+            optimizer.step()
+            model.zero_grad()
+            told.append(loss.item())
+
+    told, (model, optimizers) = [], make()
+    if run.dtype == torch.float32:
+        take(0, 3)
+    run.attach(model, optimizers, job="several")
+    take(3, 6)
+    if run.offloaded:
+        run.end()
+        model, optimizers = make()
+        assert run.attach(model, optimizers, job="several").step == 3
+    optimizers[0].add_param_group({"params": list(model.embed.parameters())})
+    take(6, 9)
+    return told, [states_of(optimizer) for optimizer in optimizers]
+
+
+@case(refused=1602, types=("fp32",), memory=("floor",))
+def kinds_of_another_run_are_refused(run):
+    for kinds in ((AdamW, SGD), (AdamW, AdamW)):
+        model = run.model()
+        optimizers = [kind(part.parameters(), 1e-3, **({"momentum": 0.9} if kind is SGD else {})) for kind, part in zip(kinds, (model.blocks, model.head))]
+        run.attach(model, optimizers, job="of_kinds")
+        run.loss(model, 0).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        run.end()
+        for arguments in (("export", run.folder, "of_kinds", os.path.join(run.folder, "exported"), "--universal"),
+                          ("import", run.folder, "of_kinds", os.path.join(run.folder, "exported"), "--as", "imported")):
+            try:
+                control.run(*arguments)
+            except offloadd.Error as error:
+                assert "kinds" in str(error), error
+            else:
+                raise AssertionError(arguments)
 
 
 @case(refused=1201, types=("fp32",), memory=("floor",))

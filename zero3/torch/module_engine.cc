@@ -482,9 +482,20 @@ void ModuleEngine::CheckHas(const torch::nn::Module& module, const ParameterGrou
   }
 }
 
+// A trainer in Python has optimizers of several kinds, and has noted whose is which
+// (python/offloadd/handle.py).
+static void CheckIsOfOneKind(std::string_view trainer_state) {
+  if (!trainer_state.starts_with("OFDPY\x02")) return;
+  ThrowStatus(MakeError(ErrorId::kOtherModel,
+                        "the job was trained in Python with optimizers of several kinds",
+                        "Train it there, or begin a new job with its weights (offloadctl export, "
+                        "SetInitialWeights)"));
+}
+
 std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::Module& module,
                                                                      ParameterGroups groups,
                                                                      NamedOptimizer&& optimizer) {
+  if (begun_at_ > 0) CheckIsOfOneKind(tensors_->trainer_state());
   groups = modules_->LeaveToOthers(module, std::move(groups));
   CheckHas(module, groups);
   kernels::OptimizerSpec spec = SpecOfAll(optimizer, groups);

@@ -24,6 +24,7 @@
 #include "base/byte_size.h"
 #include "base/error.h"
 #include "base/string_view.h"
+#include "kernels/update.h"
 #include "proto/shm_abi.h"
 #include "zero3/dimension_order.h"
 #include "zero3/torch/device_gradient.h"
@@ -383,7 +384,7 @@ void TensorEngine::CheckStep(const client::StepCommand& command,
     ThrowStatus(MakeError(ErrorId::kUnsupportedOptimizer, absl::StrCat(text...)));
   };
   for (const client::Group& group : command.groups) {
-    if (group.name() != optimizer_.name())
+    if (kernels::NeedsNorms(group) != kernels::NeedsNorms(optimizer_))
       unsupported("a step of ", ToAbsl(group.name()), " for a job of ", ToAbsl(optimizer_.name()));
     if (const std::string wrong = group.Violation(); !wrong.empty()) unsupported(wrong);
   }
