@@ -187,14 +187,27 @@ void AdamThenLbfgs(const Arguments& arguments) {
 }
 
 // Two over the same parameters, in turn.
-void Alternating(const Arguments& arguments) {
+template <class Slow, class Options>
+void Alternate(const Arguments& arguments, const Options& options, bool looks = false) {
   Linear model(64, 64);
   SGD fast(model->parameters(), torch::optim::SGDOptions(1e-1).momentum(0.9));
-  SGD slow(model->parameters(), torch::optim::SGDOptions(1e-3).momentum(0.5));
+  auto slow = std::make_unique<Slow>(model->parameters(), options);
+  Slow moved(std::move(*slow));
+  slow.reset();
+  if (looks && !fast.state().empty()) std::abort();
   for (int round = 0; round < arguments.loops.front(); ++round) {
     Train(model, fast, 1);
-    Train(model, slow, 1);
+    Train(model, moved, 1);
   }
+}
+void Alternating(const Arguments& arguments) {
+  Alternate<SGD>(arguments, torch::optim::SGDOptions(1e-3).momentum(0.5));
+}
+void AlternatingKinds(const Arguments& arguments) {
+  Alternate<torch::optim::Adam>(arguments, torch::optim::AdamOptions(1e-3));
+}
+void AlternatingLooked(const Arguments& arguments) {
+  Alternate<SGD>(arguments, torch::optim::SGDOptions(1e-3), /*looks=*/true);
 }
 
 void Lbfgs(const Arguments& arguments) {
@@ -458,6 +471,8 @@ int main(int argc, char** argv) {
       {"phases", Phases},
       {"adam_then_lbfgs", AdamThenLbfgs},
       {"alternating", Alternating},
+      {"alternating_kinds", AlternatingKinds},
+      {"alternating_looked", AlternatingLooked},
       {"lbfgs", Lbfgs},
       {"own_optimizer", OwnOptimizer},
       {"own_step", OwnStep},

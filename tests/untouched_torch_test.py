@@ -222,8 +222,21 @@ class UntouchedTest(unittest.TestCase):
     def test_destructors_of_globals_use_the_model(self):
         self.assertEqual(len(self.check_oddity("used_at_the_end").evaluations()), 2)
 
-    def test_optimizers_in_turn_over_the_same_parameters_are_refused(self):
-        plain, result = self.plain("oddities", "4", self.file("plain"), "alternating"), self.oddity("alternating")
+    def check_alternating(self, mode):
+        plain = self.plain("oddities", "8", self.file("plain"), mode).steps()
+        for at, options in ((0, []), (8, ["--resume"])):
+            result = self.oddity(mode, options=options)
+            self.assertEqual((result.code, result.steps()), (0, plain[at:at + 8]), result.error)
+
+    def test_optimizers_in_turn_over_the_same_parameters(self):
+        self.check_alternating("alternating")
+
+    def test_optimizers_of_two_kinds_in_turn_over_the_same_parameters(self):
+        self.check_alternating("alternating_kinds")
+
+    def test_one_whose_state_was_looked_at_is_taken_for_dead(self):
+        mode = "alternating_looked"
+        plain, result = self.plain("oddities", "4", self.file("plain"), mode), self.oddity(mode)
         self.assertEqual((result.code, result.steps()), (1, plain.steps()[:2]))
         self.assertIn("OFD-1604 the program goes back to an optimizer after another one has trained the same parameters", result.error)
 

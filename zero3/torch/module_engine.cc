@@ -211,11 +211,19 @@ bool ModuleEngine::HasMasters(const ParameterGroups& groups) {
   return std::any_of(groups.begin(), groups.end(), has_master);
 }
 
+// Of a job that has a note of every optimizer that ran in its processes
+// (untouched/watch.cc): there was no such one yet.
+static bool IsNew(const ForeignState* state, std::string_view trainer_state) {
+  return state == nullptr && trainer_state == "offloadctl run 1";
+}
+
 absl::Status ModuleEngine::CheckResumes(const ParameterGroups& groups,
                                         const kernels::OptimizerSpec& optimizer,
                                         size_t number) const {
   const bool keeps = optimizer.KeepsAnything() || HasMasters(groups);
-  if (begun_at_ == 0 || !keeps || HasForeign(number)) return absl::OkStatus();
+  if (begun_at_ == 0 || !keeps || HasForeign(number) ||
+      IsNew(tensors_->foreign(number), tensors_->trainer_state()))
+    return absl::OkStatus();
   const std::string name(optimizer.name());
   return MakeError(
       ErrorId::kUnsupportedOptimizer,
@@ -399,7 +407,9 @@ absl::Status ModuleEngine::ForeignIsLost(size_t number) const {
 size_t ModuleEngine::AttachForeign(torch::nn::Module& module, ParameterGroups groups,
                                    const std::string& optimizer, bool commits_itself) {
   const size_t number = NextForeign(optimizer);
-  if (begun_at_ > 0 && !HasForeign(number)) ThrowStatus(ForeignIsLost(number));
+  if (begun_at_ > 0 && !HasForeign(number) &&
+      !IsNew(tensors_->foreign(number), tensors_->trainer_state()))
+    ThrowStatus(ForeignIsLost(number));
   AttachWeights(module, groups);
   AddForeign(number, commits_itself);
   Log().info("{} runs in this process, weight by weight", optimizer);

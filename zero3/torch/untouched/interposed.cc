@@ -76,13 +76,14 @@ void Save(const Optimizer& optimizer, torch::serialize::OutputArchive& archive, 
   // Only the state that it does not keep any more is taken away.
   const Optimizer* const attached =
       Watch::OfProcess().BeforeFile(const_cast<Optimizer&>(optimizer));
-  return attached != nullptr ? attached->save(archive) : next(&optimizer, archive);
+  if (attached != nullptr) return attached->save(archive);
+  Watch::OfProcess().WithOwnState(optimizer, [&] { next(&optimizer, archive); });
 }
 
 void Load(Optimizer& optimizer, torch::serialize::InputArchive& archive, LoadFunction next) {
   Optimizer* const attached = Watch::OfProcess().BeforeFile(optimizer);
   if (attached == nullptr) {
-    next(&optimizer, archive);
+    Watch::OfProcess().WithOwnState(optimizer, [&] { next(&optimizer, archive); });
     return Watch::OfProcess().OnRead(optimizer);
   }
   attached->load(archive);

@@ -38,6 +38,10 @@ using torch::optim::OptimizerParamGroup;
 using zero3::CopyGroups;
 using ParamGroups = std::vector<OptimizerParamGroup>;
 
+// What module_engine.cc knows jobs by that have a note of every optimizer that ran in the process:
+// one that there is none of has not stepped, and begins.
+constexpr char kNotesForeign[] = "offloadctl run 1";
+
 constexpr char kOtherOptimizers[] =
     "Use an optimizer of torch::optim, or attach the model in the program (docs/attach.md)";
 
@@ -119,8 +123,40 @@ bool IsTorchs(const std::type_info& type) {
          type == typeid(torch::optim::RMSprop) || type == typeid(torch::optim::LBFGS);
 }
 
+// Among an object's state, where no parameter has its place: it goes where the object is moved to,
+// and dies with it.
+struct LifeMark final : torch::optim::OptimizerParamState {
+  explicit LifeMark(std::shared_ptr<void> life) : held(std::move(life)) {}
+  std::shared_ptr<void> held;
+};
+void* KeyOfMark() { return reinterpret_cast<void*>(uintptr_t{1}); }
+
+// Takes the mark out of the state for as long as this lives.
+class WithoutMark {
+ public:
+  explicit WithoutMark(Optimizer& optimizer) : optimizer_(optimizer) {
+    const Inside here;
+    auto& state = optimizer_.state();
+    const auto found = state.find(KeyOfMark());
+    if (found == state.end()) return;
+    mark_ = std::move(found->second);
+    state.erase(found);
+  }
+  ~WithoutMark() {
+    const Inside here;
+    if (mark_ != nullptr) optimizer_.state()[KeyOfMark()] = std::move(mark_);
+  }
+  WithoutMark(const WithoutMark&) = delete;
+  WithoutMark& operator=(const WithoutMark&) = delete;
+
+ private:
+  Optimizer& optimizer_;
+  std::unique_ptr<torch::optim::OptimizerParamState> mark_;
+};
+
 // What one keeps becomes what the other keeps, by way of libtorch's own format.
 void MoveState(Optimizer& from, Optimizer& to) {
+  const WithoutMark without(from);
   std::stringstream bytes;
   torch::serialize::OutputArchive out;
   from.save(out);
@@ -251,7 +287,10 @@ void Watch::OnGroup(const Optimizer& optimizer) {
     seen = nullptr;
   }
   if (FirstParameter(groups) == nullptr) return;
-  if (seen == nullptr) seen = &optimizers_.emplace_back();
+  if (seen == nullptr) {
+    seen = &optimizers_.emplace_back();
+    Mark(optimizer, *seen);
+  }
   for (const at::Tensor& tensor : groups.back().params()) {
     if (state_ == State::kWatching) foreign_count_ += registered_.Contains(tensor) ? 0 : 1;
     registered_.AddParameter(tensor);
@@ -264,6 +303,18 @@ void Watch::OnGroup(const Optimizer& optimizer) {
                                           .needsInputs(true)
                                           .scopes({at::RecordScope::FUNCTION}));
   }
+}
+
+void Watch::Mark(const Optimizer& optimizer, Seen& seen) {
+  const Inside here;
+  const auto life = std::make_shared<char>();
+  seen.life = life;
+  const_cast<Optimizer&>(optimizer).state()[KeyOfMark()] = std::make_unique<LifeMark>(life);
+}
+
+void Watch::WithOwnState(const Optimizer& optimizer, const std::function<void()>& function) {
+  const WithoutMark without(const_cast<Optimizer&>(optimizer));
+  function();
 }
 
 void Watch::Cast(const torch::nn::Module& module, const std::function<void()>& cast) {
@@ -381,6 +432,7 @@ void Watch::Attach() {
     for (const Seen& seen : optimizers_) CheckNothingRan(seen);
   }
   model_ = registered_.Model();
+  if (engine_->step() == 0) engine_->SetTrainerState(kNotesForeign);
   for (const at::Tensor& parameter : model_->parameters())
     attached_tensors_.insert(parameter.unsafeGetTensorImpl());
   for (Seen& seen : optimizers_) {
@@ -435,12 +487,20 @@ void Watch::CheckIsNotReplaced(const Seen& seen) {
          "give every optimizer parameters of its own");
 }
 
-// What has trained some of these parameters is replaced.
+// Beside one that lives another trains in this process, where what it keeps has to find room.
+bool Watch::MayStepAgain(const Seen& seen) const {
+  return seen.has_stepped && !seen.life.expired() &&
+         4 * engine_->plan().state_bytes <= engine_->statistics().budget_bytes;
+}
+
+// What has trained some of these parameters is replaced, unless it may train them again.
 void Watch::TakeOver(Seen& seen) {
   CheckIsNotReplaced(seen);
   TakeWhatCame(seen.groups);
   for (Seen& other : optimizers_) {
-    if (&other == &seen || other.attached == nullptr || !Share(other.groups, seen.groups)) continue;
+    if (&other == &seen || other.attached == nullptr || !Share(other.groups, seen.groups) ||
+        MayStepAgain(other))
+      continue;
     seen.begins_anew |= other.has_stepped;
     other.attached.reset();
   }
@@ -519,7 +579,11 @@ Optimizer* Watch::BeforeLook(Optimizer& optimizer) {
   if (!inside) {
     std::lock_guard lock(mutex_);
     const Seen* const seen = Find(optimizer);
-    if (seen != nullptr && seen->attached == nullptr && seen->has_stepped) return nullptr;
+    if (seen != nullptr && seen->attached == nullptr) {
+      const Inside here;
+      optimizer.state().erase(KeyOfMark());  // nothing of ours is to be seen
+      if (seen->has_stepped) return nullptr;
+    }
   }
   return BeforeFile(optimizer);
 }

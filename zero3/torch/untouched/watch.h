@@ -18,7 +18,9 @@
 // the same tensors, which is attached (Engine::Attach) and stays where it is; the program's is
 // recognised by its default options, which it takes along wherever it is moved. Of several objects
 // over the same tensors, made in turn for the phases of a training, one at a time is attached: from
-// its first step on, the one before it is taken for dead.
+// its first step on, the one before it is taken for dead. If it is not, which a mark among its
+// state tells (until the program looks there), and what both keep fits into memory well, both go on
+// to train: the newer one in this process.
 //
 // Thread safety: all methods from any thread.
 #pragma once
@@ -71,6 +73,9 @@ class Watch {
   torch::optim::Optimizer* BeforeFile(torch::optim::Optimizer& optimizer);
   // Null also for one that was replaced: there is nothing to see.
   torch::optim::Optimizer* BeforeLook(torch::optim::Optimizer& optimizer);
+  // Runs what goes through the state of one that is not attached.
+  void WithOwnState(const torch::optim::Optimizer& optimizer,
+                    const std::function<void()>& function);
 
   // The process ends by exit(): commits what was stepped. The program's own functions and
   // destructors that run then may use the model until it is closed, behind all of them.
@@ -92,6 +97,7 @@ class Watch {
   // An object of torch::optim, as it was made.
   struct Seen {
     const torch::optim::OptimizerOptions* identity = nullptr;  // its own defaults
+    std::weak_ptr<void> life;  // of the mark; expired: it is dead, or the program has looked
     ParamGroups groups;
     std::unique_ptr<torch::optim::OptimizerOptions> defaults;
     bool has_read = false;     // a file, before it was attached
@@ -103,6 +109,8 @@ class Watch {
 
   Seen* Find(const torch::optim::Optimizer& optimizer);
   bool IsSuperseded(const Seen& seen) const;
+  static void Mark(const torch::optim::Optimizer& optimizer, Seen& seen);
+  bool MayStepAgain(const Seen& seen) const;
   void TakeOver(Seen& seen);
   static void CheckIsNotReplaced(const Seen& seen);
   bool IsTrigger(c10::ArrayRef<const c10::IValue> inputs) const;
