@@ -275,6 +275,25 @@ void OwnOptimizer(const Arguments& arguments) {
   Train(model, optimizer, arguments.loops.front());
 }
 
+// Its step does more than that of torch's class.
+class Clipping final : public torch::optim::Adam {
+ public:
+  using Adam::Adam;
+  Tensor step(LossClosure closure = nullptr) override {
+    torch::nn::utils::clip_grad_norm_(param_groups().front().params(), 0.1);
+    {
+      const torch::NoGradGuard no_grad;
+      for (Tensor& parameter : param_groups().front().params()) parameter.mul_(0.99);
+    }
+    return Adam::step(std::move(closure));
+  }
+};
+void Derived(const Arguments& arguments) {
+  Linear model(64, 64);
+  Clipping optimizer(model->parameters(), torch::optim::AdamOptions(1e-2));
+  Train(model, optimizer, arguments.loops.front());
+}
+
 // Nobody asks the optimizer for anything but its own step.
 void OwnStep(const Arguments& arguments) {
   Linear model(64, 64);
@@ -476,6 +495,7 @@ int main(int argc, char** argv) {
       {"lbfgs", Lbfgs},
       {"own_optimizer", OwnOptimizer},
       {"own_step", OwnStep},
+      {"derived", Derived},
       {"no_optimizer", NoOptimizer},
       {"double_precision", DoublePrecision},
       {"complex_weights", ComplexWeights},

@@ -205,7 +205,15 @@ class UntouchedTest(unittest.TestCase):
         self.check_oddity("own_state")
 
     def test_an_optimizer_of_the_programs_own_is_refused(self):
-        self.check_refused(self.oddity("own_optimizer"), "OFD-1604 the program trains with (anonymous namespace)::OwnSgd")
+        plain, result = self.plain("oddities", "4", self.file("plain"), "own_optimizer"), self.oddity("own_optimizer")
+        self.assertEqual((result.code, result.steps()), (1, plain.steps()[:1]))
+        self.assertIn("OFD-1604 the program trains with (anonymous namespace)::OwnSgd, whose step cannot be followed", result.error)
+
+    def test_a_class_that_derives_from_torchs_and_calls_its_step(self):
+        plain = self.plain("oddities", "8", self.file("plain"), "derived").steps()
+        self.check_oddity("derived")
+        resumed = self.oddity("derived", options=["--resume"])
+        self.assertEqual((resumed.code, len(plain)), (0, 8), resumed.error)
 
     def test_a_program_whose_steps_are_not_seen_is_told_so(self):
         result = self.check_oddity("own_step")

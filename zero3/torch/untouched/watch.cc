@@ -154,6 +154,23 @@ class WithoutMark {
   std::unique_ptr<torch::optim::OptimizerParamState> mark_;
 };
 
+// It may call the step of torch's class in its own.
+bool DerivesFromTorchs(const Optimizer& optimizer) {
+  return dynamic_cast<const torch::optim::AdamW*>(&optimizer) != nullptr ||
+         dynamic_cast<const torch::optim::Adam*>(&optimizer) != nullptr ||
+         dynamic_cast<const torch::optim::SGD*>(&optimizer) != nullptr ||
+         dynamic_cast<const torch::optim::Adagrad*>(&optimizer) != nullptr ||
+         dynamic_cast<const torch::optim::RMSprop*>(&optimizer) != nullptr ||
+         dynamic_cast<const torch::optim::LBFGS*>(&optimizer) != nullptr;
+}
+
+bool HasGradients(const ParamGroups& groups) {
+  return std::any_of(groups.begin(), groups.end(), [](const OptimizerParamGroup& group) {
+    return std::any_of(group.params().begin(), group.params().end(),
+                       [](const at::Tensor& tensor) { return tensor.grad().defined(); });
+  });
+}
+
 // What one keeps becomes what the other keeps, by way of libtorch's own format.
 void MoveState(Optimizer& from, Optimizer& to) {
   const WithoutMark without(from);
@@ -374,10 +391,13 @@ bool Watch::IsSuperseded(const Seen& seen) const {
 void Watch::BeforeZeroGrad(const Optimizer& optimizer) {
   if (inside || state_ == State::kClosed) return;
   std::lock_guard lock(mutex_);
-  if (Find(optimizer) == nullptr || IsTorchs(typeid(optimizer))) return;
+  const Seen* const seen = Find(optimizer);
+  if (seen == nullptr || IsTorchs(typeid(optimizer))) return;
+  const Inside here;
+  if (DerivesFromTorchs(optimizer) && (seen->has_stepped || !HasGradients(seen->groups))) return;
   Refuse(ErrorId::kUnsupportedOptimizer,
          absl::StrCat("the program trains with ", NameOf(typeid(optimizer)),
-                      ", whose step cannot be followed"),
+                      ", whose step cannot be followed: it is not that of torch's class"),
          kOtherOptimizers);
 }
 

@@ -63,7 +63,8 @@ class Watch {
 
   // ---- What it is about to do ----
   void BeforeOperator(c10::ArrayRef<const c10::IValue> inputs);
-  // An object of the class itself, not of one that derives from it, is about to be used.
+  // Ends the program where the object's gradients were used by a step that is not of torch's class:
+  // one of a class that derives from it may call it.
   void BeforeZeroGrad(const torch::optim::Optimizer& optimizer);
 
   // The attached object behind one of the program's, with the options that that has now; null for
