@@ -184,7 +184,8 @@ TEST_F(StepPlanTest, AnOptimizerNeedsTheStateThatTheJobWasSealedWith) {
   const auto step_of = [](const OptimizerSpec& optimizer) {
     return [optimizer](StepRequest& step) { SetOptimizer(step, optimizer); };
   };
-  ExpectRefused(step_of(OptimizerSpec("lamb")), "a step of lamb for a job that was sealed for adamw",
+  ExpectRefused(step_of(OptimizerSpec("lamb")),
+                "a step of lamb for a job that was sealed for adamw",
                 ErrorId::kUnsupportedOptimizer);
   const auto seal_for = [this](const OptimizerSpec& optimizer) {
     context_.optimizer = optimizer;

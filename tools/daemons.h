@@ -13,9 +13,12 @@
 #include <string>
 #include <vector>
 
-#include "CLI/CLI.hpp"
 #include "absl/status/statusor.h"
 #include "proto/offload.pb.h"
+
+namespace CLI {
+class App;
+}  // namespace CLI
 
 namespace offload::tools {
 

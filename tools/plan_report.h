@@ -10,7 +10,7 @@
 #include <optional>
 #include <string>
 
-#include "tools/command.h"
+#include "tools/answer.h"
 #include "zero3/gpu/gpu_plan.h"
 #include "zero3/gpu/gpu_traffic.h"
 #include "zero3/planner.h"

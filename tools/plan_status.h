@@ -11,7 +11,7 @@
 #include <string>
 
 #include "proto/offload.pb.h"
-#include "tools/command.h"
+#include "tools/answer.h"
 
 namespace offload::tools {
 

@@ -8,7 +8,7 @@
 #include <string>
 
 #include "proto/offload.pb.h"
-#include "tools/command.h"
+#include "tools/answer.h"
 #include "tools/daemons.h"
 
 namespace offload::tools {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "tools/command.h"
+#include "tools/answer.h"
 #include "tools/daemons.h"
 
 namespace offload::tools {

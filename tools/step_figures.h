@@ -10,7 +10,7 @@
 
 #include "proto/offload.pb.h"
 #include "proto/step_words.h"
-#include "tools/command.h"
+#include "tools/answer.h"
 
 namespace offload::tools {
 

@@ -8,7 +8,7 @@
 #include <cstddef>
 #include <string>
 
-#include "tools/command.h"
+#include "tools/answer.h"
 #include "tools/daemons.h"
 
 namespace offload::tools {

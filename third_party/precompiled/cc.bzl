@@ -88,7 +88,8 @@ _HEADERS = [
     ("@debian//:gtest_main", "common_headers", "test_headers"),
 ]
 
-def _begun_with_headers(attributes, optimized):
+# `header`: instead of that which dependencies decide.
+def _begun_with_headers(attributes, optimized, header = None):
     # With other flags the compiler takes no header of these.
     copts = attributes.get("copts", [])
     deps = attributes.get("deps", [])
@@ -96,7 +97,7 @@ def _begun_with_headers(attributes, optimized):
     if not optimized:
         copts = copts + UNOPTIMIZED
     if headers:
-        header = headers[0][1 if optimized else 2]
+        header = header or headers[0][1 if optimized else 2]
         copts = copts + select({
             _PRECOMPILE: ["-Winvalid-pch", "-include", "third_party/precompiled/%s.h" % header],
             "//conditions:default": [],
@@ -107,13 +108,13 @@ def _begun_with_headers(attributes, optimized):
         })
     return dict(attributes, copts = copts, deps = deps)
 
-def cc_binary(**attributes):
-    _cc_binary(**_begun_with_headers(attributes, optimized = True))
+def cc_binary(optimized = True, **attributes):
+    _cc_binary(**_begun_with_headers(attributes, optimized))
 
-def cc_library(**attributes):
+def cc_library(header = None, **attributes):
     # Tests' parts that include torch: most of a compilation is what they do not need to be fast.
     optimized = not (attributes.get("testonly", False) and "@torch" in attributes.get("deps", []))
-    _cc_library(**_begun_with_headers(attributes, optimized))
+    _cc_library(**_begun_with_headers(attributes, optimized, header))
 
 # Tests are compiled to be ready soon, not to run fast: optimized is for those that compute for long themselves.
 def cc_test(optimized = False, **attributes):

@@ -1,4 +1,4 @@
-#include "tools/command.h"
+#include "tools/answer.h"
 
 #include <optional>
 
