@@ -388,7 +388,9 @@ def optimizers_of_three_kinds(run):
         if step == 2:
             optimizers[0].state[model.head.weight]["momentum_buffer"].mul_(0.5)
             optimizers[2].state[model.embed.weight]["sum"].add_(0.5)
-            kept = copy.deepcopy([optimizer.state_dict() for optimizer in optimizers])
+            kept = [optimizer.state_dict() for optimizer in optimizers]
+            for each in kept:
+                each["state"] = {key: {name: value.clone() for name, value in state.items()} for key, state in each["state"].items()}
         if step == 4:
             for optimizer, state in zip(optimizers, kept):
                 optimizer.load_state_dict(state)
