@@ -570,12 +570,13 @@ TEST_F(AttachTest, AWayOutOfSeveralReasonsIsSaidOnce) {
   engine_ = Engine::Open(OptionsFor(*model_, {"two_types"}));
   model_->scale.set_data(torch::ones({}, at::kComplexFloat));
   model_->norm->bias.set_data(torch::ones({kWidth}, at::kComplexDouble));
-  ExpectError(1601, "are supported. Convert the module, module->to(torch::kFloat), before",
+  ExpectError(1601, "are supported. Register torch::view_as_real() of it as the parameter",
               [&] { engine_->SGD(*model_, torch::optim::SGDOptions(1e-3)); });
   try {
     engine_->SGD(*model_, torch::optim::SGDOptions(1e-3));
   } catch (const Error& error) {
-    const std::string text = error.what(), way_out = "Convert the module";
+    const std::string text = error.what(), way_out = "Register torch::view_as_real()";
+    EXPECT_EQ(text.find("Convert the module"), std::string::npos) << text;
     EXPECT_EQ(text.find(way_out), text.rfind(way_out)) << text;
   }
 }

@@ -10,6 +10,9 @@ _WORDS = [
     ("Use the model while its offload::Engine lives", "Use the model before handle.close(), or attach it again: the job continues at its last step"),
     ("Convert the module, module->to(torch::kFloat), before attaching it",
      "Convert the model before attach(): model.float() or model.to(torch.bfloat16)"),
+    ("Register torch::view_as_real() of it as the parameter, and compute with torch::view_as_complex() of that; or keep it out of the module that "
+     "is attached",
+     "Make torch.view_as_real() of it the parameter, and compute with torch.view_as_complex() of that; or keep it out of the model that is attached"),
     ("requires_grad_(true)", "requires_grad_(True)"),
     ("or set may_thaw when a job is made over several pools", "or make the job with attach(…, unfreeze=True)"),
     ("make the job with options.may_thaw", "make the job with attach(…, unfreeze=True)"),

@@ -34,7 +34,10 @@ Reason OfType(at::ScalarType type) {
   const std::string rest = absl::StrCat(" dtype ", c10::toString(type),
                                         ", float32, bfloat16, float16 and float64 are supported");
   return {absl::StrCat("has", rest), absl::StrCat("have", rest),
-          "Convert the module, module->to(torch::kFloat), before attaching it"};
+          c10::isComplexType(type)
+              ? "Register torch::view_as_real() of it as the parameter, and compute with "
+                "torch::view_as_complex() of that; or keep it out of the module that is attached"
+              : "Convert the module, module->to(torch::kFloat), before attaching it"};
 }
 
 // Its memory is given back when the bytes are in the daemon; memory that somebody else made for it
