@@ -199,11 +199,15 @@ class Part:
                 continue
             options = dict(zip(self.recipe.parameters, row))
             is_plain = self.recipe.kind == "sgd" and options["momentum"] == options["weight_decay"] == 0
+            is_engines = self.recipe.kind == "adagrad" and options["weight_decay"] == 0 and not is_fused
             for parameter in found:
                 shape = list(parameter.shape)
-                if not is_plain or parameter.dtype not in (torch.float32, torch.float64):
+                if not (is_plain or is_engines) or parameter.dtype not in (torch.float32, torch.float64):
                     raise Error.of(1601, f"the gradient of a parameter of shape {shape} is sparse",
-                                   "Make the embedding with sparse=False, or train it in float32 or float64 with SGD without momentum and decay")
+                                   "Make the embedding with sparse=False, or train it in float32 or float64 with SGD without momentum and decay, "
+                                   "or with Adagrad without decay and fused")
+                if is_engines:
+                    continue
                 if not parameter.grad._values().isfinite().all():
                     raise Error.of(1701, f"the gradient of a parameter of shape {shape} holds NaN or infinity, the step was not taken",
                                    "Lower the learning rate or clip; the last epoch is intact")

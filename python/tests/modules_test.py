@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as schedulers
 import offloadd
 from offloadd import control
 from offloadd.attachable import to_unfreeze
-from battery import VOCABULARY, Lines, Transformer, case, main
+from battery import VOCABULARY, Lines, Transformer, case, copied_states_of, main
 
 
 @case
@@ -304,6 +304,37 @@ def sparse_gradients(run):
 @case(types=("fp32",))
 def sparse_gradients_maximized(run):
     return train_sparse(run, lambda p: SGD(p, 0.001, maximize=True))
+
+
+@case(types=("fp32", "fp64"))
+def sparse_adagrad(run):
+    """torch falls back to its loop for all parameters of a step where one gradient is sparse."""
+    return train_sparse(run, lambda p: torch.optim.Adagrad(p, 0.1, lr_decay=0.1, initial_accumulator_value=0.1))
+
+
+@case(types=("fp32",))
+def sparse_adagrad_maximized_and_continued(run):
+    def make():
+        model = run.make(lambda: torch.nn.Sequential(torch.nn.Embedding(400, 96, sparse=True), torch.nn.Linear(96, 8)))
+        optimizer = torch.optim.Adagrad(model.parameters(), 0.01, maximize=True, eps=1e-6)
+        if run.offloaded or not run.handles:
+            run.attach(model, optimizer, job="sparse")
+        return model, optimizer
+
+    def loss_of(step):
+        return model(torch.randint(30, (4, 9), generator=torch.Generator().manual_seed(step))).pow(2).mean()
+
+    model, optimizer = make()
+    told = run.steps(optimizer, loss_of)
+    if run.offloaded:
+        run.end()
+        model, optimizer = make()
+    return told + run.steps(optimizer, loss_of, first=3), copied_states_of(optimizer)
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def sparse_gradients_with_decay_of_adagrad_are_refused(run):
+    train_sparse(run, lambda p: torch.optim.Adagrad(p, 0.1, weight_decay=0.1))
 
 
 @case(types=("fp32",))
@@ -687,10 +718,33 @@ def cast_after_attach_is_refused(run):
     run.train(model, optimizer)
 
 
+class Spectral(torch.nn.Module):
+    def __init__(self, is_real):
+        super().__init__()
+        weight = torch.view_as_complex(torch.randn(8, 8, 2))
+        self.weight = torch.nn.Parameter(torch.view_as_real(weight).clone() if is_real else weight)
+
+    def forward(self, x):
+        return (x + 1j * x) @ (self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight))
+
+
 @case(refused=1601, types=("fp32",), memory=("floor",))
 def complex_weights_are_refused(run):
-    model = torch.nn.Linear(8, 8, dtype=torch.complex64)
-    run.attach(model, AdamW(model.parameters()))
+    model = Spectral(is_real=False)
+    try:
+        run.attach(model, AdamW(model.parameters()))
+    except offloadd.Error as error:
+        assert "torch.view_as_real()" in str(error) and "model.float()" not in str(error), error
+        raise
+
+
+@case(types=("fp32",))
+def complex_weights_as_real_ones(run):
+    """The way out that the refusal names."""
+    model = run.make(lambda: Spectral(is_real=True))
+    optimizer = AdamW(model.parameters(), 1e-2)
+    run.attach(model, optimizer)
+    return run.steps(optimizer, lambda step: model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step))).abs().sum())
 
 
 @case(refused=1601, types=("fp32",), memory=("floor",))
