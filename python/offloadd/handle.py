@@ -343,7 +343,10 @@ class Handle(Grows, jobs.OfProcess):
         self._running().set_loss_scale(number, scale, count)
 
     def update_count(self, parameter):
-        is_known = id(parameter) in self._identities and parameter.numel() and not is_table(parameter)
+        if not parameter.numel():
+            part = next((part for part in self._parts if not part.is_foreign and part.has(parameter)), None)
+            return part.count_of_empty(parameter) if part is not None else 0
+        is_known = id(parameter) in self._identities and not is_table(parameter)
         return self._running().update_count(parameter) if is_known else 0
 
     def identities(self):

@@ -59,6 +59,8 @@ class Part:
         self._state = StateOfAll(self)
         self._begun = {}  # ids of parameters, in the order in which torch would have begun their states
         self._group_at = {}  # id of a parameter -> (it, the group that has it, or had it last)
+        self._planes_at = {}  # id of a group -> (it, what its parameters keep by the options that it has had)
+        self._counts_of_empty = {}  # id of a parameter without elements, which is no tensor of the job -> how often it was updated
         self.unscale = None  # with a scaled loss: a number that multiplies fp16 gradients in the update, in fp32
         # Of a copy of an attached optimizer, until it is attached itself.
         self._masters = dict(optimizer._masters.values()) if hasattr(optimizer, "_masters") else {}
@@ -66,6 +68,7 @@ class Part:
     def swap(self):
         """From now on the instance is ours."""
         optimizer = self.optimizer
+        self._count_empty(optimizer.state)
         self._note_begun(optimizer.state)
         optimizer.__dict__.pop("_masters", None)
         self._masters = {}
@@ -176,13 +179,27 @@ class Part:
         self._check_momentum(values)
         groups = [[p for p in group["params"] if not is_table(p)] for group in self.optimizer.param_groups]
         self._add_sparse(groups, values)
+        empty = [parameter for parameters in groups for parameter in parameters if not parameter.numel() and parameter.grad is not None]
         # torch's fused kernels write weights without counting it: a graph from before the step goes backward after it.
         self.handle.apply(self.recipe.kind, groups, values, [not group.get("fused") for group in self.optimizer.param_groups])
+        for parameter in empty:
+            self._counts_of_empty[id(parameter)] = self.count_of_empty(parameter) + 1
+
+    def _count_empty(self, states):
+        """Of `states` that a new job begins with; in one that goes on they were updated as the others of their groups."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not parameter.numel():
+                    own = int(number((states.get(parameter) or {}).get(STEP, 0)))
+                    self._counts_of_empty[id(parameter)] = max(map(self.handle.update_count, group["params"])) if self.handle.step else own
+
+    def count_of_empty(self, parameter):
+        return self._counts_of_empty.get(id(parameter), 0)
 
     def _add_sparse(self, groups, values):
         """torch adds the elements of a sparse gradient one by one, which rounds otherwise than their sums do. SGD that keeps nothing is such
-        an addition to the weight: it is made here, and the parameters leave their groups for this step. Gradients that fused kernels would
-        mix up are refused on the way."""
+        an addition to the weight: it is made here, and the parameters leave their groups for this step; Adagrad's is the engine's. Gradients
+        that fused kernels would mix up are refused on the way."""
         sparse = []
         for group, parameters, row in zip(self.optimizer.param_groups, groups, values):
             found, is_fused = [], group.get("fused")
@@ -263,7 +280,13 @@ class Part:
         return self._all_keys(group)
 
     def _all_keys(self, group):
-        return [STEP] * self.recipe.counts + list(self.recipe.planes(self.recipe.values(group)))
+        return [STEP] * self.recipe.counts + self._planes(group)
+
+    def _planes(self, group):
+        """What was begun stays in the state where an option (momentum) pauses."""
+        _, planes = self._planes_at.setdefault(id(group), (group, {}))
+        planes.update(dict.fromkeys(self.recipe.planes(self.recipe.values(group))))
+        return list(planes)
 
     def keys_of_all(self):
         """(parameter, what torch keeps of it) for every one that has something, in torch's order."""
@@ -350,13 +373,17 @@ class Part:
                    "Give it copies, copy.deepcopy(optimizer.state_dict())")
         self._state.refresh_given(states)
         replaces = self._replaces(state_dict)
+        had = list(map(self._planes, self.optimizer.param_groups))
         self.is_loading = True
         try:
             load_groups({**{key: value for key, value in state_dict.items() if key != "offloadd"}, "state": {}})
         finally:
             self.is_loading = False
+        self._planes_at = {id(group): (group, dict.fromkeys(planes)) for group, planes in zip(self.optimizer.param_groups, had)}
         if replaces:
             self.replace(states)
+        else:
+            self._state.replaced(states)  # by equal ones: what somebody has of the former ones follows no more
         self._begun = dict.fromkeys(id(parameter) for parameter, state in states.items() if state)
         self._replacements += 1
         self._state.note_given(states)
@@ -388,7 +415,7 @@ class Part:
                 refuse(f"the state of a parameter of shape {list(parameter.shape)} was given {', '.join(state)} without the number of its steps",
                        f"Give all that {self.recipe.name} keeps")
             group = self._group_of(parameter)
-            rows.append((parameter, *self._read(state, self.recipe.planes(self.recipe.values(group)), group)))
+            rows.append((parameter, *self._read(state, self._planes(group), group)))
         self._put(rows)
         self._moments_at = self.handle.step
 
@@ -398,6 +425,7 @@ class Part:
 
     def _put(self, rows):
         self.handle.replace_state(*self._as_columns(rows))
+        self._counts_of_empty.update((id(parameter), count) for parameter, count, _ in rows if not parameter.numel())
         self._replaced_at = self.handle.step
         self._replacements += 1
 
@@ -418,7 +446,7 @@ class Part:
         state = dict(self._state.get(parameter, {}))
         if plane != "master":
             refuse_unless_kept(state, plane)
-        row = self._read({**state, plane: value}, self.recipe.planes(self.recipe.values(group)), group)
+        row = self._read({**state, plane: value}, self._planes(group), group)
         self._put([(parameter, *row)])
         if plane != "master":
             self._moments_at = self.handle.step
@@ -461,7 +489,7 @@ class Part:
     def _replaces(self, state_dict):
         """Whether the job has another state. OFD-1602 where the dictionary says only that it is in a store."""
         mark, here, states = state_dict.get("offloadd"), self.handle.mark(), state_dict.get("state", {})
-        if not any(self.recipe.planes(row) for row in self.group_values()):
+        if not any(map(self._planes, self.optimizer.param_groups)):
             return any("master" in state for state in states.values())
         is_here = mark is not None and mark.get("id") == here["id"] and mark["step"] == here["step"] and not mark.get("is_loaded")
         if is_here and here["step"] != self._replaced_at and not self._is_edited(state_dict):
@@ -484,7 +512,7 @@ class Part:
         """(parameter, how often it was updated, {plane: tensor}) of every parameter."""
         for parameter, group in self._groups_of_all():
             if not is_table(parameter):
-                yield parameter, *self._read(state_of(parameter) or {}, self.recipe.planes(self.recipe.values(group)), group)
+                yield parameter, *self._read(state_of(parameter) or {}, self._planes(group), group)
 
     def _read(self, state, planes, group):
         """torch's state of one parameter. SGD counts nothing: a momentum buffer says that there was an update."""

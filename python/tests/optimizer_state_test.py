@@ -180,6 +180,101 @@ def dictionary_that_was_loaded_twice(run):
     return told + run.train(model, optimizer, first=8), copied_states_of(optimizer)
 
 
+@case
+def dictionary_that_is_kept_while_an_equal_one_is_loaded(run):
+    """What was kept follows no more, as in plain torch."""
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3)
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer, steps=2)
+    kept = optimizer.state_dict()
+    optimizer.load_state_dict(saved(kept))
+    told += run.train(model, optimizer, first=2, steps=2)
+    told.append(copy.deepcopy(kept["state"]))
+    optimizer.load_state_dict(kept)
+    return told + run.train(model, optimizer, first=4, steps=2), copied_states_of(optimizer)
+
+
+class WithEmpty(torch.nn.Module):
+    """A parameter without elements, as MobileBERT has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.out, self.none = torch.nn.Linear(12, 5), torch.nn.Parameter(torch.empty(0, 5))
+
+    def forward(self, x):
+        return torch.cat([self.out(x), self.none])
+
+
+def parameter_without_elements(make, name):
+    """It has a state as any other: in a run that goes on, and in one that goes on with what another optimizer has."""
+
+    def function(run):
+        def begin(job):
+            model = run.make(WithEmpty)
+            optimizer = make(model.parameters())
+            if run.offloaded or job == "other" or not run.handles:
+                run.attach(model, optimizer, job=job)
+            return model, optimizer
+
+        def train(first):
+            def loss_of(step):
+                return model(torch.randn(4, 12, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().pow(2).mean()
+
+            return [run.steps(optimizer, loss_of, first=first), saved(optimizer.state_dict())["state"], copy.deepcopy(optimizer.state.get(model.none))]
+
+        model, optimizer = begin("one")
+        told = train(0)
+        if run.offloaded:
+            run.end()
+            model, optimizer = begin("one")
+        told += train(3)
+        optimizer.load_state_dict(saved(optimizer.state_dict()))
+        told += train(6)
+        file = saved(optimizer.state_dict())
+        run.end()
+        model, optimizer = begin("other")
+        optimizer.load_state_dict(file)
+        return told + train(0)
+
+    function.__name__ = f"parameter_without_elements_{name}"
+    case(function, memory=("floor",))
+
+
+parameter_without_elements(with_adamw, "adamw")
+parameter_without_elements(with_momentum, "momentum")
+parameter_without_elements(functools.partial(torch.optim.Adagrad, lr=0.1), "adagrad")
+parameter_without_elements(functools.partial(SGD, lr=0.1), "sgd")
+
+
+@case(types=("fp32",))
+def momentum_that_pauses_beside_a_parameter_without_elements(run):
+    model = run.make(WithEmpty)
+    optimizer = with_momentum(model.parameters())
+    run.attach(model, optimizer)
+    told = []
+    for momentum in (0.9, 0.9, 0, 0.9):
+        optimizer.param_groups[0]["momentum"] = momentum
+        model(torch.ones(4, 12)).pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(copied_states_of(optimizer))
+    return told
+
+
+@case
+def momentum_that_pauses_stays_in_the_state(run):
+    model = run.model()
+    optimizer = with_momentum(model.parameters())
+    run.attach(model, optimizer)
+    told = run.train(model, optimizer)
+    optimizer.param_groups[0]["momentum"] = 0
+    told += [run.train(model, optimizer, first=3), copied_states_of(optimizer)]
+    optimizer.load_state_dict(saved(optimizer.state_dict()))
+    optimizer.param_groups[0]["momentum"] = 0.9
+    return told + run.train(model, optimizer, first=6), copied_states_of(optimizer)
+
+
 @case(types=("fp32",))
 def loss_with_the_state(run):
     model = run.model()
