@@ -279,9 +279,21 @@ class Giver:
                     group[key] = self.value(value)
         if state is not None:
             self._seen[state[1]] = optimizer.state
+            there = dict(optimizer.state)
             optimizer.state.clear()
-            optimizer.state.update((self.value(key), self.value(each)) for key, each in state[2])
+            for key, each in state[2]:
+                parameter = self.value(key)
+                optimizer.state[parameter] = self._state_of_one(there.get(parameter), each)
         self._fill_attributes(optimizer, attributes)
+
+    def _state_of_one(self, there, described):
+        """A step that calls a closure, in which the model is attached, has the dictionary of its parameter already (LBFGS)."""
+        if type(there) is not dict or not isinstance(described, list) or described[0] != "dict":
+            return self.value(described)
+        self._seen[described[1]] = there
+        there.clear()
+        there.update((self.value(key), self.value(each)) for key, each in described[2])
+        return there
 
     def _fill_attributes(self, thing, attributes):
         for name, value in attributes:

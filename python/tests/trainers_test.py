@@ -1067,8 +1067,8 @@ import os, sys, json, torch
 file, kill_at, kind = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 torch.manual_seed(0 if kill_at >= -1 else 1)
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.BatchNorm1d(64), torch.nn.GELU(), torch.nn.Linear(64, 4))
-optimizer = {"sgd": lambda p: torch.optim.SGD(p, 0.1), "nadam": lambda p: torch.optim.NAdam(p, 1e-2)}.get(
-    kind, lambda p: torch.optim.AdamW(p, 1e-2))(model.parameters())
+optimizer = {"sgd": lambda p: torch.optim.SGD(p, 0.1), "nadam": lambda p: torch.optim.NAdam(p, 1e-2),
+             "lbfgs": lambda p: torch.optim.LBFGS(p, 0.5, max_iter=3)}.get(kind, lambda p: torch.optim.AdamW(p, 1e-2))(model.parameters())
 first = 0
 if os.path.exists(file):
     kept = torch.load(file)
@@ -1077,12 +1077,18 @@ if os.path.exists(file):
     optimizer.load_state_dict(kept["optimizer"] if kind != "empty" else optimizer.state_dict())
     first = kept["step"]
 for step in range(first, 9):
-    loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).pow(2).mean()
-    loss.backward()
-    if kill_at == -2:
-        os.kill(os.getpid(), 9)
-    optimizer.step()
-    optimizer.zero_grad()
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 16, generator=torch.Generator().manual_seed(step))).pow(2).mean()
+        loss.backward()
+        if kill_at == -2:
+            os.kill(os.getpid(), 9)
+        return loss
+    if kind == "lbfgs":
+        loss = optimizer.step(closure)
+    else:
+        loss = closure()
+        optimizer.step()
     if step % 3 == 2:
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, file)
     if step == kill_at:
@@ -1214,6 +1220,7 @@ untouched_script_that_goes_on_at_its_own_checkpoint("sgd", [4])
 untouched_script_that_goes_on_at_its_own_checkpoint("adamw", [-2, 5, 7])
 untouched_script_that_goes_on_at_its_own_checkpoint("empty", [-2, 5])
 untouched_script_that_goes_on_at_its_own_checkpoint("nadam", [-2, 4, 5, 7])
+untouched_script_that_goes_on_at_its_own_checkpoint("lbfgs", [-2, 4, 5, 7])  # whose first forward pass is inside of its step
 
 
 SEVERAL = """
