@@ -80,6 +80,8 @@ class Part:
         self._begun_at = self.handle.step
         self._versions = [parameter._version for parameter in parameters_of(self.optimizer)]
         self._note_groups()
+        for group in optimizer.param_groups:
+            self._planes(group)
 
     def release(self):
         optimizer = self.optimizer
@@ -163,8 +165,13 @@ class Part:
             if i in self._without_momentum:
                 if row[at] != 0:
                     refuse("momentum that begins after steps without it", "Give SGD its momentum from the first step on")
-            elif row[at] == 0 and not all(map(self.handle.update_count, self.optimizer.param_groups[i]["params"])):
+                continue
+            group = self.optimizer.param_groups[i]
+            counts = list(map(self.handle.update_count, group["params"])) if row[at] == 0 else ()
+            if not all(counts):
                 self._without_momentum.add(i)
+                if not any(counts):
+                    self._planes_at.pop(id(group), None)
 
     def step(self, **others):
         given = {name: value for name, value in others.items() if value is not None}

@@ -264,15 +264,35 @@ def momentum_that_pauses_beside_a_parameter_without_elements(run):
 
 @case
 def momentum_that_pauses_stays_in_the_state(run):
-    model = run.model()
-    optimizer = with_momentum(model.parameters())
-    run.attach(model, optimizer)
+    """Also in a run that goes on while it pauses, which makes its optimizer with momentum."""
+    def make():
+        model = run.model()
+        optimizer = with_momentum(model.parameters())
+        if run.offloaded or not run.handles:
+            run.attach(model, optimizer, job="pauses")
+        return model, optimizer
+
+    model, optimizer = make()
     told = run.train(model, optimizer)
     optimizer.param_groups[0]["momentum"] = 0
     told += [run.train(model, optimizer, first=3), copied_states_of(optimizer)]
+    if run.offloaded:
+        run.end()
+        model, optimizer = make()
+        optimizer.param_groups[0]["momentum"] = 0
+    told.append(copied_states_of(optimizer))
     optimizer.load_state_dict(saved(optimizer.state_dict()))
     optimizer.param_groups[0]["momentum"] = 0.9
     return told + run.train(model, optimizer, first=6), copied_states_of(optimizer)
+
+
+@case
+def momentum_that_is_taken_away_before_the_first_step(run):
+    model = run.model()
+    optimizer = with_momentum(model.parameters())
+    run.attach(model, optimizer)
+    optimizer.param_groups[0]["momentum"] = 0
+    return run.train(model, optimizer), copied_states_of(optimizer)
 
 
 @case(types=("fp32",))
