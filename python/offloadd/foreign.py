@@ -118,9 +118,10 @@ class ForeignPart:
 
     def _end(self):
         Engine.set_writes_alike(False)
-        before, self._options = self._options or {}, None
-        now = process_state.options_of(self.optimizer)
-        self._changed |= {key for key, value in now.items() if key not in before or before[key] != value}
+        before, self._options = self._options, None
+        if before is not None:  # else the step began before the optimizer was attached, in a closure
+            now = process_state.options_of(self.optimizer)
+            self._changed |= {key for key, value in now.items() if key not in before or before[key] != value}
         try:
             self.handle.commit()
         finally:

@@ -204,6 +204,28 @@ def what_a_configuration_says_counts_less_than_what_is_given(run):
     assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("OFD-1003 "), done
 
 
+IN_A_CLOSURE = """
+import json, sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.LBFGS(model.parameters(), float(sys.argv[1]), max_iter=2)
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.ones(1, 8)).square().mean()
+    loss.backward()
+    return loss
+optimizer.step(closure)
+print(json.dumps([optimizer.param_groups[0]["lr"], hasattr(optimizer, "_offload_part")]))
+"""
+
+
+@case(**ONE)
+def rate_of_an_optimizer_whose_first_forward_pass_is_in_its_step(run):
+    """It stays the script's in a run that goes on, as that of others does: no step has changed it."""
+    for rate in (0.3, 0.05):
+        assert run_script(run, IN_A_CLOSURE, str(rate))[0] == [rate, run.offloaded]
+
+
 if __name__ == "__main__":
     programs = Programs()
     sys.exit(main())
