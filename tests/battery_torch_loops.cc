@@ -1384,6 +1384,21 @@ Programs Gradients() {
                     run.See(kept);
                   }
                 }),
+      // torch sums what lies otherwise in another order: the norms, by which it is clipped, show
+      // it.
+      WithAdamW("gradient_lies_otherwise_than_its_weight",
+                [](Run& run, Setting& s) {
+                  Tensor& weight = LinearAt(s.model, 2).weight;
+                  for (int step = 0; step < 4; ++step) {
+                    if (step != 2) {
+                      weight.mutable_grad() = run.Noise(step, weight.t().sizes()).t().detach();
+                    }
+                    s.Loss(step).backward();
+                    run.See(nn::utils::clip_grad_norm_(s.model->parameters(), 0.7));
+                    s.optimizer->step();
+                    s.optimizer->zero_grad(/*set_to_none=*/false);
+                  }
+                }),
       WithAdamW("gradient_that_is_a_weight",
                 [](Run& run, Setting& s) {
                   nn::LinearImpl &middle = LinearAt(s.model, 2), &last = LinearAt(s.model, 4);

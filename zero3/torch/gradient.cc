@@ -666,10 +666,12 @@ void Gradient::CheckFits(const at::Tensor& value) const {
                         "Give it the shape and type of its parameter"));
 }
 
-// Somebody has another reference to it or its memory, and would miss what is done to `.grad`.
-bool Gradient::IsTrainers(const at::Tensor& grad) {
+// Somebody has another reference to it or its memory, and would miss what is done to `.grad`; or
+// its elements lie otherwise than the accumulator's, and torch would sum them in another order.
+bool Gradient::IsTrainers(const at::Tensor& grad) const {
   return grad.layout() == at::kStrided &&
-         (IsShared(grad) || grad.unsafeGetTensorImpl()->unsafe_storage().use_count() > 1);
+         (IsShared(grad) || grad.unsafeGetTensorImpl()->unsafe_storage().use_count() > 1 ||
+          !HaveSameOrder(parameter_, grad));
 }
 
 void Gradient::AdoptStolen(const at::Tensor& stolen) {

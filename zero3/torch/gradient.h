@@ -241,7 +241,7 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   void WaitForUpdate(Lock& lock);
   void Load(Access access, Lock& lock);  // region_offset_ is set after it
   virtual void ShowBytes();              // the storage's pointer and whether it throws
-  static bool IsTrainers(const at::Tensor& grad);
+  bool IsTrainers(const at::Tensor& grad) const;
   virtual void AdoptStolen(const at::Tensor& stolen);
   void TakeValues(const at::Tensor& values);
   // A thread of the program's has no number of threads of its own before its first parallel
