@@ -10,10 +10,12 @@
 #include <atomic>
 #include <cstddef>
 #include <cstring>
+#include <exception>
 #include <filesystem>
 #include <future>
 #include <semaphore>
 #include <sstream>
+#include <stop_token>
 #include <thread>
 #include <utility>
 
@@ -200,6 +202,31 @@ Programs Threads() {
          }
          is_done = true;
          for (std::thread& reader : readers) reader.join();
+         run.See(*model);
+       }},
+      {"reader_while_a_layer_is_thawed",
+       [](Run& run) {
+         // It waits while the store is laid out anew.
+         auto model = Perceptron(run);
+         for (Tensor& p : LinearAt(model, 0).parameters()) p.set_requires_grad(false);
+         auto engine = run.Open();
+         auto optimizer = MakeSgd(*engine, *model);
+         const Tensor rows = run.Noise(7, {64, kWidth});
+         std::exception_ptr failure;
+         std::jthread reader([&](const std::stop_token& stop) {  // also where ram is refused below
+           const NoGradGuard no_grad;
+           try {
+             while (!stop.stop_requested()) model->forward(rows);
+           } catch (...) {
+             failure = std::current_exception();
+           }
+         });
+         Train(run, model, *optimizer, 0, 2);
+         for (Tensor& p : LinearAt(model, 0).parameters()) p.set_requires_grad(true);
+         Train(run, model, *optimizer, 2, 4);
+         reader.request_stop();
+         reader.join();
+         if (failure) std::rethrow_exception(failure);
          run.See(*model);
        }},
       {"backward_in_threads",

@@ -10,19 +10,24 @@ OperatorGate& OperatorGate::OfProcess() {
   return *kGate;
 }
 
+template <class Free>
+void OperatorGate::Pass::Wait(std::unique_lock<std::mutex>& lock, const Free& is_free) {
+  while (!gate_.changed_.wait_for(lock, gate_.patience_, is_free) && gate_.for_long_ > 0) {
+  }
+}
+
 OperatorGate::Pass::Pass(Passage passage, OperatorGate& gate) : gate_(gate), passage_(passage) {
   if (++depth > 1) return;
   std::unique_lock lock(gate_.mutex_);
   if (passage == Passage::kTogether) {
-    gate_.changed_.wait_for(lock, gate_.patience_,
-                            [this] { return gate_.alone_ == 0 && gate_.waiting_alone_ == 0; });
+    Wait(lock, [this] { return gate_.alone_ == 0 && gate_.waiting_alone_ == 0; });
     ++gate_.together_;
   } else {
     ++gate_.waiting_alone_;
-    gate_.changed_.wait_for(lock, gate_.patience_,
-                            [this] { return gate_.alone_ == 0 && gate_.together_ == 0; });
+    Wait(lock, [this] { return gate_.alone_ == 0 && gate_.together_ == 0; });
     --gate_.waiting_alone_;
     ++gate_.alone_;
+    if (passage == Passage::kAloneForLong) ++gate_.for_long_;
   }
 }
 
@@ -30,6 +35,7 @@ OperatorGate::Pass::~Pass() {
   if (--depth > 0) return;
   const std::lock_guard lock(gate_.mutex_);
   --(passage_ == Passage::kTogether ? gate_.together_ : gate_.alone_);
+  if (passage_ == Passage::kAloneForLong) --gate_.for_long_;
   if (gate_.together_ == 0 || gate_.alone_ == 0) gate_.changed_.notify_all();
 }
 

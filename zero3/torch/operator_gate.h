@@ -9,7 +9,8 @@
 // Invariants
 //   * What a thread does within an operator, or while it is alone, is part of that.
 //   * Nobody waits for ever: after kPatience it goes on, since an operator may wait for a thread
-//     that waits here.
+//     that waits here. But who lays a store out anew waits for nobody, and takes as long as it
+//     takes.
 //
 // Thread safety: all of it may be used from any thread.
 #pragma once
@@ -28,7 +29,7 @@ class OperatorGate {
   // Of all engines in the process: an operator may use weights of several.
   static OperatorGate& OfProcess();
 
-  enum class Passage { kTogether, kAlone };
+  enum class Passage { kTogether, kAlone, kAloneForLong };
   // Waits until it may pass; until it is destroyed, others wait for it.
   class Pass {
    public:
@@ -38,6 +39,10 @@ class OperatorGate {
     Pass& operator=(const Pass&) = delete;
 
    private:
+    // Whether nobody is there, or patience has ended.
+    template <class Free>
+    void Wait(std::unique_lock<std::mutex>& lock, const Free& is_free);
+
     OperatorGate& gate_;
     const Passage passage_;
   };
@@ -46,7 +51,7 @@ class OperatorGate {
   const std::chrono::milliseconds patience_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  int together_ = 0, alone_ = 0;
+  int together_ = 0, alone_ = 0, for_long_ = 0;
   int waiting_alone_ = 0;  // before whom nobody passes any more
 };
 

@@ -54,6 +54,20 @@ TEST(OperatorGateTest, WhoComesBehindAStepWaitsForIt) {
   for (std::thread& reader : readers) reader.join();
 }
 
+TEST(OperatorGateTest, WhoIsAloneForLongIsAwaitedBeyondPatience) {
+  OperatorGate gate(std::chrono::milliseconds(20));
+  std::optional<Pass> alone(std::in_place, Passage::kAloneForLong, gate);
+  std::atomic<bool> is_over = false;
+  std::thread reader([&] {
+    const Pass pass(Passage::kTogether, gate);
+    EXPECT_TRUE(is_over);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  is_over = true;
+  alone.reset();
+  reader.join();
+}
+
 TEST(OperatorGateTest, AnOperatorThatWaitsForAStepIsPassedInTheEnd) {
   OperatorGate gate(std::chrono::milliseconds(20));
   const Pass reader(Passage::kTogether, gate);

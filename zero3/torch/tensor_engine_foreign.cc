@@ -18,6 +18,7 @@
 #include "proto/buffer_tensors.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
+#include "zero3/torch/operator_gate.h"
 #include "zero3/torch/process_memory.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
@@ -363,6 +364,7 @@ absl::Status TensorEngine::AddSlots(const std::vector<uint64_t>& sizes_bytes) {
                             attachment_->world_size() > 1 ? "there are several ranks"
                                                           : "the job is on a device"));
   }
+  const OperatorGate::Pass alone(OperatorGate::Passage::kAloneForLong);
   attachment_->EndRaw();
   if (!MayLayOutNow()) {
     missing_slots_ = sizes_bytes;

@@ -10,6 +10,7 @@
 #include "proto/buffer_tensors.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
+#include "zero3/torch/operator_gate.h"
 #include "zero3/torch/parameter_text.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
@@ -90,6 +91,7 @@ void TensorEngine::AddLater(std::vector<Parameter> parameters, std::span<const N
   CheckGrows(parameters.front());
   CheckWhole();
   CheckGiven(/*writes=*/true);
+  const OperatorGate::Pass alone(OperatorGate::Passage::kAloneForLong);
   attachment_->EndRaw();
   const auto first = static_cast<uint32_t>(declared_.size());
   const BeforeGrowth before = TakeBeforeGrowth();

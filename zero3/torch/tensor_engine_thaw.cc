@@ -11,6 +11,7 @@
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/open_job.h"
+#include "zero3/torch/operator_gate.h"
 #include "zero3/torch/process_memory.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
@@ -50,6 +51,7 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
                           "Call requires_grad_(true) before attaching, or make the job with "
                           "options.may_thaw"));
   }
+  const OperatorGate::Pass alone(OperatorGate::Passage::kAloneForLong);
   const std::vector<KeptState> unsettled = GatherUnsettled();
   const std::optional<std::vector<Edit>> edits = GatherEdits();
   std::vector<proto::Tensor> before = declared_;
