@@ -605,6 +605,7 @@ class Handle(Grows, jobs.OfProcess):
             if jobs.by_model.get(model) is self:
                 jobs.by_model[model] = _Ended(self)
         if self.is_of_this_process():
+            Engine.end_own_step()  # of one that has raised an error
             engine.close()
             run_as_before()
             left = followers.give_memory(followed)

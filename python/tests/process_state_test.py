@@ -299,6 +299,43 @@ paged(lambda p: torch.optim.NAdam(p, 1e-3, foreach=True), "train", **FP32)("more
 paged(lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3, history_size=3), "train_with_closures", memory=("double",))("more_than_memory_with_closures")
 
 
+class Raises(torch.optim.NAdam):
+    fails = False
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        if Raises.fails:
+            raise ArithmeticError("on the way")
+        return loss
+
+
+@case(types=("fp32",), memory=("double",))
+def a_step_that_raises_an_error(run):
+    """Tensors that are made after the job are ordinary ones."""
+    os.environ["OFFLOADD_BESIDE_RAM"] = "1KiB"
+    try:
+        model = run.model(width=256)
+        optimizer = Raises(model.parameters(), 1e-3)
+        run.attach(model, optimizer)
+    finally:
+        del os.environ["OFFLOADD_BESIDE_RAM"]
+    told = run.train(model, optimizer, steps=1)
+    Raises.fails = True
+    try:
+        run.train(model, optimizer, steps=1, first=1)
+        raise AssertionError("it did not raise")
+    except ArithmeticError:
+        pass
+    finally:
+        Raises.fails = False
+    assert not run.offloaded or paged_bytes(run.folder) > 0
+    run.end()
+    before = paged_bytes(run.folder)
+    ordinary = torch.ones(1 << 20)
+    assert paged_bytes(run.folder) == before, ordinary
+    return told
+
+
 def at_the_least(make, train):
     """A case: with the least `ram` that the plan says, of which what it keeps is part."""
 
