@@ -5,7 +5,6 @@
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
-#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -23,7 +22,6 @@
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "client/leftovers.h"
-#include "proto/keeper.h"
 #include "proto/socket_directory.h"
 
 extern char** environ;
@@ -34,8 +32,6 @@ namespace {
 constexpr int kStartTimeoutMilliseconds = 10'000;
 constexpr int kStartPollMilliseconds = 5;
 constexpr int kEndTimeoutMilliseconds = 120'000;
-constexpr int kKeeperTimeoutMilliseconds = 2'000;  // once the daemon has ended
-constexpr char kReapedByTrainer[] = "unknown: the trainer reaps its children itself";
 
 absl::Status StartError(const std::string& what) { return MakeError(ErrorId::kDaemonStart, what); }
 
@@ -99,20 +95,16 @@ std::vector<std::string> EnvironmentForDaemon() {
   return variables;
 }
 
-// What the daemon inherits, in its numbers.
-constexpr int kInheritedKeeper = STDERR_FILENO + 1, kInheritedLock = kInheritedKeeper + 1;
-// A descriptor of ours with a number that is none of these.
-UniqueFd Above(int fd) { return UniqueFd(::fcntl(fd, F_DUPFD_CLOEXEC, kInheritedLock + 1)); }
+constexpr int kInheritedLock = STDERR_FILENO + 1;
 
-// Descriptors `keeper` and `lock` become those of these names in the daemon; -1: there is no lock.
-// The calls can only fail for want of memory; then the daemon is not started.
+// Descriptor `lock` becomes kInheritedLock in the daemon; -1: there is none. The calls can only
+// fail for want of memory; then the daemon is not started.
 class SpawnSettings {
  public:
-  SpawnSettings(int keeper, int lock) {
+  explicit SpawnSettings(int lock) {
     ::posix_spawn_file_actions_init(&actions_);
     ::posix_spawn_file_actions_addopen(&actions_, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
     ::posix_spawn_file_actions_adddup2(&actions_, STDERR_FILENO, STDOUT_FILENO);
-    ::posix_spawn_file_actions_adddup2(&actions_, keeper, kInheritedKeeper);
     if (lock >= 0) ::posix_spawn_file_actions_adddup2(&actions_, lock, kInheritedLock);
     ::posix_spawn_file_actions_addclosefrom_np(&actions_, kInheritedLock + (lock >= 0 ? 1 : 0));
     ::posix_spawnattr_init(&attributes_);
@@ -139,12 +131,6 @@ class SpawnSettings {
   posix_spawn_file_actions_t actions_;
   posix_spawnattr_t attributes_;
 };
-
-std::string DescribeStatus(int status) {
-  return WIFSIGNALED(status)
-             ? absl::StrCat("signal ", WTERMSIG(status), " (", ::strsignal(WTERMSIG(status)), ")")
-             : absl::StrCat("exit status ", WEXITSTATUS(status));
-}
 
 std::vector<std::string> NodeSockets() {
   std::vector<std::string> paths;
@@ -268,45 +254,23 @@ absl::StatusOr<PrivateDaemon> PrivateDaemon::StartShared(const std::string& bina
 
 absl::Status PrivateDaemon::Spawn(const std::string& binary,
                                   const std::vector<std::string>& more_arguments, int lock) {
-  std::vector<std::string> arguments = {binary,         "--private",
-                                        "--socket",     socket_path(),
-                                        "--parent-pid", absl::StrCat(::getpid()),
-                                        "--keeper",     absl::StrCat(kInheritedKeeper)};
+  std::vector<std::string> arguments = {binary,        "--private",    "--socket",
+                                        socket_path(), "--parent-pid", absl::StrCat(::getpid())};
   arguments.insert(arguments.end(), more_arguments.begin(), more_arguments.end());
   if (lock >= 0)
     arguments.insert(arguments.end(), {"--directory-lock", absl::StrCat(kInheritedLock)});
   std::vector<std::string> environment = EnvironmentForDaemon();
-  int ends[2] = {-1, -1};
-  if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0)
-    return StartError(absl::StrCat("no socket for the daemon's keeper: ", ErrnoText(errno)));
-  keeper_.reset(ends[0]);
-  pid_t starter = -1;
-  {
-    const UniqueFd theirs(ends[1]), above = Above(ends[1]),
-                                    lock_above = lock >= 0 ? Above(lock) : UniqueFd();
-    const SpawnSettings settings(above.get(), lock_above.get());
-    const int error =
-        ::posix_spawn(&starter, binary.c_str(), settings.actions(), settings.attributes(),
-                      Pointers(arguments).data(), Pointers(environment).data());
-    if (error != 0)
-      return StartError(absl::StrCat("\"", binary, "\" cannot be run: ", ErrnoText(error)));
+  const SpawnSettings settings(lock);
+  pid_t pid = -1;
+  const int error = ::posix_spawn(&pid, binary.c_str(), settings.actions(), settings.attributes(),
+                                  Pointers(arguments).data(), Pointers(environment).data());
+  if (error != 0) {
+    return StartError(absl::StrCat("\"", binary, "\" cannot be run: ", ErrnoText(error)));
   }
-  pid_ = proto::DaemonOfKeeper(keeper_.get());
-  int error = 0;
-  if (pid_ > 0) {
-    pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0)));
-    error = errno;
-    proto::ReleaseNumber(keeper_.get());
-  }
-  int status = 0;
-  pid_t reaped = -1;
-  do {
-    reaped = ::waitpid(starter, &status, 0);
-  } while (reaped < 0 && errno == EINTR);
-  if (pid_ <= 0) {
-    end_ = reaped == starter ? DescribeStatus(status) : kReapedByTrainer;
-  } else if (!pidfd_.valid()) {
-    return StartError(absl::StrCat("pidfd_open of process ", pid_, ": ", ErrnoText(error)));
+  pid_ = pid;
+  pidfd_.reset(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
+  if (!pidfd_.valid()) {
+    return StartError(absl::StrCat("pidfd_open of process ", pid, ": ", ErrnoText(errno)));
   }
   return absl::OkStatus();
 }
@@ -315,7 +279,6 @@ PrivateDaemon::PrivateDaemon(PrivateDaemon&& other) noexcept
     : is_shared_(other.is_shared_),
       pid_(std::exchange(other.pid_, -1)),
       pidfd_(std::move(other.pidfd_)),
-      keeper_(std::move(other.keeper_)),
       directory_(std::exchange(other.directory_, {})),
       end_(std::exchange(other.end_, {})) {}
 
@@ -325,7 +288,6 @@ PrivateDaemon& PrivateDaemon::operator=(PrivateDaemon&& other) noexcept {
   is_shared_ = other.is_shared_;
   pid_ = std::exchange(other.pid_, -1);
   pidfd_ = std::move(other.pidfd_);
-  keeper_ = std::move(other.keeper_);
   directory_ = std::exchange(other.directory_, {});
   end_ = std::exchange(other.end_, {});
   return *this;
@@ -343,9 +305,17 @@ bool PrivateDaemon::HasEnded(int timeout_ms) {
   } while (count < 0 && errno == EINTR);
   if (count <= 0) return false;
   int status = 0;
-  end_ = proto::WaitStatusOfDaemon(keeper_.get(), kKeeperTimeoutMilliseconds, status)
-             ? DescribeStatus(status)
-             : "unknown: its keeper has ended";
+  pid_t reaped = -1;
+  do {
+    reaped = ::waitpid(pid_, &status, 0);
+  } while (reaped < 0 && errno == EINTR);
+  if (reaped != pid_) {
+    end_ = "unknown: the trainer reaps its children itself";
+  } else if (WIFSIGNALED(status)) {
+    end_ = absl::StrCat("signal ", WTERMSIG(status), " (", ::strsignal(WTERMSIG(status)), ")");
+  } else {
+    end_ = absl::StrCat("exit status ", WEXITSTATUS(status));
+  }
   return true;
 }
 
@@ -364,7 +334,7 @@ absl::StatusOr<UniqueFd> PrivateDaemon::ConnectWhenReady() {
       return StartError(absl::StrCat("the private daemon ended at once: ", end_));
     }
     if (Clock::now() >= deadline) {
-      Kill();
+      ::kill(pid_, SIGKILL);
       return StartError(absl::StrCat("the private daemon did not listen within ",
                                      kStartTimeoutMilliseconds / 1000, " s"));
     }
@@ -373,20 +343,17 @@ absl::StatusOr<UniqueFd> PrivateDaemon::ConnectWhenReady() {
 
 void PrivateDaemon::WaitForEnd() {
   if (is_shared_) return Forget();
-  if (pidfd_.valid() && !HasEnded(kEndTimeoutMilliseconds)) {
-    Kill();
-    HasEnded(kEndTimeoutMilliseconds);
+  if (valid() && !(pidfd_.valid() && HasEnded(kEndTimeoutMilliseconds))) {
+    ::kill(pid_, SIGKILL);  // ours and not reaped: the number cannot be another process's
+    ::waitpid(pid_, nullptr, 0);
   }
   if (!directory_.empty()) proto::RemoveSocketDirectory(directory_);
   Forget();
 }
 
-void PrivateDaemon::Kill() { ::syscall(SYS_pidfd_send_signal, pidfd_.get(), SIGKILL, nullptr, 0); }
-
 void PrivateDaemon::Forget() {
   pid_ = -1;
   pidfd_.reset();
-  keeper_.reset();
   directory_.clear();
 }
 

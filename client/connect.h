@@ -30,8 +30,7 @@ namespace offload::client {
 // daemon, would have their numbers, and what anybody prints would go there.
 void OpenClosedStreams();
 
-// A process that has been started, no child of this one (proto/keeper.h), with its directory; both
-// are gone when the object is.
+// A child process with its directory; both are gone when the object is.
 class PrivateDaemon {
  public:
   // Starts `binary` in a fresh directory; it is not ready yet. OFD-1501.
@@ -69,12 +68,10 @@ class PrivateDaemon {
                      int lock = -1);
   // True when it has ended within the time.
   bool HasEnded(int timeout_ms);
-  void Kill();
 
   bool is_shared_ = false;
   pid_t pid_ = -1;
   UniqueFd pidfd_;
-  UniqueFd keeper_;
   std::string directory_;
   std::string end_;  // how it ended; empty while it runs
 };

@@ -29,7 +29,6 @@
 #include "proto/doorbell.h"
 #include "proto/grpc_status.h"
 #include "proto/handshake.h"
-#include "proto/keeper.h"
 #include "proto/offload.grpc.pb.h"
 #include "proto/shared_memory.h"
 
@@ -743,14 +742,6 @@ TEST_F(PrivateDaemonTest, IsStartedUsedAndEndsWithTheSession) {
   EXPECT_EQ(errno, ESRCH);
 }
 
-TEST_F(PrivateDaemonTest, IsNoChildThatTheTrainerWaitsFor) {
-  const pid_t child = ::fork();
-  if (child == 0) ::_exit(0);
-  EXPECT_EQ(::wait(nullptr), child);
-  EXPECT_EQ(::wait(nullptr), -1);
-  EXPECT_EQ(errno, ECHILD);
-}
-
 // A timer of the trainer's interrupts calls that wait, sooner than they end.
 class Timer {
  protected:
@@ -812,11 +803,8 @@ int RunAsDaemon(const std::string& socket_path) {
 
 }  // namespace offload::client
 
-// As `offloadd --private --socket PATH … --keeper N …` when it is started so, else the tests.
+// As `offloadd --private --socket PATH …` when it is started so, else the tests.
 int main(int argc, char** argv) {
-  for (int i = 1; i + 1 < argc; ++i) {
-    if (std::string(argv[i]) == "--keeper") offload::proto::LeaveToKeeper(std::stoi(argv[i + 1]));
-  }
   for (int i = 1; i + 1 < argc; ++i) {
     if (std::string(argv[i]) == "--socket") return offload::client::RunAsDaemon(argv[i + 1]);
   }

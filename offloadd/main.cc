@@ -16,7 +16,6 @@
 #include "offloadd/daemon.h"
 #include "offloadd/limits.h"
 #include "offloadd/sandbox.h"
-#include "proto/keeper.h"
 #include "spdlog/sinks/stdout_sinks.h"
 #include "spdlog/spdlog.h"
 
@@ -27,7 +26,6 @@ struct Flags {
   DaemonOptions daemon;
   std::string log_level;
   std::string sandbox = "on";
-  int keeper = -1;
 };
 
 void AddFlags(CLI::App& app, Flags& flags) {
@@ -41,11 +39,6 @@ void AddFlags(CLI::App& app, Flags& flags) {
   app.add_option("--parent-pid", flags.daemon.parent_pid,
                  "The process that a private daemon serves")
       ->type_name("N");
-  app.add_option("--keeper", flags.keeper,
-                 "A socket of the process that starts a private daemon, which is told there how "
-                 "it ends, and is not its parent (proto/keeper.h)")
-      ->type_name("N")
-      ->check(CLI::Range(3, 1 << 20));
   app.add_option("--ranks", flags.daemon.rank_count,
                  "How many ranks of one launch share a private daemon")
       ->type_name("N")
@@ -128,7 +121,6 @@ int Main(int argc, char** argv) {
   Flags flags;
   AddFlags(app, flags);
   CLI11_PARSE(app, argc, argv);
-  if (flags.keeper >= 0) proto::LeaveToKeeper(flags.keeper);
   if (!flags.daemon.pools.allowed.empty())
     flags.daemon.pools.default_pool = flags.daemon.pools.allowed.front();
   SetUpProcess(flags.daemon.is_private);
