@@ -1348,11 +1348,10 @@ sys.exit(0)
 
 @case(types=("fp32",), memory=("floor",))
 def untouched_script_that_trains_several_models(run):
-    """One after the other, in eval mode: each has a job of its own, and begins anew; the last has optimizers of two kinds, and one of them
-    goes on in memory."""
+    """One after the other, in eval mode: each has a job of its own, and begins anew; the last has optimizers of two kinds."""
     launcher = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else ()
     told, attached = json.loads(start(run, SEVERAL, launcher=launcher).communicate()[0].splitlines()[-1])
-    return told, attached == [[run.offloaded], [run.offloaded], [run.offloaded, False]]
+    return told, attached == [[run.offloaded], [run.offloaded], [run.offloaded, run.offloaded]]
 
 
 @case(types=("fp32",), memory=("floor",))
