@@ -14,15 +14,13 @@
 #include "swap/fork.h"
 #include "swap/verified_read.h"
 #include "zero3/dimension_order.h"
+#include "zero3/trainer_marks.h"
 #include "zero3/trainer_state.h"
 
 namespace offload::tools {
 namespace {
 
 using proto::Dtype;
-
-// What begins the trainer's own bytes where python/offloadd/handle.py notes whose kind is which.
-constexpr std::string_view kMarkOfKinds = "OFDPY\x02";
 
 // OFD-1207 when the store's own list of tensors is not that of the catalogue.
 absl::Status CheckFits(const proto::Catalogue& catalogue, const swap::Store& store) {
@@ -87,7 +85,7 @@ absl::StatusOr<StoredModel> StoredModel::Open(const std::string& pool, const std
   model.update_counts_ = std::move(decoded.update_counts);
   model.update_counts_.resize(model.catalogue_.tensors.size());
   model.buffers_ = std::move(decoded.buffers);
-  if (decoded.trainer.starts_with(kMarkOfKinds)) {
+  if (decoded.trainer.starts_with(zero3::kMarkOfKinds)) {
     model.is_of_one_kind_ =
         MakeError(ErrorId::kOtherModel,
                   "the job has optimizers of several kinds, and which parameter has which only a "

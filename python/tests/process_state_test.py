@@ -266,27 +266,35 @@ def paged_bytes(folder):
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
 
 
+def in_three_runs(run, make, train, width, then=lambda optimizer: None):
+    """Of one job, two steps each, that make everything anew."""
+    told = []
+    for first in (0, 2, 4):
+        if run.offloaded or not told:
+            run.end()
+            model = run.model(width=width)
+            optimizer = make(list(model.parameters()))
+            handle = run.attach(model, optimizer, job="three")
+            assert not run.offloaded or handle.step == first
+        told += getattr(run, train)(model, optimizer, steps=2, first=first)
+        then(optimizer)
+    return told, states_of(optimizer)
+
+
 def paged(make, train, **options):
     """A case: what it keeps is more than may be in memory beside ram."""
 
     def declare(name):
         def function(run):
-            told = []
+            def check(optimizer):
+                kept = sum(value.nbytes for state in states_of(optimizer) for value in state.values() if torch.is_tensor(value))
+                assert not run.offloaded or kept > 1 << 20 and paged_bytes(run.folder) > kept / 2, (kept, paged_bytes(run.folder))
+
             os.environ["OFFLOADD_BESIDE_RAM"] = "256KiB"
             try:
-                for first in (0, 2, 4):
-                    if run.offloaded or not told:
-                        run.end()
-                        model = run.model(width=256)
-                        optimizer = make(list(model.parameters()))
-                        handle = run.attach(model, optimizer, job="paged")
-                        assert not run.offloaded or handle.step == first
-                    told += getattr(run, train)(model, optimizer, steps=2, first=first)
-                    kept = sum(value.nbytes for state in states_of(optimizer) for value in state.values() if torch.is_tensor(value))
-                    assert not run.offloaded or kept > 1 << 20 and paged_bytes(run.folder) > kept / 2, (kept, paged_bytes(run.folder))
+                return in_three_runs(run, make, train, 256, check)
             finally:
                 del os.environ["OFFLOADD_BESIDE_RAM"]
-            return told, states_of(optimizer)
 
         function.__name__ = name
         case(function, **options)
@@ -341,19 +349,11 @@ def at_the_least(make, train):
 
     def declare(name):
         def function(run):
-            told = []
             if run.offloaded:
                 model = run.model(width=128)
                 run.attach(model, make(list(model.parameters())), job="probe")
                 run.memory = str(run.handles[-1].plan()["floor_bytes"])
-            for first in (0, 2, 4):
-                if run.offloaded or not told:
-                    run.end()
-                    model = run.model(width=128)
-                    optimizer = make(list(model.parameters()))
-                    run.attach(model, optimizer, job="least")
-                told += getattr(run, train)(model, optimizer, steps=2, first=first)
-            return told, states_of(optimizer)
+            return in_three_runs(run, make, train, 128)
 
         function.__name__ = name
         case(function, types=("fp32",), memory=("1GiB",))

@@ -26,6 +26,7 @@
 #include "zero3/torch/process_memory.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
+#include "zero3/trainer_marks.h"
 
 namespace offload::zero3 {
 
@@ -211,10 +212,9 @@ bool ModuleEngine::HasMasters(const ParameterGroups& groups) {
   return std::any_of(groups.begin(), groups.end(), has_master);
 }
 
-// Of a job that has a note of every optimizer that ran in its processes
-// (untouched/watch.cc): there was no such one yet.
+// Of a job that has a note of every optimizer that ran in its processes: there was no such one yet.
 static bool IsNew(const ForeignState* state, std::string_view trainer_state) {
-  return state == nullptr && trainer_state == "offloadctl run 1";
+  return state == nullptr && trainer_state == kNotesForeign;
 }
 
 absl::Status ModuleEngine::CheckResumes(const ParameterGroups& groups,
@@ -492,10 +492,9 @@ void ModuleEngine::CheckHas(const torch::nn::Module& module, const ParameterGrou
   }
 }
 
-// A trainer in Python has optimizers of several kinds, and has noted whose is which
-// (python/offloadd/handle.py).
+// A trainer in Python has noted whose kind is which.
 static void CheckIsOfOneKind(std::string_view trainer_state) {
-  if (!trainer_state.starts_with("OFDPY\x02")) return;
+  if (!trainer_state.starts_with(kMarkOfKinds)) return;
   ThrowStatus(MakeError(ErrorId::kOtherModel,
                         "the job was trained in Python with optimizers of several kinds",
                         "Train it there, or begin a new job with its weights (offloadctl export, "

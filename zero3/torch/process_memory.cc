@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "base/byte_size.h"
 #include "zero3/torch/log.h"
 
@@ -93,11 +92,6 @@ void ProcessMemory::SayOnce(const absl::Status& allocated) {
 absl::Status ProcessMemory::Check() {
   const std::shared_ptr<PagedMemory> memory = paged(/*makes=*/false);
   return memory != nullptr ? memory->Check() : absl::OkStatus();
-}
-
-uint64_t ProcessMemory::paged_bytes() const {
-  std::lock_guard lock(mutex_);
-  return paged_ != nullptr ? paged_->allocated_bytes() : 0;
 }
 
 // ---- Uses --------------------------------------------------------------------------------------

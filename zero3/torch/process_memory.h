@@ -67,8 +67,6 @@ class ProcessMemory final : public MemorySource,
   bool CanPage() { return paged(/*makes=*/true) != nullptr; }
   // Whether all that went to the drive has arrived.
   absl::Status Check();
-  // Bytes that are not ordinary memory.
-  uint64_t paged_bytes() const;
 
  private:
   ProcessMemory(std::string pool, uint64_t bytes_max);
@@ -79,7 +77,7 @@ class ProcessMemory final : public MemorySource,
   const std::string pool_;
   const uint64_t bytes_max_;
   std::atomic<uint64_t> ordinary_bytes_{0};
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::shared_ptr<PagedMemory> paged_;
   absl::Status cannot_open_;
   bool has_said_ = false, has_warned_ = false;

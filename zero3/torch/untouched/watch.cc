@@ -28,6 +28,7 @@
 #include "zero3/torch/copied_groups.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/home_pages.h"
+#include "zero3/trainer_marks.h"
 
 namespace offload::untouched {
 namespace {
@@ -37,10 +38,6 @@ using torch::optim::OptimizerOptions;
 using torch::optim::OptimizerParamGroup;
 using zero3::CopyGroups;
 using ParamGroups = std::vector<OptimizerParamGroup>;
-
-// What module_engine.cc knows jobs by that have a note of every optimizer that ran in the process:
-// one that there is none of has not stepped, and begins.
-constexpr char kNotesForeign[] = "offloadctl run 1";
 
 constexpr char kOtherOptimizers[] =
     "Use an optimizer of torch::optim, or attach the model in the program (docs/attach.md)";
@@ -452,7 +449,7 @@ void Watch::Attach() {
     for (const Seen& seen : optimizers_) CheckNothingRan(seen);
   }
   model_ = registered_.Model();
-  if (engine_->step() == 0) engine_->SetTrainerState(kNotesForeign);
+  if (engine_->step() == 0) engine_->SetTrainerState(zero3::kNotesForeign);
   for (const at::Tensor& parameter : model_->parameters())
     attached_tensors_.insert(parameter.unsafeGetTensorImpl());
   for (Seen& seen : optimizers_) {
