@@ -129,8 +129,29 @@ class OwnOptimizer : public torch::optim::Optimizer {
     }
     return {};
   }
+  void save(torch::serialize::OutputArchive& archive) const override {
+    for (const auto& [name, parameter] : Named()) {
+      const auto found = averages_.find(parameter.unsafeGetTensorImpl());
+      if (found != averages_.end()) archive.write(name, found->second);
+    }
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    for (const auto& [name, parameter] : Named()) {
+      Tensor average;
+      if (archive.try_read(name, average)) averages_[parameter.unsafeGetTensorImpl()] = average;
+    }
+  }
 
  private:
+  std::map<std::string, Tensor> Named() const {
+    std::map<std::string, Tensor> named;
+    for (const auto& group : param_groups_) {
+      for (const Tensor& parameter : group.params())
+        named.emplace(std::to_string(named.size()), parameter);
+    }
+    return named;
+  }
+
   std::map<const void*, Tensor> averages_;
 };
 
@@ -783,6 +804,33 @@ void CountInBuffers(const Options& options) {
   engine->Exchange("");
 }
 
+// What it keeps is more than goes with a step, and its file is another one in each rank.
+void GoOnWithAverages(const Options& options) {
+  const auto step = [](nn::Linear& model, OwnOptimizer& optimizer, int64_t number) {
+    torch::manual_seed(100 + number);
+    optimizer.zero_grad();
+    model(torch::randn({2, 128})).square().mean().backward();
+    optimizer.step(nullptr);
+  };
+  torch::manual_seed(3);
+  nn::Linear model(128, 1024);
+  auto engine = Engine::Open(options);
+  OwnOptimizer optimizer(model->parameters());
+  engine->Attach(*model, optimizer);
+  const int64_t begin = engine->step();
+  for (int64_t number = begin; number < begin + 2; ++number) {
+    step(model, optimizer, number);
+    engine->CommitStep(optimizer);
+  }
+  torch::manual_seed(3);
+  nn::Linear alone(128, 1024);
+  OwnOptimizer own(alone->parameters());
+  for (int64_t number = 0; number < begin + 2; ++number) step(alone, own, number);
+  if (!torch::equal(engine->Gather(model->weight, "weight"), alone->weight.detach()))
+    throw std::runtime_error("other weights after " + std::to_string(begin) + " steps and 2");
+  engine->Exchange("");
+}
+
 // A job that was made without a buffer, too large for its steps, goes on as it was: what it knows
 // comes back, the other one begins as it is built.
 void GetALargeBuffer(const Options& options) {
@@ -904,9 +952,14 @@ int BeARank(const std::string& scenario, int ranks, const std::string& dtype,
                                    ArePeers(job) || is_told_not_to ? "standin/" + rank : "")
                       : nullptr;
   try {
-    if (scenario == "CountInBuffers" || scenario == "GetALargeBuffer") {
+    static constexpr std::pair<const char*, void (*)(const Options&)> kWithoutRun[] = {
+        {"CountInBuffers", CountInBuffers},
+        {"GetALargeBuffer", GetALargeBuffer},
+        {"GoOnWithAverages", GoOnWithAverages}};
+    for (const auto& [name, run] : kWithoutRun) {
+      if (scenario != name) continue;
       at::set_num_threads(1);
-      (scenario == "CountInBuffers" ? CountInBuffers : GetALargeBuffer)(OptionsFor(job));
+      run(OptionsFor(job));
       return 0;
     }
     {
@@ -1195,6 +1248,13 @@ TEST(RanksTrainerStateTest, IsOfEachRankAndEmptyForNewOnes) {
 TEST(RanksBuffersTest, GoOnWithAnyNumberOfRanks) {
   for (const int ranks : {1, 2, 3, 1}) {
     EXPECT_EQ(RunRanks("CountInBuffers", ranks, "fp32", "buffers"), std::vector<int>(ranks, 0))
+        << ranks << " ranks";
+  }
+}
+
+TEST(RanksOwnOptimizerTest, GoesOnWithWhatItKeepsInAnyNumberOfRanks) {
+  for (const int ranks : {2, 4, 1, 2}) {
+    EXPECT_EQ(RunRanks("GoOnWithAverages", ranks, "fp32", "averages"), std::vector<int>(ranks, 0))
         << ranks << " ranks";
   }
 }

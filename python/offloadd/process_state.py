@@ -238,7 +238,7 @@ class Describer:
         storage = tensor.untyped_storage()
         number = self._by_storage.setdefault(storage._cdata, len(self.storages))
         if number == len(self.storages):
-            self.storages.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
+            self.storages.append(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,)))
         return number
 
 
@@ -251,13 +251,15 @@ class Giver:
         whole = json.loads(zlib.decompress(described[len(_MAGIC):]))
         self._described, self._parameters = whole["optimizer"], parameters
         self._seen, self._packages = {}, set()
+        self._storages, self._there = storages, {}  # those of devices: once there
         with torch.no_grad():
-            self._tensors = [self._tensor(storages, *each) for each in whole["tensors"]]
+            self._tensors = [self._tensor(*each) for each in whole["tensors"]]
         self.changed = set()  # as Describer's, of the optimizer that was given it
 
-    @staticmethod
-    def _tensor(storages, storage, offset, dtype, shape, stride, requires_grad, is_parameter, device):
-        memory = storages[storage].to(device).untyped_storage()
+    def _tensor(self, storage, offset, dtype, shape, stride, requires_grad, is_parameter, device):
+        if (storage, device) not in self._there:
+            self._there[storage, device] = self._storages[storage].to(device)
+        memory = self._there[storage, device].untyped_storage()
         made = torch.empty(0, dtype=getattr(torch, dtype), device=device).set_(memory, offset, shape, stride)
         return torch.nn.Parameter(made, requires_grad) if is_parameter else made.requires_grad_(requires_grad)
 

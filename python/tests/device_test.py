@@ -8,6 +8,7 @@ cuda_test.py has them on the device of $OFFLOADD_TEST_DEVICE."""
 
 import contextlib
 import ctypes
+import functools
 import gc
 import json
 import os
@@ -555,6 +556,19 @@ def optimizers_that_run_in_this_process(run):
         run.attach(model, optimizer)
         told += run.train(model, optimizer, clip=0.1, micro=2)
     return told
+
+
+@case(types=("fp32", "bf16"), memory=("double",))
+def optimizers_that_run_in_this_process_go_on(run):
+    """With more than goes with a step."""
+    run.model = functools.partial(run.model, width=128)
+    return run.resumed(lambda model: torch.optim.NAdam(model.parameters(), 1e-2))
+
+
+@case(types=("fp32", "bf16"), memory=("double",))
+def optimizers_of_ones_own_go_on(run):
+    run.model = functools.partial(run.model, width=128)
+    return run.resumed(lambda model: SignOfTheMean(model.parameters(), 1e-3))
 
 
 @case(**ONE)

@@ -75,6 +75,16 @@ def optimizers_that_run_in_the_process(run):
 
 
 @case(**ONE)
+def optimizers_that_run_in_the_process_go_on(run):
+    return launch(run, "in_process_twice")
+
+
+@case(**ONE)
+def what_differs_among_ranks_is_not_kept(run):
+    return launch(run, "differing") if run.offloaded else [3, 1604]
+
+
+@case(**ONE)
 def what_ranks_cannot_step_with_is_refused(run):
     return launch(run, "refused") if run.offloaded else [1604, 1604, 1606, 1805]
 
@@ -156,9 +166,9 @@ def batch(step, rank):
     return torch.randn(4, 16, generator=torch.Generator().manual_seed(step * 2 + rank))
 
 
-def steps(model, optimizer, rank, backward=lambda loss: loss.backward(), clip=torch.nn.utils.clip_grad_norm_):
+def steps(model, optimizer, rank, backward=lambda loss: loss.backward(), clip=torch.nn.utils.clip_grad_norm_, first=0):
     told = []
-    for step in range(3):
+    for step in range(first, first + 3):
         backward(model(batch(step, rank)).pow(2).mean())
         told.append(clip(model.parameters(), 0.5).item())
         optimizer.step()
@@ -167,7 +177,7 @@ def steps(model, optimizer, rank, backward=lambda loss: loss.backward(), clip=to
 
 
 def attach(model, optimizer, folder, **options):
-    return offloadd.attach(model, optimizer, nvme_path=folder, ram="128MiB", job="ranks", **options)
+    return offloadd.attach(model, optimizer, nvme_path=folder, **{"ram": "128MiB", "job": "ranks", **options})
 
 
 def loop(rank, folder):
@@ -238,6 +248,54 @@ def in_process(rank, folder):
         with offloadd.attach(model, optimizers, nvme_path=folder, ram="128MiB", job=f"ranks{number}", weights_at_close="memory") as handle:
             told += steps(model, Both, rank)
             assert handle.step == 3 * len(optimizers), handle.step
+    return told
+
+
+def in_process_twice(rank, folder):
+    """They keep more than goes with a step."""
+    torch.distributed.init_process_group("gloo")
+    makes = (lambda p: torch.optim.NAdam(p, 1e-2), Whitened, lambda p: torch.optim.Adafactor(p, 1e-2))
+    told = []
+    for number, make in enumerate(makes):
+        model, lives = None, []
+        for life in range(2):
+            if model is None or folder != "-":
+                torch.manual_seed(life)
+                model = torch.nn.Sequential(torch.nn.Linear(16, 3000), torch.nn.GELU(), torch.nn.Linear(3000, 4))
+                optimizer = make(model.parameters())
+                trained = torch.nn.parallel.DistributedDataParallel(model) if folder == "-" else model
+            with contextlib.nullcontext() if folder == "-" else attach(model, optimizer, folder, job=f"ranks{number}") as handle:
+                assert handle is None or handle.step == 3 * life, handle.step
+                lives.append(steps(trained, optimizer, rank, first=3 * life))
+        told += lives
+    return told
+
+
+def differing(rank, folder):
+    """(steps, why it does not go on)"""
+    torch.distributed.init_process_group("gloo")
+
+    class Counts(Whitened):
+        def step(self):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["rank"] = torch.full_like(p, float(rank))
+
+    def attached():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 3000), torch.nn.GELU(), torch.nn.Linear(3000, 4))
+        optimizer = Counts(model.parameters())
+        return model, optimizer, attach(model, optimizer, folder)
+
+    model, optimizer, handle = attached()
+    with handle:
+        steps(model, optimizer, rank)
+        told = [handle.step]
+    try:
+        attached()
+    except offloadd.Error as error:
+        assert "not the same in all ranks" in str(error), error
+        told.append(error.id)
     return told
 
 

@@ -267,6 +267,9 @@ class FileBytes {
     return size_bytes;
   }
 
+  // Whatever is there.
+  void Extend(size_t size_bytes) { size_bytes_ = std::max(size_bytes_, size_bytes); }
+
   size_t size_bytes() const { return size_bytes_; }
   const char* data() const { return static_cast<const char*>(bytes_.const_data_ptr()); }
   at::Tensor Padded() {
@@ -372,6 +375,36 @@ bool IsEmpty(const FileBytes& file) {
   return archive.keys().empty();
 }
 
+// A file has addresses of the process that wrote it: that of the first rank is the one that is
+// kept. Where it goes into the store it puts it, and the others only know how long it is.
+absl::Status TakeFirstRanks(TensorEngine& tensors, absl::Status own,
+                            std::optional<FileBytes>& file) {
+  const bool is_first = tensors.attachment()->rank() == 0;
+  constexpr std::string_view kOk = "ok";
+  std::string said = own.ok() ? std::string(kOk) : std::string(own.message());
+  std::string bytes;
+  uint64_t size_bytes = 0;
+  if (own.ok()) {
+    size_bytes = file->size_bytes();
+    if (is_first && size_bytes <= Buffers::kSmallBytesMax) bytes.assign(file->data(), size_bytes);
+  }
+  said.append(1, '\0').append(reinterpret_cast<const char*>(&size_bytes), sizeof(size_bytes));
+  const std::vector<std::string> all = tensors.Exchange(said + bytes);
+  for (const std::string& each : all) {
+    const std::string reason(each.c_str());
+    if (reason != kOk) return absl::FailedPreconditionError(reason);
+  }
+  if (is_first) return own;
+  std::string_view first = all.front();
+  first.remove_prefix(kOk.size() + 1);
+  std::memcpy(&size_bytes, first.data(), sizeof(size_bytes));
+  first.remove_prefix(sizeof(size_bytes));
+  file.emplace(size_bytes);
+  file->Append(first.data(), first.size());
+  file->Extend(size_bytes);
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 size_t ModuleEngine::NextForeign(const std::string& optimizer, bool has_masters) {
@@ -455,24 +488,27 @@ void ModuleEngine::CommitForeign(size_t number, torch::optim::Optimizer& optimiz
 }
 
 absl::Status ModuleEngine::Keep(size_t number, torch::optim::Optimizer& optimizer) {
-  if (world_size() > 1) return absl::FailedPreconditionError("there are several ranks");
   if (foreign_.at(number).has_masters)
     return absl::FailedPreconditionError("it has fp32 masters in memory");
   Foreign& foreign = foreign_.at(number);
   const ProcessMemory::Use use(tensors_->process_memory(), /*inside_passes=*/false);
   std::optional<FileBytes> file;
+  absl::Status status;
   try {
     std::optional<EachNamedOnce> once;
     if (foreign.commits_itself) once.emplace(optimizer);
     file = FileOf(optimizer, foreign.file_bytes);
+    if (IsEmpty(*file)) status = absl::FailedPreconditionError("its class has no save()");
   } catch (const c10::Error& error) {
-    return absl::FailedPreconditionError(
+    status = absl::FailedPreconditionError(
         absl::StrCat("its save() throws: ", error.what_without_backtrace()));
   }
-  if (IsEmpty(*file)) return absl::FailedPreconditionError("its class has no save()");
+  if (world_size() > 1) status = TakeFirstRanks(*tensors_, std::move(status), file);
+  if (!status.ok()) return status;
   foreign.file_bytes = file->size_bytes();
   const at::Tensor bytes = file->Padded();
-  return tensors_->KeepForeign(number, std::to_string(foreign.file_bytes), {&bytes, 1});
+  return tensors_->KeepForeign(number, std::to_string(foreign.file_bytes), {&bytes, 1},
+                               /*is_first_ranks=*/true);
 }
 
 void ModuleEngine::CheckHas(const torch::nn::Module& module, const ParameterGroups& groups) const {

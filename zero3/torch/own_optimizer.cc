@@ -563,7 +563,8 @@ uint64_t ExpectedBytes(const Optimizer& optimizer) {
         group.has_options() ? group.options() : optimizer.defaults());
     vectors = std::max(vectors, 2 * static_cast<uint64_t>(options.history_size()) + 4);
   }
-  return std::bit_ceil(vectors * weight_bytes);
+  // Beside its tensors there is what a file says of them.
+  return std::bit_ceil(vectors * weight_bytes + vectors * weight_bytes / 16 + (64 << 10));
 }
 void Expect(Engine& engine, const Optimizer& optimizer) {
   auto* const offloads = dynamic_cast<ModuleEngine*>(&engine);

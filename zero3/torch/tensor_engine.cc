@@ -289,6 +289,7 @@ void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_n
     attachment_->EndRaw();
   }
   LeaveUnseenForeign();
+  AgreeOnForeign();
   if (const std::vector<at::Tensor> thawed = FindThawed(updates); !thawed.empty()) Thaw(thawed);
   client::StepCommand command;
   command.step = step_ + 1;

@@ -58,6 +58,9 @@ class DeviceTier;
 
 class ProcessMemory;
 
+// A rank's part of what is committed with a step.
+uint64_t StateBytesMax(const Attachment& attachment);
+
 class TensorEngine {
  public:
   TensorEngine(const Options& options, uint64_t ram_bytes, std::unique_ptr<client::Session> session,
@@ -140,8 +143,9 @@ class TensorEngine {
   // What one keeps: `described` in the form of the trainer's language, and the memory of its
   // tensors as bytes (uint8). The next step commits it, with the bytes as they are then. Otherwise
   // it says why it cannot: the caller leaves it.
+  // `is_first_ranks`: of several ranks, only the first one's bytes are those to keep.
   absl::Status KeepForeign(size_t number, std::string described,
-                           std::span<const at::Tensor> storages);
+                           std::span<const at::Tensor> storages, bool is_first_ranks = false);
   // Behind a step: its bytes need not be in memory any more.
   void ForgetForeignBytes(size_t number);
   // The next step commits that it is not kept, and why.
@@ -255,7 +259,7 @@ class TensorEngine {
   void NameLaterForFiles(std::span<const NamedTensor> tensors, uint32_t first,
                          const Buffers& buffers);
   // What the store is called to have: of this run, parameters first.
-  std::vector<std::string> NamesInStore() const;
+  std::vector<std::string> NamesInStore(const Buffers& buffers) const;
   std::unordered_map<std::string_view, uint32_t> IdsByName() const;
   std::unordered_map<std::string_view, uint32_t> IdsInFiles() const;
   // Of a job that was laid out for other tensors, what the model calls so.
@@ -311,9 +315,14 @@ class TensorEngine {
   // says, so that a job that begins with it is one that can be resumed.
   std::vector<uint64_t> ExpectedSlots(std::span<const proto::Tensor> tensors) const;
   void RaiseFloor(Plan& plan) const;
+  void AddExpectedSlots();
+  // Of what one of them keeps, bytes in all that go with the trainer's state.
+  uint64_t SmallForeignBytes() const {
+    return SmallBuffersBytes() / std::max<size_t>(state_.foreign.size(), 1);
+  }
+  void AgreeOnForeign();
+  uint32_t DigestOf(size_t number);  // of what goes into slots, and which
   bool FitsWith(std::span<const uint64_t> slots) const;
-  // Nothing where none are expected; OFD-1301.
-  std::optional<Plan> PlanWithExpectedSlots() const;
   std::vector<uint64_t> GiveSlots(size_t number, std::span<const at::Tensor> parts,
                                   ForeignState& state);
   void SetForeign(size_t number, ForeignState state);
@@ -403,9 +412,10 @@ class TensorEngine {
   bool roots_are_said_ = false;
   std::unordered_set<size_t> unseen_foreign_;      // those whose steps nobody sees
   std::unordered_set<size_t> committing_foreign_;  // with the next step
-  std::vector<uint64_t> missing_slots_;            // their sizes, in bytes
-  std::vector<uint64_t> expected_storages_;        // ExpectForeign()
-  absl::Status no_slots_;                          // why the job cannot have more of them
+  std::unordered_set<size_t> first_ranks_foreign_, differing_foreign_;
+  std::vector<uint64_t> missing_slots_;      // their sizes, in bytes
+  std::vector<uint64_t> expected_storages_;  // ExpectForeign()
+  absl::Status no_slots_;                    // why the job cannot have more of them
   bool half_loaded_ = false;
   bool has_unsettled_states_ = false;      // replaced since the last step
   std::vector<KeptState> initial_states_;  // until the store of a new job is made

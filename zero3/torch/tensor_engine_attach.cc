@@ -93,13 +93,6 @@ uint64_t SmallBytes(const Buffers& buffers, size_t large_count) {
   return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0});
 }
 
-// A rank's part of what is committed with a step.
-uint64_t StateBytesMax(const Attachment& attachment) {
-  const uint32_t ranks = attachment.world_size();
-  constexpr uint64_t kLengthsBytes = 64;  // and more than those, that stand between several
-  return ranks == 1 ? kTrainerStateBytesMax : kTrainerStateBytesMax / ranks - kLengthsBytes;
-}
-
 // What the job has of a model's buffers, beside those in the store.
 std::unordered_set<std::string> KnownNames(std::string_view stored) {
   std::unordered_set<std::string> names;
@@ -425,6 +418,7 @@ void TensorEngine::MakeStore() {
     SettleLayout();
     DivideBuffers();
     TakeThawed();
+    if (!exists_) AddExpectedSlots();
     const std::optional<client::OtherTensors> others = MatchLayout(in_store);
     Declare(others.has_value() ? &*others : nullptr);
     BeginCounts();
@@ -478,6 +472,12 @@ void TensorEngine::DivideBuffers() {
   std::unordered_map<std::string, size_t> places;
   for (size_t i = 0; i < state_.layout.size(); ++i) places.emplace(state_.layout[i].name, i);
   buffers_.SortLarge(places);
+}
+
+uint64_t StateBytesMax(const Attachment& attachment) {
+  const uint32_t ranks = attachment.world_size();
+  constexpr uint64_t kLengthsBytes = 64;  // and more than those, that stand between several
+  return ranks == 1 ? kTrainerStateBytesMax : kTrainerStateBytesMax / ranks - kLengthsBytes;
 }
 
 // What a rank gives with a step. Throws OFD-1002 when it is more than its part of a commit.

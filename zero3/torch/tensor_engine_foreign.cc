@@ -5,15 +5,20 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <numeric>
 #include <unordered_set>
 #include <utility>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "base/byte_size.h"
 #include "base/check.h"
+#include "base/crc32c.h"
 #include "base/error.h"
 #include "proto/buffer_tensors.h"
 #include "zero3/torch/born_residency.h"
@@ -29,7 +34,9 @@ namespace offload::zero3 {
 // (process_memory.h), as it is, and belongs to the job: small parts go with the trainer's state,
 // the others into slots of the store, which are put when their bytes have changed, as buffers are.
 // The store gets slots when they are first needed; it is laid out anew then, as for parameters that
-// come later.
+// come later. Where that cannot be (several ranks, a device), it is made with those that are
+// expected, and what fits into none of them is not kept. Of several ranks the first one puts, as
+// with buffers: what an optimizer keeps is the same in all of them, or it is not kept.
 
 namespace {
 
@@ -83,6 +90,9 @@ std::vector<bool> ChooseSmall(std::span<const at::Tensor> storages, uint64_t byt
 }
 
 constexpr uint64_t kAnyRamBytes = uint64_t{1} << 60;
+
+// What ranks say to each other of an optimizer.
+constexpr std::string_view kKept = "kept ", kLeft = "left ";
 
 }  // namespace
 
@@ -154,7 +164,7 @@ std::vector<uint64_t> TensorEngine::ExpectedSlots(std::span<const proto::Tensor>
   std::vector<uint64_t> sizes_bytes;
   const uint64_t all =
       std::accumulate(expected_storages_.begin(), expected_storages_.end(), uint64_t{0});
-  if (attached_.sealed || !may_grow() || !state_.slot_bytes.empty() || all <= SmallBuffersBytes())
+  if (attached_.sealed || !state_.slot_bytes.empty() || all <= SmallForeignBytes())
     return sizes_bytes;
   const uint64_t piece_bytes_max = PieceBytesMax(tensors);
   for (const uint64_t storage_bytes : expected_storages_) {
@@ -162,6 +172,24 @@ std::vector<uint64_t> TensorEngine::ExpectedSlots(std::span<const proto::Tensor>
       sizes_bytes.push_back(std::min(piece_bytes_max, storage_bytes - begin));
   }
   return sizes_bytes;
+}
+
+// With a store that cannot be laid out anew, when it is made.
+void TensorEngine::AddExpectedSlots() {
+  if (may_grow()) return;
+  const std::vector<uint64_t> slots = ExpectedSlots(declared_);
+  if (slots.empty() || !FitsWith(slots)) return;
+  Buffers buffers = buffers_;
+  buffers.AddSlots(slots);
+  struct TrainerState next = state_;
+  next.slot_bytes = slots;
+  for (std::string& name : NamesInStore(buffers)) next.layout.push_back({.name = std::move(name)});
+  // The names go with every step, and are not all that does.
+  const absl::StatusOr<std::string> encoded = EncodeTrainerState(next);
+  if (!encoded.ok() || encoded->size() > StateBytesMax(*attachment_) / 2) return;
+  buffers_ = std::move(buffers);
+  state_.slot_bytes = std::move(next.slot_bytes);
+  state_.layout = std::move(next.layout);
 }
 
 void TensorEngine::RaiseFloor(Plan& plan) const {
@@ -185,7 +213,8 @@ void TensorEngine::RaiseFloor(Plan& plan) const {
 // ---- At its steps ------------------------------------------------------------------------------
 
 absl::Status TensorEngine::KeepForeign(size_t number, std::string described,
-                                       std::span<const at::Tensor> storages) {
+                                       std::span<const at::Tensor> storages, bool is_first_ranks) {
+  if (is_first_ranks) first_ranks_foreign_.insert(number);
   const c10::InferenceMode ordinary(false);
   const at::NoGradGuard no_grad;
   Seal();
@@ -203,7 +232,12 @@ absl::Status TensorEngine::KeepForeign(size_t number, std::string described,
   if (status.ok()) {
     struct TrainerState next = state_;
     next.foreign[number] = state;
-    status = EncodeTrainerState(next).status();
+    const absl::StatusOr<std::string> encoded = EncodeTrainerState(next);
+    status = encoded.status();
+    if (status.ok() && encoded->size() > StateBytesMax(*attachment_)) {
+      status = absl::FailedPreconditionError(
+          "what is said of its parts is more than a rank's part of a step takes");
+    }
   }
   if (status.ok()) SetForeign(number, std::move(state));
   return status;
@@ -234,6 +268,49 @@ void TensorEngine::LeaveUnseenForeign() {
     if (!committing.contains(number))
       LeaveForeign(number, "weights were written in a step that was committed without it");
   }
+}
+
+// Of several ranks the first one's bytes are kept. Before a step, which all of them take.
+void TensorEngine::AgreeOnForeign() {
+  if (attachment_->world_size() == 1 || state_.slot_bytes.empty()) return;
+  std::vector<std::string> own;  // of each optimizer: a digest, or why it is not kept
+  for (size_t number = 0; number < state_.foreign.size(); ++number) {
+    const ForeignState& state = state_.foreign[number];
+    own.push_back(state.is_kept ? std::string(kKept) + std::to_string(DigestOf(number))
+                                : std::string(kLeft) + state.described);
+  }
+  constexpr char kEnd = '\n';
+  const std::vector<std::string> all = Exchange(absl::StrJoin(own, std::string(1, kEnd)));
+  for (const std::string& blob : all) {
+    const std::vector<std::string> other = absl::StrSplit(blob, kEnd);
+    for (size_t number = 0; number < own.size(); ++number) {
+      if (!state_.foreign[number].is_kept) continue;
+      const std::string said = number < other.size() ? other[number] : "";
+      if (said == own[number]) continue;
+      const bool is_left = said.starts_with(kLeft);
+      const std::string reason =
+          is_left ? said.substr(kLeft.size()) : "it is not the same in all ranks";
+      LeaveForeign(number, reason);
+      if (is_left || !differing_foreign_.insert(number).second) continue;
+      Log().warn("what {} keeps is not part of job {}, which cannot be resumed: {}",
+                 state_.foreign[number].optimizer, options_.job, reason);
+    }
+  }
+}
+
+uint32_t TensorEngine::DigestOf(size_t number) {
+  uint32_t digest = 0;
+  const auto add = [&digest](const std::string& bytes) {
+    digest = Crc32c(digest, bytes.data(), bytes.size());
+  };
+  const std::vector<Buffers::Large*> slots = buffers_.slots();
+  for (const ForeignState::Piece& piece : state_.foreign[number].pieces) {
+    add(absl::StrCat(piece.slot, " ", piece.continues, " ", piece.size_bytes));
+    if (piece.slot < slots.size() && slots[piece.slot]->tensor.defined() &&
+        !first_ranks_foreign_.contains(number))
+      add(Buffers::BytesOf(*slots[piece.slot]));
+  }
+  return digest;
 }
 
 // Slots that it leaves are free.
@@ -267,8 +344,7 @@ uint64_t TensorEngine::PieceBytesMax(std::span<const proto::Tensor> tensors) {
 
 absl::Status TensorEngine::PlaceForeign(size_t number, std::span<const at::Tensor> storages,
                                         ForeignState& state) {
-  const uint64_t small_bytes_max = SmallBuffersBytes() / state_.foreign.size();
-  const std::vector<bool> is_small = ChooseSmall(storages, small_bytes_max);
+  const std::vector<bool> is_small = ChooseSmall(storages, SmallForeignBytes());
   const auto piece_bytes_max = static_cast<int64_t>(PieceBytesMax(declared_));
   std::vector<at::Tensor> parts;  // by piece; undefined when it is in no slot
   for (size_t i = 0; i < storages.size(); ++i) {
@@ -292,35 +368,60 @@ absl::Status TensorEngine::PlaceForeign(size_t number, std::span<const at::Tenso
   return absl::OkStatus();
 }
 
-// What is in a slot already stays there. Returns the sizes of the slots that are missing.
+// What is in a slot already stays there. The others take slots of their size, then larger ones, the
+// largest part first. Returns the sizes of the slots that are missing.
 std::vector<uint64_t> TensorEngine::GiveSlots(size_t number, std::span<const at::Tensor> parts,
                                               ForeignState& state) {
   const std::unordered_set<uint32_t> others = SlotsOfOthers(number);
   const std::vector<Buffers::Large*> slots = buffers_.slots();
-  std::multimap<uint64_t, uint32_t> free;  // by size
-  for (uint32_t slot = 0; slot < slots.size(); ++slot) {
-    if (!others.contains(slot)) free.emplace(state_.slot_bytes[slot], slot);
-  }
-  const auto give = [&](size_t i, const auto& fits) {
-    const auto [begin, end] = free.equal_range(state.pieces[i].size_bytes);
-    const auto found = std::find_if(
-        begin, end, [&](const auto& each) { return fits(slots[each.second]->tensor); });
-    if (found == end) return false;
-    state.pieces[i].slot = found->second;
-    slots[found->second]->tensor = parts[i];
-    free.erase(found);
-    return true;
+  std::multimap<uint64_t, uint32_t> free;                          // by size
+  std::map<std::pair<const void*, int64_t>, uint32_t> by_storage;  // and offset: what is in one
+  const auto place = [](const at::Tensor& tensor) {
+    return std::pair<const void*, int64_t>(tensor.storage().unsafeGetStorageImpl(),
+                                           tensor.storage_offset());
   };
   std::vector<size_t> left;
+  const auto give = [&](size_t i, uint32_t slot) {
+    state.pieces[i].slot = slot;
+    slots[slot]->tensor = parts[i];
+  };
+  for (uint32_t slot = 0; slot < slots.size(); ++slot) {
+    if (!others.contains(slot) && slots[slot]->tensor.defined())
+      by_storage.emplace(place(slots[slot]->tensor), slot);
+  }
+  std::unordered_set<uint32_t> taken;
   for (size_t i = 0; i < parts.size(); ++i) {
     if (!parts[i].defined()) continue;
-    if (!give(i, [&](const at::Tensor& there) { return AreSameMemory(there, parts[i]); }))
+    const auto found = by_storage.find(place(parts[i]));
+    if (found == by_storage.end() || !AreSameMemory(slots[found->second]->tensor, parts[i]) ||
+        !taken.insert(found->second).second) {
       left.push_back(i);
+    } else {
+      give(i, found->second);
+    }
   }
+  for (uint32_t slot = 0; slot < slots.size(); ++slot) {
+    if (!others.contains(slot) && !taken.contains(slot))
+      free.emplace(state_.slot_bytes[slot], slot);
+  }
+  const auto size_bytes = [&](size_t i) { return state.pieces[i].size_bytes; };
+  std::erase_if(left, [&](size_t i) {
+    const auto found = free.find(size_bytes(i));
+    if (found == free.end()) return false;
+    give(i, found->second);
+    free.erase(found);
+    return true;
+  });
+  std::ranges::stable_sort(left, std::greater(), size_bytes);
   std::vector<uint64_t> missing;
   for (const size_t i : left) {
-    if (!give(i, [](const at::Tensor&) { return true; }))
-      missing.push_back(state.pieces[i].size_bytes);
+    const auto found = free.lower_bound(size_bytes(i));
+    if (found == free.end()) {
+      missing.push_back(size_bytes(i));
+      continue;
+    }
+    give(i, found->second);
+    free.erase(found);
   }
   return missing;
 }
@@ -360,7 +461,8 @@ absl::Status TensorEngine::AddSlots(const std::vector<uint64_t>& sizes_bytes) {
   if (!may_grow()) {
     const uint64_t bytes = std::accumulate(sizes_bytes.begin(), sizes_bytes.end(), uint64_t{0});
     return no_slots_ = absl::FailedPreconditionError(
-               absl::StrCat("it is ", FormatBytes(bytes), " more than a step takes along, and ",
+               absl::StrCat("it is ", FormatBytes(bytes), " more than the job has had room for ",
+                            "since it was made, and ",
                             attachment_->world_size() > 1 ? "there are several ranks"
                                                           : "the job is on a device"));
   }

@@ -261,10 +261,10 @@ void TensorEngine::SortAsLaidOut(std::vector<Parameter>& parameters) const {
   std::ranges::stable_sort(parameters, {}, place);
 }
 
-std::vector<std::string> TensorEngine::NamesInStore() const {
+std::vector<std::string> TensorEngine::NamesInStore(const Buffers& buffers) const {
   std::vector<std::string> names;
   for (const proto::Tensor& tensor : declared_) names.push_back(tensor.name);
-  for (const Buffers::Large& buffer : buffers_.large())
+  for (const Buffers::Large& buffer : buffers.large())
     names.push_back(proto::BufferTensorName(buffer.name));
   return names;
 }
@@ -346,7 +346,7 @@ void TensorEngine::SettleLayout() {
 std::optional<client::OtherTensors> TensorEngine::MatchLayout(
     const std::vector<LaidOutTensor>& in_store) {
   if (in_store.empty()) return std::nullopt;
-  const std::vector<std::string> names = NamesInStore();
+  const std::vector<std::string> names = NamesInStore(buffers_);
   const bool is_same = absl::c_equal(
       names, in_store,
       [](const std::string& name, const LaidOutTensor& tensor) { return name == tensor.name; });
