@@ -29,6 +29,7 @@ class ForeignPart:
                    "Use an optimizer that takes gradients only, or train with one rank")
         self.handle, self.optimizer, self.name, self.number = handle, optimizer, name, number
         self._options, self._changed = None, set()
+        self._flags = self._flags_now()
         self._has_told, self._waits = False, []
 
     # ---- What the job has of it ----
@@ -44,6 +45,9 @@ class ForeignPart:
         if isinstance(self.optimizer, torch.optim.LBFGS):
             return [sum(sizes)] * (2 * max(group["history_size"] for group in self.optimizer.param_groups) + 4)
         return 2 * sizes
+
+    def _flags_now(self):
+        return {key: value for key, value in process_state.options_of(self.optimizer).items() if type(value) is bool}
 
     def check_goes_on(self, engine):
         """OFD-1604 where the job, which exists, does not have what it has kept."""
@@ -77,6 +81,8 @@ class ForeignPart:
     def keep(self):
         """Before each step of the job, whoever takes it: as the program has left it."""
         engine = self.handle.engine()
+        # What a method of the optimizer other than step() has switched (train() and eval() of schedule-free ones); no schedule changes these.
+        self._changed |= {key for key, value in self._flags_now().items() if self._flags.get(key, value) is not value}
         describer = process_state.Describer(self.handle.names(), self._changed)
         try:
             described = describer.of(self.optimizer)

@@ -58,6 +58,42 @@ class OwnStep(AdamW):
 goes_on(lambda p: OwnStep(p, 1e-3), **FP32)("options_that_its_steps_change")
 
 
+class Switched(torch.optim.Optimizer):
+    """Free of schedules: train() and eval() move the weights, where they have not done so before."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3, "train_mode": False})
+
+    @torch.no_grad()
+    def switch(self, is_training):
+        for group in self.param_groups:
+            for p in group["params"] if group["train_mode"] != is_training else ():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], 0.1 if is_training else 1 - 1 / 0.9)
+            group["train_mode"] = is_training
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in parameters_of(self):
+            self.state[p].setdefault("z", p.detach().clone()).sub_(p.grad, alpha=0.1)
+            p.lerp_(self.state[p]["z"], 0.2)
+
+
+@case(**FP32)
+def options_that_its_other_methods_switch(run):
+    told, held = [], []
+    for first in (0, 3):
+        if run.offloaded or first == 0:
+            run.end()
+            model = run.model()
+            held[:] = [Switched(model.parameters())]
+            run.attach(model, held[0], job="switched")
+        held[0].switch(True)
+        told += run.train(model, held[0], first=first)
+    held[0].switch(False)
+    return told
+
+
 class Counter:
     def __init__(self, seen=0):
         self.seen, self.say = seen, print
