@@ -289,6 +289,10 @@ class Part:
     def _all_keys(self, group):
         return [STEP] * self.recipe.counts + self._planes(group)
 
+    def what_it_keeps(self):
+        """Its rule's name, and names of planes: those of a job that goes on have to be the same."""
+        return [self.recipe.kind, sorted({name for group in self.optimizer.param_groups for name in self._planes(group)})]
+
     def _planes(self, group):
         """What was begun stays in the state where an option (momentum) pauses."""
         _, planes = self._planes_at.setdefault(id(group), (group, {}))

@@ -121,6 +121,27 @@ class SavedTest(DeepSpeedCase):
         with self.assertRaisesRegex(offloadd.Error, "OFD-1402.*head.weight"):
             engine.load_checkpoint(self.folder.name)
 
+    def test_a_checkpoint_of_another_optimizer(self):
+        """Is refused while the engine still trains, in words of the program's; its weights alone are loaded."""
+        adamw, sgd = ({"type": kind, "params": {"lr": 1e-2}} for kind in ("AdamW", "SGD"))
+        momentum = {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}
+        for there, here, text in ((adamw, sgd, "with adamw .it keeps exp_avg, exp_avg_sq., and this program has sgd .it keeps nothing"),
+                                  (sgd, momentum, "with sgd .it keeps nothing., and this program has sgd .it keeps momentum_buffer")):
+            engine, *_ = self.initialize(make(), self.config(optimizer=there))
+            engine_loop(engine, 2)
+            engine.save_checkpoint(self.folder.name)
+            stored = copies(engine.module)
+            engine.destroy()
+            model = make()
+            engine, *_ = self.initialize(model, self.config(optimizer=here))
+            with self.assertRaisesRegex(offloadd.Error, f"OFD-1602.*global_step2 was trained {text}.*load_optimizer_states=False"):
+                engine.load_checkpoint(self.folder.name)
+            engine_loop(engine, 1)
+            engine.load_checkpoint(self.folder.name, load_optimizer_states=False)
+            self.assertTrue(torch.equal(model.state_dict()["head.weight"], stored["head.weight"]))
+            engine_loop(engine, 1)
+            engine.destroy()
+
     def test_the_weights_of_a_checkpoint_are_for_everybody(self):
         saved = os.path.join(self.folder.name, "saved")
         here = make(tied=True)

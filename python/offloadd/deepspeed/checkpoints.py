@@ -154,7 +154,8 @@ class Checkpoints:
         name = snapshots.make(self._handle)
         setup.jobs.keep(self._handle.job)
         return {"version": 1, "job": self._handle.job, "pool": self._handle.nvme_path, "snapshot": name, "step": self._handle.step,
-                "left_out": left_out, "of_a_run": setup.jobs.are_own(self._handle.job), **snapshots.kept.place(folder)}
+                "left_out": left_out, "of_a_run": setup.jobs.are_own(self._handle.job), "keeps": self.optimizer._offload_part.what_it_keeps(),
+                **snapshots.kept.place(folder)}
 
     def load_checkpoint(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, load_lr_scheduler_states=True,
                         load_module_only=False, custom_load_fn=None):
@@ -260,6 +261,7 @@ class Checkpoints:
             self._load_optimizer(torch.load(os.path.join(folder, "optimizer.pt"), map_location="cpu", weights_only=True)["optimizer"])
             return
         self._check_fits(folder, mark)
+        self._check_keeps(folder, mark)
         if comm.get_rank() == 0:
             snapshots.kept.take_over(mark, os.path.join(folder, STATE))
         self._continue_from(mark)
@@ -287,6 +289,14 @@ class Checkpoints:
             raise Error.of(1402, f"{folder} has {wrong[0]}{more}",
                            "Use the checkpoint of this model; the weights alone that fit: load_checkpoint(…, load_optimizer_states=False, "
                            "load_module_strict=False)")
+
+    def _check_keeps(self, folder, mark):
+        """OFD-1602 for a checkpoint of another optimizer, while this one still has its job."""
+        mine, theirs = self.optimizer._offload_part.what_it_keeps(), mark.get("keeps")
+        if theirs is not None and theirs != mine:
+            told = [f"{kind} (it keeps {', '.join(names) if names else 'nothing'})" for kind, names in (theirs, mine)]
+            raise Error.of(1602, f"{folder} was trained with {told[0]}, and this program has {told[1]}",
+                           "Use the optimizer of the checkpoint, with its options, or load_checkpoint(…, load_optimizer_states=False)")
 
     @torch.no_grad()
     def _take_edits(self, folder):
