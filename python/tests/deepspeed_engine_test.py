@@ -470,6 +470,22 @@ class DeepSpeedTest(DeepSpeedCase):
         self.assertFalse(engine.monitor.enabled or engine.flops_profiler_enabled())
         engine.monitor.write_events([("loss", 1.0, 1)])
 
+    def test_questions_about_offloading_and_ranks(self):
+        engine, *_ = self.initialize(make(torch.bfloat16), self.config(bf16={"enabled": True}))
+        self.assertEqual((engine.zero_offload_optimizer()["device"], engine.zero_cpu_offload(), engine.zero_has_nvme_offload()), ("nvme", False, True))
+        self.assertEqual((engine.zero_prefetch_bucket_size(), engine.zero_max_live_parameters(), engine.zero_hpz_partition_size()),
+                         (50_000_000, 1_000_000_000, 1))
+        self.assertEqual(engine.get_data_types(), (torch.bfloat16, torch.bfloat16))
+        self.assertEqual(torch.distributed.get_world_size(engine.data_parallel_group), 1)
+        self.assertFalse(engine.has_moe_layers or engine.pipeline_parallelism or engine.mpu or engine.inside_no_sync_ctxt)
+        with engine.no_sync():
+            self.assertTrue(engine.inside_no_sync_ctxt)
+        engine.enable_backward_allreduce = False  # as Megatron-DeepSpeed writes it
+        engine.destroy()
+        os.environ["OFFLOADD_POOL"] = self.pool
+        engine, *_ = self.initialize(make(), self.config(zero_optimization={"stage": 2, "cpu_offload": True}))
+        self.assertEqual((engine.zero_cpu_offload(), engine.zero_has_nvme_offload()), (True, False))
+
     def test_what_programs_ask_the_accelerator(self):
         accelerator = offloadd.deepspeed.get_accelerator()
         self.assertTrue(accelerator.is_fp16_supported() and accelerator.is_bf16_supported())
@@ -499,7 +515,7 @@ class DeepSpeedTest(DeepSpeedCase):
 
     def test_attributes_that_are_not_there_are_named(self):
         engine, *_ = self.initialize(make(), self.config())
-        for owner, name in ((offloadd.deepspeed, "PipelineModule"), (offloadd.deepspeed, "init_inference"), (engine, "curriculum_learning_enabled"),
+        for owner, name in ((offloadd.deepspeed, "PipelineModule"), (offloadd.deepspeed, "init_inference"), (engine, "curriculum_params_legacy"),
                             (offloadd.deepspeed.zero, "TiledLinear"), (offloadd.deepspeed.comm, "all_to_all_quantized"),
                             (offloadd.deepspeed.utils, "groups"), (offloadd.deepspeed.checkpointing, "get_cuda_rng_tracker"),
                             (offloadd.deepspeed.get_accelerator(), "op_builder_dir"), (offloadd.deepspeed.schedules, "SuperConvergence")):
@@ -559,7 +575,10 @@ import deepspeed, torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.lr_schedules import WarmupLR, VALID_LR_SCHEDULES
 from deepspeed.runtime.zero.partition_parameters import zero_wrapper_for_fp_tensor_constructor
+from deepspeed.runtime.zero.utils import is_zero_param
 from deepspeed.utils import logger, safe_get_full_grad
+from deepspeed.utils.nvtx import instrument_w_nvtx
+from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME

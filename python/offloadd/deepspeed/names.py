@@ -51,8 +51,11 @@ _MODULES = {
     "runtime.zero": "zero",
     "runtime.zero.offload_config": "offload_config",
     "runtime.zero.partition_parameters": "zero",
+    "runtime.zero.utils": "zero",
     "utils": "utils",
     "utils.logging": "utils",
+    "utils.nvtx": "utils",
+    "utils.tensor_fragment": "utils",
     "utils.zero_to_fp32": "utils",
     "zero": "zero",
 }

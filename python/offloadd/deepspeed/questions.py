@@ -1,6 +1,8 @@
 """What programs ask the engine about itself and its configuration: values of the file, DeepSpeed's own where it says nothing, and False
 for what is not done."""
 
+import sys
+
 import torch
 
 from ..errors import Error
@@ -74,14 +76,38 @@ class Questions:
     zero_allgather_bucket_size = _zero("allgather_bucket_size", 500_000_000)
     zero_sub_group_size = _zero("sub_group_size", 1_000_000_000)
     zero_ignore_unused_parameters = _zero("ignore_unused_parameters", True)
+    zero_round_robin_gradients = _zero("round_robin_gradients", False)
+    zero_elastic_checkpoint = _zero("elastic_checkpoint", False)
+    zero_load_from_fp32_weights = _zero("load_from_fp32_weights", True)
+    zero_max_live_parameters = _zero("stage3_max_live_parameters", 1_000_000_000)
+    zero_max_reuse_distance = _zero("stage3_max_reuse_distance", 1_000_000_000)
+    zero_prefetch_bucket_size = _zero("stage3_prefetch_bucket_size", 50_000_000)
+    zero_param_persistence_threshold = _zero("stage3_param_persistence_threshold", 100_000)
+    zero_model_persistence_threshold = _zero("stage3_model_persistence_threshold", sys.maxsize)
+    zero_offload_param, zero_offload_optimizer = _zero("offload_param", None), _zero("offload_optimizer", None)
+    dataloader_drop_last = _told("dataloader_drop_last", False)
+
+    def zero_cpu_offload(self):
+        """Of the optimizer; in the configuration's old form, too."""
+        section = self.zero_offload_optimizer()
+        return (section or {}).get("device") == "cpu" or bool(_zero("cpu_offload", False)(self))
+
+    def zero_has_nvme_offload(self):
+        return any((section or {}).get("device") == "nvme" for section in (self.zero_offload_param(), self.zero_offload_optimizer()))
 
     def postscale_gradients(self):
         return not self.prescale_gradients()
 
     pld_enabled = flops_profiler_enabled = autotuning_enabled = elasticity_enabled = curriculum_enabled_legacy = _always(False)
     random_ltd_enabled = data_efficiency_enabled = tensorboard_enabled = wandb_enabled = monitor_enabled = _always(False)
-    is_deepcompile_enabled = zero_quantized_weights = use_node_local_storage = _always(False)
-    mp_world_size = sp_world_size = 1
+    is_deepcompile_enabled = zero_quantized_weights = use_node_local_storage = curriculum_learning_enabled = _always(False)
+    amp_params = optimizer_legacy_fusion = fp16_master_weights_and_gradients = _always(False)
+    mp_world_size = sp_world_size = sequence_parallel_size = 1
+    zero_hpz_partition_size = _always(1)
+    mpu = None
+    has_moe_layers = pipeline_parallelism = False
+    num_experts = ()
+    enable_backward_allreduce = gradient_average = True  # programs write the first one; gradients are added with the step in any case
 
     def load_universal_checkpoint(self):
         return self._imported.training["load_universal"]
@@ -103,6 +129,22 @@ class Questions:
 
     def get_mom(self):
         return [group["betas"] if "betas" in group else group.get("momentum", 0.0) for group in self.optimizer.param_groups]
+
+    def get_data_types(self):
+        """(of the weights, of gradients that are added up)."""
+        model = torch.float16 if self.fp16_enabled() else torch.bfloat16 if self.bfloat16_enabled() else torch.float32
+        return model, _TYPES.get(_told("grad_accum_dtype", None, "data_types")(self), model)
+
+    @property
+    def data_parallel_group(self):
+        """All ranks."""
+        return comm.get_world_group()
+
+    seq_data_parallel_group = data_parallel_group
+
+    @property
+    def inside_no_sync_ctxt(self):
+        return self._in_no_sync
 
     def _needs_batch(self, value, name):
         if value is None:

@@ -159,6 +159,11 @@ class GatheredParameters:
         return False
 
 
+def is_zero_param(parameter):
+    """Whether it has DeepSpeed's marks of a parameter in parts: none has."""
+    return False
+
+
 def register_external_parameter(module, parameter):
     if not isinstance(parameter, torch.nn.Parameter):
         raise RuntimeError("Parameter is not a torch.nn.Parameter")
