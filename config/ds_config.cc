@@ -222,7 +222,9 @@ class Importer {
     if (optimizer_.TakeType(type, import_.fates.size()))
       return Map(absl::StrCat("training.optimizer = ", optimizer_.named()));
     Reject(ErrorId::kDsConfigUnsupported,
-           absl::StrCat("there is no such optimizer here, only ", OptimizerSection::Types()));
+           absl::StrCat("there is no such optimizer here, only ", OptimizerSection::Types(),
+                        "; one of torch's, or of your own, is given to initialize(optimizer=...), "
+                        "without the section \"optimizer\""));
   }
   void OptimizerParams(const std::string&, const Json& value) {
     if (IsAuto(value)) return Ignore("auto: defaults");

@@ -10,7 +10,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from . import anew, in_memory, jobs, pickled, served
+from . import anew, followers, in_memory, jobs, pickled, served
 from .attachable import without_prepare, without_wrapper
 from .beginning import Beginning, has_begun
 from .errors import Error
@@ -252,6 +252,11 @@ def _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_o
         raise
 
 
+def _has_tensors(seen):
+    """Whether the program still has what was built in an init() that no attach() has taken."""
+    return any(isinstance(each, torch.Tensor) and served.managed(each) and followers.parameter_over(each) is None for each in seen)
+
+
 class init:
     """`with offloadd.init(nvme_path=…, ram=…, job=…):` builds a model that is larger than memory: big tensors made inside go to the
     pool as soon as the operation that fills them ends. attach() then takes the job that was opened here. With `device` the model is
@@ -261,6 +266,7 @@ class init:
         self.options = of_arguments(nvme_path, ram, job, config, others)
         self._engine = None
         self._constructs_in = None  # the thread
+        self._is_built = False
 
     def __enter__(self):
         global _constructed_in_memory
@@ -268,7 +274,7 @@ class init:
             _constructed_in_memory = self.options
             return self
         if jobs.constructed is not None:
-            raise Error.of(1002, "init() inside another init(), or a second one before attach()", "Build all models of a job in one init()")
+            jobs.constructed._make_way()
         self._engine = _open_engine(self.options)
         self._engine.begin_construction()
         jobs.constructed = self
@@ -285,9 +291,21 @@ class init:
         if self._engine is None:
             return
         self._engine.end_construction()
+        self._is_built = failure is None
         if failure is not None:
             jobs.constructed = None
             self.take().close()
+
+    def _make_way(self):
+        """For another init(): a cell of a notebook builds its model again, before anything has attached it. OFD-1002 where that is still there."""
+        if not self._is_built:
+            raise Error.of(1002, "init() inside another init(), or a second one before attach()", "Build all models of a job in one init()")
+        gc.collect()
+        if _has_tensors(gc.get_objects()):
+            raise Error.of(1002, "a second init() before attach(), and the model that was built in the first one is still there",
+                           "Build all models of a job in one init(); to build one anew, drop it first (del model)")
+        jobs.constructed = None
+        self.take().close()
 
     def take(self):
         engine, self._engine = self._engine, None

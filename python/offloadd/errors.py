@@ -87,4 +87,4 @@ class Error(RuntimeError):
 
     @classmethod
     def of(cls, number, what, fix):
-        return cls(f"OFD-{number} {what}. {fix}.")
+        return cls(f"OFD-{number} {what}. {fix}" + "." * (not fix.endswith("?")))
