@@ -370,6 +370,23 @@ class DeepSpeedTest(DeepSpeedCase):
         self.assertEqual(told, plain(there, self.adamw(there.parameters()), 4))
         self.assertEqual(self.jobs(), ["named.offload"])
 
+    def test_a_run_with_a_name_continues_with_the_schedule_of_its_configuration(self):
+        for kind, params in (("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 3, "warmup_max_lr": 1e-2}),
+                             ("OneCycle", {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 3}),
+                             ("ExponentialLR", {"gamma": 0.8})):
+            config = self.config(scheduler={"type": kind, "params": params}, gradient_accumulation_steps=2)
+            engine, *_ = self.initialize(make(), config)
+            told = engine_loop(engine, 6, micro=2)
+            offloadd.deepspeed.setup.set_installed({"job": f"named-{kind}"})
+            engine, *_ = self.initialize(make(), config)
+            self.assertEqual(engine_loop(engine, 2, micro=2), told[:6], kind)
+            engine.destroy()
+            engine, *_ = self.initialize(make(), config)
+            self.assertEqual((engine.global_steps, engine.micro_steps, engine.global_samples), (2, 4, 16))
+            self.assertEqual(engine_loop(engine, 4, micro=2, first=2), told[6:], kind)
+            engine.destroy()
+            offloadd.deepspeed.setup.set_installed({})
+
     # ---- Construction and access ----
 
     def test_a_model_that_is_built_in_the_pool(self):

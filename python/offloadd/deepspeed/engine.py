@@ -15,7 +15,7 @@ from ..errors import Error
 from ..handle import gather
 from ..library import is_disabled
 from ..named_tensors import all_named_parameters_of, buffers_of
-from . import comm, loss_scale, setup, snapshots, trainers, zero
+from . import comm, loss_scale, schedules, setup, snapshots, trainers, zero
 from .checkpoints import Checkpoints
 from .files import write_text
 from .from_configuration import make_scheduler, optimizer_of
@@ -83,6 +83,7 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._boundary, self._norm, self._applied = None, None, False
         self._in_no_sync = self._is_destroyed = False
+        self._continues_at = 0  # the steps that the job had, where its name has it go on
         self.tput_timer = Throughput()
         self.collate_fn = collate_fn
         self._options = options
@@ -125,9 +126,11 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
         self._begin_scaling()
         if self._handle.step and not own:
             _log.warning("offloadd: job %s continues at step %s", self._handle.job, self._handle.step)
-            self.global_steps = self._handle.step
+            self._continues_at = self.global_steps = self._handle.step
             if self._scaler is not None:  # it counts those that were skipped, too
                 self.global_steps, self.skipped_steps = self._scaler.cur_iter, self._scaler.cur_iter - self._handle.step
+            self.micro_steps = self.global_steps * self._settings.accumulation
+            self.global_samples = self.global_steps * (self._settings.batch or 0)
 
     def _attach_anew(self, options, optimizer, former):
         """A model that another engine has trained comes with its weights, and an optimizer that has moments there with its job."""
@@ -159,7 +162,14 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
         if self.optimizer is None:
             return None
         if given is None:
-            return make_scheduler(self._imported.training, self.optimizer) if self._imported.training["scheduler"] else None
+            if not self._imported.training["scheduler"]:
+                return None
+            made = make_scheduler(self._imported.training, self.optimizer)
+            schedules.take_steps(made, self._continues_at)
+            return made
+        if self._continues_at:
+            _log.warning("offloadd: job %s continues at step %s, and the schedule, which is the program's own, is at its beginning: load its state, "
+                         "or call its step() as often; one of the configuration goes on by itself", self._handle.job, self._continues_at)
         return given(self.optimizer) if callable(given) and not hasattr(given, "step") else given
 
     @property

@@ -2,6 +2,9 @@
 
 import logging
 import math
+import warnings
+
+import torch
 
 from ..errors import Error
 from .missing import refusing
@@ -243,6 +246,20 @@ class OneCycle(_Schedule):
         super().step(batch_iteration)
         if self.cycle_momentum:
             self._write_momentum(self.get_mom())
+
+
+def take_steps(schedule, count):
+    """Brings a new schedule to where another one was after so many steps of the optimizer, in a run before."""
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) and count:
+        _log.warning("ReduceLROnPlateau is at its beginning: what it was told in the run before is not there")
+    elif isinstance(schedule, _Schedule):
+        if count:
+            schedule.step(count - 1)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch: no step of the optimizer was seen before
+            for _ in range(count):
+                schedule.step()
 
 
 def write_rates(schedule):
