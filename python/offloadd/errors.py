@@ -7,6 +7,9 @@ _WORDS = [
     ("Use a torch operation, or Engine::Gather() first", "Use a torch operation, or offloadd.gather(parameter)"),
     ("in the trainer and set options.gradients = \"reduced_by_trainer\"",
      "in the script with attach(…, gradients=\"reduced_by_trainer\")"),
+    ("Register the same tensor under both names",
+     "Register the same tensor under both names; where the model was changed after its optimizer was made (weight_norm, another Parameter over the same "
+     "data), make the optimizer after that: what 'optimizer/…' names is in no module"),
     ("Use the model while its offload::Engine lives", "Use the model before handle.close(), or attach it again: the job continues at its last step"),
     ("Convert the module, module->to(torch::kFloat), before attaching it",
      "Convert the model before attach(): model.float() or model.to(torch.bfloat16)"),

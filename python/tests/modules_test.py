@@ -728,6 +728,23 @@ class Spectral(torch.nn.Module):
         return (x + 1j * x) @ (self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight))
 
 
+@case(types=("fp32",), memory=("floor",))
+def normed_behind_its_optimizer_is_told_of(run):
+    """The optimizer has the weight that the layer had, over the memory of the one that it has now."""
+    if not run.offloaded:
+        return
+    model = run.model()
+    optimizer = SGD(model.parameters(), 0.1)
+    torch.nn.utils.parametrizations.weight_norm(model.head)
+    try:
+        run.attach(model, optimizer)
+    except offloadd.Error as error:
+        assert error.id == 1601 and "make the optimizer after that" in str(error), error
+        run.models.clear()
+    else:
+        raise AssertionError("attached")
+
+
 @case(refused=1601, types=("fp32",), memory=("floor",))
 def complex_weights_are_refused(run):
     model = Spectral(is_real=False)
