@@ -125,7 +125,8 @@ class DeepSpeedEngine(loss_scale.ScalesLosses, Checkpoints, Questions, torch.nn.
             setup.jobs.own(self._handle, self.module)
         self._begin_scaling()
         if self._handle.step and not own:
-            _log.warning("offloadd: job %s continues at step %s", self._handle.job, self._handle.step)
+            _log.warning("offloadd: job %s continues at step %s: a loop that begins with engine.global_steps goes on there, and one that begins with 0 "
+                         "(a Trainer's without resume_from_checkpoint) takes its steps once more", self._handle.job, self._handle.step)
             self._continues_at = self.global_steps = self._handle.step
             if self._scaler is not None:  # it counts those that were skipped, too
                 self.global_steps, self.skipped_steps = self._scaler.cur_iter, self._scaler.cur_iter - self._handle.step
