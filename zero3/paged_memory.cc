@@ -1,7 +1,10 @@
 #include "zero3/paged_memory.h"
 
 #include <fcntl.h>
+#include <linux/fs.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -11,6 +14,7 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <fstream>
+#include <system_error>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -38,12 +42,28 @@ uint64_t ResidentFileBytes() {
   return 0;
 }
 
+// Where a file is written elsewhere each time (btrfs), its room would not be that of what is
+// written.
+void WriteInPlace(int file) {
+  int flags = 0;
+  if (::ioctl(file, FS_IOC_GETFLAGS, &flags) != 0) return;
+  flags |= FS_NOCOW_FL;
+  ::ioctl(file, FS_IOC_SETFLAGS, &flags);  // others have no such flag
+}
+
+// Whoever asks for more is sent a signal, which ends the process.
+bool MayBeSoLarge(uint64_t file_bytes) {
+  struct rlimit limit {};
+  return ::getrlimit(RLIMIT_FSIZE, &limit) != 0 || file_bytes <= limit.rlim_cur;
+}
+
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<PagedMemory>> PagedMemory::Open(const std::string& folder,
                                                                uint64_t resident_bytes_max) {
   UniqueFd file(::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
   if (!file.valid()) return Refused(absl::StrCat("a file without a name in ", folder));
+  WriteInPlace(file.get());
   return std::shared_ptr<PagedMemory>(new PagedMemory(std::move(file), resident_bytes_max));
 }
 
@@ -57,7 +77,10 @@ PagedMemory::PagedMemory(UniqueFd file, uint64_t resident_bytes_max)
 
 // A child closes the file, and leaves alone what has come to be where the blocks are not.
 PagedMemory::~PagedMemory() {
-  if (!IsOfThisProcess()) return;
+  if (!IsOfThisProcess()) {
+    if (watch_.joinable()) watch_.detach();  // there is none
+    return;
+  }
   OFFLOAD_CHECK(blocks_.empty()) << blocks_.size() << " blocks";
 }
 
@@ -89,6 +112,8 @@ absl::StatusOr<PagedMemory::Block> PagedMemory::Make(uint64_t size_bytes) {
     ReturnRoom(*offset, size_bytes);
     return failure;
   };
+  if (!MayBeSoLarge(*offset + size_bytes))
+    return fail(absl::ResourceExhaustedError("the limit of file sizes (ulimit -f)"));
   struct statfs drive {};
   if (::fstatfs(file_.get(), &drive) == 0 && size_bytes / drive.f_bsize >= drive.f_bavail)
     return fail(absl::ResourceExhaustedError(absl::StrCat("no room for ", size_bytes, " bytes")));
@@ -143,21 +168,26 @@ absl::Status PagedMemory::Check() {
 // ---- Pages that are mapped ---------------------------------------------------------------------
 
 PagedMemory::Use::Use(std::shared_ptr<PagedMemory> memory) : memory_(std::move(memory)) {
+  if (!memory_->IsOfThisProcess()) return;
   std::lock_guard lock(memory_->mutex_);
   if (memory_->uses_++ > 0) return;
-  watch_ = std::jthread([its = memory_.get()](const std::stop_token& stop) { its->Watch(stop); });
+  try {
+    memory_->watch_ =
+        std::jthread([its = memory_.get()](const std::stop_token& stop) { its->Watch(stop); });
+  } catch (const std::system_error&) {
+    // No further thread may be made: pages stay mapped until the kernel wants them.
+  }
 }
 
 PagedMemory::Use::~Use() {
-  if (!memory_->IsOfThisProcess()) {
-    if (watch_.joinable()) watch_.detach();  // there is none
-    return;
-  }
+  if (!memory_->IsOfThisProcess()) return;
+  std::jthread watch;  // ends without the lock, which it takes
   std::lock_guard lock(memory_->mutex_);
   if (--memory_->uses_ > 0) return;
   for (auto& [size_bytes, block] : memory_->cached_) memory_->Drop(std::move(block));
   memory_->cached_.clear();
   memory_->cached_bytes_ = 0;
+  watch = std::move(memory_->watch_);
 }
 
 void PagedMemory::Watch(const std::stop_token& stop) {
@@ -165,20 +195,19 @@ void PagedMemory::Watch(const std::stop_token& stop) {
   std::condition_variable_any wake;
   std::unique_lock lock(mutex);
   do {
-    if (ResidentFileBytes() > other_pages_bytes_ + resident_bytes_max_) {
-      GivePagesBack();
-      other_pages_bytes_ = ResidentFileBytes();
-    }
+    GivePagesBack(/*above=*/resident_bytes_max_);
     wake.wait_for(lock, stop, kWatchInterval, [] { return false; });
   } while (!stop.stop_requested());
-  GivePagesBack();
+  GivePagesBack(/*above=*/0);
 }
 
 // They stay in the kernel's cache, dirty ones until they are written: who touches one has it back.
-void PagedMemory::GivePagesBack() {
+void PagedMemory::GivePagesBack(uint64_t above) {
   std::lock_guard lock(mutex_);
+  if (above > 0 && ResidentFileBytes() <= other_pages_bytes_ + above) return;
   for (const auto& [data, block] : blocks_)
     ::madvise(block.memory.data(), block.memory.size(), MADV_DONTNEED);
+  other_pages_bytes_ = ResidentFileBytes();
 }
 
 }  // namespace offload::zero3

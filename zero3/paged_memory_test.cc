@@ -1,7 +1,10 @@
 #include "zero3/paged_memory.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/statfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,7 +19,9 @@
 #include <utility>
 #include <vector>
 
+#include "base/mapped_region.h"
 #include "base/random.h"
+#include "base/unique_fd.h"
 
 namespace offload::zero3 {
 namespace {
@@ -88,6 +93,40 @@ TEST(PagedMemoryTest, WhatIsUsedStaysNearTheBound) {
   for (std::byte* const block : blocks) memory->Free(block);
 }
 
+TEST(PagedMemoryTest, UsesOfSeveralThreadsMayEndInAnyOrder) {
+  constexpr uint64_t kMax = 4 * kMiB;
+  const auto memory = Open(kMax);
+  const uint64_t before = FileBytes();
+  std::byte* const block = *memory->Allocate(64 * kMiB);
+  {
+    auto first = std::make_unique<PagedMemory::Use>(memory);
+    const PagedMemory::Use second(memory);
+    first.reset();
+    std::memset(block, 1, 64 * kMiB);
+    while (FileBytes() > before + kMax)  // a test's time, else
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  memory->Free(block);
+}
+
+TEST(PagedMemoryTest, IsUsedWhereNoThreadCanBeMade) {
+  const auto memory = Open();
+  std::byte* const block = *memory->Allocate(kMiB);
+  pthread_attr_t usual, too_large;
+  ASSERT_EQ(::pthread_getattr_default_np(&usual), 0);
+  ASSERT_EQ(::pthread_attr_init(&too_large), 0);
+  ASSERT_EQ(::pthread_attr_setstacksize(&too_large, size_t{1} << 50), 0);
+  ASSERT_EQ(::pthread_setattr_default_np(&too_large), 0);
+  {
+    const PagedMemory::Use use(memory);
+    std::memset(block, 1, kMiB);
+  }
+  ASSERT_EQ(::pthread_setattr_default_np(&usual), 0);
+  const PagedMemory::Use use(memory);
+  EXPECT_EQ(static_cast<int>(block[0]), 1);
+  memory->Free(block);
+}
+
 TEST(PagedMemoryTest, AFreeBlockFollowsAnotherWhileItIsUsed) {
   const auto memory = Open();
   const PagedMemory::Use use(memory);
@@ -112,6 +151,21 @@ TEST(PagedMemoryTest, AFullDriveIsAnErrorAndLosesNoRoom) {
   std::byte* const block = *memory->Allocate(kMiB);
   std::memset(block, 1, kMiB);
   memory->Free(block);
+}
+
+TEST(PagedMemoryTest, TheLimitOfFileSizesIsAnErrorAndNoSignal) {
+  struct rlimit usual {};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &usual), 0);
+  const struct rlimit limit = {8 * kMiB, usual.rlim_max};
+  const auto memory = Open();
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+  const auto refused = memory->Allocate(9 * kMiB);
+  const auto block = memory->Allocate(8 * kMiB);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &usual), 0);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted) << refused.status();
+  ASSERT_TRUE(block.ok()) << block.status();
+  std::memset(*block, 1, 8 * kMiB);
+  memory->Free(*block);
 }
 
 TEST(PagedMemoryTest, AFolderThatCannotBeWrittenIsAnError) {
@@ -139,6 +193,48 @@ TEST(PagedMemoryTest, AChildHasNoBlocks) {
   EXPECT_EQ(WEXITSTATUS(status), 0);
   EXPECT_EQ(static_cast<int>(block[kMiB - 1]), 7);
   memory->Free(block);
+}
+
+// Its other memory may lie where the blocks are in the parent.
+TEST(PagedMemoryTest, AChildsUseTakesNoPages) {
+  const auto memory = Open(kMiB);
+  std::byte* const block = *memory->Allocate(kMiB);
+  const UniqueFd file(::open(Folder().c_str(), O_TMPFILE | O_RDWR, 0600));
+  ASSERT_EQ(::ftruncate(file.get(), 8 * kMiB), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    void* const other = ::mmap(block, kMiB, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    if (other != block) ::_exit(1);
+    std::memset(other, 5, kMiB);
+    {
+      const PagedMemory::Use use(memory);
+      const auto pages =
+          *MappedRegion::Map(file.get(), 0, 8 * kMiB, PROT_READ | PROT_WRITE, MAP_SHARED);
+      std::memset(pages.data(), 1, pages.size());
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+    ::_exit(static_cast<int>(block[kMiB / 2]) == 5 ? 0 : 2);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+  memory->Free(block);
+}
+
+// A child that was forked within a use has nobody to wait for.
+TEST(PagedMemoryTest, AChildLeavesTheUsesOfItsParent) {
+  auto memory = Open();
+  auto use = std::make_unique<PagedMemory::Use>(memory);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    use.reset();
+    memory.reset();
+    ::_exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 
 TEST(PagedMemoryTest, ThreadsAllocateAndFree) {
