@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/fs.h>
+#include <pthread.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -15,6 +16,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <system_error>
+#include <unordered_set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -59,11 +61,54 @@ bool MayBeSoLarge(uint64_t file_bytes) {
 
 }  // namespace
 
+// ---- Forks -------------------------------------------------------------------------------------
+
+// No other thread is at work in any of them while the process forks.
+struct PagedMemory::Every {
+  static Every& OfProcess() {
+    static auto* const kEvery = new Every;
+    return *kEvery;
+  }
+
+  Every() {
+    ::pthread_atfork(
+        [] {
+          OfProcess().mutex.lock();
+          for (PagedMemory* const memory : OfProcess().memories) memory->mutex_.lock();
+        },
+        [] { OfProcess().Unlock(); },
+        [] {
+          for (PagedMemory* const memory : OfProcess().memories) memory->CloseInChild();
+          OfProcess().Unlock();
+        });
+  }
+  void Unlock() {
+    for (PagedMemory* const memory : memories) memory->mutex_.unlock();
+    mutex.unlock();
+  }
+
+  std::mutex mutex;
+  std::unordered_set<PagedMemory*> memories;
+};
+
+// Nothing else of the child's comes to be where it takes a block to be.
+void PagedMemory::CloseInChild() {
+  for (const auto& [data, block] : blocks_) {
+    ::mmap(block.memory.data(), block.memory.size(), PROT_NONE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  }
+}
+
+// ---- Blocks ------------------------------------------------------------------------------------
+
 absl::StatusOr<std::shared_ptr<PagedMemory>> PagedMemory::Open(const std::string& folder,
                                                                uint64_t resident_bytes_max) {
   UniqueFd file(::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
   if (!file.valid()) return Refused(absl::StrCat("a file without a name in ", folder));
   WriteInPlace(file.get());
+  // Some can make the file and give it no room (ext3).
+  if (::fallocate(file.get(), FALLOC_FL_KEEP_SIZE, 0, kPageBytes) != 0)
+    return Refused(absl::StrCat("room for a file in ", folder));
   return std::shared_ptr<PagedMemory>(new PagedMemory(std::move(file), resident_bytes_max));
 }
 
@@ -73,10 +118,17 @@ PagedMemory::PagedMemory(UniqueFd file, uint64_t resident_bytes_max)
       other_pages_bytes_(ResidentFileBytes()),
       room_(kPageBytes) {
   room_.Add(0, kFileBytesMax);
+  Every& every = Every::OfProcess();
+  std::lock_guard lock(every.mutex);
+  every.memories.insert(this);
 }
 
-// A child closes the file, and leaves alone what has come to be where the blocks are not.
 PagedMemory::~PagedMemory() {
+  Every& every = Every::OfProcess();
+  {
+    std::lock_guard lock(every.mutex);
+    every.memories.erase(this);
+  }
   if (!IsOfThisProcess()) {
     if (watch_.joinable()) watch_.detach();  // there is none
     return;
@@ -91,7 +143,7 @@ absl::StatusOr<std::byte*> PagedMemory::Allocate(uint64_t size_bytes) {
   size_bytes = std::max((size_bytes + kPageBytes - 1) / kPageBytes, uint64_t{1}) * kPageBytes;
   std::lock_guard lock(mutex_);
   if (blocks_.size() >= kBlocksMax)
-    return absl::ResourceExhaustedError(absl::StrCat("there are ", kBlocksMax, " blocks"));
+    return absl::ResourceExhaustedError(absl::StrCat(kBlocksMax, " tensors are paged already"));
   Block block;
   if (auto found = cached_.extract(size_bytes)) {
     cached_bytes_ -= size_bytes;
@@ -122,7 +174,6 @@ absl::StatusOr<PagedMemory::Block> PagedMemory::Make(uint64_t size_bytes) {
   absl::StatusOr<MappedRegion> memory =
       MappedRegion::Map(file_.get(), *offset, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED);
   if (!memory.ok()) return fail(memory.status());
-  ::madvise(memory->data(), size_bytes, MADV_DONTFORK);
   return Block{*std::move(memory), *offset};
 }
 

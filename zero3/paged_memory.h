@@ -12,7 +12,7 @@
 // of a write to memory. A drive that fails to read ends the process (SIGBUS), as one of the
 // kernel's swap would; one that fails to write is an error of Check().
 //
-// A child that was forked has no blocks: what it reads would change under it.
+// A child that was forked may not touch the blocks (SIGSEGV): what it reads would change under it.
 //
 // Thread safety: any thread.
 #pragma once
@@ -79,6 +79,9 @@ class PagedMemory {
 
   PagedMemory(UniqueFd file, uint64_t resident_bytes_max);
   bool IsOfThisProcess() const { return process_ == ::getpid(); }
+  // Around a fork.
+  struct Every;
+  void CloseInChild();
   absl::StatusOr<Block> Make(uint64_t size_bytes);
   void Drop(Block block);
   void ReturnRoom(uint64_t offset, uint64_t size_bytes);
