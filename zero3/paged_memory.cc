@@ -1,7 +1,11 @@
 #include "zero3/paged_memory.h"
 
 #include <fcntl.h>
+#include <linux/fs.h>
+#include <pthread.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -11,6 +15,8 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <fstream>
+#include <system_error>
+#include <unordered_set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -38,12 +44,71 @@ uint64_t ResidentFileBytes() {
   return 0;
 }
 
+// Where a file is written elsewhere each time (btrfs), its room would not be that of what is
+// written.
+void WriteInPlace(int file) {
+  int flags = 0;
+  if (::ioctl(file, FS_IOC_GETFLAGS, &flags) != 0) return;
+  flags |= FS_NOCOW_FL;
+  ::ioctl(file, FS_IOC_SETFLAGS, &flags);  // others have no such flag
+}
+
+// Whoever asks for more is sent a signal, which ends the process.
+bool MayBeSoLarge(uint64_t file_bytes) {
+  struct rlimit limit {};
+  return ::getrlimit(RLIMIT_FSIZE, &limit) != 0 || file_bytes <= limit.rlim_cur;
+}
+
 }  // namespace
+
+// ---- Forks -------------------------------------------------------------------------------------
+
+// No other thread is at work in any of them while the process forks.
+struct PagedMemory::Every {
+  static Every& OfProcess() {
+    static auto* const kEvery = new Every;
+    return *kEvery;
+  }
+
+  Every() {
+    ::pthread_atfork(
+        [] {
+          OfProcess().mutex.lock();
+          for (PagedMemory* const memory : OfProcess().memories) memory->mutex_.lock();
+        },
+        [] { OfProcess().Unlock(); },
+        [] {
+          for (PagedMemory* const memory : OfProcess().memories) memory->CloseInChild();
+          OfProcess().Unlock();
+        });
+  }
+  void Unlock() {
+    for (PagedMemory* const memory : memories) memory->mutex_.unlock();
+    mutex.unlock();
+  }
+
+  std::mutex mutex;
+  std::unordered_set<PagedMemory*> memories;
+};
+
+// Nothing else of the child's comes to be where it takes a block to be.
+void PagedMemory::CloseInChild() {
+  for (const auto& [data, block] : blocks_) {
+    ::mmap(block.memory.data(), block.memory.size(), PROT_NONE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  }
+}
+
+// ---- Blocks ------------------------------------------------------------------------------------
 
 absl::StatusOr<std::shared_ptr<PagedMemory>> PagedMemory::Open(const std::string& folder,
                                                                uint64_t resident_bytes_max) {
   UniqueFd file(::open(folder.c_str(), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
   if (!file.valid()) return Refused(absl::StrCat("a file without a name in ", folder));
+  WriteInPlace(file.get());
+  // Some can make the file and give it no room (ext3).
+  if (::fallocate(file.get(), FALLOC_FL_KEEP_SIZE, 0, kPageBytes) != 0)
+    return Refused(absl::StrCat("room for a file in ", folder));
   return std::shared_ptr<PagedMemory>(new PagedMemory(std::move(file), resident_bytes_max));
 }
 
@@ -53,11 +118,21 @@ PagedMemory::PagedMemory(UniqueFd file, uint64_t resident_bytes_max)
       other_pages_bytes_(ResidentFileBytes()),
       room_(kPageBytes) {
   room_.Add(0, kFileBytesMax);
+  Every& every = Every::OfProcess();
+  std::lock_guard lock(every.mutex);
+  every.memories.insert(this);
 }
 
-// A child closes the file, and leaves alone what has come to be where the blocks are not.
 PagedMemory::~PagedMemory() {
-  if (!IsOfThisProcess()) return;
+  Every& every = Every::OfProcess();
+  {
+    std::lock_guard lock(every.mutex);
+    every.memories.erase(this);
+  }
+  if (!IsOfThisProcess()) {
+    if (watch_.joinable()) watch_.detach();  // there is none
+    return;
+  }
   OFFLOAD_CHECK(blocks_.empty()) << blocks_.size() << " blocks";
 }
 
@@ -68,7 +143,7 @@ absl::StatusOr<std::byte*> PagedMemory::Allocate(uint64_t size_bytes) {
   size_bytes = std::max((size_bytes + kPageBytes - 1) / kPageBytes, uint64_t{1}) * kPageBytes;
   std::lock_guard lock(mutex_);
   if (blocks_.size() >= kBlocksMax)
-    return absl::ResourceExhaustedError(absl::StrCat("there are ", kBlocksMax, " blocks"));
+    return absl::ResourceExhaustedError(absl::StrCat(kBlocksMax, " tensors are paged already"));
   Block block;
   if (auto found = cached_.extract(size_bytes)) {
     cached_bytes_ -= size_bytes;
@@ -89,6 +164,8 @@ absl::StatusOr<PagedMemory::Block> PagedMemory::Make(uint64_t size_bytes) {
     ReturnRoom(*offset, size_bytes);
     return failure;
   };
+  if (!MayBeSoLarge(*offset + size_bytes))
+    return fail(absl::ResourceExhaustedError("the limit of file sizes (ulimit -f)"));
   struct statfs drive {};
   if (::fstatfs(file_.get(), &drive) == 0 && size_bytes / drive.f_bsize >= drive.f_bavail)
     return fail(absl::ResourceExhaustedError(absl::StrCat("no room for ", size_bytes, " bytes")));
@@ -97,7 +174,6 @@ absl::StatusOr<PagedMemory::Block> PagedMemory::Make(uint64_t size_bytes) {
   absl::StatusOr<MappedRegion> memory =
       MappedRegion::Map(file_.get(), *offset, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED);
   if (!memory.ok()) return fail(memory.status());
-  ::madvise(memory->data(), size_bytes, MADV_DONTFORK);
   return Block{*std::move(memory), *offset};
 }
 
@@ -143,21 +219,26 @@ absl::Status PagedMemory::Check() {
 // ---- Pages that are mapped ---------------------------------------------------------------------
 
 PagedMemory::Use::Use(std::shared_ptr<PagedMemory> memory) : memory_(std::move(memory)) {
+  if (!memory_->IsOfThisProcess()) return;
   std::lock_guard lock(memory_->mutex_);
   if (memory_->uses_++ > 0) return;
-  watch_ = std::jthread([its = memory_.get()](const std::stop_token& stop) { its->Watch(stop); });
+  try {
+    memory_->watch_ =
+        std::jthread([its = memory_.get()](const std::stop_token& stop) { its->Watch(stop); });
+  } catch (const std::system_error&) {
+    // No further thread may be made: pages stay mapped until the kernel wants them.
+  }
 }
 
 PagedMemory::Use::~Use() {
-  if (!memory_->IsOfThisProcess()) {
-    if (watch_.joinable()) watch_.detach();  // there is none
-    return;
-  }
+  if (!memory_->IsOfThisProcess()) return;
+  std::jthread watch;  // ends without the lock, which it takes
   std::lock_guard lock(memory_->mutex_);
   if (--memory_->uses_ > 0) return;
   for (auto& [size_bytes, block] : memory_->cached_) memory_->Drop(std::move(block));
   memory_->cached_.clear();
   memory_->cached_bytes_ = 0;
+  watch = std::move(memory_->watch_);
 }
 
 void PagedMemory::Watch(const std::stop_token& stop) {
@@ -165,20 +246,19 @@ void PagedMemory::Watch(const std::stop_token& stop) {
   std::condition_variable_any wake;
   std::unique_lock lock(mutex);
   do {
-    if (ResidentFileBytes() > other_pages_bytes_ + resident_bytes_max_) {
-      GivePagesBack();
-      other_pages_bytes_ = ResidentFileBytes();
-    }
+    GivePagesBack(/*above=*/resident_bytes_max_);
     wake.wait_for(lock, stop, kWatchInterval, [] { return false; });
   } while (!stop.stop_requested());
-  GivePagesBack();
+  GivePagesBack(/*above=*/0);
 }
 
 // They stay in the kernel's cache, dirty ones until they are written: who touches one has it back.
-void PagedMemory::GivePagesBack() {
+void PagedMemory::GivePagesBack(uint64_t above) {
   std::lock_guard lock(mutex_);
+  if (above > 0 && ResidentFileBytes() <= other_pages_bytes_ + above) return;
   for (const auto& [data, block] : blocks_)
     ::madvise(block.memory.data(), block.memory.size(), MADV_DONTNEED);
+  other_pages_bytes_ = ResidentFileBytes();
 }
 
 }  // namespace offload::zero3

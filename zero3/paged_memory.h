@@ -12,7 +12,7 @@
 // of a write to memory. A drive that fails to read ends the process (SIGBUS), as one of the
 // kernel's swap would; one that fails to write is an error of Check().
 //
-// A child that was forked has no blocks: what it reads would change under it.
+// A child that was forked may not touch the blocks (SIGSEGV): what it reads would change under it.
 //
 // Thread safety: any thread.
 #pragma once
@@ -63,7 +63,6 @@ class PagedMemory {
 
    private:
     const std::shared_ptr<PagedMemory> memory_;
-    std::jthread watch_;  // of the first
   };
 
   // Whether all that was written out so far has arrived. Blocks until what is on its way has. Each
@@ -80,21 +79,25 @@ class PagedMemory {
 
   PagedMemory(UniqueFd file, uint64_t resident_bytes_max);
   bool IsOfThisProcess() const { return process_ == ::getpid(); }
+  // Around a fork.
+  struct Every;
+  void CloseInChild();
   absl::StatusOr<Block> Make(uint64_t size_bytes);
   void Drop(Block block);
   void ReturnRoom(uint64_t offset, uint64_t size_bytes);
   void Watch(const std::stop_token& stop);
-  void GivePagesBack();
+  void GivePagesBack(uint64_t above);
 
   const pid_t process_ = ::getpid();
   const UniqueFd file_;
   const uint64_t resident_bytes_max_;
-  // Of files that are mapped besides, programs and libraries. Of the watching thread, after Open().
-  uint64_t other_pages_bytes_;
 
   mutable std::mutex mutex_;
+  // Of files that are mapped besides, programs and libraries.
+  uint64_t other_pages_bytes_;
   RangeAllocator room_;
   int uses_ = 0;
+  std::jthread watch_;  // while there are uses
   uint64_t allocated_bytes_ = 0;
   std::unordered_map<const std::byte*, Block> blocks_;
   // Free ones whose pages are there, by size: of results on the way, one follows another.

@@ -1,7 +1,10 @@
 #include "zero3/paged_memory.h"
 
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <pthread.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/statfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -17,6 +20,7 @@
 #include <vector>
 
 #include "base/random.h"
+#include "base/unique_fd.h"
 
 namespace offload::zero3 {
 namespace {
@@ -88,6 +92,40 @@ TEST(PagedMemoryTest, WhatIsUsedStaysNearTheBound) {
   for (std::byte* const block : blocks) memory->Free(block);
 }
 
+TEST(PagedMemoryTest, UsesOfSeveralThreadsMayEndInAnyOrder) {
+  constexpr uint64_t kMax = 4 * kMiB;
+  const auto memory = Open(kMax);
+  const uint64_t before = FileBytes();
+  std::byte* const block = *memory->Allocate(64 * kMiB);
+  {
+    auto first = std::make_unique<PagedMemory::Use>(memory);
+    const PagedMemory::Use second(memory);
+    first.reset();
+    std::memset(block, 1, 64 * kMiB);
+    while (FileBytes() > before + kMax)  // a test's time, else
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  memory->Free(block);
+}
+
+TEST(PagedMemoryTest, IsUsedWhereNoThreadCanBeMade) {
+  const auto memory = Open();
+  std::byte* const block = *memory->Allocate(kMiB);
+  pthread_attr_t usual, too_large;
+  ASSERT_EQ(::pthread_getattr_default_np(&usual), 0);
+  ASSERT_EQ(::pthread_attr_init(&too_large), 0);
+  ASSERT_EQ(::pthread_attr_setstacksize(&too_large, size_t{1} << 50), 0);
+  ASSERT_EQ(::pthread_setattr_default_np(&too_large), 0);
+  {
+    const PagedMemory::Use use(memory);
+    std::memset(block, 1, kMiB);
+  }
+  ASSERT_EQ(::pthread_setattr_default_np(&usual), 0);
+  const PagedMemory::Use use(memory);
+  EXPECT_EQ(static_cast<int>(block[0]), 1);
+  memory->Free(block);
+}
+
 TEST(PagedMemoryTest, AFreeBlockFollowsAnotherWhileItIsUsed) {
   const auto memory = Open();
   const PagedMemory::Use use(memory);
@@ -114,9 +152,30 @@ TEST(PagedMemoryTest, AFullDriveIsAnErrorAndLosesNoRoom) {
   memory->Free(block);
 }
 
+TEST(PagedMemoryTest, TheLimitOfFileSizesIsAnErrorAndNoSignal) {
+  struct rlimit usual {};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &usual), 0);
+  const struct rlimit limit = {8 * kMiB, usual.rlim_max};
+  const auto memory = Open();
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+  const auto refused = memory->Allocate(9 * kMiB);
+  const auto block = memory->Allocate(8 * kMiB);
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &usual), 0);
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted) << refused.status();
+  ASSERT_TRUE(block.ok()) << block.status();
+  std::memset(*block, 1, 8 * kMiB);
+  memory->Free(*block);
+}
+
 TEST(PagedMemoryTest, AFolderThatCannotBeWrittenIsAnError) {
   EXPECT_FALSE(PagedMemory::Open("/proc", kMiB).ok());
   EXPECT_FALSE(PagedMemory::Open(Folder() + "/there/is/none", kMiB).ok());
+}
+
+// Whether the kernel can read it for this process.
+bool IsReadable(const std::byte* byte) {
+  const UniqueFd file(::open(Folder().c_str(), O_TMPFILE | O_WRONLY, 0600));
+  return ::write(file.get(), byte, 1) == 1;
 }
 
 TEST(PagedMemoryTest, AChildHasNoBlocks) {
@@ -125,20 +184,36 @@ TEST(PagedMemoryTest, AChildHasNoBlocks) {
   std::memset(block, 7, kMiB);
   const pid_t child = ::fork();
   if (child == 0) {
-    // Something else has come to be there: it is not the child's to free.
-    void* const other = ::mmap(block, kMiB, PROT_READ | PROT_WRITE,
-                               MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
-    if (other != block) ::_exit(1);
-    std::memset(other, 1, kMiB);
+    if (IsReadable(block)) ::_exit(1);
+    // Nothing else comes to be there.
+    if (::mmap(block, kMiB, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) !=
+        MAP_FAILED)
+      ::_exit(2);
     memory->Free(block);
-    if (memory->Allocate(kMiB).ok()) ::_exit(2);
-    ::_exit(static_cast<int>(block[kMiB - 1]) == 1 ? 0 : 3);
+    if (memory->Allocate(kMiB).ok()) ::_exit(3);
+    ::_exit(0);
   }
   int status = 0;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_EQ(WEXITSTATUS(status), 0);
+  EXPECT_TRUE(IsReadable(block));
   EXPECT_EQ(static_cast<int>(block[kMiB - 1]), 7);
   memory->Free(block);
+}
+
+// A child that was forked within a use has nobody to wait for.
+TEST(PagedMemoryTest, AChildLeavesTheUsesOfItsParent) {
+  auto memory = Open();
+  auto use = std::make_unique<PagedMemory::Use>(memory);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    use.reset();
+    memory.reset();
+    ::_exit(0);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 
 TEST(PagedMemoryTest, ThreadsAllocateAndFree) {

@@ -199,7 +199,14 @@ absl::StatusOr<std::string> EncodeTrainerState(const TrainerState& state) {
     AppendLength(state.successions.value_or(kNotCounted), bytes);
   if (version >= kVersionWithLayout) AppendLayout(state.layout, bytes);
   if (version >= kVersionWithForeign) AppendForeign(state, bytes);
-  const size_t room = kTrainerStateBytesMax - std::min(kTrainerStateBytesMax, bytes.size());
+  if (bytes.size() > kTrainerStateBytesMax) {
+    return MakeError(ErrorId::kBadValue,
+                     absl::StrCat("names of tensors, buffers, and what optimizers keep that run in "
+                                  "this process have ",
+                                  bytes.size(), " bytes in a step, which takes at most ",
+                                  kTrainerStateBytesMax));
+  }
+  const size_t room = kTrainerStateBytesMax - bytes.size();
   if (state.trainer.size() > room) {
     return MakeError(ErrorId::kBadValue,
                      absl::StrCat("the trainer's state has ", state.trainer.size(),

@@ -137,6 +137,12 @@ TEST(TrainerStateTest, TooLongATrainerStateIsRefusedWithTheLimit) {
   EXPECT_EQ(ErrorIdOf(bytes.status()), ErrorId::kBadValue);
 }
 
+TEST(TrainerStateTest, WhatIsTooLongBesideATrainerStateIsNamed) {
+  const auto bytes = EncodeTrainerState(
+      {.trainer = "small", .layout = {{.name = std::string(kTrainerStateBytesMax, 'x')}}});
+  EXPECT_NE(bytes.status().message().find("names of tensors"), std::string::npos);
+}
+
 TEST(TrainerStateTest, EveryTruncationAndBitFlipIsRefusedOrHarmless) {
   const std::string bytes = Encode(
       {.update_counts = {1, 2, 3, 3},

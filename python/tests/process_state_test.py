@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 
 import numpy
@@ -377,6 +378,57 @@ def a_step_that_raises_an_error(run):
     before = paged_bytes(run.folder)
     ordinary = torch.ones(1 << 20)
     assert paged_bytes(run.folder) == before, ordinary
+    return told
+
+
+@case(types=("fp32",), memory=("double",))
+def a_forked_child(run):
+    """It has what is in memory, as in memory, and is told where it reads what is in pages of the pool."""
+    os.environ["OFFLOADD_BESIDE_RAM"] = "1KiB"
+    try:
+        model = run.model(width=256)
+        optimizer = torch.optim.NAdam(model.parameters(), 1e-3)
+        run.attach(model, optimizer)
+    finally:
+        del os.environ["OFFLOADD_BESIDE_RAM"]
+    told = run.train(model, optimizer, steps=1)
+    kept = [value for state in states_of(optimizer) for value in state.values() if torch.is_tensor(value)]
+    for value, is_paged in ((min(kept, key=torch.numel), False), (max(kept, key=torch.numel), run.offloaded)):
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
+            child = os.fork()
+            if child == 0:
+                os.dup2(errors.fileno(), 2)
+                value.sum()
+                os._exit(0)
+            status = os.waitpid(child, 0)[1]
+            errors.seek(0)
+            said = errors.read()
+        assert os.waitstatus_to_exitcode(status) == (-signal.SIGABRT if is_paged else 0), (status, said)
+        assert not is_paged or ("OFD-1802" in said and "paged in its parent" in said), said
+    return told + run.train(model, optimizer, steps=1, first=1)
+
+
+class LongNames(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(2)
+        for i in range(1500):
+            self.register_parameter(f"{i}".rjust(700, "x"), torch.nn.Parameter(torch.randn(64)))
+
+
+@case(types=("fp32",), memory=("1GiB",))
+def names_that_are_more_than_a_step_takes(run):
+    """It trains, and cannot be resumed."""
+    model = LongNames()
+    optimizer = torch.optim.NAdam(model.parameters(), 1e-2, foreach=True)
+    run.attach(model, optimizer)
+    told = []
+    for _ in range(2):
+        loss = sum(parameter.pow(2).sum() for parameter in model.parameters())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(loss.item())
     return told
 
 

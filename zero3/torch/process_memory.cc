@@ -2,12 +2,16 @@
 
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "base/byte_size.h"
+#include "base/error.h"
 #include "zero3/torch/log.h"
+#include "zero3/torch/raw_access.h"
+#include "zero3/torch/throw_status.h"
 
 namespace offload::zero3 {
 namespace {
@@ -18,6 +22,23 @@ constexpr size_t kPagedBytesMin = 64 << 10;
 thread_local bool has_passes_inside = false;
 thread_local ProcessMemory::Use* use_of_thread = nullptr;  // the last one
 thread_local std::unique_ptr<ProcessMemory::Use> step_of_thread;
+
+// Of pages: a forked child that touches them is told why it may not. In the process that has them
+// nobody comes here but for the buffer of a system call, which is there.
+class RefusesChildren final : public RawOwner {
+ public:
+  void ServeRaw(bool) override {
+    if (process_ == ::getpid()) return;
+    ThrowStatus(MakeError(
+        ErrorId::kSessionEnded,
+        "this process was forked, and what an optimizer keeps is paged in its parent",
+        "Use it there, give this process a copy that was made before (copy.deepcopy of "
+        "state_dict()), or set OFFLOADD_BESIDE_RAM to a size that has room for it in memory"));
+  }
+
+ private:
+  const pid_t process_ = ::getpid();
+};
 
 bool IsInsidePass() {
   return torch::autograd::get_current_graph_task_id() != -1 ||
@@ -63,7 +84,12 @@ c10::DataPtr ProcessMemory::AllocatePaged(size_t size_bytes) {
   }
   SayOnce(data.status());
   if (!data.ok()) return {};
-  return MakeDataPtr(*data, [memory, block = *data] { memory->Free(block); });
+  const auto refuses = std::make_shared<RefusesChildren>();
+  AddRawRange(*data, size_bytes, refuses.get());
+  return MakeDataPtr(*data, [memory, refuses, block = *data] {
+    RemoveRawRange(block);
+    memory->Free(block);
+  });
 }
 
 std::shared_ptr<PagedMemory> ProcessMemory::paged(bool makes) {

@@ -89,6 +89,20 @@ std::vector<bool> ChooseSmall(std::span<const at::Tensor> storages, uint64_t byt
   return is_small;
 }
 
+// As long as the state of a step in a store that is laid out with these may become, without what
+// they keep.
+TrainerState WithNamesOf(std::span<const proto::Tensor> tensors, const Buffers& buffers,
+                         std::span<const uint64_t> slots, TrainerState state) {
+  constexpr size_t kOtherBytes = 64 << 10;
+  state.layout.clear();
+  for (const proto::Tensor& tensor : tensors) state.layout.push_back({.name = tensor.name});
+  for (const Buffers::Large& buffer : buffers.large())
+    state.layout.push_back({.name = proto::BufferTensorName(buffer.name)});
+  state.slot_bytes.insert(state.slot_bytes.end(), slots.begin(), slots.end());
+  state.buffers.append(kOtherBytes, ' ');
+  return state;
+}
+
 constexpr uint64_t kAnyRamBytes = uint64_t{1} << 60;
 
 // What ranks say to each other of an optimizer.
@@ -475,10 +489,12 @@ absl::Status TensorEngine::AddSlots(const std::vector<uint64_t>& sizes_bytes) {
   const BeforeGrowth before = TakeBeforeGrowth();
   OFFLOAD_CHECK(before.edits.has_value()) << "edits that do not fit into memory";
   buffers_.AddSlots(sizes_bytes);
-  if (const absl::Status plan = MakePlan(DescribeJob({}, optimizer_, buffers_)).status();
-      !plan.ok()) {
+  absl::Status fits = MakePlan(DescribeJob({}, optimizer_, buffers_)).status();
+  fits.Update(
+      EncodeTrainerState(WithNamesOf(declared_, buffers_, sizes_bytes, epoch_state_)).status());
+  if (!fits.ok()) {
     buffers_ = before.buffers;
-    return no_slots_ = plan;
+    return no_slots_ = fits;
   }
   Log().info(
       "the store of job {} is laid out anew with room for what the optimizer keeps that runs in "
