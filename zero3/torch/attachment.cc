@@ -15,6 +15,7 @@
 #include "base/byte_size.h"
 #include "base/check.h"
 #include "base/error.h"
+#include "base/range_allocator.h"
 #include "client/backward.h"
 #include "proto/shm_abi.h"
 #include "zero3/torch/device_memory.h"
@@ -385,31 +386,57 @@ absl::Status Attachment::StreamIn(uint32_t tensor, Fill fill, uint64_t digest) {
 }
 
 absl::Status Attachment::StreamIn(uint32_t tensor, proto::Plane plane, Fill fill, uint64_t digest) {
-  if (device_ != nullptr) device_->BeforePut(tensor);
-  if (plane == proto::Plane::kWeight || plane == proto::Plane::kMaster) NotePut(tensor);
+  return StreamInAll(
+      {&tensor, 1}, plane,
+      [&](size_t, uint64_t begin, uint64_t count, std::byte* target) {
+        return fill(begin, count, target);
+      },
+      digest);
+}
+
+absl::Status Attachment::StreamInAll(std::span<const uint32_t> tensors, proto::Plane plane,
+                                     FillOf fill, uint64_t digest) {
+  uint64_t all_bytes = 0;
+  const auto size_bytes = [&](uint32_t tensor, uint64_t count) {
+    return proto::PaddedBytes(count * (input_.catalogue.planes(tensor).Bits(plane) / 8));
+  };
+  for (const uint32_t tensor : tensors) {
+    if (device_ != nullptr) device_->BeforePut(tensor);
+    if (plane == proto::Plane::kWeight || plane == proto::Plane::kMaster) NotePut(tensor);
+    all_bytes += size_bytes(tensor, this->tensor(tensor).element_count);
+  }
   const DaemonWait wait(*this);
-  const uint64_t element_count = this->tensor(tensor).element_count;
-  const uint64_t element_bytes = input_.catalogue.planes(tensor).Bits(plane) / 8;
-  const uint64_t extent_bytes = proto::kExtentElements * element_bytes;
-  Staging::Piece piece =
-      staging_->Take(std::min(kBlockBytes / 2, proto::PaddedBytes(element_count * element_bytes)));
-  const uint64_t blocks = std::max<uint64_t>(piece.size_bytes() / extent_bytes, 1);
-  std::deque<client::Ticket> tickets;
+  const Staging::Piece piece = staging_->Take(std::min(kBlockBytes / 2, all_bytes));
+  RangeAllocator room;
+  room.Add(piece.region_offset(), piece.size_bytes());
+  struct Transfer {
+    client::Ticket ticket;
+    uint64_t offset, size_bytes;
+  };
+  std::deque<Transfer> transfers;
   absl::Status failure;
   const auto wait_for_oldest = [&] {
-    failure.Update(session().Wait(tickets.front()));
-    tickets.pop_front();
+    const Transfer done = transfers.front();
+    transfers.pop_front();
+    failure.Update(session().Wait(done.ticket));
+    room.Return(done.offset, done.size_bytes);
   };
-  for (uint64_t begin = 0, block = 0; begin < element_count && failure.ok();
-       begin += proto::kExtentElements, ++block) {
-    if (tickets.size() == blocks) wait_for_oldest();
-    const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
-    const uint64_t offset = piece.region_offset() + block % blocks * extent_bytes;
-    failure.Update(fill(begin, count, region() + offset));
-    if (failure.ok())
-      tickets.push_back(session().PutPlane(tensor, plane, begin, count, offset, digest));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const uint64_t element_count = this->tensor(tensors[i]).element_count;
+    for (uint64_t begin = 0; begin < element_count && failure.ok();
+         begin += proto::kExtentElements) {
+      const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
+      const uint64_t bytes = size_bytes(tensors[i], count);
+      std::optional<uint64_t> offset;
+      while (!(offset = room.Take(bytes)).has_value()) wait_for_oldest();
+      failure.Update(fill(i, begin, count, region() + *offset));
+      if (!failure.ok()) break;
+      transfers.push_back(
+          {session().PutPlane(tensors[i], plane, begin, count, *offset, digest), *offset, bytes});
+      if (transfers.size() == kTransfersInFlight) wait_for_oldest();
+    }
   }
-  while (!tickets.empty()) wait_for_oldest();
+  while (!transfers.empty()) wait_for_oldest();
   return failure;
 }
 

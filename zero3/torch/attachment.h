@@ -206,6 +206,11 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // Puts a plane whose bytes are anywhere: `fill` copies elements [begin, begin + count) of it.
   using Fill = absl::FunctionRef<absl::Status(uint64_t begin, uint64_t count, std::byte* target)>;
   absl::Status StreamIn(uint32_t tensor, proto::Plane plane, Fill fill, uint64_t digest);
+  // The same of several tensors, behind each other: `fill` is told which of them.
+  using FillOf = absl::FunctionRef<absl::Status(size_t index, uint64_t begin, uint64_t count,
+                                                std::byte* target)>;
+  absl::Status StreamInAll(std::span<const uint32_t> tensors, proto::Plane plane, FillOf fill,
+                           uint64_t digest);
   // A weight. With several ranks all of them call it; `digest` as for PutWeight().
   absl::Status StreamIn(uint32_t tensor, Fill fill, uint64_t digest);
   absl::Status StreamIn(uint32_t tensor, const std::byte* bytes, uint64_t digest);

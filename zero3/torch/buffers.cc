@@ -13,6 +13,7 @@
 #include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/crc32c.h"
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "proto/buffer_tensors.h"
@@ -369,13 +370,14 @@ void Buffers::CheckFits(const Large& large) {
       "Register it with the size that it will have before the module is attached"));
 }
 
-std::string Buffers::BytesOf(const Large& large) {
-  std::string text(large.element_count * sizeof(float), '\0');
-  if (!large.tensor.defined()) return text;
+at::Tensor Buffers::InOrder(const Large& large) {
+  if (!large.tensor.defined()) return {};
   CheckFits(large);
-  const at::Tensor bytes = InOrder(large.tensor);
-  std::memcpy(text.data(), bytes.const_data_ptr(), SizeBytes(bytes));
-  return text;
+  return zero3::InOrder(large.tensor);
+}
+
+uint32_t Buffers::CrcOf(const at::Tensor& in_order) {
+  return in_order.defined() ? Crc32c(0, in_order.const_data_ptr(), SizeBytes(in_order)) : 0;
 }
 
 void Buffers::Assign(Large& large, std::string_view bytes) { zero3::Assign(large.tensor, bytes); }

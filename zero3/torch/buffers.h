@@ -84,9 +84,10 @@ class Buffers {
   // for bytes that are not from EncodeSmall.
   absl::Status Restore(std::string_view encoded);
 
-  // The bytes of one of them in order, padded with zeros to `element_count` fp32 elements. Throws
-  // OFD-1601 when they are more.
-  static std::string BytesOf(const Large& large);
+  // One of them on the host, in order; undefined when nothing is in it. Throws OFD-1601 when it has
+  // more bytes than `element_count` fp32 elements.
+  static at::Tensor InOrder(const Large& large);
+  static uint32_t CrcOf(const at::Tensor& in_order);
   static void Assign(Large& large, std::string_view bytes);
 
  private:

@@ -337,6 +337,12 @@ class TensorEngine {
   // The number at the daemon of the n-th large buffer.
   uint32_t IdOfLarge(size_t n) const { return static_cast<uint32_t>(declared_.size() + n); }
   uint64_t SmallBuffersBytes() const { return Buffers::kSmallBytesMax / attachment_->world_size(); }
+  struct ChangedBuffer {
+    size_t number = 0;  // among large ones
+    uint32_t crc = 0;
+    at::Tensor in_order;  // its bytes; undefined for zeros
+  };
+  void PutLarge(std::span<const ChangedBuffer> changed);
   void StoreLargeBuffers(bool new_ones_only = false);
   void EndRawAtClose();
   void SettleAtClose();

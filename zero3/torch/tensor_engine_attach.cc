@@ -539,24 +539,49 @@ void TensorEngine::BeginCounts() {
   }
 }
 
+void TensorEngine::PutLarge(std::span<const ChangedBuffer> changed) {
+  if (changed.empty()) return;
+  std::vector<uint32_t> ids;
+  for (const ChangedBuffer& each : changed) ids.push_back(IdOfLarge(each.number));
+  const auto fill = [&](size_t i, uint64_t begin, uint64_t count, std::byte* target) {
+    const at::Tensor& bytes = changed[i].in_order;
+    const uint64_t size_bytes = bytes.defined() ? bytes.nbytes() : 0;
+    const uint64_t first = std::min(begin * sizeof(float), size_bytes);
+    const uint64_t there = std::min(count * sizeof(float), size_bytes - first);
+    if (there > 0)
+      std::memcpy(target, static_cast<const char*>(bytes.const_data_ptr()) + first, there);
+    std::memset(target + there, 0, count * sizeof(float) - there);
+    return absl::OkStatus();
+  };
+  ThrowIfError(attachment_->StreamInAll(ids, proto::Plane::kWeight, fill, /*digest=*/0),
+               absl::StrCat("one of ", changed.size(), " buffers, of which the first is ",
+                            Quoted(buffers_.large()[changed[0].number].name)));
+  for (const ChangedBuffer& each : changed) {
+    buffers_.large()[each.number].crc = each.crc;
+    buffers_.large()[each.number].is_stored = true;
+  }
+}
+
 // Puts those whose bytes have changed, or of these the ones that were never put.
 void TensorEngine::StoreLargeBuffers(bool new_ones_only) {
   if (attachment_->rank() > 0) return;
+  // At a time: those on a device are copied, and those in pages are still in memory.
+  constexpr uint64_t kTogetherBytes = 32 << 20;
+  std::vector<ChangedBuffer> changed;
+  uint64_t together_bytes = 0;
   for (size_t n = 0; n < buffers_.large().size(); ++n) {
-    Buffers::Large& buffer = buffers_.large()[n];
+    const Buffers::Large& buffer = buffers_.large()[n];
     if (buffer.is_stored && (new_ones_only || !buffer.tensor.defined())) continue;
-    const std::string bytes = Buffers::BytesOf(buffer);
-    const uint32_t crc = Crc32c(0, bytes.data(), bytes.size());
+    const at::Tensor bytes = Buffers::InOrder(buffer);
+    const uint32_t crc = Buffers::CrcOf(bytes);
     if (buffer.is_stored && buffer.crc == crc) continue;
-    const auto fill = [&](uint64_t begin, uint64_t count, std::byte* target) {
-      std::memcpy(target, bytes.data() + begin * sizeof(float), count * sizeof(float));
-      return absl::OkStatus();
-    };
-    ThrowIfError(attachment_->StreamIn(IdOfLarge(n), proto::Plane::kWeight, fill, /*digest=*/0),
-                 absl::StrCat("buffer ", Quoted(buffer.name)));
-    buffer.crc = crc;
-    buffer.is_stored = true;
+    changed.push_back({.number = n, .crc = crc, .in_order = bytes});
+    together_bytes += bytes.defined() ? bytes.nbytes() : 0;
+    if (together_bytes < kTogetherBytes) continue;
+    PutLarge(std::exchange(changed, {}));
+    together_bytes = 0;
   }
+  PutLarge(changed);
 }
 
 void TensorEngine::RestoreLargeBuffers() {
@@ -573,7 +598,7 @@ void TensorEngine::RestoreLargeBuffers() {
                          reinterpret_cast<std::byte*>(bytes.data())),
                  absl::StrCat("buffer ", Quoted(buffer.name)));
     Buffers::Assign(buffer, bytes);
-    buffer.crc = Crc32c(0, bytes.data(), bytes.size());
+    buffer.crc = Buffers::CrcOf(Buffers::InOrder(buffer));
     buffer.is_stored = true;
   }
   // The first rank may put others with its next step.
