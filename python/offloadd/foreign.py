@@ -56,7 +56,8 @@ class ForeignPart:
         step = engine.step_count()
         if there == self.name:
             raise Error.of(1604, f"the job is at step {step}, but what {self.name} keeps is not part of it: {bytes_of(described).decode()}",
-                           "Begin a new job with the saved weights, or use an optimizer whose state consists of tensors and numbers")
+                           "Begin a new job with the saved weights: with more ram where that is what was missing, or with an optimizer whose state consists of "
+                           "tensors and numbers")
         keeps = f"keeps what {there} does" if there else "was trained without it"
         raise Error.of(1604, f"the job is at step {step} and {keeps}, and what {self.name} keeps is not part of it",
                        "Attach the optimizers that it was trained with, or begin a new job with the saved weights")
