@@ -15,7 +15,9 @@
 #include <future>
 #include <semaphore>
 #include <sstream>
+#include <stdexcept>
 #include <stop_token>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -329,6 +331,32 @@ Programs Threads() {
              }
            });
          for (std::thread& thread : threads) thread.join();
+         for (const nn::Sequential& model : models) run.See(*model);
+       }},
+      {"two_modules_of_one_job_in_two_threads",
+       [](Run& run) {
+         std::vector<nn::Sequential> models = {Perceptron(run), Normalised(run)};
+         const auto engine = run.Open();
+         std::vector<std::unique_ptr<optim::Optimizer>> optimizers;
+         for (nn::Sequential& model : models) optimizers.push_back(MakeSgd(*engine, *model));
+         std::vector<std::thread> threads;
+         std::vector<std::string> errors(2);
+         for (int i = 0; i < 2; ++i)
+           threads.emplace_back([&, i] {
+             try {
+               for (int step = 0; step < 8; ++step) {
+                 battery::Loss(run, models[i], step).backward();
+                 optimizers[i]->step();
+                 optimizers[i]->zero_grad();
+               }
+             } catch (const std::exception& error) {
+               errors[i] = error.what();
+             }
+           });
+         for (std::thread& thread : threads) thread.join();
+         for (const std::string& error : errors)
+           if (!error.empty()) throw std::runtime_error(error);
+         run.See(static_cast<double>(engine->step()));
          for (const nn::Sequential& model : models) run.See(*model);
        }},
   };

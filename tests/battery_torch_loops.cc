@@ -1166,6 +1166,39 @@ Programs OwnOptimizers() {
          Train(run, s.model, last, 5, 7);
          s.End();
        }},
+      // The store gets room for what the second keeps while the first one's gradients, which are
+      // not zeroed, fill the window that both have at the floor, and a little above it.
+      {"own_optimizers_share_a_weight",
+       [](Run& run) {
+         nn::Sequential left = Perceptron(run), right = Perceptron(run);
+         nn::Module both;
+         both.register_module("left", left.ptr());
+         both.register_module("right", right.ptr());
+         const Tensor& shared = LinearAt(left, 0).weight;
+         std::vector<Tensor> rights = right->parameters();
+         rights.push_back(shared);
+         optim::Adam first(left->parameters(), optim::AdamOptions(1e-2));
+         optim::Adam second(rights, optim::AdamOptions(3e-3));
+         auto engine = run.Open([](Options& options) {
+           if (options.ram.ends_with("iB")) return;
+           options.ram = std::to_string(std::stoull(options.ram) + (64 << 10));
+         });
+         engine->Attach(both, first);
+         engine->Attach(both, second);
+         for (int step = 0; step < 3; ++step) {
+           battery::Loss(run, left, step).backward();
+           first.step();
+           const Tensor hidden = torch::linear(run.Noise(step, {4, kWidth}), shared);
+           const Tensor loss = Mean(right->forward(hidden.slice(1, 0, kWidth)));
+           second.zero_grad();
+           loss.backward();
+           second.step();
+           run.See(loss);
+           run.SeeGradients(both);
+           first.zero_grad();
+         }
+         run.See(both);
+       }},
       // The second is made between backward and step, and goes on with what the first has kept.
       {"own_optimizer_replaced_by_its_file",
        [](Run& run) {

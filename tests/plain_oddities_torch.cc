@@ -294,6 +294,24 @@ void Derived(const Arguments& arguments) {
   Train(model, optimizer, arguments.loops.front());
 }
 
+// A closure sets the rate, and gives the optimizer another group.
+void Closures(const Arguments& arguments) {
+  Linear model(64, 64), head(64, 64);
+  torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-2));
+  for (int step = 0; step < arguments.loops.front(); ++step) {
+    const Tensor loss = optimizer.step([&] {
+      optimizer.zero_grad();
+      optimizer.param_groups().front().options().set_lr(step % 2 == 0 ? 1e-2 : 1e-3);
+      if (step == 2)
+        optimizer.add_param_group(torch::optim::OptimizerParamGroup(head->parameters()));
+      Tensor value = (head->forward(model->forward(torch::randn({4, 64}))) - 1).square().mean();
+      value.backward();
+      return value;
+    });
+    PrintStep(step, loss);
+  }
+}
+
 // Nobody asks the optimizer for anything but its own step.
 void OwnStep(const Arguments& arguments) {
   Linear model(64, 64);
@@ -496,6 +514,7 @@ int main(int argc, char** argv) {
       {"own_optimizer", OwnOptimizer},
       {"own_step", OwnStep},
       {"derived", Derived},
+      {"closures", Closures},
       {"no_optimizer", NoOptimizer},
       {"double_precision", DoublePrecision},
       {"complex_weights", ComplexWeights},

@@ -215,6 +215,9 @@ class UntouchedTest(unittest.TestCase):
         resumed = self.oddity("derived", options=["--resume"])
         self.assertEqual((resumed.code, len(plain)), (0, 8), resumed.error)
 
+    def test_a_closure_changes_options_and_adds_a_group(self):
+        self.check_oddity("closures")
+
     def test_a_program_whose_steps_are_not_seen_is_told_so(self):
         result = self.check_oddity("own_step")
         self.assertIn("is still at step 0: no step of an optimizer of torch::optim was seen", result.error)

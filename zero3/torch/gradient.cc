@@ -964,6 +964,8 @@ void Gradient::Close() {
         attachment_->session().Wait(ticket).IgnoreError();
       tickets->clear();
     }
+    // Or the next one that needs room would write this one out, which is gone by then.
+    if (spilled() && region_offset_.has_value() && uses_ == 0) LeaveSlot();
     if (storage) swap_.SetMessage(std::string(attachment_->Ended(subject_).message()));
     if (storage) swap_.PointHome();
   }

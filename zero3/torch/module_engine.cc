@@ -474,6 +474,7 @@ void ModuleEngine::GiveForeign(size_t number, torch::optim::Optimizer& optimizer
 }
 
 void ModuleEngine::CommitForeign(size_t number, torch::optim::Optimizer& optimizer) {
+  const TensorEngine::Turn turn = tensors_->TakeTurn();
   Foreign& foreign = foreign_.at(number);
   if (const absl::Status kept = Keep(number, optimizer); !kept.ok()) {
     const std::string reason(kept.message());

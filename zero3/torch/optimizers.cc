@@ -49,6 +49,7 @@ class OffloadOptimizer final : public torch::optim::Optimizer, public StateKeepe
       const at::AutoGradMode grad(true);
       loss = closure();
     }
+    const TensorEngine::Turn turn = engine_->TakeTurn();
     TakeBackState(*this, *this);
     CheckEachOnce(param_groups());
     TakeWhatCame();

@@ -276,6 +276,7 @@ void TensorEngine::CheckIsNotInBackward() const {
 }
 
 void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_now) {
+  const Turn turn = TakeTurn();
   CheckIsNotInBackward();
   Seal();
   CheckWhole();

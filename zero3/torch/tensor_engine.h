@@ -14,7 +14,8 @@
 //   same order.
 //   * Step() has changed nothing when it throws.
 //
-// Thread safety: one thread, when no operation runs on the tensors; operations on any.
+// Thread safety: one thread, when no operation runs on the tensors; operations on any. Steps may be
+// taken by threads that train a module each: they come one after another (TakeTurn).
 #pragma once
 
 #include <offload/torch.h>
@@ -24,6 +25,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -111,6 +113,10 @@ class TensorEngine {
   // hyper-parameters of the same groups, for the backward of the next step; null: they will be the
   // same.
   void Step(std::span<const GroupUpdate> updates, GroupsNow groups_now = nullptr);
+  // Waits for the step of another thread, with all that belongs to it; others wait for this one.
+  // No closure of the program runs meanwhile, which may wait for another thread.
+  using Turn = std::unique_lock<std::recursive_mutex>;
+  Turn TakeTurn() { return Turn(turns_); }
   // After a step that torch counts as a write of all these tensors: their versions change, which
   // lets the backward of a graph from before the step fail. Masters do not take it for an edit.
   void CountAsWrites(std::span<const at::Tensor> tensors) const;
@@ -409,6 +415,7 @@ class TensorEngine {
   const double write_cost_;
   const std::shared_ptr<Attachment> attachment_;
   const std::shared_ptr<ProcessMemory> process_memory_;
+  std::recursive_mutex turns_;
   uint64_t step_;
   struct TrainerState state_;
   struct TrainerState epoch_state_;  // of the last epoch: what was set since is the next one's

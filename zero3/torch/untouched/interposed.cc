@@ -61,10 +61,13 @@ at::Tensor Step(Optimizer& optimizer, Optimizer::LossClosure closure, StepFuncti
   // closure runs beside those of others. The attached object's step comes through here, too.
   static auto* const mutex = new std::recursive_mutex;
   std::unique_lock lock(*mutex);
-  const auto outside = [&lock, &closure]() -> at::Tensor {
+  const bool reads_groups_first = dynamic_cast<torch::optim::LBFGS*>(&optimizer) != nullptr;
+  const auto outside = [&]() -> at::Tensor {
     lock.unlock();
     at::Tensor loss = closure();
     lock.lock();
+    // It may have changed options, and added groups. LBFGS has references into its own meanwhile.
+    if (!reads_groups_first) Watch::OfProcess().BeforeStep(optimizer);
     return loss;
   };
   const Optimizer::LossClosure given = closure != nullptr ? outside : Optimizer::LossClosure();

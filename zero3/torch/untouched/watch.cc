@@ -42,6 +42,9 @@ using ParamGroups = std::vector<OptimizerParamGroup>;
 constexpr char kOtherOptimizers[] =
     "Use an optimizer of torch::optim, or attach the model in the program (docs/attach.md)";
 
+// Optimizers take turns over the same parameters where `ram` is so much of what the job keeps.
+constexpr uint64_t kRamPerState = 4;
+
 // This thread is at work for the watch: what it does to modules and tensors is not the program's.
 thread_local bool inside = false;
 
@@ -495,19 +498,24 @@ void Watch::SayAttached() const {
 
 // ---- Steps --------------------------------------------------------------------------------------
 
-void Watch::CheckIsNotReplaced(const Seen& seen) {
+void Watch::CheckIsNotReplaced(const Seen& seen) const {
   if (seen.attached != nullptr || !seen.has_stepped) return;
+  const uint64_t ram_bytes = kRamPerState * engine_->plan().state_bytes;
+  const bool is_for_ram = !seen.life.expired() && ram_bytes > engine_->statistics().budget_bytes;
   Refuse(ErrorId::kUnsupportedOptimizer,
          "the program goes back to an optimizer after another one has trained the same "
          "parameters: what it had kept of them is not in the job any more",
-         "Train each phase with a job of its own (save the weights, load them in the next), or "
-         "give every optimizer parameters of its own");
+         absl::StrCat(is_for_ram ? absl::StrCat("Give it --ram ", ram_bytes,
+                                                " or more, then they take turns; or train")
+                                 : "Train",
+                      " each phase with a job of its own (save the weights, load them in the "
+                      "next), or give every optimizer parameters of its own"));
 }
 
 // Beside one that lives another trains in this process, where what it keeps has to find room.
 bool Watch::MayStepAgain(const Seen& seen) const {
   return seen.has_stepped && !seen.life.expired() &&
-         4 * engine_->plan().state_bytes <= engine_->statistics().budget_bytes;
+         kRamPerState * engine_->plan().state_bytes <= engine_->statistics().budget_bytes;
 }
 
 // What has trained some of these parameters is replaced, unless it may train them again.

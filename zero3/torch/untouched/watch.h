@@ -113,7 +113,7 @@ class Watch {
   static void Mark(const torch::optim::Optimizer& optimizer, Seen& seen);
   bool MayStepAgain(const Seen& seen) const;
   void TakeOver(Seen& seen);
-  static void CheckIsNotReplaced(const Seen& seen);
+  void CheckIsNotReplaced(const Seen& seen) const;
   bool IsTrigger(c10::ArrayRef<const c10::IValue> inputs) const;
   void OpenEngine();
   bool IsRegistered(const at::Tensor& tensor);
