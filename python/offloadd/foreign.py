@@ -38,11 +38,11 @@ class ForeignPart:
         """Sizes of what it is going to keep: two moments of each parameter, where nothing else is known; of fp32 where the job cannot have
         other room later."""
         trained = [parameter for parameter in parameters_of(self.optimizer) if parameter.requires_grad]
-        if self.handle.world_size > 1 or any(parameter.device.type != "cpu" for parameter in trained):
-            return 2 * [parameter.numel() * max(parameter.itemsize, 4) for parameter in trained]
         sizes = [parameter.nbytes for parameter in trained]
         if isinstance(self.optimizer, torch.optim.LBFGS):
             return [sum(sizes)] * (2 * max(group["history_size"] for group in self.optimizer.param_groups) + 4)
+        if self.handle.world_size > 1 or any(parameter.device.type != "cpu" for parameter in trained):
+            return 2 * [parameter.numel() * max(parameter.itemsize, 4) for parameter in trained]
         return 2 * sizes
 
     def _flags_now(self):

@@ -565,6 +565,29 @@ def optimizers_that_run_in_this_process_go_on(run):
     return run.resumed(lambda model: torch.optim.NAdam(model.parameters(), 1e-2))
 
 
+@case(types=("fp32",), memory=("double",))
+def history_of_lbfgs_goes_on(run):
+    """A small model's."""
+    told, model = [], None
+    for life in range(2):
+        if model is None or run.offloaded:
+            model = run.model(width=64)
+            optimizer = torch.optim.LBFGS(model.parameters(), history_size=3, max_iter=2)
+            run.attach(model, optimizer, job="history")
+        for step in range(2 * life, 2 * life + 2):
+            def closure(step=step):
+                optimizer.zero_grad()
+                loss = run.loss(model, step)
+                loss.backward()
+                return loss
+
+            told.append(optimizer.step(closure).item())
+        if run.offloaded and life == 0:
+            run.handles.pop().close()
+            run.models.clear()
+    return told
+
+
 @case(types=("fp32", "bf16"), memory=("double",))
 def optimizers_of_ones_own_go_on(run):
     run.model = functools.partial(run.model, width=128)

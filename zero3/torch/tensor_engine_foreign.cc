@@ -105,6 +105,17 @@ TrainerState WithNamesOf(std::span<const proto::Tensor> tensors, const Buffers& 
 
 constexpr uint64_t kAnyRamBytes = uint64_t{1} << 60;
 
+// Room that a store is made with, on the drive, for what may come: two moments, in a file whose
+// size is a power of two; of a small model, more (a history).
+uint64_t ExpectedBytesMax(std::span<const proto::Tensor> tensors) {
+  constexpr uint64_t kLittleBytes = 64 << 20;
+  uint64_t weights_bytes = 0;
+  for (const proto::Tensor& tensor : tensors)
+    weights_bytes +=
+        tensor.element_count * std::max<uint64_t>(proto::DtypeBytes(tensor.dtype), sizeof(float));
+  return std::max(5 * weights_bytes, kLittleBytes);
+}
+
 // What ranks say to each other of an optimizer.
 constexpr std::string_view kKept = "kept ", kLeft = "left ";
 
@@ -178,7 +189,8 @@ std::vector<uint64_t> TensorEngine::ExpectedSlots(std::span<const proto::Tensor>
   std::vector<uint64_t> sizes_bytes;
   const uint64_t all =
       std::accumulate(expected_storages_.begin(), expected_storages_.end(), uint64_t{0});
-  if (attached_.sealed || !state_.slot_bytes.empty() || all <= SmallForeignBytes())
+  if (attached_.sealed || !state_.slot_bytes.empty() || all <= SmallForeignBytes() ||
+      (!may_grow() && all > ExpectedBytesMax(tensors)))
     return sizes_bytes;
   const uint64_t piece_bytes_max = PieceBytesMax(tensors);
   for (const uint64_t storage_bytes : expected_storages_) {
