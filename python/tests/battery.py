@@ -123,6 +123,14 @@ class Run:
         self.handles.append(handle)
         return handle
 
+    def attach_constructed(self, model, optimizer):
+        """What was built in an init(), to the job that was opened there."""
+        if not self.offloaded:
+            return self.attach(model, optimizer)
+        self.models.append(model)
+        self.handles.append(offloadd.attach(model, optimizer))
+        return self.handles[-1]
+
     def end(self):
         """All jobs, whose models are looked at no more: what follows begins as another process does."""
         for handle in self.handles:

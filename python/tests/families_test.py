@@ -209,13 +209,7 @@ def from_config_inside_init(run):
 
 
 def fit_attached(run, model):
-    attach = run.attach
-
-    def take(model, optimizer):
-        run.models.append(model)
-        run.handles.append(offloadd.attach(model, optimizer))
-
-    run.attach = take
+    attach, run.attach = run.attach, run.attach_constructed
     try:
         return run.fit(model, [language(step) for step in range(2)])
     finally:

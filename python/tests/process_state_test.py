@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import threading
+import unittest.mock
 
 import numpy
 import torch
@@ -318,6 +319,11 @@ def in_three_runs(run, make, train, width, then=lambda optimizer: None):
     return told, states_of(optimizer)
 
 
+def beside_ram(size):
+    """Of jobs that are opened within."""
+    return unittest.mock.patch.dict(os.environ, OFFLOADD_BESIDE_RAM=size)
+
+
 def paged(make, train, **options):
     """A case: what it keeps is more than may be in memory beside ram."""
 
@@ -327,11 +333,8 @@ def paged(make, train, **options):
                 kept = sum(value.nbytes for state in states_of(optimizer) for value in state.values() if torch.is_tensor(value))
                 assert not run.offloaded or kept > 1 << 20 and paged_bytes(run.folder) > kept / 2, (kept, paged_bytes(run.folder))
 
-            os.environ["OFFLOADD_BESIDE_RAM"] = "256KiB"
-            try:
+            with beside_ram("256KiB"):
                 return in_three_runs(run, make, train, 256, check)
-            finally:
-                del os.environ["OFFLOADD_BESIDE_RAM"]
 
         function.__name__ = name
         case(function, **options)
@@ -342,6 +345,14 @@ def paged(make, train, **options):
 paged(lambda p: torch.optim.NAdam(p, 1e-3), "train")("more_than_memory")
 paged(lambda p: torch.optim.NAdam(p, 1e-3, foreach=True), "train", **FP32)("more_than_memory_all_at_once")
 paged(lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3, history_size=3), "train_with_closures", memory=("double",))("more_than_memory_with_closures")
+
+
+def paged_from_the_first_byte(run, kind):
+    with beside_ram("1KiB"):
+        model = run.model(width=256)
+        optimizer = kind(model.parameters(), 1e-3)
+        run.attach(model, optimizer)
+    return model, optimizer
 
 
 class Raises(torch.optim.NAdam):
@@ -357,13 +368,7 @@ class Raises(torch.optim.NAdam):
 @case(types=("fp32",), memory=("double",))
 def a_step_that_raises_an_error(run):
     """Tensors that are made after the job are ordinary ones."""
-    os.environ["OFFLOADD_BESIDE_RAM"] = "1KiB"
-    try:
-        model = run.model(width=256)
-        optimizer = Raises(model.parameters(), 1e-3)
-        run.attach(model, optimizer)
-    finally:
-        del os.environ["OFFLOADD_BESIDE_RAM"]
+    model, optimizer = paged_from_the_first_byte(run, Raises)
     told = run.train(model, optimizer, steps=1)
     Raises.fails = True
     try:
@@ -384,13 +389,7 @@ def a_step_that_raises_an_error(run):
 @case(types=("fp32",), memory=("double",))
 def a_forked_child(run):
     """It has what is in memory, as in memory, and is told where it reads what is in pages of the pool."""
-    os.environ["OFFLOADD_BESIDE_RAM"] = "1KiB"
-    try:
-        model = run.model(width=256)
-        optimizer = torch.optim.NAdam(model.parameters(), 1e-3)
-        run.attach(model, optimizer)
-    finally:
-        del os.environ["OFFLOADD_BESIDE_RAM"]
+    model, optimizer = paged_from_the_first_byte(run, torch.optim.NAdam)
     told = run.train(model, optimizer, steps=1)
     kept = [value for state in states_of(optimizer) for value in state.values() if torch.is_tensor(value)]
     for value, is_paged in ((min(kept, key=torch.numel), False), (max(kept, key=torch.numel), run.offloaded)):

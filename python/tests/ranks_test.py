@@ -157,9 +157,9 @@ def wrapper_is_refused(run):
 # ---- A rank ------------------------------------------------------------------------------------
 
 
-def network():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4))
+def network(width=64, seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(16, width), torch.nn.GELU(), torch.nn.Linear(width, 4))
 
 
 def batch(step, rank):
@@ -260,8 +260,7 @@ def in_process_twice(rank, folder):
         model, lives = None, []
         for life in range(2):
             if model is None or folder != "-":
-                torch.manual_seed(life)
-                model = torch.nn.Sequential(torch.nn.Linear(16, 3000), torch.nn.GELU(), torch.nn.Linear(3000, 4))
+                model = network(3000, seed=life)
                 optimizer = make(model.parameters())
                 trained = torch.nn.parallel.DistributedDataParallel(model) if folder == "-" else model
             with contextlib.nullcontext() if folder == "-" else attach(model, optimizer, folder, job=f"ranks{number}") as handle:
@@ -282,8 +281,7 @@ def differing(rank, folder):
                 self.state[p]["rank"] = torch.full_like(p, float(rank))
 
     def attached():
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(16, 3000), torch.nn.GELU(), torch.nn.Linear(3000, 4))
+        model = network(3000)
         optimizer = Counts(model.parameters())
         return model, optimizer, attach(model, optimizer, folder)
 

@@ -942,11 +942,7 @@ def constructed_larger_than_memory(run):
         with offloadd.init(nvme_path=run.folder, ram="256MiB", job="born"):
             model = Transformer(2, tied=True).to(run.dtype)
     optimizer = AdamW(model.parameters(), 1e-3, fused=True)
-    if run.offloaded:
-        run.models.append(model)
-        run.handles.append(offloadd.attach(model, optimizer))
-    else:
-        run.attach(model, optimizer)
+    run.attach_constructed(model, optimizer)
     return run.train(model, optimizer)
 
 
@@ -978,11 +974,7 @@ def constructed(name, build, **options):
         with offloadd.init(nvme_path=run.folder, ram="256MiB", job="born") if run.offloaded else contextlib.nullcontext():
             model = build(run)
         optimizer = SGD(model.parameters(), 0.1)
-        if run.offloaded:
-            run.models.append(model)
-            run.handles.append(offloadd.attach(model, optimizer))
-        else:
-            run.attach(model, optimizer)
+        run.attach_constructed(model, optimizer)
         def loss_of(step):
             return model(torch.randn(64, 160, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().square().mean()
 
@@ -1015,14 +1007,9 @@ def constructed_and_used_before_it_is_attached(run):
     told += [repr(model[0].weight), model[2].weight.tolist()[0], len(pickle.dumps(model.state_dict())) > 1 << 20]
     model.apply(lambda each: torch.nn.init.xavier_uniform_(each.weight) if isinstance(each, torch.nn.Linear) else None)
     optimizer = AdamW(model.parameters(), 1e-3)
-    handle = None
     for step in range(4):
-        if step == 2 and run.offloaded:
-            run.models.append(model)
-            handle = offloadd.attach(model, optimizer)
-            run.handles.append(handle)
-        elif step == 2:
-            run.attach(model, optimizer)
+        if step == 2:
+            run.attach_constructed(model, optimizer)
         if run.dtype != torch.float32 and step < 2:
             continue  # torch keeps no masters
         loss = model(torch.randn(8, 160, generator=torch.Generator().manual_seed(step)).to(run.dtype)).float().square().mean()
@@ -1126,11 +1113,7 @@ def constructed_again_as_in_a_notebook(run):
     del model
     model = build()
     optimizer = SGD(model.parameters(), 0.1)
-    if run.offloaded:
-        run.models.append(model)
-        run.handles.append(offloadd.attach(model, optimizer))
-    else:
-        run.attach(model, optimizer)
+    run.attach_constructed(model, optimizer)
     return run.train(model, optimizer)
 
 

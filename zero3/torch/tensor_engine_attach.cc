@@ -598,7 +598,7 @@ void TensorEngine::RestoreLargeBuffers() {
                          reinterpret_cast<std::byte*>(bytes.data())),
                  absl::StrCat("buffer ", Quoted(buffer.name)));
     Buffers::Assign(buffer, bytes);
-    buffer.crc = Buffers::CrcOf(Buffers::InOrder(buffer));
+    buffer.crc = Crc32c(0, bytes.data(), buffer.tensor.nbytes());
     buffer.is_stored = true;
   }
   // The first rank may put others with its next step.

@@ -55,11 +55,6 @@ at::Tensor FromBytes(std::string_view bytes) {
   return tensor;
 }
 
-bool AreSameMemory(const at::Tensor& a, const at::Tensor& b) {
-  return a.defined() && b.defined() && a.storage().is_alias_of(b.storage()) &&
-         a.storage_offset() == b.storage_offset() && a.numel() == b.numel();
-}
-
 // Pieces that follow each other are of one.
 struct Storage {
   std::span<const ForeignState::Piece> pieces;
@@ -89,17 +84,12 @@ std::vector<bool> ChooseSmall(std::span<const at::Tensor> storages, uint64_t byt
   return is_small;
 }
 
-// As long as the state of a step in a store that is laid out with these may become, without what
-// they keep.
-TrainerState WithNamesOf(std::span<const proto::Tensor> tensors, const Buffers& buffers,
-                         std::span<const uint64_t> slots, TrainerState state) {
-  constexpr size_t kOtherBytes = 64 << 10;
+// The state of a store that has these tensors, with further slots.
+TrainerState LaidOut(TrainerState state, std::vector<std::string> names,
+                     std::span<const uint64_t> slots) {
   state.layout.clear();
-  for (const proto::Tensor& tensor : tensors) state.layout.push_back({.name = tensor.name});
-  for (const Buffers::Large& buffer : buffers.large())
-    state.layout.push_back({.name = proto::BufferTensorName(buffer.name)});
+  for (std::string& name : names) state.layout.push_back({.name = std::move(name)});
   state.slot_bytes.insert(state.slot_bytes.end(), slots.begin(), slots.end());
-  state.buffers.append(kOtherBytes, ' ');
   return state;
 }
 
@@ -207,9 +197,7 @@ void TensorEngine::AddExpectedSlots() {
   if (slots.empty() || !FitsWith(slots)) return;
   Buffers buffers = buffers_;
   buffers.AddSlots(slots);
-  struct TrainerState next = state_;
-  next.slot_bytes = slots;
-  for (std::string& name : NamesInStore(buffers)) next.layout.push_back({.name = std::move(name)});
+  struct TrainerState next = LaidOut(state_, NamesInStore(buffers), slots);
   // The names go with every step, and are not all that does.
   const absl::StatusOr<std::string> encoded = EncodeTrainerState(next);
   if (!encoded.ok() || encoded->size() > StateBytesMax(*attachment_) / 2) return;
@@ -419,7 +407,7 @@ std::vector<uint64_t> TensorEngine::GiveSlots(size_t number, std::span<const at:
   for (size_t i = 0; i < parts.size(); ++i) {
     if (!parts[i].defined()) continue;
     const auto found = by_storage.find(place(parts[i]));
-    if (found == by_storage.end() || !AreSameMemory(slots[found->second]->tensor, parts[i]) ||
+    if (found == by_storage.end() || slots[found->second]->tensor.numel() != parts[i].numel() ||
         !taken.insert(found->second).second) {
       left.push_back(i);
     } else {
@@ -502,8 +490,11 @@ absl::Status TensorEngine::AddSlots(const std::vector<uint64_t>& sizes_bytes) {
   OFFLOAD_CHECK(before.edits.has_value()) << "edits that do not fit into memory";
   buffers_.AddSlots(sizes_bytes);
   absl::Status fits = MakePlan(DescribeJob({}, optimizer_, buffers_)).status();
-  fits.Update(
-      EncodeTrainerState(WithNamesOf(declared_, buffers_, sizes_bytes, epoch_state_)).status());
+  // As long as it may become, without what they keep.
+  constexpr size_t kOtherBytes = 64 << 10;
+  struct TrainerState next = LaidOut(epoch_state_, NamesInStore(buffers_), sizes_bytes);
+  next.buffers.append(kOtherBytes, ' ');
+  fits.Update(EncodeTrainerState(next).status());
   if (!fits.ok()) {
     buffers_ = before.buffers;
     return no_slots_ = fits;
