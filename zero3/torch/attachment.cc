@@ -28,6 +28,7 @@ namespace {
 
 // Transfers that one call keeps in flight; the rings have room for a thousand.
 constexpr size_t kTransfersInFlight = 32;
+constexpr size_t kLatePutsMax = 64;
 constexpr uint64_t kBlockBytes = 8ull << 20;  // of staging, for reading and putting
 // Of raw copies: one instruction may use two tensors, a loop a few.
 constexpr uint64_t kRawBytesMin = 16ull << 20, kRawWeightsMin = 4;
@@ -59,15 +60,35 @@ void Staging::Piece::SetHolder(std::thread::id holder) {
   staging_->returned_.NotifyAll();
 }
 
-Staging::Staging(uint64_t offset, uint64_t size_bytes) : free_(proto::kSectorBytes) {
+Staging::Staging(uint64_t offset, uint64_t size_bytes, std::function<bool()> give_back)
+    : give_back_(std::move(give_back)), free_(proto::kSectorBytes) {
   free_.Add(offset, size_bytes);
+}
+
+std::optional<uint64_t> Staging::TakeFree(uint64_t size_bytes, std::unique_lock<std::mutex>& lock) {
+  for (;;) {
+    if (const std::optional<uint64_t> offset = free_.Take(size_bytes)) return offset;
+    const bool is_left = std::any_of(holders_.begin(), holders_.end(), [](const auto& holder) {
+      return holder.second == std::thread::id();
+    });
+    if (!is_left) return std::nullopt;
+    lock.unlock();
+    if (!give_back_()) std::this_thread::yield();  // another thread is about to hold it
+    lock.lock();
+  }
+}
+
+void Staging::MakeRoom(uint64_t size_bytes) {
+  size_bytes = proto::PaddedBytes(std::max<uint64_t>(size_bytes, 1));
+  std::unique_lock lock(mutex_);
+  if (const auto offset = TakeFree(size_bytes, lock)) free_.Return(*offset, size_bytes);
 }
 
 Staging::Piece Staging::Take(uint64_t size_bytes) {
   size_bytes = proto::PaddedBytes(std::max<uint64_t>(size_bytes, 1));
   std::unique_lock lock(mutex_);
   for (;;) {
-    if (const std::optional<uint64_t> offset = free_.Take(size_bytes)) {
+    if (const std::optional<uint64_t> offset = TakeFree(size_bytes, lock)) {
       holders_[*offset] = std::this_thread::get_id();
       returned_.NotifyAll();  // who waits waits for one more
       Piece piece;
@@ -197,7 +218,8 @@ Attachment::Attachment(std::unique_ptr<client::Session> session)
 }
 
 void Attachment::BeginRoom() {
-  staging_.emplace(proto::kRegionFixedBytes, proto::kLoadingStagingBytes);
+  staging_.emplace(proto::kRegionFixedBytes, proto::kLoadingStagingBytes,
+                   [this] { return EndOneLate(); });
   scratch_ = std::make_shared<ScratchSpace>(world_.rank, world_.world_size);
 }
 
@@ -302,25 +324,66 @@ void Attachment::EndEpoch() {
   put_.clear();
 }
 
-void Attachment::PutWeight(uint32_t tensor, uint64_t region_offset, uint64_t digest) {
+std::vector<client::Ticket> Attachment::BeginPut(uint32_t tensor, uint64_t region_offset,
+                                                 uint64_t digest) {
   NotePut(tensor);
   const uint64_t element_count = this->tensor(tensor).element_count;
   const uint64_t element_bytes = proto::DtypeBytes(this->tensor(tensor).dtype);
   std::vector<client::Ticket> tickets;
-  absl::Status failure;
-  const auto wait_for_all = [&] {
-    for (const client::Ticket ticket : tickets) failure.Update(session_->Wait(ticket));
-    tickets.clear();
-  };
-  for (uint64_t begin = 0; begin < element_count && failure.ok(); begin += proto::kExtentElements) {
+  for (uint64_t begin = 0; begin < element_count; begin += proto::kExtentElements) {
     const uint64_t count = std::min<uint64_t>(element_count - begin, proto::kExtentElements);
-    tickets.push_back(session_->PutPlane(tensor, proto::Plane::kWeight, begin, count,
+    tickets.push_back(session().PutPlane(tensor, proto::Plane::kWeight, begin, count,
                                          region_offset + begin * element_bytes, digest));
-    if (tickets.size() == kTransfersInFlight) wait_for_all();
   }
-  if (world_size() > 1) tickets.push_back(session_->FollowPut(tensor, digest));
-  wait_for_all();
-  ThrowIfError(failure, absl::StrCat("parameter '", this->tensor(tensor).name, "'"));
+  if (world_size() > 1) tickets.push_back(session().FollowPut(tensor, digest));
+  return tickets;
+}
+
+absl::Status Attachment::WaitForAll(std::span<const client::Ticket> tickets) {
+  absl::Status failure;
+  for (const client::Ticket ticket : tickets) failure.Update(session().Wait(ticket));
+  return failure;
+}
+
+LatePut* Attachment::AddLate(LatePut* put) {
+  std::lock_guard lock(late_mutex_);
+  late_.push_back(put);
+  return std::exchange(waiting_, put);
+}
+
+void Attachment::ForgetLate(LatePut* put) {
+  std::lock_guard lock(late_mutex_);
+  late_.remove(put);
+  if (waiting_ == put) waiting_ = nullptr;
+}
+
+void Attachment::EndOldestLate() {
+  {
+    std::lock_guard lock(late_mutex_);
+    if (late_.size() <= kLatePutsMax) return;
+  }
+  EndOneLate();
+}
+
+bool Attachment::EndOneLate() {
+  LatePut* oldest = nullptr;
+  {
+    std::lock_guard lock(late_mutex_);
+    if (late_.empty()) return false;
+    oldest = late_.front();
+  }
+  oldest->EndPut();
+  return true;
+}
+
+void Attachment::EndLate() {
+  LatePut* waiting = nullptr;
+  {
+    std::lock_guard lock(late_mutex_);
+    waiting = waiting_;
+  }
+  if (waiting != nullptr) waiting->BeginPut();
+  while (EndOneLate()) continue;
 }
 
 absl::Status Attachment::EndPut(uint32_t tensor, uint64_t digest) {
@@ -514,6 +577,7 @@ void Attachment::ForgetRaw(RawUser* user) {
 }
 
 void Attachment::EndRaw() {
+  EndLate();
   for (;;) {
     RawUser* user = nullptr;
     {

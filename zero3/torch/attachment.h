@@ -52,7 +52,8 @@ class Staging {
     void Reset();
     uint64_t region_offset() const { return offset_; }
     uint64_t size_bytes() const { return size_bytes_; }
-    // It is given back by this thread, not by the one that took it.
+    // It is given back by this thread, not by the one that took it. No thread at all (none of that
+    // id): whoever finds no room has it given back first.
     void SetHolder(std::thread::id holder);
     explicit operator bool() const { return staging_ != nullptr; }
 
@@ -62,8 +63,11 @@ class Staging {
     uint64_t offset_ = 0, size_bytes_ = 0;
   };
 
-  Staging(uint64_t offset, uint64_t size_bytes);
+  // `give_back` has a piece given back that no thread holds; false when there is none.
+  Staging(uint64_t offset, uint64_t size_bytes, std::function<bool()> give_back);
 
+  // Has pieces given back that no thread holds, until so much is free at one place or none is left.
+  void MakeRoom(uint64_t size_bytes);
   // Waits while others hold what it needs. Throws OFD-1303 when that would be for ever: the calling
   // thread holds it itself, or those who do wait for something that it has; or it never fits.
   Piece Take(uint64_t size_bytes);
@@ -72,7 +76,9 @@ class Staging {
 
  private:
   void Return(uint64_t offset, uint64_t size_bytes);
+  std::optional<uint64_t> TakeFree(uint64_t size_bytes, std::unique_lock<std::mutex>& lock);
 
+  const std::function<bool()> give_back_;
   std::mutex mutex_;
   WaitQueue returned_;
   RangeAllocator free_;
@@ -135,6 +141,19 @@ class RawUser {
   ~RawUser() = default;
 };
 
+// A weight that an operator has written, whose bytes go to the daemon behind it. One that is
+// written again before its put has begun is put once.
+class LatePut {
+ public:
+  // Does nothing when it has begun, or an operator uses the weight again.
+  virtual void BeginPut() = 0;
+  // Waits for its end, and gives the room back; as above. Throws what has become of it.
+  virtual void EndPut() = 0;
+
+ protected:
+  ~LatePut() = default;
+};
+
 // Weights that always have a place: a pointer into one of them is of an operator that uses it.
 class PlacesOwner final : public RawOwner {
  public:
@@ -188,9 +207,11 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::vector<uint32_t> EndScheduleStep();
   void Prefetch(const std::vector<uint32_t>& tensors);
 
-  // Moves a weight between the region and the daemon, in the daemon's blocks. Blocks; throws.
-  // `digest`: of all of it, when it was made from the old one, for ranks to be compared; 0 else.
-  void PutWeight(uint32_t tensor, uint64_t region_offset, uint64_t digest);
+  // Moves a weight from the region to the daemon, in the daemon's blocks. The bytes stay as they are
+  // until WaitForAll() returns. `digest`: of all of it, when it was made from the old one, for ranks
+  // to be compared; 0 else.
+  std::vector<client::Ticket> BeginPut(uint32_t tensor, uint64_t region_offset, uint64_t digest);
+  absl::Status WaitForAll(std::span<const client::Ticket> tickets);
   // Ends the puts of a weight; of ranks after the first, whose bytes do not count: waits for those
   // of the first. Nothing for one that is alone.
   absl::Status EndPut(uint32_t tensor, uint64_t digest);
@@ -211,7 +232,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                                                 std::byte* target)>;
   absl::Status StreamInAll(std::span<const uint32_t> tensors, proto::Plane plane, FillOf fill,
                            uint64_t digest);
-  // A weight. With several ranks all of them call it; `digest` as for PutWeight().
+  // A weight. With several ranks all of them call it; `digest` as for BeginPut().
   absl::Status StreamIn(uint32_t tensor, Fill fill, uint64_t digest);
   absl::Status StreamIn(uint32_t tensor, const std::byte* bytes, uint64_t digest);
   // A weight or master is put by somebody who does it himself.
@@ -220,6 +241,13 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::vector<uint32_t> PutSinceEpoch();
   // What was put is part of one (a step, the end of a load), or is gone with the session.
   void EndEpoch();
+
+  // ---- Weights that are put behind the operator that wrote them ----
+  // The newest. Returns the one whose put is to begin now, if any.
+  LatePut* AddLate(LatePut* put);
+  void ForgetLate(LatePut* put);
+  // Those that are too many.
+  void EndOldestLate();
 
   // ---- The device of the parameters; null for the host ----
   void SetDevice(std::shared_ptr<DeviceMemory> device) { device_ = std::move(device); }
@@ -238,7 +266,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // Makes room for the bytes of one more, which is said once; the oldest go.
   void BeginRaw(RawUser* user);
   void ForgetRaw(RawUser* user);
-  // All of them: the step comes, or somebody reads what the daemon has.
+  // All of them, and all that is put behind operators: the step comes, or somebody reads what the
+  // daemon has.
   void EndRaw();
   // Room for the masters of weights that were edited, until the step; beside `ram`, like the bytes
   // of raw pointers and as much.
@@ -255,6 +284,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
  private:
   // For a session that has no plan yet.
   void BeginRoom();
+  bool EndOneLate();
+  void EndLate();
 
   std::unique_ptr<client::Session> session_;
   const client::World world_;
@@ -278,6 +309,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::atomic<uint64_t> raw_accesses_{0};
   std::mutex put_mutex_;
   std::set<uint32_t> put_;
+  std::mutex late_mutex_;
+  std::list<LatePut*> late_;    // oldest first
+  LatePut* waiting_ = nullptr;  // the last of them, whose put has not begun
   std::mutex schedule_mutex_;
   std::unique_ptr<Schedule> schedule_;
   std::shared_ptr<DeviceMemory> device_;  // uses the session and the staging buffer

@@ -529,6 +529,9 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   const SharedRoom room(uses);
   const RawKernel raw_kernel(verdict.takes_raw_memory);
   const CollectiveScope collective(verdict.gives_all_the_same);
+  for (const auto& [residency, access] : uses) {
+    if (access > Access::kReadCopy) residency->MakeRoomToWrite();
+  }
   Pins pins(verdict.allocates, verdict.is_loop);
   for (const auto& [residency, access] : uses) pins.Add(residency, access);
   op.redispatchBoxed(below, stack);

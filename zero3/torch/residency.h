@@ -108,6 +108,8 @@ class Residency : public StorageSwap::Owner {
   // waits for the last of them. True: until EndHolding().
   virtual bool BeginHolding(size_t count, uint64_t size_bytes) { return true; }
   virtual void EndHolding() {}
+  // An operation is about to pin it and write, and others with it; it has pinned none.
+  virtual void MakeRoomToWrite() {}
 
   // Tells a residency that was born in an allocator which storage it belongs to.
   void Learn(c10::StorageImpl* storage) {

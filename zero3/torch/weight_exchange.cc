@@ -126,6 +126,8 @@ void WeightResidency::Exchange(WeightResidency& other, at::ScalarType type) {
       others.copy_(before);
     }
   }
+  EndRaw(/*wait=*/true);  // of what these copies have written, too
+  other.EndRaw(/*wait=*/true);
   given_ = std::move(others_given);
   other.given_ = std::move(given);
   {

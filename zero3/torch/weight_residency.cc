@@ -40,6 +40,7 @@ WeightResidency::WeightResidency(std::shared_ptr<Attachment> attachment, uint32_
 }
 
 WeightResidency::~WeightResidency() {
+  attachment_->ForgetLate(this);
   attachment_->ForgetRaw(this);
   RemoveRawRange(swap_.home());
   if (raw_.is_shown()) raw_.Remove();
@@ -123,6 +124,8 @@ void WeightResidency::Pin(Access access) {
       if (PinRaw(access, lock)) return;
       continue;
     }
+    if (state_ == State::kWritten && put_.empty() && access != Access::kReadCopy)
+      return TakeBack(access);
     if (state_ == State::kWriting || (state_ == State::kReading && !writes)) {
       if (state_ == State::kReading && device() != nullptr) device()->Pin(tensor_);
       if (pins_ == 0) swap_.PointTo(bytes_, /*throws=*/false);
@@ -165,6 +168,18 @@ void WeightResidency::Pin(Access access) {
   AddPin(access);
 }
 
+// What was written and is not put yet is used once more.
+void WeightResidency::TakeBack(Access access) {
+  ThrowIfError(attachment_->session().health(), subject_);
+  attachment_->ForgetLate(this);
+  attachment_->Touch(tensor_);
+  staging_.SetHolder(std::this_thread::get_id());
+  state_ = State::kWriting;
+  is_overwritten_ = false;
+  swap_.PointTo(TakeHome(access == Access::kOverwrite ? access : Access::kWrite), /*throws=*/false);
+  AddPin(access);
+}
+
 // The copy never had the weight's bytes.
 void WeightResidency::Abandon() {
   Lock lock(mutex_);
@@ -180,6 +195,7 @@ void WeightResidency::AddPin(Access access) {
 }
 
 void WeightResidency::WaitForOthers(Lock& lock) {
+  if (state_ == State::kWritten) return EndPut(lock);
   absl::InlinedVector<WaitGraph::Thread, 4> others;
   if (state_ == State::kMoving) {
     others.push_back(mover_);
@@ -575,6 +591,7 @@ void WeightResidency::ServeRaw(bool writes) {
 bool WeightResidency::EndRaw(bool wait) {
   Lock lock(mutex_);
   for (;;) {
+    if (state_ == State::kWritten) EndPut(lock);
     if (!raw_.is_shown() && state_ != State::kMoving) return true;
     if (raw_.is_shown() && state_ == State::kHome && uses_ == 0) break;
     if (!wait) return false;
@@ -632,18 +649,28 @@ absl::Status WeightResidency::PutUnlessSame(ReadBytes bytes, uint64_t digest,
   return is_none ? end_put() : put();
 }
 
-// What an operator has written.
-void WeightResidency::PutStaged() {
+// What an operator has written. False: it is left where it is, for a put behind the operator.
+bool WeightResidency::PutStaged() {
   const std::byte* const bytes = attachment_->region() + staging_.region_offset();
-  if (!HasMaster() || SeesVersion() || !has_residual_)
-    return attachment_->PutWeight(tensor_, staging_.region_offset(), TakeDigest(bytes));
+  if (!HasMaster() || SeesVersion() || !has_residual_) {
+    // Ranks put one after the other, as often as each other.
+    if (attachment_->world_size() == 1) return false;
+    ThrowIfError(attachment_->WaitForAll(attachment_->BeginPut(
+                     tensor_, staging_.region_offset(), TakeDigest(bytes))),
+                 subject_);
+    return true;
+  }
   const uint64_t digest = TakeDigest(bytes);
   const Compared with_job = CompareWithJob(bytes);
-  if (with_job.is_same) return ThrowIfError(attachment_->EndPut(tensor_, digest), subject_);
+  if (with_job.is_same) {
+    ThrowIfError(attachment_->EndPut(tensor_, digest), subject_);
+    return true;
+  }
   const std::vector<std::byte> written(bytes, bytes + size_bytes_);
   staging_.Reset();
   ValueOrThrow(SeeHidden(with_job), subject_);
   ThrowIfError(attachment_->StreamIn(tensor_, written.data(), digest), subject_);
+  return true;
 }
 
 // The same on a rank after the first.
@@ -903,25 +930,87 @@ void WeightResidency::PutBack(Lock& lock) {
   mover_ = std::this_thread::get_id();
   lock.unlock();
   std::exception_ptr failure;
+  bool is_put = true;
   try {
     if (std::exchange(is_abandoned_, false)) {
       // Nothing was written.
     } else if (device() != nullptr) {
       ThrowIfError(PutFromDevice(), subject_);
     } else if (staging_) {
-      PutStaged();
+      is_put = PutStaged();
     } else {
       Follow();
     }
   } catch (...) {
     failure = std::current_exception();
   }
-  staging_.Reset();
+  if (is_put) staging_.Reset();
   private_.clear();
   lock.lock();
-  state_ = State::kHome;
+  state_ = is_put ? State::kHome : State::kWritten;
+  LatePut* begins = nullptr;
+  if (!is_put) {
+    begins = attachment_->AddLate(this);
+    staging_.SetHolder(std::thread::id());
+  }
   changed_.NotifyAll();
   if (failure) std::rethrow_exception(failure);
+  if (is_put) return;
+  lock.unlock();
+  if (begins != nullptr) begins->BeginPut();
+  attachment_->EndOldestLate();
+}
+
+// ---- Behind the operator -----------------------------------------------------------------------
+
+// A put may need room of the daemon's that the operation holds once it has pinned.
+void WeightResidency::MakeRoomToWrite() {
+  {
+    Lock lock(mutex_);
+    if (state_ == State::kInitial || state_ == State::kWriting || state_ == State::kWritten) return;
+  }
+  if (device() == nullptr && attachment_->rank() == 0) attachment_->staging().MakeRoom(size_bytes_);
+}
+
+// The engine closes and could not put it.
+void WeightResidency::DropWritten() {
+  attachment_->ForgetLate(this);
+  put_.clear();
+  staging_.Reset();
+  state_ = State::kHome;
+}
+
+void WeightResidency::BeginPut() {
+  Lock lock(mutex_);
+  if (state_ == State::kWritten) BeginPutLocked();
+}
+
+void WeightResidency::BeginPutLocked() {
+  if (put_.empty()) put_ = attachment_->BeginPut(tensor_, staging_.region_offset(), /*digest=*/0);
+}
+
+void WeightResidency::EndPut() {
+  Lock lock(mutex_);
+  while (state_ == State::kMoving && !put_.empty()) changed_.WaitForOthers(lock);
+  if (state_ == State::kWritten) EndPut(lock);
+}
+
+// It is known as late until it is home: whoever waits for all waits for this one, too.
+void WeightResidency::EndPut(Lock& lock) {
+  BeginPutLocked();
+  state_ = State::kMoving;
+  mover_ = std::this_thread::get_id();
+  staging_.SetHolder(mover_);
+  const std::vector<client::Ticket> put = put_;
+  lock.unlock();
+  const absl::Status ended = attachment_->WaitForAll(put);
+  staging_.Reset();
+  lock.lock();
+  put_.clear();
+  attachment_->ForgetLate(this);
+  state_ = State::kHome;
+  changed_.NotifyAll();
+  ThrowIfError(ended, subject_);
 }
 
 absl::Status WeightResidency::PutFromDevice() {
@@ -950,7 +1039,9 @@ void WeightResidency::Close(c10::DataPtr bytes) {
   c10::DataPtr initial;
   c10::Storage values;
   Lock lock(mutex_);
-  while (state_ != State::kHome && state_ != State::kInitial) changed_.WaitForOthers(lock);
+  while (state_ != State::kHome && state_ != State::kInitial && state_ != State::kWritten)
+    changed_.WaitForOthers(lock);
+  if (state_ == State::kWritten) DropWritten();
   closed_ = true;
   swap_.SetHomeThrows(true);
   initial = std::exchange(initial_, c10::DataPtr());

@@ -28,7 +28,7 @@ namespace offload::zero3 {
 
 class BornResidency;
 
-class WeightResidency final : public Residency, public RawOwner, public RawUser {
+class WeightResidency final : public Residency, public RawOwner, public RawUser, public LatePut {
  public:
   WeightResidency(std::shared_ptr<Attachment> attachment, uint32_t tensor, const std::string& name,
                   c10::Device device, size_t size_bytes, std::byte* home);
@@ -79,6 +79,10 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   // was written since, or the parameter is about to be and the program still has the memory.
   void CheckGiven(bool writes);
 
+  void MakeRoomToWrite() override;
+  void BeginPut() override;
+  void EndPut() override;
+
   // ---- Masters follow edits ----
   // A step is about to update it: its master becomes the weight when the tensor's version says that
   // it was written, however it was. Returns the master to put, fp32 in the order of memory, when an
@@ -97,7 +101,8 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   void Close(c10::DataPtr bytes = {});
 
  private:
-  enum class State : uint8_t { kInitial, kHome, kMoving, kReading, kWriting };
+  // kWritten: nobody uses it, and the staging buffer has what is put or about to be (LatePut).
+  enum class State : uint8_t { kInitial, kHome, kMoving, kReading, kWriting, kWritten };
   using Lock = std::unique_lock<std::mutex>;
 
   ~WeightResidency() override;
@@ -134,6 +139,10 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   std::byte* MakePrivate(Access access);
   void LetGo(Lock& lock);
   void PutBack(Lock& lock);
+  void TakeBack(Access access);
+  void BeginPutLocked();
+  void EndPut(Lock& lock);
+  void DropWritten();
   absl::Status PutRaw();
   // Whether an edit has a master to think of.
   bool HasMaster() const;
@@ -153,7 +162,7 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   absl::Status PutUnlessSame(ReadBytes bytes, uint64_t digest,
                              absl::FunctionRef<absl::Status()> put);
   uint32_t CrcInJob();
-  void PutStaged();
+  bool PutStaged();
   void Follow();
   void NoteHidden(uint32_t crc_before, uint32_t crc_now);
   uint64_t TakeDigest(const std::byte* bytes);
@@ -177,7 +186,8 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser 
   WaitGraph::Thread mover_;                            // kMoving
   std::byte* bytes_ = nullptr;                         // kReading, kWriting
   bool acquired_ = false;                              // the session's pin is ours
-  Staging::Piece staging_;                             // kWriting
+  Staging::Piece staging_;                             // kWriting, kWritten
+  std::vector<client::Ticket> put_;                    // of what is written, when that has begun
   bool is_compared_ = false;  // what is written is made from the old value, as on all ranks
   // kWriting, on a device: what is put back; of ranks after the first: what they write does not
   // count.
