@@ -172,6 +172,7 @@ void WeightResidency::Pin(Access access) {
 void WeightResidency::TakeBack(Access access) {
   ThrowIfError(attachment_->session().health(), subject_);
   attachment_->ForgetLate(this);
+  is_late_ = false;
   attachment_->Touch(tensor_);
   staging_.SetHolder(std::this_thread::get_id());
   state_ = State::kWriting;
@@ -950,6 +951,7 @@ void WeightResidency::PutBack(Lock& lock) {
   state_ = is_put ? State::kHome : State::kWritten;
   LatePut* begins = nullptr;
   if (!is_put) {
+    is_late_ = true;
     begins = attachment_->AddLate(this);
     staging_.SetHolder(std::thread::id());
   }
@@ -972,45 +974,55 @@ void WeightResidency::MakeRoomToWrite() {
   if (device() == nullptr && attachment_->rank() == 0) attachment_->staging().MakeRoom(size_bytes_);
 }
 
-// The engine closes and could not put it.
-void WeightResidency::DropWritten() {
+// Runs `action` without the lock, while others wait.
+void WeightResidency::MoveWritten(Lock& lock, absl::FunctionRef<void()> action, State after) {
+  state_ = State::kMoving;
+  mover_ = std::this_thread::get_id();
+  lock.unlock();
+  std::exception_ptr failure;
+  try {
+    action();
+  } catch (...) {
+    failure = std::current_exception();
+  }
+  lock.lock();
+  if (after == State::kHome) ForgetWritten();
+  state_ = after;
+  changed_.NotifyAll();
+  if (failure) std::rethrow_exception(failure);
+}
+
+void WeightResidency::ForgetWritten() {
   attachment_->ForgetLate(this);
+  is_late_ = false;
   put_.clear();
   staging_.Reset();
-  state_ = State::kHome;
 }
 
 void WeightResidency::BeginPut() {
   Lock lock(mutex_);
-  if (state_ == State::kWritten) BeginPutLocked();
-}
-
-void WeightResidency::BeginPutLocked() {
-  if (put_.empty()) put_ = attachment_->BeginPut(tensor_, staging_.region_offset(), /*digest=*/0);
+  if (state_ != State::kWritten || !put_.empty()) return;
+  const auto begin = [this] {
+    put_ = attachment_->BeginPut(tensor_, staging_.region_offset(), /*digest=*/0);
+  };
+  MoveWritten(lock, begin, State::kWritten);
 }
 
 void WeightResidency::EndPut() {
   Lock lock(mutex_);
-  while (state_ == State::kMoving && !put_.empty()) changed_.WaitForOthers(lock);
+  while (is_late_ && state_ == State::kMoving) changed_.WaitForOthers(lock);
   if (state_ == State::kWritten) EndPut(lock);
 }
 
-// It is known as late until it is home: whoever waits for all waits for this one, too.
+// It is late until it is home: whoever waits for all waits for this one, too.
 void WeightResidency::EndPut(Lock& lock) {
-  BeginPutLocked();
-  state_ = State::kMoving;
-  mover_ = std::this_thread::get_id();
-  staging_.SetHolder(mover_);
-  const std::vector<client::Ticket> put = put_;
-  lock.unlock();
-  const absl::Status ended = attachment_->WaitForAll(put);
-  staging_.Reset();
-  lock.lock();
-  put_.clear();
-  attachment_->ForgetLate(this);
-  state_ = State::kHome;
-  changed_.NotifyAll();
-  ThrowIfError(ended, subject_);
+  staging_.SetHolder(std::this_thread::get_id());
+  const auto end = [this] {
+    if (put_.empty())
+      put_ = attachment_->BeginPut(tensor_, staging_.region_offset(), /*digest=*/0);
+    ThrowIfError(attachment_->WaitForAll(put_), subject_);
+  };
+  MoveWritten(lock, end, State::kHome);
 }
 
 absl::Status WeightResidency::PutFromDevice() {
@@ -1041,7 +1053,10 @@ void WeightResidency::Close(c10::DataPtr bytes) {
   Lock lock(mutex_);
   while (state_ != State::kHome && state_ != State::kInitial && state_ != State::kWritten)
     changed_.WaitForOthers(lock);
-  if (state_ == State::kWritten) DropWritten();
+  if (state_ == State::kWritten) {  // it could not be put
+    ForgetWritten();
+    state_ = State::kHome;
+  }
   closed_ = true;
   swap_.SetHomeThrows(true);
   initial = std::exchange(initial_, c10::DataPtr());

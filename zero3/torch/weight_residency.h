@@ -140,9 +140,9 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser,
   void LetGo(Lock& lock);
   void PutBack(Lock& lock);
   void TakeBack(Access access);
-  void BeginPutLocked();
+  void MoveWritten(Lock& lock, absl::FunctionRef<void()> action, State after);
   void EndPut(Lock& lock);
-  void DropWritten();
+  void ForgetWritten();
   absl::Status PutRaw();
   // Whether an edit has a master to think of.
   bool HasMaster() const;
@@ -187,6 +187,7 @@ class WeightResidency final : public Residency, public RawOwner, public RawUser,
   std::byte* bytes_ = nullptr;                         // kReading, kWriting
   bool acquired_ = false;                              // the session's pin is ours
   Staging::Piece staging_;                             // kWriting, kWritten
+  bool is_late_ = false;                               // the attachment knows of it as a LatePut
   std::vector<client::Ticket> put_;                    // of what is written, when that has begun
   bool is_compared_ = false;  // what is written is made from the old value, as on all ranks
   // kWriting, on a device: what is put back; of ranks after the first: what they write does not
