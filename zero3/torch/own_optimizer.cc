@@ -402,6 +402,27 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
   ThrowIfError(attached->refusal);
   std::optional<ProcessMemory::Use> use;
   if (attached->memory != nullptr) use.emplace(attached->memory, /*inside_passes=*/true);
+  // What steps in this process holds gradients, which an Attach() of another thread may move. No
+  // closure runs meanwhile.
+  const auto take_turn = [&]() -> std::optional<TensorEngine::Turn> {
+    const auto* const offloads = dynamic_cast<const ModuleEngine*>(attached->engine);
+    if (offloads == nullptr || attached->memory == nullptr) return std::nullopt;
+    return offloads->tensors().TakeTurn();
+  };
+  if (attached->inner != nullptr && attached->memory != nullptr) {
+    at::Tensor loss;
+    if (closure != nullptr) {
+      const at::AutoGradMode grad(true);
+      loss = closure();
+    }
+    const auto turn = take_turn();
+    Update(*own, *attached);
+    attached->inner->step();
+    attached->may_keep = attached->has_stepped = true;
+    FollowHeld(*own, *attached);
+    attached->after(*own);
+    return loss;
+  }
   if (attached->inner != nullptr) {
     Update(*own, *attached);
     const auto follow = [&]() -> at::Tensor {  // a closure may change options, and look at state()
@@ -412,9 +433,9 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
     at::Tensor loss = attached->inner->step(closure != nullptr ? Closure(follow) : Closure());
     attached->may_keep = attached->has_stepped = true;
     FollowHeld(*own, *attached);
-    if (attached->after != nullptr) attached->after(*own);
     return loss;
   }
+  const auto turn = closure == nullptr ? take_turn() : std::nullopt;
   at::Tensor loss = next(own, std::move(closure));
   attached->has_stepped = true;
   attached->after(*own);
