@@ -92,19 +92,25 @@ void AttachByThreads(Run& run) {
     models.push_back(i % 2 == 0 ? Perceptron(run) : Normalised(run));
     optimizers.push_back(makers[i % makers.size()](models[i]->parameters()));
   }
-  std::vector<std::future<void>> threads;
-  for (size_t i = 0; i < kThreads; ++i) {
-    threads.push_back(std::async(std::launch::async, [&, i] {
-      engine->Attach(*models[i], *optimizers[i]);
-      for (size_t step = 0; step < 3; ++step) {
-        battery::Loss(run, models[i], step + i).backward();
-        optimizers[i]->step();
-        optimizers[i]->zero_grad();
-      }
-    }));
-  }
-  for (const std::future<void>& thread : threads) thread.wait();
-  for (std::future<void>& thread : threads) thread.get();
+  const auto in_threads = [&](const std::function<void(size_t)>& work) {
+    std::vector<std::future<void>> threads;
+    for (size_t i = 0; i < kThreads; ++i)
+      threads.push_back(std::async(std::launch::async, work, i));
+    for (const std::future<void>& thread : threads) thread.wait();
+    for (std::future<void>& thread : threads) thread.get();
+  };
+  in_threads([&](size_t i) {
+    engine->Attach(*models[i], *optimizers[i]);
+    const at::NoGradGuard no_grad;
+    models[i]->forward(run.Noise(i, {6, kWidth}));
+  });
+  in_threads([&](size_t i) {
+    for (size_t step = 0; step < 3; ++step) {
+      battery::Loss(run, models[i], step + i).backward();
+      optimizers[i]->step();
+      optimizers[i]->zero_grad();
+    }
+  });
   run.See(static_cast<double>(engine->step()));
   for (const nn::Sequential& model : models) run.See(*model);
 }
@@ -366,7 +372,7 @@ Programs Threads() {
          for (const nn::Sequential& model : models) run.See(*model);
        }},
       {"attached_by_threads_at_once", AttachByThreads<optim::AdamW>},
-      // All but the first to come step in this process, while others lay the store out anew.
+      // All but the first to come step in this process.
       {"optimizers_of_several_kinds_attached_by_threads",
        AttachByThreads<optim::AdamW, optim::SGD, optim::RMSprop, optim::Adagrad>},
       {"two_modules_of_one_job_in_two_threads",
