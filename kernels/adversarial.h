@@ -296,6 +296,8 @@ inline std::vector<OptimizerSpec> FormsOf(std::string_view name) {
   OptimizerSpec all(name);
   for (const Parameter& parameter : all.row().parameters) {
     forms.push_back(OptimizerSpec(name).Set(parameter.name, OtherValue(parameter)));
+    if (parameter.range == Range::kFinite)
+      forms.push_back(OptimizerSpec(name).Set(parameter.name, -OtherValue(parameter)));
     all.Set(parameter.name, OtherValue(parameter));
   }
   forms.push_back(all);

@@ -47,6 +47,22 @@ bool IsWithin(Range range, double value) {
   return false;
 }
 
+const char* TextOf(Range range) {
+  switch (range) {
+    case Range::kFinite:
+      return "a finite number";
+    case Range::kNotNegative:
+      return "a finite number, not less than 0";
+    case Range::kFraction:
+      return "at least 0 and less than 1";
+    case Range::kFlag:
+      return "0 or 1";
+    case Range::kFlavour:
+      return "0, 1 or 2";
+  }
+  return "";
+}
+
 std::string Text(double value) {
   char text[32];
   std::snprintf(text, sizeof(text), "%g", value);
@@ -95,7 +111,8 @@ std::string OptimizerSpec::Violation() const {
   for (size_t i = 0; i < row().parameters.size(); ++i) {
     const Parameter& parameter = row().parameters[i];
     if (IsWithin(parameter.range, values_[i])) continue;
-    return std::string(row().name) + " with " + parameter.name + " " + Text(values_[i]);
+    return std::string(row().name) + " with " + parameter.name + " " + Text(values_[i]) +
+           ", which has to be " + TextOf(parameter.range);
   }
   const char* const conflict = row().conflict == nullptr ? nullptr : row().conflict(values_.data());
   return conflict == nullptr ? "" : std::string(row().name) + ": " + conflict;

@@ -87,7 +87,8 @@ class OptimizerSpec {
   double Get(std::string_view parameter) const;
   OptimizerSpec& Set(std::string_view parameter, double value);
 
-  // Why these values cannot be ("lr is -1"), or nothing.
+  // Why these values cannot be ("sgd with lr nan, which has to be …"), or nothing. A negative lr,
+  // eps, weight_decay or momentum can: torch refuses it of a new optimizer only.
   std::string Violation() const;
   // The plane of that number, null when this optimizer with these values does not keep it.
   const StatePlane* Plane(size_t number) const;

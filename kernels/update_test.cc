@@ -243,9 +243,13 @@ TEST_P(UpdateTest, OneNonFiniteElementIsFoundAnywhere) {
 }
 
 TEST(OptimizerSpecTest, ValuesOutsideTheirRangeAreNamed) {
-  EXPECT_EQ(OptimizerSpec("adamw", {{"beta2", 1}}).Violation(), "adamw with beta2 1");
-  EXPECT_EQ(OptimizerSpec("adamw", {{"lr", -1}}).Violation(), "adamw with lr -1");
-  EXPECT_EQ(OptimizerSpec("sgd", {{"dampening", NAN}}).Violation(), "sgd with dampening nan");
+  EXPECT_EQ(OptimizerSpec("adamw", {{"beta2", 1}}).Violation(),
+            "adamw with beta2 1, which has to be at least 0 and less than 1");
+  EXPECT_EQ(OptimizerSpec("adamw", {{"lr", -1}}).Violation(), "");
+  EXPECT_EQ(OptimizerSpec("adagrad", {{"lr_decay", -1}}).Violation(),
+            "adagrad with lr_decay -1, which has to be a finite number, not less than 0");
+  EXPECT_EQ(OptimizerSpec("sgd", {{"dampening", NAN}}).Violation(),
+            "sgd with dampening nan, which has to be a finite number");
   EXPECT_EQ(OptimizerSpec("sgd", {{"nesterov", 1}}).Violation(),
             "sgd: nesterov needs momentum and no dampening");
   for (const std::string_view name : OptimizerNames())
@@ -257,7 +261,7 @@ TEST(OptimizerSpecTest, WhatComesFromAMessageIsChecked) {
   EXPECT_EQ(OptimizerSpec::Read("adamwx", {}, &spec), "unknown optimizer \"adamwx\"");
   EXPECT_EQ(OptimizerSpec::Read("sgd", {}, &spec), "sgd with 0 parameters");
   const std::vector<double> values = {0.1, 0.9, 0, 0, 2, 0, 0, 1};
-  EXPECT_EQ(OptimizerSpec::Read("sgd", values, &spec), "sgd with nesterov 2");
+  EXPECT_EQ(OptimizerSpec::Read("sgd", values, &spec), "sgd with nesterov 2, which has to be 0 or 1");
   const OptimizerSpec sent("adamw", {{"lr", 0.25}});
   EXPECT_EQ(OptimizerSpec::Read(sent.name(), sent.values(), &spec), "");
   EXPECT_EQ(spec.Get("lr"), 0.25);

@@ -164,9 +164,9 @@ TEST_F(StepPlanTest, AnOptimizerThatCannotBeIsRefused) {
   for (const double wrong : {std::nan(""), std::numeric_limits<double>::infinity(), -1.0}) {
     ExpectRefused(
         [=](StepRequest& step) {
-          SetOptimizer(step, OptimizerSpec("adamw", {{"eps", wrong}}));
+          SetOptimizer(step, OptimizerSpec("adamw", {{"beta1", wrong}}));
         },
-        "adamw with eps");
+        "adamw with beta1");
   }
   ExpectRefused(
       [](StepRequest& step) {

@@ -77,6 +77,44 @@ struct Numbers : torch::data::Dataset<Numbers> {
   std::optional<size_t> size() const override { return 24; }
 };
 
+// To one engine, which has its store before the last is there.
+template <class... Kinds>
+void AttachByThreads(Run& run) {
+  constexpr size_t kThreads = 4;
+  using Maker = std::function<std::unique_ptr<optim::Optimizer>(std::vector<Tensor>)>;
+  const std::vector<Maker> makers = {[](std::vector<Tensor> parameters) {
+    return std::make_unique<Kinds>(std::move(parameters), 1e-3);
+  }...};
+  const auto engine = run.Open();
+  std::vector<nn::Sequential> models;
+  std::vector<std::unique_ptr<optim::Optimizer>> optimizers;
+  for (size_t i = 0; i < kThreads; ++i) {
+    models.push_back(i % 2 == 0 ? Perceptron(run) : Normalised(run));
+    optimizers.push_back(makers[i % makers.size()](models[i]->parameters()));
+  }
+  const auto in_threads = [&](const std::function<void(size_t)>& work) {
+    std::vector<std::future<void>> threads;
+    for (size_t i = 0; i < kThreads; ++i)
+      threads.push_back(std::async(std::launch::async, work, i));
+    for (const std::future<void>& thread : threads) thread.wait();
+    for (std::future<void>& thread : threads) thread.get();
+  };
+  in_threads([&](size_t i) {
+    engine->Attach(*models[i], *optimizers[i]);
+    const at::NoGradGuard no_grad;
+    models[i]->forward(run.Noise(i, {6, kWidth}));
+  });
+  in_threads([&](size_t i) {
+    for (size_t step = 0; step < 3; ++step) {
+      battery::Loss(run, models[i], step + i).backward();
+      optimizers[i]->step();
+      optimizers[i]->zero_grad();
+    }
+  });
+  run.See(static_cast<double>(engine->step()));
+  for (const nn::Sequential& model : models) run.See(*model);
+}
+
 Programs Threads() {
   return {
       {"data_loader_with_workers",
@@ -333,6 +371,10 @@ Programs Threads() {
          for (std::thread& thread : threads) thread.join();
          for (const nn::Sequential& model : models) run.See(*model);
        }},
+      {"attached_by_threads_at_once", AttachByThreads<optim::AdamW>},
+      // All but the first to come step in this process.
+      {"optimizers_of_several_kinds_attached_by_threads",
+       AttachByThreads<optim::AdamW, optim::SGD, optim::RMSprop, optim::Adagrad>},
       {"two_modules_of_one_job_in_two_threads",
        [](Run& run) {
          std::vector<nn::Sequential> models = {Perceptron(run), Normalised(run)};

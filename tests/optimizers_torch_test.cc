@@ -487,11 +487,20 @@ TEST(OptimizerErrorsTest, OptionsThatNeedMoreStateThanTheJobKeepsAreRefusedAtThe
   auto& options = static_cast<torch::optim::SGDOptions&>(optimizer->param_groups()[0].options());
   options.momentum(0.9);
   EXPECT_EQ(ErrorOf([&] { optimizer->step(); }, "momentum_buffer"), 1604);
-  options.momentum(0).lr(-1);
-  EXPECT_EQ(ErrorOf([&] { optimizer->step(); }, "sgd with lr -1"), 1002);
+  options.momentum(0).lr(std::nan(""));
+  EXPECT_EQ(ErrorOf([&] { optimizer->step(); }, "sgd with lr nan, which has to be a finite number"),
+            1002);
   options.lr(0.1);
   optimizer->step();
   EXPECT_EQ(engine->step(), 1);
+}
+
+TEST(OptimizerErrorsTest, NegativeRatesAreThoseOfLaterOnly) {
+  Model model(at::kFloat);
+  auto engine = OpenEngine(/*offload=*/true, "rates");
+  EXPECT_EQ(ErrorOf([&] { engine->SGD(model, torch::optim::SGDOptions(-1)); },
+                    "sgd is made with lr -1. Make it with one that is not less than 0"),
+            1002);
 }
 
 TEST(OptimizerErrorsTest, RootsOfFp64ThatFollowNoRuleAreRefusedAtTheAttach) {

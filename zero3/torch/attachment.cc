@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <exception>
@@ -230,7 +231,14 @@ client::Session& Attachment::session() {
 
 void Attachment::EnsureSealed() {
   if (sealed()) return;
-  std::lock_guard lock(seal_mutex_);
+  // Who attaches to a store that is there may wait for this operator to end, and holds it meanwhile.
+  std::unique_lock lock(seal_mutex_, std::try_to_lock);
+  while (!lock.owns_lock()) {
+    constexpr std::chrono::milliseconds kPause{1};
+    std::this_thread::sleep_for(kPause);
+    if (sealed()) return;
+    lock.try_lock();
+  }
   if (sealed()) return;
   if (seal_failure_) std::rethrow_exception(seal_failure_);
   if (!seal_) ThrowStatus(Ended("this model"));

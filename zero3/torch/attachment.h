@@ -188,6 +188,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   // Close() forgets it. When it throws, so does every later call.
   void SetSealing(std::function<void()> seal) { seal_ = std::move(seal); }
   void EnsureSealed();
+  // While tensors are declared, operators of other threads wait before they make the store.
+  [[nodiscard]] std::unique_lock<std::recursive_mutex> HoldSeal() {
+    return std::unique_lock(seal_mutex_);
+  }
   bool sealed() const { return sealed_.load(std::memory_order_acquire); }
 
   // ---- After the plan is made ----
@@ -293,7 +297,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::shared_ptr<ScratchSpace> scratch_;
   HomeRanges homes_;
   std::string end_reason_;
-  std::mutex seal_mutex_;
+  std::recursive_mutex seal_mutex_;
   std::function<void()> seal_;
   std::exception_ptr seal_failure_;
   std::atomic<bool> sealed_{false};

@@ -116,7 +116,9 @@ absl::Status SetParameters(const offload_parameter* parameters, size_t count,
     changed.Set(name, parameters[i].value);
   }
   if (const std::string violation = changed.Violation(); !violation.empty())
-    return BadValue(absl::StrCat("optimizer options that cannot be: ", violation));
+    return MakeError(ErrorId::kBadValue,
+                     absl::StrCat("optimizer options that cannot be: ", violation),
+                     "Give the parameter such a value");
   *optimizer = changed;
   return absl::OkStatus();
 }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <mutex>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -55,6 +56,7 @@ class InMemoryEngine final : public Engine {
   std::unique_ptr<torch::optim::Optimizer> MakeOptimizer(torch::nn::Module& module,
                                                          ParameterGroups groups,
                                                          NamedOptimizer&& optimizer) override {
+    const std::lock_guard lock(mutex_);
     groups = modules_.LeaveToOthers(module, std::move(groups));
     CheckSupportedTypes(modules_.Names(module));
     if (destination_.has_value()) MoveWithBytes(module, *destination_);
@@ -63,6 +65,7 @@ class InMemoryEngine final : public Engine {
   }
   size_t AttachForeign(torch::nn::Module& module, ParameterGroups groups, const std::string&,
                        bool) override {
+    const std::lock_guard lock(mutex_);
     CheckSupportedTypes(modules_.Names(module));
     if (destination_.has_value()) MoveWithBytes(module, *destination_);
     const std::vector<at::Tensor> parameters = module.parameters();
@@ -73,14 +76,18 @@ class InMemoryEngine final : public Engine {
     return 0;
   }
   void GiveForeign(size_t, torch::optim::Optimizer&) override {}
-  void CommitForeign(size_t, torch::optim::Optimizer&) override { ++own_steps_; }
-  void CommitStep() override { ++own_steps_; }
+  void CommitForeign(size_t, torch::optim::Optimizer&) override { CommitStep(); }
+  void CommitStep() override {
+    const std::lock_guard lock(mutex_);
+    ++own_steps_;
+  }
   void Seal() override {}
   int rank() const override { return 0; }
   int world_size() const override { return 1; }
   std::vector<std::string> Exchange(std::string blob) override { return {std::move(blob)}; }
   // Every optimizer's steps are steps of the job.
   int64_t step() const override {
+    const std::lock_guard lock(mutex_);
     int64_t steps = own_steps_;
     for (const auto& states : states_) steps += states->steps();
     return steps;
@@ -90,6 +97,7 @@ class InMemoryEngine final : public Engine {
   void SetTrainerState(std::string blob) override { trainer_state_ = std::move(blob); }
   std::string TrainerState() const override { return trainer_state_; }
   torch::Tensor Gather(const torch::Tensor& parameter, const std::string& plane) override {
+    const std::lock_guard lock(mutex_);
     if (names_.empty()) ThrowStatus(NotAttached());
     if (states_.empty())
       return InMemoryStates(kernels::OptimizerSpec("sgd", {})).Gather(parameter, plane);
@@ -172,6 +180,7 @@ class InMemoryEngine final : public Engine {
     return weights;
   }
   const std::optional<c10::Device> destination_;
+  mutable std::mutex mutex_;  // threads may attach at once
   ModuleList modules_;
   std::vector<std::shared_ptr<InMemoryStates>> states_;  // one of each optimizer
   int64_t own_steps_ = 0;                                // of optimizers that are not ours

@@ -331,6 +331,33 @@ std::vector<KeptState> InMemoryOptimizer::GatherState() const {
   return states;
 }
 
+std::vector<Tensor> InMemoryOptimizer::Masters() const {
+  std::vector<Tensor> masters;
+  for (const auto& group : param_groups_) {
+    for (const Tensor& parameter : group.params()) {
+      const InMemoryState* const state = StateOf(parameter);
+      masters.push_back(state == nullptr || IsItsOwnMaster(parameter) ? Tensor() : state->master);
+    }
+  }
+  return masters;
+}
+
+// Whether it still is the weight's is looked at by the next step, as always.
+void InMemoryOptimizer::TakeMasters(std::span<const Tensor> masters) {
+  size_t number = 0;
+  for (const auto& group : param_groups_) {
+    for (const Tensor& parameter : group.params()) {
+      if (number >= masters.size()) return;
+      const Tensor& master = masters[number++];
+      if (!master.defined() || IsItsOwnMaster(parameter) || master.sizes() != parameter.sizes())
+        continue;
+      InMemoryState& state = states_->states_[parameter.unsafeGetTensorImpl()];
+      state.master = master.to(MasterType(parameter));
+      state.version = static_cast<int64_t>(parameter._version());
+    }
+  }
+}
+
 void InMemoryOptimizer::save(torch::serialize::OutputArchive& archive) const {
   auto& self = const_cast<InMemoryOptimizer&>(*this);  // whose shown state is no part of its value
   TakeBackState(self, self);

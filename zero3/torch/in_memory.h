@@ -83,6 +83,12 @@ class InMemoryOptimizer final : public torch::optim::Optimizer, public StateKeep
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 
+  // Of 16-bit parameters: their masters, in the order of the groups; undefined before its first
+  // step, and of others.
+  std::vector<torch::Tensor> Masters() const;
+  // What Masters() gave in an earlier run. One whose cast is not the weight any more is not taken.
+  void TakeMasters(std::span<const torch::Tensor> masters);
+
   const std::shared_ptr<InMemoryStates>& states() const { return states_; }
   const InMemoryState* StateOf(const torch::Tensor& parameter) const {
     return states_->StateOf(parameter);

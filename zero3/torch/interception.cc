@@ -16,6 +16,7 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/container/inlined_vector.h"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/match.h"
 #include "base/error.h"
 #include "zero3/torch/operator_gate.h"
@@ -382,6 +383,33 @@ std::optional<OperatorGate::Passage> PassageOf(const Uses& uses) {
   return passage;
 }
 
+// An operator's passage, and what it uses as of then: who lays a store out anew for another thread
+// leaves gradients in memory, whose residencies are gone afterwards.
+class PassWithUses {
+ public:
+  // `collect` is called until nothing has changed meanwhile.
+  explicit PassWithUses(absl::FunctionRef<Uses&()> collect) {
+    const OperatorGate& gate = OperatorGate::OfProcess();
+    for (;;) {
+      if (gate.is_laying_out()) Take(OperatorGate::Passage::kTogether);
+      const uint64_t laid_out = gate.laid_out();
+      if (const auto passage = PassageOf(collect())) Take(*passage);
+      if (gate.laid_out() == laid_out) return;
+    }
+  }
+
+ private:
+  void Take(OperatorGate::Passage passage) {
+    if (taken_ == passage || taken_ == OperatorGate::Passage::kAlone) return;
+    pass_.reset();
+    pass_.emplace(passage);
+    taken_ = passage;
+  }
+
+  std::optional<OperatorGate::Pass> pass_;
+  std::optional<OperatorGate::Passage> taken_;
+};
+
 // Several weights in one operation: who has one and waits for room for the next may wait for ever,
 // since another has the next and waits for room, too. So either there is room for all of them,
 // however it is divided, and one operation at a time has it; or all but the last have bytes of
@@ -519,9 +547,8 @@ void RunManaged(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
       torch::jit::peek(*stack, 0, verdict.arguments.size()).toListRef().size() > 1)
     return RunOneByOne(op, keys, stack);
   if (verdict.is_message) LeaveOutOfMessages(verdict, stack);
-  Uses uses = CollectUses(verdict, below, stack);
-  std::optional<OperatorGate::Pass> pass;
-  if (const auto passage = PassageOf(uses)) pass.emplace(*passage);
+  Uses uses;
+  const PassWithUses pass([&]() -> Uses& { return uses = CollectUses(verdict, below, stack); });
   if (CopySeveral(verdict, uses, stack)) uses = CollectUses(verdict, below, stack);
   // Whether two storages are one, which set_() asks, is seen only where both have bytes.
   for (size_t i = 0; verdict.special == Special::kSet && i < verdict.arguments.size(); ++i)

@@ -20,6 +20,7 @@
 #include "base/error.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/dtypes.h"
+#include "zero3/torch/in_memory.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/optimizers.h"
 #include "zero3/torch/own_optimizer.h"
@@ -225,11 +226,14 @@ absl::Status ModuleEngine::CheckResumes(const ParameterGroups& groups,
       IsNew(tensors_->foreign(number), tensors_->trainer_state()))
     return absl::OkStatus();
   const std::string name(optimizer.name());
+  const ForeignState* const state = tensors_->foreign(number);
   return MakeError(
       ErrorId::kUnsupportedOptimizer,
       absl::StrCat("the job is at step ", tensors_->step(), " and keeps what ",
                    std::string(tensors_->optimizer().name()), " does; ", name,
-                   " trained in the memory of an earlier run, where its state was lost"),
+                   " trained in the memory of an earlier run, where its state was lost",
+                   state == nullptr || state->is_kept || state->described.empty() ? ""
+                                                                : ": " + state->described),
       absl::StrCat("Give the phase that trains with ", name,
                    " a job of its own, from saved weights, to resume it"));
 }
@@ -357,10 +361,37 @@ class KeepsOptions {
   std::vector<std::unique_ptr<torch::optim::OptimizerOptions>> options_;
 };
 
-FileBytes FileOf(torch::optim::Optimizer& optimizer, size_t expected_bytes) {
+// Beside what libtorch writes: by their place in the groups.
+constexpr char kMasters[] = "offload_masters";
+
+void WriteMasters(const InMemoryOptimizer& optimizer, torch::serialize::OutputArchive& archive) {
+  torch::serialize::OutputArchive of_masters(archive.compilation_unit());
+  const std::vector<at::Tensor> masters = optimizer.Masters();
+  for (size_t i = 0; i < masters.size(); ++i) {
+    if (masters[i].defined()) of_masters.write(std::to_string(i), masters[i], /*is_buffer=*/true);
+  }
+  archive.write(kMasters, of_masters);
+}
+
+std::vector<at::Tensor> ReadMasters(torch::serialize::InputArchive& archive) {
+  std::vector<at::Tensor> masters;
+  torch::serialize::InputArchive of_masters;
+  if (!archive.try_read(kMasters, of_masters)) return masters;
+  for (const std::string& key : of_masters.keys()) {
+    size_t number = 0;
+    if (!absl::SimpleAtoi(key, &number)) continue;
+    masters.resize(std::max(masters.size(), number + 1));
+    of_masters.read(key, masters[number], /*is_buffer=*/true);
+  }
+  return masters;
+}
+
+FileBytes FileOf(torch::optim::Optimizer& optimizer, const InMemoryOptimizer* with_masters,
+                 size_t expected_bytes) {
   const WithoutScratch without(optimizer);
   torch::serialize::OutputArchive archive;
   optimizer.save(archive);
+  if (with_masters != nullptr) WriteMasters(*with_masters, archive);
   FileBytes file(expected_bytes);
   archive.save_to(
       [&file](const void* bytes, size_t size_bytes) { return file.Append(bytes, size_bytes); });
@@ -407,13 +438,15 @@ absl::Status TakeFirstRanks(TensorEngine& tensors, absl::Status own,
 
 }  // namespace
 
-size_t ModuleEngine::NextForeign(const std::string& optimizer, bool has_masters) {
-  foreign_.push_back({.optimizer = optimizer, .has_masters = has_masters});
+size_t ModuleEngine::NextForeign(const std::string& optimizer) {
+  foreign_.push_back({.optimizer = optimizer});
   return foreign_.size() - 1;
 }
 
-void ModuleEngine::AddForeign(size_t number, bool commits_itself) {
+void ModuleEngine::AddForeign(size_t number, bool commits_itself,
+                              const std::shared_ptr<InMemoryOptimizer>& with_masters) {
   foreign_.at(number).commits_itself = commits_itself;
+  foreign_.at(number).with_masters = with_masters;
   tensors_->AddForeign(number, foreign_.at(number).optimizer, commits_itself);
 }
 
@@ -470,6 +503,8 @@ void ModuleEngine::GiveForeign(size_t number, torch::optim::Optimizer& optimizer
     options.emplace(optimizer);
   }
   optimizer.load(archive);
+  if (const auto inner = foreign_.at(number).with_masters.lock())
+    inner->TakeMasters(ReadMasters(archive));
   tensors_->ForgetForeignBytes(number);
 }
 
@@ -489,8 +524,6 @@ void ModuleEngine::CommitForeign(size_t number, torch::optim::Optimizer& optimiz
 }
 
 absl::Status ModuleEngine::Keep(size_t number, torch::optim::Optimizer& optimizer) {
-  if (foreign_.at(number).has_masters)
-    return absl::FailedPreconditionError("it has fp32 masters in memory");
   Foreign& foreign = foreign_.at(number);
   const ProcessMemory::Use use(tensors_->process_memory(), /*inside_passes=*/false);
   std::optional<FileBytes> file;
@@ -498,7 +531,7 @@ absl::Status ModuleEngine::Keep(size_t number, torch::optim::Optimizer& optimize
   try {
     std::optional<EachNamedOnce> once;
     if (foreign.commits_itself) once.emplace(optimizer);
-    file = FileOf(optimizer, foreign.file_bytes);
+    file = FileOf(optimizer, foreign.with_masters.lock().get(), foreign.file_bytes);
     if (IsEmpty(*file)) status = absl::FailedPreconditionError("its class has no save()");
   } catch (const c10::Error& error) {
     status = absl::FailedPreconditionError(
@@ -541,6 +574,7 @@ static void CheckIsOfOneKind(std::string_view trainer_state) {
 std::unique_ptr<torch::optim::Optimizer> ModuleEngine::MakeOptimizer(torch::nn::Module& module,
                                                                      ParameterGroups groups,
                                                                      NamedOptimizer&& optimizer) {
+  const AttachTurn turn = TakeAttachTurn();
   if (begun_at_ > 0) CheckIsOfOneKind(tensors_->trainer_state());
   groups = modules_->LeaveToOthers(module, std::move(groups));
   CheckHas(module, groups);

@@ -72,6 +72,8 @@ class ModuleList {
   std::unordered_set<const void*> claimed_;  // TensorImpl
 };
 
+class InMemoryOptimizer;
+
 class ModuleEngine final : public Engine {
  public:
   explicit ModuleEngine(std::shared_ptr<TensorEngine> tensors)
@@ -87,10 +89,10 @@ class ModuleEngine final : public Engine {
   // Whether the job has what the optimizer of this number has kept.
   bool HasForeign(size_t number) const;
   // The number of the next that runs in this process.
-  // `has_masters`: fp32 ones, in its memory, which its file does not have.
-  size_t NextForeign(const std::string& optimizer, bool has_masters = false);
-  // The job knows of it from now on.
-  void AddForeign(size_t number, bool commits_itself);
+  size_t NextForeign(const std::string& optimizer);
+  // The job knows of it from now on. `with_masters`: one of ours behind it, or null.
+  void AddForeign(size_t number, bool commits_itself,
+                  const std::shared_ptr<InMemoryOptimizer>& with_masters = nullptr);
   // Whether an optimizer keeps other planes than the job's, which can run in this process then.
   bool IsOfOtherKind(const kernels::OptimizerSpec& optimizer) const;
   // Takes part like AttachForeign, with an optimizer of ours whose state is in memory.
@@ -131,6 +133,14 @@ class ModuleEngine final : public Engine {
   PlanSummary plan() const override { return tensors_->plan(); }
 
   TensorEngine& tensors() const { return *tensors_; }
+  // Threads may attach at once: one after another, between steps, before the store is made or after.
+  struct AttachTurn {
+    TensorEngine::Turn turn;
+    std::unique_lock<std::recursive_mutex> seal;
+  };
+  AttachTurn TakeAttachTurn() const {
+    return {tensors_->TakeTurn(), tensors_->attachment()->HoldSeal()};
+  }
   // Whether the job had steps when this process opened it.
   bool has_resumed() const { return begun_at_ > 0; }
   std::weak_ptr<TensorEngine> weak_tensors() const { return tensors_; }
@@ -152,7 +162,7 @@ class ModuleEngine final : public Engine {
   const std::shared_ptr<TensorEngine> tensors_;
   struct Foreign {
     std::string optimizer;  // its class
-    bool has_masters = false;
+    std::weak_ptr<InMemoryOptimizer> with_masters;  // which its own file does not have
     bool commits_itself = false;  // libtorch's own
     bool has_told = false;        // why what it keeps is not the job's
     size_t file_bytes = 0;        // of what it kept last

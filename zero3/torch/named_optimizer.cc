@@ -65,8 +65,25 @@ kernels::OptimizerSpec CheckedSpec(const NamedOptimizer& optimizer,
   const kernels::OptimizerSpec spec = optimizer.spec_of(options);
   const std::string violation = spec.Violation();
   if (violation.empty()) return spec;
-  ThrowStatus(
-      MakeError(ErrorId::kBadValue, absl::StrCat("optimizer options that cannot be: ", violation)));
+  ThrowStatus(MakeError(
+      ErrorId::kBadValue, absl::StrCat("optimizer options that cannot be: ", violation),
+      "Set it in the options of the group (param_groups()[i].options()) before the step; a schedule "
+      "or a loss may have made it, too"));
+}
+
+// As the constructors of torch's classes do, which look at the defaults only: those of groups may
+// be changed to anything later.
+static void CheckDefaults(const kernels::OptimizerSpec& defaults) {
+  for (const kernels::Parameter& parameter : defaults.row().parameters) {
+    if (defaults.Get(parameter.name) >= 0 || std::string_view(parameter.name) == "dampening")
+      continue;
+    ThrowStatus(MakeError(
+        ErrorId::kBadValue,
+        absl::StrCat("optimizer options that cannot be: ", std::string(defaults.name()),
+                     " is made with ", parameter.name, " ", defaults.Get(parameter.name)),
+        "Make it with one that is not less than 0, as torch's classes demand; options of a group "
+        "may become negative later"));
+  }
 }
 
 void CheckEachOnce(std::span<const OptimizerParamGroup> groups) {
@@ -102,6 +119,7 @@ void CheckKeeps(const kernels::OptimizerSpec& kept, const kernels::OptimizerSpec
 kernels::OptimizerSpec SpecOfAll(const NamedOptimizer& optimizer,
                                  std::span<const OptimizerParamGroup> groups) {
   kernels::OptimizerSpec all = CheckedSpec(optimizer, *optimizer.defaults);
+  CheckDefaults(all);
   for (const OptimizerParamGroup& group : groups) {
     if (group.has_options()) all.KeepToo(CheckedSpec(optimizer, group.options()));
   }

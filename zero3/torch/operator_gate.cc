@@ -18,6 +18,7 @@ void OperatorGate::Pass::Wait(std::unique_lock<std::mutex>& lock, const Free& is
 
 OperatorGate::Pass::Pass(Passage passage, OperatorGate& gate) : gate_(gate), passage_(passage) {
   if (++depth > 1) return;
+  if (passage == Passage::kAloneForLong) ++gate_.laying_out_;
   std::unique_lock lock(gate_.mutex_);
   if (passage == Passage::kTogether) {
     Wait(lock, [this] { return gate_.alone_ == 0 && gate_.waiting_alone_ == 0; });
@@ -35,7 +36,11 @@ OperatorGate::Pass::~Pass() {
   if (--depth > 0) return;
   const std::lock_guard lock(gate_.mutex_);
   --(passage_ == Passage::kTogether ? gate_.together_ : gate_.alone_);
-  if (passage_ == Passage::kAloneForLong) --gate_.for_long_;
+  if (passage_ == Passage::kAloneForLong) {
+    --gate_.for_long_;
+    ++gate_.laid_out_;
+    --gate_.laying_out_;
+  }
   if (gate_.together_ == 0 || gate_.alone_ == 0) gate_.changed_.notify_all();
 }
 

@@ -15,8 +15,10 @@
 // Thread safety: all of it may be used from any thread.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <mutex>
 
 namespace offload::zero3 {
@@ -30,6 +32,10 @@ class OperatorGate {
   static OperatorGate& OfProcess();
 
   enum class Passage { kTogether, kAlone, kAloneForLong };
+  // Whether a store is being laid out anew, or is about to be: what tensors are with may change
+  // until then. How often that has ended.
+  bool is_laying_out() const { return laying_out_.load(std::memory_order_acquire) > 0; }
+  uint64_t laid_out() const { return laid_out_.load(std::memory_order_acquire); }
   // Waits until it may pass; until it is destroyed, others wait for it.
   class Pass {
    public:
@@ -52,6 +58,8 @@ class OperatorGate {
   std::mutex mutex_;
   std::condition_variable changed_;
   int together_ = 0, alone_ = 0, for_long_ = 0;
+  std::atomic<int> laying_out_ = 0;
+  std::atomic<uint64_t> laid_out_ = 0;
   int waiting_alone_ = 0;  // before whom nobody passes any more
 };
 

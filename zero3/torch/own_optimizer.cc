@@ -402,6 +402,27 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
   ThrowIfError(attached->refusal);
   std::optional<ProcessMemory::Use> use;
   if (attached->memory != nullptr) use.emplace(attached->memory, /*inside_passes=*/true);
+  // What steps in this process holds gradients, which an Attach() of another thread may move. No
+  // closure runs meanwhile.
+  const auto take_turn = [&]() -> std::optional<TensorEngine::Turn> {
+    const auto* const offloads = dynamic_cast<const ModuleEngine*>(attached->engine);
+    if (offloads == nullptr || attached->memory == nullptr) return std::nullopt;
+    return offloads->tensors().TakeTurn();
+  };
+  if (attached->inner != nullptr && attached->memory != nullptr) {
+    at::Tensor loss;
+    if (closure != nullptr) {
+      const at::AutoGradMode grad(true);
+      loss = closure();
+    }
+    const auto turn = take_turn();
+    Update(*own, *attached);
+    attached->inner->step();
+    attached->may_keep = attached->has_stepped = true;
+    FollowHeld(*own, *attached);
+    attached->after(*own);
+    return loss;
+  }
   if (attached->inner != nullptr) {
     Update(*own, *attached);
     const auto follow = [&]() -> at::Tensor {  // a closure may change options, and look at state()
@@ -412,9 +433,9 @@ at::Tensor Step(Optimizer* own, Closure closure, StepFunction next) {
     at::Tensor loss = attached->inner->step(closure != nullptr ? Closure(follow) : Closure());
     attached->may_keep = attached->has_stepped = true;
     FollowHeld(*own, *attached);
-    if (attached->after != nullptr) attached->after(*own);
     return loss;
   }
+  const auto turn = closure == nullptr ? take_turn() : std::nullopt;
   at::Tensor loss = next(own, std::move(closure));
   attached->has_stepped = true;
   attached->after(*own);
@@ -553,11 +574,14 @@ bool NameEachOnce(std::vector<OptimizerParamGroup>& groups) {
 }
 
 // What an optimizer is going to keep that runs in this process: its file.
-uint64_t ExpectedBytes(const Optimizer& optimizer) {
-  uint64_t weight_bytes = 0, vectors = 2;
+// `has_masters`: with it there are masters of 16-bit weights, and it keeps numbers of their type.
+uint64_t ExpectedBytes(const Optimizer& optimizer, bool has_masters) {
+  uint64_t weight_bytes = 0, vectors = has_masters ? 3 : 2;
   for (const OptimizerParamGroup& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params())
-      weight_bytes += parameter.requires_grad() ? parameter.nbytes() : 0;
+    for (const at::Tensor& parameter : group.params()) {
+      const auto type = has_masters ? MasterType(parameter) : parameter.scalar_type();
+      weight_bytes += parameter.requires_grad() ? parameter.numel() * c10::elementSize(type) : 0;
+    }
     if (dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr) continue;
     const auto& options = static_cast<const torch::optim::LBFGSOptions&>(
         group.has_options() ? group.options() : optimizer.defaults());
@@ -566,10 +590,10 @@ uint64_t ExpectedBytes(const Optimizer& optimizer) {
   // Beside its tensors there is what a file says of them.
   return std::bit_ceil(vectors * weight_bytes + vectors * weight_bytes / 16 + (64 << 10));
 }
-void Expect(Engine& engine, const Optimizer& optimizer) {
+void Expect(Engine& engine, const Optimizer& optimizer, bool has_masters = false) {
   auto* const offloads = dynamic_cast<ModuleEngine*>(&engine);
   if (offloads == nullptr) return;
-  const uint64_t size_bytes = ExpectedBytes(optimizer);
+  const uint64_t size_bytes = ExpectedBytes(optimizer, has_masters);
   offloads->tensors().ExpectForeign({&size_bytes, 1});
 }
 
@@ -590,20 +614,21 @@ void AttachInProcess(ModuleEngine& engine, torch::nn::Module& module, Optimizer&
   const Left left = OfProcess().FindLeft(engine, parameters);
   const bool follows = left.all.size() == parameters.size();
   const bool is_new = !left.all.empty() && engine.tensors().Succeed();
-  const size_t number =
-      engine.NextForeign(c10::demangle(typeid(own).name()), ModuleEngine::HasMasters(groups));
+  const size_t number = engine.NextForeign(c10::demangle(typeid(own).name()));
   // One of an earlier run that has lost what it kept. It may be there only for the next to follow.
   absl::Status refusal;
   const bool goes_on = left.stepped.size() < parameters.size() && !is_new;
   if (goes_on) refusal = engine.CheckResumes(groups, spec, number);
   if (!follows) ThrowIfError(refusal);
-  Expect(engine, own);
+  const bool has_masters = ModuleEngine::HasMasters(groups);
+  Expect(engine, own, has_masters);
   {
     const Heritage heritage;
     engine.AttachInProcess(module, groups, spec);
   }
-  engine.AddForeign(number, /*commits_itself=*/true);
   auto inner = std::make_shared<InMemoryOptimizer>(groups, std::move(named));
+  engine.AddForeign(number, /*commits_itself=*/true,
+                    has_masters ? inner : nullptr);
   if (!states.empty()) inner->ReplaceState(states);
   MapOf(own).clear();
   const auto commit = [weak = engine.weak_from_this(), number](Optimizer& stepped) {
@@ -633,6 +658,23 @@ bool BeginsAnew(ModuleEngine* engine, const Left& left) {
   }
   return false;
 }
+
+// Threads may attach at once. In memory engines have nothing to wait for: one turn for all.
+class AttachTurn {
+ public:
+  explicit AttachTurn(Engine& engine) {
+    if (const auto* const offloads = dynamic_cast<ModuleEngine*>(&engine)) {
+      of_engine_.emplace(offloads->TakeAttachTurn());
+    } else {
+      static auto* const kInMemory = new std::mutex;
+      in_memory_ = std::unique_lock(*kInMemory);
+    }
+  }
+
+ private:
+  std::optional<ModuleEngine::AttachTurn> of_engine_;
+  std::unique_lock<std::mutex> in_memory_;
+};
 
 // An object that was asked for its state, or was given one, before it was attached: it has begun
 // anew, in place of the dead one that was where it is.
@@ -688,6 +730,7 @@ void Undivert(const Optimizer* attached_at, const Engine& engine) {
 }  // namespace zero3
 
 void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimizer) {
+  const zero3::AttachTurn turn(*this);
   std::optional<zero3::NamedOptimizer> named = zero3::NamedAs(optimizer);
   zero3::TakeLeftState(optimizer);
   if (zero3::OfProcess().IsHeir(optimizer, *this)) return zero3::CountHeir(*this);
@@ -757,8 +800,13 @@ void Engine::Attach(torch::nn::Module& module, torch::optim::Optimizer& optimize
 }
 
 void Engine::CommitStep(torch::optim::Optimizer& optimizer) {
-  const auto found = foreign_.find(&optimizer);
-  if (found == foreign_.end()) {
+  const std::optional<size_t> number = [&]() -> std::optional<size_t> {
+    const zero3::AttachTurn turn(*this);  // others may be attached meanwhile
+    const auto found = foreign_.find(&optimizer);
+    if (found == foreign_.end()) return std::nullopt;
+    return found->second;
+  }();
+  if (!number.has_value()) {
     zero3::ThrowStatus(MakeError(
         ErrorId::kBadValue,
         absl::StrCat("CommitStep() of a ", c10::demangle(typeid(optimizer).name()),
@@ -766,7 +814,7 @@ void Engine::CommitStep(torch::optim::Optimizer& optimizer) {
         "Attach it first, engine->Attach(module, optimizer), and leave it where it is; objects of "
         "torch::optim need no CommitStep()"));
   }
-  CommitForeign(found->second, optimizer);
+  CommitForeign(*number, optimizer);
 }
 
 Engine::~Engine() {

@@ -75,7 +75,8 @@ kernels::OptimizerSpec SpecOf(const std::string& kind, const Values& values) {
   const std::string violation = kernels::OptimizerSpec::Read(kind, values, &spec);
   if (violation.empty()) return spec;
   ThrowStatus(
-      MakeError(ErrorId::kBadValue, absl::StrCat("optimizer options that cannot be: ", violation)));
+      MakeError(ErrorId::kBadValue, absl::StrCat("optimizer options that cannot be: ", violation),
+                "Set it in optimizer.param_groups before the step"));
 }
 
 at::Tensor BytesOf(const std::string& text) {
