@@ -22,7 +22,10 @@ def _arguments():
     parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    return parser.parse_args()
+    given = parser.parse_args()
+    if not given.module and not os.path.exists(given.script):
+        parser.error(f"there is no file {os.path.abspath(given.script)}")
+    return given
 
 
 def _job_after(script, is_module):
@@ -35,7 +38,7 @@ def _job_after(script, is_module):
 
 def _options(given):
     """Of attach(). Paths are where they are now, wherever the script goes; and a mistake in them is told before the script does an hour's work."""
-    from .config import options_of
+    from .config import options_of, read_toml
     from .errors import Error
     from .options import absolute_paths
     from .library import is_disabled
@@ -43,11 +46,16 @@ def _options(given):
     if given.config and not os.path.isfile(given.config):
         raise Error.of(1101, f"there is no file {os.path.abspath(given.config)}", "Correct --config")
     options = options_of(given.config) if given.config else {}
+    elsewhere = {} if is_disabled() else read_toml()
     pools = given.nvme_path or options.get("nvme_path") or os.environ.get("OFFLOADD_POOL") or None
+    if not pools and not elsewhere.get("nvme_path") and not is_disabled():
+        raise Error.of(1201, "nvme_path is not set", "Name a directory on a drive, --pool DIR or OFFLOADD_POOL")
     pools = pools and absolute_paths(pools)
     for pool in pools.split(",") if pools and not is_disabled() else ():
         if not os.path.isdir(pool.strip()):
             raise Error.of(1201, f"nvme_path {pool.strip()} is no directory", "Create it, or correct nvme_path")
+    if not (given.ram or options.get("ram") or os.environ.get("OFFLOADD_RAM") or elsewhere.get("ram") or is_disabled()):
+        raise Error.of(1002, "ram is not set", "Set it to a size, --ram 8GiB or OFFLOADD_RAM")
     job = given.job or options.get("job") or os.environ.get("OFFLOADD_JOB") or _job_after(given.script, given.module)
     given_here = {"nvme_path": pools, "ram": given.ram, "job": job}
     return options | {key: value for key, value in given_here.items() if value is not None}

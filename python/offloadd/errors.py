@@ -42,6 +42,8 @@ _WORDS = [
      " was not in the model when it was attached. Attach when the model is complete, or give what comes later to add_param_group()"),
     ("is sparse or of another shape or type. Give it the shape and type of its parameter",
      "is sparse, or of another shape or type. Make embeddings with sparse=False; a gradient has the shape and type of its parameter"),
+    ("nvme_path is not set. Create the directory, or correct nvme_path", 'nvme_path is not set. Name a directory on a drive, nvme_path="/nvme0" or '
+     "OFFLOADD_POOL"),
     ("Engine::Gather", "handle.gather"),
     ("LoadWeights()", "handle.load_weights()"),
     ("SaveWeights()", "handle.save_weights()"),

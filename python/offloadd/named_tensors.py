@@ -155,6 +155,9 @@ class Reassigned:
             now = self._at(place, "_parameters", key)
             if now is None or now is parameter:
                 continue
+            if now.is_meta:
+                raise Error.of(1601, f"parameter {key} of {class_of(place())} was moved to device meta after attach(), where it has no value",
+                               "Of a model that is trained on build shapes anew, `with torch.device(\"meta\"):`; one that is not may be left there")
             if now.device != parameter.device:
                 raise Error.of(1601, f"parameter {key} of {class_of(place())} was moved from {parameter.device} to {now.device} after "
                                      "attach()", "Move the model before attach(), or after close() with weights_at_close=\"memory\"")

@@ -553,9 +553,6 @@ def wrap(owner, name, make):
     setattr(owner, name, made)
 
 
-wrap(torch.Tensor, "__dlpack__", _noting_storage)
-
-
 def _wrap_by_name(owner, name, make):
     """Also where it was imported by its name."""
     original = getattr(owner, name)
@@ -563,6 +560,10 @@ def _wrap_by_name(owner, name, make):
     for module in [each for each in sys.modules.values() if isinstance(each, types.ModuleType)]:
         for key in [key for key, value in list(vars(module).items()) if value is original]:
             setattr(module, key, made)
+
+
+wrap(torch.Tensor, "__dlpack__", _noting_storage)
+_wrap_by_name(torch.utils.dlpack, "to_dlpack", _noting_storage)
 
 
 @functools.lru_cache(maxsize=None)
@@ -582,9 +583,14 @@ def install():
     Engine.leave_data()
     wrap(torch.nn.Parameter, "data", _replaceable)
     wrap(tensor, "__dlpack__", _refused_in_our_words)
+    _wrap_by_name(torch.utils.dlpack, "to_dlpack", _refused_in_our_words)
     wrap(tensor, "share_memory_", _refuse_to_share)
     wrap(torch.UntypedStorage, "data_ptr", _storage_address)
     wrap(torch.UntypedStorage, "is_shared", _is_memory_shared)
+    for kind, names in ((torch.UntypedStorage, ("__getitem__", "__setitem__", "copy_", "clone", "fill_", "tolist")),
+                        (torch.TypedStorage, ("__getitem__", "__setitem__"))):
+        for name in names:
+            wrap(kind, name, _refused_in_our_words)
     _wrap_by_name(torch.nn.utils, "vector_to_parameters", _set_from_vector)
     wrap(torch.utils, "swap_tensors", _refuse_to_swap)
     wrap(torch.nn.RNNBase, "flatten_parameters", _unless_managed)

@@ -394,6 +394,7 @@ array_of_before("array_and_tensor_of_before_attach_are_refused", array_and_tenso
 array_of_before("two_parameters_of_one_array_are_refused", two_of_one_array, refused=1601)
 array_of_before("parameter_over_a_file_is_refused", of_a_file, refused=1603)
 array_of_before("dlpack_of_before_attach_is_refused", lambda m: torch.from_dlpack(m.norm.bias.detach()), refused=1601)
+array_of_before("capsule_of_dlpack_of_before_attach_is_refused", lambda m: torch.from_dlpack(torch.to_dlpack(m.norm.bias.detach())), refused=1601)
 array_of_before("dlpack_that_is_gone_before_attach", lambda m: torch.from_dlpack(m.norm.bias.detach()).sum().item())
 array_of_before("copied_array_of_before_attach", lambda m: m.head.weight.detach().numpy().copy().tolist())
 array_of_before("list_and_array_that_is_gone_before_attach", lambda m: m.head.weight.detach().numpy().sum().item())

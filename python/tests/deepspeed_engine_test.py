@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+import types
 import unittest
 import unittest.mock
 
 import torch
-from deepspeed_case import DeepSpeedCase, Masters, batch, engine_loop, make, plain
+from deepspeed_case import DeepSpeedCase, Masters, Net, batch, engine_loop, make, plain
 
 import offloadd
 import offloadd.deepspeed
@@ -530,11 +532,66 @@ class DeepSpeedTest(DeepSpeedCase):
         self.assertNotEqual(whole["module"]["up.weight"].data_ptr(), whole["module"]["down.weight"].data_ptr())
         self.assertEqual(whole["steps"], [1, (2, None)])
 
+    def test_timers_are_there(self):
+        timer = offloadd.deepspeed.utils.timer
+        timers = timer.SynchronizedWallClockTimer()
+        for _ in range(2):
+            timers("forward").start()
+            time.sleep(0.002)
+            timers("forward").stop()
+        self.assertTrue(timers.has_timer("forward") and not timers.has_timer("step"))
+        self.assertGreaterEqual(timers.get_mean(["forward", "step"], reset=False)["forward"], 2.0)
+        with self.assertLogs("DeepSpeed", "INFO") as told:
+            timers.log(["forward", "step"], memory_breakdown=True)
+        self.assertRegex(told.output[0], r"time \(ms\) \| forward: \d+\.\d\d$")
+        self.assertEqual(timers("forward").elapsed(), 0.0, "log() has reset it")
+        self.assertEqual(timer.NoopTimer()("forward").elapsed(reset=False), 0)
+        self.assertIn("mem_allocated", timers.memory_usage())
+        self.assertEqual(timer.trim_mean([1.0, 2.0, 3.0, 100.0], 0.25), 2.5)
+
+    def test_samples_are_counted(self):
+        told = []
+        samples = offloadd.deepspeed.utils.timer.ThroughputTimer(types.SimpleNamespace(enabled=True), batch_size=4, start_step=1,
+                                                                 steps_per_output=3, logging_fn=told.append)
+        self.assertEqual(samples.avg_samples_per_sec(), float("-inf"))
+        samples.update_epoch_count()
+        for step in range(6):
+            samples.start()
+            time.sleep(0.002)
+            samples.stop(global_step=step % 2 == 1)
+        self.assertEqual((samples.epoch_count, samples.global_step_count, samples.micro_step_count), (1, 3, 6))
+        self.assertTrue(0 < samples.avg_samples_per_sec() <= 4 * 2 / 0.008)
+        self.assertEqual(len(told), 1)
+        self.assertIn("RunningAvgSamplesPerSec", told[0])
+
+    def test_groups_are_all_ranks_or_one(self):
+        groups = offloadd.deepspeed.utils.groups
+        self.initialize(make(), self.config())
+        for kind in ("data_parallel", "_sequence_data_parallel", "model_parallel", "tensor_model_parallel", "_sequence_parallel"):
+            name = f"_get{kind}" if kind.startswith("_") else f"get_{kind}"
+            self.assertEqual((getattr(groups, f"{name}_world_size")(), getattr(groups, f"{name}_rank")()), (1, 0), kind)
+            value = torch.ones(2)
+            torch.distributed.all_reduce(value, group=getattr(groups, f"{name}_group")())
+            self.assertEqual(value.tolist(), [1.0, 1.0], kind)
+        self.assertIs(groups._get_data_parallel_group(), torch.distributed.group.WORLD)
+
+    def test_tensors_are_made_on_a_device_and_of_a_type(self):
+        with offloadd.deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+            shapes, numbers = Net(), torch.arange(3)
+        self.assertEqual({(p.device.type, p.dtype) for p in shapes.parameters()}, {("meta", torch.bfloat16)})
+        self.assertEqual((numbers.device.type, numbers.dtype), ("meta", torch.int64))
+        with offloadd.deepspeed.OnDevice(torch.bfloat16, "cpu"), offloadd.deepspeed.OnDevice(torch.float16, enabled=False):
+            model = Net()
+        self.assertEqual({(p.device.type, p.dtype) for p in model.parameters()}, {("cpu", torch.bfloat16)})
+        self.assertEqual(torch.ones(1).dtype, torch.float32)
+        with self.assertRaisesRegex(offloadd.Error, "OFD-1601.*meta"):
+            self.initialize(shapes, self.config())
+
     def test_attributes_that_are_not_there_are_named(self):
         engine, *_ = self.initialize(make(), self.config())
         for owner, name in ((offloadd.deepspeed, "PipelineModule"), (offloadd.deepspeed, "init_inference"), (engine, "curriculum_params_legacy"),
                             (offloadd.deepspeed.zero, "TiledLinear"), (offloadd.deepspeed.comm, "all_to_all_quantized"),
-                            (offloadd.deepspeed.utils, "groups"), (offloadd.deepspeed.checkpointing, "get_cuda_rng_tracker"),
+                            (offloadd.deepspeed.utils.groups, "_get_expert_parallel_group"), (offloadd.deepspeed.checkpointing, "get_cuda_rng_tracker"),
                             (offloadd.deepspeed.get_accelerator(), "op_builder_dir"), (offloadd.deepspeed.schedules, "SuperConvergence")):
             self.assertFalse(hasattr(owner, name), name)
             with self.assertRaisesRegex(offloadd.Error, f"OFD-1108.*{name}"):
@@ -593,7 +650,10 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.lr_schedules import WarmupLR, VALID_LR_SCHEDULES
 from deepspeed.runtime.zero.partition_parameters import zero_wrapper_for_fp_tensor_constructor
 from deepspeed.runtime.zero.utils import is_zero_param
-from deepspeed.utils import logger, safe_get_full_grad
+from deepspeed.utils import groups, logger, safe_get_full_grad
+from deepspeed.utils.groups import _get_data_parallel_group, get_data_parallel_world_size
+from deepspeed.utils.init_on_device import OnDevice
+from deepspeed.utils.timer import SynchronizedWallClockTimer, ThroughputTimer
 from deepspeed.utils.nvtx import instrument_w_nvtx
 from deepspeed.utils.tensor_fragment import safe_get_full_fp32_param
 from deepspeed.accelerator import get_accelerator
@@ -602,7 +662,7 @@ from deepspeed.launcher.runner import DEEPSPEED_ENVIRONMENT_NAME
 import deepspeed.comm as dist
 assert importlib.util.find_spec("deepspeed") and importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
 assert importlib.metadata.version("deepspeed") == deepspeed.__version__
-for name in ("deepspeed.inference", "deepspeed.utils.timer", "deepspeed.runtime.zero.stage3"):
+for name in ("deepspeed.inference", "deepspeed.utils.bwc", "deepspeed.runtime.zero.stage3"):
     try:
         importlib.import_module(name)
         raise SystemExit(f"{name} is there")

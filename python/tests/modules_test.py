@@ -798,6 +798,41 @@ def model_on_meta_is_refused(run):
     offload(run, model, AdamW(model.parameters()))
 
 
+def _trained(run):
+    model = run.model()
+    run.attach(model, optimizer := AdamW(model.parameters()))
+    return model, optimizer, run.train(model, optimizer)
+
+
+@case(types=("fp32",))
+def moved_to_meta_when_it_is_trained(run):
+    model, _, told = _trained(run)
+    told.append([parameter.detach().clone() for parameter in model.parameters()])
+    model.to("meta")
+    run.models.clear()
+    return told, [parameter.is_meta for parameter in model.parameters()]
+
+
+@case(refused=1601, types=("fp32",), memory=("floor",))
+def step_of_a_model_that_was_moved_to_meta_is_refused(run):
+    model, optimizer, _ = _trained(run)
+    run.loss(model, 3).backward()
+    model.blocks[0].to("meta")
+    optimizer.step()
+
+
+@case
+def emptied_and_made_anew(run):
+    """What is there in between is anything."""
+    model, optimizer, told = _trained(run)
+    model.to_empty(device="cpu")
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.02)
+    return told + run.train(model, optimizer, first=3)
+
+
 @case(refused=1205, types=("fp32",), memory=("floor",))
 def one_job_twice_is_refused(run):
     model, other = run.model(), run.model()

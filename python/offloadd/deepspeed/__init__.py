@@ -16,7 +16,7 @@ from .comm import init_distributed
 from .engine import DeepSpeedEngine, initialize
 from .missing import MissingAttribute, refusing
 from .names import VERSION, install
-from .utils import RepeatingLoader, log_dist, logger
+from .utils import OnDevice, RepeatingLoader, log_dist, logger
 
 __version__ = VERSION
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in VERSION.split("."))

@@ -53,9 +53,12 @@ _MODULES = {
     "runtime.zero.partition_parameters": "zero",
     "runtime.zero.utils": "zero",
     "utils": "utils",
+    "utils.groups": "groups",
+    "utils.init_on_device": "on_device",
     "utils.logging": "utils",
     "utils.nvtx": "utils",
     "utils.tensor_fragment": "utils",
+    "utils.timer": "timer",
     "utils.zero_to_fp32": "utils",
     "zero": "zero",
 }

@@ -8,8 +8,9 @@ import torch
 
 from .. import jobs
 from ..errors import Error
-from . import comm
+from . import comm, groups, on_device, timer
 from .missing import refuse, refusing
+from .on_device import OnDevice
 
 logger = logging.getLogger("DeepSpeed")
 
@@ -245,5 +246,6 @@ def clip_grad_norm_(parameters, max_norm, norm_type=2, mpu=None):
 
 
 zero_to_fp32 = sys.modules[__name__]  # in DeepSpeed a module of its own
+init_on_device = on_device
 
 __getattr__ = refusing("deepspeed.utils")
