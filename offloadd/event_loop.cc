@@ -12,16 +12,25 @@
 #include "base/error.h"
 
 namespace offload::daemon {
+namespace {
+
+absl::Status Refused(const char* call, int error_number) {
+  const std::string what = std::string(call) + ": " + ErrnoText(error_number);
+  if (error_number == EMFILE || error_number == ENFILE) return MakeError(ErrorId::kOpenFiles, what);
+  return absl::ResourceExhaustedError(what);
+}
+
+}  // namespace
 
 absl::StatusOr<std::unique_ptr<EventLoop>> EventLoop::Create() {
   UniqueFd epoll(epoll_create1(EPOLL_CLOEXEC));
   UniqueFd wake(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll.valid() || !wake.valid()) {
-    return absl::ResourceExhaustedError("epoll or eventfd: " + ErrnoText(errno));
+    return Refused("epoll or eventfd", errno);
   }
   epoll_event event{.events = EPOLLIN, .data = {.fd = wake.get()}};
   if (epoll_ctl(epoll.get(), EPOLL_CTL_ADD, wake.get(), &event) != 0) {
-    return absl::ResourceExhaustedError("epoll_ctl: " + ErrnoText(errno));
+    return Refused("epoll_ctl", errno);
   }
   return std::unique_ptr<EventLoop>(new EventLoop(std::move(epoll), std::move(wake)));
 }

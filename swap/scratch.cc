@@ -125,6 +125,14 @@ absl::Status Scratch::Impl::Allocate(uint32_t member, uint64_t bytes) {
   const int error = errno;
   // A refused allocation may have taken part of the space.
   [[maybe_unused]] const int truncated = ftruncate(file, static_cast<off_t>(before_bytes));
+  if (error == EFBIG) {
+    return MakeError(
+        ErrorId::kPoolFull,
+        absl::StrCat(members[member].directory.PathOf(""), ": scratch space needs a file of ",
+                     member_bytes, " bytes: ", ErrnoText(error)),
+        "Raise the limit of the size of files (ulimit -f), or choose a file system that has "
+        "larger ones");
+  }
   struct statvfs info {};
   fstatvfs(file, &info);
   return MakeError(ErrorId::kPoolFull,

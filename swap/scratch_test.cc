@@ -2,8 +2,10 @@
 
 #include <gtest/gtest.h>
 #include <poll.h>
+#include <sys/resource.h>
 #include <sys/statvfs.h>
 
+#include <csignal>
 #include <cstring>
 #include <optional>
 
@@ -113,6 +115,22 @@ TEST(ScratchTest, WhatDoesNotFitIsRefusedAndTheRestStays) {
   EXPECT_TRUE(Read(*scratch, 0, bytes.span()).ok());
   EXPECT_EQ(ErrorIdOf(Scratch::Create({pool.path() + "/missing"}, {}).status()),
             ErrorId::kPoolMissing);
+}
+
+TEST(ScratchTest, ALimitOfFileSizesIsTold) {
+  TemporaryPool pool;
+  auto scratch = MustCreate(pool);
+  rlimit usual{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &usual), 0);
+  const rlimit little{1 << 20, usual.rlim_max};
+  const auto handler = signal(SIGXFSZ, SIG_IGN);
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &little), 0);
+  const absl::Status status = scratch->Reserve(4 << 20);
+  EXPECT_EQ(setrlimit(RLIMIT_FSIZE, &usual), 0);
+  signal(SIGXFSZ, handler);
+  EXPECT_EQ(ErrorIdOf(status), ErrorId::kPoolFull) << status;
+  EXPECT_NE(status.message().find("ulimit -f"), absl::string_view::npos) << status;
+  EXPECT_TRUE(scratch->Reserve(4 << 20).ok());
 }
 
 TEST(ScratchTest, RefusedTransfersAreToldAndRecordNothing) {

@@ -180,8 +180,12 @@ void Store::Impl::Grow(std::function<void(uint64_t, uint64_t)> progress, Done do
   if (device->geometry().size_bytes < growth->new_bytes) {
     status = device->Resize(growth->new_bytes);
     if (absl::IsUnimplemented(status)) {
-      status = MakeError(ErrorId::kSnapshot, absl::StrCat(path, " cannot grow: ", status.message()),
-                         "Format the job with spare generations");
+      status = MakeError(ErrorId::kSnapshot,
+                         absl::StrCat(path,
+                                      " cannot grow: a store over several pools keeps its "
+                                      "length"),
+                         "Make the job with generations = 1, or close it and fork its last step "
+                         "into one that has them (offloadctl snapshot fork --generations 1)");
     }
     if (!status.ok()) return FinishGrowth(status);
   }

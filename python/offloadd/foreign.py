@@ -41,7 +41,7 @@ class ForeignPart:
         sizes = [parameter.nbytes for parameter in trained]
         if isinstance(self.optimizer, torch.optim.LBFGS):
             return [sum(sizes)] * (2 * max(group["history_size"] for group in self.optimizer.param_groups) + 4)
-        if self.handle.world_size > 1 or any(parameter.device.type != "cpu" for parameter in trained):
+        if not self.handle.may_grow() or any(parameter.device.type != "cpu" for parameter in trained):
             return 2 * [parameter.numel() * max(parameter.itemsize, 4) for parameter in trained]
         return 2 * sizes
 

@@ -17,14 +17,18 @@ def with_those_gone(modules):
 class Grows:
     """A part of the handle's class."""
 
-    def _may_grow(self):
-        return self._running().world_size() == 1 and in_memory.destination_of(self.options) is None
+    def may_grow(self):
+        return not self._why_fixed()
+
+    def _why_fixed(self):
+        return "the job is on a device" if in_memory.destination_of(self.options) is not None else self._running().why_fixed()
 
     def check_grows(self, parameter):
         """OFD-1601 where a parameter that comes later cannot become the job's."""
-        if not self._may_grow() or parameter.device.type != "cpu":
+        why = self._why_fixed() or ("it is on a device" if parameter.device.type != "cpu" else "")
+        if why:
             raise Error.of(1601, f"add_param_group() with a parameter of shape {list(parameter.shape)} that was not in the model when it was "
-                                 "attached, and there are several ranks, or a device",
+                                 f"attached, and {why}",
                            "Give attach() all modules that are trained at some time, attach([model, other], …), with those that are frozen at first; "
                            "or give the optimizer their parameters when it is made")
 
@@ -43,7 +47,7 @@ class Grows:
             return
         named = names_of(with_those_gone(self.models))
         if any(self._is_new(parameter) for _, parameter in named):
-            if self._may_grow():
+            if self.may_grow():
                 self.grow()
         elif None not in self.models and self._has_other_names(named):
             self.grow()

@@ -165,6 +165,26 @@ for each in (2, 3, 4, 5, 7, 9):
 
 
 @case(**ROOM)
+def a_store_over_two_pools_does_not_grow(run):
+    """What comes later is refused before anything has changed, and the job trains on."""
+    model, optimizer = built(0)
+    pools = [os.path.join(run.folder, each) for each in ("one", "two")]
+    if run.offloaded:
+        for pool in pools:
+            os.makedirs(pool)
+    run.attach(model, optimizer, job="over-two", nvme_path=pools)
+    told = take_step(model, optimizer, 0)
+    if run.offloaded:
+        try:
+            optimizer.add_param_group({"params": list(torch.nn.Linear(8, 8).parameters())})
+        except offloadd.Error as error:
+            assert error.id == 1601 and "over several pools" in str(error), error
+        else:
+            raise AssertionError("a store over two pools has grown")
+    return told + take_step(model, optimizer, 1)
+
+
+@case(**ROOM)
 def one_that_lacks_what_came_is_refused(run):
     model, optimizer = built(0)
     run.attach(model, optimizer, job="grown")

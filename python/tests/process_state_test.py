@@ -235,6 +235,32 @@ def history_of_lbfgs(run):
     return told, state["n_iter"], state["old_dirs"], state["prev_flat_grad"]
 
 
+def over_two_pools(name, make, train):
+    """A store there cannot be laid out anew: it has the room from the beginning."""
+    def function(run):
+        pools = [os.path.join(run.folder, each) for each in ("one", "two")]
+        told = []
+        for first in (0, 3):
+            if run.offloaded or not told:
+                run.end()
+                model = run.model()
+                optimizer = make(model.parameters())
+                if run.offloaded:
+                    for pool in pools:
+                        os.makedirs(pool, exist_ok=True)
+                handle = run.attach(model, optimizer, job="over-two", nvme_path=pools)
+                assert handle.step == (first if run.offloaded else 0)
+            told += train(run)(model, optimizer, first=first)
+        return told, states_of(optimizer)
+
+    function.__name__ = name
+    case(function, memory=("double",))
+
+
+over_two_pools("nadam_over_two_pools", lambda p: torch.optim.NAdam(p, 1e-3), lambda run: run.train)
+over_two_pools("lbfgs_over_two_pools", lambda p: torch.optim.LBFGS(p, 0.1, max_iter=3, history_size=4), lambda run: run.train_with_closures)
+
+
 @case
 def beside_one_of_the_daemon(run):
     def make():

@@ -450,6 +450,8 @@ TORCH_LIBRARY(offloadd, m) {
              return all;
            })
       .def("rank", [](const Pointer& self) { return static_cast<int64_t>(self->engine().rank()); })
+      .def("why_fixed",
+           [](const Pointer& self) { return std::string(self->tensors().why_fixed()); })
       .def("world_size",
            [](const Pointer& self) { return static_cast<int64_t>(self->engine().world_size()); })
       .def("daemon_pid",

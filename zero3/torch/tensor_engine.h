@@ -86,7 +86,9 @@ class TensorEngine {
   // none any more is left where it is, until a run goes on without it. Throws as Attach() does and
   // has changed nothing then; what the daemon refuses ends the session.
   bool Grow(std::span<const NamedTensor> tensors, std::span<const NamedTensor> buffers);
-  bool may_grow() const;  // not with several ranks, or on a device
+  // Not with several ranks, on a device, or over several pools; why_fixed() says which, or nothing.
+  bool may_grow() const { return why_fixed().empty(); }
+  std::string_view why_fixed() const;
   // Files have what is in these lists, all of it the job's, under the names that it has there.
   void NameForFilesAnew(std::span<const NamedTensor> tensors, std::span<const NamedTensor> buffers);
   // What of a module is no parameter of the job goes to Options::device, too; before

@@ -476,9 +476,7 @@ absl::Status TensorEngine::AddSlots(const std::vector<uint64_t>& sizes_bytes) {
     const uint64_t bytes = std::accumulate(sizes_bytes.begin(), sizes_bytes.end(), uint64_t{0});
     return no_slots_ = absl::FailedPreconditionError(
                absl::StrCat("it is ", FormatBytes(bytes), " more than the job has had room for ",
-                            "since it was made, and ",
-                            attachment_->world_size() > 1 ? "there are several ranks"
-                                                          : "the job is on a device"));
+                            "since it was made, and ", std::string(why_fixed())));
   }
   const OperatorGate::Pass alone(OperatorGate::Passage::kAloneForLong);
   attachment_->EndRaw();

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/algorithm/container.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "proto/buffer_tensors.h"
@@ -24,19 +25,19 @@ namespace offload::zero3 {
 
 // ---- While the job runs ------------------------------------------------------------------------
 
-bool TensorEngine::may_grow() const {
-  return attachment_->world_size() == 1 && attachment_->device() == nullptr &&
-         !device_plan_.is_made();
+std::string_view TensorEngine::why_fixed() const {
+  if (attachment_->world_size() > 1) return "there are several ranks";
+  if (attachment_->device() != nullptr || device_plan_.is_made()) return "the job is on a device";
+  if (absl::StrContains(options_.nvme_path, ',')) return "its store lies over several pools";
+  return "";
 }
 
 void TensorEngine::CheckGrows(const Parameter& first) const {
   if (may_grow()) return;
-  const bool has_ranks = attachment_->world_size() > 1;
   ThrowStatus(MakeError(
       ErrorId::kUnsupportedModel,
       absl::StrCat("parameter ", Quoted(first.name), " is attached after the store of job ",
-                   Quoted(options_.job), " was made, and ",
-                   has_ranks ? "there are several ranks" : "the job is on a device"),
+                   Quoted(options_.job), " was made, and ", std::string(why_fixed())),
       "Attach all that is trained at some time before the first step, frozen at first"));
 }
 
