@@ -261,7 +261,8 @@ TEST(OptimizerSpecTest, WhatComesFromAMessageIsChecked) {
   EXPECT_EQ(OptimizerSpec::Read("adamwx", {}, &spec), "unknown optimizer \"adamwx\"");
   EXPECT_EQ(OptimizerSpec::Read("sgd", {}, &spec), "sgd with 0 parameters");
   const std::vector<double> values = {0.1, 0.9, 0, 0, 2, 0, 0, 1};
-  EXPECT_EQ(OptimizerSpec::Read("sgd", values, &spec), "sgd with nesterov 2, which has to be 0 or 1");
+  EXPECT_EQ(OptimizerSpec::Read("sgd", values, &spec),
+            "sgd with nesterov 2, which has to be 0 or 1");
   const OptimizerSpec sent("adamw", {{"lr", 0.25}});
   EXPECT_EQ(OptimizerSpec::Read(sent.name(), sent.values(), &spec), "");
   EXPECT_EQ(spec.Get("lr"), 0.25);

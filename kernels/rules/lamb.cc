@@ -9,7 +9,7 @@ enum { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kMaximize };
 
 constexpr Parameter kParameters[] = {
     {"lr", 1e-3, Range::kFinite},           {"beta1", 0.9, Range::kFraction},
-    {"beta2", 0.999, Range::kFraction},          {"eps", 1e-6, Range::kFinite},
+    {"beta2", 0.999, Range::kFraction},     {"eps", 1e-6, Range::kFinite},
     {"weight_decay", 0.01, Range::kFinite}, {"maximize", 0, Range::kFlag},
 };
 constexpr StatePlane kPlanes[] = {{"exp_avg"}, {"exp_avg_sq"}};

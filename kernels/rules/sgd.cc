@@ -8,10 +8,10 @@ namespace {
 enum { kLr, kMomentum, kDampening, kWeightDecay, kNesterov, kMaximize, kFused };
 
 constexpr Parameter kParameters[] = {
-    {"lr", 1e-3, Range::kFinite}, {"momentum", 0, Range::kFinite},
-    {"dampening", 0, Range::kFinite},  {"weight_decay", 0, Range::kFinite},
-    {"nesterov", 0, Range::kFlag},     {"maximize", 0, Range::kFlag},
-    {"fused", 0, Range::kFlag},        {"unscale", 1, Range::kNotNegative},  // update.cc
+    {"lr", 1e-3, Range::kFinite},     {"momentum", 0, Range::kFinite},
+    {"dampening", 0, Range::kFinite}, {"weight_decay", 0, Range::kFinite},
+    {"nesterov", 0, Range::kFlag},    {"maximize", 0, Range::kFlag},
+    {"fused", 0, Range::kFlag},       {"unscale", 1, Range::kNotNegative},  // update.cc
 };
 constexpr StatePlane kPlanes[] = {{"momentum_buffer", "exp_avg", kMomentum}};
 

@@ -231,7 +231,8 @@ client::Session& Attachment::session() {
 
 void Attachment::EnsureSealed() {
   if (sealed()) return;
-  // Who attaches to a store that is there may wait for this operator to end, and holds it meanwhile.
+  // Who attaches to a store that is there may wait for this operator to end, and holds it
+  // meanwhile.
   std::unique_lock lock(seal_mutex_, std::try_to_lock);
   while (!lock.owns_lock()) {
     constexpr std::chrono::milliseconds kPause{1};

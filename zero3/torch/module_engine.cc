@@ -232,8 +232,9 @@ absl::Status ModuleEngine::CheckResumes(const ParameterGroups& groups,
       absl::StrCat("the job is at step ", tensors_->step(), " and keeps what ",
                    std::string(tensors_->optimizer().name()), " does; ", name,
                    " trained in the memory of an earlier run, where its state was lost",
-                   state == nullptr || state->is_kept || state->described.empty() ? ""
-                                                                : ": " + state->described),
+                   state == nullptr || state->is_kept || state->described.empty()
+                       ? ""
+                       : ": " + state->described),
       absl::StrCat("Give the phase that trains with ", name,
                    " a job of its own, from saved weights, to resume it"));
 }

@@ -133,7 +133,8 @@ class ModuleEngine final : public Engine {
   PlanSummary plan() const override { return tensors_->plan(); }
 
   TensorEngine& tensors() const { return *tensors_; }
-  // Threads may attach at once: one after another, between steps, before the store is made or after.
+  // Threads may attach at once: one after another, between steps, before the store is made or
+  // after.
   struct AttachTurn {
     TensorEngine::Turn turn;
     std::unique_lock<std::recursive_mutex> seal;
@@ -161,11 +162,11 @@ class ModuleEngine final : public Engine {
 
   const std::shared_ptr<TensorEngine> tensors_;
   struct Foreign {
-    std::string optimizer;  // its class
+    std::string optimizer;                          // its class
     std::weak_ptr<InMemoryOptimizer> with_masters;  // which its own file does not have
-    bool commits_itself = false;  // libtorch's own
-    bool has_told = false;        // why what it keeps is not the job's
-    size_t file_bytes = 0;        // of what it kept last
+    bool commits_itself = false;                    // libtorch's own
+    bool has_told = false;                          // why what it keeps is not the job's
+    size_t file_bytes = 0;                          // of what it kept last
   };
   std::vector<Foreign> foreign_;  // by their numbers
   const int64_t begun_at_;        // the step that the job was at when this process opened it

@@ -65,10 +65,11 @@ kernels::OptimizerSpec CheckedSpec(const NamedOptimizer& optimizer,
   const kernels::OptimizerSpec spec = optimizer.spec_of(options);
   const std::string violation = spec.Violation();
   if (violation.empty()) return spec;
-  ThrowStatus(MakeError(
-      ErrorId::kBadValue, absl::StrCat("optimizer options that cannot be: ", violation),
-      "Set it in the options of the group (param_groups()[i].options()) before the step; a schedule "
-      "or a loss may have made it, too"));
+  ThrowStatus(MakeError(ErrorId::kBadValue,
+                        absl::StrCat("optimizer options that cannot be: ", violation),
+                        "Set it in the options of the group (param_groups()[i].options()) before "
+                        "the step; a schedule "
+                        "or a loss may have made it, too"));
 }
 
 // As the constructors of torch's classes do, which look at the defaults only: those of groups may

@@ -74,9 +74,9 @@ kernels::OptimizerSpec SpecOf(const std::string& kind, const Values& values) {
   kernels::OptimizerSpec spec;
   const std::string violation = kernels::OptimizerSpec::Read(kind, values, &spec);
   if (violation.empty()) return spec;
-  ThrowStatus(
-      MakeError(ErrorId::kBadValue, absl::StrCat("optimizer options that cannot be: ", violation),
-                "Set it in optimizer.param_groups before the step"));
+  ThrowStatus(MakeError(ErrorId::kBadValue,
+                        absl::StrCat("optimizer options that cannot be: ", violation),
+                        "Set it in optimizer.param_groups before the step"));
 }
 
 at::Tensor BytesOf(const std::string& text) {
