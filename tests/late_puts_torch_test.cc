@@ -1,7 +1,7 @@
 // Weights that the trainer writes between its steps: their bytes go to the daemon behind the
 // operator. Whatever comes next, on whichever thread (another operator, a pointer, a copy of the
-// daemon's, a step, the end of the engine), finds what was written, and what is written often is put
-// once. Compared with the same in memory (OFFLOADD_DISABLE=1), bit by bit.
+// daemon's, a step, the end of the engine), finds what was written, and what is written often is
+// put once. Compared with the same in memory (OFFLOADD_DISABLE=1), bit by bit.
 
 #include <gtest/gtest.h>
 #include <offload/torch.h>

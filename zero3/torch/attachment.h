@@ -211,9 +211,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
   std::vector<uint32_t> EndScheduleStep();
   void Prefetch(const std::vector<uint32_t>& tensors);
 
-  // Moves a weight from the region to the daemon, in the daemon's blocks. The bytes stay as they are
-  // until WaitForAll() returns. `digest`: of all of it, when it was made from the old one, for ranks
-  // to be compared; 0 else.
+  // Moves a weight from the region to the daemon, in the daemon's blocks. The bytes stay as they
+  // are until WaitForAll() returns. `digest`: of all of it, when it was made from the old one, for
+  // ranks to be compared; 0 else.
   std::vector<client::Ticket> BeginPut(uint32_t tensor, uint64_t region_offset, uint64_t digest);
   absl::Status WaitForAll(std::span<const client::Ticket> tickets);
   // Ends the puts of a weight; of ranks after the first, whose bytes do not count: waits for those

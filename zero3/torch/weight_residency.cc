@@ -656,8 +656,8 @@ bool WeightResidency::PutStaged() {
   if (!HasMaster() || SeesVersion() || !has_residual_) {
     // Ranks put one after the other, as often as each other.
     if (attachment_->world_size() == 1) return false;
-    ThrowIfError(attachment_->WaitForAll(attachment_->BeginPut(
-                     tensor_, staging_.region_offset(), TakeDigest(bytes))),
+    ThrowIfError(attachment_->WaitForAll(
+                     attachment_->BeginPut(tensor_, staging_.region_offset(), TakeDigest(bytes))),
                  subject_);
     return true;
   }
@@ -1018,8 +1018,7 @@ void WeightResidency::EndPut() {
 void WeightResidency::EndPut(Lock& lock) {
   staging_.SetHolder(std::this_thread::get_id());
   const auto end = [this] {
-    if (put_.empty())
-      put_ = attachment_->BeginPut(tensor_, staging_.region_offset(), /*digest=*/0);
+    if (put_.empty()) put_ = attachment_->BeginPut(tensor_, staging_.region_offset(), /*digest=*/0);
     ThrowIfError(attachment_->WaitForAll(put_), subject_);
   };
   MoveWritten(lock, end, State::kHome);
