@@ -31,6 +31,8 @@ constexpr uint64_t kPageBytes = 4096;
 constexpr uint64_t kFileBytesMax = 8ull << 40;
 // Each is a mapping, of which a process may have some 65 thousand.
 constexpr size_t kBlocksMax = 20'000;
+// How much of the bound other files' pages are taken to have grown by at most, at one look.
+constexpr uint64_t kGrowthParts = 4;
 constexpr auto kWatchInterval = std::chrono::milliseconds(10);
 
 absl::Status Refused(const std::string& what) { return absl::ErrnoToStatus(errno, what); }
@@ -258,7 +260,10 @@ void PagedMemory::GivePagesBack(uint64_t above) {
   if (above > 0 && ResidentFileBytes() <= other_pages_bytes_ + above) return;
   for (const auto& [data, block] : blocks_)
     ::madvise(block.memory.data(), block.memory.size(), MADV_DONTNEED);
-  other_pages_bytes_ = ResidentFileBytes();
+  // Others may have touched blocks since: what cannot be told from their pages moves the bound by
+  // little, and is looked at anew when it is met.
+  other_pages_bytes_ =
+      std::min(ResidentFileBytes(), other_pages_bytes_ + resident_bytes_max_ / kGrowthParts);
 }
 
 }  // namespace offload::zero3
