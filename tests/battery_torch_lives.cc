@@ -104,8 +104,11 @@ void AttachByThreads(Run& run) {
     const at::NoGradGuard no_grad;
     models[i]->forward(run.Noise(i, {6, kWidth}));
   });
+  std::mutex one_at_a_time;  // where the store is laid out anew in a step, see docs/attach.md
   in_threads([&](size_t i) {
     for (size_t step = 0; step < 3; ++step) {
+      std::unique_lock lock(one_at_a_time, std::defer_lock);
+      if (makers.size() > 1) lock.lock();
       battery::Loss(run, models[i], step + i).backward();
       optimizers[i]->step();
       optimizers[i]->zero_grad();
