@@ -104,17 +104,52 @@ void AttachByThreads(Run& run) {
     const at::NoGradGuard no_grad;
     models[i]->forward(run.Noise(i, {6, kWidth}));
   });
-  std::mutex one_at_a_time;  // where the store is laid out anew in a step, see docs/attach.md
   in_threads([&](size_t i) {
-    for (size_t step = 0; step < 3; ++step) {
-      std::unique_lock lock(one_at_a_time, std::defer_lock);
-      if (makers.size() > 1) lock.lock();
+    for (size_t step = 0; step < 6; ++step) {
       battery::Loss(run, models[i], step + i).backward();
       optimizers[i]->step();
       optimizers[i]->zero_grad();
     }
   });
   run.See(static_cast<double>(engine->step()));
+  for (const nn::Sequential& model : models) run.See(*model);
+}
+
+// One thread trains while another attaches further models, each with an optimizer of this process.
+void TrainWhileOthersAreAttached(Run& run) {
+  const auto engine = run.Open();
+  nn::Sequential deep;
+  for (int block = 0; block < 10; ++block) {
+    deep->push_back(nn::Linear(kWidth, kWidth));
+    deep->push_back(nn::Tanh());
+  }
+  run.Cast(deep);
+  optim::AdamW optimizer(deep->parameters(), 1e-2);
+  engine->Attach(*deep, optimizer);
+  Train(run, deep, optimizer, 0, 2);
+  std::vector<nn::Sequential> models;
+  std::future<void> other = std::async(std::launch::async, [&] {
+    for (int i = 0; i < 3; ++i) {
+      models.push_back(Normalised(run));
+      optim::RMSprop rms_prop(models.back()->parameters(), 1e-3);
+      optim::Adagrad adagrad(models.back()->parameters(), 1e-3);
+      optim::Optimizer& kind = i % 2 == 0 ? static_cast<optim::Optimizer&>(rms_prop) : adagrad;
+      engine->Attach(*models.back(), kind);
+      for (int step = 0; step < 2; ++step) {
+        battery::Loss(run, models.back(), i + step).backward();
+        kind.step();
+        kind.zero_grad();
+      }
+    }
+  });
+  try {
+    Train(run, deep, optimizer, 2, 20);
+  } catch (...) {
+    other.wait();
+    throw;
+  }
+  other.get();
+  run.See(*deep);
   for (const nn::Sequential& model : models) run.See(*model);
 }
 
@@ -378,6 +413,7 @@ Programs Threads() {
       // All but the first to come step in this process.
       {"optimizers_of_several_kinds_attached_by_threads",
        AttachByThreads<optim::AdamW, optim::SGD, optim::RMSprop, optim::Adagrad>},
+      {"trains_while_others_are_attached", TrainWhileOthersAreAttached},
       {"two_modules_of_one_job_in_two_threads",
        [](Run& run) {
          std::vector<nn::Sequential> models = {Perceptron(run), Normalised(run)};

@@ -15,6 +15,8 @@
 #include <cstring>
 #include <exception>
 #include <functional>
+#include <memory>
+#include <mutex>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -22,6 +24,7 @@
 #include "base/crc32c.h"
 #include "base/error.h"
 #include "kernels/update.h"
+#include "zero3/torch/accumulation_locks.h"
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/throw_status.h"
@@ -58,40 +61,43 @@ void CopyWithoutSettling(const at::Tensor& to, const at::Tensor& from) {
                       from.narrow(longest, half, size - half));
 }
 
-// torch holds this lock of an AccumulateGrad while it adds to `.grad`, but not while it calls the
-// hooks, and says that they have to look after themselves. The member is protected; an explicit
-// instantiation may name it.
-template <auto Member, class Tag>
-struct Expose {
-  friend std::mutex& AccumulationMutex(torch::autograd::Node& node, Tag) { return node.*Member; }
-};
-struct AccumulationTag {};
-std::mutex& AccumulationMutex(torch::autograd::Node& node, AccumulationTag);
-template struct Expose<&torch::autograd::Node::mutex_, AccumulationTag>;
+std::shared_ptr<Gradient> Referenced(Gradient* gradient) {
+  gradient->Reference();
+  return {gradient, [](Gradient* of) { of->Unreference(); }};
+}
 
+// torch does not hold the lock of the accumulation while it calls the hooks, and says that they
+// have to look after themselves. A node has one of these, which follows the gradients of its
+// parameter: nobody may add a hook to a node whose hooks a backward of another thread calls.
 class AccumulationHook : public torch::autograd::FunctionPostHook {
  public:
   // Belongs to the node.
   AccumulationHook(torch::autograd::Node& node, Gradient* gradient)
-      : mutex_(AccumulationMutex(node, AccumulationTag{})), gradient_(gradient) {
-    gradient_->Reference();
+      : mutex_(AccumulationMutex(node)), gradient_(Referenced(gradient)) {}
+  // Of a node, where it has one.
+  static AccumulationHook* Of(torch::autograd::Node& node) {
+    for (const auto& hook : node.post_hooks()) {
+      if (auto* const own = dynamic_cast<AccumulationHook*>(hook.get())) return own;
+    }
+    return nullptr;
   }
-  ~AccumulationHook() override { gradient_->Unreference(); }
+  // While nobody accumulates.
+  void Follow(Gradient* gradient) { gradient_ = Referenced(gradient); }
   torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
                                             const torch::autograd::variable_list& inputs) override {
-    bool is_in_place = false;
+    std::shared_ptr<Gradient> announces;
     {
       std::lock_guard lock(mutex_);
       gradient_->AfterAccumulation(inputs.front());
-      is_in_place = gradient_->IsInPlace();
+      if (gradient_->IsInPlace()) announces = gradient_;
     }
-    if (is_in_place) gradient_->Announce();
+    if (announces != nullptr) announces->Announce();
     return outputs;
   }
 
  private:
   std::mutex& mutex_;
-  Gradient* const gradient_;
+  std::shared_ptr<Gradient> gradient_;  // mutex_ held
 };
 
 float InType(at::ScalarType type, double value) {
@@ -342,12 +348,14 @@ void Gradient::WaitWhileRawMoves(Lock& lock) {
 
 void Gradient::Watch() {
   accumulation_ = torch::autograd::impl::grad_accumulator(parameter_);
-  accumulation_->add_post_hook(std::make_unique<AccumulationHook>(*accumulation_, this));
+  if (AccumulationHook* const hook = AccumulationHook::Of(*accumulation_)) {
+    hook->Follow(this);
+  } else {
+    accumulation_->add_post_hook(std::make_unique<AccumulationHook>(*accumulation_, this));
+  }
 }
 
-std::mutex& Gradient::accumulation_mutex() const {
-  return AccumulationMutex(*accumulation_, AccumulationTag{});
-}
+std::mutex& Gradient::accumulation_mutex() const { return AccumulationMutex(*accumulation_); }
 
 at::Tensor Gradient::ScaleTensor() const {
   return at::scalar_tensor(scale_, at::TensorOptions(MasterType(parameter_)));

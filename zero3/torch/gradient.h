@@ -132,6 +132,8 @@ class Gradient : public Residency, public RawOwner, public RawUser {
   // Watches the parameter's accumulation from now on.
   virtual void Watch();
   bool is_watched() const { return accumulation_ != nullptr; }
+  // The node of the parameter's accumulation; null when it is not watched.
+  const std::shared_ptr<torch::autograd::Node>& accumulation() const { return accumulation_; }
 
   // ---- The step; on one thread ----
   // Makes the accumulator hold `.grad`, false when there is none. Starts writing a spilled one.

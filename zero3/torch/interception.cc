@@ -371,12 +371,16 @@ void LearnResults(size_t count, const torch::jit::Stack& stack) {
   for (size_t i = 0; i < count; ++i) LearnStorages(torch::jit::peek(stack, i, count));
 }
 
-// Of an operator over weights. On a device their commands have the order of their streams, but who
-// has pinned a weight before a step has its place in the window meanwhile, with the old value.
+// Of an operator over weights or gradients. On a device their commands have the order of their
+// streams, but who has pinned a weight before a step has its place in the window meanwhile, with
+// the old value.
 std::optional<OperatorGate::Passage> PassageOf(const Uses& uses) {
   std::optional<OperatorGate::Passage> passage;
   for (const auto& [residency, access] : uses) {
-    if (dynamic_cast<const WeightResidency*>(residency) == nullptr) continue;
+    if (dynamic_cast<const WeightResidency*>(residency) == nullptr) {
+      passage = passage.value_or(OperatorGate::Passage::kBesideSteps);
+      continue;
+    }
     if (access > Access::kReadCopy) return OperatorGate::Passage::kAlone;
     passage = OperatorGate::Passage::kTogether;
   }
@@ -391,7 +395,7 @@ class PassWithUses {
   explicit PassWithUses(absl::FunctionRef<Uses&()> collect) {
     const OperatorGate& gate = OperatorGate::OfProcess();
     for (;;) {
-      if (gate.is_laying_out()) Take(OperatorGate::Passage::kTogether);
+      if (gate.is_laying_out()) Take(OperatorGate::Passage::kBesideSteps);
       const uint64_t laid_out = gate.laid_out();
       if (const auto passage = PassageOf(collect())) Take(*passage);
       if (gate.laid_out() == laid_out) return;
@@ -400,7 +404,7 @@ class PassWithUses {
 
  private:
   void Take(OperatorGate::Passage passage) {
-    if (taken_ == passage || taken_ == OperatorGate::Passage::kAlone) return;
+    if (taken_.has_value() && *taken_ >= passage) return;
     pass_.reset();
     pass_.emplace(passage);
     taken_ = passage;

@@ -20,12 +20,18 @@ OperatorGate::Pass::Pass(Passage passage, OperatorGate& gate) : gate_(gate), pas
   if (++depth > 1) return;
   if (passage == Passage::kAloneForLong) ++gate_.laying_out_;
   std::unique_lock lock(gate_.mutex_);
-  if (passage == Passage::kTogether) {
+  if (passage == Passage::kBesideSteps) {
+    Wait(lock, [this] { return gate_.laying_out_ == 0; });
+    ++gate_.beside_steps_;
+  } else if (passage == Passage::kTogether) {
     Wait(lock, [this] { return gate_.alone_ == 0 && gate_.waiting_alone_ == 0; });
     ++gate_.together_;
   } else {
     ++gate_.waiting_alone_;
-    Wait(lock, [this] { return gate_.alone_ == 0 && gate_.together_ == 0; });
+    Wait(lock, [this, passage] {
+      return gate_.alone_ == 0 && gate_.together_ == 0 &&
+             (passage != Passage::kAloneForLong || gate_.beside_steps_ == 0);
+    });
     --gate_.waiting_alone_;
     ++gate_.alone_;
     if (passage == Passage::kAloneForLong) ++gate_.for_long_;
@@ -35,13 +41,15 @@ OperatorGate::Pass::Pass(Passage passage, OperatorGate& gate) : gate_(gate), pas
 OperatorGate::Pass::~Pass() {
   if (--depth > 0) return;
   const std::lock_guard lock(gate_.mutex_);
-  --(passage_ == Passage::kTogether ? gate_.together_ : gate_.alone_);
+  --(passage_ == Passage::kBesideSteps ? gate_.beside_steps_
+     : passage_ == Passage::kTogether  ? gate_.together_
+                                       : gate_.alone_);
   if (passage_ == Passage::kAloneForLong) {
     --gate_.for_long_;
     ++gate_.laid_out_;
     --gate_.laying_out_;
   }
-  if (gate_.together_ == 0 || gate_.alone_ == 0) gate_.changed_.notify_all();
+  if (passage_ != Passage::kBesideSteps || gate_.laying_out_ > 0) gate_.changed_.notify_all();
 }
 
 }  // namespace offload::zero3

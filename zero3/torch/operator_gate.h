@@ -4,7 +4,8 @@
 // not across a step, and not beside one that writes weights. What an operator has pinned before a
 // step has the values of before it, so that another thread's operator after the step would share
 // them; and while it waits for a second weight, the daemon waits for the first, since small weights
-// are updated and written together.
+// are updated and written together. Operators that use gradients only pass beside steps, but not
+// while a store is laid out anew.
 //
 // Invariants
 //   * What a thread does within an operator, or while it is alone, is part of that.
@@ -31,7 +32,7 @@ class OperatorGate {
   // Of all engines in the process: an operator may use weights of several.
   static OperatorGate& OfProcess();
 
-  enum class Passage { kTogether, kAlone, kAloneForLong };
+  enum class Passage { kBesideSteps, kTogether, kAlone, kAloneForLong };
   // Whether a store is being laid out anew, or is about to be: what tensors are with may change
   // until then. How often that has ended.
   bool is_laying_out() const { return laying_out_.load(std::memory_order_acquire) > 0; }
@@ -57,7 +58,7 @@ class OperatorGate {
   const std::chrono::milliseconds patience_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  int together_ = 0, alone_ = 0, for_long_ = 0;
+  int beside_steps_ = 0, together_ = 0, alone_ = 0, for_long_ = 0;
   std::atomic<int> laying_out_ = 0;
   std::atomic<uint64_t> laid_out_ = 0;
   int waiting_alone_ = 0;  // before whom nobody passes any more

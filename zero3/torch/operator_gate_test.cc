@@ -68,6 +68,33 @@ TEST(OperatorGateTest, WhoIsAloneForLongIsAwaitedBeyondPatience) {
   reader.join();
 }
 
+TEST(OperatorGateTest, WhoUsesGradientsOnlyPassesBesideAStepButNotBesideALayout) {
+  OperatorGate gate;
+  {
+    const Pass step(Passage::kAlone, gate);
+    std::thread([&] { const Pass beside(Passage::kBesideSteps, gate); }).join();
+  }
+  std::optional<Pass> beside(std::in_place, Passage::kBesideSteps, gate);
+  std::thread([&] { const Pass step(Passage::kAlone, gate); }).join();
+  std::atomic<bool> lays_out = false, is_over = false;
+  std::thread layout([&] {
+    const Pass alone(Passage::kAloneForLong, gate);
+    lays_out = true;
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    is_over = true;
+  });
+  while (!gate.is_laying_out()) std::this_thread::yield();
+  std::thread later([&] {
+    const Pass pass(Passage::kBesideSteps, gate);
+    EXPECT_TRUE(is_over);
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_FALSE(lays_out);
+  beside.reset();
+  layout.join();
+  later.join();
+}
+
 TEST(OperatorGateTest, AnOperatorThatWaitsForAStepIsPassedInTheEnd) {
   OperatorGate gate(std::chrono::milliseconds(20));
   const Pass reader(Passage::kTogether, gate);

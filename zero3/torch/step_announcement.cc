@@ -46,7 +46,7 @@ void StepAnnouncement::Stepped(const client::StepCommand& command, GroupsNow gro
 void StepAnnouncement::Accumulated(uint32_t tensor) {
   {
     absl::MutexLock lock(&mutex_);
-    if (!IsFinal(tensor) || state_ == State::kOff) return;
+    if (has_ended_ || !IsFinal(tensor) || state_ == State::kOff) return;
     if (state_ != State::kDone) final_.push_back(tensor);
     if (state_ == State::kUnderWay) return;
     if (state_ == State::kNotYet) state_ = State::kUnderWay;
@@ -55,10 +55,20 @@ void StepAnnouncement::Accumulated(uint32_t tensor) {
   // Without the lock: hyper-parameters and the daemon may take their time.
   const bool is_announced = Announce();
   absl::MutexLock lock(&mutex_);
-  state_ = is_announced ? State::kDone : State::kOff;
+  state_ = is_announced && !has_ended_ ? State::kDone : State::kOff;
   for (const uint32_t each : std::exchange(final_, {})) {
-    if (is_announced) channel_.release_gradient(each);
+    if (state_ == State::kDone) channel_.release_gradient(each);
   }
+}
+
+void StepAnnouncement::End() {
+  absl::MutexLock lock(&mutex_);
+  has_ended_ = true;
+  const auto is_quiet = [this]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return state_ != State::kUnderWay;
+  };
+  // It may wait for hyper-parameters, and they for who waits here.
+  mutex_.AwaitWithTimeout(absl::Condition(&is_quiet), absl::Seconds(10));
 }
 
 // False: the session, the optimizer or its user's values do not allow it; the step will say why.

@@ -9,7 +9,7 @@
 // to the next; and where optimizers take turns, each with tensors of its own, nothing is. Knows
 // nothing of torch.
 //
-// Thread safety: Accumulated() from any thread, the rest from the one that steps.
+// Thread safety: Accumulated() and End() from any thread, the rest from the one that steps.
 #pragma once
 
 #include <cstdint>
@@ -43,6 +43,9 @@ class StepAnnouncement {
   void Stepped(const client::StepCommand& command, GroupsNow groups_now);
   // A pass has given the tensor a gradient, which is in its place.
   void Accumulated(uint32_t tensor);
+  // Nothing is announced from now on: gradients are no longer in their places. Waits for a thread
+  // that announces, but not for ever.
+  void End();
 
  private:
   enum class State : uint8_t {
@@ -61,6 +64,7 @@ class StepAnnouncement {
   absl::Mutex mutex_;
   bool trusts_groups_ ABSL_GUARDED_BY(mutex_) = true;
   State state_ ABSL_GUARDED_BY(mutex_) = State::kOff;  // before the first step nothing is known
+  bool has_ended_ ABSL_GUARDED_BY(mutex_) = false;
   client::StepCommand next_;  // written by Stepped() and by the thread that announces
   GroupsNow groups_now_;
   std::vector<uint32_t> given_ ABSL_GUARDED_BY(mutex_);     // by tensor: passes since the step

@@ -1,6 +1,9 @@
 #include "zero3/torch/step_announcement.h"
 
+#include <atomic>
+#include <chrono>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -124,6 +127,33 @@ TEST_F(StepAnnouncementTest, OptimizersThatTakeTurnsAreNotForeseen) {
   Step({1});
   Backward({1});
   EXPECT_EQ(released_, std::vector<uint32_t>({1})) << "the other one is done";
+}
+
+TEST_F(StepAnnouncementTest, NothingIsAnnouncedAfterItsEnd) {
+  Backward({0, 1});
+  Step({0, 1});
+  announcement_.End();
+  Backward({0, 1});
+  EXPECT_TRUE(announced_.empty());
+  EXPECT_TRUE(released_.empty());
+}
+
+TEST_F(StepAnnouncementTest, TheEndWaitsForWhoAnnounces) {
+  Backward({0});
+  std::thread end;
+  std::atomic<bool> has_ended = false;
+  Step({0}, 1, [&] {
+    end = std::thread([&] {
+      announcement_.End();
+      has_ended = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    EXPECT_FALSE(has_ended);
+    return std::vector<client::Group>{WithRate(1)};
+  });
+  Backward({0});
+  end.join();
+  EXPECT_TRUE(has_ended);
 }
 
 TEST_F(StepAnnouncementTest, WhatCannotBeAnnouncedIsNot) {

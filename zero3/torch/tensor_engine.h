@@ -36,12 +36,14 @@
 
 #include "client/session.h"
 #include "kernels/optimizer.h"
+#include "zero3/torch/accumulation_locks.h"
 #include "zero3/torch/attachment.h"
 #include "zero3/torch/buffers.h"
 #include "zero3/torch/device_plan.h"
 #include "zero3/torch/gradient.h"
 #include "zero3/torch/gradient_sums.h"
 #include "zero3/torch/kept_state.h"
+#include "zero3/torch/operator_gate.h"
 #include "zero3/torch/step_announcement.h"
 #include "zero3/torch/weight_residency.h"
 #include "zero3/torch/weights_io.h"
@@ -118,7 +120,7 @@ class TensorEngine {
   // Waits for the step of another thread, with all that belongs to it; others wait for this one.
   // No closure of the program runs meanwhile, which may wait for another thread.
   using Turn = std::unique_lock<std::recursive_mutex>;
-  Turn TakeTurn() { return Turn(turns_); }
+  Turn TakeTurn();
   // After a step that torch counts as a write of all these tensors: their versions change, which
   // lets the backward of a graph from before the step fail. Masters do not take it for an edit.
   void CountAsWrites(std::span<const at::Tensor> tensors) const;
@@ -248,6 +250,15 @@ class TensorEngine {
   // The store gets room for what the optimizer keeps of them. Throws, and has changed nothing, when
   // `ram` does not do; what the daemon refuses ends the session.
   void Thaw(std::span<const at::Tensor> parameters);
+  // Alone, and no backward of another thread adds to a gradient: while a store is laid out anew.
+  struct LayoutPass {
+    explicit LayoutPass(const TensorEngine& engine)
+        : locks(engine.Accumulations(), engine.nodes_that_wait_) {}
+
+    const AccumulationLocks locks;
+    const OperatorGate::Pass alone{OperatorGate::Passage::kAloneForLong};
+  };
+  std::vector<std::shared_ptr<torch::autograd::Node>> Accumulations() const;
   // `work` lays the store out anew and watches gradients again. What it throws ends the session.
   void LayOutAnew(const std::function<void()>& work);
   void Reopen(const client::OtherTensors* others);
@@ -418,6 +429,7 @@ class TensorEngine {
   const std::shared_ptr<Attachment> attachment_;
   const std::shared_ptr<ProcessMemory> process_memory_;
   std::recursive_mutex turns_;
+  NodesThatWait nodes_that_wait_;  // for turns_
   uint64_t step_;
   struct TrainerState state_;
   struct TrainerState epoch_state_;  // of the last epoch: what was set since is the next one's

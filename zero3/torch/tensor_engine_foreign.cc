@@ -23,7 +23,6 @@
 #include "proto/buffer_tensors.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
-#include "zero3/torch/operator_gate.h"
 #include "zero3/torch/process_memory.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
@@ -478,7 +477,7 @@ absl::Status TensorEngine::AddSlots(const std::vector<uint64_t>& sizes_bytes) {
                absl::StrCat("it is ", FormatBytes(bytes), " more than the job has had room for ",
                             "since it was made, and ", std::string(why_fixed())));
   }
-  const OperatorGate::Pass alone(OperatorGate::Passage::kAloneForLong);
+  const LayoutPass alone(*this);
   attachment_->EndRaw();
   if (!MayLayOutNow()) {
     missing_slots_ = sizes_bytes;

@@ -11,7 +11,6 @@
 #include "proto/buffer_tensors.h"
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/log.h"
-#include "zero3/torch/operator_gate.h"
 #include "zero3/torch/parameter_text.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
@@ -92,7 +91,7 @@ void TensorEngine::AddLater(std::vector<Parameter> parameters, std::span<const N
   CheckGrows(parameters.front());
   CheckWhole();
   CheckGiven(/*writes=*/true);
-  const OperatorGate::Pass alone(OperatorGate::Passage::kAloneForLong);
+  const LayoutPass alone(*this);
   attachment_->EndRaw();
   const auto first = static_cast<uint32_t>(declared_.size());
   const BeforeGrowth before = TakeBeforeGrowth();

@@ -11,7 +11,6 @@
 #include "zero3/torch/device_memory.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/open_job.h"
-#include "zero3/torch/operator_gate.h"
 #include "zero3/torch/process_memory.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_status.h"
@@ -51,7 +50,7 @@ void TensorEngine::Thaw(std::span<const at::Tensor> parameters) {
                           "Call requires_grad_(true) before attaching, or make the job with "
                           "options.may_thaw"));
   }
-  const OperatorGate::Pass alone(OperatorGate::Passage::kAloneForLong);
+  const LayoutPass alone(*this);
   const std::vector<KeptState> unsettled = GatherUnsettled();
   const std::optional<std::vector<Edit>> edits = GatherEdits();
   std::vector<proto::Tensor> before = declared_;
@@ -146,6 +145,14 @@ void TensorEngine::PutEdits(const std::vector<Edit>& edits) {
   }
 }
 
+std::vector<std::shared_ptr<torch::autograd::Node>> TensorEngine::Accumulations() const {
+  std::vector<std::shared_ptr<torch::autograd::Node>> nodes;
+  for (const Gradient* const gradient : gradients_) {
+    if (gradient != nullptr && gradient->is_watched()) nodes.push_back(gradient->accumulation());
+  }
+  return nodes;
+}
+
 void TensorEngine::LayOutAnew(const std::function<void()>& work) {
   try {
     work();
@@ -211,6 +218,7 @@ void TensorEngine::CheckLeavable(const std::string& what, const std::string& way
 // They are ordinary tensors until the next step takes them. Returns their parameters by id.
 std::vector<at::Tensor> TensorEngine::LeaveGradients() {
   const ProcessMemory::Use use(process_memory_, /*inside_passes=*/false);
+  if (announcement_ != nullptr) announcement_->End();
   std::vector<at::Tensor> trained(gradients_.size());
   for (uint32_t id = 0; id < gradients_.size(); ++id) {
     Gradient* const gradient = std::exchange(gradients_[id], nullptr);
