@@ -275,14 +275,6 @@ void TensorEngine::CheckIsNotInBackward() const {
                         "Step when backward() has returned, or train with one rank"));
 }
 
-TensorEngine::Turn TensorEngine::TakeTurn() {
-  Turn turn(turns_, std::try_to_lock);
-  if (turn.owns_lock()) return turn;
-  const NodesThatWait::Here waits(nodes_that_wait_);
-  turn.lock();
-  return turn;
-}
-
 void TensorEngine::Step(std::span<const GroupUpdate> updates, GroupsNow groups_now) {
   const Turn turn = TakeTurn();
   CheckIsNotInBackward();

@@ -120,7 +120,7 @@ class TensorEngine {
   // Waits for the step of another thread, with all that belongs to it; others wait for this one.
   // No closure of the program runs meanwhile, which may wait for another thread.
   using Turn = std::unique_lock<std::recursive_mutex>;
-  Turn TakeTurn();
+  Turn TakeTurn() { return Turn(turns_); }
   // After a step that torch counts as a write of all these tensors: their versions change, which
   // lets the backward of a graph from before the step fail. Masters do not take it for an edit.
   void CountAsWrites(std::span<const at::Tensor> tensors) const;
@@ -252,8 +252,7 @@ class TensorEngine {
   void Thaw(std::span<const at::Tensor> parameters);
   // Alone, and no backward of another thread adds to a gradient: while a store is laid out anew.
   struct LayoutPass {
-    explicit LayoutPass(const TensorEngine& engine)
-        : locks(engine.Accumulations(), engine.nodes_that_wait_) {}
+    explicit LayoutPass(const TensorEngine& engine) : locks(engine.Accumulations()) {}
 
     const AccumulationLocks locks;
     const OperatorGate::Pass alone{OperatorGate::Passage::kAloneForLong};
@@ -429,7 +428,6 @@ class TensorEngine {
   const std::shared_ptr<Attachment> attachment_;
   const std::shared_ptr<ProcessMemory> process_memory_;
   std::recursive_mutex turns_;
-  NodesThatWait nodes_that_wait_;  // for turns_
   uint64_t step_;
   struct TrainerState state_;
   struct TrainerState epoch_state_;  // of the last epoch: what was set since is the next one's
