@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 
 import torch
 
@@ -105,6 +106,11 @@ def optimizers_that_run_in_the_process(run):
 @case(**ONE)
 def optimizers_that_run_in_the_process_go_on(run):
     return launch(run, "in_process_twice")
+
+
+@case(**ONE)
+def attached_again_by_one_before_another_has_closed(run):
+    return launch(run, "one_after_another")
 
 
 @case(**ONE)
@@ -295,6 +301,23 @@ def in_process_twice(rank, folder):
                 assert handle is None or handle.step == 3 * life, handle.step
                 lives.append(steps(trained, optimizer, rank, first=3 * life))
         told += lives
+    return told
+
+
+def one_after_another(rank, folder):
+    """The first rank has closed the job, and attaches again, while the second one still has it."""
+    torch.distributed.init_process_group("gloo")
+    model, told = None, []
+    for life in range(3):
+        if model is None or folder != "-":
+            model = network(seed=life)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+            trained = torch.nn.parallel.DistributedDataParallel(model) if folder == "-" else model
+        with contextlib.nullcontext() if folder == "-" else attach(model, optimizer, folder) as handle:
+            assert handle is None or handle.step == 3 * life, handle.step
+            told += steps(trained, optimizer, rank, first=3 * life)
+            if (rank + life) % 2:
+                time.sleep(1)
     return told
 
 
