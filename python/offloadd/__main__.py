@@ -66,14 +66,19 @@ def _arguments():
     return given
 
 
-def _job_after(given):
-    """A name for its job, of the characters that names of jobs have. A text has one of its own."""
-    if given.how in ("-c", "-"):
-        return f"text-{hashlib.sha256(given.text).hexdigest()[:12]}"
-    name = given.script if given.how == "-m" else os.path.splitext(os.path.basename(os.path.abspath(given.script)))[0]
+def _job_after(script, is_module):
+    """A name for its job, of the characters that names of jobs have."""
+    name = script if is_module else os.path.splitext(os.path.basename(os.path.abspath(script)))[0]
     plain = re.sub(r"[^A-Za-z0-9._#-]", "_", name).lstrip(".")[:100] or "script"
     # What two scripts would share is told apart.
     return plain if plain == name else f"{plain[:93]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:6]}"
+
+
+def _job_of(given):
+    """A text has one of its own."""
+    if given.how in ("-c", "-"):
+        return f"text-{hashlib.sha256(given.text).hexdigest()[:12]}"
+    return _job_after(given.script, given.how == "-m")
 
 
 def _options(given):
@@ -96,7 +101,7 @@ def _options(given):
             raise Error.of(1201, f"nvme_path {pool.strip()} is no directory", "Create it, or correct nvme_path")
     if not (given.ram or options.get("ram") or os.environ.get("OFFLOADD_RAM") or elsewhere.get("ram") or is_disabled()):
         raise Error.of(1002, "ram is not set", "Set it to a size, --ram 8GiB or OFFLOADD_RAM")
-    job = given.job or options.get("job") or os.environ.get("OFFLOADD_JOB") or _job_after(given)
+    job = given.job or options.get("job") or os.environ.get("OFFLOADD_JOB") or _job_of(given)
     if not re.fullmatch(r"[A-Za-z0-9_#-][A-Za-z0-9._#-]{0,127}", job):
         raise Error.of(1002, f'job name "{job}"', "Use letters, digits and . _ - #, at most 128, not beginning with a dot")
     given_here = {"nvme_path": pools, "ram": given.ram, "job": job}
