@@ -10,7 +10,9 @@
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
 #include "base/status_macros.h"
+#include "offloadd/environment.h"
 #include "offloadd/limits.h"
+#include "offloadd/membership.h"
 #include "offloadd/status_reply.h"
 #include "proto/grpc_status.h"
 #include "swap/store.h"
@@ -151,7 +153,8 @@ grpc::Status ControlService::OpenJob(grpc::ServerContext* context, const v1::Ope
 }
 
 // A job that somebody else has open is refused at once instead of waiting for its lock. A rank that
-// has just closed its connection gets a moment to be noticed.
+// has just closed its connection gets a moment to be noticed, and one of this launch that has not
+// closed the job yet the time that it has to join one.
 absl::StatusOr<std::shared_ptr<Job>> ControlService::TakeJob(const Session& session,
                                                              const v1::OpenJobRequest& request) {
   if (session.job() != nullptr) return MakeError(ErrorId::kProtocol, "OpenJob for the second time");
@@ -163,10 +166,26 @@ absl::StatusOr<std::shared_ptr<Job>> ControlService::TakeJob(const Session& sess
                              .store = store,
                              .run_id = RunIdOf(request),
                              .pid = session.client_pid()};
-  const double deadline = Clock::Real().NowSeconds() + kLimits.holder_patience_seconds;
+  OFFLOAD_ASSIGN_OR_RETURN(const v1::World world, WorldOf(request));
+  const double begin = Clock::Real().NowSeconds();
+  const double join_timeout = NumberFrom("OFFLOADD_JOIN_TIMEOUT", kLimits.join_timeout_seconds);
+  const double deadline = begin + kLimits.holder_patience_seconds;
   for (;;) {
     OFFLOAD_ASSIGN_OR_RETURN(JobTable::Claim claim, jobs_->Take(identity));
-    if (claim.is_ours) return std::move(claim.job);
+    if (claim.is_ours && !claim.job->IsLeftBy(world.rank())) return std::move(claim.job);
+    if (claim.is_ours) {  // it is opened anew when the last rank has closed it
+      if (session.IsLeaving()) return MakeError(ErrorId::kSessionEnded, "the session ends");
+      if (Clock::Real().NowSeconds() >= begin + join_timeout) {
+        return MakeError(
+            ErrorId::kStoreLocked,
+            absl::StrCat("rank ", world.rank(), " has closed job \"", request.job(),
+                         "\" and opens it again, and another rank has not closed it within ",
+                         join_timeout, " s"),
+            "Close it on every rank before one opens it again");
+      }
+      std::this_thread::sleep_for(kClaimPause);
+      continue;
+    }
     if (Clock::Real().NowSeconds() >= deadline) {
       return MakeError(
           ErrorId::kStoreLocked,

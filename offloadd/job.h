@@ -111,6 +111,8 @@ class Job {
   JobPhase phase() const { return phase_.load(std::memory_order_acquire); }
   // True when the session has a rank here, or is on the way to one. Asks the loop.
   bool HasMember(uint64_t session);
+  // True when this rank has closed the job. It ends when the others have, too. Asks the loop.
+  bool IsLeftBy(uint32_t rank);
 
   // ---- For the simulator: what a sealed job has, null before; and who has which memory.
   UpdateExecutor* executor() { return executor_.get(); }

@@ -31,6 +31,16 @@ bool Job::HasMember(uint64_t session) {
   return known.ok();
 }
 
+bool Job::IsLeftBy(uint32_t rank) {
+  const absl::Status left =
+      loop_->Call<absl::Status>([&](const std::function<void(absl::Status)>& answer) {
+        const bool has_left = phase() != JobPhase::kOpening && rank < ranks_.size() &&
+                              ranks_[rank] != nullptr && ranks_[rank]->state == Rank::State::kLeft;
+        answer(has_left ? absl::OkStatus() : absl::NotFoundError("no such rank"));
+      });
+  return left.ok();
+}
+
 bool Job::All(bool (*holds)(const Rank& rank)) const {
   return std::all_of(ranks_.begin(), ranks_.end(), [holds](const std::unique_ptr<Rank>& rank) {
     return rank != nullptr && holds(*rank);

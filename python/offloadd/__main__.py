@@ -1,29 +1,67 @@
-"""python -m offloadd [--pool DIR] [--ram SIZE] [--job NAME] [--config FILE] script.py [arguments…]
+"""python -m offloadd [--pool DIR] [--ram SIZE] [--job NAME] [--config FILE] (script.py | -m module | -c text | -) [arguments…]
 
-Runs a training script as it is, offloaded. What is not given is taken from OFFLOADD_POOL, OFFLOADD_RAM and OFFLOADD_JOB, or from FILE; the
-job is otherwise named after the script."""
+Runs a training script as it is, offloaded, as Python itself would run it. What is not given is taken from OFFLOADD_POOL, OFFLOADD_RAM and
+OFFLOADD_JOB, or from FILE; the job is otherwise named after the script."""
 
 import argparse
 import builtins
 import hashlib
+import importlib.machinery
 import os
 import re
 import runpy
 import sys
 import types
+import zipfile
 
 
-def _arguments():
-    parser = argparse.ArgumentParser(prog="python -m offloadd", description="Runs a training script offloaded.")
+def _parser():
+    parser = argparse.ArgumentParser(prog="python -m offloadd", description="Runs a training script offloaded.",
+                                     usage="%(prog)s [options] (script.py | -m module | -c text | -) [arguments...]",
+                                     epilog="The script, a module, a text, or the standard input is run as Python itself runs it; all that stands "
+                                            "behind it is its own.")
     parser.add_argument("--pool", "--nvme-path", dest="nvme_path", help="a directory on a drive with direct I/O")
     parser.add_argument("--ram", help="the memory budget, for example 8GiB")
     parser.add_argument("--job", help="names the run in the pool; the same name resumes it")
     parser.add_argument("--config", help="a configuration file")
-    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
-    parser.add_argument("script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    given = parser.parse_args()
-    if not given.module and not os.path.exists(given.script):
+    return parser
+
+
+def _split(arguments):
+    """(our own, each of which has a value; how the script is named: "-m", "-c", "-" for the standard input, "" for a file; what stands behind that)."""
+    own = 0
+    while own < len(arguments) and arguments[own].startswith("--") and arguments[own] not in ("--", "--help"):
+        own += 1 if "=" in arguments[own] else 2
+    own = min(own, len(arguments))
+    rest = arguments[own + (arguments[own:own + 1] == ["--"]):]
+    if rest[:1] == ["-"]:
+        return arguments[:own], "-", rest[1:]
+    if rest and rest[0][:2] in ("-m", "-c"):
+        return arguments[:own], rest[0][:2], [each for each in (rest[0][2:],) if each] + rest[1:]
+    if rest and rest[0].startswith("-"):  # -h, and what there is not
+        return arguments, "", []
+    return arguments[:own], "", rest
+
+
+def _arguments():
+    parser = _parser()
+    own, how, rest = _split(sys.argv[1:])
+    given = parser.parse_args(own)
+    is_terminal = sys.stdin is None or sys.stdin.isatty()
+    if not how and not rest and not is_terminal:
+        how, rest = "-", [""]
+    elif how == "-":
+        rest = ["-", *rest]
+    elif not rest:
+        parser.error({"-m": "-m needs the name of a module", "-c": "-c needs a text"}.get(how, "a script is needed"))
+    given.how, given.script, given.arguments = how, rest[0], rest[1:]
+    if how == "-":
+        if is_terminal:
+            parser.error("the standard input is a terminal; name a script")
+        given.text = sys.stdin.buffer.read()
+    elif how == "-c":
+        given.text = given.script.encode(errors="surrogateescape")
+    elif not how and not os.path.exists(given.script):
         parser.error(f"there is no file {os.path.abspath(given.script)}")
     return given
 
@@ -36,12 +74,19 @@ def _job_after(script, is_module):
     return plain if plain == name else f"{plain[:93]}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:6]}"
 
 
+def _job_of(given):
+    """A text has one of its own."""
+    if given.how in ("-c", "-"):
+        return f"text-{hashlib.sha256(given.text).hexdigest()[:12]}"
+    return _job_after(given.script, given.how == "-m")
+
+
 def _options(given):
     """Of attach(). Paths are where they are now, wherever the script goes; and a mistake in them is told before the script does an hour's work."""
     from .config import options_of, read_toml
     from .errors import Error
-    from .options import absolute_paths
-    from .library import is_disabled
+    from .options import absolute_paths, strings
+    from .library import Engine, is_disabled
 
     if given.config and not os.path.isfile(given.config):
         raise Error.of(1101, f"there is no file {os.path.abspath(given.config)}", "Correct --config")
@@ -56,30 +101,63 @@ def _options(given):
             raise Error.of(1201, f"nvme_path {pool.strip()} is no directory", "Create it, or correct nvme_path")
     if not (given.ram or options.get("ram") or os.environ.get("OFFLOADD_RAM") or elsewhere.get("ram") or is_disabled()):
         raise Error.of(1002, "ram is not set", "Set it to a size, --ram 8GiB or OFFLOADD_RAM")
-    job = given.job or options.get("job") or os.environ.get("OFFLOADD_JOB") or _job_after(given.script, given.module)
+    job = given.job or options.get("job") or os.environ.get("OFFLOADD_JOB") or _job_of(given)
+    if not re.fullmatch(r"[A-Za-z0-9_#-][A-Za-z0-9._#-]{0,127}", job):
+        raise Error.of(1002, f'job name "{job}"', "Use letters, digits and . _ - #, at most 128, not beginning with a dot")
     given_here = {"nvme_path": pools, "ram": given.ram, "job": job}
-    return options | {key: value for key, value in given_here.items() if value is not None}
+    options |= {key: value for key, value in given_here.items() if value is not None}
+    if not is_disabled():
+        Engine.check(strings({**elsewhere, **options}))
+    return options
+
+
+def _main_module(**attributes):
+    """A __main__ of its own, which lasts until the process ends: pickles at its exit ask for classes of it."""
+    module = types.ModuleType("__main__")
+    module.__dict__.update(__builtins__=builtins, __annotations__={}, **attributes)
+    sys.modules["__main__"] = module
+    return module
 
 
 def _run_file(path):
-    """As `python path` does: its classes are those of __main__ until the process ends, which pickles at its exit ask for."""
+    path = os.path.abspath(path)
     with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
-    module = types.ModuleType("__main__")
-    module.__file__, module.__builtins__ = path, builtins
-    sys.modules["__main__"] = module
-    exec(code, module.__dict__)
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    exec(code, _main_module(__file__=path, __cached__=None, __loader__=loader).__dict__)
+
+
+def _run_text(text, name):
+    its = {"__file__": name, "__cached__": None} if name == "<stdin>" else {}
+    exec(compile(text, name, "exec", dont_inherit=True), _main_module(__loader__=importlib.machinery.BuiltinImporter, **its).__dict__)
+
+
+def _looks_nowhere():
+    """Whether Python was told (-P, -I) to look for modules in none of a script's folders."""
+    return getattr(sys.flags, "safe_path", False) or sys.flags.isolated
+
+
+def _search_first(path):
+    """Where modules are looked for first, instead of where `python -m offloadd` was started."""
+    if not _looks_nowhere():
+        sys.path[0] = path
 
 
 def _run(given):
-    if given.module:
-        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
-        return
-    sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
-    if given.script.endswith(".py") and os.path.isfile(given.script):
-        _run_file(given.script)
+    sys.argv = ["-c" if given.how == "-c" else given.script, *given.arguments]
+    if given.how in ("-c", "-"):
+        _search_first("")
+        _run_text(given.text, "<string>" if given.how == "-c" else "<stdin>")
+    elif given.how == "-m":  # modules are looked for where they were: in the folder that this one is
+        _main_module(__loader__=None)
+        runpy._run_module_as_main(given.script)
+    elif os.path.isdir(given.script) or zipfile.is_zipfile(given.script):
+        sys.path.insert(0, os.path.abspath(given.script)) if _looks_nowhere() else _search_first(os.path.abspath(given.script))
+        _main_module(__loader__=None)
+        runpy._run_module_as_main("__main__", alter_argv=False)
     else:
-        runpy.run_path(given.script, run_name="__main__")
+        _search_first(os.path.dirname(os.path.realpath(given.script)))
+        runpy.run_path(given.script, run_name="__main__") if given.script.endswith(".pyc") else _run_file(given.script)
 
 
 def main():
@@ -91,7 +169,6 @@ def main():
         watch = untouched.begin(_options(given))
     except Error as error:
         sys.exit(str(error))
-    sys.argv = [given.script, *given.arguments]
     try:
         _run(given)
     except SystemExit as end:  # as scripts end that return a code

@@ -32,7 +32,7 @@ def _open_engine(options):
         if handle.job != job or handle.nvme_path != pool:
             continue
         if handle.models and all(model is None for model in handle.models):
-            handle.close()  # nobody can train it any more
+            handle.end()  # nobody can train it any more
         else:
             raise Error.of(1205, f"job {job} is attached already in this process",
                            "Attach several models in one call, attach([a, b], [optimizer_a, optimizer_b]), give each a job of its own, "
@@ -244,7 +244,7 @@ def _attach(models, optimizers, options, unfreeze, initial_weights, beside, is_o
             _load_again(each, handle, its)
         return handle
     except BaseException as error:
-        (handle or engine).close()
+        engine.close() if handle is None else handle.end()
         if is_only_read and isinstance(error, Error) and error.id == 1602 and "was trained with" in str(error):
             raise Error.of(1602, f"job {job_of(options)} was trained, and attach() was given no optimizer",
                            "Give it the optimizer that the job was trained with, which need not step, or read the weights that offloadctl export "

@@ -590,9 +590,20 @@ class Handle(Grows, jobs.OfProcess):
         snapshot(self.nvme_path, self.job, name)
 
     def close(self):
-        """Drains what was stepped and ends the job. The model's parameters cannot be used after it."""
+        """Drains what was stepped and ends the job. The model's parameters cannot be used after it. Raises what went wrong in that."""
+        if (error := self._end()) is not None:
+            raise error
+
+    def end(self):
+        """As close(), where something else has gone wrong already, or nobody listens: what went wrong in it is told."""
+        if (error := self._end()) is not None:
+            _log.error("offloadd: %s", error)
+
+    def _end(self):
+        """Closes; an error, or None."""
         if self._engine is None:
-            return
+            return None
+        error = None
         if self.is_of_this_process():
             self.last_step = self._engine.step_count()
             self._tell_of_writes()
@@ -606,12 +617,25 @@ class Handle(Grows, jobs.OfProcess):
                 jobs.by_model[model] = _Ended(self)
         if self.is_of_this_process():
             Engine.end_own_step()  # of one that has raised an error
-            engine.close()
+            error = self._error_of(*engine.end())
             run_as_before()
             left = followers.give_memory(followed)
             if left:
                 _log.warning("offloadd: job %s is closed, and %d arrays or buffers over its parameters follow them no more: make them anew, "
                              "p.detach().numpy()", self.job, left)
+        return error
+
+    def _error_of(self, failure, durable):
+        """What went wrong at the end, in words, and the last step that is known to be durable."""
+        if not failure:
+            return None
+        left = self.last_step - durable
+        steps = f"all its {self.last_step} steps are durable" if left <= 0 else \
+            f"of its {self.last_step} steps the first {durable} are durable for sure, the last {left} may be lost"
+        if self.options.get("weights_at_close") == "memory":
+            steps += ", and its weights are not all in memory"
+        return Error(f"{failure} Job {self.job} was not closed as it should be: {steps}. Attach to the same job again: it continues at the last step that is "
+                     "durable.")
 
     def __del__(self):
         """The model and the optimizer are gone, too; a state_dict() of the model may live on."""
@@ -624,8 +648,8 @@ class Handle(Grows, jobs.OfProcess):
     def __enter__(self):
         return self
 
-    def __exit__(self, *_):
-        self.close()
+    def __exit__(self, failure, *_):
+        self.close() if failure is None else self.end()
 
     def __repr__(self):
         state = f"at step {self.step}" if self.is_open else "closed"

@@ -424,6 +424,8 @@ class Handle:
     def close(self):
         _handles.discard(self)
 
+    end = close
+
     def __enter__(self):
         return self
 

@@ -110,5 +110,7 @@ os.register_at_fork(after_in_child=_leave_to_the_parent)
 
 @atexit.register
 def _close_all():
-    for job in [*handles(), *outlived]:
+    for handle in handles():
+        handle.end()
+    for job in list(outlived):
         job.close()

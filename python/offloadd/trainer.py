@@ -138,7 +138,7 @@ class TrainerCallback(transformers.TrainerCallback):
                 if brought is not None:
                     self._load_what_was_written(brought, model)
         except BaseException:
-            self.handle.close()
+            self.handle.end()
             raise
 
     def _brought_by_checkpoint(self, model, state, has_begun):

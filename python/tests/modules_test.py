@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import os
+import signal
 import sys
 import tempfile
 
@@ -940,6 +941,48 @@ def use_after_close_is_refused(run):
     optimizer = AdamW(model.parameters())
     run.attach(model, optimizer).close()
     run.loss(model, 0)
+
+
+def daemon_that_is_gone(ends):
+    """A case: it is killed before the job is closed, which says what is durable; `ends` closes the handle it is given, with an error of its own."""
+
+    def function(run):
+        if not run.offloaded:
+            return
+        model = run.model()
+        optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+        handle = run.attach(model, optimizer, weights_at_close="memory" if ends == "memory" else "released")
+        run.train(model, optimizer, 2)
+        handle.wait_durable()
+        run.train(model, optimizer, 1, first=2)
+        os.kill(handle._engine.daemon_pid(), signal.SIGKILL)
+        with Lines() as lines:
+            try:
+                if ends in ("close", "memory"):
+                    handle.close()
+                else:
+                    with handle:
+                        if ends == "with_another_error":
+                            raise ValueError("its own")
+            except offloadd.Error as error:
+                assert ends != "with_another_error" and error.id == 1801, error
+                said = str(error)
+            except ValueError:
+                said, = [line for line in lines if "OFD-1801" in line]
+        assert "of its 3 steps the first 2 are durable for sure" in said or "all its 3 steps are durable" in said, said
+        assert said.endswith("it continues at the last step that is durable.") and ("not all in memory" in said) == (ends == "memory"), said
+        assert not handle.is_open
+        handle.close()  # there is nothing more to it
+        model = run.model()
+        handle = run.attach(model, AdamW(model.parameters(), 1e-3, fused=True), job=handle.job)
+        assert handle.step in (2, 3), handle.step
+
+    function.__name__ = f"closed_when_its_daemon_is_gone_{ends}"
+    case(function, types=("fp32",), memory=("floor",))
+
+
+for ends in ("close", "memory", "with", "with_another_error"):
+    daemon_that_is_gone(ends)
 
 
 @case(refused=1301, types=("fp32",), memory=("16MiB", "1MiB"))

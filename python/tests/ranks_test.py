@@ -3,12 +3,15 @@ daemon adds their gradients, and where DistributedDataParallel reduces them. Ran
 
 import contextlib
 import copy
+import faulthandler
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
-import socket
+import signal
 import sys
 import tempfile
+import time
 
 import torch
 
@@ -23,11 +26,12 @@ _processes.set_forkserver_preload(["torch.nn.parallel.distributed", "torch.optim
 ONE = {"types": ("fp32",), "memory": ("floor",)}
 
 
-def rank_of(program, folder, environment, loud, said):
-    """A rank's whole life: what it says goes into a pipe."""
+def rank_of(program, folder, environment, errors, said):
+    """A rank's whole life: what it says goes into a pipe, and its messages into a file, unless there is none."""
     os.environ.update(environment)
-    if not loud:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    if errors:
+        os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), sys.stderr.fileno())
+    faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)  # where one that waits for ever was
     torch.set_num_threads(1)
     told = globals()[program](int(environment["RANK"]), folder)
     for each in offloadd.handles():
@@ -35,28 +39,53 @@ def rank_of(program, folder, environment, loud, said):
     said.send(json.dumps(told))
 
 
+def messages_of(ranks, files):
+    """How each has ended, and what it has said."""
+    told = []
+    for number, (rank, name) in enumerate(zip(ranks, files)):
+        told.append(f"rank {number} has ended with {rank.exitcode}:")
+        if name and os.path.exists(name):
+            with open(name, encoding="utf-8", errors="replace") as file:
+                told.append(file.read())
+    return "\n".join(told)
+
+
 def launch(run, program):
     """What the first rank says."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    # The ranks meet at a store of this process, as at torchrun's: a port that is chosen for them may be another program's by then.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     folder = run.folder if run.offloaded else "-"
-    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-              "TORCHELASTIC_RUN_ID": f"test-{os.getpid()}-{port}", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0"}
-    heard, ranks = [], []
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+              "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": f"test-{os.getpid()}-{store.port}", "TORCHELASTIC_RESTART_COUNT": "0",
+              "GROUP_RANK": "0"}
+    files = [None if "--loud" in sys.argv else os.path.join(run.folder, f"messages{rank}") for rank in range(2)]
+    heard, ranks, told = [], [], []
     for rank in range(2):
         hears, said = _processes.Pipe(duplex=False)
         environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        ranks.append(_processes.Process(target=rank_of, args=(program, folder, environment, "--loud" in sys.argv, said)))
+        ranks.append(_processes.Process(target=rank_of, args=(program, folder, environment, files[rank], said)))
         ranks[-1].start()
         said.close()
         heard.append(hears)
+    waiting = list(heard)
     try:
-        return [json.loads(each.recv()) for each in heard if each.poll(240)][0]
-    finally:
-        for each in ranks:
-            each.join(60)
+        while waiting and (ready := multiprocessing.connection.wait(waiting, 240)):
+            for each in ready:
+                waiting.remove(each)
+                told.append((heard.index(each), json.loads(each.recv())))
+    except EOFError:
+        pass  # the others may wait for it
+    for each in ranks:
+        each.join(60 if len(told) == len(ranks) else 5)
+        if each.is_alive():
+            each.terminate()
+            each.join(5)
             each.kill()
+            each.join()
+    del store
+    if len(told) < len(ranks) or any(each.exitcode for each in ranks):
+        raise AssertionError(messages_of(ranks, files))
+    return dict(told)[0]
 
 
 @case(**ONE)
@@ -77,6 +106,11 @@ def optimizers_that_run_in_the_process(run):
 @case(**ONE)
 def optimizers_that_run_in_the_process_go_on(run):
     return launch(run, "in_process_twice")
+
+
+@case(**ONE)
+def attached_again_by_one_before_another_has_closed(run):
+    return launch(run, "one_after_another")
 
 
 @case(**ONE)
@@ -267,6 +301,23 @@ def in_process_twice(rank, folder):
                 assert handle is None or handle.step == 3 * life, handle.step
                 lives.append(steps(trained, optimizer, rank, first=3 * life))
         told += lives
+    return told
+
+
+def one_after_another(rank, folder):
+    """The first rank has closed the job, and attaches again, while the second one still has it."""
+    torch.distributed.init_process_group("gloo")
+    model, told = None, []
+    for life in range(3):
+        if model is None or folder != "-":
+            model = network(seed=life)
+            optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+            trained = torch.nn.parallel.DistributedDataParallel(model) if folder == "-" else model
+        with contextlib.nullcontext() if folder == "-" else attach(model, optimizer, folder) as handle:
+            assert handle is None or handle.step == 3 * life, handle.step
+            told += steps(trained, optimizer, rank, first=3 * life)
+            if (rank + life) % 2:
+                time.sleep(1)
     return told
 
 

@@ -1419,7 +1419,10 @@ def mistakes_in_what_an_untouched_script_is_started_with_are_told_first(run):
         assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith(f"OFD-{number} ") and "nowhere" in done.stderr, done
     bare = {key: value for key, value in os.environ.items() if key not in ("OFFLOADD_POOL", "OFFLOADD_RAM")}
     for given, status, text in ((("--ram", "64MiB", path), 1, "OFD-1201 nvme_path is not set"), (("--pool", run.folder, path), 1, "OFD-1002 ram is not set"),
-                                (("--pool", run.folder, "--ram", "64MiB", f"{path}.nowhere"), 2, f"there is no file {path}.nowhere")):
+                                (("--pool", run.folder, "--ram", "64MiB", f"{path}.nowhere"), 2, f"there is no file {path}.nowhere"),
+                                (("--pool", run.folder, "--ram", "64XB", path), 1, 'OFD-1002 "64XB" is not a size in bytes'),
+                                (("--pool", run.folder, "--ram", "64MiB", "--job", "a/b", path), 1, 'OFD-1002 job name "a/b"'),
+                                (("--pool", run.folder, "--ram", "64MiB", "-m"), 2, "-m needs the name of a module")):
         done = subprocess.run([sys.executable, "-m", "offloadd", *given], capture_output=True, text=True, check=False, env=bare)
         assert (done.returncode, done.stdout) == (status, "") and text in done.stderr and "Traceback" not in done.stderr, done
 

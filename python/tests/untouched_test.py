@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 
 from battery import case, main
 from programs import Programs
@@ -224,6 +226,62 @@ def rate_of_an_optimizer_whose_first_forward_pass_is_in_its_step(run):
     """It stays the script's in a run that goes on, as that of others does: no step has changed it."""
     for rate in (0.3, 0.05):
         assert run_script(run, IN_A_CLOSURE, str(rate))[0] == [rate, run.offloaded]
+
+
+HOW_STARTED = """
+import json, sys
+from {neighbour} import there
+its = globals()
+print(json.dumps([sys.argv, sys.path[0], __name__, its.get("__file__"), its.get("__package__"), __spec__ and __spec__.name, its.get("__cached__", "none"),
+                  type(__loader__).__name__, sys.modules["__main__"].__dict__ is its, sys._getframe().f_code.co_filename, sorted(its), there]))
+"""
+TRAINS = """
+import json, sys, torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 4)
+optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
+for step in range(3):
+    model(torch.ones(1, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(json.dumps([[p.tolist() for p in model.parameters()], sys.argv, hasattr(optimizer, "_offload_part")]))
+"""
+
+
+@case(**ONE)
+def started_in_each_way_that_python_knows(run):
+    """A file, a module, a package, a folder, a text, the standard input: as Python itself starts them, to what is behind them and where modules are."""
+    launcher = ("-m", "offloadd", "--pool", run.folder, "--ram=64MiB") if run.offloaded else ()
+    folder = os.path.join(tempfile.gettempdir(), "offloadd-started")
+    shutil.rmtree(folder, ignore_errors=True)  # the same one in both runs
+    for path, neighbour in (("", "neighbour"), ("package", ".neighbour"), ("package/inner", "..neighbour"), ("folder", "neighbour")):
+        os.makedirs(os.path.join(folder, path), exist_ok=True)
+        for name, text in (("__init__.py", ""), ("neighbour.py", f"there = {path!r}"), ("__main__.py", HOW_STARTED.format(neighbour=neighbour)),
+                           ("tell.py", HOW_STARTED.format(neighbour=neighbour))):
+            with open(os.path.join(folder, path, name), "w", encoding="utf-8") as file:
+                file.write(text)
+    text, told = HOW_STARTED.format(neighbour="neighbour"), []
+    try:
+        for arguments in (("tell.py", "-x"), ("-m", "package.tell", "--ram", "1"), ("-mpackage", "-m"), ("-m", "package.inner"), ("folder", "-c"),
+                          ("-c", text, "--pool", "x"), ("-", "a"), ()):
+            done = subprocess.run([sys.executable, *launcher, *arguments], input=text, capture_output=True, text=True, check=False, cwd=folder,
+                                  env={**os.environ, "OFFLOADD_DISABLE": "1"})
+            assert done.returncode == 0, done.stderr
+            told.append(json.loads(done.stdout))
+    finally:
+        shutil.rmtree(folder)
+    return told
+
+
+@case(**ONE)
+def texts_are_trained(run):
+    """Each is a job of its own."""
+    launcher, told = ("-m", "offloadd", "--pool", run.folder, "--ram", "128MiB") if run.offloaded else (), []
+    for text in (TRAINS, f"# another\n{TRAINS}"):
+        *said, is_attached = json.loads(run_fresh(*launcher, "-c", text, "-m", OMP_NUM_THREADS="1").stdout)
+        assert is_attached == run.offloaded
+        told.append(said)
+    return told
 
 
 if __name__ == "__main__":

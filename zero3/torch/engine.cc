@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "base/byte_size.h"
 #include "base/environment.h"
 #include "base/error.h"
 #include "zero3/hf_layout.h"
@@ -21,6 +20,7 @@
 #include "zero3/torch/log.h"
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/open_job.h"
+#include "zero3/torch/options_check.h"
 #include "zero3/torch/supported_model.h"
 #include "zero3/torch/throw_status.h"
 #include "zero3/torch/weights_io.h"
@@ -224,7 +224,7 @@ std::shared_ptr<Engine> Engine::Open(const Options& options) {
   if (options.ram.empty())
     zero3::ThrowStatus(
         MakeError(ErrorId::kBadValue, "ram is not set", "Set ram to a size, for example \"8GiB\""));
-  const uint64_t ram_bytes = zero3::ValueOrThrow(ParseByteSize(options.ram));
+  const uint64_t ram_bytes = zero3::CheckOptions(options);
   zero3::OpenedJob opened = zero3::OpenJob(options, world, ram_bytes);
   return std::make_shared<zero3::ModuleEngine>(std::make_shared<zero3::TensorEngine>(
       options, ram_bytes, std::move(opened.session), std::move(opened.info)));

@@ -23,6 +23,7 @@
 #include "zero3/torch/born_residency.h"
 #include "zero3/torch/module_engine.h"
 #include "zero3/torch/option_text.h"
+#include "zero3/torch/options_check.h"
 #include "zero3/torch/process_memory.h"
 #include "zero3/torch/tensor_engine.h"
 #include "zero3/torch/throw_hook.h"
@@ -206,6 +207,13 @@ class PythonEngine final : public torch::CustomClassHolder {
     if (engine_ != nullptr) ForgetConstructed(engine_->tensors().attachment().get());
     engine_.reset();
   }
+  // As Close(): (what went wrong, a step that is durable).
+  std::tuple<std::string, int64_t> End() {
+    const auto end = std::make_shared<EndOfJob>();
+    tensors().SetEnd(end);
+    Close();
+    return {end->failure, end->durable_step};
+  }
 
  private:
   kernels::OptimizerSpec GroupOf(const std::string& kind, const Values& values) const {
@@ -351,6 +359,7 @@ int64_t IdentityOfStorage(int64_t address) {
 TORCH_LIBRARY(offloadd, m) {
   m.class_<PythonEngine>("Engine")
       .def(torch::init<const Strings&>())
+      .def_static("check", [](const Strings& options) { CheckOptions(OptionsOf(options)); })
       .def("attach", &PythonEngine::Attach)
       .def("grow", &PythonEngine::Grow)
       .def("seal", [](const Pointer& self) { self->tensors().Seal(); })
@@ -461,6 +470,7 @@ TORCH_LIBRARY(offloadd, m) {
       .def("statistics", &StatisticsOf)
       .def("plan", &PlanOf)
       .def("close", &PythonEngine::Close)
+      .def("end", &PythonEngine::End)
       .def_static("load_into_memory",
                   [](const Strings& names, const Tensors& tensors, const Strings& buffer_names,
                      const Tensors& buffers, const std::string& path, const Strings& ignored) {

@@ -35,6 +35,7 @@
 #include "zero3/torch/dtypes.h"
 #include "zero3/torch/log.h"
 #include "zero3/torch/operator_gate.h"
+#include "zero3/torch/options_check.h"
 #include "zero3/torch/parameter_text.h"
 #include "zero3/torch/process_memory.h"
 #include "zero3/torch/raw_access.h"
@@ -46,19 +47,6 @@
 
 namespace offload::zero3 {
 namespace {
-
-bool Serves(const std::string& raw_access) {
-  if (raw_access == "serve") return true;
-  if (raw_access == "error") return false;
-  ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat("raw_access is '", raw_access, "'"),
-                        "Set it to serve or error"));
-}
-
-void CheckWeightsAtClose(const std::string& value) {
-  if (value == "released" || value == "memory") return;
-  ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat("weights_at_close is '", value, "'"),
-                        "Set it to released or memory"));
-}
 
 // Throws OFD-1604 where this thread takes the smallest numbers for 0
 // (at::Context::setFlushDenormal), or rounds otherwise than to the nearest (fesetround): an update
@@ -86,19 +74,6 @@ spdlog::logger& Log() {
       new std::shared_ptr<spdlog::logger>(std::make_shared<spdlog::logger>(
           "offload", std::make_shared<spdlog::sinks::stderr_sink_mt>()));
   return **kLogger;
-}
-
-static ZeroPolicy PolicyOf(const Options& options) {
-  const auto hint = [](const char* name, int64_t elements) {
-    if (elements >= 0) return static_cast<uint64_t>(elements);
-    ThrowStatus(MakeError(ErrorId::kBadValue, absl::StrCat(name, " is ", elements)));
-  };
-  return {.stage = ValueOrThrow(CheckStage(options.zero_stage)),
-          .weights = ValueOrThrow(ParseHome("weights_home", options.weights_home)),
-          .state = ValueOrThrow(ParseHome("state_home", options.state_home)),
-          .persistence = hint("persistence", options.persistence),
-          .prefetch = hint("prefetch", options.prefetch),
-          .max_live = hint("max_live", options.max_live)};
 }
 
 bool ReducesGradients(const Options& options) {
@@ -134,8 +109,7 @@ TensorEngine::TensorEngine(const Options& options, uint64_t ram_bytes,
   // How often tensors were updated is the same in all ranks, what the trainer keeps is not.
   if (!job.trainer_state_is_own) state_.trainer.clear();
   epoch_state_ = state_;
-  attachment_->SetServesRaw(Serves(options.raw_access));
-  CheckWeightsAtClose(options.weights_at_close);
+  attachment_->SetServesRaw(ServesRaw(options));
   attachment_->SetSealing([this] { MakeStore(); });
 }
 
@@ -170,9 +144,26 @@ TensorEngine::~TensorEngine() {
       weights_[id]->Unreference();
     }
     for (auto& [tensor, before] : attached_.others_moved) tensor.set_data(before);
+    NoteDurable();
     attachment_->Close();
   } catch (const std::exception& error) {
-    Log().error("closing the job: {}", error.what());
+    SayAtEnd("closing the job", error.what());
+  }
+}
+
+// The first is the cause of what follows it.
+void TensorEngine::SayAtEnd(const char* what, const std::string& error) {
+  if (end_ == nullptr) return Log().error("{}: {}", what, error);
+  if (!end_->failure.empty()) return;
+  end_->failure = error;
+  NoteDurable();
+}
+
+// As long as there is a session.
+void TensorEngine::NoteDurable() {
+  try {
+    if (end_ != nullptr) end_->durable_step = statistics().durable_step;
+  } catch (const std::exception&) {
   }
 }
 
@@ -181,7 +172,7 @@ void TensorEngine::EndRawAtClose() {
   try {
     attachment_->EndRaw();
   } catch (const std::exception& error) {
-    Log().error("closing the job: {}", error.what());
+    SayAtEnd("closing the job", error.what());
   }
 }
 
@@ -190,7 +181,7 @@ void TensorEngine::SettleAtClose() {
   try {
     SettleTier();
   } catch (const std::exception& error) {
-    Log().error("the job ends at its last checkpoint: {}", error.what());
+    SayAtEnd("the job ends at its last checkpoint", error.what());
   }
 }
 

@@ -65,6 +65,12 @@ class ProcessMemory;
 // A rank's part of what is committed with a step.
 uint64_t StateBytesMax(const Attachment& attachment);
 
+// What went wrong when an engine was destroyed, "" for nothing, and a step that was durable then.
+struct EndOfJob {
+  std::string failure;
+  int64_t durable_step = 0;
+};
+
 class TensorEngine {
  public:
   TensorEngine(const Options& options, uint64_t ram_bytes, std::unique_ptr<client::Session> session,
@@ -72,6 +78,8 @@ class TensorEngine {
   ~TensorEngine();
   TensorEngine(const TensorEngine&) = delete;
   TensorEngine& operator=(const TensorEngine&) = delete;
+  // The destructor throws nothing: it says there what it says in the log otherwise.
+  void SetEnd(std::shared_ptr<EndOfJob> end) { end_ = std::move(end); }
 
   // Adds parameters to the job; several names or tensors of one storage are one tensor with its
   // first name. Those that it has already are skipped; true when there was a new one. OFD-1601 for
@@ -362,6 +370,8 @@ class TensorEngine {
   };
   void PutLarge(std::span<const ChangedBuffer> changed);
   void StoreLargeBuffers(bool new_ones_only = false);
+  void SayAtEnd(const char* what, const std::string& error);
+  void NoteDurable();
   void EndRawAtClose();
   void SettleAtClose();
   c10::DataPtr WeightAtClose(const WeightResidency& weight);
@@ -426,6 +436,7 @@ class TensorEngine {
   const uint32_t good_pipeline_blocks_;
   const double write_cost_;
   const std::shared_ptr<Attachment> attachment_;
+  std::shared_ptr<EndOfJob> end_;
   const std::shared_ptr<ProcessMemory> process_memory_;
   std::recursive_mutex turns_;
   uint64_t step_;
