@@ -284,6 +284,7 @@ inline double OtherValue(const Parameter& parameter) {
       return 1;
     case Range::kFinite:
     case Range::kNotNegative:
+    case Range::kRate:
     case Range::kFraction:
       break;
   }
@@ -296,7 +297,8 @@ inline std::vector<OptimizerSpec> FormsOf(std::string_view name) {
   OptimizerSpec all(name);
   for (const Parameter& parameter : all.row().parameters) {
     forms.push_back(OptimizerSpec(name).Set(parameter.name, OtherValue(parameter)));
-    if (parameter.range == Range::kFinite)
+    if (parameter.range == Range::kFinite || parameter.range == Range::kRate ||
+        parameter.range == Range::kFraction)
       forms.push_back(OptimizerSpec(name).Set(parameter.name, -OtherValue(parameter)));
     all.Set(parameter.name, OtherValue(parameter));
   }

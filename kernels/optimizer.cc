@@ -30,15 +30,17 @@ size_t ParameterIndex(const Optimizer& row, std::string_view name) {
   return 0;
 }
 
-bool IsWithin(Range range, double value) {
+bool IsWithin(Range range, double value, bool is_new) {
   if (!std::isfinite(value)) return false;
   switch (range) {
     case Range::kFinite:
       return true;
     case Range::kNotNegative:
       return value >= 0;
+    case Range::kRate:
+      return !is_new || value >= 0;
     case Range::kFraction:
-      return value >= 0 && value < 1;
+      return !is_new || (value >= 0 && value < 1);
     case Range::kFlag:
       return value == 0 || value == 1;
     case Range::kFlavour:
@@ -47,14 +49,17 @@ bool IsWithin(Range range, double value) {
   return false;
 }
 
-const char* TextOf(Range range) {
+const char* TextOf(Range range, bool is_new) {
+  const char* const finite = "a finite number";
   switch (range) {
     case Range::kFinite:
-      return "a finite number";
+      return finite;
     case Range::kNotNegative:
       return "a finite number, not less than 0";
+    case Range::kRate:
+      return is_new ? "a finite number, not less than 0" : finite;
     case Range::kFraction:
-      return "at least 0 and less than 1";
+      return is_new ? "at least 0 and less than 1" : finite;
     case Range::kFlag:
       return "0 or 1";
     case Range::kFlavour:
@@ -107,13 +112,22 @@ OptimizerSpec& OptimizerSpec::Set(std::string_view parameter, double value) {
   return *this;
 }
 
-std::string OptimizerSpec::Violation() const {
-  for (size_t i = 0; i < row().parameters.size(); ++i) {
-    const Parameter& parameter = row().parameters[i];
-    if (IsWithin(parameter.range, values_[i])) continue;
-    return std::string(row().name) + " with " + parameter.name + " " + Text(values_[i]) +
-           ", which has to be " + TextOf(parameter.range);
+static std::string OutOfRange(const OptimizerSpec& spec, bool is_new) {
+  for (size_t i = 0; i < spec.values().size(); ++i) {
+    const Parameter& parameter = spec.row().parameters[i];
+    const double value = spec.values()[i];
+    if (IsWithin(parameter.range, value, is_new)) continue;
+    return std::string(spec.name()) + " with " + parameter.name + " " + Text(value) +
+           ", which has to be " + TextOf(parameter.range, is_new);
   }
+  return "";
+}
+
+std::string OptimizerSpec::Violation() const { return OutOfRange(*this, /*is_new=*/false); }
+
+std::string OptimizerSpec::ViolationWhenNew() const {
+  std::string violation = OutOfRange(*this, /*is_new=*/true);
+  if (!violation.empty()) return violation;
   const char* const conflict = row().conflict == nullptr ? nullptr : row().conflict(values_.data());
   return conflict == nullptr ? "" : std::string(row().name) + ": " + conflict;
 }

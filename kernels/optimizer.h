@@ -29,6 +29,8 @@ inline constexpr size_t kStatePlanesMax = 3;
 enum class Range : uint8_t {
   kFinite,
   kNotNegative,
+  // Finite, of a new optimizer only (torch lets options be changed to anything later):
+  kRate,      // not negative
   kFraction,  // 0 ≤ value < 1
   kFlag,      // 0 or 1
   kFlavour,   // an AdamWFlavour
@@ -56,7 +58,8 @@ struct Optimizer {
   const char* name;  // in messages, catalogues and error texts
   std::span<const Parameter> parameters;
   std::span<const StatePlane> planes;
-  // Why values that are each within their range do not fit together; null when they do.
+  // Why values of a new optimizer that are each within their range do not fit together; null when
+  // they do.
   const char* (*conflict)(const double* values);
   // Compute the constants of a tensor's update number `step` (1: its first) in double, as torch
   // does, and round them once: to fp32, or not at all.
@@ -87,9 +90,10 @@ class OptimizerSpec {
   double Get(std::string_view parameter) const;
   OptimizerSpec& Set(std::string_view parameter, double value);
 
-  // Why these values cannot be ("sgd with lr nan, which has to be …"), or nothing. A negative lr,
-  // eps, weight_decay or momentum can: torch refuses it of a new optimizer only.
+  // Why these values cannot be ("sgd with lr nan, which has to be …"), or nothing.
   std::string Violation() const;
+  // The same of a new optimizer, of which torch demands more: no negative lr, betas below 1.
+  std::string ViolationWhenNew() const;
   // The plane of that number, null when this optimizer with these values does not keep it.
   const StatePlane* Plane(size_t number) const;
   bool KeepsAnything() const;

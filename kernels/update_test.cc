@@ -243,17 +243,30 @@ TEST_P(UpdateTest, OneNonFiniteElementIsFoundAnywhere) {
 }
 
 TEST(OptimizerSpecTest, ValuesOutsideTheirRangeAreNamed) {
-  EXPECT_EQ(OptimizerSpec("adamw", {{"beta2", 1}}).Violation(),
-            "adamw with beta2 1, which has to be at least 0 and less than 1");
-  EXPECT_EQ(OptimizerSpec("adamw", {{"lr", -1}}).Violation(), "");
-  EXPECT_EQ(OptimizerSpec("adagrad", {{"lr_decay", -1}}).Violation(),
-            "adagrad with lr_decay -1, which has to be a finite number, not less than 0");
+  EXPECT_EQ(OptimizerSpec("adamw", {{"unscale", -1}}).Violation(),
+            "adamw with unscale -1, which has to be a finite number, not less than 0");
   EXPECT_EQ(OptimizerSpec("sgd", {{"dampening", NAN}}).Violation(),
             "sgd with dampening nan, which has to be a finite number");
-  EXPECT_EQ(OptimizerSpec("sgd", {{"nesterov", 1}}).Violation(),
-            "sgd: nesterov needs momentum and no dampening");
   for (const std::string_view name : OptimizerNames())
     EXPECT_EQ(OptimizerSpec(name).Violation(), "") << name;
+}
+
+TEST(OptimizerSpecTest, MoreIsDemandedOfANewOne) {
+  const auto when_new = [](const OptimizerSpec& spec) {
+    EXPECT_EQ(spec.Violation(), "");
+    return spec.ViolationWhenNew();
+  };
+  EXPECT_EQ(when_new(OptimizerSpec("adamw", {{"beta2", 1}})),
+            "adamw with beta2 1, which has to be at least 0 and less than 1");
+  EXPECT_EQ(when_new(OptimizerSpec("adamw", {{"lr", -1}})),
+            "adamw with lr -1, which has to be a finite number, not less than 0");
+  EXPECT_EQ(when_new(OptimizerSpec("adagrad", {{"lr_decay", -1}})),
+            "adagrad with lr_decay -1, which has to be a finite number, not less than 0");
+  EXPECT_EQ(when_new(OptimizerSpec("sgd", {{"nesterov", 1}})),
+            "sgd: nesterov needs momentum and no dampening");
+  EXPECT_EQ(when_new(OptimizerSpec("sgd", {{"dampening", -1}})), "");
+  for (const std::string_view name : OptimizerNames())
+    EXPECT_EQ(when_new(OptimizerSpec(name)), "") << name;
 }
 
 TEST(OptimizerSpecTest, WhatComesFromAMessageIsChecked) {

@@ -535,7 +535,7 @@ TEST_F(AttachTest, UnsupportedOptionsAreRefused) {
   setenv("OFFLOADD_DISABLE", "0", 1);
   model_ = MakeModel(at::kFloat);
   engine_ = Engine::Open(OptionsFor(*model_, {"unsupported"}));
-  ExpectError(1002, "adamw is made with eps -1",
+  ExpectError(1002, "adamw with eps -1",
               [&] { engine_->AdamW(*model_, torch::optim::AdamWOptions(1e-3).eps(-1)); });
   ExpectError(1002, "nesterov", [&] {
     engine_->SGD(*model_,

@@ -3,9 +3,11 @@
 #include <torch/optim.h>
 #include <torch/serialize.h>
 
+#include <functional>
 #include <memory>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -171,6 +173,41 @@ Programs PhasePrograms() {
              if (sgd->momentum() != 0) sgd->momentum(-0.5);
            }
            Train(run, model, *own, 2, 4);
+           run.See(*model);
+         }
+       }},
+      {"options_that_no_new_optimizer_may_have",
+       [](Run& run) {
+         using Change = std::function<void(optim::OptimizerOptions&)>;
+         const auto betas = [](double first, double second) -> Change {
+           return [=](optim::OptimizerOptions& options) {
+             if (auto* const adam = dynamic_cast<optim::AdamOptions*>(&options))
+               adam->betas({first, second});
+             if (auto* const adamw = dynamic_cast<optim::AdamWOptions*>(&options))
+               adamw->betas({first, second});
+           };
+         };
+         const auto nesterov = [](double momentum, double dampening) -> Change {
+           return [=](optim::OptimizerOptions& options) {
+             dynamic_cast<optim::SGDOptions&>(options).momentum(momentum).dampening(dampening);
+             dynamic_cast<optim::SGDOptions&>(options).nesterov(true);
+           };
+         };
+         const std::vector<std::tuple<Maker, Change, Change>> cases = {
+             {Adam, betas(-0.2, 0.999), betas(1.1, 0.99)},
+             {AdamW, betas(1.2, 0.999), betas(0, 0)},
+             {Momentum, nesterov(0.9, 0.3), nesterov(-0.5, 0)},
+             {Sgd, nesterov(0, 0), nesterov(0, 0.5)}};
+         for (const auto& [make, first, second] : cases) {
+           auto model = Perceptron(run);
+           auto engine = run.Open();
+           auto own = make(model->parameters());
+           engine->Attach(*model, *own);
+           Train(run, model, *own, 0, 2);
+           first(own->param_groups()[0].options());
+           Train(run, model, *own, 2, 4);
+           second(own->param_groups()[0].options());
+           Train(run, model, *own, 4, 6);
            run.See(*model);
          }
        }},

@@ -498,9 +498,11 @@ TEST(OptimizerErrorsTest, OptionsThatNeedMoreStateThanTheJobKeepsAreRefusedAtThe
 TEST(OptimizerErrorsTest, NegativeRatesAreThoseOfLaterOnly) {
   Model model(at::kFloat);
   auto engine = OpenEngine(/*offload=*/true, "rates");
-  EXPECT_EQ(ErrorOf([&] { engine->SGD(model, torch::optim::SGDOptions(-1)); },
-                    "sgd is made with lr -1. Make it with one that is not less than 0"),
-            1002);
+  EXPECT_EQ(
+      ErrorOf(
+          [&] { engine->SGD(model, torch::optim::SGDOptions(-1)); },
+          "sgd with lr -1, which has to be a finite number, not less than 0. Make it with others"),
+      1002);
 }
 
 TEST(OptimizerErrorsTest, RootsOfFp64ThatFollowNoRuleAreRefusedAtTheAttach) {

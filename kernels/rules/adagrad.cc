@@ -8,9 +8,9 @@ namespace {
 enum { kLr, kLrDecay, kWeightDecay, kInitialSum, kEps, kMaximize, kFused, kTensorLr };
 
 constexpr Parameter kParameters[] = {
-    {"lr", 1e-2, Range::kFinite},        {"lr_decay", 0, Range::kNotNegative},
-    {"weight_decay", 0, Range::kFinite}, {"initial_accumulator_value", 0, Range::kNotNegative},
-    {"eps", 1e-10, Range::kFinite},      {"maximize", 0, Range::kFlag},
+    {"lr", 1e-2, Range::kRate},          {"lr_decay", 0, Range::kRate},
+    {"weight_decay", 0, Range::kRate},   {"initial_accumulator_value", 0, Range::kNotNegative},
+    {"eps", 1e-10, Range::kRate},        {"maximize", 0, Range::kFlag},
     {"fused", 1, Range::kFlag},          {"tensor_lr", 0, Range::kFlag},
     {"unscale", 1, Range::kNotNegative},  // update.cc
 };

@@ -8,11 +8,11 @@ namespace {
 enum { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kFlavour, kAmsgrad, kMaximize, kTensorLr };
 
 constexpr Parameter kParameters[] = {
-    {"lr", 1e-3, Range::kFinite},           {"beta1", 0.9, Range::kFraction},
-    {"beta2", 0.999, Range::kFraction},     {"eps", 1e-8, Range::kFinite},
-    {"weight_decay", 1e-2, Range::kFinite}, {"flavour", 0, Range::kFlavour},
-    {"amsgrad", 0, Range::kFlag},           {"maximize", 0, Range::kFlag},
-    {"tensor_lr", 0, Range::kFlag},         {"unscale", 1, Range::kNotNegative},  // update.cc
+    {"lr", 1e-3, Range::kRate},           {"beta1", 0.9, Range::kFraction},
+    {"beta2", 0.999, Range::kFraction},   {"eps", 1e-8, Range::kRate},
+    {"weight_decay", 1e-2, Range::kRate}, {"flavour", 0, Range::kFlavour},
+    {"amsgrad", 0, Range::kFlag},         {"maximize", 0, Range::kFlag},
+    {"tensor_lr", 0, Range::kFlag},       {"unscale", 1, Range::kNotNegative},  // update.cc
 };
 constexpr StatePlane kPlanes[] = {
     {"exp_avg"}, {"exp_avg_sq"}, {"max_exp_avg_sq", nullptr, kAmsgrad}};

@@ -8,7 +8,7 @@
 //   p  = p1 - (fl(lr/(1-b1^t)) * m) / (sqrt(r)/fl(sqrt(1-b2^t)) + fl(eps))
 //
 // kFused is at::_fused_adamw_. Its m is a lerp, which torch computes from the nearer end:
-//   m  = fma(w, g-m, m) for w = fl(1-b1) < 0.5, else fma(w-1, g-m, g)
+//   m  = fma(w, g-m, m) for |w| < 0.5, w = fl(1-b1), else fma(w-1, g-m, g)
 //   v  = fma(fl(1-b2)*g, g, v*fl(b2))     in its loop over vectors of 32 bytes
 //   v  = fma(v, fl(b2), (fl(1-b2)*g)*g)   in its scalar loop over the rest: the rule of the tail
 //
@@ -82,7 +82,7 @@ struct AdamMoments {
         eps(V::Broadcast(c.eps)),
         step_size(V::Broadcast(c.step_size)),
         is_lerp(c.is_lerp),
-        is_short_lerp(c.exp_avg_weight < 0.5f),
+        is_short_lerp(c.exp_avg_weight > -0.5f && c.exp_avg_weight < 0.5f),
         amsgrad(c.amsgrad),
         root(c.takes_library_roots ? run.roots : nullptr) {}
 

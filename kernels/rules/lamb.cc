@@ -8,9 +8,9 @@ namespace {
 enum { kLr, kBeta1, kBeta2, kEps, kWeightDecay, kMaximize };
 
 constexpr Parameter kParameters[] = {
-    {"lr", 1e-3, Range::kFinite},           {"beta1", 0.9, Range::kFraction},
-    {"beta2", 0.999, Range::kFraction},     {"eps", 1e-6, Range::kFinite},
-    {"weight_decay", 0.01, Range::kFinite}, {"maximize", 0, Range::kFlag},
+    {"lr", 1e-3, Range::kRate},           {"beta1", 0.9, Range::kFraction},
+    {"beta2", 0.999, Range::kFraction},   {"eps", 1e-6, Range::kRate},
+    {"weight_decay", 0.01, Range::kRate}, {"maximize", 0, Range::kFlag},
 };
 constexpr StatePlane kPlanes[] = {{"exp_avg"}, {"exp_avg_sq"}};
 

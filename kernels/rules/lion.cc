@@ -8,8 +8,8 @@ namespace {
 enum { kLr, kBeta1, kBeta2, kWeightDecay, kMaximize };
 
 constexpr Parameter kParameters[] = {
-    {"lr", 1e-4, Range::kFinite},      {"beta1", 0.9, Range::kFraction},
-    {"beta2", 0.99, Range::kFraction}, {"weight_decay", 0, Range::kFinite},
+    {"lr", 1e-4, Range::kRate},        {"beta1", 0.9, Range::kFraction},
+    {"beta2", 0.99, Range::kFraction}, {"weight_decay", 0, Range::kRate},
     {"maximize", 0, Range::kFlag},
 };
 constexpr StatePlane kPlanes[] = {{"exp_avg"}};

@@ -8,9 +8,9 @@ namespace {
 enum { kLr, kAlpha, kEps, kWeightDecay, kMomentum, kCentered, kMaximize, kLerp };
 
 constexpr Parameter kParameters[] = {
-    {"lr", 1e-2, Range::kFinite},        {"alpha", 0.99, Range::kNotNegative},
-    {"eps", 1e-8, Range::kFinite},       {"weight_decay", 0, Range::kFinite},
-    {"momentum", 0, Range::kFinite},     {"centered", 0, Range::kFlag},
+    {"lr", 1e-2, Range::kRate},          {"alpha", 0.99, Range::kRate},
+    {"eps", 1e-8, Range::kRate},         {"weight_decay", 0, Range::kRate},
+    {"momentum", 0, Range::kRate},       {"centered", 0, Range::kFlag},
     {"maximize", 0, Range::kFlag},       {"lerp", 1, Range::kFlag},
     {"unscale", 1, Range::kNotNegative},  // update.cc
 };

@@ -41,7 +41,7 @@ struct RmsPropStep {
         has_momentum(c.has_momentum),
         centered(c.centered),
         lerp(c.lerp),
-        is_short_lerp(c.weight < 0.5f),
+        is_short_lerp(c.weight > -0.5f && c.weight < 0.5f),
         root(run.roots) {}
 
   [[gnu::always_inline]] OFFLOAD_DEVICE_CODE Float NextGradAvg(Float grad_avg,

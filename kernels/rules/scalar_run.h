@@ -51,8 +51,8 @@ size_t CountBeforeTail(const Run& run);
 // lerp_ as torch computes it: from the nearer end.
 template <class T>
 T Lerp(T from, T to, T weight) {
-  return weight < T{0.5} ? std::fma(weight, to - from, from)
-                         : std::fma(weight - T{1}, to - from, to);
+  return std::abs(weight) < T{0.5} ? std::fma(weight, to - from, from)
+                                   : std::fma(weight - T{1}, to - from, to);
 }
 // maximum(): NaN when either is.
 template <class T>

@@ -8,8 +8,8 @@ namespace {
 enum { kLr, kMomentum, kDampening, kWeightDecay, kNesterov, kMaximize, kFused };
 
 constexpr Parameter kParameters[] = {
-    {"lr", 1e-3, Range::kFinite},     {"momentum", 0, Range::kFinite},
-    {"dampening", 0, Range::kFinite}, {"weight_decay", 0, Range::kFinite},
+    {"lr", 1e-3, Range::kRate},       {"momentum", 0, Range::kRate},
+    {"dampening", 0, Range::kFinite}, {"weight_decay", 0, Range::kRate},
     {"nesterov", 0, Range::kFlag},    {"maximize", 0, Range::kFlag},
     {"fused", 0, Range::kFlag},       {"unscale", 1, Range::kNotNegative},  // update.cc
 };

@@ -98,6 +98,13 @@ absl::StatusOr<proto::Tensor> TensorOf(const offload_tensor& given, size_t numbe
       .trainable = given.trainable != 0};
 }
 
+absl::Status CheckValues(const std::string& violation) {
+  if (violation.empty()) return absl::OkStatus();
+  return MakeError(ErrorId::kBadValue,
+                   absl::StrCat("optimizer options that cannot be: ", violation),
+                   "Give the parameter such a value");
+}
+
 absl::Status SetParameters(const offload_parameter* parameters, size_t count,
                            kernels::OptimizerSpec* optimizer) {
   kernels::OptimizerSpec changed = *optimizer;
@@ -115,10 +122,7 @@ absl::Status SetParameters(const offload_parameter* parameters, size_t count,
     }
     changed.Set(name, parameters[i].value);
   }
-  if (const std::string violation = changed.Violation(); !violation.empty())
-    return MakeError(ErrorId::kBadValue,
-                     absl::StrCat("optimizer options that cannot be: ", violation),
-                     "Give the parameter such a value");
+  OFFLOAD_RETURN_IF_ERROR(CheckValues(changed.Violation()));
   *optimizer = changed;
   return absl::OkStatus();
 }
@@ -136,6 +140,7 @@ absl::StatusOr<kernels::OptimizerSpec> OptimizerOf(const char* name,
   }
   kernels::OptimizerSpec optimizer(wanted);
   OFFLOAD_RETURN_IF_ERROR(SetParameters(parameters, count, &optimizer));
+  OFFLOAD_RETURN_IF_ERROR(CheckValues(optimizer.ViolationWhenNew()));
   return optimizer;
 }
 

@@ -75,16 +75,12 @@ kernels::OptimizerSpec CheckedSpec(const NamedOptimizer& optimizer,
 // As the constructors of torch's classes do, which look at the defaults only: those of groups may
 // be changed to anything later.
 static void CheckDefaults(const kernels::OptimizerSpec& defaults) {
-  for (const kernels::Parameter& parameter : defaults.row().parameters) {
-    if (defaults.Get(parameter.name) >= 0 || std::string_view(parameter.name) == "dampening")
-      continue;
-    ThrowStatus(MakeError(
-        ErrorId::kBadValue,
-        absl::StrCat("optimizer options that cannot be: ", std::string(defaults.name()),
-                     " is made with ", parameter.name, " ", defaults.Get(parameter.name)),
-        "Make it with one that is not less than 0, as torch's classes demand; options of a group "
-        "may become negative later"));
-  }
+  const std::string violation = defaults.ViolationWhenNew();
+  if (violation.empty()) return;
+  ThrowStatus(MakeError(
+      ErrorId::kBadValue,
+      absl::StrCat("options that an optimizer cannot be made with: ", violation),
+      "Make it with others, as torch's classes demand; those of a group may be changed later"));
 }
 
 void CheckEachOnce(std::span<const OptimizerParamGroup> groups) {
