@@ -138,10 +138,10 @@ void Job::Drain() {
 
 // Closes the store, so that whoever waits for its lock has it.
 void Job::FinishDraining() {
+  if (store_ != nullptr) SaveRemovedFiles();
   SetPhase(JobPhase::kDrained);
   if (cache_ != nullptr) cache_->FailWaiters(Ending());
-  if (store_ != nullptr) loop_->Unwatch(store_->event_fd());
-  if (scratch_ != nullptr) loop_->Unwatch(scratch_->event_fd());
+  UnwatchDevices();
   context_.store = nullptr;
   context_.scratch = nullptr;
   scrubber_.reset();
@@ -150,6 +150,24 @@ void Job::FinishDraining() {
   for (DurableWaiter& waiter : std::exchange(durable_waiters_, {})) waiter.done(Ending());
   for (Done& waiter : std::exchange(close_waiters_, {})) waiter(context_.failure);
   for (std::function<void()>& waiter : std::exchange(leave_waiters_, {})) waiter();
+}
+
+// Told once: the run goes on in a file that nobody can open any more.
+void Job::CheckFiles() {
+  if (!removed_files_.empty()) return;
+  const absl::Status status = store_->CheckFiles();
+  if (status.ok()) return;
+  removed_files_ = std::string(status.message());
+  spdlog::error("job {}: {}", identity_.name, removed_files_);
+}
+
+void Job::SaveRemovedFiles() {
+  CheckFiles();
+  const absl::Status saved = store_->SaveRemovedFiles();
+  if (saved.ok()) return;
+  spdlog::error("job {}: {}, and what it has trained is lost: {}", identity_.name, store_->path(),
+                ToStd(saved.message()));
+  if (!context_.failed()) context_.failure = saved;
 }
 
 void Job::Fail(absl::Status status) {
@@ -416,6 +434,7 @@ void Job::AnswerStep(const absl::StatusOr<uint64_t>& durable_step) {
 
 void Job::OnCommitted(uint64_t step) {
   ++commits_;
+  CheckFiles();
   header()->durable_step.store(step, std::memory_order_relaxed);
   for (DurableWaiter& waiter : std::exchange(durable_waiters_, {})) {
     if (waiter.step <= step) {

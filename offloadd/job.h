@@ -213,6 +213,8 @@ class Job {
   bool OffLoopIsBusy() const { return off_loop_running_ || !off_loop_.empty(); }
   void StartOffLoop();
   int TurnOffLoop();
+  void UnwatchDevices();
+  void WatchDevices();
   void TakeOver(Made& made);
 
   // ---- Opening and sealing.
@@ -300,6 +302,8 @@ class Job {
   void AnswerStep(const absl::StatusOr<uint64_t>& durable_step);
   std::optional<std::string> TakeTrainerStates();
   void OnCommitted(uint64_t step);
+  void CheckFiles();
+  void SaveRemovedFiles();
   void OnStepDone();
   void StartPublishing();
   void FinishPublish(absl::Status status);
@@ -394,7 +398,8 @@ class Job {
   std::optional<ReplanPolicy> replan_;  // once it is sealed
   uint64_t replans_ = 0;
   std::string last_replan_;
-  uint64_t commits_ = 0;  // of steps
+  uint64_t commits_ = 0;       // of steps
+  std::string removed_files_;  // what was said of them
   double last_step_seconds_ = 0, seconds_per_step_ = 0;
   uint64_t peak_bytes_ = 0;
 
@@ -403,6 +408,7 @@ class Job {
   };
   std::deque<Task> off_loop_;  // that wait
   bool off_loop_running_ = false;
+  std::vector<int> watched_devices_;  // descriptors; none while off_loop_running_
   Executor off_loop_thread_;
   std::thread thread_;  // the loop's
 };

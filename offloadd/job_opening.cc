@@ -201,30 +201,42 @@ void Job::StartOffLoop() {
       continue;
     }
     off_loop_running_ = true;
+    UnwatchDevices();
     if (!off_loop_thread_) off_loop_thread_ = machine_.MakeExecutor(1, "job-files");
     off_loop_thread_([this, work = std::move(task.work), done = std::move(task.done)]() mutable {
       work();
       loop_->Post([this, done = std::move(done)] {
         off_loop_running_ = false;
         done();
+        WatchDevices();
       });
     });
   }
 }
 
+// While another thread has the devices nobody here polls them: what is readable then would stay so,
+// and the loop would not sleep.
+void Job::UnwatchDevices() {
+  for (const int fd : std::exchange(watched_devices_, {})) loop_->Unwatch(fd);
+}
+
+void Job::WatchDevices() {
+  UnwatchDevices();
+  if (store_ != nullptr) watched_devices_.push_back(store_->event_fd());
+  if (scratch_ != nullptr) watched_devices_.push_back(scratch_->event_fd());
+  for (const int fd : watched_devices_) loop_->Watch(fd, [] {});  // the turn polls
+}
+
 void Job::TakeOver(Made& made) {
   if (made.store != nullptr) {
-    if (store_ != nullptr) loop_->Unwatch(store_->event_fd());
     store_ = std::move(made.store);
     context_.store = store_.get();
     store_->SetWatch(meter_.Watch(activity_.Watch()));
-    loop_->Watch(store_->event_fd(), [] {});  // the turn polls
   }
   if (made.scratch != nullptr) {
     scratch_ = std::move(made.scratch);
     context_.scratch = scratch_.get();
     scratch_->SetWatch(meter_.Watch(activity_.Watch()));
-    loop_->Watch(scratch_->event_fd(), [] {});
   }
 }
 

@@ -184,6 +184,7 @@ void Job::FillStatus(proto::v1::JobStatus* status) const {
   if (scratch_ != nullptr) *status->add_devices() = DescribeDevice("scratch", scratch_->device());
   if (store_ != nullptr) FillErrors(store_->error_counts(), status->mutable_store_errors());
   if (scrubber_ != nullptr) FillScrub(*scrubber_, status->mutable_scrub());
+  if (!removed_files_.empty()) status->mutable_scrub()->add_bad_names(removed_files_);
 }
 
 std::vector<proto::v1::ReportPart> Job::Report() const {

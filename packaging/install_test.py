@@ -1,6 +1,6 @@
 """Installs into a folder, builds examples/cmake there with CMake and with pkg-config, and trains with it.
 
-Usage: install_test.py LIBRARY HEADER DAEMON TOOL VERSION_HEADER PRELOADED PLUGIN HEADER…
+Usage: install_test.py LIBRARY HEADER DAEMON TOOL VERSION_HEADER PRELOADED PLUGIN HEADER… PLAIN
 """
 
 import os
@@ -14,23 +14,8 @@ import unittest
 FILES = {}  # by option; headers in a list
 HERE = os.path.dirname(os.path.abspath(__file__))
 EXAMPLE = os.path.join(os.path.dirname(HERE), "examples", "cmake")
+PLAIN = os.path.abspath(sys.argv[11])  # a trainer that is built without offload
 C_TRAINER = os.path.join(os.path.dirname(HERE), "tests", "c_trainer.c")
-PLAIN_TRAINER = """
-#include <torch/torch.h>
-#include <cstdio>
-int main() {
-  torch::manual_seed(0);
-  torch::nn::Linear model(32, 8);
-  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(1e-2));
-  for (int step = 1; step <= 3; ++step) {
-    optimizer.zero_grad();
-    torch::Tensor loss = model->forward(torch::ones({4, 32})).square().mean();
-    loss.backward();
-    optimizer.step();
-    std::printf("step %d loss %a\\n", step, loss.item<double>());
-  }
-}
-"""
 
 
 def call(*words, expect=0, **options):
@@ -123,18 +108,11 @@ class InstallTest(unittest.TestCase):
         call(program, expect=7, env=self.environment)
 
     def test_a_program_built_without_offload_is_run_with_it(self):
-        source = os.path.join(self.folder, "plain.cc")
-        with open(source, "w", encoding="utf-8") as file:
-            file.write(PLAIN_TRAINER)
-        environment = self.environment | {"PKG_CONFIG_PATH": os.path.join(self.prefix, "lib", "pkgconfig")}
-        torch = call("pkg-config", "--variable=torch", "offload", env=environment).strip()
-        plain, pool = os.path.join(self.folder, "plain"), os.path.join(self.folder, "plain-pool")
+        pool, saved = os.path.join(self.folder, "plain-pool"), os.path.join(self.folder, "plain.pt")
         os.mkdir(pool)
-        call("g++", "-std=c++17", source, f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-L{torch}/lib",
-             f"-Wl,-rpath,{torch}/lib", "-Wl,--allow-shlib-undefined", "-ltorch_cpu", "-lc10", "-o", plain)
-        in_memory = losses(call(plain, env=self.environment))
+        in_memory = losses(call(PLAIN, "3", saved, env=self.environment))
         tool = os.path.join(self.prefix, "bin", "offloadctl")
-        said = call(tool, "run", "--nvme-path", pool, "--ram", "1GiB", "--", plain, env=self.environment)
+        said = call(tool, "run", "--nvme-path", pool, "--ram", "1GiB", "--job", "plain", "--", PLAIN, "3", saved, env=self.environment)
         self.assertIn("offloadctl run: job plain in ", said)
         self.assertEqual(losses(said), in_memory)
         self.assertEqual(len(in_memory), 3)

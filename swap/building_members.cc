@@ -180,6 +180,14 @@ absl::StatusOr<std::unique_ptr<aio::Device>> BuildingMembers::Compose(UniqueFd m
   return OpenStripedDevice(page_, plan_.pools, std::move(files), options.io);
 }
 
+absl::Status BuildingMembers::NameIn(NamedFiles* files) const {
+  for (uint32_t index = 1; index <= members_.size(); ++index) {
+    OFFLOAD_RETURN_IF_ERROR(
+        files->Add(members_[index - 1].fd, plan_.pools[index], MemberFileName(plan_.job, index)));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status BuildingMembers::Sync() const {
   for (const Member& member : members_) {
     OFFLOAD_RETURN_IF_ERROR(SyncFile(member.fd, member.path));

@@ -20,6 +20,7 @@
 #include "aio/device.h"
 #include "swap/building_file.h"
 #include "swap/member_page.h"
+#include "swap/named_files.h"
 #include "swap/store.h"
 
 namespace offload::swap {
@@ -44,6 +45,8 @@ class BuildingMembers {
 
   // One device over all members; takes over their descriptors and with them the locks.
   absl::StatusOr<std::unique_ptr<aio::Device>> Compose(UniqueFd main, const StoreOptions& options);
+  // Adds all members but 0 with the names that they are going to have.
+  absl::Status NameIn(NamedFiles* files) const;
   // All members but 0, with their directories.
   absl::Status Sync() const;
   // Names all members but 0. They lose the names again with this object, until Keep().

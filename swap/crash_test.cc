@@ -22,6 +22,7 @@
 #include "base/error.h"
 #include "base/random.h"
 #include "base/unique_fd.h"
+#include "swap/fsck.h"
 #include "swap/store_fixture.h"
 
 namespace offload::swap {
@@ -151,14 +152,24 @@ class Opener {
 };
 
 // A whole epoch is there: the last acknowledged one or the one in flight.
+// Nothing is called damaged, although at most the second superblock is behind.
 void ExpectWholeEpoch(const std::string& pool, uint64_t acknowledged) {
+  FsckOptions waits;  // until the kernel has let go of the killed one's lock
+  waits.store.lock_timeout_seconds = 30;
+  const auto report = CheckStore(pool, "job", waits);
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_TRUE(report->is_clean()) << report->findings.front().what;
+  EXPECT_LE(report->findings.size(), 1u);
+  const auto listed = ListStores(pool);
+  ASSERT_TRUE(listed.ok() && listed->size() == 1u);
+  EXPECT_EQ(listed->front().damage, absl::OkStatus());
   const auto store = Store::Open(pool, "job", QuickOptions());
   ASSERT_TRUE(store.ok()) << store.status();
   const uint64_t found = (*store)->committed().sequence;
   EXPECT_TRUE(found == acknowledged || found == acknowledged + 1)
       << found << " after " << acknowledged;
   EXPECT_EQ(CheckScript(**store, found), absl::OkStatus());
-  EXPECT_TRUE((*store)->repairs().size() <= 1) << "at most the second superblock is behind";
+  EXPECT_TRUE((*store)->repairs().empty()) << (*store)->repairs().front();
 }
 
 // Makes a snapshot of the first commit, growing for it, and deletes it after another commit.

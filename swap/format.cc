@@ -127,6 +127,14 @@ absl::StatusOr<HeaderPage> DecodeHeader(ConstPageBytes bytes, uint32_t copy) {
   return page;
 }
 
+bool IsBetweenSuperblocks(const SuperblockPage& newest, const std::optional<SuperblockPage>& twin,
+                          bool twin_is_zero) {
+  const bool is_lower = newest.copy % 2 == 0;
+  const bool is_first_of_pair = newest.sequence <= 2;
+  return is_lower && (twin.has_value() ? twin->sequence + 2 == newest.sequence
+                                       : twin_is_zero && is_first_of_pair);
+}
+
 absl::StatusOr<SuperblockPage> DecodeSuperblock(ConstPageBytes bytes, uint32_t copy,
                                                 const StoreUuid& uuid) {
   SuperblockPage page;

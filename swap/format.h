@@ -140,6 +140,12 @@ void SealHeader(HeaderPage* page);
 void SealSuperblock(SuperblockPage* page);
 void SealTablePage(TablePage* page);
 
+// What a crash leaves between the two writes of a commit: `newest` is in the lower copy of its
+// pair, and the higher one is the commit's before, `twin`, or was never written. No damage: the
+// next Open writes it.
+bool IsBetweenSuperblocks(const SuperblockPage& newest, const std::optional<SuperblockPage>& twin,
+                          bool twin_is_zero);
+
 // `copy` is where the page was read from.
 absl::StatusOr<HeaderPage> DecodeHeader(ConstPageBytes bytes, uint32_t copy);
 absl::StatusOr<SuperblockPage> DecodeSuperblock(ConstPageBytes bytes, uint32_t copy,

@@ -1,6 +1,7 @@
 #include "swap/fsck.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -31,6 +32,13 @@ ReadPages ReadsFrom(aio::Device* device) {
   };
 }
 
+struct SuperblockCopy {
+  uint32_t copy = 0;
+  std::optional<SuperblockPage> page;  // when it is intact
+  bool is_zero = false;
+  absl::Status status;  // what is wrong with it
+};
+
 class Fsck {
  public:
   Fsck(aio::Device* device, const FsckOptions& options, FsckReport* report)
@@ -42,6 +50,9 @@ class Fsck {
   // What stands at `offset_bytes` must be `expected`; a copy that differs is a finding.
   absl::Status CheckCopy(Part part, std::string_view name, uint64_t offset_bytes,
                          std::span<const std::byte> expected);
+  absl::StatusOr<SuperblockCopy> ReadSuperblock(uint32_t copy);
+  // Says of the finding that was just added how a superblock differs from the newest of its pair.
+  void ExplainSuperblock(const SuperblockPage& newest, const SuperblockCopy& found);
   absl::Status Rewrite(uint64_t offset_bytes, std::span<const std::byte> expected);
   absl::Status CheckHeaders();
   absl::Status CheckSuperblocks();
@@ -143,27 +154,63 @@ absl::Status Fsck::CheckHeaders() {
   return absl::OkStatus();
 }
 
+absl::StatusOr<SuperblockCopy> Fsck::ReadSuperblock(uint32_t copy) {
+  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion page, MappedRegion::Anonymous(kPageBytes));
+  SuperblockCopy read{.copy = copy, .status = read_(Layout::SuperblockOffset(copy), page.span())};
+  if (!read.status.ok()) return read;
+  read.is_zero = std::ranges::all_of(page.span(), [](std::byte b) { return b == std::byte{0}; });
+  absl::StatusOr<SuperblockPage> decoded =
+      DecodeSuperblock(page.span().first<kPageBytes>(), copy, found_.header.uuid);
+  read.status = decoded.status();
+  if (decoded.ok()) read.page = *std::move(decoded);
+  return read;
+}
+
 // Both copies of a pair hold its newer intact one. (The pair of even sequences is empty before the
 // second commit.)
 absl::Status Fsck::CheckSuperblocks() {
-  OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion page, MappedRegion::Anonymous(kPageBytes));
   for (uint32_t lower = 0; lower < kSuperblockCount; lower += 2) {
-    std::optional<SuperblockPage> newest;
-    for (uint32_t copy = lower; copy < lower + 2; ++copy) {
-      if (!read_(Layout::SuperblockOffset(copy), page.span()).ok()) continue;
-      const absl::StatusOr<SuperblockPage> decoded =
-          DecodeSuperblock(page.span().first<kPageBytes>(), copy, found_.header.uuid);
-      if (decoded.ok() && (!newest || decoded->sequence > newest->sequence)) newest = *decoded;
+    std::array<SuperblockCopy, 2> pair;
+    for (uint32_t i = 0; i < 2; ++i) {
+      OFFLOAD_ASSIGN_OR_RETURN(pair[i], ReadSuperblock(lower + i));
     }
+    const bool higher_is_newest =
+        pair[1].page && (!pair[0].page || pair[1].page->sequence > pair[0].page->sequence);
+    const std::optional<SuperblockPage> newest = pair[higher_is_newest ? 1 : 0].page;
     if (!newest) continue;  // recovery has said that it may be so
-    for (uint32_t copy = lower; copy < lower + 2; ++copy) {
-      newest->copy = copy;
-      SealSuperblock(&*newest);
-      OFFLOAD_RETURN_IF_ERROR(CheckCopy(Part::kSuperblock, absl::StrCat("superblock copy ", copy),
-                                        Layout::SuperblockOffset(copy), BytesOf(*newest)));
+    for (const SuperblockCopy& each : pair) {
+      SuperblockPage expected = *newest;
+      expected.copy = each.copy;
+      SealSuperblock(&expected);
+      const size_t findings_before = report_->findings.size();
+      OFFLOAD_RETURN_IF_ERROR(CheckCopy(Part::kSuperblock,
+                                        absl::StrCat("superblock copy ", each.copy),
+                                        Layout::SuperblockOffset(each.copy), BytesOf(expected)));
+      if (report_->findings.size() > findings_before) ExplainSuperblock(*newest, each);
     }
   }
   return absl::OkStatus();
+}
+
+// A commit writes the lower copy of its pair, then the higher one. A power cut may tear either.
+void Fsck::ExplainSuperblock(const SuperblockPage& newest, const SuperblockCopy& found) {
+  FsckFinding& finding = report_->findings.back();
+  const std::string name = absl::StrCat("superblock copy ", found.copy, ": ");
+  const bool is_of_last_commit = newest.sequence == found_.superblock.sequence;
+  const bool is_higher = found.copy % 2 == 1;
+  if (is_of_last_commit && IsBetweenSuperblocks(newest, found.page, found.is_zero)) {
+    finding.is_unfinished = true;
+    finding.what = absl::StrCat(name, "a run ended between the two writes of commit ",
+                                newest.sequence, ", which the other copy has");
+  } else if (found.page) {
+    finding.what = absl::StrCat(name, "of commit ", found.page->sequence, ", its twin of ",
+                                newest.sequence, ": a write was lost");
+  } else if (is_of_last_commit == is_higher) {
+    finding.what = absl::StrCat(name, found.status.message(),
+                                ": damaged, or cut off in its writing by a loss of power");
+  } else if (!found.status.ok()) {
+    finding.what = absl::StrCat(name, found.status.message());
+  }
 }
 
 absl::Status Fsck::CheckSpecs() {
@@ -308,6 +355,10 @@ void Fsck::CheckExtent(const ExtentId& id, const Layout::Where& where, MappedReg
 
 }  // namespace
 
+bool FsckReport::is_clean() const {
+  return std::ranges::all_of(findings, &FsckFinding::is_unfinished);
+}
+
 bool FsckReport::has_loss() const {
   return std::any_of(findings.begin(), findings.end(),
                      [](const FsckFinding& finding) { return !finding.has_twin; });
@@ -315,7 +366,7 @@ bool FsckReport::has_loss() const {
 
 bool FsckReport::has_open_repairs() const {
   return std::any_of(findings.begin(), findings.end(), [](const FsckFinding& finding) {
-    return finding.has_twin && !finding.repaired;
+    return finding.has_twin && !finding.repaired && !finding.is_unfinished;
   });
 }
 

@@ -8,8 +8,8 @@
 //   * Without `repair` nothing is written.
 //   * With it, a damaged copy is rewritten with what its intact twin says, nothing else: never an
 //   extent, and nothing at all when recovery refuses the store.
-//   * What a crash leaves is reported too (a superblock whose twin was not written yet): a repair
-//   does what the next Open would do.
+//   * What a crash leaves between the two superblocks of a commit is told, as what it is and not as
+//   damage: a repair does what the next Open would do.
 //
 // Thread safety: blocking functions of one thread.
 #pragma once
@@ -28,9 +28,10 @@ namespace offload::swap {
 struct FsckFinding {
   enum class Part { kStore, kHeader, kSuperblock, kSpec, kTable, kState, kExtent };
   Part part;
-  std::string what;       // "superblock copy 2: superblock checksum"
-  bool has_twin = false;  // the same content is intact elsewhere: nothing is lost
-  bool repaired = false;  // it was rewritten from there, and read back
+  std::string what;            // "superblock copy 2: superblock checksum"
+  bool has_twin = false;       // the same content is intact elsewhere: nothing is lost
+  bool repaired = false;       // it was rewritten from there, and read back
+  bool is_unfinished = false;  // no damage: a run ended before it wrote it, and the next Open does
 };
 
 struct FsckReport {
@@ -42,7 +43,7 @@ struct FsckReport {
   uint64_t extent_bytes_read = 0;
   std::vector<FsckFinding> findings;
 
-  bool is_clean() const { return findings.empty(); }
+  bool is_clean() const;  // nothing is damaged or lost
   // True when something was lost that no twin has: an extent, or the store.
   bool has_loss() const;
   // True when a damaged copy stays damaged.

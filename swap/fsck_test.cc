@@ -5,6 +5,8 @@
 
 #include <cstring>
 #include <memory>
+#include <span>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -102,6 +104,81 @@ TEST_F(FsckTest, ADamagedCopyIsFoundKeptWithoutRepairAndTakenFromItsTwinWithIt) 
     EXPECT_FALSE(repaired.has_open_repairs());
     EXPECT_EQ(Bytes(), whole);
     EXPECT_TRUE(Check().is_clean());
+  }
+}
+
+// Superblocks as a run leaves them that ends in a commit, and as none does.
+TEST_F(FsckTest, ACommitThatEndedBetweenItsSuperblocksIsNoDamageAndALostWriteIs) {
+  const auto page = [this](uint32_t copy) {
+    return std::span(device_.bytes()).subspan(Layout::SuperblockOffset(copy), kPageBytes);
+  };
+  for (uint64_t sequence = 4; sequence <= 5; ++sequence) {  // into each pair
+    const uint32_t lower = sequence % 2 * 2;
+    SCOPED_TRACE(lower);
+    std::string before[2], after[2];
+    const auto keep = [&](std::string* kept) {
+      for (uint32_t i = 0; i < 2; ++i)
+        kept[i].assign(reinterpret_cast<const char*>(page(lower + i).data()), kPageBytes);
+    };
+    const auto put = [&](uint32_t i, const std::string& bytes) {
+      std::memcpy(page(lower + i).data(), bytes.data(), kPageBytes);
+    };
+    keep(before);
+    {
+      const auto store = Store::OpenOn(std::make_unique<BorrowedDevice>(&device_));
+      ASSERT_TRUE(store.ok()) << store.status();
+      ASSERT_EQ(CommitScript(**store), absl::OkStatus());
+      ASSERT_EQ((*store)->committed().sequence, sequence);
+    }
+    keep(after);
+
+    put(1, before[1]);
+    const FsckReport unfinished = Check();
+    ASSERT_EQ(unfinished.findings.size(), 1u);
+    EXPECT_EQ(unfinished.committed.sequence, sequence);
+    EXPECT_TRUE(unfinished.findings[0].is_unfinished);
+    EXPECT_TRUE(unfinished.is_clean());
+    EXPECT_FALSE(unfinished.has_loss() || unfinished.has_open_repairs());
+    EXPECT_NE(unfinished.findings[0].what.find("between the two writes"), std::string::npos);
+    EXPECT_TRUE(Check(/*repair=*/true).findings[0].repaired);
+    EXPECT_TRUE(Check().findings.empty());
+    keep(before);
+    EXPECT_EQ(before[1], after[1]);
+
+    put(1, "torn" + after[1].substr(4));  // by a loss of power, or by the drive
+    const FsckReport torn = Check();
+    ASSERT_EQ(torn.findings.size(), 1u);
+    EXPECT_TRUE(torn.has_open_repairs());
+    EXPECT_NE(torn.findings[0].what.find("loss of power"), std::string::npos);
+    put(1, after[1]);
+    put(0, "torn" + after[0].substr(4));  // it was durable before the other was written
+    const FsckReport damaged = Check();
+    ASSERT_EQ(damaged.findings.size(), 1u);
+    EXPECT_TRUE(damaged.has_open_repairs());
+    EXPECT_EQ(damaged.findings[0].what.find("loss of power"), std::string::npos);
+    put(0, after[0]);
+  }
+}
+
+// The lower one is written and durable first.
+TEST_F(FsckTest, ASuperblockBehindItsTwinThatNoCommitLeavesSoIsALostWrite) {
+  const auto at = [this](uint32_t copy) {
+    return device_.bytes().data() + Layout::SuperblockOffset(copy);
+  };
+  std::string second(reinterpret_cast<const char*>(at(0)), kPageBytes);
+  for (uint64_t sequence = 4; sequence <= 5; ++sequence) {
+    const auto store = Store::OpenOn(std::make_unique<BorrowedDevice>(&device_));
+    ASSERT_TRUE(store.ok()) << store.status();
+    ASSERT_EQ(CommitScript(**store), absl::OkStatus());
+    std::string fourth(reinterpret_cast<const char*>(at(0)), kPageBytes);
+    std::memcpy(at(0), second.data(), kPageBytes);  // of the last commit, then of the one before
+    const FsckReport report = Check();
+    std::memcpy(at(0), fourth.data(), kPageBytes);
+    ASSERT_EQ(report.findings.size(), 1u);
+    EXPECT_FALSE(report.is_clean());
+    EXPECT_TRUE(report.has_open_repairs());
+    EXPECT_NE(report.findings[0].what.find("a write was lost"), std::string::npos)
+        << report.findings[0].what;
   }
 }
 

@@ -233,7 +233,9 @@ absl::Status Recovery::ChooseSuperblock() {
     return Damaged(absl::StrCat("no intact superblock (", superblock_errors_[0], ")"));
   OFFLOAD_RETURN_IF_ERROR(CheckOtherPair((newest->copy & 2) ^ 2, newest->sequence));
   const uint32_t twin = newest->copy ^ 1;
-  if (!superblocks_[twin]) {
+  if (IsBetweenSuperblocks(*newest, superblocks_[twin], superblock_zero_[twin])) {
+    // Nothing was bad.
+  } else if (!superblocks_[twin]) {
     Repaired(absl::StrCat("superblock copy ", twin, ": ", superblock_errors_[twin]));
   } else if (superblocks_[twin]->sequence != newest->sequence) {
     Repaired(

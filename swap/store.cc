@@ -398,6 +398,12 @@ void Store::CancelGrowth() { impl_->CancelGrowth(); }
 const CommitInfo& Store::committed() const { return impl_->committed; }
 bool Store::has_uncommitted_writes() const { return impl_->has_uncommitted_writes; }
 bool Store::failed() const { return impl_->failed; }
+absl::Status Store::CheckFiles() const {
+  return impl_->building_file == nullptr ? impl_->files.Check() : absl::OkStatus();
+}
+absl::Status Store::SaveRemovedFiles() {
+  return impl_->building_file == nullptr ? impl_->files.Save(impl_->spec.job) : absl::OkStatus();
+}
 const std::vector<std::string>& Store::repairs() const { return impl_->repairs; }
 void Store::ReadAgain(const ReadRequest& request, const Stamp& stamp, Done done) {
   impl_->ReadAgain(request, stamp, std::move(done));

@@ -312,6 +312,13 @@ class Store {
   void RegisterBuffer(std::span<std::byte> bytes);
   const std::string& path() const;
 
+  // OFD-1207, with what saves the job, when somebody has removed a file of the store while it is
+  // open. Looks at each file once.
+  absl::Status CheckFiles() const;
+  // Writes files that were removed anew under their names, as the last commit before the device
+  // goes. Blocking; requires that nothing is in flight. OK when there are none.
+  absl::Status SaveRemovedFiles();
+
  private:
   struct Impl;
   explicit Store(std::unique_ptr<Impl> impl);

@@ -185,6 +185,9 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
   FaultPoint("store.format_allocated");
 
   const int fd = file->fd();
+  NamedFiles files;
+  OFFLOAD_RETURN_IF_ERROR(files.Add(fd, pools.front(), StoreFileName(spec.job)));
+  if (members != nullptr) OFFLOAD_RETURN_IF_ERROR(members->NameIn(&files));
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<aio::Device> device,
                            members != nullptr
                                ? members->Compose(file->TakeFd(), options)
@@ -204,6 +207,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Create(const std::string& pool, co
   OFFLOAD_ASSIGN_OR_RETURN(std::unique_ptr<Impl> impl,
                            Impl::OfFormat(std::move(directory), path, spec, std::move(layout), uuid,
                                           options.generations, std::move(device)));
+  impl->files = std::move(files);
   impl->building_file = std::move(file);
   impl->replaces = options.replaces;
   impl->building_members = std::move(members);

@@ -64,13 +64,18 @@ absl::Status CheckMainSize(int fd, const std::string& path, const StripeMap& map
 
 absl::StatusOr<std::unique_ptr<aio::Device>> OpenStriped(
     const std::vector<std::string>& pools, const std::string& job, const std::string& path,
-    UniqueFd main, MemberPage* page, const StoreOptions& options, bool counts_as_opening) {
+    UniqueFd main, MemberPage* page, const StoreOptions& options, bool counts_as_opening,
+    NamedFiles* named) {
   OFFLOAD_ASSIGN_OR_RETURN(const StripeMap map, StripeMap::Make(NumbersOf(*page)));
   OFFLOAD_RETURN_IF_ERROR(CheckMainSize(main.get(), path, map, *page));
   OFFLOAD_ASSIGN_OR_RETURN(std::vector<MemberFile> files, OpenMembers(pools, job, *page, options));
   if (counts_as_opening) OFFLOAD_RETURN_IF_ERROR(RaiseAge(main.get(), path, page, &files));
   std::vector<UniqueFd> descriptors;
   descriptors.push_back(std::move(main));
+  for (uint32_t index = 1; index <= files.size(); ++index) {
+    OFFLOAD_RETURN_IF_ERROR(
+        named->Add(files[index - 1].fd.get(), pools[index], MemberFileName(job, index)));
+  }
   for (MemberFile& file : files) descriptors.push_back(std::move(file.fd));
   return OpenStripedDevice(*page, pools, std::move(descriptors), options.io);
 }
@@ -102,10 +107,12 @@ absl::StatusOr<OpenedFiles> OpenStoreFiles(const std::string& pool, const std::s
   OFFLOAD_ASSIGN_OR_RETURN(std::optional<MemberPage> page,
                            ReadMemberPage(file->get(), opened.path));
   OFFLOAD_RETURN_IF_ERROR(CheckPoolsOf(pools, job, page));
+  OFFLOAD_RETURN_IF_ERROR(opened.files.Add(file->get(), pools.front(), name));
   if (page) {
     opened.size_bytes = page->store_bytes;
-    OFFLOAD_ASSIGN_OR_RETURN(opened.device, OpenStriped(pools, job, opened.path, *std::move(file),
-                                                        &*page, options, counts_as_opening));
+    OFFLOAD_ASSIGN_OR_RETURN(opened.device,
+                             OpenStriped(pools, job, opened.path, *std::move(file), &*page, options,
+                                         counts_as_opening, &opened.files));
   } else {
     OFFLOAD_ASSIGN_OR_RETURN(opened.device, aio::OpenDevice(file->release(), options.io));
   }

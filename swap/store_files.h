@@ -16,6 +16,7 @@
 
 #include "absl/status/statusor.h"
 #include "aio/device.h"
+#include "swap/named_files.h"
 #include "swap/pool_directory.h"
 #include "swap/store.h"
 
@@ -26,6 +27,7 @@ struct OpenedFiles {
   std::string path;  // what messages call the store
   uint64_t size_bytes = 0;
   std::unique_ptr<aio::Device> device;
+  NamedFiles files;  // not of one that is opened to be read
 };
 
 // Judges, locks and makes durable the file of `job`; removes what killed formats of it left.

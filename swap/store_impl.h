@@ -38,6 +38,7 @@
 #include "swap/building_members.h"
 #include "swap/format.h"
 #include "swap/layout.h"
+#include "swap/named_files.h"
 #include "swap/pool_directory.h"
 #include "swap/recovery.h"
 #include "swap/store.h"
@@ -220,6 +221,7 @@ struct Store::Impl {
   std::vector<PageRepair> snapshot_repairs;  // written with the next commit
   std::unique_ptr<Growth> growth;            // null when none is under way
   bool read_only = false;
+  NamedFiles files;  // none over a device that was given
 
   bool failed = false;
   absl::Status failure;

@@ -47,6 +47,7 @@ absl::StatusOr<std::unique_ptr<Store>> Store::Open(const std::string& pool, cons
                      absl::StrCat(files.path, " is the store of job '", impl->spec.job, "'"),
                      "Give the file the name of its job again");
   }
+  impl->files = std::move(files.files);
   OFFLOAD_RETURN_IF_ERROR(impl->CutOffUnfinishedGrowth());
   return std::unique_ptr<Store>(new Store(std::move(impl)));
 }

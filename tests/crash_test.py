@@ -122,7 +122,9 @@ class Victim:
             check(numbers == list(range(start["resumed_step"] + 1, numbers[-1] + 1)), f"steps {numbers} do not follow {start}")
             committed = numbers[-1] - 1  # before the last step began; a daemon that lives on commits that one, too
             if self.has_intervals() and killed != "trainer":
-                committed -= committed % INTERVAL_STEPS
+                # The commit of a checkpoint goes on beside the steps that follow, and ends before the next checkpoint's begins.
+                committed = max(0, committed - committed % INTERVAL_STEPS - INTERVAL_STEPS)
+            committed = max(committed, run.steps()[-1]["durable_epoch"])
             self.kept = max(self.kept, committed)
         if killed is None:
             check(code == 0, f"exit code {code} without a kill: {run.stderr}")

@@ -80,6 +80,22 @@ TEST_F(SpineFailureTest, ADriveThatFailsIsToldAtTheNextStepAndNothingIsAcknowled
   job.Leave();
 }
 
+// By rm, not by offloadctl rm.
+TEST_F(SpineFailureTest, AStoreWhoseFileIsRemovedGoesOnAndIsThereAgainWhenTheRunHasEnded) {
+  Job job(pool_, "job", {.dtype = Dtype::kFloat32});
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  job.Step();
+  std::filesystem::remove(pool_ + "/job.offload");
+  job.Step();
+  ASSERT_TRUE(job.session().WaitDurable().ok());
+  job.Close();
+  ASSERT_TRUE(std::filesystem::exists(pool_ + "/job.offload"));
+  ASSERT_NO_FATAL_FAILURE(job.Open());
+  EXPECT_EQ(job.step(), 2u);
+  job.Step();
+  job.Close();
+}
+
 TEST_F(SpineFailureTest, FlippedBitIsSeenAndStopsTheJob) {
   Job job(pool_, "job", {.dtype = Dtype::kFloat32});
   ASSERT_NO_FATAL_FAILURE(job.Open());

@@ -142,7 +142,7 @@ absl::Status Write(const Options& options, nlohmann::ordered_json* result) {
 // After an opening nothing is left to repair.
 absl::Status CheckCopies(const Options& options) {
   OFFLOAD_ASSIGN_OR_RETURN(const FsckReport report, CheckStore(options.pool, "job", {}));
-  if (report.is_clean()) return absl::OkStatus();
+  if (report.findings.empty()) return absl::OkStatus();
   return absl::DataLossError(absl::StrCat("fsck: ", report.findings[0].what));
 }
 

@@ -2,6 +2,7 @@
 
 #include "swap/fsck.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -16,6 +17,7 @@ namespace {
 
 const char* StateText(const swap::FsckFinding& finding) {
   if (!finding.has_twin) return "LOST     ";
+  if (finding.is_unfinished) return finding.repaired ? "written  " : "to write ";
   return finding.repaired ? "repaired " : "damaged  ";
 }
 
@@ -54,16 +56,26 @@ class FsckCommand : public Command {
     } else if (report->has_open_repairs()) {
       answer.advice = absl::StrCat("Nothing is lost: offloadctl fsck ", pool_, " ", job_,
                                    " --repair rewrites the damaged copies.");
+    } else if (has_unfinished(*report)) {
+      answer.advice =
+          "Nothing is damaged: the next run, or --repair, writes what a killed one left.";
     }
     return answer;
   }
 
  private:
+  static bool has_unfinished(const swap::FsckReport& report) {
+    return std::ranges::any_of(report.findings, [](const swap::FsckFinding& finding) {
+      return finding.is_unfinished && !finding.repaired;
+    });
+  }
   Json Describe(const swap::FsckReport& report) const {
     Json findings = Json::array();
     for (const swap::FsckFinding& finding : report.findings) {
-      findings.push_back(
-          {{"what", finding.what}, {"lost", !finding.has_twin}, {"repaired", finding.repaired}});
+      findings.push_back({{"what", finding.what},
+                          {"lost", !finding.has_twin},
+                          {"unfinished", finding.is_unfinished},
+                          {"repaired", finding.repaired}});
     }
     return {{"pool", pool_},
             {"job", job_},

@@ -122,8 +122,8 @@ std::string ErrorLine(const proto::v1::JobStatus& job) {
   for (const auto& [kind, count] : errors.items()) {
     if (count.get<uint64_t>() > 0) absl::StrAppend(&counts, "  ", kind, " ", count.get<uint64_t>());
   }
-  if (counts.empty()) return "";
-  std::string line = absl::StrCat("errors  ", Printable(job.job()), counts, "\n");
+  std::string line;
+  if (!counts.empty()) absl::StrAppend(&line, "errors  ", Printable(job.job()), counts, "\n");
   for (const std::string& name : job.scrub().bad_names()) {
     absl::StrAppend(&line, "lost    ", Printable(job.job()), "  ", Printable(name), "\n");
   }
