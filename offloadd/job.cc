@@ -162,11 +162,10 @@ void Job::CheckFiles() {
 }
 
 void Job::SaveRemovedFiles() {
-  CheckFiles();
   const absl::Status saved = store_->SaveRemovedFiles();
   if (saved.ok()) return;
-  spdlog::error("job {}: {}, and what it has trained is lost: {}", identity_.name, store_->path(),
-                ToStd(saved.message()));
+  spdlog::error("job {}: {} was removed and is not written anew, what was trained is gone: {}",
+                identity_.name, store_->path(), ToStd(saved.message()));
   if (!context_.failed()) context_.failure = saved;
 }
 

@@ -39,15 +39,6 @@ uint64_t FreeBytes(int fd) {
   return fstatvfs(fd, &info) == 0 ? uint64_t{info.f_bavail} * info.f_frsize : 0;
 }
 
-// The folder may be gone with its files.
-absl::StatusOr<PoolDirectory> OpenOrMake(const std::string& pool) {
-  if (mkdir(pool.c_str(), 0700) != 0 && errno != EEXIST) {
-    return MakeError(ErrorId::kPoolNotUsable,
-                     absl::StrCat("nvme_path ", pool, ": mkdir: ", ErrnoText(errno)));
-  }
-  return PoolDirectory::Open(pool);
-}
-
 absl::Status CopyBytes(int from, int to, uint64_t size_bytes, const std::string& path) {
   OFFLOAD_ASSIGN_OR_RETURN(const MappedRegion buffer, MappedRegion::Anonymous(kCopyBytes));
   for (uint64_t at = 0; at < size_bytes; at += kCopyBytes) {
@@ -87,16 +78,20 @@ std::vector<std::string> NamedFiles::Removed() const {
 absl::Status NamedFiles::Check() const {
   const std::vector<std::string> removed = Removed();
   if (removed.empty()) return absl::OkStatus();
-  std::string room;
+  std::string room, folders;
   for (const File& file : files_) {
     if (!IsRemoved(file)) continue;
+    struct stat info {};
+    if (stat(file.pool.c_str(), &info) != 0)
+      absl::StrAppend(&folders, "Make the folder ", file.pool, " again. ");
     absl::StrAppend(&room, room.empty() ? "" : ", ", file.pool, " needs ", SizeOf(file.fd.get()),
                     " bytes for that, free are ", FreeBytes(file.fd.get()));
   }
   return MakeError(
       ErrorId::kStoreDamaged,
       absl::StrCat(absl::StrJoin(removed, ", "), " was removed while this run has it open"),
-      absl::StrCat("Training goes on, and when the run ends, or is stopped by Ctrl-C or SIGTERM, "
+      absl::StrCat(folders,
+                   "Training goes on, and when the run ends, or is stopped by Ctrl-C or SIGTERM, "
                    "the file is written anew (",
                    room,
                    "). Until then a SIGKILL of the daemon or a loss of power loses the job: stop "
@@ -104,7 +99,7 @@ absl::Status NamedFiles::Check() const {
 }
 
 absl::Status NamedFiles::SaveOne(const File& file, const std::string& job) {
-  OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, OpenOrMake(file.pool));
+  OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(file.pool));
   OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd lock, directory.Lock(kLockSeconds));
   uint64_t token = 0;
   if (getrandom(&token, sizeof(token), 0) != sizeof(token))

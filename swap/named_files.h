@@ -26,10 +26,11 @@ class NamedFiles {
   // OFD-1207, with what saves them, when there are some.
   absl::Status Check() const;
 
-  // Writes those anew under their names, in their pools, which are made when they are missing, too.
-  // Nobody may write to them meanwhile. Where another file has the name by now, under that name
-  // with ".saved" behind it. Blocking. OFD-1202, OFD-1204, OFD-1209: what is not saved is gone with
-  // this object and the device.
+  // Writes those anew under their names. A pool that is gone, too, is not made: whoever removes a
+  // folder may well mean it, and who does not makes it again, as Check() says. Nobody may write to
+  // them meanwhile. Where another file has the name by now, under that name with ".saved" behind
+  // it. Blocking. OFD-1201, OFD-1202, OFD-1204, OFD-1209: what is not saved is gone with this
+  // object and the device.
   absl::Status Save(const std::string& job) const;
 
  private:

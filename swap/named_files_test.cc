@@ -70,14 +70,29 @@ TEST_F(NamedFilesTest, ARemovedStoreIsToldGoesOnAndIsWrittenAnew) {
   }
 }
 
-TEST_F(NamedFilesTest, ThePoolMayBeGoneWithIt) {
-  std::unique_ptr<Store> store = MakeStore(pool_.path());
-  ASSERT_NE(store, nullptr);
-  std::filesystem::remove_all(pool_.path());
-  EXPECT_EQ(CommitScript(*store), absl::OkStatus());
-  EXPECT_EQ(store->SaveRemovedFiles(), absl::OkStatus());
-  store.reset();
-  ExpectSaved(pool_.path());
+TEST_F(NamedFilesTest, AFolderThatIsGoneWithItIsNotMade) {
+  for (const bool is_made_again : {false, true}) {
+    SCOPED_TRACE(is_made_again);
+    std::unique_ptr<Store> store = MakeStore(pool_.path());
+    ASSERT_NE(store, nullptr);
+    std::filesystem::remove_all(pool_.path());
+    const absl::Status told = store->CheckFiles();
+    EXPECT_NE(told.message().find(absl::StrCat("Make the folder ", pool_.path(), " again")),
+              std::string::npos)
+        << told;
+    EXPECT_EQ(CommitScript(*store), absl::OkStatus());
+    if (is_made_again) std::filesystem::create_directory(pool_.path());
+    const absl::Status saved = store->SaveRemovedFiles();
+    store.reset();
+    EXPECT_EQ(std::filesystem::exists(pool_.path()), is_made_again);
+    if (is_made_again) {
+      EXPECT_EQ(saved, absl::OkStatus());
+      ExpectSaved(pool_.path());
+    } else {
+      EXPECT_EQ(ErrorIdOf(saved), ErrorId::kPoolMissing);
+      std::filesystem::create_directory(pool_.path());
+    }
+  }
 }
 
 TEST_F(NamedFilesTest, OfSeveralPoolsWhatIsRemovedIsWrittenAnew) {
