@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "base/check.h"
 #include "base/checked.h"
 #include "base/clock.h"
@@ -164,9 +165,15 @@ void Job::CheckFiles() {
 void Job::SaveRemovedFiles() {
   const absl::Status saved = store_->SaveRemovedFiles();
   if (saved.ok()) return;
-  spdlog::error("job {}: {} was removed and is not written anew, what was trained is gone: {}",
-                identity_.name, store_->path(), ToStd(saved.message()));
-  if (!context_.failed()) context_.failure = saved;
+  const absl::Status lost =
+      MakeError(ErrorId::kStoreDamaged,
+                absl::StrCat(store_->path(),
+                             " was removed during the run and is not written anew, what the job "
+                             "has trained is gone (",
+                             absl::StripSuffix(saved.message(), "."), ")"),
+                "Save the model from the trainer, where it still has it, or go on from a copy");
+  spdlog::error("job {}: {}", identity_.name, ToStd(lost.message()));
+  if (!context_.failed()) context_.failure = lost;
 }
 
 void Job::Fail(absl::Status status) {

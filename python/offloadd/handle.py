@@ -629,6 +629,9 @@ class Handle(Grows, jobs.OfProcess):
         """What went wrong at the end, in words, and the last step that is known to be durable."""
         if not failure:
             return None
+        error = Error(failure)
+        if error.id == 1207:  # there is nothing to go on with
+            return error
         left = self.last_step - durable
         steps = f"all its {self.last_step} steps are durable" if left <= 0 else \
             f"of its {self.last_step} steps the first {durable} are durable for sure, the last {left} may be lost"

@@ -4,6 +4,7 @@ import copy
 import gc
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -941,6 +942,28 @@ def use_after_close_is_refused(run):
     optimizer = AdamW(model.parameters())
     run.attach(model, optimizer).close()
     run.loss(model, 0)
+
+
+@case(types=("fp32",), memory=("floor",))
+def closed_when_its_pool_is_gone(run):
+    if not run.offloaded:
+        return
+    model = run.model()
+    optimizer = AdamW(model.parameters(), 1e-3, fused=True)
+    pool = os.path.join(run.folder, "gone")
+    os.mkdir(pool)
+    handle = run.attach(model, optimizer, nvme_path=pool)
+    run.train(model, optimizer, 2)
+    handle.wait_durable()
+    shutil.rmtree(pool)
+    try:
+        handle.close()
+    except offloadd.Error as error:
+        assert error.id == 1207 and f"{pool}/" in str(error) and "what the job has trained is gone" in str(error), error
+        assert "durable" not in str(error), error
+    else:
+        raise AssertionError("nothing was said")
+    assert not os.path.exists(pool)
 
 
 def daemon_that_is_gone(ends):
