@@ -168,7 +168,7 @@ absl::StatusOr<std::shared_ptr<Job>> ControlService::TakeJob(const Session& sess
                              .pid = session.client_pid()};
   OFFLOAD_ASSIGN_OR_RETURN(const v1::World world, WorldOf(request));
   const double begin = Clock::Real().NowSeconds();
-  const double join_timeout = NumberFrom("OFFLOADD_JOIN_TIMEOUT", kLimits.join_timeout_seconds);
+  const double join_timeout = JoinTimeoutSeconds();
   const double deadline = begin + kLimits.holder_patience_seconds;
   for (;;) {
     OFFLOAD_ASSIGN_OR_RETURN(JobTable::Claim claim, jobs_->Take(identity));

@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "absl/strings/numbers.h"
+#include "offloadd/limits.h"
 
 namespace offload::daemon {
 
@@ -15,6 +16,11 @@ inline double NumberFrom(const char* variable, double otherwise) {
   const char* const text = std::getenv(variable);
   const bool is_good = text != nullptr && absl::SimpleAtod(text, &number) && number >= 0;
   return is_good ? number : otherwise;
+}
+
+// How long ranks of a launch wait for those that are missing.
+inline double JoinTimeoutSeconds() {
+  return NumberFrom("OFFLOADD_JOIN_TIMEOUT", kLimits.join_timeout_seconds);
 }
 
 }  // namespace offload::daemon

@@ -205,6 +205,8 @@ class Job {
   absl::Status Check(JobCall call) const;
   // Why the job does nothing any more.
   absl::Status Ending() const;
+  // Asks the loop; false, too, when that has ended.
+  bool Holds(const std::function<bool()>& question);
 
   // ---- Off the loop.
   // Runs `work` there, from a turn on in which nothing is under way, and then `done` on the loop;

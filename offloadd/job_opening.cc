@@ -101,8 +101,7 @@ absl::Status Job::AddRank(Rank::Member member, const proto::v1::OpenJobRequest& 
   if (is_first) {
     ranks_.resize(world_size());
     context_.ranks.resize(world_size());
-    join_deadline_seconds_ = context_.clock->NowSeconds() +
-                             NumberFrom("OFFLOADD_JOIN_TIMEOUT", kLimits.join_timeout_seconds);
+    join_deadline_seconds_ = context_.clock->NowSeconds() + JoinTimeoutSeconds();
     auto made = std::make_shared<Made>();
     OffLoop([this, made] { OpenStore(*made); }, [this, made] { FinishOpening(*made); });
   }

@@ -20,25 +20,26 @@ Rank* Job::FindRank(uint64_t session) {
   return nullptr;
 }
 
-bool Job::HasMember(uint64_t session) {
-  const absl::Status known =
+bool Job::Holds(const std::function<bool()>& question) {
+  const absl::Status answered =
       loop_->Call<absl::Status>([&](const std::function<void(absl::Status)>& answer) {
-        const bool is_opening = phase() == JobPhase::kOpening;
-        const Rank* const rank = FindRank(session);
-        answer(rank != nullptr && (rank->is_open || is_opening) ? absl::OkStatus()
-                                                                : absl::NotFoundError("no rank"));
+        answer(question() ? absl::OkStatus() : absl::NotFoundError("it does not"));
       });
-  return known.ok();
+  return answered.ok();
+}
+
+bool Job::HasMember(uint64_t session) {
+  return Holds([this, session] {
+    const Rank* const rank = FindRank(session);
+    return rank != nullptr && (rank->is_open || phase() == JobPhase::kOpening);
+  });
 }
 
 bool Job::IsLeftBy(uint32_t rank) {
-  const absl::Status left =
-      loop_->Call<absl::Status>([&](const std::function<void(absl::Status)>& answer) {
-        const bool has_left = phase() != JobPhase::kOpening && rank < ranks_.size() &&
-                              ranks_[rank] != nullptr && ranks_[rank]->state == Rank::State::kLeft;
-        answer(has_left ? absl::OkStatus() : absl::NotFoundError("no such rank"));
-      });
-  return left.ok();
+  return Holds([this, rank] {
+    return phase() != JobPhase::kOpening && rank < ranks_.size() && ranks_[rank] != nullptr &&
+           ranks_[rank]->state == Rank::State::kLeft;
+  });
 }
 
 bool Job::All(bool (*holds)(const Rank& rank)) const {

@@ -1,14 +1,18 @@
 #include "swap/building_file.h"
 
 #include <fcntl.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <array>
+#include <bit>
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
 #include "base/error.h"
+#include "base/status_macros.h"
 
 namespace offload::swap {
 
@@ -27,15 +31,31 @@ absl::StatusOr<BuildingFile> BuildingFile::Make(const PoolDirectory& directory, 
   return file;
 }
 
+absl::StatusOr<BuildingFile> BuildingFile::MakeFor(const PoolDirectory& directory,
+                                                   std::string_view job) {
+  std::array<uint8_t, sizeof(uint64_t)> token;
+  OFFLOAD_RETURN_IF_ERROR(Random(token));
+  return Make(directory, BuildingFileName(job, std::bit_cast<uint64_t>(token)));
+}
+
 bool BuildingFile::Remove() {
   if (name_.empty()) return true;
   return unlinkat(directory_fd_, KeepName().c_str(), 0) == 0 || errno == ENOENT;
 }
 
-absl::Status Allocate(const PoolDirectory& directory, int fd, uint64_t file_bytes) {
+absl::Status Random(std::span<uint8_t> bytes) {
+  if (getrandom(bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()))
+    return absl::OkStatus();
+  return MakeError(ErrorId::kInternal, absl::StrCat("getrandom: ", ErrnoText(errno)));
+}
+
+uint64_t FreeBytes(int fd) {
   struct statvfs info {};
-  fstatvfs(directory.fd(), &info);
-  const uint64_t free_bytes = uint64_t{info.f_bavail} * info.f_frsize;
+  return fstatvfs(fd, &info) == 0 ? uint64_t{info.f_bavail} * info.f_frsize : 0;
+}
+
+absl::Status Allocate(const PoolDirectory& directory, int fd, uint64_t file_bytes) {
+  const uint64_t free_bytes = FreeBytes(directory.fd());
   const auto refuse = [&](const std::string& why) {
     return MakeError(ErrorId::kPoolFull,
                      absl::StrCat(directory.PathOf(""), ": the store needs ", file_bytes,

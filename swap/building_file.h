@@ -7,7 +7,9 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -22,6 +24,9 @@ class BuildingFile {
   // Makes and locks `name`. OFD-1202, OFD-1204. The descriptor of the directory must outlive the
   // object.
   static absl::StatusOr<BuildingFile> Make(const PoolDirectory& directory, std::string name);
+  // The same under a name of its own that the next run of `job` finds, should it be left. The
+  // directory must be locked, so that nobody sees the file unlocked.
+  static absl::StatusOr<BuildingFile> MakeFor(const PoolDirectory& directory, std::string_view job);
   BuildingFile(BuildingFile&& other) noexcept
       : directory_fd_(other.directory_fd_),
         name_(std::exchange(other.name_, {})),
@@ -45,6 +50,12 @@ class BuildingFile {
   std::string name_;
   UniqueFd fd_;
 };
+
+// Of the kernel's generator.
+absl::Status Random(std::span<uint8_t> bytes);
+
+// Of the file system of an open file or directory; 0 where that is not known.
+uint64_t FreeBytes(int fd);
 
 // Reserves the space of a file, whole or not at all. OFD-1204 with what is needed and what is free;
 // OFD-1202 where space cannot be reserved.

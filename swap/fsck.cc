@@ -364,6 +364,12 @@ bool FsckReport::has_loss() const {
                      [](const FsckFinding& finding) { return !finding.has_twin; });
 }
 
+bool FsckReport::has_unfinished() const {
+  return std::ranges::any_of(findings, [](const FsckFinding& finding) {
+    return finding.is_unfinished && !finding.repaired;
+  });
+}
+
 bool FsckReport::has_open_repairs() const {
   return std::any_of(findings.begin(), findings.end(), [](const FsckFinding& finding) {
     return finding.has_twin && !finding.repaired && !finding.is_unfinished;

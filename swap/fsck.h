@@ -46,6 +46,8 @@ struct FsckReport {
   bool is_clean() const;  // nothing is damaged or lost
   // True when something was lost that no twin has: an extent, or the store.
   bool has_loss() const;
+  // True when something stays unwritten that a killed run has left so.
+  bool has_unfinished() const;
   // True when a damaged copy stays damaged.
   bool has_open_repairs() const;
 };

@@ -2,9 +2,7 @@
 
 #include <fcntl.h>
 #include <stdio.h>
-#include <sys/random.h>
 #include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,7 +11,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "base/error.h"
 #include "base/mapped_region.h"
 #include "base/posix_io.h"
@@ -31,12 +28,6 @@ constexpr double kLockSeconds = 30;
 uint64_t SizeOf(int fd) {
   struct stat info {};
   return fstat(fd, &info) == 0 ? static_cast<uint64_t>(info.st_size) : 0;
-}
-
-// Of the file system of an open file.
-uint64_t FreeBytes(int fd) {
-  struct statvfs info {};
-  return fstatvfs(fd, &info) == 0 ? uint64_t{info.f_bavail} * info.f_frsize : 0;
 }
 
 absl::Status CopyBytes(int from, int to, uint64_t size_bytes, const std::string& path) {
@@ -67,29 +58,20 @@ bool NamedFiles::IsRemoved(const File& file) {
   return fstat(file.fd.get(), &info) == 0 && info.st_nlink == 0;
 }
 
-std::vector<std::string> NamedFiles::Removed() const {
-  std::vector<std::string> paths;
-  for (const File& file : files_) {
-    if (IsRemoved(file)) paths.push_back(absl::StrCat(file.pool, "/", file.name));
-  }
-  return paths;
-}
-
 absl::Status NamedFiles::Check() const {
-  const std::vector<std::string> removed = Removed();
-  if (removed.empty()) return absl::OkStatus();
-  std::string room, folders;
+  std::string removed, room, folders;
   for (const File& file : files_) {
     if (!IsRemoved(file)) continue;
+    absl::StrAppend(&removed, removed.empty() ? "" : ", ", file.pool, "/", file.name);
     struct stat info {};
     if (stat(file.pool.c_str(), &info) != 0)
       absl::StrAppend(&folders, "Make the folder ", file.pool, " again. ");
     absl::StrAppend(&room, room.empty() ? "" : ", ", file.pool, " needs ", SizeOf(file.fd.get()),
                     " bytes for that, free are ", FreeBytes(file.fd.get()));
   }
+  if (removed.empty()) return absl::OkStatus();
   return MakeError(
-      ErrorId::kStoreDamaged,
-      absl::StrCat(absl::StrJoin(removed, ", "), " was removed while this run has it open"),
+      ErrorId::kStoreDamaged, absl::StrCat(removed, " was removed while this run has it open"),
       absl::StrCat(folders,
                    "Training goes on, and when the run ends, or is stopped by Ctrl-C or SIGTERM, "
                    "the file is written anew (",
@@ -101,11 +83,7 @@ absl::Status NamedFiles::Check() const {
 absl::Status NamedFiles::SaveOne(const File& file, const std::string& job) {
   OFFLOAD_ASSIGN_OR_RETURN(const PoolDirectory directory, PoolDirectory::Open(file.pool));
   OFFLOAD_ASSIGN_OR_RETURN(const UniqueFd lock, directory.Lock(kLockSeconds));
-  uint64_t token = 0;
-  if (getrandom(&token, sizeof(token), 0) != sizeof(token))
-    return MakeError(ErrorId::kInternal, absl::StrCat("getrandom: ", ErrnoText(errno)));
-  OFFLOAD_ASSIGN_OR_RETURN(BuildingFile made,
-                           BuildingFile::Make(directory, BuildingFileName(job, token)));
+  OFFLOAD_ASSIGN_OR_RETURN(BuildingFile made, BuildingFile::MakeFor(directory, job));
   const uint64_t size_bytes = SizeOf(file.fd.get());
   OFFLOAD_RETURN_IF_ERROR(Allocate(directory, made.fd(), size_bytes));
   const std::string path = directory.PathOf(file.name);

@@ -21,9 +21,7 @@ class NamedFiles {
   // as.
   absl::Status Add(int fd, std::string pool, std::string name);
 
-  // Paths of those that have no name any more.
-  std::vector<std::string> Removed() const;
-  // OFD-1207, with what saves them, when there are some.
+  // OFD-1207, with what saves them, when some have no name any more.
   absl::Status Check() const;
 
   // Writes those anew under their names. A pool that is gone, too, is not made: whoever removes a

@@ -1,7 +1,6 @@
 #include "swap/scratch.h"
 
 #include <fcntl.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,6 +17,7 @@
 #include "base/error.h"
 #include "base/status_macros.h"
 #include "base/unique_fd.h"
+#include "swap/building_file.h"
 #include "swap/format.h"
 #include "swap/pool_directory.h"
 #include "swap/store.h"
@@ -133,12 +133,10 @@ absl::Status Scratch::Impl::Allocate(uint32_t member, uint64_t bytes) {
         "Raise the limit of the size of files (ulimit -f), or choose a file system that has "
         "larger ones");
   }
-  struct statvfs info {};
-  fstatvfs(file, &info);
   return MakeError(ErrorId::kPoolFull,
                    absl::StrCat(members[member].directory.PathOf(""), ": scratch space needs ",
                                 member_bytes - before_bytes, " bytes more, free are ",
-                                uint64_t{info.f_bavail} * info.f_frsize, ": ", ErrnoText(error)));
+                                FreeBytes(file), ": ", ErrnoText(error)));
 }
 
 absl::StatusOr<std::unique_ptr<aio::Device>> Scratch::Impl::OpenMember(const Member& member) const {

@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -32,21 +31,6 @@ namespace {
 constexpr uint64_t kZeroBytes = uint64_t{1} << 20;
 constexpr size_t kZeroQueueDepth = 16;
 
-absl::Status Random(std::span<uint8_t> bytes) {
-  if (getrandom(bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()))
-    return absl::OkStatus();
-  return MakeError(ErrorId::kInternal, absl::StrCat("getrandom: ", ErrnoText(errno)));
-}
-
-// Opens, locks and thereby claims a new file. The directory must be locked, so that nobody sees the
-// file unlocked.
-absl::StatusOr<BuildingFile> OpenBuildingFile(const PoolDirectory& directory,
-                                              const std::string& job) {
-  std::array<uint8_t, sizeof(uint64_t)> token;
-  OFFLOAD_RETURN_IF_ERROR(Random(token));
-  return BuildingFile::Make(directory, BuildingFileName(job, std::bit_cast<uint64_t>(token)));
-}
-
 // Refuses a job that has a store, unless that is to be replaced, or is being built. A format that
 // was killed a moment ago may still hold its lock, until its last writes have landed: that is
 // waited for.
@@ -71,7 +55,7 @@ absl::StatusOr<BuildingFile> MakeBuildingFile(const PoolDirectory& directory,
                        absl::StrCat(directory.PathOf(published), ": ", ErrnoText(errno)));
     }
     OFFLOAD_ASSIGN_OR_RETURN(const std::string alive, directory.RemoveLeftovers(job));
-    if (alive.empty()) return OpenBuildingFile(directory, job);
+    if (alive.empty()) return BuildingFile::MakeFor(directory, job);
     if (std::chrono::steady_clock::now() >= deadline) {
       return MakeError(ErrorId::kStoreLocked,
                        absl::StrCat("job '", job, "' is being built: ", alive));

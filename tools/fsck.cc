@@ -2,7 +2,6 @@
 
 #include "swap/fsck.h"
 
-#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -56,7 +55,7 @@ class FsckCommand : public Command {
     } else if (report->has_open_repairs()) {
       answer.advice = absl::StrCat("Nothing is lost: offloadctl fsck ", pool_, " ", job_,
                                    " --repair rewrites the damaged copies.");
-    } else if (has_unfinished(*report)) {
+    } else if (report->has_unfinished()) {
       answer.advice =
           "Nothing is damaged: the next run, or --repair, writes what a killed one left.";
     }
@@ -64,11 +63,6 @@ class FsckCommand : public Command {
   }
 
  private:
-  static bool has_unfinished(const swap::FsckReport& report) {
-    return std::ranges::any_of(report.findings, [](const swap::FsckFinding& finding) {
-      return finding.is_unfinished && !finding.repaired;
-    });
-  }
   Json Describe(const swap::FsckReport& report) const {
     Json findings = Json::array();
     for (const swap::FsckFinding& finding : report.findings) {
