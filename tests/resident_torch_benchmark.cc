@@ -4,8 +4,8 @@
 //   bazel run -c opt //tests:resident_torch_benchmark -- POOL [ROUNDS [DURABILITY [HIDDEN]]]
 //
 // Prints the medians of the two, and of their ratios, for hidden sizes 64, 512 and 2048, or the one
-// that is given; the processor time of the trainer's process alone in brackets. The daemon's update runs beside it.
-// Losses have to be equal: exit status 1 when they are not. Needs OFFLOADD_BINARY.
+// that is given; the processor time of the trainer's process alone in brackets. The daemon's update
+// runs beside it. Losses have to be equal: exit status 1 when they are not. Needs OFFLOADD_BINARY.
 
 #include <offload/torch.h>
 #include <sys/resource.h>
