@@ -12,6 +12,7 @@
 
 #include "kernels/rules/rules.h"
 #include "kernels/split.h"
+#include "kernels/square_root.h"
 #include "kernels/sum.h"
 #include "kernels/update.h"
 
@@ -29,6 +30,10 @@ struct Implementation {
   void (*merge)(const uint16_t* hi, const int16_t* lo, size_t count, uint32_t* master, TieReader*);
   bool (*all_finite)(Dtype, const void* values, size_t count);
   bool (*add_parts)(const SumRun&, size_t begin);  // elements [begin, count)
+  bool (*takes_roots_by)(RootSequence);            // else roots come from the table
+  // By a sequence that it takes roots by; those of subnormal numbers as of normal ones, or nearest.
+  void (*take_roots)(RootSequence, bool of_subnormals, const float* values, size_t count,
+                     float* roots);
 };
 
 extern const Implementation kReferenceImplementation;

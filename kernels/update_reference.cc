@@ -76,7 +76,9 @@ constexpr Implementation ReferenceImplementation(RuleList<Rule...>) {
           SplitReference,
           MergeReference,
           AllFiniteReference,
-          AddPartsReference};
+          AddPartsReference,
+          [](RootSequence) { return false; },
+          nullptr};
 }
 
 }  // namespace

@@ -108,6 +108,19 @@ bool VectorAllFinite(Dtype dtype, const void* values, size_t count) {
   return AllFiniteOf<D>(dtype, static_cast<const double*>(values), count);
 }
 
+template <class V>
+void VectorTakeRoots(RootSequence sequence, bool of_subnormals, const float* values, size_t count,
+                     float* roots) {
+  size_t i = 0;
+  for (; i + V::kWidth <= count; i += V::kWidth)
+    V::Store(roots + i, V::RootBy(sequence, of_subnormals, V::Load(values + i)));
+  if (i == count) return;
+  float last[V::kWidth] = {};
+  std::memcpy(last, values + i, (count - i) * sizeof(float));
+  V::Store(last, V::RootBy(sequence, of_subnormals, V::Load(last)));
+  std::memcpy(roots + i, last, (count - i) * sizeof(float));
+}
+
 template <class V, class D, class... Rule>
 constexpr Implementation VectorImplementation(RuleList<Rule...>) {
   return {{VectorUpdate<V, Rule>...},
@@ -117,7 +130,9 @@ constexpr Implementation VectorImplementation(RuleList<Rule...>) {
           VectorSplit<V>,
           VectorMerge<V>,
           VectorAllFinite<V, D>,
-          VectorAddParts<V, D>};
+          VectorAddParts<V, D>,
+          V::TakesRootsBy,
+          VectorTakeRoots<V>};
 }
 
 // Of the candidates (lanes whose lo is -32768), the lanes whose tie went down.
