@@ -50,6 +50,7 @@ void UpdateAs(Dtype dtype, float gradient_scale, Planes* planes,
   run.weight_dtype = run.gradient_dtype = dtype;
   run.weight = planes->plane(0);
   run.residual = reinterpret_cast<int16_t*>(planes->plane(0) + kCountPerThread / 2);
+  run.half_residual = reinterpret_cast<uint32_t*>(planes->plane(0) + kCountPerThread / 2);
   run.state[0] = planes->plane(1);
   run.state[1] = planes->plane(2);
   run.gradient = planes->plane(3);
@@ -115,6 +116,11 @@ int main() {
            [](Planes* planes) { UpdateAs(Dtype::kBFloat16, 1, planes); });
     Report("AdamW bf16, clipped", thread_count, 26,
            [](Planes* planes) { UpdateAs(Dtype::kBFloat16, 0.5f, planes); });
+    Report("AdamW fp16", thread_count, 28,
+           [](Planes* planes) { UpdateAs(Dtype::kFloat16, 1, planes); });
+    const OptimizerSpec unscaled("adamw", {{"unscale", 0.5}});
+    Report("AdamW fp16, unscaled", thread_count, 28,
+           [&](Planes* planes) { UpdateAs(Dtype::kFloat16, 1, planes, unscaled); });
     const OptimizerSpec unfused("adamw", {{"flavour", 2}});
     constexpr std::pair<const char*, RootSequence> kRoots[] = {
         {"AdamW bf16, table of roots", RootSequence::kNone},
