@@ -10,17 +10,23 @@ namespace {
 
 constexpr uint32_t kOneBits = 0x3F800000;  // of 1.0, whose exponent is odd as it is stored
 
-// How many places the root of each value lies above the nearest one.
-std::vector<int32_t> PlacesOff(const std::function<void(std::span<float>)>& take_roots,
-                               std::span<const float> values) {
-  std::vector<float> roots(values.begin(), values.end());
-  take_roots(roots);
-  std::vector<int32_t> places(values.size());
-  for (size_t i = 0; i < values.size(); ++i) {
-    places[i] = static_cast<int32_t>(std::bit_cast<uint32_t>(roots[i]) -
-                                     std::bit_cast<uint32_t>(std::sqrt(values[i])));
+// The entries of a word's values; nothing when a root is more than one place off.
+std::optional<uint32_t> WordOf(std::span<const float, SquareRoots::kEntriesPerWord> values,
+                               std::span<const float, SquareRoots::kEntriesPerWord> roots) {
+  constexpr uint32_t kEntries = SquareRoots::kEntriesPerWord;
+  // How many places each root lies above the nearest one; few do.
+  uint32_t places[kEntries], any = 0;
+  for (uint32_t i = 0; i < kEntries; ++i) {
+    places[i] = std::bit_cast<uint32_t>(roots[i]) - std::bit_cast<uint32_t>(std::sqrt(values[i]));
   }
-  return places;
+  for (uint32_t i = 0; i < kEntries; ++i) any |= places[i];
+  if (any == 0) return 0;
+  uint32_t word = 0;
+  for (uint32_t i = 0; i < kEntries; ++i) {
+    if (places[i] + 1 > 2) return std::nullopt;
+    word |= (places[i] & 3) << (2 * i);
+  }
+  return word;
 }
 
 // Numbers of every exponent, and so many subnormal ones of every magnitude that a library whose
@@ -45,25 +51,27 @@ std::vector<float> Samples() {
 
 std::optional<SquareRoots> SquareRoots::Measure(
     const std::function<void(std::span<float>)>& take_roots) {
-  constexpr uint32_t kBatch = 64 * 1024;
+  constexpr uint32_t kBatch = 64 * 1024, kPerWord = kEntriesPerWord;
   SquareRoots roots;
-  std::vector<float> values(kBatch);
+  std::vector<float> values(kBatch), taken(kBatch);
   for (uint32_t begin = 0; begin < kEntries; begin += kBatch) {
     for (uint32_t i = 0; i < kBatch; ++i) {
       // Entries from 2^23 on have an odd exponent, as 1.0 has; the others that of 2.0.
       const uint32_t mantissa = (begin + i) & 0x007FFFFF, odd = (begin + i) >> 23;
       values[i] = std::bit_cast<float>((kOneBits + (odd == 1 ? 0 : 1 << 23)) | mantissa);
     }
-    const std::vector<int32_t> places = PlacesOff(take_roots, values);
-    for (uint32_t i = 0; i < kBatch; ++i) {
-      if (places[i] < -1 || places[i] > 1) return std::nullopt;
-      const uint32_t entry = begin + i;
-      roots.corrections_[entry / kEntriesPerWord] |= (static_cast<uint32_t>(places[i]) & 3)
-                                                     << (2 * (entry % kEntriesPerWord));
+    taken = values;
+    take_roots(taken);
+    for (uint32_t i = 0; i < kBatch; i += kPerWord) {
+      const std::optional<uint32_t> word =
+          WordOf(std::span(values).subspan(i).first<kPerWord>(),
+                 std::span(taken).subspan(i).first<kPerWord>());
+      if (!word.has_value()) return std::nullopt;
+      roots.corrections_[(begin + i) / kPerWord] = *word;
     }
   }
   const std::vector<float> samples = Samples();
-  std::vector<float> taken = samples;
+  taken = samples;
   take_roots(taken);
   for (const bool subnormals_have_entries : {false, true}) {
     roots.corrections_[kSubnormalWord] = subnormals_have_entries ? 1 : 0;
